@@ -1,0 +1,86 @@
+"""Every error and warning kdacore raises on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kdacore.types import Reason
+
+
+class ContractError(ValueError):
+    """A call breaks the contract. Raised before anything runs or is written.
+
+    Attributes:
+        op: the operation called.
+        argument: the name of the argument at fault.
+        got: what was passed, in words.
+        want: what would have been accepted, in words.
+    """
+
+    def __init__(self, op: str, argument: str, got: object, want: str) -> None:
+        self.op, self.argument, self.got, self.want = op, argument, str(got), want
+        super().__init__(f"{op}: argument '{argument}': got {self.got}; wanted {want}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.op, self.argument, self.got, self.want)
+
+
+class UnsupportedError(RuntimeError):
+    """A valid call that the backend it was forced on (or every backend) cannot serve.
+
+    Attributes:
+        op: the operation called.
+        reasons: backend name -> every reason it gave.
+    """
+
+    def __init__(self, op: str, message: str, reasons: dict[str, tuple[Reason, ...]]) -> None:
+        self.op, self.message, self.reasons = op, message, reasons
+        lines = [f"{op}: {message}"]
+        for name, why in reasons.items():
+            lines += [f"  {name}: {reason}" for reason in why]
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.op, self.message, self.reasons)
+
+
+class BackendBuildError(RuntimeError):
+    """A kernel failed to build. The compiler's own output is part of the message.
+
+    Attributes:
+        what: the kernel or source that failed.
+        log: the compiler's output, whole.
+    """
+
+    def __init__(self, what: str, log: str) -> None:
+        self.what, self.log = what, log
+        super().__init__(f"building {what} failed:\n{log}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.what, self.log)
+
+
+class PluginError(RuntimeError):
+    """A plugin is not usable: it failed to load, clashes by name, or declares something invalid."""
+
+
+class ConfigError(ValueError):
+    """An environment variable holds a value kdacore does not know."""
+
+    def __init__(self, variable: str, got: str, want: str) -> None:
+        self.variable, self.got, self.want = variable, got, want
+        super().__init__(f"{variable}={got!r}; wanted {want}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.variable, self.got, self.want)
+
+
+class PerformanceWarning(UserWarning):
+    """A slow backend was chosen on an accelerator; the text says what was missed and how to get it."""
+
+
+def list_names(names: Iterable[str]) -> str:
+    """``a, b, c`` for messages, or ``none``."""
+    return ", ".join(names) or "none"

@@ -1,0 +1,447 @@
+"""The frozen vocabulary the front end and the backends share. No kernels, no frameworks.
+
+A call becomes a :class:`Request` (shapes, dtypes, flags; never values) plus one of the ``*Inputs`` tuples
+(the caller's own arrays). A backend is data plus functions: a :class:`Backend` holding one :class:`OpImpl`
+for each op it implements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+API_VERSION = 1
+"""Version of the plugin interface in this file. A backend declares the one it was written for."""
+
+Array = Any
+"""A NumPy array, torch.Tensor or jax.Array; one call uses one kind."""
+
+ArrayKind = Literal["numpy", "torch", "jax"]
+Gate = Literal["log", "softplus", "sigmoid"]
+"""How ``g`` becomes a log decay: given as such; ``-exp(A_log) softplus(x)``; ``lower_bound sigmoid(exp(A_log) x)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and canonical dtype name (``"float32"``, ``"bfloat16"``, ``"int64"``, ...) of one array."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where the arrays live. ``type``: ``cpu``, ``cuda``, ``rocm``, ``tpu``, ``meta``, ...
+
+    ``arch`` is the architecture kernels are built for (``sm_90``, ``gfx942``, ``v5e``), ``""`` for a CPU.
+    """
+
+    type: str
+    index: int = 0
+    arch: str = ""
+
+    def __str__(self) -> str:
+        name = self.type if self.type == "cpu" else f"{self.type}:{self.index}"
+        return f"{name} ({self.arch})" if self.arch else name
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One validated call without its values: what a verifier sees, and the key selections are cached on.
+
+    Every field is hashable and nothing here reads tensor contents. Sizes follow the contract:
+    ``B`` batch, ``T`` tokens (of the whole pack when packed), ``H`` query/key heads, ``HV`` value heads,
+    ``K`` and ``V`` head dims, ``N`` sequences (``B`` unless packed).
+    """
+
+    op: str
+    kind: ArrayKind
+    device: Device
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    N: int
+    dtype: str
+    """dtype of q, k, v (of g for ``kda_gate`` and ``kda_chunk_gate``)."""
+    state_dtype: str
+    """dtype of every state this call reads or returns: ``float32``, ``bfloat16``, or ``float64`` for float64 inputs."""
+    tensors: tuple[tuple[str, TensorSpec], ...] = ()
+    """Every array argument that was given, by name."""
+    traced: bool = False
+    """True inside ``jax.jit`` and friends, and for torch fake tensors: values do not exist."""
+    needs_grad: bool = False
+    scalar_gate: bool = False
+    """Gated delta rule: ``g`` is ``[B, T, HV]`` (one decay per head), ``dt_bias`` is ``[HV]``."""
+    gate: Gate = "log"
+    lower_bound: float | None = None
+    safe_gate: bool = False
+    scale: float = 1.0
+    qk_l2norm: bool = False
+    beta_sigmoid: bool = False
+    neg_eigval: bool = False
+    state_v_first: bool = False
+    output_final_state: bool = False
+    packed: bool = False
+    """``cu_seqlens`` was given."""
+    disable_recompute: bool = False
+    checkpoint_every: int = 0
+    """0 when checkpoints were not asked for."""
+    pool_size: int = 0
+    """Rows of the state pool; 0 when ``state_indices`` was not given."""
+    state_indices_ndim: int = 0
+    inplace_state: bool = False
+    read_only_state: bool = False
+    chunk_size: int = 64
+    """Stage ops only."""
+
+    def has(self, name: str) -> bool:
+        """Was this array argument given?"""
+        return any(n == name for n, _ in self.tensors)
+
+    def spec(self, name: str) -> TensorSpec:
+        """Shape and dtype of a given array argument. KeyError when it was not given."""
+        for n, s in self.tensors:
+            if n == name:
+                return s
+        raise KeyError(name)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        """Shape of ``final_state``: ``[N, HV, K, V]``, or ``[N, HV, V, K]`` with ``state_v_first``."""
+        return (self.N, self.HV, *self.state_tail)
+
+    @property
+    def state_tail(self) -> tuple[int, int]:
+        """``(K, V)``, or ``(V, K)`` with ``state_v_first``."""
+        return (self.V, self.K) if self.state_v_first else (self.K, self.V)
+
+    @property
+    def checkpoint_shape(self) -> tuple[int, ...]:
+        """Shape of the checkpoints: ``[B, ceil(T / every), HV, K, V]`` (last two swapped with ``state_v_first``).
+
+        Packed: ``[T // every + N, HV, K, V]``, the sequences' blocks one after another and the unused rows
+        at the end zero; the bound depends on shapes alone, so nothing is read from the device.
+        """
+        every = self.checkpoint_every
+        if self.packed:
+            return (self.T // every + self.N, self.HV, *self.state_tail)
+        return (self.B, -(-self.T // every), self.HV, *self.state_tail)
+
+    @property
+    def num_chunks(self) -> int:
+        """``NT`` of the stage ops: ``ceil(T / C)``, or the bound ``T // C + N`` when packed."""
+        return self.T // self.chunk_size + self.N if self.packed else -(-self.T // self.chunk_size)
+
+
+# --- what an op receives: the caller's arrays, absent ones None -------------------------------------------------
+
+
+class ChunkInputs(NamedTuple):
+    """Arrays of ``chunk_kda`` and ``chunk_gated_delta_rule``."""
+
+    q: Array
+    k: Array
+    v: Array
+    g: Array
+    beta: Array
+    A_log: Array | None = None
+    dt_bias: Array | None = None
+    initial_state: Array | None = None
+    cu_seqlens: Array | None = None
+    cu_seqlens_cpu: Array | None = None
+
+
+class RecurrentInputs(NamedTuple):
+    """Arrays of ``fused_recurrent_kda`` and ``fused_recurrent_gated_delta_rule``."""
+
+    q: Array
+    k: Array
+    v: Array
+    g: Array
+    beta: Array
+    A_log: Array | None = None
+    dt_bias: Array | None = None
+    initial_state: Array | None = None
+    cu_seqlens: Array | None = None
+    cu_seqlens_cpu: Array | None = None
+    state_indices: Array | None = None
+    num_accepted_tokens: Array | None = None
+    out: Array | None = None
+
+
+class GateInputs(NamedTuple):
+    """Arrays of ``kda_gate``."""
+
+    g: Array
+    A_log: Array | None = None
+    dt_bias: Array | None = None
+
+
+class ChunkGateInputs(NamedTuple):
+    """Arrays of the stage ``kda_chunk_gate``."""
+
+    g: Array
+    A_log: Array | None = None
+    dt_bias: Array | None = None
+    cu_seqlens: Array | None = None
+    cu_seqlens_cpu: Array | None = None
+
+
+class IntraInputs(NamedTuple):
+    """Arrays of the stage ``kda_chunk_intra``."""
+
+    q: Array
+    k: Array
+    gc: Array
+    beta: Array
+    cu_seqlens: Array | None = None
+    cu_seqlens_cpu: Array | None = None
+
+
+class RecomputeInputs(NamedTuple):
+    """Arrays of the stage ``kda_recompute_w_u``."""
+
+    k: Array
+    v: Array
+    beta: Array
+    gc: Array
+    Akk: Array
+    q: Array | None = None
+    cu_seqlens: Array | None = None
+    cu_seqlens_cpu: Array | None = None
+
+
+class ChunkStateInputs(NamedTuple):
+    """Arrays of the stage ``delta_rule_chunk_state``."""
+
+    kg: Array
+    w: Array
+    u: Array
+    gc: Array
+    initial_state: Array | None = None
+    cu_seqlens: Array | None = None
+    cu_seqlens_cpu: Array | None = None
+
+
+class ChunkOutputInputs(NamedTuple):
+    """Arrays of the stage ``kda_chunk_output``."""
+
+    q: Array
+    v_new: Array
+    gc: Array
+    Aqk: Array
+    h: Array
+    cu_seqlens: Array | None = None
+    cu_seqlens_cpu: Array | None = None
+
+
+# --- what an op returns ----------------------------------------------------------------------------------------
+
+
+class Outputs(NamedTuple):
+    """What ``forward`` returns for the four whole ops.
+
+    ``final_state`` exactly when ``request.output_final_state``; ``checkpoints`` exactly when
+    ``request.checkpoint_every``. ``saved`` is handed to ``backward`` unchanged (eager calls only; a backward
+    must also work from ``()`` by recomputing, which is what compiled graphs pass).
+    """
+
+    o: Array
+    final_state: Array | None = None
+    checkpoints: Array | None = None
+    saved: tuple[Array, ...] = ()
+
+
+class OutputGrads(NamedTuple):
+    """Gradients reaching ``backward``; None where nothing flowed. Checkpoints are not differentiable."""
+
+    o: Array | None
+    final_state: Array | None = None
+
+
+class InputGrads(NamedTuple):
+    """What ``backward`` returns: each shaped and typed like its input, None where the input is None."""
+
+    q: Array
+    k: Array
+    v: Array
+    g: Array
+    beta: Array
+    A_log: Array | None = None
+    dt_bias: Array | None = None
+    initial_state: Array | None = None
+
+
+class GateGrads(NamedTuple):
+    """What the backward of ``kda_gate`` returns."""
+
+    g: Array
+    A_log: Array | None = None
+    dt_bias: Array | None = None
+
+
+class IntraOutputs(NamedTuple):
+    Aqk: Array
+    Akk: Array
+
+
+class RecomputeOutputs(NamedTuple):
+    w: Array
+    u: Array
+    kg: Array
+    qg: Array | None = None
+
+
+class ChunkStateOutputs(NamedTuple):
+    h: Array
+    v_new: Array
+    final_state: Array
+
+
+# --- verifiers and backends ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a backend cannot serve a call. ``code`` is stable and documented in docs/adding-a-backend.md."""
+
+    code: str
+    message: str
+    got: str = ""
+    want: str = ""
+
+    def __str__(self) -> str:
+        detail = "; ".join(p for p in (f"got {self.got}" * bool(self.got), f"wanted {self.want}" * bool(self.want)) if p)
+        return f"[{self.code}] {self.message}" + (f" ({detail})" if detail else "")
+
+
+Verifier = Callable[[Request], "Reason | None"]
+"""Reads a Request, allocates nothing, never syncs; returns None when it has no objection."""
+
+Forward = Callable[..., Any]
+"""``forward(request, inputs) -> Outputs`` (or the array of ``kda_gate``, or a stage's outputs)."""
+
+Backward = Callable[..., Any]
+"""``backward(request, inputs, saved, grads: OutputGrads) -> InputGrads``; for kda_gate ``(request, inputs, dlog) -> GateGrads``."""
+
+Cost = Callable[[Request], "float | None"]
+"""Predicted seconds for this request, None when unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpImpl:
+    """One op of one backend."""
+
+    forward: Forward
+    backward: Backward | None = None
+    verifiers: tuple[Verifier, ...] = ()
+    cost: Cost | None = None
+    verified_archs: frozenset[str] = frozenset()
+    """Architectures this op's tests have run on for real; ``"*"`` for portable code. Others are *compiled only*."""
+    batch_invariant: bool = False
+    """Declared: a sequence gives the same bits alone and packed with others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """Something that must be present before a backend can run at all."""
+
+    name: str
+    probe: Callable[[], str | None]
+    """Cheap and side-effect free: None when present, else what is missing, in words."""
+    remedy: str
+    """The line that would make it so, for example a pip command."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A backend: data plus functions. Yielded by the ``kdacore_backends`` hook."""
+
+    name: str
+    version: str
+    kinds: tuple[ArrayKind, ...]
+    ops: Mapping[str, OpImpl] = field(hash=False)
+    summary: str = ""
+    requirements: tuple[Requirement, ...] = ()
+    rank: int = 0
+    """Orders the capable when no measured cost decides; higher wins."""
+    api_version: int = API_VERSION
+    device_types: tuple[str, ...] = ("*",)
+    """Device types this backend can ever serve; doctor and the reasons use it."""
+    traceable: bool = False
+    """JAX only: ``forward`` and ``backward`` may be traced (jit, vmap, shard_map)."""
+    capturable: bool = False
+    """CUDA only: forward and backward may be captured into a graph (no host sync)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """How one backend answered one request."""
+
+    backend: str
+    reasons: tuple[Reason, ...]
+    cost: float | None
+    rank: int
+    verified: bool
+
+    @property
+    def supported(self) -> bool:
+        return not self.reasons
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The outcome of dispatch for one request. ``print(selection)`` shows the whole reasoning."""
+
+    request: Request
+    backend: str
+    """The chosen backend; ``""`` when nothing can serve (only from ``explain``)."""
+    why: str
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def op(self) -> str:
+        return self.request.op
+
+    def candidate(self, name: str) -> Candidate:
+        """The answer of one backend. KeyError for an unknown name."""
+        for c in self.candidates:
+            if c.backend == name:
+                return c
+        raise KeyError(name)
+
+    def __str__(self) -> str:
+        r = self.request
+        lines = [f"{r.op} on {r.device}, {r.kind} arrays, B={r.B} T={r.T} H={r.H} HV={r.HV} K={r.K} V={r.V}"]
+        for c in self.candidates:
+            mark = "->" if c.backend == self.backend else "  "
+            if c.supported:
+                cost = "cost unknown" if c.cost is None else f"{c.cost * 1e3:.3g} ms"
+                lines.append(f"{mark} {c.backend}: supported, {cost}" + ("" if c.verified else ", compiled only"))
+            else:
+                lines.append(f"{mark} {c.backend}: not supported")
+                lines += [f"     {reason}" for reason in c.reasons]
+        lines.append(f"chosen: {self.backend or 'none'} ({self.why})")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInfo:
+    """One row of :func:`kdacore.backends`."""
+
+    name: str
+    version: str
+    distribution: str
+    kinds: tuple[str, ...]
+    ops: tuple[str, ...]
+    available: bool
+    missing: tuple[str, ...]
+    """What is missing, one line each, with its remedy."""
+    summary: str = ""

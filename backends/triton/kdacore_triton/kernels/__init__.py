@@ -1,0 +1,1 @@
+"""Device code. Nothing here is imported before a call reaches this backend."""

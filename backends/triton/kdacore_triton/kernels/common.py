@@ -1,0 +1,179 @@
+"""Device functions every kernel of this backend shares: gates, norms, dots, and where a chunk lies.
+
+Decays are kept as log2 inside the kernels, so that one ``exp2`` (a single instruction) applies them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+GATE_LOG = tl.constexpr(0)
+"""``g`` is the natural-log decay already."""
+GATE_SOFTPLUS = tl.constexpr(1)
+"""``-exp(A_log) softplus(g + dt_bias)``: unbounded below."""
+GATE_SIGMOID = tl.constexpr(2)
+"""``lower_bound sigmoid(exp(A_log) (g + dt_bias))``."""
+
+MIN_STEP = tl.constexpr(-126.0)
+"""One step's log2 decay is clamped here: 2**-126 is the smallest normal float32."""
+
+
+@triton.jit
+def sigmoid(x):
+    """float32 sigmoid; exact 0 and 1 in the limits, never NaN."""
+    return 1.0 / (1.0 + tl.exp2(-x * LOG2E))
+
+
+@triton.jit
+def softplus2(x):
+    """``softplus(x) * log2(e)`` in float32, with full relative accuracy for very negative ``x``."""
+    e = tl.exp2(-tl.abs(x) * LOG2E)
+    # log2(1 + e) loses e's low bits when e is small: a short series there instead.
+    series = e * (1.0 - e * (0.5 - e * (0.33333333 - e * (0.25 - e * 0.2)))) * LOG2E
+    return tl.maximum(x, 0.0) * LOG2E + tl.where(e < 0.03125, series, tl.log2(1.0 + e))
+
+
+@triton.jit
+def log2_decay(x, a_exp, lower_bound, GATE: tl.constexpr):
+    """log2 decay (<= 0, at least MIN_STEP) of a raw gate.
+
+    ``x`` is ``g + dt_bias`` in float32, ``a_exp`` is ``exp(A_log)`` (1 where A_log is absent; unused for
+    GATE_LOG), ``lower_bound`` a natural-log bound (used by GATE_SIGMOID alone).
+    """
+    if GATE == 0:
+        y = x * LOG2E
+    elif GATE == 1:
+        y = -a_exp * softplus2(x)
+    else:
+        y = (lower_bound * LOG2E) * sigmoid(a_exp * x)
+    return tl.maximum(y, MIN_STEP)
+
+
+@triton.jit
+def log2_decay_grad(x, a_exp, lower_bound, GATE: tl.constexpr):
+    """``d(natural-log decay)/dx`` of the same gate; ``d/dA_log`` is that times ``x`` (sigmoid) or the decay (softplus)."""
+    if GATE == 0:
+        d = tl.full(x.shape, 1.0, tl.float32)
+    elif GATE == 1:
+        d = -a_exp * sigmoid(x)
+    else:
+        s = sigmoid(a_exp * x)
+        d = lower_bound * a_exp * s * (1.0 - s)
+    return d
+
+
+@triton.jit
+def rnorm(x, axis: tl.constexpr):
+    """``1 / sqrt(sum(x*x) + 1e-6)`` along an axis, float32."""
+    return 1.0 / tl.sqrt(tl.sum(x * x, axis) + 1e-6)
+
+
+@triton.jit
+def operand(x, DOT: tl.constexpr):
+    """``x`` in the dtype a dot of precision ``DOT`` takes."""
+    if DOT == "bf16":
+        r = x.to(tl.bfloat16)
+    elif DOT == "fp16":
+        r = x.to(tl.float16)
+    else:
+        r = x.to(tl.float32)
+    return r
+
+
+@triton.jit
+def mma(a, b, DOT: tl.constexpr):
+    """``a @ b`` accumulated in float32.
+
+    ``DOT``: ``"bf16"`` or ``"fp16"`` rounds the operands to that dtype; ``"tf32"``, ``"tf32x3"`` and ``"ieee"`` take
+    them as float32. The interpreter must get ``"ieee"``: its bfloat16 arithmetic is wrong.
+    """
+    if DOT == "bf16":
+        r = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+    elif DOT == "fp16":
+        r = tl.dot(a.to(tl.float16), b.to(tl.float16))
+    else:
+        r = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=DOT)
+    return r
+
+
+@triton.jit
+def mma_acc(a, b, acc, DOT: tl.constexpr):
+    """``acc + a @ b``; see :func:`mma`."""
+    if DOT == "bf16":
+        r = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), acc=acc)
+    elif DOT == "fp16":
+        r = tl.dot(a.to(tl.float16), b.to(tl.float16), acc=acc)
+    else:
+        r = tl.dot(a.to(tl.float32), b.to(tl.float32), acc=acc, input_precision=DOT)
+    return r
+
+
+@triton.jit
+def sequence_of_slot(cu_seqlens, N, slot, C: tl.constexpr):
+    """The packed sequence that chunk slot ``slot`` belongs to.
+
+    Chunk i of sequence n owns slot ``cu_seqlens[n] // C + n + i``: that needs no prefix sum over chunk counts,
+    never collides, and stays below ``T // C + N``. Slots between two sequences' chunks stay unused.
+    """
+    lo = 0
+    hi = N - 1
+    while lo < hi:
+        mid = (lo + hi + 1) // 2
+        first = tl.load(cu_seqlens + mid).to(tl.int32) // C + mid
+        if first <= slot:
+            lo = mid
+        else:
+            hi = mid - 1
+    return lo
+
+
+@triton.jit
+def chunk_of_slot(cu_seqlens, slot, N, T, NT, C: tl.constexpr, PACKED: tl.constexpr):
+    """Where chunk slot ``slot`` lies: ``(first row, rows)``, rows counted over the flattened ``[B*T]`` tokens.
+
+    ``rows`` is at most C, and at most 0 for an unused slot. Unpacked, slot ``b * NT + i`` is chunk i of batch b.
+    """
+    if PACKED:
+        n = sequence_of_slot(cu_seqlens, N, slot, C)
+        bos = tl.load(cu_seqlens + n).to(tl.int64)
+        eos = tl.load(cu_seqlens + n + 1).to(tl.int64)
+        t0 = (slot - (bos // C + n)) * C
+        rows = eos - bos - t0
+        start = bos + t0
+    else:
+        b = slot // NT
+        t0 = (slot - b * NT) * C
+        rows = (T - t0).to(tl.int64)
+        start = b.to(tl.int64) * T + t0
+    return start, tl.minimum(rows, C).to(tl.int32)
+
+
+@triton.jit
+def sequence_span(cu_seqlens, n, T, NT, C: tl.constexpr, PACKED: tl.constexpr):
+    """Sequence n: ``(first row over flattened tokens, length, its first chunk slot)``."""
+    if PACKED:
+        bos = tl.load(cu_seqlens + n).to(tl.int64)
+        length = (tl.load(cu_seqlens + n + 1).to(tl.int64) - bos).to(tl.int32)
+        slot = (bos // C).to(tl.int32) + n
+    else:
+        bos = n.to(tl.int64) * T
+        length = T
+        slot = n * NT
+    return bos, length, slot
+
+
+@triton.jit
+def blocks_before(cu_seqlens, n, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """How many blocks of ``SIZE`` tokens the packed sequences before sequence n hold, each starting its own."""
+    total = 0
+    first = 0
+    while first < n:
+        m = first + tl.arange(0, WIDTH)
+        here = tl.load(cu_seqlens + m, mask=m < n, other=0).to(tl.int32)
+        past = tl.load(cu_seqlens + m + 1, mask=m < n, other=0).to(tl.int32)
+        total += tl.sum((past - here + SIZE - 1) // SIZE, 0)
+        first += WIDTH
+    return total

@@ -318,7 +318,9 @@ class Reason:
     want: str = ""
 
     def __str__(self) -> str:
-        detail = "; ".join(p for p in (f"got {self.got}" * bool(self.got), f"wanted {self.want}" * bool(self.want)) if p)
+        detail = "; ".join(
+            p for p in (f"got {self.got}" * bool(self.got), f"wanted {self.want}" * bool(self.want)) if p
+        )
         return f"[{self.code}] {self.message}" + (f" ({detail})" if detail else "")
 
 
@@ -329,7 +331,10 @@ Forward = Callable[..., Any]
 """``forward(request, inputs) -> Outputs`` (or the array of ``kda_gate``, or a stage's outputs)."""
 
 Backward = Callable[..., Any]
-"""``backward(request, inputs, saved, grads: OutputGrads) -> InputGrads``; for kda_gate ``(request, inputs, dlog) -> GateGrads``."""
+"""``backward(request, inputs, saved, grads: OutputGrads) -> InputGrads``.
+
+For ``kda_gate``: ``backward(request, inputs, dlog) -> GateGrads``.
+"""
 
 Cost = Callable[[Request], "float | None"]
 """Predicted seconds for this request, None when unknown."""
@@ -375,6 +380,8 @@ class Backend:
     api_version: int = API_VERSION
     device_types: tuple[str, ...] = ("*",)
     """Device types this backend can ever serve; doctor and the reasons use it."""
+    auto_kinds: tuple[ArrayKind, ...] | None = None
+    """Array kinds auto may choose it for; None for all of ``kinds``. The others are served only when asked for."""
     traceable: bool = False
     """JAX only: ``forward`` and ``backward`` may be traced (jit, vmap, shard_map)."""
     capturable: bool = False
@@ -424,7 +431,9 @@ class Selection:
             mark = "->" if c.backend == self.backend else "  "
             if c.supported:
                 cost = "cost unknown" if c.cost is None else f"{c.cost * 1e3:.3g} ms"
-                lines.append(f"{mark} {c.backend}: supported, {cost}" + ("" if c.verified else ", compiled only"))
+                lines.append(
+                    f"{mark} {c.backend}: supported, {cost}" + ("" if c.verified else ", compiled only")
+                )
             else:
                 lines.append(f"{mark} {c.backend}: not supported")
                 lines += [f"     {reason}" for reason in c.reasons]

@@ -1,0 +1,466 @@
+"""The public functions: they bind a call's arguments and hand them to dispatch.
+
+Source of the operation: Kimi Linear, arXiv 2510.26692 (KDA); Gated Delta Networks, arXiv 2412.06464 (GDN).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from kdacore import dispatch
+from kdacore.ops import OPS
+from kdacore.types import Array, ChunkInputs, GateInputs, RecurrentInputs, Selection
+
+_CHUNK_KDA = OPS["chunk_kda"]
+_CHUNK_GDN = OPS["chunk_gated_delta_rule"]
+_RECURRENT_KDA = OPS["fused_recurrent_kda"]
+_RECURRENT_GDN = OPS["fused_recurrent_gated_delta_rule"]
+_GATE = OPS["kda_gate"]
+
+
+def chunk_kda(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Array | None = None,
+    cu_seqlens_cpu: Array | None = None,
+    disable_recompute: bool = False,
+    checkpoint_every: int | None = None,
+    cp: None = None,
+    backend: str | None = None,
+) -> Any:
+    """Kimi Delta Attention over whole sequences, chunk by chunk: training and prefill.
+
+    For each sequence and value head, with a state ``S[K, V]`` kept in at least float32::
+
+        S   = exp(g_t)[:, None] * S                      # per-channel decay, natural log, g_t <= 0
+        S   = S + beta_t * outer(k_t, v_t - k_t @ S)     # delta rule
+        o_t = scale * (q_t @ S)
+
+    Args:
+        q, k: ``[B, T, H, K]``, float32, bfloat16 or float16 (float64 on the reference backend), one dtype.
+        v: ``[B, T, HV, V]``, dtype of q. ``HV`` is a multiple of ``H``; value head i reads head
+            ``i // (HV // H)`` of q and k.
+        g: ``[B, T, HV, K]``, any float dtype. The log decay (natural log, <= 0), or the raw gate input with
+            ``use_gate_in_kernel``.
+        beta: ``[B, T, HV]``, any float dtype. In (0, 1), or logits with ``use_beta_sigmoid_in_kernel``.
+        A_log: ``[HV]`` float32. Needed by the unbounded gate, optional (zeros) with ``lower_bound``.
+        dt_bias: ``[HV, K]`` or ``[HV*K]``, added to the raw gate input.
+        scale: factor on the output; ``K ** -0.5`` when None.
+        initial_state: ``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``state_v_first``), float32 or bfloat16; zeros
+            when None.
+        output_final_state: return the state after the last token of each sequence.
+        use_qk_l2norm_in_kernel: replace q and k by ``x / sqrt(sum(x*x) + 1e-6)`` over K.
+        use_gate_in_kernel: compute the log decay from ``x = g + dt_bias``: ``-exp(A_log) * softplus(x)``, or
+            ``lower_bound * sigmoid(exp(A_log) * x)`` when ``lower_bound`` is given.
+        use_beta_sigmoid_in_kernel: apply ``sigmoid`` to beta, in float32.
+        allow_neg_eigval: ``2 * sigmoid(beta)`` instead.
+        safe_gate: promise that every log decay lies in ``[lower_bound, 0]``; needs ``lower_bound``. A property
+            of the model, not a speed switch.
+        lower_bound: the bound, in ``[-5, 0)`` with ``safe_gate``, else any negative number.
+        state_v_first: states are ``[N, HV, V, K]``.
+        cu_seqlens: ``[N+1]`` int32 or int64 offsets of packed sequences, from 0 to T; then ``B == 1``. Sequences
+            may be empty.
+        cu_seqlens_cpu: the same values on the host (NumPy, or the kind of the others), for backends that plan
+            with them.
+        disable_recompute: keep what the backward would otherwise recompute: faster, more memory.
+        checkpoint_every: also return the state at the start of every block of this many tokens, a multiple of 64.
+        cp: reserved for context parallelism; must be None.
+        backend: force one backend; see :func:`kdacore.explain` for what each can serve.
+
+    Returns:
+        ``(o, final_state)``, or ``(o, final_state, checkpoints)`` with ``checkpoint_every``. ``o`` is
+        ``[B, T, HV, V]`` in v's dtype. ``final_state`` has the shape and dtype of ``initial_state`` (float32
+        without one), or is None unless asked for. Checkpoints are ``[B, ceil(T / every), HV, K, V]``; packed,
+        ``[T // every + N, HV, K, V]``, the sequences' blocks one after another, unused rows zero. They carry no
+        gradient.
+
+    Raises:
+        ContractError: an argument breaks the contract; the message names it.
+        UnsupportedError: the forced backend cannot serve this call; the message lists every reason.
+        BackendBuildError: a kernel failed to build; the message carries the compiler's output.
+
+    Source: arXiv 2510.26692, section 3.
+
+    Example:
+        >>> import numpy as np, kdacore
+        >>> rng = np.random.default_rng(0)
+        >>> q, k, v = (rng.standard_normal((1, 100, 2, 16), dtype=np.float32) for _ in range(3))
+        >>> g = -rng.random((1, 100, 2, 16), dtype=np.float32)
+        >>> beta = rng.random((1, 100, 2), dtype=np.float32)
+        >>> o, state = kdacore.chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, output_final_state=True)
+        >>> o.shape, state.shape
+        ((1, 100, 2, 16), (1, 2, 16, 16))
+    """
+    return _chunk(
+        _CHUNK_KDA,
+        ChunkInputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu),
+        (
+            scale,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel,
+            allow_neg_eigval,
+            safe_gate,
+            lower_bound,
+            state_v_first,
+            disable_recompute,
+            checkpoint_every,
+            cp,
+        ),
+        backend,
+    )
+
+
+def chunk_gated_delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Array | None = None,
+    cu_seqlens_cpu: Array | None = None,
+    disable_recompute: bool = False,
+    checkpoint_every: int | None = None,
+    cp: None = None,
+    backend: str | None = None,
+) -> Any:
+    """The gated delta rule over whole sequences: :func:`chunk_kda` with one decay for each head.
+
+    Args:
+        g: ``[B, T, HV]``: one log decay (natural log, <= 0) for each token and head, or its raw gate input.
+        dt_bias: ``[HV]``.
+
+    Everything else, the results and the errors are those of :func:`chunk_kda`.
+
+    Source: arXiv 2412.06464.
+
+    Example:
+        >>> import numpy as np, kdacore
+        >>> rng = np.random.default_rng(0)
+        >>> q, k, v = (rng.standard_normal((1, 70, 2, 16), dtype=np.float32) for _ in range(3))
+        >>> g, beta = -rng.random((1, 70, 2), dtype=np.float32), rng.random((1, 70, 2), dtype=np.float32)
+        >>> o, _ = kdacore.chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
+        >>> o.shape
+        (1, 70, 2, 16)
+    """
+    return _chunk(
+        _CHUNK_GDN,
+        ChunkInputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu),
+        (
+            scale,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel,
+            allow_neg_eigval,
+            safe_gate,
+            lower_bound,
+            state_v_first,
+            disable_recompute,
+            checkpoint_every,
+            cp,
+        ),
+        backend,
+    )
+
+
+def fused_recurrent_kda(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Array | None = None,
+    cu_seqlens_cpu: Array | None = None,
+    state_indices: Array | None = None,
+    num_accepted_tokens: Array | None = None,
+    inplace_state: bool = False,
+    read_only_state: bool = False,
+    out: Array | None = None,
+    backend: str | None = None,
+) -> Any:
+    """Kimi Delta Attention token by token, for decoding: a few tokens, one launch, states in a pool.
+
+    The recurrence and the arguments shared with :func:`chunk_kda` mean the same here.
+
+    Args:
+        initial_state: the states ``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``state_v_first``), or with
+            ``state_indices`` a pool ``[P, HV, K, V]`` whose rows may have any stride.
+        state_indices: int32 or int64. ``[N]``: the pool row of each sequence; negative means no slot: it reads
+            zeros and writes nothing. ``[N, W]`` with ``num_accepted_tokens``: a row for each candidate token.
+        num_accepted_tokens: ``[N]`` int32 or int64, for speculative decoding: sequence n starts from the state
+            in row ``state_indices[n, num_accepted_tokens[n] - 1]`` (from zeros for 0), and with
+            ``inplace_state`` the state after its token t is written to row ``state_indices[n, t]``.
+        inplace_state: write final states into ``initial_state``; rows not named stay bitwise as they were. JAX
+            arrays cannot be written: there the updated pool is returned as the final state.
+        read_only_state: compute outputs for 1 to 16 candidate tokens and write no state anywhere.
+        out: ``[B, T, HV, V]`` in v's dtype, written and returned as ``o``.
+
+    Returns:
+        ``(o, final_state)``. ``final_state`` is None unless ``output_final_state``; with ``inplace_state`` it is
+        ``initial_state`` itself.
+
+    Gradients flow when no pool, in-place or ``out`` option is used.
+
+    Raises:
+        ContractError, UnsupportedError, BackendBuildError: as :func:`chunk_kda`.
+
+    Source: arXiv 2510.26692, section 3.
+
+    Example:
+        >>> import numpy as np, kdacore
+        >>> rng = np.random.default_rng(0)
+        >>> pool = np.zeros((4, 2, 16, 16), np.float32)
+        >>> q, k, v = (rng.standard_normal((2, 1, 2, 16), dtype=np.float32) for _ in range(3))
+        >>> g, beta = -rng.random((2, 1, 2, 16), dtype=np.float32), rng.random((2, 1, 2), dtype=np.float32)
+        >>> o, _ = kdacore.fused_recurrent_kda(q, k, v, g, beta, initial_state=pool, inplace_state=True,
+        ...                                    state_indices=np.array([3, 1]))
+        >>> [bool(pool[i].any()) for i in range(4)]
+        [False, True, False, True]
+    """
+    return _recurrent(
+        _RECURRENT_KDA,
+        RecurrentInputs(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            A_log,
+            dt_bias,
+            initial_state,
+            cu_seqlens,
+            cu_seqlens_cpu,
+            state_indices,
+            num_accepted_tokens,
+            out,
+        ),
+        (
+            scale,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel,
+            allow_neg_eigval,
+            safe_gate,
+            lower_bound,
+            state_v_first,
+            inplace_state,
+            read_only_state,
+        ),
+        backend,
+    )
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Array | None = None,
+    cu_seqlens_cpu: Array | None = None,
+    state_indices: Array | None = None,
+    num_accepted_tokens: Array | None = None,
+    inplace_state: bool = False,
+    read_only_state: bool = False,
+    out: Array | None = None,
+    backend: str | None = None,
+) -> Any:
+    """The gated delta rule token by token: :func:`fused_recurrent_kda` with one decay for each head.
+
+    Args:
+        g: ``[B, T, HV]``.
+        dt_bias: ``[HV]``.
+
+    Everything else, the results and the errors are those of :func:`fused_recurrent_kda`.
+
+    Source: arXiv 2412.06464.
+
+    Example:
+        >>> import numpy as np, kdacore
+        >>> rng = np.random.default_rng(0)
+        >>> q, k, v = (rng.standard_normal((2, 1, 2, 16), dtype=np.float32) for _ in range(3))
+        >>> g, beta = -rng.random((2, 1, 2), dtype=np.float32), rng.random((2, 1, 2), dtype=np.float32)
+        >>> o, state = kdacore.fused_recurrent_gated_delta_rule(q, k, v, g, beta, output_final_state=True)
+        >>> o.shape, state.shape
+        ((2, 1, 2, 16), (2, 2, 16, 16))
+    """
+    return _recurrent(
+        _RECURRENT_GDN,
+        RecurrentInputs(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            A_log,
+            dt_bias,
+            initial_state,
+            cu_seqlens,
+            cu_seqlens_cpu,
+            state_indices,
+            num_accepted_tokens,
+            out,
+        ),
+        (
+            scale,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel,
+            allow_neg_eigval,
+            safe_gate,
+            lower_bound,
+            state_v_first,
+            inplace_state,
+            read_only_state,
+        ),
+        backend,
+    )
+
+
+def kda_gate(
+    g: Array,
+    *,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
+    lower_bound: float | None = None,
+    backend: str | None = None,
+) -> Array:
+    """The gate alone: the log decay (natural log, <= 0) of a raw gate input, in float32.
+
+    With ``x = g + dt_bias``: ``-exp(A_log) * softplus(x)``, or ``lower_bound * sigmoid(exp(A_log) * x)`` when
+    ``lower_bound`` is given.
+
+    Args:
+        g: ``[B, T, HV, K]``, or ``[B, T, HV]`` for one gate per head; any float dtype.
+        A_log: ``[HV]`` float32; needed without ``lower_bound``.
+        dt_bias: ``[HV, K]`` or ``[HV*K]`` (``[HV]`` for one gate per head).
+        lower_bound: a negative number, or None for the unbounded gate.
+        backend: force one backend.
+
+    Returns:
+        The log decay, shaped as ``g``, float32 (float64 for float64 input).
+
+    Raises:
+        ContractError, UnsupportedError, BackendBuildError: as :func:`chunk_kda`.
+
+    Source: arXiv 2510.26692, section 3.
+
+    Example:
+        >>> import numpy as np, kdacore
+        >>> decay = kdacore.kda_gate(np.zeros((1, 3, 2, 16), np.float32), lower_bound=-5.0)
+        >>> float(decay[0, 0, 0, 0])
+        -2.5
+    """
+    return dispatch.call(_GATE, GateInputs(g, A_log, dt_bias), (lower_bound,), backend)
+
+
+def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Selection:
+    """What dispatch would do with a call, and why: every backend, its reasons or its cost, and the choice.
+
+    Nothing runs. Arrays may be given as :class:`kdacore.ShapeDtype`.
+
+    Args:
+        op: an op's name, or the public function.
+        *args, **kwargs: the call's own arguments.
+
+    Returns:
+        A :class:`~kdacore.types.Selection`; ``print`` it. ``backend`` is empty when nothing can serve the call.
+
+    Raises:
+        ContractError: the call breaks the contract, or there is no such op.
+        TypeError: an unknown keyword.
+
+    Example:
+        >>> import kdacore
+        >>> x = kdacore.ShapeDtype((1, 64, 2, 16))
+        >>> beta = kdacore.ShapeDtype((1, 64, 2))
+        >>> kdacore.explain("chunk_kda", x, x, x, x, beta).backend
+        'reference'
+    """
+    opdef = dispatch.opdef_of(op)
+    bound = inspect.signature(_public(opdef.name)).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    inputs = opdef.inputs(*(given.get(name) for name in opdef.arrays))
+    options = tuple(given[name] for name in opdef.options)
+    return dispatch.explain(opdef, inputs, options, given["backend"])
+
+
+def _public(name: str) -> Callable[..., Any]:
+    from kdacore import stages
+
+    function: Callable[..., Any] = globals()[name] if name in globals() else getattr(stages, name)
+    return function
+
+
+def _chunk(opdef: Any, inputs: ChunkInputs, options: tuple[Any, ...], backend: str | None) -> Any:
+    result = dispatch.call(opdef, inputs, options, backend)
+    if result[2] is None:
+        return result[0], result[1]
+    return result[0], result[1], result[2]
+
+
+def _recurrent(opdef: Any, inputs: RecurrentInputs, options: tuple[Any, ...], backend: str | None) -> Any:
+    result = dispatch.call(opdef, inputs, options, backend)
+    return result[0], result[1]

@@ -1,0 +1,115 @@
+"""Every environment variable kdacore reads, parsed and validated in one place.
+
+The environment is read once, at the first use; call :func:`refresh` after changing it in a running process.
+docs/environment.md lists the same variables, and a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kdacore.errors import ConfigError
+
+VARIABLES: dict[str, str] = {
+    "KDACORE_BACKEND": "preference order of backends, comma-separated; the first that can serve a call runs it",
+    "KDACORE_DISABLE_PLUGINS": "plugins not to load, comma-separated (entry-point names); 'all' for every third party",
+    "KDACORE_VALIDATE": "'shapes' (default) or 'values': also read and check tensor contents, which syncs the device",
+    "KDACORE_CACHE_DIR": "folder for built kernels, self-check records and tuning results",
+    "KDACORE_ARCH": "architecture to assume when none can be probed, for example sm_90 or v5e",
+    "KDACORE_SELFCHECK": "'1' (default) or '0': self-check compiled-only kernels before auto may choose them",
+    "KDACORE_PLUGIN_IMPORT_LIMIT": "seconds a plugin may take to import before the doctor reports it (default 2)",
+    "KDACORE_PALLAS_INTERPRET": "'1' lets backend='pallas' run on any device in interpret mode ('0' by default)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The parsed environment."""
+
+    backend: tuple[str, ...]
+    disabled_plugins: frozenset[str]
+    validate_values: bool
+    cache_dir: Path
+    arch: str
+    selfcheck: bool
+    plugin_import_limit: float
+    pallas_interpret: bool
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _flag(env: Mapping[str, str], name: str, default: str) -> bool:
+    text = env.get(name, default).strip()
+    if text not in ("0", "1"):
+        raise ConfigError(name, text, "'0' or '1'")
+    return text == "1"
+
+
+def _cache_dir(env: Mapping[str, str]) -> Path:
+    if given := env.get("KDACORE_CACHE_DIR", "").strip():
+        return Path(given).expanduser()
+    base = env.get("XDG_CACHE_HOME", "").strip()
+    return (Path(base) if base else Path.home() / ".cache") / "kdacore"
+
+
+def parse(env: Mapping[str, str]) -> Config:
+    """Parse an environment. Raises :class:`ConfigError` naming the variable at fault."""
+    validate = env.get("KDACORE_VALIDATE", "shapes").strip()
+    if validate not in ("shapes", "values"):
+        raise ConfigError("KDACORE_VALIDATE", validate, "'shapes' or 'values'")
+    limit_text = env.get("KDACORE_PLUGIN_IMPORT_LIMIT", "2").strip()
+    try:
+        limit = float(limit_text)
+    except ValueError:
+        raise ConfigError("KDACORE_PLUGIN_IMPORT_LIMIT", limit_text, "a number of seconds") from None
+    if not limit > 0:
+        raise ConfigError("KDACORE_PLUGIN_IMPORT_LIMIT", limit_text, "a positive number of seconds")
+    return Config(
+        backend=_names(env.get("KDACORE_BACKEND", "")),
+        disabled_plugins=frozenset(_names(env.get("KDACORE_DISABLE_PLUGINS", ""))),
+        validate_values=validate == "values",
+        cache_dir=_cache_dir(env),
+        arch=env.get("KDACORE_ARCH", "").strip(),
+        selfcheck=_flag(env, "KDACORE_SELFCHECK", "1"),
+        plugin_import_limit=limit,
+        pallas_interpret=_flag(env, "KDACORE_PALLAS_INTERPRET", "0"),
+    )
+
+
+_lock = threading.Lock()
+_config: Config | None = None
+_listeners: list[Callable[[], None]] = []
+
+
+def get() -> Config:
+    """The configuration of this process, read from the environment at the first call."""
+    global _config
+    config = _config
+    if config is None:
+        with _lock:
+            if _config is None:
+                _config = parse(os.environ)
+            config = _config
+    return config
+
+
+def refresh() -> Config:
+    """Read the environment again and drop everything that was derived from the old one."""
+    global _config
+    parsed = parse(os.environ)
+    with _lock:
+        _config = parsed
+    for listener in tuple(_listeners):
+        listener()
+    return parsed
+
+
+def on_refresh(listener: Callable[[], None]) -> None:
+    """Call ``listener`` after every :func:`refresh` (caches register themselves here)."""
+    _listeners.append(listener)

@@ -1,0 +1,103 @@
+"""The checks of ``KDACORE_VALIDATE=values``: they read tensor contents, so they sync the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kdacore.errors import ContractError
+from kdacore.frameworks import Adapter, adapter_of
+from kdacore.ops import INDEX_ARGUMENTS, OPS
+from kdacore.types import Request
+
+
+def check_values(request: Request, inputs: Any, adapter: Adapter) -> None:
+    """Check offsets, index ranges, finiteness and the ``safe_gate`` promise.
+
+    Raises:
+        ContractError: naming the argument, before anything ran.
+    """
+    if request.traced:  # no values to read; the shapes have been checked
+        return
+    values: dict[str, Any] = {}
+    for name, x in zip(OPS[request.op].arrays, inputs, strict=True):
+        if x is None or name == "out":
+            continue
+        own = adapter_of(x)
+        values[name] = (own or adapter).host_values(x)
+    for name, x in values.items():
+        if name not in INDEX_ARGUMENTS:
+            _finite(request, name, x)
+    _offsets(request, values)
+    _indices(request, values)
+    _gate(request, values)
+
+
+def _finite(request: Request, name: str, x: Any) -> None:
+    bad = ~np.isfinite(x)
+    if bad.any():
+        where = tuple(int(i) for i in np.argwhere(bad)[0])
+        raise ContractError(request.op, name, f"{x[where]} at {list(where)}", "finite values")
+
+
+def _offsets(request: Request, values: dict[str, Any]) -> None:
+    for name in ("cu_seqlens", "cu_seqlens_cpu"):
+        if name not in values:
+            continue
+        offsets = values[name]
+        if offsets[0] != 0:
+            raise ContractError(request.op, name, f"first offset {offsets[0]}", "0")
+        if offsets[-1] != request.T:
+            raise ContractError(request.op, name, f"last offset {offsets[-1]}", f"T={request.T}")
+        if (np.diff(offsets) < 0).any():
+            raise ContractError(request.op, name, f"{offsets.tolist()}", "offsets that never decrease")
+    if "cu_seqlens_cpu" in values and (values["cu_seqlens_cpu"] != values["cu_seqlens"]).any():
+        raise ContractError(
+            request.op, "cu_seqlens_cpu", f"{values['cu_seqlens_cpu'].tolist()}", "the values of cu_seqlens"
+        )
+
+
+def _indices(request: Request, values: dict[str, Any]) -> None:
+    if "state_indices" not in values:
+        return
+    indices = values["state_indices"]
+    if (indices >= request.pool_size).any():
+        raise ContractError(
+            request.op, "state_indices", f"index {indices.max()}", f"indices below P={request.pool_size}"
+        )
+    if request.inplace_state:
+        named = indices[indices >= 0]
+        if len(np.unique(named)) != named.size:
+            raise ContractError(
+                request.op, "state_indices", "a row named twice", "each row at most once with inplace_state"
+            )
+    accepted = values.get("num_accepted_tokens")
+    if accepted is not None and ((accepted < 0) | (accepted > indices.shape[1])).any():
+        raise ContractError(
+            request.op,
+            "num_accepted_tokens",
+            f"{accepted.tolist()}",
+            f"0 to {indices.shape[1]} for each sequence",
+        )
+
+
+def _gate(request: Request, values: dict[str, Any]) -> None:
+    if request.gate != "log" or "g" not in values or request.op.startswith("kda_"):
+        return
+    g = values["g"]
+    if (g > 0).any():
+        raise ContractError(request.op, "g", f"a log decay of {g.max():.6g}", "log decays <= 0")
+    # The promise is about the model's gate; a bound rounded to g's own dtype still keeps it.
+    slack = {"bfloat16": 2**-8, "float16": 2**-11}.get(request.spec("g").dtype, 2**-22)
+    if (
+        request.safe_gate
+        and request.lower_bound is not None
+        and (g < request.lower_bound * (1 + slack)).any()
+    ):
+        raise ContractError(
+            request.op,
+            "g",
+            f"a log decay of {g.min():.6g}",
+            f"log decays >= {request.lower_bound}, as safe_gate promises",
+        )

@@ -1,0 +1,240 @@
+"""From a public call to a backend's function: one dictionary look-up when the call's shape has been seen before.
+
+A :class:`Plan` is everything validation and selection decide. Both read only what :meth:`Adapter.key` returns
+(shapes, dtypes, devices, gradient needs), the options and the policy, so a plan may be cached on those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kdacore import config, contract, selection
+from kdacore.errors import ContractError
+from kdacore.frameworks import Adapter, adapter_of
+from kdacore.frameworks import _by_type as _adapters
+from kdacore.ops import OPS, OpDef
+from kdacore.registry import REGISTRY
+from kdacore.types import Backend, OpImpl, Request, Selection
+
+
+class Plan:
+    """A validated, selected call: what runs, and on which request."""
+
+    __slots__ = (
+        "adapter",
+        "backend",
+        "forward",
+        "impl",
+        "inputs",
+        "joined",
+        "request",
+        "run",
+        "selection",
+        "validate",
+    )
+
+    def __init__(self, opdef: OpDef, request: Request, chosen: Selection, adapter: Adapter) -> None:
+        registered = REGISTRY.get(chosen.backend)
+        self.inputs = opdef.inputs
+        self.request = request
+        self.selection = chosen
+        self.adapter = adapter
+        self.backend: Backend = registered.backend
+        self.impl: OpImpl = registered.backend.ops[request.op]
+        self.forward = self.impl.forward
+        self.run: Callable[[Plan, Any], Any] = adapter.run
+        self.validate = config.get().validate_values
+        self.joined: Any = None
+        """Where an adapter keeps what it built for this plan (a ``custom_vjp`` function)."""
+
+
+_AUTO = selection.Policy()
+_policy: contextvars.ContextVar[selection.Policy | None] = contextvars.ContextVar(
+    "kdacore_policy", default=None
+)
+_records: contextvars.ContextVar[list[Selection] | None] = contextvars.ContextVar(
+    "kdacore_records", default=None
+)
+_plans: dict[Any, Plan] = {}
+_lock = threading.Lock()
+_MAX_PLANS = 8192
+
+
+def clear() -> None:
+    """Forget every plan."""
+    global _default_policy
+    with _lock:
+        _plans.clear()
+        _default_policy = None
+
+
+_default_policy: selection.Policy | None = None
+REGISTRY.on_change(clear)
+
+
+def _environment_policy() -> selection.Policy:
+    global _default_policy
+    if _default_policy is None:
+        names = config.get().backend
+        _default_policy = selection.Policy("", names, "KDACORE_BACKEND") if names else _AUTO
+    return _default_policy
+
+
+def current_policy(opdef: OpDef, backend: object) -> selection.Policy:
+    """``backend=`` over ``use_backend`` over ``KDACORE_BACKEND`` over auto."""
+    if backend is None:
+        return _policy.get() or _environment_policy()
+    if not isinstance(backend, str) or not backend:
+        raise ContractError(opdef.name, "backend", repr(backend), "None or the name of a backend")
+    return selection.Policy(backend, (), "backend=")
+
+
+def plan_for(
+    opdef: OpDef,
+    inputs: Any,
+    options: tuple[Any, ...],
+    policy: selection.Policy,
+    needs_grad: bool | None = None,
+) -> Plan:
+    """Validate and select, whatever it costs."""
+    request, adapter = contract.build_request(opdef, inputs, options, needs_grad=needs_grad)
+    return Plan(opdef, request, selection.select(request, policy), adapter)
+
+
+def cached_plan(
+    adapter: Adapter, opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any, make: Any
+) -> Plan:
+    """The plan of a call of this shape, from ``make()`` the first time. ``asked``: what was asked of dispatch."""
+    array_key = adapter.key(inputs)
+    if array_key is None:
+        plan: Plan = make()
+        return plan
+    # Types too: True == 1 == 1.0 as dictionary keys, but not as arguments.
+    key = (opdef.name, array_key, options, (*map(type, options),), asked)
+    try:
+        found = _plans.get(key)
+    except TypeError:  # an unhashable option: validation names it
+        plan = make()
+        return plan
+    if found is None:
+        found = make()
+        if len(_plans) >= _MAX_PLANS:
+            clear()
+        _plans[key] = found
+    return found
+
+
+def call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object = None) -> Any:
+    """Run one public call. Returns what the backend's forward returns.
+
+    Raises:
+        ContractError: the call breaks the contract.
+        UnsupportedError: the forced backend, or every backend for a traced call, cannot serve it.
+    """
+    first = inputs[0]
+    adapter = _adapters.get(type(first)) or adapter_of(first)
+    if adapter is None:
+        contract.build_request(opdef, inputs, options)  # names the argument at fault
+        raise ContractError(opdef.name, opdef.arrays[0], type(first).__name__, "an array")
+    if adapter.compiling is not None and adapter.compiling():
+        return adapter.call_compiled(opdef, inputs, options, backend)
+    plan = cached_plan(
+        adapter,
+        opdef,
+        inputs,
+        options,
+        (backend, _policy.get()),
+        lambda: plan_for(opdef, inputs, options, current_policy(opdef, backend)),
+    )
+    return execute(plan, inputs, plan.run)
+
+
+def execute(plan: Plan, inputs: Any, run: Callable[[Plan, Any], Any]) -> Any:
+    """Run a plan: check values when asked to, record it, and go."""
+    if plan.validate:
+        from kdacore.contract_values import check_values
+
+        check_values(plan.request, inputs, plan.adapter)
+    records = _records.get()
+    if records is not None:
+        records.append(plan.selection)
+    return run(plan, inputs)
+
+
+def explain(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object = None) -> Selection:
+    """What dispatch would do with a call; nothing runs, a forced backend that cannot serve is reported, not raised."""
+    request, _ = contract.build_request(opdef, inputs, options)
+    policy = current_policy(opdef, backend)
+    if policy.forced:
+        REGISTRY.get(policy.forced, opdef.name)
+        candidates = tuple(selection.judge(r, request) for r in REGISTRY.backends().values())
+        able = next(c for c in candidates if c.backend == policy.forced).supported
+        why = (
+            "forced by backend="
+            if able
+            else f"backend {policy.forced!r} was forced and cannot serve this call"
+        )
+        return Selection(request, policy.forced if able else "", why, candidates)
+    return selection.decide(request, policy, run_selfchecks=False)
+
+
+@contextlib.contextmanager
+def use_backend(*names: str) -> Iterator[None]:
+    """Prefer these backends, in this order, for the calls made inside the ``with`` block (this thread or task).
+
+    The first that can serve a call runs it; when none can, dispatch is automatic again and ``explain`` says so.
+    Use ``backend=`` on a call to force one backend or get an error.
+
+    Args:
+        names: names of backends, best first.
+
+    Raises:
+        ContractError: no name, or a name that no backend has.
+
+    Example:
+        >>> import kdacore
+        >>> with kdacore.use_backend("reference"):
+        ...     pass
+    """
+    if not names:
+        raise ContractError("use_backend", "names", "no name", "at least one name of a backend")
+    for name in names:
+        if not isinstance(name, str):
+            raise ContractError("use_backend", "names", repr(name), "names of backends")
+        REGISTRY.get(name, "use_backend", "names")
+    token = _policy.set(selection.Policy("", tuple(names), "use_backend"))
+    try:
+        yield
+    finally:
+        _policy.reset(token)
+
+
+@contextlib.contextmanager
+def record_selections() -> Iterator[list[Selection]]:
+    """Collect what really ran, in order: one :class:`~kdacore.types.Selection` for each call inside the block.
+
+    Example:
+        >>> import kdacore
+        >>> with kdacore.record_selections() as ran:
+        ...     pass
+        >>> ran
+        []
+    """
+    records: list[Selection] = []
+    token = _records.set(records)
+    try:
+        yield records
+    finally:
+        _records.reset(token)
+
+
+def opdef_of(op: object) -> OpDef:
+    """An op by name or by its public function."""
+    name = op if isinstance(op, str) else getattr(op, "__name__", None)
+    if name not in OPS:
+        raise ContractError("explain", "op", repr(op), f"one of {', '.join(OPS)}, or the public function")
+    return OPS[name]

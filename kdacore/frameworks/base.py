@@ -1,0 +1,55 @@
+"""What the front end asks of an array library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kdacore.types import ArrayKind, Device, TensorSpec
+
+if TYPE_CHECKING:
+    from kdacore.dispatch import Plan
+    from kdacore.ops import OpDef
+
+
+class Adapter(Protocol):
+    """One array library, as the front end sees it."""
+
+    kind: ArrayKind
+    immutable: bool
+    """True where arrays cannot be written in place."""
+
+    compiling: Callable[[], bool] | None
+    """Says whether the library is tracing the caller's Python; None where that never happens."""
+
+    def call_compiled(self, opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
+        """Serve a call that is being compiled."""
+        ...
+
+    def key(self, inputs: tuple[Any, ...]) -> Hashable | None:
+        """Everything validation and selection read from the arrays; None when the call must not be cached."""
+        ...
+
+    def spec(self, x: Any) -> TensorSpec:
+        """Shape and canonical dtype name."""
+        ...
+
+    def device(self, x: Any) -> Device:
+        """Where the array lives."""
+        ...
+
+    def is_traced(self, x: Any) -> bool:
+        """True when the array has no values yet."""
+        ...
+
+    def needs_grad(self, inputs: tuple[Any, ...]) -> bool:
+        """True when a backward pass through this call must be possible."""
+        ...
+
+    def host_values(self, x: Any) -> Any:
+        """The values as a NumPy array (float64 for floats). Syncs; only for ``KDACORE_VALIDATE=values``."""
+        ...
+
+    def run(self, plan: Plan, inputs: Any) -> Any:
+        """Run the selected implementation, joined to the library's differentiation."""
+        ...

@@ -1,0 +1,129 @@
+"""JAX arrays. Backends that can be traced are joined by ``custom_vjp``; the others run on eager arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from kdacore import device as probes
+from kdacore.types import ArrayKind, Device, GateInputs, OutputGrads, Outputs, TensorSpec
+
+if TYPE_CHECKING:
+    from kdacore.dispatch import Plan
+    from kdacore.ops import OpDef
+
+
+class _JaxAdapter:
+    kind: ArrayKind = "jax"
+    immutable = True
+    compiling: Callable[[], bool] | None = None
+
+    def call_compiled(self, opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
+        raise RuntimeError("unreachable: JAX traces through ordinary calls")
+
+    def key(self, inputs: tuple[Any, ...]) -> Hashable | None:
+        parts = []
+        for x in inputs:
+            if x is None:
+                parts.append(None)
+            elif not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+                return None  # a tracer is met once per trace
+            else:
+                parts.append((x.shape, x.dtype, x.sharding))
+        return tuple(parts)
+
+    def spec(self, x: Any) -> TensorSpec:
+        return TensorSpec(tuple(x.shape), np.dtype(x.dtype).name)
+
+    def device(self, x: Any) -> Device:
+        if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
+            return _default_device()
+        devices = sorted(x.devices(), key=lambda d: d.id)
+        return probes.jax_device(devices[0])
+
+    def is_traced(self, x: Any) -> bool:
+        return isinstance(x, jax.core.Tracer)
+
+    def needs_grad(self, inputs: tuple[Any, ...]) -> bool:
+        # Whether a traced call will be differentiated is not known yet, so its backward must exist.
+        return any(isinstance(x, jax.core.Tracer) for x in inputs)
+
+    def host_values(self, x: Any) -> Any:
+        host = np.asarray(x)
+        return host.astype(np.float64) if host.dtype.kind not in "iub" else host
+
+    def run(self, plan: Plan, inputs: Any) -> Any:
+        if not plan.backend.traceable:
+            return plan.forward(plan.request, inputs)
+        if plan.impl.backward is None:
+            return plan.forward(plan.request, inputs)
+        if plan.joined is None:
+            plan.joined = _join_gate(plan) if isinstance(inputs, GateInputs) else _join_whole(plan)
+        result = plan.joined(*inputs)
+        return result if isinstance(inputs, GateInputs) else Outputs(*result)
+
+
+JAX = _JaxAdapter()
+
+
+def _default_device() -> Device:
+    chosen = jax.config.jax_default_device
+    if chosen is None or isinstance(chosen, str):
+        chosen = jax.devices(chosen)[0] if isinstance(chosen, str) else jax.devices()[0]
+    return probes.jax_device(chosen)
+
+
+def _join_whole(plan: Plan) -> Any:
+    """The four whole ops as a ``custom_vjp`` function of their arrays (absent ones None)."""
+    request, forward, backward = plan.request, plan.forward, plan.impl.backward
+
+    @jax.custom_vjp
+    def op(*arrays: Any) -> Any:
+        return tuple(forward(request, plan.inputs(*arrays))[:3])
+
+    def op_forward(*arrays: Any) -> Any:
+        outputs = forward(request, plan.inputs(*arrays))
+        return tuple(outputs[:3]), (arrays, outputs.saved)
+
+    def op_backward(residuals: Any, cotangents: Any) -> Any:
+        arrays, saved = residuals
+        inputs = plan.inputs(*arrays)
+        grads = backward(request, inputs, saved, OutputGrads(cotangents[0], cotangents[1]))  # type: ignore[misc]
+        return _cotangents(arrays, grads)
+
+    op.defvjp(op_forward, op_backward)
+    return op
+
+
+def _join_gate(plan: Plan) -> Any:
+    request, forward, backward = plan.request, plan.forward, plan.impl.backward
+
+    @jax.custom_vjp
+    def op(*arrays: Any) -> Any:
+        return forward(request, plan.inputs(*arrays))
+
+    def op_forward(*arrays: Any) -> Any:
+        return forward(request, plan.inputs(*arrays)), arrays
+
+    def op_backward(arrays: Any, dlog: Any) -> Any:
+        return _cotangents(arrays, backward(request, plan.inputs(*arrays), (), dlog))  # type: ignore[misc]
+
+    op.defvjp(op_forward, op_backward)
+    return op
+
+
+def _cotangents(arrays: Any, grads: Any) -> tuple[Any, ...]:
+    """One cotangent for each array: the backend's, or the zero of an integer (``float0``) or unused input."""
+    given = [*grads, *([None] * (len(arrays) - len(grads)))]
+    found = []
+    for x, grad in zip(arrays, given, strict=True):
+        if x is None or grad is not None:
+            found.append(grad if x is not None else None)
+        elif jax.numpy.issubdtype(x.dtype, jax.numpy.integer):
+            found.append(np.zeros(x.shape, jax.dtypes.float0))
+        else:
+            found.append(jax.numpy.zeros_like(x))
+    return tuple(found)

@@ -1,0 +1,177 @@
+"""torch tensors: eager calls go straight to the backend, joined to autograd only when a gradient is needed.
+
+Everything that is not plain eager execution (``torch.compile``, fake tensors, ``torch.func``) goes through the
+``torch.library`` operators of ``torch_ops.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kdacore import device as probes
+from kdacore.errors import UnsupportedError
+from kdacore.types import ArrayKind, Device, GateInputs, OutputGrads, Outputs, TensorSpec
+
+if TYPE_CHECKING:
+    from kdacore.dispatch import Plan
+    from kdacore.ops import OpDef
+
+_DTYPES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float64: "float64",
+    torch.int32: "int32",
+    torch.int64: "int64",
+}
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_functorch_level: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+
+
+def _not_eager() -> bool:
+    return torch.compiler.is_compiling() or _functorch_level() is not None
+
+
+class _TorchAdapter:
+    kind: ArrayKind = "torch"
+    immutable = False
+
+    def __init__(self, compiling: Callable[[], bool]) -> None:
+        self.compiling: Callable[[], bool] | None = compiling
+
+    def call_compiled(self, opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
+        from kdacore.frameworks import torch_ops
+
+        return torch_ops.call(opdef, inputs, options, backend)
+
+    def key(self, inputs: tuple[Any, ...]) -> Hashable | None:
+        try:
+            return (
+                torch.is_grad_enabled(),
+                *[
+                    None if x is None else (x.shape, x.dtype, x.device, x.requires_grad, type(x))
+                    for x in inputs
+                ],
+            )
+        except AttributeError:  # a NumPy host copy of the offsets, or not an array: look closer
+            return None
+
+    def spec(self, x: Any) -> TensorSpec:
+        if x.layout is not torch.strided:
+            return TensorSpec(tuple(x.shape), f"{x.dtype} in {x.layout} layout")
+        return TensorSpec(tuple(x.shape), _DTYPES.get(x.dtype, str(x.dtype)))
+
+    def device(self, x: Any) -> Device:
+        return probes.torch_device(x.device.type, x.device.index or 0)
+
+    def is_traced(self, x: Any) -> bool:
+        return type(x) not in _PLAIN
+
+    def needs_grad(self, inputs: tuple[Any, ...]) -> bool:
+        return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in inputs)
+
+    def host_values(self, x: Any) -> Any:
+        host = x.detach().cpu()
+        return host.double().numpy() if host.is_floating_point() else host.numpy()
+
+    def run(self, plan: Plan, inputs: Any) -> Any:
+        if not plan.request.needs_grad:
+            return plan.forward(plan.request, inputs)
+        if isinstance(inputs, GateInputs):
+            return _Gate.apply(plan, *inputs)
+        return Outputs(*_Whole.apply(plan, *inputs))
+
+
+TORCH = _TorchAdapter(_not_eager)
+TORCH_SUBCLASS = _TorchAdapter(lambda: True)
+"""For tensor subclasses (fake tensors, DTensor, ...): only torch's own dispatcher knows how to run them."""
+
+
+def adapter_for(x: torch.Tensor) -> _TorchAdapter:
+    """The adapter of a tensor or of a tensor subclass."""
+    return TORCH if type(x) in _PLAIN else TORCH_SUBCLASS
+
+
+class _Whole(torch.autograd.Function):
+    """Joins forward and backward of the four whole ops. The backend was fixed by the forward's plan."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, *arrays: Any) -> tuple[Any, Any, Any]:
+        outputs = plan.forward(plan.request, plan.inputs(*arrays))
+        ctx.plan, ctx.count = plan, len(arrays)
+        # A host copy of the offsets may be a NumPy array, which autograd cannot save.
+        ctx.others = {i: x for i, x in enumerate(arrays) if x is not None and not isinstance(x, torch.Tensor)}
+        tensors = [x if isinstance(x, torch.Tensor) else None for x in arrays]
+        ctx.save_for_backward(*tensors, *outputs.saved)
+        ctx.set_materialize_grads(False)
+        if outputs.checkpoints is not None:
+            ctx.mark_non_differentiable(outputs.checkpoints)
+        return outputs.o, outputs.final_state, outputs.checkpoints
+
+    @staticmethod
+    def backward(ctx: Any, do: Any, dstate: Any, _: Any) -> Any:
+        arrays, saved = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        arrays = [ctx.others.get(i, x) for i, x in enumerate(arrays)]
+        plan = ctx.plan
+        with torch.no_grad():
+            grads = plan.impl.backward(plan.request, plan.inputs(*arrays), saved, OutputGrads(do, dstate))
+        grads = _needed(ctx, grads, len(arrays))
+        if torch.is_grad_enabled():  # create_graph=True
+            grads = _refuse_twice(grads, arrays)
+        return None, *grads
+
+
+class _Gate(torch.autograd.Function):
+    """Joins forward and backward of ``kda_gate``."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, *arrays: Any) -> Any:
+        ctx.plan = plan
+        ctx.save_for_backward(*arrays)
+        return plan.forward(plan.request, plan.inputs(*arrays))
+
+    @staticmethod
+    def backward(ctx: Any, dlog: Any) -> Any:
+        arrays, plan = ctx.saved_tensors, ctx.plan
+        with torch.no_grad():
+            grads = plan.impl.backward(plan.request, plan.inputs(*arrays), (), dlog)
+        grads = _needed(ctx, grads, len(arrays))
+        if torch.is_grad_enabled():
+            grads = _refuse_twice(grads, arrays)
+        return None, *grads
+
+
+def _needed(ctx: Any, grads: Any, count: int) -> list[Any]:
+    """One gradient for each array input, None where none was asked for."""
+    padded = [*grads, *([None] * (count - len(grads)))]
+    return [g if ctx.needs_input_grad[1 + i] else None for i, g in enumerate(padded)]
+
+
+def _refuse_twice(grads: list[Any], arrays: Any) -> list[Any]:
+    """Let the gradients through, but make a backward through them an error that says why."""
+    present = [g for g in grads if g is not None]
+    sources = [x for x in arrays if isinstance(x, torch.Tensor) and x.requires_grad]
+    wrapped = iter(NoDoubleBackward.apply(len(present), *present, *sources))
+    return [None if g is None else next(wrapped) for g in grads]
+
+
+class NoDoubleBackward(torch.autograd.Function):
+    """Identity on the first ``count`` tensors whose own backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Any) -> Any:
+        return tuple(t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise double_backward_error()
+
+
+def double_backward_error() -> UnsupportedError:
+    """What a second differentiation raises."""
+    return UnsupportedError(
+        "kdacore", "double backward: the gradients of these ops are not differentiable", {}
+    )

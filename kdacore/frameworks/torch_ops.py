@@ -1,0 +1,270 @@
+"""The ops as ``torch.library`` operators, for ``torch.compile``, ``torch.export``, fake tensors and ``torch.func``.
+
+A compiled graph runs below autograd, so whether a gradient is needed and what was asked of dispatch travel as
+arguments: the backward then selects by the very request the forward did, and the pairing cannot change in
+between. Residuals beyond the inputs are not kept: their shapes would depend on the backend.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kdacore import contract, dispatch, selection
+from kdacore.errors import ContractError
+from kdacore.frameworks.torch_arrays import TORCH, double_backward_error
+from kdacore.ops import CHUNK_OPTIONS, OPS, RECURRENT_OPTIONS, OpDef
+from kdacore.types import GateInputs, InputGrads, OutputGrads, Outputs
+
+_SCALARS = {"scale": "float?", "lower_bound": "float?", "checkpoint_every": "int?"}
+_WHOLE_GRADS = InputGrads._fields
+_ARRAYS = {
+    "chunk": OPS["chunk_kda"].arrays,
+    "recurrent": OPS["fused_recurrent_kda"].arrays,
+    "gate": GateInputs._fields,
+}
+_OPTIONS = {
+    "chunk": tuple(o for o in CHUNK_OPTIONS if o != "cp"),
+    "recurrent": RECURRENT_OPTIONS,
+    "gate": ("lower_bound",),
+}
+_REQUIRED = frozenset({"q", "k", "v", "g", "beta"})
+_ASKED = "bool needs_grad, str forced, str preferred, str source"
+
+_library = torch.library.Library("kdacore", "DEF")
+
+
+def _schema(family: str, *, mutable: bool = False) -> str:
+    parts = ["str op"]
+    for name in _ARRAYS[family]:
+        kind = "Tensor" if name in _REQUIRED else "Tensor?"
+        if mutable and name in ("initial_state", "out"):
+            kind = f"Tensor({name[0]}!)?"
+        parts.append(f"{kind} {name}")
+    parts += [f"{_SCALARS.get(name, 'bool')} {name}" for name in _OPTIONS[family]]
+    return ", ".join([*parts, _ASKED])
+
+
+_library.define(f"chunk({_schema('chunk')}) -> (Tensor, Tensor, Tensor)")
+_library.define(f"recurrent({_schema('recurrent')}) -> (Tensor, Tensor)")
+_library.define(f"recurrent_({_schema('recurrent', mutable=True)}) -> (Tensor, Tensor)")
+_library.define(f"gate({_schema('gate')}) -> Tensor")
+_library.define(f"chunk_backward({_schema('chunk')}, Tensor? do, Tensor? dstate) -> Tensor[]")
+_library.define(f"recurrent_backward({_schema('recurrent')}, Tensor? do, Tensor? dstate) -> Tensor[]")
+_library.define(f"gate_backward({_schema('gate')}, Tensor dlog) -> Tensor[]")
+
+
+class _Bound:
+    """The flat arguments of an operator, taken apart again."""
+
+    __slots__ = ("inputs", "needs_grad", "opdef", "options", "policy", "rest")
+
+    def __init__(self, family: str, args: tuple[Any, ...]) -> None:
+        arrays, options = _ARRAYS[family], _OPTIONS[family]
+        self.opdef: OpDef = OPS[args[0]]
+        at = 1 + len(arrays)
+        self.inputs = self.opdef.inputs(*args[1:at])
+        values = args[at : at + len(options)]
+        self.options = (*values, None) if family == "chunk" else tuple(values)  # cp is None here
+        at += len(options)
+        self.needs_grad, forced, preferred, source = args[at : at + 4]
+        self.policy = selection.Policy(forced, tuple(filter(None, preferred.split(","))), source)
+        self.rest = args[at + 4 :]
+
+    def plan(self) -> dispatch.Plan:
+        """The plan of a real call (tensors with values)."""
+        return dispatch.cached_plan(
+            TORCH,
+            self.opdef,
+            self.inputs,
+            self.options,
+            (self.policy, self.needs_grad),
+            lambda: dispatch.plan_for(self.opdef, self.inputs, self.options, self.policy, self.needs_grad),
+        )
+
+    def request(self) -> Any:
+        """The request of a call on fake tensors: validated, nothing selected."""
+        return contract.build_request(self.opdef, self.inputs, self.options, needs_grad=self.needs_grad)[0]
+
+
+def call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
+    """Serve a public call through the operators."""
+    if opdef.family == "stage":
+        raise ContractError(
+            opdef.name, opdef.arrays[0], "a tensor being compiled", "an eager call: stages are eager"
+        )
+    policy = dispatch.current_policy(opdef, backend)
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    asked = (needs_grad, policy.forced, ",".join(policy.preferred), policy.source)
+    arrays = tuple(
+        torch.as_tensor(x) if n == "cu_seqlens_cpu" and x is not None else x
+        for n, x in zip(opdef.arrays, inputs, strict=True)
+    )
+    if opdef.family == "gate":
+        return torch.ops.kdacore.gate(opdef.name, *arrays, *options, *asked)
+    if opdef.family == "chunk":
+        if options[-1] is not None:
+            raise ContractError(opdef.name, "cp", type(options[-1]).__name__, "None")
+        o, state, checkpoints = torch.ops.kdacore.chunk(opdef.name, *arrays, *options[:-1], *asked)
+        wants_state, wants_checkpoints = options[1], options[-2] is not None
+        return Outputs(o, state if wants_state else None, checkpoints if wants_checkpoints else None)
+    return _call_recurrent(opdef, inputs, arrays, options, asked)
+
+
+def _call_recurrent(opdef: OpDef, inputs: Any, arrays: Any, options: tuple[Any, ...], asked: Any) -> Outputs:
+    inplace, wants_state = options[RECURRENT_OPTIONS.index("inplace_state")], options[1]
+    if inplace or inputs.out is not None:
+        o, state = torch.ops.kdacore.recurrent_(opdef.name, *arrays, *options, *asked)
+        o = inputs.out if inputs.out is not None else o
+        state = inputs.initial_state if inplace else state
+    else:
+        o, state = torch.ops.kdacore.recurrent(opdef.name, *arrays, *options, *asked)
+    return Outputs(o, state if wants_state else None)
+
+
+def _forward(plan: dispatch.Plan, inputs: Any) -> Any:
+    return plan.forward(plan.request, inputs)
+
+
+def _or_empty(x: Any, like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty(0) if x is None else x
+
+
+def _chunk(*args: Any) -> Any:
+    bound = _Bound("chunk", args)
+    out = dispatch.execute(bound.plan(), bound.inputs, _forward)
+    v = bound.inputs.v
+    return out.o, _or_empty(out.final_state, v), _or_empty(out.checkpoints, v)
+
+
+def _recurrent(*args: Any) -> Any:
+    bound = _Bound("recurrent", args)
+    out = dispatch.execute(bound.plan(), bound.inputs, _forward)
+    v = bound.inputs.v
+    aliased = bound.inputs.out is not None
+    state = None if bound.plan().request.inplace_state else out.final_state
+    return v.new_empty(0) if aliased else out.o, _or_empty(state, v)
+
+
+def _gate(*args: Any) -> Any:
+    bound = _Bound("gate", args)
+    return dispatch.execute(bound.plan(), bound.inputs, _forward)
+
+
+def _whole_backward(family: str, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    bound = _Bound(family, args)
+    plan = bound.plan()
+    backward = plan.impl.backward
+    if backward is None:
+        raise RuntimeError(f"{plan.selection.backend} was selected for a gradient it cannot compute")
+    grads = backward(plan.request, bound.inputs, (), OutputGrads(*bound.rest))
+    return [_or_empty(g, bound.inputs.q) for g in grads]
+
+
+def _gate_backward(*args: Any) -> list[torch.Tensor]:
+    bound = _Bound("gate", args)
+    plan = bound.plan()
+    backward = plan.impl.backward
+    if backward is None:
+        raise RuntimeError(f"{plan.selection.backend} was selected for a gradient it cannot compute")
+    return [_or_empty(g, bound.inputs.g) for g in backward(plan.request, bound.inputs, (), *bound.rest)]
+
+
+# --- shapes and dtypes, for fake tensors ---------------------------------------------------------------------------
+
+
+def _fake_whole(family: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    bound = _Bound(family, args)
+    request, v = bound.request(), bound.inputs.v
+    o = v.new_empty(0) if getattr(bound.inputs, "out", None) is not None else v.new_empty(v.shape)
+    state_dtype = getattr(torch, request.state_dtype)
+    state = v.new_empty(0)
+    if request.output_final_state and not request.inplace_state:
+        state = v.new_empty(request.state_shape, dtype=state_dtype)
+    if family == "recurrent":
+        return o, state
+    checkpoints = v.new_empty(0)
+    if request.checkpoint_every:
+        checkpoints = v.new_empty(request.checkpoint_shape, dtype=state_dtype)
+    return o, state, checkpoints
+
+
+def _fake_gate(*args: Any) -> torch.Tensor:
+    bound = _Bound("gate", args)
+    bound.request()
+    g = bound.inputs.g
+    return g.new_empty(g.shape, dtype=torch.float64 if g.dtype == torch.float64 else torch.float32)
+
+
+def _fake_grads(family: str, names: tuple[str, ...], args: tuple[Any, ...]) -> list[torch.Tensor]:
+    bound = _Bound(family, args)
+    first = bound.inputs[0]
+    given = (getattr(bound.inputs, name) for name in names)
+    return [first.new_empty(0) if x is None else x.new_empty(x.shape) for x in given]
+
+
+# --- gradients -----------------------------------------------------------------------------------------------------
+
+
+def _setup(family: str) -> Any:
+    arrays = _ARRAYS[family]
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[1 : 1 + len(arrays)])
+        ctx.op, ctx.rest = inputs[0], inputs[1 + len(arrays) :]
+        if family != "gate":
+            ctx.set_materialize_grads(False)
+        if family == "chunk":
+            ctx.mark_non_differentiable(output[2])
+
+    return setup
+
+
+def _join(family: str, names: tuple[str, ...]) -> Any:
+    operator = getattr(torch.ops.kdacore, f"{family}_backward")
+    arrays = _ARRAYS[family]
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        found = operator(ctx.op, *ctx.saved_tensors, *ctx.rest, *(grads if family == "gate" else grads[:2]))
+        by_name = dict(zip(names, found, strict=True))
+        needed = ctx.needs_input_grad[1 : 1 + len(arrays)]
+        out = [by_name.get(n) if need else None for n, need in zip(arrays, needed, strict=True)]
+        return None, *out, *([None] * len(ctx.rest))
+
+    return backward
+
+
+def _refuse(ctx: Any, *grads: Any) -> Any:
+    raise double_backward_error()
+
+
+def _register() -> None:
+    forwards = {"chunk": _chunk, "recurrent": _recurrent, "recurrent_": _recurrent, "gate": _gate}
+    for name, function in forwards.items():
+        _library.impl(name, function, "CompositeExplicitAutograd")
+    _library.impl("chunk_backward", lambda *a: _whole_backward("chunk", a), "CompositeExplicitAutograd")
+    _library.impl(
+        "recurrent_backward", lambda *a: _whole_backward("recurrent", a), "CompositeExplicitAutograd"
+    )
+    _library.impl("gate_backward", _gate_backward, "CompositeExplicitAutograd")
+
+    fake = torch.library.register_fake
+    fake("kdacore::chunk", lambda *a: _fake_whole("chunk", a), lib=_library)
+    fake("kdacore::recurrent", lambda *a: _fake_whole("recurrent", a), lib=_library)
+    fake("kdacore::recurrent_", lambda *a: _fake_whole("recurrent", a), lib=_library)
+    fake("kdacore::gate", _fake_gate, lib=_library)
+    for family, names in (("chunk", _WHOLE_GRADS), ("recurrent", _WHOLE_GRADS), ("gate", GateInputs._fields)):
+        fake(f"kdacore::{family}_backward", lambda *a, f=family, n=names: _fake_grads(f, n, a), lib=_library)
+        torch.library.register_autograd(
+            f"kdacore::{family}", _join(family, names), setup_context=_setup(family), lib=_library
+        )
+        torch.library.register_autograd(
+            f"kdacore::{family}_backward",
+            _refuse,
+            setup_context=lambda ctx, inputs, output: None,
+            lib=_library,
+        )
+
+
+_register()

@@ -1,0 +1,249 @@
+"""Which backends there are: guarded plugin loading, name conflicts, and what each backend misses to run."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pluggy
+
+from kdacore import config, hookspecs
+from kdacore.errors import ContractError, PluginError, list_names
+from kdacore.ops import OPS
+from kdacore.types import API_VERSION, Backend, BackendInfo, OpImpl
+
+ENTRY_POINT_GROUP = "kdacore"
+BUILTIN_PLUGINS = (
+    "kdacore_reference.plugin",
+    "kdacore_triton.plugin",
+    "kdacore_cuda.plugin",
+    "kdacore_pallas.plugin",
+)
+OWN_DISTRIBUTION = "kdacore"
+
+
+@dataclass(frozen=True, slots=True)
+class PluginRecord:
+    """What became of one plugin: a row of ``kdacore plugins`` and ``kdacore doctor``."""
+
+    name: str
+    distribution: str
+    seconds: float
+    backends: tuple[str, ...]
+    problem: str = ""
+    """Empty when all is well; else what is wrong, in a line."""
+    detail: str = ""
+    """The traceback, when there is one."""
+    disabled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A backend and where it came from."""
+
+    backend: Backend
+    plugin: str
+    distribution: str
+
+
+class Registry:
+    """Loads plugins once, on first use; thread-safe; rebuilt by :meth:`reset`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._listeners: list[Callable[[], None]] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self._loaded = False
+        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager.add_hookspecs(hookspecs)
+        self._backends: dict[str, Registered] = {}
+        self._plugins: list[PluginRecord] = []
+
+    # --- what there is ---
+
+    def backends(self) -> dict[str, Registered]:
+        """Every usable backend by name, in the order of loading."""
+        self._load()
+        return self._backends
+
+    def plugins(self) -> tuple[PluginRecord, ...]:
+        """Every plugin found, the failed and disabled ones too."""
+        self._load()
+        return tuple(self._plugins)
+
+    def get(self, name: str, op: str = "kdacore", argument: str = "backend") -> Registered:
+        """One backend. :class:`ContractError` naming the known ones when there is none of that name."""
+        found = self.backends().get(name)
+        if found is None:
+            broken = [p.name for p in self._plugins if p.problem]
+            known = f"one of {list_names(self._backends)}"
+            hint = f" (plugins with problems: {list_names(broken)}; see kdacore doctor)" if broken else ""
+            raise ContractError(op, argument, repr(name), known + hint)
+        return found
+
+    def hooks(self) -> Any:
+        """pluggy's hook callers."""
+        self._load()
+        return self._manager.hook
+
+    def infos(self) -> tuple[BackendInfo, ...]:
+        """The public listing."""
+        return tuple(self._info(r) for r in self.backends().values())
+
+    @staticmethod
+    def _info(registered: Registered) -> BackendInfo:
+        b = registered.backend
+        gone = missing(b)
+        return BackendInfo(
+            name=b.name,
+            version=b.version,
+            distribution=registered.distribution,
+            kinds=tuple(b.kinds),
+            ops=tuple(b.ops),
+            available=not gone,
+            missing=tuple(f"{what}; to get it: {remedy}" for _, what, remedy in gone),
+            summary=b.summary,
+        )
+
+    # --- changing what there is ---
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` whenever the set of backends changes."""
+        self._listeners.append(listener)
+
+    def reset(self) -> None:
+        """Forget everything; plugins are found and loaded again at the next use."""
+        with self._lock:
+            self._clear()
+        self._changed()
+
+    def register(self, plugin: Any, name: str) -> None:
+        """Add a plugin object by hand, for tests and notebooks. Raises :class:`PluginError` if it is unusable."""
+        with self._lock:
+            self._load()
+            record = self._adopt(plugin, name, "(registered by hand)", 0.0)
+            self._plugins.append(record)
+        self._changed()
+        if record.problem:
+            raise PluginError(f"plugin {name}: {record.problem}\n{record.detail}".rstrip())
+
+    def unregister(self, name: str) -> None:
+        """Take a plugin out again."""
+        with self._lock:
+            self._load()
+            plugin = self._manager.unregister(name=name)
+            if plugin is None:
+                raise PluginError(f"no plugin named {name!r} is registered")
+            self._backends = {k: r for k, r in self._backends.items() if r.plugin != name}
+            self._plugins = [p for p in self._plugins if p.name != name]
+        self._changed()
+
+    def _changed(self) -> None:
+        for listener in tuple(self._listeners):
+            listener()
+
+    # --- loading ---
+
+    def _load(self) -> None:
+        if self._loaded:
+            return
+        with self._lock:
+            if self._loaded:
+                return
+            disabled = config.get().disabled_plugins
+            for module in BUILTIN_PLUGINS:
+                self._load_one(module, OWN_DISTRIBUTION, lambda m=module: importlib.import_module(m))
+            for distribution, entry in _third_parties():
+                if entry.name in disabled or "all" in disabled:
+                    self._plugins.append(PluginRecord(entry.name, distribution, 0.0, (), disabled=True))
+                else:
+                    self._load_one(entry.name, distribution, entry.load)
+            self._loaded = True
+
+    def _load_one(self, name: str, distribution: str, load: Callable[[], Any]) -> None:
+        start = time.perf_counter()
+        try:
+            plugin = load()
+        except Exception as error:  # noqa: BLE001  a plugin may fail in any way; the doctor shows it whole
+            seconds = time.perf_counter() - start
+            self._plugins.append(_failed(name, distribution, seconds, f"failed to import: {error!r}"))
+            return
+        self._plugins.append(self._adopt(plugin, name, distribution, time.perf_counter() - start))
+
+    def _adopt(self, plugin: Any, name: str, distribution: str, seconds: float) -> PluginRecord:
+        """Register a loaded plugin and take its backends in."""
+        try:
+            self._manager.register(plugin, name=name)
+            backends = self._backends_of(name)
+        except Exception as error:  # noqa: BLE001  as above: shown in the doctor, never hidden
+            self._manager.unregister(name=name) if self._manager.has_plugin(name) else None
+            return _failed(name, distribution, seconds, f"failed to list its backends: {error!r}")
+        problems = [p for b in backends if (p := self._objection(b, distribution))]
+        accepted = [b for b in backends if not self._objection(b, distribution)]
+        for backend in accepted:
+            self._backends[backend.name] = Registered(backend, name, distribution)
+        limit = config.get().plugin_import_limit
+        if seconds > limit and distribution != OWN_DISTRIBUTION:
+            problems.append(f"slow import: {seconds:.1f} s, more than the limit of {limit:g} s")
+        return PluginRecord(name, distribution, seconds, tuple(b.name for b in accepted), "; ".join(problems))
+
+    def _backends_of(self, plugin_name: str) -> list[Backend]:
+        """Ask one plugin alone, so that one that raises does not silence the others."""
+        found: list[Backend] = []
+        for implementation in self._manager.hook.kdacore_backends.get_hookimpls():
+            if implementation.plugin_name == plugin_name:
+                found.extend(implementation.function())
+        return found
+
+    def _objection(self, backend: Backend, distribution: str) -> str:
+        """Why a declared backend cannot be taken in; empty when it can."""
+        if not isinstance(backend, Backend):
+            return f"declares a {type(backend).__name__}, not a kdacore.types.Backend"
+        if backend.api_version != API_VERSION:
+            return (
+                f"backend {backend.name!r} was written for plugin API {backend.api_version}; "
+                f"this kdacore has {API_VERSION}"
+            )
+        if backend.name in self._backends:
+            other = self._backends[backend.name].distribution
+            return f"name conflict: backend {backend.name!r} comes from both {other} and {distribution}"
+        if unknown := [op for op in backend.ops if op not in OPS]:
+            return f"backend {backend.name!r} declares unknown ops: {list_names(unknown)}"
+        return ""
+
+
+def _third_parties() -> Iterable[tuple[str, importlib.metadata.EntryPoint]]:
+    """Entry points with the distributions they come from, in a stable order."""
+    entries = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    named = [(e.dist.name if e.dist is not None else "(unknown distribution)", e) for e in entries]
+    return sorted(named, key=lambda pair: (pair[0], pair[1].name))
+
+
+def _failed(name: str, distribution: str, seconds: float, problem: str) -> PluginRecord:
+    return PluginRecord(name, distribution, seconds, (), problem, traceback.format_exc())
+
+
+def missing(backend: Backend) -> list[tuple[str, str, str]]:
+    """What a backend misses on this machine: requirement, what is missing, remedy."""
+    found = []
+    for requirement in backend.requirements:
+        if (what := requirement.probe()) is not None:
+            found.append((requirement.name, what, requirement.remedy))
+    return found
+
+
+def implementation(registered: Registered, op: str) -> OpImpl:
+    """The implementation a selection stands for."""
+    return registered.backend.ops[op]
+
+
+REGISTRY = Registry()
+config.on_refresh(REGISTRY.reset)

@@ -1,0 +1,214 @@
+"""Choosing a backend for a request: *can* (every verifier, every reason) apart from *should* (cost, then rank)."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+import warnings
+from dataclasses import dataclass
+
+from kdacore import profile, selfcheck
+from kdacore.errors import PerformanceWarning, UnsupportedError, list_names
+from kdacore.registry import REGISTRY, Registered, missing
+from kdacore.types import Candidate, OpImpl, Reason, Request, Selection
+
+PORTABLE = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the caller asked for: ``backend=`` forces; otherwise a preference order, possibly empty (auto)."""
+
+    forced: str = ""
+    preferred: tuple[str, ...] = ()
+    source: str = "auto"
+
+
+_cache: dict[tuple[Request, Policy], Selection] = {}
+_lock = threading.RLock()
+_warned: set[tuple[str, str]] = set()
+_MAX_CACHED = 8192
+
+
+def clear() -> None:
+    """Forget every selection (the set of backends or the configuration changed)."""
+    with _lock:
+        _cache.clear()
+        _warned.clear()
+
+
+REGISTRY.on_change(clear)
+
+
+def select(request: Request, policy: Policy) -> Selection:
+    """The cached selection for a request.
+
+    Raises:
+        UnsupportedError: the forced backend (or, for a traced call, every backend) cannot serve it.
+        ContractError: a backend of an unknown name was asked for.
+    """
+    key = (request, policy)
+    found = _cache.get(key)
+    if found is None:
+        with _lock:
+            found = _cache.get(key)
+            if found is None:
+                found = decide(request, policy, run_selfchecks=True)
+                if not found.backend:
+                    raise UnsupportedError(
+                        request.op,
+                        "no backend can serve this call",
+                        {c.backend: c.reasons for c in found.candidates},
+                    )
+                if len(_cache) >= _MAX_CACHED:
+                    _cache.clear()
+                _cache[key] = found
+                REGISTRY.hooks().kdacore_selected(request=request, selection=found)
+                _warn_if_slow(found)
+    return found
+
+
+def decide(request: Request, policy: Policy, *, run_selfchecks: bool) -> Selection:
+    """Ask every backend and choose. Runs nothing but, when allowed, the one-time self-checks."""
+    for name in filter(None, (policy.forced, *policy.preferred)):
+        REGISTRY.get(name, request.op, "backend" if policy.forced else policy.source)
+    candidates = tuple(judge(r, request) for r in REGISTRY.backends().values())
+    if policy.forced:
+        return _forced(request, policy, candidates)
+    able = {c.backend: c for c in candidates if c.supported}
+    for name in policy.preferred:
+        if name in able:
+            return Selection(request, name, f"preferred by {policy.source}", candidates)
+    eligible = [c for name, c in able.items() if _auto_may_choose(REGISTRY.get(name), request)]
+    for name, why in _ranked(request, eligible):
+        if run_selfchecks and not able[name].verified:
+            problem = selfcheck.problem(REGISTRY.get(name), request)
+            if problem is not None:
+                candidates = tuple(_with_reason(c, problem) if c.backend == name else c for c in candidates)
+                continue
+        if policy.preferred:
+            why += f"; {policy.source} preferred {list_names(policy.preferred)}, which cannot serve this call"
+        return Selection(request, name, why, candidates)
+    return Selection(request, "", "no backend can serve this call", candidates)
+
+
+def judge(registered: Registered, request: Request) -> Candidate:
+    """Every reason one backend has against a request, and its predicted cost."""
+    backend = registered.backend
+    impl = backend.ops.get(request.op)
+    reasons = list(_general_reasons(registered, request, impl))
+    if impl is None:
+        return Candidate(backend.name, tuple(reasons), None, backend.rank, False)
+    for verifier in impl.verifiers:
+        reason = _ask(verifier, request)
+        if reason is not None:
+            reasons.append(reason)
+    verified = PORTABLE in impl.verified_archs or request.device.arch in impl.verified_archs
+    cost = None if reasons else _cost(registered, request, impl)
+    return Candidate(backend.name, tuple(reasons), cost, backend.rank, verified)
+
+
+def _ask(verifier: object, request: Request) -> Reason | None:
+    """A verifier that raises is a bug of its plugin: it rejects the call and says so, loudly."""
+    try:
+        answer: Reason | None = verifier(request)  # type: ignore[operator]
+    except Exception as error:  # noqa: BLE001  the traceback travels in the reason and in a warning
+        name = getattr(verifier, "__qualname__", repr(verifier))
+        warnings.warn(f"verifier {name} raised:\n{traceback.format_exc()}", RuntimeWarning, stacklevel=2)
+        return Reason("verifier_error", f"verifier {name} raised {error!r}")
+    return answer
+
+
+def _general_reasons(registered: Registered, request: Request, impl: OpImpl | None) -> list[Reason]:
+    """The reasons the registry can give without asking the backend's own verifiers."""
+    backend = registered.backend
+    reasons = [
+        Reason("unavailable", f"{what}; to get it: {remedy}", "not installed or not usable", name)
+        for name, what, remedy in missing(backend)
+    ]
+    if request.kind not in backend.kinds:
+        reasons.append(
+            Reason("array_kind", "does not take these arrays", request.kind, " or ".join(backend.kinds))
+        )
+    if "*" not in backend.device_types and request.device.type not in backend.device_types:
+        reasons.append(
+            Reason("device", "does not run there", str(request.device), " or ".join(backend.device_types))
+        )
+    if impl is None:
+        reasons.append(Reason("op", f"does not implement {request.op}", request.op, list_names(backend.ops)))
+    elif request.needs_grad and impl.backward is None:
+        reasons.append(
+            Reason("gradients", "has no backward for this op", "inputs that require grad", "no gradients")
+        )
+    if request.traced and request.kind == "jax" and not backend.traceable:
+        reasons.append(Reason("traced", "cannot run under jax tracing", "tracers", "arrays with values"))
+    return reasons
+
+
+def _cost(registered: Registered, request: Request, impl: OpImpl) -> float | None:
+    if impl.cost is not None:
+        return impl.cost(request)
+    return profile.predict(registered.backend.name, request)
+
+
+def _auto_may_choose(registered: Registered, request: Request) -> bool:
+    kinds = registered.backend.auto_kinds
+    return kinds is None or request.kind in kinds
+
+
+def _ranked(request: Request, able: list[Candidate]) -> list[tuple[str, str]]:
+    """Capable backends, best first, each with the reason for its place."""
+    if not able:
+        return []
+    chosen = REGISTRY.hooks().kdacore_choose(request=request, candidates=tuple(able))
+    by_rank = sorted(able, key=lambda c: -c.rank)
+    # A backend of unknown speed is judged by rank; once the best-ranked one is measured, measurements decide.
+    if by_rank[0].cost is not None:
+        measured = sorted((c for c in able if c.cost is not None), key=lambda c: (c.cost or 0.0, -c.rank))
+        rest = [c for c in by_rank if c.cost is None]
+        order = [
+            (c.backend, "lowest measured cost" if len(measured) > 1 else "highest rank") for c in measured
+        ]
+        order += [(c.backend, "highest rank") for c in rest]
+    else:
+        order = [(c.backend, "highest rank" if len(able) > 1 else "the only one that can") for c in by_rank]
+    if chosen is not None:
+        if chosen not in {c.backend for c in able}:
+            warnings.warn(
+                f"kdacore_choose named {chosen!r}, which cannot serve the call", RuntimeWarning, stacklevel=2
+            )
+        else:
+            order = [(chosen, "chosen by the kdacore_choose hook")] + [o for o in order if o[0] != chosen]
+    return order
+
+
+def _forced(request: Request, policy: Policy, candidates: tuple[Candidate, ...]) -> Selection:
+    asked = next(c for c in candidates if c.backend == policy.forced)
+    if not asked.supported:
+        raise UnsupportedError(
+            request.op, f"backend {policy.forced!r} cannot serve this call", {policy.forced: asked.reasons}
+        )
+    return Selection(request, policy.forced, "forced by backend=", candidates)
+
+
+def _with_reason(candidate: Candidate, reason: Reason) -> Candidate:
+    return Candidate(
+        candidate.backend, (*candidate.reasons, reason), candidate.cost, candidate.rank, candidate.verified
+    )
+
+
+def _warn_if_slow(selection: Selection) -> None:
+    """The reference on an accelerator is correct and slow: say what was missed, once for each reason."""
+    request = selection.request
+    if selection.backend != "reference" or request.device.type == "cpu" or selection.why.startswith("forced"):
+        return
+    lines = []
+    for c in selection.candidates:
+        if c.backend == "reference" or any(r.code in ("array_kind", "device") for r in c.reasons):
+            continue
+        fresh = [r for r in c.reasons if (c.backend, r.code) not in _warned]
+        _warned.update((c.backend, r.code) for r in fresh)
+        lines += [f"  {c.backend}: {r}" for r in fresh]
+    if lines:
+        text = f"{request.op} runs on the slow reference backend on {request.device}:\n" + "\n".join(lines)
+        warnings.warn(text, PerformanceWarning, stacklevel=4)

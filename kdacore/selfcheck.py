@@ -1,0 +1,113 @@
+"""The one-time check of a compiled-only kernel against the oracle, on the machine it is about to run on.
+
+Auto uses a kernel whose architecture its tests never ran on only after this check passed here; the outcome is
+kept in the cache folder, keyed by everything that could change it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kdacore import config
+from kdacore.registry import Registered
+from kdacore.types import InputGrads, OutputGrads, Reason, Request
+
+TOKENS = 80
+"""More than one chunk, and a ragged end."""
+BOUND = {"float64": 1e-4, "float32": 2e-3, "bfloat16": 2e-2, "float16": 2e-2}
+"""Wide enough for any rounding the contract allows on so short a call; a wrong kernel is off by 1."""
+
+
+def problem(registered: Registered, request: Request) -> Reason | None:
+    """None when the backend computes this kind of call correctly here, else why it may not be used."""
+    if not config.get().selfcheck or request.op.startswith(("kda_chunk", "kda_recompute", "delta_rule")):
+        return None
+    path = _record_path(registered, request)
+    known = _read(path)
+    if known is None:
+        known = measure(registered, request)
+        _write(path, known)
+    error, bound = known["error"], BOUND[request.dtype]
+    if known["failure"]:
+        return Reason("selfcheck", f"its self-check on {request.device} failed", known["failure"], "a result")
+    if not error < bound:
+        return Reason(
+            "selfcheck",
+            f"its self-check on {request.device} gave wrong results",
+            f"{error:.2e}",
+            f"< {bound}",
+        )
+    return None
+
+
+def measure(registered: Registered, request: Request) -> dict[str, Any]:
+    """Run the call's small twin on the backend and on the oracle. ``error`` is the worst relative error."""
+    from kdacore.testing import twin
+
+    small, inputs = twin.small_call(request, TOKENS)
+    impl = registered.backend.ops[request.op]
+    try:
+        result = impl.forward(small, inputs)
+        pairs = twin.forward_pairs(small, inputs, result)
+        if impl.backward is not None and request.needs_grad:
+            pairs += twin.backward_pairs(small, inputs, impl.backward)
+    except Exception as error:  # noqa: BLE001  a kernel may fail in any way; the failure is the finding
+        return {"error": float("inf"), "failure": repr(error)[:500]}
+    return {"error": max(relative_error(x, ref) for x, ref in pairs), "failure": ""}
+
+
+def relative_error(x: Any, ref: Any) -> float:
+    """``norm(x - ref) / norm(ref)`` in float64; infinite when x is not finite, so NaN never passes."""
+    x, ref = np.asarray(x, np.float64), np.asarray(ref, np.float64)
+    if x.shape != ref.shape or not np.isfinite(x).all():
+        return float("inf")
+    size = float(np.linalg.norm(ref))
+    return float(np.linalg.norm(x - ref)) / size if size else float(np.linalg.norm(x))
+
+
+def _record_path(registered: Registered, request: Request) -> Path:
+    shape = (request.H > 1, request.HV // request.H, request.K, request.V, request.packed)
+    flags = (request.gate, request.lower_bound, request.qk_l2norm, request.beta_sigmoid, request.neg_eigval)
+    state = (
+        request.state_dtype,
+        request.state_v_first,
+        request.needs_grad,
+        request.dtype,
+        request.checkpoint_every,
+    )
+    what = json.dumps([registered.backend.name, registered.backend.version, request.op, shape, flags, state])
+    digest = hashlib.sha256(what.encode()).hexdigest()[:20]
+    folder = config.get().cache_dir / "selfcheck" / (request.device.arch or request.device.type)
+    return folder / f"{registered.backend.name}-{request.op}-{digest}.json"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError):  # absent or torn: check again
+        return None
+    if not isinstance(record, dict) or not {"error", "failure"} <= set(record):
+        return None
+    return record
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    """Atomic; a read-only cache folder only means that the next process checks again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "w") as file:
+            json.dump(record, file)
+        os.replace(name, path)
+    except OSError:
+        return
+
+
+__all__ = ["BOUND", "InputGrads", "OutputGrads", "measure", "problem", "relative_error"]

@@ -1,0 +1,133 @@
+"""Random inputs for a call, in any array kind: what the self-check, the conformance suite and benchmarks feed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kdacore.types import ArrayKind
+
+Arrays = dict[str, Any]
+
+GATES = ("random", "init", "slow", "zero", "floor", "mixed")
+"""Gate distributions. ``random``: raw N(0,1) with A_log = log U(1,16), fast decay; ``init``: as models are
+initialised, slow decay; ``slow``: log decays about -1e-3; ``zero``: about 0; ``floor``: all -5; ``mixed``:
+0 and -60."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a call; ``lengths`` makes it a pack (then B is 1 and T their sum)."""
+
+    B: int = 1
+    T: int = 64
+    H: int = 1
+    HV: int = 1
+    K: int = 16
+    V: int = 16
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def N(self) -> int:
+        return len(self.lengths) or self.B
+
+
+def tensors(
+    shape: Shape,
+    seed: int,
+    *,
+    gates: str = "random",
+    raw_gate: bool = False,
+    raw_beta: bool = False,
+    scalar_gate: bool = False,
+    collinear: bool = False,
+) -> Arrays:
+    """q, k, v, g, beta (and A_log, dt_bias for a raw gate) as float64 NumPy arrays.
+
+    Without ``raw_gate``, g is the log decay itself. ``collinear`` makes neighbouring keys nearly parallel and
+    beta nearly 1, where a careless triangular inverse fails.
+    """
+    rng = np.random.default_rng(seed)
+    B, T, H, HV, K, V = shape.B, shape.T, shape.H, shape.HV, shape.K, shape.V
+    gate_shape = (B, T, HV) if scalar_gate else (B, T, HV, K)
+    x = {
+        "q": rng.standard_normal((B, T, H, K)),
+        "k": rng.standard_normal((B, T, H, K)),
+        "v": rng.standard_normal((B, T, HV, V)),
+        "beta": rng.standard_normal((B, T, HV)),
+    }
+    if collinear:
+        x["k"] = rng.standard_normal((B, 1, H, K)) + 1e-2 * x["k"]
+        x["beta"] = x["beta"] * 0.1 + 6.0
+    if not raw_beta:
+        x["beta"] = 1 / (1 + np.exp(-x["beta"]))
+    if raw_gate:
+        x.update(_raw_gate(rng, gates, gate_shape, HV, () if scalar_gate else (K,)))
+    else:
+        x["g"] = _log_decay(rng, gates, gate_shape)
+    return x
+
+
+def _raw_gate(rng: Any, gates: str, shape: tuple[int, ...], HV: int, tail: tuple[int, ...]) -> Arrays:
+    A_log = np.log(rng.uniform(1, 16, HV))
+    if gates == "init":
+        dt = np.exp(rng.uniform(np.log(1e-3), np.log(0.1), (HV, *tail)))
+        bias = dt + np.log(-np.expm1(-dt))  # inverse softplus
+        return {"g": 0.5 * rng.standard_normal(shape), "A_log": A_log, "dt_bias": bias}
+    return {
+        "g": rng.standard_normal(shape),
+        "A_log": A_log,
+        "dt_bias": 0.5 * rng.standard_normal((HV, *tail)),
+    }
+
+
+def _log_decay(rng: Any, gates: str, shape: tuple[int, ...]) -> Any:
+    if gates == "slow":
+        return -1e-3 * rng.random(shape)
+    if gates == "zero":
+        return -1e-7 * rng.random(shape)
+    if gates == "floor":
+        return np.full(shape, -5.0)
+    if gates == "mixed":
+        return np.where(rng.random(shape) < 0.5, 0.0, -60.0)
+    if gates == "init":
+        return -np.exp(rng.uniform(np.log(1e-3), np.log(0.5), shape))
+    return -5.0 * rng.random(shape) ** 2
+
+
+def normalise(x: Arrays) -> Arrays:
+    """The same with q and k of unit length, as models feed them when the kernel does not normalise."""
+    out = dict(x)
+    for name in ("q", "k"):
+        out[name] = x[name] / np.sqrt((x[name] ** 2).sum(-1, keepdims=True) + 1e-6)
+    return out
+
+
+def offsets(lengths: tuple[int, ...]) -> Any:
+    """``cu_seqlens`` of a pack, int64 NumPy."""
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+def to_kind(x: Any, kind: ArrayKind, dtype: str, device: str = "cpu") -> Any:
+    """A NumPy array as an array of another kind and dtype, rounded to nearest even."""
+    if kind == "numpy":
+        return np.ascontiguousarray(x, dtype=_numpy_dtype(dtype))
+    if kind == "torch":
+        import torch
+
+        return torch.as_tensor(np.ascontiguousarray(x)).to(device=device, dtype=getattr(torch, dtype))
+    import jax
+    import jax.numpy as jnp
+
+    host = np.ascontiguousarray(x, dtype=_numpy_dtype(dtype))
+    return jnp.asarray(host) if device == "cpu" else jax.device_put(host, jax.devices(device)[0])
+
+
+def _numpy_dtype(name: str) -> Any:
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)

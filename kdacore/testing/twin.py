@@ -1,0 +1,126 @@
+"""A request's small twin: the same options, dtypes and head dims on few tokens, with inputs and oracle results."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kdacore.ops import OPS
+from kdacore.testing.inputs import Arrays, Shape, normalise, offsets, tensors, to_kind
+from kdacore.types import OutputGrads, Request
+
+Pair = tuple[Any, Any]
+"""A result and its float64 reference, both NumPy."""
+
+
+def small_call(request: Request, tokens: int, seed: int = 0) -> tuple[Request, Any]:
+    """A short call that exercises what ``request`` exercises.
+
+    Args:
+        request: the call to shrink.
+        tokens: tokens of each sequence; a ``fused_recurrent`` call keeps its own count when that is smaller.
+
+    Returns:
+        The small request and its arrays, of the request's kind and on its device.
+    """
+    group = request.HV // request.H
+    heads = min(request.H, 2)
+    T = min(request.T, tokens) if request.op.startswith("fused_recurrent") and not request.packed else tokens
+    lengths = (T - 1, 0, 1) if request.packed else ()
+    shape = Shape(1 if lengths else min(request.B, 2), T, heads, heads * group, request.K, request.V, lengths)
+    raw = request.gate != "log"
+    x = tensors(shape, seed, raw_gate=raw, raw_beta=request.beta_sigmoid, scalar_gate=request.scalar_gate)
+    if not request.qk_l2norm:
+        x = normalise(x) if "q" in x else x
+    if request.safe_gate and not raw and request.lower_bound is not None:
+        x["g"] = np.maximum(x["g"], request.lower_bound)
+    rng = np.random.default_rng(seed + 1)
+    arrays = {name: _convert(request, name, x[name]) for name in x if request.has(name)}
+    arrays.update(_states(request, shape, rng))
+    if request.packed:
+        arrays["cu_seqlens"] = _convert(request, "cu_seqlens", offsets(shape.lengths))
+    if request.has("out"):
+        arrays["out"] = _convert(request, "out", np.zeros((shape.B, shape.T, shape.HV, shape.V)))
+    small = dataclasses.replace(
+        request,
+        B=shape.B,
+        T=shape.T,
+        H=shape.H,
+        HV=shape.HV,
+        N=shape.N,
+        pool_size=shape.N + 2 if request.pool_size else 0,
+        tensors=tuple(
+            (n, dataclasses.replace(s, shape=tuple(arrays[n].shape)))
+            for n, s in request.tensors
+            if n in arrays
+        ),
+        traced=False,
+    )
+    return small, OPS[request.op].inputs(**arrays)
+
+
+def _convert(request: Request, name: str, x: Any) -> Any:
+    device = "cuda" if request.device.type == "rocm" else request.device.type
+    return to_kind(x, request.kind, request.spec(name).dtype, device)
+
+
+def _states(request: Request, shape: Shape, rng: Any) -> Arrays:
+    if not request.has("initial_state"):
+        return {}
+    rows = shape.N + 2 if request.pool_size else shape.N
+    state = rng.standard_normal((rows, shape.HV, *request.state_tail))
+    found = {"initial_state": _convert(request, "initial_state", state)}
+    if request.state_indices_ndim == 1:
+        found["state_indices"] = _convert(request, "state_indices", rng.permutation(rows)[: shape.N])
+    elif request.state_indices_ndim == 2:
+        width = max(shape.T, 1)
+        rows_of = np.tile(rng.permutation(rows)[: shape.N, None], (1, width))
+        found["state_indices"] = _convert(request, "state_indices", rows_of)
+        found["num_accepted_tokens"] = _convert(request, "num_accepted_tokens", np.ones(shape.N, np.int64))
+    return found
+
+
+def forward_pairs(request: Request, inputs: Any, result: Any) -> list[Pair]:
+    """What the call returned beside what it should have."""
+    from kdacore_reference import oracle
+
+    if request.op == "kda_gate":
+        return [(oracle.to_float64(result), oracle.oracle_gate(request, inputs))]
+    before = _copy_pool(request, inputs)
+    expected = oracle.oracle_forward(request, before)
+    pairs = [(oracle.to_float64(result.o), expected.o)]
+    if request.output_final_state and not request.inplace_state:
+        pairs.append((oracle.to_float64(result.final_state), expected.final_state))
+    if request.checkpoint_every:
+        pairs.append((oracle.to_float64(result.checkpoints), expected.checkpoints))
+    return pairs
+
+
+def _copy_pool(request: Request, inputs: Any) -> Any:
+    """An in-place call has overwritten its pool; regenerate the inputs as they were."""
+    return small_call(request, request.T)[1] if request.inplace_state else inputs
+
+
+def backward_pairs(request: Request, inputs: Any, backward: Callable[..., Any]) -> list[Pair]:
+    """The gradients beside the oracle's."""
+    from kdacore_reference import oracle
+
+    rng = np.random.default_rng(7)
+    if request.op == "kda_gate":
+        dlog = rng.standard_normal(request.spec("g").shape)
+        device = request.device.type
+        got = backward(request, inputs, (), to_kind(dlog, request.kind, "float32", device))
+        want = oracle.oracle_gate_backward(request, inputs, dlog)
+    else:
+        do = rng.standard_normal((request.B, request.T, request.HV, request.V))
+        given = _convert_as(request, do, "v")
+        got = backward(request, inputs, (), OutputGrads(given, None))
+        want = oracle.oracle_backward(request, inputs, OutputGrads(oracle.to_float64(given), None))
+    return [(oracle.to_float64(a), b) for a, b in zip(got, want, strict=True) if b is not None]
+
+
+def _convert_as(request: Request, x: Any, name: str) -> Any:
+    return _convert(request, name, x)

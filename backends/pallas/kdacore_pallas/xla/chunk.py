@@ -1,0 +1,186 @@
+"""``chunk_kda`` and ``chunk_gated_delta_rule`` forward: a scan over segments, inside it a scan over chunks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from kdacore.types import ChunkInputs, Outputs, Request
+from kdacore_pallas.xla import segment
+from kdacore_pallas.xla.layout import Plan, make_plan
+from kdacore_pallas.xla.numerics import F32, dot, mesh_axes, product_precision, varying
+
+Array = Any
+
+
+class Flags(NamedTuple):
+    """Per chunk of a segment (leading axis G): what happens to the state around it. None: nothing."""
+
+    first: Array | None
+    """Start from the initial state of ``seq``; None for dense inputs."""
+    last: Array | None
+    seq: Array | None
+    checkpoint: Array | None
+    """Row of the checkpoint buffer for the chunk's start state; None when none are wanted."""
+
+
+class Buffers(NamedTuple):
+    """Rows written as the scan passes; the last row of each takes what nobody wants."""
+
+    final: Array | None
+    """``[N+1, H, R, K, V]`` of a pack."""
+    checkpoints: Array | None
+    """``[rows+1, B, H, R, K, V]``."""
+
+
+def with_channels(request: Request, inputs: ChunkInputs) -> ChunkInputs:
+    """Inputs whose scalar gate got a channel axis of one."""
+    return inputs._replace(g=inputs.g[..., None]) if request.scalar_gate else inputs
+
+
+def padded(inputs: ChunkInputs, plan: Plan) -> ChunkInputs:
+    return inputs._replace(**{n: plan.pad(getattr(inputs, n)) for n in ("q", "k", "v", "g", "beta")})
+
+
+def states_in(request: Request, plan: Plan, state: Array | None, axes: frozenset[str]) -> Array:
+    """The caller's states (or zeros) as float32 ``[N, H, R, K, V]``."""
+    shape = (request.N, plan.H, plan.R, request.K, request.V)
+    if state is None:
+        return varying(jnp.zeros(shape, F32), axes)
+    state = state.astype(F32)
+    if request.state_v_first:
+        state = jnp.swapaxes(state, -1, -2)
+    return varying(state.reshape(shape), axes)
+
+
+def states_out(request: Request, state: Array) -> Array:
+    """``[..., H, R, K, V]`` float32 to the caller's layout and state dtype."""
+    if request.state_v_first:
+        state = jnp.swapaxes(state, -1, -2)
+    shape = (*state.shape[:-4], request.HV, *request.state_tail)
+    return state.reshape(shape).astype(request.state_dtype)
+
+
+def sequence_flags(plan: Plan, s: Array) -> Flags:
+    """Where sequences begin and end in segment ``s``; no checkpoints."""
+    if plan.table is None:
+        return Flags(None, None, None, None)
+    table = (plan.table.first, plan.table.last, plan.table.seq)
+    first, last, seq = (lax.dynamic_slice_in_dim(x, s * plan.G, plan.G) for x in table)
+    return Flags(first, last, seq, None)
+
+
+def _flags(request: Request, plan: Plan, s: Array, cu_seqlens: Array | None) -> Flags:
+    """Flags of segment ``s``, with the checkpoint rows when the call wants them."""
+    flag = sequence_flags(plan, s)
+    every = request.checkpoint_every // plan.C
+    if not every:
+        return flag
+    if plan.table is None:
+        slot = s * plan.G + jnp.arange(plan.G, dtype=jnp.int32)
+        wanted = (slot % every == 0) & (slot * plan.C < plan.T)
+        return flag._replace(checkpoint=jnp.where(wanted, slot // every, request.checkpoint_shape[1]))
+    cu = cu_seqlens.astype(jnp.int32)
+    blocks = (cu[1:] - cu[:-1] + request.checkpoint_every - 1) // request.checkpoint_every
+    base = jnp.append(jnp.cumsum(blocks) - blocks, 0)
+    local = lax.dynamic_slice_in_dim(plan.table.local, s * plan.G, plan.G)
+    wanted = (flag.seq < plan.N) & (local % every == 0)
+    row = jnp.where(wanted, base[flag.seq] + local // every, request.checkpoint_shape[0])
+    return flag._replace(checkpoint=row)
+
+
+def enter(state: Array, flag: Flags, initial: Array) -> Array:
+    """The state a chunk starts from: the running one ``[B, H, R, K, V]``, or its sequence's initial state."""
+    if flag.first is None:
+        return state
+    own = lax.dynamic_index_in_dim(initial, jnp.minimum(flag.seq, initial.shape[0] - 1), keepdims=True)
+    return jnp.where(flag.first, own, state)
+
+
+def _record(buffers: Buffers, flag: Flags, start: Array, end: Array) -> Buffers:
+    final, checkpoints = buffers
+    if final is not None:
+        row = jnp.where(flag.last, flag.seq, final.shape[0] - 1)
+        final = lax.dynamic_update_index_in_dim(final, end[0], row, 0)
+    if checkpoints is not None:
+        checkpoints = lax.dynamic_update_index_in_dim(checkpoints, start, flag.checkpoint, 0)
+    return Buffers(final, checkpoints)
+
+
+def advance(state: Array, v_new: Array, kg: Array, total: Array, precision: lax.Precision) -> Array:
+    """The state after a chunk: decayed, plus its corrections."""
+    return state * jnp.swapaxes(total, -1, -2) + dot("...ck,...cv->...kv", kg, v_new, precision)
+
+
+def _segment_forward(
+    prep: segment.Prepared,
+    state: Array,
+    buffers: Buffers,
+    flag: Flags,
+    initial: Array,
+    precision: lax.Precision,
+) -> tuple[Array, Buffers, Array]:
+    """Run the chunks of one segment; the outputs are ``[G, B, H, R, C, V]``."""
+    C = prep.w.shape[-2]
+
+    def step(carry: tuple[Array, Buffers], x: Any) -> tuple[tuple[Array, Buffers], Array]:
+        running, rows = carry
+        wq, u, kg, qk, total, at = x
+        start = enter(running, at, initial)
+        read = dot("...ck,...kv->...cv", wq, start, precision)
+        v_new = u - read[..., :C, :]
+        o = read[..., C:, :] + dot("...ij,...jv->...iv", qk, v_new, precision)
+        end = advance(start, v_new, kg, total, precision)
+        return (end, _record(rows, at, start, end)), o
+
+    wq = jnp.concatenate([prep.w, prep.qg], axis=-2)
+    xs = (wq, prep.u, prep.kg, prep.pair.qk, prep.decay.total, flag)
+    (state, buffers), o = lax.scan(step, (state, buffers), xs)
+    return state, buffers, o
+
+
+def start_state(plan: Plan, initial: Array) -> Array:
+    """The running state before the first chunk, ``[B, H, R, K, V]``; a pack overwrites it at once."""
+    return initial if plan.table is None else jnp.zeros_like(initial[:1])
+
+
+def _buffers(request: Request, plan: Plan, initial: Array) -> Buffers:
+    final = checkpoints = None
+    if request.packed and request.output_final_state:
+        final = jnp.concatenate([initial, jnp.zeros_like(initial[:1])])
+    if request.checkpoint_every:
+        rows = request.checkpoint_shape[0 if request.packed else 1] + 1
+        one = jnp.zeros_like(start_state(plan, initial))
+        checkpoints = jnp.broadcast_to(one, (rows, *one.shape))
+    return Buffers(final, checkpoints)
+
+
+def forward(request: Request, inputs: ChunkInputs) -> Outputs:
+    """Outputs of the chunked op. ``saved`` holds the state at the start of each segment when grads are wanted."""
+    axes = mesh_axes(*inputs)
+    plan = make_plan(request, inputs.cu_seqlens)
+    precision = product_precision(request)
+    params = segment.gate_params(inputs, plan)
+    arrays = padded(with_channels(request, inputs), plan)
+    initial = states_in(request, plan, inputs.initial_state, axes)
+
+    def body(carry: tuple[Array, Buffers], s: Array) -> tuple[tuple[Array, Buffers], tuple[Array, Any]]:
+        state, buffers = carry
+        rows = segment.ready(request, segment.load(arrays, plan, s), params)
+        prep = segment.prepare(rows, precision)
+        flag = _flags(request, plan, s, inputs.cu_seqlens)
+        end, buffers, o = _segment_forward(prep, state, buffers, flag, initial, precision)
+        o = o.reshape(plan.G, plan.B, request.HV, plan.C, request.V).astype(inputs.v.dtype)
+        return (end, buffers), (o, state if request.needs_grad else None)
+
+    carry = (start_state(plan, initial), _buffers(request, plan, initial))
+    (state, buffers), (o, starts) = lax.scan(body, carry, jnp.arange(plan.segments, dtype=jnp.int32))
+    final = checkpoints = None
+    if request.output_final_state:
+        final = states_out(request, buffers.final[:-1] if request.packed else state)
+    if request.checkpoint_every:
+        checkpoints = states_out(request, jnp.moveaxis(buffers.checkpoints[:-1], 1, 0))
+        checkpoints = checkpoints[0] if request.packed else checkpoints
+    return Outputs(plan.unload(o), final, checkpoints, (starts,) if request.needs_grad else ())

@@ -1,0 +1,289 @@
+"""Backward of the chunked ops: segments from the last to the first, each recomputed from the raw inputs.
+
+Only the state at each segment's start is kept from the forward pass (or found again by a pass over the states),
+so memory is linear in T with a small constant.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
+from kdacore_pallas.xla import chunk, gate, segment
+from kdacore_pallas.xla.intra import interactions_backward
+from kdacore_pallas.xla.layout import Plan, make_plan
+from kdacore_pallas.xla.numerics import F32, dot, mesh_axes, product_precision, summed_like, varying
+
+Array = Any
+
+
+class Replay(NamedTuple):
+    """What the reverse pass over a segment needs of its forward pass; leading axis G."""
+
+    start: Array
+    """``[G, B, H, R, K, V]`` state each chunk starts from."""
+    v_new: Array
+    """``[G, B, H, R, C, V]`` corrected values."""
+
+
+def _replay(
+    prep: segment.Prepared, state: Array, flag: chunk.Flags, initial: Array, precision: lax.Precision
+) -> tuple[Array, Replay]:
+    def step(running: Array, x: Any) -> tuple[Array, Replay]:
+        w, u, kg, total, at = x
+        start = chunk.enter(running, at, initial)
+        v_new = u - dot("...ck,...kv->...cv", w, start, precision)
+        return chunk.advance(start, v_new, kg, total, precision), Replay(start, v_new)
+
+    return lax.scan(step, state, (prep.w, prep.u, prep.kg, prep.decay.total, flag))
+
+
+class StateGrads(NamedTuple):
+    """Result of the reverse scan over a segment's chunks; leading axis G."""
+
+    end: Array
+    """``[G, B, H, R, K, V]`` gradient of each chunk's end state."""
+    v_new: Array
+    """``[G, B, H, R, C, V]``."""
+
+
+def _reverse(
+    prep: segment.Prepared,
+    do: Array,
+    dstate: Array,
+    dinitial: Array | None,
+    flag: chunk.Flags,
+    dfinal: Array | None,
+    precision: lax.Precision,
+) -> tuple[Array, Array | None, StateGrads]:
+    """Carry the gradient of the state from the segment's end to its start."""
+    local = dot("...ij,...iv->...jv", prep.pair.qk, do, precision)
+
+    def step(carry: tuple[Array, Any], x: Any) -> tuple[tuple[Array, Any], StateGrads]:
+        running, rows = carry
+        w, qg, kg, total, do_, local_, at = x
+        end = running
+        if at.last is not None:
+            own = jnp.zeros_like(running)
+            if dfinal is not None:
+                own = lax.dynamic_index_in_dim(dfinal, jnp.minimum(at.seq, dfinal.shape[0] - 1), keepdims=True)
+                own = jnp.where(at.seq < dfinal.shape[0], own, 0.0)
+            end = jnp.where(at.last, own, running)
+        dv = local_ + dot("...ck,...kv->...cv", kg, end, precision)
+        left = jnp.concatenate([qg, -w], axis=-2)
+        right = jnp.concatenate([do_, dv], axis=-2)
+        start = end * jnp.swapaxes(total, -1, -2) + dot("...ck,...cv->...kv", left, right, precision)
+        if rows is not None and at.first is not None:
+            row = jnp.where(at.first, at.seq, rows.shape[0] - 1)
+            rows = lax.dynamic_update_index_in_dim(rows, start[0], row, 0)
+        return (start, rows), StateGrads(end, dv)
+
+    xs = (prep.w, prep.qg, prep.kg, prep.decay.total, do, local, flag)
+    (dstate, dinitial), grads = lax.scan(step, (dstate, dinitial), xs, reverse=True)
+    return dstate, dinitial, grads
+
+
+class RowGrads(NamedTuple):
+    """Gradients of :class:`segment.Rows`, q and k still per value head."""
+
+    q: Array
+    k: Array
+    v: Array
+    g: Array
+    beta: Array
+
+
+def _rows_backward(
+    rows: segment.Rows,
+    prep: segment.Prepared,
+    replay: Replay,
+    grads: StateGrads,
+    do: Array,
+    precision: lax.Precision,
+) -> RowGrads:
+    """All chunks of a segment at once: from state and value gradients to those of the rows."""
+    decay, pair = prep.decay, prep.pair
+    C = do.shape[-2]
+    scalar = decay.prefix.shape[-1] == 1
+
+    def channels(x: Array) -> Array:
+        return jnp.sum(x, -1, keepdims=True) if scalar else x
+
+    both = dot(
+        "...cv,...kv->...ck", jnp.concatenate([do, -grads.v_new], axis=-2), replay.start, precision
+    )
+    dqg, dw = both[..., :C, :], both[..., C:, :]
+    dkg = dot("...cv,...kv->...ck", replay.v_new, grads.end, precision)
+    dtotal = jnp.swapaxes(jnp.sum(replay.start * grads.end, -1, keepdims=True), -1, -2) * decay.total
+
+    # w = inverse @ right_w, u = inverse @ right_u, inverse = (I + diag(beta) kk)^-1
+    wu = jnp.concatenate([prep.w, prep.u], axis=-1)
+    dwu = jnp.concatenate([dw, grads.v_new], axis=-1)
+    dright = dot("...ji,...jk->...ik", pair.inverse, dwu, precision)
+    lower = jnp.tril(jnp.ones((C, C), bool))
+    dL = jnp.where(jnp.tril(lower, -1), -dot("...ik,...jk->...ij", dright, wu, precision), 0.0)
+    dqk = jnp.where(lower, dot("...iv,...jv->...ij", do, replay.v_new, precision), 0.0)
+
+    K = rows.k.shape[-1]
+    dright_w, dright_u = dright[..., :K], dright[..., K:]
+    kp = rows.k * decay.prefix
+    dbeta = jnp.sum(dL * pair.kk, -1, keepdims=True) + jnp.sum(dright_u * rows.v, -1, keepdims=True)
+    dbeta += jnp.sum(dright_w * kp, -1, keepdims=True)
+    intra = interactions_backward(
+        rows.q,
+        rows.k,
+        decay,
+        dqk,
+        rows.beta * dL,
+        channels(prep.qg * dqg + rows.beta * kp * dright_w),
+        channels(prep.kg * dkg),
+        channels(dtotal),
+        precision,
+    )
+    dq = intra.q + dqg * decay.prefix
+    dk = intra.k + rows.beta * decay.prefix * dright_w + dkg * decay.suffix
+    return RowGrads(dq, dk, rows.beta * dright_u, intra.g, dbeta)
+
+
+class ParamGrads(NamedTuple):
+    A_log: Array | None
+    """``[H, R]``, running sum."""
+    dt_bias: Array | None
+    """``[H, R, K]`` (or 1), running sum."""
+
+
+def _raw_backward(
+    request: Request, raw: segment.Raw, params: segment.Params, d: RowGrads, sums: ParamGrads
+) -> tuple[segment.Raw, ParamGrads]:
+    """Through scale, mask, normalisation, gate and beta; q and k summed over their value heads."""
+    dq, dk, dv, dg, dbeta = d
+    if raw.mask is not None:
+        dq, dk, dv, dg, dbeta = (jnp.where(raw.mask, x, 0.0) for x in (dq, dk, dv, dg, dbeta))
+    dq = jnp.sum(dq, 3, keepdims=True) * request.scale
+    dk = jnp.sum(dk, 3, keepdims=True)
+    if request.qk_l2norm:
+        dq, dk = gate.normalise_backward(raw.q, dq), gate.normalise_backward(raw.k, dk)
+    dbeta = gate.strength_backward(request, raw.beta, dbeta)
+    log = gate.log_decay_backward(request, raw.g, params.A_log, params.dt_bias, dg)
+    dA, db = sums
+    if dA is not None:
+        dA = dA + jnp.sum(log.A_log, (0, 1, 4, 5))
+    if db is not None:
+        db = db + jnp.sum(log.g, (0, 1, 4))
+    return segment.Raw(dq, dk, dv, log.g, dbeta, None), ParamGrads(dA, db)
+
+
+def _segment_starts(
+    request: Request, plan: Plan, arrays: ChunkInputs, params: segment.Params, initial: Array
+) -> Array:
+    """The state at each segment's start, when the forward pass did not hand it over."""
+    precision = product_precision(request)
+
+    def body(state: Array, s: Array) -> tuple[Array, Array]:
+        prep = segment.prepare(segment.ready(request, segment.load(arrays, plan, s), params), precision)
+        end, _ = _replay(prep, state, chunk.sequence_flags(plan, s), initial, precision)
+        return end, state
+
+    order = jnp.arange(plan.segments, dtype=jnp.int32)
+    return lax.scan(body, chunk.start_state(plan, initial), order)[1]
+
+
+def backward(
+    request: Request, inputs: ChunkInputs, saved: tuple[Array, ...], grads: OutputGrads
+) -> InputGrads:
+    """Gradients of every input. ``saved`` may be ``()``: the segment states are then computed again."""
+    axes = mesh_axes(*inputs, grads.o, grads.final_state)
+    plan = make_plan(request, inputs.cu_seqlens)
+    precision = product_precision(request)
+    params = segment.gate_params(inputs, plan)
+    arrays = chunk.padded(chunk.with_channels(request, inputs), plan)
+    initial = chunk.states_in(request, plan, inputs.initial_state, axes)
+    starts = saved[0] if saved else _segment_starts(request, plan, arrays, params, initial)
+    do = jnp.zeros_like(inputs.v) if grads.o is None else grads.o
+    do = plan.pad(do)
+    dfinal = None
+    if grads.final_state is not None:
+        dfinal = chunk.states_in(request, plan, grads.final_state, axes)
+
+    def body(carry: Any, x: tuple[Array, Array]) -> tuple[Any, Any]:
+        dstate, dinitial, sums = carry
+        s, start = x
+        raw = segment.load(arrays, plan, s)
+        rows = segment.ready(request, raw, params)
+        prep = segment.prepare(rows, precision)
+        flag = chunk.sequence_flags(plan, s)
+        _, replay = _replay(prep, start, flag, initial, precision)
+        do_ = plan.load(do, s).astype(F32).reshape(raw.v.shape)
+        if raw.mask is not None:
+            do_ = jnp.where(raw.mask, do_, 0.0)
+        dstate, dinitial, state_grads = _reverse(prep, do_, dstate, dinitial, flag, dfinal, precision)
+        d = _rows_backward(rows, prep, replay, state_grads, do_, precision)
+        draw, sums = _raw_backward(request, raw, params, d, sums)
+        return (dstate, dinitial, sums), _outgoing(request, plan, draw, inputs)
+
+    carry = _reverse_carry(request, plan, inputs, dfinal, initial, axes)
+    order = jnp.arange(plan.segments, dtype=jnp.int32)
+    (dstate, dinitial, sums), d = lax.scan(body, carry, (order, starts), reverse=True)
+    return _collect(request, plan, inputs, d, dstate, dinitial, dfinal, sums)
+
+
+def _outgoing(request: Request, plan: Plan, d: segment.Raw, inputs: ChunkInputs) -> tuple[Array, ...]:
+    """A segment's gradients as ``[G, B, heads, C, D]`` in the dtypes they leave with.
+
+    A replicated input's gradient stays float32 until it has been summed over the mesh.
+    """
+    out = []
+    for x, like in zip(d[:5], inputs[:5], strict=True):
+        x = x.reshape(plan.G, plan.B, -1, *x.shape[4:])
+        out.append(x if mesh_axes(x) - mesh_axes(like) else x.astype(like.dtype))
+    return tuple(out)
+
+
+def _reverse_carry(
+    request: Request, plan: Plan, inputs: ChunkInputs, dfinal: Array | None, initial: Array, axes: frozenset[str]
+) -> tuple[Array, Array | None, ParamGrads]:
+    if plan.table is None:
+        dstate = jnp.zeros_like(initial) if dfinal is None else dfinal
+        dinitial = None
+    else:
+        dstate = jnp.zeros_like(initial[:1])
+        dinitial = None if inputs.initial_state is None else jnp.zeros_like(initial)
+        if dinitial is not None:
+            dinitial = jnp.concatenate([dinitial if dfinal is None else dfinal, dstate])
+    dA = None if inputs.A_log is None else varying(jnp.zeros((plan.H, plan.R), F32), axes)
+    db = None
+    if inputs.dt_bias is not None:
+        channels = 1 if request.scalar_gate else request.K
+        db = varying(jnp.zeros((plan.H, plan.R, channels), F32), axes)
+    return dstate, dinitial, ParamGrads(dA, db)
+
+
+def _collect(
+    request: Request,
+    plan: Plan,
+    inputs: ChunkInputs,
+    d: tuple[Array, ...],
+    dstate: Array,
+    dinitial: Array | None,
+    dfinal: Array | None,
+    sums: ParamGrads,
+) -> InputGrads:
+    dq, dk, dv, dg, dbeta = (plan.unload(x) for x in d)
+    flat = [
+        summed_like(x.reshape(like.shape), like)
+        for x, like in zip((dq, dk, dv, dg, dbeta), inputs[:5], strict=True)
+    ]
+    dA = db = ds = None
+    if inputs.A_log is not None:
+        dA = summed_like(sums.A_log.reshape(inputs.A_log.shape), inputs.A_log)
+    if inputs.dt_bias is not None:
+        db = summed_like(sums.dt_bias.reshape(inputs.dt_bias.shape), inputs.dt_bias)
+    if inputs.initial_state is not None:
+        # Empty sequences were never visited: their row still holds the gradient of their final state.
+        rows = dstate if plan.table is None else dinitial[:-1]
+        ds = chunk.states_out(request, rows)
+        ds = summed_like(ds, inputs.initial_state)
+    return InputGrads(*flat, dA, db, ds)

@@ -1,0 +1,101 @@
+"""Row-wise inputs of the recurrence: gate, beta, normalised q and k; and their backward.
+
+Everything here is float32 and elementwise over tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kdacore.types import GateGrads, GateInputs, Request
+from kdacore_pallas.xla.numerics import F32, summed_like
+
+Array = Any
+NORM_EPS = 1e-6
+
+
+def log_decay(request: Request, g: Array, A: Array | None, bias: Array | None) -> Array:
+    """Natural-log decay from raw ``g``. ``A`` (A_log) and ``bias`` broadcast against ``g``; all float32."""
+    if request.gate == "log":
+        return g
+    x = g if bias is None else g + bias
+    if request.gate == "softplus":
+        return -jnp.exp(A) * jax.nn.softplus(x)
+    return request.lower_bound * jax.nn.sigmoid(x if A is None else jnp.exp(A) * x)
+
+
+class LogDecayGrads(NamedTuple):
+    g: Array
+    """Gradient of the raw gate, which is also that of the bias before summing over tokens."""
+    A_log: Array | None
+    """Same shape; to be summed over tokens and channels."""
+
+
+def log_decay_backward(
+    request: Request, g: Array, A: Array | None, bias: Array | None, dlog: Array
+) -> LogDecayGrads:
+    """Backward of :func:`log_decay`, recomputed from its inputs."""
+    if request.gate == "log":
+        return LogDecayGrads(dlog, None)
+    x = g if bias is None else g + bias
+    if request.gate == "softplus":
+        rate = -jnp.exp(A)
+        return LogDecayGrads(dlog * rate * jax.nn.sigmoid(x), dlog * rate * jax.nn.softplus(x))
+    slope = 1.0 if A is None else jnp.exp(A)
+    y = jax.nn.sigmoid(slope * x)
+    dx = dlog * (request.lower_bound * slope) * y * (1.0 - y)
+    return LogDecayGrads(dx, None if A is None else dx * x)
+
+
+def strength(request: Request, beta: Array) -> Array:
+    """beta of the delta rule in float32."""
+    if not request.beta_sigmoid:
+        return beta
+    return (2.0 if request.neg_eigval else 1.0) * jax.nn.sigmoid(beta)
+
+
+def strength_backward(request: Request, beta: Array, d: Array) -> Array:
+    if not request.beta_sigmoid:
+        return d
+    y = jax.nn.sigmoid(beta)
+    return d * (2.0 if request.neg_eigval else 1.0) * y * (1.0 - y)
+
+
+def normalise(x: Array) -> Array:
+    """``x / sqrt(sum(x*x) + 1e-6)`` over the last axis."""
+    return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + NORM_EPS)
+
+
+def normalise_backward(x: Array, d: Array) -> Array:
+    r = jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + NORM_EPS)
+    y = x * r
+    return r * (d - y * jnp.sum(d * y, -1, keepdims=True))
+
+
+def _gate_params(request: Request, inputs: GateInputs) -> tuple[Array, Array | None, Array | None]:
+    g = inputs.g.astype(F32)
+    HV = g.shape[2]
+    A = None if inputs.A_log is None else inputs.A_log.astype(F32).reshape(HV, *[1] * (g.ndim - 3))
+    bias = None if inputs.dt_bias is None else inputs.dt_bias.astype(F32).reshape(g.shape[2:])
+    return g, A, bias
+
+
+def kda_gate(request: Request, inputs: GateInputs) -> Array:
+    """Log decay ``[B, T, HV, K]`` float32 of a raw gate."""
+    return log_decay(request, *_gate_params(request, inputs))
+
+
+def kda_gate_backward(request: Request, inputs: GateInputs, dlog: Array) -> GateGrads:
+    """Gradients of ``g``, ``A_log`` and ``dt_bias`` for ``dlog`` (the gradient of the log decay)."""
+    g, A, bias = _gate_params(request, inputs)
+    d = log_decay_backward(request, g, A, bias, dlog.astype(F32))
+    dA = db = None
+    if inputs.A_log is not None:
+        summed = jnp.sum(d.A_log, axis=tuple(a for a in range(g.ndim) if a != 2))
+        dA = summed_like(summed, inputs.A_log)
+    if inputs.dt_bias is not None:
+        db = summed_like(jnp.sum(d.g, axis=(0, 1)).reshape(inputs.dt_bias.shape), inputs.dt_bias)
+    return GateGrads(summed_like(d.g, inputs.g), dA, db)

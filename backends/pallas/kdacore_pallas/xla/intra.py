@@ -1,0 +1,190 @@
+"""Inside a chunk: decays, interaction matrices, the triangular inverse; and their backward.
+
+A pair (row i, earlier row j) meets at exactly one level of a binary tree over the chunk's rows: i in the right
+half, j in the left half of a block of ``2 s`` rows. There its decay factors as
+``exp(sum of g from the first row of the right half to i) * exp(sum of g after j to the end of the left half)``:
+two factors in [0, 1], whatever the gate, neither of which reads a row after i. The factors of one level follow
+from those of the level below by per-channel products, so each element needs a single exponential and no
+difference of cumulative sums is ever taken. The inverse of ``I + L`` follows the same tree: exact block
+substitution, never a power of ``L``.
+
+All arrays have leading batch axes, then ``C`` rows, then channels (one channel for a scalar gate).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from kdacore_pallas.xla.numerics import dot
+
+Array = Any
+
+
+class Decays(NamedTuple):
+    """Decay factors of a chunk, each in [0, 1]."""
+
+    prefix: Array
+    """``[..., C, K]`` from the chunk's start through the row."""
+    suffix: Array
+    """``[..., C, K]`` after the row, to the chunk's end."""
+    total: Array
+    """``[..., 1, K]`` of the whole chunk."""
+    right: tuple[Array, ...]
+    """Level s = 1, 2, 4, ...: ``[..., C/2s, s, K]`` from the start of the right half through the row."""
+    left: tuple[Array, ...]
+    """Level s: ``[..., C/2s, s, K]`` after the row, to the end of the left half."""
+
+
+def decays(g: Array) -> Decays:
+    """Factors from the log decay ``g`` ``[..., C, K]``."""
+    C = g.shape[-2]
+    prefix = jnp.exp(g)[..., :, None, :]
+    suffix = jnp.ones_like(prefix)
+    total = prefix
+    right, left = [], []
+    s = 1
+    while s < C:
+        pl, pr = prefix[..., 0::2, :, :], prefix[..., 1::2, :, :]
+        sl, sr = suffix[..., 0::2, :, :], suffix[..., 1::2, :, :]
+        tl, tr = total[..., 0::2, :, :], total[..., 1::2, :, :]
+        right.append(pr)
+        left.append(sl)
+        prefix = jnp.concatenate([pl, pr * tl], axis=-2)
+        suffix = jnp.concatenate([sl * tr, sr], axis=-2)
+        total = tl * tr
+        s *= 2
+    return Decays(prefix[..., 0, :, :], suffix[..., 0, :, :], total[..., 0, :, :], tuple(right), tuple(left))
+
+
+def halves(x: Array, s: int) -> tuple[Array, Array]:
+    """Left and right halves of the blocks of ``2 s`` rows: two ``[..., C/2s, s, K]``."""
+    blocks = x.reshape(*x.shape[:-2], x.shape[-2] // (2 * s), 2, s, x.shape[-1])
+    return blocks[..., 0, :, :], blocks[..., 1, :, :]
+
+
+def _pair(blocks: Array) -> tuple[Array, Array]:
+    return blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
+
+
+def _lower(left: Array, corner: Array, right: Array) -> Array:
+    """``[[left, 0], [corner, right]]``."""
+    top = jnp.concatenate([left, jnp.zeros_like(corner)], axis=-1)
+    return jnp.concatenate([top, jnp.concatenate([corner, right], axis=-1)], axis=-2)
+
+
+class Interactions(NamedTuple):
+    """``[..., C, C]`` each, zero above the diagonal."""
+
+    qk: Array
+    """``q_i . (k_j decay(j->i))``, j <= i."""
+    kk: Array
+    """``k_i . (k_j decay(j->i))``, j < i."""
+    inverse: Array
+    """``(I + diag(beta) kk)^-1``."""
+
+
+def interactions(
+    q: Array, k: Array, beta: Array, decay: Decays, precision: lax.Precision
+) -> Interactions:
+    """The three matrices of each chunk. ``q``, ``k`` ``[..., C, K]``; ``beta`` ``[..., C, 1]``."""
+    batch = decay.prefix.shape[:-2]
+    qk = jnp.sum(q * k, -1)[..., :, None, None]
+    qk = jnp.broadcast_to(qk, (*batch, *qk.shape[-3:]))
+    kk = jnp.zeros_like(qk)
+    inverse = jnp.ones_like(qk)
+    s = 1
+    for right, left in zip(decay.right, decay.left, strict=True):
+        rows = jnp.concatenate([halves(q, s)[1] * right, halves(k, s)[1] * right], axis=-2)
+        corner = dot("...ik,...jk->...ij", rows, halves(k, s)[0] * left, precision)
+        corner_qk, corner_kk = corner[..., :s, :], corner[..., s:, :]
+        (ql, qr), (kl, kr), (il, ir) = _pair(qk), _pair(kk), _pair(inverse)
+        qk, kk = _lower(ql, corner_qk, qr), _lower(kl, corner_kk, kr)
+        inverse = _lower(il, _inverse_corner(il, halves(beta, s)[1] * corner_kk, ir, precision), ir)
+        s *= 2
+    return Interactions(qk[..., 0, :, :], kk[..., 0, :, :], inverse[..., 0, :, :])
+
+
+def _inverse_corner(il: Array, corner: Array, ir: Array, precision: lax.Precision) -> Array:
+    s = corner.shape[-1]
+    if s == 1:
+        return -corner
+    # Small blocks are cheap and every larger one inherits their error: full float32 there.
+    precision = lax.Precision.HIGHEST if s <= 8 else precision
+    return -dot("...ij,...jk->...ik", ir, dot("...ij,...jk->...ik", corner, il, precision), precision)
+
+
+class IntraGrads(NamedTuple):
+    q: Array
+    k: Array
+    g: Array
+
+
+def interactions_backward(
+    q: Array,
+    k: Array,
+    decay: Decays,
+    dqk: Array,
+    dkk: Array,
+    dprefix: Array,
+    dsuffix: Array,
+    dtotal: Array,
+    precision: lax.Precision,
+) -> IntraGrads:
+    """Backward of :func:`interactions` (not of its inverse) and of :func:`decays`.
+
+    ``dqk`` and ``dkk`` are the gradients of ``qk`` and ``kk``; ``dprefix``, ``dsuffix``, ``dtotal`` those of the
+    *logarithms* of the chunk's decay factors. The tree is walked from the top: a gradient of a block's log
+    prefix is one of its halves' prefixes and totals. Only sums, so nothing cancels.
+    """
+    C = q.shape[-2]
+    scalar = decay.prefix.shape[-1] == 1
+
+    def channels(x: Array) -> Array:
+        return jnp.sum(x, -1, keepdims=True) if scalar else x
+
+    diagonal = jnp.diagonal(dqk, axis1=-2, axis2=-1)[..., None]
+    dq, dk = diagonal * k, diagonal * q
+    dqk, dkk = dqk[..., None, :, :], dkk[..., None, :, :]
+    dp, ds, dt = dprefix[..., None, :, :], dsuffix[..., None, :, :], dtotal[..., None, :, :]
+    s = C // 2
+    for right, left in zip(reversed(decay.right), reversed(decay.left), strict=True):
+        (_, qr), (kl, kr) = halves(q, s), halves(k, s)
+        d = jnp.concatenate([dqk[..., s:, :s], dkk[..., s:, :s]], axis=-2)
+        rows = jnp.concatenate([qr * right, kr * right], axis=-2)
+        columns = kl * left
+        drows = dot("...ij,...jk->...ik", d, columns, precision)
+        dcolumns = dot("...ij,...ik->...jk", d, rows, precision)
+        dqr, dkr, dkl = drows[..., :s, :] * right, drows[..., s:, :] * right, dcolumns * left
+        dq = _add_halves(dq, None, dqr)
+        dk = _add_halves(dk, dkl, dkr)
+        dqk, dkk = _diagonal_blocks(dqk, s), _diagonal_blocks(dkk, s)
+        dp, ds, dt = _split(dp, ds, dt, channels(qr * dqr + kr * dkr), channels(kl * dkl))
+        s //= 2
+    return IntraGrads(dq, dk, (dp + dt)[..., 0, :])
+
+
+def _add_halves(x: Array, left: Array | None, right: Array) -> Array:
+    left = jnp.zeros_like(right) if left is None else left
+    return x + jnp.stack([left, right], axis=-3).reshape(x.shape)
+
+
+def _interleave(left: Array, right: Array) -> Array:
+    """Two ``[..., n, a, b]`` as ``[..., 2n, a, b]``, left and right alternating."""
+    x = jnp.stack([left, right], axis=-3)
+    return x.reshape(*x.shape[:-4], 2 * x.shape[-4], *x.shape[-2:])
+
+
+def _diagonal_blocks(x: Array, s: int) -> Array:
+    return _interleave(x[..., :s, :s], x[..., s:, s:])
+
+
+def _split(dp: Array, ds: Array, dt: Array, at_right: Array, at_left: Array) -> tuple[Array, Array, Array]:
+    """Gradients of a block's log prefix, suffix and total, handed to its halves, plus those of this level."""
+    s = at_right.shape[-2]
+    pl, pr, sl, sr = dp[..., :s, :], dp[..., s:, :], ds[..., :s, :], ds[..., s:, :]
+    tl = dt + jnp.sum(pr, -2, keepdims=True)
+    tr = dt + jnp.sum(sl, -2, keepdims=True)
+    return _interleave(pl, pr + at_right), _interleave(sl + at_left, sr), _interleave(tl, tr)

@@ -1,0 +1,143 @@
+"""Tokens to chunks and back.
+
+Work is cut into chunks of ``CHUNK`` tokens and segments of ``G`` chunks: a scan runs over the segments, everything
+inside one segment is batched, so the memory of intermediates does not grow with the sequence. A segment's array
+is ``[G, B, heads, C, D]``. Dense inputs are sliced; packed ones are gathered through a chunk table made on the
+device from ``cu_seqlens``, whose shape depends on shapes alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from kdacore.types import Request
+
+Array = Any
+CHUNK = 64
+
+
+class ChunkTable(NamedTuple):
+    """Where each chunk of a pack lies. ``M`` chunk slots; slots beyond the last real chunk have no valid row."""
+
+    rows: Array
+    """``[M, C]`` int32 token index of each row, clipped into range."""
+    valid: Array
+    """``[M, C]`` bool."""
+    seq: Array
+    """``[M]`` int32 sequence of the chunk, ``N`` for an unused slot."""
+    first: Array
+    """``[M]`` bool: first chunk of its sequence (true for unused slots)."""
+    last: Array
+    """``[M]`` bool: last chunk of its sequence (true for unused slots)."""
+    local: Array
+    """``[M]`` int32 index of the chunk within its sequence."""
+    slot_of_token: Array
+    """``[T]`` int32 flat row (chunk * C + row) of each token."""
+
+
+def chunk_table(cu_seqlens: Array, T: int, C: int, slots: int) -> ChunkTable:
+    """The table of a pack, by device arithmetic only: ``cu_seqlens`` may be a tracer."""
+    cu = cu_seqlens.astype(jnp.int32)
+    N = cu.shape[0] - 1
+    chunks = (cu[1:] - cu[:-1] + C - 1) // C
+    ends = jnp.cumsum(chunks)
+    starts = ends - chunks
+    slot = jnp.arange(slots, dtype=jnp.int32)
+    seq = jnp.searchsorted(ends, slot, side="right").astype(jnp.int32)
+    used = seq < N
+    at = jnp.minimum(seq, N - 1)
+    local = jnp.where(used, slot - starts[at], 0)
+    row = cu[at][:, None] + local[:, None] * C + jnp.arange(C, dtype=jnp.int32)
+    valid = used[:, None] & (row < cu[at + 1][:, None])
+    token = jnp.arange(T, dtype=jnp.int32)
+    owner = jnp.minimum(jnp.searchsorted(cu[1:], token, side="right"), N - 1).astype(jnp.int32)
+    return ChunkTable(
+        rows=jnp.clip(row, 0, max(T - 1, 0)),
+        valid=valid,
+        seq=seq,
+        first=~used | (local == 0),
+        last=~used | (local == chunks[at] - 1),
+        local=local,
+        slot_of_token=starts[owner] * C + token - cu[owner],
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one call is cut. ``table`` is None for dense inputs."""
+
+    B: int
+    T: int
+    N: int
+    H: int
+    R: int
+    C: int
+    G: int
+    segments: int
+    table: ChunkTable | None
+
+    @property
+    def slots(self) -> int:
+        """Chunk slots, padding included."""
+        return self.G * self.segments
+
+    @property
+    def ragged(self) -> bool:
+        """Some rows of some segment are not tokens."""
+        return self.table is not None or self.slots * self.C != self.T
+
+    def pad(self, x: Array | None) -> Array | None:
+        """Dense inputs with zero tokens appended up to whole segments; packed ones as they are."""
+        if x is None or self.table is not None or not self.ragged:
+            return x
+        width = [(0, 0)] * x.ndim
+        width[1] = (0, self.slots * self.C - self.T)
+        return jnp.pad(x, width)
+
+    def load(self, x: Array, s: Array) -> Array:
+        """Segment ``s`` of a padded ``[B, T, heads, ...]`` array, as ``[G, B, heads, C, ...]``."""
+        if self.table is None:
+            rows = lax.dynamic_slice_in_dim(x, s * (self.G * self.C), self.G * self.C, axis=1)
+            rows = rows.reshape(self.B, self.G, self.C, *x.shape[2:])
+            return jnp.moveaxis(jnp.moveaxis(rows, 1, 0), 3, 2)
+        index = lax.dynamic_slice_in_dim(self.table.rows, s * self.G, self.G)
+        rows = jnp.take(x[0], index, axis=0)
+        return jnp.moveaxis(rows, 2, 1)[:, None]
+
+    def mask(self, s: Array) -> Array | None:
+        """``[G, 1, 1, C, 1]`` bool, true on tokens; None when every row is one."""
+        if not self.ragged:
+            return None
+        if self.table is None:
+            row = s * (self.G * self.C) + jnp.arange(self.G * self.C, dtype=jnp.int32)
+            valid = (row < self.T).reshape(self.G, self.C)
+        else:
+            valid = lax.dynamic_slice_in_dim(self.table.valid, s * self.G, self.G)
+        return valid[:, None, None, :, None]
+
+    def unload(self, ys: Array) -> Array:
+        """Stacked segments ``[segments, G, B, heads, C, ...]`` back to ``[B, T, heads, ...]``."""
+        ys = jnp.moveaxis(jnp.moveaxis(ys, 4, 3), 2, 0)
+        flat = ys.reshape(self.B, self.slots * self.C, *ys.shape[4:])
+        if self.table is None:
+            return flat[:, : self.T]
+        return jnp.take(flat, self.table.slot_of_token, axis=1)
+
+
+def segment_chunks(request: Request) -> int:
+    """Chunks per segment: enough work for the device, few enough that intermediates stay small (or in cache)."""
+    lanes = {"cpu": 64, "cuda": 4096, "rocm": 4096, "tpu": 1024}.get(request.device.type, 256)
+    return max(1, lanes // (request.B * request.HV))
+
+
+def make_plan(request: Request, cu_seqlens: Array | None, C: int = CHUNK) -> Plan:
+    """Cut a call. Depends on the request (shapes) alone, but for the values inside the chunk table."""
+    chunks = request.T // C + request.N if request.packed else -(-request.T // C)
+    segments = -(-chunks // min(segment_chunks(request), chunks))
+    G = -(-chunks // segments)
+    table = chunk_table(cu_seqlens, request.T, C, G * segments) if request.packed else None
+    return Plan(request.B, request.T, request.N, request.H, request.HV // request.H, C, G, segments, table)

@@ -1,0 +1,54 @@
+"""Dot precision, and zeros that carry the mesh axes their neighbours vary over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kdacore.types import Request
+
+Array = Any
+F32 = jnp.float32
+
+
+def product_precision(request: Request) -> lax.Precision:
+    """Precision of the large products, whose operands are always float32 arrays.
+
+    float32 inputs: full float32 everywhere. 16-bit inputs: on a GPU ``DEFAULT`` (tf32, 10 mantissa bits),
+    on a TPU ``HIGH`` (three bf16 passes, about 16 bits), because a single bf16 pass there rounds the state
+    operand to 8 bits and lands within a few percent of the contract's bound. A CPU ignores the setting.
+    """
+    if request.dtype == "float32":
+        return lax.Precision.HIGHEST
+    return lax.Precision.HIGH if request.device.type == "tpu" else lax.Precision.DEFAULT
+
+
+def dot(spec: str, a: Array, b: Array, precision: lax.Precision) -> Array:
+    """``einsum`` of two operands with float32 accumulation and a stated precision."""
+    return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=F32)
+
+
+def mesh_axes(*arrays: Array) -> frozenset[str]:
+    """Axes of a ``shard_map`` mesh over which any of the arrays varies."""
+    axes: frozenset[str] = frozenset()
+    for x in arrays:
+        if x is not None:
+            axes |= getattr(jax.typeof(x), "vma", frozenset())
+    return axes
+
+
+def varying(x: Array, axes: frozenset[str]) -> Array:
+    """``x`` marked as varying over ``axes``, so that a scan may carry it together with sharded values."""
+    missing = tuple(sorted(axes - mesh_axes(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def summed_like(grad: Array, primal: Array) -> Array:
+    """``grad`` in the dtype of ``primal``, summed over the mesh axes along which ``primal`` is replicated."""
+    extra = tuple(sorted(mesh_axes(grad) - mesh_axes(primal)))
+    if extra:
+        grad = lax.psum(grad, extra)
+    return grad.astype(primal.dtype)

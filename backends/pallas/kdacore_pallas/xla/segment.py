@@ -1,0 +1,112 @@
+"""One segment of chunks: rows made ready for the recurrence, and the products that need no state.
+
+Arrays are ``[G, B, H, R, C, D]``: chunks, batch, q/k heads, value heads per q/k head (1 for q and k, which are
+never repeated), rows, channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from kdacore.types import ChunkInputs, Request
+from kdacore_pallas.xla import gate
+from kdacore_pallas.xla.intra import Decays, Interactions, decays, interactions
+from kdacore_pallas.xla.layout import Plan
+from kdacore_pallas.xla.numerics import F32, dot
+
+Array = Any
+
+
+class Raw(NamedTuple):
+    """A segment of the caller's values in float32, not yet normalised or gated."""
+
+    q: Array
+    k: Array
+    v: Array
+    g: Array
+    beta: Array
+    mask: Array | None
+
+
+class Params(NamedTuple):
+    """Gate parameters shaped to broadcast against a segment's ``g``."""
+
+    A_log: Array | None
+    dt_bias: Array | None
+
+
+def gate_params(inputs: ChunkInputs, plan: Plan) -> Params:
+    A, bias = inputs.A_log, inputs.dt_bias
+    if A is not None:
+        A = A.astype(F32).reshape(plan.H, plan.R, 1, 1)
+    if bias is not None:
+        bias = bias.astype(F32).reshape(plan.H, plan.R, 1, -1)
+    return Params(A, bias)
+
+
+def load(inputs: ChunkInputs, plan: Plan, s: Array) -> Raw:
+    """Segment ``s`` of padded inputs (``g`` already with a channel axis)."""
+
+    def heads(x: Array, R: int) -> Array:
+        x = plan.load(x, s).astype(F32)
+        return x.reshape(*x.shape[:2], plan.H, R, *x.shape[3:])
+
+    mask = plan.mask(s)
+    return Raw(
+        heads(inputs.q, 1),
+        heads(inputs.k, 1),
+        heads(inputs.v, plan.R),
+        heads(inputs.g, plan.R),
+        heads(inputs.beta, plan.R)[..., None],
+        None if mask is None else mask[:, :, None],
+    )
+
+
+class Rows(NamedTuple):
+    """What the recurrence reads. Rows that are no token have k, v, beta and the log decay zero."""
+
+    q: Array
+    """Normalised if asked, times ``scale``."""
+    k: Array
+    v: Array
+    g: Array
+    """Natural-log decay."""
+    beta: Array
+
+
+def ready(request: Request, raw: Raw, params: Params) -> Rows:
+    q, k, v = raw.q, raw.k, raw.v
+    if request.qk_l2norm:
+        q, k = gate.normalise(q), gate.normalise(k)
+    g = gate.log_decay(request, raw.g, params.A_log, params.dt_bias)
+    beta = gate.strength(request, raw.beta)
+    if raw.mask is not None:
+        q, k, v, g, beta = (jnp.where(raw.mask, x, 0.0) for x in (q, k, v, g, beta))
+    return Rows(q * request.scale, k, v, g, beta)
+
+
+class Prepared(NamedTuple):
+    """State-free products of a segment."""
+
+    decay: Decays
+    pair: Interactions
+    w: Array
+    """Rows that read the state to form the correction: ``inverse (beta k prefix)``."""
+    u: Array
+    """``inverse (beta v)``."""
+    qg: Array
+    """``q prefix``."""
+    kg: Array
+    """``k suffix``."""
+
+
+def prepare(rows: Rows, precision: lax.Precision) -> Prepared:
+    decay = decays(rows.g)
+    pair = interactions(rows.q, rows.k, rows.beta, decay, precision)
+    right = jnp.concatenate([rows.beta * rows.k * decay.prefix, rows.beta * rows.v], axis=-1)
+    wu = dot("...ij,...jk->...ik", pair.inverse, right, precision)
+    K = rows.k.shape[-1]
+    return Prepared(decay, pair, wu[..., :K], wu[..., K:], rows.q * decay.prefix, rows.k * decay.suffix)

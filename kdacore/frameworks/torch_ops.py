@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kdacore import contract, dispatch, selection
-from kdacore.errors import ContractError
+from kdacore.errors import ContractError, UnsupportedError
 from kdacore.frameworks.torch_arrays import TORCH, double_backward_error
 from kdacore.ops import CHUNK_OPTIONS, OPS, RECURRENT_OPTIONS, OpDef
 from kdacore.types import GateInputs, InputGrads, OutputGrads, Outputs
@@ -88,15 +88,35 @@ class _Bound:
         return contract.build_request(self.opdef, self.inputs, self.options, needs_grad=self.needs_grad)[0]
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _asked_of_dispatch(op: str, backend: str | None) -> tuple[str, str, str]:
+    """What was asked of dispatch while the graph was traced; it becomes part of the graph."""
+    policy = dispatch.current_policy(OPS[op], backend)
+    return policy.forced, ",".join(policy.preferred), policy.source
+
+
+def _check_asked(bound: _Bound) -> None:
+    """A graph keeps the preference it was traced under; running it under another must not pass unnoticed."""
+    if bound.policy.forced:
+        return
+    now = dispatch.current_policy(bound.opdef, None)
+    if now != bound.policy:
+        raise UnsupportedError(
+            bound.opdef.name,
+            f"this compiled graph was traced with backends preferred as {bound.policy.preferred or 'auto'} and is "
+            f"run with {now.preferred or 'auto'}; compile it inside use_backend, or pass backend=",
+            {},
+        )
+
+
 def call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
     """Serve a public call through the operators."""
     if opdef.family == "stage":
         raise ContractError(
             opdef.name, opdef.arrays[0], "a tensor being compiled", "an eager call: stages are eager"
         )
-    policy = dispatch.current_policy(opdef, backend)
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    asked = (needs_grad, policy.forced, ",".join(policy.preferred), policy.source)
+    asked = (needs_grad, *_asked_of_dispatch(opdef.name, backend))
     arrays = tuple(
         torch.as_tensor(x) if n == "cu_seqlens_cpu" and x is not None else x
         for n, x in zip(opdef.arrays, inputs, strict=True)
@@ -133,6 +153,7 @@ def _or_empty(x: Any, like: torch.Tensor) -> torch.Tensor:
 
 def _chunk(*args: Any) -> Any:
     bound = _Bound("chunk", args)
+    _check_asked(bound)
     out = dispatch.execute(bound.plan(), bound.inputs, _forward)
     v = bound.inputs.v
     return out.o, _or_empty(out.final_state, v), _or_empty(out.checkpoints, v)
@@ -140,6 +161,7 @@ def _chunk(*args: Any) -> Any:
 
 def _recurrent(*args: Any) -> Any:
     bound = _Bound("recurrent", args)
+    _check_asked(bound)
     out = dispatch.execute(bound.plan(), bound.inputs, _forward)
     v = bound.inputs.v
     aliased = bound.inputs.out is not None
@@ -149,6 +171,7 @@ def _recurrent(*args: Any) -> Any:
 
 def _gate(*args: Any) -> Any:
     bound = _Bound("gate", args)
+    _check_asked(bound)
     return dispatch.execute(bound.plan(), bound.inputs, _forward)
 
 

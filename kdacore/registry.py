@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import threading
@@ -9,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pluggy
 
@@ -160,7 +161,7 @@ class Registry:
                 return
             disabled = config.get().disabled_plugins
             for module in BUILTIN_PLUGINS:
-                self._load_one(module, OWN_DISTRIBUTION, lambda m=module: importlib.import_module(m))
+                self._load_one(module, OWN_DISTRIBUTION, functools.partial(importlib.import_module, module))
             for distribution, entry in _third_parties():
                 if entry.name in disabled or "all" in disabled:
                     self._plugins.append(PluginRecord(entry.name, distribution, 0.0, (), disabled=True))
@@ -200,7 +201,7 @@ class Registry:
         found: list[Backend] = []
         for implementation in self._manager.hook.kdacore_backends.get_hookimpls():
             if implementation.plugin_name == plugin_name:
-                found.extend(implementation.function())
+                found.extend(cast(Iterable[Backend], implementation.function()))
         return found
 
     def _objection(self, backend: Backend, distribution: str) -> str:

@@ -13,11 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kdacore import config
 from kdacore.registry import Registered
-from kdacore.types import InputGrads, OutputGrads, Reason, Request
+from kdacore.types import Reason, Request
 
 TOKENS = 80
 """More than one chunk, and a ragged end."""
@@ -65,6 +63,8 @@ def measure(registered: Registered, request: Request) -> dict[str, Any]:
 
 def relative_error(x: Any, ref: Any) -> float:
     """``norm(x - ref) / norm(ref)`` in float64; infinite when x is not finite, so NaN never passes."""
+    import numpy as np  # not at import time: `import kdacore` stays light
+
     x, ref = np.asarray(x, np.float64), np.asarray(ref, np.float64)
     if x.shape != ref.shape or not np.isfinite(x).all():
         return float("inf")
@@ -108,6 +108,3 @@ def _write(path: Path, record: dict[str, Any]) -> None:
         os.replace(name, path)
     except OSError:
         return
-
-
-__all__ = ["BOUND", "InputGrads", "OutputGrads", "measure", "problem", "relative_error"]

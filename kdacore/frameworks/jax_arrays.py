@@ -25,7 +25,7 @@ class _JaxAdapter:
         raise RuntimeError("unreachable: JAX traces through ordinary calls")
 
     def key(self, inputs: tuple[Any, ...]) -> Hashable | None:
-        parts = []
+        parts: list[Any] = []
         for x in inputs:
             if x is None:
                 parts.append(None)

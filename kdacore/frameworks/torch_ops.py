@@ -88,7 +88,7 @@ class _Bound:
         return contract.build_request(self.opdef, self.inputs, self.options, needs_grad=self.needs_grad)[0]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result
 def _asked_of_dispatch(op: str, backend: str | None) -> tuple[str, str, str]:
     """What was asked of dispatch while the graph was traced; it becomes part of the graph."""
     policy = dispatch.current_policy(OPS[op], backend)

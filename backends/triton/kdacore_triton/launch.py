@@ -29,7 +29,8 @@ Grid = tuple[int, int, int]
 
 _INT32_MAX = 2**31 - 1
 _IS_CUDA = torch.version.cuda is not None
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""Index of the current CUDA device."""
 _raw_stream: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", lambda i: torch.cuda.current_stream(i).cuda_stream
 )
@@ -100,7 +101,7 @@ class Launcher:
             self.kernel[grid](*args, **constexprs, num_warps=num_warps, num_stages=num_stages)
             return
         device = device_of(args)
-        if device != _current_device():
+        if device != current_device():
             with torch.cuda.device(device):
                 self._launch(device, grid, args, num_warps, num_stages, constexprs)
         else:

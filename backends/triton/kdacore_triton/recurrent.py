@@ -1,0 +1,219 @@
+"""``fused_recurrent_kda`` and ``fused_recurrent_gated_delta_rule``: one launch, planned once per shape.
+
+Everything a call needs beyond addresses (grid, strides, the compiled kernel) depends on the request and the strides
+alone. It is worked out once and kept; a decode step then costs one allocation and one launch of host time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kdacore.types import Outputs, RecurrentInputs, Request
+from kdacore_triton import configs
+from kdacore_triton.kernels import recurrent as kernels
+from kdacore_triton.launch import Grid, Launcher, Prepared, cdiv, current_device, next_power_of_2
+
+launcher = Launcher(kernels.recurrent_kernel)
+
+GATES = {"log": 0, "softplus": 1, "sigmoid": 2}
+_MAX_PLANS = 1024
+_UNALIGNED = 15
+
+
+def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
+    """Run the recurrence; see ``RecurrentInputs`` and ``Outputs`` for shapes and dtypes.
+
+    Any strides are served: q, k, v and g are copied only when their last dimension is not contiguous, states never.
+    Nothing syncs with the device, so the call can be captured in a CUDA graph once it has run outside of one.
+    """
+    plan = _known.get(id(request))
+    if plan is None or plan.request is not request:
+        plan = _plan(request)
+    launch = plan.launch_for(inputs)
+    if launch.copied:
+        inputs = inputs._replace(**{name: getattr(inputs, name).contiguous() for name in launch.copied})
+    q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, _, indices, accepted, out = inputs
+    o = torch.empty(plan.o_shape, dtype=v.dtype, device=v.device) if launch.fresh_o else out
+    target = None
+    if plan.inplace:
+        target = state
+    elif plan.returns_state:
+        target = torch.empty(plan.state_shape, dtype=plan.state_dtype, device=v.device)
+    launch.run((q, k, v, g, o, dt_bias, state, target), (beta, A_log, cu_seqlens, indices, accepted))
+    if out is not None and launch.fresh_o:
+        o = out.copy_(o)
+    return Outputs(o, target if plan.returns_state else None)
+
+
+class Plan:
+    """What a request fixes, with one :class:`Launch` per set of strides seen."""
+
+    __slots__ = (
+        "device", "inplace", "launches", "o_shape", "request", "returns_state", "state_dtype", "state_shape",
+    )  # fmt: skip
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.device = -1 if launcher.interpreting else request.device.index
+        self.o_shape = (request.B, request.T, request.HV, request.V)
+        self.state_shape = request.state_shape
+        self.state_dtype = getattr(torch, request.state_dtype)
+        self.inplace = request.inplace_state
+        self.returns_state = request.output_final_state
+        self.launches: dict[Any, Launch] = {}
+
+    def launch_for(self, x: RecurrentInputs) -> Launch:
+        """The launch for the strides of these inputs."""
+        key = (
+            x.q.stride(),
+            x.k.stride(),
+            x.v.stride(),
+            x.g.stride(),
+            x.beta.stride(),
+            x.initial_state is None or x.initial_state.stride(),
+            x.state_indices is None or x.state_indices.stride(),
+            x.out is None or x.out.stride(),
+            x.dt_bias is None or x.dt_bias.is_contiguous(),
+            x.A_log is None or x.A_log.is_contiguous(),
+            x.cu_seqlens is None or x.cu_seqlens.is_contiguous(),
+            x.num_accepted_tokens is None or x.num_accepted_tokens.is_contiguous(),
+        )
+        launch = self.launches.get(key)
+        if launch is None:
+            if len(self.launches) >= _MAX_PLANS:
+                self.launches.clear()
+            launch = self.launches[key] = Launch(self, x)
+        return launch
+
+
+class Launch:
+    """One request with one set of strides: everything but the addresses."""
+
+    __slots__ = ("constexprs", "copied", "device", "fresh_o", "grid", "options", "prepared", "scalars")
+
+    def __init__(self, plan: Plan, x: RecurrentInputs) -> None:
+        r = plan.request
+        self.device = plan.device
+        self.copied = _to_copy(r, x)
+        self.fresh_o = x.out is None or x.out.stride(-1) != 1
+        self.prepared: Prepared | None = None
+        x = x._replace(**{name: getattr(x, name).contiguous() for name in self.copied})
+        one = r.T == 1 and not r.packed
+        config = configs.get(
+            "recurrent", r.device.arch, K=r.K, V=r.V, rows=r.N * r.HV, state=r.state_dtype, v_first=r.state_v_first,
+            one=one,
+        )  # fmt: skip
+        BV = min(config["BV"], next_power_of_2(r.V))
+        self.grid: Grid = (r.N * r.HV * cdiv(r.V, BV), 1, 1)
+        self.options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"]}
+        source = _state_strides(r, x.initial_state)
+        target = source if r.inplace_state else _state_strides(r, None)
+        self.scalars = (
+            *(r.scale, r.lower_bound or 0.0, r.T, r.HV, r.HV // r.H),
+            *(s for t in (x.q, x.k, x.v, x.g, x.beta) for s in t.stride()[:3]),
+            *(_contiguous_strides(plan.o_shape) if self.fresh_o else x.out.stride())[:3],
+            *source[:2],
+            *target[:2],
+            x.state_indices.stride(0) if r.state_indices_ndim == 2 else 0,
+        )
+        self.constexprs = {
+            "K": r.K, "V": r.V, "BK": next_power_of_2(r.K), "BV": BV,
+            "SOURCE_K": source[2], "SOURCE_V": source[3], "TARGET_K": target[2], "TARGET_V": target[3],
+            "GATE": GATES[r.gate], "SCALAR": r.scalar_gate, "NORM": r.qk_l2norm,
+            "SIGMOID": r.beta_sigmoid, "BETA_MAX": 2.0 if r.neg_eigval else 1.0,
+            "READ": _read_mode(r, x), "WRITE": _write_mode(r), "PACKED": r.packed, "ONE": one,
+        }  # fmt: skip
+
+    def run(self, vectors: tuple[Any, ...], scalars: tuple[Any, ...]) -> None:
+        """Launch on the current stream. ``vectors`` are the tensors whose alignment the kernel is compiled for."""
+        prepared = self.prepared
+        if prepared is None or self.device != current_device():
+            self._run_checked(vectors, scalars)
+            return
+        bits = 0
+        pointers: list[int | None] = []
+        for x in vectors:
+            if x is None:
+                pointers.append(None)
+            else:
+                address = x.data_ptr()
+                bits |= address
+                pointers.append(address)
+        if bits & _UNALIGNED:
+            self._run_checked(vectors, scalars)
+            return
+        for x in scalars:
+            pointers.append(None if x is None else x.data_ptr())
+        prepared(self.grid, *pointers, *self.scalars)
+
+    def _run_checked(self, vectors: tuple[Any, ...], scalars: tuple[Any, ...]) -> None:
+        args = (*vectors, *scalars, *self.scalars)
+        if launcher.interpreting or self.device != current_device():
+            launcher(self.grid, *args, **self.options, **self.constexprs)
+            return
+        prepared = launcher.prepare(self.grid, *args, **self.options, **self.constexprs)
+        if not any(x is not None and x.data_ptr() & _UNALIGNED for x in vectors):
+            self.prepared = prepared
+
+
+_known: dict[int, Plan] = {}
+_plans: dict[Request, Plan] = {}
+
+
+def _plan(request: Request) -> Plan:
+    """The plan of a request, by value; remembered by identity too, since callers reuse their requests."""
+    if len(_plans) >= _MAX_PLANS or len(_known) >= _MAX_PLANS:
+        _forget()
+    plan = _plans.get(request)
+    if plan is None:
+        plan = _plans[request] = Plan(request)
+    if plan.request is request:
+        _known[id(request)] = plan
+    return plan
+
+
+def _forget() -> None:
+    _known.clear()
+    _plans.clear()
+
+
+configs.on_change(_forget)
+
+
+def _to_copy(r: Request, x: RecurrentInputs) -> tuple[str, ...]:
+    """The inputs that the kernel cannot read where they lie."""
+    rows = ["q", "k", "v"] if r.scalar_gate else ["q", "k", "v", "g"]
+    bad = [name for name in rows if getattr(x, name).stride(-1) != 1]
+    for name in ("A_log", "dt_bias", "cu_seqlens", "num_accepted_tokens"):
+        if getattr(x, name) is not None and not getattr(x, name).is_contiguous():
+            bad.append(name)
+    if x.state_indices is not None and x.state_indices.stride(-1) != 1:
+        bad.append("state_indices")
+    return tuple(bad)
+
+
+def _state_strides(r: Request, state: torch.Tensor | None) -> tuple[int, int, int, int]:
+    """Strides over rows, heads, K and V of a state, or of a fresh one."""
+    row, head, a, b = _contiguous_strides(r.state_shape) if state is None else state.stride()
+    return (row, head, b, a) if r.state_v_first else (row, head, a, b)
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides))
+
+
+def _read_mode(r: Request, x: RecurrentInputs) -> int:
+    if x.initial_state is None:
+        return 0
+    return {0: 1, 1: 2, 2: 3}[r.state_indices_ndim]
+
+
+def _write_mode(r: Request) -> int:
+    if r.inplace_state:
+        return {0: 1, 1: 2, 2: 3}[r.state_indices_ndim]
+    return 1 if r.output_final_state else 0

@@ -1,0 +1,169 @@
+"""Backward of ``chunk_kda`` and ``chunk_gated_delta_rule``: every gradient from the inputs alone.
+
+Three launches (prepare, scan, grads) and one small reduction for each parameter that needs it; a grouped call adds one
+reduction each for q and k. Nothing is read on the host, so a call can be captured into a graph. Sums over chunks
+and heads run in one fixed order, without atomics: the same inputs give the same bits.
+
+Workspace, C = 64, bf16, K = V = 128: 2.5 KB a token and value head, of which 1 KB (w, kg, qg, Aqk) is given back
+to the allocator before the gradients are allocated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
+
+from .backward_plan import C, Plan, plan_backward
+from .kernels.backward_grads import grads_kernel
+from .kernels.backward_prepare import prepare_kernel
+from .kernels.backward_reduce import sum_group_kernel, sum_slots_kernel
+from .kernels.backward_scan import scan_kernel
+from .launch import Launcher, cdiv
+
+_prepare = Launcher(prepare_kernel)
+_scan = Launcher(scan_kernel)
+_grads = Launcher(grads_kernel)
+_sum_slots = Launcher(sum_slots_kernel)
+_sum_group = Launcher(sum_group_kernel)
+
+
+def backward(
+    request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grads: OutputGrads
+) -> InputGrads:
+    """Gradients of ``o`` and ``final_state`` with respect to every differentiable input.
+
+    Args:
+        request: the call the forward served.
+        inputs: its arrays, torch tensors on one device.
+        saved: not needed; everything is recomputed.
+        grads: ``o`` ``[B, T, HV, V]`` and ``final_state`` (the call's state shape), either may be None.
+
+    Returns:
+        Gradients shaped and typed like their inputs, None where the input is None. ``initial_state`` and
+        ``dt_bias`` keep the shape they were given in.
+    """
+    plan = plan_backward(request, _scan.interpreting)
+    x = ChunkInputs(*(None if a is None else a.contiguous() for a in inputs[:9]))
+    do = grads.o
+    do = torch.zeros_like(x.v) if do is None else do.contiguous()
+    d_final = None if grads.final_state is None else grads.final_state.contiguous()
+    work = _run_prepare(request, plan, x)
+    d_initial = _run_scan(request, plan, x, work, do, d_final)
+    for name in ("w", "kg", "qg", "Aqk", "last"):
+        del work[name]
+    return _run_grads(request, plan, x, work, do, d_initial)
+
+
+def _run_prepare(request: Request, plan: Plan, x: ChunkInputs) -> dict[str, torch.Tensor]:
+    """Launch the prepare kernel into a fresh workspace of chunk-major tiles."""
+    r, p, t = request, plan, plan.tiles
+    heads = (p.slots, r.HV)
+
+    def tile(*shape: int, dtype: torch.dtype = p.work_dtype) -> torch.Tensor:
+        return x.q.new_empty((*heads, *shape), dtype=dtype)
+
+    last = tile(dtype=torch.float32) if r.scalar_gate else tile(p.KP, dtype=torch.float32)
+    work = {
+        "Aqk": tile(C, C), "inv": tile(C, C), "qg": tile(C, p.KP), "kg": tile(C, p.KP), "w": tile(C, p.KP),
+        "uT": tile(p.VP, C), "last": last, "rn": tile(2, C, dtype=torch.float32) if r.qk_l2norm else last,
+    }  # fmt: skip
+    _prepare(
+        (p.slots * r.HV, 1, 1),
+        x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens,
+        *(work[n] for n in ("Aqk", "inv", "qg", "kg", "w", "uT", "last", "rn")),
+        r.scale, float(r.lower_bound or 0.0), r.T, cdiv(r.T, C), r.N, r.H, r.HV, r.K, r.V,
+        KP=p.KP, VP=p.VP, BK=t.prepare_bk, BV=t.prepare_bv, DOT=p.dot, INV_DOT=p.inverse_dot,
+        num_warps=t.prepare_warps, **p.gate,
+    )  # fmt: skip
+    return work
+
+
+def _run_scan(
+    request: Request,
+    plan: Plan,
+    x: ChunkInputs,
+    work: dict[str, torch.Tensor],
+    do: torch.Tensor,
+    d_final: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Launch both scans: uT becomes v_new, hT, dhT and dvT are added to the workspace. Returns d_initial."""
+    r, p, t = request, plan, plan.tiles
+    heads = (p.slots, r.HV)
+    for name, shape in (("hT", (p.VP, p.KP)), ("dhT", (p.VP, p.KP)), ("dvT", (p.VP, C))):
+        work[name] = x.q.new_empty((*heads, *shape), dtype=p.work_dtype)
+    d_initial = None if x.initial_state is None else torch.empty_like(x.initial_state)
+    _scan(
+        (2 * (p.VP // t.scan_bv) * r.N * r.HV, 1, 1),
+        *(work[n] for n in ("kg", "qg", "w", "uT", "Aqk", "last")), do,
+        *(work[n] for n in ("hT", "dhT", "dvT")), x.initial_state, d_final, d_initial, x.cu_seqlens,
+        r.T, cdiv(r.T, C), r.HV, r.K, r.V,
+        KP=p.KP, VP=p.VP, BV=t.scan_bv, SCALAR=r.scalar_gate, PACKED=r.packed,
+        HAS_INITIAL=x.initial_state is not None, HAS_D_FINAL=d_final is not None, V_FIRST=r.state_v_first,
+        DOT=p.dot, num_warps=t.scan_warps, num_stages=t.scan_stages,
+    )  # fmt: skip
+    return d_initial
+
+
+def _run_grads(
+    request: Request,
+    plan: Plan,
+    x: ChunkInputs,
+    work: dict[str, torch.Tensor],
+    do: torch.Tensor,
+    d_initial: torch.Tensor | None,
+) -> InputGrads:
+    """Launch the gradients kernel and the reductions it leaves."""
+    r, p, t = request, plan, plan.tiles
+    grouped = r.HV != r.H
+    dv, dg, dbeta = torch.empty_like(x.v), torch.empty_like(x.g), torch.empty_like(x.beta)
+    if grouped:
+        dq, dk = (x.q.new_empty((r.B * r.T, r.HV, r.K), dtype=p.work_dtype) for _ in range(2))
+    else:
+        dq, dk = torch.empty_like(x.q), torch.empty_like(x.k)
+    width = 1 if r.scalar_gate else p.KP
+    dA_part = None if x.A_log is None else _partial(r, plan, x.q, 1)
+    dbias_part = None if x.dt_bias is None else _partial(r, plan, x.q, width)
+    _grads(
+        (p.slots * r.HV, 1, 1),
+        x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, do,
+        *(work[n] for n in ("inv", "rn" if r.qk_l2norm else "inv", "hT", "dhT", "uT", "dvT")),
+        dq, dk, dv, dg, dbeta, dA_part, dbias_part,
+        r.scale, float(r.lower_bound or 0.0), r.T, cdiv(r.T, C), r.N, r.H, r.HV, r.K, r.V,
+        KP=p.KP, VP=p.VP, BK=t.grads_bk, GROUPED=grouped, DOT=p.dot, num_warps=t.grads_warps, **p.gate,
+    )  # fmt: skip
+    if grouped:
+        dq, dk = _sum_groups(r, p, x.q, dq), _sum_groups(r, p, x.k, dk)
+    dA = None if x.A_log is None else _sum_chunks(r, p, dA_part, x.A_log, 1, 1)
+    dbias = None if x.dt_bias is None else _sum_chunks(r, p, dbias_part, x.dt_bias, x.dt_bias.numel() // r.HV, width)
+    return InputGrads(dq, dk, dv, dg, dbeta, dA, dbias, d_initial)
+
+
+def _partial(request: Request, plan: Plan, like: torch.Tensor, width: int) -> torch.Tensor:
+    """One float32 partial sum a chunk and head. Unused slots of a pack are never written: zero."""
+    make = like.new_zeros if request.packed else like.new_empty
+    return make((plan.slots, request.HV, width), dtype=torch.float32)
+
+
+def _sum_chunks(
+    request: Request, plan: Plan, part: torch.Tensor | None, like: torch.Tensor, columns: int, width: int
+) -> torch.Tensor:
+    """Sum partials over the chunks into a tensor shaped and typed like the parameter."""
+    out = torch.empty_like(like)
+    _sum_slots(
+        (request.HV, 1, 1), part, out, plan.slots, request.HV, columns, KP=width, ROWS=64, num_warps=4
+    )
+    return out
+
+
+def _sum_groups(request: Request, plan: Plan, x: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Sum the value heads of each group and go back through the norm."""
+    out, rows = torch.empty_like(x), 2048 // plan.KP
+    _sum_group(
+        (cdiv(request.B * request.T, rows), request.H, 1),
+        x, part, out, request.B * request.T, request.H, request.HV, request.K,
+        KP=plan.KP, ROWS=rows, GROUP=request.HV // request.H, L2NORM=request.qk_l2norm, num_warps=4,
+    )  # fmt: skip
+    return out

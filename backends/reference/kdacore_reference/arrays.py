@@ -43,6 +43,35 @@ def _has_int64(xp: Any) -> bool:
     return not xp.__name__.startswith("jax") or bool(xp.asarray(1).dtype == xp.int64)
 
 
+def is_jax(array: Array) -> bool:
+    """Is this an immutable array, written through ``.at``?"""
+    return hasattr(array, "at") and not hasattr(array, "detach")
+
+
+def put(array: Array, where: Any, values: Array) -> Array:
+    """``array`` after ``array[where] = values``: the same object, or for JAX, whose arrays are immutable, a new one."""
+    if is_jax(array):
+        return array.at[where].set(values)
+    array[where] = values
+    return array
+
+
+def dense(array: Array) -> Array:
+    """The same values in row-major order; the array itself when it is that already."""
+    xp = array_namespace(array)
+    return xp.reshape(xp.reshape(array, (-1,)), array.shape)
+
+
+def fold_sum(array: Array) -> Array:
+    """The sum over the first axis, in an order that zeros appended to it do not change: neighbours in pairs."""
+    xp = array_namespace(array)
+    while array.shape[0] > 1:
+        if array.shape[0] % 2:
+            array = xp.concat([array, xp.zeros_like(array[:1, ...])], axis=0)
+        array = array[0::2, ...] + array[1::2, ...]
+    return array[0, ...] if array.shape[0] else xp.sum(array, axis=0)
+
+
 def write_rows(target: Array, rows: Sequence[int], values: Array) -> Array:
     """``target`` with ``target[rows[i]] = values[i]``, negative rows left out.
 
@@ -51,7 +80,7 @@ def write_rows(target: Array, rows: Sequence[int], values: Array) -> Array:
     named = [(row, i) for i, row in enumerate(rows) if row >= 0]
     if not named:
         return target
-    if hasattr(target, "at") and not hasattr(target, "detach"):
+    if is_jax(target):
         where = index_array([row for row, _ in named], target)
         taken = array_namespace(values).take(values, index_array([i for _, i in named], values), axis=0)
         return target.at[where].set(cast(taken, target.dtype))
@@ -63,7 +92,7 @@ def write_rows(target: Array, rows: Sequence[int], values: Array) -> Array:
 
 def write_all(target: Array, values: Array) -> Array:
     """``target`` holding ``values``; in place where the array kind allows it."""
-    if hasattr(target, "at") and not hasattr(target, "detach"):
+    if is_jax(target):
         return cast(values, target.dtype)
     plain(target)[...] = cast(values, target.dtype)
     return target

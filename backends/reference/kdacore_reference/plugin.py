@@ -27,10 +27,9 @@ def _recurrent_forward(request: Request, inputs: Any) -> Outputs:
 
 
 def _chunk_forward(request: Request, inputs: Any) -> Outputs:
-    from kdacore.types import RecurrentInputs
-    from kdacore_reference.recurrent import recurrent_forward
+    from kdacore_reference.chunk_forward import chunk_forward
 
-    return recurrent_forward(request, RecurrentInputs(*inputs))
+    return chunk_forward(request, inputs)
 
 
 def make_backend() -> Backend:

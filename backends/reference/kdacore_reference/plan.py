@@ -1,0 +1,107 @@
+"""How a call is cut: chunks of 64 tokens, slabs of chunks that are worked on together, units that are independent.
+
+Slabs keep temporaries small whatever ``T`` is. Every matrix product has the fixed shapes of one chunk (the last chunk
+of a sequence is padded with tokens that change nothing), so no bit of a result depends on how many tokens follow, on
+what else is in the batch, or on how the slabs fall.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kdacore.types import Request
+from kdacore_reference.exact import I64
+from kdacore_reference.sequences import Sequence
+
+CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """Some consecutive chunks of every sequence of a unit. Blocks are ordered by chunk, then by sequence."""
+
+    counts: list[int]
+    """At each chunk, how many of the unit's sequences still run: always the first ones."""
+    first_chunk: int
+    rows: I64 | slice
+    """Row in the flattened ``[B*T]`` axis of each of the ``blocks * CHUNK`` tokens; padding repeats a real row."""
+    real: I64 | None
+    """Which of those tokens are not padding; None when all are real."""
+    slots: I64
+    """Number of each block among all chunks of the call."""
+
+    @property
+    def blocks(self) -> int:
+        return len(self.slots)
+
+    @property
+    def steps(self) -> Iterator[tuple[int, slice]]:
+        """``(chunk, blocks)`` of each step of the serial scan."""
+        offset = 0
+        for i, n in enumerate(self.counts):
+            yield self.first_chunk + i, slice(offset, offset + n)
+            offset += n
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Sequences and heads that are scanned in lock step, independently of every other unit."""
+
+    sequences: list[Sequence]
+    """Longest first."""
+    heads: slice
+    """Query/key heads."""
+    value_heads: slice
+    slabs: list[Slab]
+
+
+def chunk_count(sequence: Sequence, chunk: int = CHUNK) -> int:
+    return -(-sequence.length // chunk)
+
+
+def plan_units(request: Request, sequences: list[Sequence], blocks: int) -> list[Unit]:
+    """Cuts a call so that a slab holds about ``blocks`` chunks, counting one per value head."""
+    group = request.HV // request.H
+    heads = max(1, min(4 // group, -(-request.H // 2)))
+    by_length = sorted(sequences, key=lambda s: -s.length)
+    together = max(1, blocks // (heads * group))
+    if heads == request.H:
+        together = min(together, -(-len(by_length) // 2))
+    slots = np.concatenate([[0], np.cumsum([chunk_count(s) for s in sequences])])
+    first_slot = {s.n: int(slots[i]) for i, s in enumerate(sequences)}
+    units = []
+    for i in range(0, len(by_length), together):
+        members = by_length[i : i + together]
+        depth = max(1, blocks // (len(members) * heads * group))
+        slabs = list(_slabs(members, first_slot, depth))
+        for h in range(0, request.H, heads):
+            end = min(h + heads, request.H)
+            units.append(Unit(members, slice(h, end), slice(h * group, end * group), slabs))
+    return units
+
+
+def _slabs(members: list[Sequence], first_slot: dict[int, int], depth: int) -> Iterator[Slab]:
+    for first in range(0, chunk_count(members[0]), depth):
+        counts, starts, lengths, slots = [], [], [], []
+        for chunk in range(first, min(first + depth, chunk_count(members[0]))):
+            running = [s for s in members if chunk_count(s) > chunk]
+            counts.append(len(running))
+            starts += [s.start + chunk * CHUNK for s in running]
+            lengths += [min(CHUNK, s.length - chunk * CHUNK) for s in running]
+            slots += [first_slot[s.n] + chunk for s in running]
+        rows, real = _token_rows(np.asarray(starts), np.asarray(lengths))
+        yield Slab(counts, first, rows, real, np.asarray(slots))
+
+
+def _token_rows(starts: I64, lengths: I64) -> tuple[I64 | slice, I64 | None]:
+    """Rows of every token of the blocks, as a slice where they follow one another, and the real ones if any is not."""
+    offset = np.arange(CHUNK)
+    rows = (starts[:, None] + np.minimum(offset, lengths[:, None] - 1)).reshape(-1)
+    if (lengths < CHUNK).any():
+        return rows, np.flatnonzero((offset < lengths[:, None]).reshape(-1))
+    if (np.diff(starts) == CHUNK).all():
+        return slice(int(starts[0]), int(starts[0]) + rows.size), None
+    return rows, None

@@ -104,6 +104,11 @@ def shipped() -> list[Choice]:
     return [choice for arch in archs() for choice in _choices(arch)]
 
 
+def shipped_for(arch: str) -> list[Choice]:
+    """The rules that an architecture is served from: its own file's, or its nearest's."""
+    return list(_choices(_by_distance(arch)[0]))
+
+
 def kernels() -> list[str]:
     """The kernels that have configurations."""
     return sorted(spaces())

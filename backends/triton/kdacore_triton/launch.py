@@ -18,14 +18,18 @@ Both are safe inside CUDA-graph capture once the specialisation has been launche
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
 Grid = tuple[int, int, int]
+
+FIXED_OPTIONS = {"enable_fp_fusion": True}
+"""Compile options said aloud: what Triton assumes without them differs between versions."""
 
 _INT32_MAX = 2**31 - 1
 _IS_CUDA = torch.version.cuda is not None
@@ -34,6 +38,36 @@ current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.c
 _raw_stream: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", lambda i: torch.cuda.current_stream(i).cuda_stream
 )
+
+
+class Call(NamedTuple):
+    """One launch that was recorded instead of run; see :func:`recording`."""
+
+    kernel: Any
+    grid: Grid
+    args: tuple[Any, ...]
+    """Run-time arguments, in the kernel's order."""
+    constexprs: dict[str, Any]
+    """Constexprs by name, and any compile option beyond the next two."""
+    num_warps: int
+    num_stages: int
+
+
+_recorded: list[Call] | None = None
+
+
+@contextmanager
+def recording() -> Iterator[list[Call]]:
+    """Collect launches instead of running them: no device is needed, and tensors may be on ``meta``.
+
+    Yields the list they are appended to. For compiling ahead of time what a host function would launch.
+    """
+    global _recorded
+    before, _recorded = _recorded, []
+    try:
+        yield _recorded
+    finally:
+        _recorded = before
 
 
 def interpreting(kernel: Any) -> bool:
@@ -97,27 +131,26 @@ class Launcher:
         ``args`` are the run-time arguments by position, ``constexprs`` by name. The grid has three entries, all
         positive.
         """
-        if self.interpreting or not _IS_CUDA:
-            self.kernel[grid](*args, **constexprs, num_warps=num_warps, num_stages=num_stages)
-            return
-        device = device_of(args)
-        if device != current_device():
-            with torch.cuda.device(device):
-                self._launch(device, grid, args, num_warps, num_stages, constexprs)
-        else:
-            self._launch(device, grid, args, num_warps, num_stages, constexprs)
+        self.prepare(grid, *args, num_warps=num_warps, num_stages=num_stages, **constexprs)
 
     def prepare(
         self, grid: Grid, *args: Any, num_warps: int, num_stages: int = 1, **constexprs: Any
     ) -> Prepared | None:
         """Launch as ``__call__`` does and return the specialisation used; None where only Triton can launch.
 
-        ``args`` must be tensors here, not addresses, and on the current device.
+        ``args`` must be tensors here, not addresses.
         """
+        if _recorded is not None:
+            _recorded.append(Call(self.kernel, grid, args, constexprs, num_warps, num_stages))
+            return None
         if self.interpreting or not _IS_CUDA:
             self.kernel[grid](*args, **constexprs, num_warps=num_warps, num_stages=num_stages)
             return None
-        return self._launch(device_of(args), grid, args, num_warps, num_stages, constexprs)
+        device = device_of(args)
+        if device != current_device():
+            with torch.cuda.device(device):
+                return self._launch(device, grid, args, num_warps, num_stages, constexprs)
+        return self._launch(device, grid, args, num_warps, num_stages, constexprs)
 
     def _launch(
         self,
@@ -134,7 +167,9 @@ class Launcher:
         if prepared is not None:
             prepared(grid, *pointers)
             return prepared
-        compiled = self.kernel[grid](*args, **constexprs, num_warps=num_warps, num_stages=num_stages)
+        compiled = self.kernel[grid](
+            *args, **{**FIXED_OPTIONS, **constexprs}, num_warps=num_warps, num_stages=num_stages
+        )
         prepared = self._cache[key] = Prepared(compiled, self._num_constexprs, device)
         return prepared
 

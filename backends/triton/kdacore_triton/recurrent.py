@@ -56,7 +56,7 @@ class Plan:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.device = -1 if launcher.interpreting else request.device.index
+        self.device = request.device.index
         self.o_shape = (request.B, request.T, request.HV, request.V)
         self.state_shape = request.state_shape
         self.state_dtype = getattr(torch, request.state_dtype)
@@ -150,9 +150,6 @@ class Launch:
 
     def _run_checked(self, vectors: tuple[Any, ...], scalars: tuple[Any, ...]) -> None:
         args = (*vectors, *scalars, *self.scalars)
-        if launcher.interpreting or self.device != current_device():
-            launcher(self.grid, *args, **self.options, **self.constexprs)
-            return
         prepared = launcher.prepare(self.grid, *args, **self.options, **self.constexprs)
         if not any(x is not None and x.data_ptr() & _UNALIGNED for x in vectors):
             self.prepared = prepared

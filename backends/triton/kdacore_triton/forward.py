@@ -1,0 +1,165 @@
+"""``chunk_kda`` and ``chunk_gated_delta_rule``, forward: two launches and nothing read on the host.
+
+``prepare`` does all that needs no state, one program per chunk and value head, and leaves a record of bytes for each;
+``scan`` walks the state over the records and writes the output. A record, contiguous, head dims padded to powers of
+two (``BK``, ``BV``) and rows beyond the sequence zero, holds in this order::
+
+    qg  [C, BK]   scale q 2^gc
+    kg  [C, BK]   k 2^(gc_last - gc)
+    w   [C, BK]   X (beta k 2^gc)
+    ut  [BV, C]   (X (beta v))^T
+    aqk [C, C]    scale q_i . k_j 2^(gc_i - gc_j), zero above the diagonal
+
+``gc`` is the log2 decay summed from the chunk's first row, X the inverse of I + tril(beta_i k_i . k_j 2^(gc_i - gc_j),
+-1). Beside the records, in float32: 2^gc_last, ``[BK]`` each, or one number for a scalar gate.
+
+Chunk i of packed sequence n owns slot ``cu_seqlens[n] // C + n + i``, otherwise ``n * ceil(T / C) + i``; the record of
+value head ``hv`` is number ``slot * HV + hv``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from kdacore.types import ChunkInputs, Outputs, Request
+from kdacore_triton import configs
+from kdacore_triton.kernels.prepare_bounded import prepare_bounded_kernel
+from kdacore_triton.kernels.prepare_dyadic import prepare_dyadic_kernel
+from kdacore_triton.kernels.prepare_scalar import prepare_scalar_kernel
+from kdacore_triton.kernels.scan import scan_kernel
+from kdacore_triton.launch import Launcher, cdiv, next_power_of_2
+from kdacore_triton.plan import GATES, FixedLaunch, Plans
+
+MIN_BOUND = -5.0
+"""The lowest log decay per step that constant anchors cover."""
+
+_LOG2E = 1.4426950408889634
+_PREPARE = {
+    "bounded": Launcher(prepare_bounded_kernel),
+    "dyadic": Launcher(prepare_dyadic_kernel),
+    "scalar": Launcher(prepare_scalar_kernel),
+}
+_SCAN = Launcher(scan_kernel)
+INTERPRETING = _SCAN.interpreting
+ASM = not INTERPRETING and torch.version.hip is None
+"""May kernels use PTX? Not in the interpreter, not on AMD."""
+
+
+class Plan:
+    """The two launches of a request, and what they write."""
+
+    def __init__(self, r: Request) -> None:
+        self.request = r
+        family = gate_family(r)
+        half = r.dtype != "float32" and not INTERPRETING
+        config = configs.get(
+            "chunk_forward", r.device.arch, gate=family, K=r.K, V=r.V, half=half, heads=r.N * r.HV, T=r.T
+        )
+        C: int = config["C"]
+        BK, BV = max(16, next_power_of_2(r.K)), max(16, next_power_of_2(r.V))
+        NT = cdiv(r.T, C)
+        slots = r.T // C + r.N if r.packed else r.B * NT
+        self.upcast = INTERPRETING and r.dtype == "bfloat16"
+        self.round_state = INTERPRETING and r.state_dtype == "bfloat16"
+        self.record_dtype = torch.bfloat16 if half else torch.float32
+        self.records = slots * r.HV
+        self.record_size = C * (3 * BK + BV + C)
+        self.decay_size = 1 if r.scalar_gate else BK
+        self.state_dtype = torch.float32 if self.round_state else getattr(torch, r.state_dtype)
+        device = -1 if INTERPRETING else r.device.index
+        BC = min(C, 32)
+        bound = r.lower_bound or 0.0
+        dots = dot_precision(r, half)
+        shared = {"K": r.K, "V": r.V, "BK": BK}
+        self.prepare = FixedLaunch(
+            _PREPARE[family],
+            device,
+            (self.records, 1, 1),
+            (r.T, NT, r.N, r.H, r.HV, r.scale, bound, anchor(bound, BC)),
+            {
+                **shared, "BV": BV, "BU": min(BV, 64), "C": C, "BC": BC, "GATE": GATES[r.gate],
+                "L2NORM": r.qk_l2norm, "BETA_SIGMOID": r.beta_sigmoid,
+                "BETA_FACTOR": 2.0 if r.neg_eigval else 1.0, "PACKED": r.packed, **dots, "ASM": ASM,
+            },
+            config["prepare_warps"],
+        )  # fmt: skip
+        block = min(config["BV"], BV)
+        self.scan = FixedLaunch(
+            _SCAN,
+            device,
+            (r.N * r.HV * (BV // block), 1, 1),
+            (r.T, NT, r.HV),
+            {
+                **shared, "BVP": BV, "BV": block, "C": C, "SCALAR": r.scalar_gate,
+                "V_FIRST": r.state_v_first, "PACKED": r.packed, "EVERY": r.checkpoint_every,
+                "DOT": dots["DOT"], "STAGES": config["scan_stages"],
+            },
+            config["scan_warps"],
+            config["scan_stages"],
+        )  # fmt: skip
+
+
+def gate_family(r: Request) -> str:
+    """Which prepare kernel serves a request: ``bounded``, ``dyadic`` (no usable bound) or ``scalar``."""
+    if r.scalar_gate:
+        return "scalar"
+    promised = r.gate == "sigmoid" or r.safe_gate
+    return "bounded" if promised and r.lower_bound is not None and r.lower_bound >= MIN_BOUND else "dyadic"
+
+
+def anchor(bound: float, rows: int) -> float:
+    """Half of ``rows`` steps at the bound, in log2, rounded so that scaling by it is exact."""
+    return float(math.ceil(rows / 2 * -bound * _LOG2E))
+
+
+def dot_precision(r: Request, half: bool) -> dict[str, Any]:
+    """How products round: bfloat16 operands for 16-bit inputs (float16 lacks the range), full float32 otherwise.
+
+    The triangular inverse takes float16 operands when the keys are normalised in the kernel: its entries are then at
+    most 2 in size. Otherwise tf32, with the same mantissa and float32's range.
+    """
+    if INTERPRETING:
+        return {"DOT": "ieee", "INV_DOT": "ieee"}
+    if not half:
+        full = "tf32x3" if torch.version.hip is None else "ieee"
+        return {"DOT": full, "INV_DOT": full}
+    if r.qk_l2norm:
+        return {"DOT": "bf16", "INV_DOT": "fp16"}
+    return {"DOT": "bf16", "INV_DOT": "tf32" if torch.version.hip is None else "ieee"}
+
+
+plan_for = Plans(Plan)
+
+
+def forward(request: Request, inputs: ChunkInputs) -> Outputs:
+    """Run the chunked forward; see ``ChunkInputs`` and ``Outputs`` for shapes and dtypes.
+
+    Nothing syncs with the device, so the call can be captured in a CUDA graph once it has run outside of one.
+    ``saved`` is empty: the backward recomputes.
+    """
+    plan = plan_for(request)
+    q, k, v, g, beta, A_log, dt_bias, initial, cu_seqlens = (
+        None if x is None else x.contiguous() for x in inputs[:9]
+    )
+    if plan.upcast:
+        q, k, v = q.float(), k.float(), v.float()
+    device = v.device
+    records = torch.empty(plan.records * plan.record_size, dtype=plan.record_dtype, device=device)
+    decay = torch.empty(plan.records * plan.decay_size, dtype=torch.float32, device=device)
+    o = torch.empty_like(v)
+    final = checkpoints = None
+    if request.output_final_state:
+        final = torch.empty(request.state_shape, dtype=plan.state_dtype, device=device)
+    if request.checkpoint_every:
+        make = torch.zeros if request.packed else torch.empty  # packed: some rows may stay unused
+        checkpoints = make(request.checkpoint_shape, dtype=plan.state_dtype, device=device)
+    plan.prepare(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, records, decay)
+    plan.scan(records, decay, o, initial, final, checkpoints, None, None, cu_seqlens)
+    if plan.upcast:
+        o = o.to(torch.bfloat16)
+    if plan.round_state:
+        final, checkpoints = (None if x is None else x.to(torch.bfloat16) for x in (final, checkpoints))
+    return Outputs(o, final, checkpoints)

@@ -1,0 +1,109 @@
+"""The serial part: the state walks over the chunks of one sequence and value head, the output with it.
+
+The state is kept transposed, ``[BV, BK]`` in float32 registers: then it is the left operand of every product, as is
+the new value block, and neither passes through shared memory on the chain.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kdacore_triton.kernels.common import blocks_before, mma, mma_acc, operand, sequence_span
+
+
+@triton.jit(do_not_specialize=["T", "NT", "HV"])
+def scan_kernel(
+    rec_ptr,
+    decay_ptr,
+    o_ptr,
+    s0_ptr,
+    st_ptr,
+    ckpt_ptr,
+    h_ptr,
+    vnew_ptr,
+    cu_ptr,
+    T,
+    NT,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BVP: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    SCALAR: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    PACKED: tl.constexpr,
+    EVERY: tl.constexpr,
+    DOT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid: ``N * HV * BVP // BV``. ``BVP``: V padded, as prepare laid out ``ut``. ``EVERY``: tokens per checkpoint,
+    0 for none. ``h_ptr``/``vnew_ptr``: None, or where backward wants the states ``[slot, HV, K, V]`` and the new
+    values ``[slot, HV, C, V]``."""
+    pid = tl.program_id(0)
+    v0 = (pid % (BVP // BV)) * BV
+    head = pid // (BVP // BV)
+    n = head // HV
+    hv = (head - n * HV).to(tl.int64)
+    bos, length, slot = sequence_span(cu_ptr, n, T, NT, C, PACKED)
+
+    i = tl.arange(0, C)
+    d = tl.arange(0, BK)
+    vv = v0 + tl.arange(0, BV)
+    real = (vv < V)[:, None] & (d < K)[None, :]
+    if V_FIRST:
+        cell = vv[:, None] * K + d[None, :]
+    else:
+        cell = d[None, :] * V + vv[:, None]
+    whole = (n * HV + hv) * (K * V)
+    if s0_ptr is None:
+        s = tl.zeros([BV, BK], tl.float32)
+    else:
+        s = tl.load(s0_ptr + whole + cell, mask=real, other=0.0).to(tl.float32)
+
+    if EVERY:
+        if PACKED:
+            block = blocks_before(cu_ptr, n, EVERY, 128).to(tl.int64)
+        else:
+            block = n.to(tl.int64) * ((T + EVERY - 1) // EVERY)
+
+    row = i[:, None] * BK + d[None, :]
+    square = i[:, None] * C + i[None, :]
+    ucell = vv[:, None] * C + i[None, :]
+    for c in tl.range(0, (length + C - 1) // C, num_stages=STAGES):
+        tile = (slot + c).to(tl.int64) * HV + hv
+        if EVERY:
+            if (c * C) % EVERY == 0:
+                at = ((block + (c * C) // EVERY) * HV + hv) * (K * V)
+                tl.store(ckpt_ptr + at + cell, s.to(ckpt_ptr.dtype.element_ty), mask=real)
+        rec = rec_ptr + tile * (C * (3 * BK + BVP + C))
+        w = tl.load(rec + 2 * C * BK + row)
+        qg = tl.load(rec + row)
+        ut = tl.load(rec + 3 * C * BK + ucell)
+        aqk = tl.load(rec + C * (3 * BK + BVP) + square)
+        kg = tl.load(rec + C * BK + row)
+        if SCALAR:
+            decay = tl.load(decay_ptr + tile)
+        else:
+            decay = tl.load(decay_ptr + tile * BK + d)[None, :]
+        sb = operand(s, DOT)
+        if h_ptr is not None:
+            hcell = d[None, :] * V + vv[:, None]
+            tl.store(h_ptr + tile * (K * V) + hcell, s.to(h_ptr.dtype.element_ty), mask=real)
+        r = operand(ut.to(tl.float32) - mma(sb, tl.trans(w), DOT), DOT)
+        o = mma_acc(r, tl.trans(aqk), mma(sb, tl.trans(qg), DOT), DOT)
+        s = mma_acc(r, kg, s * decay, DOT)
+        token = c * C + i
+        mask = (vv < V)[:, None] & (token < length)[None, :]
+        if vnew_ptr is not None:
+            ncell = i[None, :] * V + vv[:, None]
+            tl.store(
+                vnew_ptr + tile * (C * V) + ncell, r.to(vnew_ptr.dtype.element_ty), mask=(vv < V)[:, None]
+            )
+        at = ((bos + token) * HV + hv)[None, :] * V + vv[:, None]
+        tl.store(o_ptr + at, o.to(o_ptr.dtype.element_ty), mask=mask)
+
+    if st_ptr is not None:
+        tl.store(st_ptr + whole + cell, s.to(st_ptr.dtype.element_ty), mask=real)

@@ -1,0 +1,17 @@
+"""Without a GPU the kernels run in Triton's interpreter. Triton reads the variable when it is first imported."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where the kernels run here."""
+    return "cuda" if GPU else "cpu"

@@ -1,0 +1,277 @@
+"""The chunk forward against the float64 oracle: every option, gate, layout and size, on whatever device there is."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kdacore import contract
+from kdacore.ops import OPS
+from kdacore.types import ChunkInputs, Outputs, Request
+from kdacore_reference.oracle import oracle_forward, to_float64
+from kdacore_triton import configs, forward
+
+# Products above the diagonal may overflow before they are masked away; NumPy, which the interpreter uses, says so.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+POISON = 1e30
+# Contract section 4: output and state, for float32 and for 16-bit inputs.
+BOUNDS = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (4.5e-3, 3.3e-3), torch.float16: (4.5e-3, 3.3e-3)}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16] if GPU else [torch.float32]
+
+
+def request_of(inputs: ChunkInputs, *, scalar: bool = False, **options: Any) -> Request:
+    opdef = OPS["chunk_gated_delta_rule" if scalar else "chunk_kda"]
+    flags = {name: False for name in opdef.options} | {
+        "scale": None, "lower_bound": None, "checkpoint_every": None, "cp": None,
+    } | options  # fmt: skip
+    return contract.build_request(opdef, inputs, tuple(flags[o] for o in opdef.options))[0]
+
+
+def draw(
+    B: int = 1, T: int = 70, H: int = 1, HV: int = 1, K: int = 16, V: int = 16, *,
+    dtype: torch.dtype = torch.float32, seed: int = 0, scalar: bool = False, raw: bool = False, low: float = -5.0,
+    **arrays: Any,
+) -> ChunkInputs:  # fmt: skip
+    """Random inputs. ``raw``: gate inputs and logits, keys not normalised; else log decays in ``[low, 0]``."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=rng)
+
+    def uniform(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=rng)
+
+    g_shape = (B, T, HV) if scalar else (B, T, HV, K)
+    q, k = normal(B, T, H, K), normal(B, T, H, K)
+    if not raw:
+        q, k = torch.nn.functional.normalize(q, dim=-1), torch.nn.functional.normalize(k, dim=-1)
+    x = ChunkInputs(
+        q=q.to(dtype),
+        k=k.to(dtype),
+        v=normal(B, T, HV, V).to(dtype),
+        g=normal(*g_shape) if raw else low * uniform(*g_shape) ** 3,
+        beta=normal(B, T, HV) if raw else uniform(B, T, HV),
+    )
+    x = x._replace(**arrays)
+    return ChunkInputs(*(None if a is None else a.to(DEVICE) for a in x))
+
+
+def state(N: int, HV: int, a: int, b: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn((N, HV, a, b), generator=torch.Generator().manual_seed(9)).to(dtype)
+
+
+def error(got: torch.Tensor, want: np.ndarray) -> float:
+    wanted = float(np.linalg.norm(want))
+    assert got.shape == want.shape
+    return float(np.linalg.norm(to_float64(got) - want)) / (wanted or 1.0)
+
+
+def check(inputs: ChunkInputs, loose: float = 1.0, **options: Any) -> Outputs:
+    """Run, compare with the oracle, return what was computed."""
+    request = request_of(inputs, **options)
+    got = forward.forward(request, inputs)
+    want = oracle_forward(request, inputs)
+    o_bound, state_bound = (b * loose for b in BOUNDS[inputs.q.dtype])
+    assert got.o.dtype == inputs.v.dtype
+    assert error(got.o, want.o) <= o_bound
+    for part in ("final_state", "checkpoints"):
+        a, b = getattr(got, part), getattr(want, part)
+        assert (a is None) == (b is None)
+        if a is not None:
+            bound = state_bound if a.dtype == torch.float32 else max(state_bound, 3.3e-3)
+            assert error(a, b) <= bound
+    return got
+
+
+SAFE = {"safe_gate": True, "lower_bound": -5.0}
+RAW = {
+    "use_gate_in_kernel": True,
+    "use_qk_l2norm_in_kernel": True,
+    "use_beta_sigmoid_in_kernel": True,
+}
+FAMILIES = [
+    pytest.param({}, {"low": -60.0}, id="unbounded"),
+    pytest.param(SAFE, {}, id="bounded"),
+    pytest.param({"scalar": True}, {"scalar": True}, id="scalar"),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("options", "drawn"), FAMILIES)
+def test_decays_given(options: dict[str, Any], drawn: dict[str, Any], dtype: torch.dtype) -> None:
+    check(draw(dtype=dtype, **drawn), output_final_state=True, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("options", "scalar"),
+    [({}, False), (SAFE, False), ({}, True), (SAFE, True)],
+    ids=["softplus", "sigmoid", "scalar-softplus", "scalar-sigmoid"],
+)
+def test_gate_norm_and_sigmoid_in_kernel(
+    options: dict[str, Any], scalar: bool, bias: bool, dtype: torch.dtype
+) -> None:
+    HV, K = 2, 16
+    arrays = {"A_log": torch.linspace(-1.0, 1.0, HV)}
+    if bias:
+        arrays["dt_bias"] = torch.linspace(-2.0, 1.0, HV if scalar else HV * K)
+        if not scalar:
+            arrays["dt_bias"] = arrays["dt_bias"].reshape(HV, K)
+    x = draw(T=40, H=1, HV=HV, K=K, raw=True, scalar=scalar, dtype=dtype, **arrays)
+    check(x, scalar=scalar, output_final_state=True, allow_neg_eigval=bias, **RAW, **options)
+
+
+def test_bounded_gate_without_a_log() -> None:
+    check(draw(T=20, raw=True), **RAW, **SAFE)
+
+
+@pytest.mark.parametrize(("options", "drawn"), FAMILIES)
+@pytest.mark.parametrize(("K", "V"), [(60, 100), (100, 16), (16, 60)])
+def test_head_dims(K: int, V: int, options: dict[str, Any], drawn: dict[str, Any]) -> None:
+    check(draw(T=33, K=K, V=V, **drawn), output_final_state=True, **options)
+
+
+@pytest.mark.parametrize(("K", "V"), [(256, 32), (32, 256)])
+def test_wide_heads(K: int, V: int) -> None:
+    check(draw(T=33, K=K, V=V), output_final_state=True, **SAFE)
+    check(draw(T=33, K=K, V=V, low=-60.0), output_final_state=True)
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_states_both_layouts_and_grouped_heads(v_first: bool, state_dtype: torch.dtype) -> None:
+    s0 = state(2, 4, *((24, 16) if v_first else (16, 24)), dtype=state_dtype)
+    x = draw(B=2, T=35, H=2, HV=4, K=16, V=24, initial_state=s0)
+    got = check(x, output_final_state=True, state_v_first=v_first, scale=0.7, **SAFE)
+    assert got.final_state is not None and got.final_state.dtype == state_dtype
+    assert torch.equal(x.initial_state.cpu(), s0)
+
+
+LENGTHS = [0, 1, 17, 15, 64, 0, 65, 16, 63, 0]
+
+
+@pytest.mark.parametrize(("options", "drawn"), FAMILIES)
+def test_packed_sequences(options: dict[str, Any], drawn: dict[str, Any]) -> None:
+    cu = torch.tensor(np.cumsum([0, *LENGTHS]), dtype=torch.int64)
+    x = draw(T=int(cu[-1]), cu_seqlens=cu, initial_state=state(len(LENGTHS), 1, 16, 16), **drawn)
+    check(x, output_final_state=True, checkpoint_every=64, **options)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_checkpoints(packed: bool) -> None:
+    arrays: dict[str, Any] = {"initial_state": state(2, 1, 16, 16)}
+    if packed:
+        arrays["cu_seqlens"] = torch.tensor([0, 70, 140], dtype=torch.int32)
+    x = draw(B=1 if packed else 2, T=140, **arrays)
+    check(x, checkpoint_every=64, state_v_first=True, **SAFE)
+
+
+@pytest.mark.parametrize(
+    ("low", "options"), [(0.0, SAFE), (-5.0, SAFE), (0.0, {}), (-60.0, {}), (-5.0, {})],
+    ids=["bounded-none", "bounded-all", "none", "sixty", "five"],
+)  # fmt: skip
+def test_extreme_gates(low: float, options: dict[str, Any]) -> None:
+    x = draw(T=70)
+    check(x._replace(g=torch.full_like(x.g, low)), loose=2.0, output_final_state=True, **options)
+
+
+def test_gates_mixing_none_and_minus_sixty() -> None:
+    x = draw(T=70)
+    mixed = torch.where(torch.arange(70 * 16).reshape(1, 70, 1, 16) % 3 == 0, -60.0, 0.0)
+    check(x._replace(g=mixed.to(DEVICE)), loose=2.0, output_final_state=True)
+
+
+@pytest.mark.parametrize("options", [SAFE, {}], ids=["bounded", "unbounded"])
+def test_near_collinear_keys_with_beta_near_one(options: dict[str, Any]) -> None:
+    x = draw(T=70)
+    k = torch.nn.functional.normalize(x.k[:, :1] + 0.02 * x.k, dim=-1)
+    x = x._replace(k=k, beta=torch.full_like(x.beta, 0.999), g=x.g * 1e-3)
+    check(x, loose=2.0, output_final_state=True, **options)
+
+
+@pytest.mark.parametrize(("options", "drawn"), FAMILIES)
+def test_later_tokens_change_no_bit_of_earlier_outputs(
+    options: dict[str, Any], drawn: dict[str, Any]
+) -> None:
+    x = draw(T=70, **drawn)
+    whole = forward.forward(request_of(x, **options), x).o
+    for t in (1, 31, 32, 50, 64):
+        y = draw(T=70, seed=1, **drawn)
+        other = ChunkInputs(
+            *(None if a is None else torch.cat([a[:, :t], b[:, t:]], 1) for a, b in zip(x, y, strict=True))
+        )
+        assert torch.equal(forward.forward(request_of(other, **options), other).o[:, :t], whole[:, :t])
+        short = ChunkInputs(*(None if a is None else a[:, :t].contiguous() for a in x))
+        assert torch.equal(forward.forward(request_of(short, **options), short).o, whole[:, :t])
+
+
+@pytest.mark.parametrize(("options", "drawn"), FAMILIES)
+def test_split_equals_whole(options: dict[str, Any], drawn: dict[str, Any]) -> None:
+    x = draw(T=100, **drawn)
+    whole = check(x, output_final_state=True, **options)
+    head = ChunkInputs(*(None if a is None else a[:, :37].contiguous() for a in x))
+    first = forward.forward(request_of(head, output_final_state=True, **options), head)
+    tail = ChunkInputs(*(None if a is None else a[:, 37:].contiguous() for a in x))
+    tail = tail._replace(initial_state=first.final_state)
+    second = forward.forward(request_of(tail, output_final_state=True, **options), tail)
+    assert error(torch.cat([first.o, second.o], 1), to_float64(whole.o)) <= 2 * BOUNDS[x.q.dtype][0]
+    assert error(second.final_state, to_float64(whole.final_state)) <= 2 * BOUNDS[x.q.dtype][1]
+
+
+def test_alone_and_packed_give_the_same_bits() -> None:
+    x = draw(T=100, cu_seqlens=torch.tensor([0, 37, 100]), **{"low": -5.0})
+    packed = forward.forward(request_of(x, **SAFE), x).o
+    alone = ChunkInputs(*(a[:, 37:].contiguous() if a is not None and a.ndim > 1 else None for a in x))
+    assert torch.equal(forward.forward(request_of(alone, **SAFE), alone).o, packed[:, 37:])
+
+
+def test_rows_outside_a_tensor_are_never_read() -> None:
+    """Every array lies between poisoned rows; a stray read would show, a stray write would change them."""
+    x = draw(B=1, T=37, H=1, HV=2, K=60, V=20)
+    guards, inside = [], []
+    for a in x:
+        if a is None:
+            inside.append(None)
+            continue
+        block = torch.full(
+            (a.shape[0], a.shape[1] + 128, *a.shape[2:]), POISON, dtype=a.dtype, device=a.device
+        )
+        block[:, 64:-64] = a
+        guards.append((block, block.clone()))
+        inside.append(block[:, 64:-64])
+    assert all(a.is_contiguous() for a in inside if a is not None)
+    y = ChunkInputs(*inside)
+    got = forward.forward(request_of(y, **SAFE), y).o
+    assert torch.equal(got, forward.forward(request_of(x, **SAFE), x).o)
+    for now, before in guards:
+        assert torch.equal(now, before)
+
+
+def test_strided_inputs() -> None:
+    x = draw(T=20, H=2, HV=2)
+    strided = ChunkInputs(*(None if a is None else a.transpose(1, 2).contiguous().transpose(1, 2) for a in x))
+    want = forward.forward(request_of(x, **SAFE), x).o
+    assert torch.equal(forward.forward(request_of(strided, **SAFE), strided).o, want)
+
+
+@pytest.mark.parametrize("config", configs.candidates("chunk_forward")[:: 1 if GPU else 23], ids=str)
+@pytest.mark.parametrize(("options", "drawn"), FAMILIES)
+def test_every_candidate_configuration(
+    config: dict[str, Any], options: dict[str, Any], drawn: dict[str, Any]
+) -> None:
+    x = draw(T=70, K=32, V=64, dtype=torch.bfloat16 if GPU else torch.float32, **drawn)
+    with configs.override("chunk_forward", config):
+        check(x, output_final_state=True, **options)
+
+
+def test_bfloat16_in_the_interpreter_is_right() -> None:
+    x = draw(T=20, dtype=torch.bfloat16)
+    check(x, output_final_state=True, **SAFE)

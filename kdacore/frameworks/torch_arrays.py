@@ -1,7 +1,7 @@
 """torch tensors: eager calls go straight to the backend, joined to autograd only when a gradient is needed.
 
-Everything that is not plain eager execution (``torch.compile``, fake tensors, ``torch.func``) goes through the
-``torch.library`` operators of ``torch_ops.py``.
+Everything that is not plain eager execution (``torch.compile``, ``torch.export``, tensor subclasses such as fake
+tensors) goes through the ``torch.library`` operators of ``torch_ops.py``.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ _DTYPES = {
     torch.int64: "int64",
 }
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_functorch_level: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
-def _not_eager() -> bool:
-    return torch.compiler.is_compiling() or _functorch_level() is not None
+def _compiling() -> bool:
+    return bool(torch.compiler.is_compiling())
 
 
 class _TorchAdapter:
@@ -52,7 +51,7 @@ class _TorchAdapter:
             return (
                 torch.is_grad_enabled(),
                 *[
-                    None if x is None else (x.shape, x.dtype, x.device, x.requires_grad, type(x))
+                    None if x is None else (x.shape, x.dtype, x.device, x.requires_grad, x.layout, type(x))
                     for x in inputs
                 ],
             )
@@ -85,7 +84,7 @@ class _TorchAdapter:
         return Outputs(*_Whole.apply(plan, *inputs))
 
 
-TORCH = _TorchAdapter(_not_eager)
+TORCH = _TorchAdapter(_compiling)
 TORCH_SUBCLASS = _TorchAdapter(lambda: True)
 """For tensor subclasses (fake tensors, DTensor, ...): only torch's own dispatcher knows how to run them."""
 

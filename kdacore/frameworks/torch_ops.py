@@ -1,4 +1,4 @@
-"""The ops as ``torch.library`` operators, for ``torch.compile``, ``torch.export``, fake tensors and ``torch.func``.
+"""The ops as ``torch.library`` operators, for ``torch.compile``, ``torch.export`` and tensor subclasses.
 
 A compiled graph runs below autograd, so whether a gradient is needed and what was asked of dispatch travel as
 arguments: the backward then selects by the very request the forward did, and the pairing cannot change in

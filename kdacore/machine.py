@@ -1,0 +1,213 @@
+"""What this machine has: every probe is guarded, and those that could crash or hang run in a child process."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import kdacore
+
+CHILD_SECONDS = 120.0
+DISTRIBUTIONS = (
+    "numpy",
+    "pluggy",
+    "array-api-compat",
+    "rich",
+    "ml-dtypes",
+    "torch",
+    "triton",
+    "cuda-bindings",
+    "nvidia-cuda-nvrtc",
+    "jax",
+    "jaxlib",
+    "libtpu",
+    "fla-core",
+)
+
+_TORCH = """
+import json, sys, torch
+out = {"cuda": torch.version.cuda or "", "hip": torch.version.hip or "", "devices": []}
+if torch.cuda.is_available():
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        arch = p.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{p.major}{p.minor}"
+        out["devices"].append([p.name, arch, p.total_memory])
+print("\\n" + json.dumps(out))
+"""
+_JAX = """
+import json, jax
+print("\\n" + json.dumps({"devices": [[d.platform, d.device_kind] for d in jax.devices()]}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One fact. ``problem`` says what is broken, empty when nothing is."""
+
+    name: str
+    value: str
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """One device that kernels could run on."""
+
+    kind: str
+    """The array library that sees it: ``torch`` or ``jax``."""
+    type: str
+    arch: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    rows: tuple[Row, ...]
+    accelerators: tuple[Accelerator, ...]
+    frameworks: tuple[str, ...]
+    """Array libraries that import here, NumPy first."""
+
+
+def version_of(distribution: str) -> str:
+    """The installed version of a distribution, empty when there is none."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def versions() -> tuple[Row, ...]:
+    """kdacore, its interpreter, and every distribution a backend may use."""
+    rows = [Row("kdacore", kdacore.__version__), Row("python", platform.python_version())]
+    return (*rows, *(Row(name, version_of(name) or "not installed") for name in DISTRIBUTIONS))
+
+
+def probe() -> Machine:
+    """Look at the whole machine; the children run side by side."""
+    with ThreadPoolExecutor(4) as pool:
+        torch = pool.submit(_framework, "torch", _TORCH)
+        jax = pool.submit(_framework, "jax", _JAX)
+        driver, nvcc = pool.submit(_driver), pool.submit(_nvcc)
+        torch_row, torch_found = torch.result()
+        jax_row, jax_found = jax.result()
+        rows = (*_host(), driver.result(), nvcc.result(), torch_row, jax_row)
+    devices = _torch_devices(torch_found) + _jax_devices(jax_found)
+    frameworks = ("numpy", *(name for name, found in (("torch", torch_found), ("jax", jax_found)) if found))
+    return Machine(rows, devices, frameworks)
+
+
+def _host() -> tuple[Row, ...]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    rows = [
+        Row("system", f"{platform.system()} {platform.release()} {platform.machine()}"),
+        Row("cpu", f"{_cpu_name()}, {cores} cores usable"),
+    ]
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        rows.append(Row("memory", f"{memory / 2**30:.1f} GiB"))
+    return tuple(rows)
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:  # not Linux
+        pass
+    return platform.processor() or platform.machine()
+
+
+def child(code: str, seconds: float = CHILD_SECONDS) -> tuple[Any, str]:
+    """Run Python code in a child; its last line of output is JSON. Returns the value, or None and what went wrong."""
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return None, f"no answer within {seconds:g} s"
+    except OSError as error:
+        return None, f"cannot start a child process: {error}"
+    return decode(done.returncode, done.stdout, done.stderr)
+
+
+def decode(status: int, out: str, err: str) -> tuple[Any, str]:
+    """A child's answer, or None and what went wrong."""
+    if status < 0:
+        return None, f"crashed with signal {-status}"
+    last = (out.strip().splitlines() or [""])[-1]
+    if status:
+        return None, (err.strip().splitlines() or [f"exit status {status}"])[-1]
+    try:
+        return json.loads(last), ""
+    except ValueError:
+        return None, f"answered {last[:80]!r}"
+
+
+def _framework(name: str, code: str) -> tuple[Row, dict[str, Any] | None]:
+    """Import a framework in a child and ask it for its devices."""
+    if not version_of(name):
+        return Row(name, "not installed"), None
+    found, problem = child(code)
+    if problem:
+        return Row(name, "installed, does not work", f"{name} {version_of(name)} fails to import: {problem}"), None
+    if name == "jax":
+        seen = ", ".join(f"{platform} ({kind})" for platform, kind in found["devices"])
+        return Row(name, f"devices: {seen}"), found
+    built = f"CUDA {found['cuda']}" if found["cuda"] else f"HIP {found['hip']}" if found["hip"] else "CPU only"
+    seen = ", ".join(f"{n} ({arch}, {m / 2**30:.0f} GiB)" for n, arch, m in found["devices"]) or "no GPU"
+    return Row(name, f"built for {built}; {seen}"), found
+
+
+def _torch_devices(found: dict[str, Any] | None) -> tuple[Accelerator, ...]:
+    if not found:
+        return ()
+    kind = "rocm" if found["hip"] else "cuda"
+    return tuple(Accelerator("torch", kind, arch, name) for name, arch, _ in found["devices"])
+
+
+def _jax_devices(found: dict[str, Any] | None) -> tuple[Accelerator, ...]:
+    if not found:
+        return ()
+    from kdacore.device import _TPU_GENERATIONS
+
+    devices = []
+    for kind, name in found["devices"]:
+        if kind != "cpu":
+            devices.append(
+                Accelerator("jax", "cuda" if kind == "gpu" else kind, _TPU_GENERATIONS.get(name, ""), name)
+            )
+    return tuple(devices)
+
+
+def _driver() -> Row:
+    """The NVIDIA driver. A tool that is there and fails is a fact worth showing, not a fault of kdacore's."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return Row("nvidia driver", "none found (no nvidia-smi)")
+    query = [tool, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    answer = _output(query)
+    return Row("nvidia driver", "; ".join(answer.splitlines()) or "nvidia-smi answers nothing")
+
+
+def _nvcc() -> Row:
+    tool = shutil.which("nvcc")
+    if tool is None:
+        return Row("cuda compiler", "no nvcc on the path (not needed: kernels build with NVRTC)")
+    lines = [line for line in _output([tool, "--version"]).splitlines() if "release" in line]
+    return Row("cuda compiler", lines[-1].strip() if lines else "nvcc answers nothing")
+
+
+def _output(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"failed: {error}"
+    return done.stdout.strip() or done.stderr.strip()

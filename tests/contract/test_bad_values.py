@@ -1,0 +1,119 @@
+"""``KDACORE_VALIDATE=values``: contents are read and checked, and only then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kdacore
+from kdacore import config
+
+B, T, H, K, V = 1, 6, 2, 8, 8
+
+
+@pytest.fixture
+def validate_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("KDACORE_VALIDATE", "values")
+    config.refresh()
+    yield
+    monkeypatch.undo()
+    config.refresh()
+
+
+def _call(**changes: Any) -> dict[str, Any]:
+    rng = np.random.default_rng(1)
+    call = {n: rng.standard_normal((B, T, H, K), dtype=np.float32) for n in ("q", "k", "v")}
+    call["g"] = -rng.random((B, T, H, K), dtype=np.float32)
+    call["beta"] = rng.random((B, T, H), dtype=np.float32)
+    return {**call, **changes}
+
+
+def _with(x: np.ndarray, value: float) -> np.ndarray:
+    x = x.copy()
+    x[0, 1, 1] = value
+    return x
+
+
+def _pool(**changes: Any) -> dict[str, Any]:
+    call = _call(
+        initial_state=np.zeros((4, H, K, V), np.float32), state_indices=np.array([2]), inplace_state=True
+    )
+    return {**call, **changes}
+
+
+chunk, recurrent = kdacore.chunk_kda, kdacore.fused_recurrent_kda
+BAD_VALUES: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
+    "nan in q": (chunk, _call(q=_with(_call()["q"], np.nan)), "q"),
+    "inf in k": (chunk, _call(k=_with(_call()["k"], np.inf)), "k"),
+    "nan in v": (recurrent, _call(v=_with(_call()["v"], np.nan)), "v"),
+    "-inf in g": (chunk, _call(g=_with(_call()["g"], -np.inf)), "g"),
+    "nan in beta": (chunk, _call(beta=_with(_call()["beta"], np.nan)), "beta"),
+    "nan in the state": (
+        chunk,
+        _call(initial_state=np.full((1, H, K, V), np.nan, np.float32)),
+        "initial_state",
+    ),
+    "growth instead of decay": (chunk, _call(g=_with(_call()["g"], 0.5)), "g"),
+    "safe_gate broken": (chunk, _call(g=_with(_call()["g"], -5.5), safe_gate=True, lower_bound=-5.0), "g"),
+    "first offset 1": (chunk, _call(cu_seqlens=np.array([1, 3, T])), "cu_seqlens"),
+    "last offset short": (chunk, _call(cu_seqlens=np.array([0, 3, T - 1])), "cu_seqlens"),
+    "last offset beyond": (chunk, _call(cu_seqlens=np.array([0, 3, T + 1])), "cu_seqlens"),
+    "offsets unsorted": (chunk, _call(cu_seqlens=np.array([0, 4, 3, T])), "cu_seqlens"),
+    "host copy differs": (
+        chunk,
+        _call(cu_seqlens=np.array([0, 3, T]), cu_seqlens_cpu=np.array([0, 2, T])),
+        "cu_seqlens_cpu",
+    ),
+    "index beyond the pool": (recurrent, _pool(state_indices=np.array([4])), "state_indices"),
+    "accepted beyond": (
+        recurrent,
+        _pool(
+            initial_state=np.zeros((T, H, K, V), np.float32),
+            state_indices=np.arange(T)[None],
+            num_accepted_tokens=np.array([T + 1]),
+        ),
+        "num_accepted_tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_VALUES)
+def test_bad_values(name: str, validate_values: None) -> None:
+    function, arguments, argument = BAD_VALUES[name]
+    before = {n: x.tobytes() for n, x in arguments.items() if isinstance(x, np.ndarray)}
+    with kdacore.record_selections() as ran, pytest.raises(kdacore.ContractError) as caught:
+        function(**arguments)
+    assert caught.value.argument == argument
+    assert caught.value.got and caught.value.want
+    assert ran == []
+    assert before == {n: x.tobytes() for n, x in arguments.items() if isinstance(x, np.ndarray)}
+
+
+def test_a_row_named_twice(validate_values: None) -> None:
+    call = {n: np.concatenate([x, x]) for n, x in _call().items()}
+    call["initial_state"] = np.zeros((4, H, K, V), np.float32)
+    with pytest.raises(kdacore.ContractError, match="named twice"):
+        recurrent(**call, state_indices=np.array([2, 2]), inplace_state=True)
+
+
+def test_two_sequences_without_a_slot_are_fine(validate_values: None) -> None:
+    call = {n: np.concatenate([x, x]) for n, x in _call().items()}
+    call["initial_state"] = np.zeros((4, H, K, V), np.float32)
+    recurrent(**call, state_indices=np.array([-1, -1]), inplace_state=True)
+    assert not call["initial_state"].any()
+
+
+def test_good_values_pass(validate_values: None) -> None:
+    chunk(**_call(cu_seqlens=np.array([0, 0, 3, T]), cu_seqlens_cpu=np.array([0, 0, 3, T])))
+    bound = _call()
+    bound["g"] = np.full_like(bound["g"], -5.0)
+    chunk(**bound, safe_gate=True, lower_bound=-5.0)
+    recurrent(**_pool())
+
+
+def test_values_are_not_read_by_default() -> None:
+    o, _ = chunk(**_call(v=_with(_call()["v"], np.nan)))
+    assert np.isnan(o).any()

@@ -1,0 +1,284 @@
+"""The torch join: autograd, torch.library operators, torch.compile without a graph break, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kdacore
+from kdacore.frameworks import torch_ops
+from kdacore.testing.inputs import Shape, normalise, tensors, to_kind
+
+SHAPE = Shape(B=1, T=70, H=1, HV=2, K=8, V=8)
+GATE = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+
+
+def call(grad: bool = True, seed: int = 0, dtype: str = "float32", shape: Shape = SHAPE) -> dict[str, Any]:
+    x = tensors(shape, seed, raw_gate=True, raw_beta=True)
+    x["initial_state"] = np.random.default_rng(seed).standard_normal((shape.N, shape.HV, shape.K, shape.V))
+    made = {n: to_kind(a, "torch", dtype if n in ("q", "k", "v") else "float32") for n, a in x.items()}
+    return {n: a.requires_grad_(grad) for n, a in made.items()}
+
+
+def plain(shape: Shape = SHAPE) -> dict[str, Any]:
+    return {n: to_kind(a, "torch", "float32") for n, a in normalise(tensors(shape, 0)).items()}
+
+
+def loss(out: Any) -> Any:
+    return sum(
+        (x.double() * torch.arange(x.numel()).reshape(x.shape).cos()).sum() for x in out if x is not None
+    )
+
+
+def run(function: Any, arguments: dict[str, Any]) -> Any:
+    return function(**arguments, **GATE, output_final_state=True)
+
+
+@pytest.mark.parametrize("function", [kdacore.chunk_kda, kdacore.fused_recurrent_kda])
+def test_gradcheck_in_float64(function: Any) -> None:
+    shape = Shape(B=1, T=5, H=1, HV=2, K=3, V=2)
+    made = {n: x.detach().double().requires_grad_() for n, x in call(shape=shape, dtype="float64").items()}
+    names = list(made)
+    torch.autograd.gradcheck(
+        lambda *xs: run(function, dict(zip(names, xs, strict=True))), tuple(made.values())
+    )
+
+
+def test_gate_gradcheck_in_float64() -> None:
+    g = torch.randn(1, 3, 2, 4, dtype=torch.float64, requires_grad=True)
+    a = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(lambda g, a, b: kdacore.kda_gate(g, A_log=a, dt_bias=b), (g, a, bias))
+    torch.autograd.gradcheck(lambda g, b: kdacore.kda_gate(g, dt_bias=b, lower_bound=-5.0), (g, bias))
+
+
+def test_only_what_needs_a_gradient_gets_one() -> None:
+    arguments = call(grad=False)
+    arguments["v"].requires_grad_()
+    loss(run(kdacore.chunk_kda, arguments)).backward()
+    assert arguments["v"].grad is not None
+    assert all(x.grad is None for n, x in arguments.items() if n != "v")
+
+
+def test_a_loss_on_the_state_alone() -> None:
+    arguments = call()
+    run(kdacore.chunk_kda, arguments)[1].sum().backward()
+    assert arguments["k"].grad.abs().sum() > 0
+    assert not arguments["q"].grad.any()
+
+
+def test_no_graph_without_grad() -> None:
+    with torch.no_grad():
+        o, state = run(kdacore.chunk_kda, call())
+    assert not o.requires_grad and not state.requires_grad
+
+
+def test_checkpoints_carry_no_gradient() -> None:
+    o, _, checkpoints = kdacore.chunk_kda(**call(), **GATE, checkpoint_every=64)
+    assert o.requires_grad and not checkpoints.requires_grad
+
+
+def test_parameters_and_hooks_work() -> None:
+    arguments = call()
+    arguments["A_log"] = torch.nn.Parameter(arguments["A_log"].detach())
+    loss(run(kdacore.chunk_kda, arguments)).backward()
+    assert arguments["A_log"].grad is not None
+
+
+def test_double_backward_is_refused_clearly() -> None:
+    for function in (kdacore.chunk_kda, kdacore.fused_recurrent_kda):
+        arguments = call()
+        (grad,) = torch.autograd.grad(loss(run(function, arguments)), arguments["q"], create_graph=True)
+        with pytest.raises(kdacore.UnsupportedError, match="double backward"):
+            grad.sum().backward()
+    g = torch.randn(1, 3, 2, 4, requires_grad=True)
+    (grad,) = torch.autograd.grad(kdacore.kda_gate(g, lower_bound=-5.0).sum(), g, create_graph=True)
+    with pytest.raises(kdacore.UnsupportedError, match="double backward"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("option", ["state_indices", "out", "inplace_state", "read_only_state"])
+def test_inference_options_refuse_gradients(option: str) -> None:
+    arguments = call(shape=Shape(B=1, T=4, H=1, HV=2, K=8, V=8))
+    given = {
+        "state_indices": torch.tensor([0]),
+        "out": torch.empty(1, 4, 2, 8),
+        "inplace_state": True,
+        "read_only_state": True,
+    }[option]
+    with pytest.raises(kdacore.ContractError, match=rf"'{option}'.*no_grad"):
+        kdacore.fused_recurrent_kda(**arguments, **GATE, **{option: given})
+    with torch.no_grad():
+        kdacore.fused_recurrent_kda(**arguments, **GATE, **{option: given})
+
+
+def test_stages_refuse_gradients() -> None:
+    with pytest.raises(kdacore.ContractError, match="no_grad"):
+        kdacore.stages.kda_chunk_gate(torch.randn(1, 4, 2, 8, requires_grad=True))
+
+
+# --- operators -----------------------------------------------------------------------------------------------------
+
+
+def operator_arguments(family: str, arguments: dict[str, Any], needs_grad: bool) -> tuple[Any, ...]:
+    """The flat arguments of an operator."""
+    op = {"chunk": "chunk_kda", "recurrent": "fused_recurrent_kda", "gate": "kda_gate"}[family]
+    arrays = [arguments.get(n) for n in torch_ops._ARRAYS[family]]
+    defaults = {"scale": None, "lower_bound": None, "checkpoint_every": None}
+    options = [arguments.get(n, defaults.get(n, False)) for n in torch_ops._OPTIONS[family]]
+    return (op, *arrays, *options, needs_grad, "", "", "auto")
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_opcheck_chunk(grad: bool) -> None:
+    arguments = {**call(grad), **GATE, "output_final_state": True, "checkpoint_every": None if grad else 64}
+    torch.library.opcheck(torch.ops.kdacore.chunk.default, operator_arguments("chunk", arguments, grad))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_opcheck_recurrent(grad: bool) -> None:
+    arguments = {**call(grad, shape=Shape(B=2, T=3, H=1, HV=2, K=8, V=8)), **GATE, "output_final_state": True}
+    torch.library.opcheck(
+        torch.ops.kdacore.recurrent.default, operator_arguments("recurrent", arguments, grad)
+    )
+
+
+def test_opcheck_recurrent_in_place() -> None:
+    arguments = {**call(False, shape=Shape(B=2, T=3, H=1, HV=2, K=8, V=8)), **GATE, "inplace_state": True}
+    arguments["initial_state"] = torch.randn(5, 2, 8, 8)
+    arguments["state_indices"] = torch.tensor([4, 2])
+    arguments["out"] = torch.empty(2, 3, 2, 8)
+    torch.library.opcheck(
+        torch.ops.kdacore.recurrent_.default, operator_arguments("recurrent", arguments, False)
+    )
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_opcheck_gate(grad: bool) -> None:
+    g = torch.randn(1, 3, 2, 4, requires_grad=grad)
+    A_log = torch.randn(2, requires_grad=grad)
+    arguments = operator_arguments("gate", {"g": g, "A_log": A_log}, grad)
+    torch.library.opcheck(torch.ops.kdacore.gate.default, arguments)
+
+
+# --- torch.compile -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+def compiled(function: Any) -> Any:
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("function", [kdacore.chunk_kda, kdacore.fused_recurrent_kda])
+def test_compile_forward_and_backward(function: Any) -> None:
+    def step(arguments: dict[str, Any]) -> Any:
+        return loss(run(function, arguments))
+
+    eager, graph = call(), call()
+    step(eager).backward()
+    with kdacore.record_selections() as ran:
+        value = compiled(step)(graph)
+        value.backward()
+    assert [s.backend for s in ran] == ["reference"]
+    torch.testing.assert_close(value, step(call()))
+    for name in eager:
+        torch.testing.assert_close(graph[name].grad, eager[name].grad, msg=name)
+
+
+def test_compile_with_changing_lengths() -> None:
+    function = compiled(lambda **x: kdacore.chunk_kda(**x, output_final_state=True, checkpoint_every=64))
+    for T in (64, 70, 129, 200):
+        arguments = plain(Shape(B=1, T=T, H=1, HV=2, K=8, V=8))
+        for ours, theirs in zip(
+            function(**arguments),
+            kdacore.chunk_kda(**arguments, output_final_state=True, checkpoint_every=64),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_compile_packed() -> None:
+    arguments = plain()
+    offsets = torch.tensor([0, 0, 3, 70])
+    function = compiled(lambda cu, **x: kdacore.chunk_kda(**x, cu_seqlens=cu, output_final_state=True))
+    o, state = function(offsets, **arguments)
+    assert state.shape[0] == 3
+    torch.testing.assert_close(o, kdacore.chunk_kda(**arguments, cu_seqlens=offsets)[0])
+
+
+def test_compile_in_place_decode() -> None:
+    shape = Shape(B=2, T=1, H=1, HV=2, K=8, V=8)
+    arguments, indices = plain(shape), torch.tensor([3, -1])
+    pools = [torch.ones(5, 2, 8, 8), torch.ones(5, 2, 8, 8)]
+    outs = [torch.zeros(2, 1, 2, 8), torch.zeros(2, 1, 2, 8)]
+
+    def step(pool: Any, out: Any, **x: Any) -> Any:
+        return kdacore.fused_recurrent_kda(
+            **x,
+            initial_state=pool,
+            state_indices=indices,
+            inplace_state=True,
+            output_final_state=True,
+            out=out,
+        )
+
+    o, state = compiled(step)(pools[0], outs[0], **arguments)
+    step(pools[1], outs[1], **arguments)
+    torch.testing.assert_close(pools[0], pools[1])
+    torch.testing.assert_close(outs[0], outs[1])
+    torch.testing.assert_close(o, outs[1])
+    torch.testing.assert_close(state, pools[1])
+
+
+def test_compile_gate_and_gdn() -> None:
+    g = torch.randn(1, 6, 2, 4)
+    torch.testing.assert_close(
+        compiled(lambda g: kdacore.kda_gate(g, lower_bound=-5.0))(g), kdacore.kda_gate(g, lower_bound=-5.0)
+    )
+    x = plain()
+    x["g"] = x["g"][..., 0].contiguous()
+    function = compiled(lambda **x: kdacore.chunk_gated_delta_rule(**x)[0])
+    torch.testing.assert_close(function(**x), kdacore.chunk_gated_delta_rule(**x)[0])
+
+
+def test_a_contract_error_reaches_the_compiled_caller() -> None:
+    arguments = plain()
+    arguments["beta"] = arguments["beta"][:, :-1]
+    with pytest.raises(Exception, match="argument 'beta'.*shape"):
+        compiled(lambda **x: kdacore.chunk_kda(**x)[0])(**arguments)
+
+
+def test_a_graph_run_under_another_preference_says_so() -> None:
+    arguments = plain()
+    function = compiled(lambda **x: kdacore.chunk_kda(**x)[0])
+    function(**arguments)
+    with kdacore.use_backend("reference"), pytest.raises(kdacore.UnsupportedError, match="compile it inside"):
+        function(**arguments)
+
+
+def test_the_preference_at_tracing_is_part_of_the_graph() -> None:
+    arguments = plain()
+    function = compiled(lambda **x: kdacore.chunk_kda(**x)[0])
+    with kdacore.use_backend("reference"), kdacore.record_selections() as ran:
+        function(**arguments)
+    assert ran[0].why == "preferred by use_backend"
+
+
+def test_fake_tensors_and_export() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
+            return kdacore.chunk_kda(q, k, v, g, beta, output_final_state=True)
+
+    arguments = plain()
+    program = torch.export.export(Layer(), tuple(arguments[n] for n in ("q", "k", "v", "g", "beta")))
+    targets = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
+    assert any("kdacore.chunk" in t for t in targets)
+    o, _state = program.module()(*(arguments[n] for n in ("q", "k", "v", "g", "beta")))
+    torch.testing.assert_close(o, kdacore.chunk_kda(**arguments)[0])

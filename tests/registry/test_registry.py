@@ -1,0 +1,247 @@
+"""Plugins: loaded once, guarded, conflicts named; a bad one never stops the others and is never hidden."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kdacore
+from kdacore import config, registry
+from kdacore.hookspecs import hookimpl
+from kdacore.registry import REGISTRY
+from kdacore.types import Backend, OpImpl, Outputs, Reason, Request, Requirement
+
+
+def _forward(request: Request, inputs: Any) -> Outputs:
+    return Outputs(o=np.full_like(inputs.v, 7.0))
+
+
+def make_plugin(name: str = "seven", **fields: Any) -> Any:
+    """A plugin object with one backend that answers 7."""
+    impl = OpImpl(forward=_forward, verifiers=fields.pop("verifiers", ()), verified_archs=frozenset({"*"}))
+
+    class Plugin:
+        @hookimpl
+        def kdacore_backends(self) -> list[Backend]:
+            return [
+                Backend(
+                    **{
+                        "name": name,
+                        "version": "1",
+                        "kinds": ("numpy",),
+                        "ops": {"chunk_kda": impl},
+                        **fields,
+                    }
+                )
+            ]
+
+    return Plugin()
+
+
+@pytest.fixture(autouse=True)
+def fresh_registry() -> Iterator[None]:
+    REGISTRY.reset()
+    yield
+    REGISTRY.reset()
+
+
+def _call() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    x = {n: rng.standard_normal((1, 5, 2, 8), dtype=np.float32) for n in ("q", "k", "v")}
+    return {
+        **x,
+        "g": -rng.random((1, 5, 2, 8), dtype=np.float32),
+        "beta": rng.random((1, 5, 2), dtype=np.float32),
+    }
+
+
+class _EntryPoint:
+    """What importlib.metadata yields, as far as the registry looks."""
+
+    def __init__(self, name: str, distribution: str, load: Any) -> None:
+        self.name = name
+        self.dist = type("Dist", (), {"name": distribution})()
+        self.load = load
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, *entries: _EntryPoint) -> None:
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: list(entries))
+    REGISTRY.reset()
+
+
+def _record(name: str) -> registry.PluginRecord:
+    return next(p for p in REGISTRY.plugins() if p.name == name)
+
+
+def test_every_builtin_plugin_loads() -> None:
+    names = {p.name: p.problem for p in REGISTRY.plugins() if p.distribution == "kdacore"}
+    assert names == dict.fromkeys(registry.BUILTIN_PLUGINS, "")
+
+
+def test_a_third_party_backend_is_found_and_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, _EntryPoint("seven-plugin", "kdacore-seven", lambda: make_plugin(rank=5)))
+    info = next(b for b in kdacore.backends() if b.name == "seven")
+    assert info.distribution == "kdacore-seven"
+    with kdacore.record_selections() as ran:
+        o, _ = kdacore.chunk_kda(**_call())
+    assert (o == 7).all()
+    assert [s.backend for s in ran] == ["seven"]
+
+
+def _raise(error: BaseException) -> Any:
+    raise error
+
+
+def test_a_broken_plugin_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    class BrokenHook:
+        @hookimpl
+        def kdacore_backends(self) -> list[Backend]:
+            raise ZeroDivisionError("in the hook")
+
+    _install(
+        monkeypatch,
+        _EntryPoint("a-broken", "dist-a", lambda: _raise(ImportError("no module named shiny"))),
+        _EntryPoint("b-broken", "dist-b", BrokenHook),
+        _EntryPoint("c-fine", "dist-c", make_plugin),
+    )
+    assert "seven" in REGISTRY.backends()
+    assert "shiny" in _record("a-broken").problem
+    assert "Traceback" in _record("a-broken").detail
+    assert "in the hook" in _record("b-broken").problem
+    assert _record("c-fine").problem == ""
+
+
+def test_a_name_conflict_names_both_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(
+        monkeypatch,
+        _EntryPoint("one", "dist-one", make_plugin),
+        _EntryPoint("two", "dist-two", make_plugin),
+    )
+    assert "dist-one" in _record("two").problem and "dist-two" in _record("two").problem
+    assert REGISTRY.get("seven").distribution == "dist-one"
+
+
+def test_a_plugin_cannot_take_a_builtin_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, _EntryPoint("thief", "dist-thief", lambda: make_plugin("reference")))
+    assert REGISTRY.get("reference").distribution == "kdacore"
+    assert "name conflict" in _record("thief").problem
+
+
+def test_another_api_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, _EntryPoint("old", "dist-old", lambda: make_plugin(api_version=0)))
+    assert "plugin API 0" in _record("old").problem
+    assert "seven" not in REGISTRY.backends()
+
+
+def test_a_slow_import_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDACORE_PLUGIN_IMPORT_LIMIT", "0.05")
+    config.refresh()
+
+    def load() -> Any:
+        time.sleep(0.1)
+        return make_plugin()
+
+    _install(monkeypatch, _EntryPoint("slow", "dist-slow", load))
+    assert "slow import" in _record("slow").problem
+    assert "seven" in REGISTRY.backends()
+    monkeypatch.undo()
+    config.refresh()
+
+
+def test_unknown_ops_and_foreign_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Foreign:
+        @hookimpl
+        def kdacore_backends(self) -> list[Any]:
+            return ["not a backend"]
+
+    _install(
+        monkeypatch,
+        _EntryPoint("a", "dist-a", lambda: make_plugin(ops={"flash_attention": OpImpl(forward=_forward)})),
+        _EntryPoint("b", "dist-b", Foreign),
+    )
+    assert "flash_attention" in _record("a").problem
+    assert "declares a str" in _record("b").problem
+
+
+@pytest.mark.parametrize(("value", "gone"), [("seven-plugin", True), ("all", True), ("other", False)])
+def test_deny_list(monkeypatch: pytest.MonkeyPatch, value: str, gone: bool) -> None:
+    monkeypatch.setenv("KDACORE_DISABLE_PLUGINS", value)
+    config.refresh()
+    _install(monkeypatch, _EntryPoint("seven-plugin", "dist", make_plugin))
+    assert ("seven" not in REGISTRY.backends()) is gone
+    assert _record("seven-plugin").disabled is gone
+    monkeypatch.undo()
+    config.refresh()
+
+
+def test_register_and_unregister_by_hand() -> None:
+    REGISTRY.register(make_plugin(rank=9), "by-hand")
+    assert (kdacore.chunk_kda(**_call())[0] == 7).all()
+    REGISTRY.unregister("by-hand")
+    assert not (kdacore.chunk_kda(**_call())[0] == 7).all()
+    with pytest.raises(kdacore.PluginError, match="name conflict"):
+        REGISTRY.register(make_plugin("reference"), "thief")
+    with pytest.raises(kdacore.PluginError, match="no plugin"):
+        REGISTRY.unregister("by-hand")
+
+
+def test_a_missing_requirement_says_how_to_get_it() -> None:
+    needs = Requirement("moonlib", lambda: "moonlib is not installed", "pip install moonlib")
+    REGISTRY.register(make_plugin(requirements=(needs,)), "moon")
+    info = next(b for b in kdacore.backends() if b.name == "seven")
+    assert not info.available
+    assert "pip install moonlib" in info.missing[0]
+    with pytest.raises(kdacore.UnsupportedError, match="pip install moonlib"):
+        kdacore.chunk_kda(**_call(), backend="seven")
+
+
+def test_loading_is_thread_safe() -> None:
+    seen: list[tuple[str, ...]] = []
+    start = threading.Barrier(8)
+
+    def work() -> None:
+        start.wait()
+        seen.append(tuple(REGISTRY.backends()))
+        kdacore.chunk_kda(**_call())
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(set(seen)) == 1
+    assert len([p for p in REGISTRY.plugins() if p.distribution == "kdacore"]) == len(
+        registry.BUILTIN_PLUGINS
+    )
+
+
+def test_all_reasons_are_collected() -> None:
+    def never(request: Request) -> Reason:
+        return Reason("never", "serves nothing", f"T={request.T}", "another T")
+
+    def nor_this(request: Request) -> Reason:
+        return Reason("nor_this", "neither")
+
+    REGISTRY.register(make_plugin(verifiers=(never, nor_this), device_types=("tpu",)), "picky")
+    answer = kdacore.explain("chunk_kda", **_call()).candidate("seven")
+    assert [r.code for r in answer.reasons] == ["device", "never", "nor_this"]
+    with pytest.raises(kdacore.UnsupportedError) as caught:
+        kdacore.chunk_kda(**_call(), backend="seven")
+    assert [r.code for r in caught.value.reasons["seven"]] == ["device", "never", "nor_this"]
+
+
+def test_a_verifier_that_raises_rejects_loudly() -> None:
+    def broken(request: Request) -> Reason | None:
+        raise KeyError("oops")
+
+    REGISTRY.register(make_plugin(verifiers=(broken,), rank=9), "buggy")
+    with pytest.warns(RuntimeWarning, match="oops"):
+        selection = kdacore.explain("chunk_kda", **_call())
+    assert [r.code for r in selection.candidate("seven").reasons] == ["verifier_error"]
+    assert selection.backend == "reference"

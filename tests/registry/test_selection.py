@@ -1,0 +1,225 @@
+"""Order of authority, cost before rank, the choose hook, telemetry and explain."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kdacore
+from kdacore import config
+from kdacore.hookspecs import hookimpl
+from kdacore.registry import REGISTRY
+from kdacore.types import Backend, OpImpl, Outputs, Reason, Request
+
+
+def _answer(value: float) -> Any:
+    return lambda request, inputs: Outputs(o=np.full_like(inputs.v, value))
+
+
+def plugin(name: str, value: float, hooks: dict[str, Any] | None = None, **fields: Any) -> Any:
+    op = OpImpl(
+        forward=_answer(value),
+        cost=fields.pop("cost", None),
+        verifiers=fields.pop("verifiers", ()),
+        verified_archs=frozenset({"*"}),
+    )
+
+    class Plugin:
+        @hookimpl
+        def kdacore_backends(self) -> list[Backend]:
+            return [
+                Backend(
+                    **{"name": name, "version": "1", "kinds": ("numpy",), "ops": {"chunk_kda": op}, **fields}
+                )
+            ]
+
+    found = Plugin()
+    for hook, function in (hooks or {}).items():
+        setattr(Plugin, hook, hookimpl(function))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def fresh_registry() -> Iterator[None]:
+    REGISTRY.reset()
+    yield
+    REGISTRY.reset()
+
+
+def call(T: int = 5) -> dict[str, np.ndarray]:
+    x = {n: np.ones((1, T, 2, 8), np.float32) for n in ("q", "k", "v")}
+    return {**x, "g": -np.ones((1, T, 2, 8), np.float32), "beta": np.ones((1, T, 2), np.float32)}
+
+
+def ran(**options: Any) -> str:
+    with kdacore.record_selections() as selections:
+        kdacore.chunk_kda(**call(), **options)
+    return selections[-1].backend
+
+
+def test_order_of_authority(monkeypatch: pytest.MonkeyPatch) -> None:
+    for i, name in enumerate(("a", "b", "c")):
+        REGISTRY.register(plugin(name, i), name)
+    assert ran() == "reference"  # first among equals of rank 0
+    monkeypatch.setenv("KDACORE_BACKEND", "a")
+    config.refresh()
+    for i, name in enumerate(("a", "b", "c")):
+        REGISTRY.register(plugin(name, i), name)
+    assert ran() == "a"
+    with kdacore.use_backend("b"):
+        assert ran() == "b"
+        assert ran(backend="c") == "c"
+        with kdacore.use_backend("c", "a"):
+            assert ran() == "c"
+        assert ran() == "b"
+    assert ran() == "a"
+    monkeypatch.undo()
+    config.refresh()
+    assert ran() == "reference"
+
+
+def test_preference_falls_through_in_order_and_says_so() -> None:
+    def never(request: Request) -> Reason:
+        return Reason("never", "no")
+
+    REGISTRY.register(plugin("a", 1, verifiers=(never,)), "a")
+    REGISTRY.register(plugin("b", 2), "b")
+    with kdacore.use_backend("a", "b"):
+        assert ran() == "b"
+    with kdacore.use_backend("a"):
+        assert ran() == "reference"
+        assert "use_backend preferred a" in kdacore.explain("chunk_kda", **call()).why
+
+
+def test_unknown_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        pytest.raises(kdacore.ContractError, match="'names'.*nosuch.*reference"),
+        kdacore.use_backend("nosuch"),
+    ):
+        pass
+    with pytest.raises(kdacore.ContractError, match="no name"), kdacore.use_backend():
+        pass
+    monkeypatch.setenv("KDACORE_BACKEND", "nosuch")
+    config.refresh()
+    with pytest.raises(kdacore.ContractError, match=r"'KDACORE_BACKEND'.*nosuch"):
+        kdacore.chunk_kda(**call())
+    monkeypatch.undo()
+    config.refresh()
+
+
+def test_measured_cost_decides_before_rank() -> None:
+    REGISTRY.register(plugin("ranked", 1, rank=10, cost=lambda r: 2e-3), "ranked")
+    REGISTRY.register(plugin("quick", 2, rank=5, cost=lambda r: 1e-3 if r.T < 8 else 9e-3), "quick")
+    assert ran() == "quick"
+    assert kdacore.explain("chunk_kda", **call(T=16)).backend == "ranked"
+    assert kdacore.explain("chunk_kda", **call()).why == "lowest measured cost"
+
+
+def test_without_a_measurement_rank_decides() -> None:
+    REGISTRY.register(plugin("unknown", 1, rank=10), "unknown")
+    REGISTRY.register(plugin("quick", 2, rank=5, cost=lambda r: 1e-9), "quick")
+    assert ran() == "unknown"
+
+
+def test_kinds_served_only_when_asked_for() -> None:
+    REGISTRY.register(plugin("guest", 1, rank=10, auto_kinds=()), "guest")
+    assert ran() == "reference"
+    assert ran(backend="guest") == "guest"
+    with kdacore.use_backend("guest"):
+        assert ran() == "guest"
+
+
+def test_choose_hook() -> None:
+    def choose(self: Any, request: Request, candidates: Any) -> str | None:
+        return "b" if request.T == 5 else None
+
+    REGISTRY.register(plugin("a", 1, rank=3), "a")
+    REGISTRY.register(plugin("b", 2, hooks={"kdacore_choose": choose}), "b")
+    assert ran() == "b"
+    assert kdacore.explain("chunk_kda", **call(T=6)).backend == "a"
+    assert ran(backend="a") == "a"
+
+
+def test_choose_hook_naming_an_incapable_backend_is_ignored_loudly() -> None:
+    REGISTRY.register(
+        plugin("b", 2, hooks={"kdacore_choose": lambda self, request, candidates: "nosuch"}), "b"
+    )
+    with pytest.warns(RuntimeWarning, match="nosuch"):
+        assert ran() == "reference"
+
+
+def test_telemetry_is_told_once_for_each_new_shape() -> None:
+    told: list[str] = []
+
+    def selected(self: Any, request: Request, selection: Any) -> None:
+        told.append(selection.backend)
+
+    REGISTRY.register(plugin("a", 1, rank=3, hooks={"kdacore_selected": selected}), "a")
+    for _ in range(3):
+        kdacore.chunk_kda(**call())
+    assert told == ["a"]
+    kdacore.chunk_kda(**call(T=9))
+    assert told == ["a", "a"]
+
+
+def test_verifiers_are_not_asked_again_on_a_cache_hit() -> None:
+    asked: list[int] = []
+
+    def count(request: Request) -> None:
+        asked.append(request.T)
+
+    REGISTRY.register(plugin("a", 1, verifiers=(count,), rank=3), "a")
+    for _ in range(5):
+        kdacore.chunk_kda(**call())
+    assert asked == [5]
+
+
+def test_records_keep_the_order() -> None:
+    with kdacore.record_selections() as selections:
+        kdacore.chunk_kda(**call())
+        kdacore.fused_recurrent_kda(**call())
+    assert [s.op for s in selections] == ["chunk_kda", "fused_recurrent_kda"]
+
+
+def test_explain_takes_specs_and_functions_and_prints_every_backend() -> None:
+    x = kdacore.ShapeDtype((1, 128, 4, 128), "bfloat16", device="cuda", kind="torch", arch="sm_90")
+    beta = kdacore.ShapeDtype((1, 128, 4), "bfloat16", device="cuda", kind="torch", arch="sm_90")
+    selection = kdacore.explain(kdacore.chunk_kda, x, x, x, x, beta, output_final_state=True)
+    text = str(selection)
+    for info in kdacore.backends():
+        assert info.name in text
+    assert "sm_90" in text and selection.op == "chunk_kda"
+    for candidate in selection.candidates:
+        assert candidate.supported or all(r.code and r.message for r in candidate.reasons)
+
+
+def test_explain_reports_a_forced_backend_that_cannot() -> None:
+    REGISTRY.register(plugin("tpu-only", 1, device_types=("tpu",)), "tpu-only")
+    selection = kdacore.explain("chunk_kda", **call(), backend="tpu-only")
+    assert selection.backend == ""
+    assert [r.code for r in selection.candidate("tpu-only").reasons] == ["device"]
+
+
+def test_explain_refuses_an_unknown_op_and_a_bad_call() -> None:
+    with pytest.raises(kdacore.ContractError, match="'op'"):
+        kdacore.explain("flash_attention", **call())
+    with pytest.raises(kdacore.ContractError, match="'beta'"):
+        kdacore.explain("chunk_kda", **{**call(), "beta": np.ones(3, np.float32)})
+    with pytest.raises(TypeError):
+        kdacore.explain("chunk_kda", **call(), nonsense=1)
+
+
+def test_specs_do_not_run() -> None:
+    x = kdacore.ShapeDtype((1, 8, 2, 8))
+    with pytest.raises(kdacore.ContractError, match="ShapeDtype"):
+        kdacore.chunk_kda(x, x, x, x, kdacore.ShapeDtype((1, 8, 2)))
+
+
+def test_no_warning_on_a_cpu() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ran() == "reference"

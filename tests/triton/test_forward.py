@@ -28,7 +28,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16] if GPU else [torch.float
 
 def request_of(inputs: ChunkInputs, *, scalar: bool = False, **options: Any) -> Request:
     opdef = OPS["chunk_gated_delta_rule" if scalar else "chunk_kda"]
-    flags = {name: False for name in opdef.options} | {
+    flags = dict.fromkeys(opdef.options, False) | {
         "scale": None, "lower_bound": None, "checkpoint_every": None, "cp": None,
     } | options  # fmt: skip
     return contract.build_request(opdef, inputs, tuple(flags[o] for o in opdef.options))[0]
@@ -227,7 +227,7 @@ def test_split_equals_whole(options: dict[str, Any], drawn: dict[str, Any]) -> N
 
 
 def test_alone_and_packed_give_the_same_bits() -> None:
-    x = draw(T=100, cu_seqlens=torch.tensor([0, 37, 100]), **{"low": -5.0})
+    x = draw(T=100, cu_seqlens=torch.tensor([0, 37, 100]), low=-5.0)
     packed = forward.forward(request_of(x, **SAFE), x).o
     alone = ChunkInputs(*(a[:, 37:].contiguous() if a is not None and a.ndim > 1 else None for a in x))
     assert torch.equal(forward.forward(request_of(alone, **SAFE), alone).o, packed[:, 37:])

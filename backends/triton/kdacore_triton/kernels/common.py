@@ -88,7 +88,10 @@ def log2_decay(x, a_exp, lower_bound, GATE: tl.constexpr):
 
 @triton.jit
 def log2_decay_grad(x, a_exp, lower_bound, GATE: tl.constexpr):
-    """``d(natural-log decay)/dx`` of the same gate; ``d/dA_log`` is that times ``x`` (sigmoid) or the decay (softplus)."""
+    """``d(natural-log decay)/dx`` of the same gate.
+
+    ``d/dA_log`` is that times ``x`` (GATE_SIGMOID), or the decay itself (GATE_SOFTPLUS).
+    """
     if GATE == 0:
         d = tl.full(x.shape, 1.0, tl.float32)
     elif GATE == 1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdacore_triton.kernels.common import chunk_of_slot, exp2, gate_decay, mma, mma_acc, operand
+from kdacore_triton.kernels.common import chunk_of_slot, exp2, gate_decay, mma, operand
 from kdacore_triton.kernels.inverse import unit_lower_inverse
 from kdacore_triton.kernels.rows import load_beta, load_gate_bias, load_gate_rate, load_rows
 

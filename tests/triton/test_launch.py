@@ -10,6 +10,7 @@ if not torch.cuda.is_available():
 
 import triton
 import triton.language as tl
+
 from kdacore_triton.launch import Launcher, cdiv, next_power_of_2, specialise
 
 

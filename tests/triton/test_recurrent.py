@@ -13,12 +13,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from kdacore_reference.oracle import oracle_forward, to_float64
-from kdacore_triton import configs, recurrent
-
 from kdacore import contract
 from kdacore.ops import OPS
 from kdacore.types import Outputs, RecurrentInputs, Request
+from kdacore_reference.oracle import oracle_forward, to_float64
+from kdacore_triton import configs, recurrent
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = 1e30

@@ -1,0 +1,174 @@
+"""Kernel sources to cubins: NVRTC through ``cuda.bindings``, needing no GPU, no driver and no nvcc.
+
+A cubin is looked for in three places: the ones packaged with the wheel (if their sources are unchanged), the user's
+disk cache, and the compiler.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from kdacore.errors import BackendBuildError
+from kdacore_cuda import layout
+from kdacore_cuda.cache import DiskCache
+
+CSRC = Path(__file__).parent / "csrc"
+_INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
+_BASE_OPTIONS = (
+    "-std=c++17",
+    "-default-device",
+    "--ptxas-options=-v",
+)
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """One cubin to be: a source file under ``csrc`` compiled with these macros. ``entry`` is its only kernel."""
+
+    path: str
+    entry: str
+    defines: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """A file-name-safe identity, for example ``decode-K128-W4``."""
+        parts = [Path(self.path).stem, *(f"{key}{value}" for key, value in self.defines)]
+        return "-".join(parts)
+
+
+@dataclass(frozen=True)
+class Built:
+    """A cubin and what the compiler said about it (registers, spills)."""
+
+    cubin: bytes
+    log: str
+
+
+@cache
+def nvrtc_version() -> str:
+    """``major.minor`` of the NVRTC library. Raises BackendBuildError when it is not installed."""
+    _, version = _nvrtc()
+    return version
+
+
+@cache
+def _nvrtc() -> tuple[object, str]:
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise BackendBuildError("NVRTC bindings", f"{error}; pip install 'kdacore[cuda]'") from error
+    try:
+        status, major, minor = nvrtc.nvrtcVersion()
+    except RuntimeError as error:
+        raise BackendBuildError("the NVRTC library", f"{error}; pip install nvidia-cuda-nvrtc") from error
+    if int(status) != 0:
+        raise BackendBuildError("the NVRTC library", f"nvrtcVersion returned {status}")
+    return nvrtc, f"{major}.{minor}"
+
+
+def gather_headers(source: str) -> dict[str, str]:
+    """Every header ``source`` includes, directly or not: include name -> text. Names are relative to ``csrc``."""
+    generated = layout.generated_headers()
+    found: dict[str, str] = {}
+    waiting = _INCLUDE.findall(source)
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        text = generated.get(name)
+        if text is None:
+            text = (CSRC / name).read_text()
+        found[name] = text
+        waiting += _INCLUDE.findall(text)
+    return dict(sorted(found.items()))
+
+
+def source_key(kernel: KernelSource, arch: str, csrc: Path = CSRC) -> str:
+    """sha256 of everything that shapes the cubin but the compiler: source, headers, macros, options, architecture."""
+    source = (csrc / kernel.path).read_text()
+    digest = hashlib.sha256()
+    for part in (kernel.path, source, *_flatten(gather_headers(source)), *options(kernel, arch)):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()
+
+
+def _flatten(headers: Mapping[str, str]) -> Iterable[str]:
+    for name, text in headers.items():
+        yield name
+        yield text
+
+
+def options(kernel: KernelSource, arch: str) -> tuple[str, ...]:
+    """NVRTC's command line. ``arch`` is a real architecture (``sm_90a``), never a virtual one."""
+    if not arch.startswith("sm_"):
+        raise ValueError(f"arch must be sm_*, got {arch!r}")
+    return (f"-arch={arch}", *_BASE_OPTIONS, *(f"-D{key}={value}" for key, value in kernel.defines))
+
+
+def compile_kernel(kernel: KernelSource, arch: str) -> Built:
+    """Compile now, no cache.
+
+    Raises:
+        BackendBuildError: with NVRTC's whole log.
+    """
+    source = (CSRC / kernel.path).read_text()
+    return compile_text(source, kernel.name, options(kernel, arch), gather_headers(source))
+
+
+def compile_text(source: str, name: str, command: Iterable[str], headers: Mapping[str, str]) -> Built:
+    """One NVRTC run over text held in memory."""
+    nvrtc, _ = _nvrtc()
+    flags = [flag.encode() for flag in command]
+    status, program = nvrtc.nvrtcCreateProgram(  # type: ignore[attr-defined]
+        source.encode(),
+        f"{name}.cu".encode(),
+        len(headers),
+        [text.encode() for text in headers.values()],
+        [include.encode() for include in headers],
+    )
+    _check(status, name, "nvrtcCreateProgram")
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)  # type: ignore[attr-defined]
+        log = _read(nvrtc, program, "ProgramLog", name).decode(errors="replace").strip("\0\n ")
+        if int(status) != 0:
+            raise BackendBuildError(f"{name} ({' '.join(command)})", log or str(status))
+        return Built(_read(nvrtc, program, "CUBIN", name), log)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)  # type: ignore[attr-defined]
+
+
+def _read(nvrtc: object, program: object, what: str, name: str) -> bytes:
+    status, size = getattr(nvrtc, f"nvrtcGet{what}Size")(program)
+    _check(status, name, f"nvrtcGet{what}Size")
+    buffer = b" " * size
+    (status,) = getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)
+    _check(status, name, f"nvrtcGet{what}")
+    return buffer
+
+
+def _check(status: object, name: str, call: str) -> None:
+    if int(status) != 0:  # type: ignore[call-overload]
+        raise BackendBuildError(name, f"{call} returned {status}")
+
+
+def load_or_compile(kernel: KernelSource, arch: str, disk: DiskCache | None = None) -> bytes:
+    """The cubin for ``arch``: packaged, cached or compiled now (and then cached)."""
+    from kdacore_cuda.prebuilt import find_packaged
+
+    key = source_key(kernel, arch)
+    packaged = find_packaged(kernel, arch, key)
+    if packaged is not None:
+        return packaged
+    disk = DiskCache() if disk is None else disk
+    entry = hashlib.sha256(f"{key} nvrtc {nvrtc_version()}".encode()).hexdigest()
+    cached = disk.get(entry)
+    if cached is not None:
+        return cached
+    cubin = compile_kernel(kernel, arch).cubin
+    disk.put(entry, cubin)
+    return cubin

@@ -1,0 +1,76 @@
+"""The disk cache of compiled kernels: one file per key in the user's cache folder.
+
+A file is ``sha256(payload) + payload``, so a torn or damaged entry is a miss, never a crash in the driver. A folder
+that belongs to someone else is refused: code from it would run with our rights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+from kdacore import config
+
+_DIGEST = 32
+
+
+def cache_root() -> Path:
+    """``cuda`` under kdacore's cache folder (``KDACORE_CACHE_DIR``)."""
+    return config.get().cache_dir / "cuda"
+
+
+def _owned(folder: Path) -> bool:
+    """Ours alone: owned by this user and not writable by everyone."""
+    status = folder.stat()
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o002
+
+
+class DiskCache:
+    """Bytes by key. Never raises for a bad entry or an unusable folder: both are misses."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = cache_root() if root is None else root
+
+    def usable(self) -> bool:
+        """Can this folder be trusted and written? Creates it when absent."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            return _owned(self.root)
+        except OSError:
+            return False
+
+    def _path(self, key: str) -> Path:
+        return self.root / f"{key}.bin"
+
+    def get(self, key: str) -> bytes | None:
+        """The payload stored under ``key``, or None when absent, damaged or not ours."""
+        try:
+            if not _owned(self.root):
+                return None
+            path = self._path(key)
+            if path.stat().st_uid != os.geteuid():
+                return None
+            stored = path.read_bytes()
+        except OSError:
+            return None
+        digest, payload = stored[:_DIGEST], stored[_DIGEST:]
+        return payload if hashlib.sha256(payload).digest() == digest else None
+
+    def put(self, key: str, payload: bytes) -> bool:
+        """Store ``payload``; readers see the whole of it or nothing. False when the folder is unusable."""
+        if not self.usable():
+            return False
+        try:
+            handle, name = tempfile.mkstemp(dir=self.root, suffix=".tmp")
+        except OSError:
+            return False
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(payload).digest() + payload)
+            os.replace(name, self._path(key))
+        except OSError:
+            Path(name).unlink(missing_ok=True)
+            return False
+        return True

@@ -1,0 +1,243 @@
+// fused_recurrent_kda: the recurrence token by token, the state in registers, read and written once.
+//
+// A block takes one sequence and value head and 16 * WARPS columns of V; a warp takes 16 of them. A lane holds 4 columns
+// (lane / 8) and K / 8 rows (k = 4 * (lane % 8) + 32 * m + e), as 16-byte vectors along V or along K by state layout.
+// Decays, normalisation and sigmoids of up to 16 tokens are computed together, one warp a token, into shared memory,
+// while the state is on its way.
+#include "common/gate.cuh"
+#include "common/loads.cuh"
+#include "common/ptx.cuh"
+#include "generated/params.cuh"
+
+// Macros from the host: K_DIM, WARPS, V_FIRST, STATE_BF16.
+constexpr int K = K_DIM;
+constexpr int ROWS = K / 8;
+constexpr int TOKENS = 16;
+constexpr int TOKEN_FLOATS = 3 * K + 4;  // q, k, decay, beta
+
+struct Sequence {
+  long long first, length, batch;
+};
+
+__device__ __forceinline__ Sequence sequence_of(const DecodeParams& p, int n) {
+  if (!p.cu_seqlens) return {0, p.T, n};
+  const bool wide = p.flags & FLAG_CU64;
+  const long long first = load_index(p.cu_seqlens, n, wide);
+  return {first, load_index(p.cu_seqlens, n + 1, wide) - first, 0};
+}
+
+// Pool row the sequence starts from, -1 for zeros.
+__device__ __forceinline__ long long start_row(const DecodeParams& p, int n) {
+  if (!p.h0) return -1;
+  if (!p.indices) return n;
+  const bool wide = p.flags & FLAG_INDEX64;
+  if (!p.accepted) return load_index(p.indices, n * p.indices_row, wide);
+  const long long accepted = load_index(p.accepted, n, p.flags & FLAG_ACCEPTED64);
+  return accepted > 0 ? load_index(p.indices, n * p.indices_row + accepted - 1, wide) : -1;
+}
+
+__device__ __forceinline__ long long element(int k, int v, int v_dim) {
+  return V_FIRST ? (long long)v * K + k : (long long)k * v_dim + v;
+}
+
+struct State {
+  float s[ROWS][4];
+};
+
+__device__ __forceinline__ void load_state(State& state, u64 base, long long offset, int k0, int v0, int v_dim) {
+  constexpr int type = STATE_BF16 ? TYPE_BFLOAT16 : TYPE_FLOAT32;
+#pragma unroll
+  for (int m = 0; m < ROWS / 4; ++m) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float4 x = V_FIRST ? load_four(base, offset + element(k0 + 32 * m, v0 + e, v_dim), type)
+                               : load_four(base, offset + element(k0 + 32 * m + e, v0, v_dim), type);
+      const float y[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (V_FIRST) {
+          state.s[4 * m + i][e] = y[i];
+        } else {
+          state.s[4 * m + e][i] = y[i];
+        }
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void store_state(const State& state, u64 base, long long offset, int k0, int v0, int v_dim) {
+  constexpr int type = STATE_BF16 ? TYPE_BFLOAT16 : TYPE_FLOAT32;
+#pragma unroll
+  for (int m = 0; m < ROWS / 4; ++m) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float(&r)[4] = state.s[4 * m + e];
+      if (V_FIRST) {
+        const float4 x = make_float4(state.s[4 * m][e], state.s[4 * m + 1][e], state.s[4 * m + 2][e], state.s[4 * m + 3][e]);
+        store_four(base, offset + element(k0 + 32 * m, v0 + e, v_dim), type, x);
+      } else {
+        store_four(base, offset + element(k0 + 32 * m + e, v0, v_dim), type, make_float4(r[0], r[1], r[2], r[3]));
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ float sum_warp(float x) {
+#pragma unroll
+  for (int mask = 16; mask; mask >>= 1) x += shuffle_xor(x, mask);
+  return x;
+}
+
+__device__ __forceinline__ float step_decay(const DecodeParams& p, float x, float a) {
+  if (p.gate == GATE_LOG) return exp2_fast(LOG2E * x);
+  if (p.gate == GATE_SOFTPLUS) return exp2_fast(-LOG2E * a * softplus(x));
+  return exp2_fast(LOG2E * p.lower_bound * sigmoid(a * x));
+}
+
+// One warp, one token: normalised q (times scale) and k, decays and beta, to shared memory at `to`.
+__device__ __forceinline__ void prepare_token(const DecodeParams& p, const Sequence& s, long long t, int hv, int lane,
+                                              u32 to) {
+  const int h = hv / (p.HV / p.H);
+  const int c = 4 * lane;
+  const bool real = c < K;
+  float4 q = make_float4(0, 0, 0, 0), k = q, d = q;
+  if (real) {
+    q = load_four(p.q, s.batch * p.q_sb + t * p.q_st + h * p.q_sh + c, p.qkv_type);
+    k = load_four(p.k, s.batch * p.k_sb + t * p.k_st + h * p.k_sh + c, p.qkv_type);
+    const long long gate_at = s.batch * p.g_sb + t * p.g_st + hv * p.g_sh;
+    const bool scalar = p.flags & FLAG_SCALAR_GATE;
+    float4 x;
+    if (scalar) {
+      const float g = load_scalar(p.g, gate_at, p.g_type);
+      x = make_float4(g, g, g, g);
+    } else {
+      x = load_four(p.g, gate_at + c, p.g_type);
+    }
+    if (p.dt_bias) {
+      const float one = scalar ? load_scalar(p.dt_bias, hv, p.bias_type) : 0.0f;
+      const float4 b = scalar ? make_float4(one, one, one, one) : load_four(p.dt_bias, (long long)hv * K + c, p.bias_type);
+      x = make_float4(x.x + b.x, x.y + b.y, x.z + b.z, x.w + b.w);
+    }
+    const float a = p.A_log ? exp2_fast(LOG2E * reinterpret_cast<const float*>(p.A_log)[hv]) : 1.0f;
+    d = make_float4(step_decay(p, x.x, a), step_decay(p, x.y, a), step_decay(p, x.z, a), step_decay(p, x.w, a));
+  }
+  float q_factor = p.scale, k_factor = 1.0f;
+  if (p.flags & FLAG_L2NORM) {
+    q_factor *= inverse_sqrt(sum_warp(q.x * q.x + q.y * q.y + q.z * q.z + q.w * q.w) + 1e-6f);
+    k_factor = inverse_sqrt(sum_warp(k.x * k.x + k.y * k.y + k.z * k.z + k.w * k.w) + 1e-6f);
+  }
+  if (real) {
+    store_shared(to + 4 * c, q.x * q_factor, q.y * q_factor);
+    store_shared(to + 4 * c + 8, q.z * q_factor, q.w * q_factor);
+    store_shared(to + 4 * (K + c), k.x * k_factor, k.y * k_factor);
+    store_shared(to + 4 * (K + c) + 8, k.z * k_factor, k.w * k_factor);
+    store_shared(to + 4 * (2 * K + c), d.x, d.y);
+    store_shared(to + 4 * (2 * K + c) + 8, d.z, d.w);
+  }
+  if (lane == 0) {
+    float beta = load_scalar(p.beta, s.batch * p.beta_sb + t * p.beta_st + hv * p.beta_sh, p.beta_type);
+    if (p.flags & FLAG_BETA_SIGMOID) beta = sigmoid(beta);
+    if (p.flags & FLAG_NEG_EIGVAL) beta *= 2.0f;
+    store_shared(to + 4 * (3 * K), beta, 0.0f);
+  }
+}
+
+__device__ __forceinline__ void sum_rows(float (&x)[4]) {
+#pragma unroll
+  for (int mask = 1; mask < 8; mask <<= 1) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] += shuffle_xor(x[i], mask);
+  }
+}
+
+// One token: decay, delta rule, output of this lane's four columns (summed over K in every lane).
+__device__ __forceinline__ void step(State& state, u32 token, int k0, const float4& v, float (&o)[4]) {
+  float dot[4] = {0, 0, 0, 0};
+#pragma unroll
+  for (int m = 0; m < ROWS / 4; ++m) {
+    const float4 k4 = load_shared4(token + 4 * (K + k0 + 32 * m));
+    const float4 d4 = load_shared4(token + 4 * (2 * K + k0 + 32 * m));
+    const float k[4] = {k4.x, k4.y, k4.z, k4.w}, d[4] = {d4.x, d4.y, d4.z, d4.w};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& s = state.s[4 * m + e][i];
+        s *= d[e];
+        dot[i] += k[e] * s;
+      }
+    }
+  }
+  sum_rows(dot);
+  const float beta = load_shared2(token + 4 * (3 * K)).x;
+  const float u[4] = {beta * (v.x - dot[0]), beta * (v.y - dot[1]), beta * (v.z - dot[2]), beta * (v.w - dot[3])};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) o[i] = 0.0f;
+#pragma unroll
+  for (int m = 0; m < ROWS / 4; ++m) {
+    const float4 k4 = load_shared4(token + 4 * (K + k0 + 32 * m));
+    const float4 q4 = load_shared4(token + 4 * (k0 + 32 * m));
+    const float k[4] = {k4.x, k4.y, k4.z, k4.w}, q[4] = {q4.x, q4.y, q4.z, q4.w};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& s = state.s[4 * m + e][i];
+        s += k[e] * u[i];
+        o[i] += q[e] * s;
+      }
+    }
+  }
+  sum_rows(o);
+}
+
+KDA_KERNEL(WARPS * 32, MIN_BLOCKS) decode(KDA_PARAM DecodeParams p) {
+  KDA_SHARED(shared);
+  const u32 tokens = shared_address(shared);
+  const int lane = thread_index() & 31, warp = thread_index() >> 5;
+  const int slices = p.V / (16 * WARPS);
+  const int slice = block_index() % slices, item = block_index() / slices;
+  const int hv = item % p.HV, n = item / p.HV;
+  const int k0 = 4 * (lane & 7), v0 = 16 * (slice * WARPS + warp) + 4 * (lane >> 3);
+  const Sequence s = sequence_of(p, n);
+  const long long head = (long long)hv * K * p.V;
+  const long long from = start_row(p, n);
+
+  State state;
+  if (from >= 0) {
+    load_state(state, p.h0, from * p.h0_row + head, k0, v0, p.V);
+  } else {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) state.s[i][0] = state.s[i][1] = state.s[i][2] = state.s[i][3] = 0.0f;
+  }
+  const int block_tokens = p.T < TOKENS ? (int)p.T : TOKENS;
+  for (long long t0 = 0; t0 < s.length; t0 += block_tokens) {
+    const int count = s.length - t0 < block_tokens ? (int)(s.length - t0) : block_tokens;
+    if (t0) sync_block();
+    for (int i = warp; i < count; i += WARPS) {
+      prepare_token(p, s, s.first + t0 + i, hv, lane, tokens + 4 * TOKEN_FLOATS * i);
+    }
+    const long long v_at = s.batch * p.v_sb + (s.first + t0) * p.v_st + hv * p.v_sh + v0;
+    float4 v = load_four(p.v, v_at, p.qkv_type);
+    sync_block();
+    for (int i = 0; i < count; ++i) {
+      float4 next = v;
+      if (i + 1 < count) next = load_four(p.v, v_at + (i + 1) * p.v_st, p.qkv_type);
+      float o[4];
+      step(state, tokens + 4 * TOKEN_FLOATS * i, k0, v, o);
+      v = next;
+      if ((lane & 7) == 0) {
+        const long long row = s.batch * p.T + s.first + t0 + i;
+        store_four(p.o, (row * p.HV + hv) * p.V + v0, p.qkv_type, make_float4(o[0], o[1], o[2], o[3]));
+      }
+      if (p.flags & FLAG_SCATTER_TOKENS) {
+        const long long to = load_index(p.indices, n * p.indices_row + t0 + i, p.flags & FLAG_INDEX64);
+        if (to >= 0) store_state(state, p.ht, to * p.ht_row + head, k0, v0, p.V);
+      }
+    }
+  }
+  if (!p.ht || (p.flags & FLAG_SCATTER_TOKENS)) return;
+  long long to = n;
+  if (p.flags & FLAG_INDEXED_OUT) to = load_index(p.indices, n * p.indices_row, p.flags & FLAG_INDEX64);
+  if (to >= 0) store_state(state, p.ht, to * p.ht_row + head, k0, v0, p.V);
+}

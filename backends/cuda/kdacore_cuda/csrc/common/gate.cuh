@@ -1,0 +1,37 @@
+// From the raw gate input to the decay of one token and channel, in log2, in float32 throughout.
+#ifndef KDACORE_GATE_CUH
+#define KDACORE_GATE_CUH
+
+#include "common/ptx.cuh"
+#include "generated/constants.cuh"
+
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LN2 = 0.6931471805599453f;
+// One step may not fall below this log2 decay: 2^-126 is the smallest normal float, so anything smaller is zero anyway,
+// and sums over a chunk stay exact enough.
+constexpr float LOWEST_STEP = -126.0f;
+
+// log(1 + e) for e in [0, 1], relative error 2e-7. lg2(1 + e) would lose the small e of slow gates.
+__device__ __forceinline__ float log1p_unit(float e) {
+  float p = 0.00525346f;
+  p = p * e + -0.02958851f;
+  p = p * e + 0.07836167f;
+  p = p * e + -0.1367477f;
+  p = p * e + 0.19111431f;
+  p = p * e + -0.2484437f;
+  p = p * e + 0.33319271f;
+  p = p * e + -0.49999502f;
+  p = p * e + 0.99999997f;
+  return p * e;
+}
+
+// max(x, 0) + log(1 + exp(-|x|))
+__device__ __forceinline__ float softplus(float x) {
+  const float e = exp2_fast(-LOG2E * fabsf(x));
+  return fmaxf(x, 0.0f) + log1p_unit(e);
+}
+
+// 1 / (1 + exp(-x))
+__device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.0f + exp2_fast(-LOG2E * x)); }
+
+#endif

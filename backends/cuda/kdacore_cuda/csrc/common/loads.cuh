@@ -1,0 +1,43 @@
+// Typed loads of a few elements as float, the type known only at run time (uniform over the grid).
+#ifndef KDACORE_LOADS_CUH
+#define KDACORE_LOADS_CUH
+
+#include "common/ptx.cuh"
+#include "generated/constants.cuh"
+
+__device__ __forceinline__ float load_scalar(u64 base, long long index, int type) {
+  if (type == TYPE_FLOAT32) return reinterpret_cast<const float*>(base)[index];
+  const u16 raw = reinterpret_cast<const u16*>(base)[index];
+  return type == TYPE_BFLOAT16 ? bf16_low(raw) : half_to_float(raw);
+}
+
+// Four consecutive elements; `index` is a multiple of four and the base is aligned to four elements.
+__device__ __forceinline__ float4 load_four(u64 base, long long index, int type) {
+  if (type == TYPE_FLOAT32) return *reinterpret_cast<const float4*>(base + 4 * index);
+  const uint2 raw = *reinterpret_cast<const uint2*>(base + 2 * index);
+  if (type == TYPE_BFLOAT16) return make_float4(bf16_low(raw.x), bf16_high(raw.x), bf16_low(raw.y), bf16_high(raw.y));
+  return make_float4(half_to_float((u16)raw.x), half_to_float((u16)(raw.x >> 16)), half_to_float((u16)raw.y),
+                     half_to_float((u16)(raw.y >> 16)));
+}
+
+__device__ __forceinline__ void store_four(u64 base, long long index, int type, float4 x) {
+  if (type == TYPE_FLOAT32) {
+    *reinterpret_cast<float4*>(base + 4 * index) = x;
+    return;
+  }
+  uint2 raw;
+  if (type == TYPE_BFLOAT16) {
+    raw.x = pack_bf16(x.x, x.y);
+    raw.y = pack_bf16(x.z, x.w);
+  } else {
+    raw.x = (u32)float_to_half(x.x) | (u32)float_to_half(x.y) << 16;
+    raw.y = (u32)float_to_half(x.z) | (u32)float_to_half(x.w) << 16;
+  }
+  *reinterpret_cast<uint2*>(base + 2 * index) = raw;
+}
+
+__device__ __forceinline__ long long load_index(u64 base, long long index, bool wide) {
+  return wide ? reinterpret_cast<const long long*>(base)[index] : (long long)reinterpret_cast<const int*>(base)[index];
+}
+
+#endif

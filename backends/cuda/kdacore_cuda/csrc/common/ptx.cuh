@@ -1,0 +1,228 @@
+// Every PTX instruction the kernels use, one small function each. The CPU emulator of the tests provides the same
+// functions under KDACORE_EMULATE, so the kernels themselves run unchanged without a GPU.
+#ifndef KDACORE_PTX_CUH
+#define KDACORE_PTX_CUH
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+#ifdef KDACORE_EMULATE
+#include <emulate.h>
+#else
+
+#define KDA_KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
+#define KDA_CLUSTER(size) __cluster_dims__(size, 1, 1)
+#define KDA_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
+#define KDA_PARAM const __grid_constant__
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ int thread_index() { return (int)threadIdx.x; }
+__device__ __forceinline__ int block_index() { return (int)blockIdx.x; }
+
+// --- arithmetic ---------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float inverse_sqrt(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// Two floats to packed bf16, `low` in the low half, rounded to nearest even.
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ __forceinline__ float bf16_low(u32 x) { return __uint_as_float(x << 16); }
+__device__ __forceinline__ float bf16_high(u32 x) { return __uint_as_float(x & 0xffff0000u); }
+__device__ __forceinline__ float half_to_float(u16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+  return y;
+}
+__device__ __forceinline__ u16 float_to_half(float x) {
+  u16 y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+  return y;
+}
+
+// --- lanes --------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+__device__ __forceinline__ float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+__device__ __forceinline__ void sync_warp() { __syncwarp(); }
+__device__ __forceinline__ void sync_block() { __syncthreads(); }
+
+// --- shared memory ------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void store_shared(u32 a, u32 x, u32 y, u32 z, u32 w) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+__device__ __forceinline__ void store_shared(u32 a, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(a), "f"(x), "f"(y) : "memory");
+}
+__device__ __forceinline__ void store_shared(u32 a, u32 x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(a), "r"(x) : "memory");
+}
+__device__ __forceinline__ void store_shared16(u32 a, u32 x) {
+  asm volatile("st.shared.b16 [%0], %1;" ::"r"(a), "h"((u16)x) : "memory");
+}
+__device__ __forceinline__ float4 load_shared4(u32 a) {
+  float4 r;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "r"(a) : "memory");
+  return r;
+}
+__device__ __forceinline__ float2 load_shared2(u32 a) {
+  float2 r;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(r.x), "=f"(r.y) : "r"(a) : "memory");
+  return r;
+}
+__device__ __forceinline__ uint4 load_shared_u4(u32 a) {
+  uint4 r;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(a) : "memory");
+  return r;
+}
+
+// --- global memory ------------------------------------------------------------------------------------------------
+
+// Read-once data: do not keep it in L1.
+__device__ __forceinline__ uint4 load_stream(const void* p) {
+  uint4 r;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "l"(p));
+  return r;
+}
+__device__ __forceinline__ void store_global(void* p, uint4 v) { *reinterpret_cast<uint4*>(p) = v; }
+
+// 16 bytes global to shared, asynchronously; zeros when `real` is false (then `src` is not read).
+__device__ __forceinline__ void copy_async16(u32 dst, const void* src, bool real) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(real ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// --- matrix unit --------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void load_matrix4(u32 (&r)[4], u32 a) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(a)
+               : "memory");
+}
+__device__ __forceinline__ void load_matrix4_transposed(u32 (&r)[4], u32 a) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(a)
+               : "memory");
+}
+// 8x8 transpose of 16-bit elements held one row pair a lane.
+__device__ __forceinline__ u32 transpose_matrix(u32 x) {
+  u32 y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+// d[16x8] += a[16x16] b[16x8], bf16 operands, float32 sums.
+__device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// --- barriers in shared memory ------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void barrier_init(u32 bar, u32 count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u32 bar) {
+  asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(bar) : "memory");
+}
+__device__ __forceinline__ bool barrier_try(u32 bar, u32 parity) {
+  u32 done;
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+      : "=r"(done)
+      : "r"(bar), "r"(parity)
+      : "memory");
+#else
+  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(done)
+               : "r"(bar), "r"(parity)
+               : "memory");
+#endif
+  return done != 0;
+}
+__device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
+  while (!barrier_try(bar, parity)) {
+  }
+}
+
+// --- clusters -----------------------------------------------------------------------------------------------------
+
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ u32 cluster_address(u32 a, u32 rank) {
+  u32 r;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(rank));
+  return r;
+}
+__device__ __forceinline__ void barrier_arrive_remote(u32 bar) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+__device__ __forceinline__ void barrier_expect_remote(u32 bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
+               : "memory");
+}
+// Bytes from this block's shared memory to another's; completion is counted by the destination's barrier.
+__device__ __forceinline__ void copy_to_block(u32 dst, u32 src, u32 bytes, u32 bar) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+               "r"(src), "r"(bytes), "r"(bar)
+               : "memory");
+}
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+#endif
+
+// --- registers ----------------------------------------------------------------------------------------------------
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+template <int N>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+#else
+template <int N>
+__device__ __forceinline__ void more_registers() {}
+template <int N>
+__device__ __forceinline__ void fewer_registers() {}
+#endif
+
+#endif  // KDACORE_EMULATE
+#endif

@@ -1,0 +1,69 @@
+"""The few driver calls a launch needs, through ctypes: present wherever torch can use a GPU, no extra package.
+
+``PyDLL`` keeps the interpreter lock during a call: a launch takes microseconds, less than handing the lock over twice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+LIBRARY = "libcuda.so.1"
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_P = ctypes.c_void_p
+_U = ctypes.c_uint
+
+
+class DriverError(RuntimeError):
+    """A CUDA driver call failed. ``code`` is the ``CUresult``."""
+
+    def __init__(self, call: str, code: int, text: str) -> None:
+        self.call, self.code, self.text = call, code, text
+        super().__init__(f"{call} failed: {text} ({code})")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.call, self.code, self.text)
+
+
+class Driver:
+    """A loaded driver library."""
+
+    def __init__(self, library: str = LIBRARY) -> None:
+        self._dll = ctypes.PyDLL(library)
+        self.launch = self._dll.cuLaunchKernel
+        """``cuLaunchKernel`` itself; arguments as in C, already converted."""
+        self.launch.argtypes = [_P, _U, _U, _U, _U, _U, _U, _U, _P, _P, _P]
+        self.launch.restype = ctypes.c_int
+        self._dll.cuLibraryLoadData.argtypes = [_P, _P, _P, _P, _U, _P, _P, _U]
+        self._dll.cuLibraryGetKernel.argtypes = [_P, _P, ctypes.c_char_p]
+        self._dll.cuKernelSetAttribute.argtypes = [ctypes.c_int, ctypes.c_int, _P, ctypes.c_int]
+        self._dll.cuGetErrorName.argtypes = [ctypes.c_int, _P]
+
+    def check(self, call: str, code: int) -> None:
+        """Raise DriverError unless ``code`` is success."""
+        if code:
+            text = ctypes.c_char_p()
+            self._dll.cuGetErrorName(code, ctypes.byref(text))
+            raise DriverError(call, code, (text.value or b"unknown error").decode())
+
+    def load_kernel(self, cubin: bytes, entry: str) -> int:
+        """Handle of ``entry`` in ``cubin``: valid in every context, on every device of that architecture."""
+        library, kernel = _P(), _P()
+        code = self._dll.cuLibraryLoadData(ctypes.byref(library), cubin, None, None, 0, None, None, 0)
+        self.check("cuLibraryLoadData", code)
+        self.check(
+            "cuLibraryGetKernel",
+            self._dll.cuLibraryGetKernel(ctypes.byref(kernel), library, entry.encode()),
+        )
+        return int(kernel.value or 0)
+
+    def allow_shared(self, kernel: int, size: int, device: int) -> None:
+        """Raise the dynamic shared memory limit of ``kernel`` on ``device`` to ``size`` bytes."""
+        code = self._dll.cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, size, kernel, device)
+        self.check("cuKernelSetAttribute", code)
+
+
+@cache
+def driver() -> Driver:
+    """The system's driver. OSError when there is none."""
+    return Driver()

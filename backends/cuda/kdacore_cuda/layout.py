@@ -1,0 +1,162 @@
+"""Kernel parameters, declared once: the C struct the kernel reads and the packing the host does come from one list.
+
+Every kernel takes one struct by value. :meth:`ParamStruct.header` is compiled into the kernel; with the eight-byte
+fields first there is no padding between fields, and a static assertion on the size holds the two sides together.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from typing import Literal
+
+FieldType = Literal["ptr", "i64", "i32", "f32"]
+
+_C_NAMES: dict[str, str] = {"ptr": "unsigned long long", "i64": "long long", "i32": "int", "f32": "float"}
+_FORMATS: dict[str, str] = {"ptr": "Q", "i64": "q", "i32": "i", "f32": "f"}
+_SIZES: dict[str, int] = {"ptr": 8, "i64": 8, "i32": 4, "f32": 4}
+
+
+@dataclass(frozen=True)
+class ParamStruct:
+    """A by-value kernel parameter. Eight-byte fields come first, so the C layout has no holes."""
+
+    name: str
+    fields: tuple[tuple[str, FieldType], ...]
+    packer: struct.Struct = field(init=False, repr=False, compare=False)
+    offsets: dict[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        sizes = [_SIZES[kind] for _, kind in self.fields]
+        if sizes != sorted(sizes, reverse=True):
+            raise ValueError(f"{self.name}: 8-byte fields must come before 4-byte fields")
+        offset, offsets = 0, {}
+        for (name, _), size in zip(self.fields, sizes, strict=True):
+            offsets[name] = offset
+            offset += size
+        padding = f"{-offset % 8}x"
+        formats = "".join(_FORMATS[kind] for _, kind in self.fields)
+        object.__setattr__(self, "packer", struct.Struct("<" + formats + padding))
+        object.__setattr__(self, "offsets", offsets)
+
+    @property
+    def size(self) -> int:
+        """Bytes, a multiple of 8 as in C."""
+        return self.packer.size
+
+    def header(self) -> str:
+        """C++ text: the struct, and an assertion that the compiler laid it out as :attr:`packer` packs it."""
+        lines = [f"struct {self.name} {{"]
+        lines += [f"  {_C_NAMES[kind]} {name};" for name, kind in self.fields]
+        lines.append("};")
+        lines.append(f'static_assert(sizeof({self.name}) == {self.size}, "{self.name} size");')
+        return "\n".join(lines) + "\n"
+
+
+def _strided(*names: str) -> tuple[tuple[str, FieldType], ...]:
+    """Batch, token and head strides in elements, for each named array."""
+    return tuple((f"{name}_{axis}", "i64") for name in names for axis in ("sb", "st", "sh"))
+
+
+_INPUTS: tuple[tuple[str, FieldType], ...] = tuple(
+    (name, "ptr") for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "o")
+)
+
+PREFILL = ParamStruct(
+    "PrefillParams",
+    (
+        *_INPUTS,
+        ("h0", "ptr"),
+        ("ht", "ptr"),
+        ("ckpt", "ptr"),
+        *_strided("q", "k", "v", "g", "beta"),
+        ("T", "i64"),
+        ("N", "i32"),
+        ("H", "i32"),
+        ("HV", "i32"),
+        ("ckpt_every", "i32"),
+        ("gate", "i32"),
+        ("flags", "i32"),
+        ("beta_type", "i32"),
+        ("bias_type", "i32"),
+        ("scale", "f32"),
+        ("lower_bound", "f32"),
+    ),
+)
+"""Parameters of the prefill kernels. Strides and sizes in elements; ``flags`` are the ``FLAG_*`` bits."""
+
+DECODE = ParamStruct(
+    "DecodeParams",
+    (
+        *_INPUTS,
+        ("h0", "ptr"),
+        ("ht", "ptr"),
+        ("indices", "ptr"),
+        ("accepted", "ptr"),
+        *_strided("q", "k", "v", "g", "beta"),
+        ("h0_row", "i64"),
+        ("ht_row", "i64"),
+        ("indices_row", "i64"),
+        ("T", "i64"),
+        ("N", "i32"),
+        ("H", "i32"),
+        ("HV", "i32"),
+        ("V", "i32"),
+        ("gate", "i32"),
+        ("flags", "i32"),
+        ("qkv_type", "i32"),
+        ("g_type", "i32"),
+        ("beta_type", "i32"),
+        ("bias_type", "i32"),
+        ("scale", "f32"),
+        ("lower_bound", "f32"),
+    ),
+)
+"""Parameters of the decode kernels."""
+
+FLAGS: dict[str, int] = {
+    name: 1 << bit
+    for bit, name in enumerate(
+        (
+            "L2NORM",
+            "BETA_SIGMOID",
+            "NEG_EIGVAL",
+            "V_FIRST",
+            "STATE_BF16",
+            "CU64",
+            "INDEX64",
+            "ACCEPTED64",
+            "SCATTER_TOKENS",
+            "INDEXED_OUT",
+            "SCALAR_GATE",
+        )
+    )
+}
+"""Bits of ``flags``. ``INDEXED_OUT``: the final state goes to the pool row it came from. ``SCATTER_TOKENS``: the state
+after every token goes to its own pool row. ``SCALAR_GATE``: one decay per head, ``g [B, T, HV]``."""
+
+GATES: dict[str, int] = {"log": 0, "softplus": 1, "sigmoid": 2}
+TYPES: dict[str, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
+
+
+def _guarded(name: str, text: str) -> str:
+    guard = f"KDACORE_{name.upper()}_CUH"
+    return f"#ifndef {guard}\n#define {guard}\n{text}#endif\n"
+
+
+def constants_header() -> str:
+    """C++ text of the enumerations the host passes as integers."""
+    lines = [
+        f"constexpr int {prefix}_{name.upper()} = {value};\n"
+        for prefix, table in (("FLAG", FLAGS), ("GATE", GATES), ("TYPE", TYPES))
+        for name, value in table.items()
+    ]
+    return "".join(lines)
+
+
+def generated_headers() -> dict[str, str]:
+    """Include name -> text of every header made from this file."""
+    return {
+        "generated/params.cuh": _guarded("params", PREFILL.header() + DECODE.header()),
+        "generated/constants.cuh": _guarded("constants", constants_header()),
+    }

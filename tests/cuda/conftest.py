@@ -1,0 +1,37 @@
+"""Paths and the emulated launch, shared by the CUDA backend's tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import emulator  # noqa: E402  beside this file, which importlib mode does not put on the path
+
+from kdacore_cuda import runtime  # noqa: E402
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Launches run in the CPU emulator; the list collects the kernels' names."""
+    launched: list[str] = []
+
+    def launch(launcher: Any, grid: int, request: Any, like: Any, *values: Any) -> None:
+        launched.append(launcher.kernel.name)
+        cluster = dict(launcher.kernel.defines).get("CLUSTER", 1)
+        emulator.run(
+            launcher.kernel,
+            launcher.params,
+            values,
+            grid=grid,
+            threads=launcher.threads,
+            shared=launcher.shared,
+            cluster=cluster,
+        )
+
+    monkeypatch.setattr(runtime, "launch", launch)
+    return launched

@@ -1,0 +1,157 @@
+"""The recurrent kernel, emulated on the CPU, against the float64 oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cuda_calls import MODEL, O_BOUND, SAFE_MODEL, Draw, error, oracle, request_of
+
+from kdacore.types import Outputs, RecurrentInputs
+from kdacore_cuda import decode
+
+
+def draw(
+    B: int, T: int, H: int = 1, HV: int = 2, K: int = 64, V: int = 64, *, gate: str = "random", **more: Any
+) -> Any:
+    d = Draw(seed=B + T, **{k: more.pop(k) for k in ("dtype",) if k in more})
+    raw = gate in ("random", "init")
+    make = d.normal if raw else d.unit
+    fields = {
+        "q": make(B, T, H, K),
+        "k": make(B, T, H, K),
+        "v": d.normal(B, T, HV, V),
+        "beta": d.normal(B, T, HV) if raw else d.uniform(B, T, HV),
+        **d.gate(gate, B, T, HV, K),
+        **more,
+    }
+    return RecurrentInputs(**fields)
+
+
+def check(inputs: RecurrentInputs, bound: float = O_BOUND, **options: Any) -> Outputs:
+    given = None if inputs.initial_state is None else inputs.initial_state.clone()
+    request = request_of("fused_recurrent_kda", inputs, **options)
+    want = oracle(request, inputs._replace(initial_state=given))
+    got = decode.forward(request, inputs)
+    assert error(got.o, want.o) < bound
+    if request.output_final_state:
+        assert error(got.final_state, want.final_state) < bound
+    else:
+        assert got.final_state is None
+    return got
+
+
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_layouts_and_state_dtypes(
+    emulated: list[str], K: int, v_first: bool, state_dtype: torch.dtype
+) -> None:
+    state = torch.randn(2, 2, *((64, K) if v_first else (K, 64))).to(state_dtype)
+    check(draw(2, 1, K=K, initial_state=state), output_final_state=True, state_v_first=v_first, **SAFE_MODEL)
+    assert len(emulated) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(emulated: list[str], dtype: torch.dtype) -> None:
+    bound = 2e-5 if dtype == torch.float32 else O_BOUND
+    check(draw(1, 3, dtype=dtype, V=128), bound, output_final_state=True, **SAFE_MODEL)
+
+
+@pytest.mark.parametrize("gate", ["random", "init", "slow", "fast", "mixed"])
+def test_gates(emulated: list[str], gate: str) -> None:
+    options = MODEL if gate in ("random", "init") else {}
+    check(draw(1, 20, gate=gate), output_final_state=True, **options)
+
+
+def test_more_tokens_than_one_block_and_packed(emulated: list[str]) -> None:
+    for index in (torch.int32, torch.int64):
+        cu = torch.tensor([0, 17, 17, 18, 40], dtype=index)
+        inputs = draw(1, 40, cu_seqlens=cu, initial_state=torch.randn(4, 2, 64, 64))
+        check(inputs, output_final_state=True, **SAFE_MODEL)
+
+
+def test_negative_eigenvalues_and_scale(emulated: list[str]) -> None:
+    check(draw(1, 4), scale=0.3, allow_neg_eigval=True, **MODEL)
+
+
+def test_pool_in_place_touches_only_named_rows(emulated: list[str]) -> None:
+    pool = torch.randn(5, 2, 64, 64)
+    before = pool.clone()
+    inputs = draw(3, 2, initial_state=pool, state_indices=torch.tensor([4, -1, 1]))
+    request = request_of(
+        "fused_recurrent_kda", inputs, inplace_state=True, output_final_state=True, **SAFE_MODEL
+    )
+    want = oracle(request, inputs._replace(initial_state=before))
+    got = decode.forward(request, inputs)
+    assert got.final_state is pool
+    assert error(got.o, want.o) < O_BOUND
+    for row in (0, 2, 3):
+        assert torch.equal(pool[row], before[row])
+    assert error(pool, want.final_state) < O_BOUND
+
+
+def test_pool_rows_may_have_any_stride(emulated: list[str]) -> None:
+    base = torch.full((5, 3, 2, 64, 64), float("nan"))
+    base[:, 1] = torch.randn(5, 2, 64, 64)
+    pool = base[:, 1]
+    inputs = draw(2, 1, initial_state=pool, state_indices=torch.tensor([3, 0], dtype=torch.int32))
+    check(inputs, output_final_state=True, **SAFE_MODEL)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_accepted_tokens(emulated: list[str], inplace: bool) -> None:
+    pool = torch.randn(9, 2, 64, 64)
+    before = pool.clone()
+    inputs = draw(
+        3,
+        2,
+        initial_state=pool,
+        state_indices=torch.tensor([[8, 1, 0], [2, -1, 5], [3, 4, 6]]),
+        num_accepted_tokens=torch.tensor([3, 0, 1]),
+    )
+    request = request_of(
+        "fused_recurrent_kda", inputs, inplace_state=inplace, output_final_state=True, **SAFE_MODEL
+    )
+    want = oracle(request, inputs._replace(initial_state=before))
+    got = decode.forward(request, inputs)
+    assert error(got.o, want.o) < O_BOUND
+    assert error(got.final_state, want.final_state) < O_BOUND
+    if not inplace:
+        assert torch.equal(pool, before)
+
+
+def test_read_only(emulated: list[str]) -> None:
+    pool = torch.randn(2, 2, 64, 64)
+    before = pool.clone()
+    inputs = draw(2, 4, initial_state=pool, state_indices=torch.tensor([1, 0]))
+    check(inputs, read_only_state=True, **SAFE_MODEL)
+    assert torch.equal(pool, before)
+
+
+def test_out_and_strided_inputs(emulated: list[str]) -> None:
+    inputs = draw(2, 3)
+    wide = torch.randn(2, 3, 1, 3 * 64).to(torch.bfloat16)
+    out = torch.empty(2, 2, 3, 64, dtype=torch.bfloat16).transpose(1, 2)
+    inputs = inputs._replace(q=wide[..., :64], k=wide[..., 64:128], out=out)
+    got = check(inputs, **SAFE_MODEL)
+    assert got.o is out
+
+
+def test_scalar_gate(emulated: list[str]) -> None:
+    d = Draw(3)
+    inputs = RecurrentInputs(
+        q=d.normal(1, 3, 1, 64),
+        k=d.normal(1, 3, 1, 64),
+        v=d.normal(1, 3, 2, 64),
+        g=d.normal(1, 3, 2),
+        beta=d.normal(1, 3, 2),
+        A_log=d.uniform(2),
+        dt_bias=d.normal(2),
+    )
+    request = request_of("fused_recurrent_gated_delta_rule", inputs, output_final_state=True, **MODEL)
+    want = oracle(request, inputs)
+    got = decode.forward(request, inputs)
+    assert error(got.o, want.o) < O_BOUND
+    assert error(got.final_state, want.final_state) < O_BOUND

@@ -76,11 +76,23 @@ def _raw_gate(rng: Any, gates: str, shape: tuple[int, ...], HV: int, tail: tuple
         dt = np.exp(rng.uniform(np.log(1e-3), np.log(0.1), (HV, *tail)))
         bias = dt + np.log(-np.expm1(-dt))  # inverse softplus
         return {"g": 0.5 * rng.standard_normal(shape), "A_log": A_log, "dt_bias": bias}
-    return {
-        "g": rng.standard_normal(shape),
-        "A_log": A_log,
-        "dt_bias": 0.5 * rng.standard_normal((HV, *tail)),
-    }
+    bias = 0.5 * rng.standard_normal((HV, *tail))
+    if gates == "random":
+        return {"g": rng.standard_normal(shape), "A_log": A_log, "dt_bias": bias}
+    # The decays of _log_decay, as far as the bounded gate reaches them too.
+    x, a = _raw_extremes(rng, gates, shape)
+    return {"g": x - bias, "A_log": np.full(HV, np.log(a)), "dt_bias": bias}
+
+
+def _raw_extremes(rng: Any, gates: str, shape: tuple[int, ...]) -> tuple[Any, float]:
+    """``x`` and ``exp(A_log)`` whose gate is as ``gates`` says."""
+    if gates == "slow":
+        return np.log(1e-3 * rng.random(shape) + 1e-9), 1.0
+    if gates == "zero":
+        return np.full(shape, -30.0), 1.0
+    if gates == "floor":
+        return np.full(shape, 5.0), 1.0
+    return np.where(rng.random(shape) < 0.5, -30.0, 3.75), 16.0
 
 
 def _log_decay(rng: Any, gates: str, shape: tuple[int, ...]) -> Any:

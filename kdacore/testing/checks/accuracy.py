@@ -1,0 +1,83 @@
+"""Forward results against the float64 oracle; inputs and their surroundings untouched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kdacore.frameworks import adapter_of
+from kdacore.testing.bounds import Quantity, bound
+from kdacore.testing.cases import Case
+from kdacore.testing.compare import Findings
+from kdacore.testing.data import expected
+from kdacore.testing.invoke import forward, watched
+from kdacore.testing.place import arrays, place
+from kdacore.testing.signature import device_of, request_of
+
+_STATES = ("final_state", "checkpoints", "h")
+_ALWAYS_WIDE = ("log_decay", "gc")
+"""Results that are float32 whatever the inputs' dtype, from float32 arithmetic."""
+
+
+def accuracy(case: Case, findings: Findings) -> None:
+    """One call on poisoned memory: right values, right shapes, dtypes and device, nothing written."""
+    placed = place(case)
+    with watched(case, findings):
+        results = forward(case, arrays(placed))
+    for p in placed.values():
+        p.check(findings)
+    check_results(case, results, findings)
+
+
+def check_results(case: Case, results: dict[str, Any], findings: Findings, prefix: str = "") -> None:
+    """Results of the case's call against the oracle, within the contract's bounds."""
+    want = expected(case)
+    findings.require(
+        f"{prefix}results", set(results) == set(want), f"got {sorted(results)}, wanted {sorted(want)}"
+    )
+    for name in want:
+        if name in results:
+            check_form(case, name, results[name], findings, prefix)
+            findings.close(prefix + name, results[name], want[name], result_bound(case, name, results[name]))
+
+
+def result_bound(case: Case, name: str, result: Any) -> float:
+    """The bound of one result, by its name and dtype."""
+    where = device_of(case.kind, case.device)
+    quantity: Quantity = "state" if name in _STATES else "o"
+    dtype = _dtype(result)
+    if name in _ALWAYS_WIDE:
+        return case.factor * bound(quantity, where, dtype)
+    return case.factor * bound(quantity, where, case.dtype, dtype)
+
+
+def check_form(case: Case, name: str, result: Any, findings: Findings, prefix: str = "") -> None:
+    """Kind, device and dtype of one result."""
+    adapter = adapter_of(result)
+    kind = None if adapter is None else adapter.kind
+    findings.require(f"{prefix}{name} kind", kind == case.kind, f"a {type(result).__name__}, not {case.kind}")
+    if adapter is None or kind != case.kind:
+        return
+    on, where = adapter.device(result), device_of(case.kind, case.device)
+    findings.require(f"{prefix}{name} device", on == where, f"on {on}, not on {where}")
+    got, want = _dtype(result), result_dtypes(case, name)
+    findings.require(f"{prefix}{name} dtype", got in want, f"{got}, wanted {' or '.join(want)}")
+
+
+def result_dtypes(case: Case, name: str) -> tuple[str, ...]:
+    """The dtypes a result may have."""
+    request = request_of(case)
+    if name in ("final_state", "checkpoints"):
+        return (request.state_dtype,)
+    wide = "float64" if case.dtype == "float64" else "float32"
+    if name in _ALWAYS_WIDE:
+        return (wide,)
+    if case.family == "stage" and name != "o":
+        return tuple(dict.fromkeys((case.dtype, wide)))
+    if case.op == "kda_chunk_output":
+        return (case.stage_dtype or case.dtype,)
+    return (case.dtype,)
+
+
+def _dtype(x: Any) -> str:
+    adapter = adapter_of(x)
+    return "" if adapter is None else adapter.spec(x).dtype

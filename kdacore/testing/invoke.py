@@ -1,0 +1,155 @@
+"""Running a case's call on the backend it names, through the public functions wherever they can do it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import kdacore
+from kdacore import contract, selection, stages
+from kdacore.ops import DIFFERENTIABLE, OPS
+from kdacore.registry import REGISTRY
+from kdacore.testing.cases import Case
+from kdacore.testing.compare import Findings
+from kdacore.testing.data import named_results
+from kdacore.testing.signature import default_option
+from kdacore.types import OutputGrads
+
+Arrays = dict[str, Any]
+
+
+def public_function(case: Case) -> Callable[..., Any]:
+    """The public function of the case's op."""
+    return getattr(kdacore, case.op, None) or getattr(stages, case.op)  # type: ignore[no-any-return]
+
+
+def forward(case: Case, arrays: Arrays) -> dict[str, Any]:
+    """Results by name, absent ones left out.
+
+    Raises:
+        UnsupportedError: as the public function does; whatever the backend raises.
+    """
+    if case.mode == "jit":
+        return _jitted(case, arrays)
+    if case.mode == "compile":
+        return _compiled(case, arrays)
+    return _plain(case, arrays)
+
+
+def _plain(case: Case, arrays: Arrays) -> dict[str, Any]:
+    result = public_function(case)(**arrays, **dict(case.options), backend=case.backend)
+    return _named(case, result)
+
+
+def _named(case: Case, result: Any) -> dict[str, Any]:
+    if case.family in ("chunk", "recurrent"):
+        names = ("o", "final_state", "checkpoints")
+        return {n: x for n, x in zip(names, result, strict=False) if x is not None}
+    return named_results(case, result)
+
+
+def _jitted(case: Case, arrays: Arrays) -> dict[str, Any]:
+    import jax
+
+    fixed = {n: x for n, x in arrays.items() if not isinstance(x, jax.Array)}
+    traced = {n: x for n, x in arrays.items() if n not in fixed}
+    run = jax.jit(lambda given: _plain(case, {**given, **fixed}))
+    found: dict[str, Any] = run(traced)
+    return found
+
+
+def _compiled(case: Case, arrays: Arrays) -> dict[str, Any]:
+    """``aot_eager``: the graph is captured whole and run as it is, no code generator needed."""
+    import torch
+
+    function, given = public_function(case), {**dict(case.options), "backend": case.backend}
+
+    def call(arrays: Arrays) -> Any:
+        return function(**arrays, **given)
+
+    return _named(case, torch.compile(call, fullgraph=True, backend="aot_eager")(arrays))
+
+
+@contextlib.contextmanager
+def watched(case: Case, findings: Findings) -> Iterator[None]:
+    """Every call inside must have run on the case's backend: a test that passed through another proves nothing."""
+    with kdacore.record_selections() as ran:
+        yield
+    wrong = sorted({s.backend for s in ran} - {case.backend})
+    findings.require("ran on the backend", not wrong, f"ran on {', '.join(wrong)}")
+    findings.require("went through dispatch", bool(ran), "no call was dispatched")
+
+
+# --- gradients -----------------------------------------------------------------------------------------------------
+
+
+def gradients(
+    case: Case, arrays: Arrays, grads: OutputGrads, *, recompute: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Results, and gradients by argument, of ``sum(o * grads.o) + sum(final_state * grads.final_state)``.
+
+    torch goes through autograd and JAX through ``jax.vjp`` where the backend can be traced. NumPy cannot
+    differentiate, so there (and with ``recompute``, which hands the backward no residuals, as compiled graphs do)
+    the forced backend's own functions are called.
+    """
+    if recompute or case.kind == "numpy":
+        return _direct(case, arrays, grads, recompute)
+    if case.kind == "torch":
+        return _autograd(case, arrays, grads)
+    if REGISTRY.get(case.backend).backend.traceable:
+        return _vjp(case, arrays, grads)
+    return _direct(case, arrays, grads, recompute)
+
+
+def _differentiable(case: Case, arrays: Arrays) -> list[str]:
+    return [n for n in DIFFERENTIABLE if n in arrays]
+
+
+def _autograd(case: Case, arrays: Arrays, grads: OutputGrads) -> tuple[dict[str, Any], dict[str, Any]]:
+    import torch
+
+    names = _differentiable(case, arrays)
+    given = {n: x.detach().requires_grad_() if n in names else x for n, x in arrays.items()}
+    results = forward(case, given)
+    first = results["log_decay" if case.family == "gate" else "o"]
+    outputs, weights = [first], [grads.o]
+    if grads.final_state is not None:
+        outputs.append(results["final_state"])
+        weights.append(grads.final_state)
+    found = torch.autograd.grad(outputs, [given[n] for n in names], weights)
+    return {n: x.detach() for n, x in results.items()}, dict(zip(names, found, strict=True))
+
+
+def _vjp(case: Case, arrays: Arrays, grads: OutputGrads) -> tuple[dict[str, Any], dict[str, Any]]:
+    import jax
+
+    names = _differentiable(case, arrays)
+
+    def call(*given: Any) -> Any:
+        results = _plain(case, {**arrays, **dict(zip(names, given, strict=True))})
+        first = results["log_decay" if case.family == "gate" else "o"]
+        return (first, results.get("final_state")), results
+
+    inputs = tuple(arrays[n] for n in names)
+    _, pull, results = jax.vjp(jax.jit(call) if case.mode == "jit" else call, *inputs, has_aux=True)
+    return results, dict(zip(names, pull((grads.o, grads.final_state)), strict=True))
+
+
+def _direct(
+    case: Case, arrays: Arrays, grads: OutputGrads, recompute: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    opdef = OPS[case.op]
+    inputs = opdef.inputs(*(arrays.get(n) for n in opdef.arrays))
+    given = dict(case.options)
+    values = tuple(given.get(n, default_option(n)) for n in opdef.options)
+    request, _ = contract.build_request(opdef, inputs, values, needs_grad=True)
+    chosen = selection.select(request, selection.Policy(case.backend, (), "backend="))
+    impl = REGISTRY.get(chosen.backend).backend.ops[case.op]
+    outcome = impl.forward(request, inputs)
+    saved = () if recompute or case.family == "gate" else outcome.saved
+    if impl.backward is None:
+        raise RuntimeError(f"{case.backend} was selected for a gradient it cannot compute")
+    found = impl.backward(request, inputs, saved, grads.o if case.family == "gate" else grads)
+    named = {n: x for n, x in found._asdict().items() if x is not None}
+    return named_results(case, outcome), named

@@ -1,0 +1,116 @@
+"""Arrays with poison around them: what lies next to an input must neither be read into a result nor written."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kdacore.ops import HOST_ARGUMENTS, INDEX_ARGUMENTS
+from kdacore.testing.cases import Case, Layout
+from kdacore.testing.compare import Findings, bits
+from kdacore.testing.data import Values, host_values
+from kdacore.testing.inputs import to_kind
+from kdacore.testing.pools import POOLS
+from kdacore.testing.signature import signature
+
+_GUARD = 256
+"""Guard sizes are a multiple of this, so that a contiguous array stays as aligned as a fresh one."""
+_MOST_GUARD = 1 << 16
+
+
+@dataclass
+class Placed:
+    """One argument: the array the backend gets, and the poisoned memory it lies in (None for JAX)."""
+
+    name: str
+    view: Any
+    memory: Any
+    before: bytes
+    take: Any
+    """Cuts the view out of such a memory."""
+
+    def check(self, findings: Findings, *, written: bool = False) -> None:
+        """Nothing was changed; of a ``written`` argument, nothing around it."""
+        if self.memory is None:
+            findings.require(f"{self.name} unchanged", bits(self.view) == self.before, "it was changed")
+            return
+        if not written:
+            findings.require(
+                f"{self.name} unchanged", bits(self.memory) == self.before, "it or its surroundings changed"
+            )
+            return
+        was = np.frombuffer(bytearray(self.before), np.uint8)
+        now = np.frombuffer(bits(self.memory), np.uint8)
+        size = was.size // max(1, math.prod(self.memory.shape))
+        inside = self.take(np.arange(was.size // size).reshape(self.memory.shape)).reshape(-1)
+        outside = np.ones(was.size // size, bool)
+        outside[inside] = False
+        same = was.reshape(-1, size)[outside] == now.reshape(-1, size)[outside]
+        findings.require(f"around {self.name}", bool(same.all()), "memory around it was written")
+
+
+def place(case: Case, values: Values | None = None) -> dict[str, Placed]:
+    """The case's arrays, of its kind, on its device, laid out as it says."""
+    values = host_values(case) if values is None else values
+    specs = signature(case)
+    return {name: place_one(case, name, x, specs[name].dtype) for name, x in values.items()}
+
+
+def place_one(case: Case, name: str, x: Any, dtype: str) -> Placed:
+    """One array. ``x``: its values."""
+    if case.kind == "jax":
+        host = name in HOST_ARGUMENTS
+        view = to_kind(x, "numpy" if host else "jax", dtype, case.device)
+        return Placed(name, view, None, bits(view), None)
+    layout: Layout = case.layout if x.ndim > 1 and name not in INDEX_ARGUMENTS else "contiguous"
+    if name == "initial_state" and case.pool:
+        shape, take = _pool_memory(x.shape, case)
+    else:
+        shape, take = _memory(x.shape, layout)
+    memory = _poison(shape, name, dtype)
+    take(memory)[...] = x
+    device = "cpu" if name in HOST_ARGUMENTS else case.device
+    made = to_kind(memory, case.kind, dtype, device)
+    return Placed(name, take(made), made, bits(made), take)
+
+
+def _poison(shape: tuple[int, ...], name: str, dtype: str) -> Any:
+    """NaN and huge numbers in turn; for indices a valid number, since a wild one would end the process."""
+    if name in INDEX_ARGUMENTS:
+        return np.full(shape, 2, np.int64)
+    memory = np.full(math.prod(shape), np.nan)
+    memory[1::2] = 6e4 if dtype == "float16" else 1e30
+    return memory.reshape(shape)
+
+
+def _memory(shape: tuple[int, ...], layout: Layout) -> tuple[tuple[int, ...], Any]:
+    """Shape of the memory, and how to cut the array out of it (NumPy and torch alike)."""
+    if layout == "padded":
+        inner = tuple(slice(1, 1 + n) for n in shape)
+        return tuple(n + 2 for n in shape), lambda m: m[inner]
+    if layout == "stepped":
+        return (*shape[:-1], 2 * shape[-1]), lambda m: m[..., ::2]
+    if layout == "transposed" and len(shape) > 2:
+        swapped = (shape[0], shape[2], shape[1] + 1, *shape[3:])
+        return swapped, lambda m: m[:, :, : shape[1]].swapaxes(1, 2)
+    size = math.prod(shape)
+    guard = min(_MOST_GUARD, 64 * math.prod(shape[2:]))
+    guard = -(-guard // _GUARD) * _GUARD
+    return (size + 2 * guard,), lambda m: m[guard : guard + size].reshape(shape)
+
+
+def _pool_memory(shape: tuple[int, ...], case: Case) -> tuple[tuple[int, ...], Any]:
+    """A pool: rows one after another, or with another cache's memory between them."""
+    if not POOLS[case.pool].strided:
+        return _memory(shape, "contiguous")
+    row = math.prod(shape[1:])
+    wide = 3 * row + 5
+    return (shape[0] + 1, wide), lambda m: m[: shape[0], 5 : 5 + row].reshape(shape)
+
+
+def arrays(placed: dict[str, Placed]) -> dict[str, Any]:
+    """What the backend gets."""
+    return {name: p.view for name, p in placed.items()}

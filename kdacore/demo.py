@@ -37,7 +37,7 @@ BOUND = 2e-5
 """Contract, section 4: float32 inputs against float64."""
 SPLIT_BOUND = 2 * BOUND
 """Two results, each within BOUND of the truth, are within twice that of one another."""
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "use_qk_l2norm_in_kernel": True,
     "use_gate_in_kernel": True,
     "use_beta_sigmoid_in_kernel": True,
@@ -112,11 +112,11 @@ def _demo(out: Any, text: bytes, tail: int, backend: str | None) -> int:
             1, ("state against the float64 oracle", relative_error(state, expected.final_state), BOUND)
         )
     failed = [error for _, error, bound in checks if not error <= bound]
-    rows = [
+    verdicts = [
         (what, f"{error:.1e}", f"{bound:.0e}", "ok" if error <= bound else "FAILED")
         for what, error, bound in checks
     ]
-    out.print(report.table(("relative error", "measured", "bound", ""), rows))
+    out.print(report.table(("relative error", "measured", "bound", ""), verdicts))
     if checked < len(text):
         out.print(f"  the oracle read the first {checked} tokens\n")
     out.print("prefill + decode is NOT one pass" if failed else "prefill + decode equals one pass")

@@ -33,18 +33,20 @@ DISTRIBUTIONS = (
 )
 
 _TORCH = """
-import json, sys, torch
+import json, torch
+from kdacore.device import torch_device
 out = {"cuda": torch.version.cuda or "", "hip": torch.version.hip or "", "devices": []}
 if torch.cuda.is_available():
     for i in range(torch.cuda.device_count()):
-        p = torch.cuda.get_device_properties(i)
-        arch = p.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{p.major}{p.minor}"
-        out["devices"].append([p.name, arch, p.total_memory])
+        p, d = torch.cuda.get_device_properties(i), torch_device("cuda", i)
+        out["devices"].append([d.type, d.arch, f"{p.name} ({d.arch}, {p.total_memory / 2**30:.0f} GiB)"])
 print("\\n" + json.dumps(out))
 """
 _JAX = """
 import json, jax
-print("\\n" + json.dumps({"devices": [[d.platform, d.device_kind] for d in jax.devices()]}))
+from kdacore.device import jax_device
+found = [(d, jax_device(d)) for d in jax.devices()]
+print("\\n" + json.dumps({"devices": [[d.type, d.arch, raw.device_kind] for raw, d in found]}))
 """
 
 
@@ -99,7 +101,7 @@ def probe() -> Machine:
         torch_row, torch_found = torch.result()
         jax_row, jax_found = jax.result()
         rows = (*_host(), driver.result(), nvcc.result(), torch_row, jax_row)
-    devices = _torch_devices(torch_found) + _jax_devices(jax_found)
+    devices = _accelerators("torch", torch_found) + _accelerators("jax", jax_found)
     frameworks = ("numpy", *(name for name, found in (("torch", torch_found), ("jax", jax_found)) if found))
     return Machine(rows, devices, frameworks)
 
@@ -130,12 +132,19 @@ def _cpu_name() -> str:
 def child(code: str, seconds: float = CHILD_SECONDS) -> tuple[Any, str]:
     """Run Python code in a child; its last line of output is JSON. Returns the value, or None and what went wrong."""
     try:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds)
+        done = start(code, [], seconds)
     except subprocess.TimeoutExpired:
         return None, f"no answer within {seconds:g} s"
     except OSError as error:
         return None, f"cannot start a child process: {error}"
     return decode(done.returncode, done.stdout, done.stderr)
+
+
+def start(code: str, words: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a child that imports from where this process does."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", code, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env)
 
 
 def decode(status: int, out: str, err: str) -> tuple[Any, str]:
@@ -157,34 +166,21 @@ def _framework(name: str, code: str) -> tuple[Row, dict[str, Any] | None]:
         return Row(name, "not installed"), None
     found, problem = child(code)
     if problem:
-        return Row(name, "installed, does not work", f"{name} {version_of(name)} fails to import: {problem}"), None
+        return Row(
+            name, "installed, does not work", f"{name} {version_of(name)} fails to import: {problem}"
+        ), None
+    seen = ", ".join(text for _, _, text in found["devices"])
     if name == "jax":
-        seen = ", ".join(f"{platform} ({kind})" for platform, kind in found["devices"])
         return Row(name, f"devices: {seen}"), found
-    built = f"CUDA {found['cuda']}" if found["cuda"] else f"HIP {found['hip']}" if found["hip"] else "CPU only"
-    seen = ", ".join(f"{n} ({arch}, {m / 2**30:.0f} GiB)" for n, arch, m in found["devices"]) or "no GPU"
-    return Row(name, f"built for {built}; {seen}"), found
+    built = (
+        f"CUDA {found['cuda']}" if found["cuda"] else f"HIP {found['hip']}" if found["hip"] else "CPU only"
+    )
+    return Row(name, f"built for {built}; {seen or 'no GPU'}"), found
 
 
-def _torch_devices(found: dict[str, Any] | None) -> tuple[Accelerator, ...]:
-    if not found:
-        return ()
-    kind = "rocm" if found["hip"] else "cuda"
-    return tuple(Accelerator("torch", kind, arch, name) for name, arch, _ in found["devices"])
-
-
-def _jax_devices(found: dict[str, Any] | None) -> tuple[Accelerator, ...]:
-    if not found:
-        return ()
-    from kdacore.device import _TPU_GENERATIONS
-
-    devices = []
-    for kind, name in found["devices"]:
-        if kind != "cpu":
-            devices.append(
-                Accelerator("jax", "cuda" if kind == "gpu" else kind, _TPU_GENERATIONS.get(name, ""), name)
-            )
-    return tuple(devices)
+def _accelerators(kind: str, found: dict[str, Any] | None) -> tuple[Accelerator, ...]:
+    devices = found["devices"] if found else []
+    return tuple(Accelerator(kind, type_, arch, name) for type_, arch, name in devices if type_ != "cpu")
 
 
 def _driver() -> Row:

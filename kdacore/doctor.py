@@ -1,0 +1,226 @@
+"""``kdacore doctor``: what is here, what works, what does not and why, and the line that would make it so.
+
+The report is one dictionary; ``--json`` prints it and the text is rendered from it, so the two say the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from kdacore import callargs, callspec, config, doctor_selfcheck, features, machine, report
+from kdacore.errors import ConfigError
+from kdacore.machine import Machine
+from kdacore.registry import REGISTRY, PluginRecord, Registered, missing
+
+SCHEMA = 1
+"""Version of the report's layout; raised when a field changes its meaning or goes away."""
+BY_HAND = "(registered by hand)"
+
+Report = dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--no-selfcheck", action="store_true", help="do not run the backends against the oracle"
+    )
+    callargs.add_arguments(parser, required=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    from kdacore.doctor_text import render
+
+    call = callargs.call_of(args) if args.op or args.shape else None
+    found = collect(selfchecks=not args.no_selfcheck, call=call, backend=args.backend)
+    if args.json:
+        print(json.dumps(found, indent=1))
+    else:
+        render(found, report.console())
+    status: int = found["exit"]
+    return status
+
+
+def collect(
+    *, selfchecks: bool = True, call: callspec.CallSpec | None = None, backend: str | None = None
+) -> Report:
+    """Look at everything. ``problems`` is empty exactly when ``exit`` is 0."""
+    problems: list[dict[str, str]] = []
+
+    def problem(where: str, what: str) -> None:
+        problems.append({"where": where, "what": what})
+
+    with _readable_environment() as faults:
+        for fault in faults:
+            problem(f"environment variable {fault.variable}", f"is {fault.got!r}; wanted {fault.want}")
+        where = machine.probe()
+        for row in where.rows:
+            if row.problem:
+                problem(row.name, row.problem)
+        found: Report = {
+            "schema": SCHEMA,
+            "machine": [dataclasses.asdict(row) for row in where.rows],
+            "versions": [dataclasses.asdict(row) for row in machine.versions()],
+            "environment": _environment({f.variable: f for f in faults}, problem),
+            "plugins": [_plugin(p, problem) for p in REGISTRY.plugins()],
+        }
+        registered = list(REGISTRY.backends().values())
+        found["backends"] = [_backend(r, where, problem) for r in registered]
+        found["features"] = _features(registered, where, problem)
+        found["caches"] = _caches()
+        available = {b["name"] for b in found["backends"] if b["status"] == "available"}
+        usable = [r for r in registered if r.backend.name in available]
+        found["selfchecks"] = _selfchecks(usable, where, problem) if selfchecks else []
+        found["selfchecks_run"] = selfchecks
+        found["checks"] = _plugin_checks(problem)
+        if call is not None:
+            found["call"] = callargs.selection_dict(callspec.explain(call, backend))
+    found["problems"] = problems
+    found["exit"] = report.BROKEN if problems else report.OK
+    return found
+
+
+@contextlib.contextmanager
+def _readable_environment() -> Iterator[list[ConfigError]]:
+    """Set variables that cannot be parsed aside, so that everything else can still be looked at."""
+    aside: dict[str, str] = {}
+    faults: list[ConfigError] = []
+    try:
+        while True:
+            try:
+                config.refresh() if faults else config.get()
+                break
+            except ConfigError as error:
+                faults.append(error)
+                aside[error.variable] = os.environ.pop(error.variable)
+        yield faults
+    finally:
+        os.environ.update(aside)
+
+
+def _environment(faults: dict[str, ConfigError], problem: Any) -> list[dict[str, str]]:
+    rows = []
+    for name, meaning in config.VARIABLES.items():
+        value = faults[name].got if name in faults else os.environ.get(name)
+        if value is not None:
+            rows.append({"name": name, "value": value, "meaning": meaning})
+    for name in config.get().backend:
+        if name not in REGISTRY.backends():
+            problem("environment variable KDACORE_BACKEND", f"names {name!r}, which is no backend here")
+    unknown = sorted(n for n in os.environ if n.startswith("KDACORE_") and n not in config.VARIABLES)
+    rows += [{"name": n, "value": os.environ[n], "meaning": "not a variable kdacore reads"} for n in unknown]
+    return rows
+
+
+def _plugin(record: PluginRecord, problem: Any) -> dict[str, Any]:
+    status = "disabled" if record.disabled else "problem" if record.problem else "ok"
+    if record.problem:
+        problem(f"plugin {record.name} ({record.distribution})", record.problem)
+    return {
+        "name": record.name,
+        "distribution": record.distribution,
+        "status": status,
+        "milliseconds": round(record.seconds * 1e3, 1),
+        "backends": list(record.backends),
+        "problem": record.problem,
+        "detail": record.detail,
+    }
+
+
+def _backend(registered: Registered, where: Machine, problem: Any) -> dict[str, Any]:
+    backend = registered.backend
+    gone: list[tuple[str, str, str]] = []
+    status = "available"
+    try:
+        gone = missing(backend)
+    except Exception as error:  # noqa: BLE001  a probe may fail in any way; its traceback is the finding
+        status = "problem"
+        problem(f"backend {backend.name}", f"a probe raised {error!r}\n{traceback.format_exc()}")
+    if gone:
+        status = "not available"
+    arch = {a.arch for a in where.accelerators if a.type in backend.device_types}
+    hardware = {}
+    for op, impl in backend.ops.items():
+        named = sorted(impl.verified_archs)
+        here = "*" in named or (bool(arch) and arch <= impl.verified_archs)
+        hardware[op] = {
+            "verified_on": named,
+            "here": "verified" if here else "compiled only" if arch else "no device",
+        }
+    return {
+        "name": backend.name,
+        "version": backend.version,
+        "distribution": registered.distribution,
+        "status": status,
+        "summary": backend.summary,
+        "kinds": list(backend.kinds),
+        "places": [str(p) for p in features.places_of(backend, where)],
+        "missing": [{"name": n, "what": what, "remedy": remedy} for n, what, remedy in gone],
+        "ops": hardware,
+    }
+
+
+def _features(registered: list[Registered], where: Machine, problem: Any) -> list[dict[str, Any]]:
+    answers, raised = features.matrix(registered, where)
+    for message in raised:
+        problem("verifier", message)
+    return [
+        {"op": a.op, "feature": a.feature, "backend": a.backend, "answer": a.text, "on": list(a.on)}
+        for a in answers
+    ]
+
+
+def _caches() -> list[dict[str, Any]]:
+    root = config.get().cache_dir
+    folders = [root, *sorted(p for p in root.iterdir() if p.is_dir())] if root.is_dir() else [root]
+    return [_folder(path) for path in folders]
+
+
+def _folder(path: Path) -> dict[str, Any]:
+    files = size = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):  # it may go away while being looked at
+                size += os.lstat(os.path.join(folder, name)).st_size
+                files += 1
+    state = "absent" if not path.is_dir() else "writable" if os.access(path, os.W_OK) else "read-only"
+    return {"path": str(path), "state": state, "files": files, "bytes": size}
+
+
+def _selfchecks(usable: list[Registered], where: Machine, problem: Any) -> list[dict[str, Any]]:
+    def check(r: Registered) -> list[doctor_selfcheck.Check]:
+        return doctor_selfcheck.run(r, where, in_child=r.distribution != BY_HAND)
+
+    with ThreadPoolExecutor(2) as pool:
+        rows = [row for rows in pool.map(check, usable) for row in rows]
+    for row in rows:
+        if row.status != "ok":
+            said = row.detail or f"relative error {row.error:.1e}, bound {row.bound:.0e}"
+            place = f" on {row.place}" if row.place else ""
+            problem(
+                f"backend {row.backend}", f"self-check of {row.op}{place} ({row.call}): {row.status}: {said}"
+            )
+    return [dataclasses.asdict(row) for row in rows]
+
+
+def _plugin_checks(problem: Any) -> list[dict[str, Any]]:
+    """The rows plugins add; one that raises is a row of its own and silences nobody else."""
+    rows: list[dict[str, Any]] = []
+    for hook in REGISTRY.hooks().kdacore_doctor_checks.get_hookimpls():
+        try:
+            given = [(str(name), bool(passed), str(detail)) for name, passed, detail in hook.function()]
+        except Exception as error:  # noqa: BLE001  as above
+            given = [("kdacore_doctor_checks", False, f"raised {error!r}\n{traceback.format_exc()}")]
+        for name, passed, detail in given:
+            rows.append({"plugin": hook.plugin_name, "name": name, "passed": passed, "detail": detail})
+            if not passed:
+                problem(f"plugin {hook.plugin_name}", f"check {name!r} failed: {detail}")
+    return rows

@@ -1,0 +1,209 @@
+"""The op x feature matrix: what each backend serves, asked of its own verifiers on representative calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kdacore import callspec, config, selection
+from kdacore.callspec import CallSpec
+from kdacore.machine import Accelerator, Machine
+from kdacore.ops import OPS
+from kdacore.registry import Registered
+from kdacore.types import ArrayKind, Backend, Request
+
+USUAL_ARCH = {"cuda": "sm_90", "rocm": "gfx942", "tpu": "v5e"}
+"""Asked about when this machine has no such device and ``KDACORE_ARCH`` names none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a call could run: an array library and a device."""
+
+    kind: ArrayKind
+    device: str = "cpu"
+    arch: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.kind, self.device, self.arch)))
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Something a call may ask for, as a change to a plain call."""
+
+    name: str
+    change: dict[str, Any] = field(hash=False)
+    families: tuple[str, ...] = ("chunk", "recurrent")
+    kinds: tuple[ArrayKind, ...] = ("numpy", "torch", "jax")
+    ops: tuple[str, ...] = ()
+    """Only these ops, when given."""
+
+    def applies(self, op: str) -> bool:
+        return OPS[op].family in self.families and (not self.ops or op in self.ops)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one backend said about one feature of one op."""
+
+    op: str
+    feature: str
+    backend: str
+    on: tuple[str, ...]
+    """The places it serves."""
+    codes: tuple[str, ...]
+    """Reason codes where it does not."""
+    text: str
+    """``yes``, ``no: codes``, the places it serves, or ``-`` where the question does not arise."""
+
+
+_ALL = ("chunk", "recurrent", "gate", "stage")
+_HEADED = ("kda_chunk_intra", "kda_recompute_w_u", "delta_rule_chunk_state", "kda_chunk_output")
+_UNBOUNDED = {"gate": "softplus", "lower_bound": None, "safe_gate": False}
+_SAFE = {"gate": "sigmoid", "lower_bound": -5.0, "safe_gate": True}
+
+FEATURES: tuple[Feature, ...] = (
+    Feature("bfloat16", {"dtype": "bfloat16"}, _ALL),
+    Feature("float16", {"dtype": "float16"}, _ALL),
+    Feature("float32", {"dtype": "float32"}, _ALL),
+    Feature("float64", {"dtype": "float64"}, _ALL),
+    Feature("safe gate", _SAFE),
+    Feature("unbounded gate", _UNBOUNDED),
+    Feature("bounded gate below -5", {**_SAFE, "lower_bound": -20.0, "safe_gate": False}),
+    Feature("log decay given", {"gate": "log", "lower_bound": None, "safe_gate": False}),
+    Feature("bounded gate", {"gate": "sigmoid", "lower_bound": -5.0}, ("gate",)),
+    Feature("unbounded gate", {"gate": "softplus", "lower_bound": None}, ("gate",)),
+    Feature("q and k normalised", {"l2norm": True}),
+    Feature("beta logits", {"beta_sigmoid": True}),
+    Feature("negative eigenvalues", {"beta_sigmoid": True, "neg_eigval": True}),
+    Feature("grouped heads (GVA)", {"HV": 4}, ("chunk", "recurrent")),
+    Feature("grouped heads (GVA)", {"HV": 4}, ("stage",), ops=_HEADED[:2] + _HEADED[3:]),
+    Feature("packed sequences", {"B": 1, "sequences": 3}, ("chunk", "recurrent", "stage")),
+    Feature("gradients", {"grad": True}, ("chunk", "recurrent", "gate"), ("torch",)),
+    Feature("jit, vmap and grad", {"traced": True}, ("chunk", "recurrent", "gate"), ("jax",)),
+    Feature("initial state", {"initial_state": "float32"}),
+    Feature("bfloat16 state", {"initial_state": "bfloat16"}),
+    Feature("state_v_first", {"state_v_first": True, "initial_state": "float32"}),
+    Feature("checkpoints", {"checkpoint_every": 64}, ("chunk",)),
+    Feature("disable_recompute", {"disable_recompute": True, "grad": True}, ("chunk",), ("torch",)),
+    Feature("16 tokens a sequence", {"T": 16}, ("recurrent",)),
+    Feature("long sequences", {"T": 1024}, ("recurrent",)),
+    Feature("state pool", {"pool": 8}, ("recurrent",)),
+    Feature("in-place pool", {"pool": 8, "inplace_state": True}, ("recurrent",)),
+    Feature("accepted tokens", {"T": 4, "pool": 32, "accepted": True, "inplace_state": True}, ("recurrent",)),
+    Feature(
+        "read-only pool",
+        {"T": 4, "pool": 8, "read_only_state": True, "final_state": False},
+        ("recurrent",),
+    ),
+    Feature("out given", {"out": True}, ("recurrent",), ("numpy", "torch")),
+    *(Feature(f"K = V = {n}", {"K": n, "V": n}) for n in (16, 64, 128, 256)),
+    Feature("K = 60, V = 100", {"K": 60, "V": 100}),
+    *(Feature(f"chunks of {n}", {"chunk_size": n}, ("stage",)) for n in (16, 32, 64)),
+)
+
+_PLAIN: dict[str, tuple[dict[str, Any], ...]] = {
+    # A backend may be narrow: a feature counts as served when any of these plain calls with it is.
+    "chunk": (
+        {**_SAFE, "dtype": "bfloat16", "l2norm": True, "beta_sigmoid": True, "final_state": True},
+        {**_SAFE, "dtype": "float32", "l2norm": True, "beta_sigmoid": True, "final_state": True},
+        {"dtype": "bfloat16"},
+        {"dtype": "float32"},
+    ),
+    "gate": (
+        {"gate": "sigmoid", "lower_bound": -5.0},
+        {"gate": "sigmoid", "lower_bound": -5.0, "dtype": "bfloat16"},
+    ),
+    "stage": ({"dtype": "bfloat16"}, {"dtype": "float32"}),
+}
+
+
+def plain_calls(op: str) -> tuple[CallSpec, ...]:
+    """Calls of an op that ask for nothing special."""
+    family = OPS[op].family
+    if family == "recurrent":
+        return tuple(CallSpec(op=op, B=4, T=1, **{"final_state": True, **c}) for c in _PLAIN["chunk"])
+    return tuple(CallSpec(op=op, **c) for c in _PLAIN[family])
+
+
+def places_of(backend: Backend, machine: Machine) -> tuple[Place, ...]:
+    """Where a backend claims to run: this machine's devices, and the usual ones of the types it declares."""
+    found: list[Place] = []
+    for kind in backend.kinds:
+        types = {"cpu"} | {a.type for a in machine.accelerators if a.kind == kind}
+        if "*" not in backend.device_types:
+            types = set(backend.device_types) if kind != "numpy" else types & set(backend.device_types)
+        found += [Place(kind, t, arch_of(t, kind, machine.accelerators)) for t in sorted(types)]
+    return tuple(p for p in found if p.kind != "jax" or p.device != "rocm")
+
+
+def arch_of(device: str, kind: str, accelerators: Iterable[Accelerator]) -> str:
+    """The architecture to ask about: the one present, else ``KDACORE_ARCH``, else the usual one."""
+    if device == "cpu":
+        return ""
+    here = [a.arch for a in accelerators if a.type == device and a.kind == kind]
+    return (here or [config.get().arch or USUAL_ARCH.get(device, "")])[0]
+
+
+def at(call: CallSpec, place: Place) -> CallSpec:
+    """The call, at a place."""
+    return dataclasses.replace(call, kind=place.kind, device=place.device, arch=place.arch)
+
+
+def request_of(call: CallSpec) -> Request:
+    """The call's request; a traced call is one that JAX may go on to differentiate."""
+    request = callspec.request(call)
+    return dataclasses.replace(request, traced=True) if call.traced else request
+
+
+def capable(registered: Registered) -> Registered:
+    """The backend as if all it requires were installed: the matrix shows what it could do."""
+    return dataclasses.replace(registered, backend=dataclasses.replace(registered.backend, requirements=()))
+
+
+def matrix(backends: Iterable[Registered], machine: Machine) -> tuple[list[Answer], list[str]]:
+    """Every answer, and the verifiers that raised instead of answering."""
+    answers: list[Answer] = []
+    raised: list[str] = []
+    for registered in backends:
+        able, places = capable(registered), places_of(registered.backend, machine)
+        for op in OPS:
+            if op in registered.backend.ops:
+                answers += [_ask(able, op, f, places, raised) for f in FEATURES if f.applies(op)]
+    return answers, list(dict.fromkeys(raised))
+
+
+def _ask(able: Registered, op: str, feature: Feature, places: tuple[Place, ...], raised: list[str]) -> Answer:
+    name = able.backend.name
+    asked = [p for p in places if p.kind in feature.kinds]
+    on: list[str] = []
+    codes: list[str] = []
+    for place in asked:
+        refusals = [
+            _refusal(able, at(dataclasses.replace(c, **feature.change), place), raised)
+            for c in plain_calls(op)
+        ]
+        if any(not refusal for refusal in refusals):
+            on.append(str(place))
+        else:
+            codes += sorted(refusals, key=len)[0]
+    codes = list(dict.fromkeys(codes))
+    text = (
+        "-" if not asked else "yes" if len(on) == len(asked) else ", ".join(on) or f"no: {', '.join(codes)}"
+    )
+    return Answer(op, feature.name, name, tuple(on), tuple(codes), text)
+
+
+def _refusal(able: Registered, call: CallSpec, raised: list[str]) -> list[str]:
+    """Reason codes, none when the backend serves the call."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a raising verifier is reported by its reason below
+        candidate = selection.judge(able, request_of(call))
+    raised += [
+        f"backend {able.backend.name}: {r.message}" for r in candidate.reasons if r.code == "verifier_error"
+    ]
+    return [reason.code for reason in candidate.reasons]

@@ -56,6 +56,22 @@ def put(array: Array, where: Any, values: Array) -> Array:
     return array
 
 
+def multiply_at(array: Array, where: Any, factor: Array) -> Array:
+    """``array`` after ``array[where] *= factor``, as :func:`put`."""
+    if is_jax(array):
+        return array.at[where].multiply(factor)
+    array[where] *= factor
+    return array
+
+
+def add_at(array: Array, where: Any, values: Array) -> Array:
+    """``array`` after ``array[where] += values``, as :func:`put`."""
+    if is_jax(array):
+        return array.at[where].add(values)
+    array[where] += values
+    return array
+
+
 def dense(array: Array) -> Array:
     """The same values in row-major order; the array itself when it is that already."""
     xp = array_namespace(array)

@@ -3,7 +3,7 @@
 With ``P = tril(beta k k^T, -1)`` decayed and ``T = (I + P)^-1``, a chunk that starts from state ``S`` computes
 
     fresh = T (beta (v - k_start S))        the values the delta rule really writes
-    o     = q_start S + qk fresh
+    o     = scale (q_start S + qk fresh)
     S'    = total S + k_end^T fresh
 
 where ``k_start``, ``q_start`` and ``k_end`` carry the decay from the chunk's start or to its end.
@@ -20,7 +20,7 @@ from kdacore_reference.arrays import cast, plain, put
 from kdacore_reference.intra import interact
 from kdacore_reference.parallel import run_units
 from kdacore_reference.plan import CHUNK, Slab, Unit, chunk_count, plan_units
-from kdacore_reference.sequences import Sequence, sequences_of
+from kdacore_reference.sequences import sequences_of
 from kdacore_reference.tokens import Flat, empty_rows, flatten, scatter, slab_tokens
 
 BLOCKS = 32
@@ -73,17 +73,20 @@ class ForwardRun:
 
     def unit(self, unit: Unit) -> None:
         """Scans the unit's sequences in lock step, slab after slab."""
-        numbers = [s.n for s in unit.sequences]
-        heads = unit.value_heads
+        S = self.xp.stack([self.final[s.n, unit.value_heads, ...] for s in unit.sequences], axis=0)
         H = unit.heads.stop - unit.heads.start
-        S = self.xp.stack([self.final[n, heads, ...] for n in numbers], axis=0)
-        shape = S.shape
-        S = self.xp.reshape(S, (len(numbers), H, -1, *shape[2:]))
+        S = self.xp.reshape(S, (S.shape[0], H, -1, *S.shape[2:]))
         for slab in unit.slabs:
             S = self._slab(unit, slab, S)
-        S = self.xp.reshape(S, shape)
-        for i, n in enumerate(numbers):
-            self.final = put(self.final, (n, heads), S[i, ...])
+        self._finish(unit, S, 0)
+
+    def _finish(self, unit: Unit, S: Array, running: int) -> Array:
+        """Puts away the states of the sequences that end here; returns those of the ``running`` first."""
+        count = S.shape[0]
+        for i, s in enumerate(unit.sequences[running:count], start=running):
+            state = self.xp.reshape(S[i, ...], (-1, *S.shape[-2:]))
+            self.final = put(self.final, (s.n, unit.value_heads), state)
+        return S if count == running else self.xp.asarray(S[:running, ...], copy=True)
 
     def _slab(self, unit: Unit, slab: Slab, S: Array) -> Array:
         xp, request = self.xp, self.request
@@ -91,23 +94,30 @@ class ForwardRun:
         intra = interact(x.kq, x.decay, x.beta)
         n, H, G, C, V = x.v.shape
         starts = xp.reshape(intra.kq_start, (n, H, G, 2 * C, request.K))
+        ends = xp.matrix_transpose(intra.k_end)
+        total = intra.total[..., None]
         outputs, states = [], []
         for _, blocks in slab.steps:
             count = blocks.stop - blocks.start
-            now = S[:count, ...]
+            S = self._finish(unit, S, count)
             if self.want_states:
-                states.append(xp.asarray(now, copy=True))
-            read = xp.reshape(starts[blocks, ...] @ now, (count, H, G, C, 2, V))
-            wanted = x.beta[blocks, ...] * (x.v[blocks, ...] - read[..., 0, :])
+                states.append(xp.asarray(S, copy=True))
+            read = xp.reshape(starts[blocks, ...] @ S, (count, H, G, C, 2, V))
+            wanted = x.v[blocks, ...] - read[..., 0, :]
+            wanted *= x.beta[blocks, ...]
             fresh = intra.inverse[blocks, ...] @ wanted
-            outputs.append(read[..., 1, :] + intra.qk[blocks, ...] @ fresh)
-            kept = intra.total[blocks, ...][..., None] * now
-            S = put(S, (slice(0, count),), kept + xp.matrix_transpose(intra.k_end[blocks, ...]) @ fresh)
-        o = xp.concat(outputs, axis=0)
-        self.o = scatter(self.o, slab, unit.value_heads, xp.reshape(o, (n, H * G, C, V)))
+            o = intra.qk[blocks, ...] @ fresh
+            o += read[..., 1, :]
+            outputs.append(o)
+            S *= total[blocks, ...]
+            S += ends[blocks, ...] @ fresh
+        o = xp.reshape(xp.concat(outputs, axis=0), (n, H * G, C, V))
+        o *= request.scale
+        self.o = scatter(self.o, slab, unit.value_heads, o)
         if self.want_states:
             kept = xp.reshape(xp.concat(states, axis=0), (n, H * G, request.K, V))
-            self.states = put(self.states, (xp.asarray(slab.slots, device=device(o)), unit.value_heads), kept)
+            where = xp.asarray(slab.slots, device=device(o))
+            self.states = put(self.states, (where, unit.value_heads), kept)
         return S
 
     def final_state(self) -> Array:
@@ -149,6 +159,3 @@ def start_states(request: Request, inputs: Any, flat: Flat) -> Array:
 def state_layout(state: Array, request: Request) -> Array:
     """``[.., K, V]`` to the caller's layout, or back."""
     return array_namespace(state).matrix_transpose(state) if request.state_v_first else state
-
-
-__all__ = ["ForwardRun", "Sequence", "chunk_forward", "chunk_states", "start_states", "state_layout"]

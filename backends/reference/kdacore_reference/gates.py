@@ -7,6 +7,7 @@ from typing import Any
 from array_api_compat import array_namespace
 
 from kdacore.types import Array, Request
+from kdacore_reference.arrays import cast
 
 L2_EPS = 1e-6
 
@@ -94,9 +95,7 @@ def gate_backward(
 def gate_parameters(
     request: Request, A_log: Array | None, dt_bias: Array | None, dtype: Any
 ) -> tuple[Any, Any]:
-    """``exp(A_log)`` as ``[HV, 1]`` and ``dt_bias`` as ``[HV, K]`` in the compute dtype; ``[HV]`` with a scalar gate."""
-    from kdacore_reference.arrays import cast
-
+    """``exp(A_log)`` as ``[HV, 1]`` and ``dt_bias`` as ``[HV, K]``, both ``[HV]`` with a scalar gate."""
     a = bias = None
     if A_log is not None:
         a = cast(A_log, dtype)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from array_api_compat import array_namespace, device
 
 from kdacore.types import Array
-from kdacore_reference.arrays import put
+from kdacore_reference.arrays import add_at, multiply_at, put
 
 
 class Level(NamedTuple):
@@ -64,10 +64,9 @@ def interact(kq: Array, decay: Array, beta: Array, keep: bool = False) -> Intra:
     end = xp.broadcast_to(kq[..., 0, :], (n, H, G, C, K))
     end = xp.asarray(end, copy=True)
     total = decay
-    inverse = xp.ones((n, H, G, C, 1, 1), dtype=kq.dtype, device=device(kq))
-    qk = xp.broadcast_to(
-        xp.sum(kq[..., 0, :] * kq[..., 1, :], axis=-1)[..., None, None], (n, H, G, C, 1, 1)
-    )
+    # The inverse (0) and the products with queries (1), joined side by side.
+    diagonal = xp.broadcast_to(xp.sum(kq[..., 0, :] * kq[..., 1, :], axis=-1), (n, H, G, C))
+    blocks = xp.stack([xp.ones_like(diagonal), diagonal], axis=-1)[..., None, None]
     levels = []
     s = 1
     while s < C:
@@ -80,21 +79,20 @@ def interact(kq: Array, decay: Array, beta: Array, keep: bool = False) -> Intra:
         both = _products(kq_right, k_left)
         kk = both[..., 0, :]
         scaled = xp.reshape(beta, (n, H, G, b, 2, s, 1))[..., 1, :, :] * kk
-        inverse = _join_inverse(xp.reshape(inverse, (n, H, G, b, 2, s, s)), scaled)
-        qk = _join(xp.reshape(qk, (n, H, G, b, 2, s, s)), both[..., 1, :])
+        blocks = _join(xp.reshape(blocks, (n, H, G, b, 2, 2, s, s)), scaled, both[..., 1, :])
         if keep:
             kq_right, k_left = xp.asarray(kq_right, copy=True), xp.asarray(k_left, copy=True)
             levels.append(Level(kq_right, k_left, left, right, kk))
-        start = put(start, (..., 1, slice(None), slice(None), slice(None)), kq_right * left[..., None, :])
-        end = put(end, (..., 0, slice(None), slice(None)), k_left * right)
+        start = multiply_at(start, (..., 1, slice(None), slice(None), slice(None)), left[..., None, :])
+        end = multiply_at(end, (..., 0, slice(None), slice(None)), right)
         total = left * right
         s *= 2
     return Intra(
         xp.reshape(start, (n, H, G, C, 2, K)),
         xp.reshape(end, (n, H, G, C, K)),
         xp.reshape(total, (n, H, G, -1)),
-        xp.reshape(inverse, (n, H, G, C, C)),
-        xp.reshape(qk, (n, H, G, C, C)),
+        blocks[..., 0, 0, :, :],
+        blocks[..., 0, 1, :, :],
         tuple(levels),
     )
 
@@ -109,21 +107,21 @@ def _products(rows: Array, columns: Array) -> Array:
     return xp.reshape(flat @ xp.matrix_transpose(columns), (*lead, s, 2, s))
 
 
-def _join(diagonal: Array, lower_left: Array) -> Array:
-    """Block matrices of twice the size from their diagonal blocks ``[.., 2, s, s]`` and lower left ones."""
-    xp = array_namespace(lower_left)
-    *lead, _, s, _ = diagonal.shape
-    joined = xp.zeros((*lead, 2 * s, 2 * s), dtype=diagonal.dtype, device=device(lower_left))
-    joined = put(joined, (..., slice(0, s), slice(0, s)), diagonal[..., 0, :, :])
-    joined = put(joined, (..., slice(s, 2 * s), slice(s, 2 * s)), diagonal[..., 1, :, :])
-    return put(joined, (..., slice(s, 2 * s), slice(0, s)), lower_left)
+def _join(blocks: Array, kk: Array, qk: Array) -> Array:
+    """Joins neighbouring diagonal blocks ``[.., b, 2, 2, s, s]`` into ``[.., b, 2, 2s, 2s]``.
 
-
-def _join_inverse(inverse: Array, scaled: Array) -> Array:
-    """The inverse of ``[[P, 0], [A, Q]]`` from those of P and Q: its lower left block is ``-Q^-1 A P^-1``."""
-    upper, lower = inverse[..., 0, :, :], inverse[..., 1, :, :]
-    corner = -scaled if scaled.shape[-1] == 1 else -(lower @ (scaled @ upper))
-    return _join(inverse, corner)
+    The inverse of ``[[P, 0], [A, Q]]`` has ``-Q^-1 A P^-1`` in its lower left corner; ``A`` is ``kk``.
+    """
+    xp = array_namespace(kk)
+    *lead, b, _, _, s, _ = blocks.shape
+    upper, lower = blocks[..., 0, :, :, :], blocks[..., 1, :, :, :]
+    corner = -kk if s == 1 else -(lower[..., 0, :, :] @ (kk @ upper[..., 0, :, :]))
+    first, second = slice(0, s), slice(s, 2 * s)
+    joined = xp.zeros((*lead, b, 2, 2 * s, 2 * s), dtype=blocks.dtype, device=device(kk))
+    joined = put(joined, (..., first, first), upper)
+    joined = put(joined, (..., second, second), lower)
+    joined = put(joined, (..., 0, second, first), corner)
+    return put(joined, (..., 1, second, first), qk)
 
 
 class IntraGrads(NamedTuple):
@@ -177,11 +175,9 @@ def interact_backward(
         kk_grad = rows[..., 0, :]
         shaped_beta = xp.reshape(beta, (n, H, G, b, 2, s, 1))
         dbeta = xp.reshape(dbeta, (n, H, G, b, 2, s, 1))
-        dbeta = put(
-            dbeta,
-            (..., 1, slice(None), slice(None)),
-            dbeta[..., 1, :, :] + xp.sum(kk_grad * level.kk, axis=-1, keepdims=True),
-        )
+        right = (..., 1, slice(None), slice(None))
+        left = (..., 0, slice(None), slice(None))
+        dbeta = add_at(dbeta, right, xp.sum(kk_grad * level.kk, axis=-1, keepdims=True))
         both = xp.stack([kk_grad * shaped_beta[..., 1, :, :], rows[..., 1, :]], axis=-2)
         dright, dleft = _products_backward(both, level.kq_right, columns)
 
@@ -189,17 +185,15 @@ def interact_backward(
         column_log = xp.reshape(column_log, (n, H, G, b, 2, s, Kg))
         through_left = xp.sum(row_log[..., 1, :, :], axis=-2, keepdims=True)
         through_right = xp.sum(column_log[..., 0, :, :], axis=-2, keepdims=True)
-        right = (..., 1, slice(None), slice(None))
-        left = (..., 0, slice(None), slice(None))
-        row_log = put(row_log, right, row_log[right] + per_gate(_sum_kq(dright * level.kq_right)))
-        column_log = put(column_log, left, column_log[left] + per_gate(dleft * columns))
+        row_log = add_at(row_log, right, per_gate(_sum_kq(dright * level.kq_right)))
+        column_log = add_at(column_log, left, per_gate(dleft * columns))
         row_log = _add_to_last(row_log, xp.stack([through_left, through_right], axis=-3))
 
         dstart = xp.reshape(dstart, (n, H, G, b, 2, s, 2, K))
         dend = xp.reshape(dend, (n, H, G, b, 2, s, K))
         wide = (*right, slice(None))
-        dstart = put(dstart, wide, dstart[wide] * level.total_left[..., None, :] + dright)
-        dend = put(dend, left, dend[left] * level.total_right + dleft)
+        dstart = add_at(multiply_at(dstart, wide, level.total_left[..., None, :]), wide, dright)
+        dend = add_at(multiply_at(dend, left, level.total_right), left, dleft)
         dpairs = _diagonal_blocks(dpairs, s)
 
     dstart = xp.reshape(dstart, (n, H, G, C, 2, K)) * decay[..., None, :]
@@ -222,8 +216,7 @@ def _sum_kq(x: Array) -> Array:
 
 def _add_to_last(log: Array, value: Array) -> Array:
     """Adds to the last row of each block: the block's total is the factor of its last row."""
-    last = (..., slice(-1, None), slice(None))
-    return put(log, last, log[last] + value)
+    return add_at(log, (..., slice(-1, None), slice(None)), value)
 
 
 def _products_backward(dboth: Array, rows: Array, columns: Array) -> tuple[Array, Array]:

@@ -240,7 +240,7 @@ def oracle_backward(request: Request, inputs: Any, grads: OutputGrads) -> InputG
 
     dx = Tokens(*(np.zeros_like(a) for a in x[:5]), scale=x.scale)
     starts = {t: before for t, before, _, _ in _steps(_initial(request, inputs), x) if t % SEGMENT == 0}
-    for start in reversed(sorted(starts)):
+    for start in sorted(starts, reverse=True):
         segment = Tokens(*(a[:, start : start + SEGMENT] for a in x[:5]), scale=x.scale)
         for t, before, after, _ in reversed(list(_steps(starts[start], segment))):
             dS = _step_backward(dS, before, after, x, dx, do, start + t)

@@ -25,13 +25,12 @@ LOG2E = float(np.log2(np.e))
 
 
 class Chunk(NamedTuple):
-    """Where one chunk lies: batch row, token range, its place on the chunk axis, its sequence and whether it ends it."""
+    """Where one chunk lies: batch row, token range, place on the chunk axis, sequence."""
 
     b: int
     tokens: slice
     slot: int
     n: int
-    last: bool
 
 
 def chunks_of(request: Request, cu_seqlens: Any) -> Iterator[Chunk]:
@@ -44,7 +43,7 @@ def chunks_of(request: Request, cu_seqlens: Any) -> Iterator[Chunk]:
         start, end = (bounds[n], bounds[n + 1]) if bounds else (0, request.T)
         slot = slot if bounds else 0
         for first in range(start, end, C):
-            yield Chunk(b, slice(first, min(first + C, end)), slot, n, first + C >= end)
+            yield Chunk(b, slice(first, min(first + C, end)), slot, n)
             slot += 1
 
 

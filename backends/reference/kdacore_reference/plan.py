@@ -58,8 +58,8 @@ class Unit:
     slabs: list[Slab]
 
 
-def chunk_count(sequence: Sequence, chunk: int = CHUNK) -> int:
-    return -(-sequence.length // chunk)
+def chunk_count(sequence: Sequence) -> int:
+    return -(-sequence.length // CHUNK)
 
 
 def plan_units(request: Request, sequences: list[Sequence], blocks: int) -> list[Unit]:

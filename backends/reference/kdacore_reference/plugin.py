@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from kdacore.hookspecs import hookimpl
-from kdacore.types import Backend, OpImpl, Outputs, Reason, Request
+from kdacore.types import Backend, OpImpl, Reason, Request
 
 
 def not_traced(request: Request) -> Reason | None:
@@ -20,39 +22,50 @@ def not_traced(request: Request) -> Reason | None:
     return None
 
 
-def _recurrent_forward(request: Request, inputs: Any) -> Outputs:
-    from kdacore_reference.recurrent import recurrent_forward
+def _lazily(module: str, function: str) -> Callable[..., Any]:
+    """``kdacore_reference.<module>.<function>``, imported by its first call."""
 
-    return recurrent_forward(request, inputs)
+    def call(*args: Any) -> Any:
+        return getattr(import_module(f"kdacore_reference.{module}"), function)(*args)
+
+    call.__name__ = call.__qualname__ = function
+    return call
 
 
-def _chunk_forward(request: Request, inputs: Any) -> Outputs:
-    from kdacore_reference.chunk_forward import chunk_forward
-
-    return chunk_forward(request, inputs)
+def _op(forward: Callable[..., Any], backward: Callable[..., Any] | None = None) -> OpImpl:
+    return OpImpl(
+        forward=forward,
+        backward=backward,
+        verifiers=(not_traced,),
+        verified_archs=frozenset({"*"}),
+    )
 
 
 def make_backend() -> Backend:
     """The backend named ``reference``: every op, every array kind, any device."""
-    common = {"verifiers": (not_traced,), "verified_archs": frozenset({"*"})}
-    recurrent = OpImpl(forward=_recurrent_forward, **common)
-    chunk = OpImpl(forward=_chunk_forward, **common)
+    chunk_backward = _lazily("chunk_backward", "chunk_backward")
+    chunk = _op(_lazily("chunk_forward", "chunk_forward"), chunk_backward)
+    recurrent = _op(_lazily("recurrent", "recurrent_forward"), chunk_backward)
+    ops = {
+        "chunk_kda": chunk,
+        "chunk_gated_delta_rule": chunk,
+        "fused_recurrent_kda": recurrent,
+        "fused_recurrent_gated_delta_rule": recurrent,
+        "kda_gate": _op(_lazily("gate_op", "kda_gate_forward"), _lazily("gate_op", "kda_gate_backward")),
+    }
+    stages = (
+        "kda_chunk_gate",
+        "kda_chunk_intra",
+        "kda_recompute_w_u",
+        "delta_rule_chunk_state",
+        "kda_chunk_output",
+    )
+    ops.update((stage, _op(_lazily("stages", stage))) for stage in stages)
     return Backend(
         name="reference",
         version="0.1.0",
         kinds=("numpy", "torch", "jax"),
-        ops={
-            "chunk_kda": chunk,
-            "chunk_gated_delta_rule": chunk,
-            "fused_recurrent_kda": recurrent,
-            "fused_recurrent_gated_delta_rule": recurrent,
-        },
+        ops=ops,
         summary="array API code for any machine; float32 arithmetic, float64 for float64 inputs",
         rank=0,
     )
-
-
-@hookimpl
-def kdacore_backends() -> list[Backend]:
-    """The hook kdacore finds this backend by."""
-    return [make_backend()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from kdacore.types import Request
@@ -24,4 +25,4 @@ def sequences_of(request: Request, inputs: Any) -> list[Sequence]:
         return [Sequence(b, b * request.T, request.T) for b in range(request.B)]
     host = inputs.cu_seqlens if inputs.cu_seqlens_cpu is None else inputs.cu_seqlens_cpu
     bounds = host_ints(host)
-    return [Sequence(n, a, b - a) for n, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))]
+    return [Sequence(n, a, b - a) for n, (a, b) in enumerate(pairwise(bounds))]

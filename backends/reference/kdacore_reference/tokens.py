@@ -51,7 +51,7 @@ class Tokens(NamedTuple):
     """One slab: ``n`` blocks of ``C`` tokens, ``H`` query/key heads of the unit, ``G`` value heads for each."""
 
     kq: Array
-    """``[n, H, 1, C, 2, K]``: keys (0) and scaled queries (1), normalised when asked."""
+    """``[n, H, 1, C, 2, K]``: keys (0) and queries (1), normalised when asked."""
     v: Array
     """``[n, H, G, C, V]``."""
     beta: Array
@@ -69,7 +69,7 @@ class Tokens(NamedTuple):
 def slab_tokens(request: Request, flat: Flat, unit: Unit, slab: Slab) -> Tokens:
     xp = array_namespace(flat.q)
     H, G = unit.heads.stop - unit.heads.start, request.HV // request.H
-    mask = _mask(slab, flat.q)
+    mask = mask_of(slab, flat.q)
     # The caller's dtype is widened once the rows are gathered; half precision never enters arithmetic.
     q = gather(flat.q, slab, unit.heads, flat.dtype, mask)
     k = gather(flat.k, slab, unit.heads, flat.dtype, mask)
@@ -77,17 +77,17 @@ def slab_tokens(request: Request, flat: Flat, unit: Unit, slab: Slab) -> Tokens:
     if request.qk_l2norm:
         q_scale, k_scale = l2_scale(q), l2_scale(k)
         q, k = q * q_scale, k * k_scale
-    kq = xp.stack([k, q * request.scale], axis=-2)[:, :, None, ...]
+    kq = xp.stack([k, q], axis=-2)[:, :, None, ...]
 
     def grouped(array: Array) -> Array:
         return xp.reshape(array, (slab.blocks, H, G, CHUNK, -1))
 
     v = gather(flat.v, slab, unit.value_heads, flat.dtype, mask)
     raw_beta = gather(flat.beta[..., None], slab, unit.value_heads, flat.dtype)
-    beta = _masked(beta_forward(raw_beta, request), mask)
+    beta = masked(beta_forward(raw_beta, request), mask)
     g = flat.g[..., None] if request.scalar_gate else flat.g
     raw_g = gather(g, slab, unit.value_heads, flat.dtype)
-    log_decay = _masked(gate_forward(request, raw_g, *gate_slices(flat, unit)), mask)
+    log_decay = masked(gate_forward(request, raw_g, *gate_slices(flat, unit)), mask)
     return Tokens(
         kq=kq,
         v=grouped(v),
@@ -112,7 +112,7 @@ def gather(flat: Array, slab: Slab, heads: slice, dtype: Any, mask: Array | None
     rows = slab.rows if isinstance(slab.rows, slice) else _indices(slab.rows, flat)
     part = flat[:, heads, ...][rows, ...]
     part = xp.reshape(part, (slab.blocks, CHUNK, *part.shape[1:]))
-    return _masked(dense(cast(xp.permute_dims(part, (0, 2, 1, 3)), dtype)), mask)
+    return masked(dense(cast(xp.permute_dims(part, (0, 2, 1, 3)), dtype)), mask)
 
 
 def scatter(target: Array, slab: Slab, heads: slice, values: Array) -> Array:
@@ -137,10 +137,14 @@ def empty_rows(request: Request, like: Array, heads: int, *tail: int, dtype: Any
 
 def _indices(rows: Any, like: Array) -> Array:
     xp = array_namespace(like)
-    return rows if xp.__name__.endswith("numpy") and hasattr(like, "ctypes") else xp.asarray(rows, device=device(like))
+    return (
+        rows
+        if xp.__name__.endswith("numpy") and hasattr(like, "ctypes")
+        else xp.asarray(rows, device=device(like))
+    )
 
 
-def _mask(slab: Slab, like: Array) -> Array | None:
+def mask_of(slab: Slab, like: Array) -> Array | None:
     """True at real tokens, ``[n, 1, C, 1]``; None when there is no padding."""
     if slab.real is None:
         return None
@@ -151,7 +155,7 @@ def _mask(slab: Slab, like: Array) -> Array | None:
     return xp.reshape(xp.asarray(flags, device=device(like)), (slab.blocks, 1, CHUNK, 1))
 
 
-def _masked(array: Array, mask: Array | None) -> Array:
+def masked(array: Array, mask: Array | None) -> Array:
     if mask is None:
         return array
     xp = array_namespace(array)

@@ -69,3 +69,9 @@ def make_backend() -> Backend:
         summary="array API code for any machine; float32 arithmetic, float64 for float64 inputs",
         rank=0,
     )
+
+
+@hookimpl
+def kdacore_backends() -> list[Backend]:
+    """The hook kdacore finds this backend by."""
+    return [make_backend()]

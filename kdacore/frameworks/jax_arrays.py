@@ -109,7 +109,7 @@ def _join_gate(plan: Plan) -> Any:
         return forward(request, plan.inputs(*arrays)), arrays
 
     def op_backward(arrays: Any, dlog: Any) -> Any:
-        return _cotangents(arrays, backward(request, plan.inputs(*arrays), (), dlog))  # type: ignore[misc]
+        return _cotangents(arrays, backward(request, plan.inputs(*arrays), dlog))  # type: ignore[misc]
 
     op.defvjp(op_forward, op_backward)
     return op

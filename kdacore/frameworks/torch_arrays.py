@@ -136,7 +136,7 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, dlog: Any) -> Any:
         arrays, plan = ctx.saved_tensors, ctx.plan
         with torch.no_grad():
-            grads = plan.impl.backward(plan.request, plan.inputs(*arrays), (), dlog)
+            grads = plan.impl.backward(plan.request, plan.inputs(*arrays), dlog)
         grads = _needed(ctx, grads, len(arrays))
         if torch.is_grad_enabled():
             grads = _refuse_twice(grads, arrays)

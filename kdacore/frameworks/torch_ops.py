@@ -191,7 +191,7 @@ def _gate_backward(*args: Any) -> list[torch.Tensor]:
     backward = plan.impl.backward
     if backward is None:
         raise RuntimeError(f"{plan.selection.backend} was selected for a gradient it cannot compute")
-    return [_or_empty(g, bound.inputs.g) for g in backward(plan.request, bound.inputs, (), *bound.rest)]
+    return [_or_empty(g, bound.inputs.g) for g in backward(plan.request, bound.inputs, *bound.rest)]
 
 
 # --- shapes and dtypes, for fake tensors ---------------------------------------------------------------------------

@@ -102,7 +102,15 @@ def build(case: Case) -> tuple[Request, Any]:
     if case.initial:
         initial = (0.3 * rng.standard_normal((N, HV, *tail))).astype(DTYPES[case.state_dtype])
     inputs = ChunkInputs(
-        q.astype(dt), k.astype(dt), v.astype(dt), g.astype(np.float32), beta.astype(np.float32), A, bias, initial, cu
+        q.astype(dt),
+        k.astype(dt),
+        v.astype(dt),
+        g.astype(np.float32),
+        beta.astype(np.float32),
+        A,
+        bias,
+        initial,
+        cu,
     )
     request = Request(
         op=case.op, kind="jax", device=Device("cpu"), B=B, T=T, H=H, HV=HV, K=K, V=V, N=N, dtype=case.dtype,

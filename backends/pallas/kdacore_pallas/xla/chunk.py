@@ -32,7 +32,7 @@ class Buffers(NamedTuple):
     final: Array | None
     """``[N+1, H, R, K, V]`` of a pack."""
     checkpoints: Array | None
-    """``[rows+1, B, H, R, K, V]``."""
+    """``[rows+1, B*H, R, K, V]``."""
 
 
 def with_channels(request: Request, inputs: ChunkInputs) -> ChunkInputs:
@@ -55,12 +55,11 @@ def states_in(request: Request, plan: Plan, state: Array | None, axes: frozenset
     return varying(state.reshape(shape), axes)
 
 
-def states_out(request: Request, state: Array) -> Array:
-    """``[..., H, R, K, V]`` float32 to the caller's layout and state dtype."""
+def states_out(request: Request, state: Array, *lead: int) -> Array:
+    """Float32 ``[..., K, V]`` of ``lead`` x heads states to ``[*lead, HV, ...]`` in the caller's layout and dtype."""
     if request.state_v_first:
         state = jnp.swapaxes(state, -1, -2)
-    shape = (*state.shape[:-4], request.HV, *request.state_tail)
-    return state.reshape(shape).astype(request.state_dtype)
+    return state.reshape(*lead, request.HV, *request.state_tail).astype(request.state_dtype)
 
 
 def sequence_flags(plan: Plan, s: Array) -> Flags:
@@ -92,10 +91,10 @@ def _flags(request: Request, plan: Plan, s: Array, cu_seqlens: Array | None) -> 
 
 
 def enter(state: Array, flag: Flags, initial: Array) -> Array:
-    """The state a chunk starts from: the running one ``[B, H, R, K, V]``, or its sequence's initial state."""
+    """The state a chunk starts from: the running one ``[B*H, R, K, V]``, or its sequence's initial state."""
     if flag.first is None:
         return state
-    own = lax.dynamic_index_in_dim(initial, jnp.minimum(flag.seq, initial.shape[0] - 1), keepdims=True)
+    own = lax.dynamic_index_in_dim(initial, jnp.minimum(flag.seq, initial.shape[0] - 1), keepdims=False)
     return jnp.where(flag.first, own, state)
 
 
@@ -103,7 +102,7 @@ def _record(buffers: Buffers, flag: Flags, start: Array, end: Array) -> Buffers:
     final, checkpoints = buffers
     if final is not None:
         row = jnp.where(flag.last, flag.seq, final.shape[0] - 1)
-        final = lax.dynamic_update_index_in_dim(final, end[0], row, 0)
+        final = lax.dynamic_update_index_in_dim(final, end, row, 0)
     if checkpoints is not None:
         checkpoints = lax.dynamic_update_index_in_dim(checkpoints, start, flag.checkpoint, 0)
     return Buffers(final, checkpoints)
@@ -114,7 +113,50 @@ def advance(state: Array, v_new: Array, kg: Array, total: Array, precision: lax.
     return state * jnp.swapaxes(total, -1, -2) + dot("...ck,...cv->...kv", kg, v_new, precision)
 
 
+class StateParts(NamedTuple):
+    """What the states of a segment depend on, ``[M, R, C, ...]``."""
+
+    w: Array
+    u: Array
+    kg: Array
+    total: Array
+
+
+class Replay(NamedTuple):
+    """The states of a segment and what they were corrected with."""
+
+    start: Array
+    """``[M, R, K, V]`` state each chunk starts from."""
+    v_new: Array
+    """``[M, R, C, V]`` corrected values."""
+
+
+def replay(
+    plan: Plan,
+    parts: StateParts,
+    state: Array,
+    buffers: Buffers,
+    flag: Flags,
+    initial: Array,
+    precision: lax.Precision,
+) -> tuple[Array, Buffers, Replay]:
+    """Run the states of one segment without its outputs."""
+
+    def step(carry: tuple[Array, Buffers], x: Any) -> tuple[tuple[Array, Buffers], Replay]:
+        running, rows = carry
+        (w, u, kg, total), at = x
+        start = enter(running, at, initial)
+        v_new = u - dot("...ck,...kv->...cv", w, start, precision)
+        end = advance(start, v_new, kg, total, precision)
+        return (end, _record(rows, at, start, end)), Replay(start, v_new)
+
+    xs = StateParts(*(plan.per_chunk(x) for x in parts))
+    (state, buffers), (start, v_new) = lax.scan(step, (state, buffers), (xs, flag))
+    return state, buffers, Replay(start.reshape(plan.M, *start.shape[2:]), v_new.reshape(parts.u.shape))
+
+
 def _segment_forward(
+    plan: Plan,
     prep: segment.Prepared,
     state: Array,
     buffers: Buffers,
@@ -122,8 +164,8 @@ def _segment_forward(
     initial: Array,
     precision: lax.Precision,
 ) -> tuple[Array, Buffers, Array]:
-    """Run the chunks of one segment; the outputs are ``[G, B, H, R, C, V]``."""
-    C = prep.w.shape[-2]
+    """Run the chunks of one segment; the outputs are ``[M, R, C, V]``."""
+    C = plan.C
 
     def step(carry: tuple[Array, Buffers], x: Any) -> tuple[tuple[Array, Buffers], Array]:
         running, rows = carry
@@ -136,17 +178,19 @@ def _segment_forward(
         return (end, _record(rows, at, start, end)), o
 
     wq = jnp.concatenate([prep.w, prep.qg], axis=-2)
-    xs = (wq, prep.u, prep.kg, prep.pair.qk, prep.decay.total, flag)
-    (state, buffers), o = lax.scan(step, (state, buffers), xs)
-    return state, buffers, o
+    xs = tuple(plan.per_chunk(x) for x in (wq, prep.u, prep.kg, prep.pair.qk, prep.decay.total))
+    (state, buffers), o = lax.scan(step, (state, buffers), (*xs, flag))
+    return state, buffers, o.reshape(prep.u.shape)
 
 
 def start_state(plan: Plan, initial: Array) -> Array:
-    """The running state before the first chunk, ``[B, H, R, K, V]``; a pack overwrites it at once."""
-    return initial if plan.table is None else jnp.zeros_like(initial[:1])
+    """The running state before the first chunk, ``[B*H, R, K, V]``; a pack overwrites it at once."""
+    if plan.table is None:
+        return initial.reshape(plan.B * plan.H, *initial.shape[2:])
+    return jnp.zeros_like(initial[0])
 
 
-def _buffers(request: Request, plan: Plan, initial: Array) -> Buffers:
+def state_buffers(request: Request, plan: Plan, initial: Array) -> Buffers:
     final = checkpoints = None
     if request.packed and request.output_final_state:
         final = jnp.concatenate([initial, jnp.zeros_like(initial[:1])])
@@ -171,16 +215,16 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
         rows = segment.ready(request, segment.load(arrays, plan, s), params)
         prep = segment.prepare(rows, precision)
         flag = _flags(request, plan, s, inputs.cu_seqlens)
-        end, buffers, o = _segment_forward(prep, state, buffers, flag, initial, precision)
-        o = o.reshape(plan.G, plan.B, request.HV, plan.C, request.V).astype(inputs.v.dtype)
-        return (end, buffers), (o, state if request.needs_grad else None)
+        end, buffers, o = _segment_forward(plan, prep, state, buffers, flag, initial, precision)
+        return (end, buffers), (o.astype(inputs.v.dtype), state if request.needs_grad else None)
 
-    carry = (start_state(plan, initial), _buffers(request, plan, initial))
+    carry = (start_state(plan, initial), state_buffers(request, plan, initial))
     (state, buffers), (o, starts) = lax.scan(body, carry, jnp.arange(plan.segments, dtype=jnp.int32))
     final = checkpoints = None
     if request.output_final_state:
-        final = states_out(request, buffers.final[:-1] if request.packed else state)
+        final = states_out(request, buffers.final[:-1] if request.packed else state, request.N)
     if request.checkpoint_every:
-        checkpoints = states_out(request, jnp.moveaxis(buffers.checkpoints[:-1], 1, 0))
-        checkpoints = checkpoints[0] if request.packed else checkpoints
+        kept = buffers.checkpoints[:-1]
+        rows = states_out(request, kept, kept.shape[0], request.B)
+        checkpoints = rows[:, 0] if request.packed else jnp.moveaxis(rows, 1, 0)
     return Outputs(plan.unload(o), final, checkpoints, (starts,) if request.needs_grad else ())

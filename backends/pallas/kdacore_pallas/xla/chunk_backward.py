@@ -15,42 +15,31 @@ from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
 from kdacore_pallas.xla import chunk, gate, segment
 from kdacore_pallas.xla.intra import interactions_backward
 from kdacore_pallas.xla.layout import Plan, make_plan
-from kdacore_pallas.xla.numerics import F32, dot, mesh_axes, product_precision, summed_like, varying
+from kdacore_pallas.xla.numerics import F32, dot, mesh_axes, product_precision, summed_like, total, varying
 
 Array = Any
 
 
-class Replay(NamedTuple):
-    """What the reverse pass over a segment needs of its forward pass; leading axis G."""
-
-    start: Array
-    """``[G, B, H, R, K, V]`` state each chunk starts from."""
-    v_new: Array
-    """``[G, B, H, R, C, V]`` corrected values."""
-
-
 def _replay(
-    prep: segment.Prepared, state: Array, flag: chunk.Flags, initial: Array, precision: lax.Precision
-) -> tuple[Array, Replay]:
-    def step(running: Array, x: Any) -> tuple[Array, Replay]:
-        w, u, kg, total, at = x
-        start = chunk.enter(running, at, initial)
-        v_new = u - dot("...ck,...kv->...cv", w, start, precision)
-        return chunk.advance(start, v_new, kg, total, precision), Replay(start, v_new)
-
-    return lax.scan(step, state, (prep.w, prep.u, prep.kg, prep.decay.total, flag))
+    plan: Plan, prep: segment.Prepared, state: Array, flag: chunk.Flags, initial: Array, precision: lax.Precision
+) -> tuple[Array, chunk.Replay]:
+    parts = chunk.StateParts(prep.w, prep.u, prep.kg, prep.decay.total)
+    buffers = chunk.Buffers(None, None)
+    end, _, states = chunk.replay(plan, parts, state, buffers, flag, initial, precision)
+    return end, states
 
 
 class StateGrads(NamedTuple):
-    """Result of the reverse scan over a segment's chunks; leading axis G."""
+    """Result of the reverse scan over a segment's chunks."""
 
     end: Array
-    """``[G, B, H, R, K, V]`` gradient of each chunk's end state."""
+    """``[M, R, K, V]`` gradient of each chunk's end state."""
     v_new: Array
-    """``[G, B, H, R, C, V]``."""
+    """``[M, R, C, V]``."""
 
 
 def _reverse(
+    plan: Plan,
     prep: segment.Prepared,
     do: Array,
     dstate: Array,
@@ -69,7 +58,7 @@ def _reverse(
         if at.last is not None:
             own = jnp.zeros_like(running)
             if dfinal is not None:
-                own = lax.dynamic_index_in_dim(dfinal, jnp.minimum(at.seq, dfinal.shape[0] - 1), keepdims=True)
+                own = lax.dynamic_index_in_dim(dfinal, jnp.minimum(at.seq, dfinal.shape[0] - 1), keepdims=False)
                 own = jnp.where(at.seq < dfinal.shape[0], own, 0.0)
             end = jnp.where(at.last, own, running)
         dv = local_ + dot("...ck,...kv->...cv", kg, end, precision)
@@ -78,12 +67,12 @@ def _reverse(
         start = end * jnp.swapaxes(total, -1, -2) + dot("...ck,...cv->...kv", left, right, precision)
         if rows is not None and at.first is not None:
             row = jnp.where(at.first, at.seq, rows.shape[0] - 1)
-            rows = lax.dynamic_update_index_in_dim(rows, start[0], row, 0)
+            rows = lax.dynamic_update_index_in_dim(rows, start, row, 0)
         return (start, rows), StateGrads(end, dv)
 
-    xs = (prep.w, prep.qg, prep.kg, prep.decay.total, do, local, flag)
-    (dstate, dinitial), grads = lax.scan(step, (dstate, dinitial), xs, reverse=True)
-    return dstate, dinitial, grads
+    xs = tuple(plan.per_chunk(x) for x in (prep.w, prep.qg, prep.kg, prep.decay.total, do, local))
+    (dstate, dinitial), (end, dv) = lax.scan(step, (dstate, dinitial), (*xs, flag), reverse=True)
+    return dstate, dinitial, StateGrads(end.reshape(plan.M, *end.shape[2:]), dv.reshape(do.shape))
 
 
 class RowGrads(NamedTuple):
@@ -99,7 +88,7 @@ class RowGrads(NamedTuple):
 def _rows_backward(
     rows: segment.Rows,
     prep: segment.Prepared,
-    replay: Replay,
+    replay: chunk.Replay,
     grads: StateGrads,
     do: Array,
     precision: lax.Precision,
@@ -110,14 +99,14 @@ def _rows_backward(
     scalar = decay.prefix.shape[-1] == 1
 
     def channels(x: Array) -> Array:
-        return jnp.sum(x, -1, keepdims=True) if scalar else x
+        return total(x, -1) if scalar else x
 
     both = dot(
         "...cv,...kv->...ck", jnp.concatenate([do, -grads.v_new], axis=-2), replay.start, precision
     )
     dqg, dw = both[..., :C, :], both[..., C:, :]
     dkg = dot("...cv,...kv->...ck", replay.v_new, grads.end, precision)
-    dtotal = jnp.swapaxes(jnp.sum(replay.start * grads.end, -1, keepdims=True), -1, -2) * decay.total
+    dtotal = jnp.swapaxes(total(replay.start * grads.end, -1), -1, -2) * decay.total
 
     # w = inverse @ right_w, u = inverse @ right_u, inverse = (I + diag(beta) kk)^-1
     wu = jnp.concatenate([prep.w, prep.u], axis=-1)
@@ -130,8 +119,8 @@ def _rows_backward(
     K = rows.k.shape[-1]
     dright_w, dright_u = dright[..., :K], dright[..., K:]
     kp = rows.k * decay.prefix
-    dbeta = jnp.sum(dL * pair.kk, -1, keepdims=True) + jnp.sum(dright_u * rows.v, -1, keepdims=True)
-    dbeta += jnp.sum(dright_w * kp, -1, keepdims=True)
+    dbeta = total(dL * pair.kk, -1) + total(dright_u * rows.v, -1)
+    dbeta += total(dright_w * kp, -1)
     intra = interactions_backward(
         rows.q,
         rows.k,
@@ -156,23 +145,23 @@ class ParamGrads(NamedTuple):
 
 
 def _raw_backward(
-    request: Request, raw: segment.Raw, params: segment.Params, d: RowGrads, sums: ParamGrads
+    request: Request, plan: Plan, raw: segment.Raw, params: segment.Params, d: RowGrads, sums: ParamGrads
 ) -> tuple[segment.Raw, ParamGrads]:
     """Through scale, mask, normalisation, gate and beta; q and k summed over their value heads."""
     dq, dk, dv, dg, dbeta = d
     if raw.mask is not None:
         dq, dk, dv, dg, dbeta = (jnp.where(raw.mask, x, 0.0) for x in (dq, dk, dv, dg, dbeta))
-    dq = jnp.sum(dq, 3, keepdims=True) * request.scale
-    dk = jnp.sum(dk, 3, keepdims=True)
+    dq = jnp.sum(dq, 1, keepdims=True) * request.scale
+    dk = jnp.sum(dk, 1, keepdims=True)
     if request.qk_l2norm:
         dq, dk = gate.normalise_backward(raw.q, dq), gate.normalise_backward(raw.k, dk)
     dbeta = gate.strength_backward(request, raw.beta, dbeta)
     log = gate.log_decay_backward(request, raw.g, params.A_log, params.dt_bias, dg)
     dA, db = sums
     if dA is not None:
-        dA = dA + jnp.sum(log.A_log, (0, 1, 4, 5))
+        dA = dA + jnp.sum(total(total(log.A_log, -1), -2).reshape(-1, plan.H, plan.R), 0)
     if db is not None:
-        db = db + jnp.sum(log.g, (0, 1, 4))
+        db = db + jnp.sum(total(log.g, -2).reshape(-1, plan.H, plan.R, log.g.shape[-1]), 0)
     return segment.Raw(dq, dk, dv, log.g, dbeta, None), ParamGrads(dA, db)
 
 
@@ -184,7 +173,7 @@ def _segment_starts(
 
     def body(state: Array, s: Array) -> tuple[Array, Array]:
         prep = segment.prepare(segment.ready(request, segment.load(arrays, plan, s), params), precision)
-        end, _ = _replay(prep, state, chunk.sequence_flags(plan, s), initial, precision)
+        end, _ = _replay(plan, prep, state, chunk.sequence_flags(plan, s), initial, precision)
         return end, state
 
     order = jnp.arange(plan.segments, dtype=jnp.int32)
@@ -215,14 +204,14 @@ def backward(
         rows = segment.ready(request, raw, params)
         prep = segment.prepare(rows, precision)
         flag = chunk.sequence_flags(plan, s)
-        _, replay = _replay(prep, start, flag, initial, precision)
-        do_ = plan.load(do, s).astype(F32).reshape(raw.v.shape)
+        _, replay = _replay(plan, prep, start, flag, initial, precision)
+        do_ = plan.load(do, s).astype(F32)
         if raw.mask is not None:
             do_ = jnp.where(raw.mask, do_, 0.0)
-        dstate, dinitial, state_grads = _reverse(prep, do_, dstate, dinitial, flag, dfinal, precision)
+        dstate, dinitial, state_grads = _reverse(plan, prep, do_, dstate, dinitial, flag, dfinal, precision)
         d = _rows_backward(rows, prep, replay, state_grads, do_, precision)
-        draw, sums = _raw_backward(request, raw, params, d, sums)
-        return (dstate, dinitial, sums), _outgoing(request, plan, draw, inputs)
+        draw, sums = _raw_backward(request, plan, raw, params, d, sums)
+        return (dstate, dinitial, sums), _outgoing(draw, inputs)
 
     carry = _reverse_carry(request, plan, inputs, dfinal, initial, axes)
     order = jnp.arange(plan.segments, dtype=jnp.int32)
@@ -230,29 +219,23 @@ def backward(
     return _collect(request, plan, inputs, d, dstate, dinitial, dfinal, sums)
 
 
-def _outgoing(request: Request, plan: Plan, d: segment.Raw, inputs: ChunkInputs) -> tuple[Array, ...]:
-    """A segment's gradients as ``[G, B, heads, C, D]`` in the dtypes they leave with.
+def _outgoing(d: segment.Raw, inputs: ChunkInputs) -> tuple[Array, ...]:
+    """A segment's gradients in the dtypes they leave with.
 
     A replicated input's gradient stays float32 until it has been summed over the mesh.
     """
-    out = []
-    for x, like in zip(d[:5], inputs[:5], strict=True):
-        x = x.reshape(plan.G, plan.B, -1, *x.shape[4:])
-        out.append(x if mesh_axes(x) - mesh_axes(like) else x.astype(like.dtype))
-    return tuple(out)
+    pairs = zip((d.q, d.k, d.v, d.g, d.beta[..., 0]), inputs[:5], strict=True)
+    return tuple(x if mesh_axes(x) - mesh_axes(like) else x.astype(like.dtype) for x, like in pairs)
 
 
 def _reverse_carry(
     request: Request, plan: Plan, inputs: ChunkInputs, dfinal: Array | None, initial: Array, axes: frozenset[str]
 ) -> tuple[Array, Array | None, ParamGrads]:
-    if plan.table is None:
-        dstate = jnp.zeros_like(initial) if dfinal is None else dfinal
-        dinitial = None
-    else:
-        dstate = jnp.zeros_like(initial[:1])
-        dinitial = None if inputs.initial_state is None else jnp.zeros_like(initial)
-        if dinitial is not None:
-            dinitial = jnp.concatenate([dinitial if dfinal is None else dfinal, dstate])
+    dlast = jnp.zeros_like(initial) if dfinal is None else dfinal
+    dstate = chunk.start_state(plan, dlast)
+    dinitial = None
+    if plan.table is not None and inputs.initial_state is not None:
+        dinitial = jnp.concatenate([dlast, jnp.zeros_like(dlast[:1])])
     dA = None if inputs.A_log is None else varying(jnp.zeros((plan.H, plan.R), F32), axes)
     db = None
     if inputs.dt_bias is not None:
@@ -284,6 +267,5 @@ def _collect(
     if inputs.initial_state is not None:
         # Empty sequences were never visited: their row still holds the gradient of their final state.
         rows = dstate if plan.table is None else dinitial[:-1]
-        ds = chunk.states_out(request, rows)
-        ds = summed_like(ds, inputs.initial_state)
+        ds = summed_like(chunk.states_out(request, rows, request.N), inputs.initial_state)
     return InputGrads(*flat, dA, db, ds)

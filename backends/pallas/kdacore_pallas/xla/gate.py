@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kdacore.types import GateGrads, GateInputs, Request
-from kdacore_pallas.xla.numerics import F32, summed_like
+from kdacore_pallas.xla.numerics import F32, summed_like, total
 
 Array = Any
 NORM_EPS = 1e-6
@@ -66,13 +66,13 @@ def strength_backward(request: Request, beta: Array, d: Array) -> Array:
 
 def normalise(x: Array) -> Array:
     """``x / sqrt(sum(x*x) + 1e-6)`` over the last axis."""
-    return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + NORM_EPS)
+    return x * jax.lax.rsqrt(total(x * x, -1) + NORM_EPS)
 
 
 def normalise_backward(x: Array, d: Array) -> Array:
-    r = jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + NORM_EPS)
+    r = jax.lax.rsqrt(total(x * x, -1) + NORM_EPS)
     y = x * r
-    return r * (d - y * jnp.sum(d * y, -1, keepdims=True))
+    return r * (d - y * total(d * y, -1))
 
 
 def _gate_params(request: Request, inputs: GateInputs) -> tuple[Array, Array | None, Array | None]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from kdacore_pallas.xla.numerics import dot
+from kdacore_pallas.xla.numerics import dot, total
 
 Array = Any
 
@@ -91,7 +91,7 @@ def interactions(
 ) -> Interactions:
     """The three matrices of each chunk. ``q``, ``k`` ``[..., C, K]``; ``beta`` ``[..., C, 1]``."""
     batch = decay.prefix.shape[:-2]
-    qk = jnp.sum(q * k, -1)[..., :, None, None]
+    qk = total(q * k, -1)[..., None]
     qk = jnp.broadcast_to(qk, (*batch, *qk.shape[-3:]))
     kk = jnp.zeros_like(qk)
     inverse = jnp.ones_like(qk)
@@ -143,7 +143,7 @@ def interactions_backward(
     scalar = decay.prefix.shape[-1] == 1
 
     def channels(x: Array) -> Array:
-        return jnp.sum(x, -1, keepdims=True) if scalar else x
+        return total(x, -1) if scalar else x
 
     diagonal = jnp.diagonal(dqk, axis1=-2, axis2=-1)[..., None]
     dq, dk = diagonal * k, diagonal * q
@@ -185,6 +185,6 @@ def _split(dp: Array, ds: Array, dt: Array, at_right: Array, at_left: Array) -> 
     """Gradients of a block's log prefix, suffix and total, handed to its halves, plus those of this level."""
     s = at_right.shape[-2]
     pl, pr, sl, sr = dp[..., :s, :], dp[..., s:, :], ds[..., :s, :], ds[..., s:, :]
-    tl = dt + jnp.sum(pr, -2, keepdims=True)
-    tr = dt + jnp.sum(sl, -2, keepdims=True)
+    tl = dt + total(pr, -2)
+    tr = dt + total(sl, -2)
     return _interleave(pl, pr + at_right), _interleave(sl + at_left, sr), _interleave(tl, tr)

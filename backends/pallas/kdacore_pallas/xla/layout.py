@@ -2,8 +2,9 @@
 
 Work is cut into chunks of ``CHUNK`` tokens and segments of ``G`` chunks: a scan runs over the segments, everything
 inside one segment is batched, so the memory of intermediates does not grow with the sequence. A segment's array
-is ``[G, B, heads, C, D]``. Dense inputs are sliced; packed ones are gathered through a chunk table made on the
-device from ``cu_seqlens``, whose shape depends on shapes alone.
+is ``[M, R, C, D]`` with ``M = G * B * H`` (chunks, batch, q/k heads) and ``R`` value heads per q/k head. Dense
+inputs are sliced; packed ones are gathered through a chunk table made on the device from ``cu_seqlens``, whose
+shape depends on shapes alone.
 """
 
 from __future__ import annotations
@@ -86,6 +87,11 @@ class Plan:
         return self.G * self.segments
 
     @property
+    def M(self) -> int:
+        """Leading size of a segment's arrays."""
+        return self.G * self.B * self.H
+
+    @property
     def ragged(self) -> bool:
         """Some rows of some segment are not tokens."""
         return self.table is not None or self.slots * self.C != self.T
@@ -99,17 +105,18 @@ class Plan:
         return jnp.pad(x, width)
 
     def load(self, x: Array, s: Array) -> Array:
-        """Segment ``s`` of a padded ``[B, T, heads, ...]`` array, as ``[G, B, heads, C, ...]``."""
+        """Segment ``s`` of a padded ``[B, T, heads, ...]`` array, as ``[M, R, C, ...]`` (R = 1 for q/k heads)."""
         if self.table is None:
             rows = lax.dynamic_slice_in_dim(x, s * (self.G * self.C), self.G * self.C, axis=1)
-            rows = rows.reshape(self.B, self.G, self.C, *x.shape[2:])
-            return jnp.moveaxis(jnp.moveaxis(rows, 1, 0), 3, 2)
-        index = lax.dynamic_slice_in_dim(self.table.rows, s * self.G, self.G)
-        rows = jnp.take(x[0], index, axis=0)
-        return jnp.moveaxis(rows, 2, 1)[:, None]
+            rows = jnp.moveaxis(rows.reshape(self.B, self.G, self.C, *x.shape[2:]), 1, 0)
+            rows = jnp.moveaxis(rows, 3, 2)
+        else:
+            index = lax.dynamic_slice_in_dim(self.table.rows, s * self.G, self.G)
+            rows = jnp.moveaxis(jnp.take(x[0], index, axis=0), 2, 1)
+        return rows.reshape(self.M, x.shape[2] // self.H, self.C, *x.shape[3:])
 
     def mask(self, s: Array) -> Array | None:
-        """``[G, 1, 1, C, 1]`` bool, true on tokens; None when every row is one."""
+        """``[M, 1, C, 1]`` bool, true on tokens; None when every row is one."""
         if not self.ragged:
             return None
         if self.table is None:
@@ -117,10 +124,16 @@ class Plan:
             valid = (row < self.T).reshape(self.G, self.C)
         else:
             valid = lax.dynamic_slice_in_dim(self.table.valid, s * self.G, self.G)
-        return valid[:, None, None, :, None]
+        valid = jnp.broadcast_to(valid[:, None, :, None], (self.G, self.B * self.H, self.C, 1))
+        return valid.reshape(self.M, 1, self.C, 1)
+
+    def per_chunk(self, x: Array) -> Array:
+        """``[M, ...]`` as ``[G, B*H, ...]``, to scan over chunks."""
+        return x.reshape(self.G, self.B * self.H, *x.shape[1:])
 
     def unload(self, ys: Array) -> Array:
-        """Stacked segments ``[segments, G, B, heads, C, ...]`` back to ``[B, T, heads, ...]``."""
+        """Stacked segments ``[segments, M, R, C, ...]`` back to ``[B, T, heads, ...]``."""
+        ys = ys.reshape(self.segments, self.G, self.B, self.H * ys.shape[2], *ys.shape[3:])
         ys = jnp.moveaxis(jnp.moveaxis(ys, 4, 3), 2, 0)
         flat = ys.reshape(self.B, self.slots * self.C, *ys.shape[4:])
         if self.table is None:

@@ -31,6 +31,15 @@ def dot(spec: str, a: Array, b: Array, precision: lax.Precision) -> Array:
     return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=F32)
 
 
+def total(x: Array, axis: int) -> Array:
+    """``sum(x, axis, keepdims=True)`` over one of the last two axes.
+
+    The batch axes are merged first: XLA's CPU reductions are several times slower with many of them.
+    """
+    flat = jnp.sum(x.reshape(-1, *x.shape[-2:]), axis, keepdims=True)
+    return flat.reshape(*x.shape[:-2], *flat.shape[-2:])
+
+
 def mesh_axes(*arrays: Array) -> frozenset[str]:
     """Axes of a ``shard_map`` mesh over which any of the arrays varies."""
     axes: frozenset[str] = frozenset()

@@ -1,7 +1,7 @@
 """One segment of chunks: rows made ready for the recurrence, and the products that need no state.
 
-Arrays are ``[G, B, H, R, C, D]``: chunks, batch, q/k heads, value heads per q/k head (1 for q and k, which are
-never repeated), rows, channels.
+Arrays are ``[M, R, C, D]``: chunks, batch and q/k heads in one axis; value heads per q/k head (1 for q and k, which
+are never repeated); rows; channels.
 """
 
 from __future__ import annotations
@@ -39,30 +39,20 @@ class Params(NamedTuple):
 
 
 def gate_params(inputs: ChunkInputs, plan: Plan) -> Params:
-    A, bias = inputs.A_log, inputs.dt_bias
-    if A is not None:
-        A = A.astype(F32).reshape(plan.H, plan.R, 1, 1)
-    if bias is not None:
-        bias = bias.astype(F32).reshape(plan.H, plan.R, 1, -1)
-    return Params(A, bias)
+    def spread(x: Array | None) -> Array | None:
+        if x is None:
+            return None
+        x = x.astype(F32).reshape(plan.H, plan.R, 1, -1)
+        whole = jnp.broadcast_to(x, (plan.G * plan.B, *x.shape))
+        return whole.reshape(plan.M, *x.shape[1:])
+
+    return Params(spread(inputs.A_log), spread(inputs.dt_bias))
 
 
 def load(inputs: ChunkInputs, plan: Plan, s: Array) -> Raw:
     """Segment ``s`` of padded inputs (``g`` already with a channel axis)."""
-
-    def heads(x: Array, R: int) -> Array:
-        x = plan.load(x, s).astype(F32)
-        return x.reshape(*x.shape[:2], plan.H, R, *x.shape[3:])
-
-    mask = plan.mask(s)
-    return Raw(
-        heads(inputs.q, 1),
-        heads(inputs.k, 1),
-        heads(inputs.v, plan.R),
-        heads(inputs.g, plan.R),
-        heads(inputs.beta, plan.R)[..., None],
-        None if mask is None else mask[:, :, None],
-    )
+    q, k, v, g, beta = (plan.load(x, s).astype(F32) for x in inputs[:5])
+    return Raw(q, k, v, g, beta[..., None], plan.mask(s))
 
 
 class Rows(NamedTuple):

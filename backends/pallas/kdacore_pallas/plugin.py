@@ -1,0 +1,88 @@
+"""The JAX backends as data: ``xla`` everywhere, ``pallas`` on TPUs. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable
+from typing import Any
+
+from kdacore.hookspecs import hookimpl
+from kdacore.types import Backend, OpImpl, Requirement
+from kdacore_pallas import checks
+
+VERSION = "0.1.0"
+MINIMUM_JAX = (0, 10)
+
+
+def _probe_jax() -> str | None:
+    """Is a jax recent enough installed? Read from its metadata, so that nothing is imported."""
+    try:
+        found = importlib.metadata.version("jax")
+    except importlib.metadata.PackageNotFoundError:
+        return "jax is not installed"
+    if tuple(int(p) for p in found.split(".")[:2]) < MINIMUM_JAX:
+        return f"jax {found} is older than {'.'.join(map(str, MINIMUM_JAX))}"
+    return None
+
+
+JAX = Requirement("jax", _probe_jax, "pip install 'kdacore[pallas]'")
+
+
+def _late(module: str, name: str) -> Callable[..., Any]:
+    """A function that imports its real self on the first call."""
+
+    def call(*args: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*args)
+
+    call.__name__ = name
+    return call
+
+
+def _xla_op(forward: str, backward: str | None) -> OpImpl:
+    module = "kdacore_pallas.calls"
+    return OpImpl(
+        forward=_late(module, forward),
+        backward=None if backward is None else _late(module, backward),
+        verifiers=(checks.no_float64, checks.host_arrays_on_cpu, checks.not_captured),
+        verified_archs=frozenset({"*"}),
+    )
+
+
+def make_xla() -> Backend:
+    """Plain JAX: every op, any platform, traceable; NumPy and torch-CPU arrays when asked for by name."""
+    chunk = _xla_op("chunk_forward", "chunk_backward")
+    recurrent = _xla_op("recurrent_forward", "recurrent_backward")
+    return Backend(
+        name="xla",
+        version=VERSION,
+        kinds=("jax", "numpy", "torch"),
+        auto_kinds=("jax",),
+        ops={
+            "chunk_kda": chunk,
+            "chunk_gated_delta_rule": chunk,
+            "fused_recurrent_kda": recurrent,
+            "fused_recurrent_gated_delta_rule": recurrent,
+            "kda_gate": _xla_op("gate_forward", "gate_backward"),
+            "kda_chunk_gate": _xla_op("chunk_gate", None),
+            "kda_chunk_intra": _xla_op("chunk_intra", None),
+            "kda_recompute_w_u": _xla_op("recompute_w_u", None),
+            "delta_rule_chunk_state": _xla_op("chunk_state", None),
+            "kda_chunk_output": _xla_op("chunk_output", None),
+        },
+        summary="plain JAX on any platform; float32 arithmetic; jit, grad, vmap, shard_map",
+        requirements=(JAX,),
+        rank=10,
+        traceable=True,
+    )
+
+
+def make_backends() -> list[Backend]:
+    """The backends of this plugin."""
+    return [make_xla()]
+
+
+@hookimpl
+def kdacore_backends() -> list[Backend]:
+    """The hook kdacore finds these backends by."""
+    return make_backends()

@@ -1,0 +1,170 @@
+"""``fused_recurrent_kda`` and its GDN form: one token of every sequence at a time.
+
+Pools are functional: the updated pool (or initial state) is returned as ``final_state``. A pack runs its sequences
+side by side for as many steps as the longest has tokens; for long packs the chunked op is the right one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, RecurrentInputs, Request
+from kdacore_pallas.xla import chunk_backward, gate
+from kdacore_pallas.xla.numerics import F32, dot, mesh_axes, varying
+
+Array = Any
+
+
+class Tokens(NamedTuple):
+    """What the recurrence reads, float32, tokens in one axis: ``[B*T, H, R, ...]`` (R = 1 for q and k)."""
+
+    q: Array
+    k: Array
+    v: Array
+    decay: Array
+    """``exp(g)``, one channel for a scalar gate."""
+    beta: Array
+
+
+def _tokens(request: Request, inputs: RecurrentInputs) -> Tokens:
+    H, R = request.H, request.HV // request.H
+
+    def heads(x: Array, per: int) -> Array:
+        return x.astype(F32).reshape(request.B * request.T, H, per, *x.shape[3:])
+
+    def param(x: Array | None) -> Array | None:
+        return None if x is None else x.astype(F32).reshape(H, R, -1)
+
+    q, k = heads(inputs.q, 1), heads(inputs.k, 1)
+    if request.qk_l2norm:
+        q, k = gate.normalise(q), gate.normalise(k)
+    g = heads(inputs.g[..., None] if request.scalar_gate else inputs.g, R)
+    log = gate.log_decay(request, g, param(inputs.A_log), param(inputs.dt_bias))
+    beta = gate.strength(request, heads(inputs.beta, R))[..., None]
+    return Tokens(q * request.scale, k, heads(inputs.v, R), jnp.exp(log), beta)
+
+
+def _step(state: Array, x: Tokens) -> tuple[Array, Array]:
+    """One token: the new state ``[N, H, R, K, V]`` and the output ``[N, H, R, V]``."""
+    precision = lax.Precision.HIGHEST
+    state = state * x.decay[..., None]
+    error = x.v - dot("nhk,nhrkv->nhrv", x.k[:, :, 0], state, precision)
+    state = state + x.k[..., None] * (x.beta * error)[..., None, :]
+    return state, dot("nhk,nhrkv->nhrv", x.q[:, :, 0], state, precision)
+
+
+class Slots(NamedTuple):
+    """Where states are read and written. Row ``P`` (one past the pool) means nowhere."""
+
+    read: Array
+    """``[N]``; out of range reads zeros."""
+    write: Array | None
+    """``[N]`` for the last state, ``[N, W]`` for the state after each token, None when nothing is written."""
+
+
+def _slots(request: Request, inputs: RecurrentInputs, rows: int) -> Slots:
+    indices = inputs.state_indices
+    if indices is None:
+        read = jnp.arange(request.N, dtype=jnp.int32)
+        return Slots(read, read if request.inplace_state else None)
+    table = jnp.where(indices < 0, rows, indices).astype(jnp.int32)
+    read = table
+    if table.ndim == 2:
+        accepted = inputs.num_accepted_tokens.astype(jnp.int32)
+        at = jnp.maximum(accepted - 1, 0)[:, None]
+        read = jnp.where(accepted > 0, jnp.take_along_axis(table, at, axis=1)[:, 0], rows)
+    return Slots(read, table if request.inplace_state else None)
+
+
+def _to_math(request: Request, states: Array) -> Array:
+    """Pool rows as float32 ``[N, H, R, K, V]``."""
+    states = states.astype(F32)
+    if request.state_v_first:
+        states = jnp.swapaxes(states, -1, -2)
+    return states.reshape(-1, request.H, request.HV // request.H, request.K, request.V)
+
+
+def _to_pool(request: Request, states: Array, dtype: Any) -> Array:
+    """The reverse of :func:`_to_math`."""
+    if request.state_v_first:
+        states = jnp.swapaxes(states, -1, -2)
+    return states.reshape(-1, request.HV, *request.state_tail).astype(dtype)
+
+
+def _start(request: Request, inputs: RecurrentInputs, slots: Slots, axes: frozenset[str]) -> Array:
+    pool = inputs.initial_state
+    if pool is None:
+        shape = (request.N, request.H, request.HV // request.H, request.K, request.V)
+        return varying(jnp.zeros(shape, F32), axes)
+    rows = jnp.take(pool, slots.read, axis=0, mode="fill", fill_value=0)
+    return varying(_to_math(request, rows), axes)
+
+
+class Carry(NamedTuple):
+    state: Array
+    pool: Array | None
+    """The pool being rewritten; None unless a state is kept after every token."""
+    o: Array
+    """``[B*T, H, R, V]``."""
+
+
+def _run(request: Request, inputs: RecurrentInputs, slots: Slots, start: Array, axes: frozenset[str]) -> Carry:
+    """All tokens of all sequences."""
+    x = _tokens(request, inputs)
+    per_token = slots.write is not None and slots.write.ndim == 2
+    cu = inputs.cu_seqlens
+    if request.packed:
+        cu = cu.astype(jnp.int32)
+        first, length = cu[:-1], cu[1:] - cu[:-1]
+        steps = jnp.max(length)
+    else:
+        first = jnp.arange(request.N, dtype=jnp.int32) * request.T
+        length = jnp.full((request.N,), request.T, jnp.int32)
+        steps = request.T
+
+    def body(t: Array, carry: Carry) -> Carry:
+        alive = t < length
+        row = jnp.where(alive, first + t, request.B * request.T)
+        token = Tokens(*(jnp.take(a, row, axis=0, mode="clip") for a in x))
+        state, o = _step(carry.state, token)
+        if request.packed:
+            state = jnp.where(alive[:, None, None, None, None], state, carry.state)
+        pool = carry.pool
+        if per_token:
+            column = lax.dynamic_index_in_dim(slots.write, t, 1, keepdims=False)
+            kept = _to_pool(request, state, pool.dtype)
+            pool = pool.at[jnp.where(alive, column, pool.shape[0])].set(kept, mode="drop")
+        return Carry(state, pool, carry.o.at[row].set(o, mode="drop"))
+
+    pool = varying(inputs.initial_state, axes) if per_token else None
+    o = varying(jnp.zeros((request.B * request.T, *start.shape[1:3], request.V), F32), axes)
+    return lax.fori_loop(0, steps, body, Carry(start, pool, o))
+
+
+def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
+    """Outputs token by token. With ``inplace_state``, ``final_state`` is the updated pool."""
+    axes = mesh_axes(*inputs)
+    rows = 0 if inputs.initial_state is None else inputs.initial_state.shape[0]
+    slots = _slots(request, inputs, rows)
+    done = _run(request, inputs, slots, _start(request, inputs, slots, axes), axes)
+    o = done.o.reshape(request.B, request.T, request.HV, request.V).astype(inputs.v.dtype)
+    if request.inplace_state:
+        pool = done.pool
+        if pool is None:
+            pool = varying(inputs.initial_state, axes)
+            pool = pool.at[slots.write].set(_to_pool(request, done.state, pool.dtype), mode="drop")
+        return Outputs(o, pool)
+    if request.output_final_state:
+        return Outputs(o, _to_pool(request, done.state, request.state_dtype))
+    return Outputs(o)
+
+
+def backward(
+    request: Request, inputs: RecurrentInputs, saved: tuple[Array, ...], grads: OutputGrads
+) -> InputGrads:
+    """Backward by the chunked op: the same function of the same inputs (no pool here)."""
+    fields = ChunkInputs._fields
+    return chunk_backward.backward(request, ChunkInputs(**{n: getattr(inputs, n) for n in fields}), (), grads)

@@ -14,8 +14,8 @@ Layout = Literal["contiguous", "padded", "stepped", "transposed"]
 of a larger array in every axis; ``stepped``: every second element of the last axis; ``transposed``: axes 1 and 2
 swapped in memory."""
 
-Mode = Literal["eager", "jit", "compile", "graph"]
-"""``eager``; ``jit``: under ``jax.jit``; ``compile``: under ``torch.compile``; ``graph``: a CUDA graph."""
+Mode = Literal["eager", "jit", "compile"]
+"""``eager``; ``jit``: under ``jax.jit``; ``compile``: under ``torch.compile(fullgraph=True)``."""
 
 DIFFERENTIATES = frozenset(
     {"gradients", "gradient_causality", "gradient_determinism", "recomputed_gradients"}
@@ -40,6 +40,9 @@ def options(**values: Any) -> Options:
     return tuple(sorted(values.items()))
 
 
+_DEFAULT_SHAPE = Shape()
+
+
 @dataclass(frozen=True)
 class Case:
     """A check and the call it is about. Two equal cases always see the same numbers."""
@@ -49,7 +52,7 @@ class Case:
     op: str
     kind: ArrayKind = "numpy"
     device: str = "cpu"
-    shape: Shape = Shape()
+    shape: Shape = _DEFAULT_SHAPE
     dtype: str = "float32"
     """of q, k, v; of g for the gate ops."""
     gate_dtype: str = "float32"
@@ -93,7 +96,7 @@ class Case:
 
     @property
     def scalar_gate(self) -> bool:
-        return OPS[self.op].scalar_gate
+        return OPS[self.op].scalar_gate or self.shape.K == 0
 
     def option(self, name: str, default: Any = None) -> Any:
         """The value of one option of the public call."""
@@ -108,7 +111,7 @@ class Case:
     def raw_gate(self) -> bool:
         """Is g a raw gate input?"""
         if self.family == "gate" or self.op == "kda_chunk_gate":
-            return True
+            return self.A_log or self.option("lower_bound") is not None
         return bool(self.option("use_gate_in_kernel", False))
 
     @property

@@ -12,7 +12,7 @@ from kdacore.ops import DIFFERENTIABLE, OPS
 from kdacore.registry import REGISTRY
 from kdacore.testing.cases import Case
 from kdacore.testing.compare import Findings
-from kdacore.testing.data import named_results
+from kdacore.testing.expected import named_results
 from kdacore.testing.signature import default_option
 from kdacore.types import OutputGrads
 
@@ -93,13 +93,16 @@ def gradients(
     differentiate, so there (and with ``recompute``, which hands the backward no residuals, as compiled graphs do)
     the forced backend's own functions are called.
     """
-    if recompute or case.kind == "numpy":
+    if is_direct(case, recompute):
         return _direct(case, arrays, grads, recompute)
-    if case.kind == "torch":
-        return _autograd(case, arrays, grads)
-    if REGISTRY.get(case.backend).backend.traceable:
-        return _vjp(case, arrays, grads)
-    return _direct(case, arrays, grads, recompute)
+    return _autograd(case, arrays, grads) if case.kind == "torch" else _vjp(case, arrays, grads)
+
+
+def is_direct(case: Case, recompute: bool) -> bool:
+    """Does :func:`gradients` call the backend's functions itself?"""
+    if recompute or case.kind == "numpy":
+        return True
+    return case.kind == "jax" and not REGISTRY.get(case.backend).backend.traceable
 
 
 def _differentiable(case: Case, arrays: Arrays) -> list[str]:

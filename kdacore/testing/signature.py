@@ -14,8 +14,9 @@ from kdacore.frameworks import ShapeDtype
 from kdacore.ops import FLAGS, HOST_ARGUMENTS, OPS
 from kdacore.registry import REGISTRY
 from kdacore.testing.cases import DIFFERENTIATES, Case
+from kdacore.testing.parts import parts_of
 from kdacore.testing.pools import POOLS, pool_rows, pool_width
-from kdacore.types import ArrayKind, Candidate, Device, Request, TensorSpec
+from kdacore.types import ArrayKind, Device, Reason, Request, TensorSpec
 
 Specs = dict[str, TensorSpec]
 
@@ -162,9 +163,13 @@ def _as_traced(case: Case, request: Request) -> Request:
     return dataclasses.replace(request, traced=True) if traced else request
 
 
-def judge(case: Case) -> Candidate:
-    """The backend's own answer to the case: its reasons against it, none when it serves it."""
-    return selection.judge(REGISTRY.get(case.backend), request_of(case))
+def judge(case: Case) -> tuple[Reason, ...]:
+    """The backend's own answer: its reasons against the first call of the case it declines, none when it serves all."""
+    for part in parts_of(case):
+        reasons = selection.judge(REGISTRY.get(case.backend), request_of(part)).reasons
+        if reasons:
+            return reasons
+    return ()
 
 
 def frameworks() -> tuple[ArrayKind, ...]:

@@ -34,7 +34,7 @@ class Result:
 def run_case(case: Case) -> Result:
     """Run one case. Never raises for what the backend does wrong: that is the result."""
     start = time.perf_counter()
-    reasons = judge(case).reasons
+    reasons = judge(case)
     findings = Findings()
     try:
         CHECKS[case.check](case, findings)

@@ -5,11 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kdacore.testing.cases import Case
-from kdacore.testing.checks.accuracy import accuracy
+from kdacore.testing.checks.accuracy import accuracy, graph, uninitialised
+from kdacore.testing.checks.causality import (
+    causality,
+    causality_append,
+    gradient_causality,
+    gradient_causality_append,
+)
+from kdacore.testing.checks.gradients import gradients, recomputed_gradients
+from kdacore.testing.checks.pool import pool
+from kdacore.testing.checks.repeat import batch_invariance, determinism, gradient_determinism
+from kdacore.testing.checks.split import drift, split, split_decode
 from kdacore.testing.compare import Findings
 
 Check = Callable[[Case, Findings], None]
 
 CHECKS: dict[str, Check] = {
     "accuracy": accuracy,
+    "uninitialised": uninitialised,
+    "graph": graph,
+    "gradients": gradients,
+    "recomputed_gradients": recomputed_gradients,
+    "causality": causality,
+    "causality_append": causality_append,
+    "gradient_causality": gradient_causality,
+    "gradient_causality_append": gradient_causality_append,
+    "split": split,
+    "split_decode": split_decode,
+    "drift": drift,
+    "pool": pool,
+    "determinism": determinism,
+    "gradient_determinism": gradient_determinism,
+    "batch_invariance": batch_invariance,
 }

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from typing import Any
 
 from kdacore.frameworks import adapter_of
 from kdacore.testing.bounds import Quantity, bound
 from kdacore.testing.cases import Case
 from kdacore.testing.compare import Findings
-from kdacore.testing.data import expected
+from kdacore.testing.expected import expected
 from kdacore.testing.invoke import forward, watched
 from kdacore.testing.place import arrays, place
 from kdacore.testing.signature import device_of, request_of
+from kdacore.types import Device
 
 _STATES = ("final_state", "checkpoints", "h")
+_NO_TENSOR_CORES = Device("cpu")
 _ALWAYS_WIDE = ("log_decay", "gc")
 """Results that are float32 whatever the inputs' dtype, from float32 arithmetic."""
 
@@ -24,8 +28,51 @@ def accuracy(case: Case, findings: Findings) -> None:
     with watched(case, findings):
         results = forward(case, arrays(placed))
     for p in placed.values():
-        p.check(findings)
+        p.check(findings, written=p.name == "out")
+    if "out" in placed:
+        findings.require("o is out", results["o"] is placed["out"].view, "another array was returned")
     check_results(case, results, findings)
+
+
+def uninitialised(case: Case, findings: Findings) -> None:
+    """torch: the same with every fresh allocation full of NaN, so that memory read before it is written shows."""
+    import torch
+
+    was, warn = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # about ops without a deterministic form: not our concern
+        torch.use_deterministic_algorithms(True, warn_only=True)  # this is what fills the memory
+        try:
+            accuracy(case, findings)
+        finally:
+            torch.use_deterministic_algorithms(was, warn_only=warn)
+
+
+def graph(case: Case, findings: Findings) -> None:
+    """CUDA: a captured call, replayed on other numbers in the same memory."""
+    import torch
+
+    other = replace(case, seed=case.seed + 1)
+    placed, fresh = arrays(place(case)), arrays(place(other))
+    with watched(case, findings):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            forward(case, placed)
+        torch.cuda.current_stream().wait_stream(side)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            results = forward(case, placed)
+    for name, x in fresh.items():
+        placed[name].copy_(x)
+    captured.replay()
+    torch.cuda.synchronize()
+    check_results(other, results, findings)
 
 
 def check_results(case: Case, results: dict[str, Any], findings: Findings, prefix: str = "") -> None:
@@ -44,9 +91,9 @@ def result_bound(case: Case, name: str, result: Any) -> float:
     """The bound of one result, by its name and dtype."""
     where = device_of(case.kind, case.device)
     quantity: Quantity = "state" if name in _STATES else "o"
-    dtype = _dtype(result)
+    dtype = dtype_of(result)
     if name in _ALWAYS_WIDE:
-        return case.factor * bound(quantity, where, dtype)
+        return case.factor * bound(quantity, _NO_TENSOR_CORES, dtype)
     return case.factor * bound(quantity, where, case.dtype, dtype)
 
 
@@ -59,7 +106,7 @@ def check_form(case: Case, name: str, result: Any, findings: Findings, prefix: s
         return
     on, where = adapter.device(result), device_of(case.kind, case.device)
     findings.require(f"{prefix}{name} device", on == where, f"on {on}, not on {where}")
-    got, want = _dtype(result), result_dtypes(case, name)
+    got, want = dtype_of(result), result_dtypes(case, name)
     findings.require(f"{prefix}{name} dtype", got in want, f"{got}, wanted {' or '.join(want)}")
 
 
@@ -78,6 +125,7 @@ def result_dtypes(case: Case, name: str) -> tuple[str, ...]:
     return (case.dtype,)
 
 
-def _dtype(x: Any) -> str:
+def dtype_of(x: Any) -> str:
+    """Canonical dtype name of an array of any kind."""
     adapter = adapter_of(x)
     return "" if adapter is None else adapter.spec(x).dtype

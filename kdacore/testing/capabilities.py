@@ -1,0 +1,99 @@
+"""What a backend serves, found out by asking its verifiers: the plainest call of each op in each dtype."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+from dataclasses import replace
+
+from kdacore.registry import REGISTRY
+from kdacore.testing.cases import MODEL, UNBOUNDED_MODEL, Case, Options, options
+from kdacore.testing.inputs import Shape
+from kdacore.testing.signature import device_of, frameworks, judge
+from kdacore.types import ArrayKind
+
+HEAD_DIMS = (16, 32, 64, 128, 256)
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+_TOKENS = {"chunk": 70, "recurrent": 5, "gate": 70, "stage": 70}
+_STATE = {"output_final_state": True}
+_PRESETS: tuple[Options, ...] = (
+    options(**_STATE),
+    options(**_STATE, use_qk_l2norm_in_kernel=True),
+    options(**_STATE, **MODEL),
+    options(**_STATE, **UNBOUNDED_MODEL),
+    options(**_STATE, **{**MODEL, "safe_gate": False}),
+    options(**_STATE, safe_gate=True, lower_bound=-5.0),
+    options(**_STATE, use_qk_l2norm_in_kernel=True, safe_gate=True, lower_bound=-5.0),
+)
+"""Option sets a backend may insist on, plainest first."""
+
+
+def plainest(backend: str, op: str, kind: ArrayKind, device: str, dtype: str) -> Case | None:
+    """The plainest call of an op that a backend serves in a dtype; None when none of those tried is served."""
+    first = start(backend, op, kind, device, dtype)
+    for preset, K in itertools.product(_presets(first), HEAD_DIMS):
+        case = replace(first, options=preset, shape=replace(first.shape, K=K, V=K))
+        if not judge(case):
+            return case
+    return None
+
+
+def start(backend: str, op: str, kind: ArrayKind, device: str, dtype: str) -> Case:
+    """The plainest call there is, whether served or not."""
+    case = Case("accuracy", backend, op, kind, device, dtype=dtype, seed=sum(map(ord, op)))
+    case = replace(case, shape=Shape(1, _TOKENS[case.family], 2, 2, 16, 16), options=_presets(case)[0])
+    if kind == "jax":
+        case = replace(case, index_dtype="int32")
+    if case.family == "stage":
+        case = replace(case, A_log=False, dt_bias="")
+    if dtype == "float64":
+        wide = dict.fromkeys(("gate_dtype", "beta_dtype", "bias_dtype", "state_dtype"), dtype)
+        case = replace(case, **wide)  # type: ignore[arg-type]
+    return case
+
+
+def _presets(case: Case) -> tuple[Options, ...]:
+    if case.family == "gate":
+        return ((), options(lower_bound=-5.0))
+    return ((),) if case.family == "stage" else _PRESETS
+
+
+@functools.cache
+def representable(kind: ArrayKind, dtype: str) -> bool:
+    """Have arrays of this kind such a dtype here?"""
+    if dtype == "bfloat16":
+        return kind != "numpy" or importlib.util.find_spec("ml_dtypes") is not None
+    if dtype == "float64" and kind == "jax":
+        import jax
+
+        return bool(jax.config.jax_enable_x64)
+    return True
+
+
+def kinds_of(backend: str) -> tuple[ArrayKind, ...]:
+    """Array kinds a backend takes that can be tested here, the one with the richest joins first."""
+    order: tuple[ArrayKind, ...] = ("torch", "jax", "numpy")
+    there = frameworks()
+    return tuple(k for k in order if k in REGISTRY.get(backend).backend.kinds and k in there)
+
+
+def default_device(backend: str) -> str:
+    """The device type the suite runs on unless told: the CPU where the backend runs there."""
+    types = REGISTRY.get(backend).backend.device_types
+    return "cpu" if "*" in types or "cpu" in types else types[0]
+
+
+def has_device(kind: ArrayKind, device: str) -> bool:
+    """Can this kind of array live on such a device on this machine?"""
+    if kind == "numpy":
+        return device == "cpu"
+    if kind == "torch":
+        import torch
+
+        return device == "cpu" or (device == "cuda" and torch.cuda.is_available())
+    try:
+        device_of(kind, device)
+    except RuntimeError:  # what JAX raises for a platform it does not have
+        return False
+    return True

@@ -1,0 +1,79 @@
+"""Gradients of every input against the float64 oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kdacore.frameworks import adapter_of
+from kdacore.testing import invoke
+from kdacore.testing.bounds import bound
+from kdacore.testing.cases import Case
+from kdacore.testing.checks.accuracy import check_results, dtype_of
+from kdacore.testing.compare import Findings
+from kdacore.testing.expected import Weights, expected_gradients, weights
+from kdacore.testing.place import Placed, arrays, place, place_one
+from kdacore.testing.signature import device_of
+from kdacore.types import OutputGrads
+
+
+def gradients(case: Case, findings: Findings) -> None:
+    """Results and gradients of one differentiable call on poisoned memory."""
+    _measure(case, findings, recompute=False)
+
+
+def recomputed_gradients(case: Case, findings: Findings) -> None:
+    """The backward without residuals, as compiled graphs call it."""
+    _measure(case, findings, recompute=True)
+
+
+def _measure(case: Case, findings: Findings, *, recompute: bool) -> None:
+    placed = place(case)
+    loss = place_weights(case, weights(case))
+    results, found = run(case, placed, loss, findings, recompute=recompute)
+    for p in (*placed.values(), *loss.values()):
+        p.check(findings)
+    check_results(case, results, findings)
+    check_gradients(case, placed, found, findings)
+
+
+def place_weights(case: Case, w: Weights) -> dict[str, Placed]:
+    """The loss's weights as arrays, poison around them too."""
+    dtype = case.dtype if case.family != "gate" or case.dtype == "float64" else "float32"
+    placed = {"do": place_one(case, "do", w.o, dtype)}
+    if w.final_state is not None:
+        placed["dstate"] = place_one(case, "dstate", w.final_state, case.state_dtype)
+    return placed
+
+
+def run(
+    case: Case,
+    placed: dict[str, Placed],
+    loss: dict[str, Placed],
+    findings: Findings,
+    *,
+    recompute: bool = False,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Results and gradients; sees to it that the case's backend computed them."""
+    grads = OutputGrads(loss["do"].view, loss["dstate"].view if "dstate" in loss else None)
+    if invoke.is_direct(case, recompute):  # the selection is made by hand there, and forced
+        return invoke.gradients(case, arrays(placed), grads, recompute=recompute)
+    with invoke.watched(case, findings):
+        return invoke.gradients(case, arrays(placed), grads)
+
+
+def check_gradients(case: Case, placed: dict[str, Placed], found: dict[str, Any], findings: Findings) -> None:
+    """Each gradient: there, formed like its input, within bounds."""
+    where = device_of(case.kind, case.device)
+    for name, want in expected_gradients(case).items():
+        got = found.get(name)
+        if got is None:
+            findings.require(f"gradient of {name}", False, "it is missing")
+            continue
+        adapter, dtype = adapter_of(got), dtype_of(placed[name].view)
+        kind = None if adapter is None else adapter.kind
+        findings.require(f"gradient of {name} kind", kind == case.kind, f"a {type(got).__name__}")
+        findings.require(
+            f"gradient of {name} dtype", dtype_of(got) == dtype, f"{dtype_of(got)}, wanted {dtype}"
+        )
+        allowed = case.factor * bound("gradient", where, case.dtype, dtype)
+        findings.close(f"gradient of {name}", got, want, allowed)

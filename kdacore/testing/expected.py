@@ -1,0 +1,119 @@
+"""What the float64 oracle says about a case: results, the weights of its loss, gradients."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kdacore.ops import OPS
+from kdacore.testing.cases import Case
+from kdacore.testing.data import Values, host_values, rounded
+from kdacore.testing.signature import request_of
+from kdacore.types import OutputGrads, Request
+
+
+class Weights(NamedTuple):
+    """The loss of the gradient checks: ``sum(o * weights.o) + sum(final_state * weights.final_state)``."""
+
+    o: Any
+    final_state: Any | None
+
+
+@functools.lru_cache(maxsize=64)
+def expected(case: Case) -> Values:
+    """Float64 results of the case's call, by name. Cases that differ only in kind or layout share them."""
+    return _expected(_content(case))
+
+
+@functools.lru_cache(maxsize=64)
+def expected_gradients(case: Case) -> Values:
+    """Float64 gradients of the loss :func:`weights`, by argument."""
+    return _expected_gradients(_content(case))
+
+
+def _content(case: Case) -> Case:
+    """The case without what does not change its numbers."""
+    return replace(
+        case,
+        check="",
+        backend="reference",
+        kind="numpy",
+        device="cpu",
+        layout="contiguous",
+        mode="eager",
+        factor=1.0,
+        slow=False,
+        note="",
+        index_dtype="int64",
+    )
+
+
+def exact_call(case: Case) -> tuple[Request, Any]:
+    """The case's request and inputs as the oracle takes them: NumPy float64 values."""
+    values = host_values(case)
+    return request_of(_content(case)), OPS[case.op].inputs(**values)
+
+
+@functools.lru_cache(maxsize=64)
+def _expected(case: Case) -> Values:
+    from kdacore_reference import oracle, oracle_stages
+
+    request, inputs = exact_call(case)
+    if case.family == "gate":
+        return {"log_decay": oracle.oracle_gate(request, inputs)}
+    if case.family == "stage":
+        stages: dict[str, Any] = {
+            "kda_chunk_gate": oracle_stages.oracle_chunk_gate,
+            "kda_chunk_intra": oracle_stages.oracle_chunk_intra,
+            "kda_recompute_w_u": oracle_stages.oracle_recompute_w_u,
+            "delta_rule_chunk_state": oracle_stages.oracle_chunk_state,
+            "kda_chunk_output": oracle_stages.oracle_chunk_output,
+        }
+        return named_results(case, stages[case.op](request, inputs))
+    return named_results(case, oracle.oracle_forward(request, inputs))
+
+
+def named_results(case: Case, result: Any) -> Values:
+    """What an op returned, by name; absent results left out."""
+    if case.family == "gate":
+        return {"log_decay": result}
+    if not isinstance(result, tuple):
+        return {"gc" if case.op == "kda_chunk_gate" else "o": result}
+    named: Values = result._asdict()  # type: ignore[attr-defined]
+    named.pop("saved", None)
+    return {k: v for k, v in named.items() if v is not None}
+
+
+def weights(case: Case) -> Weights:
+    """Weights of the loss, partly aligned with the results so that sums over tokens do not cancel to nothing."""
+    content = _content(case)
+    rng = np.random.default_rng(case.seed + 2)
+    results = expected(content)
+    o = results["log_decay" if case.family == "gate" else "o"]
+    dtype = "float32" if case.family == "gate" and case.dtype != "float64" else case.dtype
+    state = results.get("final_state")
+    return Weights(
+        rounded(_aligned(o, rng), dtype),
+        None if state is None else rounded(_aligned(state, rng), case.state_dtype),
+    )
+
+
+def _aligned(x: Any, rng: Any) -> Any:
+    size = float(np.sqrt(np.mean(x * x))) or 1.0
+    return x / size + 0.5 * rng.standard_normal(x.shape)
+
+
+@functools.lru_cache(maxsize=64)
+def _expected_gradients(case: Case) -> Values:
+    from kdacore_reference import oracle
+
+    request, inputs = exact_call(case)
+    w = weights(case)
+    if case.family == "gate":
+        grads: Any = oracle.oracle_gate_backward(request, inputs, w.o)
+    else:
+        grads = oracle.oracle_backward(request, inputs, OutputGrads(w.o, w.final_state))
+    return {name: x for name, x in grads._asdict().items() if x is not None}

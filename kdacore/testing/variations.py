@@ -1,0 +1,318 @@
+"""What is varied, as data: each entry changes the plainest served call in one way and says where it runs.
+
+``where`` of a variation, in the quick suite:
+    ``everywhere``  each array kind and dtype
+    ``kind``        each array kind, its first dtype
+    ``dtype``       the first kind, each dtype
+    ``once``        the first kind and dtype
+    ``full``        nowhere; the full suite runs every variation everywhere
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kdacore.testing.cases import MODEL, UNBOUNDED_MODEL
+from kdacore.testing.pools import POOLS
+
+Where = Literal["everywhere", "kind", "dtype", "once", "full"]
+
+
+@dataclass(frozen=True)
+class Variation:
+    """One change of the plainest call."""
+
+    note: str
+    where: Where = "once"
+    check: str = "accuracy"
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    """Sizes to change; ``"V": "2K"`` doubles the key width."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the public call to change; None takes one away."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Other fields of the case."""
+
+
+def _v(note: str, where: Where = "once", check: str = "accuracy", **rest: Any) -> Variation:
+    """Variation with fields of the case as keywords beside ``shape`` and ``options``."""
+    shape, options = rest.pop("shape", {}), rest.pop("options", {})
+    return Variation(note, where, check, shape, options, rest)
+
+
+def _both(note: str, where: Where = "once", gradients: Where = "once", **rest: Any) -> list[Variation]:
+    """The forward call alone, and the differentiable one."""
+    return [_v(note, where, **rest), _v(note, gradients, "gradients", **rest)]
+
+
+MIXED_LENGTHS = (0, 1, 15, 16, 17, 0, 63, 64, 65, 0)
+"""The contract's lengths, with empty sequences first, last and between."""
+HARD = {"factor": 2.0}
+"""Twice the bounds: the contract's hard cases."""
+
+_LOG: Mapping[str, Any] = {"use_gate_in_kernel": None, "safe_gate": None, "lower_bound": None}
+_SOFTPLUS = {**_LOG, "use_gate_in_kernel": True}
+_SIGMOID = {**_SOFTPLUS, "lower_bound": -5.0}
+_SAFE = {**_LOG, "safe_gate": True, "lower_bound": -5.0}
+_UNBOUNDED: Mapping[str, Any] = {**UNBOUNDED_MODEL, "safe_gate": None, "lower_bound": None}
+_PLAIN_BETA = {"use_beta_sigmoid_in_kernel": None, "allow_neg_eigval": None}
+
+_GATES = [
+    *_both("init_gates", gradients="full", gates="init", **HARD),
+    *_both("slow_gates", gates="slow", **HARD),
+    *_both("zero_gates", gates="zero", **HARD),
+    *_both("floor_gates", gates="floor", **HARD),
+    *_both("mixed_gates", "dtype", gates="mixed", options=_LOG, **HARD),
+    *_both("mixed_softplus", gates="mixed", options=_SOFTPLUS, **HARD),
+    *_both("mixed_sigmoid", gradients="full", gates="mixed", options=_SIGMOID, **HARD),
+    *_both("collinear", "dtype", collinear=True, gates="slow", **HARD),
+    *_both("collinear_init", "full", "full", collinear=True, gates="init", **HARD),
+    *_both("log_gate", "full", "full", options=_LOG),
+    *_both("softplus_gate", options=_SOFTPLUS),
+    *_both("sigmoid_gate", options=_SIGMOID),
+    *_both("sigmoid_gate_no_A_log", options=_SIGMOID, A_log=False),
+    *_both("safe_log_gate", gradients="full", options=_SAFE),
+    *_both("softplus_flat_bias", gradients="full", options=_SOFTPLUS, dt_bias="flat"),
+    *_both("softplus_no_bias", "full", "full", options=_SOFTPLUS, dt_bias=""),
+    *_both("softplus_init", gradients="full", options=_SOFTPLUS, gates="init", **HARD),
+    *_both("lower_bound_-1", "full", "full", options={**_SIGMOID, "lower_bound": -1.0}),
+]
+_NORMS = [
+    *_both("l2norm", options={"use_qk_l2norm_in_kernel": True}),
+    *_both("no_l2norm", "full", "full", options={"use_qk_l2norm_in_kernel": None}),
+    *_both("beta_sigmoid", options={**_PLAIN_BETA, "use_beta_sigmoid_in_kernel": True}),
+    *_both("neg_eigval", options={"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}),
+    *_both("model", "kind", "kind", options=MODEL),
+    *_both("unbounded_model", options=_UNBOUNDED),
+    *_both("scale", gradients="full", options={"scale": 0.7}),
+    *_both("low_precision_gates", gate_dtype="bfloat16", beta_dtype="bfloat16", bias_dtype="bfloat16"),
+    *_both("half_gates", "full", "full", gate_dtype="float16", beta_dtype="float16"),
+]
+_LAYOUTS = [
+    *_both("padded", layout="padded", initial_state=True),
+    *_both("stepped", gradients="full", layout="stepped", initial_state=True),
+    *_both("transposed", layout="transposed", initial_state=True),
+]
+_STATES = [
+    *_both("initial_state", initial_state=True),
+    *_both("v_first", initial_state=True, shape={"V": "2K"}, options={"state_v_first": True}),
+    *_both("bf16_state", gradients="full", initial_state=True, state_dtype="bfloat16"),
+    _v("no_final_state", options={"output_final_state": None}),
+]
+_HEADS = [
+    *_both("gva", shape={"B": 2, "H": 2, "HV": 4}, initial_state=True),
+    *_both("gva_one_to_three", "full", "full", shape={"H": 1, "HV": 3}),
+    *_both("odd_heads", "full", "full", shape={"B": 3, "H": 3, "HV": 3}),
+    *_both("K60_V100", shape={"K": 60, "V": 100}, **HARD),
+    *_both("K100_V60", "full", "full", shape={"K": 100, "V": 60}, **HARD),
+    *_both("K16_V40", "full", "full", shape={"K": 16, "V": 40}, **HARD),
+    *_both("K64_V64", "full", "full", shape={"K": 64, "V": 64}),
+    *_both("K64_V128", "full", "full", shape={"K": 64, "V": 128}, **HARD),
+    *_both("K128_V64", "full", "full", shape={"K": 128, "V": 64}, **HARD),
+    *_both("K128_V128", "full", "full", shape={"K": 128, "V": 128}),
+    *_both("K256_V256", "full", "full", shape={"K": 256, "V": 256}),
+]
+_PACKS = [
+    *_both("pack", "kind", "kind", shape={"lengths": MIXED_LENGTHS}, initial_state=True, **HARD),
+    *_both(
+        "pack_of_tokens",
+        gradients="full",
+        shape={"lengths": (1,) * 7 + (40,)},
+        index_dtype="int32",
+        **HARD,
+    ),
+    *_both("pack_host_offsets", gradients="full", shape={"lengths": (17, 0, 30)}, host_offsets=True, **HARD),
+    *_both("pack_no_state", "full", "full", shape={"lengths": MIXED_LENGTHS}, **HARD),
+    *_both(
+        "pack_model",
+        "full",
+        "full",
+        shape={"lengths": MIXED_LENGTHS, "H": 2, "HV": 4, "V": "2K"},
+        options={**MODEL, "state_v_first": True},
+        initial_state=True,
+        **HARD,
+    ),
+]
+
+_TWO_CHUNKS = {"T": 135}
+CHUNK = [
+    *_both("", "everywhere", "everywhere"),
+    *_PACKS,
+    *_GATES,
+    *_NORMS,
+    *_LAYOUTS,
+    *_STATES,
+    *_HEADS,
+    *[v for T in (1, 64, 129) for v in _both(f"T{T}", gradients="full", shape={"T": T})],
+    *[v for T in (15, 16, 17, 63, 65, 128, 200) for v in _both(f"T{T}", "full", "full", shape={"T": T})],
+    *_both("keep_residuals", options={"disable_recompute": True}),
+    *_both("checkpoints", gradients="full", shape={"T": 200}, options={"checkpoint_every": 64}),
+    _v("checkpoints_pack", shape={"lengths": (0, 130, 64, 1, 65)}, options={"checkpoint_every": 64}, **HARD),
+    _v(
+        "checkpoints_v_first",
+        "full",
+        shape={"T": 300, "V": "2K", "B": 2},
+        options={"checkpoint_every": 128, "state_v_first": True},
+        initial_state=True,
+    ),
+    _v("checkpoints_bf16", "full", shape={"T": 200}, options={"checkpoint_every": 64}, initial_state=True,
+       state_dtype="bfloat16"),
+    _v("", "kind", "recomputed_gradients", initial_state=True),
+    _v("pack", "once", "recomputed_gradients", shape={"lengths": (0, 1, 17, 65)}, initial_state=True, **HARD),
+    _v("", "kind", "causality", shape=_TWO_CHUNKS),
+    _v("mixed", "once", "causality", shape=_TWO_CHUNKS, gates="mixed", options=_LOG),
+    _v("model", "once", "causality", shape=_TWO_CHUNKS, options=MODEL, initial_state=True),
+    _v("pack", "full", "causality", shape={"lengths": (50, 0, 85)}),
+    _v("", "once", "causality_append", shape=_TWO_CHUNKS),
+    _v("model", "full", "causality_append", shape=_TWO_CHUNKS, options=MODEL),
+    _v("mixed", "full", "causality_append", shape=_TWO_CHUNKS, gates="mixed", options=_LOG),
+    _v("", "once", "gradient_causality", shape=_TWO_CHUNKS, initial_state=True),
+    _v("softplus", "once", "gradient_causality", shape=_TWO_CHUNKS, options=_SOFTPLUS),
+    _v("mixed", "full", "gradient_causality", shape=_TWO_CHUNKS, gates="mixed", options=_LOG),
+    _v("model", "full", "gradient_causality", shape=_TWO_CHUNKS, options=MODEL, initial_state=True),
+    _v("", "once", "gradient_causality_append", shape=_TWO_CHUNKS, initial_state=True),
+    _v("softplus", "once", "gradient_causality_append", shape=_TWO_CHUNKS, options=_SOFTPLUS),
+    _v("model", "full", "gradient_causality_append", shape=_TWO_CHUNKS, options=MODEL),
+    _v("", "kind", "split"),
+    _v("v_first", "once", "split", shape={"V": "2K"}, options={"state_v_first": True}, initial_state=True),
+    _v("model", "full", "split", shape=_TWO_CHUNKS, options=MODEL),
+    _v("", "once", "split_decode"),
+    _v("v_first", "full", "split_decode", shape={"V": "2K"}, options={"state_v_first": True}),
+    _v("model", "full", "split_decode", options=MODEL),
+    _v("", "once", "determinism", shape={"B": 2, "T": 135, "HV": 4}),
+    _v("", "once", "gradient_determinism", shape={"B": 2, "T": 135, "HV": 4}, options=_SOFTPLUS),
+    _v("pack", "full", "gradient_determinism", shape={"lengths": MIXED_LENGTHS}, initial_state=True),
+    _v("", "kind", "batch_invariance", shape={"lengths": (65, 0, 1, 17, 64)}, initial_state=True),
+    _v("", "once", "uninitialised", shape={"lengths": MIXED_LENGTHS}, options={"checkpoint_every": 64}, **HARD),
+    _v("jit", "everywhere", mode="jit"),
+    _v("jit_pack", "kind", mode="jit", shape={"lengths": MIXED_LENGTHS}, initial_state=True, **HARD),
+    _v("jit", "kind", "gradients", mode="jit", options=MODEL),
+    _v("compile", "full", mode="compile"),
+    _v("compile", "full", "gradients", mode="compile", options=MODEL, initial_state=True),
+    _v("", "once", "graph"),
+    *_both(
+        "long", "full", "full",
+        shape={"T": 2048, "H": 2, "HV": 2, "K": 128, "V": 128}, options={**_UNBOUNDED}, slow=True,
+    ),
+    *_both(
+        "long_safe", "full", "full",
+        shape={"T": 2048, "H": 2, "HV": 2, "K": 128, "V": 128}, options=MODEL, slow=True,
+    ),
+    *_both(
+        "long_init", "full", "full",
+        shape={"T": 2048, "H": 2, "HV": 2, "K": 128, "V": 128}, options={**_UNBOUNDED}, gates="init", slow=True,
+        **HARD,
+    ),
+]  # fmt: skip
+
+_DECODE = {"B": 4, "T": 1}
+RECURRENT = [
+    *_both("", "everywhere", "kind"),
+    _v("decode", "dtype", shape=_DECODE, initial_state=True),
+    _v("decode_model", "kind", shape={**_DECODE, "HV": 4, "V": "2K"}, options=MODEL, initial_state=True),
+    *_PACKS,
+    *_GATES,
+    *_NORMS,
+    *_LAYOUTS,
+    *_STATES,
+    *_HEADS,
+    *[_v(f"T{T}", "full", shape={"T": T}) for T in (2, 3, 16, 17, 70)],
+    _v("out", "once", out=True),
+    _v("out_padded", "full", out=True, layout="padded"),
+    *[
+        _v(name, "kind" if name == "inplace_negative" else "once", "pool", pool=name, shape={"B": 5, "T": 3},
+           options={"output_final_state": None if pool.read_only else True})
+        for name, pool in POOLS.items()
+    ],
+    *[
+        _v(f"{name}_v_first", "full", "pool", pool=name, shape={"B": 5, "T": 3, "V": "2K"},
+           options={"output_final_state": None if pool.read_only else True, "state_v_first": True})
+        for name, pool in POOLS.items()
+    ],
+    _v("inplace_decode", "dtype", "pool", pool="inplace_negative", shape={"B": 5, "T": 1},
+       options={**MODEL, "output_final_state": True}, state_dtype="float32"),
+    _v("inplace_no_state_asked", "once", "pool", pool="inplace", shape={"B": 5, "T": 1},
+       options={"output_final_state": None}),
+    _v("inplace_pack", "once", "pool", pool="inplace_strided", shape={"lengths": (3, 0, 1, 5)}),
+    _v("accepted_pack", "once", "pool", pool="accepted_inplace", shape={"lengths": (3, 0, 1, 5)}),
+    _v("inplace_bf16", "once", "pool", pool="inplace_negative", shape={"B": 5, "T": 2}, state_dtype="bfloat16"),
+    _v("inplace_int32", "once", "pool", pool="inplace_negative", shape={"B": 5, "T": 2}, index_dtype="int32"),
+    _v("", "once", "recomputed_gradients", initial_state=True),
+    _v("", "once", "causality", shape={"T": 20}),
+    _v("", "once", "causality_append", shape={"T": 20}),
+    _v("", "once", "gradient_causality", shape={"T": 20}, initial_state=True),
+    _v("", "once", "gradient_causality_append", shape={"T": 20}, initial_state=True),
+    _v("", "once", "split", initial_state=True),
+    _v("v_first", "full", "split", shape={"V": "2K"}, options={"state_v_first": True}),
+    _v("", "dtype", "drift", shape={"B": 2, "T": 256}, gates="slow", options=MODEL, **HARD),
+    _v("neg_eigval", "once", "drift", shape={"T": 400}, gates="zero", collinear=True,
+       options={**MODEL, "allow_neg_eigval": True}, beta_dtype="bfloat16", **HARD),
+    _v("log", "full", "drift", shape={"B": 2, "T": 1000}, gates="slow", options=_LOG, slow=True, **HARD),
+    _v("", "once", "determinism", shape={"B": 3, "T": 7}),
+    _v("", "kind", "batch_invariance", shape={"lengths": (3, 0, 1, 5)}, initial_state=True),
+    _v("", "once", "uninitialised", shape={"lengths": (3, 0, 1, 5)}, initial_state=True, **HARD),
+    _v("jit", "everywhere", mode="jit", initial_state=True),
+    _v("jit_pool", "kind", "pool", mode="jit", pool="inplace_negative", shape={"B": 5, "T": 2}),
+    _v("compile", "full", mode="compile"),
+    _v("", "once", "graph", shape=_DECODE, initial_state=True),
+]  # fmt: skip
+
+_BOUNDED = {"lower_bound": -5.0}
+GATE = [
+    *_both("", "everywhere", "everywhere"),
+    *_both("bounded", "kind", "kind", options=_BOUNDED),
+    *_both("bounded_no_A_log", options=_BOUNDED, A_log=False),
+    *_both("flat_bias", dt_bias="flat"),
+    *_both("no_bias", dt_bias=""),
+    *_both("one_per_head", shape={"K": 0}),
+    *_both("bf16_bias", bias_dtype="bfloat16"),
+    *[
+        v
+        for gates in ("init", "slow", "zero", "floor", "mixed")
+        for v in _both(gates, gradients="full", gates=gates, **HARD)
+    ],
+    *[v for gates in ("zero", "floor") for v in _both(f"bounded_{gates}", gates=gates, options=_BOUNDED, **HARD)],
+    *[v for name in ("padded", "stepped", "transposed") for v in _both(name, layout=name)],
+    _v("", "once", "determinism"),
+    _v("", "once", "gradient_determinism", shape={"B": 2, "T": 135}),
+    _v("", "once", "uninitialised"),
+    _v("jit", "everywhere", mode="jit"),
+    _v("compile", "full", mode="compile"),
+]  # fmt: skip
+
+STAGE = [
+    _v("", "everywhere"),
+    _v("pack", "kind", shape={"lengths": MIXED_LENGTHS}, **HARD),
+    _v("gva", shape={"B": 2, "HV": 4, "V": "2K"}),
+    *[_v(f"C{C}", options={"chunk_size": C}) for C in (16, 32)],
+    _v("wide_intermediates", "dtype", stage_dtype="float32"),
+    _v("mixed_gates", gates="mixed", **HARD),
+    _v("floor_gates", gates="floor", **HARD),
+    _v("collinear", gates="slow", collinear=True, **HARD),
+    _v("T1", shape={"T": 1}),
+    _v("T64", shape={"T": 64}),
+    _v("K60_V100", shape={"K": 60, "V": 100}, **HARD),
+    *[_v(name, layout=name) for name in ("padded", "stepped", "transposed")],
+    _v("", "once", "determinism"),
+    _v("", "once", "uninitialised", shape={"lengths": (0, 1, 17, 65)}, **HARD),
+    _v("jit", "everywhere", mode="jit"),
+]
+STAGE_GATE = [
+    _v("softplus", A_log=True, dt_bias="matrix"),
+    _v("sigmoid", A_log=True, dt_bias="matrix", options=_BOUNDED),
+    _v("sigmoid_no_A_log", options=_BOUNDED),
+]
+STAGE_STATE = [
+    _v("initial_state", initial_state=True),
+    _v("v_first", initial_state=True, shape={"V": "2K"}, options={"state_v_first": True}),
+    _v("bf16_state", initial_state=True, state_dtype="bfloat16"),
+]
+
+
+def variations_of(op: str, family: str) -> list[Variation]:
+    """Every variation of an op."""
+    if family == "stage":
+        extra = {"kda_chunk_gate": STAGE_GATE, "delta_rule_chunk_state": STAGE_STATE}
+        return [*STAGE, *extra.get(op, [])]
+    return {"chunk": CHUNK, "recurrent": RECURRENT, "gate": GATE}[family]

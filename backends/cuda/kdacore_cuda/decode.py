@@ -72,15 +72,8 @@ def _states(request: Request, inputs: RecurrentInputs, o: torch.Tensor) -> tuple
         return source, source
     if not request.output_final_state:
         return source, None
-    dtype = source.dtype if source is not None else _float32()
+    dtype = source.dtype if source is not None else runtime.float32()
     return source, o.new_empty(request.state_shape, dtype=dtype)
-
-
-@cache
-def _float32() -> Any:
-    import torch
-
-    return torch.float32
 
 
 def _flags(request: Request, inputs: RecurrentInputs) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from kdacore.types import Request
@@ -31,3 +32,23 @@ def _launch(launcher: Launcher, grid: int, index: int, arch: str, values: tuple[
 
     stream = torch._C._cuda_getCurrentRawStream(index)
     launcher((grid, 1, 1), index, arch, stream, *values)
+
+
+@cache
+def _processors(index: int) -> int:
+    import torch
+
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def processors(like: torch.Tensor) -> int:
+    """Multiprocessors of the device ``like`` is on."""
+    return _processors(like.get_device())
+
+
+@cache
+def float32() -> Any:
+    """``torch.float32``, without importing torch before the caller has."""
+    import torch
+
+    return torch.float32

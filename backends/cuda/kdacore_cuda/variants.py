@@ -30,6 +30,44 @@ def decode_kernels() -> Iterator[KernelSource]:
                 yield decode_kernel(K, v_first, bf16_state)
 
 
+SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024, "sm_100f": 227 * 1024, "sm_120": 99 * 1024}
+"""Dynamic shared memory a block may use, by build architecture."""
+PREFILL_THREADS = 384
+CLUSTERS = (1, 2, 4)
+
+
+def prefill_stages(K: int, arch: str) -> int:
+    """Chunk images in the ring: as many as fit, a multiple of 4 so that every cluster size divides it."""
+    wanted = 12 if K == 128 else 16
+    return wanted if SHARED_LIMITS.get(arch, 99 * 1024) > 200 * 1024 else 4
+
+
+def prefill_kernel(K: int, cluster: int, safe: bool, float_gate: bool, arch: str = "sm_90a") -> KernelSource:
+    """The fused prefill kernel for one head dim (K = V), cluster size, gate range and dtype of ``g``."""
+    wide = cluster == 1 and K == 128
+    defines = (
+        ("K_DIM", K),
+        ("V_DIM", K),
+        ("CLUSTER", cluster),
+        ("SAFE", int(safe)),
+        ("G_FLOAT", int(float_gate)),
+        ("STAGES", prefill_stages(K, arch)),
+        ("SHARED_LIMIT", prefill_shared(K, cluster, arch)),
+        ("SCAN_REGISTERS", 232 if wide else 168),
+        ("PREPARE_REGISTERS", 136 if wide else 168),
+    )
+    return KernelSource("sm90/prefill.cu", "prefill", defines)
+
+
+def prefill_shared(K: int, cluster: int, arch: str = "sm_90a") -> int:
+    """Dynamic shared memory of :func:`prefill_kernel` in bytes; chunk.cuh asserts that its layout fits."""
+    stages = prefill_stages(K, arch)
+    halves, tiles = K // 64, K // cluster // 16
+    stage = halves * 3 * 2048 + 1024 + 4 * K + 256
+    pitch = -(-stage // 1024) * 1024
+    return stages * (pitch + 16) + 5 * tiles * 512 + 8 * 16 * 20 * 4 + 4 * K + 16
+
+
 def packaged_kernels(arch: str) -> Iterator[KernelSource]:
     """What :func:`kdacore_cuda.prebuilt.build_all` compiles for ``arch``."""
     yield from decode_kernels()

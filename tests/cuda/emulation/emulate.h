@@ -240,6 +240,8 @@ inline float log2_fast(float x) { return emu::flush(log2f(emu::flush(x))); }
 inline float reciprocal(float x) { return emu::flush(1.0f / emu::flush(x)); }
 inline float inverse_sqrt(float x) { return emu::flush(1.0f / sqrtf(emu::flush(x))); }
 inline u32 pack_bf16(float low, float high) { return emu::round_bf16(low) | emu::round_bf16(high) << 16; }
+inline u32 __float_as_uint(float x) { return emu::as_u32(x); }
+inline float __uint_as_float(u32 x) { return emu::as_float(x); }
 inline float bf16_low(u32 x) { return emu::as_float(x << 16); }
 inline float bf16_high(u32 x) { return emu::as_float(x & 0xffff0000u); }
 inline float half_to_float(u16 x) { _Float16 h; memcpy(&h, &x, 2); return (float)h; }
@@ -248,6 +250,8 @@ inline u16 float_to_half(float x) { const _Float16 h = (_Float16)x; u16 r; memcp
 inline float shuffle_xor(float x, int mask) {
   return emu::as_float(emu::exchange({{emu::as_u32(x)}})[(emu::me->thread & 31) ^ mask].w[0]);
 }
+inline u32 shuffle_xor(u32 x, int mask) { return emu::exchange({{x}})[(emu::me->thread & 31) ^ mask].w[0]; }
+inline int shuffle_xor(int x, int mask) { return (int)emu::exchange({{(u32)x}})[(emu::me->thread & 31) ^ mask].w[0]; }
 inline float shuffle(float x, int lane) { return emu::as_float(emu::exchange({{emu::as_u32(x)}})[lane & 31].w[0]); }
 inline void sync_warp() { emu::exchange({}); }
 inline void sync_block() { emu::meet(emu::me->block->named[0], emu::block_threads); }
@@ -257,6 +261,7 @@ inline void store_shared(u32 a, float x, float y) { const float v[2] = {x, y}; m
 inline void store_shared(u32 a, u32 x) { memcpy(emu::memory(a, 4), &x, 4); }
 inline void store_shared16(u32 a, u32 x) { const u16 v = (u16)x; memcpy(emu::memory(a, 2), &v, 2); }
 inline float4 load_shared4(u32 a) { float4 r; memcpy(&r, emu::memory(a, 16), 16); return r; }
+inline float load_shared1(u32 a) { float r; memcpy(&r, emu::memory(a, 4), 4); return r; }
 inline float2 load_shared2(u32 a) { float2 r; memcpy(&r, emu::memory(a, 8), 8); return r; }
 inline uint4 load_shared_u4(u32 a) { uint4 r; memcpy(&r, emu::memory(a, 16), 16); return r; }
 
@@ -299,15 +304,16 @@ inline void load_matrix4_transposed(u32 (&r)[4], u32 a) {
     r[i] = x[0] | (u32)x[1] << 16;
   }
 }
-inline u32 transpose_matrix(u32 x) {
-  emu::Slot* s = emu::exchange({{x}});
+inline void store_matrix4_transposed(u32 a, const u32 (&r)[4]) {
+  emu::Slot* s = emu::exchange({{a, r[0], r[1], r[2], r[3]}});
   const int lane = emu::me->thread & 31;
-  u32 r = 0;
-  for (int j = 0; j < 2; ++j) {  // row lane/4 of the result is column lane/4 of the source
-    const u32 word = s[4 * (2 * (lane % 4) + j) + lane / 8].w[0];
-    r |= (word >> (lane / 4 % 2 ? 16 : 0) & 0xffff) << 16 * j;
+  for (int i = 0; i < 4; ++i) {
+    for (int j = 0; j < 2; ++j) {
+      const u16 x = (u16)(r[i] >> 16 * j);
+      memcpy(emu::memory(s[8 * i + 2 * (lane % 4) + j].w[0], 16) + 2 * (lane / 4), &x, 2);
+    }
   }
-  return r;
+  sync_warp();
 }
 inline void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   emu::Slot* s = emu::exchange({{a[0], a[1], a[2], a[3], b0, b1}});

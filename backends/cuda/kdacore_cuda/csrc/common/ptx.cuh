@@ -64,6 +64,8 @@ __device__ __forceinline__ u16 float_to_half(float x) {
 // --- lanes --------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+__device__ __forceinline__ u32 shuffle_xor(u32 x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+__device__ __forceinline__ int shuffle_xor(int x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 __device__ __forceinline__ float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
 __device__ __forceinline__ void sync_block() { __syncthreads(); }
@@ -85,6 +87,11 @@ __device__ __forceinline__ void store_shared16(u32 a, u32 x) {
 __device__ __forceinline__ float4 load_shared4(u32 a) {
   float4 r;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "r"(a) : "memory");
+  return r;
+}
+__device__ __forceinline__ float load_shared1(u32 a) {
+  float r;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(r) : "r"(a) : "memory");
   return r;
 }
 __device__ __forceinline__ float2 load_shared2(u32 a) {
@@ -134,11 +141,21 @@ __device__ __forceinline__ void load_matrix4_transposed(u32 (&r)[4], u32 a) {
                : "r"(a)
                : "memory");
 }
-// 8x8 transpose of 16-bit elements held one row pair a lane.
-__device__ __forceinline__ u32 transpose_matrix(u32 x) {
-  u32 y;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
+// Four 8x8 tiles held one row pair a lane, stored transposed; lane 8i + r gives the address of stored row r of tile i.
+__device__ __forceinline__ void store_matrix4_transposed(u32 a, const u32 (&r)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+#else
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    u32 y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(r[i]));
+    store_shared(__shfl_sync(0xffffffffu, a, 8 * i + (lane >> 2)) + 4 * (lane & 3), y);
+  }
+#endif
 }
 // d[16x8] += a[16x16] b[16x8], bf16 operands, float32 sums.
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {

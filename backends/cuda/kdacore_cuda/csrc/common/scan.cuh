@@ -1,0 +1,311 @@
+// A scan warp carries 16 * ROW_TILES columns of the state through the sequence. The state lies transposed (V by K) in
+// float32 accumulators, so that its bf16 copy is at once the next product's left operand; tokens sit on the narrow side.
+#ifndef KDACORE_SCAN_CUH
+#define KDACORE_SCAN_CUH
+
+#include "common/chunk.cuh"
+#include "common/loads.cuh"
+#include "generated/params.cuh"
+
+constexpr int K_TILES = K / 16;
+
+struct ScanState {
+  float s[ROW_TILES][2 * K_TILES][4];
+};
+
+struct ScanLane {
+  int lane, g, t;
+  int v0;           // first column of V of this warp
+  u32 values, out;  // this warp's rings in shared memory
+};
+
+// Calls f(element, its offset) for every state element; offsets count elements of a [K, V] or [V, K] matrix.
+template <class F>
+__device__ __forceinline__ void each_element(ScanState& state, const ScanLane& l, int flags, F f) {
+  const int k_step = flags & FLAG_V_FIRST ? 1 : V, v_step = flags & FLAG_V_FIRST ? K : 1;
+  const int first = 2 * l.t * k_step + (l.v0 + l.g) * v_step;
+#pragma unroll
+  for (int m = 0; m < ROW_TILES; ++m) {
+#pragma unroll
+    for (int j = 0; j < 2 * K_TILES; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        f(state.s[m][j][e], first + (8 * j + (e & 1)) * k_step + (16 * m + 8 * (e >> 1)) * v_step);
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void read_state(ScanState& state, const ScanLane& l, u64 base, int flags) {
+  if (flags & FLAG_STATE_BF16) {
+    each_element(state, l, flags, [&](float& x, int at) { x = bf16_low(reinterpret_cast<const u16*>(base)[at]); });
+  } else {
+    each_element(state, l, flags, [&](float& x, int at) { x = reinterpret_cast<const float*>(base)[at]; });
+  }
+}
+
+__device__ __forceinline__ void write_state(ScanState& state, const ScanLane& l, u64 base, int flags) {
+  if (flags & FLAG_STATE_BF16) {
+    each_element(state, l, flags, [&](float& x, int at) { reinterpret_cast<u16*>(base)[at] = (u16)pack_bf16(x, 0.0f); });
+  } else {
+    each_element(state, l, flags, [&](float& x, int at) { reinterpret_cast<float*>(base)[at] = x; });
+  }
+}
+
+// Left operand (16 columns of V by 16 channels) of k-tile kk.
+__device__ __forceinline__ void state_operand(const ScanState& state, int m, int kk, u32 (&a)[4]) {
+  const float(&x)[4] = state.s[m][2 * kk];
+  const float(&y)[4] = state.s[m][2 * kk + 1];
+  a[0] = pack_bf16(x[0], x[1]);
+  a[1] = pack_bf16(x[2], x[3]);
+  a[2] = pack_bf16(y[0], y[1]);
+  a[3] = pack_bf16(y[2], y[3]);
+}
+
+__device__ __forceinline__ void decay_state(ScanState& state, int m, int kk, const float4& d) {
+  float(&x)[4] = state.s[m][2 * kk];
+  float(&y)[4] = state.s[m][2 * kk + 1];
+  x[0] *= d.x, x[1] *= d.y, x[2] *= d.x, x[3] *= d.y;
+  y[0] *= d.z, y[1] *= d.w, y[2] *= d.z, y[3] *= d.w;
+}
+
+struct Tokens {
+  float x[ROW_TILES][2][4], o[ROW_TILES][2][4];  // [V tile][8 tokens]
+};
+
+// x = (k 2^G) S and o = (q 2^G) S, both transposed; the state decays by the chunk's total as it is read.
+__device__ __forceinline__ void read_products(ScanState& state, Tokens& tok, const ScanLane& l, u32 stage) {
+  const int row = (l.lane >> 4) * 8 + (l.lane & 7), piece = l.lane >> 3 & 1;
+#if CLUSTER == 1 && V_DIM == 128
+#pragma unroll
+  for (int kk = 0; kk < K_TILES; ++kk) {
+    const u32 at = stage + KQ_AT + (kk >> 2) * 2 * ROWS_BYTES + swizzled(row, (kk & 3) * 2 + piece);
+    u32 kb[4], qb[4];
+    load_matrix4(kb, at);
+    load_matrix4(qb, at + ROWS_BYTES);
+    const float4 d = load_shared4(stage + DECAY_AT + 64 * kk + 16 * l.t);
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m) {
+      u32 a[4];
+      state_operand(state, m, kk, a);
+      mma_bf16(tok.x[m][0], a, kb[0], kb[1]);
+      mma_bf16(tok.x[m][1], a, kb[2], kb[3]);
+      mma_bf16(tok.o[m][0], a, qb[0], qb[1]);
+      mma_bf16(tok.o[m][1], a, qb[2], qb[3]);
+      decay_state(state, m, kk, d);
+    }
+  }
+#else
+  // One tile of V: the chain of dependent products is what costs, so x comes first and in two partial sums.
+  u32 a[K_TILES][4];
+  float odd[2][4] = {};
+#pragma unroll
+  for (int kk = 0; kk < K_TILES; ++kk) {
+    u32 kb[4];
+    load_matrix4(kb, stage + KQ_AT + (kk >> 2) * 2 * ROWS_BYTES + swizzled(row, (kk & 3) * 2 + piece));
+    state_operand(state, 0, kk, a[kk]);
+    if (kk & 1) {
+      mma_bf16(odd[0], a[kk], kb[0], kb[1]);
+      mma_bf16(odd[1], a[kk], kb[2], kb[3]);
+    } else {
+      mma_bf16(tok.x[0][0], a[kk], kb[0], kb[1]);
+      mma_bf16(tok.x[0][1], a[kk], kb[2], kb[3]);
+    }
+  }
+#pragma unroll
+  for (int kk = 0; kk < K_TILES; ++kk) {
+    u32 qb[4];
+    load_matrix4(qb, stage + KQ_AT + (kk >> 2) * 2 * ROWS_BYTES + ROWS_BYTES + swizzled(row, (kk & 3) * 2 + piece));
+    mma_bf16(tok.o[0][0], a[kk], qb[0], qb[1]);
+    mma_bf16(tok.o[0][1], a[kk], qb[2], qb[3]);
+    decay_state(state, 0, kk, load_shared4(stage + DECAY_AT + 64 * kk + 16 * l.t));
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) tok.x[0][i][e] += odd[i][e];
+  }
+#endif
+}
+
+// The four floats of scalar row `which` this lane's token columns need: tokens 2t, 2t+1 and 8+2t, 8+2t+1.
+struct Columns {
+  float c[2][2];
+};
+__device__ __forceinline__ Columns columns(u32 stage, int which, int t) {
+  const float2 a = load_shared2(stage + SCALARS_AT + 64 * which + 8 * t);
+  const float2 b = load_shared2(stage + SCALARS_AT + 64 * which + 8 * t + 32);
+  return {{{a.x, a.y}, {b.x, b.y}}};
+}
+
+// From x to w = r T beta (v - r x), as the left operand (16 columns of V by 16 tokens) of what follows.
+__device__ __forceinline__ void solve(Tokens& tok, int m, const ScanLane& l, u32 stage, u32 values, const u32 (&inverse)[4],
+                                      u32 (&w)[4]) {
+  const Columns beta = columns(stage, 0, l.t), beta_r = columns(stage, 1, l.t), r = columns(stage, 2, l.t);
+  u32 v[4];
+  load_matrix4_transposed(v, values + tile_offset((l.lane >> 4) * 8 + (l.lane & 7), l.lane >> 3 & 1));
+  float rest[2][4];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const u32 pair = v[2 * i + (e >> 1)];
+      const float value = e & 1 ? bf16_high(pair) : bf16_low(pair);
+      rest[i][e] = beta.c[i][e & 1] * value - beta_r.c[i][e & 1] * tok.x[m][i][e];
+    }
+  }
+  const u32 a[4] = {pack_bf16(rest[0][0], rest[0][1]), pack_bf16(rest[0][2], rest[0][3]), pack_bf16(rest[1][0], rest[1][1]),
+                    pack_bf16(rest[1][2], rest[1][3])};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) rest[i][e] *= r.c[i][e & 1];
+  }
+  mma_bf16(rest[0], a, inverse[0], inverse[1]);
+  mma_bf16(rest[1], a, inverse[2], inverse[3]);
+  w[0] = pack_bf16(rest[0][0], rest[0][1]);
+  w[1] = pack_bf16(rest[0][2], rest[0][3]);
+  w[2] = pack_bf16(rest[1][0], rest[1][1]);
+  w[3] = pack_bf16(rest[1][2], rest[1][3]);
+}
+
+// o times its factor to global memory, through shared memory so that rows of 32 bytes leave whole.
+__device__ __forceinline__ void store_output(const Tokens& tok, const ScanLane& l, const Columns& factor, u64 o, long long step,
+                                             int real) {
+#pragma unroll
+  for (int m = 0; m < ROW_TILES; ++m) {
+    u32 packed[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* x = &tok.o[m][i >> 1][2 * (i & 1)];
+      packed[i] = pack_bf16(x[0] * factor.c[i >> 1][0], x[1] * factor.c[i >> 1][1]);
+    }
+    store_matrix4_transposed(l.out + m * TILE_BYTES + tile_offset((l.lane >> 4) * 8 + (l.lane & 7), l.lane >> 3 & 1), packed);
+  }
+  sync_warp();
+  const int token = l.lane >> 1, half = l.lane & 1;
+  if (token < real) {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m) {
+      const uint4 row = load_shared_u4(l.out + m * TILE_BYTES + tile_offset(token, half));
+      store_global(reinterpret_cast<void*>(o + token * step + 32 * m + 16 * half), row);
+    }
+  }
+}
+
+__device__ __forceinline__ void fetch_values(const ScanLane& l, u64 v, long long step, int chunk, int length) {
+  const int token = l.lane >> 1, half = l.lane & 1, at = chunk * C + token;
+  const bool real = at < length;
+#pragma unroll
+  for (int m = 0; m < ROW_TILES; ++m) {
+    const u32 to = l.values + (chunk % V_DEPTH * ROW_TILES + m) * TILE_BYTES + tile_offset(token, half);
+    copy_async16(to, reinterpret_cast<const void*>(real ? v + at * step + 32 * m + 16 * half : v), real);
+  }
+}
+
+__device__ __forceinline__ void scan_chunk(ScanState& state, Tokens& tok, const ScanLane& l, u32 stage, u32 values) {
+  read_products(state, tok, l, stage);
+  const u32 tile_row = (l.lane >> 4) * 128 + (l.lane & 7) * 16 + (l.lane >> 3 & 1) * 256;
+  u32 inverse[4], qk[4], w[ROW_TILES][4];
+  load_matrix4(inverse, stage + T_AT + tile_row);
+  load_matrix4(qk, stage + QK_AT + tile_row);
+#pragma unroll
+  for (int m = 0; m < ROW_TILES; ++m) solve(tok, m, l, stage, values + m * TILE_BYTES, inverse, w[m]);
+  const int row = l.lane & 15, piece = l.lane >> 4;
+#pragma unroll
+  for (int kk = 0; kk < K_TILES; ++kk) {
+    u32 b[4];
+    load_matrix4_transposed(b, stage + KG_AT + (kk >> 2) * ROWS_BYTES + swizzled(row, (kk & 3) * 2 + piece));
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m) {
+      mma_bf16(state.s[m][2 * kk], w[m], b[0], b[1]);
+      mma_bf16(state.s[m][2 * kk + 1], w[m], b[2], b[3]);
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < ROW_TILES; ++m) {
+    mma_bf16(tok.o[m][0], w[m], qk[0], qk[1]);
+    mma_bf16(tok.o[m][1], w[m], qk[2], qk[3]);
+  }
+}
+
+// Row of the first checkpoint of sequence n of a pack.
+__device__ __forceinline__ long long first_checkpoint(const PrefillParams& p, const Work& work, int lane) {
+  if (!p.cu_seqlens) return work.n * ((p.T + p.ckpt_every - 1) / p.ckpt_every);
+  int rows = 0;
+  for (int m = lane; m < work.n; m += 32) {
+    const bool wide = p.flags & FLAG_CU64;
+    const long long length = load_index(p.cu_seqlens, m + 1, wide) - load_index(p.cu_seqlens, m, wide);
+    rows += (int)((length + p.ckpt_every - 1) / p.ckpt_every);
+  }
+#pragma unroll
+  for (int mask = 16; mask; mask >>= 1) rows += shuffle_xor(rows, mask);
+  return rows;
+}
+
+__device__ __forceinline__ void scan_warp(const PrefillParams& p, const Work& work, u32 shared, int warp, int rank) {
+  ScanLane l;
+  l.lane = thread_index() & 31;
+  l.g = l.lane >> 2;
+  l.t = l.lane & 3;
+  const int warp_v = warp * 16 * ROW_TILES;
+  l.v0 = rank * BLOCK_V + warp_v;
+  l.values = shared + VALUES_AT + warp * V_DEPTH * ROW_TILES * TILE_BYTES;
+  l.out = shared + OUT_AT + warp * ROW_TILES * TILE_BYTES;
+  const u64 v = p.v + 2 * (work.batch * p.v_sb + work.first * p.v_st + work.hv * p.v_sh + l.v0);
+  const long long v_step = 2 * p.v_st, o_step = 2ll * p.HV * V;
+  const u64 o = p.o + 2 * (((work.batch * p.T + work.first) * p.HV + work.hv) * V + l.v0);
+#pragma unroll
+  for (int c = 0; c < V_DEPTH - 1; ++c) {
+    fetch_values(l, v, v_step, c, work.length);
+    copy_async_commit();
+  }
+  const int state_size = p.flags & FLAG_STATE_BF16 ? 2 : 4;
+  const long long matrix = (long long)K * V * state_size;
+  ScanState state = {};
+  if (p.h0) read_state(state, l, p.h0 + ((long long)work.n * p.HV + work.hv) * matrix, p.flags);
+  const int block_chunks = p.ckpt_every / C;
+  u64 ckpt = 0;
+  if (p.ckpt_every) ckpt = p.ckpt + (first_checkpoint(p, work, l.lane) * p.HV + work.hv) * matrix;
+
+  int slot = 0;
+  u32 parity = 0;
+#pragma unroll 1
+  for (int c = 0;; ++c) {
+    u64 to = 0;
+    if (c == work.chunks) {
+      if (p.ht) to = p.ht + ((long long)work.n * p.HV + work.hv) * matrix;
+    } else if (p.ckpt_every && c % block_chunks == 0) {
+      to = ckpt;
+      ckpt += p.HV * matrix;
+    }
+    if (to) write_state(state, l, to, p.flags);
+    if (c == work.chunks) break;
+    copy_async_wait<V_DEPTH - 2>();
+    sync_warp();
+    fetch_values(l, v, v_step, c + V_DEPTH - 1, work.length);
+    copy_async_commit();
+    const u32 stage = shared + STAGES_AT + slot * STAGE_PITCH;
+    barrier_wait(shared + FULL_AT + 8 * slot, parity);
+    Tokens tok = {};
+    scan_chunk(state, tok, l, stage, l.values + c % V_DEPTH * ROW_TILES * TILE_BYTES);
+    const Columns factor = columns(stage, 3, l.t);
+    sync_warp();
+    if (l.lane == 0) {
+#if CLUSTER > 1
+      const u32 empty = cluster_address(shared + EMPTY_AT + 8 * slot, slot % CLUSTER);
+      barrier_arrive_remote(empty);
+#else
+      barrier_arrive(shared + EMPTY_AT + 8 * slot);
+#endif
+    }
+    store_output(tok, l, factor, o + c * C * o_step, o_step, work.length - c * C);
+    if (++slot == STAGES) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+  copy_async_wait<0>();
+}
+
+#endif

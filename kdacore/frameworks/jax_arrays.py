@@ -58,10 +58,10 @@ class _JaxAdapter:
     def run(self, plan: Plan, inputs: Any) -> Any:
         if not plan.backend.traceable:
             return plan.forward(plan.request, inputs)
-        if plan.impl.backward is None:
-            return plan.forward(plan.request, inputs)
         if plan.joined is None:
-            plan.joined = _join_gate(plan) if isinstance(inputs, GateInputs) else _join_whole(plan)
+            plan.joined = _join(plan, inputs)
+        if plan.impl.backward is None:
+            return plan.joined(*inputs)
         result = plan.joined(*inputs)
         return result if isinstance(inputs, GateInputs) else Outputs(*result)
 
@@ -74,6 +74,12 @@ def _default_device() -> Device:
     if chosen is None or isinstance(chosen, str):
         chosen = jax.devices(chosen)[0] if isinstance(chosen, str) else jax.devices()[0]
     return probes.jax_device(chosen)
+
+
+def _join(plan: Plan, inputs: Any) -> Any:
+    if plan.impl.backward is None:
+        return jax.jit(lambda *arrays: plan.forward(plan.request, plan.inputs(*arrays)))
+    return _join_gate(plan) if isinstance(inputs, GateInputs) else _join_whole(plan)
 
 
 def _join_whole(plan: Plan) -> Any:
@@ -95,7 +101,7 @@ def _join_whole(plan: Plan) -> Any:
         return _cotangents(arrays, grads)
 
     op.defvjp(op_forward, op_backward)
-    return op
+    return jax.jit(op)  # an eager caller would otherwise dispatch, and compile, every primitive by itself
 
 
 def _join_gate(plan: Plan) -> Any:
@@ -112,7 +118,7 @@ def _join_gate(plan: Plan) -> Any:
         return _cotangents(arrays, backward(request, plan.inputs(*arrays), dlog))  # type: ignore[misc]
 
     op.defvjp(op_forward, op_backward)
-    return op
+    return jax.jit(op)  # an eager caller would otherwise dispatch, and compile, every primitive by itself
 
 
 def _cotangents(arrays: Any, grads: Any) -> tuple[Any, ...]:

@@ -1,0 +1,133 @@
+"""The JAX join: jit, grad, vmap, checkpoint and shard_map through custom_vjp; clear refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kdacore
+from kdacore.testing.inputs import Shape, normalise, offsets, tensors, to_kind
+
+SHAPE = Shape(B=2, T=70, H=1, HV=2, K=8, V=8)
+
+
+def call(seed: int = 0, shape: Shape = SHAPE) -> dict[str, Any]:
+    return {n: to_kind(a, "jax", "float32") for n, a in normalise(tensors(shape, seed)).items()}
+
+
+def close(a: Any, b: Any) -> None:
+    np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-4, atol=2e-5)
+
+
+def test_eager_calls_take_any_capable_backend() -> None:
+    for backend in ("reference", "xla"):
+        with kdacore.record_selections() as ran:
+            o, state = kdacore.chunk_kda(**call(), output_final_state=True, backend=backend)
+        assert [s.backend for s in ran] == [backend]
+        close(o, kdacore.chunk_kda(**call(), backend="reference")[0])
+        assert state.shape == (2, 2, 8, 8)
+
+
+def test_jit() -> None:
+    with kdacore.record_selections() as ran:
+        o, state = jax.jit(lambda x: kdacore.chunk_kda(**x, output_final_state=True))(call())
+    assert [s.backend for s in ran] == ["xla"]
+    expected = kdacore.chunk_kda(**call(), output_final_state=True, backend="reference")
+    close(o, expected[0])
+    close(state, expected[1])
+
+
+@pytest.mark.parametrize("function", [kdacore.chunk_kda, kdacore.fused_recurrent_kda])
+def test_grad_matches_torch_on_the_reference(function: Any) -> None:
+    import torch
+
+    x = call()
+    x["initial_state"] = jnp.ones((2, 2, 8, 8))
+
+    def loss(x: Any) -> Any:
+        o, state = function(**x, output_final_state=True)
+        return jnp.sum(jnp.sin(o)) + jnp.sum(state**2)
+
+    got = jax.jit(jax.grad(loss))(x)
+    theirs = {n: torch.from_numpy(np.array(a)).requires_grad_() for n, a in x.items()}
+    o, state = function(**theirs, output_final_state=True, backend="reference")
+    (o.sin().sum() + (state**2).sum()).backward()
+    for name, a in theirs.items():
+        close(got[name], a.grad)
+
+
+def test_the_gate_and_its_gradient() -> None:
+    g, A_log = jnp.linspace(-2, 2, 48).reshape(1, 3, 2, 8), jnp.array([0.1, -0.3])
+
+    def loss(g: Any, A_log: Any) -> Any:
+        return jnp.sum(kdacore.kda_gate(g, A_log=A_log) ** 2)
+
+    def plain(g: Any, A_log: Any) -> Any:
+        return jnp.sum((-jnp.exp(A_log)[:, None] * jax.nn.softplus(g)) ** 2)
+
+    for a, b in zip(jax.grad(loss, (0, 1))(g, A_log), jax.grad(plain, (0, 1))(g, A_log), strict=True):
+        close(a, b)
+
+
+def test_packed_offsets_may_be_traced() -> None:
+    x = {n: a[:1] for n, a in call().items()}
+
+    def run(x: Any, cu: Any) -> Any:
+        return kdacore.chunk_kda(**x, cu_seqlens=cu, output_final_state=True)
+
+    function = jax.jit(run)
+    for lengths in ((70, 0, 0), (3, 0, 67), (1, 64, 5)):
+        cu = jnp.asarray(offsets(lengths), dtype=jnp.int32)
+        expected = kdacore.chunk_kda(**x, cu_seqlens=cu, output_final_state=True, backend="reference")
+        for a, b in zip(function(x, cu), expected, strict=True):
+            close(a, b)
+    grads = jax.grad(lambda x: jnp.sum(run(x, cu)[0]))(x)
+    assert all(bool(jnp.isfinite(a).all()) for a in grads.values())
+
+
+def test_vmap_and_checkpoint() -> None:
+    xs = jax.tree.map(lambda *a: jnp.stack(a), call(0), call(1))
+    mapped = jax.vmap(lambda x: kdacore.chunk_kda(**x)[0])(xs)
+    for i in range(2):
+        close(mapped[i], kdacore.chunk_kda(**call(i), backend="reference")[0])
+
+    def loss(x: Any) -> Any:
+        return jnp.sum(kdacore.chunk_kda(**x)[0] ** 2)
+
+    for a, b in zip(
+        jax.grad(jax.checkpoint(loss))(call()).values(), jax.grad(loss)(call()).values(), strict=True
+    ):
+        close(a, b)
+
+
+def test_contract_errors_come_at_trace_time() -> None:
+    x = call()
+    x["beta"] = x["beta"][:, :-1]
+    with pytest.raises(kdacore.ContractError, match="'beta'"):
+        jax.jit(lambda x: kdacore.chunk_kda(**x)[0])(x)
+
+
+def test_forcing_a_backend_that_cannot_be_traced() -> None:
+    with pytest.raises(kdacore.UnsupportedError, match="trac"):
+        jax.jit(lambda x: kdacore.chunk_kda(**x, backend="reference")[0])(call())
+
+
+def test_when_nothing_can_serve_a_tracer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with the reference alone: the error says that tracing is the obstacle."""
+    from kdacore import dispatch
+    from kdacore.registry import REGISTRY
+
+    only = {"reference": REGISTRY.backends()["reference"]}
+    monkeypatch.setattr(REGISTRY, "_backends", only)
+    dispatch.clear()
+    with pytest.raises(kdacore.UnsupportedError, match=r"(?s)no backend can serve.*\[traced\]"):
+        jax.jit(lambda x: kdacore.chunk_kda(**x, scale=0.125)[0])(call())
+
+
+def test_explain_takes_shape_structs() -> None:
+    x = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in call().items()}
+    assert kdacore.explain("chunk_kda", **x).backend in ("xla", "reference")

@@ -63,7 +63,7 @@ def gate_forward(request: Request, inputs: Any) -> Array:
     return convert.leave(request, _run(gate.kda_gate, request, inputs))
 
 
-def gate_backward(request: Request, inputs: Any, saved: tuple[Array, ...], dlog: Array) -> GateGrads:
+def gate_backward(request: Request, inputs: Any, dlog: Array) -> GateGrads:
     d = convert.enter(request, (dlog,))[0]
     result: GateGrads = convert.leave(request, _run(gate.kda_gate_backward, request, inputs, d))
     return result

@@ -168,7 +168,8 @@ def check(case: Case) -> None:
     bad = {
         name: e
         for name, e in errors(case).items()
-        if not e <= max(bound, 8e-3 if name == "initial_state" and case.state_dtype is not torch.float32 else 0)
+        if not e
+        <= max(bound, 8e-3 if name == "initial_state" and case.state_dtype is not torch.float32 else 0)
     }
     assert not bad, bad
 

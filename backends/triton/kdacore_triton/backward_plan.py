@@ -26,12 +26,13 @@ class Tiles:
 
     prepare_bk: int
     prepare_bv: int
-    prepare_warps: int
     scan_bv: int
-    scan_warps: int
-    scan_stages: int
     grads_bk: int
-    grads_warps: int
+    grads_bv: int
+    prepare_warps: int = 4
+    scan_warps: int = 4
+    scan_stages: int = 2
+    grads_warps: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class Plan:
     """dtype of the workspace and, bfloat16 or float32, of the matrix operands."""
     dot: str
     inverse_dot: str
+    bounded: bool
+    """Every log decay lies in ``[SAFE_BOUND, 0]``."""
     gate: dict[str, Any]
     """Constexprs of the gate, the norms and beta, shared by the chunk-parallel kernels."""
 
@@ -65,11 +68,24 @@ def choose_tiles(KP: int, VP: int, narrow: bool, programs: int) -> Tiles:
 
     The arithmetic of a sequence does not depend on any of these choices: only independent columns are split.
     """
-    if not narrow:
-        bv = min(VP, 16 if KP > 128 else 32)
-        return Tiles(min(KP, 32), min(VP, 32), 4, bv, 4, 1, min(KP, 32), 8)
-    bv = min(VP, 64)
-    return Tiles(min(KP, 64), min(VP, 64), 4, bv, 4, 2, 32 if VP > 128 else min(KP, 64), 8)
+    if narrow:
+        wide = KP > 128 or VP > 128
+        return Tiles(
+            prepare_bk=min(KP, 32),
+            prepare_bv=min(VP, 64),
+            scan_bv=min(VP, 32 if KP > 128 else 64),
+            grads_bk=min(KP, 32),
+            grads_bv=min(VP, 64 if wide else 128),
+        )
+    return Tiles(
+        prepare_bk=min(KP, 32),
+        prepare_bv=min(VP, 32),
+        scan_bv=16,
+        grads_bk=16,
+        grads_bv=min(VP, 32),
+        scan_warps=8 if KP > 128 else 4,
+        scan_stages=1,
+    )
 
 
 @lru_cache(maxsize=512)
@@ -77,6 +93,7 @@ def plan_backward(request: Request, interpreting: bool) -> Plan:
     """The plan of one request. ``interpreting``: kernels run in Triton's interpreter, which needs exact dots."""
     KP = max(16, next_power_of_2(request.K))
     VP = max(16, next_power_of_2(request.V))
+    native = not interpreting and torch.version.cuda is not None
     narrow = request.dtype in ("bfloat16", "float16") and not interpreting
     slots = request.T // C + request.N if request.packed else request.B * -(-request.T // C)
     gate = {
@@ -84,10 +101,11 @@ def plan_backward(request: Request, interpreting: bool) -> Plan:
         "HAS_A": request.has("A_log"),
         "HAS_BIAS": request.has("dt_bias"),
         "SCALAR": request.scalar_gate,
-        "BOUNDED": bounded_gate(request) and not request.scalar_gate,
         "L2NORM": request.qk_l2norm,
         "BETA": (2 if request.neg_eigval else 1) if request.beta_sigmoid else 0,
         "PACKED": request.packed,
+        "PRECISE": not narrow,
+        "ASM": native,
     }
     return Plan(
         KP=KP,
@@ -96,6 +114,7 @@ def plan_backward(request: Request, interpreting: bool) -> Plan:
         tiles=choose_tiles(KP, VP, narrow, request.N * request.HV),
         work_dtype=torch.bfloat16 if narrow else torch.float32,
         dot="ieee" if interpreting else ("bf16" if narrow else "tf32x3"),
+        bounded=bounded_gate(request),
         inverse_dot="ieee" if interpreting else ("tf32" if narrow else "tf32x3"),
         gate=gate,
     )

@@ -4,7 +4,7 @@ Three launches (prepare, scan, grads) and one small reduction for each parameter
 reduction each for q and k. Nothing is read on the host, so a call can be captured into a graph. Sums over chunks
 and heads run in one fixed order, without atomics: the same inputs give the same bits.
 
-Workspace, C = 64, bf16, K = V = 128: 2.5 KB a token and value head, of which 1 KB (w, kg, qg, Aqk) is given back
+Workspace, C = 64, bf16, K = V = 128: 2.5 KB a token and value head, of which 1 KB (w, kg, qg, Aqk, inv) is given back
 to the allocator before the gradients are allocated.
 """
 
@@ -52,7 +52,7 @@ def backward(
     d_final = None if grads.final_state is None else grads.final_state.contiguous()
     work = _run_prepare(request, plan, x)
     d_initial = _run_scan(request, plan, x, work, do, d_final)
-    for name in ("w", "kg", "qg", "Aqk", "last"):
+    for name in ("w", "kg", "qg", "Aqk", "inv", "last"):
         del work[name]
     return _run_grads(request, plan, x, work, do, d_initial)
 
@@ -76,7 +76,7 @@ def _run_prepare(request: Request, plan: Plan, x: ChunkInputs) -> dict[str, torc
         *(work[n] for n in ("Aqk", "inv", "qg", "kg", "w", "uT", "last", "rn")),
         r.scale, float(r.lower_bound or 0.0), r.T, cdiv(r.T, C), r.N, r.H, r.HV, r.K, r.V,
         KP=p.KP, VP=p.VP, BK=t.prepare_bk, BV=t.prepare_bv, DOT=p.dot, INV_DOT=p.inverse_dot,
-        num_warps=t.prepare_warps, **p.gate,
+        num_warps=t.prepare_warps, BOUNDED=p.bounded, **p.gate,
     )  # fmt: skip
     return work
 
@@ -89,16 +89,16 @@ def _run_scan(
     do: torch.Tensor,
     d_final: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Launch both scans: uT becomes v_new, hT, dhT and dvT are added to the workspace. Returns d_initial."""
+    """Launch both scans: uT becomes v_new, hT, dhT and drT are added to the workspace. Returns d_initial."""
     r, p, t = request, plan, plan.tiles
     heads = (p.slots, r.HV)
-    for name, shape in (("hT", (p.VP, p.KP)), ("dhT", (p.VP, p.KP)), ("dvT", (p.VP, C))):
+    for name, shape in (("hT", (p.VP, p.KP)), ("dhT", (p.VP, p.KP)), ("drT", (p.VP, C))):
         work[name] = x.q.new_empty((*heads, *shape), dtype=p.work_dtype)
     d_initial = None if x.initial_state is None else torch.empty_like(x.initial_state)
     _scan(
         (2 * (p.VP // t.scan_bv) * r.N * r.HV, 1, 1),
-        *(work[n] for n in ("kg", "qg", "w", "uT", "Aqk", "last")), do,
-        *(work[n] for n in ("hT", "dhT", "dvT")), x.initial_state, d_final, d_initial, x.cu_seqlens,
+        *(work[n] for n in ("kg", "qg", "w", "uT", "Aqk", "inv", "last")), do,
+        *(work[n] for n in ("hT", "dhT", "drT")), x.initial_state, d_final, d_initial, x.cu_seqlens,
         r.T, cdiv(r.T, C), r.HV, r.K, r.V,
         KP=p.KP, VP=p.VP, BV=t.scan_bv, SCALAR=r.scalar_gate, PACKED=r.packed,
         HAS_INITIAL=x.initial_state is not None, HAS_D_FINAL=d_final is not None, V_FIRST=r.state_v_first,
@@ -129,10 +129,10 @@ def _run_grads(
     _grads(
         (p.slots * r.HV, 1, 1),
         x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, do,
-        *(work[n] for n in ("inv", "rn" if r.qk_l2norm else "inv", "hT", "dhT", "uT", "dvT")),
+        *(work[n] for n in ("rn", "hT", "dhT", "uT", "drT")),
         dq, dk, dv, dg, dbeta, dA_part, dbias_part,
         r.scale, float(r.lower_bound or 0.0), r.T, cdiv(r.T, C), r.N, r.H, r.HV, r.K, r.V,
-        KP=p.KP, VP=p.VP, BK=t.grads_bk, GROUPED=grouped, DOT=p.dot, num_warps=t.grads_warps, **p.gate,
+        KP=p.KP, VP=p.VP, BK=t.grads_bk, BV=t.grads_bv, GROUPED=grouped, DOT=p.dot, num_warps=t.grads_warps, **p.gate,
     )  # fmt: skip
     if grouped:
         dq, dk = _sum_groups(r, p, x.q, dq), _sum_groups(r, p, x.k, dk)

@@ -1,13 +1,13 @@
 """Device functions of the chunk backward: decays inside one chunk as products of factors that never exceed 1.
 
-A pair of rows ``i > j`` of a 64-row chunk belongs to exactly one *level* h in (32, 16, 8, 4, 2, 1): both lie in one
-group of 2h rows, j in its left half, i in its right half. With the *boundary* b, the last row of that left half,
+A pair of rows ``i > j`` of a 64-row chunk belongs to exactly one *level* l in 0..5: both lie in one group of
+``2 * 2**l`` rows, j in its left half, i in its right half. With the *boundary* b, the last row of that left half,
 
     2^(gc_i - gc_j) = 2^(gc_i - gc_b) * 2^(gc_b - gc_j),        j <= b < i.
 
-Both exponents are sums of steps (never differences of long sums) and never positive, so nothing overflows however
-strong the gate, and no row after i takes part. One factor a row and level serves both roles: as a right row it
-decays from the boundary, as a left row to it. The sums are products with a 0/1 matrix, which the matrix unit does.
+Neither exponent is positive, so nothing overflows however strong the gate, and no row after i takes part. One factor
+a row and level serves both roles: as a right row it decays from the boundary, as a left row to it. Sums of steps
+are products with a 0/1 matrix, which the matrix unit does.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import log2_decay, sigmoid
+from .common import LOG2E, exp2, log2_decay, reciprocal, sigmoid
 
 C = tl.constexpr(64)
 """Rows of a chunk."""
 LEVELS = tl.constexpr(6)
-BOUNDED_LEVELS = tl.constexpr(2)
-"""Levels 32 and 16; below them a bounded gate lets one anchor a 16-row block do."""
+"""Halves of 1, 2, 4, ... 32 rows."""
+BLOCK_LEVEL = tl.constexpr(4)
 BLOCK = tl.constexpr(16)
+"""Rows that one anchor serves where a gate is bounded: the levels below BLOCK_LEVEL."""
 
 
 @triton.jit
@@ -52,26 +53,63 @@ def sum_rows(which, hi, lo, DOT: tl.constexpr):
 
 
 @triton.jit
-def to_boundary(h):
-    """``[C, C]`` mask: the steps between row r and its boundary at level h."""
+def boundary(r, level):
+    """The last row of the left half of row r's group."""
+    return ((r >> (level + 1)) << (level + 1)) + (1 << level) - 1
+
+
+@triton.jit
+def boundary_factor(gc, hi, lo, level, PRECISE: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr):
+    """Every row's decay from or to its boundary, ``[C, BK]``.
+
+    ``gc`` is the steps summed from the chunk's first row; a difference of two such sums is off by their rounding,
+    which bfloat16 results do not notice. PRECISE sums the steps between instead (``hi, lo`` are their halves).
+    """
     r = tl.arange(0, C)[:, None]
-    t = tl.arange(0, C)[None, :]
-    b = (r // (2 * h)) * (2 * h) + h - 1
-    return ((t > b) & (t <= r)) | ((t > r) & (t <= b))
+    if PRECISE:
+        t = tl.arange(0, C)[None, :]
+        b = boundary(r, level)
+        e = sum_rows(((t > b) & (t <= r)) | ((t > r) & (t <= b)), hi, lo, DOT)
+    else:
+        e = -tl.abs(gc - tl.gather(gc, tl.broadcast_to(boundary(r, level), gc.shape), 0))
+    return exp2(e, ASM)
 
 
 @triton.jit
-def right_rows(h):
-    """``[C]`` mask: rows in the right half of their group at level h."""
-    return (tl.arange(0, C) // h) % 2 == 1
+def decays_after(gc, total, hi, lo, PRECISE: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr):
+    """Every row's decay to the chunk's last row. ``total`` is the last row of ``gc``."""
+    if PRECISE:
+        e = sum_rows(tl.arange(0, C)[None, :] > tl.arange(0, C)[:, None], hi, lo, DOT)
+    else:
+        e = total[None, :] - gc
+    return exp2(e, ASM)
 
 
 @triton.jit
-def level_pairs(h):
-    """``[C, C]`` mask of the pairs ``i > j`` of level h."""
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
-    return (i // (2 * h) == j // (2 * h)) & ((i // h) % 2 == 1) & ((j // h) % 2 == 0)
+def rounded(x, DOT: tl.constexpr):
+    """``x`` as a dot of precision DOT will see it, still float32, so that other products can use the same value."""
+    if DOT == "bf16":
+        # To nearest, ties away from zero: two integer operations, where a conversion there and back is slow.
+        bits = (x.to(tl.int32, bitcast=True) + 0x8000) & -65536
+        x = bits.to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def right_rows(level):
+    """``[C, 1]`` mask: rows in the right half of their group."""
+    return ((tl.arange(0, C) >> level) & 1)[:, None] == 1
+
+
+@triton.jit
+def level_pairs(level, BOTH: tl.constexpr):
+    """``[C, C]`` mask of the pairs ``i > j`` of a level; BOTH: and of ``i < j``."""
+    half = tl.arange(0, C) >> level
+    if BOTH:
+        sibling = half ^ 1
+    else:
+        sibling = tl.where((half & 1) == 1, half ^ 1, -1)
+    return sibling[:, None] == half[None, :]
 
 
 @triton.jit
@@ -97,24 +135,36 @@ def up_to_row():
 
 
 @triton.jit
-def after_row():
-    """``[C, C]`` mask: rows t > r."""
-    return tl.arange(0, C)[None, :] > tl.arange(0, C)[:, None]
-
-
-@triton.jit
 def load_rows(x, start, rows, row_stride, first, cols, width):
     """float32 tile ``x[start + r, first + cols]``; 0 for rows past the sequence's end and columns past ``width``."""
     r = tl.arange(0, C)
-    at = (start + r)[:, None] * row_stride + first + cols[None, :]
-    return tl.load(x + at, mask=(r < rows)[:, None] & (cols < width)[None, :], other=0.0).to(tl.float32)
+    at = r[:, None] * row_stride + cols[None, :]
+    inside = (r < rows)[:, None] & (cols < width)[None, :]
+    return tl.load(x + start * row_stride + first + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rows(x, value, start, rows, row_stride, first, cols, width):
+    """Inverse of :func:`load_rows`, rounded to the array's dtype."""
+    r = tl.arange(0, C)
+    at = r[:, None] * row_stride + cols[None, :]
+    inside = (r < rows)[:, None] & (cols < width)[None, :]
+    tl.store(x + start * row_stride + first + at, value.to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def load_vector(x, start, rows, row_stride, first):
     """float32 vector ``x[start + r, first]``; 0 past the sequence's end."""
     r = tl.arange(0, C)
-    return tl.load(x + (start + r) * row_stride + first, mask=r < rows, other=0.0).to(tl.float32)
+    return tl.load(x + start * row_stride + first + r * row_stride, mask=r < rows, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_vector(x, value, start, rows, row_stride, first):
+    """Inverse of :func:`load_vector`."""
+    r = tl.arange(0, C)
+    at = start * row_stride + first + r * row_stride
+    tl.store(x + at, value.to(x.dtype.element_ty), mask=r < rows)
 
 
 @triton.jit
@@ -155,6 +205,10 @@ def gate_rate(A_log, hv, HAS_A: tl.constexpr):
 
 
 @triton.jit
-def steps(x, a_exp, lower_bound, inside, GATE: tl.constexpr):
-    """log2 decay of each row, 0 where not ``inside``."""
-    return tl.where(inside, log2_decay(x, a_exp, lower_bound, GATE), 0.0)
+def steps(x, a_exp, lower_bound, inside, GATE: tl.constexpr, ASM: tl.constexpr):
+    """log2 decay of each row from ``x = g + dt_bias``, 0 where not ``inside``."""
+    if GATE == 2:
+        y = (lower_bound * LOG2E) * reciprocal(1.0 + exp2(x * (a_exp * -LOG2E), ASM), ASM)
+    else:
+        y = log2_decay(x, a_exp, lower_bound, GATE)
+    return tl.where(inside, y, 0.0)

@@ -16,13 +16,14 @@ import triton.language as tl
 
 from .backward_blocks import (
     BLOCK,
-    BOUNDED_LEVELS,
+    BLOCK_LEVEL,
     LEVELS,
     C,
     activated_beta,
-    after_row,
     block_pairs,
     block_prefix,
+    boundary_factor,
+    decays_after,
     gate_input,
     gate_input_scalar,
     gate_rate,
@@ -32,10 +33,9 @@ from .backward_blocks import (
     load_vector,
     steps,
     sum_rows,
-    to_boundary,
     up_to_row,
 )
-from .common import LOG2E, chunk_of_slot, mma, mma_acc
+from .common import LOG2E, chunk_of_slot, exp2, mma, mma_acc, operand
 
 
 @triton.jit
@@ -43,35 +43,35 @@ def unit_lower_inverse(A, DOT: tl.constexpr):
     """``(I + A)^-1`` of a strictly lower triangular ``[C, C]`` tile, halves merged from 1 row up to 32."""
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
-    inv = tl.where(i == j, 1.0, 0.0) - tl.where(level_pairs(1), A, 0.0)
+    inv = tl.where(i == j, 1.0, 0.0) - tl.where(level_pairs(0, False), A, 0.0)
     for level in range(1, LEVELS):
-        h = 1 << level
-        below = mma(tl.where(level_pairs(h), A, 0.0), inv, DOT)
+        below = mma(tl.where(level_pairs(level, False), A, 0.0), inv, DOT)
         inv -= mma(inv, below, DOT)
     return inv
 
 
 @triton.jit
-def channel_products(qt, kt, hi, lo, Aq, Ak, lower_bound, BOUNDED: tl.constexpr, DOT: tl.constexpr):
+def channel_products(
+    qt, kt, gc, hi, lo, Aq, Ak, lower_bound,
+    BOUNDED: tl.constexpr, PRECISE: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """Adds ``sum_d q_id k_jd 2^(gc_id - gc_jd)`` to Aq and the same of k, k to Ak, for all pairs ``i > j``."""
-    levels = BOUNDED_LEVELS if BOUNDED else LEVELS
-    for level in range(levels):
-        h = 32 >> level
-        f = tl.exp2(sum_rows(to_boundary(h), hi, lo, DOT))
-        kf = kt * f
+    first = BLOCK_LEVEL if BOUNDED else 0
+    for level in range(first, LEVELS):
+        f = boundary_factor(gc, hi, lo, level, PRECISE, DOT, ASM)
+        kf = operand(kt * f, DOT)
         kT = tl.trans(kf)
-        pairs = level_pairs(h)
-        Aq += tl.where(pairs, mma(qt * f, kT, DOT), 0.0)
+        pairs = level_pairs(level, False)
+        Aq += tl.where(pairs, mma(operand(qt * f, DOT), kT, DOT), 0.0)
         Ak += tl.where(pairs, mma(kf, kT, DOT), 0.0)
     if BOUNDED:
         # One anchor a block: at most 16 steps of lower_bound apart, centred so that both factors fit float32.
-        centre = lower_bound * LOG2E * (BLOCK // 2)
-        e = sum_rows(block_prefix(), hi, lo, DOT) - centre
-        kT = tl.trans(kt * tl.exp2(-e))
-        f = tl.exp2(e)
+        e = sum_rows(block_prefix(), hi, lo, DOT) - lower_bound * LOG2E * (BLOCK // 2)
+        kT = tl.trans(operand(kt * exp2(-e, ASM), DOT))
+        f = exp2(e, ASM)
         pairs = block_pairs()
-        Aq += tl.where(pairs, mma(qt * f, kT, DOT), 0.0)
-        Ak += tl.where(pairs, mma(kt * f, kT, DOT), 0.0)
+        Aq += tl.where(pairs, mma(operand(qt * f, DOT), kT, DOT), 0.0)
+        Ak += tl.where(pairs, mma(operand(kt * f, DOT), kT, DOT), 0.0)
     return Aq, Ak
 
 
@@ -83,7 +83,7 @@ def prepare_kernel(
     KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, SCALAR: tl.constexpr,
     BOUNDED: tl.constexpr, L2NORM: tl.constexpr, BETA: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr, INV_DOT: tl.constexpr,
+    DOT: tl.constexpr, INV_DOT: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """See the module docstring. Grid: ``(slots * HV,)``."""
     pid = tl.program_id(0)
@@ -118,7 +118,7 @@ def prepare_kernel(
         tl.store(rn + 2 * tile + C + r, rk)
     if SCALAR:
         x = gate_input_scalar(g, dt_bias, start, rows, HV, hv, HAS_BIAS)
-        gc = tl.cumsum(steps(x, a_exp, lower_bound, r < rows, GATE), 0)
+        gc = tl.cumsum(steps(x, a_exp, lower_bound, r < rows, GATE, ASM), 0)
         total = tl.min(gc, 0)
         tl.store(last + pid, tl.exp2(total))
 
@@ -139,17 +139,22 @@ def prepare_kernel(
         else:
             x = gate_input(g, dt_bias, start, rows, HV, hv, cols, K, HAS_BIAS)
             inside = (r < rows)[:, None] & (cols < K)[None, :]
-            step = steps(x, a_exp, lower_bound, inside, GATE)
-            tl.store(last + pid.to(tl.int64) * KP + cols, tl.exp2(tl.sum(step, 0)))
+            step = steps(x, a_exp, lower_bound, inside, GATE, ASM)
+            total = tl.sum(step, 0)
+            tl.store(last + pid.to(tl.int64) * KP + cols, tl.exp2(total))
             hi, lo = halves(step, DOT)
-            Aq, Ak = channel_products(qt, kt, hi, lo, Aq, Ak, lower_bound, BOUNDED, DOT)
-            down = tl.exp2(sum_rows(up_to_row(), hi, lo, DOT))
-            rest = tl.exp2(sum_rows(after_row(), hi, lo, DOT))
+            gc = sum_rows(up_to_row(), hi, lo, DOT)
+            down = exp2(gc, ASM)
+            rest = decays_after(gc, total, hi, lo, PRECISE, DOT, ASM)
         at = (tile + r)[:, None] * KP + cols[None, :]
         tl.store(qg + at, (scale * (qt * down)).to(qg.dtype.element_ty))
         tl.store(kg + at, (kt * rest).to(kg.dtype.element_ty))
         # beta k 2^gc waits in w's place until the inverse is there.
         tl.store(w + at, (b[:, None] * kt * down).to(w.dtype.element_ty))
+        if not SCALAR:
+            Aq, Ak = channel_products(
+                qt, kt, gc, hi, lo, Aq, Ak, lower_bound, BOUNDED, PRECISE, DOT, ASM
+            )
 
     if SCALAR:
         decay = tl.exp2(tl.minimum(gc[:, None] - gc[None, :], 0.0))

@@ -5,9 +5,11 @@ the transposed state ``[BV, KP]`` in float32 registers, where it is the left ope
 V. Per chunk, with the tiles of the prepare kernel::
 
     forward   hT = S^T;  vT = uT - S^T w^T  (in uT's place);     S^T <- S^T diag(last) + vT kg
-    reverse   dhT = dS^T; dvT = dS^T kg^T + do^T Aqk;            dS^T <- dS^T diag(last) + do^T qg - dvT w
+    reverse   dhT = dS^T; dvT = dS^T kg^T + do^T Aqk;            dS^T <- dS^T diag(last) + do^T qg - dvT w;
+              drT = dvT inv
 
-``hT`` is the state at the chunk's start, ``dhT`` the gradient of the state at its end, ``dvT`` of v_new.
+``hT`` is the state at the chunk's start, ``dhT`` the gradient of the state at its end, ``dvT`` of
+v_new, ``drT`` of what inv is multiplied with.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def load_last(last, pid, ks, KP: tl.constexpr, SCALAR: tl.constexpr):
 
 @triton.jit
 def scan_kernel(
-    kg, qg, w, uT, Aqk, last, do, hT, dhT, dvT, initial, d_final, d_initial, cu_seqlens,
+    kg, qg, w, uT, Aqk, inv, last, do, hT, dhT, drT, initial, d_final, d_initial, cu_seqlens,
     T, NT, HV, K, V,
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, SCALAR: tl.constexpr, PACKED: tl.constexpr,
     HAS_INITIAL: tl.constexpr, HAS_D_FINAL: tl.constexpr, V_FIRST: tl.constexpr, DOT: tl.constexpr,
@@ -106,9 +108,10 @@ def scan_kernel(
             dv = mma(dS16, tl.trans(tl.load(kg + at * (C * KP) + wide)), DOT)
             dv = mma_acc(dot, tl.load(Aqk + at * (C * C) + square), dv, DOT)
             d16 = dv.to(dtype)
-            tl.store(dvT + at * (VP * C) + tall, d16)
             dS *= load_last(last, at, ks, KP, SCALAR)
             dS = mma_acc(dot, tl.load(qg + at * (C * KP) + wide), dS, DOT)
             dS = mma_acc(-d16, tl.load(w + at * (C * KP) + wide), dS, DOT)
+            dr = mma(d16, tl.load(inv + at * (C * C) + square), DOT)
+            tl.store(drT + at * (VP * C) + tall, dr.to(dtype))
         if HAS_INITIAL:
             store_state(d_initial, dS, nh, vs, ks, K, V, V_FIRST)

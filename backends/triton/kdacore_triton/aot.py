@@ -89,7 +89,8 @@ def record(
     with recording() as calls:
         run()
     return [
-        AotCase(f"{name}:{_name(c.kernel)}", c, _name(c.kernel) in matrix_unit, max_spills, slow) for c in calls
+        AotCase(f"{name}:{_name(c.kernel)}", c, _name(c.kernel) in matrix_unit, max_spills, slow)
+        for c in calls
     ]
 
 
@@ -186,7 +187,9 @@ def _read_nvidia(compiled: Any) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(compiled.asm["cubin"])
         f.flush()
-        usage = subprocess.run([tool, "-res-usage", f.name], capture_output=True, text=True, check=True).stdout
+        usage = subprocess.run(
+            [tool, "-res-usage", f.name], capture_output=True, text=True, check=True
+        ).stdout
         code = subprocess.run([tool, "-sass", f.name], capture_output=True, text=True, check=True).stdout
     return {
         "registers": int(re.search(r"\bREG:(\d+)", usage)[1]),  # type: ignore[index]

@@ -4,12 +4,14 @@
 :class:`Launcher` does that once per *specialisation* (what Triton compiles differently for) and afterwards hands
 the arguments straight to the compiled kernel's C launcher. Nothing is tuned at call time.
 
-Two levels:
+Two ways in:
 
 - ``launcher(grid, *args, num_warps=..., **constexprs)``: the specialisation is worked out from the arguments on
   every call. Always safe.
 - ``launcher.prepare(grid, *args, ...)`` launches once and returns a :class:`Prepared`, which launches again with
   nothing checked. For callers that keep a plan per shape and know that nothing specialised on has changed.
+
+Between the two, ``launcher.bind(num_warps=..., **constexprs)`` fixes everything but the arguments.
 
 Kernels list run-time parameters first and constexprs last. With ``TRITON_INTERPRET=1``, on AMD (whose
 specialisation also looks at sizes), or with a profiler's launch hooks installed, launches take Triton's own path.
@@ -23,6 +25,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
@@ -31,6 +34,7 @@ Grid = tuple[int, int, int]
 FIXED_OPTIONS = {"enable_fp_fusion": True}
 """Compile options said aloud: what Triton assumes without them differs between versions."""
 
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _INT32_MAX = 2**31 - 1
 _IS_CUDA = torch.version.cuda is not None
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -83,13 +87,13 @@ class Prepared:
     or, faster, as ``tensor.data_ptr()``. The current device must be the one it was prepared on.
     """
 
-    __slots__ = ("_constexprs", "_device", "_function", "_packed", "_run", "compiled")
+    __slots__ = ("_constexprs", "_device", "_fixed", "_function", "_launch", "_nested", "compiled")
 
     def __init__(self, compiled: Any, constexprs: int, device: int) -> None:
         self.compiled = compiled
-        self._run = compiled.run
+        self._launch, self._fixed, self._nested = _c_launcher(compiled)
         self._function = compiled.function
-        self._packed = compiled.packed_metadata
+        # The C launcher skips constexprs, whatever is passed for them.
         self._constexprs = (None,) * constexprs
         self._device = device
 
@@ -97,16 +101,38 @@ class Prepared:
         """Launch on the current stream. ``args``: the run-time arguments, in the kernel's order."""
         stream = _raw_stream(self._device)
         runtime = knobs.runtime
-        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-        metadata = None
-        if enter.calls or leave.calls:
-            metadata = self.compiled.launch_metadata(grid, stream, *args, *self._constexprs)
+        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+            self._launch_with_hooks(grid, stream, (*args, *self._constexprs))
+        elif self._nested:
+            self._launch(*grid, stream, self._function, *self._fixed, (*args, *self._constexprs))
         else:
-            enter = leave = None
-        # The C launcher skips constexprs, whatever is passed for them.
-        self._run(
-            *grid, stream, self._function, self._packed, metadata, enter, leave, *args, *self._constexprs
-        )
+            self._launch(*grid, stream, self._function, *self._fixed, *args, *self._constexprs)
+
+    def _launch_with_hooks(self, grid: Grid, stream: int, args: tuple[Any, ...]) -> None:
+        compiled, runtime = self.compiled, knobs.runtime
+        metadata = compiled.launch_metadata(grid, stream, *args)
+        hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook)
+        compiled.run(*grid, stream, self._function, compiled.packed_metadata, metadata, *hooks, *args)
+
+
+def _c_launcher(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...], bool]:
+    """How to launch: a callable, what it wants between the function and the arguments, and are those one tuple.
+
+    Triton's launcher object first looks for scratch memory to allocate; where a kernel needs none, its C function is
+    called instead. That function's parameters are known for Triton 3.6 and 3.9; other versions keep the object.
+    """
+    run = compiled.run
+    packed = compiled.packed_metadata
+    needs_more = getattr(run, "gsan_enabled", False) or any(
+        getattr(run, size, 1) for size in ("global_scratch_size", "profile_scratch_size")
+    )
+    if needs_more or TRITON not in ((3, 6), (3, 9)):
+        return run, (packed, None, None, None), False
+    flags = (run.launch_cooperative_grid, run.launch_pdl)
+    if TRITON == (3, 6):
+        return run.launch, (*flags, None, None, packed, None, None, None), False
+    arguments = (run.arg_annotations, run.kernel_signature)
+    return run.launch, (*flags, packed, None, None, None, None, None, *arguments), True
 
 
 class Launcher:
@@ -116,11 +142,12 @@ class Launcher:
         self.kernel = kernel
         self.name: str = kernel.fn.__name__
         self.interpreting = interpreting(kernel)
-        self._cache: dict[Any, Prepared] = {}
+        self._bound: dict[Any, Bound] = {}
+        self.num_constexprs = 0
         if not self.interpreting:
             flags = [p.is_constexpr for p in kernel.params]
-            self._num_constexprs = sum(flags)
-            if any(flags[: len(flags) - self._num_constexprs]):
+            self.num_constexprs = sum(flags)
+            if any(flags[: len(flags) - self.num_constexprs]):
                 raise TypeError(f"{self.name}: run-time parameters must come before every constexpr")
 
     def __call__(
@@ -131,51 +158,77 @@ class Launcher:
         ``args`` are the run-time arguments by position, ``constexprs`` by name. The grid has three entries, all
         positive.
         """
-        self.prepare(grid, *args, num_warps=num_warps, num_stages=num_stages, **constexprs)
+        self.bind(num_warps=num_warps, num_stages=num_stages, **constexprs).prepare(grid, *args)
 
     def prepare(
         self, grid: Grid, *args: Any, num_warps: int, num_stages: int = 1, **constexprs: Any
     ) -> Prepared | None:
-        """Launch as ``__call__`` does and return the specialisation used; None where only Triton can launch.
+        """Launch as ``__call__`` does and return the specialisation used; None where only Triton can launch."""
+        return self.bind(num_warps=num_warps, num_stages=num_stages, **constexprs).prepare(grid, *args)
+
+    def bind(self, *, num_warps: int, num_stages: int = 1, **constexprs: Any) -> Bound:
+        """This kernel with its constexprs and options fixed: for callers that keep it and launch it again."""
+        key = (num_warps, num_stages, *constexprs.items())
+        bound = self._bound.get(key)
+        if bound is None:
+            bound = self._bound[key] = Bound(self, num_warps, num_stages, constexprs)
+        return bound
+
+
+class Bound:
+    """A kernel with its constexprs and options fixed; ``bound(grid, *args)`` launches it."""
+
+    __slots__ = ("_cache", "_constexprs", "_launcher", "_num_stages", "_num_warps")
+
+    def __init__(
+        self, launcher: Launcher, num_warps: int, num_stages: int, constexprs: dict[str, Any]
+    ) -> None:
+        self._launcher = launcher
+        self._constexprs = constexprs
+        self._num_warps = num_warps
+        self._num_stages = num_stages
+        self._cache: dict[Any, Prepared] = {}
+
+    def __call__(self, grid: Grid, *args: Any) -> None:
+        """Launch on the arguments' device and its current stream."""
+        self.prepare(grid, *args)
+
+    def prepare(self, grid: Grid, *args: Any) -> Prepared | None:
+        """Launch and return the specialisation used; None where only Triton can launch.
 
         ``args`` must be tensors here, not addresses.
         """
+        launcher = self._launcher
         if _recorded is not None:
-            _recorded.append(Call(self.kernel, grid, args, constexprs, num_warps, num_stages))
+            _recorded.append(
+                Call(launcher.kernel, grid, args, self._constexprs, self._num_warps, self._num_stages)
+            )
             return None
-        if self.interpreting or not _IS_CUDA:
-            self.kernel[grid](*args, **constexprs, num_warps=num_warps, num_stages=num_stages)
+        if launcher.interpreting or not _IS_CUDA:
+            options = {"num_warps": self._num_warps, "num_stages": self._num_stages}
+            launcher.kernel[grid](*args, **self._constexprs, **options)
             return None
         device = device_of(args)
         if device != current_device():
             with torch.cuda.device(device):
-                return self._launch(device, grid, args, num_warps, num_stages, constexprs)
-        return self._launch(device, grid, args, num_warps, num_stages, constexprs)
+                return self._launch(device, grid, args)
+        return self._launch(device, grid, args)
 
-    def _launch(
-        self,
-        device: int,
-        grid: Grid,
-        args: tuple[Any, ...],
-        num_warps: int,
-        num_stages: int,
-        constexprs: dict[str, Any],
-    ) -> Prepared:
-        special, pointers = specialise(args)
-        key = (device, num_warps, num_stages, *special, *constexprs.items())
+    def _launch(self, device: int, grid: Grid, args: tuple[Any, ...]) -> Prepared:
+        special, values = specialise(args)
+        key = (device, *special)
         prepared = self._cache.get(key)
         if prepared is not None:
-            prepared(grid, *pointers)
+            prepared(grid, *values)
             return prepared
-        compiled = self.kernel[grid](
-            *args, **{**FIXED_OPTIONS, **constexprs}, num_warps=num_warps, num_stages=num_stages
-        )
-        prepared = self._cache[key] = Prepared(compiled, self._num_constexprs, device)
+        options = {"num_warps": self._num_warps, "num_stages": self._num_stages}
+        compiled = self._launcher.kernel[grid](*args, **{**FIXED_OPTIONS, **self._constexprs}, **options)
+        prepared = self._cache[key] = Prepared(compiled, self._launcher.num_constexprs, device)
         return prepared
 
 
 def specialise(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
-    """What Triton specialises on, per argument, and the arguments with tensors replaced by addresses.
+    """What Triton specialises on, one entry per argument, and the arguments with tensors replaced by addresses.
 
     Tensors: dtype and 16-byte alignment. Integers: width, divisibility by 16, equality to 1. Others: their type.
     """
@@ -186,17 +239,17 @@ def specialise(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
         if kind is int:
             if a == 1:
                 special.append(1)
+            elif a > _INT32_MAX or a < -_INT32_MAX - 1:
+                special.append("wide, divisible" if a & 15 == 0 else "wide")
             else:
-                wide = a > _INT32_MAX or a < -_INT32_MAX - 1
-                special.append(("wide" if wide else "int", a & 15 == 0))
+                special.append("divisible" if a & 15 == 0 else "")
             values.append(a)
         elif a is None or kind is float or kind is bool:
             special.append(kind)
             values.append(a)
         else:
             address = a.data_ptr()
-            special.append(a.dtype)
-            special.append(address & 15 == 0)
+            special.append(a.dtype if address & 15 == 0 else (a.dtype, "unaligned"))
             values.append(address)
     return special, values
 

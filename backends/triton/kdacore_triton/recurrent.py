@@ -106,7 +106,8 @@ class Launch:
             one=one,
         )  # fmt: skip
         BV = min(config["BV"], next_power_of_2(r.V))
-        self.grid: Grid = (r.N * r.HV * cdiv(r.V, BV), 1, 1)
+        TILES = min(config["TILES"], cdiv(r.V, BV)) if one else 1
+        self.grid: Grid = (r.N * r.HV * cdiv(r.V, BV * TILES), 1, 1)
         self.options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"]}
         source = _state_strides(r, x.initial_state)
         target = source if r.inplace_state else _state_strides(r, None)
@@ -119,7 +120,7 @@ class Launch:
             x.state_indices.stride(0) if r.state_indices_ndim == 2 else 0,
         )
         self.constexprs = {
-            "K": r.K, "V": r.V, "BK": next_power_of_2(r.K), "BV": BV,
+            "K": r.K, "V": r.V, "BK": next_power_of_2(r.K), "BV": BV, "TILES": TILES,
             "SOURCE_K": source[2], "SOURCE_V": source[3], "TARGET_K": target[2], "TARGET_V": target[3],
             "GATE": GATES[r.gate], "SCALAR": r.scalar_gate, "NORM": r.qk_l2norm,
             "SIGMOID": r.beta_sigmoid, "BETA_MAX": 2.0 if r.neg_eigval else 1.0,

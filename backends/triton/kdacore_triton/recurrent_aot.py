@@ -20,7 +20,10 @@ def aot_cases(arch: str) -> list[AotCase]:
             for v_first in (False, True):
                 for state in ("float32", "bfloat16"):
                     for T in (1, 4):
-                        name = f"recurrent BV{config['BV']} w{config['num_warps']} {state} T{T}" + " v_first" * v_first
+                        name = (
+                            f"recurrent BV{config['BV']}x{config['TILES']} w{config['num_warps']} {state} T{T}"
+                            + " v_first" * v_first
+                        )
                         slow = i > 0 or state == "bfloat16"
                         call = _meta_call(arch, T, state, v_first)
                         cases += record(name, partial(forward, *call), slow=slow)

@@ -1,7 +1,8 @@
 """The recurrence token by token: gate, norms, sigmoid and state update of every token in one launch.
 
-One program owns ``BV`` columns of one sequence-head's state and keeps them in registers over all tokens, so the state
-crosses memory once each way whatever T is. Programs never share a state element, which makes in-place pools safe.
+A program owns columns of one sequence-head's state, so the state crosses memory once each way whatever T is, and no two
+programs share a state element, which makes in-place pools safe. With one token (``ONE``) it walks ``TILES`` tiles of
+``BV`` columns, each on its way while the one before is worked on; with several it keeps one tile in registers.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdacore_triton.kernels.common import log2_decay, rnorm, sigmoid
+from kdacore_triton.kernels.common import log2_decay, sigmoid
 
 READ_NONE = tl.constexpr(0)
 """The state starts at zero."""
@@ -36,63 +37,108 @@ def positive(i, n):
 
 
 @triton.jit
-def load_token(q, k, v, g, beta, ik, iv, mk, mv, left, SCALAR: tl.constexpr, MASKED: tl.constexpr):
-    """One token's raw inputs for one head; zero where masked, and everywhere when no token is ``left``."""
+def load_row(p, i, mask, left, MASKED: tl.constexpr):
+    """A row of one token's input; zero where masked, and everywhere when no token is ``left``."""
     if MASKED:
-        mk = mk & positive(ik, left)
-        xq = tl.load(q + ik, mask=mk, other=0.0)
-        xk = tl.load(k + ik, mask=mk, other=0.0)
-        xv = tl.load(v + iv, mask=mv & positive(iv, left), other=0.0)
-        xb = tl.load(beta, mask=left > 0, other=0.0)
-        if SCALAR:
-            xg = tl.load(g, mask=left > 0, other=0.0)
-        else:
-            xg = tl.load(g + ik, mask=mk, other=0.0)
+        x = tl.load(p + i, mask=mask & positive(i, left), other=0.0)
     else:
-        xq = tl.load(q + ik)
-        xk = tl.load(k + ik)
-        xv = tl.load(v + iv)
-        xb = tl.load(beta)
-        if SCALAR:
-            xg = tl.load(g)
-        else:
-            xg = tl.load(g + ik)
-    return xq, xk, xv, xg, xb
+        x = tl.load(p + i)
+    return x
 
 
 @triton.jit
-def advance(
-    S, xq, xk, xv, xg, xb, bias, a_exp, scale, lower_bound,
-    GATE: tl.constexpr, SCALAR: tl.constexpr, NORM: tl.constexpr, SIGMOID: tl.constexpr, BETA_MAX: tl.constexpr,
+def load_number(p, left, MASKED: tl.constexpr):
+    """One number of one token's input, zero when no token is ``left``."""
+    if MASKED:
+        x = tl.load(p, mask=left > 0, other=0.0)
+    else:
+        x = tl.load(p)
+    return x
+
+
+@triton.jit
+def load_key(q, k, g, beta, ik, mk, left, SCALAR: tl.constexpr, MASKED: tl.constexpr):
+    """What one token brings besides v, as it lies in memory."""
+    xq = load_row(q, ik, mk, left, MASKED)
+    xk = load_row(k, ik, mk, left, MASKED)
+    if SCALAR:
+        xg = load_number(g, left, MASKED)
+    else:
+        xg = load_row(g, ik, mk, left, MASKED)
+    return xq, xk, xg, load_number(beta, left, MASKED)
+
+
+@triton.jit
+def load_state(p, jk, mk, mv, row, MAYBE_NONE: tl.constexpr, MASKED: tl.constexpr):
+    """A tile of the state in its own dtype; zero where masked, and everywhere when the row is negative."""
+    if MASKED and MAYBE_NONE:
+        S = tl.load(p, mask=mk & mv & positive(jk, row + 1), other=0.0)
+    elif MASKED:
+        S = tl.load(p, mask=mk & mv, other=0.0)
+    elif MAYBE_NONE:
+        S = tl.load(p, mask=positive(jk, row + 1), other=0.0)
+    else:
+        S = tl.load(p)
+    return S
+
+
+@triton.jit
+def store_state(p, S, jk, mk, mv, row, MAYBE_NONE: tl.constexpr, MASKED: tl.constexpr):
+    """Write a tile, rounded to the state's dtype; nothing when the row is negative."""
+    S = S.to(p.dtype.element_ty)
+    if MASKED and MAYBE_NONE:
+        tl.store(p, S, mask=mk & mv & positive(jk, row + 1))
+    elif MASKED:
+        tl.store(p, S, mask=mk & mv)
+    elif MAYBE_NONE:
+        tl.store(p, S, mask=positive(jk, row + 1))
+    else:
+        tl.store(p, S)
+
+
+@triton.jit
+def add3(a, b, c, x, y, z):
+    return a + x, b + y, c + z
+
+
+@triton.jit
+def prepare(
+    xq, xk, xg, xb, bias, a_exp, scale, lower_bound,
+    GATE: tl.constexpr, NORM: tl.constexpr, SIGMOID: tl.constexpr, BETA_MAX: tl.constexpr,
 ):  # fmt: skip
-    """One token: the new state ``S [BK, BV]`` and the output ``[BV]``, float32."""
+    """What a token's update needs beside the state and v: ``q, k, decay, beta, q . k``; float32, normalised, scaled."""
     q = xq.to(tl.float32)
     k = xk.to(tl.float32)
     beta = xb.to(tl.float32)
     if NORM:
-        q *= rnorm(q, 0)
-        k *= rnorm(k, 0)
-    q *= scale
+        # One reduction for all three: each costs a trip through shared memory.
+        qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, add3)
+        rq = scale / tl.sqrt(qq + 1e-6)
+        rk = 1.0 / tl.sqrt(kk + 1e-6)
+        q *= rq
+        k *= rk
+        qk *= rq * rk
+    else:
+        q *= scale
+        qk = tl.sum(q * k, 0)
     if SIGMOID:
         beta = BETA_MAX * sigmoid(beta)
     decay = tl.exp2(log2_decay(xg.to(tl.float32) + bias, a_exp, lower_bound, GATE))
-    if SCALAR:
-        S = S * decay
-    else:
-        S = S * decay[:, None]
-    # Both products of the decayed state at once; q @ (S + k delta) is q @ S + (q . k) delta.
-    delta = beta * (xv.to(tl.float32) - tl.sum(S * k[:, None], 0))
-    o = tl.sum(S * q[:, None], 0) + tl.sum(q * k, 0) * delta
-    return S + k[:, None] * delta[None, :], o
+    return q, k, decay, beta, qk
 
 
 @triton.jit
-def store_state(p, S, mask, MASKED: tl.constexpr):
-    """Write the tile, rounded to the state's dtype."""
-    if MASKED:
-        tl.store(p, S.to(p.dtype.element_ty), mask=mask)
+def advance(S, xv, q, k, decay, beta, qk, SCALAR: tl.constexpr):
+    """One token: the new state ``S [BK, BV]`` and the output ``[BV]``, float32."""
+    S = S.to(tl.float32)
+    if SCALAR:
+        S *= decay
     else:
-        tl.store(p, S.to(p.dtype.element_ty))
+        S *= decay[:, None]
+    # Both products of the decayed state in one reduction; q @ (S + k delta) is q @ S + (q . k) delta.
+    kS, qS = tl.split(tl.sum(tl.join(S * k[:, None], S * q[:, None]), 0))
+    delta = beta * (xv.to(tl.float32) - kS)
+    return S + k[:, None] * delta[None, :], qS + qk * delta
 
 
 @triton.jit(
@@ -105,46 +151,48 @@ def recurrent_kernel(
     T, HV, GROUP,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, o_b, o_t, o_h,
     source_row, source_h, target_row, target_h, index_row,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr,
     SOURCE_K: tl.constexpr, SOURCE_V: tl.constexpr, TARGET_K: tl.constexpr, TARGET_V: tl.constexpr,
     GATE: tl.constexpr, SCALAR: tl.constexpr, NORM: tl.constexpr, SIGMOID: tl.constexpr, BETA_MAX: tl.constexpr,
     READ: tl.constexpr, WRITE: tl.constexpr, PACKED: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (N * HV * ceil(V / BV), 1, 1), the blocks of one state next to each other.
+    """Grid: (N * HV * ceil(V / (BV * TILES)), 1, 1), the parts of one state next to each other.
 
     ``x_b, x_t, x_h`` are strides over batch, token and head, the last dimension being contiguous; ``source`` and
     ``target`` are the state read and written, with strides ``_row``, ``_h`` and constants ``_K``, ``_V``. ``GROUP``
-    value heads share one query/key head. ``ONE``: exactly one token per sequence, not packed.
+    value heads share one query/key head. ``ONE``: exactly one token per sequence, not packed; else ``TILES`` is 1.
     """
-    NV: tl.constexpr = (V + BV - 1) // BV
-    EVEN_K: tl.constexpr = BK == K
-    EVEN_V: tl.constexpr = V % BV == 0
+    WIDTH: tl.constexpr = BV * TILES
+    PARTS: tl.constexpr = (V + WIDTH - 1) // WIDTH
+    MASK_K: tl.constexpr = BK != K
+    MASK_V: tl.constexpr = V % WIDTH != 0
+    MASK_S: tl.constexpr = MASK_K or MASK_V
+    MAYBE_NO_SOURCE: tl.constexpr = READ >= READ_INDEXED
+    MAYBE_NO_TARGET: tl.constexpr = WRITE >= WRITE_INDEXED
     pid = tl.program_id(0)
-    block = pid % NV
-    hv = (pid // NV) % HV
-    n = ((pid // NV) // HV).to(tl.int64)
+    hv = (pid // PARTS) % HV
+    n = ((pid // PARTS) // HV).to(tl.int64)
     h = (hv // GROUP).to(tl.int64)
+    hv = hv.to(tl.int64)
     ik = tl.arange(0, BK)
-    iv = block * BV + tl.arange(0, BV)
+    iv = (pid % PARTS) * WIDTH + tl.arange(0, BV)
     mk = ik < K
     mv = iv < V
 
     row = n
-    if READ == READ_INDEXED or WRITE == WRITE_INDEXED:
+    if READ == READ_INDEXED:
         row = tl.load(indices + n).to(tl.int64)
     if READ == READ_ACCEPTED:
         count = tl.load(accepted + n).to(tl.int64)
         row = tl.load(indices + n * index_row + count - 1, mask=count > 0, other=-1).to(tl.int64)
 
+    first = n * 0
+    batch = n
+    length = T
     if PACKED:
         first = tl.load(cu_seqlens + n).to(tl.int64)
         length = (tl.load(cu_seqlens + n + 1).to(tl.int64) - first).to(tl.int32)
         batch = n * 0
-    else:
-        first = n * 0
-        length = T
-        batch = n
-    hv = hv.to(tl.int64)
     q += batch * q_b + first * q_t + h * q_h
     k += batch * k_b + first * k_t + h * k_h
     v += batch * v_b + first * v_t + hv * v_h
@@ -152,57 +200,65 @@ def recurrent_kernel(
     beta += batch * beta_b + first * beta_t + hv * beta_h
     o += batch * o_b + first * o_t + hv * o_h
 
-    # The first token's loads go out before the state's, whose addresses may wait for an index.
-    MASK_FIRST: tl.constexpr = PACKED or not EVEN_K or not EVEN_V
-    xq, xk, xv, xg, xb = load_token(q, k, v, g, beta, ik, iv, mk, mv, length, SCALAR, MASK_FIRST)
+    # The token's loads go out before the state's, whose addresses may wait for an index.
+    xq, xk, xg, xb = load_key(q, k, g, beta, ik, mk, length, SCALAR, PACKED or MASK_K)
+    xv = load_row(v, iv, mv, length, PACKED or MASK_V)
 
     # Wide offsets only where the caller's own strides need them.
-    if SOURCE_K * BK + SOURCE_V * (V + BV) < 2**31 and TARGET_K * BK + TARGET_V * (V + BV) < 2**31:
-        jk = ik[:, None]
-        jv = iv[None, :]
-    else:
-        jk = ik[:, None].to(tl.int64)
-        jv = iv[None, :].to(tl.int64)
-    MASK_STATE: tl.constexpr = not EVEN_K or not EVEN_V
-    ms = mk[:, None] & mv[None, :]
-    if READ == READ_NONE:
-        S = tl.zeros([BK, BV], dtype=tl.float32)
-    else:
-        p = source + row * source_row + hv * source_h + jk * SOURCE_K + jv * SOURCE_V
-        if READ == READ_SEQUENCE:
-            if MASK_STATE:
-                S = tl.load(p, mask=ms, other=0.0).to(tl.float32)
-            else:
-                S = tl.load(p).to(tl.float32)
-        elif MASK_STATE:
-            S = tl.load(p, mask=ms & positive(jk, row + 1), other=0.0).to(tl.float32)
-        else:
-            S = tl.load(p, mask=positive(jk, row + 1), other=0.0).to(tl.float32)
-    out_offset = hv * target_h + jk * TARGET_K + jv * TARGET_V
+    jk = ik[:, None]
+    jv = iv[None, :]
+    if SOURCE_K * BK + SOURCE_V * (V + WIDTH) >= 2**31 or TARGET_K * BK + TARGET_V * (V + WIDTH) >= 2**31:
+        jk = jk.to(tl.int64)
+        jv = jv.to(tl.int64)
+    S = tl.zeros([BK, BV], dtype=tl.float32)
+    if READ != READ_NONE:
+        source += row * source_row + hv * source_h + jk * SOURCE_K + jv * SOURCE_V
+        S = load_state(source, jk, mk[:, None], mv[None, :], row, MAYBE_NO_SOURCE, MASK_S)
+    # Where the state after the first token goes, or the final one.
+    goal = n
+    if WRITE == WRITE_INDEXED:
+        goal = row
+    if WRITE == WRITE_EACH:
+        goal = tl.load(indices + n * index_row).to(tl.int64)
+    if WRITE != WRITE_NONE:
+        target += hv * target_h + jk * TARGET_K + jv * TARGET_V
 
     bias = 0.0
     if dt_bias is not None:
         if SCALAR:
             bias = tl.load(dt_bias + hv).to(tl.float32)
         else:
-            bias = tl.load(dt_bias + hv * K + ik, mask=mk, other=0.0).to(tl.float32)
+            bias = load_row(dt_bias + hv * K, ik, mk, 1, MASK_K).to(tl.float32)
     a_exp = 1.0
     if A_log is not None:
         a_exp = tl.exp(tl.load(A_log + hv).to(tl.float32))
 
     if ONE:
-        S, y = advance(
-            S, xq, xk, xv, xg, xb, bias, a_exp, scale, lower_bound, GATE, SCALAR, NORM, SIGMOID, BETA_MAX
+        yq, yk, decay, yb, qk = prepare(
+            xq, xk, xg, xb, bias, a_exp, scale, lower_bound, GATE, NORM, SIGMOID, BETA_MAX
         )
-        if EVEN_V:
-            tl.store(o + iv, y.to(o.dtype.element_ty))
-        else:
-            tl.store(o + iv, y.to(o.dtype.element_ty), mask=mv)
-        if WRITE == WRITE_EACH:
-            row = tl.load(indices + n * index_row).to(tl.int64)
-            if row >= 0:
-                store_state(target + row * target_row + out_offset, S, ms, MASK_STATE)
+        for j in tl.static_range(TILES):
+            S0 = S
+            v0 = xv
+            i0 = iv
+            m0 = mv
+            if j + 1 < TILES:
+                iv += BV
+                mv = iv < V
+                xv = load_row(v, iv, mv, 1, MASK_V)
+                if READ != READ_NONE:
+                    source += BV * SOURCE_V
+                    S = load_state(source, jk, mk[:, None], mv[None, :], row, MAYBE_NO_SOURCE, MASK_S)
+            S0, y = advance(S0, v0, yq, yk, decay, yb, qk, SCALAR)
+            if MASK_V:
+                tl.store(o + i0, y.to(o.dtype.element_ty), mask=m0)
+            else:
+                tl.store(o + i0, y.to(o.dtype.element_ty))
+            if WRITE != WRITE_NONE:
+                p = target + goal * target_row + j * BV * TARGET_V
+                store_state(p, S0, jk, mk[:, None], m0[None, :], goal, MAYBE_NO_TARGET, MASK_S)
     else:
+        S = S.to(tl.float32)
         for t in range(length):
             q += q_t
             k += k_t
@@ -210,20 +266,19 @@ def recurrent_kernel(
             g += g_t
             beta += beta_t
             left = length - t - 1
-            nq, nk, nv, ng, nb = load_token(q, k, v, g, beta, ik, iv, mk, mv, left, SCALAR, True)
-            S, y = advance(
-                S, xq, xk, xv, xg, xb, bias, a_exp, scale, lower_bound, GATE, SCALAR, NORM, SIGMOID, BETA_MAX
+            nq, nk, ng, nb = load_key(q, k, g, beta, ik, mk, left, SCALAR, True)
+            nv = load_row(v, iv, mv, left, True)
+            yq, yk, decay, yb, qk = prepare(
+                xq, xk, xg, xb, bias, a_exp, scale, lower_bound, GATE, NORM, SIGMOID, BETA_MAX
             )
+            S, y = advance(S, xv, yq, yk, decay, yb, qk, SCALAR)
             tl.store(o + iv, y.to(o.dtype.element_ty), mask=mv)
             o += o_t
             if WRITE == WRITE_EACH:
-                row = tl.load(indices + n * index_row + t).to(tl.int64)
-                if row >= 0:
-                    store_state(target + row * target_row + out_offset, S, ms, MASK_STATE)
+                goal = tl.load(indices + n * index_row + t).to(tl.int64)
+                p = target + goal * target_row
+                store_state(p, S, jk, mk[:, None], mv[None, :], goal, True, MASK_S)
             xq, xk, xv, xg, xb = nq, nk, nv, ng, nb
-
-    if WRITE == WRITE_SEQUENCE:
-        store_state(target + n * target_row + out_offset, S, ms, MASK_STATE)
-    if WRITE == WRITE_INDEXED:  # noqa: SIM102 - a compile-time question: it stays apart from the next
-        if row >= 0:
-            store_state(target + row * target_row + out_offset, S, ms, MASK_STATE)
+        if WRITE == WRITE_SEQUENCE or WRITE == WRITE_INDEXED:  # noqa: SIM109 - kernels know no `in`
+            p = target + goal * target_row
+            store_state(p, S, jk, mk[:, None], mv[None, :], goal, MAYBE_NO_TARGET, MASK_S)

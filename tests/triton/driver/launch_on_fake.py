@@ -1,0 +1,81 @@
+"""Run in a process whose CUDA driver is fake: the fast launch must hand the driver what Triton's own launch does."""
+
+import ctypes
+import sys
+
+import torch
+
+STREAM, DEVICE = 77, -1  # CPU tensors say they are on device -1
+
+lib = ctypes.CDLL("libcuda.so.1")
+torch.version.cuda = "13.0"
+torch.cuda.is_available = lambda: True
+torch.cuda.current_device = lambda: 0
+torch.cuda.get_device_capability = lambda device=None: (9, 0)
+torch._C._cuda_getDevice = lambda: DEVICE
+torch._C._cuda_getCurrentRawStream = lambda device: STREAM
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+from kdacore_triton.launch import TRITON, Launcher  # noqa: E402
+
+
+class Last(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("stream", ctypes.c_uint64),
+        ("function", ctypes.c_uint64), ("params", ctypes.c_uint64 * 128), ("launches", ctypes.c_int),
+    ]  # fmt: skip
+
+
+lib.fake_last.restype = ctypes.POINTER(Last)
+
+
+@triton.jit
+def kernel(x, y, absent, n, one, wide, scale, flag, SIZE: tl.constexpr, NAME: tl.constexpr, ON: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    v = tl.load(x + i * one, mask=i < n).to(tl.float32) * scale + wide
+    if absent is not None:
+        v += tl.load(absent + i)
+    if flag:
+        v += 1
+    if ON:
+        tl.store(y + i, v)
+
+
+def launched(call) -> tuple:
+    before = lib.fake_last().contents.launches
+    call()
+    last = lib.fake_last().contents
+    assert last.launches == before + 1, "exactly one launch"
+    return (tuple(last.grid), tuple(last.block), last.stream, last.function, tuple(last.params))
+
+
+def compare(n: int, one: int, wide: int, absent: bool, warps: int, sizes: list[int]) -> None:
+    x, y = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64)
+    args = (x, y, torch.zeros(64) if absent else None, n, one, wide, 0.375, True)
+    constexprs = {"SIZE": 64, "NAME": "a name", "ON": True}
+    lib.fake_expect(len(sizes), (ctypes.c_int * len(sizes))(*sizes))
+    grid = (5, 3, 2)
+    options = {"enable_fp_fusion": True, **constexprs, "num_warps": warps, "num_stages": 1}
+    want = launched(lambda: kernel[grid](*args, **options))
+    assert want[:3] == (grid, (32 * warps, 1, 1), STREAM), want[:3]
+    assert want[4][0] == x.data_ptr() and want[4][1] == y.data_ptr()
+    launcher = Launcher(kernel)
+    first = launched(lambda: launcher(grid, *args, num_warps=warps, **constexprs))
+    again = launched(lambda: launcher(grid, *args, num_warps=warps, **constexprs))
+    prepared = launcher.prepare(grid, *args, num_warps=warps, **constexprs)
+    pointers = tuple(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args)
+    direct = launched(lambda: prepared(grid, *pointers))
+    for name, got in (("first", first), ("again", again), ("direct", direct)):
+        assert got == want, (name, got, want)
+    assert len(launcher.bind(num_warps=warps, **constexprs)._cache) == 1
+    assert (prepared._launch is not prepared.compiled.run) == (TRITON in ((3, 6), (3, 9)))
+
+
+P, I32, I64, F32, I1 = 8, 4, 8, 4, 1
+compare(17, 1, 5, False, 4, [P, P, I32, I32, F32, I1, P, P])
+compare(16, 1, 2**40, True, 2, [P, P, P, I32, I64, F32, I1, P, P])
+compare(1, 2, 48, False, 1, [P, P, I32, I32, F32, I1, P, P])
+print("ok", triton.__version__)
+sys.exit(0)

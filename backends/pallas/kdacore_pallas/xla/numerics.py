@@ -45,7 +45,10 @@ def mesh_axes(*arrays: Array) -> frozenset[str]:
     axes: frozenset[str] = frozenset()
     for x in arrays:
         if x is not None:
-            axes |= getattr(jax.typeof(x), "vma", frozenset())
+            kind = jax.typeof(x)
+            # jax 0.10 calls it manual_axis_type.varying, releases before it vma.
+            manual = getattr(kind, "manual_axis_type", None)
+            axes |= getattr(kind, "vma", frozenset()) if manual is None else manual.varying
     return axes
 
 

@@ -1,0 +1,58 @@
+"""Bitwise promises of the xla backend, on programs compiled as users run them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kdacore_pallas.xla import chunk, chunk_backward
+from pallas_cases import Case, build, full_speed, output_grads, to_jax
+
+from kdacore.types import ChunkInputs, OutputGrads, Request
+
+ROWS = ("q", "k", "v", "g", "beta")
+forward = full_speed(chunk.forward)
+backward = full_speed(chunk_backward.backward)
+
+
+def cut(request: Request, inputs: ChunkInputs, T: int) -> tuple[Request, ChunkInputs]:
+    """The first T tokens of a dense call."""
+    return replace(request, T=T), inputs._replace(**{n: getattr(inputs, n)[:, :T] for n in ROWS})
+
+
+def run(request: Request, inputs: ChunkInputs, t: int) -> tuple[Any, Any]:
+    """o[:t] and the gradients' first t rows for a loss on ``o[:t]``."""
+    arrays = to_jax(inputs)
+    out = forward(request, arrays)
+    do = np.zeros(out.o.shape, np.float32)
+    do[:, :t] = output_grads(replace(request, T=t)).o
+    d = backward(request, arrays, out.saved, OutputGrads(jnp.asarray(do, out.o.dtype), None))
+    return np.asarray(out.o[:, :t]), {n: np.asarray(getattr(d, n))[:, :t] for n in ROWS}
+
+
+@pytest.mark.parametrize("gates", ["random", "mixed"])
+def test_later_tokens_change_no_bit(gates: str) -> None:
+    t = 77
+    case = Case(T=200, K=16, V=16, H=1, HV=1, gates=gates, final=False, needs_grad=True)
+    request, inputs = build(case)
+    changed = build(replace(case, seed=9))[1]
+    mixed = inputs._replace(
+        **{n: np.concatenate([getattr(inputs, n)[:, :t], getattr(changed, n)[:, t:]], 1) for n in ROWS}
+    )
+    o, d = run(request, inputs, t)
+    for other in ((request, mixed), cut(request, inputs, t)):
+        o2, d2 = run(*other, t)
+        assert np.array_equal(o, o2)
+        for name in ROWS:
+            assert np.array_equal(d[name], d2[name]), name
+
+
+def test_twice_gives_the_same_bits() -> None:
+    case = Case(T=200, K=16, V=16, H=1, HV=1, gates="random", final=False, needs_grad=True)
+    request, inputs = build(case)
+    (o, d), (o2, d2) = (run(request, inputs, 200) for _ in range(2))
+    assert np.array_equal(o, o2)
+    assert all(np.array_equal(d[n], d2[n]) for n in ROWS)

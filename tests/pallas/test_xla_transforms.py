@@ -1,0 +1,111 @@
+"""The xla backend behind the front end, under JAX's transformations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from pallas_cases import Case, build, error
+
+import kdacore
+from kdacore_reference.oracle import oracle_backward, oracle_forward
+from kdacore.types import OutputGrads
+
+CASE = Case(B=2, T=70, K=16, V=16, H=1, HV=2, gate="softplus", initial=False)
+NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
+
+
+def arrays() -> dict[str, Any]:
+    inputs = build(CASE)[1]
+    return {n: jnp.asarray(getattr(inputs, n)) for n in NAMES}
+
+
+def call(x: dict[str, Any], **options: Any) -> Any:
+    return kdacore.chunk_kda(
+        **x, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, backend="xla", output_final_state=True, **options
+    )
+
+
+def loss(x: dict[str, Any]) -> Any:
+    o, state = call(x)
+    return jnp.sum(o * jnp.cos(jnp.arange(o.size).reshape(o.shape))) + jnp.sum(state)
+
+
+@pytest.fixture(scope="module")
+def want() -> dict[str, Any]:
+    """Oracle outputs and gradients of :func:`loss`."""
+    request, inputs = build(CASE)
+    out = oracle_forward(request, inputs)
+    do = np.cos(np.arange(out.o.size).reshape(out.o.shape))
+    return {"out": out, "grads": oracle_backward(request, inputs, OutputGrads(do, np.ones(out.final_state.shape)))}
+
+
+def check_grads(got: dict[str, Any], want: dict[str, Any]) -> None:
+    for name in NAMES:
+        assert error(got[name], getattr(want["grads"], name)) < 5e-5, name
+
+
+def test_jit_and_grad(want: dict[str, Any]) -> None:
+    o, state = jax.jit(call)(arrays())
+    assert error(o, want["out"].o) < 2e-5
+    assert error(state, want["out"].final_state) < 2e-5
+    check_grads(jax.jit(jax.grad(loss))(arrays()), want)
+
+
+def test_eager_grad_and_checkpoint(want: dict[str, Any]) -> None:
+    check_grads(jax.grad(jax.checkpoint(loss))(arrays()), want)
+
+
+def test_vmap_of_grad(want: dict[str, Any]) -> None:
+    x = arrays()
+    shared = {n: x.pop(n) for n in ("A_log", "dt_bias")}
+    each = jax.vmap(lambda row: call({**{n: a[None] for n, a in row.items()}, **shared})[0][0])(x)
+    assert error(each, want["out"].o) < 2e-5
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_over_the_batch(want: dict[str, Any], check_vma: bool) -> None:
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("data",))
+    row = P("data", None, None)
+    specs = {n: row for n in ("q", "k", "v", "g", "beta")} | {"A_log": P(), "dt_bias": P()}
+
+    def local(x: dict[str, Any]) -> Any:
+        return jax.lax.psum(loss_rows(x), "data")
+
+    def loss_rows(x: dict[str, Any]) -> Any:
+        o, state = call(x)
+        first = jax.lax.axis_index("data") * o.size
+        return jnp.sum(o * jnp.cos(first + jnp.arange(o.size).reshape(o.shape))) + jnp.sum(state)
+
+    total = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=check_vma)
+    check_grads(jax.jit(jax.grad(total))(arrays()), want)
+
+
+def test_traced_cu_seqlens() -> None:
+    request, inputs = build(Case(lengths=(3, 0, 70, 20), K=16, V=16))
+
+    @jax.jit
+    def run(cu: Any) -> Any:
+        x = {n: jnp.asarray(getattr(inputs, n)) for n in ("q", "k", "v", "g", "beta", "initial_state")}
+        return kdacore.chunk_kda(**x, cu_seqlens=cu, use_qk_l2norm_in_kernel=True, output_final_state=True)
+
+    o, state = run(jnp.asarray(inputs.cu_seqlens))
+    want = oracle_forward(request, inputs)
+    assert error(o, want.o) < 2e-5
+    assert error(state, want.final_state) < 2e-5
+
+
+def test_contract_errors_under_jit_name_the_argument() -> None:
+    x = arrays()
+    with pytest.raises(kdacore.ContractError, match="'beta'"):
+        jax.jit(call)({**x, "beta": x["beta"][:, 1:]})
+
+
+def test_auto_chooses_xla_for_traced_jax() -> None:
+    with kdacore.record_selections() as chosen:
+        jax.jit(lambda x: kdacore.kda_gate(x["g"], A_log=x["A_log"]))(arrays())
+    assert chosen[-1].backend == "xla"

@@ -20,28 +20,29 @@ value head ``hv`` is number ``slot * HV + hv``.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
 
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_triton import configs
-from kdacore_triton.kernels.prepare_bounded import prepare_bounded_kernel
-from kdacore_triton.kernels.prepare_dyadic import prepare_dyadic_kernel
-from kdacore_triton.kernels.prepare_scalar import prepare_scalar_kernel
+from kdacore_triton.kernels.prepare import prepare_kernel
 from kdacore_triton.kernels.scan import scan_kernel
 from kdacore_triton.launch import Launcher, cdiv, next_power_of_2
 from kdacore_triton.plan import GATES, FixedLaunch, Plans
 
+FAMILIES = {"bounded": 0, "dyadic": 1, "scalar": 2}
+"""The prepare kernel's FAMILY constexpr."""
+
 MIN_BOUND = -5.0
 """The lowest log decay per step that constant anchors cover."""
 
+MAX_BOUNDED = 32
+"""The most rows that one constant anchor covers at MIN_BOUND."""
+
 _LOG2E = 1.4426950408889634
-_PREPARE = {
-    "bounded": Launcher(prepare_bounded_kernel),
-    "dyadic": Launcher(prepare_dyadic_kernel),
-    "scalar": Launcher(prepare_scalar_kernel),
-}
+_PREPARE = Launcher(prepare_kernel)
 _SCAN = Launcher(scan_kernel)
 INTERPRETING = _SCAN.interpreting
 ASM = not INTERPRETING and torch.version.hip is None
@@ -58,7 +59,7 @@ class Plan:
         config = configs.get(
             "chunk_forward", r.device.arch, gate=family, K=r.K, V=r.V, half=half, heads=r.N * r.HV, T=r.T
         )
-        C: int = config["C"]
+        C: int = min(config["C"], MAX_BOUNDED) if family == "bounded" else config["C"]
         BK, BV = max(16, next_power_of_2(r.K)), max(16, next_power_of_2(r.V))
         NT = cdiv(r.T, C)
         slots = r.T // C + r.N if r.packed else r.B * NT
@@ -70,17 +71,19 @@ class Plan:
         self.decay_size = 1 if r.scalar_gate else BK
         self.state_dtype = torch.float32 if self.round_state else getattr(torch, r.state_dtype)
         device = -1 if INTERPRETING else r.device.index
-        BC = min(C, 32)
         bound = r.lower_bound or 0.0
         dots = dot_precision(r, half)
-        shared = {"K": r.K, "V": r.V, "BK": BK}
+        shared = {"K": r.K, "V": r.V, "BK": BK, "C": C}
+        self.levels = C if family == "dyadic" else 0
+        self.levels_dtype = torch.float16 if half else torch.float32
         self.prepare = FixedLaunch(
-            _PREPARE[family],
+            _PREPARE,
             device,
             (self.records, 1, 1),
-            (r.T, NT, r.N, r.H, r.HV, r.scale, bound, anchor(bound, BC)),
+            (r.T, NT, r.N, r.H, r.HV, r.scale, bound, anchor(bound, C)),
             {
-                **shared, "BV": BV, "BU": min(BV, 64), "C": C, "BC": BC, "GATE": GATES[r.gate],
+                **shared, "BV": BV, "BS": min(config["BS"], BK), "BU": min(config["BS"], BV),
+                "LEVELS": C.bit_length() - 1, "FAMILY": FAMILIES[family], "GATE": GATES[r.gate],
                 "L2NORM": r.qk_l2norm, "BETA_SIGMOID": r.beta_sigmoid,
                 "BETA_FACTOR": 2.0 if r.neg_eigval else 1.0, "PACKED": r.packed, **dots, "ASM": ASM,
             },
@@ -93,7 +96,7 @@ class Plan:
             (r.N * r.HV * (BV // block), 1, 1),
             (r.T, NT, r.HV),
             {
-                **shared, "BVP": BV, "BV": block, "C": C, "SCALAR": r.scalar_gate,
+                **shared, "BVP": BV, "BV": block, "SCALAR": r.scalar_gate,
                 "V_FIRST": r.state_v_first, "PACKED": r.packed, "EVERY": r.checkpoint_every,
                 "DOT": dots["DOT"], "STAGES": config["scan_stages"],
             },
@@ -103,7 +106,7 @@ class Plan:
 
 
 def gate_family(r: Request) -> str:
-    """Which prepare kernel serves a request: ``bounded``, ``dyadic`` (no usable bound) or ``scalar``."""
+    """How a request's gates are kept in range: ``bounded``, ``dyadic`` (no usable bound) or ``scalar``."""
     if r.scalar_gate:
         return "scalar"
     promised = r.gate == "sigmoid" or r.safe_gate
@@ -131,6 +134,21 @@ def dot_precision(r: Request, half: bool) -> dict[str, Any]:
     return {"DOT": "bf16", "INV_DOT": "tf32" if torch.version.hip is None else "ieee"}
 
 
+@cache
+def level_steps(C: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """0/1 matrices ``[log2(C), C, C]``: whose steps (columns) lie between a row and its anchor at each level.
+
+    At level n rows come in blocks of ``2 << n``; the anchor is the first row of a block's right half. Rows there decay
+    from it, rows before it decay up to it. Made once per device, outside of any graph capture.
+    """
+    row, col = torch.arange(C)[:, None], torch.arange(C)[None, :]
+    found = []
+    for n in range(C.bit_length() - 1):
+        anchor = (row >> (n + 1) << (n + 1)) + (1 << n)
+        found.append(((col > anchor) & (col <= row)) | ((col > row) & (col <= anchor)))
+    return torch.stack(found).to(device, dtype)
+
+
 plan_for = Plans(Plan)
 
 
@@ -156,7 +174,8 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     if request.checkpoint_every:
         make = torch.zeros if request.packed else torch.empty  # packed: some rows may stay unused
         checkpoints = make(request.checkpoint_shape, dtype=plan.state_dtype, device=device)
-    plan.prepare(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, records, decay)
+    levels = level_steps(plan.levels, plan.levels_dtype, device) if plan.levels else None
+    plan.prepare(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, levels, records, decay)
     plan.scan(records, decay, o, initial, final, checkpoints, None, None, cu_seqlens)
     if plan.upcast:
         o = o.to(torch.bfloat16)

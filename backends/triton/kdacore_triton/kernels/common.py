@@ -34,6 +34,18 @@ def exp2(x, ASM: tl.constexpr):
 
 
 @triton.jit
+def log2(x, ASM: tl.constexpr):
+    """``log2(x)``, absolute error near 1e-7 around 1; see :func:`exp2` for ``ASM``."""
+    if ASM:
+        r = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        r = tl.log2(x)
+    return r
+
+
+@triton.jit
 def reciprocal(x, ASM: tl.constexpr):
     """``1 / x`` to one unit in the last place; see :func:`exp2` for ``ASM``."""
     if ASM:
@@ -46,12 +58,22 @@ def reciprocal(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def gate_decay(x, a_exp, lower_bound, GATE: tl.constexpr, ASM: tl.constexpr):
-    """:func:`log2_decay` with the cheap instructions of ``ASM``."""
-    if GATE == 2:
-        y = (lower_bound * LOG2E) * reciprocal(1.0 + exp2(x * (a_exp * -LOG2E), ASM), ASM)
+def gate_decay(g, a_exp, bias, lower_bound, GATE: tl.constexpr, COARSE: tl.constexpr, ASM: tl.constexpr):
+    """log2 decay of the raw gate ``g``: :func:`log2_decay` of ``g + bias`` in fewer, cheaper instructions.
+
+    GATE_LOG ignores ``a_exp`` and ``bias``; a bounded gate is not clamped. ``COARSE``: an absolute error of 1e-7 in a
+    softplus will do.
+    """
+    if GATE == 0:
+        y = tl.maximum(g * LOG2E, MIN_STEP)
+    elif GATE == 1 and COARSE and ASM:
+        x = (g + bias) * LOG2E
+        y = tl.maximum(-a_exp * (tl.maximum(x, 0.0) + log2(1.0 + exp2(-tl.abs(x), ASM), ASM)), MIN_STEP)
+    elif GATE == 1:
+        y = tl.maximum(-a_exp * softplus2(g + bias), MIN_STEP)
     else:
-        y = log2_decay(x, a_exp, lower_bound, GATE)
+        rate = a_exp * -LOG2E
+        y = (lower_bound * LOG2E) * reciprocal(1.0 + exp2(g * rate + bias * rate, ASM), ASM)
     return y
 
 

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from typing import Any
 
+from kdacore import features
 from kdacore.callspec import CallSpec
 from kdacore.ops import OPS
 from kdacore.types import Gate, Selection
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
     add("--dtype", default="bfloat16", help="dtype of q, k, v, g and beta (default bfloat16)")
     add("--kind", default="torch", choices=("numpy", "torch", "jax"), help="array library (default torch)")
     add("--device", default="cuda", help="cpu, cuda, cuda:1, rocm, tpu (default cuda)")
-    add("--arch", default="", help="architecture, for example sm_90 (default: KDACORE_ARCH, else none known)")
+    add("--arch", default="", help="architecture (default: KDACORE_ARCH, else sm_90 for cuda, v5e for tpu)")
     add("--backend", default=None, help="force one backend")
     add("--requires-grad", action="store_true", help="the inputs require gradients")
     add("--use-gate-in-kernel", action="store_true", help="raw gate input, with A_log and dt_bias")
@@ -77,7 +78,7 @@ def call_of(args: argparse.Namespace) -> CallSpec:
         dtype=args.dtype,
         device=args.device,
         kind=args.kind,
-        arch=args.arch,
+        arch=args.arch or features.arch_of(args.device.partition(":")[0], args.kind, ()),
         grad=args.requires_grad,
         gate=gate,
         lower_bound=lower_bound,

@@ -14,6 +14,9 @@ from kdacore.errors import BackendBuildError, ConfigError, ContractError, Unsupp
 COMMANDS = {
     "demo": ("kdacore.demo", "run KDA over a real text and check it against the oracle"),
     "doctor": ("kdacore.doctor", "say what is installed, what works and what would make the rest work"),
+    "bench": ("kdacore.bench.command", "time the ops, after checking that they are right"),
+    "explain": ("kdacore.commands.explain", "say which backend would serve a call, and why not the others"),
+    "plugins": ("kdacore.commands.plugins", "list every plugin and the backends it brings"),
 }
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
 

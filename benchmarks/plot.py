@@ -1,0 +1,22 @@
+"""Draw docs/images/*.svg from the committed results: ``python -m benchmarks.plot`` in the checkout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kdacore.bench.plot import draw
+from kdacore.bench.results import read
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> None:
+    """One picture for each results file that holds a timing."""
+    for source in sorted((ROOT / "benchmarks" / "results").glob("*/*.json")):
+        picture = ROOT / "docs" / "images" / f"{source.parent.name}-{source.stem}.svg"
+        draw(read(source), picture)
+        print(f"{source.relative_to(ROOT)} -> {picture.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""The benchmark cases as data: sizes, options, and what each has to reach."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from kdacore.types import ArrayKind, Gate
+
+PACK = (1300, 547, 2048, 963, 271, 3063)
+GATE_SETS = ("random", "init")
+"""``random``: raw gate N(0,1), A_log = log U(1,16), dt_bias 0.5 N(0,1), forgets fast; ``init``: raw gate 0.5 N(0,1),
+dt_bias the inverse softplus of a log-uniform step in [0.001, 0.1], as models are initialised, forgets slowly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One thing to time.
+
+    ``phase``: ``forward``, ``training`` (forward and backward), ``decode`` (one token a sequence, state pool in
+    place), ``host`` (the time a call keeps the CPU busy) or ``first-call`` (in a fresh process).
+    """
+
+    name: str
+    phase: str = "forward"
+    op: str = "chunk_kda"
+    B: int = 1
+    T: int = 8192
+    H: int = 64
+    HV: int = 0
+    """0 for as many as H."""
+    K: int = 128
+    V: int = 128
+    lengths: tuple[int, ...] = ()
+    """Makes it a pack of these sequences."""
+    dtype: str = "bfloat16"
+    kind: ArrayKind = "torch"
+    gate: Gate = "sigmoid"
+    """``sigmoid``: the safe gate, bounded by -5; ``softplus``: unbounded."""
+    gate_sets: tuple[str, ...] = GATE_SETS
+    disable_recompute: bool = False
+    must: float | None = None
+    """Seconds (of one call) it must reach on the hardware its preset is for."""
+    aim: float | None = None
+    peer: float | None = None
+    """What flash-linear-attention 0.6.0 measured there, seconds."""
+
+    @property
+    def value_heads(self) -> int:
+        return self.HV or self.H
+
+    @property
+    def N(self) -> int:
+        return len(self.lengths) or self.B
+
+
+def _ms(value: float | None) -> float | None:
+    return None if value is None else value * 1e-3
+
+
+def _forward(
+    name: str, peer: float, must: float | None = None, aim: float | None = None, **sizes: object
+) -> Case:
+    return Case(name=name, peer=_ms(peer), must=_ms(must), aim=_ms(aim), **sizes)  # type: ignore[arg-type]
+
+
+def _decode(B: int, peer_us: float, must_us: float | None = None, aim_us: float | None = None) -> Case:
+    must, aim = (None if us is None else us * 1e-6 for us in (must_us, aim_us))
+    return Case(
+        name=f"decode B{B} H32",
+        phase="decode",
+        op="fused_recurrent_kda",
+        B=B,
+        T=1,
+        H=32,
+        must=must,
+        aim=aim,
+        peer=peer_us * 1e-6,
+    )
+
+
+_H200_FORWARD = (
+    _forward("B1 T8192 H96", 2.619, H=96),
+    _forward("B1 T8192 H64", 1.773, 1.10, 0.90),
+    _forward("B1 T8192 H64 unbounded", 1.956, 1.30, 1.00, gate="softplus"),
+    _forward("B1 T8192 H32", 0.979, H=32),
+    _forward("B1 T8192 H16", 0.783, 0.35, 0.25, H=16),
+    _forward("B1 T8192 H8", 0.601, H=8),
+    _forward("B1 T65536 H8", 2.971, T=65536, H=8),
+    _forward("B2 T8192 H64", 3.470, B=2),
+    _forward("B16 T512 H32", 0.987, 0.55, 0.35, B=16, T=512, H=32),
+    _forward("B1 T512 H64", 0.642, T=512),
+    _forward("B32 T2048 H16", 3.620, B=32, T=2048, H=16),
+    _forward("packed 6 uneven H64", 1.809, T=sum(PACK), lengths=PACK),
+    _forward("packed 8 x 1024 H64", 1.755, lengths=(1024,) * 8),
+    _forward("packed 8129 + 63 x 1 H64", 2.193, lengths=(8129, *(1,) * 63)),
+    _forward("GVA B1 T8192 H16 HV32", 0.930, H=16, HV=32),
+    _forward("GVA B1 T8192 H32 HV64", 1.666, H=32, HV=64),
+)
+_H200_TRAINING = (
+    Case(name="B1 T8192 H64", phase="training", must=5.0e-3, aim=3.0e-3, peer=8.13e-3),
+    Case(name="B1 T8192 H64 kept", phase="training", disable_recompute=True, peer=7.43e-3),
+    Case(
+        name="B1 T8192 H64 unbounded",
+        phase="training",
+        gate="softplus",
+        must=6.5e-3,
+        aim=3.5e-3,
+        peer=10.57e-3,
+    ),
+    Case(name="B1 T8192 H16", phase="training", H=16),
+)
+_H200_DECODE = (
+    _decode(1, 19.1),
+    _decode(8, 23.0),
+    _decode(32, 51.6, 38, 34),
+    _decode(128, 175.8),
+    _decode(256, 388, 280, 266),
+)
+_H200_HOST = (
+    Case(name="chunk_kda B1 T512 H8", phase="host", T=512, H=8, must=90e-6, aim=50e-6, peer=692e-6),
+    Case(
+        name="fused_recurrent_kda B8 H32",
+        phase="host",
+        op="fused_recurrent_kda",
+        B=8,
+        T=1,
+        H=32,
+        must=20e-6,
+        aim=12e-6,
+        peer=66e-6,
+    ),
+)
+_H200_FIRST_CALL = (
+    Case(name="first call, cold cache", phase="first-call", T=2048, H=16, must=8.0, aim=4.0, peer=70.0),
+    Case(name="first call, warm cache", phase="first-call", T=2048, H=16, must=1.0, aim=0.5),
+)
+_QUICK = (
+    Case(name="forward B1 T1024 H4", T=1024, H=4, K=64, V=64, dtype="float32", gate_sets=("init",)),
+    Case(
+        name="decode B4 H4",
+        phase="decode",
+        op="fused_recurrent_kda",
+        B=4,
+        T=1,
+        H=4,
+        K=64,
+        V=64,
+        dtype="float32",
+        gate_sets=("init",),
+    ),
+)
+
+PRESETS: dict[str, tuple[Case, ...]] = {
+    "quick": _QUICK,
+    "h200-forward": _H200_FORWARD,
+    "h200-training": _H200_TRAINING,
+    "h200-decode": _H200_DECODE,
+    "h200-host": _H200_HOST,
+    "h200-first-call": _H200_FIRST_CALL,
+}
+SPECIAL = ("cpu", "dispatch", "import")
+"""Presets that are programs of their own: kdacore.bench.cpu, .dispatch and .imports."""
+
+
+def tiny(case: Case) -> Case:
+    """The same case a thousand times smaller, to try a preset where its hardware is not."""
+    lengths = tuple(1 if n == 1 else max(n // 64, 2) for n in case.lengths[:8])
+    heads = min(case.H, 2)
+    group = case.value_heads // case.H
+    return dataclasses.replace(
+        case,
+        B=min(case.B, 2),
+        T=sum(lengths) if lengths else max(case.T // 128, 1) if case.T > 1 else 1,
+        H=heads,
+        HV=heads * group,
+        K=16,
+        V=16,
+        lengths=lengths,
+        must=None,
+        aim=None,
+        peer=None,
+    )

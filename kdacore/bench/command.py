@@ -1,0 +1,183 @@
+"""``kdacore bench``: presets, or one case of your own."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kdacore import callargs, report
+from kdacore.bench import cases, plot, results
+from kdacore.bench.cases import PRESETS, SPECIAL, Case
+from kdacore.bench.clock import Budget
+from kdacore.bench.results import Results
+from kdacore.types import ArrayKind
+
+Work = tuple[str, Any]
+"""What the progress bar says, and the function that does it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = (*SPECIAL, *PRESETS)
+    add = parser.add_argument
+    add("presets", nargs="*", metavar="PRESET", help=f"any of {', '.join(names)} (default quick)")
+    add("--list", action="store_true", help="list the presets and their cases")
+    add("--json", type=Path, metavar="PATH", help="write the results there")
+    add("--plot", type=Path, metavar="PATH", help="draw the results into this SVG (needs matplotlib)")
+    add("--backend", default="", help="only these backends, comma-separated")
+    add("--device", default=None, help="cpu, cuda, cuda:1 (default: cuda where torch sees one, else cpu)")
+    add(
+        "--kind",
+        default=None,
+        choices=("numpy", "torch", "jax"),
+        help="array library, instead of the case's own",
+    )
+    add("--tiny", action="store_true", help="shrink every case: does it run at all?")
+    add("--samples", type=int, default=30, help="timings of each contender (default 30)")
+    add("--seconds", type=float, default=20.0, help="at most this long a case (default 20)")
+    add("--check", action="store_true", help="exit 1 when a promised figure is missed")
+    add("--shape", type=callargs.shape, metavar=callargs.SIZES, help="time one case of these sizes")
+    add("--phase", default="forward", choices=("forward", "training", "decode", "host"), help="for --shape")
+    add("--dtype", default="float32", help="for --shape")
+
+
+def run(args: argparse.Namespace) -> int:
+    out = report.console()
+    if args.list:
+        _list(out)
+        return report.OK
+    unknown = [name for name in args.presets if name not in (*SPECIAL, *PRESETS)]
+    if unknown or args.samples < 1 or (args.shape and args.presets):
+        why = (
+            f"no preset {', '.join(unknown)}; --list shows them"
+            if unknown
+            else "give presets, or --shape, not both"
+        )
+        print(f"kdacore bench: {why if args.samples > 0 else '--samples must be positive'}", file=sys.stderr)
+        return report.USAGE
+    presets = args.presets or (["shape"] if args.shape else ["quick"])
+    before = results.load()
+    found = Results()
+    with _progress() as progress:
+        for preset in presets:
+            work = list(_work(preset, args))
+            task = progress.add_task(preset, total=len(work))
+            for what, step in work:
+                progress.update(task, description=f"{preset}: {what}")
+                found.add(step())
+                progress.advance(task)
+    out.print(results.row_table(found.rows))
+    if found.figures:
+        out.print(results.figure_table(found.figures))
+    if args.json or args.plot:
+        document = results.document(found, presets, before)
+        if args.json:
+            results.write(args.json, document)
+        if args.plot:
+            try:
+                plot.draw(document, args.plot)
+            except plot.PlotError as error:
+                print(f"kdacore bench: {error}", file=sys.stderr)
+                return report.USAGE
+    return report.BROKEN if found.failed or (args.check and found.missed) else report.OK
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def _work(preset: str, args: argparse.Namespace) -> Iterator[Work]:
+    """What a preset consists of, in pieces small enough for a progress bar."""
+    budget = Budget(args.samples, args.seconds)
+    only = tuple(name for name in args.backend.split(",") if name)
+    if preset == "cpu":
+        from kdacore.bench import cpu
+
+        case = _fitted(cpu.CASE, args, keep_kind=True)
+        yield case.name, lambda: cpu.run_preset(case, Budget(min(args.samples, 9), max(args.seconds, 60.0)))
+        return
+    if preset == "dispatch":
+        from kdacore.bench import dispatch
+
+        yield "null backend", lambda: dispatch.run_preset(200 if args.tiny else dispatch.CALLS)
+        return
+    if preset == "import":
+        from kdacore.bench import imports
+
+        yield "fresh processes", lambda: imports.run_preset(3 if args.tiny else imports.PROCESSES)
+        return
+    listed = (_own_case(args),) if preset == "shape" else PRESETS[preset]
+    fitted = tuple(_fitted(case, args) for case in listed)
+    device = args.device or _default_device(fitted[0].kind)
+    if preset == "h200-first-call":
+        from kdacore.bench import first_call
+
+        yield "fresh processes", lambda: first_call.run_preset(preset, fitted, device, only)
+        return
+    from kdacore.bench import runner
+
+    for case in fitted:
+        for gates in case.gate_sets:
+            yield (
+                f"{case.name}, {gates}",
+                lambda c=case, g=gates: runner.run_case(preset, c, g, device, only, budget),
+            )
+
+
+def _fitted(case: Case, args: argparse.Namespace, keep_kind: bool = False) -> Case:
+    if args.kind and not keep_kind:
+        case = dataclasses.replace(case, kind=args.kind)
+    return cases.tiny(case) if args.tiny else case
+
+
+def _own_case(args: argparse.Namespace) -> Case:
+    B, T, H, HV, K, V = args.shape
+    op = "fused_recurrent_kda" if args.phase == "decode" else "chunk_kda"
+    kind: ArrayKind = args.kind or "torch"
+    return Case(
+        name="your shape",
+        phase=args.phase,
+        op=op,
+        B=B,
+        T=T,
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        dtype=args.dtype,
+        kind=kind,
+    )
+
+
+def _default_device(kind: str) -> str:
+    if kind == "torch":
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cpu"
+
+
+def _list(out: Console) -> None:
+    for name in SPECIAL:
+        out.print(f"{name}: a program of its own")
+    for name, listed in PRESETS.items():
+        out.print(f"{name}:")
+        rows = [
+            (
+                c.name,
+                c.phase,
+                c.dtype,
+                results.duration(c.must),
+                results.duration(c.aim),
+                results.duration(c.peer),
+            )
+            for c in listed
+        ]
+        out.print(report.table(("case", "phase", "dtype", "must", "aim", "peer"), rows, indent=4), end="")

@@ -1,0 +1,156 @@
+"""Who is timed: every backend that serves the case here, and the peer when it is installed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kdacore import api, callspec
+from kdacore.bench.arrays import Arrays, options
+from kdacore.bench.cases import Case
+from kdacore.callspec import CallSpec
+from kdacore.dispatch import record_selections
+from kdacore.features import arch_of
+from kdacore.machine import Accelerator, version_of
+
+PEER = "fla-core"
+"""Distribution of flash-linear-attention's kernels."""
+
+Result = tuple[Any, Any]
+"""Output and final state."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One implementation of a case. ``refusal`` says why it is not timed; empty when it is."""
+
+    name: str
+    refusal: str = ""
+    call: Callable[[Arrays], Result] | None = None
+    ran: list[str] = field(default_factory=list)
+    """What really ran, in order of first use."""
+    auto: bool = False
+    """Auto dispatch would choose it."""
+
+
+def kdacore_contenders(case: Case, device: str, only: tuple[str, ...]) -> list[Contender]:
+    """One for each backend; the reference is timed on an accelerator only when it is named."""
+    found = []
+    selection = callspec.explain(_spec(case, device))
+    for candidate in selection.candidates:
+        name = candidate.backend
+        if only and name not in only:
+            continue
+        refusal = "; ".join(f"[{r.code}] {r.message}" for r in candidate.reasons)
+        if not refusal and name == "reference" and not device.startswith("cpu") and not only:
+            refusal = "not timed on an accelerator unless named"
+        chosen = name == selection.backend
+        contender = Contender(f"kdacore {name}", refusal, auto=chosen)
+        found.append(
+            Contender(contender.name, refusal, _through(case, name, contender.ran), contender.ran, chosen)
+        )
+    return found
+
+
+def _through(case: Case, backend: str, ran: list[str]) -> Callable[[Arrays], Result]:
+    function, given = getattr(api, case.op), options(case)
+
+    def call(arrays: Arrays) -> Result:
+        if ran:
+            return function(**arrays, **given, backend=backend)[:2]  # type: ignore[no-any-return]
+        with record_selections() as selections:
+            result = function(**arrays, **given, backend=backend)
+        ran.extend(dict.fromkeys(s.backend for s in selections))
+        return result[:2]  # type: ignore[no-any-return]
+
+    return call
+
+
+def _spec(case: Case, device: str) -> CallSpec:
+    """The case as dispatch sees it."""
+    kind = device.partition(":")[0]
+    given = options(case)
+    decode = case.op == "fused_recurrent_kda"
+    return CallSpec(
+        op=case.op,
+        B=case.B,
+        T=case.T,
+        H=case.H,
+        HV=case.value_heads,
+        K=case.K,
+        V=case.V,
+        dtype=case.dtype,
+        kind=case.kind,
+        device=device,
+        arch=arch_of(kind, case.kind, present(case)),
+        grad=case.phase == "training",
+        gate=case.gate,
+        lower_bound=given.get("lower_bound"),
+        safe_gate=given.get("safe_gate", False),
+        l2norm=True,
+        beta_sigmoid=True,
+        final_state=True,
+        sequences=len(case.lengths),
+        disable_recompute=case.disable_recompute,
+        pool=case.N if decode else 0,
+        inplace_state=decode,
+    )
+
+
+def present(case: Case) -> tuple[Accelerator, ...]:
+    """The accelerators the case's array library sees, asked in this process: it is about to use them."""
+    if case.kind == "torch":
+        import torch
+
+        from kdacore.device import torch_device
+
+        if torch.cuda.is_available():
+            d = torch_device("cuda", torch.cuda.current_device())
+            return (Accelerator("torch", d.type, d.arch, torch.cuda.get_device_name()),)
+    if case.kind == "jax":
+        import jax
+
+        from kdacore.device import jax_device
+
+        d = jax_device(jax.devices()[0])
+        return () if d.type == "cpu" else (Accelerator("jax", d.type, d.arch, str(jax.devices()[0])),)
+    return ()
+
+
+# --- the peer -----------------------------------------------------------------------------------------------------
+
+
+def peer_contender(case: Case, device: str) -> Contender:
+    """flash-linear-attention, or the reason it is not in the table."""
+    version = version_of(PEER)
+    name = f"{PEER} {version}".strip()
+    if not version:
+        return Contender(name, "not installed")
+    if case.kind != "torch" or not device.startswith("cuda"):
+        return Contender(name, "needs torch tensors on a GPU")
+    ops = importlib.import_module("fla.ops.kda")
+    calls = {"chunk_kda": _peer_chunk, "fused_recurrent_kda": _peer_decode}
+    return Contender(name, "", calls[case.op](case, getattr(ops, case.op)), [name])
+
+
+def _peer_chunk(case: Case, function: Any) -> Callable[[Arrays], Result]:
+    given = options(case)
+
+    def call(arrays: Arrays) -> Result:
+        return function(**{**arrays, "dt_bias": arrays["dt_bias"].reshape(-1)}, **given)  # type: ignore[no-any-return]
+
+    return call
+
+
+def _peer_decode(case: Case, function: Any) -> Callable[[Arrays], Result]:
+    """It takes one state a sequence, in order, and returns new ones; the pool's order is ours to restore."""
+    given = {k: v for k, v in options(case).items() if k not in ("inplace_state", "safe_gate")}
+
+    def call(arrays: Arrays) -> Result:
+        x = {k: v for k, v in arrays.items() if k != "state_indices"}
+        x["dt_bias"] = x["dt_bias"].reshape(-1)
+        return function(**x, **given)  # type: ignore[no-any-return]
+
+    return call

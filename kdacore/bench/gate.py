@@ -1,0 +1,139 @@
+"""The correctness gate: nothing is timed that is not right on the very inputs it is timed on.
+
+Heads and sequences are independent, so the oracle runs exactly on a slice: the longest (or last) sequence, the
+last query/key head and its value heads, all tokens up to a limit.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kdacore import api, contract
+from kdacore.bench.arrays import Arrays, options
+from kdacore.bench.cases import Case
+from kdacore.ops import OPS
+from kdacore.selfcheck import relative_error
+from kdacore.types import OutputGrads
+
+MAX_TOKENS = 8192
+"""A longer sequence is checked on its first tokens (outputs only): what follows cannot change them."""
+BOUNDS = {
+    "float32": {"o": 1e-3, "final_state": 1e-3, "gradients": 4e-3},
+    "bfloat16": {"o": 9e-3, "final_state": 6.6e-3, "gradients": 1.6e-2},
+    "float16": {"o": 9e-3, "final_state": 6.6e-3, "gradients": 1.6e-2},
+}
+"""Twice the contract's section 4, as it allows for these gates (float32: with tf32)."""
+GRADIENTS = ("q", "k", "v", "g", "beta")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Worst error relative to its bound, for the row."""
+
+    error: float
+    bound: float
+    what: str
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.bound
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which part of the call the oracle computes."""
+
+    b: int
+    rows: slice
+    n: int
+    head: int
+    heads: slice
+    whole: bool
+    """All tokens of the sequence, so that states and gradients can be compared too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    part: Part
+    o: Any
+    final_state: Any
+    gradients: dict[str, Any]
+
+
+def choose(case: Case) -> Part:
+    """The part of a case the oracle looks at."""
+    group = case.value_heads // case.H
+    heads = slice(case.value_heads - group, case.value_heads)
+    if case.lengths:
+        n = int(np.argmax(case.lengths))
+        start, length = sum(case.lengths[:n]), case.lengths[n]
+        b = 0
+    else:
+        n = b = case.B - 1
+        start, length = 0, case.T
+    used = min(length, MAX_TOKENS)
+    return Part(b, slice(start, start + used), n, case.H - 1, heads, used == length)
+
+
+def expected(case: Case, arrays: Arrays, do: Any = None) -> Expected:
+    """The oracle's results on its part; with ``do`` (the gradient of o) also the gradients."""
+    from kdacore_reference.oracle import oracle_backward, oracle_forward
+
+    part = choose(case)
+    opdef = OPS[case.op]
+    given = options(case)
+    given.pop("inplace_state", None)
+    inputs = opdef.inputs(**{name: x for name, x in _sliced(arrays, part).items() if name in opdef.arrays})
+    parameters = inspect.signature(getattr(api, case.op)).parameters
+    values = tuple(given.get(name, parameters[name].default) for name in opdef.options)
+    request, _ = contract.build_request(opdef, inputs, values)
+    result = oracle_forward(request, inputs)
+    gradients = {}
+    if do is not None and part.whole:
+        found = oracle_backward(
+            request, inputs, OutputGrads(_host(do[part.b : part.b + 1, part.rows, part.heads]))
+        )
+        gradients = {name: getattr(found, name) for name in GRADIENTS}
+    return Expected(part, result.o, result.final_state, gradients)
+
+
+def judge(case: Case, want: Expected, o: Any, state: Any, gradients: dict[str, Any] | None = None) -> Verdict:
+    """The worst of output, state and gradients."""
+    part, bounds = want.part, BOUNDS[case.dtype]
+    row = slice(part.b, part.b + 1)
+    verdicts = [Verdict(relative_error(_host(o[row, part.rows, part.heads]), want.o), bounds["o"], "o")]
+    if part.whole and state is not None:
+        row_of_state = part.n if case.op != "fused_recurrent_kda" else case.N - 1 - part.n
+        got = _host(state[row_of_state : row_of_state + 1, part.heads])
+        verdicts.append(Verdict(relative_error(got, want.final_state), bounds["final_state"], "final_state"))
+    for name, reference in want.gradients.items():
+        heads = slice(part.head, part.head + 1) if name in ("q", "k") else part.heads
+        got = _host((gradients or {})[name][row, part.rows, heads])
+        verdicts.append(Verdict(relative_error(got, reference), bounds["gradients"], f"d{name}"))
+    return max(verdicts, key=lambda v: v.error / v.bound)
+
+
+def _sliced(arrays: Arrays, part: Part) -> Arrays:
+    """The part's inputs as float64 NumPy arrays."""
+    row = slice(part.b, part.b + 1)
+    out: Arrays = {}
+    for name, x in arrays.items():
+        if name in ("q", "k"):
+            out[name] = _host(x[row, part.rows, part.head : part.head + 1])
+        elif name in ("v", "g", "beta"):
+            out[name] = _host(x[row, part.rows, part.heads])
+        elif name in ("A_log", "dt_bias"):
+            out[name] = _host(x[part.heads])
+        elif name == "initial_state":
+            out[name] = _host(x[part.n : part.n + 1, part.heads])  # all rows of a case's pool start alike
+    return out
+
+
+def _host(x: Any) -> Any:
+    from kdacore_reference.oracle import to_float64
+
+    return np.ascontiguousarray(to_float64(x.detach() if hasattr(x, "detach") else x))

@@ -1,0 +1,53 @@
+"""The ``import`` preset: how long ``import kdacore`` takes in a fresh process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from kdacore.bench.clock import summary
+from kdacore.bench.results import Figure, Results, Row
+
+LIMIT = 0.1
+"""Seconds."""
+PROCESSES = 15
+_CODE = """
+import time
+start = time.perf_counter()
+import kdacore
+print(time.perf_counter() - start)
+"""
+
+
+def run_preset(processes: int = PROCESSES) -> Results:
+    """Import in that many processes, one after the other, once before to fill the file cache."""
+    _once()
+    timing = summary([_once() for _ in range(processes)])
+    row = Row(
+        preset="import",
+        case="import kdacore",
+        phase="import",
+        contender="kdacore",
+        status="ok",
+        seconds=timing.median,
+        low=timing.low,
+        high=timing.high,
+        samples=timing.samples,
+    )
+    met = timing.median <= LIMIT
+    figure = Figure(
+        preset="import",
+        name="import kdacore",
+        value=timing.median * 1e3,
+        unit="ms",
+        want="<= 100 ms",
+        met=met,
+    )
+    return Results([row], [figure])
+
+
+def _once() -> float:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", _CODE], capture_output=True, text=True, check=True, env=env)
+    return float(done.stdout)

@@ -1,0 +1,74 @@
+"""Pictures of results: one bar for each contender of each case. Needs matplotlib (the ``bench`` extra)."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+COLOURS = ("#2a6f97", "#e07a5f", "#81b29a", "#b08968", "#6d597a", "#adb5bd")
+WIDE_RANGE = 20.0
+"""Medians further apart than this are drawn on a logarithmic axis."""
+
+
+class PlotError(RuntimeError):
+    """There is nothing to draw with, or nothing to draw."""
+
+
+def draw(document: dict[str, Any], path: Path) -> None:
+    """Write an SVG of the timed rows of one results document."""
+    matplotlib, pyplot = _library()
+    rows = [row for row in document["rows"] if row["seconds"] is not None]
+    if not rows:
+        raise PlotError("no row of these results was timed")
+    groups = list(dict.fromkeys(_group(row) for row in rows))
+    contenders = list(dict.fromkeys(row["contender"] for row in rows))
+    colour = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(contenders)}
+    figure, axes = pyplot.subplots(figsize=(8, 0.8 + 0.3 * len(rows) + 0.15 * len(groups)))
+    y, ticks = 0.0, []
+    for group in groups:
+        mine = [row for row in rows if _group(row) == group]
+        ticks.append(y + (len(mine) - 1) / 2)
+        for row in mine:
+            axes.barh(y, row["seconds"] * 1e3, height=0.8, color=colour[row["contender"]])
+            axes.text(row["seconds"] * 1e3, y, f" {row['seconds'] * 1e3:.3g}", va="center", fontsize=8)
+            y += 1
+        y += 0.6
+    medians = [row["seconds"] for row in rows]
+    if max(medians) / min(medians) > WIDE_RANGE:
+        axes.set_xscale("log")
+    axes.margins(x=0.12)
+    axes.invert_yaxis()
+    axes.set_yticks(ticks, groups)
+    axes.set_xlabel(f"milliseconds, median ({_where(document)})")
+    axes.spines[["top", "right"]].set_visible(False)
+    handles = [matplotlib.patches.Patch(color=colour[name], label=name) for name in contenders]
+    figure.legend(handles=handles, loc="lower center", ncols=3, frameon=False, bbox_to_anchor=(0.5, 1.0))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def _library() -> tuple[Any, Any]:
+    """matplotlib and its pyplot, set up for SVG files that are the same each time."""
+    try:
+        matplotlib: Any = importlib.import_module("matplotlib")
+    except ImportError:
+        raise PlotError("drawing needs matplotlib: pip install 'kdacore[bench]'") from None
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "kdacore", "svg.fonttype": "path", "font.size": 9})
+    importlib.import_module("matplotlib.patches")
+    return matplotlib, importlib.import_module("matplotlib.pyplot")
+
+
+def _group(row: dict[str, Any]) -> str:
+    return f"{row['case']}\n{row['gates']} gates" if row["gates"] else str(row["case"])
+
+
+def _where(document: dict[str, Any]) -> str:
+    """The hardware, in a few words."""
+    machine = document["machine"]
+    driver = machine.get("nvidia driver", "")
+    if driver and not driver.startswith(("none", "nvidia-smi", "failed")):
+        return str(driver.split(",")[0])
+    return str(machine.get("cpu", ""))

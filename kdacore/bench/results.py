@@ -1,0 +1,182 @@
+"""Benchmark results: rows, figures held against what was asked for, and the JSON they are kept in."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kdacore import machine, report
+
+SCHEMA = 1
+"""Version of the results' layout; raised when a field changes its meaning or goes away."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One measurement, or the reason there is none."""
+
+    preset: str
+    case: str
+    phase: str
+    contender: str
+    status: str
+    """``ok``; ``skipped``: could not be timed here; ``wrong``: failed the correctness gate; ``FAILED``: raised."""
+    backend: str = ""
+    """What really ran."""
+    auto: bool = False
+    """Auto dispatch would choose it."""
+    gates: str = ""
+    shape: str = ""
+    dtype: str = ""
+    device: str = ""
+    seconds: float | None = None
+    """Median of one call."""
+    low: float | None = None
+    high: float | None = None
+    samples: int = 0
+    peak_bytes: int | None = None
+    """Peak memory of one call beyond its inputs."""
+    input_bytes: int | None = None
+    error: float | None = None
+    """Relative error against the oracle, of the worst result relative to its bound."""
+    bound: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A number that something was promised of. ``met`` is None where nothing was."""
+
+    preset: str
+    name: str
+    value: float
+    unit: str
+    want: str
+    met: bool | None
+    note: str = ""
+
+
+@dataclass
+class Results:
+    rows: list[Row] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+
+    def add(self, other: Results) -> None:
+        self.rows += other.rows
+        self.figures += other.figures
+
+    @property
+    def failed(self) -> bool:
+        return any(row.status in ("wrong", "FAILED") for row in self.rows)
+
+    @property
+    def missed(self) -> list[Figure]:
+        return [f for f in self.figures if f.met is False]
+
+
+def document(results: Results, presets: list[str], load_before: tuple[float, ...]) -> dict[str, Any]:
+    """Everything needed to read the numbers later."""
+    where = machine.probe()
+    return {
+        "schema": SCHEMA,
+        "presets": presets,
+        "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": {row.name: row.value for row in where.rows},
+        "versions": {row.name: row.value for row in machine.versions()},
+        "load_average": {"before": list(load_before), "after": list(load())},
+        "rows": [dataclasses.asdict(row) for row in results.rows],
+        "figures": [dataclasses.asdict(figure) for figure in results.figures],
+    }
+
+
+def write(path: Path, contents: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(contents, indent=1) + "\n")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A results file. ValueError when it is not one this version understands."""
+    contents: dict[str, Any] = json.loads(path.read_text())
+    if contents.get("schema") != SCHEMA:
+        raise ValueError(f"{path}: results schema {contents.get('schema')!r}; wanted {SCHEMA}")
+    return contents
+
+
+def load() -> tuple[float, ...]:
+    """The load averages: other work on the machine shows here."""
+    return tuple(round(x, 2) for x in os.getloadavg()) if hasattr(os, "getloadavg") else ()
+
+
+def commit() -> str:
+    """The commit of the checkout kdacore runs from, ``+`` appended when files differ; empty for an installed one."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return ""
+    head = _git(root, "rev-parse", "HEAD")
+    return head + "+" * bool(_git(root, "status", "--porcelain", "--untracked-files=no"))
+
+
+def _git(root: Path, *words: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):  # no git here: the results say so by an empty commit
+        return ""
+    return done.stdout.strip()
+
+
+# --- as text ------------------------------------------------------------------------------------------------------
+
+
+def duration(seconds: float | None) -> str:
+    """``1.234 ms``."""
+    if seconds is None:
+        return "-"
+    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= scale:
+            return f"{seconds / scale:.3f} {unit}"
+    return f"{seconds * 1e6:.2f} us"
+
+
+def row_table(rows: list[Row]) -> Any:
+    """What was timed or failed, as an aligned table; what was skipped, once for each reason, below it."""
+    skipped: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row.status == "skipped":
+            skipped.setdefault((row.contender, row.note), []).append(row.case)
+    headers = ("case", "gates", "contender", "ran", "median", "quartiles", "n", "peak", "error", "", "")
+    cells = [
+        (
+            row.case,
+            row.gates,
+            row.contender,
+            row.backend + " (auto)" * row.auto,
+            duration(row.seconds),
+            "" if row.seconds is None else f"{duration(row.low)} .. {duration(row.high)}",
+            str(row.samples or ""),
+            "" if row.peak_bytes is None else report.size(row.peak_bytes),
+            "" if row.error is None else f"{row.error:.1e}",
+            row.status,
+            row.note,
+        )
+        for row in rows
+        if row.status != "skipped"
+    ]
+    text = report.table(headers, cells)
+    for (contender, note), names in skipped.items():
+        where = names[0] if len(names) == 1 else f"{len(names)} rows"
+        text.append(f"  skipped {contender} ({where}): {note}\n", style="yellow")
+    return text
+
+
+def figure_table(figures: list[Figure]) -> Any:
+    """The figures, each beside what was asked for."""
+    marks = {True: "met", False: "MISSED", None: ""}
+    cells = [(f.name, f"{f.value:.4g} {f.unit}", f.want, marks[f.met], f.note) for f in figures]
+    return report.table(("figure", "measured", "wanted", "", ""), cells)

@@ -1,0 +1,181 @@
+"""Runs cases: inputs, the correctness gate, then interleaved timing of whoever passed it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kdacore.bench import arrays as made
+from kdacore.bench import clock, gate
+from kdacore.bench.arrays import Arrays
+from kdacore.bench.cases import Case
+from kdacore.bench.clock import Budget, Step, Timing
+from kdacore.bench.contenders import kdacore_contenders, peer_contender
+from kdacore.bench.results import Figure, Results, Row
+
+GRADIENTS = (*gate.GRADIENTS, "A_log", "dt_bias")
+
+
+def run_case(
+    preset: str, case: Case, gates: str, device: str, only: tuple[str, ...], budget: Budget
+) -> Results:
+    """Every contender on one case and one gate set, the skipped ones with their reason."""
+    contenders = [*kdacore_contenders(case, device, only), peer_contender(case, device)]
+    arrays = made.make(case, gates, device)
+    do = _output_gradient(case, arrays) if case.phase == "training" else None
+    want = gate.expected(case, arrays, do)
+    about = {
+        "preset": preset,
+        "case": case.name,
+        "phase": case.phase,
+        "gates": gates,
+        "shape": shape(case),
+        "dtype": case.dtype,
+        "device": f"{case.kind} {device}",
+        "input_bytes": made.nbytes(arrays),
+    }
+    ready: dict[str, Step] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    for c in contenders:
+        row = rows[c.name] = {**about, "contender": c.name, "auto": c.auto}
+        if c.refusal or c.call is None:
+            row.update(status="skipped", note=c.refusal)
+            continue
+        try:
+            verdict, peak = _check(case, c.call, arrays, do, want, device)
+        except Exception as error:  # noqa: BLE001  a contender may fail in any way; its row says how
+            row.update(status="FAILED", note=repr(error)[:300], backend=", ".join(c.ran))
+            continue
+        row.update(error=verdict.error, bound=verdict.bound, backend=", ".join(c.ran), peak_bytes=peak)
+        if not verdict.ok:
+            row.update(status="wrong", note=f"{verdict.what} is off")
+            continue
+        row["status"] = "ok"
+        ready[c.name] = _step(case, c.call, _own(case, arrays), do)
+    timings = _time(case, ready, device, budget) if ready else {}
+    for name, timing in timings.items():
+        rows[name].update(seconds=timing.median, low=timing.low, high=timing.high, samples=timing.samples)
+    results = Results([Row(**row) for row in rows.values()])
+    results.figures += _figures(preset, case, gates, results.rows)
+    return results
+
+
+def shape(case: Case) -> str:
+    """Sizes in one word."""
+    text = f"B{case.B} T{case.T} H{case.H} HV{case.value_heads} K{case.K} V{case.V}"
+    return f"{text} N{case.N}" if case.lengths else text
+
+
+def _check(
+    case: Case, call: Callable[[Arrays], Any], arrays: Arrays, do: Any, want: gate.Expected, device: str
+) -> tuple[gate.Verdict, int | None]:
+    """One call on the very inputs to be timed, held against the oracle; and the memory it took."""
+    own = _own(case, arrays)
+    with _peak_memory(case, device) as peak:
+        o, state, gradients = _once(case, call, own, do)
+    return gate.judge(case, want, o, state, gradients), peak[0] if peak else None
+
+
+def _once(
+    case: Case, call: Callable[[Arrays], Any], arrays: Arrays, do: Any
+) -> tuple[Any, Any, dict[str, Any]]:
+    if do is None:
+        return (*call(arrays), {})
+    import torch
+
+    leaves = {name: arrays[name] for name in GRADIENTS}
+    o, state = call(arrays)
+    found = torch.autograd.grad((o,), tuple(leaves.values()), (do,))
+    return o.detach(), state, dict(zip(leaves, found, strict=True))
+
+
+def _step(case: Case, call: Callable[[Arrays], Any], arrays: Arrays, do: Any) -> Step:
+    return lambda: _once(case, call, arrays, do)
+
+
+def _own(case: Case, arrays: Arrays) -> Arrays:
+    """What a contender may write to, or collect gradients on, is its own."""
+    own = dict(arrays)
+    if "initial_state" in own and case.kind != "jax":
+        state = own["initial_state"]
+        own["initial_state"] = state.clone() if case.kind == "torch" else state.copy()
+    if case.phase == "training":
+        for name in GRADIENTS:
+            own[name] = own[name].detach().requires_grad_()
+    return own
+
+
+def _output_gradient(case: Case, arrays: Arrays) -> Any:
+    import torch
+
+    v = arrays["v"]
+    generator = torch.Generator(v.device).manual_seed(made.SEED + 1)
+    return torch.randn(v.shape, generator=generator, device=v.device).to(v.dtype)
+
+
+def _time(case: Case, steps: dict[str, Step], device: str, budget: Budget) -> dict[str, Timing]:
+    wait = clock.waiter(case.kind, device)
+    for step in steps.values():  # a second warm call: the first may still have built something
+        step()
+    wait()
+    if case.phase == "host":
+        return clock.interleave(steps, lambda step: clock.host_seconds(step, wait), budget)
+    return clock.interleave(steps, clock.clock_for(case.kind, device), budget)
+
+
+@contextlib.contextmanager
+def _peak_memory(case: Case, device: str) -> Iterator[list[int]]:
+    """Peak device memory beyond what was there; empty where nothing counts it."""
+    peak: list[int] = []
+    if case.kind != "torch" or not device.startswith("cuda"):
+        yield peak
+        return
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    yield peak
+    torch.cuda.synchronize()
+    peak.append(torch.cuda.max_memory_allocated() - before)
+
+
+def _figures(preset: str, case: Case, gates: str, rows: list[Row]) -> list[Figure]:
+    """Our best against the peer in the same run, and against what the case has to reach."""
+    ours = [r.seconds for r in rows if r.seconds is not None and r.contender.startswith("kdacore")]
+    if not ours:
+        return []
+    best = min(ours)
+    name = f"{case.name}, {case.phase}, {gates}"
+    figures = []
+    peer = next(
+        (r.seconds for r in rows if r.seconds is not None and not r.contender.startswith("kdacore")), None
+    )
+    if peer is not None:
+        figures.append(
+            Figure(
+                preset=preset,
+                name=f"{name}: times faster than the peer",
+                value=peer / best,
+                unit="x",
+                want="> 1",
+                met=best < peer,
+            )
+        )
+    if case.must is not None:
+        unit, scale = ("ms", 1e3) if case.must >= 1e-3 else ("us", 1e6)
+        aim = "" if case.aim is None else f", aim {case.aim * scale:g}"
+        published = "" if case.peer is None else f"peer published {case.peer * scale:g} {unit}"
+        figures.append(
+            Figure(
+                preset=preset,
+                name=name,
+                value=best * scale,
+                unit=unit,
+                want=f"<= {case.must * scale:g} {unit}{aim}",
+                met=best <= case.must,
+                note=published,
+            )
+        )
+    return figures

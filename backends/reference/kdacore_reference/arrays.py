@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
+from typing import Any, TypeVar
+from typing import cast as typed
 
 from array_api_compat import array_namespace, device
 
 from kdacore.types import Array, Request
 from kdacore_reference.exact import to_int64
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 def plain(array: Array) -> Array:
     """The same values and memory, outside any autograd graph."""
     return array.detach() if hasattr(array, "detach") else array
+
+
+def beside(like: Array) -> Any:
+    """The device for a new array that meets ``like``. JAX moves arrays that were not put on a device by itself, and
+    compiles again for those that were, so there it is None."""
+    return None if is_jax(like) else device(like)
 
 
 def compute_dtype(xp: Any, request: Request) -> Any:
@@ -35,7 +45,7 @@ def host_ints(array: Array) -> list[int]:
 def index_array(indices: Sequence[int], like: Array) -> Array:
     """``indices`` as an integer array beside ``like``, to index with."""
     xp = array_namespace(like)
-    return xp.asarray(list(indices), dtype=xp.int64 if _has_int64(xp) else xp.int32, device=device(like))
+    return xp.asarray(list(indices), dtype=xp.int64 if _has_int64(xp) else xp.int32, device=beside(like))
 
 
 def _has_int64(xp: Any) -> bool:
@@ -70,6 +80,30 @@ def add_at(array: Array, where: Any, values: Array) -> Array:
         return array.at[where].add(values)
     array[where] += values
     return array
+
+
+def compiled_for_jax(static: tuple[str, ...] = ()) -> Callable[[F], F]:
+    """Decorator: under JAX the function runs through ``jax.jit``, where eager calls would compile every operation.
+
+    The first argument decides; ``static`` names arguments that are not arrays.
+    """
+
+    def decorate(function: F) -> F:
+        @cache
+        def jitted() -> Any:
+            import jax
+
+            # Compiling takes longer than running here, and the products are library calls at any level.
+            options = {"xla_backend_optimization_level": 0}
+            return jax.jit(function, static_argnames=static, compiler_options=options)
+
+        @wraps(function)
+        def call(first: Array, *args: Any, **options: Any) -> Any:
+            return (jitted() if is_jax(first) else function)(first, *args, **options)
+
+        return typed(F, call)
+
+    return decorate
 
 
 def dense(array: Array) -> Array:

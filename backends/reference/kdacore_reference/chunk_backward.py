@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import array_namespace
 
 from kdacore.types import Array, ChunkInputs, InputGrads, OutputGrads, Request
-from kdacore_reference.arrays import cast, fold_sum, plain, put
+from kdacore_reference.arrays import beside, cast, fold_sum, plain, put
 from kdacore_reference.chunk_forward import chunk_states, state_layout
 from kdacore_reference.gates import beta_backward, gate_backward, l2norm_backward
 from kdacore_reference.intra import Intra, interact, interact_backward
@@ -79,7 +79,7 @@ class BackwardRun:
         self.gate_width = 1 if request.scalar_gate else request.K
         self.dg = empty_rows(request, flat.g, request.HV, self.gate_width)
         self.dbeta = empty_rows(request, flat.beta, request.HV, 1)
-        where = {"dtype": flat.dtype, "device": device(inputs.q)}
+        where = {"dtype": flat.dtype, "device": beside(inputs.q)}
         self.dstate = xp.zeros((request.N, request.HV, request.K, request.V), **where)
         if grads.final_state is not None:
             given = cast(grads.final_state, flat.dtype)
@@ -107,7 +107,7 @@ class BackwardRun:
         intra = interact(x.kq, x.decay, x.beta, keep=True)
         n, H, G, C, V = x.v.shape
         K = request.K
-        slots = xp.asarray(slab.slots, device=device(x.v))
+        slots = xp.asarray(slab.slots, device=beside(x.v))
         S = xp.reshape(self.states[slots, unit.value_heads, ...], (n, H, G, K, V))
         starts = xp.reshape(intra.kq_start, (n, H, G, 2 * C, K))
         read_k = xp.reshape(starts @ S, (n, H, G, C, 2, V))[..., 0, :]
@@ -128,7 +128,7 @@ class BackwardRun:
     def _output_grad(self, unit: Unit, slab: Slab, shape: tuple[int, ...]) -> Array:
         xp, flat = self.xp, self.flat
         if self.do is None:
-            return xp.zeros(shape, dtype=flat.dtype, device=device(flat.q))
+            return xp.zeros(shape, dtype=flat.dtype, device=beside(flat.q))
         do = gather(self.do, slab, unit.value_heads, flat.dtype, mask_of(slab, self.do))
         return xp.reshape(do * self.request.scale, shape)
 

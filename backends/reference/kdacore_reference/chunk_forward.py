@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from array_api_compat import array_namespace, device
+from array_api_compat import array_namespace
 
 from kdacore.types import Array, ChunkInputs, Outputs, Request
-from kdacore_reference.arrays import cast, plain, put
+from kdacore_reference.arrays import beside, cast, plain, put
 from kdacore_reference.intra import interact
 from kdacore_reference.parallel import run_units
 from kdacore_reference.plan import CHUNK, Slab, Unit, chunk_count, plan_units
@@ -63,7 +63,7 @@ class ForwardRun:
         self.final = start_states(request, inputs, self.flat)
         chunks = sum(chunk_count(s) for s in self.sequences) if want_states else 0
         self.states = self.xp.zeros(
-            (chunks, *self.final.shape[1:]), dtype=self.flat.dtype, device=device(inputs.q)
+            (chunks, *self.final.shape[1:]), dtype=self.flat.dtype, device=beside(inputs.q)
         )
         self.want_states = want_states
 
@@ -116,7 +116,7 @@ class ForwardRun:
         self.o = scatter(self.o, slab, unit.value_heads, o)
         if self.want_states:
             kept = xp.reshape(xp.concat(states, axis=0), (n, H * G, request.K, V))
-            where = xp.asarray(slab.slots, device=device(o))
+            where = xp.asarray(slab.slots, device=beside(o))
             self.states = put(self.states, (where, unit.value_heads), kept)
         return S
 
@@ -136,9 +136,9 @@ class ForwardRun:
         rows = 1
         for size in shape[:-3]:
             rows *= size
-        out = xp.zeros((rows, *self.final.shape[1:]), dtype=self.flat.dtype, device=device(self.final))
+        out = xp.zeros((rows, *self.final.shape[1:]), dtype=self.flat.dtype, device=beside(self.final))
         if picked:
-            chosen = self.states[xp.asarray(picked, device=device(out)), ...]
+            chosen = self.states[xp.asarray(picked, device=beside(out)), ...]
             out = put(out, (slice(0, len(picked)),), chosen)
         given = self.inputs.initial_state
         dtype = getattr(xp, request.state_dtype) if given is None else given.dtype
@@ -149,7 +149,7 @@ def start_states(request: Request, inputs: Any, flat: Flat) -> Array:
     """A fresh ``[N, HV, K, V]`` in the compute dtype, to be written to."""
     xp = array_namespace(inputs.q)
     shape = (request.N, request.HV, request.K, request.V)
-    state = xp.zeros(shape, dtype=flat.dtype, device=device(inputs.q))
+    state = xp.zeros(shape, dtype=flat.dtype, device=beside(inputs.q))
     if inputs.initial_state is None:
         return state
     given = cast(inputs.initial_state, flat.dtype)

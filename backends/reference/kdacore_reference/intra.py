@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import array_namespace
 
 from kdacore.types import Array
-from kdacore_reference.arrays import add_at, multiply_at, put
+from kdacore_reference.arrays import add_at, beside, compiled_for_jax, multiply_at, put
 
 
 class Level(NamedTuple):
@@ -48,6 +48,7 @@ class Intra(NamedTuple):
     levels: tuple[Level, ...] = ()
 
 
+@compiled_for_jax(static=("keep",))
 def interact(kq: Array, decay: Array, beta: Array, keep: bool = False) -> Intra:
     """All that a chunk computes before it meets a state.
 
@@ -117,7 +118,7 @@ def _join(blocks: Array, kk: Array, qk: Array) -> Array:
     upper, lower = blocks[..., 0, :, :, :], blocks[..., 1, :, :, :]
     corner = -kk if s == 1 else -(lower[..., 0, :, :] @ (kk @ upper[..., 0, :, :]))
     first, second = slice(0, s), slice(s, 2 * s)
-    joined = xp.zeros((*lead, b, 2, 2 * s, 2 * s), dtype=blocks.dtype, device=device(kk))
+    joined = xp.zeros((*lead, b, 2, 2 * s, 2 * s), dtype=blocks.dtype, device=beside(kk))
     joined = put(joined, (..., first, first), upper)
     joined = put(joined, (..., second, second), lower)
     joined = put(joined, (..., 0, second, first), corner)
@@ -133,6 +134,7 @@ class IntraGrads(NamedTuple):
     """``[n, H, G, C, 1]``: only what flows through the triangular matrix."""
 
 
+@compiled_for_jax()
 def interact_backward(
     kq: Array,
     decay: Array,
@@ -167,7 +169,7 @@ def interact_backward(
     row_log = per_gate(_sum_kq(dstart * intra.kq_start))
     column_log = per_gate(dend * intra.k_end)
     row_log = _add_to_last(row_log, dlog_total[..., None, :])
-    dbeta = xp.zeros((n, H, G, C, 1), dtype=kq.dtype, device=device(kq))
+    dbeta = xp.zeros((n, H, G, C, 1), dtype=kq.dtype, device=beside(kq))
     dpairs = dpairs[..., None, :, :, :]
     for level in reversed(intra.levels):
         b, s = level.k_left.shape[3:5]

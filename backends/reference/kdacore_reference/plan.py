@@ -65,11 +65,16 @@ def chunk_count(sequence: Sequence) -> int:
 def plan_units(request: Request, sequences: list[Sequence], blocks: int) -> list[Unit]:
     """Cuts a call so that a slab holds about ``blocks`` chunks, counting one per value head."""
     group = request.HV // request.H
-    heads = max(1, min(4 // group, -(-request.H // 2)))
     by_length = sorted(sequences, key=lambda s: -s.length)
-    together = max(1, blocks // (heads * group))
-    if heads == request.H:
-        together = min(together, -(-len(by_length) // 2))
+    if request.kind == "jax" or request.device.type != "cpu":
+        # One shape whatever the lengths and the batch: JAX compiles for every shape it meets, and an accelerator's
+        # library may choose another algorithm, with other bits, for another number of products.
+        heads, together, blocks = request.H, 1, 1
+    else:
+        heads = max(1, min(4 // group, -(-request.H // 2)))
+        together = max(1, blocks // (heads * group))
+        if heads == request.H:
+            together = min(together, max(1, -(-len(by_length) // 2)))
     slots = np.concatenate([[0], np.cumsum([chunk_count(s) for s in sequences])])
     first_slot = {s.n: int(slots[i]) for i, s in enumerate(sequences)}
     units = []

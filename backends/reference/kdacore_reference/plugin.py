@@ -32,19 +32,22 @@ def _lazily(module: str, function: str) -> Callable[..., Any]:
     return call
 
 
-def _op(forward: Callable[..., Any], backward: Callable[..., Any] | None = None) -> OpImpl:
+def _op(
+    forward: Callable[..., Any], backward: Callable[..., Any] | None = None, batch_invariant: bool = False
+) -> OpImpl:
     return OpImpl(
         forward=forward,
         backward=backward,
         verifiers=(not_traced,),
         verified_archs=frozenset({"*"}),
+        batch_invariant=batch_invariant,
     )
 
 
 def make_backend() -> Backend:
     """The backend named ``reference``: every op, every array kind, any device."""
     chunk_backward = _lazily("chunk_backward", "chunk_backward")
-    chunk = _op(_lazily("chunk_forward", "chunk_forward"), chunk_backward)
+    chunk = _op(_lazily("chunk_forward", "chunk_forward"), chunk_backward, batch_invariant=True)
     recurrent = _op(_lazily("recurrent", "recurrent_forward"), chunk_backward)
     ops = {
         "chunk_kda": chunk,

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import array_namespace
 
 from kdacore.types import Array, Outputs, RecurrentInputs, Request
-from kdacore_reference.arrays import cast, compute_dtype, host_ints, index_array, plain, write_all, write_rows
+from kdacore_reference.arrays import (
+    beside,
+    cast,
+    compute_dtype,
+    host_ints,
+    index_array,
+    plain,
+    write_all,
+    write_rows,
+)
 from kdacore_reference.exact import to_int64
 from kdacore_reference.gates import beta_forward, gate_forward, gate_parameters, l2_scale
 from kdacore_reference.sequences import Sequence, sequences_of
@@ -94,7 +103,7 @@ def _run(
         S = S_t if n == S.shape[0] else xp.concat([S_t, S[n:, ...]], axis=0)
         writes.after_token(t, n, S_t)
     if not outputs:
-        return S, xp.zeros((0, request.HV, request.V), dtype=dtype, device=device(inputs.q))
+        return S, xp.zeros((0, request.HV, request.V), dtype=dtype, device=beside(inputs.q))
     by_step = xp.reshape(xp.concat(outputs, axis=0), (-1, request.HV, request.V))
     inverse = [0] * len(steps.rows)
     for position, row in enumerate(steps.rows):
@@ -105,9 +114,9 @@ def _run(
 def _start_states(request: Request, inputs: RecurrentInputs, steps: Steps, xp: Any, dtype: Any) -> Array:
     """``[N, HV, K, V]`` in the order of ``steps.sequences``; only the rows named are read."""
     shape = (request.HV, request.K, request.V)
-    zeros = xp.zeros(shape, dtype=dtype, device=device(inputs.q))
+    zeros = xp.zeros(shape, dtype=dtype, device=beside(inputs.q))
     if inputs.initial_state is None or request.N == 0:
-        return xp.zeros((request.N, *shape), dtype=dtype, device=device(inputs.q))
+        return xp.zeros((request.N, *shape), dtype=dtype, device=beside(inputs.q))
     source = plain(inputs.initial_state)
     states = []
     for row in start_rows(request, inputs, steps):

@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from array_api_compat import array_namespace, device
+from array_api_compat import array_namespace
 
 from kdacore.types import (
     Array,
@@ -20,7 +20,7 @@ from kdacore.types import (
     RecomputeOutputs,
     Request,
 )
-from kdacore_reference.arrays import cast, compute_dtype, dense, index_array, plain, put
+from kdacore_reference.arrays import beside, cast, compute_dtype, dense, index_array, plain, put
 from kdacore_reference.chunk_forward import state_layout
 from kdacore_reference.gates import gate_forward, gate_parameters
 from kdacore_reference.intra import interact
@@ -66,7 +66,7 @@ def chunk_grid(request: Request, inputs: Any, like: Array) -> ChunkGrid:
                 real.append(i < size)
         slots += range(base, base + count)
     xp = array_namespace(like)
-    flags = xp.reshape(xp.asarray(np.asarray(real, dtype=bool), device=device(like)), (-1, C))
+    flags = xp.reshape(xp.asarray(np.asarray(real, dtype=bool), device=beside(like)), (-1, C))
     return ChunkGrid(index_array(rows, like), flags, first, slots, of_sequence, C)
 
 
@@ -167,7 +167,7 @@ def delta_rule_chunk_state(request: Request, inputs: ChunkStateInputs) -> ChunkS
     grid = chunk_grid(request, inputs, inputs.kg)
     kg, w, u = (_cut(x, grid, dtype) for x in (inputs.kg, inputs.w, inputs.u))
     decay = xp.exp2(_cut(inputs.gc, grid, dtype, zero=False)[..., -1, :])[..., None]
-    where = {"dtype": dtype, "device": device(inputs.kg)}
+    where = {"dtype": dtype, "device": beside(inputs.kg)}
     states = xp.zeros((request.N, request.HV, request.K, request.V), **where)
     if inputs.initial_state is not None:
         states = put(states, (...,), state_layout(cast(inputs.initial_state, dtype), request))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import array_namespace
 
 from kdacore.types import Array, Request
-from kdacore_reference.arrays import cast, compute_dtype, dense, plain, put
+from kdacore_reference.arrays import beside, cast, compute_dtype, dense, plain, put
 from kdacore_reference.gates import beta_forward, gate_forward, gate_parameters, l2_scale
 from kdacore_reference.plan import CHUNK, Slab, Unit
 
@@ -132,7 +132,7 @@ def empty_rows(request: Request, like: Array, heads: int, *tail: int, dtype: Any
     """Zeros ``[B*T, heads, *tail]`` beside ``like`` and, unless given, of its dtype."""
     xp = array_namespace(like)
     shape = (request.B * request.T, heads, *tail)
-    return xp.zeros(shape, dtype=like.dtype if dtype is None else dtype, device=device(like))
+    return xp.zeros(shape, dtype=like.dtype if dtype is None else dtype, device=beside(like))
 
 
 def _indices(rows: Any, like: Array) -> Array:
@@ -140,7 +140,7 @@ def _indices(rows: Any, like: Array) -> Array:
     return (
         rows
         if xp.__name__.endswith("numpy") and hasattr(like, "ctypes")
-        else xp.asarray(rows, device=device(like))
+        else xp.asarray(rows, device=beside(like))
     )
 
 
@@ -152,7 +152,7 @@ def mask_of(slab: Slab, like: Array) -> Array | None:
     flags = [False] * (slab.blocks * CHUNK)
     for i in slab.real.tolist():
         flags[i] = True
-    return xp.reshape(xp.asarray(flags, device=device(like)), (slab.blocks, 1, CHUNK, 1))
+    return xp.reshape(xp.asarray(flags, device=beside(like)), (slab.blocks, 1, CHUNK, 1))
 
 
 def masked(array: Array, mask: Array | None) -> Array:

@@ -102,7 +102,7 @@ def is_direct(case: Case, recompute: bool) -> bool:
     """Does :func:`gradients` call the backend's functions itself?"""
     if recompute or case.kind == "numpy":
         return True
-    return case.kind == "jax" and not REGISTRY.get(case.backend).backend.traceable
+    return case.kind == "jax" and case.mode == "eager" and not REGISTRY.get(case.backend).backend.traceable
 
 
 def _differentiable(case: Case, arrays: Arrays) -> list[str]:
@@ -150,9 +150,11 @@ def _direct(
     chosen = selection.select(request, selection.Policy(case.backend, (), "backend="))
     impl = REGISTRY.get(chosen.backend).backend.ops[case.op]
     outcome = impl.forward(request, inputs)
-    saved = () if recompute or case.family == "gate" else outcome.saved
     if impl.backward is None:
         raise RuntimeError(f"{case.backend} was selected for a gradient it cannot compute")
-    found = impl.backward(request, inputs, saved, grads.o if case.family == "gate" else grads)
+    if case.family == "gate":
+        found = impl.backward(request, inputs, grads.o)
+    else:
+        found = impl.backward(request, inputs, () if recompute else outcome.saved, grads)
     named = {n: x for n, x in found._asdict().items() if x is not None}
     return named_results(case, outcome), named

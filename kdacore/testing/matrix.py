@@ -134,7 +134,7 @@ def apply(base: Case, v: Variation) -> Case | None:
     if "lengths" in sizes:
         sizes.update(B=1, T=sum(sizes["lengths"]))
     case = replace(case, shape=replace(case.shape, **sizes)).having(**_options(case, v))
-    return case if _meaningful(case) else None
+    return case if is_meaningful(case) else None
 
 
 def _options(case: Case, v: Variation) -> dict[str, Any]:
@@ -149,7 +149,8 @@ def _options(case: Case, v: Variation) -> dict[str, Any]:
     return changes
 
 
-def _meaningful(case: Case) -> bool:
+def is_meaningful(case: Case) -> bool:
+    """Can such a call be made at all, on this kind of array?"""
     backend = REGISTRY.get(case.backend).backend
     dtypes = {
         case.gate_dtype,
@@ -159,6 +160,8 @@ def _meaningful(case: Case) -> bool:
         case.stage_dtype or "float32",
     }
     if not all(representable(case.kind, d) for d in dtypes):
+        return False
+    if case.stage_dtype and case.dtype == "float64":  # narrower, not wider
         return False
     if case.kind == "jax":
         unasked = case.pool and POOLS[case.pool].inplace and not case.option("output_final_state", False)

@@ -18,7 +18,7 @@ RECURRENT_OF = {
 def cut_points(case: Case) -> tuple[int, ...]:
     """Tokens after which the causality checks change or cut a sequence: near both ends and around chunk edges."""
     T = case.shape.T
-    wanted = (0, 14, 15, 16, 40, 62, 63, 64, 100, T - 2)
+    wanted: tuple[int, ...] = (0, 14, 15, 16, 40, 62, 63, 64, 100, T - 2)
     if not case.slow and T > 24:  # the quick selection
         wanted = (0, 15, 40, 63, T - 2)
     return tuple(t for t in dict.fromkeys(wanted) if 0 <= t < T - 1)
@@ -74,4 +74,5 @@ _PARTS: dict[str, Callable[[Case], tuple[Case, ...]]] = {
 
 def parts_of(case: Case) -> tuple[Case, ...]:
     """Every call the case makes, in order, without repetitions."""
-    return tuple(dict.fromkeys(_PARTS.get(case.check, lambda c: (c,))(case)))
+    found = _PARTS[case.check](case) if case.check in _PARTS else (case,)
+    return tuple(dict.fromkeys(found))

@@ -152,8 +152,10 @@ def default_option(option: str) -> Any:
 
 
 def needs_grad(case: Case) -> bool:
-    """Does the case's call have to be differentiable?"""
-    return case.check in DIFFERENTIATES or (case.kind == "jax" and case.mode == "jit")
+    """Does the case's call have to be differentiable? A traced one might be, as far as its op and options allow."""
+    if case.kind == "jax" and case.mode == "jit":
+        return case.family != "stage" and not case.pool
+    return case.check in DIFFERENTIATES
 
 
 def _as_traced(case: Case, request: Request) -> Request:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 import traceback
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +18,8 @@ from kdacore.testing.signature import judge
 from kdacore.types import Reason
 
 Status = Literal["served", "declined", "failed"]
+
+_CODE = re.compile(r"[a-z][a-z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,17 @@ class Result:
     """Why it failed."""
     seconds: float = 0.0
 
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """Codes of the reasons, each once."""
+        return tuple(dict.fromkeys(r.code for r in self.reasons))
+
+    @property
+    def worst(self) -> Finding | None:
+        """The measured error nearest its bound (or farthest beyond)."""
+        measured = [f for f in self.findings if f.bound > 0]
+        return max(measured, key=lambda f: f.error / f.bound, default=None)
+
 
 def run_case(case: Case) -> Result:
     """Run one case. Never raises for what the backend does wrong: that is the result."""
@@ -41,7 +57,8 @@ def run_case(case: Case) -> Result:
     except UnsupportedError as error:
         return _declined(case, reasons, error, time.perf_counter() - start)
     except Exception:  # noqa: BLE001  a backend may fail in any way; the failure is the result
-        return Result(case, "failed", tuple(findings.items), reasons, traceback.format_exc())
+        seconds = time.perf_counter() - start
+        return Result(case, "failed", tuple(findings.items), reasons, traceback.format_exc(), seconds)
     seconds = time.perf_counter() - start
     problems = [str(f) for f in findings.failures]
     if reasons:
@@ -54,13 +71,62 @@ def run_case(case: Case) -> Result:
 
 
 def _declined(case: Case, reasons: tuple[Reason, ...], error: UnsupportedError, seconds: float) -> Result:
-    """A refusal must be the one the verifiers announced."""
+    """A refusal must be the one the verifiers announced, and say something."""
     given = error.reasons.get(case.backend, ())
     if not reasons:
-        return Result(case, "failed", (), given, f"it said it serves this call, then refused:\n{error}")
+        text = f"its verifiers have no objection, yet the call was refused:\n{error}"
+        return Result(case, "failed", (), given, text, seconds)
     if given != reasons:
         text = f"its verifiers gave {reasons}, the forced call {given}"
-        return Result(case, "failed", (), reasons, text)
-    broken = [str(r) for r in reasons if r.code == "verifier_error" or not r.code or not r.message]
+        return Result(case, "failed", (), reasons, text, seconds)
+    broken = [str(r) for r in reasons if not _well_formed(r)]
     status: Status = "failed" if broken else "declined"
     return Result(case, status, (), reasons, "\n".join(broken), seconds)
+
+
+def _well_formed(reason: Reason) -> bool:
+    return reason.code != "verifier_error" and bool(_CODE.fullmatch(reason.code)) and bool(reason.message)
+
+
+# --- all of them ---------------------------------------------------------------------------------------------------
+
+
+def coverage_problems(answers: Iterable[tuple[Case, bool, tuple[str, ...]]]) -> list[str]:
+    """What a backend declares and never serves: an op, or an array kind, whose every case it declines.
+
+    Args:
+        answers: each case, whether it is served, and the codes when it is not.
+    """
+    served: Counter[str] = Counter()
+    refused: dict[str, Counter[str]] = {}
+    for case, serves, codes in answers:
+        for group in (case.op, f"{case.kind} arrays"):
+            served[group] += serves
+            refused.setdefault(group, Counter()).update(codes)
+    found = []
+    for group, codes_of in refused.items():
+        if not served[group]:
+            listed = ", ".join(f"{code} {count}x" for code, count in codes_of.most_common())
+            found.append(f"{group}: declared, but every case is declined ({listed})")
+    return found if refused else ["there is no case at all"]
+
+
+def judged(cases: Iterable[Case]) -> list[tuple[Case, bool, tuple[str, ...]]]:
+    """The answers of :func:`coverage_problems` from the verifiers alone; nothing runs."""
+    answers = []
+    for case in cases:
+        reasons = judge(case)
+        answers.append((case, not reasons, tuple(r.code for r in reasons)))
+    return answers
+
+
+def summary(results: Iterable[Result]) -> list[str]:
+    """Lines that count what was served, what was declined and why, and name the failures."""
+    status: Counter[str] = Counter()
+    codes: Counter[str] = Counter()
+    for r in results:
+        status[r.status] += 1
+        codes.update(r.codes)
+    lines = [f"{status['served']} served, {status['declined']} declined, {status['failed']} failed"]
+    lines += [f"declined for {code}: {count}" for code, count in sorted(codes.items())]
+    return lines

@@ -48,7 +48,7 @@ def _both(note: str, where: Where = "once", gradients: Where = "once", **rest: A
 
 MIXED_LENGTHS = (0, 1, 15, 16, 17, 0, 63, 64, 65, 0)
 """The contract's lengths, with empty sequences first, last and between."""
-HARD = {"factor": 2.0}
+HARD: dict[str, Any] = {"factor": 2.0}
 """Twice the bounds: the contract's hard cases."""
 
 _LOG: Mapping[str, Any] = {"use_gate_in_kernel": None, "safe_gate": None, "lower_bound": None}
@@ -58,6 +58,9 @@ _SAFE = {**_LOG, "safe_gate": True, "lower_bound": -5.0}
 _UNBOUNDED: Mapping[str, Any] = {**UNBOUNDED_MODEL, "safe_gate": None, "lower_bound": None}
 _PLAIN_BETA = {"use_beta_sigmoid_in_kernel": None, "allow_neg_eigval": None}
 
+_LONGER = {"T": 70}
+"""On a handful of tokens with collinear keys the gradient of a scalar gate all but cancels: no fair test."""
+
 _GATES = [
     *_both("init_gates", gradients="full", gates="init", **HARD),
     *_both("slow_gates", gates="slow", **HARD),
@@ -66,8 +69,8 @@ _GATES = [
     *_both("mixed_gates", "dtype", gates="mixed", options=_LOG, **HARD),
     *_both("mixed_softplus", gates="mixed", options=_SOFTPLUS, **HARD),
     *_both("mixed_sigmoid", gradients="full", gates="mixed", options=_SIGMOID, **HARD),
-    *_both("collinear", "dtype", collinear=True, gates="slow", **HARD),
-    *_both("collinear_init", "full", "full", collinear=True, gates="init", **HARD),
+    *_both("collinear", "dtype", collinear=True, gates="slow", shape=_LONGER, initial_state=True, **HARD),
+    *_both("collinear_init", "full", "full", collinear=True, gates="init", shape=_LONGER, **HARD),
     *_both("log_gate", "full", "full", options=_LOG),
     *_both("softplus_gate", options=_SOFTPLUS),
     *_both("sigmoid_gate", options=_SIGMOID),

@@ -76,4 +76,4 @@ def check_gradients(case: Case, placed: dict[str, Placed], found: dict[str, Any]
             f"gradient of {name} dtype", dtype_of(got) == dtype, f"{dtype_of(got)}, wanted {dtype}"
         )
         allowed = case.factor * bound("gradient", where, case.dtype, dtype)
-        findings.close(f"gradient of {name}", got, want, allowed)
+        findings.close(f"gradient of {name}", got, want, allowed, dtype)

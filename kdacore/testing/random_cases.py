@@ -1,0 +1,201 @@
+"""Random calls, each drawn from one seed: combinations no table of cases thinks of."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TextIO
+
+import numpy as np
+
+from kdacore.ops import OPS
+from kdacore.registry import REGISTRY
+from kdacore.testing.capabilities import default_device, has_device, kinds_of, plainest, representable
+from kdacore.testing.cases import Case
+from kdacore.testing.matrix import Level
+from kdacore.testing.pools import POOLS
+from kdacore.testing.suite import Result, run_case
+
+QUICK_TOKENS, FULL_TOKENS = 150, 700
+_HARD = 2.0
+"""A random call may be any of the contract's hard cases, so it gets their bounds."""
+
+
+def random_case(backend: str, seed: int, device: str, level: Level = "quick") -> Case:
+    """The call this seed stands for. It may be one the backend declines.
+
+    Raises:
+        ValueError: the backend serves nothing on this device.
+    """
+    rng = np.random.default_rng(seed)
+    ops = [op for op in REGISTRY.get(backend).backend.ops if OPS[op].family != "stage"]
+    kinds = [k for k in kinds_of(backend) if has_device(k, device)]
+    bases = _bases(backend, ops, kinds, device)
+    if not bases:
+        raise ValueError(f"backend {backend!r} serves none of its whole ops on {device}")
+    case = replace(bases[int(rng.integers(len(bases)))], seed=seed, factor=_HARD, note=f"random{seed}")
+    for change in (_sizes, _packing, _gate, _norms, _dtypes, _state, _memory):
+        case = change(case, rng, level)
+    return _check(case, rng)
+
+
+def _bases(backend: str, ops: list[str], kinds: list[Any], device: str) -> list[Case]:
+    found = []
+    for op in ops:
+        for kind in kinds:
+            for dtype in ("float32", "bfloat16", "float16"):
+                base = plainest(backend, op, kind, device, dtype)
+                if base is not None:
+                    found.append(base)
+    return found
+
+
+def _pick(rng: Any, *choices: Any) -> Any:
+    return choices[int(rng.integers(len(choices)))]
+
+
+def _sizes(case: Case, rng: Any, level: Level) -> Case:
+    most = FULL_TOKENS if level == "full" else QUICK_TOKENS
+    shape = case.shape
+    T = int(rng.integers(1, most)) if case.family != "recurrent" else int(rng.integers(1, 20))
+    H = int(rng.integers(1, 4))
+    K, V = shape.K, shape.V
+    if rng.random() < 0.5:
+        K, V = _pick(rng, 16, 32, 60, 64, 100, 128), _pick(rng, 16, 32, 60, 64, 100, 128)
+    return replace(
+        case,
+        shape=replace(shape, B=int(rng.integers(1, 4)), T=T, H=H, HV=H * int(rng.integers(1, 4)), K=K, V=V),
+    )
+
+
+def _packing(case: Case, rng: Any, level: Level) -> Case:
+    if case.family == "gate" or rng.random() < 0.5:
+        return case
+    lengths = rng.multinomial(case.shape.T, rng.dirichlet(np.ones(int(rng.integers(1, 8)))))
+    packed = replace(case.shape, B=1, lengths=tuple(int(n) for n in lengths))
+    return replace(case, shape=packed, host_offsets=bool(rng.random() < 0.3))
+
+
+def _gate(case: Case, rng: Any, level: Level) -> Case:
+    case = replace(case, gates=_pick(rng, "random", "random", "init", "slow", "zero", "floor", "mixed"))
+    if case.family == "gate":
+        return case.having(lower_bound=_pick(rng, None, -5.0, -2.0))
+    how = _pick(rng, "", "log", "safe", "softplus", "sigmoid", "model")
+    if not how:
+        return case
+    raw = how in ("softplus", "sigmoid", "model")
+    bound = None if how in ("log", "softplus") else _pick(rng, -5.0, -1.0)
+    safe = True if how in ("safe", "model") else None
+    case = case.having(use_gate_in_kernel=raw or None, lower_bound=bound, safe_gate=safe)
+    if not raw:
+        return case
+    A_log = how == "softplus" or rng.random() < 0.8
+    return replace(case, A_log=bool(A_log), dt_bias=_pick(rng, "", "matrix", "flat"))
+
+
+def _norms(case: Case, rng: Any, level: Level) -> Case:
+    if case.family == "gate":
+        return case
+    if rng.random() < 0.5:
+        case = case.having(use_qk_l2norm_in_kernel=_pick(rng, None, True))
+    if rng.random() < 0.5:
+        sigmoid = bool(rng.random() < 0.7)
+        negative = sigmoid and rng.random() < 0.4
+        case = case.having(use_beta_sigmoid_in_kernel=sigmoid or None, allow_neg_eigval=negative or None)
+    return case.having(scale=0.3) if rng.random() < 0.2 else case
+
+
+def _dtypes(case: Case, rng: Any, level: Level) -> Case:
+    usable = [d for d in ("float32", "bfloat16", "float16") if representable(case.kind, d)]
+    return replace(
+        case,
+        gate_dtype=_pick(rng, "float32", *usable),
+        beta_dtype=_pick(rng, "float32", *usable),
+        bias_dtype=_pick(rng, "float32", "float32", *usable),
+        index_dtype="int32" if case.kind == "jax" else _pick(rng, "int32", "int64"),
+    )
+
+
+def _state(case: Case, rng: Any, level: Level) -> Case:
+    if case.family == "gate":
+        return case
+    case = case.having(state_v_first=_pick(rng, None, True), output_final_state=_pick(rng, None, True, True))
+    state_dtype = "bfloat16" if rng.random() < 0.2 and representable(case.kind, "bfloat16") else "float32"
+    case = replace(case, initial_state=bool(rng.random() < 0.6), state_dtype=state_dtype)
+    if case.family == "chunk":
+        every = _pick(rng, None, None, None, 64, 128)
+        return case.having(checkpoint_every=every, disable_recompute=_pick(rng, None, True))
+    return case
+
+
+def _memory(case: Case, rng: Any, level: Level) -> Case:
+    layout = _pick(rng, "contiguous", "contiguous", "padded", "stepped", "transposed")
+    return replace(case, layout="contiguous" if case.kind == "jax" else layout)
+
+
+def _check(case: Case, rng: Any) -> Case:
+    """What is measured: a pool call, gradients or the forward results."""
+    if case.family == "recurrent" and rng.random() < 0.5:
+        name = _pick(rng, *(n for n, p in POOLS.items() if case.kind != "jax" or not p.strided))
+        pool = POOLS[name]
+        changes: dict[str, Any] = {
+            "inplace_state": pool.inplace or None,
+            "read_only_state": pool.read_only or None,
+        }
+        if pool.read_only:
+            case = replace(case, shape=_at_most(case, 16))
+            changes["output_final_state"] = None
+        elif case.kind == "jax":
+            changes["output_final_state"] = True
+        return replace(case.having(**changes), check="pool", pool=name)
+    impl = REGISTRY.get(case.backend).backend.ops[case.op]
+    differentiable = impl.backward is not None and rng.random() < 0.6
+    return replace(case, check="gradients" if differentiable else "accuracy")
+
+
+def _at_most(case: Case, tokens: int) -> Any:
+    shape = case.shape
+    if shape.lengths:
+        lengths = tuple(min(n, tokens) for n in shape.lengths)
+        return replace(shape, lengths=lengths, T=sum(lengths)) if sum(lengths) else shape
+    return replace(shape, T=min(shape.T, tokens))
+
+
+def run_random(
+    backend: str,
+    count: int,
+    seed: int = 0,
+    device: str | None = None,
+    *,
+    level: Level = "quick",
+    stream: TextIO | None = None,
+    on_result: Callable[[Result], None] | None = None,
+) -> list[Result]:
+    """Run ``count`` random calls, seeds ``seed``, ``seed + 1``, ...
+
+    A failing one is reproduced by ``run_random(backend, 1, its seed, device)``.
+
+    Args:
+        backend: a registered name.
+        count: how many.
+        seed: of the first.
+        device: as for :func:`kdacore.testing.matrix.plan`.
+        level: ``full`` draws longer sequences.
+        stream: where progress and failing seeds are printed; standard error when None.
+        on_result: called with every result, instead of printing.
+    """
+    device = device or default_device(backend)
+    out = stream or sys.stderr
+    results = []
+    for n in range(count):
+        result = run_case(random_case(backend, seed + n, device, level))
+        results.append(result)
+        if on_result is not None:
+            on_result(result)
+        elif result.status == "failed":
+            print(f"seed {seed + n} FAILED: {result.case}\n{result.message}", file=out, flush=True)
+        elif (n + 1) % 20 == 0 or n + 1 == count:
+            failed = sum(r.status == "failed" for r in results)
+            print(f"{n + 1}/{count} random calls, {failed} failed", file=out, flush=True)
+    return results

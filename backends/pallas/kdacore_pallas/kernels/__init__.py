@@ -1,0 +1,1 @@
+"""Pallas TPU kernels: chunk forward and backward, decode over a state pool."""

@@ -1,0 +1,193 @@
+"""The fused chunk forward: gate, decays, interactions, inverse, recurrence and output in one kernel.
+
+Grid ``(batch, head block, chunk)``, chunks in order; the states of a head block stay in VMEM scratch from chunk to
+chunk and are set anew at the first chunk of each sequence. Nothing but inputs and outputs touches HBM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kdacore.types import ChunkInputs, Request
+from kdacore_pallas.kernels import head
+from kdacore_pallas.kernels.head import Math, Rows
+from kdacore_pallas.kernels.layout import FIRST, LAST, Blocks, Schedule
+from kdacore_pallas.kernels.levels import row_index
+from kdacore_pallas.kernels.operands import F32, Operand, chunk_operands, rows_spec, state_spec
+from kdacore_pallas.xla.layout import ChunkTable
+
+Array = Any
+Refs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How kernels are run: compiled, or by one of Pallas' interpreters."""
+
+    interpret: Any = False
+    vmem_bytes: int | None = None
+
+
+def head_major(ref: Any, normalised: bool) -> Array:
+    """A block ``[1, C, heads, D]`` as float32 ``[heads, C, D]``."""
+    x = jnp.swapaxes(ref[0].astype(F32), 0, 1)
+    return head.normalise(x) if normalised else x
+
+
+def stage_rows(x: Blocks, math: Math, refs: Refs, scalar: bool) -> None:
+    """Heads to the front, in float32 scratch, so that the loop over heads can index them."""
+    refs["qs"][...] = head_major(refs["q"], math.l2norm)
+    refs["ks"][...] = head_major(refs["k"], math.l2norm)
+    refs["vs"][...] = head_major(refs["v"], False)
+    if not scalar:
+        refs["gs"][...] = head_major(refs["g"], False)
+
+
+def gate_input(refs: Refs, h: Any, at: Any, scalar: bool) -> tuple[Array, Any]:
+    """``g + bias`` of a head (``[C, K]``, or ``[1, C]`` along lanes) and its ``exp(A_log)``.
+
+    ``h`` counts heads within the block, ``at`` within the call.
+    """
+    g = refs["g"][0, pl.ds(h, 1), :] if scalar else refs["gs"][h]
+    if "bias" in refs:
+        g = g + (refs["bias"][at] if scalar else refs["bias"][pl.ds(h, 1), :])
+    return g, refs["slope"][at] if "slope" in refs else 1.0
+
+
+def read_rows(x: Blocks, math: Math, refs: Refs, h: Any, at: Any, valid: Any, scalar: bool) -> Rows:
+    """One value head of this chunk, ready; rows that are no token are neutral. Heads as in :func:`gate_input`."""
+    q, k, v = refs["qs"][h // x.R] * math.scale, refs["ks"][h // x.R], refs["vs"][h]
+    raw, slope = gate_input(refs, h, at, scalar)
+    g = head.log_decay(math, raw, slope)
+    beta = head.column(head.strength(math, refs["beta"][0, pl.ds(h, 1), :]))
+    if scalar:
+        g = jnp.broadcast_to(head.column(g), (x.C, x.K))
+    if x.ragged:
+        q, k, v, g, beta = (jnp.where(row_index(*a.shape) < valid, a, 0.0) for a in (q, k, v, g, beta))
+    return Rows(q, k, v, g, beta)
+
+
+def _kernel(x: Blocks, math: Math, names: list[str], scalar: bool, v_first: bool, *refs_: Any) -> None:
+    seq, flags, valid, *rest = refs_
+    refs = dict(zip(names, rest, strict=True))
+    at = pl.program_id(0) * x.NC + pl.program_id(2)
+    flag, valid_rows = flags[at], valid[at]
+    first_head = pl.program_id(1) * x.hvb
+
+    @pl.when(flag & FIRST != 0)
+    def _() -> None:
+        if "initial" in refs:
+            state = refs["initial"][0].astype(F32)
+            refs["state"][...] = state if v_first else jnp.swapaxes(state, 1, 2)
+        else:
+            refs["state"][...] = jnp.zeros_like(refs["state"])
+
+    stage_rows(x, math, refs, scalar)
+
+    def one(h: Any, carry: None) -> None:
+        prep = head.prepare(math, read_rows(x, math, refs, h, first_head + h, valid_rows, scalar))
+        state = refs["state"][h]
+        if "starts" in refs:
+            refs["starts"][0, 0, h] = state
+        v_new = head.corrected(math, prep, state)
+        if "o" in refs:
+            refs["os"][h] = head.output(math, prep, v_new, state)
+        refs["state"][h] = head.advance(math, prep, v_new, state)
+        return carry
+
+    lax.fori_loop(0, x.hvb, one, None)
+    if "o" in refs:
+        refs["o"][0] = jnp.swapaxes(refs["os"][...], 0, 1).astype(refs["o"].dtype)
+    if "final" in refs:
+
+        @pl.when(flag & LAST != 0)
+        def _() -> None:
+            state = refs["state"][...]
+            state = state if v_first else jnp.swapaxes(state, 1, 2)
+            refs["final"][0] = state.astype(refs["final"].dtype)
+
+
+def row_scratch(x: Blocks, scalar: bool) -> list[tuple[str, tuple[int, ...]]]:
+    """Head-major copies of the rows, float32."""
+    found = [("qs", (x.hb, x.C, x.K)), ("ks", (x.hb, x.C, x.K)), ("vs", (x.hvb, x.C, x.V))]
+    return found if scalar else [*found, ("gs", (x.hvb, x.C, x.K))]
+
+
+def call(
+    name: str,
+    body: Callable[..., None],
+    x: Blocks,
+    schedule: Schedule,
+    given: list[Operand],
+    made: list[Operand],
+    scratch: list[tuple[str, tuple[int, ...]]],
+    launch: Launch,
+) -> list[Array]:
+    """``pallas_call`` over ``(B, head blocks, NC)``; ``body(names, *refs)`` gets every ref in the order of ``names``."""
+    names = [o.name for o in (*given, *made)] + [n for n, _ in scratch]
+    limit = {} if launch.vmem_bytes is None else {"vmem_limit_bytes": launch.vmem_bytes}
+    return pl.pallas_call(
+        lambda *refs: body(names, *refs),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(x.B, x.H // x.hb, x.NC),
+            in_specs=[o.spec for o in given],
+            out_specs=[o.spec for o in made],
+            scratch_shapes=[pltpu.VMEM(shape, F32) for _, shape in scratch],
+        ),
+        out_shape=[jax.ShapeDtypeStruct(o.shape, o.dtype) for o in made],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), **limit
+        ),
+        interpret=launch.interpret,
+        name=name,
+    )(*schedule.arrays(), *[o.value for o in given])
+
+
+def chunk_forward(
+    request: Request,
+    inputs: ChunkInputs,
+    x: Blocks,
+    math: Math,
+    schedule: Schedule,
+    table: ChunkTable | None,
+    launch: Launch,
+    want: tuple[str, ...],
+) -> dict[str, Array]:
+    """Run the kernel for the outputs in ``want``: ``o``, ``final`` (a pack has one more row, unused), ``starts``
+    (the state ``[V, K]`` each chunk starts from).
+    """
+
+    def at(c: Any) -> Any:
+        return c
+
+    given = chunk_operands(request, inputs, x, table, at)
+    if inputs.initial_state is not None:
+        s = inputs.initial_state
+        given.append(Operand("initial", state_spec(x, s.shape[2:], s.shape[0], at), s.shape, s.dtype, s))
+    rows = request.N + (table is not None)
+    final_shape = (rows, x.HV, *request.state_tail)
+    starts = pl.BlockSpec((1, 1, x.hvb, x.V, x.K), lambda b, h, c, *_: (b, c, h, 0, 0))
+    every = {
+        "o": Operand("o", rows_spec(x, x.hvb, x.V, at), (x.B, x.T, x.HV, x.V), inputs.v.dtype),
+        "final": Operand("final", state_spec(x, request.state_tail, rows, at), final_shape, request.state_dtype),
+        "starts": Operand("starts", starts, (x.B, x.NC, x.HV, x.V, x.K), F32),
+    }
+    made = [every[n] for n in want]
+    scratch = [("state", (x.hvb, x.V, x.K)), *row_scratch(x, request.scalar_gate)]
+    if "o" in want:
+        scratch.append(("os", (x.hvb, x.C, x.V)))
+
+    def body(names: list[str], *refs: Any) -> None:
+        _kernel(x, math, names, request.scalar_gate, request.state_v_first, *refs)
+
+    outs = call("kdacore_chunk_forward", body, x, schedule, given, made, scratch, launch)
+    return dict(zip(want, outs, strict=True))

@@ -1,0 +1,111 @@
+"""How a call is laid out for the chunk kernels: padding, the chunk table, and how many heads share a grid step.
+
+Dense inputs stay where they are, ``[B, T, heads, D]``: a block is one chunk of some heads, and rows beyond the end
+are masked. Packed inputs are first gathered so that every sequence starts at a chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from kdacore.types import Request
+from kdacore_pallas.xla.layout import ChunkTable, chunk_table
+
+Array = Any
+CHUNK = 128
+FIRST, LAST = 1, 2
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sizes of the grid ``(B, head blocks, NC)`` and of its blocks."""
+
+    B: int
+    T: int
+    """Rows of the arrays the kernel sees."""
+    NC: int
+    C: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    hb: int
+    """q/k heads per grid step."""
+    ragged: bool
+    """Some chunk may have rows that are no token."""
+
+    @property
+    def R(self) -> int:
+        return self.HV // self.H
+
+    @property
+    def hvb(self) -> int:
+        """Value heads per grid step."""
+        return self.hb * self.R
+
+
+def head_blocks(H: int, HV: int) -> list[int]:
+    """Numbers of q/k heads a step may take, largest first: whole registers of heads, or all of them."""
+    R = HV // H
+    fits = [hb for hb in range(1, H) if H % hb == 0 and hb % 8 == 0 and (hb * R) % 8 == 0]
+    return [H, *reversed(fits)]
+
+
+def chunks(request: Request) -> int:
+    return request.T // CHUNK + request.N if request.packed else -(-request.T // CHUNK)
+
+
+def make_blocks(request: Request, hb: int) -> Blocks:
+    NC = chunks(request)
+    T = NC * CHUNK if request.packed else request.T
+    ragged = request.packed or request.T % CHUNK != 0
+    return Blocks(
+        request.B, T, NC, CHUNK, request.H, request.HV, request.K, request.V, hb, ragged
+    )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What each chunk is, as the kernels read it: int32 ``[B * NC]`` each."""
+
+    seq: Array
+    """Row of the states."""
+    flags: Array
+    """``FIRST``, ``LAST`` or both."""
+    valid: Array
+    """How many of its rows are tokens."""
+
+    def arrays(self) -> tuple[Array, Array, Array]:
+        return self.seq, self.flags, self.valid
+
+
+def dense_schedule(blocks: Blocks) -> Schedule:
+    c = jnp.tile(jnp.arange(blocks.NC, dtype=jnp.int32), blocks.B)
+    flags = FIRST * (c == 0) + LAST * (c == blocks.NC - 1)
+    return Schedule(
+        jnp.repeat(jnp.arange(blocks.B, dtype=jnp.int32), blocks.NC),
+        flags.astype(jnp.int32),
+        jnp.minimum(blocks.T - c * blocks.C, blocks.C),
+    )
+
+
+def packed_table(request: Request, blocks: Blocks, cu_seqlens: Array) -> ChunkTable:
+    return chunk_table(cu_seqlens, request.T, blocks.C, blocks.NC)
+
+
+def packed_schedule(table: ChunkTable) -> Schedule:
+    flags = FIRST * table.first + LAST * table.last
+    return Schedule(table.seq, flags.astype(jnp.int32), jnp.sum(table.valid, 1, dtype=jnp.int32))
+
+
+def gather(table: ChunkTable | None, x: Array) -> Array:
+    """``[1, T, ...]`` with every sequence moved to the start of a chunk; other rows repeat some token."""
+    return x if table is None else jnp.take(x, table.rows.reshape(-1), axis=1)
+
+
+def scatter(table: ChunkTable | None, x: Array) -> Array:
+    """The reverse of :func:`gather`."""
+    return x if table is None else jnp.take(x, table.slot_of_token, axis=1)

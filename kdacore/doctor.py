@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kdacore import callargs, callspec, config, doctor_selfcheck, features, machine, report
-from kdacore.errors import ConfigError
+from kdacore.errors import ConfigError, ContractError
 from kdacore.machine import Machine
 from kdacore.registry import REGISTRY, PluginRecord, Registered, missing
 
@@ -82,7 +82,7 @@ def collect(
         found["selfchecks_run"] = selfchecks
         found["checks"] = _plugin_checks(problem)
         if call is not None:
-            found["call"] = callargs.selection_dict(callspec.explain(call, backend))
+            found["call"] = _call(call, backend)
     found["problems"] = problems
     found["exit"] = report.BROKEN if problems else report.OK
     return found
@@ -149,8 +149,8 @@ def _backend(registered: Registered, where: Machine, problem: Any) -> dict[str, 
     arch = {a.arch for a in where.accelerators if a.type in backend.device_types}
     hardware = {}
     for op, impl in backend.ops.items():
-        named = sorted(impl.verified_archs)
-        here = "*" in named or (bool(arch) and arch <= impl.verified_archs)
+        named = sorted("any hardware" if arch == "*" else arch for arch in impl.verified_archs)
+        here = "*" in impl.verified_archs or (bool(arch) and arch <= impl.verified_archs)
         hardware[op] = {
             "verified_on": named,
             "here": "verified" if here else "compiled only" if arch else "no device",
@@ -209,6 +209,16 @@ def _selfchecks(usable: list[Registered], where: Machine, problem: Any) -> list[
                 f"backend {row.backend}", f"self-check of {row.op}{place} ({row.call}): {row.status}: {said}"
             )
     return [dataclasses.asdict(row) for row in rows]
+
+
+def _call(call: callspec.CallSpec, backend: str | None) -> dict[str, Any]:
+    """The selection for one call; a call that breaks the contract is an error of the command line."""
+    try:
+        return callargs.selection_dict(callspec.explain(call, backend))
+    except ContractError as error:
+        if error.argument not in config.VARIABLES:
+            raise
+        return {"text": str(error)}  # the variable is among the problems already
 
 
 def _plugin_checks(problem: Any) -> list[dict[str, Any]]:

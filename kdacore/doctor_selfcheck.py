@@ -100,15 +100,21 @@ def requests(registered: Registered, places: Iterable[Place]) -> list[Request]:
     """For each place and op, the first plain call with each variant that the backend says it serves."""
     found: list[Request] = []
     for place in places:
-        # Eager JAX compiles every operation of every shape, seconds a call: one variant of the two main ops is enough.
-        eager_jax = place.kind == "jax" and not registered.backend.traceable
+        brief = _brief(registered, place)
         for op in registered.backend.ops:
             variants = _VARIANTS.get(OPS[op].family, ())
-            if eager_jax:
+            if brief:
                 variants = variants[:1] if op in ("chunk_kda", "fused_recurrent_kda") else ()
             for change in variants:
                 found += _first_served(registered, op, place, change)
     return found
+
+
+def _brief(registered: Registered, place: Place) -> bool:
+    """One variant of the two main ops is enough: eager JAX takes seconds a call, and some kinds are only by request."""
+    backend = registered.backend
+    by_request = backend.auto_kinds is not None and place.kind not in backend.auto_kinds
+    return by_request or (place.kind == "jax" and not backend.traceable)
 
 
 def _first_served(registered: Registered, op: str, place: Place, change: dict[str, Any]) -> list[Request]:

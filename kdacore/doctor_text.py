@@ -79,13 +79,7 @@ def _backends(out: Console, backends: list[Report]) -> None:
         for gone in backend["missing"]:
             out.print(f"    missing {gone['name']}: {gone['what']}; to get it: {gone['remedy']}")
         for (here, on), ops in _by_hardware(backend["ops"]):
-            tested = (
-                "any hardware"
-                if on == ("*",)
-                else f"verified on {', '.join(on)}"
-                if on
-                else "verified on nothing yet"
-            )
+            tested = f"verified on {', '.join(on) or 'nothing yet'}"
             out.print(f"    {here} here ({tested}): {', '.join(ops)}")
     out.print()
 

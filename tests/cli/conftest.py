@@ -1,0 +1,53 @@
+"""A machine with NumPy alone and the reference backend, so that each test adds just what it is about."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kdacore import config, machine, registry
+from kdacore.machine import Machine, Row
+from kdacore.registry import REGISTRY
+
+WriteDistribution = Callable[..., None]
+
+
+@pytest.fixture(autouse=True)
+def small_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine]:
+    for name in config.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("KDACORE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(registry, "BUILTIN_PLUGINS", ("kdacore_reference.plugin",))
+    monkeypatch.setattr(registry, "_third_parties", lambda: ())
+    small = Machine((Row("system", "a test"),), (), ("numpy",))
+    monkeypatch.setattr(machine, "probe", lambda: small)
+    config.refresh()
+    yield small
+    monkeypatch.undo()
+    config.refresh()
+
+
+@pytest.fixture
+def distribution(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> WriteDistribution:
+    """Installs a distribution with one plugin: ``distribution(name, source)``."""
+    monkeypatch.setattr(registry, "_third_parties", _real_third_parties)
+    root = tmp_path / "site"
+    root.mkdir()
+    monkeypatch.syspath_prepend(str(root))
+
+    def write(name: str, source: str) -> None:
+        module = name.replace("-", "_")
+        (root / f"{module}.py").write_text(textwrap.dedent(source))
+        info = root / f"{module}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[kdacore]\n{name} = {module}\n")
+        REGISTRY.reset()
+
+    return write
+
+
+_real_third_parties = registry._third_parties

@@ -1,0 +1,248 @@
+"""``kdacore bench``: every preset runs, nothing wrong is timed, and the rows say what ran."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kdacore import cli
+from kdacore.bench import arrays as made
+from kdacore.bench import cases, clock, cpu, dispatch, gate, imports, plot, results, runner
+from kdacore.bench.cases import PRESETS, SPECIAL, Case
+from kdacore.bench.clock import Budget
+from kdacore.hookspecs import hookimpl
+from kdacore.registry import REGISTRY
+from kdacore.types import Backend
+
+QUICK = Budget(samples=3, seconds=5)
+SMALL = Case(name="small", T=70, H=2, K=16, V=16, dtype="float32", kind="numpy")
+GPU_CASES = [
+    pytest.param(preset, case, id=f"{preset}: {case.name}")
+    for preset in ("h200-forward", "h200-training", "h200-decode", "h200-host")
+    for case in PRESETS[preset]
+]
+
+
+@pytest.mark.parametrize(("preset", "case"), GPU_CASES)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_gpu_case_runs_small(preset: str, case: Case, device: str) -> None:
+    small = cases.tiny(case)
+    assert small.kind == "torch"
+    found = runner.run_case(preset, small, case.gate_sets[-1], device, ("reference",), QUICK)
+    ours, peer = found.rows
+    assert (ours.status, ours.backend, ours.phase) == ("ok", "reference", case.phase), ours.note
+    assert ours.seconds is not None and ours.error is not None and ours.error <= (ours.bound or 0)
+    assert peer.contender.startswith("fla-core")
+    assert peer.status == "skipped" or device == "cuda"
+
+
+def test_presets_cover_the_promised_rows() -> None:
+    named = {(c.phase, c.name): c for p in PRESETS.values() for c in p}
+    assert named["forward", "B1 T8192 H64"].must == pytest.approx(1.10e-3)
+    assert named["training", "B1 T8192 H64"].aim == pytest.approx(3.0e-3)
+    assert named["decode", "decode B256 H32"].must == pytest.approx(280e-6)
+    assert all(c.gate_sets == ("random", "init") for c in PRESETS["h200-forward"])
+
+
+@pytest.mark.parametrize("gates", cases.GATE_SETS)
+@pytest.mark.parametrize(
+    "case",
+    [SMALL, dataclasses.replace(SMALL, T=70, lengths=(3, 1, 66)), dataclasses.replace(SMALL, HV=4, B=2)],
+)
+def test_numpy_cases(case: Case, gates: str) -> None:
+    ours, _ = runner.run_case("test", case, gates, "cpu", (), QUICK).rows
+    assert (ours.status, ours.backend, ours.auto) == ("ok", "reference", True)
+    assert ours.samples == 3 and ours.low is not None and ours.low <= (ours.seconds or 0) <= (ours.high or 0)
+
+
+class Wrong:
+    """The reference, with one result spoiled."""
+
+    def __init__(self, field: str) -> None:
+        self.field = field
+
+    @hookimpl
+    def kdacore_backends(self) -> list[Backend]:
+        reference = REGISTRY.get("reference").backend
+
+        def forward(request: Any, inputs: Any) -> Any:
+            if self.field == "raise":
+                raise RuntimeError("no luck")
+            out = reference.ops["chunk_kda"].forward(request, inputs)
+            return out._replace(**{self.field: getattr(out, self.field) * 1.05})
+
+        op = dataclasses.replace(reference.ops["chunk_kda"], forward=forward)
+        return [dataclasses.replace(reference, name="spoiled", ops={"chunk_kda": op})]
+
+
+@pytest.mark.parametrize("field", ["o", "final_state", "raise"])
+def test_what_is_wrong_is_not_timed(field: str) -> None:
+    REGISTRY.register(Wrong(field), "spoiled")
+    found = runner.run_case("test", SMALL, "random", "cpu", ("spoiled",), QUICK)
+    row = next(r for r in found.rows if r.contender == "kdacore spoiled")
+    assert row.seconds is None and found.failed
+    if field == "raise":
+        assert (row.status, row.note) == ("FAILED", "RuntimeError('no luck')")
+    else:
+        assert (row.status, row.note) == ("wrong", f"{field} is off")
+
+
+def test_wrong_gradients_are_not_timed() -> None:
+    reference = REGISTRY.get("reference").backend
+
+    class Plugin:
+        @hookimpl
+        def kdacore_backends(self) -> list[Backend]:
+            def backward(*args: Any) -> Any:
+                grads = reference.ops["chunk_kda"].backward(*args)  # type: ignore[misc]
+                return grads._replace(beta=grads.beta * -1)
+
+            op = dataclasses.replace(reference.ops["chunk_kda"], backward=backward)
+            return [dataclasses.replace(reference, name="spoiled", ops={"chunk_kda": op})]
+
+    REGISTRY.register(Plugin(), "spoiled")
+    case = dataclasses.replace(SMALL, phase="training", kind="torch")
+    row = runner.run_case("test", case, "random", "cpu", ("spoiled",), QUICK).rows[0]
+    assert (row.status, row.note, row.seconds) == ("wrong", "dbeta is off", None)
+
+
+def test_a_backend_that_cannot_is_skipped_with_its_reasons() -> None:
+    class Plugin:
+        @hookimpl
+        def kdacore_backends(self) -> list[Backend]:
+            return [Backend(name="elsewhere", version="1", kinds=("jax",), ops={})]
+
+    REGISTRY.register(Plugin(), "elsewhere")
+    row = next(
+        r
+        for r in runner.run_case("test", SMALL, "random", "cpu", (), QUICK).rows
+        if "elsewhere" in r.contender
+    )
+    assert row.status == "skipped" and "[array_kind]" in row.note and "[op]" in row.note
+
+
+def test_figures_against_a_target_and_a_peer() -> None:
+    case = dataclasses.replace(SMALL, must=1e-9)
+    found = runner.run_case("test", case, "random", "cpu", (), QUICK)
+    (figure,) = found.figures
+    assert figure.met is False and found.missed == [figure]
+
+
+def test_samples_are_interleaved() -> None:
+    order: list[str] = []
+    steps = {name: lambda n=name: order.append(n) for name in "abc"}
+    timings = clock.interleave(steps, clock.HostClock(), Budget(samples=3, seconds=5))
+    assert "".join(order) == "abcbcacab"
+    assert {t.samples for t in timings.values()} == {3}
+
+
+def test_quartiles() -> None:
+    assert clock.summary([5.0]) == clock.Timing(5.0, 5.0, 5.0, 1)
+    assert clock.summary([1.0, 2.0, 3.0, 4.0, 5.0]) == clock.Timing(3.0, 2.0, 4.0, 5)
+
+
+def test_the_gate_slices_exactly() -> None:
+    """The oracle on a slice is the oracle on everything, there."""
+    case = dataclasses.replace(SMALL, B=2, HV=4, T=20)
+    arrays = made.make(case, "init", "cpu")
+    part = gate.choose(case)
+    assert (part.b, part.head, part.heads) == (1, 1, slice(2, 4))
+    from kdacore import api
+
+    o, state = api.chunk_kda(**arrays, **made.options(case), backend="reference")
+    assert gate.judge(case, gate.expected(case, arrays), o, state).error < 1e-5
+    o[1, 3, 3] += 1.0
+    assert not gate.judge(case, gate.expected(case, arrays), o, state).ok
+
+
+def test_cpu_preset_small() -> None:
+    found = cpu.run_preset(dataclasses.replace(cpu.CASE, T=128, H=2, K=16, V=16), QUICK)
+    assert [row.status for row in found.rows] == ["ok"] * 4
+    assert {f.unit for f in found.figures} == {"x"} and len(found.figures) == 5
+    assert found.rows[0].peak_bytes and found.rows[0].input_bytes
+
+
+def test_dispatch_preset_small() -> None:
+    before = set(REGISTRY.backends())
+    found = dispatch.run_preset(calls=50)
+    assert set(REGISTRY.backends()) == before, "the null backend is gone again"
+    assert {row.backend for row in found.rows} == {dispatch.NAME}
+    assert {f.name for f in found.figures if f.met is not None} == {
+        f"dispatch, {op} {kind}" for op in ("chunk_kda", "fused_recurrent_kda") for kind in ("numpy", "torch")
+    }
+
+
+def test_import_preset_small() -> None:
+    (row,) = imports.run_preset(processes=2).rows
+    assert row.samples == 2 and 0 < (row.seconds or 0) < 5
+
+
+def test_first_call_preset_small(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "h200-first-call", "--tiny", "--device", "cpu", "--backend", "reference"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("kdacore reference") == 2 and "skipped fla-core" in out
+
+
+def test_the_command_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "deep" / "results.json"
+    words = ["bench", "--shape", "1,80,2,2,16,16", "--kind", "numpy", "--samples", "3", "--json", str(path)]
+    assert cli.main(words) == 0
+    assert "kdacore reference" in capsys.readouterr().out
+    found = results.read(path)
+    assert found["schema"] == results.SCHEMA
+    assert {row["backend"] for row in found["rows"] if row["status"] == "ok"} == {"reference"}
+    assert found["versions"]["numpy"] and found["machine"] and len(found["load_average"]["before"]) == 3
+    path.write_text(json.dumps({"schema": 0}))
+    with pytest.raises(ValueError, match="schema 0; wanted 1"):
+        results.read(path)
+
+
+def test_check_fails_on_a_missed_figure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hopeless = dataclasses.replace(SMALL, must=1e-9, gate_sets=("init",))
+    monkeypatch.setitem(PRESETS, "quick", (hopeless,))
+    assert cli.main(["bench", "quick", "--samples", "3"]) == 0
+    assert cli.main(["bench", "quick", "--samples", "3", "--check"]) == 1
+    assert "MISSED" in capsys.readouterr().out
+
+
+def test_list_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--list"]) == 0
+    out = capsys.readouterr().out
+    for name in (*PRESETS, *SPECIAL, *(c.name for p in PRESETS.values() for c in p)):
+        assert name in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nonsense"], "no preset nonsense"),
+        (["quick", "--shape", "1,8,1,1,16,16"], "not both"),
+        (["quick", "--samples", "0"], "--samples must be positive"),
+    ],
+)
+def test_bad_usage(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_plot(tmp_path: Path) -> None:
+    """An SVG where matplotlib is installed, and elsewhere the line that would make it so."""
+    document = results.document(runner.run_case("test", SMALL, "init", "cpu", (), QUICK), ["test"], ())
+    with pytest.raises(plot.PlotError, match=r"kdacore\[bench\]|no row"):
+        plot.draw({**document, "rows": []}, tmp_path / "none.svg")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        with pytest.raises(plot.PlotError, match=r"pip install 'kdacore\[bench\]'"):
+            plot.draw(document, tmp_path / "one.svg")
+    else:
+        plot.draw(document, tmp_path / "one.svg")
+        plot.draw(document, tmp_path / "two.svg")
+        assert (tmp_path / "one.svg").read_text().startswith("<?xml")
+        assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()

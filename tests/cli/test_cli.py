@@ -1,0 +1,73 @@
+"""The command itself: version, help, bad usage, and what each exit status means."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import kdacore
+from kdacore import cli, config
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        cli.main(["--version"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out == f"kdacore {kdacore.__version__}\n"
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        cli.main(["--help"])
+    assert done.value.code == 0
+    out = capsys.readouterr().out
+    for command in cli.COMMANDS:
+        assert f"\n    {command} " in out
+
+
+@pytest.mark.parametrize("command", list(cli.COMMANDS))
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        cli.main([command, "--help"])
+    assert done.value.code == 0
+    assert f"usage: kdacore {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["nonsense"], ["doctor", "--nonsense"], ["explain"], ["explain", "no_op"]]
+)
+def test_bad_usage_is_2(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        cli.main(words)
+    assert done.value.code == 2
+
+
+def test_python_m_kdacore() -> None:
+    done = subprocess.run([sys.executable, "-m", "kdacore", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"kdacore {kdacore.__version__}\n")
+
+
+def test_help_imports_no_framework() -> None:
+    code = (
+        "import sys\nfrom kdacore import cli\n"
+        "try: cli.main(['--help'])\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'jax', 'triton'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_closed_pipe_is_not_a_traceback() -> None:
+    command = f"{sys.executable} -m kdacore explain chunk_kda --kind numpy --device cpu | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+
+
+def test_a_bad_environment_variable_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KDACORE_VALIDATE", "maybe")
+    monkeypatch.setattr(config, "_config", None)
+    assert cli.main(["plugins"]) == 2
+    assert "KDACORE_VALIDATE='maybe'; wanted 'shapes' or 'values'" in capsys.readouterr().err

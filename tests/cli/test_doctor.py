@@ -1,0 +1,400 @@
+"""``kdacore doctor``: a healthy machine passes, and every thing it checks is broken here once."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kdacore import callspec, cli, config, doctor, doctor_selfcheck, machine, report
+from kdacore.doctor_text import render
+from kdacore.hookspecs import hookimpl
+from kdacore.machine import Machine, Row
+from kdacore.registry import REGISTRY
+from kdacore.types import Backend, OpImpl, Outputs, Reason, Request, Requirement
+
+Capture = pytest.CaptureFixture[str]
+
+
+def diagnose(capsys: Capture, *words: str) -> dict[str, Any]:
+    """The JSON report, its exit status checked against the command's."""
+    status = cli.main(["doctor", "--json", *words])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["exit"] == status == (1 if found["problems"] else 0)
+    return found
+
+
+def only_problem(found: dict[str, Any]) -> str:
+    """The one problem of a report, where and what."""
+    assert len(found["problems"]) == 1, found["problems"]
+    return f"{found['problems'][0]['where']}: {found['problems'][0]['what']}"
+
+
+def add(**fields: Any) -> None:
+    """Register a backend of these fields by hand."""
+    backend = Backend(**{"version": "1.0", "kinds": ("numpy",), "ops": {}, **fields})
+
+    class Plugin:
+        @hookimpl
+        def kdacore_backends(self) -> list[Backend]:
+            return [backend]
+
+    REGISTRY.register(Plugin(), f"plugin of {backend.name}")
+
+
+def reference_op(name: str) -> OpImpl:
+    return REGISTRY.get("reference").backend.ops[name]
+
+
+# --- health -------------------------------------------------------------------------------------------------------
+
+
+def test_a_healthy_machine(capsys: Capture) -> None:
+    found = diagnose(capsys)
+    assert found["schema"] == doctor.SCHEMA == 1
+    assert [b["name"] for b in found["backends"]] == ["reference"]
+    assert {c["op"] for c in found["selfchecks"]} >= {"chunk_kda", "fused_recurrent_kda", "kda_gate"}
+    assert {c["status"] for c in found["selfchecks"]} == {"ok"}
+    assert {c["mark"] for c in found["selfchecks"]} == {"verified"}
+
+
+def test_the_report_has_every_section(capsys: Capture) -> None:
+    sections = "schema machine versions environment plugins backends features caches selfchecks selfchecks_run checks"
+    assert set(diagnose(capsys, "--no-selfcheck")) == {*sections.split(), "problems", "exit"}
+
+
+def test_absence_is_not_a_failure(capsys: Capture) -> None:
+    gpu = Requirement("a quantum unit", lambda: "no quantum unit", "pip install 'kdacore[quantum]'")
+    add(name="quantum", requirements=(gpu,), ops={"chunk_kda": reference_op("chunk_kda")})
+    found = diagnose(capsys, "--no-selfcheck")
+    row = next(b for b in found["backends"] if b["name"] == "quantum")
+    assert row["status"] == "not available"
+    assert row["missing"] == [
+        {"name": "a quantum unit", "what": "no quantum unit", "remedy": "pip install 'kdacore[quantum]'"}
+    ]
+    answers = [a for a in found["features"] if a["backend"] == "quantum"]
+    assert {a["answer"] for a in answers} > {"yes"}, "what it could do is shown all the same"
+
+
+def test_a_call_can_be_explained_too(capsys: Capture) -> None:
+    words = ["--op", "chunk_kda", "--shape", "1,64,2,2,16,16", "--kind", "numpy", "--device", "cpu"]
+    found = diagnose(capsys, "--no-selfcheck", *words)
+    assert found["call"]["backend"] == "reference"
+    assert cli.main(["doctor", "--no-selfcheck", *words]) == 0
+    assert found["call"]["text"] in capsys.readouterr().out
+
+
+def test_a_call_under_a_bad_preference(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDACORE_BACKEND", "nonsense")
+    config.refresh()
+    words = ["--op", "chunk_kda", "--kind", "numpy", "--device", "cpu"]
+    assert "got 'nonsense'" in diagnose(capsys, "--no-selfcheck", *words)["call"]["text"]
+    assert cli.main(["doctor", "--no-selfcheck", *words, "--dtype", "float99"]) == 2
+
+
+def test_text_and_json_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fact of a report with problems of many kinds stands in the text."""
+    monkeypatch.setenv("KDACORE_BACKEND", "nonsense,reference")
+    config.refresh()
+    gpu = Requirement("a quantum unit", lambda: "no quantum unit", "pip install quantum")
+    chunk = dataclasses.replace(reference_op("chunk_kda"), verified_archs=frozenset({"q1"}))
+    add(name="quantum", requirements=(gpu,), ops={"chunk_kda": chunk}, summary="for another day")
+    add(name="wrong", ops={"chunk_kda": OpImpl(_copies_values)})
+    _add_checks([("kernels", False, "3 kernels are stale"), ("tables", True, "fresh")])
+    found = doctor.collect(call=callspec.CallSpec(kind="numpy"))
+    text = io.StringIO()
+    render(found, report.console(text))
+    lost = [leaf for leaf in _leaves(found) if not any(form in text.getvalue() for form in leaf)]
+    assert not lost
+    assert found["exit"] == 1 and len(found["problems"]) >= 3
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, ...]]:
+    """Each fact, in the forms it may take in the text."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _leaves(inner, name)
+    elif isinstance(value, str):
+        for line in value.splitlines():
+            yield (line.strip(),)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield (f"{value:.1e}", f"{value:.0e}", f"schema {value}", f"exit {value}", str(value))
+
+
+# --- everything it checks, broken ---------------------------------------------------------------------------------
+
+
+def _copies_values(request: Request, inputs: Any) -> Outputs:
+    return Outputs(inputs.v, inputs.initial_state)
+
+
+def _raises(request: Request, inputs: Any) -> Outputs:
+    raise RuntimeError("the kernel caught fire")
+
+
+def _not_finite(request: Request, inputs: Any) -> Outputs:
+    return Outputs(inputs.v * float("nan"))
+
+
+def no_state(request: Request) -> Reason | None:
+    return (
+        Reason("state", "no states") if request.has("initial_state") or request.output_final_state else None
+    )
+
+
+@pytest.mark.parametrize(
+    ("forward", "status", "said"),
+    [
+        (_copies_values, "wrong", "relative error"),
+        (_raises, "FAILED", "the kernel caught fire"),
+        (_not_finite, "wrong", "not finite"),
+    ],
+)
+def test_wrong_results(forward: Callable[..., Outputs], status: str, said: str, capsys: Capture) -> None:
+    add(name="liar", ops={"chunk_kda": OpImpl(forward, verifiers=(no_state,))})
+    found = diagnose(capsys)
+    rows = [c for c in found["selfchecks"] if c["backend"] == "liar"]
+    assert rows and {c["status"] for c in rows} == {status}
+    assert all(p["where"] == "backend liar" and said in p["what"] for p in found["problems"])
+    assert diagnose(capsys, "--no-selfcheck")["problems"] == []
+
+
+def test_a_compiled_only_backend_is_marked(capsys: Capture) -> None:
+    add(
+        name="untested",
+        ops={"kda_gate": dataclasses.replace(reference_op("kda_gate"), verified_archs=frozenset())},
+    )
+    found = diagnose(capsys)
+    assert {c["mark"] for c in found["selfchecks"] if c["backend"] == "untested"} == {"compiled only"}
+    row = next(b for b in found["backends"] if b["name"] == "untested")
+    assert row["ops"]["kda_gate"] == {"verified_on": [], "here": "no device"}
+
+
+def test_a_probe_that_raises(capsys: Capture) -> None:
+    def probe() -> str | None:
+        raise OSError("the bus is gone")
+
+    add(
+        name="broken",
+        requirements=(Requirement("bus", probe, "-"),),
+        ops={"kda_gate": reference_op("kda_gate")},
+    )
+    said = only_problem(diagnose(capsys))
+    assert said.startswith("backend broken: a probe raised OSError('the bus is gone')\nTraceback")
+
+
+def test_a_verifier_that_raises(capsys: Capture) -> None:
+    def verifier(request: Request) -> Reason | None:
+        raise KeyError("arch")
+
+    add(name="broken", ops={"kda_gate": OpImpl(print, verifiers=(verifier,))})
+    found = diagnose(capsys, "--no-selfcheck")
+    assert "raised KeyError('arch')" in only_problem(found)
+    answers = {a["answer"] for a in found["features"] if a["backend"] == "broken"}
+    assert "no: verifier_error" in answers
+
+
+def _add_checks(rows: list[tuple[str, bool, str]] | None) -> None:
+    class Plugin:
+        @hookimpl
+        def kdacore_backends(self) -> list[Backend]:
+            return []
+
+        @hookimpl
+        def kdacore_doctor_checks(self) -> list[tuple[str, bool, str]]:
+            if rows is None:
+                raise ValueError("cannot look")
+            return rows
+
+    REGISTRY.register(Plugin(), "checker")
+
+
+def test_rows_of_plugins(capsys: Capture) -> None:
+    _add_checks([("kernels", True, "3 kernels"), ("tables", False, "a table is torn")])
+    found = diagnose(capsys, "--no-selfcheck")
+    assert found["checks"] == [
+        {"plugin": "checker", "name": "kernels", "passed": True, "detail": "3 kernels"},
+        {"plugin": "checker", "name": "tables", "passed": False, "detail": "a table is torn"},
+    ]
+    assert only_problem(found) == "plugin checker: check 'tables' failed: a table is torn"
+
+
+def test_a_check_that_raises(capsys: Capture) -> None:
+    _add_checks(None)
+    assert "raised ValueError('cannot look')" in only_problem(diagnose(capsys, "--no-selfcheck"))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("KDACORE_VALIDATE", "maybe", "is 'maybe'; wanted 'shapes' or 'values'"),
+        ("KDACORE_SELFCHECK", "yes", "is 'yes'; wanted '0' or '1'"),
+        ("KDACORE_PLUGIN_IMPORT_LIMIT", "soon", "is 'soon'; wanted a number of seconds"),
+        ("KDACORE_BACKEND", "nonsense", "names 'nonsense', which is no backend here"),
+    ],
+)
+def test_a_bad_environment_variable(
+    variable: str, value: str, said: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(config, "_config", None)
+    found = diagnose(capsys, "--no-selfcheck")
+    assert only_problem(found) == f"environment variable {variable}: {said}"
+    assert {"name": variable, "value": value, "meaning": config.VARIABLES[variable]} in found["environment"]
+    assert found["backends"], "everything else is still looked at"
+
+
+def test_an_unknown_variable_is_shown(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDACORE_BAKCEND", "triton")
+    found = diagnose(capsys, "--no-selfcheck")
+    assert {"name": "KDACORE_BAKCEND", "value": "triton", "meaning": "not a variable kdacore reads"} in found[
+        "environment"
+    ]
+
+
+def test_a_framework_that_does_not_import(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Machine(
+        (Row("torch", "installed, does not work", "torch 9 fails to import: OSError: libfoo"),),
+        (),
+        ("numpy",),
+    )
+    monkeypatch.setattr(machine, "probe", lambda: broken)
+    assert (
+        only_problem(diagnose(capsys, "--no-selfcheck")) == "torch: torch 9 fails to import: OSError: libfoo"
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("print('{}')", ""),
+        ("import no_such_module_at_all", "ModuleNotFoundError: No module named 'no_such_module_at_all'"),
+        ("import os; os.abort()", "crashed with signal 6"),
+        ("import time; time.sleep(60)", "no answer within 0.5 s"),
+        ("print('hello')", "answered 'hello'"),
+    ],
+)
+def test_probes_in_a_child(code: str, problem: str) -> None:
+    assert machine.child(code, 20.0 if "sleep" not in code else 0.5)[1] == problem
+
+
+# --- plugins of other distributions -------------------------------------------------------------------------------
+
+GOOD = """
+    from kdacore.hookspecs import hookimpl
+    from kdacore.types import Backend, OpImpl
+    @hookimpl
+    def kdacore_backends():
+        return [Backend(name="{name}", version="1.0", kinds=("numpy",), ops={{}}{more})]
+"""
+
+
+def test_a_broken_plugin_is_shown_and_stops_nobody(distribution: Any, capsys: Capture) -> None:
+    distribution("broken-one", "import no_such_module_at_all\n")
+    distribution("good-one", GOOD.format(name="good", more=""))
+    found = diagnose(capsys, "--no-selfcheck")
+    row = next(p for p in found["plugins"] if p["name"] == "broken-one")
+    assert (row["distribution"], row["status"]) == ("broken-one", "problem")
+    assert "Traceback" in row["detail"] and "no_such_module_at_all" in row["detail"]
+    assert only_problem(found).startswith(
+        "plugin broken-one (broken-one): failed to import: ModuleNotFoundError"
+    )
+    assert [b["name"] for b in found["backends"]] == ["reference", "good"]
+
+
+def test_a_slow_import(distribution: Any, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDACORE_PLUGIN_IMPORT_LIMIT", "0.05")
+    config.refresh()
+    distribution("slow-one", "    import time; time.sleep(0.2)\n" + GOOD.format(name="slow", more=""))
+    found = diagnose(capsys, "--no-selfcheck")
+    assert "slow import: 0.2 s, more than the limit of 0.05 s" in only_problem(found)
+    assert "slow" in [b["name"] for b in found["backends"]], "slow is still usable"
+
+
+def test_a_name_clash_names_both(distribution: Any, capsys: Capture) -> None:
+    distribution("first-one", GOOD.format(name="same", more=""))
+    distribution("second-one", GOOD.format(name="same", more=""))
+    said = only_problem(diagnose(capsys, "--no-selfcheck"))
+    assert "name conflict: backend 'same' comes from both first-one and second-one" in said
+
+
+def test_the_wrong_api_version(distribution: Any, capsys: Capture) -> None:
+    distribution("old-one", GOOD.format(name="old", more=", api_version=0"))
+    found = diagnose(capsys, "--no-selfcheck")
+    assert "was written for plugin API 0; this kdacore has 1" in only_problem(found)
+
+
+def test_a_disabled_plugin_is_no_problem(
+    distribution: Any, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KDACORE_DISABLE_PLUGINS", "broken-one")
+    config.refresh()
+    distribution("broken-one", "import no_such_module_at_all\n")
+    found = diagnose(capsys, "--no-selfcheck")
+    assert [p["status"] for p in found["plugins"]] == ["ok", "disabled"]
+
+
+CRASHES = """
+    import os
+    from kdacore.hookspecs import hookimpl
+    from kdacore.types import Backend, OpImpl
+    def forward(request, inputs):
+        os.abort()
+    @hookimpl
+    def kdacore_backends():
+        return [Backend(name="crash", version="1.0", kinds=("numpy",), ops={"kda_gate": OpImpl(forward)})]
+"""
+
+
+def test_a_backend_that_crashes_the_process(distribution: Any, small_machine: Machine) -> None:
+    distribution("crash-one", CRASHES)
+    (row,) = doctor_selfcheck.run(REGISTRY.get("crash"), small_machine, in_child=True)
+    assert (row.status, row.op) == ("FAILED", "kda_gate on cpu, numpy")
+    assert row.detail == "crashed with signal 6"
+
+
+def test_a_child_reports_what_it_measured(small_machine: Machine) -> None:
+    registered = REGISTRY.get("reference")
+    here = doctor_selfcheck.run(registered, small_machine, in_child=False)
+    there = doctor_selfcheck.run(registered, small_machine, in_child=True)
+    assert [(c.op, c.call, c.status) for c in here] == [(c.op, c.call, c.status) for c in there]
+
+
+def test_caches_are_measured(capsys: Capture) -> None:
+    root = config.get().cache_dir
+    (root / "selfcheck" / "cpu").mkdir(parents=True)
+    (root / "selfcheck" / "cpu" / "a.json").write_text("12345")
+    found = diagnose(capsys, "--no-selfcheck")
+    assert [(c["path"], c["files"], c["bytes"]) for c in found["caches"]] == [
+        (str(root), 1, 5),
+        (str(root / "selfcheck"), 1, 5),
+    ]
+
+
+def test_the_real_command_on_the_real_machine(tmp_path: Path) -> None:
+    """Nothing replaced: every built-in plugin, the real probes."""
+    import os
+    import subprocess
+    import sys
+
+    env = {**os.environ, "KDACORE_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "kdacore", "doctor", "--json", "--no-selfcheck"],
+        capture_output=True,
+        text=True,
+        env=env,
+    )
+    found = json.loads(done.stdout)
+    assert done.returncode == found["exit"]
+    assert [p["name"] for p in found["plugins"]][:4] == [
+        f"kdacore_{name}.plugin" for name in ("reference", "triton", "cuda", "pallas")
+    ]
+    assert {row["name"] for row in found["machine"]} >= {"system", "cpu", "torch", "jax", "nvidia driver"}

@@ -1,0 +1,129 @@
+"""``kdacore explain`` and ``kdacore plugins``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import kdacore
+from kdacore import callspec, cli
+from kdacore.callspec import CallSpec
+from kdacore.hookspecs import hookimpl
+from kdacore.ops import OPS
+from kdacore.registry import REGISTRY
+from kdacore.types import Backend, OpImpl
+
+CPU = ["--kind", "numpy", "--device", "cpu", "--dtype", "float32"]
+
+
+@pytest.mark.parametrize("op", list(OPS))
+def test_every_op_can_be_explained(op: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", op, "--shape", "1,128,2,2,32,32", *CPU]) == 0
+    out = capsys.readouterr().out
+    assert "-> reference: supported" in out
+    assert out.endswith("chosen: reference (the only one that can)\n")
+
+
+def test_it_says_what_the_python_function_says(capsys: pytest.CaptureFixture[str]) -> None:
+    x = kdacore.ShapeDtype((2, 64, 2, 16))
+    wanted = kdacore.explain("chunk_kda", x, x, x, x, kdacore.ShapeDtype((2, 64, 2)), output_final_state=True)
+    assert cli.main(["explain", "chunk_kda", "--shape", "2,64,2,2,16,16", "--output-final-state", *CPU]) == 0
+    assert capsys.readouterr().out == f"{wanted}\n"
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "chunk_kda", "--json", *CPU]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["backend"] == "reference"
+    assert found["candidates"][0]["reasons"] == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--safe-gate"],
+        ["--use-gate-in-kernel"],
+        ["--use-gate-in-kernel", "--safe-gate", "--lower-bound", "-4"],
+        ["--use-qk-l2norm-in-kernel", "--use-beta-sigmoid-in-kernel", "--allow-neg-eigval"],
+        ["--initial-state", "bfloat16", "--output-final-state", "--state-v-first"],
+        ["--cu-seqlens", "3"],
+        ["--checkpoint-every", "64", "--disable-recompute"],
+    ],
+)
+def test_switches_of_chunk_kda(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "chunk_kda", "--shape", "1,128,2,4,32,32", *CPU, *words]) == 0
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--state-indices", "8", "--inplace-state"],
+        ["--state-indices", "8", "--read-only-state"],
+        ["--state-indices", "8", "--num-accepted-tokens", "--inplace-state"],
+        ["--out"],
+    ],
+)
+def test_switches_of_fused_recurrent_kda(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "fused_recurrent_kda", "--shape", "2,4,2,2,32,32", *CPU, *words]) == 0
+    capsys.readouterr()
+
+
+def test_what_is_asked_for_reaches_the_request() -> None:
+    call = CallSpec(
+        op="fused_recurrent_kda", B=3, T=4, H=2, HV=4, K=16, V=32, gate="softplus", pool=9, accepted=True
+    )
+    request = callspec.request(call)
+    assert (request.N, request.pool_size, request.state_indices_ndim) == (3, 9, 2)
+    assert (request.gate, request.HV, request.V) == ("softplus", 4, 32)
+
+
+def test_nobody_can_serve_it(capsys: pytest.CaptureFixture[str]) -> None:
+    narrow = Backend(name="narrow", version="1", kinds=("torch",), ops={"chunk_kda": OpImpl(forward=print)})
+
+    class Plugin:
+        @hookimpl
+        def kdacore_backends(self) -> list[Backend]:
+            return [narrow]
+
+    REGISTRY.register(Plugin(), "narrow")
+    assert cli.main(["explain", "chunk_kda", "--backend", "narrow", *CPU]) == 1
+    out = capsys.readouterr().out
+    assert "[array_kind] does not take these arrays (got numpy; wanted torch)" in out
+    assert "chosen: none (backend 'narrow' was forced and cannot serve this call)" in out
+
+
+def test_an_unknown_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "chunk_kda", "--backend", "nonsense", *CPU]) == 2
+    assert "'nonsense'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--dtype", "float99"], "'q'"),
+        (["--shape", "1,8,2,3,16,16"], "'v'"),
+        (["--lower-bound", "-5"], "'lower_bound'"),
+        (["--checkpoint-every", "65"], "'checkpoint_every'"),
+    ],
+)
+def test_a_broken_contract_is_2_and_names_the_argument(
+    words: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["explain", "chunk_kda", *CPU, *words]) == 2
+    assert f"argument {named}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shape", ["1,2,3", "a,b,c,d,e,f"])
+def test_a_shape_that_is_none(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        cli.main(["explain", "chunk_kda", "--shape", shape])
+    assert done.value.code == 2
+    assert "B,T,H,HV,K,V" in capsys.readouterr().err
+
+
+def test_plugins(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plugins"]) == 0
+    out = capsys.readouterr().out
+    assert "kdacore_reference.plugin" in out and "chunk_kda" in out

@@ -34,6 +34,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--kdacore-seed", type=int, default=0, metavar="S", help="seed of the first random call")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Long cases carry the marker ``slow``."""
+    config.addinivalue_line("markers", "slow: takes more than a few seconds")
+
+
 def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> list[Any] | None:
     """Without a backend to test there are no conformance tests."""
     asked = collector.config.getoption("kdacore_backend")

@@ -179,5 +179,5 @@ def frameworks() -> tuple[ArrayKind, ...]:
     found: list[ArrayKind] = ["numpy"]
     for name in ("torch", "jax"):
         if name in sys.modules or importlib.util.find_spec(name) is not None:
-            found.append(name)  # type: ignore[arg-type]
+            found.append(name)
     return tuple(found)

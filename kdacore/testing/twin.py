@@ -112,8 +112,8 @@ def backward_pairs(request: Request, inputs: Any, backward: Callable[..., Any]) 
     if request.op == "kda_gate":
         dlog = rng.standard_normal(request.spec("g").shape)
         device = request.device.type
-        got = backward(request, inputs, to_kind(dlog, request.kind, "float32", device))
-        want = oracle.oracle_gate_backward(request, inputs, dlog)
+        got: Any = backward(request, inputs, to_kind(dlog, request.kind, "float32", device))
+        want: Any = oracle.oracle_gate_backward(request, inputs, dlog)
     else:
         do = rng.standard_normal((request.B, request.T, request.HV, request.V))
         given = _convert_as(request, do, "v")

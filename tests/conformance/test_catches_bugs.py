@@ -1,0 +1,468 @@
+"""The suite must fail a backend that has a bug. Each mutant is the reference with one bug that reached users somewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kdacore
+from kdacore.hookspecs import hookimpl
+from kdacore.registry import REGISTRY
+from kdacore.testing.matrix import plan
+from kdacore.testing.suite import Result, coverage_problems, judged, run_case
+from kdacore.types import Backend, GateGrads, InputGrads, OpImpl, Outputs, Reason
+
+NAME = "mutant"
+CHUNK, DECODE, INTRA = "chunk_kda", "fused_recurrent_kda", "kda_chunk_intra"
+Wrap = Callable[..., Any]
+
+
+@pytest.fixture
+def register() -> Iterator[Callable[..., None]]:
+    """Registers a backend made of mutated reference ops; takes it out again."""
+
+    def add(
+        op: str,
+        *,
+        forward: Wrap | None = None,
+        backward: Wrap | None = None,
+        kind: str = "numpy",
+        **more: Any,
+    ) -> None:
+        original = REGISTRY.get("reference").backend.ops[op]
+        impl = dataclasses.replace(
+            original,
+            forward=_wrapped(original.forward, forward),
+            backward=_wrapped(original.backward, backward),
+            **more,
+        )
+        backend = Backend(NAME, "0", (kind,), {op: impl})  # type: ignore[arg-type]
+
+        class Plugin:
+            @hookimpl
+            def kdacore_backends(self) -> list[Backend]:
+                return [backend]
+
+        REGISTRY.register(Plugin(), NAME)
+
+    yield add
+    REGISTRY.unregister(NAME)
+
+
+def _wrapped(original: Any, mutation: Wrap | None) -> Any:
+    return original if mutation is None else lambda *args: mutation(original, *args)
+
+
+def failures(*, stop: bool = True) -> dict[str, Result]:
+    """Failed cases of the quick suite, the first one of each check."""
+    found: dict[str, Result] = {}
+    for case in plan(NAME).cases:
+        if stop and case.check in found:
+            continue
+        result = run_case(case)
+        if result.status == "failed":
+            found.setdefault(case.check, result)
+    return found
+
+
+def test_an_unchanged_backend_passes(register: Any) -> None:
+    register(CHUNK, forward=lambda f, *a: f(*a), backward=lambda f, *a: f(*a))
+    assert not failures()
+
+
+# --- forward mutations: original forward, request, inputs -> outputs -------------------------------------------------
+
+
+def later_anchor(f: Any, request: Any, x: Any) -> Outputs:
+    """Right to the last bits, which depend on the last row: what an exponent anchored there does."""
+    out = f(request, x)
+    anchor = np.float32(1.0 + abs(float(np.asarray(x.g, np.float32)[:, -1].mean())) / 3)
+    return out._replace(o=((out.o * anchor) / anchor).astype(out.o.dtype))
+
+
+def wrong_layout(f: Any, request: Any, x: Any) -> Outputs:
+    out = f(request, x)
+    if out.final_state is None:
+        return out
+    return out._replace(
+        final_state=np.ascontiguousarray(out.final_state.swapaxes(-1, -2)).reshape(out.final_state.shape)
+    )
+
+
+def nan_on_one_token(f: Any, request: Any, x: Any) -> Outputs:
+    out = f(request, x)
+    if request.packed:
+        starts = np.asarray(x.cu_seqlens)
+        for start, end in itertools.pairwise(starts):
+            if end - start == 1:
+                out.o[:, start] = np.nan
+    return out
+
+
+def writes_an_input(f: Any, request: Any, x: Any) -> Outputs:
+    out = f(request, x)
+    x.k[..., 0] *= 1.0000001
+    return out
+
+
+def writes_past_the_end(f: Any, request: Any, x: Any) -> Outputs:
+    beyond = np.lib.stride_tricks.as_strided(x.v, shape=(x.v.size + 1,), strides=(x.v.itemsize,))
+    if x.v.flags.c_contiguous:
+        beyond[-1] = 0.0
+    return f(request, x)
+
+
+def reads_past_the_end(f: Any, request: Any, x: Any) -> Outputs:
+    """A tile that is not masked: the row after the last one times zero."""
+    out = f(request, x)
+    if x.q.flags.c_contiguous:
+        row = np.lib.stride_tricks.as_strided(x.q, shape=(x.q.size + 1,), strides=(x.q.itemsize,))[-1]
+        out.o[:, -1] += out.o.dtype.type(0) * row.astype(out.o.dtype)
+    return out
+
+
+def ignores_initial_state(f: Any, request: Any, x: Any) -> Outputs:
+    return f(request, x._replace(initial_state=None))
+
+
+def never_the_same(f: Any, request: Any, x: Any) -> Outputs:
+    out = f(request, x)
+    noise = 1 + 1e-6 * np.random.default_rng().standard_normal(out.o.shape)
+    return out._replace(o=(out.o * noise).astype(out.o.dtype))
+
+
+def bounds_the_gate(f: Any, request: Any, x: Any) -> Outputs:
+    """A kernel for bounded gates fed an unbounded one."""
+    return (
+        f(request, x._replace(g=np.maximum(x.g, -5).astype(x.g.dtype)))
+        if request.gate == "log"
+        else f(request, x)
+    )
+
+
+def rounds_beta(f: Any, request: Any, x: Any) -> Outputs:
+    """sigmoid(beta) rounded to eight bits of mantissa on its way into the state."""
+    if not request.beta_sigmoid:
+        return f(request, x)
+    beta = (2.0 if request.neg_eigval else 1.0) / (1 + np.exp(-np.asarray(x.beta, np.float32)))
+    beta = (np.float32(beta).view(np.uint32) + 0x8000 & 0xFFFF0000).view(np.float32)
+    return f(dataclasses.replace(request, beta_sigmoid=False, neg_eigval=False), x._replace(beta=beta))
+
+
+def returns_unasked_state(f: Any, request: Any, x: Any) -> Outputs:
+    return f(dataclasses.replace(request, output_final_state=True), x)
+
+
+def wide_output(f: Any, request: Any, x: Any) -> Outputs:
+    out = f(request, x)
+    return out._replace(o=out.o.astype(np.float32))
+
+
+def checkpoints_at_the_end(f: Any, request: Any, x: Any) -> Outputs:
+    out = f(request, x)
+    if out.checkpoints is not None:
+        out.checkpoints[:, :-1] = out.checkpoints[:, 1:].copy()
+    return out
+
+
+def asks_the_reference(f: Any, request: Any, x: Any) -> Outputs:
+    """A fast backend that is silently never used."""
+    kdacore.kda_gate(np.zeros((1, 1, 1, 1), np.float32), lower_bound=-5.0, backend="reference")
+    return f(request, x)
+
+
+def raises(f: Any, request: Any, x: Any) -> Outputs:
+    raise IndexError("off by one")
+
+
+def refuses_late(f: Any, request: Any, x: Any) -> Outputs:
+    raise kdacore.UnsupportedError(request.op, "not today", {})
+
+
+def depends_on_the_pack(f: Any, request: Any, x: Any) -> Outputs:
+    out = f(request, x)
+    return out._replace(o=(out.o * np.float32(1 + 2e-7 * request.N)).astype(out.o.dtype))
+
+
+FORWARD = [
+    (later_anchor, {"causality", "causality_append"}),
+    (wrong_layout, {"accuracy", "split"}),
+    (nan_on_one_token, {"accuracy"}),
+    (writes_an_input, {"accuracy"}),
+    (writes_past_the_end, {"accuracy"}),
+    (reads_past_the_end, {"accuracy"}),
+    (ignores_initial_state, {"accuracy", "split"}),
+    (never_the_same, {"determinism"}),
+    (bounds_the_gate, {"accuracy"}),
+    (rounds_beta, {"accuracy"}),
+    (returns_unasked_state, {"accuracy"}),
+    (wide_output, {"accuracy"}),
+    (checkpoints_at_the_end, {"accuracy"}),
+    (asks_the_reference, {"accuracy"}),
+    (raises, {"accuracy"}),
+    (refuses_late, {"accuracy"}),
+]
+
+
+@pytest.mark.parametrize(("mutation", "checks"), FORWARD, ids=[m.__name__ for m, _ in FORWARD])
+def test_a_wrong_forward_fails(register: Any, mutation: Wrap, checks: set[str]) -> None:
+    register(CHUNK, forward=mutation)
+    found = failures()
+    assert checks <= set(found)
+
+
+def test_a_later_anchor_passes_every_accuracy_case(register: Any) -> None:
+    """It is the bit comparison alone that catches it."""
+    register(CHUNK, forward=later_anchor)
+    assert not {"accuracy", "split", "determinism", "gradients"} & set(failures())
+
+
+def test_a_broken_promise_of_batch_invariance_fails(register: Any) -> None:
+    register(CHUNK, forward=depends_on_the_pack, batch_invariant=True)
+    assert "batch_invariance" in failures()
+
+
+# --- backward mutations ----------------------------------------------------------------------------------------------
+
+
+def one_percent_off(f: Any, *args: Any) -> InputGrads:
+    grads = f(*args)
+    return grads._replace(v=grads.v * grads.v.dtype.type(1.01))
+
+
+def swapped_gradients(f: Any, *args: Any) -> InputGrads:
+    grads = f(*args)
+    return grads._replace(q=grads.k, k=grads.q)
+
+
+def nan_under_strong_decay(f: Any, request: Any, x: Any, *rest: Any) -> InputGrads:
+    """An exponential taken before its mask."""
+    grads = f(request, x, *rest)
+    if request.gate == "log" and (np.asarray(x.g, np.float32) < -50).any():
+        grads.g[..., 0] = np.nan
+    return grads
+
+
+def gradient_of_a_later_row(f: Any, request: Any, x: Any, *rest: Any) -> InputGrads:
+    grads = f(request, x, *rest)
+    anchor = np.float32(1.0 + abs(float(np.asarray(x.k, np.float32)[:, -1].mean())) / 3)
+    return grads._replace(k=((grads.k * anchor) / anchor).astype(grads.k.dtype))
+
+
+def forgets_the_state_gradient(f: Any, request: Any, x: Any, saved: Any, grads: Any) -> InputGrads:
+    return f(request, x, saved, grads._replace(final_state=None))
+
+
+def no_initial_state_gradient(f: Any, *args: Any) -> InputGrads:
+    return f(*args)._replace(initial_state=None)
+
+
+def needs_residuals(f: Any, request: Any, x: Any, saved: Any, grads: Any) -> InputGrads:
+    if not saved:
+        raise IndexError("tuple index out of range")
+    return f(request, x, saved, grads)
+
+
+def random_order_sum(f: Any, *args: Any) -> InputGrads:
+    grads = f(*args)
+    noise = 1 + 1e-6 * np.random.default_rng().standard_normal(grads.q.shape)
+    return grads._replace(q=(grads.q * noise).astype(grads.q.dtype))
+
+
+BACKWARD = [
+    (one_percent_off, {"gradients", "recomputed_gradients"}),
+    (swapped_gradients, {"gradients"}),
+    (nan_under_strong_decay, {"gradients"}),
+    (gradient_of_a_later_row, {"gradient_causality", "gradient_causality_append"}),
+    (forgets_the_state_gradient, {"gradients"}),
+    (no_initial_state_gradient, {"gradients"}),
+    (random_order_sum, {"gradient_determinism"}),
+]
+
+
+@pytest.mark.parametrize(("mutation", "checks"), BACKWARD, ids=[m.__name__ for m, _ in BACKWARD])
+def test_a_wrong_backward_fails(register: Any, mutation: Wrap, checks: set[str]) -> None:
+    register(CHUNK, backward=mutation)
+    assert checks <= set(failures())
+
+
+def test_a_backward_that_cannot_recompute_fails(register: Any) -> None:
+    def keeps(f: Any, request: Any, x: Any) -> Outputs:
+        return f(request, x)._replace(saved=(x.q,))
+
+    register(CHUNK, forward=keeps, backward=lambda f, r, x, s, g: needs_residuals(f, r, x, s, g))
+    assert "recomputed_gradients" in failures()
+
+
+def test_a_wrong_gate_gradient_fails(register: Any) -> None:
+    def doubled(f: Any, *args: Any) -> GateGrads:
+        grads = f(*args)
+        return grads if grads.A_log is None else grads._replace(A_log=2 * grads.A_log)
+
+    register("kda_gate", backward=doubled)
+    assert "gradients" in failures()
+
+
+# --- pools -----------------------------------------------------------------------------------------------------------
+
+
+def minus_one_is_the_last_row(f: Any, request: Any, x: Any) -> Outputs:
+    if x.state_indices is None or request.state_indices_ndim != 1:
+        return f(request, x)
+    table = np.where(x.state_indices < 0, request.pool_size - 1, x.state_indices)
+    return f(request, x._replace(state_indices=table))
+
+
+def slots_in_order(f: Any, request: Any, x: Any) -> Outputs:
+    if request.state_indices_ndim != 1:
+        return f(request, x)
+    return f(request, x._replace(state_indices=np.arange(request.N)))
+
+
+def verification_commits(f: Any, request: Any, x: Any) -> Outputs:
+    out = f(request, x)
+    if request.read_only_state:
+        x.initial_state[0] *= 0.5
+    return out
+
+
+def accepted_off_by_one(f: Any, request: Any, x: Any) -> Outputs:
+    if x.num_accepted_tokens is None:
+        return f(request, x)
+    return f(request, x._replace(num_accepted_tokens=np.maximum(x.num_accepted_tokens - 1, 0)))
+
+
+def copies_a_strided_pool(f: Any, request: Any, x: Any) -> Outputs:
+    """``contiguous()`` before an in-place write: the caller's rows are never written."""
+    if not request.inplace_state:
+        return f(request, x)
+    return f(request, x._replace(initial_state=np.ascontiguousarray(x.initial_state)))
+
+
+POOL = [
+    minus_one_is_the_last_row,
+    slots_in_order,
+    verification_commits,
+    accepted_off_by_one,
+    copies_a_strided_pool,
+]
+
+
+@pytest.mark.parametrize("mutation", POOL, ids=[m.__name__ for m in POOL])
+def test_a_wrong_use_of_the_pool_fails(register: Any, mutation: Wrap) -> None:
+    register(DECODE, forward=mutation)
+    assert "pool" in failures()
+
+
+def test_a_state_rounded_at_every_step_drifts(register: Any) -> None:
+    """Right within bounds for one call, wrong after hundreds."""
+
+    def rounded(f: Any, request: Any, x: Any) -> Outputs:
+        out = f(request, x)
+        if out.final_state is None or request.inplace_state or request.dtype == "float64":
+            return out
+        return out._replace(final_state=out.final_state * out.final_state.dtype.type(1 + 2e-6))
+
+    register(DECODE, forward=rounded)
+    found = failures()
+    assert "drift" in found
+    assert "accuracy" not in found
+
+
+# --- stages, torch, verifiers ----------------------------------------------------------------------------------------
+
+
+def test_a_half_precision_power_series_fails_on_collinear_keys(register: Any) -> None:
+    def series(f: Any, request: Any, x: Any) -> Any:
+        """The inverse of ``I + L`` as ``(I - L)(I + L^2)(I + L^4)...`` in float16."""
+        right = f(request, x)
+        C, found = request.chunk_size, right.Akk.copy()
+        for start in range(0, request.T, C):
+            rows = right.Akk[0, start : start + C].swapaxes(0, 1)[..., : min(C, request.T - start)]
+            eye = np.eye(rows.shape[-1])
+            power = (eye - np.linalg.inv(rows.astype(np.float64))).astype(np.float16)
+            product = (eye + power).astype(np.float16)
+            for _ in range(6):
+                power = power @ power
+                product = product + product @ power
+            found[0, start : start + C, :, : rows.shape[-1]] = product.swapaxes(0, 1)
+        return right._replace(Akk=found)
+
+    register(INTRA, forward=series)
+    with np.errstate(all="ignore"):
+        found = [
+            r for c in plan(NAME).cases if "collinear" in c.note and (r := run_case(c)).status == "failed"
+        ]
+    assert found
+
+
+def test_memory_read_before_it_is_written_fails(register: Any) -> None:
+    torch = pytest.importorskip("torch")
+
+    def skips_empty(f: Any, request: Any, x: Any) -> Outputs:
+        """The final state of an empty sequence is never written."""
+        out = f(request, x)
+        if request.packed and out.final_state is not None:
+            fresh = torch.empty_like(out.final_state)
+            lengths = x.cu_seqlens.diff()
+            fresh[lengths > 0] = out.final_state[lengths > 0]
+            return out._replace(final_state=fresh)
+        return out
+
+    register(CHUNK, forward=skips_empty, kind="torch")
+    assert "uninitialised" in failures()
+
+
+def test_a_verifier_that_raises_fails(register: Any) -> None:
+    def broken(request: Any) -> Reason | None:
+        raise KeyError("g")
+
+    register(CHUNK, verifiers=(broken,))
+    with pytest.warns(RuntimeWarning, match="verifier"):
+        assert "accuracy" in failures()
+
+
+def test_a_verifier_that_changes_its_mind_fails(register: Any) -> None:
+    answers = iter(range(10**9))
+
+    def moody(request: Any) -> Reason | None:
+        return Reason("mood", "not now", str(next(answers)))
+
+    register(CHUNK, verifiers=(moody,))
+    assert "accuracy" in failures()
+
+
+def test_declining_everything_is_not_passing(register: Any) -> None:
+    def never(request: Any) -> Reason | None:
+        return Reason("never", "serves nothing at all")
+
+    register(CHUNK, verifiers=(never,))
+    cases = plan(NAME).cases
+    assert not failures()
+    problems = coverage_problems(judged(cases))
+    assert any("chunk_kda: declared, but every case is declined (never" in p for p in problems)
+    assert any("numpy arrays" in p for p in problems)
+
+
+def test_an_op_that_is_never_served_is_found_beside_one_that_is(register: Any) -> None:
+    op = OpImpl(forward=lambda *a: None, verifiers=(lambda request: Reason("never", "no"),))
+    register(CHUNK)
+    backend = REGISTRY.get(NAME).backend
+    both = dataclasses.replace(backend, name="half", ops={**backend.ops, DECODE: op})
+
+    class Plugin:
+        @hookimpl
+        def kdacore_backends(self) -> list[Backend]:
+            return [both]
+
+    REGISTRY.register(Plugin(), "half")
+    try:
+        problems = coverage_problems(judged(plan("half").cases))
+    finally:
+        REGISTRY.unregister("half")
+    assert [p.split(":")[0] for p in problems] == [DECODE]

@@ -2,6 +2,7 @@
 
     python examples/byte_lm.py                    # trains for two minutes on the standard library's sources
     python examples/byte_lm.py --seconds 20       # a shorter look
+    python examples/byte_lm.py --goal 3.2         # exit 1 unless held-out bits per byte end below 3.2
 
 The text is the Python that runs this file, so nothing is downloaded. Bits per byte start near 8 (a uniform guess)
 and are measured on files the model never saw.
@@ -189,6 +190,7 @@ def main(arguments: list[str] | None = None) -> float:
     parser.add_argument("--batch", type=int, default=16, help="windows a step (default 16)")
     parser.add_argument("--length", type=int, default=128, help="bytes a window (default 128)")
     parser.add_argument("--sample", type=int, default=200, help="bytes to write at the end (default 200)")
+    parser.add_argument("--goal", type=float, help="fail unless held-out bits per byte end below this")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     model = ByteLM()
@@ -203,6 +205,8 @@ def main(arguments: list[str] | None = None) -> float:
     backends = sorted({f"{s.op} on {s.backend}" for s in ran})
     print(f"held-out after {len(history)} steps: {after:.3f} bits per byte ({', '.join(backends)})")
     print("sample:\ndef " + text.decode("utf-8", "replace"))
+    if options.goal is not None and not after < options.goal:
+        raise SystemExit(f"{after:.3f} bits per byte; wanted less than {options.goal}")
     return after
 
 

@@ -14,7 +14,8 @@ from kdacore.types import Array, ChunkInputs, InputGrads, OutputGrads, Request
 from kdacore_reference.arrays import beside, cast, fold_sum, plain, put
 from kdacore_reference.chunk_forward import chunk_states, state_layout
 from kdacore_reference.gates import beta_backward, gate_backward, l2norm_backward
-from kdacore_reference.intra import Intra, interact, interact_backward
+from kdacore_reference.intra import Intra, interact
+from kdacore_reference.intra_backward import IntraGrads, interact_backward
 from kdacore_reference.parallel import run_units
 from kdacore_reference.plan import Slab, Unit, plan_units
 from kdacore_reference.sequences import sequences_of
@@ -31,7 +32,7 @@ from kdacore_reference.tokens import (
     slab_tokens,
 )
 
-BLOCKS = 16
+BLOCKS = 32
 """As in the forward; the backward holds about three times as much for each block."""
 
 
@@ -57,8 +58,8 @@ class SlabGrads(NamedTuple):
 
     read: Array
     """``[n, H, G, C, 2, V]``: of ``k_start S`` (0) and ``q_start S`` (1)."""
-    wanted: Array
-    """``[n, H, G, C, V]``: of ``beta (v - k_start S)``."""
+    beta: Array
+    """``[n, H, G, C]``."""
     k_end: Array
     log_total: Array
     """``[n, H, G, K or 1]``."""
@@ -90,16 +91,23 @@ class BackwardRun:
 
     def unit(self, unit: Unit) -> None:
         """Scans the unit's sequences in lock step from their ends."""
-        xp = self.xp
         H = unit.heads.stop - unit.heads.start
-        dS = xp.stack([self.dstate[s.n, unit.value_heads, ...] for s in unit.sequences], axis=0)
-        shape = dS.shape
-        dS = xp.reshape(dS, (shape[0], H, -1, *shape[2:]))
+        G = self.request.HV // self.request.H
+        where = {"dtype": self.flat.dtype, "device": beside(self.flat.q)}
+        dS = self.xp.zeros((0, H, G, self.request.K, self.request.V), **where)
         for slab in reversed(unit.slabs):
             dS = self._slab(unit, slab, dS)
-        dS = xp.reshape(dS, shape)
-        for i, s in enumerate(unit.sequences):
-            self.dstate = put(self.dstate, (s.n, unit.value_heads), dS[i, ...])
+        for i, s in enumerate(unit.sequences[: dS.shape[0]]):
+            state = self.xp.reshape(dS[i, ...], (H * G, *dS.shape[3:]))
+            self.dstate = put(self.dstate, (s.n, unit.value_heads), state)
+
+    def _join(self, unit: Unit, dS: Array, count: int) -> Array:
+        """With the sequences that end at this chunk: the first ``count`` now run."""
+        waiting = unit.sequences[dS.shape[0] : count]
+        if not waiting:
+            return dS
+        more = [self.xp.reshape(self.dstate[s.n, unit.value_heads, ...], dS.shape[1:]) for s in waiting]
+        return self.xp.concat([dS, self.xp.stack(more, axis=0)], axis=0)
 
     def _slab(self, unit: Unit, slab: Slab, dS: Array) -> Array:
         xp, request = self.xp, self.request
@@ -109,20 +117,17 @@ class BackwardRun:
         K = request.K
         slots = xp.asarray(slab.slots, device=beside(x.v))
         S = xp.reshape(self.states[slots, unit.value_heads, ...], (n, H, G, K, V))
-        starts = xp.reshape(intra.kq_start, (n, H, G, 2 * C, K))
-        read_k = xp.reshape(starts @ S, (n, H, G, C, 2, V))[..., 0, :]
-        error = x.v - read_k
-        fresh = intra.inverse @ (x.beta * error)
+        error = x.v - intra.kq_start[..., 0, :] @ S
+        error -= intra.coupling @ (x.beta * error)
         do = self._output_grad(unit, slab, (n, H, G, C, V))
 
-        through, dS = self._scan(slab, x, intra, S, fresh, do, dS)
+        through, dS = self._scan(unit, slab, x, intra, S, error, do, dS)
         flat_read = xp.reshape(through.read, (n, H, G, 2 * C, V))
         dstart = xp.reshape(flat_read @ xp.matrix_transpose(S), (n, H, G, C, 2, K))
-        both = xp.reshape(xp.stack([-through.wanted, do], axis=-2), (n, H, G, 2 * C, V))
-        dpairs = xp.reshape(both @ xp.matrix_transpose(fresh), (n, H, G, C, 2, C))
-        dx = interact_backward(x.kq, x.decay, x.beta, intra, dstart, through.k_end, through.log_total, dpairs)
-        dbeta = dx.beta + xp.sum(through.wanted * error, axis=-1, keepdims=True)
-        self._store(unit, slab, x, dx.kq, -through.read[..., 0, :], dbeta, dx.log_decay)
+        fresh = x.beta * error
+        dpairs = xp.reshape(flat_read @ xp.matrix_transpose(fresh), (n, H, G, C, 2, C))
+        dx = interact_backward(x.kq, x.decay, intra, dstart, through.k_end, through.log_total, dpairs)
+        self._store(unit, slab, x, dx, -through.read[..., 0, :], through.beta)
         return dS
 
     def _output_grad(self, unit: Unit, slab: Slab, shape: tuple[int, ...]) -> Array:
@@ -133,52 +138,55 @@ class BackwardRun:
         return xp.reshape(do * self.request.scale, shape)
 
     def _scan(
-        self, slab: Slab, x: Tokens, intra: Intra, S: Array, fresh: Array, do: Array, dS: Array
+        self, unit: Unit, slab: Slab, x: Tokens, intra: Intra, S: Array, error: Array, do: Array, dS: Array
     ) -> tuple[SlabGrads, Array]:
-        """Carries the gradient of the state from the slab's last chunk to its first."""
+        """Carries the gradient of the state from the slab's last chunk to its first.
+
+        ``error`` is what each token still has to write, ``fresh / beta``.
+        """
         xp = self.xp
         n, H, G, C, V = x.v.shape
-        starts = xp.reshape(intra.kq_start, (n, H, G, 2 * C, -1))
+        starts = xp.matrix_transpose(xp.reshape(intra.kq_start, (n, H, G, 2 * C, -1)))
+        coupling = xp.matrix_transpose(intra.coupling)
+        fresh = x.beta * error
         dfresh_here = xp.matrix_transpose(intra.qk) @ do
-        reads, wanteds, ends, totals = [], [], [], []
+        reads, betas, ends, totals = [], [], [], []
         for _, blocks in reversed(list(slab.steps)):
             count = blocks.stop - blocks.start
-            now = dS[:count, ...]
-            dfresh = dfresh_here[blocks, ...] + intra.k_end[blocks, ...] @ now
-            dwanted = xp.matrix_transpose(intra.inverse[blocks, ...]) @ dfresh
-            dread = xp.stack([-x.beta[blocks, ...] * dwanted, do[blocks, ...]], axis=-2)
-            ends.append(fresh[blocks, ...] @ xp.matrix_transpose(now))
+            dS = self._join(unit, dS, count)
+            beta = x.beta[blocks, ...]
+            dfresh = dfresh_here[blocks, ...]
+            dfresh += intra.k_end[blocks, ...] @ dS
+            dfresh -= coupling[blocks, ...] @ (beta * dfresh)
+            betas.append(xp.vecdot(dfresh, error[blocks, ...]))
+            dread = xp.stack([-beta * dfresh, do[blocks, ...]], axis=-2)
+            reads.append(dread)
+            ends.append(fresh[blocks, ...] @ xp.matrix_transpose(dS))
             total = intra.total[blocks, ...]
-            kept = total[..., None] * now
-            log_total = xp.sum(kept * S[blocks, ...], axis=-1)
+            log_total = total * xp.vecdot(dS, S[blocks, ...])
             if total.shape[-1] == 1:
                 log_total = xp.sum(log_total, axis=-1, keepdims=True)
             totals.append(log_total)
-            flat = xp.reshape(dread, (count, H, G, 2 * C, V))
-            dS = put(dS, (slice(0, count),), kept + xp.matrix_transpose(starts[blocks, ...]) @ flat)
-            reads.append(dread)
-            wanteds.append(dwanted)
-        grads = SlabGrads(*(xp.concat(part[::-1], axis=0) for part in (reads, wanteds, ends, totals)))
+            dS *= total[..., None]
+            dS += starts[blocks, ...] @ xp.reshape(dread, (count, H, G, 2 * C, V))
+        grads = SlabGrads(*(xp.concat(part[::-1], axis=0) for part in (reads, betas, ends, totals)))
         return grads, dS
 
-    def _store(
-        self, unit: Unit, slab: Slab, x: Tokens, dkq: Array, dv: Array, dbeta: Array, dlog: Array
-    ) -> None:
+    def _store(self, unit: Unit, slab: Slab, x: Tokens, dx: IntraGrads, dv: Array, dbeta: Array) -> None:
         """From the recurrence's inputs back to the caller's, into the rows of this slab."""
         xp, request = self.xp, self.request
         n, H, G, C, V = x.v.shape
-        dk, dq = dkq[..., 0, :], dkq[..., 1, :]
+        dk, dq = dx.k, dx.q
         if x.k_scale is not None and x.q_scale is not None:
-            kq = x.kq[:, :, 0, ...]
-            dk = l2norm_backward(kq[..., 0, :], x.k_scale, dk)
-            dq = l2norm_backward(kq[..., 1, :], x.q_scale, dq)
+            dk = l2norm_backward(x.kq[:, :, 0, :, 0, :], x.k_scale, dk)
+            dq = l2norm_backward(x.kq[:, :, 0, :, 1, :], x.q_scale, dq)
         self.dk = scatter(self.dk, slab, unit.heads, dk)
         self.dq = scatter(self.dq, slab, unit.heads, dq)
         self.dv = scatter(self.dv, slab, unit.value_heads, xp.reshape(dv, (n, H * G, C, V)))
         dbeta = beta_backward(x.raw_beta, xp.reshape(dbeta, (n, H * G, C, 1)), request)
         self.dbeta = scatter(self.dbeta, slab, unit.value_heads, dbeta)
-        mask = mask_of(slab, dlog)
-        dlog = masked(xp.reshape(dlog, (n, H * G, C, self.gate_width)), mask)
+        dlog = xp.reshape(dx.log_decay, (n, H * G, C, self.gate_width))
+        dlog = masked(dlog, mask_of(slab, dlog))
         dg, dA = gate_backward(request, x.raw_g, *gate_slices(self.flat, unit), dlog)
         self.dg = scatter(self.dg, slab, unit.value_heads, dg)
         if self.inputs.A_log is not None and dA is not None:

@@ -1,8 +1,8 @@
 """``chunk_kda`` and ``chunk_gated_delta_rule`` forward: chunks in parallel, then a short scan over them.
 
-With ``P = tril(beta k k^T, -1)`` decayed and ``T = (I + P)^-1``, a chunk that starts from state ``S`` computes
+With ``P = tril(k k^T, -1)`` decayed, a chunk that starts from state ``S`` computes
 
-    fresh = T (beta (v - k_start S))        the values the delta rule really writes
+    fresh = beta (I + P beta)^-1 (v - k_start S)        the values the delta rule really writes
     o     = scale (q_start S + qk fresh)
     S'    = total S + k_end^T fresh
 
@@ -23,7 +23,7 @@ from kdacore_reference.plan import CHUNK, Slab, Unit, chunk_count, plan_units
 from kdacore_reference.sequences import sequences_of
 from kdacore_reference.tokens import Flat, empty_rows, flatten, scatter, slab_tokens
 
-BLOCKS = 32
+BLOCKS = 64
 """Chunks times value heads in a slab: small enough for the cache, large enough to hide the cost of a call."""
 
 
@@ -103,9 +103,10 @@ class ForwardRun:
             if self.want_states:
                 states.append(xp.asarray(S, copy=True))
             read = xp.reshape(starts[blocks, ...] @ S, (count, H, G, C, 2, V))
-            wanted = x.v[blocks, ...] - read[..., 0, :]
-            wanted *= x.beta[blocks, ...]
-            fresh = intra.inverse[blocks, ...] @ wanted
+            beta = x.beta[blocks, ...]
+            fresh = x.v[blocks, ...] - read[..., 0, :]
+            fresh -= intra.coupling[blocks, ...] @ (beta * fresh)
+            fresh *= beta
             o = intra.qk[blocks, ...] @ fresh
             o += read[..., 1, :]
             outputs.append(o)

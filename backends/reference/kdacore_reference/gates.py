@@ -28,13 +28,13 @@ def softplus(x: Array) -> Array:
 def l2_scale(x: Array) -> Array:
     """``1 / sqrt(sum(x*x) + eps)`` over the last axis, which is kept with size 1."""
     xp = array_namespace(x)
-    return 1.0 / xp.sqrt(xp.sum(x * x, axis=-1, keepdims=True) + L2_EPS)
+    return 1.0 / xp.sqrt(xp.vecdot(x, x)[..., None] + L2_EPS)
 
 
 def l2norm_backward(unit: Array, inverse: Array, dunit: Array) -> Array:
     """Gradient of ``x`` from that of ``unit = x * inverse``."""
     xp = array_namespace(unit)
-    return inverse * (dunit - unit * xp.sum(unit * dunit, axis=-1, keepdims=True))
+    return inverse * (dunit - unit * xp.vecdot(unit, dunit)[..., None])
 
 
 def beta_forward(beta: Array, request: Request) -> Array:

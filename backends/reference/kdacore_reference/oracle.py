@@ -43,7 +43,6 @@ class Tokens(NamedTuple):
     decay: F64
     """``exp(g)``, trailing axis ``K``, or 1 with a scalar gate."""
     beta: F64
-    scale: float
 
 
 def sequence_rows(request: Request, cu_seqlens: Any) -> tuple[I64, I64]:
@@ -88,7 +87,6 @@ def _prepare(request: Request, inputs: Any, rows: I64) -> Tokens:
         v=_gather(to_float64(inputs.v), rows),
         decay=_gather(np.exp(log_decay), rows, fill=1.0),
         beta=_gather(beta, rows),
-        scale=request.scale,
     )
 
 
@@ -98,16 +96,16 @@ def _channelled(g: F64, request: Request) -> F64:
 
 
 def _step(S: F64, x: Tokens, t: int) -> tuple[F64, F64]:
-    """The state after token ``t`` and its output. ``S`` is ``[N, HV, K, V]``."""
+    """The state after token ``t`` and ``q @ S``. ``S`` is ``[N, HV, K, V]``."""
     q, k, v, beta = x.q[:, t], x.k[:, t], x.v[:, t], x.beta[:, t]
     S = x.decay[:, t][..., :, None] * S
     error = v - (k[..., :, None] * S).sum(-2)
     S = S + beta[..., None, None] * k[..., :, None] * error[..., None, :]
-    return S, x.scale * (q[..., :, None] * S).sum(-2)
+    return S, (q[..., :, None] * S).sum(-2)
 
 
 def _steps(S: F64, x: Tokens) -> Iterator[tuple[int, F64, F64, F64]]:
-    """Yields ``(t, state before, state after, output)`` for every token."""
+    """Yields ``(t, state before, state after, q @ S)`` for every token."""
     for t in range(x.q.shape[1]):
         after, o = _step(S, x, t)
         yield t, S, after, o
@@ -162,7 +160,7 @@ def oracle_forward(request: Request, inputs: Any) -> Outputs:
     for t, before, after, o_t in _steps(S, x):
         checkpoints.record(t, before)
         pool.record(t, after)
-        o[:, t] = o_t
+        o[:, t] = request.scale * o_t
         S = after
     final = None
     if request.inplace_state:
@@ -233,15 +231,15 @@ def oracle_backward(request: Request, inputs: Any, grads: OutputGrads) -> InputG
     """
     rows, _ = sequence_rows(request, inputs.cu_seqlens)
     x = _prepare(request, inputs, rows)
-    do = np.zeros(x.v.shape) if grads.o is None else _gather(to_float64(grads.o), rows)
+    do = np.zeros(x.v.shape) if grads.o is None else request.scale * _gather(to_float64(grads.o), rows)
     dS = np.zeros((request.N, request.HV, request.K, request.V))
     if grads.final_state is not None:
         dS += _to_kv(to_float64(grads.final_state), request)
 
-    dx = Tokens(*(np.zeros_like(a) for a in x[:5]), scale=x.scale)
+    dx = Tokens(*(np.zeros_like(a) for a in x))
     starts = {t: before for t, before, _, _ in _steps(_initial(request, inputs), x) if t % SEGMENT == 0}
     for start in sorted(starts, reverse=True):
-        segment = Tokens(*(a[:, start : start + SEGMENT] for a in x[:5]), scale=x.scale)
+        segment = Tokens(*(a[:, start : start + SEGMENT] for a in x))
         for t, before, after, _ in reversed(list(_steps(starts[start], segment))):
             dS = _step_backward(dS, before, after, x, dx, do, start + t)
     return _finish_grads(request, inputs, rows, dx, dS)
@@ -254,8 +252,8 @@ def _step_backward(dS: F64, before: F64, after: F64, x: Tokens, dx: Tokens, do: 
     decayed = decay * before
     error = v - (k[..., :, None] * decayed).sum(-2)
 
-    dx.q[:, t] = x.scale * (after * do_t[..., None, :]).sum(-1)
-    dS = dS + x.scale * q[..., :, None] * do_t[..., None, :]
+    dx.q[:, t] = (after * do_t[..., None, :]).sum(-1)
+    dS = dS + q[..., :, None] * do_t[..., None, :]
 
     k_dS = (k[..., :, None] * dS).sum(-2)
     derror = beta[..., None] * k_dS
@@ -312,5 +310,5 @@ def oracle_gate_backward(request: Request, inputs: Any, dlog: Any) -> GateGrads:
 
 
 def _gate_arrays(inputs: GateInputs | Any) -> tuple[F64, F64 | None, F64 | None]:
-    optional = [None if a is None else to_float64(a) for a in (inputs.A_log, inputs.dt_bias)]
-    return to_float64(inputs.g), *optional
+    A_log, dt_bias = (None if a is None else to_float64(a) for a in (inputs.A_log, inputs.dt_bias))
+    return to_float64(inputs.g), A_log, dt_bias

@@ -1,4 +1,4 @@
-"""How a call is cut: chunks of 64 tokens, slabs of chunks that are worked on together, units that are independent.
+"""How a call is cut: chunks of 32 tokens, slabs of chunks that are worked on together, units that are independent.
 
 Slabs keep temporaries small whatever ``T`` is. Every matrix product has the fixed shapes of one chunk (the last chunk
 of a sequence is padded with tokens that change nothing), so no bit of a result depends on how many tokens follow, on
@@ -16,7 +16,7 @@ from kdacore.types import Request
 from kdacore_reference.exact import I64
 from kdacore_reference.sequences import Sequence
 
-CHUNK = 64
+CHUNK = 32
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,14 +127,15 @@ def kda_chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:
     intra = interact(xp.stack([k, q], axis=-2), _grouped(xp.exp2(step), request), beta)
     return IntraOutputs(
         Aqk=_paste(_flat_heads(intra.qk * request.scale), grid, request),
-        Akk=_paste(_real_columns(_flat_heads(intra.inverse), grid), grid, request),
+        Akk=_paste(_flat_heads(_inverse(intra.coupling, beta)), grid, request),
     )
 
 
-def _real_columns(pairs: Array, grid: ChunkGrid) -> Array:
-    """Zero in columns of padding, whose inverse has a one on its diagonal."""
-    xp = array_namespace(pairs)
-    return xp.where(grid.real[:, None, None, :], pairs, xp.zeros_like(pairs))
+def _inverse(coupling: Array, beta: Array) -> Array:
+    """``(I + beta P)^-1 = I - beta U``; rows of padding, which have ones on the diagonal, are never pasted."""
+    xp = array_namespace(coupling)
+    C = coupling.shape[-1]
+    return xp.eye(C, dtype=coupling.dtype, device=beside(coupling)) - beta * coupling
 
 
 def kda_recompute_w_u(request: Request, inputs: RecomputeInputs) -> RecomputeOutputs:

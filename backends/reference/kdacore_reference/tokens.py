@@ -34,7 +34,11 @@ def flatten(request: Request, inputs: Any) -> Flat:
     a, bias = gate_parameters(request, inputs.A_log, inputs.dt_bias, dtype)
     tail = (request.HV, 1, -1)
     return Flat(
-        *(flat_rows(x) for x in inputs[:5]),
+        q=flat_rows(inputs.q),
+        k=flat_rows(inputs.k),
+        v=flat_rows(inputs.v),
+        g=flat_rows(inputs.g),
+        beta=flat_rows(inputs.beta),
         a=None if a is None else xp.reshape(a, tail),
         bias=None if bias is None else xp.reshape(bias, tail),
         dtype=dtype,
@@ -71,13 +75,15 @@ def slab_tokens(request: Request, flat: Flat, unit: Unit, slab: Slab) -> Tokens:
     H, G = unit.heads.stop - unit.heads.start, request.HV // request.H
     mask = mask_of(slab, flat.q)
     # The caller's dtype is widened once the rows are gathered; half precision never enters arithmetic.
-    q = gather(flat.q, slab, unit.heads, flat.dtype, mask)
-    k = gather(flat.k, slab, unit.heads, flat.dtype, mask)
+    q = gather(flat.q, slab, unit.heads, flat.dtype, mask, order=False)
+    k = gather(flat.k, slab, unit.heads, flat.dtype, mask, order=False)
     q_scale = k_scale = None
     if request.qk_l2norm:
         q_scale, k_scale = l2_scale(q), l2_scale(k)
         q, k = q * q_scale, k * k_scale
-    kq = xp.stack([k, q], axis=-2)[:, :, None, ...]
+    kq = xp.empty((slab.blocks, H, 1, CHUNK, 2, q.shape[-1]), dtype=flat.dtype, device=beside(q))
+    kq = put(kq, (slice(None), slice(None), 0, slice(None), 0), k)
+    kq = put(kq, (slice(None), slice(None), 0, slice(None), 1), q)
 
     def grouped(array: Array) -> Array:
         return xp.reshape(array, (slab.blocks, H, G, CHUNK, -1))
@@ -106,13 +112,19 @@ def gate_slices(flat: Flat, unit: Unit) -> tuple[Array | None, Array | None]:
     return a, None if flat.bias is None else flat.bias[unit.value_heads, ...]
 
 
-def gather(flat: Array, slab: Slab, heads: slice, dtype: Any, mask: Array | None = None) -> Array:
-    """``[rows, heads, X]`` to ``[n, heads, C, X]`` in row-major order; with ``mask``, padding becomes 0."""
+def gather(
+    flat: Array, slab: Slab, heads: slice, dtype: Any, mask: Array | None = None, order: bool = True
+) -> Array:
+    """``[rows, heads, X]`` to ``[n, heads, C, X]``; with ``mask``, padding becomes 0.
+
+    In row-major order, or with ``order=False`` as it comes, perhaps a view of the caller's memory.
+    """
     xp = array_namespace(flat)
     rows = slab.rows if isinstance(slab.rows, slice) else _indices(slab.rows, flat)
     part = flat[:, heads, ...][rows, ...]
     part = xp.reshape(part, (slab.blocks, CHUNK, *part.shape[1:]))
-    return masked(dense(cast(xp.permute_dims(part, (0, 2, 1, 3)), dtype)), mask)
+    part = masked(cast(xp.permute_dims(part, (0, 2, 1, 3)), dtype), mask)
+    return dense(part) if order else part
 
 
 def scatter(target: Array, slab: Slab, heads: slice, values: Array) -> Array:

@@ -16,6 +16,8 @@ COMMANDS = {
     "doctor": ("kdacore.doctor", "say what is installed, what works and what would make the rest work"),
     "bench": ("kdacore.bench.command", "time the ops, after checking that they are right"),
     "explain": ("kdacore.commands.explain", "say which backend would serve a call, and why not the others"),
+    "verify": ("kdacore.commands.verify", "run the conformance suite on this machine and record it"),
+    "build": ("kdacore.commands.build", "compile the CUDA kernels ahead of time"),
     "plugins": ("kdacore.commands.plugins", "list every plugin and the backends it brings"),
 }
 USAGE, FAILED, INTERRUPTED = 2, 1, 130

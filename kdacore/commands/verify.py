@@ -1,0 +1,43 @@
+"""``kdacore verify``: run the conformance suite on this machine, say how each backend did, and keep a record."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from kdacore import report
+from kdacore.registry import REGISTRY, missing
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("backends", nargs="*", metavar="BACKEND", help="default: every backend that is available here")
+    add("--device", default=None, help="cpu, cuda, tpu (default: the backend's own first choice)")
+    add("--level", default="quick", choices=("quick", "full"), help="how many cases (default quick)")
+    add("--random", type=int, default=0, metavar="N", help="also N random calls")
+    add("--seed", type=int, default=0, help="of the first random call")
+    add(
+        "--kind",
+        action="append",
+        default=[],
+        choices=("numpy", "torch", "jax"),
+        help="only these array kinds",
+    )
+    add("--folder", type=Path, default=None, help="where the records go (default: the cache folder)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when every backend conforms, 1 when one does not."""
+    from kdacore.verify import default_path, verify
+
+    out = report.console()
+    names = args.backends or [n for n, r in REGISTRY.backends().items() if not missing(r.backend)]
+    failed = False
+    for name in names:
+        found = verify(name, args.device, args.level, args.random, seed=args.seed, kinds=tuple(args.kind))
+        path = default_path(found, args.folder)
+        found.write(path)
+        out.print("\n".join(found.lines()))
+        out.print(f"  record: {path}\n")
+        failed = failed or not found.ok
+    return report.BROKEN if failed else report.OK

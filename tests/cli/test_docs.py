@@ -1,0 +1,34 @@
+"""Every example of docs/command-line.md runs, and every command stands in it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from kdacore import cli
+from kdacore.bench.cases import PRESETS, SPECIAL
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "command-line.md").read_text()
+EXAMPLES = re.findall(r"^\$ kdacore (.+)$", TEXT, re.MULTILINE)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_example(example: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    assert cli.main(shlex.split(example)) == 0
+    assert capsys.readouterr().out
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) >= 9
+
+
+def test_every_command_and_preset_is_described() -> None:
+    for command in cli.COMMANDS:
+        assert re.search(rf"^## {command}: ", TEXT, re.MULTILINE), command
+    for preset in (*SPECIAL, *PRESETS):
+        assert f"`{preset}`" in TEXT, preset

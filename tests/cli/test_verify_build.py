@@ -1,0 +1,116 @@
+"""``kdacore verify`` and ``kdacore build``: what they pass on, what they write, when they exit 1."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kdacore.verify as verification
+from kdacore import cli
+from kdacore.errors import BackendBuildError
+from kdacore.hookspecs import hookimpl
+from kdacore.registry import REGISTRY
+from kdacore.types import Backend, Requirement
+
+
+def record(backend: str, problems: list[str]) -> verification.Report:
+    return verification.Report(
+        backend=backend,
+        backend_version="1",
+        device="cpu (x86_64)",
+        level="quick",
+        seed=0,
+        started="2026-01-02T03:04:05+00:00",
+        seconds=1.0,
+        commit="",
+        machine={},
+        versions={},
+        served=0,
+        declined={},
+        cases=[],
+        worst={},
+        problems=problems,
+    )
+
+
+@pytest.mark.parametrize(("problems", "status"), [([], 0), (["op chunk_kda is never served"], 1)])
+def test_verify(
+    problems: list[str],
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[Any] = []
+
+    def fake(*args: Any, **kwargs: Any) -> verification.Report:
+        asked.append((args, kwargs))
+        return record(args[0], problems)
+
+    monkeypatch.setattr(verification, "verify", fake)
+    words = ["verify", "reference", "--level", "full", "--random", "7", "--seed", "3", "--kind", "numpy"]
+    assert cli.main([*words, "--device", "cpu", "--folder", str(tmp_path)]) == status
+    assert asked == [(("reference", "cpu", "full", 7), {"seed": 3, "kinds": ("numpy",)})]
+    (written,) = verification.load_records(tmp_path)
+    assert written.backend == "reference"
+    out = capsys.readouterr().out
+    assert str(tmp_path) in out and ("never served" in out) == bool(problems)
+
+
+def test_verify_takes_what_is_available(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Plugin:
+        @hookimpl
+        def kdacore_backends(self) -> list[Backend]:
+            gone = Requirement("gpu", lambda: "no GPU", "buy one")
+            return [Backend(name="elsewhere", version="1", kinds=("torch",), ops={}, requirements=(gone,))]
+
+    REGISTRY.register(Plugin(), "elsewhere")
+    names: list[str] = []
+
+    def fake(name: str, *args: Any, **kwargs: Any) -> verification.Report:
+        names.append(name)
+        return record(name, [])
+
+    monkeypatch.setattr(verification, "verify", fake)
+    assert cli.main(["verify", "--folder", str(tmp_path)]) == 0
+    assert names == ["reference"]
+    capsys.readouterr()
+
+
+def test_verify_an_unknown_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", "nonsense"]) == 2
+    assert "'nonsense'" in capsys.readouterr().err
+
+
+def test_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from kdacore_cuda import prebuilt
+
+    asked: list[Any] = []
+
+    def fake(archs: Any, folder: Path, report: Any) -> list[Path]:
+        asked.append((tuple(archs), folder))
+        report("decode.sm_90a: 5 bytes")
+        return [folder / "decode.sm_90a.cubin"]
+
+    monkeypatch.setattr(prebuilt, "build_all", fake)
+    assert cli.main(["build", "--arch", "sm_90a", "--folder", str(tmp_path)]) == 0
+    assert cli.main(["build"]) == 0
+    assert asked == [(("sm_90a",), tmp_path), (tuple(prebuilt.PACKAGED_ARCHS), prebuilt.FOLDER)]
+    assert f"decode.sm_90a: 5 bytes\n1 kernels in {tmp_path}\n" in capsys.readouterr().out
+
+
+def test_a_failed_build_shows_the_compiler_s_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kdacore_cuda import prebuilt
+
+    def fake(*args: Any, **kwargs: Any) -> list[Path]:
+        raise BackendBuildError("decode", "line 3: expected a semicolon")
+
+    monkeypatch.setattr(prebuilt, "build_all", fake)
+    assert cli.main(["build"]) == 1
+    assert "line 3: expected a semicolon" in capsys.readouterr().err

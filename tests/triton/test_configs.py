@@ -51,7 +51,7 @@ def test_every_kernel_is_served_everywhere() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", ""])
 def test_any_architecture_has_an_answer(arch: str) -> None:
-    assert set(configs.get("recurrent", arch, **SHAPE)) == {"BV", "TILES", "num_warps", "num_stages"}
+    assert set(configs.get("recurrent", arch, **SHAPE)) == {"BV", "num_warps", "num_stages"}
 
 
 def test_unknown_kernel_is_an_error() -> None:

@@ -445,18 +445,28 @@ def test_same_bits_twice() -> None:
 
 
 def candidates() -> list[configs.Config]:
-    """Every configuration a tuner may choose; in the interpreter, which has no warps, one of each tiling."""
+    """Every configuration a tuner may choose; in the interpreter, which has no warps, one of each block size."""
     found = configs.candidates("recurrent")
-    tilings = {(c["BV"], c["TILES"]): c for c in found}
-    return found if DEVICE == "cuda" else list(tilings.values())
+    return found if DEVICE == "cuda" else list({c["BV"]: c for c in found}.values())
 
 
-@pytest.mark.parametrize("config", candidates(), ids=lambda c: f"BV{c['BV']}x{c['TILES']}w{c['num_warps']}")
+@pytest.mark.parametrize("config", candidates(), ids=lambda c: f"BV{c['BV']}w{c['num_warps']}")
 def test_every_candidate_configuration(config: configs.Config) -> None:
-    width = config["BV"] * config["TILES"]
     with configs.override("recurrent", config):
-        for T, V in ((1, width + 3), (1, 2 * width), (2, config["BV"] + 3)):
+        for T, V in ((1, config["BV"] + 3), (1, 2 * config["BV"]), (2, config["BV"] + 3)):
             check(draw(T=T, H=1, HV=1, K=16, V=V, initial_state=states(1, 1, 16, V)), output_final_state=True)
+
+
+def test_many_sequences_and_wide_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grid for more sequences than its second axis holds, and 64-bit offsets, on small inputs."""
+    x = draw(B=3, T=2, HV=4, initial_state=states(3, 4, 16, 16))
+    want = recurrent.forward(request_of(x, output_final_state=True), x)
+    for name, value in (("_MAX_GRID_Y", 2), ("_INT32_MAX", 10)):
+        recurrent._forget()
+        monkeypatch.setattr(recurrent, name, value)
+        got = check(x, output_final_state=True)
+        assert torch.equal(got.o, want.o) and torch.equal(got.final_state, want.final_state)
+    recurrent._forget()
 
 
 def test_plans_are_kept_per_request_and_strides() -> None:

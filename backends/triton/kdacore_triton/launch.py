@@ -258,7 +258,7 @@ def device_of(args: tuple[Any, ...]) -> int:
     """CUDA device index of the first tensor among the arguments."""
     for a in args:
         if isinstance(a, torch.Tensor):
-            return a.get_device()
+            return int(a.get_device())
     raise TypeError("a launch needs at least one tensor argument")
 
 

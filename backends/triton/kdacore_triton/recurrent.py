@@ -19,6 +19,8 @@ launcher = Launcher(kernels.recurrent_kernel)
 
 GATES = {"log": 0, "softplus": 1, "sigmoid": 2}
 _MAX_PLANS = 1024
+_MAX_GRID_Y = 65535
+_INT32_MAX = 2**31 - 1
 _UNALIGNED = 15
 
 
@@ -35,7 +37,12 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     if launch.copied:
         inputs = inputs._replace(**{name: getattr(inputs, name).contiguous() for name in launch.copied})
     q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, _, indices, accepted, out = inputs
-    o = torch.empty(plan.o_shape, dtype=v.dtype, device=v.device) if launch.fresh_o else out
+    if not launch.fresh_o:
+        o = out
+    elif launch.v_is_dense:
+        o = torch.empty_like(v)  # cheaper on the host than spelling the same thing out
+    else:
+        o = torch.empty(plan.o_shape, dtype=v.dtype, device=v.device)
     target = None
     if plan.inplace:
         target = state
@@ -91,13 +98,24 @@ class Plan:
 class Launch:
     """One request with one set of strides: everything but the addresses."""
 
-    __slots__ = ("constexprs", "copied", "device", "fresh_o", "grid", "options", "prepared", "scalars")
+    __slots__ = (
+        "constexprs",
+        "copied",
+        "device",
+        "fresh_o",
+        "grid",
+        "options",
+        "prepared",
+        "scalars",
+        "v_is_dense",
+    )
 
     def __init__(self, plan: Plan, x: RecurrentInputs) -> None:
         r = plan.request
         self.device = plan.device
         self.copied = _to_copy(r, x)
         self.fresh_o = x.out is None or x.out.stride(-1) != 1
+        self.v_is_dense = x.v.is_contiguous()
         self.prepared: Prepared | None = None
         x = x._replace(**{name: getattr(x, name).contiguous() for name in self.copied})
         one = r.T == 1 and not r.packed
@@ -106,25 +124,27 @@ class Launch:
             one=one,
         )  # fmt: skip
         BV = min(config["BV"], next_power_of_2(r.V))
-        TILES = min(config["TILES"], cdiv(r.V, BV)) if one else 1
-        self.grid: Grid = (r.N * r.HV * cdiv(r.V, BV * TILES), 1, 1)
+        programs = r.HV * cdiv(r.V, BV)
+        flat = r.N > _MAX_GRID_Y
+        self.grid: Grid = (programs * r.N, 1, 1) if flat else (programs, r.N, 1)
         self.options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"]}
         source = _state_strides(r, x.initial_state)
         target = source if r.inplace_state else _state_strides(r, None)
         self.scalars = (
             *(r.scale, r.lower_bound or 0.0, r.T, r.HV, r.HV // r.H),
             *(s for t in (x.q, x.k, x.v, x.g, x.beta) for s in t.stride()[:3]),
-            *(_contiguous_strides(plan.o_shape) if self.fresh_o else x.out.stride())[:3],
+            *(_contiguous_strides(plan.o_shape) if self.fresh_o or x.out is None else x.out.stride())[:3],
             *source[:2],
             *target[:2],
             x.state_indices.stride(0) if r.state_indices_ndim == 2 else 0,
         )
         self.constexprs = {
-            "K": r.K, "V": r.V, "BK": next_power_of_2(r.K), "BV": BV, "TILES": TILES,
+            "K": r.K, "V": r.V, "BK": next_power_of_2(r.K), "BV": BV,
             "SOURCE_K": source[2], "SOURCE_V": source[3], "TARGET_K": target[2], "TARGET_V": target[3],
             "GATE": GATES[r.gate], "SCALAR": r.scalar_gate, "NORM": r.qk_l2norm,
             "SIGMOID": r.beta_sigmoid, "BETA_MAX": 2.0 if r.neg_eigval else 1.0,
             "READ": _read_mode(r, x), "WRITE": _write_mode(r), "PACKED": r.packed, "ONE": one,
+            "WIDE": max(map(_reach, (x.q, x.k, x.v, x.g, x.beta))) > _INT32_MAX, "FLAT": flat,
         }  # fmt: skip
 
     def run(self, vectors: tuple[Any, ...], scalars: tuple[Any, ...]) -> None:
@@ -190,6 +210,11 @@ def _to_copy(r: Request, x: RecurrentInputs) -> tuple[str, ...]:
     if x.state_indices is not None and x.state_indices.stride(-1) != 1:
         bad.append("state_indices")
     return tuple(bad)
+
+
+def _reach(x: torch.Tensor) -> int:
+    """Offset of the last element, in elements."""
+    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def _state_strides(r: Request, state: torch.Tensor | None) -> tuple[int, int, int, int]:

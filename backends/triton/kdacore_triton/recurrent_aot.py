@@ -21,7 +21,7 @@ def aot_cases(arch: str) -> list[AotCase]:
                 for state in ("float32", "bfloat16"):
                     for T in (1, 4):
                         name = (
-                            f"recurrent BV{config['BV']}x{config['TILES']} w{config['num_warps']} {state} T{T}"
+                            f"recurrent BV{config['BV']} w{config['num_warps']} {state} T{T}"
                             + " v_first" * v_first
                         )
                         slow = i > 0 or state == "bfloat16"

@@ -1,8 +1,7 @@
 """The recurrence token by token: gate, norms, sigmoid and state update of every token in one launch.
 
-A program owns columns of one sequence-head's state, so the state crosses memory once each way whatever T is, and no two
-programs share a state element, which makes in-place pools safe. With one token (``ONE``) it walks ``TILES`` tiles of
-``BV`` columns, each on its way while the one before is worked on; with several it keeps one tile in registers.
+A program owns ``BV`` columns of one sequence-head's state and keeps them in registers over all tokens, so the state
+crosses memory once each way whatever T is. Programs never share a state element, which makes in-place pools safe.
 """
 
 from __future__ import annotations
@@ -97,11 +96,6 @@ def store_state(p, S, jk, mk, mv, row, MAYBE_NONE: tl.constexpr, MASKED: tl.cons
 
 
 @triton.jit
-def add3(a, b, c, x, y, z):
-    return a + x, b + y, c + z
-
-
-@triton.jit
 def prepare(
     xq, xk, xg, xb, bias, a_exp, scale, lower_bound,
     GATE: tl.constexpr, NORM: tl.constexpr, SIGMOID: tl.constexpr, BETA_MAX: tl.constexpr,
@@ -112,9 +106,11 @@ def prepare(
     beta = xb.to(tl.float32)
     if NORM:
         # One reduction for all three: each costs a trip through shared memory.
-        qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, add3)
-        rq = scale / tl.sqrt(qq + 1e-6)
-        rk = 1.0 / tl.sqrt(kk + 1e-6)
+        squares, cross = tl.split(tl.sum(tl.join(tl.join(q * q, k * k), tl.join(q * k, q * k)), 0))
+        qq, kk = tl.split(squares)
+        qk, _ = tl.split(cross)
+        rq = scale * tl.rsqrt(qq + 1e-6)
+        rk = tl.rsqrt(kk + 1e-6)
         q *= rq
         k *= rk
         qk *= rq * rk
@@ -142,7 +138,7 @@ def advance(S, xv, q, k, decay, beta, qk, SCALAR: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["T", "HV", "GROUP", "beta_b", "beta_t", "beta_h", "index_row"],
+    do_not_specialize=["T", "HV", "beta_b", "beta_t", "beta_h", "index_row"],
     do_not_specialize_on_alignment=["beta", "A_log", "cu_seqlens", "indices", "accepted"],
 )
 def recurrent_kernel(
@@ -151,48 +147,59 @@ def recurrent_kernel(
     T, HV, GROUP,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, o_b, o_t, o_h,
     source_row, source_h, target_row, target_h, index_row,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SOURCE_K: tl.constexpr, SOURCE_V: tl.constexpr, TARGET_K: tl.constexpr, TARGET_V: tl.constexpr,
     GATE: tl.constexpr, SCALAR: tl.constexpr, NORM: tl.constexpr, SIGMOID: tl.constexpr, BETA_MAX: tl.constexpr,
-    READ: tl.constexpr, WRITE: tl.constexpr, PACKED: tl.constexpr, ONE: tl.constexpr,
+    READ: tl.constexpr, WRITE: tl.constexpr,
+    PACKED: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (N * HV * ceil(V / (BV * TILES)), 1, 1), the parts of one state next to each other.
+    """Grid: (ceil(V / BV) * HV, N, 1), or (ceil(V / BV) * HV * N, 1, 1) when ``FLAT``: a state's parts lie together.
 
     ``x_b, x_t, x_h`` are strides over batch, token and head, the last dimension being contiguous; ``source`` and
     ``target`` are the state read and written, with strides ``_row``, ``_h`` and constants ``_K``, ``_V``. ``GROUP``
-    value heads share one query/key head. ``ONE``: exactly one token per sequence, not packed; else ``TILES`` is 1.
+    value heads share one query/key head. ``ONE``: exactly one token per sequence, not packed. ``WIDE``: some offset to
+    a sequence or head of q, k, v, g, beta or o needs 64 bits.
     """
-    WIDTH: tl.constexpr = BV * TILES
-    PARTS: tl.constexpr = (V + WIDTH - 1) // WIDTH
+    PARTS: tl.constexpr = (V + BV - 1) // BV
     MASK_K: tl.constexpr = BK != K
-    MASK_V: tl.constexpr = V % WIDTH != 0
+    MASK_V: tl.constexpr = V % BV != 0
     MASK_S: tl.constexpr = MASK_K or MASK_V
     MAYBE_NO_SOURCE: tl.constexpr = READ >= READ_INDEXED
     MAYBE_NO_TARGET: tl.constexpr = WRITE >= WRITE_INDEXED
     pid = tl.program_id(0)
-    hv = (pid // PARTS) % HV
-    n = ((pid // PARTS) // HV).to(tl.int64)
-    h = (hv // GROUP).to(tl.int64)
-    hv = hv.to(tl.int64)
+    if FLAT:
+        hv = (pid // PARTS) % HV
+        n = (pid // PARTS) // HV
+    else:
+        hv = pid // PARTS
+        n = tl.program_id(1)
+    h = hv // GROUP
     ik = tl.arange(0, BK)
-    iv = (pid % PARTS) * WIDTH + tl.arange(0, BV)
+    iv = (pid % PARTS) * BV + tl.arange(0, BV)
     mk = ik < K
     mv = iv < V
 
-    row = n
+    n64 = n.to(tl.int64)
+    row = n64
     if READ == READ_INDEXED:
         row = tl.load(indices + n).to(tl.int64)
     if READ == READ_ACCEPTED:
         count = tl.load(accepted + n).to(tl.int64)
-        row = tl.load(indices + n * index_row + count - 1, mask=count > 0, other=-1).to(tl.int64)
+        row = tl.load(indices + n64 * index_row + count - 1, mask=count > 0, other=-1).to(tl.int64)
 
-    first = n * 0
-    batch = n
     length = T
     if PACKED:
-        first = tl.load(cu_seqlens + n).to(tl.int64)
-        length = (tl.load(cu_seqlens + n + 1).to(tl.int64) - first).to(tl.int32)
+        first = tl.load(cu_seqlens + n).to(tl.int32)
+        length = tl.load(cu_seqlens + n + 1).to(tl.int32) - first
         batch = n * 0
+    else:
+        first = n * 0
+        batch = n
+    if WIDE:
+        batch = batch.to(tl.int64)
+        first = first.to(tl.int64)
+        h = h.to(tl.int64)
+        hv = hv.to(tl.int64)
     q += batch * q_b + first * q_t + h * q_h
     k += batch * k_b + first * k_t + h * k_h
     v += batch * v_b + first * v_t + hv * v_h
@@ -207,21 +214,21 @@ def recurrent_kernel(
     # Wide offsets only where the caller's own strides need them.
     jk = ik[:, None]
     jv = iv[None, :]
-    if SOURCE_K * BK + SOURCE_V * (V + WIDTH) >= 2**31 or TARGET_K * BK + TARGET_V * (V + WIDTH) >= 2**31:
+    if SOURCE_K * BK + SOURCE_V * (V + BV) >= 2**31 or TARGET_K * BK + TARGET_V * (V + BV) >= 2**31:
         jk = jk.to(tl.int64)
         jv = jv.to(tl.int64)
     S = tl.zeros([BK, BV], dtype=tl.float32)
     if READ != READ_NONE:
-        source += row * source_row + hv * source_h + jk * SOURCE_K + jv * SOURCE_V
+        source += row * source_row + hv.to(tl.int64) * source_h + jk * SOURCE_K + jv * SOURCE_V
         S = load_state(source, jk, mk[:, None], mv[None, :], row, MAYBE_NO_SOURCE, MASK_S)
     # Where the state after the first token goes, or the final one.
-    goal = n
+    goal = n64
     if WRITE == WRITE_INDEXED:
         goal = row
     if WRITE == WRITE_EACH:
-        goal = tl.load(indices + n * index_row).to(tl.int64)
+        goal = tl.load(indices + n64 * index_row).to(tl.int64)
     if WRITE != WRITE_NONE:
-        target += hv * target_h + jk * TARGET_K + jv * TARGET_V
+        target += hv.to(tl.int64) * target_h + jk * TARGET_K + jv * TARGET_V
 
     bias = 0.0
     if dt_bias is not None:
@@ -237,26 +244,11 @@ def recurrent_kernel(
         yq, yk, decay, yb, qk = prepare(
             xq, xk, xg, xb, bias, a_exp, scale, lower_bound, GATE, NORM, SIGMOID, BETA_MAX
         )
-        for j in tl.static_range(TILES):
-            S0 = S
-            v0 = xv
-            i0 = iv
-            m0 = mv
-            if j + 1 < TILES:
-                iv += BV
-                mv = iv < V
-                xv = load_row(v, iv, mv, 1, MASK_V)
-                if READ != READ_NONE:
-                    source += BV * SOURCE_V
-                    S = load_state(source, jk, mk[:, None], mv[None, :], row, MAYBE_NO_SOURCE, MASK_S)
-            S0, y = advance(S0, v0, yq, yk, decay, yb, qk, SCALAR)
-            if MASK_V:
-                tl.store(o + i0, y.to(o.dtype.element_ty), mask=m0)
-            else:
-                tl.store(o + i0, y.to(o.dtype.element_ty))
-            if WRITE != WRITE_NONE:
-                p = target + goal * target_row + j * BV * TARGET_V
-                store_state(p, S0, jk, mk[:, None], m0[None, :], goal, MAYBE_NO_TARGET, MASK_S)
+        S, y = advance(S, xv, yq, yk, decay, yb, qk, SCALAR)
+        if MASK_V:
+            tl.store(o + iv, y.to(o.dtype.element_ty), mask=mv)
+        else:
+            tl.store(o + iv, y.to(o.dtype.element_ty))
     else:
         S = S.to(tl.float32)
         for t in range(length):
@@ -275,10 +267,10 @@ def recurrent_kernel(
             tl.store(o + iv, y.to(o.dtype.element_ty), mask=mv)
             o += o_t
             if WRITE == WRITE_EACH:
-                goal = tl.load(indices + n * index_row + t).to(tl.int64)
+                goal = tl.load(indices + n64 * index_row + t).to(tl.int64)
                 p = target + goal * target_row
                 store_state(p, S, jk, mk[:, None], mv[None, :], goal, True, MASK_S)
             xq, xk, xv, xg, xb = nq, nk, nv, ng, nb
-        if WRITE == WRITE_SEQUENCE or WRITE == WRITE_INDEXED:  # noqa: SIM109 - kernels know no `in`
-            p = target + goal * target_row
-            store_state(p, S, jk, mk[:, None], mv[None, :], goal, MAYBE_NO_TARGET, MASK_S)
+    if WRITE != WRITE_NONE and (ONE or WRITE != WRITE_EACH):
+        p = target + goal * target_row
+        store_state(p, S, jk, mk[:, None], mv[None, :], goal, MAYBE_NO_TARGET, MASK_S)

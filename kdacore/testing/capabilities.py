@@ -72,10 +72,12 @@ def representable(kind: ArrayKind, dtype: str) -> bool:
 
 
 def kinds_of(backend: str) -> tuple[ArrayKind, ...]:
-    """Array kinds a backend takes that can be tested here, the one with the richest joins first."""
+    """Array kinds a backend takes that can be tested here: those auto chooses it for first, the richest joins first."""
+    declared = REGISTRY.get(backend).backend
+    own = declared.kinds if declared.auto_kinds is None else declared.auto_kinds
     order: tuple[ArrayKind, ...] = ("torch", "jax", "numpy")
-    there = frameworks()
-    return tuple(k for k in order if k in REGISTRY.get(backend).backend.kinds and k in there)
+    there = [k for k in order if k in declared.kinds and k in frameworks()]
+    return tuple(sorted(there, key=lambda k: k not in own))
 
 
 def default_device(backend: str) -> str:

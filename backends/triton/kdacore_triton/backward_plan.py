@@ -45,6 +45,8 @@ class Plan:
     slots: int
     """Chunks in the workspace: ``B * NT``, or the bound ``T // C + N`` when packed."""
     tiles: Tiles
+    row_values: int
+    """float32 values of a chunk and head that there is one of a token; see kernels.backward_halves."""
     work_dtype: torch.dtype
     """dtype of the workspace and, bfloat16 or float32, of the matrix operands."""
     dot: str
@@ -69,22 +71,23 @@ def choose_tiles(KP: int, VP: int, narrow: bool, programs: int) -> Tiles:
     The arithmetic of a sequence does not depend on any of these choices: only independent columns are split.
     """
     if narrow:
-        wide = KP > 128 or VP > 128
         return Tiles(
             prepare_bk=min(KP, 32),
             prepare_bv=min(VP, 64),
-            scan_bv=min(VP, 32 if KP > 128 else 64),
-            grads_bk=min(KP, 32),
-            grads_bv=min(VP, 64 if wide else 128),
+            scan_bv=min(VP, 32 if KP > 128 else 128),
+            scan_warps=8 if KP <= 128 and VP >= 128 else 4,
+            grads_bk=min(KP, 128),
+            grads_bv=min(VP, 128),
+            grads_warps=8 if KP >= 128 else 4,
         )
     return Tiles(
         prepare_bk=min(KP, 32),
         prepare_bv=min(VP, 32),
         scan_bv=16,
-        grads_bk=16,
-        grads_bv=min(VP, 32),
         scan_warps=8 if KP > 128 else 4,
         scan_stages=1,
+        grads_bk=min(KP, 64),
+        grads_bv=min(VP, 32),
     )
 
 
@@ -100,18 +103,18 @@ def plan_backward(request: Request, interpreting: bool) -> Plan:
         "GATE": GATES[request.gate],
         "HAS_A": request.has("A_log"),
         "HAS_BIAS": request.has("dt_bias"),
-        "SCALAR": request.scalar_gate,
         "L2NORM": request.qk_l2norm,
         "BETA": (2 if request.neg_eigval else 1) if request.beta_sigmoid else 0,
         "PACKED": request.packed,
-        "PRECISE": not narrow,
         "ASM": native,
     }
+    tiles = choose_tiles(KP, VP, narrow, request.N * request.HV)
     return Plan(
         KP=KP,
         VP=VP,
         slots=slots,
-        tiles=choose_tiles(KP, VP, narrow, request.N * request.HV),
+        tiles=tiles,
+        row_values=(5 + KP // tiles.grads_bk) * C,
         work_dtype=torch.bfloat16 if narrow else torch.float32,
         dot="ieee" if interpreting else ("bf16" if narrow else "tf32x3"),
         bounded=bounded_gate(request),

@@ -4,7 +4,7 @@ Three launches (prepare, scan, grads) and one small reduction for each parameter
 reduction each for q and k. Nothing is read on the host, so a call can be captured into a graph. Sums over chunks
 and heads run in one fixed order, without atomics: the same inputs give the same bits.
 
-Workspace, C = 64, bf16, K = V = 128: 2.5 KB a token and value head, of which 1 KB (w, kg, qg, Aqk, inv) is given back
+Workspace, C = 64, bf16, K = V = 128: 2.5 KB a token and value head, of which 768 bytes (w, kg, qg) are given back
 to the allocator before the gradients are allocated.
 """
 
@@ -18,6 +18,7 @@ from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
 
 from .backward_plan import C, Plan, plan_backward
 from .kernels.backward_grads import grads_kernel
+from .kernels.backward_grads_scalar import scalar_grads_kernel
 from .kernels.backward_prepare import prepare_kernel
 from .kernels.backward_reduce import sum_group_kernel, sum_slots_kernel
 from .kernels.backward_scan import scan_kernel
@@ -26,6 +27,7 @@ from .launch import Launcher, cdiv
 _prepare = Launcher(prepare_kernel)
 _scan = Launcher(scan_kernel)
 _grads = Launcher(grads_kernel)
+_scalar_grads = Launcher(scalar_grads_kernel)
 _sum_slots = Launcher(sum_slots_kernel)
 _sum_group = Launcher(sum_group_kernel)
 
@@ -52,7 +54,7 @@ def backward(
     d_final = None if grads.final_state is None else grads.final_state.contiguous()
     work = _run_prepare(request, plan, x)
     d_initial = _run_scan(request, plan, x, work, do, d_final)
-    for name in ("w", "kg", "qg", "Aqk", "inv", "last"):
+    for name in ("w", "kg", "qg", "last"):
         del work[name]
     return _run_grads(request, plan, x, work, do, d_initial)
 
@@ -68,15 +70,16 @@ def _run_prepare(request: Request, plan: Plan, x: ChunkInputs) -> dict[str, torc
     last = tile(dtype=torch.float32) if r.scalar_gate else tile(p.KP, dtype=torch.float32)
     work = {
         "Aqk": tile(C, C), "inv": tile(C, C), "qg": tile(C, p.KP), "kg": tile(C, p.KP), "w": tile(C, p.KP),
-        "uT": tile(p.VP, C), "last": last, "rn": tile(2, C, dtype=torch.float32) if r.qk_l2norm else last,
+        "uT": tile(p.VP, C), "last": last, "row_values": tile(p.row_values, dtype=torch.float32),
     }  # fmt: skip
     _prepare(
         (p.slots * r.HV, 1, 1),
         x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens,
-        *(work[n] for n in ("Aqk", "inv", "qg", "kg", "w", "uT", "last", "rn")),
+        *(work[n] for n in ("Aqk", "inv", "qg", "kg", "w", "uT", "last", "row_values")),
         r.scale, float(r.lower_bound or 0.0), r.T, cdiv(r.T, C), r.N, r.H, r.HV, r.K, r.V,
-        KP=p.KP, VP=p.VP, BK=t.prepare_bk, BV=t.prepare_bv, DOT=p.dot, INV_DOT=p.inverse_dot,
-        num_warps=t.prepare_warps, BOUNDED=p.bounded, **p.gate,
+        KP=p.KP, VP=p.VP, BK=t.prepare_bk, BV=t.prepare_bv, ROWS=p.row_values, DOT=p.dot, INV_DOT=p.inverse_dot,
+        num_warps=t.prepare_warps,
+        SCALAR=r.scalar_gate, BOUNDED=p.bounded, **p.gate,
     )  # fmt: skip
     return work
 
@@ -126,13 +129,16 @@ def _run_grads(
     width = 1 if r.scalar_gate else p.KP
     dA_part = None if x.A_log is None else _partial(r, plan, x.q, 1)
     dbias_part = None if x.dt_bias is None else _partial(r, plan, x.q, width)
-    _grads(
+    launch = _scalar_grads if r.scalar_gate else _grads
+    launch(
         (p.slots * r.HV, 1, 1),
         x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, do,
-        *(work[n] for n in ("rn", "hT", "dhT", "uT", "drT")),
+        *(work[n] for n in ("row_values", "hT", "dhT", "uT", "drT")),
+        *(() if r.scalar_gate else (work["Aqk"], work["inv"])),
         dq, dk, dv, dg, dbeta, dA_part, dbias_part,
         r.scale, float(r.lower_bound or 0.0), r.T, cdiv(r.T, C), r.N, r.H, r.HV, r.K, r.V,
-        KP=p.KP, VP=p.VP, BK=t.grads_bk, BV=t.grads_bv, GROUPED=grouped, DOT=p.dot, num_warps=t.grads_warps, **p.gate,
+        KP=p.KP, VP=p.VP, BK=t.grads_bk, BV=t.grads_bv, ROWS=p.row_values, GROUPED=grouped, DOT=p.dot,
+        num_warps=t.grads_warps, **p.gate,
     )  # fmt: skip
     if grouped:
         dq, dk = _sum_groups(r, p, x.q, dq), _sum_groups(r, p, x.k, dk)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LOG2E, exp2, log2_decay, reciprocal, sigmoid
+from .common import LOG2E, exp2, log2_decay, log2_decay_grad, reciprocal, sigmoid
 
 C = tl.constexpr(64)
 """Rows of a chunk."""
@@ -24,18 +24,6 @@ LEVELS = tl.constexpr(6)
 BLOCK_LEVEL = tl.constexpr(4)
 BLOCK = tl.constexpr(16)
 """Rows that one anchor serves where a gate is bounded: the levels below BLOCK_LEVEL."""
-
-
-@triton.jit
-def halves(x, DOT: tl.constexpr):
-    """``x`` as a sum of two bfloat16 parts (17 bits), or ``x`` itself where dots take float32."""
-    if DOT == "bf16":
-        hi = x.to(tl.bfloat16)
-        lo = (x - hi.to(tl.float32)).to(tl.bfloat16)
-    else:
-        hi = x
-        lo = x
-    return hi, lo
 
 
 @triton.jit
@@ -59,56 +47,19 @@ def boundary(r, level):
 
 
 @triton.jit
-def boundary_factor(gc, hi, lo, level, PRECISE: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr):
-    """Every row's decay from or to its boundary, ``[C, BK]``.
-
-    ``gc`` is the steps summed from the chunk's first row; a difference of two such sums is off by their rounding,
-    which bfloat16 results do not notice. PRECISE sums the steps between instead (``hi, lo`` are their halves).
-    """
+def boundary_factor(hi, lo, level, DOT: tl.constexpr, ASM: tl.constexpr):
+    """Every row's decay from or to its boundary, ``[C, BK]``; ``hi, lo`` are the halves of the steps."""
     r = tl.arange(0, C)[:, None]
-    if PRECISE:
-        t = tl.arange(0, C)[None, :]
-        b = boundary(r, level)
-        e = sum_rows(((t > b) & (t <= r)) | ((t > r) & (t <= b)), hi, lo, DOT)
-    else:
-        e = -tl.abs(gc - tl.gather(gc, tl.broadcast_to(boundary(r, level), gc.shape), 0))
-    return exp2(e, ASM)
+    t = tl.arange(0, C)[None, :]
+    b = boundary(r, level)
+    return exp2(sum_rows(((t > b) & (t <= r)) | ((t > r) & (t <= b)), hi, lo, DOT), ASM)
 
 
 @triton.jit
-def decays_after(gc, total, hi, lo, PRECISE: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr):
-    """Every row's decay to the chunk's last row. ``total`` is the last row of ``gc``."""
-    if PRECISE:
-        e = sum_rows(tl.arange(0, C)[None, :] > tl.arange(0, C)[:, None], hi, lo, DOT)
-    else:
-        e = total[None, :] - gc
-    return exp2(e, ASM)
-
-
-@triton.jit
-def rounded(x, DOT: tl.constexpr):
-    """``x`` as a dot of precision DOT will see it, still float32, so that other products can use the same value."""
-    if DOT == "bf16":
-        # To nearest, ties away from zero: two integer operations, where a conversion there and back is slow.
-        bits = (x.to(tl.int32, bitcast=True) + 0x8000) & -65536
-        x = bits.to(tl.float32, bitcast=True)
-    return x
-
-
-@triton.jit
-def right_rows(level):
-    """``[C, 1]`` mask: rows in the right half of their group."""
-    return ((tl.arange(0, C) >> level) & 1)[:, None] == 1
-
-
-@triton.jit
-def level_pairs(level, BOTH: tl.constexpr):
-    """``[C, C]`` mask of the pairs ``i > j`` of a level; BOTH: and of ``i < j``."""
+def level_pairs(level):
+    """``[C, C]`` mask of the pairs ``i > j`` of a level."""
     half = tl.arange(0, C) >> level
-    if BOTH:
-        sibling = half ^ 1
-    else:
-        sibling = tl.where((half & 1) == 1, half ^ 1, -1)
+    sibling = tl.where((half & 1) == 1, half ^ 1, -1)
     return sibling[:, None] == half[None, :]
 
 
@@ -212,3 +163,23 @@ def steps(x, a_exp, lower_bound, inside, GATE: tl.constexpr, ASM: tl.constexpr):
     else:
         y = log2_decay(x, a_exp, lower_bound, GATE)
     return tl.where(inside, y, 0.0)
+
+
+@triton.jit
+def gate_back(dstep, x, a_exp, lower_bound, inside, GATE: tl.constexpr, ASM: tl.constexpr):
+    """Gradient of the raw gate, and what to add up for dA_log, from the gradient of the natural-log decay."""
+    dx = tl.where(inside, dstep * log2_decay_grad(x, a_exp, lower_bound, GATE), 0.0)
+    if GATE == 1:
+        da = dstep * (steps(x, a_exp, lower_bound, inside, GATE, ASM) / LOG2E)
+    else:
+        da = dx * x
+    return dx, da
+
+
+@triton.jit
+def beta_back(db, raw, BETA: tl.constexpr):
+    """Gradient of beta as given, from the gradient of beta as used."""
+    if BETA != 0:
+        s = sigmoid(raw)
+        db *= BETA * s * (1.0 - s)
+    return db

@@ -1,21 +1,25 @@
-"""Third launch of the chunk backward: every input gradient of one chunk, gate and norms included.
+"""Third launch of the chunk backward for gates with one value a channel: every input gradient of one chunk.
 
 One program a chunk and value head. With ``S`` the state at the chunk's start, ``dS`` the gradient of the state at
-its end, ``v'`` (v_new) and its gradient ``dv'`` from the scans, and ``d`` the product of decays from a row to the
-boundary it names::
+its end, ``v'`` (v_new) and ``dr`` (the gradient of what the inverse is multiplied with) from the scans::
 
-    dr   = inv^T dv'             dv = beta dr
+    dv   = beta dr
     dAqk = scale tril(do v'^T)   dL = -tril(dr v'^T, -1)            (L = what inv is I plus of, inverted)
     dq   = scale 2^gc (do S^T)             + sum_j dAqk_ij k_j 2^(gc_i - gc_j)
     x    = -2^gc (dr S^T)                  + sum_j dL_ij   k_j 2^(gc_i - gc_j)
-    dk   = beta x + 2^(gc_last - gc) (v' dS^T) + sum_i (dAqk_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
-    dbeta = dr . v + k . x
-    dgc  = q dq + k beta x - k (the other terms of dk), plus into the last row
+    col  = 2^(gc_last - gc) (v' dS^T)      + sum_i (dAqk_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
+    dk   = beta x + col          dbeta = dr . v + k . x
+    dgc  = q dq + k beta x - k col, plus into the last token
            2^gc_last sum_v(S dS) + sum_i (k 2^(gc_last - gc) (v' dS^T))_i
-    dg   = dgc summed from the row to the chunk's end, then through the gate
+    dg   = dgc summed from the token to the chunk's end, then through the gate
 
-The pairs inside a chunk go level by level (backward_blocks). There one symmetric product serves rows and columns,
-and dgc multiplies by the same rounded operands as the product, so that what cancels exactly cancels in bfloat16 too.
+The chunk's halves (backward_halves) are done one after the other; pairs across them meet at the boundary between.
+``dgc`` multiplies by the same rounded operands as the products do, so that what cancels exactly cancels in bfloat16 too.
+
+dAqk and dL wait, each with its transpose, in the tiles that held Aqk and inv; ``rows`` keeps what there is one of a
+token. Both are read again where they are used: registers are what this kernel is short of. ::
+
+    pairs_q[t, r] = dAqk_tr (t > r), dAqk_rt (t < r)        pairs_k[t, r] = beta_t dL_tr (t > r), dL_rt (t < r)
 """
 
 from __future__ import annotations
@@ -23,105 +27,175 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .backward_blocks import (
-    LEVELS,
-    C,
-    activated_beta,
-    boundary_factor,
-    decays_after,
-    gate_input,
-    gate_input_scalar,
-    gate_rate,
+from .backward_blocks import C, beta_back, gate_back, gate_rate, steps
+from .backward_halves import (
+    ROW_BETA,
+    ROW_DBETA,
+    ROW_DIAGONAL,
+    ROW_RK,
+    ROW_RQ,
+    S,
+    block,
     halves,
-    level_pairs,
-    load_rows,
-    load_vector,
-    right_rows,
+    level_grads,
+    load_half,
     rounded,
-    steps,
-    store_rows,
-    store_vector,
-    sum_rows,
-    up_to_row,
+    store_block,
+    store_half,
+    sum_tokens,
 )
-from .common import LOG2E, chunk_of_slot, exp2, log2_decay_grad, mma, mma_acc, operand, sigmoid
+from .common import chunk_of_slot, exp2, mma, mma_acc
 
 
 @triton.jit
-def channel_grads(
-    qt, kt, b, gc, hi, lo, M1, M2, dq, dk, dgc, db,
-    PRECISE: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr,
+def value_grads(v, dv, dr, b, start, rows, HV, hv, vs, V):
+    """Stores dv of one half; returns what it gives to dbeta."""
+    dr = tl.trans(dr).to(tl.float32)
+    store_half(dv, b[:, None] * dr, start, rows, HV * V, hv * V, vs, V)
+    return tl.sum(dr * load_half(v, start, rows, HV * V, hv * V, vs, V).to(tl.float32), 1)
+
+
+@triton.jit
+def store_pairs(pairs_q, pairs_k, A, L, b, diagonal):
+    """Stores one half's diagonal blocks, and the diagonal of ``A`` itself at ``diagonal``."""
+    t = tl.arange(0, S)
+    A_own = tl.sum(tl.where(t[:, None] == t[None, :], A, 0.0), 1)
+    tl.store(diagonal + t, A_own)
+    A = tl.where(t[:, None] > t[None, :], A, 0.0)
+    L = tl.where(t[:, None] > t[None, :], L, 0.0)
+    store_block(pairs_q, A + tl.trans(A), 0, 0)
+    store_block(pairs_k, b[:, None] * L + tl.trans(L), 0, 0)
+
+
+@triton.jit
+def value_part(
+    v, dv, do, vT, drT, pairs_q, pairs_k, row_values, start, rows, scale, HV, hv, V,
+    VP: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the pairs ``i > j`` inside the chunk give to dq, dk, dgc and dbeta.
-
-    ``M1``: strictly lower dAqk plus its transpose. ``M2``: dL plus the transpose of ``beta_i dL_ij``.
-    """
-    for level in range(LEVELS):
-        f = boundary_factor(gc, hi, lo, level, PRECISE, DOT, ASM)
-        right = right_rows(level)
-        is_right = tl.where(right, 1.0, 0.0)
-        pairs = level_pairs(level, True)
-        z = rounded(tl.where(right, qt, kt) * f, DOT)
-        p = mma(tl.where(pairs, M1, 0.0), z, DOT)
-        e = z * p
-        p *= f
-        dq += is_right * p
-        dk += (1.0 - is_right) * p
-        dgc += (2.0 * is_right - 1.0) * e
-        z = rounded(kt * f, DOT)
-        p = mma(tl.where(pairs, M2, 0.0), z, DOT)
-        e = z * p
-        dk += tl.where(right, b[:, None], 1.0) * (f * p)
-        dgc += tl.where(right, b[:, None], -1.0) * e
-        db += tl.sum(is_right * e, 1)
-    return dq, dk, dgc, db
-
-
-@triton.jit
-def gate_back(dstep, x, a_exp, lower_bound, inside, GATE: tl.constexpr, ASM: tl.constexpr):
-    """Gradient of the raw gate, and what to add up for dA_log, from the gradient of the natural-log decay."""
-    dx = tl.where(inside, dstep * log2_decay_grad(x, a_exp, lower_bound, GATE), 0.0)
-    if GATE == 1:
-        da = dstep * (steps(x, a_exp, lower_bound, inside, GATE, ASM) / LOG2E)
-    else:
-        da = dx * x
-    return dx, da
-
-
-@triton.jit
-def beta_back(db, raw, BETA: tl.constexpr):
-    """Gradient of beta as given, from the gradient of beta as used."""
-    if BETA != 0:
-        s = sigmoid(raw)
-        db *= BETA * s * (1.0 - s)
-    return db
+    """Everything that has no channel: dv, dAqk, dL, and what v gives to dbeta."""
+    t = tl.arange(0, S)
+    b0 = tl.load(row_values + ROW_BETA * C + t)
+    b1 = tl.load(row_values + ROW_BETA * C + S + t)
+    db0 = tl.zeros([S], tl.float32)
+    db1 = tl.zeros([S], tl.float32)
+    A00 = tl.zeros([S, S], tl.float32)
+    A10 = tl.zeros([S, S], tl.float32)
+    A11 = tl.zeros([S, S], tl.float32)
+    L00 = tl.zeros([S, S], tl.float32)
+    L10 = tl.zeros([S, S], tl.float32)
+    L11 = tl.zeros([S, S], tl.float32)
+    dtype = vT.dtype.element_ty
+    for first in range(0, VP, BV):
+        vs = first + tl.arange(0, BV)
+        tall = vs[:, None] * C + t[None, :]
+        v0 = tl.load(vT + tall)
+        do0 = load_half(do, start, rows, HV * V, hv * V, vs, V).to(dtype)
+        A00 = mma_acc(do0, v0, A00, DOT)
+        dr0 = tl.load(drT + tall)
+        db0 += value_grads(v, dv, dr0, b0, start, rows, HV, hv, vs, V)
+        L00 = mma_acc(tl.trans(dr0), v0, L00, DOT)
+        do1 = load_half(do, start + S, rows - S, HV * V, hv * V, vs, V).to(dtype)
+        A10 = mma_acc(do1, v0, A10, DOT)
+        dr1 = tl.load(drT + tall + S)
+        db1 += value_grads(v, dv, dr1, b1, start + S, rows - S, HV, hv, vs, V)
+        L10 = mma_acc(tl.trans(dr1), v0, L10, DOT)
+        v1 = tl.load(vT + tall + S)
+        A11 = mma_acc(do1, v1, A11, DOT)
+        L11 = mma_acc(tl.trans(dr1), v1, L11, DOT)
+    own = row_values + ROW_DIAGONAL * C
+    store_pairs(pairs_q, pairs_k, scale * A00, -L00, b0, own)
+    store_pairs(pairs_q + S * C + S, pairs_k + S * C + S, scale * A11, -L11, b1, own + S)
+    A10 *= scale
+    store_block(pairs_q, A10, S, 0)
+    store_block(pairs_q, tl.trans(A10), 0, S)
+    store_block(pairs_k, -b1[:, None] * L10, S, 0)
+    store_block(pairs_k, -tl.trans(L10), 0, S)
+    tl.store(row_values + ROW_DBETA * C + t, db0)
+    tl.store(row_values + ROW_DBETA * C + S + t, db1)
 
 
 @triton.jit
-def norm_back(x, rn, d_raw, inner, start, rows, row_stride, first, cols, width):
-    """Rewrites ``d_raw = rn * dxn`` in place as the gradient through ``xn = rn * x``; ``inner = sum(dxn * xn)``."""
-    d = load_rows(d_raw, start, rows, row_stride, first, cols, width)
-    d -= load_rows(x, start, rows, row_stride, first, cols, width) * (rn * rn * inner)[:, None]
-    store_rows(d_raw, d, start, rows, row_stride, first, cols, width)
+def channels(x, start, rows, row_stride, first, cols, width):
+    """float32 tile ``[cols, S]`` of one half."""
+    return tl.trans(load_half(x, start, rows, row_stride, first, cols, width)).to(tl.float32)
 
 
 @triton.jit
-def value_tiles(do, vT, drT, start, rows, HV, hv, at_chunk, vs, V, VP: tl.constexpr):
-    """do ``[C, vs]``, v' ``[vs, C]`` and dr ``[C, vs]`` in the workspace's dtype."""
-    tall = at_chunk * (VP * C) + vs[:, None] * C + tl.arange(0, C)[None, :]
-    dot = load_rows(do, start, rows, HV * V, hv * V, vs, V).to(vT.dtype.element_ty)
-    return dot, tl.load(vT + tall), tl.trans(tl.load(drT + tall))
+def normalised(x, start, rows, row_stride, first, cols, width, norms, L2NORM: tl.constexpr):
+    """:func:`channels` of q or k, times the reciprocal norms at ``norms``."""
+    x = channels(x, start, rows, row_stride, first, cols, width)
+    if L2NORM:
+        x *= tl.load(norms + tl.arange(0, S))[None, :]
+    return x
+
+
+@triton.jit
+def gate_tile(g, dt_bias, start, rows, HV, hv, cols, K, HAS_BIAS: tl.constexpr):
+    """``g + dt_bias`` as a float32 tile ``[cols, S]`` of one half."""
+    x = channels(g, start, rows, HV * K, hv * K, cols, K)
+    if HAS_BIAS:
+        x += tl.load(dt_bias + hv * K + cols, mask=cols < K, other=0.0).to(tl.float32)[:, None]
+    return x
+
+
+@triton.jit
+def gate_steps(
+    g, dt_bias, a_exp, lower_bound, start, rows, HV, hv, cols, K,
+    GATE: tl.constexpr, HAS_BIAS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """log2 decays of one half, ``[cols, S]``."""
+    x = gate_tile(g, dt_bias, start, rows, HV, hv, cols, K, HAS_BIAS)
+    inside = (cols < K)[:, None] & (tl.arange(0, S) < rows)[None, :]
+    return steps(x, a_exp, lower_bound, inside, GATE, ASM)
+
+
+@triton.jit
+def finish_half(
+    q1, k1, dqt, x, col, dgc, later_sum, g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound,
+    start, rows, HV, hv, cols, K, kb,
+    GATE: tl.constexpr, HAS_BIAS: tl.constexpr, L2NORM: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Stores dg, dq, dk of one half; returns its sums over tokens for dt_bias and A_log."""
+    t = tl.arange(0, S)
+    hi, lo = halves(dgc, DOT)
+    dstep = sum_tokens(hi, lo, t[:, None] >= t[None, :], DOT) + later_sum[:, None]
+    xg = gate_tile(g, dt_bias, start, rows, HV, hv, cols, K, HAS_BIAS)
+    inside = (cols < K)[:, None] & (t < rows)[None, :]
+    dx, da = gate_back(dstep, xg, a_exp, lower_bound, inside, GATE, ASM)
+    store_half(dg, tl.trans(dx), start, rows, HV * K, hv * K, cols, K)
+    tl.store(row_values + (ROW_DBETA + 1 + kb) * C + t, tl.sum(k1 * x, 0))
+    own = tl.load(row_values + ROW_DIAGONAL * C + t)[None, :]
+    dqt += own * k1
+    x *= tl.load(row_values + ROW_BETA * C + t)[None, :]
+    x += col + own * q1
+    if L2NORM:
+        dqt *= tl.load(row_values + ROW_RQ * C + t)[None, :]
+        x *= tl.load(row_values + ROW_RK * C + t)[None, :]
+    store_half(dq, tl.trans(dqt), start, rows, HV * K, hv * K, cols, K)
+    store_half(dk, tl.trans(x), start, rows, HV * K, hv * K, cols, K)
+    return tl.sum(dx, 1), tl.sum(da, 1)
+
+
+@triton.jit
+def norm_back(x, norms, d_raw, start, rows, row_stride, first, width, KP: tl.constexpr):
+    """Rewrites ``d_raw = rn * dxn`` in place as the gradient through ``xn = rn * x``."""
+    cols = tl.arange(0, KP)
+    rn = tl.load(norms + tl.arange(0, S))[:, None]
+    xt = load_half(x, start, rows, row_stride, first, cols, width).to(tl.float32) * rn
+    d = load_half(d_raw, start, rows, row_stride, first, cols, width).to(tl.float32)
+    d -= xt * tl.sum(d * xt, 1)[:, None]
+    store_half(d_raw, d, start, rows, row_stride, first, cols, width)
 
 
 @triton.jit
 def grads_kernel(
-    q, k, v, g, beta, A_log, dt_bias, cu_seqlens, do, rn, hT, dhT, vT, drT,
+    q, k, v, g, beta, A_log, dt_bias, cu_seqlens, do, row_values, hT, dhT, vT, drT, pairs_q, pairs_k,
     dq, dk, dv, dg, dbeta, dA_part, dbias_part,
     scale, lower_bound, T, NT, N, H, HV, K, V,
-    KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, SCALAR: tl.constexpr,
+    KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
+    GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
     L2NORM: tl.constexpr, GROUPED: tl.constexpr, BETA: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr,
+    DOT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """See the module docstring. Grid: ``(slots * HV,)``.
 
@@ -135,143 +209,137 @@ def grads_kernel(
     if rows <= 0:
         return
     h = hv // (HV // H)
-    at_chunk = pid.to(tl.int64)
-    r = tl.arange(0, C)
-    i = r[:, None]
-    j = r[None, :]
-    dtype = hT.dtype.element_ty
+    tile = pid.to(tl.int64)
+    vT += tile * (VP * C)
+    drT += tile * (VP * C)
+    hT += tile * (VP * KP)
+    dhT += tile * (VP * KP)
+    pairs_q += tile * (C * C)
+    pairs_k += tile * (C * C)
+    row_values += tile * ROWS
+    dtype = vT.dtype.element_ty
+    RAW: tl.constexpr = L2NORM and not GROUPED
+    value_part(
+        v, dv, do, vT, drT, pairs_q, pairs_k, row_values, start, rows, scale, HV, hv, V, VP, BV, DOT
+    )
+    tl.debug_barrier()
 
-    raw_beta = load_vector(beta, start, rows, HV, hv)
-    b = activated_beta(raw_beta, rows, BETA)
-    db = tl.zeros([C], tl.float32)
-    M1 = tl.zeros([C, C], tl.float32)
-    M2 = tl.zeros([C, C], tl.float32)
-    dot, vt, dr = value_tiles(do, vT, drT, start, rows, HV, hv, at_chunk, tl.arange(0, BV), V, VP)
-    for v0 in range(0, VP, BV):
-        vs = v0 + tl.arange(0, BV)
-        if VP > BV:
-            dot, vt, dr = value_tiles(do, vT, drT, start, rows, HV, hv, at_chunk, vs, V, VP)
-        d = dr.to(tl.float32)
-        db += tl.sum(d * load_rows(v, start, rows, HV * V, hv * V, vs, V), 1)
-        store_rows(dv, b[:, None] * d, start, rows, HV * V, hv * V, vs, V)
-        M1 = mma_acc(dot, vt, M1, DOT)
-        M2 = mma_acc(dr, vt, M2, DOT)
-    M1 *= scale
-    diagonal = tl.sum(tl.where(i == j, M1, 0.0), 1)[:, None]
-    M1 = tl.where(i > j, M1, 0.0)
-    M2 = tl.where(i > j, -M2, 0.0)
-
+    t = tl.arange(0, S)[:, None]
+    r = tl.arange(0, S)[None, :]
+    later = start + S
+    beyond = rows - S
+    norms_q = row_values + ROW_RQ * C
+    norms_k = row_values + ROW_RK * C
     a_exp = gate_rate(A_log, hv, HAS_A)
-    rq = tl.full([C], 1.0, tl.float32)
-    rk = tl.full([C], 1.0, tl.float32)
-    if L2NORM:
-        rq = tl.load(rn + 2 * C * at_chunk + r)
-        rk = tl.load(rn + 2 * C * at_chunk + C + r)
-    if SCALAR:
-        xg = gate_input_scalar(g, dt_bias, start, rows, HV, hv, HAS_BIAS)
-        gc = tl.cumsum(steps(xg, a_exp, lower_bound, r < rows, GATE, ASM), 0)
-        total = tl.min(gc, 0)
-        decay = tl.exp2(tl.minimum(gc[:, None] - gc[None, :], 0.0))
-        M1 = (M1 * decay).to(dtype)
-        M2 = (M2 * decay).to(dtype)
-        down = tl.exp2(gc)[:, None]
-        rest = tl.exp2(total - gc)[:, None]
-        dgc_row = tl.zeros([C], tl.float32)
-        dlast_row = 0.0
-    else:
-        M2 = (M2 + tl.trans(b[:, None] * M2)).to(dtype)
-        M1 = (M1 + tl.trans(M1)).to(dtype)
-
-    inner_q = tl.zeros([C], tl.float32)
-    inner_k = tl.zeros([C], tl.float32)
     da = 0.0
-    for first in range(0, KP, BK):
-        cols = first + tl.arange(0, BK)
-        dqt = tl.zeros([C, BK], tl.float32)
-        x = tl.zeros([C, BK], tl.float32)
-        ci = tl.zeros([C, BK], tl.float32)
-        dlast = tl.zeros([BK], tl.float32)
-        for v0 in range(0, VP, BV):
-            vs = v0 + tl.arange(0, BV)
-            if VP > BV:
-                dot, vt, dr = value_tiles(do, vT, drT, start, rows, HV, hv, at_chunk, vs, V, VP)
-            flat = at_chunk * (VP * KP) + vs[:, None] * KP + cols[None, :]
-            ht = tl.load(hT + flat)
-            dht = tl.load(dhT + flat)
-            dlast += tl.sum(ht.to(tl.float32) * dht.to(tl.float32), 0)
-            dqt = mma_acc(dot, ht, dqt, DOT)
-            x = mma_acc(dr, ht, x, DOT)
-            ci = mma_acc(tl.trans(vt), dht, ci, DOT)
-        if not SCALAR:
-            inside = (r < rows)[:, None] & (cols < K)[None, :]
-            xg = gate_input(g, dt_bias, start, rows, HV, hv, cols, K, HAS_BIAS)
-            step = steps(xg, a_exp, lower_bound, inside, GATE, ASM)
-            total = tl.sum(step, 0)
-            hi, lo = halves(step, DOT)
-            gc = sum_rows(up_to_row(), hi, lo, DOT)
-            dlast *= tl.exp2(total)
-            down = exp2(gc, ASM)
-            rest = decays_after(gc, total, hi, lo, PRECISE, DOT, ASM)
-        qt = load_rows(q, start, rows, H * K, h * K, cols, K) * rq[:, None]
-        kt = load_rows(k, start, rows, H * K, h * K, cols, K) * rk[:, None]
-        dqt *= scale * down
-        x *= -down
-        ci *= rest
-        if SCALAR:
-            q_op = operand(qt, DOT)
-            k_op = operand(kt, DOT)
-            dqt = mma_acc(M1, k_op, dqt, DOT)
-            x = mma_acc(M2, k_op, x, DOT)
-            col = mma(tl.trans(M1), q_op, DOT)
-            col = mma_acc(tl.trans(M2), operand(b[:, None] * kt, DOT), col, DOT) + ci
-            dkt = b[:, None] * x
-            by_k = k_op.to(tl.float32)
-            dgc_row += tl.sum(q_op.to(tl.float32) * dqt + by_k * (dkt - col), 1)
-            dlast_row += tl.sum(tl.sum(by_k * ci, 1), 0) + tl.exp2(total) * tl.sum(dlast, 0)
-            dkt += col
-            db += tl.sum(kt * x, 1)
-        else:
-            db += tl.sum(kt * x, 1)
-            x *= b[:, None]
-            dkt = x + ci
-            dlast += tl.sum(kt * ci, 0)
-            dgc = qt * dqt + kt * (x - ci)
-            dqt, dkt, dgc, db = channel_grads(
-                qt, kt, b, gc, hi, lo, M1, M2, dqt, dkt, dgc, db, PRECISE, DOT, ASM
-            )
-            hi, lo = halves(dgc, DOT)
-            dstep = sum_rows(j >= i, hi, lo, DOT) + dlast[None, :]
-            xg = gate_input(g, dt_bias, start, rows, HV, hv, cols, K, HAS_BIAS)
-            dx, da_tile = gate_back(dstep, xg, a_exp, lower_bound, inside, GATE, ASM)
-            store_rows(dg, dx, start, rows, HV * K, hv * K, cols, K)
-            if HAS_BIAS:
-                tl.store(dbias_part + at_chunk * KP + cols, tl.sum(dx, 0))
-            if HAS_A:
-                da += tl.sum(tl.sum(da_tile, 1), 0)
-        dqt += diagonal * kt
-        dkt += diagonal * qt
-        if L2NORM and not GROUPED:
-            inner_q += tl.sum(dqt * qt, 1)
-            inner_k += tl.sum(dkt * kt, 1)
-            dqt *= rq[:, None]
-            dkt *= rk[:, None]
-        store_rows(dq, dqt, start, rows, HV * K, hv * K, cols, K)
-        store_rows(dk, dkt, start, rows, HV * K, hv * K, cols, K)
+    for kb in range(KP // BK):
+        cols = kb * BK + tl.arange(0, BK)
+        # The right half, after what of the left one its pairs across the boundary and its sums need.
+        step = gate_steps(g, dt_bias, a_exp, lower_bound, start, rows, HV, hv, cols, K, GATE, HAS_BIAS, ASM)
+        hi, lo = halves(step, DOT)
+        total0 = tl.sum(step, 1)
+        k0_left = normalised(k, start, rows, H * K, h * K, cols, K, norms_k, L2NORM)
+        k0_left *= exp2(sum_tokens(hi, lo, t > r, DOT), ASM)
+        step = gate_steps(g, dt_bias, a_exp, lower_bound, later, beyond, HV, hv, cols, K, GATE, HAS_BIAS, ASM)
+        hi, lo = halves(step, DOT)
+        total1 = tl.sum(step, 1)
+        dqt = tl.zeros([BK, S], tl.float32)
+        x = tl.zeros([BK, S], tl.float32)
+        col = tl.zeros([BK, S], tl.float32)
+        col0 = tl.zeros([BK, S], tl.float32)
+        carried = tl.zeros([BK], tl.float32)
+        for first in range(0, VP, BV):
+            vs = first + tl.arange(0, BV)
+            ht = tl.load(hT + vs[:, None] * KP + cols[None, :])
+            dht = tl.load(dhT + vs[:, None] * KP + cols[None, :])
+            carried += tl.sum(ht.to(tl.float32) * dht.to(tl.float32), 0)
+            ht = tl.trans(ht)
+            dht = tl.trans(dht)
+            tall = vs[:, None] * C + r
+            col0 = mma_acc(dht, tl.load(vT + tall), col0, DOT)
+            col = mma_acc(dht, tl.load(vT + tall + S), col, DOT)
+            x = mma_acc(ht, tl.load(drT + tall + S), x, DOT)
+            do1 = load_half(do, later, beyond, HV * V, hv * V, vs, V).to(dtype)
+            dqt = mma_acc(ht, tl.trans(do1), dqt, DOT)
+        carried *= exp2(total0 + total1, ASM)
+        carried += tl.sum(k0_left * col0, 1) * exp2(total1, ASM)
+        q1 = normalised(q, later, beyond, H * K, h * K, cols, K, norms_q + S, L2NORM)
+        k1 = normalised(k, later, beyond, H * K, h * K, cols, K, norms_k + S, L2NORM)
+        b = tl.load(row_values + ROW_BETA * C + S + r)
+        f = exp2(sum_tokens(hi, lo, t <= r, DOT), ASM)
+        before = exp2(total0, ASM)[:, None]
+        dqt *= before * scale
+        x *= -before
+        k0_left = rounded(k0_left, DOT)
+        dqt += mma(k0_left, block(pairs_q, 0, S), DOT)
+        x += mma(k0_left, block(pairs_k, 0, S), DOT)
+        dgc = rounded(q1 * f, DOT) * dqt + rounded(k1 * f, DOT) * (b * x)
+        across = tl.sum(dgc, 1)
+        dqt *= f
+        x *= f
+        col *= exp2(sum_tokens(hi, lo, t > r, DOT), ASM)
+        dgc -= k1 * col
+        later_sum = carried + tl.sum(k1 * col, 1)
+        dqt, x, col, dgc = level_grads(
+            q1, k1, b, hi, lo, pairs_q + S * C + S, pairs_k + S * C + S, dqt, x, col, dgc, DOT, ASM
+        )
+        dbias, da1 = finish_half(
+            q1, k1, dqt, x, col, dgc, later_sum, g, dt_bias, dq, dk, dg, row_values + S, a_exp, lower_bound,
+            later, beyond, HV, hv, cols, K, kb, GATE, HAS_BIAS, RAW, DOT, ASM,
+        )  # fmt: skip
 
-    store_vector(dbeta, beta_back(db, raw_beta, BETA), start, rows, HV, hv)
-    if SCALAR:
-        dstep = tl.cumsum(dgc_row, 0, reverse=True) + dlast_row
-        dx, da_row = gate_back(dstep, xg, a_exp, lower_bound, r < rows, GATE, ASM)
-        store_vector(dg, dx, start, rows, HV, hv)
+        # The left half, after what of the right one its pairs across the boundary need.
+        f = exp2(sum_tokens(hi, lo, t <= r, DOT), ASM)
+        q1 = normalised(q, later, beyond, H * K, h * K, cols, K, norms_q + S, L2NORM)
+        p = mma(q1 * f, block(pairs_q, S, 0), DOT)
+        k1 = normalised(k, later, beyond, H * K, h * K, cols, K, norms_k + S, L2NORM)
+        p = mma_acc(k1 * f, block(pairs_k, S, 0), p, DOT)
+        step = gate_steps(g, dt_bias, a_exp, lower_bound, start, rows, HV, hv, cols, K, GATE, HAS_BIAS, ASM)
+        hi, lo = halves(step, DOT)
+        dqt = tl.zeros([BK, S], tl.float32)
+        x = tl.zeros([BK, S], tl.float32)
+        col = tl.zeros([BK, S], tl.float32)
+        for first in range(0, VP, BV):
+            vs = first + tl.arange(0, BV)
+            ht = tl.trans(tl.load(hT + vs[:, None] * KP + cols[None, :]))
+            dht = tl.trans(tl.load(dhT + vs[:, None] * KP + cols[None, :]))
+            tall = vs[:, None] * C + r
+            col = mma_acc(dht, tl.load(vT + tall), col, DOT)
+            x = mma_acc(ht, tl.load(drT + tall), x, DOT)
+            do0 = load_half(do, start, rows, HV * V, hv * V, vs, V).to(dtype)
+            dqt = mma_acc(ht, tl.trans(do0), dqt, DOT)
+        q1 = normalised(q, start, rows, H * K, h * K, cols, K, norms_q, L2NORM)
+        k1 = normalised(k, start, rows, H * K, h * K, cols, K, norms_k, L2NORM)
+        b = tl.load(row_values + ROW_BETA * C + r)
+        f = exp2(sum_tokens(hi, lo, t <= r, DOT), ASM)
+        dqt *= f * scale
+        x *= -f
+        f = exp2(sum_tokens(hi, lo, t > r, DOT), ASM)
+        col *= exp2(total1, ASM)[:, None]
+        dgc = q1 * dqt + k1 * (b * x) - (k1 * f) * col - rounded(k1 * f, DOT) * p
+        col = f * (col + p)
+        dqt, x, col, dgc = level_grads(q1, k1, b, hi, lo, pairs_q, pairs_k, dqt, x, col, dgc, DOT, ASM)
+        dbias0, da0 = finish_half(
+            q1, k1, dqt, x, col, dgc, carried + across, g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound,
+            start, rows, HV, hv, cols, K, kb, GATE, HAS_BIAS, RAW, DOT, ASM,
+        )  # fmt: skip
         if HAS_BIAS:
-            tl.store(dbias_part + pid, tl.sum(dx, 0))
+            tl.store(dbias_part + tile * KP + cols, dbias + dbias0)
         if HAS_A:
-            da = tl.sum(da_row, 0)
+            da += tl.sum(da0 + da1, 0)
+
     if HAS_A:
         tl.store(dA_part + pid, da)
-    if L2NORM and not GROUPED:
-        tl.debug_barrier()
-        for first in range(0, KP, BK):
-            cols = first + tl.arange(0, BK)
-            norm_back(q, rq, dq, inner_q, start, rows, H * K, h * K, cols, K)
-            norm_back(k, rk, dk, inner_k, start, rows, H * K, h * K, cols, K)
+    tl.debug_barrier()
+    c = tl.arange(0, C)
+    db = tl.load(row_values + ROW_DBETA * C + c)
+    for kb in range(KP // BK):
+        db += tl.load(row_values + (ROW_DBETA + 1 + kb) * C + c)
+    at = (start + c) * HV + hv
+    raw = tl.load(beta + at, mask=c < rows, other=0.0).to(tl.float32)
+    tl.store(dbeta + at, beta_back(db, raw, BETA).to(dbeta.dtype.element_ty), mask=c < rows)
+    if RAW:
+        norm_back(q, norms_q, dq, start, rows, H * K, h * K, K, KP)
+        norm_back(q, norms_q + S, dq, later, beyond, H * K, h * K, K, KP)
+        norm_back(k, norms_k, dk, start, rows, H * K, h * K, K, KP)
+        norm_back(k, norms_k + S, dk, later, beyond, H * K, h * K, K, KP)

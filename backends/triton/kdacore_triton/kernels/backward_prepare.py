@@ -6,7 +6,7 @@ One program a chunk and value head. Writes, in chunk-major tiles that later kern
     inv  [C, C]   (I + tril(beta_i k_i . (k_j 2^(gc_i - gc_j)), -1))^-1
     qg   [C, KP]  scale * q 2^gc            kg [C, KP]  k 2^(gc_last - gc)
     w    [C, KP]  inv @ (beta k 2^gc)       uT [VP, C]  (inv @ (beta v))^T
-    last [KP]     2^gc_last                 rn [2, C]   reciprocal norms of q and k (with l2norm)
+    last [KP]     2^gc_last                 row_values  beta and the reciprocal norms of q and k, C each
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from .backward_blocks import (
     block_pairs,
     block_prefix,
     boundary_factor,
-    decays_after,
     gate_input,
     gate_input_scalar,
     gate_rate,
-    halves,
     level_pairs,
     load_rows,
     load_vector,
@@ -35,6 +33,7 @@ from .backward_blocks import (
     sum_rows,
     up_to_row,
 )
+from .backward_halves import ROW_BETA, ROW_RK, ROW_RQ, halves
 from .common import LOG2E, chunk_of_slot, exp2, mma, mma_acc, operand
 
 
@@ -43,25 +42,24 @@ def unit_lower_inverse(A, DOT: tl.constexpr):
     """``(I + A)^-1`` of a strictly lower triangular ``[C, C]`` tile, halves merged from 1 row up to 32."""
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
-    inv = tl.where(i == j, 1.0, 0.0) - tl.where(level_pairs(0, False), A, 0.0)
+    inv = tl.where(i == j, 1.0, 0.0) - tl.where(level_pairs(0), A, 0.0)
     for level in range(1, LEVELS):
-        below = mma(tl.where(level_pairs(level, False), A, 0.0), inv, DOT)
+        below = mma(tl.where(level_pairs(level), A, 0.0), inv, DOT)
         inv -= mma(inv, below, DOT)
     return inv
 
 
 @triton.jit
 def channel_products(
-    qt, kt, gc, hi, lo, Aq, Ak, lower_bound,
-    BOUNDED: tl.constexpr, PRECISE: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr,
+    qt, kt, hi, lo, Aq, Ak, lower_bound, BOUNDED: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     """Adds ``sum_d q_id k_jd 2^(gc_id - gc_jd)`` to Aq and the same of k, k to Ak, for all pairs ``i > j``."""
     first = BLOCK_LEVEL if BOUNDED else 0
     for level in range(first, LEVELS):
-        f = boundary_factor(gc, hi, lo, level, PRECISE, DOT, ASM)
+        f = boundary_factor(hi, lo, level, DOT, ASM)
         kf = operand(kt * f, DOT)
         kT = tl.trans(kf)
-        pairs = level_pairs(level, False)
+        pairs = level_pairs(level)
         Aq += tl.where(pairs, mma(operand(qt * f, DOT), kT, DOT), 0.0)
         Ak += tl.where(pairs, mma(kf, kT, DOT), 0.0)
     if BOUNDED:
@@ -78,12 +76,12 @@ def channel_products(
 @triton.jit
 def prepare_kernel(
     q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
-    Aqk, inv, qg, kg, w, uT, last, rn,
+    Aqk, inv, qg, kg, w, uT, last, row_values,
     scale, lower_bound, T, NT, N, H, HV, K, V,
-    KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
     GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, SCALAR: tl.constexpr,
     BOUNDED: tl.constexpr, L2NORM: tl.constexpr, BETA: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr, INV_DOT: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr,
+    DOT: tl.constexpr, INV_DOT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """See the module docstring. Grid: ``(slots * HV,)``."""
     pid = tl.program_id(0)
@@ -100,6 +98,8 @@ def prepare_kernel(
     j = r[None, :]
 
     b = activated_beta(load_vector(beta, start, rows, HV, hv), rows, BETA)
+    row_values += pid.to(tl.int64) * ROWS
+    tl.store(row_values + ROW_BETA * C + r, b)
     a_exp = gate_rate(A_log, hv, HAS_A)
     rq = tl.full([C], 1.0, tl.float32)
     rk = tl.full([C], 1.0, tl.float32)
@@ -114,8 +114,8 @@ def prepare_kernel(
             sk += tl.sum(kt * kt, 1)
         rq = 1.0 / tl.sqrt(sq + 1e-6)
         rk = 1.0 / tl.sqrt(sk + 1e-6)
-        tl.store(rn + 2 * tile + r, rq)
-        tl.store(rn + 2 * tile + C + r, rk)
+        tl.store(row_values + ROW_RQ * C + r, rq)
+        tl.store(row_values + ROW_RK * C + r, rk)
     if SCALAR:
         x = gate_input_scalar(g, dt_bias, start, rows, HV, hv, HAS_BIAS)
         gc = tl.cumsum(steps(x, a_exp, lower_bound, r < rows, GATE, ASM), 0)
@@ -143,18 +143,15 @@ def prepare_kernel(
             total = tl.sum(step, 0)
             tl.store(last + pid.to(tl.int64) * KP + cols, tl.exp2(total))
             hi, lo = halves(step, DOT)
-            gc = sum_rows(up_to_row(), hi, lo, DOT)
-            down = exp2(gc, ASM)
-            rest = decays_after(gc, total, hi, lo, PRECISE, DOT, ASM)
+            down = exp2(sum_rows(up_to_row(), hi, lo, DOT), ASM)
+            rest = exp2(sum_rows(r[None, :] > r[:, None], hi, lo, DOT), ASM)
         at = (tile + r)[:, None] * KP + cols[None, :]
         tl.store(qg + at, (scale * (qt * down)).to(qg.dtype.element_ty))
         tl.store(kg + at, (kt * rest).to(kg.dtype.element_ty))
         # beta k 2^gc waits in w's place until the inverse is there.
         tl.store(w + at, (b[:, None] * kt * down).to(w.dtype.element_ty))
         if not SCALAR:
-            Aq, Ak = channel_products(
-                qt, kt, gc, hi, lo, Aq, Ak, lower_bound, BOUNDED, PRECISE, DOT, ASM
-            )
+            Aq, Ak = channel_products(qt, kt, hi, lo, Aq, Ak, lower_bound, BOUNDED, DOT, ASM)
 
     if SCALAR:
         decay = tl.exp2(tl.minimum(gc[:, None] - gc[None, :], 0.0))

@@ -1,0 +1,169 @@
+"""Third launch of the chunk backward for a gate with one value a head: every input gradient of one chunk.
+
+The equations are those of backward_grads. With one decay for all channels, ``2^(gc_i - gc_j)`` is a factor of the
+``[C, C]`` matrices and pairs need no levels.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .backward_blocks import (
+    C,
+    beta_back,
+    gate_back,
+    gate_input_scalar,
+    gate_rate,
+    load_rows,
+    load_vector,
+    steps,
+    store_rows,
+    store_vector,
+)
+from .backward_halves import ROW_BETA, ROW_RK, ROW_RQ
+from .common import chunk_of_slot, mma, mma_acc, operand
+
+
+@triton.jit
+def norm_back(x, rn, d_raw, inner, start, rows, row_stride, first, cols, width):
+    """Rewrites ``d_raw = rn * dxn`` in place as the gradient through ``xn = rn * x``; ``inner = sum(dxn * xn)``."""
+    d = load_rows(d_raw, start, rows, row_stride, first, cols, width)
+    d -= load_rows(x, start, rows, row_stride, first, cols, width) * (rn * rn * inner)[:, None]
+    store_rows(d_raw, d, start, rows, row_stride, first, cols, width)
+
+
+@triton.jit
+def value_tiles(do, vT, drT, start, rows, HV, hv, at_chunk, vs, V, VP: tl.constexpr):
+    """do ``[C, vs]``, v' ``[vs, C]`` and dr ``[C, vs]`` in the workspace's dtype."""
+    tall = at_chunk * (VP * C) + vs[:, None] * C + tl.arange(0, C)[None, :]
+    dot = load_rows(do, start, rows, HV * V, hv * V, vs, V).to(vT.dtype.element_ty)
+    return dot, tl.load(vT + tall), tl.trans(tl.load(drT + tall))
+
+
+@triton.jit
+def scalar_grads_kernel(
+    q, k, v, g, beta, A_log, dt_bias, cu_seqlens, do, row_values, hT, dhT, vT, drT,
+    dq, dk, dv, dg, dbeta, dA_part, dbias_part,
+    scale, lower_bound, T, NT, N, H, HV, K, V,
+    KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
+    GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
+    L2NORM: tl.constexpr, GROUPED: tl.constexpr, BETA: tl.constexpr, PACKED: tl.constexpr,
+    DOT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """See the module docstring. Grid: ``(slots * HV,)``.
+
+    ``dq`` and ``dk`` have HV heads. GROUPED: they are gradients of the normalised q and k, to be summed over each
+    group and taken through the norm by a later kernel; otherwise they are final.
+    """
+    pid = tl.program_id(0)
+    slot = pid // HV
+    hv = pid - slot * HV
+    start, rows = chunk_of_slot(cu_seqlens, slot, N, T, NT, C, PACKED)
+    if rows <= 0:
+        return
+    h = hv // (HV // H)
+    at_chunk = pid.to(tl.int64)
+    r = tl.arange(0, C)
+    i = r[:, None]
+    j = r[None, :]
+    dtype = hT.dtype.element_ty
+
+    raw_beta = load_vector(beta, start, rows, HV, hv)
+    row_values += at_chunk * ROWS
+    b = tl.load(row_values + ROW_BETA * C + r)
+    db = tl.zeros([C], tl.float32)
+    M1 = tl.zeros([C, C], tl.float32)
+    M2 = tl.zeros([C, C], tl.float32)
+    dot, vt, dr = value_tiles(do, vT, drT, start, rows, HV, hv, at_chunk, tl.arange(0, BV), V, VP)
+    for v0 in range(0, VP, BV):
+        vs = v0 + tl.arange(0, BV)
+        if VP > BV:
+            dot, vt, dr = value_tiles(do, vT, drT, start, rows, HV, hv, at_chunk, vs, V, VP)
+        d = dr.to(tl.float32)
+        db += tl.sum(d * load_rows(v, start, rows, HV * V, hv * V, vs, V), 1)
+        store_rows(dv, b[:, None] * d, start, rows, HV * V, hv * V, vs, V)
+        M1 = mma_acc(dot, vt, M1, DOT)
+        M2 = mma_acc(dr, vt, M2, DOT)
+    M1 *= scale
+    diagonal = tl.sum(tl.where(i == j, M1, 0.0), 1)[:, None]
+    M1 = tl.where(i > j, M1, 0.0)
+    M2 = tl.where(i > j, -M2, 0.0)
+
+    a_exp = gate_rate(A_log, hv, HAS_A)
+    rq = tl.full([C], 1.0, tl.float32)
+    rk = tl.full([C], 1.0, tl.float32)
+    if L2NORM:
+        rq = tl.load(row_values + ROW_RQ * C + r)
+        rk = tl.load(row_values + ROW_RK * C + r)
+    xg = gate_input_scalar(g, dt_bias, start, rows, HV, hv, HAS_BIAS)
+    gc = tl.cumsum(steps(xg, a_exp, lower_bound, r < rows, GATE, ASM), 0)
+    total = tl.min(gc, 0)
+    decay = tl.exp2(tl.minimum(gc[:, None] - gc[None, :], 0.0))
+    M1 = (M1 * decay).to(dtype)
+    M2 = (M2 * decay).to(dtype)
+    down = tl.exp2(gc)[:, None]
+    rest = tl.exp2(total - gc)[:, None]
+    dgc_row = tl.zeros([C], tl.float32)
+    dlast_row = 0.0
+
+    inner_q = tl.zeros([C], tl.float32)
+    inner_k = tl.zeros([C], tl.float32)
+    for first in range(0, KP, BK):
+        cols = first + tl.arange(0, BK)
+        dqt = tl.zeros([C, BK], tl.float32)
+        x = tl.zeros([C, BK], tl.float32)
+        ci = tl.zeros([C, BK], tl.float32)
+        dlast = tl.zeros([BK], tl.float32)
+        for v0 in range(0, VP, BV):
+            vs = v0 + tl.arange(0, BV)
+            if VP > BV:
+                dot, vt, dr = value_tiles(do, vT, drT, start, rows, HV, hv, at_chunk, vs, V, VP)
+            flat = at_chunk * (VP * KP) + vs[:, None] * KP + cols[None, :]
+            ht = tl.load(hT + flat)
+            dht = tl.load(dhT + flat)
+            dlast += tl.sum(ht.to(tl.float32) * dht.to(tl.float32), 0)
+            dqt = mma_acc(dot, ht, dqt, DOT)
+            x = mma_acc(dr, ht, x, DOT)
+            ci = mma_acc(tl.trans(vt), dht, ci, DOT)
+        qt = load_rows(q, start, rows, H * K, h * K, cols, K) * rq[:, None]
+        kt = load_rows(k, start, rows, H * K, h * K, cols, K) * rk[:, None]
+        dqt *= scale * down
+        x *= -down
+        ci *= rest
+        q_op = operand(qt, DOT)
+        k_op = operand(kt, DOT)
+        dqt = mma_acc(M1, k_op, dqt, DOT)
+        x = mma_acc(M2, k_op, x, DOT)
+        col = mma(tl.trans(M1), q_op, DOT)
+        col = mma_acc(tl.trans(M2), operand(b[:, None] * kt, DOT), col, DOT) + ci
+        dkt = b[:, None] * x
+        by_k = k_op.to(tl.float32)
+        dgc_row += tl.sum(q_op.to(tl.float32) * dqt + by_k * (dkt - col), 1)
+        dlast_row += tl.sum(tl.sum(by_k * ci, 1), 0) + tl.exp2(total) * tl.sum(dlast, 0)
+        dkt += col
+        db += tl.sum(kt * x, 1)
+        dqt += diagonal * kt
+        dkt += diagonal * qt
+        if L2NORM and not GROUPED:
+            inner_q += tl.sum(dqt * qt, 1)
+            inner_k += tl.sum(dkt * kt, 1)
+            dqt *= rq[:, None]
+            dkt *= rk[:, None]
+        store_rows(dq, dqt, start, rows, HV * K, hv * K, cols, K)
+        store_rows(dk, dkt, start, rows, HV * K, hv * K, cols, K)
+
+    store_vector(dbeta, beta_back(db, raw_beta, BETA), start, rows, HV, hv)
+    dstep = tl.cumsum(dgc_row, 0, reverse=True) + dlast_row
+    dx, da_row = gate_back(dstep, xg, a_exp, lower_bound, r < rows, GATE, ASM)
+    store_vector(dg, dx, start, rows, HV, hv)
+    if HAS_BIAS:
+        tl.store(dbias_part + pid, tl.sum(dx, 0))
+    if HAS_A:
+        tl.store(dA_part + pid, tl.sum(da_row, 0))
+    if L2NORM and not GROUPED:
+        tl.debug_barrier()
+        for first in range(0, KP, BK):
+            cols = first + tl.arange(0, BK)
+            norm_back(q, rq, dq, inner_q, start, rows, H * K, h * K, cols, K)
+            norm_back(k, rk, dk, inner_k, start, rows, H * K, h * K, cols, K)

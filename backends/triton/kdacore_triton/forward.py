@@ -79,11 +79,12 @@ class Plan:
         self.prepare = FixedLaunch(
             _PREPARE,
             device,
-            (self.records, 1, 1),
-            (r.T, NT, r.N, r.H, r.HV, r.scale, bound, anchor(bound, C)),
+            (cdiv(slots, config["GROUP"]) * r.HV, 1, 1),
+            (r.T, NT, r.N, r.H, r.HV, slots, r.scale, bound, anchor(bound, C)),
             {
-                **shared, "BV": BV, "BS": min(config["BS"], BK), "BU": min(config["BS"], BV),
-                "LEVELS": C.bit_length() - 1, "FAMILY": FAMILIES[family], "GATE": GATES[r.gate],
+                **shared, "BV": BV, "BU": min(config["BU"], BV),
+                "LEVELS": C.bit_length() - 1, "GROUP": config["GROUP"],
+                "STAGES": config["prepare_stages"], "FAMILY": FAMILIES[family], "GATE": GATES[r.gate],
                 "L2NORM": r.qk_l2norm, "BETA_SIGMOID": r.beta_sigmoid,
                 "BETA_FACTOR": 2.0 if r.neg_eigval else 1.0, "PACKED": r.packed, **dots, "ASM": ASM,
             },

@@ -1,24 +1,11 @@
-"""Loading the rows of a chunk: q and k with their norms, the rate beta, the gate's head parameters."""
+"""Loading what goes with the rows of a chunk: the rate beta, the gate's head parameters."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from kdacore_triton.kernels.common import rnorm, sigmoid
-
-
-@triton.jit
-def load_rows(ptr, token, inside, head, heads, d, K: tl.constexpr, L2NORM: tl.constexpr):
-    """Rows ``token`` of one head of ``[tokens, heads, K]`` in float32, normalised if asked; zero outside."""
-    x = tl.load(
-        ptr + (token * heads + head)[:, None] * K + d[None, :],
-        mask=inside[:, None] & (d < K)[None, :],
-        other=0.0,
-    ).to(tl.float32)
-    if L2NORM:
-        x *= rnorm(x, 1)[:, None]
-    return x
+from kdacore_triton.kernels.common import sigmoid
 
 
 @triton.jit

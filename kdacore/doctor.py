@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from kdacore import callargs, callspec, config, doctor_selfcheck, features, machine, report
 from kdacore.errors import ConfigError, ContractError
 from kdacore.machine import Machine
@@ -40,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
     from kdacore.doctor_text import render
 
     call = callargs.call_of(args) if args.op or args.shape else None
-    found = collect(selfchecks=not args.no_selfcheck, call=call, backend=args.backend)
+    with Console(stderr=True).status("looking at the machine, the plugins and what they compute"):
+        found = collect(selfchecks=not args.no_selfcheck, call=call, backend=args.backend)
     if args.json:
         print(json.dumps(found, indent=1))
     else:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kdacore import machine, selection, selfcheck
+from kdacore.callspec import CallSpec
 from kdacore.features import Place, arch_of, at, places_of, plain_calls, request_of
-from kdacore.machine import Machine
+from kdacore.machine import Machine, version_of
 from kdacore.ops import OPS
 from kdacore.registry import REGISTRY, Registered
 from kdacore.types import Request
@@ -123,10 +124,22 @@ def _first_served(registered: Registered, op: str, place: Place, change: dict[st
         if extra.get("grad") and place.kind == "numpy":
             continue
         for call in plain_calls(op):
-            request = request_of(at(dataclasses.replace(call, **extra), place))
+            asked = at(dataclasses.replace(call, **extra), place)
+            if not _expressible(asked):
+                continue
+            request = request_of(asked)
             if not selection.judge(registered, request).reasons:
                 return [request]
     return []
+
+
+def _expressible(call: CallSpec) -> bool:
+    """NumPy itself has no bfloat16; ml_dtypes, which brings it, is not a base dependency."""
+    return (
+        call.kind != "numpy"
+        or "bfloat16" not in (call.dtype, call.initial_state)
+        or bool(version_of("ml-dtypes"))
+    )
 
 
 def measure(registered: Registered, request: Request) -> Check:

@@ -50,7 +50,7 @@ def make(case: Case, gates: str, device: str) -> Arrays:
     if case.op == "fused_recurrent_kda":
         state = rng.standard_normal((1, HV, K, V)).astype(np.float32)
         x["initial_state"] = to_kind(np.repeat(state, case.N, axis=0), case.kind, "float32", device)
-        x["state_indices"] = to_kind(np.arange(case.N - 1, -1, -1), case.kind, "int32", device)
+        x["state_indices"] = to_kind(np.arange(case.N), case.kind, "int32", device)
     return x
 
 

@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kdacore import callargs, report
-from kdacore.bench import cases, plot, results
+from kdacore.bench import cases, plot, results, runner
 from kdacore.bench.cases import PRESETS, SPECIAL, Case
 from kdacore.bench.clock import Budget
 from kdacore.bench.results import Results
+from kdacore.machine import version_of
 from kdacore.types import ArrayKind
 
 Work = tuple[str, Any]
@@ -38,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("numpy", "torch", "jax"),
         help="array library, instead of the case's own",
     )
+    add("--gates", default="", help="only these gate sets: random, init")
+    add("--only", default="", metavar="TEXT", help="only cases whose name contains this")
     add("--tiny", action="store_true", help="shrink every case: does it run at all?")
     add("--samples", type=int, default=30, help="timings of each contender (default 30)")
     add("--seconds", type=float, default=20.0, help="at most this long a case (default 20)")
@@ -62,6 +65,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"kdacore bench: {why if args.samples > 0 else '--samples must be positive'}", file=sys.stderr)
         return report.USAGE
     presets = args.presets or (["shape"] if args.shape else ["quick"])
+    if (lacking := _lacking(presets, args)) is not None:
+        print(f"kdacore bench: {lacking}", file=sys.stderr)
+        return report.USAGE
     before = results.load()
     found = Results()
     with _progress() as progress:
@@ -72,6 +78,11 @@ def run(args: argparse.Namespace) -> int:
                 progress.update(task, description=f"{preset}: {what}")
                 found.add(step())
                 progress.advance(task)
+            if preset.startswith("h200-"):
+                found.figures += runner.gate_dependence(preset, found.rows)
+    if not found.rows:
+        print("kdacore bench: no case is left to time (--only, --gates)", file=sys.stderr)
+        return report.USAGE
     out.print(results.row_table(found.rows))
     if found.figures:
         out.print(results.figure_table(found.figures))
@@ -88,6 +99,27 @@ def run(args: argparse.Namespace) -> int:
     return report.BROKEN if found.failed or (args.check and found.missed) else report.OK
 
 
+def _lacking(presets: list[str], args: argparse.Namespace) -> str | None:
+    """What a preset needs and this environment lacks."""
+    for preset in presets:
+        for case in PRESETS.get(preset, ()):
+            kind = _kind(case.kind, preset, args)
+            if kind != "numpy" and not version_of(kind):
+                return (
+                    f"{preset} needs {kind}, which is not installed: pip install {kind}, or give --kind numpy"
+                )
+    return None
+
+
+def _kind(own: ArrayKind, preset: str, args: argparse.Namespace) -> ArrayKind:
+    """The array library of a case: the one asked for, else its own; where any will do, one that is installed."""
+    if args.kind:
+        kind: ArrayKind = args.kind
+        return kind
+    anything_will_do = preset in ("quick", "shape")
+    return "numpy" if anything_will_do and not version_of(own) else own
+
+
 def _progress() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True)
@@ -100,7 +132,7 @@ def _work(preset: str, args: argparse.Namespace) -> Iterator[Work]:
     if preset == "cpu":
         from kdacore.bench import cpu
 
-        case = _fitted(cpu.CASE, args, keep_kind=True)
+        case = cases.tiny(cpu.CASE) if args.tiny else cpu.CASE
         yield case.name, lambda: cpu.run_preset(case, Budget(min(args.samples, 9), max(args.seconds, 60.0)))
         return
     if preset == "dispatch":
@@ -114,26 +146,25 @@ def _work(preset: str, args: argparse.Namespace) -> Iterator[Work]:
         yield "fresh processes", lambda: imports.run_preset(3 if args.tiny else imports.PROCESSES)
         return
     listed = (_own_case(args),) if preset == "shape" else PRESETS[preset]
-    fitted = tuple(_fitted(case, args) for case in listed)
+    fitted = tuple(_fitted(case, preset, args) for case in listed)
     device = args.device or _default_device(fitted[0].kind)
     if preset == "h200-first-call":
         from kdacore.bench import first_call
 
         yield "fresh processes", lambda: first_call.run_preset(preset, fitted, device, only)
         return
-    from kdacore.bench import runner
-
     for case in fitted:
         for gates in case.gate_sets:
+            if args.only not in case.name or (args.gates and gates not in args.gates.split(",")):
+                continue
             yield (
                 f"{case.name}, {gates}",
                 lambda c=case, g=gates: runner.run_case(preset, c, g, device, only, budget),
             )
 
 
-def _fitted(case: Case, args: argparse.Namespace, keep_kind: bool = False) -> Case:
-    if args.kind and not keep_kind:
-        case = dataclasses.replace(case, kind=args.kind)
+def _fitted(case: Case, preset: str, args: argparse.Namespace) -> Case:
+    case = dataclasses.replace(case, kind=_kind(case.kind, preset, args))
     return cases.tiny(case) if args.tiny else case
 
 

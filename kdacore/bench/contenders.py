@@ -145,7 +145,7 @@ def _peer_chunk(case: Case, function: Any) -> Callable[[Arrays], Result]:
 
 
 def _peer_decode(case: Case, function: Any) -> Callable[[Arrays], Result]:
-    """It takes one state a sequence, in order, and returns new ones; the pool's order is ours to restore."""
+    """It takes one state a sequence, in order, and returns new ones: the pool without its indices."""
     given = {k: v for k, v in options(case).items() if k not in ("inplace_state", "safe_gate")}
 
     def call(arrays: Arrays) -> Result:

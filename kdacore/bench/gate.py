@@ -107,8 +107,7 @@ def judge(case: Case, want: Expected, o: Any, state: Any, gradients: dict[str, A
     row = slice(part.b, part.b + 1)
     verdicts = [Verdict(relative_error(_host(o[row, part.rows, part.heads]), want.o), bounds["o"], "o")]
     if part.whole and state is not None:
-        row_of_state = part.n if case.op != "fused_recurrent_kda" else case.N - 1 - part.n
-        got = _host(state[row_of_state : row_of_state + 1, part.heads])
+        got = _host(state[part.n : part.n + 1, part.heads])
         verdicts.append(Verdict(relative_error(got, want.final_state), bounds["final_state"], "final_state"))
     for name, reference in want.gradients.items():
         heads = slice(part.head, part.head + 1) if name in ("q", "k") else part.heads
@@ -129,7 +128,7 @@ def _sliced(arrays: Arrays, part: Part) -> Arrays:
         elif name in ("A_log", "dt_bias"):
             out[name] = _host(x[part.heads])
         elif name == "initial_state":
-            out[name] = _host(x[part.n : part.n + 1, part.heads])  # all rows of a case's pool start alike
+            out[name] = _host(x[part.n : part.n + 1, part.heads])
     return out
 
 

@@ -14,6 +14,8 @@ from kdacore.bench.clock import Budget, Step, Timing
 from kdacore.bench.contenders import kdacore_contenders, peer_contender
 from kdacore.bench.results import Figure, Results, Row
 
+SAME_TIME = 1.1
+"""Two medians closer than this count as the same."""
 GRADIENTS = (*gate.GRADIENTS, "A_log", "dt_bias")
 
 
@@ -147,6 +149,7 @@ def _figures(preset: str, case: Case, gates: str, rows: list[Row]) -> list[Figur
     if not ours:
         return []
     best = min(ours)
+    fastest = next(r for r in rows if r.seconds == best)
     name = f"{case.name}, {case.phase}, {gates}"
     figures = []
     peer = next(
@@ -178,4 +181,34 @@ def _figures(preset: str, case: Case, gates: str, rows: list[Row]) -> list[Figur
                 note=published,
             )
         )
+    if case.memory is not None and fastest.peak_bytes is not None:
+        peak = fastest.peak_bytes
+        figures.append(
+            Figure(
+                preset=preset,
+                name=f"{name}: peak beyond inputs",
+                value=peak / 2**30,
+                unit="GiB",
+                want=f"<= {case.memory / 2**30:.2f} GiB, aim half",
+                met=peak <= case.memory,
+            )
+        )
+    return figures
+
+
+def gate_dependence(preset: str, rows: list[Row]) -> list[Figure]:
+    """How much slower the slower gate set is: a kernel's time must not depend on the values of its gates."""
+    times: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row in rows:
+        if row.preset == preset and row.seconds is not None and row.auto:
+            times.setdefault((row.case, row.phase, row.backend), {})[row.gates] = row.seconds
+    figures = []
+    for (case, phase, backend), by_gates in times.items():
+        if len(by_gates) > 1:
+            ratio = max(by_gates.values()) / min(by_gates.values())
+            name = f"{case}, {phase}, {backend}: slower over faster gate set"
+            want = f"<= {SAME_TIME:g} x"
+            figures.append(
+                Figure(preset=preset, name=name, value=ratio, unit="x", want=want, met=ratio <= SAME_TIME)
+            )
     return figures

@@ -11,7 +11,7 @@ import pytest
 
 from kdacore import cli
 from kdacore.bench import arrays as made
-from kdacore.bench import cases, clock, cpu, dispatch, gate, imports, plot, results, runner
+from kdacore.bench import cases, clock, command, cpu, dispatch, gate, imports, plot, results, runner
 from kdacore.bench.cases import PRESETS, SPECIAL, Case
 from kdacore.bench.clock import Budget
 from kdacore.hookspecs import hookimpl
@@ -132,6 +132,37 @@ def test_figures_against_a_target_and_a_peer() -> None:
     assert figure.met is False and found.missed == [figure]
 
 
+def test_time_must_not_depend_on_the_gates() -> None:
+    fields = {
+        "preset": "p",
+        "case": "c",
+        "phase": "forward",
+        "contender": "kdacore x",
+        "status": "ok",
+        "auto": True,
+    }
+    rows = [
+        results.Row(**fields, backend="x", gates=g, seconds=s) for g, s in (("random", 1.0), ("init", 1.5))
+    ]
+    (figure,) = runner.gate_dependence("p", rows)
+    assert (figure.value, figure.met) == (1.5, False)
+    assert runner.gate_dependence("p", rows[:1]) == runner.gate_dependence("another", rows) == []
+
+
+def test_memory_is_held_against_its_bound() -> None:
+    case = dataclasses.replace(SMALL, phase="training", memory=100.0)
+    row = results.Row(
+        preset="p",
+        case="c",
+        phase="training",
+        contender="kdacore x",
+        status="ok",
+        seconds=1.0,
+        peak_bytes=101,
+    )
+    assert [f.met for f in runner._figures("p", case, "init", [row])] == [False]
+
+
 def test_samples_are_interleaved() -> None:
     order: list[str] = []
     steps = {name: lambda n=name: order.append(n) for name in "abc"}
@@ -211,6 +242,14 @@ def test_check_fails_on_a_missed_figure(
     assert "MISSED" in capsys.readouterr().out
 
 
+def test_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "version_of", lambda name: "")
+    assert cli.main(["bench", "--samples", "3"]) == 0, "quick takes what there is"
+    assert "kdacore reference" in capsys.readouterr().out
+    assert cli.main(["bench", "h200-decode"]) == 2
+    assert "h200-decode needs torch, which is not installed" in capsys.readouterr().err
+
+
 def test_list_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "--list"]) == 0
     out = capsys.readouterr().out
@@ -224,6 +263,7 @@ def test_list_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:
         (["nonsense"], "no preset nonsense"),
         (["quick", "--shape", "1,8,1,1,16,16"], "not both"),
         (["quick", "--samples", "0"], "--samples must be positive"),
+        (["quick", "--only", "nothing like it"], "no case is left"),
     ],
 )
 def test_bad_usage(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

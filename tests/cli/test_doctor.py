@@ -13,6 +13,7 @@ import pytest
 
 from kdacore import callspec, cli, config, doctor, doctor_selfcheck, machine, report
 from kdacore.doctor_text import render
+from kdacore.features import Place
 from kdacore.hookspecs import hookimpl
 from kdacore.machine import Machine, Row
 from kdacore.registry import REGISTRY
@@ -359,6 +360,14 @@ def test_a_backend_that_crashes_the_process(distribution: Any, small_machine: Ma
     (row,) = doctor_selfcheck.run(REGISTRY.get("crash"), small_machine, in_child=True)
     assert (row.status, row.op) == ("FAILED", "kda_gate on cpu, numpy")
     assert row.detail == "crashed with signal 6"
+
+
+def test_numpy_without_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the base dependencies alone NumPy has no bfloat16; the check uses float32 and passes."""
+    monkeypatch.setattr(doctor_selfcheck, "version_of", lambda name: "")
+    asked = doctor_selfcheck.requests(REGISTRY.get("reference"), [Place("numpy"), Place("torch")])
+    assert {r.dtype for r in asked if r.kind == "numpy"} == {"float32"}
+    assert {r.dtype for r in asked if r.kind == "torch"} == {"float32", "bfloat16"}
 
 
 def test_a_child_reports_what_it_measured(small_machine: Machine) -> None:

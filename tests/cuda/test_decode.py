@@ -13,7 +13,7 @@ from kdacore_cuda import decode
 
 
 def draw(
-    B: int, T: int, H: int = 1, HV: int = 2, K: int = 64, V: int = 64, *, gate: str = "random", **more: Any
+    B: int, T: int, H: int = 1, HV: int = 2, K: int = 64, *, gate: str = "random", **more: Any
 ) -> Any:
     d = Draw(seed=B + T, **{k: more.pop(k) for k in ("dtype",) if k in more})
     raw = gate in ("random", "init")
@@ -21,7 +21,7 @@ def draw(
     fields = {
         "q": make(B, T, H, K),
         "k": make(B, T, H, K),
-        "v": d.normal(B, T, HV, V),
+        "v": d.normal(B, T, HV, K),
         "beta": d.normal(B, T, HV) if raw else d.uniform(B, T, HV),
         **d.gate(gate, B, T, HV, K),
         **more,
@@ -48,7 +48,7 @@ def check(inputs: RecurrentInputs, bound: float = O_BOUND, **options: Any) -> Ou
 def test_layouts_and_state_dtypes(
     emulated: list[str], K: int, v_first: bool, state_dtype: torch.dtype
 ) -> None:
-    state = torch.randn(2, 2, *((64, K) if v_first else (K, 64))).to(state_dtype)
+    state = torch.randn(2, 2, K, K).to(state_dtype)
     check(draw(2, 1, K=K, initial_state=state), output_final_state=True, state_v_first=v_first, **SAFE_MODEL)
     assert len(emulated) == 1
 
@@ -56,7 +56,7 @@ def test_layouts_and_state_dtypes(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes(emulated: list[str], dtype: torch.dtype) -> None:
     bound = 2e-5 if dtype == torch.float32 else O_BOUND
-    check(draw(1, 3, dtype=dtype, V=128), bound, output_final_state=True, **SAFE_MODEL)
+    check(draw(1, 3, dtype=dtype, K=128), bound, output_final_state=True, **SAFE_MODEL)
 
 
 @pytest.mark.parametrize("gate", ["random", "init", "slow", "fast", "mixed"])

@@ -10,7 +10,7 @@ from kdacore_cuda import runtime
 from kdacore_cuda.arrays import aligned_rows, is_wide, pointer, type_code
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.layout import DECODE, FLAGS, GATES
-from kdacore_cuda.variants import DECODE_WARPS, decode_kernel
+from kdacore_cuda.variants import decode_columns, decode_kernel, decode_warps
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ def shared_bytes(K: int, T: int) -> int:
 @cache
 def _launcher(K: int, tokens: int, v_first: bool, bf16_state: bool) -> Launcher:
     kernel = decode_kernel(K, v_first, bf16_state)
-    return Launcher(kernel, DECODE, 32 * DECODE_WARPS, shared_bytes(K, tokens))
+    return Launcher(kernel, DECODE, 32 * decode_warps(v_first), shared_bytes(K, tokens))
 
 
 def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
@@ -103,7 +103,7 @@ def _launch(
     launcher = _launcher(request.K, min(request.T, TOKENS), request.state_v_first, bf16_state)
     runtime.launch(
         launcher,
-        request.N * request.HV * (request.V // (16 * DECODE_WARPS)),
+        request.N * request.HV * (request.V // decode_columns(request.state_v_first)),
         request,
         o,
         *(q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), inputs.beta.data_ptr()),
@@ -117,7 +117,6 @@ def _launch(
         request.N,
         request.H,
         request.HV,
-        request.V,
         GATES[request.gate],
         _flags(request, inputs),
         type_code(v),

@@ -10,7 +10,7 @@ from kdacore_cuda import runtime
 from kdacore_cuda.arrays import aligned_rows, build_arch, is_wide, pointer, type_code
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.layout import FLAGS, GATES, PREFILL
-from kdacore_cuda.variants import CLUSTERS, PREFILL_THREADS, prefill_kernel, prefill_shared
+from kdacore_cuda.variants import CLUSTERS, prefill_kernel, prefill_shared, prefill_threads
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ def cluster_size(items: int, processors: int, arch: str) -> int:
 @cache
 def _launcher(K: int, cluster: int, safe: bool, float_gate: bool, arch: str) -> Launcher:
     kernel = prefill_kernel(K, cluster, safe, float_gate, arch)
-    return Launcher(kernel, PREFILL, PREFILL_THREADS, prefill_shared(K, cluster, arch))
+    return Launcher(kernel, PREFILL, prefill_threads(K, cluster, arch), prefill_shared(K, cluster, arch))
 
 
 def forward(request: Request, inputs: ChunkInputs) -> Outputs:

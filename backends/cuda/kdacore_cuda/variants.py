@@ -7,15 +7,26 @@ from collections.abc import Iterator
 from kdacore_cuda.build import KernelSource
 
 HEAD_DIMS = (64, 128)
-DECODE_WARPS = 4
 
 
-def decode_kernel(K: int, v_first: bool, bf16_state: bool, warps: int = DECODE_WARPS) -> KernelSource:
+def decode_warps(v_first: bool) -> int:
+    """Warps of a decode block. A warp holds 16 rows of V of a ``[V, K]`` state, or 32 columns of a ``[K, V]`` one."""
+    return 4 if v_first else 2
+
+
+def decode_columns(v_first: bool) -> int:
+    """Columns of V a decode block takes."""
+    return 64
+
+
+
+def decode_kernel(K: int, v_first: bool, bf16_state: bool) -> KernelSource:
     """The recurrent kernel for one head dim, state layout and state dtype."""
+    warps = decode_warps(v_first)
     defines = (
         ("K_DIM", K),
         ("WARPS", warps),
-        ("MIN_BLOCKS", 16 // warps),
+        ("MIN_BLOCKS", (16 if v_first else 8) // warps),
         ("V_FIRST", int(v_first)),
         ("STATE_BF16", int(bf16_state)),
     )
@@ -32,7 +43,8 @@ def decode_kernels() -> Iterator[KernelSource]:
 
 SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024, "sm_100f": 227 * 1024, "sm_120": 99 * 1024}
 """Dynamic shared memory a block may use, by build architecture."""
-PREFILL_THREADS = 384
+SCAN_SLOTS = 4
+"""Warps set aside for the scan in every prefill kernel."""
 CLUSTERS = (1, 2, 4)
 
 
@@ -42,19 +54,32 @@ def prefill_stages(K: int, arch: str) -> int:
     return wanted if SHARED_LIMITS.get(arch, 99 * 1024) > 200 * 1024 else 4
 
 
+def prepare_warps(K: int, cluster: int, arch: str) -> int:
+    """Warps that prepare chunks, a block; more than stages would only wait for one another."""
+    return min(8, prefill_stages(K, arch) // cluster)
+
+
+def prefill_threads(K: int, cluster: int, arch: str = "sm_90a") -> int:
+    """Block size of :func:`prefill_kernel`."""
+    return 32 * (SCAN_SLOTS + prepare_warps(K, cluster, arch))
+
+
 def prefill_kernel(K: int, cluster: int, safe: bool, float_gate: bool, arch: str = "sm_90a") -> KernelSource:
     """The fused prefill kernel for one head dim (K = V), cluster size, gate range and dtype of ``g``."""
-    wide = cluster == 1 and K == 128
+    warpgroup = arch == "sm_90a" and K // cluster >= 64
+    wide = cluster == 1 and K == 128 and prepare_warps(K, cluster, arch) == 8
     defines = (
         ("K_DIM", K),
         ("V_DIM", K),
         ("CLUSTER", cluster),
         ("SAFE", int(safe)),
         ("G_FLOAT", int(float_gate)),
+        ("WARPGROUP", int(warpgroup)),
         ("STAGES", prefill_stages(K, arch)),
+        ("PREPARE_WARPS", prepare_warps(K, cluster, arch)),
         ("SHARED_LIMIT", prefill_shared(K, cluster, arch)),
-        ("SCAN_REGISTERS", 232 if wide else 168),
-        ("PREPARE_REGISTERS", 136 if wide else 168),
+        ("SCAN_REGISTERS", 240 if wide else 168),
+        ("PREPARE_REGISTERS", 128 if wide else 168),
     )
     return KernelSource("sm90/prefill.cu", "prefill", defines)
 
@@ -65,7 +90,7 @@ def prefill_shared(K: int, cluster: int, arch: str = "sm_90a") -> int:
     halves, tiles = K // 64, K // cluster // 16
     stage = halves * 3 * 2048 + 1024 + 4 * K + 256
     pitch = -(-stage // 1024) * 1024
-    return stages * (pitch + 16) + 5 * tiles * 512 + 8 * 16 * 20 * 4 + 4 * K + 16
+    return stages * (pitch + 16) + 5 * tiles * 512 + prepare_warps(K, cluster, arch) * 16 * 20 * 4 + 4 * K + 16
 
 
 def packaged_kernels(arch: str) -> Iterator[KernelSource]:

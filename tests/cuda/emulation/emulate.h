@@ -235,6 +235,7 @@ inline u32 shared_address(const void* p) {
 inline int thread_index() { return emu::me->thread; }
 inline int block_index() { return emu::me->block->index; }
 
+inline int opaque(int x) { return x; }
 inline float exp2_fast(float x) { return emu::flush(exp2f(emu::flush(x))); }
 inline float log2_fast(float x) { return emu::flush(log2f(emu::flush(x))); }
 inline float reciprocal(float x) { return emu::flush(1.0f / emu::flush(x)); }
@@ -327,6 +328,37 @@ inline void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     }
     d[e] = (float)sum;
   }
+}
+
+inline void warpgroup_fence() {}
+inline void warpgroup_commit() {}
+template <int N>
+inline void warpgroup_wait() {}
+template <int N>
+inline void hold(float (&d)[N][4]) {}
+// A warp's 16 rows of a warpgroup product, the right operand read through its descriptor.
+template <int TRANSPOSED, int N>
+inline void warpgroup_mma(float (&d)[N][4], const u32 (&a)[4], u64 b, int add) {
+  emu::Slot* s = emu::exchange({{a[0], a[1], a[2], a[3]}});
+  const u32 start = (u32)(b & 0x3fff) << 4, column = (u32)(b >> 16 & 0x3fff) << 4, group = (u32)(b >> 32 & 0x3fff) << 4;
+  const int lane = emu::me->thread & 31;
+  for (int i = 0; i < N; ++i) {
+    for (int e = 0; e < 4; ++e) {
+      const int row = lane / 4, n = 8 * i + 2 * (lane % 4) + e % 2;
+      double sum = add ? d[i][e] : 0.0f;
+      for (int k = 0; k < 16; ++k) {
+        u32 at = TRANSPOSED ? start + n / 64 * column + k / 8 * group + k % 8 * 128 + n % 64 * 2
+                            : start + n / 8 * group + n % 8 * 128 + k * 2;
+        at ^= (at >> 7 & 7) << 4;
+        u16 y;
+        memcpy(&y, emu::memory((u32)emu::me->block->rank << 24 | at, 2), 2);
+        const u32 x = s[4 * row + k % 8 / 2].w[(k / 8) * 2 + e / 2];
+        sum += (double)(k % 2 ? bf16_high(x) : bf16_low(x)) * bf16_low(y);
+      }
+      d[i][e] = (float)sum;
+    }
+  }
+  emu::exchange({});
 }
 
 inline void barrier_init(u32 bar, u32 count) {

@@ -1,9 +1,8 @@
 // fused_recurrent_kda: the recurrence token by token, the state in registers, read and written once.
 //
-// A block takes one sequence and value head and 16 * WARPS columns of V; a warp takes 16 of them. A lane holds 4 columns
-// (lane / 8) and K / 8 rows (k = 4 * (lane % 8) + 32 * m + e), as 16-byte vectors along V or along K by state layout.
-// Decays, normalisation and sigmoids of up to 16 tokens are computed together, one warp a token, into shared memory,
-// while the state is on its way.
+// A block takes one sequence and value head and COLUMNS columns of V. How lanes hold the state follows its layout, so that
+// a warp always reads whole 128-byte lines: state_columns.cuh, state_rows.cuh. Decays, normalisation and sigmoids of up to
+// 16 tokens are computed together, one warp a token, into shared memory, while the state is on its way.
 #include "common/gate.cuh"
 #include "common/loads.cuh"
 #include "common/ptx.cuh"
@@ -11,7 +10,8 @@
 
 // Macros from the host: K_DIM, WARPS, V_FIRST, STATE_BF16.
 constexpr int K = K_DIM;
-constexpr int ROWS = K / 8;
+constexpr int V = K_DIM;
+constexpr int COLUMNS = (V_FIRST ? 16 : 32) * WARPS;
 constexpr int TOKENS = 16;
 constexpr int TOKEN_FLOATS = 3 * K + 4;  // q, k, decay, beta
 
@@ -34,52 +34,6 @@ __device__ __forceinline__ long long start_row(const DecodeParams& p, int n) {
   if (!p.accepted) return load_index(p.indices, n * p.indices_row, wide);
   const long long accepted = load_index(p.accepted, n, p.flags & FLAG_ACCEPTED64);
   return accepted > 0 ? load_index(p.indices, n * p.indices_row + accepted - 1, wide) : -1;
-}
-
-__device__ __forceinline__ long long element(int k, int v, int v_dim) {
-  return V_FIRST ? (long long)v * K + k : (long long)k * v_dim + v;
-}
-
-struct State {
-  float s[ROWS][4];
-};
-
-__device__ __forceinline__ void load_state(State& state, u64 base, long long offset, int k0, int v0, int v_dim) {
-  constexpr int type = STATE_BF16 ? TYPE_BFLOAT16 : TYPE_FLOAT32;
-#pragma unroll
-  for (int m = 0; m < ROWS / 4; ++m) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const float4 x = V_FIRST ? load_four(base, offset + element(k0 + 32 * m, v0 + e, v_dim), type)
-                               : load_four(base, offset + element(k0 + 32 * m + e, v0, v_dim), type);
-      const float y[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (V_FIRST) {
-          state.s[4 * m + i][e] = y[i];
-        } else {
-          state.s[4 * m + e][i] = y[i];
-        }
-      }
-    }
-  }
-}
-
-__device__ __forceinline__ void store_state(const State& state, u64 base, long long offset, int k0, int v0, int v_dim) {
-  constexpr int type = STATE_BF16 ? TYPE_BFLOAT16 : TYPE_FLOAT32;
-#pragma unroll
-  for (int m = 0; m < ROWS / 4; ++m) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const float(&r)[4] = state.s[4 * m + e];
-      if (V_FIRST) {
-        const float4 x = make_float4(state.s[4 * m][e], state.s[4 * m + 1][e], state.s[4 * m + 2][e], state.s[4 * m + 3][e]);
-        store_four(base, offset + element(k0 + 32 * m, v0 + e, v_dim), type, x);
-      } else {
-        store_four(base, offset + element(k0 + 32 * m + e, v0, v_dim), type, make_float4(r[0], r[1], r[2], r[3]));
-      }
-    }
-  }
 }
 
 __device__ __forceinline__ float sum_warp(float x) {
@@ -142,73 +96,29 @@ __device__ __forceinline__ void prepare_token(const DecodeParams& p, const Seque
   }
 }
 
-__device__ __forceinline__ void sum_rows(float (&x)[4]) {
-#pragma unroll
-  for (int mask = 1; mask < 8; mask <<= 1) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] += shuffle_xor(x[i], mask);
-  }
-}
-
-// One token: decay, delta rule, output of this lane's four columns (summed over K in every lane).
-__device__ __forceinline__ void step(State& state, u32 token, int k0, const float4& v, float (&o)[4]) {
-  float dot[4] = {0, 0, 0, 0};
-#pragma unroll
-  for (int m = 0; m < ROWS / 4; ++m) {
-    const float4 k4 = load_shared4(token + 4 * (K + k0 + 32 * m));
-    const float4 d4 = load_shared4(token + 4 * (2 * K + k0 + 32 * m));
-    const float k[4] = {k4.x, k4.y, k4.z, k4.w}, d[4] = {d4.x, d4.y, d4.z, d4.w};
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& s = state.s[4 * m + e][i];
-        s *= d[e];
-        dot[i] += k[e] * s;
-      }
-    }
-  }
-  sum_rows(dot);
-  const float beta = load_shared2(token + 4 * (3 * K)).x;
-  const float u[4] = {beta * (v.x - dot[0]), beta * (v.y - dot[1]), beta * (v.z - dot[2]), beta * (v.w - dot[3])};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) o[i] = 0.0f;
-#pragma unroll
-  for (int m = 0; m < ROWS / 4; ++m) {
-    const float4 k4 = load_shared4(token + 4 * (K + k0 + 32 * m));
-    const float4 q4 = load_shared4(token + 4 * (k0 + 32 * m));
-    const float k[4] = {k4.x, k4.y, k4.z, k4.w}, q[4] = {q4.x, q4.y, q4.z, q4.w};
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& s = state.s[4 * m + e][i];
-        s += k[e] * u[i];
-        o[i] += q[e] * s;
-      }
-    }
-  }
-  sum_rows(o);
-}
+#if V_FIRST
+#include "common/state_rows.cuh"
+#else
+#include "common/state_columns.cuh"
+#endif
 
 KDA_KERNEL(WARPS * 32, MIN_BLOCKS) decode(KDA_PARAM DecodeParams p) {
   KDA_SHARED(shared);
   const u32 tokens = shared_address(shared);
   const int lane = thread_index() & 31, warp = thread_index() >> 5;
-  const int slices = p.V / (16 * WARPS);
+  constexpr int slices = V / COLUMNS;
   const int slice = block_index() % slices, item = block_index() / slices;
   const int hv = item % p.HV, n = item / p.HV;
-  const int k0 = 4 * (lane & 7), v0 = 16 * (slice * WARPS + warp) + 4 * (lane >> 3);
   const Sequence s = sequence_of(p, n);
-  const long long head = (long long)hv * K * p.V;
+  const long long head = (long long)hv * K * V;
   const long long from = start_row(p, n);
+  const Place place = make_place(slice * COLUMNS, warp, lane);
 
   State state;
   if (from >= 0) {
-    load_state(state, p.h0, from * p.h0_row + head, k0, v0, p.V);
+    load_state(state, place, p.h0, from * p.h0_row + head);
   } else {
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) state.s[i][0] = state.s[i][1] = state.s[i][2] = state.s[i][3] = 0.0f;
+    clear_state(state);
   }
   const int block_tokens = p.T < TOKENS ? (int)p.T : TOKENS;
   for (long long t0 = 0; t0 < s.length; t0 += block_tokens) {
@@ -217,27 +127,26 @@ KDA_KERNEL(WARPS * 32, MIN_BLOCKS) decode(KDA_PARAM DecodeParams p) {
     for (int i = warp; i < count; i += WARPS) {
       prepare_token(p, s, s.first + t0 + i, hv, lane, tokens + 4 * TOKEN_FLOATS * i);
     }
-    const long long v_at = s.batch * p.v_sb + (s.first + t0) * p.v_st + hv * p.v_sh + v0;
-    float4 v = load_four(p.v, v_at, p.qkv_type);
+    const long long v_at = s.batch * p.v_sb + (s.first + t0) * p.v_st + hv * p.v_sh + place.v;
+    float v = load_scalar(p.v, v_at, p.qkv_type);
     sync_block();
     for (int i = 0; i < count; ++i) {
-      float4 next = v;
-      if (i + 1 < count) next = load_four(p.v, v_at + (i + 1) * p.v_st, p.qkv_type);
-      float o[4];
-      step(state, tokens + 4 * TOKEN_FLOATS * i, k0, v, o);
+      float next = v;
+      if (i + 1 < count) next = load_scalar(p.v, v_at + (i + 1) * p.v_st, p.qkv_type);
+      const float o = step(state, place, tokens + 4 * TOKEN_FLOATS * i, v);
       v = next;
-      if ((lane & 7) == 0) {
+      if (place.writes) {
         const long long row = s.batch * p.T + s.first + t0 + i;
-        store_four(p.o, (row * p.HV + hv) * p.V + v0, p.qkv_type, make_float4(o[0], o[1], o[2], o[3]));
+        store_scalar(p.o, (row * p.HV + hv) * V + place.v, p.qkv_type, o);
       }
       if (p.flags & FLAG_SCATTER_TOKENS) {
         const long long to = load_index(p.indices, n * p.indices_row + t0 + i, p.flags & FLAG_INDEX64);
-        if (to >= 0) store_state(state, p.ht, to * p.ht_row + head, k0, v0, p.V);
+        if (to >= 0) store_state(state, place, p.ht, to * p.ht_row + head);
       }
     }
   }
   if (!p.ht || (p.flags & FLAG_SCATTER_TOKENS)) return;
   long long to = n;
   if (p.flags & FLAG_INDEXED_OUT) to = load_index(p.indices, n * p.indices_row, p.flags & FLAG_INDEX64);
-  if (to >= 0) store_state(state, p.ht, to * p.ht_row + head, k0, v0, p.V);
+  if (to >= 0) store_state(state, place, p.ht, to * p.ht_row + head);
 }

@@ -5,10 +5,14 @@
 #include "common/ptx.cuh"
 #include "generated/constants.cuh"
 
+__device__ __forceinline__ u32 load_bits(u64 address, int type) {
+  return type == TYPE_FLOAT32 ? *reinterpret_cast<const u32*>(address) : *reinterpret_cast<const u16*>(address);
+}
+__device__ __forceinline__ float from_bits(u32 bits, int type) {
+  return type == TYPE_FLOAT32 ? __uint_as_float(bits) : type == TYPE_BFLOAT16 ? bf16_low(bits) : half_to_float((u16)bits);
+}
 __device__ __forceinline__ float load_scalar(u64 base, long long index, int type) {
-  if (type == TYPE_FLOAT32) return reinterpret_cast<const float*>(base)[index];
-  const u16 raw = reinterpret_cast<const u16*>(base)[index];
-  return type == TYPE_BFLOAT16 ? bf16_low(raw) : half_to_float(raw);
+  return from_bits(load_bits(base + (type == TYPE_FLOAT32 ? 4 : 2) * index, type), type);
 }
 
 // Four consecutive elements; `index` is a multiple of four and the base is aligned to four elements.
@@ -18,6 +22,14 @@ __device__ __forceinline__ float4 load_four(u64 base, long long index, int type)
   if (type == TYPE_BFLOAT16) return make_float4(bf16_low(raw.x), bf16_high(raw.x), bf16_low(raw.y), bf16_high(raw.y));
   return make_float4(half_to_float((u16)raw.x), half_to_float((u16)(raw.x >> 16)), half_to_float((u16)raw.y),
                      half_to_float((u16)(raw.y >> 16)));
+}
+
+__device__ __forceinline__ void store_scalar(u64 base, long long index, int type, float x) {
+  if (type == TYPE_FLOAT32) {
+    reinterpret_cast<float*>(base)[index] = x;
+  } else {
+    reinterpret_cast<u16*>(base)[index] = type == TYPE_BFLOAT16 ? (u16)pack_bf16(x, 0.0f) : float_to_half(x);
+  }
 }
 
 __device__ __forceinline__ void store_four(u64 base, long long index, int type, float4 x) {

@@ -22,35 +22,40 @@ struct Raw {
 
 struct Gate {
   int kind;
-  float unit;   // a step times this is a log2 decay
-  float slope;  // sigmoid: -log2(e) exp(A_log)
+  float unit;     // log2 decay of one unit of the gate; its inverse for the sigmoid
+  float slope;    // sigmoid: -log2(e) exp(A_log)
+  u32 closed;     // bits of an input that decays nothing
 };
 
 __device__ __forceinline__ int pair_of(int g) { return (g & 4) | (g & 1) << 1 | (g & 2) >> 1; }
 
+// This lane's channels of token 2p of the chunk to be loaded next; byte strides between tokens.
 struct Source {
-  const unsigned char *k, *q, *g;  // this lane's first channel of the sequence's first token
-  long long k_step, q_step, g_step;
+  const unsigned char *k, *q, *g, *beta;
+  int k_token, q_token, g_token, beta_token;
 };
 
-// Bytes with the sign and exponent of a very negative number: a gate input that decays nothing.
-__device__ __forceinline__ u32 closed_gate(int kind) {
-  return kind == GATE_LOG ? 0u : (G_FLOAT ? 0xf149f2cau : 0xf149f149u);
+// To this warp's next chunk.
+__device__ __forceinline__ void advance(Source& s) {
+  constexpr long long STEP = PREPARE_WARPS * CLUSTER * C;
+  s.k += STEP * s.k_token;
+  s.q += STEP * s.q_token;
+  s.g += STEP * s.g_token;
+  s.beta += STEP * s.beta_token;
 }
 
-__device__ __forceinline__ void load_raw(Raw& raw, const Source& from, int token, int length, int slice, u32 closed) {
+__device__ __forceinline__ void load_raw(Raw& raw, const Source& from, int slice, bool first, bool second, u32 closed) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const bool real = token + i < length;
     raw.k[i] = raw.q[i] = make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int j = 0; j < G_VECTORS; ++j) raw.g[i][j] = make_uint4(closed, closed, closed, closed);
-    if (real) {
-      raw.k[i] = load_stream(from.k + (token + i) * from.k_step + 64 * slice);
-      raw.q[i] = load_stream(from.q + (token + i) * from.q_step + 64 * slice);
+    if (i ? second : first) {
+      raw.k[i] = load_stream(from.k + i * from.k_token + 64 * slice);
+      raw.q[i] = load_stream(from.q + i * from.q_token + 64 * slice);
 #pragma unroll
       for (int j = 0; j < G_VECTORS; ++j) {
-        raw.g[i][j] = load_stream(from.g + (token + i) * from.g_step + 64 * G_VECTORS * slice + 16 * j);
+        raw.g[i][j] = load_stream(from.g + i * from.g_token + 64 * G_VECTORS * slice + 16 * j);
       }
     }
   }
@@ -69,52 +74,56 @@ __device__ __forceinline__ float gate_input(const Raw& raw, int i, int e) {
 #endif
 }
 
-// Steps of both tokens, in units of gate.unit.
+// log2 decays of both tokens.
 __device__ __forceinline__ void gate_steps(const Raw& raw, const Gate& gate, u32 bias_at, float (&s)[2][8]) {
   if (gate.kind == GATE_LOG) {
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
-      s[0][e] = gate_input(raw, 0, e);
-      s[1][e] = gate_input(raw, 1, e);
+      s[0][e] = gate_input(raw, 0, e) * LOG2E;
+      s[1][e] = gate_input(raw, 1, e) * LOG2E;
     }
     return;
   }
   const float4 b0 = load_shared4(bias_at), b1 = load_shared4(bias_at + 16);
   const float bias[8] = {b0.x, b0.y, b0.z, b0.w, b1.x, b1.y, b1.z, b1.w};
-  if (gate.kind == GATE_SIGMOID) {
+#if !SAFE
+  if (gate.kind == GATE_SOFTPLUS) {
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        s[i][e] = reciprocal(1.0f + exp2_fast(gate_input(raw, i, e) * gate.slope + bias[e]));
-      }
+      for (int i = 0; i < 2; ++i) s[i][e] = softplus(gate_input(raw, i, e) + bias[e]) * gate.unit;
     }
     return;
   }
-#if !SAFE
+#endif
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) s[i][e] = softplus(gate_input(raw, i, e) + bias[e]);
+    for (int i = 0; i < 2; ++i) {
+      s[i][e] = reciprocal(exp2_fast(gate_input(raw, i, e) * gate.slope + bias[e]) * gate.unit + gate.unit);
+    }
   }
-#endif
 }
+
+struct Lane {
+  int lane, g, t, p;
+  float bit[3];  // the bits of p, as factors
+};
 
 // Steps to their sums from the chunk's first token, inclusive; `total` gets the whole chunk's. Sums of earlier tokens
 // never depend on later ones.
-__device__ __forceinline__ void sum_steps(float (&s)[2][8], float (&total)[8], int p) {
+__device__ __forceinline__ void sum_steps(float (&s)[2][8], float (&total)[8], const Lane& l) {
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
     float sum = s[0][e] + s[1][e];
-    float before = 0.0f;
     float other = shuffle_xor(sum, 8);
-    if (p & 1) before += other;
+    float before = other * l.bit[0];
     sum += other;
     other = shuffle_xor(sum, 4);
-    if (p & 2) before += other;
+    before += other * l.bit[1];
     sum += other;
     other = shuffle_xor(sum, 16);
-    if (p & 4) before += other;
+    before += other * l.bit[2];
     total[e] = sum + other;
     s[0][e] += before;
     s[1][e] += s[0][e];
@@ -129,10 +138,6 @@ struct Products {
   float level[4][4], diagonal[2];
 #endif
   float k_square[2], q_square[2];
-};
-
-struct Lane {
-  int lane, g, t, p;
 };
 
 // Where this lane's 8 channels of `slice` go in an operand half, for token i.
@@ -199,18 +204,22 @@ __device__ __forceinline__ void store_inverse(u32 stage, u32 scratch, int lane) 
   }
 }
 
-// The whole chunk; on entry `raw` holds slice 0 of it, on exit slice 0 of the chunk at `next_token`.
-__device__ __forceinline__ void prepare_chunk(Raw& raw, const Source& from, const Work& work, const Gate& gate, u32 closed,
-                                              const PrefillParams& p, const Lane& l, Scalars& s, int first, int next,
-                                              u32 stage, u32 scratch, u32 bias) {
+// The whole chunk, whose slice 0 is in `raw`; on return `from` is at the next chunk and slice 0 of that is in `raw`.
+__device__ __forceinline__ void prepare_chunk(Raw& raw, Source& from, const Gate& gate, const PrefillParams& p,
+                                              const Lane& l, Scalars& s, int left, int stride, u32 stage, u32 scratch, u32 bias) {
   Products sums = {};
-#pragma unroll 1
-  for (int slice = 0; slice < SLICES; ++slice) {
-    Raw ahead;
-    const bool last = slice == SLICES - 1;
-    load_raw(ahead, from, (last ? next : first) + 2 * l.p, work.length, last ? 0 : slice + 1, closed);
+  Raw ahead;
+#pragma unroll
+  for (int slice = 0; slice < SLICES; slice += 2) {
+    load_raw(ahead, from, slice + 1, 2 * l.p < left, 2 * l.p + 1 < left, gate.closed);
     prepare_slice(raw, gate, bias + 4 * (32 * slice + 8 * l.t), l, slice, stage, sums);
-    raw = ahead;
+    if (slice + 2 < SLICES) {
+      load_raw(raw, from, slice + 2, 2 * l.p < left, 2 * l.p + 1 < left, gate.closed);
+    } else {
+      advance(from);
+      load_raw(raw, from, 0, stride + 2 * l.p < left, stride + 2 * l.p + 1 < left, gate.closed);
+    }
+    prepare_slice(ahead, gate, bias + 4 * (32 * slice + 32 + 8 * l.t), l, slice + 1, stage, sums);
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -235,17 +244,28 @@ __device__ __forceinline__ void prepare_chunk(Raw& raw, const Source& from, cons
   store_inverse(stage, scratch, l.lane);
 }
 
-__device__ __forceinline__ float load_beta(const PrefillParams& p, const Work& w, int token) {
-  if (token >= w.length) return 0.0f;
-  float beta = load_scalar(p.beta, w.batch * p.beta_sb + (w.first + token) * p.beta_st + w.hv * p.beta_sh, p.beta_type);
+// Bits of beta of both tokens, left as they are: converting them here would wait for the load.
+__device__ __forceinline__ void load_beta(const PrefillParams& p, const Source& from, int token, int left, u32 (&beta)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    beta[i] = 0;
+    if (token + i < left) beta[i] = load_bits(reinterpret_cast<u64>(from.beta) + i * from.beta_token, p.beta_type);
+  }
+}
+
+__device__ __forceinline__ float activate_beta(const PrefillParams& p, u32 bits, bool real) {
+  float beta = from_bits(bits, p.beta_type);
   if (p.flags & FLAG_BETA_SIGMOID) beta = sigmoid(beta);
-  return p.flags & FLAG_NEG_EIGVAL ? 2.0f * beta : beta;
+  if (p.flags & FLAG_NEG_EIGVAL) beta *= 2.0f;
+  return real ? beta : 0.0f;
 }
 
 __device__ __forceinline__ Gate make_gate(const PrefillParams& p, int hv) {
   const float a = p.A_log ? exp2_fast(LOG2E * reinterpret_cast<const float*>(p.A_log)[hv]) : 1.0f;
-  const float unit = p.gate == GATE_LOG ? LOG2E : p.gate == GATE_SOFTPLUS ? -LOG2E * a : LOG2E * p.lower_bound;
-  return {p.gate, unit, -LOG2E * a};
+  const float unit = p.gate == GATE_SOFTPLUS ? -LOG2E * a : LN2 / p.lower_bound;
+  // A very negative float32, or two of bfloat16.
+  const u32 closed = p.gate == GATE_LOG ? 0u : (G_FLOAT ? 0xf149f2cau : 0xf149f149u);
+  return {p.gate, unit, -LOG2E * a, closed};
 }
 
 // Per channel what gate_steps adds: the bias itself, or the bias times the sigmoid's slope.
@@ -259,7 +279,7 @@ __device__ __forceinline__ void store_bias(const PrefillParams& p, int hv, float
 
 // Publish a finished stage: to this block's scan warps, and as a bulk copy to the other blocks of the cluster.
 __device__ __forceinline__ void publish(u32 stage, u32 full, int lane, int rank) {
-#if CLUSTER > 1
+#if CLUSTER > 1 || WARPGROUP
   fence_async_proxy();
 #endif
   sync_warp();
@@ -277,33 +297,49 @@ __device__ __forceinline__ void publish(u32 stage, u32 full, int lane, int rank)
   }
 }
 
+__device__ __forceinline__ Source make_source(const PrefillParams& p, const Work& w, const Lane& l, int token) {
+  const long long g_size = G_FLOAT ? 4 : 2, beta_size = p.beta_type == TYPE_FLOAT32 ? 4 : 2;
+  const long long at = w.first + token;
+  Source s;
+  s.k_token = (int)(2 * p.k_st);
+  s.q_token = (int)(2 * p.q_st);
+  s.g_token = (int)(g_size * p.g_st);
+  s.beta_token = (int)(beta_size * p.beta_st);
+  s.k = reinterpret_cast<const unsigned char*>(p.k + 2 * (w.batch * p.k_sb + w.h * p.k_sh) + at * s.k_token + 16 * l.t);
+  s.q = reinterpret_cast<const unsigned char*>(p.q + 2 * (w.batch * p.q_sb + w.h * p.q_sh) + at * s.q_token + 16 * l.t);
+  s.g = reinterpret_cast<const unsigned char*>(p.g + g_size * (w.batch * p.g_sb + w.hv * p.g_sh) + at * s.g_token +
+                                               8 * g_size * l.t);
+  s.beta = reinterpret_cast<const unsigned char*>(p.beta + beta_size * (w.batch * p.beta_sb + w.hv * p.beta_sh) +
+                                                  at * s.beta_token);
+  return s;
+}
+
 __device__ __forceinline__ void prepare_warp(const PrefillParams& p, const Work& work, u32 shared, int warp, int rank) {
   Lane l;
   l.lane = thread_index() & 31;
   l.g = l.lane >> 2;
   l.t = l.lane & 3;
   l.p = pair_of(l.g);
+#pragma unroll
+  for (int i = 0; i < 3; ++i) l.bit[i] = (float)(l.p >> i & 1);
   const Gate gate = make_gate(p, work.hv);
-  const u32 closed = closed_gate(p.gate);
-  const long long g_size = G_FLOAT ? 4 : 2;
-  const Source from = {
-      reinterpret_cast<const unsigned char*>(p.k + 2 * (work.batch * p.k_sb + work.first * p.k_st + work.h * p.k_sh) + 16 * l.t),
-      reinterpret_cast<const unsigned char*>(p.q + 2 * (work.batch * p.q_sb + work.first * p.q_st + work.h * p.q_sh) + 16 * l.t),
-      reinterpret_cast<const unsigned char*>(p.g + g_size * (work.batch * p.g_sb + work.first * p.g_st + work.hv * p.g_sh) +
-                                             8 * g_size * l.t),
-      2 * p.k_st, 2 * p.q_st, g_size * p.g_st};
   const u32 scratch = shared + SCRATCH_AT + warp * C * SCRATCH_PITCH * 4;
   constexpr int STRIDE = PREPARE_WARPS * CLUSTER;
+  int c = warp * CLUSTER + rank, left = work.length - c * C;
+  Source from = make_source(p, work, l, c * C + 2 * l.p);
   Raw raw;
-  load_raw(raw, from, (warp * CLUSTER + rank) * C + 2 * l.p, work.length, 0, closed);
-  for (int c = warp * CLUSTER + rank; c < work.chunks; c += STRIDE) {
-    const int slot = c % STAGES, first = c * C;
+  u32 beta[2];
+  load_raw(raw, from, 0, 2 * l.p < left, 2 * l.p + 1 < left, gate.closed);
+  load_beta(p, from, 2 * l.p, left, beta);
+  for (; c < work.chunks; c += STRIDE, left -= STRIDE * C) {
+    const int slot = c % STAGES;
     Scalars s;
-    s.beta[0] = load_beta(p, work, first + 2 * l.p);
-    s.beta[1] = load_beta(p, work, first + 2 * l.p + 1);
+    s.beta[0] = activate_beta(p, beta[0], 2 * l.p < left);
+    s.beta[1] = activate_beta(p, beta[1], 2 * l.p + 1 < left);
     const u32 stage = shared + STAGES_AT + slot * STAGE_PITCH;
     barrier_wait(shared + EMPTY_AT + 8 * slot, (c / STAGES & 1) ^ 1);
-    prepare_chunk(raw, from, work, gate, closed, p, l, s, first, first + STRIDE * C, stage, scratch, shared + BIAS_AT);
+    prepare_chunk(raw, from, gate, p, l, s, left, STRIDE * C, stage, scratch, shared + BIAS_AT);
+    load_beta(p, from, STRIDE * C + 2 * l.p, left, beta);
     publish(stage, shared + FULL_AT + 8 * slot, l.lane, rank);
   }
 }

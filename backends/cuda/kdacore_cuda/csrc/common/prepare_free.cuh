@@ -68,9 +68,9 @@ __device__ __forceinline__ void prepare_slice(const Raw& raw, const Gate& gate, 
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
-    for (int e = 0; e < 8; ++e) sum[i][e] = fmaxf(sum[i][e] * gate.unit, LOWEST_STEP);
+    for (int e = 0; e < 8; ++e) sum[i][e] = fmaxf(sum[i][e], LOWEST_STEP);
   }
-  sum_steps(sum, total, l.p);
+  sum_steps(sum, total, l);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     u32 kp[4], qp[4], kg[4];

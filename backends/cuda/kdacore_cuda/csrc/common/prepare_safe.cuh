@@ -5,11 +5,11 @@ __device__ __forceinline__ void prepare_slice(const Raw& raw, const Gate& gate, 
                                               Products& sums) {
   float sum[2][8], total[8];
   gate_steps(raw, gate, bias, sum);
-  sum_steps(sum, total, l.p);
+  sum_steps(sum, total, l);
   float to_end[8], decay[8];
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
-    to_end[e] = exp2_fast(total[e] * gate.unit - SHIFT);
+    to_end[e] = exp2_fast(total[e] - SHIFT);
     decay[e] = to_end[e] * 5.421010862427522e-20f;  // 2^SHIFT
   }
   store_decay(stage, l, slice, decay);
@@ -24,7 +24,7 @@ __device__ __forceinline__ void prepare_slice(const Raw& raw, const Gate& gate, 
       for (int j = 0; j < 2; ++j) {
         const int c = 2 * w + j;
         const float k = element(raw.k[i], c), q = element(raw.q[i], c);
-        const float down = exp2_fast(sum[i][c] * gate.unit), up = exp2_fast(SHIFT - sum[i][c] * gate.unit);
+        const float down = exp2_fast(sum[i][c]), up = exp2_fast(SHIFT - sum[i][c]);
         sums.k_square[i] += k * k;
         sums.q_square[i] += q * q;
         a[j] = k * down;

@@ -61,6 +61,12 @@ __device__ __forceinline__ u16 float_to_half(float x) {
   return y;
 }
 
+// The same value, its origin hidden from the compiler: what depends on it is not hoisted out of a loop into registers.
+__device__ __forceinline__ int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // --- lanes --------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
@@ -115,7 +121,9 @@ __device__ __forceinline__ uint4 load_stream(const void* p) {
                : "l"(p));
   return r;
 }
-__device__ __forceinline__ void store_global(void* p, uint4 v) { *reinterpret_cast<uint4*>(p) = v; }
+__device__ __forceinline__ void store_global(void* p, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 
 // 16 bytes global to shared, asynchronously; zeros when `real` is false (then `src` is not read).
 __device__ __forceinline__ void copy_async16(u32 dst, const void* src, bool real) {
@@ -178,7 +186,7 @@ __device__ __forceinline__ bool barrier_try(u32 bar, u32 parity) {
   u32 done;
 #if __CUDA_ARCH__ >= 900
   asm volatile(
-      "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+      "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
       : "=r"(done)
       : "r"(bar), "r"(parity)
       : "memory");
@@ -196,6 +204,9 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
 }
 
 // --- clusters -----------------------------------------------------------------------------------------------------
+// Arrivals name no scope: a cluster-scope release costs a device-wide memory barrier and a cluster-scope wait flushes L1.
+// Nothing in device memory is handed over: what one block hands another travels as a bulk copy that the barrier itself
+// counts, and what a remote arrival announces is that shared memory has been read.
 
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ u32 cluster_address(u32 a, u32 rank) {
@@ -204,10 +215,10 @@ __device__ __forceinline__ u32 cluster_address(u32 a, u32 rank) {
   return r;
 }
 __device__ __forceinline__ void barrier_arrive_remote(u32 bar) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 __device__ __forceinline__ void barrier_expect_remote(u32 bar, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
                : "memory");
 }
 // Bytes from this block's shared memory to another's; completion is counted by the destination's barrier.

@@ -6,6 +6,9 @@
 #include "common/chunk.cuh"
 #include "common/loads.cuh"
 #include "generated/params.cuh"
+#if WARPGROUP
+#include "sm90/wgmma.cuh"
+#endif
 
 constexpr int K_TILES = K / 16;
 
@@ -15,14 +18,18 @@ struct ScanState {
 
 struct ScanLane {
   int lane, g, t;
-  int v0;           // first column of V of this warp
+  int v0;           // first column of V of this warp's first tile; the next is TILE_STEP further
   u32 values, out;  // this warp's rings in shared memory
 };
+
+// A warp's tiles of 16 columns of V lie together, or a warpgroup's do, 64 columns at a time.
+constexpr int TILE_STEP = WARPGROUP ? 64 : 16;
+constexpr int WARP_STEP = WARPGROUP ? 16 : 16 * ROW_TILES;
 
 // Calls f(element, its offset) for every state element; offsets count elements of a [K, V] or [V, K] matrix.
 template <class F>
 __device__ __forceinline__ void each_element(ScanState& state, const ScanLane& l, int flags, F f) {
-  const int k_step = flags & FLAG_V_FIRST ? 1 : V, v_step = flags & FLAG_V_FIRST ? K : 1;
+  const int k_step = opaque(flags & FLAG_V_FIRST ? 1 : V), v_step = opaque(flags & FLAG_V_FIRST ? K : 1);
   const int first = 2 * l.t * k_step + (l.v0 + l.g) * v_step;
 #pragma unroll
   for (int m = 0; m < ROW_TILES; ++m) {
@@ -30,7 +37,7 @@ __device__ __forceinline__ void each_element(ScanState& state, const ScanLane& l
     for (int j = 0; j < 2 * K_TILES; ++j) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        f(state.s[m][j][e], first + (8 * j + (e & 1)) * k_step + (16 * m + 8 * (e >> 1)) * v_step);
+        f(state.s[m][j][e], first + (8 * j + (e & 1)) * k_step + (TILE_STEP * m + 8 * (e >> 1)) * v_step);
       }
     }
   }
@@ -62,71 +69,19 @@ __device__ __forceinline__ void state_operand(const ScanState& state, int m, int
   a[3] = pack_bf16(y[2], y[3]);
 }
 
-__device__ __forceinline__ void decay_state(ScanState& state, int m, int kk, const float4& d) {
+// Channels of k-tile kk decay by the chunk's total.
+__device__ __forceinline__ void decay_state(ScanState& state, int m, int kk, u32 stage, int t) {
+  const float4 d = load_shared4(stage + DECAY_AT + 64 * kk + 16 * t);
   float(&x)[4] = state.s[m][2 * kk];
   float(&y)[4] = state.s[m][2 * kk + 1];
   x[0] *= d.x, x[1] *= d.y, x[2] *= d.x, x[3] *= d.y;
   y[0] *= d.z, y[1] *= d.w, y[2] *= d.z, y[3] *= d.w;
 }
 
+// Transposed products of one tile: [0], [1] are x = (k 2^G) S for tokens 0-7 and 8-15, [2], [3] are o = (q 2^G) S.
 struct Tokens {
-  float x[ROW_TILES][2][4], o[ROW_TILES][2][4];  // [V tile][8 tokens]
+  float xo[ROW_TILES][4][4];
 };
-
-// x = (k 2^G) S and o = (q 2^G) S, both transposed; the state decays by the chunk's total as it is read.
-__device__ __forceinline__ void read_products(ScanState& state, Tokens& tok, const ScanLane& l, u32 stage) {
-  const int row = (l.lane >> 4) * 8 + (l.lane & 7), piece = l.lane >> 3 & 1;
-#if CLUSTER == 1 && V_DIM == 128
-#pragma unroll
-  for (int kk = 0; kk < K_TILES; ++kk) {
-    const u32 at = stage + KQ_AT + (kk >> 2) * 2 * ROWS_BYTES + swizzled(row, (kk & 3) * 2 + piece);
-    u32 kb[4], qb[4];
-    load_matrix4(kb, at);
-    load_matrix4(qb, at + ROWS_BYTES);
-    const float4 d = load_shared4(stage + DECAY_AT + 64 * kk + 16 * l.t);
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m) {
-      u32 a[4];
-      state_operand(state, m, kk, a);
-      mma_bf16(tok.x[m][0], a, kb[0], kb[1]);
-      mma_bf16(tok.x[m][1], a, kb[2], kb[3]);
-      mma_bf16(tok.o[m][0], a, qb[0], qb[1]);
-      mma_bf16(tok.o[m][1], a, qb[2], qb[3]);
-      decay_state(state, m, kk, d);
-    }
-  }
-#else
-  // One tile of V: the chain of dependent products is what costs, so x comes first and in two partial sums.
-  u32 a[K_TILES][4];
-  float odd[2][4] = {};
-#pragma unroll
-  for (int kk = 0; kk < K_TILES; ++kk) {
-    u32 kb[4];
-    load_matrix4(kb, stage + KQ_AT + (kk >> 2) * 2 * ROWS_BYTES + swizzled(row, (kk & 3) * 2 + piece));
-    state_operand(state, 0, kk, a[kk]);
-    if (kk & 1) {
-      mma_bf16(odd[0], a[kk], kb[0], kb[1]);
-      mma_bf16(odd[1], a[kk], kb[2], kb[3]);
-    } else {
-      mma_bf16(tok.x[0][0], a[kk], kb[0], kb[1]);
-      mma_bf16(tok.x[0][1], a[kk], kb[2], kb[3]);
-    }
-  }
-#pragma unroll
-  for (int kk = 0; kk < K_TILES; ++kk) {
-    u32 qb[4];
-    load_matrix4(qb, stage + KQ_AT + (kk >> 2) * 2 * ROWS_BYTES + ROWS_BYTES + swizzled(row, (kk & 3) * 2 + piece));
-    mma_bf16(tok.o[0][0], a[kk], qb[0], qb[1]);
-    mma_bf16(tok.o[0][1], a[kk], qb[2], qb[3]);
-    decay_state(state, 0, kk, load_shared4(stage + DECAY_AT + 64 * kk + 16 * l.t));
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) tok.x[0][i][e] += odd[i][e];
-  }
-#endif
-}
 
 // The four floats of scalar row `which` this lane's token columns need: tokens 2t, 2t+1 and 8+2t, 8+2t+1.
 struct Columns {
@@ -151,7 +106,7 @@ __device__ __forceinline__ void solve(Tokens& tok, int m, const ScanLane& l, u32
     for (int e = 0; e < 4; ++e) {
       const u32 pair = v[2 * i + (e >> 1)];
       const float value = e & 1 ? bf16_high(pair) : bf16_low(pair);
-      rest[i][e] = beta.c[i][e & 1] * value - beta_r.c[i][e & 1] * tok.x[m][i][e];
+      rest[i][e] = beta.c[i][e & 1] * value - beta_r.c[i][e & 1] * tok.xo[m][i][e];
     }
   }
   const u32 a[4] = {pack_bf16(rest[0][0], rest[0][1]), pack_bf16(rest[0][2], rest[0][3]), pack_bf16(rest[1][0], rest[1][1]),
@@ -177,7 +132,7 @@ __device__ __forceinline__ void store_output(const Tokens& tok, const ScanLane& 
     u32 packed[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float* x = &tok.o[m][i >> 1][2 * (i & 1)];
+      const float* x = &tok.xo[m][2 + (i >> 1)][2 * (i & 1)];
       packed[i] = pack_bf16(x[0] * factor.c[i >> 1][0], x[1] * factor.c[i >> 1][1]);
     }
     store_matrix4_transposed(l.out + m * TILE_BYTES + tile_offset((l.lane >> 4) * 8 + (l.lane & 7), l.lane >> 3 & 1), packed);
@@ -188,7 +143,7 @@ __device__ __forceinline__ void store_output(const Tokens& tok, const ScanLane& 
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m) {
       const uint4 row = load_shared_u4(l.out + m * TILE_BYTES + tile_offset(token, half));
-      store_global(reinterpret_cast<void*>(o + token * step + 32 * m + 16 * half), row);
+      store_global(reinterpret_cast<void*>(o + token * step + 2 * TILE_STEP * m + 16 * half), row);
     }
   }
 }
@@ -199,35 +154,20 @@ __device__ __forceinline__ void fetch_values(const ScanLane& l, u64 v, long long
 #pragma unroll
   for (int m = 0; m < ROW_TILES; ++m) {
     const u32 to = l.values + (chunk % V_DEPTH * ROW_TILES + m) * TILE_BYTES + tile_offset(token, half);
-    copy_async16(to, reinterpret_cast<const void*>(real ? v + at * step + 32 * m + 16 * half : v), real);
+    copy_async16(to, reinterpret_cast<const void*>(real ? v + at * step + 2 * TILE_STEP * m + 16 * half : v), real);
   }
 }
 
-__device__ __forceinline__ void scan_chunk(ScanState& state, Tokens& tok, const ScanLane& l, u32 stage, u32 values) {
-  read_products(state, tok, l, stage);
-  const u32 tile_row = (l.lane >> 4) * 128 + (l.lane & 7) * 16 + (l.lane >> 3 & 1) * 256;
-  u32 inverse[4], qk[4], w[ROW_TILES][4];
-  load_matrix4(inverse, stage + T_AT + tile_row);
-  load_matrix4(qk, stage + QK_AT + tile_row);
-#pragma unroll
-  for (int m = 0; m < ROW_TILES; ++m) solve(tok, m, l, stage, values + m * TILE_BYTES, inverse, w[m]);
-  const int row = l.lane & 15, piece = l.lane >> 4;
-#pragma unroll
-  for (int kk = 0; kk < K_TILES; ++kk) {
-    u32 b[4];
-    load_matrix4_transposed(b, stage + KG_AT + (kk >> 2) * ROWS_BYTES + swizzled(row, (kk & 3) * 2 + piece));
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m) {
-      mma_bf16(state.s[m][2 * kk], w[m], b[0], b[1]);
-      mma_bf16(state.s[m][2 * kk + 1], w[m], b[2], b[3]);
-    }
-  }
-#pragma unroll
-  for (int m = 0; m < ROW_TILES; ++m) {
-    mma_bf16(tok.o[m][0], w[m], qk[0], qk[1]);
-    mma_bf16(tok.o[m][1], w[m], qk[2], qk[3]);
-  }
+// Offset, for this lane, of the 16 x 16 tiles T and Aqk as right operands.
+__device__ __forceinline__ u32 triangle_row(const ScanLane& l) {
+  return (l.lane >> 4) * 128 + (l.lane & 7) * 16 + (l.lane >> 3 & 1) * 256;
 }
+
+#if WARPGROUP
+#include "sm90/scan_warpgroup.cuh"
+#else
+#include "common/scan_warp.cuh"
+#endif
 
 // Row of the first checkpoint of sequence n of a pack.
 __device__ __forceinline__ long long first_checkpoint(const PrefillParams& p, const Work& work, int lane) {
@@ -248,8 +188,7 @@ __device__ __forceinline__ void scan_warp(const PrefillParams& p, const Work& wo
   l.lane = thread_index() & 31;
   l.g = l.lane >> 2;
   l.t = l.lane & 3;
-  const int warp_v = warp * 16 * ROW_TILES;
-  l.v0 = rank * BLOCK_V + warp_v;
+  l.v0 = rank * BLOCK_V + warp * WARP_STEP;
   l.values = shared + VALUES_AT + warp * V_DEPTH * ROW_TILES * TILE_BYTES;
   l.out = shared + OUT_AT + warp * ROW_TILES * TILE_BYTES;
   const u64 v = p.v + 2 * (work.batch * p.v_sb + work.first * p.v_st + work.hv * p.v_sh + l.v0);
@@ -290,6 +229,8 @@ __device__ __forceinline__ void scan_warp(const PrefillParams& p, const Work& wo
     Tokens tok = {};
     scan_chunk(state, tok, l, stage, l.values + c % V_DEPTH * ROW_TILES * TILE_BYTES);
     const Columns factor = columns(stage, 3, l.t);
+    store_output(tok, l, factor, o + c * C * o_step, o_step, work.length - c * C);
+    finish_chunk(state);
     sync_warp();
     if (l.lane == 0) {
 #if CLUSTER > 1
@@ -299,7 +240,6 @@ __device__ __forceinline__ void scan_warp(const PrefillParams& p, const Work& wo
       barrier_arrive(shared + EMPTY_AT + 8 * slot);
 #endif
     }
-    store_output(tok, l, factor, o + c * C * o_step, o_step, work.length - c * C);
     if (++slot == STAGES) {
       slot = 0;
       parity ^= 1;

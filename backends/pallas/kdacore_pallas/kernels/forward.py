@@ -20,7 +20,6 @@ from kdacore.types import ChunkInputs, Request
 from kdacore_pallas.kernels import head
 from kdacore_pallas.kernels.head import Math, Rows
 from kdacore_pallas.kernels.layout import FIRST, LAST, Blocks, Schedule
-from kdacore_pallas.kernels.levels import row_index
 from kdacore_pallas.kernels.operands import F32, Operand, chunk_operands, rows_spec, state_spec
 from kdacore_pallas.xla.layout import ChunkTable
 
@@ -36,27 +35,24 @@ class Launch:
     vmem_bytes: int | None = None
 
 
-def head_major(ref: Any, normalised: bool) -> Array:
-    """A block ``[1, C, heads, D]`` as float32 ``[heads, C, D]``."""
-    x = jnp.swapaxes(ref[0].astype(F32), 0, 1)
-    return head.normalise(x) if normalised else x
+def stage_rows(refs: Refs, scalar: bool) -> None:
+    """The rows in float32 scratch, as they lie: only 32-bit rows can be read one head at a time (strided)."""
+    for name in ("q", "k", "v") if scalar else ("q", "k", "v", "g"):
+        rows = refs[name][0].astype(F32)
+        refs[name + "s"][...] = rows.reshape(-1, rows.shape[-1])
 
 
-def stage_rows(x: Blocks, math: Math, refs: Refs, scalar: bool) -> None:
-    """Heads to the front, in float32 scratch, so that the loop over heads can index them."""
-    refs["qs"][...] = head_major(refs["q"], math.l2norm)
-    refs["ks"][...] = head_major(refs["k"], math.l2norm)
-    refs["vs"][...] = head_major(refs["v"], False)
-    if not scalar:
-        refs["gs"][...] = head_major(refs["g"], False)
+def of_head(h: Any, C: int, heads: int) -> Any:
+    """Rows of one head in scratch ``[C * heads, D]``."""
+    return pl.ds(h, C, heads), slice(None)
 
 
-def gate_input(refs: Refs, h: Any, at: Any, scalar: bool) -> tuple[Array, Any]:
+def gate_input(x: Blocks, refs: Refs, h: Any, at: Any, scalar: bool) -> tuple[Array, Any]:
     """``g + bias`` of a head (``[C, K]``, or ``[1, C]`` along lanes) and its ``exp(A_log)``.
 
     ``h`` counts heads within the block, ``at`` within the call.
     """
-    g = refs["g"][0, pl.ds(h, 1), :] if scalar else refs["gs"][h]
+    g = refs["g"][0, pl.ds(h, 1), :] if scalar else refs["gs"][of_head(h, x.C, x.hvb)]
     if "bias" in refs:
         g = g + (refs["bias"][at] if scalar else refs["bias"][pl.ds(h, 1), :])
     return g, refs["slope"][at] if "slope" in refs else 1.0
@@ -64,14 +60,19 @@ def gate_input(refs: Refs, h: Any, at: Any, scalar: bool) -> tuple[Array, Any]:
 
 def read_rows(x: Blocks, math: Math, refs: Refs, h: Any, at: Any, valid: Any, scalar: bool) -> Rows:
     """One value head of this chunk, ready; rows that are no token are neutral. Heads as in :func:`gate_input`."""
-    q, k, v = refs["qs"][h // x.R] * math.scale, refs["ks"][h // x.R], refs["vs"][h]
-    raw, slope = gate_input(refs, h, at, scalar)
+    own = h if x.R == 1 else lax.div(h, x.R)
+    q, k = refs["qs"][of_head(own, x.C, x.hb)], refs["ks"][of_head(own, x.C, x.hb)]
+    v = refs["vs"][of_head(h, x.C, x.hvb)]
+    if math.l2norm:
+        q, k = head.normalise(q), head.normalise(k)
+    q = q * math.scale
+    raw, slope = gate_input(x, refs, h, at, scalar)
     g = head.log_decay(math, raw, slope)
     beta = head.column(head.strength(math, refs["beta"][0, pl.ds(h, 1), :]))
     if scalar:
         g = jnp.broadcast_to(head.column(g), (x.C, x.K))
     if x.ragged:
-        q, k, v, g, beta = (jnp.where(row_index(*a.shape) < valid, a, 0.0) for a in (q, k, v, g, beta))
+        q, k, v, g, beta = (jnp.where(head.row_index(*a.shape) < valid, a, 0.0) for a in (q, k, v, g, beta))
     return Rows(q, k, v, g, beta)
 
 
@@ -90,22 +91,27 @@ def _kernel(x: Blocks, math: Math, names: list[str], scalar: bool, v_first: bool
         else:
             refs["state"][...] = jnp.zeros_like(refs["state"])
 
-    stage_rows(x, math, refs, scalar)
+    stage_rows(refs, scalar)
 
     def one(h: Any, carry: None) -> None:
-        prep = head.prepare(math, read_rows(x, math, refs, h, first_head + h, valid_rows, scalar))
-        state = refs["state"][h]
+        rows = read_rows(x, math, refs, h, first_head + h, valid_rows, scalar)
+        state, outs = refs["state"][h], []
         if "starts" in refs:
             refs["starts"][0, 0, h] = state
-        v_new = head.corrected(math, prep, state)
-        if "o" in refs:
-            refs["os"][h] = head.output(math, prep, v_new, state)
-        refs["state"][h] = head.advance(math, prep, v_new, state)
+        for first in range(0, x.C, math.chunk):
+            prep = head.prepare(math, Rows(*(a[first : first + math.chunk] for a in rows)))
+            v_new = head.corrected(math, prep, state)
+            if "o" in refs:
+                outs.append(head.output(math, prep, v_new, state))
+            state = head.advance(math, prep, v_new, state)
+        refs["state"][h] = state
+        if outs:
+            refs["os"][of_head(h, x.C, x.hvb)] = jnp.concatenate(outs, axis=0)
         return carry
 
     lax.fori_loop(0, x.hvb, one, None)
     if "o" in refs:
-        refs["o"][0] = jnp.swapaxes(refs["os"][...], 0, 1).astype(refs["o"].dtype)
+        refs["o"][0] = refs["os"][...].reshape(x.C, x.hvb, x.V).astype(refs["o"].dtype)
     if "final" in refs:
 
         @pl.when(flag & LAST != 0)
@@ -116,9 +122,9 @@ def _kernel(x: Blocks, math: Math, names: list[str], scalar: bool, v_first: bool
 
 
 def row_scratch(x: Blocks, scalar: bool) -> list[tuple[str, tuple[int, ...]]]:
-    """Head-major copies of the rows, float32."""
-    found = [("qs", (x.hb, x.C, x.K)), ("ks", (x.hb, x.C, x.K)), ("vs", (x.hvb, x.C, x.V))]
-    return found if scalar else [*found, ("gs", (x.hvb, x.C, x.K))]
+    """Float32 copies of a step's rows."""
+    found = [("qs", (x.C * x.hb, x.K)), ("ks", (x.C * x.hb, x.K)), ("vs", (x.C * x.hvb, x.V))]
+    return found if scalar else [*found, ("gs", (x.C * x.hvb, x.K))]
 
 
 def call(
@@ -184,7 +190,7 @@ def chunk_forward(
     made = [every[n] for n in want]
     scratch = [("state", (x.hvb, x.V, x.K)), *row_scratch(x, request.scalar_gate)]
     if "o" in want:
-        scratch.append(("os", (x.hvb, x.C, x.V)))
+        scratch.append(("os", (x.C * x.hvb, x.V)))
 
     def body(names: list[str], *refs: Any) -> None:
         _kernel(x, math, names, request.scalar_gate, request.state_v_first, *refs)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from kdacore.types import Gate
 from kdacore_pallas.kernels import inverse as inverses
-from kdacore_pallas.kernels.levels import Tree, decay_tree, interactions, row_index
+from kdacore_pallas.kernels.levels import Tree, decay_tree, interactions
 from kdacore_pallas.kernels.products import NN, NT, TN, Passes, product
 
 Array = Any
@@ -43,6 +43,8 @@ class Math:
     solve: Passes
     """Merging of inverse blocks."""
     inverse: str = "substitution"
+    chunk: int = 128
+    """Rows of a chunk: 64 or 128 (a grid step is always 128)."""
 
 
 def log_decay(math: Math, x: Array, slope: Array | float) -> Array:
@@ -68,6 +70,11 @@ def strength(math: Math, beta: Array) -> Array:
 
 def normalise(x: Array) -> Array:
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPS)
+
+
+def row_index(C: int, width: int) -> Array:
+    """``[C, width]`` int32: the row of each element."""
+    return jax.lax.broadcasted_iota(jnp.int32, (C, width), 0)
 
 
 def column(row: Array) -> Array:

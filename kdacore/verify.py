@@ -315,7 +315,7 @@ def _bar(total: int, backend: str, show: bool) -> Iterator[Callable[[Result], No
             status[result.status] += 1
             counts = f"{status['declined']} declined, {status['failed']} failed"
             bar.update(task, advance=1, counts=counts)
-            if result.status == "failed":
+            if result.status == "failed" and show:
                 bar.console.print(f"FAILED {result.case.id} (seed {result.case.seed})", markup=False)
 
         yield advance

@@ -18,7 +18,13 @@ Mode = Literal["eager", "jit", "compile"]
 """``eager``; ``jit``: under ``jax.jit``; ``compile``: under ``torch.compile(fullgraph=True)``."""
 
 DIFFERENTIATES = frozenset(
-    {"gradients", "gradient_causality", "gradient_determinism", "recomputed_gradients"}
+    {
+        "gradients",
+        "recomputed_gradients",
+        "gradient_causality",
+        "gradient_causality_append",
+        "gradient_determinism",
+    }
 )
 """Checks whose call must be differentiable."""
 

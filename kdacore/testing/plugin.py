@@ -37,6 +37,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Long cases carry the marker ``slow``."""
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
+    if name := config.getoption("kdacore_backend"):
+        from kdacore.errors import ContractError
+        from kdacore.registry import REGISTRY
+
+        try:
+            REGISTRY.get(name, "pytest", "--kdacore-backend")
+        except ContractError as error:
+            raise pytest.UsageError(str(error)) from None
 
 
 def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> list[Any] | None:
@@ -56,19 +64,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def planned(config: pytest.Config) -> Any:
-    """The plan that the command line asks for. UsageError when there is no such backend."""
-    from kdacore.errors import ContractError
+    """The plan that the command line asks for."""
     from kdacore.testing.matrix import plan
 
-    try:
-        return plan(
-            config.getoption("kdacore_backend"),
-            device=config.getoption("kdacore_device"),
-            level=config.getoption("kdacore_level"),
-            kinds=tuple(config.getoption("kdacore_kind")),
-        )
-    except ContractError as error:
-        raise pytest.UsageError(str(error)) from None
+    return plan(
+        config.getoption("kdacore_backend"),
+        device=config.getoption("kdacore_device"),
+        level=config.getoption("kdacore_level"),
+        kinds=tuple(config.getoption("kdacore_kind")),
+    )
 
 
 def _random(config: pytest.Config) -> tuple[Any, ...]:

@@ -1,0 +1,1 @@
+"""A kdacore backend to learn from; see ``plugin.py``."""

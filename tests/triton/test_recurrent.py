@@ -421,8 +421,8 @@ def test_split_equals_whole() -> None:
 
 
 def test_long_decode_does_not_drift() -> None:
-    """600 tokens of slow decay, beta near 1 from raw logits: a sigmoid rounded to bfloat16 fails this."""
-    x = draw(T=600, H=1, HV=1, K=8, V=8, raw=True, A_log=torch.full((1,), -6.0))
+    """400 tokens of slow decay, beta near 1 from raw logits: a sigmoid rounded to bfloat16 fails this."""
+    x = draw(T=400, H=1, HV=1, K=8, V=8, raw=True, A_log=torch.full((1,), -6.0))
     x = x._replace(beta=x.beta + 3.0)
     check(
         x, output_final_state=True, use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True,

@@ -1,8 +1,10 @@
-"""What the decode kernel is compiled for ahead of time."""
+"""What the decode kernel is compiled for ahead of time: a call for every rule of the shipped configurations."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -13,36 +15,38 @@ from kdacore_triton.recurrent import forward
 
 
 def aot_cases(arch: str) -> list[AotCase]:
-    """The decode kernel under every shipped configuration: both layouts and state dtypes, one token and several."""
+    """Both layouts and state dtypes, one token and several, at the head size each rule is for."""
     cases = []
-    for i, config in enumerate(_shipped(arch)):
-        with configs.override("recurrent", config):
-            for v_first in (False, True):
-                for state in ("float32", "bfloat16"):
-                    for T in (1, 4):
-                        name = (
-                            f"recurrent BV{config['BV']} w{config['num_warps']} {state} T{T}"
-                            + " v_first" * v_first
-                        )
-                        slow = i > 0 or state == "bfloat16"
-                        call = _meta_call(arch, T, state, v_first)
-                        cases += record(name, partial(forward, *call), slow=slow)
+    seen = set()
+    for choice in configs.shipped_for(arch):
+        if choice.kernel != "recurrent":
+            continue
+        config = choice.config
+        for K, state, v_first, one in _shapes(choice.when):
+            name = f"recurrent K{K} BV{config['BV']} w{config['num_warps']} {state} T{1 if one else 4}"
+            name += " v_first" if v_first else ""
+            if name in seen:
+                continue
+            seen.add(name)
+            call = _meta_call(arch, 1 if one else 4, state, v_first, K)
+            slow = (K, state) != (128, "float32") or "rows" in choice.when
+            with configs.override("recurrent", config):
+                cases += record(name, partial(forward, *call), slow=slow)
     return cases
 
 
-def _shipped(arch: str) -> list[configs.Config]:
-    """Distinct configurations that this architecture may be given, the catch-all's first."""
-    choices = [c for c in configs.shipped_for(arch) if c.kernel == "recurrent"]
-    found: list[configs.Config] = []
-    for choice in reversed(choices):
-        if choice.config not in found:
-            found.append(choice.config)
-    return found
+def _shapes(when: Any) -> Iterator[tuple[int, str, bool, bool]]:
+    """Head size, state dtype, layout and single token: a value for each that the rule is about, else every one."""
+    K = when.get("K", [None, 128])[1] or 256
+    for state in [when["state"]] if "state" in when else ["float32", "bfloat16"]:
+        for v_first in [when["v_first"]] if "v_first" in when else [False, True]:
+            for one in [when["one"]] if "one" in when else [True, False]:
+                yield K, state, v_first, one
 
 
-def _meta_call(arch: str, T: int, state: str, v_first: bool) -> tuple[Request, RecurrentInputs]:
+def _meta_call(arch: str, T: int, state: str, v_first: bool, K: int = 128) -> tuple[Request, RecurrentInputs]:
     """A decode step as a serving engine makes it: pool, indices, everything fused. No memory behind it."""
-    B, H, K = 32, 32, 128
+    B, H = 32, 32
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

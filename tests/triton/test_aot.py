@@ -1,0 +1,116 @@
+"""Every kernel compiles for every architecture with no GPU, without spills, and on its matrix unit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kdacore_triton import aot
+
+ROOT = Path(__file__).parents[2]
+
+
+def compiled(*arguments: str, script: str | None = None) -> tuple[int, str, str]:
+    """Run the command (or a script) in a process whose kernels are compiled, not interpreted."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    paths = [str(ROOT), str(ROOT / "backends" / "triton"), env.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
+    what = ["-c", script] if script else ["-m", "kdacore_triton.aot", *arguments]
+    done = subprocess.run([sys.executable, *what], env=env, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def results(*arguments: str) -> list[dict[str, Any]]:
+    code, out, err = compiled("--json", *arguments)
+    found = [json.loads(line) for line in out.splitlines()]
+    assert [r for r in found if r["problems"]] == []
+    assert code == 0, err
+    return found
+
+
+@pytest.mark.parametrize("arch", aot.ARCHS)
+def test_representative_cases(arch: str) -> None:
+    found = results("--arch", arch)
+    assert {"recurrent_kernel"} <= {r["case"].split(":")[-1] for r in found}
+    assert all(r["arch"] == arch and r["registers"] > 0 and r["code_bytes"] > 0 for r in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", aot.ARCHS)
+def test_every_shipped_configuration(arch: str) -> None:
+    assert results("--arch", arch, "--all")
+
+
+def test_cases_have_unique_names() -> None:
+    for arch in aot.ARCHS:
+        names = [case.name for case in aot.all_cases(arch)]
+        assert len(names) == len(set(names))
+        assert any(not case.slow for case in aot.all_cases(arch))
+
+
+FAULTY = """
+import sys, tempfile, torch
+from kdacore.errors import BackendBuildError
+from kdacore_triton import aot
+from kdacore_triton.launch import Launcher
+
+source = '''
+import triton, triton.language as tl
+@triton.jit
+def greedy(x, y, N: tl.constexpr):
+    i = tl.arange(0, N)
+    a = tl.load(x + i[:, None] * N + i[None, :])
+    b = tl.trans(a)
+    for _ in range(4):
+        a = a * tl.sum(b) + b
+        b = b + tl.trans(a)
+    tl.store(y + i[:, None] * N + i[None, :], a + b)
+@triton.jit
+def broken(x, y, N: tl.constexpr):
+    tl.store(x + tl.arange(0, N), tl.arange(0, 2 * N))
+@triton.jit
+def product(x, y, N: tl.constexpr):
+    i = tl.arange(0, N)
+    p = i[:, None] * N + i[None, :]
+    tl.store(y + p, tl.dot(tl.load(x + p), tl.load(x + p)))
+'''
+path = tempfile.mkdtemp() + "/faulty.py"
+open(path, "w").write(source)
+sys.path.insert(0, path.rsplit("/", 1)[0])
+import faulty
+
+def case(kernel, dtype, warps, **expect):
+    x, y = torch.empty(256, 256, dtype=dtype, device="meta"), torch.empty(256, 256, device="meta")
+    launcher = Launcher(kernel)
+    run = lambda: launcher((1, 1, 1), x, y, N=64, num_warps=warps)
+    return aot.record("faulty", run, **expect)[0]
+
+spilled = aot.compile_case(case(faulty.greedy, torch.float32, 1), "sm_90")
+assert spilled.spills > 0 and "spill" in spilled.problems[0], spilled
+dots = aot.compile_case(case(faulty.product, torch.bfloat16, 4, matrix_unit=("product",)), "sm_90")
+assert dots.matrix > 0 and not dots.problems, dots
+none = aot.compile_case(case(faulty.greedy, torch.float32, 8, matrix_unit=("greedy",), max_spills=9999), "sm_90")
+assert none.problems == ("no matrix instruction",), none
+try:
+    aot.compile_case(case(faulty.broken, torch.float32, 4), "sm_90")
+except BackendBuildError as error:
+    assert "broken" in str(error) and "faulty" in error.what, error
+else:
+    raise SystemExit("a kernel that does not compile was accepted")
+"""
+
+
+def test_the_checks_can_fail() -> None:
+    code, out, err = compiled(script=FAULTY)
+    assert code == 0, out + err
+
+
+def test_interpreted_kernels_are_refused() -> None:
+    if "TRITON_INTERPRET" not in os.environ:
+        pytest.skip("kernels of this process are compiled")
+    with pytest.raises(TypeError, match="TRITON_INTERPRET"):
+        aot.compile_case(aot.all_cases("sm_90")[0], "sm_90")

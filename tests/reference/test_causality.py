@@ -126,7 +126,7 @@ def _compare_appended(call: Any, t: int, kind: str, backend: Backend) -> None:
 )
 def test_batch_invariance(op: str, kind: str, make_call: Make, backend: Backend) -> None:
     """A sequence alone and in a pack: the same bits of everything it returns."""
-    lengths = [70, 0, 1, 200, 64, 3]
+    lengths = [70, 0, 33] if kind == "jax" else [70, 0, 1, 200, 64, 3]
     call = make_call(op=op, lengths=lengths, H=2, HV=4, K=16, V=16, gate="softplus")
     do = call.rng.standard_normal((1, sum(lengths), 4, 16)).astype(np.float32)
     packed, packed_grads = run(backend, call.of_kind(kind), do)

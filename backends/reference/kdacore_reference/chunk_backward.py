@@ -26,6 +26,7 @@ from kdacore_reference.tokens import (
     flatten,
     gate_slices,
     gather,
+    index,
     mask_of,
     masked,
     scatter,
@@ -115,13 +116,14 @@ class BackwardRun:
         intra = interact(x.kq, x.decay, x.beta, keep=True)
         n, H, G, C, V = x.v.shape
         K = request.K
-        slots = xp.asarray(slab.slots, device=beside(x.v))
-        S = xp.reshape(self.states[slots, unit.value_heads, ...], (n, H, G, K, V))
+        states = self.states[index(slab.slots, self.states), ...][:, unit.value_heads, ...]
+        S = xp.reshape(states, (n, H, G, K, V))
         error = x.v - intra.kq_start[..., 0, :] @ S
         error -= intra.coupling @ (x.beta * error)
         do = self._output_grad(unit, slab, (n, H, G, C, V))
 
-        through, dS = self._scan(unit, slab, x, intra, S, error, do, dS)
+        dread = xp.stack([xp.zeros_like(do), do], axis=-2)
+        through, dS = self._scan(unit, slab, x, intra, S, error, dread, dS)
         flat_read = xp.reshape(through.read, (n, H, G, 2 * C, V))
         dstart = xp.reshape(flat_read @ xp.matrix_transpose(S), (n, H, G, C, 2, K))
         fresh = x.beta * error
@@ -138,19 +140,20 @@ class BackwardRun:
         return xp.reshape(do * self.request.scale, shape)
 
     def _scan(
-        self, unit: Unit, slab: Slab, x: Tokens, intra: Intra, S: Array, error: Array, do: Array, dS: Array
+        self, unit: Unit, slab: Slab, x: Tokens, intra: Intra, S: Array, error: Array, dread: Array, dS: Array
     ) -> tuple[SlabGrads, Array]:
         """Carries the gradient of the state from the slab's last chunk to its first.
 
-        ``error`` is what each token still has to write, ``fresh / beta``.
+        ``error`` is what each token still has to write, ``fresh / beta``. ``dread`` comes with the gradient of
+        ``q_start S``, that of ``o`` (times the scale), and gets that of ``k_start S``.
         """
         xp = self.xp
         n, H, G, C, V = x.v.shape
         starts = xp.matrix_transpose(xp.reshape(intra.kq_start, (n, H, G, 2 * C, -1)))
         coupling = xp.matrix_transpose(intra.coupling)
         fresh = x.beta * error
-        dfresh_here = xp.matrix_transpose(intra.qk) @ do
-        reads, betas, ends, totals = [], [], [], []
+        dfresh_here = xp.matrix_transpose(intra.qk) @ dread[..., 1, :]
+        betas, ends, totals = [], [], []
         for _, blocks in reversed(list(slab.steps)):
             count = blocks.stop - blocks.start
             dS = self._join(unit, dS, count)
@@ -159,8 +162,7 @@ class BackwardRun:
             dfresh += intra.k_end[blocks, ...] @ dS
             dfresh -= coupling[blocks, ...] @ (beta * dfresh)
             betas.append(xp.vecdot(dfresh, error[blocks, ...]))
-            dread = xp.stack([-beta * dfresh, do[blocks, ...]], axis=-2)
-            reads.append(dread)
+            dread = put(dread, (blocks, ..., 0, slice(None)), -beta * dfresh)
             ends.append(fresh[blocks, ...] @ xp.matrix_transpose(dS))
             total = intra.total[blocks, ...]
             log_total = total * xp.vecdot(dS, S[blocks, ...])
@@ -168,9 +170,9 @@ class BackwardRun:
                 log_total = xp.sum(log_total, axis=-1, keepdims=True)
             totals.append(log_total)
             dS *= total[..., None]
-            dS += starts[blocks, ...] @ xp.reshape(dread, (count, H, G, 2 * C, V))
-        grads = SlabGrads(*(xp.concat(part[::-1], axis=0) for part in (reads, betas, ends, totals)))
-        return grads, dS
+            dS += starts[blocks, ...] @ xp.reshape(dread[blocks, ...], (count, H, G, 2 * C, V))
+        parts = (xp.concat(part[::-1], axis=0) for part in (betas, ends, totals))
+        return SlabGrads(dread, *parts), dS
 
     def _store(self, unit: Unit, slab: Slab, x: Tokens, dx: IntraGrads, dv: Array, dbeta: Array) -> None:
         """From the recurrence's inputs back to the caller's, into the rows of this slab."""

@@ -21,7 +21,7 @@ from kdacore_reference.intra import interact
 from kdacore_reference.parallel import run_units
 from kdacore_reference.plan import CHUNK, Slab, Unit, chunk_count, plan_units
 from kdacore_reference.sequences import sequences_of
-from kdacore_reference.tokens import Flat, empty_rows, flatten, scatter, slab_tokens
+from kdacore_reference.tokens import Flat, empty_rows, flatten, index, scatter, slab_tokens
 
 BLOCKS = 64
 """Chunks times value heads in a slab: small enough for the cache, large enough to hide the cost of a call."""
@@ -90,18 +90,19 @@ class ForwardRun:
 
     def _slab(self, unit: Unit, slab: Slab, S: Array) -> Array:
         xp, request = self.xp, self.request
-        x = slab_tokens(request, self.flat, unit, slab)
+        x = slab_tokens(request, self.flat, unit, slab, heads_inside=True)
         intra = interact(x.kq, x.decay, x.beta)
         n, H, G, C, V = x.v.shape
         starts = xp.reshape(intra.kq_start, (n, H, G, 2 * C, request.K))
         ends = xp.matrix_transpose(intra.k_end)
         total = intra.total[..., None]
-        outputs, states = [], []
+        outputs = []
         for _, blocks in slab.steps:
             count = blocks.stop - blocks.start
             S = self._finish(unit, S, count)
             if self.want_states:
-                states.append(xp.asarray(S, copy=True))
+                where = (index(slab.slots_of(blocks), S), unit.value_heads)
+                self.states = put(self.states, where, xp.reshape(S, (count, H * G, *S.shape[3:])))
             read = xp.reshape(starts[blocks, ...] @ S, (count, H, G, C, 2, V))
             beta = x.beta[blocks, ...]
             fresh = x.v[blocks, ...] - read[..., 0, :]
@@ -115,10 +116,6 @@ class ForwardRun:
         o = xp.reshape(xp.concat(outputs, axis=0), (n, H * G, C, V))
         o *= request.scale
         self.o = scatter(self.o, slab, unit.value_heads, o)
-        if self.want_states:
-            kept = xp.reshape(xp.concat(states, axis=0), (n, H * G, request.K, V))
-            where = xp.asarray(slab.slots, device=beside(o))
-            self.states = put(self.states, (where, unit.value_heads), kept)
         return S
 
     def final_state(self) -> Array:

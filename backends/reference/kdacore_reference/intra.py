@@ -119,15 +119,21 @@ def _join_rows(kq: Array, decay: Array) -> tuple[Array, Array, Array, Array]:
     steps = xp.reshape(decay, (n, H, G, b, 2, Kg))
     kq_pairs = xp.reshape(kq, (n, H, 1, b, 2, 2, K))
     k_left = kq_pairs[..., 0, 0, :] * steps[..., 1, :]
-    k_right = xp.broadcast_to(kq_pairs[..., 1, 0, :], k_left.shape)
     both = xp.vecdot(kq_pairs[..., 1, :, :], k_left[..., None, :])
     diagonal = xp.vecdot(kq_pairs[..., 0, :], kq_pairs[..., 1, :])
     blocks = xp.zeros((n, H, G, b, 2, 2, 2), dtype=kq.dtype, device=beside(kq))
     blocks = put(blocks, (..., 1, 0), both)
     blocks = put(blocks, (..., 1, 0, 0), diagonal[..., 0])
     blocks = put(blocks, (..., 1, 1, 1), diagonal[..., 1])
-    prefix = xp.stack([steps[..., 0, :], steps[..., 0, :] * steps[..., 1, :]], axis=-2)
-    end = xp.stack([k_left, k_right], axis=-2)
+    prefix = xp.reshape(xp.asarray(decay, copy=True), steps.shape)
+    prefix = multiply_at(prefix, (..., 1, slice(None)), steps[..., 0, :])
+    end = (
+        xp.empty_like(kq[..., 0, :])
+        if G == 1
+        else xp.empty((n, H, G, C, K), dtype=kq.dtype, device=beside(kq))
+    )
+    end = xp.reshape(end, (n, H, G, b, 2, K))
+    end = put(put(end, (..., 0, slice(None)), k_left), (..., 1, slice(None)), kq_pairs[..., 1, 0, :])
     return xp.reshape(prefix, decay.shape), k_left, end, blocks
 
 

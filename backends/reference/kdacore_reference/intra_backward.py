@@ -79,7 +79,7 @@ def _rows_backward(
     kq_pairs = xp.reshape(kq, (n, H, 1, C // 2, 2, 2, K))
     k_left = intra.pair_k_left
     corner = dpairs[..., 1, :, 0]
-    dk_left = xp.sum(corner[..., None] * kq_pairs[..., 1, :, :], axis=-2)
+    dk_left = corner[..., 0, None] * kq_pairs[..., 1, 0, :] + corner[..., 1, None] * kq_pairs[..., 1, 1, :]
     first = row_log[..., 0, :] + row_log[..., 1, :]
     second = row_log[..., 1, :] + column_log[..., 0, :] + _product(dk_left, k_left, Kg)
     log_decay = xp.reshape(xp.stack([first, second], axis=-2), decay.shape)

@@ -30,12 +30,15 @@ class Slab:
     """Row in the flattened ``[B*T]`` axis of each of the ``blocks * CHUNK`` tokens; padding repeats a real row."""
     real: I64 | None
     """Which of those tokens are not padding; None when all are real."""
-    slots: I64
-    """Number of each block among all chunks of the call."""
+    slots: I64 | slice
+    """Number of each block among all chunks of the call, as a slice where they follow one another."""
+    blocks: int
 
-    @property
-    def blocks(self) -> int:
-        return len(self.slots)
+    def slots_of(self, blocks: slice) -> I64 | slice:
+        """``slots`` of the blocks of one step."""
+        if isinstance(self.slots, slice):
+            return slice(self.slots.start + blocks.start, self.slots.start + blocks.stop)
+        return self.slots[blocks]
 
     @property
     def steps(self) -> Iterator[tuple[int, slice]]:
@@ -98,7 +101,7 @@ def _slabs(members: list[Sequence], first_slot: dict[int, int], depth: int) -> I
             lengths += [min(CHUNK, s.length - chunk * CHUNK) for s in running]
             slots += [first_slot[s.n] + chunk for s in running]
         rows, real = _token_rows(np.asarray(starts), np.asarray(lengths))
-        yield Slab(counts, first, rows, real, np.asarray(slots))
+        yield Slab(counts, first, rows, real, _consecutive(np.asarray(slots)), len(slots))
 
 
 def _token_rows(starts: I64, lengths: I64) -> tuple[I64 | slice, I64 | None]:
@@ -107,6 +110,11 @@ def _token_rows(starts: I64, lengths: I64) -> tuple[I64 | slice, I64 | None]:
     rows = (starts[:, None] + np.minimum(offset, lengths[:, None] - 1)).reshape(-1)
     if (lengths < CHUNK).any():
         return rows, np.flatnonzero((offset < lengths[:, None]).reshape(-1))
-    if (np.diff(starts) == CHUNK).all():
-        return slice(int(starts[0]), int(starts[0]) + rows.size), None
-    return rows, None
+    return _consecutive(rows), None
+
+
+def _consecutive(numbers: I64) -> I64 | slice:
+    """``numbers`` as a slice where they follow one another, which spares a copy."""
+    if (np.diff(numbers) == 1).all():
+        return slice(int(numbers[0]), int(numbers[0]) + numbers.size)
+    return numbers

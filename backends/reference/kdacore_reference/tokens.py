@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
+from array_api_compat import array_namespace, is_numpy_array
 
 from kdacore.types import Array, Request
-from kdacore_reference.arrays import beside, cast, compute_dtype, dense, plain, put
+from kdacore_reference.arrays import beside, cast, compute_dtype, dense, is_jax, plain, put
 from kdacore_reference.gates import beta_forward, gate_forward, gate_parameters, l2_scale
 from kdacore_reference.plan import CHUNK, Slab, Unit
 
@@ -70,20 +70,26 @@ class Tokens(NamedTuple):
     """As given, for the backward."""
 
 
-def slab_tokens(request: Request, flat: Flat, unit: Unit, slab: Slab) -> Tokens:
+def slab_tokens(request: Request, flat: Flat, unit: Unit, slab: Slab, heads_inside: bool = False) -> Tokens:
+    """Gathers, widens, normalises and gates one slab.
+
+    With ``heads_inside`` keys, queries and decays keep the caller's order in memory, which suits the forward (see
+    :func:`gather`); the backward meets them with products in row-major order and is faster in that.
+    """
     xp = array_namespace(flat.q)
     H, G = unit.heads.stop - unit.heads.start, request.HV // request.H
     mask = mask_of(slab, flat.q)
     # The caller's dtype is widened once the rows are gathered; half precision never enters arithmetic.
-    q = gather(flat.q, slab, unit.heads, flat.dtype, mask, order=False)
-    k = gather(flat.k, slab, unit.heads, flat.dtype, mask, order=False)
+    q = gather(flat.q, slab, unit.heads, flat.dtype, mask, heads_inside)
+    k = gather(flat.k, slab, unit.heads, flat.dtype, mask, heads_inside)
     q_scale = k_scale = None
     if request.qk_l2norm:
         q_scale, k_scale = l2_scale(q), l2_scale(k)
         q, k = q * q_scale, k * k_scale
-    kq = xp.empty((slab.blocks, H, 1, CHUNK, 2, q.shape[-1]), dtype=flat.dtype, device=beside(q))
-    kq = put(kq, (slice(None), slice(None), 0, slice(None), 0), k)
-    kq = put(kq, (slice(None), slice(None), 0, slice(None), 1), q)
+    shape = (CHUNK, 2, H) if heads_inside else (H, CHUNK, 2)
+    kq = xp.empty((slab.blocks, *shape, q.shape[-1]), dtype=flat.dtype, device=beside(q))
+    kq = xp.permute_dims(kq, (0, 3, 1, 2, 4)) if heads_inside else kq
+    kq = put(put(kq, (..., 0, slice(None)), k), (..., 1, slice(None)), q)
 
     def grouped(array: Array) -> Array:
         return xp.reshape(array, (slab.blocks, H, G, CHUNK, -1))
@@ -92,10 +98,10 @@ def slab_tokens(request: Request, flat: Flat, unit: Unit, slab: Slab) -> Tokens:
     raw_beta = gather(flat.beta[..., None], slab, unit.value_heads, flat.dtype)
     beta = masked(beta_forward(raw_beta, request), mask)
     g = flat.g[..., None] if request.scalar_gate else flat.g
-    raw_g = gather(g, slab, unit.value_heads, flat.dtype)
+    raw_g = gather(g, slab, unit.value_heads, flat.dtype, None, heads_inside)
     log_decay = masked(gate_forward(request, raw_g, *gate_slices(flat, unit)), mask)
     return Tokens(
-        kq=kq,
+        kq=kq[:, :, None, ...],
         v=grouped(v),
         beta=grouped(beta),
         decay=grouped(xp.exp(log_decay)),
@@ -113,31 +119,47 @@ def gate_slices(flat: Flat, unit: Unit) -> tuple[Array | None, Array | None]:
 
 
 def gather(
-    flat: Array, slab: Slab, heads: slice, dtype: Any, mask: Array | None = None, order: bool = True
+    flat: Array,
+    slab: Slab,
+    heads: slice,
+    dtype: Any,
+    mask: Array | None = None,
+    heads_inside: bool = False,
 ) -> Array:
     """``[rows, heads, X]`` to ``[n, heads, C, X]``; with ``mask``, padding becomes 0.
 
-    In row-major order, or with ``order=False`` as it comes, perhaps a view of the caller's memory.
+    In row-major order, or with ``heads_inside`` in the caller's order ``[n, C, heads, X]`` in memory (perhaps the
+    caller's memory): a factor that is the same for several tokens then meets runs of ``heads * X`` elements.
     """
     xp = array_namespace(flat)
-    rows = slab.rows if isinstance(slab.rows, slice) else _indices(slab.rows, flat)
-    part = flat[:, heads, ...][rows, ...]
+    part = flat[:, heads, ...][index(slab.rows, flat), ...]
     part = xp.reshape(part, (slab.blocks, CHUNK, *part.shape[1:]))
-    part = masked(cast(xp.permute_dims(part, (0, 2, 1, 3)), dtype), mask)
-    return dense(part) if order else part
+    part = cast(part, dtype)
+    if heads_inside:
+        return masked(xp.permute_dims(dense(part), (0, 2, 1, 3)), mask)
+    return masked(dense(xp.permute_dims(part, (0, 2, 1, 3))), mask)
 
 
 def scatter(target: Array, slab: Slab, heads: slice, values: Array) -> Array:
     """Writes ``values`` ``[n, heads, C, X]`` to the rows and heads of ``target`` ``[rows, heads, X]``."""
     xp = array_namespace(values)
-    by_row = xp.permute_dims(values, (0, 2, 1, 3))
-    by_row = xp.reshape(by_row, (-1, *by_row.shape[2:]))
-    if isinstance(slab.rows, slice):
-        return put(target, (slab.rows, heads), cast(by_row, target.dtype))
+    by_block = cast(xp.permute_dims(values, (0, 2, 1, 3)), target.dtype)
     rows = slab.rows
-    if slab.real is not None:
-        rows, by_row = rows[slab.real], by_row[_indices(slab.real, values), ...]
-    return put(target, (_indices(rows, values), heads), cast(by_row, target.dtype))
+    if isinstance(rows, slice) and not is_jax(target):
+        view = xp.reshape(target[rows, ...], (*by_block.shape[:2], *target.shape[1:]))
+        view[:, :, heads, ...] = by_block
+        return target
+    by_row = xp.reshape(by_block, (-1, *by_block.shape[2:]))
+    if slab.real is not None and not isinstance(rows, slice):
+        rows, by_row = rows[slab.real], by_row[index(slab.real, values), ...]
+    return put(target, (index(rows, values), heads), by_row)
+
+
+def index(numbers: Any, like: Array) -> Any:
+    """Rows as something ``like`` can be indexed with: a slice stays one."""
+    if isinstance(numbers, slice) or is_numpy_array(like):
+        return numbers
+    return array_namespace(like).asarray(numbers, device=beside(like))
 
 
 def empty_rows(request: Request, like: Array, heads: int, *tail: int, dtype: Any = None) -> Array:
@@ -145,15 +167,6 @@ def empty_rows(request: Request, like: Array, heads: int, *tail: int, dtype: Any
     xp = array_namespace(like)
     shape = (request.B * request.T, heads, *tail)
     return xp.zeros(shape, dtype=like.dtype if dtype is None else dtype, device=beside(like))
-
-
-def _indices(rows: Any, like: Array) -> Array:
-    xp = array_namespace(like)
-    return (
-        rows
-        if xp.__name__.endswith("numpy") and hasattr(like, "ctypes")
-        else xp.asarray(rows, device=beside(like))
-    )
 
 
 def mask_of(slab: Slab, like: Array) -> Array | None:

@@ -30,7 +30,7 @@ from kdacore_triton import configs
 from kdacore_triton.kernels.prepare import prepare_kernel
 from kdacore_triton.kernels.scan import scan_kernel
 from kdacore_triton.launch import Launcher, cdiv, next_power_of_2
-from kdacore_triton.plan import GATES, FixedLaunch, Plans
+from kdacore_triton.plan import ASM, GATES, INTERPRETING, FixedLaunch, Plans
 
 FAMILIES = {"bounded": 0, "dyadic": 1, "scalar": 2}
 """The prepare kernel's FAMILY constexpr."""
@@ -44,9 +44,6 @@ MAX_BOUNDED = 32
 _LOG2E = 1.4426950408889634
 _PREPARE = Launcher(prepare_kernel)
 _SCAN = Launcher(scan_kernel)
-INTERPRETING = _SCAN.interpreting
-ASM = not INTERPRETING and torch.version.hip is None
-"""May kernels use PTX? Not in the interpreter, not on AMD."""
 
 
 class Plan:
@@ -79,12 +76,11 @@ class Plan:
         self.prepare = FixedLaunch(
             _PREPARE,
             device,
-            (cdiv(slots, config["GROUP"]) * r.HV, 1, 1),
-            (r.T, NT, r.N, r.H, r.HV, slots, r.scale, bound, anchor(bound, C)),
+            (self.records, 1, 1),
+            (r.T, NT, r.N, r.H, r.HV, r.scale, bound, anchor(bound, C)),
             {
                 **shared, "BV": BV, "BU": min(config["BU"], BV),
-                "LEVELS": C.bit_length() - 1, "GROUP": config["GROUP"],
-                "STAGES": config["prepare_stages"], "FAMILY": FAMILIES[family], "GATE": GATES[r.gate],
+                "LEVELS": C.bit_length() - 1, "FAMILY": FAMILIES[family], "GATE": GATES[r.gate],
                 "L2NORM": r.qk_l2norm, "BETA_SIGMOID": r.beta_sigmoid,
                 "BETA_FACTOR": 2.0 if r.neg_eigval else 1.0, "PACKED": r.packed, **dots, "ASM": ASM,
             },

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
+from triton import knobs
 
 from kdacore.types import Request
 from kdacore_triton import configs
@@ -13,6 +14,12 @@ from kdacore_triton.launch import Grid, Launcher, Prepared, current_device
 
 GATES = {"log": 0, "softplus": 1, "sigmoid": 2}
 """Request.gate -> the kernels' GATE constexpr."""
+
+INTERPRETING = bool(knobs.runtime.interpret)
+"""Do kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` when Triton was first imported)?"""
+
+ASM = not INTERPRETING and torch.version.hip is None
+"""May kernels use PTX? Not in the interpreter, not on AMD."""
 
 _UNALIGNED = 15
 _MAX_PLANS = 1024

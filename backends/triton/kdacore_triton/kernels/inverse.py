@@ -21,6 +21,6 @@ def unit_lower_inverse(low, i, DOT: tl.constexpr, LEVELS: tl.constexpr):
     """
     gap = i[:, None] ^ i[None, :]
     x = tl.where(gap == 0, 1.0, tl.where(gap == 1, -low, 0.0))
-    for n in tl.static_range(1, LEVELS):
+    for n in tl.range(1, LEVELS):
         x -= tl.where((gap >> n) == 1, mma(mma(x, low, DOT), x, DOT), 0.0)
     return x

@@ -67,7 +67,7 @@ def dyadic_head(
     gap = i[:, None] ^ i[None, :]
     aqk = tl.where(gap == 0, tl.sum(q * k, 1)[:, None], 0.0)
     akk = tl.zeros([C, C], tl.float32)
-    for n in tl.static_range(0, LEVELS):
+    for n in tl.range(0, LEVELS):
         take = tl.load(levels_ptr + n * C * C + i[:, None] * C + i[None, :])
         e = exp2(sums_over(take, steps, DOT), ASM)
         kk = operand(k * e, DOT)

@@ -1,0 +1,63 @@
+"""``kda_gate`` and its backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kdacore.types import GateGrads, GateInputs, Request
+from kdacore_triton.kernels.gate import gate_backward_kernel, gate_kernel
+from kdacore_triton.launch import Launcher, cdiv
+from kdacore_triton.plan import GATES, INTERPRETING
+
+_FORWARD = Launcher(gate_kernel)
+_BACKWARD = Launcher(gate_backward_kernel)
+_ROWS, _COLS = 16, 128
+_SPANS = 256
+"""Partial sums per column in the backward: enough programs to fill a GPU, few enough to add up cheaply."""
+
+
+def _flat(r: Request, x: GateInputs) -> tuple[int, int, int]:
+    """Rows, columns and columns per head of the flattened gate."""
+    channels = 1 if r.scalar_gate else r.K
+    return r.B * r.T, r.HV * channels, channels
+
+
+def forward(request: Request, inputs: GateInputs) -> torch.Tensor:
+    """Natural-log decay of ``inputs.g``, shaped like it, float32."""
+    g, A_log, dt_bias = (None if x is None else x.contiguous() for x in inputs)
+    rows, cols, channels = _flat(request, inputs)
+    out = torch.empty(g.shape, dtype=torch.float32, device=g.device)
+    _FORWARD(
+        (cdiv(rows, _ROWS), cdiv(cols, _COLS), 1),
+        g, A_log, dt_bias, out, rows, cols, channels, request.lower_bound or 0.0,
+        GATE=GATES[request.gate], R=_ROWS, BC=_COLS, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def backward(request: Request, inputs: GateInputs, dlog: torch.Tensor) -> GateGrads:
+    """Gradients from ``dlog``, the gradient of the log decay. Sums are taken in a fixed order."""
+    g, A_log, dt_bias = (None if x is None else x.contiguous() for x in inputs)
+    rows, cols, channels = _flat(request, inputs)
+    span = max(_ROWS, cdiv(cdiv(rows, _SPANS), _ROWS) * _ROWS)
+    spans = cdiv(rows, span)
+    # The interpreter rounds to bfloat16 by truncation; there the store is float32 and torch rounds.
+    dg = torch.empty(g.shape, dtype=torch.float32 if INTERPRETING else g.dtype, device=g.device)
+    drate, dbias = (_partial(x, spans, cols) for x in (A_log, dt_bias))
+    _BACKWARD(
+        (spans, cdiv(cols, _COLS), 1),
+        g, A_log, dt_bias, dlog.contiguous(), dg, drate, dbias, rows, cols, channels, span,
+        request.lower_bound or 0.0,
+        GATE=GATES[request.gate], R=_ROWS, BC=_COLS, num_warps=4,
+    )  # fmt: skip
+    dA = None if drate is None else drate.view(spans, request.HV, channels).sum((0, 2)).to(inputs.A_log.dtype)
+    db = None if dbias is None else dbias.sum(0).view(inputs.dt_bias.shape).to(inputs.dt_bias.dtype)
+    return GateGrads(dg.to(g.dtype), dA, db)
+
+
+def _partial(parameter: torch.Tensor | None, spans: int, cols: int) -> Any:
+    if parameter is None:
+        return None
+    return torch.empty((spans, cols), dtype=torch.float32, device=parameter.device)

@@ -1,0 +1,71 @@
+"""The gate by itself, forward and backward. Heads and channels are one flat axis of columns."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kdacore_triton.kernels.common import LOG2E, log2_decay_grad, sigmoid, softplus2
+
+
+@triton.jit
+def _load(g_ptr, a_log_ptr, bias_ptr, row, col, rows, COLS, K):
+    """``g + dt_bias`` and ``exp(A_log)`` of a block, with the block's offsets and mask."""
+    inside = (row < rows)[:, None] & (col < COLS)[None, :]
+    at = row.to(tl.int64)[:, None] * COLS + col[None, :]
+    x = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + col, mask=col < COLS, other=0.0).to(tl.float32)[None, :]
+    rate = tl.full(col.shape, 1.0, tl.float32)
+    if a_log_ptr is not None:
+        rate = tl.exp(tl.load(a_log_ptr + col // K, mask=col < COLS, other=0.0).to(tl.float32))
+    return x, rate[None, :], at, inside
+
+
+@triton.jit(do_not_specialize=["rows", "COLS", "K"])
+def gate_kernel(
+    g_ptr, a_log_ptr, bias_ptr, out_ptr, rows, COLS, K, lower_bound,
+    GATE: tl.constexpr, R: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Natural-log decays in float32. Grid: blocks of R rows, blocks of BC columns; ``COLS = HV * K``."""
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    col = tl.program_id(1) * BC + tl.arange(0, BC)
+    x, rate, at, inside = _load(g_ptr, a_log_ptr, bias_ptr, row, col, rows, COLS, K)
+    if GATE == 1:
+        y = softplus2(x) * (-rate / LOG2E)
+    else:
+        y = lower_bound * sigmoid(rate * x)
+    tl.store(out_ptr + at, y, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "COLS", "K", "SPAN"])
+def gate_backward_kernel(
+    g_ptr, a_log_ptr, bias_ptr, dlog_ptr, dg_ptr, drate_ptr, dbias_ptr, rows, COLS, K, SPAN, lower_bound,
+    GATE: tl.constexpr, R: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """``dg``, and per span of rows and column the sums that make ``dA_log`` and ``ddt_bias``.
+
+    Grid: spans of SPAN rows, blocks of BC columns. ``drate_ptr``, ``dbias_ptr``: ``[spans, COLS]`` float32 or None.
+    """
+    col = tl.program_id(1) * BC + tl.arange(0, BC)
+    first = tl.program_id(0) * SPAN
+    end = tl.minimum(first + SPAN, rows)
+    drate = tl.zeros([BC], tl.float32)
+    dbias = tl.zeros([BC], tl.float32)
+    for r0 in tl.range(first, end, R):
+        row = r0 + tl.arange(0, R)
+        x, rate, at, inside = _load(g_ptr, a_log_ptr, bias_ptr, row, col, end, COLS, K)
+        dlog = tl.load(dlog_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        dx = dlog * log2_decay_grad(x, rate, lower_bound, GATE)
+        tl.store(dg_ptr + at, dx.to(dg_ptr.dtype.element_ty), mask=inside)
+        dbias += tl.sum(dx, 0)
+        if drate_ptr is not None:
+            if GATE == 1:
+                drate += tl.sum(dlog * softplus2(x) * (-rate / LOG2E), 0)
+            else:
+                drate += tl.sum(dx * x, 0)
+    out = tl.program_id(0).to(tl.int64) * COLS + col
+    if drate_ptr is not None:
+        tl.store(drate_ptr + out, drate, mask=col < COLS)
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + out, dbias, mask=col < COLS)

@@ -1,0 +1,93 @@
+"""The Triton backend as data. torch and Triton are imported by the first call that runs here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from kdacore.hookspecs import hookimpl
+from kdacore.types import Backend, OpImpl, Requirement, Verifier
+from kdacore_triton import verifiers
+
+VERSION = "0.1.0"
+VERIFIED = frozenset({"sm_90"})
+"""Architectures the GPU tests have run on; for the others the kernels compile."""
+
+
+def _missing(package: str) -> Callable[[], str | None]:
+    """A probe for a top-level package. A folder of that name on the path is not one: it has no origin."""
+
+    def probe() -> str | None:
+        spec = find_spec(package)
+        return f"{package} is not installed" if spec is None or spec.origin is None else None
+
+    return probe
+
+
+def _lazily(module: str, function: str) -> Callable[..., Any]:
+    """``kdacore_triton.<module>.<function>``, imported by its first call."""
+    found: list[Callable[..., Any]] = []
+
+    def call(*args: Any) -> Any:
+        if not found:
+            found.append(getattr(import_module(f"kdacore_triton.{module}"), function))
+        return found[0](*args)
+
+    call.__name__ = call.__qualname__ = function
+    return call
+
+
+def _op(
+    forward: Callable[..., Any],
+    *more: Verifier,
+    backward: Callable[..., Any] | None = None,
+    batch_invariant: bool = False,
+) -> OpImpl:
+    return OpImpl(
+        forward=forward,
+        backward=backward,
+        verifiers=(verifiers.hardware, verifiers.dtypes, verifiers.size, *more),
+        verified_archs=VERIFIED,
+        batch_invariant=batch_invariant,
+    )
+
+
+def make_backend() -> Backend:
+    """The backend named ``triton``: every op, torch tensors, forward and backward."""
+    whole = (verifiers.head_dims, verifiers.state)
+    chunk_backward = _lazily("chunk_backward", "backward")
+    chunk = _op(_lazily("forward", "forward"), *whole, backward=chunk_backward)
+    recurrent = _op(_lazily("recurrent", "forward"), *whole, backward=chunk_backward)
+    return Backend(
+        name="triton",
+        version=VERSION,
+        kinds=("torch",),
+        ops={
+            "chunk_kda": chunk,
+            "chunk_gated_delta_rule": chunk,
+            "fused_recurrent_kda": recurrent,
+            "fused_recurrent_gated_delta_rule": recurrent,
+            "kda_gate": _op(_lazily("gate", "forward"), backward=_lazily("gate", "backward")),
+            "kda_chunk_gate": _op(_lazily("stages", "chunk_gate"), verifiers.key_dim),
+            "kda_chunk_intra": _op(_lazily("stages", "chunk_intra"), verifiers.key_dim),
+            "kda_recompute_w_u": _op(_lazily("stages", "recompute_w_u"), verifiers.head_dims),
+            "delta_rule_chunk_state": _op(_lazily("stages", "chunk_state"), *whole),
+            "kda_chunk_output": _op(_lazily("stages", "chunk_output"), verifiers.head_dims),
+        },
+        summary="portable GPU kernels: training, prefill and decode; CPU tensors with TRITON_INTERPRET=1",
+        requirements=(
+            Requirement("torch", _missing("torch"), "pip install 'kdacore[triton]'"),
+            Requirement("Triton", _missing("triton"), "pip install 'kdacore[triton]'"),
+        ),
+        rank=50,
+        device_types=("cuda", "rocm", "cpu"),
+        capturable=True,
+    )
+
+
+@hookimpl
+def kdacore_backends() -> list[Backend]:
+    """The hook kdacore finds this backend by."""
+    return [make_backend()]

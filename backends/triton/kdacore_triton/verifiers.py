@@ -1,0 +1,78 @@
+"""What the Triton kernels cannot do, one function a reason. Verifiers read shapes, dtypes and flags, never values."""
+
+from __future__ import annotations
+
+import os
+
+from kdacore.types import Reason, Request
+
+FLOATS = ("float32", "bfloat16", "float16")
+STATES = ("float32", "bfloat16")
+MIN_DIM, MAX_DIM = 16, 256
+MAX_TOKENS = 2**30
+
+
+def hardware(request: Request) -> Reason | None:
+    """NVIDIA GPUs of compute capability 8.0 and up, AMD GPUs, or CPU tensors in Triton's interpreter."""
+    device = request.device
+    if device.type == "cpu":
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return None
+        return Reason(
+            "hardware",
+            "runs on CPU tensors in Triton's interpreter alone",
+            "cpu",
+            "a GPU, or TRITON_INTERPRET=1 set before Triton is imported",
+        )
+    if device.type == "cuda":
+        number = device.arch.removeprefix("sm_").rstrip("af")
+        if device.arch.startswith("sm_") and number.isdigit() and int(number) >= 80:
+            return None
+        return Reason(
+            "hardware", "needs compute capability 8.0", device.arch or "an unknown GPU", "sm_80 or later"
+        )
+    if device.type == "rocm" and device.arch.startswith("gfx"):
+        return None
+    return Reason("hardware", "has no kernels for this device", str(device), "an NVIDIA or AMD GPU")
+
+
+def dtypes(request: Request) -> Reason | None:
+    """16- and 32-bit floats everywhere; float64 is the reference backend's."""
+    if request.dtype not in FLOATS:
+        return Reason("dtype", "takes 16- and 32-bit floats", request.dtype, " or ".join(FLOATS))
+    for name, spec in request.tensors:
+        if spec.dtype == "float64":
+            return Reason("dtype", f"takes no float64 {name}", str(spec), " or ".join(FLOATS))
+    return None
+
+
+def state(request: Request) -> Reason | None:
+    """States are kept in float32 or bfloat16."""
+    if request.state_dtype not in STATES:
+        return Reason("state", "keeps states in these dtypes", request.state_dtype, " or ".join(STATES))
+    return None
+
+
+def key_dim(request: Request) -> Reason | None:
+    """K is one tile: 16 to 256."""
+    if not MIN_DIM <= request.K <= MAX_DIM:
+        return Reason(
+            "head_dim", "holds a row of k in one tile", f"K={request.K}", f"{MIN_DIM} <= K <= {MAX_DIM}"
+        )
+    return None
+
+
+def head_dims(request: Request) -> Reason | None:
+    """K and V from 16 to 256, in any combination."""
+    if not (MIN_DIM <= request.K <= MAX_DIM and MIN_DIM <= request.V <= MAX_DIM):
+        want = f"{MIN_DIM} to {MAX_DIM} each"
+        return Reason("head_dim", "has tiles for some head dims only", f"K={request.K}, V={request.V}", want)
+    return None
+
+
+def size(request: Request) -> Reason | None:
+    """Tokens of a sequence and programs of a launch are counted in 32 bits."""
+    if request.T >= MAX_TOKENS or request.B * request.T * request.HV >= MAX_TOKENS * 16:
+        got = f"B={request.B}, T={request.T}, HV={request.HV}"
+        return Reason("too_long", "counts chunks in 32 bits", got, "T < 2**30 and B*T*HV < 2**34")
+    return None

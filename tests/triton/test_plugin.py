@@ -1,0 +1,90 @@
+"""What the Triton backend says it serves, reason by reason, and that saying so imports nothing heavy."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from kdacore.types import Device, Request, TensorSpec
+from kdacore_triton import plugin, verifiers
+
+H200 = Device("cuda", 0, "sm_90")
+CALL = Request("chunk_kda", "torch", H200, 1, 64, 2, 2, 128, 128, 1, "bfloat16", "float32")
+CHUNK = plugin.make_backend().ops["chunk_kda"]
+
+
+def codes(request: Request) -> list[str]:
+    found = [verify(request) for verify in CHUNK.verifiers]
+    return [reason.code for reason in found if reason is not None]
+
+
+def test_an_ordinary_call_is_served() -> None:
+    assert codes(CALL) == []
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_90a", "sm_100", "sm_103a", "sm_120f"])
+def test_nvidia_architectures_served(arch: str) -> None:
+    assert codes(replace(CALL, device=Device("cuda", 0, arch))) == []
+
+
+def test_amd_is_served() -> None:
+    assert codes(replace(CALL, device=Device("rocm", 0, "gfx942"))) == []
+
+
+@pytest.mark.parametrize(
+    "device", [Device("cuda", 0, "sm_75"), Device("cuda"), Device("xpu"), Device("rocm")], ids=str
+)
+def test_other_hardware_is_declined(device: Device) -> None:
+    assert codes(replace(CALL, device=device)) == ["hardware"]
+
+
+def test_cpu_tensors_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = replace(CALL, device=Device("cpu"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert codes(request) == ["hardware"]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert codes(request) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"dtype": "float64"}, "dtype"),
+        ({"tensors": (("g", TensorSpec((1, 64, 2, 128), "float64")),)}, "dtype"),
+        ({"state_dtype": "float64"}, "state"),
+        ({"K": 15}, "head_dim"),
+        ({"K": 257}, "head_dim"),
+        ({"V": 8}, "head_dim"),
+        ({"V": 512}, "head_dim"),
+        ({"T": 2**30}, "too_long"),
+    ],
+    ids=str,
+)
+def test_each_limit_has_its_reason(change: dict[str, object], code: str) -> None:
+    assert codes(replace(CALL, **change)) == [code]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("K", "V"), [(16, 256), (60, 100), (256, 16)])
+def test_head_dims_served(K: int, V: int) -> None:
+    assert codes(replace(CALL, K=K, V=V)) == []
+
+
+def test_stages_without_values_mind_k_alone() -> None:
+    assert verifiers.key_dim(replace(CALL, V=1)) is None
+    reason = verifiers.key_dim(replace(CALL, K=8))
+    assert reason is not None and reason.code == "head_dim"
+
+
+def test_declaring_the_backend_imports_no_framework() -> None:
+    code = (
+        "import sys; from kdacore_triton.plugin import make_backend; b = make_backend();"
+        "assert [r.probe() for r in b.requirements] == [None, None];"
+        "assert not {'torch', 'triton', 'jax'} & set(sys.modules)"
+    )
+    path = ":".join(p for p in sys.path if p)
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": path})
+
+
+def test_a_missing_package_is_named() -> None:
+    assert plugin._missing("no_such_package")() == "no_such_package is not installed"

@@ -36,8 +36,10 @@ class Math:
     l2norm: bool
     beta_sigmoid: bool
     neg_eigval: bool
-    products: Passes
-    """Interaction matrices, effective keys and values, outputs."""
+    pairs: Passes
+    """Interaction matrices."""
+    values: Passes
+    """Effective keys and values, outputs."""
     state: Passes
     """Products that read or write the state."""
     solve: Passes
@@ -112,11 +114,11 @@ class Prepared(NamedTuple):
 def prepare(math: Math, rows: Rows) -> Prepared:
     q, k, v, g, beta = rows
     tree = decay_tree(g)
-    qk, kk = interactions(q, k, tree, math.products)
+    qk, kk = interactions(q, k, tree, math.pairs)
     inverse = INVERSES[math.inverse](beta * kk, math.solve)
     kp = k * tree.prefix
-    w = product(inverse, beta * kp, NN, math.products)
-    u = product(inverse, beta * v, NN, math.products)
+    w = product(inverse, beta * kp, NN, math.values)
+    u = product(inverse, beta * v, NN, math.values)
     return Prepared(tree, qk, kk, inverse, kp, w, u, q * tree.prefix, k * tree.suffix)
 
 
@@ -126,7 +128,7 @@ def corrected(math: Math, x: Prepared, state: Array) -> Array:
 
 
 def output(math: Math, x: Prepared, v_new: Array, state: Array) -> Array:
-    return product(x.qg, state, NT, math.state) + product(x.qk, v_new, NN, math.products)
+    return product(x.qg, state, NT, math.state) + product(x.qk, v_new, NN, math.values)
 
 
 def advance(math: Math, x: Prepared, v_new: Array, state: Array) -> Array:

@@ -1,0 +1,181 @@
+"""The fused chunk backward: chunks from last to first, everything recomputed from the raw inputs.
+
+The state each chunk starts from comes from a forward pass that writes nothing else (``starts``). The gradient of the
+state stays in VMEM from chunk to chunk. q and k gradients are summed over their value heads in scratch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from kdacore.types import ChunkInputs, OutputGrads, Request
+from kdacore_pallas.kernels import forward, head, head_backward
+from kdacore_pallas.kernels.forward import Launch, Refs, of_head
+from kdacore_pallas.kernels.head import Math
+from kdacore_pallas.kernels.layout import FIRST, LAST, Blocks, Schedule, gather
+from kdacore_pallas.kernels.operands import F32, Operand, chunk_operands, lanes_spec, rows_spec, state_spec
+from kdacore_pallas.xla.layout import ChunkTable
+
+Array = Any
+
+
+def _enter(refs: Refs, flag: Any, at_start: Any, v_first: bool) -> None:
+    """The gradient of the state at a sequence's end; sums over chunks begin at a head block's first step."""
+
+    @pl.when(flag & LAST != 0)
+    def _() -> None:
+        if "dfinal" in refs:
+            d = refs["dfinal"][0].astype(F32)
+            refs["dstate"][...] = d if v_first else jnp.swapaxes(d, 1, 2)
+        else:
+            refs["dstate"][...] = jnp.zeros_like(refs["dstate"])
+
+    @pl.when(at_start)
+    def _() -> None:
+        for name in ("dA", "dbias"):
+            if name in refs:
+                refs[name][...] = jnp.zeros_like(refs[name])
+
+
+def _finish(x: Blocks, refs: Refs, flag: Any, scalar: bool, v_first: bool) -> None:
+    """From scratch to the outputs."""
+    sizes = {"dq": (x.hb, x.K), "dk": (x.hb, x.K), "dv": (x.hvb, x.V), "dg": (x.hvb, x.K)}
+    for name, (heads, D) in sizes.items():
+        if name != "dg" or not scalar:
+            rows = refs[name + "s"][...].reshape(x.C, heads, D)
+            refs[name][0] = rows.astype(refs[name].dtype)
+    if "dinitial" in refs:
+
+        @pl.when(flag & FIRST != 0)
+        def _() -> None:
+            d = refs["dstate"][...]
+            refs["dinitial"][0] = d if v_first else jnp.swapaxes(d, 1, 2)
+
+
+def _kernel(x: Blocks, math: Math, names: list[str], scalar: bool, v_first: bool, *refs_: Any) -> None:
+    _, flags, valid, *rest = refs_
+    refs = dict(zip(names, rest, strict=True))
+    step = pl.program_id(2)
+    at = pl.program_id(0) * x.NC + (x.NC - 1 - step)
+    flag, valid_rows = flags[at], valid[at]
+    first_head = pl.program_id(1) * x.hvb
+    _enter(refs, flag, step == 0, v_first)
+    forward.stage_rows(refs, scalar)
+    refs["dos"][...] = refs["do"][0].astype(F32).reshape(-1, x.V)
+
+    def token(a: Array) -> Array:
+        return jnp.where(head.row_index(*a.shape) < valid_rows, a, 0.0) if x.ragged else a
+
+    def one(h: Any, carry: None) -> None:
+        own = h if x.R == 1 else lax.div(h, x.R)
+        rows = forward.read_rows(x, math, refs, h, first_head + h, valid_rows, scalar)
+        prep = head.prepare(math, rows)
+        state = refs["starts"][0, 0, h]
+        v_new = head.corrected(math, prep, state)
+        do = token(refs["dos"][of_head(h, x.C, x.hvb)])
+        d = head_backward.head_backward(math, rows, prep, v_new, state, do, refs["dstate"][h])
+        refs["dstate"][h] = d.state
+        refs["dbeta"][0, pl.ds(h, 1), :] = head_backward.row(token(d.beta))
+        refs["dvs"][of_head(h, x.C, x.hvb)] = d.v
+        _gate_grads(x, math, refs, h, first_head + h, token(d.g), token, scalar)
+        for name, dx in (("q", d.q * math.scale), ("k", d.k)):
+            where = of_head(own, x.C, x.hb)
+            if math.l2norm:
+                dx = head_backward.normalise_backward(token(refs[name + "s"][where]), dx)
+            _accumulate(refs["d" + name + "s"], where, dx, h, x.R)
+        return carry
+
+    lax.fori_loop(0, x.hvb, one, None)
+    _finish(x, refs, flag, scalar, v_first)
+
+
+def _accumulate(ref: Any, where: Any, d: Array, h: Any, R: int) -> None:
+    """Sum over the value heads of one q/k head; its first one sets."""
+    if R > 1:
+        d = d + jnp.where(lax.rem(h, R) == 0, 0.0, ref[where])
+    ref[where] = d
+
+
+def _gate_grads(
+    x: Blocks, math: Math, refs: Refs, h: Any, at: Any, dlog: Array, token: Any, scalar: bool
+) -> None:
+    """A scalar gate leaves as the gradient of its log decay; the rest of its backward is elementwise and tiny."""
+    if scalar:
+        refs["dg"][0, pl.ds(h, 1), :] = head_backward.row(jnp.sum(dlog, axis=1, keepdims=True))
+        return
+    raw, slope = forward.gate_input(x, refs, h, at, scalar)
+    dx, dA = head_backward.log_decay_backward(math, token(raw), slope, dlog)
+    refs["dgs"][of_head(h, x.C, x.hvb)] = dx
+    for name, d in (("dbias", dx), ("dA", dA)):
+        if name in refs:
+            refs[name][0, pl.ds(h, 1), :] += jnp.sum(d, axis=0, keepdims=True)
+
+
+def chunk_backward(
+    request: Request,
+    inputs: ChunkInputs,
+    grads: OutputGrads,
+    starts: Array,
+    x: Blocks,
+    math: Math,
+    schedule: Schedule,
+    table: ChunkTable | None,
+    launch: Launch,
+) -> dict[str, Array]:
+    """Gradients as the kernel leaves them: ``dq dk dv dg`` rows (``dg`` of a scalar gate ``[B, HV, NC * C]``),
+    ``dbeta`` ``[B, HV, NC * C]`` of the strength, ``dA`` and ``dbias`` ``[B, HV, K]`` to be summed over B (and K),
+    ``dinitial`` float32.
+    """
+
+    def at(c: Any) -> Any:
+        return x.NC - 1 - c
+
+    given = chunk_operands(request, inputs, x, table, at)
+    do = jnp.zeros_like(inputs.v) if grads.o is None else grads.o
+    do = gather(table, do)
+    given.append(Operand("do", rows_spec(x, x.hvb, x.V, at), do.shape, do.dtype, do))
+    block = pl.BlockSpec((1, 1, x.hvb, x.V, x.K), lambda b, h, c, *_: (b, at(c), h, 0, 0))
+    given.append(Operand("starts", block, starts.shape, F32, starts))
+    if grads.final_state is not None:
+        s = grads.final_state
+        given.append(Operand("dfinal", state_spec(x, s.shape[2:], s.shape[0], at), s.shape, s.dtype, s))
+    made, scratch = _made(request, inputs, x, table, at)
+
+    def body(names: list[str], *refs: Any) -> None:
+        _kernel(x, math, names, request.scalar_gate, request.state_v_first, *refs)
+
+    outs = forward.call("kdacore_chunk_backward", body, x, schedule, given, made, scratch, launch)
+    return {o.name: a for o, a in zip(made, outs, strict=True)}
+
+
+def _made(
+    request: Request, inputs: ChunkInputs, x: Blocks, table: ChunkTable | None, at: Any
+) -> tuple[list[Operand], list[tuple[str, tuple[int, ...]]]]:
+    """Outputs and scratch."""
+    scalar = request.scalar_gate
+    lanes = (x.B, x.HV, x.NC * x.C)
+    made = [
+        Operand("dq", rows_spec(x, x.hb, x.K, at), (x.B, x.T, x.H, x.K), inputs.q.dtype),
+        Operand("dk", rows_spec(x, x.hb, x.K, at), (x.B, x.T, x.H, x.K), inputs.k.dtype),
+        Operand("dv", rows_spec(x, x.hvb, x.V, at), (x.B, x.T, x.HV, x.V), inputs.v.dtype),
+        Operand("dbeta", lanes_spec(x, x.hvb, at), lanes, F32),
+    ]
+    scratch = [("dstate", (x.hvb, x.V, x.K)), *forward.row_scratch(x, scalar), ("dos", (x.C * x.hvb, x.V))]
+    scratch += [("dqs", (x.C * x.hb, x.K)), ("dks", (x.C * x.hb, x.K)), ("dvs", (x.C * x.hvb, x.V))]
+    if scalar:
+        made.append(Operand("dg", lanes_spec(x, x.hvb, at), lanes, F32))
+    else:
+        made.append(Operand("dg", rows_spec(x, x.hvb, x.K, at), (x.B, x.T, x.HV, x.K), inputs.g.dtype))
+        scratch.append(("dgs", (x.C * x.hvb, x.K)))
+        sums = pl.BlockSpec((1, x.hvb, x.K), lambda b, h, c, *_: (b, h, 0))
+        wanted = (("dA", inputs.A_log), ("dbias", inputs.dt_bias))
+        made += [Operand(n, sums, (x.B, x.HV, x.K), F32) for n, given in wanted if given is not None]
+    if inputs.initial_state is not None:
+        rows = request.N + (table is not None)
+        spec = state_spec(x, request.state_tail, rows, at)
+        made.append(Operand("dinitial", spec, (rows, x.HV, *request.state_tail), F32))
+    return made, scratch

@@ -11,10 +11,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> None:
-    """One picture for each results file that holds a timing."""
+    """One picture for each results file with something to compare."""
     for source in sorted((ROOT / "benchmarks" / "results").glob("*/*.json")):
+        contents = read(source)
+        if sum(row["seconds"] is not None for row in contents["rows"]) < 2:
+            continue
         picture = ROOT / "docs" / "images" / f"{source.parent.name}-{source.stem}.svg"
-        draw(read(source), picture)
+        draw(contents, picture)
         print(f"{source.relative_to(ROOT)} -> {picture.relative_to(ROOT)}")
 
 

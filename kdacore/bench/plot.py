@@ -6,8 +6,10 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+from kdacore.bench.results import duration
+
 COLOURS = ("#2a6f97", "#e07a5f", "#81b29a", "#b08968", "#6d597a", "#adb5bd")
-WIDE_RANGE = 20.0
+WIDE_RANGE = 1000.0
 """Medians further apart than this are drawn on a logarithmic axis."""
 
 
@@ -25,25 +27,27 @@ def draw(document: dict[str, Any], path: Path) -> None:
     contenders = list(dict.fromkeys(row["contender"] for row in rows))
     colour = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(contenders)}
     figure, axes = pyplot.subplots(figsize=(8, 0.8 + 0.3 * len(rows) + 0.15 * len(groups)))
+    longest = max(row["seconds"] for row in rows)
+    unit, scale = ("milliseconds", 1e3) if longest >= 1e-3 else ("microseconds", 1e6)
     y, ticks = 0.0, []
     for group in groups:
         mine = [row for row in rows if _group(row) == group]
         ticks.append(y + (len(mine) - 1) / 2)
         for row in mine:
-            axes.barh(y, row["seconds"] * 1e3, height=0.8, color=colour[row["contender"]])
-            axes.text(row["seconds"] * 1e3, y, f" {row['seconds'] * 1e3:.3g}", va="center", fontsize=8)
+            axes.barh(y, row["seconds"] * scale, height=0.8, color=colour[row["contender"]])
+            axes.text(row["seconds"] * scale, y, f" {duration(row['seconds'])}", va="center", fontsize=8)
             y += 1
         y += 0.6
-    medians = [row["seconds"] for row in rows]
-    if max(medians) / min(medians) > WIDE_RANGE:
+    if longest / min(row["seconds"] for row in rows) > WIDE_RANGE:
         axes.set_xscale("log")
-    axes.margins(x=0.12)
+    axes.margins(x=0.15)
     axes.invert_yaxis()
     axes.set_yticks(ticks, groups)
-    axes.set_xlabel(f"milliseconds, median ({_where(document)})")
+    axes.set_xlabel(f"{unit}, median ({_where(document)})")
     axes.spines[["top", "right"]].set_visible(False)
-    handles = [matplotlib.patches.Patch(color=colour[name], label=name) for name in contenders]
-    figure.legend(handles=handles, loc="lower center", ncols=3, frameon=False, bbox_to_anchor=(0.5, 1.0))
+    if len(contenders) > 1:
+        handles = [matplotlib.patches.Patch(color=colour[name], label=name) for name in contenders]
+        figure.legend(handles=handles, loc="lower center", ncols=3, frameon=False, bbox_to_anchor=(0.5, 0.92))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
     pyplot.close(figure)

@@ -90,6 +90,7 @@ def document(results: Results, presets: list[str], load_before: tuple[float, ...
         "commit": commit(),
         "machine": {row.name: row.value for row in where.rows},
         "versions": {row.name: row.value for row in machine.versions()},
+        "scheduling": scheduling(),
         "load_average": {"before": list(load_before), "after": list(load())},
         "rows": [dataclasses.asdict(row) for row in results.rows],
         "figures": [dataclasses.asdict(figure) for figure in results.figures],
@@ -112,6 +113,15 @@ def read(path: Path) -> dict[str, Any]:
 def load() -> tuple[float, ...]:
     """The load averages: other work on the machine shows here."""
     return tuple(round(x, 2) for x in os.getloadavg()) if hasattr(os, "getloadavg") else ()
+
+
+def scheduling() -> str:
+    """The priority the benchmark ran with, where the system says: a busy machine may have been kept out."""
+    if not hasattr(os, "sched_getscheduler"):
+        return ""
+    policies = {getattr(os, name): name for name in ("SCHED_OTHER", "SCHED_BATCH", "SCHED_FIFO", "SCHED_RR")}
+    policy = policies.get(os.sched_getscheduler(0), "another policy")
+    return f"{policy}, nice {os.getpriority(os.PRIO_PROCESS, 0)}"
 
 
 def commit() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from kdacore.hookspecs import hookimpl
 from kdacore.registry import REGISTRY
 from kdacore.types import Backend
 
+ROOT = Path(__file__).resolve().parents[2]
 QUICK = Budget(samples=3, seconds=5)
 SMALL = Case(name="small", T=70, H=2, K=16, V=16, dtype="float32", kind="numpy")
 GPU_CASES = [
@@ -286,3 +288,26 @@ def test_plot(tmp_path: Path) -> None:
         plot.draw(document, tmp_path / "two.svg")
         assert (tmp_path / "one.svg").read_text().startswith("<?xml")
         assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+
+
+def test_committed_results_can_be_read() -> None:
+    files = sorted((ROOT / "benchmarks" / "results" / "cpu").glob("*.json"))
+    assert {path.stem for path in files} >= {"reference", "dispatch", "import"}
+    for path in files:
+        contents = results.read(path)
+        assert contents["rows"] and contents["figures"] and contents["commit"]
+        assert all(row["status"] == "ok" for row in contents["rows"])
+
+
+def test_every_committed_picture_can_be_drawn_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = importlib.util.spec_from_file_location("benchmarks_plot", ROOT / "benchmarks" / "plot.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    drawn: list[Path] = []
+    monkeypatch.setattr(module, "draw", lambda contents, path: drawn.append(path))
+    module.main()
+    assert set(drawn) == set((ROOT / "docs" / "images").glob("*-*.svg"))
+    capsys.readouterr()

@@ -45,8 +45,8 @@ def test_shipped_files_are_valid() -> None:
 
 
 def test_every_kernel_is_served_everywhere() -> None:
-    served = {c.kernel for c in configs.shipped_for("sm_90")}
-    assert served == set(configs.kernels())
+    for arch in ("sm_80", "sm_90", "sm_100", "gfx942"):
+        assert {c.kernel for c in configs.shipped_for(arch)} == set(configs.kernels())
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", ""])
@@ -84,6 +84,19 @@ def test_nearest_architecture(files: Any) -> None:
     }  # fmt: skip
     for arch, want in expected.items():
         assert configs.get("scan", arch) == config(*want), arch
+
+
+def test_a_file_may_leave_kernels_to_the_next(files: Any) -> None:
+    params = {"BV": [16, 32], "num_warps": [1, 2]}
+    files.write(candidates={"scan": {"params": params}, "gate": {"params": params}})
+    both = {k: [{"when": {}, "config": config(16, 1)}] for k in ("scan", "gate")}
+    files.write(sm_90=both, sm_100={"scan": [{"when": {}, "config": config(32, 2)}]})
+    assert configs.get("scan", "sm_100") == config(32, 2)
+    assert configs.get("gate", "sm_100") == config(16, 1)
+    assert [(c.arch, c.kernel) for c in configs.shipped_for("sm_100")] == [
+        ("sm_100", "scan"),
+        ("sm_90", "gate"),
+    ]
 
 
 @pytest.mark.parametrize(

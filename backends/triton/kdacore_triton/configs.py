@@ -105,8 +105,13 @@ def shipped() -> list[Choice]:
 
 
 def shipped_for(arch: str) -> list[Choice]:
-    """The rules that an architecture is served from: its own file's, or its nearest's."""
-    return list(_choices(_by_distance(arch)[0]))
+    """The rules that an architecture is served from: for each kernel those of the nearest file that has it."""
+    found: dict[str, list[Choice]] = {}
+    for source in _by_distance(arch):
+        new = [c for c in _choices(source) if c.kernel not in found]
+        for choice in new:
+            found.setdefault(choice.kernel, []).append(choice)
+    return [choice for choices in found.values() for choice in choices]
 
 
 def kernels() -> list[str]:

@@ -22,6 +22,8 @@ _MAX_PLANS = 1024
 _MAX_GRID_Y = 65535
 _INT32_MAX = 2**31 - 1
 _UNALIGNED = 15
+_VECTORS = 8
+"""The kernel's first tensors, whose alignment it is compiled for; of the others it reads single numbers."""
 
 
 def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
@@ -48,7 +50,7 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
         target = state
     elif plan.returns_state:
         target = torch.empty(plan.state_shape, dtype=plan.state_dtype, device=v.device)
-    launch.run((q, k, v, g, o, dt_bias, state, target), (beta, A_log, cu_seqlens, indices, accepted))
+    launch.run(q, k, v, g, o, dt_bias, state, target, beta, A_log, cu_seqlens, indices, accepted)
     if out is not None and launch.fresh_o:
         o = out.copy_(o)
     return Outputs(o, target if plan.returns_state else None)
@@ -71,27 +73,28 @@ class Plan:
         self.returns_state = request.output_final_state
         self.launches: dict[Any, Launch] = {}
 
-    def launch_for(self, x: RecurrentInputs) -> Launch:
+    def launch_for(self, inputs: RecurrentInputs) -> Launch:
         """The launch for the strides of these inputs."""
+        q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, _, indices, accepted, out = inputs
         key = (
-            x.q.stride(),
-            x.k.stride(),
-            x.v.stride(),
-            x.g.stride(),
-            x.beta.stride(),
-            x.initial_state is None or x.initial_state.stride(),
-            x.state_indices is None or x.state_indices.stride(),
-            x.out is None or x.out.stride(),
-            x.dt_bias is None or x.dt_bias.is_contiguous(),
-            x.A_log is None or x.A_log.is_contiguous(),
-            x.cu_seqlens is None or x.cu_seqlens.is_contiguous(),
-            x.num_accepted_tokens is None or x.num_accepted_tokens.is_contiguous(),
+            q.stride(),
+            k.stride(),
+            v.stride(),
+            g.stride(),
+            beta.stride(),
+            state is None or state.stride(),
+            indices is None or indices.stride(),
+            out is None or out.stride(),
+            dt_bias is None or dt_bias.is_contiguous(),
+            A_log is None or A_log.is_contiguous(),
+            cu_seqlens is None or cu_seqlens.is_contiguous(),
+            accepted is None or accepted.is_contiguous(),
         )
         launch = self.launches.get(key)
         if launch is None:
             if len(self.launches) >= _MAX_PLANS:
                 self.launches.clear()
-            launch = self.launches[key] = Launch(self, x)
+            launch = self.launches[key] = Launch(self, inputs)
         return launch
 
 
@@ -128,51 +131,41 @@ class Launch:
         flat = r.N > _MAX_GRID_Y
         self.grid: Grid = (programs * r.N, 1, 1) if flat else (programs, r.N, 1)
         self.options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"]}
+        o_strides = (
+            x.out.stride() if x.out is not None and not self.fresh_o else _contiguous_strides(plan.o_shape)
+        )
         source = _state_strides(r, x.initial_state)
         target = source if r.inplace_state else _state_strides(r, None)
         self.scalars = (
             *(r.scale, r.lower_bound or 0.0, r.T, r.HV, r.HV // r.H),
             *(s for t in (x.q, x.k, x.v, x.g, x.beta) for s in t.stride()[:3]),
-            *(_contiguous_strides(plan.o_shape) if self.fresh_o or x.out is None else x.out.stride())[:3],
+            *o_strides[:3],
             *source[:2],
             *target[:2],
-            x.state_indices.stride(0) if r.state_indices_ndim == 2 else 0,
+            0 if x.state_indices is None else x.state_indices.stride(0),
         )
+        inputs_reach = [_reach(t.shape, t.stride()) for t in (x.q, x.k, x.v, x.g, x.beta)]
         self.constexprs = {
             "K": r.K, "V": r.V, "BK": next_power_of_2(r.K), "BV": BV,
             "SOURCE_K": source[2], "SOURCE_V": source[3], "TARGET_K": target[2], "TARGET_V": target[3],
             "GATE": GATES[r.gate], "SCALAR": r.scalar_gate, "NORM": r.qk_l2norm,
             "SIGMOID": r.beta_sigmoid, "BETA_MAX": 2.0 if r.neg_eigval else 1.0,
             "READ": _read_mode(r, x), "WRITE": _write_mode(r), "PACKED": r.packed, "ONE": one,
-            "WIDE": max(map(_reach, (x.q, x.k, x.v, x.g, x.beta))) > _INT32_MAX, "FLAT": flat,
+            "WIDE": max(_reach(plan.o_shape, o_strides), *inputs_reach) > _INT32_MAX, "FLAT": flat,
         }  # fmt: skip
 
-    def run(self, vectors: tuple[Any, ...], scalars: tuple[Any, ...]) -> None:
-        """Launch on the current stream. ``vectors`` are the tensors whose alignment the kernel is compiled for."""
+    def run(self, *tensors: torch.Tensor | None) -> None:
+        """Launch on the current stream. ``tensors`` as the kernel takes them; it is compiled for aligned ones."""
         prepared = self.prepared
-        if prepared is None or self.device != current_device():
-            self._run_checked(vectors, scalars)
-            return
-        bits = 0
-        pointers: list[int | None] = []
-        for x in vectors:
-            if x is None:
-                pointers.append(None)
-            else:
-                address = x.data_ptr()
-                bits |= address
-                pointers.append(address)
-        if bits & _UNALIGNED:
-            self._run_checked(vectors, scalars)
-            return
-        for x in scalars:
-            pointers.append(None if x is None else x.data_ptr())
-        prepared(self.grid, *pointers, *self.scalars)
-
-    def _run_checked(self, vectors: tuple[Any, ...], scalars: tuple[Any, ...]) -> None:
-        args = (*vectors, *scalars, *self.scalars)
-        prepared = launcher.prepare(self.grid, *args, **self.options, **self.constexprs)
-        if not any(x is not None and x.data_ptr() & _UNALIGNED for x in vectors):
+        if prepared is not None and self.device == current_device():
+            # Absent tensors are constants of the compiled kernel, so any number will do.
+            addresses = [0 if x is None else x.data_ptr() for x in tensors]
+            a, b, c, d, e, f, g, h = addresses[:_VECTORS]
+            if not (a | b | c | d | e | f | g | h) & _UNALIGNED:
+                prepared(self.grid, *addresses, *self.scalars)
+                return
+        prepared = launcher.prepare(self.grid, *tensors, *self.scalars, **self.options, **self.constexprs)
+        if not any(x is not None and x.data_ptr() & _UNALIGNED for x in tensors[:_VECTORS]):
             self.prepared = prepared
 
 
@@ -212,9 +205,9 @@ def _to_copy(r: Request, x: RecurrentInputs) -> tuple[str, ...]:
     return tuple(bad)
 
 
-def _reach(x: torch.Tensor) -> int:
+def _reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """Offset of the last element, in elements."""
-    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def _state_strides(r: Request, state: torch.Tensor | None) -> tuple[int, int, int, int]:

@@ -145,7 +145,7 @@ def verify(
     """
     from kdacore.testing.capabilities import has_device
     from kdacore.testing.matrix import plan
-    from kdacore.testing.random_cases import random_case
+    from kdacore.testing.random_cases import has_whole_ops, random_case
     from kdacore.testing.signature import device_of
     from kdacore.testing.suite import coverage_problems, run_case
 
@@ -166,7 +166,7 @@ def verify(
                 results.append(run_case(case))
                 advance(results[-1])
             problems += coverage_problems((r.case, r.status == "served", r.codes) for r in results)
-            for n in range(random if planned.cases else 0):
+            for n in range(random if has_whole_ops(backend) else 0):
                 results.append(run_case(random_case(backend, seed + n, planned.device, level)))
                 advance(results[-1])
         kind = next((c.kind for c in planned.cases if has_device(c.kind, where)), None)

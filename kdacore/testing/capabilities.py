@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
 from kdacore.registry import REGISTRY
@@ -16,6 +17,7 @@ from kdacore.types import ArrayKind
 HEAD_DIMS = (16, 32, 64, 128, 256)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _TOKENS = {"chunk": 70, "recurrent": 5, "gate": 70, "stage": 70}
+_FEWER = {"chunk": 64, "recurrent": 1, "gate": 64, "stage": 64}
 _STATE = {"output_final_state": True}
 _PRESETS: tuple[Options, ...] = (
     options(**_STATE),
@@ -31,12 +33,21 @@ _PRESETS: tuple[Options, ...] = (
 
 def plainest(backend: str, op: str, kind: ArrayKind, device: str, dtype: str) -> Case | None:
     """The plainest call of an op that a backend serves in a dtype; None when none of those tried is served."""
-    first = start(backend, op, kind, device, dtype)
-    for preset, K in itertools.product(_presets(first), HEAD_DIMS):
-        case = replace(first, options=preset, shape=replace(first.shape, K=K, V=K))
+    for case in _attempts(start(backend, op, kind, device, dtype)):
         if not judge(case):
             return case
     return None
+
+
+def _attempts(first: Case) -> Iterator[Case]:
+    """Calls a backend may serve, plainest first: then with a state given, of fewer tokens, with the other layout."""
+    whole = first.family in ("chunk", "recurrent")
+    tokens = (first.shape.T, _FEWER[first.family])
+    layouts, states = ((None, True), (False, True)) if whole else ((None,), (False,))
+    tried = itertools.product(layouts, tokens, states, _presets(first), HEAD_DIMS)
+    for v_first, T, state, preset, K in tried:
+        case = replace(first, options=preset, shape=replace(first.shape, T=T, K=K, V=K), initial_state=state)
+        yield case.having(state_v_first=v_first) if v_first else case
 
 
 def start(backend: str, op: str, kind: ArrayKind, device: str, dtype: str) -> Case:

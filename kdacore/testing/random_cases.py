@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,11 +16,22 @@ from kdacore.testing.capabilities import default_device, has_device, kinds_of, p
 from kdacore.testing.cases import Case
 from kdacore.testing.matrix import Level
 from kdacore.testing.pools import POOLS
+from kdacore.testing.signature import judge
 from kdacore.testing.suite import Result, run_case
 
 QUICK_TOKENS, FULL_TOKENS = 150, 700
+_OWN_KIND = 0.7
+"""Share of the seeds that use the array kind a backend is made for."""
+_MOSTLY_SERVED = 0.8
+"""Share of the seeds that, when the backend declines the draw, draw again, nearer to its plainest call."""
+_SHARES = (1.0, 0.6, 0.3, 0.1)
 _HARD = 2.0
 """A random call may be any of the contract's hard cases, so it gets their bounds."""
+
+
+def has_whole_ops(backend: str) -> bool:
+    """Random calls are of the whole ops; a backend may have stages alone."""
+    return any(OPS[op].family != "stage" for op in REGISTRY.get(backend).backend.ops)
 
 
 def random_case(backend: str, seed: int, device: str, level: Level = "quick") -> Case:
@@ -29,26 +41,32 @@ def random_case(backend: str, seed: int, device: str, level: Level = "quick") ->
         ValueError: the backend serves nothing on this device.
     """
     rng = np.random.default_rng(seed)
+    base = replace(_base(backend, rng, device), seed=seed, factor=_HARD, note=f"random{seed}")
+    case = base
+    for share in _SHARES if rng.random() < _MOSTLY_SERVED else _SHARES[:1]:
+        case = base
+        for change in (_sizes, _packing, _gate, _norms, _dtypes, _state, _memory):
+            if rng.random() < share:
+                case = change(case, rng, level)
+        case = _check(case, rng)
+        if not judge(case):
+            break
+    return case
+
+
+def _base(backend: str, rng: Any, device: str) -> Case:
+    """The plainest call of some op, kind and dtype; mostly of the kind the backend is made for."""
     ops = [op for op in REGISTRY.get(backend).backend.ops if OPS[op].family != "stage"]
     kinds = [k for k in kinds_of(backend) if has_device(k, device)]
-    bases = _bases(backend, ops, kinds, device)
-    if not bases:
-        raise ValueError(f"backend {backend!r} serves none of its whole ops on {device}")
-    case = replace(bases[int(rng.integers(len(bases)))], seed=seed, factor=_HARD, note=f"random{seed}")
-    for change in (_sizes, _packing, _gate, _norms, _dtypes, _state, _memory):
-        case = change(case, rng, level)
-    return _check(case, rng)
-
-
-def _bases(backend: str, ops: list[str], kinds: list[Any], device: str) -> list[Case]:
-    found = []
-    for op in ops:
-        for kind in kinds:
-            for dtype in ("float32", "bfloat16", "float16"):
-                base = plainest(backend, op, kind, device, dtype)
-                if base is not None:
-                    found.append(base)
-    return found
+    mostly = kinds[:1] if rng.random() < _OWN_KIND else []
+    for some in (mostly, kinds):
+        triples = list(itertools.product(ops, some, ("float32", "bfloat16", "float16")))
+        for n in rng.permutation(len(triples)):
+            op, kind, dtype = triples[n]
+            base = plainest(backend, op, kind, device, dtype)
+            if base is not None:
+                return base
+    raise ValueError(f"backend {backend!r} serves none of its whole ops on {device}")
 
 
 def _pick(rng: Any, *choices: Any) -> Any:

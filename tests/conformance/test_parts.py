@@ -1,0 +1,282 @@
+"""The suite's own machinery: rounding, poison, names, plans, random calls, the record."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kdacore.errors import ContractError
+from kdacore.ops import OPS
+from kdacore.testing.bounds import bound, rounds_to_tf32
+from kdacore.testing.cases import Case, options
+from kdacore.testing.checks import CHECKS
+from kdacore.testing.compare import Findings, bits
+from kdacore.testing.data import host_values, rounded
+from kdacore.testing.inputs import GATES, Shape, to_kind
+from kdacore.testing.matrix import plan
+from kdacore.testing.place import place
+from kdacore.testing.pools import POOLS
+from kdacore.testing.random_cases import random_case, run_random
+from kdacore.testing.signature import judge, request_of, signature
+from kdacore.testing.suite import run_case, summary
+from kdacore.testing.variations import variations_of
+from kdacore.types import Device
+from kdacore.verify import Report, default_path, load_records, verify
+
+BASE = Case("accuracy", "reference", "chunk_kda", shape=Shape(2, 9, 1, 2, 8, 12), initial_state=True)
+LAYOUTS = ("contiguous", "padded", "stepped", "transposed")
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def test_bfloat16_is_rounded_to_nearest_even() -> None:
+    import ml_dtypes
+
+    rng = np.random.default_rng(0)
+    x = np.concatenate(
+        [rng.standard_normal(5000) * 10.0 ** rng.integers(-20, 20, 5000), [0.0, 1.00390625, -1.01171875]]
+    )
+    x = x.astype(np.float32)
+    assert (rounded(x, "bfloat16") == x.astype(ml_dtypes.bfloat16).astype(np.float64)).all()
+
+
+def test_bounds_are_the_contract_s() -> None:
+    cpu, hopper, old = Device("cpu"), Device("cuda", 0, "sm_90"), Device("cuda", 0, "sm_75")
+    assert bound("o", cpu, "float32") == bound("o", old, "float32") == 2e-5
+    assert bound("o", hopper, "float32") == 5e-4
+    assert bound("gradient", hopper, "float32") == 2e-3
+    assert bound("state", hopper, "bfloat16", "float32") == 3.3e-3
+    assert bound("gradient", cpu, "float32", "bfloat16") == 8e-3
+    assert rounds_to_tf32(Device("cuda", 0, "sm_100a")) and not rounds_to_tf32(Device("tpu", 0, "v5e"))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_values_are_shaped_as_the_signature_says(op: str) -> None:
+    options_of = () if OPS[op].family != "gate" else options(lower_bound=-5.0)
+    stage = OPS[op].family == "stage"
+    case = Case(
+        "accuracy",
+        "reference",
+        op,
+        shape=Shape(2, 20, 1, 2, 8, 12),
+        options=options_of,
+        A_log=not stage,
+        dt_bias="",
+    )
+    values, specs = host_values(case), signature(case)
+    assert {n: x.shape for n, x in values.items()} == {n: s.shape for n, s in specs.items()}
+    assert request_of(case).op == op
+
+
+@pytest.mark.parametrize("gates", GATES)
+def test_raw_gates_decay_as_their_name_says(gates: str) -> None:
+    from kdacore.testing.expected import expected
+
+    case = Case("accuracy", "reference", "kda_gate", shape=Shape(1, 50, 1, 2, 8, 8), gates=gates)
+    decay = expected(case)["log_decay"]
+    low, high = {
+        "random": (-200.0, 0.0),
+        "init": (-60.0, 0.0),
+        "slow": (-1.1e-3, 0.0),
+        "zero": (-1e-12, 0.0),
+        "floor": (-5.1, -4.9),
+        "mixed": (-61.0, 0.0),
+    }[gates]
+    assert low <= decay.min() and decay.max() <= high
+    if gates == "mixed":
+        assert decay.min() < -60 and decay.max() > -1e-10
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_arrays_lie_in_poison(kind: str, layout: str) -> None:
+    case = dataclasses.replace(BASE, kind=kind, layout=layout)
+    values = host_values(case)
+    for name, p in place(case, values).items():
+        assert (np.asarray(p.view, np.float64) == values[name]).all()
+        memory = np.asarray(p.memory, np.float64)
+        assert memory.size > values[name].size
+        poison = ~np.isfinite(memory) | (memory > 1e29)
+        assert poison.sum() == memory.size - values[name].size
+        address = p.view.ctypes.data if kind == "numpy" else p.view.data_ptr()
+        start = p.memory.ctypes.data if kind == "numpy" else p.memory.data_ptr()
+        assert start <= address < start + memory.size * 4, "a view, not a copy"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_write_to_an_input_or_beside_it_is_seen(layout: str) -> None:
+    for where in ("view", "memory"):
+        p = place(dataclasses.replace(BASE, layout=layout))["v"]
+        clean, dirty = Findings(), Findings()
+        p.check(clean)
+        getattr(p, where).reshape(-1)[-1:] = 7.0
+        if where == "view" and layout != "contiguous":
+            p.view[-1, -1, -1, -1] = 7.0
+        p.check(dirty)
+        assert not clean.failures and dirty.failures
+
+
+def test_of_an_output_only_the_surroundings_count() -> None:
+    p = place(dataclasses.replace(BASE, layout="padded"))["v"]
+    p.view[...] = 3.0
+    findings = Findings()
+    p.check(findings, written=True)
+    assert not findings.failures
+    p.memory[0] = 3.0
+    p.check(findings, written=True)
+    assert findings.failures
+
+
+def test_rows_of_a_strided_pool_lie_apart() -> None:
+    case = Case(
+        "pool", "reference", "fused_recurrent_kda", shape=Shape(4, 1, 1, 1, 8, 8), pool="inplace_strided"
+    )
+    view = place(case)["initial_state"].view
+    assert view.strides[0] > 2 * view[0].nbytes
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_every_pool_names_each_row_once(name: str) -> None:
+    case = Case("pool", "reference", "fused_recurrent_kda", shape=Shape(5, 3, 1, 1, 8, 8), pool=name)
+    values = host_values(case)
+    if "state_indices" in values:
+        named = values["state_indices"][values["state_indices"] >= 0]
+        assert len(set(named.tolist())) == named.size
+        assert POOLS[name].negatives == bool((values["state_indices"] < 0).any())
+        assert np.isnan(values["initial_state"]).all(axis=(1, 2, 3)).sum() >= 3
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "jax"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_bits_tell_zeros_apart(kind: str, dtype: str) -> None:
+    a, b = (to_kind(np.array([x, 1.0]), kind, dtype) for x in (0.0, -0.0))  # type: ignore[arg-type]
+    assert bits(a) != bits(b) and bits(a) == bits(to_kind(np.array([0.0, 1.0]), kind, dtype))  # type: ignore[arg-type]
+
+
+def test_nan_never_passes() -> None:
+    findings = Findings()
+    nan = np.array([1.0, np.nan])
+    findings.close("close", nan, nan, 1.0)
+    findings.same("same", nan, nan)
+    findings.close("shape", np.zeros((2, 1)), np.zeros(2), 1.0)
+    assert len(findings.failures) == 3
+
+
+# --- plans -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_variation_has_a_check_and_every_check_a_variation() -> None:
+    used = {v.check for op, definition in OPS.items() for v in variations_of(op, definition.family)}
+    assert used == set(CHECKS)
+
+
+def test_full_contains_quick_and_names_are_unique() -> None:
+    quick, full = (plan("reference", level=level, kinds=("numpy",)) for level in ("quick", "full"))  # type: ignore[arg-type]
+    names = [c.id for c in full.cases]
+    assert len(names) == len(set(names))
+    assert {c.id for c in quick.cases} < set(names)
+
+
+def test_every_planned_case_keeps_the_contract() -> None:
+    """Judging builds the request, which raises when a case itself is wrong."""
+    for case in plan("reference", level="full").cases:
+        judge(case)
+
+
+def test_a_device_that_is_not_here_is_a_note() -> None:
+    found = plan("reference", device="tpu")
+    assert not found.cases
+    assert any("torch" in note for note in found.notes)
+
+
+def test_an_unknown_backend_is_an_error() -> None:
+    with pytest.raises(ContractError, match="nowhere"):
+        plan("nowhere")
+
+
+# --- random calls and the record -------------------------------------------------------------------------------------
+
+
+def test_a_seed_stands_for_one_call() -> None:
+    assert random_case("reference", 5, "cpu") == random_case("reference", 5, "cpu")
+    drawn = [random_case("reference", seed, "cpu") for seed in range(200)]
+    assert len({dataclasses.replace(c, seed=0, note="") for c in drawn}) > 190
+    assert {c.op for c in drawn} == {op for op in OPS if OPS[op].family != "stage"}
+    assert {c.check for c in drawn} == {"accuracy", "gradients", "pool"}
+    assert any(c.shape.lengths for c in drawn) and any(c.layout != "contiguous" for c in drawn)
+
+
+def test_random_calls_print_progress() -> None:
+    out = io.StringIO()
+    results = run_random("reference", 3, seed=100, stream=out)
+    assert "3/3 random calls, 0 failed" in out.getvalue()
+    assert summary(results)[0] == "3 served, 0 declined, 0 failed"
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return verify("reference", kinds=("numpy",), random=2, seed=7, progress=False)
+
+
+def test_the_record_says_what_ran_and_where(report: Report, tmp_path: Path) -> None:
+    assert report.ok, "\n".join(report.lines())
+    assert report.served > 300 and not report.problems
+    assert {"numpy", "kdacore"} <= set(report.versions) and report.machine["python"]
+    assert len(report.commit) == 40
+    assert {row["status"] for row in report.cases} == {"served"}
+    assert report.worst["accuracy"]["error"] < report.worst["accuracy"]["bound"]
+    path = default_path(report, tmp_path)
+    report.write(path)
+    assert load_records(tmp_path) == [report]
+    assert [p.suffix for p in tmp_path.iterdir()] == [".json"]
+
+
+def test_a_record_of_another_schema_is_refused(report: Report, tmp_path: Path) -> None:
+    record = json.loads(report.to_json()) | {"schema": 99}
+    (tmp_path / "old.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="schema 99"):
+        load_records(tmp_path)
+
+
+def test_a_backend_that_cannot_run_here_is_a_problem_not_a_pass() -> None:
+    from kdacore.registry import REGISTRY, missing
+
+    absent = [n for n, r in REGISTRY.backends().items() if missing(r.backend)]
+    for name in absent:
+        found = verify(name, progress=False)
+        assert not found.ok and "to get it:" in found.problems[0]
+
+
+# --- the pytest plugin -----------------------------------------------------------------------------------------------
+
+
+def test_loading_the_plugin_brings_in_nothing_heavy(tmp_path: Path) -> None:
+    """It is loaded by every pytest run on a machine that has kdacore."""
+    (tmp_path / "test_other.py").write_text(
+        "import sys\n"
+        "def test_other():\n"
+        "    heavy = ('torch', 'jax', 'numpy', 'kdacore.testing.matrix', 'kdacore_reference')\n"
+        "    assert [m for m in heavy if m in sys.modules] == []\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+    command += ["-W", "error", "--strict-markers", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "kdacore conformance" not in done.stdout
+
+
+def test_a_case_is_all_it_takes_to_run_it_again() -> None:
+    case = plan("reference", kinds=("numpy",)).cases[0]
+    again = eval(repr(case), {"Case": Case, "Shape": Shape})
+    assert again == case and run_case(again).status == "served"

@@ -12,9 +12,9 @@ from array_api_compat import array_namespace
 
 from kdacore.types import Array, ChunkInputs, InputGrads, OutputGrads, Request
 from kdacore_reference.arrays import beside, cast, fold_sum, plain, put
-from kdacore_reference.chunk_forward import chunk_states, state_layout
+from kdacore_reference.chunk_forward import Saved, chunk_saved, state_layout
 from kdacore_reference.gates import beta_backward, gate_backward, l2norm_backward
-from kdacore_reference.intra import Intra, interact
+from kdacore_reference.intra import Carried, carry_and_keep
 from kdacore_reference.intra_backward import IntraGrads, interact_backward
 from kdacore_reference.parallel import run_units
 from kdacore_reference.plan import Slab, Unit, plan_units
@@ -48,8 +48,8 @@ def chunk_backward(
         saved: what the forward saved, or ``()``.
         grads: gradients of ``o`` and ``final_state``; None where nothing flowed.
     """
-    states = saved[0] if saved else chunk_states(request, inputs)
-    run = BackwardRun(request, inputs, plain(states), grads)
+    kept = Saved(*saved) if saved else chunk_saved(request, inputs)
+    run = BackwardRun(request, inputs, kept, grads)
     run_units(request.kind, run.unit, plan_units(request, run.sequences, BLOCKS))
     return run.results()
 
@@ -69,8 +69,9 @@ class SlabGrads(NamedTuple):
 class BackwardRun:
     """One backward call: where gradients are collected while its units run."""
 
-    def __init__(self, request: Request, inputs: ChunkInputs, states: Array, grads: OutputGrads) -> None:
-        self.request, self.inputs, self.states = request, inputs, states
+    def __init__(self, request: Request, inputs: ChunkInputs, saved: Saved, grads: OutputGrads) -> None:
+        self.request, self.inputs = request, inputs
+        self.saved = Saved(*(plain(x) for x in saved))
         xp = self.xp = array_namespace(inputs.q)
         self.flat = flat = flatten(request, inputs)
         self.sequences = sequences_of(request, inputs)
@@ -113,24 +114,27 @@ class BackwardRun:
     def _slab(self, unit: Unit, slab: Slab, dS: Array) -> Array:
         xp, request = self.xp, self.request
         x = slab_tokens(request, self.flat, unit, slab)
-        intra = interact(x.kq, x.decay, x.beta, keep=True)
+        carried = carry_and_keep(x.kq, x.decay)
         n, H, G, C, V = x.v.shape
-        K = request.K
-        states = self.states[index(slab.slots, self.states), ...][:, unit.value_heads, ...]
-        S = xp.reshape(states, (n, H, G, K, V))
-        error = x.v - intra.kq_start[..., 0, :] @ S
-        error -= intra.coupling @ (x.beta * error)
+        kept = self._kept(unit, slab, (n, H, G))
         do = self._output_grad(unit, slab, (n, H, G, C, V))
 
         dread = xp.stack([xp.zeros_like(do), do], axis=-2)
-        through, dS = self._scan(unit, slab, x, intra, S, error, dread, dS)
+        through, dS = self._scan(unit, slab, x, carried, kept, dread, dS)
         flat_read = xp.reshape(through.read, (n, H, G, 2 * C, V))
-        dstart = xp.reshape(flat_read @ xp.matrix_transpose(S), (n, H, G, C, 2, K))
-        fresh = x.beta * error
+        dstart = xp.reshape(flat_read @ xp.matrix_transpose(kept.states), (n, H, G, C, 2, request.K))
+        fresh = x.beta * kept.errors
         dpairs = xp.reshape(flat_read @ xp.matrix_transpose(fresh), (n, H, G, C, 2, C))
-        dx = interact_backward(x.kq, x.decay, intra, dstart, through.k_end, through.log_total, dpairs)
+        dx = interact_backward(x.kq, x.decay, carried, dstart, through.k_end, through.log_total, dpairs)
         self._store(unit, slab, x, dx, -through.read[..., 0, :], through.beta)
         return dS
+
+    def _kept(self, unit: Unit, slab: Slab, lead: tuple[int, int, int]) -> Saved:
+        """The slab's part of what was saved, its heads as ``[n, H, G]``."""
+        xp = self.xp
+        slots = index(slab.slots, self.saved.states)
+        parts = (whole[slots, ...][:, unit.value_heads, ...] for whole in self.saved)
+        return Saved(*(xp.reshape(part, (*lead, *part.shape[2:])) for part in parts))
 
     def _output_grad(self, unit: Unit, slab: Slab, shape: tuple[int, ...]) -> Array:
         xp, flat = self.xp, self.flat
@@ -140,32 +144,32 @@ class BackwardRun:
         return xp.reshape(do * self.request.scale, shape)
 
     def _scan(
-        self, unit: Unit, slab: Slab, x: Tokens, intra: Intra, S: Array, error: Array, dread: Array, dS: Array
+        self, unit: Unit, slab: Slab, x: Tokens, carried: Carried, kept: Saved, dread: Array, dS: Array
     ) -> tuple[SlabGrads, Array]:
         """Carries the gradient of the state from the slab's last chunk to its first.
 
-        ``error`` is what each token still has to write, ``fresh / beta``. ``dread`` comes with the gradient of
-        ``q_start S``, that of ``o`` (times the scale), and gets that of ``k_start S``.
+        ``dread`` comes with the gradient of ``q_start S``, that of ``o`` times the scale, and gets that of
+        ``k_start S``.
         """
         xp = self.xp
         n, H, G, C, V = x.v.shape
-        starts = xp.matrix_transpose(xp.reshape(intra.kq_start, (n, H, G, 2 * C, -1)))
-        coupling = xp.matrix_transpose(intra.coupling)
-        fresh = x.beta * error
-        dfresh_here = xp.matrix_transpose(intra.qk) @ dread[..., 1, :]
+        starts = xp.matrix_transpose(xp.reshape(carried.kq_start, (n, H, G, 2 * C, -1)))
+        coupling = xp.matrix_transpose(kept.couplings)
+        fresh = x.beta * kept.errors
+        dfresh_here = xp.matrix_transpose(kept.qks) @ dread[..., 1, :]
         betas, ends, totals = [], [], []
         for _, blocks in reversed(list(slab.steps)):
             count = blocks.stop - blocks.start
             dS = self._join(unit, dS, count)
             beta = x.beta[blocks, ...]
             dfresh = dfresh_here[blocks, ...]
-            dfresh += intra.k_end[blocks, ...] @ dS
+            dfresh += carried.k_end[blocks, ...] @ dS
             dfresh -= coupling[blocks, ...] @ (beta * dfresh)
-            betas.append(xp.vecdot(dfresh, error[blocks, ...]))
+            betas.append(xp.vecdot(dfresh, kept.errors[blocks, ...]))
             dread = put(dread, (blocks, ..., 0, slice(None)), -beta * dfresh)
             ends.append(fresh[blocks, ...] @ xp.matrix_transpose(dS))
-            total = intra.total[blocks, ...]
-            log_total = total * xp.vecdot(dS, S[blocks, ...])
+            total = carried.total[blocks, ...]
+            log_total = total * xp.vecdot(dS, kept.states[blocks, ...])
             if total.shape[-1] == 1:
                 log_total = xp.sum(log_total, axis=-1, keepdims=True)
             totals.append(log_total)

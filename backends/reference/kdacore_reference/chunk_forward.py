@@ -11,13 +11,16 @@ where ``k_start``, ``q_start`` and ``k_end`` carry the decay from the chunk's st
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
 
 from kdacore.types import Array, ChunkInputs, Outputs, Request
-from kdacore_reference.arrays import beside, cast, plain, put
-from kdacore_reference.intra import interact
+from kdacore_reference.arrays import beside, cast, index_array, plain, put
+from kdacore_reference.intra import Intra, interact
 from kdacore_reference.parallel import run_units
 from kdacore_reference.plan import CHUNK, Slab, Unit, chunk_count, plan_units
 from kdacore_reference.sequences import sequences_of
@@ -27,45 +30,59 @@ BLOCKS = 64
 """Chunks times value heads in a slab: small enough for the cache, large enough to hide the cost of a call."""
 
 
-def chunk_forward(request: Request, inputs: ChunkInputs) -> Outputs:
-    """The forward of :class:`~kdacore.types.ChunkInputs`.
+class Saved(NamedTuple):
+    """What the forward keeps for the backward, chunk by chunk of every sequence, in the compute dtype."""
 
-    Returns:
-        ``saved`` holds the state at the start of every chunk when gradients are wanted.
-    """
-    run = ForwardRun(request, inputs, want_states=request.needs_grad or bool(request.checkpoint_every))
+    states: Array
+    """``[chunks, HV, K, V]``: at each chunk's start."""
+    errors: Array
+    """``[chunks, HV, C, V]``: ``fresh / beta``, what each token had to correct."""
+    couplings: Array
+    qks: Array
+    """``[chunks, HV, C, C]``: of :class:`~kdacore_reference.intra.Intra`."""
+
+
+def chunk_forward(request: Request, inputs: ChunkInputs) -> Outputs:
+    """The forward of :class:`~kdacore.types.ChunkInputs`; ``saved`` is a :class:`Saved` when gradients are wanted."""
+    run = ForwardRun(request, inputs, keep=request.needs_grad)
     run.everything()
-    o = run.xp.reshape(run.o, (request.B, request.T, request.HV, request.V))
     return Outputs(
-        o=o,
+        o=run.xp.reshape(run.o, (request.B, request.T, request.HV, request.V)),
         final_state=run.final_state() if request.output_final_state else None,
         checkpoints=run.checkpoints() if request.checkpoint_every else None,
-        saved=(run.states,) if request.needs_grad else (),
+        saved=tuple(run.saved) if run.keep else (),
     )
 
 
-def chunk_states(request: Request, inputs: ChunkInputs) -> Array:
-    """The state at the start of every chunk, ``[chunks, HV, K, V]``, as ``chunk_forward`` saves it."""
-    run = ForwardRun(request, inputs, want_states=True)
+def chunk_saved(request: Request, inputs: ChunkInputs) -> Saved:
+    """What ``chunk_forward`` saves for a call that wants gradients, computed again."""
+    run = ForwardRun(replace(request, checkpoint_every=0), inputs, keep=True)
     run.everything()
-    return run.states
+    return run.saved
 
 
 class ForwardRun:
     """One forward call: where results are collected while its units run."""
 
-    def __init__(self, request: Request, inputs: ChunkInputs, want_states: bool) -> None:
+    def __init__(self, request: Request, inputs: ChunkInputs, keep: bool) -> None:
         self.request, self.inputs = request, inputs
-        self.xp = array_namespace(inputs.q)
+        xp = self.xp = array_namespace(inputs.q)
         self.flat = flatten(request, inputs)
         self.sequences = sequences_of(request, inputs)
         self.o = empty_rows(request, plain(inputs.v), request.HV, request.V)
         self.final = start_states(request, inputs, self.flat)
-        chunks = sum(chunk_count(s) for s in self.sequences) if want_states else 0
-        self.states = self.xp.zeros(
-            (chunks, *self.final.shape[1:]), dtype=self.flat.dtype, device=beside(inputs.q)
-        )
-        self.want_states = want_states
+        where = {"dtype": self.flat.dtype, "device": beside(inputs.q)}
+        self.keep = keep
+        lead = (sum(chunk_count(s) for s in self.sequences) if keep else 0, request.HV)
+        tails = ((request.K, request.V), (CHUNK, request.V), (CHUNK, CHUNK), (CHUNK, CHUNK))
+        self.saved = Saved(*(xp.zeros((*lead, *tail), **where) for tail in tails))
+        if request.checkpoint_every:
+            rows = math.prod(request.checkpoint_shape[:-3])
+            self.blocks = xp.zeros((rows, request.HV, request.K, request.V), **where)
+            counts = [-(-s.length // request.checkpoint_every) for s in self.sequences]
+            self.first_block = dict(
+                zip((s.n for s in self.sequences), accumulate(counts, initial=0), strict=False)
+            )
 
     def everything(self) -> None:
         units = plan_units(self.request, self.sequences, BLOCKS)
@@ -96,51 +113,63 @@ class ForwardRun:
         starts = xp.reshape(intra.kq_start, (n, H, G, 2 * C, request.K))
         ends = xp.matrix_transpose(intra.k_end)
         total = intra.total[..., None]
-        outputs = []
-        for _, blocks in slab.steps:
+        outputs, errors = [], []
+        for chunk, blocks in slab.steps:
             count = blocks.stop - blocks.start
             S = self._finish(unit, S, count)
-            if self.want_states:
-                where = (index(slab.slots_of(blocks), S), unit.value_heads)
-                self.states = put(self.states, where, xp.reshape(S, (count, H * G, *S.shape[3:])))
+            self._record(unit, slab, chunk, blocks, S)
             read = xp.reshape(starts[blocks, ...] @ S, (count, H, G, C, 2, V))
             beta = x.beta[blocks, ...]
-            fresh = x.v[blocks, ...] - read[..., 0, :]
-            fresh -= intra.coupling[blocks, ...] @ (beta * fresh)
-            fresh *= beta
+            error = x.v[blocks, ...] - read[..., 0, :]
+            error -= intra.coupling[blocks, ...] @ (beta * error)
+            fresh = beta * error
             o = intra.qk[blocks, ...] @ fresh
             o += read[..., 1, :]
             outputs.append(o)
+            errors.append(error)
             S *= total[blocks, ...]
             S += ends[blocks, ...] @ fresh
         o = xp.reshape(xp.concat(outputs, axis=0), (n, H * G, C, V))
         o *= request.scale
         self.o = scatter(self.o, slab, unit.value_heads, o)
+        if self.keep:
+            self._keep(unit, slab, xp.concat(errors, axis=0), intra)
         return S
 
-    def final_state(self) -> Array:
+    def _record(self, unit: Unit, slab: Slab, chunk: int, blocks: slice, S: Array) -> None:
+        """Keeps the states at a chunk's start: for the backward, and as checkpoints where a block starts."""
+        every = self.request.checkpoint_every // CHUNK
+        states = self.xp.reshape(S, (S.shape[0], -1, *S.shape[3:]))
+        if self.keep:
+            where = (index(slab.slots_of(blocks), S), unit.value_heads)
+            self.saved = self.saved._replace(states=put(self.saved.states, where, states))
+        if every and chunk % every == 0:
+            rows = [self.first_block[s.n] + chunk // every for s in unit.sequences[: S.shape[0]]]
+            self.blocks = put(self.blocks, (index_array(rows, S), unit.value_heads), states)
+
+    def _keep(self, unit: Unit, slab: Slab, errors: Array, intra: Intra) -> None:
+        where = (index(slab.slots, errors), unit.value_heads)
+
+        def kept(target: Array, values: Array) -> Array:
+            n, H, G, *tail = values.shape
+            return put(target, where, self.xp.reshape(values, (n, H * G, *tail)))
+
+        self.saved = self.saved._replace(
+            errors=kept(self.saved.errors, errors),
+            couplings=kept(self.saved.couplings, intra.coupling),
+            qks=kept(self.saved.qks, intra.qk),
+        )
+
+    def _state_dtype(self) -> Any:
         given = self.inputs.initial_state
-        dtype = getattr(self.xp, self.request.state_dtype) if given is None else given.dtype
-        return cast(state_layout(self.final, self.request), dtype)
+        return getattr(self.xp, self.request.state_dtype) if given is None else given.dtype
+
+    def final_state(self) -> Array:
+        return cast(state_layout(self.final, self.request), self._state_dtype())
 
     def checkpoints(self) -> Array:
-        """The saved chunk states that start a block of ``checkpoint_every`` tokens."""
-        request, xp = self.request, self.xp
-        picked, first = [], 0
-        for s in self.sequences:
-            picked += list(range(first, first + chunk_count(s), request.checkpoint_every // CHUNK))
-            first += chunk_count(s)
-        shape = request.checkpoint_shape
-        rows = 1
-        for size in shape[:-3]:
-            rows *= size
-        out = xp.zeros((rows, *self.final.shape[1:]), dtype=self.flat.dtype, device=beside(self.final))
-        if picked:
-            chosen = self.states[xp.asarray(picked, device=beside(out)), ...]
-            out = put(out, (slice(0, len(picked)),), chosen)
-        given = self.inputs.initial_state
-        dtype = getattr(xp, request.state_dtype) if given is None else given.dtype
-        return xp.reshape(cast(state_layout(out, request), dtype), shape)
+        blocks = cast(state_layout(self.blocks, self.request), self._state_dtype())
+        return self.xp.reshape(blocks, self.request.checkpoint_shape)
 
 
 def start_states(request: Request, inputs: Any, flat: Flat) -> Array:

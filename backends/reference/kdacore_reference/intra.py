@@ -16,6 +16,7 @@ in the gradients, and ``(I + beta P)^-1 = I - beta U``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from array_api_compat import array_namespace
@@ -25,7 +26,7 @@ from kdacore_reference.arrays import beside, compiled_for_jax, multiply_at, put
 
 
 class Level(NamedTuple):
-    """What the backward needs of joining blocks of ``s >= 2`` rows: ``b`` pairs of them in a chunk."""
+    """Joining blocks of ``s >= 2`` rows, ``b`` pairs of them in a chunk."""
 
     kq_right: Array
     """``[n, H, G, b, s, 2, K]``: keys (0) and queries (1) of right blocks, decayed from the block's start."""
@@ -37,6 +38,8 @@ class Level(NamedTuple):
 
 
 class Intra(NamedTuple):
+    """What the forward needs of a chunk."""
+
     kq_start: Array
     """``[n, H, G, C, 2, K]``: keys (0) and queries (1) decayed from the chunk's start."""
     k_end: Array
@@ -47,11 +50,19 @@ class Intra(NamedTuple):
     """``[n, H, G, C, C]``: ``U`` above."""
     qk: Array
     """``[n, H, G, C, C]``: ``q_i . k_j`` for j <= i, else 0."""
+
+
+class Carried(NamedTuple):
+    """What the backward needs of a chunk, whose two matrices the forward saved."""
+
+    kq_start: Array
+    k_end: Array
+    total: Array
     pair_prefix: Array
     """``[n, H, G, C, K]``: decay from the start of each pair of rows."""
     pair_k_left: Array
     """``[n, H, G, C/2, K]``: first keys of the pairs, decayed to the second row."""
-    levels: tuple[Level, ...] = ()
+    levels: tuple[Level, ...]
 
 
 RIGHT = (..., 1, slice(None), slice(None))
@@ -59,82 +70,102 @@ LEFT = (..., 0, slice(None), slice(None))
 RIGHT_KQ = (*RIGHT, slice(None))
 
 
-@compiled_for_jax(static=("keep",))
-def interact(kq: Array, decay: Array, beta: Array, keep: bool = False) -> Intra:
+@compiled_for_jax()
+def interact(kq: Array, decay: Array, beta: Array) -> Intra:
     """All that a chunk computes before it meets a state.
 
     Args:
         kq: ``[n, H, 1, C, 2, K]``, keys and queries, shared by the group; C a power of two, at least 2.
         decay: ``exp(g)``, ``[n, H, G, C, K]``, or ``[n, H, G, C, 1]`` with a scalar gate.
         beta: ``[n, H, G, C, 1]``.
-        keep: keep what :func:`interact_backward` needs.
     """
     xp = array_namespace(kq)
-    n, H, G, C, Kg = decay.shape
-    K = kq.shape[-1]
-    prefix, k_left, end, blocks = _join_rows(kq, decay)
-    start = kq * prefix[..., None, :]
-    total = xp.reshape(prefix, (n, H, G, C // 2, 2, Kg))[..., 1, :]
-    levels = []
-    s = 2
-    while s < C:
-        b = C // (2 * s)
-        start = xp.reshape(start, (n, H, G, b, 2, s, 2, K))
-        end = xp.reshape(end, (n, H, G, b, 2, s, K))
-        pairs = xp.reshape(total, (n, H, G, b, 2, 1, Kg))
-        left, right = pairs[LEFT], pairs[RIGHT]
-        kq_right, k_end_left = start[RIGHT_KQ], end[LEFT]
-        both = _products(kq_right, k_end_left)
-        halves = xp.reshape(beta, (n, H, G, b, 2, s, 1))
-        blocks = _join(xp.reshape(blocks, (n, H, G, b, 2, 2, s, s)), halves, both)
-        if keep:
-            kept = (xp.asarray(kq_right, copy=True), xp.asarray(k_end_left, copy=True))
-            levels.append(Level(*kept, left, right))
-        start = multiply_at(start, RIGHT_KQ, left[..., None, :])
-        end = multiply_at(end, LEFT, right)
-        total = left * right
-        s *= 2
-    return Intra(
-        kq_start=xp.reshape(start, (n, H, G, C, 2, K)),
-        k_end=xp.reshape(end, (n, H, G, C, K)),
-        total=xp.reshape(total, (n, H, G, Kg)),
-        coupling=blocks[..., 0, 0, :, :],
-        qk=blocks[..., 0, 1, :, :],
-        pair_prefix=prefix,
-        pair_k_left=k_left,
-        levels=tuple(levels),
-    )
+    carry = _Carry(kq, decay)
+    blocks = _pair_blocks(kq, carry.pair_k_left)
+    for level in carry.levels():
+        *lead, b, s, _ = level.k_left.shape
+        halves = xp.reshape(beta, (*lead, b, 2, s, 1))
+        shaped = xp.reshape(blocks, (*lead, b, 2, 2, s, s))
+        blocks = _join(shaped, halves, _products(level.kq_right, level.k_left))
+    return Intra(*carry.result(), blocks[..., 0, 0, :, :], blocks[..., 0, 1, :, :])
 
 
-def _join_rows(kq: Array, decay: Array) -> tuple[Array, Array, Array, Array]:
-    """The first level: rows in pairs, where the decay sits on the left key alone.
-
-    Returns the decay from each pair's start, the decayed left keys, the keys decayed to their pair's end, and the
-    blocks ``[n, H, G, C/2, 2, 2, 2]`` of ``U`` (0) and ``qk`` (1).
-    """
+@compiled_for_jax()
+def carry_and_keep(kq: Array, decay: Array) -> Carried:
+    """Keys and queries carried as in :func:`interact`, and every level's for its gradients."""
     xp = array_namespace(kq)
-    n, H, G, C, Kg = decay.shape
-    K = kq.shape[-1]
-    b = C // 2
-    steps = xp.reshape(decay, (n, H, G, b, 2, Kg))
-    kq_pairs = xp.reshape(kq, (n, H, 1, b, 2, 2, K))
-    k_left = kq_pairs[..., 0, 0, :] * steps[..., 1, :]
-    both = xp.vecdot(kq_pairs[..., 1, :, :], k_left[..., None, :])
-    diagonal = xp.vecdot(kq_pairs[..., 0, :], kq_pairs[..., 1, :])
-    blocks = xp.zeros((n, H, G, b, 2, 2, 2), dtype=kq.dtype, device=beside(kq))
-    blocks = put(blocks, (..., 1, 0), both)
+    carry = _Carry(kq, decay)
+    levels = [
+        Level(xp.asarray(level.kq_right, copy=True), xp.asarray(level.k_left, copy=True), *level[2:])
+        for level in carry.levels()
+    ]
+    return Carried(*carry.result(), carry.prefix, carry.pair_k_left, tuple(levels))
+
+
+class _Carry:
+    """Keys and queries on their way from single rows to the whole chunk.
+
+    The first level, rows in pairs, puts the decay on the left key alone.
+    """
+
+    def __init__(self, kq: Array, decay: Array) -> None:
+        xp = array_namespace(kq)
+        n, H, G, C, Kg = decay.shape
+        K = kq.shape[-1]
+        self.shape = (n, H, G, C, K)
+        steps = xp.reshape(decay, (n, H, G, C // 2, 2, Kg))
+        pairs = xp.reshape(kq, (n, H, 1, C // 2, 2, 2, K))
+        second = (..., 1, slice(None))
+        self.pair_k_left = pairs[..., 0, 0, :] * steps[..., 1, :]
+        prefix = multiply_at(xp.reshape(xp.asarray(decay, copy=True), steps.shape), second, steps[..., 0, :])
+        self.prefix = xp.reshape(prefix, decay.shape)
+        if G == 1:
+            end = xp.empty_like(kq[..., 0, :])
+        else:
+            end = xp.empty(self.shape, dtype=kq.dtype, device=beside(kq))
+        end = xp.reshape(end, (n, H, G, C // 2, 2, K))
+        self.end = put(put(end, (..., 0, slice(None)), self.pair_k_left), second, pairs[..., 1, 0, :])
+        self.start = kq * self.prefix[..., None, :]
+        self.total = prefix[second]
+
+    def levels(self) -> Iterator[Level]:
+        """Yields each level's views before it is joined: use them, or copy them, before asking for the next."""
+        n, H, G, C, K = self.shape
+        xp = array_namespace(self.start)
+        s = 2
+        while s < C:
+            b = C // (2 * s)
+            start = xp.reshape(self.start, (n, H, G, b, 2, s, 2, K))
+            end = xp.reshape(self.end, (n, H, G, b, 2, s, K))
+            pairs = xp.reshape(self.total, (n, H, G, b, 2, 1, -1))
+            left, right = pairs[LEFT], pairs[RIGHT]
+            yield Level(start[RIGHT_KQ], end[LEFT], left, right)
+            self.start = multiply_at(start, RIGHT_KQ, left[..., None, :])
+            self.end = multiply_at(end, LEFT, right)
+            self.total = left * right
+            s *= 2
+
+    def result(self) -> tuple[Array, Array, Array]:
+        """Keys and queries from the chunk's start, keys to its end, decay over it; after all levels."""
+        n, H, G, C, K = self.shape
+        xp = array_namespace(self.start)
+        return (
+            xp.reshape(self.start, (n, H, G, C, 2, K)),
+            xp.reshape(self.end, self.shape),
+            xp.reshape(self.total, (n, H, G, -1)),
+        )
+
+
+def _pair_blocks(kq: Array, k_left: Array) -> Array:
+    """The blocks ``[n, H, G, C/2, 2, 2, 2]`` of ``U`` (0) and ``qk`` (1) for pairs of rows."""
+    xp = array_namespace(kq)
+    *lead, b, K = k_left.shape
+    pairs = xp.reshape(kq, (*kq.shape[:3], b, 2, 2, K))
+    blocks = xp.zeros((*lead, b, 2, 2, 2), dtype=kq.dtype, device=beside(kq))
+    blocks = put(blocks, (..., 1, 0), xp.vecdot(pairs[..., 1, :, :], k_left[..., None, :]))
+    diagonal = xp.vecdot(pairs[..., 0, :], pairs[..., 1, :])
     blocks = put(blocks, (..., 1, 0, 0), diagonal[..., 0])
-    blocks = put(blocks, (..., 1, 1, 1), diagonal[..., 1])
-    prefix = xp.reshape(xp.asarray(decay, copy=True), steps.shape)
-    prefix = multiply_at(prefix, (..., 1, slice(None)), steps[..., 0, :])
-    end = (
-        xp.empty_like(kq[..., 0, :])
-        if G == 1
-        else xp.empty((n, H, G, C, K), dtype=kq.dtype, device=beside(kq))
-    )
-    end = xp.reshape(end, (n, H, G, b, 2, K))
-    end = put(put(end, (..., 0, slice(None)), k_left), (..., 1, slice(None)), kq_pairs[..., 1, 0, :])
-    return xp.reshape(prefix, decay.shape), k_left, end, blocks
+    return put(blocks, (..., 1, 1, 1), diagonal[..., 1])
 
 
 def _products(rows: Array, columns: Array) -> Array:

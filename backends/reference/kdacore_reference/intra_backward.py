@@ -8,7 +8,7 @@ from array_api_compat import array_namespace
 
 from kdacore.types import Array
 from kdacore_reference.arrays import add_at, compiled_for_jax, multiply_at
-from kdacore_reference.intra import LEFT, RIGHT, RIGHT_KQ, Intra
+from kdacore_reference.intra import LEFT, RIGHT, RIGHT_KQ, Carried
 
 
 class IntraGrads(NamedTuple):
@@ -21,14 +21,14 @@ class IntraGrads(NamedTuple):
 
 @compiled_for_jax()
 def interact_backward(
-    kq: Array, decay: Array, intra: Intra, dstart: Array, dend: Array, dlog_total: Array, dpairs: Array
+    kq: Array, decay: Array, carried: Carried, dstart: Array, dend: Array, dlog_total: Array, dpairs: Array
 ) -> IntraGrads:
     """Gradients of keys, queries and log decays.
 
     Args:
         kq: as in the forward.
         decay: as in the forward.
-        intra: the forward's result, with ``keep``.
+        carried: of :func:`~kdacore_reference.intra.carry_and_keep`.
         dstart: gradient of ``kq_start``; overwritten.
         dend: gradient of ``k_end``; overwritten.
         dlog_total: gradient of ``log(total)``, ``[n, H, G, K or 1]``.
@@ -39,11 +39,11 @@ def interact_backward(
     K = kq.shape[-1]
 
     # Gradients of the logarithms of the factors that each row carries: from its block's start, to its block's end.
-    row_log = _kq_product(dstart, intra.kq_start, Kg)
-    column_log = _product(dend, intra.k_end, Kg)
+    row_log = _kq_product(dstart, carried.kq_start, Kg)
+    column_log = _product(dend, carried.k_end, Kg)
     row_log = _add_to_last(row_log, dlog_total[..., None, :])
     dpairs = dpairs[..., None, :, :, :]
-    for level in reversed(intra.levels):
+    for level in reversed(carried.levels):
         b, s = level.k_left.shape[3:5]
         dright, dleft = _products_backward(dpairs[..., s:, :, :s], level.kq_right, level.k_left)
         row_log = xp.reshape(row_log, (n, H, G, b, 2, s, Kg))
@@ -59,13 +59,13 @@ def interact_backward(
         dstart = add_at(multiply_at(dstart, RIGHT_KQ, level.total_left[..., None, :]), RIGHT_KQ, dright)
         dend = add_at(multiply_at(dend, LEFT, level.total_right), LEFT, dleft)
         dpairs = _diagonal_blocks(dpairs, s)
-    return _rows_backward(kq, decay, intra, dstart, dend, (row_log, column_log), dpairs)
+    return _rows_backward(kq, decay, carried, dstart, dend, (row_log, column_log), dpairs)
 
 
 def _rows_backward(
     kq: Array,
     decay: Array,
-    intra: Intra,
+    carried: Carried,
     dstart: Array,
     dend: Array,
     logs: tuple[Array, Array],
@@ -77,14 +77,14 @@ def _rows_backward(
     K = kq.shape[-1]
     row_log, column_log = (xp.reshape(x, (n, H, G, C // 2, 2, Kg)) for x in logs)
     kq_pairs = xp.reshape(kq, (n, H, 1, C // 2, 2, 2, K))
-    k_left = intra.pair_k_left
+    k_left = carried.pair_k_left
     corner = dpairs[..., 1, :, 0]
     dk_left = corner[..., 0, None] * kq_pairs[..., 1, 0, :] + corner[..., 1, None] * kq_pairs[..., 1, 1, :]
     first = row_log[..., 0, :] + row_log[..., 1, :]
     second = row_log[..., 1, :] + column_log[..., 0, :] + _product(dk_left, k_left, Kg)
     log_decay = xp.reshape(xp.stack([first, second], axis=-2), decay.shape)
 
-    dkq = xp.reshape(dstart, (n, H, G, C, 2, K)) * intra.pair_prefix[..., None, :]
+    dkq = xp.reshape(dstart, (n, H, G, C, 2, K)) * carried.pair_prefix[..., None, :]
     dkq = xp.reshape(dkq, (n, H, G, C // 2, 2, 2, K))
     dkq = add_at(dkq, (..., 1, slice(None), slice(None)), corner[..., None] * k_left[..., None, :])
     dend = xp.reshape(dend, (n, H, G, C // 2, 2, K))

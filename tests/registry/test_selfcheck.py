@@ -1,0 +1,180 @@
+"""Compiled-only kernels: auto uses one only after it agreed with the oracle on this machine, once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kdacore
+from kdacore import config, selfcheck
+from kdacore.hookspecs import hookimpl
+from kdacore.registry import REGISTRY
+from kdacore.testing.inputs import Shape, normalise, offsets, tensors, to_kind
+from kdacore.types import Backend, OpImpl, Request
+
+OPS = ("chunk_kda", "fused_recurrent_kda", "kda_gate", "chunk_gated_delta_rule")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("KDACORE_CACHE_DIR", str(tmp_path))
+    config.refresh()
+    yield tmp_path
+    monkeypatch.undo()
+    config.refresh()
+
+
+def unverified(change: Any = None, calls: list[int] | None = None) -> None:
+    """Register a backend that computes what the reference does, changed, and was verified nowhere."""
+    reference = REGISTRY.get("reference").backend.ops
+
+    def make(op: str) -> OpImpl:
+        def forward(request: Request, inputs: Any) -> Any:
+            if calls is not None:
+                calls.append(request.T)
+            out = reference[op].forward(request, inputs)
+            if change is None:
+                return out
+            return change(out) if op == "kda_gate" else out._replace(o=change(out.o))
+
+        return OpImpl(forward=forward, backward=reference[op].backward)
+
+    class Plugin:
+        @hookimpl
+        def kdacore_backends(self) -> list[Backend]:
+            return [
+                Backend(
+                    name="unverified",
+                    version="1",
+                    kinds=("numpy", "torch"),
+                    ops={op: make(op) for op in OPS},
+                    rank=50,
+                )
+            ]
+
+    REGISTRY.register(Plugin(), "unverified-plugin")
+
+
+def call(**changes: Any) -> dict[str, Any]:
+    x = normalise(tensors(Shape(B=2, T=150, H=2, HV=4, K=16, V=8), 0))
+    return {**{n: to_kind(a, "numpy", "float32") for n, a in x.items()}, **changes}
+
+
+def chosen(function: Any = kdacore.chunk_kda, **arguments: Any) -> str:
+    with kdacore.record_selections() as ran:
+        function(**arguments)
+    return ran[-1].backend
+
+
+def test_a_right_kernel_is_checked_once_and_used(own_cache: Path) -> None:
+    calls: list[int] = []
+    unverified(calls=calls)
+    assert chosen(**call()) == "unverified"
+    assert calls == [selfcheck.TOKENS, 150]
+    x = {n: a[:, :90] for n, a in call().items()}
+    assert chosen(**x) == "unverified"
+    assert calls == [selfcheck.TOKENS, 150, 90]
+    assert len(list(own_cache.rglob("*.json"))) == 1
+
+
+@pytest.mark.parametrize(
+    "change", [lambda o: o * 1.1, lambda o: np.full_like(o, np.nan), lambda o: -o, lambda o: o[..., :-1]]
+)
+def test_a_wrong_kernel_is_refused_with_its_error(change: Any) -> None:
+    unverified(change)
+    assert chosen(**call()) == "reference"
+    with kdacore.record_selections() as ran:
+        kdacore.chunk_kda(**call())
+    assert [r.code for r in ran[0].candidate("unverified").reasons] == ["selfcheck"]
+
+
+def test_a_crashing_kernel_is_refused() -> None:
+    def crash(o: Any) -> Any:
+        raise RuntimeError("illegal memory access")
+
+    unverified(crash)
+    with kdacore.record_selections() as ran:
+        kdacore.chunk_kda(**call())
+    (reason,) = ran[0].candidate("unverified").reasons
+    assert reason.code == "selfcheck" and "illegal memory access" in reason.got
+
+
+def test_forcing_needs_no_check() -> None:
+    unverified(lambda o: o * 1.1)
+    assert chosen(**call(), backend="unverified") == "unverified"
+
+
+def test_explain_runs_nothing_and_marks_compiled_only() -> None:
+    calls: list[int] = []
+    unverified(calls=calls)
+    selection = kdacore.explain("chunk_kda", **call())
+    assert calls == [] and not selection.candidate("unverified").verified
+    assert "compiled only" in str(selection)
+
+
+def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDACORE_SELFCHECK", "0")
+    config.refresh()
+    unverified(lambda o: o * 1.1)
+    assert chosen(**call()) == "unverified"
+
+
+def test_a_corrupt_record_is_checked_again(own_cache: Path) -> None:
+    calls: list[int] = []
+    unverified(calls=calls)
+    chosen(**call())
+    (record,) = own_cache.rglob("*.json")
+    record.write_text('{"error": 0.0')
+    REGISTRY.unregister("unverified-plugin")
+    unverified(calls=calls)
+    chosen(**call())
+    assert calls.count(selfcheck.TOKENS) == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["packed", "raw gate", "state", "torch gradients", "bfloat16", "decode", "gate", "gdn"]
+)
+def test_every_kind_of_call_has_a_twin(name: str) -> None:
+    """A right kernel passes and a wrong one fails, whatever the call looks like."""
+    x = call()
+    function, arguments = kdacore.chunk_kda, x
+    if name == "packed":
+        arguments = {**{n: a[:1] for n, a in x.items()}, "cu_seqlens": offsets((50, 0, 100))}
+    elif name == "raw gate":
+        raw = tensors(Shape(B=2, T=150, H=2, HV=4, K=16, V=8), 1, raw_gate=True, raw_beta=True)
+        arguments = {n: to_kind(a, "numpy", "float32") for n, a in raw.items()}
+        arguments.update(
+            use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=True
+        )
+    elif name == "state":
+        state = np.ones((2, 4, 8, 16), np.float32)
+        arguments = {**x, "initial_state": state, "state_v_first": True, "output_final_state": True}
+    elif name == "torch gradients":
+        import torch
+
+        arguments = {n: torch.from_numpy(a).requires_grad_() for n, a in x.items()}
+    elif name == "bfloat16":
+        arguments = {n: to_kind(a, "numpy", "bfloat16") for n, a in x.items()}
+    elif name == "decode":
+        function = kdacore.fused_recurrent_kda
+        arguments = {n: a[:, :1] for n, a in x.items()}
+        pool = np.ones((5, 4, 16, 8), np.float32)
+        arguments.update(initial_state=pool, state_indices=np.array([3, 1]), inplace_state=True)
+    elif name == "gate":
+        function, arguments = kdacore.kda_gate, {"g": x["g"], "lower_bound": -5.0}
+    elif name == "gdn":
+        function, arguments = kdacore.chunk_gated_delta_rule, {**x, "g": x["g"][..., 0]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        unverified()
+        assert chosen(function, **arguments) == "unverified"
+        REGISTRY.unregister("unverified-plugin")
+        for path in config.get().cache_dir.rglob("*.json"):
+            path.unlink()
+        unverified(lambda o: o * 1.2)
+        assert chosen(function, **arguments) == "reference"

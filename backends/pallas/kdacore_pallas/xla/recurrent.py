@@ -56,27 +56,29 @@ def _step(state: Array, x: Tokens) -> tuple[Array, Array]:
     return state, dot("nhk,nhrkv->nhrv", x.q[:, :, 0], state, precision)
 
 
-class Slots(NamedTuple):
-    """Where states are read and written. Row ``P`` (one past the pool) means nowhere."""
-
-    read: Array
-    """``[N]``; out of range reads zeros."""
-    write: Array | None
-    """``[N]`` for the last state, ``[N, W]`` for the state after each token, None when nothing is written."""
-
-
-def _slots(request: Request, inputs: RecurrentInputs, rows: int) -> Slots:
+def read_rows(request: Request, inputs: RecurrentInputs) -> Array:
+    """Row of ``initial_state`` each sequence starts from, int32 ``[N]``; negative for zeros."""
     indices = inputs.state_indices
     if indices is None:
-        read = jnp.arange(request.N, dtype=jnp.int32)
-        return Slots(read, read if request.inplace_state else None)
-    table = jnp.where(indices < 0, rows, indices).astype(jnp.int32)
-    read = table
-    if table.ndim == 2:
-        accepted = inputs.num_accepted_tokens.astype(jnp.int32)
-        at = jnp.maximum(accepted - 1, 0)[:, None]
-        read = jnp.where(accepted > 0, jnp.take_along_axis(table, at, axis=1)[:, 0], rows)
-    return Slots(read, table if request.inplace_state else None)
+        return jnp.arange(request.N, dtype=jnp.int32)
+    table = indices.astype(jnp.int32)
+    if table.ndim == 1:
+        return table
+    accepted = inputs.num_accepted_tokens.astype(jnp.int32)
+    at = jnp.maximum(accepted - 1, 0)[:, None]
+    return jnp.where(accepted > 0, jnp.take_along_axis(table, at, axis=1)[:, 0], -1)
+
+
+def write_rows(request: Request, inputs: RecurrentInputs) -> Array:
+    """Rows written in place: ``[N]`` for the last state, ``[N, W]`` for the state after each token; negative: none."""
+    if inputs.state_indices is None:
+        return jnp.arange(request.N, dtype=jnp.int32)
+    return inputs.state_indices.astype(jnp.int32)
+
+
+def _nowhere(rows: Array, size: int) -> Array:
+    """Negative rows moved past the end, where gathers fill zeros and scatters drop."""
+    return jnp.where(rows < 0, size, rows)
 
 
 def _to_math(request: Request, states: Array) -> Array:
@@ -94,12 +96,13 @@ def _to_pool(request: Request, states: Array, dtype: Any) -> Array:
     return states.reshape(-1, request.HV, *request.state_tail).astype(dtype)
 
 
-def _start(request: Request, inputs: RecurrentInputs, slots: Slots, axes: frozenset[str]) -> Array:
+def _start(request: Request, inputs: RecurrentInputs, axes: frozenset[str]) -> Array:
     pool = inputs.initial_state
     if pool is None:
         shape = (request.N, request.H, request.HV // request.H, request.K, request.V)
         return varying(jnp.zeros(shape, F32), axes)
-    rows = jnp.take(pool, slots.read, axis=0, mode="fill", fill_value=0)
+    rows = _nowhere(read_rows(request, inputs), pool.shape[0])
+    rows = jnp.take(pool, rows, axis=0, mode="fill", fill_value=0)
     return varying(_to_math(request, rows), axes)
 
 
@@ -111,10 +114,11 @@ class Carry(NamedTuple):
     """``[B*T, H, R, V]``."""
 
 
-def _run(request: Request, inputs: RecurrentInputs, slots: Slots, start: Array, axes: frozenset[str]) -> Carry:
+def _run(request: Request, inputs: RecurrentInputs, start: Array, axes: frozenset[str]) -> Carry:
     """All tokens of all sequences."""
     x = _tokens(request, inputs)
-    per_token = slots.write is not None and slots.write.ndim == 2
+    table = write_rows(request, inputs)
+    per_token = request.inplace_state and table.ndim == 2
     cu = inputs.cu_seqlens
     if request.packed:
         cu = cu.astype(jnp.int32)
@@ -134,9 +138,9 @@ def _run(request: Request, inputs: RecurrentInputs, slots: Slots, start: Array, 
             state = jnp.where(alive[:, None, None, None, None], state, carry.state)
         pool = carry.pool
         if per_token:
-            column = lax.dynamic_index_in_dim(slots.write, t, 1, keepdims=False)
-            kept = _to_pool(request, state, pool.dtype)
-            pool = pool.at[jnp.where(alive, column, pool.shape[0])].set(kept, mode="drop")
+            column = lax.dynamic_index_in_dim(table, t, 1, keepdims=False)
+            rows = _nowhere(jnp.where(alive, column, -1), pool.shape[0])
+            pool = pool.at[rows].set(_to_pool(request, state, pool.dtype), mode="drop")
         return Carry(state, pool, carry.o.at[row].set(o, mode="drop"))
 
     pool = varying(inputs.initial_state, axes) if per_token else None
@@ -147,15 +151,14 @@ def _run(request: Request, inputs: RecurrentInputs, slots: Slots, start: Array, 
 def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     """Outputs token by token. With ``inplace_state``, ``final_state`` is the updated pool."""
     axes = mesh_axes(*inputs)
-    rows = 0 if inputs.initial_state is None else inputs.initial_state.shape[0]
-    slots = _slots(request, inputs, rows)
-    done = _run(request, inputs, slots, _start(request, inputs, slots, axes), axes)
+    done = _run(request, inputs, _start(request, inputs, axes), axes)
     o = done.o.reshape(request.B, request.T, request.HV, request.V).astype(inputs.v.dtype)
     if request.inplace_state:
         pool = done.pool
         if pool is None:
             pool = varying(inputs.initial_state, axes)
-            pool = pool.at[slots.write].set(_to_pool(request, done.state, pool.dtype), mode="drop")
+            rows = _nowhere(write_rows(request, inputs), pool.shape[0])
+            pool = pool.at[rows].set(_to_pool(request, done.state, pool.dtype), mode="drop")
         return Outputs(o, pool)
     if request.output_final_state:
         return Outputs(o, _to_pool(request, done.state, request.state_dtype))

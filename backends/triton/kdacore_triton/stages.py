@@ -1,0 +1,202 @@
+"""The five stage ops, each callable and replaceable by itself (contract, section 6).
+
+Intermediates keep the dtype of what they are made from; in Triton's interpreter, whose 16-bit arithmetic is not
+right, they are float32. Nothing syncs with the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kdacore.types import (
+    ChunkGateInputs,
+    ChunkOutputInputs,
+    ChunkStateInputs,
+    ChunkStateOutputs,
+    IntraInputs,
+    IntraOutputs,
+    RecomputeInputs,
+    RecomputeOutputs,
+    Request,
+)
+from kdacore_triton import configs
+from kdacore_triton.kernels.stage_gate import chunk_gate_kernel
+from kdacore_triton.kernels.stage_intra import intra_chunk_kernel, intra_token_kernel
+from kdacore_triton.kernels.stage_parts import output_kernel, recompute_kernel, state_kernel
+from kdacore_triton.launch import Launcher, cdiv, next_power_of_2
+from kdacore_triton.plan import ASM, GATES, INTERPRETING
+
+_GATE = Launcher(chunk_gate_kernel)
+_INTRA_TOKEN = Launcher(intra_token_kernel)
+_INTRA_CHUNK = Launcher(intra_chunk_kernel)
+_RECOMPUTE = Launcher(recompute_kernel)
+_STATE = Launcher(state_kernel)
+_OUTPUT = Launcher(output_kernel)
+
+
+def chunk_gate(request: Request, inputs: ChunkGateInputs) -> torch.Tensor:
+    """``gc [B, T, HV, K]`` float32; see :func:`kdacore.stages.kda_chunk_gate`."""
+    g, A_log, dt_bias, cu_seqlens = (_dense(x) for x in inputs[:4])
+    gc = torch.empty(g.shape, dtype=torch.float32, device=g.device)
+    block = min(_padded(request.K), 128)
+    _GATE(
+        (_slots(request) * request.HV, cdiv(request.K, block), 1),
+        g, A_log, dt_bias, cu_seqlens, gc, request.T, request.num_chunks, request.N, request.HV,
+        request.lower_bound or 0.0,
+        K=request.K, BS=block, C=request.chunk_size, GATE=GATES[request.gate], PACKED=request.packed,
+        num_warps=4,
+    )  # fmt: skip
+    return gc
+
+
+def chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:
+    """``Aqk``, ``Akk`` ``[B, T, HV, C]``, by the form that measurement chose for this shape."""
+    config = configs.get(
+        "chunk_intra", request.device.arch, K=request.K, C=request.chunk_size, dtype=request.dtype
+    )
+    form = chunk_intra_by_token if config["form"] == "token" else chunk_intra_by_chunk
+    return form(request, inputs)
+
+
+def chunk_intra_by_token(request: Request, inputs: IntraInputs) -> IntraOutputs:
+    """Token-parallel: pairs within blocks of 16 rows by one program per token, the rest on the matrix unit."""
+    config = configs.get(
+        "chunk_intra", request.device.arch, K=request.K, C=request.chunk_size, dtype=request.dtype
+    )
+    q, k, gc, beta, cu_seqlens = (_dense(x) for x in inputs[:5])
+    Aqk, Akk = _intra_outputs(request, q)
+    heads = min(config["heads"], next_power_of_2(request.HV))
+    low = torch.empty((request.B * request.T, request.HV, _SPAN), dtype=torch.float32, device=q.device)
+    _INTRA_TOKEN(
+        (request.B * request.T * cdiv(request.HV, heads), 1, 1),
+        q, k, gc, beta, cu_seqlens, Aqk, low, request.T, request.N, request.H, request.HV, request.scale,
+        K=request.K, BK=_padded(request.K), BH=heads, C=request.chunk_size, SPAN=_SPAN, PACKED=request.packed,
+        ASM=ASM, num_warps=config["token_warps"],
+    )  # fmt: skip
+    return _finish_intra(request, (q, k, gc, beta, cu_seqlens, low, Aqk, Akk), _SPAN.bit_length() - 1, config)
+
+
+def chunk_intra_by_chunk(request: Request, inputs: IntraInputs) -> IntraOutputs:
+    """Sub-chunk: every pair on the matrix unit."""
+    config = configs.get(
+        "chunk_intra", request.device.arch, K=request.K, C=request.chunk_size, dtype=request.dtype
+    )
+    q, k, gc, beta, cu_seqlens = (_dense(x) for x in inputs[:5])
+    Aqk, Akk = _intra_outputs(request, q)
+    return _finish_intra(request, (q, k, gc, beta, cu_seqlens, None, Aqk, Akk), 0, config)
+
+
+_SPAN = 16
+"""Rows of a diagonal block of the token-parallel form: the smallest chunk size."""
+
+
+def _intra_outputs(r: Request, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (r.B, r.T, r.HV, r.chunk_size)
+    dtype = _intermediate(q.dtype)
+    return torch.empty(shape, dtype=dtype, device=q.device), torch.empty(shape, dtype=dtype, device=q.device)
+
+
+def _finish_intra(r: Request, tensors: tuple[Any, ...], first: int, config: configs.Config) -> IntraOutputs:
+    half = {"float16": "fp16", "bfloat16": "bf16"}.get(r.dtype)
+    _INTRA_CHUNK(
+        (_slots(r) * r.HV, 1, 1),
+        *tensors, r.T, r.num_chunks, r.N, r.H, r.HV, r.scale,
+        K=r.K, BK=_padded(r.K), BS=min(_padded(r.K), config["BS"]), C=r.chunk_size,
+        LEVELS=r.chunk_size.bit_length() - 1, FIRST=first, PACKED=r.packed,
+        DOT=_dot(half), INV_DOT=_dot("tf32" if half else None), ASM=ASM, num_warps=config["chunk_warps"],
+    )  # fmt: skip
+    return IntraOutputs(*tensors[-2:])
+
+
+def recompute_w_u(request: Request, inputs: RecomputeInputs) -> RecomputeOutputs:
+    """``w``, ``u``, ``kg`` and, with q, ``qg``: see :func:`kdacore.stages.kda_recompute_w_u`."""
+    r = request
+    k, v, beta, gc, Akk, q, cu_seqlens = (_dense(x) for x in inputs[:7])
+    dtype = _intermediate(_wider(k.dtype, v.dtype))
+    wide, tall = (r.B, r.T, r.HV, r.K), (r.B, r.T, r.HV, r.V)
+    w, kg = (torch.empty(wide, dtype=dtype, device=k.device) for _ in range(2))
+    u = torch.empty(tall, dtype=dtype, device=k.device)
+    qg = None if q is None else torch.empty(wide, dtype=dtype, device=k.device)
+    BK, BV = _padded(r.K), _padded(r.V)
+    _RECOMPUTE(
+        (_slots(r) * r.HV, 1, 1),
+        q, k, v, beta, gc, Akk, cu_seqlens, w, u, kg, qg, r.T, r.num_chunks, r.N, r.H, r.HV,
+        K=r.K, V=r.V, BK=BK, BV=BV, BS=min(BK, BV, 64), C=r.chunk_size, PACKED=r.packed,
+        DOT=_dot(_product(k, v, Akk)), ASM=ASM, num_warps=4,
+    )  # fmt: skip
+    return RecomputeOutputs(w, u, kg, qg)
+
+
+def chunk_state(request: Request, inputs: ChunkStateInputs) -> ChunkStateOutputs:
+    """``h``, ``v_new`` and the final state: see :func:`kdacore.stages.delta_rule_chunk_state`."""
+    r = request
+    kg, w, u, gc, initial, cu_seqlens = (_dense(x) for x in inputs[:6])
+    make = torch.zeros if r.packed else torch.empty  # packed: the last chunks of the bound stay unused
+    h = make(
+        (r.B, r.num_chunks, r.HV, r.K, r.V), dtype=_intermediate(_wider(w.dtype, kg.dtype)), device=w.device
+    )
+    v_new = torch.empty(u.shape, dtype=_intermediate(u.dtype), device=u.device)
+    state_dtype = getattr(torch, r.state_dtype)
+    final = torch.empty(r.state_shape, dtype=_intermediate(state_dtype), device=w.device)
+    BK, BV = _padded(r.K), min(_padded(r.V), 64)
+    _STATE(
+        (r.N * r.HV, cdiv(r.V, BV), 1),
+        kg, w, u, gc, initial, cu_seqlens, h, v_new, final, r.T, r.num_chunks, r.HV,
+        K=r.K, V=r.V, BK=BK, BV=BV, C=r.chunk_size, V_FIRST=r.state_v_first, PACKED=r.packed,
+        DOT=_dot(_product(kg, w, u)), ASM=ASM, num_warps=8 if BK > 128 else 4,
+    )  # fmt: skip
+    return ChunkStateOutputs(h, v_new, final.to(state_dtype))
+
+
+def chunk_output(request: Request, inputs: ChunkOutputInputs) -> torch.Tensor:
+    """``o [B, T, HV, V]`` in the dtype of q: see :func:`kdacore.stages.kda_chunk_output`."""
+    r = request
+    q, v_new, gc, Aqk, h, cu_seqlens = (_dense(x) for x in inputs[:6])
+    o = torch.empty((r.B, r.T, r.HV, r.V), dtype=_intermediate(q.dtype), device=q.device)
+    BK, BV = _padded(r.K), min(_padded(r.V), 64)
+    _OUTPUT(
+        (_slots(r) * r.HV, cdiv(r.V, BV), 1),
+        q, v_new, gc, Aqk, h, cu_seqlens, o, r.T, r.num_chunks, r.N, r.H, r.HV, r.scale,
+        K=r.K, V=r.V, BK=BK, BV=BV, BS=min(BK, 64), C=r.chunk_size, PACKED=r.packed,
+        DOT=_dot(_product(q, v_new, Aqk, h)), ASM=ASM, num_warps=4,
+    )  # fmt: skip
+    return o.to(q.dtype)
+
+
+def _dense(x: torch.Tensor | None) -> Any:
+    return None if x is None else x.contiguous()
+
+
+def _padded(dim: int) -> int:
+    return max(16, next_power_of_2(dim))
+
+
+def _slots(r: Request) -> int:
+    """Chunk slots, used or not."""
+    return r.num_chunks if r.packed else r.B * r.num_chunks
+
+
+def _intermediate(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to store results in: what was asked for, float32 in the interpreter."""
+    return torch.float32 if INTERPRETING else dtype
+
+
+def _wider(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    return a if a == b else torch.float32
+
+
+def _product(*operands: torch.Tensor) -> str | None:
+    """How to multiply: bf16 when all are; tf32 with float16 (states may leave its range); None for float32."""
+    kinds = {x.dtype for x in operands}
+    if kinds == {torch.bfloat16}:
+        return "bf16"
+    return None if torch.float32 in kinds else "tf32"
+
+
+def _dot(half: str | None) -> str:
+    """The kernels' DOT: ``half``, or full float32 for None; always that in the interpreter and, for tf32, on AMD."""
+    if INTERPRETING or (torch.version.hip is not None and half in (None, "tf32")):
+        return "ieee"
+    return half or "tf32x3"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,12 +13,33 @@ from kdacore.types import Request
 
 from .launch import next_power_of_2
 
-C = 64
-"""Rows of a chunk in every backward kernel."""
-
 GATES = {"log": 0, "softplus": 1, "sigmoid": 2}
+LOG2E = math.log2(math.e)
 SAFE_BOUND = -5.0
-"""A natural-log bound on one step from which 16 steps still fit float32 around one anchor."""
+"""A natural-log bound on one step from which 32 steps fit float32's range twice over (see Anchor)."""
+UNBOUNDED_FLOOR = -13.75
+"""Where the log2 decay of a gate without a bound is cut off for one anchor to serve 16 rows.
+
+exp(g) then never falls below 7e-5. What a state keeps too much of is that part of it, far below the resolution of
+bfloat16 and float16 inputs, which alone are served so; steps that are cut off have gradient 0.
+"""
+EXACT_CHUNK = 64
+"""Rows of a chunk where exponents go level by level instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """One constant exponent anchor for half a chunk; see kernels.backward_prepare_anchored."""
+
+    half: int
+    """Rows S of half a chunk."""
+    floor: float
+    """Lowest log2 decay of one step."""
+
+    @property
+    def centre(self) -> float:
+        """Integer near half of what S steps at the floor add up to: at most 116."""
+        return float(round(-self.floor * self.half / 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +64,12 @@ class Plan:
     KP: int
     """K padded to a power of two of at least 16, the width of every workspace tile."""
     VP: int
+    C: int
+    """Rows of a chunk."""
     slots: int
     """Chunks in the workspace: ``B * NT``, or the bound ``T // C + N`` when packed."""
+    anchor: Anchor | None
+    """None: exponents go level by level."""
     tiles: Tiles
     row_values: int
     """float32 values of a chunk and head that there is one of a token; see kernels.backward_halves."""
@@ -51,22 +77,25 @@ class Plan:
     """dtype of the workspace and, bfloat16 or float32, of the matrix operands."""
     dot: str
     inverse_dot: str
-    bounded: bool
-    """Every log decay lies in ``[SAFE_BOUND, 0]``."""
-    gate: dict[str, Any]
+    options: dict[str, Any]
     """Constexprs of the gate, the norms and beta, shared by the chunk-parallel kernels."""
 
 
-def bounded_gate(request: Request) -> bool:
-    """Do the contract or the gate's own form keep every log decay within ``[SAFE_BOUND, 0]``?"""
+def choose_anchor(request: Request) -> Anchor | None:
+    """How exponents inside a chunk are anchored."""
+    if request.scalar_gate or request.K > 128:
+        return None
     bound = request.lower_bound
-    if bound is None or bound < SAFE_BOUND:
-        return False
-    return request.safe_gate or request.gate == "sigmoid"
+    if bound is not None and bound >= SAFE_BOUND and (request.safe_gate or request.gate == "sigmoid"):
+        # A hair below the bound: a step at the bound must not count as cut off after rounding.
+        return Anchor(32, bound * LOG2E * 1.0001)
+    if request.dtype in ("bfloat16", "float16"):
+        return Anchor(16, UNBOUNDED_FLOOR)
+    return None
 
 
-def choose_tiles(KP: int, VP: int, narrow: bool, programs: int) -> Tiles:
-    """Tile sizes by padded head dims, operand width and the number of sequence-heads.
+def choose_tiles(KP: int, VP: int, narrow: bool, anchor: Anchor | None) -> Tiles:
+    """Tile sizes by padded head dims and operand width.
 
     The arithmetic of a sequence does not depend on any of these choices: only independent columns are split.
     """
@@ -86,8 +115,9 @@ def choose_tiles(KP: int, VP: int, narrow: bool, programs: int) -> Tiles:
         scan_bv=16,
         scan_warps=8 if KP > 128 else 4,
         scan_stages=1,
-        grads_bk=min(KP, 64),
+        grads_bk=min(KP, 64) if anchor is None else KP,
         grads_bv=min(VP, 32),
+        grads_warps=8 if anchor is not None and KP > 64 else 4,
     )
 
 
@@ -98,26 +128,26 @@ def plan_backward(request: Request, interpreting: bool) -> Plan:
     VP = max(16, next_power_of_2(request.V))
     native = not interpreting and torch.version.cuda is not None
     narrow = request.dtype in ("bfloat16", "float16") and not interpreting
-    slots = request.T // C + request.N if request.packed else request.B * -(-request.T // C)
-    gate = {
-        "GATE": GATES[request.gate],
-        "HAS_A": request.has("A_log"),
-        "HAS_BIAS": request.has("dt_bias"),
-        "L2NORM": request.qk_l2norm,
-        "BETA": (2 if request.neg_eigval else 1) if request.beta_sigmoid else 0,
-        "PACKED": request.packed,
-        "ASM": native,
-    }
-    tiles = choose_tiles(KP, VP, narrow, request.N * request.HV)
+    anchor = choose_anchor(request)
+    C = EXACT_CHUNK if anchor is None else 2 * anchor.half
+    tiles = choose_tiles(KP, VP, narrow, anchor)
     return Plan(
         KP=KP,
         VP=VP,
-        slots=slots,
+        C=C,
+        slots=request.T // C + request.N if request.packed else request.B * -(-request.T // C),
+        anchor=anchor,
         tiles=tiles,
         row_values=(5 + KP // tiles.grads_bk) * C,
         work_dtype=torch.bfloat16 if narrow else torch.float32,
         dot="ieee" if interpreting else ("bf16" if narrow else "tf32x3"),
-        bounded=bounded_gate(request),
         inverse_dot="ieee" if interpreting else ("tf32" if narrow else "tf32x3"),
-        gate=gate,
+        options={
+            "GATE": GATES[request.gate],
+            "HAS_A": request.has("A_log"),
+            "HAS_BIAS": request.has("dt_bias"),
+            "BETA": (2 if request.neg_eigval else 1) if request.beta_sigmoid else 0,
+            "PACKED": request.packed,
+            "ASM": native,
+        },
     )

@@ -3,9 +3,6 @@
 Three launches (prepare, scan, grads) and one small reduction for each parameter that needs it; a grouped call adds one
 reduction each for q and k. Nothing is read on the host, so a call can be captured into a graph. Sums over chunks
 and heads run in one fixed order, without atomics: the same inputs give the same bits.
-
-Workspace, C = 64, bf16, K = V = 128: 2.5 KB a token and value head, of which 768 bytes (w, kg, qg) are given back
-to the allocator before the gradients are allocated.
 """
 
 from __future__ import annotations
@@ -16,20 +13,27 @@ import torch
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
 
-from .backward_plan import C, Plan, plan_backward
+from .backward_plan import Plan, plan_backward
 from .kernels.backward_grads import grads_kernel
+from .kernels.backward_grads_anchored import anchored_grads_kernel
 from .kernels.backward_grads_scalar import scalar_grads_kernel
 from .kernels.backward_prepare import prepare_kernel
+from .kernels.backward_prepare_anchored import anchored_prepare_kernel
 from .kernels.backward_reduce import sum_group_kernel, sum_slots_kernel
 from .kernels.backward_scan import scan_kernel
 from .launch import Launcher, cdiv
 
 _prepare = Launcher(prepare_kernel)
+_anchored_prepare = Launcher(anchored_prepare_kernel)
 _scan = Launcher(scan_kernel)
 _grads = Launcher(grads_kernel)
+_anchored_grads = Launcher(anchored_grads_kernel)
 _scalar_grads = Launcher(scalar_grads_kernel)
 _sum_slots = Launcher(sum_slots_kernel)
 _sum_group = Launcher(sum_group_kernel)
+
+Work = dict[str, torch.Tensor]
+"""The workspace: chunk-major tiles by name; each kernel's docstring has their shapes."""
 
 
 def backward(
@@ -54,33 +58,44 @@ def backward(
     d_final = None if grads.final_state is None else grads.final_state.contiguous()
     work = _run_prepare(request, plan, x)
     d_initial = _run_scan(request, plan, x, work, do, d_final)
-    for name in ("w", "kg", "qg", "last"):
-        del work[name]
     return _run_grads(request, plan, x, work, do, d_initial)
 
 
-def _run_prepare(request: Request, plan: Plan, x: ChunkInputs) -> dict[str, torch.Tensor]:
-    """Launch the prepare kernel into a fresh workspace of chunk-major tiles."""
+def _sizes(request: Request, plan: Plan) -> tuple[int, int, int]:
+    """What kernels find a chunk's rows with: T, NT, N."""
+    return request.T, cdiv(request.T, plan.C), request.N
+
+
+def _run_prepare(request: Request, plan: Plan, x: ChunkInputs) -> Work:
+    """Launch the prepare kernel into a fresh workspace."""
     r, p, t = request, plan, plan.tiles
-    heads = (p.slots, r.HV)
 
     def tile(*shape: int, dtype: torch.dtype = p.work_dtype) -> torch.Tensor:
-        return x.q.new_empty((*heads, *shape), dtype=dtype)
+        return x.q.new_empty((p.slots, r.HV, *shape), dtype=dtype)
 
-    last = tile(dtype=torch.float32) if r.scalar_gate else tile(p.KP, dtype=torch.float32)
-    work = {
-        "Aqk": tile(C, C), "inv": tile(C, C), "qg": tile(C, p.KP), "kg": tile(C, p.KP), "w": tile(C, p.KP),
-        "uT": tile(p.VP, C), "last": last, "row_values": tile(p.row_values, dtype=torch.float32),
+    work = {"Aqk": tile(p.C, p.C), "inv": tile(p.C, p.C)}
+    work |= {name: tile(p.C, p.KP) for name in ("qg", "kg", "w")}
+    work["uT"] = tile(p.VP, p.C)
+    if p.anchor is not None:
+        work |= {name: tile(p.C, p.KP) for name in ("zq", "zk", "yk", "sk")}
+    shape = () if r.scalar_gate else (p.KP,) if p.anchor is None else (3, p.KP)
+    work["last"] = tile(*shape, dtype=torch.float32)
+    work["row_values"] = tile(p.row_values, dtype=torch.float32)
+
+    arrays = (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, *work.values())
+    scalars = (r.scale, float(r.lower_bound or 0.0))
+    sizes = (*_sizes(r, p), r.H, r.HV, r.K, r.V)
+    grid = (p.slots * r.HV, 1, 1)
+    options = {
+        **p.options, "KP": p.KP, "VP": p.VP, "BK": t.prepare_bk, "BV": t.prepare_bv, "ROWS": p.row_values,
+        "L2NORM": r.qk_l2norm, "DOT": p.dot, "INV_DOT": p.inverse_dot, "num_warps": t.prepare_warps,
     }  # fmt: skip
-    _prepare(
-        (p.slots * r.HV, 1, 1),
-        x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens,
-        *(work[n] for n in ("Aqk", "inv", "qg", "kg", "w", "uT", "last", "row_values")),
-        r.scale, float(r.lower_bound or 0.0), r.T, cdiv(r.T, C), r.N, r.H, r.HV, r.K, r.V,
-        KP=p.KP, VP=p.VP, BK=t.prepare_bk, BV=t.prepare_bv, ROWS=p.row_values, DOT=p.dot, INV_DOT=p.inverse_dot,
-        num_warps=t.prepare_warps,
-        SCALAR=r.scalar_gate, BOUNDED=p.bounded, **p.gate,
-    )  # fmt: skip
+    if p.anchor is None:
+        _prepare(grid, *arrays, *scalars, *sizes, SCALAR=r.scalar_gate, **options)
+    else:
+        anchor = (p.anchor.floor, p.anchor.centre)
+        levels = p.C.bit_length() - 1
+        _anchored_prepare(grid, *arrays, *scalars, *anchor, *sizes, LEVELS=levels, **options)
     return work
 
 
@@ -88,25 +103,27 @@ def _run_scan(
     request: Request,
     plan: Plan,
     x: ChunkInputs,
-    work: dict[str, torch.Tensor],
+    work: Work,
     do: torch.Tensor,
     d_final: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Launch both scans: uT becomes v_new, hT, dhT and drT are added to the workspace. Returns d_initial."""
+    """Launch both scans: uT becomes v_new; hT, dhT and drT join the workspace. Returns the initial state's gradient."""
     r, p, t = request, plan, plan.tiles
-    heads = (p.slots, r.HV)
-    for name, shape in (("hT", (p.VP, p.KP)), ("dhT", (p.VP, p.KP)), ("drT", (p.VP, C))):
-        work[name] = x.q.new_empty((*heads, *shape), dtype=p.work_dtype)
+    for name, shape in (("hT", (p.VP, p.KP)), ("dhT", (p.VP, p.KP)), ("drT", (p.VP, p.C))):
+        work[name] = x.q.new_empty((p.slots, r.HV, *shape), dtype=p.work_dtype)
     d_initial = None if x.initial_state is None else torch.empty_like(x.initial_state)
+    last = work["last"]
     _scan(
         (2 * (p.VP // t.scan_bv) * r.N * r.HV, 1, 1),
         *(work[n] for n in ("kg", "qg", "w", "uT", "Aqk", "inv", "last")), do,
         *(work[n] for n in ("hT", "dhT", "drT")), x.initial_state, d_final, d_initial, x.cu_seqlens,
-        r.T, cdiv(r.T, C), r.HV, r.K, r.V,
-        KP=p.KP, VP=p.VP, BV=t.scan_bv, SCALAR=r.scalar_gate, PACKED=r.packed,
+        r.T, cdiv(r.T, p.C), r.HV, r.K, r.V,
+        KP=p.KP, VP=p.VP, BV=t.scan_bv, C=p.C, LAST=last[0, 0].numel(), SCALAR=r.scalar_gate, PACKED=r.packed,
         HAS_INITIAL=x.initial_state is not None, HAS_D_FINAL=d_final is not None, V_FIRST=r.state_v_first,
         DOT=p.dot, num_warps=t.scan_warps, num_stages=t.scan_stages,
     )  # fmt: skip
+    for name in ("w", "kg", "qg"):
+        del work[name]
     return d_initial
 
 
@@ -114,7 +131,7 @@ def _run_grads(
     request: Request,
     plan: Plan,
     x: ChunkInputs,
-    work: dict[str, torch.Tensor],
+    work: Work,
     do: torch.Tensor,
     d_initial: torch.Tensor | None,
 ) -> InputGrads:
@@ -129,21 +146,38 @@ def _run_grads(
     width = 1 if r.scalar_gate else p.KP
     dA_part = None if x.A_log is None else _partial(r, plan, x.q, 1)
     dbias_part = None if x.dt_bias is None else _partial(r, plan, x.q, width)
-    launch = _scalar_grads if r.scalar_gate else _grads
-    launch(
-        (p.slots * r.HV, 1, 1),
-        x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, do,
-        *(work[n] for n in ("row_values", "hT", "dhT", "uT", "drT")),
-        *(() if r.scalar_gate else (work["Aqk"], work["inv"])),
-        dq, dk, dv, dg, dbeta, dA_part, dbias_part,
-        r.scale, float(r.lower_bound or 0.0), r.T, cdiv(r.T, C), r.N, r.H, r.HV, r.K, r.V,
-        KP=p.KP, VP=p.VP, BK=t.grads_bk, BV=t.grads_bv, ROWS=p.row_values, GROUPED=grouped, DOT=p.dot,
-        num_warps=t.grads_warps, **p.gate,
-    )  # fmt: skip
+
+    parameters = (x.A_log, x.dt_bias, x.cu_seqlens, do)
+    states = tuple(work[n] for n in ("row_values", "hT", "dhT", "uT", "drT"))
+    outputs = (dq, dk, dv, dg, dbeta, dA_part, dbias_part)
+    scalars = (r.scale, float(r.lower_bound or 0.0))
+    grid = (p.slots * r.HV, 1, 1)
+    options = {
+        **p.options, "KP": p.KP, "VP": p.VP, "BV": t.grads_bv, "ROWS": p.row_values, "DOT": p.dot,
+        "num_warps": t.grads_warps,
+    }  # fmt: skip
+    if p.anchor is not None:
+        tiles = tuple(work[n] for n in ("zq", "zk", "yk", "sk", "last"))
+        _anchored_grads(
+            grid, x.v, x.g, x.beta, *parameters, *tiles, *states, *outputs, *scalars,
+            p.anchor.floor, p.anchor.centre, *_sizes(r, p), r.HV, r.K, r.V,
+            S=p.anchor.half, NORM=r.qk_l2norm and not grouped, **options,
+        )  # fmt: skip
+    else:
+        pairs = () if r.scalar_gate else (work["Aqk"], work["inv"])
+        launch = _scalar_grads if r.scalar_gate else _grads
+        launch(
+            grid, x.q, x.k, x.v, x.g, x.beta, *parameters, *states, *pairs, *outputs, *scalars,
+            *_sizes(r, p), r.H, r.HV, r.K, r.V,
+            BK=t.grads_bk, L2NORM=r.qk_l2norm, GROUPED=grouped, **options,
+        )  # fmt: skip
     if grouped:
         dq, dk = _sum_groups(r, p, x.q, dq), _sum_groups(r, p, x.k, dk)
-    dA = None if x.A_log is None else _sum_chunks(r, p, dA_part, x.A_log, 1, 1)
-    dbias = None if x.dt_bias is None else _sum_chunks(r, p, dbias_part, x.dt_bias, x.dt_bias.numel() // r.HV, width)
+    dA = dbias = None
+    if x.A_log is not None:
+        dA = _sum_chunks(r, p, dA_part, x.A_log, 1, 1)
+    if x.dt_bias is not None:
+        dbias = _sum_chunks(r, p, dbias_part, x.dt_bias, x.dt_bias.numel() // r.HV, width)
     return InputGrads(dq, dk, dv, dg, dbeta, dA, dbias, d_initial)
 
 

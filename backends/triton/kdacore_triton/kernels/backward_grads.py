@@ -1,4 +1,4 @@
-"""Third launch of the chunk backward for gates with one value a channel: every input gradient of one chunk.
+"""Third launch of the chunk backward for any gate with one value a channel: every input gradient of one chunk.
 
 One program a chunk and value head. With ``S`` the state at the chunk's start, ``dS`` the gradient of the state at
 its end, ``v'`` (v_new) and ``dr`` (the gradient of what the inverse is multiplied with) from the scans::
@@ -27,7 +27,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .backward_blocks import C, beta_back, gate_back, gate_rate, steps
 from .backward_halves import (
     ROW_BETA,
     ROW_DBETA,
@@ -38,21 +37,22 @@ from .backward_halves import (
     block,
     halves,
     level_grads,
-    load_half,
     rounded,
     store_block,
-    store_half,
     sum_tokens,
 )
+from .backward_rows import beta_back, gate_back, gate_rate, load_rows, steps, store_rows
 from .common import chunk_of_slot, exp2, mma, mma_acc
+
+C = tl.constexpr(64)
 
 
 @triton.jit
 def value_grads(v, dv, dr, b, start, rows, HV, hv, vs, V):
     """Stores dv of one half; returns what it gives to dbeta."""
     dr = tl.trans(dr).to(tl.float32)
-    store_half(dv, b[:, None] * dr, start, rows, HV * V, hv * V, vs, V)
-    return tl.sum(dr * load_half(v, start, rows, HV * V, hv * V, vs, V).to(tl.float32), 1)
+    store_rows(dv, b[:, None] * dr, start, rows, HV * V, hv * V, vs, V, S)
+    return tl.sum(dr * load_rows(v, start, rows, HV * V, hv * V, vs, V, S).to(tl.float32), 1)
 
 
 @triton.jit
@@ -89,12 +89,12 @@ def value_part(
         vs = first + tl.arange(0, BV)
         tall = vs[:, None] * C + t[None, :]
         v0 = tl.load(vT + tall)
-        do0 = load_half(do, start, rows, HV * V, hv * V, vs, V).to(dtype)
+        do0 = load_rows(do, start, rows, HV * V, hv * V, vs, V, S).to(dtype)
         A00 = mma_acc(do0, v0, A00, DOT)
         dr0 = tl.load(drT + tall)
         db0 += value_grads(v, dv, dr0, b0, start, rows, HV, hv, vs, V)
         L00 = mma_acc(tl.trans(dr0), v0, L00, DOT)
-        do1 = load_half(do, start + S, rows - S, HV * V, hv * V, vs, V).to(dtype)
+        do1 = load_rows(do, start + S, rows - S, HV * V, hv * V, vs, V, S).to(dtype)
         A10 = mma_acc(do1, v0, A10, DOT)
         dr1 = tl.load(drT + tall + S)
         db1 += value_grads(v, dv, dr1, b1, start + S, rows - S, HV, hv, vs, V)
@@ -117,7 +117,7 @@ def value_part(
 @triton.jit
 def channels(x, start, rows, row_stride, first, cols, width):
     """float32 tile ``[cols, S]`` of one half."""
-    return tl.trans(load_half(x, start, rows, row_stride, first, cols, width)).to(tl.float32)
+    return tl.trans(load_rows(x, start, rows, row_stride, first, cols, width, S)).to(tl.float32)
 
 
 @triton.jit
@@ -161,8 +161,9 @@ def finish_half(
     dstep = sum_tokens(hi, lo, t[:, None] >= t[None, :], DOT) + later_sum[:, None]
     xg = gate_tile(g, dt_bias, start, rows, HV, hv, cols, K, HAS_BIAS)
     inside = (cols < K)[:, None] & (t < rows)[None, :]
-    dx, da = gate_back(dstep, xg, a_exp, lower_bound, inside, GATE, ASM)
-    store_half(dg, tl.trans(dx), start, rows, HV * K, hv * K, cols, K)
+    step = steps(xg, a_exp, lower_bound, inside, GATE, ASM)
+    dx, da = gate_back(dstep, xg, step, a_exp, lower_bound, inside, GATE, ASM)
+    store_rows(dg, tl.trans(dx), start, rows, HV * K, hv * K, cols, K, S)
     tl.store(row_values + (ROW_DBETA + 1 + kb) * C + t, tl.sum(k1 * x, 0))
     own = tl.load(row_values + ROW_DIAGONAL * C + t)[None, :]
     dqt += own * k1
@@ -171,8 +172,8 @@ def finish_half(
     if L2NORM:
         dqt *= tl.load(row_values + ROW_RQ * C + t)[None, :]
         x *= tl.load(row_values + ROW_RK * C + t)[None, :]
-    store_half(dq, tl.trans(dqt), start, rows, HV * K, hv * K, cols, K)
-    store_half(dk, tl.trans(x), start, rows, HV * K, hv * K, cols, K)
+    store_rows(dq, tl.trans(dqt), start, rows, HV * K, hv * K, cols, K, S)
+    store_rows(dk, tl.trans(x), start, rows, HV * K, hv * K, cols, K, S)
     return tl.sum(dx, 1), tl.sum(da, 1)
 
 
@@ -181,10 +182,10 @@ def norm_back(x, norms, d_raw, start, rows, row_stride, first, width, KP: tl.con
     """Rewrites ``d_raw = rn * dxn`` in place as the gradient through ``xn = rn * x``."""
     cols = tl.arange(0, KP)
     rn = tl.load(norms + tl.arange(0, S))[:, None]
-    xt = load_half(x, start, rows, row_stride, first, cols, width).to(tl.float32) * rn
-    d = load_half(d_raw, start, rows, row_stride, first, cols, width).to(tl.float32)
+    xt = load_rows(x, start, rows, row_stride, first, cols, width, S).to(tl.float32) * rn
+    d = load_rows(d_raw, start, rows, row_stride, first, cols, width, S).to(tl.float32)
     d -= xt * tl.sum(d * xt, 1)[:, None]
-    store_half(d_raw, d, start, rows, row_stride, first, cols, width)
+    store_rows(d_raw, d, start, rows, row_stride, first, cols, width, S)
 
 
 @triton.jit
@@ -259,7 +260,7 @@ def grads_kernel(
             col0 = mma_acc(dht, tl.load(vT + tall), col0, DOT)
             col = mma_acc(dht, tl.load(vT + tall + S), col, DOT)
             x = mma_acc(ht, tl.load(drT + tall + S), x, DOT)
-            do1 = load_half(do, later, beyond, HV * V, hv * V, vs, V).to(dtype)
+            do1 = load_rows(do, later, beyond, HV * V, hv * V, vs, V, S).to(dtype)
             dqt = mma_acc(ht, tl.trans(do1), dqt, DOT)
         carried *= exp2(total0 + total1, ASM)
         carried += tl.sum(k0_left * col0, 1) * exp2(total1, ASM)
@@ -306,7 +307,7 @@ def grads_kernel(
             tall = vs[:, None] * C + r
             col = mma_acc(dht, tl.load(vT + tall), col, DOT)
             x = mma_acc(ht, tl.load(drT + tall), x, DOT)
-            do0 = load_half(do, start, rows, HV * V, hv * V, vs, V).to(dtype)
+            do0 = load_rows(do, start, rows, HV * V, hv * V, vs, V, S).to(dtype)
             dqt = mma_acc(ht, tl.trans(do0), dqt, DOT)
         q1 = normalised(q, start, rows, H * K, h * K, cols, K, norms_q, L2NORM)
         k1 = normalised(k, start, rows, H * K, h * K, cols, K, norms_k, L2NORM)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .backward_blocks import (
-    C,
+from .backward_halves import ROW_BETA, ROW_RK, ROW_RQ
+from .backward_rows import (
     beta_back,
     gate_back,
     gate_input_scalar,
@@ -21,23 +21,24 @@ from .backward_blocks import (
     store_rows,
     store_vector,
 )
-from .backward_halves import ROW_BETA, ROW_RK, ROW_RQ
 from .common import chunk_of_slot, mma, mma_acc, operand
+
+C = tl.constexpr(64)
 
 
 @triton.jit
 def norm_back(x, rn, d_raw, inner, start, rows, row_stride, first, cols, width):
     """Rewrites ``d_raw = rn * dxn`` in place as the gradient through ``xn = rn * x``; ``inner = sum(dxn * xn)``."""
-    d = load_rows(d_raw, start, rows, row_stride, first, cols, width)
-    d -= load_rows(x, start, rows, row_stride, first, cols, width) * (rn * rn * inner)[:, None]
-    store_rows(d_raw, d, start, rows, row_stride, first, cols, width)
+    d = load_rows(d_raw, start, rows, row_stride, first, cols, width, C).to(tl.float32)
+    d -= load_rows(x, start, rows, row_stride, first, cols, width, C).to(tl.float32) * (rn * rn * inner)[:, None]
+    store_rows(d_raw, d, start, rows, row_stride, first, cols, width, C)
 
 
 @triton.jit
 def value_tiles(do, vT, drT, start, rows, HV, hv, at_chunk, vs, V, VP: tl.constexpr):
     """do ``[C, vs]``, v' ``[vs, C]`` and dr ``[C, vs]`` in the workspace's dtype."""
     tall = at_chunk * (VP * C) + vs[:, None] * C + tl.arange(0, C)[None, :]
-    dot = load_rows(do, start, rows, HV * V, hv * V, vs, V).to(vT.dtype.element_ty)
+    dot = load_rows(do, start, rows, HV * V, hv * V, vs, V, C).to(vT.dtype.element_ty)
     return dot, tl.load(vT + tall), tl.trans(tl.load(drT + tall))
 
 
@@ -69,7 +70,7 @@ def scalar_grads_kernel(
     j = r[None, :]
     dtype = hT.dtype.element_ty
 
-    raw_beta = load_vector(beta, start, rows, HV, hv)
+    raw_beta = load_vector(beta, start, rows, HV, hv, C)
     row_values += at_chunk * ROWS
     b = tl.load(row_values + ROW_BETA * C + r)
     db = tl.zeros([C], tl.float32)
@@ -81,8 +82,8 @@ def scalar_grads_kernel(
         if VP > BV:
             dot, vt, dr = value_tiles(do, vT, drT, start, rows, HV, hv, at_chunk, vs, V, VP)
         d = dr.to(tl.float32)
-        db += tl.sum(d * load_rows(v, start, rows, HV * V, hv * V, vs, V), 1)
-        store_rows(dv, b[:, None] * d, start, rows, HV * V, hv * V, vs, V)
+        db += tl.sum(d * load_rows(v, start, rows, HV * V, hv * V, vs, V, C).to(tl.float32), 1)
+        store_rows(dv, b[:, None] * d, start, rows, HV * V, hv * V, vs, V, C)
         M1 = mma_acc(dot, vt, M1, DOT)
         M2 = mma_acc(dr, vt, M2, DOT)
     M1 *= scale
@@ -96,8 +97,9 @@ def scalar_grads_kernel(
     if L2NORM:
         rq = tl.load(row_values + ROW_RQ * C + r)
         rk = tl.load(row_values + ROW_RK * C + r)
-    xg = gate_input_scalar(g, dt_bias, start, rows, HV, hv, HAS_BIAS)
-    gc = tl.cumsum(steps(xg, a_exp, lower_bound, r < rows, GATE, ASM), 0)
+    xg = gate_input_scalar(g, dt_bias, start, rows, HV, hv, C, HAS_BIAS)
+    step = steps(xg, a_exp, lower_bound, r < rows, GATE, ASM)
+    gc = tl.cumsum(step, 0)
     total = tl.min(gc, 0)
     decay = tl.exp2(tl.minimum(gc[:, None] - gc[None, :], 0.0))
     M1 = (M1 * decay).to(dtype)
@@ -126,8 +128,8 @@ def scalar_grads_kernel(
             dqt = mma_acc(dot, ht, dqt, DOT)
             x = mma_acc(dr, ht, x, DOT)
             ci = mma_acc(tl.trans(vt), dht, ci, DOT)
-        qt = load_rows(q, start, rows, H * K, h * K, cols, K) * rq[:, None]
-        kt = load_rows(k, start, rows, H * K, h * K, cols, K) * rk[:, None]
+        qt = load_rows(q, start, rows, H * K, h * K, cols, K, C).to(tl.float32) * rq[:, None]
+        kt = load_rows(k, start, rows, H * K, h * K, cols, K, C).to(tl.float32) * rk[:, None]
         dqt *= scale * down
         x *= -down
         ci *= rest
@@ -150,13 +152,13 @@ def scalar_grads_kernel(
             inner_k += tl.sum(dkt * kt, 1)
             dqt *= rq[:, None]
             dkt *= rk[:, None]
-        store_rows(dq, dqt, start, rows, HV * K, hv * K, cols, K)
-        store_rows(dk, dkt, start, rows, HV * K, hv * K, cols, K)
+        store_rows(dq, dqt, start, rows, HV * K, hv * K, cols, K, C)
+        store_rows(dk, dkt, start, rows, HV * K, hv * K, cols, K, C)
 
-    store_vector(dbeta, beta_back(db, raw_beta, BETA), start, rows, HV, hv)
+    store_vector(dbeta, beta_back(db, raw_beta, BETA), start, rows, HV, hv, C)
     dstep = tl.cumsum(dgc_row, 0, reverse=True) + dlast_row
-    dx, da_row = gate_back(dstep, xg, a_exp, lower_bound, r < rows, GATE, ASM)
-    store_vector(dg, dx, start, rows, HV, hv)
+    dx, da_row = gate_back(dstep, xg, step, a_exp, lower_bound, r < rows, GATE, ASM)
+    store_vector(dg, dx, start, rows, HV, hv, C)
     if HAS_BIAS:
         tl.store(dbias_part + pid, tl.sum(dx, 0))
     if HAS_A:

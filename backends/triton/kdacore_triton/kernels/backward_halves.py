@@ -37,24 +37,6 @@ ROW_DBETA = tl.constexpr(4)
 
 
 @triton.jit
-def load_half(x, start, rows, row_stride, first, cols, width):
-    """Tile ``x[start + t, first + cols]`` of S tokens, ``[S, cols]``; 0 past ``rows`` and ``width``. Dtype of x."""
-    t = tl.arange(0, S)
-    at = t[:, None] * row_stride + cols[None, :]
-    inside = (t < rows)[:, None] & (cols < width)[None, :]
-    return tl.load(x + start * row_stride + first + at, mask=inside, other=0.0)
-
-
-@triton.jit
-def store_half(x, value, start, rows, row_stride, first, cols, width):
-    """Stores ``value`` ``[S, cols]`` where :func:`load_half` reads, rounded to the array's dtype."""
-    t = tl.arange(0, S)
-    at = t[:, None] * row_stride + cols[None, :]
-    inside = (t < rows)[:, None] & (cols < width)[None, :]
-    tl.store(x + start * row_stride + first + at, value.to(x.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def halves(x, DOT: tl.constexpr):
     """``x`` as a sum of two bfloat16 parts (17 bits), or ``x`` itself where dots take float32."""
     if DOT == "bf16":

@@ -17,7 +17,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .backward_blocks import C
 from .common import mma, mma_acc, sequence_span
 
 
@@ -44,12 +43,12 @@ def store_state(state, S, nh, vs, ks, K, V, V_FIRST: tl.constexpr):
 
 
 @triton.jit
-def load_last(last, pid, ks, KP: tl.constexpr, SCALAR: tl.constexpr):
-    """``2^gc_last`` of a chunk as a row ``[1, KP]`` (``[1, 1]`` with one gate a head)."""
+def load_last(last, pid, ks, LAST: tl.constexpr, SCALAR: tl.constexpr):
+    """``2^gc_last`` of a chunk as a row ``[1, KP]`` (``[1, 1]`` with one gate a head); LAST: the chunks' distance."""
     if SCALAR:
         d = tl.load(last + pid + tl.zeros([1, 1], tl.int32))
     else:
-        d = tl.load(last + pid * KP + ks)[None, :]
+        d = tl.load(last + pid * LAST + ks)[None, :]
     return d
 
 
@@ -57,7 +56,7 @@ def load_last(last, pid, ks, KP: tl.constexpr, SCALAR: tl.constexpr):
 def scan_kernel(
     kg, qg, w, uT, Aqk, inv, last, do, hT, dhT, drT, initial, d_final, d_initial, cu_seqlens,
     T, NT, HV, K, V,
-    KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, SCALAR: tl.constexpr, PACKED: tl.constexpr,
+    KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LAST: tl.constexpr, SCALAR: tl.constexpr, PACKED: tl.constexpr,
     HAS_INITIAL: tl.constexpr, HAS_D_FINAL: tl.constexpr, V_FIRST: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """See the module docstring. Grid: ``(2 * (VP // BV) * N * HV,)``."""
@@ -90,7 +89,7 @@ def scan_kernel(
             vt -= mma(S16, tl.trans(tl.load(w + at * (C * KP) + wide)), DOT)
             v16 = vt.to(dtype)
             tl.store(uT + at * (VP * C) + tall, v16)
-            S *= load_last(last, at, ks, KP, SCALAR)
+            S *= load_last(last, at, ks, LAST, SCALAR)
             S = mma_acc(v16, tl.load(kg + at * (C * KP) + wide), S, DOT)
     else:
         dS = tl.zeros([BV, KP], tl.float32)
@@ -108,7 +107,7 @@ def scan_kernel(
             dv = mma(dS16, tl.trans(tl.load(kg + at * (C * KP) + wide)), DOT)
             dv = mma_acc(dot, tl.load(Aqk + at * (C * C) + square), dv, DOT)
             d16 = dv.to(dtype)
-            dS *= load_last(last, at, ks, KP, SCALAR)
+            dS *= load_last(last, at, ks, LAST, SCALAR)
             dS = mma_acc(dot, tl.load(qg + at * (C * KP) + wide), dS, DOT)
             dS = mma_acc(-d16, tl.load(w + at * (C * KP) + wide), dS, DOT)
             dr = mma(d16, tl.load(inv + at * (C * C) + square), DOT)

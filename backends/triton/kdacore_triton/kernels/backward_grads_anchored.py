@@ -1,0 +1,267 @@
+"""Third launch of the chunk backward where one exponent anchor serves half a chunk: every input gradient of a chunk.
+
+The equations are those of backward_grads; the operands are the tiles of backward_prepare_anchored. One program a
+chunk and value head, the halves one after the other as tiles ``[channels, S tokens]``. Per half, with ``up`` =
+2^(P + centre), ``down`` = 2^(-P - centre) and ``out`` = 2^(decay to the half's end)::
+
+    dq = up aq       aq = (do S^T) (decay before the half)        + sum_j dAqk_ij yk_j + across: sum_j dAqk_ij sk_j
+    x  = up ax       ax = -(dr S^T) (decay before the half)       + sum_j dL_ij yk_j   + across: sum_j dL_ij sk_j
+    dk = beta x + down cy + out cs,
+                     cy = sum_i (dAqk_ij zq_i + beta_i dL_ij zk_i)
+                     cs = (v' dS^T) (decay after the half)        + across: the same sum
+    q dq = zq aq     k x = zk ax     dgc = zq aq + beta zk ax - yk cy - sk cs
+
+so the norms' and dgc's inner products need nothing but the operands, and what cancels exactly in dgc cancels in
+bfloat16 too. Sums over the other half that dg needs are taken before the pairs of the own half are added.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .backward_halves import ROW_BETA, ROW_RK, ROW_RQ, halves, sum_tokens
+from .backward_rows import beta_back, gate_back, gate_rate, load_rows, steps, store_rows
+from .common import chunk_of_slot, exp2, mma, mma_acc
+
+
+@triton.jit
+def operand_half(x, side, KP: tl.constexpr, S: tl.constexpr):
+    """One half of a ``[C, KP]`` tile as an operand ``[KP, S]``."""
+    t = side * S + tl.arange(0, S)
+    return tl.trans(tl.load(x + t[:, None] * KP + tl.arange(0, KP)[None, :]))
+
+
+@triton.jit
+def value_half(v, do, dv, vT, drT, b, start, rows, HV, hv, vs, V, side, S: tl.constexpr):
+    """Stores dv of one half. Returns do ``[S, vs]``, v' ``[vs, S]``, dr ``[S, vs]`` and what v gives to dbeta."""
+    tall = side * S + vs[:, None] * (2 * S) + tl.arange(0, S)[None, :]
+    start += side * S
+    rows -= side * S
+    dr = tl.trans(tl.load(drT + tall))
+    d = dr.to(tl.float32)
+    store_rows(dv, b[:, None] * d, start, rows, HV * V, hv * V, vs, V, S)
+    db = tl.sum(d * load_rows(v, start, rows, HV * V, hv * V, vs, V, S).to(tl.float32), 1)
+    dot = load_rows(do, start, rows, HV * V, hv * V, vs, V, S).to(vT.dtype.element_ty)
+    return dot, tl.load(vT + tall), dr, db
+
+
+@triton.jit
+def from_state(
+    hT, do, drT, aq, ax, start, rows, HV, hv, V, side,
+    KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Adds ``(do S^T)^T`` and ``(dr S^T)^T`` of one half to aq and ax, ``[KP, S]``."""
+    cols = tl.arange(0, KP)
+    for first in range(0, VP, BV):
+        vs = first + tl.arange(0, BV)
+        ht = tl.trans(tl.load(hT + vs[:, None] * KP + cols[None, :]))
+        dot = load_rows(do, start + side * S, rows - side * S, HV * V, hv * V, vs, V, S)
+        aq = mma_acc(ht, tl.trans(dot.to(hT.dtype.element_ty)), aq, DOT)
+        dr = tl.load(drT + side * S + vs[:, None] * (2 * S) + tl.arange(0, S)[None, :])
+        ax = mma_acc(ht, dr, ax, DOT)
+    return aq, ax
+
+
+@triton.jit
+def own_half(
+    aq, ax, cs, zq_op, zk_op, yk, sk_op, A, L, bL, later_sum, db,
+    g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound, floor, centre,
+    start, rows, HV, hv, K, side,
+    KP: tl.constexpr, S: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
+    DOT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Adds the pairs of one half, stores its dq, dk, dg; returns dbeta's sum and the sums for dt_bias and A_log."""
+    t = tl.arange(0, S)
+    cols = tl.arange(0, KP)
+    start += side * S
+    rows -= side * S
+    row_values += side * S + t
+    b = tl.load(row_values + ROW_BETA * (2 * S))[None, :]
+
+    x = tl.trans(load_rows(g, start, rows, HV * K, hv * K, cols, K, S)).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(dt_bias + hv * K + cols, mask=cols < K, other=0.0).to(tl.float32)[:, None]
+    inside = (cols < K)[:, None] & (t < rows)[None, :]
+    step = steps(x, a_exp, lower_bound, inside, GATE, ASM)
+    differentiable = inside & (step >= floor)
+    hi, lo = halves(tl.maximum(step, floor), DOT)
+    P = sum_tokens(hi, lo, t[:, None] <= t[None, :], DOT) + centre
+    up = exp2(P, ASM)
+    down = exp2(-P, ASM)
+
+    yk_op = operand_half(yk, side, KP, S)
+    aq = mma_acc(yk_op, tl.trans(A), aq, DOT)
+    z = zq_op.to(tl.float32)
+    e = z * aq
+    dgc = e
+    dqt = up * aq
+    if NORM:
+        rn = tl.load(row_values + ROW_RQ * (2 * S))[None, :]
+        dqt = rn * (dqt - (z * down) * tl.sum(e, 0)[None, :])
+    store_rows(dq, tl.trans(dqt), start, rows, HV * K, hv * K, cols, K, S)
+
+    ax = mma_acc(yk_op, tl.trans(L), ax, DOT)
+    z = zk_op.to(tl.float32)
+    e = z * ax
+    db += tl.sum(e, 0)
+    e *= b
+    dgc += e
+    inner = e
+    dkt = b * (up * ax)
+    kn = z * down
+
+    cy = mma_acc(zk_op, bL, mma(zq_op, A, DOT), DOT)
+    e = yk_op.to(tl.float32) * cy
+    dgc -= e
+    inner += e
+    dkt += down * cy
+
+    e = sk_op.to(tl.float32) * cs
+    dgc -= e
+    inner += e
+    dkt += exp2(sum_tokens(hi, lo, t[:, None] > t[None, :], DOT), ASM) * cs
+    if NORM:
+        rn = tl.load(row_values + ROW_RK * (2 * S))[None, :]
+        dkt = rn * (dkt - kn * tl.sum(inner, 0)[None, :])
+    store_rows(dk, tl.trans(dkt), start, rows, HV * K, hv * K, cols, K, S)
+
+    hi, lo = halves(dgc, DOT)
+    dstep = sum_tokens(hi, lo, t[:, None] >= t[None, :], DOT) + later_sum[:, None]
+    dx, da = gate_back(dstep, x, step, a_exp, lower_bound, differentiable, GATE, ASM)
+    store_rows(dg, tl.trans(dx), start, rows, HV * K, hv * K, cols, K, S)
+    return db, tl.sum(dx, 1), tl.sum(da, 1)
+
+
+@triton.jit
+def anchored_grads_kernel(
+    v, g, beta, A_log, dt_bias, cu_seqlens, do, zq, zk, yk, sk, last, row_values, hT, dhT, vT, drT,
+    dq, dk, dv, dg, dbeta, dA_part, dbias_part,
+    scale, lower_bound, floor, centre, T, NT, N, HV, K, V,
+    KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr, S: tl.constexpr,
+    GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr, BETA: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """See the module docstring. Grid: ``(slots * HV,)``.
+
+    ``dq`` and ``dk`` have HV heads. NORM: they are taken through the l2norm; a grouped call leaves that to the kernel
+    that sums each group.
+    """
+    C: tl.constexpr = 2 * S
+    pid = tl.program_id(0)
+    slot = pid // HV
+    hv = pid - slot * HV
+    start, rows = chunk_of_slot(cu_seqlens, slot, N, T, NT, C, PACKED)
+    if rows <= 0:
+        return
+    chunk = pid.to(tl.int64)
+    vT += chunk * (VP * C)
+    drT += chunk * (VP * C)
+    hT += chunk * (VP * KP)
+    dhT += chunk * (VP * KP)
+    zq += chunk * (C * KP)
+    zk += chunk * (C * KP)
+    yk += chunk * (C * KP)
+    sk += chunk * (C * KP)
+    row_values += chunk * ROWS
+    kind = hT.dtype.element_ty
+    t = tl.arange(0, S)
+    i = t[:, None]
+    j = t[None, :]
+    cols = tl.arange(0, KP)
+    unit = tl.exp2(-centre)
+
+    b0 = tl.load(row_values + ROW_BETA * C + t)
+    b1 = tl.load(row_values + ROW_BETA * C + S + t)
+    db0 = tl.zeros([S], tl.float32)
+    db1 = tl.zeros([S], tl.float32)
+    A0 = tl.zeros([S, S], tl.float32)
+    A1 = tl.zeros([S, S], tl.float32)
+    Ax = tl.zeros([S, S], tl.float32)
+    L0 = tl.zeros([S, S], tl.float32)
+    L1 = tl.zeros([S, S], tl.float32)
+    Lx = tl.zeros([S, S], tl.float32)
+    for first in range(0, VP, BV):
+        vs = first + tl.arange(0, BV)
+        do0, v0, dr0, d0 = value_half(v, do, dv, vT, drT, b0, start, rows, HV, hv, vs, V, 0, S)
+        do1, v1, dr1, d1 = value_half(v, do, dv, vT, drT, b1, start, rows, HV, hv, vs, V, 1, S)
+        db0 += d0
+        db1 += d1
+        A0 = mma_acc(do0, v0, A0, DOT)
+        L0 = mma_acc(dr0, v0, L0, DOT)
+        Ax = mma_acc(do1, v0, Ax, DOT)
+        Lx = mma_acc(dr1, v0, Lx, DOT)
+        A1 = mma_acc(do1, v1, A1, DOT)
+        L1 = mma_acc(dr1, v1, L1, DOT)
+    A0 = tl.where(i >= j, scale * A0, 0.0).to(kind)
+    A1 = tl.where(i >= j, scale * A1, 0.0).to(kind)
+    Ax = (scale * unit * Ax).to(kind)
+    L0 = tl.where(i > j, -L0, 0.0)
+    L1 = tl.where(i > j, -L1, 0.0)
+    Lx = -unit * Lx
+    bL0 = (b0[:, None] * L0).to(kind)
+    bL1 = (b1[:, None] * L1).to(kind)
+    bLx = (b1[:, None] * Lx).to(kind)
+    L0 = L0.to(kind)
+    L1 = L1.to(kind)
+    Lx = Lx.to(kind)
+
+    a_exp = gate_rate(A_log, hv, HAS_A)
+    at = last + chunk * (3 * KP) + cols
+    before = tl.load(at + KP) * unit
+    after = tl.load(at + 2 * KP)
+
+    # Column sums and the gradients that the states at both ends give to k.
+    cs0 = tl.zeros([KP, S], tl.float32)
+    cs1 = tl.zeros([KP, S], tl.float32)
+    later_sum = tl.zeros([KP], tl.float32)
+    for first in range(0, VP, BV):
+        vs = first + tl.arange(0, BV)
+        ht = tl.load(hT + vs[:, None] * KP + cols[None, :])
+        dht = tl.load(dhT + vs[:, None] * KP + cols[None, :])
+        later_sum += tl.sum(ht.to(tl.float32) * dht.to(tl.float32), 0)
+        dht = tl.trans(dht)
+        tall = vs[:, None] * C + j
+        cs0 = mma_acc(dht, tl.load(vT + tall), cs0, DOT)
+        cs1 = mma_acc(dht, tl.load(vT + tall + S), cs1, DOT)
+    sk0 = operand_half(sk, 0, KP, S)
+    sk1 = operand_half(sk, 1, KP, S)
+    cs0 *= after[:, None]
+    later_sum = later_sum * tl.load(at) + tl.sum(sk0.to(tl.float32) * cs0, 1)
+
+    zq1 = operand_half(zq, 1, KP, S)
+    zk1 = operand_half(zk, 1, KP, S)
+    aq = tl.zeros([KP, S], tl.float32)
+    ax = tl.zeros([KP, S], tl.float32)
+    aq, ax = from_state(hT, do, drT, aq, ax, start, rows, HV, hv, V, 1, KP, VP, BV, S, DOT)
+    aq = mma_acc(sk0, tl.trans(Ax), aq * (scale * before)[:, None], DOT)
+    ax = mma_acc(sk0, tl.trans(Lx), ax * -before[:, None], DOT)
+    across = tl.sum(zq1.to(tl.float32) * aq + b1[None, :] * (zk1.to(tl.float32) * ax), 1)
+    cs0 = mma_acc(zk1, bLx, mma_acc(zq1, Ax, cs0, DOT), DOT)
+    db1, dbias1, da1 = own_half(
+        aq, ax, cs1, zq1, zk1, yk, sk1, A1, L1, bL1, later_sum + tl.sum(sk1.to(tl.float32) * cs1, 1), db1,
+        g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound, floor, centre,
+        start, rows, HV, hv, K, 1, KP, S, GATE, HAS_BIAS, NORM, DOT, ASM,
+    )  # fmt: skip
+
+    zq0 = operand_half(zq, 0, KP, S)
+    zk0 = operand_half(zk, 0, KP, S)
+    aq = tl.zeros([KP, S], tl.float32)
+    ax = tl.zeros([KP, S], tl.float32)
+    aq, ax = from_state(hT, do, drT, aq, ax, start, rows, HV, hv, V, 0, KP, VP, BV, S, DOT)
+    db0, dbias0, da0 = own_half(
+        aq * (scale * unit), ax * -unit, cs0, zq0, zk0, yk, sk0, A0, L0, bL0, later_sum + across, db0,
+        g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound, floor, centre,
+        start, rows, HV, hv, K, 0, KP, S, GATE, HAS_BIAS, NORM, DOT, ASM,
+    )  # fmt: skip
+
+    if HAS_BIAS:
+        tl.store(dbias_part + chunk * KP + cols, dbias0 + dbias1)
+    if HAS_A:
+        tl.store(dA_part + pid, tl.sum(da0 + da1, 0))
+    for side in tl.static_range(2):
+        row = side * S + t
+        at_beta = (start + row) * HV + hv
+        raw = tl.load(beta + at_beta, mask=row < rows, other=0.0).to(tl.float32)
+        db = db1 if side == 1 else db0
+        tl.store(dbeta + at_beta, beta_back(db, raw, BETA).to(dbeta.dtype.element_ty), mask=row < rows)

@@ -1,0 +1,157 @@
+"""First launch of the chunk backward where one exponent anchor serves half a chunk: no levels.
+
+Every step's log2 decay is at least ``floor``, and a half has so few rows S that ``S * floor`` fits float32's range
+twice over. With P the steps summed from the half's first row to a row, that row included, and the constant
+``centre = -floor * S / 2``, both of
+
+    2^(P + centre),   2^(-P - centre)
+
+stay within ``2^(+-centre)``, and their product over a pair ``i >= j`` of one half is the pair's decay. Pairs across
+the halves meet at the boundary between, where nothing overflows. The constant knows no row, so no later row changes
+a bit of an earlier one. Gates without a lower bound are cut off at ``floor`` (see backward_plan).
+
+One program a chunk and value head. Tiles are chunk-major, read whole and unmasked by later kernels::
+
+    Aqk  [C, C]   scale * q_i . (k_j 2^(gc_i - gc_j)), j <= i
+    inv  [C, C]   (I + tril(beta_i k_i . (k_j 2^(gc_i - gc_j)), -1))^-1
+    qg   [C, KP]  scale * q 2^gc            kg [C, KP]  k 2^(gc_last - gc)
+    w    [C, KP]  inv @ (beta k 2^gc)       uT [VP, C]  (inv @ (beta v))^T
+    zq   [C, KP]  q 2^(P + centre)          zk [C, KP]  k 2^(P + centre)
+    yk   [C, KP]  k 2^(-P - centre)         sk [C, KP]  k 2^(decay to the half's last row)
+    last [3, KP]  2^gc_last, and the decay over each half
+    row_values    beta and the reciprocal norms of q and k, C each
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .backward_halves import ROW_BETA, ROW_RK, ROW_RQ, halves
+from .backward_rows import activated_beta, gate_input, gate_rate, load_rows, load_vector, steps, sum_rows
+from .common import chunk_of_slot, exp2, mma
+
+
+@triton.jit
+def pairs_of(level, C: tl.constexpr):
+    """``[C, C]`` mask of the pairs ``i > j`` in the two halves of one group of ``2 * 2**level`` rows."""
+    half = tl.arange(0, C) >> level
+    sibling = tl.where((half & 1) == 1, half ^ 1, -1)
+    return sibling[:, None] == half[None, :]
+
+
+@triton.jit
+def unit_lower_inverse(A, LEVELS: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr):
+    """``(I + A)^-1`` of a strictly lower triangular ``[C, C]`` tile, halves merged from 1 row up."""
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    inv = tl.where(i == j, 1.0, 0.0) - tl.where(pairs_of(0, C), A, 0.0)
+    for level in range(1, LEVELS):
+        below = mma(tl.where(pairs_of(level, C), A, 0.0), inv, DOT)
+        inv -= mma(inv, below, DOT)
+    return inv
+
+
+@triton.jit
+def anchored_prepare_kernel(
+    q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
+    Aqk, inv, qg, kg, w, uT, zq, zk, yk, sk, last, row_values,
+    scale, lower_bound, floor, centre, T, NT, N, H, HV, K, V,
+    KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
+    LEVELS: tl.constexpr, GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
+    L2NORM: tl.constexpr, BETA: tl.constexpr, PACKED: tl.constexpr,
+    DOT: tl.constexpr, INV_DOT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """See the module docstring. Grid: ``(slots * HV,)``. ``C = 2**LEVELS``, ``S = C / 2``; ``centre`` is an integer."""
+    C: tl.constexpr = 1 << LEVELS
+    S: tl.constexpr = C // 2
+    pid = tl.program_id(0)
+    slot = pid // HV
+    hv = pid - slot * HV
+    start, rows = chunk_of_slot(cu_seqlens, slot, N, T, NT, C, PACKED)
+    if rows <= 0:
+        return
+    h = hv // (HV // H)
+    chunk = pid.to(tl.int64)
+    r = tl.arange(0, C)
+    i = r[:, None]
+    j = r[None, :]
+    second = i >= S
+    same_half = (i >= S) == (j >= S)
+    wide = chunk * (C * KP) + i * KP
+
+    b = activated_beta(load_vector(beta, start, rows, HV, hv, C), rows, C, BETA)
+    row_values += chunk * ROWS
+    tl.store(row_values + ROW_BETA * C + r, b)
+    a_exp = gate_rate(A_log, hv, HAS_A)
+    rq = tl.full([C], 1.0, tl.float32)
+    rk = tl.full([C], 1.0, tl.float32)
+    if L2NORM:
+        sq = tl.zeros([C], tl.float32)
+        square_k = tl.zeros([C], tl.float32)
+        for first in range(0, KP, BK):
+            cols = first + tl.arange(0, BK)
+            qt = load_rows(q, start, rows, H * K, h * K, cols, K, C).to(tl.float32)
+            kt = load_rows(k, start, rows, H * K, h * K, cols, K, C).to(tl.float32)
+            sq += tl.sum(qt * qt, 1)
+            square_k += tl.sum(kt * kt, 1)
+        rq = 1.0 / tl.sqrt(sq + 1e-6)
+        rk = 1.0 / tl.sqrt(square_k + 1e-6)
+        tl.store(row_values + ROW_RQ * C + r, rq)
+        tl.store(row_values + ROW_RK * C + r, rk)
+
+    unit = tl.exp2(-centre)
+    Aq = tl.zeros([C, C], tl.float32)
+    Ak = tl.zeros([C, C], tl.float32)
+    for first in range(0, KP, BK):
+        cols = first + tl.arange(0, BK)
+        x = gate_input(g, dt_bias, start, rows, HV, hv, cols, K, C, HAS_BIAS)
+        inside = (i < rows) & (cols < K)[None, :]
+        step = tl.maximum(steps(x, a_exp, lower_bound, inside, GATE, ASM), floor)
+        d0 = tl.exp2(tl.sum(tl.where(second, 0.0, step), 0))
+        d1 = tl.exp2(tl.sum(tl.where(second, step, 0.0), 0))
+        at = chunk * (3 * KP) + cols
+        tl.store(last + at, d0 * d1)
+        tl.store(last + at + KP, d0)
+        tl.store(last + at + 2 * KP, d1)
+        hi, lo = halves(step, DOT)
+        P = sum_rows(same_half & (j <= i), hi, lo, DOT) + centre
+        kt = load_rows(k, start, rows, H * K, h * K, cols, K, C).to(tl.float32) * rk[:, None]
+        kind = zk.dtype.element_ty
+        out = wide + cols[None, :]
+        y = (kt * exp2(-P, ASM)).to(kind)
+        tl.store(yk + out, y)
+        s = kt * exp2(sum_rows(same_half & (j > i), hi, lo, DOT), ASM)
+        tl.store(sk + out, s.to(kind))
+        tl.store(kg + out, (s * tl.where(second, 1.0, d1[None, :])).to(kind))
+        s = s.to(kind)
+        f = exp2(P, ASM)
+        z = (kt * f).to(kind)
+        tl.store(zk + out, z)
+        before = tl.where(second, d0[None, :], 1.0) * unit
+        # beta k 2^gc waits in w's place until the inverse is there.
+        tl.store(w + out, (kt * f * before * b[:, None]).to(kind))
+        yT = tl.trans(y)
+        sT = tl.trans(s)
+        Ak += tl.where(same_half, mma(z, yT, DOT), unit * mma(z, sT, DOT))
+        qt = load_rows(q, start, rows, H * K, h * K, cols, K, C).to(tl.float32) * rq[:, None]
+        z = (qt * f).to(kind)
+        tl.store(zq + out, z)
+        tl.store(qg + out, (qt * f * before * scale).to(kind))
+        Aq += tl.where(same_half, mma(z, yT, DOT), unit * mma(z, sT, DOT))
+
+    square = chunk * (C * C) + i * C + j
+    tl.store(Aqk + square, tl.where(i >= j, scale * Aq, 0.0).to(Aqk.dtype.element_ty))
+    M = unit_lower_inverse(tl.where(i > j, b[:, None] * Ak, 0.0), LEVELS, C, INV_DOT).to(inv.dtype.element_ty)
+    tl.store(inv + square, M)
+
+    tl.debug_barrier()
+    for first in range(0, KP, BK):
+        out = wide + first + tl.arange(0, BK)[None, :]
+        tl.store(w + out, mma(M, tl.load(w + out), DOT).to(w.dtype.element_ty))
+    MT = tl.trans(M)
+    for first in range(0, VP, BV):
+        cols = first + tl.arange(0, BV)
+        vt = load_rows(v, start, rows, HV * V, hv * V, cols, V, C).to(tl.float32) * b[:, None]
+        ut = mma(tl.trans(vt.to(uT.dtype.element_ty)), MT, DOT)
+        tl.store(uT + chunk * (VP * C) + cols[:, None] * C + j, ut.to(uT.dtype.element_ty))

@@ -1,0 +1,135 @@
+"""Device functions the backward's kernels share: tiles of rows, the gate forward and backward, beta.
+
+``SIZE`` is always the number of rows of the tile, a chunk or half of one; ``rows`` how many of them are there.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common import LOG2E, exp2, log2_decay, reciprocal, sigmoid
+
+
+@triton.jit
+def load_rows(x, start, rows, row_stride, first, cols, width, SIZE: tl.constexpr):
+    """Tile ``x[start + r, first + cols]``; 0 for rows past the sequence's end and columns past ``width``. Dtype of x."""
+    r = tl.arange(0, SIZE)
+    at = r[:, None] * row_stride + cols[None, :]
+    inside = (r < rows)[:, None] & (cols < width)[None, :]
+    return tl.load(x + start * row_stride + first + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_rows(x, value, start, rows, row_stride, first, cols, width, SIZE: tl.constexpr):
+    """Inverse of :func:`load_rows`, rounded to the array's dtype."""
+    r = tl.arange(0, SIZE)
+    at = r[:, None] * row_stride + cols[None, :]
+    inside = (r < rows)[:, None] & (cols < width)[None, :]
+    tl.store(x + start * row_stride + first + at, value.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_vector(x, start, rows, row_stride, first, SIZE: tl.constexpr):
+    """float32 vector ``x[start + r, first]``; 0 past the sequence's end."""
+    r = tl.arange(0, SIZE)
+    return tl.load(x + start * row_stride + first + r * row_stride, mask=r < rows, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_vector(x, value, start, rows, row_stride, first, SIZE: tl.constexpr):
+    """Inverse of :func:`load_vector`."""
+    r = tl.arange(0, SIZE)
+    at = start * row_stride + first + r * row_stride
+    tl.store(x + at, value.to(x.dtype.element_ty), mask=r < rows)
+
+
+@triton.jit
+def activated_beta(b, rows, SIZE: tl.constexpr, BETA: tl.constexpr):
+    """beta as the recurrence uses it, 0 past the end. BETA 0: given; 1: sigmoid; 2: twice the sigmoid."""
+    if BETA == 1:
+        b = sigmoid(b)
+    elif BETA == 2:
+        b = 2.0 * sigmoid(b)
+    return tl.where(tl.arange(0, SIZE) < rows, b, 0.0)
+
+
+@triton.jit
+def gate_input(g, dt_bias, start, rows, HV, hv, cols, K, SIZE: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """``g + dt_bias`` as a float32 tile ``[SIZE, cols]``."""
+    x = load_rows(g, start, rows, HV * K, hv * K, cols, K, SIZE).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(dt_bias + hv * K + cols, mask=cols < K, other=0.0).to(tl.float32)[None, :]
+    return x
+
+
+@triton.jit
+def gate_input_scalar(g, dt_bias, start, rows, HV, hv, SIZE: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """``g + dt_bias`` of a gate with one value a head: float32 ``[SIZE]``."""
+    x = load_vector(g, start, rows, HV, hv, SIZE)
+    if HAS_BIAS:
+        x += tl.load(dt_bias + hv).to(tl.float32)
+    return x
+
+
+@triton.jit
+def gate_rate(A_log, hv, HAS_A: tl.constexpr):
+    """``exp(A_log)`` of the head, 1 without A_log."""
+    a = 1.0
+    if HAS_A:
+        a = tl.exp(tl.load(A_log + hv).to(tl.float32))
+    return a
+
+
+@triton.jit
+def steps(x, a_exp, lower_bound, inside, GATE: tl.constexpr, ASM: tl.constexpr):
+    """log2 decay of each row from ``x = g + dt_bias``, 0 where not ``inside``."""
+    if GATE == 2:
+        y = (lower_bound * LOG2E) * reciprocal(1.0 + exp2(x * (a_exp * -LOG2E), ASM), ASM)
+    else:
+        y = log2_decay(x, a_exp, lower_bound, GATE)
+    return tl.where(inside, y, 0.0)
+
+
+@triton.jit
+def gate_back(dstep, x, step, a_exp, lower_bound, inside, GATE: tl.constexpr, ASM: tl.constexpr):
+    """Gradient of the raw gate, and what to add up for dA_log, from the gradient of the natural-log decay.
+
+    ``x`` is ``g + dt_bias``, ``step`` its log2 decay as :func:`steps` gives it.
+    """
+    if GATE == 0:
+        dx = dstep
+    elif GATE == 1:
+        dx = dstep * (-a_exp * reciprocal(1.0 + exp2(-LOG2E * x, ASM), ASM))
+    else:
+        s = step * (1.0 / (lower_bound * LOG2E))
+        dx = dstep * ((lower_bound * a_exp) * (s * (1.0 - s)))
+    dx = tl.where(inside, dx, 0.0)
+    if GATE == 1:
+        da = tl.where(inside, dstep * (step * (1.0 / LOG2E)), 0.0)
+    else:
+        da = dx * x
+    return dx, da
+
+
+@triton.jit
+def beta_back(db, raw, BETA: tl.constexpr):
+    """Gradient of beta as given, from the gradient of beta as used."""
+    if BETA != 0:
+        s = sigmoid(raw)
+        db *= BETA * s * (1.0 - s)
+    return db
+
+
+@triton.jit
+def sum_rows(which, hi, lo, DOT: tl.constexpr):
+    """``out[r] = sum of x[t] over the rows t with which[r, t]``; ``hi, lo = halves(x)``."""
+    if DOT == "bf16":
+        ones = which.to(tl.bfloat16)
+        r = tl.dot(ones, hi)
+        r = tl.dot(ones, lo, acc=r)
+    elif DOT == "tf32":
+        r = tl.dot(which.to(tl.float32), hi, input_precision="tf32x3")
+    else:
+        r = tl.dot(which.to(tl.float32), hi, input_precision=DOT)
+    return r

@@ -100,7 +100,7 @@ def gate_back(dstep, x, step, a_exp, lower_bound, inside, GATE: tl.constexpr, AS
     if GATE == 0:
         dx = dstep
     elif GATE == 1:
-        dx = dstep * (-a_exp * reciprocal(1.0 + exp2(-LOG2E * x, ASM), ASM))
+        dx = dstep * (-a_exp * reciprocal(1.0 + exp2(x * -LOG2E, ASM), ASM))
     else:
         s = step * (1.0 / (lower_bound * LOG2E))
         dx = dstep * ((lower_bound * a_exp) * (s * (1.0 - s)))

@@ -20,9 +20,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Launches run in the CPU emulator; the list collects the kernels' names."""
     launched: list[str] = []
 
-    def launch(launcher: Any, grid: int, request: Any, like: Any, *values: Any) -> None:
+    def launch(launcher: Any, grid: int, arch: str, like: Any, values: Any) -> None:
         launched.append(launcher.kernel.name)
-        cluster = dict(launcher.kernel.defines).get("CLUSTER", 1)
         emulator.run(
             launcher.kernel,
             launcher.params,
@@ -30,8 +29,9 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             grid=grid,
             threads=launcher.threads,
             shared=launcher.shared,
-            cluster=cluster,
+            cluster=dict(launcher.kernel.defines).get("CLUSTER", 1),
         )
 
     monkeypatch.setattr(runtime, "launch", launch)
+    monkeypatch.setattr(runtime, "processors", lambda index: 132)
     return launched

@@ -9,15 +9,14 @@ import torch
 from cuda_calls import MODEL, O_BOUND, SAFE_MODEL, STATE_BOUND, Draw, error, oracle, request_of
 
 from kdacore.types import ChunkInputs, Outputs
-from kdacore_cuda import prefill, runtime
+from kdacore_cuda import prefill
 
 
 @pytest.fixture(autouse=True, params=[1, 2, 4], ids=lambda c: f"cluster{c}")
 def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Every test runs with every cluster size."""
-    monkeypatch.setattr(runtime, "processors", lambda like: 132)
     monkeypatch.setattr(prefill, "build_arch", lambda arch: "sm_90a")
-    monkeypatch.setattr(prefill, "cluster_size", lambda items, processors, arch: request.param)
+    monkeypatch.setattr(prefill, "cluster_size", lambda K, items, processors, arch: request.param)
     size: int = request.param
     return size
 

@@ -1,9 +1,11 @@
-"""Torch tensors as the pointers, strides and type codes a kernel takes. torch is imported by the caller's own arrays."""
+"""Torch tensors as the pointers, strides and type codes a kernel takes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
+from kdacore.types import Request
 from kdacore_cuda.layout import TYPES
 
 if TYPE_CHECKING:
@@ -11,6 +13,11 @@ if TYPE_CHECKING:
 
 BUILD_ARCHS = {"sm_90": "sm_90a", "sm_100": "sm_100f", "sm_103": "sm_100f"}
 """Architecture of a device -> the one its kernels are compiled for; the others are compiled for themselves."""
+ALIGNMENT = 16
+"""Bytes the kernels read at once; every row of q, k, v and g starts on a multiple of it."""
+_MAX_PLANS = 4096
+
+P = TypeVar("P")
 
 
 def build_arch(arch: str) -> str:
@@ -18,32 +25,83 @@ def build_arch(arch: str) -> str:
     return BUILD_ARCHS.get(arch, arch)
 
 
-def aligned_rows(x: torch.Tensor, vector: int) -> torch.Tensor:
-    """``x`` itself when a kernel can read ``vector`` consecutive elements of its last axis at once, else a copy."""
-    if x.is_contiguous():
-        good = x.shape[-1] % vector == 0
-    else:
-        strides = x.stride()
-        good = strides[-1] == 1 and not any(s % vector for s in strides[:-1])
-    if good and x.data_ptr() % (vector * x.element_size()) == 0:
+class Plans(Generic[P]):
+    """What depends on the Request alone, worked out once for each Request object.
+
+    Dispatch hands the same object to every call of one shape, so identity is the key; hashing its thirty fields would
+    cost more than a launch.
+    """
+
+    def __init__(self, make: Callable[[Request], P]) -> None:
+        self._make = make
+        self._plans: dict[int, tuple[Request, P]] = {}
+
+    def __call__(self, request: Request) -> P:
+        found = self._plans.get(id(request))
+        if found is not None and found[0] is request:
+            return found[1]
+        plan = self._make(request)
+        if len(self._plans) >= _MAX_PLANS:
+            self._plans.clear()
+        self._plans[id(request)] = (request, plan)
+        return plan
+
+
+class Rows(NamedTuple):
+    """q, k, v, g and beta as kernels read them. ``kept`` holds copies alive until the launch."""
+
+    pointers: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Batch, token and head stride of each, in elements."""
+    kept: tuple[Any, ...]
+
+
+def contiguous_strides(request: Request) -> tuple[int, ...]:
+    """Strides of contiguous q, k, v, g, beta, as in :class:`Rows`."""
+    r = request
+    g = (r.T * r.HV, r.HV, 1) if r.scalar_gate else (r.T * r.HV * r.K, r.HV * r.K, r.K)
+    qk = (r.T * r.H * r.K, r.H * r.K, r.K)
+    return (*qk, *qk, r.T * r.HV * r.V, r.HV * r.V, r.V, *g, r.T * r.HV, r.HV, 1)
+
+
+def rows(inputs: Any, scalar_gate: bool, contiguous: tuple[int, ...]) -> Rows:
+    """The five token arrays of a call; what a kernel cannot read where it lies is copied."""
+    q, k, v, g, beta = inputs[:5]
+    if q.is_contiguous() and k.is_contiguous() and v.is_contiguous() and g.is_contiguous() and beta.is_contiguous():
+        pointers = (q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr())
+        if not (pointers[0] | pointers[1] | pointers[2] | (0 if scalar_gate else pointers[3])) % ALIGNMENT:
+            return Rows(pointers, contiguous, ())
+    q, k, v = aligned(q), aligned(k), aligned(v)
+    if not scalar_gate:
+        g = aligned(g)
+    kept = (q, k, v, g, beta)
+    strides = q.stride()[:3] + k.stride()[:3] + v.stride()[:3] + g.stride()[:3] + beta.stride()
+    return Rows(tuple(x.data_ptr() for x in kept), strides, kept)
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """``x`` itself when all its rows are contiguous and aligned, else a contiguous copy."""
+    size = x.element_size()
+    strides = x.stride()
+    ragged = any(s * size % ALIGNMENT or s >= _MAX_STRIDE for s in strides[:-1])
+    if strides[-1] == 1 and not ragged and x.data_ptr() % ALIGNMENT == 0:
         return x
     copy = x.contiguous()
     return copy if copy.data_ptr() != x.data_ptr() else x.clone()
 
 
-def type_code(x: torch.Tensor | None) -> int:
-    """Code of ``x``'s dtype for the kernels; 0 for an absent array."""
-    return 0 if x is None else _code_of(x.dtype)
+_MAX_STRIDE = 2**27
+"""Elements; the prefill kernel keeps a token's stride in bytes in 32 bits."""
 
 
-_CODES: dict[Any, int] = {}
+def spec_type(request: Request, name: str) -> int:
+    """Type code of an array argument for the kernels; 0 when it was not given."""
+    return TYPES[request.spec(name).dtype] if request.has(name) else 0
 
 
-def _code_of(dtype: Any) -> int:
-    code = _CODES.get(dtype)
-    if code is None:
-        code = _CODES[dtype] = TYPES[str(dtype).removeprefix("torch.")]
-    return code
+def is_wide(request: Request, name: str) -> bool:
+    """Was this index array given as int64?"""
+    return request.has(name) and request.spec(name).dtype == "int64"
 
 
 def pointer(x: torch.Tensor | None) -> int:
@@ -51,6 +109,6 @@ def pointer(x: torch.Tensor | None) -> int:
     return 0 if x is None else int(x.data_ptr())
 
 
-def is_wide(x: torch.Tensor | None) -> bool:
-    """int64 indices rather than int32."""
-    return x is not None and x.element_size() == 8
+def flat(x: torch.Tensor | None) -> torch.Tensor | None:
+    """A contiguous version of a small array."""
+    return x if x is None or x.is_contiguous() else x.contiguous()

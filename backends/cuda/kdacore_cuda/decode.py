@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
+
+import torch
 
 from kdacore.types import Outputs, RecurrentInputs, Request
 from kdacore_cuda import runtime
-from kdacore_cuda.arrays import aligned_rows, is_wide, pointer, type_code
+from kdacore_cuda.arrays import Plans, build_arch, contiguous_strides, flat, is_wide, pointer, rows, spec_type
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.layout import DECODE, FLAGS, GATES
 from kdacore_cuda.variants import decode_columns, decode_kernel, decode_warps
-
-if TYPE_CHECKING:
-    import torch
 
 TOKENS = 16
 """Tokens whose gates and norms a block prepares together; ``TOKENS`` in decode.cu."""
@@ -30,99 +29,88 @@ def _launcher(K: int, tokens: int, v_first: bool, bf16_state: bool) -> Launcher:
     return Launcher(kernel, DECODE, 32 * decode_warps(v_first), shared_bytes(K, tokens))
 
 
+class _Plan(NamedTuple):
+    launcher: Launcher
+    grid: int
+    arch: str
+    strides: tuple[int, ...]
+    sizes: tuple[Any, ...]
+    """What follows the strides in the parameters."""
+    state_dtype: Any
+
+
+def _make_plan(r: Request) -> _Plan:
+    flags = (
+        FLAGS["L2NORM"] * r.qk_l2norm
+        | FLAGS["BETA_SIGMOID"] * r.beta_sigmoid
+        | FLAGS["NEG_EIGVAL"] * r.neg_eigval
+        | FLAGS["SCALAR_GATE"] * r.scalar_gate
+        | FLAGS["CU64"] * is_wide(r, "cu_seqlens")
+        | FLAGS["INDEX64"] * is_wide(r, "state_indices")
+        | FLAGS["ACCEPTED64"] * is_wide(r, "num_accepted_tokens")
+        | FLAGS["INDEXED_OUT"] * (r.inplace_state and r.state_indices_ndim == 1)
+        | FLAGS["SCATTER_TOKENS"] * (r.inplace_state and r.state_indices_ndim == 2)
+    )
+    types = (spec_type(r, "v"), spec_type(r, "g"), spec_type(r, "beta"), spec_type(r, "dt_bias"))
+    sizes = (r.T, r.N, r.H, r.HV, GATES[r.gate], flags, *types, r.scale, r.lower_bound or 0.0)
+    return _Plan(
+        launcher=_launcher(r.K, min(r.T, TOKENS), r.state_v_first, r.state_dtype == "bfloat16"),
+        grid=r.N * r.HV * (r.V // decode_columns(r.state_v_first)),
+        arch=build_arch(r.device.arch),
+        strides=contiguous_strides(r),
+        sizes=sizes,
+        state_dtype=getattr(torch, r.state_dtype),
+    )
+
+
+_plan_of = Plans(_make_plan)
+
+
 def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     """``fused_recurrent_kda`` and ``fused_recurrent_gated_delta_rule`` on CUDA tensors.
 
     Sizes as in the contract; see :class:`kdacore.types.RecurrentInputs`. Every option of the two ops is served but
     gradients. Raises BackendBuildError or DriverError.
     """
-    q, k, v = (aligned_rows(x, 4) for x in (inputs.q, inputs.k, inputs.v))
-    g = inputs.g if request.scalar_gate else aligned_rows(inputs.g, 4)
-    bias = inputs.dt_bias
-    if bias is not None:
-        bias = (
-            bias.contiguous() if request.scalar_gate else aligned_rows(bias.reshape(request.HV, request.K), 4)
-        )
+    plan = _plan_of(request)
+    token_rows = rows(inputs, request.scalar_gate, plan.strides)
+    bias, A_log, cu_seqlens = flat(inputs.dt_bias), flat(inputs.A_log), flat(inputs.cu_seqlens)
+    indices, accepted = flat(inputs.state_indices), flat(inputs.num_accepted_tokens)
     out = inputs.out
-    o = (
-        out
-        if out is not None and out.is_contiguous()
-        else v.new_empty(request.B, request.T, request.HV, request.V)
+    if out is not None and out.is_contiguous():
+        o = out
+    else:
+        o = inputs.v.new_empty((request.B, request.T, request.HV, request.V))
+    source, written = _states(request, inputs.initial_state, plan.state_dtype, o)
+    values = (
+        *token_rows.pointers,
+        *(pointer(A_log), pointer(bias), pointer(cu_seqlens), o.data_ptr()),
+        *(pointer(source), pointer(written), pointer(indices), pointer(accepted)),
+        *token_rows.strides,
+        0 if source is None else source.stride(0),
+        0 if written is None else written.stride(0),
+        0 if indices is None else indices.stride(0),
+        *plan.sizes,
     )
-    source, written = _states(request, inputs, o)
-    _launch(request, inputs, (q, k, v, g, bias, o), source, written)
+    runtime.launch(plan.launcher, plan.grid, plan.arch, o, values)
     if out is not None and o is not out:
         out.copy_(o)
         o = out
-    final = written if request.output_final_state else None
     if request.inplace_state:
         pool = inputs.initial_state
         if written is not pool:
             pool.copy_(written)
-        final = pool if request.output_final_state else None
-    return Outputs(o, final)
+            written = pool
+    return Outputs(o, written if request.output_final_state else None)
 
 
-def _states(request: Request, inputs: RecurrentInputs, o: torch.Tensor) -> tuple[Any, Any]:
+def _states(request: Request, initial: Any, dtype: Any, o: torch.Tensor) -> tuple[Any, Any]:
     """The array states are read from, and the one they are written to (None: nothing is written)."""
-    source = inputs.initial_state
-    if source is not None and not source[0].is_contiguous():
-        source = source.contiguous()
+    source = initial
+    if source is not None and not source.is_contiguous() and not source[:1].is_contiguous():
+        source = source.contiguous()  # rows may have any stride, what is in a row may not
     if request.inplace_state:
         return source, source
     if not request.output_final_state:
         return source, None
-    dtype = source.dtype if source is not None else runtime.float32()
     return source, o.new_empty(request.state_shape, dtype=dtype)
-
-
-def _flags(request: Request, inputs: RecurrentInputs) -> int:
-    return (
-        FLAGS["L2NORM"] * request.qk_l2norm
-        | FLAGS["BETA_SIGMOID"] * request.beta_sigmoid
-        | FLAGS["NEG_EIGVAL"] * request.neg_eigval
-        | FLAGS["SCALAR_GATE"] * request.scalar_gate
-        | FLAGS["CU64"] * is_wide(inputs.cu_seqlens)
-        | FLAGS["INDEX64"] * is_wide(inputs.state_indices)
-        | FLAGS["ACCEPTED64"] * is_wide(inputs.num_accepted_tokens)
-        | FLAGS["INDEXED_OUT"] * (request.inplace_state and request.state_indices_ndim == 1)
-        | FLAGS["SCATTER_TOKENS"] * (request.inplace_state and request.state_indices_ndim == 2)
-    )
-
-
-def _launch(
-    request: Request, inputs: RecurrentInputs, rows: tuple[Any, ...], source: Any, written: Any
-) -> None:
-    q, k, v, g, bias, o = rows
-    indices, accepted, cu_seqlens = (
-        None if x is None else x.contiguous()
-        for x in (inputs.state_indices, inputs.num_accepted_tokens, inputs.cu_seqlens)
-    )
-    A_log = None if inputs.A_log is None else inputs.A_log.contiguous()
-    bf16_state = request.state_dtype == "bfloat16"
-    launcher = _launcher(request.K, min(request.T, TOKENS), request.state_v_first, bf16_state)
-    runtime.launch(
-        launcher,
-        request.N * request.HV * (request.V // decode_columns(request.state_v_first)),
-        request,
-        o,
-        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), inputs.beta.data_ptr()),
-        *(pointer(A_log), pointer(bias), pointer(cu_seqlens), o.data_ptr()),
-        *(pointer(source), pointer(written), pointer(indices), pointer(accepted)),
-        *(q.stride()[:3] + k.stride()[:3] + v.stride()[:3] + g.stride()[:3] + inputs.beta.stride()),
-        0 if source is None else source.stride(0),
-        0 if written is None else written.stride(0),
-        0 if indices is None else indices.stride(0),
-        request.T,
-        request.N,
-        request.H,
-        request.HV,
-        GATES[request.gate],
-        _flags(request, inputs),
-        type_code(v),
-        type_code(g),
-        type_code(inputs.beta),
-        type_code(bias),
-        request.scale,
-        request.lower_bound or 0.0,
-    )

@@ -8,8 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from kdacore_cuda.build import KernelSource, load_or_compile
-from kdacore_cuda.driver import Driver, driver
+from kdacore_cuda.driver import driver
 from kdacore_cuda.layout import ParamStruct
+
+
+def _not_loaded(*args: Any) -> int:
+    raise RuntimeError("the kernel has not been loaded")
 
 
 class Launcher:
@@ -24,9 +28,8 @@ class Launcher:
 
     def __init__(self, kernel: KernelSource, params: ParamStruct, threads: int, shared: int) -> None:
         self.kernel, self.params, self.threads, self.shared = kernel, params, threads, shared
-        self._driver: Driver | None = None
-        self._launch: Callable[..., int] | None = None
-        self._handles: dict[tuple[int, str], int] = {}
+        self._launch: Callable[..., int] = _not_loaded
+        self._handles: dict[int, int] = {}
         self._buffer = ctypes.create_string_buffer(params.size)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
         self._address = ctypes.addressof(self._pointers)
@@ -39,22 +42,22 @@ class Launcher:
         handle = chosen.load_kernel(load_or_compile(self.kernel, arch), self.kernel.entry)
         if self.shared > 48 * 1024:
             chosen.allow_shared(handle, self.shared, device)
-        self._driver, self._launch = chosen, chosen.launch
-        self._handles[device, arch] = handle
+        self._launch = chosen.launch
+        self._handles[device] = handle
         return handle
 
-    def __call__(self, grid: tuple[int, int, int], device: int, arch: str, stream: int, *values: Any) -> None:
+    def __call__(self, grid: int, device: int, arch: str, stream: int, values: tuple[Any, ...]) -> None:
         """Pack ``values`` in the struct's order and launch on ``stream`` of ``device``. Never synchronises.
 
         Raises:
             BackendBuildError: the first call had to compile, and could not.
             DriverError: the driver refused the launch.
         """
-        handle = self._handles.get((device, arch))
+        handle = self._handles.get(device)
         if handle is None:
             handle = self._prepare(device, arch)
         with self._lock:  # the driver has copied the buffer when launch returns
             self._pack(self._buffer, 0, *values)
-            code = self._launch(handle, *grid, self.threads, 1, 1, self.shared, stream, self._address, None)  # type: ignore[misc]
+            code = self._launch(handle, grid, 1, 1, self.threads, 1, 1, self.shared, stream, self._address, None)
         if code:
-            self._driver.check("cuLaunchKernel", code)  # type: ignore[union-attr]
+            driver().check("cuLaunchKernel", code)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
+
+import torch
 
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda import runtime
-from kdacore_cuda.arrays import aligned_rows, build_arch, is_wide, pointer, type_code
+from kdacore_cuda.arrays import Plans, build_arch, contiguous_strides, flat, is_wide, pointer, rows, spec_type
 from kdacore_cuda.launch import Launcher
-from kdacore_cuda.layout import FLAGS, GATES, PREFILL
-from kdacore_cuda.variants import CLUSTERS, prefill_kernel, prefill_shared, prefill_threads
-
-if TYPE_CHECKING:
-    import torch
+from kdacore_cuda.layout import FLAGS, GATES, PREFILL, TYPES
+from kdacore_cuda.variants import cluster_size, prefill_kernel, prefill_shared, prefill_threads
 
 SAFE_BOUND = -5.0
 """Log decays of one token at least this large let one product cover 16 tokens."""
@@ -26,17 +25,49 @@ def is_safe(request: Request) -> bool:
     return request.safe_gate and request.gate == "log"
 
 
-def cluster_size(items: int, processors: int, arch: str) -> int:
-    """Blocks per sequence and head: as many as leave every cluster a place of its own, so all start at once."""
-    if arch not in ("sm_90a", "sm_100f"):
-        return 1
-    return max(c for c in CLUSTERS if c == 1 or items * c <= processors)
-
-
 @cache
 def _launcher(K: int, cluster: int, safe: bool, float_gate: bool, arch: str) -> Launcher:
     kernel = prefill_kernel(K, cluster, safe, float_gate, arch)
     return Launcher(kernel, PREFILL, prefill_threads(K, cluster, arch), prefill_shared(K, cluster, arch))
+
+
+class _Plan(NamedTuple):
+    launcher: Launcher
+    grid: int
+    arch: str
+    strides: tuple[int, ...]
+    sizes: tuple[Any, ...]
+    """What follows the strides in the parameters."""
+    state_dtype: Any
+    widen_gate: bool
+    """g is float16, which the kernel takes as float32."""
+
+
+def _make_plan(r: Request) -> _Plan:
+    flags = (
+        FLAGS["L2NORM"] * r.qk_l2norm
+        | FLAGS["BETA_SIGMOID"] * r.beta_sigmoid
+        | FLAGS["NEG_EIGVAL"] * r.neg_eigval
+        | FLAGS["V_FIRST"] * r.state_v_first
+        | FLAGS["STATE_BF16"] * (r.state_dtype == "bfloat16")
+        | FLAGS["CU64"] * is_wide(r, "cu_seqlens")
+    )
+    arch = build_arch(r.device.arch)
+    float_gate = spec_type(r, "g") != TYPES["bfloat16"]
+    cluster = cluster_size(r.K, r.N * r.HV, runtime.processors(r.device.index), arch)
+    types = (spec_type(r, "beta"), spec_type(r, "dt_bias"))
+    return _Plan(
+        launcher=_launcher(r.K, cluster, is_safe(r), float_gate, arch),
+        grid=r.N * r.HV * cluster,
+        arch=arch,
+        strides=contiguous_strides(r),
+        sizes=(r.T, r.N, r.H, r.HV, r.checkpoint_every, GATES[r.gate], flags, *types, r.scale, r.lower_bound or 0.0),
+        state_dtype=getattr(torch, r.state_dtype),
+        widen_gate=spec_type(r, "g") == TYPES["float16"],
+    )
+
+
+_plan_of = Plans(_make_plan)
 
 
 def forward(request: Request, inputs: ChunkInputs) -> Outputs:
@@ -44,63 +75,29 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
 
     Sizes as in the contract; see :class:`kdacore.types.ChunkInputs`. Raises BackendBuildError or DriverError.
     """
-    q, k, v = (aligned_rows(x, 8) for x in (inputs.q, inputs.k, inputs.v))
-    g = inputs.g
-    float_gate = type_code(g) != 1
-    g = aligned_rows(g.float() if type_code(g) == 2 else g, 4 if float_gate else 8)
-    o = v.new_empty(request.B, request.T, request.HV, request.V)
-    h0 = None if inputs.initial_state is None else inputs.initial_state.contiguous()
-    ht, ckpt = _written_states(request, h0, o)
-    arch = build_arch(request.device.arch)
-    cluster = cluster_size(request.N * request.HV, runtime.processors(o), arch)
-    _launch(request, inputs, cluster, _launcher(request.K, cluster, is_safe(request), float_gate, arch), (q, k, v, g), (o, h0, ht, ckpt))
+    plan = _plan_of(request)
+    if plan.widen_gate:
+        inputs = inputs._replace(g=inputs.g.float())
+    token_rows = rows(inputs, False, plan.strides)
+    A_log, bias, cu_seqlens = flat(inputs.A_log), flat(inputs.dt_bias), flat(inputs.cu_seqlens)
+    h0 = flat(inputs.initial_state)
+    o = inputs.v.new_empty((request.B, request.T, request.HV, request.V))
+    ht = o.new_empty(request.state_shape, dtype=plan.state_dtype) if request.output_final_state else None
+    ckpt = _checkpoints(request, o, plan.state_dtype)
+    values = (
+        *token_rows.pointers,
+        *(pointer(A_log), pointer(bias), pointer(cu_seqlens), o.data_ptr()),
+        *(pointer(h0), pointer(ht), pointer(ckpt)),
+        *token_rows.strides,
+        *plan.sizes,
+    )
+    runtime.launch(plan.launcher, plan.grid, plan.arch, o, values)
     return Outputs(o, ht, ckpt)
 
 
-def _written_states(request: Request, h0: torch.Tensor | None, o: torch.Tensor) -> tuple[Any, Any]:
-    """Arrays for the final state and the checkpoints, None where not asked for."""
-    dtype = runtime.float32() if request.state_dtype == "float32" else o.dtype
-    ht = o.new_empty(request.state_shape, dtype=dtype) if request.output_final_state else None
+def _checkpoints(request: Request, o: torch.Tensor, dtype: Any) -> torch.Tensor | None:
+    """The array for checkpoints, None when not asked for. The unused rows of a pack are zero."""
     if not request.checkpoint_every:
-        return ht, None
-    make = o.new_zeros if request.packed else o.new_empty  # a pack's unused rows are zero
-    return ht, make(request.checkpoint_shape, dtype=dtype)
-
-
-def _launch(
-    request: Request, inputs: ChunkInputs, cluster: int, launcher: Launcher, rows: tuple[Any, ...], states: tuple[Any, ...]
-) -> None:
-    q, k, v, g = rows
-    o, h0, ht, ckpt = states
-    A_log, bias, cu_seqlens = (
-        None if x is None else x.contiguous() for x in (inputs.A_log, inputs.dt_bias, inputs.cu_seqlens)
-    )
-    flags = (
-        FLAGS["L2NORM"] * request.qk_l2norm
-        | FLAGS["BETA_SIGMOID"] * request.beta_sigmoid
-        | FLAGS["NEG_EIGVAL"] * request.neg_eigval
-        | FLAGS["V_FIRST"] * request.state_v_first
-        | FLAGS["STATE_BF16"] * (request.state_dtype == "bfloat16")
-        | FLAGS["CU64"] * is_wide(cu_seqlens)
-    )
-    runtime.launch(
-        launcher,
-        request.N * request.HV * cluster,
-        request,
-        o,
-        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), inputs.beta.data_ptr()),
-        *(pointer(A_log), pointer(bias), pointer(cu_seqlens), o.data_ptr()),
-        *(pointer(h0), pointer(ht), pointer(ckpt)),
-        *(q.stride()[:3] + k.stride()[:3] + v.stride()[:3] + g.stride()[:3] + inputs.beta.stride()),
-        request.T,
-        request.N,
-        request.H,
-        request.HV,
-        request.checkpoint_every,
-        GATES[request.gate],
-        flags,
-        type_code(inputs.beta),
-        type_code(bias),
-        request.scale,
-        request.lower_bound or 0.0,
-    )
+        return None
+    make = o.new_zeros if request.packed else o.new_empty
+    return make(request.checkpoint_shape, dtype=dtype)

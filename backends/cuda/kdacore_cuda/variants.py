@@ -43,9 +43,15 @@ def decode_kernels() -> Iterator[KernelSource]:
 
 SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024, "sm_100f": 227 * 1024, "sm_120": 99 * 1024}
 """Dynamic shared memory a block may use, by build architecture."""
-SCAN_SLOTS = 4
-"""Warps set aside for the scan in every prefill kernel."""
 CLUSTERS = (1, 2, 4)
+PREPARE_WARPS = 4
+
+
+def cluster_size(K: int, items: int, processors: int, arch: str) -> int:
+    """Blocks that share one of ``items`` sequences and heads. Depends on shapes and the device alone."""
+    if arch not in ("sm_90a", "sm_100f"):
+        return 1
+    return max(c for c in CLUSTERS if c == 1 or items * c <= processors)
 
 
 def prefill_stages(K: int, arch: str) -> int:
@@ -54,32 +60,39 @@ def prefill_stages(K: int, arch: str) -> int:
     return wanted if SHARED_LIMITS.get(arch, 99 * 1024) > 200 * 1024 else 4
 
 
+def scan_warps(K: int, cluster: int, warpgroup: bool) -> int:
+    """Warps that carry the state, a block: 16 columns of V each, or 32 for want of registers."""
+    columns = K // cluster
+    return columns // 32 if columns == 128 and not warpgroup else columns // 16
+
+
 def prepare_warps(K: int, cluster: int, arch: str) -> int:
     """Warps that prepare chunks, a block; more than stages would only wait for one another."""
-    return min(8, prefill_stages(K, arch) // cluster)
+    return min(PREPARE_WARPS, prefill_stages(K, arch) // cluster)
+
+
+def uses_warpgroup(K: int, cluster: int, arch: str) -> bool:
+    """Does the scan use warpgroup products? They take 64 columns of V at a time."""
+    return arch == "sm_90a" and K // cluster >= 64
 
 
 def prefill_threads(K: int, cluster: int, arch: str = "sm_90a") -> int:
     """Block size of :func:`prefill_kernel`."""
-    return 32 * (SCAN_SLOTS + prepare_warps(K, cluster, arch))
+    return 32 * (scan_warps(K, cluster, uses_warpgroup(K, cluster, arch)) + prepare_warps(K, cluster, arch))
 
 
 def prefill_kernel(K: int, cluster: int, safe: bool, float_gate: bool, arch: str = "sm_90a") -> KernelSource:
     """The fused prefill kernel for one head dim (K = V), cluster size, gate range and dtype of ``g``."""
-    warpgroup = arch == "sm_90a" and K // cluster >= 64
-    wide = cluster == 1 and K == 128 and prepare_warps(K, cluster, arch) == 8
     defines = (
         ("K_DIM", K),
         ("V_DIM", K),
         ("CLUSTER", cluster),
         ("SAFE", int(safe)),
         ("G_FLOAT", int(float_gate)),
-        ("WARPGROUP", int(warpgroup)),
+        ("WARPGROUP", int(uses_warpgroup(K, cluster, arch))),
         ("STAGES", prefill_stages(K, arch)),
         ("PREPARE_WARPS", prepare_warps(K, cluster, arch)),
         ("SHARED_LIMIT", prefill_shared(K, cluster, arch)),
-        ("SCAN_REGISTERS", 240 if wide else 168),
-        ("PREPARE_REGISTERS", 128 if wide else 168),
     )
     return KernelSource("sm90/prefill.cu", "prefill", defines)
 

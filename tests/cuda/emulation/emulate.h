@@ -266,11 +266,10 @@ inline float load_shared1(u32 a) { float r; memcpy(&r, emu::memory(a, 4), 4); re
 inline float2 load_shared2(u32 a) { float2 r; memcpy(&r, emu::memory(a, 8), 8); return r; }
 inline uint4 load_shared_u4(u32 a) { uint4 r; memcpy(&r, emu::memory(a, 16), 16); return r; }
 
-inline uint4 load_stream(const void* p) {
+inline void load_stream(uint4& r, const void* p, bool real) {
+  if (!real) return;
   if ((uintptr_t)p % 16) emu::fail("misaligned global address", (u32)(uintptr_t)p);
-  uint4 r;
   memcpy(&r, p, 16);
-  return r;
 }
 inline void store_global(void* p, uint4 v) {
   if ((uintptr_t)p % 16) emu::fail("misaligned global address", (u32)(uintptr_t)p);

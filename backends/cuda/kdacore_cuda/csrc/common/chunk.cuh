@@ -10,16 +10,15 @@
 #include "common/ptx.cuh"
 
 // Macros from the host: K_DIM, V_DIM, CLUSTER, STAGES, PREPARE_WARPS, SAFE, G_FLOAT,
-// WARPGROUP, SHARED_LIMIT, *_REGISTERS.
+// WARPGROUP, SHARED_LIMIT.
 constexpr int K = K_DIM;
 constexpr int V = V_DIM;
 constexpr int C = 16;
 constexpr int HALVES = K / 64;
 constexpr int BLOCK_V = V / CLUSTER;
-constexpr int ROW_TILES = BLOCK_V == 128 ? 2 : 1;  // 16 columns of V each, per scan warp
+constexpr int ROW_TILES = WARPGROUP || BLOCK_V < 128 ? 1 : 2;  // 16 columns of V each, per scan warp
 constexpr int SCAN_WARPS = BLOCK_V / (16 * ROW_TILES);
-constexpr int FIRST_PREPARE_WARP = 4;
-constexpr int THREADS = 32 * (FIRST_PREPARE_WARP + PREPARE_WARPS);
+constexpr int THREADS = 32 * (SCAN_WARPS + PREPARE_WARPS);
 static_assert(STAGES % CLUSTER == 0, "a stage belongs to one block of the cluster");
 // A prepare warp at chunk c has published chunk c - PREPARE_WARPS * CLUSTER, for which a chunk STAGES earlier was consumed.
 // So the barrier it waits on is at most one phase behind, and the parity tells which.

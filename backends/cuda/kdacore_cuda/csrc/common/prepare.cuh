@@ -44,20 +44,39 @@ __device__ __forceinline__ void advance(Source& s) {
   s.beta += STEP * s.beta_token;
 }
 
-__device__ __forceinline__ void load_raw(Raw& raw, const Source& from, int slice, bool first, bool second, u32 closed) {
+// What is loaded next, into the same registers as soon as they have been used: slice `slice` of the chunk `from` is at,
+// of which this lane has `left` tokens. What lies past the end is left as it was.
+struct Refill {
+  const Source& from;
+  int slice, left;
+};
+
+__device__ __forceinline__ void load_gate(Raw& raw, const Refill& r) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int j = 0; j < G_VECTORS; ++j) {
+      load_stream(raw.g[i][j], r.from.g + i * r.from.g_token + 64 * G_VECTORS * r.slice + 16 * j, i < r.left);
+    }
+  }
+}
+
+__device__ __forceinline__ void load_rows(Raw& raw, const Refill& r) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    load_stream(raw.k[i], r.from.k + i * r.from.k_token + 64 * r.slice, i < r.left);
+    load_stream(raw.q[i], r.from.q + i * r.from.q_token + 64 * r.slice, i < r.left);
+  }
+}
+
+// Tokens past the end: nothing in, no decay.
+__device__ __forceinline__ void clear_past_end(Raw& raw, int left, u32 closed) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (i < left) continue;
     raw.k[i] = raw.q[i] = make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int j = 0; j < G_VECTORS; ++j) raw.g[i][j] = make_uint4(closed, closed, closed, closed);
-    if (i ? second : first) {
-      raw.k[i] = load_stream(from.k + i * from.k_token + 64 * slice);
-      raw.q[i] = load_stream(from.q + i * from.q_token + 64 * slice);
-#pragma unroll
-      for (int j = 0; j < G_VECTORS; ++j) {
-        raw.g[i][j] = load_stream(from.g + i * from.g_token + 64 * G_VECTORS * slice + 16 * j);
-      }
-    }
   }
 }
 
@@ -208,18 +227,28 @@ __device__ __forceinline__ void store_inverse(u32 stage, u32 scratch, int lane) 
 __device__ __forceinline__ void prepare_chunk(Raw& raw, Source& from, const Gate& gate, const PrefillParams& p,
                                               const Lane& l, Scalars& s, int left, int stride, u32 stage, u32 scratch, u32 bias) {
   Products sums = {};
-  Raw ahead;
-#pragma unroll
-  for (int slice = 0; slice < SLICES; slice += 2) {
-    load_raw(ahead, from, slice + 1, 2 * l.p < left, 2 * l.p + 1 < left, gate.closed);
-    prepare_slice(raw, gate, bias + 4 * (32 * slice + 8 * l.t), l, slice, stage, sums);
-    if (slice + 2 < SLICES) {
-      load_raw(raw, from, slice + 2, 2 * l.p < left, 2 * l.p + 1 < left, gate.closed);
-    } else {
+  // Not unrolled: with the scan's, the instructions of one slice are what the instruction cache holds.
+#pragma unroll 1
+  for (int slice = 0; slice < SLICES; ++slice) {
+    if (left < 2) clear_past_end(raw, left, gate.closed);
+    float sum[2][8], total[8];
+    gate_steps(raw, gate, bias + 4 * (32 * slice + 8 * l.t), sum);
+    Refill next = {from, slice + 1, left};
+    if (slice == SLICES - 1) {
       advance(from);
-      load_raw(raw, from, 0, stride + 2 * l.p < left, stride + 2 * l.p + 1 < left, gate.closed);
+      next.slice = 0;
+      next.left = left - stride;
     }
-    prepare_slice(ahead, gate, bias + 4 * (32 * slice + 32 + 8 * l.t), l, slice + 1, stage, sums);
+    load_gate(raw, next);
+#if !SAFE
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      sum[0][e] = fmaxf(sum[0][e], LOWEST_STEP);
+      sum[1][e] = fmaxf(sum[1][e], LOWEST_STEP);
+    }
+#endif
+    sum_steps(sum, total, l);
+    prepare_slice(raw, sum, total, l, slice, stage, sums, next);
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -245,11 +274,11 @@ __device__ __forceinline__ void prepare_chunk(Raw& raw, Source& from, const Gate
 }
 
 // Bits of beta of both tokens, left as they are: converting them here would wait for the load.
-__device__ __forceinline__ void load_beta(const PrefillParams& p, const Source& from, int token, int left, u32 (&beta)[2]) {
+__device__ __forceinline__ void load_beta(const PrefillParams& p, const Source& from, int left, u32 (&beta)[2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     beta[i] = 0;
-    if (token + i < left) beta[i] = load_bits(reinterpret_cast<u64>(from.beta) + i * from.beta_token, p.beta_type);
+    if (i < left) beta[i] = load_bits(reinterpret_cast<u64>(from.beta) + i * from.beta_token, p.beta_type);
   }
 }
 
@@ -325,21 +354,22 @@ __device__ __forceinline__ void prepare_warp(const PrefillParams& p, const Work&
   const Gate gate = make_gate(p, work.hv);
   const u32 scratch = shared + SCRATCH_AT + warp * C * SCRATCH_PITCH * 4;
   constexpr int STRIDE = PREPARE_WARPS * CLUSTER;
-  int c = warp * CLUSTER + rank, left = work.length - c * C;
+  int c = warp * CLUSTER + rank, left = work.length - c * C - 2 * l.p;  // tokens of this lane that are real: left, up to 2
   Source from = make_source(p, work, l, c * C + 2 * l.p);
-  Raw raw;
+  Raw raw = {};
   u32 beta[2];
-  load_raw(raw, from, 0, 2 * l.p < left, 2 * l.p + 1 < left, gate.closed);
-  load_beta(p, from, 2 * l.p, left, beta);
+  load_gate(raw, {from, 0, left});
+  load_rows(raw, {from, 0, left});
+  load_beta(p, from, left, beta);
   for (; c < work.chunks; c += STRIDE, left -= STRIDE * C) {
     const int slot = c % STAGES;
     Scalars s;
-    s.beta[0] = activate_beta(p, beta[0], 2 * l.p < left);
-    s.beta[1] = activate_beta(p, beta[1], 2 * l.p + 1 < left);
+    s.beta[0] = activate_beta(p, beta[0], left > 0);
+    s.beta[1] = activate_beta(p, beta[1], left > 1);
     const u32 stage = shared + STAGES_AT + slot * STAGE_PITCH;
     barrier_wait(shared + EMPTY_AT + 8 * slot, (c / STAGES & 1) ^ 1);
     prepare_chunk(raw, from, gate, p, l, s, left, STRIDE * C, stage, scratch, shared + BIAS_AT);
-    load_beta(p, from, STRIDE * C + 2 * l.p, left, beta);
+    load_beta(p, from, left - STRIDE * C, beta);
     publish(stage, shared + FULL_AT + 8 * slot, l.lane, rank);
   }
 }

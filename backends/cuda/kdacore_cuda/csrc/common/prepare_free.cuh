@@ -61,16 +61,8 @@ __device__ __forceinline__ void level_products(const Raw& raw, const float (&sum
   }
 }
 
-__device__ __forceinline__ void prepare_slice(const Raw& raw, const Gate& gate, u32 bias, const Lane& l, int slice, u32 stage,
-                                              Products& sums) {
-  float sum[2][8], total[8];
-  gate_steps(raw, gate, bias, sum);
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-#pragma unroll
-    for (int e = 0; e < 8; ++e) sum[i][e] = fmaxf(sum[i][e], LOWEST_STEP);
-  }
-  sum_steps(sum, total, l);
+__device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8], float (&total)[8], const Lane& l, int slice,
+                                              u32 stage, Products& sums, const Refill& next) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     u32 kp[4], qp[4], kg[4];
@@ -101,6 +93,7 @@ __device__ __forceinline__ void prepare_slice(const Raw& raw, const Gate& gate, 
   pair_products(raw, sum, sums);
 #pragma unroll
   for (int level = 1; level < LEVELS; ++level) level_products(raw, sum, l, level, sums);
+  load_rows(raw, next);
 #pragma unroll
   for (int e = 0; e < 8; ++e) total[e] = exp2_fast(total[e]);
   store_decay(stage, l, slice, total);

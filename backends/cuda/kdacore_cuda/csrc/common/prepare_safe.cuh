@@ -1,11 +1,8 @@
 // Safe gates: every step decays by at most 2^-7.3, so within 16 tokens k 2^G and k 2^-G are both representable and one
 // product gives all pairs. Part of prepare.cuh.
 
-__device__ __forceinline__ void prepare_slice(const Raw& raw, const Gate& gate, u32 bias, const Lane& l, int slice, u32 stage,
-                                              Products& sums) {
-  float sum[2][8], total[8];
-  gate_steps(raw, gate, bias, sum);
-  sum_steps(sum, total, l);
+__device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8], const float (&total)[8], const Lane& l,
+                                              int slice, u32 stage, Products& sums, const Refill& next) {
   float to_end[8], decay[8];
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
@@ -43,6 +40,7 @@ __device__ __forceinline__ void prepare_slice(const Raw& raw, const Gate& gate, 
     store_shared(kq + ROWS_BYTES, qp[i][0], qp[i][1], qp[i][2], qp[i][3]);
     store_shared(stage + KG_AT + half * ROWS_BYTES + at, kg[0], kg[1], kg[2], kg[3]);
   }
+  load_rows(raw, next);
 #pragma unroll
   for (int w = 0; w < 4; w += 2) {
     const u32 k[4] = {kp[0][w], kp[1][w], kp[0][w + 1], kp[1][w + 1]};

@@ -18,13 +18,12 @@ struct ScanState {
 
 struct ScanLane {
   int lane, g, t;
-  int v0;           // first column of V of this warp's first tile; the next is TILE_STEP further
+  int v0;           // first column of V of this warp
   u32 values, out;  // this warp's rings in shared memory
+  u64 kq, kg;       // descriptors of stage 0's operands
 };
 
-// A warp's tiles of 16 columns of V lie together, or a warpgroup's do, 64 columns at a time.
-constexpr int TILE_STEP = WARPGROUP ? 64 : 16;
-constexpr int WARP_STEP = WARPGROUP ? 16 : 16 * ROW_TILES;
+constexpr int WARP_V = 16 * ROW_TILES;  // columns of V of a warp
 
 // Calls f(element, its offset) for every state element; offsets count elements of a [K, V] or [V, K] matrix.
 template <class F>
@@ -37,7 +36,7 @@ __device__ __forceinline__ void each_element(ScanState& state, const ScanLane& l
     for (int j = 0; j < 2 * K_TILES; ++j) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        f(state.s[m][j][e], first + (8 * j + (e & 1)) * k_step + (TILE_STEP * m + 8 * (e >> 1)) * v_step);
+        f(state.s[m][j][e], first + (8 * j + (e & 1)) * k_step + (16 * m + 8 * (e >> 1)) * v_step);
       }
     }
   }
@@ -69,14 +68,21 @@ __device__ __forceinline__ void state_operand(const ScanState& state, int m, int
   a[3] = pack_bf16(y[2], y[3]);
 }
 
-// Channels of k-tile kk decay by the chunk's total.
-__device__ __forceinline__ void decay_state(ScanState& state, int m, int kk, u32 stage, int t) {
-  const float4 d = load_shared4(stage + DECAY_AT + 64 * kk + 16 * t);
+// The chunk's total decay of this lane's channels of k-tile kk.
+__device__ __forceinline__ float4 load_decay(u32 stage, int kk, int t) {
+  return load_shared4(stage + DECAY_AT + 64 * kk + 16 * t);
+}
+__device__ __forceinline__ void decay_state(ScanState& state, int m, int kk, const float4& d) {
   float(&x)[4] = state.s[m][2 * kk];
   float(&y)[4] = state.s[m][2 * kk + 1];
   x[0] *= d.x, x[1] *= d.y, x[2] *= d.x, x[3] *= d.y;
   y[0] *= d.z, y[1] *= d.w, y[2] *= d.z, y[3] *= d.w;
 }
+
+// Where a chunk's image is. `full` is its barrier, waited for at `parity`; `values` the chunk's V.
+struct Stage {
+  u32 slot, base, full, parity, values;
+};
 
 // Transposed products of one tile: [0], [1] are x = (k 2^G) S for tokens 0-7 and 8-15, [2], [3] are o = (q 2^G) S.
 struct Tokens {
@@ -93,20 +99,39 @@ __device__ __forceinline__ Columns columns(u32 stage, int which, int t) {
   return {{{a.x, a.y}, {b.x, b.y}}};
 }
 
-// From x to w = r T beta (v - r x), as the left operand (16 columns of V by 16 tokens) of what follows.
-__device__ __forceinline__ void solve(Tokens& tok, int m, const ScanLane& l, u32 stage, u32 values, const u32 (&inverse)[4],
-                                      u32 (&w)[4]) {
-  const Columns beta = columns(stage, 0, l.t), beta_r = columns(stage, 1, l.t), r = columns(stage, 2, l.t);
-  u32 v[4];
-  load_matrix4_transposed(v, values + tile_offset((l.lane >> 4) * 8 + (l.lane & 7), l.lane >> 3 & 1));
+// What solving a chunk needs besides x, loaded ahead of it.
+struct Solver {
+  Columns beta, beta_r, r;
+  u32 inverse[4], qk[4], v[ROW_TILES][4];
+};
+
+// Offset, for this lane, of the 16 x 16 tiles T and Aqk as right operands.
+__device__ __forceinline__ u32 triangle_row(const ScanLane& l) {
+  return (l.lane >> 4) * 128 + (l.lane & 7) * 16 + (l.lane >> 3 & 1) * 256;
+}
+
+__device__ __forceinline__ void load_solver(Solver& s, const ScanLane& l, u32 stage, u32 values) {
+#pragma unroll
+  for (int m = 0; m < ROW_TILES; ++m) {
+    load_matrix4_transposed(s.v[m], values + m * TILE_BYTES + tile_offset((l.lane >> 4) * 8 + (l.lane & 7), l.lane >> 3 & 1));
+  }
+  s.beta = columns(stage, 0, l.t);
+  s.beta_r = columns(stage, 1, l.t);
+  s.r = columns(stage, 2, l.t);
+  load_matrix4(s.inverse, stage + T_AT + triangle_row(l));
+  load_matrix4(s.qk, stage + QK_AT + triangle_row(l));
+}
+
+// From x to w = r T beta (v - r x), as the left operand (16 columns of V by 16 tokens) of what follows; o += Aqk w.
+__device__ __forceinline__ void solve(Tokens& tok, int m, const Solver& s, u32 (&w)[4]) {
   float rest[2][4];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const u32 pair = v[2 * i + (e >> 1)];
+      const u32 pair = s.v[m][2 * i + (e >> 1)];
       const float value = e & 1 ? bf16_high(pair) : bf16_low(pair);
-      rest[i][e] = beta.c[i][e & 1] * value - beta_r.c[i][e & 1] * tok.xo[m][i][e];
+      rest[i][e] = s.beta.c[i][e & 1] * value - s.beta_r.c[i][e & 1] * tok.xo[m][i][e];
     }
   }
   const u32 a[4] = {pack_bf16(rest[0][0], rest[0][1]), pack_bf16(rest[0][2], rest[0][3]), pack_bf16(rest[1][0], rest[1][1]),
@@ -114,19 +139,22 @@ __device__ __forceinline__ void solve(Tokens& tok, int m, const ScanLane& l, u32
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) rest[i][e] *= r.c[i][e & 1];
+    for (int e = 0; e < 4; ++e) rest[i][e] *= s.r.c[i][e & 1];
   }
-  mma_bf16(rest[0], a, inverse[0], inverse[1]);
-  mma_bf16(rest[1], a, inverse[2], inverse[3]);
+  mma_bf16(rest[0], a, s.inverse[0], s.inverse[1]);
+  mma_bf16(rest[1], a, s.inverse[2], s.inverse[3]);
   w[0] = pack_bf16(rest[0][0], rest[0][1]);
   w[1] = pack_bf16(rest[0][2], rest[0][3]);
   w[2] = pack_bf16(rest[1][0], rest[1][1]);
   w[3] = pack_bf16(rest[1][2], rest[1][3]);
+  mma_bf16(tok.xo[m][2], w, s.qk[0], s.qk[1]);
+  mma_bf16(tok.xo[m][3], w, s.qk[2], s.qk[3]);
 }
 
-// o times its factor to global memory, through shared memory so that rows of 32 bytes leave whole.
-__device__ __forceinline__ void store_output(const Tokens& tok, const ScanLane& l, const Columns& factor, u64 o, long long step,
-                                             int real) {
+// o times its factor to global memory, through shared memory so that rows of 32 bytes leave whole: lane l stores half
+// l % 2 of the row of token l / 2, at `to`, if that token is real.
+__device__ __forceinline__ void store_output(const Tokens& tok, const ScanLane& l, const Columns& factor, unsigned char* to,
+                                             bool real) {
 #pragma unroll
   for (int m = 0; m < ROW_TILES; ++m) {
     u32 packed[4];
@@ -138,29 +166,21 @@ __device__ __forceinline__ void store_output(const Tokens& tok, const ScanLane& 
     store_matrix4_transposed(l.out + m * TILE_BYTES + tile_offset((l.lane >> 4) * 8 + (l.lane & 7), l.lane >> 3 & 1), packed);
   }
   sync_warp();
-  const int token = l.lane >> 1, half = l.lane & 1;
-  if (token < real) {
+  if (real) {
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m) {
-      const uint4 row = load_shared_u4(l.out + m * TILE_BYTES + tile_offset(token, half));
-      store_global(reinterpret_cast<void*>(o + token * step + 2 * TILE_STEP * m + 16 * half), row);
+      store_global(to + 32 * m, load_shared_u4(l.out + m * TILE_BYTES + tile_offset(l.lane >> 1, l.lane & 1)));
     }
   }
 }
 
-__device__ __forceinline__ void fetch_values(const ScanLane& l, u64 v, long long step, int chunk, int length) {
-  const int token = l.lane >> 1, half = l.lane & 1, at = chunk * C + token;
-  const bool real = at < length;
+// One lane's 16 bytes of V (each tile) of the chunk's token l / 2 into ring slot `slot`; zeros past the end.
+__device__ __forceinline__ void fetch_values(const ScanLane& l, const unsigned char* from, int slot, bool real) {
 #pragma unroll
   for (int m = 0; m < ROW_TILES; ++m) {
-    const u32 to = l.values + (chunk % V_DEPTH * ROW_TILES + m) * TILE_BYTES + tile_offset(token, half);
-    copy_async16(to, reinterpret_cast<const void*>(real ? v + at * step + 2 * TILE_STEP * m + 16 * half : v), real);
+    const u32 to = l.values + (slot * ROW_TILES + m) * TILE_BYTES + tile_offset(l.lane >> 1, l.lane & 1);
+    copy_async16(to, from + 32 * m, real);
   }
-}
-
-// Offset, for this lane, of the 16 x 16 tiles T and Aqk as right operands.
-__device__ __forceinline__ u32 triangle_row(const ScanLane& l) {
-  return (l.lane >> 4) * 128 + (l.lane & 7) * 16 + (l.lane >> 3 & 1) * 256;
 }
 
 #if WARPGROUP
@@ -188,58 +208,73 @@ __device__ __forceinline__ void scan_warp(const PrefillParams& p, const Work& wo
   l.lane = thread_index() & 31;
   l.g = l.lane >> 2;
   l.t = l.lane & 3;
-  l.v0 = rank * BLOCK_V + warp * WARP_STEP;
+  l.v0 = rank * BLOCK_V + warp * WARP_V;
   l.values = shared + VALUES_AT + warp * V_DEPTH * ROW_TILES * TILE_BYTES;
   l.out = shared + OUT_AT + warp * ROW_TILES * TILE_BYTES;
-  const u64 v = p.v + 2 * (work.batch * p.v_sb + work.first * p.v_st + work.hv * p.v_sh + l.v0);
-  const long long v_step = 2 * p.v_st, o_step = 2ll * p.HV * V;
-  const u64 o = p.o + 2 * (((work.batch * p.T + work.first) * p.HV + work.hv) * V + l.v0);
+#if WARPGROUP
+  l.kq = operand_descriptor(shared + STAGES_AT + KQ_AT, 16, 1024);
+  l.kg = operand_descriptor(shared + STAGES_AT + KG_AT, ROWS_BYTES, 1024);
+#endif
+  // This lane's 16 bytes of a chunk's V and o.
+  const int token = l.lane >> 1, at_v = l.v0 + 8 * (l.lane & 1);
+  const long long v_chunk = 2ll * C * p.v_st, o_chunk = 2ll * C * p.HV * V;
+  const unsigned char* v = reinterpret_cast<const unsigned char*>(
+      p.v + 2 * (work.batch * p.v_sb + (work.first + token) * p.v_st + work.hv * p.v_sh + at_v));
+  unsigned char* o = reinterpret_cast<unsigned char*>(
+      p.o + 2 * (((work.batch * p.T + work.first + token) * p.HV + work.hv) * V + at_v));
+  const unsigned char* none = reinterpret_cast<const unsigned char*>(p.v);  // valid, not read
+  int left = work.length - token;  // real if positive
 #pragma unroll
   for (int c = 0; c < V_DEPTH - 1; ++c) {
-    fetch_values(l, v, v_step, c, work.length);
+    fetch_values(l, left > c * C ? v : none, c, left > c * C);
     copy_async_commit();
+    v += v_chunk;
   }
   const int state_size = p.flags & FLAG_STATE_BF16 ? 2 : 4;
   const long long matrix = (long long)K * V * state_size;
   ScanState state = {};
   if (p.h0) read_state(state, l, p.h0 + ((long long)work.n * p.HV + work.hv) * matrix, p.flags);
-  const int block_chunks = p.ckpt_every / C;
   u64 ckpt = 0;
   if (p.ckpt_every) ckpt = p.ckpt + (first_checkpoint(p, work, l.lane) * p.HV + work.hv) * matrix;
+  int to_ckpt = p.ckpt_every ? 0 : -1;  // tokens until the next checkpoint; stays negative without any
 
-  int slot = 0;
-  u32 parity = 0;
+  u32 slot = 0, parity = 0;
+  int ring = 0;
 #pragma unroll 1
   for (int c = 0;; ++c) {
     u64 to = 0;
     if (c == work.chunks) {
       if (p.ht) to = p.ht + ((long long)work.n * p.HV + work.hv) * matrix;
-    } else if (p.ckpt_every && c % block_chunks == 0) {
+    } else if (to_ckpt == 0) {
       to = ckpt;
       ckpt += p.HV * matrix;
+      to_ckpt = p.ckpt_every;
     }
+    to_ckpt -= C;
     if (to) write_state(state, l, to, p.flags);
     if (c == work.chunks) break;
     copy_async_wait<V_DEPTH - 2>();
     sync_warp();
-    fetch_values(l, v, v_step, c + V_DEPTH - 1, work.length);
-    copy_async_commit();
     const u32 stage = shared + STAGES_AT + slot * STAGE_PITCH;
-    barrier_wait(shared + FULL_AT + 8 * slot, parity);
     Tokens tok = {};
-    scan_chunk(state, tok, l, stage, l.values + c % V_DEPTH * ROW_TILES * TILE_BYTES);
-    const Columns factor = columns(stage, 3, l.t);
-    store_output(tok, l, factor, o + c * C * o_step, o_step, work.length - c * C);
+    scan_chunk(state, tok, l, {slot, stage, shared + FULL_AT + 8 * slot, parity, l.values + ring * ROW_TILES * TILE_BYTES});
+    const bool ahead = left > (V_DEPTH - 1) * C;
+    fetch_values(l, ahead ? v : none, (ring + V_DEPTH - 1) % V_DEPTH, ahead);
+    copy_async_commit();
+    v += v_chunk;
+    store_output(tok, l, columns(stage, 3, l.t), o, left > 0);
     finish_chunk(state);
     sync_warp();
     if (l.lane == 0) {
 #if CLUSTER > 1
-      const u32 empty = cluster_address(shared + EMPTY_AT + 8 * slot, slot % CLUSTER);
-      barrier_arrive_remote(empty);
+      barrier_arrive_remote(cluster_address(shared + EMPTY_AT + 8 * slot, slot % CLUSTER));
 #else
       barrier_arrive(shared + EMPTY_AT + 8 * slot);
 #endif
     }
+    o += o_chunk;
+    left -= C;
+    ring = (ring + 1) % V_DEPTH;
     if (++slot == STAGES) {
       slot = 0;
       parity ^= 1;

@@ -7,6 +7,7 @@ __device__ __forceinline__ void read_products(ScanState& state, Tokens& tok, con
   for (int kk = 0; kk < K_TILES; ++kk) {
     const u32 at = stage + KQ_AT + (kk >> 2) * 2 * ROWS_BYTES + swizzled(row, (kk & 3) * 2 + piece);
     u32 kb[4], qb[4];
+    const float4 d = load_decay(stage, kk, l.t);
     load_matrix4(kb, at);
     load_matrix4(qb, at + ROWS_BYTES);
 #pragma unroll
@@ -17,33 +18,29 @@ __device__ __forceinline__ void read_products(ScanState& state, Tokens& tok, con
       mma_bf16(tok.xo[m][1], a, kb[2], kb[3]);
       mma_bf16(tok.xo[m][2], a, qb[0], qb[1]);
       mma_bf16(tok.xo[m][3], a, qb[2], qb[3]);
-      decay_state(state, m, kk, stage, l.t);
+      decay_state(state, m, kk, d);
     }
   }
 }
 
-__device__ __forceinline__ void scan_chunk(ScanState& state, Tokens& tok, const ScanLane& l, u32 stage, u32 values) {
-  read_products(state, tok, l, stage);
-  u32 inverse[4], qk[4], w[ROW_TILES][4];
-  load_matrix4(inverse, stage + T_AT + triangle_row(l));
-  load_matrix4(qk, stage + QK_AT + triangle_row(l));
+__device__ __forceinline__ void scan_chunk(ScanState& state, Tokens& tok, const ScanLane& l, const Stage& at) {
+  barrier_wait(at.full, at.parity);
+  read_products(state, tok, l, at.base);
+  Solver solver;
+  load_solver(solver, l, at.base, at.values);
+  u32 w[ROW_TILES][4];
 #pragma unroll
-  for (int m = 0; m < ROW_TILES; ++m) solve(tok, m, l, stage, values + m * TILE_BYTES, inverse, w[m]);
+  for (int m = 0; m < ROW_TILES; ++m) solve(tok, m, solver, w[m]);
   const int row = l.lane & 15, piece = l.lane >> 4;
 #pragma unroll
   for (int kk = 0; kk < K_TILES; ++kk) {
     u32 b[4];
-    load_matrix4_transposed(b, stage + KG_AT + (kk >> 2) * ROWS_BYTES + swizzled(row, (kk & 3) * 2 + piece));
+    load_matrix4_transposed(b, at.base + KG_AT + (kk >> 2) * ROWS_BYTES + swizzled(row, (kk & 3) * 2 + piece));
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m) {
       mma_bf16(state.s[m][2 * kk], w[m], b[0], b[1]);
       mma_bf16(state.s[m][2 * kk + 1], w[m], b[2], b[3]);
     }
-  }
-#pragma unroll
-  for (int m = 0; m < ROW_TILES; ++m) {
-    mma_bf16(tok.xo[m][2], w[m], qk[0], qk[1]);
-    mma_bf16(tok.xo[m][3], w[m], qk[2], qk[3]);
   }
 }
 

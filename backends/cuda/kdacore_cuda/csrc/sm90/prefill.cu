@@ -66,16 +66,10 @@ KDA_KERNEL(THREADS, 1) KDA_CLUSTER(CLUSTER) prefill(KDA_PARAM PrefillParams p) {
 #else
   sync_block();
 #endif
-  if (warp < FIRST_PREPARE_WARP) {
-#if SCAN_REGISTERS != PREPARE_REGISTERS
-    more_registers<SCAN_REGISTERS>();
-#endif
-    if (warp < SCAN_WARPS) scan_warp(p, work, shared, warp, rank);
+  if (warp < SCAN_WARPS) {
+    scan_warp(p, work, shared, warp, rank);
   } else {
-#if SCAN_REGISTERS != PREPARE_REGISTERS
-    fewer_registers<PREPARE_REGISTERS>();
-#endif
-    prepare_warp(p, work, shared, warp - FIRST_PREPARE_WARP, rank);
+    prepare_warp(p, work, shared, warp - SCAN_WARPS, rank);
   }
 #if CLUSTER > 1
   sync_cluster();  // no block may leave while another still writes to it

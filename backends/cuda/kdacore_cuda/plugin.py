@@ -1,0 +1,85 @@
+"""The CUDA backend as data. Nothing heavy is imported until a call runs."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from kdacore.hookspecs import hookimpl
+from kdacore.types import Backend, OpImpl, Requirement
+from kdacore_cuda import __version__, verifiers
+
+VERIFIED = frozenset({"sm_90"})
+"""Architectures the GPU tests have run on; the others compile and are checked before first use."""
+
+
+@cache
+def _driver_missing() -> str | None:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return f"no CUDA driver: {error}"
+    return None
+
+
+def _lazily(module: str, function: str) -> Callable[..., Any]:
+    """``kdacore_cuda.<module>.<function>``, imported by its first call."""
+    found: list[Callable[..., Any]] = []
+
+    def call(*args: Any) -> Any:
+        if not found:
+            found.append(getattr(import_module(f"kdacore_cuda.{module}"), function))
+        return found[0](*args)
+
+    call.__name__ = call.__qualname__ = function
+    return call
+
+
+_COMMON = (
+    verifiers.architecture,
+    verifiers.head_dims,
+    verifiers.other_dtypes,
+    verifiers.state_dtype,
+    verifiers.long_enough_grid,
+)
+
+
+def make_backend() -> Backend:
+    """The backend named ``cuda``."""
+    prefill = OpImpl(
+        forward=_lazily("prefill", "forward"),
+        verifiers=(*_COMMON, verifiers.prefill_dtype, verifiers.prefill_length),
+        verified_archs=VERIFIED,
+    )
+    recurrent = OpImpl(
+        forward=_lazily("decode", "forward"),
+        verifiers=(*_COMMON, verifiers.recurrent_dtype),
+        verified_archs=VERIFIED,
+        batch_invariant=True,
+    )
+    return Backend(
+        name="cuda",
+        version=__version__,
+        kinds=("torch",),
+        ops={
+            "chunk_kda": prefill,
+            "fused_recurrent_kda": recurrent,
+            "fused_recurrent_gated_delta_rule": recurrent,
+        },
+        summary="hand-written kernels: fused bfloat16 prefill without gradients, recurrent decode",
+        requirements=(
+            Requirement("CUDA driver", _driver_missing, "install an NVIDIA driver (580 or later for the packaged kernels)"),
+        ),
+        rank=100,
+        device_types=("cuda",),
+        capturable=True,
+    )
+
+
+@hookimpl
+def kdacore_backends() -> list[Backend]:
+    """The hook kdacore finds this backend by."""
+    return [make_backend()]

@@ -1,0 +1,70 @@
+"""What the CUDA kernels cannot do, one function a reason. Verifiers read shapes, dtypes and flags, never values."""
+
+from __future__ import annotations
+
+from kdacore.types import Reason, Request
+from kdacore_cuda.variants import HEAD_DIMS
+
+STATE_DTYPES = ("float32", "bfloat16")
+FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def architecture(request: Request) -> Reason | None:
+    """The kernels need mma.sync for bfloat16 and asynchronous copies: compute capability 8.0."""
+    arch = request.device.arch
+    number = arch.removeprefix("sm_")
+    if arch == number or not number.isdigit() or int(number) < 80:
+        return Reason("hardware", "is built for NVIDIA GPUs of compute capability 8.0 and up", arch or "none", "sm_80 or later")
+    return None
+
+
+def head_dims(request: Request) -> Reason | None:
+    """Head dims are compiled in."""
+    if request.K != request.V or request.K not in HEAD_DIMS:
+        want = " or ".join(f"K = V = {d}" for d in HEAD_DIMS)
+        return Reason("head_dim", "has kernels for some head dims only", f"K={request.K}, V={request.V}", want)
+    return None
+
+
+def prefill_dtype(request: Request) -> Reason | None:
+    """The prefill kernel multiplies bfloat16."""
+    if request.dtype != "bfloat16":
+        return Reason("dtype", "takes bfloat16 q, k, v for prefill", request.dtype, "bfloat16")
+    return None
+
+
+def recurrent_dtype(request: Request) -> Reason | None:
+    """The recurrent kernel reads any 16- or 32-bit float."""
+    if request.dtype not in FLOAT_DTYPES:
+        return Reason("dtype", "takes 16- and 32-bit floats", request.dtype, " or ".join(FLOAT_DTYPES))
+    return None
+
+
+def other_dtypes(request: Request) -> Reason | None:
+    """Gates, betas and biases are 16- or 32-bit floats."""
+    for name in ("g", "beta", "dt_bias"):
+        if request.has(name) and request.spec(name).dtype not in FLOAT_DTYPES:
+            got = f"{name}: {request.spec(name).dtype}"
+            return Reason("dtype", "takes 16- and 32-bit floats", got, " or ".join(FLOAT_DTYPES))
+    return None
+
+
+def state_dtype(request: Request) -> Reason | None:
+    """States are float32 or bfloat16."""
+    if request.state_dtype not in STATE_DTYPES:
+        return Reason("state_dtype", "keeps states in these dtypes", request.state_dtype, " or ".join(STATE_DTYPES))
+    return None
+
+
+def long_enough_grid(request: Request) -> Reason | None:
+    """A one-dimensional grid has at most 2**31 - 1 blocks."""
+    if request.N * request.HV * 4 >= 2**31:
+        return Reason("too_large", "has too many sequences and heads for one launch", f"N*HV={request.N * request.HV}", "< 2**29")
+    return None
+
+
+def prefill_length(request: Request) -> Reason | None:
+    """Lengths inside a sequence are 32-bit."""
+    if request.T >= 2**30:
+        return Reason("too_large", "counts tokens in 32 bits", f"T={request.T}", "< 2**30")
+    return None

@@ -63,6 +63,7 @@ def _compiled(case: Case, arrays: Arrays) -> dict[str, Any]:
     """``aot_eager``: the graph is captured whole and run as it is, no code generator needed."""
     import torch
 
+    torch.compiler.reset()  # each case is a program of its own, not a recompilation of the last one's
     function, given = public_function(case), {**dict(case.options), "backend": case.backend}
 
     def call(arrays: Arrays) -> Any:

@@ -9,7 +9,7 @@ import pytest
 
 from kdacore_triton import configs
 
-SHAPE = {"K": 128, "V": 128, "rows": 32, "state": "float32", "v_first": False, "one": True}
+SHAPE = {"K": 128, "V": 128, "rows": 32, "state": "float32", "v_first": False}
 
 
 @pytest.fixture

@@ -397,14 +397,21 @@ def test_inputs_stay_as_they_were() -> None:
 # --- properties ------------------------------------------------------------------------------------------------
 
 
-def test_later_tokens_change_no_earlier_bit() -> None:
-    x = draw(T=6)
-    whole = recurrent.forward(request_of(x), x).o
-    y = x._replace(**{n: torch.cat([getattr(x, n)[:, :4], torch.full_like(getattr(x, n)[:, 4:], float("nan"))], 1)
-                      for n in ("q", "k", "v", "beta")})  # fmt: skip
-    assert torch.equal(recurrent.forward(request_of(y), y).o[:, :4], whole[:, :4])
-    short = RecurrentInputs(*(t[:, :4] for t in x[:5]))
-    assert torch.equal(recurrent.forward(request_of(short), short).o, whole[:, :4])
+@pytest.mark.parametrize("kept", [1, 4])
+@pytest.mark.parametrize("K", [16, 128])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_later_tokens_change_no_earlier_bit(kept: int, K: int, v_first: bool) -> None:
+    """One token alone included, which the kernel treats apart."""
+    x = draw(T=6, K=K, V=K, initial_state=states(1, 2, K, K))
+    options = {"state_v_first": v_first, "use_qk_l2norm_in_kernel": True}
+    whole = recurrent.forward(request_of(x, **options), x).o
+    late = {n: getattr(x, n).clone() for n in ("q", "k", "v", "beta")}
+    for tensor in late.values():
+        tensor[:, kept:] = float("nan")
+    y = x._replace(**late)
+    assert torch.equal(recurrent.forward(request_of(y, **options), y).o[:, :kept], whole[:, :kept])
+    short = RecurrentInputs(*(t[:, :kept] for t in x[:5]), initial_state=x.initial_state)
+    assert torch.equal(recurrent.forward(request_of(short, **options), short).o, whole[:, :kept])
 
 
 def test_split_equals_whole() -> None:

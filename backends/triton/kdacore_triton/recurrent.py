@@ -122,10 +122,16 @@ class Launch:
         self.prepared: Prepared | None = None
         x = x._replace(**{name: getattr(x, name).contiguous() for name in self.copied})
         one = r.T == 1 and not r.packed
+        # Not by the number of tokens: more tokens may change no bit of an earlier one's output.
         config = configs.get(
-            "recurrent", r.device.arch, K=r.K, V=r.V, rows=r.N * r.HV, state=r.state_dtype, v_first=r.state_v_first,
-            one=one,
-        )  # fmt: skip
+            "recurrent",
+            r.device.arch,
+            K=r.K,
+            V=r.V,
+            rows=r.N * r.HV,
+            state=r.state_dtype,
+            v_first=r.state_v_first,
+        )
         BV = min(config["BV"], next_power_of_2(r.V))
         programs = r.HV * cdiv(r.V, BV)
         flat = r.N > _MAX_GRID_Y

@@ -22,26 +22,26 @@ def aot_cases(arch: str) -> list[AotCase]:
         if choice.kernel != "recurrent":
             continue
         config = choice.config
-        for K, state, v_first, one in _shapes(choice.when):
-            name = f"recurrent K{K} BV{config['BV']} w{config['num_warps']} {state} T{1 if one else 4}"
+        for K, state, v_first, T in _shapes(choice.when):
+            name = f"recurrent K{K} BV{config['BV']} w{config['num_warps']} {state} T{T}"
             name += " v_first" if v_first else ""
             if name in seen:
                 continue
             seen.add(name)
-            call = _meta_call(arch, 1 if one else 4, state, v_first, K)
+            call = _meta_call(arch, T, state, v_first, K)
             slow = (K, state) != (128, "float32") or "rows" in choice.when
             with configs.override("recurrent", config):
                 cases += record(name, partial(forward, *call), slow=slow)
     return cases
 
 
-def _shapes(when: Any) -> Iterator[tuple[int, str, bool, bool]]:
-    """Head size, state dtype, layout and single token: a value for each that the rule is about, else every one."""
+def _shapes(when: Any) -> Iterator[tuple[int, str, bool, int]]:
+    """Head size, state dtype, layout and tokens: the value each rule is for, else every one."""
     K = when.get("K", [None, 128])[1] or 256
     for state in [when["state"]] if "state" in when else ["float32", "bfloat16"]:
         for v_first in [when["v_first"]] if "v_first" in when else [False, True]:
-            for one in [when["one"]] if "one" in when else [True, False]:
-                yield K, state, v_first, one
+            for T in (1, 4):
+                yield K, state, v_first, T
 
 
 def _meta_call(arch: str, T: int, state: str, v_first: bool, K: int = 128) -> tuple[Request, RecurrentInputs]:

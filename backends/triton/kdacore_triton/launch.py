@@ -108,6 +108,24 @@ class Prepared:
         else:
             self._launch(*grid, stream, self._function, *self._fixed, *args, *self._constexprs)
 
+    def fix(self, grid: Grid, *tail: Any) -> Callable[[list[Any]], None]:
+        """A launch with the grid and the last arguments fixed too; it takes the list of the first arguments."""
+        launch, nested, device = self._launch, self._nested, self._device
+        fixed = (self._function, *self._fixed)
+        rest = (*tail, *self._constexprs)
+        x, y, z = grid
+        runtime, stream_of = knobs.runtime, _raw_stream
+
+        def run(first: list[Any]) -> None:
+            if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+                self._launch_with_hooks(grid, stream_of(device), (*first, *rest))
+            elif nested:
+                launch(x, y, z, stream_of(device), *fixed, (*first, *rest))
+            else:
+                launch(x, y, z, stream_of(device), *fixed, *first, *rest)
+
+        return run
+
     def _launch_with_hooks(self, grid: Grid, stream: int, args: tuple[Any, ...]) -> None:
         compiled, runtime = self.compiled, knobs.runtime
         metadata = compiled.launch_metadata(grid, stream, *args)

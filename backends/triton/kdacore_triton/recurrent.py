@@ -6,6 +6,7 @@ alone. It is worked out once and kept; a decode step then costs one allocation a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from kdacore.types import Outputs, RecurrentInputs, Request
 from kdacore_triton import configs
 from kdacore_triton.kernels import recurrent as kernels
-from kdacore_triton.launch import Grid, Launcher, Prepared, cdiv, current_device, next_power_of_2
+from kdacore_triton.launch import Grid, Launcher, cdiv, current_device, next_power_of_2
 
 launcher = Launcher(kernels.recurrent_kernel)
 
@@ -119,7 +120,7 @@ class Launch:
         self.copied = _to_copy(r, x)
         self.fresh_o = x.out is None or x.out.stride(-1) != 1
         self.v_is_dense = x.v.is_contiguous()
-        self.prepared: Prepared | None = None
+        self.prepared: Callable[[list[Any]], None] | None = None
         x = x._replace(**{name: getattr(x, name).contiguous() for name in self.copied})
         one = r.T == 1 and not r.packed
         # Not by the number of tokens: more tokens may change no bit of an earlier one's output.
@@ -162,17 +163,18 @@ class Launch:
 
     def run(self, *tensors: torch.Tensor | None) -> None:
         """Launch on the current stream. ``tensors`` as the kernel takes them; it is compiled for aligned ones."""
-        prepared = self.prepared
-        if prepared is not None and self.device == current_device():
+        launch = self.prepared
+        if launch is not None and self.device == current_device():
             # Absent tensors are constants of the compiled kernel, so any number will do.
             addresses = [0 if x is None else x.data_ptr() for x in tensors]
             a, b, c, d, e, f, g, h = addresses[:_VECTORS]
             if not (a | b | c | d | e | f | g | h) & _UNALIGNED:
-                prepared(self.grid, *addresses, *self.scalars)
+                launch(addresses)
                 return
         prepared = launcher.prepare(self.grid, *tensors, *self.scalars, **self.options, **self.constexprs)
-        if not any(x is not None and x.data_ptr() & _UNALIGNED for x in tensors[:_VECTORS]):
-            self.prepared = prepared
+        unaligned = any(x is not None and x.data_ptr() & _UNALIGNED for x in tensors[:_VECTORS])
+        if prepared is not None and not unaligned:
+            self.prepared = prepared.fix(self.grid, *self.scalars)
 
 
 _known: dict[int, Plan] = {}

@@ -67,7 +67,9 @@ def compare(n: int, one: int, wide: int, absent: bool, warps: int, sizes: list[i
     prepared = launcher.prepare(grid, *args, num_warps=warps, **constexprs)
     pointers = tuple(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args)
     direct = launched(lambda: prepared(grid, *pointers))
-    for name, got in (("first", first), ("again", again), ("direct", direct)):
+    fixed = prepared.fix(grid, *pointers[3:])
+    most = launched(lambda: fixed(list(pointers[:3])))
+    for name, got in (("first", first), ("again", again), ("direct", direct), ("fixed", most)):
         assert got == want, (name, got, want)
     assert len(launcher.bind(num_warps=warps, **constexprs)._cache) == 1
     assert (prepared._launch is not prepared.compiled.run) == (TRITON in ((3, 6), (3, 9)))

@@ -4,9 +4,9 @@
 ``scan`` walks the state over the records and writes the output. A record, contiguous, head dims padded to powers of
 two (``BK``, ``BV``) and rows beyond the sequence zero, holds in this order::
 
+    w   [C, BK]   X (beta k 2^gc)
     qg  [C, BK]   scale q 2^gc
     kg  [C, BK]   k 2^(gc_last - gc)
-    w   [C, BK]   X (beta k 2^gc)
     ut  [BV, C]   (X (beta v))^T
     aqk [C, C]    scale q_i . k_j 2^(gc_i - gc_j), zero above the diagonal
 
@@ -30,7 +30,7 @@ from kdacore_triton import configs
 from kdacore_triton.kernels.prepare import prepare_kernel
 from kdacore_triton.kernels.scan import scan_kernel
 from kdacore_triton.launch import Launcher, cdiv, next_power_of_2
-from kdacore_triton.plan import ASM, GATES, INTERPRETING, FixedLaunch, Plans
+from kdacore_triton.plan import ASM, GATES, INTERPRETING, FixedLaunch, Plans, dense
 
 FAMILIES = {"bounded": 0, "dyadic": 1, "scalar": 2}
 """The prepare kernel's FAMILY constexpr."""
@@ -156,9 +156,7 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     ``saved`` is empty: the backward recomputes.
     """
     plan = plan_for(request)
-    q, k, v, g, beta, A_log, dt_bias, initial, cu_seqlens = (
-        None if x is None else x.contiguous() for x in inputs[:9]
-    )
+    q, k, v, g, beta, A_log, dt_bias, initial, cu_seqlens = (dense(x) for x in inputs[:9])
     if plan.upcast:
         q, k, v = q.float(), k.float(), v.float()
     device = v.device

@@ -9,7 +9,7 @@ import torch
 from kdacore.types import GateGrads, GateInputs, Request
 from kdacore_triton.kernels.gate import gate_backward_kernel, gate_kernel
 from kdacore_triton.launch import Launcher, cdiv
-from kdacore_triton.plan import GATES, INTERPRETING
+from kdacore_triton.plan import GATES, INTERPRETING, dense
 
 _FORWARD = Launcher(gate_kernel)
 _BACKWARD = Launcher(gate_backward_kernel)
@@ -26,7 +26,7 @@ def _flat(r: Request, x: GateInputs) -> tuple[int, int, int]:
 
 def forward(request: Request, inputs: GateInputs) -> torch.Tensor:
     """Natural-log decay of ``inputs.g``, shaped like it, float32."""
-    g, A_log, dt_bias = (None if x is None else x.contiguous() for x in inputs)
+    g, A_log, dt_bias = (dense(x) for x in inputs)
     rows, cols, channels = _flat(request, inputs)
     out = torch.empty(g.shape, dtype=torch.float32, device=g.device)
     _FORWARD(
@@ -39,7 +39,7 @@ def forward(request: Request, inputs: GateInputs) -> torch.Tensor:
 
 def backward(request: Request, inputs: GateInputs, dlog: torch.Tensor) -> GateGrads:
     """Gradients from ``dlog``, the gradient of the log decay. Sums are taken in a fixed order."""
-    g, A_log, dt_bias = (None if x is None else x.contiguous() for x in inputs)
+    g, A_log, dt_bias = (dense(x) for x in inputs)
     rows, cols, channels = _flat(request, inputs)
     span = max(_ROWS, cdiv(cdiv(rows, _SPANS), _ROWS) * _ROWS)
     spans = cdiv(rows, span)
@@ -52,8 +52,8 @@ def backward(request: Request, inputs: GateInputs, dlog: torch.Tensor) -> GateGr
         request.lower_bound or 0.0,
         GATE=GATES[request.gate], R=_ROWS, BC=_COLS, num_warps=4,
     )  # fmt: skip
-    dA = None if drate is None else drate.view(spans, request.HV, channels).sum((0, 2)).to(inputs.A_log.dtype)
-    db = None if dbias is None else dbias.sum(0).view(inputs.dt_bias.shape).to(inputs.dt_bias.dtype)
+    dA = None if drate is None else drate.view(spans, request.HV, channels).sum((0, 2)).to(A_log.dtype)
+    db = None if dbias is None else dbias.sum(0).view(dt_bias.shape).to(dt_bias.dtype)
     return GateGrads(dg.to(g.dtype), dA, db)
 
 

@@ -27,6 +27,11 @@ _MAX_PLANS = 1024
 P = TypeVar("P")
 
 
+def dense(x: torch.Tensor | None) -> Any:
+    """``x`` with contiguous strides, copied only if it has others. None stays None."""
+    return None if x is None else x.contiguous()
+
+
 class FixedLaunch:
     """A kernel with its grid, scalars and constexprs; only the tensors change from call to call."""
 

@@ -26,7 +26,7 @@ from kdacore_triton.kernels.stage_gate import chunk_gate_kernel
 from kdacore_triton.kernels.stage_intra import intra_chunk_kernel, intra_token_kernel
 from kdacore_triton.kernels.stage_parts import output_kernel, recompute_kernel, state_kernel
 from kdacore_triton.launch import Launcher, cdiv, next_power_of_2
-from kdacore_triton.plan import ASM, GATES, INTERPRETING
+from kdacore_triton.plan import ASM, GATES, INTERPRETING, dense
 
 _GATE = Launcher(chunk_gate_kernel)
 _INTRA_TOKEN = Launcher(intra_token_kernel)
@@ -38,7 +38,7 @@ _OUTPUT = Launcher(output_kernel)
 
 def chunk_gate(request: Request, inputs: ChunkGateInputs) -> torch.Tensor:
     """``gc [B, T, HV, K]`` float32; see :func:`kdacore.stages.kda_chunk_gate`."""
-    g, A_log, dt_bias, cu_seqlens = (_dense(x) for x in inputs[:4])
+    g, A_log, dt_bias, cu_seqlens = (dense(x) for x in inputs[:4])
     gc = torch.empty(g.shape, dtype=torch.float32, device=g.device)
     block = min(_padded(request.K), 128)
     _GATE(
@@ -65,7 +65,7 @@ def chunk_intra_by_token(request: Request, inputs: IntraInputs) -> IntraOutputs:
     config = configs.get(
         "chunk_intra", request.device.arch, K=request.K, C=request.chunk_size, dtype=request.dtype
     )
-    q, k, gc, beta, cu_seqlens = (_dense(x) for x in inputs[:5])
+    q, k, gc, beta, cu_seqlens = (dense(x) for x in inputs[:5])
     Aqk, Akk = _intra_outputs(request, q)
     heads = min(config["heads"], next_power_of_2(request.HV))
     low = torch.empty((request.B * request.T, request.HV, _SPAN), dtype=torch.float32, device=q.device)
@@ -83,7 +83,7 @@ def chunk_intra_by_chunk(request: Request, inputs: IntraInputs) -> IntraOutputs:
     config = configs.get(
         "chunk_intra", request.device.arch, K=request.K, C=request.chunk_size, dtype=request.dtype
     )
-    q, k, gc, beta, cu_seqlens = (_dense(x) for x in inputs[:5])
+    q, k, gc, beta, cu_seqlens = (dense(x) for x in inputs[:5])
     Aqk, Akk = _intra_outputs(request, q)
     return _finish_intra(request, (q, k, gc, beta, cu_seqlens, None, Aqk, Akk), 0, config)
 
@@ -113,7 +113,7 @@ def _finish_intra(r: Request, tensors: tuple[Any, ...], first: int, config: conf
 def recompute_w_u(request: Request, inputs: RecomputeInputs) -> RecomputeOutputs:
     """``w``, ``u``, ``kg`` and, with q, ``qg``: see :func:`kdacore.stages.kda_recompute_w_u`."""
     r = request
-    k, v, beta, gc, Akk, q, cu_seqlens = (_dense(x) for x in inputs[:7])
+    k, v, beta, gc, Akk, q, cu_seqlens = (dense(x) for x in inputs[:7])
     dtype = _intermediate(_wider(k.dtype, v.dtype))
     wide, tall = (r.B, r.T, r.HV, r.K), (r.B, r.T, r.HV, r.V)
     w, kg = (torch.empty(wide, dtype=dtype, device=k.device) for _ in range(2))
@@ -132,7 +132,7 @@ def recompute_w_u(request: Request, inputs: RecomputeInputs) -> RecomputeOutputs
 def chunk_state(request: Request, inputs: ChunkStateInputs) -> ChunkStateOutputs:
     """``h``, ``v_new`` and the final state: see :func:`kdacore.stages.delta_rule_chunk_state`."""
     r = request
-    kg, w, u, gc, initial, cu_seqlens = (_dense(x) for x in inputs[:6])
+    kg, w, u, gc, initial, cu_seqlens = (dense(x) for x in inputs[:6])
     make = torch.zeros if r.packed else torch.empty  # packed: the last chunks of the bound stay unused
     h = make(
         (r.B, r.num_chunks, r.HV, r.K, r.V), dtype=_intermediate(_wider(w.dtype, kg.dtype)), device=w.device
@@ -153,7 +153,7 @@ def chunk_state(request: Request, inputs: ChunkStateInputs) -> ChunkStateOutputs
 def chunk_output(request: Request, inputs: ChunkOutputInputs) -> torch.Tensor:
     """``o [B, T, HV, V]`` in the dtype of q: see :func:`kdacore.stages.kda_chunk_output`."""
     r = request
-    q, v_new, gc, Aqk, h, cu_seqlens = (_dense(x) for x in inputs[:6])
+    q, v_new, gc, Aqk, h, cu_seqlens = (dense(x) for x in inputs[:6])
     o = torch.empty((r.B, r.T, r.HV, r.V), dtype=_intermediate(q.dtype), device=q.device)
     BK, BV = _padded(r.K), min(_padded(r.V), 64)
     _OUTPUT(
@@ -163,10 +163,6 @@ def chunk_output(request: Request, inputs: ChunkOutputInputs) -> torch.Tensor:
         DOT=_dot(_product(q, v_new, Aqk, h)), ASM=ASM, num_warps=4,
     )  # fmt: skip
     return o.to(q.dtype)
-
-
-def _dense(x: torch.Tensor | None) -> Any:
-    return None if x is None else x.contiguous()
 
 
 def _padded(dim: int) -> int:

@@ -3,7 +3,8 @@
 One program per (chunk, value head): gate and running sums, l2norm, the two intra-chunk matrices, the triangular
 inverse, and the rows that the scan multiplies with the state. What it writes is in :mod:`kdacore_triton.forward`.
 
-All loads come first: what limits this kernel is their latency.
+What limits it is latency: of loads, which therefore come first, and of shuffles and products in turn. Small chunks by
+one warp are fastest, with no barriers and several programs a multiprocessor to hide behind each other.
 """
 
 from __future__ import annotations
@@ -11,14 +12,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdacore_triton.kernels.common import GATE_LOG, chunk_of_slot, mma, operand, rnorm
+from kdacore_triton.kernels.common import GATE_LOG, chunk_of_slot, exp2, gate_decay, mma, operand, rnorm
 from kdacore_triton.kernels.inverse import unit_lower_inverse
-from kdacore_triton.kernels.prepare_heads import bounded_head, dyadic_head, scalar_head
+from kdacore_triton.kernels.prepare_heads import bounded_rows, dyadic_rows, scalar_rows
 from kdacore_triton.kernels.rows import load_beta, load_gate_bias, load_gate_rate
+from kdacore_triton.kernels.sums import step_operand
 
 BOUNDED = tl.constexpr(0)
 DYADIC = tl.constexpr(1)
 SCALAR = tl.constexpr(2)
+
+
+@triton.jit
+def _load_gate(g_ptr, row, inside, d, K: tl.constexpr, FAMILY: tl.constexpr, GATE: tl.constexpr):
+    """Raw gates in float32. Outside, what the gate turns into no decay at all: no mask is needed afterwards."""
+    NONE: tl.constexpr = 0.0 if GATE == GATE_LOG else float("-inf")
+    if FAMILY == SCALAR:
+        x = tl.load(g_ptr + row, mask=inside, other=NONE)
+    else:
+        at = (row * K)[:, None] + d[None, :]
+        x = tl.load(g_ptr + at, mask=inside[:, None] & (d < K)[None, :], other=NONE)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _load_rows(ptr, row, inside, d, K: tl.constexpr):
+    return tl.load(ptr + row[:, None] + d[None, :], mask=inside[:, None] & (d < K)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "H", "HV"])
@@ -59,9 +78,11 @@ def prepare_kernel(
     INV_DOT: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Grid: slots * HV. ``BU``: channels of v a block; ``C = 2^LEVELS``. ``anchor`` (BOUNDED): an
-    integer near half of C steps at the bound, in log2. With SCALAR, g is ``[tokens, HV]``, dt_bias ``[HV]`` and decay
-    one number per record."""
+    """Grid: slots * HV. ``BU``: channels of v a block; ``C = 2^LEVELS``.
+
+    ``anchor`` (BOUNDED): an integer near half of C steps at the bound, in log2. With SCALAR, g is ``[tokens, HV]``,
+    dt_bias ``[HV]`` and decay one number a record.
+    """
     pid = tl.program_id(0)
     slot = pid // HV
     hv = (pid - slot * HV).to(tl.int64)
@@ -71,80 +92,59 @@ def prepare_kernel(
         return
 
     i = tl.arange(0, C)
+    d = tl.arange(0, BK)
+    u = tl.arange(0, BU)
     inside = i < rows
     token = start + i
-    tile = pid.to(tl.int64)
-    rec = rec_ptr + tile * (C * (3 * BK + BV + C))
-    kind = rec_ptr.dtype.element_ty
-    d = tl.arange(0, BK)
-    whole = inside[:, None] & (d < K)[None, :]
-    # What the gate turns into no decay at all needs no mask afterwards.
-    NONE: tl.constexpr = 0.0 if GATE == GATE_LOG else float("-inf")
-    if FAMILY == SCALAR:
-        g = tl.load(g_ptr + token * HV + hv, mask=inside, other=NONE).to(tl.float32)
-    else:
-        g = tl.load(g_ptr + ((token * HV + hv) * K)[:, None] + d[None, :], mask=whole, other=NONE).to(
-            tl.float32
-        )
-    qk_at = ((token * H + h) * K)[:, None] + d[None, :]
-    k = tl.load(k_ptr + qk_at, mask=whole, other=0.0).to(tl.float32)
-    q = tl.load(q_ptr + qk_at, mask=whole, other=0.0).to(tl.float32)
-    beta = load_beta(beta_ptr, token, inside, hv, HV, BETA_SIGMOID, BETA_FACTOR)
-    u = tl.arange(0, BU)
-    v_at = v_ptr + ((token * HV + hv) * V)[:, None] + u[None, :]
-    v = tl.load(v_at, mask=inside[:, None] & (u < V)[None, :], other=0.0)
-
+    row = token * HV + hv
+    qk_row = (token * H + h) * K
     a_exp = load_gate_rate(a_log_ptr, hv)
+    if FAMILY == SCALAR:
+        bias = 0.0
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + hv).to(tl.float32)
+    else:
+        bias = load_gate_bias(bias_ptr, hv, d, K, BK)
+    raw = _load_gate(g_ptr, row, inside, d, K, FAMILY, GATE)
+    k = _load_rows(k_ptr, qk_row, inside, d, K).to(tl.float32)
+    q = _load_rows(q_ptr, qk_row, inside, d, K).to(tl.float32)
+    beta = load_beta(beta_ptr, row, inside, BETA_SIGMOID, BETA_FACTOR)
+    v = _load_rows(v_ptr, row * V, inside, u, V)
+
+    tile = pid.to(tl.int64)
     if L2NORM:
         k *= rnorm(k, 1)[:, None]
         q *= (rnorm(q, 1) * scale)[:, None]
     else:
         q *= scale
     if FAMILY == SCALAR:
-        bias = 0.0
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + hv).to(tl.float32)
-        aqk, akk, kw = scalar_head(
-            q, k, g, bias, a_exp, lower_bound, beta, rec, decay_ptr + tile, BK, C, GATE, DOT, ASM
-        )
+        steps = gate_decay(raw, a_exp, bias, lower_bound, GATE, False, ASM)
+        total = tl.sum(steps, 0)
+        tl.store(decay_ptr + tile, tl.exp2(total))
+        aqk, akk, qg, kg, kw = scalar_rows(q, k, beta, steps, total, i, DOT, ASM)
     else:
-        bias = load_gate_bias(bias_ptr, hv, d, K, BK)
+        steps = step_operand(gate_decay(raw, a_exp, bias, lower_bound, GATE, DOT == "bf16", ASM), DOT)
+        total = tl.sum(steps.to(tl.float32), 0)
+        tl.store(decay_ptr + tile * BK + d, exp2(total, ASM))
         if FAMILY == BOUNDED:
-            aqk, akk, kw = bounded_head(
-                q,
-                k,
-                g,
-                bias,
-                a_exp,
-                lower_bound,
-                beta,
-                rec,
-                decay_ptr + tile * BK,
-                anchor,
-                BK,
-                C,
-                GATE,
-                DOT,
-                ASM,
-            )
+            aqk, akk, qg, kg, kw = bounded_rows(q, k, beta, steps, total, i, anchor, DOT, ASM)
         else:
-            aqk, akk, kw = dyadic_head(
-                q, k, g, bias, a_exp, lower_bound, beta, rec, decay_ptr + tile * BK, levels_ptr,
-                BK, C, LEVELS, GATE, DOT, ASM,
-            )  # fmt: skip
+            aqk, akk, qg, kg, kw = dyadic_rows(q, k, beta, steps, i, levels_ptr, C, LEVELS, DOT, ASM)
 
+    rec = rec_ptr + tile * (C * (3 * BK + BV + C))
+    kind = rec_ptr.dtype.element_ty
+    at = i[:, None] * BK + d[None, :]
+    tl.store(rec + C * BK + at, qg.to(kind))
+    tl.store(rec + 2 * C * BK + at, kg.to(kind))
+    kw = operand(kw, DOT)
     aqk = tl.where(i[:, None] >= i[None, :], aqk, 0.0)
     tl.store(rec + C * (3 * BK + BV) + i[:, None] * C + i[None, :], aqk.to(kind))
     low = tl.where(i[:, None] > i[None, :], akk * beta[:, None], 0.0)
     inverse = unit_lower_inverse(low, i, INV_DOT, LEVELS)
+    tl.store(rec + at, mma(operand(inverse, DOT), kw, DOT).to(kind))
     by_beta = operand(inverse * beta[None, :], DOT)
-    inverse = operand(inverse, DOT)
-
-    w = mma(inverse, kw, DOT)
-    tl.store(rec + 2 * C * BK + i[:, None] * BK + d[None, :], w.to(kind))
-
     for c0 in tl.static_range(0, BV, BU):
         if c0 > 0:
-            v = tl.load(v_at + c0, mask=inside[:, None] & (c0 + u < V)[None, :], other=0.0)
+            v = _load_rows(v_ptr, row * V, inside, c0 + u, V)
         ut = mma(by_beta, operand(v, DOT), DOT)
         tl.store(rec + 3 * C * BK + (c0 + u)[None, :] * C + i[:, None], ut.to(kind))

@@ -9,9 +9,9 @@ from kdacore_triton.kernels.common import sigmoid
 
 
 @triton.jit
-def load_beta(beta_ptr, token, inside, hv, HV, SIGMOID: tl.constexpr, FACTOR: tl.constexpr):
-    """The rates in float32: ``FACTOR * sigmoid(beta)``, or beta itself; zero outside."""
-    b = tl.load(beta_ptr + token * HV + hv, mask=inside, other=0.0).to(tl.float32)
+def load_beta(beta_ptr, row, inside, SIGMOID: tl.constexpr, FACTOR: tl.constexpr):
+    """The rates of some rows in float32: ``FACTOR * sigmoid(beta)``, or beta itself; zero outside."""
+    b = tl.load(beta_ptr + row, mask=inside, other=0.0).to(tl.float32)
     if SIGMOID:
         b = tl.where(inside, FACTOR * sigmoid(b), 0.0)
     return b

@@ -69,7 +69,8 @@ def scan_kernel(
         else:
             block = n.to(tl.int64) * ((T + EVERY - 1) // EVERY)
 
-    row = i[:, None] * BK + d[None, :]
+    row = tl.arange(0, 2 * C)[:, None] * BK + d[None, :]
+    krow = i[:, None] * BK + d[None, :]
     square = i[:, None] * C + i[None, :]
     ucell = vv[:, None] * C + i[None, :]
     for c in tl.range(0, (length + C - 1) // C, num_stages=STAGES):
@@ -79,11 +80,10 @@ def scan_kernel(
                 at = ((block + (c * C) // EVERY) * HV + hv) * (K * V)
                 tl.store(ckpt_ptr + at + cell, s.to(ckpt_ptr.dtype.element_ty), mask=real)
         rec = rec_ptr + tile * (C * (3 * BK + BVP + C))
-        w = tl.load(rec + 2 * C * BK + row)
-        qg = tl.load(rec + row)
+        wq = tl.load(rec + row)
         ut = tl.load(rec + 3 * C * BK + ucell)
         aqk = tl.load(rec + C * (3 * BK + BVP) + square)
-        kg = tl.load(rec + C * BK + row)
+        kg = tl.load(rec + 2 * C * BK + krow)
         if SCALAR:
             decay = tl.load(decay_ptr + tile)
         else:
@@ -92,8 +92,11 @@ def scan_kernel(
         if h_ptr is not None:
             hcell = d[None, :] * V + vv[:, None]
             tl.store(h_ptr + tile * (K * V) + hcell, s.to(h_ptr.dtype.element_ty), mask=real)
-        r = operand(ut.to(tl.float32) - mma(sb, tl.trans(w), DOT), DOT)
-        o = mma_acc(r, tl.trans(aqk), mma(sb, tl.trans(qg), DOT), DOT)
+        # One product for both, since the matrix unit is waited for after each.
+        both = tl.permute(tl.reshape(mma(sb, tl.trans(wq), DOT), [BV, 2, C]), [0, 2, 1])
+        ws, o = tl.split(both)
+        r = operand(ut.to(tl.float32) - ws, DOT)
+        o = tl.fma(mma(r, tl.trans(aqk), DOT), 1.0, o)
         s = mma_acc(r, kg, s * decay, DOT)
         token = c * C + i
         mask = (vv < V)[:, None] & (token < length)[None, :]

@@ -33,18 +33,37 @@ def decode_kernel(K: int, v_first: bool, bf16_state: bool) -> KernelSource:
     return KernelSource("common/decode.cu", "decode", defines)
 
 
+STREAM_THREADS = 160
+
+
+def stream_kernel(K: int, v_first: bool) -> KernelSource:
+    """The recurrent kernel for one token and many sequences, float32 states."""
+    return KernelSource(
+        "common/decode_stream.cu",
+        "decode_stream",
+        (("K_DIM", K), ("V_FIRST", int(v_first)), ("STATE_BF16", 0)),
+    )
+
+
+def stream_shared(K: int) -> int:
+    """Its dynamic shared memory: three states of 64 columns and two tokens."""
+    return 3 * K * 64 * 4 + 2 * (3 * K + 4) * 4
+
+
 def decode_kernels() -> Iterator[KernelSource]:
     """Every shipped decode kernel."""
     for K in HEAD_DIMS:
         for v_first in (False, True):
             for bf16_state in (False, True):
                 yield decode_kernel(K, v_first, bf16_state)
+            yield stream_kernel(K, v_first)
 
 
 SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024, "sm_100f": 227 * 1024, "sm_120": 99 * 1024}
 """Dynamic shared memory a block may use, by build architecture."""
 CLUSTERS = (1, 2, 4)
-PREPARE_WARPS = 4
+SHIFTED_REGISTERS = {(128, 1): (152, 104), (128, 2): (152, 184)}
+"""Registers of scan and prepare warps where warpgroups trade them, by head dim and cluster size."""
 
 
 def cluster_size(K: int, items: int, processors: int, arch: str) -> int:
@@ -68,7 +87,8 @@ def scan_warps(K: int, cluster: int, warpgroup: bool) -> int:
 
 def prepare_warps(K: int, cluster: int, arch: str) -> int:
     """Warps that prepare chunks, a block; more than stages would only wait for one another."""
-    return min(PREPARE_WARPS, prefill_stages(K, arch) // cluster)
+    wanted = 8 if cluster == 1 and uses_warpgroup(K, cluster, arch) else 4
+    return min(wanted, prefill_stages(K, arch) // cluster)
 
 
 def uses_warpgroup(K: int, cluster: int, arch: str) -> bool:
@@ -83,6 +103,7 @@ def prefill_threads(K: int, cluster: int, arch: str = "sm_90a") -> int:
 
 def prefill_kernel(K: int, cluster: int, safe: bool, float_gate: bool, arch: str = "sm_90a") -> KernelSource:
     """The fused prefill kernel for one head dim (K = V), cluster size, gate range and dtype of ``g``."""
+    scan, prepare = SHIFTED_REGISTERS.get((K, cluster), (0, 0)) if arch == "sm_90a" else (0, 0)
     defines = (
         ("K_DIM", K),
         ("V_DIM", K),
@@ -93,6 +114,8 @@ def prefill_kernel(K: int, cluster: int, safe: bool, float_gate: bool, arch: str
         ("STAGES", prefill_stages(K, arch)),
         ("PREPARE_WARPS", prepare_warps(K, cluster, arch)),
         ("SHARED_LIMIT", prefill_shared(K, cluster, arch)),
+        ("SCAN_REGISTERS", scan),
+        ("PREPARE_REGISTERS", prepare),
     )
     return KernelSource("sm90/prefill.cu", "prefill", defines)
 

@@ -381,9 +381,7 @@ inline void fence_async_proxy() {}
 inline void fence_barrier_init() {}
 inline void sync_cluster() { emu::meet(emu::cluster_rendezvous, emu::cluster->size() * emu::block_threads); }
 
-template <int N>
-inline void more_registers() {}
-template <int N>
-inline void fewer_registers() {}
+template <int N, int START>
+inline void set_registers() {}
 
 #endif

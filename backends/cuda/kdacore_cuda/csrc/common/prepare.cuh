@@ -223,9 +223,15 @@ __device__ __forceinline__ void store_inverse(u32 stage, u32 scratch, int lane) 
   }
 }
 
+// The barrier that says a stage may be written.
+struct Free {
+  u32 empty, parity;
+};
+
 // The whole chunk, whose slice 0 is in `raw`; on return `from` is at the next chunk and slice 0 of that is in `raw`.
 __device__ __forceinline__ void prepare_chunk(Raw& raw, Source& from, const Gate& gate, const PrefillParams& p,
-                                              const Lane& l, Scalars& s, int left, int stride, u32 stage, u32 scratch, u32 bias) {
+                                              const Lane& l, Scalars& s, int left, int stride, const Free& free, u32 stage,
+                                              u32 scratch, u32 bias) {
   Products sums = {};
   // Not unrolled: with the scan's, the instructions of one slice are what the instruction cache holds.
 #pragma unroll 1
@@ -248,6 +254,7 @@ __device__ __forceinline__ void prepare_chunk(Raw& raw, Source& from, const Gate
     }
 #endif
     sum_steps(sum, total, l);
+    if (slice == 0) barrier_wait(free.empty, free.parity);
     prepare_slice(raw, sum, total, l, slice, stage, sums, next);
   }
 #pragma unroll
@@ -367,8 +374,8 @@ __device__ __forceinline__ void prepare_warp(const PrefillParams& p, const Work&
     s.beta[0] = activate_beta(p, beta[0], left > 0);
     s.beta[1] = activate_beta(p, beta[1], left > 1);
     const u32 stage = shared + STAGES_AT + slot * STAGE_PITCH;
-    barrier_wait(shared + EMPTY_AT + 8 * slot, (c / STAGES & 1) ^ 1);
-    prepare_chunk(raw, from, gate, p, l, s, left, STRIDE * C, stage, scratch, shared + BIAS_AT);
+    const Free free = {shared + EMPTY_AT + 8 * slot, (u32)(c / STAGES & 1) ^ 1};
+    prepare_chunk(raw, from, gate, p, l, s, left, STRIDE * C, free, stage, scratch, shared + BIAS_AT);
     load_beta(p, from, left - STRIDE * C, beta);
     publish(stage, shared + FULL_AT + 8 * slot, l.lane, rank);
   }

@@ -235,21 +235,12 @@ __device__ __forceinline__ void sync_cluster() {
 
 // --- registers ----------------------------------------------------------------------------------------------------
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-template <int N>
-__device__ __forceinline__ void more_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+// Warpgroups trade registers: from the block's START each to N. sm_90a and its like only.
+template <int N, int START>
+__device__ __forceinline__ void set_registers() {
+  if constexpr (N > START) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+  if constexpr (N < START) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
-template <int N>
-__device__ __forceinline__ void fewer_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
-}
-#else
-template <int N>
-__device__ __forceinline__ void more_registers() {}
-template <int N>
-__device__ __forceinline__ void fewer_registers() {}
-#endif
 
 #endif  // KDACORE_EMULATE
 #endif

@@ -236,48 +236,48 @@ __device__ __forceinline__ void scan_warp(const PrefillParams& p, const Work& wo
   if (p.h0) read_state(state, l, p.h0 + ((long long)work.n * p.HV + work.hv) * matrix, p.flags);
   u64 ckpt = 0;
   if (p.ckpt_every) ckpt = p.ckpt + (first_checkpoint(p, work, l.lane) * p.HV + work.hv) * matrix;
-  int to_ckpt = p.ckpt_every ? 0 : -1;  // tokens until the next checkpoint; stays negative without any
-
   u32 slot = 0, parity = 0;
-  int ring = 0;
-#pragma unroll 1
-  for (int c = 0;; ++c) {
+  int ring = 0, c = 0;
+  const int block = p.ckpt_every ? p.ckpt_every / C : work.chunks;  // chunks between states written
+  while (true) {
     u64 to = 0;
     if (c == work.chunks) {
       if (p.ht) to = p.ht + ((long long)work.n * p.HV + work.hv) * matrix;
-    } else if (to_ckpt == 0) {
+    } else {
       to = ckpt;
-      ckpt += p.HV * matrix;
-      to_ckpt = p.ckpt_every;
+      ckpt += p.ckpt_every ? p.HV * matrix : 0;
     }
-    to_ckpt -= C;
     if (to) write_state(state, l, to, p.flags);
     if (c == work.chunks) break;
-    copy_async_wait<V_DEPTH - 2>();
-    sync_warp();
-    const u32 stage = shared + STAGES_AT + slot * STAGE_PITCH;
-    Tokens tok = {};
-    scan_chunk(state, tok, l, {slot, stage, shared + FULL_AT + 8 * slot, parity, l.values + ring * ROW_TILES * TILE_BYTES});
-    const bool ahead = left > (V_DEPTH - 1) * C;
-    fetch_values(l, ahead ? v : none, (ring + V_DEPTH - 1) % V_DEPTH, ahead);
-    copy_async_commit();
-    v += v_chunk;
-    store_output(tok, l, columns(stage, 3, l.t), o, left > 0);
-    finish_chunk(state);
-    sync_warp();
-    if (l.lane == 0) {
-#if CLUSTER > 1
-      barrier_arrive_remote(cluster_address(shared + EMPTY_AT + 8 * slot, slot % CLUSTER));
-#else
-      barrier_arrive(shared + EMPTY_AT + 8 * slot);
-#endif
-    }
-    o += o_chunk;
-    left -= C;
-    ring = (ring + 1) % V_DEPTH;
-    if (++slot == STAGES) {
-      slot = 0;
-      parity ^= 1;
+    const int end = work.chunks - c < block ? work.chunks : c + block;
+#pragma unroll 1
+    for (; c < end; ++c) {
+      copy_async_wait<V_DEPTH - 2>();
+      sync_warp();
+      const u32 stage = shared + STAGES_AT + slot * STAGE_PITCH;
+      Tokens tok = {};
+      scan_chunk(state, tok, l, {slot, stage, shared + FULL_AT + 8 * slot, parity, l.values + ring * ROW_TILES * TILE_BYTES});
+      const bool ahead = left > (V_DEPTH - 1) * C;
+      fetch_values(l, ahead ? v : none, (ring + V_DEPTH - 1) % V_DEPTH, ahead);
+      copy_async_commit();
+      v += v_chunk;
+      store_output(tok, l, columns(stage, 3, l.t), o, left > 0);
+      finish_chunk(state);
+      sync_warp();
+      if (l.lane == 0) {
+  #if CLUSTER > 1
+        barrier_arrive_remote(cluster_address(shared + EMPTY_AT + 8 * slot, slot % CLUSTER));
+  #else
+        barrier_arrive(shared + EMPTY_AT + 8 * slot);
+  #endif
+      }
+      o += o_chunk;
+      left -= C;
+      ring = (ring + 1) % V_DEPTH;
+      if (++slot == STAGES) {
+        slot = 0;
+        parity ^= 1;
+      }
     }
   }
   copy_async_wait<0>();

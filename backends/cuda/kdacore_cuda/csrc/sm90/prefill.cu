@@ -8,6 +8,14 @@
 #include "common/scan.cuh"
 
 constexpr int SORT_LIMIT = 256;
+#if SCAN_REGISTERS
+// The compiler's register limit comes from a block size; a scan held to few keeps its accumulators in place.
+constexpr int START_REGISTERS = (SCAN_REGISTERS * SCAN_WARPS + PREPARE_REGISTERS * PREPARE_WARPS) / (SCAN_WARPS + PREPARE_WARPS);
+constexpr int BOUND_THREADS = START_REGISTERS > 128 ? 384 : 512;
+static_assert(START_REGISTERS == (BOUND_THREADS == 384 ? 168 : 128), "registers do not add up");
+#else
+constexpr int BOUND_THREADS = THREADS;
+#endif
 
 // Which sequence this cluster takes: longest first, so that no long one starts last. Ties keep their order.
 __device__ __forceinline__ int pick_sequence(const PrefillParams& p, int place, unsigned char* shared) {
@@ -47,7 +55,7 @@ __device__ __forceinline__ Work make_work(const PrefillParams& p, int item, unsi
   return w;
 }
 
-KDA_KERNEL(THREADS, 1) KDA_CLUSTER(CLUSTER) prefill(KDA_PARAM PrefillParams p) {
+KDA_KERNEL(BOUND_THREADS, 1) KDA_CLUSTER(CLUSTER) prefill(KDA_PARAM PrefillParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   const int warp = thread_index() >> 5, rank = block_index() % CLUSTER;
@@ -67,8 +75,14 @@ KDA_KERNEL(THREADS, 1) KDA_CLUSTER(CLUSTER) prefill(KDA_PARAM PrefillParams p) {
   sync_block();
 #endif
   if (warp < SCAN_WARPS) {
+#if SCAN_REGISTERS
+    set_registers<SCAN_REGISTERS, START_REGISTERS>();
+#endif
     scan_warp(p, work, shared, warp, rank);
   } else {
+#if SCAN_REGISTERS
+    set_registers<PREPARE_REGISTERS, START_REGISTERS>();
+#endif
     prepare_warp(p, work, shared, warp - SCAN_WARPS, rank);
   }
 #if CLUSTER > 1

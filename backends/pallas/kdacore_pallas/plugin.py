@@ -9,7 +9,7 @@ from typing import Any
 
 from kdacore.hookspecs import hookimpl
 from kdacore.types import Backend, OpImpl, Requirement
-from kdacore_pallas import checks
+from kdacore_pallas import checks, pallas_checks
 
 VERSION = "0.1.0"
 MINIMUM_JAX = (0, 10)
@@ -77,9 +77,40 @@ def make_xla() -> Backend:
     )
 
 
+def make_pallas() -> Backend:
+    """TPU kernels: chunk forward and backward, decode over a state pool."""
+    module = "kdacore_pallas.pallas_calls"
+    chunk = OpImpl(
+        forward=_late(module, "chunk_forward"),
+        backward=_late(module, "chunk_backward"),
+        verifiers=pallas_checks.CHUNK_CHECKS,
+    )
+    recurrent = OpImpl(
+        forward=_late(module, "recurrent_forward"),
+        backward=_late(module, "recurrent_backward"),
+        verifiers=pallas_checks.DECODE_CHECKS,
+    )
+    return Backend(
+        name="pallas",
+        version=VERSION,
+        kinds=("jax",),
+        ops={
+            "chunk_kda": chunk,
+            "chunk_gated_delta_rule": chunk,
+            "fused_recurrent_kda": recurrent,
+            "fused_recurrent_gated_delta_rule": recurrent,
+        },
+        summary="Pallas TPU kernels (compiled by the TPU compiler, never yet run on a TPU)",
+        requirements=(JAX,),
+        rank=20,
+        device_types=("*",) if pallas_checks.interpreted() else ("tpu",),
+        traceable=True,
+    )
+
+
 def make_backends() -> list[Backend]:
     """The backends of this plugin."""
-    return [make_xla()]
+    return [make_xla(), make_pallas()]
 
 
 @hookimpl

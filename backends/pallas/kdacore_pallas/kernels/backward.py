@@ -13,8 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kdacore.types import ChunkInputs, OutputGrads, Request
-from kdacore_pallas.kernels import forward, head, head_backward
-from kdacore_pallas.kernels.forward import Launch, Refs, of_head
+from kdacore_pallas.kernels import forward, head, head_backward, rows
+from kdacore_pallas.kernels.forward import Launch, Refs
 from kdacore_pallas.kernels.head import Math
 from kdacore_pallas.kernels.layout import FIRST, LAST, Blocks, Schedule, gather
 from kdacore_pallas.kernels.operands import F32, Operand, chunk_operands, lanes_spec, rows_spec, state_spec
@@ -46,8 +46,7 @@ def _finish(x: Blocks, refs: Refs, flag: Any, scalar: bool, v_first: bool) -> No
     sizes = {"dq": (x.hb, x.K), "dk": (x.hb, x.K), "dv": (x.hvb, x.V), "dg": (x.hvb, x.K)}
     for name, (heads, D) in sizes.items():
         if name != "dg" or not scalar:
-            rows = refs[name + "s"][...].reshape(x.C, heads, D)
-            refs[name][0] = rows.astype(refs[name].dtype)
+            refs[name][0] = rows.block(refs[name + "s"], x.C, heads, D).astype(refs[name].dtype)
     if "dinitial" in refs:
 
         @pl.when(flag & FIRST != 0)
@@ -65,39 +64,39 @@ def _kernel(x: Blocks, math: Math, names: list[str], scalar: bool, v_first: bool
     first_head = pl.program_id(1) * x.hvb
     _enter(refs, flag, step == 0, v_first)
     forward.stage_rows(refs, scalar)
-    refs["dos"][...] = refs["do"][0].astype(F32).reshape(-1, x.V)
+    rows.fill(refs["dos"], refs["do"][0])
 
     def token(a: Array) -> Array:
         return jnp.where(head.row_index(*a.shape) < valid_rows, a, 0.0) if x.ragged else a
 
     def one(h: Any, carry: None) -> None:
         own = h if x.R == 1 else lax.div(h, x.R)
-        rows = forward.read_rows(x, math, refs, h, first_head + h, valid_rows, scalar)
-        prep = head.prepare(math, rows)
+        ready = forward.read_rows(x, math, refs, h, first_head + h, valid_rows, scalar)
+        prep = head.prepare(math, ready)
         state = refs["starts"][0, 0, h]
         v_new = head.corrected(math, prep, state)
-        do = token(refs["dos"][of_head(h, x.C, x.hvb)])
-        d = head_backward.head_backward(math, rows, prep, v_new, state, do, refs["dstate"][h])
+        do = token(rows.read(refs["dos"], h, x.C, x.hvb, x.V))
+        d = head_backward.head_backward(math, ready, prep, v_new, state, do, refs["dstate"][h])
         refs["dstate"][h] = d.state
         refs["dbeta"][0, pl.ds(h, 1), :] = head_backward.row(token(d.beta))
-        refs["dvs"][of_head(h, x.C, x.hvb)] = d.v
+        rows.write(refs["dvs"], h, x.hvb, d.v)
         _gate_grads(x, math, refs, h, first_head + h, token(d.g), token, scalar)
         for name, dx in (("q", d.q * math.scale), ("k", d.k)):
-            where = of_head(own, x.C, x.hb)
             if math.l2norm:
-                dx = head_backward.normalise_backward(token(refs[name + "s"][where]), dx)
-            _accumulate(refs["d" + name + "s"], where, dx, h, x.R)
+                raw = token(rows.read(refs[name + "s"], own, x.C, x.hb, x.K))
+                dx = head_backward.normalise_backward(raw, dx)
+            _accumulate(x, refs["d" + name + "s"], own, dx, h)
         return carry
 
     lax.fori_loop(0, x.hvb, one, None)
     _finish(x, refs, flag, scalar, v_first)
 
 
-def _accumulate(ref: Any, where: Any, d: Array, h: Any, R: int) -> None:
+def _accumulate(x: Blocks, ref: Any, own: Any, d: Array, h: Any) -> None:
     """Sum over the value heads of one q/k head; its first one sets."""
-    if R > 1:
-        d = d + jnp.where(lax.rem(h, R) == 0, 0.0, ref[where])
-    ref[where] = d
+    if x.R > 1:
+        d = d + jnp.where(lax.rem(h, x.R) == 0, 0.0, rows.read(ref, own, x.C, x.hb, x.K))
+    rows.write(ref, own, x.hb, d)
 
 
 def _gate_grads(
@@ -109,7 +108,7 @@ def _gate_grads(
         return
     raw, slope = forward.gate_input(x, refs, h, at, scalar)
     dx, dA = head_backward.log_decay_backward(math, token(raw), slope, dlog)
-    refs["dgs"][of_head(h, x.C, x.hvb)] = dx
+    rows.write(refs["dgs"], h, x.hvb, dx)
     for name, d in (("dbias", dx), ("dA", dA)):
         if name in refs:
             refs[name][0, pl.ds(h, 1), :] += jnp.sum(d, axis=0, keepdims=True)
@@ -164,18 +163,19 @@ def _made(
         Operand("dv", rows_spec(x, x.hvb, x.V, at), (x.B, x.T, x.HV, x.V), inputs.v.dtype),
         Operand("dbeta", lanes_spec(x, x.hvb, at), lanes, F32),
     ]
-    scratch = [("dstate", (x.hvb, x.V, x.K)), *forward.row_scratch(x, scalar), ("dos", (x.C * x.hvb, x.V))]
-    scratch += [("dqs", (x.C * x.hb, x.K)), ("dks", (x.C * x.hb, x.K)), ("dvs", (x.C * x.hvb, x.V))]
+    keys, values = rows.shape(x.C, x.hb, x.K), rows.shape(x.C, x.hvb, x.V)
+    scratch = [("dstate", (x.hvb, x.V, x.K)), *forward.row_scratch(x, scalar), ("dos", values)]
+    scratch += [("dqs", keys), ("dks", keys), ("dvs", values)]
     if scalar:
         made.append(Operand("dg", lanes_spec(x, x.hvb, at), lanes, F32))
     else:
         made.append(Operand("dg", rows_spec(x, x.hvb, x.K, at), (x.B, x.T, x.HV, x.K), inputs.g.dtype))
-        scratch.append(("dgs", (x.C * x.hvb, x.K)))
+        scratch.append(("dgs", rows.shape(x.C, x.hvb, x.K)))
         sums = pl.BlockSpec((1, x.hvb, x.K), lambda b, h, c, *_: (b, h, 0))
         wanted = (("dA", inputs.A_log), ("dbias", inputs.dt_bias))
         made += [Operand(n, sums, (x.B, x.HV, x.K), F32) for n, given in wanted if given is not None]
     if inputs.initial_state is not None:
-        rows = request.N + (table is not None)
-        spec = state_spec(x, request.state_tail, rows, at)
-        made.append(Operand("dinitial", spec, (rows, x.HV, *request.state_tail), F32))
+        sequences = request.N + (table is not None)
+        spec = state_spec(x, request.state_tail, sequences, at)
+        made.append(Operand("dinitial", spec, (sequences, x.HV, *request.state_tail), F32))
     return made, scratch

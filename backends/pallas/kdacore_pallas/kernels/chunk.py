@@ -14,6 +14,7 @@ from kdacore_pallas.kernels.forward import Launch
 from kdacore_pallas.kernels.head import Math
 from kdacore_pallas.kernels.layout import Blocks, Schedule
 from kdacore_pallas.kernels.products import Passes
+from kdacore_pallas.kernels.tiling import CHUNK
 from kdacore_pallas.xla import gate
 from kdacore_pallas.xla.layout import ChunkTable
 from kdacore_pallas.xla.numerics import F32, summed_like
@@ -21,7 +22,7 @@ from kdacore_pallas.xla.numerics import F32, summed_like
 Array = Any
 
 
-def make_math(request: Request, inverse: str = "substitution", chunk: int = layout.CHUNK) -> Math:
+def make_math(request: Request, inverse: str = "substitution", chunk: int = CHUNK) -> Math:
     """float32 inputs: six passes everywhere. bfloat16 inputs: three, because one pass loses the state's accuracy
     on near-collinear keys (measured against the oracle; docs/performance/pallas.md)."""
     passes = Passes.EXACT if request.dtype == "float32" else Passes.SPLIT

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -21,6 +20,7 @@ from kdacore_pallas.kernels import head
 from kdacore_pallas.kernels.forward import Launch
 from kdacore_pallas.kernels.head import Math
 from kdacore_pallas.kernels.operands import F32
+from kdacore_pallas.xla.numerics import out_struct
 
 Array = Any
 Refs = dict[str, Any]
@@ -216,12 +216,13 @@ def decode(
         named.append(("pool", inputs.initial_state, any_space))
     tail = request.state_tail
     dtype = jnp.dtype(request.state_dtype)
-    out_shape = [jax.ShapeDtypeStruct((tokens, HV, V), inputs.v.dtype)]
+    values = [x for _, x, _ in named]
+    out_shape = [out_struct((tokens, HV, V), inputs.v.dtype, *values)]
     out_specs = [pl.BlockSpec((1, HV, V), lambda i, *_: (i, 0, 0))]
     made = ["o"]
     if rows_out:
         made.append("states")
-        out_shape.append(jax.ShapeDtypeStruct((rows_out, HV, *tail), dtype))
+        out_shape.append(out_struct((rows_out, HV, *tail), dtype, *values))
         out_specs.append(any_space)
     scratch = _scratch(request, dtype, inputs.initial_state is not None, rows_out > 0)
     names = [*NAMES, *(n for n, _, _ in named), *made, *(n for n, _ in scratch)]
@@ -241,7 +242,7 @@ def decode(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), **limit),
         interpret=launch.interpret,
         name="kdacore_decode",
-    )(*steps.arrays(), *[x for _, x, _ in named])
+    )(*steps.arrays(), *values)
     o = outs[0].reshape(request.B, request.T, HV, V)
     return o, outs[1] if rows_out else None
 

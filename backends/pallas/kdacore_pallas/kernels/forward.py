@@ -10,18 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kdacore.types import ChunkInputs, Request
-from kdacore_pallas.kernels import head
+from kdacore_pallas.kernels import head, rows
 from kdacore_pallas.kernels.head import Math, Rows
 from kdacore_pallas.kernels.layout import FIRST, LAST, Blocks, Schedule
 from kdacore_pallas.kernels.operands import F32, Operand, chunk_operands, rows_spec, state_spec
 from kdacore_pallas.xla.layout import ChunkTable
+from kdacore_pallas.xla.numerics import out_struct
 
 Array = Any
 Refs = dict[str, Any]
@@ -36,15 +36,9 @@ class Launch:
 
 
 def stage_rows(refs: Refs, scalar: bool) -> None:
-    """The rows in float32 scratch, as they lie: only 32-bit rows can be read one head at a time (strided)."""
+    """The step's rows to scratch, from where they can be read one head at a time."""
     for name in ("q", "k", "v") if scalar else ("q", "k", "v", "g"):
-        rows = refs[name][0].astype(F32)
-        refs[name + "s"][...] = rows.reshape(-1, rows.shape[-1])
-
-
-def of_head(h: Any, C: int, heads: int) -> Any:
-    """Rows of one head in scratch ``[C * heads, D]``."""
-    return pl.ds(h, C, heads), slice(None)
+        rows.fill(refs[name + "s"], refs[name][0])
 
 
 def gate_input(x: Blocks, refs: Refs, h: Any, at: Any, scalar: bool) -> tuple[Array, Any]:
@@ -52,7 +46,7 @@ def gate_input(x: Blocks, refs: Refs, h: Any, at: Any, scalar: bool) -> tuple[Ar
 
     ``h`` counts heads within the block, ``at`` within the call.
     """
-    g = refs["g"][0, pl.ds(h, 1), :] if scalar else refs["gs"][of_head(h, x.C, x.hvb)]
+    g = refs["g"][0, pl.ds(h, 1), :] if scalar else rows.read(refs["gs"], h, x.C, x.hvb, x.K)
     if "bias" in refs:
         g = g + (refs["bias"][at] if scalar else refs["bias"][pl.ds(h, 1), :])
     return g, refs["slope"][at] if "slope" in refs else 1.0
@@ -61,8 +55,8 @@ def gate_input(x: Blocks, refs: Refs, h: Any, at: Any, scalar: bool) -> tuple[Ar
 def read_rows(x: Blocks, math: Math, refs: Refs, h: Any, at: Any, valid: Any, scalar: bool) -> Rows:
     """One value head of this chunk, ready; rows that are no token are neutral. Heads as in :func:`gate_input`."""
     own = h if x.R == 1 else lax.div(h, x.R)
-    q, k = refs["qs"][of_head(own, x.C, x.hb)], refs["ks"][of_head(own, x.C, x.hb)]
-    v = refs["vs"][of_head(h, x.C, x.hvb)]
+    q, k = (rows.read(refs[n], own, x.C, x.hb, x.K) for n in ("qs", "ks"))
+    v = rows.read(refs["vs"], h, x.C, x.hvb, x.V)
     if math.l2norm:
         q, k = head.normalise(q), head.normalise(k)
     q = q * math.scale
@@ -94,24 +88,24 @@ def _kernel(x: Blocks, math: Math, names: list[str], scalar: bool, v_first: bool
     stage_rows(refs, scalar)
 
     def one(h: Any, carry: None) -> None:
-        rows = read_rows(x, math, refs, h, first_head + h, valid_rows, scalar)
+        ready = read_rows(x, math, refs, h, first_head + h, valid_rows, scalar)
         state, outs = refs["state"][h], []
         if "starts" in refs:
             refs["starts"][0, 0, h] = state
         for first in range(0, x.C, math.chunk):
-            prep = head.prepare(math, Rows(*(a[first : first + math.chunk] for a in rows)))
+            prep = head.prepare(math, Rows(*(a[first : first + math.chunk] for a in ready)))
             v_new = head.corrected(math, prep, state)
             if "o" in refs:
                 outs.append(head.output(math, prep, v_new, state))
             state = head.advance(math, prep, v_new, state)
         refs["state"][h] = state
         if outs:
-            refs["os"][of_head(h, x.C, x.hvb)] = jnp.concatenate(outs, axis=0)
+            rows.write(refs["os"], h, x.hvb, jnp.concatenate(outs, axis=0))
         return carry
 
     lax.fori_loop(0, x.hvb, one, None)
     if "o" in refs:
-        refs["o"][0] = refs["os"][...].reshape(x.C, x.hvb, x.V).astype(refs["o"].dtype)
+        refs["o"][0] = rows.block(refs["os"], x.C, x.hvb, x.V).astype(refs["o"].dtype)
     if "final" in refs:
 
         @pl.when(flag & LAST != 0)
@@ -123,8 +117,9 @@ def _kernel(x: Blocks, math: Math, names: list[str], scalar: bool, v_first: bool
 
 def row_scratch(x: Blocks, scalar: bool) -> list[tuple[str, tuple[int, ...]]]:
     """Float32 copies of a step's rows."""
-    found = [("qs", (x.C * x.hb, x.K)), ("ks", (x.C * x.hb, x.K)), ("vs", (x.C * x.hvb, x.V))]
-    return found if scalar else [*found, ("gs", (x.C * x.hvb, x.K))]
+    keys, values = rows.shape(x.C, x.hb, x.K), rows.shape(x.C, x.hvb, x.V)
+    found = [("qs", keys), ("ks", keys), ("vs", values)]
+    return found if scalar else [*found, ("gs", rows.shape(x.C, x.hvb, x.K))]
 
 
 def call(
@@ -139,6 +134,7 @@ def call(
 ) -> list[Array]:
     """``pallas_call`` over ``(B, head blocks, NC)``; ``body(names, *refs)`` gets every ref in the order of ``names``."""
     names = [o.name for o in (*given, *made)] + [n for n, _ in scratch]
+    values = [o.value for o in given]
     limit = {} if launch.vmem_bytes is None else {"vmem_limit_bytes": launch.vmem_bytes}
     return pl.pallas_call(
         lambda *refs: body(names, *refs),
@@ -149,13 +145,13 @@ def call(
             out_specs=[o.spec for o in made],
             scratch_shapes=[pltpu.VMEM(shape, F32) for _, shape in scratch],
         ),
-        out_shape=[jax.ShapeDtypeStruct(o.shape, o.dtype) for o in made],
+        out_shape=[out_struct(o.shape, o.dtype, *values) for o in made],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), **limit
         ),
         interpret=launch.interpret,
         name=name,
-    )(*schedule.arrays(), *[o.value for o in given])
+    )(*schedule.arrays(), *values)
 
 
 def chunk_forward(
@@ -179,18 +175,18 @@ def chunk_forward(
     if inputs.initial_state is not None:
         s = inputs.initial_state
         given.append(Operand("initial", state_spec(x, s.shape[2:], s.shape[0], at), s.shape, s.dtype, s))
-    rows = request.N + (table is not None)
-    final_shape = (rows, x.HV, *request.state_tail)
+    sequences = request.N + (table is not None)
+    final_shape = (sequences, x.HV, *request.state_tail)
     starts = pl.BlockSpec((1, 1, x.hvb, x.V, x.K), lambda b, h, c, *_: (b, c, h, 0, 0))
     every = {
         "o": Operand("o", rows_spec(x, x.hvb, x.V, at), (x.B, x.T, x.HV, x.V), inputs.v.dtype),
-        "final": Operand("final", state_spec(x, request.state_tail, rows, at), final_shape, request.state_dtype),
+        "final": Operand("final", state_spec(x, request.state_tail, sequences, at), final_shape, request.state_dtype),
         "starts": Operand("starts", starts, (x.B, x.NC, x.HV, x.V, x.K), F32),
     }
     made = [every[n] for n in want]
     scratch = [("state", (x.hvb, x.V, x.K)), *row_scratch(x, request.scalar_gate)]
     if "o" in want:
-        scratch.append(("os", (x.C * x.hvb, x.V)))
+        scratch.append(("os", rows.shape(x.C, x.hvb, x.V)))
 
     def body(names: list[str], *refs: Any) -> None:
         _kernel(x, math, names, request.scalar_gate, request.state_v_first, *refs)

@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kdacore_pallas.kernels import tiles
 from kdacore_pallas.kernels.products import NN, Passes, product
+from kdacore_pallas.kernels.tiling import LANES
 
 Array = Any
 
@@ -61,8 +62,8 @@ def _invert_packed(blocks: Array) -> Array:
 def _over_block(x: Array) -> Array:
     """One nonzero lane in each eight, copied to all eight."""
     C = x.shape[1]
-    if C < tiles.LANES:
-        x = jnp.concatenate([x, jnp.zeros((tiles.TILE, tiles.LANES - C), x.dtype)], axis=1)
+    if C < LANES:
+        x = jnp.concatenate([x, jnp.zeros((tiles.TILE, LANES - C), x.dtype)], axis=1)
     at = tiles.lane(x.shape[1])
     for s in tiles.small_levels():
         x = x + jnp.where(at & s != 0, pltpu.roll(x, s, 1), pltpu.roll(x, x.shape[1] - s, 1))

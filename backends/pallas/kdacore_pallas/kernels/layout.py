@@ -12,10 +12,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from kdacore.types import Request
+from kdacore_pallas.kernels.tiling import CHUNK
 from kdacore_pallas.xla.layout import ChunkTable, chunk_table
 
 Array = Any
-CHUNK = 128
 FIRST, LAST = 1, 2
 
 
@@ -45,13 +45,6 @@ class Blocks:
     def hvb(self) -> int:
         """Value heads per grid step."""
         return self.hb * self.R
-
-
-def head_blocks(H: int, HV: int) -> list[int]:
-    """Numbers of q/k heads a step may take, largest first: whole registers of heads, or all of them."""
-    R = HV // H
-    fits = [hb for hb in range(1, H) if H % hb == 0 and hb % 8 == 0 and (hb * R) % 8 == 0]
-    return [H, *reversed(fits)]
 
 
 def chunks(request: Request) -> int:

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
+from kdacore_pallas.kernels.tiling import LANES, SUBLANES
+
 Array = Any
-TILE = 8
-LANES = 128
+TILE = SUBLANES
 
 
 def small_levels() -> tuple[int, ...]:

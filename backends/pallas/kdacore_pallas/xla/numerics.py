@@ -52,6 +52,14 @@ def mesh_axes(*arrays: Array) -> frozenset[str]:
     return axes
 
 
+def out_struct(shape: tuple[int, ...], dtype: Any, *arrays: Array) -> jax.ShapeDtypeStruct:
+    """Shape of a kernel's output, varying over the mesh axes that any of its inputs varies over."""
+    kind = getattr(jax.typeof(arrays[0]), "manual_axis_type", None)
+    if kind is None:
+        return jax.ShapeDtypeStruct(shape, dtype)
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=type(kind)(varying=mesh_axes(*arrays)))
+
+
 def varying(x: Array, axes: frozenset[str]) -> Array:
     """``x`` marked as varying over ``axes``, so that a scan may carry it together with sharded values."""
     missing = tuple(sorted(axes - mesh_axes(x)))

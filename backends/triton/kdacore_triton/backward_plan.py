@@ -55,6 +55,9 @@ class Tiles:
     scan_warps: int = 4
     scan_stages: int = 2
     grads_warps: int = 4
+    prepare_regs: int | None = None
+    """Registers a thread at most (NVIDIA); None: what the compiler takes."""
+    grads_regs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +104,8 @@ def choose_tiles(KP: int, VP: int, narrow: bool, anchor: Anchor | None) -> Tiles
     """
     if narrow:
         return Tiles(
-            prepare_bk=min(KP, 32),
-            prepare_bv=min(VP, 64),
+            prepare_bk=min(KP, 32 if KP == 128 or anchor is None else 16),
+            prepare_bv=min(VP, 64 if anchor is None else 32),
             scan_bv=min(VP, 32 if KP > 128 else 128),
             scan_warps=8 if KP <= 128 and VP >= 128 else 4,
             grads_bk=min(KP, 128),

@@ -66,6 +66,11 @@ def _sizes(request: Request, plan: Plan) -> tuple[int, int, int]:
     return request.T, cdiv(request.T, plan.C), request.N
 
 
+def _registers(limit: int | None) -> dict[str, int]:
+    """The launch option that limits registers, if there is a limit."""
+    return {} if limit is None else {"maxnreg": limit}
+
+
 def _run_prepare(request: Request, plan: Plan, x: ChunkInputs) -> Work:
     """Launch the prepare kernel into a fresh workspace."""
     r, p, t = request, plan, plan.tiles
@@ -89,6 +94,7 @@ def _run_prepare(request: Request, plan: Plan, x: ChunkInputs) -> Work:
     options = {
         **p.options, "KP": p.KP, "VP": p.VP, "BK": t.prepare_bk, "BV": t.prepare_bv, "ROWS": p.row_values,
         "L2NORM": r.qk_l2norm, "DOT": p.dot, "INV_DOT": p.inverse_dot, "num_warps": t.prepare_warps,
+        **_registers(t.prepare_regs),
     }  # fmt: skip
     if p.anchor is None:
         _prepare(grid, *arrays, *scalars, *sizes, SCALAR=r.scalar_gate, **options)
@@ -154,7 +160,7 @@ def _run_grads(
     grid = (p.slots * r.HV, 1, 1)
     options = {
         **p.options, "KP": p.KP, "VP": p.VP, "BV": t.grads_bv, "ROWS": p.row_values, "DOT": p.dot,
-        "num_warps": t.grads_warps,
+        "num_warps": t.grads_warps, **_registers(t.grads_regs),
     }  # fmt: skip
     if p.anchor is not None:
         tiles = tuple(work[n] for n in ("zq", "zk", "yk", "sk", "last"))

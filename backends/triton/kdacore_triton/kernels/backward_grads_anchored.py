@@ -55,11 +55,11 @@ def from_state(
     cols = tl.arange(0, KP)
     for first in range(0, VP, BV):
         vs = first + tl.arange(0, BV)
+        dr = tl.load(drT + side * S + vs[:, None] * (2 * S) + tl.arange(0, S)[None, :])
         ht = tl.trans(tl.load(hT + vs[:, None] * KP + cols[None, :]))
+        ax = mma_acc(ht, dr, ax, DOT)
         dot = load_rows(do, start + side * S, rows - side * S, HV * V, hv * V, vs, V, S)
         aq = mma_acc(ht, tl.trans(dot.to(hT.dtype.element_ty)), aq, DOT)
-        dr = tl.load(drT + side * S + vs[:, None] * (2 * S) + tl.arange(0, S)[None, :])
-        ax = mma_acc(ht, dr, ax, DOT)
     return aq, ax
 
 

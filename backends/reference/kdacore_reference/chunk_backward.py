@@ -14,7 +14,7 @@ from kdacore.types import Array, ChunkInputs, InputGrads, OutputGrads, Request
 from kdacore_reference.arrays import beside, cast, fold_sum, plain, put
 from kdacore_reference.chunk_forward import Saved, chunk_saved, state_layout
 from kdacore_reference.gates import beta_backward, gate_backward, l2norm_backward
-from kdacore_reference.intra import Carried, carry_and_keep
+from kdacore_reference.intra import Carried, carry_and_keep, solving
 from kdacore_reference.intra_backward import IntraGrads, interact_backward
 from kdacore_reference.parallel import run_units
 from kdacore_reference.plan import Slab, Unit, plan_units
@@ -154,29 +154,27 @@ class BackwardRun:
         xp = self.xp
         n, H, G, C, V = x.v.shape
         starts = xp.matrix_transpose(xp.reshape(carried.kq_start, (n, H, G, 2 * C, -1)))
-        coupling = xp.matrix_transpose(kept.couplings)
-        fresh = x.beta * kept.errors
+        solve = solving(xp.matrix_transpose(kept.couplings), x.beta)
+        fresh, minus_beta = x.beta * kept.errors, -x.beta
         dfresh_here = xp.matrix_transpose(kept.qks) @ dread[..., 1, :]
-        betas, ends, totals = [], [], []
+        solved, ends, overlaps = [], [], []
         for _, blocks in reversed(list(slab.steps)):
             count = blocks.stop - blocks.start
             dS = self._join(unit, dS, count)
-            beta = x.beta[blocks, ...]
             dfresh = dfresh_here[blocks, ...]
             dfresh += carried.k_end[blocks, ...] @ dS
-            dfresh -= coupling[blocks, ...] @ (beta * dfresh)
-            betas.append(xp.vecdot(dfresh, kept.errors[blocks, ...]))
-            dread = put(dread, (blocks, ..., 0, slice(None)), -beta * dfresh)
+            dfresh = solve[blocks, ...] @ dfresh
+            dread = put(dread, (blocks, ..., 0, slice(None)), minus_beta[blocks, ...] * dfresh)
+            solved.append(dfresh)
             ends.append(fresh[blocks, ...] @ xp.matrix_transpose(dS))
-            total = carried.total[blocks, ...]
-            log_total = total * xp.vecdot(dS, kept.states[blocks, ...])
-            if total.shape[-1] == 1:
-                log_total = xp.sum(log_total, axis=-1, keepdims=True)
-            totals.append(log_total)
-            dS *= total[..., None]
+            overlaps.append(xp.vecdot(dS, kept.states[blocks, ...]))
+            dS *= carried.total[blocks, ...][..., None]
             dS += starts[blocks, ...] @ xp.reshape(dread[blocks, ...], (count, H, G, 2 * C, V))
-        parts = (xp.concat(part[::-1], axis=0) for part in (betas, ends, totals))
-        return SlabGrads(dread, *parts), dS
+        solved, ends, overlaps = (xp.concat(part[::-1], axis=0) for part in (solved, ends, overlaps))
+        log_total = carried.total * overlaps
+        if self.request.scalar_gate:
+            log_total = xp.sum(log_total, axis=-1, keepdims=True)
+        return SlabGrads(dread, xp.vecdot(solved, kept.errors), ends, log_total), dS
 
     def _store(self, unit: Unit, slab: Slab, x: Tokens, dx: IntraGrads, dv: Array, dbeta: Array) -> None:
         """From the recurrence's inputs back to the caller's, into the rows of this slab."""

@@ -20,7 +20,7 @@ from array_api_compat import array_namespace
 
 from kdacore.types import Array, ChunkInputs, Outputs, Request
 from kdacore_reference.arrays import beside, cast, index_array, plain, put
-from kdacore_reference.intra import Intra, interact
+from kdacore_reference.intra import Intra, interact, solving
 from kdacore_reference.parallel import run_units
 from kdacore_reference.plan import CHUNK, Slab, Unit, chunk_count, plan_units
 from kdacore_reference.sequences import sequences_of
@@ -111,29 +111,27 @@ class ForwardRun:
         intra = interact(x.kq, x.decay, x.beta)
         n, H, G, C, V = x.v.shape
         starts = xp.reshape(intra.kq_start, (n, H, G, 2 * C, request.K))
-        ends = xp.matrix_transpose(intra.k_end)
+        writes = xp.matrix_transpose(x.beta * intra.k_end)
         total = intra.total[..., None]
-        outputs, errors = [], []
+        solve = solving(intra.coupling, x.beta)
+        reads, errors = [], []
         for chunk, blocks in slab.steps:
             count = blocks.stop - blocks.start
             S = self._finish(unit, S, count)
             self._record(unit, slab, chunk, blocks, S)
             read = xp.reshape(starts[blocks, ...] @ S, (count, H, G, C, 2, V))
-            beta = x.beta[blocks, ...]
-            error = x.v[blocks, ...] - read[..., 0, :]
-            error -= intra.coupling[blocks, ...] @ (beta * error)
-            fresh = beta * error
-            o = intra.qk[blocks, ...] @ fresh
-            o += read[..., 1, :]
-            outputs.append(o)
+            error = solve[blocks, ...] @ (x.v[blocks, ...] - read[..., 0, :])
+            reads.append(read[..., 1, :])
             errors.append(error)
             S *= total[blocks, ...]
-            S += ends[blocks, ...] @ fresh
-        o = xp.reshape(xp.concat(outputs, axis=0), (n, H * G, C, V))
+            S += writes[blocks, ...] @ error
+        errors = xp.concat(errors, axis=0)
+        o = (intra.qk * xp.matrix_transpose(x.beta)) @ errors
+        o += xp.concat(reads, axis=0)
         o *= request.scale
-        self.o = scatter(self.o, slab, unit.value_heads, o)
+        self.o = scatter(self.o, slab, unit.value_heads, xp.reshape(o, (n, H * G, C, V)))
         if self.keep:
-            self._keep(unit, slab, xp.concat(errors, axis=0), intra)
+            self._keep(unit, slab, errors, intra)
         return S
 
     def _record(self, unit: Unit, slab: Slab, chunk: int, blocks: slice, S: Array) -> None:

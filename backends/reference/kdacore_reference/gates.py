@@ -15,8 +15,10 @@ L2_EPS = 1e-6
 def sigmoid(x: Array) -> Array:
     """Without overflow for either sign."""
     xp = array_namespace(x)
-    e = xp.exp(-xp.abs(x))
-    return xp.where(x >= 0, xp.ones_like(e), e) / (1.0 + e)
+    # exp(80) and exp(700) are finite and 1 / (1 + them) is as good as zero.
+    e = xp.exp(xp.clip(-x, max=80.0 if x.dtype == xp.float32 else 700.0))
+    e += 1.0
+    return 1.0 / e
 
 
 def softplus(x: Array) -> Array:

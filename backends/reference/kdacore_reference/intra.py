@@ -90,6 +90,13 @@ def interact(kq: Array, decay: Array, beta: Array) -> Intra:
     return Intra(*carry.result(), blocks[..., 0, 0, :, :], blocks[..., 0, 1, :, :])
 
 
+def solving(coupling: Array, beta: Array) -> Array:
+    """``(I + P beta)^-1 = I - U beta``."""
+    xp = array_namespace(coupling)
+    one = xp.eye(coupling.shape[-1], dtype=coupling.dtype, device=beside(coupling))
+    return one - coupling * xp.matrix_transpose(beta)
+
+
 @compiled_for_jax()
 def carry_and_keep(kq: Array, decay: Array) -> Carried:
     """Keys and queries carried as in :func:`interact`, and every level's for its gradients."""

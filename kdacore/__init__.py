@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from kdacore import stages
 from kdacore.api import (
     chunk_gated_delta_rule,
     chunk_kda,
@@ -46,6 +47,7 @@ __all__ = [
     "fused_recurrent_kda",
     "kda_gate",
     "record_selections",
+    "stages",
     "use_backend",
 ]
 

@@ -161,8 +161,10 @@ def build_request(
     else:
         request, adapter = _build_whole(call)
     grad = adapter.needs_grad(tuple(inputs)) if needs_grad is None else needs_grad
-    if grad:
-        _check_differentiable(call)
+    if grad and (obstacle := _not_differentiable(call)) is not None:
+        if adapter.knows_grad:
+            raise obstacle
+        grad = False
     return dataclasses.replace(request, needs_grad=grad), adapter
 
 
@@ -403,24 +405,20 @@ def _check_indices(call: Call, fields: dict[str, Any]) -> None:
     fields["pool_size"], fields["state_indices_ndim"] = pool[0], len(got)
 
 
-def _check_differentiable(call: Call) -> None:
+def _not_differentiable(call: Call) -> ContractError | None:
     """Pools, in-place writes and the stages are for inference; say so instead of losing gradients."""
     if call.opdef.family == "stage":
-        raise call.fail(
-            call.opdef.arrays[0],
-            "inputs that require grad",
-            "no gradients: call stages under torch.no_grad()",
-        )
+        want = "no gradients: call stages under torch.no_grad()"
+        return call.fail(call.opdef.arrays[0], "inputs that require grad", want)
     for name in ("state_indices", "out"):
         if name in call.arrays:
-            raise call.fail(
-                name, "an array, with inputs that require grad", "None, or torch.no_grad() around it"
-            )
+            want = "None, or torch.no_grad() around it"
+            return call.fail(name, "an array, with inputs that require grad", want)
     for name in ("inplace_state", "read_only_state"):
         if call.options.get(name):
-            raise call.fail(
-                name, "True, with inputs that require grad", "False, or torch.no_grad() around it"
-            )
+            want = "False, or torch.no_grad() around it"
+            return call.fail(name, "True, with inputs that require grad", want)
+    return None
 
 
 # --- kda_gate -----------------------------------------------------------------------------------------------------

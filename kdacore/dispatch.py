@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -135,12 +136,19 @@ def call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object = 
         ContractError: the call breaks the contract.
         UnsupportedError: the forced backend, or every backend for a traced call, cannot serve it.
     """
+    torch = sys.modules.get("torch")
+    if (
+        torch is not None and torch.compiler.is_compiling()
+    ):  # before anything a traced graph would have to guard
+        from kdacore.frameworks.torch_arrays import TORCH
+
+        return TORCH.call_compiled(opdef, inputs, options, backend)
     first = inputs[0]
     adapter = _adapters.get(type(first)) or adapter_of(first)
     if adapter is None:
         contract.build_request(opdef, inputs, options)  # names the argument at fault
         raise ContractError(opdef.name, opdef.arrays[0], type(first).__name__, "an array")
-    if adapter.compiling is not None and adapter.compiling():
+    if adapter.through_operators:
         return adapter.call_compiled(opdef, inputs, options, backend)
     plan = cached_plan(
         adapter,

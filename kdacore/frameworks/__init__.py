@@ -18,7 +18,9 @@ def adapter_of(x: Any) -> Adapter | None:
     found = _by_type.get(type(x))
     if found is None:
         found = _resolve(x)
-        if found is not None and not isinstance(x, ShapeDtype):  # a spec's kind is its own
+        # Not cached: a spec, whose kind is its own; torch, which adds its plain types itself when its adapter is
+        # imported, because this line may be running inside a torch.compile trace.
+        if found is not None and found.kind != "torch" and not isinstance(x, ShapeDtype):
             _by_type[type(x)] = found
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kdacore.types import ArrayKind, Device, TensorSpec
@@ -18,12 +18,14 @@ class Adapter(Protocol):
     kind: ArrayKind
     immutable: bool
     """True where arrays cannot be written in place."""
+    knows_grad: bool
+    """False where :meth:`needs_grad` can only say that a gradient may be asked for later."""
 
-    compiling: Callable[[], bool] | None
-    """Says whether the library is tracing the caller's Python; None where that never happens."""
+    through_operators: bool
+    """True where calls must go through :meth:`call_compiled` even outside a trace (torch subclasses)."""
 
     def call_compiled(self, opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
-        """Serve a call that is being compiled."""
+        """Serve a call through operators the library can trace."""
         ...
 
     def key(self, inputs: tuple[Any, ...]) -> Hashable | None:

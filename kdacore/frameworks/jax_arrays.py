@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class _JaxAdapter:
     kind: ArrayKind = "jax"
     immutable = True
-    compiling: Callable[[], bool] | None = None
+    knows_grad = False
+    through_operators = False
 
     def call_compiled(self, opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
         raise RuntimeError("unreachable: JAX traces through ordinary calls")
@@ -60,7 +61,7 @@ class _JaxAdapter:
             return plan.forward(plan.request, inputs)
         if plan.joined is None:
             plan.joined = _join(plan, inputs)
-        if plan.impl.backward is None:
+        if not plan.request.needs_grad:
             return plan.joined(*inputs)
         result = plan.joined(*inputs)
         return result if isinstance(inputs, GateInputs) else Outputs(*result)
@@ -77,7 +78,7 @@ def _default_device() -> Device:
 
 
 def _join(plan: Plan, inputs: Any) -> Any:
-    if plan.impl.backward is None:
+    if not plan.request.needs_grad:  # eager, or an op for inference: JAX differentiates the latter's own code
         return jax.jit(lambda *arrays: plan.forward(plan.request, plan.inputs(*arrays)))
     return _join_gate(plan) if isinstance(inputs, GateInputs) else _join_whole(plan)
 

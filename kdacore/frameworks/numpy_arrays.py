@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +19,8 @@ _CPU = Device("cpu")
 class _NumpyAdapter:
     kind: ArrayKind = "numpy"
     immutable = False
-    compiling: Callable[[], bool] | None = None
+    knows_grad = True
+    through_operators = False
 
     def call_compiled(self, opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
         raise RuntimeError("unreachable: these arrays are never compiled")

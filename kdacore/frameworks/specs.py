@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,8 @@ class ShapeDtype:
 class _SpecAdapter:
     """Reads :class:`ShapeDtype`; can explain, cannot run."""
 
-    compiling: Callable[[], bool] | None = None
+    through_operators = False
+    knows_grad = True
 
     def __init__(self, kind: ArrayKind) -> None:
         self.kind: ArrayKind = kind

@@ -6,13 +6,14 @@ tensors) goes through the ``torch.library`` operators of ``torch_ops.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kdacore import device as probes
 from kdacore.errors import UnsupportedError
+from kdacore.frameworks import _by_type
 from kdacore.types import ArrayKind, Device, GateInputs, OutputGrads, Outputs, TensorSpec
 
 if TYPE_CHECKING:
@@ -30,16 +31,13 @@ _DTYPES = {
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _compiling() -> bool:
-    return bool(torch.compiler.is_compiling())
-
-
 class _TorchAdapter:
     kind: ArrayKind = "torch"
     immutable = False
+    knows_grad = True
 
-    def __init__(self, compiling: Callable[[], bool]) -> None:
-        self.compiling: Callable[[], bool] | None = compiling
+    def __init__(self, through_operators: bool) -> None:
+        self.through_operators = through_operators
 
     def call_compiled(self, opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
         from kdacore.frameworks import torch_ops
@@ -84,9 +82,12 @@ class _TorchAdapter:
         return Outputs(*_Whole.apply(plan, *inputs))
 
 
-TORCH = _TorchAdapter(_compiling)
-TORCH_SUBCLASS = _TorchAdapter(lambda: True)
+TORCH = _TorchAdapter(through_operators=False)
+TORCH_SUBCLASS = _TorchAdapter(through_operators=True)
 """For tensor subclasses (fake tensors, DTensor, ...): only torch's own dispatcher knows how to run them."""
+
+
+_by_type.update(dict.fromkeys(_PLAIN, TORCH))
 
 
 def adapter_for(x: torch.Tensor) -> _TorchAdapter:

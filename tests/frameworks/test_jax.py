@@ -136,3 +136,18 @@ def test_when_nothing_can_serve_a_tracer(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_explain_takes_shape_structs() -> None:
     x = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in call().items()}
     assert kdacore.explain("chunk_kda", **x).backend in ("xla", "reference")
+
+
+def test_pools_and_stages_may_be_traced() -> None:
+    x = {n: a[:, :1] for n, a in call().items()}
+    pool, rows = jnp.ones((5, 2, 8, 8)), jnp.array([3, -1])
+
+    def step(x: Any, pool: Any) -> Any:
+        options = {"state_indices": rows, "inplace_state": True, "output_final_state": True}
+        return kdacore.fused_recurrent_kda(**x, initial_state=pool, **options)
+
+    o, new = jax.jit(step)(x, pool)
+    assert o.shape == (2, 1, 2, 8)
+    assert [bool((new[i] != 1).any()) for i in range(5)] == [False, False, False, True, False]
+    gc = jax.jit(lambda g: kdacore.stages.kda_chunk_gate(g))(x["g"])
+    close(gc, np.asarray(x["g"]) / np.log(2))

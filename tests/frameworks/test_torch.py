@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -282,3 +284,14 @@ def test_fake_tensors_and_export() -> None:
     assert any("kdacore.chunk" in t for t in targets)
     o, _state = program.module()(*(arguments[n] for n in ("q", "k", "v", "g", "beta")))
     torch.testing.assert_close(o, kdacore.chunk_kda(**arguments)[0])
+
+
+def test_compiling_may_be_the_first_thing_a_process_does() -> None:
+    code = """
+import torch, kdacore
+x = [torch.randn(1, 6, 2, 8) for _ in range(4)]
+f = torch.compile(lambda *x: kdacore.chunk_kda(*x)[0], fullgraph=True, backend="aot_eager")
+print(f(*x[:3], -x[3].abs(), torch.rand(1, 6, 2)).shape)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout.strip() == "torch.Size([1, 6, 2, 8])", run.stderr

@@ -67,6 +67,8 @@ def _too_much(request: Request, need: int, what: str) -> Reason | None:
 
 def chunk_memory(request: Request) -> Reason | None:
     """VMEM of the forward kernel (a backward that does not fit is done in plain JAX)."""
+    if request.dtype not in ("float32", "bfloat16"):  # not served at all, which the dtype check says
+        return None
     return _too_much(request, memory.forward_bytes(request, memory.best_heads(request)), "forward")
 
 

@@ -19,12 +19,14 @@ from .kernels.backward_grads_anchored import anchored_grads_kernel
 from .kernels.backward_grads_scalar import scalar_grads_kernel
 from .kernels.backward_prepare import prepare_kernel
 from .kernels.backward_prepare_anchored import anchored_prepare_kernel
+from .kernels.backward_prepare_halves import halves_prepare_kernel
 from .kernels.backward_reduce import sum_group_kernel, sum_slots_kernel
 from .kernels.backward_scan import scan_kernel
 from .launch import Launcher, cdiv
 
 _prepare = Launcher(prepare_kernel)
 _anchored_prepare = Launcher(anchored_prepare_kernel)
+_halves_prepare = Launcher(halves_prepare_kernel)
 _scan = Launcher(scan_kernel)
 _grads = Launcher(grads_kernel)
 _anchored_grads = Launcher(anchored_grads_kernel)
@@ -100,8 +102,8 @@ def _run_prepare(request: Request, plan: Plan, x: ChunkInputs) -> Work:
         _prepare(grid, *arrays, *scalars, *sizes, SCALAR=r.scalar_gate, **options)
     else:
         anchor = (p.anchor.floor, p.anchor.centre)
-        levels = p.C.bit_length() - 1
-        _anchored_prepare(grid, *arrays, *scalars, *anchor, *sizes, LEVELS=levels, **options)
+        launch = _halves_prepare if p.anchor.half == 32 else _anchored_prepare
+        launch(grid, *arrays, *scalars, *anchor, *sizes, **options)
     return work
 
 

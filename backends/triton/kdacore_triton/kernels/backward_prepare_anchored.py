@@ -10,7 +10,8 @@ stay within ``2^(+-centre)``, and their product over a pair ``i >= j`` of one ha
 the halves meet at the boundary between, where nothing overflows. The constant knows no row, so no later row changes
 a bit of an earlier one. Gates without a lower bound are cut off at ``floor`` (see backward_plan).
 
-One program a chunk and value head. Tiles are chunk-major, read whole and unmasked by later kernels::
+This kernel is for S = 16, both halves in one tile; backward_prepare_halves for S = 32. One program a chunk and value
+head. Tiles are chunk-major, read whole and unmasked by later kernels::
 
     Aqk  [C, C]   scale * q_i . (k_j 2^(gc_i - gc_j)), j <= i
     inv  [C, C]   (I + tril(beta_i k_i . (k_j 2^(gc_i - gc_j)), -1))^-1
@@ -31,23 +32,26 @@ from .backward_halves import ROW_BETA, ROW_RK, ROW_RQ, halves
 from .backward_rows import activated_beta, gate_input, gate_rate, load_rows, load_vector, steps, sum_rows
 from .common import chunk_of_slot, exp2, mma
 
+S = tl.constexpr(16)
+C = tl.constexpr(32)
+
 
 @triton.jit
-def pairs_of(level, C: tl.constexpr):
-    """``[C, C]`` mask of the pairs ``i > j`` in the two halves of one group of ``2 * 2**level`` rows."""
-    half = tl.arange(0, C) >> level
+def pairs_of(level, SIZE: tl.constexpr):
+    """``[SIZE, SIZE]`` mask of the pairs ``i > j`` in the two halves of one group of ``2 * 2**level`` rows."""
+    half = tl.arange(0, SIZE) >> level
     sibling = tl.where((half & 1) == 1, half ^ 1, -1)
     return sibling[:, None] == half[None, :]
 
 
 @triton.jit
-def unit_lower_inverse(A, LEVELS: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr):
-    """``(I + A)^-1`` of a strictly lower triangular ``[C, C]`` tile, halves merged from 1 row up."""
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
-    inv = tl.where(i == j, 1.0, 0.0) - tl.where(pairs_of(0, C), A, 0.0)
+def unit_lower_inverse(A, LEVELS: tl.constexpr, SIZE: tl.constexpr, DOT: tl.constexpr):
+    """``(I + A)^-1`` of a strictly lower triangular ``[SIZE, SIZE]`` tile, halves merged from 1 row up."""
+    i = tl.arange(0, SIZE)[:, None]
+    j = tl.arange(0, SIZE)[None, :]
+    inv = tl.where(i == j, 1.0, 0.0) - tl.where(pairs_of(0, SIZE), A, 0.0)
     for level in range(1, LEVELS):
-        below = mma(tl.where(pairs_of(level, C), A, 0.0), inv, DOT)
+        below = mma(tl.where(pairs_of(level, SIZE), A, 0.0), inv, DOT)
         inv -= mma(inv, below, DOT)
     return inv
 
@@ -58,13 +62,11 @@ def anchored_prepare_kernel(
     Aqk, inv, qg, kg, w, uT, zq, zk, yk, sk, last, row_values,
     scale, lower_bound, floor, centre, T, NT, N, H, HV, K, V,
     KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
-    LEVELS: tl.constexpr, GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
     L2NORM: tl.constexpr, BETA: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, INV_DOT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """See the module docstring. Grid: ``(slots * HV,)``. ``C = 2**LEVELS``, ``S = C / 2``; ``centre`` is an integer."""
-    C: tl.constexpr = 1 << LEVELS
-    S: tl.constexpr = C // 2
+    """See the module docstring. Grid: ``(slots * HV,)``. ``centre`` is an integer."""
     pid = tl.program_id(0)
     slot = pid // HV
     hv = pid - slot * HV
@@ -142,7 +144,7 @@ def anchored_prepare_kernel(
 
     square = chunk * (C * C) + i * C + j
     tl.store(Aqk + square, tl.where(i >= j, scale * Aq, 0.0).to(Aqk.dtype.element_ty))
-    M = unit_lower_inverse(tl.where(i > j, b[:, None] * Ak, 0.0), LEVELS, C, INV_DOT).to(inv.dtype.element_ty)
+    M = unit_lower_inverse(tl.where(i > j, b[:, None] * Ak, 0.0), 5, C, INV_DOT).to(inv.dtype.element_ty)
     tl.store(inv + square, M)
 
     tl.debug_barrier()

@@ -82,6 +82,11 @@ def parse(env: Mapping[str, str]) -> Config:
     )
 
 
+def unknown() -> tuple[str, ...]:
+    """Variables of the environment that look like ours and are not: a misspelling, most likely."""
+    return tuple(sorted(n for n in os.environ if n.startswith("KDACORE_") and n not in VARIABLES))
+
+
 _lock = threading.Lock()
 _config: Config | None = None
 _listeners: list[Callable[[], None]] = []

@@ -118,7 +118,7 @@ def _environment(faults: dict[str, ConfigError], problem: Any) -> list[dict[str,
     for name in config.get().backend:
         if name not in REGISTRY.backends():
             problem("environment variable KDACORE_BACKEND", f"names {name!r}, which is no backend here")
-    unknown = sorted(n for n in os.environ if n.startswith("KDACORE_") and n not in config.VARIABLES)
+    unknown = list(config.unknown())
     rows += [{"name": n, "value": os.environ[n], "meaning": "not a variable kdacore reads"} for n in unknown]
     return rows
 

@@ -24,7 +24,7 @@ def test_every_variable_in_the_sources_is_declared() -> None:
 
 
 def test_only_config_reads_our_variables() -> None:
-    reads = re.compile(r"environ[^\n]*KDACORE_|getenv\([^\n]*KDACORE_")
+    reads = re.compile(r"environ(\.get\(|\[)[^\n]*KDACORE_|getenv\([^\n]*KDACORE_")
     assert [f.name for f in SOURCES if reads.search(f.read_text())] == []
 
 

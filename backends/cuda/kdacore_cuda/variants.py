@@ -33,7 +33,7 @@ def decode_kernel(K: int, v_first: bool, bf16_state: bool) -> KernelSource:
     return KernelSource("common/decode.cu", "decode", defines)
 
 
-STREAM_THREADS = 160
+STREAM_THREADS = 288
 
 
 def stream_kernel(K: int, v_first: bool) -> KernelSource:
@@ -62,13 +62,15 @@ def decode_kernels() -> Iterator[KernelSource]:
 SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024, "sm_100f": 227 * 1024, "sm_120": 99 * 1024}
 """Dynamic shared memory a block may use, by build architecture."""
 CLUSTERS = (1, 2, 4)
+CLUSTER_ARCHS = ("sm_90a", "sm_100f")
+"""Architectures whose blocks form clusters here."""
 SHIFTED_REGISTERS = {(128, 1): (152, 104), (128, 2): (152, 184)}
 """Registers of scan and prepare warps where warpgroups trade them, by head dim and cluster size."""
 
 
 def cluster_size(K: int, items: int, processors: int, arch: str) -> int:
     """Blocks that share one of ``items`` sequences and heads. Depends on shapes and the device alone."""
-    if arch not in ("sm_90a", "sm_100f"):
+    if arch not in CLUSTER_ARCHS:
         return 1
     return max(c for c in CLUSTERS if c == 1 or items * c <= processors)
 
@@ -132,3 +134,9 @@ def prefill_shared(K: int, cluster: int, arch: str = "sm_90a") -> int:
 def packaged_kernels(arch: str) -> Iterator[KernelSource]:
     """What :func:`kdacore_cuda.prebuilt.build_all` compiles for ``arch``."""
     yield from decode_kernels()
+    clusters = CLUSTERS if arch in CLUSTER_ARCHS else (1,)
+    for K in HEAD_DIMS:
+        for cluster in clusters:
+            for safe in (False, True):
+                for float_gate in (False, True):
+                    yield prefill_kernel(K, cluster, safe, float_gate, arch)

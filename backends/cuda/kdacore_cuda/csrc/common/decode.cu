@@ -38,15 +38,15 @@ KDA_KERNEL(WARPS * 32, MIN_BLOCKS) decode(KDA_PARAM DecodeParams p) {
     const int count = s.length - t0 < block_tokens ? (int)(s.length - t0) : block_tokens;
     if (t0) sync_block();
     for (int i = warp; i < count; i += WARPS) {
-      prepare_token(p, s, s.first + t0 + i, hv, lane, tokens + 4 * TOKEN_FLOATS * i);
+      finish_token(p, load_token(p, s, s.first + t0 + i, hv, lane), lane, tokens + 4 * TOKEN_FLOATS * i);
     }
     const long long v_at = s.batch * p.v_sb + (s.first + t0) * p.v_st + hv * p.v_sh + place.v;
-    float v = load_scalar(p.v, v_at, p.qkv_type);
+    u32 v = load_bits(p.v + type_size(p.qkv_type) * v_at, p.qkv_type);
     sync_block();
     for (int i = 0; i < count; ++i) {
-      float next = v;
-      if (i + 1 < count) next = load_scalar(p.v, v_at + (i + 1) * p.v_st, p.qkv_type);
-      const float o = step(state, place, tokens + 4 * TOKEN_FLOATS * i, v);
+      u32 next = v;
+      if (i + 1 < count) next = load_bits(p.v + type_size(p.qkv_type) * (v_at + (i + 1) * p.v_st), p.qkv_type);
+      const float o = step(state, place, tokens + 4 * TOKEN_FLOATS * i, from_bits(v, p.qkv_type));
       v = next;
       if (place.writes) {
         const long long row = s.batch * p.T + s.first + t0 + i;

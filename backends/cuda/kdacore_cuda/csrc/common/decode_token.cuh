@@ -44,48 +44,67 @@ __device__ __forceinline__ float step_decay(const DecodeParams& p, float x, floa
   return exp2_fast(LOG2E * p.lower_bound * sigmoid(a * x));
 }
 
-// One warp, one token: normalised q (times scale) and k, decays and beta, to shared memory at `to`.
-__device__ __forceinline__ void prepare_token(const DecodeParams& p, const Sequence& s, long long t, int hv, int lane,
-                                              u32 to) {
-  const int h = hv / (p.HV / p.H);
-  const int c = 4 * lane;
-  const bool real = c < K;
-  float4 q = make_float4(0, 0, 0, 0), k = q, d = q;
-  if (real) {
-    q = load_four(p.q, s.batch * p.q_sb + t * p.q_st + h * p.q_sh + c, p.qkv_type);
-    k = load_four(p.k, s.batch * p.k_sb + t * p.k_st + h * p.k_sh + c, p.qkv_type);
-    const long long gate_at = s.batch * p.g_sb + t * p.g_st + hv * p.g_sh;
-    const bool scalar = p.flags & FLAG_SCALAR_GATE;
-    float4 x;
+// A lane's four channels of one token as they lie in memory. Converting them would wait for the loads.
+struct RawToken {
+  RawFour q, k, g, bias;
+  u32 A_log, beta, scalar_g, scalar_bias;
+};
+
+__device__ __forceinline__ RawToken load_token(const DecodeParams& p, const Sequence& s, long long t, int hv, int lane) {
+  const int h = hv / (p.HV / p.H), c = 4 * lane;
+  RawToken raw = {};
+  const bool scalar = p.flags & FLAG_SCALAR_GATE;
+  const long long gate_at = s.batch * p.g_sb + t * p.g_st + hv * p.g_sh;
+  if (c < K) {
+    raw.q = load_raw_four(p.q, s.batch * p.q_sb + t * p.q_st + h * p.q_sh + c, p.qkv_type);
+    raw.k = load_raw_four(p.k, s.batch * p.k_sb + t * p.k_st + h * p.k_sh + c, p.qkv_type);
     if (scalar) {
-      const float g = load_scalar(p.g, gate_at, p.g_type);
-      x = make_float4(g, g, g, g);
+      raw.scalar_g = load_bits(p.g + type_size(p.g_type) * gate_at, p.g_type);
+      if (p.dt_bias) raw.scalar_bias = load_bits(p.dt_bias + type_size(p.bias_type) * hv, p.bias_type);
     } else {
-      x = load_four(p.g, gate_at + c, p.g_type);
+      raw.g = load_raw_four(p.g, gate_at + c, p.g_type);
+      if (p.dt_bias) raw.bias = load_raw_four(p.dt_bias, (long long)hv * K + c, p.bias_type);
     }
-    if (p.dt_bias) {
-      const float one = scalar ? load_scalar(p.dt_bias, hv, p.bias_type) : 0.0f;
-      const float4 b = scalar ? make_float4(one, one, one, one) : load_four(p.dt_bias, (long long)hv * K + c, p.bias_type);
-      x = make_float4(x.x + b.x, x.y + b.y, x.z + b.z, x.w + b.w);
-    }
-    const float a = p.A_log ? exp2_fast(LOG2E * reinterpret_cast<const float*>(p.A_log)[hv]) : 1.0f;
-    d = make_float4(step_decay(p, x.x, a), step_decay(p, x.y, a), step_decay(p, x.z, a), step_decay(p, x.w, a));
-  }
-  float q_factor = p.scale, k_factor = 1.0f;
-  if (p.flags & FLAG_L2NORM) {
-    q_factor *= inverse_sqrt(sum_warp(q.x * q.x + q.y * q.y + q.z * q.z + q.w * q.w) + 1e-6f);
-    k_factor = inverse_sqrt(sum_warp(k.x * k.x + k.y * k.y + k.z * k.z + k.w * k.w) + 1e-6f);
-  }
-  if (real) {
-    store_shared(to + 4 * c, q.x * q_factor, q.y * q_factor);
-    store_shared(to + 4 * c + 8, q.z * q_factor, q.w * q_factor);
-    store_shared(to + 4 * (K + c), k.x * k_factor, k.y * k_factor);
-    store_shared(to + 4 * (K + c) + 8, k.z * k_factor, k.w * k_factor);
-    store_shared(to + 4 * (2 * K + c), d.x, d.y);
-    store_shared(to + 4 * (2 * K + c) + 8, d.z, d.w);
+    if (p.A_log) raw.A_log = reinterpret_cast<const u32*>(p.A_log)[hv];
   }
   if (lane == 0) {
-    float beta = load_scalar(p.beta, s.batch * p.beta_sb + t * p.beta_st + hv * p.beta_sh, p.beta_type);
+    const long long at = s.batch * p.beta_sb + t * p.beta_st + hv * p.beta_sh;
+    raw.beta = load_bits(p.beta + type_size(p.beta_type) * at, p.beta_type);
+  }
+  return raw;
+}
+
+__device__ __forceinline__ float4 all_four(float x) { return make_float4(x, x, x, x); }
+__device__ __forceinline__ float square(const float4& x) { return x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w; }
+__device__ __forceinline__ void store_scaled(u32 to, const float4& x, float factor) {
+  store_shared(to, x.x * factor, x.y * factor);
+  store_shared(to + 8, x.z * factor, x.w * factor);
+}
+
+// One warp, one token: normalised q (times scale) and k, decays and beta, to shared memory at `to`.
+__device__ __forceinline__ void finish_token(const DecodeParams& p, const RawToken& raw, int lane, u32 to) {
+  const int c = 4 * lane;
+  const float4 q = from_raw(raw.q, p.qkv_type), k = from_raw(raw.k, p.qkv_type);
+  float q_factor = p.scale, k_factor = 1.0f;
+  if (p.flags & FLAG_L2NORM) {
+    q_factor *= inverse_sqrt(sum_warp(square(q)) + 1e-6f);
+    k_factor = inverse_sqrt(sum_warp(square(k)) + 1e-6f);
+  }
+  if (c < K) {
+    const bool scalar = p.flags & FLAG_SCALAR_GATE;
+    float4 x = scalar ? all_four(from_bits(raw.scalar_g, p.g_type)) : from_raw(raw.g, p.g_type);
+    if (p.dt_bias) {
+      const float4 b = scalar ? all_four(from_bits(raw.scalar_bias, p.bias_type)) : from_raw(raw.bias, p.bias_type);
+      x = make_float4(x.x + b.x, x.y + b.y, x.z + b.z, x.w + b.w);
+    }
+    const float a = p.A_log ? exp2_fast(LOG2E * __uint_as_float(raw.A_log)) : 1.0f;
+    const float4 d = make_float4(step_decay(p, x.x, a), step_decay(p, x.y, a), step_decay(p, x.z, a), step_decay(p, x.w, a));
+    store_scaled(to + 4 * c, q, q_factor);
+    store_scaled(to + 4 * (K + c), k, k_factor);
+    store_scaled(to + 4 * (2 * K + c), d, 1.0f);
+  }
+  if (lane == 0) {
+    float beta = from_bits(raw.beta, p.beta_type);
     if (p.flags & FLAG_BETA_SIGMOID) beta = sigmoid(beta);
     if (p.flags & FLAG_NEG_EIGVAL) beta *= 2.0f;
     store_shared(to + 4 * (3 * K), beta, 0.0f);

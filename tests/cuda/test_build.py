@@ -1,0 +1,156 @@
+"""Kernels compile without a GPU, hold what they should, and are cached and packaged safely."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kdacore.errors import BackendBuildError
+from kdacore_cuda import build, prebuilt, variants
+from kdacore_cuda.build import Built, KernelSource
+from kdacore_cuda.cache import DiskCache
+
+SPILL_BYTES = 160
+"""Allowance for spill stores of one thread in a prefill or decode kernel; most have none."""
+KERNELS = {
+    "safe": variants.prefill_kernel(128, 2, True, False),
+    "free": variants.prefill_kernel(128, 2, False, False),
+    "few heads": variants.prefill_kernel(128, 4, True, False),
+    "decode": variants.decode_kernel(128, False, False),
+    "stream": variants.stream_kernel(128, False),
+}
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[str, Built]:
+    return {name: build.compile_kernel(kernel, "sm_90a") for name, kernel in KERNELS.items()}
+
+
+def disassemble(cubin: bytes, folder: Path) -> str:
+    triton = pytest.importorskip("triton", reason="its wheel carries the disassembler")
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    return subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_spills(built: dict[str, Built], name: str) -> None:
+    found = re.search(r"(\d+) bytes spill stores", built[name].log)
+    assert found is not None, built[name].log
+    assert int(found[1]) <= SPILL_BYTES
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_entry_is_present(built: dict[str, Built], name: str) -> None:
+    assert KERNELS[name].entry.encode() + b"\0" in built[name].cubin
+
+
+@pytest.mark.parametrize(("name", "instruction"), [("safe", "HGMMA"), ("few heads", "HMMA"), ("free", "HGMMA")])
+def test_matrix_instructions(built: dict[str, Built], tmp_path: Path, name: str, instruction: str) -> None:
+    text = disassemble(built[name].cubin, tmp_path)
+    assert instruction in text
+    loop = text[text.index(instruction) : text.rindex(instruction)]
+    assert "MEMBAR.ALL.GPU" not in loop  # a cluster-scope release inside the chain costs more than the chain
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100f", "sm_120"])
+def test_other_architectures(arch: str) -> None:
+    assert build.compile_kernel(variants.prefill_kernel(128, 1, True, False, arch), arch).cubin
+    assert build.compile_kernel(variants.decode_kernel(64, True, True), arch).cubin
+    assert build.compile_kernel(variants.stream_kernel(64, True), arch).cubin
+
+
+def test_clusters_compile_for_sm100() -> None:
+    assert build.compile_kernel(variants.prefill_kernel(64, 2, True, True, "sm_100f"), "sm_100f").cubin
+
+
+def test_error_carries_the_log() -> None:
+    broken = "extern \"C\" __global__ void f() { this_is_not_declared(); }"
+    with pytest.raises(BackendBuildError, match="this_is_not_declared") as caught:
+        build.compile_text(broken, "broken", ("-arch=sm_90a",), {})
+    assert caught.value.what.startswith("broken")
+
+
+def test_virtual_architectures_are_refused() -> None:
+    with pytest.raises(ValueError, match="sm_"):
+        build.options(KERNELS["decode"], "compute_90")
+
+
+def test_key_depends_on_everything() -> None:
+    kernel = KERNELS["decode"]
+    other = dataclasses.replace(kernel, defines=(*kernel.defines, ("EXTRA", 1)))
+    keys = {build.source_key(kernel, "sm_90a"), build.source_key(kernel, "sm_100f"), build.source_key(other, "sm_90a")}
+    assert len(keys) == 3
+
+
+def test_cache_round_trip_and_damage(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path / "cuda")
+    assert cache.get("k") is None
+    assert cache.put("k", b"cubin")
+    assert cache.get("k") == b"cubin"
+    path = tmp_path / "cuda" / "k.bin"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert cache.get("k") is None
+    path.write_bytes(b"")
+    assert cache.get("k") is None
+
+
+def test_cache_of_another_owner_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = DiskCache(tmp_path / "cuda")
+    assert cache.put("k", b"cubin")
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert cache.get("k") is None
+    assert not cache.put("other", b"cubin")
+
+
+def test_cache_open_to_everyone_is_refused(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path / "cuda")
+    assert cache.put("k", b"cubin")
+    (tmp_path / "cuda").chmod(0o777)
+    assert cache.get("k") is None
+
+
+def test_unusable_cache_folder_is_a_miss(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    cache = DiskCache(tmp_path / "file" / "cuda")
+    assert cache.get("k") is None
+    assert not cache.put("k", b"cubin")
+
+
+def test_load_or_compile_uses_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = KernelSource("common/decode.cu", "decode", (*KERNELS["decode"].defines, ("UNPACKAGED", 1)))
+    disk = DiskCache(tmp_path / "cuda")
+    first = build.load_or_compile(kernel, "sm_90a", disk)
+
+    def refuse(*args: object) -> Built:
+        raise AssertionError("compiled twice")
+
+    monkeypatch.setattr(build, "compile_kernel", refuse)
+    assert build.load_or_compile(kernel, "sm_90a", disk) == first
+
+
+def test_packaged_cubins_match_their_sources() -> None:
+    """Run `kdacore build` when this fails: a source changed after the cubins were built."""
+    rows = json.loads((prebuilt.FOLDER / prebuilt.MANIFEST).read_text())["cubins"]
+    expected = {f"{k.name}.{arch}": (k, arch) for arch in prebuilt.PACKAGED_ARCHS for k in variants.packaged_kernels(arch)}
+    assert rows.keys() == expected.keys()
+    for kernel, arch in expected.values():
+        assert prebuilt.find_packaged(kernel, arch, build.source_key(kernel, arch)) is not None, kernel.name
+
+
+def test_changed_source_or_damaged_file_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = KERNELS["decode"]
+    monkeypatch.setattr(variants, "packaged_kernels", lambda arch: [kernel])
+    (path,) = prebuilt.build_all(["sm_90a"], tmp_path)
+    key = build.source_key(kernel, "sm_90a")
+    assert prebuilt.find_packaged(kernel, "sm_90a", key, tmp_path) == path.read_bytes()
+    assert prebuilt.find_packaged(kernel, "sm_90a", "another key", tmp_path) is None
+    path.write_bytes(b"damaged")
+    assert prebuilt.find_packaged(kernel, "sm_90a", key, tmp_path) is None

@@ -1,0 +1,94 @@
+"""Parameter packing, and the launch path through a stub driver library."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import emulator
+import pytest
+
+from kdacore_cuda import launch, layout, variants
+from kdacore_cuda.driver import Driver, DriverError
+
+_STUB = """
+#include <string.h>
+unsigned char params[512]; unsigned grid, block, shared_size; void* on_stream; int limit, fail;
+int cuLibraryLoadData(void** l, const void* code, void* a, void* b, unsigned c, void* d, void* e, unsigned f) {
+  *l = (void*)code; return 0; }
+int cuLibraryGetKernel(void** k, void* l, const char* name) { *k = (void*)0x77; return strcmp(name, "decode") != 0; }
+int cuKernelSetAttribute(int what, int value, void* k, int device) { limit = value; return 0; }
+int cuGetErrorName(int code, const char** text) { *text = "CUDA_ERROR_STUB"; return 0; }
+int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned s,
+                   void* stream, void** arguments, void** extra) {
+  grid = gx; block = bx; shared_size = s; on_stream = stream; memcpy(params, arguments[0], SIZE); return fail; }
+"""
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library with the driver's names that records one launch."""
+    assert shutil.which("gcc"), "the CUDA backend's tests need gcc and g++"
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "stub.c").write_text(_STUB)
+    library = folder / "libcuda.so.1"
+    size = f"-DSIZE={layout.DECODE.size}"
+    subprocess.run(["gcc", "-shared", "-fPIC", size, folder / "stub.c", "-o", library], check=True)
+    return library
+
+
+def make(stub: Path, monkeypatch: pytest.MonkeyPatch, shared: int = 1000) -> launch.Launcher:
+    driver = Driver(str(stub))
+    monkeypatch.setattr(launch, "driver", lambda: driver)
+    monkeypatch.setattr(launch, "load_or_compile", lambda kernel, arch: b"cubin")
+    return launch.Launcher(variants.decode_kernel(64, False, False), layout.DECODE, 64, shared)
+
+
+def test_launch_passes_what_was_packed(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = make(stub, monkeypatch)
+    values = tuple(range(1, len(layout.DECODE.fields) + 1))
+    launcher(7, 0, "sm_90a", 0x55, values)
+    library = ctypes.CDLL(str(stub))
+    seen = bytes((ctypes.c_ubyte * layout.DECODE.size).in_dll(library, "params"))
+    assert layout.DECODE.packer.unpack(seen) == values
+    assert ctypes.c_uint.in_dll(library, "grid").value == 7
+    assert ctypes.c_uint.in_dll(library, "block").value == 64
+    assert ctypes.c_void_p.in_dll(library, "on_stream").value == 0x55
+
+
+def test_large_shared_memory_is_asked_for(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = make(stub, monkeypatch, shared=100_000)
+    launcher(1, 0, "sm_90a", 0, (0,) * len(layout.DECODE.fields))
+    assert ctypes.c_int.in_dll(ctypes.CDLL(str(stub)), "limit").value == 100_000
+
+
+def test_a_refused_launch_raises(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = make(stub, monkeypatch)
+    flag = ctypes.c_int.in_dll(ctypes.CDLL(str(stub)), "fail")
+    flag.value = 3
+    try:
+        with pytest.raises(DriverError, match="CUDA_ERROR_STUB"):
+            launcher(1, 0, "sm_90a", 0, (0,) * len(layout.DECODE.fields))
+    finally:
+        flag.value = 0
+
+
+@pytest.mark.parametrize(
+    ("params", "kernel"),
+    [
+        (layout.DECODE, variants.decode_kernel(64, True, False)),
+        (layout.PREFILL, variants.prefill_kernel(64, 1, True, False)),
+    ],
+    ids=["decode", "prefill"],
+)
+def test_offsets_agree_with_the_compiler(params: layout.ParamStruct, kernel: variants.KernelSource) -> None:
+    library = emulator.build(kernel, params)
+    library.offset_of.restype = ctypes.c_size_t
+    assert [library.offset_of(i) for i in range(len(params.fields))] == list(params.offsets.values())
+
+
+def test_holes_are_refused() -> None:
+    with pytest.raises(ValueError, match="8-byte fields"):
+        layout.ParamStruct("Bad", (("a", "i32"), ("b", "ptr")))

@@ -1,0 +1,79 @@
+"""Every rejection of the CUDA backend has its code; what it serves has no objection."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from cuda_calls import SAFE_MODEL, Draw, request_of
+
+from kdacore.types import ChunkInputs, Device, Request
+from kdacore_cuda.plugin import make_backend
+
+BACKEND = make_backend()
+
+
+def request(op: str = "chunk_kda", **changes: Any) -> Request:
+    d = Draw(0)
+    inputs = ChunkInputs(
+        q=d.normal(1, 4, 1, 64),
+        k=d.normal(1, 4, 1, 64),
+        v=d.normal(1, 4, 1, 64),
+        beta=d.normal(1, 4, 1),
+        **d.gate("random", 1, 4, 1, 64),
+    )
+    base = request_of("chunk_kda", inputs, **SAFE_MODEL)
+    return dataclasses.replace(base, op=op, device=Device("cuda", 0, "sm_90"), **changes)
+
+
+def codes(r: Request) -> set[str]:
+    return {reason.code for v in BACKEND.ops[r.op].verifiers if (reason := v(r)) is not None}
+
+
+@pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda", "fused_recurrent_gated_delta_rule"])
+def test_serves(op: str) -> None:
+    assert codes(request(op)) == set()
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"device": Device("cuda", 0, "sm_75")}, "hardware"),
+        ({"device": Device("cuda", 0, "")}, "hardware"),
+        ({"K": 60, "V": 60}, "head_dim"),
+        ({"K": 128, "V": 64}, "head_dim"),
+        ({"dtype": "float32"}, "dtype"),
+        ({"state_dtype": "float64"}, "state_dtype"),
+        ({"N": 2**29, "HV": 2}, "too_large"),
+        ({"T": 2**30}, "too_large"),
+    ],
+)
+def test_rejects(changes: dict[str, Any], code: str) -> None:
+    assert codes(request(**changes)) == {code}
+
+
+def test_recurrent_takes_every_small_float() -> None:
+    for dtype in ("float32", "float16", "bfloat16"):
+        assert codes(request("fused_recurrent_kda", dtype=dtype)) == set()
+    assert codes(request("fused_recurrent_kda", dtype="float64")) == {"dtype"}
+
+
+def test_float64_gate_is_rejected() -> None:
+    r = request()
+    tensors = tuple((n, dataclasses.replace(s, dtype="float64") if n == "g" else s) for n, s in r.tensors)
+    assert codes(dataclasses.replace(r, tensors=tensors)) == {"dtype"}
+
+
+def test_no_op_claims_a_backward() -> None:
+    """Without one, dispatch answers a call that needs gradients with the code ``gradients``."""
+    assert all(op.backward is None for op in BACKEND.ops.values())
+
+
+def test_importing_the_plugin_imports_no_framework() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, kdacore_cuda.plugin; assert not {'torch', 'cuda', 'triton'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+

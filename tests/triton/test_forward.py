@@ -73,8 +73,13 @@ def error(got: torch.Tensor, want: np.ndarray) -> float:
     return float(np.linalg.norm(to_float64(got) - want)) / (wanted or 1.0)
 
 
-def check(inputs: ChunkInputs, loose: float = 1.0, **options: Any) -> Outputs:
-    """Run, compare with the oracle, return what was computed."""
+def check(inputs: ChunkInputs, loose: float = 0.0, **options: Any) -> Outputs:
+    """Run, compare with the oracle, return what was computed.
+
+    ``loose``: times the contract's bounds. By default 1 for float32, and 2 for 16-bit inputs: most gates drawn here
+    are slow, which the contract gives twice the bound. Its own case (T 2048, K and V 128) has a test below.
+    """
+    loose = loose or (1.0 if inputs.q.dtype == torch.float32 else 2.0)
     request = request_of(inputs, **options)
     got = forward.forward(request, inputs)
     want = oracle_forward(request, inputs)
@@ -278,3 +283,12 @@ def test_every_shipped_configuration(
 def test_bfloat16_in_the_interpreter_is_right() -> None:
     x = draw(T=20, dtype=torch.bfloat16)
     check(x, output_final_state=True, **SAFE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [SAFE, {}], ids=["bounded", "unbounded"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_contracts_own_case(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    A_log = torch.log(1 + 15 * torch.rand(2, generator=torch.Generator().manual_seed(1)))
+    x = draw(T=2048, H=2, HV=2, K=128, V=128, raw=True, dtype=dtype, A_log=A_log)
+    check(x, loose=1.0, output_final_state=True, **RAW, **options)

@@ -30,7 +30,7 @@ from kdacore_triton import configs
 from kdacore_triton.kernels.prepare import prepare_kernel
 from kdacore_triton.kernels.scan import scan_kernel
 from kdacore_triton.launch import Launcher, cdiv, next_power_of_2
-from kdacore_triton.plan import ASM, GATES, INTERPRETING, FixedLaunch, Plans, dense
+from kdacore_triton.plan import GATES, INTERPRETING, FixedLaunch, Plans, dense, on_nvidia
 
 FAMILIES = {"bounded": 0, "dyadic": 1, "scalar": 2}
 """The prepare kernel's FAMILY constexpr."""
@@ -82,7 +82,7 @@ class Plan:
                 **shared, "BV": BV, "BU": min(config["BU"], BV),
                 "LEVELS": C.bit_length() - 1, "FAMILY": FAMILIES[family], "GATE": GATES[r.gate],
                 "L2NORM": r.qk_l2norm, "BETA_SIGMOID": r.beta_sigmoid,
-                "BETA_FACTOR": 2.0 if r.neg_eigval else 1.0, "PACKED": r.packed, **dots, "ASM": ASM,
+                "BETA_FACTOR": 2.0 if r.neg_eigval else 1.0, "PACKED": r.packed, **dots, "ASM": on_nvidia(r),
             },
             config["prepare_warps"],
         )  # fmt: skip
@@ -124,11 +124,11 @@ def dot_precision(r: Request, half: bool) -> dict[str, Any]:
     if INTERPRETING:
         return {"DOT": "ieee", "INV_DOT": "ieee"}
     if not half:
-        full = "tf32x3" if torch.version.hip is None else "ieee"
+        full = "tf32x3" if on_nvidia(r) else "ieee"
         return {"DOT": full, "INV_DOT": full}
     if r.qk_l2norm:
         return {"DOT": "bf16", "INV_DOT": "fp16"}
-    return {"DOT": "bf16", "INV_DOT": "tf32" if torch.version.hip is None else "ieee"}
+    return {"DOT": "bf16", "INV_DOT": "tf32" if on_nvidia(r) else "ieee"}
 
 
 @cache

@@ -18,13 +18,15 @@ GATES = {"log": 0, "softplus": 1, "sigmoid": 2}
 INTERPRETING = bool(knobs.runtime.interpret)
 """Do kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` when Triton was first imported)?"""
 
-ASM = not INTERPRETING and torch.version.hip is None
-"""May kernels use PTX? Not in the interpreter, not on AMD."""
-
 _UNALIGNED = 15
 _MAX_PLANS = 1024
 
 P = TypeVar("P")
+
+
+def on_nvidia(request: Request) -> bool:
+    """May kernels use PTX and NVIDIA's dot precisions? Not in the interpreter, not on AMD."""
+    return not INTERPRETING and not request.device.arch.startswith("gfx")
 
 
 def dense(x: torch.Tensor | None) -> Any:
@@ -66,12 +68,12 @@ class FixedLaunch:
         aligned = not bits & _UNALIGNED
         if self._prepared is not None and aligned and self._device == current_device():
             self._prepared(self._grid, *pointers, *self._scalars)
-        elif self._launcher.interpreting or not aligned or self._device != current_device():
-            self._launcher(self._grid, *tensors, *self._scalars, **self._options, **self._constexprs)
-        else:
-            self._prepared = self._launcher.prepare(
-                self._grid, *tensors, *self._scalars, **self._options, **self._constexprs
-            )
+            return
+        prepared = self._launcher.prepare(
+            self._grid, *tensors, *self._scalars, **self._options, **self._constexprs
+        )
+        if aligned:
+            self._prepared = prepared
 
 
 class Plans(Generic[P]):

@@ -26,7 +26,7 @@ from kdacore_triton.kernels.stage_gate import chunk_gate_kernel
 from kdacore_triton.kernels.stage_intra import intra_chunk_kernel, intra_token_kernel
 from kdacore_triton.kernels.stage_parts import output_kernel, recompute_kernel, state_kernel
 from kdacore_triton.launch import Launcher, cdiv, next_power_of_2
-from kdacore_triton.plan import ASM, GATES, INTERPRETING, dense
+from kdacore_triton.plan import GATES, INTERPRETING, dense, on_nvidia
 
 _GATE = Launcher(chunk_gate_kernel)
 _INTRA_TOKEN = Launcher(intra_token_kernel)
@@ -73,7 +73,7 @@ def chunk_intra_by_token(request: Request, inputs: IntraInputs) -> IntraOutputs:
         (request.B * request.T * cdiv(request.HV, heads), 1, 1),
         q, k, gc, beta, cu_seqlens, Aqk, low, request.T, request.N, request.H, request.HV, request.scale,
         K=request.K, BK=_padded(request.K), BH=heads, C=request.chunk_size, SPAN=_SPAN, PACKED=request.packed,
-        ASM=ASM, num_warps=config["token_warps"],
+        ASM=on_nvidia(request), num_warps=config["token_warps"],
     )  # fmt: skip
     return _finish_intra(request, (q, k, gc, beta, cu_seqlens, low, Aqk, Akk), _SPAN.bit_length() - 1, config)
 
@@ -105,7 +105,7 @@ def _finish_intra(r: Request, tensors: tuple[Any, ...], first: int, config: conf
         *tensors, r.T, r.num_chunks, r.N, r.H, r.HV, r.scale,
         K=r.K, BK=_padded(r.K), BS=min(_padded(r.K), config["BS"]), C=r.chunk_size,
         LEVELS=r.chunk_size.bit_length() - 1, FIRST=first, PACKED=r.packed,
-        DOT=_dot(half), INV_DOT=_dot("tf32" if half else None), ASM=ASM, num_warps=config["chunk_warps"],
+        DOT=_dot(r, half), INV_DOT=_dot(r, "tf32" if half else None), ASM=on_nvidia(r), num_warps=config["chunk_warps"],
     )  # fmt: skip
     return IntraOutputs(*tensors[-2:])
 
@@ -124,7 +124,7 @@ def recompute_w_u(request: Request, inputs: RecomputeInputs) -> RecomputeOutputs
         (_slots(r) * r.HV, 1, 1),
         q, k, v, beta, gc, Akk, cu_seqlens, w, u, kg, qg, r.T, r.num_chunks, r.N, r.H, r.HV,
         K=r.K, V=r.V, BK=BK, BV=BV, BS=min(BK, BV, 64), C=r.chunk_size, PACKED=r.packed,
-        DOT=_dot(_product(k, v, Akk)), ASM=ASM, num_warps=4,
+        DOT=_dot(r, _product(k, v, Akk)), ASM=on_nvidia(r), num_warps=4,
     )  # fmt: skip
     return RecomputeOutputs(w, u, kg, qg)
 
@@ -145,7 +145,7 @@ def chunk_state(request: Request, inputs: ChunkStateInputs) -> ChunkStateOutputs
         (r.N * r.HV, cdiv(r.V, BV), 1),
         kg, w, u, gc, initial, cu_seqlens, h, v_new, final, r.T, r.num_chunks, r.HV,
         K=r.K, V=r.V, BK=BK, BV=BV, C=r.chunk_size, V_FIRST=r.state_v_first, PACKED=r.packed,
-        DOT=_dot(_product(kg, w, u)), ASM=ASM, num_warps=8 if BK > 128 else 4,
+        DOT=_dot(r, _product(kg, w, u)), ASM=on_nvidia(r), num_warps=8 if BK > 128 else 4,
     )  # fmt: skip
     return ChunkStateOutputs(h, v_new, final.to(state_dtype))
 
@@ -160,7 +160,7 @@ def chunk_output(request: Request, inputs: ChunkOutputInputs) -> torch.Tensor:
         (_slots(r) * r.HV, cdiv(r.V, BV), 1),
         q, v_new, gc, Aqk, h, cu_seqlens, o, r.T, r.num_chunks, r.N, r.H, r.HV, r.scale,
         K=r.K, V=r.V, BK=BK, BV=BV, BS=min(BK, 64), C=r.chunk_size, PACKED=r.packed,
-        DOT=_dot(_product(q, v_new, Aqk, h)), ASM=ASM, num_warps=4,
+        DOT=_dot(r, _product(q, v_new, Aqk, h)), ASM=on_nvidia(r), num_warps=4,
     )  # fmt: skip
     return o.to(q.dtype)
 
@@ -191,8 +191,8 @@ def _product(*operands: torch.Tensor) -> str | None:
     return None if torch.float32 in kinds else "tf32"
 
 
-def _dot(half: str | None) -> str:
+def _dot(r: Request, half: str | None) -> str:
     """The kernels' DOT: ``half``, or full float32 for None; always that in the interpreter and, for tf32, on AMD."""
-    if INTERPRETING or (torch.version.hip is not None and half in (None, "tf32")):
+    if INTERPRETING or (half in (None, "tf32") and not on_nvidia(r)):
         return "ieee"
     return half or "tf32x3"

@@ -1,0 +1,69 @@
+"""What the chunk forward is compiled for ahead of time: a call for every rule of the shipped configurations."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from kdacore.types import ChunkInputs, Device, Request
+from kdacore_triton import configs
+from kdacore_triton.aot import AotCase, record
+from kdacore_triton.forward import forward
+
+_GATES: dict[str, dict[str, Any]] = {
+    "bounded": {"gate": "sigmoid", "lower_bound": -5.0, "safe_gate": True},
+    "dyadic": {"gate": "softplus"},
+    "scalar": {"gate": "softplus", "scalar_gate": True},
+}
+_SPILLS = 200
+"""prepare holds whole rows in one warp's registers and spills some: measured faster than fewer rows or more warps."""
+_UNTUNED_SPILLS = 20_000
+"""float32 and wide heads: right, but not tuned; their registers overflow by far."""
+
+
+def aot_cases(arch: str) -> list[AotCase]:
+    """Every kind of gate, at the head size and dtype that each rule is for."""
+    cases = []
+    for choice in configs.shipped_for(arch):
+        if choice.kernel != "chunk_forward":
+            continue
+        K = 256 if "K" in choice.when else 128
+        dtype = torch.float32 if choice.when.get("half") is False else torch.bfloat16
+        only = choice.when.get("gate")
+        for gate in [only] if only else _GATES:
+            name = f"chunk forward {gate} K{K} {str(dtype)[6:]} C{choice.config['C']}"
+            call = _meta_call(arch, gate, K, dtype)
+            tuned = K == 128 and dtype == torch.bfloat16 and choice.config["C"] == 16 and gate != "scalar"
+            with configs.override("chunk_forward", choice.config):
+                cases += record(
+                    name,
+                    partial(forward, *call),
+                    matrix_unit=("scan_kernel",) if tuned else (),
+                    max_spills=_SPILLS if tuned else _UNTUNED_SPILLS,
+                    slow=not tuned,
+                )
+    return cases
+
+
+def _meta_call(arch: str, gate: str, K: int, dtype: torch.dtype) -> tuple[Request, ChunkInputs]:
+    """A prefill with everything fused. No memory behind it."""
+    B, T, H = 1, 1024, 32
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    scalar = gate == "scalar"
+    x = ChunkInputs(
+        q=empty(B, T, H, K), k=empty(B, T, H, K), v=empty(B, T, H, K),
+        g=empty(B, T, H) if scalar else empty(B, T, H, K), beta=empty(B, T, H),
+        A_log=empty(H, dtype=torch.float32),
+        dt_bias=empty(*((H,) if scalar else (H, K)), dtype=torch.float32),
+    )  # fmt: skip
+    request = Request(
+        op="chunk_gated_delta_rule" if scalar else "chunk_kda", kind="torch", device=Device("cuda", 0, arch),
+        B=B, T=T, H=H, HV=H, K=K, V=K, N=B, dtype=str(dtype)[6:], state_dtype="float32", scale=K**-0.5,
+        qk_l2norm=True, beta_sigmoid=True, output_final_state=True, **_GATES[gate],
+    )  # fmt: skip
+    return request, x

@@ -16,12 +16,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from kdacore_reference.oracle import oracle_backward, to_float64
-from kdacore_triton.chunk_backward import backward
-
 from kdacore import contract
 from kdacore.ops import OPS
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
+from kdacore_reference.oracle import oracle_backward, to_float64
+from kdacore_triton.chunk_backward import backward
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -31,6 +30,7 @@ pytestmark = [
     # Pairs above the diagonal overflow under one anchor; they are masked after the product, which NumPy cannot know.
     pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
 ]
+
 
 @dataclass(frozen=True)
 class Case:

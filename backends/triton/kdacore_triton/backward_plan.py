@@ -106,6 +106,7 @@ def choose_tiles(KP: int, VP: int, narrow: bool, anchor: Anchor | None) -> Tiles
         return Tiles(
             prepare_bk=min(KP, 32),
             prepare_bv=min(VP, 64 if anchor is None else 32),
+            prepare_warps=4 if anchor is None else 2,
             scan_bv=min(VP, 32 if KP > 128 else 128),
             scan_warps=8 if KP <= 128 and VP >= 128 else 4,
             grads_bk=min(KP, 128),
@@ -129,7 +130,7 @@ def plan_backward(request: Request, interpreting: bool) -> Plan:
     """The plan of one request. ``interpreting``: kernels run in Triton's interpreter, which needs exact dots."""
     KP = max(16, next_power_of_2(request.K))
     if 32 < request.K <= 64 and not request.scalar_gate:
-        # ptxas 12.8 (Triton 3.6) loses operand addresses of the gradients kernel with 64 channels; with 128 it does not.
+        # With 64 channels ptxas 12.8 (Triton 3.6) loses operand addresses of the gradients kernel, not with 128.
         KP = 128
     VP = max(16, next_power_of_2(request.V))
     native = not interpreting and torch.version.cuda is not None

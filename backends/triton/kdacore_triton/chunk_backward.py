@@ -38,9 +38,7 @@ Work = dict[str, torch.Tensor]
 """The workspace: chunk-major tiles by name; each kernel's docstring has their shapes."""
 
 
-def backward(
-    request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grads: OutputGrads
-) -> InputGrads:
+def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grads: OutputGrads) -> InputGrads:
     """Gradients of ``o`` and ``final_state`` with respect to every differentiable input.
 
     Args:
@@ -200,9 +198,7 @@ def _sum_chunks(
 ) -> torch.Tensor:
     """Sum partials over the chunks into a tensor shaped and typed like the parameter."""
     out = torch.empty_like(like)
-    _sum_slots(
-        (request.HV, 1, 1), part, out, plan.slots, request.HV, columns, KP=width, ROWS=64, num_warps=4
-    )
+    _sum_slots((request.HV, 1, 1), part, out, plan.slots, request.HV, columns, KP=width, ROWS=64, num_warps=4)
     return out
 
 

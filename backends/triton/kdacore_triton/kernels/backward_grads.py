@@ -14,7 +14,7 @@ its end, ``v'`` (v_new) and ``dr`` (the gradient of what the inverse is multipli
     dg   = dgc summed from the token to the chunk's end, then through the gate
 
 The chunk's halves (backward_halves) are done one after the other; pairs across them meet at the boundary between.
-``dgc`` multiplies by the same rounded operands as the products do, so that what cancels exactly cancels in bfloat16 too.
+``dgc`` multiplies by the same rounded operands as the products do: what cancels exactly cancels in bfloat16 too.
 
 dAqk and dL wait, each with its transpose, in the tiles that held Aqk and inv; ``rows`` keeps what there is one of a
 token. Both are read again where they are used: registers are what this kernel is short of. ::
@@ -220,9 +220,7 @@ def grads_kernel(
     row_values += tile * ROWS
     dtype = vT.dtype.element_ty
     RAW: tl.constexpr = L2NORM and not GROUPED
-    value_part(
-        v, dv, do, vT, drT, pairs_q, pairs_k, row_values, start, rows, scale, HV, hv, V, VP, BV, DOT
-    )
+    value_part(v, dv, do, vT, drT, pairs_q, pairs_k, row_values, start, rows, scale, HV, hv, V, VP, BV, DOT)
     tl.debug_barrier()
 
     t = tl.arange(0, S)[:, None]

@@ -30,7 +30,10 @@ C = tl.constexpr(64)
 def norm_back(x, rn, d_raw, inner, start, rows, row_stride, first, cols, width):
     """Rewrites ``d_raw = rn * dxn`` in place as the gradient through ``xn = rn * x``; ``inner = sum(dxn * xn)``."""
     d = load_rows(d_raw, start, rows, row_stride, first, cols, width, C).to(tl.float32)
-    d -= load_rows(x, start, rows, row_stride, first, cols, width, C).to(tl.float32) * (rn * rn * inner)[:, None]
+    d -= (
+        load_rows(x, start, rows, row_stride, first, cols, width, C).to(tl.float32)
+        * (rn * rn * inner)[:, None]
+    )
     store_rows(d_raw, d, start, rows, row_stride, first, cols, width, C)
 
 

@@ -138,7 +138,7 @@ def halves_prepare_kernel(
         A0 += mma(z_q, y, DOT)
         L0 += mma(z_k, y, DOT)
         s = tl.trans(s)
-        z_q, z_k, y, s1 = half_operands(
+        z_q, z_k, y, _ = half_operands(
             q, k, zq, zk, yk, sk, qg, kg, w, step1, b1, rq1, rk1, d0, one, scale, centre,
             later, beyond, H, h, K, cols, out + S * KP, DOT, ASM,
         )  # fmt: skip

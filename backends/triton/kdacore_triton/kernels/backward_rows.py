@@ -13,7 +13,7 @@ from .common import LOG2E, exp2, log2_decay, reciprocal, sigmoid
 
 @triton.jit
 def load_rows(x, start, rows, row_stride, first, cols, width, SIZE: tl.constexpr):
-    """Tile ``x[start + r, first + cols]``; 0 for rows past the sequence's end and columns past ``width``. Dtype of x."""
+    """Tile ``x[start + r, first + cols]`` in the dtype of x; 0 past ``rows`` and ``width``."""
     r = tl.arange(0, SIZE)
     at = r[:, None] * row_stride + cols[None, :]
     inside = (r < rows)[:, None] & (cols < width)[None, :]

@@ -56,7 +56,8 @@ def load_last(last, pid, ks, LAST: tl.constexpr, SCALAR: tl.constexpr):
 def scan_kernel(
     kg, qg, w, uT, Aqk, inv, last, do, hT, dhT, drT, initial, d_final, d_initial, cu_seqlens,
     T, NT, HV, K, V,
-    KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LAST: tl.constexpr, SCALAR: tl.constexpr, PACKED: tl.constexpr,
+    KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LAST: tl.constexpr,
+    SCALAR: tl.constexpr, PACKED: tl.constexpr,
     HAS_INITIAL: tl.constexpr, HAS_D_FINAL: tl.constexpr, V_FIRST: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """See the module docstring. Grid: ``(2 * (VP // BV) * N * HV,)``."""

@@ -243,28 +243,3 @@ def test_kinds_agree_with_numpy(kind: str, make_call: Make, backend: Backend, er
     np.testing.assert_array_equal(
         oracle_forward(call.request, call.inputs).o, oracle_forward(other.request, other.inputs).o
     )
-
-
-def test_threads_do_not_change_a_bit(make_call: Make, backend: Backend, monkeypatch: Any) -> None:
-    """Units on several threads and one after another."""
-    from kdacore_reference import parallel
-
-    call = make_call(B=2, T=140, H=8, K=16, V=16, needs_grad=True)
-    op = backend.ops["chunk_kda"]
-    grads = call.grads()
-
-    def everything() -> list[Any]:
-        out = op.forward(call.request, call.inputs)
-        return [out.o, out.final_state, *op.backward(call.request, call.inputs, out.saved, grads)]
-
-    one = everything()
-    monkeypatch.setattr(parallel._SingleThreaded, "hold", _four_threads)
-    four = everything()
-    for a, b in zip(one, four, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-def _four_threads(self: Any, blas: Any) -> Any:
-    import contextlib
-
-    return contextlib.nullcontext(4)

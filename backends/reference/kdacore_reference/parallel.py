@@ -14,13 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from kdacore.types import ArrayKind
+from kdacore_reference.plan import Unit
 
-T = TypeVar("T")
+WORTH_THREADS = 64
+"""Chunks times value heads from which starting threads pays."""
 
 
 class _Blas(NamedTuple):
@@ -68,13 +70,21 @@ class _SingleThreaded:
 _single_threaded = _SingleThreaded()
 
 
-def run_units(kind: ArrayKind, work: Callable[[T], None], units: Sequence[T]) -> None:
-    """``work(unit)`` for every unit; an exception of any of them is raised here."""
-    blas = _bundled_openblas() if kind == "numpy" and len(units) > 1 else None
+def run_units(kind: ArrayKind, work: Callable[[Unit], None], units: Sequence[Unit]) -> None:
+    """``work(unit)`` for every unit; an exception of any of them is raised here.
+
+    The BLAS has one thread whether or not units run side by side, so that no bit depends on which it is.
+    """
+    blas = _bundled_openblas() if kind == "numpy" else None
     if blas is None:
         for unit in units:
             work(unit)
         return
-    with _single_threaded.hold(blas) as threads, ThreadPoolExecutor(max(1, threads)) as pool:
-        for done in [pool.submit(work, unit) for unit in units]:
-            done.result()
+    with _single_threaded.hold(blas) as threads:
+        if threads < 2 or len(units) < 2 or sum(unit.size for unit in units) < WORTH_THREADS:
+            for unit in units:
+                work(unit)
+            return
+        with ThreadPoolExecutor(threads) as pool:
+            for done in [pool.submit(work, unit) for unit in units]:
+                done.result()

@@ -60,6 +60,12 @@ class Unit:
     value_heads: slice
     slabs: list[Slab]
 
+    @property
+    def size(self) -> int:
+        """Chunks times value heads."""
+        heads: int = self.value_heads.stop - self.value_heads.start
+        return heads * sum(slab.blocks for slab in self.slabs)
+
 
 def chunk_count(sequence: Sequence) -> int:
     return -(-sequence.length // CHUNK)

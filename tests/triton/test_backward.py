@@ -283,6 +283,18 @@ def test_gradients_of_a_prefix_loss_do_not_see_the_rest(form: dict[str, Any]) ->
             assert torch.equal(getattr(whole, name), getattr(short, name)), name
 
 
+@pytest.mark.parametrize("size", [1e-6, 1e5])
+def test_gradients_of_any_size(size: float) -> None:
+    """Loss scaling: exponents at the anchor's edge leave little room above the gradients."""
+    case = Case(gates="floor", lower_bound=-5.0)
+    request, inputs, grads = build(case)
+    grads = OutputGrads(*(x * size for x in grads))
+    got = backward(request, inputs, (), grads)
+    want = oracle_backward(request, on_host(inputs), on_host(grads))
+    for name, limit in bounds(case, got).items():
+        assert error(getattr(got, name), getattr(want, name)) <= limit, name
+
+
 @pytest.mark.parametrize("form", [SAFE, {"gate": "softplus"}], ids=str)
 def test_the_same_inputs_give_the_same_bits(form: dict[str, Any]) -> None:
     request, inputs, grads = build(Case(H=1, HV=2, lengths=(30, 40), **form))

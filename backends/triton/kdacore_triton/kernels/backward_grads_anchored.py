@@ -66,7 +66,7 @@ def from_state(
 @triton.jit
 def own_half(
     aq, ax, cs, zq_op, zk_op, yk, sk_op, A, L, bL, later_sum, db,
-    g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound, floor, centre,
+    g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound, floor, centre, grow,
     start, rows, HV, hv, K, side,
     KP: tl.constexpr, S: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
     DOT: tl.constexpr, ASM: tl.constexpr,
@@ -99,12 +99,12 @@ def own_half(
     if NORM:
         rn = tl.load(row_values + ROW_RQ * (2 * S))[None, :]
         dqt = rn * (dqt - (z * down) * tl.sum(e, 0)[None, :])
-    store_rows(dq, tl.trans(dqt), start, rows, HV * K, hv * K, cols, K, S)
+    store_rows(dq, tl.trans(grow * dqt), start, rows, HV * K, hv * K, cols, K, S)
 
     ax = mma_acc(yk_op, tl.trans(L), ax, DOT)
     z = zk_op.to(tl.float32)
     e = z * ax
-    db += tl.sum(e, 0)
+    db += grow * tl.sum(e, 0)
     e *= b
     dgc += e
     inner = e
@@ -124,10 +124,11 @@ def own_half(
     if NORM:
         rn = tl.load(row_values + ROW_RK * (2 * S))[None, :]
         dkt = rn * (dkt - kn * tl.sum(inner, 0)[None, :])
-    store_rows(dk, tl.trans(dkt), start, rows, HV * K, hv * K, cols, K, S)
+    store_rows(dk, tl.trans(grow * dkt), start, rows, HV * K, hv * K, cols, K, S)
 
     hi, lo = halves(dgc, DOT)
     dstep = sum_tokens(hi, lo, t[:, None] >= t[None, :], DOT) + later_sum[:, None]
+    dstep *= grow
     dx, da = gate_back(dstep, x, step, a_exp, lower_bound, differentiable, GATE, ASM)
     store_rows(dg, tl.trans(dx), start, rows, HV * K, hv * K, cols, K, S)
     return db, tl.sum(dx, 1), tl.sum(da, 1)
@@ -169,7 +170,6 @@ def anchored_grads_kernel(
     i = t[:, None]
     j = t[None, :]
     cols = tl.arange(0, KP)
-    unit = tl.exp2(-centre)
 
     b0 = tl.load(row_values + ROW_BETA * C + t)
     b1 = tl.load(row_values + ROW_BETA * C + S + t)
@@ -193,12 +193,20 @@ def anchored_grads_kernel(
         Lx = mma_acc(dr1, v0, Lx, DOT)
         A1 = mma_acc(do1, v1, A1, DOT)
         L1 = mma_acc(dr1, v1, L1, DOT)
+    # Large gradients times 2^centre would overflow: a power of two, from rows that have a gradient alone, shrinks them.
+    largest = tl.maximum(tl.maximum(tl.abs(A0), tl.abs(L0)), tl.maximum(tl.abs(A1), tl.abs(L1)))
+    largest = tl.max(tl.max(tl.maximum(largest, tl.maximum(tl.abs(Ax), tl.abs(Lx))), 1), 0)
+    shift = tl.maximum(((largest.to(tl.int32, bitcast=True) >> 23) & 255) - 127, 0)
+    shrink = ((127 - shift) << 23).to(tl.float32, bitcast=True)
+    grow = ((127 + shift) << 23).to(tl.float32, bitcast=True)
+    unit = tl.exp2(-centre)
+    scale *= shrink
     A0 = tl.where(i >= j, scale * A0, 0.0).to(kind)
     A1 = tl.where(i >= j, scale * A1, 0.0).to(kind)
     Ax = (scale * unit * Ax).to(kind)
-    L0 = tl.where(i > j, -L0, 0.0)
-    L1 = tl.where(i > j, -L1, 0.0)
-    Lx = -unit * Lx
+    L0 = tl.where(i > j, -shrink * L0, 0.0)
+    L1 = tl.where(i > j, -shrink * L1, 0.0)
+    Lx = -(unit * shrink) * Lx
     bL0 = (b0[:, None] * L0).to(kind)
     bL1 = (b1[:, None] * L1).to(kind)
     bLx = (b1[:, None] * Lx).to(kind)
@@ -209,7 +217,7 @@ def anchored_grads_kernel(
     a_exp = gate_rate(A_log, hv, HAS_A)
     at = last + chunk * (3 * KP) + cols
     before = tl.load(at + KP) * unit
-    after = tl.load(at + 2 * KP)
+    after = tl.load(at + 2 * KP) * shrink
 
     # Column sums and the gradients that the states at both ends give to k.
     cs0 = tl.zeros([KP, S], tl.float32)
@@ -227,7 +235,8 @@ def anchored_grads_kernel(
     sk0 = operand_half(sk, 0, KP, S)
     sk1 = operand_half(sk, 1, KP, S)
     cs0 *= after[:, None]
-    later_sum = later_sum * tl.load(at) + tl.sum(sk0.to(tl.float32) * cs0, 1)
+    cs1 *= shrink
+    later_sum = later_sum * (tl.load(at) * shrink) + tl.sum(sk0.to(tl.float32) * cs0, 1)
 
     zq1 = operand_half(zq, 1, KP, S)
     zk1 = operand_half(zk, 1, KP, S)
@@ -235,12 +244,12 @@ def anchored_grads_kernel(
     ax = tl.zeros([KP, S], tl.float32)
     aq, ax = from_state(hT, do, drT, aq, ax, start, rows, HV, hv, V, 1, KP, VP, BV, S, DOT)
     aq = mma_acc(sk0, tl.trans(Ax), aq * (scale * before)[:, None], DOT)
-    ax = mma_acc(sk0, tl.trans(Lx), ax * -before[:, None], DOT)
+    ax = mma_acc(sk0, tl.trans(Lx), ax * (-shrink * before)[:, None], DOT)
     across = tl.sum(zq1.to(tl.float32) * aq + b1[None, :] * (zk1.to(tl.float32) * ax), 1)
     cs0 = mma_acc(zk1, bLx, mma_acc(zq1, Ax, cs0, DOT), DOT)
     db1, dbias1, da1 = own_half(
         aq, ax, cs1, zq1, zk1, yk, sk1, A1, L1, bL1, later_sum + tl.sum(sk1.to(tl.float32) * cs1, 1), db1,
-        g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound, floor, centre,
+        g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound, floor, centre, grow,
         start, rows, HV, hv, K, 1, KP, S, GATE, HAS_BIAS, NORM, DOT, ASM,
     )  # fmt: skip
 
@@ -250,8 +259,8 @@ def anchored_grads_kernel(
     ax = tl.zeros([KP, S], tl.float32)
     aq, ax = from_state(hT, do, drT, aq, ax, start, rows, HV, hv, V, 0, KP, VP, BV, S, DOT)
     db0, dbias0, da0 = own_half(
-        aq * (scale * unit), ax * -unit, cs0, zq0, zk0, yk, sk0, A0, L0, bL0, later_sum + across, db0,
-        g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound, floor, centre,
+        aq * (scale * unit), ax * -(shrink * unit), cs0, zq0, zk0, yk, sk0, A0, L0, bL0, later_sum + across, db0,
+        g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound, floor, centre, grow,
         start, rows, HV, hv, K, 0, KP, S, GATE, HAS_BIAS, NORM, DOT, ASM,
     )  # fmt: skip
 

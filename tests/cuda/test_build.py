@@ -23,7 +23,6 @@ KERNELS = {
     "free": variants.prefill_kernel(128, 2, False, False),
     "few heads": variants.prefill_kernel(128, 4, True, False),
     "decode": variants.decode_kernel(128, False, False),
-    "stream": variants.stream_kernel(128, False),
 }
 
 
@@ -64,7 +63,6 @@ def test_matrix_instructions(built: dict[str, Built], tmp_path: Path, name: str,
 def test_other_architectures(arch: str) -> None:
     assert build.compile_kernel(variants.prefill_kernel(128, 1, True, False, arch), arch).cubin
     assert build.compile_kernel(variants.decode_kernel(64, True, True), arch).cubin
-    assert build.compile_kernel(variants.stream_kernel(64, True), arch).cubin
 
 
 def test_clusters_compile_for_sm100() -> None:

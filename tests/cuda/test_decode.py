@@ -9,7 +9,7 @@ import torch
 from cuda_calls import MODEL, O_BOUND, SAFE_MODEL, Draw, error, oracle, request_of
 
 from kdacore.types import Outputs, RecurrentInputs
-from kdacore_cuda import decode, runtime
+from kdacore_cuda import decode
 
 
 def draw(
@@ -155,30 +155,3 @@ def test_scalar_gate(emulated: list[str]) -> None:
     got = decode.forward(request, inputs)
     assert error(got.o, want.o) < O_BOUND
     assert error(got.final_state, want.final_state) < O_BOUND
-
-
-@pytest.mark.parametrize("K", [64, 128])
-@pytest.mark.parametrize("v_first", [False, True])
-def test_stream(emulated: list[str], monkeypatch: pytest.MonkeyPatch, K: int, v_first: bool) -> None:
-    """Several items a block, more blocks than the last round needs, a pool with a missing slot."""
-    monkeypatch.setattr(decode, "STREAM_MIN_HEADS", 1)
-    monkeypatch.setattr(runtime, "processors", lambda index: 1)
-    pool = torch.randn(6, 2, K, K)
-    before = pool.clone()
-    inputs = draw(5, 1, K=K, initial_state=pool, state_indices=torch.tensor([5, 0, -1, 3, 1]))
-    request = request_of(
-        "fused_recurrent_kda", inputs, inplace_state=True, output_final_state=True, state_v_first=v_first, **SAFE_MODEL
-    )
-    want = oracle(request, inputs._replace(initial_state=before))
-    got = decode.forward(request, inputs)
-    assert emulated[0].startswith("decode_stream")
-    assert error(got.o, want.o) < O_BOUND
-    assert torch.equal(pool[[2, 4]], before[[2, 4]])
-    assert error(pool, want.final_state) < 1e-5
-
-
-def test_stream_without_a_state(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "STREAM_MIN_HEADS", 1)
-    monkeypatch.setattr(runtime, "processors", lambda index: 2)
-    check(draw(3, 1), output_final_state=True, **SAFE_MODEL)
-    assert emulated[0].startswith("decode_stream")

@@ -24,7 +24,7 @@ def request(op: str = "chunk_kda", **changes: Any) -> Request:
         **d.gate("random", 1, 4, 1, 64),
     )
     base = request_of("chunk_kda", inputs, **SAFE_MODEL)
-    return dataclasses.replace(base, op=op, device=Device("cuda", 0, "sm_90"), **changes)
+    return dataclasses.replace(base, **({"op": op, "device": Device("cuda", 0, "sm_90")} | changes))
 
 
 def codes(r: Request) -> set[str]:

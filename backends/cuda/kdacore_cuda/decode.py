@@ -12,50 +12,21 @@ from kdacore_cuda import runtime
 from kdacore_cuda.arrays import Plans, build_arch, contiguous_strides, flat, is_wide, pointer, rows, spec_type
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.layout import DECODE, FLAGS, GATES
-from kdacore_cuda.variants import (
-    STREAM_THREADS,
-    decode_columns,
-    decode_kernel,
-    decode_warps,
-    stream_kernel,
-    stream_shared,
-)
+from kdacore_cuda.variants import DECODE_COLUMNS, DECODE_WARPS, decode_kernel
 
 TOKENS = 16
 """Tokens whose gates and norms a block prepares together; ``TOKENS`` in decode.cu."""
 
 
 def shared_bytes(K: int, T: int) -> int:
-    """Dynamic shared memory: q, k, decay and beta of up to 16 tokens."""
-    return min(T, TOKENS) * (3 * K + 4) * 4
+    """Dynamic shared memory: q, k, decay and beta of up to 16 tokens, and partial sums of the ``[K, V]`` kernel."""
+    return min(T, TOKENS) * (3 * K + 4) * 4 + 2 * DECODE_WARPS * 128
 
 
 @cache
 def _launcher(K: int, tokens: int, v_first: bool, bf16_state: bool) -> Launcher:
     kernel = decode_kernel(K, v_first, bf16_state)
-    return Launcher(kernel, DECODE, 32 * decode_warps(v_first), shared_bytes(K, tokens))
-
-
-@cache
-def _stream_launcher(K: int, v_first: bool) -> Launcher:
-    return Launcher(stream_kernel(K, v_first), DECODE, STREAM_THREADS, stream_shared(K))
-
-
-def streams(r: Request) -> bool:
-    """One token each, float32 states, and more of them than start at once: stream them through shared memory."""
-    return (
-        r.T == 1
-        and not r.packed
-        and r.state_indices_ndim < 2
-        and r.state_dtype == "float32"
-        and r.N * r.HV >= STREAM_MIN_HEADS
-    )
-
-
-STREAM_MIN_HEADS = 256
-"""Sequences times heads from which streaming wins; on an H200, 8 sequences of 32 heads."""
-STREAM_BLOCKS = 2
-"""Blocks of the streaming kernel that fit a multiprocessor."""
+    return Launcher(kernel, DECODE, 32 * DECODE_WARPS, shared_bytes(K, tokens))
 
 
 class _Plan(NamedTuple):
@@ -81,26 +52,15 @@ def _make_plan(r: Request) -> _Plan:
         | FLAGS["SCATTER_TOKENS"] * (r.inplace_state and r.state_indices_ndim == 2)
     )
     types = (spec_type(r, "v"), spec_type(r, "g"), spec_type(r, "beta"), spec_type(r, "dt_bias"))
-    launcher, grid = _choose(r)
-    sizes = (r.T, r.N, r.H, r.HV, grid, GATES[r.gate], flags, *types, r.scale, r.lower_bound or 0.0)
+    sizes = (r.T, r.N, r.H, r.HV, GATES[r.gate], flags, *types, r.scale, r.lower_bound or 0.0)
     return _Plan(
-        launcher=launcher,
-        grid=grid,
+        launcher=_launcher(r.K, min(r.T, TOKENS), r.state_v_first, r.state_dtype == "bfloat16"),
+        grid=r.N * r.HV * (r.V // DECODE_COLUMNS),
         arch=build_arch(r.device.arch),
         strides=contiguous_strides(r),
         sizes=sizes,
         state_dtype=getattr(torch, r.state_dtype),
     )
-
-
-def _choose(r: Request) -> tuple[Launcher, int]:
-    items = r.N * r.HV * (r.V // 64)
-    if streams(r):
-        return _stream_launcher(r.K, r.state_v_first), min(
-            items, STREAM_BLOCKS * runtime.processors(r.device.index)
-        )
-    launcher = _launcher(r.K, min(r.T, TOKENS), r.state_v_first, r.state_dtype == "bfloat16")
-    return launcher, r.N * r.HV * (r.V // decode_columns(r.state_v_first))
 
 
 _plan_of = Plans(_make_plan)

@@ -101,7 +101,6 @@ DECODE = ParamStruct(
         ("N", "i32"),
         ("H", "i32"),
         ("HV", "i32"),
-        ("blocks", "i32"),
         ("gate", "i32"),
         ("flags", "i32"),
         ("qkv_type", "i32"),

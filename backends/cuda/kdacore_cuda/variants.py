@@ -7,47 +7,21 @@ from collections.abc import Iterator
 from kdacore_cuda.build import KernelSource
 
 HEAD_DIMS = (64, 128)
-
-
-def decode_warps(v_first: bool) -> int:
-    """Warps of a decode block. A warp holds 16 rows of V of a ``[V, K]`` state, or 32 columns of a ``[K, V]`` one."""
-    return 4 if v_first else 2
-
-
-def decode_columns(v_first: bool) -> int:
-    """Columns of V a decode block takes."""
-    return 64
-
+DECODE_WARPS = 4
+DECODE_COLUMNS = 64
+"""Columns of V a decode block takes, 16 a warp."""
 
 
 def decode_kernel(K: int, v_first: bool, bf16_state: bool) -> KernelSource:
     """The recurrent kernel for one head dim, state layout and state dtype."""
-    warps = decode_warps(v_first)
     defines = (
         ("K_DIM", K),
-        ("WARPS", warps),
-        ("MIN_BLOCKS", (16 if v_first else 8) // warps),
+        ("WARPS", DECODE_WARPS),
+        ("MIN_BLOCKS", 16 // DECODE_WARPS),
         ("V_FIRST", int(v_first)),
         ("STATE_BF16", int(bf16_state)),
     )
     return KernelSource("common/decode.cu", "decode", defines)
-
-
-STREAM_THREADS = 288
-
-
-def stream_kernel(K: int, v_first: bool) -> KernelSource:
-    """The recurrent kernel for one token and many sequences, float32 states."""
-    return KernelSource(
-        "common/decode_stream.cu",
-        "decode_stream",
-        (("K_DIM", K), ("V_FIRST", int(v_first)), ("STATE_BF16", 0)),
-    )
-
-
-def stream_shared(K: int) -> int:
-    """Its dynamic shared memory: three states of 64 columns and two tokens."""
-    return 3 * K * 64 * 4 + 2 * (3 * K + 4) * 4
 
 
 def decode_kernels() -> Iterator[KernelSource]:
@@ -56,7 +30,6 @@ def decode_kernels() -> Iterator[KernelSource]:
         for v_first in (False, True):
             for bf16_state in (False, True):
                 yield decode_kernel(K, v_first, bf16_state)
-            yield stream_kernel(K, v_first)
 
 
 SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024, "sm_100f": 227 * 1024, "sm_120": 99 * 1024}
@@ -64,7 +37,7 @@ SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024, "sm_100f": 227 * 102
 CLUSTERS = (1, 2, 4)
 CLUSTER_ARCHS = ("sm_90a", "sm_100f")
 """Architectures whose blocks form clusters here."""
-SHIFTED_REGISTERS = {(128, 1): (152, 104), (128, 2): (152, 184)}
+SHIFTED_REGISTERS = {(128, 1): (152, 200), (128, 2): (152, 184)}
 """Registers of scan and prepare warps where warpgroups trade them, by head dim and cluster size."""
 
 
@@ -89,7 +62,7 @@ def scan_warps(K: int, cluster: int, warpgroup: bool) -> int:
 
 def prepare_warps(K: int, cluster: int, arch: str) -> int:
     """Warps that prepare chunks, a block; more than stages would only wait for one another."""
-    wanted = 8 if cluster == 1 and uses_warpgroup(K, cluster, arch) else 4
+    wanted = 8 if scan_warps(K, cluster, uses_warpgroup(K, cluster, arch)) == 4 and cluster == 1 else 4
     return min(wanted, prefill_stages(K, arch) // cluster)
 
 

@@ -5,6 +5,8 @@ constexpr int LANES = K / 4;         // lanes along K
 constexpr int GROUPS = 32 / LANES;   // rows side by side
 constexpr int ROWS = 16 / GROUPS;    // rows of a lane
 
+constexpr u32 SUMS_BYTES = 0;
+
 struct State {
   float4 s[ROWS];
 };
@@ -16,7 +18,7 @@ struct Place {
 };
 
 // Row i of a lane is row GROUPS * i + lane / LANES of the warp.
-__device__ __forceinline__ Place make_place(int first, int warp, int lane) {
+__device__ __forceinline__ Place make_place(int first, int warp, int lane, u32) {
   const int base = first + 16 * warp;
   return {base + GROUPS * ((lane % LANES) >> 1) + lane / LANES, (lane & 1) == 0, lane, base + lane / LANES, 4 * (lane % LANES)};
 }
@@ -80,3 +82,11 @@ __device__ __forceinline__ float step(State& state, const Place& at, u32 token, 
   }
   return fold(x, at.lane);
 }
+
+// What a lane reads of v and writes of o.
+using Values = u32;
+__device__ __forceinline__ Values load_values(u64 base, long long at, int type) {
+  return load_bits(base + type_size(type) * at, type);
+}
+__device__ __forceinline__ float values_of(Values raw, int type) { return from_bits(raw, type); }
+__device__ __forceinline__ void store_values(u64 base, long long at, int type, float x) { store_scalar(base, at, type, x); }

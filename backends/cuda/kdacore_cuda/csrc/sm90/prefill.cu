@@ -55,7 +55,13 @@ __device__ __forceinline__ Work make_work(const PrefillParams& p, int item, unsi
   return w;
 }
 
-KDA_KERNEL(BOUND_THREADS, 1) KDA_CLUSTER(CLUSTER) prefill(KDA_PARAM PrefillParams p) {
+#if CLUSTER > 1
+#define TOGETHER KDA_CLUSTER(CLUSTER)
+#else
+#define TOGETHER
+#endif
+
+KDA_KERNEL(BOUND_THREADS, 1) TOGETHER prefill(KDA_PARAM PrefillParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   const int warp = thread_index() >> 5, rank = block_index() % CLUSTER;

@@ -283,10 +283,11 @@ def test_gradients_of_a_prefix_loss_do_not_see_the_rest(form: dict[str, Any]) ->
             assert torch.equal(getattr(whole, name), getattr(short, name)), name
 
 
-@pytest.mark.parametrize("size", [1e-6, 1e5])
-def test_gradients_of_any_size(size: float) -> None:
-    """Loss scaling: exponents at the anchor's edge leave little room above the gradients."""
-    case = Case(gates="floor", lower_bound=-5.0)
+@pytest.mark.parametrize("size", [1e-12, 1e-6, 1e5])
+@pytest.mark.parametrize("gates", ["floor", "slow"])
+def test_gradients_of_any_size(size: float, gates: str) -> None:
+    """Exponents at the anchor's edge leave little room above and below the gradients."""
+    case = Case(gates=gates, lower_bound=-5.0)
     request, inputs, grads = build(case)
     grads = OutputGrads(*(x * size for x in grads))
     got = backward(request, inputs, (), grads)

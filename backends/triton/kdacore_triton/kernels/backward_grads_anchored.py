@@ -193,10 +193,12 @@ def anchored_grads_kernel(
         Lx = mma_acc(dr1, v0, Lx, DOT)
         A1 = mma_acc(do1, v1, A1, DOT)
         L1 = mma_acc(dr1, v1, L1, DOT)
-    # Large gradients times 2^centre would overflow: a power of two, from rows that have a gradient alone, shrinks them.
+    # Beside factors of 2^(+-centre) neither large nor small gradients would fit: a power of two, from rows that have a
+    # gradient alone, brings the largest product to about 1.
     largest = tl.maximum(tl.maximum(tl.abs(A0), tl.abs(L0)), tl.maximum(tl.abs(A1), tl.abs(L1)))
     largest = tl.max(tl.max(tl.maximum(largest, tl.maximum(tl.abs(Ax), tl.abs(Lx))), 1), 0)
-    shift = tl.maximum(((largest.to(tl.int32, bitcast=True) >> 23) & 255) - 127, 0)
+    shift = ((largest.to(tl.int32, bitcast=True) >> 23) & 255) - 127
+    shift = tl.minimum(tl.maximum(shift, -100), 100)
     shrink = ((127 - shift) << 23).to(tl.float32, bitcast=True)
     grow = ((127 + shift) << 23).to(tl.float32, bitcast=True)
     unit = tl.exp2(-centre)

@@ -36,7 +36,7 @@ def run(request: Request, inputs: ChunkInputs, t: int) -> tuple[Any, Any]:
 @pytest.mark.parametrize("gates", ["random", "mixed"])
 def test_later_tokens_change_no_bit(gates: str) -> None:
     t = 77
-    case = Case(T=200, K=16, V=16, H=1, HV=1, gates=gates, final=False, needs_grad=True)
+    case = Case(T=520, K=16, V=16, H=1, HV=1, gates=gates, final=False, needs_grad=True)
     request, inputs = build(case)
     changed = build(replace(case, seed=9))[1]
     mixed = inputs._replace(

@@ -142,15 +142,19 @@ class Plan:
 
 
 def segment_chunks(request: Request) -> int:
-    """Chunks per segment: enough work for the device, few enough that intermediates stay small (or in cache)."""
-    lanes = {"cpu": 64, "cuda": 4096, "rocm": 4096, "tpu": 1024}.get(request.device.type, 256)
+    """Chunks per segment: enough work for the device, few enough that intermediates stay small (or in cache).
+
+    It does not depend on T: the program inside a segment is then the same however many tokens follow, and so are
+    the bits of its results.
+    """
+    lanes = {"cpu": 8, "cuda": 1024, "rocm": 1024, "tpu": 1024}.get(request.device.type, 256)
     return max(1, lanes // (request.B * request.HV))
 
 
 def make_plan(request: Request, cu_seqlens: Array | None, C: int = CHUNK) -> Plan:
     """Cut a call. Depends on the request (shapes) alone, but for the values inside the chunk table."""
     chunks = request.T // C + request.N if request.packed else -(-request.T // C)
-    segments = -(-chunks // min(segment_chunks(request), chunks))
-    G = -(-chunks // segments)
+    G = segment_chunks(request)
+    segments = -(-chunks // G)
     table = chunk_table(cu_seqlens, request.T, C, G * segments) if request.packed else None
     return Plan(request.B, request.T, request.N, request.H, request.HV // request.H, C, G, segments, table)

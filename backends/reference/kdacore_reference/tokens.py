@@ -162,11 +162,10 @@ def index(numbers: Any, like: Array) -> Any:
     return array_namespace(like).asarray(numbers, device=beside(like))
 
 
-def empty_rows(request: Request, like: Array, heads: int, *tail: int, dtype: Any = None) -> Array:
-    """Zeros ``[B*T, heads, *tail]`` beside ``like`` and, unless given, of its dtype."""
-    xp = array_namespace(like)
-    shape = (request.B * request.T, heads, *tail)
-    return xp.zeros(shape, dtype=like.dtype if dtype is None else dtype, device=beside(like))
+def empty_rows(request: Request, like: Array, heads: int, width: int) -> Array:
+    """Zeros ``[B*T, heads, width]`` beside ``like`` and of its dtype."""
+    shape = (request.B * request.T, heads, width)
+    return array_namespace(like).zeros(shape, dtype=like.dtype, device=beside(like))
 
 
 def mask_of(slab: Slab, like: Array) -> Array | None:

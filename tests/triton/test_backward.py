@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 
 from kdacore import contract
 from kdacore.ops import OPS
-from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
+from kdacore.types import ChunkInputs, InputGrads, OutputGrads, RecurrentInputs, Request
 from kdacore_reference.oracle import oracle_backward, to_float64
 from kdacore_triton.chunk_backward import backward
 
@@ -301,6 +301,15 @@ def test_the_same_inputs_give_the_same_bits(form: dict[str, Any]) -> None:
     request, inputs, grads = build(Case(H=1, HV=2, lengths=(30, 40), **form))
     first, again = (backward(request, inputs, (), grads) for _ in range(2))
     for name, a, b in zip(InputGrads._fields, first, again, strict=True):
+        assert a is None or torch.equal(a, b), name
+
+
+def test_serves_the_recurrent_op() -> None:
+    """Its inputs have more fields; the gradient is the same function's."""
+    request, inputs, grads = build(Case(T=7, **SAFE))
+    got = backward(request, RecurrentInputs(*inputs[:9]), (), grads)
+    want = backward(request, inputs, (), grads)
+    for name, a, b in zip(InputGrads._fields, got, want, strict=True):
         assert a is None or torch.equal(a, b), name
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
+from kdacore.types import ChunkInputs, InputGrads, OutputGrads, RecurrentInputs, Request
 
 from .backward_plan import Plan, plan_backward
 from .kernels.backward_grads import grads_kernel
@@ -43,7 +43,7 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
 
     Args:
         request: the call the forward served.
-        inputs: its arrays, torch tensors on one device.
+        inputs: its arrays, torch tensors on one device; a recurrent call without a pool has the same gradients.
         saved: not needed; everything is recomputed.
         grads: ``o`` ``[B, T, HV, V]`` and ``final_state`` (the call's state shape), either may be None.
 
@@ -52,6 +52,7 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
         ``dt_bias`` keep the shape they were given in.
     """
     plan = plan_backward(request, _scan.interpreting)
+    # Both kinds of inputs begin with the arrays of a chunk call.
     x = ChunkInputs(*(None if a is None else a.contiguous() for a in inputs[:9]))
     do = grads.o
     do = torch.zeros_like(x.v) if do is None else do.contiguous()

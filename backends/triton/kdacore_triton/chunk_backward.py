@@ -38,7 +38,9 @@ Work = dict[str, torch.Tensor]
 """The workspace: chunk-major tiles by name; each kernel's docstring has their shapes."""
 
 
-def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grads: OutputGrads) -> InputGrads:
+def backward(
+    request: Request, inputs: ChunkInputs | RecurrentInputs, saved: tuple[Any, ...], grads: OutputGrads
+) -> InputGrads:
     """Gradients of ``o`` and ``final_state`` with respect to every differentiable input.
 
     Args:

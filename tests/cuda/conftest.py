@@ -10,9 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import emulator  # noqa: E402  beside this file, which importlib mode does not put on the path
+import emulator
 
-from kdacore_cuda import runtime  # noqa: E402
+from kdacore_cuda import runtime
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from kdacore_cuda import layout
 from kdacore_cuda.build import CSRC, KernelSource, gather_headers
 
 HERE = Path(__file__).parent / "emulation"
-COMPILE = ("g++", "-std=c++17", "-O2", "-w", "-shared", "-fPIC", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing")
+COMPILE = ("g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing")
 
 _RUNNER = """
 #include <cstddef>

@@ -51,7 +51,9 @@ def test_entry_is_present(built: dict[str, Built], name: str) -> None:
     assert KERNELS[name].entry.encode() + b"\0" in built[name].cubin
 
 
-@pytest.mark.parametrize(("name", "instruction"), [("safe", "HGMMA"), ("few heads", "HMMA"), ("free", "HGMMA")])
+@pytest.mark.parametrize(
+    ("name", "instruction"), [("safe", "HGMMA"), ("few heads", "HMMA"), ("free", "HGMMA")]
+)
 def test_matrix_instructions(built: dict[str, Built], tmp_path: Path, name: str, instruction: str) -> None:
     text = disassemble(built[name].cubin, tmp_path)
     assert instruction in text
@@ -70,7 +72,7 @@ def test_clusters_compile_for_sm100() -> None:
 
 
 def test_error_carries_the_log() -> None:
-    broken = "extern \"C\" __global__ void f() { this_is_not_declared(); }"
+    broken = 'extern "C" __global__ void f() { this_is_not_declared(); }'
     with pytest.raises(BackendBuildError, match="this_is_not_declared") as caught:
         build.compile_text(broken, "broken", ("-arch=sm_90a",), {})
     assert caught.value.what.startswith("broken")
@@ -84,7 +86,11 @@ def test_virtual_architectures_are_refused() -> None:
 def test_key_depends_on_everything() -> None:
     kernel = KERNELS["decode"]
     other = dataclasses.replace(kernel, defines=(*kernel.defines, ("EXTRA", 1)))
-    keys = {build.source_key(kernel, "sm_90a"), build.source_key(kernel, "sm_100f"), build.source_key(other, "sm_90a")}
+    keys = {
+        build.source_key(kernel, "sm_90a"),
+        build.source_key(kernel, "sm_100f"),
+        build.source_key(other, "sm_90a"),
+    }
     assert len(keys) == 3
 
 
@@ -137,7 +143,11 @@ def test_load_or_compile_uses_the_cache(tmp_path: Path, monkeypatch: pytest.Monk
 def test_packaged_cubins_match_their_sources() -> None:
     """Run `kdacore build` when this fails: a source changed after the cubins were built."""
     rows = json.loads((prebuilt.FOLDER / prebuilt.MANIFEST).read_text())["cubins"]
-    expected = {f"{k.name}.{arch}": (k, arch) for arch in prebuilt.PACKAGED_ARCHS for k in variants.packaged_kernels(arch)}
+    expected = {
+        f"{k.name}.{arch}": (k, arch)
+        for arch in prebuilt.PACKAGED_ARCHS
+        for k in variants.packaged_kernels(arch)
+    }
     assert rows.keys() == expected.keys()
     for kernel, arch in expected.values():
         assert prebuilt.find_packaged(kernel, arch, build.source_key(kernel, arch)) is not None, kernel.name

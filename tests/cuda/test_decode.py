@@ -12,9 +12,7 @@ from kdacore.types import Outputs, RecurrentInputs
 from kdacore_cuda import decode
 
 
-def draw(
-    B: int, T: int, H: int = 1, HV: int = 2, K: int = 64, *, gate: str = "random", **more: Any
-) -> Any:
+def draw(B: int, T: int, H: int = 1, HV: int = 2, K: int = 64, *, gate: str = "random", **more: Any) -> Any:
     d = Draw(seed=B + T, **{k: more.pop(k) for k in ("dtype",) if k in more})
     raw = gate in ("random", "init")
     make = d.normal if raw else d.unit

@@ -76,4 +76,3 @@ def test_importing_the_plugin_imports_no_framework() -> None:
 
     code = "import sys, kdacore_cuda.plugin; assert not {'torch', 'cuda', 'triton'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-

@@ -67,7 +67,13 @@ def contiguous_strides(request: Request) -> tuple[int, ...]:
 def rows(inputs: Any, scalar_gate: bool, contiguous: tuple[int, ...]) -> Rows:
     """The five token arrays of a call; what a kernel cannot read where it lies is copied."""
     q, k, v, g, beta = inputs[:5]
-    if q.is_contiguous() and k.is_contiguous() and v.is_contiguous() and g.is_contiguous() and beta.is_contiguous():
+    if (
+        q.is_contiguous()
+        and k.is_contiguous()
+        and v.is_contiguous()
+        and g.is_contiguous()
+        and beta.is_contiguous()
+    ):
         pointers = (q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr())
         if not (pointers[0] | pointers[1] | pointers[2] | (0 if scalar_gate else pointers[3])) % ALIGNMENT:
             return Rows(pointers, contiguous, ())

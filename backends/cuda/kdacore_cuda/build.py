@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from kdacore.errors import BackendBuildError
 from kdacore_cuda import layout
@@ -57,7 +58,7 @@ def nvrtc_version() -> str:
 
 
 @cache
-def _nvrtc() -> tuple[object, str]:
+def _nvrtc() -> tuple[Any, str]:
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
@@ -124,7 +125,7 @@ def compile_text(source: str, name: str, command: Iterable[str], headers: Mappin
     """One NVRTC run over text held in memory."""
     nvrtc, _ = _nvrtc()
     flags = [flag.encode() for flag in command]
-    status, program = nvrtc.nvrtcCreateProgram(  # type: ignore[attr-defined]
+    status, program = nvrtc.nvrtcCreateProgram(
         source.encode(),
         f"{name}.cu".encode(),
         len(headers),
@@ -133,16 +134,17 @@ def compile_text(source: str, name: str, command: Iterable[str], headers: Mappin
     )
     _check(status, name, "nvrtcCreateProgram")
     try:
-        (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)  # type: ignore[attr-defined]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
         log = _read(nvrtc, program, "ProgramLog", name).decode(errors="replace").strip("\0\n ")
         if int(status) != 0:
             raise BackendBuildError(f"{name} ({' '.join(command)})", log or str(status))
         return Built(_read(nvrtc, program, "CUBIN", name), log)
     finally:
-        nvrtc.nvrtcDestroyProgram(program)  # type: ignore[attr-defined]
+        nvrtc.nvrtcDestroyProgram(program)
 
 
-def _read(nvrtc: object, program: object, what: str, name: str) -> bytes:
+def _read(nvrtc: Any, program: Any, what: str, name: str) -> bytes:
+    size: int
     status, size = getattr(nvrtc, f"nvrtcGet{what}Size")(program)
     _check(status, name, f"nvrtcGet{what}Size")
     buffer = b" " * size
@@ -151,8 +153,8 @@ def _read(nvrtc: object, program: object, what: str, name: str) -> bytes:
     return buffer
 
 
-def _check(status: object, name: str, call: str) -> None:
-    if int(status) != 0:  # type: ignore[call-overload]
+def _check(status: Any, name: str, call: str) -> None:
+    if int(status) != 0:
         raise BackendBuildError(name, f"{call} returned {status}")
 
 

@@ -9,7 +9,7 @@ import torch
 
 from kdacore.types import Outputs, RecurrentInputs, Request
 from kdacore_cuda import runtime
-from kdacore_cuda.arrays import Plans, build_arch, contiguous_strides, flat, is_wide, pointer, rows, spec_type
+from kdacore_cuda.arrays import Plans, build_arch, contiguous_strides, flat, is_wide, rows, spec_type
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.layout import DECODE, FLAGS, GATES
 from kdacore_cuda.variants import DECODE_COLUMNS, DECODE_WARPS, decode_kernel
@@ -37,6 +37,7 @@ class _Plan(NamedTuple):
     sizes: tuple[Any, ...]
     """What follows the strides in the parameters."""
     state_dtype: Any
+    o_shape: tuple[int, ...]
 
 
 def _make_plan(r: Request) -> _Plan:
@@ -60,6 +61,7 @@ def _make_plan(r: Request) -> _Plan:
         strides=contiguous_strides(r),
         sizes=sizes,
         state_dtype=getattr(torch, r.state_dtype),
+        o_shape=(r.B, r.T, r.HV, r.V),
     )
 
 
@@ -73,38 +75,44 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     gradients. Raises BackendBuildError or DriverError.
     """
     plan = _plan_of(request)
-    token_rows = rows(inputs, request.scalar_gate, plan.strides)
-    bias, A_log, cu_seqlens = flat(inputs.dt_bias), flat(inputs.A_log), flat(inputs.cu_seqlens)
-    indices, accepted = flat(inputs.state_indices), flat(inputs.num_accepted_tokens)
-    out = inputs.out
-    if out is not None and out.is_contiguous():
-        o = out
-    else:
-        o = inputs.v.new_empty((request.B, request.T, request.HV, request.V))
-    source, written = _states(request, inputs.initial_state, plan.state_dtype, o)
+    pointers, strides, kept = rows(inputs, request.scalar_gate, plan.strides)
+    _, _, _, _, _, A_log, bias, initial, cu_seqlens, _, indices, accepted, out = inputs
+    o: Any = out
+    if out is None or not out.is_contiguous():
+        o = inputs.v.new_empty(plan.o_shape)
+    source, written = _states(request, initial, plan.state_dtype, o)
+    A_log, bias, cu_seqlens = flat(A_log), flat(bias), flat(cu_seqlens)
+    indices, accepted = flat(indices), flat(accepted)
     values = (
-        *token_rows.pointers,
-        *(pointer(A_log), pointer(bias), pointer(cu_seqlens), o.data_ptr()),
-        *(pointer(source), pointer(written), pointer(indices), pointer(accepted)),
-        *token_rows.strides,
+        *pointers,
+        0 if A_log is None else A_log.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        0 if cu_seqlens is None else cu_seqlens.data_ptr(),
+        o.data_ptr(),
+        0 if source is None else source.data_ptr(),
+        0 if written is None else written.data_ptr(),
+        0 if indices is None else indices.data_ptr(),
+        0 if accepted is None else accepted.data_ptr(),
+        *strides,
         0 if source is None else source.stride(0),
         0 if written is None else written.stride(0),
         0 if indices is None else indices.stride(0),
         *plan.sizes,
     )
     runtime.launch(plan.launcher, plan.grid, plan.arch, o, values)
+    del kept  # copies live until the launch is queued; the allocator reuses them in stream order
     if out is not None and o is not out:
         out.copy_(o)
         o = out
     if request.inplace_state:
-        pool = inputs.initial_state
+        pool: Any = initial
         if written is not pool:
             pool.copy_(written)
             written = pool
     return Outputs(o, written if request.output_final_state else None)
 
 
-def _states(request: Request, initial: Any, dtype: Any, o: torch.Tensor) -> tuple[Any, Any]:
+def _states(request: Request, initial: Any, dtype: Any, o: Any) -> tuple[Any, Any]:
     """The array states are read from, and the one they are written to (None: nothing is written)."""
     source = initial
     if source is not None and not source.is_contiguous() and not source[:1].is_contiguous():

@@ -58,6 +58,8 @@ class Launcher:
             handle = self._prepare(device, arch)
         with self._lock:  # the driver has copied the buffer when launch returns
             self._pack(self._buffer, 0, *values)
-            code = self._launch(handle, grid, 1, 1, self.threads, 1, 1, self.shared, stream, self._address, None)
+            code = self._launch(
+                handle, grid, 1, 1, self.threads, 1, 1, self.shared, stream, self._address, None
+            )
         if code:
             driver().check("cuLaunchKernel", code)

@@ -71,7 +71,11 @@ def make_backend() -> Backend:
         },
         summary="hand-written kernels: fused bfloat16 prefill without gradients, recurrent decode",
         requirements=(
-            Requirement("CUDA driver", _driver_missing, "install an NVIDIA driver (580 or later for the packaged kernels)"),
+            Requirement(
+                "CUDA driver",
+                _driver_missing,
+                "install an NVIDIA driver (580 or later for the packaged kernels)",
+            ),
         ),
         rank=100,
         device_types=("cuda",),

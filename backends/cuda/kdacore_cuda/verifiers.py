@@ -14,7 +14,12 @@ def architecture(request: Request) -> Reason | None:
     arch = request.device.arch
     number = arch.removeprefix("sm_")
     if arch == number or not number.isdigit() or int(number) < 80:
-        return Reason("hardware", "is built for NVIDIA GPUs of compute capability 8.0 and up", arch or "none", "sm_80 or later")
+        return Reason(
+            "hardware",
+            "is built for NVIDIA GPUs of compute capability 8.0 and up",
+            arch or "none",
+            "sm_80 or later",
+        )
     return None
 
 
@@ -22,7 +27,9 @@ def head_dims(request: Request) -> Reason | None:
     """Head dims are compiled in."""
     if request.K != request.V or request.K not in HEAD_DIMS:
         want = " or ".join(f"K = V = {d}" for d in HEAD_DIMS)
-        return Reason("head_dim", "has kernels for some head dims only", f"K={request.K}, V={request.V}", want)
+        return Reason(
+            "head_dim", "has kernels for some head dims only", f"K={request.K}, V={request.V}", want
+        )
     return None
 
 
@@ -52,14 +59,21 @@ def other_dtypes(request: Request) -> Reason | None:
 def state_dtype(request: Request) -> Reason | None:
     """States are float32 or bfloat16."""
     if request.state_dtype not in STATE_DTYPES:
-        return Reason("state_dtype", "keeps states in these dtypes", request.state_dtype, " or ".join(STATE_DTYPES))
+        return Reason(
+            "state_dtype", "keeps states in these dtypes", request.state_dtype, " or ".join(STATE_DTYPES)
+        )
     return None
 
 
 def long_enough_grid(request: Request) -> Reason | None:
     """A one-dimensional grid has at most 2**31 - 1 blocks."""
     if request.N * request.HV * 4 >= 2**31:
-        return Reason("too_large", "has too many sequences and heads for one launch", f"N*HV={request.N * request.HV}", "< 2**29")
+        return Reason(
+            "too_large",
+            "has too many sequences and heads for one launch",
+            f"N*HV={request.N * request.HV}",
+            "< 2**29",
+        )
     return None
 
 

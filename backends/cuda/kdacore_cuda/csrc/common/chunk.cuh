@@ -10,7 +10,7 @@
 #include "common/ptx.cuh"
 
 // Macros from the host: K_DIM, V_DIM, CLUSTER, STAGES, PREPARE_WARPS, SAFE, G_FLOAT,
-// WARPGROUP, SHARED_LIMIT.
+// WARPGROUP, SHARED_LIMIT, SLICE_UNROLL, SCAN_REGISTERS, PREPARE_REGISTERS.
 constexpr int K = K_DIM;
 constexpr int V = V_DIM;
 constexpr int C = 16;

@@ -12,9 +12,6 @@
 #include "generated/params.cuh"
 
 constexpr int SLICES = K / 32;
-#ifndef SLICE_UNROLL
-#define SLICE_UNROLL 1
-#endif
 constexpr int UNROLL = SLICE_UNROLL;
 constexpr int G_VECTORS = G_FLOAT ? 2 : 1;
 // k 2^-G carries this factor (log2) so that G down to -116 overflows nothing.
@@ -237,7 +234,7 @@ __device__ __forceinline__ void prepare_chunk(Raw& raw, Source& from, const Gate
                                               const Lane& l, Scalars& s, int left, int stride, const Free& free, u32 stage,
                                               u32 scratch, u32 bias) {
   Products sums = {};
-  // Hardly unrolled: with the scan's, the instructions of a slice or two are what the instruction cache holds.
+  // With the scan's, the instructions of two slices (one of a free gate's) are what the instruction cache holds.
 #pragma unroll UNROLL
   for (int slice = 0; slice < SLICES; ++slice) {
     if (left < 2) clear_past_end(raw, left, gate.closed);

@@ -23,9 +23,18 @@ INTERPRET = Launch(interpret=True)
 CASES = {
     "two chunks, mixed gates": Case(T=200, K=16, V=8, gates="mixed"),
     "pack, GVA, v first": Case(
-        lengths=(0, 1, 130, 128, 0, 40), H=2, HV=4, gate="softplus", v_first=True, K=24, V=40, beta_sigmoid=True
+        lengths=(0, 1, 130, 128, 0, 40),
+        H=2,
+        HV=4,
+        gate="softplus",
+        v_first=True,
+        K=24,
+        V=40,
+        beta_sigmoid=True,
     ),
-    "bf16, bounded gate": Case(dtype="bfloat16", B=2, T=70, K=64, gate="sigmoid", lower_bound=-5.0, bias=False),
+    "bf16, bounded gate": Case(
+        dtype="bfloat16", B=2, T=70, K=64, gate="sigmoid", lower_bound=-5.0, bias=False
+    ),
     "gdn": Case(op=GDN, gate="softplus", T=140, HV=3, K=16, V=16),
     "more than 128 channels": Case(T=20, K=136, V=200, HV=1, initial=False, final=False),
 }

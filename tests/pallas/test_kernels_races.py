@@ -41,7 +41,9 @@ def no_races() -> bool:
     return not interpreter.races.races_found
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", FOUR_CHUNKS)
 def test_chunk(name: str, seed: int) -> None:
     request, inputs = build(FOUR_CHUNKS[name])

@@ -15,7 +15,12 @@ from kdacore_reference.oracle import oracle_backward, oracle_forward
 from kdacore.types import OutputGrads
 
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-FLAGS = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "output_final_state": True, "backend": "xla"}
+FLAGS = {
+    "use_qk_l2norm_in_kernel": True,
+    "use_gate_in_kernel": True,
+    "output_final_state": True,
+    "backend": "xla",
+}
 
 
 def arrays(case: Case, names: tuple[str, ...] = NAMES) -> Any:

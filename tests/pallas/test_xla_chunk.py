@@ -20,7 +20,9 @@ BOTH_WAYS = {
     "bounded gate without A_log, beta logits": Case(
         T=70, gate="sigmoid", lower_bound=-5.0, A_log=False, beta_sigmoid=True, neg_eigval=True, v_first=True
     ),
-    "bf16, bf16 state": Case(dtype="bfloat16", gate="sigmoid", lower_bound=-4.0, state_dtype="bfloat16", K=64),
+    "bf16, bf16 state": Case(
+        dtype="bfloat16", gate="sigmoid", lower_bound=-4.0, state_dtype="bfloat16", K=64
+    ),
     "fp16": Case(dtype="float16", gate="softplus", beta_sigmoid=True, bias=False),
     "pack with a state": Case(lengths=EDGES, gate="softplus", HV=4, H=2, v_first=True, K=24),
     "pack without a state": Case(lengths=(63, 0, 65), initial=False, gates="mixed"),
@@ -53,7 +55,10 @@ def test_backward_without_saved_states_has_the_same_bits() -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [Case(B=2, T=330, checkpoint_every=128), Case(lengths=(0, 64, 65, 200), checkpoint_every=64, v_first=True)],
+    [
+        Case(B=2, T=330, checkpoint_every=128),
+        Case(lengths=(0, 64, 65, 200), checkpoint_every=64, v_first=True),
+    ],
     ids=["dense", "pack"],
 )
 def test_checkpoints(case: Case) -> None:

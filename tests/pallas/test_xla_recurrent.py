@@ -19,7 +19,9 @@ RNG = np.random.default_rng(7)
 
 CASES = {
     "dense": Case(op=OP, B=2, T=5, H=2, HV=4, K=24, V=40, gate="softplus", beta_sigmoid=True),
-    "no state": Case(op=OP, T=3, initial=False, final=False, gate="sigmoid", lower_bound=-5.0, dtype="bfloat16"),
+    "no state": Case(
+        op=OP, T=3, initial=False, final=False, gate="sigmoid", lower_bound=-5.0, dtype="bfloat16"
+    ),
     "pack": Case(op=OP, lengths=(1, 0, 4, 2), v_first=True, gates="mixed"),
     "gdn": Case(op="fused_recurrent_gated_delta_rule", B=2, T=4, gate="softplus", state_dtype="bfloat16"),
 }

@@ -26,7 +26,12 @@ def arrays() -> dict[str, Any]:
 
 def call(x: dict[str, Any], **options: Any) -> Any:
     return kdacore.chunk_kda(
-        **x, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, backend="xla", output_final_state=True, **options
+        **x,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        backend="xla",
+        output_final_state=True,
+        **options,
     )
 
 
@@ -41,7 +46,10 @@ def want() -> dict[str, Any]:
     request, inputs = build(CASE)
     out = oracle_forward(request, inputs)
     do = np.cos(np.arange(out.o.size).reshape(out.o.shape))
-    return {"out": out, "grads": oracle_backward(request, inputs, OutputGrads(do, np.ones(out.final_state.shape)))}
+    return {
+        "out": out,
+        "grads": oracle_backward(request, inputs, OutputGrads(do, np.ones(out.final_state.shape))),
+    }
 
 
 def check_grads(got: dict[str, Any], want: dict[str, Any]) -> None:

@@ -53,7 +53,9 @@ def recurrent_forward(request: Request, inputs: Any) -> Outputs:
     return convert.write_back(request, inputs, out)
 
 
-def recurrent_backward(request: Request, inputs: Any, saved: tuple[Array, ...], grads: OutputGrads) -> InputGrads:
+def recurrent_backward(
+    request: Request, inputs: Any, saved: tuple[Array, ...], grads: OutputGrads
+) -> InputGrads:
     d = convert.enter(request, grads)
     result: InputGrads = convert.leave(request, _run(recurrent.backward, request, inputs, (), d))
     return result

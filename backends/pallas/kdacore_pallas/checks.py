@@ -17,7 +17,9 @@ def no_float64(request: Request) -> Reason | None:
 def host_arrays_on_cpu(request: Request) -> Reason | None:
     """NumPy and torch callers are served by JAX's CPU device, so their arrays must be there."""
     if request.kind != "jax" and request.device.type != "cpu":
-        return Reason("device", f"{request.kind} arrays are served on the CPU only", str(request.device), "cpu")
+        return Reason(
+            "device", f"{request.kind} arrays are served on the CPU only", str(request.device), "cpu"
+        )
     return None
 
 

@@ -72,7 +72,9 @@ def recurrent_forward(request: Request, inputs: Any) -> Outputs:
     return out
 
 
-def recurrent_backward(request: Request, inputs: Any, saved: tuple[Array, ...], grads: OutputGrads) -> InputGrads:
+def recurrent_backward(
+    request: Request, inputs: Any, saved: tuple[Array, ...], grads: OutputGrads
+) -> InputGrads:
     """In plain JAX: decode calls that are differentiated are short."""
     out: InputGrads = _run(xla_recurrent.backward, request, inputs, (), grads)
     return out

@@ -39,7 +39,9 @@ def tpu_dtype(request: Request) -> Reason | None:
         used["g"] = request.spec("g").dtype
     bad = [f"{name} {dtype}" for name, dtype in used.items() if dtype not in ("float32", "bfloat16")]
     if bad:
-        return Reason("dtype", "these kernels take float32 and bfloat16", ", ".join(bad), "float32 or bfloat16")
+        return Reason(
+            "dtype", "these kernels take float32 and bfloat16", ", ".join(bad), "float32 or bfloat16"
+        )
     return None
 
 
@@ -47,13 +49,17 @@ def tile_alignment(request: Request) -> Reason | None:
     """Head dims fill whole sublanes."""
     bad = [f"{n}={d}" for n, d in (("K", request.K), ("V", request.V)) if d % 8 or d > LARGEST]
     if bad:
-        return Reason("head_dim", "head dims fill registers", ", ".join(bad), f"multiples of 8 up to {LARGEST}")
+        return Reason(
+            "head_dim", "head dims fill registers", ", ".join(bad), f"multiples of 8 up to {LARGEST}"
+        )
     return None
 
 
 def no_checkpoints(request: Request) -> Reason | None:
     if request.checkpoint_every:
-        return Reason("checkpoints", "checkpoints are not written by these kernels", str(request.checkpoint_every), "0")
+        return Reason(
+            "checkpoints", "checkpoints are not written by these kernels", str(request.checkpoint_every), "0"
+        )
     return None
 
 
@@ -77,7 +83,9 @@ def chunk_table(request: Request) -> Reason | None:
     chunks = request.T // CHUNK + request.N if request.packed else request.B * -(-request.T // CHUNK)
     need = 12 * chunks
     if need > SMEM:
-        return Reason("smem", "too many chunks for the table in scalar memory", f"{need} bytes", f"at most {SMEM}")
+        return Reason(
+            "smem", "too many chunks for the table in scalar memory", f"{need} bytes", f"at most {SMEM}"
+        )
     return None
 
 
@@ -90,7 +98,9 @@ def decode_table(request: Request) -> Reason | None:
     """Five numbers a token, in scalar memory."""
     need = 20 * request.B * request.T
     if need > SMEM:
-        return Reason("smem", "too many tokens for the table in scalar memory", f"{need} bytes", f"at most {SMEM}")
+        return Reason(
+            "smem", "too many tokens for the table in scalar memory", f"{need} bytes", f"at most {SMEM}"
+        )
     return None
 
 

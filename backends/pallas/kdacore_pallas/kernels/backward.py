@@ -114,6 +114,31 @@ def _gate_grads(
             refs[name][0, pl.ds(h, 1), :] += jnp.sum(d, axis=0, keepdims=True)
 
 
+def backward_operands(
+    request: Request,
+    inputs: ChunkInputs,
+    grads: OutputGrads,
+    starts: Array,
+    x: Blocks,
+    table: ChunkTable | None,
+) -> forward.Build:
+    """What the backward kernel reads and writes."""
+
+    def at(c: Any) -> Any:
+        return x.NC - 1 - c
+
+    given = chunk_operands(request, inputs, x, table, at)
+    do = jnp.zeros_like(inputs.v) if grads.o is None else grads.o
+    do = gather(table, do)
+    given.append(Operand("do", rows_spec(x, x.hvb, x.V, at), do.shape, do.dtype, do))
+    block = pl.BlockSpec((1, 1, x.hvb, x.V, x.K), lambda b, h, c, *_: (b, at(c), h, 0, 0))
+    given.append(Operand("starts", block, starts.shape, jnp.dtype(F32), starts))
+    if grads.final_state is not None:
+        s = grads.final_state
+        given.append(Operand("dfinal", state_spec(x, s.shape[2:], s.shape[0], at), s.shape, s.dtype, s))
+    return given, *_made(request, inputs, x, table, at)
+
+
 def chunk_backward(
     request: Request,
     inputs: ChunkInputs,
@@ -129,20 +154,7 @@ def chunk_backward(
     ``dbeta`` ``[B, HV, NC * C]`` of the strength, ``dA`` and ``dbias`` ``[B, HV, K]`` to be summed over B (and K),
     ``dinitial`` float32.
     """
-
-    def at(c: Any) -> Any:
-        return x.NC - 1 - c
-
-    given = chunk_operands(request, inputs, x, table, at)
-    do = jnp.zeros_like(inputs.v) if grads.o is None else grads.o
-    do = gather(table, do)
-    given.append(Operand("do", rows_spec(x, x.hvb, x.V, at), do.shape, do.dtype, do))
-    block = pl.BlockSpec((1, 1, x.hvb, x.V, x.K), lambda b, h, c, *_: (b, at(c), h, 0, 0))
-    given.append(Operand("starts", block, starts.shape, F32, starts))
-    if grads.final_state is not None:
-        s = grads.final_state
-        given.append(Operand("dfinal", state_spec(x, s.shape[2:], s.shape[0], at), s.shape, s.dtype, s))
-    made, scratch = _made(request, inputs, x, table, at)
+    given, made, scratch = backward_operands(request, inputs, grads, starts, x, table)
 
     def body(names: list[str], *refs: Any) -> None:
         _kernel(x, math, names, request.scalar_gate, request.state_v_first, *refs)
@@ -161,21 +173,23 @@ def _made(
         Operand("dq", rows_spec(x, x.hb, x.K, at), (x.B, x.T, x.H, x.K), inputs.q.dtype),
         Operand("dk", rows_spec(x, x.hb, x.K, at), (x.B, x.T, x.H, x.K), inputs.k.dtype),
         Operand("dv", rows_spec(x, x.hvb, x.V, at), (x.B, x.T, x.HV, x.V), inputs.v.dtype),
-        Operand("dbeta", lanes_spec(x, x.hvb, at), lanes, F32),
+        Operand("dbeta", lanes_spec(x, x.hvb, at), lanes, jnp.dtype(F32)),
     ]
     keys, values = rows.shape(x.C, x.hb, x.K), rows.shape(x.C, x.hvb, x.V)
     scratch = [("dstate", (x.hvb, x.V, x.K)), *forward.row_scratch(x, scalar), ("dos", values)]
     scratch += [("dqs", keys), ("dks", keys), ("dvs", values)]
     if scalar:
-        made.append(Operand("dg", lanes_spec(x, x.hvb, at), lanes, F32))
+        made.append(Operand("dg", lanes_spec(x, x.hvb, at), lanes, jnp.dtype(F32)))
     else:
         made.append(Operand("dg", rows_spec(x, x.hvb, x.K, at), (x.B, x.T, x.HV, x.K), inputs.g.dtype))
         scratch.append(("dgs", rows.shape(x.C, x.hvb, x.K)))
         sums = pl.BlockSpec((1, x.hvb, x.K), lambda b, h, c, *_: (b, h, 0))
         wanted = (("dA", inputs.A_log), ("dbias", inputs.dt_bias))
-        made += [Operand(n, sums, (x.B, x.HV, x.K), F32) for n, given in wanted if given is not None]
+        made += [
+            Operand(n, sums, (x.B, x.HV, x.K), jnp.dtype(F32)) for n, given in wanted if given is not None
+        ]
     if inputs.initial_state is not None:
         sequences = request.N + (table is not None)
         spec = state_spec(x, request.state_tail, sequences, at)
-        made.append(Operand("dinitial", spec, (sequences, x.HV, *request.state_tail), F32))
+        made.append(Operand("dinitial", spec, (sequences, x.HV, *request.state_tail), jnp.dtype(F32)))
     return made, scratch

@@ -85,7 +85,9 @@ def backward(
     d = kernel_backward.chunk_backward(
         request, inputs, grads, states["starts"], x, math, schedule, table, launch
     )
-    dq, dk, dv = (summed_like(layout.scatter(table, d[n]), a) for n, a in zip(("dq", "dk", "dv"), inputs, strict=False))
+    dq, dk, dv = (
+        summed_like(layout.scatter(table, d[n]), a) for n, a in zip(("dq", "dk", "dv"), inputs, strict=False)
+    )
     dbeta = gate.strength_backward(request, inputs.beta.astype(F32), _tokens(request, table, d["dbeta"]))
     dg, dA, dbias = _gate_grads(request, inputs, table, d)
     dinitial = d.get("dinitial")

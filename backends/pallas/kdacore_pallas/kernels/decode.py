@@ -60,7 +60,9 @@ def _fetch(refs: Refs, row: Any, slot: Any) -> Any:
 
 
 def _store(refs: Refs, row: Any, slot: Any) -> Any:
-    return pltpu.make_async_copy(refs["leaving"].at[slot], refs["states"].at[row], refs["store_done"].at[slot])
+    return pltpu.make_async_copy(
+        refs["leaving"].at[slot], refs["states"].at[row], refs["store_done"].at[slot]
+    )
 
 
 def _begin(refs: Refs, i: Any) -> None:

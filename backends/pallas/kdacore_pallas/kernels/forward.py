@@ -154,6 +154,37 @@ def call(
     )(*schedule.arrays(), *values)
 
 
+Build = tuple[list[Operand], list[Operand], list[tuple[str, tuple[int, ...]]]]
+"""Inputs, outputs and scratch of a kernel."""
+
+
+def forward_operands(
+    request: Request, inputs: ChunkInputs, x: Blocks, table: ChunkTable | None, want: tuple[str, ...]
+) -> Build:
+    """What the forward kernel reads and writes for the outputs in ``want``."""
+
+    def at(c: Any) -> Any:
+        return c
+
+    given = chunk_operands(request, inputs, x, table, at)
+    if inputs.initial_state is not None:
+        s = inputs.initial_state
+        given.append(Operand("initial", state_spec(x, s.shape[2:], s.shape[0], at), s.shape, s.dtype, s))
+    sequences = request.N + (table is not None)
+    final_shape = (sequences, x.HV, *request.state_tail)
+    final = state_spec(x, request.state_tail, sequences, at)
+    starts = pl.BlockSpec((1, 1, x.hvb, x.V, x.K), lambda b, h, c, *_: (b, c, h, 0, 0))
+    every = {
+        "o": Operand("o", rows_spec(x, x.hvb, x.V, at), (x.B, x.T, x.HV, x.V), inputs.v.dtype),
+        "final": Operand("final", final, final_shape, jnp.dtype(request.state_dtype)),
+        "starts": Operand("starts", starts, (x.B, x.NC, x.HV, x.V, x.K), jnp.dtype(F32)),
+    }
+    scratch = [("state", (x.hvb, x.V, x.K)), *row_scratch(x, request.scalar_gate)]
+    if "o" in want:
+        scratch.append(("os", rows.shape(x.C, x.hvb, x.V)))
+    return given, [every[n] for n in want], scratch
+
+
 def chunk_forward(
     request: Request,
     inputs: ChunkInputs,
@@ -167,26 +198,7 @@ def chunk_forward(
     """Run the kernel for the outputs in ``want``: ``o``, ``final`` (a pack has one more row, unused), ``starts``
     (the state ``[V, K]`` each chunk starts from).
     """
-
-    def at(c: Any) -> Any:
-        return c
-
-    given = chunk_operands(request, inputs, x, table, at)
-    if inputs.initial_state is not None:
-        s = inputs.initial_state
-        given.append(Operand("initial", state_spec(x, s.shape[2:], s.shape[0], at), s.shape, s.dtype, s))
-    sequences = request.N + (table is not None)
-    final_shape = (sequences, x.HV, *request.state_tail)
-    starts = pl.BlockSpec((1, 1, x.hvb, x.V, x.K), lambda b, h, c, *_: (b, c, h, 0, 0))
-    every = {
-        "o": Operand("o", rows_spec(x, x.hvb, x.V, at), (x.B, x.T, x.HV, x.V), inputs.v.dtype),
-        "final": Operand("final", state_spec(x, request.state_tail, sequences, at), final_shape, request.state_dtype),
-        "starts": Operand("starts", starts, (x.B, x.NC, x.HV, x.V, x.K), F32),
-    }
-    made = [every[n] for n in want]
-    scratch = [("state", (x.hvb, x.V, x.K)), *row_scratch(x, request.scalar_gate)]
-    if "o" in want:
-        scratch.append(("os", rows.shape(x.C, x.hvb, x.V)))
+    given, made, scratch = forward_operands(request, inputs, x, table, want)
 
     def body(names: list[str], *refs: Any) -> None:
         _kernel(x, math, names, request.scalar_gate, request.state_v_first, *refs)

@@ -55,9 +55,7 @@ def make_blocks(request: Request, hb: int) -> Blocks:
     NC = chunks(request)
     T = NC * CHUNK if request.packed else request.T
     ragged = request.packed or request.T % CHUNK != 0
-    return Blocks(
-        request.B, T, NC, CHUNK, request.H, request.HV, request.K, request.V, hb, ragged
-    )
+    return Blocks(request.B, T, NC, CHUNK, request.H, request.HV, request.K, request.V, hb, ragged)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,9 @@ def _pass(a: Array, b: Array, dims: Any) -> Array:
 def product(a: Array, b: Array, dims: Any, passes: Passes) -> Array:
     """Product of two float32 matrices, accumulated in float32."""
     if passes is Passes.EXACT:
-        return lax.dot_general(a, b, dims, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+        return lax.dot_general(
+            a, b, dims, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+        )
     ah, bh = _half(a), _half(b)
     if passes is Passes.ONE:
         return _pass(ah, bh, dims)

@@ -24,7 +24,10 @@ def shape(C: int, heads: int, D: int) -> tuple[int, int, int]:
 
 def _panels(D: int) -> list[tuple[int, slice, int]]:
     """Per panel: its number, its channels, how many."""
-    return [(p, slice(first, min(first + LANES, D)), min(LANES, D - first)) for p, first in enumerate(range(0, D, LANES))]
+    return [
+        (p, slice(first, min(first + LANES, D)), min(LANES, D - first))
+        for p, first in enumerate(range(0, D, LANES))
+    ]
 
 
 def fill(ref: Any, block: Array) -> None:

@@ -21,7 +21,12 @@ Array = Any
 
 
 def _replay(
-    plan: Plan, prep: segment.Prepared, state: Array, flag: chunk.Flags, initial: Array, precision: lax.Precision
+    plan: Plan,
+    prep: segment.Prepared,
+    state: Array,
+    flag: chunk.Flags,
+    initial: Array,
+    precision: lax.Precision,
 ) -> tuple[Array, chunk.Replay]:
     parts = chunk.StateParts(prep.w, prep.u, prep.kg, prep.decay.total)
     buffers = chunk.Buffers(None, None)
@@ -58,7 +63,9 @@ def _reverse(
         if at.last is not None:
             own = jnp.zeros_like(running)
             if dfinal is not None:
-                own = lax.dynamic_index_in_dim(dfinal, jnp.minimum(at.seq, dfinal.shape[0] - 1), keepdims=False)
+                own = lax.dynamic_index_in_dim(
+                    dfinal, jnp.minimum(at.seq, dfinal.shape[0] - 1), keepdims=False
+                )
                 own = jnp.where(at.seq < dfinal.shape[0], own, 0.0)
             end = jnp.where(at.last, own, running)
         dv = local_ + dot("...ck,...kv->...cv", kg, end, precision)
@@ -101,9 +108,7 @@ def _rows_backward(
     def channels(x: Array) -> Array:
         return total(x, -1) if scalar else x
 
-    both = dot(
-        "...cv,...kv->...ck", jnp.concatenate([do, -grads.v_new], axis=-2), replay.start, precision
-    )
+    both = dot("...cv,...kv->...ck", jnp.concatenate([do, -grads.v_new], axis=-2), replay.start, precision)
     dqg, dw = both[..., :C, :], both[..., C:, :]
     dkg = dot("...cv,...kv->...ck", replay.v_new, grads.end, precision)
     dtotal = jnp.swapaxes(total(replay.start * grads.end, -1), -1, -2) * decay.total
@@ -229,7 +234,12 @@ def _outgoing(d: segment.Raw, inputs: ChunkInputs) -> tuple[Array, ...]:
 
 
 def _reverse_carry(
-    request: Request, plan: Plan, inputs: ChunkInputs, dfinal: Array | None, initial: Array, axes: frozenset[str]
+    request: Request,
+    plan: Plan,
+    inputs: ChunkInputs,
+    dfinal: Array | None,
+    initial: Array,
+    axes: frozenset[str],
 ) -> tuple[Array, Array | None, ParamGrads]:
     dlast = jnp.zeros_like(initial) if dfinal is None else dfinal
     dstate = chunk.start_state(plan, dlast)

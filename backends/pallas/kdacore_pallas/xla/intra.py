@@ -86,9 +86,7 @@ class Interactions(NamedTuple):
     """``(I + diag(beta) kk)^-1``."""
 
 
-def interactions(
-    q: Array, k: Array, beta: Array, decay: Decays, precision: lax.Precision
-) -> Interactions:
+def interactions(q: Array, k: Array, beta: Array, decay: Decays, precision: lax.Precision) -> Interactions:
     """The three matrices of each chunk. ``q``, ``k`` ``[..., C, K]``; ``beta`` ``[..., C, 1]``."""
     batch = decay.prefix.shape[:-2]
     qk = total(q * k, -1)[..., None]

@@ -98,7 +98,9 @@ def chunk_state(request: Request, inputs: ChunkStateInputs) -> ChunkStateOutputs
     flag = chunk.sequence_flags(plan, jnp.int32(0))
     buffers = chunk.state_buffers(request, plan, initial)
     state = chunk.start_state(plan, initial)
-    end, buffers, states = chunk.replay(plan, parts, state, buffers, flag, initial, product_precision(request))
+    end, buffers, states = chunk.replay(
+        plan, parts, state, buffers, flag, initial, product_precision(request)
+    )
     h = states.start.reshape(plan.G, plan.B, request.HV, request.K, request.V)
     if plan.table is not None:
         h = jnp.where((plan.table.seq < plan.N)[:, None, None, None, None], h, 0.0)

@@ -1,0 +1,84 @@
+"""Bytes a chunk kernel moves between HBM and VMEM, counted from its block specs.
+
+The pipeline copies a block when its index differs from that of the step before, and only then.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from kdacore.types import ChunkInputs, OutputGrads, Request
+from kdacore_pallas.kernels import backward, forward, layout, memory
+from kdacore_pallas.kernels.operands import Operand
+
+
+class Traffic(NamedTuple):
+    moved: int
+    """Bytes by the block specs."""
+    least: int
+    """Bytes of the call's inputs and outputs, each once."""
+
+
+def _block_bytes(operand: Operand) -> int:
+    shape = operand.spec.block_shape
+    whole = operand.shape if shape is None else shape
+    return math.prod(int(n) for n in whole) * np.dtype(operand.dtype).itemsize
+
+
+def _copies(operand: Operand, grid: tuple[int, int, int], tables: tuple[Any, ...]) -> int:
+    index_map = operand.spec.index_map
+    if index_map is None:
+        return 1
+    count, before = 0, None
+    for step in itertools.product(*(range(n) for n in grid)):
+        index = tuple(int(i) for i in index_map(*step, *tables))
+        count += index != before
+        before = index
+    return count
+
+
+def moved(build: forward.Build, x: layout.Blocks) -> int:
+    """Bytes moved by all steps of a dense call."""
+    tables = tuple(np.asarray(a) for a in layout.dense_schedule(x).arrays())
+    grid = (x.B, x.H // x.hb, x.NC)
+    given, made, _ = build
+    return sum(_block_bytes(o) * _copies(o, grid, tables) for o in (*given, *made))
+
+
+def _built(make: Callable[[ChunkInputs], forward.Build], inputs: ChunkInputs) -> forward.Build:
+    """The operands of a call, from shapes: nothing is computed."""
+    found: list[forward.Build] = []
+
+    def trace(given: ChunkInputs) -> int:
+        found.append(make(given))
+        return 0
+
+    jax.eval_shape(trace, inputs)
+    return found[0]
+
+
+def _once(*arrays: Any) -> int:
+    return sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in arrays if a is not None)
+
+
+def forward_traffic(request: Request, inputs: ChunkInputs) -> Traffic:
+    """Of the forward kernel writing ``o`` and the final state."""
+    x = layout.make_blocks(request, memory.best_heads(request))
+    build = _built(lambda given: forward.forward_operands(request, given, x, None, ("o", "final")), inputs)
+    return Traffic(moved(build, x), _once(*inputs) + _once(*build[1]))
+
+
+def backward_traffic(request: Request, inputs: ChunkInputs) -> Traffic:
+    """Of the pass over the states together with the backward kernel."""
+    x = layout.make_blocks(request, memory.best_heads(request))
+    states = _built(lambda given: forward.forward_operands(request, given, x, None, ("starts",)), inputs)
+    starts = jax.ShapeDtypeStruct(states[1][0].shape, np.float32)
+    do = OutputGrads(jax.ShapeDtypeStruct(inputs.v.shape, inputs.v.dtype))
+    walk = _built(lambda given: backward.backward_operands(request, given, do, starts, x, None), inputs)
+    return Traffic(moved(states, x) + moved(walk, x), 2 * _once(*inputs) + _once(do.o))

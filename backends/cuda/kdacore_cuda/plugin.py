@@ -13,7 +13,7 @@ from kdacore.types import Backend, OpImpl, Requirement
 from kdacore_cuda import __version__, verifiers
 
 VERIFIED: frozenset[str] = frozenset()
-"""Architectures the conformance suite has run on; the others are checked once, on the machine, before auto uses them."""
+"""Architectures the conformance suite has run on; others are checked once, on the machine, before auto uses them."""
 
 
 @cache

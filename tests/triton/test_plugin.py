@@ -70,6 +70,15 @@ def test_head_dims_served(K: int, V: int) -> None:
     assert codes(replace(CALL, K=K, V=V)) == []
 
 
+@pytest.mark.parametrize(
+    ("K", "V", "served"), [(128, 128, True), (16, 32, False), (64, 64, False), (128, 64, False)]
+)
+def test_scalar_gate_gradients_on_a_gpu_are_served_where_proven(K: int, V: int, served: bool) -> None:
+    request = replace(CALL, K=K, V=V, scalar_gate=True, needs_grad=True)
+    assert codes(request) == ([] if served else ["gradients"])
+    assert codes(replace(request, needs_grad=False)) == codes(replace(request, scalar_gate=False)) == []
+
+
 def test_stages_without_values_mind_k_alone() -> None:
     assert verifiers.key_dim(replace(CALL, V=1)) is None
     reason = verifiers.key_dim(replace(CALL, K=8))

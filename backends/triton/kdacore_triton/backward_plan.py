@@ -104,15 +104,14 @@ def choose_tiles(KP: int, VP: int, narrow: bool, anchor: Anchor | None) -> Tiles
     """
     if narrow:
         return Tiles(
-            prepare_bk=min(KP, 64 if anchor is not None and anchor.half == 16 else 32),
+            prepare_bk=min(KP, 32),
             prepare_bv=min(VP, 64 if anchor is None else 32),
-            prepare_warps=4 if anchor is None and KP >= 128 else 2,
+            prepare_warps=4 if anchor is None else 2,
             scan_bv=min(VP, 32 if KP > 128 else 128),
-            scan_warps=8 if KP <= 128 and VP >= 128 else 4 if KP >= 64 else 2,
+            scan_warps=8 if KP <= 128 and VP >= 128 else 4,
             grads_bk=min(KP, 128),
             grads_bv=min(VP, 128),
-            # Fewer than four warps make no warp-group products, which ptxas 12.8 miscompiles on small tiles.
-            grads_warps=8 if KP >= 128 else 2,
+            grads_warps=8 if KP >= 128 else 4,
         )
     return Tiles(
         prepare_bk=min(KP, 32),

@@ -151,10 +151,10 @@ def chunk_state(request: Request, inputs: ChunkStateInputs) -> ChunkStateOutputs
 
 
 def chunk_output(request: Request, inputs: ChunkOutputInputs) -> torch.Tensor:
-    """``o [B, T, HV, V]`` in the dtype of q: see :func:`kdacore.stages.kda_chunk_output`."""
+    """``o [B, T, HV, V]`` in the dtype of v_new: see :func:`kdacore.stages.kda_chunk_output`."""
     r = request
     q, v_new, gc, Aqk, h, cu_seqlens = (dense(x) for x in inputs[:6])
-    o = torch.empty((r.B, r.T, r.HV, r.V), dtype=_intermediate(q.dtype), device=q.device)
+    o = torch.empty((r.B, r.T, r.HV, r.V), dtype=_intermediate(v_new.dtype), device=q.device)
     BK, BV = _padded(r.K), min(_padded(r.V), 64)
     _OUTPUT(
         (_slots(r) * r.HV, cdiv(r.V, BV), 1),
@@ -162,7 +162,7 @@ def chunk_output(request: Request, inputs: ChunkOutputInputs) -> torch.Tensor:
         K=r.K, V=r.V, BK=BK, BV=BV, BS=min(BK, 64), C=r.chunk_size, PACKED=r.packed,
         DOT=_dot(r, _product(q, v_new, Aqk, h)), ASM=on_nvidia(r), num_warps=4,
     )  # fmt: skip
-    return o.to(q.dtype)
+    return o.to(v_new.dtype)
 
 
 def _padded(dim: int) -> int:

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pallas_cases import Case, build, check_backward, check_forward, error, output_grads, to_jax
+
+from kdacore.types import OutputGrads, RecurrentInputs, Request
 from kdacore_pallas.kernels import chunk, inverse, recurrent
 from kdacore_pallas.kernels.forward import Launch
 from kdacore_pallas.kernels.products import Passes
 from kdacore_reference.oracle import oracle_forward
-from pallas_cases import Case, build, check_backward, check_forward, error, output_grads, to_jax
-
-from kdacore.types import OutputGrads, RecurrentInputs, Request
 
 GDN = "chunk_gated_delta_rule"
 INTERPRET = Launch(interpret=True)

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import tpu as pltpu
-from kdacore_pallas.kernels import chunk, recurrent
-from kdacore_pallas.kernels.forward import Launch
 from pallas_cases import Case, build, check_backward, check_forward, output_grads, to_jax
 
 from kdacore.types import OutputGrads
+from kdacore_pallas.kernels import chunk, recurrent
+from kdacore_pallas.kernels.forward import Launch
 
 FOUR_CHUNKS = {
     "dense": Case(B=2, T=512 - 9, H=1, HV=1, K=8, V=8, gates="mixed"),

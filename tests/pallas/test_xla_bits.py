@@ -8,10 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kdacore_pallas.xla import chunk, chunk_backward
 from pallas_cases import Case, build, full_speed, output_grads, to_jax
 
 from kdacore.types import ChunkInputs, OutputGrads, Request
+from kdacore_pallas.xla import chunk, chunk_backward
 
 ROWS = ("q", "k", "v", "g", "beta")
 forward = full_speed(chunk.forward)

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from kdacore_pallas import calls
 from pallas_cases import Case, build, check_backward, check_forward, output_grads, to_jax, with_grad
 
 from kdacore.types import OutputGrads
+from kdacore_pallas import calls
 
 GDN = "chunk_gated_delta_rule"
 EDGES = (0, 1, 15, 16, 17, 0, 63, 64, 65, 130, 0)

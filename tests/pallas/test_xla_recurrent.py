@@ -8,11 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kdacore_pallas import calls
-from kdacore_reference.oracle import oracle_forward, oracle_gate, oracle_gate_backward
 from pallas_cases import Case, build, check_backward, check_forward, error, output_grads, to_jax
 
 from kdacore.types import GateInputs, OutputGrads, RecurrentInputs, Request
+from kdacore_pallas import calls
+from kdacore_reference.oracle import oracle_forward, oracle_gate, oracle_gate_backward
 
 OP = "fused_recurrent_kda"
 RNG = np.random.default_rng(7)

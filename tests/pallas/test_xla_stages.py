@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kdacore_pallas import calls
-from kdacore_reference import oracle_stages as oracle
 from pallas_cases import Case, build, error, to_jax
 
 from kdacore.types import (
@@ -20,6 +18,8 @@ from kdacore.types import (
     RecomputeInputs,
     Request,
 )
+from kdacore_pallas import calls
+from kdacore_reference import oracle_stages as oracle
 
 CASES = {
     "dense": (Case(B=2, T=100, H=2, HV=4, K=24, V=40, gate="softplus"), 64),

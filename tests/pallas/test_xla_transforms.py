@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from pallas_cases import Case, build, error
 
 import kdacore
-from kdacore_reference.oracle import oracle_backward, oracle_forward
 from kdacore.types import OutputGrads
+from kdacore_reference.oracle import oracle_backward, oracle_forward
 
 CASE = Case(B=2, T=70, K=16, V=16, H=1, HV=2, gate="softplus", initial=False)
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
@@ -79,7 +79,7 @@ def test_vmap_of_grad(want: dict[str, Any]) -> None:
 def test_shard_map_over_the_batch(want: dict[str, Any], check_vma: bool) -> None:
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("data",))
     row = P("data", None, None)
-    specs = {n: row for n in ("q", "k", "v", "g", "beta")} | {"A_log": P(), "dt_bias": P()}
+    specs = dict.fromkeys(("q", "k", "v", "g", "beta"), row) | {"A_log": P(), "dt_bias": P()}
 
     def local(x: dict[str, Any]) -> Any:
         return jax.lax.psum(loss_rows(x), "data")

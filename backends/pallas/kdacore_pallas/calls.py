@@ -19,7 +19,8 @@ Array = Any
 
 @cache
 def _jitted(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return jax.jit(fn, static_argnums=0)
+    jitted: Callable[..., Any] = jax.jit(fn, static_argnums=0)
+    return jitted
 
 
 def _traced_request(request: Request) -> Request:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kdacore.types import Outputs, RecurrentInputs, Request
+from kdacore_pallas.xla.numerics import given
 
 Array = Any
 
@@ -79,11 +80,11 @@ def write_back(request: Request, inputs: RecurrentInputs, outputs: Outputs) -> O
         inputs.out[...] = o
         o = inputs.out
     if request.inplace_state:
-        pool = inputs.initial_state
+        pool: Array = inputs.initial_state
         rows = slice(None)
         if inputs.state_indices is not None:
             named = np.asarray(inputs.state_indices).reshape(-1)
             rows = named[named >= 0].tolist()
-        pool[rows] = state[rows]
+        pool[rows] = given(state)[rows]
         state = pool if request.output_final_state else None
     return outputs._replace(o=o, final_state=state)

@@ -28,7 +28,8 @@ def launch(request: Request, need: int) -> Launch:
 
 @cache
 def _jitted(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return jax.jit(fn, static_argnums=0)
+    jitted: Callable[..., Any] = jax.jit(fn, static_argnums=0)
+    return jitted
 
 
 def _run(fn: Callable[..., Any], request: Request, inputs: Any, *more: Any) -> Any:

@@ -54,7 +54,7 @@ def _alone(generation: str, dumps: str) -> list[Row]:
     size = shapes.Size()
     request, inputs = shapes.chunk_request(size, generation), shapes.chunk_inputs(size, spec)
     hb = memory.best_heads(request)
-    calls = [
+    calls: list[Any] = [
         (
             "forward",
             "chunk_forward",

@@ -28,7 +28,8 @@ class Traffic(NamedTuple):
 def _block_bytes(operand: Operand) -> int:
     shape = operand.spec.block_shape
     whole = operand.shape if shape is None else shape
-    return math.prod(int(n) for n in whole) * np.dtype(operand.dtype).itemsize
+    size: int = math.prod(int(n) for n in whole) * np.dtype(operand.dtype).itemsize
+    return size
 
 
 def _copies(operand: Operand, grid: tuple[int, int, int], tables: tuple[Any, ...]) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, Request
+from kdacore.types import ChunkInputs, GateInputs, InputGrads, OutputGrads, Outputs, Request
 from kdacore_pallas.kernels import backward as kernel_backward
 from kdacore_pallas.kernels import forward as kernel_forward
 from kdacore_pallas.kernels import layout
@@ -109,8 +109,8 @@ def _gate_grads(
 ) -> tuple[Array, Array | None, Array | None]:
     """Of g, A_log and dt_bias."""
     if request.scalar_gate:
-        given = gate.GateInputs(inputs.g, inputs.A_log, inputs.dt_bias)
-        found = gate.kda_gate_backward(request, given, _tokens(request, table, d["dg"]))
+        raw = GateInputs(inputs.g, inputs.A_log, inputs.dt_bias)
+        found = gate.kda_gate_backward(request, raw, _tokens(request, table, d["dg"]))
         return found.g, found.A_log, found.dt_bias
     dA = dbias = None
     if inputs.A_log is not None:

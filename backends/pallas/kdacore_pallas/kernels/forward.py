@@ -24,6 +24,8 @@ from kdacore_pallas.xla.layout import ChunkTable
 from kdacore_pallas.xla.numerics import out_struct
 
 Array = Any
+Scratch = list[tuple[str, tuple[int, ...]]]
+"""Names and shapes of float32 VMEM scratch."""
 Refs = dict[str, Any]
 
 
@@ -71,7 +73,7 @@ def read_rows(x: Blocks, math: Math, refs: Refs, h: Any, at: Any, valid: Any, sc
 
 
 def _kernel(x: Blocks, math: Math, names: list[str], scalar: bool, v_first: bool, *refs_: Any) -> None:
-    seq, flags, valid, *rest = refs_
+    _seq, flags, valid, *rest = refs_
     refs = dict(zip(names, rest, strict=True))
     at = pl.program_id(0) * x.NC + pl.program_id(2)
     flag, valid_rows = flags[at], valid[at]
@@ -115,10 +117,10 @@ def _kernel(x: Blocks, math: Math, names: list[str], scalar: bool, v_first: bool
             refs["final"][0] = state.astype(refs["final"].dtype)
 
 
-def row_scratch(x: Blocks, scalar: bool) -> list[tuple[str, tuple[int, ...]]]:
+def row_scratch(x: Blocks, scalar: bool) -> Scratch:
     """Float32 copies of a step's rows."""
     keys, values = rows.shape(x.C, x.hb, x.K), rows.shape(x.C, x.hvb, x.V)
-    found = [("qs", keys), ("ks", keys), ("vs", values)]
+    found: Scratch = [("qs", keys), ("ks", keys), ("vs", values)]
     return found if scalar else [*found, ("gs", rows.shape(x.C, x.hvb, x.K))]
 
 
@@ -129,14 +131,14 @@ def call(
     schedule: Schedule,
     given: list[Operand],
     made: list[Operand],
-    scratch: list[tuple[str, tuple[int, ...]]],
+    scratch: Scratch,
     launch: Launch,
 ) -> list[Array]:
-    """``pallas_call`` over ``(B, head blocks, NC)``; ``body(names, *refs)`` gets every ref in the order of ``names``."""
+    """``pallas_call`` over ``(B, head blocks, NC)``; ``body(names, *refs)`` gets its refs in the order of ``names``."""
     names = [o.name for o in (*given, *made)] + [n for n, _ in scratch]
     values = [o.value for o in given]
     limit = {} if launch.vmem_bytes is None else {"vmem_limit_bytes": launch.vmem_bytes}
-    return pl.pallas_call(
+    outs: list[Array] = pl.pallas_call(
         lambda *refs: body(names, *refs),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
@@ -152,9 +154,10 @@ def call(
         interpret=launch.interpret,
         name=name,
     )(*schedule.arrays(), *values)
+    return outs
 
 
-Build = tuple[list[Operand], list[Operand], list[tuple[str, tuple[int, ...]]]]
+Build = tuple[list[Operand], list[Operand], Scratch]
 """Inputs, outputs and scratch of a kernel."""
 
 
@@ -179,7 +182,7 @@ def forward_operands(
         "final": Operand("final", final, final_shape, jnp.dtype(request.state_dtype)),
         "starts": Operand("starts", starts, (x.B, x.NC, x.HV, x.V, x.K), jnp.dtype(F32)),
     }
-    scratch = [("state", (x.hvb, x.V, x.K)), *row_scratch(x, request.scalar_gate)]
+    scratch: Scratch = [("state", (x.hvb, x.V, x.K)), *row_scratch(x, request.scalar_gate)]
     if "o" in want:
         scratch.append(("os", rows.shape(x.C, x.hvb, x.V)))
     return given, [every[n] for n in want], scratch

@@ -47,7 +47,8 @@ def _state(request: Request, hb: int) -> tuple[int, int, int]:
 
 def _row_copies(request: Request, hb: int) -> list[tuple[int, ...]]:
     hvb = hb * (request.HV // request.H)
-    found: list[tuple[int, ...]] = [(CHUNK * hb, request.K)] * 2 + [(CHUNK * hvb, request.V)]
+    keys, values = (CHUNK * hb, request.K), (CHUNK * hvb, request.V)
+    found: list[tuple[int, ...]] = [keys, keys, values]
     return found if request.scalar_gate else [*found, (CHUNK * hvb, request.K)]
 
 
@@ -90,8 +91,8 @@ def decode_bytes(request: Request) -> int:
     H, HV, K, V = request.H, request.HV, request.K, request.V
     state = (HV, *request.state_tail)
     g = ((1, HV), "float32") if request.scalar_gate else ((HV, K), _gate_dtype(request))
-    rows = [((H, K), request.dtype)] * 2 + [((HV, V), request.dtype)] * 2 + [((1, HV), "float32"), g]
-    blocks = [*rows, ((HV, K), "float32"), ((1, HV), "float32")]
+    keys, values = ((H, K), request.dtype), ((HV, V), request.dtype)
+    blocks: Blocks = [keys, keys, values, values, ((1, HV), "float32"), g, ((HV, K), "float32"), ((1, HV), "float32")]
     buffers = 2 * request.has("initial_state") + 2 * (request.inplace_state or request.output_final_state)
     scratch: list[tuple[int, ...]] = [state, (H, K), (H, K), (HV, V), (HV, V), (HV, K), (HV, V)]
     return _total(request, "decode", blocks, scratch) + buffers * padded(state, request.state_dtype)

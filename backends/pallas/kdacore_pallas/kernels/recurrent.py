@@ -10,6 +10,7 @@ from kdacore.types import Outputs, RecurrentInputs, Request
 from kdacore_pallas.kernels.chunk import make_math
 from kdacore_pallas.kernels.decode import Steps, decode, make_steps
 from kdacore_pallas.kernels.forward import Launch
+from kdacore_pallas.xla.numerics import given
 from kdacore_pallas.xla.recurrent import read_rows, write_rows
 
 Array = Any
@@ -42,7 +43,7 @@ def forward(request: Request, inputs: RecurrentInputs, launch: Launch) -> Output
     """Outputs token by token; ``final_state`` is the updated pool with ``inplace_state``."""
     math = make_math(request)
     if request.inplace_state:
-        rows = inputs.initial_state.shape[0]
+        rows = given(inputs.initial_state).shape[0]
     else:
         rows = request.N if request.output_final_state else 0
     o, states = decode(request, inputs, math, plan_steps(request, inputs), rows, launch)
@@ -53,7 +54,8 @@ def forward(request: Request, inputs: RecurrentInputs, launch: Launch) -> Output
 
 def _with_empty(request: Request, inputs: RecurrentInputs, states: Array) -> Array:
     """Empty sequences have no token: their final state is their start state."""
-    lengths = inputs.cu_seqlens[1:] - inputs.cu_seqlens[:-1]
+    cu = given(inputs.cu_seqlens)
+    lengths = cu[1:] - cu[:-1]
     start = jnp.zeros_like(states)
     if inputs.initial_state is not None:
         rows = read_rows(request, inputs)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from kdacore_pallas.kernels.tiling import LANES, SUBLANES
+from kdacore_pallas.kernels.tiling import SUBLANES
 
 Array = Any
 TILE = SUBLANES

@@ -10,7 +10,7 @@ from jax import lax
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_pallas.xla import segment
 from kdacore_pallas.xla.layout import Plan, make_plan
-from kdacore_pallas.xla.numerics import F32, dot, mesh_axes, product_precision, varying
+from kdacore_pallas.xla.numerics import F32, dot, given, mesh_axes, product_precision, varying
 
 Array = Any
 
@@ -81,11 +81,11 @@ def _flags(request: Request, plan: Plan, s: Array, cu_seqlens: Array | None) -> 
         slot = s * plan.G + jnp.arange(plan.G, dtype=jnp.int32)
         wanted = (slot % every == 0) & (slot * plan.C < plan.T)
         return flag._replace(checkpoint=jnp.where(wanted, slot // every, request.checkpoint_shape[1]))
-    cu = cu_seqlens.astype(jnp.int32)
+    cu = given(cu_seqlens).astype(jnp.int32)
     blocks = (cu[1:] - cu[:-1] + request.checkpoint_every - 1) // request.checkpoint_every
     base = jnp.append(jnp.cumsum(blocks) - blocks, 0)
     local = lax.dynamic_slice_in_dim(plan.table.local, s * plan.G, plan.G)
-    wanted = (flag.seq < plan.N) & (local % every == 0)
+    wanted = (given(flag.seq) < plan.N) & (local % every == 0)
     row = jnp.where(wanted, base[flag.seq] + local // every, request.checkpoint_shape[0])
     return flag._replace(checkpoint=row)
 

@@ -15,7 +15,16 @@ from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
 from kdacore_pallas.xla import chunk, gate, segment
 from kdacore_pallas.xla.intra import interactions_backward
 from kdacore_pallas.xla.layout import Plan, make_plan
-from kdacore_pallas.xla.numerics import F32, dot, mesh_axes, product_precision, summed_like, total, varying
+from kdacore_pallas.xla.numerics import (
+    F32,
+    dot,
+    given,
+    mesh_axes,
+    product_precision,
+    summed_like,
+    total,
+    varying,
+)
 
 Array = Any
 
@@ -265,17 +274,15 @@ def _collect(
     sums: ParamGrads,
 ) -> InputGrads:
     dq, dk, dv, dg, dbeta = (plan.unload(x) for x in d)
-    flat = [
-        summed_like(x.reshape(like.shape), like)
-        for x, like in zip((dq, dk, dv, dg, dbeta), inputs[:5], strict=True)
-    ]
+    pairs = zip((dq, dk, dv, dg, dbeta), inputs[:5], strict=True)
+    q, k, v, g, beta = (summed_like(x.reshape(like.shape), like) for x, like in pairs)
     dA = db = ds = None
     if inputs.A_log is not None:
-        dA = summed_like(sums.A_log.reshape(inputs.A_log.shape), inputs.A_log)
+        dA = summed_like(given(sums.A_log).reshape(inputs.A_log.shape), inputs.A_log)
     if inputs.dt_bias is not None:
-        db = summed_like(sums.dt_bias.reshape(inputs.dt_bias.shape), inputs.dt_bias)
+        db = summed_like(given(sums.dt_bias).reshape(inputs.dt_bias.shape), inputs.dt_bias)
     if inputs.initial_state is not None:
         # Empty sequences were never visited: their row still holds the gradient of their final state.
-        rows = dstate if plan.table is None else dinitial[:-1]
+        rows = dstate if plan.table is None else given(dinitial)[:-1]
         ds = summed_like(chunk.states_out(request, rows, request.N), inputs.initial_state)
-    return InputGrads(*flat, dA, db, ds)
+    return InputGrads(q, k, v, g, beta, dA, db, ds)

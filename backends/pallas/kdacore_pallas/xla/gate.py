@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kdacore.types import GateGrads, GateInputs, Request
-from kdacore_pallas.xla.numerics import F32, summed_like, total
+from kdacore_pallas.xla.numerics import F32, given, summed_like, total
 
 Array = Any
 NORM_EPS = 1e-6
@@ -46,7 +46,7 @@ def log_decay_backward(
         return LogDecayGrads(dlog * rate * jax.nn.sigmoid(x), dlog * rate * jax.nn.softplus(x))
     slope = 1.0 if A is None else jnp.exp(A)
     y = jax.nn.sigmoid(slope * x)
-    dx = dlog * (request.lower_bound * slope) * y * (1.0 - y)
+    dx = dlog * (given(request.lower_bound) * slope) * y * (1.0 - y)
     return LogDecayGrads(dx, None if A is None else dx * x)
 
 

@@ -26,6 +26,13 @@ def product_precision(request: Request) -> lax.Precision:
     return lax.Precision.HIGH if request.device.type == "tpu" else lax.Precision.DEFAULT
 
 
+def given(x: Array | None) -> Array:
+    """An optional array that the request says is there."""
+    if x is None:
+        raise TypeError("an array named by the request is missing")
+    return x
+
+
 def dot(spec: str, a: Array, b: Array, precision: lax.Precision) -> Array:
     """``einsum`` of two operands with float32 accumulation and a stated precision."""
     return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=F32)

@@ -13,7 +13,7 @@ from jax import lax
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, RecurrentInputs, Request
 from kdacore_pallas.xla import chunk_backward, gate
-from kdacore_pallas.xla.numerics import F32, dot, mesh_axes, varying
+from kdacore_pallas.xla.numerics import F32, dot, given, mesh_axes, varying
 
 Array = Any
 
@@ -64,7 +64,7 @@ def read_rows(request: Request, inputs: RecurrentInputs) -> Array:
     table = indices.astype(jnp.int32)
     if table.ndim == 1:
         return table
-    accepted = inputs.num_accepted_tokens.astype(jnp.int32)
+    accepted = given(inputs.num_accepted_tokens).astype(jnp.int32)
     at = jnp.maximum(accepted - 1, 0)[:, None]
     return jnp.where(accepted > 0, jnp.take_along_axis(table, at, axis=1)[:, 0], -1)
 
@@ -119,9 +119,8 @@ def _run(request: Request, inputs: RecurrentInputs, start: Array, axes: frozense
     x = _tokens(request, inputs)
     table = write_rows(request, inputs)
     per_token = request.inplace_state and table.ndim == 2
-    cu = inputs.cu_seqlens
     if request.packed:
-        cu = cu.astype(jnp.int32)
+        cu = given(inputs.cu_seqlens).astype(jnp.int32)
         first, length = cu[:-1], cu[1:] - cu[:-1]
         steps = jnp.max(length)
     else:
@@ -136,7 +135,7 @@ def _run(request: Request, inputs: RecurrentInputs, start: Array, axes: frozense
         state, o = _step(carry.state, token)
         if request.packed:
             state = jnp.where(alive[:, None, None, None, None], state, carry.state)
-        pool = carry.pool
+        pool: Array = carry.pool
         if per_token:
             column = lax.dynamic_index_in_dim(table, t, 1, keepdims=False)
             rows = _nowhere(jnp.where(alive, column, -1), pool.shape[0])
@@ -145,7 +144,8 @@ def _run(request: Request, inputs: RecurrentInputs, start: Array, axes: frozense
 
     pool = varying(inputs.initial_state, axes) if per_token else None
     o = varying(jnp.zeros((request.B * request.T, *start.shape[1:3], request.V), F32), axes)
-    return lax.fori_loop(0, steps, body, Carry(start, pool, o))
+    done: Carry = lax.fori_loop(0, steps, body, Carry(start, pool, o))
+    return done
 
 
 def forward(request: Request, inputs: RecurrentInputs) -> Outputs:

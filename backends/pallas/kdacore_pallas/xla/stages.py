@@ -22,7 +22,7 @@ from kdacore.types import (
 from kdacore_pallas.xla import chunk, gate, segment
 from kdacore_pallas.xla.intra import decays, interactions
 from kdacore_pallas.xla.layout import Plan, chunk_table
-from kdacore_pallas.xla.numerics import F32, dot, mesh_axes, product_precision
+from kdacore_pallas.xla.numerics import F32, dot, given, mesh_axes, product_precision
 
 Array = Any
 LN2 = math.log(2.0)
@@ -104,7 +104,7 @@ def chunk_state(request: Request, inputs: ChunkStateInputs) -> ChunkStateOutputs
     h = states.start.reshape(plan.G, plan.B, request.HV, request.K, request.V)
     if plan.table is not None:
         h = jnp.where((plan.table.seq < plan.N)[:, None, None, None, None], h, 0.0)
-        end = buffers.final[:-1]
+        end = given(buffers.final)[:-1]
     final = chunk.states_out(request, end, request.N)
     return ChunkStateOutputs(jnp.moveaxis(h, 1, 0), _unload(plan, states.v_new), final)
 

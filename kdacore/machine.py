@@ -109,7 +109,7 @@ def probe() -> Machine:
 def _host() -> tuple[Row, ...]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     rows = [
-        Row("system", f"{platform.system()} {platform.release()} {platform.machine()}"),
+        Row("system", f"{platform.system()} {platform.machine()}"),
         Row("cpu", f"{_cpu_name()}, {cores} cores usable"),
     ]
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:

@@ -104,7 +104,7 @@ def choose_tiles(KP: int, VP: int, narrow: bool, anchor: Anchor | None) -> Tiles
     """
     if narrow:
         return Tiles(
-            prepare_bk=min(KP, 32),
+            prepare_bk=min(KP, 64 if anchor is not None and anchor.half == 16 else 32),
             prepare_bv=min(VP, 64 if anchor is None else 32),
             prepare_warps=4 if anchor is None else 2,
             scan_bv=min(VP, 32 if KP > 128 else 128),

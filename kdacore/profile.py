@@ -18,7 +18,7 @@ from kdacore.types import Request
 
 SCHEMA = 1
 _FAR = math.log(4.0)
-"""A row more than four times away in tokens or heads says too little to decide anything."""
+"""A row more than four times away in tokens, heads or sequences says too little to decide anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +70,17 @@ def table(arch: str) -> tuple[Row, ...]:
 def predict(backend: str, request: Request) -> float | None:
     """Predicted seconds, None when nothing near was measured."""
     best: Row | None = None
-    nearest = _FAR
+    nearest = math.inf
     for row in table(request.device.arch):
         if not _same_class(row, backend, request):
             continue
-        distance = max(
+        apart = (
             abs(math.log(row.tokens / (request.B * request.T))),
             abs(math.log(row.heads / request.HV)),
             abs(math.log(row.sequences / request.N)),
         )
-        if distance <= nearest:
-            best, nearest = row, distance
+        if max(apart) <= _FAR and sum(apart) < nearest:
+            best, nearest = row, sum(apart)
     if best is None:
         return None
     return best.seconds * (request.B * request.T * request.HV) / (best.tokens * best.heads)

@@ -152,8 +152,8 @@ def _cost(registered: Registered, request: Request, impl: OpImpl) -> float | Non
 
 
 def _auto_may_choose(registered: Registered, request: Request) -> bool:
-    kinds = registered.backend.auto_kinds
-    return kinds is None or request.kind in kinds
+    kinds, devices = registered.backend.auto_kinds, registered.backend.auto_device_types
+    return (kinds is None or request.kind in kinds) and (devices is None or request.device.type in devices)
 
 
 def _ranked(request: Request, able: list[Candidate]) -> list[tuple[str, str]]:

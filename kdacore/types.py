@@ -382,6 +382,8 @@ class Backend:
     """Device types this backend can ever serve; doctor and the reasons use it."""
     auto_kinds: tuple[ArrayKind, ...] | None = None
     """Array kinds auto may choose it for; None for all of ``kinds``. The others are served only when asked for."""
+    auto_device_types: tuple[str, ...] | None = None
+    """Device types auto may choose it for; None for all. An interpreter on a CPU is for those who ask for it."""
     traceable: bool = False
     """JAX only: ``forward`` and ``backward`` may be traced (jit, vmap, shard_map)."""
     capturable: bool = False

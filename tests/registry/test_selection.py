@@ -133,6 +133,12 @@ def test_kinds_served_only_when_asked_for() -> None:
         assert ran() == "guest"
 
 
+def test_devices_served_only_when_asked_for() -> None:
+    REGISTRY.register(plugin("interpreter", 1, rank=10, auto_device_types=("cuda",)), "interpreter")
+    assert ran() == "reference"
+    assert ran(backend="interpreter") == "interpreter"
+
+
 def test_choose_hook() -> None:
     def choose(self: Any, request: Request, candidates: Any) -> str | None:
         return "b" if request.T == 5 else None

@@ -83,6 +83,7 @@ def make_backend() -> Backend:
         ),
         rank=50,
         device_types=("cuda", "rocm", "cpu"),
+        auto_device_types=("cuda", "rocm"),
         capturable=True,
     )
 

@@ -92,7 +92,16 @@ def decode_bytes(request: Request) -> int:
     state = (HV, *request.state_tail)
     g = ((1, HV), "float32") if request.scalar_gate else ((HV, K), _gate_dtype(request))
     keys, values = ((H, K), request.dtype), ((HV, V), request.dtype)
-    blocks: Blocks = [keys, keys, values, values, ((1, HV), "float32"), g, ((HV, K), "float32"), ((1, HV), "float32")]
+    blocks: Blocks = [
+        keys,
+        keys,
+        values,
+        values,
+        ((1, HV), "float32"),
+        g,
+        ((HV, K), "float32"),
+        ((1, HV), "float32"),
+    ]
     buffers = 2 * request.has("initial_state") + 2 * (request.inplace_state or request.output_final_state)
     scratch: list[tuple[int, ...]] = [state, (H, K), (H, K), (HV, V), (HV, V), (HV, K), (HV, V)]
     return _total(request, "decode", blocks, scratch) + buffers * padded(state, request.state_dtype)

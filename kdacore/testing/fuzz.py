@@ -1,0 +1,314 @@
+"""Many random calls of one backend, judged by the contract's bounds, with a record of them.
+
+::
+
+    python -m kdacore.testing.fuzz --backend NAME [--device cpu|cuda|tpu] [--count 2000] [--seed 0]
+           [--jobs N] [--level quick|full] [--json FILE]
+
+Each seed stands for one call (:func:`kdacore.testing.random_cases.random_case`), so a failing one is run again by
+``--seed ITS_SEED --count 1``. Calls that the backend's verifiers decline are counted, not failed. With more than one
+job each runs in a process of its own; a call that kills its process, or breaks the device for it, fails alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from kdacore import machine
+from kdacore.bench.results import commit as checkout
+from kdacore.errors import ContractError
+from kdacore.registry import REGISTRY
+from kdacore.testing.capabilities import default_device
+from kdacore.testing.matrix import LEVELS, Level
+from kdacore.testing.random_cases import random_case
+from kdacore.testing.suite import Result, run_case
+
+SCHEMA = 1
+_SHOWN = 20
+"""Failures that the terminal shows in full."""
+
+Row = dict[str, Any]
+"""One call as it is recorded: seed, id, op, check, status, seconds, and what was measured or went wrong."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What every process needs to know."""
+
+    backend: str
+    device: str
+    level: Level
+
+
+def run_seed(task: Task, seed: int) -> Row:
+    """Draw the call of one seed, run it, describe what happened."""
+    return describe(run_case(random_case(task.backend, seed, task.device, task.level)))
+
+
+def describe(result: Result) -> Row:
+    """A result as plain data."""
+    case = result.case
+    row: Row = {
+        "seed": case.seed,
+        "id": case.id,
+        "op": case.op,
+        "check": case.check,
+        "status": result.status,
+        "seconds": round(result.seconds, 3),
+    }
+    if result.codes:
+        row["codes"] = list(result.codes)
+    if (worst := result.worst) is not None:
+        row |= {"what": worst.what, "error": _finite(worst.error), "bound": worst.bound}
+    if result.status == "failed":
+        row |= {"message": result.message, "case": dataclasses.asdict(case)}
+    return row
+
+
+def fuzz(
+    task: Task, seeds: range, jobs: int = 1, on_row: Callable[[Row], None] = lambda row: None
+) -> list[Row]:
+    """Run the calls of ``seeds``; rows come back sorted by seed.
+
+    Args:
+        task: which backend, where, how long sequences.
+        seeds: one call each.
+        jobs: processes; 1 runs everything in this one.
+        on_row: called with each row as it is there.
+    """
+    rows = []
+    found = (run_seed(task, seed) for seed in seeds) if jobs <= 1 else _in_processes(task, seeds, jobs)
+    for row in found:
+        rows.append(row)
+        on_row(row)
+    return sorted(rows, key=lambda row: row["seed"])
+
+
+# --- several processes ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Worker:
+    process: Any
+    pipe: Any
+    seed: int = -1
+
+
+def _in_processes(task: Task, seeds: range, jobs: int) -> Iterator[Row]:
+    """Rows as they are done. Each worker holds one seed at a time, so a dead one tells which call killed it."""
+    left = iter(seeds)
+    workers: list[_Worker] = []
+    try:
+        for _ in range(min(jobs, len(seeds))):
+            workers.append(_start(task))
+            workers[-1].seed = next(left)
+            workers[-1].pipe.send(workers[-1].seed)
+        while workers:
+            ready = multiprocessing.connection.wait([w.pipe for w in workers])
+            for worker in [w for w in workers if w.pipe in ready]:
+                yield _receive(task, worker, workers, left)
+    finally:
+        for worker in workers:
+            worker.process.terminate()
+
+
+def _receive(task: Task, worker: _Worker, workers: list[_Worker], left: Iterator[int]) -> Row:
+    """The row of the worker's seed; gives it, or one in its place, the next seed."""
+    usable = False
+    try:
+        row, usable = worker.pipe.recv()
+    except EOFError:
+        worker.process.join()
+        text = f"the call ended its process (exit code {worker.process.exitcode})"
+        row = describe(_without_running(task, worker.seed, text))
+    following = next(left, None)
+    if following is None or not usable:
+        workers.remove(worker)
+        worker.pipe.close()
+    if following is not None:
+        if not usable:
+            worker = _start(task)
+            workers.append(worker)
+        worker.seed = following
+        worker.pipe.send(following)
+    return dict(row)
+
+
+def _without_running(task: Task, seed: int, message: str) -> Result:
+    return Result(random_case(task.backend, seed, task.device, task.level), "failed", message=message)
+
+
+def _start(task: Task) -> _Worker:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_work, args=(task, there), daemon=True)
+    process.start()
+    there.close()
+    return _Worker(process, here)
+
+
+def _work(task: Task, pipe: Any) -> None:
+    """A worker: a row for every seed received, until the pipe closes or the device no longer answers."""
+    usable = True
+    while usable:
+        try:
+            seed = pipe.recv()
+        except EOFError:
+            return
+        row = run_seed(task, seed)
+        usable = row["status"] != "failed" or _device_answers()
+        pipe.send((row, usable))
+
+
+def _device_answers() -> bool:
+    """After an illegal access every later CUDA call of the process fails: such a process is done."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return True
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:  # what torch raises for every CUDA error
+        return False
+    return True
+
+
+# --- the record -----------------------------------------------------------------------------------------------------
+
+
+def document(task: Task, seeds: range, rows: list[Row], seconds: float, commit: str) -> dict[str, Any]:
+    """Everything needed to judge the run later and to repeat any call of it."""
+    status = Counter(row["status"] for row in rows)
+    codes = Counter(code for row in rows if row["status"] == "declined" for code in row.get("codes", ()))
+    return {
+        "schema": SCHEMA,
+        "what": "random calls against the float64 oracle; each seed is one call",
+        "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "seconds": round(seconds, 1),
+        "commit": commit,
+        "machine": {row.name: row.value for row in machine.probe().rows},
+        "versions": {row.name: row.value for row in machine.versions()},
+        "backend": task.backend,
+        "device": task.device,
+        "level": task.level,
+        "seeds": {"first": seeds.start, "count": len(seeds)},
+        "served": status["served"],
+        "declined": status["declined"],
+        "failed": status["failed"],
+        "declined_for": dict(sorted(codes.items())),
+        "served_by_op": dict(Counter(row["op"] for row in rows if row["status"] == "served")),
+        "worst": worst(rows),
+        "failures": [row for row in rows if row["status"] == "failed"],
+    }
+
+
+def worst(rows: list[Row]) -> dict[str, Row]:
+    """For each measured quantity, the call that came nearest its bound (or went farthest beyond)."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        if row.get("bound") and row["error"] is not None:
+            ratio = row["error"] / row["bound"]
+            if ratio > found.get(row["what"], {"ratio": -1.0})["ratio"]:
+                found[row["what"]] = {
+                    "ratio": round(ratio, 3), "error": row["error"], "bound": row["bound"],
+                    "seed": row["seed"], "id": row["id"],
+                }  # fmt: skip
+    return dict(sorted(found.items()))
+
+
+def _finite(x: float) -> float | None:
+    return x if math.isfinite(x) else None
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def main(words: list[str] | None = None) -> int:
+    """``python -m kdacore.testing.fuzz``. Returns 0 when nothing failed, 1 otherwise."""
+    asked = _parser().parse_args(words)
+    try:
+        REGISTRY.get(asked.backend)
+    except ContractError as error:
+        print(error, file=sys.stderr)
+        return 2
+    task = Task(asked.backend, asked.device or default_device(asked.backend), asked.level)
+    seeds = range(asked.seed, asked.seed + asked.count)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes started from here
+    start = time.perf_counter()
+    with _Bar(task, len(seeds)) as show:
+        rows = fuzz(task, seeds, asked.jobs, show)
+    found = document(task, seeds, rows, time.perf_counter() - start, asked.commit or checkout())
+    if asked.json:
+        asked.json.parent.mkdir(parents=True, exist_ok=True)
+        asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"{found['served']} served, {found['declined']} declined, {found['failed']} failed")
+    for row in found["failures"][:_SHOWN]:
+        print(f"seed {row['seed']} FAILED {row['id']}: {row['message'].strip().splitlines()[-1]}")
+    return 1 if found["failed"] else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m kdacore.testing.fuzz", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--backend", required=True, metavar="NAME", help="the backend to call")
+    parser.add_argument("--device", choices=("cpu", "cuda", "tpu"), help="where (default: its first choice)")
+    parser.add_argument("--count", type=int, default=2000, metavar="N", help="how many calls (2000)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the first (0)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (1)")
+    parser.add_argument(
+        "--level", choices=LEVELS, default="quick", help="full draws longer sequences (quick)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record here")
+    parser.add_argument("--commit", default="", help="what the record calls this version (git's HEAD)")
+    return parser
+
+
+class _Bar:
+    """A progress bar that says how many calls were declined and failed, and names failing seeds at once."""
+
+    def __init__(self, task: Task, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        text = TextColumn("{task.fields[counts]}")
+        columns = (
+            TextColumn(f"fuzz {task.backend}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            text,
+            TimeElapsedColumn(),
+        )
+        self._progress = Progress(*columns, console=Console(stderr=True))
+        self._task = self._progress.add_task("", total=total, counts="")
+        self._status: Counter[str] = Counter()
+
+    def __enter__(self) -> Callable[[Row], None]:
+        self._progress.start()
+        return self._show
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def _show(self, row: Row) -> None:
+        self._status[row["status"]] += 1
+        counts = f"{self._status['declined']} declined, {self._status['failed']} failed"
+        self._progress.update(self._task, advance=1, counts=counts)
+        if row["status"] == "failed":
+            self._progress.console.print(f"seed {row['seed']} FAILED", markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

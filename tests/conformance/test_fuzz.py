@@ -1,0 +1,61 @@
+"""Random calls by the command line: what is recorded, what fails, what a dying process costs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kdacore.testing import fuzz
+from kdacore.testing.fuzz import Task
+
+REFERENCE = Task("reference", "cpu", "quick")
+
+
+def test_the_record_says_what_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "deep" / "fuzz.json"
+    words = ["--backend", "reference", "--count", "6", "--seed", "40", "--json", str(path), "--commit", "abc"]
+    assert fuzz.main(words) == 0
+    found = json.loads(path.read_text())
+    assert found["seeds"] == {"first": 40, "count": 6} and found["commit"] == "abc"
+    assert found["served"] + found["declined"] == 6 and found["failed"] == 0 and found["failures"] == []
+    assert found["worst"] and all(row["ratio"] < 1 for row in found["worst"].values())
+    assert "6 served" in capsys.readouterr().out
+
+
+def test_an_unknown_backend_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fuzz.main(["--backend", "nowhere"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+def test_a_failure_is_counted_and_named(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def fail(task: Task, seed: int) -> dict[str, Any]:
+        return fuzz.describe(fuzz._without_running(task, seed, "it did not\nmeet its bound"))
+
+    monkeypatch.setattr(fuzz, "run_seed", fail)
+    assert fuzz.main(["--backend", "reference", "--count", "1", "--seed", "7"]) == 1
+    text = capsys.readouterr().out
+    assert "seed 7 FAILED" in text and "meet its bound" in text
+
+
+def test_processes_give_what_one_gives() -> None:
+    alone = fuzz.fuzz(REFERENCE, range(3))
+    shared = fuzz.fuzz(REFERENCE, range(3), jobs=2)
+    for a, b in zip(alone, shared, strict=True):
+        assert {**a, "seconds": 0} == {**b, "seconds": 0}
+
+
+def die(task: Task, pipe: Any) -> None:
+    """A worker that every call kills."""
+    pipe.recv()
+    os._exit(3)
+
+
+def test_a_call_that_ends_its_process_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz, "_work", die)
+    rows = fuzz.fuzz(REFERENCE, range(2), jobs=2)
+    assert [row["status"] for row in rows] == ["failed", "failed"]
+    assert "exit code 3" in rows[0]["message"] and rows[0]["case"]["seed"] == 0

@@ -115,7 +115,7 @@ def cached_plan(
         plan: Plan = make()
         return plan
     # Types too: True == 1 == 1.0 as dictionary keys, but not as arguments.
-    key = (opdef.name, array_key, options, (*map(type, options),), asked)
+    key = (opdef.name, array_key, options, tuple(map(type, options)), asked)
     try:
         found = _plans.get(key)
     except TypeError:  # an unhashable option: validation names it

@@ -29,6 +29,7 @@ _DTYPES = {
     torch.int64: "int64",
 }
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_grad_enabled = torch.is_grad_enabled
 
 
 class _TorchAdapter:
@@ -45,13 +46,17 @@ class _TorchAdapter:
         return torch_ops.call(opdef, inputs, options, backend)
 
     def key(self, inputs: tuple[Any, ...]) -> Hashable | None:
+        # Each attribute is a call into C, and a decode step has ten tensors: without grad mode nobody asks for one.
         try:
-            return (
-                torch.is_grad_enabled(),
-                *[
-                    None if x is None else (x.shape, x.dtype, x.device, x.requires_grad, x.layout, type(x))
-                    for x in inputs
-                ],
+            if _grad_enabled():
+                return tuple(
+                    [
+                        None if x is None else (x.shape, x.dtype, x.device, x.layout, type(x), x.requires_grad)
+                        for x in inputs
+                    ]
+                )
+            return tuple(
+                [None if x is None else (x.shape, x.dtype, x.device, x.layout, type(x)) for x in inputs]
             )
         except AttributeError:  # a NumPy host copy of the offsets, or not an array: look closer
             return None
@@ -68,7 +73,7 @@ class _TorchAdapter:
         return type(x) not in _PLAIN
 
     def needs_grad(self, inputs: tuple[Any, ...]) -> bool:
-        return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in inputs)
+        return _grad_enabled() and any(getattr(x, "requires_grad", False) for x in inputs)
 
     def host_values(self, x: Any) -> Any:
         host = x.detach().cpu()

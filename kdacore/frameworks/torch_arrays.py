@@ -51,7 +51,9 @@ class _TorchAdapter:
             if _grad_enabled():
                 return tuple(
                     [
-                        None if x is None else (x.shape, x.dtype, x.device, x.layout, type(x), x.requires_grad)
+                        None
+                        if x is None
+                        else (x.shape, x.dtype, x.device, x.layout, type(x), x.requires_grad)
                         for x in inputs
                     ]
                 )

@@ -113,6 +113,39 @@ DECODE = ParamStruct(
 )
 """Parameters of the decode kernels."""
 
+INTRA = ParamStruct(
+    "IntraParams",
+    (
+        *((name, "ptr") for name in ("q", "k", "g", "beta", "cu_seqlens", "Aqk", "Akk")),
+        *_strided("q", "k", "g", "beta"),
+        ("T", "i64"),
+        ("N", "i32"),
+        ("H", "i32"),
+        ("HV", "i32"),
+        ("NT", "i32"),
+        ("flags", "i32"),
+        ("beta_type", "i32"),
+        ("scale", "f32"),
+    ),
+)
+"""Parameters of the stage ``kda_chunk_intra``. ``NT``: chunks of one batch row; outputs are contiguous."""
+
+RECOMPUTE = ParamStruct(
+    "RecomputeParams",
+    (
+        *((name, "ptr") for name in ("k", "v", "beta", "g", "Akk", "q", "cu_seqlens", "w", "u", "kg", "qg")),
+        *_strided("k", "v", "beta", "g", "Akk", "q"),
+        ("T", "i64"),
+        ("N", "i32"),
+        ("H", "i32"),
+        ("HV", "i32"),
+        ("NT", "i32"),
+        ("flags", "i32"),
+        ("beta_type", "i32"),
+    ),
+)
+"""Parameters of the stage ``kda_recompute_w_u``; ``q`` and ``qg`` are 0 when q is not given."""
+
 FLAGS: dict[str, int] = {
     name: 1 << bit
     for bit, name in enumerate(
@@ -157,5 +190,6 @@ def generated_headers() -> dict[str, str]:
     """Include name -> text of every header made from this file."""
     return {
         "generated/params.cuh": _guarded("params", PREFILL.header() + DECODE.header()),
+        "generated/stage_params.cuh": _guarded("stage_params", INTRA.header() + RECOMPUTE.header()),
         "generated/constants.cuh": _guarded("constants", constants_header()),
     }

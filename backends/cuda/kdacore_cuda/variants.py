@@ -111,6 +111,54 @@ def prefill_shared(K: int, cluster: int, arch: str = "sm_90a") -> int:
     )
 
 
+STAGE_THREADS = 128
+
+
+def intra_kernel(K: int, float16: bool) -> KernelSource:
+    """The stage ``kda_chunk_intra`` for one head dim and 16-bit dtype."""
+    defines = (
+        ("K_DIM", K),
+        ("HALF_F16", int(float16)),
+        ("THREADS", STAGE_THREADS),
+        ("MIN_BLOCKS", 4),
+        ("SHARED_LIMIT", intra_shared(K)),
+    )
+    return KernelSource("common/intra.cu", "intra", defines)
+
+
+def intra_shared(K: int) -> int:
+    """Dynamic shared memory of :func:`intra_kernel` in bytes: operand images, or what replaces them, and beta."""
+    images, results = 12 * 16 * K * 2, 64 * 72 * 4 + 2 * 64 * 144
+    return max(images, results) + 4 * 64
+
+
+def recompute_kernel(K: int, V: int, float16: bool) -> KernelSource:
+    """The stage ``kda_recompute_w_u`` for two head dims and a 16-bit dtype."""
+    defines = (
+        ("K_DIM", K),
+        ("V_DIM", V),
+        ("HALF_F16", int(float16)),
+        ("THREADS", STAGE_THREADS),
+        ("MIN_BLOCKS", 4),
+        ("SHARED_LIMIT", recompute_shared(K, V)),
+    )
+    return KernelSource("common/recompute.cu", "recompute", defines)
+
+
+def recompute_shared(K: int, V: int) -> int:
+    """Dynamic shared memory of :func:`recompute_kernel` in bytes: the operands of both products and beta."""
+    return 64 * 2 * (64 + K + V) + 4 * 64
+
+
+def stage_kernels() -> Iterator[KernelSource]:
+    """Every shipped kernel of the training stages."""
+    for float16 in (False, True):
+        for K in HEAD_DIMS:
+            yield intra_kernel(K, float16)
+            for V in HEAD_DIMS:
+                yield recompute_kernel(K, V, float16)
+
+
 def packaged_kernels(arch: str) -> Iterator[KernelSource]:
     """What :func:`kdacore_cuda.prebuilt.build_all` compiles for ``arch``: all but prefill with a float32 gate input."""
     yield from decode_kernels()

@@ -1,0 +1,98 @@
+// What the training stages share: which 64 tokens of which sequence and value head a block takes.
+#ifndef KDACORE_STAGE_CUH
+#define KDACORE_STAGE_CUH
+
+#include "common/half_types.cuh"
+#include "common/loads.cuh"
+#include "generated/stage_params.cuh"
+
+// Macros from the host: K_DIM, V_DIM (recompute only), HALF_F16.
+constexpr int K = K_DIM;
+constexpr int C = 64;
+
+struct Chunk {
+  int hv, h, rows;          // value head, query/key head, tokens (0: an unused slot of the bound)
+  long long batch, first;   // batch row, first token in it
+};
+
+// Chunks of the sequences one after another: the sequence that slot `slot` falls in, all lanes of a warp together.
+template <typename Params>
+__device__ __forceinline__ void find_packed(const Params& p, int slot, Chunk& c) {
+  const bool wide = p.flags & FLAG_CU64;
+  const int lane = thread_index() & 31;
+  c.batch = 0;
+  c.rows = 0;
+  c.first = 0;
+  for (int n0 = 0; n0 < p.N; n0 += 32) {
+    const int n = n0 + lane;
+    long long start = 0, end = 0;
+    if (n < p.N) {
+      start = load_index(p.cu_seqlens, n, wide);
+      end = load_index(p.cu_seqlens, n + 1, wide);
+    }
+    const int mine = (int)((end - start + C - 1) / C);
+    int before = mine;
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) {
+      const int other = shuffle_int(before, lane >= d ? lane - d : lane);
+      if (lane >= d) before += other;
+    }
+    const int total = shuffle_int(before, 31);
+    before -= mine;
+    const int inside = slot - before;
+    const bool here = inside >= 0 && inside < mine;
+    const int at = here ? (int)start + inside * C : 0;
+    const int left = here ? (int)(end - start) - inside * C : 0;
+    // One lane at most has something; the sum is what it has.
+    int first = at, rows = left < C ? left : C;
+#pragma unroll
+    for (int d = 16; d; d >>= 1) {
+      first += shuffle_xor(first, d);
+      rows += shuffle_xor(rows, d);
+    }
+    if (rows) {
+      c.first = first;
+      c.rows = rows;
+      return;
+    }
+    slot -= total;
+  }
+}
+
+// Blocks of neighbouring value heads are neighbours, so that rows of one token travel together and q, k are shared in L2.
+template <typename Params>
+__device__ __forceinline__ Chunk make_chunk(const Params& p) {
+  Chunk c;
+  c.hv = block_index() % p.HV;
+  c.h = c.hv / (p.HV / p.H);
+  const int slot = block_index() / p.HV;
+  if (p.cu_seqlens) {
+    find_packed(p, slot, c);
+    return c;
+  }
+  c.batch = slot / p.NT;
+  c.first = (long long)(slot % p.NT) * C;
+  const long long left = p.T - c.first;
+  c.rows = left < C ? (int)left : C;
+  return c;
+}
+
+// Row `first` of an input, as bytes, and from one token to the next.
+struct Rows {
+  const unsigned char* at;
+  int step;
+};
+__device__ __forceinline__ Rows make_rows(u64 base, long long sb, long long st, long long sh, int size, const Chunk& c,
+                                          int head) {
+  const long long offset = c.batch * sb + c.first * st + head * sh;
+  return {reinterpret_cast<const unsigned char*>(base) + offset * size, (int)(st * size)};
+}
+__device__ __forceinline__ const unsigned char* row_at(const Rows& r, int row) { return r.at + (long long)row * r.step; }
+
+// Offset in elements of row `row` of a contiguous [B, T, HV, width] output.
+template <typename Params>
+__device__ __forceinline__ long long output_at(const Params& p, const Chunk& c, int row, int width) {
+  return ((c.batch * p.T + c.first + row) * p.HV + c.hv) * width;
+}
+
+#endif

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from pallas_cases import Case, build, check_backward, check_forward, output_grad
 
 from kdacore.types import OutputGrads
 from kdacore_pallas import calls
+from kdacore_pallas.compiled import compiled
 
 GDN = "chunk_gated_delta_rule"
 EDGES = (0, 1, 15, 16, 17, 0, 63, 64, 65, 130, 0)
@@ -88,8 +90,9 @@ def test_values_of_cu_seqlens_do_not_recompile() -> None:
     """Shapes depend on shapes alone: another pack of the same size runs the same program."""
     first, inputs = build(Case(lengths=(10, 100, 20)))
     calls.chunk_forward(first, to_jax(inputs))
-    jitted: Any = calls._jitted(calls.chunk.forward)
-    before = jitted._cache_size()
+    before = compiled.cache_info().misses
     request, inputs = build(Case(lengths=(65, 1, 64), seed=3))
     check_forward(calls.chunk_forward(request, to_jax(inputs)), request, inputs)
-    assert jitted._cache_size() == before
+    assert compiled.cache_info().misses == before
+    program: Any = compiled(calls.chunk.forward, replace(request, tensors=()))
+    assert program._cache_size() == 1

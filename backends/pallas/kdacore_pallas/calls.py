@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
-
-import jax
 
 from kdacore.types import GateGrads, InputGrads, OutputGrads, Outputs, RecurrentInputs, Request
 from kdacore_pallas import convert
+from kdacore_pallas.compiled import compiled
 from kdacore_pallas.xla import chunk, gate, recurrent, stages
 from kdacore_pallas.xla import chunk_backward as chunk_reverse
 
 Array = Any
-
-
-@cache
-def _jitted(fn: Callable[..., Any]) -> Callable[..., Any]:
-    jitted: Callable[..., Any] = jax.jit(fn, static_argnums=0)
-    return jitted
 
 
 def _traced_request(request: Request) -> Request:
@@ -35,7 +27,7 @@ def _run(fn: Callable[..., Any], request: Request, inputs: Any, *more: Any) -> A
     if isinstance(inputs, RecurrentInputs):
         inputs = inputs._replace(out=None)
     arrays = convert.enter(request, inputs)
-    return _jitted(fn)(_traced_request(request), arrays, *more)
+    return compiled(fn, _traced_request(request))(arrays, *more)
 
 
 def chunk_forward(request: Request, inputs: Any) -> Outputs:

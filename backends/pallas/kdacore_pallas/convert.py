@@ -1,4 +1,9 @@
-"""NumPy and torch-CPU arrays in and out of JAX, without a copy where DLPack or NumPy allow it."""
+"""NumPy and torch-CPU arrays in and out of JAX: in without a copy, out as the caller's own memory.
+
+torch tensors go in as the NumPy arrays that share their memory, not over DLPack: XLA's threads may be the last to
+let go of an input, and torch's release of a DLPack tensor takes Python's lock there, which aborts a process that
+is already ending. JAX hands its references to NumPy arrays back to a thread that holds the lock.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +34,10 @@ def _from_numpy(x: Array) -> Array:
 def _from_torch(x: Array) -> Array:
     import torch
 
-    x = x.detach()
-    if x.dtype == torch.int64:
-        x = x.to(torch.int32)
-    return jnp.from_dlpack(x.contiguous())
+    x = x.detach().contiguous()
+    if x.dtype == torch.bfloat16:  # which NumPy has by another name only
+        return _from_numpy(x.view(torch.int16).numpy().view(jnp.bfloat16))
+    return _from_numpy(x.numpy())
 
 
 def _to_numpy(x: Array) -> Array:
@@ -43,7 +48,8 @@ def _to_numpy(x: Array) -> Array:
 def _to_torch(x: Array) -> Array:
     import torch
 
-    return torch.from_dlpack(x)
+    # A copy: the caller may keep it for longer than XLA's client lives.
+    return torch.from_dlpack(x).clone()
 
 
 class Bridge(NamedTuple):

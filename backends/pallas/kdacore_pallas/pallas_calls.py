@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
-import jax
-
 from kdacore.types import InputGrads, OutputGrads, Outputs, RecurrentInputs, Request
+from kdacore_pallas.compiled import compiled
 from kdacore_pallas.kernels import chunk, memory, recurrent
 from kdacore_pallas.kernels.forward import Launch
 from kdacore_pallas.pallas_checks import interpreted
@@ -26,19 +24,13 @@ def launch(request: Request, need: int) -> Launch:
     return Launch(vmem_bytes=memory.limit(need, request.device.arch))
 
 
-@cache
-def _jitted(fn: Callable[..., Any]) -> Callable[..., Any]:
-    jitted: Callable[..., Any] = jax.jit(fn, static_argnums=0)
-    return jitted
-
-
 def _run(fn: Callable[..., Any], request: Request, inputs: Any, *more: Any) -> Any:
     # The dtype of g decides a block's size; nothing else of the tensors matters to compilation.
     tensors = tuple((n, s) for n, s in request.tensors if n in ("g", "initial_state"))
     inputs = inputs._replace(cu_seqlens_cpu=None)
     if isinstance(inputs, RecurrentInputs):
         inputs = inputs._replace(out=None)
-    return _jitted(fn)(replace(request, tensors=tensors, traced=False), inputs, *more)
+    return compiled(fn, replace(request, tensors=tensors, traced=False))(inputs, *more)
 
 
 def _forward(request: Request, inputs: Any) -> Outputs:

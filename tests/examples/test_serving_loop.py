@@ -1,0 +1,54 @@
+"""The serving loop gives each request what it gets alone, whatever shares the batch with it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "examples/serving_loop.py"
+
+
+@pytest.fixture(scope="module")
+def serving_loop() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("serving_loop", SOURCE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["serving_loop"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("arguments", [[], ["--requests", "5", "--slots", "7", "--drafts", "0"]])
+def test_each_request_gets_what_it_gets_alone(
+    serving_loop: ModuleType, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serving_loop.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "each request got the bytes it gets alone" in printed
+
+
+def test_a_shared_prefix_is_computed_once(serving_loop: ModuleType) -> None:
+    server = serving_loop.Server(serving_loop.Model(), slots=1, drafts=1)
+    server.serve([serving_loop.Request(b"x" * 130 + end, wanted=2) for end in (b"a", b"b")])
+    assert server.reused == 128
+
+
+def test_right_drafts_are_kept_and_wrong_ones_leave_no_trace(serving_loop: ModuleType) -> None:
+    model = serving_loop.Model()
+    right = serving_loop.alone(model, b"a prompt", 12)
+    for drafts in (right, [0] * 12):
+        server = serving_loop.Server(model, slots=2, drafts=3)
+        server.draft = lambda request, drafts=drafts: (
+            drafts[len(request.written) :][:3] + [0] * (3 - len(drafts[len(request.written) :][:3]))
+        )
+        request = serving_loop.Request(b"a prompt", wanted=12)
+        server.serve([request])
+        assert request.written[:12] == right
+        assert np.isfinite(server.pool).all()
+        if drafts == right:
+            assert server.kept / server.steps > 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from typing import Any
 
 import numpy as np
@@ -9,8 +11,19 @@ import pytest
 import torch
 from cuda_calls import O_BOUND, Draw, error, request_of
 
-from kdacore.types import ChunkGateInputs, IntraInputs, IntraOutputs, RecomputeInputs, RecomputeOutputs, Request
-from kdacore_cuda import stages
+from kdacore import stages as api
+from kdacore.errors import UnsupportedError
+from kdacore.types import (
+    ChunkGateInputs,
+    Device,
+    IntraInputs,
+    IntraOutputs,
+    RecomputeInputs,
+    RecomputeOutputs,
+    Request,
+)
+from kdacore_cuda import build, stages, variants, verifiers
+from kdacore_cuda.plugin import make_backend
 from kdacore_reference import oracle_stages as exact
 
 MIXED = [0, 1, 17, 64, 15, 0, 70, 33]
@@ -33,7 +46,9 @@ class Drawn:
         T = sum(lengths) if lengths else T
         self.q, self.k = d.unit(B, T, H, K), d.unit(B, T, H, K)
         if collinear:
-            self.k = torch.nn.functional.normalize(self.k[:, :1].float() + 0.02 * d.normal(B, T, H, K).float(), dim=-1)
+            self.k = torch.nn.functional.normalize(
+                self.k[:, :1].float() + 0.02 * d.normal(B, T, H, K).float(), dim=-1
+            )
             self.k = self.k.to(dtype)
         self.v, self.beta = d.normal(B, T, HV, V), d.uniform(B, T, HV)
         if collinear:
@@ -66,8 +81,11 @@ def check_intra(inputs: IntraInputs, loose: float = 1.0) -> IntraOutputs:
     assert got.Aqk.dtype == got.Akk.dtype == inputs.q.dtype
     assert error(got.Aqk, want.Aqk) < loose * O_BOUND
     assert error(got.Akk, want.Akk) < loose * O_BOUND
-    upper = ~np.tril(np.ones((64, 64), dtype=bool))
-    assert not got.Aqk.float().numpy()[want.Aqk == 0].any() or (want.Aqk[:, :64][..., upper[0]] == 0).all()
+    for chunk in exact.chunks_of(stage_request("kda_chunk_intra", inputs), inputs.cu_seqlens):
+        rows = chunk.tokens.stop - chunk.tokens.start
+        unused = ~np.tril(np.ones((rows, 64), dtype=bool))
+        for x in got:
+            assert not x[chunk.b, chunk.tokens].float().numpy().transpose(1, 0, 2)[:, unused].any()
     return got
 
 
@@ -105,3 +123,155 @@ def test_intra_gates(emulated: list[str], gate: str) -> None:
 @pytest.mark.parametrize("with_q", [False, True])
 def test_recompute(emulated: list[str], shape: dict[str, Any], with_q: bool) -> None:
     check_recompute(Drawn(**shape).recompute(with_q))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_near_collinear_keys_survive(emulated: list[str], dtype: torch.dtype) -> None:
+    got = check_intra(Drawn(64, gate="slow", collinear=True, dtype=dtype).intra(), 2.0)
+    assert torch.isfinite(got.Akk).all()
+
+
+@pytest.mark.parametrize("t", [5, 16, 31, 33, 48])
+@pytest.mark.parametrize("gate", ["spread", "mixed"])
+def test_later_rows_change_no_bit_of_earlier_ones(emulated: list[str], t: int, gate: str) -> None:
+    """Neither other rows after t nor none at all."""
+    x, y = Drawn(64, gate=gate), Drawn(64, gate="fast", seed=1)
+    one, other = x.intra(), y.intra()
+    spliced = IntraInputs(
+        *(torch.cat([a[:, :t], b[:, t:]], 1) for a, b in zip(one[:4], other[:4], strict=True))
+    )
+    short = IntraInputs(*(a[:, :t] for a in one[:4]))
+    whole = intra(one)
+    for changed in (spliced, short):
+        for a, b in zip(intra(changed), whole, strict=True):
+            assert torch.equal(a[:, :t], b[:, :t])
+
+
+def test_rows_of_w_and_u_do_not_depend_on_later_ones(emulated: list[str]) -> None:
+    x, t = Drawn(64).recompute(), 37
+    short = recompute(RecomputeInputs(*(a[:, :t] for a in x[:6])))
+    whole = recompute(x)
+    for name in ("w", "u", "qg"):
+        assert torch.equal(getattr(short, name), getattr(whole, name)[:, :t])
+
+
+def test_grouped_heads_equal_repeated_ones(emulated: list[str]) -> None:
+    """A value head gives the same bits whether q and k are shared or repeated for it."""
+    x = Drawn(70, H=2, HV=4)
+    shared, y = x.intra(), x.recompute()
+    q, k = (a.repeat_interleave(2, dim=2) for a in (x.q, x.k))
+    for a, b in zip(intra(shared), intra(shared._replace(q=q, k=k)), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(recompute(y), recompute(y._replace(q=q, k=k)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_sequence_alone_gives_the_bits_it_gives_packed(emulated: list[str]) -> None:
+    x = Drawn(lengths=[5, 70, 0, 20])
+    rows = slice(5, 75)
+    alone = IntraInputs(*(a[:, rows] for a in x.intra()[:4]))
+    for a, b in zip(intra(alone), intra(x.intra()), strict=True):
+        assert torch.equal(a, b[:, rows])
+
+
+def _strided(x: torch.Tensor) -> torch.Tensor:
+    """The same values in the middle of a wider array full of NaN."""
+    B, T, heads, width = x.shape
+    wide = torch.full((B, T + 2, heads + 1, 2 * width), float("nan"), dtype=x.dtype)
+    view = wide[:, 1:-1, 1:, :width]
+    view.copy_(x)
+    return view
+
+
+def test_strides_and_poison(emulated: list[str]) -> None:
+    """Views are read where they lie; nothing outside them, and no row past the end, is."""
+    x = Drawn(33, B=2, HV=2)
+    inputs, y = x.intra(), x.recompute()
+    views = inputs._replace(**{n: _strided(getattr(inputs, n)) for n in ("q", "k", "gc")})
+    for a, b in zip(intra(views), intra(inputs), strict=True):
+        assert torch.equal(a, b)
+    names = ("k", "v", "gc", "Akk", "q")
+    for a, b in zip(
+        recompute(y._replace(**{n: _strided(getattr(y, n)) for n in names})), recompute(y), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+def test_unaligned_rows_are_copied(emulated: list[str]) -> None:
+    x = Drawn(20).intra()
+    shifted = torch.zeros(x.q.numel() + 1, dtype=x.q.dtype)[1:].view(x.q.shape)
+    shifted.copy_(x.q)
+    for a, b in zip(intra(x._replace(q=shifted)), intra(x), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_float32_intermediates_and_small_betas(emulated: list[str]) -> None:
+    x = Drawn(40).recompute()
+    want = recompute(x)
+    for a, b in zip(recompute(x._replace(Akk=x.Akk.float())), want, strict=True):
+        assert torch.equal(a, b)
+    small = x._replace(beta=x.beta.half())
+    check_recompute(small)
+
+
+def test_many_sequences(emulated: list[str]) -> None:
+    """More sequences than a warp has lanes, several of them empty."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(0, 5, 40).tolist()
+    x = Drawn(lengths=lengths)
+    check_intra(x.intra())
+    narrow = x.intra(cu_seqlens=x.cu.to(torch.int32))
+    for a, b in zip(intra(narrow), intra(x.intra()), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("op", ["kda_chunk_intra", "kda_recompute_w_u"])
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({}, None),
+        ({"HV": 4}, None),
+        ({"dtype": "float32"}, "dtype"),
+        ({"K": 60}, "head_dim"),
+        ({"chunk_size": 32}, "options"),
+        ({"H": 2, "HV": 3}, "gva"),
+        ({"T": 2**30}, "too_large"),
+        ({"HV": 2**22, "T": 2**20}, "too_large"),
+        ({"device": Device("cuda", 0, "sm_75")}, "hardware"),
+    ],
+)
+def test_verifiers(op: str, changes: dict[str, Any], code: str | None) -> None:
+    x = Drawn(4)
+    base = stage_request(op, x.intra() if op == "kda_chunk_intra" else x.recompute())
+    r = dataclasses.replace(base, **({"device": Device("cuda", 0, "sm_90")} | changes))
+    found = {reason.code for v in make_backend().ops[op].verifiers if (reason := v(r)) is not None}
+    assert found == (set() if code is None else {code})
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("gc", "float64"), ("beta", "float64"), ("v", "float16"), ("Akk", "float64")]
+)
+def test_other_dtypes_are_rejected(name: str, dtype: str) -> None:
+    r = stage_request("kda_recompute_w_u", Drawn(4).recompute())
+    tensors = tuple((n, dataclasses.replace(s, dtype=dtype) if n == name else s) for n, s in r.tensors)
+    reason = verifiers.stage_dtypes(dataclasses.replace(r, tensors=tensors))
+    assert reason is not None
+    assert reason.code == "dtype"
+    assert name in reason.got
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100f", "sm_120"])
+@pytest.mark.parametrize(
+    "kernel",
+    [variants.intra_kernel(128, False), variants.recompute_kernel(128, 128, True)],
+    ids=["intra", "recompute"],
+)
+def test_kernels_compile_without_spills(kernel: build.KernelSource, arch: str) -> None:
+    log = build.compile_kernel(kernel, arch).log
+    assert re.search(r"\b0 bytes spill stores", log), log
+
+
+def test_the_registry_serves_them_for_the_pipeline() -> None:
+    x = Drawn(4).intra()
+    with pytest.raises(UnsupportedError, match="device"):
+        api.kda_chunk_intra(*x[:4], backend="cuda")

@@ -46,6 +46,25 @@ _COMMON = (
     verifiers.long_enough_grid,
 )
 
+_STAGE = (
+    verifiers.architecture,
+    verifiers.stage_head_dims,
+    verifiers.stage_dtypes,
+    verifiers.stage_chunk,
+    verifiers.heads_per_group,
+    verifiers.prefill_length,
+    verifiers.stage_grid,
+)
+
+
+def _stage(function: str) -> OpImpl:
+    return OpImpl(
+        forward=_lazily("stages", function),
+        verifiers=_STAGE,
+        verified_archs=VERIFIED,
+        batch_invariant=True,
+    )
+
 
 def make_backend() -> Backend:
     """The backend named ``cuda``."""
@@ -68,8 +87,10 @@ def make_backend() -> Backend:
             "chunk_kda": prefill,
             "fused_recurrent_kda": recurrent,
             "fused_recurrent_gated_delta_rule": recurrent,
+            "kda_chunk_intra": _stage("chunk_intra"),
+            "kda_recompute_w_u": _stage("recompute_w_u"),
         },
-        summary="hand-written kernels: fused bfloat16 prefill without gradients, recurrent decode",
+        summary="hand-written kernels: fused bfloat16 prefill without gradients, recurrent decode, two training stages",
         requirements=(
             Requirement(
                 "CUDA driver",

@@ -41,7 +41,7 @@ class _Plan(NamedTuple):
 
 def _make_plan(r: Request) -> _Plan:
     float16 = r.dtype == "float16"
-    sizes = (
+    sizes: tuple[Any, ...] = (
         *(r.T, r.N, r.H, r.HV, r.num_chunks),
         *(FLAGS["CU64"] * is_wide(r, "cu_seqlens"), spec_type(r, "beta")),
     )

@@ -120,7 +120,7 @@ def intra_kernel(K: int, float16: bool) -> KernelSource:
         ("K_DIM", K),
         ("HALF_F16", int(float16)),
         ("THREADS", STAGE_THREADS),
-        ("MIN_BLOCKS", 4),
+        ("MIN_BLOCKS", 3),
         ("SHARED_LIMIT", intra_shared(K)),
     )
     return KernelSource("common/intra.cu", "intra", defines)
@@ -151,17 +151,18 @@ def recompute_shared(K: int, V: int) -> int:
 
 
 def stage_kernels() -> Iterator[KernelSource]:
-    """Every shipped kernel of the training stages."""
+    """Every shipped kernel of the training stages: those with K = V."""
     for float16 in (False, True):
         for K in HEAD_DIMS:
             yield intra_kernel(K, float16)
-            for V in HEAD_DIMS:
-                yield recompute_kernel(K, V, float16)
+            yield recompute_kernel(K, K, float16)
 
 
 def packaged_kernels(arch: str) -> Iterator[KernelSource]:
-    """What :func:`kdacore_cuda.prebuilt.build_all` compiles for ``arch``: all but prefill with a float32 gate input."""
+    """What :func:`kdacore_cuda.prebuilt.build_all` compiles for ``arch``: all but prefill with a float32 gate input
+    and stages with K != V."""
     yield from decode_kernels()
+    yield from stage_kernels()
     for K in HEAD_DIMS:
         clusters = CLUSTERS if K == 128 and arch in CLUSTER_ARCHS else (1,)
         for cluster in clusters:

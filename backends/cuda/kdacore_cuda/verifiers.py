@@ -82,3 +82,57 @@ def prefill_length(request: Request) -> Reason | None:
     if request.T >= 2**30:
         return Reason("too_large", "counts tokens in 32 bits", f"T={request.T}", "< 2**30")
     return None
+
+
+STAGE_DTYPES = ("bfloat16", "float16")
+STAGE_CHUNK = 64
+
+
+def stage_head_dims(request: Request) -> Reason | None:
+    """Head dims are compiled in; K and V may differ. The intra stage has no V."""
+    dims = {"K": request.K} if request.op == "kda_chunk_intra" else {"K": request.K, "V": request.V}
+    if any(d not in HEAD_DIMS for d in dims.values()):
+        got = ", ".join(f"{name}={d}" for name, d in dims.items())
+        want = " or ".join(map(str, HEAD_DIMS))
+        return Reason("head_dim", "has stage kernels for some head dims only", got, want)
+    return None
+
+
+def stage_dtypes(request: Request) -> Reason | None:
+    """q, k and v have one 16-bit dtype, gc is float32, beta and Akk are 16- or 32-bit floats."""
+    if request.dtype not in STAGE_DTYPES:
+        return Reason("dtype", "takes 16-bit q, k, v in its stages", request.dtype, " or ".join(STAGE_DTYPES))
+    wanted: dict[str, tuple[str, ...]] = dict.fromkeys(("q", "k", "v"), (request.dtype,))
+    wanted |= {"gc": ("float32",), "beta": FLOAT_DTYPES, "Akk": FLOAT_DTYPES}
+    for name, dtypes in wanted.items():
+        if request.has(name) and request.spec(name).dtype not in dtypes:
+            got = f"{name}: {request.spec(name).dtype}"
+            return Reason("dtype", "takes other dtypes in its stages", got, " or ".join(dtypes))
+    return None
+
+
+def stage_chunk(request: Request) -> Reason | None:
+    """Stages work in chunks of 64 tokens."""
+    if request.chunk_size != STAGE_CHUNK:
+        return Reason("options", "has stages for one chunk size", f"chunk_size={request.chunk_size}", "64")
+    return None
+
+
+def heads_per_group(request: Request) -> Reason | None:
+    """Value heads fall into equal groups, one a query/key head."""
+    if request.HV % request.H:
+        return Reason(
+            "gva",
+            "gives every query/key head as many value heads",
+            f"H={request.H}, HV={request.HV}",
+            "HV a multiple of H",
+        )
+    return None
+
+
+def stage_grid(request: Request) -> Reason | None:
+    """One block a chunk and value head, counted in 31 bits."""
+    blocks = (1 if request.packed else request.B) * request.num_chunks * request.HV
+    if blocks >= 2**31:
+        return Reason("too_large", "has too many chunks and heads for one launch", str(blocks), "< 2**31")
+    return None

@@ -2,7 +2,7 @@
 // tokens, one block a chunk and value head. Bound by memory: what a block reads is asked for before anything is computed.
 #include "common/stage.cuh"
 
-// Shared memory: v and k 2^G as rows of 16-byte pieces, later u and w in their place; Akk, its columns scaled by beta; beta.
+// Shared memory: v and beta k 2^G as rows of 16-byte pieces, later u and w in their place; Akk; beta.
 constexpr int V = V_DIM;
 constexpr u32 VALUES_AT = 0;
 constexpr u32 KEYS_AT = VALUES_AT + C * V * 2;
@@ -37,33 +37,23 @@ __device__ __forceinline__ void copy_inverse(u32 to, const Rows& from, int rows)
   }
 }
 
-// Columns of Akk times beta, in place: then neither v nor k needs it.
-__device__ __forceinline__ void scale_inverse(u32 inverse, u32 beta) {
-  const int piece = thread_index() & 7;
-  const float4 b0 = load_shared4(beta + 32 * piece), b1 = load_shared4(beta + 32 * piece + 16);
-#pragma unroll
-  for (int i = 0; i < C * 8 / THREADS; ++i) {
-    const int row = (i * THREADS + thread_index()) >> 3;
-    if (8 * piece > row) continue;
-    const u32 at = piece_at<C>(inverse, row, piece);
-    const uint4 x = load_shared_u4(at);
-    store_shared(at, pack_half(half_low(x.x) * b0.x, half_high(x.x) * b0.y),
-                 pack_half(half_low(x.y) * b0.z, half_high(x.y) * b0.w),
-                 pack_half(half_low(x.z) * b1.x, half_high(x.z) * b1.y),
-                 pack_half(half_low(x.w) * b1.z, half_high(x.w) * b1.w));
-  }
-}
-
 struct Raw {
   uint4 k, q, g[2];
+  u32 beta;
 };
+
+__device__ __forceinline__ u32 beta_bits(const RecomputeParams& p, const Chunk& c, int row) {
+  return load_bits(p.beta + (p.beta_type == TYPE_FLOAT32 ? 4 : 2) *
+                                (c.batch * p.beta_sb + (c.first + row) * p.beta_st + c.hv * p.beta_sh),
+                   p.beta_type);
+}
 
 __device__ __forceinline__ u32 scaled(u32 x, float a, float b) { return pack_half(half_low(x) * a, half_high(x) * b); }
 __device__ __forceinline__ uint4 scaled(const uint4& x, const float (&f)[8]) {
   return make_uint4(scaled(x.x, f[0], f[1]), scaled(x.y, f[2], f[3]), scaled(x.z, f[4], f[5]), scaled(x.w, f[6], f[7]));
 }
 
-// k 2^G to shared memory, kg and qg to device memory; a thread keeps its 8 channels.
+// beta k 2^G to shared memory, kg and qg to device memory; a thread keeps its 8 channels.
 __device__ __forceinline__ void scale_keys(const RecomputeParams& p, const Chunk& c, u32 keys) {
   constexpr int PIECES = K / 8, STEP = THREADS / PIECES, BATCH = 4;
   const int piece = thread_index() % PIECES, row0 = thread_index() / PIECES;
@@ -83,6 +73,7 @@ __device__ __forceinline__ void scale_keys(const RecomputeParams& p, const Chunk
       for (int j = 0; j < 2; ++j) load_cached(raw[i].g[j], row_at(g, row) + 32 * piece + 16 * j, real);
       load_cached(raw[i].k, row_at(k, row) + 16 * piece, real);
       if (p.q) load_cached(raw[i].q, row_at(q, row) + 16 * piece, real);
+      if (real) raw[i].beta = beta_bits(p, c, row);
     }
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
@@ -94,20 +85,24 @@ __device__ __forceinline__ void scale_keys(const RecomputeParams& p, const Chunk
         down[e] = exp2_fast(sum);
         to_end[e] = exp2_fast(float_of(last, e) - sum);
       }
-      const uint4 x = scaled(raw[i].k, down);
-      store_shared(piece_at<K>(keys, row, piece), x.x, x.y, x.z, x.w);
       if (row < c.rows) {
         const long long at = output_at(p, c, row, K) + 8 * piece;
         store_global(reinterpret_cast<void*>(p.kg + 2 * at), scaled(raw[i].k, to_end));
         if (p.q) store_global(reinterpret_cast<void*>(p.qg + 2 * at), scaled(raw[i].q, down));
       }
+      const float b = from_bits(raw[i].beta, p.beta_type);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) down[e] *= b;
+      const uint4 x = scaled(raw[i].k, down);
+      store_shared(piece_at<K>(keys, row, piece), x.x, x.y, x.z, x.w);
     }
   }
 }
 
 // This warp's columns of `inverse` times `right`, in place of `right` and from there to `out`. No other warp touches them.
-template <int WIDTH>
-__device__ __forceinline__ void multiply(const RecomputeParams& p, const Chunk& c, u32 inverse, u32 right, u64 out) {
+// With BETA the rows of `right` are scaled by it first.
+template <int WIDTH, bool BETA>
+__device__ __forceinline__ void multiply(const RecomputeParams& p, const Chunk& c, u32 inverse, u32 right, u32 beta, u64 out) {
   constexpr int COLUMNS = WIDTH / WARPS;
   const int lane = thread_index() & 31, column0 = thread_index() / 32 * COLUMNS;
   const int g = lane >> 2, t = lane & 3;
@@ -119,6 +114,13 @@ __device__ __forceinline__ void multiply(const RecomputeParams& p, const Chunk& 
     for (int m = 0; m < 4; ++m) {
       u32 b[4];
       load_matrix4_transposed(b, piece_at<WIDTH>(right, 16 * m + (lane & 15), piece + (lane >> 4)));
+      if constexpr (BETA) {
+        const float2 low = load_shared2(beta + 4 * (16 * m + 2 * t)), high = load_shared2(beta + 4 * (16 * m + 2 * t + 8));
+        b[0] = scaled(b[0], low.x, low.y);
+        b[1] = scaled(b[1], high.x, high.y);
+        b[2] = scaled(b[2], low.x, low.y);
+        b[3] = scaled(b[3], high.x, high.y);
+      }
 #pragma unroll
       for (int i = m; i < 4; ++i) {
         u32 a[4];
@@ -159,15 +161,13 @@ KDA_KERNEL(THREADS, MIN_BLOCKS) recompute(KDA_PARAM RecomputeParams p) {
   copy_rows<V>(shared + VALUES_AT, make_rows(p.v, p.v_sb, p.v_st, p.v_sh, 2, c, c.hv), c.rows);
   copy_async_commit();
   if (thread_index() < C) {
-    const long long at = c.batch * p.beta_sb + (c.first + thread_index()) * p.beta_st + c.hv * p.beta_sh;
-    const float beta = thread_index() < c.rows ? load_scalar(p.beta, at, p.beta_type) : 0.0f;
+    const bool real = thread_index() < c.rows;
+    const float beta = real ? from_bits(beta_bits(p, c, thread_index()), p.beta_type) : 0.0f;
     store_shared(shared + BETA_AT + 4 * thread_index(), __float_as_uint(beta));
   }
   scale_keys(p, c, shared + KEYS_AT);
   copy_async_wait<0>();
   sync_block();
-  scale_inverse(shared + INVERSE_AT, shared + BETA_AT);
-  sync_block();
-  multiply<K>(p, c, shared + INVERSE_AT, shared + KEYS_AT, p.w);
-  multiply<V>(p, c, shared + INVERSE_AT, shared + VALUES_AT, p.u);
+  multiply<K, false>(p, c, shared + INVERSE_AT, shared + KEYS_AT, shared + BETA_AT, p.w);
+  multiply<V, true>(p, c, shared + INVERSE_AT, shared + VALUES_AT, shared + BETA_AT, p.u);
 }

@@ -117,6 +117,31 @@ def test_intra(form: Form, shape: dict[str, Any], chunk_size: int, dtype: torch.
     assert error(got.Akk, want.Akk) <= BOUND[dtype]
 
 
+@pytest.mark.parametrize("chunk_size", [32, 64])
+def test_intra_across_blocks(chunk_size: int) -> None:
+    """Every pair of blocks of 16 rows, whole and cut short."""
+    x = Drawn(lengths=[64, 0, 33, 50], K=20, chunk_size=chunk_size)
+    inputs = IntraInputs(x.q, x.k, x.gc, x.beta, x.cu)
+    r = request_of("kda_chunk_intra", inputs, **x.options)
+    got, want = stages.chunk_intra_by_chunk(r, inputs), exact.oracle_chunk_intra(r, inputs)
+    assert error(got.Aqk, want.Aqk) <= BOUND[torch.float32]
+    assert error(got.Akk, want.Akk) <= BOUND[torch.float32]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("K", [16, 60, 64, 100, 128, 256])
+@pytest.mark.parametrize("chunk_size", [16, 32, 64])
+@pytest.mark.parametrize("form", FORMS)
+def test_gpu_intra_of_every_size(form: Form, chunk_size: int, K: int, dtype: torch.dtype) -> None:
+    x = Drawn(lengths=[200, 0, 1, 33, 64], H=2, HV=4, K=K, chunk_size=chunk_size, dtype=dtype)
+    inputs = IntraInputs(x.q, x.k, x.gc, x.beta, x.cu)
+    r = request_of("kda_chunk_intra", inputs, **x.options)
+    got, want = form(r, inputs), exact.oracle_chunk_intra(r, inputs)
+    assert error(got.Aqk, want.Aqk) <= BOUND[dtype]
+    assert error(got.Akk, want.Akk) <= BOUND[dtype]
+
+
 @pytest.mark.parametrize("low", [0.0, -60.0])
 @pytest.mark.parametrize("form", FORMS)
 def test_intra_extreme_gates(form: Form, low: float) -> None:
@@ -131,9 +156,9 @@ def test_intra_extreme_gates(form: Form, low: float) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_later_rows_change_no_bit_of_earlier_ones(form: Form) -> None:
-    x, y = Drawn(T=18), Drawn(T=18)
+    x, y = Drawn(T=35), Drawn(T=35)
     y.q, y.k, y.gc = y.q.flip(1), y.k.flip(1), y.gc * 1.5
-    for t in (9, 17):
+    for t in (9, 33):
         arrays = [torch.cat([a[:, :t], b[:, t:]], 1) for a, b in ((x.q, y.q), (x.k, y.k), (x.gc, y.gc))]
         both = [IntraInputs(*arrays, x.beta), IntraInputs(x.q, x.k, x.gc, x.beta)]
         a, b = (form(request_of("kda_chunk_intra", i), i) for i in both)
@@ -146,7 +171,17 @@ def test_the_configuration_picks_the_form() -> None:
     inputs = IntraInputs(x.q, x.k, x.gc, x.beta)
     r = request_of("kda_chunk_intra", inputs)
     for form, run in (("token", stages.chunk_intra_by_token), ("chunk", stages.chunk_intra_by_chunk)):
-        config = {"form": form, "heads": 1, "token_warps": 1, "BS": 16, "chunk_warps": 4}
+        config = {
+            "form": form,
+            "heads": 1,
+            "token_warps": 1,
+            "BD": 16,
+            "diagonal_warps": 1,
+            "diagonal_stages": 1,
+            "BS": 16,
+            "merge_warps": 2,
+            "merge_stages": 1,
+        }
         with configs.override("chunk_intra", config):
             assert torch.equal(stages.chunk_intra(r, inputs).Akk, run(r, inputs).Akk)
 

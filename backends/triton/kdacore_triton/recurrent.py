@@ -17,6 +17,7 @@ from kdacore_triton.kernels import recurrent as kernels
 from kdacore_triton.launch import Grid, Launcher, cdiv, current_device, next_power_of_2
 
 launcher = Launcher(kernels.recurrent_kernel)
+empty_like = torch.empty_like
 
 GATES = {"log": 0, "softplus": 1, "sigmoid": 2}
 _MAX_PLANS = 1024
@@ -36,6 +37,10 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     plan = _known.get(id(request))
     if plan is None or plan.request is not request:
         plan = _plan(request)
+    elif plan.step is not None:
+        outputs = plan.step(inputs)
+        if outputs is not None:
+            return outputs
     launch = plan.launch_for(inputs)
     if launch.copied:
         inputs = inputs._replace(**{name: getattr(inputs, name).contiguous() for name in launch.copied})
@@ -52,6 +57,8 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     elif plan.returns_state:
         target = torch.empty(plan.state_shape, dtype=plan.state_dtype, device=v.device)
     launch.run(q, k, v, g, o, dt_bias, state, target, beta, A_log, cu_seqlens, indices, accepted)
+    if plan.step is None and plan.inplace and launch.prepared is not None and _all_contiguous(inputs):
+        plan.step = _decode_step(plan, launch, inputs)
     if out is not None and launch.fresh_o:
         o = out.copy_(o)
     return Outputs(o, target if plan.returns_state else None)
@@ -61,7 +68,7 @@ class Plan:
     """What a request fixes, with one :class:`Launch` per set of strides seen."""
 
     __slots__ = (
-        "device", "inplace", "launches", "o_shape", "request", "returns_state", "state_dtype", "state_shape",
+        "device", "inplace", "launches", "o_shape", "request", "returns_state", "state_dtype", "state_shape", "step",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
@@ -73,6 +80,8 @@ class Plan:
         self.inplace = request.inplace_state
         self.returns_state = request.output_final_state
         self.launches: dict[Any, Launch] = {}
+        self.step: Callable[[Any], Outputs | None] | None = None
+        """The shortest way through a call, once one has been made that it serves."""
 
     def launch_for(self, inputs: RecurrentInputs) -> Launch:
         """The launch for the strides of these inputs."""
@@ -175,6 +184,54 @@ class Launch:
         unaligned = any(x is not None and x.data_ptr() & _UNALIGNED for x in tensors[:_VECTORS])
         if prepared is not None and not unaligned:
             self.prepared = prepared.fix(self.grid, *self.scalars)
+
+
+def _all_contiguous(inputs: RecurrentInputs) -> bool:
+    return all(x is None or x.is_contiguous() for x in (*inputs[:9], *inputs[10:]))
+
+
+def _decode_step(
+    plan: Plan, launch: Launch, made: RecurrentInputs
+) -> Callable[[RecurrentInputs], Outputs | None]:
+    """A decode step on contiguous arrays and a state written in place, with as little as possible left to do.
+
+    Which arrays are there is fixed by the request. The step returns None, having done nothing, for arrays that are
+    not contiguous or not aligned, or on another device: those go the long way.
+    """
+    run, device, returns_state = launch.prepared, plan.device, plan.returns_state
+    has_bias, has_rate = made.dt_bias is not None, made.A_log is not None
+    has_indices, has_out = made.state_indices is not None, made.out is not None
+    if run is None or made.cu_seqlens is not None or made.num_accepted_tokens is not None:
+        return lambda _: None
+
+    def step(inputs: Any) -> Outputs | None:
+        q, k, v, g, beta, A_log, dt_bias, state, _, _, indices, _, out = inputs
+        if not (
+            q.is_contiguous()
+            and k.is_contiguous()
+            and v.is_contiguous()
+            and g.is_contiguous()
+            and beta.is_contiguous()
+            and state.is_contiguous()
+            and (not has_indices or indices.is_contiguous())
+            and (not has_bias or dt_bias.is_contiguous())
+            and (not has_rate or A_log.is_contiguous())
+            and (not has_out or out.is_contiguous())
+            and device == current_device()
+        ):
+            return None
+        a, b, c, d, s = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), state.data_ptr()
+        bias = dt_bias.data_ptr() if has_bias else 0
+        o = out if has_out else empty_like(v)
+        e = o.data_ptr()
+        if (a | b | c | d | e | s | bias) & _UNALIGNED:
+            return None
+        rate = A_log.data_ptr() if has_rate else 0
+        rows = indices.data_ptr() if has_indices else 0
+        run([a, b, c, d, e, bias, s, s, beta.data_ptr(), rate, 0, rows, 0])
+        return Outputs(o, state if returns_state else None)
+
+    return step
 
 
 _known: dict[int, Plan] = {}

@@ -22,15 +22,22 @@ from kdacore.types import (
     Request,
 )
 from kdacore_triton import configs
+from kdacore_triton.forward import level_steps
 from kdacore_triton.kernels.stage_gate import chunk_gate_kernel
-from kdacore_triton.kernels.stage_intra import intra_chunk_kernel, intra_token_kernel
+from kdacore_triton.kernels.stage_intra import (
+    SPAN,
+    intra_diagonal_kernel,
+    intra_merge_kernel,
+    intra_token_kernel,
+)
 from kdacore_triton.kernels.stage_parts import output_kernel, recompute_kernel, state_kernel
 from kdacore_triton.launch import Launcher, cdiv, next_power_of_2
 from kdacore_triton.plan import GATES, INTERPRETING, dense, on_nvidia
 
 _GATE = Launcher(chunk_gate_kernel)
 _INTRA_TOKEN = Launcher(intra_token_kernel)
-_INTRA_CHUNK = Launcher(intra_chunk_kernel)
+_INTRA_DIAGONAL = Launcher(intra_diagonal_kernel)
+_INTRA_MERGE = Launcher(intra_merge_kernel)
 _RECOMPUTE = Launcher(recompute_kernel)
 _STATE = Launcher(state_kernel)
 _OUTPUT = Launcher(output_kernel)
@@ -53,61 +60,78 @@ def chunk_gate(request: Request, inputs: ChunkGateInputs) -> torch.Tensor:
 
 def chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:
     """``Aqk``, ``Akk`` ``[B, T, HV, C]``, by the form that measurement chose for this shape."""
-    config = configs.get(
-        "chunk_intra", request.device.arch, K=request.K, C=request.chunk_size, dtype=request.dtype
-    )
-    form = chunk_intra_by_token if config["form"] == "token" else chunk_intra_by_chunk
+    form = chunk_intra_by_token if _intra_config(request)["form"] == "token" else chunk_intra_by_chunk
     return form(request, inputs)
 
 
 def chunk_intra_by_token(request: Request, inputs: IntraInputs) -> IntraOutputs:
     """Token-parallel: pairs within blocks of 16 rows by one program per token, the rest on the matrix unit."""
-    config = configs.get(
-        "chunk_intra", request.device.arch, K=request.K, C=request.chunk_size, dtype=request.dtype
-    )
+    r, config = request, _intra_config(request)
     q, k, gc, beta, cu_seqlens = (dense(x) for x in inputs[:5])
-    Aqk, Akk = _intra_outputs(request, q)
-    heads = min(config["heads"], next_power_of_2(request.HV))
-    low = torch.empty((request.B * request.T, request.HV, _SPAN), dtype=torch.float32, device=q.device)
+    result = _intra_outputs(r, q)
+    heads = min(config["heads"], next_power_of_2(r.HV))
+    low = _diagonal_blocks(r, q)
     _INTRA_TOKEN(
-        (request.B * request.T * cdiv(request.HV, heads), 1, 1),
-        q, k, gc, beta, cu_seqlens, Aqk, low, request.T, request.N, request.H, request.HV, request.scale,
-        K=request.K, BK=_padded(request.K), BH=heads, C=request.chunk_size, SPAN=_SPAN, PACKED=request.packed,
-        ASM=on_nvidia(request), num_warps=config["token_warps"],
+        (r.B * r.T * cdiv(r.HV, heads), 1, 1),
+        q, k, gc, beta, cu_seqlens, result.Aqk, low, r.T, r.N, r.H, r.HV, r.scale,
+        K=r.K, BK=_padded(r.K), BH=heads, C=r.chunk_size, PACKED=r.packed,
+        ASM=on_nvidia(r), num_warps=config["token_warps"],
     )  # fmt: skip
-    return _finish_intra(request, (q, k, gc, beta, cu_seqlens, low, Aqk, Akk), _SPAN.bit_length() - 1, config)
+    _merge_intra(r, (q, k, gc, beta, cu_seqlens, low, *result), False, config)
+    return result
 
 
 def chunk_intra_by_chunk(request: Request, inputs: IntraInputs) -> IntraOutputs:
     """Sub-chunk: every pair on the matrix unit."""
-    config = configs.get(
-        "chunk_intra", request.device.arch, K=request.K, C=request.chunk_size, dtype=request.dtype
-    )
+    r, config = request, _intra_config(request)
     q, k, gc, beta, cu_seqlens = (dense(x) for x in inputs[:5])
-    Aqk, Akk = _intra_outputs(request, q)
-    return _finish_intra(request, (q, k, gc, beta, cu_seqlens, None, Aqk, Akk), 0, config)
+    result = _intra_outputs(r, q)
+    inverses = result.Akk if r.chunk_size == SPAN.value else _diagonal_blocks(r, q)
+    half = _HALF.get(r.dtype)
+    _INTRA_DIAGONAL(
+        (_slots(r) * (r.chunk_size // SPAN.value) * r.HV, 1, 1),
+        q, k, gc, beta, cu_seqlens, _span_levels(r, q), result.Aqk, inverses,
+        r.T, r.num_chunks, r.N, r.H, r.HV, r.scale,
+        K=r.K, BK=_padded(r.K), BS=min(_padded(r.K), config["BD"]), C=r.chunk_size, PACKED=r.packed,
+        DOT=_dot(r, half), INV_DOT=_dot(r, "tf32" if half else None), ASM=on_nvidia(r),
+        num_warps=config["diagonal_warps"], num_stages=config["diagonal_stages"],
+    )  # fmt: skip
+    if r.chunk_size > SPAN.value:
+        _merge_intra(r, (q, k, gc, beta, cu_seqlens, inverses, *result), True, config)
+    return result
 
 
-_SPAN = 16
-"""Rows of a diagonal block of the token-parallel form: the smallest chunk size."""
+_HALF = {"float16": "fp16", "bfloat16": "bf16"}
 
 
-def _intra_outputs(r: Request, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _intra_config(r: Request) -> configs.Config:
+    return configs.get("chunk_intra", r.device.arch, K=r.K, C=r.chunk_size, dtype=r.dtype)
+
+
+def _intra_outputs(r: Request, q: torch.Tensor) -> IntraOutputs:
     shape = (r.B, r.T, r.HV, r.chunk_size)
     dtype = _intermediate(q.dtype)
-    return torch.empty(shape, dtype=dtype, device=q.device), torch.empty(shape, dtype=dtype, device=q.device)
+    return IntraOutputs(*(torch.empty(shape, dtype=dtype, device=q.device) for _ in range(2)))
 
 
-def _finish_intra(r: Request, tensors: tuple[Any, ...], first: int, config: configs.Config) -> IntraOutputs:
-    half = {"float16": "fp16", "bfloat16": "bf16"}.get(r.dtype)
-    _INTRA_CHUNK(
+def _diagonal_blocks(r: Request, q: torch.Tensor) -> torch.Tensor:
+    return torch.empty((r.B, r.T, r.HV, SPAN.value), dtype=torch.float32, device=q.device)
+
+
+def _span_levels(r: Request, q: torch.Tensor) -> torch.Tensor:
+    dtype = torch.float16 if r.dtype in _HALF and not INTERPRETING else torch.float32
+    return level_steps(SPAN.value, dtype, q.device)
+
+
+def _merge_intra(r: Request, tensors: tuple[Any, ...], inverted: bool, config: configs.Config) -> None:
+    half = _HALF.get(r.dtype)
+    _INTRA_MERGE(
         (_slots(r) * r.HV, 1, 1),
         *tensors, r.T, r.num_chunks, r.N, r.H, r.HV, r.scale,
-        K=r.K, BK=_padded(r.K), BS=min(_padded(r.K), config["BS"]), C=r.chunk_size,
-        LEVELS=r.chunk_size.bit_length() - 1, FIRST=first, PACKED=r.packed,
-        DOT=_dot(r, half), INV_DOT=_dot(r, "tf32" if half else None), ASM=on_nvidia(r), num_warps=config["chunk_warps"],
+        K=r.K, BK=_padded(r.K), BS=min(_padded(r.K), config["BS"]), C=r.chunk_size, INVERTED=inverted,
+        PACKED=r.packed, DOT=_dot(r, half), INV_DOT=_dot(r, "tf32" if half else None), ASM=on_nvidia(r),
+        num_warps=config["merge_warps"], num_stages=config["merge_stages"],
     )  # fmt: skip
-    return IntraOutputs(*tensors[-2:])
 
 
 def recompute_w_u(request: Request, inputs: RecomputeInputs) -> RecomputeOutputs:

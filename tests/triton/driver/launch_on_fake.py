@@ -18,6 +18,8 @@ torch._C._cuda_getCurrentRawStream = lambda device: STREAM
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
+from kdacore.types import Device, Outputs, RecurrentInputs, Request  # noqa: E402
+from kdacore_triton import recurrent  # noqa: E402
 from kdacore_triton.launch import TRITON, Launcher  # noqa: E402
 
 
@@ -79,5 +81,47 @@ P, I32, I64, F32, I1 = 8, 4, 8, 4, 1
 compare(17, 1, 5, False, 4, [P, P, I32, I32, F32, I1, P, P])
 compare(16, 1, 2**40, True, 2, [P, P, P, I32, I64, F32, I1, P, P])
 compare(1, 2, 48, False, 1, [P, P, I32, I32, F32, I1, P, P])
+
+
+def decode(given_out: bool, norm: bool) -> None:
+    """A decode step's short way hands over the same as the long way, and leaves odd arrays to that one."""
+    B, H, K = 2, 2, 64
+    rows = [torch.randn(B, 1, H, K).bfloat16() for _ in range(4)]
+    pool, index = torch.zeros(4, H, K, K), torch.tensor([2, 0], dtype=torch.int32)
+    out = torch.empty(B, 1, H, K, dtype=torch.bfloat16) if given_out else None
+    x = RecurrentInputs(*rows, beta=torch.rand(B, 1, H), initial_state=pool, state_indices=index, out=out)
+    r = Request(
+        op="fused_recurrent_kda", kind="torch", device=Device("cuda", DEVICE, "sm_90"), B=B, T=1, H=H, HV=H, K=K,
+        V=K, N=B, dtype="bfloat16", state_dtype="float32", scale=0.1, qk_l2norm=norm, pool_size=4,
+        state_indices_ndim=1, inplace_state=True, output_final_state=given_out,
+    )  # fmt: skip
+    made: list[Outputs] = []
+
+    def call(inputs: RecurrentInputs = x) -> None:
+        made.append(recurrent.forward(r, inputs))
+
+    sizes = [P] * 9 + [I32] * 27  # two floats among them; what is absent or 1 is compiled in
+    lib.fake_expect(len(sizes), (ctypes.c_int * len(sizes))(*sizes))
+    call()
+    plan = recurrent._plan(r)
+    short = plan.step
+    assert short is not None, "the first call must have left a short way"
+    quick = launched(call)
+    plan.step = lambda _: None
+    plain = launched(call)
+    plan.step = short
+    assert quick[:4] == plain[:4]
+    for i, (short_way, long_way) in enumerate(zip(quick[4], plain[4], strict=True)):
+        assert short_way == long_way or (i == 4 and not given_out), i  # 4: a fresh output each time
+    for outputs in made:
+        assert (outputs.final_state is pool) == given_out and (outputs.o is out) == given_out
+    wide = torch.randn(B, 1, H, 2 * K).bfloat16()[..., :K]
+    assert short(x._replace(q=wide)) is None and short(x._replace(v=wide)) is None
+    assert short(x._replace(k=torch.randn(B * H * K + 1).bfloat16()[1:].view(B, 1, H, K))) is None
+    launched(lambda: call(x._replace(q=wide)))
+
+
+decode(False, True)
+decode(True, False)
 print("ok", triton.__version__)
 sys.exit(0)

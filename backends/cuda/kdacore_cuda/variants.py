@@ -120,7 +120,7 @@ def intra_kernel(K: int, float16: bool) -> KernelSource:
         ("K_DIM", K),
         ("HALF_F16", int(float16)),
         ("THREADS", STAGE_THREADS),
-        ("MIN_BLOCKS", 3),
+        ("MIN_BLOCKS", 4),
         ("SHARED_LIMIT", intra_shared(K)),
     )
     return KernelSource("common/intra.cu", "intra", defines)
@@ -139,15 +139,15 @@ def recompute_kernel(K: int, V: int, float16: bool) -> KernelSource:
         ("V_DIM", V),
         ("HALF_F16", int(float16)),
         ("THREADS", STAGE_THREADS),
-        ("MIN_BLOCKS", 4),
+        ("MIN_BLOCKS", 3),
         ("SHARED_LIMIT", recompute_shared(K, V)),
     )
     return KernelSource("common/recompute.cu", "recompute", defines)
 
 
 def recompute_shared(K: int, V: int) -> int:
-    """Dynamic shared memory of :func:`recompute_kernel` in bytes: the operands of both products and beta."""
-    return 64 * 2 * (64 + K + V) + 4 * 64
+    """Dynamic shared memory of :func:`recompute_kernel` in bytes: the operands of both products, k's in two parts."""
+    return 64 * 2 * (64 + 2 * K + V)
 
 
 def stage_kernels() -> Iterator[KernelSource]:

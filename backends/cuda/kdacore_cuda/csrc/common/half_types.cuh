@@ -21,6 +21,16 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+__device__ __forceinline__ void load_eight(u32 (&r)[2], const void* p, bool real) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; @p ld.global.nc.v2.b32 {%0, %1}, [%2]; }"
+               : "+r"(r[0]), "+r"(r[1])
+               : "l"(p), "r"((int)real));
+}
+__device__ __forceinline__ void store_eight(u64 address, u32 x, u32 y) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(x), "r"(y) : "memory");
+}
+// Asks for the 128 bytes around `p` to be brought to L2.
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 __device__ __forceinline__ int shuffle_int(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 // 16 bytes that this block or another reads again; `r` keeps its value when `real` is false.
 __device__ __forceinline__ void load_cached(uint4& r, const void* p, bool real) {
@@ -61,6 +71,8 @@ __device__ __forceinline__ void mma_half(float (&d)[4], const u32 (&a)[4], u32 b
 }
 
 __device__ __forceinline__ u32 word_of(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
+// Both halves of a word scaled.
+__device__ __forceinline__ u32 scaled(u32 x, float a, float b) { return pack_half(half_low(x) * a, half_high(x) * b); }
 // Element e (0..7) of eight 16-bit values.
 __device__ __forceinline__ float half_of(const uint4& x, int e) {
   const u32 w = word_of(x, e >> 1);

@@ -103,27 +103,31 @@ __device__ __forceinline__ void level_products(const Raw& raw, const Lane& l, in
   }
 }
 
-// Both tokens scaled by their distance from `anchor`, as images `k_at` and, for a right half, `q_at`.
-__device__ __forceinline__ void store_images(const Raw& raw, const uint4 (&anchor)[2], bool right, u32 k_at, u32 q_at) {
+// Words 2 s and 2 s + 1 of both tokens, scaled: this lane's 16 bytes of a right operand's fragment, or of the two of a left one.
+__device__ __forceinline__ void store_image(const uint4 (&x)[2], const float (&factor)[2][4], int s, bool right, u32 at) {
+  u32 w[2][2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    float factor[8];
-    u32 k[4];
 #pragma unroll
-    for (int c = 0; c < 8; ++c) factor[c] = exp2_fast(-fabsf(float_of(raw.g[i], c) - float_of(anchor, c)));
+    for (int j = 0; j < 2; ++j) w[i][j] = scaled(word_of(x[i], 2 * s + j), factor[i][2 * j], factor[i][2 * j + 1]);
+  }
+  store_shared(at + 512 * s, w[0][0], right ? w[1][0] : w[0][1], right ? w[0][1] : w[1][0], w[1][1]);
+}
+
+// Both tokens scaled by their distance from `anchor`, as image `k_at` and, in a right half, `q_at`.
+__device__ __forceinline__ void store_images(const Raw& raw, const uint4 (&anchor)[2], bool right, u32 k_at, u32 q_at) {
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      k[w] = pack_half(half_of(raw.k[i], 2 * w) * factor[2 * w], half_of(raw.k[i], 2 * w + 1) * factor[2 * w + 1]);
-    }
-    store_shared(k_at + 512 * i, k[0], k[1], k[2], k[3]);
-    if (right) {
-      u32 q[4];
+  for (int s = 0; s < 2; ++s) {
+    float factor[2][4];
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        q[w] = pack_half(half_of(raw.q[i], 2 * w) * factor[2 * w], half_of(raw.q[i], 2 * w + 1) * factor[2 * w + 1]);
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        factor[i][e] = exp2_fast(-fabsf(float_of(raw.g[i], 4 * s + e) - float_of(anchor, 4 * s + e)));
       }
-      store_shared(q_at + 512 * i, q[0], q[1], q[2], q[3]);
     }
+    store_image(raw.k, factor, s, right, k_at);
+    if (right) store_image(raw.q, factor, s, true, q_at);
   }
 }
 
@@ -135,11 +139,20 @@ __device__ __forceinline__ void inside_products(const Source& from, const unsign
   const u32 at = images + 16 * l.lane;
   const u32 near_k = at + IMAGE_BYTES * (near_right ? NEAR_RIGHT + (l.block & 2) : NEAR_LEFT + (l.block >> 1));
   const u32 far_k = at + IMAGE_BYTES * (far_right ? FAR_RIGHT + 2 * (l.block & 1) : FAR_LEFT + l.block);
-  Raw next = {};
-  load_rows(next, from, 0);
+  // Slices are loaded one at a time to save registers; the whole rows are on their way to L2 meanwhile.
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (i >= from.left) continue;
+    if (128 * l.t < 4 * K) prefetch_l2(from.g + (long long)i * from.g_step + 96 * l.t);
+    if (128 * l.t < 2 * K) {
+      prefetch_l2(from.k + (long long)i * from.k_step + 112 * l.t);
+      prefetch_l2(from.q + (long long)i * from.q_step + 112 * l.t);
+    }
+  }
 #pragma unroll 1
   for (int slice = 0; slice < SLICES; ++slice) {
-    const Raw raw = next;
+    Raw raw = {};
+    load_rows(raw, from, slice);
     uint4 near_anchor[2] = {}, far_anchor[2] = {};
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -147,7 +160,6 @@ __device__ __forceinline__ void inside_products(const Source& from, const unsign
       load_cached(near_anchor[j], head_g + (long long)near_row * from.g_step + offset, near_row < rows);
       load_cached(far_anchor[j], head_g + 32LL * from.g_step + offset, 32 < rows);
     }
-    if (slice + 1 < SLICES) load_rows(next, from, slice + 1);
     pair_products(raw, sums);
 #pragma unroll
     for (int level = 1; level < LEVELS; ++level) level_products(raw, l, level, sums);
@@ -163,21 +175,19 @@ struct Outside {
 };
 
 __device__ __forceinline__ void load_right(u32 (&a)[2][4], u32 at) {
-  const uint4 x = load_shared_u4(at), y = load_shared_u4(at + 512);
 #pragma unroll
   for (int s = 0; s < 2; ++s) {
-    a[s][0] = word_of(x, 2 * s);
-    a[s][1] = word_of(y, 2 * s);
-    a[s][2] = word_of(x, 2 * s + 1);
-    a[s][3] = word_of(y, 2 * s + 1);
+    const uint4 x = load_shared_u4(at + 512 * s);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[s][i] = word_of(x, i);
   }
 }
 __device__ __forceinline__ void add_left(float (&d)[2][4], const u32 (&a)[2][4], u32 at) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint4 x = load_shared_u4(at + 512 * i);
-    mma_half(d[i], a[0], x.x, x.y);
-    mma_half(d[i], a[1], x.z, x.w);
+  for (int s = 0; s < 2; ++s) {
+    const uint4 x = load_shared_u4(at + 512 * s);
+    mma_half(d[0], a[s], x.x, x.y);
+    mma_half(d[1], a[s], x.z, x.w);
   }
 }
 

@@ -18,6 +18,7 @@ COMMANDS = {
     "explain": ("kdacore.commands.explain", "say which backend would serve a call, and why not the others"),
     "verify": ("kdacore.commands.verify", "run the conformance suite on this machine and record it"),
     "build": ("kdacore.commands.build", "compile the CUDA kernels ahead of time"),
+    "tune": ("kdacore.commands.tune", "find the fastest launch configurations of the Triton kernels here"),
     "plugins": ("kdacore.commands.plugins", "list every plugin and the backends it brings"),
 }
 USAGE, FAILED, INTERRUPTED = 2, 1, 130

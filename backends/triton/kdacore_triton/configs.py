@@ -186,7 +186,12 @@ def archs() -> tuple[str, ...]:
 @cache
 def _choices(arch: str) -> tuple[Choice, ...]:
     name = f"{arch}.json"
-    return tuple(c for kernel, rules in _read(name).items() for c in _rules(name, arch, kernel, rules))
+    return check(name, arch, _read(name))
+
+
+def check(name: str, arch: str, data: Mapping[str, list[dict[str, Any]]]) -> tuple[Choice, ...]:
+    """The choices that a data file's content makes. InvalidConfigError, with ``name``, when it is malformed."""
+    return tuple(c for kernel, rules in data.items() for c in _rules(name, arch, kernel, rules))
 
 
 def _rules(name: str, arch: str, kernel: str, rules: list[dict[str, Any]]) -> list[Choice]:

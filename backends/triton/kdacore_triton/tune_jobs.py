@@ -1,0 +1,186 @@
+"""What there is to tune: one job per shipped rule, at a shape that falls under it, with its float64 oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kdacore.types import ChunkInputs, Device, IntraInputs, RecurrentInputs, Request
+from kdacore_triton import configs
+
+OPS = {"fused_recurrent_kda": "recurrent", "chunk_kda": "chunk_forward", "kda_chunk_intra": "chunk_intra"}
+"""Op -> the kernel whose configurations serve it, as the data files call it."""
+
+_GATES: dict[str, dict[str, Any]] = {
+    "bounded": {"gate": "sigmoid", "lower_bound": -5.0, "safe_gate": True},
+    "dyadic": {"gate": "softplus"},
+    "scalar": {"gate": "softplus", "scalar_gate": True},
+}
+Sizes = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rule to find a configuration for."""
+
+    op: str
+    kernel: str
+    when: Mapping[str, Any]
+    config: configs.Config
+    """What is shipped for it: where the search starts."""
+    sizes: Sizes
+    """B, T, H, K and the like, of a call that falls under the rule."""
+
+    @property
+    def name(self) -> str:
+        """The op and the rule in one line."""
+        rule = ", ".join(f"{k} {_condition(v)}" for k, v in self.when.items())
+        return f"{self.op}: {rule or 'everything else'}"
+
+
+def jobs(arch: str, ops: tuple[str, ...] = ()) -> list[Job]:
+    """A job for every rule an architecture is served by, for these ops (default: all).
+
+    A last rule that every shape is too good for is there for form alone, and is no job.
+    """
+    shape = {"recurrent": _recurrent_sizes, "chunk_forward": _chunk_sizes, "chunk_intra": _intra_sizes}
+    found = []
+    for op in ops or tuple(OPS):
+        choices = [c for c in configs.shipped_for(arch) if c.kernel == OPS[op]]
+        for choice in choices:
+            sizes = shape[choice.kernel](choice.when)
+            if next(c for c in choices if c.matches(shape_class(choice.kernel, sizes))) is choice:
+                found.append(Job(op, choice.kernel, choice.when, choice.config, sizes))
+    return found
+
+
+def shape_class(kernel: str, s: Sizes) -> Sizes:
+    """The keys that rules are chosen by, for a call of these sizes."""
+    K, rows = s["K"], s["B"] * s["H"]
+    if kernel == "recurrent":
+        return {"K": K, "V": K, "rows": rows, "state": s["state"], "v_first": s["v_first"]}
+    if kernel == "chunk_intra":
+        return {"K": K, "C": s["C"], "dtype": s["dtype"]}
+    half = s["dtype"] != "float32"
+    return {"gate": s["gate"], "K": K, "V": K, "half": half, "heads": rows, "T": s["T"]}
+
+
+def small(sizes: Sizes) -> Sizes:
+    """The same class of shape, small enough for the oracle."""
+    less = {**sizes, "B": min(sizes["B"], 2), "H": min(sizes["H"], 2)}
+    return {**less, "T": min(sizes["T"], 100)}
+
+
+def make(job: Job, sizes: Sizes, device: Device) -> tuple[Request, Any]:
+    """A call of these sizes, its arrays filled at random on the device."""
+    return {"recurrent": _decode_call, "chunk_forward": _chunk_call, "chunk_intra": _intra_call}[job.kernel](
+        job, sizes, device
+    )
+
+
+def runner(job: Job) -> Callable[[Request, Any], Any]:
+    """The backend function that the kernel serves."""
+    from kdacore_triton import forward, recurrent, stages
+
+    functions: dict[str, Callable[[Request, Any], Any]] = {
+        "recurrent": recurrent.forward, "chunk_forward": forward.forward, "chunk_intra": stages.chunk_intra
+    }  # fmt: skip
+    return functions[job.kernel]
+
+
+def _condition(value: Any) -> str:
+    if not isinstance(value, list):
+        return str(value)
+    low, high = value
+    return f"<= {high}" if low is None else f">= {low}" if high is None else f"{low}..{high}"
+
+
+def _inside(condition: Any, preferred: int) -> int:
+    """A number a condition holds for: the preferred one, or the nearest power of two within."""
+    low, high = condition if isinstance(condition, list) else (None, None)
+    if high is not None and preferred > high:
+        return 1 << (int(high).bit_length() - 1)
+    if low is not None and preferred < low:
+        return 1 << int(low - 1).bit_length()
+    return preferred
+
+
+def _recurrent_sizes(when: Mapping[str, Any]) -> Sizes:
+    K = _inside(when.get("K"), 128)
+    rows = _inside(when.get("rows"), 4096)
+    return {
+        "B": max(rows // 32, 1), "T": 1, "H": min(rows, 32), "K": K, "dtype": "bfloat16",
+        "state": when.get("state", "float32"), "v_first": when.get("v_first", False),
+    }  # fmt: skip
+
+
+def _chunk_sizes(when: Mapping[str, Any]) -> Sizes:
+    return {
+        "B": 1, "T": _inside(when.get("T"), 4096), "H": _inside(when.get("heads"), 64),
+        "K": _inside(when.get("K"), 128),
+        "dtype": "bfloat16" if when.get("half", True) else "float32", "gate": when.get("gate", "dyadic"),
+    }  # fmt: skip
+
+
+def _intra_sizes(when: Mapping[str, Any]) -> Sizes:
+    return {
+        "B": 4, "T": 4096, "H": 16, "K": _inside(when.get("K"), 128), "C": when.get("C", 64),
+        "dtype": when.get("dtype", "float16"),
+    }  # fmt: skip
+
+
+def _request(job: Job, s: Sizes, device: Device, **options: Any) -> Request:
+    given = {"state_dtype": "float32", "scale": s["K"] ** -0.5, **options}
+    return Request(
+        op=job.op, kind="torch", device=device, B=s["B"], T=s["T"], H=s["H"], HV=s["H"], K=s["K"], V=s["K"], N=s["B"],
+        dtype=s["dtype"], **given,
+    )  # fmt: skip
+
+
+def _normal(device: Device, *shape: int, dtype: str = "float32") -> torch.Tensor:
+    where = f"{device.type}:{device.index}" if device.type == "cuda" else device.type
+    return torch.randn(shape, device=where).to(getattr(torch, dtype))
+
+
+def _tokens(s: Sizes, device: Device, scalar: bool = False) -> dict[str, torch.Tensor]:
+    B, T, H, K, dtype = s["B"], s["T"], s["H"], s["K"], s["dtype"]
+    x = {name: _normal(device, B, T, H, K, dtype=dtype) for name in ("q", "k", "v")}
+    x["g"] = _normal(device, B, T, H, dtype=dtype) if scalar else _normal(device, B, T, H, K, dtype=dtype)
+    x["beta"] = _normal(device, B, T, H, dtype=dtype)
+    x["A_log"] = _normal(device, H)
+    x["dt_bias"] = _normal(device, H) if scalar else _normal(device, H, K)
+    return x
+
+
+def _decode_call(job: Job, s: Sizes, device: Device) -> tuple[Request, Any]:
+    """One token a sequence, states in place in a pool."""
+    N, H, K = s["B"], s["H"], s["K"]
+    x = _tokens(s, device)
+    pool = _normal(device, N, H, K, K, dtype=s["state"])
+    index = torch.arange(N, dtype=torch.int32, device=pool.device)
+    request = _request(
+        job, s, device, state_dtype=s["state"], qk_l2norm=True, beta_sigmoid=True, state_v_first=s["v_first"],
+        pool_size=N, state_indices_ndim=1, inplace_state=True, **_GATES["bounded"],
+    )  # fmt: skip
+    return request, RecurrentInputs(**x, initial_state=pool, state_indices=index)
+
+
+def _chunk_call(job: Job, s: Sizes, device: Device) -> tuple[Request, Any]:
+    scalar = s["gate"] == "scalar"
+    options = {"qk_l2norm": True, "beta_sigmoid": True, "output_final_state": True, **_GATES[s["gate"]]}
+    return _request(job, s, device, **options), ChunkInputs(**_tokens(s, device, scalar))
+
+
+def _intra_call(job: Job, s: Sizes, device: Device) -> tuple[Request, Any]:
+    B, T, H, K, C = (s[name] for name in ("B", "T", "H", "K", "C"))
+    q, k = (torch.nn.functional.normalize(_normal(device, B, T, H, K), dim=-1) for _ in range(2))
+    steps = -torch.nn.functional.softplus(_normal(device, B, T, H, K))
+    pad = -T % C
+    steps = torch.nn.functional.pad(steps, (0, 0, 0, 0, 0, pad)).view(B, -1, C, H, K)
+    gc = steps.cumsum(2).view(B, T + pad, H, K)[:, :T].contiguous()
+    dtype = getattr(torch, s["dtype"])
+    beta = torch.sigmoid(_normal(device, B, T, H))
+    return _request(job, s, device, chunk_size=C), IntraInputs(q.to(dtype), k.to(dtype), gc, beta)

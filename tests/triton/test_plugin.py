@@ -52,12 +52,12 @@ def test_cpu_tensors_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ({"dtype": "float64"}, "dtype"),
         ({"tensors": (("g", TensorSpec((1, 64, 2, 128), "float64")),)}, "dtype"),
-        ({"state_dtype": "float64"}, "state"),
+        ({"state_dtype": "float64"}, "state_dtype"),
         ({"K": 15}, "head_dim"),
         ({"K": 257}, "head_dim"),
         ({"V": 8}, "head_dim"),
         ({"V": 512}, "head_dim"),
-        ({"T": 2**30}, "too_long"),
+        ({"T": 2**30}, "too_large"),
     ],
     ids=str,
 )

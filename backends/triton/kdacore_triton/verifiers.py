@@ -49,7 +49,7 @@ def dtypes(request: Request) -> Reason | None:
 def state(request: Request) -> Reason | None:
     """States are kept in float32 or bfloat16."""
     if request.state_dtype not in STATES:
-        return Reason("state", "keeps states in these dtypes", request.state_dtype, " or ".join(STATES))
+        return Reason("state_dtype", "keeps states in these dtypes", request.state_dtype, " or ".join(STATES))
     return None
 
 
@@ -87,5 +87,5 @@ def size(request: Request) -> Reason | None:
     """Tokens of a sequence and programs of a launch are counted in 32 bits."""
     if request.T >= MAX_TOKENS or request.B * request.T * request.HV >= MAX_TOKENS * 16:
         got = f"B={request.B}, T={request.T}, HV={request.HV}"
-        return Reason("too_long", "counts chunks in 32 bits", got, "T < 2**30 and B*T*HV < 2**34")
+        return Reason("too_large", "counts chunks in 32 bits", got, "T < 2**30 and B*T*HV < 2**34")
     return None

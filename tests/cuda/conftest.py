@@ -25,7 +25,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         emulator.run(
             launcher.kernel,
             launcher.params,
-            values,
+            values + getattr(launcher, "fixed", ()),
             grid=grid,
             threads=launcher.threads,
             shared=launcher.shared,

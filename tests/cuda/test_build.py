@@ -22,7 +22,8 @@ KERNELS = {
     "safe": variants.prefill_kernel(128, 2, True, False),
     "free": variants.prefill_kernel(128, 2, False, False),
     "few heads": variants.prefill_kernel(128, 4, True, False),
-    "decode": variants.decode_kernel(128, False, False),
+    "decode": variants.decode_kernel(128, False, False, variants.DECODE_ONE),
+    "decode V first": variants.decode_kernel(128, True, False, variants.DECODE_ONE),
 }
 
 
@@ -64,7 +65,7 @@ def test_matrix_instructions(built: dict[str, Built], tmp_path: Path, name: str,
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100f", "sm_120"])
 def test_other_architectures(arch: str) -> None:
     assert build.compile_kernel(variants.prefill_kernel(128, 1, True, False, arch), arch).cubin
-    assert build.compile_kernel(variants.decode_kernel(64, True, True), arch).cubin
+    assert build.compile_kernel(variants.decode_kernel(64, True, True, variants.DECODE_ANY), arch).cubin
 
 
 def test_clusters_compile_for_sm100() -> None:

@@ -74,6 +74,46 @@ def test_negative_eigenvalues_and_scale(emulated: list[str]) -> None:
     check(draw(1, 4), scale=0.3, allow_neg_eigval=True, **MODEL)
 
 
+def mode_of(name: str) -> int:
+    return int(name[-1])
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_every_mode_gives_the_same_bits(emulated: list[str], v_first: bool, state_dtype: torch.dtype) -> None:
+    pool = torch.randn(3, 4, 64, 64).to(state_dtype)
+    several = draw(2, 3, H=2, HV=4, initial_state=pool, state_indices=torch.tensor([2, 0]))
+    tokens = {name: getattr(several, name)[:, :1] for name in ("q", "k", "v", "g", "beta")}
+    one = several._replace(**{name: x.contiguous() for name, x in tokens.items()})
+    strided = several._replace(**tokens)
+    first = [check(x, state_v_first=v_first, **SAFE_MODEL).o[:, 0] for x in (one, several, strided)]
+    assert [mode_of(name) for name in emulated] == [2, 1, 0]
+    assert torch.equal(first[0], first[1])
+    assert torch.equal(first[0], first[2])
+
+
+@pytest.mark.parametrize("name", ["g", "beta", "dt_bias", "no pool", "int32"])
+def test_one_token_of_other_types(emulated: list[str], name: str) -> None:
+    inputs = draw(2, 1, K=128, initial_state=torch.randn(2, 2, 128, 128), state_indices=torch.tensor([1, 0]))
+    if name == "no pool":
+        inputs = inputs._replace(state_indices=None)
+    elif name == "int32":
+        inputs = inputs._replace(state_indices=inputs.state_indices.int())
+    else:
+        x = getattr(inputs, name)
+        inputs = inputs._replace(**{name: x.bfloat16() if name == "dt_bias" else x.float()})
+    check(inputs, output_final_state=True, **SAFE_MODEL)
+    assert mode_of(emulated[0]) == (2 if name == "int32" else 1)
+
+
+def test_unaligned_bias_and_output(emulated: list[str]) -> None:
+    inputs = draw(2, 1, initial_state=torch.randn(2, 2, 64, 64), state_indices=torch.tensor([1, 0]))
+    bias = torch.empty(2 * 64 + 1)[1:].view(2, 64).copy_(inputs.dt_bias)
+    out = torch.empty(2 * 2 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 1, 2, 64)
+    got = check(inputs._replace(dt_bias=bias, out=out), **SAFE_MODEL)
+    assert got.o is out
+
+
 def test_pool_in_place_touches_only_named_rows(emulated: list[str]) -> None:
     pool = torch.randn(5, 2, 64, 64)
     before = pool.clone()
@@ -98,8 +138,8 @@ def test_pool_rows_may_have_any_stride(emulated: list[str]) -> None:
     check(inputs, output_final_state=True, **SAFE_MODEL)
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-def test_accepted_tokens(emulated: list[str], inplace: bool) -> None:
+@pytest.mark.parametrize(("inplace", "v_first"), [(False, False), (True, False), (True, True)])
+def test_accepted_tokens(emulated: list[str], inplace: bool, v_first: bool) -> None:
     pool = torch.randn(9, 2, 64, 64)
     before = pool.clone()
     inputs = draw(
@@ -110,7 +150,12 @@ def test_accepted_tokens(emulated: list[str], inplace: bool) -> None:
         num_accepted_tokens=torch.tensor([3, 0, 1]),
     )
     request = request_of(
-        "fused_recurrent_kda", inputs, inplace_state=inplace, output_final_state=True, **SAFE_MODEL
+        "fused_recurrent_kda",
+        inputs,
+        inplace_state=inplace,
+        output_final_state=True,
+        state_v_first=v_first,
+        **SAFE_MODEL,
     )
     want = oracle(request, inputs._replace(initial_state=before))
     got = decode.forward(request, inputs)

@@ -10,17 +10,22 @@ from pathlib import Path
 import emulator
 import pytest
 
-from kdacore_cuda import launch, layout, variants
+from kdacore_cuda import decode, early, launch, layout, variants
 from kdacore_cuda.driver import Driver, DriverError
 
 _STUB = """
 #include <string.h>
-unsigned char params[512]; unsigned grid, block, shared_size; void* on_stream; int limit, fail;
+unsigned char params[512]; unsigned grid, block, shared_size; void* on_stream; int limit, fail, attributes, attribute;
+int loads;
 int cuLibraryLoadData(void** l, const void* code, void* a, void* b, unsigned c, void* d, void* e, unsigned f) {
-  *l = (void*)code; return 0; }
+  *l = (void*)code; ++loads; return 0; }
 int cuLibraryGetKernel(void** k, void* l, const char* name) { *k = (void*)0x77; return strcmp(name, "decode") != 0; }
 int cuKernelSetAttribute(int what, int value, void* k, int device) { limit = value; return 0; }
 int cuGetErrorName(int code, const char** text) { *text = "CUDA_ERROR_STUB"; return 0; }
+int cuLaunchKernelEx(const unsigned* config, void* f, void** arguments, void** extra) {
+  grid = config[0]; block = config[3]; shared_size = config[6]; on_stream = *(void**)(config + 8);
+  attributes = config[12]; attribute = attributes ? **(int**)(config + 10) : -1;
+  memcpy(params, arguments[0], SIZE); return fail; }
 int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned s,
                    void* stream, void** arguments, void** extra) {
   grid = gx; block = bx; shared_size = s; on_stream = stream; memcpy(params, arguments[0], SIZE); return fail; }
@@ -43,7 +48,9 @@ def make(stub: Path, monkeypatch: pytest.MonkeyPatch, shared: int = 1000) -> lau
     driver = Driver(str(stub))
     monkeypatch.setattr(launch, "driver", lambda: driver)
     monkeypatch.setattr(launch, "load_or_compile", lambda kernel, arch: b"cubin")
-    return launch.Launcher(variants.decode_kernel(64, False, False), layout.DECODE, 64, shared)
+    return launch.Launcher(
+        variants.decode_kernel(64, False, False, variants.DECODE_ANY), layout.DECODE, 64, shared
+    )
 
 
 def test_launch_passes_what_was_packed(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,10 +82,71 @@ def test_a_refused_launch_raises(stub: Path, monkeypatch: pytest.MonkeyPatch) ->
         flag.value = 0
 
 
+def make_early(stub: Path, monkeypatch: pytest.MonkeyPatch, fixed: tuple[float, ...]) -> early.EarlyLauncher:
+    driver = Driver(str(stub))
+    monkeypatch.setattr(early, "driver", lambda: driver)
+    monkeypatch.setattr(early, "load_or_compile", lambda kernel, arch: b"cubin")
+    monkeypatch.setattr(early, "_handles", {})
+    kernel = variants.decode_kernel(64, False, False, variants.DECODE_ANY)
+    return early.EarlyLauncher(kernel, layout.DECODE, 64, 1000, fixed)
+
+
+@pytest.mark.parametrize(("arch", "attributes"), [("sm_90a", 1), ("sm_100f", 1), ("sm_80", 0)])
+def test_early_launch_packs_what_a_call_changes(
+    stub: Path, monkeypatch: pytest.MonkeyPatch, arch: str, attributes: int
+) -> None:
+    values = tuple(range(1, len(layout.DECODE.fields) + 1))
+    launcher = make_early(stub, monkeypatch, values[16:])
+    library = ctypes.CDLL(str(stub))
+    for grid, stream in ((7, 0x55), (9, 0x66)):
+        launcher(grid, 0, arch, stream, values[:16])
+        seen = bytes((ctypes.c_ubyte * layout.DECODE.size).in_dll(library, "params"))
+        assert layout.DECODE.packer.unpack(seen) == values
+        assert ctypes.c_uint.in_dll(library, "grid").value == grid
+        assert ctypes.c_uint.in_dll(library, "block").value == 64
+        assert ctypes.c_uint.in_dll(library, "shared_size").value == 1000
+        assert ctypes.c_void_p.in_dll(library, "on_stream").value == stream
+        assert ctypes.c_int.in_dll(library, "attributes").value == attributes
+        # 6: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        assert ctypes.c_int.in_dll(library, "attribute").value == (6 if attributes else -1)
+
+
+def test_launchers_of_one_kernel_share_its_code(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = tuple(range(1, len(layout.DECODE.fields) + 1))
+    first = make_early(stub, monkeypatch, values[16:])
+    second = early.EarlyLauncher(first.kernel, layout.DECODE, 64, 1000, values[16:])
+    loads = ctypes.c_int.in_dll(ctypes.CDLL(str(stub)), "loads")
+    before = loads.value
+    for launcher in (first, second):
+        launcher(1, 0, "sm_90a", 0, values[:16])
+    assert loads.value == before + 1
+
+
+def test_a_refused_early_launch_raises(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = tuple(range(1, len(layout.DECODE.fields) + 1))
+    launcher = make_early(stub, monkeypatch, values[16:])
+    flag = ctypes.c_int.in_dll(ctypes.CDLL(str(stub)), "fail")
+    flag.value = 3
+    try:
+        with pytest.raises(DriverError, match="CUDA_ERROR_STUB"):
+            launcher(1, 0, "sm_90a", 0, values[:16])
+    finally:
+        flag.value = 0
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 7, 32, 48, 96, 1000, 2**16 + 1])
+def test_division(divisor: int) -> None:
+    factor, shift = decode.division(divisor)
+    assert shift >= 31
+    assert factor < 2**32
+    for n in (0, 1, divisor - 1, divisor, 2**31 - 1, 2**31 - 1 - divisor, (2**31 // divisor) * divisor - 1):
+        assert n * factor >> shift == n // divisor
+
+
 @pytest.mark.parametrize(
     ("params", "kernel"),
     [
-        (layout.DECODE, variants.decode_kernel(64, True, False)),
+        (layout.DECODE, variants.decode_kernel(64, True, False, variants.DECODE_ONE)),
         (layout.PREFILL, variants.prefill_kernel(64, 1, True, False)),
     ],
     ids=["decode", "prefill"],

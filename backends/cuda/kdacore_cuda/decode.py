@@ -2,45 +2,76 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
 from kdacore.types import Outputs, RecurrentInputs, Request
 from kdacore_cuda import runtime
-from kdacore_cuda.arrays import Plans, build_arch, contiguous_strides, flat, is_wide, rows, spec_type
-from kdacore_cuda.launch import Launcher
+from kdacore_cuda.arrays import (
+    ALIGNMENT,
+    Plans,
+    build_arch,
+    contiguous_strides,
+    flat,
+    is_wide,
+    rows,
+    spec_type,
+)
+from kdacore_cuda.early import EarlyLauncher
 from kdacore_cuda.layout import DECODE, FLAGS, GATES
-from kdacore_cuda.variants import DECODE_COLUMNS, DECODE_WARPS, decode_kernel
+from kdacore_cuda.variants import DECODE_ANY, DECODE_ONE, DECODE_PLAIN, decode_kernel, decode_tile
 
-TOKENS = 16
-"""Tokens whose gates and norms a block prepares together; ``TOKENS`` in decode.cu."""
-
-
-def shared_bytes(K: int, T: int) -> int:
-    """Dynamic shared memory: q, k, decay and beta of up to 16 tokens, and partial sums of the ``[K, V]`` kernel."""
-    return min(T, TOKENS) * (3 * K + 4) * 4 + 2 * DECODE_WARPS * 128
+MANY = 128
+"""Sequences and heads from which the next launch may be placed before this one begins. With fewer, several launches
+come to wait on the device at once, which was slower."""
 
 
-@cache
-def _launcher(K: int, tokens: int, v_first: bool, bf16_state: bool) -> Launcher:
-    kernel = decode_kernel(K, v_first, bf16_state)
-    return Launcher(kernel, DECODE, 32 * DECODE_WARPS, shared_bytes(K, tokens))
+def division(divisor: int) -> tuple[int, int]:
+    """``factor, shift`` with ``n // divisor == n * factor >> shift`` for ``0 <= n < 2**31``; ``shift >= 31``."""
+    shift = 31 + (divisor - 1).bit_length()
+    return -(-(1 << shift) // divisor), shift
 
 
-class _Plan(NamedTuple):
-    launcher: Launcher
+class _Plan:
+    """What a Request fixes, and one launch for each set of strides seen."""
+
+    __slots__ = ("_launches", "arch", "contiguous", "o_shape", "request", "state_dtype", "strides")
+
+    def __init__(self, r: Request) -> None:
+        self.request = r
+        self.arch = build_arch(r.device.arch)
+        self.strides = contiguous_strides(r)
+        self.state_dtype = getattr(torch, r.state_dtype)
+        self.o_shape = (r.B, r.T, r.HV, r.V)
+        self._launches: dict[tuple[int, ...], _Launch] = {}
+        self.contiguous = self.launch_for(self.strides)
+
+    def launch_for(self, strides: tuple[int, ...]) -> _Launch:
+        """The launch for these batch, token and head strides of q, k, v, g and beta."""
+        found = self._launches.get(strides)
+        if found is None:
+            mode = _mode(self.request) if strides == self.strides else DECODE_ANY
+            found = self._launches[strides] = _make_launch(self.request, strides, mode)
+        return found
+
+
+class _Launch(NamedTuple):
+    launcher: EarlyLauncher
     grid: int
-    arch: str
-    strides: tuple[int, ...]
-    sizes: tuple[Any, ...]
-    """What follows the strides in the parameters."""
-    state_dtype: Any
-    o_shape: tuple[int, ...]
 
 
-def _make_plan(r: Request) -> _Plan:
+def _mode(r: Request) -> int:
+    """The narrowest kernel that serves contiguous arrays; see :func:`decode_kernel`."""
+    types = {name: r.spec(name).dtype for name in ("v", "g", "beta", "dt_bias") if r.has(name)}
+    plain = r.dtype == "bfloat16" and "float16" not in types.values() and not r.scalar_gate and not r.packed
+    if not plain or r.B * r.T * r.HV * r.K >= 2**31:
+        return DECODE_ANY
+    usual = types["g"] == types["beta"] == "bfloat16" and types.get("dt_bias", "float32") == "float32"
+    return DECODE_ONE if r.T == 1 and r.state_indices_ndim == 1 and usual else DECODE_PLAIN
+
+
+def _make_launch(r: Request, strides: tuple[int, ...], mode: int) -> _Launch:
     flags = (
         FLAGS["L2NORM"] * r.qk_l2norm
         | FLAGS["BETA_SIGMOID"] * r.beta_sigmoid
@@ -52,20 +83,22 @@ def _make_plan(r: Request) -> _Plan:
         | FLAGS["INDEXED_OUT"] * (r.inplace_state and r.state_indices_ndim == 1)
         | FLAGS["SCATTER_TOKENS"] * (r.inplace_state and r.state_indices_ndim == 2)
     )
-    types = (spec_type(r, "v"), spec_type(r, "g"), spec_type(r, "beta"), spec_type(r, "dt_bias"))
-    sizes = (r.T, r.N, r.H, r.HV, GATES[r.gate], flags, *types, r.scale, r.lower_bound or 0.0)
-    return _Plan(
-        launcher=_launcher(r.K, min(r.T, TOKENS), r.state_v_first, r.state_dtype == "bfloat16"),
-        grid=r.N * r.HV * (r.V // DECODE_COLUMNS),
-        arch=build_arch(r.device.arch),
-        strides=contiguous_strides(r),
-        sizes=sizes,
-        state_dtype=getattr(torch, r.state_dtype),
-        o_shape=(r.B, r.T, r.HV, r.V),
+    bf16_state = r.state_dtype == "bfloat16"
+    tile = decode_tile(r.K, r.state_v_first, bf16_state, mode)
+    (hv_factor, hv_shift), (group_factor, group_shift) = division(r.HV), division(r.HV // r.H)
+    fixed = (
+        *(*strides, hv_factor, group_factor),
+        *(r.T, r.H, r.HV, hv_shift, group_shift, r.N * r.HV >= MANY),
+        *(GATES[r.gate], flags),
+        *(spec_type(r, name) for name in ("v", "g", "beta", "dt_bias")),
+        *(r.scale, r.lower_bound or 0.0),
     )
+    kernel = decode_kernel(r.K, r.state_v_first, bf16_state, mode)
+    launcher = EarlyLauncher(kernel, DECODE, tile.threads, tile.shared(r.K, r.state_v_first), fixed)
+    return _Launch(launcher, r.N * r.HV * (r.V // tile.columns))
 
 
-_plan_of = Plans(_make_plan)
+_plan_of = Plans(_Plan)
 
 
 def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
@@ -76,12 +109,23 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     """
     plan = _plan_of(request)
     pointers, strides, kept = rows(inputs, request.scalar_gate, plan.strides)
-    _, _, _, _, _, A_log, bias, initial, cu_seqlens, _, indices, accepted, out = inputs
+    launcher, grid = plan.contiguous if strides is plan.strides else plan.launch_for(strides)
+    _, _, v, _, _, A_log, bias, initial, cu_seqlens, _, indices, accepted, out = inputs
     o: Any = out
-    if out is None or not out.is_contiguous():
-        o = inputs.v.new_empty(plan.o_shape)
-    source, written = _states(request, initial, plan.state_dtype, o)
+    if out is None:
+        o = torch.empty_like(v) if not kept else v.new_empty(plan.o_shape)
+    elif not out.is_contiguous() or out.data_ptr() % ALIGNMENT:
+        o = v.new_empty(plan.o_shape)
+    source = written = initial
+    if source is not None and not source.is_contiguous() and not source[:1].is_contiguous():
+        source = written = source.contiguous()  # rows may have any stride, what is in a row may not
+    if not request.inplace_state:
+        written = (
+            o.new_empty(request.state_shape, dtype=plan.state_dtype) if request.output_final_state else None
+        )
     A_log, bias, cu_seqlens = flat(A_log), flat(bias), flat(cu_seqlens)
+    if bias is not None and bias.data_ptr() % ALIGNMENT:
+        bias = bias.clone()
     indices, accepted = flat(indices), flat(accepted)
     values = (
         *pointers,
@@ -93,32 +137,17 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
         0 if written is None else written.data_ptr(),
         0 if indices is None else indices.data_ptr(),
         0 if accepted is None else accepted.data_ptr(),
-        *strides,
         0 if source is None else source.stride(0),
         0 if written is None else written.stride(0),
         0 if indices is None else indices.stride(0),
-        *plan.sizes,
     )
-    runtime.launch(plan.launcher, plan.grid, plan.arch, o, values)
+    runtime.launch(launcher, grid, plan.arch, o, values)
     del kept  # copies live until the launch is queued; the allocator reuses them in stream order
     if out is not None and o is not out:
-        out.copy_(o)
-        o = out
+        o = out.copy_(o)
     if request.inplace_state:
         pool: Any = initial
         if written is not pool:
             pool.copy_(written)
             written = pool
     return Outputs(o, written if request.output_final_state else None)
-
-
-def _states(request: Request, initial: Any, dtype: Any, o: Any) -> tuple[Any, Any]:
-    """The array states are read from, and the one they are written to (None: nothing is written)."""
-    source = initial
-    if source is not None and not source.is_contiguous() and not source[:1].is_contiguous():
-        source = source.contiguous()  # rows may have any stride, what is in a row may not
-    if request.inplace_state:
-        return source, source
-    if not request.output_final_state:
-        return source, None
-    return source, o.new_empty(request.state_shape, dtype=dtype)

@@ -34,6 +34,10 @@ class Driver:
         """``cuLaunchKernel`` itself; arguments as in C, already converted."""
         self.launch.argtypes = [_P, _U, _U, _U, _U, _U, _U, _U, _P, _P, _P]
         self.launch.restype = ctypes.c_int
+        self.launch_ex = self._dll.cuLaunchKernelEx
+        """``cuLaunchKernelEx`` itself: configuration, function, parameters, extra."""
+        self.launch_ex.argtypes = [_P, _P, _P, _P]
+        self.launch_ex.restype = ctypes.c_int
         self._dll.cuLibraryLoadData.argtypes = [_P, _P, _P, _P, _U, _P, _P, _U]
         self._dll.cuLibraryGetKernel.argtypes = [_P, _P, ctypes.c_char_p]
         self._dll.cuKernelSetAttribute.argtypes = [ctypes.c_int, ctypes.c_int, _P, ctypes.c_int]

@@ -89,29 +89,20 @@ DECODE = ParamStruct(
     "DecodeParams",
     (
         *_INPUTS,
-        ("h0", "ptr"),
-        ("ht", "ptr"),
-        ("indices", "ptr"),
-        ("accepted", "ptr"),
+        *((name, "ptr") for name in ("h0", "ht", "indices", "accepted")),
+        *((name, "i64") for name in ("h0_row", "ht_row", "indices_row")),
         *_strided("q", "k", "v", "g", "beta"),
-        ("h0_row", "i64"),
-        ("ht_row", "i64"),
-        ("indices_row", "i64"),
-        ("T", "i64"),
-        ("N", "i32"),
-        ("H", "i32"),
-        ("HV", "i32"),
-        ("gate", "i32"),
-        ("flags", "i32"),
-        ("qkv_type", "i32"),
-        ("g_type", "i32"),
-        ("beta_type", "i32"),
-        ("bias_type", "i32"),
+        *((name, "i64") for name in ("hv_factor", "group_factor")),
+        *((name, "i32") for name in ("T", "H", "HV", "hv_shift", "group_shift", "many")),
+        *((name, "i32") for name in ("gate", "flags")),
+        *((name, "i32") for name in ("qkv_type", "g_type", "beta_type", "bias_type")),
         ("scale", "f32"),
         ("lower_bound", "f32"),
     ),
 )
-"""Parameters of the decode kernels."""
+"""Parameters of the decode kernels; what changes from call to call comes first. ``i / HV`` is
+``i * hv_factor >> hv_shift``, and so for ``HV / H``, the group. ``many``: there are blocks for the whole device, so the
+next launch may be placed before this one begins."""
 
 INTRA = ParamStruct(
     "IntraParams",
@@ -189,7 +180,8 @@ def constants_header() -> str:
 def generated_headers() -> dict[str, str]:
     """Include name -> text of every header made from this file."""
     return {
-        "generated/params.cuh": _guarded("params", PREFILL.header() + DECODE.header()),
+        "generated/params.cuh": _guarded("params", PREFILL.header()),
+        "generated/decode_params.cuh": _guarded("decode_params", DECODE.header()),
         "generated/stage_params.cuh": _guarded("stage_params", INTRA.header() + RECOMPUTE.header()),
         "generated/constants.cuh": _guarded("constants", constants_header()),
     }

@@ -3,23 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
 
 from kdacore_cuda.build import KernelSource
 
 HEAD_DIMS = (64, 128)
-DECODE_WARPS = 4
-DECODE_COLUMNS = 64
-"""Columns of V a decode block takes, 16 a warp."""
+
+DECODE_ANY, DECODE_PLAIN, DECODE_ONE = DECODE_MODES = (0, 1, 2)
 
 
-def decode_kernel(K: int, v_first: bool, bf16_state: bool) -> KernelSource:
-    """The recurrent kernel for one head dim, state layout and state dtype."""
+class DecodeTile(NamedTuple):
+    """How a decode block is cut."""
+
+    warps: int
+    rows: int
+    """16-byte pieces of state a lane holds."""
+    min_blocks: int
+    """Blocks a multiprocessor must have registers for."""
+    columns: int
+    """Columns of V a block takes."""
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    def shared(self, K: int, v_first: bool) -> int:
+        """Dynamic shared memory in bytes; the layout is in state_columns.cuh."""
+        return 0 if v_first else 2 * (12 * K + self.warps * 4 * (2 * self.columns + 4))
+
+
+_DECODE_TILES: dict[tuple[int, bool, bool], tuple[int, int, int, tuple[int, int, int]]] = {
+    (64, False, False): (4, 8, 64, (3, 4, 6)),
+    (64, False, True): (4, 4, 64, (3, 4, 6)),
+    (64, True, False): (1, 8, 16, (8, 16, 24)),
+    (64, True, True): (1, 8, 32, (8, 12, 16)),
+    (128, False, False): (8, 8, 64, (2, 2, 3)),
+    (128, False, True): (4, 8, 64, (2, 3, 4)),
+    (128, True, False): (1, 8, 8, (8, 20, 32)),
+    (128, True, True): (1, 8, 16, (8, 12, 16)),
+}
+"""Head dim, V first, bfloat16 state -> warps, pieces a lane, columns, and blocks a multiprocessor for each mode."""
+
+
+def decode_tile(K: int, v_first: bool, bf16_state: bool, mode: int) -> DecodeTile:
+    """The tile for one kernel. Nothing a call chooses changes the order of its sums: not the batch, not the tokens."""
+    warps, rows, columns, min_blocks = _DECODE_TILES[K, v_first, bf16_state]
+    return DecodeTile(warps, rows, min_blocks[mode], columns)
+
+
+def decode_kernel(K: int, v_first: bool, bf16_state: bool, mode: int) -> KernelSource:
+    """The recurrent kernel for one head dim, state layout and state dtype.
+
+    All modes do the same arithmetic, bit for bit. ``DECODE_PLAIN``: bfloat16 q, k and v, no float16, a gate for each
+    channel, token arrays contiguous and below 2**31 elements, not packed. ``DECODE_ONE``: besides, one token a
+    sequence, bfloat16 g and beta, float32 dt_bias, a pool with one row a sequence. ``DECODE_ANY``: everything.
+    """
+    tile = decode_tile(K, v_first, bf16_state, mode)
     defines = (
         ("K_DIM", K),
-        ("WARPS", DECODE_WARPS),
-        ("MIN_BLOCKS", 16 // DECODE_WARPS),
+        ("WARPS", tile.warps),
+        ("ROWS", tile.rows),
+        ("MIN_BLOCKS", tile.min_blocks),
+        ("COLUMNS", tile.columns),
         ("V_FIRST", int(v_first)),
         ("STATE_BF16", int(bf16_state)),
+        ("MODE", mode),
     )
     return KernelSource("common/decode.cu", "decode", defines)
 
@@ -27,9 +76,8 @@ def decode_kernel(K: int, v_first: bool, bf16_state: bool) -> KernelSource:
 def decode_kernels() -> Iterator[KernelSource]:
     """Every shipped decode kernel."""
     for K in HEAD_DIMS:
-        for v_first in (False, True):
-            for bf16_state in (False, True):
-                yield decode_kernel(K, v_first, bf16_state)
+        for v_first, bf16_state, mode in product((False, True), (False, True), DECODE_MODES):
+            yield decode_kernel(K, v_first, bf16_state, mode)
 
 
 SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024, "sm_100f": 227 * 1024, "sm_120": 99 * 1024}

@@ -67,12 +67,12 @@ def state_dtype(request: Request) -> Reason | None:
 
 def long_enough_grid(request: Request) -> Reason | None:
     """A one-dimensional grid has at most 2**31 - 1 blocks."""
-    if request.N * request.HV * 4 >= 2**31:
+    if request.N * request.HV * 16 >= 2**31:
         return Reason(
             "too_large",
             "has too many sequences and heads for one launch",
             f"N*HV={request.N * request.HV}",
-            "< 2**29",
+            "< 2**27",
         )
     return None
 

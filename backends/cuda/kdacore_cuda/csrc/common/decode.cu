@@ -1,69 +1,89 @@
 // fused_recurrent_kda: the recurrence token by token, the state in registers, read and written once.
 //
-// A block takes one sequence and value head and COLUMNS columns of V. How lanes hold the state follows its layout, so that
-// a warp always reads whole 128-byte lines: state_columns.cuh, state_rows.cuh. Decays, normalisation and sigmoids of up to
-// 16 tokens are computed together, one warp a token, into shared memory, while the state is on its way.
+// A block takes one sequence and value head and COLUMNS columns of V. How lanes hold the state follows its layout, so that a
+// warp always reads whole 128-byte lines: state_rows.cuh, state_columns.cuh. What decides the time is how soon every block has
+// all its loads out: the pool index first, what does not depend on it while that travels, the state as soon as it is there,
+// gates and norms while the state travels.
 #include "common/decode_token.cuh"
 
-// Macros from the host: K_DIM, WARPS, MIN_BLOCKS, V_FIRST, STATE_BF16.
-constexpr int COLUMNS = 16 * WARPS;
-constexpr int TOKENS = 16;
-
+// Macros from the host: K_DIM, WARPS, ROWS, MIN_BLOCKS, COLUMNS, V_FIRST, STATE_BF16, MODE (decode_memory.cuh).
 #if V_FIRST
 #include "common/state_rows.cuh"
 #else
-#include "common/state_tiles.cuh"
+#include "common/state_columns.cuh"
 #endif
+
+using Raw = RawToken<TOKEN_CHANNELS>;
+
+__device__ __forceinline__ void store_state(const float (&s)[ROWS][VECTOR], u64 to) {
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) store_state_bits(to + STATE_BYTES * PITCH * i, pack_state(s[i]));
+}
 
 KDA_KERNEL(WARPS * 32, MIN_BLOCKS) decode(KDA_PARAM DecodeParams p) {
   KDA_SHARED(memory);
-  const u32 shared = shared_address(memory), tokens = shared + SUMS_BYTES;
-  const int lane = thread_index() & 31, warp = thread_index() >> 5;
-  constexpr int slices = V / COLUMNS;
-  const int slice = block_index() % slices, item = block_index() / slices;
-  const int hv = item % p.HV, n = item / p.HV;
-  const Sequence s = sequence_of(p, n);
-  const long long head = (long long)hv * K * V;
-  const Place place = make_place(slice * COLUMNS, warp, lane, shared);
-  const int block_tokens = p.T < TOKENS ? (int)p.T : TOKENS;
+  constexpr u32 slices = V / COLUMNS;
+  const u32 block = block_index(), slice = block % slices;
+  if (p.many) let_next_start();
+  wait_for_inputs();
+  if (!p.many) let_next_start();
+  Item it;
+  it.n = (int)((u64)(block / slices) * p.hv_factor >> p.hv_shift);  // (block / slices) / HV
+  it.zero = (int)((u64)thread_index() >> p.hv_shift);               // the shift is 31 or more
+  const Start start = start_of(p, it);
+  locate(p, block / slices, it);
+  const Place at = make_place(slice * COLUMNS, shared_address(memory));
+  const long long own = (long long)it.hv * (K * V) + first_element(at);  // of a pool row
 
-  // Tokens first: the state waits for the index of its row, and what is behind it in the queue would wait as well.
-  const long long from = start_row(p, n);
-  const bool early = warp < block_tokens && warp < s.length;
-  RawToken raw = {};
-  if (early) raw = load_token(p, s, s.first + warp, hv, lane);
-  State state;
+  Raw raw;
+  Bits<OUT> raw_v;
+  if (it.length > 0) {
+    raw = load_token<TOKEN_CHANNELS>(p, it, at.channel);
+    raw_v = load_elements<OUT>(p.v, it.v + at.v, qkv_type(p));
+  }
+  const RawGate<TOKEN_CHANNELS> raw_gate = load_gate<TOKEN_CHANNELS>(p, it, at.channel);
+
+  const int from = row_of(p, start);
+  uint4 bits[ROWS];
   if (from >= 0) {
-    load_state(state, place, p.h0, from * p.h0_row + head);
+    const u64 source = p.h0 + STATE_BYTES * ((long long)from * p.h0_row + own);
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) bits[i] = load_global16(source + STATE_BYTES * PITCH * i);
   } else {
-    clear_state(state);
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) bits[i] = zero_bits();
   }
-  for (long long t0 = 0; t0 < s.length; t0 += block_tokens) {
-    const int count = s.length - t0 < block_tokens ? (int)(s.length - t0) : block_tokens;
-    if (t0) sync_block();
-    for (int i = warp; i < count; i += WARPS) {
-      if (t0 || i != warp) raw = load_token(p, s, s.first + t0 + i, hv, lane);
-      finish_token(p, raw, lane, tokens + 4 * TOKEN_FLOATS * i);
+
+  const Gate<TOKEN_CHANNELS> gate = finish_gate(p, raw_gate);
+  Tokens tokens;
+  hold_token(tokens, at, finish_token(p, raw, gate), 0);
+  float s[ROWS][VECTOR];
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) unpack_state(s[i], bits[i]);
+
+  const u64 target = p.ht + STATE_BYTES * own;
+  const bool scatter = !ONE && p.flags & FLAG_SCATTER_TOKENS;
+#pragma unroll 1
+  for (int t = 0; t < it.length; ++t) {
+    float v[OUT], o[OUT];
+    to_floats(v, raw_v, qkv_type(p));
+    const bool more = !ONE && t + 1 < it.length;
+    if (more) {
+      next_token(p, it);
+      raw = load_token<TOKEN_CHANNELS>(p, it, at.channel);
+      raw_v = load_elements<OUT>(p.v, it.v + at.v, qkv_type(p));
     }
-    const long long v_at = s.batch * p.v_sb + (s.first + t0) * p.v_st + hv * p.v_sh + place.v;
-    Values v = load_values(p.v, v_at, p.qkv_type);
-    sync_block();
-    for (int i = 0; i < count; ++i) {
-      Values next = v;
-      if (i + 1 < count) next = load_values(p.v, v_at + (i + 1) * p.v_st, p.qkv_type);
-      const auto o = step(state, place, tokens + 4 * TOKEN_FLOATS * i, values_of(v, p.qkv_type));
-      v = next;
-      if (place.writes) {
-        const long long row = s.batch * p.T + s.first + t0 + i;
-        store_values(p.o, (row * p.HV + hv) * V + place.v, p.qkv_type, o);
-      }
-      if (p.flags & FLAG_SCATTER_TOKENS) {
-        const long long to = load_index(p.indices, n * p.indices_row + t0 + i, p.flags & FLAG_INDEX64);
-        if (to >= 0) store_state(state, place, p.ht, to * p.ht_row + head);
-      }
+    step(p, s, at, tokens, v, o, t & 1, [&] {
+      if (more) hold_token(tokens, at, finish_token(p, raw, gate), ~t & 1);
+    });
+    if (at.writes) store_elements(p.o, (long long)(it.o + at.v), qkv_type(p), o);
+    if (!ONE) it.o += p.HV * V;
+    if (scatter) {
+      const int to = load_number(p.indices, it.n * p.indices_row + t, p.flags & FLAG_INDEX64);
+      if (to >= 0) store_state(s, target + STATE_BYTES * ((long long)to * p.ht_row));
     }
   }
-  if (!p.ht || (p.flags & FLAG_SCATTER_TOKENS)) return;
-  const long long to = p.flags & FLAG_INDEXED_OUT ? from : n;
-  if (to >= 0) store_state(state, place, p.ht, to * p.ht_row + head);
+  if (!p.ht || scatter) return;
+  const int to = p.flags & FLAG_INDEXED_OUT ? from : it.n;
+  if (to >= 0) store_state(s, target + STATE_BYTES * ((long long)to * p.ht_row));
 }

@@ -1,92 +1,89 @@
-// State [V, K]: a warp holds 16 rows of V, a lane 4 neighbouring channels of each (of every second row when K is 64).
-// Sums over K fold 16 rows onto the lanes; each lane ends with one row's. Part of decode.cu.
+// State [V, K]: a warp holds ROWS * GROUPS rows of V, a lane VECTOR neighbouring channels of ROWS of them. A load of a warp
+// is 512 bytes in one piece. Warps share nothing, so there is no barrier. Part of decode.cu.
+#ifndef KDACORE_STATE_ROWS_CUH
+#define KDACORE_STATE_ROWS_CUH
 
-constexpr int LANES = K / 4;         // lanes along K
-constexpr int GROUPS = 32 / LANES;   // rows side by side
-constexpr int ROWS = 16 / GROUPS;    // rows of a lane
+constexpr int LANES = K / VECTOR;   // lanes along K
+constexpr int GROUPS = 32 / LANES;  // rows side by side
+static_assert(COLUMNS == WARPS * ROWS * GROUPS, "as the host counts blocks");
+static_assert(ROWS <= LANES, "each lane ends with the sums of one row");
 
-constexpr u32 SUMS_BYTES = 0;
-
-struct State {
-  float4 s[ROWS];
-};
+constexpr int TOKEN_CHANNELS = VECTOR;
 
 struct Place {
+  int lane;
   int v;        // the row of V whose sums this lane ends with
   bool writes;  // does this lane write the output of that row?
-  int lane, first, channel;
+  int channel;  // first of this lane's channels
+  int first;    // first of this lane's rows
 };
 
-// Row i of a lane is row GROUPS * i + lane / LANES of the warp.
-__device__ __forceinline__ Place make_place(int first, int warp, int lane, u32) {
-  const int base = first + 16 * warp;
-  return {base + GROUPS * ((lane % LANES) >> 1) + lane / LANES, (lane & 1) == 0, lane, base + lane / LANES, 4 * (lane % LANES)};
+__device__ __forceinline__ Place make_place(int first, u32) {
+  const int lane = thread_index() & 31, base = first + (thread_index() >> 5) * ROWS * GROUPS + lane / LANES;
+  const int own = lane % LANES;
+  return {lane, base + GROUPS * (own * ROWS / LANES), own % (LANES / ROWS) == 0, VECTOR * own, base};
 }
 
-__device__ __forceinline__ void clear_state(State& state) {
-#pragma unroll
-  for (int i = 0; i < ROWS; ++i) state.s[i] = make_float4(0, 0, 0, 0);
-}
-
-__device__ __forceinline__ void load_state(State& state, const Place& at, u64 base, long long offset) {
-  constexpr int type = STATE_BF16 ? TYPE_BFLOAT16 : TYPE_FLOAT32;
-#pragma unroll
-  for (int i = 0; i < ROWS; ++i) state.s[i] = load_four(base, offset + (at.first + GROUPS * i) * K + at.channel, type);
-}
-
-__device__ __forceinline__ void store_state(const State& state, const Place& at, u64 base, long long offset) {
-  constexpr int type = STATE_BF16 ? TYPE_BFLOAT16 : TYPE_FLOAT32;
-#pragma unroll
-  for (int i = 0; i < ROWS; ++i) store_four(base, offset + (at.first + GROUPS * i) * K + at.channel, type, state.s[i]);
-}
+// Elements to a lane's first piece of state, and from each to the next.
+__device__ __forceinline__ int first_element(const Place& at) { return at.first * K + at.channel; }
+constexpr int PITCH = GROUPS * K;
 
 // Sums x[i] over the lanes of each row, halving the rows held at every step; x[0] ends as the sum of the lane's own row.
-template <int HALF>
-__device__ __forceinline__ void fold_rows(float (&x)[ROWS], int lane) {
-  const bool high = lane & (2 * HALF);
-#pragma unroll
-  for (int i = 0; i < HALF; ++i) {
-    const float send = high ? x[i] : x[i + HALF], keep = high ? x[i + HALF] : x[i];
-    x[i] = keep + shuffle_xor(send, 2 * HALF);
-  }
-  if constexpr (HALF > 1) fold_rows<HALF / 2>(x, lane);
-}
-
+// The order of the additions does not depend on ROWS.
+template <int COUNT, int MASK>
 __device__ __forceinline__ float fold(float (&x)[ROWS], int lane) {
-  fold_rows<ROWS / 2>(x, lane);
-  return x[0] + shuffle_xor(x[0], 1);
+  if constexpr (MASK == 0) {
+    return x[0];
+  } else if constexpr (COUNT == 1) {
+    x[0] += shuffle_xor(x[0], MASK);
+    return fold<1, MASK / 2>(x, lane);
+  } else {
+    const bool high = lane & MASK;
+#pragma unroll
+    for (int i = 0; i < COUNT / 2; ++i) {
+      const float send = high ? x[i] : x[i + COUNT / 2], keep = high ? x[i + COUNT / 2] : x[i];
+      x[i] = keep + shuffle_xor(send, MASK);
+    }
+    return fold<COUNT / 2, MASK / 2>(x, lane);
+  }
 }
 
-__device__ __forceinline__ float dot4(const float4& a, const float4& b) {
-  return (a.x * b.x + a.y * b.y) + (a.z * b.z + a.w * b.w);
-}
+constexpr int OUT = 1;  // outputs of a lane
 
-// One token: decay, delta rule; the output of the lane's own row.
-__device__ __forceinline__ float step(State& state, const Place& at, u32 token, float v) {
-  const float4 q = load_shared4(token + 4 * at.channel), k = load_shared4(token + 4 * (K + at.channel));
-  const float4 d = load_shared4(token + 4 * (2 * K + at.channel));
-  float x[ROWS];
+struct Tokens {
+  Token<TOKEN_CHANNELS> x;
+};
+
+__device__ __forceinline__ void hold_token(Tokens& tokens, const Place&, const Token<TOKEN_CHANNELS>& x, int) { tokens.x = x; }
+
+// One token: decay, delta rule; the output of the lane's own row. `prepare_next` readies the token after it.
+template <typename Next>
+__device__ __forceinline__ void step(const DecodeParams& p, float (&s)[ROWS][VECTOR], const Place& at, Tokens& tokens,
+                                     const float (&v)[OUT], float (&o)[OUT], int, Next prepare_next) {
+  const Token<TOKEN_CHANNELS> x = tokens.x;
+  const Factors f = factors_of(p, sum_lanes<LANES>(x.qq), sum_lanes<LANES>(x.kk));
+  const float qk = sum_lanes<LANES>(x.qk);
+  float ks[ROWS], qs[ROWS];
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
-    float4& s = state.s[i];
-    s = make_float4(s.x * d.x, s.y * d.y, s.z * d.z, s.w * d.w);
-    x[i] = dot4(k, s);
+    ks[i] = qs[i] = 0.0f;
+#pragma unroll
+    for (int c = 0; c < VECTOR; ++c) {
+      s[i][c] *= x.d[c];
+      ks[i] = multiply_add(x.k[c], s[i][c], ks[i]);
+      qs[i] = multiply_add(x.q[c], s[i][c], qs[i]);
+    }
   }
-  const float u = load_shared1(token + 4 * (3 * K)) * (v - fold(x, at.lane));
+  const float k_sum = fold<ROWS, LANES / 2>(ks, at.lane), q_sum = fold<ROWS, LANES / 2>(qs, at.lane);
+  const float u = f.k * x.beta * multiply_add(-f.k, k_sum, v[0]);
+  o[0] = f.q * multiply_add(qk, u, q_sum);
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
-    const float row_u = shuffle(u, (at.lane & ~(LANES - 1)) | 2 * i);
-    float4& s = state.s[i];
-    s = make_float4(s.x + k.x * row_u, s.y + k.y * row_u, s.z + k.z * row_u, s.w + k.w * row_u);
-    x[i] = dot4(q, s);
+    const float row_u = shuffle(u, (at.lane & ~(LANES - 1)) + i * (LANES / ROWS));
+#pragma unroll
+    for (int c = 0; c < VECTOR; ++c) s[i][c] = multiply_add(x.k[c], row_u, s[i][c]);
   }
-  return fold(x, at.lane);
+  prepare_next();
 }
 
-// What a lane reads of v and writes of o.
-using Values = u32;
-__device__ __forceinline__ Values load_values(u64 base, long long at, int type) {
-  return load_bits(base + type_size(type) * at, type);
-}
-__device__ __forceinline__ float values_of(Values raw, int type) { return from_bits(raw, type); }
-__device__ __forceinline__ void store_values(u64 base, long long at, int type, float x) { store_scalar(base, at, type, x); }
+#endif

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_calls import O_BOUND, Draw, error, request_of
+from cuda_calls import O_BOUND, STATE_BOUND, Draw, error, oracle, request_of
 
+import kdacore
 from kdacore import stages as api
 from kdacore.errors import UnsupportedError
 from kdacore.types import (
     ChunkGateInputs,
+    ChunkInputs,
     Device,
     IntraInputs,
     IntraOutputs,
@@ -22,7 +24,7 @@ from kdacore.types import (
     RecomputeOutputs,
     Request,
 )
-from kdacore_cuda import build, stages, variants, verifiers
+from kdacore_cuda import arrays, build, stages, variants, verifiers
 from kdacore_cuda.plugin import make_backend
 from kdacore_reference import oracle_stages as exact
 
@@ -210,6 +212,14 @@ def test_unaligned_rows_are_copied(emulated: list[str]) -> None:
         assert torch.equal(a, b)
 
 
+def test_long_sequences_are_not_copied() -> None:
+    """Found by its time: from 2**27 elements a batch row on, every input was copied first."""
+    long = torch.empty_strided((1, 2, 1, 64), (2**31, 64, 64, 1), dtype=torch.bfloat16)
+    assert arrays.aligned(long) is long
+    far = torch.empty_strided((1, 1, 1, 64), (64, 2**27, 64, 1), dtype=torch.bfloat16)
+    assert arrays.aligned(far) is not far
+
+
 def test_float32_intermediates_and_small_betas(emulated: list[str]) -> None:
     x = Drawn(40).recompute()
     want = recompute(x)
@@ -282,3 +292,22 @@ def test_the_registry_serves_them_for_the_pipeline() -> None:
     x = Drawn(4).intra()
     with pytest.raises(UnsupportedError, match="device"):
         api.kda_chunk_intra(*x[:4], backend="cuda")
+
+
+@pytest.mark.gpu
+def test_the_chunk_pipeline_through_the_registry() -> None:
+    """Both stages between Triton's others give what the whole op gives."""
+    x = Drawn(200, H=2, HV=4, K=128, V=128)
+    steps = torch.cat([x.gc[:, :1], x.gc[:, 1:] - x.gc[:, :-1]], 1)
+    steps[:, ::64] = x.gc[:, ::64]
+    whole = ChunkInputs(x.q, x.k, x.v, steps / np.log2(np.e), x.beta)
+    q, k, v, gc, beta = (a.cuda() for a in (x.q, x.k, x.v, x.gc, x.beta))
+    with kdacore.record_selections() as ran:
+        Aqk, Akk = api.kda_chunk_intra(q, k, gc, beta, backend="cuda")
+        w, u, kg, _ = api.kda_recompute_w_u(k, v, beta, gc, Akk, backend="cuda")
+        h, v_new, final_state = api.delta_rule_chunk_state(kg, w, u, gc, backend="triton")
+        o = api.kda_chunk_output(q, v_new, gc, Aqk, h, backend="triton")
+    assert [s.backend for s in ran] == ["cuda", "cuda", "triton", "triton"]
+    want = oracle(request_of("chunk_kda", whole, output_final_state=True), whole)
+    assert error(o.cpu(), want.o) < 2 * O_BOUND
+    assert error(final_state.cpu(), want.final_state) < 2 * STATE_BOUND

@@ -86,18 +86,18 @@ def rows(inputs: Any, scalar_gate: bool, contiguous: tuple[int, ...]) -> Rows:
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """``x`` itself when all its rows are contiguous and aligned, else a contiguous copy."""
+    """``x`` ``[B, T, heads, width]`` itself when all its rows are contiguous and aligned, else a contiguous copy."""
     size = x.element_size()
     strides = x.stride()
-    ragged = any(s * size % ALIGNMENT or s >= _MAX_STRIDE for s in strides[:-1])
-    if strides[-1] == 1 and not ragged and x.data_ptr() % ALIGNMENT == 0:
+    ragged = any(s * size % ALIGNMENT for s in strides[:-1])
+    if strides[-1] == 1 and strides[1] < _MAX_STRIDE and not ragged and x.data_ptr() % ALIGNMENT == 0:
         return x
     copy = x.contiguous()
     return copy if copy.data_ptr() != x.data_ptr() else x.clone()
 
 
 _MAX_STRIDE = 2**27
-"""Elements; the prefill kernel keeps a token's stride in bytes in 32 bits."""
+"""Elements from one token to the next; kernels keep that in bytes in 32 bits. Other strides are 64-bit."""
 
 
 def spec_type(request: Request, name: str) -> int:

@@ -30,7 +30,8 @@ def aot_cases(arch: str) -> list[AotCase]:
     for choice in configs.shipped_for(arch):
         if choice.kernel != "chunk_forward":
             continue
-        K = 256 if "K" in choice.when else 128
+        low, high = choice.when.get("K", (None, None))
+        K = 256 if low else high or 128
         dtype = torch.float32 if choice.when.get("half") is False else torch.bfloat16
         only = choice.when.get("gate")
         for gate in [only] if only else _GATES:

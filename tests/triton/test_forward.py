@@ -73,13 +73,8 @@ def error(got: torch.Tensor, want: np.ndarray) -> float:
     return float(np.linalg.norm(to_float64(got) - want)) / (wanted or 1.0)
 
 
-def check(inputs: ChunkInputs, loose: float = 0.0, **options: Any) -> Outputs:
-    """Run, compare with the oracle, return what was computed.
-
-    ``loose``: times the contract's bounds. By default 1 for float32, and 2 for 16-bit inputs: most gates drawn here
-    are slow, which the contract gives twice the bound. Its own case (T 2048, K and V 128) has a test below.
-    """
-    loose = loose or (1.0 if inputs.q.dtype == torch.float32 else 2.0)
+def check(inputs: ChunkInputs, loose: float = 1.0, **options: Any) -> Outputs:
+    """Run, compare with the oracle, return what was computed. ``loose``: times the contract's bounds."""
     request = request_of(inputs, **options)
     got = forward.forward(request, inputs)
     want = oracle_forward(request, inputs)
@@ -275,7 +270,8 @@ SHIPPED = [c.config for c in configs.shipped() if c.kernel == "chunk_forward"]
 def test_every_shipped_configuration(
     config: dict[str, Any], options: dict[str, Any], drawn: dict[str, Any]
 ) -> None:
-    x = draw(T=70, K=32, V=64, dtype=torch.bfloat16 if GPU else torch.float32, **drawn)
+    K = 64 if GPU else 32  # more than the few channels that 16-bit inputs take float32 operands for
+    x = draw(T=70, K=K, V=64, dtype=torch.bfloat16 if GPU else torch.float32, **drawn)
     with configs.override("chunk_forward", config):
         check(x, output_final_state=True, **options)
 
@@ -286,9 +282,23 @@ def test_bfloat16_in_the_interpreter_is_right() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("options", "drawn"), FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("K", [16, 32])
+def test_few_channels_keep_the_bound(
+    K: int, dtype: torch.dtype, options: dict[str, Any], drawn: dict[str, Any], seed: int
+) -> None:
+    """Few elements do not average roundings out: with bfloat16 operands the state was up to 4.1e-3 off."""
+    s0 = state(1, 2, K, 2 * K)
+    x = draw(H=2, HV=2, K=K, V=2 * K, dtype=dtype, seed=seed, initial_state=s0, **drawn)
+    check(x, output_final_state=True, **options)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("options", [SAFE, {}], ids=["bounded", "unbounded"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_contracts_own_case(dtype: torch.dtype, options: dict[str, Any]) -> None:
     A_log = torch.log(1 + 15 * torch.rand(2, generator=torch.Generator().manual_seed(1)))
     x = draw(T=2048, H=2, HV=2, K=128, V=128, raw=True, dtype=dtype, A_log=A_log)
-    check(x, loose=1.0, output_final_state=True, **RAW, **options)
+    check(x, output_final_state=True, **RAW, **options)

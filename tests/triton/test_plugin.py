@@ -70,13 +70,9 @@ def test_head_dims_served(K: int, V: int) -> None:
     assert codes(replace(CALL, K=K, V=V)) == []
 
 
-@pytest.mark.parametrize(
-    ("K", "V", "served"), [(128, 128, True), (16, 32, False), (64, 64, False), (128, 64, False)]
-)
-def test_scalar_gate_gradients_on_a_gpu_are_served_where_proven(K: int, V: int, served: bool) -> None:
-    request = replace(CALL, K=K, V=V, scalar_gate=True, needs_grad=True)
-    assert codes(request) == ([] if served else ["gradients"])
-    assert codes(replace(request, needs_grad=False)) == codes(replace(request, scalar_gate=False)) == []
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (16, 32), (64, 64), (256, 16)])
+def test_gradients_of_one_gate_per_head_are_served_at_any_head_dims(K: int, V: int) -> None:
+    assert codes(replace(CALL, K=K, V=V, scalar_gate=True, needs_grad=True)) == []
 
 
 def test_stages_without_values_mind_k_alone() -> None:

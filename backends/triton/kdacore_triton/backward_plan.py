@@ -12,6 +12,7 @@ import torch
 from kdacore.types import Request
 
 from .launch import next_power_of_2
+from .plan import full_precision, has_narrow_operands, on_nvidia
 
 GATES = {"log": 0, "softplus": 1, "sigmoid": 2}
 LOG2E = math.log2(math.e)
@@ -25,6 +26,12 @@ bfloat16 and float16 inputs, which alone are served so; steps that are cut off h
 """
 EXACT_CHUNK = 64
 """Rows of a chunk where exponents go level by level instead."""
+SMALL_CHUNK = 32
+"""Rows of a chunk with one gate a head.
+
+Products of 64 rows would be warp-group ones, whose operand addresses ptxas 12.8 (Triton 3.6) loses in that gradients
+kernel; at K = V = 128 in bfloat16 alone it does not, and there EXACT_CHUNK is faster.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,27 +97,28 @@ def choose_anchor(request: Request) -> Anchor | None:
         return None
     bound = request.lower_bound
     if bound is not None and bound >= SAFE_BOUND and (request.safe_gate or request.gate == "sigmoid"):
-        # A hair below the bound: a step at the bound must not count as cut off after rounding.
-        return Anchor(32, bound * LOG2E * 1.0001)
+        # A hair below the bound: a step at the bound must not count as cut off after rounding. float32 operands are
+        # multiplied as a tf32 number and its remainder, 2^-11 of it: over 32 rows the remainders would underflow.
+        return Anchor(16 if request.dtype == "float32" else 32, bound * LOG2E * 1.0001)
     if request.dtype in ("bfloat16", "float16"):
         return Anchor(16, UNBOUNDED_FLOOR)
     return None
 
 
-def choose_tiles(KP: int, VP: int, narrow: bool, anchor: Anchor | None) -> Tiles:
-    """Tile sizes by padded head dims and operand width.
+def choose_tiles(KP: int, VP: int, small: bool, anchor: Anchor | None, C: int) -> Tiles:
+    """Tile sizes by padded head dims. ``small``: operands are of 16 bits, or there are few channels.
 
     The arithmetic of a sequence does not depend on any of these choices: only independent columns are split.
     """
-    if narrow:
+    if small:
         return Tiles(
             prepare_bk=min(KP, 64 if anchor is not None and anchor.half == 16 else 32),
-            prepare_bv=min(VP, 64 if anchor is None else 32),
+            prepare_bv=min(VP, 64 if C == EXACT_CHUNK and anchor is None else 32),
             prepare_warps=4 if anchor is None else 2,
             scan_bv=min(VP, 32 if KP > 128 else 128),
             scan_warps=8 if KP <= 128 and VP >= 128 else 4,
             grads_bk=min(KP, 128),
-            grads_bv=min(VP, 128),
+            grads_bv=min(VP, 128 if KP > 32 else 32),
             grads_warps=8 if KP >= 128 else 4,
         )
     return Tiles(
@@ -126,18 +134,21 @@ def choose_tiles(KP: int, VP: int, narrow: bool, anchor: Anchor | None) -> Tiles
 
 
 @lru_cache(maxsize=512)
-def plan_backward(request: Request, interpreting: bool) -> Plan:
-    """The plan of one request. ``interpreting``: kernels run in Triton's interpreter, which needs exact dots."""
+def plan_backward(request: Request) -> Plan:
+    """The plan of one request."""
     KP = max(16, next_power_of_2(request.K))
     if 32 < request.K <= 64 and not request.scalar_gate:
         # With 64 channels ptxas 12.8 (Triton 3.6) loses operand addresses of the gradients kernel, not with 128.
         KP = 128
     VP = max(16, next_power_of_2(request.V))
-    native = not interpreting and torch.version.cuda is not None
-    narrow = request.dtype in ("bfloat16", "float16") and not interpreting
+    native = on_nvidia(request)
+    full = full_precision(request)
+    narrow = has_narrow_operands(request)
     anchor = choose_anchor(request)
     C = EXACT_CHUNK if anchor is None else 2 * anchor.half
-    tiles = choose_tiles(KP, VP, narrow, anchor)
+    if request.scalar_gate and not (narrow and KP == VP == 128):
+        C = SMALL_CHUNK
+    tiles = choose_tiles(KP, VP, request.dtype != "float32", anchor, C)
     return Plan(
         KP=KP,
         VP=VP,
@@ -147,8 +158,8 @@ def plan_backward(request: Request, interpreting: bool) -> Plan:
         tiles=tiles,
         row_values=(5 + KP // tiles.grads_bk) * C,
         work_dtype=torch.bfloat16 if narrow else torch.float32,
-        dot="ieee" if interpreting else ("bf16" if narrow else "tf32x3"),
-        inverse_dot="ieee" if interpreting else ("tf32" if narrow else "tf32x3"),
+        dot="bf16" if narrow else full,
+        inverse_dot=full,
         options={
             "GATE": GATES[request.gate],
             "HAS_A": request.has("A_log"),

@@ -53,7 +53,7 @@ def backward(
         Gradients shaped and typed like their inputs, None where the input is None. ``initial_state`` and
         ``dt_bias`` keep the shape they were given in.
     """
-    plan = plan_backward(request, _scan.interpreting)
+    plan = plan_backward(request)
     # Both kinds of inputs begin with the arrays of a chunk call.
     x = ChunkInputs(*(None if a is None else a.contiguous() for a in inputs[:9]))
     do = grads.o
@@ -100,7 +100,8 @@ def _run_prepare(request: Request, plan: Plan, x: ChunkInputs) -> Work:
         **_registers(t.prepare_regs),
     }  # fmt: skip
     if p.anchor is None:
-        _prepare(grid, *arrays, *scalars, *sizes, SCALAR=r.scalar_gate, **options)
+        chunk = {"C": p.C, "LEVELS": p.C.bit_length() - 1}
+        _prepare(grid, *arrays, *scalars, *sizes, SCALAR=r.scalar_gate, **chunk, **options)
     else:
         anchor = (p.anchor.floor, p.anchor.centre)
         launch = _halves_prepare if p.anchor.half == 32 else _anchored_prepare
@@ -175,6 +176,8 @@ def _run_grads(
     else:
         pairs = () if r.scalar_gate else (work["Aqk"], work["inv"])
         launch = _scalar_grads if r.scalar_gate else _grads
+        if r.scalar_gate:
+            options["C"] = p.C
         launch(
             grid, x.q, x.k, x.v, x.g, x.beta, *parameters, *states, *pairs, *outputs, *scalars,
             *_sizes(r, p), r.H, r.HV, r.K, r.V,

@@ -30,7 +30,16 @@ from kdacore_triton import configs
 from kdacore_triton.kernels.prepare import prepare_kernel
 from kdacore_triton.kernels.scan import scan_kernel
 from kdacore_triton.launch import Launcher, cdiv, next_power_of_2
-from kdacore_triton.plan import GATES, INTERPRETING, FixedLaunch, Plans, dense, on_nvidia
+from kdacore_triton.plan import (
+    GATES,
+    INTERPRETING,
+    FixedLaunch,
+    Plans,
+    dense,
+    full_precision,
+    has_narrow_operands,
+    on_nvidia,
+)
 
 FAMILIES = {"bounded": 0, "dyadic": 1, "scalar": 2}
 """The prepare kernel's FAMILY constexpr."""
@@ -52,7 +61,7 @@ class Plan:
     def __init__(self, r: Request) -> None:
         self.request = r
         family = gate_family(r)
-        half = r.dtype != "float32" and not INTERPRETING
+        half = has_narrow_operands(r)
         config = configs.get(
             "chunk_forward", r.device.arch, gate=family, K=r.K, V=r.V, half=half, heads=r.N * r.HV, T=r.T
         )
@@ -72,7 +81,7 @@ class Plan:
         dots = dot_precision(r, half)
         shared = {"K": r.K, "V": r.V, "BK": BK, "C": C}
         self.levels = C if family == "dyadic" else 0
-        self.levels_dtype = torch.float16 if half else torch.float32
+        self.levels_dtype = torch.float16 if dots["DOT"] in ("bf16", "tf32") else torch.float32
         self.prepare = FixedLaunch(
             _PREPARE,
             device,
@@ -116,19 +125,15 @@ def anchor(bound: float, rows: int) -> float:
 
 
 def dot_precision(r: Request, half: bool) -> dict[str, Any]:
-    """How products round: bfloat16 operands for 16-bit inputs (float16 lacks the range), full float32 otherwise.
+    """How products round: bfloat16 operands for most 16-bit inputs (float16 lacks the range), else tf32 or float32.
 
     The triangular inverse takes float16 operands when the keys are normalised in the kernel: its entries are then at
     most 2 in size. Otherwise tf32, with the same mantissa and float32's range.
     """
-    if INTERPRETING:
-        return {"DOT": "ieee", "INV_DOT": "ieee"}
+    full = full_precision(r)
     if not half:
-        full = "tf32x3" if on_nvidia(r) else "ieee"
         return {"DOT": full, "INV_DOT": full}
-    if r.qk_l2norm:
-        return {"DOT": "bf16", "INV_DOT": "fp16"}
-    return {"DOT": "bf16", "INV_DOT": "tf32" if on_nvidia(r) else "ieee"}
+    return {"DOT": "bf16", "INV_DOT": "fp16" if r.qk_l2norm else full}
 
 
 @cache

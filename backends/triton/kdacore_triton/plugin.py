@@ -56,7 +56,7 @@ def _op(
 
 def make_backend() -> Backend:
     """The backend named ``triton``: every op, torch tensors, forward and backward."""
-    whole = (verifiers.head_dims, verifiers.state, verifiers.scalar_gate_gradients)
+    whole = (verifiers.head_dims, verifiers.state)
     chunk_backward = _lazily("chunk_backward", "backward")
     chunk = _op(_lazily("forward", "forward"), *whole, backward=chunk_backward)
     recurrent = _op(_lazily("recurrent", "forward"), *whole, backward=chunk_backward)

@@ -70,19 +70,6 @@ def head_dims(request: Request) -> Reason | None:
     return None
 
 
-def scalar_gate_gradients(request: Request) -> Reason | None:
-    """On a GPU, gradients of one gate per head are served at the head dims they were proven at.
-
-    With smaller tiles the compiler of Triton 3.6 loses shared-memory addresses of warp-group products: seen on an H200
-    as an illegal access at K=16, V=32 and as wrong gradients at K=V=16.
-    """
-    asked = request.scalar_gate and request.needs_grad and request.device.type != "cpu"
-    if asked and (request.K, request.V) != (128, 128):
-        got = f"K={request.K}, V={request.V}"
-        return Reason("gradients", "differentiates one gate per head at these head dims", got, "K = V = 128")
-    return None
-
-
 def size(request: Request) -> Reason | None:
     """Tokens of a sequence and programs of a launch are counted in 32 bits."""
     if request.T >= MAX_TOKENS or request.B * request.T * request.HV >= MAX_TOKENS * 16:

@@ -41,7 +41,7 @@ from .backward_halves import (
     store_block,
     sum_tokens,
 )
-from .backward_rows import beta_back, gate_back, gate_rate, load_rows, steps, store_rows
+from .backward_rows import beta_back, gate_back, gate_rate, is_felt, load_rows, steps, store_rows
 from .common import chunk_of_slot, exp2, mma, mma_acc
 
 C = tl.constexpr(64)
@@ -162,7 +162,7 @@ def finish_half(
     xg = gate_tile(g, dt_bias, start, rows, HV, hv, cols, K, HAS_BIAS)
     inside = (cols < K)[:, None] & (t < rows)[None, :]
     step = steps(xg, a_exp, lower_bound, inside, GATE, ASM)
-    dx, da = gate_back(dstep, xg, step, a_exp, lower_bound, inside, GATE, ASM)
+    dx, da = gate_back(dstep, xg, step, a_exp, lower_bound, inside & is_felt(step, DOT), GATE, ASM)
     store_rows(dg, tl.trans(dx), start, rows, HV * K, hv * K, cols, K, S)
     tl.store(row_values + (ROW_DBETA + 1 + kb) * C + t, tl.sum(k1 * x, 0))
     own = tl.load(row_values + ROW_DIAGONAL * C + t)[None, :]
@@ -188,7 +188,7 @@ def norm_back(x, norms, d_raw, start, rows, row_stride, first, width, KP: tl.con
     store_rows(d_raw, d, start, rows, row_stride, first, cols, width, S)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "NT", "N", "H", "HV"])
 def grads_kernel(
     q, k, v, g, beta, A_log, dt_bias, cu_seqlens, do, row_values, hT, dhT, vT, drT, pairs_q, pairs_k,
     dq, dk, dv, dg, dbeta, dA_part, dbias_part,

@@ -12,7 +12,11 @@ chunk and value head, the halves one after the other as tiles ``[channels, S tok
     q dq = zq aq     k x = zk ax     dgc = zq aq + beta zk ax - yk cy - sk cs
 
 so the norms' and dgc's inner products need nothing but the operands, and what cancels exactly in dgc cancels in
-bfloat16 too. Sums over the other half that dg needs are taken before the pairs of the own half are added.
+bfloat16 and tf32 too. Sums over the other half that dg needs are taken before the pairs of the own half are added.
+
+Where decays are fast, what passes no decay outweighs the rest: a token's pair with itself, and what the half's last
+token gives to the state after it. Products of more than bfloat16 operands are precise enough to tell (APART): then
+neither goes through dgc, and a step gets only what passes through it.
 """
 
 from __future__ import annotations
@@ -65,13 +69,17 @@ def from_state(
 
 @triton.jit
 def own_half(
-    aq, ax, cs, zq_op, zk_op, yk, sk_op, A, L, bL, later_sum, db,
+    aq, ax, cs, zq_op, zk_op, yk, sk_op, A, own, L, bL, later_sum, db,
     g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound, floor, centre, grow,
     start, rows, HV, hv, K, side,
     KP: tl.constexpr, S: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
     DOT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Adds the pairs of one half, stores its dq, dk, dg; returns dbeta's sum and the sums for dt_bias and A_log."""
+    """Adds the pairs of one half, stores its dq, dk, dg; returns dbeta's sum and the sums for dt_bias and A_log.
+
+    ``own``: the diagonal of dAqk where that is apart from A.
+    """
+    APART: tl.constexpr = DOT != "bf16"
     t = tl.arange(0, S)
     cols = tl.arange(0, KP)
     start += side * S
@@ -96,9 +104,16 @@ def own_half(
     e = z * aq
     dgc = e
     dqt = up * aq
+    inner = tl.sum(e, 0)
+    if APART:
+        kn = zk_op.to(tl.float32) * down
+        qn = z * down
+        dqt += own[None, :] * kn
+        own_inner = own * tl.sum(qn * kn, 0)
+        inner += own_inner
     if NORM:
         rn = tl.load(row_values + ROW_RQ * (2 * S))[None, :]
-        dqt = rn * (dqt - (z * down) * tl.sum(e, 0)[None, :])
+        dqt = rn * (dqt - (z * down) * inner[None, :])
     store_rows(dq, tl.trans(grow * dqt), start, rows, HV * K, hv * K, cols, K, S)
 
     ax = mma_acc(yk_op, tl.trans(L), ax, DOT)
@@ -107,34 +122,44 @@ def own_half(
     db += grow * tl.sum(e, 0)
     e *= b
     dgc += e
-    inner = e
+    products = e
     dkt = b * (up * ax)
     kn = z * down
 
     cy = mma_acc(zk_op, bL, mma(zq_op, A, DOT), DOT)
     e = yk_op.to(tl.float32) * cy
     dgc -= e
-    inner += e
+    products += e
     dkt += down * cy
 
     e = sk_op.to(tl.float32) * cs
-    dgc -= e
-    inner += e
+    if APART:
+        to_later, rest = halves(e, DOT)
+        passing = sum_tokens(to_later, rest, t[:, None] < t[None, :], DOT)
+    else:
+        dgc -= e
+    products += e
     dkt += exp2(sum_tokens(hi, lo, t[:, None] > t[None, :], DOT), ASM) * cs
+    inner = tl.sum(products, 0)
+    if APART:
+        dkt += own[None, :] * qn
+        inner += own_inner
     if NORM:
         rn = tl.load(row_values + ROW_RK * (2 * S))[None, :]
-        dkt = rn * (dkt - kn * tl.sum(inner, 0)[None, :])
+        dkt = rn * (dkt - kn * inner[None, :])
     store_rows(dk, tl.trans(grow * dkt), start, rows, HV * K, hv * K, cols, K, S)
 
     hi, lo = halves(dgc, DOT)
     dstep = sum_tokens(hi, lo, t[:, None] >= t[None, :], DOT) + later_sum[:, None]
+    if APART:
+        dstep += passing
     dstep *= grow
     dx, da = gate_back(dstep, x, step, a_exp, lower_bound, differentiable, GATE, ASM)
     store_rows(dg, tl.trans(dx), start, rows, HV * K, hv * K, cols, K, S)
     return db, tl.sum(dx, 1), tl.sum(da, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "NT", "N", "HV"])
 def anchored_grads_kernel(
     v, g, beta, A_log, dt_bias, cu_seqlens, do, zq, zk, yk, sk, last, row_values, hT, dhT, vT, drT,
     dq, dk, dv, dg, dbeta, dA_part, dbias_part,
@@ -149,6 +174,7 @@ def anchored_grads_kernel(
     that sums each group.
     """
     C: tl.constexpr = 2 * S
+    APART: tl.constexpr = DOT != "bf16"
     pid = tl.program_id(0)
     slot = pid // HV
     hv = pid - slot * HV
@@ -193,6 +219,11 @@ def anchored_grads_kernel(
         Lx = mma_acc(dr1, v0, Lx, DOT)
         A1 = mma_acc(do1, v1, A1, DOT)
         L1 = mma_acc(dr1, v1, L1, DOT)
+    # What later rows gave must not be seen, not even in the scale below.
+    A0 = tl.where(i >= j, A0, 0.0)
+    A1 = tl.where(i >= j, A1, 0.0)
+    L0 = tl.where(i > j, L0, 0.0)
+    L1 = tl.where(i > j, L1, 0.0)
     # Beside factors of 2^(+-centre) neither large nor small gradients would fit: a power of two, from rows that have a
     # gradient alone, brings the largest product to about 1.
     largest = tl.maximum(tl.maximum(tl.abs(A0), tl.abs(L0)), tl.maximum(tl.abs(A1), tl.abs(L1)))
@@ -203,11 +234,18 @@ def anchored_grads_kernel(
     grow = ((127 + shift) << 23).to(tl.float32, bitcast=True)
     unit = tl.exp2(-centre)
     scale *= shrink
-    A0 = tl.where(i >= j, scale * A0, 0.0).to(kind)
-    A1 = tl.where(i >= j, scale * A1, 0.0).to(kind)
+    own0 = tl.zeros([S], tl.float32)
+    own1 = tl.zeros([S], tl.float32)
+    if APART:
+        own0 = scale * tl.sum(tl.where(i == j, A0, 0.0), 1)
+        own1 = scale * tl.sum(tl.where(i == j, A1, 0.0), 1)
+        A0 = tl.where(i > j, A0, 0.0)
+        A1 = tl.where(i > j, A1, 0.0)
+    A0 = (scale * A0).to(kind)
+    A1 = (scale * A1).to(kind)
     Ax = (scale * unit * Ax).to(kind)
-    L0 = tl.where(i > j, -shrink * L0, 0.0)
-    L1 = tl.where(i > j, -shrink * L1, 0.0)
+    L0 *= -shrink
+    L1 *= -shrink
     Lx = -(unit * shrink) * Lx
     bL0 = (b0[:, None] * L0).to(kind)
     bL1 = (b1[:, None] * L1).to(kind)
@@ -238,19 +276,28 @@ def anchored_grads_kernel(
     sk1 = operand_half(sk, 1, KP, S)
     cs0 *= after[:, None]
     cs1 *= shrink
-    later_sum = later_sum * (tl.load(at) * shrink) + tl.sum(sk0.to(tl.float32) * cs0, 1)
+    later_sum *= tl.load(at) * shrink
+    from_first = tl.sum(sk0.to(tl.float32) * cs0, 1)
 
     zq1 = operand_half(zq, 1, KP, S)
     zk1 = operand_half(zk, 1, KP, S)
     aq = tl.zeros([KP, S], tl.float32)
     ax = tl.zeros([KP, S], tl.float32)
     aq, ax = from_state(hT, do, drT, aq, ax, start, rows, HV, hv, V, 1, KP, VP, BV, S, DOT)
-    aq = mma_acc(sk0, tl.trans(Ax), aq * (scale * before)[:, None], DOT)
-    ax = mma_acc(sk0, tl.trans(Lx), ax * (-shrink * before)[:, None], DOT)
-    across = tl.sum(zq1.to(tl.float32) * aq + b1[None, :] * (zk1.to(tl.float32) * ax), 1)
+    aq *= (scale * before)[:, None]
+    ax *= (-shrink * before)[:, None]
+    later0 = later_sum
+    if APART:
+        later0 += tl.sum(zq1.to(tl.float32) * aq + b1[None, :] * (zk1.to(tl.float32) * ax), 1)
+    aq = mma_acc(sk0, tl.trans(Ax), aq, DOT)
+    ax = mma_acc(sk0, tl.trans(Lx), ax, DOT)
+    later1 = later_sum + from_first
+    if not APART:
+        later0 = later1 + tl.sum(zq1.to(tl.float32) * aq + b1[None, :] * (zk1.to(tl.float32) * ax), 1)
+        later1 += tl.sum(sk1.to(tl.float32) * cs1, 1)
     cs0 = mma_acc(zk1, bLx, mma_acc(zq1, Ax, cs0, DOT), DOT)
     db1, dbias1, da1 = own_half(
-        aq, ax, cs1, zq1, zk1, yk, sk1, A1, L1, bL1, later_sum + tl.sum(sk1.to(tl.float32) * cs1, 1), db1,
+        aq, ax, cs1, zq1, zk1, yk, sk1, A1, own1, L1, bL1, later1, db1,
         g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound, floor, centre, grow,
         start, rows, HV, hv, K, 1, KP, S, GATE, HAS_BIAS, NORM, DOT, ASM,
     )  # fmt: skip
@@ -261,7 +308,7 @@ def anchored_grads_kernel(
     ax = tl.zeros([KP, S], tl.float32)
     aq, ax = from_state(hT, do, drT, aq, ax, start, rows, HV, hv, V, 0, KP, VP, BV, S, DOT)
     db0, dbias0, da0 = own_half(
-        aq * (scale * unit), ax * -(shrink * unit), cs0, zq0, zk0, yk, sk0, A0, L0, bL0, later_sum + across, db0,
+        aq * (scale * unit), ax * -(shrink * unit), cs0, zq0, zk0, yk, sk0, A0, own0, L0, bL0, later0, db0,
         g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound, floor, centre, grow,
         start, rows, HV, hv, K, 0, KP, S, GATE, HAS_BIAS, NORM, DOT, ASM,
     )  # fmt: skip

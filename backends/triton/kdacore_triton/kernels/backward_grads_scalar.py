@@ -1,7 +1,9 @@
 """Third launch of the chunk backward for a gate with one value a head: every input gradient of one chunk.
 
 The equations are those of backward_grads. With one decay for all channels, ``2^(gc_i - gc_j)`` is a factor of the
-``[C, C]`` matrices and pairs need no levels.
+``[C, C]`` matrices and pairs need no levels. A step's gradient is the sum of what passes through it, which subtracts
+nothing: of the pairs ``i >= t > j``, of the state at the start to rows ``i >= t``, of rows ``j < t`` to the state at
+the end, and of state to state.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from .backward_rows import (
     gate_back,
     gate_input_scalar,
     gate_rate,
+    is_felt,
     load_rows,
     load_vector,
     steps,
@@ -23,11 +26,9 @@ from .backward_rows import (
 )
 from .common import chunk_of_slot, mma, mma_acc, operand
 
-C = tl.constexpr(64)
-
 
 @triton.jit
-def norm_back(x, rn, d_raw, inner, start, rows, row_stride, first, cols, width):
+def norm_back(x, rn, d_raw, inner, start, rows, row_stride, first, cols, width, C: tl.constexpr):
     """Rewrites ``d_raw = rn * dxn`` in place as the gradient through ``xn = rn * x``; ``inner = sum(dxn * xn)``."""
     d = load_rows(d_raw, start, rows, row_stride, first, cols, width, C).to(tl.float32)
     d -= (
@@ -38,7 +39,7 @@ def norm_back(x, rn, d_raw, inner, start, rows, row_stride, first, cols, width):
 
 
 @triton.jit
-def value_tiles(do, vT, drT, start, rows, HV, hv, at_chunk, vs, V, VP: tl.constexpr):
+def value_tiles(do, vT, drT, start, rows, HV, hv, at_chunk, vs, V, VP: tl.constexpr, C: tl.constexpr):
     """do ``[C, vs]``, v' ``[vs, C]`` and dr ``[C, vs]`` in the workspace's dtype."""
     tall = at_chunk * (VP * C) + vs[:, None] * C + tl.arange(0, C)[None, :]
     dot = load_rows(do, start, rows, HV * V, hv * V, vs, V, C).to(vT.dtype.element_ty)
@@ -46,6 +47,35 @@ def value_tiles(do, vT, drT, start, rows, HV, hv, at_chunk, vs, V, VP: tl.conste
 
 
 @triton.jit
+def raw_product(x, y, acc, DOT: tl.constexpr):
+    """``acc + x @ y^T`` of tiles as they are stored: 16-bit inputs are their own exact operands."""
+    if DOT == "bf16":
+        r = tl.dot(x, tl.trans(y), acc=acc)
+    else:
+        r = mma_acc(x, tl.trans(y), acc, DOT)
+    return r
+
+
+@triton.jit
+def pair_steps(
+    q, k, M1, M2, b, rq, rk, start, rows, row_stride, first, K,
+    KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """What the chunk's pairs ``i >= t > j`` give to the gradient of step t. ``M1``, ``M2``: decayed dAqk and dL."""
+    r = tl.arange(0, C)
+    qk = tl.zeros([C, C], tl.float32)
+    kk = tl.zeros([C, C], tl.float32)
+    for at in range(0, KP, BK):
+        cols = at + tl.arange(0, BK)
+        kt = load_rows(k, start, rows, row_stride, first, cols, K, C)
+        qk = raw_product(load_rows(q, start, rows, row_stride, first, cols, K, C), kt, qk, DOT)
+        kk = raw_product(kt, kt, kk, DOT)
+    pairs = (M1 * rq[:, None] * qk + M2 * (b * rk)[:, None] * kk) * rk[None, :]
+    before = tl.cumsum(pairs, 1) - pairs
+    return tl.sum(tl.where(r[:, None] >= r[None, :], before, 0.0), 0)
+
+
+@triton.jit(do_not_specialize=["T", "NT", "N", "H", "HV"])
 def scalar_grads_kernel(
     q, k, v, g, beta, A_log, dt_bias, cu_seqlens, do, row_values, hT, dhT, vT, drT,
     dq, dk, dv, dg, dbeta, dA_part, dbias_part,
@@ -53,7 +83,7 @@ def scalar_grads_kernel(
     KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
     GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
     L2NORM: tl.constexpr, GROUPED: tl.constexpr, BETA: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr, ASM: tl.constexpr,
+    DOT: tl.constexpr, ASM: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """See the module docstring. Grid: ``(slots * HV,)``.
 
@@ -79,11 +109,11 @@ def scalar_grads_kernel(
     db = tl.zeros([C], tl.float32)
     M1 = tl.zeros([C, C], tl.float32)
     M2 = tl.zeros([C, C], tl.float32)
-    dot, vt, dr = value_tiles(do, vT, drT, start, rows, HV, hv, at_chunk, tl.arange(0, BV), V, VP)
+    dot, vt, dr = value_tiles(do, vT, drT, start, rows, HV, hv, at_chunk, tl.arange(0, BV), V, VP, C)
     for v0 in range(0, VP, BV):
         vs = v0 + tl.arange(0, BV)
         if VP > BV:
-            dot, vt, dr = value_tiles(do, vT, drT, start, rows, HV, hv, at_chunk, vs, V, VP)
+            dot, vt, dr = value_tiles(do, vT, drT, start, rows, HV, hv, at_chunk, vs, V, VP, C)
         d = dr.to(tl.float32)
         db += tl.sum(d * load_rows(v, start, rows, HV * V, hv * V, vs, V, C).to(tl.float32), 1)
         store_rows(dv, b[:, None] * d, start, rows, HV * V, hv * V, vs, V, C)
@@ -105,12 +135,16 @@ def scalar_grads_kernel(
     gc = tl.cumsum(step, 0)
     total = tl.min(gc, 0)
     decay = tl.exp2(tl.minimum(gc[:, None] - gc[None, :], 0.0))
-    M1 = (M1 * decay).to(dtype)
-    M2 = (M2 * decay).to(dtype)
+    M1 *= decay
+    M2 *= decay
+    dstep = pair_steps(q, k, M1, M2, b, rq, rk, start, rows, H * K, h * K, K, KP, BK, C, DOT)
+    M1 = M1.to(dtype)
+    M2 = M2.to(dtype)
     down = tl.exp2(gc)[:, None]
     rest = tl.exp2(total - gc)[:, None]
-    dgc_row = tl.zeros([C], tl.float32)
-    dlast_row = 0.0
+    from_start = tl.zeros([C], tl.float32)
+    to_end = tl.zeros([C], tl.float32)
+    dlast = 0.0
 
     inner_q = tl.zeros([C], tl.float32)
     inner_k = tl.zeros([C], tl.float32)
@@ -119,15 +153,15 @@ def scalar_grads_kernel(
         dqt = tl.zeros([C, BK], tl.float32)
         x = tl.zeros([C, BK], tl.float32)
         ci = tl.zeros([C, BK], tl.float32)
-        dlast = tl.zeros([BK], tl.float32)
+        both = tl.zeros([BK], tl.float32)
         for v0 in range(0, VP, BV):
             vs = v0 + tl.arange(0, BV)
             if VP > BV:
-                dot, vt, dr = value_tiles(do, vT, drT, start, rows, HV, hv, at_chunk, vs, V, VP)
+                dot, vt, dr = value_tiles(do, vT, drT, start, rows, HV, hv, at_chunk, vs, V, VP, C)
             flat = at_chunk * (VP * KP) + vs[:, None] * KP + cols[None, :]
             ht = tl.load(hT + flat)
             dht = tl.load(dhT + flat)
-            dlast += tl.sum(ht.to(tl.float32) * dht.to(tl.float32), 0)
+            both += tl.sum(ht.to(tl.float32) * dht.to(tl.float32), 0)
             dqt = mma_acc(dot, ht, dqt, DOT)
             x = mma_acc(dr, ht, x, DOT)
             ci = mma_acc(tl.trans(vt), dht, ci, DOT)
@@ -136,39 +170,42 @@ def scalar_grads_kernel(
         dqt *= scale * down
         x *= -down
         ci *= rest
+        from_start += tl.sum(qt * dqt + b[:, None] * kt * x, 1)
+        to_end += tl.sum(kt * ci, 1)
+        dlast += tl.sum(both, 0)
         q_op = operand(qt, DOT)
         k_op = operand(kt, DOT)
         dqt = mma_acc(M1, k_op, dqt, DOT)
         x = mma_acc(M2, k_op, x, DOT)
         col = mma(tl.trans(M1), q_op, DOT)
         col = mma_acc(tl.trans(M2), operand(b[:, None] * kt, DOT), col, DOT) + ci
-        dkt = b[:, None] * x
-        by_k = k_op.to(tl.float32)
-        dgc_row += tl.sum(q_op.to(tl.float32) * dqt + by_k * (dkt - col), 1)
-        dlast_row += tl.sum(tl.sum(by_k * ci, 1), 0) + tl.exp2(total) * tl.sum(dlast, 0)
-        dkt += col
+        dkt = b[:, None] * x + col
         db += tl.sum(kt * x, 1)
         dqt += diagonal * kt
         dkt += diagonal * qt
         if L2NORM and not GROUPED:
             inner_q += tl.sum(dqt * qt, 1)
             inner_k += tl.sum(dkt * kt, 1)
+            if KP == BK:  # all channels are here: nothing is rounded before the norm is through
+                dqt -= qt * inner_q[:, None]
+                dkt -= kt * inner_k[:, None]
             dqt *= rq[:, None]
             dkt *= rk[:, None]
         store_rows(dq, dqt, start, rows, HV * K, hv * K, cols, K, C)
         store_rows(dk, dkt, start, rows, HV * K, hv * K, cols, K, C)
 
     store_vector(dbeta, beta_back(db, raw_beta, BETA), start, rows, HV, hv, C)
-    dstep = tl.cumsum(dgc_row, 0, reverse=True) + dlast_row
-    dx, da_row = gate_back(dstep, xg, step, a_exp, lower_bound, r < rows, GATE, ASM)
+    dstep += tl.cumsum(from_start, 0, reverse=True) + (tl.cumsum(to_end, 0) - to_end) + tl.exp2(total) * dlast
+    felt = (r < rows) & is_felt(step, DOT)
+    dx, da_row = gate_back(dstep, xg, step, a_exp, lower_bound, felt, GATE, ASM)
     store_vector(dg, dx, start, rows, HV, hv, C)
     if HAS_BIAS:
         tl.store(dbias_part + pid, tl.sum(dx, 0))
     if HAS_A:
         tl.store(dA_part + pid, tl.sum(da_row, 0))
-    if L2NORM and not GROUPED:
+    if L2NORM and not GROUPED and KP > BK:
         tl.debug_barrier()
         for first in range(0, KP, BK):
             cols = first + tl.arange(0, BK)
-            norm_back(q, rq, dq, inner_q, start, rows, H * K, h * K, cols, K)
-            norm_back(k, rk, dk, inner_k, start, rows, H * K, h * K, cols, K)
+            norm_back(q, rq, dq, inner_q, start, rows, H * K, h * K, cols, K, C)
+            norm_back(k, rk, dk, inner_k, start, rows, H * K, h * K, cols, K, C)

@@ -72,6 +72,15 @@ def rounded(x, DOT: tl.constexpr):
 
 
 @triton.jit
+def tf32_rounded(x, DOT: tl.constexpr):
+    """``x`` as a tf32 product will see it, where products are tf32: nearest, ties away from zero."""
+    if DOT == "tf32":
+        bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -8192
+        x = bits.to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
 def block(x, row, col):
     """The ``[S, S]`` block at (row, col) of a ``[2 S, 2 S]`` tile."""
     t = tl.arange(0, S)

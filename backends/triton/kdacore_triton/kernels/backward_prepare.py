@@ -28,12 +28,11 @@ from .backward_rows import (
 )
 from .common import chunk_of_slot, exp2, mma, mma_acc, operand
 
-C = tl.constexpr(64)
-LEVELS = tl.constexpr(6)
-
 
 @triton.jit
-def channel_products(qt, kt, hi, lo, Aq, Ak, DOT: tl.constexpr, ASM: tl.constexpr):
+def channel_products(
+    qt, kt, hi, lo, Aq, Ak, C: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
     """Adds ``sum_d q_id k_jd 2^(gc_id - gc_jd)`` to Aq and the same of k, k to Ak, for all pairs ``i > j``."""
     r = tl.arange(0, C)[:, None]
     t = tl.arange(0, C)[None, :]
@@ -48,7 +47,7 @@ def channel_products(qt, kt, hi, lo, Aq, Ak, DOT: tl.constexpr, ASM: tl.constexp
     return Aq, Ak
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "NT", "N", "H", "HV"])
 def prepare_kernel(
     q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
     Aqk, inv, qg, kg, w, uT, last, row_values,
@@ -56,9 +55,9 @@ def prepare_kernel(
     KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
     GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, SCALAR: tl.constexpr,
     L2NORM: tl.constexpr, BETA: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr, INV_DOT: tl.constexpr, ASM: tl.constexpr,
+    DOT: tl.constexpr, INV_DOT: tl.constexpr, ASM: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """See the module docstring. Grid: ``(slots * HV,)``."""
+    """See the module docstring. Grid: ``(slots * HV,)``. ``C = 2^LEVELS``."""
     pid = tl.program_id(0)
     slot = pid // HV
     hv = pid - slot * HV
@@ -126,7 +125,7 @@ def prepare_kernel(
         # beta k 2^gc waits in w's place until the inverse is there.
         tl.store(w + at, (b[:, None] * kt * down).to(w.dtype.element_ty))
         if not SCALAR:
-            Aq, Ak = channel_products(qt, kt, hi, lo, Aq, Ak, DOT, ASM)
+            Aq, Ak = channel_products(qt, kt, hi, lo, Aq, Ak, C, LEVELS, DOT, ASM)
 
     if SCALAR:
         decay = tl.exp2(tl.minimum(gc[:, None] - gc[None, :], 0.0))

@@ -28,7 +28,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .backward_halves import ROW_BETA, ROW_RK, ROW_RQ, halves
+from .backward_halves import ROW_BETA, ROW_RK, ROW_RQ, halves, tf32_rounded
 from .backward_rows import activated_beta, gate_input, gate_rate, load_rows, load_vector, steps, sum_rows
 from .common import chunk_of_slot, exp2, mma
 
@@ -56,7 +56,7 @@ def unit_lower_inverse(A, LEVELS: tl.constexpr, SIZE: tl.constexpr, DOT: tl.cons
     return inv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "NT", "N", "H", "HV"])
 def anchored_prepare_kernel(
     q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
     Aqk, inv, qg, kg, w, uT, zq, zk, yk, sk, last, row_values,
@@ -121,14 +121,14 @@ def anchored_prepare_kernel(
         kt = load_rows(k, start, rows, H * K, h * K, cols, K, C).to(tl.float32) * rk[:, None]
         kind = zk.dtype.element_ty
         out = wide + cols[None, :]
-        y = (kt * exp2(-P, ASM)).to(kind)
+        y = tf32_rounded(kt * exp2(-P, ASM), DOT).to(kind)
         tl.store(yk + out, y)
         s = kt * exp2(sum_rows(same_half & (j > i), hi, lo, DOT), ASM)
-        tl.store(sk + out, s.to(kind))
         tl.store(kg + out, (s * tl.where(second, 1.0, d1[None, :])).to(kind))
-        s = s.to(kind)
+        s = tf32_rounded(s, DOT).to(kind)
+        tl.store(sk + out, s)
         f = exp2(P, ASM)
-        z = (kt * f).to(kind)
+        z = tf32_rounded(kt * f, DOT).to(kind)
         tl.store(zk + out, z)
         before = tl.where(second, d0[None, :], 1.0) * unit
         # beta k 2^gc waits in w's place until the inverse is there.
@@ -137,7 +137,7 @@ def anchored_prepare_kernel(
         sT = tl.trans(s)
         Ak += tl.where(same_half, mma(z, yT, DOT), unit * mma(z, sT, DOT))
         qt = load_rows(q, start, rows, H * K, h * K, cols, K, C).to(tl.float32) * rq[:, None]
-        z = (qt * f).to(kind)
+        z = tf32_rounded(qt * f, DOT).to(kind)
         tl.store(zq + out, z)
         tl.store(qg + out, (qt * f * before * scale).to(kind))
         Aq += tl.where(same_half, mma(z, yT, DOT), unit * mma(z, sT, DOT))

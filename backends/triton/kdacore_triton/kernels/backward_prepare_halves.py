@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .backward_halves import ROW_BETA, ROW_RK, ROW_RQ, halves
+from .backward_halves import ROW_BETA, ROW_RK, ROW_RQ, halves, tf32_rounded
 from .backward_prepare_anchored import unit_lower_inverse
 from .backward_rows import activated_beta, gate_input, gate_rate, load_rows, load_vector, steps, sum_rows
 from .common import chunk_of_slot, exp2, mma
@@ -44,25 +44,25 @@ def half_operands(
     up = exp2(P, ASM)
     before = before[None, :] * tl.exp2(-centre)
     kt = load_rows(k, start, rows, H * K, h * K, cols, K, S).to(tl.float32) * rk[:, None]
-    y = (kt * exp2(-P, ASM)).to(kind)
+    y = tf32_rounded(kt * exp2(-P, ASM), DOT).to(kind)
     tl.store(yk + out, y)
     s = kt * exp2(sum_rows(j > i, hi, lo, DOT), ASM)
     tl.store(kg + out, (s * after[None, :]).to(kind))
-    s = s.to(kind)
+    s = tf32_rounded(s, DOT).to(kind)
     tl.store(sk + out, s)
     kt *= up
     # beta k 2^gc waits in w's place until the inverse is there.
     tl.store(w + out, (kt * before * b[:, None]).to(kind))
-    kt = kt.to(kind)
+    kt = tf32_rounded(kt, DOT).to(kind)
     tl.store(zk + out, kt)
     qt = load_rows(q, start, rows, H * K, h * K, cols, K, S).to(tl.float32) * rq[:, None] * up
     tl.store(qg + out, (qt * before * scale).to(kind))
-    qt = qt.to(kind)
+    qt = tf32_rounded(qt, DOT).to(kind)
     tl.store(zq + out, qt)
     return qt, kt, y, s
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "NT", "N", "H", "HV"])
 def halves_prepare_kernel(
     q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
     Aqk, inv, qg, kg, w, uT, zq, zk, yk, sk, last, row_values,

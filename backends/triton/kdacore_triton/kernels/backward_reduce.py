@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["HV", "slots"])
 def sum_slots_kernel(part, out, slots, HV, K, KP: tl.constexpr, ROWS: tl.constexpr):
     """``out[hv, :K] = sum over slots of part[slot, hv, :K]``; ``part`` is ``[slots, HV, KP]``. Grid: ``(HV,)``."""
     hv = tl.program_id(0)
@@ -19,7 +19,7 @@ def sum_slots_kernel(part, out, slots, HV, K, KP: tl.constexpr, ROWS: tl.constex
     tl.store(out + hv * K + cols, total.to(out.dtype.element_ty), mask=cols < K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H", "HV", "rows"])
 def sum_group_kernel(
     x, part, dx, rows, H, HV, K,
     KP: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, L2NORM: tl.constexpr,

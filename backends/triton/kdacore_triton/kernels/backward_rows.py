@@ -92,6 +92,17 @@ def steps(x, a_exp, lower_bound, inside, GATE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def is_felt(step, DOT: tl.constexpr):
+    """Is the gradient of a step more than the rounding of what it is a difference of?
+
+    It is at most ``2**step`` of the sums that it is computed from: below this nothing of it is left, and a gate whose
+    own derivative is steep there would scale the noise up. Its gradient is then 0.
+    """
+    FLOOR: tl.constexpr = -13.75 if DOT == "bf16" or DOT == "tf32" else -30.0
+    return step >= FLOOR
+
+
+@triton.jit
 def gate_back(dstep, x, step, a_exp, lower_bound, inside, GATE: tl.constexpr, ASM: tl.constexpr):
     """Gradient of the raw gate, and what to add up for dA_log, from the gradient of the natural-log decay.
 

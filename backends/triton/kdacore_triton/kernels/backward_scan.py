@@ -52,7 +52,7 @@ def load_last(last, pid, ks, LAST: tl.constexpr, SCALAR: tl.constexpr):
     return d
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "NT", "HV"])
 def scan_kernel(
     kg, qg, w, uT, Aqk, inv, last, do, hT, dhT, drT, initial, d_final, d_initial, cu_seqlens,
     T, NT, HV, K, V,

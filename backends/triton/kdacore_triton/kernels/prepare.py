@@ -123,7 +123,8 @@ def prepare_kernel(
         tl.store(decay_ptr + tile, tl.exp2(total))
         aqk, akk, qg, kg, kw = scalar_rows(q, k, beta, steps, total, i, DOT, ASM)
     else:
-        steps = step_operand(gate_decay(raw, a_exp, bias, lower_bound, GATE, DOT == "bf16", ASM), DOT)
+        COARSE: tl.constexpr = DOT == "bf16" or DOT == "tf32"
+        steps = step_operand(gate_decay(raw, a_exp, bias, lower_bound, GATE, COARSE, ASM), DOT)
         total = tl.sum(steps.to(tl.float32), 0)
         tl.store(decay_ptr + tile * BK + d, exp2(total, ASM))
         if FAMILY == BOUNDED:

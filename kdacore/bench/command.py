@@ -102,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
 def _lacking(presets: list[str], args: argparse.Namespace) -> str | None:
     """What a preset needs and this environment lacks."""
     for preset in presets:
+        if preset == "xla" and not version_of("jax"):
+            return "xla needs jax, which is not installed: pip install 'kdacore[pallas]'"
         for case in PRESETS.get(preset, ()):
             kind = _kind(case.kind, preset, args)
             if kind != "numpy" and not version_of(kind):
@@ -134,6 +136,12 @@ def _work(preset: str, args: argparse.Namespace) -> Iterator[Work]:
 
         case = cases.tiny(cpu.CASE) if args.tiny else cpu.CASE
         yield case.name, lambda: cpu.run_preset(case, Budget(min(args.samples, 9), max(args.seconds, 60.0)))
+        return
+    if preset == "xla":
+        from kdacore.bench import xla
+
+        case = cases.tiny(xla.CASE) if args.tiny else xla.CASE
+        yield case.name, lambda: xla.run_preset(case, Budget(min(args.samples, 15), max(args.seconds, 60.0)))
         return
     if preset == "dispatch":
         from kdacore.bench import dispatch

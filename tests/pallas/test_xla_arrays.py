@@ -95,5 +95,5 @@ KEPT = kdacore.chunk_kda(q, q, q, g, beta, output_final_state=True, backend="xla
 def test_a_process_that_ends_right_after_a_torch_call() -> None:
     """XLA's threads must not be the ones to release torch's memory: three in four of these would abort."""
     command = [sys.executable, "-c", ENDS]
-    runs = [subprocess.Popen(command, stderr=subprocess.PIPE, env=dict(os.environ)) for _ in range(3)]
-    assert [(run.communicate()[1][-300:], run.returncode) for run in runs] == [(b"", 0)] * 3
+    runs = [subprocess.Popen(command, stderr=subprocess.PIPE, env=dict(os.environ)) for _ in range(2)]
+    assert [(run.communicate()[1][-300:], run.returncode) for run in runs] == [(b"", 0)] * 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from pallas_cases import Case, build, check_backward, check_forward, output_grads, to_jax, with_grad
+from pallas_cases import Case, build, check_backward, check_forward, error, output_grads, to_jax, with_grad
 
 from kdacore.types import OutputGrads
 from kdacore_pallas import calls
@@ -44,7 +44,8 @@ def test_forward_and_backward(name: str) -> None:
     check_backward(calls.chunk_backward(request, to_jax(inputs), out.saved, d), request, inputs, grads)
 
 
-def test_backward_without_saved_states_has_the_same_bits() -> None:
+def test_backward_without_what_the_forward_saved() -> None:
+    """It is computed again: another program, so the same numbers up to rounding."""
     request, inputs = build(Case(T=200, gate="softplus", needs_grad=True))
     arrays = to_jax(inputs)
     saved = calls.chunk_forward(request, arrays).saved
@@ -52,7 +53,7 @@ def test_backward_without_saved_states_has_the_same_bits() -> None:
     one = calls.chunk_backward(request, arrays, saved, d)
     two = calls.chunk_backward(request, arrays, (), d)
     for a, b in zip(one, two, strict=True):
-        assert a is b is None or bool((a == b).all())
+        assert a is b is None or error(a, b) < 2e-6
 
 
 @pytest.mark.parametrize(

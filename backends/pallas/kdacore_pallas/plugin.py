@@ -13,6 +13,9 @@ from kdacore_pallas import checks, pallas_checks
 
 VERSION = "0.1.0"
 MINIMUM_JAX = (0, 10)
+VERIFIED = frozenset({"*"})
+"""Plain JAX counts as verified wherever XLA runs: it holds no kernel of its own. The conformance suite has run in full
+on CPUs, and to 478 of 502 cases with no failure on an H200 (docs/performance/pallas.md)."""
 
 
 def _probe_jax() -> str | None:
@@ -45,7 +48,7 @@ def _xla_op(forward: str, backward: str | None) -> OpImpl:
         forward=_late(module, forward),
         backward=None if backward is None else _late(module, backward),
         verifiers=(checks.no_float64, checks.host_arrays_on_cpu, checks.not_captured),
-        verified_archs=frozenset({"*"}),
+        verified_archs=VERIFIED,
     )
 
 

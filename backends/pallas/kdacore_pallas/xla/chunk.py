@@ -202,7 +202,11 @@ def state_buffers(request: Request, plan: Plan, initial: Array) -> Buffers:
 
 
 def forward(request: Request, inputs: ChunkInputs) -> Outputs:
-    """Outputs of the chunked op. ``saved`` holds the state at the start of each segment when grads are wanted."""
+    """Outputs of the chunked op.
+
+    When grads are wanted, ``saved`` holds the state at the start of each segment and the interactions of all rows:
+    ``3 C`` numbers a token and head, for which the backward is spared the many small steps that make them.
+    """
     axes = mesh_axes(*inputs)
     plan = make_plan(request, inputs.cu_seqlens)
     precision = product_precision(request)
@@ -216,10 +220,10 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
         prep = segment.prepare(rows, precision)
         flag = _flags(request, plan, s, inputs.cu_seqlens)
         end, buffers, o = _segment_forward(plan, prep, state, buffers, flag, initial, precision)
-        return (end, buffers), (o.astype(inputs.v.dtype), state if request.needs_grad else None)
+        return (end, buffers), (o.astype(inputs.v.dtype), (state, *prep.pair) if request.needs_grad else ())
 
     carry = (start_state(plan, initial), state_buffers(request, plan, initial))
-    (state, buffers), (o, starts) = lax.scan(body, carry, jnp.arange(plan.segments, dtype=jnp.int32))
+    (state, buffers), (o, saved) = lax.scan(body, carry, jnp.arange(plan.segments, dtype=jnp.int32))
     final = checkpoints = None
     if request.output_final_state:
         final = states_out(request, buffers.final[:-1] if request.packed else state, request.N)
@@ -227,4 +231,4 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
         kept = buffers.checkpoints[:-1]
         rows = states_out(request, kept, kept.shape[0], request.B)
         checkpoints = rows[:, 0] if request.packed else jnp.moveaxis(rows, 1, 0)
-    return Outputs(plan.unload(o), final, checkpoints, (starts,) if request.needs_grad else ())
+    return Outputs(plan.unload(o), final, checkpoints, saved)

@@ -93,9 +93,10 @@ class Prepared(NamedTuple):
     """``k suffix``."""
 
 
-def prepare(rows: Rows, precision: lax.Precision) -> Prepared:
+def prepare(rows: Rows, precision: lax.Precision, kept: Interactions | None = None) -> Prepared:
+    """``kept``: the interactions, where an earlier pass over the same rows still has them."""
     decay = decays(rows.g)
-    pair = interactions(rows.q, rows.k, rows.beta, decay, precision)
+    pair = interactions(rows.q, rows.k, rows.beta, decay, precision) if kept is None else kept
     right = jnp.concatenate([rows.beta * rows.k * decay.prefix, rows.beta * rows.v], axis=-1)
     wu = dot("...ij,...jk->...ik", pair.inverse, right, precision)
     K = rows.k.shape[-1]

@@ -1,0 +1,89 @@
+"""Every kernel and class of shapes goes through Mosaic's lowering for TPUs, on a machine that has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from kdacore.types import ChunkInputs, OutputGrads, RecurrentInputs, Request, TensorSpec
+from kdacore_pallas import pallas_checks, tpu_shapes
+from kdacore_pallas.pallas_calls import _backward, _decode, _forward
+from kdacore_pallas.tpu_shapes import Size
+
+GENERATION = "v5e"
+
+
+def spec(dtype: str, *shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def lowers(fn: Callable[..., Any], *args: Any) -> None:
+    exported = jax.export.export(jax.jit(fn), platforms=["tpu"])(*args)
+    assert "tpu_custom_call" in exported.mlir_module()
+
+
+def chunk_call(
+    size: Size, packed: int = 0, initial: bool = False, scalar: bool = False, v_first: bool = False
+) -> tuple[Request, ChunkInputs]:
+    inputs = tpu_shapes.chunk_inputs(size, spec)
+    request = replace(tpu_shapes.chunk_request(size, GENERATION), state_v_first=v_first)
+    g = inputs.g
+    if scalar:
+        g = spec(size.dtype, size.B, size.T, size.HV)
+        inputs = inputs._replace(g=g, dt_bias=spec("float32", size.HV))
+        request = replace(request, op="chunk_gated_delta_rule", scalar_gate=True)
+    tensors = [("g", TensorSpec(tuple(g.shape), str(g.dtype)))]
+    if packed:
+        inputs = inputs._replace(cu_seqlens=spec("int32", packed + 1))
+        request = replace(request, packed=True, N=packed)
+    if initial:
+        inputs = inputs._replace(initial_state=spec("float32", *request.state_shape))
+        tensors.append(("initial_state", TensorSpec(request.state_shape, "float32")))
+    return replace(request, tensors=tuple(tensors)), inputs
+
+
+CHUNKS: dict[str, dict[str, Any]] = {
+    "production": {"size": Size(T=512, H=16, HV=16)},
+    "float32, a ragged end": {"size": Size(B=2, T=200, H=2, HV=2, dtype="float32")},
+    "pack, GVA, state, v first": {"size": Size(T=300, H=8, HV=16), "packed": 3, "initial": True, "v_first": True},
+    "narrow heads": {"size": Size(T=128, H=2, HV=2, K=24, V=40)},
+    "wide heads": {"size": Size(T=128, H=1, HV=1, K=256, V=256)},
+    "one gate a head": {"size": Size(T=256, H=8, HV=8), "scalar": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_chunk(name: str) -> None:
+    request, inputs = chunk_call(**CHUNKS[name])
+    assert [check(request) for check in pallas_checks.CHUNK_CHECKS] == [None] * len(
+        pallas_checks.CHUNK_CHECKS
+    )
+    lowers(lambda x: _forward(request, x)[:2], inputs)
+    lowers(lambda x, do: _backward(request, x, (), OutputGrads(do)), inputs, inputs.v)
+
+
+DECODES: dict[str, dict[str, Any]] = {
+    "one token, pool in place": {},
+    "verification of four tokens": {
+        "T": 4, "inplace_state": False, "read_only_state": True, "output_final_state": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DECODES)
+def test_decode(name: str) -> None:
+    request = replace(tpu_shapes.decode_request(GENERATION, B=8, H=8, pool=16), **DECODES[name])
+    inputs: RecurrentInputs = tpu_shapes.decode_inputs(request, spec)
+    if request.T > 1:
+        size = Size(request.B, request.T, request.H, request.HV)
+        rows = tpu_shapes.chunk_inputs(size, spec)
+        inputs = inputs._replace(q=rows.q, k=rows.k, v=rows.v, g=rows.g, beta=rows.beta)
+    assert [check(request) for check in pallas_checks.DECODE_CHECKS] == [None] * len(
+        pallas_checks.DECODE_CHECKS
+    )
+    lowers(lambda x: _decode(request, x)[:2], inputs)

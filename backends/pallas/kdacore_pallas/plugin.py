@@ -15,7 +15,7 @@ VERSION = "0.1.0"
 MINIMUM_JAX = (0, 10)
 VERIFIED = frozenset({"*"})
 """Plain JAX counts as verified wherever XLA runs: it holds no kernel of its own. The conformance suite has run in full
-on CPUs, and to 478 of 502 cases with no failure on an H200 (docs/performance/pallas.md)."""
+on CPUs, and to 478 of 501 cases with no failure on an H200 (docs/performance/pallas.md)."""
 
 
 def _probe_jax() -> str | None:

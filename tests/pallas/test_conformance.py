@@ -1,0 +1,34 @@
+"""A handful of the conformance suite, one for each kind of promise; ``kdacore verify xla`` runs all 500."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from kdacore.testing.cases import Case
+from kdacore.testing.matrix import plan
+from kdacore.testing.suite import run_case
+
+PICKED = (
+    "chunk_kda-accuracy-floor_gates-jax-float32",
+    "chunk_kda-causality-mixed-jax-float32",
+    "chunk_kda-split_decode-base-jax-float32",
+    "chunk_gated_delta_rule-gradients-collinear-jax-float32",
+    "fused_recurrent_kda-pool-indexed_negative-jax-float32",
+    "fused_recurrent_gated_delta_rule-drift-neg_eigval-jax-float32",
+    "kda_gate-gradients-bounded_no_A_log-jax-float32",
+    "kda_chunk_intra-accuracy-collinear-jax-float32",
+    "delta_rule_chunk_state-accuracy-collinear-jax-float32",
+)
+
+
+@cache
+def cases() -> dict[str, Case]:
+    return {case.id: case for case in plan("xla", device="cpu", level="quick", kinds=("jax",)).cases}
+
+
+@pytest.mark.parametrize("name", PICKED)
+def test_case(name: str) -> None:
+    result = run_case(cases()[name])
+    assert result.status == "served", result.message

@@ -11,6 +11,14 @@ if not torch.cuda.is_available():
 GPU = torch.cuda.is_available()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Triton 3.6's interpreter makes loop bounds of one-element arrays, which NumPy 2 deprecates."""
+    config.addinivalue_line(
+        "filterwarnings",
+        r"ignore:Conversion of an array with ndim > 0:DeprecationWarning:triton\.runtime\.interpreter",
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked ``gpu`` need one."""
     if not GPU:

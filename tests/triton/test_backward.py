@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 from kdacore import contract
 from kdacore.ops import OPS
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, RecurrentInputs, Request
-from kdacore_reference.oracle import oracle_backward, to_float64
+from kdacore_reference.oracle import oracle_backward, oracle_forward, to_float64
 from kdacore_triton.chunk_backward import backward
 from kdacore_triton.forward import forward
 
@@ -173,8 +173,8 @@ def bounds(case: Case, got: InputGrads) -> dict[str, float]:
     }
 
 
-def check(case: Case) -> None:
-    request, inputs, grads = build(case)
+def check(case: Case, call: tuple[Request, ChunkInputs, OutputGrads] | None = None) -> None:
+    request, inputs, grads = call or build(case)
     got = backward(request, inputs, (), grads)
     want = oracle_backward(request, on_host(inputs), on_host(grads))
     limit = bounds(case, got)
@@ -364,9 +364,21 @@ def test_on_the_hardware(dtype: torch.dtype, form: dict[str, Any], K: int, V: in
 @pytest.mark.parametrize("K, V", [(16, 16), (16, 32), (32, 16)])
 @pytest.mark.parametrize("T", [5, 70])
 def test_few_channels_keep_the_bound(T: int, K: int, V: int, form: dict[str, Any]) -> None:
-    """Few elements do not average roundings out: with bfloat16 operands dt_bias and A_log were up to 4e-2 off."""
-    for seed in range(4):
-        check(Case(T=T, H=2, HV=2, K=K, V=V, dtype=torch.bfloat16, beta="logit", seed=seed, **form))
+    """Few elements do not average roundings out: with bfloat16 operands dt_bias and A_log were up to 4e-2 off.
+
+    Gradients that reach the call are partly the results themselves, so that those of A_log do not cancel to nothing.
+    """
+    for seed in range(3):
+        case = Case(T=T, H=2, HV=2, K=K, V=V, dtype=torch.bfloat16, beta="logit", seed=seed, **form)
+        request, inputs, grads = build(case)
+        results = oracle_forward(request, on_host(inputs))
+        aligned = OutputGrads(
+            *(
+                (torch.as_tensor(y / np.sqrt((y * y).mean())).to(x) + 0.5 * x).to(x.dtype)
+                for x, y in zip(grads, (results.o, results.final_state), strict=True)
+            )
+        )
+        check(case, (request, inputs, aligned))
 
 
 @pytest.mark.gpu

@@ -138,6 +138,26 @@ def test_pool_rows_may_have_any_stride(emulated: list[str]) -> None:
     check(inputs, output_final_state=True, **SAFE_MODEL)
 
 
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_pool_rows_may_start_anywhere(emulated: list[str], v_first: bool, state_dtype: torch.dtype) -> None:
+    row = 2 * 64 * 64
+    memory = torch.full((4, 3 * row + 5), float("nan"), dtype=state_dtype)
+    memory[:, 5 : 5 + row] = torch.randn(4, row)
+    pool = memory[:, 5 : 5 + row].view(4, 2, 64, 64)
+    before, surroundings = pool.clone(), memory[:, 5 + row :].clone()
+    inputs = draw(2, 1, initial_state=pool, state_indices=torch.tensor([3, 0]))
+    options = SAFE_MODEL | {"inplace_state": True, "output_final_state": True, "state_v_first": v_first}
+    request = request_of("fused_recurrent_kda", inputs, **options)
+    want = oracle(request, inputs._replace(initial_state=before))
+    got = decode.forward(request, inputs)
+    assert mode_of(emulated[0]) == 0
+    assert error(got.o, want.o) < O_BOUND
+    assert error(pool, want.final_state) < O_BOUND
+    assert torch.equal(pool[1:3], before[1:3])
+    assert torch.equal(memory[:, 5 + row :].isnan(), surroundings.isnan())
+
+
 @pytest.mark.parametrize(("inplace", "v_first"), [(False, False), (True, False), (True, True)])
 def test_accepted_tokens(emulated: list[str], inplace: bool, v_first: bool) -> None:
     pool = torch.randn(9, 2, 64, 64)

@@ -34,9 +34,9 @@ def division(divisor: int) -> tuple[int, int]:
 
 
 class _Plan:
-    """What a Request fixes, and one launch for each set of strides seen."""
+    """What a Request fixes, with the launch for contiguous arrays and those for other strides seen."""
 
-    __slots__ = ("_launches", "arch", "contiguous", "o_shape", "request", "state_dtype", "strides")
+    __slots__ = ("_launches", "arch", "o_shape", "request", "state_dtype", "strides", "usual")
 
     def __init__(self, r: Request) -> None:
         self.request = r
@@ -45,14 +45,13 @@ class _Plan:
         self.state_dtype = getattr(torch, r.state_dtype)
         self.o_shape = (r.B, r.T, r.HV, r.V)
         self._launches: dict[tuple[int, ...], _Launch] = {}
-        self.contiguous = self.launch_for(self.strides)
+        self.usual = _make_launch(r, self.strides, _mode(r))
 
     def launch_for(self, strides: tuple[int, ...]) -> _Launch:
-        """The launch for these batch, token and head strides of q, k, v, g and beta."""
+        """The launch for these batch, token and head strides of q, k, v, g and beta, and any rows of states."""
         found = self._launches.get(strides)
         if found is None:
-            mode = _mode(self.request) if strides == self.strides else DECODE_ANY
-            found = self._launches[strides] = _make_launch(self.request, strides, mode)
+            found = self._launches[strides] = _make_launch(self.request, strides, DECODE_ANY)
         return found
 
 
@@ -109,7 +108,6 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     """
     plan = _plan_of(request)
     pointers, strides, kept = rows(inputs, request.scalar_gate, plan.strides)
-    launcher, grid = plan.contiguous if strides is plan.strides else plan.launch_for(strides)
     _, _, v, _, _, A_log, bias, initial, cu_seqlens, _, indices, accepted, out = inputs
     o: Any = out
     if out is None:
@@ -127,21 +125,25 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     if bias is not None and bias.data_ptr() % ALIGNMENT:
         bias = bias.clone()
     indices, accepted = flat(indices), flat(accepted)
+    source_at, source_row = (0, 0) if source is None else (source.data_ptr(), source.stride(0))
+    launch = plan.usual
+    if strides is not plan.strides or (source_at | source_row * plan.state_dtype.itemsize) % ALIGNMENT:
+        launch = plan.launch_for(strides)
     values = (
         *pointers,
         0 if A_log is None else A_log.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         0 if cu_seqlens is None else cu_seqlens.data_ptr(),
         o.data_ptr(),
-        0 if source is None else source.data_ptr(),
+        source_at,
         0 if written is None else written.data_ptr(),
         0 if indices is None else indices.data_ptr(),
         0 if accepted is None else accepted.data_ptr(),
-        0 if source is None else source.stride(0),
+        source_row,
         0 if written is None else written.stride(0),
         0 if indices is None else indices.stride(0),
     )
-    runtime.launch(launcher, grid, plan.arch, o, values)
+    runtime.launch(launch.launcher, launch.grid, plan.arch, o, values)
     del kept  # copies live until the launch is queued; the allocator reuses them in stream order
     if out is not None and o is not out:
         o = out.copy_(o)

@@ -38,8 +38,8 @@ _DECODE_TILES: dict[tuple[int, bool, bool], tuple[int, int, int, tuple[int, int,
     (64, False, True): (4, 4, 64, (3, 4, 6)),
     (64, True, False): (1, 8, 16, (8, 16, 24)),
     (64, True, True): (1, 8, 32, (8, 12, 16)),
-    (128, False, False): (8, 8, 64, (2, 2, 3)),
-    (128, False, True): (4, 8, 64, (2, 3, 4)),
+    (128, False, False): (8, 8, 64, (2, 3, 3)),
+    (128, False, True): (4, 8, 64, (2, 4, 4)),
     (128, True, False): (1, 8, 8, (8, 20, 32)),
     (128, True, True): (1, 8, 16, (8, 12, 16)),
 }
@@ -56,8 +56,9 @@ def decode_kernel(K: int, v_first: bool, bf16_state: bool, mode: int) -> KernelS
     """The recurrent kernel for one head dim, state layout and state dtype.
 
     All modes do the same arithmetic, bit for bit. ``DECODE_PLAIN``: bfloat16 q, k and v, no float16, a gate for each
-    channel, token arrays contiguous and below 2**31 elements, not packed. ``DECODE_ONE``: besides, one token a
-    sequence, bfloat16 g and beta, float32 dt_bias, a pool with one row a sequence. ``DECODE_ANY``: everything.
+    channel, token arrays contiguous and below 2**31 elements, not packed, rows of states on 16 bytes. ``DECODE_ONE``:
+    besides, one token a sequence, bfloat16 g and beta, float32 dt_bias, a pool with one row a sequence.
+    ``DECODE_ANY``: everything.
     """
     tile = decode_tile(K, v_first, bf16_state, mode)
     defines = (

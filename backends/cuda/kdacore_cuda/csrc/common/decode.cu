@@ -15,9 +15,19 @@
 
 using Raw = RawToken<TOKEN_CHANNELS>;
 
-__device__ __forceinline__ void store_state(const float (&s)[ROWS][VECTOR], u64 to) {
+// Do all rows of an array of states start on 16 bytes? The host gives others to the kernel that serves everything.
+__device__ __forceinline__ bool whole_rows(u64 base, long long row) { return MODE > 0 || ((base | STATE_BYTES * row) & 15) == 0; }
+
+__device__ __forceinline__ void store_state(const float (&s)[ROWS][VECTOR], u64 to, bool whole) {
 #pragma unroll
-  for (int i = 0; i < ROWS; ++i) store_state_bits(to + STATE_BYTES * PITCH * i, pack_state(s[i]));
+  for (int i = 0; i < ROWS; ++i) {
+    const u64 at = to + STATE_BYTES * PITCH * i;
+    if (whole) {
+      store_state_bits(at, pack_state(s[i]));
+    } else {
+      store_state_elements(at, pack_state(s[i]));
+    }
+  }
 }
 
 KDA_KERNEL(WARPS * 32, MIN_BLOCKS) decode(KDA_PARAM DecodeParams p) {
@@ -48,7 +58,10 @@ KDA_KERNEL(WARPS * 32, MIN_BLOCKS) decode(KDA_PARAM DecodeParams p) {
   if (from >= 0) {
     const u64 source = p.h0 + STATE_BYTES * ((long long)from * p.h0_row + own);
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) bits[i] = load_global16(source + STATE_BYTES * PITCH * i);
+    for (int i = 0; i < ROWS; ++i) {
+      const u64 piece = source + STATE_BYTES * PITCH * i;
+      bits[i] = whole_rows(p.h0, p.h0_row) ? load_global16(piece) : load_state_elements(piece);
+    }
   } else {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) bits[i] = zero_bits();
@@ -62,7 +75,7 @@ KDA_KERNEL(WARPS * 32, MIN_BLOCKS) decode(KDA_PARAM DecodeParams p) {
   for (int i = 0; i < ROWS; ++i) unpack_state(s[i], bits[i]);
 
   const u64 target = p.ht + STATE_BYTES * own;
-  const bool scatter = !ONE && p.flags & FLAG_SCATTER_TOKENS;
+  const bool whole = whole_rows(p.ht, p.ht_row), scatter = !ONE && p.flags & FLAG_SCATTER_TOKENS;
 #pragma unroll 1
   for (int t = 0; t < it.length; ++t) {
     float v[OUT], o[OUT];
@@ -80,10 +93,10 @@ KDA_KERNEL(WARPS * 32, MIN_BLOCKS) decode(KDA_PARAM DecodeParams p) {
     if (!ONE) it.o += p.HV * V;
     if (scatter) {
       const int to = load_number(p.indices, it.n * p.indices_row + t, p.flags & FLAG_INDEX64);
-      if (to >= 0) store_state(s, target + STATE_BYTES * ((long long)to * p.ht_row));
+      if (to >= 0) store_state(s, target + STATE_BYTES * ((long long)to * p.ht_row), whole);
     }
   }
   if (!p.ht || scatter) return;
   const int to = p.flags & FLAG_INDEXED_OUT ? from : it.n;
-  if (to >= 0) store_state(s, target + STATE_BYTES * ((long long)to * p.ht_row));
+  if (to >= 0) store_state(s, target + STATE_BYTES * ((long long)to * p.ht_row), whole);
 }

@@ -7,8 +7,8 @@
 #include "common/ptx.cuh"
 
 // How much a kernel leaves open. PLAIN: bfloat16 q, k and v, no float16, a gate for each channel; q, k, v, g and beta contiguous,
-// with fewer than 2^31 elements; not packed. ONE: besides that one token a sequence, bfloat16 g and beta, float32 dt_bias, a pool
-// with one row a sequence.
+// with fewer than 2^31 elements; not packed; rows of states on 16 bytes. ONE: besides that one token a sequence, bfloat16 g and
+// beta, float32 dt_bias, a pool with one row a sequence.
 constexpr bool PLAIN = MODE > 0, ONE = MODE > 1;
 
 #ifdef KDACORE_EMULATE
@@ -18,7 +18,10 @@ inline void wait_for_inputs() {}
 inline void let_next_start() {}
 inline u32 load_global2(u64 a) { return *reinterpret_cast<const u16*>(a); }
 inline u32 load_global4(u64 a) { return *reinterpret_cast<const u32*>(a); }
-inline uint2 load_global8(u64 a) { return *reinterpret_cast<const uint2*>(a); }
+inline uint2 load_global8(u64 a) {
+  if (a % 8) emu::fail("misaligned global address", (u32)a);
+  return *reinterpret_cast<const uint2*>(a);
+}
 inline uint4 load_global16(u64 a) {
   uint4 r;
   load_stream(r, reinterpret_cast<const void*>(a), true);
@@ -143,6 +146,25 @@ __device__ __forceinline__ void store_elements(u64 base, long long index, int ty
 // A 16-byte piece of state: VECTOR elements.
 constexpr int VECTOR = STATE_BF16 ? 8 : 4;
 constexpr int STATE_BYTES = STATE_BF16 ? 2 : 4;
+
+// The same for rows that start anywhere.
+__device__ __forceinline__ uint4 load_state_elements(u64 a) {
+  u32 w[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) w[i] = STATE_BF16 ? load_global2(a + 4 * i) | load_global2(a + 4 * i + 2) << 16 : load_global4(a + 4 * i);
+  return make_uint4(w[0], w[1], w[2], w[3]);
+}
+__device__ __forceinline__ void store_state_elements(u64 a, const uint4& x) {
+  const u32 w[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i) {
+    if constexpr (STATE_BF16) {
+      reinterpret_cast<u16*>(a)[i] = (u16)(w[i / 2] >> 16 * (i & 1));
+    } else {
+      reinterpret_cast<u32*>(a)[i] = w[i % 4];
+    }
+  }
+}
 
 __device__ __forceinline__ void unpack_state(float (&y)[VECTOR], const uint4& x) {
   const u32 w[4] = {x.x, x.y, x.z, x.w};

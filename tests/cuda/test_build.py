@@ -15,13 +15,15 @@ from kdacore.errors import BackendBuildError
 from kdacore_cuda import build, prebuilt, variants
 from kdacore_cuda.build import Built, KernelSource
 from kdacore_cuda.cache import DiskCache
+from kdacore_cuda.prefill_kernels import prefill_kernel
 
 SPILL_BYTES = 160
-"""Allowance for spill stores of one thread in a prefill or decode kernel; most have none."""
+"""Allowance for spill stores of one thread. The Hopper prefill kernel has none: there each waits for device memory."""
 KERNELS = {
-    "safe": variants.prefill_kernel(128, 2, True, False),
-    "free": variants.prefill_kernel(128, 2, False, False),
-    "few heads": variants.prefill_kernel(128, 4, True, False),
+    "safe": prefill_kernel(128, 2, True, False),
+    "free": prefill_kernel(128, 2, False, False),
+    "few heads": prefill_kernel(128, 3, True, False),
+    "head dim 64": prefill_kernel(64, 1, True, False),
     "decode": variants.decode_kernel(128, False, False, variants.DECODE_ONE),
     "decode V first": variants.decode_kernel(128, True, False, variants.DECODE_ONE),
 }
@@ -44,7 +46,14 @@ def disassemble(cubin: bytes, folder: Path) -> str:
 def test_spills(built: dict[str, Built], name: str) -> None:
     found = re.search(r"(\d+) bytes spill stores", built[name].log)
     assert found is not None, built[name].log
-    assert int(found[1]) <= SPILL_BYTES
+    assert int(found[1]) <= (0 if KERNELS[name].path == "sm90/prefill.cu" else SPILL_BYTES)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_warpgroup_products_overlap(built: dict[str, Built], name: str) -> None:
+    """The compiler says when it makes each product wait for the one before, or ignores the trade of registers."""
+    assert "serialized" not in built[name].log
+    assert "setmaxnreg ignored" not in built[name].log
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -53,7 +62,8 @@ def test_entry_is_present(built: dict[str, Built], name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "instruction"), [("safe", "HGMMA"), ("few heads", "HMMA"), ("free", "HGMMA")]
+    ("name", "instruction"),
+    [("safe", "HGMMA"), ("few heads", "HGMMA"), ("head dim 64", "HGMMA"), ("free", "HGMMA")],
 )
 def test_matrix_instructions(built: dict[str, Built], tmp_path: Path, name: str, instruction: str) -> None:
     text = disassemble(built[name].cubin, tmp_path)
@@ -64,12 +74,12 @@ def test_matrix_instructions(built: dict[str, Built], tmp_path: Path, name: str,
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100f", "sm_120"])
 def test_other_architectures(arch: str) -> None:
-    assert build.compile_kernel(variants.prefill_kernel(128, 1, True, False, arch), arch).cubin
+    assert build.compile_kernel(prefill_kernel(128, 1, True, False, arch), arch).cubin
     assert build.compile_kernel(variants.decode_kernel(64, True, True, variants.DECODE_ANY), arch).cubin
 
 
 def test_clusters_compile_for_sm100() -> None:
-    assert build.compile_kernel(variants.prefill_kernel(64, 2, True, True, "sm_100f"), "sm_100f").cubin
+    assert build.compile_kernel(prefill_kernel(64, 2, True, True, "sm_100f"), "sm_100f").cubin
 
 
 def test_error_carries_the_log() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import emulator
 import pytest
 
-from kdacore_cuda import decode, early, launch, layout, variants
+from kdacore_cuda import decode, early, launch, layout, prefill_kernels, variants
 from kdacore_cuda.driver import Driver, DriverError
 
 _STUB = """
@@ -147,7 +147,7 @@ def test_division(divisor: int) -> None:
     ("params", "kernel"),
     [
         (layout.DECODE, variants.decode_kernel(64, True, False, variants.DECODE_ONE)),
-        (layout.PREFILL, variants.prefill_kernel(64, 1, True, False)),
+        (layout.PREFILL, prefill_kernels.prefill_kernel(64, 1, True, False)),
     ],
     ids=["decode", "prefill"],
 )

@@ -11,7 +11,7 @@ from cuda_calls import MODEL, O_BOUND, SAFE_MODEL, STATE_BOUND, Draw, error, ora
 
 from kdacore.types import ChunkInputs, Outputs
 from kdacore_cuda import prefill
-from kdacore_cuda.variants import CLUSTERS, cluster_size
+from kdacore_cuda.prefill_kernels import cluster_size
 
 SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
 
@@ -28,7 +28,7 @@ def use_cluster(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 
 
 def draw(
-    B: int, T: int, H: int = 1, HV: int = 1, K: int = 64, *, gate: str = "random", seed: int = 0, **more: Any
+    B: int, T: int, H: int = 1, HV: int = 1, K: int = 128, *, gate: str = "random", seed: int = 0, **more: Any
 ) -> Any:
     d = Draw(seed)
     raw = gate in ("random", "init")
@@ -61,7 +61,7 @@ def check(inputs: ChunkInputs, loose: float = 2.0, **options: Any) -> Outputs:
     return got
 
 
-@pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 2), (128, 4)])
+@pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 2), (128, 3)])
 @pytest.mark.parametrize("gate", ["random", "init", "fast", "slow"])
 def test_safe_gates(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, K: int, cluster: int, gate: str
@@ -72,7 +72,7 @@ def test_safe_gates(
     assert "SAFE1" in emulated[0]
 
 
-@pytest.mark.parametrize(("K", "cluster"), [(64, 2), (128, 1)])
+@pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 2)])
 @pytest.mark.parametrize("gate", ["random", "init", "fast", "slow", "mixed"])
 def test_unbounded_gates(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, K: int, cluster: int, gate: str
@@ -83,18 +83,38 @@ def test_unbounded_gates(
     assert "SAFE0" in emulated[0]
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
-def test_longer_than_two_rings(emulated: list[str], monkeypatch: pytest.MonkeyPatch, cluster: int) -> None:
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize(
+    ("arch", "K", "cluster"),
+    [("sm_80", 64, 1), ("sm_80", 128, 1), ("sm_100f", 128, 2), ("sm_100f", 128, 4)],
+)
+def test_other_architectures(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, arch: str, K: int, cluster: int, safe: bool
+) -> None:
+    monkeypatch.setattr(prefill, "build_arch", lambda name: arch)
+    use_cluster(monkeypatch, cluster)
+    check(draw(1, 70, K=K), output_final_state=True, **(SAFE_MODEL if safe else MODEL))
+    assert "WARPGROUP0" in emulated[0]
+
+
+@pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 2), (128, 3)])
+def test_longer_than_two_rings(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, K: int, cluster: int
+) -> None:
     """A stage's barrier alternates between two phases: a warp a whole ring ahead must not mistake one for the other."""
     use_cluster(monkeypatch, cluster)
-    check(draw(1, 700, K=64), 1.0, output_final_state=True, **SAFE_MODEL)
+    check(draw(1, 450 if K == 128 else 700, K=K), 1.0, output_final_state=True, **SAFE_MODEL)
 
 
-def test_packs_of_hard_lengths(emulated: list[str]) -> None:
+@pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 3)])
+def test_packs_of_hard_lengths(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, K: int, cluster: int
+) -> None:
+    use_cluster(monkeypatch, cluster)
     lengths = [0, 1, 15, 16, 17, 0, 63, 64, 65]
     for index in (torch.int32, torch.int64):
         cu = torch.tensor(np.cumsum([0, *lengths]), dtype=index)
-        inputs = draw(1, sum(lengths), cu_seqlens=cu, initial_state=torch.randn(len(lengths), 1, 64, 64))
+        inputs = draw(1, sum(lengths), K=K, cu_seqlens=cu, initial_state=torch.randn(len(lengths), 1, K, K))
         got = check(inputs, output_final_state=True, checkpoint_every=64, **SAFE_MODEL)
         assert torch.equal(got.final_state[0], inputs.initial_state[0])
 
@@ -102,15 +122,15 @@ def test_packs_of_hard_lengths(emulated: list[str]) -> None:
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states(emulated: list[str], v_first: bool, dtype: torch.dtype) -> None:
-    state = torch.randn(2, 2, 64, 64).to(dtype)
-    inputs = draw(2, 130, 1, 2, initial_state=state)
+    state = torch.randn(2, 2, 128, 128).to(dtype)
+    inputs = draw(2, 100, 1, 2, initial_state=state)
     got = check(inputs, output_final_state=True, checkpoint_every=64, state_v_first=v_first, **SAFE_MODEL)
     assert got.final_state.dtype == dtype
 
 
 def test_grouped_values_and_strides(emulated: list[str]) -> None:
-    wide = torch.randn(1, 40, 2, 3 * 64).to(torch.bfloat16)
-    inputs = draw(1, 40, 2, 4)._replace(q=wide[..., :64], k=wide[..., 128:])
+    wide = torch.randn(1, 40, 2, 3 * 128).to(torch.bfloat16)
+    inputs = draw(1, 40, 2, 4)._replace(q=wide[..., :128], k=wide[..., 256:])
     check(inputs, **SAFE_MODEL)
 
 
@@ -126,8 +146,8 @@ def test_gate_and_beta_dtypes(emulated: list[str], dtype: torch.dtype) -> None:
 def test_near_collinear_keys(emulated: list[str]) -> None:
     """Beta near 1 and keys almost alike: an inverse by powers in half precision is infinite here."""
     d = Draw(3)
-    inputs = draw(1, 100, gate="slow", initial_state=d.normal(1, 1, 64, 64, dtype=torch.float32))
-    keys = d.normal(1, 1, 1, 64, dtype=torch.float32) + 1e-2 * d.normal(1, 100, 1, 64, dtype=torch.float32)
+    inputs = draw(1, 100, gate="slow", initial_state=d.normal(1, 1, 128, 128, dtype=torch.float32))
+    keys = d.normal(1, 1, 1, 128, dtype=torch.float32) + 1e-2 * d.normal(1, 100, 1, 128, dtype=torch.float32)
     unit = torch.nn.functional.normalize(keys, dim=-1).to(torch.bfloat16)
     beta = torch.full((1, 100, 1), 0.9975)
     check(inputs._replace(k=unit, beta=beta), output_final_state=True, **SAFE_LOG)
@@ -171,8 +191,10 @@ def test_split_equals_whole(emulated: list[str]) -> None:
 
 
 def test_cluster_size_depends_on_shapes_alone() -> None:
-    assert cluster_size(128, 8, 132, "sm_90a") == 4
+    assert cluster_size(128, 8, 132, "sm_90a") == 3
     assert cluster_size(128, 64, 132, "sm_90a") == 2
-    assert cluster_size(128, 512, 132, "sm_90a") == 1
+    assert cluster_size(128, 512, 132, "sm_90a") == 2
+    assert cluster_size(128, 8, 148, "sm_100f") == 4
+    assert cluster_size(128, 512, 148, "sm_100f") == 1
     assert cluster_size(128, 1, 132, "sm_120") == 1
     assert cluster_size(64, 1, 132, "sm_90a") == 1

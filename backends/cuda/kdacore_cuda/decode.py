@@ -36,13 +36,14 @@ def division(divisor: int) -> tuple[int, int]:
 class _Plan:
     """What a Request fixes, with the launch for contiguous arrays and those for other strides seen."""
 
-    __slots__ = ("_launches", "arch", "o_shape", "request", "state_dtype", "strides", "usual")
+    __slots__ = ("_launches", "arch", "o_shape", "request", "state_dtype", "state_size", "strides", "usual")
 
     def __init__(self, r: Request) -> None:
         self.request = r
         self.arch = build_arch(r.device.arch)
         self.strides = contiguous_strides(r)
         self.state_dtype = getattr(torch, r.state_dtype)
+        self.state_size = self.state_dtype.itemsize
         self.o_shape = (r.B, r.T, r.HV, r.V)
         self._launches: dict[tuple[int, ...], _Launch] = {}
         self.usual = _make_launch(r, self.strides, _mode(r))
@@ -121,27 +122,34 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
         written = (
             o.new_empty(request.state_shape, dtype=plan.state_dtype) if request.output_final_state else None
         )
-    A_log, bias, cu_seqlens = flat(A_log), flat(bias), flat(cu_seqlens)
-    if bias is not None and bias.data_ptr() % ALIGNMENT:
-        bias = bias.clone()
-    indices, accepted = flat(indices), flat(accepted)
-    source_at, source_row = (0, 0) if source is None else (source.data_ptr(), source.stride(0))
+    A_log_at = bias_at = source_at = source_row = written_at = written_row = indices_at = indices_row = 0
+    if A_log is not None:
+        A_log = A_log if A_log.is_contiguous() else A_log.contiguous()
+        A_log_at = A_log.data_ptr()
+    if bias is not None:
+        bias = bias if bias.is_contiguous() else bias.contiguous()
+        bias_at = bias.data_ptr()
+        if bias_at % ALIGNMENT:
+            bias = bias.clone()
+            bias_at = bias.data_ptr()
+    if source is not None:
+        source_at, source_row = source.data_ptr(), source.stride(0)
+    if written is source:
+        written_at, written_row = source_at, source_row
+    elif written is not None:
+        written_at, written_row = written.data_ptr(), written.stride(0)
+    if indices is not None:
+        indices = indices if indices.is_contiguous() else indices.contiguous()
+        indices_at, indices_row = indices.data_ptr(), indices.stride(0)
+    cu_seqlens, accepted = flat(cu_seqlens), flat(accepted)
     launch = plan.usual
-    if strides is not plan.strides or (source_at | source_row * plan.state_dtype.itemsize) % ALIGNMENT:
+    if strides is not plan.strides or (source_at | source_row * plan.state_size) % ALIGNMENT:
         launch = plan.launch_for(strides)
     values = (
         *pointers,
-        0 if A_log is None else A_log.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        0 if cu_seqlens is None else cu_seqlens.data_ptr(),
-        o.data_ptr(),
-        source_at,
-        0 if written is None else written.data_ptr(),
-        0 if indices is None else indices.data_ptr(),
-        0 if accepted is None else accepted.data_ptr(),
-        source_row,
-        0 if written is None else written.stride(0),
-        0 if indices is None else indices.stride(0),
+        *(A_log_at, bias_at, 0 if cu_seqlens is None else cu_seqlens.data_ptr(), o.data_ptr()),
+        *(source_at, written_at, indices_at, 0 if accepted is None else accepted.data_ptr()),
+        *(source_row, written_row, indices_row),
     )
     runtime.launch(launch.launcher, launch.grid, plan.arch, o, values)
     del kept  # copies live until the launch is queued; the allocator reuses them in stream order

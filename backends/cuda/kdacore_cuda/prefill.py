@@ -12,7 +12,7 @@ from kdacore_cuda import runtime
 from kdacore_cuda.arrays import Plans, build_arch, contiguous_strides, flat, is_wide, pointer, rows, spec_type
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.layout import FLAGS, GATES, PREFILL, TYPES
-from kdacore_cuda.variants import cluster_size, prefill_kernel, prefill_shared, prefill_threads
+from kdacore_cuda.prefill_kernels import cluster_size, prefill_kernel, prefill_shared, prefill_threads
 
 SAFE_BOUND = -5.0
 """Log decays of one token at least this large let one product cover 16 tokens."""
@@ -28,7 +28,9 @@ def is_safe(request: Request) -> bool:
 @cache
 def _launcher(K: int, cluster: int, safe: bool, float_gate: bool, arch: str) -> Launcher:
     kernel = prefill_kernel(K, cluster, safe, float_gate, arch)
-    return Launcher(kernel, PREFILL, prefill_threads(K, cluster, arch), prefill_shared(K, cluster, arch))
+    return Launcher(
+        kernel, PREFILL, prefill_threads(K, cluster, arch), prefill_shared(K, cluster, safe, arch)
+    )
 
 
 class _Plan(NamedTuple):

@@ -7,6 +7,7 @@ from itertools import product
 from typing import NamedTuple
 
 from kdacore_cuda.build import KernelSource
+from kdacore_cuda.prefill_kernels import clusters, prefill_kernel
 
 HEAD_DIMS = (64, 128)
 
@@ -81,85 +82,6 @@ def decode_kernels() -> Iterator[KernelSource]:
             yield decode_kernel(K, v_first, bf16_state, mode)
 
 
-SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024, "sm_100f": 227 * 1024, "sm_120": 99 * 1024}
-"""Dynamic shared memory a block may use, by build architecture."""
-CLUSTERS = (1, 2, 4)
-CLUSTER_ARCHS = ("sm_90a", "sm_100f")
-"""Architectures whose blocks form clusters here."""
-SHIFTED_REGISTERS = {(128, 1): (152, 200), (128, 2): (152, 184)}
-"""Registers of scan and prepare warps where warpgroups trade them, by head dim and cluster size."""
-
-
-def cluster_size(K: int, items: int, processors: int, arch: str) -> int:
-    """Blocks that share one of ``items`` sequences and heads. Depends on shapes and the device alone.
-
-    Sharing shortens one item and costs throughput, so it pays while there are multiprocessors to spare. With 64
-    columns one block's warpgroup holds the whole state, and sharing was slower when measured.
-    """
-    if arch not in CLUSTER_ARCHS or K == 64:
-        return 1
-    return max(c for c in CLUSTERS if c == 1 or items * c <= processors)
-
-
-def prefill_stages(K: int, arch: str) -> int:
-    """Chunk images in the ring: as many as fit, a multiple of 4 so that every cluster size divides it."""
-    wanted = 12 if K == 128 else 16
-    return wanted if SHARED_LIMITS.get(arch, 99 * 1024) > 200 * 1024 else 4
-
-
-def scan_warps(K: int, cluster: int, warpgroup: bool) -> int:
-    """Warps that carry the state, a block: 16 columns of V each, or 32 for want of registers."""
-    columns = K // cluster
-    return columns // 32 if columns == 128 and not warpgroup else columns // 16
-
-
-def prepare_warps(K: int, cluster: int, arch: str) -> int:
-    """Warps that prepare chunks, a block; more than stages would only wait for one another."""
-    wanted = 8 if scan_warps(K, cluster, uses_warpgroup(K, cluster, arch)) == 4 and cluster == 1 else 4
-    return min(wanted, prefill_stages(K, arch) // cluster)
-
-
-def uses_warpgroup(K: int, cluster: int, arch: str) -> bool:
-    """Does the scan use warpgroup products? They take 64 columns of V at a time."""
-    return arch == "sm_90a" and K // cluster >= 64
-
-
-def prefill_threads(K: int, cluster: int, arch: str = "sm_90a") -> int:
-    """Block size of :func:`prefill_kernel`."""
-    return 32 * (scan_warps(K, cluster, uses_warpgroup(K, cluster, arch)) + prepare_warps(K, cluster, arch))
-
-
-def prefill_kernel(K: int, cluster: int, safe: bool, float_gate: bool, arch: str = "sm_90a") -> KernelSource:
-    """The fused prefill kernel for one head dim (K = V), cluster size, gate range and dtype of ``g``."""
-    scan, prepare = SHIFTED_REGISTERS.get((K, cluster), (0, 0)) if arch == "sm_90a" else (0, 0)
-    defines = (
-        ("K_DIM", K),
-        ("V_DIM", K),
-        ("CLUSTER", cluster),
-        ("SAFE", int(safe)),
-        ("G_FLOAT", int(float_gate)),
-        ("WARPGROUP", int(uses_warpgroup(K, cluster, arch))),
-        ("STAGES", prefill_stages(K, arch)),
-        ("PREPARE_WARPS", prepare_warps(K, cluster, arch)),
-        ("SHARED_LIMIT", prefill_shared(K, cluster, arch)),
-        ("SLICE_UNROLL", 2 if safe else 1),
-        ("SCAN_REGISTERS", scan),
-        ("PREPARE_REGISTERS", prepare),
-    )
-    return KernelSource("sm90/prefill.cu", "prefill", defines)
-
-
-def prefill_shared(K: int, cluster: int, arch: str = "sm_90a") -> int:
-    """Dynamic shared memory of :func:`prefill_kernel` in bytes; chunk.cuh asserts that its layout fits."""
-    stages = prefill_stages(K, arch)
-    halves, tiles = K // 64, K // cluster // 16
-    stage = halves * 3 * 2048 + 1024 + 4 * K + 256
-    pitch = -(-stage // 1024) * 1024
-    return (
-        stages * (pitch + 16) + 5 * tiles * 512 + prepare_warps(K, cluster, arch) * 16 * 20 * 4 + 4 * K + 16
-    )
-
-
 STAGE_THREADS = 128
 
 
@@ -213,7 +135,5 @@ def packaged_kernels(arch: str) -> Iterator[KernelSource]:
     yield from decode_kernels()
     yield from stage_kernels()
     for K in HEAD_DIMS:
-        clusters = CLUSTERS if K == 128 and arch in CLUSTER_ARCHS else (1,)
-        for cluster in clusters:
-            for safe in (False, True):
-                yield prefill_kernel(K, cluster, safe, False, arch)
+        for cluster, safe in product(clusters(K, arch), (False, True)):
+            yield prefill_kernel(K, cluster, safe, False, arch)

@@ -247,6 +247,7 @@ inline float bf16_low(u32 x) { return emu::as_float(x << 16); }
 inline float bf16_high(u32 x) { return emu::as_float(x & 0xffff0000u); }
 inline float half_to_float(u16 x) { _Float16 h; memcpy(&h, &x, 2); return (float)h; }
 inline u16 float_to_half(float x) { const _Float16 h = (_Float16)x; u16 r; memcpy(&r, &h, 2); return r; }
+inline u32 multiply_bf16(u32 x, u32 y) { return pack_bf16(bf16_low(x) * bf16_low(y), bf16_high(x) * bf16_high(y)); }
 
 inline float shuffle_xor(float x, int mask) {
   return emu::as_float(emu::exchange({{emu::as_u32(x)}})[(emu::me->thread & 31) ^ mask].w[0]);
@@ -256,6 +257,8 @@ inline int shuffle_xor(int x, int mask) { return (int)emu::exchange({{(u32)x}})[
 inline float shuffle(float x, int lane) { return emu::as_float(emu::exchange({{emu::as_u32(x)}})[lane & 31].w[0]); }
 inline void sync_warp() { emu::exchange({}); }
 inline void sync_block() { emu::meet(emu::me->block->named[0], emu::block_threads); }
+inline void sync_pair(int barrier) { emu::meet(emu::me->block->named[barrier], 64); }
+inline int uniform(int x) { return x; }
 
 inline void store_shared(u32 a, u32 x, u32 y, u32 z, u32 w) { const u32 v[4] = {x, y, z, w}; memcpy(emu::memory(a, 16), v, 16); }
 inline void store_shared(u32 a, float x, float y) { const float v[2] = {x, y}; memcpy(emu::memory(a, 8), v, 8); }

@@ -10,7 +10,7 @@
 #include "common/ptx.cuh"
 
 // Macros from the host: K_DIM, V_DIM, CLUSTER, STAGES, PREPARE_WARPS, SAFE, G_FLOAT,
-// WARPGROUP, SHARED_LIMIT, SLICE_UNROLL, SCAN_REGISTERS, PREPARE_REGISTERS.
+// WARPGROUP, SHARED_LIMIT, SLICE_UNROLL.
 constexpr int K = K_DIM;
 constexpr int V = V_DIM;
 constexpr int C = 16;
@@ -24,8 +24,7 @@ static_assert(STAGES % CLUSTER == 0, "a stage belongs to one block of the cluste
 // So the barrier it waits on is at most one phase behind, and the parity tells which.
 static_assert(PREPARE_WARPS * CLUSTER <= STAGES, "a parity could be a full ring old");
 
-// Byte offsets in a stage. Operand rows are 128 bytes (64 channels), 16-byte pieces swizzled by row as wgmma would read
-// them; k 2^G and q 2^G of one half lie together as 32 rows.
+// Byte offsets in a stage. Operand rows are 128 bytes (64 channels), 16-byte pieces swizzled by row; k 2^G and q 2^G of one half lie together as 32 rows.
 constexpr u32 ROWS_BYTES = C * 128;
 constexpr u32 KQ_AT = 0;
 constexpr u32 KG_AT = KQ_AT + HALVES * 2 * ROWS_BYTES;
@@ -56,12 +55,5 @@ static_assert(SHARED_BYTES <= SHARED_LIMIT, "the host's shared memory size is to
 __device__ __forceinline__ u32 swizzled(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
 // Offset of half `half` of row `row` in a 16 x 16 tile with 32-byte rows, free of bank conflicts.
 __device__ __forceinline__ u32 tile_offset(int row, int half) { return row * 32 + ((half ^ (row >> 2 & 1)) << 4); }
-
-// One sequence and value head.
-struct Work {
-  int n, hv, h;
-  long long batch, first;  // batch row, first token
-  int length, chunks;
-};
 
 #endif

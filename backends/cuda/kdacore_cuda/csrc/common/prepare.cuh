@@ -1,38 +1,20 @@
 // A prepare warp turns 16 tokens of q, k, g, beta into a chunk image, alone: no barrier but those of the stages.
-//
-// Lane (g, t) = (lane / 4, lane % 4) holds tokens 2p and 2p + 1, p being g with its two low bits swapped, and 8 channels
-// (8t ..) of each slice of 32. Those are the lane's elements of the matrix unit's fragments under a permutation of
-// channels, which sums over channels do not see; the swap keeps the image's 16-byte stores free of bank conflicts.
 #ifndef KDACORE_PREPARE_CUH
 #define KDACORE_PREPARE_CUH
 
 #include "common/chunk.cuh"
-#include "common/gate.cuh"
-#include "common/loads.cuh"
-#include "generated/params.cuh"
+#include "common/tokens.cuh"
+#include "common/work.cuh"
 
 constexpr int SLICES = K / 32;
 constexpr int UNROLL = SLICE_UNROLL;
-constexpr int G_VECTORS = G_FLOAT ? 2 : 1;
 // k 2^-G carries this factor (log2) so that G down to -116 overflows nothing.
 constexpr float SHIFT = -64.0f;
 
-struct Raw {
-  uint4 k[2], q[2], g[2][G_VECTORS];
-};
-
-struct Gate {
-  int kind;
-  float unit;     // log2 decay of one unit of the gate; its inverse for the sigmoid
-  float slope;    // sigmoid: -log2(e) exp(A_log)
-  u32 closed;     // bits of an input that decays nothing
-};
-
-__device__ __forceinline__ int pair_of(int g) { return (g & 4) | (g & 1) << 1 | (g & 2) >> 1; }
-
 // This lane's channels of token 2p of the chunk to be loaded next; byte strides between tokens.
 struct Source {
-  const unsigned char *k, *q, *g, *beta;
+  const unsigned char *k, *q, *g;
+  u64 beta;
   int k_token, q_token, g_token, beta_token;
 };
 
@@ -69,66 +51,6 @@ __device__ __forceinline__ void load_rows(Raw& raw, const Refill& r) {
     load_stream(raw.q[i], r.from.q + i * r.from.q_token + 64 * r.slice, i < r.left);
   }
 }
-
-// Tokens past the end: nothing in, no decay.
-__device__ __forceinline__ void clear_past_end(Raw& raw, int left, u32 closed) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (i < left) continue;
-    raw.k[i] = raw.q[i] = make_uint4(0, 0, 0, 0);
-#pragma unroll
-    for (int j = 0; j < G_VECTORS; ++j) raw.g[i][j] = make_uint4(closed, closed, closed, closed);
-  }
-}
-
-__device__ __forceinline__ u32 word(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
-__device__ __forceinline__ float element(const uint4& x, int e) {
-  const u32 w = word(x, e >> 1);
-  return e & 1 ? bf16_high(w) : bf16_low(w);
-}
-__device__ __forceinline__ float gate_input(const Raw& raw, int i, int e) {
-#if G_FLOAT
-  return __uint_as_float(word(raw.g[i][e >> 2], e & 3));
-#else
-  return element(raw.g[i][0], e);
-#endif
-}
-
-// log2 decays of both tokens.
-__device__ __forceinline__ void gate_steps(const Raw& raw, const Gate& gate, u32 bias_at, float (&s)[2][8]) {
-  if (gate.kind == GATE_LOG) {
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      s[0][e] = gate_input(raw, 0, e) * LOG2E;
-      s[1][e] = gate_input(raw, 1, e) * LOG2E;
-    }
-    return;
-  }
-  const float4 b0 = load_shared4(bias_at), b1 = load_shared4(bias_at + 16);
-  const float bias[8] = {b0.x, b0.y, b0.z, b0.w, b1.x, b1.y, b1.z, b1.w};
-#if !SAFE
-  if (gate.kind == GATE_SOFTPLUS) {
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) s[i][e] = softplus(gate_input(raw, i, e) + bias[e]) * gate.unit;
-    }
-    return;
-  }
-#endif
-#pragma unroll
-  for (int e = 0; e < 8; ++e) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      s[i][e] = reciprocal(exp2_fast(gate_input(raw, i, e) * gate.slope + bias[e]) * gate.unit + gate.unit);
-    }
-  }
-}
-
-struct Lane {
-  int lane, g, t, p;
-  float bit[3];  // the bits of p, as factors
-};
 
 // Steps to their sums from the chunk's first token, inclusive; `total` gets the whole chunk's. Sums of earlier tokens
 // never depend on later ones.
@@ -281,39 +203,6 @@ __device__ __forceinline__ void prepare_chunk(Raw& raw, Source& from, const Gate
   store_inverse(stage, scratch, l.lane);
 }
 
-// Bits of beta of both tokens, left as they are: converting them here would wait for the load.
-__device__ __forceinline__ void load_beta(const PrefillParams& p, const Source& from, int left, u32 (&beta)[2]) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    beta[i] = 0;
-    if (i < left) beta[i] = load_bits(reinterpret_cast<u64>(from.beta) + i * from.beta_token, p.beta_type);
-  }
-}
-
-__device__ __forceinline__ float activate_beta(const PrefillParams& p, u32 bits, bool real) {
-  float beta = from_bits(bits, p.beta_type);
-  if (p.flags & FLAG_BETA_SIGMOID) beta = sigmoid(beta);
-  if (p.flags & FLAG_NEG_EIGVAL) beta *= 2.0f;
-  return real ? beta : 0.0f;
-}
-
-__device__ __forceinline__ Gate make_gate(const PrefillParams& p, int hv) {
-  const float a = p.A_log ? exp2_fast(LOG2E * reinterpret_cast<const float*>(p.A_log)[hv]) : 1.0f;
-  const float unit = p.gate == GATE_SOFTPLUS ? -LOG2E * a : LN2 / p.lower_bound;
-  // A very negative float32, or two of bfloat16.
-  const u32 closed = p.gate == GATE_LOG ? 0u : (G_FLOAT ? 0xf149f2cau : 0xf149f149u);
-  return {p.gate, unit, -LOG2E * a, closed};
-}
-
-// Per channel what gate_steps adds: the bias itself, or the bias times the sigmoid's slope.
-__device__ __forceinline__ void store_bias(const PrefillParams& p, int hv, float* bias) {
-  const Gate gate = make_gate(p, hv);
-  for (int c = thread_index(); c < K; c += THREADS) {
-    const float b = p.dt_bias ? load_scalar(p.dt_bias, (long long)hv * K + c, p.bias_type) : 0.0f;
-    bias[c] = gate.kind == GATE_SIGMOID ? gate.slope * b : b;
-  }
-}
-
 // Publish a finished stage: to this block's scan warps, and as a bulk copy to the other blocks of the cluster.
 __device__ __forceinline__ void publish(u32 stage, u32 full, int lane, int rank) {
 #if CLUSTER > 1 || WARPGROUP
@@ -346,19 +235,12 @@ __device__ __forceinline__ Source make_source(const PrefillParams& p, const Work
   s.q = reinterpret_cast<const unsigned char*>(p.q + 2 * (w.batch * p.q_sb + w.h * p.q_sh) + at * s.q_token + 16 * l.t);
   s.g = reinterpret_cast<const unsigned char*>(p.g + g_size * (w.batch * p.g_sb + w.hv * p.g_sh) + at * s.g_token +
                                                8 * g_size * l.t);
-  s.beta = reinterpret_cast<const unsigned char*>(p.beta + beta_size * (w.batch * p.beta_sb + w.hv * p.beta_sh) +
-                                                  at * s.beta_token);
+  s.beta = p.beta + beta_size * (w.batch * p.beta_sb + w.hv * p.beta_sh) + at * s.beta_token;
   return s;
 }
 
 __device__ __forceinline__ void prepare_warp(const PrefillParams& p, const Work& work, u32 shared, int warp, int rank) {
-  Lane l;
-  l.lane = thread_index() & 31;
-  l.g = l.lane >> 2;
-  l.t = l.lane & 3;
-  l.p = pair_of(l.g);
-#pragma unroll
-  for (int i = 0; i < 3; ++i) l.bit[i] = (float)(l.p >> i & 1);
+  const Lane l = make_lane();
   const Gate gate = make_gate(p, work.hv);
   const u32 scratch = shared + SCRATCH_AT + warp * C * SCRATCH_PITCH * 4;
   constexpr int STRIDE = PREPARE_WARPS * CLUSTER;
@@ -368,7 +250,7 @@ __device__ __forceinline__ void prepare_warp(const PrefillParams& p, const Work&
   u32 beta[2];
   load_gate(raw, {from, 0, left});
   load_rows(raw, {from, 0, left});
-  load_beta(p, from, left, beta);
+  load_beta(p, from.beta, from.beta_token, left, beta);
   for (; c < work.chunks; c += STRIDE, left -= STRIDE * C) {
     const int slot = c % STAGES;
     Scalars s;
@@ -377,7 +259,7 @@ __device__ __forceinline__ void prepare_warp(const PrefillParams& p, const Work&
     const u32 stage = shared + STAGES_AT + slot * STAGE_PITCH;
     const Free free = {shared + EMPTY_AT + 8 * slot, (u32)(c / STAGES & 1) ^ 1};
     prepare_chunk(raw, from, gate, p, l, s, left, STRIDE * C, free, stage, scratch, shared + BIAS_AT);
-    load_beta(p, from, left - STRIDE * C, beta);
+    load_beta(p, from.beta, from.beta_token, left - STRIDE * C, beta);
     publish(stage, shared + FULL_AT + 8 * slot, l.lane, rank);
   }
 }

@@ -4,8 +4,7 @@
 #define KDACORE_SCAN_CUH
 
 #include "common/chunk.cuh"
-#include "common/loads.cuh"
-#include "generated/params.cuh"
+#include "common/work.cuh"
 #if WARPGROUP
 #include "sm90/wgmma.cuh"
 #endif
@@ -184,24 +183,10 @@ __device__ __forceinline__ void fetch_values(const ScanLane& l, const unsigned c
 }
 
 #if WARPGROUP
-#include "sm90/scan_warpgroup.cuh"
+#include "common/scan_warpgroup.cuh"
 #else
 #include "common/scan_warp.cuh"
 #endif
-
-// Row of the first checkpoint of sequence n of a pack.
-__device__ __forceinline__ long long first_checkpoint(const PrefillParams& p, const Work& work, int lane) {
-  if (!p.cu_seqlens) return work.n * ((p.T + p.ckpt_every - 1) / p.ckpt_every);
-  int rows = 0;
-  for (int m = lane; m < work.n; m += 32) {
-    const bool wide = p.flags & FLAG_CU64;
-    const long long length = load_index(p.cu_seqlens, m + 1, wide) - load_index(p.cu_seqlens, m, wide);
-    rows += (int)((length + p.ckpt_every - 1) / p.ckpt_every);
-  }
-#pragma unroll
-  for (int mask = 16; mask; mask >>= 1) rows += shuffle_xor(rows, mask);
-  return rows;
-}
 
 __device__ __forceinline__ void scan_warp(const PrefillParams& p, const Work& work, u32 shared, int warp, int rank) {
   ScanLane l;
@@ -265,11 +250,11 @@ __device__ __forceinline__ void scan_warp(const PrefillParams& p, const Work& wo
       finish_chunk(state);
       sync_warp();
       if (l.lane == 0) {
-  #if CLUSTER > 1
+#if CLUSTER > 1
         barrier_arrive_remote(cluster_address(shared + EMPTY_AT + 8 * slot, slot % CLUSTER));
-  #else
+#else
         barrier_arrive(shared + EMPTY_AT + 8 * slot);
-  #endif
+#endif
       }
       o += o_chunk;
       left -= C;

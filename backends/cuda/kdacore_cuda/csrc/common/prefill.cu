@@ -1,0 +1,45 @@
+// chunk_kda, inference: one launch, nothing but inputs and outputs in device memory. For every architecture; head dims of 128
+// have a kernel of their own on Hopper, sm90/prefill.cu.
+//
+// A cluster of CLUSTER blocks takes one sequence and value head; a block carries V / CLUSTER columns of the state. Eight
+// prepare warps a block run ahead, each turning every eighth chunk (of this block's share) into an image in a ring of
+// shared memory stages, copied to the other blocks of the cluster; scan warps consume the images in order. A block
+// waits only for its own cluster, so any number of clusters may be in flight.
+#include "common/prepare.cuh"
+#include "common/scan.cuh"
+
+#if CLUSTER > 1
+#define TOGETHER KDA_CLUSTER(CLUSTER)
+#else
+#define TOGETHER
+#endif
+
+KDA_KERNEL(THREADS, 1) TOGETHER prefill(KDA_PARAM PrefillParams p) {
+  KDA_SHARED(memory);
+  const u32 shared = shared_address(memory);
+  const int warp = thread_index() >> 5, rank = block_index() % CLUSTER;
+  if (thread_index() < STAGES) {
+    barrier_init(shared + FULL_AT + 8 * thread_index(), 1);
+    barrier_init(shared + EMPTY_AT + 8 * thread_index(), CLUSTER * SCAN_WARPS);
+#if CLUSTER > 1
+    fence_barrier_init();
+#endif
+  }
+  const Work work = make_work(p, block_index() / CLUSTER, C, reinterpret_cast<int*>(memory + VALUES_AT),
+                              reinterpret_cast<int*>(memory + PICK_AT));
+  store_bias(p, work.hv, reinterpret_cast<float*>(memory + BIAS_AT), THREADS);
+#if CLUSTER > 1
+  sync_block();
+  sync_cluster();
+#else
+  sync_block();
+#endif
+  if (warp < SCAN_WARPS) {
+    scan_warp(p, work, shared, warp, rank);
+  } else {
+    prepare_warp(p, work, shared, warp - SCAN_WARPS, rank);
+  }
+#if CLUSTER > 1
+  sync_cluster();  // no block may leave while another still writes to it
+#endif
+}

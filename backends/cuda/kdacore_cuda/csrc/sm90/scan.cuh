@@ -1,0 +1,279 @@
+// A scan warp carries 16 columns of the state through the sequence, four warps a warpgroup. The state lies transposed (V by K)
+// in float32 accumulators, so that its bf16 copy is at once the next product's left operand; tokens sit on the narrow side.
+#ifndef KDACORE_SCAN_CUH
+#define KDACORE_SCAN_CUH
+
+#include "common/work.cuh"
+#include "sm90/image.cuh"
+#include "sm90/wgmma.cuh"
+
+constexpr int K_TILES = K / 16;
+
+struct ScanState {
+  float s[2 * K_TILES][4];
+};
+
+struct ScanLane {
+  int lane, g, t;
+  int v0;           // first column of V of this warp
+  u32 values, out;  // this warp's rings in shared memory
+  // Offsets of what this lane reads or writes: its row and its 16-byte piece of a tile of V or o, its row of a triangle.
+  u32 tile, piece, triangle;
+  u64 kq, kg;  // descriptors of stage 0's operands
+};
+
+constexpr int WARP_V = 16;  // columns of V of a warp
+
+// Calls f(element, its offset) for every state element; offsets count elements of a [K, V] or [V, K] matrix.
+template <class F>
+__device__ __forceinline__ void each_element(ScanState& state, const ScanLane& l, int flags, F f) {
+  const int k_step = opaque(flags & FLAG_V_FIRST ? 1 : V), v_step = opaque(flags & FLAG_V_FIRST ? K : 1);
+  const int first = 2 * l.t * k_step + (l.v0 + l.g) * v_step;
+#pragma unroll
+  for (int j = 0; j < 2 * K_TILES; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) f(state.s[j][e], first + (8 * j + (e & 1)) * k_step + 8 * (e >> 1) * v_step);
+  }
+}
+
+__device__ __forceinline__ void read_state(ScanState& state, const ScanLane& l, u64 base, int flags) {
+  if (flags & FLAG_STATE_BF16) {
+    each_element(state, l, flags, [&](float& x, int at) { x = bf16_low(reinterpret_cast<const u16*>(base)[at]); });
+  } else {
+    each_element(state, l, flags, [&](float& x, int at) { x = reinterpret_cast<const float*>(base)[at]; });
+  }
+}
+
+__device__ __forceinline__ void write_state(ScanState& state, const ScanLane& l, u64 base, int flags) {
+  if (flags & FLAG_STATE_BF16) {
+    each_element(state, l, flags, [&](float& x, int at) { reinterpret_cast<u16*>(base)[at] = (u16)pack_bf16(x, 0.0f); });
+  } else {
+    each_element(state, l, flags, [&](float& x, int at) { reinterpret_cast<float*>(base)[at] = x; });
+  }
+}
+
+// Left operand (16 columns of V by 16 channels) of k-tile kk.
+__device__ __forceinline__ void state_operand(const ScanState& state, int kk, u32 (&a)[4]) {
+  const float(&x)[4] = state.s[2 * kk];
+  const float(&y)[4] = state.s[2 * kk + 1];
+  a[0] = pack_bf16(x[0], x[1]);
+  a[1] = pack_bf16(x[2], x[3]);
+  a[2] = pack_bf16(y[0], y[1]);
+  a[3] = pack_bf16(y[2], y[3]);
+}
+
+// The chunk's total decay of this lane's channels of k-tile kk.
+__device__ __forceinline__ float4 load_decay(u32 stage, int kk, int t) {
+  return load_shared4(stage + DECAY_AT + 64 * kk + 16 * t);
+}
+__device__ __forceinline__ void decay_state(ScanState& state, int kk, const float4& d) {
+  float(&x)[4] = state.s[2 * kk];
+  float(&y)[4] = state.s[2 * kk + 1];
+  x[0] *= d.x, x[1] *= d.y, x[2] *= d.x, x[3] *= d.y;
+  y[0] *= d.z, y[1] *= d.w, y[2] *= d.z, y[3] *= d.w;
+}
+
+// Where a chunk's image is. `full` is its barrier, waited for at `parity`.
+struct Stage {
+  u32 slot, base, full, parity;
+};
+
+// Transposed products: [i] is x of tokens 8i to 8i + 7, [4 + i] their o.
+struct Tokens {
+  float xo[8][4];
+};
+
+// The four floats of scalar row `which` this lane's token columns of a half need: tokens 2t, 2t+1 and 8+2t, 8+2t+1.
+struct Columns {
+  float c[2][2];
+};
+__device__ __forceinline__ Columns columns(u32 stage, int which, int half, int t) {
+  const u32 at = stage + SCALARS_AT + 4 * C * which + 4 * HALF * half + 8 * t;
+  const float2 a = load_shared2(at), b = load_shared2(at + 32);
+  return {{{a.x, a.y}, {b.x, b.y}}};
+}
+
+// What solving a half needs besides x, loaded ahead of it.
+struct Solver {
+  Columns beta, r;
+  u32 inverse[4], v[4];
+};
+
+__device__ __forceinline__ void load_solver(Solver& s, const ScanLane& l, u32 stage, int half, u32 values) {
+  load_matrix4_transposed(s.v, values + half * TILE_BYTES + l.tile);
+  s.beta = columns(stage, 0, half, l.t);
+  s.r = columns(stage, 1, half, l.t);
+  load_matrix4(s.inverse, stage + T_AT + half * TRIANGLE_BYTES + l.triangle);
+}
+
+// A half's 16 x 16 triangle (or the one across) times w, added to tiles x and y.
+__device__ __forceinline__ void add_triangle(float (&x)[4], float (&y)[4], const u32 (&w)[4], const u32 (&b)[4]) {
+  mma_bf16(x, w, b[0], b[1]);
+  mma_bf16(y, w, b[2], b[3]);
+}
+
+// From x to w = r T beta (v - r x), as the left operand (16 columns of V by 16 tokens) of what follows.
+__device__ __forceinline__ void solve(const Tokens& tok, int half, const Solver& s, u32 (&w)[4]) {
+  float rest[2][4];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const u32 pair = s.v[2 * i + (e >> 1)];
+      const float value = e & 1 ? bf16_high(pair) : bf16_low(pair);
+      rest[i][e] = s.beta.c[i][e & 1] * (value - s.r.c[i][e & 1] * tok.xo[2 * half + i][e]);
+    }
+  }
+  const u32 a[4] = {pack_bf16(rest[0][0], rest[0][1]), pack_bf16(rest[0][2], rest[0][3]), pack_bf16(rest[1][0], rest[1][1]),
+                    pack_bf16(rest[1][2], rest[1][3])};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) rest[i][e] *= s.r.c[i][e & 1];
+  }
+  add_triangle(rest[0], rest[1], a, s.inverse);
+  w[0] = pack_bf16(rest[0][0], rest[0][1]);
+  w[1] = pack_bf16(rest[0][2], rest[0][3]);
+  w[2] = pack_bf16(rest[1][0], rest[1][1]);
+  w[3] = pack_bf16(rest[1][2], rest[1][3]);
+}
+
+// o of a chunk times its factor, on its way out.
+struct Output {
+  u32 o[2][4];
+};
+
+__device__ __forceinline__ void pack_output(Output& out, const Tokens& tok, u32 stage, int t) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const Columns factor = columns(stage, 2, half, t);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* x = &tok.xo[4 + 2 * half + (i >> 1)][2 * (i & 1)];
+      out.o[half][i] = pack_bf16(x[0] * factor.c[i >> 1][0], x[1] * factor.c[i >> 1][1]);
+    }
+  }
+}
+
+// To global memory, through shared memory so that rows of 32 bytes leave whole: lane l stores half l % 2 of the rows of
+// tokens l / 2 and 16 + l / 2, of which `left` tells how many are real, at `to`. Three steps, so that others go between.
+__device__ __forceinline__ void write_output(const Output& out, const ScanLane& l) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) store_matrix4_transposed(l.out + half * TILE_BYTES + l.tile, out.o[half]);
+}
+__device__ __forceinline__ void read_output(uint4 (&rows)[2], const ScanLane& l) {
+  sync_warp();
+#pragma unroll
+  for (int half = 0; half < 2; ++half) rows[half] = load_shared_u4(l.out + half * TILE_BYTES + l.piece);
+}
+__device__ __forceinline__ void store_output(const uint4 (&rows)[2], unsigned char* to, long long half_step, int left) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (left > HALF * half) store_global(to + half * half_step, rows[half]);
+  }
+}
+
+// One lane's 16 bytes of V of the chunk's tokens l / 2 and 16 + l / 2 into ring slot `slot`; zeros past the end.
+__device__ __forceinline__ void fetch_values(const ScanLane& l, const unsigned char* from, long long half_step,
+                                             const unsigned char* none, int slot, int left) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const bool real = left > HALF * half;
+    copy_async16(l.values + (2 * slot + half) * TILE_BYTES + l.piece, real ? from + half * half_step : none, real);
+  }
+}
+
+#include "sm90/scan_chunk.cuh"
+
+__device__ __forceinline__ void scan_warp(const PrefillParams& p, const Work& work, u32 shared, int warp, int rank) {
+  ScanLane l;
+  l.lane = opaque(thread_index() & 31);
+  l.g = l.lane >> 2;
+  l.t = l.lane & 3;
+  l.tile = opaque(tile_offset((l.lane >> 4) * 8 + (l.lane & 7), l.lane >> 3 & 1));
+  l.piece = opaque(tile_offset(l.lane >> 1, l.lane & 1));
+  l.triangle = opaque((l.lane >> 4) * 128 + (l.lane & 7) * 16 + (l.lane >> 3 & 1) * 256);
+  l.v0 = rank * BLOCK_V + warp * WARP_V;
+  l.values = opaque(shared + VALUES_AT + warp * V_DEPTH * 2 * TILE_BYTES);
+  l.out = opaque(shared + OUT_AT + warp * 2 * TILE_BYTES);
+  l.kq = operand_descriptor(shared + STAGES_AT + KQ_AT, 16, 1024);
+  l.kg = operand_descriptor(shared + STAGES_AT + KG_AT, ROWS_BYTES, 1024);
+  // This lane's 16 bytes of a chunk's V and o.
+  const int token = l.lane >> 1, at_v = l.v0 + 8 * (l.lane & 1);
+  const long long v_chunk = 2ll * C * p.v_st, o_chunk = 2ll * C * p.HV * V;
+  const unsigned char* v = reinterpret_cast<const unsigned char*>(
+      p.v + 2 * (work.batch * p.v_sb + (work.first + token) * p.v_st + work.hv * p.v_sh + at_v));
+  unsigned char* o = reinterpret_cast<unsigned char*>(
+      p.o + 2 * (((work.batch * p.T + work.first + token) * p.HV + work.hv) * V + at_v));
+  const unsigned char* none = reinterpret_cast<const unsigned char*>(p.v);  // valid, not read
+  int left = work.length - token;  // real if positive
+#pragma unroll
+  for (int c = 0; c < V_DEPTH - 1; ++c) {
+    fetch_values(l, v, v_chunk / 2, none, c, left - c * C);
+    copy_async_commit();
+    v += v_chunk;
+  }
+  const int state_size = p.flags & FLAG_STATE_BF16 ? 2 : 4;
+  const long long matrix = (long long)K * V * state_size;
+  ScanState state = {};
+  if (p.h0) read_state(state, l, p.h0 + ((long long)work.n * p.HV + work.hv) * matrix, p.flags);
+  u64 ckpt = 0;
+  if (p.ckpt_every) ckpt = p.ckpt + (first_checkpoint(p, work, l.lane) * p.HV + work.hv) * matrix;
+  u32 slot = 0, parity = 0;
+  int ring = 0, c = 0;
+  Output out = {};  // of the chunk before, stored while the matrix unit works on the next
+  int out_left = 0;
+  o -= o_chunk;
+  const int block = p.ckpt_every ? p.ckpt_every / C : work.chunks;  // chunks between states written
+  while (true) {
+    u64 to = 0;
+    if (c == work.chunks) {
+      if (p.ht) to = p.ht + ((long long)work.n * p.HV + work.hv) * matrix;
+    } else {
+      to = ckpt;
+      ckpt += p.ckpt_every ? p.HV * matrix : 0;
+    }
+    if (to) write_state(state, l, to, p.flags);
+    if (c == work.chunks) break;
+    const int end = work.chunks - c < block ? work.chunks : c + block;
+#pragma unroll 1
+    for (; c < end; ++c) {
+      const Stage at = {slot, shared + STAGES_AT + slot * STAGE_PITCH, shared + FULL_AT + 8 * slot, parity};
+      scan_chunk(
+          state, out, l, at, l.values + ring * 2 * TILE_BYTES,
+          [&](const uint4(&rows)[2]) {
+            store_output(rows, o, o_chunk / 2, out_left);
+            o += o_chunk;
+            out_left = left;
+            copy_async_wait<V_DEPTH - 2>();
+            sync_warp();
+          },
+          [&] {
+            fetch_values(l, v, v_chunk / 2, none, ring == 0 ? V_DEPTH - 1 : ring - 1, left - (V_DEPTH - 1) * C);
+            copy_async_commit();
+            v += v_chunk;
+            left -= C;
+            ring = ring + 1 == V_DEPTH ? 0 : ring + 1;
+          });
+      sync_warp();
+      if (l.lane == 0) {
+#if CLUSTER > 1
+        barrier_arrive_remote(cluster_address(shared + EMPTY_AT + 8 * slot, slot % CLUSTER));
+#else
+        barrier_arrive(shared + EMPTY_AT + 8 * slot);
+#endif
+      }
+      if (++slot == STAGES) {
+        slot = 0;
+        parity ^= 1;
+      }
+    }
+  }
+  uint4 rows[2];
+  write_output(out, l);
+  read_output(rows, l);
+  store_output(rows, o, o_chunk / 2, out_left);
+  copy_async_wait<0>();
+}
+
+#endif

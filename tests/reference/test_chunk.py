@@ -25,6 +25,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"gate": "softplus", "HV": 4},
     {"gate": "sigmoid", "lower_bound": -5.0, "safe_gate": True},
     {"scale": 0.0, "gates": "slow"},
+    {"scale": 0.0, "qk_l2norm": True},
+    {"scale": 1e-25, "qk_l2norm": True, "HV": 4},
     {"op": "chunk_gated_delta_rule", "HV": 4},
     {"op": "chunk_gated_delta_rule", "gate": "softplus"},
     {"op": "chunk_gated_delta_rule", "gate": "sigmoid", "lower_bound": -2.0, "qk_l2norm": True},
@@ -148,12 +150,17 @@ def test_near_collinear_keys_with_beta_near_one(
     check(call, backend, error, bounds["float32"], factor=2)
 
 
-def test_unbounded_gate_from_raw_inputs_of_any_size(
-    make_call: Make, backend: Backend, error: Error, bounds: Any
+@pytest.mark.parametrize(
+    "options, far", [({"gate": "softplus"}, 1.0), ({"gate": "sigmoid", "lower_bound": -5.0}, 10.0)], ids=str
+)
+def test_gates_from_raw_inputs_of_any_size(
+    options: dict[str, Any], far: float, make_call: Make, backend: Backend, error: Error, bounds: Any
 ) -> None:
-    """Raw gates far out on both sides: decays of exactly 1 and of e^-60, and the gradient of A_log."""
-    call = make_call(T=150, H=2, K=16, V=16, gate="softplus")
-    raw = np.where(call.rng.random(call.inputs.g.shape) < 0.3, 50.0, -30.0).astype(np.float32)
+    """Raw gates far out on both sides: decays of exactly 1 and of e^-60, or both ends of the bounded gate, where its
+    exponential overflows without a warning; and the gradient of A_log."""
+    call = make_call(T=150, H=2, K=16, V=16, **options)
+    kind = call.rng.random(call.inputs.g.shape)
+    raw = np.where(kind < 0.6, np.where(kind < 0.2, 50 * far, -30 * far), call.inputs.g).astype(np.float32)
     check(call.replaced(g=raw), backend, error, bounds["float32"], factor=2)
 
 

@@ -30,10 +30,13 @@ def everything(backend: Backend, call: Any, grads: Any) -> list[Any]:
     return [out.o, out.final_state, *op.backward(call.request, call.inputs, out.saved, grads)]
 
 
+@pytest.mark.parametrize("options", [{"B": 2}, {"H": 20}, {"lengths": [700, 0, 1, 130], "H": 12}], ids=str)
 def test_threads_do_not_change_a_bit(
-    make_call: Make, backend: Backend, request: pytest.FixtureRequest
+    options: dict[str, Any], make_call: Make, backend: Backend, request: pytest.FixtureRequest
 ) -> None:
-    call = make_call(B=2, T=300, H=8, K=16, V=16, needs_grad=True, gate="softplus")
+    """One unit of many slabs, several units, and sequences of different lengths in one."""
+    sizes = {"T": 600, "H": 8, "K": 16, "V": 16, "needs_grad": True, "gate": "softplus"}
+    call = make_call(**{**sizes, **options})
     grads = call.grads()
     one = everything(backend, call, grads)
     request.getfixturevalue("four_threads")
@@ -43,7 +46,11 @@ def test_threads_do_not_change_a_bit(
 
 
 @pytest.mark.usefixtures("four_threads")
-def test_an_error_in_a_thread_is_raised(make_call: Make, backend: Backend, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("part", ["interact", "store", "scatter"])
+def test_an_error_in_a_thread_is_raised(
+    part: str, make_call: Make, backend: Backend, monkeypatch: Any
+) -> None:
+    """While a slab is prepared, scanned or finished: the threads that wait for it stop too."""
     from kdacore_reference import chunk_forward
 
     seen = []
@@ -52,7 +59,7 @@ def test_an_error_in_a_thread_is_raised(make_call: Make, backend: Backend, monke
         seen.append(threading.current_thread())
         raise FloatingPointError("broken on purpose")
 
-    monkeypatch.setattr(chunk_forward, "interact", broken)
+    monkeypatch.setattr(chunk_forward, part, broken)
     call = make_call(T=1000, H=8)
     with pytest.raises(FloatingPointError, match="broken on purpose"):
         backend.ops["chunk_kda"].forward(call.request, call.inputs)

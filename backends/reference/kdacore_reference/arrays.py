@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from typing import Any, TypeVar
 from typing import cast as typed
 
-from array_api_compat import array_namespace, device
+import numpy as np
+from array_api_compat import array_namespace, device, is_numpy_array
 
 from kdacore.types import Array, Request
 from kdacore_reference.exact import to_int64
@@ -82,6 +84,19 @@ def add_at(array: Array, where: Any, values: Array) -> Array:
     return array
 
 
+def store(target: Array, where: Any, function: Callable[..., Array], *args: Array) -> Array:
+    """``target`` after ``target[where] = function(*args)``, without a temporary where the array kind knows ``out=``."""
+    if is_jax(target):
+        return target.at[where].set(function(*args))
+    function(*args, out=target[where])
+    return target
+
+
+def overflow_to_inf(array: Array) -> AbstractContextManager[Any]:
+    """Inside, an overflow is the infinity it is in the other libraries, without NumPy's warning."""
+    return np.errstate(over="ignore") if is_numpy_array(array) else nullcontext()
+
+
 def compiled_for_jax(static: tuple[str, ...] = ()) -> Callable[[F], F]:
     """Decorator: under JAX the function runs through ``jax.jit``, where eager calls would compile every operation.
 
@@ -110,6 +125,14 @@ def dense(array: Array) -> Array:
     """The same values in row-major order; the array itself when it is that already."""
     xp = array_namespace(array)
     return xp.reshape(xp.reshape(array, (-1,)), array.shape)
+
+
+def unit_stride(array: Array) -> Array:
+    """The same values with neighbours along the last axis; the array itself where they are."""
+    if is_jax(array):
+        return array
+    step = array.strides[-1] // array.itemsize if is_numpy_array(array) else array.stride(-1)
+    return array if step == 1 else dense(array)
 
 
 def fold_sum(array: Array) -> Array:

@@ -11,15 +11,17 @@ from typing import NamedTuple
 from array_api_compat import array_namespace
 
 from kdacore.types import Array, ChunkInputs, InputGrads, OutputGrads, Request
-from kdacore_reference.arrays import beside, cast, fold_sum, plain, put
+from kdacore_reference.arrays import add_at, beside, cast, fold_sum, plain, put, store
 from kdacore_reference.chunk_forward import Saved, chunk_saved, state_layout
 from kdacore_reference.gates import beta_backward, gate_backward, l2norm_backward
-from kdacore_reference.intra import Carried, carry_and_keep, solving
+from kdacore_reference.intra import Carried, carry_and_keep
 from kdacore_reference.intra_backward import IntraGrads, interact_backward
 from kdacore_reference.parallel import run_units
 from kdacore_reference.plan import Slab, Unit, plan_units
 from kdacore_reference.sequences import sequences_of
 from kdacore_reference.tokens import (
+    KEYS,
+    QUERIES,
     Tokens,
     empty_rows,
     flat_rows,
@@ -27,6 +29,7 @@ from kdacore_reference.tokens import (
     gate_slices,
     gather,
     index,
+    key_and_query,
     mask_of,
     masked,
     scatter,
@@ -50,18 +53,29 @@ def chunk_backward(
     """
     kept = Saved(*saved) if saved else chunk_saved(request, inputs)
     run = BackwardRun(request, inputs, kept, grads)
-    run_units(request.kind, run.unit, plan_units(request, run.sequences, BLOCKS))
+    run_units(request.kind, run, run.units)
     return run.results()
 
 
-class SlabGrads(NamedTuple):
-    """What flows through the scan of one slab, block after block."""
+class Prepared(NamedTuple):
+    """A slab before it meets the gradient of a state."""
 
-    read: Array
-    """``[n, H, G, C, 2, V]``: of ``k_start S`` (0) and ``q_start S`` (1)."""
-    beta: Array
-    """``[n, H, G, C]``."""
-    k_end: Array
+    x: Tokens
+    carried: Carried
+    kept: Saved
+    do: Array
+    """``[n, H, G, C, V]``."""
+    derrors: Array
+    """As ``do``: gradient of ``errors`` from the outputs of the same chunk."""
+
+
+class Scanned(NamedTuple):
+    """A slab once that is known."""
+
+    prepared: Prepared
+    dread: Array
+    """``[n, H, G, C, 2, V]``: of what key rows (0) and query rows (1) read; the former is that of ``v``."""
+    dend: Array
     log_total: Array
     """``[n, H, G, K or 1]``."""
 
@@ -87,20 +101,23 @@ class BackwardRun:
         if grads.final_state is not None:
             given = cast(grads.final_state, flat.dtype)
             self.dstate = put(self.dstate, (...,), state_layout(given, request))
-        # Sums over tokens, kept apart by sequence so that their order depends on no other sequence.
-        self.dA_log = xp.zeros((request.N, request.HV), **where)
-        self.dbias = xp.zeros((request.N, request.HV, self.gate_width), **where)
+        self.units = plan_units(request, self.sequences, BLOCKS)
+        # Sums over the tokens of each block of a slab, by unit and first chunk: to be added up in one order only.
+        self.dA_parts: dict[tuple[int, int], Array] = {}
+        self.dbias_parts: dict[tuple[int, int], Array] = {}
 
-    def unit(self, unit: Unit) -> None:
-        """Scans the unit's sequences in lock step from their ends."""
-        H = unit.heads.stop - unit.heads.start
-        G = self.request.HV // self.request.H
+    def slabs(self, unit: Unit) -> list[Slab]:
+        """From the sequences' ends."""
+        return unit.slabs[::-1]
+
+    def begin(self, unit: Unit) -> Array:
+        H, G = unit.heads.stop - unit.heads.start, self.request.HV // self.request.H
         where = {"dtype": self.flat.dtype, "device": beside(self.flat.q)}
-        dS = self.xp.zeros((0, H, G, self.request.K, self.request.V), **where)
-        for slab in reversed(unit.slabs):
-            dS = self._slab(unit, slab, dS)
+        return self.xp.zeros((0, H, G, self.request.K, self.request.V), **where)
+
+    def end(self, unit: Unit, dS: Array) -> None:
         for i, s in enumerate(unit.sequences[: dS.shape[0]]):
-            state = self.xp.reshape(dS[i, ...], (H * G, *dS.shape[3:]))
+            state = self.xp.reshape(dS[i, ...], (-1, *dS.shape[3:]))
             self.dstate = put(self.dstate, (s.n, unit.value_heads), state)
 
     def _join(self, unit: Unit, dS: Array, count: int) -> Array:
@@ -111,23 +128,13 @@ class BackwardRun:
         more = [self.xp.reshape(self.dstate[s.n, unit.value_heads, ...], dS.shape[1:]) for s in waiting]
         return self.xp.concat([dS, self.xp.stack(more, axis=0)], axis=0)
 
-    def _slab(self, unit: Unit, slab: Slab, dS: Array) -> Array:
-        xp, request = self.xp, self.request
-        x = slab_tokens(request, self.flat, unit, slab)
-        carried = carry_and_keep(x.kq, x.decay)
+    def prepare(self, unit: Unit, slab: Slab) -> Prepared:
+        x = slab_tokens(self.request, self.flat, unit, slab)
+        carried = carry_and_keep(x.kq, -x.beta * x.kq[KEYS], x.decay)
         n, H, G, C, V = x.v.shape
         kept = self._kept(unit, slab, (n, H, G))
         do = self._output_grad(unit, slab, (n, H, G, C, V))
-
-        dread = xp.stack([xp.zeros_like(do), do], axis=-2)
-        through, dS = self._scan(unit, slab, x, carried, kept, dread, dS)
-        flat_read = xp.reshape(through.read, (n, H, G, 2 * C, V))
-        dstart = xp.reshape(flat_read @ xp.matrix_transpose(kept.states), (n, H, G, C, 2, request.K))
-        fresh = x.beta * kept.errors
-        dpairs = xp.reshape(flat_read @ xp.matrix_transpose(fresh), (n, H, G, C, 2, C))
-        dx = interact_backward(x.kq, x.decay, carried, dstart, through.k_end, through.log_total, dpairs)
-        self._store(unit, slab, x, dx, -through.read[..., 0, :], through.beta)
-        return dS
+        return Prepared(x, carried, kept, do, self.xp.matrix_transpose(kept.qks) @ do)
 
     def _kept(self, unit: Unit, slab: Slab, lead: tuple[int, int, int]) -> Saved:
         """The slab's part of what was saved, its heads as ``[n, H, G]``."""
@@ -141,70 +148,91 @@ class BackwardRun:
         if self.do is None:
             return xp.zeros(shape, dtype=flat.dtype, device=beside(flat.q))
         do = gather(self.do, slab, unit.value_heads, flat.dtype, mask_of(slab, self.do))
-        return xp.reshape(do * self.request.scale, shape)
+        return xp.reshape(do, shape)
 
-    def _scan(
-        self, unit: Unit, slab: Slab, x: Tokens, carried: Carried, kept: Saved, dread: Array, dS: Array
-    ) -> tuple[SlabGrads, Array]:
-        """Carries the gradient of the state from the slab's last chunk to its first.
-
-        ``dread`` comes with the gradient of ``q_start S``, that of ``o`` times the scale, and gets that of
-        ``k_start S``.
-        """
+    def scan(self, unit: Unit, slab: Slab, prepared: Prepared, dS: Array) -> tuple[Scanned, Array]:
+        """Carries the gradient of the state from the slab's last chunk to its first."""
         xp = self.xp
-        n, H, G, C, V = x.v.shape
-        starts = xp.matrix_transpose(xp.reshape(carried.kq_start, (n, H, G, 2 * C, -1)))
-        solve = solving(xp.matrix_transpose(kept.couplings), x.beta)
-        fresh, minus_beta = x.beta * kept.errors, -x.beta
-        dfresh_here = xp.matrix_transpose(kept.qks) @ dread[..., 1, :]
-        solved, ends, overlaps = [], [], []
+        _, carried, kept, do, derrors = prepared
+        n, H, G, C, V = do.shape
+        starts = xp.matrix_transpose(xp.reshape(carried.start, (n, H, G, 2 * C, -1)))
+        solve = xp.matrix_transpose(kept.inverses)
+        total = carried.total[..., None]
+        dread = xp.empty((n, H, G, C, 2, V), dtype=do.dtype, device=beside(do))
+        dread = put(dread, QUERIES, do)
+        dend, overlaps = xp.empty_like(carried.end), []
         for _, blocks in reversed(list(slab.steps)):
             count = blocks.stop - blocks.start
-            dS = self._join(unit, dS, count)
-            dfresh = dfresh_here[blocks, ...]
-            dfresh += carried.k_end[blocks, ...] @ dS
-            dfresh = solve[blocks, ...] @ dfresh
-            dread = put(dread, (blocks, ..., 0, slice(None)), minus_beta[blocks, ...] * dfresh)
-            solved.append(dfresh)
-            ends.append(fresh[blocks, ...] @ xp.matrix_transpose(dS))
+            if count > dS.shape[0]:
+                dS = self._join(unit, dS, count)
+            derror = derrors[blocks, ...]
+            derror += carried.end[blocks, ...] @ dS
+            dread = store(dread, (blocks, *KEYS), xp.matmul, solve[blocks, ...], derror)
+            dend = store(dend, blocks, xp.matmul, kept.errors[blocks, ...], xp.matrix_transpose(dS))
             overlaps.append(xp.vecdot(dS, kept.states[blocks, ...]))
-            dS *= carried.total[blocks, ...][..., None]
+            dS *= total[blocks, ...]
             dS += starts[blocks, ...] @ xp.reshape(dread[blocks, ...], (count, H, G, 2 * C, V))
-        solved, ends, overlaps = (xp.concat(part[::-1], axis=0) for part in (solved, ends, overlaps))
-        log_total = carried.total * overlaps
+        log_total = carried.total * xp.concat(overlaps[::-1], axis=0)
         if self.request.scalar_gate:
             log_total = xp.sum(log_total, axis=-1, keepdims=True)
-        return SlabGrads(dread, xp.vecdot(solved, kept.errors), ends, log_total), dS
+        return Scanned(prepared, dread, dend, log_total), dS
 
-    def _store(self, unit: Unit, slab: Slab, x: Tokens, dx: IntraGrads, dv: Array, dbeta: Array) -> None:
+    def finish(self, unit: Unit, slab: Slab, scanned: Scanned) -> None:
+        xp = self.xp
+        (x, carried, kept, _, _), dread, dend, log_total = scanned
+        n, H, G, C, V = x.v.shape
+        flat_read = xp.reshape(dread, (n, H, G, 2 * C, V))
+        dstart = xp.reshape(xp.empty_like(carried.start), (n, H, G, 2 * C, -1))
+        dstart = store(dstart, ..., xp.matmul, flat_read, xp.matrix_transpose(kept.states))
+        dstart = xp.reshape(dstart, (n, H, G, C, 2, -1))
+        dpairs = xp.reshape(flat_read @ xp.matrix_transpose(kept.errors), (n, H, G, C, 2, C))
+        dx = interact_backward(carried, x.decay, dstart, dend, log_total, dpairs)
+        self._store(unit, slab, x, dx, dread[..., 0, :])
+
+    def _store(self, unit: Unit, slab: Slab, x: Tokens, dx: IntraGrads, dv: Array) -> None:
         """From the recurrence's inputs back to the caller's, into the rows of this slab."""
         xp, request = self.xp, self.request
         n, H, G, C, V = x.v.shape
-        dk, dq = dx.k, dx.q
-        if x.k_scale is not None and x.q_scale is not None:
-            dk = l2norm_backward(x.kq[:, :, 0, :, 0, :], x.k_scale, dk)
-            dq = l2norm_backward(x.kq[:, :, 0, :, 1, :], x.q_scale, dq)
-        self.dk = scatter(self.dk, slab, unit.heads, dk)
-        self.dq = scatter(self.dq, slab, unit.heads, dq)
+        # The columns are -beta times what key rows are, and meet their own token's query undecayed.
+        dcolumns = dx.columns + dx.diagonal * x.kq[QUERIES]
+        dbeta = -xp.vecdot(x.kq[KEYS], dcolumns)
+        dkq = dx.kq
+        dkq = add_at(dkq, QUERIES, (-x.beta * dx.diagonal) * x.kq[KEYS])
+        dkq = add_at(dkq, KEYS, -x.beta * dcolumns)
+        dkq = dkq[:, :, 0, ...] if G == 1 else xp.sum(dkq, axis=2)
+        if request.qk_l2norm:
+            inverse_lengths = key_and_query(-1.0, 1.0 / request.scale if request.scale else 0.0, dkq)
+            dkq = l2norm_backward(x.kq[:, :, 0, ...], x.kq_scale, inverse_lengths, dkq)
+        else:
+            dkq *= x.kq_scale
+        self.dk = scatter(self.dk, slab, unit.heads, dkq[KEYS])
+        self.dq = scatter(self.dq, slab, unit.heads, dkq[QUERIES])
         self.dv = scatter(self.dv, slab, unit.value_heads, xp.reshape(dv, (n, H * G, C, V)))
         dbeta = beta_backward(x.raw_beta, xp.reshape(dbeta, (n, H * G, C, 1)), request)
         self.dbeta = scatter(self.dbeta, slab, unit.value_heads, dbeta)
         dlog = xp.reshape(dx.log_decay, (n, H * G, C, self.gate_width))
         dlog = masked(dlog, mask_of(slab, dlog))
-        dg, dA = gate_backward(request, x.raw_g, *gate_slices(self.flat, unit), dlog)
+        dg, dA = gate_backward(request, x.raw_g, *gate_slices(self.flat, unit), x.log_decay, dlog)
         self.dg = scatter(self.dg, slab, unit.value_heads, dg)
         if self.inputs.A_log is not None and dA is not None:
-            self.dA_log = self._accumulate(self.dA_log, unit, slab, xp.sum(xp.sum(dA, axis=-1), axis=-1))
+            self.dA_parts[unit.number, slab.first_chunk] = xp.sum(xp.sum(dA, axis=-1), axis=-1)
         if self.inputs.dt_bias is not None:
-            self.dbias = self._accumulate(self.dbias, unit, slab, xp.sum(dg, axis=-2))
+            self.dbias_parts[unit.number, slab.first_chunk] = xp.sum(dg, axis=-2)
 
-    def _accumulate(self, total: Array, unit: Unit, slab: Slab, parts: Array) -> Array:
-        """Adds each block's part to its sequence's sum, last chunk first: later tokens only put zeros in front."""
-        for _, blocks in reversed(list(slab.steps)):
-            for i in range(blocks.start, blocks.stop):
-                where = (unit.sequences[i - blocks.start].n, unit.value_heads)
-                total = put(total, where, total[where] + parts[i, ...])
-        return total
+    def _total(self, parts: dict[tuple[int, int], Array], width: tuple[int, ...]) -> Array:
+        """Each sequence's sum of its blocks' parts, last chunk first, as later tokens then only put zeros in front; and
+        the sum of those."""
+        request, flat = self.request, self.flat
+        shape = (request.N, request.HV, *width)
+        total = self.xp.zeros(shape, dtype=flat.dtype, device=beside(self.inputs.q))
+        for unit in self.units:
+            for slab in self.slabs(unit):
+                part = parts[unit.number, slab.first_chunk]
+                for _, blocks in reversed(list(slab.steps)):
+                    for i in range(blocks.start, blocks.stop):
+                        where = (unit.sequences[i - blocks.start].n, unit.value_heads)
+                        total = put(total, where, total[where] + part[i, ...])
+        return fold_sum(total)
 
     def results(self) -> InputGrads:
         request, inputs, xp = self.request, self.inputs, self.xp
@@ -219,7 +247,7 @@ class BackwardRun:
             v=like(self.dv, inputs.v),
             g=like(self.dg, inputs.g),
             beta=like(self.dbeta, inputs.beta),
-            A_log=None if A_log is None else like(fold_sum(self.dA_log), A_log),
-            dt_bias=None if bias is None else like(fold_sum(self.dbias), bias),
+            A_log=None if A_log is None else like(self._total(self.dA_parts, ()), A_log),
+            dt_bias=None if bias is None else like(self._total(self.dbias_parts, (self.gate_width,)), bias),
             initial_state=None if state is None else like(state_layout(self.dstate, request), state),
         )

@@ -1,12 +1,14 @@
 """``chunk_kda`` and ``chunk_gated_delta_rule`` forward: chunks in parallel, then a short scan over them.
 
-With ``P = tril(k k^T, -1)`` decayed, a chunk that starts from state ``S`` computes
+Rows are the negated keys and the queries times the scale, columns the keys times beta. With ``P`` the decayed products
+of key rows with the columns before them and ``qk`` those of query rows, a chunk that starts from state ``S`` computes
 
-    fresh = beta (I + P beta)^-1 (v - k_start S)        the values the delta rule really writes
-    o     = scale (q_start S + qk fresh)
-    S'    = total S + k_end^T fresh
+    errors = (I - P)^-1 (v + key_start S)        what each token has to correct
+    o      = query_start S + qk errors
+    S'     = total S + end^T errors
 
-where ``k_start``, ``q_start`` and ``k_end`` carry the decay from the chunk's start or to its end.
+where the rows in ``key_start`` and ``query_start`` carry the decay from the chunk's start, the columns in ``end`` that
+to its end.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace
 
 from kdacore.types import Array, ChunkInputs, Outputs, Request
-from kdacore_reference.arrays import beside, cast, index_array, plain, put
-from kdacore_reference.intra import Intra, interact, solving
+from kdacore_reference.arrays import beside, cast, index_array, plain, put, store
+from kdacore_reference.intra import Intra, interact
 from kdacore_reference.parallel import run_units
 from kdacore_reference.plan import CHUNK, Slab, Unit, chunk_count, plan_units
 from kdacore_reference.sequences import sequences_of
-from kdacore_reference.tokens import Flat, empty_rows, flatten, index, scatter, slab_tokens
+from kdacore_reference.tokens import KEYS, Flat, empty_rows, flatten, index, scatter, slab_tokens
 
 BLOCKS = 64
 """Chunks times value heads in a slab: small enough for the cache, large enough to hide the cost of a call."""
@@ -36,8 +38,8 @@ class Saved(NamedTuple):
     states: Array
     """``[chunks, HV, K, V]``: at each chunk's start."""
     errors: Array
-    """``[chunks, HV, C, V]``: ``fresh / beta``, what each token had to correct."""
-    couplings: Array
+    """``[chunks, HV, C, V]``: what each token had to correct."""
+    inverses: Array
     qks: Array
     """``[chunks, HV, C, C]``: of :class:`~kdacore_reference.intra.Intra`."""
 
@@ -61,6 +63,23 @@ def chunk_saved(request: Request, inputs: ChunkInputs) -> Saved:
     return run.saved
 
 
+class Prepared(NamedTuple):
+    """A slab before it meets a state."""
+
+    v: Array
+    intra: Intra
+
+
+class Scanned(NamedTuple):
+    """A slab once its states are known."""
+
+    intra: Intra
+    reads: Array
+    """``[n, H, G, 2 C, V]``: of keys and queries in turn."""
+    errors: Array
+    """``[n, H, G, C, V]``."""
+
+
 class ForwardRun:
     """One forward call: where results are collected while its units run."""
 
@@ -75,7 +94,7 @@ class ForwardRun:
         self.keep = keep
         lead = (sum(chunk_count(s) for s in self.sequences) if keep else 0, request.HV)
         tails = ((request.K, request.V), (CHUNK, request.V), (CHUNK, CHUNK), (CHUNK, CHUNK))
-        self.saved = Saved(*(xp.zeros((*lead, *tail), **where) for tail in tails))
+        self.saved = Saved(*(xp.empty((*lead, *tail), **where) for tail in tails))
         if request.checkpoint_every:
             rows = math.prod(request.checkpoint_shape[:-3])
             self.blocks = xp.zeros((rows, request.HV, request.K, request.V), **where)
@@ -85,19 +104,21 @@ class ForwardRun:
             )
 
     def everything(self) -> None:
-        units = plan_units(self.request, self.sequences, BLOCKS)
-        run_units(self.request.kind, self.unit, units)
+        run_units(self.request.kind, self, plan_units(self.request, self.sequences, BLOCKS))
 
-    def unit(self, unit: Unit) -> None:
-        """Scans the unit's sequences in lock step, slab after slab."""
+    def slabs(self, unit: Unit) -> list[Slab]:
+        return unit.slabs
+
+    def begin(self, unit: Unit) -> Array:
+        """The states of the unit's sequences, ``[sequences, H, G, K, V]``: they are scanned in lock step."""
         S = self.xp.stack([self.final[s.n, unit.value_heads, ...] for s in unit.sequences], axis=0)
         H = unit.heads.stop - unit.heads.start
-        S = self.xp.reshape(S, (S.shape[0], H, -1, *S.shape[2:]))
-        for slab in unit.slabs:
-            S = self._slab(unit, slab, S)
-        self._finish(unit, S, 0)
+        return self.xp.reshape(S, (S.shape[0], H, -1, *S.shape[2:]))
 
-    def _finish(self, unit: Unit, S: Array, running: int) -> Array:
+    def end(self, unit: Unit, S: Array) -> None:
+        self._put_away(unit, S, 0)
+
+    def _put_away(self, unit: Unit, S: Array, running: int) -> Array:
         """Puts away the states of the sequences that end here; returns those of the ``running`` first."""
         count = S.shape[0]
         for i, s in enumerate(unit.sequences[running:count], start=running):
@@ -105,34 +126,40 @@ class ForwardRun:
             self.final = put(self.final, (s.n, unit.value_heads), state)
         return S if count == running else self.xp.asarray(S[:running, ...], copy=True)
 
-    def _slab(self, unit: Unit, slab: Slab, S: Array) -> Array:
-        xp, request = self.xp, self.request
-        x = slab_tokens(request, self.flat, unit, slab, heads_inside=True)
-        intra = interact(x.kq, x.decay, x.beta)
-        n, H, G, C, V = x.v.shape
-        starts = xp.reshape(intra.kq_start, (n, H, G, 2 * C, request.K))
-        writes = xp.matrix_transpose(x.beta * intra.k_end)
+    def prepare(self, unit: Unit, slab: Slab) -> Prepared:
+        x = slab_tokens(self.request, self.flat, unit, slab)
+        return Prepared(x.v, interact(x.kq, -x.beta * x.kq[KEYS], x.decay))
+
+    def scan(self, unit: Unit, slab: Slab, prepared: Prepared, S: Array) -> tuple[Scanned, Array]:
+        xp = self.xp
+        v, intra = prepared
+        n, H, G, C, V = v.shape
+        starts = xp.reshape(intra.start, (n, H, G, 2 * C, -1))
+        ends = xp.matrix_transpose(intra.end)
         total = intra.total[..., None]
-        solve = solving(intra.coupling, x.beta)
-        reads, errors = [], []
+        where = {"dtype": self.flat.dtype, "device": beside(v)}
+        reads, errors = (xp.empty((n, H, G, rows, V), **where) for rows in (2 * C, C))
         for chunk, blocks in slab.steps:
             count = blocks.stop - blocks.start
-            S = self._finish(unit, S, count)
-            self._record(unit, slab, chunk, blocks, S)
-            read = xp.reshape(starts[blocks, ...] @ S, (count, H, G, C, 2, V))
-            error = solve[blocks, ...] @ (x.v[blocks, ...] - read[..., 0, :])
-            reads.append(read[..., 1, :])
-            errors.append(error)
+            if count < S.shape[0]:
+                S = self._put_away(unit, S, count)
+            if self.keep or self.request.checkpoint_every:
+                self._record(unit, slab, chunk, blocks, S)
+            reads = store(reads, blocks, xp.matmul, starts[blocks, ...], S)
+            wrong = v[blocks, ...] + reads[blocks, ..., 0::2, :]
+            errors = store(errors, blocks, xp.matmul, intra.inverse[blocks, ...], wrong)
             S *= total[blocks, ...]
-            S += writes[blocks, ...] @ error
-        errors = xp.concat(errors, axis=0)
-        o = (intra.qk * xp.matrix_transpose(x.beta)) @ errors
-        o += xp.concat(reads, axis=0)
-        o *= request.scale
-        self.o = scatter(self.o, slab, unit.value_heads, xp.reshape(o, (n, H * G, C, V)))
+            S += ends[blocks, ...] @ errors[blocks, ...]
+        return Scanned(intra, reads, errors), S
+
+    def finish(self, unit: Unit, slab: Slab, scanned: Scanned) -> None:
+        intra, reads, errors = scanned
+        o = intra.qk @ errors
+        o += reads[..., 1::2, :]
+        n, H, G, C, V = o.shape
+        self.o = scatter(self.o, slab, unit.value_heads, self.xp.reshape(o, (n, H * G, C, V)))
         if self.keep:
             self._keep(unit, slab, errors, intra)
-        return S
 
     def _record(self, unit: Unit, slab: Slab, chunk: int, blocks: slice, S: Array) -> None:
         """Keeps the states at a chunk's start: for the backward, and as checkpoints where a block starts."""
@@ -154,7 +181,7 @@ class ForwardRun:
 
         self.saved = self.saved._replace(
             errors=kept(self.saved.errors, errors),
-            couplings=kept(self.saved.couplings, intra.coupling),
+            inverses=kept(self.saved.inverses, intra.inverse),
             qks=kept(self.saved.qks, intra.qk),
         )
 

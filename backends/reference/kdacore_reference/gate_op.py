@@ -23,7 +23,9 @@ def kda_gate_backward(request: Request, inputs: GateInputs, dlog: Array) -> Gate
     xp = array_namespace(inputs.g)
     dtype = compute_dtype(xp, request)
     parameters = gate_parameters(request, inputs.A_log, inputs.dt_bias, dtype)
-    dg, dA = gate_backward(request, cast(inputs.g, dtype), *parameters, cast(dlog, dtype))
+    g = cast(inputs.g, dtype)
+    log_decay = gate_forward(request, g, *parameters)
+    dg, dA = gate_backward(request, g, *parameters, log_decay, cast(dlog, dtype))
     A_log, bias = inputs.A_log, inputs.dt_bias
     if dA is not None and not request.scalar_gate:
         dA = xp.sum(dA, axis=-1)

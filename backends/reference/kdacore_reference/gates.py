@@ -7,18 +7,21 @@ from typing import Any
 from array_api_compat import array_namespace
 
 from kdacore.types import Array, Request
-from kdacore_reference.arrays import cast
+from kdacore_reference.arrays import cast, overflow_to_inf, store
 
 L2_EPS = 1e-6
 
 
+def one_plus_exp(x: Array) -> Array:
+    """Overwrites ``x``. Infinite where it overflows; its inverse is 0 there, as it should be."""
+    with overflow_to_inf(x):
+        x = store(x, ..., array_namespace(x).exp, x)
+    x += 1.0
+    return x
+
+
 def sigmoid(x: Array) -> Array:
-    """Without overflow for either sign."""
-    xp = array_namespace(x)
-    # exp(80) and exp(700) are finite and 1 / (1 + them) is as good as zero.
-    e = xp.exp(xp.clip(-x, max=80.0 if x.dtype == xp.float32 else 700.0))
-    e += 1.0
-    return 1.0 / e
+    return 1.0 / one_plus_exp(-x)
 
 
 def softplus(x: Array) -> Array:
@@ -33,10 +36,13 @@ def l2_scale(x: Array) -> Array:
     return 1.0 / xp.sqrt(xp.vecdot(x, x)[..., None] + L2_EPS)
 
 
-def l2norm_backward(unit: Array, inverse: Array, dunit: Array) -> Array:
-    """Gradient of ``x`` from that of ``unit = x * inverse``."""
-    xp = array_namespace(unit)
-    return inverse * (dunit - unit * xp.vecdot(unit, dunit)[..., None])
+def l2norm_backward(y: Array, factor: Array, inverse_length: Array, dy: Array) -> Array:
+    """Gradient of ``x`` from ``dy``, which it overwrites; ``y = x * factor`` has the norm ``1 / inverse_length``."""
+    xp = array_namespace(y)
+    # One factor after the other: the square of a small length may be no number.
+    dy -= y * (xp.vecdot(y, dy)[..., None] * inverse_length * inverse_length)
+    dy *= factor
+    return dy
 
 
 def beta_forward(beta: Array, request: Request) -> Array:
@@ -67,30 +73,34 @@ def gate_forward(request: Request, g: Array, a: Array | None, bias: Array | None
     if request.gate == "softplus":
         y = -softplus(x)
         return y if a is None else a * y
-    return sigmoid(x if a is None else a * x) * _bound(request)
+    return _bound(request) / one_plus_exp(-x if a is None else x * -a)
 
 
 def gate_backward(
-    request: Request, g: Array, a: Array | None, bias: Array | None, dlog: Array
+    request: Request, g: Array, a: Array | None, bias: Array | None, log_decay: Array, dlog: Array
 ) -> tuple[Array, Array | None]:
     """Gradients of ``g`` and, element by element, of ``A_log`` (None without a gate or without ``A_log``).
 
-    The gradient of ``dt_bias`` is the first summed over tokens, that of ``A_log`` the second summed over tokens and
-    channels; the caller sums, in an order that does not depend on how many tokens follow.
+    ``log_decay`` is what :func:`gate_forward` gave and ``dlog`` its gradient. The gradient of ``dt_bias`` is the first
+    result summed over tokens, that of ``A_log`` the second summed over tokens and channels; the caller sums, in an
+    order that does not depend on how many tokens follow.
     """
     if request.gate == "log":
         return dlog, None
     x = g if bias is None else g + bias
     if request.gate == "softplus":
-        dx = -sigmoid(x) * dlog
-        if a is None:
-            return dx, None
-        return a * dx, -a * softplus(x) * dlog
-    s = sigmoid(x if a is None else a * x)
-    dx = s * (1.0 - s) * (dlog * _bound(request))
+        dx = sigmoid(x)
+        dx *= -1.0 if a is None else -a
+        dx *= dlog
+        return dx, None if a is None else log_decay * dlog
+    # The derivative of bound * s, where s is the sigmoid, is bound * s * (1 - s).
+    dx = log_decay * (-1.0 / _bound(request))
+    dx += 1.0
+    dx *= log_decay
+    dx *= dlog
     if a is None:
         return dx, None
-    dx = a * dx
+    dx *= a
     return dx, x * dx
 
 

@@ -5,13 +5,13 @@ Neighbouring blocks of s = 1, 2, 4, ... rows are joined: for a pair of blocks (l
 
     decay(j -> i) = decay(j -> end of left) * decay(start of right -> i)
 
-so both factors are products of true decays, at most 1, and depend on no row after i. Keys and queries already carry
+so both factors are products of true decays, at most 1, and depend on no row after i. Rows and columns already carry
 their factor for block size s when level s begins; joining multiplies them by the other block's total. Nothing is
 subtracted, in the exponents or in the gradients, so gates of -60 next to gates of 0 lose no digits.
 
-With ``P = tril(k_i . k_j, -1)``, decayed, the chunk solves ``(I + P beta) x = y``. The strictly lower triangular ``U``
-of ``(I + P beta)^-1 = I - U beta`` is built block by block too; unlike the inverse itself it needs no division by beta
-in the gradients, and ``(I + beta P)^-1 = I - beta U``.
+Columns are the keys times beta, rows the queries and the negated keys. With ``P`` the decayed products of key rows with
+earlier columns, strictly lower triangular, ``(I - P)^-1`` is built block by block too: where its blocks ``A1`` and
+``A2`` join, the lower left is ``A2 P A1``.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from kdacore_reference.arrays import beside, compiled_for_jax, multiply_at, put
 
 
 class Level(NamedTuple):
-    """Joining blocks of ``s >= 2`` rows, ``b`` pairs of them in a chunk."""
+    """Joining blocks of ``s`` rows, ``b`` pairs of them in a chunk."""
 
-    kq_right: Array
-    """``[n, H, G, b, s, 2, K]``: keys (0) and queries (1) of right blocks, decayed from the block's start."""
-    k_left: Array
-    """``[n, H, G, b, s, K]``: keys of left blocks, decayed to the block's end."""
+    rows_right: Array
+    """``[n, H, G, b, s, 2, K]``: rows, of keys (0) and queries (1), of right blocks, decayed from the block's start."""
+    columns_left: Array
+    """``[n, H, G, b, s, K]``: columns of left blocks, decayed to the block's end."""
     total_left: Array
     total_right: Array
     """``[n, H, G, b, 1, K]``: decay over a whole block."""
@@ -40,30 +40,30 @@ class Level(NamedTuple):
 class Intra(NamedTuple):
     """What the forward needs of a chunk."""
 
-    kq_start: Array
-    """``[n, H, G, C, 2, K]``: keys (0) and queries (1) decayed from the chunk's start."""
-    k_end: Array
-    """``[n, H, G, C, K]``: keys decayed to the chunk's end."""
+    start: Array
+    """``[n, H, G, C, 2, K]``: rows, of keys (0) and queries (1), decayed from the chunk's start."""
+    end: Array
+    """``[n, H, G, C, K]``: columns decayed to the chunk's end."""
     total: Array
-    """``[n, H, G, K]``: decay over the chunk."""
-    coupling: Array
-    """``[n, H, G, C, C]``: ``U`` above."""
+    """``[n, H, G, K or 1]``: decay over the chunk."""
+    inverse: Array
+    """``[n, H, G, C, C]``: of ``I - P``."""
     qk: Array
-    """``[n, H, G, C, C]``: ``q_i . k_j`` for j <= i, else 0."""
+    """``[n, H, G, C, C]``: queries with columns j <= i, else 0."""
 
 
 class Carried(NamedTuple):
     """What the backward needs of a chunk, whose two matrices the forward saved."""
 
-    kq_start: Array
-    k_end: Array
+    start: Array
+    end: Array
     total: Array
-    pair_prefix: Array
-    """``[n, H, G, C, K]``: decay from the start of each pair of rows."""
-    pair_k_left: Array
-    """``[n, H, G, C/2, K]``: first keys of the pairs, decayed to the second row."""
     levels: tuple[Level, ...]
 
+
+FEW = 4
+"""Columns up to which a product is made of dot products: OpenBLAS takes a lock for every product, however small, which
+costs two threads more than the product itself."""
 
 RIGHT = (..., 1, slice(None), slice(None))
 LEFT = (..., 0, slice(None), slice(None))
@@ -71,75 +71,53 @@ RIGHT_KQ = (*RIGHT, slice(None))
 
 
 @compiled_for_jax()
-def interact(kq: Array, decay: Array, beta: Array) -> Intra:
+def interact(kq: Array, columns: Array, decay: Array) -> Intra:
     """All that a chunk computes before it meets a state.
 
     Args:
-        kq: ``[n, H, 1, C, 2, K]``, keys and queries, shared by the group; C a power of two, at least 2.
+        kq: ``[n, H, 1 or G, C, 2, K]``, rows: negated keys and queries; C a power of two, at least 2. Overwritten.
+        columns: ``[n, H, G, C, K]``, keys times beta; overwritten.
         decay: ``exp(g)``, ``[n, H, G, C, K]``, or ``[n, H, G, C, 1]`` with a scalar gate.
-        beta: ``[n, H, G, C, 1]``.
     """
-    xp = array_namespace(kq)
-    carry = _Carry(kq, decay)
-    blocks = _pair_blocks(kq, carry.pair_k_left)
+    blocks = _single_rows(kq, columns)
+    factor = decay[..., None, :]
+    if kq.shape[2] == decay.shape[2]:
+        kq *= factor
+    else:
+        kq = kq * factor
+    carry = _Carry(kq, columns, decay)
     for level in carry.levels():
-        *lead, b, s, _ = level.k_left.shape
-        halves = xp.reshape(beta, (*lead, b, 2, s, 1))
-        shaped = xp.reshape(blocks, (*lead, b, 2, 2, s, s))
-        blocks = _join(shaped, halves, _products(level.kq_right, level.k_left))
+        blocks = _join(blocks, _products(level.rows_right, level.columns_left))
     return Intra(*carry.result(), blocks[..., 0, 0, :, :], blocks[..., 0, 1, :, :])
 
 
-def solving(coupling: Array, beta: Array) -> Array:
-    """``(I + P beta)^-1 = I - U beta``."""
-    xp = array_namespace(coupling)
-    one = xp.eye(coupling.shape[-1], dtype=coupling.dtype, device=beside(coupling))
-    return one - coupling * xp.matrix_transpose(beta)
-
-
 @compiled_for_jax()
-def carry_and_keep(kq: Array, decay: Array) -> Carried:
-    """Keys and queries carried as in :func:`interact`, and every level's for its gradients."""
+def carry_and_keep(kq: Array, columns: Array, decay: Array) -> Carried:
+    """Rows and columns carried as in :func:`interact`, and every level's for its gradients."""
     xp = array_namespace(kq)
-    carry = _Carry(kq, decay)
+    carry = _Carry(kq * decay[..., None, :], columns, decay)
     levels = [
-        Level(xp.asarray(level.kq_right, copy=True), xp.asarray(level.k_left, copy=True), *level[2:])
+        Level(xp.asarray(level.rows_right, copy=True), xp.asarray(level.columns_left, copy=True), *level[2:])
         for level in carry.levels()
     ]
-    return Carried(*carry.result(), carry.prefix, carry.pair_k_left, tuple(levels))
+    return Carried(*carry.result(), tuple(levels))
 
 
 class _Carry:
-    """Keys and queries on their way from single rows to the whole chunk.
+    """Rows and columns on their way from single rows to the whole chunk."""
 
-    The first level, rows in pairs, puts the decay on the left key alone.
-    """
-
-    def __init__(self, kq: Array, decay: Array) -> None:
-        xp = array_namespace(kq)
-        n, H, G, C, Kg = decay.shape
-        K = kq.shape[-1]
-        self.shape = (n, H, G, C, K)
-        steps = xp.reshape(decay, (n, H, G, C // 2, 2, Kg))
-        pairs = xp.reshape(kq, (n, H, 1, C // 2, 2, 2, K))
-        second = (..., 1, slice(None))
-        self.pair_k_left = pairs[..., 0, 0, :] * steps[..., 1, :]
-        prefix = multiply_at(xp.reshape(xp.asarray(decay, copy=True), steps.shape), second, steps[..., 0, :])
-        self.prefix = xp.reshape(prefix, decay.shape)
-        if G == 1:
-            end = xp.empty_like(kq[..., 0, :])
-        else:
-            end = xp.empty(self.shape, dtype=kq.dtype, device=beside(kq))
-        end = xp.reshape(end, (n, H, G, C // 2, 2, K))
-        self.end = put(put(end, (..., 0, slice(None)), self.pair_k_left), second, pairs[..., 1, 0, :])
-        self.start = kq * self.prefix[..., None, :]
-        self.total = prefix[second]
+    def __init__(self, start: Array, end: Array, decay: Array) -> None:
+        """Of single rows: ``start`` has its own decay, ``end`` none. Both are overwritten."""
+        self.shape = end.shape
+        self.start = start
+        self.end = end
+        self.total = decay
 
     def levels(self) -> Iterator[Level]:
         """Yields each level's views before it is joined: use them, or copy them, before asking for the next."""
         n, H, G, C, K = self.shape
         xp = array_namespace(self.start)
-        s = 2
+        s = 1
         while s < C:
             b = C // (2 * s)
             start = xp.reshape(self.start, (n, H, G, b, 2, s, 2, K))
@@ -153,7 +131,7 @@ class _Carry:
             s *= 2
 
     def result(self) -> tuple[Array, Array, Array]:
-        """Keys and queries from the chunk's start, keys to its end, decay over it; after all levels."""
+        """Rows from the chunk's start, columns to its end, decay over it; after all levels."""
         n, H, G, C, K = self.shape
         xp = array_namespace(self.start)
         return (
@@ -163,41 +141,41 @@ class _Carry:
         )
 
 
-def _pair_blocks(kq: Array, k_left: Array) -> Array:
-    """The blocks ``[n, H, G, C/2, 2, 2, 2]`` of ``U`` (0) and ``qk`` (1) for pairs of rows."""
+def _single_rows(kq: Array, columns: Array) -> Array:
+    """The blocks ``[n, H, G, C, 2, 1, 1]`` of the inverse (0) and ``qk`` (1) for single rows."""
     xp = array_namespace(kq)
-    *lead, b, K = k_left.shape
-    pairs = xp.reshape(kq, (*kq.shape[:3], b, 2, 2, K))
-    blocks = xp.zeros((*lead, b, 2, 2, 2), dtype=kq.dtype, device=beside(kq))
-    blocks = put(blocks, (..., 1, 0), xp.vecdot(pairs[..., 1, :, :], k_left[..., None, :]))
-    diagonal = xp.vecdot(pairs[..., 0, :], pairs[..., 1, :])
-    blocks = put(blocks, (..., 1, 0, 0), diagonal[..., 0])
-    return put(blocks, (..., 1, 1, 1), diagonal[..., 1])
+    blocks = xp.ones((*columns.shape[:-1], 2, 1, 1), dtype=kq.dtype, device=beside(kq))
+    return put(blocks, (..., 1, 0, 0), xp.vecdot(kq[..., 1, :], columns))
 
 
 def _products(rows: Array, columns: Array) -> Array:
     """``[.., s, 2, K]`` with ``[.., s, K]`` to ``[.., s, 2, s]``."""
     xp = array_namespace(rows)
     *lead, s, _, K = rows.shape
-    flat = xp.reshape(rows, (*lead, 2 * s, K))
-    return xp.reshape(flat @ xp.matrix_transpose(columns), (*lead, s, 2, s))
+    return xp.reshape(_times_transposed(xp.reshape(rows, (*lead, 2 * s, K)), columns), (*lead, s, 2, s))
 
 
-def _join(blocks: Array, beta: Array, both: Array) -> Array:
-    """Joins neighbouring diagonal blocks ``[.., b, 2, 2, s, s]`` into ``[.., b, 2, 2s, 2s]``.
+def _times_transposed(x: Array, y: Array) -> Array:
+    xp = array_namespace(x)
+    if y.shape[-2] <= FEW:
+        return xp.vecdot(x[..., :, None, :], y[..., None, :, :])
+    return x @ xp.matrix_transpose(y)
 
-    With ``P`` the lower left products of keys and 1, 2 the two blocks, ``U`` gets there
-    ``(I - U2 beta2) P (I - beta1 U1)``.
-    """
+
+def _join(blocks: Array, both: Array) -> Array:
+    """Joins neighbouring diagonal blocks ``[.., 2b, 2, s, s]`` into ``[.., b, 2, 2s, 2s]``."""
     xp = array_namespace(both)
-    *lead, b, _, _, s, _ = blocks.shape
+    *lead, b, s, _, _ = both.shape
+    blocks = xp.reshape(blocks, (*lead, b, 2, 2, s, s))
     upper, lower = blocks[..., 0, :, :, :], blocks[..., 1, :, :, :]
-    kk = both[..., 0, :]
-    corner = kk - (kk * xp.matrix_transpose(beta[LEFT])) @ upper[..., 0, :, :]
-    corner = corner - lower[..., 0, :, :] @ (beta[RIGHT] * corner)
     first, second = slice(0, s), slice(s, 2 * s)
     joined = xp.zeros((*lead, b, 2, 2 * s, 2 * s), dtype=blocks.dtype, device=beside(both))
     joined = put(joined, (..., first, first), upper)
     joined = put(joined, (..., second, second), lower)
+    # The corner is lower @ (both @ upper), and single rows are 1.
+    corner = both[..., 0, :]
+    if s > 1:
+        right = _times_transposed(xp.matrix_transpose(upper[..., 0, :, :]), corner)
+        corner = _times_transposed(lower[..., 0, :, :], right)
     joined = put(joined, (..., 0, second, first), corner)
     return put(joined, (..., 1, second, first), both[..., 1, :])

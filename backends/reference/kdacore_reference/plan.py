@@ -53,6 +53,7 @@ class Slab:
 class Unit:
     """Sequences and heads that are scanned in lock step, independently of every other unit."""
 
+    number: int
     sequences: list[Sequence]
     """Longest first."""
     heads: slice
@@ -80,27 +81,27 @@ def plan_units(request: Request, sequences: list[Sequence], blocks: int) -> list
         # library may choose another algorithm, with other bits, for another number of products.
         heads, together, blocks = request.H, 1, 1
     else:
-        heads = max(1, min(4 // group, -(-request.H // 2)))
+        heads = max(1, min(8 // group, request.H))
         together = max(1, blocks // (heads * group))
         if heads == request.H:
             together = min(together, max(1, -(-len(by_length) // 2)))
     slots = np.concatenate([[0], np.cumsum([chunk_count(s) for s in sequences])])
     first_slot = {s.n: int(slots[i]) for i, s in enumerate(sequences)}
-    units = []
+    units: list[Unit] = []
     for i in range(0, len(by_length), together):
         members = by_length[i : i + together]
         depth = max(1, blocks // (len(members) * heads * group))
         slabs = list(_slabs(members, first_slot, depth))
         for h in range(0, request.H, heads):
             end = min(h + heads, request.H)
-            units.append(Unit(members, slice(h, end), slice(h * group, end * group), slabs))
+            units.append(Unit(len(units), members, slice(h, end), slice(h * group, end * group), slabs))
     return units
 
 
 def _slabs(members: list[Sequence], first_slot: dict[int, int], depth: int) -> Iterator[Slab]:
-    for first in range(0, chunk_count(members[0]), depth):
+    for first, end in _spans(chunk_count(members[0]), depth):
         counts, starts, lengths, slots = [], [], [], []
-        for chunk in range(first, min(first + depth, chunk_count(members[0]))):
+        for chunk in range(first, end):
             running = [s for s in members if chunk_count(s) > chunk]
             counts.append(len(running))
             starts += [s.start + chunk * CHUNK for s in running]
@@ -108,6 +109,16 @@ def _slabs(members: list[Sequence], first_slot: dict[int, int], depth: int) -> I
             slots += [first_slot[s.n] + chunk for s in running]
         rows, real = _token_rows(np.asarray(starts), np.asarray(lengths))
         yield Slab(counts, first, rows, real, _consecutive(np.asarray(slots)), len(slots))
+
+
+def _spans(count: int, depth: int) -> Iterator[tuple[int, int]]:
+    """``depth`` chunks at a time; half as many first and last, when threads wait for one another."""
+    first = 0
+    while first < count:
+        left = count - first
+        end = first + min(left, depth if first > 0 and left > depth else -(-depth // 2))
+        yield first, end
+        first = end
 
 
 def _token_rows(starts: I64, lengths: I64) -> tuple[I64 | slice, I64 | None]:

@@ -124,18 +124,13 @@ def kda_chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:
     gc = _cut(inputs.gc, grid, dtype, zero=False)
     step = xp.concat([gc[..., :1, :], gc[..., 1:, :] - gc[..., :-1, :]], axis=-2)
     beta = _grouped(_cut(inputs.beta[..., None], grid, dtype), request)
-    intra = interact(xp.stack([k, q], axis=-2), _grouped(xp.exp2(step), request), beta)
+    # beta on the rows, where the forward has it on the columns: the inverse is then the one asked for.
+    rows = xp.stack(xp.broadcast_arrays(-beta * k, q), axis=-2)
+    intra = interact(rows, k * xp.ones_like(beta), _grouped(xp.exp2(step), request))
     return IntraOutputs(
         Aqk=_paste(_flat_heads(intra.qk * request.scale), grid, request),
-        Akk=_paste(_flat_heads(_inverse(intra.coupling, beta)), grid, request),
+        Akk=_paste(_flat_heads(intra.inverse), grid, request),
     )
-
-
-def _inverse(coupling: Array, beta: Array) -> Array:
-    """``(I + beta P)^-1 = I - beta U``; rows of padding, which have ones on the diagonal, are never pasted."""
-    xp = array_namespace(coupling)
-    C = coupling.shape[-1]
-    return xp.eye(C, dtype=coupling.dtype, device=beside(coupling)) - beta * coupling
 
 
 def kda_recompute_w_u(request: Request, inputs: RecomputeInputs) -> RecomputeOutputs:

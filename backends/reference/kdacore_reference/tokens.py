@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace, is_numpy_array
 
 from kdacore.types import Array, Request
-from kdacore_reference.arrays import beside, cast, compute_dtype, dense, is_jax, plain, put
+from kdacore_reference.arrays import beside, cast, compute_dtype, is_jax, plain, put, unit_stride
 from kdacore_reference.gates import beta_forward, gate_forward, gate_parameters, l2_scale
 from kdacore_reference.plan import CHUNK, Slab, Unit
 
@@ -46,70 +46,80 @@ def flatten(request: Request, inputs: Any) -> Flat:
 
 
 def flat_rows(array: Array) -> Array:
-    """``[B, T, ...]`` as ``[B*T, ...]``."""
-    array = plain(array)
+    """``[B, T, ...]`` as ``[B*T, ...]``, the last axis dense."""
+    array = unit_stride(plain(array))
     return array_namespace(array).reshape(array, (-1, *array.shape[2:]))
+
+
+KEYS = (..., 0, slice(None))
+QUERIES = (..., 1, slice(None))
 
 
 class Tokens(NamedTuple):
     """One slab: ``n`` blocks of ``C`` tokens, ``H`` query/key heads of the unit, ``G`` value heads for each."""
 
     kq: Array
-    """``[n, H, 1, C, 2, K]``: keys (0) and queries (1), normalised when asked."""
+    """``[n, H, 1, C, 2, K]``: negated keys (0) and queries times the scale (1), normalised when asked.
+
+    What the keys read from a state is subtracted from ``v``, what the queries read is the output.
+    """
     v: Array
-    """``[n, H, G, C, V]``."""
+    """``[n, H, G, C, V]``; perhaps the caller's memory."""
     beta: Array
-    """``[n, H, G, C, 1]``, after its sigmoid."""
+    """``[n, H, G, C, 1]``, after its sigmoid; 0 at padding."""
     decay: Array
-    """``[n, H, G, C, K]``, or ``[n, H, G, C, 1]`` with a scalar gate."""
-    k_scale: Array | None
-    """``1 / |k|``, ``[n, H, C, 1]``, with l2norm."""
-    q_scale: Array | None
+    """``[n, H, G, C, K]``, or ``[n, H, G, C, 1]`` with a scalar gate; 1 at padding."""
+    kq_scale: Array
+    """What keys and queries were multiplied by: -1 and the scale, over their norms with l2norm; ``[n, H, C, 2, 1]`` or
+    ``[2, 1]``."""
+    log_decay: Array
+    """``[n, HV, C, K or 1]``; 0 at padding."""
     raw_beta: Array
     raw_g: Array
-    """As given, for the backward."""
+    """As given, for the backward; perhaps the caller's memory."""
 
 
-def slab_tokens(request: Request, flat: Flat, unit: Unit, slab: Slab, heads_inside: bool = False) -> Tokens:
+def slab_tokens(request: Request, flat: Flat, unit: Unit, slab: Slab) -> Tokens:
     """Gathers, widens, normalises and gates one slab.
 
-    With ``heads_inside`` keys, queries and decays keep the caller's order in memory, which suits the forward (see
-    :func:`gather`); the backward meets them with products in row-major order and is faster in that.
+    Heads stay inside tokens in memory, as the caller has them: a factor that is the same for several tokens then meets
+    runs of ``heads * K`` elements.
     """
     xp = array_namespace(flat.q)
     H, G = unit.heads.stop - unit.heads.start, request.HV // request.H
     mask = mask_of(slab, flat.q)
     # The caller's dtype is widened once the rows are gathered; half precision never enters arithmetic.
-    q = gather(flat.q, slab, unit.heads, flat.dtype, mask, heads_inside)
-    k = gather(flat.k, slab, unit.heads, flat.dtype, mask, heads_inside)
-    q_scale = k_scale = None
+    kq = xp.empty((slab.blocks, CHUNK, 2, H, request.K), dtype=flat.dtype, device=beside(flat.q))
+    kq = xp.permute_dims(kq, (0, 3, 1, 2, 4))
+    kq = put(kq, KEYS, gather(flat.k, slab, unit.heads, flat.dtype))
+    kq = put(kq, QUERIES, gather(flat.q, slab, unit.heads, flat.dtype))
+    kq_scale = key_and_query(-1.0, request.scale, kq)
     if request.qk_l2norm:
-        q_scale, k_scale = l2_scale(q), l2_scale(k)
-        q, k = q * q_scale, k * k_scale
-    shape = (CHUNK, 2, H) if heads_inside else (H, CHUNK, 2)
-    kq = xp.empty((slab.blocks, *shape, q.shape[-1]), dtype=flat.dtype, device=beside(q))
-    kq = xp.permute_dims(kq, (0, 3, 1, 2, 4)) if heads_inside else kq
-    kq = put(put(kq, (..., 0, slice(None)), k), (..., 1, slice(None)), q)
+        kq_scale = l2_scale(kq) * kq_scale
+    kq *= kq_scale
 
     def grouped(array: Array) -> Array:
         return xp.reshape(array, (slab.blocks, H, G, CHUNK, -1))
 
-    v = gather(flat.v, slab, unit.value_heads, flat.dtype, mask)
     raw_beta = gather(flat.beta[..., None], slab, unit.value_heads, flat.dtype)
-    beta = masked(beta_forward(raw_beta, request), mask)
     g = flat.g[..., None] if request.scalar_gate else flat.g
-    raw_g = gather(g, slab, unit.value_heads, flat.dtype, None, heads_inside)
+    raw_g = gather(g, slab, unit.value_heads, flat.dtype)
     log_decay = masked(gate_forward(request, raw_g, *gate_slices(flat, unit)), mask)
     return Tokens(
         kq=kq[:, :, None, ...],
-        v=grouped(v),
-        beta=grouped(beta),
+        v=grouped(gather(flat.v, slab, unit.value_heads, flat.dtype)),
+        beta=grouped(masked(beta_forward(raw_beta, request), mask)),
         decay=grouped(xp.exp(log_decay)),
-        k_scale=k_scale,
-        q_scale=q_scale,
+        kq_scale=kq_scale,
+        log_decay=log_decay,
         raw_beta=raw_beta,
         raw_g=raw_g,
     )
+
+
+def key_and_query(key: float, query: float, like: Array) -> Array:
+    """A factor for keys and one for queries, ``[2, 1]``."""
+    return array_namespace(like).asarray([[key], [query]], dtype=like.dtype, device=beside(like))
 
 
 def gate_slices(flat: Flat, unit: Unit) -> tuple[Array | None, Array | None]:
@@ -118,26 +128,12 @@ def gate_slices(flat: Flat, unit: Unit) -> tuple[Array | None, Array | None]:
     return a, None if flat.bias is None else flat.bias[unit.value_heads, ...]
 
 
-def gather(
-    flat: Array,
-    slab: Slab,
-    heads: slice,
-    dtype: Any,
-    mask: Array | None = None,
-    heads_inside: bool = False,
-) -> Array:
-    """``[rows, heads, X]`` to ``[n, heads, C, X]``; with ``mask``, padding becomes 0.
-
-    In row-major order, or with ``heads_inside`` in the caller's order ``[n, C, heads, X]`` in memory (perhaps the
-    caller's memory): a factor that is the same for several tokens then meets runs of ``heads * X`` elements.
-    """
+def gather(flat: Array, slab: Slab, heads: slice, dtype: Any, mask: Array | None = None) -> Array:
+    """``[rows, heads, X]`` to ``[n, heads, C, X]``, perhaps a view; with ``mask``, padding becomes 0."""
     xp = array_namespace(flat)
     part = flat[:, heads, ...][index(slab.rows, flat), ...]
     part = xp.reshape(part, (slab.blocks, CHUNK, *part.shape[1:]))
-    part = cast(part, dtype)
-    if heads_inside:
-        return masked(xp.permute_dims(dense(part), (0, 2, 1, 3)), mask)
-    return masked(dense(xp.permute_dims(part, (0, 2, 1, 3))), mask)
+    return masked(xp.permute_dims(cast(part, dtype), (0, 2, 1, 3)), mask)
 
 
 def scatter(target: Array, slab: Slab, heads: slice, values: Array) -> Array:
@@ -163,9 +159,9 @@ def index(numbers: Any, like: Array) -> Any:
 
 
 def empty_rows(request: Request, like: Array, heads: int, width: int) -> Array:
-    """Zeros ``[B*T, heads, width]`` beside ``like`` and of its dtype."""
+    """Room for ``[B*T, heads, width]`` beside ``like`` and of its dtype; every row is some sequence's."""
     shape = (request.B * request.T, heads, width)
-    return array_namespace(like).zeros(shape, dtype=like.dtype, device=beside(like))
+    return array_namespace(like).empty(shape, dtype=like.dtype, device=beside(like))
 
 
 def mask_of(slab: Slab, like: Array) -> Array | None:

@@ -36,8 +36,8 @@ from kdacore_reference.tokens import (
     slab_tokens,
 )
 
-BLOCKS = 32
-"""As in the forward; the backward holds about three times as much for each block."""
+BLOCKS = 64
+"""As in the forward."""
 
 
 def chunk_backward(
@@ -208,8 +208,7 @@ class BackwardRun:
         self.dk = scatter(self.dk, slab, unit.heads, dkq[KEYS])
         self.dq = scatter(self.dq, slab, unit.heads, dkq[QUERIES])
         self.dv = scatter(self.dv, slab, unit.value_heads, xp.reshape(dv, (n, H * G, C, V)))
-        dbeta = beta_backward(x.raw_beta, xp.reshape(dbeta, (n, H * G, C, 1)), request)
-        self.dbeta = scatter(self.dbeta, slab, unit.value_heads, dbeta)
+        self.dbeta = scatter(self.dbeta, slab, unit.value_heads, xp.reshape(dbeta, (n, H * G, C, 1)))
         dlog = xp.reshape(dx.log_decay, (n, H * G, C, self.gate_width))
         dlog = masked(dlog, mask_of(slab, dlog))
         dg, dA = gate_backward(request, x.raw_g, *gate_slices(self.flat, unit), x.log_decay, dlog)
@@ -240,13 +239,15 @@ class BackwardRun:
         def like(grad: Array, given: Array) -> Array:
             return xp.reshape(cast(grad, given.dtype), given.shape)
 
+        beta = cast(flat_rows(inputs.beta), self.flat.dtype)
+        dbeta = beta_backward(beta, self.dbeta[..., 0], request)
         A_log, bias, state = inputs.A_log, inputs.dt_bias, inputs.initial_state
         return InputGrads(
             q=like(self.dq, inputs.q),
             k=like(self.dk, inputs.k),
             v=like(self.dv, inputs.v),
             g=like(self.dg, inputs.g),
-            beta=like(self.dbeta, inputs.beta),
+            beta=like(dbeta, inputs.beta),
             A_log=None if A_log is None else like(self._total(self.dA_parts, ()), A_log),
             dt_bias=None if bias is None else like(self._total(self.dbias_parts, (self.gate_width,)), bias),
             initial_state=None if state is None else like(state_layout(self.dstate, request), state),

@@ -66,8 +66,10 @@ def chunk_saved(request: Request, inputs: ChunkInputs) -> Saved:
 class Prepared(NamedTuple):
     """A slab before it meets a state."""
 
-    v: Array
+    u: Array
+    """``[n, H, G, C, V]``: ``errors`` from a state of zeros."""
     intra: Intra
+    """With the key rows of ``start`` solved for: what they read is added to ``u``."""
 
 
 class Scanned(NamedTuple):
@@ -128,16 +130,19 @@ class ForwardRun:
 
     def prepare(self, unit: Unit, slab: Slab) -> Prepared:
         x = slab_tokens(self.request, self.flat, unit, slab)
-        return Prepared(x.v, interact(x.kq, -x.beta * x.kq[KEYS], x.decay))
+        intra = interact(x.kq, -x.beta * x.kq[KEYS], x.decay)
+        # Solved for here, not in the scan, which all else waits for.
+        start = put(intra.start, KEYS, intra.inverse @ intra.start[KEYS])
+        return Prepared(intra.inverse @ x.v, intra._replace(start=start))
 
     def scan(self, unit: Unit, slab: Slab, prepared: Prepared, S: Array) -> tuple[Scanned, Array]:
         xp = self.xp
-        v, intra = prepared
-        n, H, G, C, V = v.shape
+        u, intra = prepared
+        n, H, G, C, V = u.shape
         starts = xp.reshape(intra.start, (n, H, G, 2 * C, -1))
         ends = xp.matrix_transpose(intra.end)
         total = intra.total[..., None]
-        where = {"dtype": self.flat.dtype, "device": beside(v)}
+        where = {"dtype": self.flat.dtype, "device": beside(u)}
         reads, errors = (xp.empty((n, H, G, rows, V), **where) for rows in (2 * C, C))
         for chunk, blocks in slab.steps:
             count = blocks.stop - blocks.start
@@ -146,8 +151,7 @@ class ForwardRun:
             if self.keep or self.request.checkpoint_every:
                 self._record(unit, slab, chunk, blocks, S)
             reads = store(reads, blocks, xp.matmul, starts[blocks, ...], S)
-            wrong = v[blocks, ...] + reads[blocks, ..., 0::2, :]
-            errors = store(errors, blocks, xp.matmul, intra.inverse[blocks, ...], wrong)
+            errors = store(errors, blocks, xp.add, u[blocks, ...], reads[blocks, ..., 0::2, :])
             S *= total[blocks, ...]
             S += ends[blocks, ...] @ errors[blocks, ...]
         return Scanned(intra, reads, errors), S

@@ -20,6 +20,7 @@ class Flat(NamedTuple):
     v: Array
     g: Array
     beta: Array
+    """After its sigmoid, in the compute dtype."""
     a: Array | None
     """``exp(A_log)`` as ``[HV, 1, 1]``."""
     bias: Array | None
@@ -38,7 +39,7 @@ def flatten(request: Request, inputs: Any) -> Flat:
         k=flat_rows(inputs.k),
         v=flat_rows(inputs.v),
         g=flat_rows(inputs.g),
-        beta=flat_rows(inputs.beta),
+        beta=beta_forward(cast(flat_rows(inputs.beta), dtype), request),
         a=None if a is None else xp.reshape(a, tail),
         bias=None if bias is None else xp.reshape(bias, tail),
         dtype=dtype,
@@ -66,7 +67,7 @@ class Tokens(NamedTuple):
     v: Array
     """``[n, H, G, C, V]``; perhaps the caller's memory."""
     beta: Array
-    """``[n, H, G, C, 1]``, after its sigmoid; 0 at padding."""
+    """``[n, H, G, C, 1]``; 0 at padding."""
     decay: Array
     """``[n, H, G, C, K]``, or ``[n, H, G, C, 1]`` with a scalar gate; 1 at padding."""
     kq_scale: Array
@@ -74,7 +75,6 @@ class Tokens(NamedTuple):
     ``[2, 1]``."""
     log_decay: Array
     """``[n, HV, C, K or 1]``; 0 at padding."""
-    raw_beta: Array
     raw_g: Array
     """As given, for the backward; perhaps the caller's memory."""
 
@@ -101,18 +101,16 @@ def slab_tokens(request: Request, flat: Flat, unit: Unit, slab: Slab) -> Tokens:
     def grouped(array: Array) -> Array:
         return xp.reshape(array, (slab.blocks, H, G, CHUNK, -1))
 
-    raw_beta = gather(flat.beta[..., None], slab, unit.value_heads, flat.dtype)
     g = flat.g[..., None] if request.scalar_gate else flat.g
     raw_g = gather(g, slab, unit.value_heads, flat.dtype)
     log_decay = masked(gate_forward(request, raw_g, *gate_slices(flat, unit)), mask)
     return Tokens(
         kq=kq[:, :, None, ...],
         v=grouped(gather(flat.v, slab, unit.value_heads, flat.dtype)),
-        beta=grouped(masked(beta_forward(raw_beta, request), mask)),
+        beta=grouped(gather(flat.beta[..., None], slab, unit.value_heads, flat.dtype, mask)),
         decay=grouped(xp.exp(log_decay)),
         kq_scale=kq_scale,
         log_decay=log_decay,
-        raw_beta=raw_beta,
         raw_g=raw_g,
     )
 

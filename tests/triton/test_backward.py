@@ -216,6 +216,11 @@ def test_gates_that_close_at_once_get_no_rounding_for_a_gradient(form: dict[str,
     check(Case(gate="softplus", gates="mixed", H=2, HV=2, **form))
 
 
+@pytest.mark.parametrize("gates", ["random", "slow", "floor"])
+def test_bf16_inputs_with_bounded_decays(gates: str) -> None:
+    check(Case(gates=gates, dtype=torch.bfloat16, lower_bound=-5.0, K=40))
+
+
 @pytest.mark.parametrize("form", [{}, {"scalar": True}], ids=str)
 def test_gates_near_their_bound(form: dict[str, Any]) -> None:
     """A step gets what passes through it, a 150th of what does not and must not be added and taken away again."""
@@ -249,7 +254,15 @@ def test_value_heads_share_q_and_k(form: dict[str, Any], l2norm: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", [SAFE, {}, {"dtype": torch.bfloat16}, {"scalar": True, "gate": "softplus"}], ids=str
+    "form",
+    [
+        SAFE,
+        {},
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.bfloat16, "K": 40, **SAFE},
+        {"scalar": True, "gate": "softplus"},
+    ],
+    ids=str,
 )
 def test_packed_sequences(form: dict[str, Any]) -> None:
     check(Case(lengths=LENGTHS, **form))
@@ -282,7 +295,11 @@ def test_near_collinear_keys(form: dict[str, Any]) -> None:
     check(Case(collinear=True, T=100, **form))
 
 
-@pytest.mark.parametrize("form", [{}, SAFE, {"dtype": torch.bfloat16}, {"scalar": True}], ids=str)
+@pytest.mark.parametrize(
+    "form",
+    [{}, SAFE, {"dtype": torch.bfloat16}, {"dtype": torch.bfloat16, "K": 40, **SAFE}, {"scalar": True}],
+    ids=str,
+)
 def test_gradients_of_a_prefix_loss_do_not_see_the_rest(form: dict[str, Any]) -> None:
     """Other tokens after t, or none at all: the same bits up to t."""
     t = 41

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from kdacore.types import Request
 
 from .launch import next_power_of_2
-from .plan import full_precision, has_narrow_operands, on_nvidia
+from .plan import EXACT_KEYS, full_precision, has_narrow_operands, on_nvidia
 
 GATES = {"log": 0, "softplus": 1, "sigmoid": 2}
 LOG2E = math.log2(math.e)
@@ -29,8 +29,9 @@ EXACT_CHUNK = 64
 SMALL_CHUNK = 32
 """Rows of a chunk with one gate a head.
 
-Products of 64 rows would be warp-group ones, whose operand addresses ptxas 12.8 (Triton 3.6) loses in that gradients
-kernel; at K = V = 128 in bfloat16 alone it does not, and there EXACT_CHUNK is faster.
+Products of 64 rows would be warp-group ones, whose operand addresses ptxas 12.8 (Triton 3.6) loses in that
+gradients kernel; at K = V = 128 in bfloat16 on sm_90 alone it does not, and there
+EXACT_CHUNK is used.
 """
 
 
@@ -98,8 +99,10 @@ def choose_anchor(request: Request) -> Anchor | None:
     bound = request.lower_bound
     if bound is not None and bound >= SAFE_BOUND and (request.safe_gate or request.gate == "sigmoid"):
         # A hair below the bound: a step at the bound must not count as cut off after rounding. float32 operands are
-        # multiplied as a tf32 number and its remainder, 2^-11 of it: over 32 rows the remainders would underflow.
-        return Anchor(16 if request.dtype == "float32" else 32, bound * LOG2E * 1.0001)
+        # multiplied as a tf32 number and its remainder, 2^-11 of it: over 32 rows the remainders would underflow. And
+        # tiles of 32 rows in 32 bits would not fit the registers.
+        wide = request.dtype == "float32" or request.K <= EXACT_KEYS
+        return Anchor(16 if wide else 32, bound * LOG2E * 1.0001)
     if request.dtype in ("bfloat16", "float16"):
         return Anchor(16, UNBOUNDED_FLOOR)
     return None
@@ -146,9 +149,12 @@ def plan_backward(request: Request) -> Plan:
     narrow = has_narrow_operands(request)
     anchor = choose_anchor(request)
     C = EXACT_CHUNK if anchor is None else 2 * anchor.half
-    if request.scalar_gate and not (narrow and KP == VP == 128):
+    proven = narrow and KP == VP == 128 and request.device.arch.startswith("sm_90")
+    if request.scalar_gate and not proven:
         C = SMALL_CHUNK
     tiles = choose_tiles(KP, VP, request.dtype != "float32", anchor, C)
+    if not native:
+        tiles = replace(tiles, scan_stages=1)  # AMD's shared memory is 64 KB
     return Plan(
         KP=KP,
         VP=VP,

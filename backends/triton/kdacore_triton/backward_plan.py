@@ -12,7 +12,7 @@ import torch
 from kdacore.types import Request
 
 from .launch import next_power_of_2
-from .plan import EXACT_KEYS, full_precision, has_narrow_operands, on_nvidia
+from .plan import full_precision, has_narrow_operands, on_nvidia
 
 GATES = {"log": 0, "softplus": 1, "sigmoid": 2}
 LOG2E = math.log2(math.e)
@@ -99,10 +99,8 @@ def choose_anchor(request: Request) -> Anchor | None:
     bound = request.lower_bound
     if bound is not None and bound >= SAFE_BOUND and (request.safe_gate or request.gate == "sigmoid"):
         # A hair below the bound: a step at the bound must not count as cut off after rounding. float32 operands are
-        # multiplied as a tf32 number and its remainder, 2^-11 of it: over 32 rows the remainders would underflow. And
-        # tiles of 32 rows in 32 bits would not fit the registers.
-        wide = request.dtype == "float32" or request.K <= EXACT_KEYS
-        return Anchor(16 if wide else 32, bound * LOG2E * 1.0001)
+        # multiplied as a tf32 number and its remainder, 2^-11 of it: over 32 rows the remainders would underflow.
+        return Anchor(16 if request.dtype == "float32" else 32, bound * LOG2E * 1.0001)
     if request.dtype in ("bfloat16", "float16"):
         return Anchor(16, UNBOUNDED_FLOOR)
     return None

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from pallas_cases import Case, build, full_speed, output_grads, to_jax
 
-from kdacore.types import ChunkInputs, OutputGrads, Request
-from kdacore_pallas.xla import chunk, chunk_backward
+from kdacore.types import ChunkInputs, GateInputs, OutputGrads, Request
+from kdacore_pallas.xla import chunk, chunk_backward, gate
 
 ROWS = ("q", "k", "v", "g", "beta")
 forward = full_speed(chunk.forward)
@@ -56,3 +56,15 @@ def test_twice_gives_the_same_bits() -> None:
     (o, d), (o2, d2) = (run(request, inputs, 200) for _ in range(2))
     assert np.array_equal(o, o2)
     assert all(np.array_equal(d[n], d2[n]) for n in ROWS)
+
+
+def test_gate_parameter_gradients_ignore_appended_tokens() -> None:
+    """Their sum over tokens is cut in the same places however long the call."""
+    request, whole = build(Case(op="chunk_gated_delta_rule", T=135, gate="softplus"))
+    backward_ = full_speed(gate.kda_gate_backward)
+    dlog = np.array(whole.g)
+    dlog[:, 70:] = 0
+    long = backward_(request, GateInputs(whole.g, whole.A_log, whole.dt_bias), dlog)
+    cut_ = GateInputs(whole.g[:, :70], whole.A_log, whole.dt_bias)
+    short = backward_(replace(request, T=70), cut_, dlog[:, :70])
+    assert np.array_equal(long.A_log, short.A_log) and np.array_equal(long.dt_bias, short.dt_bias)

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from kdacore.types import GateGrads, GateInputs, Request
-from kdacore_pallas.xla.numerics import F32, given, summed_like, total
+from kdacore_pallas.xla.numerics import F32, given, mesh_axes, summed_like, total, varying
 
 Array = Any
 NORM_EPS = 1e-6
+BLOCK = 64
+"""Tokens summed at once."""
 
 
 def log_decay(request: Request, g: Array, A: Array | None, bias: Array | None) -> Array:
@@ -88,14 +90,30 @@ def kda_gate(request: Request, inputs: GateInputs) -> Array:
     return log_decay(request, *_gate_params(request, inputs))
 
 
+def _token_sum(x: Array) -> Array:
+    """Sum of ``[B, T, ...]`` over batch and tokens, in an order that appended tokens do not change.
+
+    Blocks of fixed size, added one after another: a single sum is cut by its compiler as the length suggests.
+    """
+    B, T = x.shape[:2]
+    n = -(-T // BLOCK)
+    x = jnp.pad(x, [(0, 0), (0, n * BLOCK - T), *[(0, 0)] * (x.ndim - 2)])
+    blocks = jnp.moveaxis(x.reshape(B, n, BLOCK, *x.shape[2:]), 1, 0)
+    start = varying(jnp.zeros(x.shape[2:], x.dtype), mesh_axes(x))
+    summed: Array = jax.lax.scan(lambda so_far, rows: (so_far + jnp.sum(rows, (0, 1)), None), start, blocks)[
+        0
+    ]
+    return summed
+
+
 def kda_gate_backward(request: Request, inputs: GateInputs, dlog: Array) -> GateGrads:
     """Gradients of ``g``, ``A_log`` and ``dt_bias`` for ``dlog`` (the gradient of the log decay)."""
     g, A, bias = _gate_params(request, inputs)
     d = log_decay_backward(request, g, A, bias, dlog.astype(F32))
     dA = db = None
     if inputs.A_log is not None:
-        summed = jnp.sum(d.A_log, axis=tuple(a for a in range(g.ndim) if a != 2))
-        dA = summed_like(summed, inputs.A_log)
+        summed = _token_sum(d.A_log)
+        dA = summed_like(jnp.sum(summed, axis=tuple(range(1, summed.ndim))), inputs.A_log)
     if inputs.dt_bias is not None:
-        db = summed_like(jnp.sum(d.g, axis=(0, 1)).reshape(inputs.dt_bias.shape), inputs.dt_bias)
+        db = summed_like(_token_sum(d.g).reshape(inputs.dt_bias.shape), inputs.dt_bias)
     return GateGrads(summed_like(d.g, inputs.g), dA, db)

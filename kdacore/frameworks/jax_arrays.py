@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
@@ -59,15 +60,26 @@ class _JaxAdapter:
     def run(self, plan: Plan, inputs: Any) -> Any:
         if not plan.backend.traceable:
             return plan.forward(plan.request, inputs)
-        if plan.joined is None:
-            plan.joined = _join(plan, inputs)
-        if not plan.request.needs_grad:
-            return plan.joined(*inputs)
-        result = plan.joined(*inputs)
-        return result if isinstance(inputs, GateInputs) else Outputs(*result)
+        joined = plan.joined
+        if joined is None:
+            joined = plan.joined = _join(plan, inputs)
+            _keep(plan)
+        result = joined(*inputs)
+        return Outputs(*result) if plan.request.needs_grad and not isinstance(inputs, GateInputs) else result
 
 
 JAX = _JaxAdapter()
+
+KEPT = 64
+"""Plans whose compiled programs are kept; the oldest goes first. On a CPU a program takes hundreds of memory maps,
+and a Linux process may have 65530: callers whose lengths keep changing would end in a crash of the compiler."""
+_kept: deque[Plan] = deque()
+
+
+def _keep(plan: Plan) -> None:
+    _kept.append(plan)
+    if len(_kept) > KEPT:
+        _kept.popleft().joined = None
 
 
 def _default_device() -> Device:

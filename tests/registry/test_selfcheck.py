@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -178,3 +179,24 @@ def test_every_kind_of_call_has_a_twin(name: str) -> None:
             path.unlink()
         unverified(lambda o: o * 1.2)
         assert chosen(function, **arguments) == "reference"
+
+
+def test_a_call_under_jit_is_checked_outside_the_trace() -> None:
+    """A check with traced values failed, and the failure was kept: nothing unverified could run under ``jit``."""
+    jax = pytest.importorskip("jax")
+    xla = REGISTRY.get("xla").backend
+
+    class Plugin:
+        @hookimpl
+        def kdacore_backends(self) -> list[Backend]:
+            gate = dataclasses.replace(xla.ops["kda_gate"], verified_archs=frozenset())
+            return [
+                dataclasses.replace(xla, name="unverified", ops={"kda_gate": gate}, rank=99, auto_kinds=None)
+            ]
+
+    REGISTRY.register(Plugin(), "unverified-plugin")
+    g = jax.numpy.ones((1, 3, 2, 4))
+    with kdacore.record_selections() as ran:
+        log = jax.jit(lambda g: kdacore.kda_gate(g, A_log=jax.numpy.zeros(2)))(g)
+    assert [s.backend for s in ran] == ["unverified"]
+    np.testing.assert_allclose(log, -np.log1p(np.exp(np.ones(g.shape))), rtol=1e-6)

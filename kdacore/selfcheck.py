@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +32,10 @@ def problem(registered: Registered, request: Request) -> Reason | None:
     path = _record_path(registered, request)
     known = _read(path)
     if known is None:
+        if _capturing(request):  # the check would be captured too, and its failure kept
+            return Reason(
+                "selfcheck", "its self-check must run before a capture", "a capture", "one call before it"
+            )
         known = (
             _measure_outside(registered, request) if request.kind == "jax" else measure(registered, request)
         )
@@ -46,6 +51,19 @@ def problem(registered: Registered, request: Request) -> Reason | None:
             f"< {bound}",
         )
     return None
+
+
+def _capturing(request: Request) -> bool:
+    """Is the call being recorded into a CUDA graph?"""
+    torch = sys.modules.get("torch")
+    if (
+        torch is None
+        or request.kind != "torch"
+        or request.device.type != "cuda"
+        or not torch.cuda.is_available()
+    ):
+        return False
+    return bool(torch.cuda.is_current_stream_capturing())
 
 
 def _measure_outside(registered: Registered, request: Request) -> dict[str, Any]:

@@ -105,6 +105,21 @@ def test_a_crashing_kernel_is_refused() -> None:
     assert reason.code == "selfcheck" and "illegal memory access" in reason.got
 
 
+def test_nothing_is_checked_while_a_graph_is_captured(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check waits for the device: inside a capture it would fail, and its failure would be kept."""
+    calls: list[int] = []
+    unverified(calls=calls)
+    with monkeypatch.context() as now:
+        now.setattr(selfcheck, "_capturing", lambda request: True)
+        assert chosen(**call()) == "reference"
+    assert not calls and not list(own_cache.rglob("*.json"))
+    config.refresh()
+    unverified(calls=calls)
+    assert chosen(**call()) == "unverified"
+
+
 def test_forcing_needs_no_check() -> None:
     unverified(lambda o: o * 1.1)
     assert chosen(**call(), backend="unverified") == "unverified"

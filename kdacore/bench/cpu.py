@@ -14,7 +14,7 @@ from kdacore import api, contract
 from kdacore.bench import arrays as made
 from kdacore.bench import gate
 from kdacore.bench.cases import Case
-from kdacore.bench.clock import Budget, HostClock, Step, interleave
+from kdacore.bench.clock import Budget, HostClock, Step, Timing, interleave
 from kdacore.bench.results import Figure, Results, Row
 from kdacore.bench.runner import shape
 from kdacore.ops import OPS
@@ -69,30 +69,46 @@ def run_preset(case: Case = CASE, budget: Budget | None = None) -> Results:
     timings = interleave(right, HostClock(), budget or Budget(samples=9, seconds=60))
     rows = []
     for name in steps:
-        verdict, timing = verdicts.get(name), timings.get(name)
-        rows.append(
-            Row(
-                preset="cpu",
-                case=case.name,
-                phase="training" if "backward" in name else "forward",
-                contender=name,
-                status="ok" if timing else "wrong",
-                backend="oracle" if "oracle" in name else "reference",
-                gates="init",
-                shape=shape(case),
-                dtype="float64" if "oracle" in name else case.dtype,
-                device="numpy cpu",
-                seconds=timing.median if timing else None,
-                low=timing.low if timing else None,
-                high=timing.high if timing else None,
-                samples=timing.samples if timing else 0,
-                peak_bytes=peaks.get(name),
-                input_bytes=input_bytes,
-                error=verdict.error if verdict else None,
-                bound=verdict.bound if verdict else None,
-            )
+        oracle = "oracle" in name
+        row = measured_row(
+            "cpu",
+            case,
+            name,
+            verdicts.get(name),
+            timings.get(name),
+            phase="training" if "backward" in name else "forward",
+            backend="oracle" if oracle else "reference",
+            device="numpy cpu",
+            peak_bytes=peaks.get(name),
+            input_bytes=input_bytes,
         )
+        rows.append(dataclasses.replace(row, dtype="float64") if oracle else row)
     return Results(rows, _figures({r.contender: r for r in rows}, judged=case == CASE))
+
+
+def measured_row(
+    preset: str, case: Case, contender: str, verdict: gate.Verdict | None, timing: Timing | None, **more: Any
+) -> Row:
+    """A contender's row with what was timed and judged; ``more``: the fields these do not tell.
+
+    Without a timing the result was wrong; without a verdict it is what others are judged by.
+    """
+    return Row(
+        preset=preset,
+        case=case.name,
+        contender=contender,
+        status="ok" if timing else "wrong",
+        gates="init",
+        shape=shape(case),
+        dtype=case.dtype,
+        seconds=timing.median if timing else None,
+        low=timing.low if timing else None,
+        high=timing.high if timing else None,
+        samples=timing.samples if timing else 0,
+        error=verdict.error if verdict else None,
+        bound=verdict.bound if verdict else None,
+        **more,
+    )
 
 
 def _figures(rows: dict[str, Row], judged: bool) -> list[Figure]:

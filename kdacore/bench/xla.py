@@ -14,7 +14,6 @@ from kdacore.bench import cpu, gate
 from kdacore.bench.cases import Case
 from kdacore.bench.clock import Budget, HostClock, Step, Timing, interleave
 from kdacore.bench.results import Figure, Results, Row
-from kdacore.bench.runner import shape
 
 CASE = cpu.CASE
 FASTER, BACKWARD, GROWTH = 1.0, 4.0, 2.2
@@ -87,25 +86,17 @@ def _growth(case: Case, options: dict[str, Any], single: int) -> float:
 def _row(
     case: Case, name: str, verdict: gate.Verdict, timing: Timing | None, peak: int | None, host: made.Arrays
 ) -> Row:
-    return Row(
-        preset="xla",
-        case=case.name,
+    return cpu.measured_row(
+        "xla",
+        case,
+        name,
+        verdict,
+        timing,
         phase="training" if name == GRAD else "forward",
-        contender=name,
-        status="ok" if timing else "wrong",
         backend="reference" if name == REFERENCE else "xla",
-        gates="init",
-        shape=shape(case),
-        dtype=case.dtype,
         device="numpy cpu" if name == REFERENCE else "jax cpu",
-        seconds=timing.median if timing else None,
-        low=timing.low if timing else None,
-        high=timing.high if timing else None,
-        samples=timing.samples if timing else 0,
         peak_bytes=peak,
         input_bytes=made.nbytes(host),
-        error=verdict.error,
-        bound=verdict.bound,
     )
 
 

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kdacore import report
 from kdacore.bench.clock import Budget
+from kdacore.device import torch_device
 from kdacore.types import Device
 
 _OPS = ("fused_recurrent_kda", "chunk_kda", "kda_chunk_intra")
@@ -129,8 +130,7 @@ def _device(name: str) -> Device | None:
     index = torch.cuda.current_device() if index is None else index
     if index >= torch.cuda.device_count():
         return None
-    major, minor = torch.cuda.get_device_capability(index)
-    return Device("cuda", index, f"sm_{major}{minor}")
+    return torch_device("cuda", index)
 
 
 def _words(given: Any) -> str:

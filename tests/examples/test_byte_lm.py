@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-
-SOURCE = Path(__file__).parents[2] / "examples/byte_lm.py"
-
-
-@pytest.fixture(scope="module")
-def byte_lm() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("byte_lm", SOURCE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["byte_lm"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_it_starts_at_eight_bits_and_learns(byte_lm: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

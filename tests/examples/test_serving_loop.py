@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
-
-SOURCE = Path(__file__).parents[2] / "examples/serving_loop.py"
-
-
-@pytest.fixture(scope="module")
-def serving_loop() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("serving_loop", SOURCE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["serving_loop"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("arguments", [[], ["--requests", "5", "--slots", "7", "--drafts", "0"]])

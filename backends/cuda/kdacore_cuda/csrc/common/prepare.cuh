@@ -52,26 +52,6 @@ __device__ __forceinline__ void load_rows(Raw& raw, const Refill& r) {
   }
 }
 
-// Steps to their sums from the chunk's first token, inclusive; `total` gets the whole chunk's. Sums of earlier tokens
-// never depend on later ones.
-__device__ __forceinline__ void sum_steps(float (&s)[2][8], float (&total)[8], const Lane& l) {
-#pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    float sum = s[0][e] + s[1][e];
-    float other = shuffle_xor(sum, 8);
-    float before = other * l.bit[0];
-    sum += other;
-    other = shuffle_xor(sum, 4);
-    before += other * l.bit[1];
-    sum += other;
-    other = shuffle_xor(sum, 16);
-    before += other * l.bit[2];
-    total[e] = sum + other;
-    s[0][e] += before;
-    s[1][e] += s[0][e];
-  }
-}
-
 // Sums over channels: both triangles (as tiles, or by dyadic level), squares and the diagonal.
 struct Products {
 #if SAFE

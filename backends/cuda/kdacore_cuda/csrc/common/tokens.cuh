@@ -96,6 +96,26 @@ __device__ __forceinline__ Lane make_lane() {
   return l;
 }
 
+// Steps to their sums from the first of 16 tokens, inclusive; `total` gets that of all. Sums of earlier tokens
+// never depend on later ones.
+__device__ __forceinline__ void sum_steps(float (&s)[2][8], float (&total)[8], const Lane& l) {
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    float sum = s[0][e] + s[1][e];
+    float other = shuffle_xor(sum, 8);
+    float before = other * l.bit[0];
+    sum += other;
+    other = shuffle_xor(sum, 4);
+    before += other * l.bit[1];
+    sum += other;
+    other = shuffle_xor(sum, 16);
+    before += other * l.bit[2];
+    total[e] = sum + other;
+    s[0][e] += before;
+    s[1][e] += s[0][e];
+  }
+}
+
 // Bits of beta of both of a lane's tokens (`token` bytes apart; `left` are real), left as they are: converting them here would
 // wait for the load.
 __device__ __forceinline__ void load_beta(const PrefillParams& p, u64 from, long long token, int left, u32 (&beta)[2]) {

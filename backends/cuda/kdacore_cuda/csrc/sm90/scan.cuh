@@ -36,41 +36,15 @@ __device__ __forceinline__ void each_element(ScanState& state, const ScanLane& l
   }
 }
 
-__device__ __forceinline__ void read_state(ScanState& state, const ScanLane& l, u64 base, int flags) {
-  if (flags & FLAG_STATE_BF16) {
-    each_element(state, l, flags, [&](float& x, int at) { x = bf16_low(reinterpret_cast<const u16*>(base)[at]); });
-  } else {
-    each_element(state, l, flags, [&](float& x, int at) { x = reinterpret_cast<const float*>(base)[at]; });
-  }
-}
-
-__device__ __forceinline__ void write_state(ScanState& state, const ScanLane& l, u64 base, int flags) {
-  if (flags & FLAG_STATE_BF16) {
-    each_element(state, l, flags, [&](float& x, int at) { reinterpret_cast<u16*>(base)[at] = (u16)pack_bf16(x, 0.0f); });
-  } else {
-    each_element(state, l, flags, [&](float& x, int at) { reinterpret_cast<float*>(base)[at] = x; });
-  }
-}
+#include "common/state_io.cuh"
 
 // Left operand (16 columns of V by 16 channels) of k-tile kk.
 __device__ __forceinline__ void state_operand(const ScanState& state, int kk, u32 (&a)[4]) {
-  const float(&x)[4] = state.s[2 * kk];
-  const float(&y)[4] = state.s[2 * kk + 1];
-  a[0] = pack_bf16(x[0], x[1]);
-  a[1] = pack_bf16(x[2], x[3]);
-  a[2] = pack_bf16(y[0], y[1]);
-  a[3] = pack_bf16(y[2], y[3]);
+  pack_tiles(state.s[2 * kk], state.s[2 * kk + 1], a);
 }
 
-// The chunk's total decay of this lane's channels of k-tile kk.
-__device__ __forceinline__ float4 load_decay(u32 stage, int kk, int t) {
-  return load_shared4(stage + DECAY_AT + 64 * kk + 16 * t);
-}
 __device__ __forceinline__ void decay_state(ScanState& state, int kk, const float4& d) {
-  float(&x)[4] = state.s[2 * kk];
-  float(&y)[4] = state.s[2 * kk + 1];
-  x[0] *= d.x, x[1] *= d.y, x[2] *= d.x, x[3] *= d.y;
-  y[0] *= d.z, y[1] *= d.w, y[2] *= d.z, y[3] *= d.w;
+  decay_tiles(state.s[2 * kk], state.s[2 * kk + 1], d);
 }
 
 // Where a chunk's image is. `full` is its barrier, waited for at `parity`.

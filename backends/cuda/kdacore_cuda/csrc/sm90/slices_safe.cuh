@@ -1,24 +1,8 @@
 // Safe gates: every step decays by at most 2^-7.3, so within 16 tokens k 2^G and k 2^-G are both representable and one
 // product gives all pairs. Part of slices.cuh.
 
-// Steps to their sums from the half's first token, inclusive; `total` gets the whole half's. Sums of earlier tokens
-// never depend on later ones.
 __device__ __forceinline__ void sum_steps(const Raw&, float (&s)[2][8], float (&total)[8], const Lane& l, Products&) {
-#pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    float sum = s[0][e] + s[1][e];
-    float other = shuffle_xor(sum, 8);
-    float before = other * l.bit[0];
-    sum += other;
-    other = shuffle_xor(sum, 4);
-    before += other * l.bit[1];
-    sum += other;
-    other = shuffle_xor(sum, 16);
-    before += other * l.bit[2];
-    total[e] = sum + other;
-    s[0][e] += before;
-    s[1][e] += s[0][e];
-  }
+  sum_steps(s, total, l);
 }
 
 __device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8], const float (&total)[8],

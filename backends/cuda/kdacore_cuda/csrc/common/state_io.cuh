@@ -1,0 +1,35 @@
+// The scanned state in and out of device memory, and two of its tiles (8 channels each) as an operand. Part of both scan.cuh,
+// after the ScanState, ScanLane and each_element that these need.
+
+__device__ __forceinline__ void read_state(ScanState& state, const ScanLane& l, u64 base, int flags) {
+  if (flags & FLAG_STATE_BF16) {
+    each_element(state, l, flags, [&](float& x, int at) { x = bf16_low(reinterpret_cast<const u16*>(base)[at]); });
+  } else {
+    each_element(state, l, flags, [&](float& x, int at) { x = reinterpret_cast<const float*>(base)[at]; });
+  }
+}
+
+__device__ __forceinline__ void write_state(ScanState& state, const ScanLane& l, u64 base, int flags) {
+  if (flags & FLAG_STATE_BF16) {
+    each_element(state, l, flags, [&](float& x, int at) { reinterpret_cast<u16*>(base)[at] = (u16)pack_bf16(x, 0.0f); });
+  } else {
+    each_element(state, l, flags, [&](float& x, int at) { reinterpret_cast<float*>(base)[at] = x; });
+  }
+}
+
+// Two neighbouring tiles as a left operand: 16 columns of V by 16 channels.
+__device__ __forceinline__ void pack_tiles(const float (&x)[4], const float (&y)[4], u32 (&a)[4]) {
+  a[0] = pack_bf16(x[0], x[1]);
+  a[1] = pack_bf16(x[2], x[3]);
+  a[2] = pack_bf16(y[0], y[1]);
+  a[3] = pack_bf16(y[2], y[3]);
+}
+
+// The chunk's total decay of this lane's channels of k-tile kk.
+__device__ __forceinline__ float4 load_decay(u32 stage, int kk, int t) {
+  return load_shared4(stage + DECAY_AT + 64 * kk + 16 * t);
+}
+__device__ __forceinline__ void decay_tiles(float (&x)[4], float (&y)[4], const float4& d) {
+  x[0] *= d.x, x[1] *= d.y, x[2] *= d.x, x[3] *= d.y;
+  y[0] *= d.z, y[1] *= d.w, y[2] *= d.z, y[3] *= d.w;
+}

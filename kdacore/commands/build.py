@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="ARCH",
-        help="for example sm_90a (default: all packaged)",
+        help="for example sm_90a, or sm_90a,sm_100f; again for more (default: all packaged)",
     )
     add(
         "--folder", type=Path, default=None, help="where cubins and manifest go (default: the package itself)"
@@ -27,8 +27,9 @@ def run(args: argparse.Namespace) -> int:
     from kdacore_cuda import prebuilt
 
     out = report.console()
+    archs = [arch for given in args.arch for arch in given.split(",")]
     built = prebuilt.build_all(
-        args.arch or prebuilt.PACKAGED_ARCHS, args.folder or prebuilt.FOLDER, report=out.print
+        archs or prebuilt.PACKAGED_ARCHS, args.folder or prebuilt.FOLDER, report=out.print
     )
     out.print(f"{len(built)} kernels in {args.folder or prebuilt.FOLDER}")
     return report.OK

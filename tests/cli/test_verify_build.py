@@ -100,6 +100,8 @@ def test_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert cli.main(["build", "--arch", "sm_90a", "--folder", str(tmp_path)]) == 0
     assert cli.main(["build"]) == 0
     assert asked == [(("sm_90a",), tmp_path), (tuple(prebuilt.PACKAGED_ARCHS), prebuilt.FOLDER)]
+    assert cli.main(["build", "--arch", "sm_90a,sm_100f", "--arch", "sm_80"]) == 0
+    assert asked[-1] == (("sm_90a", "sm_100f", "sm_80"), prebuilt.FOLDER)
     assert f"decode.sm_90a: 5 bytes\n1 kernels in {tmp_path}\n" in capsys.readouterr().out
 
 

@@ -106,23 +106,27 @@ def plan_for(
     return Plan(opdef, request, selection.select(request, policy), adapter)
 
 
+Make = Callable[[OpDef, Any, tuple[Any, ...], Any], Plan]
+
+
 def cached_plan(
-    adapter: Adapter, opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any, make: Any
+    adapter: Adapter, opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any, make: Make
 ) -> Plan:
-    """The plan of a call of this shape, from ``make()`` the first time. ``asked``: what was asked of dispatch."""
+    """The plan of a call of this shape; the first time from ``make(opdef, inputs, options, asked)``.
+
+    ``asked``: what was asked of dispatch, in whatever form ``make`` takes it.
+    """
     array_key = adapter.key(inputs)
     if array_key is None:
-        plan: Plan = make()
-        return plan
+        return make(opdef, inputs, options, asked)
     # Types too: True == 1 == 1.0 as dictionary keys, but not as arguments.
     key = (opdef.name, array_key, options, tuple(map(type, options)), asked)
     try:
         found = _plans.get(key)
     except TypeError:  # an unhashable option: validation names it
-        plan = make()
-        return plan
+        return make(opdef, inputs, options, asked)
     if found is None:
-        found = make()
+        found = make(opdef, inputs, options, asked)
         if len(_plans) >= _MAX_PLANS:
             clear()
         _plans[key] = found
@@ -150,15 +154,18 @@ def call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object = 
         raise ContractError(opdef.name, opdef.arrays[0], type(first).__name__, "an array")
     if adapter.through_operators:
         return adapter.call_compiled(opdef, inputs, options, backend)
-    plan = cached_plan(
-        adapter,
-        opdef,
-        inputs,
-        options,
-        (backend, _policy.get()),
-        lambda: plan_for(opdef, inputs, options, current_policy(opdef, backend)),
-    )
+    asked = (backend, _policy.get())
+    recent = adapter.recent
+    plan = None if recent is None else recent.find(opdef.name, inputs, options, asked)
+    if plan is None:
+        plan = cached_plan(adapter, opdef, inputs, options, asked, _plan_of_call)
+        if recent is not None:
+            recent.note(opdef.name, inputs, options, asked, plan)
     return execute(plan, inputs, plan.run)
+
+
+def _plan_of_call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any) -> Plan:
+    return plan_for(opdef, inputs, options, current_policy(opdef, asked[0]))
 
 
 def execute(plan: Plan, inputs: Any, run: Callable[[Plan, Any], Any]) -> Any:

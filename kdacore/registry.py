@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import pluggy
-
-from kdacore import config, hookspecs
+from kdacore import config
 from kdacore.errors import ContractError, PluginError, list_names
 from kdacore.ops import OPS
 from kdacore.types import API_VERSION, Backend, BackendInfo, OpImpl
+
+if TYPE_CHECKING:
+    import importlib.metadata
+
+    import pluggy
 
 ENTRY_POINT_GROUP = "kdacore"
 BUILTIN_PLUGINS = (
@@ -63,8 +64,7 @@ class Registry:
 
     def _clear(self) -> None:
         self._loaded = False
-        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
-        self._manager.add_hookspecs(hookspecs)
+        self._manager: pluggy.PluginManager
         self._backends: dict[str, Registered] = {}
         self._plugins: list[PluginRecord] = []
 
@@ -159,6 +159,7 @@ class Registry:
         with self._lock:
             if self._loaded:
                 return
+            self._manager = _manager()
             disabled = config.get().disabled_plugins
             for module in BUILTIN_PLUGINS:
                 self._load_one(module, OWN_DISTRIBUTION, functools.partial(importlib.import_module, module))
@@ -221,14 +222,28 @@ class Registry:
         return ""
 
 
+def _manager() -> pluggy.PluginManager:
+    import pluggy  # with the first use of the registry: `import kdacore` stays light
+
+    from kdacore import hookspecs
+
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    return manager
+
+
 def _third_parties() -> Iterable[tuple[str, importlib.metadata.EntryPoint]]:
     """Entry points with the distributions they come from, in a stable order."""
+    import importlib.metadata
+
     entries = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
     named = [(e.dist.name if e.dist is not None else "(unknown distribution)", e) for e in entries]
     return sorted(named, key=lambda pair: (pair[0], pair[1].name))
 
 
 def _failed(name: str, distribution: str, seconds: float, problem: str) -> PluginRecord:
+    import traceback
+
     return PluginRecord(name, distribution, seconds, (), problem, traceback.format_exc())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import traceback
 import warnings
 from dataclasses import dataclass
 
@@ -113,6 +112,8 @@ def _ask(verifier: object, request: Request) -> Reason | None:
     try:
         answer: Reason | None = verifier(request)  # type: ignore[operator]
     except Exception as error:  # noqa: BLE001  the traceback travels in the reason and in a warning
+        import traceback
+
         name = getattr(verifier, "__qualname__", repr(verifier))
         warnings.warn(f"verifier {name} raised:\n{traceback.format_exc()}", RuntimeWarning, stacklevel=2)
         return Reason("verifier_error", f"verifier {name} raised {error!r}")

@@ -9,6 +9,7 @@ from kdacore.types import ArrayKind, Device, TensorSpec
 
 if TYPE_CHECKING:
     from kdacore.dispatch import Plan
+    from kdacore.frameworks.torch_recent import RecentCalls
     from kdacore.ops import OpDef
 
 
@@ -23,6 +24,9 @@ class Adapter(Protocol):
 
     through_operators: bool
     """True where calls must go through :meth:`call_compiled` even outside a trace (torch subclasses)."""
+
+    recent: RecentCalls | None
+    """Finds the plan of a call faster than its key would, where the library offers a way."""
 
     def call_compiled(self, opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
         """Serve a call through operators the library can trace."""

@@ -14,6 +14,7 @@ from kdacore.types import ArrayKind, Device, GateInputs, OutputGrads, Outputs, T
 
 if TYPE_CHECKING:
     from kdacore.dispatch import Plan
+    from kdacore.frameworks.torch_recent import RecentCalls
     from kdacore.ops import OpDef
 
 
@@ -22,6 +23,7 @@ class _JaxAdapter:
     immutable = True
     knows_grad = False
     through_operators = False
+    recent: RecentCalls | None = None
 
     def call_compiled(self, opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
         raise RuntimeError("unreachable: JAX traces through ordinary calls")

@@ -11,6 +11,7 @@ from kdacore.types import ArrayKind, Device, TensorSpec
 
 if TYPE_CHECKING:
     from kdacore.dispatch import Plan
+    from kdacore.frameworks.torch_recent import RecentCalls
     from kdacore.ops import OpDef
 
 _CPU = Device("cpu")
@@ -21,6 +22,7 @@ class _NumpyAdapter:
     immutable = False
     knows_grad = True
     through_operators = False
+    recent: RecentCalls | None = None
 
     def call_compiled(self, opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
         raise RuntimeError("unreachable: these arrays are never compiled")

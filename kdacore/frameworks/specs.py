@@ -12,6 +12,7 @@ from kdacore.types import ArrayKind, Device, TensorSpec
 
 if TYPE_CHECKING:
     from kdacore.dispatch import Plan
+    from kdacore.frameworks.torch_recent import RecentCalls
     from kdacore.ops import OpDef
 
 
@@ -40,6 +41,7 @@ class _SpecAdapter:
     """Reads :class:`ShapeDtype`; can explain, cannot run."""
 
     through_operators = False
+    recent: RecentCalls | None = None
     knows_grad = True
 
     def __init__(self, kind: ArrayKind) -> None:

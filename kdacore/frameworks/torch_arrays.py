@@ -14,6 +14,8 @@ import torch
 from kdacore import device as probes
 from kdacore.errors import UnsupportedError
 from kdacore.frameworks import _by_type
+from kdacore.frameworks.torch_recent import RecentCalls
+from kdacore.registry import REGISTRY
 from kdacore.types import ArrayKind, Device, GateInputs, OutputGrads, Outputs, TensorSpec
 
 if TYPE_CHECKING:
@@ -39,6 +41,9 @@ class _TorchAdapter:
 
     def __init__(self, through_operators: bool) -> None:
         self.through_operators = through_operators
+        recent = RecentCalls()
+        REGISTRY.on_change(recent.clear)
+        self.recent: RecentCalls | None = recent
 
     def call_compiled(self, opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
         from kdacore.frameworks import torch_ops

@@ -80,12 +80,17 @@ class _Bound:
             self.inputs,
             self.options,
             (self.policy, self.needs_grad),
-            lambda: dispatch.plan_for(self.opdef, self.inputs, self.options, self.policy, self.needs_grad),
+            _plan_of_operator,
         )
 
     def request(self) -> Any:
         """The request of a call on fake tensors: validated, nothing selected."""
         return contract.build_request(self.opdef, self.inputs, self.options, needs_grad=self.needs_grad)[0]
+
+
+def _plan_of_operator(opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any) -> dispatch.Plan:
+    policy, needs_grad = asked
+    return dispatch.plan_for(opdef, inputs, options, policy, needs_grad)
 
 
 @torch.compiler.assume_constant_result

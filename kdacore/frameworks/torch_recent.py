@@ -1,0 +1,92 @@
+"""Recognising a torch call that was made before, for steps where the host's time counts.
+
+Reading ten tensors' shapes, dtypes and devices from Python takes longer than all else the front end does for a
+decode step. torch checks the same in one call into C++ for its compiled graphs, and that check is used here: type,
+dispatch keys (so layout and device type), dtype, device index, sizes, ``requires_grad``. It is internal to torch:
+where it is missing every call takes the ordinary path, which gives the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from kdacore.dispatch import Plan
+
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:
+    TensorGuards = None  # type: ignore[assignment, misc]
+
+_grad_enabled = torch.is_grad_enabled
+_PLAIN_OPTIONS = (type(None), bool, int, float, str)
+_ENTRIES = 4
+"""Calls remembered for each op: a model has few shapes at a time, and every entry is one more to look through."""
+
+
+class _Entry:
+    """One call: what it was asked with, the check of its tensors, and the plan that serves it."""
+
+    __slots__ = ("asked", "grad", "matches", "options", "plan", "types")
+
+    def __init__(self, plan: Plan, inputs: Any, options: tuple[Any, ...], asked: Any) -> None:
+        self.matches = _matcher(inputs)
+        self.options = options
+        self.types = tuple(map(type, options))
+        self.asked = asked
+        self.grad = _grad_enabled()
+        self.plan = plan
+
+
+def _matcher(inputs: Any) -> Callable[..., bool]:
+    """A function of an op's arrays: are the same ones given, and do they look like these? Written out, not looped."""
+    tensors = [x for x in inputs if x is not None]
+    any_stride: Any = [[None] * x.dim() for x in tensors]  # a plan does not depend on strides
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=any_stride)
+    names = inputs._fields
+    absent = "".join(f"{name} is None and " for name in names if getattr(inputs, name) is None)
+    given = ", ".join(name for name in names if getattr(inputs, name) is not None)
+    source = f"lambda {', '.join(names)}: {absent}check({given})"
+    matcher: Callable[..., bool] = eval(source, {"check": guards.check})
+    return matcher
+
+
+class RecentCalls:
+    """The last few calls of every op. A call is remembered when it comes twice in a row past its memory."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, tuple[_Entry, ...]] = {}
+        self._missed: dict[str, Plan] = {}
+
+    def clear(self) -> None:
+        """Forget every call (the backends or the configuration changed)."""
+        self._entries.clear()
+        self._missed.clear()
+
+    def find(self, op: str, inputs: Any, options: tuple[Any, ...], asked: Any) -> Plan | None:
+        """The plan of an earlier call like this one, None when there was none."""
+        for entry in self._entries.get(op, ()):
+            if (
+                # Types too, and first: True == 1 == 1.0, but not as arguments; a tensor's == is a tensor.
+                tuple(map(type, options)) == entry.types
+                and options == entry.options
+                and asked == entry.asked
+                and _grad_enabled() is entry.grad
+                and entry.matches(*inputs)
+            ):
+                return entry.plan
+        return None
+
+    def note(self, op: str, inputs: Any, options: tuple[Any, ...], asked: Any, plan: Plan) -> None:
+        """A call was served by ``plan`` the ordinary way. Lengths that change with every call leave no trace."""
+        if self._missed.get(op) is not plan:
+            self._missed[op] = plan
+            return
+        plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in inputs if x is not None)
+        if TensorGuards is None or not plain or not all(type(x) in _PLAIN_OPTIONS for x in options):
+            return
+        kept = self._entries.get(op, ())[: _ENTRIES - 1]
+        self._entries[op] = (_Entry(plan, inputs, options, asked), *kept)

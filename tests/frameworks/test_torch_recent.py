@@ -1,0 +1,193 @@
+"""The memory of recent torch calls: it finds the same plan as the ordinary path, and only for the same call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import kdacore
+from kdacore import dispatch
+from kdacore.errors import ContractError
+from kdacore.frameworks import torch_recent
+from kdacore.frameworks.torch_arrays import TORCH
+from kdacore.frameworks.torch_recent import RecentCalls
+from kdacore.registry import REGISTRY
+from kdacore.types import ChunkInputs
+
+OPTIONS = (None, True, False, -5.0)
+ASKED = ("reference", None)
+PLAN: Any = object()
+
+
+def arrays(T: int = 4) -> ChunkInputs:
+    q, k, v, g = (torch.ones(1, T, 2, 8) for _ in range(4))
+    return ChunkInputs(q, k, v, -g, torch.ones(1, T, 2), A_log=torch.zeros(2))
+
+
+@pytest.fixture
+def memory() -> RecentCalls:
+    """Remembers one call."""
+    made = RecentCalls()
+    for _ in range(2):
+        made.note("op", arrays(), OPTIONS, ASKED, PLAN)
+    return made
+
+
+def test_the_same_call_is_found(memory: RecentCalls) -> None:
+    assert memory.find("op", arrays(), OPTIONS, ASKED) is PLAN
+    assert memory.find("other", arrays(), OPTIONS, ASKED) is None
+
+
+def test_strides_and_offsets_do_not_matter(memory: RecentCalls) -> None:
+    wide = torch.ones(1, 2, 8, 8)[:, :, 1:5].transpose(1, 2)
+    assert wide.shape == (1, 4, 2, 8) and not wide.is_contiguous()
+    assert memory.find("op", arrays()._replace(v=wide), OPTIONS, ASKED) is PLAN
+
+
+CHANGES: dict[str, Callable[[ChunkInputs], ChunkInputs]] = {
+    "dtype": lambda x: x._replace(v=x.v.half()),
+    "shape": lambda x: x._replace(v=torch.ones(1, 4, 2, 16)),
+    "rank": lambda x: x._replace(beta=torch.ones(1, 4, 2, 1)),
+    "device": lambda x: x._replace(k=x.k.to("meta")),
+    "layout": lambda x: x._replace(k=x.k.to_sparse()),
+    "requires_grad": lambda x: x._replace(g=x.g.clone().requires_grad_()),
+    "type": lambda x: x._replace(v=torch.nn.Parameter(x.v, requires_grad=False)),
+    "one more": lambda x: x._replace(dt_bias=torch.zeros(2, 8)),
+    "one less": lambda x: x._replace(A_log=None),
+    "another in its place": lambda x: x._replace(A_log=None, cu_seqlens=x.A_log),
+    "not a tensor": lambda x: x._replace(A_log=x.A_log.numpy()),
+    "a host copy beside it": lambda x: x._replace(cu_seqlens_cpu=x.A_log.numpy()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_an_array_is_seen(memory: RecentCalls, change: str) -> None:
+    assert memory.find("op", CHANGES[change](arrays()), OPTIONS, ASKED) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (1.0, *OPTIONS[1:]),
+        (None, 1, False, -5.0),
+        (None, True, 0.0, -5.0),
+        (None, True, False, -4.0),
+        (None, torch.ones(3), False, -5.0),
+    ],
+    ids=["given", "1 for True", "0.0 for False", "value", "a tensor"],
+)
+def test_a_change_of_an_option_is_seen(memory: RecentCalls, options: tuple[Any, ...]) -> None:
+    assert memory.find("op", arrays(), options, ASKED) is None
+
+
+def test_what_was_asked_of_dispatch_is_seen(memory: RecentCalls) -> None:
+    assert memory.find("op", arrays(), OPTIONS, (None, None)) is None
+
+
+def test_grad_mode_is_seen(memory: RecentCalls) -> None:
+    with torch.no_grad():
+        assert memory.find("op", arrays(), OPTIONS, ASKED) is None
+    with torch.inference_mode():
+        assert memory.find("op", arrays(), OPTIONS, ASKED) is None
+
+
+def test_lengths_that_change_with_every_call_leave_no_trace() -> None:
+    memory = RecentCalls()
+    for T in (4, 5, 6, 4, 5, 6):
+        memory.note("op", arrays(T), OPTIONS, ASKED, T)  # type: ignore[arg-type]
+    assert memory.find("op", arrays(4), OPTIONS, ASKED) is None
+
+
+def test_the_memory_is_short() -> None:
+    memory = RecentCalls()
+    plans = {T: object() for T in range(1, 9)}
+    for T, plan in plans.items():
+        for _ in range(2):
+            memory.note("op", arrays(T), OPTIONS, ASKED, plan)  # type: ignore[arg-type]
+    found = [T for T, plan in plans.items() if memory.find("op", arrays(T), OPTIONS, ASKED) is plan]
+    assert found == [5, 6, 7, 8]
+
+
+def test_an_array_that_is_no_tensor_is_never_remembered() -> None:
+    memory = RecentCalls()
+    mixed = arrays()._replace(cu_seqlens_cpu=torch.zeros(2).numpy())
+    for _ in range(3):
+        memory.note("op", mixed, OPTIONS, ASKED, PLAN)
+    assert memory.find("op", mixed, OPTIONS, ASKED) is None
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The ops of the public calls that took the ordinary path."""
+    seen: list[str] = []
+    ordinary = dispatch.cached_plan
+
+    def counted(adapter: Any, opdef: Any, *rest: Any) -> Any:
+        seen.append(opdef.name)
+        return ordinary(adapter, opdef, *rest)
+
+    assert TORCH.recent is not None
+    TORCH.recent.clear()
+    monkeypatch.setattr(dispatch, "cached_plan", counted)
+    yield seen
+    TORCH.recent.clear()
+
+
+def chunk(**options: Any) -> Any:
+    x = arrays()
+    return kdacore.chunk_kda(*x[:5], **options)[0]
+
+
+@pytest.mark.skipif(torch_recent.TensorGuards is None, reason="this torch has no such check")
+def test_the_third_call_skips_the_ordinary_path(calls: list[str]) -> None:
+    results = [chunk(output_final_state=True) for _ in range(5)]
+    assert len(calls) == 2
+    assert all(torch.equal(o, results[0]) for o in results)
+    with kdacore.record_selections() as ran:
+        chunk(output_final_state=True)
+    assert len(calls) == 2 and [r.backend for r in ran] == ["reference"]
+
+
+def test_a_wrong_type_is_refused_after_the_right_one(calls: list[str]) -> None:
+    for _ in range(4):
+        chunk(output_final_state=True)
+    with pytest.raises(ContractError, match="output_final_state"):
+        chunk(output_final_state=1)
+
+
+def test_a_preference_is_not_overlooked(calls: list[str]) -> None:
+    for _ in range(4):
+        chunk()
+    with kdacore.use_backend("reference"), kdacore.record_selections() as ran:
+        chunk()
+    assert "use_backend" in ran[0].why
+
+
+def test_a_change_of_the_backends_clears_it(calls: list[str]) -> None:
+    for _ in range(4):
+        chunk()
+    REGISTRY.reset()
+    chunk()
+    assert len(calls) == 3
+
+
+def test_without_torchs_check_every_call_is_ordinary(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_recent, "TensorGuards", None)
+    for _ in range(4):
+        chunk()
+    assert len(calls) == 4
+
+
+def test_gradients_flow_through_a_remembered_call(calls: list[str]) -> None:
+    grads = []
+    for _ in range(4):
+        x = arrays()
+        v = x.v.clone().requires_grad_()
+        kdacore.chunk_kda(x.q, x.k, v, x.g, x.beta)[0].sum().backward()
+        grads.append(v.grad)
+    assert all(torch.equal(g, grads[0]) for g in grads if g is not None) and grads[3] is not None

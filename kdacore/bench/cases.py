@@ -161,8 +161,8 @@ PRESETS: dict[str, tuple[Case, ...]] = {
     "h200-host": _H200_HOST,
     "h200-first-call": _H200_FIRST_CALL,
 }
-SPECIAL = ("cpu", "xla", "dispatch", "import")
-"""Presets that are programs of their own: kdacore.bench.cpu, .xla, .dispatch and .imports."""
+SPECIAL = ("cpu", "xla", "dispatch", "import", "h200-stages")
+"""Presets that are programs of their own: kdacore.bench.cpu, .xla, .dispatch, .imports and .stages."""
 
 
 def tiny(case: Case) -> Case:

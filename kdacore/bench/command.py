@@ -104,6 +104,8 @@ def _lacking(presets: list[str], args: argparse.Namespace) -> str | None:
     for preset in presets:
         if preset == "xla" and not version_of("jax"):
             return "xla needs jax, which is not installed: pip install 'kdacore[pallas]'"
+        if preset == "h200-stages" and not version_of("torch"):
+            return "h200-stages needs torch, which is not installed: pip install torch"
         for case in PRESETS.get(preset, ()):
             kind = _kind(case.kind, preset, args)
             if kind != "numpy" and not version_of(kind):
@@ -152,6 +154,12 @@ def _work(preset: str, args: argparse.Namespace) -> Iterator[Work]:
         from kdacore.bench import imports
 
         yield "fresh processes", lambda: imports.run_preset(3 if args.tiny else imports.PROCESSES)
+        return
+    if preset == "h200-stages":
+        from kdacore.bench import stages
+
+        device = args.device or _default_device("torch")
+        yield from stages.pieces(device, only, args.only, budget, args.tiny)
         return
     listed = (_own_case(args),) if preset == "shape" else PRESETS[preset]
     fitted = tuple(_fitted(case, preset, args) for case in listed)

@@ -12,7 +12,7 @@ import pytest
 
 from kdacore import cli
 from kdacore.bench import arrays as made
-from kdacore.bench import cases, clock, command, cpu, dispatch, gate, imports, plot, results, runner
+from kdacore.bench import cases, clock, command, cpu, dispatch, gate, imports, plot, results, runner, stages
 from kdacore.bench.cases import PRESETS, SPECIAL, Case
 from kdacore.bench.clock import Budget
 from kdacore.hookspecs import hookimpl
@@ -218,6 +218,49 @@ def test_first_call_preset_small(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "h200-first-call", "--tiny", "--device", "cpu", "--backend", "reference"]) == 0
     out = capsys.readouterr().out
     assert out.count("kdacore reference") == 2 and "skipped fla-core" in out
+
+
+def test_stages_preset_small(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "h200-stages", "--tiny", "--device", "cpu", "--backend", "reference", "--samples", "2"]
+    assert cli.main([*words, "--only", "HV128"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("kdacore reference") == 6 and "skipped fla-core (6 rows)" in out
+
+
+@pytest.mark.parametrize("name", ["Aqk", "u"])
+def test_a_wrong_stage_is_not_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = stages._ours
+
+    def off(work: str, x: Any, backend: str) -> dict[str, Any]:
+        found = right(work, x, backend)
+        if name in found:
+            found[name][:, -1] *= 1.5  # the last token alone
+        return found
+
+    monkeypatch.setattr(stages, "_ours", off)
+    rows = stages.run_case(stages.tiny(stages.CASES[0]), "cpu", ("reference",), QUICK).rows
+    status = {
+        row.case.rpartition(", ")[2]: row.status for row in rows if row.contender == "kdacore reference"
+    }
+    both = {stages.BOTH: "wrong", stages.SECOND: "wrong", stages.SECOND_Q: "wrong"}
+    assert status == (both if name == "u" else {**both, stages.SECOND: "ok", stages.SECOND_Q: "ok"})
+
+
+def test_stage_figures() -> None:
+    def timing(seconds: float) -> clock.Timing:
+        return clock.Timing(seconds, seconds, seconds, 3)
+
+    case, peer = stages.CASES[1], f"{stages.PEER} 1.0"
+    times = {
+        (stages.BOTH, "kdacore a"): timing(3.0),
+        (stages.BOTH, peer): timing(8.0),
+        (stages.SECOND, "kdacore a"): timing(1.0),
+        (stages.SECOND, peer): timing(1.1),
+    }
+    found = {f.name.rpartition(", ")[2].partition(":")[0]: f for f in stages._figures(case, times)}
+    assert found["intra"].value == pytest.approx(6.9 / 2.0) and found["intra"].met
+    assert found["w/u"].value == pytest.approx(1.1) and found["w/u"].met is False
+    assert stages._figures(case, {(stages.BOTH, "kdacore a"): timing(1.0)}) == []
 
 
 def test_the_command_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,12 +12,9 @@ from kdacore.hookspecs import hookimpl
 from kdacore.types import Backend, OpImpl, Requirement
 from kdacore_cuda import __version__, verifiers
 
-VERIFIED: frozenset[str] = frozenset()
-"""Architectures the conformance suite has run on; others are checked once, on the machine, before auto uses them."""
-VERIFIED_PREFILL = frozenset({"sm_90"})
-"""The same of prefill: benchmarks/results/h200/prefill-cuda.json."""
-VERIFIED_STAGES = frozenset({"sm_90"})
-"""The same of the stages: benchmarks/results/h200/stages.json."""
+VERIFIED = frozenset({"sm_90"})
+"""Architectures the conformance suite has run on, all ops (benchmarks/results/h200/verify-cuda.json); others are checked
+once, on the machine, before auto uses them."""
 
 
 @cache
@@ -65,7 +62,7 @@ def _stage(function: str) -> OpImpl:
     return OpImpl(
         forward=_lazily("stages", function),
         verifiers=_STAGE,
-        verified_archs=VERIFIED_STAGES,
+        verified_archs=VERIFIED,
         batch_invariant=True,
     )
 
@@ -75,7 +72,7 @@ def make_backend() -> Backend:
     prefill = OpImpl(
         forward=_lazily("prefill", "forward"),
         verifiers=(*_COMMON, verifiers.prefill_dtype, verifiers.prefill_length),
-        verified_archs=VERIFIED_PREFILL,
+        verified_archs=VERIFIED,
     )
     recurrent = OpImpl(
         forward=_lazily("decode", "forward"),

@@ -1,5 +1,6 @@
 """The chunk forward against the float64 oracle: every option, gate, layout and size, on whatever device there is."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -302,3 +303,107 @@ def test_the_contracts_own_case(dtype: torch.dtype, options: dict[str, Any]) -> 
     A_log = torch.log(1 + 15 * torch.rand(2, generator=torch.Generator().manual_seed(1)))
     x = draw(T=2048, H=2, HV=2, K=128, V=128, raw=True, dtype=dtype, A_log=A_log)
     check(x, output_final_state=True, **RAW, **options)
+
+
+# --- few heads, scanned in segments -----------------------------------------------------------------------------
+
+SEGMENT = 512
+SEGMENTED = {
+    "C": 32, "BU": 128, "prepare_warps": 2, "BV": 64, "scan_warps": 4, "scan_stages": 4, "segment": SEGMENT,
+}  # fmt: skip
+
+
+@pytest.fixture
+def segmented() -> Iterator[None]:
+    with configs.override("chunk_forward", SEGMENTED):
+        yield
+
+
+def launches(request: Request) -> int:
+    return 2 if forward.plan_for(request).segments is None else 4
+
+
+SLOW = [
+    pytest.param({}, {"low": -0.02}, id="unbounded"),
+    pytest.param(SAFE, {"low": -0.02}, id="bounded"),
+    pytest.param({"scalar": True}, {"scalar": True, "low": -0.02}, id="scalar"),
+]
+"""Gates slow enough for a segment to matter to the ones after the next."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("options", "drawn"), SLOW)
+def test_segments(
+    segmented: None, options: dict[str, Any], drawn: dict[str, Any], dtype: torch.dtype
+) -> None:
+    x = draw(B=2, T=3 * SEGMENT + 70, HV=2, initial_state=state(2, 2, 16, 16), dtype=dtype, **drawn)
+    assert launches(request_of(x, **options)) == 4
+    check(x, output_final_state=True, **options)
+
+
+@pytest.mark.parametrize("T", [SEGMENT, SEGMENT + 1, 2 * SEGMENT])
+def test_segments_at_their_edges(segmented: None, T: int) -> None:
+    check(draw(T=T, K=20, V=24, low=-0.02), output_final_state=True, state_v_first=True, **SAFE)
+
+
+def test_segments_of_packed_sequences(segmented: None) -> None:
+    ends = torch.tensor([0, 0, 5, SEGMENT + 5, SEGMENT + 5, 3 * SEGMENT + 7, 3 * SEGMENT + 8])
+    x = draw(T=int(ends[-1]), cu_seqlens=ends, initial_state=state(6, 1, 16, 16), low=-0.02)
+    assert launches(request_of(x, **SAFE)) == 4
+    check(x, output_final_state=True, checkpoint_every=192, **SAFE)
+
+
+def test_checkpoints_across_segments(segmented: None) -> None:
+    x = draw(T=2 * SEGMENT + 100, initial_state=state(1, 1, 16, 16), low=-0.02)
+    check(x, output_final_state=True, checkpoint_every=192, **SAFE)
+
+
+@pytest.mark.parametrize(("options", "drawn"), SLOW)
+def test_segments_change_no_bit_when_tokens_are_appended(
+    segmented: None, options: dict[str, Any], drawn: dict[str, Any]
+) -> None:
+    x = draw(T=2 * SEGMENT + 40, **drawn)
+    whole = forward.forward(request_of(x, **options), x).o
+    for t in (40, SEGMENT, SEGMENT + 33, 2 * SEGMENT):
+        short = ChunkInputs(*(None if a is None else a[:, :t].contiguous() for a in x))
+        assert torch.equal(forward.forward(request_of(short, **options), short).o, whole[:, :t])
+
+
+def test_segments_under_extreme_gates(segmented: None) -> None:
+    x = draw(T=SEGMENT + 100, low=-60.0)
+    x = x._replace(g=torch.where(x.g < -20, -60.0, 0.0))
+    check(x, output_final_state=True)
+
+
+def test_segments_are_as_exact_as_one_chain_for_near_collinear_keys() -> None:
+    x = draw(T=2 * SEGMENT + 30, raw=True)
+    k = torch.nn.functional.normalize(x.k[:, :1] + 0.02 * x.k, dim=-1)
+    x = x._replace(k=k, beta=torch.full_like(x.beta, 0.999), g=-1e-3 * x.g.abs())
+    request = request_of(x, output_final_state=True, **SAFE)
+    want = oracle_forward(request, x)
+    found = []
+    for segment in (0, SEGMENT):
+        with configs.override("chunk_forward", SEGMENTED | {"segment": segment}):
+            got = forward.forward(request, x)
+            found.append((error(got.o, want.o), error(got.final_state, want.final_state)))
+    (o, state_), (o_segmented, state_segmented) = found
+    assert o_segmented <= 1.1 * o and state_segmented <= 1.1 * state_
+
+
+def test_heads_too_wide_for_a_map_are_scanned_whole(segmented: None) -> None:
+    request = request_of(draw(T=SEGMENT + 10, K=130, V=16), **SAFE)
+    assert launches(request) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("segment", [512, 1024, 2048])
+@pytest.mark.parametrize("C", [16, 32])
+@pytest.mark.parametrize("options", [SAFE, {}], ids=["bounded", "unbounded"])
+def test_segments_at_a_models_size(segment: int, C: int, options: dict[str, Any]) -> None:
+    """The contract's bounds, not twice them, and slow gates: what a later segment sees went through every map."""
+    A_log = torch.log(1 + 15 * torch.rand(2, generator=torch.Generator().manual_seed(1)))
+    x = draw(T=4096, H=2, HV=2, K=128, V=128, raw=True, dtype=torch.bfloat16, A_log=A_log)
+    x = x._replace(g=x.g - 4.0)
+    with configs.override("chunk_forward", SEGMENTED | {"segment": segment, "C": C}):
+        assert launches(request_of(x, **RAW, **options)) == 4
+        check(x, output_final_state=True, **RAW, **options)

@@ -1,7 +1,8 @@
 """``chunk_kda`` and ``chunk_gated_delta_rule``, forward: two launches and nothing read on the host.
 
 ``prepare`` does all that needs no state, one program per chunk and value head, and leaves a record of bytes for each;
-``scan`` walks the state over the records and writes the output. A record, contiguous, head dims padded to powers of
+``scan`` walks the state over the records and writes the output; few heads and many tokens are scanned in segments
+(``kernels/segments.py``, two launches more). A record, contiguous, head dims padded to powers of
 two (``BK``, ``BV``) and rows beyond the sequence zero, holds in this order::
 
     w   [C, BK]   X (beta k 2^gc)
@@ -20,6 +21,7 @@ value head ``hv`` is number ``slot * HV + hv``.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -29,6 +31,7 @@ from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_triton import configs
 from kdacore_triton.kernels.prepare import prepare_kernel
 from kdacore_triton.kernels.scan import scan_kernel
+from kdacore_triton.kernels.segments import carry_kernel, transfer_kernel
 from kdacore_triton.launch import Launcher, cdiv, next_power_of_2
 from kdacore_triton.plan import (
     GATES,
@@ -50,13 +53,28 @@ MIN_BOUND = -5.0
 MAX_BOUNDED = 32
 """The most rows that one constant anchor covers at MIN_BOUND."""
 
+MAX_SEGMENTED = 128
+"""The widest head whose transfer map fits shared memory."""
+
 _LOG2E = 1.4426950408889634
 _PREPARE = Launcher(prepare_kernel)
 _SCAN = Launcher(scan_kernel)
+_TRANSFER = Launcher(transfer_kernel)
+_CARRY = Launcher(carry_kernel)
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The launches before a scan in segments, and the sizes of what they write; see kernels.segments."""
+
+    starts_size: int
+    maps_size: int
+    transfer: FixedLaunch
+    carry: FixedLaunch
 
 
 class Plan:
-    """The two launches of a request, and what they write."""
+    """The launches of a request, and what they write."""
 
     def __init__(self, r: Request) -> None:
         self.request = r
@@ -96,19 +114,50 @@ class Plan:
             config["prepare_warps"],
         )  # fmt: skip
         block = min(config["BV"], BV)
+        columns = {
+            "K": r.K, "V": r.V, "BK": BK, "BVP": BV, "V_FIRST": r.state_v_first, "PACKED": r.packed,
+        }  # fmt: skip
+        walk = {
+            **columns, "BV": block, "C": C, "SCALAR": r.scalar_gate, "DOT": dots["DOT"],
+            "STAGES": config["scan_stages"],
+        }  # fmt: skip
+        launch = (config["scan_warps"], config["scan_stages"])
+        # Where segments start may not depend on T; whether there is more than one may.
+        segment = config["segment"] if BK <= MAX_SEGMENTED and config["segment"] < r.T else 0
+        NS = cdiv(r.T, segment) if segment else 1
+        starts = (r.T // segment + r.N if r.packed else r.B * NS) if segment else r.N
         self.scan = FixedLaunch(
             _SCAN,
             device,
-            (r.N * r.HV * (BV // block), 1, 1),
-            (r.T, NT, r.HV),
-            {
-                **shared, "BVP": BV, "BV": block, "SCALAR": r.scalar_gate,
-                "V_FIRST": r.state_v_first, "PACKED": r.packed, "EVERY": r.checkpoint_every,
-                "DOT": dots["DOT"], "STAGES": config["scan_stages"],
-            },
-            config["scan_warps"],
-            config["scan_stages"],
-        )  # fmt: skip
+            (starts * r.HV * (BV // block), 1, 1),
+            (r.T, NT, r.HV, r.N, NS),
+            {**walk, "SEGMENT": segment, "EVERY": r.checkpoint_every},
+            *launch,
+        )
+        self.segments: Segments | None = None
+        if segment:
+            tile = starts * r.HV * BK
+            self.segments = Segments(
+                tile * BV,
+                tile * (BV + BK),
+                FixedLaunch(
+                    _TRANSFER,
+                    device,
+                    (starts * r.HV * (BV // block + cdiv(BK, block)), 1, 1),
+                    (r.T, NT, r.HV, r.N, NS),
+                    {**walk, "SEGMENT": segment},
+                    *launch,
+                ),
+                FixedLaunch(
+                    _CARRY,
+                    device,
+                    (r.N * r.HV * (BV // 16), 1, 1),
+                    (r.T, r.HV, NS),
+                    {**columns, "BV": 16, "SEGMENT": segment, "DOT": "tf32x3" if on_nvidia(r) else "ieee"},
+                    4,
+                    2,
+                ),
+            )
 
 
 def gate_family(r: Request) -> str:
@@ -176,9 +225,23 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
         checkpoints = make(request.checkpoint_shape, dtype=plan.state_dtype, device=device)
     levels = level_steps(plan.levels, plan.levels_dtype, device) if plan.levels else None
     plan.prepare(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, levels, records, decay)
-    plan.scan(records, decay, o, initial, final, checkpoints, None, None, cu_seqlens)
+    starts = None
+    if plan.segments is not None:
+        starts = _segment_starts(plan.segments, records, decay, initial, cu_seqlens)
+    plan.scan(records, decay, o, initial, starts, final, checkpoints, None, None, cu_seqlens)
     if plan.upcast:
         o = o.to(torch.bfloat16)
     if plan.round_state:
         final, checkpoints = (None if x is None else x.to(torch.bfloat16) for x in (final, checkpoints))
     return Outputs(o, final, checkpoints)
+
+
+def _segment_starts(
+    segments: Segments, records: Any, decay: torch.Tensor, initial: Any, cu_seqlens: Any
+) -> torch.Tensor:
+    """The state at the start of every segment, as the scan reads it."""
+    starts = torch.empty(segments.starts_size, dtype=torch.float32, device=decay.device)
+    maps = torch.empty(segments.maps_size, dtype=torch.float32, device=decay.device)
+    segments.transfer(records, decay, initial, maps, cu_seqlens)
+    segments.carry(maps, initial, starts, cu_seqlens)
+    return starts

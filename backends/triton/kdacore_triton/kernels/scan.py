@@ -10,14 +10,16 @@ import triton
 import triton.language as tl
 
 from kdacore_triton.kernels.common import blocks_before, mma, mma_acc, operand, sequence_span
+from kdacore_triton.kernels.segments import segment_of_slot
 
 
-@triton.jit(do_not_specialize=["T", "NT", "HV"])
+@triton.jit(do_not_specialize=["T", "NT", "HV", "N", "NS"])
 def scan_kernel(
     rec_ptr,
     decay_ptr,
     o_ptr,
     s0_ptr,
+    starts_ptr,
     st_ptr,
     ckpt_ptr,
     h_ptr,
@@ -26,12 +28,15 @@ def scan_kernel(
     T,
     NT,
     HV,
+    N,
+    NS,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
     BVP: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
+    SEGMENT: tl.constexpr,
     SCALAR: tl.constexpr,
     V_FIRST: tl.constexpr,
     PACKED: tl.constexpr,
@@ -39,15 +44,29 @@ def scan_kernel(
     DOT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid: ``N * HV * BVP // BV``. ``BVP``: V padded, as prepare laid out ``ut``. ``EVERY``: tokens per checkpoint,
-    0 for none. ``h_ptr``/``vnew_ptr``: None, or where backward wants the states ``[slot, HV, K, V]`` and the new
-    values ``[slot, HV, C, V]``."""
+    """Grid: ``N * HV * BVP // BV``, or with ``SEGMENT`` segment slots for N, each from its own state in
+    ``starts_ptr``. ``BVP``: V padded, as prepare laid out ``ut``. ``EVERY``: tokens per checkpoint, 0 for none.
+    ``h_ptr``/``vnew_ptr``: None, or where backward wants the states ``[slot, HV, K, V]`` and the new values
+    ``[slot, HV, C, V]``."""
     pid = tl.program_id(0)
     v0 = (pid % (BVP // BV)) * BV
     head = pid // (BVP // BV)
     n = head // HV
     hv = (head - n * HV).to(tl.int64)
+    segment = n
+    j = 0
+    if SEGMENT:
+        n, j = segment_of_slot(cu_ptr, segment, N, NS, SEGMENT, PACKED)
     bos, length, slot = sequence_span(cu_ptr, n, T, NT, C, PACKED)
+    chunks = (length + C - 1) // C
+    if SEGMENT:
+        begin = j * (SEGMENT // C)
+        end = tl.minimum(begin + SEGMENT // C, chunks)
+        if begin >= tl.maximum(chunks, 1):  # no such segment
+            return
+    else:
+        begin = 0
+        end = chunks
 
     i = tl.arange(0, C)
     d = tl.arange(0, BK)
@@ -58,7 +77,10 @@ def scan_kernel(
     else:
         cell = d[None, :] * V + vv[:, None]
     whole = (n * HV + hv) * (K * V)
-    if s0_ptr is None:
+    if SEGMENT:
+        start = starts_ptr + (segment.to(tl.int64) * HV + hv) * (BVP * BK)
+        s = tl.load(start + vv[:, None] * BK + d[None, :])
+    elif s0_ptr is None:
         s = tl.zeros([BV, BK], tl.float32)
     else:
         s = tl.load(s0_ptr + whole + cell, mask=real, other=0.0).to(tl.float32)
@@ -73,7 +95,7 @@ def scan_kernel(
     krow = i[:, None] * BK + d[None, :]
     square = i[:, None] * C + i[None, :]
     ucell = vv[:, None] * C + i[None, :]
-    for c in tl.range(0, (length + C - 1) // C, num_stages=STAGES):
+    for c in tl.range(begin, end, num_stages=STAGES):
         tile = (slot + c).to(tl.int64) * HV + hv
         if EVERY:  # noqa: SIM102  (a constexpr test: without checkpoints the next line must not be compiled)
             if (c * C) % EVERY == 0:
@@ -108,5 +130,6 @@ def scan_kernel(
         at = ((bos + token) * HV + hv)[None, :] * V + vv[:, None]
         tl.store(o_ptr + at, o.to(o_ptr.dtype.element_ty), mask=mask)
 
-    if st_ptr is not None:
-        tl.store(st_ptr + whole + cell, s.to(st_ptr.dtype.element_ty), mask=real)
+    if st_ptr is not None:  # noqa: SIM102  (a constexpr test, then one of values)
+        if SEGMENT == 0 or (j + 1) * SEGMENT >= length:
+            tl.store(st_ptr + whole + cell, s.to(st_ptr.dtype.element_ty), mask=real)

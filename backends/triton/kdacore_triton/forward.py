@@ -154,7 +154,7 @@ class Plan:
                     (r.N * r.HV * (BV // 16), 1, 1),
                     (r.T, r.HV, NS),
                     {**columns, "BV": 16, "SEGMENT": segment, "DOT": "tf32x3" if on_nvidia(r) else "ieee"},
-                    4,
+                    8,
                     2,
                 ),
             )

@@ -110,6 +110,24 @@ def host_seconds(step: Step, wait: Callable[[], Any]) -> float:
     return seconds
 
 
+BURST = 16
+
+
+def busy_seconds(step: Step, wait: Callable[[], Any]) -> float:
+    """How long a call keeps the host busy when calls follow one another and none is waited for: the mean of a burst.
+
+    A first call, not counted, wakes the device.
+    """
+    wait()
+    step()
+    start = time.perf_counter()
+    for _ in range(BURST):
+        step()
+    seconds = (time.perf_counter() - start) / BURST
+    wait()
+    return seconds
+
+
 def clock_for(kind: str, device: str) -> Callable[[Step], float]:
     """The clock of an array library on a device."""
     if kind == "torch" and device.startswith("cuda"):

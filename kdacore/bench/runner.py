@@ -122,7 +122,7 @@ def _time(case: Case, steps: dict[str, Step], device: str, budget: Budget) -> di
         step()
     wait()
     if case.phase == "host":
-        return clock.interleave(steps, lambda step: clock.host_seconds(step, wait), budget)
+        return clock.interleave(steps, lambda step: clock.busy_seconds(step, wait), budget)
     return clock.interleave(steps, clock.clock_for(case.kind, device), budget)
 
 

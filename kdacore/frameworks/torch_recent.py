@@ -55,11 +55,11 @@ def _matcher(inputs: Any) -> Callable[..., bool]:
 
 
 class RecentCalls:
-    """The last few calls of every op. A call is remembered when it comes twice in a row past its memory."""
+    """The last few calls of every op. A call is remembered when it comes again soon after it was missed."""
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[_Entry, ...]] = {}
-        self._missed: dict[str, Plan] = {}
+        self._missed: dict[str, tuple[Plan, ...]] = {}
 
     def clear(self) -> None:
         """Forget every call (the backends or the configuration changed)."""
@@ -82,8 +82,9 @@ class RecentCalls:
 
     def note(self, op: str, inputs: Any, options: tuple[Any, ...], asked: Any, plan: Plan) -> None:
         """A call was served by ``plan`` the ordinary way. Lengths that change with every call leave no trace."""
-        if self._missed.get(op) is not plan:
-            self._missed[op] = plan
+        missed = self._missed.get(op, ())
+        if not any(plan is m for m in missed):
+            self._missed[op] = (plan, *missed[: _ENTRIES - 1])
             return
         plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in inputs if x is not None)
         if TensorGuards is None or not plain or not all(type(x) in _PLAIN_OPTIONS for x in options):

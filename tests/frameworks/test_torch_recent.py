@@ -96,9 +96,18 @@ def test_grad_mode_is_seen(memory: RecentCalls) -> None:
 
 def test_lengths_that_change_with_every_call_leave_no_trace() -> None:
     memory = RecentCalls()
-    for T in (4, 5, 6, 4, 5, 6):
-        memory.note("op", arrays(T), OPTIONS, ASKED, T)  # type: ignore[arg-type]
-    assert memory.find("op", arrays(4), OPTIONS, ASKED) is None
+    plans = {T: object() for T in range(4, 10)}
+    for T in (*plans, *plans):
+        memory.note("op", arrays(T), OPTIONS, ASKED, plans[T])  # type: ignore[arg-type]
+    assert not any(memory.find("op", arrays(T), OPTIONS, ASKED) for T in plans)
+
+
+def test_calls_in_turn_are_remembered() -> None:
+    memory = RecentCalls()
+    plans = {T: object() for T in (4, 5)}
+    for T in (4, 5, 4, 5):
+        memory.note("op", arrays(T), OPTIONS, ASKED, plans[T])  # type: ignore[arg-type]
+    assert [memory.find("op", arrays(T), OPTIONS, ASKED) for T in plans] == list(plans.values())
 
 
 def test_the_memory_is_short() -> None:

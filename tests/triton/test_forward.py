@@ -272,7 +272,10 @@ def test_every_shipped_configuration(
     config: dict[str, Any], options: dict[str, Any], drawn: dict[str, Any]
 ) -> None:
     K = 64 if GPU else 32  # more than the few channels that 16-bit inputs take float32 operands for
-    x = draw(T=70, K=K, V=64, dtype=torch.bfloat16 if GPU else torch.float32, **drawn)
+    T = 70 + (
+        config["segment"] if GPU else 0
+    )  # segments have tests of their own below, at lengths a CPU can do
+    x = draw(T=T, K=K, V=64, dtype=torch.bfloat16 if GPU else torch.float32, **drawn)
     with configs.override("chunk_forward", config):
         check(x, output_final_state=True, **options)
 
@@ -398,12 +401,36 @@ def test_heads_too_wide_for_a_map_are_scanned_whole(segmented: None) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("segment", [512, 1024, 2048])
 @pytest.mark.parametrize("C", [16, 32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("options", [SAFE, {}], ids=["bounded", "unbounded"])
-def test_segments_at_a_models_size(segment: int, C: int, options: dict[str, Any]) -> None:
-    """The contract's bounds, not twice them, and slow gates: what a later segment sees went through every map."""
+def test_segments_are_as_exact_as_one_chain_at_a_models_size(
+    segment: int, C: int, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """With gates so slow that what the last segment sees went through every map."""
     A_log = torch.log(1 + 15 * torch.rand(2, generator=torch.Generator().manual_seed(1)))
-    x = draw(T=4096, H=2, HV=2, K=128, V=128, raw=True, dtype=torch.bfloat16, A_log=A_log)
+    x = draw(T=4096, H=2, HV=2, K=128, V=128, raw=True, dtype=dtype, A_log=A_log)
     x = x._replace(g=x.g - 4.0)
-    with configs.override("chunk_forward", SEGMENTED | {"segment": segment, "C": C}):
-        assert launches(request_of(x, **RAW, **options)) == 4
-        check(x, output_final_state=True, **RAW, **options)
+    request = request_of(x, output_final_state=True, **RAW, **options)
+    want = oracle_forward(request, x)
+    found = []
+    for length in (0, segment):
+        with configs.override("chunk_forward", SEGMENTED | {"segment": length, "C": C}):
+            assert launches(request) == (4 if length else 2)
+            got = forward.forward(request, x)
+            found.append((error(got.o, want.o), error(got.final_state, want.final_state)))
+    for whole, pieces, bound in zip(*found, BOUNDS[dtype], strict=True):
+        assert pieces <= 1.03 * whole + 1e-7 and pieces <= 2 * bound
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("options", [SAFE, {}], ids=["bounded", "unbounded"])
+def test_what_ships_for_few_heads_changes_no_bit_when_tokens_are_appended(
+    options: dict[str, Any], seed: int
+) -> None:
+    x = draw(T=3000, H=4, HV=8, K=128, V=128, raw=True, dtype=torch.bfloat16, seed=seed, A_log=torch.zeros(8))
+    assert launches(request_of(x, **RAW, **options)) == 4
+    whole = forward.forward(request_of(x, **RAW, **options), x).o
+    for t in (100, 1024, 1025, 2048, 2900):
+        short = ChunkInputs(*(a[:, :t].contiguous() if a is not None and a.ndim > 1 else a for a in x))
+        assert torch.equal(forward.forward(request_of(short, **RAW, **options), short).o, whole[:, :t])

@@ -35,7 +35,8 @@ def aot_cases(arch: str) -> list[AotCase]:
         dtype = torch.float32 if choice.when.get("half") is False else torch.bfloat16
         only = choice.when.get("gate")
         for gate in [only] if only else _GATES:
-            name = f"chunk forward {gate} K{K} {str(dtype)[6:]} C{choice.config['C']}"
+            segment = f" in {choice.config['segment']}s" if choice.config["segment"] else ""
+            name = f"chunk forward {gate} K{K} {str(dtype)[6:]} C{choice.config['C']}{segment}"
             call = _meta_call(arch, gate, K, dtype)
             tuned = K == 128 and dtype == torch.bfloat16 and choice.config["C"] == 16 and gate != "scalar"
             with configs.override("chunk_forward", choice.config):
@@ -50,8 +51,8 @@ def aot_cases(arch: str) -> list[AotCase]:
 
 
 def _meta_call(arch: str, gate: str, K: int, dtype: torch.dtype) -> tuple[Request, ChunkInputs]:
-    """A prefill with everything fused. No memory behind it."""
-    B, T, H = 1, 1024, 32
+    """A prefill with everything fused, long enough for segments. No memory behind it."""
+    B, T, H = 1, 4096, 32
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

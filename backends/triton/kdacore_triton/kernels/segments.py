@@ -31,6 +31,34 @@ def segment_of_slot(cu_ptr, slot, N, NS, SEGMENT: tl.constexpr, PACKED: tl.const
     return n, j
 
 
+@triton.jit
+def store_map(ptr, s, cell, mask, BK: tl.constexpr, DOT: tl.constexpr):
+    """M in float32, or in the same bytes as two bfloat16 halves, 16 bits together: no conversions on the chain."""
+    if DOT == "bf16":
+        half = ptr.to(tl.pointer_type(tl.bfloat16))
+        hi = s.to(tl.bfloat16)
+        tl.store(half + cell, hi, mask=mask)
+        tl.store(half + BK * BK + cell, (s - hi.to(tl.float32)).to(tl.bfloat16), mask=mask)
+    else:
+        tl.store(ptr + cell, s, mask=mask)
+
+
+@triton.jit
+def apply_map(s, ptr, b, cell, BK: tl.constexpr, DOT: tl.constexpr, FULL: tl.constexpr):
+    """``s M^T + b`` to at least 16 bits."""
+    if DOT == "bf16":
+        half = ptr.to(tl.pointer_type(tl.bfloat16))
+        m = tl.load(half + cell)
+        hi = s.to(tl.bfloat16)
+        lo = (s - hi.to(tl.float32)).to(tl.bfloat16)
+        r = tl.dot(hi, tl.load(half + BK * BK + cell), acc=b)
+        r = tl.dot(lo, m, acc=r)
+        r = tl.dot(hi, m, acc=r)
+    else:
+        r = mma_acc(s, tl.load(ptr + cell), b, FULL)
+    return r
+
+
 @triton.jit(do_not_specialize=["T", "NT", "HV", "N", "NS"])
 def transfer_kernel(
     rec_ptr, decay_ptr, s0_ptr, maps_ptr, cu_ptr, T, NT, HV, N, NS,
@@ -39,7 +67,8 @@ def transfer_kernel(
     DOT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid: segment slots * HV * (BVP // BV + cdiv(BK, BV)). Writes ``[BVP + BK, BK]`` a slot and head, transposed:
-    B first, then M. The first segment has no M: its B already holds the initial state. The last has neither."""
+    B first, then M, with bfloat16 dots as the two halves of :func:`store_map`. The first segment has no M: its B
+    already holds the initial state. The last has neither."""
     COLUMNS: tl.constexpr = BVP // BV
     BLOCKS: tl.constexpr = COLUMNS + (BK + BV - 1) // BV
     pid = tl.program_id(0)
@@ -80,17 +109,18 @@ def transfer_kernel(
             decay = tl.load(decay_ptr + tile * BK + d)[None, :]
         r = operand(ut.to(tl.float32) - mma(operand(s, DOT), tl.trans(w), DOT), DOT)
         s = mma_acc(r, kg, s * decay, DOT)
-    row = tl.where(is_map, BVP + unit, vv)
-    real = (vv < BVP) | ((unit >= 0) & (unit < BK))
     out = maps_ptr + (slot.to(tl.int64) * HV + hv) * ((BVP + BK) * BK)
-    tl.store(out + row[:, None] * BK + d[None, :], s, mask=real[:, None])
+    if is_map:
+        store_map(out + BVP * BK, s, unit[:, None] * BK + d[None, :], (unit < BK)[:, None], BK, DOT)
+    else:
+        tl.store(out + vv[:, None] * BK + d[None, :], s)
 
 
 @triton.jit(do_not_specialize=["T", "HV", "NS"])
 def carry_kernel(
     maps_ptr, s0_ptr, starts_ptr, cu_ptr, T, HV, NS,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BVP: tl.constexpr, BV: tl.constexpr, SEGMENT: tl.constexpr,
-    V_FIRST: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    V_FIRST: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Grid: N * HV * (BVP // BV). Writes the state each segment starts from: ``[BVP, BK]`` a slot and head."""
     pid = tl.program_id(0)
@@ -120,6 +150,5 @@ def carry_kernel(
         tl.store(starts_ptr + (tile + HV) * (BVP * BK) + here, s)
     for j in tl.range(1, segments - 1):
         map_ = maps_ptr + (tile + j * HV) * ((BVP + BK) * BK)
-        m = tl.load(map_ + BVP * BK + square)
-        s = mma_acc(s, m, tl.load(map_ + here), DOT)
+        s = apply_map(s, map_ + BVP * BK, tl.load(map_ + here), square, BK, DOT, FULL)
         tl.store(starts_ptr + (tile + (j + 1) * HV) * (BVP * BK) + here, s)

@@ -8,6 +8,7 @@ where it is missing every call takes the ordinary path, which gives the same pla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ except ImportError:
     TensorGuards = None  # type: ignore[assignment, misc]
 
 _grad_enabled = torch.is_grad_enabled
-_PLAIN_OPTIONS = (type(None), bool, int, float, str)
+_PLAIN_OPTIONS = (type(None), bool, int, float)
 _ENTRIES = 4
 """Calls remembered for each op: a model has few shapes at a time, and every entry is one more to look through."""
 
@@ -30,28 +31,34 @@ _ENTRIES = 4
 class _Entry:
     """One call: what it was asked with, the check of its tensors, and the plan that serves it."""
 
-    __slots__ = ("asked", "grad", "matches", "options", "plan", "types")
+    __slots__ = ("asked", "grad", "matches", "plan")
 
     def __init__(self, plan: Plan, inputs: Any, options: tuple[Any, ...], asked: Any) -> None:
-        self.matches = _matcher(inputs)
-        self.options = options
-        self.types = tuple(map(type, options))
+        self.matches = _matcher(inputs, options)
         self.asked = asked
         self.grad = _grad_enabled()
         self.plan = plan
 
 
-def _matcher(inputs: Any) -> Callable[..., bool]:
-    """A function of an op's arrays: are the same ones given, and do they look like these? Written out, not looped."""
-    tensors = [x for x in inputs if x is not None]
-    any_stride: Any = [[None] * x.dim() for x in tensors]  # a plan does not depend on strides
-    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=any_stride)
-    names = inputs._fields
-    absent = "".join(f"{name} is None and " for name in names if getattr(inputs, name) is None)
-    given = ", ".join(name for name in names if getattr(inputs, name) is not None)
-    source = f"lambda {', '.join(names)}: {absent}check({given})"
+def _matcher(inputs: Any, options: tuple[Any, ...]) -> Callable[..., bool]:
+    """A function of an op's arrays and options: are they like these? Written out, since a loop would take as long."""
+    arrays = {name: x for name, x in zip(inputs._fields, inputs, strict=True) if x is not None}
+    any_stride: Any = [[None] * x.dim() for x in arrays.values()]  # a plan does not depend on strides
+    guards = TensorGuards(*arrays.values(), dynamic_dims_sizes=None, dynamic_dims_strides=any_stride)
+    names = [f"option_{i}" for i in range(len(options))]
+    tests = [_is(name, x) for name, x in zip(names, options, strict=True)]
+    tests += [f"{name} is None" for name in inputs._fields if name not in arrays]
+    tests.append(f"check({', '.join(arrays)})")
+    source = f"lambda {', '.join((*inputs._fields, *names))}: {' and '.join(tests)}"
     matcher: Callable[..., bool] = eval(source, {"check": guards.check})
     return matcher
+
+
+def _is(name: str, value: Any) -> str:
+    """The test for one option. Of types too, and first: True == 1 == 1.0, but not as arguments."""
+    if value is None or isinstance(value, bool):
+        return f"{name} is {value}"
+    return f"type({name}) is {type(value).__name__} and {name} == {value!r}"
 
 
 class RecentCalls:
@@ -69,14 +76,7 @@ class RecentCalls:
     def find(self, op: str, inputs: Any, options: tuple[Any, ...], asked: Any) -> Plan | None:
         """The plan of an earlier call like this one, None when there was none."""
         for entry in self._entries.get(op, ()):
-            if (
-                # Types too, and first: True == 1 == 1.0, but not as arguments; a tensor's == is a tensor.
-                tuple(map(type, options)) == entry.types
-                and options == entry.options
-                and asked == entry.asked
-                and _grad_enabled() is entry.grad
-                and entry.matches(*inputs)
-            ):
+            if asked == entry.asked and _grad_enabled() is entry.grad and entry.matches(*inputs, *options):
                 return entry.plan
         return None
 
@@ -87,7 +87,12 @@ class RecentCalls:
             self._missed[op] = (plan, *missed[: _ENTRIES - 1])
             return
         plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in inputs if x is not None)
-        if TensorGuards is None or not plain or not all(type(x) in _PLAIN_OPTIONS for x in options):
+        if TensorGuards is None or not plain or not all(_is_plain(x) for x in options):
             return
         kept = self._entries.get(op, ())[: _ENTRIES - 1]
         self._entries[op] = (_Entry(plan, inputs, options, asked), *kept)
+
+
+def _is_plain(option: Any) -> bool:
+    """Can it be written out? Not-a-number and infinity cannot."""
+    return type(option) in _PLAIN_OPTIONS and (type(option) is not float or math.isfinite(option))

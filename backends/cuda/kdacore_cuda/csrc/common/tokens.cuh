@@ -18,7 +18,7 @@ struct Raw {
 
 struct Gate {
   int kind;
-  float unit;     // log2 decay of one unit of the gate; its inverse for the sigmoid
+  float unit;     // log2 decay of one unit of the gate (of softplus2 for the softplus); its inverse for the sigmoid
   float slope;    // sigmoid: -log2(e) exp(A_log)
   u32 closed;     // bits of an input that decays nothing
 };
@@ -66,7 +66,7 @@ __device__ __forceinline__ void gate_steps(const Raw& raw, const Gate& gate, u32
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) s[i][e] = softplus(gate_input(raw, i, e) + bias[e]) * gate.unit;
+      for (int i = 0; i < 2; ++i) s[i][e] = softplus2(gate_input(raw, i, e) * LOG2E + bias[e]) * gate.unit;
     }
     return;
   }
@@ -135,18 +135,18 @@ __device__ __forceinline__ float activate_beta(const PrefillParams& p, u32 bits,
 
 __device__ __forceinline__ Gate make_gate(const PrefillParams& p, int hv) {
   const float a = p.A_log ? exp2_fast(LOG2E * reinterpret_cast<const float*>(p.A_log)[hv]) : 1.0f;
-  const float unit = p.gate == GATE_SOFTPLUS ? -LOG2E * a : LN2 / p.lower_bound;
+  const float unit = p.gate == GATE_SOFTPLUS ? -a : LN2 / p.lower_bound;
   // A very negative float32, or two of bfloat16.
   const u32 closed = p.gate == GATE_LOG ? 0u : (G_FLOAT ? 0xf149f2cau : 0xf149f149u);
   return {p.gate, unit, -LOG2E * a, closed};
 }
 
-// Per channel what gate_steps adds: the bias itself, or the bias times the sigmoid's slope.
+// Per channel what gate_steps adds: the bias in the units of what it is added to.
 __device__ __forceinline__ void store_bias(const PrefillParams& p, int hv, float* bias, int threads) {
   const Gate gate = make_gate(p, hv);
   for (int c = thread_index(); c < K_DIM; c += threads) {
     const float b = p.dt_bias ? load_scalar(p.dt_bias, (long long)hv * K_DIM + c, p.bias_type) : 0.0f;
-    bias[c] = gate.kind == GATE_SIGMOID ? gate.slope * b : b;
+    bias[c] = (gate.kind == GATE_SIGMOID ? gate.slope : LOG2E) * b;
   }
 }
 

@@ -27,9 +27,10 @@ constexpr int SLICE_WARPS = GROUPS * SLICES * 2;  // a warp a half; a group take
 constexpr int BLOCK_V = V / SCANNERS;         // the first SCANNERS blocks of a cluster carry the state, all prepare
 constexpr int SCAN_WARPS = BLOCK_V / 16;
 static_assert(BLOCK_V % 64 == 0, "a warpgroup carries 64 columns");
-constexpr int SOLVERS = 2 * GROUPS;           // they take turns
-static_assert(SOLVERS <= SOLVER_SLOTS, "no room for the solvers");
-constexpr int THREADS = 32 * (SCAN_WARPS + SLICE_WARPS + SOLVER_SLOTS);  // a solver's warpgroup may be half idle
+constexpr int SOLVERS = 2 * GROUPS;           // pairs of warps; they take turns
+static_assert(2 * SOLVERS == SOLVER_SLOTS, "two warps a solver");
+constexpr int THREADS = 32 * (SCAN_WARPS + SLICE_WARPS + SOLVER_SLOTS);
+constexpr int SOLVER_BARRIER = 1 + GROUPS * SLICES;  // first of the solvers' named barriers; those before are the slices'
 static_assert(STAGES % CLUSTER == 0, "a stage belongs to one block of the cluster");
 // A group at chunk c has handed on chunk c - GROUPS * CLUSTER, for which a chunk STAGES earlier was consumed. So the barrier
 // it waits on is at most one phase behind, and the parity tells which.
@@ -73,7 +74,7 @@ constexpr u32 BIAS_AT = SCRATCH_AT + SOLVERS * 2 * SCRATCH_BYTES;
 constexpr u32 FULL_AT = BIAS_AT + 4 * K;               // stage: prepared
 constexpr u32 EMPTY_AT = FULL_AT + 8 * STAGES;         // stage: consumed
 constexpr u32 SUMMED_AT = EMPTY_AT + 8 * STAGES;       // solver: its chunk's slices are done
-constexpr u32 TAKEN_AT = SUMMED_AT + 8 * SOLVERS;      // group: its parts have been read
+constexpr u32 TAKEN_AT = SUMMED_AT + 8 * SOLVERS;      // group: its parts have been read, by both warps of a solver
 constexpr u32 PICK_AT = TAKEN_AT + 8 * GROUPS;
 constexpr u32 SHARED_BYTES = PICK_AT + 16;
 static_assert(SHARED_BYTES <= SHARED_LIMIT, "the host's shared memory size is too small");

@@ -29,7 +29,7 @@ KDA_KERNEL(THREADS, 1) TOGETHER prefill(KDA_PARAM PrefillParams p) {
     barrier_init(shared + FULL_AT + 8 * thread_index(), 1);
     barrier_init(shared + EMPTY_AT + 8 * thread_index(), SCANNERS * SCAN_WARPS);
     if (thread_index() < SOLVERS) barrier_init(shared + SUMMED_AT + 8 * thread_index(), 2 * SLICES);
-    if (thread_index() < GROUPS) barrier_init(shared + TAKEN_AT + 8 * thread_index(), 1);
+    if (thread_index() < GROUPS) barrier_init(shared + TAKEN_AT + 8 * thread_index(), 2);
 #if CLUSTER > 1
     fence_barrier_init();
 #endif
@@ -57,8 +57,7 @@ KDA_KERNEL(THREADS, 1) TOGETHER prefill(KDA_PARAM PrefillParams p) {
 #if SCAN_REGISTERS
     set_registers<SOLVE_REGISTERS, START_REGISTERS>();
 #endif
-    const int solver = warp - SCAN_WARPS - SLICE_WARPS;
-    if (solver < SOLVERS) solver_warp(p, work, shared, solver, rank);
+    solver_warp(p, work, shared, warp - SCAN_WARPS - SLICE_WARPS, rank);
   }
 #if CLUSTER > 1
   sync_cluster();  // no block may leave while another still writes to it

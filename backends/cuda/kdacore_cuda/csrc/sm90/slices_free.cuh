@@ -30,18 +30,19 @@ __device__ __forceinline__ void level_products(const Raw& raw, const float (&s)[
                                                int level, Products& sums) {
   const int bit = lane_bit(level);
   const bool right = l.lane & bit;
-  const float sign = right ? 1.0f : -1.0f, base = right ? 0.0f : 1.0f;
+  const float base = right ? 0.0f : -1.0f;
 #pragma unroll
   for (int w = 0; w < 4; w += 2) {
     u32 a[4], b[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int c = 2 * (w + j);
-      const float end0 = total[c] * base, end1 = total[c + 1] * base;
       u32 k[2], q[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const u32 factor = pack_bf16(exp2_fast(s[i][c] * sign + end0), exp2_fast(s[i][c + 1] * sign + end1));
+        // Right tokens from the sub-block's start, left ones to its end: s - total is what is left, with the other sign.
+        const float x = total[c] * base + s[i][c], y = total[c + 1] * base + s[i][c + 1];
+        const u32 factor = pack_bf16(exp2_fast(-fabsf(x)), exp2_fast(-fabsf(y)));
         k[i] = multiply_bf16(word(raw.k[i], w + j), factor);
         q[i] = multiply_bf16(word(raw.q[i], w + j), factor);
       }

@@ -1,5 +1,5 @@
-// A solver warp finishes a chunk image: it adds up what the slices' warps found, scales, inverts the triangle and publishes
-// the stage.
+// Solver warps finish a chunk image: they add up what the slices' warps found, scale, invert the triangles and publish the
+// stage.
 #ifndef KDACORE_SOLVE_CUH
 #define KDACORE_SOLVE_CUH
 
@@ -70,7 +70,24 @@ __device__ __forceinline__ void store_inverse(u32 stage, u32 scratch, int lane) 
   }
 }
 
-// Publish a finished stage: to this block's scan warps, and as a bulk copy to the other scanning blocks of the cluster.
+// A finished part of a stage to the other scanning blocks of the cluster; their barriers count its bytes.
+__device__ __forceinline__ void copy_out(u32 stage, u32 full, u32 at, u32 bytes, int rank) {
+#if CLUSTER > 1
+#pragma unroll
+  for (int to = 0; to < SCANNERS; ++to) {
+    if (to != rank) copy_to_block(cluster_address(stage + at, to), stage + at, bytes, cluster_address(full, to));
+  }
+#endif
+}
+
+// What the slices made is complete when their sums are: it leaves while the solver works.
+__device__ __forceinline__ void publish_operands(u32 stage, u32 full, int lane, int rank) {
+  fence_async_proxy();
+  sync_warp();
+  if (lane == 0) copy_out(stage, full, 0, T_AT, rank);
+}
+
+// The rest. Only now do the barriers hear of the bytes and can complete.
 __device__ __forceinline__ void publish(u32 stage, u32 full, int lane, int rank) {
   fence_async_proxy();
   sync_warp();
@@ -79,12 +96,10 @@ __device__ __forceinline__ void publish(u32 stage, u32 full, int lane, int rank)
 #if CLUSTER > 1
 #pragma unroll
     for (int to = 0; to < SCANNERS; ++to) {
-      if (to == rank) continue;
-      const u32 remote = cluster_address(full, to);
-      barrier_expect_remote(remote, STAGE_BYTES);
-      copy_to_block(cluster_address(stage, to), stage, STAGE_BYTES, remote);
+      if (to != rank) barrier_expect_remote(cluster_address(full, to), STAGE_BYTES);
     }
 #endif
+    copy_out(stage, full, T_AT, STAGE_BYTES - T_AT, rank);
   }
 }
 
@@ -98,7 +113,7 @@ __device__ __forceinline__ void add_tiles(float (&x)[4][4], u32 from) {
 
 // The slices' sums, always added in the same order.
 __device__ __forceinline__ void add_parts(Products& sums, u32 from) {
-#pragma unroll
+#pragma unroll 2  // for want of registers
   for (int slice = 0; slice < SLICES; ++slice) {
     const u32 at = from + slice * SLICE_PARTS;
     add_tiles(sums.tile, at);
@@ -128,53 +143,62 @@ __device__ __forceinline__ void set_norms(const PrefillParams& p, const Products
   }
 }
 
+// Two warps finish a chunk, a half each: a stage is taken for as long as this lasts, and stages are what there is least of.
+// The first adds up what lies across while the second inverts both triangles at once, a column a lane.
 __device__ __forceinline__ void solver_warp(const PrefillParams& p, const Work& work, u32 shared, int warp, int rank) {
   const Lane l = make_lane();
-  const u32 scratch = shared + SCRATCH_AT + warp * 2 * SCRATCH_BYTES;
-  int i = warp, c = warp * CLUSTER + rank;   // of the block's chunks, of all
-  int left = work.length - c * C - 2 * l.p;  // tokens of this lane that are real: left, up to 2 (HALF fewer in the second half)
+  const int pair = warp >> 1, half = warp & 1;
+  const u32 scratch = shared + SCRATCH_AT + pair * 2 * SCRATCH_BYTES;
+  int i = pair, c = pair * CLUSTER + rank;                 // of the block's chunks, of all
+  int left = work.length - c * C - HALF * half - 2 * l.p;  // tokens of this lane that are real: left, up to 2
   const long long size = type_size(p.beta_type), token = size * p.beta_st;
-  u64 from = p.beta + size * (work.batch * p.beta_sb + work.hv * p.beta_sh) + (work.first + c * C + 2 * l.p) * token;
-  u32 beta[2][2];
-  load_beta(p, from, token, left, beta[0]);
-  load_beta(p, from + HALF * token, token, left - HALF, beta[1]);
+  u64 from = p.beta + size * (work.batch * p.beta_sb + work.hv * p.beta_sh) + (work.first + c * C + HALF * half + 2 * l.p) * token;
+  u32 beta[2];
+  load_beta(p, from, token, left, beta);
 #pragma unroll 1
   for (; c < work.chunks; c += SOLVERS * CLUSTER, i += SOLVERS) {
     const int slot = c % STAGES, group = i % GROUPS;
-    const u32 stage = shared + STAGES_AT + slot * STAGE_PITCH;
+    const u32 stage = shared + STAGES_AT + slot * STAGE_PITCH, full = shared + FULL_AT + 8 * slot;
     const u32 parts = shared + PARTS_AT + group * SLICES * SLICE_PARTS + 16 * l.lane;
-    barrier_wait(shared + SUMMED_AT + 8 * warp, (u32)(i / SOLVERS & 1));
-#pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-      Scalars s;
+    const u32 taken = shared + TAKEN_AT + 8 * group;
+    barrier_wait(shared + SUMMED_AT + 8 * pair, (u32)(i / SOLVERS & 1));
+    if (half) publish_operands(stage, full, l.lane, rank);
+    Scalars s;
 #pragma unroll
-      for (int n = 0; n < 2; ++n) s.beta[n] = activate_beta(p, half ? beta[1][n] : beta[0][n], left - HALF * half > n);
-      Products sums = {};
-      add_parts(sums, parts + half * PARTS * PART_BYTES);
-      set_norms(p, sums, s);
-      store_scalars(stage, half, l, s);
-#if !SAFE
+    for (int n = 0; n < 2; ++n) s.beta[n] = activate_beta(p, beta[n], left > n);
+    Products sums = {};
+    add_parts(sums, parts + half * PARTS * PART_BYTES);
+    if (half) {
       sync_warp();
-#endif
-      Lane here = l;
-#if !SAFE  // offsets are made anew, for want of registers
-      here.p = opaque(l.p);
-      here.t = opaque(l.t);
-#endif
-      store_triangles(stage, scratch + half * SCRATCH_BYTES, half, here, s, sums);
+      if (l.lane == 0) barrier_arrive(taken);
     }
-    Across across = {};
-#pragma unroll
-    for (int slice = 0; slice < SLICES; ++slice) add_tiles(across.tile, parts + slice * SLICE_PARTS + 2 * PARTS * PART_BYTES);
+    set_norms(p, sums, s);
+    store_scalars(stage, half, l, s);
+#if !SAFE
     sync_warp();
-    if (l.lane == 0) barrier_arrive(shared + TAKEN_AT + 8 * group);
-    store_across(stage, l, across);
+#endif
+    Lane here = l;
+#if !SAFE  // offsets are made anew, for want of registers
+    here.p = opaque(l.p);
+    here.t = opaque(l.t);
+#endif
+    store_triangles(stage, scratch + half * SCRATCH_BYTES, half, here, s, sums);
     left -= SOLVERS * CLUSTER * C;
     from += SOLVERS * CLUSTER * C * token;
-    load_beta(p, from, token, left, beta[0]);
-    load_beta(p, from + HALF * token, token, left - HALF, beta[1]);
-    store_inverse(stage, scratch, l.lane);
-    publish(stage, shared + FULL_AT + 8 * slot, l.lane, rank);
+    sync_pair(SOLVER_BARRIER + pair);
+    if (half) {
+      store_inverse(stage, scratch, l.lane);
+    } else {
+      Across across = {};
+#pragma unroll 2
+      for (int slice = 0; slice < SLICES; ++slice) add_tiles(across.tile, parts + slice * SLICE_PARTS + 2 * PARTS * PART_BYTES);
+      sync_warp();
+      if (l.lane == 0) barrier_arrive(taken);
+      store_across(stage, l, across);
+    }
+    sync_pair(SOLVER_BARRIER + pair);
+    load_beta(p, from, token, left, beta);
+    if (half) publish(stage, full, l.lane, rank);
   }
 }
 

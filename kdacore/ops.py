@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kdacore import types as t
 
-CHUNK_OPTIONS = (
+_SHARED_OPTIONS = (
     "scale",
     "output_final_state",
     "use_qk_l2norm_in_kernel",
@@ -16,23 +16,9 @@ CHUNK_OPTIONS = (
     "safe_gate",
     "lower_bound",
     "state_v_first",
-    "disable_recompute",
-    "checkpoint_every",
-    "cp",
 )
-RECURRENT_OPTIONS = (
-    "scale",
-    "output_final_state",
-    "use_qk_l2norm_in_kernel",
-    "use_gate_in_kernel",
-    "use_beta_sigmoid_in_kernel",
-    "allow_neg_eigval",
-    "safe_gate",
-    "lower_bound",
-    "state_v_first",
-    "inplace_state",
-    "read_only_state",
-)
+CHUNK_OPTIONS = (*_SHARED_OPTIONS, "disable_recompute", "checkpoint_every", "cp")
+RECURRENT_OPTIONS = (*_SHARED_OPTIONS, "inplace_state", "read_only_state")
 FLAGS = frozenset(
     {
         "output_final_state",

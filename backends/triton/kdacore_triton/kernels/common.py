@@ -225,6 +225,16 @@ def sequence_span(cu_seqlens, n, T, NT, C: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
+def state_cell(d, vv, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
+    """Offsets in one head's state, as callers lay it out, of channels ``d`` (columns) and values ``vv`` (rows)."""
+    if V_FIRST:
+        cell = vv[:, None] * K + d[None, :]
+    else:
+        cell = d[None, :] * V + vv[:, None]
+    return cell
+
+
+@triton.jit
 def blocks_before(cu_seqlens, n, SIZE: tl.constexpr, WIDTH: tl.constexpr):
     """How many blocks of ``SIZE`` tokens the packed sequences before sequence n hold, each starting its own."""
     total = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdacore_triton.kernels.common import blocks_before, mma, mma_acc, operand, sequence_span
+from kdacore_triton.kernels.common import blocks_before, mma, mma_acc, operand, sequence_span, state_cell
 from kdacore_triton.kernels.segments import segment_of_slot
 
 
@@ -72,10 +72,7 @@ def scan_kernel(
     d = tl.arange(0, BK)
     vv = v0 + tl.arange(0, BV)
     real = (vv < V)[:, None] & (d < K)[None, :]
-    if V_FIRST:
-        cell = vv[:, None] * K + d[None, :]
-    else:
-        cell = d[None, :] * V + vv[:, None]
+    cell = state_cell(d, vv, K, V, V_FIRST)
     whole = (n * HV + hv) * (K * V)
     if SEGMENT:
         start = starts_ptr + (segment.to(tl.int64) * HV + hv) * (BVP * BK)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdacore_triton.kernels.common import mma, mma_acc, operand, sequence_of_slot, sequence_span
+from kdacore_triton.kernels.common import mma, mma_acc, operand, sequence_of_slot, sequence_span, state_cell
 
 
 @triton.jit
@@ -87,12 +87,9 @@ def transfer_kernel(
     unit = (block - COLUMNS) * BV + at  # negative in the blocks of B
     s = tl.where(unit[:, None] == d[None, :], 1.0, 0.0)
     if s0_ptr is not None:
-        if V_FIRST:
-            cell = vv[:, None] * K + d[None, :]
-        else:
-            cell = d[None, :] * V + vv[:, None]
         if j == 0:
             given = (vv < V)[:, None] & (d < K)[None, :]
+            cell = state_cell(d, vv, K, V, V_FIRST)
             s = tl.load(s0_ptr + (n * HV + hv) * (K * V) + cell, mask=given, other=0.0).to(tl.float32)
     krow = i[:, None] * BK + d[None, :]
     ucell = vv[:, None] * C + i[None, :]
@@ -136,10 +133,7 @@ def carry_kernel(
     if s0_ptr is None:
         s = tl.zeros([BV, BK], tl.float32)
     else:
-        if V_FIRST:
-            cell = vv[:, None] * K + d[None, :]
-        else:
-            cell = d[None, :] * V + vv[:, None]
+        cell = state_cell(d, vv, K, V, V_FIRST)
         real = (vv < V)[:, None] & (d < K)[None, :]
         s = tl.load(s0_ptr + (n * HV + hv) * (K * V) + cell, mask=real, other=0.0).to(tl.float32)
     tile = slot.to(tl.int64) * HV + hv

@@ -86,7 +86,7 @@ def transfer_kernel(
     vv = block * BV + at
     unit = (block - COLUMNS) * BV + at  # negative in the blocks of B
     s = tl.where(unit[:, None] == d[None, :], 1.0, 0.0)
-    if s0_ptr is not None:
+    if s0_ptr is not None:  # noqa: SIM102  (a constexpr test, then one of values)
         if j == 0:
             given = (vv < V)[:, None] & (d < K)[None, :]
             cell = state_cell(d, vv, K, V, V_FIRST)

@@ -39,7 +39,7 @@ def test_representative_cases(arch: str) -> None:
     assert all(r["arch"] == arch and r["registers"] > 0 and r["code_bytes"] > 0 for r in found)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", aot.ARCHS)
 def test_every_shipped_configuration(arch: str) -> None:
     assert results("--arch", arch, "--all")

@@ -14,10 +14,12 @@ from kdacore_cuda.launch import Launcher
 from kdacore_cuda.layout import FLAGS, INTRA, RECOMPUTE
 from kdacore_cuda.variants import (
     STAGE_THREADS,
+    RecomputeTile,
     intra_kernel,
     intra_shared,
     recompute_kernel,
     recompute_shared,
+    recompute_tile,
 )
 
 
@@ -27,8 +29,8 @@ def _intra_launcher(K: int, float16: bool) -> Launcher:
 
 
 @cache
-def _recompute_launcher(K: int, V: int, float16: bool) -> Launcher:
-    return Launcher(recompute_kernel(K, V, float16), RECOMPUTE, STAGE_THREADS, recompute_shared(K, V))
+def _recompute_launcher(K: int, V: int, float16: bool, tile: RecomputeTile) -> Launcher:
+    return Launcher(recompute_kernel(K, V, float16, tile), RECOMPUTE, STAGE_THREADS, recompute_shared(K, V))
 
 
 class _Plan(NamedTuple):
@@ -40,17 +42,18 @@ class _Plan(NamedTuple):
 
 
 def _make_plan(r: Request) -> _Plan:
-    float16 = r.dtype == "float16"
+    float16, arch = r.dtype == "float16", build_arch(r.device.arch)
     sizes: tuple[Any, ...] = (
         *(r.T, r.N, r.H, r.HV, r.num_chunks),
         *(FLAGS["CU64"] * is_wide(r, "cu_seqlens"), spec_type(r, "beta")),
     )
+    blocks = (1 if r.packed else r.B) * r.num_chunks * r.HV
     if r.op == "kda_chunk_intra":
         launcher, sizes = _intra_launcher(r.K, float16), (*sizes, r.scale)
     else:
-        launcher = _recompute_launcher(r.K, r.V, float16)
-    rows = 1 if r.packed else r.B
-    return _Plan(launcher, rows * r.num_chunks * r.HV, build_arch(r.device.arch), sizes)
+        tile = recompute_tile(r.K, r.has("q"), blocks, runtime.processors(r.device.index), arch)
+        launcher = _recompute_launcher(r.K, r.V, float16, tile)
+    return _Plan(launcher, blocks, arch, sizes)
 
 
 _plan_of = Plans(_make_plan)

@@ -7,7 +7,7 @@ from itertools import product
 from typing import NamedTuple
 
 from kdacore_cuda.build import KernelSource
-from kdacore_cuda.prefill_kernels import clusters, prefill_kernel
+from kdacore_cuda.prefill_kernels import HOPPER, clusters, prefill_kernel
 
 HEAD_DIMS = (64, 128)
 
@@ -103,15 +103,40 @@ def intra_shared(K: int) -> int:
     return max(images, results) + 4 * 64
 
 
-def recompute_kernel(K: int, V: int, float16: bool) -> KernelSource:
+class RecomputeTile(NamedTuple):
+    """How a block of the stage ``kda_recompute_w_u`` reads: rows a thread asks for at once, blocks a multiprocessor."""
+
+    may_have_q: bool
+    batch: int
+    min_blocks: int
+
+
+RECOMPUTE_ANY = RecomputeTile(True, 8, 3)
+"""With or without q."""
+RECOMPUTE_LONG = RecomputeTile(False, 16, 3)
+"""Without q, K = 128: all rows of a thread at once."""
+RECOMPUTE_SHORT = RecomputeTile(False, 4, 4)
+"""The same for so few blocks that filling the device counts for more."""
+
+
+def recompute_tile(K: int, with_q: bool, blocks: int, processors: int, arch: str) -> RecomputeTile:
+    """The fastest tile, as measured on Hopper. All do the same arithmetic, bit for bit."""
+    if with_q or K != 128 or arch != HOPPER:
+        return RECOMPUTE_ANY
+    return RECOMPUTE_SHORT if blocks <= 2 * RECOMPUTE_SHORT.min_blocks * processors else RECOMPUTE_LONG
+
+
+def recompute_kernel(K: int, V: int, float16: bool, tile: RecomputeTile = RECOMPUTE_ANY) -> KernelSource:
     """The stage ``kda_recompute_w_u`` for two head dims and a 16-bit dtype."""
     defines = (
         ("K_DIM", K),
         ("V_DIM", V),
         ("HALF_F16", int(float16)),
         ("THREADS", STAGE_THREADS),
-        ("MIN_BLOCKS", 3),
+        ("MIN_BLOCKS", tile.min_blocks),
         ("SHARED_LIMIT", recompute_shared(K, V)),
+        ("MAY_HAVE_Q", int(tile.may_have_q)),
+        ("BATCH", tile.batch),
     )
     return KernelSource("common/recompute.cu", "recompute", defines)
 
@@ -122,7 +147,7 @@ def recompute_shared(K: int, V: int) -> int:
 
 
 def stage_kernels() -> Iterator[KernelSource]:
-    """Every shipped kernel of the training stages: those with K = V."""
+    """The kernels of the training stages shipped for every architecture: those with K = V."""
     for float16 in (False, True):
         for K in HEAD_DIMS:
             yield intra_kernel(K, float16)
@@ -134,6 +159,9 @@ def packaged_kernels(arch: str) -> Iterator[KernelSource]:
     and stages with K != V."""
     yield from decode_kernels()
     yield from stage_kernels()
+    if arch == HOPPER:
+        for float16, tile in product((False, True), (RECOMPUTE_LONG, RECOMPUTE_SHORT)):
+            yield recompute_kernel(128, 128, float16, tile)
     for K in HEAD_DIMS:
         for cluster, safe in product(clusters(K, arch), (False, True)):
             yield prefill_kernel(K, cluster, safe, False, arch)

@@ -1,5 +1,7 @@
 // kda_recompute_w_u: w = Akk (beta k 2^G), u = Akk (beta v), kg = k 2^(G_last - G) and, with q, qg = q 2^G of every chunk of 64
 // tokens, one block a chunk and value head. Bound by memory: what a block reads is asked for before anything is computed.
+//
+// Macros from the host: K_DIM, V_DIM, HALF_F16, THREADS, MIN_BLOCKS, SHARED_LIMIT, MAY_HAVE_Q, BATCH (rows a thread asks for at once).
 #include "common/stage.cuh"
 
 // Shared memory: v and beta k 2^G as rows of 16-byte pieces, later u and w in their place; what rounding took from beta k 2^G,
@@ -53,7 +55,8 @@ __device__ __forceinline__ float channel(const uint4& x, int e) { return __uint_
 // beta k 2^G to shared memory, kg and qg to device memory. A thread keeps its 4 channels: then K = 128 makes a row a warp's, and
 // every access of it whole lines.
 __device__ __forceinline__ void scale_keys(const RecomputeParams& p, const Chunk& c, u32 keys, u32 rest, u32 inverse) {
-  constexpr int PARTS = K / 4, STEP = THREADS / PARTS, BATCH = 8;
+  constexpr int PARTS = K / 4, STEP = THREADS / PARTS;
+  static_assert(C % (STEP * BATCH) == 0, "rows past the chunk");
   const int part = thread_index() % PARTS, row0 = thread_index() / PARTS;
   const Rows k = make_rows(p.k, p.k_sb, p.k_st, p.k_sh, 2, c, c.h), g = make_rows(p.g, p.g_sb, p.g_st, p.g_sh, 4, c, c.hv);
   const Rows q = make_rows(p.q, p.q_sb, p.q_st, p.q_sh, 2, c, c.h);
@@ -68,7 +71,7 @@ __device__ __forceinline__ void scale_keys(const RecomputeParams& p, const Chunk
       const bool real = row < c.rows;
       load_cached(raw[i].g, row_at(g, row) + 16 * part, real);
       load_eight(raw[i].k, row_at(k, row) + 8 * part, real);
-      if (p.q) load_eight(raw[i].q, row_at(q, row) + 8 * part, real);
+      if (MAY_HAVE_Q && p.q) load_eight(raw[i].q, row_at(q, row) + 8 * part, real);
     }
     if (r == row0) sync_block();  // for beta
 #pragma unroll
@@ -84,7 +87,7 @@ __device__ __forceinline__ void scale_keys(const RecomputeParams& p, const Chunk
       if (row < c.rows) {
         const long long at = 2 * (output_at(p, c, row, K) + 4 * part);
         store_eight(p.kg + at, scaled(raw[i].k[0], to_end[0], to_end[1]), scaled(raw[i].k[1], to_end[2], to_end[3]));
-        if (p.q) store_eight(p.qg + at, scaled(raw[i].q[0], down[0], down[1]), scaled(raw[i].q[1], down[2], down[3]));
+        if (MAY_HAVE_Q && p.q) store_eight(p.qg + at, scaled(raw[i].q[0], down[0], down[1]), scaled(raw[i].q[1], down[2], down[3]));
       }
       const float beta = load_shared1(beta_at(inverse, row));
       float high[2], low[2];

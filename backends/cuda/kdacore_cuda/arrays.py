@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kdacore.types import Request
 from kdacore_cuda.layout import TYPES
@@ -47,17 +47,13 @@ class Plans(Generic[P]):
         return plan
 
 
-class Rows(NamedTuple):
-    """q, k, v, g and beta as kernels read them. ``kept`` holds copies alive until the launch."""
-
-    pointers: tuple[int, ...]
-    strides: tuple[int, ...]
-    """Batch, token and head stride of each, in elements."""
-    kept: tuple[Any, ...]
+Rows = tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]
+"""q, k, v, g and beta as kernels read them: pointers; batch, token and head stride of each, in elements; copies to keep
+alive until the launch. A plain tuple: making a named one takes as long as reading four pointers."""
 
 
 def contiguous_strides(request: Request) -> tuple[int, ...]:
-    """Strides of contiguous q, k, v, g, beta, as in :class:`Rows`."""
+    """Strides of contiguous q, k, v, g, beta, as in :data:`Rows`."""
     r = request
     g = (r.T * r.HV, r.HV, 1) if r.scalar_gate else (r.T * r.HV * r.K, r.HV * r.K, r.K)
     qk = (r.T * r.H * r.K, r.H * r.K, r.K)
@@ -76,13 +72,13 @@ def rows(inputs: Any, scalar_gate: bool, contiguous: tuple[int, ...]) -> Rows:
     ):
         pointers = (q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr())
         if not (pointers[0] | pointers[1] | pointers[2] | (0 if scalar_gate else pointers[3])) % ALIGNMENT:
-            return Rows(pointers, contiguous, ())
+            return pointers, contiguous, ()
     q, k, v = aligned(q), aligned(k), aligned(v)
     if not scalar_gate:
         g = aligned(g)
     kept = (q, k, v, g, beta)
     strides = q.stride()[:3] + k.stride()[:3] + v.stride()[:3] + g.stride()[:3] + beta.stride()
-    return Rows(tuple(x.data_ptr() for x in kept), strides, kept)
+    return tuple(x.data_ptr() for x in kept), strides, kept
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,10 @@ def division(divisor: int) -> tuple[int, int]:
 class _Plan:
     """What a Request fixes, with the launch for contiguous arrays and those for other strides seen."""
 
-    __slots__ = ("_launches", "arch", "o_shape", "request", "state_dtype", "state_size", "strides", "usual")
+    __slots__ = (
+        *("_launches", "arch", "indices_row", "o_shape", "request", "state_dtype", "state_row", "state_size"),
+        *("strides", "usual"),
+    )
 
     def __init__(self, r: Request) -> None:
         self.request = r
@@ -45,6 +48,8 @@ class _Plan:
         self.state_dtype = getattr(torch, r.state_dtype)
         self.state_size = self.state_dtype.itemsize
         self.o_shape = (r.B, r.T, r.HV, r.V)
+        self.state_row = r.HV * r.K * r.V
+        self.indices_row = r.spec("state_indices").shape[1] if r.state_indices_ndim == 2 else 1
         self._launches: dict[tuple[int, ...], _Launch] = {}
         self.usual = _make_launch(r, self.strides, _mode(r))
 
@@ -116,13 +121,16 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     elif not out.is_contiguous() or out.data_ptr() % ALIGNMENT:
         o = v.new_empty(plan.o_shape)
     source = written = initial
-    if source is not None and not source.is_contiguous() and not source[:1].is_contiguous():
-        source = written = source.contiguous()  # rows may have any stride, what is in a row may not
+    source_row = plan.state_row
+    if source is not None and not source.is_contiguous():
+        if not source[:1].is_contiguous():
+            source = written = source.contiguous()  # rows may have any stride, what is in a row may not
+        source_row = source.stride(0)
     if not request.inplace_state:
         written = (
             o.new_empty(request.state_shape, dtype=plan.state_dtype) if request.output_final_state else None
         )
-    A_log_at = bias_at = source_at = source_row = written_at = written_row = indices_at = indices_row = 0
+    A_log_at = bias_at = source_at = written_at = written_row = indices_at = 0
     if A_log is not None:
         A_log = A_log if A_log.is_contiguous() else A_log.contiguous()
         A_log_at = A_log.data_ptr()
@@ -133,14 +141,14 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
             bias = bias.clone()
             bias_at = bias.data_ptr()
     if source is not None:
-        source_at, source_row = source.data_ptr(), source.stride(0)
+        source_at = source.data_ptr()
     if written is source:
         written_at, written_row = source_at, source_row
     elif written is not None:
-        written_at, written_row = written.data_ptr(), written.stride(0)
+        written_at, written_row = written.data_ptr(), plan.state_row
     if indices is not None:
         indices = indices if indices.is_contiguous() else indices.contiguous()
-        indices_at, indices_row = indices.data_ptr(), indices.stride(0)
+        indices_at = indices.data_ptr()
     cu_seqlens, accepted = flat(cu_seqlens), flat(accepted)
     launch = plan.usual
     if strides is not plan.strides or (source_at | source_row * plan.state_size) % ALIGNMENT:
@@ -149,7 +157,7 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
         *pointers,
         *(A_log_at, bias_at, 0 if cu_seqlens is None else cu_seqlens.data_ptr(), o.data_ptr()),
         *(source_at, written_at, indices_at, 0 if accepted is None else accepted.data_ptr()),
-        *(source_row, written_row, indices_row),
+        *(source_row, written_row, plan.indices_row),
     )
     runtime.launch(launch.launcher, launch.grid, plan.arch, o, values)
     del kept  # copies live until the launch is queued; the allocator reuses them in stream order

@@ -91,20 +91,21 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     plan = _plan_of(request)
     if plan.widen_gate:
         inputs = inputs._replace(g=inputs.g.float())
-    token_rows = rows(inputs, False, plan.strides)
+    pointers, strides, kept = rows(inputs, False, plan.strides)
     A_log, bias, cu_seqlens = flat(inputs.A_log), flat(inputs.dt_bias), flat(inputs.cu_seqlens)
     h0 = flat(inputs.initial_state)
     o = inputs.v.new_empty((request.B, request.T, request.HV, request.V))
     ht = o.new_empty(request.state_shape, dtype=plan.state_dtype) if request.output_final_state else None
     ckpt = _checkpoints(request, o, plan.state_dtype)
     values = (
-        *token_rows.pointers,
+        *pointers,
         *(pointer(A_log), pointer(bias), pointer(cu_seqlens), o.data_ptr()),
         *(pointer(h0), pointer(ht), pointer(ckpt)),
-        *token_rows.strides,
+        *strides,
         *plan.sizes,
     )
     runtime.launch(plan.launcher, plan.grid, plan.arch, o, values)
+    del kept  # copies live until the launch is queued
     return Outputs(o, ht, ckpt)
 
 

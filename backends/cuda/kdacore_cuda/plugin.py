@@ -10,7 +10,7 @@ from typing import Any
 
 from kdacore.hookspecs import hookimpl
 from kdacore.types import Backend, OpImpl, Requirement
-from kdacore_cuda import __version__, verifiers
+from kdacore_cuda import __version__, costs, verifiers
 
 VERIFIED = frozenset({"sm_90"})
 """Architectures the conformance suite has run on, all ops (benchmarks/results/h200/verify-cuda.json); others are
@@ -77,6 +77,7 @@ def make_backend() -> Backend:
     recurrent = OpImpl(
         forward=_lazily("decode", "forward"),
         verifiers=(*_COMMON, verifiers.recurrent_dtype),
+        cost=costs.recurrent,
         verified_archs=VERIFIED,
         batch_invariant=True,
     )

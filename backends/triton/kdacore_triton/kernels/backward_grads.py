@@ -39,6 +39,7 @@ from .backward_halves import (
     level_grads,
     rounded,
     store_block,
+    sum_all_bits,
     sum_tokens,
 )
 from .backward_rows import beta_back, gate_back, gate_rate, is_felt, load_rows, steps, store_rows
@@ -157,8 +158,7 @@ def finish_half(
 ):  # fmt: skip
     """Stores dg, dq, dk of one half; returns its sums over tokens for dt_bias and A_log."""
     t = tl.arange(0, S)
-    hi, lo = halves(dgc, DOT)
-    dstep = sum_tokens(hi, lo, t[:, None] >= t[None, :], DOT) + later_sum[:, None]
+    dstep = sum_all_bits(dgc, t[:, None] >= t[None, :], DOT) + later_sum[:, None]
     xg = gate_tile(g, dt_bias, start, rows, HV, hv, cols, K, HAS_BIAS)
     inside = (cols < K)[:, None] & (t < rows)[None, :]
     step = steps(xg, a_exp, lower_bound, inside, GATE, ASM)

@@ -24,9 +24,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .backward_halves import ROW_BETA, ROW_RK, ROW_RQ, halves, sum_tokens
+from .backward_halves import ROW_BETA, ROW_RK, ROW_RQ, halves, sum_all_bits, sum_tokens
 from .backward_rows import beta_back, gate_back, gate_rate, load_rows, steps, store_rows
 from .common import chunk_of_slot, exp2, mma, mma_acc
+from .prefetch import prefetch_rows, prefetch_tile
 
 
 @triton.jit
@@ -134,8 +135,7 @@ def own_half(
 
     e = sk_op.to(tl.float32) * cs
     if APART:
-        to_later, rest = halves(e, DOT)
-        passing = sum_tokens(to_later, rest, t[:, None] < t[None, :], DOT)
+        passing = sum_all_bits(e, t[:, None] < t[None, :], DOT)
     else:
         dgc -= e
     products += e
@@ -149,8 +149,7 @@ def own_half(
         dkt = rn * (dkt - kn * inner[None, :])
     store_rows(dk, tl.trans(grow * dkt), start, rows, HV * K, hv * K, cols, K, S)
 
-    hi, lo = halves(dgc, DOT)
-    dstep = sum_tokens(hi, lo, t[:, None] >= t[None, :], DOT) + later_sum[:, None]
+    dstep = sum_all_bits(dgc, t[:, None] >= t[None, :], DOT) + later_sum[:, None]
     if APART:
         dstep += passing
     dstep *= grow
@@ -191,6 +190,18 @@ def anchored_grads_kernel(
     yk += chunk * (C * KP)
     sk += chunk * (C * KP)
     row_values += chunk * ROWS
+    if ASM:
+        prefetch_rows(do, start, rows, HV * V, hv * V, V, VP, C)
+        prefetch_tile(vT, VP * C)
+        prefetch_tile(drT, VP * C)
+        prefetch_rows(v, start, rows, HV * V, hv * V, V, VP, C)
+        prefetch_tile(hT, VP * KP)
+        prefetch_tile(dhT, VP * KP)
+        prefetch_tile(sk, C * KP)
+        prefetch_tile(zq, C * KP)
+        prefetch_tile(zk, C * KP)
+        prefetch_rows(g, start, rows, HV * K, hv * K, K, KP, C)
+        prefetch_tile(yk, C * KP)
     kind = hT.dtype.element_ty
     t = tl.arange(0, S)
     i = t[:, None]

@@ -62,6 +62,18 @@ def sum_tokens(hi, lo, which, DOT: tl.constexpr):
 
 
 @triton.jit
+def sum_all_bits(x, which, DOT: tl.constexpr):
+    """:func:`sum_tokens` of ``x`` itself, for sums that end far below their terms: every bit of float32 counts."""
+    if DOT == "bf16":
+        hi, lo = halves(x, DOT)
+        rest = (x - hi.to(tl.float32) - lo.to(tl.float32)).to(tl.bfloat16)
+        r = tl.dot(hi, which.to(tl.bfloat16), acc=sum_tokens(lo, rest, which, DOT))
+    else:
+        r = sum_tokens(x, x, which, DOT)
+    return r
+
+
+@triton.jit
 def rounded(x, DOT: tl.constexpr):
     """``x`` as a dot of precision DOT will see it, still float32, so that other products can use the same value."""
     if DOT == "bf16":

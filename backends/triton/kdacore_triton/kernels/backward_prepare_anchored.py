@@ -31,6 +31,7 @@ import triton.language as tl
 from .backward_halves import ROW_BETA, ROW_RK, ROW_RQ, halves, tf32_rounded
 from .backward_rows import activated_beta, gate_input, gate_rate, load_rows, load_vector, steps, sum_rows
 from .common import chunk_of_slot, exp2, mma
+from .prefetch import prefetch_rows
 
 S = tl.constexpr(16)
 C = tl.constexpr(32)
@@ -75,6 +76,11 @@ def anchored_prepare_kernel(
         return
     h = hv // (HV // H)
     chunk = pid.to(tl.int64)
+    if ASM:
+        prefetch_rows(q, start, rows, H * K, h * K, K, KP, C)
+        prefetch_rows(k, start, rows, H * K, h * K, K, KP, C)
+        prefetch_rows(g, start, rows, HV * K, hv * K, K, KP, C)
+        prefetch_rows(v, start, rows, HV * V, hv * V, V, VP, C)
     r = tl.arange(0, C)
     i = r[:, None]
     j = r[None, :]

@@ -48,7 +48,12 @@ def recompute_kernel(
         total = tl.load(gc_ptr + last + d, mask=d < K, other=0.0)
         k = tl.load(k_ptr + qk_row + d[None, :], mask=whole, other=0.0).to(tl.float32)
         e = exp2(gc, ASM)
-        w = mma(akk, operand(k * e * beta, DOT), DOT)
+        # Two parts: near-collinear keys leave of w less than the rounding of one.
+        decayed = k * e * beta
+        head = operand(decayed, DOT)
+        w = mma(akk, head, DOT)
+        if DOT == "bf16" or DOT == "fp16":
+            w = mma_acc(akk, operand(decayed - head.to(tl.float32), DOT), w, DOT)
         tl.store(w_ptr + out, w.to(kind), mask=whole)
         tl.store(kg_ptr + out, (k * exp2(total[None, :] - gc, ASM)).to(kind), mask=whole)
         if q_ptr is not None:

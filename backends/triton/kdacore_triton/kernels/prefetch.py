@@ -1,0 +1,45 @@
+"""Asking the L2 cache for tiles before they are loaded.
+
+Where registers leave room for one program a multiprocessor, nothing hides a load behind another program's work, and
+the compiler moves no load across a barrier. A prefetch needs no register and is never waited for: what is asked for at
+a program's start comes from the L2 when it is loaded. NVIDIA only.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LINE = tl.constexpr(128)
+"""Bytes of an L2 line."""
+
+
+@triton.jit
+def prefetch(p):
+    """Asks for the line of every address in ``p``."""
+    tl.inline_asm_elementwise(
+        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l",
+        [p.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def prefetch_tile(x, SIZE: tl.constexpr):
+    """``SIZE`` elements that lie together; a power of two."""
+    PER_LINE: tl.constexpr = LINE // (x.dtype.element_ty.primitive_bitwidth // 8)
+    LINES: tl.constexpr = (SIZE + PER_LINE - 1) // PER_LINE
+    prefetch(x + tl.arange(0, LINES) * PER_LINE)
+
+
+@triton.jit
+def prefetch_rows(x, start, rows, row_stride, first, width, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    """The tile ``x[start + r, first + c]``, c < width, of up to SIZE rows; ``WIDTH``: width padded."""
+    PER_LINE: tl.constexpr = LINE // (x.dtype.element_ty.primitive_bitwidth // 8)
+    LINES: tl.constexpr = (WIDTH + PER_LINE - 1) // PER_LINE
+    r = tl.minimum(tl.arange(0, SIZE), rows - 1)
+    c = tl.minimum(tl.arange(0, LINES) * PER_LINE, width - 1)
+    prefetch(x + start * row_stride + first + r[:, None] * row_stride + c[None, :])

@@ -85,7 +85,7 @@ def _run_prepare(request: Request, plan: Plan, x: ChunkInputs) -> Work:
     work |= {name: tile(p.C, p.KP) for name in ("qg", "kg", "w")}
     work["uT"] = tile(p.VP, p.C)
     if p.anchor is not None:
-        work |= {name: tile(p.C, p.KP) for name in ("zq", "zk", "yk", "sk")}
+        work |= {name: tile(p.C, p.KP) for name in ("zq", "zb", "yk", "sk")}
     shape = () if r.scalar_gate else (p.KP,) if p.anchor is None else (3, p.KP)
     work["last"] = tile(*shape, dtype=torch.float32)
     work["row_values"] = tile(p.row_values, dtype=torch.float32)
@@ -167,7 +167,7 @@ def _run_grads(
         "num_warps": t.grads_warps, **_registers(t.grads_regs),
     }  # fmt: skip
     if p.anchor is not None:
-        tiles = tuple(work[n] for n in ("zq", "zk", "yk", "sk", "last"))
+        tiles = tuple(work[n] for n in ("zq", "zb", "yk", "sk", "last"))
         _anchored_grads(
             grid, x.v, x.g, x.beta, *parameters, *tiles, *states, *outputs, *scalars,
             p.anchor.floor, p.anchor.centre, *_sizes(r, p), r.HV, r.K, r.V,

@@ -14,12 +14,13 @@ its end, ``v'`` (v_new) and ``dr`` (the gradient of what the inverse is multipli
     dg   = dgc summed from the token to the chunk's end, then through the gate
 
 The chunk's halves (backward_halves) are done one after the other; pairs across them meet at the boundary between.
-``dgc`` multiplies by the same rounded operands as the products do: what cancels exactly cancels in bfloat16 too.
+``dgc`` multiplies by the same rounded operands as the products do: what cancels exactly cancels in bfloat16 too. So beta
+goes with k into an operand, where dL and beta dL would be rounded apart.
 
 dAqk and dL wait, each with its transpose, in the tiles that held Aqk and inv; ``rows`` keeps what there is one of a
 token. Both are read again where they are used: registers are what this kernel is short of. ::
 
-    pairs_q[t, r] = dAqk_tr (t > r), dAqk_rt (t < r)        pairs_k[t, r] = beta_t dL_tr (t > r), dL_rt (t < r)
+    pairs_q[t, r] = dAqk_tr (t > r), dAqk_rt (t < r)        pairs_k[t, r] = dL_tr (t > r), dL_rt (t < r)
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def value_grads(v, dv, dr, b, start, rows, HV, hv, vs, V):
 
 
 @triton.jit
-def store_pairs(pairs_q, pairs_k, A, L, b, diagonal):
+def store_pairs(pairs_q, pairs_k, A, L, diagonal):
     """Stores one half's diagonal blocks, and the diagonal of ``A`` itself at ``diagonal``."""
     t = tl.arange(0, S)
     A_own = tl.sum(tl.where(t[:, None] == t[None, :], A, 0.0), 1)
@@ -65,7 +66,7 @@ def store_pairs(pairs_q, pairs_k, A, L, b, diagonal):
     A = tl.where(t[:, None] > t[None, :], A, 0.0)
     L = tl.where(t[:, None] > t[None, :], L, 0.0)
     store_block(pairs_q, A + tl.trans(A), 0, 0)
-    store_block(pairs_k, b[:, None] * L + tl.trans(L), 0, 0)
+    store_block(pairs_k, L + tl.trans(L), 0, 0)
 
 
 @triton.jit
@@ -104,12 +105,12 @@ def value_part(
         A11 = mma_acc(do1, v1, A11, DOT)
         L11 = mma_acc(tl.trans(dr1), v1, L11, DOT)
     own = row_values + ROW_DIAGONAL * C
-    store_pairs(pairs_q, pairs_k, scale * A00, -L00, b0, own)
-    store_pairs(pairs_q + S * C + S, pairs_k + S * C + S, scale * A11, -L11, b1, own + S)
+    store_pairs(pairs_q, pairs_k, scale * A00, -L00, own)
+    store_pairs(pairs_q + S * C + S, pairs_k + S * C + S, scale * A11, -L11, own + S)
     A10 *= scale
     store_block(pairs_q, A10, S, 0)
     store_block(pairs_q, tl.trans(A10), 0, S)
-    store_block(pairs_k, -b1[:, None] * L10, S, 0)
+    store_block(pairs_k, -L10, S, 0)
     store_block(pairs_k, -tl.trans(L10), 0, S)
     tl.store(row_values + ROW_DBETA * C + t, db0)
     tl.store(row_values + ROW_DBETA * C + S + t, db1)
@@ -272,7 +273,7 @@ def grads_kernel(
         k0_left = rounded(k0_left, DOT)
         dqt += mma(k0_left, block(pairs_q, 0, S), DOT)
         x += mma(k0_left, block(pairs_k, 0, S), DOT)
-        dgc = rounded(q1 * f, DOT) * dqt + rounded(k1 * f, DOT) * (b * x)
+        dgc = rounded(q1 * f, DOT) * dqt + rounded(b * k1 * f, DOT) * x
         across = tl.sum(dgc, 1)
         dqt *= f
         x *= f
@@ -292,7 +293,8 @@ def grads_kernel(
         q1 = normalised(q, later, beyond, H * K, h * K, cols, K, norms_q + S, L2NORM)
         p = mma(q1 * f, block(pairs_q, S, 0), DOT)
         k1 = normalised(k, later, beyond, H * K, h * K, cols, K, norms_k + S, L2NORM)
-        p = mma_acc(k1 * f, block(pairs_k, S, 0), p, DOT)
+        b = tl.load(row_values + ROW_BETA * C + S + r)
+        p = mma_acc(b * k1 * f, block(pairs_k, S, 0), p, DOT)
         step = gate_steps(g, dt_bias, a_exp, lower_bound, start, rows, HV, hv, cols, K, GATE, HAS_BIAS, ASM)
         hi, lo = halves(step, DOT)
         dqt = tl.zeros([BK, S], tl.float32)

@@ -7,12 +7,12 @@ chunk and value head, the halves one after the other as tiles ``[channels, S tok
     dq = up aq       aq = (do S^T) (decay before the half)        + sum_j dAqk_ij yk_j + across: sum_j dAqk_ij sk_j
     x  = up ax       ax = -(dr S^T) (decay before the half)       + sum_j dL_ij yk_j   + across: sum_j dL_ij sk_j
     dk = beta x + down cy + out cs,
-                     cy = sum_i (dAqk_ij zq_i + beta_i dL_ij zk_i)
+                     cy = sum_i (dAqk_ij zq_i + dL_ij zb_i)
                      cs = (v' dS^T) (decay after the half)        + across: the same sum
-    q dq = zq aq     k x = zk ax     dgc = zq aq + beta zk ax - yk cy - sk cs
+    q dq = zq aq     beta k x = zb ax     dgc = zq aq + zb ax - yk cy - sk cs
 
 so the norms' and dgc's inner products need nothing but the operands, and what cancels exactly in dgc cancels in
-bfloat16 and tf32 too. Sums over the other half that dg needs are taken before the pairs of the own half are added.
+bfloat16 and tf32 too: hence zb, which has beta in it, where dL and beta dL would be rounded apart. Sums over the other half that dg needs are taken before the pairs of the own half are added.
 
 Where decays are fast, what passes no decay outweighs the rest: a token's pair with itself, and what the half's last
 token gives to the state after it. Products of more than bfloat16 operands are precise enough to tell (APART): then
@@ -70,7 +70,7 @@ def from_state(
 
 @triton.jit
 def own_half(
-    aq, ax, cs, zq_op, zk_op, yk, sk_op, A, own, L, bL, later_sum, db,
+    aq, ax, cs, zq_op, zb_op, yk, sk_op, A, own, L, later_sum, db,
     g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound, floor, centre, grow,
     start, rows, HV, hv, K, side,
     KP: tl.constexpr, S: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
@@ -100,6 +100,7 @@ def own_half(
     down = exp2(-P, ASM)
 
     yk_op = operand_half(yk, side, KP, S)
+    y = yk_op.to(tl.float32)
     aq = mma_acc(yk_op, tl.trans(A), aq, DOT)
     z = zq_op.to(tl.float32)
     e = z * aq
@@ -107,7 +108,7 @@ def own_half(
     dqt = up * aq
     inner = tl.sum(e, 0)
     if APART:
-        kn = zk_op.to(tl.float32) * down
+        kn = y * up
         qn = z * down
         dqt += own[None, :] * kn
         own_inner = own * tl.sum(qn * kn, 0)
@@ -118,17 +119,15 @@ def own_half(
     store_rows(dq, tl.trans(grow * dqt), start, rows, HV * K, hv * K, cols, K, S)
 
     ax = mma_acc(yk_op, tl.trans(L), ax, DOT)
-    z = zk_op.to(tl.float32)
-    e = z * ax
-    db += grow * tl.sum(e, 0)
-    e *= b
-    dgc += e
-    products = e
-    dkt = b * (up * ax)
-    kn = z * down
+    products = zb_op.to(tl.float32) * ax
+    dgc += products
+    kn = y * up
+    ax *= up
+    db += grow * tl.sum(kn * ax, 0)
+    dkt = b * ax
 
-    cy = mma_acc(zk_op, bL, mma(zq_op, A, DOT), DOT)
-    e = yk_op.to(tl.float32) * cy
+    cy = mma_acc(zb_op, L, mma(zq_op, A, DOT), DOT)
+    e = y * cy
     dgc -= e
     products += e
     dkt += down * cy
@@ -160,7 +159,7 @@ def own_half(
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "HV"])
 def anchored_grads_kernel(
-    v, g, beta, A_log, dt_bias, cu_seqlens, do, zq, zk, yk, sk, last, row_values, hT, dhT, vT, drT,
+    v, g, beta, A_log, dt_bias, cu_seqlens, do, zq, zb, yk, sk, last, row_values, hT, dhT, vT, drT,
     dq, dk, dv, dg, dbeta, dA_part, dbias_part,
     scale, lower_bound, floor, centre, T, NT, N, HV, K, V,
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr, S: tl.constexpr,
@@ -186,7 +185,7 @@ def anchored_grads_kernel(
     hT += chunk * (VP * KP)
     dhT += chunk * (VP * KP)
     zq += chunk * (C * KP)
-    zk += chunk * (C * KP)
+    zb += chunk * (C * KP)
     yk += chunk * (C * KP)
     sk += chunk * (C * KP)
     row_values += chunk * ROWS
@@ -199,7 +198,7 @@ def anchored_grads_kernel(
         prefetch_tile(dhT, VP * KP)
         prefetch_tile(sk, C * KP)
         prefetch_tile(zq, C * KP)
-        prefetch_tile(zk, C * KP)
+        prefetch_tile(zb, C * KP)
         prefetch_rows(g, start, rows, HV * K, hv * K, K, KP, C)
         prefetch_tile(yk, C * KP)
     kind = hT.dtype.element_ty
@@ -255,15 +254,9 @@ def anchored_grads_kernel(
     A0 = (scale * A0).to(kind)
     A1 = (scale * A1).to(kind)
     Ax = (scale * unit * Ax).to(kind)
-    L0 *= -shrink
-    L1 *= -shrink
-    Lx = -(unit * shrink) * Lx
-    bL0 = (b0[:, None] * L0).to(kind)
-    bL1 = (b1[:, None] * L1).to(kind)
-    bLx = (b1[:, None] * Lx).to(kind)
-    L0 = L0.to(kind)
-    L1 = L1.to(kind)
-    Lx = Lx.to(kind)
+    L0 = (-shrink * L0).to(kind)
+    L1 = (-shrink * L1).to(kind)
+    Lx = (-(unit * shrink) * Lx).to(kind)
 
     a_exp = gate_rate(A_log, hv, HAS_A)
     at = last + chunk * (3 * KP) + cols
@@ -291,7 +284,7 @@ def anchored_grads_kernel(
     from_first = tl.sum(sk0.to(tl.float32) * cs0, 1)
 
     zq1 = operand_half(zq, 1, KP, S)
-    zk1 = operand_half(zk, 1, KP, S)
+    zb1 = operand_half(zb, 1, KP, S)
     aq = tl.zeros([KP, S], tl.float32)
     ax = tl.zeros([KP, S], tl.float32)
     aq, ax = from_state(hT, do, drT, aq, ax, start, rows, HV, hv, V, 1, KP, VP, BV, S, DOT)
@@ -299,27 +292,27 @@ def anchored_grads_kernel(
     ax *= (-shrink * before)[:, None]
     later0 = later_sum
     if APART:
-        later0 += tl.sum(zq1.to(tl.float32) * aq + b1[None, :] * (zk1.to(tl.float32) * ax), 1)
+        later0 += tl.sum(zq1.to(tl.float32) * aq + zb1.to(tl.float32) * ax, 1)
     aq = mma_acc(sk0, tl.trans(Ax), aq, DOT)
     ax = mma_acc(sk0, tl.trans(Lx), ax, DOT)
     later1 = later_sum + from_first
     if not APART:
-        later0 = later1 + tl.sum(zq1.to(tl.float32) * aq + b1[None, :] * (zk1.to(tl.float32) * ax), 1)
+        later0 = later1 + tl.sum(zq1.to(tl.float32) * aq + zb1.to(tl.float32) * ax, 1)
         later1 += tl.sum(sk1.to(tl.float32) * cs1, 1)
-    cs0 = mma_acc(zk1, bLx, mma_acc(zq1, Ax, cs0, DOT), DOT)
+    cs0 = mma_acc(zb1, Lx, mma_acc(zq1, Ax, cs0, DOT), DOT)
     db1, dbias1, da1 = own_half(
-        aq, ax, cs1, zq1, zk1, yk, sk1, A1, own1, L1, bL1, later1, db1,
+        aq, ax, cs1, zq1, zb1, yk, sk1, A1, own1, L1, later1, db1,
         g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound, floor, centre, grow,
         start, rows, HV, hv, K, 1, KP, S, GATE, HAS_BIAS, NORM, DOT, ASM,
     )  # fmt: skip
 
     zq0 = operand_half(zq, 0, KP, S)
-    zk0 = operand_half(zk, 0, KP, S)
+    zb0 = operand_half(zb, 0, KP, S)
     aq = tl.zeros([KP, S], tl.float32)
     ax = tl.zeros([KP, S], tl.float32)
     aq, ax = from_state(hT, do, drT, aq, ax, start, rows, HV, hv, V, 0, KP, VP, BV, S, DOT)
     db0, dbias0, da0 = own_half(
-        aq * (scale * unit), ax * -(shrink * unit), cs0, zq0, zk0, yk, sk0, A0, own0, L0, bL0, later0, db0,
+        aq * (scale * unit), ax * -(shrink * unit), cs0, zq0, zb0, yk, sk0, A0, own0, L0, later0, db0,
         g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound, floor, centre, grow,
         start, rows, HV, hv, K, 0, KP, S, GATE, HAS_BIAS, NORM, DOT, ASM,
     )  # fmt: skip

@@ -130,9 +130,9 @@ def level_grads(
         p *= f
         dq += is_right * p
         col += (1.0 - is_right) * p
-        z = rounded(k * f, DOT)
+        z = rounded(tl.where(right, b, 1.0) * k * f, DOT)
         p = mma(z, tl.where(siblings, tl.load(pairs_k + square), 0.0), DOT)
-        dgc += tl.where(right, b, -1.0) * (z * p)
+        dgc += (2.0 * is_right - 1.0) * (z * p)
         p *= f
         x += is_right * p
         col += (1.0 - is_right) * p

@@ -17,7 +17,7 @@ head. Tiles are chunk-major, read whole and unmasked by later kernels::
     inv  [C, C]   (I + tril(beta_i k_i . (k_j 2^(gc_i - gc_j)), -1))^-1
     qg   [C, KP]  scale * q 2^gc            kg [C, KP]  k 2^(gc_last - gc)
     w    [C, KP]  inv @ (beta k 2^gc)       uT [VP, C]  (inv @ (beta v))^T
-    zq   [C, KP]  q 2^(P + centre)          zk [C, KP]  k 2^(P + centre)
+    zq   [C, KP]  q 2^(P + centre)          zb [C, KP]  beta k 2^(P + centre)
     yk   [C, KP]  k 2^(-P - centre)         sk [C, KP]  k 2^(decay to the half's last row)
     last [3, KP]  2^gc_last, and the decay over each half
     row_values    beta and the reciprocal norms of q and k, C each
@@ -60,7 +60,7 @@ def unit_lower_inverse(A, LEVELS: tl.constexpr, SIZE: tl.constexpr, DOT: tl.cons
 @triton.jit(do_not_specialize=["T", "NT", "N", "H", "HV"])
 def anchored_prepare_kernel(
     q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
-    Aqk, inv, qg, kg, w, uT, zq, zk, yk, sk, last, row_values,
+    Aqk, inv, qg, kg, w, uT, zq, zb, yk, sk, last, row_values,
     scale, lower_bound, floor, centre, T, NT, N, H, HV, K, V,
     KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
     GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -125,7 +125,7 @@ def anchored_prepare_kernel(
         hi, lo = halves(step, DOT)
         P = sum_rows(same_half & (j <= i), hi, lo, DOT) + centre
         kt = load_rows(k, start, rows, H * K, h * K, cols, K, C).to(tl.float32) * rk[:, None]
-        kind = zk.dtype.element_ty
+        kind = zb.dtype.element_ty
         out = wide + cols[None, :]
         y = tf32_rounded(kt * exp2(-P, ASM), DOT).to(kind)
         tl.store(yk + out, y)
@@ -134,11 +134,12 @@ def anchored_prepare_kernel(
         s = tf32_rounded(s, DOT).to(kind)
         tl.store(sk + out, s)
         f = exp2(P, ASM)
-        z = tf32_rounded(kt * f, DOT).to(kind)
-        tl.store(zk + out, z)
+        kt *= f * b[:, None]
+        z = tf32_rounded(kt, DOT).to(kind)
+        tl.store(zb + out, z)
         before = tl.where(second, d0[None, :], 1.0) * unit
         # beta k 2^gc waits in w's place until the inverse is there.
-        tl.store(w + out, (kt * f * before * b[:, None]).to(kind))
+        tl.store(w + out, (kt * before).to(kind))
         yT = tl.trans(y)
         sT = tl.trans(s)
         Ak += tl.where(same_half, mma(z, yT, DOT), unit * mma(z, sT, DOT))
@@ -150,7 +151,7 @@ def anchored_prepare_kernel(
 
     square = chunk * (C * C) + i * C + j
     tl.store(Aqk + square, tl.where(i >= j, scale * Aq, 0.0).to(Aqk.dtype.element_ty))
-    M = unit_lower_inverse(tl.where(i > j, b[:, None] * Ak, 0.0), 5, C, INV_DOT).to(inv.dtype.element_ty)
+    M = unit_lower_inverse(tl.where(i > j, Ak, 0.0), 5, C, INV_DOT).to(inv.dtype.element_ty)
     tl.store(inv + square, M)
 
     tl.debug_barrier()

@@ -32,14 +32,14 @@ def row_norms(x, start, rows, row_stride, first, width, KP: tl.constexpr, BK: tl
 
 @triton.jit
 def half_operands(
-    q, k, zq, zk, yk, sk, qg, kg, w, step, b, rq, rk, before, after, scale, centre,
+    q, k, zq, zb, yk, sk, qg, kg, w, step, b, rq, rk, before, after, scale, centre,
     start, rows, H, h, K, cols, out, DOT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Stores the operand tiles of one half; returns zq, zk, yk, sk as rounded. ``before``, ``after``: the decays
+    """Stores the operand tiles of one half; returns zq, zb, yk, sk as rounded. ``before``, ``after``: the decays
     from the chunk's first row to the half, and from the half to the chunk's end."""
     i = tl.arange(0, S)[:, None]
     j = tl.arange(0, S)[None, :]
-    kind = zk.dtype.element_ty
+    kind = zb.dtype.element_ty
     hi, lo = halves(step, DOT)
     P = sum_rows(j <= i, hi, lo, DOT) + centre
     up = exp2(P, ASM)
@@ -51,11 +51,11 @@ def half_operands(
     tl.store(kg + out, (s * after[None, :]).to(kind))
     s = tf32_rounded(s, DOT).to(kind)
     tl.store(sk + out, s)
-    kt *= up
+    kt *= up * b[:, None]
     # beta k 2^gc waits in w's place until the inverse is there.
-    tl.store(w + out, (kt * before * b[:, None]).to(kind))
+    tl.store(w + out, (kt * before).to(kind))
     kt = tf32_rounded(kt, DOT).to(kind)
-    tl.store(zk + out, kt)
+    tl.store(zb + out, kt)
     qt = load_rows(q, start, rows, H * K, h * K, cols, K, S).to(tl.float32) * rq[:, None] * up
     tl.store(qg + out, (qt * before * scale).to(kind))
     qt = tf32_rounded(qt, DOT).to(kind)
@@ -66,7 +66,7 @@ def half_operands(
 @triton.jit(do_not_specialize=["T", "NT", "N", "H", "HV"])
 def halves_prepare_kernel(
     q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
-    Aqk, inv, qg, kg, w, uT, zq, zk, yk, sk, last, row_values,
+    Aqk, inv, qg, kg, w, uT, zq, zb, yk, sk, last, row_values,
     scale, lower_bound, floor, centre, T, NT, N, H, HV, K, V,
     KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
     GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -92,7 +92,7 @@ def halves_prepare_kernel(
     r = tl.arange(0, S)
     i = r[:, None]
     j = r[None, :]
-    kind = zk.dtype.element_ty
+    kind = zb.dtype.element_ty
 
     b0 = activated_beta(load_vector(beta, start, rows, HV, hv, S), rows, S, BETA)
     b1 = activated_beta(load_vector(beta, later, beyond, HV, hv, S), beyond, S, BETA)
@@ -136,23 +136,23 @@ def halves_prepare_kernel(
         tl.store(last + at + 2 * KP, d1)
 
         out = chunk * (C * KP) + i * KP + cols[None, :]
-        z_q, z_k, y, s = half_operands(
-            q, k, zq, zk, yk, sk, qg, kg, w, step0, b0, rq0, rk0, one, d1, scale, centre,
+        z_q, z_b, y, s = half_operands(
+            q, k, zq, zb, yk, sk, qg, kg, w, step0, b0, rq0, rk0, one, d1, scale, centre,
             start, rows, H, h, K, cols, out, DOT, ASM,
         )  # fmt: skip
         y = tl.trans(y)
         A0 += mma(z_q, y, DOT)
-        L0 += mma(z_k, y, DOT)
+        L0 += mma(z_b, y, DOT)
         s = tl.trans(s)
-        z_q, z_k, y, _ = half_operands(
-            q, k, zq, zk, yk, sk, qg, kg, w, step1, b1, rq1, rk1, d0, one, scale, centre,
+        z_q, z_b, y, _ = half_operands(
+            q, k, zq, zb, yk, sk, qg, kg, w, step1, b1, rq1, rk1, d0, one, scale, centre,
             later, beyond, H, h, K, cols, out + S * KP, DOT, ASM,
         )  # fmt: skip
         Ax += mma(z_q, s, DOT)
-        Lx += mma(z_k, s, DOT)
+        Lx += mma(z_b, s, DOT)
         y = tl.trans(y)
         A1 += mma(z_q, y, DOT)
-        L1 += mma(z_k, y, DOT)
+        L1 += mma(z_b, y, DOT)
 
     unit = tl.exp2(-centre)
     square = chunk * (C * C) + i * C + j
@@ -161,9 +161,9 @@ def halves_prepare_kernel(
     tl.store(Aqk + square + S, zero)
     tl.store(Aqk + square + S * C, (scale * unit * Ax).to(kind))
     tl.store(Aqk + square + S * C + S, tl.where(i >= j, scale * A1, 0.0).to(kind))
-    M0 = unit_lower_inverse(tl.where(i > j, b0[:, None] * L0, 0.0), 5, S, INV_DOT)
-    M1 = unit_lower_inverse(tl.where(i > j, b1[:, None] * L1, 0.0), 5, S, INV_DOT)
-    Mx = -mma(M1, mma(unit * b1[:, None] * Lx, M0, INV_DOT), INV_DOT)
+    M0 = unit_lower_inverse(tl.where(i > j, L0, 0.0), 5, S, INV_DOT)
+    M1 = unit_lower_inverse(tl.where(i > j, L1, 0.0), 5, S, INV_DOT)
+    Mx = -mma(M1, mma(unit * Lx, M0, INV_DOT), INV_DOT)
     M0 = M0.to(kind)
     M1 = M1.to(kind)
     Mx = Mx.to(kind)

@@ -14,8 +14,8 @@ its end, ``v'`` (v_new) and ``dr`` (the gradient of what the inverse is multipli
     dg   = dgc summed from the token to the chunk's end, then through the gate
 
 The chunk's halves (backward_halves) are done one after the other; pairs across them meet at the boundary between.
-``dgc`` multiplies by the same rounded operands as the products do: what cancels exactly cancels in bfloat16 too. So beta
-goes with k into an operand, where dL and beta dL would be rounded apart.
+``dgc`` multiplies by the same rounded operands as the products do: what cancels exactly cancels in bfloat16 too. Hence
+beta is multiplied into an operand with k: dL and beta dL would be rounded apart.
 
 dAqk and dL wait, each with its transpose, in the tiles that held Aqk and inv; ``rows`` keeps what there is one of a
 token. Both are read again where they are used: registers are what this kernel is short of. ::

@@ -12,7 +12,8 @@ chunk and value head, the halves one after the other as tiles ``[channels, S tok
     q dq = zq aq     beta k x = zb ax     dgc = zq aq + zb ax - yk cy - sk cs
 
 so the norms' and dgc's inner products need nothing but the operands, and what cancels exactly in dgc cancels in
-bfloat16 and tf32 too: hence zb, which has beta in it, where dL and beta dL would be rounded apart. Sums over the other half that dg needs are taken before the pairs of the own half are added.
+bfloat16 and tf32 too. Hence beta is part of zb: dL and beta dL would be rounded apart. Sums over the other half that dg
+needs are taken before the pairs of the own half are added.
 
 Where decays are fast, what passes no decay outweighs the rest: a token's pair with itself, and what the half's last
 token gives to the state after it. Products of more than bfloat16 operands are precise enough to tell (APART): then
@@ -100,7 +101,6 @@ def own_half(
     down = exp2(-P, ASM)
 
     yk_op = operand_half(yk, side, KP, S)
-    y = yk_op.to(tl.float32)
     aq = mma_acc(yk_op, tl.trans(A), aq, DOT)
     z = zq_op.to(tl.float32)
     e = z * aq
@@ -108,7 +108,7 @@ def own_half(
     dqt = up * aq
     inner = tl.sum(e, 0)
     if APART:
-        kn = y * up
+        kn = yk_op.to(tl.float32) * up
         qn = z * down
         dqt += own[None, :] * kn
         own_inner = own * tl.sum(qn * kn, 0)
@@ -119,17 +119,18 @@ def own_half(
     store_rows(dq, tl.trans(grow * dqt), start, rows, HV * K, hv * K, cols, K, S)
 
     ax = mma_acc(yk_op, tl.trans(L), ax, DOT)
-    products = zb_op.to(tl.float32) * ax
-    dgc += products
-    kn = y * up
-    ax *= up
-    db += grow * tl.sum(kn * ax, 0)
-    dkt = b * ax
+    e = zb_op.to(tl.float32) * ax
+    dgc += e
+    inner = tl.sum(e, 0)
+    kn = yk_op.to(tl.float32) * up
+    dkt = up * ax
+    db += grow * tl.sum(kn * dkt, 0)
+    dkt *= b
 
     cy = mma_acc(zb_op, L, mma(zq_op, A, DOT), DOT)
-    e = y * cy
+    e = yk_op.to(tl.float32) * cy
     dgc -= e
-    products += e
+    inner += tl.sum(e, 0)
     dkt += down * cy
 
     e = sk_op.to(tl.float32) * cs
@@ -137,9 +138,8 @@ def own_half(
         passing = sum_all_bits(e, t[:, None] < t[None, :], DOT)
     else:
         dgc -= e
-    products += e
+    inner += tl.sum(e, 0)
     dkt += exp2(sum_tokens(hi, lo, t[:, None] > t[None, :], DOT), ASM) * cs
-    inner = tl.sum(products, 0)
     if APART:
         dkt += own[None, :] * qn
         inner += own_inner

@@ -165,20 +165,19 @@ def _segment_forward(
     precision: lax.Precision,
 ) -> tuple[Array, Buffers, Array]:
     """Run the chunks of one segment; the outputs are ``[M, R, C, V]``."""
-    C = plan.C
 
     def step(carry: tuple[Array, Buffers], x: Any) -> tuple[tuple[Array, Buffers], Array]:
         running, rows = carry
-        wq, u, kg, qk, total, at = x
+        w, qg, u, kg, qk, total, at = x
         start = enter(running, at, initial)
-        read = dot("...ck,...kv->...cv", wq, start, precision)
-        v_new = u - read[..., :C, :]
-        o = read[..., C:, :] + dot("...ij,...jv->...iv", qk, v_new, precision)
+        # Two products of C rows: one of 2 C needs a copy of both operands first, and is no faster.
+        v_new = u - dot("...ck,...kv->...cv", w, start, precision)
+        o = dot("...ck,...kv->...cv", qg, start, precision) + dot("...ij,...jv->...iv", qk, v_new, precision)
         end = advance(start, v_new, kg, total, precision)
         return (end, _record(rows, at, start, end)), o
 
-    wq = jnp.concatenate([prep.w, prep.qg], axis=-2)
-    xs = tuple(plan.per_chunk(x) for x in (wq, prep.u, prep.kg, prep.pair.qk, prep.decay.total))
+    parts = (prep.w, prep.qg, prep.u, prep.kg, prep.pair.qk, prep.decay.total)
+    xs = tuple(plan.per_chunk(x) for x in parts)
     (state, buffers), o = lax.scan(step, (state, buffers), (*xs, flag))
     return state, buffers, o.reshape(prep.u.shape)
 
@@ -216,11 +215,12 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
 
     def body(carry: tuple[Array, Buffers], s: Array) -> tuple[tuple[Array, Buffers], tuple[Array, Any]]:
         state, buffers = carry
-        rows = segment.ready(request, segment.load(arrays, plan, s), params)
+        rows = segment.ready(request, segment.load(request, arrays, plan, s), params)
         prep = segment.prepare(rows, precision)
         flag = _flags(request, plan, s, inputs.cu_seqlens)
         end, buffers, o = _segment_forward(plan, prep, state, buffers, flag, initial, precision)
-        return (end, buffers), (o.astype(inputs.v.dtype), (state, *prep.pair) if request.needs_grad else ())
+        o = plan.in_order(o.astype(inputs.v.dtype))
+        return (end, buffers), (o, (state, *prep.pair) if request.needs_grad else ())
 
     carry = (start_state(plan, initial), state_buffers(request, plan, initial))
     (state, buffers), (o, saved) = lax.scan(body, carry, jnp.arange(plan.segments, dtype=jnp.int32))
@@ -231,4 +231,4 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
         kept = buffers.checkpoints[:-1]
         rows = states_out(request, kept, kept.shape[0], request.B)
         checkpoints = rows[:, 0] if request.packed else jnp.moveaxis(rows, 1, 0)
-    return Outputs(plan.unload(o), final, checkpoints, saved)
+    return Outputs(plan.unload(o, request.HV, request.V), final, checkpoints, saved)

@@ -186,7 +186,9 @@ def _segment_starts(
     precision = product_precision(request)
 
     def body(state: Array, s: Array) -> tuple[Array, Array]:
-        prep = segment.prepare(segment.ready(request, segment.load(arrays, plan, s), params), precision)
+        prep = segment.prepare(
+            segment.ready(request, segment.load(request, arrays, plan, s), params), precision
+        )
         end, _ = _replay(plan, prep, state, chunk.sequence_flags(plan, s), initial, precision)
         return end, state
 
@@ -214,7 +216,7 @@ def backward(
     def body(carry: Any, x: tuple[Array, ...]) -> tuple[Any, Any]:
         dstate, dinitial, sums = carry
         s, start, *pair = x
-        raw = segment.load(arrays, plan, s)
+        raw = segment.load(request, arrays, plan, s)
         rows = segment.ready(request, raw, params)
         prep = segment.prepare(rows, precision, Interactions(*pair) if pair else None)
         flag = chunk.sequence_flags(plan, s)
@@ -225,7 +227,7 @@ def backward(
         dstate, dinitial, state_grads = _reverse(plan, prep, do_, dstate, dinitial, flag, dfinal, precision)
         d = _rows_backward(rows, prep, replay, state_grads, do_, precision)
         draw, sums = _raw_backward(request, plan, raw, params, d, sums)
-        return (dstate, dinitial, sums), _outgoing(draw, inputs)
+        return (dstate, dinitial, sums), _outgoing(plan, draw, inputs)
 
     carry = _reverse_carry(request, plan, inputs, dfinal, initial, axes)
     order = jnp.arange(plan.segments, dtype=jnp.int32)
@@ -233,13 +235,15 @@ def backward(
     return _collect(request, plan, inputs, d, dstate, dinitial, dfinal, sums)
 
 
-def _outgoing(d: segment.Raw, inputs: ChunkInputs) -> tuple[Array, ...]:
+def _outgoing(plan: Plan, d: segment.Raw, inputs: ChunkInputs) -> tuple[Array, ...]:
     """A segment's gradients in the dtypes they leave with.
 
     A replicated input's gradient stays float32 until it has been summed over the mesh.
     """
     pairs = zip((d.q, d.k, d.v, d.g, d.beta[..., 0]), inputs[:5], strict=True)
-    return tuple(x if mesh_axes(x) - mesh_axes(like) else x.astype(like.dtype) for x, like in pairs)
+    return tuple(
+        plan.in_order(x if mesh_axes(x) - mesh_axes(like) else x.astype(like.dtype)) for x, like in pairs
+    )
 
 
 def _reverse_carry(
@@ -273,9 +277,8 @@ def _collect(
     dfinal: Array | None,
     sums: ParamGrads,
 ) -> InputGrads:
-    dq, dk, dv, dg, dbeta = (plan.unload(x) for x in d)
-    pairs = zip((dq, dk, dv, dg, dbeta), inputs[:5], strict=True)
-    q, k, v, g, beta = (summed_like(x.reshape(like.shape), like) for x, like in pairs)
+    pairs = zip(d, inputs[:5], strict=True)
+    q, k, v, g, beta = (summed_like(plan.unload(x, *like.shape[2:]), like) for x, like in pairs)
     dA = db = ds = None
     if inputs.A_log is not None:
         dA = summed_like(given(sums.A_log).reshape(inputs.A_log.shape), inputs.A_log)

@@ -66,13 +66,19 @@ def strength_backward(request: Request, beta: Array, d: Array) -> Array:
     return d * (2.0 if request.neg_eigval else 1.0) * y * (1.0 - y)
 
 
+def unit(x: Array) -> Array:
+    """``1 / sqrt(sum(x*x) + 1e-6)`` over the last axis, kept as one; float32."""
+    x = x.astype(F32)
+    return jax.lax.rsqrt(total(x * x, -1) + NORM_EPS)
+
+
 def normalise(x: Array) -> Array:
     """``x / sqrt(sum(x*x) + 1e-6)`` over the last axis."""
-    return x * jax.lax.rsqrt(total(x * x, -1) + NORM_EPS)
+    return x * unit(x)
 
 
 def normalise_backward(x: Array, d: Array) -> Array:
-    r = jax.lax.rsqrt(total(x * x, -1) + NORM_EPS)
+    r = unit(x)
     y = x * r
     return r * (d - y * total(d * y, -1))
 

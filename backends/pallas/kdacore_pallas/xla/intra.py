@@ -4,8 +4,8 @@ A pair (row i, earlier row j) meets at exactly one level of a binary tree over t
 half, j in the left half of a block of ``2 s`` rows. There its decay factors as
 ``exp(sum of g from the first row of the right half to i) * exp(sum of g after j to the end of the left half)``:
 two factors in [0, 1], whatever the gate, neither of which reads a row after i. The factors of one level follow
-from those of the level below by per-channel products, so each element needs a single exponential and no
-difference of cumulative sums is ever taken. The inverse of ``I + L`` follows the same tree: exact block
+from those of the level below by per-channel products with the decay of a whole half, and no difference of
+cumulative sums is ever taken. The inverse of ``I + L`` follows the same tree: exact block
 substitution, never a power of ``L``.
 
 All arrays have leading batch axes, then ``C`` rows, then channels (one channel for a scalar gate).
@@ -41,22 +41,32 @@ class Decays(NamedTuple):
 def decays(g: Array) -> Decays:
     """Factors from the log decay ``g`` ``[..., C, K]``."""
     C = g.shape[-2]
-    prefix = jnp.exp(g)[..., :, None, :]
-    suffix = jnp.ones_like(prefix)
-    total = prefix
+    sums = g[..., :, None, :]
+    block = jnp.exp(sums)
+    prefix, suffix = block, jnp.ones_like(block)
     right, left = [], []
     s = 1
     while s < C:
-        pl, pr = prefix[..., 0::2, :, :], prefix[..., 1::2, :, :]
-        sl, sr = suffix[..., 0::2, :, :], suffix[..., 1::2, :, :]
-        tl, tr = total[..., 0::2, :, :], total[..., 1::2, :, :]
-        right.append(pr)
-        left.append(sl)
-        prefix = jnp.concatenate([pl, pr * tl], axis=-2)
-        suffix = jnp.concatenate([sl * tr, sr], axis=-2)
-        total = tl * tr
+        right.append(_pair(prefix)[1])
+        left.append(_pair(suffix)[0])
+        first, second = _pair(block)
+        one = jnp.ones_like(first)
+        prefix, suffix = _doubled(prefix, one, first), _doubled(suffix, second, one)
+        # Not the product of both: a CPU would fuse the tree of them into every reader of every level.
+        sums = sum(_pair(sums))
+        block = jnp.exp(sums)
         s *= 2
-    return Decays(prefix[..., 0, :, :], suffix[..., 0, :, :], total[..., 0, :, :], tuple(right), tuple(left))
+    return Decays(prefix[..., 0, :, :], suffix[..., 0, :, :], block[..., 0, :, :], tuple(right), tuple(left))
+
+
+def _doubled(x: Array, left: Array, right: Array) -> Array:
+    """Blocks ``[..., 2n, s, K]`` as ``[..., n, 2s, K]``, left and right halves times a row ``[..., n, 1, K]`` each.
+
+    Products with small arrays rather than a concatenation of large ones, which would have to be written.
+    """
+    pairs = x.reshape(*x.shape[:-3], x.shape[-3] // 2, 2, *x.shape[-2:])
+    pairs = pairs * jnp.stack([left, right], -3)
+    return pairs.reshape(*x.shape[:-3], x.shape[-3] // 2, 2 * x.shape[-2], x.shape[-1])
 
 
 def halves(x: Array, s: int) -> tuple[Array, Array]:
@@ -66,6 +76,7 @@ def halves(x: Array, s: int) -> tuple[Array, Array]:
 
 
 def _pair(blocks: Array) -> tuple[Array, Array]:
+    """Left and right blocks of ``[..., n, s, s]``."""
     return blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
 
 
@@ -109,9 +120,20 @@ def _inverse_corner(il: Array, corner: Array, ir: Array, precision: lax.Precisio
     s = corner.shape[-1]
     if s == 1:
         return -corner
+    if s <= SMALL:
+        return -small_product(ir, small_product(corner, il))
     # Small blocks are cheap and every larger one inherits their error: full float32 there.
     precision = lax.Precision.HIGHEST if s <= 8 else precision
     return -dot("...ij,...jk->...ik", ir, dot("...ij,...jk->...ik", corner, il, precision), precision)
+
+
+SMALL = 4
+"""Rows of the blocks whose products are written out: a library's would take longer to begin."""
+
+
+def small_product(a: Array, b: Array) -> Array:
+    """``a @ b`` of tiny float32 blocks as products and sums."""
+    return jnp.sum(a[..., :, :, None] * b[..., None, :, :], -2)
 
 
 class IntraGrads(NamedTuple):

@@ -9,6 +9,7 @@ shape depends on shapes alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -67,6 +68,10 @@ def chunk_table(cu_seqlens: Array, T: int, C: int, slots: int) -> ChunkTable:
     )
 
 
+def _same(rows: Array) -> Array:
+    return rows
+
+
 @dataclass(frozen=True)
 class Plan:
     """How one call is cut. ``table`` is None for dense inputs."""
@@ -104,16 +109,21 @@ class Plan:
         width[1] = (0, self.slots * self.C - self.T)
         return jnp.pad(x, width)
 
-    def load(self, x: Array, s: Array) -> Array:
-        """Segment ``s`` of a padded ``[B, T, heads, ...]`` array, as ``[M, R, C, ...]`` (R = 1 for q/k heads)."""
+    def load(self, x: Array, s: Array, of: Callable[[Array], Array] = _same) -> Array:
+        """Segment ``s`` of a padded ``[B, T, heads, ...]`` array, as ``[M, R, C, ...]`` (R = 1 for q/k heads).
+
+        ``of`` is applied to the rows where they lie: what it makes of each is put in order, not the row.
+        """
         if self.table is None:
-            rows = lax.dynamic_slice_in_dim(x, s * (self.G * self.C), self.G * self.C, axis=1)
-            rows = jnp.moveaxis(rows.reshape(self.B, self.G, self.C, *x.shape[2:]), 1, 0)
+            rows = of(lax.dynamic_slice_in_dim(x, s * (self.G * self.C), self.G * self.C, axis=1))
+            rows = jnp.moveaxis(rows.reshape(self.B, self.G, self.C, *rows.shape[2:]), 1, 0)
             rows = jnp.moveaxis(rows, 3, 2)
         else:
             index = lax.dynamic_slice_in_dim(self.table.rows, s * self.G, self.G)
-            rows = jnp.moveaxis(jnp.take(x[0], index, axis=0), 2, 1)
-        return rows.reshape(self.M, x.shape[2] // self.H, self.C, *x.shape[3:])
+            rows = jnp.moveaxis(of(jnp.take(x[0], index, axis=0)), 2, 1)
+        return rows.reshape(
+            self.M, x.shape[2] // self.H, self.C, *rows.shape[4 if self.table is None else 3 :]
+        )
 
     def mask(self, s: Array) -> Array | None:
         """``[M, 1, C, 1]`` bool, true on tokens; None when every row is one."""
@@ -131,11 +141,18 @@ class Plan:
         """``[M, ...]`` as ``[G, B*H, ...]``, to scan over chunks."""
         return x.reshape(self.G, self.B * self.H, *x.shape[1:])
 
-    def unload(self, ys: Array) -> Array:
-        """Stacked segments ``[segments, M, R, C, ...]`` back to ``[B, T, heads, ...]``."""
-        ys = ys.reshape(self.segments, self.G, self.B, self.H * ys.shape[2], *ys.shape[3:])
-        ys = jnp.moveaxis(jnp.moveaxis(ys, 4, 3), 2, 0)
-        flat = ys.reshape(self.B, self.slots * self.C, *ys.shape[4:])
+    def in_order(self, x: Array) -> Array:
+        """A segment's ``[M, R, C, ...]`` with heads after rows: ``[G, B, C, heads and channels]``.
+
+        Heads and channels in one axis, or XLA would keep the order of the products and turn all of it at the end.
+        """
+        x = x.reshape(self.G, self.B, self.H * x.shape[1], self.C, -1)
+        return jnp.moveaxis(x, 2, 3).reshape(self.G, self.B, self.C, -1)
+
+    def unload(self, ys: Array, *tail: int) -> Array:
+        """Stacked segments of :meth:`in_order` back to ``[B, T, *tail]``."""
+        rows = jnp.moveaxis(ys.reshape(self.slots, *ys.shape[2:]), 1, 0)
+        flat = rows.reshape(self.B, self.slots * self.C, *tail)
         if self.table is None:
             return flat[:, : self.T]
         return jnp.take(flat, self.table.slot_of_token, axis=1)

@@ -15,7 +15,7 @@ from kdacore.types import ChunkInputs, Request
 from kdacore_pallas.xla import gate
 from kdacore_pallas.xla.intra import Decays, Interactions, decays, interactions
 from kdacore_pallas.xla.layout import Plan
-from kdacore_pallas.xla.numerics import F32, dot
+from kdacore_pallas.xla.numerics import F32, dot, given
 
 Array = Any
 
@@ -29,6 +29,9 @@ class Raw(NamedTuple):
     g: Array
     beta: Array
     mask: Array | None
+    q_unit: Array | None = None
+    """``[M, 1, C, 1]`` what normalises each row of q; None when it stays as it is."""
+    k_unit: Array | None = None
 
 
 class Params(NamedTuple):
@@ -49,10 +52,14 @@ def gate_params(inputs: ChunkInputs, plan: Plan) -> Params:
     return Params(spread(inputs.A_log), spread(inputs.dt_bias))
 
 
-def load(inputs: ChunkInputs, plan: Plan, s: Array) -> Raw:
+def load(request: Request, inputs: ChunkInputs, plan: Plan, s: Array) -> Raw:
     """Segment ``s`` of padded inputs (``g`` already with a channel axis)."""
     q, k, v, g, beta = (plan.load(x, s).astype(F32) for x in inputs[:5])
-    return Raw(q, k, v, g, beta[..., None], plan.mask(s))
+    raw = Raw(q, k, v, g, beta[..., None], plan.mask(s))
+    if not request.qk_l2norm:
+        return raw
+    q_unit, k_unit = (plan.load(x, s, gate.unit) for x in (inputs.q, inputs.k))
+    return raw._replace(q_unit=q_unit, k_unit=k_unit)
 
 
 class Rows(NamedTuple):
@@ -70,7 +77,7 @@ class Rows(NamedTuple):
 def ready(request: Request, raw: Raw, params: Params) -> Rows:
     q, k, v = raw.q, raw.k, raw.v
     if request.qk_l2norm:
-        q, k = gate.normalise(q), gate.normalise(k)
+        q, k = q * given(raw.q_unit), k * given(raw.k_unit)
     g = gate.log_decay(request, raw.g, params.A_log, params.dt_bias)
     beta = gate.strength(request, raw.beta)
     if raw.mask is not None:
@@ -97,7 +104,6 @@ def prepare(rows: Rows, precision: lax.Precision, kept: Interactions | None = No
     """``kept``: the interactions, where an earlier pass over the same rows still has them."""
     decay = decays(rows.g)
     pair = interactions(rows.q, rows.k, rows.beta, decay, precision) if kept is None else kept
-    right = jnp.concatenate([rows.beta * rows.k * decay.prefix, rows.beta * rows.v], axis=-1)
-    wu = dot("...ij,...jk->...ik", pair.inverse, right, precision)
-    K = rows.k.shape[-1]
-    return Prepared(decay, pair, wu[..., :K], wu[..., K:], rows.q * decay.prefix, rows.k * decay.suffix)
+    w = dot("...ij,...jk->...ik", pair.inverse, rows.beta * rows.k * decay.prefix, precision)
+    u = dot("...ij,...jv->...iv", pair.inverse, rows.beta * rows.v, precision)
+    return Prepared(decay, pair, w, u, rows.q * decay.prefix, rows.k * decay.suffix)

@@ -45,7 +45,7 @@ def _load(plan: Plan, x: Array) -> Array:
 
 
 def _unload(plan: Plan, x: Array) -> Array:
-    return plan.unload(x[None])
+    return plan.unload(plan.in_order(x)[None], plan.H * x.shape[1], *x.shape[3:])
 
 
 def _log_decay(plan: Plan, gc: Array) -> Array:

@@ -117,21 +117,21 @@ def _rows_backward(
     def channels(x: Array) -> Array:
         return total(x, -1) if scalar else x
 
-    both = dot("...cv,...kv->...ck", jnp.concatenate([do, -grads.v_new], axis=-2), replay.start, precision)
-    dqg, dw = both[..., :C, :], both[..., C:, :]
+    # Separate products throughout: a CPU would copy the operands of a joint one first.
+    dqg = dot("...cv,...kv->...ck", do, replay.start, precision)
+    dw = -dot("...cv,...kv->...ck", grads.v_new, replay.start, precision)
     dkg = dot("...cv,...kv->...ck", replay.v_new, grads.end, precision)
     dtotal = jnp.swapaxes(total(replay.start * grads.end, -1), -1, -2) * decay.total
 
     # w = inverse @ right_w, u = inverse @ right_u, inverse = (I + diag(beta) kk)^-1
-    wu = jnp.concatenate([prep.w, prep.u], axis=-1)
-    dwu = jnp.concatenate([dw, grads.v_new], axis=-1)
-    dright = dot("...ji,...jk->...ik", pair.inverse, dwu, precision)
+    dright_w = dot("...ji,...jk->...ik", pair.inverse, dw, precision)
+    dright_u = dot("...ji,...jv->...iv", pair.inverse, grads.v_new, precision)
+    dL = dot("...ik,...jk->...ij", dright_w, prep.w, precision)
+    dL = dL + dot("...iv,...jv->...ij", dright_u, prep.u, precision)
     lower = jnp.tril(jnp.ones((C, C), bool))
-    dL = jnp.where(jnp.tril(lower, -1), -dot("...ik,...jk->...ij", dright, wu, precision), 0.0)
+    dL = jnp.where(jnp.tril(lower, -1), -dL, 0.0)
     dqk = jnp.where(lower, dot("...iv,...jv->...ij", do, replay.v_new, precision), 0.0)
 
-    K = rows.k.shape[-1]
-    dright_w, dright_u = dright[..., :K], dright[..., K:]
     kp = rows.k * decay.prefix
     dbeta = total(dL * pair.kk, -1) + total(dright_u * rows.v, -1)
     dbeta += total(dright_w * kp, -1)

@@ -9,7 +9,7 @@ from kdacore.types import ArrayKind, Device, TensorSpec
 
 if TYPE_CHECKING:
     from kdacore.dispatch import Plan
-    from kdacore.frameworks.torch_recent import RecentCalls
+    from kdacore.frameworks.recent import RecentCalls
     from kdacore.ops import OpDef
 
 

@@ -14,7 +14,7 @@ from kdacore.types import ArrayKind, Device, GateInputs, OutputGrads, Outputs, T
 
 if TYPE_CHECKING:
     from kdacore.dispatch import Plan
-    from kdacore.frameworks.torch_recent import RecentCalls
+    from kdacore.frameworks.recent import RecentCalls
     from kdacore.ops import OpDef
 
 

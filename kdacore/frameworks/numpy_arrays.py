@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kdacore.frameworks.recent import RecentCalls
+from kdacore.registry import REGISTRY
 from kdacore.types import ArrayKind, Device, TensorSpec
 
 if TYPE_CHECKING:
     from kdacore.dispatch import Plan
-    from kdacore.frameworks.torch_recent import RecentCalls
     from kdacore.ops import OpDef
 
 _CPU = Device("cpu")
@@ -22,7 +23,11 @@ class _NumpyAdapter:
     immutable = False
     knows_grad = True
     through_operators = False
-    recent: RecentCalls | None = None
+
+    def __init__(self) -> None:
+        recent = RecentCalls(_array_test, bool)  # bool() is False: there are no gradients
+        REGISTRY.on_change(recent.clear)
+        self.recent: RecentCalls | None = recent
 
     def call_compiled(self, opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
         raise RuntimeError("unreachable: these arrays are never compiled")
@@ -51,6 +56,18 @@ class _NumpyAdapter:
 
     def run(self, plan: Plan, inputs: Any) -> Any:
         return plan.forward(plan.request, inputs)
+
+
+def _array_test(arrays: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """See :data:`kdacore.frameworks.recent.ArrayTest`. NumPy has one object for each native dtype; another one, of
+    the other byte order say, is never that object and takes the ordinary path."""
+    if not all(type(x) is np.ndarray for x in arrays.values()):
+        return None
+    tests = [
+        f"type({name}) is ndarray and {name}.dtype is dtype_{name} and {name}.shape == {x.shape}"
+        for name, x in arrays.items()
+    ]
+    return " and ".join(tests), {"ndarray": np.ndarray, **{f"dtype_{n}": x.dtype for n, x in arrays.items()}}
 
 
 NUMPY = _NumpyAdapter()

@@ -14,7 +14,8 @@ import torch
 from kdacore import device as probes
 from kdacore.errors import UnsupportedError
 from kdacore.frameworks import _by_type
-from kdacore.frameworks.torch_recent import RecentCalls
+from kdacore.frameworks.recent import RecentCalls
+from kdacore.frameworks.torch_recent import tensor_test
 from kdacore.registry import REGISTRY
 from kdacore.types import ArrayKind, Device, GateInputs, OutputGrads, Outputs, TensorSpec
 
@@ -41,7 +42,7 @@ class _TorchAdapter:
 
     def __init__(self, through_operators: bool) -> None:
         self.through_operators = through_operators
-        recent = RecentCalls()
+        recent = RecentCalls(tensor_test, _grad_enabled)
         REGISTRY.on_change(recent.clear)
         self.recent: RecentCalls | None = recent
 

@@ -1,10 +1,11 @@
-"""The memory of recent torch calls: it finds the same plan as the ordinary path, and only for the same call."""
+"""The memory of recent calls: it finds the same plan as the ordinary path, and only for the same call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,8 +13,10 @@ import kdacore
 from kdacore import dispatch
 from kdacore.errors import ContractError
 from kdacore.frameworks import torch_recent
+from kdacore.frameworks.numpy_arrays import NUMPY, _array_test
+from kdacore.frameworks.recent import RecentCalls
 from kdacore.frameworks.torch_arrays import TORCH
-from kdacore.frameworks.torch_recent import RecentCalls
+from kdacore.frameworks.torch_recent import tensor_test
 from kdacore.registry import REGISTRY
 from kdacore.types import ChunkInputs
 
@@ -27,10 +30,14 @@ def arrays(T: int = 4) -> ChunkInputs:
     return ChunkInputs(q, k, v, -g, torch.ones(1, T, 2), A_log=torch.zeros(2))
 
 
+def of_torch() -> RecentCalls:
+    return RecentCalls(tensor_test, torch.is_grad_enabled)
+
+
 @pytest.fixture
 def memory() -> RecentCalls:
     """Remembers one call."""
-    made = RecentCalls()
+    made = of_torch()
     for _ in range(2):
         made.note("op", arrays(), OPTIONS, ASKED, PLAN)
     return made
@@ -95,7 +102,7 @@ def test_grad_mode_is_seen(memory: RecentCalls) -> None:
 
 
 def test_lengths_that_change_with_every_call_leave_no_trace() -> None:
-    memory = RecentCalls()
+    memory = of_torch()
     plans = {T: object() for T in range(4, 10)}
     for T in (*plans, *plans):
         memory.note("op", arrays(T), OPTIONS, ASKED, plans[T])  # type: ignore[arg-type]
@@ -103,7 +110,7 @@ def test_lengths_that_change_with_every_call_leave_no_trace() -> None:
 
 
 def test_calls_in_turn_are_remembered() -> None:
-    memory = RecentCalls()
+    memory = of_torch()
     plans = {T: object() for T in (4, 5)}
     for T in (4, 5, 4, 5):
         memory.note("op", arrays(T), OPTIONS, ASKED, plans[T])  # type: ignore[arg-type]
@@ -111,7 +118,7 @@ def test_calls_in_turn_are_remembered() -> None:
 
 
 def test_the_memory_is_short() -> None:
-    memory = RecentCalls()
+    memory = of_torch()
     plans = {T: object() for T in range(1, 9)}
     for T, plan in plans.items():
         for _ in range(2):
@@ -121,7 +128,7 @@ def test_the_memory_is_short() -> None:
 
 
 def test_an_array_that_is_no_tensor_is_never_remembered() -> None:
-    memory = RecentCalls()
+    memory = of_torch()
     mixed = arrays()._replace(cu_seqlens_cpu=torch.zeros(2).numpy())
     for _ in range(3):
         memory.note("op", mixed, OPTIONS, ASKED, PLAN)
@@ -200,3 +207,64 @@ def test_gradients_flow_through_a_remembered_call(calls: list[str]) -> None:
         kdacore.chunk_kda(x.q, x.k, v, x.g, x.beta)[0].sum().backward()
         grads.append(v.grad)
     assert all(torch.equal(g, grads[0]) for g in grads if g is not None) and grads[3] is not None
+
+
+# --- NumPy ---------------------------------------------------------------------------------------------------------
+
+
+def numpy_arrays(T: int = 4) -> ChunkInputs:
+    return ChunkInputs(*(None if x is None else x.numpy() for x in arrays(T)))
+
+
+def remembered(inputs: ChunkInputs) -> RecentCalls:
+    memory = RecentCalls(_array_test, bool)
+    for _ in range(2):
+        memory.note("op", inputs, OPTIONS, ASKED, PLAN)
+    return memory
+
+
+class Subclass(np.ndarray):
+    """Not a plain array."""
+
+
+NUMPY_CHANGES: dict[str, Callable[[ChunkInputs], ChunkInputs]] = {
+    "dtype": lambda x: x._replace(v=x.v.astype(np.float16)),
+    "byte order": lambda x: x._replace(v=x.v.astype(">f4")),
+    "shape": lambda x: x._replace(v=np.ones((1, 4, 2, 16), np.float32)),
+    "type": lambda x: x._replace(v=x.v.view(Subclass)),
+    "a tensor": lambda x: x._replace(v=torch.from_numpy(x.v)),
+    "one more": lambda x: x._replace(dt_bias=np.zeros((2, 8), np.float32)),
+    "one less": lambda x: x._replace(A_log=None),
+    "another in its place": lambda x: x._replace(A_log=None, cu_seqlens=x.A_log),
+    "no array": lambda x: x._replace(A_log=[0.0, 0.0]),
+}
+
+
+def test_the_same_numpy_call_is_found() -> None:
+    assert remembered(numpy_arrays()).find("op", numpy_arrays(), OPTIONS, ASKED) is PLAN
+    strided = numpy_arrays()._replace(v=np.ones((1, 2, 8, 8), np.float32)[:, :, 1:5].swapaxes(1, 2))
+    assert remembered(numpy_arrays()).find("op", strided, OPTIONS, ASKED) is PLAN
+
+
+@pytest.mark.parametrize("change", NUMPY_CHANGES)
+def test_a_change_of_a_numpy_array_is_seen(change: str) -> None:
+    changed = NUMPY_CHANGES[change](numpy_arrays())
+    assert remembered(numpy_arrays()).find("op", changed, OPTIONS, ASKED) is None
+
+
+@pytest.mark.parametrize("change", ["byte order", "type", "a tensor"])
+def test_numpy_arrays_out_of_the_ordinary_are_never_remembered_for_plain_ones(change: str) -> None:
+    memory = remembered(NUMPY_CHANGES[change](numpy_arrays()))
+    assert memory.find("op", numpy_arrays(), OPTIONS, ASKED) is None
+
+
+def test_the_third_numpy_call_skips_the_ordinary_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    ordinary = dispatch.cached_plan
+    monkeypatch.setattr(dispatch, "cached_plan", lambda *a: seen.append(1) or ordinary(*a))
+    assert NUMPY.recent is not None
+    NUMPY.recent.clear()
+    results = [kdacore.chunk_kda(*numpy_arrays()[:5])[0] for _ in range(5)]
+    assert len(seen) == 2 and all(np.array_equal(o, results[0]) for o in results)
+    with pytest.raises(ContractError, match="output_final_state"):
+        kdacore.chunk_kda(*numpy_arrays()[:5], output_final_state=0)

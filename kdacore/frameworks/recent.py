@@ -1,0 +1,104 @@
+"""Recognising a call that was made before, where the host's time counts.
+
+The ordinary path makes a key of what validation and selection read from a call, and looks its plan up. Making and
+hashing the key takes longer than all else the front end does. The last few calls of an op are therefore kept with a
+test written out for each, whose array part is the array library's own; a call that passes it has that call's plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kdacore.dispatch import Plan
+
+ArrayTest = Callable[[dict[str, Any]], "tuple[str, dict[str, Any]] | None"]
+"""Arrays by argument name to an expression in those names that is true of arrays a key would not tell from these, and
+the values the expression uses. None when such arrays must take the ordinary path."""
+
+_PLAIN_OPTIONS = (type(None), bool, int, float)
+_ENTRIES = 4
+"""Calls remembered for each op: a model has few shapes at a time, and every entry is one more to look through."""
+
+
+class _Entry:
+    """One call: what it was asked with, the test of its arguments, and the plan that serves it."""
+
+    __slots__ = ("asked", "grad", "matches", "plan")
+
+    def __init__(self, plan: Plan, matches: Callable[..., bool], asked: Any, grad: bool) -> None:
+        self.matches = matches
+        self.asked = asked
+        self.grad = grad
+        self.plan = plan
+
+
+def _matcher(inputs: Any, options: tuple[Any, ...], array_test: ArrayTest) -> Callable[..., bool] | None:
+    """A function of an op's arrays and options: are they like these? Written out, since a loop would take as long."""
+    arrays = {name: x for name, x in zip(inputs._fields, inputs, strict=True) if x is not None}
+    found = array_test(arrays)
+    if found is None or not all(_is_plain(x) for x in options):
+        return None
+    expression, values = found
+    names = [f"option_{i}" for i in range(len(options))]
+    tests = [_is(name, x) for name, x in zip(names, options, strict=True)]
+    tests += [f"{name} is None" for name in inputs._fields if name not in arrays]
+    source = f"lambda {', '.join((*inputs._fields, *names))}: {' and '.join((*tests, expression))}"
+    matcher: Callable[..., bool] = eval(source, values)
+    return matcher
+
+
+def _is(name: str, value: Any) -> str:
+    """The test for one option. Of types too, and first: True == 1 == 1.0, but not as arguments."""
+    if value is None or isinstance(value, bool):
+        return f"{name} is {value}"
+    return f"type({name}) is {type(value).__name__} and {name} == {value!r}"
+
+
+def _is_plain(option: Any) -> bool:
+    """Can it be written out? Not-a-number and infinity cannot."""
+    return type(option) in _PLAIN_OPTIONS and (type(option) is not float or math.isfinite(option))
+
+
+class RecentCalls:
+    """The last few calls of every op. A call is remembered when it comes again soon after it was missed.
+
+    Args:
+        array_test: the array library's part of a test.
+        grad_enabled: whether the library records gradients now.
+    """
+
+    def __init__(self, array_test: ArrayTest, grad_enabled: Callable[[], bool]) -> None:
+        self._array_test = array_test
+        self._grad_enabled = grad_enabled
+        self._entries: dict[str, tuple[_Entry, ...]] = {}
+        self._missed: dict[str, tuple[Plan, ...]] = {}
+
+    def clear(self) -> None:
+        """Forget every call (the backends or the configuration changed)."""
+        self._entries.clear()
+        self._missed.clear()
+
+    def find(self, op: str, inputs: Any, options: tuple[Any, ...], asked: Any) -> Plan | None:
+        """The plan of an earlier call like this one, None when there was none."""
+        for entry in self._entries.get(op, ()):
+            if (
+                asked == entry.asked
+                and self._grad_enabled() is entry.grad
+                and entry.matches(*inputs, *options)
+            ):
+                return entry.plan
+        return None
+
+    def note(self, op: str, inputs: Any, options: tuple[Any, ...], asked: Any, plan: Plan) -> None:
+        """A call was served by ``plan`` the ordinary way. Lengths that change with every call leave no trace."""
+        missed = self._missed.get(op, ())
+        if not any(plan is m for m in missed):
+            self._missed[op] = (plan, *missed[: _ENTRIES - 1])
+            return
+        matches = _matcher(inputs, options, self._array_test)
+        if matches is not None:
+            kept = self._entries.get(op, ())[: _ENTRIES - 1]
+            self._entries[op] = (_Entry(plan, matches, asked, self._grad_enabled()), *kept)

@@ -41,13 +41,14 @@ def draw(document: dict[str, Any], path: Path) -> None:
     if longest / min(row["seconds"] for row in rows) > WIDE_RANGE:
         axes.set_xscale("log")
     axes.margins(x=0.15)
+    axes.set_ylim(-0.8, y - 0.4)
     axes.invert_yaxis()
     axes.set_yticks(ticks, groups)
     axes.set_xlabel(f"{unit}, median ({_where(document)})")
     axes.spines[["top", "right"]].set_visible(False)
     if len(contenders) > 1:
         handles = [matplotlib.patches.Patch(color=colour[name], label=name) for name in contenders]
-        figure.legend(handles=handles, loc="lower center", ncols=3, frameon=False, bbox_to_anchor=(0.5, 0.92))
+        axes.legend(handles=handles, loc="lower left", ncols=3, frameon=False, bbox_to_anchor=(0, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
     pyplot.close(figure)
@@ -66,7 +67,10 @@ def _library() -> tuple[Any, Any]:
 
 
 def _group(row: dict[str, Any]) -> str:
-    return f"{row['case']}\n{row['gates']} gates" if row["gates"] else str(row["case"])
+    """What stands beside the bars of a row; training, decode and host rows of one name are not the same case."""
+    phase = "" if row["phase"] in ("forward", "stage") or row["phase"] in row["case"] else f", {row['phase']}"
+    name = f"{row['case']}{phase}"
+    return f"{name}\n{row['gates']} gates" if row["gates"] else name
 
 
 def _where(document: dict[str, Any]) -> str:

@@ -6,7 +6,6 @@ import threading
 import warnings
 from dataclasses import dataclass
 
-from kdacore import profile, selfcheck
 from kdacore.errors import PerformanceWarning, UnsupportedError, list_names
 from kdacore.registry import REGISTRY, Registered, missing
 from kdacore.types import Candidate, OpImpl, Reason, Request, Selection
@@ -81,6 +80,8 @@ def decide(request: Request, policy: Policy, *, run_selfchecks: bool) -> Selecti
     eligible = [c for name, c in able.items() if _auto_may_choose(REGISTRY.get(name), request)]
     for name, why in _ranked(request, eligible):
         if run_selfchecks and not able[name].verified:
+            from kdacore import selfcheck  # here and below: `import kdacore` stays light
+
             problem = selfcheck.problem(REGISTRY.get(name), request)
             if problem is not None:
                 candidates = tuple(_with_reason(c, problem) if c.backend == name else c for c in candidates)
@@ -149,6 +150,8 @@ def _general_reasons(registered: Registered, request: Request, impl: OpImpl | No
 def _cost(registered: Registered, request: Request, impl: OpImpl) -> float | None:
     if impl.cost is not None:
         return impl.cost(request)
+    from kdacore import profile
+
     return profile.predict(registered.backend.name, request)
 
 

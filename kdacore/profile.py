@@ -10,6 +10,7 @@ import functools
 import json
 import math
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
 from kdacore import config
@@ -59,8 +60,6 @@ def tuned_path(arch: str) -> Path:
 @functools.cache
 def table(arch: str) -> tuple[Row, ...]:
     """The tuned table of an architecture, else the shipped one, else nothing."""
-    from importlib import resources  # slow to import, and not every process dispatches
-
     tuned = tuned_path(arch)
     if tuned.is_file():
         return parse(tuned.read_text())

@@ -10,6 +10,8 @@ import hashlib
 import json
 import os
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +68,6 @@ def _capturing(request: Request) -> bool:
 
 def _measure_outside(registered: Registered, request: Request) -> dict[str, Any]:
     """On a thread of its own: inside ``jax.jit`` this one is tracing, and concrete arrays would join the trace."""
-    from concurrent.futures import ThreadPoolExecutor  # here and below: `import kdacore` stays light
-
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(measure, registered, request).result()
 
@@ -99,7 +99,7 @@ def _compiled(function: Any) -> Any:
 
 def relative_error(x: Any, ref: Any) -> float:
     """``norm(x - ref) / norm(ref)`` in float64; infinite when x is not finite, so NaN never passes."""
-    import numpy as np
+    import numpy as np  # not at import time: nothing that imports this needs it before it compares
 
     x, ref = np.asarray(x, np.float64), np.asarray(ref, np.float64)
     if x.shape != ref.shape or not np.isfinite(x).all():
@@ -136,8 +136,6 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _write(path: Path, record: dict[str, Any]) -> None:
     """Atomic; a read-only cache folder only means that the next process checks again."""
-    import tempfile
-
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent)

@@ -111,6 +111,7 @@ def host_seconds(step: Step, wait: Callable[[], Any]) -> float:
 
 
 BURST = 16
+"""Calls in a sample of :func:`busy_seconds`."""
 
 
 def busy_seconds(step: Step, wait: Callable[[], Any]) -> float:

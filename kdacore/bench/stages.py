@@ -32,7 +32,6 @@ BOUND = 9e-3
 """Relative error allowed to each result: twice the contract's bfloat16 bound, as for any near-singular chunk."""
 CHECKED = 512
 """Tokens held against the oracle: chunks do not depend on each other."""
-C = 64
 Arrays = dict[str, Any]
 
 

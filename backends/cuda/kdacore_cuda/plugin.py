@@ -13,8 +13,8 @@ from kdacore.types import Backend, OpImpl, Requirement
 from kdacore_cuda import __version__, costs, verifiers
 
 VERIFIED = frozenset({"sm_90"})
-"""Architectures the conformance suite has run on, all ops (benchmarks/results/h200/verify-cuda.json); others are
-checked once, on the machine, before auto uses them."""
+"""Architectures the conformance suite has run on, all ops (benchmarks/results/h200/conformance-cuda.json);
+others are checked once, on the machine, before auto uses them."""
 
 
 @cache

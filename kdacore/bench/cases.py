@@ -18,7 +18,8 @@ class Case:
     """One thing to time.
 
     ``phase``: ``forward``, ``training`` (forward and backward), ``decode`` (one token a sequence, state pool in
-    place), ``host`` (the time a call keeps the CPU busy) or ``first-call`` (in a fresh process).
+    place), ``graph`` (the same as launches of a CUDA graph), ``host`` (the time a call keeps the CPU busy) or
+    ``first-call`` (in a fresh process).
     """
 
     name: str
@@ -119,6 +120,7 @@ _H200_DECODE = (
     _decode(128, 175.8),
     _decode(256, 388, 280, 266),
 )
+_H200_DECODE_GRAPH = tuple(dataclasses.replace(case, phase="graph", peer=None) for case in _H200_DECODE)
 _H200_HOST = (
     Case(name="chunk_kda B1 T512 H8", phase="host", T=512, H=8, must=90e-6, aim=50e-6, peer=692e-6),
     Case(
@@ -158,6 +160,7 @@ PRESETS: dict[str, tuple[Case, ...]] = {
     "h200-forward": _H200_FORWARD,
     "h200-training": _H200_TRAINING,
     "h200-decode": _H200_DECODE,
+    "h200-decode-graph": _H200_DECODE_GRAPH,
     "h200-host": _H200_HOST,
     "h200-first-call": _H200_FIRST_CALL,
 }

@@ -14,6 +14,7 @@ from kdacore.callspec import CallSpec
 from kdacore.dispatch import record_selections
 from kdacore.features import arch_of
 from kdacore.machine import Accelerator, version_of
+from kdacore.registry import REGISTRY
 
 PEER = "fla-core"
 """Distribution of flash-linear-attention's kernels."""
@@ -46,6 +47,8 @@ def kdacore_contenders(case: Case, device: str, only: tuple[str, ...]) -> list[C
         refusal = "; ".join(f"[{r.code}] {r.message}" for r in candidate.reasons)
         if not refusal and name == "reference" and not device.startswith("cpu") and not only:
             refusal = "not timed on an accelerator unless named"
+        if not refusal and case.phase == "graph" and not REGISTRY.get(name).backend.capturable:
+            refusal = "cannot be captured into a CUDA graph"
         chosen = name == selection.backend
         contender = Contender(f"kdacore {name}", refusal, auto=chosen)
         found.append(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kdacore.bench import arrays as made
-from kdacore.bench import clock, gate
+from kdacore.bench import clock, gate, graphs
 from kdacore.bench.arrays import Arrays
 from kdacore.bench.cases import Case
 from kdacore.bench.clock import Budget, Step, Timing
@@ -53,8 +53,13 @@ def run_case(
         if not verdict.ok:
             row.update(status="wrong", note=f"{verdict.what} is off")
             continue
+        own = _own(case, arrays)
+        try:
+            ready[c.name] = _step(case, c.call, own, do)
+        except Exception as error:  # noqa: BLE001  as above: a capture may fail in any way
+            row.update(status="FAILED", note=repr(error)[:300])
+            continue
         row["status"] = "ok"
-        ready[c.name] = _step(case, c.call, _own(case, arrays), do)
     timings = _time(case, ready, device, budget) if ready else {}
     for name, timing in timings.items():
         rows[name].update(seconds=timing.median, low=timing.low, high=timing.high, samples=timing.samples)
@@ -93,6 +98,8 @@ def _once(
 
 
 def _step(case: Case, call: Callable[[Arrays], Any], arrays: Arrays, do: Any) -> Step:
+    if case.phase == "graph":
+        return graphs.capture(case, call, arrays)
     return lambda: _once(case, call, arrays, do)
 
 
@@ -121,6 +128,8 @@ def _time(case: Case, steps: dict[str, Step], device: str, budget: Budget) -> di
     for step in steps.values():  # a second warm call: the first may still have built something
         step()
     wait()
+    if case.phase == "graph":
+        return clock.interleave(steps, graphs.GraphClock(case), budget)
     if case.phase == "host":
         return clock.interleave(steps, lambda step: clock.busy_seconds(step, wait), budget)
     return clock.interleave(steps, clock.clock_for(case.kind, device), budget)

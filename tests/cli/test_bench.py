@@ -12,7 +12,20 @@ import pytest
 
 from kdacore import cli
 from kdacore.bench import arrays as made
-from kdacore.bench import cases, clock, command, cpu, dispatch, gate, imports, plot, results, runner, stages
+from kdacore.bench import (
+    cases,
+    clock,
+    command,
+    cpu,
+    dispatch,
+    gate,
+    graphs,
+    imports,
+    plot,
+    results,
+    runner,
+    stages,
+)
 from kdacore.bench.cases import PRESETS, SPECIAL, Case
 from kdacore.bench.clock import Budget
 from kdacore.hookspecs import hookimpl
@@ -40,6 +53,28 @@ def test_every_gpu_case_runs_small(preset: str, case: Case, device: str) -> None
     assert ours.seconds is not None and ours.error is not None and ours.error <= (ours.bound or 0)
     assert peer.contender.startswith("fla-core")
     assert peer.status == "skipped" or device == "cuda"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", PRESETS["h200-decode-graph"][:2], ids=lambda case: case.name)
+def test_graph_cases(case: Case) -> None:
+    small = dataclasses.replace(case, B=2, H=2)
+    rows = runner.run_case("test", small, "init", "cuda", ("triton", "cuda"), QUICK).rows
+    ours = {row.backend: row for row in rows if row.contender.startswith("kdacore")}
+    assert set(ours) == {"triton", "cuda"}
+    assert all(row.status == "ok" and 0 < (row.seconds or 0) < 1e-3 for row in ours.values()), ours
+
+
+def test_what_cannot_be_captured_is_not_timed_in_a_graph() -> None:
+    small = cases.tiny(PRESETS["h200-decode-graph"][0])
+    ours, _ = runner.run_case("test", small, "init", "cpu", ("reference",), QUICK).rows
+    assert (ours.status, ours.note) == ("skipped", "cannot be captured into a CUDA graph")
+
+
+def test_states_of_a_graph_are_many_times_any_cache() -> None:
+    for case in PRESETS["h200-decode-graph"]:
+        states = graphs.launches(case) * case.B * case.H * case.K * case.V * 4
+        assert 256 * 2**20 <= states <= 4 * 2**30
 
 
 def test_presets_cover_the_promised_rows() -> None:

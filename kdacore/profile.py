@@ -20,6 +20,9 @@ SCHEMA = 1
 _FAR = math.log(4.0)
 """A row more than four times away in tokens, heads or sequences says too little to decide anything."""
 
+_LIKE = {"fused_recurrent_gated_delta_rule": "fused_recurrent_kda"}
+"""Op -> another whose rows tell of it too: both read and write the same states, which is what takes the time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -89,7 +92,7 @@ def predict(backend: str, request: Request) -> float | None:
 def _same_class(row: Row, backend: str, request: Request) -> bool:
     return (
         row.backend == backend
-        and row.op == request.op
+        and row.op in (request.op, _LIKE.get(request.op))
         and row.kind == request.kind
         and row.dtype == request.dtype
         and row.grad == request.needs_grad

@@ -5,16 +5,32 @@ from __future__ import annotations
 import pytest
 
 from kdacore import profile
-from kdacore.types import Device, Request
+from kdacore.types import Device, Request, TensorSpec
 from kdacore_cuda import costs
 from kdacore_cuda.plugin import make_backend
 
 
-def call(T: int, B: int, v_first: bool = False, state: str = "float32", HV: int = 32) -> Request:
+def call(
+    T: int,
+    B: int,
+    v_first: bool = False,
+    state: str = "float32",
+    g: str = "bfloat16",
+    head_gate: bool = False,
+) -> Request:
+    op = "fused_recurrent_gated_delta_rule" if head_gate else "fused_recurrent_kda"
+    shape = (B, T, 32) if head_gate else (B, T, 32, 128)
     return Request(
-        "fused_recurrent_kda", "torch", Device("cuda", 0, "sm_90"), B, T, HV, HV, 128, 128, B, "bfloat16", state,
-        state_v_first=v_first,
+        op, "torch", Device("cuda", 0, "sm_90"), B, T, 32, 32, 128, 128, B, "bfloat16", state,
+        tensors=(("g", TensorSpec(shape, g)),), scalar_gate=head_gate, state_v_first=v_first,
     )  # fmt: skip
+
+
+def ours_and_triton(request: Request) -> tuple[float, float]:
+    ours, triton = costs.recurrent(request), profile.predict("triton", request)
+    assert ours is not None
+    assert triton is not None
+    return ours, triton
 
 
 def test_one_token_costs_what_the_table_says() -> None:
@@ -25,10 +41,21 @@ def test_one_token_costs_what_the_table_says() -> None:
 @pytest.mark.parametrize(("v_first", "state"), list(costs.SEVERAL_TOKENS))
 @pytest.mark.parametrize(("T", "B"), [(4, 32), (16, 8)])
 def test_several_tokens_go_where_they_are_faster(v_first: bool, state: str, T: int, B: int) -> None:
-    request = call(T, B, v_first, state)
-    ours, triton = costs.recurrent(request), profile.predict("triton", request)
-    assert ours is not None
-    assert triton is not None
+    ours, triton = ours_and_triton(call(T, B, v_first, state))
+    assert (ours < triton) == (v_first and state == "float32")
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("B", [1, 8, 32, 256])
+def test_one_gate_a_head_goes_to_triton(B: int, v_first: bool) -> None:
+    """It was chosen for its rank before: the table has no row of that op."""
+    ours, triton = ours_and_triton(call(1, B, v_first, head_gate=True))
+    assert ours > triton
+
+
+@pytest.mark.parametrize(("v_first", "state"), list(costs.FLOAT32_G))
+def test_a_float32_gate_input_goes_where_it_is_faster(v_first: bool, state: str) -> None:
+    ours, triton = ours_and_triton(call(1, 32, v_first, state, g="float32"))
     assert (ours < triton) == (v_first and state == "float32")
 
 
@@ -37,4 +64,5 @@ def test_far_from_everything_measured_nothing_is_predicted() -> None:
 
 
 def test_the_backend_declares_it() -> None:
-    assert make_backend().ops["fused_recurrent_kda"].cost is costs.recurrent
+    for op in ("fused_recurrent_kda", "fused_recurrent_gated_delta_rule"):
+        assert make_backend().ops[op].cost is costs.recurrent

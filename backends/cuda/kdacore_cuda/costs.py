@@ -1,4 +1,4 @@
-"""What recurrent calls cost where the cost table does not tell: it knows decoding by one token only."""
+"""What recurrent calls cost where the cost table does not tell: it knows one token and a bfloat16 g a channel."""
 
 from __future__ import annotations
 
@@ -14,13 +14,29 @@ SEVERAL_TOKENS = {
 """State V first, state dtype -> our time for several tokens over Triton's: the geometric mean of 4 and 16 tokens
 (benchmarks/results/h200/decode-cuda.json). With one token the two differ by 4% at most."""
 
+FLOAT32_G = {
+    (False, "float32"): 1.07,
+    (False, "bfloat16"): 1.31,
+    (True, "float32"): 1.01,
+    (True, "bfloat16"): 1.25,
+}
+"""Likewise -> our time with a float32 g over ours with a bfloat16 one (32 sequences, same file)."""
+
+HEAD_GATE = {False: 1.30, True: 1.17}
+"""State V first -> our time with one gate a head over ours with one for each channel; Triton's stays as it is."""
+
 
 def recurrent(request: Request) -> float | None:
-    """Predicted seconds of ``fused_recurrent_kda``, None where nothing near was measured.
+    """Predicted seconds of a recurrent op, None where nothing near was measured.
 
     Predictions scale with the tokens, ours and Triton's alike, so a factor on ours says which is faster.
     """
     seconds = profile.predict("cuda", request)
-    if seconds is None or request.B * request.T <= request.N:
-        return seconds
-    return seconds * SEVERAL_TOKENS[request.state_v_first, request.state_dtype]
+    if seconds is None:
+        return None
+    kind = request.state_v_first, request.state_dtype
+    if request.B * request.T > request.N:
+        seconds *= SEVERAL_TOKENS[kind]
+    if request.scalar_gate:
+        return seconds * HEAD_GATE[request.state_v_first]
+    return seconds * FLOAT32_G[kind] if request.spec("g").dtype == "float32" else seconds

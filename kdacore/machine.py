@@ -30,6 +30,8 @@ DISTRIBUTIONS = (
     "jaxlib",
     "libtpu",
     "fla-core",
+    "flash-kda",
+    "nvidia-cudnn-frontend",
 )
 
 _TORCH = """
@@ -87,7 +89,7 @@ def version_of(distribution: str) -> str:
 
 
 def versions() -> tuple[Row, ...]:
-    """kdacore, its interpreter, and every distribution a backend may use."""
+    """kdacore, its interpreter, every distribution a backend may use, and the peers the bench times."""
     rows = [Row("kdacore", kdacore.__version__), Row("python", platform.python_version())]
     return (*rows, *(Row(name, version_of(name) or "not installed") for name in DISTRIBUTIONS))
 

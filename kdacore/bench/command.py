@@ -32,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="PATH", help="write the results there")
     add("--plot", type=Path, metavar="PATH", help="draw the results into this SVG (needs matplotlib)")
     add("--backend", default="", help="only these backends, comma-separated")
+    add(
+        "--peer",
+        default="",
+        help="only these peers, comma-separated; 'none' for none (default: all installed)",
+    )
     add("--device", default=None, help="cpu, cuda, cuda:1 (default: cuda where torch sees one, else cpu)")
     add(
         "--kind",
@@ -132,7 +137,7 @@ def _progress() -> Progress:
 def _work(preset: str, args: argparse.Namespace) -> Iterator[Work]:
     """What a preset consists of, in pieces small enough for a progress bar."""
     budget = Budget(args.samples, args.seconds)
-    only = tuple(name for name in args.backend.split(",") if name)
+    only, peers = (tuple(name for name in given.split(",") if name) for given in (args.backend, args.peer))
     if preset == "cpu":
         from kdacore.bench import cpu
 
@@ -175,7 +180,7 @@ def _work(preset: str, args: argparse.Namespace) -> Iterator[Work]:
                 continue
             yield (
                 f"{case.name}, {gates}",
-                lambda c=case, g=gates: runner.run_case(preset, c, g, device, only, budget),
+                lambda c=case, g=gates: runner.run_case(preset, c, g, device, only, budget, peers),
             )
 
 

@@ -1,8 +1,8 @@
-"""Who is timed: every backend that serves the case here, and the peer when it is installed."""
+"""Who is timed: every backend that serves the case here, and the peers that are installed."""
 
 from __future__ import annotations
 
-import importlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,14 +10,12 @@ from typing import Any
 from kdacore import api, callspec
 from kdacore.bench.arrays import Arrays, options
 from kdacore.bench.cases import Case
+from kdacore.bench.peers import PEERS, Peer
 from kdacore.callspec import CallSpec
 from kdacore.dispatch import record_selections
 from kdacore.features import arch_of
 from kdacore.machine import Accelerator, version_of
 from kdacore.registry import REGISTRY
-
-PEER = "fla-core"
-"""Distribution of flash-linear-attention's kernels."""
 
 Result = tuple[Any, Any]
 """Output and final state."""
@@ -34,6 +32,8 @@ class Contender:
     """What really ran, in order of first use."""
     auto: bool = False
     """Auto dispatch would choose it."""
+    note: str = ""
+    """What to know of its time."""
 
 
 def kdacore_contenders(case: Case, device: str, only: tuple[str, ...]) -> list[Contender]:
@@ -122,38 +122,29 @@ def present(case: Case) -> tuple[Accelerator, ...]:
     return ()
 
 
-# --- the peer -----------------------------------------------------------------------------------------------------
+# --- the peers ----------------------------------------------------------------------------------------------------
 
 
-def peer_contender(case: Case, device: str) -> Contender:
-    """flash-linear-attention, or the reason it is not in the table."""
-    version = version_of(PEER)
-    name = f"{PEER} {version}".strip()
+def peer_contenders(case: Case, device: str, only: tuple[str, ...]) -> list[Contender]:
+    """Other projects' kernels, each with the reason where it is not timed."""
+    return [_peer(peer, case, device) for peer in PEERS if not only or peer.distribution in only]
+
+
+def _peer(peer: Peer, case: Case, device: str) -> Contender:
+    version = version_of(peer.distribution)
+    name = f"{peer.distribution} {version}".strip()
     if not version:
         return Contender(name, "not installed")
-    if case.kind != "torch" or not device.startswith("cuda"):
-        return Contender(name, "needs torch tensors on a GPU")
-    ops = importlib.import_module("fla.ops.kda")
-    calls = {"chunk_kda": _peer_chunk, "fused_recurrent_kda": _peer_decode}
-    return Contender(name, "", calls[case.op](case, getattr(ops, case.op)), [name])
+    if refusal := _elsewhere(case, device) or peer.refusal(case):
+        return Contender(name, refusal)
+    return Contender(name, "", _built_when_called(peer, case), [name], note=peer.note(case))
 
 
-def _peer_chunk(case: Case, function: Any) -> Callable[[Arrays], Result]:
-    given = options(case)
-
-    def call(arrays: Arrays) -> Result:
-        return function(**{**arrays, "dt_bias": arrays["dt_bias"].reshape(-1)}, **given)  # type: ignore[no-any-return]
-
-    return call
+def _built_when_called(peer: Peer, case: Case) -> Callable[[Arrays], Result]:
+    """So that an installation that cannot be imported is a failed row, not the end of the bench."""
+    build = functools.cache(lambda: peer.build(case))
+    return lambda arrays: build()(arrays)
 
 
-def _peer_decode(case: Case, function: Any) -> Callable[[Arrays], Result]:
-    """It takes one state a sequence, in order, and returns new ones: the pool without its indices."""
-    given = {k: v for k, v in options(case).items() if k not in ("inplace_state", "safe_gate")}
-
-    def call(arrays: Arrays) -> Result:
-        x = {k: v for k, v in arrays.items() if k != "state_indices"}
-        x["dt_bias"] = x["dt_bias"].reshape(-1)
-        return function(**x, **given)  # type: ignore[no-any-return]
-
-    return call
+def _elsewhere(case: Case, device: str) -> str:
+    return "" if case.kind == "torch" and device.startswith("cuda") else "needs torch tensors on a GPU"

@@ -11,11 +11,13 @@ import tempfile
 from typing import Any
 
 from kdacore.bench.cases import Case
-from kdacore.bench.contenders import PEER, kdacore_contenders
+from kdacore.bench.contenders import kdacore_contenders
+from kdacore.bench.peers import fla
 from kdacore.bench.results import Figure, Results, Row
 from kdacore.bench.runner import shape
 from kdacore.machine import version_of
 
+PEER = fla.PEER.distribution
 SECONDS = 900.0
 _CHILD = "from kdacore.bench.first_call import child; child()"
 

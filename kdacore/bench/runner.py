@@ -11,7 +11,7 @@ from kdacore.bench import clock, gate, graphs
 from kdacore.bench.arrays import Arrays
 from kdacore.bench.cases import Case
 from kdacore.bench.clock import Budget, Step, Timing
-from kdacore.bench.contenders import kdacore_contenders, peer_contender
+from kdacore.bench.contenders import kdacore_contenders, peer_contenders
 from kdacore.bench.results import Figure, Results, Row
 
 SAME_TIME = 1.1
@@ -20,10 +20,19 @@ GRADIENTS = (*gate.GRADIENTS, "A_log", "dt_bias")
 
 
 def run_case(
-    preset: str, case: Case, gates: str, device: str, only: tuple[str, ...], budget: Budget
+    preset: str,
+    case: Case,
+    gates: str,
+    device: str,
+    only: tuple[str, ...],
+    budget: Budget,
+    peers: tuple[str, ...] = (),
 ) -> Results:
-    """Every contender on one case and one gate set, the skipped ones with their reason."""
-    contenders = [*kdacore_contenders(case, device, only), peer_contender(case, device)]
+    """Every contender on one case and one gate set, the skipped ones with their reason.
+
+    ``only`` and ``peers`` name the backends and the peers there are to be; all where empty.
+    """
+    contenders = [*kdacore_contenders(case, device, only), *peer_contenders(case, device, peers)]
     arrays = made.make(case, gates, device)
     do = _output_gradient(case, arrays) if case.phase == "training" else None
     want = gate.expected(case, arrays, do)
@@ -40,7 +49,7 @@ def run_case(
     ready: dict[str, Step] = {}
     rows: dict[str, dict[str, Any]] = {}
     for c in contenders:
-        row = rows[c.name] = {**about, "contender": c.name, "auto": c.auto}
+        row = rows[c.name] = {**about, "contender": c.name, "auto": c.auto, "note": c.note}
         if c.refusal or c.call is None:
             row.update(status="skipped", note=c.refusal)
             continue
@@ -153,7 +162,7 @@ def _peak_memory(case: Case, device: str) -> Iterator[list[int]]:
 
 
 def _figures(preset: str, case: Case, gates: str, rows: list[Row]) -> list[Figure]:
-    """Our best against the peer in the same run, and against what the case has to reach."""
+    """Our best against each peer in the same run, and against what the case has to reach."""
     ours = [r.seconds for r in rows if r.seconds is not None and r.contender.startswith("kdacore")]
     if not ours:
         return []
@@ -161,18 +170,18 @@ def _figures(preset: str, case: Case, gates: str, rows: list[Row]) -> list[Figur
     fastest = next(r for r in rows if r.seconds == best)
     name = f"{case.name}, {case.phase}, {gates}"
     figures = []
-    peer = next(
-        (r.seconds for r in rows if r.seconds is not None and not r.contender.startswith("kdacore")), None
-    )
-    if peer is not None:
+    for r in rows:
+        if r.seconds is None or r.contender.startswith("kdacore"):
+            continue
         figures.append(
             Figure(
                 preset=preset,
-                name=f"{name}: times faster than the peer",
-                value=peer / best,
+                name=f"{name}: times faster than {r.contender}",
+                value=r.seconds / best,
                 unit="x",
                 want="> 1",
-                met=best < peer,
+                met=best < r.seconds,
+                note=r.note,
             )
         )
     if case.must is not None:

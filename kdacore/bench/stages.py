@@ -17,7 +17,7 @@ import numpy as np
 from kdacore import callspec, stages
 from kdacore.bench.arrays import SEED
 from kdacore.bench.clock import Budget, Step, Timing, clock_for, interleave
-from kdacore.bench.contenders import PEER
+from kdacore.bench.peers import fla
 from kdacore.bench.results import Figure, Results, Row
 from kdacore.callspec import CallSpec
 from kdacore.features import arch_of
@@ -26,6 +26,7 @@ from kdacore.selfcheck import relative_error
 from kdacore.testing.inputs import offsets, to_kind
 
 PRESET = "h200-stages"
+PEER = fla.PEER.distribution
 BOTH, SECOND, SECOND_Q = "intra and w/u", "w/u", "w/u with q"
 WORK = (BOTH, SECOND, SECOND_Q)
 BOUND = 9e-3
@@ -285,7 +286,7 @@ def _figures(case: StageCase, times: dict[tuple[str, str], Timing]) -> list[Figu
         found.insert(0, ("intra", theirs / ours, case.first, fastest[0]))
     return [
         Figure(
-            preset=PRESET, name=f"{case.name}, {what}: times faster than the peer", value=ratio, unit="x",
+            preset=PRESET, name=f"{case.name}, {what}: times faster than {peer}", value=ratio, unit="x",
             want=f">= {least:g} x" if least else "", met=ratio >= least if least else None, note=who,
         )
         for what, ratio, least, who in found

@@ -28,6 +28,7 @@ from kdacore.bench import (
 )
 from kdacore.bench.cases import PRESETS, SPECIAL, Case
 from kdacore.bench.clock import Budget
+from kdacore.bench.peers import PEERS
 from kdacore.hookspecs import hookimpl
 from kdacore.registry import REGISTRY
 from kdacore.types import Backend
@@ -48,11 +49,11 @@ def test_every_gpu_case_runs_small(preset: str, case: Case, device: str) -> None
     small = cases.tiny(case)
     assert small.kind == "torch"
     found = runner.run_case(preset, small, case.gate_sets[-1], device, ("reference",), QUICK)
-    ours, peer = found.rows
+    ours, *peers = found.rows
     assert (ours.status, ours.backend, ours.phase) == ("ok", "reference", case.phase), ours.note
     assert ours.seconds is not None and ours.error is not None and ours.error <= (ours.bound or 0)
-    assert peer.contender.startswith("fla-core")
-    assert peer.status == "skipped" or device == "cuda"
+    assert [row.contender.partition(" ")[0] for row in peers] == [peer.distribution for peer in PEERS]
+    assert all(row.status == "skipped" and row.note for row in peers) or device == "cuda"
 
 
 @pytest.mark.gpu
@@ -67,7 +68,7 @@ def test_graph_cases(case: Case) -> None:
 
 def test_what_cannot_be_captured_is_not_timed_in_a_graph() -> None:
     small = cases.tiny(PRESETS["h200-decode-graph"][0])
-    ours, _ = runner.run_case("test", small, "init", "cpu", ("reference",), QUICK).rows
+    ours, *_ = runner.run_case("test", small, "init", "cpu", ("reference",), QUICK).rows
     assert (ours.status, ours.note) == ("skipped", "cannot be captured into a CUDA graph")
 
 
@@ -91,7 +92,7 @@ def test_presets_cover_the_promised_rows() -> None:
     [SMALL, dataclasses.replace(SMALL, T=70, lengths=(3, 1, 66)), dataclasses.replace(SMALL, HV=4, B=2)],
 )
 def test_numpy_cases(case: Case, gates: str) -> None:
-    ours, _ = runner.run_case("test", case, gates, "cpu", (), QUICK).rows
+    ours, *_ = runner.run_case("test", case, gates, "cpu", (), QUICK).rows
     assert (ours.status, ours.backend, ours.auto) == ("ok", "reference", True)
     assert ours.samples == 3 and ours.low is not None and ours.low <= (ours.seconds or 0) <= (ours.high or 0)
 

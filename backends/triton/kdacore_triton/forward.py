@@ -234,7 +234,7 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     starts = None
     if plan.segments is not None:
         starts = _segment_starts(plan.segments, records, decay, initial, cu_seqlens)
-    plan.scan(records, decay, o, initial, starts, final, checkpoints, None, None, cu_seqlens)
+    plan.scan(records, decay, o, initial, starts, final, checkpoints, cu_seqlens)
     if plan.upcast:
         o = o.to(torch.bfloat16)
     if plan.round_state:

@@ -235,6 +235,12 @@ def state_cell(d, vv, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
 
 
 @triton.jit
+def load_state(ptr, n, HV, hv, cell, real, K: tl.constexpr, V: tl.constexpr):
+    """A caller's state of sequence n and value head ``hv`` (64 bits) in float32; 0 where not ``real``."""
+    return tl.load(ptr + (n * HV + hv) * (K * V) + cell, mask=real, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def blocks_before(cu_seqlens, n, SIZE: tl.constexpr, WIDTH: tl.constexpr):
     """How many blocks of ``SIZE`` tokens the packed sequences before sequence n hold, each starting its own."""
     total = 0

@@ -9,7 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdacore_triton.kernels.common import blocks_before, mma, mma_acc, operand, sequence_span, state_cell
+from kdacore_triton.kernels.common import (
+    blocks_before,
+    load_state,
+    mma,
+    mma_acc,
+    operand,
+    sequence_span,
+    state_cell,
+)
 from kdacore_triton.kernels.segments import segment_of_slot
 
 
@@ -22,8 +30,6 @@ def scan_kernel(
     starts_ptr,
     st_ptr,
     ckpt_ptr,
-    h_ptr,
-    vnew_ptr,
     cu_ptr,
     T,
     NT,
@@ -45,9 +51,7 @@ def scan_kernel(
     STAGES: tl.constexpr,
 ):
     """Grid: ``N * HV * BVP // BV``, or with ``SEGMENT`` segment slots for N, each from its own state in
-    ``starts_ptr``. ``BVP``: V padded, as prepare laid out ``ut``. ``EVERY``: tokens per checkpoint, 0 for none.
-    ``h_ptr``/``vnew_ptr``: None, or where backward wants the states ``[slot, HV, K, V]`` and the new values
-    ``[slot, HV, C, V]``."""
+    ``starts_ptr``. ``BVP``: V padded, as prepare laid out ``ut``. ``EVERY``: tokens per checkpoint, 0 for none."""
     pid = tl.program_id(0)
     v0 = (pid % (BVP // BV)) * BV
     head = pid // (BVP // BV)
@@ -80,7 +84,7 @@ def scan_kernel(
     elif s0_ptr is None:
         s = tl.zeros([BV, BK], tl.float32)
     else:
-        s = tl.load(s0_ptr + whole + cell, mask=real, other=0.0).to(tl.float32)
+        s = load_state(s0_ptr, n, HV, hv, cell, real, K, V)
 
     if EVERY:
         if PACKED:
@@ -108,9 +112,6 @@ def scan_kernel(
         else:
             decay = tl.load(decay_ptr + tile * BK + d)[None, :]
         sb = operand(s, DOT)
-        if h_ptr is not None:
-            hcell = d[None, :] * V + vv[:, None]
-            tl.store(h_ptr + tile * (K * V) + hcell, s.to(h_ptr.dtype.element_ty), mask=real)
         # One product for both, since the matrix unit is waited for after each.
         both = tl.permute(tl.reshape(mma(sb, tl.trans(wq), DOT), [BV, 2, C]), [0, 2, 1])
         ws, o = tl.split(both)
@@ -119,11 +120,6 @@ def scan_kernel(
         s = mma_acc(r, kg, s * decay, DOT)
         token = c * C + i
         mask = (vv < V)[:, None] & (token < length)[None, :]
-        if vnew_ptr is not None:
-            ncell = i[None, :] * V + vv[:, None]
-            tl.store(
-                vnew_ptr + tile * (C * V) + ncell, r.to(vnew_ptr.dtype.element_ty), mask=(vv < V)[:, None]
-            )
         at = ((bos + token) * HV + hv)[None, :] * V + vv[:, None]
         tl.store(o_ptr + at, o.to(o_ptr.dtype.element_ty), mask=mask)
 

@@ -16,7 +16,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdacore_triton.kernels.common import mma, mma_acc, operand, sequence_of_slot, sequence_span, state_cell
+from kdacore_triton.kernels.common import (
+    load_state,
+    mma,
+    mma_acc,
+    operand,
+    sequence_of_slot,
+    sequence_span,
+    state_cell,
+)
 
 
 @triton.jit
@@ -89,8 +97,7 @@ def transfer_kernel(
     if s0_ptr is not None:  # noqa: SIM102  (a constexpr test, then one of values)
         if j == 0:
             given = (vv < V)[:, None] & (d < K)[None, :]
-            cell = state_cell(d, vv, K, V, V_FIRST)
-            s = tl.load(s0_ptr + (n * HV + hv) * (K * V) + cell, mask=given, other=0.0).to(tl.float32)
+            s = load_state(s0_ptr, n, HV, hv, state_cell(d, vv, K, V, V_FIRST), given, K, V)
     krow = i[:, None] * BK + d[None, :]
     ucell = vv[:, None] * C + i[None, :]
     chunk = first + j * (SEGMENT // C)
@@ -133,9 +140,8 @@ def carry_kernel(
     if s0_ptr is None:
         s = tl.zeros([BV, BK], tl.float32)
     else:
-        cell = state_cell(d, vv, K, V, V_FIRST)
         real = (vv < V)[:, None] & (d < K)[None, :]
-        s = tl.load(s0_ptr + (n * HV + hv) * (K * V) + cell, mask=real, other=0.0).to(tl.float32)
+        s = load_state(s0_ptr, n, HV, hv, state_cell(d, vv, K, V, V_FIRST), real, K, V)
     tile = slot.to(tl.int64) * HV + hv
     tl.store(starts_ptr + tile * (BVP * BK) + here, s)
     segments = (length + SEGMENT - 1) // SEGMENT

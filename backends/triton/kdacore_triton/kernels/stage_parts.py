@@ -9,6 +9,7 @@ from kdacore_triton.kernels.common import (
     blocks_before,
     chunk_of_slot,
     exp2,
+    load_state,
     mma,
     mma_acc,
     operand,
@@ -96,7 +97,7 @@ def state_kernel(
     whole = (n * HV + hv) * (K * V)
     s = tl.zeros([BV, BK], tl.float32)
     if s0_ptr is not None:
-        s = tl.load(s0_ptr + whole + cell, mask=real, other=0.0).to(tl.float32)
+        s = load_state(s0_ptr, n, HV, hv, cell, real, K, V)
     for c in tl.range(0, (length + C - 1) // C):
         tl.store(
             h_ptr + ((chunk + c).to(tl.int64) * HV + hv) * (K * V) + kv,

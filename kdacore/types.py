@@ -352,6 +352,9 @@ class OpImpl:
     """Architectures this op's tests have run on for real; ``"*"`` for portable code. Others are *compiled only*."""
     batch_invariant: bool = False
     """Declared: a sequence gives the same bits alone and packed with others."""
+    compiles: bool = False
+    """Declared, JAX only: ``forward`` compiles what it runs, so an eager call's concrete arrays are handed to it as
+    they are. Otherwise it is traced into a program of its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,8 @@ class _JaxAdapter:
         return host.astype(np.float64) if host.dtype.kind not in "iub" else host
 
     def run(self, plan: Plan, inputs: Any) -> Any:
-        if not plan.backend.traceable:
+        eager = not (plan.request.traced or plan.request.needs_grad)
+        if not plan.backend.traceable or (eager and plan.impl.compiles):
             return plan.forward(plan.request, inputs)
         joined = plan.joined
         if joined is None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kdacore.types import GateGrads, InputGrads, OutputGrads, Outputs, RecurrentInputs, Request
-from kdacore_pallas import convert
+from kdacore_pallas import convert, shares
 from kdacore_pallas.compiled import compiled
 from kdacore_pallas.xla import chunk, gate, recurrent, stages
 from kdacore_pallas.xla import chunk_backward as chunk_reverse
@@ -22,16 +22,23 @@ def _traced_request(request: Request) -> Request:
 
 def _run(fn: Callable[..., Any], request: Request, inputs: Any, *more: Any) -> Any:
     """Call ``fn`` compiled for this request; what it reads from the host only is dropped."""
+    return compiled(fn, _traced_request(request))(_enter(request, inputs), *more)
+
+
+def _enter(request: Request, inputs: Any) -> Any:
+    """JAX arrays of what the device reads."""
     if "cu_seqlens_cpu" in type(inputs)._fields:
         inputs = inputs._replace(cu_seqlens_cpu=None)
     if isinstance(inputs, RecurrentInputs):
         inputs = inputs._replace(out=None)
-    arrays = convert.enter(request, inputs)
-    return compiled(fn, _traced_request(request))(arrays, *more)
+    return convert.enter(request, inputs)
 
 
 def chunk_forward(request: Request, inputs: Any) -> Outputs:
-    result: Outputs = convert.leave(request, _run(chunk.forward, request, inputs))
+    arrays, alike = _enter(request, inputs), _traced_request(request)
+    parts = shares.count(alike, arrays)
+    found = shares.forward(alike, arrays, parts) if parts > 1 else compiled(chunk.forward, alike)(arrays)
+    result: Outputs = convert.leave(request, found)
     return result
 
 

@@ -42,19 +42,20 @@ def _late(module: str, name: str) -> Callable[..., Any]:
     return call
 
 
-def _xla_op(forward: str, backward: str | None) -> OpImpl:
+def _xla_op(forward: str, backward: str | None, compiles: bool = False) -> OpImpl:
     module = "kdacore_pallas.calls"
     return OpImpl(
         forward=_late(module, forward),
         backward=None if backward is None else _late(module, backward),
         verifiers=(checks.no_float64, checks.host_arrays_on_cpu, checks.not_captured),
         verified_archs=VERIFIED,
+        compiles=compiles,
     )
 
 
 def make_xla() -> Backend:
     """Plain JAX: every op, any platform, traceable; NumPy and torch-CPU arrays when asked for by name."""
-    chunk = _xla_op("chunk_forward", "chunk_backward")
+    chunk = _xla_op("chunk_forward", "chunk_backward", compiles=True)
     recurrent = _xla_op("recurrent_forward", "recurrent_backward")
     return Backend(
         name="xla",

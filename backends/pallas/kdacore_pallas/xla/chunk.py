@@ -9,7 +9,7 @@ from jax import lax
 
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_pallas.xla import segment
-from kdacore_pallas.xla.layout import Plan, make_plan
+from kdacore_pallas.xla.layout import Plan, Share, make_plan
 from kdacore_pallas.xla.numerics import F32, dot, given, mesh_axes, product_precision, varying
 
 Array = Any
@@ -38,6 +38,19 @@ class Buffers(NamedTuple):
 def with_channels(request: Request, inputs: ChunkInputs) -> ChunkInputs:
     """Inputs whose scalar gate got a channel axis of one."""
     return inputs._replace(g=inputs.g[..., None]) if request.scalar_gate else inputs
+
+
+def own_parameters(inputs: ChunkInputs, plan: Plan) -> ChunkInputs:
+    """Inputs whose small arrays, those without tokens, are of the plan's share of the heads."""
+    share = plan.share
+    if share is None:
+        return inputs
+    bias = inputs.dt_bias
+    return inputs._replace(
+        A_log=plan.take_heads(inputs.A_log, 0),
+        dt_bias=plan.take_heads(None if bias is None else bias.reshape(share.whole * plan.R, -1), 0),
+        initial_state=plan.take_heads(inputs.initial_state, 1),
+    )
 
 
 def padded(inputs: ChunkInputs, plan: Plan) -> ChunkInputs:
@@ -200,15 +213,16 @@ def state_buffers(request: Request, plan: Plan, initial: Array) -> Buffers:
     return Buffers(final, checkpoints)
 
 
-def forward(request: Request, inputs: ChunkInputs) -> Outputs:
-    """Outputs of the chunked op.
+def forward(request: Request, inputs: ChunkInputs, share: Share | None = None) -> Outputs:
+    """Outputs of the chunked op, or of a share of its heads: ``request`` is then that of the share.
 
     When grads are wanted, ``saved`` holds the state at the start of each segment and the interactions of all rows:
     ``3 C`` numbers a token and head, for which the backward is spared the many small steps that make them.
     """
     axes = mesh_axes(*inputs)
-    plan = make_plan(request, inputs.cu_seqlens)
+    plan = make_plan(request, inputs.cu_seqlens, share=share)
     precision = product_precision(request)
+    inputs = own_parameters(inputs, plan)
     params = segment.gate_params(inputs, plan)
     arrays = padded(with_channels(request, inputs), plan)
     initial = states_in(request, plan, inputs.initial_state, axes)

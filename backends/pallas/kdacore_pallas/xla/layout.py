@@ -72,6 +72,15 @@ def _same(rows: Array) -> Array:
     return rows
 
 
+class Share(NamedTuple):
+    """Some of the heads of arrays that hold more: read where they lie, not copied out."""
+
+    first: Array
+    """The first of the q/k heads; one program does for all shares."""
+    whole: int
+    """q/k heads the arrays hold."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """How one call is cut. ``table`` is None for dense inputs."""
@@ -85,6 +94,8 @@ class Plan:
     G: int
     segments: int
     table: ChunkTable | None
+    share: Share | None = None
+    """Which of the arrays' heads these are; None for all."""
 
     @property
     def slots(self) -> int:
@@ -114,16 +125,28 @@ class Plan:
 
         ``of`` is applied to the rows where they lie: what it makes of each is put in order, not the row.
         """
+        group = x.shape[2] // (self.H if self.share is None else self.share.whole)
+        first, heads = self.own(group)
         if self.table is None:
-            rows = of(lax.dynamic_slice_in_dim(x, s * (self.G * self.C), self.G * self.C, axis=1))
+            start = (0, s * (self.G * self.C), first, *(0,) * (x.ndim - 3))
+            rows = of(lax.dynamic_slice(x, start, (self.B, self.G * self.C, heads, *x.shape[3:])))
             rows = jnp.moveaxis(rows.reshape(self.B, self.G, self.C, *rows.shape[2:]), 1, 0)
             rows = jnp.moveaxis(rows, 3, 2)
         else:
             index = lax.dynamic_slice_in_dim(self.table.rows, s * self.G, self.G)
-            rows = jnp.moveaxis(of(jnp.take(x[0], index, axis=0)), 2, 1)
-        return rows.reshape(
-            self.M, x.shape[2] // self.H, self.C, *rows.shape[4 if self.table is None else 3 :]
-        )
+            rows = lax.dynamic_slice_in_dim(jnp.take(x[0], index, axis=0), first, heads, axis=2)
+            rows = jnp.moveaxis(of(rows), 2, 1)
+        return rows.reshape(self.M, group, self.C, *rows.shape[4 if self.table is None else 3 :])
+
+    def own(self, group: int) -> tuple[Array | int, int]:
+        """Where the plan's heads begin in an array of ``group`` heads per q/k head, and how many they are."""
+        return (0 if self.share is None else self.share.first * group), self.H * group
+
+    def take_heads(self, x: Array | None, axis: int) -> Array | None:
+        """The plan's heads of an array of all value heads, or None."""
+        if x is None or self.share is None:
+            return x
+        return lax.dynamic_slice_in_dim(x, *self.own(self.R), axis)
 
     def mask(self, s: Array) -> Array | None:
         """``[M, 1, C, 1]`` bool, true on tokens; None when every row is one."""
@@ -168,10 +191,14 @@ def segment_chunks(request: Request) -> int:
     return max(1, lanes // (request.B * request.HV))
 
 
-def make_plan(request: Request, cu_seqlens: Array | None, C: int = CHUNK) -> Plan:
-    """Cut a call. Depends on the request (shapes) alone, but for the values inside the chunk table."""
+def make_plan(request: Request, cu_seqlens: Array | None, C: int = CHUNK, share: Share | None = None) -> Plan:
+    """Cut a call. Depends on the request (shapes) alone, but for the values inside the chunk table.
+
+    With a ``share`` the request is that of its heads.
+    """
     chunks = request.T // C + request.N if request.packed else -(-request.T // C)
     G = segment_chunks(request)
     segments = -(-chunks // G)
     table = chunk_table(cu_seqlens, request.T, C, G * segments) if request.packed else None
-    return Plan(request.B, request.T, request.N, request.H, request.HV // request.H, C, G, segments, table)
+    groups = request.HV // request.H
+    return Plan(request.B, request.T, request.N, request.H, groups, C, G, segments, table, share)

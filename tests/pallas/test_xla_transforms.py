@@ -75,7 +75,7 @@ def test_vmap_of_grad(want: dict[str, Any]) -> None:
     assert error(each, want["out"].o) < 2e-5
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_shard_map_over_the_batch(want: dict[str, Any], check_vma: bool) -> None:
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("data",))
     row = P("data", None, None)

@@ -32,8 +32,9 @@ def results(*arguments: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("arch", aot.ARCHS)
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
 def test_representative_cases(arch: str) -> None:
+    """One architecture of each vendor; the exhaustive run has them all."""
     found = results("--arch", arch)
     assert {"recurrent_kernel"} <= {r["case"].split(":")[-1] for r in found}
     assert all(r["arch"] == arch and r["registers"] > 0 and r["code_bytes"] > 0 for r in found)

@@ -29,7 +29,7 @@ def aot_cases(arch: str) -> list[AotCase]:
                 continue
             seen.add(name)
             call = _meta_call(arch, T, state, v_first, K)
-            slow = (K, state) != (128, "float32") or "rows" in choice.when
+            slow = (K, state, T) != (128, "float32", 1) or "rows" in choice.when
             with configs.override("recurrent", config):
                 cases += record(name, partial(forward, *call), slow=slow)
     return cases

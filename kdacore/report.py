@@ -14,6 +14,8 @@ BROKEN = 1
 """Something installed is broken, wrong, or cannot do what was asked."""
 USAGE = 2
 """The command itself makes no sense."""
+INTERRUPTED = 130
+"""Ctrl-C, by the shell's convention."""
 
 _STYLES = {
     "ok": "green",

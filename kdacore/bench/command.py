@@ -75,6 +75,37 @@ def run(args: argparse.Namespace) -> int:
         return report.USAGE
     before = results.load()
     found = Results()
+    interrupted = False
+    try:
+        _fill(found, presets, args)
+    except KeyboardInterrupt:  # what was timed so far took minutes and is not thrown away
+        if not found.rows:
+            raise
+        interrupted = True
+        print("kdacore bench: interrupted; the results so far:", file=sys.stderr)
+    if not found.rows:
+        print("kdacore bench: no case is left to time (--only, --gates)", file=sys.stderr)
+        return report.USAGE
+    out.print(results.row_table(found.rows))
+    if found.figures:
+        out.print(results.figure_table(found.figures))
+    if args.json or args.plot:
+        document = results.document(found, presets, before, complete=not interrupted)
+        if args.json:
+            results.write(args.json, document)
+        if args.plot:
+            try:
+                plot.draw(document, args.plot)
+            except plot.PlotError as error:
+                print(f"kdacore bench: {error}", file=sys.stderr)
+                return report.USAGE
+    if interrupted:
+        return report.INTERRUPTED
+    return report.BROKEN if found.failed or (args.check and found.missed) else report.OK
+
+
+def _fill(found: Results, presets: list[str], args: argparse.Namespace) -> None:
+    """Run the presets one piece of work after another, under a progress bar."""
     with _progress() as progress:
         for preset in presets:
             work = list(_work(preset, args))
@@ -85,23 +116,6 @@ def run(args: argparse.Namespace) -> int:
                 progress.advance(task)
             if preset.startswith("h200-"):
                 found.figures += runner.gate_dependence(preset, found.rows)
-    if not found.rows:
-        print("kdacore bench: no case is left to time (--only, --gates)", file=sys.stderr)
-        return report.USAGE
-    out.print(results.row_table(found.rows))
-    if found.figures:
-        out.print(results.figure_table(found.figures))
-    if args.json or args.plot:
-        document = results.document(found, presets, before)
-        if args.json:
-            results.write(args.json, document)
-        if args.plot:
-            try:
-                plot.draw(document, args.plot)
-            except plot.PlotError as error:
-                print(f"kdacore bench: {error}", file=sys.stderr)
-                return report.USAGE
-    return report.BROKEN if found.failed or (args.check and found.missed) else report.OK
 
 
 def _lacking(presets: list[str], args: argparse.Namespace) -> str | None:

@@ -80,12 +80,15 @@ class Results:
         return [f for f in self.figures if f.met is False]
 
 
-def document(results: Results, presets: list[str], load_before: tuple[float, ...]) -> dict[str, Any]:
-    """Everything needed to read the numbers later."""
+def document(
+    results: Results, presets: list[str], load_before: tuple[float, ...], complete: bool = True
+) -> dict[str, Any]:
+    """Everything needed to read the numbers later. Not ``complete``: the run was interrupted."""
     where = machine.probe()
     return {
         "schema": SCHEMA,
         "presets": presets,
+        "complete": complete,
         "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
         "machine": {row.name: row.value for row in where.rows},

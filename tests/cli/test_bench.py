@@ -313,6 +313,30 @@ def test_the_command_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
         results.read(path)
 
 
+def test_an_interrupted_run_keeps_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "results.json"
+    real = runner.run_case
+    done: list[str] = []
+
+    def interrupted(preset: str, case: Case, *rest: Any) -> Any:
+        if done:
+            raise KeyboardInterrupt
+        done.append(case.name)
+        return real(preset, case, *rest)
+
+    monkeypatch.setattr(runner, "run_case", interrupted)
+    monkeypatch.setitem(PRESETS, "quick", (SMALL, SMALL))
+    words = ["bench", "quick", "--samples", "3", "--device", "cpu", "--json", str(path)]
+    assert cli.main(words) == 130
+    found = results.read(path)
+    assert not found["complete"] and {row["case"] for row in found["rows"]} == set(done)
+    assert "interrupted" in capsys.readouterr().err
+    path.unlink()
+    assert cli.main(words) == 130 and not path.exists(), "nothing was timed, nothing is written"
+
+
 def test_check_fails_on_a_missed_figure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,7 @@ def prefix_loss(call: Any, t: int) -> np.ndarray:
 OPTIONS: list[dict[str, Any]] = [
     {"HV": 4, "gate": "softplus", "qk_l2norm": True},
     {"gate": "sigmoid", "lower_bound": -5.0, "beta_sigmoid": True},
+    {"gate": "sigmoid", "lower_bound": -5.0, "HV": 4, "qk_l2norm": True},
     {"gates": "mixed"},
     {"op": "chunk_gated_delta_rule", "HV": 4, "gate": "softplus"},
     {"op": "fused_recurrent_kda"},

@@ -24,6 +24,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"beta_sigmoid": True, "neg_eigval": True, "HV": 4},
     {"gate": "softplus", "HV": 4},
     {"gate": "sigmoid", "lower_bound": -5.0, "safe_gate": True},
+    {"gate": "sigmoid", "lower_bound": -5.0, "safe_gate": True, "qk_l2norm": True, "HV": 4},
     {"scale": 0.0, "gates": "slow"},
     {"scale": 0.0, "qk_l2norm": True},
     {"scale": 1e-25, "qk_l2norm": True, "HV": 4},

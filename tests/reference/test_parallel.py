@@ -46,7 +46,7 @@ def test_threads_do_not_change_a_bit(
 
 
 @pytest.mark.usefixtures("four_threads")
-@pytest.mark.parametrize("part", ["interact", "store", "scatter"])
+@pytest.mark.parametrize("part", ["interact", "store", "scatter_sum"])
 def test_an_error_in_a_thread_is_raised(
     part: str, make_call: Make, backend: Backend, monkeypatch: Any
 ) -> None:

@@ -17,6 +17,17 @@ from kdacore_reference.exact import to_int64
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+_namespaces: dict[type, Any] = {}
+
+
+def namespace(array: Array) -> Any:
+    """The array API namespace of ``array``, which only its type decides."""
+    found = _namespaces.get(type(array))
+    if found is None:
+        found = _namespaces[type(array)] = array_namespace(array)
+    return found
+
+
 def plain(array: Array) -> Array:
     """The same values and memory, outside any autograd graph."""
     return array.detach() if hasattr(array, "detach") else array
@@ -36,7 +47,7 @@ def compute_dtype(xp: Any, request: Request) -> Any:
 def cast(array: Array, dtype: Any) -> Array:
     """``array`` as ``dtype``; the array itself when it is that already."""
     array = plain(array)
-    return array if array.dtype == dtype else array_namespace(array).astype(array, dtype)
+    return array if array.dtype == dtype else namespace(array).astype(array, dtype)
 
 
 def host_ints(array: Array) -> list[int]:
@@ -46,7 +57,7 @@ def host_ints(array: Array) -> list[int]:
 
 def index_array(indices: Sequence[int], like: Array) -> Array:
     """``indices`` as an integer array beside ``like``, to index with."""
-    xp = array_namespace(like)
+    xp = namespace(like)
     return xp.asarray(list(indices), dtype=xp.int64 if _has_int64(xp) else xp.int32, device=beside(like))
 
 
@@ -123,7 +134,7 @@ def compiled_for_jax(static: tuple[str, ...] = ()) -> Callable[[F], F]:
 
 def dense(array: Array) -> Array:
     """The same values in row-major order; the array itself when it is that already."""
-    xp = array_namespace(array)
+    xp = namespace(array)
     return xp.reshape(xp.reshape(array, (-1,)), array.shape)
 
 
@@ -137,7 +148,7 @@ def unit_stride(array: Array) -> Array:
 
 def fold_sum(array: Array) -> Array:
     """The sum over the first axis, in an order that zeros appended to it do not change: neighbours in pairs."""
-    xp = array_namespace(array)
+    xp = namespace(array)
     while array.shape[0] > 1:
         if array.shape[0] % 2:
             array = xp.concat([array, xp.zeros_like(array[:1, ...])], axis=0)
@@ -155,7 +166,7 @@ def write_rows(target: Array, rows: Sequence[int], values: Array) -> Array:
         return target
     if is_jax(target):
         where = index_array([row for row, _ in named], target)
-        taken = array_namespace(values).take(values, index_array([i for _, i in named], values), axis=0)
+        taken = namespace(values).take(values, index_array([i for _, i in named], values), axis=0)
         return target.at[where].set(cast(taken, target.dtype))
     memory = plain(target)
     for row, i in named:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from array_api_compat import array_namespace
-
 from kdacore.types import Array, ChunkInputs, InputGrads, OutputGrads, Request
-from kdacore_reference.arrays import add_at, beside, cast, fold_sum, plain, put, store
+from kdacore_reference.arrays import add_at, beside, cast, fold_sum, namespace, plain, put, store
 from kdacore_reference.chunk_forward import Saved, chunk_saved, state_layout
-from kdacore_reference.gates import beta_backward, gate_backward, l2norm_backward
+from kdacore_reference.gates import anchored_rows, beta_backward, gate_backward, l2norm_backward
 from kdacore_reference.intra import Carried, carry_and_keep
 from kdacore_reference.intra_backward import IntraGrads, interact_backward
 from kdacore_reference.parallel import run_units
@@ -86,7 +84,7 @@ class BackwardRun:
     def __init__(self, request: Request, inputs: ChunkInputs, saved: Saved, grads: OutputGrads) -> None:
         self.request, self.inputs = request, inputs
         self.saved = Saved(*(plain(x) for x in saved))
-        xp = self.xp = array_namespace(inputs.q)
+        xp = self.xp = namespace(inputs.q)
         self.flat = flat = flatten(request, inputs)
         self.sequences = sequences_of(request, inputs)
         self.do = None if grads.o is None else flat_rows(grads.o)
@@ -130,7 +128,7 @@ class BackwardRun:
 
     def prepare(self, unit: Unit, slab: Slab) -> Prepared:
         x = slab_tokens(self.request, self.flat, unit, slab)
-        carried = carry_and_keep(x.kq, -x.beta * x.kq[KEYS], x.decay)
+        carried = carry_and_keep(x.kq, -x.beta * x.kq[KEYS], x.decay, anchored_rows(self.request))
         n, H, G, C, V = x.v.shape
         kept = self._kept(unit, slab, (n, H, G))
         do = self._output_grad(unit, slab, (n, H, G, C, V))

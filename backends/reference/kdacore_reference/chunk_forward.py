@@ -18,15 +18,14 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
-
 from kdacore.types import Array, ChunkInputs, Outputs, Request
-from kdacore_reference.arrays import beside, cast, index_array, plain, put, store
+from kdacore_reference.arrays import beside, cast, index_array, namespace, plain, put, store
+from kdacore_reference.gates import anchored_rows
 from kdacore_reference.intra import Intra, interact
 from kdacore_reference.parallel import run_units
 from kdacore_reference.plan import CHUNK, Slab, Unit, chunk_count, plan_units
 from kdacore_reference.sequences import sequences_of
-from kdacore_reference.tokens import KEYS, Flat, empty_rows, flatten, index, scatter, slab_tokens
+from kdacore_reference.tokens import KEYS, Flat, empty_rows, flatten, index, scatter_sum, slab_tokens
 
 BLOCKS = 64
 """Chunks times value heads in a slab: small enough for the cache, large enough to hide the cost of a call."""
@@ -87,13 +86,14 @@ class ForwardRun:
 
     def __init__(self, request: Request, inputs: ChunkInputs, keep: bool) -> None:
         self.request, self.inputs = request, inputs
-        xp = self.xp = array_namespace(inputs.q)
+        xp = self.xp = namespace(inputs.q)
         self.flat = flatten(request, inputs)
         self.sequences = sequences_of(request, inputs)
         self.o = empty_rows(request, plain(inputs.v), request.HV, request.V)
         self.final = start_states(request, inputs, self.flat)
         where = {"dtype": self.flat.dtype, "device": beside(inputs.q)}
         self.keep = keep
+        self.base = anchored_rows(request)
         lead = (sum(chunk_count(s) for s in self.sequences) if keep else 0, request.HV)
         tails = ((request.K, request.V), (CHUNK, request.V), (CHUNK, CHUNK), (CHUNK, CHUNK))
         self.saved = Saved(*(xp.empty((*lead, *tail), **where) for tail in tails))
@@ -130,7 +130,7 @@ class ForwardRun:
 
     def prepare(self, unit: Unit, slab: Slab) -> Prepared:
         x = slab_tokens(self.request, self.flat, unit, slab)
-        intra = interact(x.kq, -x.beta * x.kq[KEYS], x.decay)
+        intra = interact(x.kq, -x.beta * x.kq[KEYS], x.decay, self.base)
         # Solved for here, not in the scan, which all else waits for.
         start = put(intra.start, KEYS, intra.inverse @ intra.start[KEYS])
         return Prepared(intra.inverse @ x.v, intra._replace(start=start))
@@ -159,9 +159,10 @@ class ForwardRun:
     def finish(self, unit: Unit, slab: Slab, scanned: Scanned) -> None:
         intra, reads, errors = scanned
         o = intra.qk @ errors
-        o += reads[..., 1::2, :]
-        n, H, G, C, V = o.shape
-        self.o = scatter(self.o, slab, unit.value_heads, self.xp.reshape(o, (n, H * G, C, V)))
+        n, H, G, _, V = o.shape
+        by_head = (n, H * G, -1, V)
+        read = self.xp.reshape(reads, by_head)[..., 1::2, :]
+        self.o = scatter_sum(self.o, slab, unit.value_heads, self.xp.reshape(o, by_head), read)
         if self.keep:
             self._keep(unit, slab, errors, intra)
 
@@ -203,7 +204,7 @@ class ForwardRun:
 
 def start_states(request: Request, inputs: Any, flat: Flat) -> Array:
     """A fresh ``[N, HV, K, V]`` in the compute dtype, to be written to."""
-    xp = array_namespace(inputs.q)
+    xp = namespace(inputs.q)
     shape = (request.N, request.HV, request.K, request.V)
     state = xp.zeros(shape, dtype=flat.dtype, device=beside(inputs.q))
     if inputs.initial_state is None:
@@ -214,4 +215,4 @@ def start_states(request: Request, inputs: Any, flat: Flat) -> Array:
 
 def state_layout(state: Array, request: Request) -> Array:
     """``[.., K, V]`` to the caller's layout, or back."""
-    return array_namespace(state).matrix_transpose(state) if request.state_v_first else state
+    return namespace(state).matrix_transpose(state) if request.state_v_first else state

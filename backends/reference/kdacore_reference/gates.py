@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from array_api_compat import array_namespace
-
 from kdacore.types import Array, Request
-from kdacore_reference.arrays import cast, overflow_to_inf, store
+from kdacore_reference.arrays import cast, namespace, overflow_to_inf, store
 
 L2_EPS = 1e-6
 
@@ -15,7 +13,7 @@ L2_EPS = 1e-6
 def one_plus_exp(x: Array) -> Array:
     """Overwrites ``x``. Infinite where it overflows; its inverse is 0 there, as it should be."""
     with overflow_to_inf(x):
-        x = store(x, ..., array_namespace(x).exp, x)
+        x = store(x, ..., namespace(x).exp, x)
     x += 1.0
     return x
 
@@ -26,19 +24,19 @@ def sigmoid(x: Array) -> Array:
 
 def softplus(x: Array) -> Array:
     """``log(1 + exp(x))`` without overflow."""
-    xp = array_namespace(x)
+    xp = namespace(x)
     return xp.where(x > 0, x, xp.zeros_like(x)) + xp.log1p(xp.exp(-xp.abs(x)))
 
 
 def l2_scale(x: Array) -> Array:
     """``1 / sqrt(sum(x*x) + eps)`` over the last axis, which is kept with size 1."""
-    xp = array_namespace(x)
+    xp = namespace(x)
     return 1.0 / xp.sqrt(xp.vecdot(x, x)[..., None] + L2_EPS)
 
 
 def l2norm_backward(y: Array, factor: Array, inverse_length: Array, dy: Array) -> Array:
     """Gradient of ``x`` from ``dy``, which it overwrites; ``y = x * factor`` has the norm ``1 / inverse_length``."""
-    xp = array_namespace(y)
+    xp = namespace(y)
     # One factor after the other: the square of a small length may be no number.
     dy -= y * (xp.vecdot(y, dy)[..., None] * inverse_length * inverse_length)
     dy *= factor
@@ -111,13 +109,28 @@ def gate_parameters(
     a = bias = None
     if A_log is not None:
         a = cast(A_log, dtype)
-        a = array_namespace(a).exp(a)
+        a = namespace(a).exp(a)
         a = a if request.scalar_gate else a[:, None]
     if dt_bias is not None:
         bias = cast(dt_bias, dtype)
         if not request.scalar_gate:
-            bias = array_namespace(bias).reshape(bias, (request.HV, -1))
+            bias = namespace(bias).reshape(bias, (request.HV, -1))
     return a, bias
+
+
+def anchored_rows(request: Request) -> int:
+    """Rows over which a decay can be divided by as well: a power of two, 1 for a gate without a small bound.
+
+    The decay over them is at least ``exp(-80)`` for keys of norm 1 and ``exp(-40)`` for others, so that neither it nor
+    a key divided by it comes near the ends of single precision.
+    """
+    if request.gate != "sigmoid":
+        return 1
+    most = 80.0 if request.qk_l2norm else 40.0
+    rows = 16
+    while rows > 1 and -rows * _bound(request) > most:
+        rows //= 2
+    return rows
 
 
 def _bound(request: Request) -> float:

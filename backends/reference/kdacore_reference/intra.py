@@ -12,6 +12,9 @@ subtracted, in the exponents or in the gradients, so gates of -60 next to gates 
 Columns are the keys times beta, rows the queries and the negated keys. With ``P`` the decayed products of key rows with
 earlier columns, strictly lower triangular, ``(I - P)^-1`` is built block by block too: where its blocks ``A1`` and
 ``A2`` join, the lower left is ``A2 P A1``.
+
+Where the gate is bounded so that the decay over ``base`` rows is far from underflow, blocks of ``base`` rows come first
+and the rest is joined: in a block rows carry the decay from its start, columns are divided by it.
 """
 
 from __future__ import annotations
@@ -19,10 +22,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from array_api_compat import array_namespace
-
 from kdacore.types import Array
-from kdacore_reference.arrays import beside, compiled_for_jax, multiply_at, put
+from kdacore_reference.arrays import add_at, beside, compiled_for_jax, dense, multiply_at, namespace, put
 
 
 class Level(NamedTuple):
@@ -52,6 +53,17 @@ class Intra(NamedTuple):
     """``[n, H, G, C, C]``: queries with columns j <= i, else 0."""
 
 
+class Base(NamedTuple):
+    """Blocks of ``s`` rows that begin the joining, ``b`` of them in a chunk."""
+
+    rows: Array
+    """``[n, H, G, b, s, 2, K]``: decayed from the block's start."""
+    columns: Array
+    """``[n, H, G, b, s, K]``: divided by that decay."""
+    prefix: Array
+    """``[n, H, G, b, s, K or 1]``: that decay."""
+
+
 class Carried(NamedTuple):
     """What the backward needs of a chunk, whose two matrices the forward saved."""
 
@@ -59,6 +71,8 @@ class Carried(NamedTuple):
     end: Array
     total: Array
     levels: tuple[Level, ...]
+    base: Base | None
+    """None where single rows begin."""
 
 
 FEW = 4
@@ -70,44 +84,101 @@ LEFT = (..., 0, slice(None), slice(None))
 RIGHT_KQ = (*RIGHT, slice(None))
 
 
-@compiled_for_jax()
-def interact(kq: Array, columns: Array, decay: Array) -> Intra:
+@compiled_for_jax(static=("base",))
+def interact(kq: Array, columns: Array, decay: Array, base: int = 1) -> Intra:
     """All that a chunk computes before it meets a state.
 
     Args:
         kq: ``[n, H, 1 or G, C, 2, K]``, rows: negated keys and queries; C a power of two, at least 2. Overwritten.
         columns: ``[n, H, G, C, K]``, keys times beta; overwritten.
-        decay: ``exp(g)``, ``[n, H, G, C, K]``, or ``[n, H, G, C, 1]`` with a scalar gate.
+        decay: ``exp(g)``, ``[n, H, G, C, K]``, or ``[n, H, G, C, 1]`` with a scalar gate. Overwritten.
+        base: rows over which decays may be divided by, a power of two and a divisor of C.
     """
-    blocks = _single_rows(kq, columns)
+    if base == 1:
+        blocks = _single_rows(kq, columns)
+    else:
+        decay = _prefix(decay, base)
+        columns /= decay
     factor = decay[..., None, :]
     if kq.shape[2] == decay.shape[2]:
         kq *= factor
     else:
         kq = kq * factor
-    carry = _Carry(kq, columns, decay)
+    if base > 1:
+        rows, divided, prefix = _in_blocks(kq, columns, decay, base)
+        decay = prefix[..., -1, :]
+        blocks = _base_blocks(_products(rows, divided))
+        divided *= decay[..., None, :]
+        columns = _in_chunks(divided, columns)
+    carry = _Carry(kq, columns, decay, base)
     for level in carry.levels():
         blocks = _join(blocks, _products(level.rows_right, level.columns_left))
     return Intra(*carry.result(), blocks[..., 0, 0, :, :], blocks[..., 0, 1, :, :])
 
 
-@compiled_for_jax()
-def carry_and_keep(kq: Array, columns: Array, decay: Array) -> Carried:
-    """Rows and columns carried as in :func:`interact`, and every level's for its gradients."""
-    xp = array_namespace(kq)
-    carry = _Carry(kq * decay[..., None, :], columns, decay)
+@compiled_for_jax(static=("base",))
+def carry_and_keep(kq: Array, columns: Array, decay: Array, base: int = 1) -> Carried:
+    """Rows and columns carried as in :func:`interact`, and every level's for its gradients; ``kq`` is not changed."""
+    xp = namespace(kq)
+    first = None
+    if base > 1:
+        decay = _prefix(decay, base)
+        columns /= decay
+    start = kq * decay[..., None, :]
+    if base > 1:
+        first = _in_blocks(xp.asarray(start, copy=True), columns, decay, base)
+        decay = first.prefix[..., -1, :]
+        columns = _in_chunks(first.columns * decay[..., None, :], columns)
+    carry = _Carry(start, columns, decay, base)
     levels = [
         Level(xp.asarray(level.rows_right, copy=True), xp.asarray(level.columns_left, copy=True), *level[2:])
         for level in carry.levels()
     ]
-    return Carried(*carry.result(), tuple(levels))
+    return Carried(*carry.result(), tuple(levels), first)
+
+
+def _prefix(decay: Array, base: int) -> Array:
+    """The decay from the start of each block of ``base`` rows, in place of that of every row."""
+    xp = namespace(decay)
+    *lead, C, Kg = decay.shape
+    s = 1
+    while s < base:
+        pairs = xp.reshape(decay, (*lead, C // (2 * s), 2, s, Kg))
+        pairs = multiply_at(pairs, RIGHT, pairs[..., 0, s - 1 :, :])
+        decay = xp.reshape(pairs, (*lead, C, Kg))
+        s *= 2
+    return decay
+
+
+def _in_blocks(rows: Array, columns: Array, prefix: Array, base: int) -> Base:
+    xp = namespace(rows)
+    *lead, C, K = columns.shape
+    blocks = (*lead, C // base, base)
+    return Base(
+        xp.reshape(rows, (*blocks, 2, K)),
+        xp.reshape(columns, (*blocks, K)),
+        xp.reshape(prefix, (*blocks, prefix.shape[-1])),
+    )
+
+
+def _in_chunks(blocks: Array, like: Array) -> Array:
+    return namespace(blocks).reshape(blocks, like.shape)
+
+
+def earlier(s: int, like: Array) -> Array:
+    """``[s, s]``, true left of the diagonal."""
+    xp = namespace(like)
+    rows = xp.arange(s, device=beside(like))
+    return rows[:, None] > rows
 
 
 class _Carry:
     """Rows and columns on their way from single rows to the whole chunk."""
 
-    def __init__(self, start: Array, end: Array, decay: Array) -> None:
-        """Of single rows: ``start`` has its own decay, ``end`` none. Both are overwritten."""
+    def __init__(self, start: Array, end: Array, decay: Array, first: int) -> None:
+        """Of blocks of ``first`` rows, whose decay is ``decay``; of single rows ``start`` has its own decay, ``end``
+        none. Both are overwritten."""
+        self.first = first
         self.shape = end.shape
         self.start = start
         self.end = end
@@ -116,8 +187,8 @@ class _Carry:
     def levels(self) -> Iterator[Level]:
         """Yields each level's views before it is joined: use them, or copy them, before asking for the next."""
         n, H, G, C, K = self.shape
-        xp = array_namespace(self.start)
-        s = 1
+        xp = namespace(self.start)
+        s = self.first
         while s < C:
             b = C // (2 * s)
             start = xp.reshape(self.start, (n, H, G, b, 2, s, 2, K))
@@ -133,7 +204,7 @@ class _Carry:
     def result(self) -> tuple[Array, Array, Array]:
         """Rows from the chunk's start, columns to its end, decay over it; after all levels."""
         n, H, G, C, K = self.shape
-        xp = array_namespace(self.start)
+        xp = namespace(self.start)
         return (
             xp.reshape(self.start, (n, H, G, C, 2, K)),
             xp.reshape(self.end, self.shape),
@@ -143,20 +214,47 @@ class _Carry:
 
 def _single_rows(kq: Array, columns: Array) -> Array:
     """The blocks ``[n, H, G, C, 2, 1, 1]`` of the inverse (0) and ``qk`` (1) for single rows."""
-    xp = array_namespace(kq)
+    xp = namespace(kq)
     blocks = xp.ones((*columns.shape[:-1], 2, 1, 1), dtype=kq.dtype, device=beside(kq))
     return put(blocks, (..., 1, 0, 0), xp.vecdot(kq[..., 1, :], columns))
 
 
+def _base_blocks(both: Array) -> Array:
+    """The blocks ``[.., 2, s, s]`` of the inverse (0) and ``qk`` (1) from their products ``[.., s, 2, s]``.
+
+    What is right of the diagonal is not read.
+    """
+    xp = namespace(both)
+    *lead, s, _, _ = both.shape
+    blocks = xp.empty((*lead, 2, s, s), dtype=both.dtype, device=beside(both))
+    queries = both[..., 1, :]
+    blocks = put(blocks, RIGHT, xp.where(earlier(s, both).T, xp.zeros_like(queries), queries))
+    return put(blocks, LEFT, _inverse(both[..., 0, :]))
+
+
+def _inverse(P: Array) -> Array:
+    """``(I - P)^-1`` row by row, ``P`` being ``[.., s, s]``; all blocks at once, along the last axis."""
+    xp = namespace(P)
+    s = P.shape[-1]
+    across = dense(xp.permute_dims(xp.reshape(P, (-1, s, s)), (1, 2, 0)))
+    inverse = xp.zeros_like(across)
+    for i in range(s):
+        inverse = put(inverse, (i, i), 1.0)
+    for j in range(s - 1):
+        below, left = slice(j + 1, s), slice(0, j + 1)
+        inverse = add_at(inverse, (below, left), across[below, j, None, :] * inverse[j, left, :])
+    return xp.reshape(xp.permute_dims(inverse, (2, 0, 1)), P.shape)
+
+
 def _products(rows: Array, columns: Array) -> Array:
     """``[.., s, 2, K]`` with ``[.., s, K]`` to ``[.., s, 2, s]``."""
-    xp = array_namespace(rows)
+    xp = namespace(rows)
     *lead, s, _, K = rows.shape
     return xp.reshape(_times_transposed(xp.reshape(rows, (*lead, 2 * s, K)), columns), (*lead, s, 2, s))
 
 
 def _times_transposed(x: Array, y: Array) -> Array:
-    xp = array_namespace(x)
+    xp = namespace(x)
     if y.shape[-2] <= FEW:
         return xp.vecdot(x[..., :, None, :], y[..., None, :, :])
     return x @ xp.matrix_transpose(y)
@@ -164,7 +262,7 @@ def _times_transposed(x: Array, y: Array) -> Array:
 
 def _join(blocks: Array, both: Array) -> Array:
     """Joins neighbouring diagonal blocks ``[.., 2b, 2, s, s]`` into ``[.., b, 2, 2s, 2s]``."""
-    xp = array_namespace(both)
+    xp = namespace(both)
     *lead, b, s, _, _ = both.shape
     blocks = xp.reshape(blocks, (*lead, b, 2, 2, s, s))
     upper, lower = blocks[..., 0, :, :, :], blocks[..., 1, :, :, :]

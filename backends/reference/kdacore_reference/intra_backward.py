@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from array_api_compat import array_namespace
-
 from kdacore.types import Array
-from kdacore_reference.arrays import add_at, compiled_for_jax, multiply_at, store
-from kdacore_reference.intra import LEFT, RIGHT, RIGHT_KQ, Carried
+from kdacore_reference.arrays import add_at, compiled_for_jax, multiply_at, namespace, store
+from kdacore_reference.intra import LEFT, RIGHT, RIGHT_KQ, Base, Carried, earlier
 
 
 class IntraGrads(NamedTuple):
@@ -30,13 +28,13 @@ def interact_backward(
 
     Args:
         carried: of :func:`~kdacore_reference.intra.carry_and_keep`.
-        decay: as in the forward.
+        decay: what was given to that; only its shape is read where ``carried`` has a base.
         dstart: gradient of ``start``; overwritten.
         dend: gradient of ``end``; overwritten.
         dlog_total: gradient of ``log(total)``, ``[n, H, G, K or 1]``.
         dpairs: ``[n, H, G, C, 2, C]``, gradients of ``P`` (0) and of ``qk`` (1); above the diagonal anything finite.
     """
-    xp = array_namespace(decay)
+    xp = namespace(decay)
     n, H, G, C, Kg = decay.shape
     K = dend.shape[-1]
 
@@ -61,6 +59,8 @@ def interact_backward(
         dstart = add_at(multiply_at(dstart, RIGHT_KQ, level.total_left[..., None, :]), RIGHT_KQ, dright)
         dend = add_at(multiply_at(dend, LEFT, level.total_right), LEFT, dleft)
         dpairs = _diagonal_blocks(dpairs, s)
+    if carried.base is not None:
+        return _base_backward(carried.base, decay, dstart, dend, row_log, column_log, dpairs)
     dkq = xp.reshape(dstart, (n, H, G, C, 2, K))
     dkq *= decay[..., None, :]
     return IntraGrads(
@@ -71,11 +71,47 @@ def interact_backward(
     )
 
 
+def _base_backward(
+    base: Base, decay: Array, dstart: Array, dend: Array, row_log: Array, column_log: Array, dpairs: Array
+) -> IntraGrads:
+    """The end of :func:`interact_backward` when blocks of several rows are left; it overwrites ``dstart``, ``dend``.
+
+    A block's pairs meet the decays of rows after the column and up to the row: here, unlike in joining, that is a
+    difference of sums over the rows from a decay's on, of terms that the gate's bound keeps alike.
+    """
+    xp = namespace(decay)
+    n, H, G, C, Kg = decay.shape
+    b, s, K = base.columns.shape[3:]
+    before = earlier(s, decay)
+    diagonal = xp.linalg.diagonal(dpairs[..., 1, :])
+    dpairs = xp.where(before[:, None, :], dpairs, xp.zeros_like(dpairs))
+    drows, dcolumns = _products_backward(dpairs, base.rows, base.columns)
+    row_log = xp.reshape(row_log, (n, H, G, b, s, Kg))
+    row_log += _kq_product(drows, base.rows, Kg)
+    row_log -= _product(dcolumns, base.columns, Kg)
+    before = xp.astype(before, decay.dtype)
+    from_here = 1.0 - before
+    dlog = from_here @ row_log
+    dlog += before @ xp.reshape(column_log, (n, H, G, b, s, Kg))
+    drows += xp.reshape(dstart, base.rows.shape)
+    drows *= base.prefix[..., None, :]
+    dend = xp.reshape(dend, base.columns.shape)
+    dend *= base.prefix[..., -1:, :]
+    dcolumns += dend
+    dcolumns /= base.prefix
+    return IntraGrads(
+        xp.reshape(drows, (n, H, G, C, 2, K)),
+        xp.reshape(dcolumns, (n, H, G, C, K)),
+        xp.reshape(dlog, decay.shape),
+        xp.reshape(diagonal, (n, H, G, C, 1)),
+    )
+
+
 def _product(x: Array, y: Array, width: int) -> Array:
     """``x * y``, summed over channels when they share one gate."""
     if width == x.shape[-1]:
         return x * y
-    return array_namespace(x).vecdot(x, y)[..., None]
+    return namespace(x).vecdot(x, y)[..., None]
 
 
 def _kq_product(x: Array, y: Array, width: int) -> Array:
@@ -91,7 +127,7 @@ def _add_to_last(log: Array, value: Array) -> Array:
 
 def _products_backward(dboth: Array, rows: Array, columns: Array) -> tuple[Array, Array]:
     """Gradients of ``rows`` ``[.., s, 2, K]`` and ``columns`` ``[.., s, K]`` from that of their products."""
-    xp = array_namespace(rows)
+    xp = namespace(rows)
     *lead, s, _, K = rows.shape
     if s == 1:
         return dboth * columns[..., None, :], xp.sum(dboth * rows, axis=-2)
@@ -105,7 +141,7 @@ def _products_backward(dboth: Array, rows: Array, columns: Array) -> tuple[Array
 
 def _diagonal_blocks(dpairs: Array, s: int) -> Array:
     """``[n, H, G, b, 2s, 2, 2s]`` to its diagonal blocks ``[n, H, G, 2b, s, 2, s]``."""
-    xp = array_namespace(dpairs)
+    xp = namespace(dpairs)
     n, H, G, b = dpairs.shape[:4]
     halves = xp.stack([dpairs[..., :s, :, :s], dpairs[..., s:, :, s:]], axis=4)
     return xp.reshape(halves, (n, H, G, 2 * b, s, 2, s))

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, is_numpy_array
+from array_api_compat import is_numpy_array
 
 from kdacore.types import Array, Request
-from kdacore_reference.arrays import beside, cast, compute_dtype, is_jax, plain, put, unit_stride
+from kdacore_reference.arrays import (
+    beside,
+    cast,
+    compute_dtype,
+    is_jax,
+    namespace,
+    plain,
+    put,
+    store,
+    unit_stride,
+)
 from kdacore_reference.gates import beta_forward, gate_forward, gate_parameters, l2_scale
 from kdacore_reference.plan import CHUNK, Slab, Unit
 
@@ -30,7 +40,7 @@ class Flat(NamedTuple):
 
 
 def flatten(request: Request, inputs: Any) -> Flat:
-    xp = array_namespace(inputs.q)
+    xp = namespace(inputs.q)
     dtype = compute_dtype(xp, request)
     a, bias = gate_parameters(request, inputs.A_log, inputs.dt_bias, dtype)
     tail = (request.HV, 1, -1)
@@ -49,7 +59,7 @@ def flatten(request: Request, inputs: Any) -> Flat:
 def flat_rows(array: Array) -> Array:
     """``[B, T, ...]`` as ``[B*T, ...]``, the last axis dense."""
     array = unit_stride(plain(array))
-    return array_namespace(array).reshape(array, (-1, *array.shape[2:]))
+    return namespace(array).reshape(array, (-1, *array.shape[2:]))
 
 
 KEYS = (..., 0, slice(None))
@@ -85,18 +95,18 @@ def slab_tokens(request: Request, flat: Flat, unit: Unit, slab: Slab) -> Tokens:
     Heads stay inside tokens in memory, as the caller has them: a factor that is the same for several tokens then meets
     runs of ``heads * K`` elements.
     """
-    xp = array_namespace(flat.q)
+    xp = namespace(flat.q)
     H, G = unit.heads.stop - unit.heads.start, request.HV // request.H
     mask = mask_of(slab, flat.q)
     # The caller's dtype is widened once the rows are gathered; half precision never enters arithmetic.
     kq = xp.empty((slab.blocks, CHUNK, 2, H, request.K), dtype=flat.dtype, device=beside(flat.q))
     kq = xp.permute_dims(kq, (0, 3, 1, 2, 4))
-    kq = put(kq, KEYS, gather(flat.k, slab, unit.heads, flat.dtype))
-    kq = put(kq, QUERIES, gather(flat.q, slab, unit.heads, flat.dtype))
+    k, q = (gather(x, slab, unit.heads, flat.dtype) for x in (flat.k, flat.q))
     kq_scale = key_and_query(-1.0, request.scale, kq)
     if request.qk_l2norm:
-        kq_scale = l2_scale(kq) * kq_scale
-    kq *= kq_scale
+        kq_scale = xp.stack([l2_scale(k), l2_scale(q)], axis=-2) * kq_scale
+    kq = store(kq, KEYS, xp.multiply, k, kq_scale[KEYS])
+    kq = store(kq, QUERIES, xp.multiply, q, kq_scale[QUERIES])
 
     def grouped(array: Array) -> Array:
         return xp.reshape(array, (slab.blocks, H, G, CHUNK, -1))
@@ -117,7 +127,7 @@ def slab_tokens(request: Request, flat: Flat, unit: Unit, slab: Slab) -> Tokens:
 
 def key_and_query(key: float, query: float, like: Array) -> Array:
     """A factor for keys and one for queries, ``[2, 1]``."""
-    return array_namespace(like).asarray([[key], [query]], dtype=like.dtype, device=beside(like))
+    return namespace(like).asarray([[key], [query]], dtype=like.dtype, device=beside(like))
 
 
 def gate_slices(flat: Flat, unit: Unit) -> tuple[Array | None, Array | None]:
@@ -128,15 +138,28 @@ def gate_slices(flat: Flat, unit: Unit) -> tuple[Array | None, Array | None]:
 
 def gather(flat: Array, slab: Slab, heads: slice, dtype: Any, mask: Array | None = None) -> Array:
     """``[rows, heads, X]`` to ``[n, heads, C, X]``, perhaps a view; with ``mask``, padding becomes 0."""
-    xp = array_namespace(flat)
+    xp = namespace(flat)
     part = flat[:, heads, ...][index(slab.rows, flat), ...]
     part = xp.reshape(part, (slab.blocks, CHUNK, *part.shape[1:]))
     return masked(xp.permute_dims(cast(part, dtype), (0, 2, 1, 3)), mask)
 
 
+def scatter_sum(target: Array, slab: Slab, heads: slice, x: Array, y: Array) -> Array:
+    """:func:`scatter` of ``x + y``; overwrites ``x``."""
+    rows = slab.rows
+    if isinstance(rows, slice) and not is_jax(target) and target.dtype == x.dtype:
+        xp = namespace(x)
+        n, _, C, _ = x.shape
+        view = xp.reshape(target[rows, ...], (n, C, *target.shape[1:]))[:, :, heads, ...]
+        store(xp.permute_dims(view, (0, 2, 1, 3)), ..., xp.add, x, y)
+        return target
+    x += y
+    return scatter(target, slab, heads, x)
+
+
 def scatter(target: Array, slab: Slab, heads: slice, values: Array) -> Array:
     """Writes ``values`` ``[n, heads, C, X]`` to the rows and heads of ``target`` ``[rows, heads, X]``."""
-    xp = array_namespace(values)
+    xp = namespace(values)
     by_block = cast(xp.permute_dims(values, (0, 2, 1, 3)), target.dtype)
     rows = slab.rows
     if isinstance(rows, slice) and not is_jax(target):
@@ -153,20 +176,20 @@ def index(numbers: Any, like: Array) -> Any:
     """Rows as something ``like`` can be indexed with: a slice stays one."""
     if isinstance(numbers, slice) or is_numpy_array(like):
         return numbers
-    return array_namespace(like).asarray(numbers, device=beside(like))
+    return namespace(like).asarray(numbers, device=beside(like))
 
 
 def empty_rows(request: Request, like: Array, heads: int, width: int) -> Array:
     """Room for ``[B*T, heads, width]`` beside ``like`` and of its dtype; every row is some sequence's."""
     shape = (request.B * request.T, heads, width)
-    return array_namespace(like).empty(shape, dtype=like.dtype, device=beside(like))
+    return namespace(like).empty(shape, dtype=like.dtype, device=beside(like))
 
 
 def mask_of(slab: Slab, like: Array) -> Array | None:
     """True at real tokens, ``[n, 1, C, 1]``; None when there is no padding."""
     if slab.real is None:
         return None
-    xp = array_namespace(like)
+    xp = namespace(like)
     flags = [False] * (slab.blocks * CHUNK)
     for i in slab.real.tolist():
         flags[i] = True
@@ -176,5 +199,5 @@ def mask_of(slab: Slab, like: Array) -> Array | None:
 def masked(array: Array, mask: Array | None) -> Array:
     if mask is None:
         return array
-    xp = array_namespace(array)
+    xp = namespace(array)
     return xp.where(mask, array, xp.zeros_like(array))

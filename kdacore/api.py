@@ -11,7 +11,7 @@ from typing import Any
 
 from kdacore import dispatch
 from kdacore.ops import OPS
-from kdacore.types import Array, ChunkInputs, GateInputs, RecurrentInputs, Selection
+from kdacore.types import Array, Selection
 
 _CHUNK_KDA = OPS["chunk_kda"]
 _CHUNK_GDN = OPS["chunk_gated_delta_rule"]
@@ -111,7 +111,7 @@ def chunk_kda(
     """
     return _chunk(
         _CHUNK_KDA,
-        ChunkInputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu),
+        (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu),
         (
             scale,
             output_final_state,
@@ -177,7 +177,7 @@ def chunk_gated_delta_rule(
     """
     return _chunk(
         _CHUNK_GDN,
-        ChunkInputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu),
+        (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu),
         (
             scale,
             output_final_state,
@@ -265,7 +265,7 @@ def fused_recurrent_kda(
     """
     return _recurrent(
         _RECURRENT_KDA,
-        RecurrentInputs(
+        (
             q,
             k,
             v,
@@ -346,7 +346,7 @@ def fused_recurrent_gated_delta_rule(
     """
     return _recurrent(
         _RECURRENT_GDN,
-        RecurrentInputs(
+        (
             q,
             k,
             v,
@@ -412,7 +412,7 @@ def kda_gate(
         >>> float(decay[0, 0, 0, 0])
         -2.5
     """
-    return dispatch.call(_GATE, GateInputs(g, A_log, dt_bias), (lower_bound,), backend)
+    return dispatch.call(_GATE, (g, A_log, dt_bias), (lower_bound,), backend)
 
 
 def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Selection:
@@ -454,13 +454,13 @@ def _public(name: str) -> Callable[..., Any]:
     return function
 
 
-def _chunk(opdef: Any, inputs: ChunkInputs, options: tuple[Any, ...], backend: str | None) -> Any:
-    result = dispatch.call(opdef, inputs, options, backend)
+def _chunk(opdef: Any, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
+    result = dispatch.call(opdef, arrays, options, backend)
     if result[2] is None:
         return result[0], result[1]
     return result[0], result[1], result[2]
 
 
-def _recurrent(opdef: Any, inputs: RecurrentInputs, options: tuple[Any, ...], backend: str | None) -> Any:
-    result = dispatch.call(opdef, inputs, options, backend)
+def _recurrent(opdef: Any, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
+    result = dispatch.call(opdef, arrays, options, backend)
     return result[0], result[1]

@@ -32,6 +32,7 @@ class Plan:
         "impl",
         "inputs",
         "joined",
+        "repeat",
         "request",
         "run",
         "selection",
@@ -49,6 +50,7 @@ class Plan:
         self.forward = self.impl.forward
         self.run: Callable[[Plan, Any], Any] = adapter.run
         self.validate = config.get().validate_values
+        self.repeat = None if request.needs_grad or self.validate else self.impl.repeat
         self.joined: Any = None
         """Where an adapter keeps what it built for this plan (a ``custom_vjp`` function)."""
 
@@ -133,8 +135,10 @@ def cached_plan(
     return found
 
 
-def call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object = None) -> Any:
-    """Run one public call. Returns what the backend's forward returns.
+def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: object = None) -> Any:
+    """Run one public call. Returns what the backend's forward returns, or the beginning of it that callers see.
+
+    ``arrays``: as in the op's inputs, but a plain tuple, since a call seen before needs no more.
 
     Raises:
         ContractError: the call breaks the contract.
@@ -146,21 +150,30 @@ def call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object = 
     ):  # before anything a traced graph would have to guard
         from kdacore.frameworks.torch_arrays import TORCH
 
-        return TORCH.call_compiled(opdef, inputs, options, backend)
-    first = inputs[0]
+        return TORCH.call_compiled(opdef, arrays, options, backend)
+    first = arrays[0]
     adapter = _adapters.get(type(first)) or adapter_of(first)
+    asked = (backend, _policy.get())
+    recent = None if adapter is None else adapter.recent
+    known = None if recent is None else recent.find(opdef.name, arrays, options, asked)
+    if known is not None and known.step is not None:
+        results = known.step(arrays)
+        if results is not None:
+            records = _records.get()
+            if records is not None:
+                records.append(known.plan.selection)
+            return results
+    inputs = opdef.inputs(*arrays)
     if adapter is None:
         contract.build_request(opdef, inputs, options)  # names the argument at fault
         raise ContractError(opdef.name, opdef.arrays[0], type(first).__name__, "an array")
     if adapter.through_operators:
         return adapter.call_compiled(opdef, inputs, options, backend)
-    asked = (backend, _policy.get())
-    recent = adapter.recent
-    plan = None if recent is None else recent.find(opdef.name, inputs, options, asked)
-    if plan is None:
-        plan = cached_plan(adapter, opdef, inputs, options, asked, _plan_of_call)
-        if recent is not None:
-            recent.note(opdef.name, inputs, options, asked, plan)
+    if known is not None:
+        return execute(known.plan, inputs, known.plan.run)
+    plan = cached_plan(adapter, opdef, inputs, options, asked, _plan_of_call)
+    if recent is not None:
+        recent.note(opdef.name, inputs, options, asked, plan)
     return execute(plan, inputs, plan.run)
 
 

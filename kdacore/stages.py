@@ -12,14 +12,7 @@ from typing import Any
 
 from kdacore import dispatch
 from kdacore.ops import OPS
-from kdacore.types import (
-    Array,
-    ChunkGateInputs,
-    ChunkOutputInputs,
-    ChunkStateInputs,
-    IntraInputs,
-    RecomputeInputs,
-)
+from kdacore.types import Array
 
 
 def kda_chunk_gate(
@@ -43,8 +36,8 @@ def kda_chunk_gate(
     Returns:
         ``gc [B, T, HV, K]`` float32.
     """
-    inputs = ChunkGateInputs(g, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu)
-    return dispatch.call(OPS["kda_chunk_gate"], inputs, (lower_bound, chunk_size), backend)
+    arrays = (g, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu)
+    return dispatch.call(OPS["kda_chunk_gate"], arrays, (lower_bound, chunk_size), backend)
 
 
 def kda_chunk_intra(
@@ -70,8 +63,8 @@ def kda_chunk_intra(
         ``Aqk [B, T, HV, C]``: ``scale * q_i . (k_j 2^(gc_i - gc_j))`` for j <= i; ``Akk [B, T, HV, C]``: the
         inverse of ``I + tril(beta_i k_i . (k_j 2^(gc_i - gc_j)), -1)``. Unused columns are 0.
     """
-    inputs = IntraInputs(q, k, gc, beta, cu_seqlens, cu_seqlens_cpu)
-    return dispatch.call(OPS["kda_chunk_intra"], inputs, (scale, chunk_size), backend)
+    arrays = (q, k, gc, beta, cu_seqlens, cu_seqlens_cpu)
+    return dispatch.call(OPS["kda_chunk_intra"], arrays, (scale, chunk_size), backend)
 
 
 def kda_recompute_w_u(
@@ -93,8 +86,8 @@ def kda_recompute_w_u(
         ``w = Akk (beta k 2^gc)`` ``[B, T, HV, K]``, ``u = Akk (beta v)`` ``[B, T, HV, V]``,
         ``kg = k 2^(gc_last - gc)``, and ``qg = q 2^gc`` if q was given, else None.
     """
-    inputs = RecomputeInputs(k, v, beta, gc, Akk, q, cu_seqlens, cu_seqlens_cpu)
-    return dispatch.call(OPS["kda_recompute_w_u"], inputs, (chunk_size,), backend)
+    arrays = (k, v, beta, gc, Akk, q, cu_seqlens, cu_seqlens_cpu)
+    return dispatch.call(OPS["kda_recompute_w_u"], arrays, (chunk_size,), backend)
 
 
 def delta_rule_chunk_state(
@@ -116,8 +109,8 @@ def delta_rule_chunk_state(
         ``h [B, NT, HV, K, V]``: the state at each chunk's start; ``v_new = u - w h`` ``[B, T, HV, V]``;
         ``final_state`` (laid out by ``state_v_first``, as ``initial_state``).
     """
-    inputs = ChunkStateInputs(kg, w, u, gc, initial_state, cu_seqlens, cu_seqlens_cpu)
-    return dispatch.call(OPS["delta_rule_chunk_state"], inputs, (chunk_size, state_v_first), backend)
+    arrays = (kg, w, u, gc, initial_state, cu_seqlens, cu_seqlens_cpu)
+    return dispatch.call(OPS["delta_rule_chunk_state"], arrays, (chunk_size, state_v_first), backend)
 
 
 def kda_chunk_output(
@@ -134,5 +127,5 @@ def kda_chunk_output(
     backend: str | None = None,
 ) -> Array:
     """``o = scale * (q 2^gc) h + Aqk v_new``, ``[B, T, HV, V]`` in v_new's dtype."""
-    inputs = ChunkOutputInputs(q, v_new, gc, Aqk, h, cu_seqlens, cu_seqlens_cpu)
-    return dispatch.call(OPS["kda_chunk_output"], inputs, (scale, chunk_size), backend)
+    arrays = (q, v_new, gc, Aqk, h, cu_seqlens, cu_seqlens_cpu)
+    return dispatch.call(OPS["kda_chunk_output"], arrays, (scale, chunk_size), backend)

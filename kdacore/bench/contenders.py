@@ -34,6 +34,8 @@ class Contender:
     """Auto dispatch would choose it."""
     note: str = ""
     """What to know of its time."""
+    bind: Callable[[Arrays], Callable[[], Any]] | None = None
+    """The bare call with its arguments bound, for what is timed in microseconds; None where ``call`` has more to do."""
 
 
 def kdacore_contenders(case: Case, device: str, only: tuple[str, ...]) -> list[Contender]:
@@ -50,11 +52,15 @@ def kdacore_contenders(case: Case, device: str, only: tuple[str, ...]) -> list[C
         if not refusal and case.phase == "graph" and not REGISTRY.get(name).backend.capturable:
             refusal = "cannot be captured into a CUDA graph"
         chosen = name == selection.backend
-        contender = Contender(f"kdacore {name}", refusal, auto=chosen)
-        found.append(
-            Contender(contender.name, refusal, _through(case, name, contender.ran), contender.ran, chosen)
-        )
+        ran: list[str] = []
+        call, bind = _through(case, name, ran), _binder(case, name)
+        found.append(Contender(f"kdacore {name}", refusal, call, ran, chosen, bind=bind))
     return found
+
+
+def _binder(case: Case, backend: str) -> Callable[[Arrays], Callable[[], Any]]:
+    function, given = getattr(api, case.op), options(case)
+    return lambda arrays: functools.partial(function, **arrays, **given, backend=backend)
 
 
 def _through(case: Case, backend: str, ran: list[str]) -> Callable[[Arrays], Result]:

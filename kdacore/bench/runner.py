@@ -11,7 +11,7 @@ from kdacore.bench import clock, gate, graphs
 from kdacore.bench.arrays import Arrays
 from kdacore.bench.cases import Case
 from kdacore.bench.clock import Budget, Step, Timing
-from kdacore.bench.contenders import kdacore_contenders, peer_contenders
+from kdacore.bench.contenders import Contender, kdacore_contenders, peer_contenders
 from kdacore.bench.results import Figure, Results, Row
 
 SAME_TIME = 1.1
@@ -64,7 +64,7 @@ def run_case(
             continue
         own = _own(case, arrays)
         try:
-            ready[c.name] = _step(case, c.call, own, do)
+            ready[c.name] = _step(case, c, c.call, own, do)
         except Exception as error:  # noqa: BLE001  as above: a capture may fail in any way
             row.update(status="FAILED", note=repr(error)[:300])
             continue
@@ -106,9 +106,11 @@ def _once(
     return o.detach(), state, dict(zip(leaves, found, strict=True))
 
 
-def _step(case: Case, call: Callable[[Arrays], Any], arrays: Arrays, do: Any) -> Step:
+def _step(case: Case, c: Contender, call: Callable[[Arrays], Any], arrays: Arrays, do: Any) -> Step:
     if case.phase == "graph":
         return graphs.capture(case, call, arrays)
+    if case.phase == "host" and c.bind is not None:
+        return c.bind(arrays)
     return lambda: _once(case, call, arrays, do)
 
 

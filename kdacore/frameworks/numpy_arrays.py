@@ -58,7 +58,7 @@ class _NumpyAdapter:
         return plan.forward(plan.request, inputs)
 
 
-def _array_test(arrays: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+def _array_test(arrays: dict[str, Any], same_strides: bool) -> tuple[str, dict[str, Any]] | None:
     """See :data:`kdacore.frameworks.recent.ArrayTest`. NumPy has one object for each native dtype; another one, of
     the other byte order say, is never that object and takes the ordinary path."""
     if not all(type(x) is np.ndarray for x in arrays.values()):
@@ -67,6 +67,8 @@ def _array_test(arrays: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
         f"type({name}) is ndarray and {name}.dtype is dtype_{name} and {name}.shape == {x.shape}"
         for name, x in arrays.items()
     ]
+    if same_strides:
+        tests += [f"{name}.strides == {x.strides}" for name, x in arrays.items()]
     return " and ".join(tests), {"ndarray": np.ndarray, **{f"dtype_{n}": x.dtype for n, x in arrays.items()}}
 
 

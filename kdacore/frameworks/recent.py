@@ -3,6 +3,8 @@
 The ordinary path makes a key of what validation and selection read from a call, and looks its plan up. Making and
 hashing the key takes longer than all else the front end does. The last few calls of an op are therefore kept with a
 test written out for each, whose array part is the array library's own; a call that passes it has that call's plan.
+Where the backend offers a shorter way for arrays that lie in memory alike (``OpImpl.repeat``), the test looks at
+strides as well.
 """
 
 from __future__ import annotations
@@ -13,41 +15,57 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kdacore.dispatch import Plan
+    from kdacore.types import Step
 
-ArrayTest = Callable[[dict[str, Any]], "tuple[str, dict[str, Any]] | None"]
-"""Arrays by argument name to an expression in those names that is true of arrays a key would not tell from these, and
-the values the expression uses. None when such arrays must take the ordinary path."""
+ArrayTest = Callable[[dict[str, Any], bool], "tuple[str, dict[str, Any]] | None"]
+"""Arrays by argument name to an expression in those names that is true of arrays a key would not tell from these (when
+told so, with these strides), and the values the expression uses. None when such arrays must take the ordinary path."""
 
 _PLAIN_OPTIONS = (type(None), bool, int, float)
 _ENTRIES = 4
 """Calls remembered for each op: a model has few shapes at a time, and every entry is one more to look through."""
 
 
-class _Entry:
-    """One call: what it was asked with, the test of its arguments, and the plan that serves it."""
+_STEPS = 2
+"""Ways for arrays of certain strides kept for one plan; the strides beyond share the plan alone."""
 
-    __slots__ = ("asked", "grad", "matches", "plan")
+Matcher = Callable[[tuple[Any, ...], tuple[Any, ...]], bool]
 
-    def __init__(self, plan: Plan, matches: Callable[..., bool], asked: Any, grad: bool) -> None:
+
+class Known:
+    """One call: what it was asked with, the test of its arguments, the plan that serves it, and the shortest way."""
+
+    __slots__ = ("asked", "grad", "matches", "plan", "step")
+
+    def __init__(self, plan: Plan, step: Step | None, matches: Matcher, asked: Any, grad: bool) -> None:
         self.matches = matches
         self.asked = asked
         self.grad = grad
         self.plan = plan
+        self.step = step
 
 
-def _matcher(inputs: Any, options: tuple[Any, ...], array_test: ArrayTest) -> Callable[..., bool] | None:
+def _matcher(
+    inputs: Any, options: tuple[Any, ...], array_test: ArrayTest, same_strides: bool
+) -> Matcher | None:
     """A function of an op's arrays and options: are they like these? Written out, since a loop would take as long."""
     arrays = {name: x for name, x in zip(inputs._fields, inputs, strict=True) if x is not None}
-    found = array_test(arrays)
+    found = array_test(arrays, same_strides)
     if found is None or not all(_is_plain(x) for x in options):
         return None
     expression, values = found
     names = [f"option_{i}" for i in range(len(options))]
     tests = [_is(name, x) for name, x in zip(names, options, strict=True)]
     tests += [f"{name} is None" for name in inputs._fields if name not in arrays]
-    source = f"lambda {', '.join((*inputs._fields, *names))}: {' and '.join((*tests, expression))}"
-    matcher: Callable[..., bool] = eval(source, values)
-    return matcher
+    source = [
+        "def matches(arrays, options):",
+        f"    {', '.join(inputs._fields)}, = arrays",
+        f"    {', '.join(names)}, = options" if names else "",
+        f"    return {' and '.join((*tests, expression))}",
+    ]
+    exec("\n".join(source), values)
+    matches: Matcher = values["matches"]
+    return matches
 
 
 def _is(name: str, value: Any) -> str:
@@ -73,7 +91,7 @@ class RecentCalls:
     def __init__(self, array_test: ArrayTest, grad_enabled: Callable[[], bool]) -> None:
         self._array_test = array_test
         self._grad_enabled = grad_enabled
-        self._entries: dict[str, tuple[_Entry, ...]] = {}
+        self._entries: dict[str, tuple[Known, ...]] = {}
         self._missed: dict[str, tuple[Plan, ...]] = {}
 
     def clear(self) -> None:
@@ -81,15 +99,11 @@ class RecentCalls:
         self._entries.clear()
         self._missed.clear()
 
-    def find(self, op: str, inputs: Any, options: tuple[Any, ...], asked: Any) -> Plan | None:
-        """The plan of an earlier call like this one, None when there was none."""
+    def find(self, op: str, arrays: tuple[Any, ...], options: tuple[Any, ...], asked: Any) -> Known | None:
+        """An earlier call like this one, None when there was none."""
         for entry in self._entries.get(op, ()):
-            if (
-                asked == entry.asked
-                and self._grad_enabled() is entry.grad
-                and entry.matches(*inputs, *options)
-            ):
-                return entry.plan
+            if asked == entry.asked and self._grad_enabled() is entry.grad and entry.matches(arrays, options):
+                return entry
         return None
 
     def note(self, op: str, inputs: Any, options: tuple[Any, ...], asked: Any, plan: Plan) -> None:
@@ -98,7 +112,15 @@ class RecentCalls:
         if not any(plan is m for m in missed):
             self._missed[op] = (plan, *missed[: _ENTRIES - 1])
             return
-        matches = _matcher(inputs, options, self._array_test)
-        if matches is not None:
-            kept = self._entries.get(op, ())[: _ENTRIES - 1]
-            self._entries[op] = (_Entry(plan, matches, asked, self._grad_enabled()), *kept)
+        kept = self._entries.get(op, ())[: _ENTRIES - 1]
+        step = None
+        if plan.repeat is not None and sum(plan is e.plan for e in kept) < _STEPS:
+            step = plan.repeat(plan.request, inputs)
+        matches = _matcher(inputs, options, self._array_test, step is not None)
+        if matches is None:
+            return
+        entry = Known(plan, step, matches, asked, self._grad_enabled())
+        # One that takes any strides must not hide those that know a shorter way for some.
+        longer = 1 + max((i for i, e in enumerate(kept) if e.plan is plan), default=-1)
+        place = longer if step is None else 0
+        self._entries[op] = (*kept[:place], entry, *kept[place:])

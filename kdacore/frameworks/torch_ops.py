@@ -30,6 +30,7 @@ _OPTIONS = {
     "gate": ("lower_bound",),
 }
 _REQUIRED = frozenset({"q", "k", "v", "g", "beta"})
+_INITIAL_STATE, _OUT = (OPS["fused_recurrent_kda"].arrays.index(name) for name in ("initial_state", "out"))
 _ASKED = "bool needs_grad, str forced, str preferred, str source"
 
 _library = torch.library.Library("kdacore", "DEF")
@@ -139,10 +140,11 @@ def call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -
 
 def _call_recurrent(opdef: OpDef, inputs: Any, arrays: Any, options: tuple[Any, ...], asked: Any) -> Outputs:
     inplace, wants_state = options[RECURRENT_OPTIONS.index("inplace_state")], options[1]
-    if inplace or inputs.out is not None:
+    initial_state, out = inputs[_INITIAL_STATE], inputs[_OUT]
+    if inplace or out is not None:
         o, state = torch.ops.kdacore.recurrent_(opdef.name, *arrays, *options, *asked)
-        o = inputs.out if inputs.out is not None else o
-        state = inputs.initial_state if inplace else state
+        o = out if out is not None else o
+        state = initial_state if inplace else state
     else:
         o, state = torch.ops.kdacore.recurrent(opdef.name, *arrays, *options, *asked)
     return Outputs(o, state if wants_state else None)

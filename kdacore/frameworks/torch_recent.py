@@ -17,12 +17,12 @@ except ImportError:
     TensorGuards = None  # type: ignore[assignment, misc]
 
 
-def tensor_test(arrays: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+def tensor_test(arrays: dict[str, Any], same_strides: bool) -> tuple[str, dict[str, Any]] | None:
     """See :data:`kdacore.frameworks.recent.ArrayTest`."""
     if TensorGuards is None or not all(
         type(x) in (torch.Tensor, torch.nn.Parameter) for x in arrays.values()
     ):
         return None
-    any_stride: Any = [[None] * x.dim() for x in arrays.values()]  # a plan does not depend on strides
-    guards = TensorGuards(*arrays.values(), dynamic_dims_sizes=None, dynamic_dims_strides=any_stride)
+    free: Any = None if same_strides else [[None] * x.dim() for x in arrays.values()]
+    guards = TensorGuards(*arrays.values(), dynamic_dims_sizes=None, dynamic_dims_strides=free)
     return f"check({', '.join(arrays)})", {"check": guards.check}

@@ -32,6 +32,10 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             cluster=dict(launcher.kernel.defines).get("CLUSTER", 1),
         )
 
+    def starter(launcher: Any, grid: int, arch: str, index: int) -> Any:
+        return lambda values: launch(launcher, grid, arch, None, values)
+
     monkeypatch.setattr(runtime, "launch", launch)
+    monkeypatch.setattr(runtime, "starter", starter)
     monkeypatch.setattr(runtime, "processors", lambda index: 132)
     return launched

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from cuda_calls import MODEL, O_BOUND, SAFE_MODEL, Draw, error, oracle, request_of
 
-from kdacore.types import Outputs, RecurrentInputs
-from kdacore_cuda import decode
+from kdacore.types import Outputs, RecurrentInputs, Request
+from kdacore_cuda import decode, runtime
 
 
 def draw(B: int, T: int, H: int = 1, HV: int = 2, K: int = 64, *, gate: str = "random", **more: Any) -> Any:
@@ -37,7 +38,29 @@ def check(inputs: RecurrentInputs, bound: float = O_BOUND, **options: Any) -> Ou
         assert error(got.final_state, want.final_state) < bound
     else:
         assert got.final_state is None
+    check_repeated(request, inputs, given, got)
     return got
+
+
+def check_repeated(
+    request: Request, inputs: RecurrentInputs, given: torch.Tensor | None, got: Outputs
+) -> None:
+    """The shorter way gives the same bits, in the results and in the pool."""
+    step = decode.repeat(request, inputs)
+    if step is None:
+        return
+    pool, o = inputs.initial_state, got.o.clone()
+    written = None if pool is None else pool.clone()
+    state = None if got.final_state is None else got.final_state.clone()
+    if pool is not None:
+        pool.copy_(given)
+    again = step(tuple(inputs))
+    if again is None:
+        return
+    assert torch.equal(again[0], o)
+    assert (again[1] is pool) == (got.final_state is pool)
+    assert state is None if again[1] is None else torch.equal(again[1], state)
+    assert pool is None or torch.equal(pool, written)
 
 
 @pytest.mark.parametrize("K", [64, 128])
@@ -48,7 +71,7 @@ def test_layouts_and_state_dtypes(
 ) -> None:
     state = torch.randn(2, 2, K, K).to(state_dtype)
     check(draw(2, 1, K=K, initial_state=state), output_final_state=True, state_v_first=v_first, **SAFE_MODEL)
-    assert len(emulated) == 1
+    assert len(emulated) == 2 and emulated[0] == emulated[1]  # and the shorter way
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -87,7 +110,7 @@ def test_every_mode_gives_the_same_bits(emulated: list[str], v_first: bool, stat
     one = several._replace(**{name: x.contiguous() for name, x in tokens.items()})
     strided = several._replace(**tokens)
     first = [check(x, state_v_first=v_first, **SAFE_MODEL).o[:, 0] for x in (one, several, strided)]
-    assert [mode_of(name) for name in emulated] == [2, 1, 0]
+    assert [mode_of(name) for name in emulated] == [2, 2, 1, 1, 0, 0]  # each by the shorter way too
     assert torch.equal(first[0], first[1])
     assert torch.equal(first[0], first[2])
 
@@ -218,3 +241,55 @@ def test_scalar_gate(emulated: list[str]) -> None:
     got = decode.forward(request, inputs)
     assert error(got.o, want.o) < O_BOUND
     assert error(got.final_state, want.final_state) < O_BOUND
+
+
+def decoding(**more: Any) -> RecurrentInputs:
+    return draw(2, 1, initial_state=torch.randn(3, 2, 64, 64), state_indices=torch.tensor([2, 0]), **more)
+
+
+def decode_step(inputs: RecurrentInputs) -> Any:
+    return decode.repeat(request_of("fused_recurrent_kda", inputs, inplace_state=True, **SAFE_MODEL), inputs)
+
+
+def test_a_step_serves_other_arrays_and_keeps_none(emulated: list[str]) -> None:
+    first = decoding()
+    step = decode_step(first)
+    held = weakref.ref(first.q)
+    second = RecurrentInputs(*(None if x is None else x.clone() for x in first))
+    second.v.normal_()
+    del first
+    assert held() is None
+    pool = second.initial_state.clone()
+    request = request_of("fused_recurrent_kda", second, inplace_state=True, **SAFE_MODEL)
+    want = decode.forward(request, second._replace(initial_state=pool))
+    assert torch.equal(step(tuple(second))[0], want.o)
+    assert torch.equal(second.initial_state, pool)
+
+
+@pytest.mark.parametrize("name", ["q", "v", "g", "dt_bias", "initial_state", "out"])
+def test_a_step_leaves_arrays_off_16_bytes_alone(emulated: list[str], name: str) -> None:
+    inputs = decoding(out=torch.empty(2, 1, 2, 64, dtype=torch.bfloat16))
+    step = decode_step(inputs)
+    x = getattr(inputs, name)
+    off = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+    assert step(tuple(inputs._replace(**{name: off}))) is None
+    assert emulated == []
+
+
+@pytest.mark.parametrize("name", ["k", "A_log", "dt_bias", "state_indices", "initial_state"])
+def test_no_step_where_something_is_copied(emulated: list[str], name: str) -> None:
+    inputs = decoding()
+    x = getattr(inputs, name)
+    strided = torch.stack([x, x], -1)[..., 0]
+    assert decode_step(inputs) is not None
+    assert decode_step(inputs._replace(**{name: strided})) is None
+
+
+def test_another_current_device_takes_the_long_way(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = decoding()
+    monkeypatch.setattr(runtime, "current_device", lambda: 1)
+    step = decode_step(inputs)
+    assert step(tuple(inputs)) is None
+    assert emulated == []

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cuda_calls import O_BOUND, SAFE_MODEL, STATE_BOUND, Draw, error, oracle, request_of
 
+import kdacore
 from kdacore.types import RecurrentInputs
 from kdacore_cuda import decode
 
@@ -94,3 +95,55 @@ def test_launches_one_after_another_and_their_graph(B: int) -> None:
         graph.replay()
         assert torch.equal(torch.cat(out, 1), want)
         assert torch.equal(pool, final)
+
+
+def public(x: RecurrentInputs, backend: str, **options: Any) -> torch.Tensor:
+    """A decode step as a server makes it. The third and later ones go the shorter way."""
+    arrays = {name: a for name, a in x._asdict().items() if a is not None}
+    return kdacore.fused_recurrent_kda(
+        **arrays, **SAFE_MODEL, inplace_state=True, backend=backend, **options
+    )[0]
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_public_calls_by_the_shorter_way(backend: str, v_first: bool) -> None:
+    """The same bits as the long way: eager, on another stream, in a graph, and for arrays that lie elsewhere."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    before = torch.randn(9, 32, 128, 128, device="cuda")
+    pool = before.clone()
+    x = draw(8, 1, 32, 128, pool, [8, 1, 2, -1, 4, 5, 6, 7])
+    options = {"state_v_first": v_first}
+    want = public(x, backend, **options)
+    state = pool.clone()
+
+    def same(got: torch.Tensor) -> None:
+        assert torch.equal(got, want)
+        assert torch.equal(pool, state)
+
+    for _ in range(4):
+        pool.copy_(before)
+        same(public(x, backend, **options))
+    elsewhere = RecurrentInputs(*(None if a is None or a is pool else a.clone() for a in x))
+    pool.copy_(before)
+    same(public(elsewhere._replace(initial_state=pool), backend, **options))
+    off = torch.empty(x.q.numel() + 1, dtype=x.q.dtype, device="cuda")[1:].view(x.q.shape).copy_(x.q)
+    pool.copy_(before)
+    same(public(x._replace(q=off), backend, **options))
+    stream = torch.cuda.Stream()
+    pool.copy_(before)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        pool.add_(0.0)
+        got = public(x, backend, **options)
+    stream.synchronize()
+    same(got)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = public(x, backend, **options)
+    for _ in range(2):
+        pool.copy_(before)
+        graph.replay()
+        same(out)

@@ -22,7 +22,23 @@ from kdacore.types import ChunkInputs
 
 OPTIONS = (None, True, False, -5.0)
 ASKED = ("reference", None)
-PLAN: Any = object()
+
+
+class FakePlan:
+    """What the memory knows of a plan."""
+
+    request = None
+
+    def __init__(self, repeat: Any = None) -> None:
+        self.repeat = repeat
+
+
+PLAN: Any = FakePlan()
+
+
+def plan_found(memory: RecentCalls, op: str, inputs: Any, options: Any = OPTIONS, asked: Any = ASKED) -> Any:
+    known = memory.find(op, tuple(inputs), options, asked)
+    return None if known is None else known.plan
 
 
 def arrays(T: int = 4) -> ChunkInputs:
@@ -44,14 +60,14 @@ def memory() -> RecentCalls:
 
 
 def test_the_same_call_is_found(memory: RecentCalls) -> None:
-    assert memory.find("op", arrays(), OPTIONS, ASKED) is PLAN
+    assert plan_found(memory, "op", arrays()) is PLAN
     assert memory.find("other", arrays(), OPTIONS, ASKED) is None
 
 
 def test_strides_and_offsets_do_not_matter(memory: RecentCalls) -> None:
     wide = torch.ones(1, 2, 8, 8)[:, :, 1:5].transpose(1, 2)
     assert wide.shape == (1, 4, 2, 8) and not wide.is_contiguous()
-    assert memory.find("op", arrays()._replace(v=wide), OPTIONS, ASKED) is PLAN
+    assert plan_found(memory, "op", arrays()._replace(v=wide)) is PLAN
 
 
 CHANGES: dict[str, Callable[[ChunkInputs], ChunkInputs]] = {
@@ -103,28 +119,76 @@ def test_grad_mode_is_seen(memory: RecentCalls) -> None:
 
 def test_lengths_that_change_with_every_call_leave_no_trace() -> None:
     memory = of_torch()
-    plans = {T: object() for T in range(4, 10)}
+    plans: dict[int, Any] = {T: FakePlan() for T in range(4, 10)}
     for T in (*plans, *plans):
-        memory.note("op", arrays(T), OPTIONS, ASKED, plans[T])  # type: ignore[arg-type]
+        memory.note("op", arrays(T), OPTIONS, ASKED, plans[T])
     assert not any(memory.find("op", arrays(T), OPTIONS, ASKED) for T in plans)
 
 
 def test_calls_in_turn_are_remembered() -> None:
     memory = of_torch()
-    plans = {T: object() for T in (4, 5)}
+    plans: dict[int, Any] = {T: FakePlan() for T in (4, 5)}
     for T in (4, 5, 4, 5):
-        memory.note("op", arrays(T), OPTIONS, ASKED, plans[T])  # type: ignore[arg-type]
-    assert [memory.find("op", arrays(T), OPTIONS, ASKED) for T in plans] == list(plans.values())
+        memory.note("op", arrays(T), OPTIONS, ASKED, plans[T])
+    assert [plan_found(memory, "op", arrays(T)) for T in plans] == list(plans.values())
 
 
 def test_the_memory_is_short() -> None:
     memory = of_torch()
-    plans = {T: object() for T in range(1, 9)}
+    plans: dict[int, Any] = {T: FakePlan() for T in range(1, 9)}
     for T, plan in plans.items():
         for _ in range(2):
-            memory.note("op", arrays(T), OPTIONS, ASKED, plan)  # type: ignore[arg-type]
-    found = [T for T, plan in plans.items() if memory.find("op", arrays(T), OPTIONS, ASKED) is plan]
+            memory.note("op", arrays(T), OPTIONS, ASKED, plan)
+    found = [T for T, plan in plans.items() if plan_found(memory, "op", arrays(T)) is plan]
     assert found == [5, 6, 7, 8]
+
+
+def widened(by: int) -> ChunkInputs:
+    """Arrays whose v lies in a wider one."""
+    x = arrays()
+    return x._replace(v=torch.ones(1, 4, 2, 8 + by)[..., :8])
+
+
+def steps(memory: RecentCalls, bys: list[int]) -> list[Any]:
+    """What the step of each would return, None where there is none."""
+    found = [memory.find("op", tuple(widened(by)), OPTIONS, ASKED) for by in bys]
+    assert all(known is not None for known in found)
+    return [known.step(()) if known is not None and known.step is not None else None for known in found]
+
+
+def test_a_step_serves_its_strides_only() -> None:
+    """And a plan has two: strides that are always new must not make one each."""
+    memory, made = of_torch(), []
+
+    def repeat(request: Any, inputs: ChunkInputs) -> Any:
+        strides = inputs.v.stride()
+        made.append(strides)
+        return lambda arrays: strides
+
+    plan: Any = FakePlan(repeat)
+    for by in (0, 0, 1, 2):
+        memory.note("op", widened(by), OPTIONS, ASKED, plan)
+    first, second = (widened(by).v.stride() for by in (0, 1))
+    assert steps(memory, [0, 1, 2, 3]) == [first, second, None, None]
+    assert made == [first, second]
+
+
+def test_a_backend_may_have_no_step() -> None:
+    memory = of_torch()
+    plan: Any = FakePlan(lambda request, inputs: None)
+    for _ in range(2):
+        memory.note("op", arrays(), OPTIONS, ASKED, plan)
+    assert steps(memory, [0, 1]) == [None, None]
+
+
+def test_numpy_strides_are_seen_where_they_matter() -> None:
+    memory = RecentCalls(_array_test, bool)
+    plan: Any = FakePlan(lambda request, inputs: lambda arrays: ())
+    for _ in range(2):
+        memory.note("op", numpy_arrays(), OPTIONS, ASKED, plan)
+    assert plan_found(memory, "op", numpy_arrays()) is plan
+    wide = numpy_arrays()._replace(v=np.ones((1, 4, 2, 9), np.float32)[..., :8])
+    assert plan_found(memory, "op", wide) is None
 
 
 def test_an_array_that_is_no_tensor_is_never_remembered() -> None:
@@ -241,9 +305,9 @@ NUMPY_CHANGES: dict[str, Callable[[ChunkInputs], ChunkInputs]] = {
 
 
 def test_the_same_numpy_call_is_found() -> None:
-    assert remembered(numpy_arrays()).find("op", numpy_arrays(), OPTIONS, ASKED) is PLAN
+    assert plan_found(remembered(numpy_arrays()), "op", numpy_arrays()) is PLAN
     strided = numpy_arrays()._replace(v=np.ones((1, 2, 8, 8), np.float32)[:, :, 1:5].swapaxes(1, 2))
-    assert remembered(numpy_arrays()).find("op", strided, OPTIONS, ASKED) is PLAN
+    assert plan_found(remembered(numpy_arrays()), "op", strided) is PLAN
 
 
 @pytest.mark.parametrize("change", NUMPY_CHANGES)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 
-from kdacore.types import Outputs, RecurrentInputs, Request
+from kdacore.frameworks.torch_empty import allocator
+from kdacore.types import Outputs, RecurrentInputs, Request, Step
 from kdacore_cuda import runtime
 from kdacore_cuda.arrays import (
     ALIGNMENT,
@@ -169,3 +171,63 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
             pool.copy_(written)
             written = pool
     return Outputs(o, written if request.output_final_state else None)
+
+
+def repeat(request: Request, inputs: RecurrentInputs) -> Step | None:
+    """:func:`forward` for calls whose arrays lie in memory as these do: all that strides decide is decided here.
+
+    None where an array would have to be copied, and from the step where one starts off 16 bytes.
+    """
+    r, plan = request, _plan_of(request)
+    _, strides, kept = rows(inputs, r.scalar_gate, plan.strides)
+    q, _, v, _, _, A_log, bias, source, cu_seqlens, _, indices, accepted, out = inputs
+    small = (A_log, bias, cu_seqlens, indices, accepted, out)
+    copied = any(x is not y for x, y in zip(kept, inputs, strict=False))
+    if copied or not all(x is None or x.is_contiguous() for x in small):
+        return None
+    if source is not None and not source[:1].is_contiguous():
+        return None
+    row = plan.state_row if source is None or source.is_contiguous() else source.stride(0)
+    in_place, fresh = r.inplace_state, r.output_final_state and not r.inplace_state
+    launch = plan.usual if strides is plan.strides else plan.launch_for(strides)
+    if row * plan.state_size % ALIGNMENT or not launch.grid:
+        return None
+    index, current_device = q.get_device(), runtime.current_device
+    with torch.cuda.device(index):  # loads the kernel, which is a matter of the current context
+        start = runtime.starter(launch.launcher, launch.grid, plan.arch, index)
+    empty = allocator(v.device.type)
+    o_shape, o_strides, o_dtype = plan.o_shape, _contiguous(plan.o_shape), v.dtype
+    state_shape, state_strides, state_dtype = r.state_shape, _contiguous(r.state_shape), plan.state_dtype
+    written_row, indices_row = row if in_place else plan.state_row * fresh, plan.indices_row
+    returns_state = r.output_final_state
+
+    def step(arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        q, k, v, g, beta, A_log, bias, state, cu_seqlens, _, indices, accepted, o = arrays
+        at_q, at_k, at_v, at_g = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr()
+        at_bias = 0 if bias is None else bias.data_ptr()
+        at_state = written = 0 if state is None else state.data_ptr()
+        at_o = 0 if o is None else o.data_ptr()
+        if (at_q | at_k | at_v | at_g | at_bias | at_state | at_o) % ALIGNMENT or current_device() != index:
+            return None
+        if o is None:
+            o = empty(o_shape, o_strides, o_dtype)
+            at_o = o.data_ptr()
+        if fresh:
+            state = empty(state_shape, state_strides, state_dtype)
+            written = state.data_ptr()
+        elif not in_place:
+            state, written = None, 0
+        start((
+            at_q, at_k, at_v, at_g, beta.data_ptr(), 0 if A_log is None else A_log.data_ptr(), at_bias,
+            0 if cu_seqlens is None else cu_seqlens.data_ptr(), at_o, at_state, written,
+            0 if indices is None else indices.data_ptr(), 0 if accepted is None else accepted.data_ptr(),
+            row, written_row, indices_row,
+        ))  # fmt: skip
+        return o, state if returns_state else None, None
+
+    return step
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous array."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from kdacore_cuda.build import KernelSource, load_or_compile
@@ -23,6 +25,9 @@ _FIRST_ARCH = 90
 
 _handles: dict[tuple[KernelSource, str], int] = {}
 
+Start = Callable[[int, tuple[Any, ...]], None]
+"""Launches on a stream with the values a call gives."""
+
 
 class EarlyLauncher(Launcher):
     """A kernel whose blocks wait by themselves for the launch ahead of theirs (``griddepcontrol.wait``).
@@ -40,41 +45,49 @@ class EarlyLauncher(Launcher):
     ) -> None:
         super().__init__(kernel, params, threads, shared)
         self.fixed = fixed
-        given = len(params.fields) - len(fixed)
-        self._pack = struct.Struct(params.packer.format[: given + 1]).pack_into
-        params.packer.pack_into(self._buffer, 0, *([0] * given), *fixed)
-        self._attribute = ctypes.create_string_buffer(_ATTRIBUTE.pack(_PROGRAMMATIC_STREAM_SERIALIZATION, 1))
-        self._config = ctypes.create_string_buffer(_CONFIG.size)
-        self._config_at = ctypes.addressof(self._config)
-        self._grid = -1
+        self._starts: dict[tuple[int, str], Start] = {}
 
-    def _prepare(self, device: int, arch: str) -> int:
+    def __call__(self, grid: int, device: int, arch: str, stream: int, values: tuple[Any, ...]) -> None:
+        """As :meth:`Launcher.__call__`."""
+        self.start_of(grid, arch)(stream, values)
+
+    def start_of(self, grid: int, arch: str) -> Start:
+        """The launch of ``grid`` blocks on a device of ``arch`` that is current, with nothing left to look up."""
+        start = self._starts.get((grid, arch))
+        if start is None:
+            start = self._starts[grid, arch] = self._make_start(grid, arch)
+        return start
+
+    def _make_start(self, grid: int, arch: str) -> Start:
+        chosen, handle = driver(), self._handle(arch)
+        given = len(self.params.fields) - len(self.fixed)
+        buffer = ctypes.create_string_buffer(self.params.packer.pack(*([0] * given), *self.fixed))
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        attribute = ctypes.create_string_buffer(_ATTRIBUTE.pack(_PROGRAMMATIC_STREAM_SERIALIZATION, 1))
+        early = int("".join(filter(str.isdigit, arch))) >= _FIRST_ARCH
+        blocks = (grid, 1, 1, self.threads, 1, 1, self.shared)
+        config = ctypes.create_string_buffer(
+            _CONFIG.pack(*blocks, 0, ctypes.addressof(attribute), int(early))
+        )
+        pack = struct.Struct(f"{given}n").pack_into  # a call gives 8-byte fields; "Q" takes twice as long
+        put_stream, launch, lock = _STREAM.pack_into, chosen.launch_ex, threading.Lock()
+        config_at, pointers_at = ctypes.addressof(config), ctypes.addressof(pointers)
+        kept = (pointers, attribute)
+
+        def start(stream: int, values: tuple[Any, ...]) -> None:
+            with lock:  # the driver has copied both buffers when the call returns
+                pack(buffer, 0, *values)
+                put_stream(config, _STREAM_AT, stream)
+                code = launch(config_at, handle, pointers_at, None)
+            if code:
+                chosen.check("cuLaunchKernelEx", code)
+
+        start.kept = kept  # type: ignore[attr-defined]  # the driver reads them at every launch
+        return start
+
+    def _handle(self, arch: str) -> int:
         """The kernel's handle, shared by all launchers of it."""
         key = (self.kernel, arch)
         if key not in _handles:
             _handles[key] = driver().load_kernel(load_or_compile(self.kernel, arch), self.kernel.entry)
-        handle = self._handles[device] = _handles[key]
-        self._launch_ex = driver().launch_ex
-        return handle
-
-    def __call__(self, grid: int, device: int, arch: str, stream: int, values: tuple[Any, ...]) -> None:
-        """As :meth:`Launcher.__call__`."""
-        handle = self._handles.get(device)
-        if handle is None:
-            handle = self._prepare(device, arch)
-        with self._lock:  # the driver has copied both buffers when launch returns
-            if grid != self._grid:
-                self._configure(grid, arch)
-            self._pack(self._buffer, 0, *values)
-            _STREAM.pack_into(self._config, _STREAM_AT, stream)
-            code = self._launch_ex(self._config_at, handle, self._address, None)
-        if code:
-            driver().check("cuLaunchKernelEx", code)
-
-    def _configure(self, grid: int, arch: str) -> None:
-        early = int("".join(filter(str.isdigit, arch))) >= _FIRST_ARCH
-        attributes = ctypes.addressof(self._attribute)
-        _CONFIG.pack_into(
-            self._config, 0, grid, 1, 1, self.threads, 1, 1, self.shared, 0, attributes, int(early)
-        )
-        self._grid = grid
+        return _handles[key]

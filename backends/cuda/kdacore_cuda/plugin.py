@@ -78,6 +78,7 @@ def make_backend() -> Backend:
         forward=_lazily("decode", "forward"),
         verifiers=(*_COMMON, verifiers.recurrent_dtype),
         cost=costs.recurrent,
+        repeat=_lazily("decode", "repeat"),
         verified_archs=VERIFIED,
         batch_invariant=True,
     )

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kdacore_cuda.early import EarlyLauncher
 from kdacore_cuda.launch import Launcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+"""Index of the current CUDA device."""
 _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 
 
@@ -21,11 +23,17 @@ def launch(launcher: Launcher, grid: int, arch: str, like: torch.Tensor, values:
     if not grid:
         return
     index = like.get_device()
-    if _current_device() == index:
+    if current_device() == index:
         launcher(grid, index, arch, _current_stream(index), values)
         return
     with torch.cuda.device(index):
         launcher(grid, index, arch, _current_stream(index), values)
+
+
+def starter(launcher: EarlyLauncher, grid: int, arch: str, index: int) -> Callable[[tuple[Any, ...]], None]:
+    """:func:`launch` with all but the values fixed. Device ``index`` must be the current one."""
+    start = launcher.start_of(grid, arch)
+    return lambda values: start(_current_stream(index), values)
 
 
 @cache

@@ -44,6 +44,7 @@ def _op(
     *more: Verifier,
     backward: Callable[..., Any] | None = None,
     batch_invariant: bool = False,
+    repeat: Callable[..., Any] | None = None,
 ) -> OpImpl:
     return OpImpl(
         forward=forward,
@@ -51,6 +52,7 @@ def _op(
         verifiers=(verifiers.hardware, verifiers.dtypes, verifiers.size, *more),
         verified_archs=VERIFIED,
         batch_invariant=batch_invariant,
+        repeat=repeat,
     )
 
 
@@ -59,7 +61,12 @@ def make_backend() -> Backend:
     whole = (verifiers.head_dims, verifiers.state)
     chunk_backward = _lazily("chunk_backward", "backward")
     chunk = _op(_lazily("forward", "forward"), *whole, backward=chunk_backward)
-    recurrent = _op(_lazily("recurrent", "forward"), *whole, backward=chunk_backward)
+    recurrent = _op(
+        _lazily("recurrent", "forward"),
+        *whole,
+        backward=chunk_backward,
+        repeat=_lazily("recurrent", "repeat"),
+    )
     return Backend(
         name="triton",
         version=VERSION,

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from kdacore.types import Outputs, RecurrentInputs, Request
+from kdacore.frameworks.torch_empty import allocator
+from kdacore.types import Outputs, RecurrentInputs, Request, Step
 from kdacore_triton import configs
 from kdacore_triton.kernels import recurrent as kernels
 from kdacore_triton.launch import Grid, Launcher, cdiv, current_device, next_power_of_2
 
 launcher = Launcher(kernels.recurrent_kernel)
-empty_like = torch.empty_like
 
 GATES = {"log": 0, "softplus": 1, "sigmoid": 2}
 _MAX_PLANS = 1024
@@ -34,13 +34,7 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     Any strides are served: q, k, v and g are copied only when their last dimension is not contiguous, states never.
     Nothing syncs with the device, so the call can be captured in a CUDA graph once it has run outside of one.
     """
-    plan = _known.get(id(request))
-    if plan is None or plan.request is not request:
-        plan = _plan(request)
-    elif plan.step is not None:
-        outputs = plan.step(inputs)
-        if outputs is not None:
-            return outputs
+    plan = _plan(request)
     launch = plan.launch_for(inputs)
     if launch.copied:
         inputs = inputs._replace(**{name: getattr(inputs, name).contiguous() for name in launch.copied})
@@ -57,8 +51,6 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     elif plan.returns_state:
         target = torch.empty(plan.state_shape, dtype=plan.state_dtype, device=v.device)
     launch.run(q, k, v, g, o, dt_bias, state, target, beta, A_log, cu_seqlens, indices, accepted)
-    if plan.step is None and plan.inplace and launch.prepared is not None and _all_contiguous(inputs):
-        plan.step = _decode_step(plan, launch, inputs)
     if out is not None and launch.fresh_o:
         o = out.copy_(o)
     return Outputs(o, target if plan.returns_state else None)
@@ -68,7 +60,7 @@ class Plan:
     """What a request fixes, with one :class:`Launch` per set of strides seen."""
 
     __slots__ = (
-        "device", "inplace", "launches", "o_shape", "request", "returns_state", "state_dtype", "state_shape", "step",
+        "device", "inplace", "launches", "o_shape", "request", "returns_state", "state_dtype", "state_shape",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
@@ -80,8 +72,6 @@ class Plan:
         self.inplace = request.inplace_state
         self.returns_state = request.output_final_state
         self.launches: dict[Any, Launch] = {}
-        self.step: Callable[[Any], Outputs | None] | None = None
-        """The shortest way through a call, once one has been made that it serves."""
 
     def launch_for(self, inputs: RecurrentInputs) -> Launch:
         """The launch for the strides of these inputs."""
@@ -186,50 +176,38 @@ class Launch:
             self.prepared = prepared.fix(self.grid, *self.scalars)
 
 
-def _all_contiguous(inputs: RecurrentInputs) -> bool:
-    return all(x is None or x.is_contiguous() for x in (*inputs[:9], *inputs[10:]))
+def repeat(request: Request, inputs: RecurrentInputs) -> Step | None:
+    """:func:`forward` for decode steps whose arrays lie in memory as these do, with as little as possible left to do.
 
-
-def _decode_step(
-    plan: Plan, launch: Launch, made: RecurrentInputs
-) -> Callable[[RecurrentInputs], Outputs | None]:
-    """A decode step on contiguous arrays and a state written in place, with as little as possible left to do.
-
-    Which arrays are there is fixed by the request. The step returns None, having done nothing, for arrays that are
-    not contiguous or not aligned, or on another device: those go the long way.
+    None unless the state is written in place, nothing has to be copied and the kernel has been launched for these
+    strides. The step itself leaves arrays that are not aligned, or not on the current device, to :func:`forward`.
     """
+    plan = _plan(request)
+    launch = plan.launch_for(inputs)
     run, device, returns_state = launch.prepared, plan.device, plan.returns_state
-    has_bias, has_rate = made.dt_bias is not None, made.A_log is not None
-    has_indices, has_out = made.state_indices is not None, made.out is not None
-    if run is None or made.cu_seqlens is not None or made.num_accepted_tokens is not None:
-        return lambda _: None
+    if run is None or launch.copied or not plan.inplace or (inputs.out is not None and launch.fresh_o):
+        return None
+    o_shape, o_strides, dtype = plan.o_shape, _contiguous_strides(plan.o_shape), inputs.v.dtype
+    empty = allocator(inputs.v.device.type)
 
-    def step(inputs: Any) -> Outputs | None:
-        q, k, v, g, beta, A_log, dt_bias, state, _, _, indices, _, out = inputs
-        if not (
-            q.is_contiguous()
-            and k.is_contiguous()
-            and v.is_contiguous()
-            and g.is_contiguous()
-            and beta.is_contiguous()
-            and state.is_contiguous()
-            and (not has_indices or indices.is_contiguous())
-            and (not has_bias or dt_bias.is_contiguous())
-            and (not has_rate or A_log.is_contiguous())
-            and (not has_out or out.is_contiguous())
-            and device == current_device()
-        ):
-            return None
+    def step(arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        q, k, v, g, beta, rate, bias, state, offsets, _, indices, accepted, o = arrays
         a, b, c, d, s = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), state.data_ptr()
-        bias = dt_bias.data_ptr() if has_bias else 0
-        o = out if has_out else empty_like(v)
-        e = o.data_ptr()
-        if (a | b | c | d | e | s | bias) & _UNALIGNED:
+        bias_at = 0 if bias is None else bias.data_ptr()
+        if (a | b | c | d | s | bias_at) & _UNALIGNED or device != current_device():
             return None
-        rate = A_log.data_ptr() if has_rate else 0
-        rows = indices.data_ptr() if has_indices else 0
-        run([a, b, c, d, e, bias, s, s, beta.data_ptr(), rate, 0, rows, 0])
-        return Outputs(o, state if returns_state else None)
+        if o is None:
+            o = empty(o_shape, o_strides, dtype)
+        e = o.data_ptr()
+        if e & _UNALIGNED:
+            return None
+        # Absent tensors are constants of the compiled kernel, so any number will do.
+        run([
+            a, b, c, d, e, bias_at, s, s, beta.data_ptr(),
+            0 if rate is None else rate.data_ptr(), 0 if offsets is None else offsets.data_ptr(),
+            0 if indices is None else indices.data_ptr(), 0 if accepted is None else accepted.data_ptr(),
+        ])  # fmt: skip
+        return o, state if returns_state else None, None
 
     return step
 
@@ -240,6 +218,9 @@ _plans: dict[Request, Plan] = {}
 
 def _plan(request: Request) -> Plan:
     """The plan of a request, by value; remembered by identity too, since callers reuse their requests."""
+    known = _known.get(id(request))
+    if known is not None and known.request is request:
+        return known
     if len(_plans) >= _MAX_PLANS or len(_known) >= _MAX_PLANS:
         _forget()
     plan = _plans.get(request)

@@ -103,22 +103,25 @@ def decode(given_out: bool, norm: bool) -> None:
     sizes = [P] * 9 + [I32] * 27  # two floats among them; what is absent or 1 is compiled in
     lib.fake_expect(len(sizes), (ctypes.c_int * len(sizes))(*sizes))
     call()
-    plan = recurrent._plan(r)
-    short = plan.step
-    assert short is not None, "the first call must have left a short way"
-    quick = launched(call)
-    plan.step = lambda _: None
+    short = recurrent.repeat(r, x)
+    assert short is not None, "the kernel has been launched for these strides"
+    quick = launched(lambda: made.append(Outputs(*short(tuple(x)))))
     plain = launched(call)
-    plan.step = short
     assert quick[:4] == plain[:4]
     for i, (short_way, long_way) in enumerate(zip(quick[4], plain[4], strict=True)):
         assert short_way == long_way or (i == 4 and not given_out), i  # 4: a fresh output each time
     for outputs in made:
         assert (outputs.final_state is pool) == given_out and (outputs.o is out) == given_out
     wide = torch.randn(B, 1, H, 2 * K).bfloat16()[..., :K]
-    assert short(x._replace(q=wide)) is None and short(x._replace(v=wide)) is None
+    assert recurrent.repeat(r, x._replace(q=wide)) is None, "never launched so"
     assert short(x._replace(k=torch.randn(B * H * K + 1).bfloat16()[1:].view(B, 1, H, K))) is None
     launched(lambda: call(x._replace(q=wide)))
+    strided = x._replace(q=wide)
+    again = recurrent.repeat(r, strided)
+    assert again is not None and launched(lambda: again(tuple(strided)))[4][0] == wide.data_ptr()
+    backwards = x._replace(q=wide.mT.contiguous().mT)
+    launched(lambda: call(backwards))
+    assert recurrent.repeat(r, backwards) is None, "it has to be copied"
 
 
 decode(False, True)

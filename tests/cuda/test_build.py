@@ -26,6 +26,7 @@ KERNELS = {
     "head dim 64": prefill_kernel(64, 1, True, False),
     "decode": variants.decode_kernel(128, False, False, variants.DECODE_ONE),
     "decode V first": variants.decode_kernel(128, True, False, variants.DECODE_ONE),
+    "decode head gate": variants.decode_kernel(128, True, False, variants.DECODE_HEAD),
 }
 
 

@@ -243,6 +243,69 @@ def test_scalar_gate(emulated: list[str]) -> None:
     assert error(got.final_state, want.final_state) < O_BOUND
 
 
+def one_gate_a_head(g: torch.dtype = torch.bfloat16, beta: torch.dtype = torch.bfloat16) -> RecurrentInputs:
+    """A decode step of the gated delta rule."""
+    d = Draw(4)
+    return RecurrentInputs(
+        q=d.normal(2, 1, 2, 64),
+        k=d.normal(2, 1, 2, 64),
+        v=d.normal(2, 1, 4, 64),
+        g=d.normal(2, 1, 4, dtype=g),
+        beta=d.normal(2, 1, 4, dtype=beta),
+        A_log=d.uniform(4),
+        dt_bias=d.normal(4, dtype=torch.float32),
+        initial_state=d.normal(3, 4, 64, 64, dtype=torch.float32),
+        state_indices=torch.tensor([2, 0]),
+    )
+
+
+def check_head_gate(inputs: RecurrentInputs, **options: Any) -> torch.Tensor:
+    given = inputs.initial_state.clone()
+    options = options or MODEL
+    request = request_of("fused_recurrent_gated_delta_rule", inputs, inplace_state=True, **options)
+    want = oracle(request, inputs._replace(initial_state=given.clone()))
+    got = decode.forward(request, inputs)
+    assert error(got.o, want.o) < O_BOUND
+    check_repeated(request, inputs, given, got)
+    inputs.initial_state.copy_(given)
+    return got.o
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_one_token_with_one_gate_a_head(emulated: list[str], v_first: bool, state_dtype: torch.dtype) -> None:
+    """Its own mode, with the bits of the one that serves everything."""
+    inputs = one_gate_a_head()
+    inputs = inputs._replace(initial_state=inputs.initial_state.to(state_dtype))
+    strided = torch.stack([inputs.v, inputs.v], 1)[:, 0]
+    first = check_head_gate(inputs, state_v_first=v_first, **MODEL)
+    assert torch.equal(first, check_head_gate(inputs._replace(v=strided), state_v_first=v_first, **MODEL))
+    assert [mode_of(name) for name in emulated] == [3, 3, 0, 0]
+
+
+@pytest.mark.parametrize("g", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("beta", [torch.float32, torch.bfloat16])
+def test_one_gate_a_head_of_either_type(emulated: list[str], g: torch.dtype, beta: torch.dtype) -> None:
+    inputs = one_gate_a_head(g, beta)
+    for bias in (inputs.dt_bias, inputs.dt_bias.bfloat16(), None):
+        check_head_gate(inputs._replace(dt_bias=bias))
+    log = inputs._replace(g=-inputs.g.abs(), A_log=None, dt_bias=None, beta=inputs.beta.sigmoid())
+    check_head_gate(log, use_qk_l2norm_in_kernel=True)
+    assert {mode_of(name) for name in emulated} == {3}
+
+
+@pytest.mark.parametrize("name", ["several tokens", "float16 g", "no pool"])
+def test_one_gate_a_head_that_its_mode_does_not_serve(emulated: list[str], name: str) -> None:
+    inputs = one_gate_a_head(torch.float16 if name == "float16 g" else torch.bfloat16)
+    if name == "several tokens":
+        tokens = ("q", "k", "v", "g", "beta")
+        inputs = inputs._replace(**{t: torch.cat([getattr(inputs, t)] * 2, 1) for t in tokens})
+    if name == "no pool":
+        inputs = inputs._replace(initial_state=inputs.initial_state[:2], state_indices=None)
+    check_head_gate(inputs)
+    assert {mode_of(name) for name in emulated} == {0}
+
+
 def decoding(**more: Any) -> RecurrentInputs:
     return draw(2, 1, initial_state=torch.randn(3, 2, 64, 64), state_indices=torch.tensor([2, 0]), **more)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kdacore import profile
 from kdacore.types import Request
+from kdacore_cuda.variants import DECODE_HEAD, decode_mode
 
 SEVERAL_TOKENS = {
     (False, "float32"): 1.5,
@@ -23,7 +24,8 @@ FLOAT32_G = {
 """Likewise -> our time with a float32 g over ours with a bfloat16 one (32 sequences, same file)."""
 
 HEAD_GATE = {False: 1.30, True: 1.17}
-"""State V first -> our time with one gate a head over ours with one for each channel; Triton's stays as it is."""
+"""State V first -> our time with one gate a head over ours with one for each channel, for calls that have no kernel of
+their own; Triton's stays as it is."""
 
 
 def recurrent(request: Request) -> float | None:
@@ -38,5 +40,6 @@ def recurrent(request: Request) -> float | None:
     if request.B * request.T > request.N:
         seconds *= SEVERAL_TOKENS[kind]
     if request.scalar_gate:
-        return seconds * HEAD_GATE[request.state_v_first]
+        own = decode_mode(request) == DECODE_HEAD
+        return seconds if own else seconds * HEAD_GATE[request.state_v_first]
     return seconds * FLOAT32_G[kind] if request.spec("g").dtype == "float32" else seconds

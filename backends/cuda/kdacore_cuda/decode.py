@@ -22,7 +22,7 @@ from kdacore_cuda.arrays import (
 )
 from kdacore_cuda.early import EarlyLauncher
 from kdacore_cuda.layout import DECODE, FLAGS, GATES
-from kdacore_cuda.variants import DECODE_ANY, DECODE_ONE, DECODE_PLAIN, decode_kernel, decode_tile
+from kdacore_cuda.variants import DECODE_ANY, decode_kernel, decode_mode, decode_tile
 
 MANY = 128
 """Sequences and heads from which the next launch may be placed before this one begins. With fewer, several launches
@@ -53,7 +53,7 @@ class _Plan:
         self.state_row = r.HV * r.K * r.V
         self.indices_row = r.spec("state_indices").shape[1] if r.state_indices_ndim == 2 else 1
         self._launches: dict[tuple[int, ...], _Launch] = {}
-        self.usual = _make_launch(r, self.strides, _mode(r))
+        self.usual = _make_launch(r, self.strides, decode_mode(r))
 
     def launch_for(self, strides: tuple[int, ...]) -> _Launch:
         """The launch for these batch, token and head strides of q, k, v, g and beta, and any rows of states."""
@@ -66,16 +66,6 @@ class _Plan:
 class _Launch(NamedTuple):
     launcher: EarlyLauncher
     grid: int
-
-
-def _mode(r: Request) -> int:
-    """The narrowest kernel that serves contiguous arrays; see :func:`decode_kernel`."""
-    types = {name: r.spec(name).dtype for name in ("v", "g", "beta", "dt_bias") if r.has(name)}
-    plain = r.dtype == "bfloat16" and "float16" not in types.values() and not r.scalar_gate and not r.packed
-    if not plain or r.B * r.T * r.HV * r.K >= 2**31:
-        return DECODE_ANY
-    usual = types["g"] == types["beta"] == "bfloat16" and types.get("dt_bias", "float32") == "float32"
-    return DECODE_ONE if r.T == 1 and r.state_indices_ndim == 1 and usual else DECODE_PLAIN
 
 
 def _make_launch(r: Request, strides: tuple[int, ...], mode: int) -> _Launch:

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
+from kdacore.types import Request
 from kdacore_cuda.build import KernelSource
 from kdacore_cuda.prefill_kernels import HOPPER, clusters, prefill_kernel
 
 HEAD_DIMS = (64, 128)
 
-DECODE_ANY, DECODE_PLAIN, DECODE_ONE = DECODE_MODES = (0, 1, 2)
+DECODE_ANY, DECODE_PLAIN, DECODE_ONE, DECODE_HEAD = DECODE_MODES = (0, 1, 2, 3)
 
 
 class DecodeTile(NamedTuple):
@@ -44,13 +45,27 @@ _DECODE_TILES: dict[tuple[int, bool, bool], tuple[int, int, int, tuple[int, int,
     (128, True, False): (1, 8, 8, (8, 20, 32)),
     (128, True, True): (1, 8, 16, (8, 12, 16)),
 }
-"""Head dim, V first, bfloat16 state -> warps, pieces a lane, columns, and blocks a multiprocessor for each mode."""
+"""Head dim, V first, bfloat16 state -> warps, pieces a lane, columns, and blocks a multiprocessor for each of the first
+three modes; the fourth has the third's."""
 
 
 def decode_tile(K: int, v_first: bool, bf16_state: bool, mode: int) -> DecodeTile:
     """The tile for one kernel. Nothing a call chooses changes the order of its sums: not the batch, not the tokens."""
     warps, rows, columns, min_blocks = _DECODE_TILES[K, v_first, bf16_state]
-    return DecodeTile(warps, rows, min_blocks[mode], columns)
+    return DecodeTile(warps, rows, min_blocks[min(mode, DECODE_ONE)], columns)
+
+
+def decode_mode(r: Request) -> int:
+    """The narrowest kernel that serves contiguous arrays; see :func:`decode_kernel`."""
+    types = {name: r.spec(name).dtype for name in ("v", "g", "beta", "dt_bias") if r.has(name)}
+    plain = r.dtype == "bfloat16" and "float16" not in types.values() and not r.packed
+    if not plain or r.B * r.T * r.HV * r.K >= 2**31:
+        return DECODE_ANY
+    one = r.T == 1 and r.state_indices_ndim == 1
+    if r.scalar_gate:
+        return DECODE_HEAD if one else DECODE_ANY
+    usual = types["g"] == types["beta"] == "bfloat16" and types.get("dt_bias", "float32") == "float32"
+    return DECODE_ONE if one and usual else DECODE_PLAIN
 
 
 def decode_kernel(K: int, v_first: bool, bf16_state: bool, mode: int) -> KernelSource:
@@ -59,7 +74,7 @@ def decode_kernel(K: int, v_first: bool, bf16_state: bool, mode: int) -> KernelS
     All modes do the same arithmetic, bit for bit. ``DECODE_PLAIN``: bfloat16 q, k and v, no float16, a gate for each
     channel, token arrays contiguous and below 2**31 elements, not packed, rows of states on 16 bytes. ``DECODE_ONE``:
     besides, one token a sequence, bfloat16 g and beta, float32 dt_bias, a pool with one row a sequence.
-    ``DECODE_ANY``: everything.
+    ``DECODE_HEAD``: as that, with one gate a head, and g, beta and dt_bias of either type. ``DECODE_ANY``: everything.
     """
     tile = decode_tile(K, v_first, bf16_state, mode)
     defines = (

@@ -8,8 +8,9 @@
 
 // How much a kernel leaves open. PLAIN: bfloat16 q, k and v, no float16, a gate for each channel; q, k, v, g and beta contiguous,
 // with fewer than 2^31 elements; not packed; rows of states on 16 bytes. ONE: besides that one token a sequence, bfloat16 g and
-// beta, float32 dt_bias, a pool with one row a sequence.
-constexpr bool PLAIN = MODE > 0, ONE = MODE > 1;
+// beta, float32 dt_bias, a pool with one row a sequence. HEAD: as ONE, but a gate for each head, and g, beta and dt_bias bfloat16
+// or float32.
+constexpr bool PLAIN = MODE > 0, ONE = MODE > 1, HEAD = MODE > 2;
 
 #ifdef KDACORE_EMULATE
 

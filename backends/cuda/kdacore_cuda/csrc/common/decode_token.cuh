@@ -10,10 +10,10 @@ constexpr int K = K_DIM;
 constexpr int V = K_DIM;
 
 __device__ __forceinline__ int qkv_type(const DecodeParams& p) { return PLAIN ? TYPE_BFLOAT16 : p.qkv_type; }
-__device__ __forceinline__ int g_type(const DecodeParams& p) { return ONE ? TYPE_BFLOAT16 : p.g_type; }
-__device__ __forceinline__ int beta_type(const DecodeParams& p) { return ONE ? TYPE_BFLOAT16 : p.beta_type; }
-__device__ __forceinline__ int bias_type(const DecodeParams& p) { return ONE ? TYPE_FLOAT32 : p.bias_type; }
-__device__ __forceinline__ bool scalar_gate(const DecodeParams& p) { return !PLAIN && p.flags & FLAG_SCALAR_GATE; }
+__device__ __forceinline__ int g_type(const DecodeParams& p) { return ONE && !HEAD ? TYPE_BFLOAT16 : p.g_type; }
+__device__ __forceinline__ int beta_type(const DecodeParams& p) { return ONE && !HEAD ? TYPE_BFLOAT16 : p.beta_type; }
+__device__ __forceinline__ int bias_type(const DecodeParams& p) { return ONE && !HEAD ? TYPE_FLOAT32 : p.bias_type; }
+__device__ __forceinline__ bool scalar_gate(const DecodeParams& p) { return HEAD || (!PLAIN && p.flags & FLAG_SCALAR_GATE); }
 
 // An integer array's element as it lies in memory.
 struct Number {
@@ -138,7 +138,7 @@ __device__ __forceinline__ RawToken<N> load_token(const DecodeParams& p, const I
   raw.q = load_elements<N>(p.q, it.q + channel, qkv_type(p));
   raw.k = load_elements<N>(p.k, k_of(it) + channel, qkv_type(p));
   if (scalar_gate(p)) {
-    raw.scalar_g = load_elements<1>(p.g, it.g + it.zero, g_type(p));
+    raw.scalar_g = load_elements<1>(p.g, (HEAD ? it.beta : it.g) + it.zero, g_type(p));
   } else {
     raw.g = load_elements<N>(p.g, g_of(it) + channel, g_type(p));
   }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from kdacore import profile
@@ -47,10 +49,15 @@ def test_several_tokens_go_where_they_are_faster(v_first: bool, state: str, T: i
 
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("B", [1, 8, 32, 256])
-def test_one_gate_a_head_goes_to_triton(B: int, v_first: bool) -> None:
+def test_one_gate_a_head_without_a_pool_goes_to_triton(B: int, v_first: bool) -> None:
     """It was chosen for its rank before: the table has no row of that op."""
     ours, triton = ours_and_triton(call(1, B, v_first, head_gate=True))
     assert ours > triton
+
+
+def test_one_gate_a_head_has_a_kernel_for_decode_steps() -> None:
+    pooled = dataclasses.replace(call(1, 32, head_gate=True), state_indices_ndim=1, pool_size=64)
+    assert ours_and_triton(pooled) == ours_and_triton(call(1, 32))
 
 
 @pytest.mark.parametrize(("v_first", "state"), list(costs.FLOAT32_G))

@@ -3,11 +3,12 @@
 ::
 
     python -m kdacore.testing.fuzz --backend NAME [--device cpu|cuda|tpu] [--count 2000] [--seed 0]
-           [--jobs N] [--level quick|full] [--json FILE]
+           [--jobs N] [--level quick|full] [--seconds S] [--json FILE]
 
 Each seed stands for one call (:func:`kdacore.testing.random_cases.random_case`), so a failing one is run again by
 ``--seed ITS_SEED --count 1``. Calls that the backend's verifiers decline are counted, not failed. With more than one
-job each runs in a process of its own; a call that kills its process, or breaks the device for it, fails alone.
+job each runs in a process of its own; a call that kills its process, or breaks the device for it, fails alone. With
+a time limit the record names the seeds that ran: the first ones, none left out between.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import itertools
 import json
 import math
 import multiprocessing
@@ -79,7 +81,11 @@ def describe(result: Result) -> Row:
 
 
 def fuzz(
-    task: Task, seeds: range, jobs: int = 1, on_row: Callable[[Row], None] = lambda row: None
+    task: Task,
+    seeds: range,
+    jobs: int = 1,
+    on_row: Callable[[Row], None] = lambda row: None,
+    seconds: float = math.inf,
 ) -> list[Row]:
     """Run the calls of ``seeds``; rows come back sorted by seed.
 
@@ -88,13 +94,21 @@ def fuzz(
         seeds: one call each.
         jobs: processes; 1 runs everything in this one.
         on_row: called with each row as it is there.
+        seconds: no call begins later than this; those begun are finished.
     """
     rows = []
-    found = (run_seed(task, seed) for seed in seeds) if jobs <= 1 else _in_processes(task, seeds, jobs)
+    given = _until(seeds, time.monotonic() + seconds)
+    some = min(jobs, len(seeds))
+    found = (run_seed(task, seed) for seed in given) if jobs <= 1 else _in_processes(task, given, some)
     for row in found:
         rows.append(row)
         on_row(row)
     return sorted(rows, key=lambda row: row["seed"])
+
+
+def _until(seeds: range, end: float) -> Iterator[int]:
+    """The seeds in order, as long as there is time."""
+    return itertools.takewhile(lambda _: time.monotonic() < end, seeds)
 
 
 # --- several processes ----------------------------------------------------------------------------------------------
@@ -107,15 +121,14 @@ class _Worker:
     seed: int = -1
 
 
-def _in_processes(task: Task, seeds: range, jobs: int) -> Iterator[Row]:
+def _in_processes(task: Task, left: Iterator[int], jobs: int) -> Iterator[Row]:
     """Rows as they are done. Each worker holds one seed at a time, so a dead one tells which call killed it."""
-    left = iter(seeds)
     workers: list[_Worker] = []
     try:
-        for _ in range(min(jobs, len(seeds))):
+        for seed in itertools.islice(left, jobs):
             workers.append(_start(task))
-            workers[-1].seed = next(left)
-            workers[-1].pipe.send(workers[-1].seed)
+            workers[-1].seed = seed
+            workers[-1].pipe.send(seed)
         while workers:
             ready = multiprocessing.connection.wait([w.pipe for w in workers])
             for worker in [w for w in workers if w.pipe in ready]:
@@ -203,7 +216,7 @@ def document(task: Task, seeds: range, rows: list[Row], seconds: float, commit: 
         "backend": task.backend,
         "device": task.device,
         "level": task.level,
-        "seeds": {"first": seeds.start, "count": len(seeds)},
+        "seeds": {"first": seeds.start, "count": len(rows)},
         "served": status["served"],
         "declined": status["declined"],
         "failed": status["failed"],
@@ -248,7 +261,7 @@ def main(words: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes started from here
     start = time.perf_counter()
     with _Bar(task, len(seeds)) as show:
-        rows = fuzz(task, seeds, asked.jobs, show)
+        rows = fuzz(task, seeds, asked.jobs, show, asked.seconds)
     found = document(task, seeds, rows, time.perf_counter() - start, asked.commit or checkout())
     if asked.json:
         asked.json.parent.mkdir(parents=True, exist_ok=True)
@@ -270,6 +283,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (1)")
     parser.add_argument(
         "--level", choices=LEVELS, default="quick", help="full draws longer sequences (quick)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, metavar="S", help="begin no call after this"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record here")
     parser.add_argument("--commit", default="", help="what the record calls this version (git's HEAD)")

@@ -55,6 +55,37 @@ def test_processes_give_what_one_gives() -> None:
         assert {**a, "seconds": 0} == {**b, "seconds": 0}
 
 
+def test_a_time_limit_leaves_the_last_seeds_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    now, run_seed = [0.0], fuzz.run_seed
+
+    def slow(task: Task, seed: int) -> dict[str, Any]:
+        now[0] += 2
+        return run_seed(task, seed)
+
+    monkeypatch.setattr(fuzz.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(fuzz, "run_seed", slow)
+    path = tmp_path / "fuzz.json"
+    words = [
+        "--backend",
+        "reference",
+        "--count",
+        "9",
+        "--seconds",
+        "3",
+        "--json",
+        str(path),
+        "--commit",
+        "abc",
+    ]
+    assert fuzz.main(words) == 0
+    found = json.loads(path.read_text())
+    assert found["seeds"] == {"first": 0, "count": 2} and found["served"] + found["declined"] == 2
+
+
+def test_processes_stop_at_the_time_limit() -> None:
+    assert fuzz.fuzz(REFERENCE, range(3), jobs=2, seconds=0) == []
+
+
 def die(task: Task, pipe: Any) -> None:
     """A worker that every call kills."""
     pipe.recv()

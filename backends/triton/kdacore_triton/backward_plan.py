@@ -82,6 +82,8 @@ class Plan:
     anchor: Anchor | None
     """None: exponents go level by level."""
     tiles: Tiles
+    late_norm: bool
+    """Is the l2norm gone back through by a launch of its own? Where no program has all channels of a token."""
     row_values: int
     """float32 values of a chunk and head that there is one of a token; see kernels.backward_halves."""
     work_dtype: torch.dtype
@@ -160,6 +162,7 @@ def plan_backward(request: Request) -> Plan:
         slots=request.T // C + request.N if request.packed else request.B * -(-request.T // C),
         anchor=anchor,
         tiles=tiles,
+        late_norm=request.qk_l2norm and anchor is None and (not request.scalar_gate or tiles.grads_bk < KP),
         row_values=(5 + KP // tiles.grads_bk) * C,
         work_dtype=torch.bfloat16 if narrow else torch.float32,
         dot="bf16" if narrow else full,

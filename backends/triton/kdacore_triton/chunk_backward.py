@@ -1,8 +1,9 @@
 """Backward of ``chunk_kda`` and ``chunk_gated_delta_rule``: every gradient from the inputs alone.
 
 Three launches (prepare, scan, grads) and one small reduction for each parameter that needs it; a grouped call adds one
-reduction each for q and k. Nothing is read on the host, so a call can be captured into a graph. Sums over chunks
-and heads run in one fixed order, without atomics: the same inputs give the same bits.
+reduction each for q and k, as does the norm where the gradients are made in blocks of channels. Nothing is read on the
+host, so a call can be captured into a graph. Sums over chunks and heads run in one fixed order, without atomics: the
+same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -149,8 +150,10 @@ def _run_grads(
     r, p, t = request, plan, plan.tiles
     grouped = r.HV != r.H
     dv, dg, dbeta = torch.empty_like(x.v), torch.empty_like(x.g), torch.empty_like(x.beta)
-    if grouped:
-        dq, dk = (x.q.new_empty((r.B * r.T, r.HV, r.K), dtype=p.work_dtype) for _ in range(2))
+    # Of a gradient before the norm most may lie along q or k, which the norm takes away: not in 16 bits.
+    parts = torch.float32 if p.late_norm else p.work_dtype
+    if grouped or (p.late_norm and x.q.dtype != parts):
+        dq, dk = (x.q.new_empty((r.B * r.T, r.HV, r.K), dtype=parts) for _ in range(2))
     else:
         dq, dk = torch.empty_like(x.q), torch.empty_like(x.k)
     width = 1 if r.scalar_gate else p.KP
@@ -169,9 +172,9 @@ def _run_grads(
     if p.anchor is not None:
         tiles = tuple(work[n] for n in ("zq", "zb", "yk", "sk", "last"))
         _anchored_grads(
-            grid, x.v, x.g, x.beta, *parameters, *tiles, *states, *outputs, *scalars,
-            p.anchor.floor, p.anchor.centre, *_sizes(r, p), r.HV, r.K, r.V,
-            S=p.anchor.half, NORM=r.qk_l2norm and not grouped, **options,
+            grid, x.q, x.k, x.v, x.g, x.beta, *parameters, *tiles, *states, *outputs, *scalars,
+            p.anchor.floor, p.anchor.centre, *_sizes(r, p), r.H, r.HV, r.K, r.V,
+            S=p.anchor.half, NORM=r.qk_l2norm, **options,
         )  # fmt: skip
     else:
         pairs = () if r.scalar_gate else (work["Aqk"], work["inv"])
@@ -181,9 +184,9 @@ def _run_grads(
         launch(
             grid, x.q, x.k, x.v, x.g, x.beta, *parameters, *states, *pairs, *outputs, *scalars,
             *_sizes(r, p), r.H, r.HV, r.K, r.V,
-            BK=t.grads_bk, L2NORM=r.qk_l2norm, GROUPED=grouped, **options,
+            BK=t.grads_bk, L2NORM=r.qk_l2norm, **options,
         )  # fmt: skip
-    if grouped:
+    if grouped or p.late_norm:
         dq, dk = _sum_groups(r, p, x.q, dq), _sum_groups(r, p, x.k, dk)
     dA = dbias = None
     if x.A_log is not None:
@@ -209,11 +212,12 @@ def _sum_chunks(
 
 
 def _sum_groups(request: Request, plan: Plan, x: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Sum the value heads of each group and go back through the norm."""
-    out, rows = torch.empty_like(x), 2048 // plan.KP
+    """Sum the value heads of each group; go back through the norm if that is still to be done."""
+    in_place = part.shape == x.shape and part.dtype == x.dtype
+    out, rows = part if in_place else torch.empty_like(x), 2048 // plan.KP
     _sum_group(
         (cdiv(request.B * request.T, rows), request.H, 1),
         x, part, out, request.B * request.T, request.H, request.HV, request.K,
-        KP=plan.KP, ROWS=rows, GROUP=request.HV // request.H, L2NORM=request.qk_l2norm, num_warps=4,
+        KP=plan.KP, ROWS=rows, GROUP=request.HV // request.H, L2NORM=plan.late_norm, num_warps=4,
     )  # fmt: skip
     return out

@@ -17,6 +17,10 @@ The chunk's halves (backward_halves) are done one after the other; pairs across 
 ``dgc`` multiplies by the same rounded operands as the products do: what cancels exactly cancels in bfloat16 too. Hence
 beta is multiplied into an operand with k: dL and beta dL would be rounded apart.
 
+Where decays are fast, what passes no decay outweighs the rest: what a half's last token gives to the state after it.
+Products of more than bfloat16 operands are precise enough to tell (APART): what columns give to later halves and to the
+state at the end then does not go through ``dgc``, and a step gets only what passes through it.
+
 dAqk and dL wait, each with its transpose, in the tiles that held Aqk and inv; ``rows`` keeps what there is one of a
 token. Both are read again where they are used: registers are what this kernel is short of. ::
 
@@ -153,13 +157,16 @@ def gate_steps(
 
 @triton.jit
 def finish_half(
-    q1, k1, dqt, x, col, dgc, later_sum, g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound,
+    q1, k1, dqt, x, col, dgc, passing, later_sum, g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound,
     start, rows, HV, hv, cols, K, kb,
-    GATE: tl.constexpr, HAS_BIAS: tl.constexpr, L2NORM: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr,
+    GATE: tl.constexpr, HAS_BIAS: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Stores dg, dq, dk of one half; returns its sums over tokens for dt_bias and A_log."""
+    APART: tl.constexpr = DOT != "bf16"
     t = tl.arange(0, S)
     dstep = sum_all_bits(dgc, t[:, None] >= t[None, :], DOT) + later_sum[:, None]
+    if APART:
+        dstep += sum_all_bits(passing, t[:, None] < t[None, :], DOT)
     xg = gate_tile(g, dt_bias, start, rows, HV, hv, cols, K, HAS_BIAS)
     inside = (cols < K)[:, None] & (t < rows)[None, :]
     step = steps(xg, a_exp, lower_bound, inside, GATE, ASM)
@@ -170,23 +177,9 @@ def finish_half(
     dqt += own * k1
     x *= tl.load(row_values + ROW_BETA * C + t)[None, :]
     x += col + own * q1
-    if L2NORM:
-        dqt *= tl.load(row_values + ROW_RQ * C + t)[None, :]
-        x *= tl.load(row_values + ROW_RK * C + t)[None, :]
     store_rows(dq, tl.trans(dqt), start, rows, HV * K, hv * K, cols, K, S)
     store_rows(dk, tl.trans(x), start, rows, HV * K, hv * K, cols, K, S)
     return tl.sum(dx, 1), tl.sum(da, 1)
-
-
-@triton.jit
-def norm_back(x, norms, d_raw, start, rows, row_stride, first, width, KP: tl.constexpr):
-    """Rewrites ``d_raw = rn * dxn`` in place as the gradient through ``xn = rn * x``."""
-    cols = tl.arange(0, KP)
-    rn = tl.load(norms + tl.arange(0, S))[:, None]
-    xt = load_rows(x, start, rows, row_stride, first, cols, width, S).to(tl.float32) * rn
-    d = load_rows(d_raw, start, rows, row_stride, first, cols, width, S).to(tl.float32)
-    d -= xt * tl.sum(d * xt, 1)[:, None]
-    store_rows(d_raw, d, start, rows, row_stride, first, cols, width, S)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "H", "HV"])
@@ -196,13 +189,13 @@ def grads_kernel(
     scale, lower_bound, T, NT, N, H, HV, K, V,
     KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
     GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
-    L2NORM: tl.constexpr, GROUPED: tl.constexpr, BETA: tl.constexpr, PACKED: tl.constexpr,
+    L2NORM: tl.constexpr, BETA: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """See the module docstring. Grid: ``(slots * HV,)``.
 
-    ``dq`` and ``dk`` have HV heads. GROUPED: they are gradients of the normalised q and k, to be summed over each
-    group and taken through the norm by a later kernel; otherwise they are final.
+    ``dq`` and ``dk`` have HV heads. With L2NORM they are gradients of the normalised q and k: no program sees all the
+    channels that the norm takes.
     """
     pid = tl.program_id(0)
     slot = pid // HV
@@ -220,7 +213,7 @@ def grads_kernel(
     pairs_k += tile * (C * C)
     row_values += tile * ROWS
     dtype = vT.dtype.element_ty
-    RAW: tl.constexpr = L2NORM and not GROUPED
+    APART: tl.constexpr = DOT != "bf16"
     value_part(v, dv, do, vT, drT, pairs_q, pairs_k, row_values, start, rows, scale, HV, hv, V, VP, BV, DOT)
     tl.debug_barrier()
 
@@ -262,7 +255,10 @@ def grads_kernel(
             do1 = load_rows(do, later, beyond, HV * V, hv * V, vs, V, S).to(dtype)
             dqt = mma_acc(ht, tl.trans(do1), dqt, DOT)
         carried *= exp2(total0 + total1, ASM)
-        carried += tl.sum(k0_left * col0, 1) * exp2(total1, ASM)
+        from_left = tl.sum(k0_left * col0, 1) * exp2(total1, ASM)
+        later_right = carried + from_left
+        if not APART:
+            carried = later_right
         q1 = normalised(q, later, beyond, H * K, h * K, cols, K, norms_q + S, L2NORM)
         k1 = normalised(k, later, beyond, H * K, h * K, cols, K, norms_k + S, L2NORM)
         b = tl.load(row_values + ROW_BETA * C + S + r)
@@ -270,22 +266,27 @@ def grads_kernel(
         before = exp2(total0, ASM)[:, None]
         dqt *= before * scale
         x *= -before
+        if APART:
+            across = tl.sum(q1 * f * dqt + b * k1 * f * x, 1)
         k0_left = rounded(k0_left, DOT)
         dqt += mma(k0_left, block(pairs_q, 0, S), DOT)
         x += mma(k0_left, block(pairs_k, 0, S), DOT)
         dgc = rounded(q1 * f, DOT) * dqt + rounded(b * k1 * f, DOT) * x
-        across = tl.sum(dgc, 1)
+        if not APART:
+            across = tl.sum(dgc, 1)
         dqt *= f
         x *= f
         col *= exp2(sum_tokens(hi, lo, t > r, DOT), ASM)
-        dgc -= k1 * col
-        later_sum = carried + tl.sum(k1 * col, 1)
+        passing = k1 * col
+        if not APART:
+            dgc -= passing
+            later_right += tl.sum(passing, 1)
         dqt, x, col, dgc = level_grads(
             q1, k1, b, hi, lo, pairs_q + S * C + S, pairs_k + S * C + S, dqt, x, col, dgc, DOT, ASM
         )
         dbias, da1 = finish_half(
-            q1, k1, dqt, x, col, dgc, later_sum, g, dt_bias, dq, dk, dg, row_values + S, a_exp, lower_bound,
-            later, beyond, HV, hv, cols, K, kb, GATE, HAS_BIAS, RAW, DOT, ASM,
+            q1, k1, dqt, x, col, dgc, passing, later_right, g, dt_bias, dq, dk, dg, row_values + S, a_exp, lower_bound,
+            later, beyond, HV, hv, cols, K, kb, GATE, HAS_BIAS, DOT, ASM,
         )  # fmt: skip
 
         # The left half, after what of the right one its pairs across the boundary need.
@@ -317,12 +318,15 @@ def grads_kernel(
         x *= -f
         f = exp2(sum_tokens(hi, lo, t > r, DOT), ASM)
         col *= exp2(total1, ASM)[:, None]
-        dgc = q1 * dqt + k1 * (b * x) - (k1 * f) * col - rounded(k1 * f, DOT) * p
+        dgc = q1 * dqt + k1 * (b * x)
+        if not APART:
+            dgc = dgc - (k1 * f) * col - rounded(k1 * f, DOT) * p
         col = f * (col + p)
+        passing = k1 * col
         dqt, x, col, dgc = level_grads(q1, k1, b, hi, lo, pairs_q, pairs_k, dqt, x, col, dgc, DOT, ASM)
         dbias0, da0 = finish_half(
-            q1, k1, dqt, x, col, dgc, carried + across, g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound,
-            start, rows, HV, hv, cols, K, kb, GATE, HAS_BIAS, RAW, DOT, ASM,
+            q1, k1, dqt, x, col, dgc, passing, carried + across, g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound,
+            start, rows, HV, hv, cols, K, kb, GATE, HAS_BIAS, DOT, ASM,
         )  # fmt: skip
         if HAS_BIAS:
             tl.store(dbias_part + tile * KP + cols, dbias + dbias0)
@@ -339,8 +343,3 @@ def grads_kernel(
     at = (start + c) * HV + hv
     raw = tl.load(beta + at, mask=c < rows, other=0.0).to(tl.float32)
     tl.store(dbeta + at, beta_back(db, raw, BETA).to(dbeta.dtype.element_ty), mask=c < rows)
-    if RAW:
-        norm_back(q, norms_q, dq, start, rows, H * K, h * K, K, KP)
-        norm_back(q, norms_q + S, dq, later, beyond, H * K, h * K, K, KP)
-        norm_back(k, norms_k, dk, start, rows, H * K, h * K, K, KP)
-        norm_back(k, norms_k + S, dk, later, beyond, H * K, h * K, K, KP)

@@ -11,9 +11,9 @@ chunk and value head, the halves one after the other as tiles ``[channels, S tok
                      cs = (v' dS^T) (decay after the half)        + across: the same sum
     q dq = zq aq     beta k x = zb ax     dgc = zq aq + zb ax - yk cy - sk cs
 
-so the norms' and dgc's inner products need nothing but the operands, and what cancels exactly in dgc cancels in
-bfloat16 and tf32 too. Hence beta is part of zb: dL and beta dL would be rounded apart. Sums over the other half that dg
-needs are taken before the pairs of the own half are added.
+so dgc needs nothing but the operands, and what cancels exactly in it cancels in bfloat16 and tf32 too. Hence beta is
+part of zb: dL and beta dL would be rounded apart. Sums over the other half that dg needs are taken before the pairs of
+the own half are added.
 
 Where decays are fast, what passes no decay outweighs the rest: a token's pair with itself, and what the half's last
 token gives to the state after it. Products of more than bfloat16 operands are precise enough to tell (APART): then
@@ -70,10 +70,21 @@ def from_state(
 
 
 @triton.jit
+def through_norm(d, x, norms, start, rows, row_stride, first, cols, width, S: tl.constexpr):
+    """Gradients of the rows of x from those, ``[S, cols]``, of ``x / |x|``.
+
+    x as it was given: where most of a gradient lies along it, what is taken away needs more bits than operands have.
+    """
+    rn = tl.load(norms)[:, None]
+    xn = load_rows(x, start, rows, row_stride, first, cols, width, S).to(tl.float32) * rn
+    return rn * (d - xn * tl.sum(d * xn, 1)[:, None])
+
+
+@triton.jit
 def own_half(
     aq, ax, cs, zq_op, zb_op, yk, sk_op, A, own, L, later_sum, db,
-    g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound, floor, centre, grow,
-    start, rows, HV, hv, K, side,
+    q, k, g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound, floor, centre, grow,
+    start, rows, H, h, HV, hv, K, side,
     KP: tl.constexpr, S: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
     DOT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -103,34 +114,25 @@ def own_half(
     yk_op = operand_half(yk, side, KP, S)
     aq = mma_acc(yk_op, tl.trans(A), aq, DOT)
     z = zq_op.to(tl.float32)
-    e = z * aq
-    dgc = e
+    dgc = z * aq
     dqt = up * aq
-    inner = tl.sum(e, 0)
+    kn = yk_op.to(tl.float32) * up
     if APART:
-        kn = yk_op.to(tl.float32) * up
         qn = z * down
         dqt += own[None, :] * kn
-        own_inner = own * tl.sum(qn * kn, 0)
-        inner += own_inner
+    d = tl.trans(grow * dqt)
     if NORM:
-        rn = tl.load(row_values + ROW_RQ * (2 * S))[None, :]
-        dqt = rn * (dqt - (z * down) * inner[None, :])
-    store_rows(dq, tl.trans(grow * dqt), start, rows, HV * K, hv * K, cols, K, S)
+        d = through_norm(d, q, row_values + ROW_RQ * (2 * S), start, rows, H * K, h * K, cols, K, S)
+    store_rows(dq, d, start, rows, HV * K, hv * K, cols, K, S)
 
     ax = mma_acc(yk_op, tl.trans(L), ax, DOT)
-    e = zb_op.to(tl.float32) * ax
-    dgc += e
-    inner = tl.sum(e, 0)
-    kn = yk_op.to(tl.float32) * up
+    dgc += zb_op.to(tl.float32) * ax
     dkt = up * ax
     db += grow * tl.sum(kn * dkt, 0)
     dkt *= b
 
     cy = mma_acc(zb_op, L, mma(zq_op, A, DOT), DOT)
-    e = yk_op.to(tl.float32) * cy
-    dgc -= e
-    inner += tl.sum(e, 0)
+    dgc -= yk_op.to(tl.float32) * cy
     dkt += down * cy
 
     e = sk_op.to(tl.float32) * cs
@@ -138,15 +140,13 @@ def own_half(
         passing = sum_all_bits(e, t[:, None] < t[None, :], DOT)
     else:
         dgc -= e
-    inner += tl.sum(e, 0)
     dkt += exp2(sum_tokens(hi, lo, t[:, None] > t[None, :], DOT), ASM) * cs
     if APART:
         dkt += own[None, :] * qn
-        inner += own_inner
+    d = tl.trans(grow * dkt)
     if NORM:
-        rn = tl.load(row_values + ROW_RK * (2 * S))[None, :]
-        dkt = rn * (dkt - kn * inner[None, :])
-    store_rows(dk, tl.trans(grow * dkt), start, rows, HV * K, hv * K, cols, K, S)
+        d = through_norm(d, k, row_values + ROW_RK * (2 * S), start, rows, H * K, h * K, cols, K, S)
+    store_rows(dk, d, start, rows, HV * K, hv * K, cols, K, S)
 
     dstep = sum_all_bits(dgc, t[:, None] >= t[None, :], DOT) + later_sum[:, None]
     if APART:
@@ -157,19 +157,18 @@ def own_half(
     return db, tl.sum(dx, 1), tl.sum(da, 1)
 
 
-@triton.jit(do_not_specialize=["T", "NT", "N", "HV"])
+@triton.jit(do_not_specialize=["T", "NT", "N", "H", "HV"])
 def anchored_grads_kernel(
-    v, g, beta, A_log, dt_bias, cu_seqlens, do, zq, zb, yk, sk, last, row_values, hT, dhT, vT, drT,
+    q, k, v, g, beta, A_log, dt_bias, cu_seqlens, do, zq, zb, yk, sk, last, row_values, hT, dhT, vT, drT,
     dq, dk, dv, dg, dbeta, dA_part, dbias_part,
-    scale, lower_bound, floor, centre, T, NT, N, HV, K, V,
+    scale, lower_bound, floor, centre, T, NT, N, H, HV, K, V,
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr, S: tl.constexpr,
     GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr, BETA: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """See the module docstring. Grid: ``(slots * HV,)``.
 
-    ``dq`` and ``dk`` have HV heads. NORM: they are taken through the l2norm; a grouped call leaves that to the kernel
-    that sums each group.
+    ``dq`` and ``dk`` have HV heads. NORM: they are taken through the l2norm.
     """
     C: tl.constexpr = 2 * S
     APART: tl.constexpr = DOT != "bf16"
@@ -179,6 +178,7 @@ def anchored_grads_kernel(
     start, rows = chunk_of_slot(cu_seqlens, slot, N, T, NT, C, PACKED)
     if rows <= 0:
         return
+    h = hv // (HV // H)
     chunk = pid.to(tl.int64)
     vT += chunk * (VP * C)
     drT += chunk * (VP * C)
@@ -201,6 +201,9 @@ def anchored_grads_kernel(
         prefetch_tile(zb, C * KP)
         prefetch_rows(g, start, rows, HV * K, hv * K, K, KP, C)
         prefetch_tile(yk, C * KP)
+        if NORM:
+            prefetch_rows(q, start, rows, H * K, h * K, K, KP, C)
+            prefetch_rows(k, start, rows, H * K, h * K, K, KP, C)
     kind = hT.dtype.element_ty
     t = tl.arange(0, S)
     i = t[:, None]
@@ -302,8 +305,8 @@ def anchored_grads_kernel(
     cs0 = mma_acc(zb1, Lx, mma_acc(zq1, Ax, cs0, DOT), DOT)
     db1, dbias1, da1 = own_half(
         aq, ax, cs1, zq1, zb1, yk, sk1, A1, own1, L1, later1, db1,
-        g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound, floor, centre, grow,
-        start, rows, HV, hv, K, 1, KP, S, GATE, HAS_BIAS, NORM, DOT, ASM,
+        q, k, g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound, floor, centre, grow,
+        start, rows, H, h, HV, hv, K, 1, KP, S, GATE, HAS_BIAS, NORM, DOT, ASM,
     )  # fmt: skip
 
     zq0 = operand_half(zq, 0, KP, S)
@@ -313,8 +316,8 @@ def anchored_grads_kernel(
     aq, ax = from_state(hT, do, drT, aq, ax, start, rows, HV, hv, V, 0, KP, VP, BV, S, DOT)
     db0, dbias0, da0 = own_half(
         aq * (scale * unit), ax * -(shrink * unit), cs0, zq0, zb0, yk, sk0, A0, own0, L0, later0, db0,
-        g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound, floor, centre, grow,
-        start, rows, HV, hv, K, 0, KP, S, GATE, HAS_BIAS, NORM, DOT, ASM,
+        q, k, g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound, floor, centre, grow,
+        start, rows, H, h, HV, hv, K, 0, KP, S, GATE, HAS_BIAS, NORM, DOT, ASM,
     )  # fmt: skip
 
     if HAS_BIAS:

@@ -28,17 +28,6 @@ from .common import chunk_of_slot, mma, mma_acc, operand
 
 
 @triton.jit
-def norm_back(x, rn, d_raw, inner, start, rows, row_stride, first, cols, width, C: tl.constexpr):
-    """Rewrites ``d_raw = rn * dxn`` in place as the gradient through ``xn = rn * x``; ``inner = sum(dxn * xn)``."""
-    d = load_rows(d_raw, start, rows, row_stride, first, cols, width, C).to(tl.float32)
-    d -= (
-        load_rows(x, start, rows, row_stride, first, cols, width, C).to(tl.float32)
-        * (rn * rn * inner)[:, None]
-    )
-    store_rows(d_raw, d, start, rows, row_stride, first, cols, width, C)
-
-
-@triton.jit
 def value_tiles(do, vT, drT, start, rows, HV, hv, at_chunk, vs, V, VP: tl.constexpr, C: tl.constexpr):
     """do ``[C, vs]``, v' ``[vs, C]`` and dr ``[C, vs]`` in the workspace's dtype."""
     tall = at_chunk * (VP * C) + vs[:, None] * C + tl.arange(0, C)[None, :]
@@ -82,13 +71,13 @@ def scalar_grads_kernel(
     scale, lower_bound, T, NT, N, H, HV, K, V,
     KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
     GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
-    L2NORM: tl.constexpr, GROUPED: tl.constexpr, BETA: tl.constexpr, PACKED: tl.constexpr,
+    L2NORM: tl.constexpr, BETA: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, ASM: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """See the module docstring. Grid: ``(slots * HV,)``.
 
-    ``dq`` and ``dk`` have HV heads. GROUPED: they are gradients of the normalised q and k, to be summed over each
-    group and taken through the norm by a later kernel; otherwise they are final.
+    ``dq`` and ``dk`` have HV heads. With L2NORM and channels in several blocks they are gradients of the normalised q
+    and k, otherwise they are through the norm.
     """
     pid = tl.program_id(0)
     slot = pid // HV
@@ -146,8 +135,6 @@ def scalar_grads_kernel(
     to_end = tl.zeros([C], tl.float32)
     dlast = 0.0
 
-    inner_q = tl.zeros([C], tl.float32)
-    inner_k = tl.zeros([C], tl.float32)
     for first in range(0, KP, BK):
         cols = first + tl.arange(0, BK)
         dqt = tl.zeros([C, BK], tl.float32)
@@ -183,12 +170,9 @@ def scalar_grads_kernel(
         db += tl.sum(kt * x, 1)
         dqt += diagonal * kt
         dkt += diagonal * qt
-        if L2NORM and not GROUPED:
-            inner_q += tl.sum(dqt * qt, 1)
-            inner_k += tl.sum(dkt * kt, 1)
-            if KP == BK:  # all channels are here: nothing is rounded before the norm is through
-                dqt -= qt * inner_q[:, None]
-                dkt -= kt * inner_k[:, None]
+        if L2NORM and KP == BK:
+            dqt -= qt * tl.sum(dqt * qt, 1)[:, None]
+            dkt -= kt * tl.sum(dkt * kt, 1)[:, None]
             dqt *= rq[:, None]
             dkt *= rk[:, None]
         store_rows(dq, dqt, start, rows, HV * K, hv * K, cols, K, C)
@@ -203,9 +187,3 @@ def scalar_grads_kernel(
         tl.store(dbias_part + pid, tl.sum(dx, 0))
     if HAS_A:
         tl.store(dA_part + pid, tl.sum(da_row, 0))
-    if L2NORM and not GROUPED and KP > BK:
-        tl.debug_barrier()
-        for first in range(0, KP, BK):
-            cols = first + tl.arange(0, BK)
-            norm_back(q, rq, dq, inner_q, start, rows, H * K, h * K, cols, K, C)
-            norm_back(k, rk, dk, inner_k, start, rows, H * K, h * K, cols, K, C)

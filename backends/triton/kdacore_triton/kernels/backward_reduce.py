@@ -24,9 +24,9 @@ def sum_group_kernel(
     x, part, dx, rows, H, HV, K,
     KP: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, L2NORM: tl.constexpr,
 ):  # fmt: skip
-    """``dx[t, h]``: the group's gradients of the normalised ``x[t, h]`` summed, taken through the norm.
+    """``dx[t, h]``: the group's gradients ``part`` of ``x[t, h]`` summed. L2NORM: they are those of the normalised x.
 
-    ``x``, ``dx``: ``[rows, H, K]``; ``part``: ``[rows, HV, K]``. Grid: ``(ceil(rows / ROWS), H)``.
+    ``x``, ``dx``: ``[rows, H, K]``; ``part``: ``[rows, HV, K]``, which may be ``dx``. Grid: ``(ceil(rows / ROWS), H)``.
     """
     h = tl.program_id(1)
     t = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)

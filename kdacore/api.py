@@ -80,7 +80,8 @@ def chunk_kda(
             may be empty.
         cu_seqlens_cpu: the same values on the host (NumPy, or the kind of the others), for backends that plan
             with them.
-        disable_recompute: keep what the backward would otherwise recompute: faster, more memory.
+        disable_recompute: a backend may keep what its backward would otherwise recompute: the same results in more
+            memory, and faster where that pays. No backend that ships with kdacore does: for them it changes nothing.
         checkpoint_every: also return the state at the start of every block of this many tokens, a multiple of 64.
         cp: reserved for context parallelism; must be None.
         backend: force one backend; see :func:`kdacore.explain` for what each can serve.

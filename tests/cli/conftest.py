@@ -31,6 +31,13 @@ def small_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[M
 
 
 @pytest.fixture
+def every_backend(small_machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backends kdacore ships, for a test that runs on a GPU."""
+    monkeypatch.setattr(registry, "BUILTIN_PLUGINS", _real_plugins)
+    REGISTRY.reset()
+
+
+@pytest.fixture
 def distribution(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> WriteDistribution:
     """Installs a distribution with one plugin: ``distribution(name, source)``."""
     monkeypatch.setattr(registry, "_third_parties", _real_third_parties)
@@ -51,3 +58,4 @@ def distribution(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> WriteDistri
 
 
 _real_third_parties = registry._third_parties
+_real_plugins = registry.BUILTIN_PLUGINS

@@ -57,6 +57,7 @@ def test_every_gpu_case_runs_small(preset: str, case: Case, device: str) -> None
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("every_backend")
 @pytest.mark.parametrize("case", PRESETS["h200-decode-graph"][:2], ids=lambda case: case.name)
 def test_graph_cases(case: Case) -> None:
     small = dataclasses.replace(case, B=2, H=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
@@ -101,10 +102,11 @@ def _join(plan: Plan, inputs: Any) -> Any:
 def _join_whole(plan: Plan) -> Any:
     """The four whole ops as a ``custom_vjp`` function of their arrays (absent ones None)."""
     request, forward, backward = plan.request, plan.forward, plan.impl.backward
+    undifferentiated = dataclasses.replace(request, needs_grad=False)
 
     @jax.custom_vjp
-    def op(*arrays: Any) -> Any:
-        return tuple(forward(request, plan.inputs(*arrays))[:3])
+    def op(*arrays: Any) -> Any:  # traced when nobody differentiates, else op_forward is
+        return tuple(forward(undifferentiated, plan.inputs(*arrays))[:3])
 
     def op_forward(*arrays: Any) -> Any:
         outputs = forward(request, plan.inputs(*arrays))

@@ -9,7 +9,7 @@ from typing import Any
 from kdacore.types import GateGrads, InputGrads, OutputGrads, Outputs, RecurrentInputs, Request
 from kdacore_pallas import convert, shares
 from kdacore_pallas.compiled import compiled
-from kdacore_pallas.xla import chunk, gate, recurrent, stages
+from kdacore_pallas.xla import chunk, chunk_gpu, gate, recurrent, stages
 from kdacore_pallas.xla import chunk_backward as chunk_reverse
 
 Array = Any
@@ -37,7 +37,8 @@ def _enter(request: Request, inputs: Any) -> Any:
 def chunk_forward(request: Request, inputs: Any) -> Outputs:
     arrays, alike = _enter(request, inputs), _traced_request(request)
     parts = shares.count(alike, arrays)
-    found = shares.forward(alike, arrays, parts) if parts > 1 else compiled(chunk.forward, alike)(arrays)
+    whole = chunk_gpu.forward if chunk_gpu.serves(request) else chunk.forward
+    found = shares.forward(alike, arrays, parts) if parts > 1 else compiled(whole, alike)(arrays)
     result: Outputs = convert.leave(request, found)
     return result
 

@@ -10,7 +10,7 @@ from jax import lax
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_pallas.xla import segment
 from kdacore_pallas.xla.layout import Plan, Share, make_plan
-from kdacore_pallas.xla.numerics import F32, dot, given, mesh_axes, product_precision, varying
+from kdacore_pallas.xla.numerics import F32, apart, dot, given, mesh_axes, product_precision, varying
 
 Array = Any
 
@@ -53,8 +53,9 @@ def own_parameters(inputs: ChunkInputs, plan: Plan) -> ChunkInputs:
     )
 
 
-def padded(inputs: ChunkInputs, plan: Plan) -> ChunkInputs:
-    return inputs._replace(**{n: plan.pad(getattr(inputs, n)) for n in ("q", "k", "v", "g", "beta")})
+def padded(request: Request, inputs: ChunkInputs, plan: Plan) -> ChunkInputs:
+    inputs = inputs._replace(**{n: plan.pad(getattr(inputs, n)) for n in ("q", "k", "v", "g", "beta")})
+    return apart(request, inputs) if plan.padded else inputs
 
 
 def states_in(request: Request, plan: Plan, state: Array | None, axes: frozenset[str]) -> Array:
@@ -84,7 +85,7 @@ def sequence_flags(plan: Plan, s: Array) -> Flags:
     return Flags(first, last, seq, None)
 
 
-def _flags(request: Request, plan: Plan, s: Array, cu_seqlens: Array | None) -> Flags:
+def flags(request: Request, plan: Plan, s: Array, cu_seqlens: Array | None) -> Flags:
     """Flags of segment ``s``, with the checkpoint rows when the call wants them."""
     flag = sequence_flags(plan, s)
     every = request.checkpoint_every // plan.C
@@ -111,7 +112,7 @@ def enter(state: Array, flag: Flags, initial: Array) -> Array:
     return jnp.where(flag.first, own, state)
 
 
-def _record(buffers: Buffers, flag: Flags, start: Array, end: Array) -> Buffers:
+def record(buffers: Buffers, flag: Flags, start: Array, end: Array) -> Buffers:
     final, checkpoints = buffers
     if final is not None:
         row = jnp.where(flag.last, flag.seq, final.shape[0] - 1)
@@ -161,7 +162,7 @@ def replay(
         start = enter(running, at, initial)
         v_new = u - dot("...ck,...kv->...cv", w, start, precision)
         end = advance(start, v_new, kg, total, precision)
-        return (end, _record(rows, at, start, end)), Replay(start, v_new)
+        return (end, record(rows, at, start, end)), Replay(start, v_new)
 
     xs = StateParts(*(plan.per_chunk(x) for x in parts))
     (state, buffers), (start, v_new) = lax.scan(step, (state, buffers), (xs, flag))
@@ -187,7 +188,7 @@ def _segment_forward(
         v_new = u - dot("...ck,...kv->...cv", w, start, precision)
         o = dot("...ck,...kv->...cv", qg, start, precision) + dot("...ij,...jv->...iv", qk, v_new, precision)
         end = advance(start, v_new, kg, total, precision)
-        return (end, _record(rows, at, start, end)), o
+        return (end, record(rows, at, start, end)), o
 
     parts = (prep.w, prep.qg, prep.u, prep.kg, prep.pair.qk, prep.decay.total)
     xs = tuple(plan.per_chunk(x) for x in parts)
@@ -213,6 +214,18 @@ def state_buffers(request: Request, plan: Plan, initial: Array) -> Buffers:
     return Buffers(final, checkpoints)
 
 
+def outputs(request: Request, plan: Plan, o: Array, state: Array, buffers: Buffers) -> Outputs:
+    """What the call returns, of stacked segments of outputs, the last state and the buffers."""
+    final = checkpoints = None
+    if request.output_final_state:
+        final = states_out(request, given(buffers.final)[:-1] if request.packed else state, request.N)
+    if request.checkpoint_every:
+        kept = given(buffers.checkpoints)[:-1]
+        rows = states_out(request, kept, kept.shape[0], request.B)
+        checkpoints = rows[:, 0] if request.packed else jnp.moveaxis(rows, 1, 0)
+    return Outputs(plan.unload(o, request.HV, request.V), final, checkpoints)
+
+
 def forward(request: Request, inputs: ChunkInputs, share: Share | None = None) -> Outputs:
     """Outputs of the chunked op, or of a share of its heads: ``request`` is then that of the share.
 
@@ -224,25 +237,18 @@ def forward(request: Request, inputs: ChunkInputs, share: Share | None = None) -
     precision = product_precision(request)
     inputs = own_parameters(inputs, plan)
     params = segment.gate_params(inputs, plan)
-    arrays = padded(with_channels(request, inputs), plan)
+    arrays = padded(request, with_channels(request, inputs), plan)
     initial = states_in(request, plan, inputs.initial_state, axes)
 
     def body(carry: tuple[Array, Buffers], s: Array) -> tuple[tuple[Array, Buffers], tuple[Array, Any]]:
         state, buffers = carry
         rows = segment.ready(request, segment.load(request, arrays, plan, s), params)
         prep = segment.prepare(rows, precision)
-        flag = _flags(request, plan, s, inputs.cu_seqlens)
+        flag = flags(request, plan, s, inputs.cu_seqlens)
         end, buffers, o = _segment_forward(plan, prep, state, buffers, flag, initial, precision)
         o = plan.in_order(o.astype(inputs.v.dtype))
         return (end, buffers), (o, (state, *prep.pair) if request.needs_grad else ())
 
     carry = (start_state(plan, initial), state_buffers(request, plan, initial))
     (state, buffers), (o, saved) = lax.scan(body, carry, jnp.arange(plan.segments, dtype=jnp.int32))
-    final = checkpoints = None
-    if request.output_final_state:
-        final = states_out(request, buffers.final[:-1] if request.packed else state, request.N)
-    if request.checkpoint_every:
-        kept = buffers.checkpoints[:-1]
-        rows = states_out(request, kept, kept.shape[0], request.B)
-        checkpoints = rows[:, 0] if request.packed else jnp.moveaxis(rows, 1, 0)
-    return Outputs(plan.unload(o, request.HV, request.V), final, checkpoints, saved)
+    return outputs(request, plan, o, state, buffers)._replace(saved=saved)

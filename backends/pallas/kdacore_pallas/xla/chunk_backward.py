@@ -17,6 +17,7 @@ from kdacore_pallas.xla.intra import Interactions, interactions_backward
 from kdacore_pallas.xla.layout import Plan, make_plan
 from kdacore_pallas.xla.numerics import (
     F32,
+    apart,
     dot,
     given,
     mesh_axes,
@@ -204,11 +205,11 @@ def backward(
     plan = make_plan(request, inputs.cu_seqlens)
     precision = product_precision(request)
     params = segment.gate_params(inputs, plan)
-    arrays = chunk.padded(chunk.with_channels(request, inputs), plan)
+    arrays = chunk.padded(request, chunk.with_channels(request, inputs), plan)
     initial = chunk.states_in(request, plan, inputs.initial_state, axes)
     kept: tuple[Array, ...] = saved or (_segment_starts(request, plan, arrays, params, initial),)
     do = jnp.zeros_like(inputs.v) if grads.o is None else grads.o
-    do = plan.pad(do)
+    do = apart(request, plan.pad(do)) if plan.padded else do
     dfinal = None
     if grads.final_state is not None:
         dfinal = chunk.states_in(request, plan, grads.final_state, axes)
@@ -227,7 +228,8 @@ def backward(
         dstate, dinitial, state_grads = _reverse(plan, prep, do_, dstate, dinitial, flag, dfinal, precision)
         d = _rows_backward(rows, prep, replay, state_grads, do_, precision)
         draw, sums = _raw_backward(request, plan, raw, params, d, sums)
-        return (dstate, dinitial, sums), _outgoing(plan, draw, inputs)
+        out = _outgoing(plan, draw, inputs)
+        return (dstate, dinitial, sums), apart(request, out) if plan.segments == 1 else out
 
     carry = _reverse_carry(request, plan, inputs, dfinal, initial, axes)
     order = jnp.arange(plan.segments, dtype=jnp.int32)

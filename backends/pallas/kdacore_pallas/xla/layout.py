@@ -110,11 +110,16 @@ class Plan:
     @property
     def ragged(self) -> bool:
         """Some rows of some segment are not tokens."""
-        return self.table is not None or self.slots * self.C != self.T
+        return self.table is not None or self.padded
+
+    @property
+    def padded(self) -> bool:
+        """Dense inputs get tokens appended up to whole segments."""
+        return self.table is None and self.slots * self.C != self.T
 
     def pad(self, x: Array | None) -> Array | None:
         """Dense inputs with zero tokens appended up to whole segments; packed ones as they are."""
-        if x is None or self.table is not None or not self.ragged:
+        if x is None or not self.padded:
             return x
         width = [(0, 0)] * x.ndim
         width[1] = (0, self.slots * self.C - self.T)
@@ -125,18 +130,25 @@ class Plan:
 
         ``of`` is applied to the rows where they lie: what it makes of each is put in order, not the row.
         """
+        return self.arranged(of(self.rows(x, s)))
+
+    def rows(self, x: Array, s: Array) -> Array:
+        """Segment ``s`` of a padded array in the order of its tokens, for :meth:`arranged`."""
         group = x.shape[2] // (self.H if self.share is None else self.share.whole)
         first, heads = self.own(group)
         if self.table is None:
             start = (0, s * (self.G * self.C), first, *(0,) * (x.ndim - 3))
-            rows = of(lax.dynamic_slice(x, start, (self.B, self.G * self.C, heads, *x.shape[3:])))
-            rows = jnp.moveaxis(rows.reshape(self.B, self.G, self.C, *rows.shape[2:]), 1, 0)
-            rows = jnp.moveaxis(rows, 3, 2)
-        else:
-            index = lax.dynamic_slice_in_dim(self.table.rows, s * self.G, self.G)
-            rows = lax.dynamic_slice_in_dim(jnp.take(x[0], index, axis=0), first, heads, axis=2)
-            rows = jnp.moveaxis(of(rows), 2, 1)
-        return rows.reshape(self.M, group, self.C, *rows.shape[4 if self.table is None else 3 :])
+            return lax.dynamic_slice(x, start, (self.B, self.G * self.C, heads, *x.shape[3:]))
+        index = lax.dynamic_slice_in_dim(self.table.rows, s * self.G, self.G)
+        return lax.dynamic_slice_in_dim(jnp.take(x[0], index, axis=0), first, heads, axis=2)
+
+    def arranged(self, rows: Array) -> Array:
+        """What was made of each of :meth:`rows`, as ``[M, R, C, ...]``."""
+        heads, tail = rows.shape[2], rows.shape[3:]
+        if self.table is None:
+            rows = jnp.moveaxis(rows.reshape(self.B, self.G, self.C, heads, *tail), 1, 0)
+        rows = jnp.moveaxis(rows, -1 - len(tail), -2 - len(tail))
+        return rows.reshape(self.M, heads // self.H, self.C, *tail)
 
     def own(self, group: int) -> tuple[Array | int, int]:
         """Where the plan's heads begin in an array of ``group`` heads per q/k head, and how many they are."""
@@ -191,13 +203,21 @@ def segment_chunks(request: Request) -> int:
     return max(1, lanes // (request.B * request.HV))
 
 
-def make_plan(request: Request, cu_seqlens: Array | None, C: int = CHUNK, share: Share | None = None) -> Plan:
-    """Cut a call. Depends on the request (shapes) alone, but for the values inside the chunk table.
+def make_plan(
+    request: Request,
+    cu_seqlens: Array | None,
+    C: int = CHUNK,
+    share: Share | None = None,
+    most: int | None = None,
+) -> Plan:
+    """Cut a call, with at most ``most`` chunks a segment.
 
-    With a ``share`` the request is that of its heads.
+    Depends on the request (shapes) alone, but for the values inside the chunk table. With a ``share`` the request is
+    that of its heads.
     """
     chunks = request.T // C + request.N if request.packed else -(-request.T // C)
     G = segment_chunks(request)
+    G = G if most is None else min(G, most)
     segments = -(-chunks // G)
     table = chunk_table(cu_seqlens, request.T, C, G * segments) if request.packed else None
     groups = request.HV // request.H

@@ -26,6 +26,15 @@ def product_precision(request: Request) -> lax.Precision:
     return lax.Precision.HIGH if request.device.type == "tpu" else lax.Precision.DEFAULT
 
 
+def apart(request: Request, x: Any) -> Any:
+    """``x``, an array or a tree of them, that XLA may not compute together with what reads it.
+
+    What surrounds a segment depends on the number of tokens. A loop of one segment is no loop to XLA, and a sum fused
+    with its surroundings is cut as they suggest: its bits would depend on them. A CPU has not been seen to do that.
+    """
+    return x if request.device.type == "cpu" else lax.optimization_barrier(x)
+
+
 def given(x: Array | None) -> Array:
     """An optional array that the request says is there."""
     if x is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -40,17 +41,24 @@ def with_channels(request: Request, inputs: ChunkInputs) -> ChunkInputs:
     return inputs._replace(g=inputs.g[..., None]) if request.scalar_gate else inputs
 
 
-def own_parameters(inputs: ChunkInputs, plan: Plan) -> ChunkInputs:
-    """Inputs whose small arrays, those without tokens, are of the plan's share of the heads."""
+def own_heads(inputs: ChunkInputs, plan: Plan) -> tuple[ChunkInputs, Plan]:
+    """Inputs and plan of the plan's share of the heads.
+
+    Arrays with tokens are left to :meth:`Plan.rows`, but where padding copies them: then it copies the share's alone.
+    """
     share = plan.share
     if share is None:
-        return inputs
+        return inputs, plan
     bias = inputs.dt_bias
-    return inputs._replace(
+    inputs = inputs._replace(
         A_log=plan.take_heads(inputs.A_log, 0),
         dt_bias=plan.take_heads(None if bias is None else bias.reshape(share.whole * plan.R, -1), 0),
         initial_state=plan.take_heads(inputs.initial_state, 1),
     )
+    if not plan.padded:
+        return inputs, plan
+    tokens = {n: plan.take_heads(getattr(inputs, n), 2) for n in ("q", "k", "v", "g", "beta")}
+    return inputs._replace(**tokens), replace(plan, share=None)
 
 
 def padded(request: Request, inputs: ChunkInputs, plan: Plan) -> ChunkInputs:
@@ -235,7 +243,7 @@ def forward(request: Request, inputs: ChunkInputs, share: Share | None = None) -
     axes = mesh_axes(*inputs)
     plan = make_plan(request, inputs.cu_seqlens, share=share)
     precision = product_precision(request)
-    inputs = own_parameters(inputs, plan)
+    inputs, plan = own_heads(inputs, plan)
     params = segment.gate_params(inputs, plan)
     arrays = padded(request, with_channels(request, inputs), plan)
     initial = states_in(request, plan, inputs.initial_state, axes)

@@ -155,10 +155,10 @@ class Plan:
         return (0 if self.share is None else self.share.first * group), self.H * group
 
     def take_heads(self, x: Array | None, axis: int) -> Array | None:
-        """The plan's heads of an array of all value heads, or None."""
+        """The plan's heads of an array of all heads, of either kind, or None."""
         if x is None or self.share is None:
             return x
-        return lax.dynamic_slice_in_dim(x, *self.own(self.R), axis)
+        return lax.dynamic_slice_in_dim(x, *self.own(x.shape[axis] // self.share.whole), axis)
 
     def mask(self, s: Array) -> Array | None:
         """``[M, 1, C, 1]`` bool, true on tokens; None when every row is one."""

@@ -64,6 +64,8 @@ class _JaxAdapter:
         eager = not (plan.request.traced or plan.request.needs_grad)
         if not plan.backend.traceable or (eager and plan.impl.compiles):
             return plan.forward(plan.request, inputs)
+        if plan.request.traced:
+            plan = _met.setdefault(_made_of(plan), plan)
         joined = plan.joined
         if joined is None:
             joined = plan.joined = _join(plan, inputs)
@@ -78,12 +80,21 @@ KEPT = 64
 """Plans whose compiled programs are kept; the oldest goes first. On a CPU a program takes hundreds of memory maps,
 and a Linux process may have 65530: callers whose lengths keep changing would end in a crash of the compiler."""
 _kept: deque[Plan] = deque()
+_met: dict[Hashable, Plan] = {}
+"""The first plans of traced calls. An eager ``grad`` traces each time: with a function of its own it would compile."""
+
+
+def _made_of(plan: Plan) -> Hashable:
+    """What the function of a traced call depends on."""
+    return plan.request, plan.forward, plan.impl.backward
 
 
 def _keep(plan: Plan) -> None:
     _kept.append(plan)
     if len(_kept) > KEPT:
-        _kept.popleft().joined = None
+        oldest = _kept.popleft()
+        oldest.joined = None
+        _met.pop(_made_of(oldest), None)
 
 
 def _default_device() -> Device:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kdacore
+from kdacore.frameworks import jax_arrays
 from kdacore.testing.inputs import Shape, normalise, offsets, tensors, to_kind
 
 SHAPE = Shape(B=2, T=70, H=1, HV=2, K=8, V=8)
@@ -44,6 +45,26 @@ def test_jit() -> None:
     assert [s.backend for s in ran] == ["xla"]
     for ours, theirs in zip((o, state), expected(call(), output_final_state=True), strict=True):
         close(ours, theirs)
+
+
+def test_an_eager_grad_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It traces each time: with a function made for each trace, each would compile."""
+    made = []
+    join = jax_arrays._join_whole
+    monkeypatch.setattr(jax_arrays, "_join_whole", lambda plan: made.append(plan) or join(plan))
+    x = call(shape=Shape(B=1, T=3, H=1, HV=1, K=8, V=8))
+
+    def grad(seed: int, scale: float) -> Any:
+        def loss(v: Any) -> Any:
+            return kdacore.chunk_kda(**{**x, "v": v}, scale=scale)[0].sum()
+
+        return jax.grad(loss)(x["v"] + seed)
+
+    one, two = grad(0, 0.37), grad(1, 0.37)
+    assert len(made) == 1
+    close(one, two)  # o is linear in v
+    close(2 * one, grad(0, 0.74))
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize("function", [kdacore.chunk_kda, kdacore.fused_recurrent_kda])

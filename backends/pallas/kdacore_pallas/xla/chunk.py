@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_pallas.xla import segment
+from kdacore_pallas.xla.intra import packed
 from kdacore_pallas.xla.layout import Plan, Share, make_plan
 from kdacore_pallas.xla.numerics import F32, apart, dot, given, mesh_axes, product_precision, varying
+from kdacore_pallas.xla.rooms import Rooms, make_rooms
 
 Array = Any
 
@@ -136,10 +139,10 @@ def advance(state: Array, v_new: Array, kg: Array, total: Array, precision: lax.
 
 
 class StateParts(NamedTuple):
-    """What the states of a segment depend on, ``[M, R, C, ...]``."""
+    """What the states of a segment depend on, ``[M, R, C, ...]``. ``w`` and ``u`` are not read where v_new is given."""
 
-    w: Array
-    u: Array
+    w: Array | None
+    u: Array | None
     kg: Array
     total: Array
 
@@ -161,20 +164,21 @@ def replay(
     flag: Flags,
     initial: Array,
     precision: lax.Precision,
+    v_new: Array | None = None,
 ) -> tuple[Array, Buffers, Replay]:
-    """Run the states of one segment without its outputs."""
+    """Run the states of one segment without its outputs. ``v_new``: the corrected values, where they were kept."""
 
     def step(carry: tuple[Array, Buffers], x: Any) -> tuple[tuple[Array, Buffers], Replay]:
         running, rows = carry
-        (w, u, kg, total), at = x
+        (w, u, kg, total), new, at = x
         start = enter(running, at, initial)
-        v_new = u - dot("...ck,...kv->...cv", w, start, precision)
-        end = advance(start, v_new, kg, total, precision)
-        return (end, record(rows, at, start, end)), Replay(start, v_new)
+        new = u - dot("...ck,...kv->...cv", w, start, precision) if new is None else new
+        end = advance(start, new, kg, total, precision)
+        return (end, record(rows, at, start, end)), Replay(start, new)
 
-    xs = StateParts(*(plan.per_chunk(x) for x in parts))
-    (state, buffers), (start, v_new) = lax.scan(step, (state, buffers), (xs, flag))
-    return state, buffers, Replay(start.reshape(plan.M, *start.shape[2:]), v_new.reshape(parts.u.shape))
+    xs = jax.tree.map(plan.per_chunk, (parts, v_new))
+    (state, buffers), found = lax.scan(step, (state, buffers), (*xs, flag))
+    return state, buffers, Replay(*(x.reshape(plan.M, *x.shape[2:]) for x in found))
 
 
 def _segment_forward(
@@ -185,10 +189,10 @@ def _segment_forward(
     flag: Flags,
     initial: Array,
     precision: lax.Precision,
-) -> tuple[Array, Buffers, Array]:
-    """Run the chunks of one segment; the outputs are ``[M, R, C, V]``."""
+) -> tuple[Array, Buffers, Array, Array]:
+    """Run the chunks of one segment; the outputs and the corrected values are ``[M, R, C, V]``."""
 
-    def step(carry: tuple[Array, Buffers], x: Any) -> tuple[tuple[Array, Buffers], Array]:
+    def step(carry: tuple[Array, Buffers], x: Any) -> tuple[tuple[Array, Buffers], tuple[Array, Array]]:
         running, rows = carry
         w, qg, u, kg, qk, total, at = x
         start = enter(running, at, initial)
@@ -196,12 +200,12 @@ def _segment_forward(
         v_new = u - dot("...ck,...kv->...cv", w, start, precision)
         o = dot("...ck,...kv->...cv", qg, start, precision) + dot("...ij,...jv->...iv", qk, v_new, precision)
         end = advance(start, v_new, kg, total, precision)
-        return (end, record(rows, at, start, end)), o
+        return (end, record(rows, at, start, end)), (o, v_new)
 
     parts = (prep.w, prep.qg, prep.u, prep.kg, prep.pair.qk, prep.decay.total)
     xs = tuple(plan.per_chunk(x) for x in parts)
-    (state, buffers), o = lax.scan(step, (state, buffers), (*xs, flag))
-    return state, buffers, o.reshape(prep.u.shape)
+    (state, buffers), (o, v_new) = lax.scan(step, (state, buffers), (*xs, flag))
+    return state, buffers, o.reshape(prep.u.shape), v_new.reshape(prep.u.shape)
 
 
 def start_state(plan: Plan, initial: Array) -> Array:
@@ -234,11 +238,24 @@ def outputs(request: Request, plan: Plan, o: Array, state: Array, buffers: Buffe
     return Outputs(plan.unload(o, request.HV, request.V), final, checkpoints)
 
 
+def kept_rooms(plan: Plan, inputs: ChunkInputs, initial: Array, all_of_it: bool = True) -> Rooms:
+    """Where the state at each segment's start lies; with ``all_of_it`` also the interactions as :func:`packed`, and the
+    corrected values where they fit beside these.
+    """
+    state = (plan.B * plan.H, *initial.shape[2:])
+    pair = (plan.M, plan.R, plan.C, plan.C)
+    v_new = (plan.M, plan.R, plan.C, initial.shape[-1])
+    return (
+        make_rooms(plan, inputs, (state, pair, pair), (v_new,))
+        if all_of_it
+        else make_rooms(plan, inputs, (state,))
+    )
+
+
 def forward(request: Request, inputs: ChunkInputs, share: Share | None = None) -> Outputs:
     """Outputs of the chunked op, or of a share of its heads: ``request`` is then that of the share.
 
-    When grads are wanted, ``saved`` holds the state at the start of each segment and the interactions of all rows:
-    ``3 C`` numbers a token and head, for which the backward is spared the many small steps that make them.
+    When grads are wanted, ``saved`` holds what the backward would have to make again: :func:`kept_rooms`.
     """
     axes = mesh_axes(*inputs)
     plan = make_plan(request, inputs.cu_seqlens, share=share)
@@ -248,15 +265,19 @@ def forward(request: Request, inputs: ChunkInputs, share: Share | None = None) -
     arrays = padded(request, with_channels(request, inputs), plan)
     initial = states_in(request, plan, inputs.initial_state, axes)
 
-    def body(carry: tuple[Array, Buffers], s: Array) -> tuple[tuple[Array, Buffers], tuple[Array, Any]]:
-        state, buffers = carry
+    space = kept_rooms(plan, inputs, initial) if request.needs_grad else None
+
+    def body(carry: Any, s: Array) -> tuple[Any, Array]:
+        state, buffers, saved = carry
         rows = segment.ready(request, segment.load(request, arrays, plan, s), params)
         prep = segment.prepare(rows, precision)
         flag = flags(request, plan, s, inputs.cu_seqlens)
-        end, buffers, o = _segment_forward(plan, prep, state, buffers, flag, initial, precision)
-        o = plan.in_order(o.astype(inputs.v.dtype))
-        return (end, buffers), (o, (state, *prep.pair) if request.needs_grad else ())
+        end, buffers, o, v_new = _segment_forward(plan, prep, state, buffers, flag, initial, precision)
+        if space is not None:
+            saved = space.put(saved, s, (state, *packed(prep.pair), v_new))
+        return (end, buffers, saved), plan.in_order(o.astype(inputs.v.dtype))
 
-    carry = (start_state(plan, initial), state_buffers(request, plan, initial))
-    (state, buffers), (o, saved) = lax.scan(body, carry, jnp.arange(plan.segments, dtype=jnp.int32))
-    return outputs(request, plan, o, state, buffers)._replace(saved=saved)
+    saved = {} if space is None else space.empty(axes)
+    carry = (start_state(plan, initial), state_buffers(request, plan, initial), saved)
+    (state, buffers, saved), o = lax.scan(body, carry, jnp.arange(plan.segments, dtype=jnp.int32))
+    return outputs(request, plan, o, state, buffers)._replace(saved=tuple(saved.values()))

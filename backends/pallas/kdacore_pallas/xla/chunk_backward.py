@@ -13,7 +13,7 @@ from jax import lax
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
 from kdacore_pallas.xla import chunk, gate, segment
-from kdacore_pallas.xla.intra import Interactions, interactions_backward
+from kdacore_pallas.xla.intra import interactions_backward, unpacked
 from kdacore_pallas.xla.layout import Plan, make_plan
 from kdacore_pallas.xla.numerics import (
     F32,
@@ -26,6 +26,7 @@ from kdacore_pallas.xla.numerics import (
     total,
     varying,
 )
+from kdacore_pallas.xla.rooms import Filled, Rooms
 
 Array = Any
 
@@ -37,10 +38,12 @@ def _replay(
     flag: chunk.Flags,
     initial: Array,
     precision: lax.Precision,
+    v_new: Array | None = None,
 ) -> tuple[Array, chunk.Replay]:
-    parts = chunk.StateParts(prep.w, prep.u, prep.kg, prep.decay.total)
+    w, u = (prep.w, prep.u) if v_new is None else (None, None)
+    parts = chunk.StateParts(w, u, prep.kg, prep.decay.total)
     buffers = chunk.Buffers(None, None)
-    end, _, states = chunk.replay(plan, parts, state, buffers, flag, initial, precision)
+    end, _, states = chunk.replay(plan, parts, state, buffers, flag, initial, precision, v_new)
     return end, states
 
 
@@ -120,35 +123,34 @@ def _rows_backward(
 
     # Separate products throughout: a CPU would copy the operands of a joint one first.
     dqg = dot("...cv,...kv->...ck", do, replay.start, precision)
-    dw = -dot("...cv,...kv->...ck", grads.v_new, replay.start, precision)
     dkg = dot("...cv,...kv->...ck", replay.v_new, grads.end, precision)
     dtotal = jnp.swapaxes(total(replay.start * grads.end, -1), -1, -2) * decay.total
 
-    # w = inverse @ right_w, u = inverse @ right_u, inverse = (I + diag(beta) kk)^-1
-    dright_w = dot("...ji,...jk->...ik", pair.inverse, dw, precision)
+    # w = inverse @ right_w, u = inverse @ right_u, v_new = u - w @ start, inverse = (I + L)^-1, L = diag(beta) kk.
+    # Hence dright_w = -dright_u @ start^T and dL = -dright_w @ w^T - dright_u @ u^T = -dright_u @ v_new^T.
     dright_u = dot("...ji,...jv->...iv", pair.inverse, grads.v_new, precision)
-    dL = dot("...ik,...jk->...ij", dright_w, prep.w, precision)
-    dL = dL + dot("...iv,...jv->...ij", dright_u, prep.u, precision)
+    less_w = dot("...cv,...kv->...ck", dright_u, replay.start, precision)  # -dright_w
     lower = jnp.tril(jnp.ones((C, C), bool))
-    dL = jnp.where(jnp.tril(lower, -1), -dL, 0.0)
+    dL = -dot("...iv,...jv->...ij", dright_u, replay.v_new, precision)
+    dL = jnp.where(jnp.tril(lower, -1), dL, 0.0)
     dqk = jnp.where(lower, dot("...iv,...jv->...ij", do, replay.v_new, precision), 0.0)
 
     kp = rows.k * decay.prefix
     dbeta = total(dL * pair.kk, -1) + total(dright_u * rows.v, -1)
-    dbeta += total(dright_w * kp, -1)
+    dbeta -= total(less_w * kp, -1)
     intra = interactions_backward(
         rows.q,
         rows.k,
         decay,
         dqk,
         rows.beta * dL,
-        channels(prep.qg * dqg + rows.beta * kp * dright_w),
+        channels(prep.qg * dqg - rows.beta * kp * less_w),
         channels(prep.kg * dkg),
         channels(dtotal),
         precision,
     )
     dq = intra.q + dqg * decay.prefix
-    dk = intra.k + rows.beta * decay.prefix * dright_w + dkg * decay.suffix
+    dk = intra.k - rows.beta * decay.prefix * less_w + dkg * decay.suffix
     return RowGrads(dq, dk, rows.beta * dright_u, intra.g, dbeta)
 
 
@@ -181,20 +183,28 @@ def _raw_backward(
 
 
 def _segment_starts(
-    request: Request, plan: Plan, arrays: ChunkInputs, params: segment.Params, initial: Array
-) -> Array:
-    """The state at each segment's start, when the forward pass did not hand it over."""
+    request: Request,
+    plan: Plan,
+    arrays: ChunkInputs,
+    params: segment.Params,
+    initial: Array,
+    space: Rooms,
+) -> Filled:
+    """Rooms with the state at each segment's start, when the forward pass did not hand it over."""
     precision = product_precision(request)
 
-    def body(state: Array, s: Array) -> tuple[Array, Array]:
+    def body(carry: tuple[Array, Filled], s: Array) -> tuple[tuple[Array, Filled], None]:
+        state, rooms = carry
         prep = segment.prepare(
             segment.ready(request, segment.load(request, arrays, plan, s), params), precision
         )
         end, _ = _replay(plan, prep, state, chunk.sequence_flags(plan, s), initial, precision)
-        return end, state
+        return (end, space.put(rooms, s, (state,))), None
 
     order = jnp.arange(plan.segments, dtype=jnp.int32)
-    return lax.scan(body, chunk.start_state(plan, initial), order)[1]
+    found: Filled
+    (_, found), _ = lax.scan(body, (chunk.start_state(plan, initial), space.empty(mesh_axes(initial))), order)
+    return found
 
 
 def backward(
@@ -207,45 +217,54 @@ def backward(
     params = segment.gate_params(inputs, plan)
     arrays = chunk.padded(request, chunk.with_channels(request, inputs), plan)
     initial = chunk.states_in(request, plan, inputs.initial_state, axes)
-    kept: tuple[Array, ...] = saved or (_segment_starts(request, plan, arrays, params, initial),)
+    space = chunk.kept_rooms(plan, inputs, initial, all_of_it=bool(saved))
+    if saved:
+        rooms = dict(zip(space.used, saved, strict=True))
+    else:
+        rooms = _segment_starts(request, plan, arrays, params, initial, space)
     do = jnp.zeros_like(inputs.v) if grads.o is None else grads.o
     do = apart(request, plan.pad(do)) if plan.padded else do
     dfinal = None
     if grads.final_state is not None:
         dfinal = chunk.states_in(request, plan, grads.final_state, axes)
 
-    def body(carry: Any, x: tuple[Array, ...]) -> tuple[Any, Any]:
-        dstate, dinitial, sums = carry
-        s, start, *pair = x
+    def body(carry: Any, s: Array) -> tuple[Any, None]:
+        dstate, dinitial, sums, rooms = carry
+        start, *more = space.take(rooms, s)
         raw = segment.load(request, arrays, plan, s)
         rows = segment.ready(request, raw, params)
-        prep = segment.prepare(rows, precision, Interactions(*pair) if pair else None)
+        prep = segment.prepare(rows, precision, unpacked(*more[:2]) if more else None)
         flag = chunk.sequence_flags(plan, s)
-        _, replay = _replay(plan, prep, start, flag, initial, precision)
+        _, replay = _replay(plan, prep, start, flag, initial, precision, *more[2:])
         do_ = plan.load(do, s).astype(F32)
         if raw.mask is not None:
             do_ = jnp.where(raw.mask, do_, 0.0)
         dstate, dinitial, state_grads = _reverse(plan, prep, do_, dstate, dinitial, flag, dfinal, precision)
         d = _rows_backward(rows, prep, replay, state_grads, do_, precision)
         draw, sums = _raw_backward(request, plan, raw, params, d, sums)
-        out = _outgoing(plan, draw, inputs)
-        return (dstate, dinitial, sums), apart(request, out) if plan.segments == 1 else out
+        out = _outgoing(plan, draw, inputs, axes)
+        out = apart(request, out) if plan.segments == 1 else out
+        return (dstate, dinitial, sums, space.leave(rooms, s, out)), None
 
-    carry = _reverse_carry(request, plan, inputs, dfinal, initial, axes)
+    rooms = {n: varying(x, axes) for n, x in rooms.items()}
+    for n, like in enumerate(inputs[:5]):
+        if n not in rooms:
+            rooms[n] = space.fresh(n, _leaves_as(like, axes), axes)
+    carry = (*_reverse_carry(request, plan, inputs, dfinal, initial, axes), rooms)
     order = jnp.arange(plan.segments, dtype=jnp.int32)
-    (dstate, dinitial, sums), d = lax.scan(body, carry, (order, *kept), reverse=True)
+    (dstate, dinitial, sums, d), _ = lax.scan(body, carry, order, reverse=True)
     return _collect(request, plan, inputs, d, dstate, dinitial, dfinal, sums)
 
 
-def _outgoing(plan: Plan, d: segment.Raw, inputs: ChunkInputs) -> tuple[Array, ...]:
-    """A segment's gradients in the dtypes they leave with.
+def _leaves_as(like: Array, axes: frozenset[str]) -> Any:
+    """The dtype of an input's gradient: that of a replicated input stays float32 until it is summed over the mesh."""
+    return F32 if axes - mesh_axes(like) else like.dtype
 
-    A replicated input's gradient stays float32 until it has been summed over the mesh.
-    """
+
+def _outgoing(plan: Plan, d: segment.Raw, inputs: ChunkInputs, axes: frozenset[str]) -> tuple[Array, ...]:
+    """A segment's gradients as they are returned."""
     pairs = zip((d.q, d.k, d.v, d.g, d.beta[..., 0]), inputs[:5], strict=True)
-    return tuple(
-        plan.in_order(x if mesh_axes(x) - mesh_axes(like) else x.astype(like.dtype)) for x, like in pairs
-    )
+    return tuple(plan.in_order(varying(x, axes).astype(_leaves_as(like, axes))) for x, like in pairs)
 
 
 def _reverse_carry(
@@ -273,14 +292,15 @@ def _collect(
     request: Request,
     plan: Plan,
     inputs: ChunkInputs,
-    d: tuple[Array, ...],
+    d: Filled,
     dstate: Array,
     dinitial: Array | None,
     dfinal: Array | None,
     sums: ParamGrads,
 ) -> InputGrads:
-    pairs = zip(d, inputs[:5], strict=True)
-    q, k, v, g, beta = (summed_like(plan.unload(x, *like.shape[2:]), like) for x, like in pairs)
+    q, k, v, g, beta = (
+        summed_like(plan.unload(d[n], *like.shape[2:]), like) for n, like in enumerate(inputs[:5])
+    )
     dA = db = ds = None
     if inputs.A_log is not None:
         dA = summed_like(given(sums.A_log).reshape(inputs.A_log.shape), inputs.A_log)

@@ -116,6 +116,16 @@ def interactions(q: Array, k: Array, beta: Array, decay: Decays, precision: lax.
     return Interactions(qk[..., 0, :, :], kk[..., 0, :, :], inverse[..., 0, :, :])
 
 
+def packed(pair: Interactions) -> tuple[Array, Array]:
+    """The three in two: ``kk`` lies above the diagonal of ``qk``."""
+    return pair.qk + jnp.swapaxes(pair.kk, -1, -2), pair.inverse
+
+
+def unpacked(both: Array, inverse: Array) -> Interactions:
+    """The reverse of :func:`packed`."""
+    return Interactions(jnp.tril(both), jnp.swapaxes(jnp.triu(both, 1), -1, -2), inverse)
+
+
 def _inverse_corner(il: Array, corner: Array, ir: Array, precision: lax.Precision) -> Array:
     s = corner.shape[-1]
     if s == 1:
@@ -175,8 +185,11 @@ def interactions_backward(
         d = jnp.concatenate([dqk[..., s:, :s], dkk[..., s:, :s]], axis=-2)
         rows = jnp.concatenate([qr * right, kr * right], axis=-2)
         columns = kl * left
-        drows = dot("...ij,...jk->...ik", d, columns, precision)
-        dcolumns = dot("...ij,...ik->...jk", d, rows, precision)
+        if s <= TINY:
+            drows, dcolumns = _written_out(d, columns), _written_out(jnp.swapaxes(d, -1, -2), rows)
+        else:
+            drows = dot("...ij,...jk->...ik", d, columns, precision)
+            dcolumns = dot("...ij,...ik->...jk", d, rows, precision)
         dqr, dkr, dkl = drows[..., :s, :] * right, drows[..., s:, :] * right, dcolumns * left
         dq = _add_halves(dq, None, dqr)
         dk = _add_halves(dk, dkl, dkr)
@@ -184,6 +197,18 @@ def interactions_backward(
         dp, ds, dt = _split(dp, ds, dt, channels(qr * dqr + kr * dkr), channels(kl * dkl))
         s //= 2
     return IntraGrads(dq, dk, (dp + dt)[..., 0, :])
+
+
+TINY = 2
+"""Rows of the left halves up to which their gradients' products are written out. With 4 a CPU takes longer."""
+
+
+def _written_out(a: Array, b: Array) -> Array:
+    """``a @ b`` with few terms in each sum: made where it is read. A library would begin a product for each block."""
+    found = a[..., :, 0, None] * b[..., None, 0, :]
+    for n in range(1, a.shape[-1]):
+        found = found + a[..., :, n, None] * b[..., None, n, :]
+    return found
 
 
 def _add_halves(x: Array, left: Array | None, right: Array) -> Array:

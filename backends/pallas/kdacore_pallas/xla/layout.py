@@ -185,8 +185,8 @@ class Plan:
         return jnp.moveaxis(x, 2, 3).reshape(self.G, self.B, self.C, -1)
 
     def unload(self, ys: Array, *tail: int) -> Array:
-        """Stacked segments of :meth:`in_order` back to ``[B, T, *tail]``."""
-        rows = jnp.moveaxis(ys.reshape(self.slots, *ys.shape[2:]), 1, 0)
+        """Stacked segments of :meth:`in_order`, of any shape, back to ``[B, T, *tail]``."""
+        rows = jnp.moveaxis(ys.reshape(self.slots, self.B, -1), 1, 0)
         flat = rows.reshape(self.B, self.slots * self.C, *tail)
         if self.table is None:
             return flat[:, : self.T]

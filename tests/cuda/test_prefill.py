@@ -11,7 +11,7 @@ from cuda_calls import MODEL, O_BOUND, SAFE_MODEL, STATE_BOUND, Draw, error, ora
 
 from kdacore.types import ChunkInputs, Outputs
 from kdacore_cuda import prefill
-from kdacore_cuda.prefill_kernels import cluster_size
+from kdacore_cuda.prefill_kernels import cluster_size, may_cut, sharing_clusters
 
 SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
 
@@ -188,6 +188,103 @@ def test_split_equals_whole(emulated: list[str]) -> None:
     joined = torch.cat([a.o, b.o], 1)
     assert error(joined, whole.o.double().numpy()) < O_BOUND
     assert error(b.final_state, whole.final_state.double().numpy()) < STATE_BOUND
+
+
+def share(monkeypatch: pytest.MonkeyPatch, clusters: int) -> None:
+    """As many clusters share all work, however little there is; 0: a cluster for each sequence and head."""
+    monkeypatch.setattr(prefill, "sharing_clusters", lambda K, cluster, items, processors, arch: clusters)
+
+
+def same_in_shares(
+    monkeypatch: pytest.MonkeyPatch, inputs: ChunkInputs, clusters: int, **options: Any
+) -> Outputs:
+    """Run in shares: within the bounds, and bit for bit what a cluster for each sequence and head gives."""
+    share(monkeypatch, 0)
+    alone = run(inputs, **options)
+    share(monkeypatch, clusters)
+    got = check(inputs, **options)
+    assert torch.equal(got.o, alone.o)
+    assert torch.equal(got.final_state, alone.final_state)
+    assert got.checkpoints is None or torch.equal(got.checkpoints, alone.checkpoints)
+    return got
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "H", "clusters", "cuts"),
+    [
+        (1, 100, 3, 2, True),
+        (1, 130, 5, 3, True),
+        (2, 30, 3, 4, True),
+        (2, 30, 3, 3, False),
+        (2, 60, 3, 3, False),
+        (1, 70, 7, 5, True),
+    ],
+)
+@pytest.mark.parametrize("options", [SAFE_MODEL, MODEL], ids=["safe", "unbounded"])
+def test_clusters_share_sequences(
+    emulated: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    B: int,
+    T: int,
+    H: int,
+    clusters: int,
+    cuts: bool,
+) -> None:
+    assert may_cut(T, B * H, clusters) == cuts
+    same_in_shares(monkeypatch, draw(B, T, H, H), clusters, output_final_state=True, **options)
+
+
+@pytest.mark.parametrize("clusters", [2, 3, 7])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_clusters_share_packs(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, clusters: int, v_first: bool
+) -> None:
+    """Cut sequences, empty ones at every place, states in and out and between."""
+    lengths = [0, 1, 15, 0, 130, 17, 0, 64, 33, 0]
+    cu = torch.tensor(np.cumsum([0, *lengths]))
+    state = torch.randn(len(lengths), 2, 128, 128)
+    state[3, 0, 0, 0] = float("inf")  # of an empty sequence: comes out as it went in
+    inputs = draw(1, sum(lengths), 1, 2, cu_seqlens=cu, initial_state=state)
+    options = SAFE_MODEL | {"checkpoint_every": 64, "state_v_first": v_first, "output_final_state": True}
+    share(monkeypatch, clusters)
+    got = run(inputs, **options)
+    for n in (0, 3, 6, 9):
+        assert torch.equal(got.final_state[n], state[n])
+    state[3] = 0.0
+    same_in_shares(monkeypatch, inputs, clusters, **options)
+
+
+@pytest.mark.parametrize("lengths", [[0, 200, 1, 1], [1, 300, 2, 150, 40, 1]])
+def test_long_sequences_have_clusters_of_their_own(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, lengths: list[int]
+) -> None:
+    inputs = draw(1, sum(lengths), 2, 2, cu_seqlens=torch.tensor(np.cumsum([0, *lengths])))
+    same_in_shares(monkeypatch, inputs, 5, output_final_state=True, checkpoint_every=64, **SAFE_MODEL)
+
+
+def test_clusters_share_more_sequences_than_lanes(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(0, 40, 70) * rng.integers(0, 2, 70)
+    cu = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
+    inputs = draw(1, int(lengths.sum()), cu_seqlens=cu)
+    same_in_shares(monkeypatch, inputs, 5, output_final_state=True, **MODEL)
+
+
+def test_clusters_share_nothing(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More clusters than steps: some have nothing to do."""
+    inputs = draw(1, 40, cu_seqlens=torch.tensor([0, 40]))
+    same_in_shares(monkeypatch, inputs, 4, output_final_state=True, **SAFE_MODEL)
+
+
+def test_sharing_depends_on_shapes_alone() -> None:
+    assert sharing_clusters(128, 2, 66, 132, "sm_90a") == 0
+    assert sharing_clusters(128, 2, 67, 132, "sm_90a") == 66
+    assert sharing_clusters(128, 3, 44, 132, "sm_90a") == 0
+    assert sharing_clusters(64, 1, 512, 132, "sm_90a") == 0
+    assert sharing_clusters(128, 1, 512, 148, "sm_100f") == 0
 
 
 def test_cluster_size_depends_on_shapes_alone() -> None:

@@ -66,6 +66,21 @@ def test_graph_replay_equals_eager(options: dict[str, Any], H: int) -> None:
     assert same(captured, eager)
 
 
+def test_calls_on_two_streams() -> None:
+    """Clusters that wait for one another, of calls that take each other's multiprocessors."""
+    inputs = draw(2000, 80)
+    first = run(inputs, **SAFE_MODEL)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    outputs = []
+    for _ in range(5):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                outputs.append(run(inputs, **SAFE_MODEL))
+    torch.cuda.synchronize()
+    assert all(same(x, first) for x in outputs)
+
+
 def test_host_time() -> None:
     """25 microseconds a call are the bound; twice that leaves room for a busy machine."""
     inputs = draw(64, 2)

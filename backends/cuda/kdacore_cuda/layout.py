@@ -69,11 +69,14 @@ PREFILL = ParamStruct(
         ("h0", "ptr"),
         ("ht", "ptr"),
         ("ckpt", "ptr"),
+        ("handed", "ptr"),
+        ("launch", "i64"),
         *_strided("q", "k", "v", "g", "beta"),
         ("T", "i64"),
         ("N", "i32"),
         ("H", "i32"),
         ("HV", "i32"),
+        ("clusters", "i32"),
         ("ckpt_every", "i32"),
         ("gate", "i32"),
         ("flags", "i32"),
@@ -83,7 +86,9 @@ PREFILL = ParamStruct(
         ("lower_bound", "f32"),
     ),
 )
-"""Parameters of the prefill kernels. Strides and sizes in elements; ``flags`` are the ``FLAG_*`` bits."""
+"""Parameters of the prefill kernels. Strides and sizes in elements; ``flags`` are the ``FLAG_*`` bits. ``clusters``:
+how many share all sequences and heads, or 0: one each; ``handed``: room for states of those cut in two and, behind it,
+flags that say which are there; ``launch``: what a raised flag holds, another number for every launch."""
 
 DECODE = ParamStruct(
     "DecodeParams",

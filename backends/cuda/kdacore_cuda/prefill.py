@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from functools import cache
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +14,15 @@ from kdacore_cuda import runtime
 from kdacore_cuda.arrays import Plans, build_arch, contiguous_strides, flat, is_wide, pointer, rows, spec_type
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.layout import FLAGS, GATES, PREFILL, TYPES
-from kdacore_cuda.prefill_kernels import cluster_size, prefill_kernel, prefill_shared, prefill_threads
+from kdacore_cuda.prefill_kernels import (
+    cluster_size,
+    hand_over_size,
+    may_cut,
+    prefill_kernel,
+    prefill_shared,
+    prefill_threads,
+    sharing_clusters,
+)
 
 SAFE_BOUND = -5.0
 """Log decays of one token at least this large let one product cover 16 tokens."""
@@ -23,6 +33,10 @@ def is_safe(request: Request) -> bool:
     if request.gate == "sigmoid":
         return request.lower_bound is not None and request.lower_bound >= SAFE_BOUND
     return request.safe_gate and request.gate == "log"
+
+
+_LAUNCHES = count(secrets.randbits(62))
+"""A number for every launch that memory does not hold by chance."""
 
 
 @cache
@@ -36,6 +50,8 @@ def _launcher(K: int, cluster: int, safe: bool, float_gate: bool, arch: str) -> 
 class _Plan(NamedTuple):
     launcher: Launcher
     grid: int
+    hand_over: int
+    """Float32 numbers of what clusters hand on to each other, 0 if no sequence is cut."""
     arch: str
     strides: tuple[int, ...]
     sizes: tuple[Any, ...]
@@ -56,11 +72,15 @@ def _make_plan(r: Request) -> _Plan:
     )
     arch = build_arch(r.device.arch)
     float_gate = spec_type(r, "g") != TYPES["bfloat16"]
-    cluster = cluster_size(r.K, r.N * r.HV, runtime.processors(r.device.index), arch)
+    items, processors = r.N * r.HV, runtime.processors(r.device.index)
+    cluster = cluster_size(r.K, items, processors, arch)
+    clusters = sharing_clusters(r.K, cluster, items, processors, arch)
+    cuts = clusters and (r.packed or may_cut(r.T, items, clusters))
     types = (spec_type(r, "beta"), spec_type(r, "dt_bias"))
     return _Plan(
         launcher=_launcher(r.K, cluster, is_safe(r), float_gate, arch),
-        grid=r.N * r.HV * cluster,
+        grid=(clusters or items) * cluster,
+        hand_over=hand_over_size(clusters) if cuts else 0,
         arch=arch,
         strides=contiguous_strides(r),
         sizes=(
@@ -68,6 +88,7 @@ def _make_plan(r: Request) -> _Plan:
             r.N,
             r.H,
             r.HV,
+            clusters,
             r.checkpoint_every,
             GATES[r.gate],
             flags,
@@ -97,10 +118,11 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     o = inputs.v.new_empty((request.B, request.T, request.HV, request.V))
     ht = o.new_empty(request.state_shape, dtype=plan.state_dtype) if request.output_final_state else None
     ckpt = _checkpoints(request, o, plan.state_dtype)
+    handed = o.new_empty(plan.hand_over, dtype=torch.float32) if plan.hand_over else None
     values = (
         *pointers,
         *(pointer(A_log), pointer(bias), pointer(cu_seqlens), o.data_ptr()),
-        *(pointer(h0), pointer(ht), pointer(ckpt)),
+        *(pointer(h0), pointer(ht), pointer(ckpt), pointer(handed), next(_LAUNCHES)),
         *strides,
         *plan.sizes,
     )

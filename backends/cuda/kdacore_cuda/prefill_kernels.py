@@ -35,6 +35,26 @@ def cluster_size(K: int, items: int, processors: int, arch: str) -> int:
     return max(c for c in sizes if c == sizes[0] or items * c <= processors)
 
 
+def sharing_clusters(K: int, cluster: int, items: int, processors: int, arch: str) -> int:
+    """How many clusters share ``items`` sequences and heads; 0: each has a cluster of its own.
+
+    As many as run at once, where there are more items than that and the kernel can cut an item in two.
+    """
+    together = processors // cluster
+    return together if has_own(K, arch) and items > together else 0
+
+
+def may_cut(T: int, items: int, clusters: int) -> bool:
+    """Does a border of ``clusters`` equal shares of ``items`` dense sequences and heads fall inside one of them?"""
+    cost = max(1, -(-T // _STEP)) + _TURN
+    return -(-items * cost // clusters) % cost != 0
+
+
+def hand_over_size(clusters: int) -> int:
+    """Float32 numbers of the states that ``clusters`` hand on, and of the flags (8 bytes a warp) behind them."""
+    return clusters * (128 * 128 + 2 * _SCANNERS * _SCAN_WARPS)
+
+
 def prefill_kernel(K: int, cluster: int, safe: bool, float_gate: bool, arch: str = HOPPER) -> KernelSource:
     """The fused prefill kernel for one head dim (K = V), cluster size, gate range and dtype of ``g``."""
     own = has_own(K, arch)
@@ -65,6 +85,8 @@ def prefill_shared(K: int, cluster: int, safe: bool, arch: str = HOPPER) -> int:
 # The Hopper kernel, K = V = 128: blocks of 4 scan warps (64 columns of V), 8 slice warps (each 32 channels of half a
 # chunk) and 2 solver warps, whose warpgroup must be whole for registers to be traded.
 _SCANNERS, _SCAN_WARPS, _SLICE_WARPS, _SOLVER_SLOTS, _STAGES = 2, 4, 8, 4, 6
+_STEP, _TURN = 32, 2
+"""Tokens of a chunk; what a sequence costs beside its chunks, in chunks (jobs.cuh)."""
 
 
 class Registers(NamedTuple):
@@ -77,8 +99,8 @@ class Registers(NamedTuple):
 
 @cache
 def _registers(safe: bool) -> Registers:
-    """What spills least: a spilled word is read back behind the loads from device memory, and waits for them."""
-    return Registers(184, 112, 104) if safe else Registers(184, 120, 88)
+    """What spills nothing: a spilled word is read back behind the loads from device memory, and waits for them."""
+    return Registers(184, 120, 88) if safe else Registers(176, 128, 80)
 
 
 def _hopper_defines(safe: bool) -> tuple[tuple[str, int], ...]:
@@ -98,8 +120,8 @@ def _hopper_shared(safe: bool) -> int:
     stage = 2 * 3 * 4096 + 3072 + 4 * 128 + 512
     values_and_output = 4 * 4 * 1024
     slices = 4 * ((14 if safe else 16) * 512 + 1024 + 256)
-    triangles, bias, barriers = 2 * 2560, 4 * 128, 8 * (2 * _STAGES + 3)
-    return _STAGES * stage + values_and_output + slices + triangles + bias + barriers + 16
+    triangles, bias, barriers, share = 2 * 2560, 4 * 128, 8 * (2 * _STAGES + 4), 32
+    return _STAGES * stage + values_and_output + slices + triangles + bias + barriers + share
 
 
 # The other kernel: 16 columns of V (or 32) a scan warp, a chunk of 16 tokens a prepare warp.

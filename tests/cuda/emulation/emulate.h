@@ -255,6 +255,7 @@ inline float shuffle_xor(float x, int mask) {
 inline u32 shuffle_xor(u32 x, int mask) { return emu::exchange({{x}})[(emu::me->thread & 31) ^ mask].w[0]; }
 inline int shuffle_xor(int x, int mask) { return (int)emu::exchange({{(u32)x}})[(emu::me->thread & 31) ^ mask].w[0]; }
 inline float shuffle(float x, int lane) { return emu::as_float(emu::exchange({{emu::as_u32(x)}})[lane & 31].w[0]); }
+inline int shuffle(int x, int lane) { return (int)emu::exchange({{(u32)x}})[lane & 31].w[0]; }
 inline void sync_warp() { emu::exchange({}); }
 inline void sync_block() { emu::meet(emu::me->block->named[0], emu::block_threads); }
 inline void sync_pair(int barrier) { emu::meet(emu::me->block->named[barrier], 64); }
@@ -277,6 +278,13 @@ inline void load_stream(uint4& r, const void* p, bool real) {
 inline void store_global(void* p, uint4 v) {
   if ((uintptr_t)p % 16) emu::fail("misaligned global address", (u32)(uintptr_t)p);
   memcpy(p, &v, 16);
+}
+
+inline uint4 load_written(u64 p) { uint4 r; memcpy(&r, (const void*)p, 16); return r; }
+inline void raise_flag(u64 flag, u64 value) { *(u64*)flag = value; }
+inline void take_flag(u64 flag, u64 value) {
+  while (*(u64*)flag != value) emu::block_while((const u32*)flag, ~0u, *(u32*)flag);
+  *(u64*)flag = 0;
 }
 
 inline void copy_async16(u32 dst, const void* src, bool real) { emu::me->groups.back().push_back({dst, src, real}); }

@@ -25,9 +25,12 @@ KDA_KERNEL(THREADS, 1) TOGETHER prefill(KDA_PARAM PrefillParams p) {
     fence_barrier_init();
 #endif
   }
-  const Work work = make_work(p, block_index() / CLUSTER, C, reinterpret_cast<int*>(memory + VALUES_AT),
-                              reinterpret_cast<int*>(memory + PICK_AT));
-  store_bias(p, work.hv, reinterpret_cast<float*>(memory + BIAS_AT), THREADS);
+  const int item = block_index() / CLUSTER;
+  const int n = pick_sequence(p, item / p.HV, reinterpret_cast<int*>(memory + VALUES_AT), reinterpret_cast<int*>(memory + PICK_AT));
+  const Work work = make_work(p, n, item % p.HV, C);
+  const Gate gate = make_gate(p, work.hv);
+  float* bias = reinterpret_cast<float*>(memory + BIAS_AT);
+  for (int c = thread_index(); c < K; c += THREADS) bias[c] = gate_bias(p, gate, work.hv, c);
 #if CLUSTER > 1
   sync_block();
   sync_cluster();

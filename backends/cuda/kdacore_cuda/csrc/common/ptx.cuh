@@ -73,6 +73,7 @@ __device__ __forceinline__ float shuffle_xor(float x, int mask) { return __shfl_
 __device__ __forceinline__ u32 shuffle_xor(u32 x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 __device__ __forceinline__ int shuffle_xor(int x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 __device__ __forceinline__ float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+__device__ __forceinline__ int shuffle(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
 __device__ __forceinline__ void sync_block() { __syncthreads(); }
 
@@ -122,6 +123,24 @@ __device__ __forceinline__ void load_stream(uint4& r, const void* p, bool real) 
 }
 __device__ __forceinline__ void store_global(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// 16 bytes that another block may have written.
+__device__ __forceinline__ uint4 load_written(u64 p) {
+  uint4 r;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
+  return r;
+}
+// Tells another block, by a value, that all that was written before is there; waits for that and sets the flag to zero.
+__device__ __forceinline__ void raise_flag(u64 flag, u64 value) {
+  asm volatile("st.release.gpu.global.b64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+}
+__device__ __forceinline__ void take_flag(u64 flag, u64 value) {
+  u64 found;
+  do {
+    asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(found) : "l"(flag) : "memory");
+  } while (found != value);
+  asm volatile("st.global.b64 [%0], 0;" ::"l"(flag) : "memory");
 }
 
 // 16 bytes global to shared, asynchronously; zeros when `real` is false (then `src` is not read).

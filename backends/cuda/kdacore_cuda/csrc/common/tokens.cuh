@@ -141,13 +141,10 @@ __device__ __forceinline__ Gate make_gate(const PrefillParams& p, int hv) {
   return {p.gate, unit, -LOG2E * a, closed};
 }
 
-// Per channel what gate_steps adds: the bias in the units of what it is added to.
-__device__ __forceinline__ void store_bias(const PrefillParams& p, int hv, float* bias, int threads) {
-  const Gate gate = make_gate(p, hv);
-  for (int c = thread_index(); c < K_DIM; c += threads) {
-    const float b = p.dt_bias ? load_scalar(p.dt_bias, (long long)hv * K_DIM + c, p.bias_type) : 0.0f;
-    bias[c] = (gate.kind == GATE_SIGMOID ? gate.slope : LOG2E) * b;
-  }
+// What gate_steps adds to channel c: the bias in the units of what it is added to.
+__device__ __forceinline__ float gate_bias(const PrefillParams& p, const Gate& gate, int hv, int c) {
+  const float b = p.dt_bias ? load_scalar(p.dt_bias, (long long)hv * K_DIM + c, p.bias_type) : 0.0f;
+  return (gate.kind == GATE_SIGMOID ? gate.slope : LOG2E) * b;
 }
 
 #endif

@@ -1,4 +1,4 @@
-// Which sequence and value head a cluster of prefill blocks works on.
+// What is known of a sequence and value head, and which sequence a cluster of prefill blocks takes.
 #ifndef KDACORE_WORK_CUH
 #define KDACORE_WORK_CUH
 
@@ -14,14 +14,20 @@ struct Work {
   int length, chunks;
 };
 
+// Tokens of sequence n.
+__device__ __forceinline__ int length_of(const PrefillParams& p, int n) {
+  if (!p.cu_seqlens) return (int)p.T;
+  const bool wide = p.flags & FLAG_CU64;
+  return (int)(load_index(p.cu_seqlens, n + 1, wide) - load_index(p.cu_seqlens, n, wide));
+}
+
 // Which sequence is the one in `place`: longest first, so that no long one starts last. Ties keep their order. All threads
 // call this; `lengths` is shared memory for SORT_LIMIT integers, `picked` for one.
 __device__ __forceinline__ int pick_sequence(const PrefillParams& p, int place, int* lengths, int* picked) {
   if (!p.cu_seqlens || p.N == 1 || p.N > SORT_LIMIT) return place;
   const int n = thread_index();
-  const bool wide = p.flags & FLAG_CU64;
   int mine = 0;
-  if (n < p.N) lengths[n] = mine = (int)(load_index(p.cu_seqlens, n + 1, wide) - load_index(p.cu_seqlens, n, wide));
+  if (n < p.N) lengths[n] = mine = length_of(p, n);
   sync_block();
   if (n < p.N) {
     int before = 0;
@@ -32,22 +38,15 @@ __device__ __forceinline__ int pick_sequence(const PrefillParams& p, int place, 
   return *picked;
 }
 
-// The sequence and value head number `item`, in chunks of `chunk` tokens.
-__device__ __forceinline__ Work make_work(const PrefillParams& p, int item, int chunk, int* lengths, int* picked) {
+// Sequence n and value head hv, in chunks of `chunk` tokens.
+__device__ __forceinline__ Work make_work(const PrefillParams& p, int n, int hv, int chunk) {
   Work w;
-  w.hv = item % p.HV;
-  w.h = w.hv / (p.HV / p.H);
-  w.n = pick_sequence(p, item / p.HV, lengths, picked);
-  if (p.cu_seqlens) {
-    const bool wide = p.flags & FLAG_CU64;
-    w.batch = 0;
-    w.first = load_index(p.cu_seqlens, w.n, wide);
-    w.length = (int)(load_index(p.cu_seqlens, w.n + 1, wide) - w.first);
-  } else {
-    w.batch = w.n;
-    w.first = 0;
-    w.length = (int)p.T;
-  }
+  w.n = n;
+  w.hv = hv;
+  w.h = hv / (opaque(p.HV) / p.H);
+  w.batch = p.cu_seqlens ? 0 : n;
+  w.first = p.cu_seqlens ? load_index(p.cu_seqlens, n, p.flags & FLAG_CU64) : 0;
+  w.length = length_of(p, n);
   w.chunks = (w.length + chunk - 1) / chunk;
   return w;
 }
@@ -56,11 +55,7 @@ __device__ __forceinline__ Work make_work(const PrefillParams& p, int item, int 
 __device__ __forceinline__ long long first_checkpoint(const PrefillParams& p, const Work& work, int lane) {
   if (!p.cu_seqlens) return work.n * ((p.T + p.ckpt_every - 1) / p.ckpt_every);
   int rows = 0;
-  for (int m = lane; m < work.n; m += 32) {
-    const bool wide = p.flags & FLAG_CU64;
-    const long long length = load_index(p.cu_seqlens, m + 1, wide) - load_index(p.cu_seqlens, m, wide);
-    rows += (int)((length + p.ckpt_every - 1) / p.ckpt_every);
-  }
+  for (int m = lane; m < work.n; m += 32) rows += (int)((length_of(p, m) + p.ckpt_every - 1ll) / p.ckpt_every);
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1) rows += shuffle_xor(rows, mask);
   return rows;

@@ -75,8 +75,9 @@ constexpr u32 FULL_AT = BIAS_AT + 4 * K;               // stage: prepared
 constexpr u32 EMPTY_AT = FULL_AT + 8 * STAGES;         // stage: consumed
 constexpr u32 SUMMED_AT = EMPTY_AT + 8 * STAGES;       // solver: its chunk's slices are done
 constexpr u32 TAKEN_AT = SUMMED_AT + 8 * SOLVERS;      // group: its parts have been read, by both warps of a solver
-constexpr u32 PICK_AT = TAKEN_AT + 8 * GROUPS;
-constexpr u32 SHARED_BYTES = PICK_AT + 16;
+constexpr u32 SHARE_AT = (TAKEN_AT + 8 * GROUPS + 15) / 16 * 16;  // what this cluster works on
+constexpr u32 SHARE_BYTES = 32;
+constexpr u32 SHARED_BYTES = SHARE_AT + SHARE_BYTES;
 static_assert(SHARED_BYTES <= SHARED_LIMIT, "the host's shared memory size is too small");
 
 // Offset of 16-byte piece `piece` (0..7) of row `row` in a swizzled half.

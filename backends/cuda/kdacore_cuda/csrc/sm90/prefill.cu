@@ -1,9 +1,9 @@
 // chunk_kda, inference, on Hopper: one launch, nothing but inputs and outputs in device memory.
 //
-// A cluster of CLUSTER blocks takes one sequence and value head; a scanning block carries V / SCANNERS columns of the state.
-// Slice warps and solver warps of every block run ahead, turning its share of the chunks into images in a ring of shared
-// memory stages, copied to the other scanning blocks; scan warps consume the images in order. A block waits only for its
-// own cluster, so any number of clusters may be in flight.
+// A cluster of CLUSTER blocks takes sequences and value heads (jobs.cuh); a scanning block carries V / SCANNERS columns of the
+// state. Slice warps and solver warps of every block run ahead, turning its share of the chunks into images in a ring of shared
+// memory stages, copied to the other scanning blocks; scan warps consume the images in order. The ring runs on from one job to
+// the next. A cluster waits for another only where a job was cut, and then for one that started before it.
 #include "sm90/scan.cuh"
 #include "sm90/solve.cuh"
 
@@ -24,7 +24,7 @@ static_assert(SCAN_REGISTERS * SCAN_WARPS + SLICE_REGISTERS * SLICE_WARPS + SOLV
 KDA_KERNEL(THREADS, 1) TOGETHER prefill(KDA_PARAM PrefillParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
-  const int warp = uniform(thread_index() >> 5), rank = block_index() % CLUSTER;
+  const int warp = uniform(thread_index() >> 5), rank = block_index() % CLUSTER, cluster = block_index() / CLUSTER;
   if (thread_index() < STAGES) {
     barrier_init(shared + FULL_AT + 8 * thread_index(), 1);
     barrier_init(shared + EMPTY_AT + 8 * thread_index(), SCANNERS * SCAN_WARPS);
@@ -34,9 +34,10 @@ KDA_KERNEL(THREADS, 1) TOGETHER prefill(KDA_PARAM PrefillParams p) {
     fence_barrier_init();
 #endif
   }
-  const Work work = make_work(p, block_index() / CLUSTER, C, reinterpret_cast<int*>(memory + VALUES_AT),
-                              reinterpret_cast<int*>(memory + PICK_AT));
-  store_bias(p, work.hv, reinterpret_cast<float*>(memory + BIAS_AT), THREADS);
+  if (warp == 0) {
+    const Share found = find_share(p, cluster);
+    if (thread_index() == 0) store_share(shared + SHARE_AT, found);
+  }
 #if CLUSTER > 1
   sync_block();
   sync_cluster();
@@ -47,17 +48,17 @@ KDA_KERNEL(THREADS, 1) TOGETHER prefill(KDA_PARAM PrefillParams p) {
 #if SCAN_REGISTERS
     set_registers<SCAN_REGISTERS, START_REGISTERS>();
 #endif
-    if (rank < SCANNERS) scan_warp(p, work, shared, warp, rank);
+    if (rank < SCANNERS) scan_warp(p, shared, warp, rank, cluster);
   } else if (warp < SCAN_WARPS + SLICE_WARPS) {
 #if SCAN_REGISTERS
     set_registers<SLICE_REGISTERS, START_REGISTERS>();
 #endif
-    slice_warp(p, work, shared, warp - SCAN_WARPS, rank);
+    slice_warp(p, shared, warp - SCAN_WARPS, rank);
   } else {
 #if SCAN_REGISTERS
     set_registers<SOLVE_REGISTERS, START_REGISTERS>();
 #endif
-    solver_warp(p, work, shared, warp - SCAN_WARPS - SLICE_WARPS, rank);
+    solver_warp(p, shared, warp - SCAN_WARPS - SLICE_WARPS, rank);
   }
 #if CLUSTER > 1
   sync_cluster();  // no block may leave while another still writes to it

@@ -3,8 +3,7 @@
 #ifndef KDACORE_SCAN_CUH
 #define KDACORE_SCAN_CUH
 
-#include "common/work.cuh"
-#include "sm90/image.cuh"
+#include "sm90/jobs.cuh"
 #include "sm90/wgmma.cuh"
 
 constexpr int K_TILES = K / 16;
@@ -159,7 +158,41 @@ __device__ __forceinline__ void fetch_values(const ScanLane& l, const unsigned c
 
 #include "sm90/scan_chunk.cuh"
 
-__device__ __forceinline__ void scan_warp(const PrefillParams& p, const Work& work, u32 shared, int warp, int rank) {
+// The state of a job cut in two, from a warp of the cluster with the first part to the same warp of the cluster with the rest,
+// which has exactly the same elements; and the flag that says it is there. Flags are raised to a number that no other launch
+// has and taken down by who waited, so that memory needs no clearing and a graph may be replayed.
+struct HandOver {
+  u64 state, flag;
+};
+__device__ __forceinline__ HandOver hand_over(const PrefillParams& p, int cluster, int rank, int warp, int lane) {
+  constexpr u32 BYTES = WARP_V * K * 4;
+  const u64 at = ((u64)cluster * SCANNERS + rank) * SCAN_WARPS + warp, flags = p.handed + (u64)p.clusters * SCANNERS * SCAN_WARPS * BYTES;
+  return {p.handed + at * BYTES + 16 * lane, flags + 8 * at};
+}
+__device__ __forceinline__ void give_state(const PrefillParams& p, const ScanState& state, const HandOver& to, int lane) {
+#pragma unroll
+  for (int j = 0; j < 2 * K_TILES; ++j) {
+    const float(&x)[4] = state.s[j];
+    store_global(reinterpret_cast<void*>(to.state + 512 * j),
+                 make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])));
+  }
+  sync_warp();
+  if (lane == 0) raise_flag(to.flag, p.launch);
+}
+__device__ __forceinline__ void take_state(const PrefillParams& p, ScanState& state, const HandOver& from, int lane) {
+  if (lane == 0) take_flag(from.flag, p.launch);
+  sync_warp();
+#pragma unroll
+  for (int j = 0; j < 2 * K_TILES; ++j) {
+    const uint4 x = load_written(from.state + 512 * j);
+    state.s[j][0] = __uint_as_float(x.x), state.s[j][1] = __uint_as_float(x.y);
+    state.s[j][2] = __uint_as_float(x.z), state.s[j][3] = __uint_as_float(x.w);
+  }
+}
+
+__device__ __forceinline__ void scan_warp(const PrefillParams& p, u32 shared, int warp, int rank, int cluster) {
+  Job job = load_job(shared + SHARE_AT);
+  if (!seek(p, shared, job, 0)) return;
   ScanLane l;
   l.lane = opaque(thread_index() & 31);
   l.g = l.lane >> 2;
@@ -172,81 +205,106 @@ __device__ __forceinline__ void scan_warp(const PrefillParams& p, const Work& wo
   l.out = opaque(shared + OUT_AT + warp * 2 * TILE_BYTES);
   l.kq = operand_descriptor(shared + STAGES_AT + KQ_AT, 16, 1024);
   l.kg = operand_descriptor(shared + STAGES_AT + KG_AT, ROWS_BYTES, 1024);
-  // This lane's 16 bytes of a chunk's V and o.
-  const int token = l.lane >> 1, at_v = l.v0 + 8 * (l.lane & 1);
   const long long v_chunk = 2ll * C * p.v_st, o_chunk = 2ll * C * p.HV * V;
-  const unsigned char* v = reinterpret_cast<const unsigned char*>(
-      p.v + 2 * (work.batch * p.v_sb + (work.first + token) * p.v_st + work.hv * p.v_sh + at_v));
-  unsigned char* o = reinterpret_cast<unsigned char*>(
-      p.o + 2 * (((work.batch * p.T + work.first + token) * p.HV + work.hv) * V + at_v));
   const unsigned char* none = reinterpret_cast<const unsigned char*>(p.v);  // valid, not read
-  int left = work.length - token;  // real if positive
-#pragma unroll
-  for (int c = 0; c < V_DEPTH - 1; ++c) {
-    fetch_values(l, v, v_chunk / 2, none, c, left - c * C);
-    copy_async_commit();
-    v += v_chunk;
-  }
-  const int state_size = p.flags & FLAG_STATE_BF16 ? 2 : 4;
-  const long long matrix = (long long)K * V * state_size;
-  ScanState state = {};
-  if (p.h0) read_state(state, l, p.h0 + ((long long)work.n * p.HV + work.hv) * matrix, p.flags);
-  u64 ckpt = 0;
-  if (p.ckpt_every) ckpt = p.ckpt + (first_checkpoint(p, work, l.lane) * p.HV + work.hv) * matrix;
+  const long long matrix = (long long)K * V * (p.flags & FLAG_STATE_BF16 ? 2 : 4);
+  const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;  // chunks between states written
   u32 slot = 0, parity = 0;
-  int ring = 0, c = 0;
-  Output out = {};  // of the chunk before, stored while the matrix unit works on the next
-  int out_left = 0;
-  o -= o_chunk;
-  const int block = p.ckpt_every ? p.ckpt_every / C : work.chunks;  // chunks between states written
-  while (true) {
-    u64 to = 0;
-    if (c == work.chunks) {
-      if (p.ht) to = p.ht + ((long long)work.n * p.HV + work.hv) * matrix;
-    } else {
-      to = ckpt;
-      ckpt += p.ckpt_every ? p.HV * matrix : 0;
-    }
-    if (to) write_state(state, l, to, p.flags);
-    if (c == work.chunks) break;
-    const int end = work.chunks - c < block ? work.chunks : c + block;
-#pragma unroll 1
-    for (; c < end; ++c) {
-      const Stage at = {slot, shared + STAGES_AT + slot * STAGE_PITCH, shared + FULL_AT + 8 * slot, parity};
-      scan_chunk(
-          state, out, l, at, l.values + ring * 2 * TILE_BYTES,
-          [&](const uint4(&rows)[2]) {
-            store_output(rows, o, o_chunk / 2, out_left);
-            o += o_chunk;
-            out_left = left;
-            copy_async_wait<V_DEPTH - 2>();
-            sync_warp();
-          },
-          [&] {
-            fetch_values(l, v, v_chunk / 2, none, ring == 0 ? V_DEPTH - 1 : ring - 1, left - (V_DEPTH - 1) * C);
-            copy_async_commit();
-            v += v_chunk;
-            left -= C;
-            ring = ring + 1 == V_DEPTH ? 0 : ring + 1;
-          });
-      sync_warp();
-      if (l.lane == 0) {
+  const auto release = [&] {
+    sync_warp();
+    if (l.lane == 0) {
 #if CLUSTER > 1
-        barrier_arrive_remote(cluster_address(shared + EMPTY_AT + 8 * slot, slot % CLUSTER));
+      barrier_arrive_remote(cluster_address(shared + EMPTY_AT + 8 * slot, slot % CLUSTER));
 #else
-        barrier_arrive(shared + EMPTY_AT + 8 * slot);
+      barrier_arrive(shared + EMPTY_AT + 8 * slot);
 #endif
+    }
+    if (++slot == STAGES) {
+      slot = 0;
+      parity ^= 1;
+    }
+  };
+  Part part;
+  const unsigned char* v;  // this lane's 16 bytes of a chunk's V and o
+  unsigned char* o;
+  int left;  // real if positive
+  const auto begin = [&] {
+    part = make_part(p, shared, job);
+    const Work& work = part.work;
+    const int token = part.chunk * C + (l.lane >> 1), at_v = l.v0 + 8 * (l.lane & 1);
+    v = reinterpret_cast<const unsigned char*>(
+        p.v + 2 * (work.batch * p.v_sb + (work.first + token) * p.v_st + work.hv * p.v_sh + at_v));
+    o = reinterpret_cast<unsigned char*>(
+        p.o + 2 * (((work.batch * p.T + work.first + token) * p.HV + work.hv) * V + at_v));
+    left = part.tokens - token;
+#pragma unroll
+    for (int i = 0; i < V_DEPTH - 1; ++i) {
+      fetch_values(l, v, v_chunk / 2, none, i, left - i * C);
+      copy_async_commit();
+      v += v_chunk;
+    }
+  };
+  const auto state_of = [&](u64 states, const Work& work) { return states + ((long long)work.n * p.HV + work.hv) * matrix; };
+  begin();
+  bool more = true;
+  while (more) {
+    int c = part.chunk;
+    ScanState state = {};
+    if (c) {
+      take_state(p, state, hand_over(p, cluster - 1, rank, warp, l.lane), l.lane);
+    } else if (p.h0) {
+      read_state(state, l, state_of(p.h0, part.work), p.flags);
+    }
+    u64 ckpt = 0;
+    if (p.ckpt_every) ckpt = p.ckpt + (first_checkpoint(p, part.work, l.lane) * p.HV + part.work.hv) * matrix;
+    int ring = 0;
+    Output out = {};  // of the chunk before, stored while the matrix unit works on the next
+    int out_left = 0;
+    o -= o_chunk;
+    while (c < part.end) {
+      if (ckpt && c % block == 0) write_state(state, l, ckpt + c / block * p.HV * matrix, p.flags);
+      const int end = least(part.end, (c / block + 1) * block);
+#pragma unroll 1
+      for (; c < end; ++c) {
+        const Stage at = {slot, shared + STAGES_AT + slot * STAGE_PITCH, shared + FULL_AT + 8 * slot, parity};
+        scan_chunk(
+            state, out, l, at, l.values + ring * 2 * TILE_BYTES,
+            [&](const uint4(&rows)[2]) {
+              store_output(rows, o, o_chunk / 2, out_left);
+              o += o_chunk;
+              out_left = left;
+              copy_async_wait<V_DEPTH - 2>();
+              sync_warp();
+            },
+            [&] {
+              fetch_values(l, v, v_chunk / 2, none, ring == 0 ? V_DEPTH - 1 : ring - 1, left - (V_DEPTH - 1) * C);
+              copy_async_commit();
+              v += v_chunk;
+              left -= C;
+              ring = ring + 1 == V_DEPTH ? 0 : ring + 1;
+            });
+        release();
       }
-      if (++slot == STAGES) {
-        slot = 0;
-        parity ^= 1;
-      }
+    }
+    uint4 rows[2];
+    write_output(out, l);
+    read_output(rows, l);
+    store_output(rows, o, o_chunk / 2, out_left);
+    copy_async_wait<0>();
+    sync_warp();
+    const Part done = part;
+    if (!done.work.chunks) {
+      barrier_wait(shared + FULL_AT + 8 * slot, parity);
+      release();
+    }
+    more = seek(p, shared, job, job.stop);
+    if (more) begin();  // its first values are on their way while this state is written
+    if (done.end < done.work.chunks) {
+      give_state(p, state, hand_over(p, cluster, rank, warp, l.lane), l.lane);
+    } else if (p.ht) {
+      write_state(state, l, state_of(p.ht, done.work), p.flags);
     }
   }
-  uint4 rows[2];
-  write_output(out, l);
-  read_output(rows, l);
-  store_output(rows, o, o_chunk / 2, out_left);
   copy_async_wait<0>();
 }
 

@@ -5,9 +5,7 @@
 #define KDACORE_SLICES_CUH
 
 #include "common/tokens.cuh"
-#include "common/work.cuh"
-#include "sm90/image.cuh"
-#include "sm90/lanes.cuh"
+#include "sm90/jobs.cuh"
 
 // k 2^-G carries this factor (log2) so that G down to -116 overflows nothing.
 constexpr float SHIFT = -64.0f;
@@ -18,13 +16,13 @@ struct Source {
   int k_token, q_token, g_token;
 };
 
-// Tokens from one chunk of a group to its next.
-constexpr int STRIDE = GROUPS * CLUSTER * C;
+// Steps from one chunk of a group to its next.
+constexpr int STRIDE = GROUPS * CLUSTER;
 
 __device__ __forceinline__ void advance(Source& s) {
-  s.k += (long long)STRIDE * s.k_token;
-  s.q += (long long)STRIDE * s.q_token;
-  s.g += (long long)STRIDE * s.g_token;
+  s.k += (long long)STRIDE * C * s.k_token;
+  s.q += (long long)STRIDE * C * s.q_token;
+  s.g += (long long)STRIDE * C * s.g_token;
 }
 
 // What is loaded next, into the same registers as soon as they have been used: the chunk `from` is at, of which this lane
@@ -75,7 +73,8 @@ struct Across {
 
 // Where this lane's 8 channels of its slice go in 64 channels of an operand, for token i of its half.
 __device__ __forceinline__ u32 piece_offset(const Lane& l, int i, const Place& at) {
-  return swizzled(HALF * at.half + 2 * l.p + i, (at.slice & 1) * 4 + l.t);
+  const u32 even = swizzled(HALF * at.half + 2 * l.p, (at.slice & 1) * 4 + l.t);
+  return i ? (opaque(even) ^ 16) + 128 : even;  // made from the other, for want of registers
 }
 
 // Decay of the whole chunk, in the order scan lanes read it: 4 floats (channels 2t, 2t+1, 2t+8, 2t+9) a lane and 16
@@ -159,15 +158,15 @@ __device__ __forceinline__ void store_parts(u32 to, const Products& sums) {
 #endif
 }
 
-// The other half's decay of this lane's channels. `totals` is the pair's in shared memory.
-__device__ __forceinline__ void exchange_totals(const Lane& l, const Place& at, u32 totals, const float (&total)[8],
+// The other half's decay of this lane's channels. `mine` is where this lane's own are handed over in shared memory.
+__device__ __forceinline__ void exchange_totals(const Lane& l, const Place& at, u32 mine, const float (&total)[8],
                                                 float (&across)[8]) {
-  const u32 mine = totals + 128 * at.half + 32 * l.t, other = totals + 128 * (at.half ^ 1) + 32 * l.t;
   if (l.g == 0) {
 #pragma unroll
     for (int e = 0; e < 8; e += 2) store_shared(mine + 4 * e, total[e], total[e + 1]);
   }
   sync_pair(at.pair);
+  const u32 other = opaque(mine) + (at.half ? -128 : 128);  // made here, for want of registers
 #pragma unroll
   for (int e = 0; e < 8; e += 4) {
     const float4 x = load_shared4(other + 4 * e);
@@ -178,58 +177,67 @@ __device__ __forceinline__ void exchange_totals(const Lane& l, const Place& at, 
   }
 }
 
-__device__ __forceinline__ void slice_warp(const PrefillParams& p, const Work& work, u32 shared, int warp, int rank) {
-  const Lane l = make_lane();
-  const Gate gate = make_gate(p, work.hv);
+__device__ __forceinline__ void slice_warp(const PrefillParams& p, u32 shared, int warp, int rank) {
   const int group = warp / (2 * SLICES);
-  Place at;
-  at.half = warp / SLICES % 2;
-  at.slice = warp % SLICES;
-  const int pair = group * SLICES + at.slice;
-  at.pair = 1 + pair;
-  at.exchange = shared + EXCHANGE_AT + pair * EXCHANGE_BYTES + 16 * l.lane;
-  const u32 bias = shared + BIAS_AT + 4 * (32 * at.slice + 8 * l.t), totals = shared + TOTALS_AT + pair * 256;
-  const u32 parts = shared + PARTS_AT + pair * SLICE_PARTS + at.half * PARTS * PART_BYTES + 16 * l.lane;
-  int i = group, c = group * CLUSTER + rank;  // of the block's chunks, of all
-  const int token = c * C + at.half * HALF + 2 * l.p;
-  int left = work.length - token;  // tokens of this lane that are real: left, up to 2
-  Source from = make_source(p, work, l, at.slice, token);
-  Raw raw = {};
-  load_gate(raw, {from, left});
-  load_rows(raw, {from, left});
-#pragma unroll 1
-  for (; c < work.chunks; c += GROUPS * CLUSTER, i += GROUPS) {
-    const int slot = c % STAGES;
-    at.stage = shared + STAGES_AT + slot * STAGE_PITCH;
-    if (left < 2) clear_past_end(raw, left, gate.closed);
-    float sum[2][8], total[8], across[8];
-    gate_steps(raw, gate, bias, sum);
-    advance(from);
-    left -= STRIDE;
-#if SAFE
+  int c = group * CLUSTER + rank;  // of the cluster's steps
+  Job job = load_job(shared + SHARE_AT);
+  while (seek(p, shared, job, c)) {
+    const Lane l = make_lane();
+    Place at;
+    at.half = warp / SLICES % 2;
+    at.slice = warp % SLICES;
+    const int pair = group * SLICES + at.slice;
+    at.pair = 1 + pair;
+    at.exchange = shared + EXCHANGE_AT + pair * EXCHANGE_BYTES + 16 * l.lane;
+    const u32 bias = shared + BIAS_AT + 4 * (32 * at.slice + 8 * l.t), mine = shared + TOTALS_AT + pair * 256 + at.half * 128 + 32 * l.t;
+    const u32 parts = shared + PARTS_AT + pair * SLICE_PARTS + at.half * PARTS * PART_BYTES + 16 * l.lane;
+    const Part part = make_part(p, shared, job);
+    const int token = part.chunk_of(c) * C + at.half * HALF + 2 * l.p;
+    int left = part.tokens - token;  // of this lane: left, up to 2
+    Source from = make_source(p, part.work, l, at.slice, token);
+    Raw raw = {};
     load_gate(raw, {from, left});
+    load_rows(raw, {from, left});
+    const Gate gate = make_gate(p, job.hv);
+    // Both warps of a pair are here for the same job and share a bias.
+    const int channel = 32 * at.slice + l.lane;
+    sync_pair(at.pair);
+    if (!at.half) store_shared(shared + BIAS_AT + 4 * channel, __float_as_uint(gate_bias(p, gate, job.hv, channel)));
+    sync_pair(at.pair);
+#pragma unroll 1
+    for (; c < job.stop; c += STRIDE) {
+      const int slot = c % STAGES, i = c / CLUSTER;  // i: of the block's steps
+      at.stage = shared + STAGES_AT + slot * STAGE_PITCH;
+      if (left < 2) clear_past_end(raw, left, gate.closed);
+      float sum[2][8], total[8], across[8];
+      gate_steps(raw, gate, bias, sum);
+      advance(from);
+      left -= STRIDE * C;
+#if SAFE
+      load_gate(raw, {from, left});
 #else
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      sum[0][e] = fmaxf(sum[0][e], LOWEST_STEP);
-      sum[1][e] = fmaxf(sum[1][e], LOWEST_STEP);
-    }
+      for (int e = 0; e < 8; ++e) {
+        sum[0][e] = fmaxf(sum[0][e], LOWEST_STEP);
+        sum[1][e] = fmaxf(sum[1][e], LOWEST_STEP);
+      }
 #endif
-    Products sums = {};
-    sum_steps(raw, sum, total, l, sums);
+      Products sums = {};
+      sum_steps(raw, sum, total, l, sums);
 #if !SAFE
-    load_gate(raw, {from, left});
+      load_gate(raw, {from, left});
 #endif
-    exchange_totals(l, at, totals, total, across);
-    barrier_wait(shared + EMPTY_AT + 8 * slot, (u32)(c / STAGES & 1) ^ 1);
-    Across over = {};
-    store_decay(at, l, total, across);
-    prepare_slice(raw, sum, total, across, l, at, sums, over, {from, left});
-    barrier_wait(shared + TAKEN_AT + 8 * group, (u32)(i / GROUPS & 1) ^ 1);
-    store_parts(parts, sums);
-    if (at.half) store_tiles(parts + PARTS * PART_BYTES, over.tile);
-    sync_warp();
-    if (l.lane == 0) barrier_arrive(shared + SUMMED_AT + 8 * (i % SOLVERS));
+      exchange_totals(l, at, mine, total, across);
+      barrier_wait(shared + EMPTY_AT + 8 * slot, (u32)(c / STAGES & 1) ^ 1);
+      Across over = {};
+      store_decay(at, l, total, across);
+      prepare_slice(raw, sum, total, across, l, at, sums, over, {from, left});
+      barrier_wait(shared + TAKEN_AT + 8 * group, (u32)(i / GROUPS & 1) ^ 1);
+      store_parts(parts, sums);
+      if (at.half) store_tiles(parts + PARTS * PART_BYTES, over.tile);
+      sync_warp();
+      if (l.lane == 0) barrier_arrive(shared + SUMMED_AT + 8 * (i % SOLVERS));
+    }
   }
 }
 

@@ -145,60 +145,66 @@ __device__ __forceinline__ void set_norms(const PrefillParams& p, const Products
 
 // Two warps finish a chunk, a half each: a stage is taken for as long as this lasts, and stages are what there is least of.
 // The first adds up what lies across while the second inverts both triangles at once, a column a lane.
-__device__ __forceinline__ void solver_warp(const PrefillParams& p, const Work& work, u32 shared, int warp, int rank) {
+__device__ __forceinline__ void solver_warp(const PrefillParams& p, u32 shared, int warp, int rank) {
   const Lane l = make_lane();
   const int pair = warp >> 1, half = warp & 1;
   const u32 scratch = shared + SCRATCH_AT + pair * 2 * SCRATCH_BYTES;
-  int i = pair, c = pair * CLUSTER + rank;                 // of the block's chunks, of all
-  int left = work.length - c * C - HALF * half - 2 * l.p;  // tokens of this lane that are real: left, up to 2
+  constexpr int STEPS = SOLVERS * CLUSTER;  // to this pair's next
   const long long size = type_size(p.beta_type), token = size * p.beta_st;
-  u64 from = p.beta + size * (work.batch * p.beta_sb + work.hv * p.beta_sh) + (work.first + c * C + HALF * half + 2 * l.p) * token;
-  u32 beta[2];
-  load_beta(p, from, token, left, beta);
-#pragma unroll 1
-  for (; c < work.chunks; c += SOLVERS * CLUSTER, i += SOLVERS) {
-    const int slot = c % STAGES, group = i % GROUPS;
-    const u32 stage = shared + STAGES_AT + slot * STAGE_PITCH, full = shared + FULL_AT + 8 * slot;
-    const u32 parts = shared + PARTS_AT + group * SLICES * SLICE_PARTS + 16 * l.lane;
-    const u32 taken = shared + TAKEN_AT + 8 * group;
-    barrier_wait(shared + SUMMED_AT + 8 * pair, (u32)(i / SOLVERS & 1));
-    if (half) publish_operands(stage, full, l.lane, rank);
-    Scalars s;
-#pragma unroll
-    for (int n = 0; n < 2; ++n) s.beta[n] = activate_beta(p, beta[n], left > n);
-    Products sums = {};
-    add_parts(sums, parts + half * PARTS * PART_BYTES);
-    if (half) {
-      sync_warp();
-      if (l.lane == 0) barrier_arrive(taken);
-    }
-    set_norms(p, sums, s);
-    store_scalars(stage, half, l, s);
-#if !SAFE
-    sync_warp();
-#endif
-    Lane here = l;
-#if !SAFE  // offsets are made anew, for want of registers
-    here.p = opaque(l.p);
-    here.t = opaque(l.t);
-#endif
-    store_triangles(stage, scratch + half * SCRATCH_BYTES, half, here, s, sums);
-    left -= SOLVERS * CLUSTER * C;
-    from += SOLVERS * CLUSTER * C * token;
-    sync_pair(SOLVER_BARRIER + pair);
-    if (half) {
-      store_inverse(stage, scratch, l.lane);
-    } else {
-      Across across = {};
-#pragma unroll 2
-      for (int slice = 0; slice < SLICES; ++slice) add_tiles(across.tile, parts + slice * SLICE_PARTS + 2 * PARTS * PART_BYTES);
-      sync_warp();
-      if (l.lane == 0) barrier_arrive(taken);
-      store_across(stage, l, across);
-    }
-    sync_pair(SOLVER_BARRIER + pair);
+  int c = pair * CLUSTER + rank;  // of the cluster's steps
+  Job job = load_job(shared + SHARE_AT);
+  while (seek(p, shared, job, c)) {
+    const Part part = make_part(p, shared, job);
+    const int first = part.chunk_of(c) * C + HALF * half + 2 * l.p;
+    int left = part.tokens - first;  // of this lane: left, up to 2
+    u64 from = p.beta + size * (part.work.batch * p.beta_sb + job.hv * p.beta_sh) + (part.work.first + first) * token;
+    u32 beta[2];
     load_beta(p, from, token, left, beta);
-    if (half) publish(stage, full, l.lane, rank);
+#pragma unroll 1
+    for (; c < job.stop; c += STEPS) {
+      const int slot = c % STAGES, i = c / CLUSTER, group = i % GROUPS;  // i: of the block's steps
+      const u32 stage = shared + STAGES_AT + slot * STAGE_PITCH, full = shared + FULL_AT + 8 * slot;
+      const u32 parts = shared + PARTS_AT + group * SLICES * SLICE_PARTS + 16 * l.lane;
+      const u32 taken = shared + TAKEN_AT + 8 * group;
+      barrier_wait(shared + SUMMED_AT + 8 * pair, (u32)(i / SOLVERS & 1));
+      if (half) publish_operands(stage, full, l.lane, rank);
+      Scalars s;
+#pragma unroll
+      for (int n = 0; n < 2; ++n) s.beta[n] = activate_beta(p, beta[n], left > n);
+      Products sums = {};
+      add_parts(sums, parts + half * PARTS * PART_BYTES);
+      if (half) {
+        sync_warp();
+        if (l.lane == 0) barrier_arrive(taken);
+      }
+      set_norms(p, sums, s);
+      store_scalars(stage, half, l, s);
+#if !SAFE
+      sync_warp();
+#endif
+      Lane here = l;
+#if !SAFE  // offsets are made anew, for want of registers
+      here.p = opaque(l.p);
+      here.t = opaque(l.t);
+#endif
+      store_triangles(stage, scratch + half * SCRATCH_BYTES, half, here, s, sums);
+      left -= STEPS * C;
+      from += STEPS * C * token;
+      sync_pair(SOLVER_BARRIER + pair);
+      if (half) {
+        store_inverse(stage, scratch, l.lane);
+      } else {
+        Across across = {};
+#pragma unroll 2
+        for (int slice = 0; slice < SLICES; ++slice) add_tiles(across.tile, parts + slice * SLICE_PARTS + 2 * PARTS * PART_BYTES);
+        sync_warp();
+        if (l.lane == 0) barrier_arrive(taken);
+        store_across(stage, l, across);
+      }
+      sync_pair(SOLVER_BARRIER + pair);
+      load_beta(p, from, token, left, beta);
+      if (half) publish(stage, full, l.lane, rank);
+    }
   }
 }
 

@@ -83,7 +83,8 @@ class Plan:
     """None: exponents go level by level."""
     tiles: Tiles
     late_norm: bool
-    """Is the l2norm gone back through by a launch of its own? Where no program has all channels of a token."""
+    """Is the l2norm gone back through by a launch of its own? Where no program has all channels of a token, and where
+    several value heads share a key under one anchor: once for their sum is less than once for each."""
     row_values: int
     """float32 values of a chunk and head that there is one of a token; see kernels.backward_halves."""
     work_dtype: torch.dtype
@@ -155,6 +156,8 @@ def plan_backward(request: Request) -> Plan:
     tiles = choose_tiles(KP, VP, request.dtype != "float32", anchor, C)
     if not native:
         tiles = replace(tiles, scan_stages=1)  # AMD's shared memory is 64 KB
+    partial_channels = anchor is None and (not request.scalar_gate or tiles.grads_bk < KP)
+    late_norm = partial_channels or (anchor is not None and request.HV != request.H)
     return Plan(
         KP=KP,
         VP=VP,
@@ -162,7 +165,7 @@ def plan_backward(request: Request) -> Plan:
         slots=request.T // C + request.N if request.packed else request.B * -(-request.T // C),
         anchor=anchor,
         tiles=tiles,
-        late_norm=request.qk_l2norm and anchor is None and (not request.scalar_gate or tiles.grads_bk < KP),
+        late_norm=request.qk_l2norm and late_norm,
         row_values=(5 + KP // tiles.grads_bk) * C,
         work_dtype=torch.bfloat16 if narrow else torch.float32,
         dot="bf16" if narrow else full,

@@ -174,7 +174,7 @@ def _run_grads(
         _anchored_grads(
             grid, x.q, x.k, x.v, x.g, x.beta, *parameters, *tiles, *states, *outputs, *scalars,
             p.anchor.floor, p.anchor.centre, *_sizes(r, p), r.H, r.HV, r.K, r.V,
-            S=p.anchor.half, NORM=r.qk_l2norm, **options,
+            S=p.anchor.half, NORM=r.qk_l2norm and not p.late_norm, **options,
         )  # fmt: skip
     else:
         pairs = () if r.scalar_gate else (work["Aqk"], work["inv"])

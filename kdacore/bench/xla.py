@@ -35,12 +35,13 @@ def run_preset(case: Case = CASE, budget: Budget | None = None) -> Results:
     with jax.default_device(jax.devices("cpu")[0]):
         arrays = {name: jax.numpy.asarray(x) for name, x in host.items()}
         forward = jax.jit(lambda x: api.chunk_kda(**x, **given, backend="xla"))
-        grad = _gradient(given, jax.numpy.asarray(do))
+        weights = jax.numpy.asarray(do)
+        grad = _gradient(given)
         steps: dict[str, Step] = {
             REFERENCE: lambda: api.chunk_kda(**host, **given, backend="reference"),
             EAGER: lambda: api.chunk_kda(**arrays, **given, backend="xla"),
             FORWARD: lambda: forward(arrays),
-            GRAD: lambda: grad(arrays),
+            GRAD: lambda: grad(arrays, weights),
         }
         want = gate.expected(case, host, do)
         outputs = dataclasses.replace(want, gradients={})
@@ -49,31 +50,31 @@ def run_preset(case: Case = CASE, budget: Budget | None = None) -> Results:
             REFERENCE: gate.judge(case, outputs, *steps[REFERENCE]()),
             EAGER: gate.judge(case, outputs, *steps[EAGER]()),
             FORWARD: gate.judge(case, outputs, o, state),
-            GRAD: gate.judge(case, want, o, state, grad(arrays)),
+            GRAD: gate.judge(case, want, o, state, grad(arrays, weights)),
         }
         right = {name: step for name, step in steps.items() if verdicts[name].ok}
         clock = HostClock(jax.block_until_ready)
         timings = interleave(right, clock, budget or Budget(samples=15, seconds=60))
-        peaks = {FORWARD: _memory(forward, arrays), GRAD: _memory(grad, arrays)}
+        peaks = {FORWARD: _memory(forward, arrays), GRAD: _memory(grad, arrays, weights)}
         growth = _growth(case, given, peaks[GRAD])
     rows = [_row(case, name, verdicts[name], timings.get(name), peaks.get(name), host) for name in steps]
     return Results(rows, _figures(timings, growth, judged=case == CASE))
 
 
-def _gradient(options: dict[str, Any], do: Any) -> Callable[[Any], Any]:
-    """The compiled gradient of ``sum(o * do)`` in every array."""
+def _gradient(options: dict[str, Any]) -> Callable[[Any, Any], Any]:
+    """The compiled gradient of ``sum(o * do)`` in every array, a function of these and of ``do``."""
     import jax
 
-    def loss(x: dict[str, Any]) -> Any:
+    def loss(x: dict[str, Any], do: Any) -> Any:
         return (api.chunk_kda(**x, **options, backend="xla")[0] * do).sum()
 
-    found: Callable[[Any], Any] = jax.jit(jax.grad(loss))
+    found: Callable[[Any, Any], Any] = jax.jit(jax.grad(loss))
     return found
 
 
-def _memory(program: Any, arrays: Any) -> int:
+def _memory(program: Any, *arrays: Any) -> int:
     """Bytes a compiled program takes beyond its inputs: its outputs and everything in between."""
-    planned = program.lower(arrays).compile().memory_analysis()
+    planned = program.lower(*arrays).compile().memory_analysis()
     return int(planned.temp_size_in_bytes + planned.output_size_in_bytes)
 
 
@@ -85,7 +86,7 @@ def _growth(case: Case, options: dict[str, Any], single: int) -> float:
     shapes = jax.eval_shape(
         lambda: {n: jax.numpy.asarray(x) for n, x in made.make(longer, "init", "cpu").items()}
     )
-    return _memory(_gradient(options, jax.numpy.ones(shapes["v"].shape)), shapes) / single
+    return _memory(_gradient(options), shapes, shapes["v"]) / single
 
 
 def _row(

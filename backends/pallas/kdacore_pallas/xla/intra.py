@@ -32,6 +32,8 @@ class Decays(NamedTuple):
     """``[..., C, K]`` after the row, to the chunk's end."""
     total: Array
     """``[..., 1, K]`` of the whole chunk."""
+    row: Array
+    """``[..., C, K]`` of each row alone."""
     right: tuple[Array, ...]
     """Level s = 1, 2, 4, ...: ``[..., C/2s, s, K]`` from the start of the right half through the row."""
     left: tuple[Array, ...]
@@ -43,6 +45,7 @@ def decays(g: Array) -> Decays:
     C = g.shape[-2]
     sums = g[..., :, None, :]
     block = jnp.exp(sums)
+    row = block[..., 0, :]
     prefix, suffix = block, jnp.ones_like(block)
     right, left = [], []
     s = 1
@@ -56,7 +59,9 @@ def decays(g: Array) -> Decays:
         sums = sum(_pair(sums))
         block = jnp.exp(sums)
         s *= 2
-    return Decays(prefix[..., 0, :, :], suffix[..., 0, :, :], block[..., 0, :, :], tuple(right), tuple(left))
+    return Decays(
+        prefix[..., 0, :, :], suffix[..., 0, :, :], block[..., 0, :, :], row, tuple(right), tuple(left)
+    )
 
 
 def _doubled(x: Array, left: Array, right: Array) -> Array:
@@ -175,40 +180,75 @@ def interactions_backward(
     def channels(x: Array) -> Array:
         return total(x, -1) if scalar else x
 
-    diagonal = jnp.diagonal(dqk, axis1=-2, axis2=-1)[..., None]
-    dq, dk = diagonal * k, diagonal * q
     dqk, dkk = dqk[..., None, :, :], dkk[..., None, :, :]
     dp, ds, dt = dprefix[..., None, :, :], dsuffix[..., None, :, :], dtotal[..., None, :, :]
+    found = []
     s = C // 2
-    for right, left in zip(reversed(decay.right), reversed(decay.left), strict=True):
+    for right, left in zip(decay.right[:DEPTH:-1], decay.left[:DEPTH:-1], strict=True):
         (_, qr), (kl, kr) = halves(q, s), halves(k, s)
         d = jnp.concatenate([dqk[..., s:, :s], dkk[..., s:, :s]], axis=-2)
         rows = jnp.concatenate([qr * right, kr * right], axis=-2)
         columns = kl * left
-        if s <= TINY:
-            drows, dcolumns = _written_out(d, columns), _written_out(jnp.swapaxes(d, -1, -2), rows)
-        else:
-            drows = dot("...ij,...jk->...ik", d, columns, precision)
-            dcolumns = dot("...ij,...ik->...jk", d, rows, precision)
+        drows = dot("...ij,...jk->...ik", d, columns, precision)
+        dcolumns = dot("...ij,...ik->...jk", d, rows, precision)
         dqr, dkr, dkl = drows[..., :s, :] * right, drows[..., s:, :] * right, dcolumns * left
-        dq = _add_halves(dq, None, dqr)
-        dk = _add_halves(dk, dkl, dkr)
+        found.append((dqr, dkl, dkr))
         dqk, dkk = _diagonal_blocks(dqk, s), _diagonal_blocks(dkk, s)
         dp, ds, dt = _split(dp, ds, dt, channels(qr * dqr + kr * dkr), channels(kl * dkl))
         s //= 2
-    return IntraGrads(dq, dk, (dp + dt)[..., 0, :])
+    dq, dk, dg = _leaves(q, k, decay, dqk, dkk)
+    for dqr, dkl, dkr in found:
+        dq, dk = _add_halves(dq, None, dqr), _add_halves(dk, dkl, dkr)
+    return IntraGrads(dq, dk, channels(dg) + _rows_of(dp, ds, dt))
 
 
-TINY = 2
-"""Rows of the left halves up to which their gradients' products are written out. With 4 a CPU takes longer."""
+LEAF = 4
+"""Rows of blocks whose pairs are gone through one by one: a level costs the same however few rows its blocks have."""
+DEPTH = 1
+"""The last level inside them."""
 
 
-def _written_out(a: Array, b: Array) -> Array:
-    """``a @ b`` with few terms in each sum: made where it is read. A library would begin a product for each block."""
-    found = a[..., :, 0, None] * b[..., None, 0, :]
-    for n in range(1, a.shape[-1]):
-        found = found + a[..., :, n, None] * b[..., None, n, :]
-    return found
+def _leaves(q: Array, k: Array, decay: Decays, dqk: Array, dkk: Array) -> IntraGrads:
+    """Of the pairs inside blocks of ``LEAF`` rows, the diagonal too. ``dqk``, ``dkk`` ``[..., C/LEAF, LEAF, LEAF]``."""
+
+    def rows(x: Array) -> list[Array]:
+        blocks = x.reshape(*x.shape[:-2], -1, LEAF, x.shape[-1])
+        return [blocks[..., n, :] for n in range(LEAF)]
+
+    qs, ks, es = rows(q), rows(k), rows(decay.row)
+    at = {(i, j): (dqk[..., i, j, None], dkk[..., i, j, None]) for i in range(LEAF) for j in range(i + 1)}
+    dq = [at[i, i][0] * ks[i] for i in range(LEAF)]
+    dk = [at[i, i][0] * qs[i] for i in range(LEAF)]
+    dg: list[Any] = [0.0] * LEAF
+    for i in range(LEAF):
+        decayed = None
+        for j in reversed(range(i)):
+            decayed = es[j + 1] if decayed is None else decayed * es[j + 1]
+            dqk_, dkk_ = at[i, j]
+            column = ks[j] * decayed
+            row = dqk_ * qs[i] + dkk_ * ks[i]
+            dq[i] += dqk_ * column
+            dk[i] += dkk_ * column
+            dk[j] += row * decayed
+            for m in range(j + 1, i + 1):
+                dg[m] += row * column
+    dg[0] = jnp.zeros_like(dg[1])
+    return IntraGrads(*map(_from_rows, (dq, dk, dg)))
+
+
+def _from_rows(rows: list[Array]) -> Array:
+    """``LEAF`` arrays ``[..., C/LEAF, K]``, each with one row of every block, as ``[..., C, K]``."""
+    x = jnp.stack(rows, -2)
+    return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+
+
+def _rows_of(dp: Array, ds: Array, dt: Array) -> Array:
+    """Gradients of each row's log decay from those of a leaf's log prefixes, suffixes and total."""
+    found = []
+    for m in range(LEAF):
+        parts = [dt[..., 0, :], *(dp[..., i, :] for i in range(m, LEAF)), *(ds[..., j, :] for j in range(m))]
+        found.append(sum(parts[1:], parts[0]))
+    return _from_rows(found)
 
 
 def _add_halves(x: Array, left: Array | None, right: Array) -> Array:

@@ -29,6 +29,8 @@ import triton
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
+from .l1 import prefer_l1
+
 Grid = tuple[int, int, int]
 
 FIXED_OPTIONS = {"enable_fp_fusion": True}
@@ -154,10 +156,14 @@ def _c_launcher(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...], bo
 
 
 class Launcher:
-    """Launches one ``@triton.jit`` kernel; keeps one :class:`Prepared` per specialisation and device."""
+    """Launches one ``@triton.jit`` kernel; keeps one :class:`Prepared` per specialisation and device.
 
-    def __init__(self, kernel: Any) -> None:
+    ``prefer_l1``: what shared memory its programs leave is to be L1 cache; see :mod:`kdacore_triton.l1`.
+    """
+
+    def __init__(self, kernel: Any, *, prefer_l1: bool = False) -> None:
         self.kernel = kernel
+        self.prefer_l1 = prefer_l1
         self.name: str = kernel.fn.__name__
         self.interpreting = interpreting(kernel)
         self._bound: dict[Any, Bound] = {}
@@ -241,6 +247,8 @@ class Bound:
             return prepared
         options = {"num_warps": self._num_warps, "num_stages": self._num_stages}
         compiled = self._launcher.kernel[grid](*args, **{**FIXED_OPTIONS, **self._constexprs}, **options)
+        if self._launcher.prefer_l1:
+            prefer_l1(compiled, device)
         prepared = self._cache[key] = Prepared(compiled, self._launcher.num_constexprs, device)
         return prepared
 

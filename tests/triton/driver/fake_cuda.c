@@ -49,7 +49,9 @@ int cuDeviceGetCount(int *n) { *n = 1; return 0; }
 int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &last; return 0; }
 int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
 int cuInit(unsigned flags) { return 0; }
-int cuFuncSetAttribute(void *function, int attribute, int value) { return 0; }
+static int attributes[16];
+int fake_attribute(int attribute) { return attributes[attribute]; }
+int cuFuncSetAttribute(void *function, int attribute, int value) { attributes[attribute] = value; return 0; }
 int cuFuncSetCacheConfig(void *function, int config) { return 0; }
 int cuOccupancyMaxActiveClusters(int *n, void *function, const void *config) { *n = 1; return 0; }
 int cuStreamIsCapturing(void *stream, int *status) { *status = 0; return 0; }

@@ -83,6 +83,23 @@ compare(16, 1, 2**40, True, 2, [P, P, P, I32, I64, F32, I1, P, P])
 compare(1, 2, 48, False, 1, [P, P, I32, I32, F32, I1, P, P])
 
 
+def prefers_l1() -> None:
+    """Shared memory is asked for as the programs need it, by the launchers that say so alone."""
+    x = torch.zeros(64)
+    args, constexprs = (
+        (x, x, None, 17, 1, 5, 0.5, True),
+        {"SIZE": 64, "NAME": "l1", "ON": True, "num_warps": 4},
+    )
+    Launcher(kernel)((1, 1, 1), *args, **constexprs)
+    assert lib.fake_attribute(9) == 0
+    prepared = Launcher(kernel, prefer_l1=True).prepare((1, 1, 1), *args, **constexprs)
+    shared = prepared.compiled.metadata.shared
+    assert lib.fake_attribute(9) == -(-100 * 16 * (shared + 1024) // 233472), lib.fake_attribute(9)
+
+
+prefers_l1()
+
+
 def decode(given_out: bool, norm: bool) -> None:
     """A decode step's short way hands over the same as the long way, and leaves odd arrays to that one."""
     B, H, K = 2, 2, 64

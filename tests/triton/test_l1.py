@@ -2,6 +2,7 @@
 
 import pytest
 
+from kdacore_triton import chunk_backward
 from kdacore_triton.l1 import carveout
 
 AVAILABLE = 228 * 1024
@@ -25,3 +26,13 @@ def test_as_much_as_the_programs_need(registers: int, warps: int, shared: int, p
 
 def test_never_more_than_all() -> None:
     assert carveout(16, 1, 48 * 1024, AVAILABLE) == 100
+
+
+def test_the_kernels_it_was_measured_for_prefer_l1() -> None:
+    launchers = (
+        chunk_backward._halves_prepare,
+        chunk_backward._anchored_prepare,
+        chunk_backward._anchored_grads,
+    )
+    assert all(launcher.prefer_l1 for launcher in launchers)
+    assert not chunk_backward._scan.prefer_l1

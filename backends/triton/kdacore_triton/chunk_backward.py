@@ -26,11 +26,11 @@ from .kernels.backward_scan import scan_kernel
 from .launch import Launcher, cdiv
 
 _prepare = Launcher(prepare_kernel)
-_anchored_prepare = Launcher(anchored_prepare_kernel)
-_halves_prepare = Launcher(halves_prepare_kernel)
+_anchored_prepare = Launcher(anchored_prepare_kernel, prefer_l1=True)
+_halves_prepare = Launcher(halves_prepare_kernel, prefer_l1=True)
 _scan = Launcher(scan_kernel)
 _grads = Launcher(grads_kernel)
-_anchored_grads = Launcher(anchored_grads_kernel)
+_anchored_grads = Launcher(anchored_grads_kernel, prefer_l1=True)
 _scalar_grads = Launcher(scalar_grads_kernel)
 _sum_slots = Launcher(sum_slots_kernel)
 _sum_group = Launcher(sum_group_kernel)

@@ -65,7 +65,7 @@ def prefill_kernel(K: int, cluster: int, safe: bool, float_gate: bool, arch: str
         ("SAFE", int(safe)),
         ("G_FLOAT", int(float_gate)),
         ("SHARED_LIMIT", prefill_shared(K, cluster, safe, arch)),
-        *(_hopper_defines(safe) if own else _portable_defines(K, cluster, safe, arch)),
+        *(_hopper_defines(cluster, safe) if own else _portable_defines(K, cluster, safe, arch)),
     )
     return KernelSource("sm90/prefill.cu" if own else "common/prefill.cu", "prefill", defines)
 
@@ -98,13 +98,13 @@ class Registers(NamedTuple):
 
 
 @cache
-def _registers(safe: bool) -> Registers:
+def _registers(cluster: int, safe: bool) -> Registers:
     """What spills nothing: a spilled word is read back behind the loads from device memory, and waits for them."""
-    return Registers(184, 120, 88) if safe else Registers(176, 128, 80)
+    return Registers(184, 120, 88) if safe or cluster == _SCANNERS else Registers(176, 128, 80)
 
 
-def _hopper_defines(safe: bool) -> tuple[tuple[str, int], ...]:
-    registers = _registers(safe)
+def _hopper_defines(cluster: int, safe: bool) -> tuple[tuple[str, int], ...]:
+    registers = _registers(cluster, safe)
     return (
         ("SCANNERS", _SCANNERS),
         ("STAGES", _STAGES),

@@ -263,6 +263,7 @@ inline int uniform(int x) { return x; }
 
 inline void store_shared(u32 a, u32 x, u32 y, u32 z, u32 w) { const u32 v[4] = {x, y, z, w}; memcpy(emu::memory(a, 16), v, 16); }
 inline void store_shared(u32 a, float x, float y) { const float v[2] = {x, y}; memcpy(emu::memory(a, 8), v, 8); }
+inline void store_shared_unless(int not_here, u32 a, float x, float y) { if (!not_here) store_shared(a, x, y); }
 inline void store_shared(u32 a, u32 x) { memcpy(emu::memory(a, 4), &x, 4); }
 inline void store_shared16(u32 a, u32 x) { const u16 v = (u16)x; memcpy(emu::memory(a, 2), &v, 2); }
 inline float4 load_shared4(u32 a) { float4 r; memcpy(&r, emu::memory(a, 16), 16); return r; }

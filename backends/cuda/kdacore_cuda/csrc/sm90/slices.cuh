@@ -7,6 +7,9 @@
 #include "common/tokens.cuh"
 #include "sm90/jobs.cuh"
 
+// Without a bound, slice warps have 120 registers and need every one; in clusters of three they have 128.
+#define TIGHT (!SAFE && CLUSTER == SCANNERS)
+
 // k 2^-G carries this factor (log2) so that G down to -116 overflows nothing.
 constexpr float SHIFT = -64.0f;
 
@@ -80,12 +83,22 @@ __device__ __forceinline__ u32 piece_offset(const Lane& l, int i, const Place& a
 // Decay of the whole chunk, in the order scan lanes read it: 4 floats (channels 2t, 2t+1, 2t+8, 2t+9) a lane and 16
 // channels.
 __device__ __forceinline__ void store_decay(const Place& at, const Lane& l, const float (&total)[8], const float (&across)[8]) {
+#if !TIGHT
   if (l.g || at.half) return;
   const u32 to = at.stage + DECAY_AT + 4 * (32 * at.slice + 16 * (l.t >> 1) + 2 * (l.t & 1));
 #pragma unroll
   for (int e = 0; e < 8; e += 2) {
     store_shared(to + 8 * e, exp2_fast(total[e]) * across[e], exp2_fast(total[e + 1]) * across[e + 1]);
   }
+#else  // no branch: it would cost a register too many
+  const int t = opaque(l.t);
+  const u32 to = at.stage + DECAY_AT + 4 * (32 * at.slice + 16 * (t >> 1) + 2 * (t & 1));
+#pragma unroll
+  for (int e = 0; e < 8; e += 2) {
+    const float x = exp2_fast(total[e]) * across[e], y = exp2_fast(total[e + 1]) * across[e + 1];
+    store_shared_unless(l.g | at.half, to + 8 * e, x, y);
+  }
+#endif
 }
 
 // This lane's channels of token i.
@@ -210,7 +223,11 @@ __device__ __forceinline__ void slice_warp(const PrefillParams& p, u32 shared, i
       at.stage = shared + STAGES_AT + slot * STAGE_PITCH;
       if (left < 2) clear_past_end(raw, left, gate.closed);
       float sum[2][8], total[8], across[8];
+#if !TIGHT
       gate_steps(raw, gate, bias, sum);
+#else  // the address made anew, for want of registers
+      gate_steps(raw, gate, opaque(mine) + (BIAS_AT + 128 * at.slice - TOTALS_AT - pair * 256 - at.half * 128), sum);
+#endif
       advance(from);
       left -= STRIDE * C;
 #if SAFE

@@ -30,6 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kdacore.errors import BackendBuildError
+from kdacore_triton.lanes import contracted
 from kdacore_triton.launch import FIXED_OPTIONS, Call, interpreting, recording, specialise
 
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -123,7 +124,10 @@ def compile_case(case: AotCase, arch: str) -> AotResult:
         raise BackendBuildError(f"{case.name} for {arch}", str(error)) from error
     result = _read_amd(compiled) if arch.startswith("gfx") else _read_nvidia(compiled)
     matrix = len(re.findall(_MATRIX[arch], result.pop("code")))
-    problems = []
+    problems = [
+        f"lanes disagree on the sum in {where}"
+        for where in dict.fromkeys(contracted(compiled.asm.get("ptx", "")))
+    ]
     if result["spills"] > case.max_spills:
         problems.append(f"{result['spills']} spill instructions, at most {case.max_spills} allowed")
     if case.matrix_unit and not matrix:

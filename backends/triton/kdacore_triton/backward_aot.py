@@ -35,9 +35,11 @@ def aot_cases(arch: str) -> list[AotCase]:
     return [case for case in every if ":sum_" not in case.name]
 
 
-def _meta_call(arch: str, gate: str) -> tuple[Request, ChunkInputs, tuple[Any, ...], OutputGrads]:
+def _meta_call(
+    arch: str, gate: str, K: int = 128
+) -> tuple[Request, ChunkInputs, tuple[Any, ...], OutputGrads]:
     """A grouped call with everything fused and the gradient of a final state. No memory behind it."""
-    B, T, H, HV, K = 1, 1024, 16, 32, 128
+    B, T, H, HV = 1, 1024, 16, 32
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

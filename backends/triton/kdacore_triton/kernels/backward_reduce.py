@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .common import product, rnorm
+
 
 @triton.jit(do_not_specialize=["HV", "slots"])
 def sum_slots_kernel(part, out, slots, HV, K, KP: tl.constexpr, ROWS: tl.constexpr):
@@ -39,7 +41,7 @@ def sum_group_kernel(
     at = (t * H + h)[:, None] * K + cols[None, :]
     if L2NORM:
         xt = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-        rn = 1.0 / tl.sqrt(tl.sum(xt * xt, 1) + 1e-6)
-        inner = tl.sum(total * xt, 1) * rn * rn
+        rn = rnorm(xt, 1)
+        inner = tl.sum(product(total, xt), 1) * rn * rn
         total = rn[:, None] * (total - xt * inner[:, None])
     tl.store(dx + at, total.to(dx.dtype.element_ty), mask=mask)

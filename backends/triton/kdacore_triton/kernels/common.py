@@ -125,9 +125,20 @@ def log2_decay_grad(x, a_exp, lower_bound, GATE: tl.constexpr):
 
 
 @triton.jit
+def product(a, b):
+    """``a * b`` rounded, for a sum over lanes to take.
+
+    Of ``sum(a * b)`` the compiler makes ``fma(a, b, neighbour's)`` where a lane holds one element: two lanes then add
+    the same pair in two ways, and what should be one number in all lanes differs by a rounding between them. Nothing
+    is contracted with an fma.
+    """
+    return tl.fma(a, b, 0.0)
+
+
+@triton.jit
 def rnorm(x, axis: tl.constexpr):
     """``1 / sqrt(sum(x*x) + 1e-6)`` along an axis, float32."""
-    return 1.0 / tl.sqrt(tl.sum(x * x, axis) + 1e-6)
+    return 1.0 / tl.sqrt(tl.sum(product(x, x), axis) + 1e-6)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdacore_triton.kernels.common import log2_decay, sigmoid
+from kdacore_triton.kernels.common import log2_decay, product, sigmoid
 
 READ_NONE = tl.constexpr(0)
 """The state starts at zero."""
@@ -106,7 +106,8 @@ def prepare(
     beta = xb.to(tl.float32)
     if NORM:
         # One reduction for all three: each costs a trip through shared memory.
-        squares, cross = tl.split(tl.sum(tl.join(tl.join(q * q, k * k), tl.join(q * k, q * k)), 0))
+        qk = product(q, k)
+        squares, cross = tl.split(tl.sum(tl.join(tl.join(product(q, q), product(k, k)), tl.join(qk, qk)), 0))
         qq, kk = tl.split(squares)
         qk, _ = tl.split(cross)
         rq = scale * tl.rsqrt(qq + 1e-6)
@@ -116,7 +117,7 @@ def prepare(
         qk *= rq * rk
     else:
         q *= scale
-        qk = tl.sum(q * k, 0)
+        qk = tl.sum(product(q, k), 0)
     if SIGMOID:
         beta = BETA_MAX * sigmoid(beta)
     decay = tl.exp2(log2_decay(xg.to(tl.float32) + bias, a_exp, lower_bound, GATE))

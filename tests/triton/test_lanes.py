@@ -1,0 +1,75 @@
+"""What is one number in all lanes of a warp has the same bits in all of them (compute-sanitizer's racecheck found
+two writes of it that differed)."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kdacore_triton import lanes
+
+ROOT = Path(__file__).parents[2]
+
+PTX = """
+.loc 1 7 3
+mul.f32 %f1, %a, %b;
+mov.b32 %r1, %f1;
+shfl.sync.bfly.b32 %r2|%p1, %r1, 1, 31, -1;
+mov.b32 %f2, %r2;
+{add}
+.file 1 "/somewhere/kernel.py"
+"""
+
+
+@pytest.mark.parametrize(
+    ("add", "wrong"),
+    [
+        ("fma.rn.f32 %f3, %a, %b, %f2;", True),
+        ("add.f32 %f3, %f1, %f2;", True),
+        ("add.f32 %f3, %f2, %f1;", True),
+        ("fma.rn.f32 %f4, %a, %b, 0f00000000;\nadd.f32 %f3, %f4, %f2;", False),
+        ("add.f32 %f4, %f1, %f1;\nadd.f32 %f3, %f4, %f2;", False),
+    ],
+)
+def test_contracted_sums_are_found(add: str, wrong: bool) -> None:
+    assert lanes.contracted(PTX.format(add=add)) == (["kernel.py:7"] if wrong else [])
+
+
+SMALL = """
+import sys
+from functools import partial
+from kdacore_triton import backward_aot, recurrent_aot
+from kdacore_triton.aot import compile_case, record
+from kdacore_triton.chunk_backward import backward
+from kdacore_triton.recurrent import forward
+
+found = []
+for K in (16, 32, 64):
+    found += record(f"recurrent K{K}", partial(forward, *recurrent_aot._meta_call("sm_90", 5, "float32", False, K)))
+for gate in sys.argv[1:]:
+    found += record(f"backward {gate}", partial(backward, *backward_aot._meta_call("sm_90", gate, 16)))
+for case in found:
+    print(case.name, [p for p in compile_case(case, "sm_90").problems if "lanes" in p])
+"""
+
+
+def problems(*gates: str) -> list[str]:
+    """What is found in kernels of few channels, where a lane holds one element of a row."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    paths = [str(ROOT), str(ROOT / "backends" / "triton"), env.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
+    command = [sys.executable, "-c", SMALL, *gates]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stdout.splitlines() if not line.endswith("[]")]
+
+
+def test_decode() -> None:
+    assert problems() == []
+
+
+@pytest.mark.exhaustive
+def test_gradients() -> None:
+    assert problems("bounded", "unbounded", "scalar") == []

@@ -38,6 +38,7 @@ def test_contracted_sums_are_found(add: str, wrong: bool) -> None:
 
 
 SMALL = """
+import itertools
 import sys
 from functools import partial
 from kdacore_triton import backward_aot, recurrent_aot
@@ -46,8 +47,9 @@ from kdacore_triton.chunk_backward import backward
 from kdacore_triton.recurrent import forward
 
 found = []
-for K in (16, 32, 64):
-    found += record(f"recurrent K{K}", partial(forward, *recurrent_aot._meta_call("sm_90", 5, "float32", False, K)))
+for K, state, v_first in itertools.product((16, 32, 64), ("float32", "bfloat16"), (False, True)):
+    call = recurrent_aot._meta_call("sm_90", 5, state, v_first, K)
+    found += record(f"recurrent K{K} {state} v_first={v_first}", partial(forward, *call))
 for gate in sys.argv[1:]:
     found += record(f"backward {gate}", partial(backward, *backward_aot._meta_call("sm_90", gate, 16)))
 for case in found:

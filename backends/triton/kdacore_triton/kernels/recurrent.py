@@ -133,7 +133,11 @@ def advance(S, xv, q, k, decay, beta, qk, SCALAR: tl.constexpr):
     else:
         S *= decay[:, None]
     # Both products of the decayed state in one reduction; q @ (S + k delta) is q @ S + (q . k) delta.
-    kS, qS = tl.split(tl.sum(tl.join(S * k[:, None], S * q[:, None]), 0))
+    if S.shape[0] <= 32:  # a lane may hold one row only
+        both = tl.join(product(S, k[:, None]), product(S, q[:, None]))
+    else:
+        both = tl.join(S * k[:, None], S * q[:, None])
+    kS, qS = tl.split(tl.sum(both, 0))
     delta = beta * (xv.to(tl.float32) - kS)
     return S + k[:, None] * delta[None, :], qS + qk * delta
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from kdacore.bench.plot import draw
 from kdacore.bench.results import read
@@ -14,15 +15,29 @@ ROOT = Path(__file__).resolve().parent.parent
 def main() -> None:
     """One picture for each results file with something to compare."""
     for source in sorted((ROOT / "benchmarks" / "results").glob("*/*.json")):
-        if "presets" not in json.loads(source.read_text(encoding="utf-8")):
+        record = json.loads(source.read_text(encoding="utf-8"))
+        if record.get("rows") and all("before" in row for row in record["rows"]):
+            contents = before_and_after(record)
+        elif "presets" in record:
+            contents = read(source)
+        else:
             continue  # a record of something else than kdacore bench
-        contents = read(source)
         timed = [row for row in contents["rows"] if row["seconds"] is not None]
         if len(timed) < 2:
             continue
         picture = ROOT / "docs" / "images" / f"{source.parent.name}-{source.stem}.svg"
         draw(contents, picture)
         print(f"{source.relative_to(ROOT)} -> {picture.relative_to(ROOT)}")
+
+
+def before_and_after(record: dict[str, Any]) -> dict[str, Any]:
+    """Rows that hold both times of a change as two contenders; those without a bound on their gates are left out."""
+    rows = []
+    for row in record["rows"]:
+        if "unbounded" not in row["case"]:
+            rows.append({**row, "contender": "before", "seconds": row["before"], "gates": ""})
+            rows.append({**row, "contender": "after", "gates": ""})
+    return {"rows": rows, "machine": {"cpu": record["machine"]}}
 
 
 if __name__ == "__main__":

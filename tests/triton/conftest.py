@@ -1,9 +1,13 @@
 """Without a GPU the kernels run in Triton's interpreter. Triton reads the variable when it is first imported."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

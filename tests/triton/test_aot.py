@@ -2,25 +2,17 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from compiling import run_python
 
 from kdacore_triton import aot
-
-ROOT = Path(__file__).parents[2]
 
 
 def compiled(*arguments: str, script: str | None = None) -> tuple[int, str, str]:
     """Run the command (or a script) in a process whose kernels are compiled, not interpreted."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    paths = [str(ROOT), str(ROOT / "backends" / "triton"), env.get("PYTHONPATH", "")]
-    env["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
-    what = ["-c", script] if script else ["-m", "kdacore_triton.aot", *arguments]
-    done = subprocess.run([sys.executable, *what], env=env, capture_output=True, text=True)
+    done = run_python(*(["-c", script] if script else ["-m", "kdacore_triton.aot", *arguments]))
     return done.returncode, done.stdout, done.stderr
 
 

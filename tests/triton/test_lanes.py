@@ -1,16 +1,10 @@
 """What is one number in all lanes of a warp has the same bits in all of them (compute-sanitizer's racecheck found
 two writes of it that differed)."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from compiling import run_python
 
 from kdacore_triton import lanes
-
-ROOT = Path(__file__).parents[2]
 
 PTX = """
 .loc 1 7 3
@@ -59,11 +53,7 @@ for case in found:
 
 def problems(*gates: str) -> list[str]:
     """What is found in kernels of few channels, where a lane holds one element of a row."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    paths = [str(ROOT), str(ROOT / "backends" / "triton"), env.get("PYTHONPATH", "")]
-    env["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
-    command = [sys.executable, "-c", SMALL, *gates]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    done = run_python("-c", SMALL, *gates)
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if not line.endswith("[]")]
 

@@ -1,16 +1,14 @@
 """The launcher against a fake CUDA driver: every byte it hands over is what Triton's own launch hands over."""
 
-import os
 import shutil
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
+from compiling import run_python
 
 HERE = Path(__file__).parent / "driver"
-ROOT = Path(__file__).parents[2]
 HAS_COMPILER = bool(shutil.which("gcc")) and (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
 
 
@@ -19,15 +17,10 @@ def test_fast_launch_equals_tritons(tmp_path: Path) -> None:
     library = tmp_path / "libcuda.so.1"
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, HERE / "fake_cuda.c"], check=True)
     (tmp_path / "libcuda.so").symlink_to(library)
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    paths = [str(ROOT), str(ROOT / "backends" / "triton"), env.get("PYTHONPATH", "")]
-    env |= {
-        "PYTHONPATH": os.pathsep.join(p for p in paths if p),
-        "LD_LIBRARY_PATH": str(tmp_path),
-        "TRITON_LIBCUDA_PATH": str(tmp_path),
-        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
-    }
-    done = subprocess.run(
-        [sys.executable, HERE / "launch_on_fake.py"], env=env, capture_output=True, text=True
+    done = run_python(
+        HERE / "launch_on_fake.py",
+        LD_LIBRARY_PATH=str(tmp_path),
+        TRITON_LIBCUDA_PATH=str(tmp_path),
+        TRITON_CACHE_DIR=str(tmp_path / "cache"),
     )
     assert done.returncode == 0, done.stdout + done.stderr

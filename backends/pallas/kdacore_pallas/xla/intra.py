@@ -204,7 +204,7 @@ def interactions_backward(
 
 LEAF = 4
 """Rows of blocks whose pairs are gone through one by one: a level costs the same however few rows its blocks have."""
-DEPTH = 1
+DEPTH = LEAF.bit_length() - 2
 """The last level inside them."""
 
 

@@ -1,0 +1,127 @@
+"""compute-sanitizer over random calls: ``python -m benchmarks.sanitizers TOOL --backend NAME --count 150``.
+
+The calls are those of ``python -m kdacore.testing.fuzz``, cut into ``--jobs`` runs side by side. First they all run
+once without the tool, so that no kernel is compiled under it. Exit 1 when the tool reports something or a run ends
+badly; the record (``--json``) says which seeds ran and what was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from kdacore import machine
+from kdacore.bench.results import commit as checkout
+
+TOOLS: dict[str, tuple[str, ...]] = {
+    "memcheck": (),
+    "initcheck": (),
+    "racecheck": (),
+    # Kernels with many barriers overflow the tool's own table otherwise, and their launch fails.
+    "synccheck": ("--num-cuda-barriers", "65536"),
+}
+FOUND = 77
+"""Exit status of a run in which the tool reported something."""
+_SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
+_REPORT = re.compile(r"^=+ (?:Error|Warning|Invalid|Uninitialized|Barrier|Program hit)\b.*$", re.MULTILINE)
+
+Record = dict[str, Any]
+
+
+def shares(seed: int, count: int, jobs: int) -> list[tuple[int, int]]:
+    """First seed and number of seeds of each run, as equal as they can be; none empty."""
+    each, more = divmod(count, jobs)
+    sizes = [each + (i < more) for i in range(jobs)]
+    return [(seed + sum(sizes[:i]), n) for i, n in enumerate(sizes) if n]
+
+
+def summarise(output: str, status: int) -> Record:
+    """What one run found: the number that the tool counted (None: it never got that far) and its first reports."""
+    counted = [int(n) for n in _SUMMARY.findall(output)]
+    reports = [line.strip("= ") for line in _REPORT.findall(output)]
+    return {"status": status, "found": max(counted) if counted else None, "reports": reports[:20]}
+
+
+def is_clean(run: Record) -> bool:
+    return run["status"] == 0 and run["found"] == 0
+
+
+def calls(args: argparse.Namespace, first: int, count: int, jobs: int, record: Path) -> list[str]:
+    """The command that makes ``count`` random calls."""
+    return [
+        *(sys.executable, "-m", "kdacore.testing.fuzz", "--backend", args.backend, "--device", args.device),
+        *("--jobs", str(jobs), "--seed", str(first), "--count", str(count), "--seconds", str(args.seconds)),
+        *("--json", str(record)),
+    ]
+
+
+def run_share(args: argparse.Namespace, first: int, count: int) -> Record:
+    """One process under the tool."""
+    with tempfile.TemporaryDirectory() as folder:
+        record = Path(folder) / "fuzz.json"
+        tool = [args.command, "--tool", args.tool, "--error-exitcode", str(FOUND), *TOOLS[args.tool]]
+        # One allocation a tensor, so that reading beyond it, or what was never written, is seen.
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        command = [*tool, *calls(args, first, count, 1, record)]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+        output = done.stdout + done.stderr
+        if args.logs:
+            args.logs.mkdir(parents=True, exist_ok=True)
+            (args.logs / f"{args.tool}-{first}.log").write_text(output)
+        made: Record = {"seeds": {"count": 0}, "served": 0, "failed": 0}
+        if record.is_file():
+            made = json.loads(record.read_text())
+    counts = {"ran": made["seeds"]["count"], "served": made["served"], "failed": made["failed"]}
+    return {"seed": first, **counts, **summarise(output, done.returncode)}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("tool", choices=TOOLS)
+    parser.add_argument("--backend", required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--command", default="compute-sanitizer", help="the tool's program")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--jobs", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=300.0, help="time limit of each run")
+    parser.add_argument("--logs", type=Path, help="keep what the tool printed here")
+    parser.add_argument("--json", type=Path, help="where the record goes")
+    args = parser.parse_args(argv)
+    if not shutil.which(args.command):
+        parser.error(f"{args.command} is not on the path: it comes with the CUDA toolkit")
+    with tempfile.TemporaryDirectory() as folder:
+        print("once without the tool")
+        warm = calls(args, args.seed, args.count, args.jobs, Path(folder) / "fuzz.json")
+        subprocess.run(warm, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+    runs: list[Record] = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        parts = shares(args.seed, args.count, args.jobs)
+        waiting = [pool.submit(run_share, args, first, count) for first, count in parts]
+        for done in as_completed(waiting):
+            run = done.result()
+            runs.append(run)
+            found = (
+                "clean" if is_clean(run) else f"found {run['found']}, exit {run['status']}: {run['reports']}"
+            )
+            counts = f"{run['ran']} ran, {run['served']} served"
+            print(f"{len(runs)}/{len(waiting)}  seeds from {run['seed']}: {counts}; {found}")
+    runs.sort(key=lambda run: run["seed"])
+    if args.json:
+        record = {"schema": 1, "tool": args.tool, "backend": args.backend, "commit": checkout()}
+        record["machine"] = {row.name: row.value for row in machine.probe().rows}
+        args.json.write_text(json.dumps(record | {"runs": runs}, indent=1) + "\n")
+    return 0 if all(is_clean(run) for run in runs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

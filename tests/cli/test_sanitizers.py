@@ -1,0 +1,70 @@
+"""``python -m benchmarks.sanitizers``: cutting the calls, reading the tool's words, whole runs of a tool of our own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FAKE = """#!/bin/sh
+while [ "$1" != "{python}" ]; do shift; done
+"$@" || exit 3
+echo "========= {report}"
+echo "========= RACECHECK SUMMARY: {found} hazards displayed ({found} errors, 0 warnings)"
+exit {status}
+"""
+
+
+@pytest.fixture
+def sanitizers() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("sanitizers", ROOT / "benchmarks" / "sanitizers.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_seed_is_in_one_share(sanitizers: ModuleType) -> None:
+    for count, jobs in ((150, 5), (7, 3), (2, 4)):
+        found = sanitizers.shares(3000, count, jobs)
+        assert [s for first, n in found for s in range(first, first + n)] == list(range(3000, 3000 + count))
+        assert max(n for _, n in found) - min(n for _, n in found) <= 1
+
+
+def test_a_run_is_clean_only_when_the_tool_says_so(sanitizers: ModuleType) -> None:
+    clean = sanitizers.summarise("148 served\n========= ERROR SUMMARY: 0 errors\n", 0)
+    assert sanitizers.is_clean(clean)
+    killed = sanitizers.summarise("148 served\n", 0)
+    assert killed["found"] is None and not sanitizers.is_clean(killed)
+    text = (
+        "========= Invalid __global__ read of size 2\n=========     at x\n========= ERROR SUMMARY: 2 errors\n"
+    )
+    bad = sanitizers.summarise(text, sanitizers.FOUND)
+    assert bad["found"] == 2 and bad["reports"] == ["Invalid __global__ read of size 2"]
+    assert not sanitizers.is_clean(sanitizers.summarise("========= ERROR SUMMARY: 0 errors\n", 1))
+
+
+def test_a_whole_run(sanitizers: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tool = tmp_path / "tool"
+    report = "Error: Race reported between Write access"
+    tool.write_text(FAKE.format(python=sys.executable, report=report, found=1, status=sanitizers.FOUND))
+    tool.chmod(0o755)
+    record = tmp_path / "record.json"
+    words = ["racecheck", "--backend", "reference", "--device", "cpu", "--command", str(tool)]
+    assert sanitizers.main([*words, "--count", "2", "--jobs", "1", "--json", str(record)]) == 1
+    (run,) = json.loads(record.read_text())["runs"]
+    assert run["ran"] == 2 and run["found"] == 1 and run["failed"] == 0
+    assert "Race reported" in capsys.readouterr().out
+
+
+def test_without_the_tool_it_says_where_it_comes_from(
+    sanitizers: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        sanitizers.main(["memcheck", "--backend", "reference", "--command", "no-such-tool"])
+    assert "CUDA toolkit" in capsys.readouterr().err

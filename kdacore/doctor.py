@@ -152,12 +152,9 @@ def _backend(registered: Registered, where: Machine, problem: Any) -> dict[str, 
     arch = {a.arch for a in where.accelerators if a.type in backend.device_types}
     hardware = {}
     for op, impl in backend.ops.items():
-        named = sorted("any hardware" if arch == "*" else arch for arch in impl.verified_archs)
-        here = "*" in impl.verified_archs or (bool(arch) and arch <= impl.verified_archs)
-        hardware[op] = {
-            "verified_on": named,
-            "here": "verified" if here else "compiled only" if arch else "no device",
-        }
+        hardware[op] = _mark(impl.verified_archs, arch)
+        if impl.backward is not None and impl.verified_gradients is not None:
+            hardware[f"{op} with gradients"] = _mark(impl.verified_gradients, arch)
     return {
         "name": backend.name,
         "version": backend.version,
@@ -168,6 +165,15 @@ def _backend(registered: Registered, where: Machine, problem: Any) -> dict[str, 
         "places": [str(p) for p in features.places_of(backend, where)],
         "missing": [{"name": n, "what": what, "remedy": remedy} for n, what, remedy in gone],
         "ops": hardware,
+    }
+
+
+def _mark(verified: frozenset[str], here: set[str]) -> dict[str, Any]:
+    """On which architectures something is verified, and what that says of those ``here``."""
+    known = "*" in verified or (bool(here) and here <= verified)
+    return {
+        "verified_on": sorted("any hardware" if arch == "*" else arch for arch in verified),
+        "here": "verified" if known else "compiled only" if here else "no device",
     }
 
 

@@ -103,7 +103,8 @@ def judge(registered: Registered, request: Request) -> Candidate:
         reason = _ask(verifier, request)
         if reason is not None:
             reasons.append(reason)
-    verified = PORTABLE in impl.verified_archs or request.device.arch in impl.verified_archs
+    archs = impl.archs_verified(request.needs_grad)
+    verified = PORTABLE in archs or request.device.arch in archs
     cost = None if reasons else _cost(registered, request, impl)
     return Candidate(backend.name, tuple(reasons), cost, backend.rank, verified)
 
@@ -165,17 +166,17 @@ def _ranked(request: Request, able: list[Candidate]) -> list[tuple[str, str]]:
     if not able:
         return []
     chosen = REGISTRY.hooks().kdacore_choose(request=request, candidates=tuple(able))
-    by_rank = sorted(able, key=lambda c: -c.rank)
+    unproven = {c.backend for c in able if _is_unproven(request, c, able)}
+    by_rank = sorted(able, key=lambda c: (c.backend in unproven, -c.rank))
+    highest = f"highest rank of those tested on {request.device.arch}" if unproven else "highest rank"
     # A backend of unknown speed is judged by rank; once the best-ranked one is measured, measurements decide.
     if by_rank[0].cost is not None:
         measured = sorted((c for c in able if c.cost is not None), key=lambda c: (c.cost or 0.0, -c.rank))
         rest = [c for c in by_rank if c.cost is None]
-        order = [
-            (c.backend, "lowest measured cost" if len(measured) > 1 else "highest rank") for c in measured
-        ]
-        order += [(c.backend, "highest rank") for c in rest]
+        order = [(c.backend, "lowest measured cost" if len(measured) > 1 else highest) for c in measured]
+        order += [(c.backend, highest) for c in rest]
     else:
-        order = [(c.backend, "highest rank" if len(able) > 1 else "the only one that can") for c in by_rank]
+        order = [(c.backend, highest if len(able) > 1 else "the only one that can") for c in by_rank]
     if chosen is not None:
         if chosen not in {c.backend for c in able}:
             warnings.warn(
@@ -184,6 +185,16 @@ def _ranked(request: Request, able: list[Candidate]) -> list[tuple[str, str]]:
         else:
             order = [(chosen, "chosen by the kdacore_choose hook")] + [o for o in order if o[0] != chosen]
     return order
+
+
+def _is_unproven(request: Request, candidate: Candidate, able: list[Candidate]) -> bool:
+    """Is neither its speed known nor has it run on this architecture, where another one has been tested?"""
+
+    def tested(c: Candidate) -> bool:
+        impl = REGISTRY.get(c.backend).backend.ops[request.op]
+        return bool(request.device.arch) and request.device.arch in impl.archs_verified(request.needs_grad)
+
+    return candidate.cost is None and not tested(candidate) and any(tested(c) for c in able)
 
 
 def _forced(request: Request, policy: Policy, candidates: tuple[Candidate, ...]) -> Selection:

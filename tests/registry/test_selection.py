@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -10,10 +11,10 @@ import numpy as np
 import pytest
 
 import kdacore
-from kdacore import config
+from kdacore import config, selection
 from kdacore.hookspecs import hookimpl
 from kdacore.registry import REGISTRY
-from kdacore.types import Backend, OpImpl, Outputs, Reason, Request
+from kdacore.types import Backend, Device, OpImpl, Outputs, Reason, Request, Selection
 
 
 def _answer(value: float) -> Any:
@@ -123,6 +124,29 @@ def test_without_a_measurement_rank_decides() -> None:
     REGISTRY.register(plugin("unknown", 1, rank=10), "unknown")
     REGISTRY.register(plugin("quick", 2, rank=5, cost=lambda r: 1e-9), "quick")
     assert ran() == "unknown"
+
+
+def test_what_is_neither_tested_here_nor_measured_goes_behind_what_is_tested() -> None:
+    """Also where gradients alone have not run yet."""
+
+    def backward(*args: Any) -> Any:
+        raise AssertionError("only asked about")
+
+    tested = OpImpl(_answer(1), backward, verified_archs=frozenset({"q1"}))
+    half = dataclasses.replace(tested, verified_gradients=frozenset())
+    for name, rank, op in (("tested", 5, tested), ("half", 10, half)):
+        REGISTRY.register(plugin(name, 1, rank=rank, ops={"chunk_kda": op}), name)
+
+    def decide(arch: str, needs_grad: bool) -> Selection:
+        request = kdacore.explain("chunk_kda", **call()).request
+        request = dataclasses.replace(request, device=Device("cpu", 0, arch), needs_grad=needs_grad)
+        return selection.decide(request, selection.Policy(), run_selfchecks=False)
+
+    assert decide("q1", False).backend == "half"
+    found = decide("q1", True)
+    assert (found.backend, found.why) == ("tested", "highest rank of those tested on q1")
+    assert {c.backend: c.verified for c in found.candidates}["half"] is False
+    assert decide("q2", True).backend == "half"  # neither has run there: rank, then the self-check
 
 
 def test_kinds_served_only_when_asked_for() -> None:

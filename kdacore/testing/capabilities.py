@@ -31,10 +31,15 @@ _PRESETS: tuple[Options, ...] = (
 """Option sets a backend may insist on, plainest first."""
 
 
-def plainest(backend: str, op: str, kind: ArrayKind, device: str, dtype: str) -> Case | None:
-    """The plainest call of an op that a backend serves in a dtype; None when none of those tried is served."""
+def plainest(
+    backend: str, op: str, kind: ArrayKind, device: str, dtype: str, check: str = "accuracy"
+) -> Case | None:
+    """The plainest call of an op that a backend serves in a dtype; None when none of those tried is served.
+
+    ``check``: one that differentiates asks for a call served with gradients, which may be another.
+    """
     for case in _attempts(start(backend, op, kind, device, dtype)):
-        if not judge(case):
+        if not judge(replace(case, check=check)):
             return case
     return None
 

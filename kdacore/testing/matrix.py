@@ -86,8 +86,9 @@ def _op_cases(backend: str, op: str, kind: ArrayKind, device: str, level: Level,
         if base is None:
             cases.append(_refused(backend, op, kind, device, dtype))
             continue
+        trained = plainest(backend, op, kind, device, dtype, "gradients") or base
         for v in _wanted(backend, op, level, primary, dtype == first):
-            case = apply(base, v)
+            case = apply(trained if v.check in DIFFERENTIATES else base, v)
             if case is not None:
                 cases.append(case)
     return cases

@@ -42,13 +42,14 @@ def random_case(backend: str, seed: int, device: str, level: Level = "quick") ->
     """
     rng = np.random.default_rng(seed)
     base = replace(_base(backend, rng, device), seed=seed, factor=_HARD, note=f"random{seed}")
+    differentiable = not judge(replace(base, check="gradients"))
     case = base
     for share in _SHARES if rng.random() < _MOSTLY_SERVED else _SHARES[:1]:
         case = base
         for change in (_sizes, _packing, _gate, _norms, _dtypes, _state, _memory):
             if rng.random() < share:
                 case = change(case, rng, level)
-        case = _check(case, rng)
+        case = _check(case, rng, differentiable)
         if not judge(case):
             break
     return case
@@ -65,7 +66,8 @@ def _base(backend: str, rng: Any, device: str) -> Case:
             op, kind, dtype = triples[n]
             base = plainest(backend, op, kind, device, dtype)
             if base is not None:
-                return base
+                trained = plainest(backend, op, kind, device, dtype, "gradients")
+                return base if trained in (None, base) or rng.random() < 0.5 else trained
     raise ValueError(f"backend {backend!r} serves none of its whole ops on {device}")
 
 
@@ -152,8 +154,8 @@ def _memory(case: Case, rng: Any, level: Level) -> Case:
     return replace(case, layout="contiguous" if case.kind == "jax" else layout)
 
 
-def _check(case: Case, rng: Any) -> Case:
-    """What is measured: a pool call, gradients or the forward results."""
+def _check(case: Case, rng: Any, differentiable: bool) -> Case:
+    """What is measured: a pool call, gradients where the base has them, or the forward results."""
     if case.family == "recurrent" and rng.random() < 0.5:
         name = _pick(rng, *(n for n, p in POOLS.items() if case.kind != "jax" or not p.strided))
         pool = POOLS[name]
@@ -167,8 +169,7 @@ def _check(case: Case, rng: Any) -> Case:
         elif case.kind == "jax":
             changes["output_final_state"] = True
         return replace(case.having(**changes), check="pool", pool=name)
-    impl = REGISTRY.get(case.backend).backend.ops[case.op]
-    differentiable = impl.backward is not None and rng.random() < 0.6
+    differentiable = differentiable and rng.random() < 0.6
     return replace(case, check="gradients" if differentiable else "accuracy")
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
+import os
+import shutil
 import subprocess
 import tempfile
+import time
 from functools import cache
 from pathlib import Path
 
@@ -13,14 +17,25 @@ from kdacore_cuda import layout
 from kdacore_cuda.build import CSRC, KernelSource, gather_headers
 
 HERE = Path(__file__).parent / "emulation"
-COMPILE = ("g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing")
+COMPILE = (
+    "g++",
+    "-std=c++17",
+    "-O1",
+    "-w",
+    "-shared",
+    "-fPIC",
+    "-U_FORTIFY_SOURCE",
+    "-fno-strict-aliasing",
+    "-fstack-reuse=none",
+)
+
+_KEPT_SECONDS = 3 * 24 * 3600.0
 
 _RUNNER = """
-#include <cstddef>
-#define KDACORE_EMULATE
 #include "{path}"
-extern "C" void run({params} p, int grid, int cluster, int threads, int shared, unsigned seed) {{
-  emu::run([&] {{ {entry}(p); }}, grid, cluster, threads, shared, seed);
+extern "C" const char* run({params} p, int grid, int cluster, int threads, int shared, unsigned seed) {{
+  emu::left_operands_stay = {stay};
+  return emu::run([&] {{ {entry}(p); }}, grid, cluster, threads, shared, seed);
 }}
 extern "C" size_t offset_of(int field) {{
   const size_t offsets[] = {{ {offsets} }};
@@ -31,9 +46,13 @@ extern "C" size_t offset_of(int field) {{
 
 @cache
 def build(kernel: KernelSource, params: layout.ParamStruct) -> ctypes.CDLL:
-    """The kernel as a shared library with ``run`` and ``offset_of``; cached in the temporary folder by content."""
+    """The kernel as a shared library with ``run`` and ``offset_of``; kept by content for other processes."""
     offsets = ", ".join(f"offsetof({params.name}, {name})" for name, _ in params.fields)
-    text = _RUNNER.format(path=kernel.path, params=params.name, entry=kernel.entry, offsets=offsets)
+    # Elsewhere left operands' arrays end before their products do: registers are the compiler's there.
+    stay = "true" if kernel.path.startswith("sm90/backward/") else "false"
+    text = _RUNNER.format(
+        path=kernel.path, params=params.name, entry=kernel.entry, offsets=offsets, stay=stay
+    )
     headers = gather_headers((CSRC / kernel.path).read_text())
     flags = [f"-D{key}={value}" for key, value in kernel.defines]
     digest = hashlib.sha256(
@@ -41,34 +60,74 @@ def build(kernel: KernelSource, params: layout.ParamStruct) -> ctypes.CDLL:
             [
                 text,
                 (CSRC / kernel.path).read_text(),
-                (HERE / "emulate.h").read_text(),
+                *(path.read_text() for path in sorted(HERE.iterdir())),
                 *headers.values(),
                 *flags,
+                *COMPILE,
             ]
         ).encode()
     ).hexdigest()[:24]
+    kept = _kept()
+    if kept is not None and (kept / f"{digest}.so").is_file():
+        return ctypes.CDLL(str(kept / f"{digest}.so"))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for include, body in headers.items():
-            (folder / include).parent.mkdir(parents=True, exist_ok=True)
-            (folder / include).write_text(body)
         (folder / kernel.path).parent.mkdir(parents=True, exist_ok=True)
         (folder / kernel.path).write_text((CSRC / kernel.path).read_text())
-        (folder / "runner.cpp").write_text(text)
-        library = folder / f"{digest}.so"
-        command = [
-            *COMPILE,
-            *flags,
-            f"-I{folder}",
-            f"-I{HERE}",
-            str(folder / "runner.cpp"),
-            "-o",
-            str(library),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"g++ failed on {kernel.name}:\n{done.stderr}")
+        library = compile_library(text, headers, flags, folder, digest)
+        if kept is not None:  # whole or not at all: several processes may bring the same one
+            coming = kept / f"{digest}.{os.getpid()}"
+            shutil.copyfile(library, coming)
+            library = coming.replace(kept / f"{digest}.so")
         return ctypes.CDLL(str(library))
+
+
+@cache
+def _kept() -> Path | None:
+    """A folder for libraries that only this user can write to; None where there is none. Old ones go."""
+    folder = Path(tempfile.gettempdir()) / f"kdacore-emulated-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    about = folder.stat()
+    if about.st_uid != os.getuid() or about.st_mode & 0o022:
+        return None
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            if time.time() - path.stat().st_mtime > _KEPT_SECONDS:
+                path.unlink()
+    return folder
+
+
+@cache
+def _runtime() -> tempfile.TemporaryDirectory[str]:
+    """What all kernels share, compiled once: ``runtime.o``, and ``emulate.h`` as ``all.h``."""
+    folder = tempfile.TemporaryDirectory()
+    header = Path(folder.name) / "all.h"
+    header.write_text("#define KDACORE_EMULATE\n#include <emulate.h>\n")
+    _compile("-x", "c++-header", str(header), "-o", f"{header}.gch")
+    sources = [path.name for path in sorted(HERE.glob("*.cpp"))]
+    together = Path(folder.name) / "runtime.cpp"
+    together.write_text("".join(f"#include <{name}>\n" for name in ("emulate.h", *sources)))
+    _compile("-O2", "-c", str(together), "-o", str(together.with_suffix(".o")))
+    return folder
+
+
+def _compile(*arguments: str) -> None:
+    done = subprocess.run([*COMPILE, f"-I{HERE}", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"g++ failed:\n{done.stderr}")
+
+
+def compile_library(text: str, headers: dict[str, str], flags: list[str], folder: Path, name: str) -> Path:
+    """``text`` as a shared library in ``folder``, where the headers go as well."""
+    for include, body in headers.items():
+        (folder / include).parent.mkdir(parents=True, exist_ok=True)
+        (folder / include).write_text(body)
+    (folder / "runner.cpp").write_text(text)
+    library = folder / f"{name}.so"
+    runtime = _runtime().name
+    include = (f"-I{folder}", "-include", f"{runtime}/all.h")
+    _compile("-shared", *flags, *include, f"{folder}/runner.cpp", f"{runtime}/runtime.o", "-o", str(library))
+    return library
 
 
 def run(
@@ -89,4 +148,7 @@ def run(
         params.name, (ctypes.Structure,), {"_fields_": [("data", ctypes.c_uint64 * (params.size // 8))]}
     )
     library.run.argtypes = [struct, *([ctypes.c_int] * 4), ctypes.c_uint]
-    library.run(struct.from_buffer_copy(block), grid, cluster, threads, shared, seed)
+    library.run.restype = ctypes.c_char_p
+    message = library.run(struct.from_buffer_copy(block), grid, cluster, threads, shared, seed)
+    if message is not None:
+        raise RuntimeError(f"{kernel.name}: {message.decode()}")

@@ -1,0 +1,57 @@
+// Matrix products. Those of a warp happen where they are called. Those of a warpgroup happen when they are waited for: until then
+// their accumulators hold poison, and neither those, nor the left operand's registers, nor the right operand's shared memory
+// may change.
+#ifndef KDACORE_EMULATE_PRODUCTS_H
+#define KDACORE_EMULATE_PRODUCTS_H
+
+#include "emulate_shared.h"
+
+inline float bf16_low(u32);
+inline float bf16_high(u32);
+
+inline void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  emu::Slot* s = emu::exchange({{a[0], a[1], a[2], a[3], b0, b1}});
+  const int lane = emu::me->thread & 31;
+  for (int e = 0; e < 4; ++e) {
+    const int row = lane / 4, column = 2 * (lane % 4) + e % 2;
+    double sum = d[e];
+    for (int k = 0; k < 16; ++k) {
+      const u32 x = s[4 * row + k % 8 / 2].w[(k / 8) * 2 + e / 2], y = s[4 * column + k % 8 / 2].w[4 + k / 8];
+      sum += (double)(k % 2 ? bf16_high(x) : bf16_low(x)) * (k % 2 ? bf16_high(y) : bf16_low(y));
+    }
+    d[e] = (float)sum;
+  }
+}
+
+namespace emu {
+
+// Do the arrays of left operands live until their products have been waited for?
+inline bool left_operands_stay = true;
+
+// All warps of a warpgroup do the same in the same order.
+void take_step(u64 what);
+
+// One lane's part of d[64 x 8 tiles] (+)= a[64 x 16] b[16 x 8 tiles].
+void issue(float* d, const u32 (&a)[4], u64 b, int tiles, bool transposed, bool add, bool negative);
+
+void fence();
+void commit();
+void wait(u32 open);  // until as many groups at most are open
+
+}  // namespace emu
+
+inline void warpgroup_fence() {
+  emu::fence();
+}
+inline void warpgroup_commit() { emu::commit(); }
+template <int N>
+inline void warpgroup_wait() { emu::wait(N); }
+template <int N>
+inline void hold(float (&)[N][4]) {}
+template <int TRANSPOSED, int N>
+inline void warpgroup_mma(float (&d)[N][4], const u32 (&a)[4], u64 b, int add) {
+  emu::issue(&d[0][0], a, b, N, TRANSPOSED, add, false);
+}
+inline void warpgroup_subtract(float (&d)[16][4], const u32 (&a)[4], u64 b) { emu::issue(&d[0][0], a, b, 16, true, true, true); }
+
+#endif

@@ -1,0 +1,32 @@
+// Runs a launch, one cluster of blocks after the other.
+#ifndef KDACORE_EMULATE_SCHEDULE_H
+#define KDACORE_EMULATE_SCHEDULE_H
+
+#include "emulate_fibers.h"
+
+namespace emu {
+
+// Null, or what was wrong.
+const char* run(std::function<void()> kernel, int grid, int cluster_size, int threads, int shared, u32 seed);
+void meet_block(int id, u32 count);  // at a named barrier; 0 is the block's
+void meet_cluster();
+
+}  // namespace emu
+
+inline void sync_warp() {
+  emu::together([] {});
+  ++emu::me->syncs;
+}
+inline void sync_block() { emu::meet_block(0, emu::block_threads); }
+inline void sync_threads(int id, int count) { emu::meet_block(id, count); }
+inline void sync_pair(int barrier) { sync_threads(barrier, 64); }
+inline void sync_cluster() { emu::meet_cluster(); }
+
+template <int N, int START>
+inline void set_registers() {
+  if (N % 8 || N < 24 || N > 256) emu::fail("number of registers", N);
+  if (START != 65536 / emu::block_threads / 8 * 8) emu::fail("not what the block begins with", START);
+  emu::me->registers = N;
+}
+
+#endif

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from cuda_calls import SAFE_MODEL, Draw, request_of
 
-from kdacore.types import ChunkInputs, Device, Request
+from kdacore import selection
+from kdacore.types import Candidate, ChunkInputs, Device, Request
 from kdacore_cuda.plugin import make_backend
 
 BACKEND = make_backend()
@@ -65,9 +66,33 @@ def test_float64_gate_is_rejected() -> None:
     assert codes(dataclasses.replace(r, tensors=tensors)) == {"dtype"}
 
 
-def test_no_op_claims_a_backward() -> None:
-    """Without one, dispatch answers a call that needs gradients with the code ``gradients``."""
-    assert all(op.backward is None for op in BACKEND.ops.values())
+TRAINED = {"needs_grad": True, "K": 128, "V": 128}
+
+
+def test_gradients_are_served_where_there_is_a_backward() -> None:
+    assert codes(request(**TRAINED)) == set()
+    assert [name for name, op in BACKEND.ops.items() if op.backward is not None] == ["chunk_kda"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"device": Device("cuda", 0, "sm_100")},
+        {"K": 64, "V": 64},
+    ],
+)
+def test_gradients_are_rejected_elsewhere(changes: dict[str, Any]) -> None:
+    assert codes(request(**TRAINED | changes)) == {"gradients"}
+    assert codes(request(**TRAINED | changes | {"needs_grad": False})) == set()
+
+
+def test_auto_leaves_training_to_what_has_run_on_hopper() -> None:
+    """Until its tests have run there, the hand-written backward is used on request alone."""
+    triton = Candidate("triton", (), None, 50, True)
+    cuda = dataclasses.replace(triton, backend="cuda", rank=100, verified=False)
+    ranked = selection._ranked(request(**TRAINED), [cuda, triton])
+    assert [name for name, _ in ranked] == ["triton", "cuda"]
+    assert [name for name, _ in selection._ranked(request(), [cuda, triton])] == ["cuda", "triton"]
 
 
 def test_importing_the_plugin_imports_no_framework() -> None:

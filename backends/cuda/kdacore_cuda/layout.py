@@ -142,6 +142,49 @@ RECOMPUTE = ParamStruct(
 )
 """Parameters of the stage ``kda_recompute_w_u``; ``q`` and ``qg`` are 0 when q is not given."""
 
+BACKWARD = ParamStruct(
+    "BackwardParams",
+    (
+        *((name, "ptr") for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "d_o")),
+        *((name, "ptr") for name in ("h0", "d_ht", "d_h0")),
+        *(
+            (name, "ptr")
+            for name in ("kg", "kg_low", "qg", "w", "u", "aqk", "inv", "last", "rows", "h", "dh", "dr")
+        ),
+        *((name, "ptr") for name in ("dq", "dk", "dv", "dg", "dbeta", "dA_part", "dbias_part")),
+        *_strided("q", "k", "v", "g", "beta"),
+        ("T", "i64"),
+        ("units", "i64"),
+        *((name, "i32") for name in ("N", "H", "HV", "NT", "gate", "flags", "beta_type", "bias_type")),
+        *((name, "f32") for name in ("scale", "lower_bound", "floor", "centre")),
+    ),
+)
+"""Parameters of the backward kernels, one struct for all; csrc/sm90/backward/chunk.cuh says what the workspace (kg to
+dr) holds. ``d_o`` ``[B, T, HV, V]`` and all gradients are contiguous. ``units``: slots times HV; ``NT``: chunks of a
+dense sequence. ``floor``: the lowest log2 decay of a step; ``centre``: an integer near half of what 32 steps there add
+up to. ``dA_part`` is float32 ``[units]``, ``dbias_part`` float32 ``[units, K]``."""
+
+SUMS = ParamStruct(
+    "SumsParams",
+    (
+        *((name, "ptr") for name in ("dA_part", "dbias_part", "d_A", "d_bias")),
+        *((name, "i32") for name in ("slots", "HV", "A_type", "bias_type")),
+    ),
+)
+"""Parameters of the sums over chunks of float32 ``[slots, HV]`` and ``[slots, HV, K]``; a result of 0 is not wanted."""
+
+GROUPS = ParamStruct(
+    "GroupsParams",
+    (
+        *((name, "ptr") for name in ("x", "part", "out")),
+        *_strided("x"),
+        *((name, "i64") for name in ("T", "rows")),
+        *((name, "i32") for name in ("H", "HV", "flags")),
+    ),
+)
+"""Parameters of the sums over a group's value heads: ``part`` float32 ``[B, T, HV, K]``, ``x`` q or k as given, ``out``
+like x but contiguous. ``rows``: B * T * H."""
+
 FLAGS: dict[str, int] = {
     name: 1 << bit
     for bit, name in enumerate(
@@ -188,5 +231,8 @@ def generated_headers() -> dict[str, str]:
         "generated/params.cuh": _guarded("params", PREFILL.header()),
         "generated/decode_params.cuh": _guarded("decode_params", DECODE.header()),
         "generated/stage_params.cuh": _guarded("stage_params", INTRA.header() + RECOMPUTE.header()),
+        "generated/backward_params.cuh": _guarded(
+            "backward_params", BACKWARD.header() + SUMS.header() + GROUPS.header()
+        ),
         "generated/constants.cuh": _guarded("constants", constants_header()),
     }

@@ -71,8 +71,10 @@ def make_backend() -> Backend:
     """The backend named ``cuda``."""
     prefill = OpImpl(
         forward=_lazily("prefill", "forward"),
-        verifiers=(*_COMMON, verifiers.prefill_dtype, verifiers.prefill_length),
+        backward=_lazily("backward", "backward"),
+        verifiers=(*_COMMON, verifiers.prefill_dtype, verifiers.prefill_length, verifiers.gradients),
         verified_archs=VERIFIED,
+        verified_gradients=frozenset(),
     )
     recurrent = OpImpl(
         forward=_lazily("decode", "forward"),
@@ -93,7 +95,7 @@ def make_backend() -> Backend:
             "kda_chunk_intra": _stage("chunk_intra"),
             "kda_recompute_w_u": _stage("recompute_w_u"),
         },
-        summary="hand-written kernels: fused bfloat16 prefill without gradients, recurrent decode, two training stages",
+        summary="hand-written kernels: bfloat16 prefill, its backward on Hopper, recurrent decode, two training stages",
         requirements=(
             Requirement(
                 "CUDA driver",

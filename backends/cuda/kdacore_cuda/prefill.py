@@ -23,17 +23,7 @@ from kdacore_cuda.prefill_kernels import (
     prefill_threads,
     sharing_clusters,
 )
-
-SAFE_BOUND = -5.0
-"""Log decays of one token at least this large let one product cover 16 tokens."""
-
-
-def is_safe(request: Request) -> bool:
-    """Is every log decay promised, or made, to lie in ``[-5, 0]``?"""
-    if request.gate == "sigmoid":
-        return request.lower_bound is not None and request.lower_bound >= SAFE_BOUND
-    return request.safe_gate and request.gate == "log"
-
+from kdacore_cuda.verifiers import is_safe
 
 _LAUNCHES = count(secrets.randbits(62))
 """A number for every launch that memory does not hold by chance."""

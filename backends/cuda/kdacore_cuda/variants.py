@@ -7,6 +7,7 @@ from itertools import product
 from typing import NamedTuple
 
 from kdacore.types import Request
+from kdacore_cuda import backward_kernels
 from kdacore_cuda.build import KernelSource
 from kdacore_cuda.prefill_kernels import HOPPER, clusters, prefill_kernel
 
@@ -170,13 +171,14 @@ def stage_kernels() -> Iterator[KernelSource]:
 
 
 def packaged_kernels(arch: str) -> Iterator[KernelSource]:
-    """What :func:`kdacore_cuda.prebuilt.build_all` compiles for ``arch``: all but prefill with a float32 gate input
-    and stages with K != V."""
+    """What :func:`kdacore_cuda.prebuilt.build_all` compiles for ``arch``: all but prefill and backward with a float32
+    gate input and stages with K != V."""
     yield from decode_kernels()
     yield from stage_kernels()
     if arch == HOPPER:
         for float16, tile in product((False, True), (RECOMPUTE_LONG, RECOMPUTE_SHORT)):
             yield recompute_kernel(128, 128, float16, tile)
+        yield from backward_kernels.packaged_kernels()
     for K in HEAD_DIMS:
         for cluster, safe in product(clusters(K, arch), (False, True)):
             yield prefill_kernel(K, cluster, safe, False, arch)

@@ -9,6 +9,17 @@ STATE_DTYPES = ("float32", "bfloat16")
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 
 
+SAFE_BOUND = -5.0
+"""Log decays of one token at least this large let one product cover 16 tokens."""
+
+
+def is_safe(request: Request) -> bool:
+    """Is every log decay promised, or made, to lie in ``[-5, 0]``?"""
+    if request.gate == "sigmoid":
+        return request.lower_bound is not None and request.lower_bound >= SAFE_BOUND
+    return request.safe_gate and request.gate == "log"
+
+
 def architecture(request: Request) -> Reason | None:
     """The kernels need mma.sync for bfloat16 and asynchronous copies: compute capability 8.0."""
     arch = request.device.arch
@@ -81,6 +92,20 @@ def prefill_length(request: Request) -> Reason | None:
     """Lengths inside a sequence are 32-bit."""
     if request.T >= 2**30:
         return Reason("too_large", "counts tokens in 32 bits", f"T={request.T}", "< 2**30")
+    return None
+
+
+def gradients(request: Request) -> Reason | None:
+    """The backward is written for Hopper and 128 channels."""
+    if not request.needs_grad:
+        return None
+    arch, K = request.device.arch, request.K
+    if arch != "sm_90":
+        return Reason("gradients", "has its backward for Hopper alone", arch, "sm_90, or no gradients")
+    if K != 128:
+        return Reason(
+            "gradients", "has a backward for one head dim", f"K={K}", "K = V = 128, or no gradients"
+        )
     return None
 
 

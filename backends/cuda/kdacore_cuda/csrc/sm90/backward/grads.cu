@@ -1,0 +1,146 @@
+// Backward on Hopper, third launch: every input gradient of a unit, from the inputs and the scan's u (v'), dr, h and dh.
+//
+// A block keeps its multiprocessor and takes every grid-th unit. What the next unit needs is on its way as soon as its place is
+// free: the workspace's images and d_o once the states have been read, v, q, k and g as each warp is done with its own part.
+#include "sm90/backward/grads_shared.cuh"
+#include "sm90/backward/grads_fetch.cuh"
+#include "sm90/backward/grads_pairs.cuh"
+#include "sm90/backward/grads_values.cuh"
+#include "sm90/backward/grads_states.cuh"
+#include "sm90/backward/grads_gate.cuh"
+#include "sm90/backward/grads_operands.cuh"
+#include "sm90/backward/grads_channels.cuh"
+#if SAFE
+#include "sm90/backward/grads_halves.cuh"
+#else
+#include "sm90/backward/grads_quarters.cuh"
+#endif
+#include "sm90/backward/grads_leave.cuh"
+
+KDA_KERNEL(THREADS, 1) grads(KDA_PARAM BackwardParams p) {
+  KDA_SHARED(memory);
+  const u32 shared = shared_address(memory);
+  const int warp = uniform(thread_index() >> 5);
+  Lane l = make_lane(warp);
+  if (l.thread == 0) {
+    barrier_init(shared + FULL_PAIRS_AT, 1);
+    barrier_init(shared + FULL_STATES_AT, 1);
+    fence_barrier_init();
+    write_unit(p, unit_at(shared, 0), block_index(), 0, p.N);
+    write_next(p, unit_at(shared, 1), unit_at(shared, 0));
+  }
+  sync_block();
+  // Of unit n of the block, if there is one: what a warp alone reads. In turns: d_o; v; q, k and g, one group each.
+  const auto fetch_rows = [&](u32 image, u32 field, long long stride, int n) {
+    const u32 unit = unit_at(shared, n);
+    if (const int rows = unit_int(unit, UNIT_ROWS)) fetch_own(shared + image, unit_long(unit, field), stride, rows, l);
+  };
+  const auto fetch_shared = [&](int n) {
+    const u32 unit = unit_at(shared, n);
+    if (unit_int(unit, UNIT_ROWS)) {
+      if (l.thread == 0) fetch_workspace(p, shared, n);
+      fetch_outputs(p, shared, unit, l);
+    }
+    copy_async_commit();
+  };
+  const auto fetch_values = [&](int n) {
+    if (l.thread == 0 && unit_int(unit_at(shared, n), UNIT_ROWS)) fetch_u(p, shared, n);
+    fetch_rows(V_AT, UNIT_V, p.v_st, n);
+    copy_async_commit();
+  };
+  const auto fetch_rest = [&](int n) {
+    if (unit_int(unit_at(shared, n), UNIT_ROWS)) fetch_gate(p, shared, unit_at(shared, n), l);
+    copy_async_commit();
+  };
+  fetch_shared(0);
+  fetch_values(0);
+  fetch_rows(Q_AT, UNIT_Q, p.q_st, 0);
+  fetch_rows(K_AT, UNIT_K, p.k_st, 0);
+  fetch_rest(0);
+  copy_async_wait<2>();
+  fence_async_proxy();
+  sync_block();
+
+  int n = 0;
+  for (;; ++n) {
+    const u32 unit = unit_at(shared, n), gate = shared + GATE_AT + (n & 1) * GATE_PITCH;
+    if (!unit_int(unit, UNIT_ROWS)) break;
+    l = make_lane(warp);
+    const u32 states = shared + STATES_AT + (n & 1) * STATES_PITCH;
+    const u32 scalars = shared + ROWS_AT + (n & 1) * ROWS_BYTES, last = shared + LAST_AT + (n & 1) * LAST_BYTES;
+    const GateLoads gate_loads = load_gate(p, unit_int(unit, UNIT_HV), l);
+    FromStates d;
+    StateOperands a;
+    {
+      float pairs[4][4];
+      {
+        u32 x[8][4];
+        barrier_wait(shared + FULL_PAIRS_AT, n & 1);
+        start_pairs(pairs, x, shared, l);
+        copy_async_wait<1>();
+        sync_warp();
+        give_values(p, shared, unit, scalars, l);
+        warpgroup_wait<0>();
+        hold(pairs);
+      }
+      barrier_wait(shared + FULL_STATES_AT, n & 1);
+      load_states(a, shared, 0, l);
+      if (l.side == 0) multiply_states(a, states, l);
+      start_states(d, a, shared, 0, l);
+      const float largest = mask_pairs(pairs, l);
+      if (l.lane == 0) store_shared(shared + LARGEST_AT + 4 * (l.thread >> 5), __float_as_uint(largest));
+      put_gate(gate_loads, gate, l);
+      sync_block();
+      const Scaling by = make_scaling(shared, p.centre);
+      if (l.thread == 0) store_shared(shared + SCALING_AT, by.shrink, by.grow);
+      store_pairs(pairs, shared, p.scale, by, l);
+      if (n) leave_parts(p, shared, unit_at(shared, n - 1), l);
+    }
+    wait_states(d);
+    load_states(a, shared, 4, l);
+    if (l.side) multiply_states(a, states, l);
+    start_states(d, a, shared, 4, l);
+    copy_async_wait<0>();
+    sync_warp();
+    l = make_lane(warp);
+    float up[4][4], end[2][PARTS];
+    decays(up, end, p, gate, unit_int(unit, UNIT_ROWS), shared, l);
+    wait_states(d);
+    scale_states(d, last, p.scale, make_scaling(shared, p.centre), l);
+    if (SK_IN_U) sync_block();
+    Operands o;
+    make_operands(o, up, end, shared, scalars, l);
+    put_ends(end, shared, l);
+    fence_async_proxy();
+    sync_block();
+
+    l = make_lane(warp);
+    fetch_shared(n + 1);
+    float dk[4][4];
+    if (l.side) sum_pairs<1>(d, dk, o, up, p, shared, scalars, l);
+    else sum_pairs<0>(d, dk, o, up, p, shared, scalars, l);
+    if (l.thread == 0) write_next(p, unit_at(shared, n + 2), unit_at(shared, n + 1));
+    copy_async_wait<0>();
+    fence_async_proxy();
+    sync_block();
+
+    l = make_lane(warp);
+    fetch_values(n + 1);
+    const float2 by = load_shared2(shared + SCALING_AT);
+    leave(d.aq, 0, Q_AT, scalars + 4 * C, by.y, p, p.dq, shared, unit, l);
+    fetch_rows(Q_AT, UNIT_Q, p.q_st, n + 1);
+    leave(dk, 1, K_AT, scalars + 8 * C, by.y, p, p.dk, shared, unit, l);
+    fetch_rows(K_AT, UNIT_K, p.k_st, n + 1);
+    leave_beta(p, shared, scalars, unit, l);
+    float later[2];
+    load_later(later, shared, states, last, by.x, l);
+    sum_later(d.cs, later, l);
+    leave_gate(d.cs, p, gate, by.y, shared, unit, l);
+    fetch_rest(n + 1);
+  }
+  if (n) {
+    sync_block();
+    leave_parts(p, shared, unit_at(shared, n - 1), l);
+  }
+  copy_async_wait<0>();
+}

@@ -1,0 +1,98 @@
+// How a unit's arrays come to shared memory and its rows leave it. Part of grads.cu.
+
+// Token `token`, or the last one there is: an address that may be read.
+__device__ __forceinline__ const void* row_of(u64 from, int token, int rows, u32 stride) {
+  return reinterpret_cast<const void*>(from + (u64)(u32)(token < rows ? token : rows - 1) * stride);
+}
+
+// The warp's own 32 tokens of 16 channels of a bfloat16 rows array, zeros past the unit's rows. `from`: the unit's first token;
+// a token's stride in elements.
+__device__ __forceinline__ void fetch_own(u32 image, u64 from, long long stride, int rows, const Lane& l) {
+  from += 2 * (64 * l.part + 16 * l.warp + 8 * (l.lane & 1));
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int token = l.token + 16 * i;
+    copy_async16_of_line(image + l.piece + 16 * IMAGE_ROW * i, row_of(from, token, rows, 2 * (u32)stride), token < rows);
+  }
+}
+
+#if G_FLOAT
+// Offset of 16-byte piece `piece` (0..31) of token `row` of a float32 gate.
+__device__ __forceinline__ u32 gate_piece(int row, int piece) { return row * GATE_ROW + ((piece ^ (row & 7)) << 4); }
+#endif
+
+__device__ __forceinline__ void fetch_gate(const BackwardParams& p, u32 shared, u32 unit, const Lane& l) {
+  const int rows = unit_int(unit, UNIT_ROWS);
+  const u64 from = unit_long(unit, UNIT_G);
+#if G_FLOAT
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int token = HALF * l.side + l.g + 8 * i, piece = 16 * l.part + 4 * l.warp + l.t;
+    copy_async16_of_line(shared + G_AT + gate_piece(token, piece), row_of(from + 16 * piece, token, rows, 4 * (u32)p.g_st), token < rows);
+  }
+#else
+  fetch_own(shared + G_AT, from, p.g_st, rows, l);
+#endif
+}
+
+// All threads: d_o, which every warp reads.
+__device__ __forceinline__ void fetch_outputs(const BackwardParams& p, u32 shared, u32 unit, const Lane& l) {
+  const int rows = unit_int(unit, UNIT_ROWS), piece = l.thread & 15, token = l.thread >> 4;
+  const u32 to = shared + DO_AT + (piece >> 3) * SQUARE_BYTES + swizzled(token, piece & 7);
+  const u64 from = p.d_o + 2 * V * unit_long(unit, UNIT_ROW) + 16 * piece;
+  copy_async16(to, row_of(from, token, rows, 2 * V * (u32)p.HV), token < rows);
+  copy_async16(to + 32 * IMAGE_ROW, row_of(from, token + 32, rows, 2 * V * (u32)p.HV), token + 32 < rows);
+}
+
+// One thread: the part of the workspace of unit n of the block.
+__device__ __forceinline__ void fetch_workspace(const BackwardParams& p, u32 shared, int n) {
+  const u64 place = unit_long(unit_at(shared, n), UNIT_PLACE);
+  const auto copy = [&](u32 to, u64 array, u32 bytes, u32 bar) {
+    copy_in(shared + to, reinterpret_cast<const void*>(array + place * bytes), bytes, shared + bar);
+  };
+  barrier_expect(shared + FULL_PAIRS_AT, 2 * TILE_BYTES + ROWS_BYTES + LAST_BYTES);
+  copy(DR_AT, p.dr, TILE_BYTES, FULL_PAIRS_AT);
+  if (!SK_IN_U) copy(U_AT, p.u, TILE_BYTES, FULL_PAIRS_AT);
+  copy(ROWS_AT + (n & 1) * ROWS_BYTES, p.rows, ROWS_BYTES, FULL_PAIRS_AT);
+  copy(LAST_AT + (n & 1) * LAST_BYTES, p.last, LAST_BYTES, FULL_PAIRS_AT);
+  barrier_expect(shared + FULL_STATES_AT, 2 * STATE_BYTES);
+  copy(H_AT, p.h, STATE_BYTES, FULL_STATES_AT);
+  copy(DH_AT, p.dh, STATE_BYTES, FULL_STATES_AT);
+}
+// Its u where that waits for longer; FULL_PAIRS_AT counts it already.
+__device__ __forceinline__ void fetch_u(const BackwardParams& p, u32 shared, int n) {
+  const u64 from = p.u + unit_long(unit_at(shared, n), UNIT_PLACE) * TILE_BYTES;
+  if (SK_IN_U) copy_in(shared + U_AT, reinterpret_cast<const void*>(from), TILE_BYTES, shared + FULL_PAIRS_AT);
+}
+
+// A bfloat16 tile to rows of [B, T, HV, 128] through the warp's own rows of `image`, which nobody reads any more.
+__device__ __forceinline__ void store_own(u32 image, const Operand& r, const BackwardParams& p, u64 array, u32 unit, const Lane& l) {
+  sync_warp();
+#pragma unroll
+  for (int i = 0; i < 2; ++i) store_matrix4_transposed(image + l.own + 16 * IMAGE_ROW * i, r[i]);
+  sync_warp();
+  const int rows = unit_int(unit, UNIT_ROWS);
+  array += 2 * K * unit_long(unit, UNIT_ROW) + 2 * (64 * l.part + 16 * l.warp + 8 * (l.lane & 1)) +
+           (u64)(u32)l.token * (2 * K * (u32)p.HV);
+  const uint4 x = load_shared_u4(image + l.piece), y = load_shared_u4(image + l.piece + 16 * IMAGE_ROW);
+  if (l.token < rows) store_global(reinterpret_cast<void*>(array), x);
+  if (l.token + 16 < rows) store_global(reinterpret_cast<void*>(array + (u64)(u32)p.HV * (2 * K * 16)), y);
+  sync_warp();  // what comes next into these rows finds them read
+}
+
+// A float32 tile to the same rows, straight from registers: eight channels of a token are the 32 bytes of a sector.
+template <class F>
+__device__ __forceinline__ void store_floats(F f, const BackwardParams& p, u64 array, u32 unit, const Lane& l) {
+  const int token = HALF * l.side + 2 * l.t, left = unit_int(unit, UNIT_ROWS) - token;
+  const u32 stride = K * (u32)p.HV;
+  float* to = reinterpret_cast<float*>(array) + K * unit_long(unit, UNIT_ROW) + l.channel + (u64)(u32)token * stride;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      if (8 * j + e < left) to[0] = f(j, e), to[8] = f(j, e + 2);
+      to += e ? 7 * (u64)stride : stride;
+    }
+  }
+  sync_warp();
+}

@@ -1,0 +1,134 @@
+// Products of pairs of rows: of queries and keys (aqk), of keys (the system). A warp has one of the two and 16 rows i, in blocks
+// of 16 columns j up to the diagonal. Within a part both lie under its anchor; across, keys have been decayed to the start of the
+// later part.
+#ifndef KDACORE_BACKWARD_PREPARE_PAIRS_CUH
+#define KDACORE_BACKWARD_PREPARE_PAIRS_CUH
+
+#include "sm90/backward/prepare_layout.cuh"
+
+// Blocks 0 .. ROW_BLOCK of a row of blocks: 16 x 16, columns 8n + 2t, + 1, rows g and g + 8.
+template <int ROW_BLOCK>
+struct Pairs {
+  float block[ROW_BLOCK + 1][2][4];
+};
+
+// Does block (ROW_BLOCK, j) lie across parts?
+template <int ROW_BLOCK>
+__device__ __forceinline__ constexpr bool across(int j) {
+  return SAFE ? ROW_BLOCK >= 2 && j < 2 : j < ROW_BLOCK;
+}
+
+template <int ROW_BLOCK>
+__device__ __forceinline__ void multiply_pairs(Pairs<ROW_BLOCK>& out, u32 shared, u32 left, int lane) {
+  // Left: rows lane % 8, then + 8, of channels 0-7, then 8-15. Right: channels 0-7, then 8-15, of rows lane % 8, then + 8.
+  constexpr u32 EARLIER = SAFE || ROW_BLOCK < 2 ? SK_AT : ROW_BLOCK == 2 ? S2_AT : S3_AT;
+  constexpr u32 WIDE = !SAFE && ROW_BLOCK == 3 ? SQUARE_BYTES : HALF_SQUARE;
+  const u32 a_at = shared + left + placed(16 * ROW_BLOCK + (lane & 15), lane >> 4);
+  const u32 b_at = placed((lane & 7) + (lane >> 1 & 8), lane >> 3 & 1);
+#pragma unroll
+  for (int i = 0; i < K / 16; ++i) {
+    u32 a[4];
+    load_matrix4(a, (a_at ^ ((i & 3) << 5)) + (i >> 2) * SQUARE_BYTES);
+#pragma unroll
+    for (int j = 0; j <= ROW_BLOCK; ++j) {
+      // Rows 16 further: pieces exchanged with those two further.
+      const u32 place = shared + ((b_at ^ ((i & 3) << 5) ^ (j & 1) << 6) + 16 * j * IMAGE_ROW);
+      u32 b[4];
+      load_matrix4(b, place + (across<ROW_BLOCK>(j) ? EARLIER + (i >> 2) * WIDE : G_AT + (i >> 2) * SQUARE_BYTES));
+      mma_bf16(out.block[j][0], a, b[0], b[1]);
+      mma_bf16(out.block[j][1], a, b[2], b[3]);
+    }
+  }
+}
+
+// What decays from the anchor to the later part's start, and what lies on the wrong side of the diagonal.
+template <int ROW_BLOCK>
+__device__ __forceinline__ void finish_pairs(Pairs<ROW_BLOCK>& out, int lane, float unit, int diagonal) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+#pragma unroll
+      for (int j = 0; j < ROW_BLOCK; ++j) {
+        if (across<ROW_BLOCK>(j)) out.block[j][n][e] *= unit;
+      }
+      float& x = out.block[ROW_BLOCK][n][e];
+      const int row = (lane >> 2) + 8 * (e >> 1), column = 8 * n + 2 * (lane & 3) + (e & 1);
+      x = column < row + diagonal ? x : 0.0f;
+    }
+  }
+}
+
+// Where lane 8m + r puts row r of tile m of block (row_block, j) of a square image; tiles in the order of a left operand.
+__device__ __forceinline__ u32 block_at(u32 image, int row_block, int j, int lane) {
+  return image + swizzled(16 * row_block + (lane & 15), 2 * j + (lane >> 4));
+}
+
+// Rounded to an image; zeros right of the diagonal, there and in `other`.
+template <int ROW_BLOCK>
+__device__ __forceinline__ void store_image(const Pairs<ROW_BLOCK>& pairs, u32 image, u32 other, int lane) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    u32 r[4] = {};
+    if (j <= ROW_BLOCK) {
+      const float(&x)[2][4] = pairs.block[j <= ROW_BLOCK ? j : 0];
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        r[2 * n] = pack_bf16(x[n][0], x[n][1]);
+        r[2 * n + 1] = pack_bf16(x[n][2], x[n][3]);
+      }
+    } else {
+      store_matrix4(block_at(other, ROW_BLOCK, j, lane), r);
+    }
+    store_matrix4(block_at(image, ROW_BLOCK, j, lane), r);
+  }
+}
+
+// Two numbers in two bfloat16 parts each, together about 16 bits.
+__device__ __forceinline__ void split(float x, float y, u32& high, u32& low) {
+  high = pack_bf16(x, y);
+  low = pack_bf16(x - bf16_low(high), y - bf16_high(high));
+}
+
+// The system's rows: the block on the diagonal in float32, those before it in two parts.
+template <int ROW_BLOCK>
+__device__ __forceinline__ void store_system(const Pairs<ROW_BLOCK>& pairs, u32 shared, int lane) {
+#pragma unroll
+  for (int j = 0; j < ROW_BLOCK; ++j) {
+    u32 high[4], low[4];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        split(pairs.block[j][n][2 * h], pairs.block[j][n][2 * h + 1], high[2 * n + h], low[2 * n + h]);
+      }
+    }
+    store_matrix4(block_at(shared + HIGH_AT, ROW_BLOCK, j, lane), high);
+    store_matrix4(block_at(shared + LOW_AT, ROW_BLOCK, j, lane), low);
+  }
+  const u32 at = shared + DIAGONAL_AT + 4 * (DIAGONAL_PITCH * (16 * ROW_BLOCK + (lane >> 2)) + 2 * (lane & 3));
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const float(&x)[4] = pairs.block[ROW_BLOCK][n];
+    store_shared(at + 32 * n, x[0], x[1]);
+    store_shared(at + 32 * n + 4 * 8 * DIAGONAL_PITCH, x[2], x[3]);
+  }
+}
+
+// Everything above for one warp, and the block's barrier, which comes before the system takes zq's place.
+template <int ROW_BLOCK>
+__device__ __forceinline__ void make_pairs(u32 shared, bool system, int lane, float unit) {
+  Pairs<ROW_BLOCK> pairs = {};
+  multiply_pairs(pairs, shared, system ? K_AT : Q_AT, lane);
+  finish_pairs(pairs, lane, unit, system ? 0 : 1);
+  if (system) {
+    sync_block();
+    store_system(pairs, shared, lane);
+  } else {
+    store_image(pairs, shared + A_AT, shared + INV_AT, lane);
+    fence_async_proxy();
+    sync_block();
+  }
+}
+
+#endif

@@ -1,0 +1,151 @@
+"""Each launch of the chunk backward by itself, our two backends in turns: ``python -m benchmarks.backward_launches``.
+
+On a Hopper GPU, K = V = 128, bounded gates. Gradients of both backends are held against the float64 oracle on a short
+call and against each other on the timed one before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kdacore import contract
+from kdacore.bench import arrays as made
+from kdacore.bench import results
+from kdacore.bench.cases import Case
+from kdacore.bench.clock import Budget, CudaClock, Step, interleave
+from kdacore.bench.results import Figure, Results, Row
+from kdacore.ops import OPS
+from kdacore.selfcheck import relative_error
+from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
+from kdacore_cuda import backward as cuda
+from kdacore_cuda import backward_kernels as kernels
+from kdacore_reference.exact import to_float64
+from kdacore_reference.oracle import oracle_backward
+from kdacore_triton import chunk_backward as triton
+from kdacore_triton.backward_plan import plan_backward
+
+BOUND = 1.6e-2
+"""Twice the contract's bound on gradients of 16-bit inputs: what two backends may be apart."""
+PRESET = "backward-launches"
+
+
+def call_of(case: Case) -> tuple[Request, ChunkInputs, OutputGrads]:
+    """Request, inputs and output gradients of one case on the GPU."""
+    x = made.make(case, "init", "cuda")
+    inputs = ChunkInputs(**{name: x.get(name) for name in ChunkInputs._fields})
+    opdef = OPS["chunk_kda"]
+    flags: dict[str, Any] = dict.fromkeys(opdef.options, False)
+    flags |= dict.fromkeys(("scale", "lower_bound", "checkpoint_every", "cp")) | made.options(case)
+    request = contract.build_request(opdef, inputs, tuple(flags[o] for o in opdef.options))[0]
+    generator = torch.Generator("cuda").manual_seed(made.SEED)
+    do = torch.randn(inputs.v.shape, generator=generator, device="cuda").to(inputs.v.dtype)
+    return request, inputs, OutputGrads(do, None)
+
+
+def apart(got: InputGrads, want: InputGrads) -> dict[str, float]:
+    """Relative distance of each gradient."""
+    pairs = zip(InputGrads._fields, got, want, strict=True)
+    return {n: relative_error(to_float64(a), to_float64(b)) for n, a, b in pairs if a is not None}
+
+
+def gate(case: Case) -> None:
+    """Raises AssertionError where a gradient is wrong."""
+    short = Case("short", "training", T=300, H=2)
+    request, inputs, grads = call_of(short)
+    host = ChunkInputs(*(None if a is None else a.cpu() for a in inputs))
+    want = oracle_backward(request, host, OutputGrads(None if grads.o is None else grads.o.cpu(), None))
+    for name, backend in (("cuda", cuda), ("triton", triton)):
+        found = apart(backend.backward(request, inputs, (), grads), want)
+        print(f"{name} against the oracle:", {k: f"{v:.1e}" for k, v in found.items()})
+        if not all(v < BOUND for v in found.values()):
+            raise AssertionError(f"{name} is wrong: {found}")
+    request, inputs, grads = call_of(case)
+    found = apart(cuda.backward(request, inputs, (), grads), triton.backward(request, inputs, (), grads))
+    print(f"cuda against triton, {case.name}:", {k: f"{v:.1e}" for k, v in found.items()})
+    if not all(v < 2 * BOUND for v in found.values()):
+        raise AssertionError(f"the backends are apart: {found}")
+
+
+def cuda_steps(request: Request, inputs: ChunkInputs, grads: OutputGrads) -> dict[str, Step]:
+    """The launches of the hand-written backward, each on what the ones before it left."""
+    plan = cuda.plan_of(request)
+    work = cuda.workspace(plan, inputs.q, *cuda.WORKSPACE)
+    work |= {"d_o": grads.o}
+    parts = torch.float32 if plan.grouped else inputs.q.dtype
+    wide = (request.B, request.T, request.HV, request.K)
+    work |= {name: inputs.q.new_empty(wide, dtype=parts) for name in ("dq", "dk")}
+    work |= {f"d{name}": torch.empty_like(getattr(inputs, name)) for name in ("v", "g", "beta")}
+    work |= cuda._partial_sums(request, plan, inputs)
+    launches = {
+        "prepare": kernels.prepare_kernel(plan.float_gate, plan.safe),
+        "scan": kernels.scan_kernel(),
+        "gradients": kernels.grads_kernel(plan.float_gate, plan.grouped, plan.safe),
+    }
+
+    def step(kernel: kernels.BackwardKernel) -> Step:
+        return lambda: cuda.run(kernel, plan, inputs, work)
+
+    steps = {name: step(kernel) for name, kernel in launches.items()}
+    for run in steps.values():
+        run()
+    return {**steps, "all": lambda: cuda.backward(request, inputs, (), grads)}
+
+
+def triton_steps(request: Request, inputs: ChunkInputs, grads: OutputGrads) -> dict[str, Step]:
+    """The same of the Triton backward."""
+    plan = plan_backward(request)
+    work = triton._run_prepare(request, plan, inputs)
+    prepared = dict(work)
+    triton._run_scan(request, plan, inputs, work, grads.o, None)
+    scanned = dict(work)
+    return {
+        "prepare": lambda: triton._run_prepare(request, plan, inputs),
+        "scan": lambda: triton._run_scan(request, plan, inputs, dict(prepared), grads.o, None),
+        "gradients": lambda: triton._run_grads(request, plan, inputs, dict(scanned), grads.o, None),
+        "all": lambda: triton.backward(request, inputs, (), grads),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--heads", type=int, default=64)
+    parser.add_argument("--value-heads", type=int, default=0)
+    parser.add_argument("--samples", type=int, default=15)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    case = Case("timed", "training", T=args.tokens, H=args.heads, HV=args.value_heads)
+    load = results.load()
+    gate(case)
+    steps = {
+        f"{backend} {name}": step
+        for backend, make in (("cuda", cuda_steps), ("triton", triton_steps))
+        for name, step in make(*call_of(case)).items()
+    }
+    found = interleave(steps, CudaClock(), Budget(args.samples, 60.0))
+    shape = f"B1 T{case.T} H{case.H} HV{case.value_heads} K128 V128"
+    rows = [
+        Row(
+            preset=PRESET, case=shape, phase=contender.split()[1], contender=contender, status="ok",
+            backend=contender.split()[0], gates="init", shape=shape, dtype=case.dtype, device="cuda",
+            seconds=t.median, low=t.low, high=t.high, samples=t.samples,
+        )
+        for contender, t in found.items()
+    ]  # fmt: skip
+    figures = [
+        Figure(preset=PRESET, name=f"{name}: triton over cuda", value=ratio, unit="x", want="", met=None)
+        for name in ("prepare", "scan", "gradients", "all")
+        for ratio in [found[f"triton {name}"].median / found[f"cuda {name}"].median]
+    ]
+    for row in rows:
+        print(f"{row.contender:20} {1e3 * (row.seconds or 0):7.3f} ms")
+    if args.json:
+        results.write(args.json, results.document(Results(rows, figures), [PRESET], load))
+
+
+if __name__ == "__main__":
+    main()

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
+from kdacore.ops import OPS
 from kdacore.registry import REGISTRY
 from kdacore.testing.cases import MODEL, UNBOUNDED_MODEL, Case, Options, options
 from kdacore.testing.inputs import Shape
@@ -36,12 +37,18 @@ def plainest(
 ) -> Case | None:
     """The plainest call of an op that a backend serves in a dtype; None when none of those tried is served.
 
-    ``check``: one that differentiates asks for a call served with gradients, which may be another.
+    ``check``: what it has to be served for.
     """
     for case in _attempts(start(backend, op, kind, device, dtype)):
         if not judge(replace(case, check=check)):
             return case
     return None
+
+
+def plainest_trained(backend: str, op: str, kind: ArrayKind, device: str, dtype: str) -> Case | None:
+    """The plainest call served with gradients, which may not be the plainest one; None when there is none."""
+    trains = OPS[op].family != "stage" and REGISTRY.get(backend).backend.ops[op].backward is not None
+    return plainest(backend, op, kind, device, dtype, "gradients") if trains else None
 
 
 def _attempts(first: Case) -> Iterator[Case]:

@@ -17,6 +17,7 @@ from kdacore.testing.capabilities import (
     has_device,
     kinds_of,
     plainest,
+    plainest_trained,
     representable,
 )
 from kdacore.testing.cases import DIFFERENTIATES, Case
@@ -86,7 +87,7 @@ def _op_cases(backend: str, op: str, kind: ArrayKind, device: str, level: Level,
         if base is None:
             cases.append(_refused(backend, op, kind, device, dtype))
             continue
-        trained = plainest(backend, op, kind, device, dtype, "gradients") or base
+        trained = plainest_trained(backend, op, kind, device, dtype) or base
         for v in _wanted(backend, op, level, primary, dtype == first):
             case = apply(trained if v.check in DIFFERENTIATES else base, v)
             if case is not None:

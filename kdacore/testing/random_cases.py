@@ -12,7 +12,14 @@ import numpy as np
 
 from kdacore.ops import OPS
 from kdacore.registry import REGISTRY
-from kdacore.testing.capabilities import default_device, has_device, kinds_of, plainest, representable
+from kdacore.testing.capabilities import (
+    default_device,
+    has_device,
+    kinds_of,
+    plainest,
+    plainest_trained,
+    representable,
+)
 from kdacore.testing.cases import Case
 from kdacore.testing.matrix import Level
 from kdacore.testing.pools import POOLS
@@ -42,7 +49,8 @@ def random_case(backend: str, seed: int, device: str, level: Level = "quick") ->
     """
     rng = np.random.default_rng(seed)
     base = replace(_base(backend, rng, device), seed=seed, factor=_HARD, note=f"random{seed}")
-    differentiable = not judge(replace(base, check="gradients"))
+    impl = REGISTRY.get(backend).backend.ops[base.op]
+    differentiable = impl.backward is not None and not judge(replace(base, check="gradients"))
     case = base
     for share in _SHARES if rng.random() < _MOSTLY_SERVED else _SHARES[:1]:
         case = base
@@ -66,7 +74,7 @@ def _base(backend: str, rng: Any, device: str) -> Case:
             op, kind, dtype = triples[n]
             base = plainest(backend, op, kind, device, dtype)
             if base is not None:
-                trained = plainest(backend, op, kind, device, dtype, "gradients")
+                trained = plainest_trained(backend, op, kind, device, dtype)
                 return base if trained in (None, base) or rng.random() < 0.5 else trained
     raise ValueError(f"backend {backend!r} serves none of its whole ops on {device}")
 

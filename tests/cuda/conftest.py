@@ -11,8 +11,15 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import emulator
+import torch
 
 from kdacore_cuda import runtime
+
+
+@pytest.fixture(autouse=True)
+def same_draws() -> None:
+    """What a test draws without a seed of its own does not depend on the tests before it."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture

@@ -49,6 +49,7 @@ def test_a_run_is_clean_only_when_the_tool_says_so(sanitizers: ModuleType) -> No
     assert not sanitizers.is_clean(sanitizers.summarise("========= ERROR SUMMARY: 0 errors\n", 1))
 
 
+@pytest.mark.exhaustive
 def test_a_whole_run(sanitizers: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tool = tmp_path / "tool"
     report = "Error: Race reported between Write access"

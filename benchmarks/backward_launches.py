@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from kdacore import contract
 from kdacore.bench import arrays as made
 from kdacore.bench import results
 from kdacore.bench.cases import Case
 from kdacore.bench.clock import Budget, CudaClock, Step, interleave
 from kdacore.bench.results import Figure, Results, Row
-from kdacore.ops import OPS
 from kdacore.selfcheck import relative_error
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
 from kdacore_cuda import backward as cuda
@@ -37,13 +34,7 @@ def call_of(case: Case) -> tuple[Request, ChunkInputs, OutputGrads]:
     """Request, inputs and output gradients of one case on the GPU."""
     x = made.make(case, "init", "cuda")
     inputs = ChunkInputs(**{name: x.get(name) for name in ChunkInputs._fields})
-    opdef = OPS["chunk_kda"]
-    flags: dict[str, Any] = dict.fromkeys(opdef.options, False)
-    flags |= dict.fromkeys(("scale", "lower_bound", "checkpoint_every", "cp")) | made.options(case)
-    request = contract.build_request(opdef, inputs, tuple(flags[o] for o in opdef.options))[0]
-    generator = torch.Generator("cuda").manual_seed(made.SEED)
-    do = torch.randn(inputs.v.shape, generator=generator, device="cuda").to(inputs.v.dtype)
-    return request, inputs, OutputGrads(do, None)
+    return made.request("chunk_kda", case, x), inputs, OutputGrads(made.output_gradient(case, x), None)
 
 
 def apart(got: InputGrads, want: InputGrads) -> dict[str, float]:

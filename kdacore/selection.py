@@ -166,7 +166,7 @@ def _ranked(request: Request, able: list[Candidate]) -> list[tuple[str, str]]:
     if not able:
         return []
     chosen = REGISTRY.hooks().kdacore_choose(request=request, candidates=tuple(able))
-    unproven = {c.backend for c in able if _is_unproven(request, c, able)}
+    unproven = _unproven(request, able)
     by_rank = sorted(able, key=lambda c: (c.backend in unproven, -c.rank))
     highest = f"highest rank of those tested on {request.device.arch}" if unproven else "highest rank"
     # A backend of unknown speed is judged by rank; once the best-ranked one is measured, measurements decide.
@@ -187,14 +187,12 @@ def _ranked(request: Request, able: list[Candidate]) -> list[tuple[str, str]]:
     return order
 
 
-def _is_unproven(request: Request, candidate: Candidate, able: list[Candidate]) -> bool:
-    """Is neither its speed known nor has it run on this architecture, where another one has been tested?"""
-
-    def tested(c: Candidate) -> bool:
-        impl = REGISTRY.get(c.backend).backend.ops[request.op]
-        return bool(request.device.arch) and request.device.arch in impl.archs_verified(request.needs_grad)
-
-    return candidate.cost is None and not tested(candidate) and any(tested(c) for c in able)
+def _unproven(request: Request, able: list[Candidate]) -> set[str]:
+    """Where some backend has been tested on this architecture: those neither tested there nor of known speed."""
+    arch = request.device.arch
+    impls = {c.backend: REGISTRY.get(c.backend).backend.ops[request.op] for c in able}
+    tested = {n for n, impl in impls.items() if arch and arch in impl.archs_verified(request.needs_grad)}
+    return {c.backend for c in able if tested and c.cost is None and c.backend not in tested}
 
 
 def _forced(request: Request, policy: Policy, candidates: tuple[Candidate, ...]) -> Selection:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
 
+from kdacore import api, contract
 from kdacore.bench.cases import Case
+from kdacore.ops import OPS
 from kdacore.testing.inputs import offsets, to_kind
+from kdacore.types import Request
 
 Arrays = dict[str, Any]
 SEED = 2510
@@ -81,6 +85,24 @@ def _numpy_normal(case: Case, device: str) -> Any:
         return to_kind(x, case.kind, case.dtype, device)
 
     return normal
+
+
+def request(op: str, case: Case, arrays: Arrays) -> Request:
+    """The validated request of the case's call of ``op``, without gradients."""
+    opdef = OPS[op]
+    given = options(case)
+    parameters = inspect.signature(getattr(api, op)).parameters
+    values = tuple(given.get(name, parameters[name].default) for name in opdef.options)
+    return contract.build_request(opdef, opdef.inputs(**arrays), values)[0]
+
+
+def output_gradient(case: Case, arrays: Arrays) -> Any:
+    """The gradient of ``o`` that training is timed with; torch alone."""
+    import torch
+
+    v = arrays["v"]
+    generator = torch.Generator(v.device).manual_seed(SEED + 1)
+    return torch.randn(v.shape, generator=generator, device=v.device).to(v.dtype)
 
 
 def nbytes(arrays: Arrays) -> int:

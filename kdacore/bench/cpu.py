@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from kdacore import api, contract
 from kdacore.bench import arrays as made
 from kdacore.bench import gate
 from kdacore.bench.cases import Case
 from kdacore.bench.clock import Budget, HostClock, Step, Timing, interleave
 from kdacore.bench.results import Figure, Results, Row
 from kdacore.bench.runner import shape
-from kdacore.ops import OPS
 from kdacore.registry import REGISTRY
-from kdacore.types import ChunkInputs, OutputGrads, RecurrentInputs, Request
+from kdacore.types import ChunkInputs, OutputGrads, RecurrentInputs
 
 CASE = Case(name="B1 T4096 H8", T=4096, H=8, dtype="float32", kind="numpy", gate_sets=("init",))
 SPEEDUP, BACKWARD, MEMORY = 30.0, 4.0, 6.0
@@ -33,10 +30,10 @@ def run_preset(case: Case = CASE, budget: Budget | None = None) -> Results:
     arrays = made.make(case, "init", "cpu")
     ops = REGISTRY.get("reference").backend.ops
     chunk, recurrent = ops["chunk_kda"], ops["fused_recurrent_kda"]
-    request = _request("chunk_kda", case, arrays)
+    request = made.request("chunk_kda", case, arrays)
     training = dataclasses.replace(request, needs_grad=True)
     inputs = ChunkInputs(**arrays)
-    steps_request, steps_inputs = _request("fused_recurrent_kda", case, arrays), RecurrentInputs(**arrays)
+    steps_request, steps_inputs = made.request("fused_recurrent_kda", case, arrays), RecurrentInputs(**arrays)
     rng = np.random.default_rng(made.SEED)
     do = rng.standard_normal(arrays["v"].shape, dtype=np.float32)
 
@@ -150,15 +147,6 @@ def _figures(rows: dict[str, Row], judged: bool) -> list[Figure]:
                 f"peak memory, inputs included: {row.contender}", ratio, f"<= {MEMORY:g} x", ratio <= MEMORY
             )
     return found
-
-
-def _request(op: str, case: Case, arrays: made.Arrays) -> Request:
-    opdef = OPS[op]
-    given = made.options(case)
-    parameters = inspect.signature(getattr(api, op)).parameters
-    values = tuple(given.get(name, parameters[name].default) for name in opdef.options)
-    request, _ = contract.build_request(opdef, opdef.inputs(**arrays), values)
-    return request
 
 
 def _peak(step: Callable[[], Any]) -> int:

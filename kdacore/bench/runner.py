@@ -34,7 +34,7 @@ def run_case(
     """
     contenders = [*kdacore_contenders(case, device, only), *peer_contenders(case, device, peers)]
     arrays = made.make(case, gates, device)
-    do = _output_gradient(case, arrays) if case.phase == "training" else None
+    do = made.output_gradient(case, arrays) if case.phase == "training" else None
     want = gate.expected(case, arrays, do)
     about = {
         "preset": preset,
@@ -124,14 +124,6 @@ def _own(case: Case, arrays: Arrays) -> Arrays:
         for name in GRADIENTS:
             own[name] = own[name].detach().requires_grad_()
     return own
-
-
-def _output_gradient(case: Case, arrays: Arrays) -> Any:
-    import torch
-
-    v = arrays["v"]
-    generator = torch.Generator(v.device).manual_seed(made.SEED + 1)
-    return torch.randn(v.shape, generator=generator, device=v.device).to(v.dtype)
 
 
 def _time(case: Case, steps: dict[str, Step], device: str, budget: Budget) -> dict[str, Timing]:

@@ -77,8 +77,9 @@ class Draw:
         return {"g": log_decay}
 
 
-def error(got: torch.Tensor, want: np.ndarray) -> float:
-    """Relative error in the 2-norm; NaN stays NaN and so fails every bound."""
+def error(got: Any, want: Any) -> float:
+    """Of arrays of any kind: relative error in the 2-norm; NaN stays NaN and so fails every bound."""
+    want = np.asarray(want)
     assert got.shape == want.shape
     return float(np.linalg.norm(to_float64(got) - want)) / (float(np.linalg.norm(want)) or 1.0)
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from backward_calls import draw, filled, launch
-from cuda_calls import SAFE_MODEL, Draw, request_of
+from cuda_calls import SAFE_MODEL, Draw, error, request_of
 
 from kdacore.types import ChunkInputs, Request
 from kdacore_cuda import build, runtime
@@ -82,19 +82,14 @@ def check(inputs: ChunkInputs, scale: float = 1.0, **options: Any) -> None:
     want = model.grads(request, inputs, work, do)
     got = run(request, inputs, work, do)
     for name in ("dq", "dk", "dv", "dg", "dbeta"):
-        assert off(got[name], want[name]) < BOUND, name
+        assert error(got[name], want[name]) < BOUND, name
     where = tuple(np.array(filled(request, inputs)).T)
     for name in ("dA_part", "dbias_part"):
         if name in got:
-            assert off(got[name][where], want[name][where]) < PART_BOUND, name
+            assert error(got[name][where], want[name][where]) < PART_BOUND, name
             rest = np.ones(got[name].shape[:2], bool)
             rest[where] = False
             assert np.isnan(got[name][rest]).all()
-
-
-def off(got: model.F64, want: model.F64) -> float:
-    """Relative error; NaN fails every bound."""
-    return float(np.linalg.norm(got - want)) / (float(np.linalg.norm(want)) or 1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -214,7 +209,7 @@ def test_no_gradient_of_outputs() -> None:
     work = {name: work[name] for name in WORK}
     want, got = model.grads(request, inputs, work, do), run(request, inputs, work, do)
     for name in ("dk", "dv", "dg", "dbeta"):
-        assert off(got[name], want[name]) < BOUND, name
+        assert error(got[name], want[name]) < BOUND, name
 
 
 def test_what_nobody_wrote_is_not_read() -> None:

@@ -33,7 +33,7 @@ def check(inputs: ChunkInputs, *, final: bool = True, loose: float = 2.0, **opti
         if mine is not None:
             given = getattr(inputs, name)
             assert mine.dtype == given.dtype and mine.shape == given.shape, name
-            assert error(mine, np.asarray(exact)) < loose * BOUND, name
+            assert error(mine, exact) < loose * BOUND, name
     return got
 
 

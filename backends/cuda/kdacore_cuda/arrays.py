@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kdacore.types import Request
-from kdacore_cuda.layout import TYPES
+from kdacore_cuda.layout import FLAGS, TYPES
 
 if TYPE_CHECKING:
     import torch
@@ -104,6 +104,25 @@ def spec_type(request: Request, name: str) -> int:
 def is_wide(request: Request, name: str) -> bool:
     """Was this index array given as int64?"""
     return request.has(name) and request.spec(name).dtype == "int64"
+
+
+def token_flags(r: Request) -> int:
+    """Bits of ``flags`` that say what is done to a call's tokens."""
+    return (
+        FLAGS["L2NORM"] * r.qk_l2norm
+        | FLAGS["BETA_SIGMOID"] * r.beta_sigmoid
+        | FLAGS["NEG_EIGVAL"] * r.neg_eigval
+        | FLAGS["CU64"] * is_wide(r, "cu_seqlens")
+    )
+
+
+def chunk_flags(r: Request) -> int:
+    """The bits of a chunk call: :func:`token_flags`, and how its states lie."""
+    return (
+        token_flags(r)
+        | FLAGS["V_FIRST"] * r.state_v_first
+        | FLAGS["STATE_BF16"] * (r.state_dtype == "bfloat16")
+    )
 
 
 def pointer(x: torch.Tensor | None) -> int:

@@ -17,9 +17,9 @@ from kdacore_cuda.arrays import (
     Plans,
     aligned,
     build_arch,
+    chunk_flags,
     contiguous_strides,
     flat,
-    is_wide,
     pointer,
     rows,
     spec_type,
@@ -36,7 +36,7 @@ from kdacore_cuda.backward_kernels import (
     sums_kernel,
 )
 from kdacore_cuda.launch import Launcher
-from kdacore_cuda.layout import BACKWARD, FLAGS, GATES, GROUPS, SUMS, TYPES
+from kdacore_cuda.layout import BACKWARD, GATES, GROUPS, SUMS, TYPES
 from kdacore_cuda.verifiers import is_safe
 
 CHUNK, HALF, QUARTER = 64, 32, 16
@@ -90,14 +90,6 @@ def _make_plan(r: Request) -> Plan:
     safe = is_safe(r)
     # A hair below the bound: a step at the bound must not count as cut off after rounding.
     floor = (r.lower_bound or 0.0) * LOG2E * 1.0001 if safe else UNBOUNDED_FLOOR
-    flags = (
-        FLAGS["L2NORM"] * r.qk_l2norm
-        | FLAGS["BETA_SIGMOID"] * r.beta_sigmoid
-        | FLAGS["NEG_EIGVAL"] * r.neg_eigval
-        | FLAGS["V_FIRST"] * r.state_v_first
-        | FLAGS["STATE_BF16"] * (r.state_dtype == "bfloat16")
-        | FLAGS["CU64"] * is_wide(r, "cu_seqlens")
-    )
     return Plan(
         slots=slots,
         arch=build_arch(r.device.arch),
@@ -113,7 +105,7 @@ def _make_plan(r: Request) -> Plan:
             "HV": r.HV,
             "NT": NT,
             "gate": GATES[r.gate],
-            "flags": flags,
+            "flags": chunk_flags(r),
             "beta_type": spec_type(r, "beta"),
             "bias_type": spec_type(r, "dt_bias"),
             "scale": r.scale,

@@ -19,6 +19,7 @@ from kdacore_cuda.arrays import (
     is_wide,
     rows,
     spec_type,
+    token_flags,
 )
 from kdacore_cuda.early import EarlyLauncher
 from kdacore_cuda.layout import DECODE, FLAGS, GATES
@@ -70,11 +71,8 @@ class _Launch(NamedTuple):
 
 def _make_launch(r: Request, strides: tuple[int, ...], mode: int) -> _Launch:
     flags = (
-        FLAGS["L2NORM"] * r.qk_l2norm
-        | FLAGS["BETA_SIGMOID"] * r.beta_sigmoid
-        | FLAGS["NEG_EIGVAL"] * r.neg_eigval
+        token_flags(r)
         | FLAGS["SCALAR_GATE"] * r.scalar_gate
-        | FLAGS["CU64"] * is_wide(r, "cu_seqlens")
         | FLAGS["INDEX64"] * is_wide(r, "state_indices")
         | FLAGS["ACCEPTED64"] * is_wide(r, "num_accepted_tokens")
         | FLAGS["INDEXED_OUT"] * (r.inplace_state and r.state_indices_ndim == 1)

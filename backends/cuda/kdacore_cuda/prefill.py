@@ -11,9 +11,18 @@ import torch
 
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda import runtime
-from kdacore_cuda.arrays import Plans, build_arch, contiguous_strides, flat, is_wide, pointer, rows, spec_type
+from kdacore_cuda.arrays import (
+    Plans,
+    build_arch,
+    chunk_flags,
+    contiguous_strides,
+    flat,
+    pointer,
+    rows,
+    spec_type,
+)
 from kdacore_cuda.launch import Launcher
-from kdacore_cuda.layout import FLAGS, GATES, PREFILL, TYPES
+from kdacore_cuda.layout import GATES, PREFILL, TYPES
 from kdacore_cuda.prefill_kernels import (
     cluster_size,
     hand_over_size,
@@ -52,14 +61,6 @@ class _Plan(NamedTuple):
 
 
 def _make_plan(r: Request) -> _Plan:
-    flags = (
-        FLAGS["L2NORM"] * r.qk_l2norm
-        | FLAGS["BETA_SIGMOID"] * r.beta_sigmoid
-        | FLAGS["NEG_EIGVAL"] * r.neg_eigval
-        | FLAGS["V_FIRST"] * r.state_v_first
-        | FLAGS["STATE_BF16"] * (r.state_dtype == "bfloat16")
-        | FLAGS["CU64"] * is_wide(r, "cu_seqlens")
-    )
     arch = build_arch(r.device.arch)
     float_gate = spec_type(r, "g") != TYPES["bfloat16"]
     items, processors = r.N * r.HV, runtime.processors(r.device.index)
@@ -81,7 +82,7 @@ def _make_plan(r: Request) -> _Plan:
             clusters,
             r.checkpoint_every,
             GATES[r.gate],
-            flags,
+            chunk_flags(r),
             *types,
             r.scale,
             r.lower_bound or 0.0,

@@ -4,17 +4,7 @@
 
 inline u32 pack_f16(float low, float high) { return (u32)float_to_half(low) | (u32)float_to_half(high) << 16; }
 inline void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  emu::Slot* s = emu::exchange({{a[0], a[1], a[2], a[3], b0, b1}});
-  const int lane = emu::me->thread & 31;
-  for (int e = 0; e < 4; ++e) {
-    const int row = lane / 4, column = 2 * (lane % 4) + e % 2;
-    double sum = d[e];
-    for (int k = 0; k < 16; ++k) {
-      const u32 x = s[4 * row + k % 8 / 2].w[(k / 8) * 2 + e / 2], y = s[4 * column + k % 8 / 2].w[4 + k / 8];
-      sum += (double)half_to_float((u16)(x >> 16 * (k % 2))) * half_to_float((u16)(y >> 16 * (k % 2)));
-    }
-    d[e] = (float)sum;
-  }
+  emu::warp_product(d, a, b0, b1, [](u32 word, int i) { return half_to_float((u16)(word >> 16 * i)); });
 }
 inline int shuffle_int(int x, int lane) { return (int)emu::exchange({{(u32)x}})[lane & 31].w[0]; }
 inline void load_eight(u32 (&r)[2], const void* p, bool real) {

@@ -30,9 +30,9 @@ BOUND = 1.6e-2
 PRESET = "backward-launches"
 
 
-def call_of(case: Case) -> tuple[Request, ChunkInputs, OutputGrads]:
+def call_of(case: Case, gates: str) -> tuple[Request, ChunkInputs, OutputGrads]:
     """Request, inputs and output gradients of one case on the GPU."""
-    x = made.make(case, "init", "cuda")
+    x = made.make(case, gates, "cuda")
     inputs = ChunkInputs(**{name: x.get(name) for name in ChunkInputs._fields})
     return made.request("chunk_kda", case, x), inputs, OutputGrads(made.output_gradient(case, x), None)
 
@@ -46,7 +46,8 @@ def apart(got: InputGrads, want: InputGrads) -> dict[str, float]:
 def gate(case: Case) -> None:
     """Raises AssertionError where a gradient is wrong."""
     short = Case("short", "training", T=300, H=2)
-    request, inputs, grads = call_of(short)
+    # The gradient of "init" gates is a handful of large numbers, whose rounding does not average out.
+    request, inputs, grads = call_of(short, "random")
     host = ChunkInputs(*(None if a is None else a.cpu() for a in inputs))
     want = oracle_backward(request, host, OutputGrads(None if grads.o is None else grads.o.cpu(), None))
     for name, backend in (("cuda", cuda), ("triton", triton)):
@@ -54,7 +55,7 @@ def gate(case: Case) -> None:
         print(f"{name} against the oracle:", {k: f"{v:.1e}" for k, v in found.items()})
         if not all(v < BOUND for v in found.values()):
             raise AssertionError(f"{name} is wrong: {found}")
-    request, inputs, grads = call_of(case)
+    request, inputs, grads = call_of(case, "random")
     found = apart(cuda.backward(request, inputs, (), grads), triton.backward(request, inputs, (), grads))
     print(f"cuda against triton, {case.name}:", {k: f"{v:.1e}" for k, v in found.items()})
     if not all(v < 2 * BOUND for v in found.values()):
@@ -115,7 +116,7 @@ def main() -> None:
     steps = {
         f"{backend} {name}": step
         for backend, make in (("cuda", cuda_steps), ("triton", triton_steps))
-        for name, step in make(*call_of(case)).items()
+        for name, step in make(*call_of(case, "init")).items()
     }
     found = interleave(steps, CudaClock(), Budget(args.samples, 60.0))
     shape = f"B1 T{case.T} H{case.H} HV{case.value_heads} K128 V128"

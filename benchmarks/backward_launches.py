@@ -1,6 +1,6 @@
 """Each launch of the chunk backward by itself, our two backends in turns: ``python -m benchmarks.backward_launches``.
 
-On a Hopper GPU, K = V = 128, bounded gates. Gradients of both backends are held against the float64 oracle on a short
+On a Hopper GPU, K = V = 128. Gradients of both backends are held against the float64 oracle on a short
 call and against each other on the timed one before anything is timed.
 """
 
@@ -45,7 +45,7 @@ def apart(got: InputGrads, want: InputGrads) -> dict[str, float]:
 
 def gate(case: Case) -> None:
     """Raises AssertionError where a gradient is wrong."""
-    short = Case("short", "training", T=300, H=2)
+    short = Case(name="short", phase="training", T=300, H=2, gate=case.gate)
     # The gradient of "init" gates is a handful of large numbers, whose rounding does not average out.
     request, inputs, grads = call_of(short, "random")
     host = ChunkInputs(*(None if a is None else a.cpu() for a in inputs))
@@ -107,10 +107,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--heads", type=int, default=64)
     parser.add_argument("--value-heads", type=int, default=0)
+    parser.add_argument("--gate", choices=("sigmoid", "softplus"), default="sigmoid")
     parser.add_argument("--samples", type=int, default=15)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    case = Case("timed", "training", T=args.tokens, H=args.heads, HV=args.value_heads)
+    case = Case(
+        name="timed", phase="training", T=args.tokens, H=args.heads, HV=args.value_heads, gate=args.gate
+    )
     load = results.load()
     gate(case)
     steps = {
@@ -119,7 +122,7 @@ def main() -> None:
         for name, step in make(*call_of(case, "init")).items()
     }
     found = interleave(steps, CudaClock(), Budget(args.samples, 60.0))
-    shape = f"B1 T{case.T} H{case.H} HV{case.value_heads} K128 V128"
+    shape = f"B1 T{case.T} H{case.H} HV{case.value_heads} K128 V128 {case.gate}"
     rows = [
         Row(
             preset=PRESET, case=shape, phase=contender.split()[1], contender=contender, status="ok",

@@ -111,7 +111,14 @@ _H200_TRAINING = (
         aim=3.5e-3,
         peer=10.57e-3,
     ),
+    Case(name="B1 T8192 H96", phase="training", H=96),
+    Case(name="B1 T8192 H32", phase="training", H=32),
     Case(name="B1 T8192 H16", phase="training", H=16),
+    Case(name="B1 T8192 H8", phase="training", H=8),
+    Case(name="B16 T512 H32", phase="training", B=16, T=512, H=32),
+    Case(name="B1 T512 H64", phase="training", T=512),
+    Case(name="packed 6 uneven H64", phase="training", T=sum(PACK), lengths=PACK),
+    Case(name="GVA B1 T8192 H32 HV64", phase="training", H=32, HV=64),
 )
 _H200_DECODE = (
     _decode(1, 19.1),

@@ -252,8 +252,7 @@ __device__ __forceinline__ void slice_warp(const PrefillParams& p, u32 shared, i
       barrier_wait(shared + TAKEN_AT + 8 * group, (u32)(i / GROUPS & 1) ^ 1);
       store_parts(parts, sums);
       if (at.half) store_tiles(parts + PARTS * PART_BYTES, over.tile);
-      sync_warp();
-      if (l.lane == 0) barrier_arrive(shared + SUMMED_AT + 8 * (i % SOLVERS));
+      barrier_arrive(shared + SUMMED_AT + 8 * (i % SOLVERS));
     }
   }
 }

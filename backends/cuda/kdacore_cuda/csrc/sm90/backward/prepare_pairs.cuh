@@ -115,19 +115,20 @@ __device__ __forceinline__ void store_system(const Pairs<ROW_BLOCK>& pairs, u32 
   }
 }
 
-// Everything above for one warp, and the block's barrier, which comes before the system takes zq's place.
+// Everything above for one warp, and a barrier of the block, which comes before the system takes zq's place. A named one, as
+// warps meet it at different places of the program.
 template <int ROW_BLOCK>
 __device__ __forceinline__ void make_pairs(u32 shared, bool system, int lane, float unit) {
   Pairs<ROW_BLOCK> pairs = {};
   multiply_pairs(pairs, shared, system ? K_AT : Q_AT, lane);
   finish_pairs(pairs, lane, unit, system ? 0 : 1);
   if (system) {
-    sync_block();
+    sync_threads(2, THREADS);
     store_system(pairs, shared, lane);
   } else {
     store_image(pairs, shared + A_AT, shared + INV_AT, lane);
     fence_async_proxy();
-    sync_block();
+    sync_threads(2, THREADS);
   }
 }
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from kdacore import machine
 from kdacore.bench.results import commit as checkout
+from kdacore_cuda.build import EVERY_LANE
 
 TOOLS: dict[str, tuple[str, ...]] = {
     "memcheck": (),
@@ -29,6 +30,10 @@ TOOLS: dict[str, tuple[str, ...]] = {
     # Kernels with many barriers overflow the tool's own table otherwise, and their launch fails.
     "synccheck": ("--num-cuda-barriers", "65536"),
 }
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+"""One allocation a tensor, so that reading beyond it, or what was never written, is seen."""
+# It follows a barrier only for threads that arrive.
+FOR_TOOL = {"racecheck": {EVERY_LANE: "1"}}
 FOUND = 77
 """Exit status of a run in which the tool reported something."""
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
@@ -69,8 +74,7 @@ def run_share(args: argparse.Namespace, first: int, count: int) -> Record:
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "fuzz.json"
         tool = [args.command, "--tool", args.tool, "--error-exitcode", str(FOUND), *TOOLS[args.tool]]
-        # One allocation a tensor, so that reading beyond it, or what was never written, is seen.
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        env = os.environ | ENVIRONMENT | FOR_TOOL.get(args.tool, {})
         command = [*tool, *calls(args, first, count, 1, record)]
         done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
         output = done.stdout + done.stderr
@@ -102,7 +106,8 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         print("once without the tool")
         warm = calls(args, args.seed, args.count, args.jobs, Path(folder) / "fuzz.json")
-        subprocess.run(warm, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+        env = os.environ | FOR_TOOL.get(args.tool, {})
+        subprocess.run(warm, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env, check=False)
     runs: list[Record] = []
     with ThreadPoolExecutor(args.jobs) as pool:
         parts = shares(args.seed, args.count, args.jobs)

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from kdacore_cuda import layout
-from kdacore_cuda.build import CSRC, KernelSource, gather_headers
+from kdacore_cuda.build import CSRC, EVERY_LANE, KernelSource, gather_headers
 
 HERE = Path(__file__).parent / "emulation"
 COMPILE = (
@@ -44,9 +44,13 @@ extern "C" size_t offset_of(int field) {{
 """
 
 
-@cache
 def build(kernel: KernelSource, params: layout.ParamStruct) -> ctypes.CDLL:
     """The kernel as a shared library with ``run`` and ``offset_of``; kept by content for other processes."""
+    return _build(kernel, params, *(["-DEVERY_LANE=1"] if os.environ.get(EVERY_LANE) else []))
+
+
+@cache
+def _build(kernel: KernelSource, params: layout.ParamStruct, *more: str) -> ctypes.CDLL:
     offsets = ", ".join(f"offsetof({params.name}, {name})" for name, _ in params.fields)
     # Elsewhere left operands' arrays end before their products do: registers are the compiler's there.
     stay = "true" if kernel.path.startswith("sm90/backward/") else "false"
@@ -54,7 +58,7 @@ def build(kernel: KernelSource, params: layout.ParamStruct) -> ctypes.CDLL:
         path=kernel.path, params=params.name, entry=kernel.entry, offsets=offsets, stay=stay
     )
     headers = gather_headers((CSRC / kernel.path).read_text())
-    flags = [f"-D{key}={value}" for key, value in kernel.defines]
+    flags = [*(f"-D{key}={value}" for key, value in kernel.defines), *more]
     digest = hashlib.sha256(
         "\0".join(
             [

@@ -174,3 +174,12 @@ def test_changed_source_or_damaged_file_is_not_used(tmp_path: Path, monkeypatch:
     assert prebuilt.find_packaged(kernel, "sm_90a", "another key", tmp_path) is None
     path.write_bytes(b"damaged")
     assert prebuilt.find_packaged(kernel, "sm_90a", key, tmp_path) is None
+
+
+def test_every_lane_may_arrive_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For racecheck; such a kernel has a key of its own."""
+    kernel = KERNELS["safe"]
+    plain = build.source_key(kernel, "sm_90a")
+    monkeypatch.setenv(build.EVERY_LANE, "1")
+    assert "-DEVERY_LANE=1" in build.options(kernel, "sm_90a")
+    assert build.source_key(kernel, "sm_90a") != plain

@@ -16,7 +16,9 @@ from kdacore_cuda.driver import Driver, DriverError
 _STUB = """
 #include <string.h>
 unsigned char params[512]; unsigned grid, block, shared_size; void* on_stream; int limit, fail, attributes, attribute;
-int loads;
+int loads, nowhere; void* current;
+int cuDevicePrimaryCtxRetain(void** context, int device) { *context = (void*)(0x100L + device); return 0; }
+int cuCtxSetCurrent(void* context) { current = context; return 0; }
 int cuLibraryLoadData(void** l, const void* code, void* a, void* b, unsigned c, void* d, void* e, unsigned f) {
   *l = (void*)code; ++loads; return 0; }
 int cuLibraryGetKernel(void** k, void* l, const char* name) { *k = (void*)0x77; return strcmp(name, "decode") != 0; }
@@ -25,9 +27,11 @@ int cuGetErrorName(int code, const char** text) { *text = "CUDA_ERROR_STUB"; ret
 int cuLaunchKernelEx(const unsigned* config, void* f, void** arguments, void** extra) {
   grid = config[0]; block = config[3]; shared_size = config[6]; on_stream = *(void**)(config + 8);
   attributes = config[12]; attribute = attributes ? **(int**)(config + 10) : -1;
+  if (nowhere && !current) return 201;
   memcpy(params, arguments[0], SIZE); return fail; }
 int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned s,
                    void* stream, void** arguments, void** extra) {
+  if (nowhere && !current) return 201;
   grid = gx; block = bx; shared_size = s; on_stream = stream; memcpy(params, arguments[0], SIZE); return fail; }
 """
 
@@ -89,6 +93,26 @@ def make_early(stub: Path, monkeypatch: pytest.MonkeyPatch, fixed: tuple[float, 
     monkeypatch.setattr(early, "_handles", {})
     kernel = variants.decode_kernel(64, False, False, variants.DECODE_ANY)
     return early.EarlyLauncher(kernel, layout.DECODE, 64, 1000, fixed)
+
+
+@pytest.mark.parametrize("kind", ["plain", "early"])
+def test_a_thread_without_a_context_gets_torchs(
+    stub: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """As autograd's threads are before something in them has used CUDA."""
+    values = tuple(range(1, len(layout.DECODE.fields) + 1))
+    given = values if kind == "plain" else values[:16]
+    launcher = make(stub, monkeypatch) if kind == "plain" else make_early(stub, monkeypatch, values[16:])
+    library = ctypes.CDLL(str(stub))
+    nowhere, current = ctypes.c_int.in_dll(library, "nowhere"), ctypes.c_void_p.in_dll(library, "current")
+    nowhere.value = 1
+    try:
+        launcher(5, 2, "sm_90a", 0, given)
+        assert current.value == 0x100 + 2
+    finally:
+        nowhere.value, current.value = 0, None
+    seen = bytes((ctypes.c_ubyte * layout.DECODE.size).in_dll(library, "params"))
+    assert layout.DECODE.packer.unpack(seen) == values
 
 
 @pytest.mark.parametrize(("arch", "attributes"), [("sm_90a", 1), ("sm_100f", 1), ("sm_80", 0)])

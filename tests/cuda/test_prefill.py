@@ -11,6 +11,7 @@ from cuda_calls import MODEL, O_BOUND, SAFE_MODEL, STATE_BOUND, Draw, error, ora
 
 from kdacore.types import ChunkInputs, Outputs
 from kdacore_cuda import prefill
+from kdacore_cuda.build import EVERY_LANE
 from kdacore_cuda.prefill_kernels import cluster_size, may_cut, sharing_clusters
 
 SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
@@ -59,6 +60,21 @@ def check(inputs: ChunkInputs, loose: float = 2.0, **options: Any) -> Outputs:
         if mine is not None:
             assert error(mine, exact) < loose * STATE_BOUND
     return got
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 2), (128, 3)])
+def test_every_lane_arriving_changes_no_bit(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, K: int, cluster: int
+) -> None:
+    """The kernels that racecheck can follow are those that ship, but for how often barriers are told."""
+    use_cluster(monkeypatch, cluster)
+    inputs = draw(2, 200, K=K)
+    want = run(inputs, **SAFE_MODEL, output_final_state=True)
+    monkeypatch.setenv(EVERY_LANE, "1")
+    got = run(inputs, **SAFE_MODEL, output_final_state=True)
+    assert torch.equal(got.o, want.o)
+    assert torch.equal(got.final_state, want.final_state)
 
 
 @pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 2), (128, 3)])

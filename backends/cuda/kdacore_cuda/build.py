@@ -7,6 +7,7 @@ disk cache, and the compiler.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from kdacore_cuda.cache import DiskCache
 
 CSRC = Path(__file__).parent / "csrc"
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
+EVERY_LANE = "KDACORE_CUDA_EVERY_LANE"
+"""Environment variable: if set, every lane arrives at barriers, as racecheck needs (csrc/common/arrivals.cuh)."""
 _BASE_OPTIONS = (
     "-std=c++17",
     "-default-device",
@@ -108,7 +111,10 @@ def options(kernel: KernelSource, arch: str) -> tuple[str, ...]:
     """NVRTC's command line. ``arch`` is a real architecture (``sm_90a``), never a virtual one."""
     if not arch.startswith("sm_"):
         raise ValueError(f"arch must be sm_*, got {arch!r}")
-    return (f"-arch={arch}", *_BASE_OPTIONS, *(f"-D{key}={value}" for key, value in kernel.defines))
+    defines = dict(kernel.defines)
+    if os.environ.get(EVERY_LANE):
+        defines["EVERY_LANE"] = 1
+    return (f"-arch={arch}", *_BASE_OPTIONS, *(f"-D{key}={value}" for key, value in defines.items()))
 
 
 def compile_kernel(kernel: KernelSource, arch: str) -> Built:

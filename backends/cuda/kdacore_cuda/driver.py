@@ -10,6 +10,8 @@ from functools import cache
 
 LIBRARY = "libcuda.so.1"
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+NO_CONTEXT = 201
+"""CUDA_ERROR_INVALID_CONTEXT: a launch in a thread that has used no CUDA yet, such as a new one of autograd's."""
 _P = ctypes.c_void_p
 _U = ctypes.c_uint
 
@@ -42,6 +44,8 @@ class Driver:
         self._dll.cuLibraryGetKernel.argtypes = [_P, _P, ctypes.c_char_p]
         self._dll.cuKernelSetAttribute.argtypes = [ctypes.c_int, ctypes.c_int, _P, ctypes.c_int]
         self._dll.cuGetErrorName.argtypes = [ctypes.c_int, _P]
+        self._dll.cuDevicePrimaryCtxRetain.argtypes = [_P, ctypes.c_int]
+        self._dll.cuCtxSetCurrent.argtypes = [_P]
 
     def check(self, call: str, code: int) -> None:
         """Raise DriverError unless ``code`` is success."""
@@ -49,6 +53,13 @@ class Driver:
             text = ctypes.c_char_p()
             self._dll.cuGetErrorName(code, ctypes.byref(text))
             raise DriverError(call, code, (text.value or b"unknown error").decode())
+
+    def make_current(self, device: int) -> None:
+        """Make the context that torch uses on ``device`` the calling thread's."""
+        context = _P()
+        code = self._dll.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        self.check("cuDevicePrimaryCtxRetain", code)
+        self.check("cuCtxSetCurrent", self._dll.cuCtxSetCurrent(context))
 
     def load_kernel(self, cubin: bytes, entry: str) -> int:
         """Handle of ``entry`` in ``cubin``: valid in every context, on every device of that architecture."""

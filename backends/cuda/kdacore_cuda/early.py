@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kdacore_cuda.build import KernelSource, load_or_compile
-from kdacore_cuda.driver import driver
+from kdacore_cuda.driver import NO_CONTEXT, driver
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.layout import ParamStruct
 
@@ -45,20 +45,20 @@ class EarlyLauncher(Launcher):
     ) -> None:
         super().__init__(kernel, params, threads, shared)
         self.fixed = fixed
-        self._starts: dict[tuple[int, str], Start] = {}
+        self._starts: dict[tuple[int, int, str], Start] = {}
 
     def __call__(self, grid: int, device: int, arch: str, stream: int, values: tuple[Any, ...]) -> None:
         """As :meth:`Launcher.__call__`."""
-        self.start_of(grid, arch)(stream, values)
+        self.start_of(grid, device, arch)(stream, values)
 
-    def start_of(self, grid: int, arch: str) -> Start:
-        """The launch of ``grid`` blocks on a device of ``arch`` that is current, with nothing left to look up."""
-        start = self._starts.get((grid, arch))
+    def start_of(self, grid: int, device: int, arch: str) -> Start:
+        """The launch of ``grid`` blocks on ``device`` (of ``arch``) when it is current, nothing left to look up."""
+        start = self._starts.get((grid, device, arch))
         if start is None:
-            start = self._starts[grid, arch] = self._make_start(grid, arch)
+            start = self._starts[grid, device, arch] = self._make_start(grid, device, arch)
         return start
 
-    def _make_start(self, grid: int, arch: str) -> Start:
+    def _make_start(self, grid: int, device: int, arch: str) -> Start:
         chosen, handle = driver(), self._handle(arch)
         given = len(self.params.fields) - len(self.fixed)
         buffer = ctypes.create_string_buffer(self.params.packer.pack(*([0] * given), *self.fixed))
@@ -79,6 +79,9 @@ class EarlyLauncher(Launcher):
                 pack(buffer, 0, *values)
                 put_stream(config, _STREAM_AT, stream)
                 code = launch(config_at, handle, pointers_at, None)
+                if code == NO_CONTEXT:
+                    chosen.make_current(device)
+                    code = launch(config_at, handle, pointers_at, None)
             if code:
                 chosen.check("cuLaunchKernelEx", code)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kdacore_cuda.build import KernelSource, load_or_compile
-from kdacore_cuda.driver import driver
+from kdacore_cuda.driver import NO_CONTEXT, driver
 from kdacore_cuda.layout import ParamStruct
 
 
@@ -58,8 +58,10 @@ class Launcher:
             handle = self._prepare(device, arch)
         with self._lock:  # the driver has copied the buffer when launch returns
             self._pack(self._buffer, 0, *values)
-            code = self._launch(
-                handle, grid, 1, 1, self.threads, 1, 1, self.shared, stream, self._address, None
-            )
+            given = (handle, grid, 1, 1, self.threads, 1, 1, self.shared, stream, self._address, None)
+            code = self._launch(*given)
+            if code == NO_CONTEXT:
+                driver().make_current(device)
+                code = self._launch(*given)
         if code:
             driver().check("cuLaunchKernel", code)

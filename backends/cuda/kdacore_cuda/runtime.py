@@ -32,7 +32,7 @@ def launch(launcher: Launcher, grid: int, arch: str, like: torch.Tensor, values:
 
 def starter(launcher: EarlyLauncher, grid: int, arch: str, index: int) -> Callable[[tuple[Any, ...]], None]:
     """:func:`launch` with all but the values fixed. Device ``index`` must be the current one."""
-    start = launcher.start_of(grid, arch)
+    start = launcher.start_of(grid, index, arch)
     return lambda values: start(_current_stream(index), values)
 
 

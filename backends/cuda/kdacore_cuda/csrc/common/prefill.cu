@@ -19,8 +19,8 @@ KDA_KERNEL(THREADS, 1) TOGETHER prefill(KDA_PARAM PrefillParams p) {
   const u32 shared = shared_address(memory);
   const int warp = thread_index() >> 5, rank = block_index() % CLUSTER;
   if (thread_index() < STAGES) {
-    barrier_init(shared + FULL_AT + 8 * thread_index(), 1);
-    barrier_init(shared + EMPTY_AT + 8 * thread_index(), CLUSTER * SCAN_WARPS);
+    barrier_init(shared + FULL_AT + 8 * thread_index(), WARP_ARRIVALS);
+    barrier_init(shared + EMPTY_AT + 8 * thread_index(), WARP_ARRIVALS * CLUSTER * SCAN_WARPS);
 #if CLUSTER > 1
     fence_barrier_init();
 #endif

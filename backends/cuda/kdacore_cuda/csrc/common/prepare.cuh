@@ -2,6 +2,7 @@
 #ifndef KDACORE_PREPARE_CUH
 #define KDACORE_PREPARE_CUH
 
+#include "common/arrivals.cuh"
 #include "common/chunk.cuh"
 #include "common/tokens.cuh"
 #include "common/work.cuh"
@@ -188,19 +189,18 @@ __device__ __forceinline__ void publish(u32 stage, u32 full, int lane, int rank)
 #if CLUSTER > 1 || WARPGROUP
   fence_async_proxy();
 #endif
-  sync_warp();
-  if (lane == 0) {
-    barrier_arrive(full);
+  warp_arrive(full, lane);
 #if CLUSTER > 1
+  if (lane == 0) {
 #pragma unroll
     for (int i = 1; i < CLUSTER; ++i) {
       const int to = (rank + i) % CLUSTER;
       const u32 remote = cluster_address(full, to);
-      barrier_expect_remote(remote, STAGE_BYTES);
+      warp_expect_remote(remote, STAGE_BYTES);
       copy_to_block(cluster_address(stage, to), stage, STAGE_BYTES, remote);
     }
-#endif
   }
+#endif
 }
 
 __device__ __forceinline__ Source make_source(const PrefillParams& p, const Work& w, const Lane& l, int token) {

@@ -3,6 +3,7 @@
 #ifndef KDACORE_SCAN_CUH
 #define KDACORE_SCAN_CUH
 
+#include "common/arrivals.cuh"
 #include "common/chunk.cuh"
 #include "common/work.cuh"
 #if WARPGROUP
@@ -222,14 +223,11 @@ __device__ __forceinline__ void scan_warp(const PrefillParams& p, const Work& wo
       v += v_chunk;
       store_output(tok, l, columns(stage, 3, l.t), o, left > 0);
       finish_chunk(state);
-      sync_warp();
-      if (l.lane == 0) {
 #if CLUSTER > 1
-        barrier_arrive_remote(cluster_address(shared + EMPTY_AT + 8 * slot, slot % CLUSTER));
+      warp_arrive_remote(cluster_address(shared + EMPTY_AT + 8 * slot, slot % CLUSTER), l.lane);
 #else
-        barrier_arrive(shared + EMPTY_AT + 8 * slot);
+      warp_arrive(shared + EMPTY_AT + 8 * slot, l.lane);
 #endif
-      }
       o += o_chunk;
       left -= C;
       ring = (ring + 1) % V_DEPTH;

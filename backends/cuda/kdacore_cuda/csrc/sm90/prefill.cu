@@ -26,11 +26,10 @@ KDA_KERNEL(THREADS, 1) TOGETHER prefill(KDA_PARAM PrefillParams p) {
   const u32 shared = shared_address(memory);
   const int warp = uniform(thread_index() >> 5), rank = block_index() % CLUSTER, cluster = block_index() / CLUSTER;
   if (thread_index() < STAGES) {
-    barrier_init(shared + FULL_AT + 8 * thread_index(), 1);
-    barrier_init(shared + EMPTY_AT + 8 * thread_index(), SCANNERS * SCAN_WARPS);
-    // Every lane arrives for itself: racecheck follows a barrier only for threads that do.
-    if (thread_index() < SOLVERS) barrier_init(shared + SUMMED_AT + 8 * thread_index(), 32 * 2 * SLICES);
-    if (thread_index() < GROUPS) barrier_init(shared + TAKEN_AT + 8 * thread_index(), 2);
+    barrier_init(shared + FULL_AT + 8 * thread_index(), WARP_ARRIVALS);
+    barrier_init(shared + EMPTY_AT + 8 * thread_index(), WARP_ARRIVALS * SCANNERS * SCAN_WARPS);
+    if (thread_index() < SOLVERS) barrier_init(shared + SUMMED_AT + 8 * thread_index(), WARP_ARRIVALS * 2 * SLICES);
+    if (thread_index() < GROUPS) barrier_init(shared + TAKEN_AT + 8 * thread_index(), WARP_ARRIVALS * 2);
 #if CLUSTER > 1
     fence_barrier_init();
 #endif

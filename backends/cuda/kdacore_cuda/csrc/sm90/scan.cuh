@@ -3,6 +3,7 @@
 #ifndef KDACORE_SCAN_CUH
 #define KDACORE_SCAN_CUH
 
+#include "common/arrivals.cuh"
 #include "sm90/jobs.cuh"
 #include "sm90/wgmma.cuh"
 
@@ -211,14 +212,11 @@ __device__ __forceinline__ void scan_warp(const PrefillParams& p, u32 shared, in
   const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;  // chunks between states written
   u32 slot = 0, parity = 0;
   const auto release = [&] {
-    sync_warp();
-    if (l.lane == 0) {
 #if CLUSTER > 1
-      barrier_arrive_remote(cluster_address(shared + EMPTY_AT + 8 * slot, slot % CLUSTER));
+    warp_arrive_remote(cluster_address(shared + EMPTY_AT + 8 * slot, slot % CLUSTER), l.lane);
 #else
-      barrier_arrive(shared + EMPTY_AT + 8 * slot);
+    warp_arrive(shared + EMPTY_AT + 8 * slot, l.lane);
 #endif
-    }
     if (++slot == STAGES) {
       slot = 0;
       parity ^= 1;

@@ -4,6 +4,7 @@
 #ifndef KDACORE_SLICES_CUH
 #define KDACORE_SLICES_CUH
 
+#include "common/arrivals.cuh"
 #include "common/tokens.cuh"
 #include "sm90/jobs.cuh"
 
@@ -252,7 +253,7 @@ __device__ __forceinline__ void slice_warp(const PrefillParams& p, u32 shared, i
       barrier_wait(shared + TAKEN_AT + 8 * group, (u32)(i / GROUPS & 1) ^ 1);
       store_parts(parts, sums);
       if (at.half) store_tiles(parts + PARTS * PART_BYTES, over.tile);
-      barrier_arrive(shared + SUMMED_AT + 8 * (i % SOLVERS));
+      warp_arrive(shared + SUMMED_AT + 8 * (i % SOLVERS), l.lane);
     }
   }
 }

@@ -90,13 +90,13 @@ __device__ __forceinline__ void publish_operands(u32 stage, u32 full, int lane, 
 // The rest. Only now do the barriers hear of the bytes and can complete.
 __device__ __forceinline__ void publish(u32 stage, u32 full, int lane, int rank) {
   fence_async_proxy();
-  sync_warp();
+  if (rank < SCANNERS) warp_arrive(full, lane);
+  else sync_warp();
   if (lane == 0) {
-    if (rank < SCANNERS) barrier_arrive(full);
 #if CLUSTER > 1
 #pragma unroll
     for (int to = 0; to < SCANNERS; ++to) {
-      if (to != rank) barrier_expect_remote(cluster_address(full, to), STAGE_BYTES);
+      if (to != rank) warp_expect_remote(cluster_address(full, to), STAGE_BYTES);
     }
 #endif
     copy_out(stage, full, T_AT, STAGE_BYTES - T_AT, rank);
@@ -174,8 +174,7 @@ __device__ __forceinline__ void solver_warp(const PrefillParams& p, u32 shared, 
       Products sums = {};
       add_parts(sums, parts + half * PARTS * PART_BYTES);
       if (half) {
-        sync_warp();
-        if (l.lane == 0) barrier_arrive(taken);
+        warp_arrive(taken, l.lane);
       }
       set_norms(p, sums, s);
       store_scalars(stage, half, l, s);
@@ -197,8 +196,7 @@ __device__ __forceinline__ void solver_warp(const PrefillParams& p, u32 shared, 
         Across across = {};
 #pragma unroll 2
         for (int slice = 0; slice < SLICES; ++slice) add_tiles(across.tile, parts + slice * SLICE_PARTS + 2 * PARTS * PART_BYTES);
-        sync_warp();
-        if (l.lane == 0) barrier_arrive(taken);
+        warp_arrive(taken, l.lane);
         store_across(stage, l, across);
       }
       sync_pair(SOLVER_BARRIER + pair);

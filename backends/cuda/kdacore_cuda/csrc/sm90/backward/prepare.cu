@@ -60,16 +60,24 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM BackwardParams p) {
   sync_block();
 
   // 4. Pairs: even warps of queries and keys, odd ones of keys alone; rows such that each scheduler has as many.
-  const bool system = warp & 1;
-  const int row_block = warp >> 1 ^ (warp >> 2);
+  const int mine = uniform(opaque(thread_index()) >> 5);  // the warp made anew, for want of registers
+  const bool system = mine & 1;
+  const int row_block = mine >> 1 ^ (mine >> 2);
   const float unit = exp2_fast(-p.centre);
-  if (row_block == 0) make_pairs<0>(shared, system, lane, unit);
-  if (row_block == 1) make_pairs<1>(shared, system, lane, unit);
-  if (row_block == 2) make_pairs<2>(shared, system, lane, unit);
-  if (row_block == 3) make_pairs<3>(shared, system, lane, unit);
+  Pairs pairs;
+  if (row_block == 0) make_pairs<0>(pairs, shared, system, lane, unit);
+  if (row_block == 1) make_pairs<1>(pairs, shared, system, lane, unit);
+  if (row_block == 2) make_pairs<2>(pairs, shared, system, lane, unit);
+  if (row_block == 3) make_pairs<3>(pairs, shared, system, lane, unit);
+  fence_async_proxy();  // aqk leaves
+  sync_block();         // the system takes zq's place
 
   // 5. The inverse, while v comes and aqk leaves.
   if (system) {
+    if (row_block == 0) store_system<0>(pairs, shared, lane);
+    if (row_block == 1) store_system<1>(pairs, shared, lane);
+    if (row_block == 2) store_system<2>(pairs, shared, lane);
+    if (row_block == 3) store_system<3>(pairs, shared, lane);
     sync_warp();
     invert_diagonal(shared, row_block, lane);
     sync_threads(1, THREADS / 2);
@@ -99,7 +107,9 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM BackwardParams p) {
   sync_block();
   if (thread == 0) {
     copy_out(place_of(p.w, TILE_BYTES), shared + W_AT, TILE_BYTES);
-    copy_out(place_of(p.u, TILE_BYTES), shared + U_AT, TILE_BYTES);
+    // In halves, as the scan may fetch them: initcheck takes what a copy of 16 KB wrote for half written.
+    copy_out(place_of(p.u, TILE_BYTES), shared + U_AT, SQUARE_BYTES);
+    copy_out(place_of(p.u, TILE_BYTES) + SQUARE_BYTES, shared + U_AT + SQUARE_BYTES, SQUARE_BYTES);
     copy_out_commit();
     copy_out_wait_read<0>();
   }

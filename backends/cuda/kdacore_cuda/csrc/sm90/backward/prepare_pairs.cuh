@@ -6,10 +6,9 @@
 
 #include "sm90/backward/prepare_layout.cuh"
 
-// Blocks 0 .. ROW_BLOCK of a row of blocks: 16 x 16, columns 8n + 2t, + 1, rows g and g + 8.
-template <int ROW_BLOCK>
+// Blocks 0 .. ROW_BLOCK (of the warp's rows) of a row of blocks: 16 x 16, columns 8n + 2t, + 1, rows g and g + 8.
 struct Pairs {
-  float block[ROW_BLOCK + 1][2][4];
+  float block[4][2][4];
 };
 
 // Does block (ROW_BLOCK, j) lie across parts?
@@ -19,7 +18,7 @@ __device__ __forceinline__ constexpr bool across(int j) {
 }
 
 template <int ROW_BLOCK>
-__device__ __forceinline__ void multiply_pairs(Pairs<ROW_BLOCK>& out, u32 shared, u32 left, int lane) {
+__device__ __forceinline__ void multiply_pairs(Pairs& out, u32 shared, u32 left, int lane) {
   // Left: rows lane % 8, then + 8, of channels 0-7, then 8-15. Right: channels 0-7, then 8-15, of rows lane % 8, then + 8.
   constexpr u32 EARLIER = SAFE || ROW_BLOCK < 2 ? SK_AT : ROW_BLOCK == 2 ? S2_AT : S3_AT;
   constexpr u32 WIDE = !SAFE && ROW_BLOCK == 3 ? SQUARE_BYTES : HALF_SQUARE;
@@ -43,7 +42,7 @@ __device__ __forceinline__ void multiply_pairs(Pairs<ROW_BLOCK>& out, u32 shared
 
 // What decays from the anchor to the later part's start, and what lies on the wrong side of the diagonal.
 template <int ROW_BLOCK>
-__device__ __forceinline__ void finish_pairs(Pairs<ROW_BLOCK>& out, int lane, float unit, int diagonal) {
+__device__ __forceinline__ void finish_pairs(Pairs& out, int lane, float unit, int diagonal) {
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -66,7 +65,7 @@ __device__ __forceinline__ u32 block_at(u32 image, int row_block, int j, int lan
 
 // Rounded to an image; zeros right of the diagonal, there and in `other`.
 template <int ROW_BLOCK>
-__device__ __forceinline__ void store_image(const Pairs<ROW_BLOCK>& pairs, u32 image, u32 other, int lane) {
+__device__ __forceinline__ void store_image(const Pairs& pairs, u32 image, u32 other, int lane) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     u32 r[4] = {};
@@ -92,7 +91,7 @@ __device__ __forceinline__ void split(float x, float y, u32& high, u32& low) {
 
 // The system's rows: the block on the diagonal in float32, those before it in two parts.
 template <int ROW_BLOCK>
-__device__ __forceinline__ void store_system(const Pairs<ROW_BLOCK>& pairs, u32 shared, int lane) {
+__device__ __forceinline__ void store_system(const Pairs& pairs, u32 shared, int lane) {
 #pragma unroll
   for (int j = 0; j < ROW_BLOCK; ++j) {
     u32 high[4], low[4];
@@ -115,21 +114,19 @@ __device__ __forceinline__ void store_system(const Pairs<ROW_BLOCK>& pairs, u32 
   }
 }
 
-// Everything above for one warp, and a barrier of the block, which comes before the system takes zq's place. A named one, as
-// warps meet it at different places of the program.
 template <int ROW_BLOCK>
-__device__ __forceinline__ void make_pairs(u32 shared, bool system, int lane, float unit) {
-  Pairs<ROW_BLOCK> pairs = {};
-  multiply_pairs(pairs, shared, system ? K_AT : Q_AT, lane);
-  finish_pairs(pairs, lane, unit, system ? 0 : 1);
-  if (system) {
-    sync_threads(2, THREADS);
-    store_system(pairs, shared, lane);
-  } else {
-    store_image(pairs, shared + A_AT, shared + INV_AT, lane);
-    fence_async_proxy();
-    sync_threads(2, THREADS);
+__device__ __forceinline__ void make_pairs(Pairs& pairs, u32 shared, bool system, int lane, float unit) {
+#pragma unroll
+  for (int j = 0; j <= ROW_BLOCK; ++j) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) pairs.block[j][n][e] = 0.0f;
+    }
   }
+  multiply_pairs<ROW_BLOCK>(pairs, shared, system ? K_AT : Q_AT, lane);
+  finish_pairs<ROW_BLOCK>(pairs, lane, unit, system ? 0 : 1);
+  if (!system) store_image<ROW_BLOCK>(pairs, shared + A_AT, shared + INV_AT, lane);
 }
 
 #endif

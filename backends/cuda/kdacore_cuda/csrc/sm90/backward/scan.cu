@@ -19,9 +19,9 @@ KDA_KERNEL(THREADS, 1) scan(KDA_PARAM BackwardParams p) {
   const int warp = uniform(thread_index() >> 5);
   const Job job = find_job(p, block_index());
   if (thread_index() < 2 * RINGS * MAX_STAGES) {
-    const bool empty = thread_index() / MAX_STAGES & 1, outputs = thread_index() / (2 * MAX_STAGES) == DO_RING;
-    // The producer's lanes arrive one by one with their pieces of d_o, and the carriers' when they have read them.
-    barrier_init(shared + BARRIERS_AT + 8 * thread_index(), (empty ? CARRIERS : 1) * (outputs ? 32 : 1));
+    const bool empty = thread_index() / MAX_STAGES & 1, outputs = thread_index() / MAX_STAGES == 2 * DO_RING;
+    // The producer's lanes arrive one by one with their pieces of d_o.
+    barrier_init(shared + BARRIERS_AT + 8 * thread_index(), empty ? WARP_ARRIVALS * CARRIERS : outputs ? 32 : 1);
   }
   fence_async_proxy();  // bulk copies will count on them
   sync_block();

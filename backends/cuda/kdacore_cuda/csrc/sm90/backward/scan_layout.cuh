@@ -2,6 +2,7 @@
 #ifndef KDACORE_BACKWARD_SCAN_LAYOUT_CUH
 #define KDACORE_BACKWARD_SCAN_LAYOUT_CUH
 
+#include "common/arrivals.cuh"
 #include "sm90/backward/bulk.cuh"
 #include "sm90/backward/chunk.cuh"
 #include "sm90/lanes.cuh"

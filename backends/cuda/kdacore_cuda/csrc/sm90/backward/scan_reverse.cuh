@@ -24,8 +24,7 @@ __device__ __forceinline__ void scan_reverse(const BackwardParams& p, const Job&
   const auto take_outputs = [&] {
     outputs.wait_full();
     load_output_gradient(o, l, outputs.stage());
-    // Every lane for itself: racecheck follows a barrier only for threads that arrive, and these rows come by threads' copies.
-    barrier_arrive(outputs.empty());
+    release(l, outputs.empty());
     outputs.next();
   };
   const int first = job.s.chunks - 1;

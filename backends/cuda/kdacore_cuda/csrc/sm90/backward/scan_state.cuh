@@ -149,10 +149,7 @@ __device__ __forceinline__ void copy_rows(const ScanLane& l, const Job& job, u64
   copy_out(reinterpret_cast<void*>(to), l.out + 2 * ROWS_OUT, ROWS_OUT);
 }
 
-// This warp has read all it will read of a stage that bulk copies fill; its barrier.
-__device__ __forceinline__ void release(const ScanLane& l, u32 empty) {
-  sync_warp();
-  if (l.lane == 0) barrier_arrive(empty);
-}
+// This warp has read all it will read of a stage; its barrier.
+__device__ __forceinline__ void release(const ScanLane& l, u32 empty) { warp_arrive(empty, l.lane); }
 
 #endif

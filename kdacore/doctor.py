@@ -150,11 +150,6 @@ def _backend(registered: Registered, where: Machine, problem: Any) -> dict[str, 
     if gone:
         status = "not available"
     arch = {a.arch for a in where.accelerators if a.type in backend.device_types}
-    hardware = {}
-    for op, impl in backend.ops.items():
-        hardware[op] = _mark(impl.verified_archs, arch)
-        if impl.backward is not None and impl.verified_gradients is not None:
-            hardware[f"{op} with gradients"] = _mark(impl.verified_gradients, arch)
     return {
         "name": backend.name,
         "version": backend.version,
@@ -164,7 +159,7 @@ def _backend(registered: Registered, where: Machine, problem: Any) -> dict[str, 
         "kinds": list(backend.kinds),
         "places": [str(p) for p in features.places_of(backend, where)],
         "missing": [{"name": n, "what": what, "remedy": remedy} for n, what, remedy in gone],
-        "ops": hardware,
+        "ops": {op: _mark(impl.verified_archs, arch) for op, impl in backend.ops.items()},
     }
 
 

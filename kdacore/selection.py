@@ -103,7 +103,7 @@ def judge(registered: Registered, request: Request) -> Candidate:
         reason = _ask(verifier, request)
         if reason is not None:
             reasons.append(reason)
-    archs = impl.archs_verified(request.needs_grad)
+    archs = impl.verified_archs
     verified = PORTABLE in archs or request.device.arch in archs
     cost = None if reasons else _cost(registered, request, impl)
     return Candidate(backend.name, tuple(reasons), cost, backend.rank, verified)
@@ -191,7 +191,7 @@ def _unproven(request: Request, able: list[Candidate]) -> set[str]:
     """Where some backend has been tested on this architecture: those neither tested there nor of known speed."""
     arch = request.device.arch
     impls = {c.backend: REGISTRY.get(c.backend).backend.ops[request.op] for c in able}
-    tested = {n for n, impl in impls.items() if arch and arch in impl.archs_verified(request.needs_grad)}
+    tested = {n for n, impl in impls.items() if arch and arch in impl.verified_archs}
     return {c.backend for c in able if tested and c.cost is None and c.backend not in tested}
 
 

@@ -354,8 +354,6 @@ class OpImpl:
     cost: Cost | None = None
     verified_archs: frozenset[str] = frozenset()
     """Architectures this op's tests have run on for real; ``"*"`` for portable code. Others are *compiled only*."""
-    verified_gradients: frozenset[str] | None = None
-    """The same for calls that need gradients, where it differs."""
     batch_invariant: bool = False
     """Declared: a sequence gives the same bits alone and packed with others."""
     compiles: bool = False
@@ -365,11 +363,6 @@ class OpImpl:
     """To save host time: ``repeat(request, inputs)`` may return a :data:`Step` that does what ``forward`` would do, for
     calls without gradients whose arrays have the shapes, dtypes, device and *strides* of these; addresses and their
     alignment may differ. It must not keep the arrays."""
-
-    def archs_verified(self, needs_grad: bool) -> frozenset[str]:
-        """Architectures the tests of such calls have run on."""
-        narrower = self.verified_gradients if needs_grad else None
-        return self.verified_archs if narrower is None else narrower
 
 
 @dataclass(frozen=True, slots=True)

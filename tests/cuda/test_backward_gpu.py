@@ -151,13 +151,13 @@ def test_graph_replay_equals_eager() -> None:
 
 
 def test_through_the_public_call() -> None:
-    """``backend="cuda"`` trains; auto does not choose it before it is marked verified."""
+    """Auto trains with it."""
     request, inputs, _ = large(200, 2)
     arrays = {k: x for k, x in inputs._asdict().items() if x is not None}
     leaves = {k: x.requires_grad_() for k, x in arrays.items()}
     options = {**SAFE_MODEL, "output_final_state": True}
     with kdacore.record_selections() as seen:
-        o, state = kdacore.chunk_kda(**leaves, **options, backend="cuda")
+        o, state = kdacore.chunk_kda(**leaves, **options)
     assert seen[-1].backend == "cuda"
     (o.float().sum() + state.float().sum()).backward()
     assert all(torch.isfinite(x.grad).all() and x.grad.any() for x in leaves.values())

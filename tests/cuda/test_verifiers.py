@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from cuda_calls import SAFE_MODEL, Draw, request_of
 
-from kdacore import selection
-from kdacore.types import Candidate, ChunkInputs, Device, Request
+from kdacore.types import ChunkInputs, Device, Request
 from kdacore_cuda.plugin import make_backend
 
 BACKEND = make_backend()
@@ -84,15 +83,6 @@ def test_gradients_are_served_where_there_is_a_backward() -> None:
 def test_gradients_are_rejected_elsewhere(changes: dict[str, Any]) -> None:
     assert codes(request(**TRAINED | changes)) == {"gradients"}
     assert codes(request(**TRAINED | changes | {"needs_grad": False})) == set()
-
-
-def test_auto_leaves_training_to_what_has_run_on_hopper() -> None:
-    """Until its tests have run there, the hand-written backward is used on request alone."""
-    triton = Candidate("triton", (), None, 50, True)
-    cuda = dataclasses.replace(triton, backend="cuda", rank=100, verified=False)
-    ranked = selection._ranked(request(**TRAINED), [cuda, triton])
-    assert [name for name, _ in ranked] == ["triton", "cuda"]
-    assert [name for name, _ in selection._ranked(request(), [cuda, triton])] == ["cuda", "triton"]
 
 
 def test_importing_the_plugin_imports_no_framework() -> None:

@@ -127,26 +127,19 @@ def test_without_a_measurement_rank_decides() -> None:
 
 
 def test_what_is_neither_tested_here_nor_measured_goes_behind_what_is_tested() -> None:
-    """Also where gradients alone have not run yet."""
-
-    def backward(*args: Any) -> Any:
-        raise AssertionError("only asked about")
-
-    tested = OpImpl(_answer(1), backward, verified_archs=frozenset({"q1"}))
-    half = dataclasses.replace(tested, verified_gradients=frozenset())
-    for name, rank, op in (("tested", 5, tested), ("half", 10, half)):
+    for name, rank, archs in (("tested", 5, frozenset({"q1"})), ("untested", 10, frozenset[str]())):
+        op = OpImpl(_answer(1), verified_archs=archs)
         REGISTRY.register(plugin(name, 1, rank=rank, ops={"chunk_kda": op}), name)
 
-    def decide(arch: str, needs_grad: bool) -> Selection:
+    def decide(arch: str) -> Selection:
         request = kdacore.explain("chunk_kda", **call()).request
-        request = dataclasses.replace(request, device=Device("cpu", 0, arch), needs_grad=needs_grad)
+        request = dataclasses.replace(request, device=Device("cpu", 0, arch))
         return selection.decide(request, selection.Policy(), run_selfchecks=False)
 
-    assert decide("q1", False).backend == "half"
-    found = decide("q1", True)
+    found = decide("q1")
     assert (found.backend, found.why) == ("tested", "highest rank of those tested on q1")
-    assert {c.backend: c.verified for c in found.candidates}["half"] is False
-    assert decide("q2", True).backend == "half"  # neither has run there: rank, then the self-check
+    assert {c.backend: c.verified for c in found.candidates}["untested"] is False
+    assert decide("q2").backend == "untested"  # neither has run there: rank, then the self-check
 
 
 def test_kinds_served_only_when_asked_for() -> None:

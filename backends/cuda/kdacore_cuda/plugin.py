@@ -74,7 +74,6 @@ def make_backend() -> Backend:
         backward=_lazily("backward", "backward"),
         verifiers=(*_COMMON, verifiers.prefill_dtype, verifiers.prefill_length, verifiers.gradients),
         verified_archs=VERIFIED,
-        verified_gradients=frozenset(),
     )
     recurrent = OpImpl(
         forward=_lazily("decode", "forward"),

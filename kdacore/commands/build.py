@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from kdacore import report
@@ -24,12 +25,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Needs no GPU. A kernel that does not build raises, with the compiler's own output."""
-    from kdacore_cuda import prebuilt
+    from kdacore_cuda import build, prebuilt
 
     out = report.console()
-    archs = [arch for given in args.arch for arch in given.split(",")]
-    built = prebuilt.build_all(
-        archs or prebuilt.PACKAGED_ARCHS, args.folder or prebuilt.FOLDER, report=out.print
-    )
-    out.print(f"{len(built)} kernels in {args.folder or prebuilt.FOLDER}")
+    given = dict.fromkeys(arch for words in args.arch for arch in words.split(","))
+    for arch in given:
+        if problem := build.arch_problem(arch):
+            wanted = f"one such as {' or '.join(prebuilt.PACKAGED_ARCHS)}"
+            print(f"kdacore build: --arch: got {arch!r}; wanted {wanted} ({problem})", file=sys.stderr)
+            return report.USAGE
+    folder = args.folder or prebuilt.FOLDER
+    try:
+        built = prebuilt.build_all(tuple(given) or prebuilt.PACKAGED_ARCHS, folder, report=out.print)
+    except OSError as error:
+        hint = "" if args.folder else "; --folder names another place"
+        print(f"kdacore build: --folder: cannot write {folder}: {error}{hint}", file=sys.stderr)
+        return report.USAGE
+    out.print(f"{len(built)} kernels in {folder}")
     return report.OK

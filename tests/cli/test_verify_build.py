@@ -105,6 +105,26 @@ def test_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert f"decode.sm_90a: 5 bytes\n1 kernels in {tmp_path}\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("given", ["bogus", "sm_90a,bogus", "sm_90a,", "compute_90", "sm_75"])
+def test_build_for_an_architecture_there_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: str
+) -> None:
+    from kdacore_cuda import prebuilt
+
+    monkeypatch.setattr(prebuilt, "build_all", lambda *args, **kwargs: pytest.fail("built"))
+    assert cli.main(["build", "--arch", given, "--folder", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"--arch: got {given.split(',')[-1]!r}" in said
+    assert "sm_90a" in said
+
+
+def test_build_into_a_folder_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "cubins"
+    assert cli.main(["build", "--arch", "sm_90a", "--folder", str(folder)]) == 2
+    assert f"--folder: cannot write {folder}" in capsys.readouterr().err
+
+
 def test_a_failed_build_shows_the_compiler_s_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

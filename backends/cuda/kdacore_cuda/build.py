@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kdacore.errors import BackendBuildError
 from kdacore_cuda import layout
@@ -45,12 +45,33 @@ class KernelSource:
         return "-".join(parts)
 
 
+class Usage(NamedTuple):
+    """What one thread of a kernel takes, as the assembler says: registers, and bytes of stack and of spill stores."""
+
+    registers: int
+    stack: int
+    spills: int
+
+
+_USAGE = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores.*?Used (\d+) registers", re.DOTALL)
+
+
 @dataclass(frozen=True)
 class Built:
-    """A cubin and what the compiler said about it (registers, spills)."""
+    """A cubin and what the compiler said about it."""
 
     cubin: bytes
     log: str
+
+    def usage(self) -> Usage:
+        """From the log. BackendBuildError when it does not say."""
+        found = _USAGE.search(self.log)
+        if found is None:
+            raise BackendBuildError(
+                "a kernel", f"no registers and spills in the assembler's log:\n{self.log}"
+            )
+        stack, spills, registers = map(int, found.groups())
+        return Usage(registers, stack, spills)
 
 
 @cache
@@ -58,6 +79,26 @@ def nvrtc_version() -> str:
     """``major.minor`` of the NVRTC library. Raises BackendBuildError when it is not installed."""
     _, version = _nvrtc()
     return version
+
+
+_ARCH = re.compile(r"sm_(\d+)[af]?")
+FIRST_ARCH = 80
+"""Compute capability from which the kernels compile: bfloat16 products and asynchronous copies."""
+
+
+def arch_problem(arch: str) -> str | None:
+    """Why kernels cannot be built for ``arch``, or None. BackendBuildError when there is no compiler to ask."""
+    found = _ARCH.fullmatch(arch)
+    if found is None:
+        return "not the name of a real architecture"
+    if int(found[1]) < FIRST_ARCH:
+        return f"the kernels need sm_{FIRST_ARCH} or later"
+    _nvrtc()
+    try:
+        compile_text('extern "C" __global__ void nothing() {}', "nothing", (f"-arch={arch}",), {})
+    except BackendBuildError as error:
+        return f"NVRTC {nvrtc_version()} says: {error.log}"
+    return None
 
 
 @cache

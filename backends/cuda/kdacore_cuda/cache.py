@@ -1,7 +1,7 @@
 """The disk cache of compiled kernels: one file per key in the user's cache folder.
 
 A file is ``sha256(payload) + payload``, so a torn or damaged entry is a miss, never a crash in the driver. A folder
-that belongs to someone else is refused: code from it would run with our rights.
+that belongs to someone else, or that others may write, is refused: code from it would run with our rights.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def cache_root() -> Path:
 
 
 def _owned(folder: Path) -> bool:
-    """Ours alone: owned by this user and not writable by everyone."""
+    """Ours alone: owned by this user, and writable by nobody else."""
     status = folder.stat()
-    return status.st_uid == os.geteuid() and not status.st_mode & 0o002
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
 class DiskCache:

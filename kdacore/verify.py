@@ -23,6 +23,7 @@ from kdacore import config
 from kdacore.registry import REGISTRY, missing
 
 if TYPE_CHECKING:
+    from kdacore.testing.cases import Case
     from kdacore.testing.matrix import Level
     from kdacore.testing.suite import Result
 
@@ -122,6 +123,7 @@ def verify(
     *,
     seed: int = 0,
     kinds: tuple[str, ...] = (),
+    jobs: int = 1,
     path: Path | None = None,
     progress: bool = True,
 ) -> Report:
@@ -134,6 +136,7 @@ def verify(
         random: how many random calls to run after the table of cases.
         seed: of the first random call; the others count up from it.
         kinds: only these array kinds.
+        jobs: processes; 1 runs everything in this one.
         path: where to write the record; nowhere when None.
         progress: show a progress bar on standard error.
 
@@ -145,9 +148,9 @@ def verify(
     """
     from kdacore.testing.capabilities import has_device
     from kdacore.testing.matrix import plan
-    from kdacore.testing.random_cases import has_whole_ops, random_case
+    from kdacore.testing.random_cases import has_whole_ops
     from kdacore.testing.signature import device_of
-    from kdacore.testing.suite import coverage_problems, run_case
+    from kdacore.testing.suite import coverage_problems
 
     registered = REGISTRY.get(backend)
     started = datetime.datetime.now(datetime.timezone.utc)
@@ -162,13 +165,11 @@ def verify(
         planned = plan(backend, device=device, level=level, kinds=kinds)
         where, notes = planned.device, list(planned.notes)
         with _bar(len(planned.cases) + random, backend, progress) as advance:
-            for case in planned.cases:
-                results.append(run_case(case))
-                advance(results[-1])
-            problems += coverage_problems((r.case, r.status == "served", r.codes) for r in results)
-            for n in range(random if has_whole_ops(backend) else 0):
-                results.append(run_case(random_case(backend, seed + n, planned.device, level)))
-                advance(results[-1])
+            drawn = range(seed, seed + (random if has_whole_ops(backend) else 0))
+            found = _results(_Drawn(backend, planned.device, level), [*planned.cases, *drawn], jobs, advance)
+            results += found
+            table = found[: len(planned.cases)]
+            problems += coverage_problems((r.case, r.status == "served", r.codes) for r in table)
         kind = next((c.kind for c in planned.cases if has_device(c.kind, where)), None)
         where = where if kind is None else f"{where} ({device_of(kind, where).arch or platform.machine()})"
     report = Report(
@@ -192,6 +193,54 @@ def verify(
     if path is not None:
         report.write(path)
     return report
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """How the random calls of a run are drawn, from their seeds."""
+
+    backend: str
+    device: str
+    level: Level
+
+    def case(self, item: Case | int) -> Case:
+        """A case as it is, or the one of a seed."""
+        from kdacore.testing.random_cases import random_case
+
+        return random_case(self.backend, item, self.device, self.level) if isinstance(item, int) else item
+
+    def run(self, item: tuple[int, Case | int]) -> tuple[int, Result]:
+        from kdacore.testing.suite import run_case
+
+        return item[0], run_case(self.case(item[1]))
+
+    def lost(self, item: tuple[int, Case | int], text: str) -> tuple[int, Result]:
+        from kdacore.testing.suite import Result
+
+        return item[0], Result(self.case(item[1]), "failed", message=text)
+
+
+def _has_failed(found: tuple[int, Result]) -> bool:
+    return found[1].status == "failed"
+
+
+def _results(
+    drawn: _Drawn, items: list[Case | int], jobs: int, advance: Callable[[Result], None]
+) -> list[Result]:
+    """What became of cases and of the calls of seeds, in their order; ``advance`` hears of each as it is done."""
+    from kdacore.testing import processes
+
+    numbered = iter(list(enumerate(items)))
+    if jobs <= 1:
+        done: Iterator[tuple[int, Result]] = map(drawn.run, numbered)
+    else:
+        work = processes.Work(drawn.run, _has_failed, drawn.lost)
+        done = processes.run(work, numbered, min(jobs, len(items)))
+    found: dict[int, Result] = {}
+    for n, result in done:
+        found[n] = result
+        advance(result)
+    return [found[n] for n in range(len(items))]
 
 
 def default_path(report: Report, folder: Path | None = None) -> Path:

@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("numpy", "torch", "jax"),
         help="only these array kinds",
     )
+    add("--jobs", type=int, default=1, metavar="N", help="processes (default 1)")
     add("--folder", type=Path, default=None, help="where the records go (default: the cache folder)")
 
 
@@ -34,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
     names = args.backends or [n for n, r in REGISTRY.backends().items() if not missing(r.backend)]
     failed = False
     for name in names:
-        found = verify(name, args.device, args.level, args.random, seed=args.seed, kinds=tuple(args.kind))
+        options = {"seed": args.seed, "kinds": tuple(args.kind), "jobs": args.jobs}
+        found = verify(name, args.device, args.level, args.random, **options)
         path = default_path(found, args.folder)
         found.write(path)
         out.print("\n".join(found.lines()))

@@ -19,13 +19,12 @@ import datetime
 import itertools
 import json
 import math
-import multiprocessing
-import multiprocessing.connection
 import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,10 @@ from kdacore import machine
 from kdacore.bench.results import commit as checkout
 from kdacore.errors import ContractError
 from kdacore.registry import REGISTRY
+from kdacore.testing import processes
 from kdacore.testing.capabilities import default_device
 from kdacore.testing.matrix import LEVELS, Level
+from kdacore.testing.processes import Work
 from kdacore.testing.random_cases import random_case
 from kdacore.testing.suite import Result, run_case
 
@@ -99,7 +100,11 @@ def fuzz(
     rows = []
     given = _until(seeds, time.monotonic() + seconds)
     some = min(jobs, len(seeds))
-    found = (run_seed(task, seed) for seed in given) if jobs <= 1 else _in_processes(task, given, some)
+    if jobs <= 1:
+        found: Iterator[Row] = (run_seed(task, seed) for seed in given)
+    else:
+        work = Work(partial(run_seed, task), _has_failed, partial(_lost, task))
+        found = processes.run(work, given, some)
     for row in found:
         rows.append(row)
         on_row(row)
@@ -111,91 +116,14 @@ def _until(seeds: range, end: float) -> Iterator[int]:
     return itertools.takewhile(lambda _: time.monotonic() < end, seeds)
 
 
-# --- several processes ----------------------------------------------------------------------------------------------
+def _has_failed(row: Row) -> bool:
+    return bool(row["status"] == "failed")
 
 
-@dataclasses.dataclass
-class _Worker:
-    process: Any
-    pipe: Any
-    seed: int = -1
-
-
-def _in_processes(task: Task, left: Iterator[int], jobs: int) -> Iterator[Row]:
-    """Rows as they are done. Each worker holds one seed at a time, so a dead one tells which call killed it."""
-    workers: list[_Worker] = []
-    try:
-        for seed in itertools.islice(left, jobs):
-            workers.append(_start(task))
-            workers[-1].seed = seed
-            workers[-1].pipe.send(seed)
-        while workers:
-            ready = multiprocessing.connection.wait([w.pipe for w in workers])
-            for worker in [w for w in workers if w.pipe in ready]:
-                yield _receive(task, worker, workers, left)
-    finally:
-        for worker in workers:
-            worker.process.terminate()
-
-
-def _receive(task: Task, worker: _Worker, workers: list[_Worker], left: Iterator[int]) -> Row:
-    """The row of the worker's seed; gives it, or one in its place, the next seed."""
-    usable = False
-    try:
-        row, usable = worker.pipe.recv()
-    except EOFError:
-        worker.process.join()
-        text = f"the call ended its process (exit code {worker.process.exitcode})"
-        row = describe(_without_running(task, worker.seed, text))
-    following = next(left, None)
-    if following is None or not usable:
-        workers.remove(worker)
-        worker.pipe.close()
-    if following is not None:
-        if not usable:
-            worker = _start(task)
-            workers.append(worker)
-        worker.seed = following
-        worker.pipe.send(following)
-    return dict(row)
-
-
-def _without_running(task: Task, seed: int, message: str) -> Result:
-    return Result(random_case(task.backend, seed, task.device, task.level), "failed", message=message)
-
-
-def _start(task: Task) -> _Worker:
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_work, args=(task, there), daemon=True)
-    process.start()
-    there.close()
-    return _Worker(process, here)
-
-
-def _work(task: Task, pipe: Any) -> None:
-    """A worker: a row for every seed received, until the pipe closes or the device no longer answers."""
-    usable = True
-    while usable:
-        try:
-            seed = pipe.recv()
-        except EOFError:
-            return
-        row = run_seed(task, seed)
-        usable = row["status"] != "failed" or _device_answers()
-        pipe.send((row, usable))
-
-
-def _device_answers() -> bool:
-    """After an illegal access every later CUDA call of the process fails: such a process is done."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return True
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:  # what torch raises for every CUDA error
-        return False
-    return True
+def _lost(task: Task, seed: int, text: str) -> Row:
+    """The row of a seed whose process ended."""
+    case = random_case(task.backend, seed, task.device, task.level)
+    return describe(Result(case, "failed", message=text))
 
 
 # --- the record -----------------------------------------------------------------------------------------------------

@@ -51,8 +51,8 @@ def test_verify(
 
     monkeypatch.setattr(verification, "verify", fake)
     words = ["verify", "reference", "--level", "full", "--random", "7", "--seed", "3", "--kind", "numpy"]
-    assert cli.main([*words, "--device", "cpu", "--folder", str(tmp_path)]) == status
-    assert asked == [(("reference", "cpu", "full", 7), {"seed": 3, "kinds": ("numpy",)})]
+    assert cli.main([*words, "--device", "cpu", "--jobs", "2", "--folder", str(tmp_path)]) == status
+    assert asked == [(("reference", "cpu", "full", 7), {"seed": 3, "kinds": ("numpy",), "jobs": 2})]
     (written,) = verification.load_records(tmp_path)
     assert written.backend == "reference"
     out = capsys.readouterr().out

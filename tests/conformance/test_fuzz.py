@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kdacore.testing import fuzz
+from kdacore.testing import fuzz, processes
 from kdacore.testing.fuzz import Task
 
 
@@ -40,7 +40,7 @@ def test_an_unknown_backend_is_an_error(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_failure_is_counted_and_named(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     def fail(task: Task, seed: int) -> dict[str, Any]:
-        return fuzz.describe(fuzz._without_running(task, seed, "it did not\nmeet its bound"))
+        return fuzz._lost(task, seed, "it did not\nmeet its bound")
 
     monkeypatch.setattr(fuzz, "run_seed", fail)
     assert fuzz.main(["--backend", "reference", "--count", "1", "--seed", "7"]) == 1
@@ -86,14 +86,14 @@ def test_processes_stop_at_the_time_limit() -> None:
     assert fuzz.fuzz(REFERENCE, range(3), jobs=2, seconds=0) == []
 
 
-def die(task: Task, pipe: Any) -> None:
+def die(work: Any, pipe: Any) -> None:
     """A worker that every call kills."""
     pipe.recv()
     os._exit(3)
 
 
 def test_a_call_that_ends_its_process_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuzz, "_work", die)
+    monkeypatch.setattr(processes, "_serve", die)
     rows = fuzz.fuzz(REFERENCE, range(2), jobs=2)
     assert [row["status"] for row in rows] == ["failed", "failed"]
     assert "exit code 3" in rows[0]["message"] and rows[0]["case"]["seed"] == 0

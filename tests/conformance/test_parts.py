@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kdacore import verify as verification
 from kdacore.errors import ContractError
 from kdacore.ops import OPS
 from kdacore.testing.bounds import bound, rounds_to_tf32
@@ -240,6 +241,16 @@ def test_the_record_says_what_ran_and_where(report: Report, tmp_path: Path) -> N
     report.write(path)
     assert load_records(tmp_path) == [report]
     assert [p.suffix for p in tmp_path.iterdir()] == [".json"]
+
+
+def test_several_processes_find_the_same(report: Report) -> None:
+    """The table's first cases and a random call, in the table's order."""
+    drawn = verification._Drawn("reference", "cpu", "quick")
+    items = [*plan("reference", kinds=("numpy",)).cases[:3], 7]
+    one, two = (verification._results(drawn, items, n, lambda r: None) for n in (1, 2))
+    assert [r.case.id for r in one] == [r.case.id for r in two]
+    assert [r.worst for r in one] == [r.worst for r in two]
+    assert [row["id"] for row in report.cases[:3]] == [r.case.id for r in two[:3]]
 
 
 def test_a_record_of_another_schema_is_refused(report: Report, tmp_path: Path) -> None:

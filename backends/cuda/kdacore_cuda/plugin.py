@@ -17,13 +17,35 @@ VERIFIED = frozenset({"sm_90"})
 others are checked once, on the machine, before auto uses them."""
 
 
+DRIVER = 13000
+"""The oldest CUDA version a driver may be of, as ``cuDriverGetVersion`` writes it: 13.0.
+
+Packaged cubins are made by NVRTC 13, and so are those made here. A driver loads machine code from every minor version
+of its own major one and from older majors, never from a newer major. So 13.0 serves what NVRTC 13.0 and later made (we
+ship no PTX, for which that would not hold), and 12.x refuses all of it, while Triton, which brings its own assembler,
+works there.
+"""
+
+
 @cache
 def _driver_missing() -> str | None:
     try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
+        driver = ctypes.CDLL("libcuda.so.1")
+        number = ctypes.c_int()
+        status = driver.cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError) as error:
         return f"no CUDA driver: {error}"
+    if status:
+        return f"no CUDA driver: cuDriverGetVersion returned {status}"
+    if number.value < DRIVER:
+        return (
+            f"the driver is for CUDA {_version(number.value)}; the kernels need {_version(DRIVER)} or later"
+        )
     return None
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _lazily(module: str, function: str) -> Callable[..., Any]:
@@ -99,7 +121,7 @@ def make_backend() -> Backend:
             Requirement(
                 "CUDA driver",
                 _driver_missing,
-                "install an NVIDIA driver (580 or later for the packaged kernels)",
+                "install an NVIDIA driver for CUDA 13 (580 or later)",
             ),
         ),
         rank=100,

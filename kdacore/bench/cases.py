@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kdacore.types import ArrayKind, Gate
@@ -173,6 +174,11 @@ PRESETS: dict[str, tuple[Case, ...]] = {
 }
 SPECIAL = ("cpu", "xla", "dispatch", "import", "h200-stages")
 """Presets that are programs of their own: kdacore.bench.cpu, .xla, .dispatch, .imports and .stages."""
+
+
+def is_wanted(name: str, texts: Sequence[str]) -> bool:
+    """Does a case's name contain one of ``texts``? Every name does where there is none."""
+    return not texts or any(text in name for text in texts)
 
 
 def tiny(case: Case) -> Case:

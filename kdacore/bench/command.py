@@ -45,7 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="array library, instead of the case's own",
     )
     add("--gates", default="", help="only these gate sets: random, init")
-    add("--only", default="", metavar="TEXT", help="only cases whose name contains this")
+    add(
+        "--only",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="only cases whose name contains this; again for more of them",
+    )
     add("--tiny", action="store_true", help="shrink every case: does it run at all?")
     add("--samples", type=int, default=30, help="timings of each contender (default 30)")
     add("--seconds", type=float, default=20.0, help="at most this long a case (default 20)")
@@ -190,7 +196,9 @@ def _work(preset: str, args: argparse.Namespace) -> Iterator[Work]:
         return
     for case in fitted:
         for gates in case.gate_sets:
-            if args.only not in case.name or (args.gates and gates not in args.gates.split(",")):
+            if not cases.is_wanted(case.name, args.only) or (
+                args.gates and gates not in args.gates.split(",")
+            ):
                 continue
             yield (
                 f"{case.name}, {gates}",
@@ -233,6 +241,11 @@ def _default_device(kind: str) -> str:
 def _list(out: Console) -> None:
     for name in SPECIAL:
         out.print(f"{name}: a program of its own")
+        if name == "h200-stages":
+            from kdacore.bench import stages
+
+            for case in stages.CASES:
+                out.print(f"    {case.name}")
     for name, listed in PRESETS.items():
         out.print(f"{name}:")
         rows = [

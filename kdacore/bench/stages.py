@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from kdacore import callspec, stages
 from kdacore.bench.arrays import SEED
+from kdacore.bench.cases import is_wanted
 from kdacore.bench.clock import Budget, Step, Timing, clock_for, interleave
 from kdacore.bench.peers import fla
 from kdacore.bench.results import Figure, Results, Row
@@ -55,18 +56,32 @@ class StageCase:
 _SHARES = (0.05, 0.2, 0.1, 0.15, 0.08, 0.12, 0.06)
 
 
-def _pack(tokens: int) -> StageCase:
+_LONG = 4096
+"""Tokens from which the stages have to be faster than the peer's; below, no slower."""
+
+
+def _dense(T: int, heads: str, HV: int) -> StageCase:
+    first, second = (1.3, 1.2) if T >= _LONG else (1.0, 1.0)
+    return StageCase(f"B2 T{T} {heads}", 2, T, HV=HV, first=first, second=second)
+
+
+def _pack(tokens: int, heads: str, HV: int) -> StageCase:
     """Eight uneven sequences."""
     lengths = [int(share * tokens) for share in _SHARES]
-    return StageCase(f"pack of 8, {tokens} tokens", 1, tokens, lengths=(*lengths, tokens - sum(lengths)))
+    lengths.append(tokens - sum(lengths))
+    return StageCase(f"pack of 8, {tokens} tokens{heads}", 1, tokens, HV=HV, lengths=tuple(lengths))
 
 
+_TOKENS = tuple(512 << n for n in range(7))
+_PACKED_TOKENS = tuple(8192 << n for n in range(4))
 CASES = (
-    StageCase("B2 T512 H64", 2, 512, first=1.0, second=1.0),
-    *(StageCase(f"B2 T{T} H64", 2, T) for T in (4096, 8192, 32768)),
-    *map(_pack, (8192, 65536)),
-    *(StageCase(f"B2 T{T} H64 HV128", 2, T, HV=128) for T in (4096, 16384)),
+    *(_dense(T, "H64", 64) for T in _TOKENS),
+    *(_pack(tokens, "", 64) for tokens in _PACKED_TOKENS),
+    *(_dense(T, "HQK64 HV128", 128) for T in _TOKENS),
+    *(_pack(tokens, " HQK64 HV128", 128) for tokens in _PACKED_TOKENS),
 )
+"""Training shapes: 512 to 32,768 tokens, packs of 8,192 to 65,536, each with as
+many value heads as query heads, and with twice as many."""
 
 
 def tiny(case: StageCase) -> StageCase:
@@ -78,11 +93,11 @@ def tiny(case: StageCase) -> StageCase:
 
 
 def pieces(
-    device: str, only: tuple[str, ...], name: str, budget: Budget, small: bool
+    device: str, only: tuple[str, ...], names: Sequence[str], budget: Budget, small: bool
 ) -> Iterator[tuple[str, Callable[[], Results]]]:
-    """One piece of work for each case whose name contains ``name``."""
+    """One piece of work for each case whose name contains one of ``names``; for all where there is none."""
     for case in CASES:
-        if name in case.name:
+        if is_wanted(case.name, names):
             fitted = tiny(case) if small else case
             yield case.name, functools.partial(run_case, fitted, device, only, budget)
 

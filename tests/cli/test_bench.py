@@ -259,9 +259,25 @@ def test_first_call_preset_small(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_stages_preset_small(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "h200-stages", "--tiny", "--device", "cpu", "--backend", "reference", "--samples", "2"]
-    assert cli.main([*words, "--only", "HV128"]) == 0
+    assert cli.main([*words, "--only", "T4096 HQK64", "--only", "T512 H64"]) == 0
     out = capsys.readouterr().out
     assert out.count("kdacore reference") == 6 and "skipped fla-core (6 rows)" in out
+
+
+def test_stage_cases_are_those_asked_for() -> None:
+    """512 to 32,768 tokens in twos, packs of 8 sequences with 8,192 to 65,536, each with 64 and 128 value heads."""
+    dense = {(c.B, c.T, c.HV) for c in stages.CASES if not c.lengths}
+    packs = {(sum(c.lengths), c.HV) for c in stages.CASES if c.lengths}
+    assert dense == {(2, 2**n, HV) for n in range(9, 16) for HV in (64, 128)}
+    assert packs == {(2**n, HV) for n in range(13, 17) for HV in (64, 128)}
+    assert all(len(c.lengths) in (0, 8) and min(c.lengths, default=1) > 0 for c in stages.CASES)
+    assert all((c.first, c.second) == ((1.3, 1.2) if c.T >= 4096 else (1.0, 1.0)) for c in stages.CASES)
+    assert len({c.name for c in stages.CASES}) == len(stages.CASES)
+
+
+def test_the_list_shows_stage_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--list"]) == 0
+    assert "    pack of 8, 65536 tokens HQK64 HV128\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["Aqk", "u"])
@@ -287,7 +303,7 @@ def test_stage_figures() -> None:
     def timing(seconds: float) -> clock.Timing:
         return clock.Timing(seconds, seconds, seconds, 3)
 
-    case, peer = stages.CASES[1], f"{stages.PEER} 1.0"
+    case, peer = stages.CASES[3], f"{stages.PEER} 1.0"
     times = {
         (stages.BOTH, "kdacore a"): timing(3.0),
         (stages.BOTH, peer): timing(8.0),

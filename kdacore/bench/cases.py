@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from kdacore.types import ArrayKind, Gate
 
@@ -12,6 +12,16 @@ PACK = (1300, 547, 2048, 963, 271, 3063)
 GATE_SETS = ("random", "init")
 """``random``: raw gate N(0,1), A_log = log U(1,16), dt_bias 0.5 N(0,1), forgets fast; ``init``: raw gate 0.5 N(0,1),
 dt_bias the inverse softplus of a log-uniform step in [0.001, 0.1], as models are initialised, forgets slowly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What one backend has to reach in one case on the hardware the preset is for: seconds of one call."""
+
+    must: float
+    aim: float | None = None
+    of: str = ""
+    """A case of the same preset: both are then multiples of this backend's time there, in the same run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +51,8 @@ class Case:
     """``sigmoid``: the safe gate, bounded by -5; ``softplus``: unbounded."""
     gate_sets: tuple[str, ...] = GATE_SETS
     disable_recompute: bool = False
-    must: float | None = None
-    """Seconds (of one call) it must reach on the hardware its preset is for."""
-    aim: float | None = None
+    goals: Mapping[str, Goal] = field(default_factory=dict)
+    """By backend: each is held to its own."""
     memory: float | None = None
     """Bytes beyond the inputs that one call may take at most."""
     peer: float | None = None
@@ -58,18 +67,30 @@ class Case:
         return len(self.lengths) or self.B
 
 
-def _ms(value: float | None) -> float | None:
-    return None if value is None else value * 1e-3
+def _goals(unit: float, **figures: tuple[float, ...]) -> dict[str, Goal]:
+    """Backend -> must, and aim if there is one, in ``unit`` seconds."""
+    return {
+        backend: Goal(given[0] * unit, given[1] * unit if len(given) > 1 else None)
+        for backend, given in figures.items()
+    }
 
 
 def _forward(
-    name: str, peer: float, must: float | None = None, aim: float | None = None, **sizes: object
+    name: str,
+    peer: float,
+    *,
+    triton: tuple[float, ...] = (),
+    cuda: tuple[float, ...] = (),
+    relative: Mapping[str, Goal] | None = None,
+    **sizes: object,
 ) -> Case:
-    return Case(name=name, peer=_ms(peer), must=_ms(must), aim=_ms(aim), **sizes)  # type: ignore[arg-type]
+    """Milliseconds of the peer, and what ours must reach and aim at."""
+    given = {name: figures for name, figures in (("triton", triton), ("cuda", cuda)) if figures}
+    goals = {**_goals(1e-3, **given), **(relative or {})}
+    return Case(name=name, peer=peer * 1e-3, goals=goals, **sizes)  # type: ignore[arg-type]
 
 
-def _decode(B: int, peer_us: float, must_us: float | None = None, aim_us: float | None = None) -> Case:
-    must, aim = (None if us is None else us * 1e-6 for us in (must_us, aim_us))
+def _decode(B: int, peer_us: float, **figures: tuple[float, ...]) -> Case:
     return Case(
         name=f"decode B{B} H32",
         phase="decode",
@@ -77,39 +98,46 @@ def _decode(B: int, peer_us: float, must_us: float | None = None, aim_us: float 
         B=B,
         T=1,
         H=32,
-        must=must,
-        aim=aim,
+        goals=_goals(1e-6, **figures),
         peer=peer_us * 1e-6,
     )
 
 
+_USUAL = "B1 T8192 H64"
 _H200_FORWARD = (
-    _forward("B1 T8192 H96", 2.619, H=96),
-    _forward("B1 T8192 H64", 1.773, 1.10, 0.90),
-    _forward("B1 T8192 H64 unbounded", 1.956, 1.30, 1.00, gate="softplus"),
+    _forward("B1 T8192 H96", 2.619, cuda=(0.80, 0.40), H=96),
+    _forward(_USUAL, 1.773, triton=(1.10, 0.90), cuda=(0.60, 0.28)),
+    _forward(
+        "B1 T8192 H64 unbounded",
+        1.956,
+        triton=(1.30, 1.00),
+        relative={"cuda": Goal(1.25, 1.15, _USUAL)},
+        gate="softplus",
+    ),
     _forward("B1 T8192 H32", 0.979, H=32),
-    _forward("B1 T8192 H16", 0.783, 0.35, 0.25, H=16),
-    _forward("B1 T8192 H8", 0.601, H=8),
+    _forward("B1 T8192 H16", 0.783, triton=(0.35, 0.25), cuda=(0.35, 0.10), H=16),
+    _forward("B1 T8192 H8", 0.601, cuda=(0.35, 0.08), H=8),
     _forward("B1 T65536 H8", 2.971, T=65536, H=8),
-    _forward("B2 T8192 H64", 3.470, B=2),
-    _forward("B16 T512 H32", 0.987, 0.55, 0.35, B=16, T=512, H=32),
-    _forward("B1 T512 H64", 0.642, T=512),
+    _forward("B2 T8192 H64", 3.470, cuda=(1.00, 0.50), B=2),
+    _forward("B16 T512 H32", 0.987, triton=(0.55, 0.35), cuda=(0.28, 0.15), B=16, T=512, H=32),
+    _forward("B1 T512 H64", 0.642, cuda=(0.07, 0.035), T=512),
     _forward("B32 T2048 H16", 3.620, B=32, T=2048, H=16),
-    _forward("packed 6 uneven H64", 1.809, T=sum(PACK), lengths=PACK),
-    _forward("packed 8 x 1024 H64", 1.755, lengths=(1024,) * 8),
+    _forward("packed 6 uneven H64", 1.809, cuda=(0.55, 0.28), T=sum(PACK), lengths=PACK),
+    _forward("packed 8 x 1024 H64", 1.755, cuda=(0.50, 0.26), lengths=(1024,) * 8),
     _forward("packed 8129 + 63 x 1 H64", 2.193, lengths=(8129, *(1,) * 63)),
     _forward("GVA B1 T8192 H16 HV32", 0.930, H=16, HV=32),
-    _forward("GVA B1 T8192 H32 HV64", 1.666, H=32, HV=64),
+    _forward("GVA B1 T8192 H32 HV64", 1.666, relative={"cuda": Goal(1.0, None, _USUAL)}, H=32, HV=64),
 )
+_TRAINING = {"triton": (5.0, 3.0), "cuda": (5.0, 3.0)}
+_TRAINING_UNBOUNDED = {"triton": (6.5, 3.5), "cuda": (6.5, 3.5)}
 _H200_TRAINING = (
-    Case(name="B1 T8192 H64", phase="training", must=5.0e-3, aim=3.0e-3, memory=3.77 * 2**30, peer=8.13e-3),
+    Case(name=_USUAL, phase="training", goals=_goals(1e-3, **_TRAINING), memory=3.77 * 2**30, peer=8.13e-3),
     Case(name="B1 T8192 H64 kept", phase="training", disable_recompute=True, peer=7.43e-3),
     Case(
         name="B1 T8192 H64 unbounded",
         phase="training",
         gate="softplus",
-        must=6.5e-3,
-        aim=3.5e-3,
+        goals=_goals(1e-3, **_TRAINING_UNBOUNDED),
         peer=10.57e-3,
     ),
     Case(name="B1 T8192 H96", phase="training", H=96),
@@ -122,15 +150,22 @@ _H200_TRAINING = (
     Case(name="GVA B1 T8192 H32 HV64", phase="training", H=32, HV=64),
 )
 _H200_DECODE = (
-    _decode(1, 19.1),
-    _decode(8, 23.0),
-    _decode(32, 51.6, 38, 34),
-    _decode(128, 175.8),
-    _decode(256, 388, 280, 266),
+    _decode(1, 19.1, cuda=(7, 4.5)),
+    _decode(8, 23.0, cuda=(12, 10)),
+    _decode(32, 51.6, triton=(38, 34), cuda=(36, 34)),
+    _decode(128, 175.8, cuda=(140, 134)),
+    _decode(256, 388, triton=(280, 266), cuda=(275, 266)),
 )
 _H200_DECODE_GRAPH = tuple(dataclasses.replace(case, phase="graph", peer=None) for case in _H200_DECODE)
 _H200_HOST = (
-    Case(name="chunk_kda B1 T512 H8", phase="host", T=512, H=8, must=90e-6, aim=50e-6, peer=692e-6),
+    Case(
+        name="chunk_kda B1 T512 H8",
+        phase="host",
+        T=512,
+        H=8,
+        goals=_goals(1e-6, triton=(90, 50), cuda=(25,)),
+        peer=692e-6,
+    ),
     Case(
         name="fused_recurrent_kda B8 H32",
         phase="host",
@@ -138,14 +173,26 @@ _H200_HOST = (
         B=8,
         T=1,
         H=32,
-        must=20e-6,
-        aim=12e-6,
+        goals=_goals(1e-6, triton=(20, 12), cuda=(12,)),
         peer=66e-6,
     ),
 )
 _H200_FIRST_CALL = (
-    Case(name="first call, cold cache", phase="first-call", T=2048, H=16, must=8.0, aim=4.0, peer=70.0),
-    Case(name="first call, warm cache", phase="first-call", T=2048, H=16, must=1.0, aim=0.5),
+    Case(
+        name="first call, cold cache",
+        phase="first-call",
+        T=2048,
+        H=16,
+        goals=_goals(1.0, triton=(8.0, 4.0), cuda=(0.3,)),
+        peer=70.0,
+    ),
+    Case(
+        name="first call, warm cache",
+        phase="first-call",
+        T=2048,
+        H=16,
+        goals=_goals(1.0, triton=(1.0, 0.5), cuda=(0.3,)),
+    ),
 )
 _QUICK = (
     Case(name="forward B1 T1024 H4", T=1024, H=4, K=64, V=64, dtype="float32", gate_sets=("init",)),
@@ -195,8 +242,7 @@ def tiny(case: Case) -> Case:
         K=16,
         V=16,
         lengths=lengths,
-        must=None,
-        aim=None,
+        goals={},
         memory=None,
         peer=None,
     )

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kdacore import callargs, report
 from kdacore.bench import cases, plot, results, runner
-from kdacore.bench.cases import PRESETS, SPECIAL, Case
+from kdacore.bench.cases import PRESETS, SPECIAL, Case, Goal
 from kdacore.bench.clock import Budget
 from kdacore.bench.results import Results
 from kdacore.machine import version_of
@@ -122,6 +122,7 @@ def _fill(found: Results, presets: list[str], args: argparse.Namespace) -> None:
                 progress.advance(task)
             if preset.startswith("h200-"):
                 found.figures += runner.gate_dependence(preset, found.rows)
+                found.figures += runner.goals_of_other_cases(preset, PRESETS.get(preset, ()), found.rows)
 
 
 def _lacking(presets: list[str], args: argparse.Namespace) -> str | None:
@@ -253,10 +254,18 @@ def _list(out: Console) -> None:
                 c.name,
                 c.phase,
                 c.dtype,
-                results.duration(c.must),
-                results.duration(c.aim),
+                ", ".join(f"{backend} {_goal(goal)}" for backend, goal in c.goals.items()) or "-",
                 results.duration(c.peer),
             )
             for c in listed
         ]
-        out.print(report.table(("case", "phase", "dtype", "must", "aim", "peer"), rows, indent=4), end="")
+        out.print(report.table(("case", "phase", "dtype", "must (aim)", "peer"), rows, indent=4), end="")
+
+
+def _goal(goal: Goal) -> str:
+    """``1.100 ms (900.00 us)``, or ``1.25 x (1.15 x) of`` another case."""
+    must, aim = (
+        results.duration(x) if not goal.of else f"{x:g} x" if x is not None else "-"
+        for x in (goal.must, goal.aim)
+    )
+    return must + f" ({aim})" * (aim != "-") + f" of {goal.of}" * bool(goal.of)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kdacore.bench import arrays as made
 from kdacore.bench import clock, gate, graphs
 from kdacore.bench.arrays import Arrays
-from kdacore.bench.cases import Case
+from kdacore.bench.cases import Case, Goal
 from kdacore.bench.clock import Budget, Step, Timing
 from kdacore.bench.contenders import Contender, kdacore_contenders, peer_contenders
 from kdacore.bench.results import Figure, Results, Row
@@ -156,7 +156,7 @@ def _peak_memory(case: Case, device: str) -> Iterator[list[int]]:
 
 
 def _figures(preset: str, case: Case, gates: str, rows: list[Row]) -> list[Figure]:
-    """Our best against each peer in the same run, and against what the case has to reach."""
+    """Our best against each peer in the same run, and each of ours against what it has to reach."""
     ours = [r.seconds for r in rows if r.seconds is not None and r.contender.startswith("kdacore")]
     if not ours:
         return []
@@ -178,21 +178,7 @@ def _figures(preset: str, case: Case, gates: str, rows: list[Row]) -> list[Figur
                 note=r.note,
             )
         )
-    if case.must is not None:
-        unit, scale = ("ms", 1e3) if case.must >= 1e-3 else ("us", 1e6)
-        aim = "" if case.aim is None else f", aim {case.aim * scale:g}"
-        published = "" if case.peer is None else f"peer published {case.peer * scale:g} {unit}"
-        figures.append(
-            Figure(
-                preset=preset,
-                name=name,
-                value=best * scale,
-                unit=unit,
-                want=f"<= {case.must * scale:g} {unit}{aim}",
-                met=best <= case.must,
-                note=published,
-            )
-        )
+    figures += _goal_figures(preset, case, name, rows)
     if case.memory is not None and fastest.peak_bytes is not None:
         peak = fastest.peak_bytes
         figures.append(
@@ -206,6 +192,59 @@ def _figures(preset: str, case: Case, gates: str, rows: list[Row]) -> list[Figur
             )
         )
     return figures
+
+
+def _goal_figures(preset: str, case: Case, name: str, rows: list[Row]) -> list[Figure]:
+    """Each of our backends against its own goal in seconds."""
+    figures = []
+    for r in rows:
+        goal = case.goals.get(r.contender.removeprefix("kdacore "))
+        if r.seconds is None or goal is None or goal.of:
+            continue
+        unit, scale = next((unit, scale) for unit, scale in UNITS if goal.must * scale >= 1)
+        published = "" if case.peer is None else f"peer published {case.peer * scale:g} {unit}"
+        figures.append(
+            judged(preset, f"{name}, {r.backend}", r.seconds * scale, unit, scale, goal, published)
+        )
+    return figures
+
+
+UNITS = (("s", 1.0), ("ms", 1e3), ("us", 1e6), ("ns", 1e9))
+
+
+def judged(
+    preset: str, name: str, value: float, unit: str, scale: float, goal: Goal, note: str = ""
+) -> Figure:
+    """A time, or a multiple of one, in ``unit`` against its goal, which ``scale`` brings to that unit."""
+    aim = "" if goal.aim is None else f", aim {goal.aim * scale:g}"
+    want = f"<= {goal.must * scale:g} {unit}{aim}"
+    met = value <= goal.must * scale
+    return Figure(preset=preset, name=name, value=value, unit=unit, want=want, met=met, note=note)
+
+
+def goals_of_other_cases(preset: str, cases: Sequence[Case], rows: list[Row]) -> list[Figure]:
+    """Each backend against goals that are multiples of its own time in another case, where both were timed."""
+    times = {
+        (r.case, r.gates, r.contender.removeprefix("kdacore ")): r.seconds
+        for r in rows
+        if r.preset == preset and r.seconds is not None
+    }
+    return [
+        judged(
+            preset,
+            f"{case.name}, {case.phase}, {gates}, {backend}: over {goal.of}",
+            mine / base,
+            "x",
+            1.0,
+            goal,
+        )
+        for case in cases
+        for backend, goal in case.goals.items()
+        for gates in case.gate_sets
+        if goal.of
+        and (mine := times.get((case.name, gates, backend))) is not None
+        and (base := times.get((goal.of, gates, backend))) is not None
+    ]
 
 
 def gate_dependence(preset: str, rows: list[Row]) -> list[Figure]:

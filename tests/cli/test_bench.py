@@ -81,9 +81,11 @@ def test_states_of_a_graph_are_many_times_any_cache() -> None:
 
 def test_presets_cover_the_promised_rows() -> None:
     named = {(c.phase, c.name): c for p in PRESETS.values() for c in p}
-    assert named["forward", "B1 T8192 H64"].must == pytest.approx(1.10e-3)
-    assert named["training", "B1 T8192 H64"].aim == pytest.approx(3.0e-3)
-    assert named["decode", "decode B256 H32"].must == pytest.approx(280e-6)
+    assert named["forward", "B1 T8192 H64"].goals["triton"].must == pytest.approx(1.10e-3)
+    assert named["forward", "B1 T8192 H64"].goals["cuda"].must == pytest.approx(0.60e-3)
+    assert named["training", "B1 T8192 H64"].goals["triton"].aim == pytest.approx(3.0e-3)
+    assert named["decode", "decode B256 H32"].goals["triton"].must == pytest.approx(280e-6)
+    assert named["decode", "decode B256 H32"].goals["cuda"].must == pytest.approx(275e-6)
     assert all(c.gate_sets == ("random", "init") for c in PRESETS["h200-forward"])
 
 
@@ -165,10 +167,77 @@ def test_a_backend_that_cannot_is_skipped_with_its_reasons() -> None:
 
 
 def test_figures_against_a_target_and_a_peer() -> None:
-    case = dataclasses.replace(SMALL, must=1e-9)
+    case = dataclasses.replace(SMALL, goals={"reference": cases.Goal(1e-9), "another": cases.Goal(1e-9)})
     found = runner.run_case("test", case, "random", "cpu", (), QUICK)
     (figure,) = found.figures
     assert figure.met is False and found.missed == [figure]
+
+
+def timed(preset: str, seconds: dict[tuple[str, str, str], float]) -> list[results.Row]:
+    """Rows of (case, gates, backend) that took so long."""
+    return [
+        results.Row(
+            preset=preset,
+            case=case,
+            phase="forward",
+            contender=f"kdacore {backend}",
+            backend=backend,
+            gates=gates,
+            status="ok",
+            seconds=x,
+        )
+        for (case, gates, backend), x in seconds.items()
+    ]
+
+
+def test_each_backend_is_held_to_its_own_goal() -> None:
+    """The fastest does not answer for the others."""
+    case = next(c for c in PRESETS["h200-forward"] if c.name == "B1 T8192 H64")
+    rows = timed("p", {(case.name, "init", name): x * 1e-3 for name, x in (("triton", 1.0), ("cuda", 0.7))})
+    met = {
+        f.name.rpartition(", ")[2]: (f.value, f.unit, f.want, f.met)
+        for f in runner._figures("p", case, "init", rows)
+    }
+    assert met == {
+        "triton": (pytest.approx(1.0), "ms", "<= 1.1 ms, aim 0.9", True),
+        "cuda": (pytest.approx(700), "us", "<= 600 us, aim 280", False),
+    }
+
+
+def test_goals_that_are_multiples_of_another_case() -> None:
+    usual, slow, gva = "B1 T8192 H64", "B1 T8192 H64 unbounded", "GVA B1 T8192 H32 HV64"
+    times = {
+        (usual, "init", "cuda"): 0.30,
+        (slow, "init", "cuda"): 0.40,
+        (gva, "init", "cuda"): 0.29,
+        (usual, "init", "triton"): 0.1,
+        (slow, "init", "triton"): 1.0,
+        (slow, "random", "cuda"): 0.40,
+    }
+    preset = "h200-forward"
+    found = runner.goals_of_other_cases(preset, PRESETS[preset], timed(preset, times))
+    assert {f.name: f.met for f in found} == {
+        f"{slow}, forward, init, cuda: over {usual}": False,
+        f"{gva}, forward, init, cuda: over {usual}": True,
+    }
+    assert runner.goals_of_other_cases("another", PRESETS[preset], timed(preset, times)) == []
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_goals_name_what_there_is(preset: str) -> None:
+    names = {case.name for case in PRESETS[preset]}
+    for case in PRESETS[preset]:
+        for backend, goal in case.goals.items():
+            assert backend in ("triton", "cuda")
+            assert goal.aim is None or goal.aim < goal.must
+            assert not goal.of or goal.of in names - {case.name}
+
+
+def test_the_list_shows_every_goal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--list"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "triton 1.100 ms (900.00 us), cuda 600.00 us (280.00 us)" in out
+    assert "cuda 1.25 x (1.15 x) of B1 T8192 H64" in out
 
 
 def test_time_must_not_depend_on_the_gates() -> None:
@@ -357,7 +426,7 @@ def test_an_interrupted_run_keeps_what_it_has(
 def test_check_fails_on_a_missed_figure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hopeless = dataclasses.replace(SMALL, must=1e-9, gate_sets=("init",))
+    hopeless = dataclasses.replace(SMALL, goals={"reference": cases.Goal(1e-9)}, gate_sets=("init",))
     monkeypatch.setitem(PRESETS, "quick", (hopeless,))
     assert cli.main(["bench", "quick", "--samples", "3"]) == 0
     assert cli.main(["bench", "quick", "--samples", "3", "--check"]) == 1

@@ -126,8 +126,9 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Any, dstate: Any, _: Any) -> Any:
-        arrays, saved = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        arrays = [ctx.others.get(i, x) for i, x in enumerate(arrays)]
+        kept = ctx.saved_tensors  # once: every look unpacks them all, and checkpoint() allows no second
+        saved = kept[ctx.count :]
+        arrays = [ctx.others.get(i, x) for i, x in enumerate(kept[: ctx.count])]
         plan = ctx.plan
         with torch.no_grad():
             grads = plan.impl.backward(plan.request, plan.inputs(*arrays), saved, OutputGrads(do, dstate))

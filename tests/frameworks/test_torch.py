@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import kdacore
 from kdacore.frameworks import torch_ops
@@ -100,6 +102,64 @@ def test_double_backward_is_refused_clearly() -> None:
     (grad,) = torch.autograd.grad(kdacore.kda_gate(g, lower_bound=-5.0).sum(), g, create_graph=True)
     with pytest.raises(kdacore.UnsupportedError, match="double backward"):
         grad.sum().backward()
+
+
+DIFFERENTIABLE_HERE = [
+    (kdacore.chunk_kda, "reference"),
+    (kdacore.chunk_kda, "xla"),
+    (kdacore.fused_recurrent_kda, "reference"),
+    (kdacore.fused_recurrent_kda, "xla"),
+    (kdacore.chunk_kda, "triton"),
+]
+"""Whole ops with the backends that differentiate them on a CPU (the triton one interpreted)."""
+
+
+SERVED = Shape(B=1, T=20, H=1, HV=2, K=16, V=16)
+"""A shape that every backend takes."""
+
+
+@pytest.fixture
+def serving(request: pytest.FixtureRequest) -> Any:
+    """A whole op and its backend; skipped where the backend cannot run on this machine's CPU."""
+    function, backend = request.param
+    chosen = kdacore.explain(function, **call(shape=SERVED), **GATE, output_final_state=True, backend=backend)
+    if not chosen.backend:
+        pytest.skip(f"{backend} does not run here: {chosen.candidate(backend).reasons}")
+    return functools.partial(function, **GATE, output_final_state=True, backend=backend)
+
+
+@pytest.mark.parametrize("serving", DIFFERENTIABLE_HERE, indirect=True)
+def test_activation_checkpointing(serving: Any) -> None:
+    plain, checkpointed = call(shape=SERVED), call(shape=SERVED)
+    loss(serving(**plain)).backward()
+    names = list(checkpointed)
+    out = checkpoint(
+        lambda *xs: serving(**dict(zip(names, xs, strict=True))), *checkpointed.values(), use_reentrant=False
+    )
+    loss(out).backward()
+    for name in names:
+        torch.testing.assert_close(checkpointed[name].grad, plain[name].grad, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("serving", DIFFERENTIABLE_HERE, indirect=True)
+def test_saved_tensors_are_unpacked_once(serving: Any) -> None:
+    packed: list[int] = []
+    unpacked: list[int] = []
+
+    def pack(x: Any) -> Any:
+        packed.append(id(x))
+        return x
+
+    def unpack(x: Any) -> Any:
+        unpacked.append(id(x))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        arguments = call(shape=SERVED)
+        o, _ = serving(**arguments)
+    o.sum().backward()
+    assert len(packed) >= len(arguments)
+    assert sorted(unpacked) == sorted(packed)
 
 
 @pytest.mark.parametrize("option", ["state_indices", "out", "inplace_state", "read_only_state"])

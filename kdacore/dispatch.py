@@ -170,7 +170,7 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
     if adapter.through_operators:
         return adapter.call_compiled(opdef, inputs, options, backend)
     if known is not None:
-        return execute(known.plan, inputs, known.plan.run)
+        return execute(known.plan, inputs, known.run)
     plan = cached_plan(adapter, opdef, inputs, options, asked, _plan_of_call)
     if recent is not None:
         recent.note(opdef.name, inputs, options, asked, plan)

@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +82,24 @@ def measure(registered: Registered, request: Request) -> dict[str, Any]:
     whole = registered.backend.traceable and request.kind == "jax"
     forward = _compiled(impl.forward) if whole else impl.forward
     try:
-        result = forward(small, inputs)
-        pairs = twin.forward_pairs(small, inputs, result)
-        if impl.backward is not None and request.needs_grad:
-            pairs += twin.backward_pairs(small, inputs, _compiled(impl.backward) if whole else impl.backward)
+        with _as_given(request, inputs):
+            result = forward(small, inputs)
+            pairs = twin.forward_pairs(small, inputs, result)
+            if impl.backward is not None and request.needs_grad:
+                backward = _compiled(impl.backward) if whole else impl.backward
+                pairs += twin.backward_pairs(small, inputs, backward)
     except Exception as error:  # noqa: BLE001  a kernel may fail in any way; the failure is the finding
         return {"error": float("inf"), "failure": repr(error)[:500]}
     return {"error": max(relative_error(x, ref) for x, ref in pairs), "failure": ""}
+
+
+def _as_given(request: Request, inputs: Any) -> AbstractContextManager[Any]:
+    """Backends run without ``torch.autocast``, which the call that asks for the check may be under."""
+    if request.kind != "torch":
+        return nullcontext()
+    from kdacore.frameworks.torch_modes import as_given
+
+    return as_given(inputs[0])
 
 
 def _compiled(function: Any) -> Any:

@@ -362,7 +362,8 @@ class OpImpl:
     repeat: Callable[[Request, Any], Step | None] | None = None
     """To save host time: ``repeat(request, inputs)`` may return a :data:`Step` that does what ``forward`` would do, for
     calls without gradients whose arrays have the shapes, dtypes, device and *strides* of these; addresses and their
-    alignment may differ. It must not keep the arrays."""
+    alignment may differ. It must not keep the arrays. For torch it may be called under ``autocast``, which ``forward``
+    never is: it launches kernels, and does no arithmetic with torch's own ops."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ class _NumpyAdapter:
     through_operators = False
 
     def __init__(self) -> None:
-        recent = RecentCalls(_array_test, bool)  # bool() is False: there are no gradients
+        # bool() is False: there are no gradients
+        recent = RecentCalls(_array_test, bool, lambda plan, inputs: plan.run)
         REGISTRY.on_change(recent.clear)
         self.recent: RecentCalls | None = recent
 

@@ -30,18 +30,22 @@ _STEPS = 2
 """Ways for arrays of certain strides kept for one plan; the strides beyond share the plan alone."""
 
 Matcher = Callable[[tuple[Any, ...], tuple[Any, ...]], bool]
+Run = Callable[["Plan", Any], Any]
 
 
 class Known:
     """One call: what it was asked with, the test of its arguments, the plan that serves it, and the shortest way."""
 
-    __slots__ = ("asked", "grad", "matches", "plan", "step")
+    __slots__ = ("asked", "grad", "matches", "plan", "run", "step")
 
-    def __init__(self, plan: Plan, step: Step | None, matches: Matcher, asked: Any, grad: bool) -> None:
+    def __init__(
+        self, plan: Plan, run: Run, step: Step | None, matches: Matcher, asked: Any, grad: bool
+    ) -> None:
         self.matches = matches
         self.asked = asked
         self.grad = grad
         self.plan = plan
+        self.run = run
         self.step = step
 
 
@@ -86,10 +90,14 @@ class RecentCalls:
     Args:
         array_test: the array library's part of a test.
         grad_enabled: whether the library records gradients now.
+        way: ``way(plan, inputs)``: what runs such calls, as :meth:`Adapter.run` would.
     """
 
-    def __init__(self, array_test: ArrayTest, grad_enabled: Callable[[], bool]) -> None:
+    def __init__(
+        self, array_test: ArrayTest, grad_enabled: Callable[[], bool], way: Callable[[Plan, Any], Run]
+    ) -> None:
         self._array_test = array_test
+        self._way = way
         self._grad_enabled = grad_enabled
         self._entries: dict[str, tuple[Known, ...]] = {}
         self._missed: dict[str, tuple[Plan, ...]] = {}
@@ -119,7 +127,7 @@ class RecentCalls:
         matches = _matcher(inputs, options, self._array_test, step is not None)
         if matches is None:
             return
-        entry = Known(plan, step, matches, asked, self._grad_enabled())
+        entry = Known(plan, self._way(plan, inputs), step, matches, asked, self._grad_enabled())
         # One that takes any strides must not hide those that know a shorter way for some.
         longer = 1 + max((i for i, e in enumerate(kept) if e.plan is plan), default=-1)
         place = longer if step is None else 0

@@ -6,7 +6,7 @@ tensors) goes through the ``torch.library`` operators of ``torch_ops.py``.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from kdacore import device as probes
 from kdacore.errors import UnsupportedError
 from kdacore.frameworks import _by_type
 from kdacore.frameworks.recent import RecentCalls
+from kdacore.frameworks.torch_modes import as_given, autocasts
 from kdacore.frameworks.torch_recent import tensor_test
 from kdacore.registry import REGISTRY
 from kdacore.types import ArrayKind, Device, GateInputs, OutputGrads, Outputs, TensorSpec
@@ -42,7 +43,7 @@ class _TorchAdapter:
 
     def __init__(self, through_operators: bool) -> None:
         self.through_operators = through_operators
-        recent = RecentCalls(tensor_test, _grad_enabled)
+        recent = RecentCalls(tensor_test, _grad_enabled, _way)
         REGISTRY.on_change(recent.clear)
         self.recent: RecentCalls | None = recent
 
@@ -88,11 +89,26 @@ class _TorchAdapter:
         return host.double().numpy() if host.is_floating_point() else host.numpy()
 
     def run(self, plan: Plan, inputs: Any) -> Any:
-        if not plan.request.needs_grad:
-            return plan.forward(plan.request, inputs)
-        if isinstance(inputs, GateInputs):
-            return _Gate.apply(plan, *inputs)
-        return Outputs(*_Whole.apply(plan, *inputs))
+        return _way(plan, inputs)(plan, inputs)
+
+
+def _way(plan: Plan, inputs: Any) -> Callable[[Plan, Any], Any]:
+    """How to run a call under the caller's ``autocast``. Calls recognised as this one are under it too: the check that
+    recognises them compares dispatch keys, and autocast is one."""
+    return _run_as_given if autocasts(inputs[0]) else _run
+
+
+def _run(plan: Plan, inputs: Any) -> Any:
+    if not plan.request.needs_grad:
+        return plan.forward(plan.request, inputs)
+    if isinstance(inputs, GateInputs):
+        return _Gate.apply(plan, *inputs)
+    return Outputs(*_Whole.apply(plan, *inputs))
+
+
+def _run_as_given(plan: Plan, inputs: Any) -> Any:
+    with as_given(inputs[0]):
+        return _run(plan, inputs)
 
 
 TORCH = _TorchAdapter(through_operators=False)
@@ -130,7 +146,7 @@ class _Whole(torch.autograd.Function):
         saved = kept[ctx.count :]
         arrays = [ctx.others.get(i, x) for i, x in enumerate(kept[: ctx.count])]
         plan = ctx.plan
-        with torch.no_grad():
+        with torch.no_grad(), as_given(arrays[0]):
             grads = plan.impl.backward(plan.request, plan.inputs(*arrays), saved, OutputGrads(do, dstate))
         grads = _needed(ctx, grads, len(arrays))
         if torch.is_grad_enabled():  # create_graph=True
@@ -150,7 +166,7 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dlog: Any) -> Any:
         arrays, plan = ctx.saved_tensors, ctx.plan
-        with torch.no_grad():
+        with torch.no_grad(), as_given(arrays[0]):
             grads = plan.impl.backward(plan.request, plan.inputs(*arrays), dlog)
         grads = _needed(ctx, grads, len(arrays))
         if torch.is_grad_enabled():

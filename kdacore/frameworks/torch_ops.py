@@ -14,6 +14,7 @@ import torch
 from kdacore import contract, dispatch, selection
 from kdacore.errors import ContractError, UnsupportedError
 from kdacore.frameworks.torch_arrays import TORCH, double_backward_error
+from kdacore.frameworks.torch_modes import as_given
 from kdacore.ops import CHUNK_OPTIONS, OPS, RECURRENT_OPTIONS, OpDef
 from kdacore.types import GateInputs, InputGrads, OutputGrads, Outputs
 
@@ -151,7 +152,8 @@ def _call_recurrent(opdef: OpDef, inputs: Any, arrays: Any, options: tuple[Any, 
 
 
 def _forward(plan: dispatch.Plan, inputs: Any) -> Any:
-    return plan.forward(plan.request, inputs)
+    with as_given(inputs[0]):
+        return plan.forward(plan.request, inputs)
 
 
 def _or_empty(x: Any, like: torch.Tensor) -> torch.Tensor:
@@ -188,7 +190,8 @@ def _whole_backward(family: str, args: tuple[Any, ...]) -> list[torch.Tensor]:
     backward = plan.impl.backward
     if backward is None:
         raise RuntimeError(f"{plan.selection.backend} was selected for a gradient it cannot compute")
-    grads = backward(plan.request, bound.inputs, (), OutputGrads(*bound.rest))
+    with as_given(bound.inputs.q):
+        grads = backward(plan.request, bound.inputs, (), OutputGrads(*bound.rest))
     return [_or_empty(g, bound.inputs.q) for g in grads]
 
 
@@ -198,7 +201,9 @@ def _gate_backward(*args: Any) -> list[torch.Tensor]:
     backward = plan.impl.backward
     if backward is None:
         raise RuntimeError(f"{plan.selection.backend} was selected for a gradient it cannot compute")
-    return [_or_empty(g, bound.inputs.g) for g in backward(plan.request, bound.inputs, *bound.rest)]
+    with as_given(bound.inputs.g):
+        grads = backward(plan.request, bound.inputs, *bound.rest)
+    return [_or_empty(g, bound.inputs.g) for g in grads]
 
 
 # --- shapes and dtypes, for fake tensors ---------------------------------------------------------------------------

@@ -14,8 +14,9 @@ Layout = Literal["contiguous", "padded", "stepped", "transposed"]
 of a larger array in every axis; ``stepped``: every second element of the last axis; ``transposed``: axes 1 and 2
 swapped in memory."""
 
-Mode = Literal["eager", "jit", "compile"]
-"""``eager``; ``jit``: under ``jax.jit``; ``compile``: under ``torch.compile(fullgraph=True)``."""
+Mode = Literal["eager", "jit", "compile", "autocast"]
+"""``eager``; ``jit``: under ``jax.jit``; ``compile``: under ``torch.compile(fullgraph=True)``; ``autocast``: forward
+and backward under ``torch.autocast`` to bfloat16, which may change nothing."""
 
 DIFFERENTIATES = frozenset(
     {

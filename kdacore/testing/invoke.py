@@ -34,7 +34,17 @@ def forward(case: Case, arrays: Arrays) -> dict[str, Any]:
         return _jitted(case, arrays)
     if case.mode == "compile":
         return _compiled(case, arrays)
-    return _plain(case, arrays)
+    with _autocast(case):
+        return _plain(case, arrays)
+
+
+def _autocast(case: Case) -> contextlib.AbstractContextManager[Any]:
+    if case.mode != "autocast":
+        return contextlib.nullcontext()
+    import torch
+
+    context: contextlib.AbstractContextManager[Any] = torch.autocast(case.device, torch.bfloat16)
+    return context
 
 
 def _plain(case: Case, arrays: Arrays) -> dict[str, Any]:
@@ -121,7 +131,8 @@ def _autograd(case: Case, arrays: Arrays, grads: OutputGrads) -> tuple[dict[str,
     if grads.final_state is not None:
         outputs.append(results["final_state"])
         weights.append(grads.final_state)
-    found = torch.autograd.grad(outputs, [given[n] for n in names], weights)
+    with _autocast(case):
+        found = torch.autograd.grad(outputs, [given[n] for n in names], weights)
     return {n: x.detach() for n, x in results.items()}, dict(zip(names, found, strict=True))
 
 

@@ -193,6 +193,7 @@ CHUNK = [
     _v("jit", "kind", "gradients", mode="jit", options=MODEL),
     _v("compile", "full", mode="compile"),
     _v("compile", "full", "gradients", mode="compile", options=MODEL, initial_state=True),
+    *_both("autocast", "kind", "kind", mode="autocast"),
     _v("", "once", "graph"),
     *_both(
         "long", "full", "full",
@@ -258,6 +259,8 @@ RECURRENT = [
     _v("jit", "everywhere", mode="jit", initial_state=True),
     _v("jit_pool", "kind", "pool", mode="jit", pool="inplace_negative", shape={"B": 5, "T": 2}),
     _v("compile", "full", mode="compile"),
+    _v("autocast", "kind", mode="autocast", initial_state=True),
+    _v("autocast_pool", "kind", "pool", mode="autocast", pool="inplace_negative", shape={"B": 5, "T": 2}),
     _v("", "once", "graph", shape=_DECODE, initial_state=True),
 ]  # fmt: skip
 
@@ -282,6 +285,7 @@ GATE = [
     _v("", "once", "uninitialised"),
     _v("jit", "everywhere", mode="jit"),
     _v("compile", "full", mode="compile"),
+    *_both("autocast", "kind", "kind", mode="autocast"),
 ]  # fmt: skip
 
 STAGE = [
@@ -300,6 +304,7 @@ STAGE = [
     _v("", "once", "determinism"),
     _v("", "once", "uninitialised", shape={"lengths": (0, 1, 17, 65)}, **HARD),
     _v("jit", "everywhere", mode="jit"),
+    _v("autocast", "kind", mode="autocast"),
 ]
 STAGE_GATE = [
     _v("softplus", A_log=True, dt_bias="matrix"),

@@ -28,6 +28,7 @@ class FakePlan:
     """What the memory knows of a plan."""
 
     request = None
+    run = None
 
     def __init__(self, repeat: Any = None) -> None:
         self.repeat = repeat
@@ -47,7 +48,7 @@ def arrays(T: int = 4) -> ChunkInputs:
 
 
 def of_torch() -> RecentCalls:
-    return RecentCalls(tensor_test, torch.is_grad_enabled)
+    return RecentCalls(tensor_test, torch.is_grad_enabled, lambda plan, inputs: plan.run)
 
 
 @pytest.fixture
@@ -117,6 +118,16 @@ def test_grad_mode_is_seen(memory: RecentCalls) -> None:
         assert memory.find("op", arrays(), OPTIONS, ASKED) is None
 
 
+def test_autocast_is_seen(memory: RecentCalls) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert memory.find("op", arrays(), OPTIONS, ASKED) is None
+        other: Any = FakePlan()
+        for _ in range(2):
+            memory.note("op", arrays(), OPTIONS, ASKED, other)
+        assert plan_found(memory, "op", arrays()) is other
+    assert plan_found(memory, "op", arrays()) is PLAN
+
+
 def test_lengths_that_change_with_every_call_leave_no_trace() -> None:
     memory = of_torch()
     plans: dict[int, Any] = {T: FakePlan() for T in range(4, 10)}
@@ -182,7 +193,7 @@ def test_a_backend_may_have_no_step() -> None:
 
 
 def test_numpy_strides_are_seen_where_they_matter() -> None:
-    memory = RecentCalls(_array_test, bool)
+    memory = RecentCalls(_array_test, bool, lambda plan, inputs: plan.run)
     plan: Any = FakePlan(lambda request, inputs: lambda arrays: ())
     for _ in range(2):
         memory.note("op", numpy_arrays(), OPTIONS, ASKED, plan)
@@ -281,7 +292,7 @@ def numpy_arrays(T: int = 4) -> ChunkInputs:
 
 
 def remembered(inputs: ChunkInputs) -> RecentCalls:
-    memory = RecentCalls(_array_test, bool)
+    memory = RecentCalls(_array_test, bool, lambda plan, inputs: plan.run)
     for _ in range(2):
         memory.note("op", inputs, OPTIONS, ASKED, PLAN)
     return memory

@@ -182,6 +182,74 @@ def test_stages_refuse_gradients() -> None:
         kdacore.stages.kda_chunk_gate(torch.randn(1, 4, 2, 8, requires_grad=True))
 
 
+# --- autocast ----------------------------------------------------------------------------------------------------
+
+
+def autocast() -> Any:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def same_bits(ours: Any, theirs: Any) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a is None and b is None) or (a.dtype == b.dtype and torch.equal(a, b))
+
+
+@pytest.mark.parametrize("function", [kdacore.chunk_kda, kdacore.fused_recurrent_kda])
+def test_autocast_changes_no_bit(function: Any) -> None:
+    plain = call(shape=SERVED)
+    results = run(function, plain)
+    loss(results).backward()
+    for _ in range(4):  # the later calls are recognised
+        cast = call(shape=SERVED)
+        with autocast():
+            found = run(function, cast)
+            loss(found).backward()
+        same_bits(found, results)
+        same_bits([x.grad for x in cast.values()], [x.grad for x in plain.values()])
+        with torch.no_grad():
+            with autocast():
+                without_gradients = run(function, cast)
+            same_bits(without_gradients, run(function, cast))
+
+
+def test_autocast_changes_no_bit_of_the_gate_the_stages_and_decoding() -> None:
+    x = plain(SERVED)
+    gc = kdacore.stages.kda_chunk_gate(x["g"])
+    stage = functools.partial(kdacore.stages.kda_chunk_intra, x["q"], x["k"], gc, x["beta"])
+    gate = functools.partial(kdacore.kda_gate, x["g"], lower_bound=-5.0)
+
+    def decode() -> Any:
+        pool = torch.ones(3, 2, 16, 16)
+        o, _ = kdacore.fused_recurrent_kda(
+            **x, initial_state=pool, state_indices=torch.tensor([1]), inplace_state=True
+        )
+        return o, pool
+
+    for function in (stage, lambda: [gate()], decode):
+        wanted = function()
+        for _ in range(4):
+            with autocast():
+                found = function()
+            same_bits(found, wanted)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_autocast_changes_no_bit_of_a_compiled_call(backend: str) -> None:
+    def step(arguments: dict[str, Any]) -> Any:
+        o, state = run(kdacore.chunk_kda, arguments)
+        return o, state, kdacore.kda_gate(arguments["g"], lower_bound=-5.0)
+
+    torch._dynamo.reset()
+    graph, eager = call(shape=SERVED), call(shape=SERVED)
+    with autocast():
+        found = torch.compile(step, fullgraph=True, backend=backend)(graph)
+        loss(found).backward()
+    wanted = step(eager)
+    loss(wanted).backward()
+    same_bits(found, wanted)
+    same_bits([x.grad for x in graph.values()], [x.grad for x in eager.values()])
+
+
 # --- operators -----------------------------------------------------------------------------------------------------
 
 

@@ -94,6 +94,14 @@ def test_a_wrong_kernel_is_refused_with_its_error(change: Any) -> None:
     assert [r.code for r in ran[0].candidate("unverified").reasons] == ["selfcheck"]
 
 
+def test_the_check_of_a_call_under_autocast_is_not() -> None:
+    torch = pytest.importorskip("torch")
+    unverified()
+    x = {name: to_kind(a, "torch", "float32") for name, a in call().items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert chosen(**x) == "unverified"
+
+
 def test_a_crashing_kernel_is_refused() -> None:
     def crash(o: Any) -> Any:
         raise RuntimeError("illegal memory access")

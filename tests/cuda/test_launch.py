@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
+import struct
 import subprocess
 from pathlib import Path
 
 import emulator
 import pytest
 
-from kdacore_cuda import decode, early, launch, layout, prefill_kernels, variants
+from kdacore.errors import BackendBuildError
+from kdacore_cuda import build, decode, early, launch, layout, variants
 from kdacore_cuda.driver import Driver, DriverError
 
 _STUB = """
@@ -167,18 +170,56 @@ def test_division(divisor: int) -> None:
         assert n * factor >> shift == n // divisor
 
 
-@pytest.mark.parametrize(
-    ("params", "kernel"),
-    [
-        (layout.DECODE, variants.decode_kernel(64, True, False, variants.DECODE_ONE)),
-        (layout.PREFILL, prefill_kernels.prefill_kernel(64, 1, True, False)),
-    ],
-    ids=["decode", "prefill"],
-)
-def test_offsets_agree_with_the_compiler(params: layout.ParamStruct, kernel: variants.KernelSource) -> None:
-    library = emulator.build(kernel, params)
+STRUCTS = {x.name: x for x in vars(layout).values() if isinstance(x, layout.ParamStruct)}
+HEADERS = layout.generated_headers()
+
+
+def compile_offsets(params: layout.ParamStruct, offsets: dict[str, int], arch: str) -> None:
+    """NVRTC over the struct as kernels get it, with every field's place asserted. It has no ``offsetof`` of its own."""
+    (header,) = [name for name, text in HEADERS.items() if f"struct {params.name} {{" in text]
+    lines = [f'#include "{header}"\n']
+    lines += [
+        f'static_assert(__INTADDR__(&(({params.name}*)0)->{name}) == {offset}, "{name}");\n'
+        for name, offset in offsets.items()
+    ]
+    text = "".join(lines) + f'extern "C" __global__ void take(const {params.name} p) {{}}\n'
+    build.compile_text(text, params.name, (f"-arch={arch}", "-std=c++17"), HEADERS)
+
+
+def test_every_header_is_of_a_struct_here() -> None:
+    found = {word for text in HEADERS.values() for word in re.findall(r"^struct (\w+) {", text, re.MULTILINE)}
+    assert found == STRUCTS.keys()
+    assert len(STRUCTS) >= 7
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100f"])
+@pytest.mark.parametrize("params", STRUCTS.values(), ids=STRUCTS)
+def test_offsets_agree_with_the_compiler(params: layout.ParamStruct, arch: str) -> None:
+    assert list(params.offsets) == [name for name, _ in params.fields]
+    compile_offsets(params, params.offsets, arch)
+
+
+def test_an_offset_that_is_off_is_seen() -> None:
+    name = layout.GROUPS.fields[-1][0]
+    with pytest.raises(BackendBuildError, match=f"static assertion failed.*{name}"):
+        compile_offsets(layout.GROUPS, {**layout.GROUPS.offsets, name: 4}, "sm_90a")
+
+
+@pytest.mark.parametrize("params", STRUCTS.values(), ids=STRUCTS)
+def test_values_are_packed_at_their_offsets(params: layout.ParamStruct) -> None:
+    packed = params.packer.pack(*range(1, len(params.fields) + 1))
+    formats = {"ptr": "<Q", "i64": "<q", "i32": "<i", "f32": "<f"}
+    for i, (name, kind) in enumerate(params.fields, 1):
+        assert struct.unpack_from(formats[kind], packed, params.offsets[name]) == (i,)
+    assert len(packed) == params.size
+
+
+def test_the_emulator_lays_structs_out_alike() -> None:
+    kernel = variants.decode_kernel(64, True, False, variants.DECODE_ONE)
+    library = emulator.build(kernel, layout.DECODE)
     library.offset_of.restype = ctypes.c_size_t
-    assert [library.offset_of(i) for i in range(len(params.fields))] == list(params.offsets.values())
+    found = [library.offset_of(i) for i in range(len(layout.DECODE.fields))]
+    assert found == list(layout.DECODE.offsets.values())
 
 
 def test_holes_are_refused() -> None:

@@ -1,0 +1,305 @@
+"""Every op of the backend through a stub driver: which kernels it launches, with what in each of their parameters."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from backward_calls import draw
+from cuda_calls import SAFE_MODEL, Draw, request_of
+
+from kdacore.types import (
+    ChunkInputs,
+    Device,
+    IntraInputs,
+    OutputGrads,
+    RecomputeInputs,
+    RecurrentInputs,
+    Request,
+)
+from kdacore_cuda import backward, decode, early, launch, layout, prefill, runtime, stages
+from kdacore_cuda.driver import Driver
+from kdacore_cuda.prefill_kernels import prefill_shared, prefill_threads
+
+PARAMS = {
+    "decode": layout.DECODE,
+    "prefill": layout.PREFILL,
+    "intra": layout.INTRA,
+    "recompute": layout.RECOMPUTE,
+    **dict.fromkeys(("prepare", "scan", "grads"), layout.BACKWARD),
+    "sums": layout.SUMS,
+    "groups": layout.GROUPS,
+}
+"""Entry -> the struct it takes."""
+_STUB = """
+#include <string.h>
+static const char* names[] = {NAMES};
+static const int sizes[] = {SIZES};
+struct Launch { int kernel; unsigned grid, block, shared; unsigned char params[1024]; };
+struct Launch launched[64];
+int launches, limits[64];
+int cuLibraryLoadData(void** l, const void* code, void* a, void* b, unsigned c, void* d, void* e, unsigned f) {
+  *l = (void*)1; return 0; }
+int cuLibraryGetKernel(void** k, void* l, const char* name) {
+  for (int i = 0; i < sizeof(sizes) / sizeof(int); ++i)
+    if (!strcmp(name, names[i])) { *k = (void*)(i + 1L); return 0; }
+  return 500; }
+int cuKernelSetAttribute(int what, int value, void* k, int device) { limits[(long)k - 1] = value; return 0; }
+int cuGetErrorName(int code, const char** text) { *text = "CUDA_ERROR_STUB"; return 0; }
+int cuDevicePrimaryCtxRetain(void** context, int device) { return 1; }
+int cuCtxSetCurrent(void* context) { return 1; }
+static int record(void* f, unsigned grid, unsigned block, unsigned shared, void** arguments) {
+  struct Launch* x = &launched[launches++];
+  x->kernel = (long)f - 1; x->grid = grid; x->block = block; x->shared = shared;
+  memcpy(x->params, arguments[0], sizes[x->kernel]);
+  return 0; }
+int cuLaunchKernelEx(const unsigned* config, void* f, void** arguments, void** extra) {
+  return record(f, config[0], config[3], config[6], arguments); }
+int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned s,
+                   void* stream, void** arguments, void** extra) { return record(f, gx, bx, s, arguments); }
+"""
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("kernel", ctypes.c_int),
+        *((name, ctypes.c_uint) for name in ("grid", "block", "shared")),
+        ("params", ctypes.c_ubyte * 1024),
+    )
+
+
+class Seen(NamedTuple):
+    """A launch as the driver saw it."""
+
+    entry: str
+    grid: int
+    block: int
+    shared: int
+    limit: int
+    params: dict[str, Any]
+
+
+class Recorder:
+    """What the stub was asked for."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._launches = ctypes.c_int.in_dll(library, "launches")
+        self._launched = (_Launch * 64).in_dll(library, "launched")
+        self._limits = (ctypes.c_int * 64).in_dll(library, "limits")
+        self._launches.value = 0
+
+    def __call__(self) -> list[Seen]:
+        return [self._seen(self._launched[i]) for i in range(self._launches.value)]
+
+    def _seen(self, x: Any) -> Seen:
+        entry = list(PARAMS)[x.kernel]
+        struct = PARAMS[entry]
+        values = struct.packer.unpack(bytes(x.params[: struct.size]))
+        named = dict(zip(struct.offsets, values, strict=True))
+        return Seen(entry, x.grid, x.block, x.shared, self._limits[x.kernel], named)
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    assert shutil.which("gcc"), "the CUDA backend's tests need gcc and g++"
+    folder = tmp_path_factory.mktemp("driver")
+    names, sizes = ", ".join(f'"{name}"' for name in PARAMS), ", ".join(str(x.size) for x in PARAMS.values())
+    (folder / "stub.c").write_text(_STUB.replace("NAMES", names).replace("SIZES", sizes))
+    library = folder / "libcuda.so.1"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-w", folder / "stub.c", "-o", library], check=True)
+    return library
+
+
+@pytest.fixture
+def seen(stub: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    """Launches of this test, with launchers of its own: those kept hold handles of another driver."""
+    driver = Driver(str(stub))
+    for module in (launch, early):
+        monkeypatch.setattr(module, "driver", lambda: driver)
+        monkeypatch.setattr(module, "load_or_compile", lambda kernel, arch: f"{kernel.name}.{arch}".encode())
+    monkeypatch.setattr(early, "_handles", {})
+    monkeypatch.setattr(runtime, "processors", lambda index: 132)
+    # The arrays lie on the CPU, which the host code is not asked about.
+    monkeypatch.setattr(runtime, "current_device", lambda: -1)
+    monkeypatch.setattr(runtime, "_current_stream", lambda index: 0)
+    makers = (
+        *(prefill._launcher, stages._intra_launcher, stages._recompute_launcher),
+        *(backward.launcher, backward._sums, backward._groups),
+    )
+    for maker in makers:
+        maker.cache_clear()
+    yield Recorder(ctypes.CDLL(str(stub)))
+    for maker in makers:
+        maker.cache_clear()
+
+
+def on_hopper(request: Request) -> Request:
+    return dataclasses.replace(request, device=Device("cuda", 0, "sm_90"))
+
+
+def holds(params: dict[str, Any], **expected: Any) -> None:
+    """Every value named is what was packed; tensors by their address, floats as float32."""
+    for name, x in expected.items():
+        if isinstance(x, torch.Tensor):
+            x = x.data_ptr()
+        elif x is None:
+            x = 0
+        assert params[name] == (pytest.approx(x) if isinstance(x, float) else x), name
+
+
+def strided(params: dict[str, Any], **arrays: torch.Tensor) -> None:
+    """Batch, token and head strides are those of the arrays."""
+    for name, x in arrays.items():
+        given = tuple(params[f"{name}_{axis}"] for axis in ("sb", "st", "sh"))
+        assert given == x.stride()[:3], name
+
+
+def pack(*lengths: int) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("K", [64, 128])
+def test_prefill(seen: Recorder, K: int, packed: bool) -> None:
+    d = Draw(0)
+    B, T, H, HV, N = (1, 96, 2, 4, 3) if packed else (3, 96, 2, 4, 3)
+    inputs = ChunkInputs(
+        q=d.normal(B, T, H, K),
+        k=d.normal(B, T, H, K),
+        v=d.normal(B, T, HV, K),
+        beta=d.normal(B, T, HV),
+        **d.gate("random", B, T, HV, K),
+        initial_state=d.normal(N, HV, K, K, dtype=torch.float32),
+        cu_seqlens=pack(1, 64, 31) if packed else None,
+    )
+    request = on_hopper(
+        request_of("chunk_kda", inputs, output_final_state=True, checkpoint_every=64, **SAFE_MODEL)
+    )
+    got = prefill.forward(request, inputs)
+    (x,) = seen()
+    cluster = 3 if K == 128 else 1
+    assert (x.entry, x.grid) == ("prefill", N * HV * cluster)
+    assert (x.block, x.shared) == (prefill_threads(K, cluster), prefill_shared(K, cluster, True))
+    assert x.limit == x.shared
+    named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")}
+    holds(x.params, **named, cu_seqlens=inputs.cu_seqlens, o=got.o, h0=inputs.initial_state)
+    holds(x.params, ht=got.final_state, ckpt=got.checkpoints, handed=None, clusters=0)
+    holds(x.params, T=T, N=N, H=H, HV=HV, ckpt_every=64, gate=layout.GATES["sigmoid"], lower_bound=-5.0)
+    holds(x.params, scale=K**-0.5, beta_type=layout.TYPES["bfloat16"], bias_type=layout.TYPES["float32"])
+    flags = layout.FLAGS["L2NORM"] | layout.FLAGS["BETA_SIGMOID"] | layout.FLAGS["CU64"] * packed
+    assert x.params["flags"] == flags
+    strided(x.params, **{name: named[name] for name in ("q", "k", "v", "g")})
+    prefill.forward(request, inputs)
+    assert seen()[1].params["launch"] == x.params["launch"] + 1
+
+
+def test_prefill_of_strided_arrays(seen: Recorder) -> None:
+    d = Draw(0)
+    wide = d.normal(2, 40, 6, 3 * 128)
+    q, k, v = (wide[..., 128 * i : 128 * (i + 1)] for i in range(3))
+    inputs = ChunkInputs(q, k, v, d.gate("spread", 2, 40, 6, 128)["g"], d.uniform(2, 40, 6))
+    prefill.forward(on_hopper(request_of("chunk_kda", inputs)), inputs)
+    (x,) = seen()
+    holds(x.params, q=q, k=k, v=v, ht=None, h0=None, ckpt=None, A_log=None, gate=layout.GATES["log"])
+    strided(x.params, q=q, k=k, v=v, g=inputs.g)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("with_q", [False, True])
+def test_stages(seen: Recorder, packed: bool, with_q: bool) -> None:
+    d = Draw(0)
+    B, T, H, HV, K = (1, 96, 2, 4, 128) if packed else (2, 96, 2, 4, 128)
+    cu = pack(1, 64, 31) if packed else None
+    q, k, v = d.unit(B, T, H, K), d.unit(B, T, H, K), d.normal(B, T, HV, K)
+    gc, beta, Akk = d.uniform(B, T, HV, K), d.uniform(B, T, HV), d.normal(B, T, HV, 64)
+    # Chunks there may be: T // 64 + N of a pack, which leaves one place unused.
+    N, NT = (3, 4) if packed else (B, 2)
+    given = IntraInputs(q, k, gc, beta, cu)
+    A = stages.chunk_intra(on_hopper(request_of("kda_chunk_intra", given, chunk_size=64)), given)
+    more = RecomputeInputs(k, v, beta, gc, Akk, q if with_q else None, cu)
+    R = stages.recompute_w_u(on_hopper(request_of("kda_recompute_w_u", more, chunk_size=64)), more)
+    intra, recompute = seen()
+    assert (intra.entry, recompute.entry) == ("intra", "recompute")
+    sizes = {"T": T, "N": N, "H": H, "HV": HV, "NT": NT, "beta_type": layout.TYPES["float32"]}
+    for x in (intra, recompute):
+        assert (x.grid, x.block) == ((1 if packed else B) * NT * HV, 128)
+        assert x.limit == x.shared
+        holds(x.params, **sizes, k=k, g=gc, beta=beta, cu_seqlens=cu, flags=layout.FLAGS["CU64"] * packed)
+        strided(x.params, k=k, g=gc, beta=beta)
+    holds(intra.params, q=q, Aqk=A.Aqk, Akk=A.Akk, scale=K**-0.5)
+    strided(intra.params, q=q)
+    holds(recompute.params, v=v, Akk=Akk, q=q if with_q else None, w=R.w, u=R.u, kg=R.kg, qg=R.qg)
+    strided(recompute.params, v=v, Akk=Akk)
+    assert (R.qg is not None) == with_q
+
+
+@pytest.mark.parametrize("HV", [2, 4])
+def test_backward(seen: Recorder, HV: int) -> None:
+    """Prepare, scan and gradients hand the workspace on; sums over chunks and groups read what gradients left."""
+    d, T, N = Draw(0), 150, 2
+    inputs = draw(T, 2, HV, B=N, initial_state=d.normal(N, HV, 128, 128, dtype=torch.float32))
+    options = SAFE_MODEL | {"output_final_state": True}
+    request = on_hopper(request_of("chunk_kda", inputs, **options))
+    do, dht = d.normal(*inputs.v.shape), d.normal(*request.state_shape, dtype=torch.float32)
+    got = backward.backward(request, inputs, (), OutputGrads(do, dht))
+    launches = seen()
+    groups = ["groups", "groups"] if HV != 2 else []
+    assert [x.entry for x in launches] == ["prepare", "scan", "grads", *groups, "sums"]
+    prepare, scan, grads, *_, sums = launches
+    for x in (prepare, scan, grads):
+        named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")}
+        holds(x.params, **named, h0=inputs.initial_state, T=T, N=N, H=2, HV=HV, NT=3, units=6 * HV)
+        holds(x.params, scale=128**-0.5, lower_bound=-5.0, gate=layout.GATES["sigmoid"])
+        strided(x.params, **{name: named[name] for name in ("q", "k", "v", "g")})
+        assert x.limit >= x.shared > 48 * 1024
+    assert (prepare.grid, grads.grid) == (6 * HV, min(6 * HV, 132))
+    holds(scan.params, d_o=do, d_ht=dht, d_h0=got.initial_state)
+    for first, second, handed in (
+        (prepare, scan, ("kg", "qg", "w", "u", "aqk", "last")),
+        (scan, grads, ("h", "dh", "u", "dr", "last", "rows")),
+    ):
+        for name in handed:
+            assert first.params[name] == second.params[name] != 0, name
+    holds(grads.params, d_o=do, dv=got.v, dg=got.g, dbeta=got.beta)
+    holds(sums.params, d_A=got.A_log, d_bias=got.dt_bias, slots=6, HV=HV)
+    holds(sums.params, **{name: grads.params[name] for name in ("dA_part", "dbias_part")})
+    if groups:
+        for x, given, part, out in zip(
+            launches[3:5], (inputs.q, inputs.k), ("dq", "dk"), (got.q, got.k), strict=True
+        ):
+            holds(x.params, x=given, part=grads.params[part], out=out, T=T, rows=N * T * 2, H=2, HV=HV)
+            strided(x.params, x=given)
+    else:
+        holds(grads.params, dq=got.q, dk=got.k)
+
+
+def test_decode(seen: Recorder) -> None:
+    d, N, H, HV, K = Draw(0), 3, 2, 4, 128
+    inputs = RecurrentInputs(
+        q=d.normal(N, 1, H, K),
+        k=d.normal(N, 1, H, K),
+        v=d.normal(N, 1, HV, K),
+        beta=d.normal(N, 1, HV),
+        **d.gate("random", N, 1, HV, K),
+        initial_state=d.normal(7, HV, K, K, dtype=torch.float32),
+        state_indices=torch.tensor([5, -1, 2]),
+    )
+    options = SAFE_MODEL | {"inplace_state": True, "output_final_state": True}
+    request = on_hopper(request_of("fused_recurrent_kda", inputs, **options))
+    got = decode.forward(request, inputs)
+    (x,) = seen()
+    assert x.entry == "decode"
+    named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")}
+    holds(x.params, **named, o=got.o, h0=inputs.initial_state, ht=inputs.initial_state)
+    holds(x.params, indices=inputs.state_indices, accepted=None, cu_seqlens=None, T=1, H=H, HV=HV)
+    holds(x.params, h0_row=HV * K * K, ht_row=HV * K * K, scale=K**-0.5, lower_bound=-5.0)
+    strided(x.params, **{name: named[name] for name in ("q", "k", "v", "g")})
+    assert x.params["flags"] & layout.FLAGS["INDEX64"] and x.params["flags"] & layout.FLAGS["INDEXED_OUT"]
+    assert x.grid % (N * HV) == 0

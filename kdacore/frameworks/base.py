@@ -32,6 +32,10 @@ class Adapter(Protocol):
         """Serve a call through operators the library can trace."""
         ...
 
+    def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
+        """Raise :class:`UnsupportedError` where the call is inside something that would go wrong unnoticed."""
+        ...
+
     def key(self, inputs: tuple[Any, ...]) -> Hashable | None:
         """Everything validation and selection read from the arrays; None when the call must not be cached."""
         ...

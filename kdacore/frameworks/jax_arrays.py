@@ -29,6 +29,9 @@ class _JaxAdapter:
     def call_compiled(self, opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
         raise RuntimeError("unreachable: JAX traces through ordinary calls")
 
+    def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
+        return
+
     def key(self, inputs: tuple[Any, ...]) -> Hashable | None:
         parts: list[Any] = []
         for x in inputs:

@@ -33,6 +33,9 @@ class _NumpyAdapter:
     def call_compiled(self, opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
         raise RuntimeError("unreachable: these arrays are never compiled")
 
+    def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
+        return
+
     def key(self, inputs: tuple[Any, ...]) -> Hashable | None:
         try:
             return tuple([None if x is None else (x.shape, x.dtype, type(x)) for x in inputs])

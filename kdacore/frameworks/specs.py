@@ -51,6 +51,9 @@ class _SpecAdapter:
     def call_compiled(self, opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
         raise RuntimeError("unreachable: these arrays are never compiled")
 
+    def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
+        return
+
     def key(self, inputs: tuple[Any, ...]) -> Hashable | None:
         return None
 

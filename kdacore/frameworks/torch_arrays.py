@@ -15,7 +15,7 @@ from kdacore import device as probes
 from kdacore.errors import UnsupportedError
 from kdacore.frameworks import _by_type
 from kdacore.frameworks.recent import RecentCalls
-from kdacore.frameworks.torch_modes import as_given, autocasts
+from kdacore.frameworks.torch_modes import as_given, autocasts, refuse_transforms, refuse_wrapped
 from kdacore.frameworks.torch_recent import tensor_test
 from kdacore.registry import REGISTRY
 from kdacore.types import ArrayKind, Device, GateInputs, OutputGrads, Outputs, TensorSpec
@@ -51,6 +51,9 @@ class _TorchAdapter:
         from kdacore.frameworks import torch_ops
 
         return torch_ops.call(opdef, inputs, options, backend)
+
+    def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
+        refuse_transforms(op, arrays)
 
     def key(self, inputs: tuple[Any, ...]) -> Hashable | None:
         # Each attribute is a call into C, and a decode step has ten tensors: without grad mode nobody asks for one.
@@ -142,6 +145,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Any, dstate: Any, _: Any) -> Any:
+        refuse_wrapped(ctx.plan.request.op, (do, dstate))
         kept = ctx.saved_tensors  # once: every look unpacks them all, and checkpoint() allows no second
         saved = kept[ctx.count :]
         arrays = [ctx.others.get(i, x) for i, x in enumerate(kept[: ctx.count])]
@@ -165,6 +169,7 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dlog: Any) -> Any:
+        refuse_wrapped(ctx.plan.request.op, (dlog,))
         arrays, plan = ctx.saved_tensors, ctx.plan
         with torch.no_grad(), as_given(arrays[0]):
             grads = plan.impl.backward(plan.request, plan.inputs(*arrays), dlog)

@@ -1,4 +1,4 @@
-"""What a caller's surroundings would do to a backend's torch ops: autocast."""
+"""What surrounds a torch call unseen by its arguments: autocast, forward-mode differentiation, ``torch.func``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,63 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
+
+from kdacore.errors import UnsupportedError
 
 _UNCHANGED: AbstractContextManager[Any] = nullcontext()
 _can_autocast = functools.cache(torch.amp.is_autocast_available)
+
+
+_transforming = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+_functorch = torch._C._functorch
+_WRAPPED = [
+    getattr(_functorch, name)
+    for name in ("is_functorch_wrapped_tensor", "is_legacy_batchedtensor")
+    if hasattr(_functorch, name)
+]
+_BACKWARD = "differentiate with backward() or torch.autograd.grad()"
+
+
+def refuse_transforms(op: str, arrays: tuple[Any, ...]) -> None:
+    """Backends differentiate in reverse, and by hand: nothing here can carry a tangent or a hidden batch.
+
+    Raises:
+        UnsupportedError: the call is inside what it cannot take part in.
+    """
+    if _transforming():
+        refuse_wrapped(op, arrays)
+        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in arrays):
+            raise _transform_error(op)  # nor can autograd join a function of Python's inside a transform
+    refuse_tangents(op, arrays)
+
+
+def refuse_wrapped(op: str, arrays: tuple[Any, ...]) -> None:
+    """The part about the tensors of ``torch.func`` and of ``is_grads_batched``."""
+    if any(isinstance(x, torch.Tensor) and any(test(x) for test in _WRAPPED) for x in arrays):
+        raise _transform_error(op)
+
+
+def _transform_error(op: str) -> UnsupportedError:
+    return UnsupportedError(
+        op,
+        "torch.func transforms (grad, vjp, jvp, vmap, ...) and batched gradients are not supported: "
+        f"{_BACKWARD}, and batch along B or with cu_seqlens",
+        {},
+    )
+
+
+def refuse_tangents(op: str, arrays: tuple[Any, ...]) -> None:
+    """The part of :func:`refuse_transforms` about dual tensors; next to nothing outside of a dual level."""
+    if forward_ad._current_level < 0:
+        return
+    if any(
+        isinstance(x, torch.Tensor)
+        and x.is_floating_point()
+        and forward_ad.unpack_dual(x).tangent is not None
+        for x in arrays
+    ):
+        raise UnsupportedError(op, f"forward-mode AD is not supported: {_BACKWARD}", {})
 
 
 def autocasts(x: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ import torch
 from kdacore import contract, dispatch, selection
 from kdacore.errors import ContractError, UnsupportedError
 from kdacore.frameworks.torch_arrays import TORCH, double_backward_error
-from kdacore.frameworks.torch_modes import as_given
+from kdacore.frameworks.torch_modes import as_given, refuse_tangents
 from kdacore.ops import CHUNK_OPTIONS, OPS, RECURRENT_OPTIONS, OpDef
 from kdacore.types import GateInputs, InputGrads, OutputGrads, Outputs
 
@@ -76,6 +76,7 @@ class _Bound:
 
     def plan(self) -> dispatch.Plan:
         """The plan of a real call (tensors with values)."""
+        refuse_tangents(self.opdef.name, self.inputs)
         return dispatch.cached_plan(
             TORCH,
             self.opdef,

@@ -1,8 +1,8 @@
 """The torch part of recognising a call: one check in C++ instead of ten tensors' attributes read from Python.
 
-torch has the check for the guards of its compiled graphs: type, dispatch keys (so layout and device type), dtype,
-device index, sizes, ``requires_grad``. It is internal to torch: where it is missing every call takes the ordinary
-path, which gives the same plan.
+torch has the check for the guards of its compiled graphs: type, dispatch keys (so layout and device type, and what the
+thread adds or takes away: autocast, ``torch.func`` transforms), dtype, device index, sizes, ``requires_grad``. It is
+internal to torch: where it is missing every call takes the ordinary path, which gives the same plan.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 try:
     from torch._C._dynamo.guards import TensorGuards
@@ -25,4 +26,6 @@ def tensor_test(arrays: dict[str, Any], same_strides: bool) -> tuple[str, dict[s
         return None
     free: Any = None if same_strides else [[None] * x.dim() for x in arrays.values()]
     guards = TensorGuards(*arrays.values(), dynamic_dims_sizes=None, dynamic_dims_strides=free)
-    return f"check({', '.join(arrays)})", {"check": guards.check}
+    # Dual tensors look like others to the check.
+    test = f"forward_ad._current_level < 0 and check({', '.join(arrays)})"
+    return test, {"check": guards.check, "forward_ad": forward_ad}

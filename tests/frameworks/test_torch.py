@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import kdacore
@@ -180,6 +181,104 @@ def test_inference_options_refuse_gradients(option: str) -> None:
 def test_stages_refuse_gradients() -> None:
     with pytest.raises(kdacore.ContractError, match="no_grad"):
         kdacore.stages.kda_chunk_gate(torch.randn(1, 4, 2, 8, requires_grad=True))
+
+
+# --- what autograd in reverse cannot do --------------------------------------------------------------------------
+
+
+def dual(x: Any) -> Any:
+    return forward_ad.make_dual(x, torch.ones_like(x))
+
+
+DUAL_CALLS = {
+    "chunk": lambda x: kdacore.chunk_kda(**{**x, "k": dual(x["k"])}),
+    "recurrent": lambda x: kdacore.fused_recurrent_kda(**{**x, "beta": dual(x["beta"])}),
+    "with a gradient": lambda x: kdacore.chunk_kda(
+        **{**x, "k": dual(x["k"]), "v": x["v"].clone().requires_grad_()}
+    ),
+    "gate": lambda x: kdacore.kda_gate(dual(x["g"]), lower_bound=-5.0),
+    "stage": lambda x: kdacore.stages.kda_chunk_gate(dual(x["g"])),
+}
+
+
+ignore_jit = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+"""Of torch's own first step in a dual level."""
+
+
+@ignore_jit
+@pytest.mark.parametrize("name", DUAL_CALLS)
+def test_tangents_are_refused(name: str) -> None:
+    arguments = plain(SERVED)
+    for _ in range(4):  # also once the same call without a tangent is recognised
+        with forward_ad.dual_level(), pytest.raises(kdacore.UnsupportedError, match="forward-mode AD"):
+            DUAL_CALLS[name](arguments)
+        for function in (kdacore.chunk_kda, kdacore.fused_recurrent_kda):
+            function(**arguments)
+        kdacore.kda_gate(arguments["g"], lower_bound=-5.0)
+        kdacore.stages.kda_chunk_gate(arguments["g"])
+
+
+def test_a_call_without_tangents_in_a_dual_level_works() -> None:
+    arguments = plain(SERVED)
+    wanted = kdacore.chunk_kda(**arguments)
+    with forward_ad.dual_level():
+        for _ in range(4):
+            same_bits(kdacore.chunk_kda(**arguments), wanted)
+
+
+@ignore_jit
+def test_tangents_are_refused_below_the_operators() -> None:
+    arguments = {**plain(SERVED), "output_final_state": True}
+    with forward_ad.dual_level():
+        arguments["v"] = dual(arguments["v"])
+        with pytest.raises(kdacore.UnsupportedError, match="forward-mode AD"):
+            torch.ops.kdacore.chunk(*operator_arguments("chunk", arguments, False))
+
+
+TRANSFORMS = {
+    "grad": lambda f, v: torch.func.grad(lambda v: f(v).sum())(v),
+    "vjp": lambda f, v: torch.func.vjp(f, v),
+    "jvp": lambda f, v: torch.func.jvp(f, (v,), (v,)),
+    "vmap": lambda f, v: torch.func.vmap(f)(torch.stack([v, v])),
+    "jacrev": lambda f, v: torch.func.jacrev(f)(v),
+    "per-sample gradients": lambda f, v: torch.func.vmap(torch.func.grad(lambda v: f(v).sum()))(v[None]),
+    "a gradient from outside": lambda f, v: _scaled(f, v.clone().requires_grad_()),
+    "batched gradients": lambda f, v: _batched_gradients(f, v.clone().requires_grad_()),
+}
+
+
+def _scaled(f: Any, v: Any) -> Any:
+    return torch.func.vmap(lambda s: s * f(v))(torch.ones(2))
+
+
+def _batched_gradients(f: Any, v: Any) -> Any:
+    o = f(v)
+    return torch.autograd.grad(o, v, torch.stack([o, o]).detach(), is_grads_batched=True)
+
+
+@ignore_jit
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("op", ["chunk", "recurrent", "gate"])
+def test_function_transforms_are_refused(name: str, op: str) -> None:
+    arguments = plain(SERVED)
+
+    def f(v: Any) -> Any:
+        if op == "gate":
+            return kdacore.kda_gate(v, lower_bound=-5.0)
+        function = kdacore.chunk_kda if op == "chunk" else kdacore.fused_recurrent_kda
+        return function(**{**arguments, "v": v})[0]
+
+    for _ in range(3):
+        f(arguments["v"])
+    with pytest.raises(kdacore.UnsupportedError, match=r"torch\.func transforms"):
+        TRANSFORMS[name](f, arguments["v"])
+
+
+def test_a_call_inside_a_transform_of_something_else_works() -> None:
+    arguments = plain(SERVED)
+    wanted = kdacore.chunk_kda(**arguments)[0]
+    found = torch.func.vmap(lambda s: s * kdacore.chunk_kda(**arguments)[0])(torch.tensor([1.0, 2.0]))
+    torch.testing.assert_close(found[1], 2 * wanted)
 
 
 # --- autocast ----------------------------------------------------------------------------------------------------

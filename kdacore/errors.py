@@ -21,10 +21,15 @@ class ContractError(ValueError):
 
     def __init__(self, op: str, argument: str, got: object, want: str) -> None:
         self.op, self.argument, self.got, self.want = op, argument, str(got), want
-        super().__init__(f"{op}: argument '{argument}': got {self.got}; wanted {want}")
+        super().__init__(contract_text(op, argument, self.got, want))
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.op, self.argument, self.got, self.want)
+
+
+def contract_text(op: str, argument: str, got: str, want: str) -> str:
+    """The message of a :class:`ContractError`."""
+    return f"{op}: argument '{argument}': got {got}; wanted {want}"
 
 
 class UnsupportedError(RuntimeError):

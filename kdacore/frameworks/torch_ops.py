@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kdacore import contract, dispatch, selection
-from kdacore.errors import ContractError, UnsupportedError
+from kdacore.errors import ContractError, UnsupportedError, contract_text
 from kdacore.frameworks.torch_arrays import TORCH, double_backward_error
 from kdacore.frameworks.torch_modes import as_given, refuse_tangents
 from kdacore.ops import CHUNK_OPTIONS, OPS, RECURRENT_OPTIONS, OpDef
@@ -117,12 +117,16 @@ def _check_asked(bound: _Bound) -> None:
         )
 
 
+def _fail(op: str, argument: str, got: str, want: str) -> None:
+    """Raise a ContractError. Dynamo cannot trace that: it leaves the graph first, or says this where it may not."""
+    torch._dynamo.graph_break(msg=contract_text(op, argument, got, want))
+    raise ContractError(op, argument, got, want)
+
+
 def call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
     """Serve a public call through the operators."""
     if opdef.family == "stage":
-        raise ContractError(
-            opdef.name, opdef.arrays[0], "a tensor being compiled", "an eager call: stages are eager"
-        )
+        _fail(opdef.name, opdef.arrays[0], "a tensor being compiled", "an eager call: stages are eager")
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     asked = (needs_grad, *_asked_of_dispatch(opdef.name, backend))
     arrays = tuple(
@@ -133,7 +137,7 @@ def call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -
         return torch.ops.kdacore.gate(opdef.name, *arrays, *options, *asked)
     if opdef.family == "chunk":
         if options[-1] is not None:
-            raise ContractError(opdef.name, "cp", type(options[-1]).__name__, "None")
+            _fail(opdef.name, "cp", type(options[-1]).__name__, "None")
         o, state, checkpoints = torch.ops.kdacore.chunk(opdef.name, *arrays, *options[:-1], *asked)
         wants_state, wants_checkpoints = options[1], options[-2] is not None
         return Outputs(o, state if wants_state else None, checkpoints if wants_checkpoints else None)

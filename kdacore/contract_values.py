@@ -58,28 +58,47 @@ def _offsets(request: Request, values: dict[str, Any]) -> None:
         )
 
 
-def _indices(request: Request, values: dict[str, Any]) -> None:
-    if "state_indices" not in values:
-        return
-    indices = values["state_indices"]
+def check_index_ranges(request: Request, indices: Any, accepted: Any, longest: int) -> None:
+    """What a backend that reads the indices on the host checks too: no row and no column that is not there.
+
+    Args:
+        request: of a call with ``state_indices``.
+        indices: ``state_indices``, NumPy.
+        accepted: ``num_accepted_tokens``, NumPy, or None.
+        longest: tokens of the longest sequence.
+    """
     if (indices >= request.pool_size).any():
         raise ContractError(
             request.op, "state_indices", f"index {indices.max()}", f"indices below P={request.pool_size}"
         )
+    if accepted is None:
+        return
+    width = indices.shape[1]
+    if ((accepted < 0) | (accepted > width)).any():
+        raise ContractError(
+            request.op, "num_accepted_tokens", f"{accepted.tolist()}", f"0 to {width} for each sequence"
+        )
+    if request.inplace_state and longest > width:
+        raise ContractError(
+            request.op,
+            "state_indices",
+            f"{width} columns",
+            f"a column for each of a sequence's {longest} tokens",
+        )
+
+
+def _indices(request: Request, values: dict[str, Any]) -> None:
+    if "state_indices" not in values:
+        return
+    indices = values["state_indices"]
+    longest = int(np.diff(values["cu_seqlens"]).max()) if "cu_seqlens" in values else request.T
+    check_index_ranges(request, indices, values.get("num_accepted_tokens"), longest)
     if request.inplace_state:
         named = indices[indices >= 0]
         if len(np.unique(named)) != named.size:
             raise ContractError(
                 request.op, "state_indices", "a row named twice", "each row at most once with inplace_state"
             )
-    accepted = values.get("num_accepted_tokens")
-    if accepted is not None and ((accepted < 0) | (accepted > indices.shape[1])).any():
-        raise ContractError(
-            request.op,
-            "num_accepted_tokens",
-            f"{accepted.tolist()}",
-            f"0 to {indices.shape[1]} for each sequence",
-        )
 
 
 def _gate(request: Request, values: dict[str, Any]) -> None:

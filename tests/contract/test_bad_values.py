@@ -44,6 +44,17 @@ def _pool(**changes: Any) -> dict[str, Any]:
     return {**call, **changes}
 
 
+def _speculative(**changes: Any) -> dict[str, Any]:
+    return _pool(
+        **{
+            "initial_state": np.zeros((T, H, K, V), np.float32),
+            "state_indices": np.arange(T)[None],
+            "num_accepted_tokens": np.array([T]),
+            **changes,
+        }
+    )
+
+
 chunk, recurrent = kdacore.chunk_kda, kdacore.fused_recurrent_kda
 BAD_VALUES: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "nan in q": (chunk, _call(q=_with(_call()["q"], np.nan)), "q"),
@@ -68,13 +79,23 @@ BAD_VALUES: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
         "cu_seqlens_cpu",
     ),
     "index beyond the pool": (recurrent, _pool(state_indices=np.array([4])), "state_indices"),
+    "accepted below zero": (
+        recurrent,
+        _speculative(num_accepted_tokens=np.array([-1])),
+        "num_accepted_tokens",
+    ),
+    "packed tokens beyond the columns": (
+        recurrent,
+        _speculative(
+            state_indices=np.array([[0, 1], [2, 3]]),
+            cu_seqlens=np.array([0, 1, T]),
+            num_accepted_tokens=np.array([1, 2]),
+        ),
+        "state_indices",
+    ),
     "accepted beyond": (
         recurrent,
-        _pool(
-            initial_state=np.zeros((T, H, K, V), np.float32),
-            state_indices=np.arange(T)[None],
-            num_accepted_tokens=np.array([T + 1]),
-        ),
+        _speculative(num_accepted_tokens=np.array([T + 1])),
         "num_accepted_tokens",
     ),
 }
@@ -112,6 +133,32 @@ def test_good_values_pass(validate_values: None) -> None:
     bound["g"] = np.full_like(bound["g"], -5.0)
     chunk(**bound, safe_gate=True, lower_bound=-5.0)
     recurrent(**_pool())
+
+
+NAMES_WHAT_IS_NOT_THERE = (
+    "index beyond the pool",
+    "accepted beyond",
+    "accepted below zero",
+    "packed tokens beyond the columns",
+)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "jax"])
+@pytest.mark.parametrize("name", NAMES_WHAT_IS_NOT_THERE)
+def test_the_reference_reads_indices_and_says_the_same_by_default(name: str, kind: str) -> None:
+    from kdacore.testing.inputs import to_kind
+
+    function, arguments, argument = BAD_VALUES[name]
+    given = {
+        n: to_kind(x, kind, x.dtype.name) if isinstance(x, np.ndarray) else x for n, x in arguments.items()
+    }
+    if kind == "jax":
+        given["output_final_state"] = True
+    before = np.asarray(given["initial_state"]).tobytes()
+    with pytest.raises(kdacore.ContractError) as caught:
+        function(**given, backend="reference")
+    assert caught.value.argument == argument
+    assert np.asarray(given["initial_state"]).tobytes() == before
 
 
 def test_values_are_not_read_by_default() -> None:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
 
+from kdacore.contract_values import check_index_ranges
 from kdacore.types import Array, Outputs, RecurrentInputs, Request
 from kdacore_reference.arrays import (
     beside,
@@ -55,9 +56,16 @@ def recurrent_forward(request: Request, inputs: RecurrentInputs) -> Outputs:
         ``o`` (``inputs.out`` itself when given and writable). ``final_state`` when asked for; with
         ``inplace_state`` it is the caller's pool, written in place, or for JAX, whose arrays cannot be
         written, the updated pool.
+
+    Raises:
+        ContractError: an index or a count names what is not there. Nothing is written then.
     """
     xp = array_namespace(inputs.q)
     steps = plan_steps(sequences_of(request, inputs))
+    if inputs.state_indices is not None:
+        counts = inputs.num_accepted_tokens
+        accepted = None if counts is None else to_int64(counts)
+        check_index_ranges(request, to_int64(inputs.state_indices), accepted, len(steps.active))
     writes = _StateWrites(request, inputs, steps)
     S, o = _run(request, inputs, steps, xp, writes)
     o = xp.reshape(o, (request.B, request.T, request.HV, request.V))

@@ -15,7 +15,7 @@ from typing import Any
 
 from kdacore import config, contract, selection
 from kdacore.errors import ContractError
-from kdacore.frameworks import Adapter, adapter_of
+from kdacore.frameworks import Adapter, ShapeDtype, adapter_of
 from kdacore.frameworks import _by_type as _adapters
 from kdacore.ops import OPS, OpDef
 from kdacore.registry import REGISTRY
@@ -199,9 +199,10 @@ def explain(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object
     """What dispatch would do with a call; nothing runs, a forced backend that cannot serve is reported, not raised."""
     request, _ = contract.build_request(opdef, inputs, options)
     policy = current_policy(opdef, backend)
+    assumed = any(isinstance(x, ShapeDtype) for x in inputs)
     if policy.forced:
         REGISTRY.get(policy.forced, opdef.name)
-        candidates = tuple(selection.judge(r, request) for r in REGISTRY.backends().values())
+        candidates = tuple(selection.judge(r, request, assumed) for r in REGISTRY.backends().values())
         able = next(c for c in candidates if c.backend == policy.forced).supported
         why = (
             "forced by backend="
@@ -209,7 +210,7 @@ def explain(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object
             else f"backend {policy.forced!r} was forced and cannot serve this call"
         )
         return Selection(request, policy.forced if able else "", why, candidates)
-    return selection.decide(request, policy, run_selfchecks=False)
+    return selection.decide(request, policy, run_selfchecks=False, assumed=assumed)
 
 
 @contextlib.contextmanager

@@ -247,10 +247,17 @@ def _failed(name: str, distribution: str, seconds: float, problem: str) -> Plugi
     return PluginRecord(name, distribution, seconds, (), problem, traceback.format_exc())
 
 
-def missing(backend: Backend) -> list[tuple[str, str, str]]:
-    """What a backend misses on this machine: requirement, what is missing, remedy."""
+def missing(backend: Backend, *, hardware: bool | None = None) -> list[tuple[str, str, str]]:
+    """What a backend misses on this machine: requirement, what is missing, remedy.
+
+    Args:
+        backend: the backend.
+        hardware: only what belongs to the machine (True) or to its software (False).
+    """
     found = []
     for requirement in backend.requirements:
+        if hardware is not None and requirement.hardware is not hardware:
+            continue
         if (what := requirement.probe()) is not None:
             found.append((requirement.name, what, requirement.remedy))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import warnings
 from dataclasses import dataclass
@@ -66,11 +67,11 @@ def select(request: Request, policy: Policy) -> Selection:
     return found
 
 
-def decide(request: Request, policy: Policy, *, run_selfchecks: bool) -> Selection:
+def decide(request: Request, policy: Policy, *, run_selfchecks: bool, assumed: bool = False) -> Selection:
     """Ask every backend and choose. Runs nothing but, when allowed, the one-time self-checks."""
     for name in filter(None, (policy.forced, *policy.preferred)):
         REGISTRY.get(name, request.op, "backend" if policy.forced else policy.source)
-    candidates = tuple(judge(r, request) for r in REGISTRY.backends().values())
+    candidates = tuple(judge(r, request, assumed) for r in REGISTRY.backends().values())
     if policy.forced:
         return _forced(request, policy, candidates)
     able = {c.backend: c for c in candidates if c.supported}
@@ -92,11 +93,19 @@ def decide(request: Request, policy: Policy, *, run_selfchecks: bool) -> Selecti
     return Selection(request, "", "no backend can serve this call", candidates)
 
 
-def judge(registered: Registered, request: Request) -> Candidate:
-    """Every reason one backend has against a request, and its predicted cost."""
+def judge(registered: Registered, request: Request, assumed: bool = False) -> Candidate:
+    """Every reason one backend has against a request, and its predicted cost.
+
+    Args:
+        registered: the backend.
+        request: the call.
+        assumed: the request is of hardware that need not be here: what the machine lacks is no reason then.
+    """
     backend = registered.backend
     impl = backend.ops.get(request.op)
-    reasons = list(_general_reasons(registered, request, impl))
+    gone = missing(backend, hardware=False) if assumed else missing(backend)
+    lacking = tuple(what for _, what, _ in missing(backend, hardware=True)) if assumed else ()
+    reasons = list(_general_reasons(registered, request, impl, gone))
     if impl is None:
         return Candidate(backend.name, tuple(reasons), None, backend.rank, False)
     for verifier in impl.verifiers:
@@ -106,7 +115,7 @@ def judge(registered: Registered, request: Request) -> Candidate:
     archs = impl.verified_archs
     verified = PORTABLE in archs or request.device.arch in archs
     cost = None if reasons else _cost(registered, request, impl)
-    return Candidate(backend.name, tuple(reasons), cost, backend.rank, verified)
+    return Candidate(backend.name, tuple(reasons), cost, backend.rank, verified, lacking)
 
 
 def _ask(verifier: object, request: Request) -> Reason | None:
@@ -122,12 +131,14 @@ def _ask(verifier: object, request: Request) -> Reason | None:
     return answer
 
 
-def _general_reasons(registered: Registered, request: Request, impl: OpImpl | None) -> list[Reason]:
+def _general_reasons(
+    registered: Registered, request: Request, impl: OpImpl | None, gone: list[tuple[str, str, str]]
+) -> list[Reason]:
     """The reasons the registry can give without asking the backend's own verifiers."""
     backend = registered.backend
     reasons = [
         Reason("unavailable", f"{what}; to get it: {remedy}", "not installed or not usable", name)
-        for name, what, remedy in missing(backend)
+        for name, what, remedy in gone
     ]
     if request.kind not in backend.kinds:
         reasons.append(
@@ -205,9 +216,7 @@ def _forced(request: Request, policy: Policy, candidates: tuple[Candidate, ...])
 
 
 def _with_reason(candidate: Candidate, reason: Reason) -> Candidate:
-    return Candidate(
-        candidate.backend, (*candidate.reasons, reason), candidate.cost, candidate.rank, candidate.verified
-    )
+    return dataclasses.replace(candidate, reasons=(*candidate.reasons, reason))
 
 
 def _warn_if_slow(selection: Selection) -> None:

@@ -375,6 +375,9 @@ class Requirement:
     """Cheap and side-effect free: None when present, else what is missing, in words."""
     remedy: str
     """The line that would make it so, for example a pip command."""
+    hardware: bool = False
+    """It belongs to the machine (a driver, say): no package brings it. ``explain`` leaves it out of the choice where
+    hardware is assumed, and says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,6 +414,8 @@ class Candidate:
     cost: float | None
     rank: int
     verified: bool
+    lacking: tuple[str, ...] = ()
+    """Hardware it needs that is not here, where the choice was asked for assumed hardware."""
 
     @property
     def supported(self) -> bool:
@@ -448,6 +453,7 @@ class Selection:
                 lines.append(
                     f"{mark} {c.backend}: supported, {cost}" + ("" if c.verified else ", compiled only")
                 )
+                lines += [f"     assumed, not here: {what}" for what in c.lacking]
             else:
                 lines.append(f"{mark} {c.backend}: not supported")
                 lines += [f"     {reason}" for reason in c.reasons]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import pytest
 
 import kdacore
-from kdacore import callspec, cli
+from kdacore import callspec, cli, selection
 from kdacore.callspec import CallSpec
 from kdacore.hookspecs import hookimpl
 from kdacore.ops import OPS
-from kdacore.registry import REGISTRY
-from kdacore.types import Backend, OpImpl
+from kdacore.registry import REGISTRY, Registered
+from kdacore.types import Backend, OpImpl, Requirement
 
 CPU = ["--kind", "numpy", "--device", "cpu", "--dtype", "float32"]
 
@@ -92,6 +93,68 @@ def test_nobody_can_serve_it(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "[array_kind] does not take these arrays (got numpy; wanted torch)" in out
     assert "chosen: none (backend 'narrow' was forced and cannot serve this call)" in out
+
+
+@pytest.fixture
+def fast_on_cuda() -> Iterator[None]:
+    """A backend of the highest rank that needs a device and a package."""
+    needs = (
+        Requirement("board", lambda: "no board", "buy one", hardware=True),
+        Requirement("library", lambda: None, "pip install library"),
+    )
+    fast = Backend(
+        name="fast",
+        version="1",
+        kinds=("torch",),
+        ops={"chunk_kda": OpImpl(forward=print)},
+        requirements=needs,
+        rank=1000,
+    )
+
+    class Plugin:
+        @hookimpl
+        def kdacore_backends(self) -> list[Backend]:
+            return [fast]
+
+    REGISTRY.register(Plugin(), "fast")
+    yield
+    REGISTRY.unregister("fast")
+
+
+@pytest.mark.usefixtures("fast_on_cuda")
+def test_hardware_that_is_assumed_need_not_be_here(capsys: pytest.CaptureFixture[str]) -> None:
+    hopper = ["--device", "cuda", "--arch", "sm_90"]
+    assert cli.main(["explain", "chunk_kda", *hopper]) == 0
+    out = capsys.readouterr().out
+    assert "-> fast: supported" in out and "     assumed, not here: no board\n" in out
+    assert out.splitlines()[-1].startswith("chosen: fast")
+    assert cli.main(["explain", "chunk_kda", "--backend", "fast", *hopper, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["backend"] == "fast"
+    assert [c["lacking"] for c in found["candidates"] if c["backend"] == "fast"] == [["no board"]]
+
+
+@pytest.mark.usefixtures("fast_on_cuda")
+def test_arrays_that_are_here_need_their_hardware() -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.ones(1, 4, 2, 16)
+    selection = kdacore.explain("chunk_kda", x, x, x, -x, x[..., 0])
+    assert [r.code for r in selection.candidate("fast").reasons] == ["unavailable"]
+    assert selection.backend != "fast"
+
+
+def test_a_package_that_is_missing_is_missing_wherever() -> None:
+    bare = Backend(
+        name="bare",
+        version="1",
+        kinds=("torch",),
+        ops={"chunk_kda": OpImpl(forward=print)},
+        requirements=(Requirement("library", lambda: "no library", "pip install library"),),
+        rank=1000,
+    )
+    call = CallSpec(device="cuda", arch="sm_90", kind="torch", dtype="bfloat16")
+    judged = selection.judge(Registered(bare, "bare", "bare"), callspec.request(call), assumed=True)
+    assert [r.code for r in judged.reasons] == ["unavailable"]
 
 
 def test_an_unknown_backend(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from cuda_calls import SAFE_MODEL, Draw, request_of
 
+from kdacore import cli
 from kdacore.types import ChunkInputs, Device, Request
-from kdacore_cuda.plugin import make_backend
+from kdacore_cuda.plugin import _driver_missing, make_backend
 
 BACKEND = make_backend()
 
@@ -91,3 +92,12 @@ def test_importing_the_plugin_imports_no_framework() -> None:
 
     code = "import sys, kdacore_cuda.plugin; assert not {'torch', 'cuda', 'triton'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_explaining_a_call_on_assumed_hardware_needs_no_driver(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--shape", "1,8192,64,64,128,128", "--dtype", "bfloat16", "--device", "cuda", "--arch", "sm_90"]
+    assert cli.main(["explain", "chunk_kda", *words]) == 0
+    out = capsys.readouterr().out
+    assert "-> cuda: supported" in out
+    driver = _driver_missing()
+    assert (f"     assumed, not here: {driver}\n" in out) == (driver is not None)

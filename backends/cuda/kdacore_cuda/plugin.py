@@ -122,6 +122,7 @@ def make_backend() -> Backend:
                 "CUDA driver",
                 _driver_missing,
                 "install an NVIDIA driver for CUDA 13 (580 or later)",
+                hardware=True,
             ),
         ),
         rank=100,

@@ -39,7 +39,7 @@ def errors(request: Request, inputs: ChunkInputs, got: dict[str, model.F64]) -> 
     found = {name: worst(got[name], want[name], where) for name in BOUNDS}
     found["kg_low"] = worst(got["kg"] + got["kg_low"], want["kg"], where)
     # Queries and keys, unit vectors here, may be nearly at right angles: a few of their average products count.
-    usual = [request.scale * (max(4, np.count_nonzero(want["aqk"][at])) / 128) ** 0.5 for at in where]
+    usual = [request.scale * (max(16, np.count_nonzero(want["aqk"][at])) / 128) ** 0.5 for at in where]
     found["aqk"] = worst(got["aqk"], want["aqk"], where, usual)
     # Below what float32 can hold.
     found["last"] = worst(got["last"], want["last"], where, [1e-30] * len(where))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 from kdacore_cuda.build import KernelSource
@@ -102,12 +103,12 @@ def grads_kernel(float_gate: bool, grouped: bool, safe: bool = True) -> Backward
 
 
 def packaged_kernels() -> Iterator[KernelSource]:
-    """The kernels shipped: all but those for a float32 gate input."""
+    """The kernels shipped: all there are."""
     for warpgroups in (1, 2):
         yield scan_kernel(warpgroups).source
-    for safe in (False, True):
-        yield prepare_kernel(False, safe).source
+    for float_gate, safe in product((False, True), repeat=2):
+        yield prepare_kernel(float_gate, safe).source
         for grouped in (False, True):
-            yield grads_kernel(False, grouped, safe).source
+            yield grads_kernel(float_gate, grouped, safe).source
     yield sums_kernel()
     yield groups_kernel()

@@ -171,8 +171,8 @@ def stage_kernels() -> Iterator[KernelSource]:
 
 
 def packaged_kernels(arch: str) -> Iterator[KernelSource]:
-    """What :func:`kdacore_cuda.prebuilt.build_all` compiles for ``arch``: all but prefill and backward with a float32
-    gate input and stages with K != V."""
+    """What :func:`kdacore_cuda.prebuilt.build_all` compiles for ``arch``: all but stages with K != V and, off Hopper,
+    prefill with a float32 gate input."""
     yield from decode_kernels()
     yield from stage_kernels()
     if arch == HOPPER:
@@ -180,5 +180,7 @@ def packaged_kernels(arch: str) -> Iterator[KernelSource]:
             yield recompute_kernel(128, 128, float16, tile)
         yield from backward_kernels.packaged_kernels()
     for K in HEAD_DIMS:
-        for cluster, safe in product(clusters(K, arch), (False, True)):
-            yield prefill_kernel(K, cluster, safe, False, arch)
+        for cluster, safe, float_gate in product(
+            clusters(K, arch), (False, True), (False, True) if arch == HOPPER else (False,)
+        ):
+            yield prefill_kernel(K, cluster, safe, float_gate, arch)

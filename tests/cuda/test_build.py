@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from disassembly import disassemble
 
 from kdacore.errors import BackendBuildError
 from kdacore_cuda import build, prebuilt, variants
@@ -34,14 +34,6 @@ def built() -> dict[str, Built]:
     return {name: build.compile_kernel(kernel, "sm_90a") for name, kernel in KERNELS.items()}
 
 
-def disassemble(cubin: bytes, folder: Path) -> str:
-    triton = pytest.importorskip("triton", reason="its wheel carries the disassembler")
-    path = folder / "kernel.cubin"
-    path.write_bytes(cubin)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    return subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
-
-
 @pytest.mark.parametrize("name", KERNELS)
 def test_warpgroup_products_overlap(built: dict[str, Built], name: str) -> None:
     """The compiler says when it makes each product wait for the one before, or ignores the trade of registers."""
@@ -59,7 +51,9 @@ def test_entry_is_present(built: dict[str, Built], name: str) -> None:
     [("safe", "HGMMA"), ("few heads", "HGMMA"), ("head dim 64", "HGMMA"), ("free", "HGMMA")],
 )
 def test_matrix_instructions(built: dict[str, Built], tmp_path: Path, name: str, instruction: str) -> None:
-    text = disassemble(built[name].cubin, tmp_path)
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(built[name].cubin)
+    text = disassemble(path)
     assert instruction in text
     loop = text[text.index(instruction) : text.rindex(instruction)]
     assert "MEMBAR.ALL.GPU" not in loop  # a cluster-scope release inside the chain costs more than the chain

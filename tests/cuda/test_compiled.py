@@ -1,0 +1,124 @@
+"""Every kernel compiles for every architecture it is for, and multiplies on the matrix unit it should."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from allowances import allowed
+from disassembly import disassemble
+
+from kdacore_cuda import build, prebuilt, variants
+from kdacore_cuda.build import KernelSource
+from kdacore_cuda.prefill_kernels import HOPPER, clusters, prefill_kernel
+
+PORTABLE = ("sm_80", "sm_120")
+"""Compiled where they are needed: nothing is packaged for them."""
+WARP, WARPGROUP = "HMMA", "HGMMA"
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+def products(kernel: KernelSource) -> set[str]:
+    """The matrix instructions a kernel has to have: none, a warp's, a warpgroup's, or both."""
+    folder, _, name = kernel.path.rpartition("/")
+    if name in ("decode.cu", "sums.cu", "groups.cu"):
+        return set()
+    if folder == "common":
+        return {WARP, WARPGROUP} if dict(kernel.defines).get("WARPGROUP") else {WARP}
+    # Hopper's own. The triangles of a chunk, 16 or 32 rows high, are a warp's work; the backward's scan has none.
+    return {"prepare.cu": {WARP}, "scan.cu": {WARPGROUP}}.get(name, {WARP, WARPGROUP})
+
+
+def found(code: str) -> set[str]:
+    return set(re.findall(rf"\b({WARP}|{WARPGROUP})\b", code))
+
+
+def packaged() -> Iterator[tuple[KernelSource, str]]:
+    for arch in prebuilt.PACKAGED_ARCHS:
+        for kernel in variants.packaged_kernels(arch):
+            yield kernel, arch
+
+
+def test_every_packaged_cubin_has_its_entry() -> None:
+    rows = json.loads((prebuilt.FOLDER / prebuilt.MANIFEST).read_text())["cubins"]
+    for kernel, arch in packaged():
+        cubin = (prebuilt.FOLDER / rows[f"{kernel.name}.{arch}"]["file"]).read_bytes()
+        assert b"\0" + kernel.entry.encode() + b"\0" in cubin, kernel.name
+
+
+def test_every_source_is_packaged_for_hopper() -> None:
+    """A kernel that nothing packages would be compiled by no test here."""
+    sources = {str(path.relative_to(build.CSRC)) for path in build.CSRC.rglob("*.cu")}
+    assert {kernel.path for kernel, arch in packaged() if arch == HOPPER} == sources
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize(
+    ("kernel", "arch"),
+    [pytest.param(k, a, id=f"{k.name}.{a}") for k, a in packaged() if k.entry != "decode"],
+)
+def test_packaged_kernels_use_the_matrix_unit(kernel: KernelSource, arch: str) -> None:
+    code = disassemble(prebuilt.FOLDER / f"{kernel.name}.{arch}.cubin")
+    assert found(code) == products(kernel)
+
+
+def check_portable(kernel: KernelSource, arch: str, folder: Path) -> None:
+    built = build.compile_kernel(kernel, arch)
+    assert b"\0" + kernel.entry.encode() + b"\0" in built.cubin
+    assert built.usage().spills <= allowed(kernel, arch)
+    if kernel.entry != "decode":
+        path = folder / "kernel.cubin"
+        path.write_bytes(built.cubin)
+        assert found(disassemble(path)) == {WARP}
+
+
+@pytest.mark.parametrize("arch", PORTABLE)
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        variants.intra_kernel(128, False),
+        variants.recompute_kernel(64, 64, False),
+        prefill_kernel(64, 1, False, False, PORTABLE[0]),
+    ],
+    ids=lambda kernel: kernel.name[:24],
+)
+def test_portable_kernels(kernel: KernelSource, arch: str, tmp_path: Path) -> None:
+    check_portable(kernel, arch, tmp_path)
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize(
+    ("kernel", "arch"),
+    [pytest.param(k, a, id=f"{k.name}.{a}") for a in PORTABLE for k in variants.packaged_kernels(a)],
+)
+def test_every_portable_kernel(kernel: KernelSource, arch: str, tmp_path: Path) -> None:
+    check_portable(kernel, arch, tmp_path)
+
+
+FLOAT_GATE = [
+    pytest.param(
+        prefill_kernel(K, cluster, safe, True, arch), arch, id=f"K{K} x{cluster} safe{safe:d} {arch}"
+    )
+    for arch in (*PORTABLE, "sm_100f")
+    for K, safe in itertools.product(variants.HEAD_DIMS, (False, True))
+    for cluster in clusters(K, arch)
+]
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize(("kernel", "arch"), FLOAT_GATE)
+def test_prefill_with_a_float32_gate_elsewhere(kernel: KernelSource, arch: str) -> None:
+    """Not packaged there: compiled at the first call."""
+    assert b"\0prefill\0" in build.compile_kernel(kernel, arch).cubin
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100f", *PORTABLE])
+@pytest.mark.parametrize(("K", "V"), [(64, 128), (128, 64)])
+@pytest.mark.parametrize("float16", [False, True])
+def test_stages_whose_head_dims_differ(K: int, V: int, float16: bool, arch: str) -> None:
+    assert build.compile_kernel(variants.recompute_kernel(K, V, float16), arch).cubin

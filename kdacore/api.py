@@ -240,7 +240,8 @@ def fused_recurrent_kda(
         inplace_state: write final states into ``initial_state``; rows not named stay bitwise as they were. JAX
             arrays cannot be written: there the updated pool is returned as the final state.
         read_only_state: compute outputs for 1 to 16 candidate tokens and write no state anywhere.
-        out: ``[B, T, HV, V]`` in v's dtype, written and returned as ``o``.
+        out: ``[B, T, HV, V]`` in v's dtype, written and returned as ``o``. Neither it nor a pool written in place may
+            overlap itself or another argument.
 
     Returns:
         ``(o, final_state)``. ``final_state`` is None unless ``output_final_state``; with ``inplace_state`` it is

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from kdacore.contract_memory import check_memory
 from kdacore.errors import ContractError
 from kdacore.frameworks import Adapter, adapter_of
 from kdacore.ops import INDEX_ARGUMENTS, OPS
@@ -13,13 +14,14 @@ from kdacore.types import Request
 
 
 def check_values(request: Request, inputs: Any, adapter: Adapter) -> None:
-    """Check offsets, index ranges, finiteness and the ``safe_gate`` promise.
+    """Check offsets, index ranges, finiteness, the ``safe_gate`` promise, and that what is written lies apart.
 
     Raises:
         ContractError: naming the argument, before anything ran.
     """
     if request.traced:  # no values to read; the shapes have been checked
         return
+    check_memory(request, inputs, adapter)
     values: dict[str, Any] = {}
     for name, x in zip(OPS[request.op].arrays, inputs, strict=True):
         if x is None or name == "out":

@@ -37,6 +37,7 @@ class Plan:
         "run",
         "selection",
         "validate",
+        "writes",
     )
 
     def __init__(self, opdef: OpDef, request: Request, chosen: Selection, adapter: Adapter) -> None:
@@ -51,6 +52,7 @@ class Plan:
         self.run: Callable[[Plan, Any], Any] = adapter.run
         self.validate = config.get().validate_values
         self.repeat = None if request.needs_grad or self.validate else self.impl.repeat
+        self.writes = not adapter.immutable and (request.inplace_state or request.has("out"))
         self.joined: Any = None
         """Where an adapter keeps what it built for this plan (a ``custom_vjp`` function)."""
 
@@ -174,6 +176,10 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
     if known is not None:
         return execute(known.plan, inputs, known.run)
     plan = cached_plan(adapter, opdef, inputs, options, asked, _plan_of_call)
+    if plan.writes:  # a call recognised as this one lays what it writes out alike, if elsewhere
+        from kdacore.contract_memory import check_memory
+
+        check_memory(plan.request, inputs, adapter)
     if recent is not None:
         recent.note(opdef.name, inputs, options, asked, plan)
     return execute(plan, inputs, plan.run)

@@ -78,4 +78,6 @@ STATE_ARGUMENTS = frozenset({"initial_state", "final_state"})
 HOST_ARGUMENTS = frozenset({"cu_seqlens_cpu"})
 """Arguments that live on the host whatever the device of the others."""
 INDEX_ARGUMENTS = frozenset({"cu_seqlens", "cu_seqlens_cpu", "state_indices", "num_accepted_tokens"})
+WRITABLE_ARGUMENTS = frozenset({"initial_state", "out"})
+"""Arguments that a call may be asked to write: their strides are always part of what it is recognised by."""
 DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")

@@ -60,6 +60,10 @@ class Adapter(Protocol):
         """The values as a NumPy array (float64 for floats). Syncs; only for ``KDACORE_VALIDATE=values``."""
         ...
 
+    def memory(self, x: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int] | None:
+        """Address, shape, strides and item size in bytes; None where there is none to speak of. No sync."""
+        ...
+
     def run(self, plan: Plan, inputs: Any) -> Any:
         """Run the selected implementation, joined to the library's differentiation."""
         ...

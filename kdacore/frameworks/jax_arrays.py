@@ -63,6 +63,9 @@ class _JaxAdapter:
         host = np.asarray(x)
         return host.astype(np.float64) if host.dtype.kind not in "iub" else host
 
+    def memory(self, x: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int] | None:
+        return None
+
     def run(self, plan: Plan, inputs: Any) -> Any:
         eager = not (plan.request.traced or plan.request.needs_grad)
         if not plan.backend.traceable or (eager and plan.impl.compiles):

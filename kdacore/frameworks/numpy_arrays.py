@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kdacore.frameworks.recent import RecentCalls
+from kdacore.ops import WRITABLE_ARGUMENTS
 from kdacore.registry import REGISTRY
 from kdacore.types import ArrayKind, Device, TensorSpec
 
@@ -58,6 +59,9 @@ class _NumpyAdapter:
     def host_values(self, x: Any) -> Any:
         return np.asarray(x, dtype=np.float64) if x.dtype.kind not in "iub" else np.asarray(x)
 
+    def memory(self, x: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int] | None:
+        return (x.__array_interface__["data"][0], x.shape, x.strides, x.itemsize) if x.size else None
+
     def run(self, plan: Plan, inputs: Any) -> Any:
         return plan.forward(plan.request, inputs)
 
@@ -71,8 +75,11 @@ def _array_test(arrays: dict[str, Any], same_strides: bool) -> tuple[str, dict[s
         f"type({name}) is ndarray and {name}.dtype is dtype_{name} and {name}.shape == {x.shape}"
         for name, x in arrays.items()
     ]
-    if same_strides:
-        tests += [f"{name}.strides == {x.strides}" for name, x in arrays.items()]
+    tests += [
+        f"{name}.strides == {x.strides}"
+        for name, x in arrays.items()
+        if same_strides or name in WRITABLE_ARGUMENTS
+    ]
     return " and ".join(tests), {"ndarray": np.ndarray, **{f"dtype_{n}": x.dtype for n, x in arrays.items()}}
 
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 ArrayTest = Callable[[dict[str, Any], bool], "tuple[str, dict[str, Any]] | None"]
 """Arrays by argument name to an expression in those names that is true of arrays a key would not tell from these (when
-told so, with these strides), and the values the expression uses. None when such arrays must take the ordinary path."""
+told so, with these strides; arrays that a call may write always with theirs), and the values the expression uses. None
+when such arrays must take the ordinary path."""
 
 _PLAIN_OPTIONS = (type(None), bool, int, float)
 _ENTRIES = 4

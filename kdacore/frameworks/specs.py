@@ -74,6 +74,9 @@ class _SpecAdapter:
     def host_values(self, x: Any) -> Any:
         raise ContractError("explain", "arrays", "a ShapeDtype", "arrays when values are to be checked")
 
+    def memory(self, x: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int] | None:
+        return None
+
     def run(self, plan: Plan, inputs: Any) -> Any:
         raise ContractError(plan.request.op, "q", "a ShapeDtype", "an array (specs are for explain only)")
 

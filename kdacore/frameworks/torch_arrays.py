@@ -91,6 +91,13 @@ class _TorchAdapter:
         host = x.detach().cpu()
         return host.double().numpy() if host.is_floating_point() else host.numpy()
 
+    def memory(self, x: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int] | None:
+        address = x.data_ptr()
+        if not address:  # no elements, or none that exist (the meta device)
+            return None
+        size = x.element_size()
+        return address, tuple(x.shape), tuple([size * s for s in x.stride()]), size
+
     def run(self, plan: Plan, inputs: Any) -> Any:
         return _way(plan, inputs)(plan, inputs)
 

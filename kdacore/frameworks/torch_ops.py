@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kdacore import contract, dispatch, selection
+from kdacore.contract_memory import check_memory
 from kdacore.errors import ContractError, UnsupportedError, contract_text
 from kdacore.frameworks.torch_arrays import TORCH, double_backward_error
 from kdacore.frameworks.torch_modes import as_given, refuse_tangents
@@ -176,10 +177,13 @@ def _chunk(*args: Any) -> Any:
 def _recurrent(*args: Any) -> Any:
     bound = _Bound("recurrent", args)
     _check_asked(bound)
-    out = dispatch.execute(bound.plan(), bound.inputs, _forward)
+    plan = bound.plan()
+    if plan.writes:
+        check_memory(plan.request, bound.inputs, TORCH)
+    out = dispatch.execute(plan, bound.inputs, _forward)
     v = bound.inputs.v
     aliased = bound.inputs.out is not None
-    state = None if bound.plan().request.inplace_state else out.final_state
+    state = None if plan.request.inplace_state else out.final_state
     return v.new_empty(0) if aliased else out.o, _or_empty(state, v)
 
 

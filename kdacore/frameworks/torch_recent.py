@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from kdacore.ops import WRITABLE_ARGUMENTS
+
 try:
     from torch._C._dynamo.guards import TensorGuards
 except ImportError:
@@ -24,7 +26,11 @@ def tensor_test(arrays: dict[str, Any], same_strides: bool) -> tuple[str, dict[s
         type(x) in (torch.Tensor, torch.nn.Parameter) for x in arrays.values()
     ):
         return None
-    free: Any = None if same_strides else [[None] * x.dim() for x in arrays.values()]
+    free: Any = None
+    if not same_strides:
+        free = [
+            list(x.stride()) if name in WRITABLE_ARGUMENTS else [None] * x.dim() for name, x in arrays.items()
+        ]
     guards = TensorGuards(*arrays.values(), dynamic_dims_sizes=None, dynamic_dims_strides=free)
     # Dual tensors look like others to the check.
     test = f"forward_ad._current_level < 0 and check({', '.join(arrays)})"

@@ -81,16 +81,11 @@ __device__ __forceinline__ void sum_later(float (&d)[4][4], const float (&later)
     float carry = later[r];
 #pragma unroll
     for (int j = 3; j >= 0; --j) {
-      const float sum = d[j][2 * r] + d[j][2 * r + 1];
-      const float one = shuffle(sum, l.lane + 1), after = l.t < 3 ? one : 0.0f;  // the pair after
-      const float two = shuffle(after, l.lane + 1), three = shuffle(after, l.lane + 2);
-      float all = after;
-      if (l.t < 2) all += two;
-      if (l.t < 1) all += three;
-      const float total = shuffle(all + sum, l.lane & ~3), last = all + d[j][2 * r + 1];
+      const QuadSums sums = scan_quad<true>(d[j][2 * r] + d[j][2 * r + 1], l);
+      const float last = sums.aside + d[j][2 * r + 1];
       d[j][2 * r] = carry + (last + d[j][2 * r]);
       d[j][2 * r + 1] = carry + last;
-      carry += total;
+      carry += sums.all;
     }
   }
 }

@@ -44,7 +44,7 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM BackwardParams p) {
     copy_async_commit();
   };
   const auto fetch_values = [&](int n) {
-    if (l.thread == 0 && unit_int(unit_at(shared, n), UNIT_ROWS)) fetch_u(p, shared, n);
+    if (l.thread == 0 && unit_int(unit_at(shared, n), UNIT_ROWS)) fetch_workspace_late(p, shared, n);
     fetch_rows(V_AT, UNIT_V, p.v_st, n);
     copy_async_commit();
   };
@@ -103,13 +103,17 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM BackwardParams p) {
     copy_async_wait<0>();
     sync_warp();
     l = make_lane(warp);
-    float up[4][4], end[2][PARTS];
-    decays(up, end, p, gate, unit_int(unit, UNIT_ROWS), shared, l);
+    float end[2][PARTS];
+    {
+      float up[4][4];
+      decays(up, end, p, gate, unit_int(unit, UNIT_ROWS), shared, l);
+      park(up, shared, l);
+    }
     wait_states(d);
     scale_states(d, last, p.scale, make_scaling(shared, p.centre), l);
     if (SK_IN_U) sync_block();
     Operands o;
-    make_operands(o, up, end, shared, scalars, l);
+    make_operands(o, end, shared, scalars, l);
     put_ends(end, shared, l);
     fence_async_proxy();
     sync_block();
@@ -117,8 +121,8 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM BackwardParams p) {
     l = make_lane(warp);
     fetch_shared(n + 1);
     float dk[4][4];
-    if (l.side) sum_pairs<1>(d, dk, o, up, p, shared, scalars, l);
-    else sum_pairs<0>(d, dk, o, up, p, shared, scalars, l);
+    if (l.side) sum_pairs<1>(d, dk, o, p, shared, scalars, l);
+    else sum_pairs<0>(d, dk, o, p, shared, scalars, l);
     if (l.thread == 0) write_next(p, unit_at(shared, n + 2), unit_at(shared, n + 1));
     copy_async_wait<0>();
     fence_async_proxy();

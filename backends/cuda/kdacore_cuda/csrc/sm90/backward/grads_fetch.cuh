@@ -44,25 +44,39 @@ __device__ __forceinline__ void fetch_outputs(const BackwardParams& p, u32 share
   copy_async16(to + 32 * IMAGE_ROW, row_of(from, token + 32, rows, 2 * V * (u32)p.HV), token + 32 < rows);
 }
 
+// One thread: `bytes` from `offset` on of unit n's image (of `size` bytes) in a workspace array; `bar` counts them.
+__device__ __forceinline__ void fetch_image(u32 to, u64 array, u64 place, u32 size, u32 bar, u32 offset, u32 bytes) {
+  copy_in(to + offset, reinterpret_cast<const void*>(array + place * size + offset), bytes, bar);
+}
+// One thread: of 64 channels of h, the first (0) or second 64 values.
+__device__ __forceinline__ void fetch_values_of_h(const BackwardParams& p, u32 shared, u64 place, int half) {
+#pragma unroll
+  for (int part = 0; part < 2; ++part) {
+    const u32 offset = part * (STATE_BYTES / 2) + half * (STATE_BYTES / 4);
+    fetch_image(shared + H_AT, p.h, place, STATE_BYTES, shared + FULL_STATES_AT, offset, STATE_BYTES / 4);
+  }
+}
 // One thread: the part of the workspace of unit n of the block.
 __device__ __forceinline__ void fetch_workspace(const BackwardParams& p, u32 shared, int n) {
   const u64 place = unit_long(unit_at(shared, n), UNIT_PLACE);
-  const auto copy = [&](u32 to, u64 array, u32 bytes, u32 bar) {
-    copy_in(shared + to, reinterpret_cast<const void*>(array + place * bytes), bytes, shared + bar);
+  const auto fetch = [&](u32 to, u64 array, u32 bytes) {
+    fetch_image(shared + to, array, place, bytes, shared + FULL_PAIRS_AT, 0, bytes);
   };
   barrier_expect(shared + FULL_PAIRS_AT, 2 * TILE_BYTES + ROWS_BYTES + LAST_BYTES);
-  copy(DR_AT, p.dr, TILE_BYTES, FULL_PAIRS_AT);
-  if (!SK_IN_U) copy(U_AT, p.u, TILE_BYTES, FULL_PAIRS_AT);
-  copy(ROWS_AT + (n & 1) * ROWS_BYTES, p.rows, ROWS_BYTES, FULL_PAIRS_AT);
-  copy(LAST_AT + (n & 1) * LAST_BYTES, p.last, LAST_BYTES, FULL_PAIRS_AT);
+  fetch(DR_AT, p.dr, TILE_BYTES);
+  if (!SK_IN_U) fetch(U_AT, p.u, TILE_BYTES);
+  fetch(ROWS_AT + (n & 1) * ROWS_BYTES, p.rows, ROWS_BYTES);
+  fetch(LAST_AT + (n & 1) * LAST_BYTES, p.last, LAST_BYTES);
   barrier_expect(shared + FULL_STATES_AT, 2 * STATE_BYTES);
-  copy(H_AT, p.h, STATE_BYTES, FULL_STATES_AT);
-  copy(DH_AT, p.dh, STATE_BYTES, FULL_STATES_AT);
+  fetch_values_of_h(p, shared, place, 1);
 }
-// Its u where that waits for longer; FULL_PAIRS_AT counts it already.
-__device__ __forceinline__ void fetch_u(const BackwardParams& p, u32 shared, int n) {
-  const u64 from = p.u + unit_long(unit_at(shared, n), UNIT_PLACE) * TILE_BYTES;
-  if (SK_IN_U) copy_in(shared + U_AT, reinterpret_cast<const void*>(from), TILE_BYTES, shared + FULL_PAIRS_AT);
+// What waits for longer, as its place is taken until all pairs are summed: by up, and by sk where that lies in u's place. The
+// barriers count it already.
+__device__ __forceinline__ void fetch_workspace_late(const BackwardParams& p, u32 shared, int n) {
+  const u64 place = unit_long(unit_at(shared, n), UNIT_PLACE);
+  if (SK_IN_U) fetch_image(shared + U_AT, p.u, place, TILE_BYTES, shared + FULL_PAIRS_AT, 0, TILE_BYTES);
+  fetch_values_of_h(p, shared, place, 0);
+  fetch_image(shared + DH_AT, p.dh, place, STATE_BYTES, shared + FULL_STATES_AT, 0, STATE_BYTES);
 }
 
 // A bfloat16 tile to rows of [B, T, HV, 128] through the warp's own rows of `image`, which nobody reads any more.

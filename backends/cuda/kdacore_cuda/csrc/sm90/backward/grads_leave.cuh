@@ -29,14 +29,13 @@ __device__ __forceinline__ float along(const float (&d)[4][4], u32 image, u32 sh
 
 // All sums over pairs, and then those over channels that the norms and dbeta need. dq in aq, dk, dgc in cs.
 template <int SIDE>
-__device__ __forceinline__ void sum_pairs(FromStates& d, float (&dk)[4][4], const Operands& o, const float (&up)[4][4],
-                                          const BackwardParams& p, u32 shared, u32 scalars, const Lane& l) {
+__device__ __forceinline__ void sum_pairs(FromStates& d, float (&dk)[4][4], const Operands& o, const BackwardParams& p, u32 shared, u32 scalars, const Lane& l) {
   add_across<SIDE>(d, o, p.centre, shared, l);
   u32 sk[4];
   start_own<SIDE>(d, dk, o, sk, shared, l);
   float end[2][PARTS];
   take_ends<SIDE>(end, shared, l);
-  finish_pairs<SIDE>(d, dk, o, up, end, shared, scalars, l);
+  finish_pairs<SIDE>(d, dk, o, end, shared, scalars, l);
   const float rk = load_shared1(scalars + 8 * C + 4 * (HALF * l.side + token_of(l)));
   const float x = load_shared1(shared + SCALING_AT + 4) * rk * along(d.ax, K_AT, shared, l);
   put_sum(2, x + load_shared1(shared + VALUES_AT + 4 * l.thread), shared, l);

@@ -38,13 +38,13 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM BackwardParams p) {
   const auto fetch_shared = [&](int n) {
     const u32 unit = unit_at(shared, n);
     if (unit_int(unit, UNIT_ROWS)) {
-      if (l.thread == 0) fetch_workspace(p, shared, n);
+      if (l.thread == WORKSPACE_THREAD) fetch_workspace(p, shared, n);
       fetch_outputs(p, shared, unit, l);
     }
     copy_async_commit();
   };
   const auto fetch_values = [&](int n) {
-    if (l.thread == 0 && unit_int(unit_at(shared, n), UNIT_ROWS)) fetch_workspace_late(p, shared, n);
+    if (l.thread == WORKSPACE_THREAD && unit_int(unit_at(shared, n), UNIT_ROWS)) fetch_workspace_late(p, shared, n);
     fetch_rows(V_AT, UNIT_V, p.v_st, n);
     copy_async_commit();
   };
@@ -123,7 +123,6 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM BackwardParams p) {
     float dk[4][4];
     if (l.side) sum_pairs<1>(d, dk, o, p, shared, scalars, l);
     else sum_pairs<0>(d, dk, o, p, shared, scalars, l);
-    if (l.thread == 0) write_next(p, unit_at(shared, n + 2), unit_at(shared, n + 1));
     copy_async_wait<0>();
     fence_async_proxy();
     sync_block();
@@ -141,6 +140,7 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM BackwardParams p) {
     sum_later(d.cs, later, l);
     leave_gate(d.cs, p, gate, by.y, shared, unit, l);
     fetch_rest(n + 1);
+    if (l.thread == UNIT_THREAD) write_next(p, unit_at(shared, n + 2), unit_at(shared, n + 1));
   }
   if (n) {
     sync_block();

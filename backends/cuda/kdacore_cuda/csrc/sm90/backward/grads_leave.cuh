@@ -141,7 +141,7 @@ __device__ __forceinline__ void leave_parts(const BackwardParams& p, u32 shared,
 
 // dbeta: one warp a side has all tokens' sums.
 __device__ __forceinline__ void leave_beta(const BackwardParams& p, u32 shared, u32 scalars, u32 unit, const Lane& l) {
-  if (l.part || l.warp) return;
+  if (l.part || l.warp != BETA_WARP) return;
   const int token = HALF * l.side + l.lane;
   if (token >= unit_int(unit, UNIT_ROWS)) return;
   float d = take_sum(2, shared, l);

@@ -60,6 +60,10 @@ constexpr u32 FULL_STATES_AT = FULL_PAIRS_AT + 8;        // h, dh
 constexpr u32 SHARED_BYTES = FULL_STATES_AT + 8;
 static_assert(SHARED_BYTES <= SHARED_LIMIT, "the host's shared memory size is too small");
 
+// Who does what one thread or warp does for all: each another warp, as all others wait at the next barrier.
+constexpr int WORKSPACE_THREAD = 5 * 32, UNIT_THREAD = 7 * 32;
+constexpr int BETA_WARP = 3;  // of part 0 of a side
+
 struct Lane {
   int thread, lane, g, t;
   int warp, side, part;

@@ -33,7 +33,7 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM BackwardParams p) {
   // Of unit n of the block, if there is one: what a warp alone reads. In turns: d_o; v; q, k and g, one group each.
   const auto fetch_rows = [&](u32 image, u32 field, long long stride, int n) {
     const u32 unit = unit_at(shared, n);
-    if (const int rows = unit_int(unit, UNIT_ROWS)) fetch_own(shared + image, unit_long(unit, field), stride, rows, l);
+    fetch_own(shared + image, unit_long(unit, field), stride, unit_int(unit, UNIT_ROWS), l);
   };
   const auto fetch_shared = [&](int n) {
     const u32 unit = unit_at(shared, n);
@@ -49,7 +49,7 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM BackwardParams p) {
     copy_async_commit();
   };
   const auto fetch_rest = [&](int n) {
-    if (unit_int(unit_at(shared, n), UNIT_ROWS)) fetch_gate(p, shared, unit_at(shared, n), l);
+    fetch_gate(p, shared, unit_at(shared, n), l);
     copy_async_commit();
   };
   fetch_shared(0);
@@ -130,6 +130,7 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM BackwardParams p) {
     l = make_lane(warp);
     fetch_values(n + 1);
     const float2 by = load_shared2(shared + SCALING_AT);
+    if (l.thread == UNIT_THREAD) write_next(p, unit_at(shared, n + 2), unit_at(shared, n + 1));
     leave(d.aq, 0, Q_AT, scalars + 4 * C, by.y, p, p.dq, shared, unit, l);
     fetch_rows(Q_AT, UNIT_Q, p.q_st, n + 1);
     leave(dk, 1, K_AT, scalars + 8 * C, by.y, p, p.dk, shared, unit, l);
@@ -140,7 +141,6 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM BackwardParams p) {
     sum_later(d.cs, later, l);
     leave_gate(d.cs, p, gate, by.y, shared, unit, l);
     fetch_rest(n + 1);
-    if (l.thread == UNIT_THREAD) write_next(p, unit_at(shared, n + 2), unit_at(shared, n + 1));
   }
   if (n) {
     sync_block();

@@ -1,8 +1,8 @@
 // How a unit's arrays come to shared memory and its rows leave it. Part of grads.cu.
 
-// Token `token`, or the last one there is: an address that may be read.
+// Token `token`, or the last one there is: an address that may be read. Where there is no unit `from` is an array's begin.
 __device__ __forceinline__ const void* row_of(u64 from, int token, int rows, u32 stride) {
-  return reinterpret_cast<const void*>(from + (u64)(u32)(token < rows ? token : rows - 1) * stride);
+  return reinterpret_cast<const void*>(from + (u64)(u32)(token < rows ? token : rows > 0 ? rows - 1 : 0) * stride);
 }
 
 // The warp's own 32 tokens of 16 channels of a bfloat16 rows array, zeros past the unit's rows. `from`: the unit's first token;

@@ -130,16 +130,17 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM BackwardParams p) {
     l = make_lane(warp);
     fetch_values(n + 1);
     const float2 by = load_shared2(shared + SCALING_AT);
+    const OwnRows to = own_rows(p, unit, l);
     if (l.thread == UNIT_THREAD) write_next(p, unit_at(shared, n + 2), unit_at(shared, n + 1));
-    leave(d.aq, 0, Q_AT, scalars + 4 * C, by.y, p, p.dq, shared, unit, l);
+    leave(d.aq, 0, Q_AT, scalars + 4 * C, by.y, p, p.dq, shared, unit, to, l);
     fetch_rows(Q_AT, UNIT_Q, p.q_st, n + 1);
-    leave(dk, 1, K_AT, scalars + 8 * C, by.y, p, p.dk, shared, unit, l);
+    leave(dk, 1, K_AT, scalars + 8 * C, by.y, p, p.dk, shared, unit, to, l);
     fetch_rows(K_AT, UNIT_K, p.k_st, n + 1);
     leave_beta(p, shared, scalars, unit, l);
     float later[2];
     load_later(later, shared, states, last, by.x, l);
     sum_later(d.cs, later, l);
-    leave_gate(d.cs, p, gate, by.y, shared, unit, l);
+    leave_gate(d.cs, p, gate, by.y, shared, unit, to, l);
     fetch_rest(n + 1);
   }
   if (n) {

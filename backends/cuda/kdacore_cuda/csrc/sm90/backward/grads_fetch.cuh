@@ -79,18 +79,26 @@ __device__ __forceinline__ void fetch_workspace_late(const BackwardParams& p, u3
   fetch_image(shared + DH_AT, p.dh, place, STATE_BYTES, shared + FULL_STATES_AT, 0, STATE_BYTES);
 }
 
+// Where a lane's 16 bytes of the unit's bfloat16 rows go: rows left from its token on, and bytes into an array.
+struct OwnRows {
+  int left;
+  u64 at;
+};
+__device__ __forceinline__ OwnRows own_rows(const BackwardParams& p, u32 unit, const Lane& l) {
+  const u64 at = 2 * K * unit_long(unit, UNIT_ROW) + 2 * (64 * l.part + 16 * l.warp + 8 * (l.lane & 1));
+  return {unit_int(unit, UNIT_ROWS) - l.token, at + (u64)(u32)l.token * (2 * K * (u32)p.HV)};
+}
 // A bfloat16 tile to rows of [B, T, HV, 128] through the warp's own rows of `image`, which nobody reads any more.
-__device__ __forceinline__ void store_own(u32 image, const Operand& r, const BackwardParams& p, u64 array, u32 unit, const Lane& l) {
+__device__ __forceinline__ void store_own(u32 image, const Operand& r, const BackwardParams& p, u64 array, const OwnRows& to,
+                                          const Lane& l) {
   sync_warp();
 #pragma unroll
   for (int i = 0; i < 2; ++i) store_matrix4_transposed(image + l.own + 16 * IMAGE_ROW * i, r[i]);
   sync_warp();
-  const int rows = unit_int(unit, UNIT_ROWS);
-  array += 2 * K * unit_long(unit, UNIT_ROW) + 2 * (64 * l.part + 16 * l.warp + 8 * (l.lane & 1)) +
-           (u64)(u32)l.token * (2 * K * (u32)p.HV);
+  array += to.at;
   const uint4 x = load_shared_u4(image + l.piece), y = load_shared_u4(image + l.piece + 16 * IMAGE_ROW);
-  if (l.token < rows) store_global(reinterpret_cast<void*>(array), x);
-  if (l.token + 16 < rows) store_global(reinterpret_cast<void*>(array + (u64)(u32)p.HV * (2 * K * 16)), y);
+  if (to.left > 0) store_global(reinterpret_cast<void*>(array), x);
+  if (to.left > 16) store_global(reinterpret_cast<void*>(array + (u64)(u32)p.HV * (2 * K * 16)), y);
   sync_warp();  // what comes next into these rows finds them read
 }
 

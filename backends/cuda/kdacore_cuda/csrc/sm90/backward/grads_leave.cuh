@@ -8,10 +8,10 @@ __device__ __forceinline__ void put_sum(int which, float x, u32 shared, const La
 // The sum over all channels of token `lane` of the side.
 __device__ __forceinline__ float take_sum(int which, u32 shared, const Lane& l) {
   const u32 from = shared + SUMS_AT + 4 * (which * 8 * C + HALF * l.side + l.lane);
-  float sum = 0.0f;
+  float x[8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) sum += load_shared1(from + 4 * C * i);
-  return sum;
+  for (int i = 0; i < 8; ++i) x[i] = load_shared1(from + 4 * C * i);
+  return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
 }
 // One float a token, of a warp that has one token a lane, for a lane's token pair j.
 __device__ __forceinline__ float2 pair_of(float x, int j, const Lane& l) {
@@ -29,7 +29,7 @@ __device__ __forceinline__ float along(const float (&d)[4][4], u32 image, u32 sh
 
 // All sums over pairs, and then those over channels that the norms and dbeta need. dq in aq, dk, dgc in cs.
 template <int SIDE>
-__device__ __forceinline__ void sum_pairs(FromStates& d, float (&dk)[4][4], const Operands& o, const BackwardParams& p, u32 shared, u32 scalars, const Lane& l) {
+__device__ __forceinline__ void sum_pairs(FromStates& d, float (&dk)[4][4], Operands& o, const BackwardParams& p, u32 shared, u32 scalars, const Lane& l) {
   add_across<SIDE>(d, o, p.centre, shared, l);
   u32 sk[4];
   start_own<SIDE>(d, dk, o, sk, shared, l);
@@ -48,28 +48,25 @@ __device__ __forceinline__ void sum_pairs(FromStates& d, float (&dk)[4][4], cons
 // dq or dk from d, `grow` smaller and with regard to normalised rows: out, and through the norm unless heads are grouped. The rows
 // as they were given: where most of a gradient lies along them, what is taken away needs more bits than operands have.
 __device__ __forceinline__ void leave(const float (&d)[4][4], int which, u32 image, u32 norms, float grow, const BackwardParams& p,
-                                      u64 array, u32 shared, u32 unit, const Lane& l) {
+                                      u64 array, u32 shared, u32 unit, const OwnRows& to, const Lane& l) {
 #if GROUPED
   store_floats([&](int j, int e) { return grow * d[j][e]; }, p, array, unit, l);
 #else
   Operand r;
-  if (p.flags & FLAG_L2NORM) {
-    const float norm = load_shared1(norms + 4 * (HALF * l.side + l.lane)), a = norm * grow;
-    const float b = a * norm * (norm * take_sum(which, shared, l));
-    load_own(r, shared + image, l);
+  load_own(r, shared + image, l);
+  // Norms are 1 where rows are not to be normalised.
+  const float norm = load_shared1(norms + 4 * (HALF * l.side + l.lane)), sum = take_sum(which, shared, l), a = norm * grow;
+  const float b = p.flags & FLAG_L2NORM ? a * norm * (norm * sum) : 0.0f;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float2 by = pair_of(a, j, l), less = pair_of(b, j, l);
+  for (int j = 0; j < 4; ++j) {
+    const float2 by = pair_of(a, j, l), less = pair_of(b, j, l);
 #pragma unroll
-      for (int e = 0; e < 4; e += 2) {
-        const float x = d[j][e] * by.x - element(r, j, e) * less.x, y = d[j][e + 1] * by.y - element(r, j, e + 1) * less.y;
-        r[j >> 1][2 * (j & 1) + (e >> 1)] = pack_bf16(x, y);
-      }
+    for (int e = 0; e < 4; e += 2) {
+      const float x = d[j][e] * by.x - element(r, j, e) * less.x, y = d[j][e + 1] * by.y - element(r, j, e + 1) * less.y;
+      r[j >> 1][2 * (j & 1) + (e >> 1)] = pack_bf16(x, y);
     }
-  } else {
-    make_operand(r, [&](int j, int e) { return grow * d[j][e]; });
   }
-  store_own(shared + image, r, p, array, unit, l);
+  store_own(shared + image, r, p, array, to, l);
 #endif
 }
 
@@ -103,7 +100,7 @@ __device__ __forceinline__ void load_later(float (&later)[2], u32 shared, u32 su
 
 // The gate's gradient out, and its sums to shared memory.
 __device__ __forceinline__ void leave_gate(float (&d)[4][4], const BackwardParams& p, u32 gate, float grow, u32 shared, u32 unit,
-                                           const Lane& l) {
+                                           const OwnRows& to, const Lane& l) {
   float dbias[2];
   float rate = gate_backward(d, dbias, p, gate, grow, unit_int(unit, UNIT_ROWS), shared, l);
 #if G_FLOAT
@@ -111,7 +108,7 @@ __device__ __forceinline__ void leave_gate(float (&d)[4][4], const BackwardParam
 #else
   Operand x;
   make_operand(x, [&](int j, int e) { return d[j][e]; });
-  store_own(shared + G_AT, x, p, p.dg, unit, l);
+  store_own(shared + G_AT, x, p, p.dg, to, l);
 #endif
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

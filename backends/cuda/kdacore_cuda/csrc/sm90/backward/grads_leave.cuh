@@ -30,7 +30,13 @@ __device__ __forceinline__ float along(const float (&d)[4][4], u32 image, u32 sh
 // All sums over pairs, and then those over channels that the norms and dbeta need. dq in aq, dk, dgc in cs.
 template <int SIDE>
 __device__ __forceinline__ void sum_pairs(FromStates& d, float (&dk)[4][4], Operands& o, const BackwardParams& p, u32 shared, u32 scalars, const Lane& l) {
+  park(o.yk, shared, l);
   add_across<SIDE>(d, o, p.centre, shared, l);
+  take_parked(o.yk, shared, l);
+  if (SIDE) {  // which all have given to the other side
+    take_operand(o.zq, shared + operand_at(ZQ_AT, l.part), l);
+    take_operand(o.zb, shared + operand_at(ZB_AT, l.part), l);
+  }
   u32 sk[4];
   start_own<SIDE>(d, dk, o, sk, shared, l);
   float end[2][PARTS];

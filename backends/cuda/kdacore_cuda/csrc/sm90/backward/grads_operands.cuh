@@ -8,9 +8,11 @@ struct Operands {
   Operand zq, zb, yk;
 };
 
-// Where up waits, as there are no registers for it: in the first halves of the images of dh and h, which have been read.
+// Where four words a thread wait, as there are no registers for them: in the first halves of the images of dh and h, which have
+// been read (0 to 3: up), and once all of the states have been read in the second halves of dh (4, 5: yk).
 __device__ __forceinline__ u32 parked_at(u32 shared, int j, const Lane& l) {
-  return shared + (j < 2 ? DH_AT : H_AT) + (j & 1) * (STATE_BYTES / 2) + 16 * l.thread;
+  const u32 image = (j < 2 ? DH_AT : j < 4 ? H_AT : DH_AT + STATE_BYTES / 4);
+  return shared + image + (j & 1) * (STATE_BYTES / 2) + 16 * l.thread;
 }
 __device__ __forceinline__ void park(const float (&up)[4][4], u32 shared, const Lane& l) {
 #pragma unroll
@@ -22,6 +24,18 @@ __device__ __forceinline__ void park(const float (&up)[4][4], u32 shared, const 
 __device__ __forceinline__ void take_parked(float (&up)[4], int j, u32 shared, const Lane& l) {
   const float4 x = load_shared4(parked_at(shared, j, l));
   up[0] = x.x, up[1] = x.y, up[2] = x.z, up[3] = x.w;
+}
+
+__device__ __forceinline__ void park(const Operand& r, u32 shared, const Lane& l) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) store_shared(parked_at(shared, 4 + i, l), r[i][0], r[i][1], r[i][2], r[i][3]);
+}
+__device__ __forceinline__ void take_parked(Operand& r, u32 shared, const Lane& l) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint4 x = load_shared_u4(parked_at(shared, 4 + i, l));
+    r[i][0] = x.x, r[i][1] = x.y, r[i][2] = x.z, r[i][3] = x.w;
+  }
 }
 
 __device__ __forceinline__ u32 operand_at(u32 area, int part) { return area + part * OPERAND_BYTES; }

@@ -44,7 +44,7 @@ constexpr u32 pitch_of(u32 bytes) { return (bytes + 1023) / 1024 * 1024; }
 constexpr u32 most(u32 x, u32 y) { return x > y ? x : y; }
 
 // Shared memory of a block.
-constexpr int FORWARD_STAGES = WARPGROUPS == 2 ? 3 : 4, DO_STAGES = 1, EARLY_STAGES = 2, LATE_STAGES = 2, MAX_STAGES = 4;
+constexpr int FORWARD_STAGES = WARPGROUPS == 2 ? 3 : 4, DO_STAGES = WARPGROUPS == 2 ? 1 : 3, EARLY_STAGES = 2, LATE_STAGES = 2, MAX_STAGES = 4;
 constexpr u32 FORWARD_AT = 0, EARLY_AT = 0;
 constexpr u32 LATE_AT = EARLY_AT + EARLY_STAGES * pitch_of(EARLY_BYTES);
 constexpr u32 DO_AT = LATE_AT + LATE_STAGES * pitch_of(LATE_BYTES);

@@ -38,6 +38,9 @@ __device__ __forceinline__ void fetch_rows(u32 to, const unsigned char* from, lo
   }
 }
 
+// With stages for it d_o is a chunk ahead of the rest, so that no wait for its place holds up the others'.
+constexpr int OUTPUTS_AHEAD = DO_STAGES > 2;
+
 __device__ __forceinline__ void feed_reverse(const BackwardParams& p, const Job& job, u32 shared) {
   const int lane = thread_index() & 31;
   EarlyRing early = {shared};
@@ -46,9 +49,18 @@ __device__ __forceinline__ void feed_reverse(const BackwardParams& p, const Job&
   const long long token = 2ll * p.HV * V;  // bytes from one to the next
   const u64 first = p.d_o + (job.s.batch * p.T + job.s.first + lane / ROW_LANES) * token + 2 * (job.hv * V + job.part * BLOCK_V) +
                     lane % ROW_LANES * 16;
+  const auto fetch_outputs = [&](int c) {
+    if (c < 0) return;
+    const int left = job.s.length - c * C, rows = left < C ? left : C;
+    outputs.wait_empty();
+    sync_warp();
+    fetch_rows(outputs.stage(), reinterpret_cast<const unsigned char*>(first + c * C * token), token, lane, rows);
+    copy_async_arrive(outputs.full());
+    outputs.next();
+  };
+  if (OUTPUTS_AHEAD) fetch_outputs(job.s.chunks - 1);
   for (int c = job.s.chunks - 1; c >= 0; --c) {
     const long long at = job.at + (long long)c * p.HV;
-    const int left = job.s.length - c * C, rows = left < C ? left : C;
     const u32 stage = early.stage(), full = early.full();
     early.wait_empty();
     if (lane == 0) {
@@ -59,11 +71,7 @@ __device__ __forceinline__ void feed_reverse(const BackwardParams& p, const Job&
       copy_in(decays_of(early), image_of(p.last, at, LAST_BYTES), DECAY_BYTES, full);
     }
     early.next();
-    outputs.wait_empty();
-    sync_warp();
-    fetch_rows(outputs.stage(), reinterpret_cast<const unsigned char*>(first + c * C * token), token, lane, rows);
-    copy_async_arrive(outputs.full());
-    outputs.next();
+    fetch_outputs(c - OUTPUTS_AHEAD);
     late.wait_empty();
     if (lane == 0) {
       const u32 to = late.stage(), bar = late.full();

@@ -30,11 +30,7 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM BackwardParams p) {
     write_next(p, unit_at(shared, 1), unit_at(shared, 0));
   }
   sync_block();
-  // Of unit n of the block, if there is one: what a warp alone reads. In turns: d_o; v; q, k and g, one group each.
-  const auto fetch_rows = [&](u32 image, u32 field, long long stride, int n) {
-    const u32 unit = unit_at(shared, n);
-    fetch_own(shared + image, unit_long(unit, field), stride, unit_int(unit, UNIT_ROWS), l);
-  };
+  // Of unit n of the block, if there is one. In turns: d_o; v; q, k and g, one group each.
   const auto fetch_shared = [&](int n) {
     const u32 unit = unit_at(shared, n);
     if (unit_int(unit, UNIT_ROWS)) {
@@ -43,20 +39,23 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM BackwardParams p) {
     }
     copy_async_commit();
   };
-  const auto fetch_values = [&](int n) {
-    if (l.thread == WORKSPACE_THREAD && unit_int(unit_at(shared, n), UNIT_ROWS)) fetch_workspace_late(p, shared, n);
-    fetch_rows(V_AT, UNIT_V, p.v_st, n);
+  const auto fetch_values = [&](const Arriving& from, int n) {
+    if (l.thread == WORKSPACE_THREAD && from.rows) fetch_workspace_late(p, shared, n);
+    fetch_own(shared + V_AT, from.v, p.v_st, from.rows, l);
     copy_async_commit();
   };
-  const auto fetch_rest = [&](int n) {
-    fetch_gate(p, shared, unit_at(shared, n), l);
+  const auto fetch_rest = [&](const Arriving& from) {
+    fetch_gate(p, shared, from, l);
     copy_async_commit();
   };
   fetch_shared(0);
-  fetch_values(0);
-  fetch_rows(Q_AT, UNIT_Q, p.q_st, 0);
-  fetch_rows(K_AT, UNIT_K, p.k_st, 0);
-  fetch_rest(0);
+  {
+    const Arriving from = find_arriving(unit_at(shared, 0));
+    fetch_values(from, 0);
+    fetch_own(shared + Q_AT, from.q, p.q_st, from.rows, l);
+    fetch_own(shared + K_AT, from.k, p.k_st, from.rows, l);
+    fetch_rest(from);
+  }
   copy_async_wait<2>();
   fence_async_proxy();
   sync_block();
@@ -128,20 +127,21 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM BackwardParams p) {
     sync_block();
 
     l = make_lane(warp);
-    fetch_values(n + 1);
+    const Arriving from = find_arriving(unit_at(shared, n + 1));
+    fetch_values(from, n + 1);
     const float2 by = load_shared2(shared + SCALING_AT);
     const OwnRows to = own_rows(p, unit, l);
     if (l.thread == UNIT_THREAD) write_next(p, unit_at(shared, n + 2), unit_at(shared, n + 1));
     leave(d.aq, 0, Q_AT, scalars + 4 * C, by.y, p, p.dq, shared, unit, to, l);
-    fetch_rows(Q_AT, UNIT_Q, p.q_st, n + 1);
+    fetch_own(shared + Q_AT, from.q, p.q_st, from.rows, l);
     leave(dk, 1, K_AT, scalars + 8 * C, by.y, p, p.dk, shared, unit, to, l);
-    fetch_rows(K_AT, UNIT_K, p.k_st, n + 1);
+    fetch_own(shared + K_AT, from.k, p.k_st, from.rows, l);
     leave_beta(p, shared, scalars, unit, l);
     float later[2];
     load_later(later, shared, states, last, by.x, l);
     sum_later(d.cs, later, l);
     leave_gate(d.cs, p, gate, by.y, shared, unit, to, l);
-    fetch_rest(n + 1);
+    fetch_rest(from);
   }
   if (n) {
     sync_block();

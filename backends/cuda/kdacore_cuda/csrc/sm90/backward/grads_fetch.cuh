@@ -5,6 +5,16 @@ __device__ __forceinline__ const void* row_of(u64 from, int token, int rows, u32
   return reinterpret_cast<const void*>(from + (u64)(u32)(token < rows ? token : rows > 0 ? rows - 1 : 0) * stride);
 }
 
+// What comes next to places that a warp alone reads: how many rows (0: there is no further unit), the first row in each array.
+struct Arriving {
+  int rows;
+  u64 q, k, v, g;
+};
+__device__ __forceinline__ Arriving find_arriving(u32 unit) {
+  return {unit_int(unit, UNIT_ROWS), unit_long(unit, UNIT_Q), unit_long(unit, UNIT_K), unit_long(unit, UNIT_V),
+          unit_long(unit, UNIT_G)};
+}
+
 // The warp's own 32 tokens of 16 channels of a bfloat16 rows array, zeros past the unit's rows. `from`: the unit's first token;
 // a token's stride in elements.
 __device__ __forceinline__ void fetch_own(u32 image, u64 from, long long stride, int rows, const Lane& l) {
@@ -21,17 +31,16 @@ __device__ __forceinline__ void fetch_own(u32 image, u64 from, long long stride,
 __device__ __forceinline__ u32 gate_piece(int row, int piece) { return row * GATE_ROW + ((piece ^ (row & 7)) << 4); }
 #endif
 
-__device__ __forceinline__ void fetch_gate(const BackwardParams& p, u32 shared, u32 unit, const Lane& l) {
-  const int rows = unit_int(unit, UNIT_ROWS);
-  const u64 from = unit_long(unit, UNIT_G);
+__device__ __forceinline__ void fetch_gate(const BackwardParams& p, u32 shared, const Arriving& next, const Lane& l) {
+  const int rows = next.rows;
 #if G_FLOAT
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int token = HALF * l.side + l.g + 8 * i, piece = 16 * l.part + 4 * l.warp + l.t;
-    copy_async16_of_line(shared + G_AT + gate_piece(token, piece), row_of(from + 16 * piece, token, rows, 4 * (u32)p.g_st), token < rows);
+    copy_async16_of_line(shared + G_AT + gate_piece(token, piece), row_of(next.g + 16 * piece, token, rows, 4 * (u32)p.g_st), token < rows);
   }
 #else
-  fetch_own(shared + G_AT, from, p.g_st, rows, l);
+  fetch_own(shared + G_AT, next.g, p.g_st, rows, l);
 #endif
 }
 

@@ -132,9 +132,14 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM BackwardParams p) {
     const float2 by = load_shared2(shared + SCALING_AT);
     const OwnRows to = own_rows(p, unit, l);
     if (l.thread == UNIT_THREAD) write_next(p, unit_at(shared, n + 2), unit_at(shared, n + 1));
-    leave(d.aq, 0, Q_AT, scalars + 4 * C, by.y, p, p.dq, shared, unit, to, l);
+    NormBackward q_norm = {}, k_norm = {};
+    if (!GROUPED) {
+      q_norm = norm_backward(0, scalars + 4 * C, by.y, p, shared, l);
+      k_norm = norm_backward(1, scalars + 8 * C, by.y, p, shared, l);
+    }
+    leave(d.aq, q_norm, Q_AT, by.y, p, p.dq, shared, unit, to, l);
     fetch_own(shared + Q_AT, from.q, p.q_st, from.rows, l);
-    leave(dk, 1, K_AT, scalars + 8 * C, by.y, p, p.dk, shared, unit, to, l);
+    leave(dk, k_norm, K_AT, by.y, p, p.dk, shared, unit, to, l);
     fetch_own(shared + K_AT, from.k, p.k_st, from.rows, l);
     leave_beta(p, shared, scalars, unit, l);
     float later[2];

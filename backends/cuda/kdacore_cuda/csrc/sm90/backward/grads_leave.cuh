@@ -51,21 +51,28 @@ __device__ __forceinline__ void sum_pairs(FromStates& d, float (&dk)[4][4], Oper
   }
 }
 
+// The norm's backward of token `lane` of the side: what its row of gradients is multiplied by, and how much of the row is taken away.
+struct NormBackward {
+  float by, less;
+};
+__device__ __forceinline__ NormBackward norm_backward(int which, u32 norms, float grow, const BackwardParams& p, u32 shared, const Lane& l) {
+  // Norms are 1 where rows are not to be normalised.
+  const float norm = load_shared1(norms + 4 * (HALF * l.side + l.lane)), sum = take_sum(which, shared, l), by = norm * grow;
+  return {by, p.flags & FLAG_L2NORM ? by * norm * (norm * sum) : 0.0f};
+}
+
 // dq or dk from d, `grow` smaller and with regard to normalised rows: out, and through the norm unless heads are grouped. The rows
 // as they were given: where most of a gradient lies along them, what is taken away needs more bits than operands have.
-__device__ __forceinline__ void leave(const float (&d)[4][4], int which, u32 image, u32 norms, float grow, const BackwardParams& p,
+__device__ __forceinline__ void leave(const float (&d)[4][4], const NormBackward& norm, u32 image, float grow, const BackwardParams& p,
                                       u64 array, u32 shared, u32 unit, const OwnRows& to, const Lane& l) {
 #if GROUPED
   store_floats([&](int j, int e) { return grow * d[j][e]; }, p, array, unit, l);
 #else
   Operand r;
   load_own(r, shared + image, l);
-  // Norms are 1 where rows are not to be normalised.
-  const float norm = load_shared1(norms + 4 * (HALF * l.side + l.lane)), sum = take_sum(which, shared, l), a = norm * grow;
-  const float b = p.flags & FLAG_L2NORM ? a * norm * (norm * sum) : 0.0f;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const float2 by = pair_of(a, j, l), less = pair_of(b, j, l);
+    const float2 by = pair_of(norm.by, j, l), less = pair_of(norm.less, j, l);
 #pragma unroll
     for (int e = 0; e < 4; e += 2) {
       const float x = d[j][e] * by.x - element(r, j, e) * less.x, y = d[j][e + 1] * by.y - element(r, j, e + 1) * less.y;

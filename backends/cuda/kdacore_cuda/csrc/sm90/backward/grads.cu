@@ -27,7 +27,8 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM BackwardParams p) {
     barrier_init(shared + FULL_STATES_AT, 1);
     fence_barrier_init();
     write_unit(p, unit_at(shared, 0), block_index(), 0, p.N);
-    write_next(p, unit_at(shared, 1), unit_at(shared, 0));
+    write_step(p, shared);
+    write_next(p, shared, unit_at(shared, 1), unit_at(shared, 0));
   }
   sync_block();
   // Of unit n of the block, if there is one. In turns: d_o; v; q, k and g, one group each.
@@ -127,11 +128,13 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM BackwardParams p) {
     sync_block();
 
     l = make_lane(warp);
+    // Here or a little later, where it costs the fewest registers.
+    if (SAFE && l.thread == UNIT_THREAD) write_next(p, shared, unit_at(shared, n + 2), unit_at(shared, n + 1));
     const Arriving from = find_arriving(unit_at(shared, n + 1));
     fetch_values(from, n + 1);
     const float2 by = load_shared2(shared + SCALING_AT);
     const OwnRows to = own_rows(p, unit, l);
-    if (l.thread == UNIT_THREAD) write_next(p, unit_at(shared, n + 2), unit_at(shared, n + 1));
+    if (!SAFE && l.thread == UNIT_THREAD) write_next(p, shared, unit_at(shared, n + 2), unit_at(shared, n + 1));
     NormBackward q_norm = {}, k_norm = {};
     if (!GROUPED) {
       q_norm = norm_backward(0, scalars + 4 * C, by.y, p, shared, l);

@@ -153,11 +153,8 @@ __device__ __forceinline__ void leave_parts(const BackwardParams& p, u32 shared,
 __device__ __forceinline__ void leave_beta(const BackwardParams& p, u32 shared, u32 scalars, u32 unit, const Lane& l) {
   if (l.part || l.warp != BETA_WARP) return;
   const int token = HALF * l.side + l.lane;
-  if (token >= unit_int(unit, UNIT_ROWS)) return;
+  const float beta = load_shared1(scalars + 4 * token);
   float d = take_sum(2, shared, l);
-  if (p.flags & FLAG_BETA_SIGMOID) {
-    const float beta = load_shared1(scalars + 4 * token);
-    d *= beta * (1.0f - (p.flags & FLAG_NEG_EIGVAL ? 0.5f * beta : beta));
-  }
-  store_scalar(p.dbeta, unit_long(unit, UNIT_ROW) + (long long)token * p.HV, p.beta_type, d);
+  if (p.flags & FLAG_BETA_SIGMOID) d *= beta * (1.0f - (p.flags & FLAG_NEG_EIGVAL ? 0.5f * beta : beta));
+  if (token < unit_int(unit, UNIT_ROWS)) store_scalar(p.dbeta, unit_long(unit, UNIT_ROW) + (long long)token * p.HV, p.beta_type, d);
 }

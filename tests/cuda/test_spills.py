@@ -66,14 +66,14 @@ ALLOWED = (
         "one block carries all 128 columns of a state, 32 a warp, in 168 registers; compiled only",
     ),
     Allowance(
-        128,
+        40,
         "sm_90a",
         "sm90/backward/grads.cu",
         {"SAFE": 1},
-        "16 warps leave 128 registers, 104 of them accumulators and operands while pairs are summed",
+        "16 warps leave 128 registers, 88 of them accumulators and operands while pairs are summed",
     ),
     Allowance(
-        320,
+        88,
         "sm_90a",
         "sm90/backward/grads.cu",
         {"SAFE": 0},

@@ -10,7 +10,7 @@ from backward_calls import draw
 from cuda_calls import MODEL, SAFE_MODEL, Draw, error, request_of
 
 from kdacore.types import OutputGrads
-from kdacore_cuda import backward
+from kdacore_cuda import backward, runtime
 from kdacore_reference.oracle import oracle_backward
 
 
@@ -106,7 +106,7 @@ def test_the_benchmark_times_what_a_call_launches(monkeypatch: pytest.MonkeyPatc
     seen: list[str] = []
     monkeypatch.setattr(backward, "run", lambda kernel, *rest: seen.append(kernel.source.name))
     monkeypatch.setattr(backward, "_sum_chunks", lambda *rest: (None, None))
-    monkeypatch.setattr(backward.runtime, "processors", lambda index: 8)
+    monkeypatch.setattr(runtime, "processors", lambda index: 8)
     inputs = draw(70, heads, heads)
     request = request_of("chunk_kda", inputs, **SAFE_MODEL)
     grads = OutputGrads(torch.zeros(inputs.v.shape, dtype=torch.bfloat16), None)

@@ -74,7 +74,7 @@ def cuda_steps(request: Request, inputs: ChunkInputs, grads: OutputGrads) -> dic
     work |= cuda._partial_sums(request, plan, inputs)
     launches = {
         "prepare": kernels.prepare_kernel(plan.float_gate, plan.safe),
-        "scan": kernels.scan_kernel(),
+        "scan": cuda.scan_of(request, inputs.q.device.index),
         "gradients": kernels.grads_kernel(plan.float_gate, plan.grouped, plan.safe),
     }
 

@@ -69,11 +69,11 @@ ALLOWED = (
         "16 warps leave 128 registers, 104 of them accumulators and operands while pairs are summed",
     ),
     Allowance(
-        352,
+        132,
         "sm_90a",
         "sm90/backward/grads.cu",
         {"SAFE": 0},
-        "as above, with an anchor for each quarter of a chunk",
+        "as above, with an anchor for each quarter of a chunk, and decays kept in shared memory",
     ),
     Allowance(
         72,

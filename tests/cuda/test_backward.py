@@ -10,7 +10,7 @@ from backward_calls import draw
 from cuda_calls import MODEL, SAFE_MODEL, Draw, error, request_of
 
 from kdacore.types import OutputGrads
-from kdacore_cuda import backward
+from kdacore_cuda import backward, runtime
 from kdacore_reference.oracle import oracle_backward
 
 
@@ -97,3 +97,21 @@ def test_sums_over_chunks_and_over_value_heads(emulated: list[str], norm: bool) 
         want = model.through_norm(k * r[..., None], r, want)
     assert error(got, want) < 3e-3
     assert len(emulated) == 3
+
+
+@pytest.mark.parametrize("heads", [2, 3])
+def test_the_benchmark_times_what_a_call_launches(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
+    """Few and many heads take different scans."""
+    launches = pytest.importorskip("benchmarks.backward_launches")
+    seen: list[str] = []
+    monkeypatch.setattr(backward, "run", lambda kernel, *rest: seen.append(kernel.source.name))
+    monkeypatch.setattr(backward, "_sum_chunks", lambda *rest: (None, None))
+    monkeypatch.setattr(runtime, "processors", lambda index: 8)
+    inputs = draw(70, heads, heads)
+    request = request_of("chunk_kda", inputs, **SAFE_MODEL)
+    grads = OutputGrads(torch.zeros(inputs.v.shape, dtype=torch.bfloat16), None)
+    backward.backward(request, inputs, (), grads)
+    called, seen[:] = [*seen], []
+    launches.cuda_steps(request, inputs, grads)
+    assert seen == called
+    assert f"WARPGROUPS{1 if heads == 2 else 2}" in seen[1]

@@ -153,6 +153,11 @@ def run(kernel: BackwardKernel, plan: Plan, inputs: ChunkInputs, arrays: Arrays)
     del kept, parameters  # copies live until the launch is queued
 
 
+def scan_of(request: Request, index: int) -> BackwardKernel:
+    """The scan that this call takes on device ``index``."""
+    return scan_kernel(scan_warpgroups(request.N * request.HV, runtime.processors(index)))
+
+
 def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grads: OutputGrads) -> InputGrads:
     """Gradients of ``o`` and ``final_state`` of ``chunk_kda`` with respect to every differentiable input.
 
@@ -175,8 +180,7 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
 
     work = workspace(plan, x.q, *WORKSPACE)
     run(prepare_kernel(plan.float_gate, plan.safe), plan, x, work)
-    scan = scan_kernel(scan_warpgroups(r.N * r.HV, runtime.processors(x.q.device.index)))
-    run(scan, plan, x, work | present(d_o=d_o, d_ht=d_ht, d_h0=d_h0))
+    run(scan_of(request, x.q.device.index), plan, x, work | present(d_o=d_o, d_ht=d_ht, d_h0=d_h0))
     for name in ("kg", "kg_low", "qg", "w", "aqk", "inv"):
         del work[name]
 

@@ -53,7 +53,7 @@ def scan_kernel(warpgroups: int = 2) -> BackwardKernel:
     defines = (("WARPGROUPS", warpgroups), ("SHARED_BYTES", _SCAN_SHARED))
     return BackwardKernel(
         KernelSource(f"{_SOURCES}/scan.cu", "scan", defines),
-        384 if warpgroups == 2 else 160,
+        384 if warpgroups == 2 else 224,
         _SCAN_SHARED,
         lambda units, sequences, processors: 4 // warpgroups * sequences,
     )

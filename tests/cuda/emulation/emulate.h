@@ -77,6 +77,11 @@ inline u32 shuffle_xor(u32 x, int mask) { return emu::exchange({{x}})[(emu::me->
 inline int shuffle_xor(int x, int mask) { return (int)emu::exchange({{(u32)x}})[(emu::me->thread & 31) ^ mask].w[0]; }
 inline float shuffle(float x, int lane) { return emu::as_float(emu::exchange({{emu::as_u32(x)}})[lane & 31].w[0]); }
 inline int shuffle(int x, int lane) { return (int)emu::exchange({{(u32)x}})[lane & 31].w[0]; }
+inline u32 largest_of_warp(u32 x) {
+  const auto all = emu::exchange({{x}});
+  for (int lane = 0; lane < 32; ++lane) x = std::max(x, all[lane].w[0]);
+  return x;
+}
 inline int uniform(int x) { return x; }
 
 template <class T>

@@ -8,6 +8,8 @@
 #ifndef KDACORE_EMULATE
 
 __device__ __forceinline__ int grid_blocks() { return (int)gridDim.x; }
+// The largest of a warp's numbers, in all lanes.
+__device__ __forceinline__ u32 largest_of_warp(u32 x) { return __reduce_max_sync(0xffffffffu, x); }
 // This thread arrives, and the barrier's phase also waits for so many bytes.
 __device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
   asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared::cta.b64 t, [%0], %1; }" ::"r"(bar), "r"(bytes) : "memory");

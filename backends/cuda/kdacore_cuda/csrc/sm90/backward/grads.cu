@@ -27,36 +27,36 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM BackwardParams p) {
     barrier_init(shared + FULL_STATES_AT, 1);
     fence_barrier_init();
     write_unit(p, unit_at(shared, 0), block_index(), 0, p.N);
-    write_next(p, unit_at(shared, 1), unit_at(shared, 0));
+    write_step(p, shared);
+    write_next(p, shared, unit_at(shared, 1), unit_at(shared, 0));
   }
   sync_block();
-  // Of unit n of the block, if there is one: what a warp alone reads. In turns: d_o; v; q, k and g, one group each.
-  const auto fetch_rows = [&](u32 image, u32 field, long long stride, int n) {
-    const u32 unit = unit_at(shared, n);
-    if (const int rows = unit_int(unit, UNIT_ROWS)) fetch_own(shared + image, unit_long(unit, field), stride, rows, l);
-  };
+  // Of unit n of the block, if there is one. In turns: d_o; v; q, k and g, one group each.
   const auto fetch_shared = [&](int n) {
     const u32 unit = unit_at(shared, n);
     if (unit_int(unit, UNIT_ROWS)) {
-      if (l.thread == 0) fetch_workspace(p, shared, n);
+      if (l.thread == WORKSPACE_THREAD) fetch_workspace(p, shared, n);
       fetch_outputs(p, shared, unit, l);
     }
     copy_async_commit();
   };
-  const auto fetch_values = [&](int n) {
-    if (l.thread == 0 && unit_int(unit_at(shared, n), UNIT_ROWS)) fetch_u(p, shared, n);
-    fetch_rows(V_AT, UNIT_V, p.v_st, n);
+  const auto fetch_values = [&](const Arriving& from, int n) {
+    if (l.thread == WORKSPACE_THREAD && from.rows) fetch_workspace_late(p, shared, n);
+    fetch_own(shared + V_AT, from.v, p.v_st, from.rows, l);
     copy_async_commit();
   };
-  const auto fetch_rest = [&](int n) {
-    if (unit_int(unit_at(shared, n), UNIT_ROWS)) fetch_gate(p, shared, unit_at(shared, n), l);
+  const auto fetch_rest = [&](const Arriving& from) {
+    fetch_gate(p, shared, from, l);
     copy_async_commit();
   };
   fetch_shared(0);
-  fetch_values(0);
-  fetch_rows(Q_AT, UNIT_Q, p.q_st, 0);
-  fetch_rows(K_AT, UNIT_K, p.k_st, 0);
-  fetch_rest(0);
+  {
+    const Arriving from = find_arriving(unit_at(shared, 0));
+    fetch_values(from, 0);
+    fetch_own(shared + Q_AT, from.q, p.q_st, from.rows, l);
+    fetch_own(shared + K_AT, from.k, p.k_st, from.rows, l);
+    fetch_rest(from);
+  }
   copy_async_wait<2>();
   fence_async_proxy();
   sync_block();
@@ -103,13 +103,18 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM BackwardParams p) {
     copy_async_wait<0>();
     sync_warp();
     l = make_lane(warp);
-    float up[4][4], end[2][PARTS];
-    decays(up, end, p, gate, unit_int(unit, UNIT_ROWS), shared, l);
+    Decays kept;
+    float end[2][PARTS];
+    {
+      float up[4][4];
+      decays(up, end, p, gate, unit_int(unit, UNIT_ROWS), shared, l);
+      keep_decays(kept, up, shared, l);
+    }
     wait_states(d);
     scale_states(d, last, p.scale, make_scaling(shared, p.centre), l);
     if (SK_IN_U) sync_block();
     Operands o;
-    make_operands(o, up, end, shared, scalars, l);
+    make_operands(o, kept, end, shared, scalars, l);
     put_ends(end, shared, l);
     fence_async_proxy();
     sync_block();
@@ -117,26 +122,35 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM BackwardParams p) {
     l = make_lane(warp);
     fetch_shared(n + 1);
     float dk[4][4];
-    if (l.side) sum_pairs<1>(d, dk, o, up, p, shared, scalars, l);
-    else sum_pairs<0>(d, dk, o, up, p, shared, scalars, l);
-    if (l.thread == 0) write_next(p, unit_at(shared, n + 2), unit_at(shared, n + 1));
+    if (l.side) sum_pairs<1>(d, dk, o, kept, p, shared, scalars, l);
+    else sum_pairs<0>(d, dk, o, kept, p, shared, scalars, l);
     copy_async_wait<0>();
     fence_async_proxy();
     sync_block();
 
     l = make_lane(warp);
-    fetch_values(n + 1);
+    // Here or a little later, where it costs the fewest registers.
+    if (SAFE && l.thread == UNIT_THREAD) write_next(p, shared, unit_at(shared, n + 2), unit_at(shared, n + 1));
+    const Arriving from = find_arriving(unit_at(shared, n + 1));
+    fetch_values(from, n + 1);
     const float2 by = load_shared2(shared + SCALING_AT);
-    leave(d.aq, 0, Q_AT, scalars + 4 * C, by.y, p, p.dq, shared, unit, l);
-    fetch_rows(Q_AT, UNIT_Q, p.q_st, n + 1);
-    leave(dk, 1, K_AT, scalars + 8 * C, by.y, p, p.dk, shared, unit, l);
-    fetch_rows(K_AT, UNIT_K, p.k_st, n + 1);
+    const OwnRows to = own_rows(p, unit, l);
+    if (!SAFE && l.thread == UNIT_THREAD) write_next(p, shared, unit_at(shared, n + 2), unit_at(shared, n + 1));
+    NormBackward q_norm = {}, k_norm = {};
+    if (!GROUPED) {
+      q_norm = norm_backward(0, scalars + 4 * C, by.y, p, shared, l);
+      k_norm = norm_backward(1, scalars + 8 * C, by.y, p, shared, l);
+    }
+    leave(d.aq, q_norm, Q_AT, by.y, p, p.dq, shared, unit, to, l);
+    fetch_own(shared + Q_AT, from.q, p.q_st, from.rows, l);
+    leave(dk, k_norm, K_AT, by.y, p, p.dk, shared, unit, to, l);
+    fetch_own(shared + K_AT, from.k, p.k_st, from.rows, l);
     leave_beta(p, shared, scalars, unit, l);
     float later[2];
     load_later(later, shared, states, last, by.x, l);
     sum_later(d.cs, later, l);
-    leave_gate(d.cs, p, gate, by.y, shared, unit, l);
-    fetch_rest(n + 1);
+    leave_gate(d.cs, p, gate, by.y, shared, unit, to, l);
+    fetch_rest(from);
   }
   if (n) {
     sync_block();

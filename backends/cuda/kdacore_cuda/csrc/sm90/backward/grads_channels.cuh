@@ -24,7 +24,7 @@ __device__ __forceinline__ void sum_tokens(u32 to, const Lane& l, F f) {
 
 // Once the products of the side's own pairs are on their way, those of cs and cy first: then dq in aq, x in ax, dk in cy, dgc in cs.
 template <int SIDE>
-__device__ __forceinline__ void finish_pairs(FromStates& d, float (&cy)[4][4], const Operands& o, const float (&up)[4][4],
+__device__ __forceinline__ void finish_pairs(FromStates& d, float (&cy)[4][4], const Operands& o, const Decays& kept,
                                              const float (&end)[2][PARTS], u32 shared, u32 scalars, const Lane& l) {
   warpgroup_wait<1>();
   hold(d.cs);
@@ -32,11 +32,17 @@ __device__ __forceinline__ void finish_pairs(FromStates& d, float (&cy)[4][4], c
   {
     Operand sk;
     take_operand(sk, shared + operand_at(SK_AT, 2 * SIDE + l.part), l);
-    each([&](int j, int e) {
-      const float down = -reciprocal(-up[j][e]), c = d.cs[j][e], y = cy[j][e];
-      cy[j][e] = down * y + end[e >> 1][part_of(j)] * down * c;
-      d.cs[j][e] = -element(sk, j, e) * c - element(o.yk, j, e) * y;
-    });
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float up[4];
+      take_decays(up, kept, j, shared, l);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float down = -reciprocal(-up[e]), c = d.cs[j][e], y = cy[j][e];
+        cy[j][e] = down * y + end[e >> 1][part_of(j)] * down * c;
+        d.cs[j][e] = -element(sk, j, e) * c - element(o.yk, j, e) * y;
+      }
+    }
   }
   warpgroup_wait<0>();
   hold(d.aq);
@@ -44,12 +50,14 @@ __device__ __forceinline__ void finish_pairs(FromStates& d, float (&cy)[4][4], c
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const float2 beta = load_shared2(scalars + 4 * (HALF * SIDE + 8 * j + 2 * l.t));
+    float up[4];
+    take_decays(up, kept, j, shared, l);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       d.cs[j][e] += element(o.zq, j, e) * d.aq[j][e];
-      d.aq[j][e] *= up[j][e];
+      d.aq[j][e] *= up[e];
       d.cs[j][e] += element(o.zb, j, e) * d.ax[j][e];
-      d.ax[j][e] *= up[j][e];
+      d.ax[j][e] *= up[e];
       cy[j][e] += (e & 1 ? beta.y : beta.x) * d.ax[j][e];
     }
   }

@@ -1,8 +1,18 @@
 // How a unit's arrays come to shared memory and its rows leave it. Part of grads.cu.
 
-// Token `token`, or the last one there is: an address that may be read.
+// Token `token`, or the last one there is: an address that may be read. Where there is no unit `from` is an array's begin.
 __device__ __forceinline__ const void* row_of(u64 from, int token, int rows, u32 stride) {
-  return reinterpret_cast<const void*>(from + (u64)(u32)(token < rows ? token : rows - 1) * stride);
+  return reinterpret_cast<const void*>(from + (u64)(u32)(token < rows ? token : rows > 0 ? rows - 1 : 0) * stride);
+}
+
+// What comes next to places that a warp alone reads: how many rows (0: there is no further unit), the first row in each array.
+struct Arriving {
+  int rows;
+  u64 q, k, v, g;
+};
+__device__ __forceinline__ Arriving find_arriving(u32 unit) {
+  return {unit_int(unit, UNIT_ROWS), unit_long(unit, UNIT_Q), unit_long(unit, UNIT_K), unit_long(unit, UNIT_V),
+          unit_long(unit, UNIT_G)};
 }
 
 // The warp's own 32 tokens of 16 channels of a bfloat16 rows array, zeros past the unit's rows. `from`: the unit's first token;
@@ -21,17 +31,16 @@ __device__ __forceinline__ void fetch_own(u32 image, u64 from, long long stride,
 __device__ __forceinline__ u32 gate_piece(int row, int piece) { return row * GATE_ROW + ((piece ^ (row & 7)) << 4); }
 #endif
 
-__device__ __forceinline__ void fetch_gate(const BackwardParams& p, u32 shared, u32 unit, const Lane& l) {
-  const int rows = unit_int(unit, UNIT_ROWS);
-  const u64 from = unit_long(unit, UNIT_G);
+__device__ __forceinline__ void fetch_gate(const BackwardParams& p, u32 shared, const Arriving& next, const Lane& l) {
+  const int rows = next.rows;
 #if G_FLOAT
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int token = HALF * l.side + l.g + 8 * i, piece = 16 * l.part + 4 * l.warp + l.t;
-    copy_async16_of_line(shared + G_AT + gate_piece(token, piece), row_of(from + 16 * piece, token, rows, 4 * (u32)p.g_st), token < rows);
+    copy_async16_of_line(shared + G_AT + gate_piece(token, piece), row_of(next.g + 16 * piece, token, rows, 4 * (u32)p.g_st), token < rows);
   }
 #else
-  fetch_own(shared + G_AT, from, p.g_st, rows, l);
+  fetch_own(shared + G_AT, next.g, p.g_st, rows, l);
 #endif
 }
 
@@ -44,39 +53,68 @@ __device__ __forceinline__ void fetch_outputs(const BackwardParams& p, u32 share
   copy_async16(to + 32 * IMAGE_ROW, row_of(from, token + 32, rows, 2 * V * (u32)p.HV), token + 32 < rows);
 }
 
+// One thread: `bytes` from `offset` on of unit n's image (of `size` bytes) in a workspace array; `bar` counts them.
+__device__ __forceinline__ void fetch_image(u32 to, u64 array, u64 place, u32 size, u32 bar, u32 offset, u32 bytes) {
+  copy_in(to + offset, reinterpret_cast<const void*>(array + place * size + offset), bytes, bar);
+}
+// One thread: of 64 channels of h, the first (0) or second 64 values.
+__device__ __forceinline__ void fetch_values_of_h(const BackwardParams& p, u32 shared, u64 place, int half) {
+#pragma unroll
+  for (int part = 0; part < 2; ++part) {
+    const u32 offset = part * (STATE_BYTES / 2) + half * (STATE_BYTES / 4);
+    fetch_image(shared + H_AT, p.h, place, STATE_BYTES, shared + FULL_STATES_AT, offset, STATE_BYTES / 4);
+  }
+}
 // One thread: the part of the workspace of unit n of the block.
 __device__ __forceinline__ void fetch_workspace(const BackwardParams& p, u32 shared, int n) {
   const u64 place = unit_long(unit_at(shared, n), UNIT_PLACE);
-  const auto copy = [&](u32 to, u64 array, u32 bytes, u32 bar) {
-    copy_in(shared + to, reinterpret_cast<const void*>(array + place * bytes), bytes, shared + bar);
+  const auto fetch = [&](u32 to, u64 array, u32 bytes) {
+    fetch_image(shared + to, array, place, bytes, shared + FULL_PAIRS_AT, 0, bytes);
   };
   barrier_expect(shared + FULL_PAIRS_AT, 2 * TILE_BYTES + ROWS_BYTES + LAST_BYTES);
-  copy(DR_AT, p.dr, TILE_BYTES, FULL_PAIRS_AT);
-  if (!SK_IN_U) copy(U_AT, p.u, TILE_BYTES, FULL_PAIRS_AT);
-  copy(ROWS_AT + (n & 1) * ROWS_BYTES, p.rows, ROWS_BYTES, FULL_PAIRS_AT);
-  copy(LAST_AT + (n & 1) * LAST_BYTES, p.last, LAST_BYTES, FULL_PAIRS_AT);
+  fetch(DR_AT, p.dr, TILE_BYTES);
+  if (!SK_IN_U) fetch(U_AT, p.u, TILE_BYTES);
+  fetch(ROWS_AT + (n & 1) * ROWS_BYTES, p.rows, ROWS_BYTES);
+  fetch(LAST_AT + (n & 1) * LAST_BYTES, p.last, LAST_BYTES);
   barrier_expect(shared + FULL_STATES_AT, 2 * STATE_BYTES);
-  copy(H_AT, p.h, STATE_BYTES, FULL_STATES_AT);
-  copy(DH_AT, p.dh, STATE_BYTES, FULL_STATES_AT);
+  if (UP_IN_STATES) {
+    fetch_values_of_h(p, shared, place, 1);
+  } else {
+    fetch_image(shared + H_AT, p.h, place, STATE_BYTES, shared + FULL_STATES_AT, 0, STATE_BYTES);
+    fetch_image(shared + DH_AT, p.dh, place, STATE_BYTES, shared + FULL_STATES_AT, 0, STATE_BYTES);
+  }
 }
-// Its u where that waits for longer; FULL_PAIRS_AT counts it already.
-__device__ __forceinline__ void fetch_u(const BackwardParams& p, u32 shared, int n) {
-  const u64 from = p.u + unit_long(unit_at(shared, n), UNIT_PLACE) * TILE_BYTES;
-  if (SK_IN_U) copy_in(shared + U_AT, reinterpret_cast<const void*>(from), TILE_BYTES, shared + FULL_PAIRS_AT);
+// What waits for longer, as its place is taken until all pairs are summed: by up, and by sk where that lies in u's place. The
+// barriers count it already.
+__device__ __forceinline__ void fetch_workspace_late(const BackwardParams& p, u32 shared, int n) {
+  const u64 place = unit_long(unit_at(shared, n), UNIT_PLACE);
+  if (SK_IN_U) fetch_image(shared + U_AT, p.u, place, TILE_BYTES, shared + FULL_PAIRS_AT, 0, TILE_BYTES);
+  if (UP_IN_STATES) {
+    fetch_values_of_h(p, shared, place, 0);
+    fetch_image(shared + DH_AT, p.dh, place, STATE_BYTES, shared + FULL_STATES_AT, 0, STATE_BYTES);
+  }
 }
 
+// Where a lane's 16 bytes of the unit's bfloat16 rows go: rows left from its token on, and bytes into an array.
+struct OwnRows {
+  int left;
+  u64 at;
+};
+__device__ __forceinline__ OwnRows own_rows(const BackwardParams& p, u32 unit, const Lane& l) {
+  const u64 at = 2 * K * unit_long(unit, UNIT_ROW) + 2 * (64 * l.part + 16 * l.warp + 8 * (l.lane & 1));
+  return {unit_int(unit, UNIT_ROWS) - l.token, at + (u64)(u32)l.token * (2 * K * (u32)p.HV)};
+}
 // A bfloat16 tile to rows of [B, T, HV, 128] through the warp's own rows of `image`, which nobody reads any more.
-__device__ __forceinline__ void store_own(u32 image, const Operand& r, const BackwardParams& p, u64 array, u32 unit, const Lane& l) {
+__device__ __forceinline__ void store_own(u32 image, const Operand& r, const BackwardParams& p, u64 array, const OwnRows& to,
+                                          const Lane& l) {
   sync_warp();
 #pragma unroll
   for (int i = 0; i < 2; ++i) store_matrix4_transposed(image + l.own + 16 * IMAGE_ROW * i, r[i]);
   sync_warp();
-  const int rows = unit_int(unit, UNIT_ROWS);
-  array += 2 * K * unit_long(unit, UNIT_ROW) + 2 * (64 * l.part + 16 * l.warp + 8 * (l.lane & 1)) +
-           (u64)(u32)l.token * (2 * K * (u32)p.HV);
+  array += to.at;
   const uint4 x = load_shared_u4(image + l.piece), y = load_shared_u4(image + l.piece + 16 * IMAGE_ROW);
-  if (l.token < rows) store_global(reinterpret_cast<void*>(array), x);
-  if (l.token + 16 < rows) store_global(reinterpret_cast<void*>(array + (u64)(u32)p.HV * (2 * K * 16)), y);
+  if (to.left > 0) store_global(reinterpret_cast<void*>(array), x);
+  if (to.left > 16) store_global(reinterpret_cast<void*>(array + (u64)(u32)p.HV * (2 * K * 16)), y);
   sync_warp();  // what comes next into these rows finds them read
 }
 

@@ -56,16 +56,11 @@ __device__ __forceinline__ void decays(float (&up)[4][4], float (&end)[2][PARTS]
     float carry = p.centre;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float sum = up[j][2 * r] + up[j][2 * r + 1];
-      const float one = shuffle(sum, l.lane - 1), before = l.t >= 1 ? one : 0.0f;  // the pair before
-      const float two = shuffle(before, l.lane - 1), three = shuffle(before, l.lane - 2);
-      float all = before;
-      if (l.t >= 2) all += two;
-      if (l.t >= 3) all += three;
-      const float total = shuffle(all + sum, l.lane | 3), first = all + up[j][2 * r];
+      const QuadSums sums = scan_quad<false>(up[j][2 * r] + up[j][2 * r + 1], l);
+      const float first = sums.aside + up[j][2 * r];
       up[j][2 * r + 1] = exp2_fast(carry + (first + up[j][2 * r + 1]));
       up[j][2 * r] = exp2_fast(carry + first);
-      carry += total;
+      carry += sums.all;
       if (j == 3 || (!SAFE && j == 1)) {
         end[r][part_of(j)] = exp2_fast(carry);
         carry = p.centre;

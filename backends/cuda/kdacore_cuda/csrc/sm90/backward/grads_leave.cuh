@@ -8,10 +8,10 @@ __device__ __forceinline__ void put_sum(int which, float x, u32 shared, const La
 // The sum over all channels of token `lane` of the side.
 __device__ __forceinline__ float take_sum(int which, u32 shared, const Lane& l) {
   const u32 from = shared + SUMS_AT + 4 * (which * 8 * C + HALF * l.side + l.lane);
-  float sum = 0.0f;
+  float x[8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) sum += load_shared1(from + 4 * C * i);
-  return sum;
+  for (int i = 0; i < 8; ++i) x[i] = load_shared1(from + 4 * C * i);
+  return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
 }
 // One float a token, of a warp that has one token a lane, for a lane's token pair j.
 __device__ __forceinline__ float2 pair_of(float x, int j, const Lane& l) {
@@ -29,14 +29,14 @@ __device__ __forceinline__ float along(const float (&d)[4][4], u32 image, u32 sh
 
 // All sums over pairs, and then those over channels that the norms and dbeta need. dq in aq, dk, dgc in cs.
 template <int SIDE>
-__device__ __forceinline__ void sum_pairs(FromStates& d, float (&dk)[4][4], const Operands& o, const float (&up)[4][4],
+__device__ __forceinline__ void sum_pairs(FromStates& d, float (&dk)[4][4], const Operands& o, const Decays& kept,
                                           const BackwardParams& p, u32 shared, u32 scalars, const Lane& l) {
   add_across<SIDE>(d, o, p.centre, shared, l);
   u32 sk[4];
   start_own<SIDE>(d, dk, o, sk, shared, l);
   float end[2][PARTS];
   take_ends<SIDE>(end, shared, l);
-  finish_pairs<SIDE>(d, dk, o, up, end, shared, scalars, l);
+  finish_pairs<SIDE>(d, dk, o, kept, end, shared, scalars, l);
   const float rk = load_shared1(scalars + 8 * C + 4 * (HALF * l.side + token_of(l)));
   const float x = load_shared1(shared + SCALING_AT + 4) * rk * along(d.ax, K_AT, shared, l);
   put_sum(2, x + load_shared1(shared + VALUES_AT + 4 * l.thread), shared, l);
@@ -46,31 +46,35 @@ __device__ __forceinline__ void sum_pairs(FromStates& d, float (&dk)[4][4], cons
   }
 }
 
+// The norm's backward of token `lane` of the side: what its row of gradients is multiplied by, and how much of the row is taken away.
+struct NormBackward {
+  float by, less;
+};
+__device__ __forceinline__ NormBackward norm_backward(int which, u32 norms, float grow, const BackwardParams& p, u32 shared, const Lane& l) {
+  // Norms are 1 where rows are not to be normalised.
+  const float norm = load_shared1(norms + 4 * (HALF * l.side + l.lane)), sum = take_sum(which, shared, l), by = norm * grow;
+  return {by, p.flags & FLAG_L2NORM ? by * norm * (norm * sum) : 0.0f};
+}
+
 // dq or dk from d, `grow` smaller and with regard to normalised rows: out, and through the norm unless heads are grouped. The rows
 // as they were given: where most of a gradient lies along them, what is taken away needs more bits than operands have.
-__device__ __forceinline__ void leave(const float (&d)[4][4], int which, u32 image, u32 norms, float grow, const BackwardParams& p,
-                                      u64 array, u32 shared, u32 unit, const Lane& l) {
+__device__ __forceinline__ void leave(const float (&d)[4][4], const NormBackward& norm, u32 image, float grow, const BackwardParams& p,
+                                      u64 array, u32 shared, u32 unit, const OwnRows& to, const Lane& l) {
 #if GROUPED
   store_floats([&](int j, int e) { return grow * d[j][e]; }, p, array, unit, l);
 #else
   Operand r;
-  if (p.flags & FLAG_L2NORM) {
-    const float norm = load_shared1(norms + 4 * (HALF * l.side + l.lane)), a = norm * grow;
-    const float b = a * norm * (norm * take_sum(which, shared, l));
-    load_own(r, shared + image, l);
+  load_own(r, shared + image, l);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float2 by = pair_of(a, j, l), less = pair_of(b, j, l);
+  for (int j = 0; j < 4; ++j) {
+    const float2 by = pair_of(norm.by, j, l), less = pair_of(norm.less, j, l);
 #pragma unroll
-      for (int e = 0; e < 4; e += 2) {
-        const float x = d[j][e] * by.x - element(r, j, e) * less.x, y = d[j][e + 1] * by.y - element(r, j, e + 1) * less.y;
-        r[j >> 1][2 * (j & 1) + (e >> 1)] = pack_bf16(x, y);
-      }
+    for (int e = 0; e < 4; e += 2) {
+      const float x = d[j][e] * by.x - element(r, j, e) * less.x, y = d[j][e + 1] * by.y - element(r, j, e + 1) * less.y;
+      r[j >> 1][2 * (j & 1) + (e >> 1)] = pack_bf16(x, y);
     }
-  } else {
-    make_operand(r, [&](int j, int e) { return grow * d[j][e]; });
   }
-  store_own(shared + image, r, p, array, unit, l);
+  store_own(shared + image, r, p, array, to, l);
 #endif
 }
 
@@ -81,16 +85,11 @@ __device__ __forceinline__ void sum_later(float (&d)[4][4], const float (&later)
     float carry = later[r];
 #pragma unroll
     for (int j = 3; j >= 0; --j) {
-      const float sum = d[j][2 * r] + d[j][2 * r + 1];
-      const float one = shuffle(sum, l.lane + 1), after = l.t < 3 ? one : 0.0f;  // the pair after
-      const float two = shuffle(after, l.lane + 1), three = shuffle(after, l.lane + 2);
-      float all = after;
-      if (l.t < 2) all += two;
-      if (l.t < 1) all += three;
-      const float total = shuffle(all + sum, l.lane & ~3), last = all + d[j][2 * r + 1];
+      const QuadSums sums = scan_quad<true>(d[j][2 * r] + d[j][2 * r + 1], l);
+      const float last = sums.aside + d[j][2 * r + 1];
       d[j][2 * r] = carry + (last + d[j][2 * r]);
       d[j][2 * r + 1] = carry + last;
-      carry += total;
+      carry += sums.all;
     }
   }
 }
@@ -109,7 +108,7 @@ __device__ __forceinline__ void load_later(float (&later)[2], u32 shared, u32 su
 
 // The gate's gradient out, and its sums to shared memory.
 __device__ __forceinline__ void leave_gate(float (&d)[4][4], const BackwardParams& p, u32 gate, float grow, u32 shared, u32 unit,
-                                           const Lane& l) {
+                                           const OwnRows& to, const Lane& l) {
   float dbias[2];
   float rate = gate_backward(d, dbias, p, gate, grow, unit_int(unit, UNIT_ROWS), shared, l);
 #if G_FLOAT
@@ -117,7 +116,7 @@ __device__ __forceinline__ void leave_gate(float (&d)[4][4], const BackwardParam
 #else
   Operand x;
   make_operand(x, [&](int j, int e) { return d[j][e]; });
-  store_own(shared + G_AT, x, p, p.dg, unit, l);
+  store_own(shared + G_AT, x, p, p.dg, to, l);
 #endif
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -147,13 +146,10 @@ __device__ __forceinline__ void leave_parts(const BackwardParams& p, u32 shared,
 
 // dbeta: one warp a side has all tokens' sums.
 __device__ __forceinline__ void leave_beta(const BackwardParams& p, u32 shared, u32 scalars, u32 unit, const Lane& l) {
-  if (l.part || l.warp) return;
+  if (l.part || l.warp != BETA_WARP) return;
   const int token = HALF * l.side + l.lane;
-  if (token >= unit_int(unit, UNIT_ROWS)) return;
+  const float beta = load_shared1(scalars + 4 * token);
   float d = take_sum(2, shared, l);
-  if (p.flags & FLAG_BETA_SIGMOID) {
-    const float beta = load_shared1(scalars + 4 * token);
-    d *= beta * (1.0f - (p.flags & FLAG_NEG_EIGVAL ? 0.5f * beta : beta));
-  }
-  store_scalar(p.dbeta, unit_long(unit, UNIT_ROW) + (long long)token * p.HV, p.beta_type, d);
+  if (p.flags & FLAG_BETA_SIGMOID) d *= beta * (1.0f - (p.flags & FLAG_NEG_EIGVAL ? 0.5f * beta : beta));
+  if (token < unit_int(unit, UNIT_ROWS)) store_scalar(p.dbeta, unit_long(unit, UNIT_ROW) + (long long)token * p.HV, p.beta_type, d);
 }

@@ -40,9 +40,7 @@ __device__ __forceinline__ float mask_pairs(float (&d)[4][4], const Lane& l) {
     d[j][e] = row >= column + l.side ? d[j][e] : 0.0f;
     largest = fmaxf(largest, fabsf(d[j][e]));
   });
-#pragma unroll
-  for (int mask = 16; mask; mask >>= 1) largest = fmaxf(largest, shuffle_xor(largest, mask));
-  return largest;
+  return __uint_as_float(largest_of_warp(__float_as_uint(largest)));  // in the same order where none is negative
 }
 
 __device__ __forceinline__ Scaling make_scaling(u32 shared, float centre) {

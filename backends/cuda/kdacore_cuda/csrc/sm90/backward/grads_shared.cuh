@@ -35,6 +35,9 @@ constexpr u32 DL_AT = DA_AT + SQUARE_BYTES;
 // Operands that another warpgroup needs, or its own again: sk of both sides; zq and zb of the later side where v was.
 constexpr u32 OPERAND_BYTES = 2 * 16 * 128;  // of one warpgroup, 16 bytes a thread twice
 constexpr bool SK_IN_U = G_FLOAT;  // there is no other place beside a float32 gate
+// Whether decays wait there while pairs are multiplied. Without a bound there are no registers for them (300 bytes of spills:
+// 1.06 ms instead of 0.84); with one, few spills cost less than 48 KB of the next unit that come later (0.77 instead of 0.87).
+constexpr bool UP_IN_STATES = !SAFE;
 constexpr u32 SK_AT = SK_IN_U ? U_AT : DL_AT + SQUARE_BYTES;
 constexpr u32 ZQ_AT = V_AT;
 constexpr u32 ZB_AT = V_AT + 2 * OPERAND_BYTES;
@@ -53,12 +56,17 @@ constexpr u32 GATE_AT = KEPT_AT + 4 * 2 * K;        // dt_bias [128], exp(A_log)
 constexpr u32 GATE_PITCH = 4 * (K + 4);
 constexpr u32 VALUES_AT = GATE_AT + 2 * GATE_PITCH;  // float a thread: what v gives to dbeta
 constexpr u32 SCALING_AT = VALUES_AT + 4 * THREADS;  // shrink, grow
+constexpr u32 STEP_AT = SCALING_AT + 8;             // of the grid: slots, heads
 constexpr u32 UNIT_AT = SCALING_AT + 16;            // four units, by turns
 constexpr u32 UNIT_BYTES = 64;
 constexpr u32 FULL_PAIRS_AT = UNIT_AT + 4 * UNIT_BYTES;  // u, dr, rows, last
 constexpr u32 FULL_STATES_AT = FULL_PAIRS_AT + 8;        // h, dh
 constexpr u32 SHARED_BYTES = FULL_STATES_AT + 8;
 static_assert(SHARED_BYTES <= SHARED_LIMIT, "the host's shared memory size is too small");
+
+// Who does what one thread or warp does for all: each another warp, as all others wait at the next barrier.
+constexpr int WORKSPACE_THREAD = 5 * 32, UNIT_THREAD = 7 * 32;
+constexpr int BETA_WARP = 3;  // of part 0 of a side
 
 struct Lane {
   int thread, lane, g, t;
@@ -92,7 +100,8 @@ __device__ __forceinline__ Lane make_lane(int warp) {
 
 // A unit as the block's threads find it in shared memory: addresses of its first token in each rows array, of its place in the
 // gradients' [B, T, HV] rows and in the workspace. No rows: there is no further unit.
-constexpr u32 UNIT_ROWS = 0, UNIT_HV = 4, UNIT_PLACE = 8, UNIT_ROW = 16, UNIT_Q = 24, UNIT_K = 32, UNIT_V = 40, UNIT_G = 48, UNIT_N = 56;
+constexpr u32 UNIT_ROWS = 0, UNIT_HV = 4, UNIT_PLACE = 8, UNIT_ROW = 16, UNIT_Q = 24, UNIT_K = 32, UNIT_V = 40, UNIT_G = 48, UNIT_N = 56,
+              UNIT_CHUNK = 60;
 
 __device__ __forceinline__ u32 unit_at(u32 shared, int n) { return shared + UNIT_AT + UNIT_BYTES * (n & 3); }
 __device__ __forceinline__ int unit_int(u32 unit, u32 field) { return (int)__float_as_uint(load_shared1(unit + field)); }
@@ -101,18 +110,9 @@ __device__ __forceinline__ u64 unit_long(u32 unit, u32 field) {
   return (u64)__float_as_uint(x.y) << 32 | __float_as_uint(x.x);
 }
 
-// One thread: the block's next unit is the first one from `index` on, in steps of the grid, that has rows; it belongs to sequence n
-// or a later one. A sequence has a slot at least, so from one step to the next few need to be looked at. What this costs one warp all
-// others wait for: no division that can be avoided, a token's stride in 32 bits.
-__device__ __forceinline__ void write_unit(const BackwardParams& p, u32 unit, long long index, int n, int beyond) {
-  Unit u = {};
-  for (; index < p.units; index += grid_blocks()) {
-    u = find_unit(p, index, n, beyond);
-    if (u.rows || !p.cu_seqlens) break;
-    n = u.n;
-    beyond = n + grid_blocks() / p.HV + 2;
-    beyond = beyond < p.N ? beyond : p.N;
-  }
+// One thread. What this and all of the below cost one warp all others wait for: no division that can be avoided, a token's stride
+// in 32 bits.
+__device__ __forceinline__ void put_unit(const BackwardParams& p, u32 unit, const Unit& u, int chunk) {
   const auto put = [&](u32 field, u64 a, u64 b) {
     store_shared(unit + field, (u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32));
   };
@@ -122,19 +122,58 @@ __device__ __forceinline__ void write_unit(const BackwardParams& p, u32 unit, lo
   put(UNIT_ROWS, (u64)u.hv << 32 | (u32)u.rows, u.at);
   put(UNIT_ROW, (u64)(u.batch * p.T + u.first) * (u32)p.HV + u.hv, first(p.q, p.q_sb, p.q_st, p.q_sh, u.h, 2));
   put(UNIT_K, first(p.k, p.k_sb, p.k_st, p.k_sh, u.h, 2), first(p.v, p.v_sb, p.v_st, p.v_sh, u.hv, 2));
-  put(UNIT_G, first(p.g, p.g_sb, p.g_st, p.g_sh, u.hv, G_FLOAT ? 4 : 2), u.n);
+  put(UNIT_G, first(p.g, p.g_sb, p.g_st, p.g_sh, u.hv, G_FLOAT ? 4 : 2), (u64)chunk << 32 | (u32)u.n);
 }
 
-// The same after the unit at `before`, if there is one.
-__device__ __forceinline__ void write_next(const BackwardParams& p, u32 unit, u32 before) {
-  if (!unit_int(before, UNIT_ROWS)) return;
-  int n = 0, beyond = p.N;
-  if (p.cu_seqlens) {
-    n = unit_int(before, UNIT_N);
+// The block's next unit is the first one from `index` on, in steps of the grid, that has rows; it belongs to sequence n or a later
+// one. A sequence has a slot at least, so from one step to the next few need to be looked at.
+__device__ __forceinline__ void write_unit(const BackwardParams& p, u32 unit, long long index, int n, int beyond) {
+  Unit u = {};
+  for (; index < p.units; index += grid_blocks()) {
+    u = find_unit(p, index, n, beyond);
+    if (u.rows || !p.cu_seqlens) break;
+    n = u.n;
     beyond = n + grid_blocks() / p.HV + 2;
     beyond = beyond < p.N ? beyond : p.N;
   }
-  write_unit(p, unit, unit_long(before, UNIT_PLACE) + grid_blocks(), n, beyond);
+  put_unit(p, unit, u, (int)((u32)u.first / C));
+}
+
+// How far a step of the grid goes, in slots and then in heads.
+__device__ __forceinline__ void write_step(const BackwardParams& p, u32 shared) {
+  const u32 slots = (u32)grid_blocks() / (u32)p.HV;
+  store_shared(shared + STEP_AT, slots);
+  store_shared(shared + STEP_AT + 4, (u32)grid_blocks() - slots * (u32)p.HV);
+}
+// The unit after the one at `before`, if there is one.
+__device__ __forceinline__ void write_next(const BackwardParams& p, u32 shared, u32 unit, u32 before) {
+  if (!unit_int(before, UNIT_ROWS)) return;
+  Unit u = {};
+  u.at = unit_long(before, UNIT_PLACE) + grid_blocks();
+  u.n = unit_int(before, UNIT_N);
+  if (p.cu_seqlens) {
+    const int beyond = u.n + grid_blocks() / p.HV + 2;
+    write_unit(p, unit, u.at, u.n, beyond < p.N ? beyond : p.N);
+    return;
+  }
+  int chunk = unit_int(before, UNIT_CHUNK) + unit_int(shared + STEP_AT, 0);
+  u.hv = unit_int(before, UNIT_HV) + unit_int(shared + STEP_AT, 4);
+  if (u.hv >= p.HV) {
+    u.hv -= p.HV;
+    ++chunk;
+  }
+  if (chunk >= p.NT) {
+    const u32 sequences = (u32)chunk / (u32)p.NT;
+    u.n += sequences;
+    chunk -= sequences * p.NT;
+  }
+  u.h = p.H == p.HV ? u.hv : (int)((u32)u.hv / ((u32)p.HV / (u32)p.H));
+  u.batch = u.n;
+  u.first = chunk * C;
+  const int left = (int)p.T - chunk * C;
+  u.rows = left < C ? left : C;
+  if (u.at >= p.units) u = {};
+  put_unit(p, unit, u, chunk);
 }
 
 // Right operands: rows along the sum (K-major), and rows as the sum.
@@ -212,6 +251,17 @@ __device__ __forceinline__ int token_of(const Lane& l) { return 8 * (l.g >> 1) +
 __device__ __forceinline__ float sum_quad(float x) {
   x += shuffle_xor(x, 1);
   return x + shuffle_xor(x, 2);
+}
+
+// The same, and the sum of the lanes before this one, or of those after it; lanes on the other side do not show in its last bits.
+struct QuadSums {
+  float aside, all;
+};
+template <bool AFTER>
+__device__ __forceinline__ QuadSums scan_quad(float x, const Lane& l) {
+  const float one = shuffle_xor(x, 1), pair = x + one, two = shuffle_xor(pair, 2);
+  const float near = (l.t & 1) == !AFTER ? one : 0.0f, far = (l.t >> 1) == !AFTER ? two : 0.0f;
+  return {near + far, pair + two};
 }
 
 __device__ __forceinline__ float power_of_two(int n) { return __uint_as_float((u32)(127 + n) << 23); }

@@ -11,6 +11,6 @@ __device__ __forceinline__ void give_values(const BackwardParams& p, u32 shared,
   OfTokens sum = {};
   each([&](int j, int e) { sum.x[j][e & 1] += element(dr, j, e) * element(v, j, e); });
   make_operand(v, [&](int j, int e) { return beta.x[j][e & 1] * element(dr, j, e); });
-  store_own(shared + V_AT, v, p, p.dv, unit, l);
+  store_own(shared + V_AT, v, p, p.dv, own_rows(p, unit, l), l);
   store_shared(shared + VALUES_AT + 4 * l.thread, __float_as_uint(sum_channels(sum, l)));
 }

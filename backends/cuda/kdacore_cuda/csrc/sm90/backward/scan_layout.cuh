@@ -11,9 +11,10 @@
 static_assert(WARPGROUPS == 1 || WARPGROUPS == 2, "64 rows of V a warpgroup");
 constexpr int BLOCKS_V = 2 / WARPGROUPS;  // blocks that share a state
 constexpr int BLOCK_V = 64 * WARPGROUPS;
-constexpr int CARRIERS = 4 * WARPGROUPS;  // warps with 16 rows of the state each; the warp after them copies
-// Registers are traded by warpgroups, so that the producer's has three idle warps; one group has all it can use anyway.
-constexpr int THREADS = WARPGROUPS == 2 ? 384 : 160;
+constexpr int CARRIERS = 4 * WARPGROUPS;  // warps with 16 rows of the state each; the warp after them copies, two more d_o
+constexpr int OUTPUT_WARPS = 2;
+// Registers are traded by warpgroups, so that the producers' has an idle warp; one group has all it can use anyway.
+constexpr int THREADS = WARPGROUPS == 2 ? 384 : 32 * (CARRIERS + 1 + OUTPUT_WARPS);
 constexpr int START_REGISTERS = 168, CARRIER_REGISTERS = 232, PRODUCER_REGISTERS = 40;
 static_assert(2 * CARRIER_REGISTERS + PRODUCER_REGISTERS <= 3 * START_REGISTERS, "more registers than the block has");
 
@@ -44,7 +45,7 @@ constexpr u32 pitch_of(u32 bytes) { return (bytes + 1023) / 1024 * 1024; }
 constexpr u32 most(u32 x, u32 y) { return x > y ? x : y; }
 
 // Shared memory of a block.
-constexpr int FORWARD_STAGES = WARPGROUPS == 2 ? 3 : 4, DO_STAGES = 1, EARLY_STAGES = 2, LATE_STAGES = 2, MAX_STAGES = 4;
+constexpr int FORWARD_STAGES = WARPGROUPS == 2 ? 3 : 4, DO_STAGES = WARPGROUPS == 2 ? 1 : 3, EARLY_STAGES = 2, LATE_STAGES = 2, MAX_STAGES = 4;
 constexpr u32 FORWARD_AT = 0, EARLY_AT = 0;
 constexpr u32 LATE_AT = EARLY_AT + EARLY_STAGES * pitch_of(EARLY_BYTES);
 constexpr u32 DO_AT = LATE_AT + LATE_STAGES * pitch_of(LATE_BYTES);

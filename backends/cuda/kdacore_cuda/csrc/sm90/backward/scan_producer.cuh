@@ -1,4 +1,4 @@
-// The producer warp: every chunk's operands into the ring, as soon as all carriers have left a stage.
+// The producer warps: every chunk's operands into the rings, as soon as all carriers have left a stage.
 #ifndef KDACORE_BACKWARD_SCAN_PRODUCER_CUH
 #define KDACORE_BACKWARD_SCAN_PRODUCER_CUH
 
@@ -24,54 +24,56 @@ __device__ __forceinline__ void feed_forward(const BackwardParams& p, const Job&
   }
 }
 
-// A chunk's rows of d_o, of which a sequence has `rows`, zeros behind them. `from`: this lane's 16 bytes of its first row.
-// Not bulk copies: those of single rows take the warp one after the other.
-constexpr int ROW_LANES = DO_ROW / 16, ROWS_AT_ONCE = 32 / ROW_LANES;
+// Warp `part` of OUTPUT_WARPS: its share of a chunk's rows of d_o, of which a sequence has `rows`, zeros behind them. `from`: this
+// lane's 16 bytes of the share's first row. Not bulk copies: those of single rows take the warp one after the other.
+constexpr int ROW_LANES = DO_ROW / 16, ROWS_AT_ONCE = 32 / ROW_LANES, SHARE = C / OUTPUT_WARPS;
 
 __device__ __forceinline__ void fetch_rows(u32 to, const unsigned char* from, long long token, int lane, int rows) {
   const int first = lane / ROW_LANES;
   to += first * DO_PITCH + lane % ROW_LANES * 16;
 #pragma unroll 8
-  for (int row = 0; row < C; row += ROWS_AT_ONCE) {
+  for (int row = 0; row < SHARE; row += ROWS_AT_ONCE) {
     copy_async16(to + row * DO_PITCH, from, first + row < rows);
     from += ROWS_AT_ONCE * token;
   }
 }
-
-__device__ __forceinline__ void feed_reverse(const BackwardParams& p, const Job& job, u32 shared) {
+// These warps have a ring to themselves: issuing so many copies takes long, and waiting for a place of theirs holds up no others'.
+__device__ __forceinline__ void feed_outputs(const BackwardParams& p, const Job& job, u32 shared, int part) {
   const int lane = thread_index() & 31;
-  EarlyRing early = {shared};
-  LateRing late = {shared};
   OutputRing outputs = {shared};
   const long long token = 2ll * p.HV * V;  // bytes from one to the next
-  const u64 first = p.d_o + (job.s.batch * p.T + job.s.first + lane / ROW_LANES) * token + 2 * (job.hv * V + job.part * BLOCK_V) +
-                    lane % ROW_LANES * 16;
+  const u64 first = p.d_o + (job.s.batch * p.T + job.s.first + part * SHARE + lane / ROW_LANES) * token +
+                    2 * (job.hv * V + job.part * BLOCK_V) + lane % ROW_LANES * 16;
   for (int c = job.s.chunks - 1; c >= 0; --c) {
-    const long long at = job.at + (long long)c * p.HV;
-    const int left = job.s.length - c * C, rows = left < C ? left : C;
-    const u32 stage = early.stage(), full = early.full();
-    early.wait_empty();
-    if (lane == 0) {
-      barrier_expect(full, EARLY_BYTES + DECAY_BYTES);
-      copy_in(stage + EARLY_AQK_AT, image_of(p.aqk, at, SQUARE_BYTES), SQUARE_BYTES, full);
-      copy_in(stage + EARLY_KG_AT, image_of(p.kg, at, TILE_BYTES), TILE_BYTES, full);
-      copy_in(stage + EARLY_LOW_AT, image_of(p.kg_low, at, TILE_BYTES), TILE_BYTES, full);
-      copy_in(decays_of(early), image_of(p.last, at, LAST_BYTES), DECAY_BYTES, full);
-    }
-    early.next();
+    const u32 to = outputs.stage() + part * SHARE * DO_PITCH;
     outputs.wait_empty();
     sync_warp();
-    fetch_rows(outputs.stage(), reinterpret_cast<const unsigned char*>(first + c * C * token), token, lane, rows);
+    fetch_rows(to, reinterpret_cast<const unsigned char*>(first + c * C * token), token, lane, job.s.length - c * C - part * SHARE);
     copy_async_arrive(outputs.full());
     outputs.next();
+  }
+}
+
+__device__ __forceinline__ void feed_reverse(const BackwardParams& p, const Job& job, u32 shared) {
+  if (thread_index() & 31) return;
+  EarlyRing early = {shared};
+  LateRing late = {shared};
+  for (int c = job.s.chunks - 1; c >= 0; --c) {
+    const long long at = job.at + (long long)c * p.HV;
+    const u32 stage = early.stage(), full = early.full();
+    early.wait_empty();
+    barrier_expect(full, EARLY_BYTES + DECAY_BYTES);
+    copy_in(stage + EARLY_AQK_AT, image_of(p.aqk, at, SQUARE_BYTES), SQUARE_BYTES, full);
+    copy_in(stage + EARLY_KG_AT, image_of(p.kg, at, TILE_BYTES), TILE_BYTES, full);
+    copy_in(stage + EARLY_LOW_AT, image_of(p.kg_low, at, TILE_BYTES), TILE_BYTES, full);
+    copy_in(decays_of(early), image_of(p.last, at, LAST_BYTES), DECAY_BYTES, full);
+    early.next();
+    const u32 to = late.stage(), bar = late.full();
     late.wait_empty();
-    if (lane == 0) {
-      const u32 to = late.stage(), bar = late.full();
-      barrier_expect(bar, LATE_BYTES);
-      copy_in(to + LATE_QG_AT, image_of(p.qg, at, TILE_BYTES), TILE_BYTES, bar);
-      copy_in(to + LATE_W_AT, image_of(p.w, at, TILE_BYTES), TILE_BYTES, bar);
-      copy_in(to + LATE_INV_AT, image_of(p.inv, at, SQUARE_BYTES), SQUARE_BYTES, bar);
-    }
+    barrier_expect(bar, LATE_BYTES);
+    copy_in(to + LATE_QG_AT, image_of(p.qg, at, TILE_BYTES), TILE_BYTES, bar);
+    copy_in(to + LATE_W_AT, image_of(p.w, at, TILE_BYTES), TILE_BYTES, bar);
+    copy_in(to + LATE_INV_AT, image_of(p.inv, at, SQUARE_BYTES), SQUARE_BYTES, bar);
     late.next();
   }
 }

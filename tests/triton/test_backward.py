@@ -411,7 +411,7 @@ def test_on_the_hardware(dtype: torch.dtype, form: dict[str, Any], K: int, V: in
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", [412, 522, 859, 1220])
+@pytest.mark.parametrize("seed", [412, 522, 859, 1220, 3144])
 def test_random_calls_that_were_beyond_a_bound(seed: int) -> None:
     """What each is about.
 
@@ -422,6 +422,8 @@ def test_random_calls_that_were_beyond_a_bound(seed: int) -> None:
 
     859, 1220: gradients of the last keys lie along them, all but a fifteenth, and the l2norm takes that away. Taken
     away with a bfloat16 key, or from gradients stored in bfloat16, it left dk 2e-2 to 3e-2 off.
+
+    3144: two sequences whose gradients of A_log nearly cancel, in bfloat16 operands 2.1e-2 off; see test_roundings.
     """
     result = run_case(random_case("triton", seed, "cuda", "quick"))
     assert result.status == "served", result.message

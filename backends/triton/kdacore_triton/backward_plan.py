@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from kdacore.ops import OPS
 from kdacore.types import Request
 
 from .launch import next_power_of_2
-from .plan import full_precision, has_narrow_operands, on_nvidia
+from .plan import EXACT_KEYS, full_precision, has_narrow_operands, on_nvidia
 
 GATES = {"log": 0, "softplus": 1, "sigmoid": 2}
 LOG2E = math.log2(math.e)
@@ -24,6 +25,8 @@ UNBOUNDED_FLOOR = -13.75
 exp(g) then never falls below 7e-5. What a state keeps too much of is that part of it, far below the resolution of
 bfloat16 and float16 inputs, which alone are served so; steps that are cut off have gradient 0.
 """
+WIDE_KEYS = 128
+"""One anchor serves at most so many channels of k; more go level by level."""
 EXACT_CHUNK = 64
 """Rows of a chunk where exponents go level by level instead."""
 SMALL_CHUNK = 32
@@ -95,22 +98,32 @@ class Plan:
     """Constexprs of the gate, the norms and beta, shared by the chunk-parallel kernels."""
 
 
+def wants_more_bits(request: Request) -> bool:
+    """Do products take more than bfloat16 operands, in the tiles of float32 ones?
+
+    Where all gates are fast, each head's part of the gradient of A_log is 2e-3 to 4e-3 off with bfloat16 operands: five
+    to eight roundings, none of them larger than the others. Where a few such parts cancel, that is beyond the bound.
+    float16 inputs have the bits that tf32 operands keep.
+    """
+    return request.dtype == "float32" or (request.dtype == "float16" and EXACT_KEYS < request.K <= WIDE_KEYS)
+
+
 def choose_anchor(request: Request) -> Anchor | None:
     """How exponents inside a chunk are anchored."""
-    if request.scalar_gate or request.K > 128:
+    if request.scalar_gate or request.K > WIDE_KEYS:
         return None
     bound = request.lower_bound
     if bound is not None and bound >= SAFE_BOUND and (request.safe_gate or request.gate == "sigmoid"):
         # A hair below the bound: a step at the bound must not count as cut off after rounding. float32 operands are
         # multiplied as a tf32 number and its remainder, 2^-11 of it: over 32 rows the remainders would underflow.
-        return Anchor(16 if request.dtype == "float32" else 32, bound * LOG2E * 1.0001)
+        return Anchor(16 if wants_more_bits(request) else 32, bound * LOG2E * 1.0001)
     if request.dtype in ("bfloat16", "float16"):
         return Anchor(16, UNBOUNDED_FLOOR)
     return None
 
 
 def choose_tiles(KP: int, VP: int, small: bool, anchor: Anchor | None, C: int) -> Tiles:
-    """Tile sizes by padded head dims. ``small``: operands are of 16 bits, or there are few channels.
+    """Tile sizes by padded head dims. ``small``: operands are bfloat16, or there are few channels of 16-bit inputs.
 
     The arithmetic of a sequence does not depend on any of these choices: only independent columns are split.
     """
@@ -140,6 +153,9 @@ def choose_tiles(KP: int, VP: int, small: bool, anchor: Anchor | None, C: int) -
 @lru_cache(maxsize=512)
 def plan_backward(request: Request) -> Plan:
     """The plan of one request."""
+    if OPS[request.op].family == "recurrent" and request.dtype != "float32":
+        # See wants_more_bits; a call this short costs little more in the arithmetic of float32 inputs.
+        return plan_backward(replace(request, dtype="float32"))
     KP = max(16, next_power_of_2(request.K))
     if 32 < request.K <= 64 and not request.scalar_gate:
         # With 64 channels ptxas 12.8 (Triton 3.6) loses operand addresses of the gradients kernel, not with 128.
@@ -147,13 +163,13 @@ def plan_backward(request: Request) -> Plan:
     VP = max(16, next_power_of_2(request.V))
     native = on_nvidia(request)
     full = full_precision(request)
-    narrow = has_narrow_operands(request)
+    narrow = has_narrow_operands(request) and not wants_more_bits(request)
     anchor = choose_anchor(request)
     C = EXACT_CHUNK if anchor is None else 2 * anchor.half
     proven = narrow and KP == VP == 128 and request.device.arch.startswith("sm_90")
     if request.scalar_gate and not proven:
         C = SMALL_CHUNK
-    tiles = choose_tiles(KP, VP, request.dtype != "float32", anchor, C)
+    tiles = choose_tiles(KP, VP, not wants_more_bits(request), anchor, C)
     if not native:
         tiles = replace(tiles, scan_stages=1)  # AMD's shared memory is 64 KB
     partial_channels = anchor is None and (not request.scalar_gate or tiles.grads_bk < KP)

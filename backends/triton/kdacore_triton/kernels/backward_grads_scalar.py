@@ -46,6 +46,37 @@ def raw_product(x, y, acc, DOT: tl.constexpr):
 
 
 @triton.jit
+def append(before, through, before_next, through_next):
+    """Of two runs of values the sums without and with the last one; a run of one is ``(0, value)``."""
+    return through + before_next, through + through_next
+
+
+@triton.jit
+def sums_before(x, DOT: tl.constexpr):
+    """``out[:, t] = sum of x[:, j] over j < t``.
+
+    Where gates are fast, what ends at t can outweigh by e^30 what began before it: never added, it need not be taken
+    away again. With operands of 16 bits or tf32 so fast a gate gets no gradient (see is_felt), and a plain sum will do.
+    """
+    if DOT == "tf32x3" or DOT == "ieee":
+        before, _ = tl.associative_scan((tl.zeros_like(x), x), 1, append)
+    else:
+        before = tl.cumsum(x, 1) - x
+    return before
+
+
+@triton.jit
+def sum_before(x, C: tl.constexpr, DOT: tl.constexpr):
+    """:func:`sums_before` of one row."""
+    r = tl.arange(0, C)
+    if DOT == "tf32x3" or DOT == "ieee":
+        before = tl.sum(tl.where(r[:, None] < r[None, :], x[:, None], 0.0), 0)
+    else:
+        before = tl.cumsum(x, 0) - x
+    return before
+
+
+@triton.jit
 def pair_steps(
     q, k, M1, M2, b, rq, rk, start, rows, row_stride, first, K,
     KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr,
@@ -60,8 +91,7 @@ def pair_steps(
         qk = raw_product(load_rows(q, start, rows, row_stride, first, cols, K, C), kt, qk, DOT)
         kk = raw_product(kt, kt, kk, DOT)
     pairs = (M1 * rq[:, None] * qk + M2 * (b * rk)[:, None] * kk) * rk[None, :]
-    before = tl.cumsum(pairs, 1) - pairs
-    return tl.sum(tl.where(r[:, None] >= r[None, :], before, 0.0), 0)
+    return tl.sum(tl.where(r[:, None] >= r[None, :], sums_before(pairs, DOT), 0.0), 0)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "H", "HV"])
@@ -179,7 +209,7 @@ def scalar_grads_kernel(
         store_rows(dk, dkt, start, rows, HV * K, hv * K, cols, K, C)
 
     store_vector(dbeta, beta_back(db, raw_beta, BETA), start, rows, HV, hv, C)
-    dstep += tl.cumsum(from_start, 0, reverse=True) + (tl.cumsum(to_end, 0) - to_end) + tl.exp2(total) * dlast
+    dstep += tl.cumsum(from_start, 0, reverse=True) + sum_before(to_end, C, DOT) + tl.exp2(total) * dlast
     felt = (r < rows) & is_felt(step, DOT)
     dx, da_row = gate_back(dstep, xg, step, a_exp, lower_bound, felt, GATE, ASM)
     store_vector(dg, dx, start, rows, HV, hv, C)

@@ -34,8 +34,8 @@ FREE = {"safe_gate": False, "lower_bound": None}
 WORK = ("rows", "last", "u", "dr", "h", "dh")
 SPILL_BYTES = {True: 124, False: 132}
 """Allowance for spill stores of one thread, by bounded gates: 16 warps a multiprocessor leave 128 registers,
-88 (and with a bound 16 decays) are accumulators and operands while pairs are summed. What is spilled is to fit in the L1 that
-227 KB of shared memory leave.
+88 (and with a bound 16 decays) are accumulators and operands while pairs are summed. What is spilled is to fit in
+the L1 that 227 KB of shared memory leave.
 """
 exhaustive = pytest.mark.exhaustive
 LENGTHS = [0, 1, 31, 32, 33, 63, 64, 65]

@@ -27,6 +27,10 @@ bfloat16 and float16 inputs, which alone are served so; steps that are cut off h
 """
 WIDE_KEYS = 128
 """One anchor serves at most so many channels of k; more go level by level."""
+TF32_KEYS = 64
+"""Chunk calls of float16 inputs take tf32 operands up to so many channels of k. With more, training would take twice
+as long
+(docs/performance/triton-backward.md) for a sum that bfloat16 inputs do not get better either."""
 EXACT_CHUNK = 64
 """Rows of a chunk where exponents go level by level instead."""
 SMALL_CHUNK = 32
@@ -105,7 +109,7 @@ def wants_more_bits(request: Request) -> bool:
     to eight roundings, none of them larger than the others. Where a few such parts cancel, that is beyond the bound.
     float16 inputs have the bits that tf32 operands keep.
     """
-    return request.dtype == "float32" or (request.dtype == "float16" and EXACT_KEYS < request.K <= WIDE_KEYS)
+    return request.dtype == "float32" or (request.dtype == "float16" and EXACT_KEYS < request.K <= TF32_KEYS)
 
 
 def choose_anchor(request: Request) -> Anchor | None:

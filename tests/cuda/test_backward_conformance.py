@@ -2,63 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
+from emulated_backend import NAME, Plugin
 
-from kdacore.hookspecs import hookimpl
 from kdacore.registry import REGISTRY
 from kdacore.testing import matrix
 from kdacore.testing.cases import Case
 from kdacore.testing.signature import judge
 from kdacore.testing.suite import run_case
-from kdacore.types import Backend, Device, Request
-from kdacore_cuda import plugin
 
-NAME = "emulated"
-HOPPER = Device("cuda", 0, "sm_90")
 QUICK = (
     "chunk_kda-gradients-collinear",  # kg in one part: dv beyond its bound
     "chunk_kda-gradient_causality-base",  # running sums made as a later one less its own term
 )
 """Cases that something failed once; the others are run with the exhaustive tests."""
-
-
-def on_hopper(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` of a request from there. The same object for the same request: plans are found by identity."""
-    there: dict[int, tuple[Request, Request]] = {}
-
-    def call(request: Request, *rest: Any) -> Any:
-        found = there.get(id(request))
-        if found is None or found[0] is not request:
-            there[id(request)] = found = (request, dataclasses.replace(request, device=HOPPER))
-        return function(found[1], *rest)
-
-    return call
-
-
-def emulated_backend() -> Backend:
-    """``chunk_kda`` of the cuda backend for CPU tensors."""
-    real = plugin.make_backend()
-    op = real.ops["chunk_kda"]
-    assert op.backward is not None
-    moved = dataclasses.replace(
-        op,
-        forward=on_hopper(op.forward),
-        backward=on_hopper(op.backward),
-        verifiers=tuple(on_hopper(v) for v in op.verifiers),
-        verified_archs=frozenset({"*"}),
-    )
-    ops = {"chunk_kda": moved}
-    return dataclasses.replace(real, name=NAME, ops=ops, device_types=("cpu",), requirements=(), rank=-1)
-
-
-class Plugin:
-    @hookimpl
-    def kdacore_backends(self) -> list[Backend]:
-        return [emulated_backend()]
 
 
 @pytest.fixture

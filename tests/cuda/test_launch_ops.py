@@ -24,7 +24,7 @@ from kdacore.types import (
     RecurrentInputs,
     Request,
 )
-from kdacore_cuda import backward, decode, early, launch, layout, prefill, runtime, stages
+from kdacore_cuda import backward, decode, early, launch, layout, prefill, runtime, segments, stages
 from kdacore_cuda.driver import Driver
 from kdacore_cuda.prefill_kernels import prefill_shared, prefill_threads
 
@@ -36,6 +36,7 @@ PARAMS = {
     **dict.fromkeys(("prepare", "scan", "grads"), layout.BACKWARD),
     "sums": layout.SUMS,
     "groups": layout.GROUPS,
+    **dict.fromkeys(("maps", "chain", "output"), layout.SEGMENTS),
 }
 """Entry -> the struct it takes."""
 _STUB = """
@@ -131,7 +132,7 @@ def seen(stub: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     monkeypatch.setattr(runtime, "_current_stream", lambda index: 0)
     makers = (
         *(prefill._launcher, stages._intra_launcher, stages._recompute_launcher),
-        *(backward.launcher, backward._sums, backward._groups),
+        *(backward.launcher, backward._sums, backward._groups, segments.launcher),
     )
     for maker in makers:
         maker.cache_clear()
@@ -167,7 +168,9 @@ def pack(*lengths: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("K", [64, 128])
-def test_prefill(seen: Recorder, K: int, packed: bool) -> None:
+def test_prefill(seen: Recorder, monkeypatch: pytest.MonkeyPatch, K: int, packed: bool) -> None:
+    """The fused kernel, also where heads are few."""
+    monkeypatch.setattr(prefill, "pays", lambda items, processors: False)
     d = Draw(0)
     B, T, H, HV, N = (1, 96, 2, 4, 3) if packed else (3, 96, 2, 4, 3)
     inputs = ChunkInputs(
@@ -200,7 +203,8 @@ def test_prefill(seen: Recorder, K: int, packed: bool) -> None:
     assert seen()[1].params["launch"] == x.params["launch"] + 1
 
 
-def test_prefill_of_strided_arrays(seen: Recorder) -> None:
+def test_prefill_of_strided_arrays(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "pays", lambda items, processors: False)
     d = Draw(0)
     wide = d.normal(2, 40, 6, 3 * 128)
     q, k, v = (wide[..., 128 * i : 128 * (i + 1)] for i in range(3))
@@ -209,6 +213,44 @@ def test_prefill_of_strided_arrays(seen: Recorder) -> None:
     (x,) = seen()
     holds(x.params, q=q, k=k, v=v, ht=None, h0=None, ckpt=None, A_log=None, gate=layout.GATES["log"])
     strided(x.params, q=q, k=k, v=v, g=inputs.g)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_prefill_in_segments(seen: Recorder, packed: bool) -> None:
+    """Prepare's records lie one after another; the other launches have the same parameters and read them there."""
+    d = Draw(0)
+    B, T, H, HV, N = (1, 1100, 2, 4, 2) if packed else (2, 1100, 2, 4, 2)
+    inputs = ChunkInputs(
+        q=d.normal(B, T, H, 128),
+        k=d.normal(B, T, H, 128),
+        v=d.normal(B, T, HV, 128),
+        beta=d.normal(B, T, HV),
+        **d.gate("random", B, T, HV, 128),
+        initial_state=d.normal(N, HV, 128, 128, dtype=torch.float32),
+        cu_seqlens=pack(1, 1099) if packed else None,
+    )
+    options = SAFE_MODEL | {"output_final_state": True, "checkpoint_every": 128}
+    got = prefill.forward(on_hopper(request_of("chunk_kda", inputs, **options)), inputs)
+    prepare, *rest = seen()
+    assert [x.entry for x in (prepare, *rest)] == ["prepare", "maps", "chain", "output"]
+    chunks, slots = (T // 64 + N, 1 + N) if packed else (B * 18, B * 2)
+    with_map = slots if packed else B
+    assert [x.grid for x in (prepare, *rest)] == [chunks * HV, 2 * with_map * HV, 4 * N * HV, slots * HV]
+    named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")}
+    holds(
+        prepare.params, **named, cu_seqlens=inputs.cu_seqlens, T=T, N=N, H=H, HV=HV, NT=18, units=chunks * HV
+    )
+    strided(prepare.params, **{name: named[name] for name in ("q", "k", "v", "g")})
+    records = rest[0].params["records"]
+    holds(prepare.params, **{name: records + first for name, (first, _) in segments.RECORD.items()})
+    maps = records + chunks * HV * segments.RECORD_BYTES
+    for x in rest:
+        assert x.params == rest[0].params
+        assert x.limit == x.shared
+        holds(x.params, records=records, maps=maps, starts=maps + slots * HV * segments.MAP_BYTES)
+        holds(x.params, cu_seqlens=inputs.cu_seqlens, o=got.o, h0=inputs.initial_state, ht=got.final_state)
+        holds(x.params, ckpt=got.checkpoints, T=T, N=N, HV=HV, NT=18, segment=16, segments=2, ckpt_every=128)
+        assert x.params["flags"] == prepare.params["flags"]
 
 
 @pytest.mark.parametrize("packed", [False, True])

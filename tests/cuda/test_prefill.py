@@ -19,8 +19,9 @@ SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU tensors, kernels for sm_90a, two blocks a cluster unless a test says otherwise."""
+    """CPU tensors, the fused kernel for sm_90a, two blocks a cluster unless a test says otherwise."""
     monkeypatch.setattr(prefill, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(prefill, "pays", lambda items, processors: False)
     use_cluster(monkeypatch, 2)
 
 

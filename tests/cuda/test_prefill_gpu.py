@@ -1,4 +1,4 @@
-"""The prefill kernels on a GPU: what an emulator cannot show."""
+"""The fused prefill kernels on a GPU: what an emulator cannot show."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ pytestmark = pytest.mark.gpu
 
 GATES = pytest.mark.parametrize("options", [SAFE_MODEL, MODEL], ids=["safe", "unbounded"])
 HEADS = pytest.mark.parametrize("H", [4, 80], ids=["few heads", "many heads"])
+
+
+@pytest.fixture(autouse=True)
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where heads are few; those in segments have tests of their own."""
+    monkeypatch.setattr(prefill, "pays", lambda items, processors: False)
 
 
 def draw(T: int, H: int, K: int = 128) -> ChunkInputs:

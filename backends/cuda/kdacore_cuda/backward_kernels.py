@@ -69,15 +69,22 @@ _PREPARE_SHARED = {True: 76560, False: 102160}
 
 
 @cache
-def prepare_kernel(float_gate: bool, safe: bool = True) -> BackwardKernel:
+def prepare_kernel(float_gate: bool, safe: bool = True, records: bool = False) -> BackwardKernel:
     """Operands of each chunk, a block a unit.
 
     Args:
         float_gate: ``g`` is float32, not bfloat16.
         safe: every decay is bounded by -5, so that one exponent anchor serves half a chunk.
+        records: those that inference needs, a record a unit; else those of the backward, an array each.
     """
     shared = _PREPARE_SHARED[safe]
-    defines = (("G_FLOAT", int(float_gate)), ("SAFE", int(safe)), ("SHARED_BYTES", shared))
+    defines: tuple[tuple[str, int], ...] = (
+        ("G_FLOAT", int(float_gate)),
+        ("SAFE", int(safe)),
+        ("SHARED_BYTES", shared),
+    )
+    if records:
+        defines += (("RECORDS", 1),)
     return BackwardKernel(
         KernelSource(f"{_SOURCES}/prepare.cu", "prepare", defines),
         256,

@@ -164,6 +164,17 @@ dr) holds. ``d_o`` ``[B, T, HV, V]`` and all gradients are contiguous. ``units``
 dense sequence. ``floor``: the lowest log2 decay of a step; ``centre``: an integer near half of what 32 steps there add
 up to. ``dA_part`` is float32 ``[units]``, ``dbias_part`` float32 ``[units, K]``."""
 
+SEGMENTS = ParamStruct(
+    "SegmentParams",
+    (
+        *((name, "ptr") for name in ("cu_seqlens", "o", "h0", "ht", "ckpt", "records", "maps", "starts")),
+        ("T", "i64"),
+        *((name, "i32") for name in ("N", "HV", "NT", "segment", "segments", "ckpt_every", "flags")),
+    ),
+)
+"""Parameters of the kernels that scan a call in segments; csrc/sm90/segments says what records, maps and starts hold.
+``NT`` and ``segments``: chunks and segments of a dense sequence; ``segment``: chunks of a segment."""
+
 SUMS = ParamStruct(
     "SumsParams",
     (
@@ -234,5 +245,6 @@ def generated_headers() -> dict[str, str]:
         "generated/backward_params.cuh": _guarded(
             "backward_params", BACKWARD.header() + SUMS.header() + GROUPS.header()
         ),
+        "generated/segment_params.cuh": _guarded("segment_params", SEGMENTS.header()),
         "generated/constants.cuh": _guarded("constants", constants_header()),
     }

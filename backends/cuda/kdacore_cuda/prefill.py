@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_cuda import runtime
+from kdacore_cuda import runtime, segments
 from kdacore_cuda.arrays import (
     Plans,
     build_arch,
@@ -26,12 +26,14 @@ from kdacore_cuda.layout import GATES, PREFILL, TYPES
 from kdacore_cuda.prefill_kernels import (
     cluster_size,
     hand_over_size,
+    has_own,
     may_cut,
     prefill_kernel,
     prefill_shared,
     prefill_threads,
     sharing_clusters,
 )
+from kdacore_cuda.segment_kernels import pays
 from kdacore_cuda.verifiers import is_safe
 
 _LAUNCHES = count(secrets.randbits(62))
@@ -58,6 +60,8 @@ class _Plan(NamedTuple):
     state_dtype: Any
     widen_gate: bool
     """g is float16, which the kernel takes as float32."""
+    segmented: bool
+    """Few heads, whose sequences are cut; see :mod:`kdacore_cuda.segments`."""
 
 
 def _make_plan(r: Request) -> _Plan:
@@ -89,6 +93,7 @@ def _make_plan(r: Request) -> _Plan:
         ),
         state_dtype=getattr(torch, r.state_dtype),
         widen_gate=spec_type(r, "g") == TYPES["float16"],
+        segmented=has_own(r.K, arch) and pays(items, processors),
     )
 
 
@@ -101,6 +106,8 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     Sizes as in the contract; see :class:`kdacore.types.ChunkInputs`. Raises BackendBuildError or DriverError.
     """
     plan = _plan_of(request)
+    if plan.segmented:
+        return segments.forward(request, inputs)
     if plan.widen_gate:
         inputs = inputs._replace(g=inputs.g.float())
     pointers, strides, kept = rows(inputs, False, plan.strides)
@@ -108,7 +115,7 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     h0 = flat(inputs.initial_state)
     o = inputs.v.new_empty((request.B, request.T, request.HV, request.V))
     ht = o.new_empty(request.state_shape, dtype=plan.state_dtype) if request.output_final_state else None
-    ckpt = _checkpoints(request, o, plan.state_dtype)
+    ckpt = segments.checkpoints(request, o, plan.state_dtype)
     handed = o.new_empty(plan.hand_over, dtype=torch.float32) if plan.hand_over else None
     values = (
         *pointers,
@@ -120,11 +127,3 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     runtime.launch(plan.launcher, plan.grid, plan.arch, o, values)
     del kept  # copies live until the launch is queued
     return Outputs(o, ht, ckpt)
-
-
-def _checkpoints(request: Request, o: torch.Tensor, dtype: Any) -> torch.Tensor | None:
-    """The array for checkpoints, None when not asked for. The unused rows of a pack are zero."""
-    if not request.checkpoint_every:
-        return None
-    make = o.new_zeros if request.packed else o.new_empty
-    return make(request.checkpoint_shape, dtype=dtype)

@@ -43,6 +43,12 @@ __device__ __forceinline__ void copy_out_wait_read() {
 __device__ __forceinline__ void sync_threads(int id, int count) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
 }
+// Has left operands made here, not after a later wait.
+template <int N>
+__device__ __forceinline__ void hold(u32 (&a)[N][4]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3])::"memory");
+}
 // d[64 x 16] (+)= a[64 x 16] b[16 x 16], as those of wgmma.cuh.
 template <int TRANSPOSED>
 __device__ __forceinline__ void warpgroup_mma(float (&d)[2][4], const u32 (&a)[4], u64 b, int add) {

@@ -45,7 +45,8 @@ struct Sequence {
   int slot;                // of its first chunk
 };
 
-__device__ __forceinline__ Sequence find_sequence(const BackwardParams& p, int n) {
+template <class Params>
+__device__ __forceinline__ Sequence find_sequence(const Params& p, int n) {
   Sequence s;
   if (!p.cu_seqlens) {
     s.batch = n;

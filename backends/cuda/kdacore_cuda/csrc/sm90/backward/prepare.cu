@@ -2,7 +2,7 @@
 // a multiprocessor (two without a bound of the gates), so that the loads of one are on their way while others compute. See
 // chunk.cuh for what is written and prepare_layout.cuh for who uses which shared memory when.
 //
-// Macros from the host: G_FLOAT, SAFE (gates are bounded), SHARED_BYTES.
+// Macros from the host: G_FLOAT, SAFE (gates are bounded), SHARED_BYTES; RECORDS: for inference, see segments/record.cuh.
 #include "common/half_types.cuh"
 #include "sm90/backward/prepare_apply.cuh"
 #include "sm90/backward/prepare_inverse.cuh"
@@ -49,7 +49,7 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM BackwardParams p) {
 
     // 3. Operands; kg, qg, last and rows leave.
     if (thread < K) write_last(p, shared, thread);
-    if (thread >= C) {
+    if (!RECORDS && thread >= C) {
       const int i = thread - C;
       reinterpret_cast<float*>(place_of(p.rows, ROWS_BYTES))[i] = load_shared1(shared + BETA_AT + 4 * i);
     }
@@ -98,7 +98,7 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM BackwardParams p) {
   sync_block();
 
   // 6. w and u.
-  if (thread == 0) {
+  if (!RECORDS && thread == 0) {
     copy_out(place_of(p.inv, SQUARE_BYTES), shared + INV_AT, SQUARE_BYTES);
     copy_out_commit();
   }

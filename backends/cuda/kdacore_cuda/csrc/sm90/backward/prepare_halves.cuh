@@ -64,9 +64,7 @@ __device__ __forceinline__ void make_operands(const BackwardParams& p, u32 share
     store_matrix4_transposed(at + G_AT, y);
     // Its images have 32 rows.
     if (!HALF_OF) store_matrix4_transposed(at + SK_AT - (s.slice >> 1) * (SQUARE_BYTES - HALF_SQUARE), sk);
-    store_matrix4_transposed(staged(strip, i & 1, s.lane >> 3, s.lane & 7), kg);
-    store_matrix4_transposed(staged(strip, 2 + (i & 1), s.lane >> 3, s.lane & 7), low);
-    if (i & 1) flush_kg(p, strip, s, i);
+    leave_kg(p, strip, s, i, kg, low);
   }
   if (HALF_OF) {
 #pragma unroll

@@ -21,6 +21,12 @@
 
 #include "sm90/backward/bulk.cuh"
 #include "sm90/backward/chunk.cuh"
+#ifndef RECORDS
+#define RECORDS 0
+#endif
+#if RECORDS
+#include "sm90/segments/record.cuh"
+#endif
 
 constexpr int THREADS = 256;
 constexpr int PARTS = SAFE ? 2 : 4;
@@ -64,8 +70,11 @@ __device__ __forceinline__ u32 placed(int row, int piece) {
   return row * IMAGE_ROW + ((piece ^ (row & 7) ^ (row >> 2 & 6)) << 4);
 }
 
-// This block's unit in an array of the workspace.
+// This block's unit in an array of the workspace, or its part of the unit's record.
 __device__ __forceinline__ unsigned char* place_of(u64 base, u32 bytes) {
+#if RECORDS
+  bytes = record::BYTES;
+#endif
   return reinterpret_cast<unsigned char*>(base) + (u64)block_index() * bytes;
 }
 

@@ -141,6 +141,19 @@ __device__ __forceinline__ void flush_kg(const BackwardParams& p, u32 strip, con
   sync_warp();
 }
 
+// kg of piece i leaves, and what bfloat16 leaves of it. Inference has no use for the latter: four pieces go at once.
+__device__ __forceinline__ void leave_kg(const BackwardParams& p, u32 strip, const Strip& s, int i, const u32 (&kg)[4],
+                                         const u32 (&low)[4]) {
+  if (RECORDS) {
+    store_matrix4_transposed(staged(strip, i, s.lane >> 3, s.lane & 7), kg);
+    if (i == 3) flush_strip(strip, s, place_of(p.kg, TILE_BYTES));
+    return;
+  }
+  store_matrix4_transposed(staged(strip, i & 1, s.lane >> 3, s.lane & 7), kg);
+  store_matrix4_transposed(staged(strip, 2 + (i & 1), s.lane >> 3, s.lane & 7), low);
+  if (i & 1) flush_kg(p, strip, s, i);
+}
+
 #if SAFE
 #include "sm90/backward/prepare_halves.cuh"
 #else
@@ -155,6 +168,7 @@ __device__ __forceinline__ void write_last(const BackwardParams& p, u32 shared, 
   const float first = SAFE ? total[0] : total[0] + total[1], second = SAFE ? total[1] : total[PARTS - 2] + total[PARTS - 1];
   float* to = reinterpret_cast<float*>(place_of(p.last, LAST_BYTES)) + channel;
   to[0] = exp2_fast(first + second);
+  if (RECORDS) return;
   to[K] = exp2_fast(first);
   to[2 * K] = exp2_fast(second);
 }

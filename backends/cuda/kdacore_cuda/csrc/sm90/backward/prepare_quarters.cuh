@@ -53,9 +53,7 @@ __device__ __forceinline__ void make_operands(const BackwardParams& p, u32 share
       store_matrix4_transposed(narrow + S2_AT, s2);
       store_matrix4_transposed(at + S3_AT, s3);
     }
-    store_matrix4_transposed(staged(strip, i & 1, s.lane >> 3, s.lane & 7), kg);
-    store_matrix4_transposed(staged(strip, 2 + (i & 1), s.lane >> 3, s.lane & 7), low);
-    if (i & 1) flush_kg(p, strip, s, i);
+    leave_kg(p, strip, s, i, kg, low);
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) store_matrix4_transposed(staged(strip, i, s.lane >> 3, s.lane & 7), qg[i]);

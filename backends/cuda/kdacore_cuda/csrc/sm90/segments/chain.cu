@@ -1,0 +1,130 @@
+// chunk_kda in segments on Hopper, third launch: the state at the start of every segment, one after another. A block has 32 value rows of a
+// sequence and head: S' = S A + B needs all channels of a row, but no other row. S and A in two bfloat16 parts each, three products:
+// about 16 bits, as every later segment builds on this. Four warps side by side have 32 of the channels of 16 rows each.
+//
+// Macros from the host: SHARED_BYTES.
+#include "sm90/lanes.cuh"
+#include "sm90/segments/segment.cuh"
+
+constexpr int THREADS = 256, ROWS = 32, BLOCKS_V = V / ROWS;
+constexpr int STAGES = 3;  // of A: the next two are on their way
+constexpr u32 PART_BYTES = ROWS * 2 * K;  // S, one part
+constexpr u32 RIGHT_AT = 0, RIGHT_BYTES = 2 * STATE_BYTES;
+constexpr u32 LEFT_AT = RIGHT_AT + STAGES * RIGHT_BYTES;  // S, twice: written while the last is read
+constexpr u32 BARRIERS_AT = LEFT_AT + 2 * 2 * PART_BYTES;
+static_assert(BARRIERS_AT + 8 * STAGES <= SHARED_BYTES, "the host's shared memory size is too small");
+
+constexpr int TILES = 4;  // of 8 channels, of a warp
+struct Sums {
+  float x[TILES][4];
+};
+
+struct Lane {
+  int lane, g, t;
+  int strip, group;  // 16 rows of the block, 32 channels
+};
+
+// Where this lane's numbers lie in a float [V][K]; f(number pair, its address).
+template <class F>
+__device__ __forceinline__ void each_pair(Sums& sums, const Lane& l, int part, u64 base, F f) {
+  float2* at = reinterpret_cast<float2*>(base) + ((ROWS * part + 16 * l.strip + l.g) * K + 32 * l.group + 2 * l.t) / 2;
+#pragma unroll
+  for (int n = 0; n < TILES; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) f(sums.x[n][2 * i], sums.x[n][2 * i + 1], at[(8 * i * K + 8 * n) / 2]);
+  }
+}
+__device__ __forceinline__ void read_sums(Sums& sums, const Lane& l, int part, u64 base) {
+  each_pair(sums, l, part, base, [](float& x, float& y, const float2& from) { x = from.x, y = from.y; });
+}
+__device__ __forceinline__ void write_sums(Sums& sums, const Lane& l, int part, u64 base) {
+  each_pair(sums, l, part, base, [](float& x, float& y, float2& to) { to = make_float2(x, y); });
+}
+
+// Lane 8i + r: row r of matrix i in the four of 16 rows and 16 channels; `left`: images of 32 rows.
+__device__ __forceinline__ u32 left_at(u32 left, const Lane& l, int kk) {
+  return left + (kk >> 2) * (PART_BYTES / 2) + swizzled(16 * l.strip + (l.lane & 15), 2 * (kk & 3) + (l.lane >> 4));
+}
+
+__device__ __forceinline__ void put_left(const Sums& sums, u32 left, const Lane& l) {
+#pragma unroll
+  for (int m = 0; m < TILES / 2; ++m) {
+    u32 high[4], low[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* x = &sums.x[2 * m + (i >> 1)][2 * (i & 1)];
+      high[i] = pack_bf16(x[0], x[1]);
+      low[i] = pack_bf16(x[0] - bf16_low(high[i]), x[1] - bf16_high(high[i]));
+    }
+    const u32 to = left_at(left, l, 2 * l.group + m);
+    store_matrix4(to, high);
+    store_matrix4(to + PART_BYTES, low);
+  }
+}
+
+// sums += S A, with what is below 2^-16 of it left out.
+__device__ __forceinline__ void multiply(Sums& sums, u32 left, u32 right, const Lane& l) {
+  // Rows 0-7, then 8-15, of eight channels, then of the next.
+  const int piece = 4 * (l.group & 1) + (l.lane >> 4);
+  const u32 image = right + (l.group >> 1) * (STATE_BYTES / 2);
+#pragma unroll
+  for (int kk = 0; kk < K_TILES; ++kk) {
+    u32 high[4], low[4];
+    load_matrix4(high, left_at(left, l, kk));
+    load_matrix4(low, left_at(left, l, kk) + PART_BYTES);
+#pragma unroll
+    for (int m = 0; m < TILES / 2; ++m) {
+      const u32 at = image + swizzled(16 * kk + (l.lane & 15), piece + 2 * m);
+      u32 b[4], b_low[4];
+      load_matrix4_transposed(b, at);
+      load_matrix4_transposed(b_low, at + STATE_BYTES);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        float(&x)[4] = sums.x[2 * m + n];
+        mma_bf16(x, low, b[2 * n], b[2 * n + 1]);
+        mma_bf16(x, high, b_low[2 * n], b_low[2 * n + 1]);
+        mma_bf16(x, high, b[2 * n], b[2 * n + 1]);
+      }
+    }
+  }
+}
+
+KDA_KERNEL(THREADS, 1) chain(KDA_PARAM SegmentParams p) {
+  KDA_SHARED(memory);
+  const u32 shared = shared_address(memory);
+  const int item = block_index() / BLOCKS_V, part = block_index() % BLOCKS_V, n = item / p.HV;
+  const int segments = (find_sequence(p, n).chunks + p.segment - 1) / p.segment;
+  if (segments < 2) return;
+  const int warp = uniform(thread_index() >> 5), lane = thread_index() & 31;
+  const Lane l = {lane, lane >> 2, lane & 3, warp >> 2, warp & 3};
+  const u64 first = (u64)first_segment(p, n) * p.HV + (item - n * p.HV);
+  const auto map_of = [&](int j) { return p.maps + (first + (u64)j * p.HV) * MAP_BYTES; };
+  // A of segment j, of which there is none for the first and the last.
+  const auto stage_of = [](int j) { return (j - 1) % STAGES; };
+  const auto fetch = [&](int j) {
+    if (thread_index() || j >= segments - 1) return;
+    const u32 bar = shared + BARRIERS_AT + 8 * stage_of(j);
+    barrier_expect(bar, RIGHT_BYTES);
+    copy_in(shared + RIGHT_AT + stage_of(j) * RIGHT_BYTES, reinterpret_cast<const void*>(map_of(j) + MAP_HIGH), RIGHT_BYTES, bar);
+  };
+  if (thread_index() < STAGES) barrier_init(shared + BARRIERS_AT + 8 * thread_index(), 1);
+  fence_async_proxy();
+  sync_block();
+  fetch(1);
+  fetch(2);
+  Sums sums, next;
+  read_sums(sums, l, part, map_of(0) + MAP_B);
+#pragma unroll 1
+  for (int j = 1;; ++j) {
+    write_sums(sums, l, part, p.starts + (first + (u64)j * p.HV) * FULL_STATE_BYTES);
+    if (j == segments - 1) break;
+    read_sums(next, l, part, map_of(j) + MAP_B);
+    const u32 left = shared + LEFT_AT + (j & 1) * 2 * PART_BYTES;
+    put_left(sums, left, l);
+    sync_block();  // and all are done with A of the segment before
+    fetch(j + 2);
+    barrier_wait(shared + BARRIERS_AT + 8 * stage_of(j), (j - 1) / STAGES & 1);
+    multiply(next, left, shared + RIGHT_AT + stage_of(j) * RIGHT_BYTES, l);
+    sums = next;
+  }
+}

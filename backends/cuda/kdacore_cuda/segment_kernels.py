@@ -1,0 +1,82 @@
+"""The kernels that scan few heads in segments on Hopper, K = V = 128, and when that pays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from typing import NamedTuple
+
+from kdacore_cuda.backward_kernels import prepare_kernel
+from kdacore_cuda.build import KernelSource
+
+_SOURCES = "sm90/segments"
+
+
+class SegmentKernel(NamedTuple):
+    """One launch after prepare. All take :data:`kdacore_cuda.layout.SEGMENTS`."""
+
+    source: KernelSource
+    threads: int
+    shared: int
+    """Dynamic shared memory in bytes; the source asserts that its layout fits."""
+
+
+def _kernel(name: str, threads: int, shared: int) -> SegmentKernel:
+    return SegmentKernel(
+        KernelSource(f"{_SOURCES}/{name}.cu", name, (("SHARED_BYTES", shared),)), threads, shared
+    )
+
+
+@cache
+def maps_kernel() -> SegmentKernel:
+    """How each segment changes the state: two blocks a segment and value head."""
+    return _kernel("maps", 384, 4 * 49 * 1024 + 64)
+
+
+CHAIN_BLOCKS = 4
+"""Blocks of the chain for a sequence and value head: 32 value rows each."""
+
+
+@cache
+def chain_kernel() -> SegmentKernel:
+    """The state at every segment's start: ``CHAIN_BLOCKS`` blocks a sequence and value head."""
+    return _kernel("chain", 256, 3 * 64 * 1024 + 32 * 1024 + 24)
+
+
+@cache
+def output_kernel() -> SegmentKernel:
+    """Outputs, checkpoints and final states: a block a segment and value head."""
+    return _kernel("output", 384, 3 * 73 * 1024 + 48)
+
+
+_UNIT, _STEP = 21_000, 2_150
+"""Cycles: of one multiprocessor for 64 tokens of one value head in segments, all launches together; of a step of 32
+tokens of the fused kernel, however few heads there are."""
+
+
+def pays(items: int, processors: int) -> bool:
+    """Are ``items`` sequences and value heads few enough for segments?
+
+    In segments every multiprocessor works, whatever the heads: the time is what there is to do, divided by them. The
+    fused kernel takes a step after the other, however idle the device is. Both grow with the tokens alike; and the
+    number of tokens may not decide, because appending some would change the bits of those before.
+    """
+    return items * _UNIT <= 2 * _STEP * processors
+
+
+def segment_chunks(items: int) -> int:
+    """Chunks of 64 tokens in a segment.
+
+    Longer ones leave fewer maps to chain (1300 cycles each), shorter ones more blocks to walk (3700 cycles a chunk).
+    Sixteen make 128 blocks at 16 heads and 8192 tokens; fewer heads have multiprocessors to spare for twice as many.
+    """
+    return 16 if items > 6 else 8
+
+
+def packaged_kernels() -> Iterator[KernelSource]:
+    """The kernels shipped: all there are."""
+    for float_gate, safe in product((False, True), repeat=2):
+        yield prepare_kernel(float_gate, safe, records=True).source
+    for kernel in (maps_kernel(), chain_kernel(), output_kernel()):
+        yield kernel.source

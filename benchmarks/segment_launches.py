@@ -1,0 +1,142 @@
+"""Each launch of ``chunk_kda`` in segments, the fused kernel, Triton: ``python -m benchmarks.segment_launches``.
+
+On a Hopper GPU, K = V = 128, few heads. Before anything is timed, outputs and final states are held against the float64
+oracle on a short call, and against the fused kernel on the timed one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from kdacore.bench import arrays as made
+from kdacore.bench import results
+from kdacore.bench.cases import Case
+from kdacore.bench.clock import Budget, CudaClock, Step, interleave
+from kdacore.bench.results import Figure, Results, Row
+from kdacore.selfcheck import relative_error
+from kdacore.types import ChunkInputs, Outputs, Request
+from kdacore_cuda import prefill, runtime, segment_kernels, segments
+from kdacore_reference.exact import to_float64
+from kdacore_reference.oracle import oracle_forward
+from kdacore_triton import forward as triton
+
+BOUND = 9e-3
+"""Twice the contract's bound on outputs of 16-bit inputs: its hard cases, and what two backends may be apart."""
+PRESET = "segment-launches"
+
+
+def call_of(case: Case, gates: str) -> tuple[Request, ChunkInputs]:
+    """Request and inputs of one case on the GPU."""
+    x = made.make(case, gates, "cuda")
+    inputs = ChunkInputs(**{name: x.get(name) for name in ChunkInputs._fields})
+    return made.request("chunk_kda", case, x), inputs
+
+
+def fused(request: Request, inputs: ChunkInputs) -> Outputs:
+    """The fused kernel, however few heads there are."""
+    return prefill.forward(request, inputs)
+
+
+def hold(what: str, got: Outputs, want: Outputs, bound: float) -> None:
+    """Raises AssertionError where they are apart."""
+    found = {
+        name: relative_error(to_float64(getattr(got, name)), to_float64(getattr(want, name)))
+        for name in ("o", "final_state")
+        if getattr(want, name) is not None
+    }
+    print(f"{what}:", {k: f"{v:.1e}" for k, v in found.items()})
+    if not all(v < bound for v in found.values()):
+        raise AssertionError(f"{what}: {found}")
+
+
+def gate(case: Case) -> None:
+    """Raises AssertionError where an output is wrong."""
+    short = Case(name="short", T=2500, H=2, gate=case.gate)
+    for gates in ("random", "init"):
+        request, inputs = call_of(short, gates)
+        host = ChunkInputs(*(None if a is None else a.cpu() for a in inputs))
+        want = oracle_forward(request, host)
+        hold(f"segments against the oracle, {gates}", segments.forward(request, inputs), want, BOUND)
+    request, inputs = call_of(case, "random")
+    hold(
+        "segments against the fused kernel", segments.forward(request, inputs), fused(request, inputs), BOUND
+    )
+
+
+def launches(request: Request, inputs: ChunkInputs) -> dict[str, Step]:
+    """Those of a call in segments, each on what the ones before it left."""
+    call = segments.prepare_call(request, inputs)
+    arch = segments.plan_of(request).chunks.arch
+
+    def step(at: int) -> Step:
+        _, launcher, grid, values = call.steps[at]
+        return lambda: runtime.launch(launcher, grid, arch, call.outputs.o, values)
+
+    steps = {name: step(at) for at, (name, *_) in enumerate(call.steps)}
+    for run in steps.values():
+        run()
+    return steps
+
+
+def contenders(case: Case, gates: str) -> dict[str, Step]:
+    """By name: the launches, all of them, the fused kernel, Triton."""
+    request, inputs = call_of(case, gates)
+    steps = {f"segments {name}": step for name, step in launches(request, inputs).items()}
+    steps["segments all"] = lambda: segments.forward(request, inputs)
+    steps["fused all"] = lambda: fused(request, inputs)
+    steps["triton all"] = lambda: triton.forward(request, inputs)
+    return steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--heads", type=int, nargs="+", default=[8, 16, 32])
+    parser.add_argument("--chunks", type=int, default=0, help="of a segment; 0: as shipped")
+    parser.add_argument("--gate", choices=("sigmoid", "softplus"), default="sigmoid")
+    parser.add_argument("--samples", type=int, default=15)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    load = results.load()
+    rows: list[Row] = []
+    figures: list[Figure] = []
+    chosen = segment_kernels.segment_chunks
+    with (
+        mock.patch.object(prefill, "pays", lambda items, processors: False),
+        mock.patch.object(segments, "segment_chunks", lambda items: args.chunks or chosen(items)),
+        torch.no_grad(),
+    ):
+        for heads in args.heads:
+            case = Case(name="timed", T=args.tokens, H=heads, gate=args.gate)
+            gate(case)
+            found = interleave(contenders(case, "init"), CudaClock(), Budget(args.samples, 30.0))
+            each = args.chunks or chosen(heads)
+            shape = f"B1 T{case.T} H{heads} K128 V128 {case.gate}, segments of {each} chunks"
+            rows += [
+                Row(
+                    preset=PRESET, case=shape, phase=contender.split()[1], contender=contender, status="ok",
+                    backend="triton" if contender.startswith("triton") else "cuda", gates="init", shape=shape,
+                    dtype=case.dtype, device="cuda", seconds=t.median, low=t.low, high=t.high, samples=t.samples,
+                )
+                for contender, t in found.items()
+            ]  # fmt: skip
+            figures += [
+                Figure(
+                    preset=PRESET, name=f"{shape}: {other} over segments",
+                    value=found[f"{other} all"].median / found["segments all"].median, unit="x", want="", met=None,
+                )
+                for other in ("fused", "triton")
+            ]  # fmt: skip
+            print(shape)
+            for contender, t in found.items():
+                print(f"  {contender:20} {1e3 * t.median:7.3f} ms")
+    if args.json:
+        results.write(args.json, results.document(Results(rows, figures), [PRESET], load))
+
+
+if __name__ == "__main__":
+    main()

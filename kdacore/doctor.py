@@ -207,7 +207,7 @@ def _selfchecks(usable: list[Registered], where: Machine, problem: Any) -> list[
         rows = [row for rows in pool.map(check, usable) for row in rows]
     for row in rows:
         if row.status != "ok":
-            said = row.detail or f"relative error {row.error:.1e}, bound {row.bound:.0e}"
+            said = row.detail or f"relative error {row.error:.1e}, bound {row.bound:.1e}"
             place = f" on {row.place}" if row.place else ""
             problem(
                 f"backend {row.backend}", f"self-check of {row.op}{place} ({row.call}): {row.status}: {said}"

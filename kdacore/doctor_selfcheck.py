@@ -145,8 +145,7 @@ def _expressible(call: CallSpec) -> bool:
 def measure(registered: Registered, request: Request) -> Check:
     """One self-check, here."""
     result = selfcheck.measure(registered, request)
-    bound = selfcheck.BOUND[request.dtype]
-    failure, error = result["failure"], result["error"]
+    failure, error, bound = result["failure"], result["error"], result["bound"]
     status = "FAILED" if failure else "ok" if error < bound else "wrong"
     mark = "verified" if selection.judge(registered, request).verified else "compiled only"
     place = str(Place(request.kind, request.device.type, request.device.arch))

@@ -127,7 +127,7 @@ def _selfchecks(out: Console, found: Report) -> None:
             c["call"],
             c["mark"],
             "" if c["error"] is None else f"{c['error']:.1e}",
-            f"{c['bound']:.0e}",
+            f"{c['bound']:.1e}",
             c["status"],
             c["detail"],
         )

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kdacore.ops import OPS
+from kdacore.testing.bounds import Quantity
 from kdacore.testing.inputs import Arrays, Shape, normalise, offsets, tensors, to_kind
 from kdacore.types import OutputGrads, Request
 
-Pair = tuple[Any, Any]
-"""A result and its float64 reference, both NumPy."""
+
+class Pair(NamedTuple):
+    """A result beside what it should be, both NumPy."""
+
+    quantity: Quantity
+    dtype: str
+    """of the result as it was returned"""
+    got: Any
+    want: Any
+
+
+WIDE = {"float64": "float64"}
+"""dtype of a log decay by that of its input; float32 for all others."""
 
 
 def small_call(request: Request, tokens: int, seed: int = 0) -> tuple[Request, Any]:
@@ -88,16 +100,21 @@ def forward_pairs(request: Request, inputs: Any, result: Any) -> list[Pair]:
     from kdacore_reference import oracle
 
     if request.op == "kda_gate":
-        return [(oracle.to_float64(result), oracle.oracle_gate(request, inputs))]
+        want = oracle.oracle_gate(request, inputs)
+        return [Pair("o", WIDE.get(request.dtype, "float32"), oracle.to_float64(result), want)]
     before = _copy_pool(request, inputs)
     expected = oracle.oracle_forward(request, before)
-    pairs = [(oracle.to_float64(result.o), expected.o)]
+    pairs = [Pair("o", request.dtype, oracle.to_float64(result.o), expected.o)]
+
+    def state(got: Any, want: Any) -> None:
+        pairs.append(Pair("state", request.state_dtype, oracle.to_float64(got), want))
+
     if request.output_final_state:
-        pairs.append((oracle.to_float64(result.final_state), expected.final_state))
+        state(result.final_state, expected.final_state)
     elif request.inplace_state:  # the pool was written where it lay
-        pairs.append((oracle.to_float64(inputs.initial_state), expected.final_state))
+        state(inputs.initial_state, expected.final_state)
     if request.checkpoint_every:
-        pairs.append((oracle.to_float64(result.checkpoints), expected.checkpoints))
+        state(result.checkpoints, expected.checkpoints)
     return pairs
 
 
@@ -121,7 +138,11 @@ def backward_pairs(request: Request, inputs: Any, backward: Callable[..., Any]) 
         given = _convert_as(request, do, "v")
         got = backward(request, inputs, (), OutputGrads(given, None))
         want = oracle.oracle_backward(request, inputs, OutputGrads(oracle.to_float64(given), None))
-    return [(oracle.to_float64(a), b) for a, b in zip(got, want, strict=True) if b is not None]
+    return [
+        Pair("gradient", request.spec(name).dtype, oracle.to_float64(a), b)
+        for name, a, b in zip(want._fields, got, want, strict=True)
+        if b is not None
+    ]
 
 
 def _convert_as(request: Request, x: Any, name: str) -> Any:

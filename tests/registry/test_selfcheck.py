@@ -102,6 +102,55 @@ def test_the_check_of_a_call_under_autocast_is_not() -> None:
         assert chosen(**x) == "unverified"
 
 
+@pytest.mark.parametrize(("dtype", "off"), [("float32", 1e-4), ("bfloat16", 1.3e-2), ("float16", 1.3e-2)])
+def test_a_kernel_outside_the_contract_is_refused(dtype: str, off: float) -> None:
+    """Off by three to five times the bound of ``o``, which a check for gross errors alone would let through."""
+    arguments = {n: to_kind(a, "numpy", dtype) for n, a in call().items()}
+    unverified()
+    assert chosen(**arguments) == "unverified"
+    REGISTRY.unregister("unverified-plugin")
+    for path in config.get().cache_dir.rglob("*.json"):
+        path.unlink()
+    unverified(lambda o: o * o.dtype.type(1 + off))
+    assert chosen(**arguments) == "reference"
+
+
+@pytest.mark.parametrize("name", ["o", "final_state", "gradient"])
+def test_each_result_has_the_bound_of_its_row(name: str) -> None:
+    """``measure`` names the bound of the result that is nearest its own: each is twice the contract's."""
+    import torch
+
+    reference = REGISTRY.get("reference")
+    x = {n: torch.from_numpy(a).requires_grad_() for n, a in call().items()}
+    request = kdacore.explain("chunk_kda", **x, output_final_state=True).request
+    impl = reference.backend.ops["chunk_kda"]
+
+    def forward(request: Request, inputs: Any) -> Any:
+        out = impl.forward(request, inputs)
+        return out._replace(**{name: 1.5 * getattr(out, name)}) if name in out._fields else out
+
+    def backward(*arguments: Any) -> Any:
+        assert impl.backward is not None
+        found = impl.backward(*arguments)
+        return found._replace(k=1.5 * found.k) if name == "gradient" else found
+
+    wrong = dataclasses.replace(impl, forward=forward, backward=backward)
+    backend = dataclasses.replace(reference.backend, ops={"chunk_kda": wrong})
+    found = selfcheck.measure(dataclasses.replace(reference, backend=backend), request)
+    assert found["error"] == pytest.approx(0.5, rel=1e-3)
+    assert found["bound"] == pytest.approx(2 * (5e-5 if name == "gradient" else 2e-5))
+
+
+def test_a_record_of_another_format_is_checked_again(own_cache: Path) -> None:
+    unverified(lambda o: o * 1.2)
+    chosen(**call())
+    (record,) = own_cache.rglob("*.json")
+    record.write_text('{"error": 0.0, "failure": ""}')
+    REGISTRY.unregister("unverified-plugin")
+    unverified(lambda o: o * 1.2)
+    assert chosen(**call()) == "reference"
+
+
 def test_a_crashing_kernel_is_refused() -> None:
     def crash(o: Any) -> Any:
         raise RuntimeError("illegal memory access")

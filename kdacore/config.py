@@ -22,6 +22,7 @@ VARIABLES: dict[str, str] = {
     "KDACORE_ARCH": "architecture to assume when none can be probed, for example sm_90 or v5e",
     "KDACORE_SELFCHECK": "'1' (default) or '0': self-check compiled-only kernels before auto may choose them",
     "KDACORE_PLUGIN_IMPORT_LIMIT": "seconds a plugin may take to import before the doctor reports it (default 2)",
+    "KDACORE_CUDA_EVERY_LANE": "'1' compiles CUDA kernels whose every lane arrives at barriers, for racecheck",
     "KDACORE_PALLAS_INTERPRET": "'1' lets backend='pallas' run on any device in interpret mode ('0' by default)",
 }
 
@@ -37,6 +38,7 @@ class Config:
     arch: str
     selfcheck: bool
     plugin_import_limit: float
+    cuda_every_lane: bool
     pallas_interpret: bool
 
 
@@ -78,6 +80,7 @@ def parse(env: Mapping[str, str]) -> Config:
         arch=env.get("KDACORE_ARCH", "").strip(),
         selfcheck=_flag(env, "KDACORE_SELFCHECK", "1"),
         plugin_import_limit=limit,
+        cuda_every_lane=_flag(env, "KDACORE_CUDA_EVERY_LANE", "0"),
         pallas_interpret=_flag(env, "KDACORE_PALLAS_INTERPRET", "0"),
     )
 

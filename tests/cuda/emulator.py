@@ -46,7 +46,7 @@ extern "C" size_t offset_of(int field) {{
 
 def build(kernel: KernelSource, params: layout.ParamStruct) -> ctypes.CDLL:
     """The kernel as a shared library with ``run`` and ``offset_of``; kept by content for other processes."""
-    return _build(kernel, params, *(["-DEVERY_LANE=1"] if os.environ.get(EVERY_LANE) else []))
+    return _build(kernel, params, *(["-DEVERY_LANE=1"] if os.environ.get(EVERY_LANE) == "1" else []))
 
 
 @cache

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from disassembly import disassemble
 
+from kdacore import config
 from kdacore.errors import BackendBuildError
 from kdacore_cuda import build, prebuilt, variants
 from kdacore_cuda.build import Built, KernelSource
@@ -260,6 +261,6 @@ def test_every_lane_may_arrive_for_itself(monkeypatch: pytest.MonkeyPatch) -> No
     """For racecheck; such a kernel has a key of its own."""
     kernel = KERNELS["safe"]
     plain = build.source_key(kernel, "sm_90a")
-    monkeypatch.setenv(build.EVERY_LANE, "1")
+    monkeypatch.setattr(config, "_config", config.parse({build.EVERY_LANE: "1"}))
     assert "-DEVERY_LANE=1" in build.options(kernel, "sm_90a")
     assert build.source_key(kernel, "sm_90a") != plain

@@ -7,7 +7,6 @@ disk cache, and the compiler.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kdacore import config
 from kdacore.errors import BackendBuildError
 from kdacore_cuda import layout
 from kdacore_cuda.cache import DiskCache
@@ -22,7 +22,7 @@ from kdacore_cuda.cache import DiskCache
 CSRC = Path(__file__).parent / "csrc"
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 EVERY_LANE = "KDACORE_CUDA_EVERY_LANE"
-"""Environment variable: if set, every lane arrives at barriers, as racecheck needs (csrc/common/arrivals.cuh)."""
+"""Environment variable: 1 where every lane arrives at barriers, as racecheck needs (csrc/common/arrivals.cuh)."""
 _BASE_OPTIONS = (
     "-std=c++17",
     "-default-device",
@@ -153,7 +153,7 @@ def options(kernel: KernelSource, arch: str) -> tuple[str, ...]:
     if not arch.startswith("sm_"):
         raise ValueError(f"arch must be sm_*, got {arch!r}")
     defines = dict(kernel.defines)
-    if os.environ.get(EVERY_LANE):
+    if config.get().cuda_every_lane:
         defines["EVERY_LANE"] = 1
     return (f"-arch={arch}", *_BASE_OPTIONS, *(f"-D{key}={value}" for key, value in defines.items()))
 

@@ -35,7 +35,19 @@ def test_representative_cases(arch: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", aot.ARCHS)
 def test_every_shipped_configuration(arch: str) -> None:
-    assert results("--arch", arch, "--all")
+    found = {r["case"] for r in results("--arch", arch, "--all")}
+    names = {"recompute", "state", "output"}
+    assert {f"{name} K128 bfloat16:{name}_kernel" for name in names} <= found
+    if arch == "sm_90":
+        kinds = (
+            "bounded K128 bfloat16",
+            "unbounded K128 bfloat16",
+            "bounded K64 bfloat16",
+            "bounded K256 bfloat16",
+        )
+        for kind in (*kinds, "bounded K128 float32"):
+            backward = {name for name in found if name.startswith(f"chunk backward {kind}:")}
+            assert len(backward) == 3, kind
 
 
 def test_cases_have_unique_names() -> None:
@@ -88,6 +100,14 @@ dots = aot.compile_case(case(faulty.product, torch.bfloat16, 4, matrix_unit=("pr
 assert dots.matrix > 0 and not dots.problems, dots
 none = aot.compile_case(case(faulty.greedy, torch.float32, 8, matrix_unit=("greedy",), max_spills=9999), "sm_90")
 assert none.problems == ("no matrix instruction",), none
+some = aot.compile_case(case(faulty.product, torch.bfloat16, 1, products=("product",)), "sm_90")
+assert some.matrix == 0 and not some.problems, some
+none = aot.compile_case(case(faulty.greedy, torch.float32, 8, products=("greedy",), max_spills=9999), "sm_90")
+assert none.problems == ("no matrix instruction of any kind",), none
+allowed = aot.compile_case(case(faulty.greedy, torch.float32, 1, max_spills={"greedy": 9999}), "sm_90")
+assert allowed.spills > 0 and not allowed.problems, allowed
+others = aot.compile_case(case(faulty.greedy, torch.float32, 1, max_spills={"another": 9999}), "sm_90")
+assert "spill" in others.problems[0], others
 try:
     aot.compile_case(case(faulty.broken, torch.float32, 4), "sm_90")
 except BackendBuildError as error:

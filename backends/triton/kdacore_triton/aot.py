@@ -20,7 +20,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -38,6 +38,8 @@ ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 _MATRIX = {"sm_80": r"\bHMMA\b", "sm_90": r"\bHGMMA\b", "sm_100": r"\bUTC[A-Z]*MMA\b", "gfx942": r"\bv_mfma"}
 """The instruction of each architecture's matrix unit."""
+_PRODUCT = r"\b(?:HMMA|HGMMA|UTC[A-Z]*MMA|v_mfma)"
+"""Matrix instructions of any kind: small dots are a warp's work on every NVIDIA architecture."""
 
 _TYPES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
@@ -54,6 +56,8 @@ class AotCase:
     call: Call
     matrix_unit: bool = False
     """The kernel has dots: the architecture's matrix instruction must be there."""
+    products: bool = False
+    """The kernel has dots, perhaps too small for that: some matrix instruction must be there."""
     max_spills: int = 0
     """Local-memory loads and stores allowed in the machine code."""
     slow: bool = False
@@ -77,7 +81,8 @@ class AotResult:
 
 
 def record(
-    name: str, run: Callable[[], Any], *, matrix_unit: tuple[str, ...] = (), max_spills: int = 0, slow: bool = False
+    name: str, run: Callable[[], Any], *, matrix_unit: tuple[str, ...] = (), products: tuple[str, ...] = (),
+    max_spills: int | Mapping[str, int] = 0, slow: bool = False,
 ) -> list[AotCase]:  # fmt: skip
     """The launches that ``run()`` makes, as cases.
 
@@ -85,14 +90,18 @@ def record(
         name: what is run; the kernel's name is appended.
         run: a host function, usually on tensors of device ``meta``.
         matrix_unit: names of the kernels that must use the matrix unit.
-        max_spills, slow: as in :class:`AotCase`.
+        products: names of the kernels that must use it, or a warp's matrix instructions.
+        max_spills: as in :class:`AotCase`, or by kernel: 0 for those not named.
+        slow: as in :class:`AotCase`.
     """
     with recording() as calls:
         run()
-    return [
-        AotCase(f"{name}:{_name(c.kernel)}", c, _name(c.kernel) in matrix_unit, max_spills, slow)
-        for c in calls
-    ]
+    found = []
+    for c in calls:
+        kernel = _name(c.kernel)
+        spills = max_spills if isinstance(max_spills, int) else max_spills.get(kernel, 0)
+        found.append(AotCase(f"{name}:{kernel}", c, kernel in matrix_unit, kernel in products, spills, slow))
+    return found
 
 
 def all_cases(arch: str) -> list[AotCase]:
@@ -123,7 +132,8 @@ def compile_case(case: AotCase, arch: str) -> AotResult:
     except (RuntimeError, triton.CompilationError, subprocess.CalledProcessError) as error:
         raise BackendBuildError(f"{case.name} for {arch}", str(error)) from error
     result = _read_amd(compiled) if arch.startswith("gfx") else _read_nvidia(compiled)
-    matrix = len(re.findall(_MATRIX[arch], result.pop("code")))
+    code = result.pop("code")
+    matrix = len(re.findall(_MATRIX[arch], code))
     problems = [
         f"lanes disagree on the sum in {where}"
         for where in dict.fromkeys(contracted(compiled.asm.get("ptx", "")))
@@ -132,6 +142,8 @@ def compile_case(case: AotCase, arch: str) -> AotResult:
         problems.append(f"{result['spills']} spill instructions, at most {case.max_spills} allowed")
     if case.matrix_unit and not matrix:
         problems.append("no matrix instruction")
+    if case.products and not re.search(_PRODUCT, code):
+        problems.append("no matrix instruction of any kind")
     return AotResult(case.name, arch, matrix=matrix, problems=tuple(problems), **result)
 
 

@@ -1,9 +1,9 @@
-"""What the chunk backward is compiled for ahead of time: a training step at K = V = 128 in bfloat16."""
+"""What the chunk backward is compiled for ahead of time: training steps, most of them at K = V = 128 in bfloat16."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,32 +16,68 @@ _GATES: dict[str, dict[str, Any]] = {
     "unbounded": {"gate": "softplus"},
     "scalar": {"gate": "softplus", "scalar_gate": True},
 }
-_COMPILED = {"sm_80": "unbounded", "gfx942": "scalar"}
-"""The kind of gate that an architecture compiles, else bounded: all of them everywhere would take minutes."""
-_SPILLS = 1_000
-"""Half a chunk's gradients are more than a program's registers hold; most of that stays in the L1."""
+_BF16, _F32 = torch.bfloat16, torch.float32
+
+
+class _Kind(NamedTuple):
+    """A training step to compile."""
+
+    gate: str
+    K: int = 128
+    dtype: torch.dtype = _BF16
+
+
+_COMPILED = {
+    "sm_80": (_Kind("unbounded"),),
+    "sm_90": (
+        *(_Kind(gate) for gate in ("bounded", "unbounded")),
+        *(_Kind("bounded", K) for K in (64, 256)),
+        _Kind("bounded", dtype=_F32),
+    ),
+    "gfx942": (_Kind("scalar"),),
+}
+"""What an architecture compiles, else a bounded gate at K = V = 128: all of them everywhere would take minutes."""
+_GRADS, _PREPARE = (
+    tuple(f"{way}_{name}_kernel" if way else f"{name}_kernel" for way in ("", "anchored", "halves", "scalar"))
+    for name in ("grads", "prepare")
+)
+_ALONE = {_Kind("bounded", dtype=_F32): _GRADS, _Kind("bounded", 256): (*_GRADS, *_PREPARE)}
+"""Kernels on Hopper's own matrix unit, where it is not the scan and the gradients."""
+_SPILLS: dict[_Kind, dict[str, int]] = {
+    _Kind("bounded"): {"halves_prepare_kernel": 128, "anchored_grads_kernel": 420},
+    _Kind("unbounded"): {"anchored_prepare_kernel": 120, "anchored_grads_kernel": 40, "scan_kernel": 20},
+    _Kind("scalar"): {"scalar_grads_kernel": 510},
+    _Kind("bounded", 64): {"halves_prepare_kernel": 128, "anchored_grads_kernel": 330},
+    _Kind("bounded", 256): {"prepare_kernel": 55, "scan_kernel": 105, "grads_kernel": 750},
+    _Kind("bounded", dtype=_F32): {"anchored_prepare_kernel": 340, "anchored_grads_kernel": 430},
+}
+"""A fifth above what Triton 3.9 leaves, on the architecture with most. Half a chunk's gradients are more than a
+program's registers hold, and a chunk's operands more than a warp's; most of that stays in the L1. Wide heads and
+float32 are not tuned."""
 
 
 def aot_cases(arch: str) -> list[AotCase]:
-    """The three large launches of one backward."""
-    gate = _COMPILED.get(arch, "bounded")
-    every = record(
-        f"chunk backward {gate} K128 bfloat16",
-        partial(backward, *_meta_call(arch, gate)),
-        matrix_unit=("anchored_grads_kernel", "scan_kernel"),
-        max_spills=_SPILLS,
-        slow=True,
-    )
-    return [case for case in every if ":sum_" not in case.name]
+    """The large launches of one backward for each kind."""
+    cases = []
+    for kind in _COMPILED.get(arch, (_Kind("bounded"),)):
+        cases += record(
+            f"chunk backward {kind.gate} K{kind.K} {str(kind.dtype)[6:]}",
+            partial(backward, *_meta_call(arch, *kind)),
+            matrix_unit=_ALONE.get(kind, (*_GRADS, "scan_kernel")),
+            products=(*_GRADS, *_PREPARE, "scan_kernel"),
+            max_spills=_SPILLS[kind],
+            slow=True,
+        )
+    return [case for case in cases if ":sum_" not in case.name]
 
 
 def _meta_call(
-    arch: str, gate: str, K: int = 128
+    arch: str, gate: str, K: int = 128, dtype: torch.dtype = _BF16
 ) -> tuple[Request, ChunkInputs, tuple[Any, ...], OutputGrads]:
     """A grouped call with everything fused and the gradient of a final state. No memory behind it."""
     B, T, H, HV = 1, 1024, 16, 32
 
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     f32 = torch.float32
@@ -60,7 +96,7 @@ def _meta_call(
     )
     request = Request(
         op="chunk_gated_delta_rule" if scalar else "chunk_kda", kind="torch", device=Device("cuda", 0, arch),
-        tensors=given, B=B, T=T, H=H, HV=HV, K=K, V=K, N=B, dtype="bfloat16", state_dtype="float32",
+        tensors=given, B=B, T=T, H=H, HV=HV, K=K, V=K, N=B, dtype=str(dtype)[6:], state_dtype="float32",
         scale=K**-0.5, qk_l2norm=True, beta_sigmoid=True, output_final_state=True, needs_grad=True,
         **_GATES[gate],
     )  # fmt: skip

@@ -31,11 +31,12 @@ def emulated_backend() -> Backend:
     """``chunk_kda`` of the cuda backend for CPU tensors."""
     real = plugin.make_backend()
     op = real.ops["chunk_kda"]
-    assert op.backward is not None
+    assert op.backward is not None and op.repeat is not None
     moved = dataclasses.replace(
         op,
         forward=on_hopper(op.forward),
         backward=on_hopper(op.backward),
+        repeat=on_hopper(op.repeat),
         verifiers=tuple(on_hopper(v) for v in op.verifiers),
         verified_archs=frozenset({"*"}),
     )

@@ -13,7 +13,7 @@ import emulator
 import pytest
 
 from kdacore.errors import BackendBuildError
-from kdacore_cuda import build, decode, early, launch, layout, variants
+from kdacore_cuda import build, decode, fixed, launch, layout, variants
 from kdacore_cuda.driver import Driver, DriverError
 
 _STUB = """
@@ -89,13 +89,13 @@ def test_a_refused_launch_raises(stub: Path, monkeypatch: pytest.MonkeyPatch) ->
         flag.value = 0
 
 
-def make_early(stub: Path, monkeypatch: pytest.MonkeyPatch, fixed: tuple[float, ...]) -> early.EarlyLauncher:
+def make_early(stub: Path, monkeypatch: pytest.MonkeyPatch, last: tuple[float, ...]) -> fixed.FixedLauncher:
     driver = Driver(str(stub))
-    monkeypatch.setattr(early, "driver", lambda: driver)
-    monkeypatch.setattr(early, "load_or_compile", lambda kernel, arch: b"cubin")
-    monkeypatch.setattr(early, "_handles", {})
+    monkeypatch.setattr(fixed, "driver", lambda: driver)
+    monkeypatch.setattr(fixed, "load_or_compile", lambda kernel, arch: b"cubin")
+    monkeypatch.setattr(fixed, "_handles", {})
     kernel = variants.decode_kernel(64, False, False, variants.DECODE_ANY)
-    return early.EarlyLauncher(kernel, layout.DECODE, 64, 1000, fixed)
+    return fixed.FixedLauncher(kernel, layout.DECODE, 64, 1000, last, early=True)
 
 
 @pytest.mark.parametrize("kind", ["plain", "early"])
@@ -141,7 +141,7 @@ def test_early_launch_packs_what_a_call_changes(
 def test_launchers_of_one_kernel_share_its_code(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = tuple(range(1, len(layout.DECODE.fields) + 1))
     first = make_early(stub, monkeypatch, values[16:])
-    second = early.EarlyLauncher(first.kernel, layout.DECODE, 64, 1000, values[16:])
+    second = fixed.FixedLauncher(first.kernel, layout.DECODE, 64, 1000, values[16:], early=True)
     loads = ctypes.c_int.in_dll(ctypes.CDLL(str(stub)), "loads")
     before = loads.value
     for launcher in (first, second):

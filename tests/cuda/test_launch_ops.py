@@ -24,7 +24,18 @@ from kdacore.types import (
     RecurrentInputs,
     Request,
 )
-from kdacore_cuda import backward, decode, early, launch, layout, prefill, runtime, segments, stages
+from kdacore_cuda import (
+    backward,
+    decode,
+    fixed,
+    launch,
+    layout,
+    prefill,
+    prefill_repeat,
+    runtime,
+    segments,
+    stages,
+)
 from kdacore_cuda.driver import Driver
 from kdacore_cuda.prefill_kernels import prefill_shared, prefill_threads
 
@@ -122,10 +133,10 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def seen(stub: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     """Launches of this test, with launchers of its own: those kept hold handles of another driver."""
     driver = Driver(str(stub))
-    for module in (launch, early):
+    for module in (launch, fixed):
         monkeypatch.setattr(module, "driver", lambda: driver)
         monkeypatch.setattr(module, "load_or_compile", lambda kernel, arch: f"{kernel.name}.{arch}".encode())
-    monkeypatch.setattr(early, "_handles", {})
+    monkeypatch.setattr(fixed, "_handles", {})
     monkeypatch.setattr(runtime, "processors", lambda index: 132)
     # The arrays lie on the CPU, which the host code is not asked about.
     monkeypatch.setattr(runtime, "current_device", lambda: -1)
@@ -345,3 +356,52 @@ def test_decode(seen: Recorder) -> None:
     strided(x.params, **{name: named[name] for name in ("q", "k", "v", "g")})
     assert x.params["flags"] & layout.FLAGS["INDEX64"] and x.params["flags"] & layout.FLAGS["INDEXED_OUT"]
     assert x.grid % (N * HV) == 0
+
+
+FRESH = {"o", "ht", "launch", "records", "maps", "starts", "kg", "qg", "w", "u", "aqk", "last"}
+"""Parameters that are memory of the call's own, and the number of a launch."""
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_prefill_seen_before(seen: Recorder, monkeypatch: pytest.MonkeyPatch, few: bool) -> None:
+    """What is packed once is what a first call packs."""
+    monkeypatch.setattr(prefill, "pays", lambda items, processors: few)
+    monkeypatch.setattr(segments, "segment_chunks", lambda items: 2)
+    d = Draw(0)
+    inputs = ChunkInputs(
+        q=d.normal(1, 300, 2, 128),
+        k=d.normal(1, 300, 2, 128),
+        v=d.normal(1, 300, 4, 128),
+        beta=d.normal(1, 300, 4),
+        **d.gate("random", 1, 300, 4, 128),
+        initial_state=d.normal(3, 4, 128, 128, dtype=torch.float32),
+        cu_seqlens=pack(10, 200, 90),
+    )
+    request = on_hopper(request_of("chunk_kda", inputs, output_final_state=True, **SAFE_MODEL))
+    step = prefill_repeat.repeat(request, inputs)
+    assert step is not None
+    got = step(tuple(inputs))
+    assert got is not None
+    prefill.forward(request, inputs)
+    calls = seen()
+    again, first = calls[: len(calls) // 2], calls[len(calls) // 2 :]
+    assert len(first) == (4 if few else 1)
+    for x, y in zip(again, first, strict=True):
+        assert x._replace(params={}) == y._replace(params={})
+        assert {k: v for k, v in x.params.items() if k not in FRESH} == {
+            k: v for k, v in y.params.items() if k not in FRESH
+        }
+        assert {k for k in FRESH & set(x.params) if x.params[k]} == {
+            k for k in FRESH & set(y.params) if y.params[k]
+        }
+    holds(again[-1].params, o=got[0], ht=got[1])
+    if few:
+        places = [
+            [x.params[k] - x.params["last"] for k in ("kg", "qg", "w", "u", "aqk")]
+            for x in (again[0], first[0])
+        ]
+        assert places[0] == places[1] and again[0].params["last"] == again[-1].params["records"]
+        sizes = [
+            [x.params[k] - x.params["records"] for k in ("maps", "starts")] for x in (again[-1], first[-1])
+        ]
+        assert sizes[0] == sizes[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -123,6 +124,11 @@ def chunk_flags(r: Request) -> int:
         | FLAGS["V_FIRST"] * r.state_v_first
         | FLAGS["STATE_BF16"] * (r.state_dtype == "bfloat16")
     )
+
+
+def contiguous_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous array."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def pointer(x: torch.Tensor | None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from kdacore_cuda.arrays import (
     ALIGNMENT,
     Plans,
     build_arch,
+    contiguous_of,
     contiguous_strides,
     flat,
     is_wide,
@@ -21,7 +21,7 @@ from kdacore_cuda.arrays import (
     spec_type,
     token_flags,
 )
-from kdacore_cuda.early import EarlyLauncher
+from kdacore_cuda.fixed import FixedLauncher
 from kdacore_cuda.layout import DECODE, FLAGS, GATES
 from kdacore_cuda.variants import DECODE_ANY, decode_kernel, decode_mode, decode_tile
 
@@ -65,7 +65,7 @@ class _Plan:
 
 
 class _Launch(NamedTuple):
-    launcher: EarlyLauncher
+    launcher: FixedLauncher
     grid: int
 
 
@@ -89,7 +89,9 @@ def _make_launch(r: Request, strides: tuple[int, ...], mode: int) -> _Launch:
         *(r.scale, r.lower_bound or 0.0),
     )
     kernel = decode_kernel(r.K, r.state_v_first, bf16_state, mode)
-    launcher = EarlyLauncher(kernel, DECODE, tile.threads, tile.shared(r.K, r.state_v_first), fixed)
+    launcher = FixedLauncher(
+        kernel, DECODE, tile.threads, tile.shared(r.K, r.state_v_first), fixed, early=True
+    )
     return _Launch(launcher, r.N * r.HV * (r.V // tile.columns))
 
 
@@ -184,8 +186,8 @@ def repeat(request: Request, inputs: RecurrentInputs) -> Step | None:
     with torch.cuda.device(index):  # loads the kernel, which is a matter of the current context
         start = runtime.starter(launch.launcher, launch.grid, plan.arch, index)
     empty = allocator(v.device.type)
-    o_shape, o_strides, o_dtype = plan.o_shape, _contiguous(plan.o_shape), v.dtype
-    state_shape, state_strides, state_dtype = r.state_shape, _contiguous(r.state_shape), plan.state_dtype
+    o_shape, o_strides, o_dtype = plan.o_shape, contiguous_of(plan.o_shape), v.dtype
+    state_shape, state_strides, state_dtype = r.state_shape, contiguous_of(r.state_shape), plan.state_dtype
     written_row, indices_row = row if in_place else plan.state_row * fresh, plan.indices_row
     returns_state = r.output_final_state
 
@@ -214,8 +216,3 @@ def repeat(request: Request, inputs: RecurrentInputs) -> Step | None:
         return o, state if returns_state else None, None
 
     return step
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous array."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -11,6 +11,9 @@ from kdacore_cuda.build import KernelSource, load_or_compile
 from kdacore_cuda.driver import NO_CONTEXT, driver
 from kdacore_cuda.layout import ParamStruct
 
+STATIC_SHARED = 48 * 1024
+"""Bytes of shared memory that a kernel may have without asking."""
+
 
 def _not_loaded(*args: Any) -> int:
     raise RuntimeError("the kernel has not been loaded")
@@ -40,7 +43,7 @@ class Launcher:
         """Build (or find) the cubin for ``arch``, load it, and set its limits on ``device``."""
         chosen = driver()
         handle = chosen.load_kernel(load_or_compile(self.kernel, arch), self.kernel.entry)
-        if self.shared > 48 * 1024:
+        if self.shared > STATIC_SHARED:
             chosen.allow_shared(handle, self.shared, device)
         self._launch = chosen.launch
         self._handles[device] = handle

@@ -95,6 +95,7 @@ def make_backend() -> Backend:
         forward=_lazily("prefill", "forward"),
         backward=_lazily("backward", "backward"),
         verifiers=(*_COMMON, verifiers.prefill_dtype, verifiers.prefill_length, verifiers.gradients),
+        repeat=_lazily("prefill_repeat", "repeat"),
         verified_archs=VERIFIED,
     )
     recurrent = OpImpl(

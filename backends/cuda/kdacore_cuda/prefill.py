@@ -36,7 +36,7 @@ from kdacore_cuda.prefill_kernels import (
 from kdacore_cuda.segment_kernels import pays
 from kdacore_cuda.verifiers import is_safe
 
-_LAUNCHES = count(secrets.randbits(62))
+LAUNCHES = count(secrets.randbits(62))
 """A number for every launch that memory does not hold by chance."""
 
 
@@ -97,7 +97,7 @@ def _make_plan(r: Request) -> _Plan:
     )
 
 
-_plan_of = Plans(_make_plan)
+plan_of = Plans(_make_plan)
 
 
 def forward(request: Request, inputs: ChunkInputs) -> Outputs:
@@ -105,7 +105,7 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
 
     Sizes as in the contract; see :class:`kdacore.types.ChunkInputs`. Raises BackendBuildError or DriverError.
     """
-    plan = _plan_of(request)
+    plan = plan_of(request)
     if plan.segmented:
         return segments.forward(request, inputs)
     if plan.widen_gate:
@@ -120,7 +120,7 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     values = (
         *pointers,
         *(pointer(A_log), pointer(bias), pointer(cu_seqlens), o.data_ptr()),
-        *(pointer(h0), pointer(ht), pointer(ckpt), pointer(handed), next(_LAUNCHES)),
+        *(pointer(h0), pointer(ht), pointer(ckpt), pointer(handed), next(LAUNCHES)),
         *strides,
         *plan.sizes,
     )

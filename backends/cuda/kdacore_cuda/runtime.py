@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kdacore_cuda.early import EarlyLauncher
+from kdacore_cuda.fixed import FixedLauncher
 from kdacore_cuda.launch import Launcher
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def launch(launcher: Launcher, grid: int, arch: str, like: torch.Tensor, values:
         launcher(grid, index, arch, _current_stream(index), values)
 
 
-def starter(launcher: EarlyLauncher, grid: int, arch: str, index: int) -> Callable[[tuple[Any, ...]], None]:
+def starter(launcher: FixedLauncher, grid: int, arch: str, index: int) -> Callable[[tuple[Any, ...]], None]:
     """:func:`launch` with all but the values fixed. Device ``index`` must be the current one."""
     start = launcher.start_of(grid, index, arch)
     return lambda values: start(_current_stream(index), values)

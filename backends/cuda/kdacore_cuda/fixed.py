@@ -1,4 +1,4 @@
-"""Launches that begin while the launch ahead of them ends, with most parameters packed once."""
+"""Launches with most parameters packed once; some begin while the launch ahead of them ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from kdacore_cuda.build import KernelSource, load_or_compile
 from kdacore_cuda.driver import NO_CONTEXT, driver
-from kdacore_cuda.launch import Launcher
+from kdacore_cuda.launch import STATIC_SHARED, Launcher
 from kdacore_cuda.layout import ParamStruct
 
 _CONFIG = struct.Struct(
@@ -29,22 +29,27 @@ Start = Callable[[int, tuple[Any, ...]], None]
 """Launches on a stream with the values a call gives."""
 
 
-class EarlyLauncher(Launcher):
-    """A kernel whose blocks wait by themselves for the launch ahead of theirs (``griddepcontrol.wait``).
-
-    Where the architecture has that, the driver may place the blocks before the stream's last kernel has ended. What a
-    call does not change is packed when the launcher is made.
+class FixedLauncher(Launcher):
+    """A kernel most of whose parameters are the same in every call: packed when the launcher is made.
 
     Args:
         kernel, params, threads, shared: as for :class:`Launcher`.
-        fixed: the last of the struct's values; calls give those before them.
+        fixed: the last of the struct's values; calls give those before them, 8 bytes each.
+        early: the kernel's blocks wait by themselves for the launch ahead of theirs (``griddepcontrol.wait``). Where
+            the architecture has that, the driver may place them before the stream's last kernel has ended.
     """
 
     def __init__(
-        self, kernel: KernelSource, params: ParamStruct, threads: int, shared: int, fixed: tuple[Any, ...]
+        self,
+        kernel: KernelSource,
+        params: ParamStruct,
+        threads: int,
+        shared: int,
+        fixed: tuple[Any, ...],
+        early: bool = False,
     ) -> None:
         super().__init__(kernel, params, threads, shared)
-        self.fixed = fixed
+        self.fixed, self.early = fixed, early
         self._starts: dict[tuple[int, int, str], Start] = {}
 
     def __call__(self, grid: int, device: int, arch: str, stream: int, values: tuple[Any, ...]) -> None:
@@ -60,11 +65,13 @@ class EarlyLauncher(Launcher):
 
     def _make_start(self, grid: int, device: int, arch: str) -> Start:
         chosen, handle = driver(), self._handle(arch)
+        if self.shared > STATIC_SHARED:
+            chosen.allow_shared(handle, self.shared, device)
         given = len(self.params.fields) - len(self.fixed)
         buffer = ctypes.create_string_buffer(self.params.packer.pack(*([0] * given), *self.fixed))
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         attribute = ctypes.create_string_buffer(_ATTRIBUTE.pack(_PROGRAMMATIC_STREAM_SERIALIZATION, 1))
-        early = int("".join(filter(str.isdigit, arch))) >= _FIRST_ARCH
+        early = self.early and int("".join(filter(str.isdigit, arch))) >= _FIRST_ARCH
         blocks = (grid, 1, 1, self.threads, 1, 1, self.shared)
         config = ctypes.create_string_buffer(
             _CONFIG.pack(*blocks, 0, ctypes.addressof(attribute), int(early))

@@ -1,0 +1,111 @@
+"""``chunk_kda`` without gradients for calls seen before: all but addresses is decided and packed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kdacore.frameworks.torch_empty import Empty, allocator
+from kdacore.types import ChunkInputs, Request, Step
+from kdacore_cuda import prefill, runtime, segments
+from kdacore_cuda.arrays import ALIGNMENT, contiguous_of, rows
+from kdacore_cuda.fixed import FixedLauncher
+from kdacore_cuda.launch import Launcher
+from kdacore_cuda.layout import BACKWARD
+
+Launch = Callable[[tuple[int, ...], int, int, int], None]
+"""A call's launches, of addresses: q, k, v, g, beta, A_log, dt_bias, cu_seqlens; o; the initial and the final state. 0
+where an array is absent."""
+
+_GIVEN = [name for name, _ in BACKWARD.fields].index("q_sb")
+"""Parameters of prepare that are addresses; the first eight are a launch's."""
+
+
+def repeat(request: Request, inputs: ChunkInputs) -> Step | None:
+    """:func:`kdacore_cuda.prefill.forward` for calls whose arrays lie in memory as these do.
+
+    None where an array would have to be copied or checkpoints are asked for, and from the step where one starts off
+    16 bytes.
+    """
+    r, plan = request, prefill.plan_of(request)
+    _, strides, kept = rows(inputs, False, plan.strides)
+    copied = any(x is not y for x, y in zip(kept, inputs, strict=False))
+    small = (inputs.A_log, inputs.dt_bias, inputs.initial_state, inputs.cu_seqlens)
+    if copied or plan.widen_gate or r.checkpoint_every or not plan.grid:
+        return None
+    if not all(x is None or x.is_contiguous() for x in small):
+        return None
+    index, current_device = inputs.q.get_device(), runtime.current_device
+    empty = allocator(inputs.v.device.type)
+    with torch.cuda.device(index):  # loads the kernels, which is a matter of the current context
+        launch = (_segments if plan.segmented else _fused)(request, strides, index, empty)
+    o_shape, state_shape = (r.B, r.T, r.HV, r.V), r.state_shape
+    o_strides, state_strides = contiguous_of(o_shape), contiguous_of(state_shape)
+    o_dtype, state_dtype, returns_state = inputs.v.dtype, plan.state_dtype, r.output_final_state
+
+    def step(arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        q, k, v, g, beta, A_log, bias, initial, cu_seqlens, _ = arrays
+        at_q, at_k, at_v, at_g = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr()
+        if (at_q | at_k | at_v | at_g) % ALIGNMENT or current_device() != index:
+            return None
+        o = empty(o_shape, o_strides, o_dtype)
+        state = empty(state_shape, state_strides, state_dtype) if returns_state else None
+        launch(
+            (
+                at_q, at_k, at_v, at_g, beta.data_ptr(), 0 if A_log is None else A_log.data_ptr(),
+                0 if bias is None else bias.data_ptr(), 0 if cu_seqlens is None else cu_seqlens.data_ptr(),
+            ),
+            o.data_ptr(),
+            0 if initial is None else initial.data_ptr(),
+            0 if state is None else state.data_ptr(),
+        )  # fmt: skip
+        return o, state, None
+
+    return step
+
+
+def _starter(launcher: Launcher, fixed: tuple[Any, ...], grid: int, arch: str, index: int) -> Any:
+    """The launch with ``fixed`` packed for good; None of no blocks."""
+    packed = FixedLauncher(launcher.kernel, launcher.params, launcher.threads, launcher.shared, fixed)
+    return runtime.starter(packed, grid, arch, index) if grid else lambda values: None
+
+
+def _fused(request: Request, strides: tuple[int, ...], index: int, empty: Empty) -> Launch:
+    plan = prefill.plan_of(request)
+    start = _starter(plan.launcher, (*strides, *plan.sizes), plan.grid, plan.arch, index)
+    size, numbers = plan.hand_over, prefill.LAUNCHES
+
+    def launch(tokens: tuple[int, ...], o: int, initial: int, final: int) -> None:
+        handed = empty((size,), (1,), torch.float32) if size else None
+        at = 0 if handed is None else handed.data_ptr()
+        start((*tokens, o, initial, final, 0, at, next(numbers)))
+
+    return launch
+
+
+def _segments(request: Request, strides: tuple[int, ...], index: int, empty: Empty) -> Launch:
+    plan, arch = segments.plan_of(request), prefill.plan_of(request).arch
+    (_, prepare, units), *others = plan.steps
+    fixed = (*strides, *plan.prepare_values[_GIVEN + len(strides) :])
+    start = _starter(prepare, fixed, units, arch, index)
+    later = [_starter(launcher, plan.sizes, grid, arch, index) for _, launcher, grid in others]
+    place = {name: first for name, (first, _) in segments.RECORD.items()}
+    kg, qg, w, u, aqk, last = (place[name] for name in ("kg", "qg", "w", "u", "aqk", "last"))
+    nothing = (0,) * (_GIVEN - 21)  # h, dh, dr and the gradients
+    to_maps = plan.units * segments.RECORD_BYTES
+    to_starts = to_maps + plan.places * segments.MAP_BYTES
+    size = (to_starts + plan.places * segments.START_BYTES,)
+
+    def launch(tokens: tuple[int, ...], o: int, initial: int, final: int) -> None:
+        work = empty(size, (1,), torch.uint8)
+        at = work.data_ptr()
+        start((
+            *tokens, 0, 0, 0, 0, at + kg, 0, at + qg, at + w, at + u, at + aqk, 0, at + last, 0, *nothing
+        ))  # fmt: skip
+        values = (tokens[7], o, initial, final, 0, at, at + to_maps, at + to_starts)
+        for begin in later:
+            begin(values)
+
+    return launch

@@ -1,0 +1,115 @@
+"""Prefill calls seen before: the bits of a first call, from other arrays, and nothing kept of the first ones."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from cuda_calls import MODEL, SAFE_MODEL, Draw, request_of
+
+from kdacore.types import ChunkInputs, Step
+from kdacore_cuda import backward, prefill, prefill_repeat, segments
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors, kernels for sm_90a, segments of two chunks; in segments where a test asks for it."""
+    for module in (prefill, backward):
+        monkeypatch.setattr(module, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(prefill, "pays", lambda items, processors: False)
+    monkeypatch.setattr(segments, "segment_chunks", lambda items: 2)
+
+
+def draw(B: int = 1, T: int = 150, H: int = 1, HV: int = 1, seed: int = 0, **more: Any) -> ChunkInputs:
+    d = Draw(seed)
+    fields = {
+        "q": d.normal(B, T, H, 128),
+        "k": d.normal(B, T, H, 128),
+        "v": d.normal(B, T, HV, 128),
+        "beta": d.normal(B, T, HV),
+        **d.gate("init", B, T, HV, 128),
+        **more,
+    }
+    return ChunkInputs(**fields)
+
+
+def strided(x: ChunkInputs) -> ChunkInputs:
+    """Token arrays that lie between others."""
+    apart = {name: torch.stack([y, y], 1)[:, 0] for name, y in zip(x._fields[:5], x[:5], strict=True)}
+    return x._replace(**apart)
+
+
+def packed(seed: int) -> ChunkInputs:
+    cu = torch.tensor([0, 0, 70, 150], dtype=torch.int32)
+    return draw(1, 150, 1, 2, seed, cu_seqlens=cu, initial_state=torch.randn(3, 2, 128, 128))
+
+
+CASES = {
+    "dense": lambda seed: draw(2, seed=seed),
+    "grouped, strided": lambda seed: strided(draw(1, 70, 1, 2, seed)),
+    "packed, states": packed,
+    "no parameters": lambda seed: draw(seed=seed, A_log=None, dt_bias=None),
+}
+
+
+@pytest.mark.parametrize("in_segments", [False, True], ids=["fused", "segments"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_shorter_way_gives_the_same_bits(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, name: str, in_segments: bool
+) -> None:
+    monkeypatch.setattr(prefill, "pays", lambda items, processors: in_segments)
+    first, second = CASES[name](0), CASES[name](1)
+    bare = first.A_log is None
+    options = {**MODEL, "use_gate_in_kernel": False} if bare else SAFE_MODEL
+    if bare:
+        first, second = (x._replace(g=-x.g.abs()) for x in (first, second))
+    request = request_of("chunk_kda", first, **options, output_final_state=name != "dense")
+    step = prefill_repeat.repeat(request, first)
+    assert step is not None
+    emulated.clear()
+    got = step(tuple(second))
+    assert got is not None
+    launches = list(emulated)
+    want = prefill.forward(request, second)
+    assert emulated[len(launches) :] == launches and (len(launches) > 1) == in_segments
+    assert torch.equal(got[0], want.o)
+    assert (got[1] is None) == (want.final_state is None)
+    assert got[1] is None or torch.equal(got[1], want.final_state)
+
+
+def made(inputs: ChunkInputs, **options: Any) -> Step | None:
+    request = request_of("chunk_kda", inputs, **SAFE_MODEL, **options)
+    return prefill_repeat.repeat(request, inputs)
+
+
+def test_nothing_is_kept(emulated: list[str]) -> None:
+    inputs = draw(T=10)
+    step, held = made(inputs), weakref.ref(inputs.q)
+    assert step is not None
+    del inputs
+    assert held() is None
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g"])
+def test_arrays_off_16_bytes_go_the_longer_way(emulated: list[str], name: str) -> None:
+    inputs = draw(T=10)
+    step = made(inputs)
+    assert step is not None
+    x = getattr(inputs, name)
+    moved = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+    assert moved.data_ptr() % 16
+    assert step(tuple(inputs._replace(**{name: moved}))) is None
+    assert not emulated
+
+
+def test_what_takes_the_longer_way(emulated: list[str]) -> None:
+    """What would be copied or widened, and checkpoints."""
+    inputs = draw(T=10)
+    ragged = torch.stack([inputs.v, inputs.v], -1)[..., 0]
+    state = torch.randn(1, 1, 128, 128).transpose(-1, -2)
+    assert made(inputs._replace(v=ragged)) is None
+    assert made(inputs._replace(g=inputs.g.half())) is None
+    assert made(inputs._replace(initial_state=state)) is None
+    assert made(inputs, checkpoint_every=64) is None

@@ -62,8 +62,9 @@ def test_one_gate_a_head_has_a_kernel_for_decode_steps() -> None:
 
 @pytest.mark.parametrize(("v_first", "state"), list(costs.FLOAT32_G))
 def test_a_float32_gate_input_goes_where_it_is_faster(v_first: bool, state: str) -> None:
+    """V first with a float32 state the two are level: within 1% of each other."""
     ours, triton = ours_and_triton(call(1, 32, v_first, state, g="float32"))
-    assert (ours < triton) == (v_first and state == "float32")
+    assert ours == pytest.approx(triton, rel=0.01) if v_first and state == "float32" else ours > triton
 
 
 def test_far_from_everything_measured_nothing_is_predicted() -> None:

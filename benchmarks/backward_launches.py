@@ -11,11 +11,12 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.launches import inputs_of, on_host, row
 from kdacore.bench import arrays as made
 from kdacore.bench import results
 from kdacore.bench.cases import Case
 from kdacore.bench.clock import Budget, CudaClock, Step, interleave
-from kdacore.bench.results import Figure, Results, Row
+from kdacore.bench.results import Figure, Results
 from kdacore.selfcheck import relative_error
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
 from kdacore_cuda import backward as cuda
@@ -32,9 +33,8 @@ PRESET = "backward-launches"
 
 def call_of(case: Case, gates: str) -> tuple[Request, ChunkInputs, OutputGrads]:
     """Request, inputs and output gradients of one case on the GPU."""
-    x = made.make(case, gates, "cuda")
-    inputs = ChunkInputs(**{name: x.get(name) for name in ChunkInputs._fields})
-    return made.request("chunk_kda", case, x), inputs, OutputGrads(made.output_gradient(case, x), None)
+    request, inputs, x = inputs_of(case, gates)
+    return request, inputs, OutputGrads(made.output_gradient(case, x), None)
 
 
 def apart(got: InputGrads, want: InputGrads) -> dict[str, float]:
@@ -48,8 +48,9 @@ def gate(case: Case) -> None:
     short = Case(name="short", phase="training", T=300, H=2, gate=case.gate)
     # The gradient of "init" gates is a handful of large numbers, whose rounding does not average out.
     request, inputs, grads = call_of(short, "random")
-    host = ChunkInputs(*(None if a is None else a.cpu() for a in inputs))
-    want = oracle_backward(request, host, OutputGrads(None if grads.o is None else grads.o.cpu(), None))
+    want = oracle_backward(
+        request, on_host(inputs), OutputGrads(None if grads.o is None else grads.o.cpu(), None)
+    )
     for name, backend in (("cuda", cuda), ("triton", triton)):
         found = apart(backend.backward(request, inputs, (), grads), want)
         print(f"{name} against the oracle:", {k: f"{v:.1e}" for k, v in found.items()})
@@ -123,21 +124,14 @@ def main() -> None:
     }
     found = interleave(steps, CudaClock(), Budget(args.samples, 60.0))
     shape = f"B1 T{case.T} H{case.H} HV{case.value_heads} K128 V128 {case.gate}"
-    rows = [
-        Row(
-            preset=PRESET, case=shape, phase=contender.split()[1], contender=contender, status="ok",
-            backend=contender.split()[0], gates="init", shape=shape, dtype=case.dtype, device="cuda",
-            seconds=t.median, low=t.low, high=t.high, samples=t.samples,
-        )
-        for contender, t in found.items()
-    ]  # fmt: skip
+    rows = [row(PRESET, shape, case, name, name.split()[0], t) for name, t in found.items()]
     figures = [
         Figure(preset=PRESET, name=f"{name}: triton over cuda", value=ratio, unit="x", want="", met=None)
         for name in ("prepare", "scan", "gradients", "all")
         for ratio in [found[f"triton {name}"].median / found[f"cuda {name}"].median]
     ]
-    for row in rows:
-        print(f"{row.contender:20} {1e3 * (row.seconds or 0):7.3f} ms")
+    for name, t in found.items():
+        print(f"{name:20} {1e3 * t.median:7.3f} ms")
     if args.json:
         results.write(args.json, results.document(Results(rows, figures), [PRESET], load))
 

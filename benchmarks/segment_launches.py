@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from kdacore.bench import arrays as made
+from benchmarks.launches import inputs_of, on_host, row
 from kdacore.bench import results
 from kdacore.bench.cases import Case
 from kdacore.bench.clock import Budget, CudaClock, Step, interleave
@@ -27,18 +27,6 @@ from kdacore_triton import forward as triton
 BOUND = 9e-3
 """Twice the contract's bound on outputs of 16-bit inputs: its hard cases, and what two backends may be apart."""
 PRESET = "segment-launches"
-
-
-def call_of(case: Case, gates: str) -> tuple[Request, ChunkInputs]:
-    """Request and inputs of one case on the GPU."""
-    x = made.make(case, gates, "cuda")
-    inputs = ChunkInputs(**{name: x.get(name) for name in ChunkInputs._fields})
-    return made.request("chunk_kda", case, x), inputs
-
-
-def fused(request: Request, inputs: ChunkInputs) -> Outputs:
-    """The fused kernel, however few heads there are."""
-    return prefill.forward(request, inputs)
 
 
 def hold(what: str, got: Outputs, want: Outputs, bound: float) -> None:
@@ -57,14 +45,12 @@ def gate(case: Case) -> None:
     """Raises AssertionError where an output is wrong."""
     short = Case(name="short", T=2500, H=2, gate=case.gate)
     for gates in ("random", "init"):
-        request, inputs = call_of(short, gates)
-        host = ChunkInputs(*(None if a is None else a.cpu() for a in inputs))
-        want = oracle_forward(request, host)
+        request, inputs, _ = inputs_of(short, gates)
+        want = oracle_forward(request, on_host(inputs))
         hold(f"segments against the oracle, {gates}", segments.forward(request, inputs), want, BOUND)
-    request, inputs = call_of(case, "random")
-    hold(
-        "segments against the fused kernel", segments.forward(request, inputs), fused(request, inputs), BOUND
-    )
+    request, inputs, _ = inputs_of(case, "random")
+    want = prefill.forward(request, inputs)
+    hold("segments against the fused kernel", segments.forward(request, inputs), want, BOUND)
 
 
 def launches(request: Request, inputs: ChunkInputs) -> dict[str, Step]:
@@ -83,11 +69,11 @@ def launches(request: Request, inputs: ChunkInputs) -> dict[str, Step]:
 
 
 def contenders(case: Case, gates: str) -> dict[str, Step]:
-    """By name: the launches, all of them, the fused kernel, Triton."""
-    request, inputs = call_of(case, gates)
+    """By name: the launches, all of them, the fused kernel (``main`` turns segments off), Triton."""
+    request, inputs, _ = inputs_of(case, gates)
     steps = {f"segments {name}": step for name, step in launches(request, inputs).items()}
     steps["segments all"] = lambda: segments.forward(request, inputs)
-    steps["fused all"] = lambda: fused(request, inputs)
+    steps["fused all"] = lambda: prefill.forward(request, inputs)
     steps["triton all"] = lambda: triton.forward(request, inputs)
     return steps
 
@@ -117,13 +103,9 @@ def main() -> None:
             each = args.chunks or chosen(heads)
             shape = f"B1 T{case.T} H{heads} K128 V128 {case.gate}, segments of {each} chunks"
             rows += [
-                Row(
-                    preset=PRESET, case=shape, phase=contender.split()[1], contender=contender, status="ok",
-                    backend="triton" if contender.startswith("triton") else "cuda", gates="init", shape=shape,
-                    dtype=case.dtype, device="cuda", seconds=t.median, low=t.low, high=t.high, samples=t.samples,
-                )
-                for contender, t in found.items()
-            ]  # fmt: skip
+                row(PRESET, shape, case, name, "triton" if name.startswith("triton") else "cuda", t)
+                for name, t in found.items()
+            ]
             figures += [
                 Figure(
                     preset=PRESET, name=f"{shape}: {other} over segments",

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kdacore.hookspecs import hookimpl
+from kdacore.testing.cases import Case
+from kdacore.testing.suite import run_case
 from kdacore.types import Backend, Device, Request
 from kdacore_cuda import plugin
 
@@ -48,3 +50,13 @@ class Plugin:
     @hookimpl
     def kdacore_backends(self) -> list[Backend]:
         return [emulated_backend()]
+
+
+def run_emulated(cases: list[Case], launched: list[str], kernel: str) -> None:
+    """All are served within their bounds, each by launches among which is one of ``kernel``."""
+    assert cases
+    for case in cases:
+        launched.clear()
+        result = run_case(case)
+        assert result.status == "served", f"{case.id}\n{result.message}"
+        assert any(name.startswith(kernel) for name in launched), case.id

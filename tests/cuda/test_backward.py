@@ -102,7 +102,8 @@ def test_sums_over_chunks_and_over_value_heads(emulated: list[str], norm: bool) 
 @pytest.mark.parametrize("heads", [2, 3])
 def test_the_benchmark_times_what_a_call_launches(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
     """Few and many heads take different scans."""
-    launches = pytest.importorskip("benchmarks.backward_launches")
+    from benchmarks import backward_launches
+
     seen: list[str] = []
     monkeypatch.setattr(backward, "run", lambda kernel, *rest: seen.append(kernel.source.name))
     monkeypatch.setattr(backward, "_sum_chunks", lambda *rest: (None, None))
@@ -112,6 +113,6 @@ def test_the_benchmark_times_what_a_call_launches(monkeypatch: pytest.MonkeyPatc
     grads = OutputGrads(torch.zeros(inputs.v.shape, dtype=torch.bfloat16), None)
     backward.backward(request, inputs, (), grads)
     called, seen[:] = [*seen], []
-    launches.cuda_steps(request, inputs, grads)
+    backward_launches.cuda_steps(request, inputs, grads)
     assert seen == called
     assert f"WARPGROUPS{1 if heads == 2 else 2}" in seen[1]

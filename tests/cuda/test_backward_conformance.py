@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from emulated_backend import NAME, Plugin
+from emulated_backend import NAME, Plugin, run_emulated
 
 from kdacore.registry import REGISTRY
 from kdacore.testing import matrix
 from kdacore.testing.cases import Case
 from kdacore.testing.signature import judge
-from kdacore.testing.suite import run_case
 
 QUICK = (
     "chunk_kda-gradients-collinear",  # kg in one part: dv beyond its bound
@@ -33,23 +32,14 @@ def served() -> list[Case]:
     return [c for c in wanted if not judge(c)]
 
 
-def run(cases: list[Case], launched: list[str]) -> None:
-    assert cases
-    for case in cases:
-        launched.clear()
-        result = run_case(case)
-        assert result.status == "served", f"{case.id}\n{result.message}"
-        assert any(name.startswith("grads") for name in launched)
-
-
 def test_cases_that_failed_once(emulated: list[str], registered: None) -> None:
     cases = [c for c in served() if c.id.startswith(QUICK)]
     assert len(cases) >= len(QUICK)
-    run(cases, emulated)
+    run_emulated(cases, emulated, "grads")
 
 
 @pytest.mark.exhaustive
 def test_every_case(emulated: list[str], registered: None) -> None:
     cases = served()
     assert len(cases) > 25
-    run(cases, emulated)
+    run_emulated(cases, emulated, "grads")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_calls import MODEL, O_BOUND, SAFE_MODEL, STATE_BOUND, Draw, error, oracle, request_of
+from cuda_calls import MODEL, O_BOUND, SAFE_MODEL, STATE_BOUND, Draw, check_outputs, error, oracle, request_of
 
 from kdacore.types import ChunkInputs, Outputs
 from kdacore_cuda import prefill
@@ -55,11 +55,7 @@ def check(inputs: ChunkInputs, loose: float = 2.0, **options: Any) -> Outputs:
     request = request_of("chunk_kda", inputs, **options)
     want = oracle(request, inputs)
     got = prefill.forward(request, inputs)
-    assert error(got.o, want.o) < loose * O_BOUND
-    for mine, exact in ((got.final_state, want.final_state), (got.checkpoints, want.checkpoints)):
-        assert (mine is None) == (exact is None)
-        if mine is not None:
-            assert error(mine, exact) < loose * STATE_BOUND
+    check_outputs(got, want, loose)
     return got
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import backward_calls
 import pytest
 import torch
-from cuda_calls import MODEL, SAFE_MODEL, Draw, request_of
+from cuda_calls import MODEL, SAFE_MODEL, request_of
 
 from kdacore.types import ChunkInputs, Step
 from kdacore_cuda import backward, prefill, prefill_repeat, segments
@@ -23,16 +24,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draw(B: int = 1, T: int = 150, H: int = 1, HV: int = 1, seed: int = 0, **more: Any) -> ChunkInputs:
-    d = Draw(seed)
-    fields = {
-        "q": d.normal(B, T, H, 128),
-        "k": d.normal(B, T, H, 128),
-        "v": d.normal(B, T, HV, 128),
-        "beta": d.normal(B, T, HV),
-        **d.gate("init", B, T, HV, 128),
-        **more,
-    }
-    return ChunkInputs(**fields)
+    return backward_calls.draw(T, H, HV, B=B, gate="init", seed=seed, **more)
 
 
 def strided(x: ChunkInputs) -> ChunkInputs:

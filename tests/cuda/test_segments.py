@@ -13,7 +13,7 @@ import segment_model as model
 import torch
 from backward_calls import draw, filled, worst
 from backward_model import F64
-from cuda_calls import MODEL, O_BOUND, SAFE_MODEL, STATE_BOUND, Draw, error, oracle, request_of
+from cuda_calls import MODEL, SAFE_MODEL, Draw, check_outputs, error, oracle, request_of
 
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda import build, prefill, runtime, segment_kernels, segments
@@ -55,11 +55,7 @@ def check(inputs: ChunkInputs, loose: float = 2.0, **options: Any) -> Outputs:
     request = request_of("chunk_kda", inputs, output_final_state=True, **options)
     want = oracle(request, inputs)
     got = segments.forward(request, inputs)
-    assert error(got.o, want.o) < loose * O_BOUND
-    for mine, exact in ((got.final_state, want.final_state), (got.checkpoints, want.checkpoints)):
-        assert (mine is None) == (exact is None)
-        if mine is not None:
-            assert error(mine, exact) < loose * STATE_BOUND
+    check_outputs(got, want, loose)
     return got
 
 
@@ -317,6 +313,18 @@ def test_few_heads_go_in_segments(emulated: list[str], monkeypatch: pytest.Monke
         assert emulated[-1].startswith("output")
     assert [segment_kernels.pays(n, 132) for n in (1, 8, 16, 27, 28, 64)] == [True] * 4 + [False] * 2
     assert not segment_kernels.pays(16, 66)
+
+
+def test_the_benchmark_times_what_a_call_launches(emulated: list[str]) -> None:
+    from benchmarks import segment_launches
+
+    inputs = draw(300, 1, 1)
+    request = request_of("chunk_kda", inputs, **SAFE_MODEL)
+    steps = segment_launches.launches(request, inputs)
+    assert list(steps) == ["prepare", "maps", "chain", "output"]
+    timed = list(emulated)
+    segments.forward(request, inputs)
+    assert emulated[len(timed) :] == timed
 
 
 def test_segments_depend_on_heads_alone() -> None:

@@ -6,13 +6,12 @@ import dataclasses
 from collections.abc import Iterator
 
 import pytest
-from emulated_backend import NAME, Plugin
+from emulated_backend import NAME, Plugin, run_emulated
 
 from kdacore.registry import REGISTRY
 from kdacore.testing import matrix
 from kdacore.testing.cases import Case
 from kdacore.testing.signature import judge
-from kdacore.testing.suite import run_case
 from kdacore_cuda import prefill, segments
 
 QUICK = ("chunk_kda-causality_append-base", "chunk_kda-accuracy-collinear")
@@ -40,23 +39,14 @@ def served() -> list[Case]:
     return [c for c in wide if not judge(c)]
 
 
-def run(cases: list[Case], launched: list[str]) -> None:
-    assert cases
-    for case in cases:
-        launched.clear()
-        result = run_case(case)
-        assert result.status == "served", f"{case.id}\n{result.message}"
-        assert any(name.startswith("output") for name in launched), case.id
-
-
 def test_some_cases(emulated: list[str]) -> None:
     cases = [c for c in served() if c.id.startswith(QUICK)]
     assert len(cases) >= len(QUICK)
-    run(cases, emulated)
+    run_emulated(cases, emulated, "output")
 
 
 @pytest.mark.exhaustive
 def test_every_case(emulated: list[str]) -> None:
     cases = served()
     assert len(cases) > 40
-    run(cases, emulated)
+    run_emulated(cases, emulated, "output")

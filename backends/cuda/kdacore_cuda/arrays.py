@@ -82,6 +82,16 @@ def rows(inputs: Any, scalar_gate: bool, contiguous: tuple[int, ...]) -> Rows:
     return tuple(x.data_ptr() for x in kept), strides, kept
 
 
+def strides_as_given(
+    inputs: Any, scalar_gate: bool, contiguous: tuple[int, ...], small: tuple[torch.Tensor | None, ...]
+) -> tuple[int, ...] | None:
+    """Strides of the five token arrays; None where one of them, or of the ``small`` ones, would have to be copied."""
+    _, strides, kept = rows(inputs, scalar_gate, contiguous)
+    if any(x is not y for x, y in zip(kept, inputs, strict=False)):
+        return None
+    return strides if all(x is None or x.is_contiguous() for x in small) else None
+
+
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """``x`` ``[B, T, heads, width]`` itself when all its rows are contiguous and aligned, else a contiguous copy."""
     size = x.element_size()

@@ -19,6 +19,7 @@ from kdacore_cuda.arrays import (
     is_wide,
     rows,
     spec_type,
+    strides_as_given,
     token_flags,
 )
 from kdacore_cuda.fixed import FixedLauncher
@@ -169,11 +170,10 @@ def repeat(request: Request, inputs: RecurrentInputs) -> Step | None:
     None where an array would have to be copied, and from the step where one starts off 16 bytes.
     """
     r, plan = request, _plan_of(request)
-    _, strides, kept = rows(inputs, r.scalar_gate, plan.strides)
     q, _, v, _, _, A_log, bias, source, cu_seqlens, _, indices, accepted, out = inputs
     small = (A_log, bias, cu_seqlens, indices, accepted, out)
-    copied = any(x is not y for x, y in zip(kept, inputs, strict=False))
-    if copied or not all(x is None or x.is_contiguous() for x in small):
+    strides = strides_as_given(inputs, r.scalar_gate, plan.strides, small)
+    if strides is None:
         return None
     if source is not None and not source[:1].is_contiguous():
         return None

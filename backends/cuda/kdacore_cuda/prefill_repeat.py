@@ -10,7 +10,7 @@ import torch
 from kdacore.frameworks.torch_empty import Empty, allocator
 from kdacore.types import ChunkInputs, Request, Step
 from kdacore_cuda import prefill, runtime, segments
-from kdacore_cuda.arrays import ALIGNMENT, contiguous_of, rows
+from kdacore_cuda.arrays import ALIGNMENT, contiguous_of, strides_as_given
 from kdacore_cuda.fixed import FixedLauncher
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.layout import BACKWARD
@@ -30,12 +30,9 @@ def repeat(request: Request, inputs: ChunkInputs) -> Step | None:
     16 bytes.
     """
     r, plan = request, prefill.plan_of(request)
-    _, strides, kept = rows(inputs, False, plan.strides)
-    copied = any(x is not y for x, y in zip(kept, inputs, strict=False))
     small = (inputs.A_log, inputs.dt_bias, inputs.initial_state, inputs.cu_seqlens)
-    if copied or plan.widen_gate or r.checkpoint_every or not plan.grid:
-        return None
-    if not all(x is None or x.is_contiguous() for x in small):
+    strides = strides_as_given(inputs, False, plan.strides, small)
+    if strides is None or plan.widen_gate or r.checkpoint_every or not plan.grid:
         return None
     index, current_device = inputs.q.get_device(), runtime.current_device
     empty = allocator(inputs.v.device.type)

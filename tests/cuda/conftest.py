@@ -14,6 +14,7 @@ import emulator
 import torch
 
 from kdacore_cuda import runtime
+from kdacore_cuda.fixed import FixedLauncher
 
 
 @pytest.fixture(autouse=True)
@@ -28,11 +29,13 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     launched: list[str] = []
 
     def launch(launcher: Any, grid: int, arch: str, like: Any, values: Any) -> None:
+        if isinstance(launcher, FixedLauncher):
+            values = launcher.all_values(values)
         launched.append(launcher.kernel.name)
         emulator.run(
             launcher.kernel,
             launcher.params,
-            values + getattr(launcher, "fixed", ()),
+            values,
             grid=grid,
             threads=launcher.threads,
             shared=launcher.shared,
@@ -40,7 +43,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         )
 
     def starter(launcher: Any, grid: int, arch: str, index: int) -> Any:
-        return lambda values: launch(launcher, grid, arch, None, values)
+        return lambda stream, values: launch(launcher, grid, arch, None, values)
 
     monkeypatch.setattr(runtime, "launch", launch)
     monkeypatch.setattr(runtime, "starter", starter)

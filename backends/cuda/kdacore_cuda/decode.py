@@ -29,6 +29,8 @@ from kdacore_cuda.variants import DECODE_ANY, decode_kernel, decode_mode, decode
 MANY = 128
 """Sequences and heads from which the next launch may be placed before this one begins. With fewer, several launches
 come to wait on the device at once, which was slower."""
+GIVEN = tuple(name for name, _ in DECODE.fields[:16])
+"""Parameters that a call gives: addresses, and the rows of states and indices."""
 
 
 def division(divisor: int) -> tuple[int, int]:
@@ -82,6 +84,7 @@ def _make_launch(r: Request, strides: tuple[int, ...], mode: int) -> _Launch:
     bf16_state = r.state_dtype == "bfloat16"
     tile = decode_tile(r.K, r.state_v_first, bf16_state, mode)
     (hv_factor, hv_shift), (group_factor, group_shift) = division(r.HV), division(r.HV // r.H)
+    names = [name for name, _ in DECODE.fields[len(GIVEN) :]]
     fixed = (
         *(*strides, hv_factor, group_factor),
         *(r.T, r.H, r.HV, hv_shift, group_shift, r.N * r.HV >= MANY),
@@ -89,9 +92,13 @@ def _make_launch(r: Request, strides: tuple[int, ...], mode: int) -> _Launch:
         *(spec_type(r, name) for name in ("v", "g", "beta", "dt_bias")),
         *(r.scale, r.lower_bound or 0.0),
     )
-    kernel = decode_kernel(r.K, r.state_v_first, bf16_state, mode)
     launcher = FixedLauncher(
-        kernel, DECODE, tile.threads, tile.shared(r.K, r.state_v_first), fixed, early=True
+        decode_kernel(r.K, r.state_v_first, bf16_state, mode),
+        DECODE,
+        tile.threads,
+        tile.shared(r.K, r.state_v_first),
+        GIVEN,
+        dict(zip(names, fixed, strict=True)),
     )
     return _Launch(launcher, r.N * r.HV * (r.V // tile.columns))
 
@@ -182,7 +189,7 @@ def repeat(request: Request, inputs: RecurrentInputs) -> Step | None:
     launch = plan.usual if strides is plan.strides else plan.launch_for(strides)
     if row * plan.state_size % ALIGNMENT or not launch.grid:
         return None
-    index, current_device = q.get_device(), runtime.current_device
+    index, current_device, current_stream = q.get_device(), runtime.current_device, runtime.current_stream
     with torch.cuda.device(index):  # loads the kernel, which is a matter of the current context
         start = runtime.starter(launch.launcher, launch.grid, plan.arch, index)
     empty = allocator(v.device.type)
@@ -207,7 +214,7 @@ def repeat(request: Request, inputs: RecurrentInputs) -> Step | None:
             written = state.data_ptr()
         elif not in_place:
             state, written = None, 0
-        start((
+        start(current_stream(index), (
             at_q, at_k, at_v, at_g, beta.data_ptr(), 0 if A_log is None else A_log.data_ptr(), at_bias,
             0 if cu_seqlens is None else cu_seqlens.data_ptr(), at_o, at_state, written,
             0 if indices is None else indices.data_ptr(), 0 if accepted is None else accepted.data_ptr(),

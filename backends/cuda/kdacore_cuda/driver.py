@@ -32,14 +32,10 @@ class Driver:
 
     def __init__(self, library: str = LIBRARY) -> None:
         self._dll = ctypes.PyDLL(library)
-        self.launch = self._dll.cuLaunchKernel
-        """``cuLaunchKernel`` itself; arguments as in C, already converted."""
-        self.launch.argtypes = [_P, _U, _U, _U, _U, _U, _U, _U, _P, _P, _P]
-        self.launch.restype = ctypes.c_int
-        self.launch_ex = self._dll.cuLaunchKernelEx
+        self.launch = self._dll.cuLaunchKernelEx
         """``cuLaunchKernelEx`` itself: configuration, function, parameters, extra."""
-        self.launch_ex.argtypes = [_P, _P, _P, _P]
-        self.launch_ex.restype = ctypes.c_int
+        self.launch.argtypes = [_P, _P, _P, _P]
+        self.launch.restype = ctypes.c_int
         self._dll.cuLibraryLoadData.argtypes = [_P, _P, _P, _P, _U, _P, _P, _U]
         self._dll.cuLibraryGetKernel.argtypes = [_P, _P, ctypes.c_char_p]
         self._dll.cuKernelSetAttribute.argtypes = [ctypes.c_int, ctypes.c_int, _P, ctypes.c_int]

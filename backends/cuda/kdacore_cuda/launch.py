@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from kdacore_cuda.build import KernelSource, load_or_compile
 from kdacore_cuda.driver import NO_CONTEXT, driver
@@ -14,13 +14,36 @@ from kdacore_cuda.layout import ParamStruct
 STATIC_SHARED = 48 * 1024
 """Bytes of shared memory that a kernel may have without asking."""
 
+_CONFIG = struct.Struct("<7I4xQQI4x")
+"""CUlaunchConfig: grid, block, shared memory, stream, attributes, their number."""
+_ATTRIBUTE = struct.Struct("<i4xi60x")
+"""CUlaunchAttribute."""
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_EARLY_ARCH = 90
+"""Compute capability from which a launch may begin before the one ahead of it has ended."""
+put_grid, put_stream = struct.Struct("<I").pack_into, struct.Struct("<Q").pack_into
+STREAM_AT = 32
+"""Where the stream stands in a CUlaunchConfig."""
 
-def _not_loaded(*args: Any) -> int:
-    raise RuntimeError("the kernel has not been loaded")
+_handles: dict[tuple[KernelSource, str], int] = {}
+
+
+class Loaded(NamedTuple):
+    """A kernel on one device, and the configuration of its launches."""
+
+    handle: int
+    config: ctypes.Array[ctypes.c_char]
+    address: int
+    """Of the configuration."""
+    attribute: ctypes.Array[ctypes.c_char]
+    """The driver reads it at every launch."""
 
 
 class Launcher:
     """Launches one kernel with one parameter struct.
+
+    Every kernel waits by itself for the launch ahead of it (``wait_for_inputs`` of csrc/common/ptx.cuh), so where the
+    architecture has that the driver may place its blocks before the stream's last kernel has ended.
 
     Args:
         kernel: what to build.
@@ -31,23 +54,29 @@ class Launcher:
 
     def __init__(self, kernel: KernelSource, params: ParamStruct, threads: int, shared: int) -> None:
         self.kernel, self.params, self.threads, self.shared = kernel, params, threads, shared
-        self._launch: Callable[..., int] = _not_loaded
-        self._handles: dict[int, int] = {}
+        self._loaded: dict[tuple[int, str], Loaded] = {}
         self._buffer = ctypes.create_string_buffer(params.size)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
         self._address = ctypes.addressof(self._pointers)
         self._pack = params.packer.pack_into
         self._lock = threading.Lock()
 
-    def _prepare(self, device: int, arch: str) -> int:
+    def load(self, device: int, arch: str, grid: int = 0) -> Loaded:
         """Build (or find) the cubin for ``arch``, load it, and set its limits on ``device``."""
-        chosen = driver()
-        handle = chosen.load_kernel(load_or_compile(self.kernel, arch), self.kernel.entry)
+        chosen, key = driver(), (self.kernel, arch)
+        handle = _handles.get(key)
+        if handle is None:
+            cubin = load_or_compile(self.kernel, arch)
+            handle = _handles[key] = chosen.load_kernel(cubin, self.kernel.entry)
         if self.shared > STATIC_SHARED:
             chosen.allow_shared(handle, self.shared, device)
-        self._launch = chosen.launch
-        self._handles[device] = handle
-        return handle
+        early = int("".join(filter(str.isdigit, arch))) >= _EARLY_ARCH
+        attribute = ctypes.create_string_buffer(_ATTRIBUTE.pack(_PROGRAMMATIC_STREAM_SERIALIZATION, 1))
+        blocks = (grid, 1, 1, self.threads, 1, 1, self.shared)
+        config = ctypes.create_string_buffer(
+            _CONFIG.pack(*blocks, 0, ctypes.addressof(attribute), int(early))
+        )
+        return Loaded(handle, config, ctypes.addressof(config), attribute)
 
     def __call__(self, grid: int, device: int, arch: str, stream: int, values: tuple[Any, ...]) -> None:
         """Pack ``values`` in the struct's order and launch on ``stream`` of ``device``. Never synchronises.
@@ -56,15 +85,18 @@ class Launcher:
             BackendBuildError: the first call had to compile, and could not.
             DriverError: the driver refused the launch.
         """
-        handle = self._handles.get(device)
-        if handle is None:
-            handle = self._prepare(device, arch)
-        with self._lock:  # the driver has copied the buffer when launch returns
+        loaded = self._loaded.get((device, arch))
+        if loaded is None:
+            loaded = self._loaded[device, arch] = self.load(device, arch)
+        chosen = driver()
+        with self._lock:  # the driver has copied both buffers when launch returns
             self._pack(self._buffer, 0, *values)
-            given = (handle, grid, 1, 1, self.threads, 1, 1, self.shared, stream, self._address, None)
-            code = self._launch(*given)
+            put_grid(loaded.config, 0, grid)
+            put_stream(loaded.config, STREAM_AT, stream)
+            given = (loaded.address, loaded.handle, self._address, None)
+            code = chosen.launch(*given)
             if code == NO_CONTEXT:
-                driver().make_current(device)
-                code = self._launch(*given)
+                chosen.make_current(device)
+                code = chosen.launch(*given)
         if code:
-            driver().check("cuLaunchKernel", code)
+            chosen.check("cuLaunchKernelEx", code)

@@ -11,16 +11,17 @@ from kdacore.frameworks.torch_empty import Empty, allocator
 from kdacore.types import ChunkInputs, Request, Step
 from kdacore_cuda import prefill, runtime, segments
 from kdacore_cuda.arrays import ALIGNMENT, contiguous_of, strides_as_given
-from kdacore_cuda.fixed import FixedLauncher
+from kdacore_cuda.fixed import FixedLauncher, Start
 from kdacore_cuda.launch import Launcher
-from kdacore_cuda.layout import BACKWARD
+from kdacore_cuda.layout import PREFILL, SEGMENTS
 
-Launch = Callable[[tuple[int, ...], int, int, int], None]
-"""A call's launches, of addresses: q, k, v, g, beta, A_log, dt_bias, cu_seqlens; o; the initial and the final state. 0
-where an array is absent."""
+Launch = Callable[[int, tuple[int, ...], int, int, int], None]
+"""A call's launches on a stream, of addresses: those of ``_TOKENS``; o; the initial and the final state. 0 where an array
+is absent."""
 
-_GIVEN = [name for name, _ in BACKWARD.fields].index("q_sb")
-"""Parameters of prepare that are addresses; the first eight are a launch's."""
+_TOKENS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")
+_STRIDES = tuple(f"{name}_{axis}" for name in _TOKENS[:5] for axis in ("sb", "st", "sh"))
+_RECORD = ("kg", "qg", "w", "u", "aqk", "last")
 
 
 def repeat(request: Request, inputs: ChunkInputs) -> Step | None:
@@ -34,7 +35,7 @@ def repeat(request: Request, inputs: ChunkInputs) -> Step | None:
     strides = strides_as_given(inputs, False, plan.strides, small)
     if strides is None or plan.widen_gate or r.checkpoint_every or not plan.grid:
         return None
-    index, current_device = inputs.q.get_device(), runtime.current_device
+    index, current_device, current_stream = inputs.q.get_device(), runtime.current_device, runtime.current_stream
     empty = allocator(inputs.v.device.type)
     with torch.cuda.device(index):  # loads the kernels, which is a matter of the current context
         launch = (_segments if plan.segmented else _fused)(request, strides, index, empty)
@@ -50,6 +51,7 @@ def repeat(request: Request, inputs: ChunkInputs) -> Step | None:
         o = empty(o_shape, o_strides, o_dtype)
         state = empty(state_shape, state_strides, state_dtype) if returns_state else None
         launch(
+            current_stream(index),
             (
                 at_q, at_k, at_v, at_g, beta.data_ptr(), 0 if A_log is None else A_log.data_ptr(),
                 0 if bias is None else bias.data_ptr(), 0 if cu_seqlens is None else cu_seqlens.data_ptr(),
@@ -63,21 +65,31 @@ def repeat(request: Request, inputs: ChunkInputs) -> Step | None:
     return step
 
 
-def _starter(launcher: Launcher, fixed: tuple[Any, ...], grid: int, arch: str, index: int) -> Any:
-    """The launch with ``fixed`` packed for good; None of no blocks."""
-    packed = FixedLauncher(launcher.kernel, launcher.params, launcher.threads, launcher.shared, fixed)
-    return runtime.starter(packed, grid, arch, index) if grid else lambda values: None
+def _starter(
+    launcher: Launcher, given: tuple[str, ...], fixed: dict[str, float], grid: int, arch: str, index: int
+) -> Start:
+    """The launch with ``fixed`` packed for good; nothing for no blocks, as of no tokens."""
+    if not grid:
+        return lambda stream, values: None
+    packed = FixedLauncher(
+        launcher.kernel, launcher.params, launcher.threads, launcher.shared, given, fixed
+    )
+    return runtime.starter(packed, grid, arch, index)
 
 
 def _fused(request: Request, strides: tuple[int, ...], index: int, empty: Empty) -> Launch:
     plan = prefill.plan_of(request)
-    start = _starter(plan.launcher, (*strides, *plan.sizes), plan.grid, plan.arch, index)
-    size, numbers = plan.hand_over, prefill.LAUNCHES
+    given = (*_TOKENS, "o", "h0", "ht", "handed", "launch")
+    numbers = [name for name, _ in PREFILL.fields[-len(plan.sizes) :]]
+    fixed = dict(zip((*_STRIDES, *numbers), (*strides, *plan.sizes), strict=True))
+    start = _starter(plan.launcher, given, fixed, plan.grid, plan.arch, index)
+    size, counter = plan.hand_over, prefill.LAUNCHES
+    shape, ones = (size,), (1,)
 
-    def launch(tokens: tuple[int, ...], o: int, initial: int, final: int) -> None:
-        handed = empty((size,), (1,), torch.float32) if size else None
+    def launch(stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int) -> None:
+        handed = empty(shape, ones, torch.float32) if size else None
         at = 0 if handed is None else handed.data_ptr()
-        start((*tokens, o, initial, final, 0, at, next(numbers)))
+        start(stream, tokens + (o, initial, final, at, next(counter)))  # noqa: RUF005  # (*a, b) makes a list first
 
     return launch
 
@@ -85,24 +97,22 @@ def _fused(request: Request, strides: tuple[int, ...], index: int, empty: Empty)
 def _segments(request: Request, strides: tuple[int, ...], index: int, empty: Empty) -> Launch:
     plan, arch = segments.plan_of(request), prefill.plan_of(request).arch
     (_, prepare, units), *others = plan.steps
-    fixed = (*strides, *plan.prepare_values[_GIVEN + len(strides) :])
-    start = _starter(prepare, fixed, units, arch, index)
-    later = [_starter(launcher, plan.sizes, grid, arch, index) for _, launcher, grid in others]
-    place = {name: first for name, (first, _) in segments.RECORD.items()}
-    kg, qg, w, u, aqk, last = (place[name] for name in ("kg", "qg", "w", "u", "aqk", "last"))
-    nothing = (0,) * (_GIVEN - 21)  # h, dh, dr and the gradients
+    fixed = {**plan.chunks.sizes, **dict(zip(_STRIDES, strides, strict=True))}
+    start = _starter(prepare, (*_TOKENS, *_RECORD), fixed, units, arch, index)
+    given = ("cu_seqlens", "o", "h0", "ht", "records", "maps", "starts")
+    sizes = dict(zip((name for name, _ in SEGMENTS.fields[-len(plan.sizes) :]), plan.sizes, strict=True))
+    later = [_starter(launcher, given, sizes, grid, arch, index) for _, launcher, grid in others]
+    kg, qg, w, u, aqk, last = (segments.RECORD[name][0] for name in _RECORD)
     to_maps = plan.units * segments.RECORD_BYTES
     to_starts = to_maps + plan.places * segments.MAP_BYTES
-    size = (to_starts + plan.places * segments.START_BYTES,)
+    shape, ones = (to_starts + plan.places * segments.START_BYTES,), (1,)
 
-    def launch(tokens: tuple[int, ...], o: int, initial: int, final: int) -> None:
-        work = empty(size, (1,), torch.uint8)
+    def launch(stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int) -> None:
+        work = empty(shape, ones, torch.uint8)
         at = work.data_ptr()
-        start((
-            *tokens, 0, 0, 0, 0, at + kg, 0, at + qg, at + w, at + u, at + aqk, 0, at + last, 0, *nothing
-        ))  # fmt: skip
-        values = (tokens[7], o, initial, final, 0, at, at + to_maps, at + to_starts)
+        start(stream, tokens + (at + kg, at + qg, at + w, at + u, at + aqk, at + last))  # noqa: RUF005
+        values = (tokens[7], o, initial, final, at, at + to_maps, at + to_starts)
         for begin in later:
-            begin(values)
+            begin(stream, values)
 
     return launch

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kdacore_cuda.fixed import FixedLauncher
+from kdacore_cuda.fixed import FixedLauncher, Start
 from kdacore_cuda.launch import Launcher
 
 if TYPE_CHECKING:
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 """Index of the current CUDA device."""
-_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+"""Handle of the current stream of a CUDA device."""
 
 
 def launch(launcher: Launcher, grid: int, arch: str, like: torch.Tensor, values: tuple[Any, ...]) -> None:
@@ -24,16 +25,15 @@ def launch(launcher: Launcher, grid: int, arch: str, like: torch.Tensor, values:
         return
     index = like.get_device()
     if current_device() == index:
-        launcher(grid, index, arch, _current_stream(index), values)
+        launcher(grid, index, arch, current_stream(index), values)
         return
     with torch.cuda.device(index):
-        launcher(grid, index, arch, _current_stream(index), values)
+        launcher(grid, index, arch, current_stream(index), values)
 
 
-def starter(launcher: FixedLauncher, grid: int, arch: str, index: int) -> Callable[[tuple[Any, ...]], None]:
-    """:func:`launch` with all but the values fixed. Device ``index`` must be the current one."""
-    start = launcher.start_of(grid, index, arch)
-    return lambda values: start(_current_stream(index), values)
+def starter(launcher: FixedLauncher, grid: int, arch: str, index: int) -> Start:
+    """The launch of ``grid`` blocks, of a stream and the values a call gives. Device ``index`` must be the current one."""
+    return launcher.start_of(grid, index, arch)
 
 
 @cache

@@ -1,5 +1,4 @@
-// How the recurrent kernels reach device memory: state rows in 16-byte pieces, token arrays as they lie, and the order of
-// launches.
+// How the recurrent kernels reach device memory: state rows in 16-byte pieces, token arrays as they lie.
 #ifndef KDACORE_DECODE_MEMORY_CUH
 #define KDACORE_DECODE_MEMORY_CUH
 
@@ -15,8 +14,6 @@ constexpr bool PLAIN = MODE > 0, ONE = MODE > 1, HEAD = MODE > 2;
 #ifdef KDACORE_EMULATE
 
 inline float multiply_add(float x, float y, float z) { return std::fma(x, y, z); }
-inline void wait_for_inputs() {}
-inline void let_next_start() {}
 inline u32 load_global2(u64 a) { return *reinterpret_cast<const u16*>(a); }
 inline u32 load_global4(u64 a) { return *reinterpret_cast<const u32*>(a); }
 inline uint2 load_global8(u64 a) {
@@ -56,19 +53,6 @@ __device__ __forceinline__ uint4 load_global16(u64 a) {
   uint4 r;
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(a));
   return r;
-}
-
-// A launch may begin while the one before it in the stream still runs; nothing is read or written before this returns.
-__device__ __forceinline__ void wait_for_inputs() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-// The next launch of the stream, if it asked for it, may take what room this one leaves; it waits for the end all the same.
-__device__ __forceinline__ void let_next_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
 }
 
 // Zeros that are not written before it is known that they are needed.

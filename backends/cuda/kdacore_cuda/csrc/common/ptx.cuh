@@ -20,6 +20,22 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvt
 __device__ __forceinline__ int thread_index() { return (int)threadIdx.x; }
 __device__ __forceinline__ int block_index() { return (int)blockIdx.x; }
 
+// --- order of launches --------------------------------------------------------------------------------------------
+
+// A launch may begin while the one before it in the stream still runs: every thread of every kernel waits here before it reads
+// or writes device memory, that of blocks without work too (the launch after theirs waits for them alone).
+__device__ __forceinline__ void wait_for_inputs() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// The next launch of the stream may take what room this one leaves; it waits for the end all the same.
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 // --- arithmetic ---------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float exp2_fast(float x) {

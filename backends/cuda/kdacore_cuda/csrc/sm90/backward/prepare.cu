@@ -13,6 +13,8 @@ static_assert(THREADS == C + ROWS_BYTES / 4, "a thread a row value");
 KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM BackwardParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
+  wait_for_inputs();
+  let_next_start();
   const Unit u = find_unit(p, block_index());
   if (!u.rows) return;
   const int thread = thread_index(), lane = thread & 31, warp = uniform(thread >> 5);

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from allowances import allowed
 from disassembly import disassemble
+from launch_order import waits_first
 
 from kdacore_cuda import build, prebuilt, variants
 from kdacore_cuda.build import KernelSource
@@ -60,11 +61,20 @@ def test_every_source_is_packaged_for_hopper() -> None:
 @EXHAUSTIVE
 @pytest.mark.parametrize(
     ("kernel", "arch"),
-    [pytest.param(k, a, id=f"{k.name}.{a}") for k, a in packaged() if k.entry != "decode"],
+    [pytest.param(k, a, id=f"{k.name}.{a}") for k, a in packaged()],
 )
-def test_packaged_kernels_use_the_matrix_unit(kernel: KernelSource, arch: str) -> None:
+def test_packaged_kernels_use_the_matrix_unit_and_wait_for_their_turn(
+    kernel: KernelSource, arch: str
+) -> None:
     code = disassemble(prebuilt.FOLDER / f"{kernel.name}.{arch}.cubin")
     assert found(code) == products(kernel)
+    assert waits_first(code)
+
+
+def test_every_kernel_waits_for_its_turn() -> None:
+    """The sources; what the compiler makes of them is looked at above."""
+    for path in build.CSRC.rglob("*.cu"):
+        assert path.read_text().count("wait_for_inputs();") == 1, path.name
 
 
 def check_portable(kernel: KernelSource, arch: str, folder: Path) -> None:

@@ -32,10 +32,6 @@ int cuLaunchKernelEx(const unsigned* config, void* f, void** arguments, void** e
   attributes = config[12]; attribute = attributes ? **(int**)(config + 10) : -1;
   if (nowhere && !current) return 201;
   memcpy(params, arguments[0], SIZE); return fail; }
-int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned s,
-                   void* stream, void** arguments, void** extra) {
-  if (nowhere && !current) return 201;
-  grid = gx; block = bx; shared_size = s; on_stream = stream; memcpy(params, arguments[0], SIZE); return fail; }
 """
 
 
@@ -53,8 +49,10 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make(stub: Path, monkeypatch: pytest.MonkeyPatch, shared: int = 1000) -> launch.Launcher:
     driver = Driver(str(stub))
-    monkeypatch.setattr(launch, "driver", lambda: driver)
+    for module in (launch, fixed):
+        monkeypatch.setattr(module, "driver", lambda: driver)
     monkeypatch.setattr(launch, "load_or_compile", lambda kernel, arch: b"cubin")
+    monkeypatch.setattr(launch, "_handles", {})
     return launch.Launcher(
         variants.decode_kernel(64, False, False, variants.DECODE_ANY), layout.DECODE, 64, shared
     )
@@ -89,23 +87,24 @@ def test_a_refused_launch_raises(stub: Path, monkeypatch: pytest.MonkeyPatch) ->
         flag.value = 0
 
 
-def make_early(stub: Path, monkeypatch: pytest.MonkeyPatch, last: tuple[float, ...]) -> fixed.FixedLauncher:
-    driver = Driver(str(stub))
-    monkeypatch.setattr(fixed, "driver", lambda: driver)
-    monkeypatch.setattr(fixed, "load_or_compile", lambda kernel, arch: b"cubin")
-    monkeypatch.setattr(fixed, "_handles", {})
-    kernel = variants.decode_kernel(64, False, False, variants.DECODE_ANY)
-    return fixed.FixedLauncher(kernel, layout.DECODE, 64, 1000, last, early=True)
+def make_fixed(stub: Path, monkeypatch: pytest.MonkeyPatch, last: tuple[float, ...]) -> fixed.FixedLauncher:
+    """One whose calls give the first fields."""
+    plain = make(stub, monkeypatch)
+    names = [name for name, _ in layout.DECODE.fields]
+    given, rest = tuple(names[: -len(last)]), names[-len(last) :]
+    return fixed.FixedLauncher(
+        plain.kernel, layout.DECODE, 64, 1000, given, dict(zip(rest, last, strict=True))
+    )
 
 
-@pytest.mark.parametrize("kind", ["plain", "early"])
+@pytest.mark.parametrize("kind", ["plain", "fixed"])
 def test_a_thread_without_a_context_gets_torchs(
     stub: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """As autograd's threads are before something in them has used CUDA."""
     values = tuple(range(1, len(layout.DECODE.fields) + 1))
     given = values if kind == "plain" else values[:16]
-    launcher = make(stub, monkeypatch) if kind == "plain" else make_early(stub, monkeypatch, values[16:])
+    launcher = make(stub, monkeypatch) if kind == "plain" else make_fixed(stub, monkeypatch, values[16:])
     library = ctypes.CDLL(str(stub))
     nowhere, current = ctypes.c_int.in_dll(library, "nowhere"), ctypes.c_void_p.in_dll(library, "current")
     nowhere.value = 1
@@ -118,15 +117,16 @@ def test_a_thread_without_a_context_gets_torchs(
     assert layout.DECODE.packer.unpack(seen) == values
 
 
+@pytest.mark.parametrize("kind", ["plain", "fixed"])
 @pytest.mark.parametrize(("arch", "attributes"), [("sm_90a", 1), ("sm_100f", 1), ("sm_80", 0)])
-def test_early_launch_packs_what_a_call_changes(
-    stub: Path, monkeypatch: pytest.MonkeyPatch, arch: str, attributes: int
+def test_launches_may_begin_early_where_the_architecture_has_that(
+    stub: Path, monkeypatch: pytest.MonkeyPatch, arch: str, attributes: int, kind: str
 ) -> None:
     values = tuple(range(1, len(layout.DECODE.fields) + 1))
-    launcher = make_early(stub, monkeypatch, values[16:])
+    launcher = make(stub, monkeypatch) if kind == "plain" else make_fixed(stub, monkeypatch, values[16:])
     library = ctypes.CDLL(str(stub))
     for grid, stream in ((7, 0x55), (9, 0x66)):
-        launcher(grid, 0, arch, stream, values[:16])
+        launcher(grid, 0, arch, stream, values if kind == "plain" else values[:16])
         seen = bytes((ctypes.c_ubyte * layout.DECODE.size).in_dll(library, "params"))
         assert layout.DECODE.packer.unpack(seen) == values
         assert ctypes.c_uint.in_dll(library, "grid").value == grid
@@ -138,20 +138,44 @@ def test_early_launch_packs_what_a_call_changes(
         assert ctypes.c_int.in_dll(library, "attribute").value == (6 if attributes else -1)
 
 
+def test_a_call_may_give_fields_with_zeros_between(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = make(stub, monkeypatch)
+    given, fixed_values = ("k", "g", "dt_bias"), {"T": 5, "scale": 0.5, "lower_bound": -2.0}
+    launcher = fixed.FixedLauncher(plain.kernel, layout.DECODE, 64, 1000, given, fixed_values)
+    for values in ((11, 12, 13), (2**47 + 1, 0, 3)):
+        launcher(1, 0, "sm_90a", 0, values)
+        seen = bytes((ctypes.c_ubyte * layout.DECODE.size).in_dll(ctypes.CDLL(str(stub)), "params"))
+        want = dict(zip(given, values, strict=True)) | fixed_values
+        assert layout.DECODE.packer.unpack(seen) == tuple(want.get(n, 0) for n, _ in layout.DECODE.fields)
+
+
+@pytest.mark.parametrize(
+    ("given", "fixed_values"), [(("g", "k"), {}), (("q", "v"), {"k": 7})], ids=["order", "between"]
+)
+def test_fields_out_of_order_or_fixed_between_are_refused(
+    stub: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], fixed_values: dict[str, float]
+) -> None:
+    plain = make(stub, monkeypatch)
+    launcher = fixed.FixedLauncher(plain.kernel, layout.DECODE, 64, 1000, given, fixed_values)
+    with pytest.raises(ValueError, match="in order, or not with zeros between"):
+        launcher(1, 0, "sm_90a", 0, (1, 2))
+
+
 def test_launchers_of_one_kernel_share_its_code(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = tuple(range(1, len(layout.DECODE.fields) + 1))
-    first = make_early(stub, monkeypatch, values[16:])
-    second = fixed.FixedLauncher(first.kernel, layout.DECODE, 64, 1000, values[16:], early=True)
+    first = make_fixed(stub, monkeypatch, values[16:])
+    second = fixed.FixedLauncher(first.kernel, layout.DECODE, 64, 1000, first.given, first.fixed)
+    third = launch.Launcher(first.kernel, layout.DECODE, 64, 1000)
     loads = ctypes.c_int.in_dll(ctypes.CDLL(str(stub)), "loads")
     before = loads.value
-    for launcher in (first, second):
-        launcher(1, 0, "sm_90a", 0, values[:16])
+    for launcher, given in ((first, values[:16]), (second, values[:16]), (third, values)):
+        launcher(1, 0, "sm_90a", 0, given)
     assert loads.value == before + 1
 
 
-def test_a_refused_early_launch_raises(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_launch_of_fixed_values_raises(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = tuple(range(1, len(layout.DECODE.fields) + 1))
-    launcher = make_early(stub, monkeypatch, values[16:])
+    launcher = make_fixed(stub, monkeypatch, values[16:])
     flag = ctypes.c_int.in_dll(ctypes.CDLL(str(stub)), "fail")
     flag.value = 3
     try:

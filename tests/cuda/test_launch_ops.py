@@ -67,15 +67,11 @@ int cuKernelSetAttribute(int what, int value, void* k, int device) { limits[(lon
 int cuGetErrorName(int code, const char** text) { *text = "CUDA_ERROR_STUB"; return 0; }
 int cuDevicePrimaryCtxRetain(void** context, int device) { return 1; }
 int cuCtxSetCurrent(void* context) { return 1; }
-static int record(void* f, unsigned grid, unsigned block, unsigned shared, void** arguments) {
+int cuLaunchKernelEx(const unsigned* config, void* f, void** arguments, void** extra) {
   struct Launch* x = &launched[launches++];
-  x->kernel = (long)f - 1; x->grid = grid; x->block = block; x->shared = shared;
+  x->kernel = (long)f - 1; x->grid = config[0]; x->block = config[3]; x->shared = config[6];
   memcpy(x->params, arguments[0], sizes[x->kernel]);
   return 0; }
-int cuLaunchKernelEx(const unsigned* config, void* f, void** arguments, void** extra) {
-  return record(f, config[0], config[3], config[6], arguments); }
-int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned s,
-                   void* stream, void** arguments, void** extra) { return record(f, gx, bx, s, arguments); }
 """
 
 
@@ -135,12 +131,12 @@ def seen(stub: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     driver = Driver(str(stub))
     for module in (launch, fixed):
         monkeypatch.setattr(module, "driver", lambda: driver)
-        monkeypatch.setattr(module, "load_or_compile", lambda kernel, arch: f"{kernel.name}.{arch}".encode())
-    monkeypatch.setattr(fixed, "_handles", {})
+    monkeypatch.setattr(launch, "load_or_compile", lambda kernel, arch: f"{kernel.name}.{arch}".encode())
+    monkeypatch.setattr(launch, "_handles", {})
     monkeypatch.setattr(runtime, "processors", lambda index: 132)
     # The arrays lie on the CPU, which the host code is not asked about.
     monkeypatch.setattr(runtime, "current_device", lambda: -1)
-    monkeypatch.setattr(runtime, "_current_stream", lambda index: 0)
+    monkeypatch.setattr(runtime, "current_stream", lambda index: 0)
     makers = (
         *(prefill._launcher, stages._intra_launcher, stages._recompute_launcher),
         *(backward.launcher, backward._sums, backward._groups, segments.launcher),

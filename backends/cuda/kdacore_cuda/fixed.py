@@ -86,7 +86,9 @@ class FixedLauncher(Launcher):
         text, at = "", places[0]
         for place in places:
             if place < at or any(fixed[at:place]):
-                raise ValueError(f"{self.kernel.name}: {self.given} are not in order, or not with zeros between")
+                raise ValueError(
+                    f"{self.kernel.name}: {self.given} are not in order, or not with zeros between"
+                )
             text += f"{place - at}xq"
             at = place + 8
         return struct.Struct(text).pack_into, places[0]  # native sizes: standard ones convert twice

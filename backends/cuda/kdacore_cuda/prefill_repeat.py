@@ -16,8 +16,8 @@ from kdacore_cuda.launch import Launcher
 from kdacore_cuda.layout import PREFILL, SEGMENTS
 
 Launch = Callable[[int, tuple[int, ...], int, int, int], None]
-"""A call's launches on a stream, of addresses: those of ``_TOKENS``; o; the initial and the final state. 0 where an array
-is absent."""
+"""A call's launches on a stream, of addresses: those of ``_TOKENS``; o; the initial and the final state. 0 where an
+array is absent."""
 
 _TOKENS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")
 _STRIDES = tuple(f"{name}_{axis}" for name in _TOKENS[:5] for axis in ("sb", "st", "sh"))
@@ -35,7 +35,11 @@ def repeat(request: Request, inputs: ChunkInputs) -> Step | None:
     strides = strides_as_given(inputs, False, plan.strides, small)
     if strides is None or plan.widen_gate or r.checkpoint_every or not plan.grid:
         return None
-    index, current_device, current_stream = inputs.q.get_device(), runtime.current_device, runtime.current_stream
+    index, current_device, current_stream = (
+        inputs.q.get_device(),
+        runtime.current_device,
+        runtime.current_stream,
+    )
     empty = allocator(inputs.v.device.type)
     with torch.cuda.device(index):  # loads the kernels, which is a matter of the current context
         launch = (_segments if plan.segmented else _fused)(request, strides, index, empty)
@@ -71,9 +75,7 @@ def _starter(
     """The launch with ``fixed`` packed for good; nothing for no blocks, as of no tokens."""
     if not grid:
         return lambda stream, values: None
-    packed = FixedLauncher(
-        launcher.kernel, launcher.params, launcher.threads, launcher.shared, given, fixed
-    )
+    packed = FixedLauncher(launcher.kernel, launcher.params, launcher.threads, launcher.shared, given, fixed)
     return runtime.starter(packed, grid, arch, index)
 
 

@@ -32,7 +32,7 @@ def launch(launcher: Launcher, grid: int, arch: str, like: torch.Tensor, values:
 
 
 def starter(launcher: FixedLauncher, grid: int, arch: str, index: int) -> Start:
-    """The launch of ``grid`` blocks, of a stream and the values a call gives. Device ``index`` must be the current one."""
+    """The launch of ``grid`` blocks, of a stream and what a call gives. Device ``index`` must be the current one."""
     return launcher.start_of(grid, index, arch)
 
 

@@ -1,0 +1,16 @@
+"""Where machine code waits for the launch ahead of it, and what it does before."""
+
+from __future__ import annotations
+
+import re
+
+_WAIT = re.compile(r"\bACQBULK\b")
+_MEMORY = re.compile(r"\b(LDG|STG|LDGSTS|UBLKCP|UBLKPF|UBLKRED|UTMALDG|RED|REDG|ATOM|ATOMG|LD|ST|CCTL)\b")
+
+
+def waits_first(code: str) -> bool:
+    """Does it wait once, before every instruction that reaches device memory?"""
+    lines = code.splitlines()
+    waits = [i for i, line in enumerate(lines) if _WAIT.search(line)]
+    reached = next((i for i, line in enumerate(lines) if _MEMORY.search(line)), len(lines))
+    return len(waits) == 1 and waits[0] < reached

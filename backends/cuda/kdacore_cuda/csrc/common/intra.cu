@@ -89,7 +89,6 @@ KDA_KERNEL(THREADS, MIN_BLOCKS) intra(KDA_PARAM IntraParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   wait_for_inputs();
-  let_next_start();
   const Chunk c = make_chunk(p);
   if (!c.rows) return;
   Lane l;

@@ -26,7 +26,6 @@ KDA_KERNEL(THREADS, 1) TOGETHER prefill(KDA_PARAM PrefillParams p) {
 #endif
   }
   wait_for_inputs();
-  let_next_start();
   const int item = block_index() / CLUSTER;
   const int n = pick_sequence(p, item / p.HV, reinterpret_cast<int*>(memory + VALUES_AT), reinterpret_cast<int*>(memory + PICK_AT));
   const Work work = make_work(p, n, item % p.HV, C);

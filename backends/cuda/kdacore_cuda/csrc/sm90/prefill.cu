@@ -35,7 +35,6 @@ KDA_KERNEL(THREADS, 1) TOGETHER prefill(KDA_PARAM PrefillParams p) {
 #endif
   }
   wait_for_inputs();
-  let_next_start();
   if (warp == 0) {
     const Share found = find_share(p, cluster);
     if (thread_index() == 0) store_share(shared + SHARE_AT, found);

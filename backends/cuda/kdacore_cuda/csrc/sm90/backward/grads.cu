@@ -21,7 +21,6 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM BackwardParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   wait_for_inputs();
-  let_next_start();
   const int warp = uniform(thread_index() >> 5);
   Lane l = make_lane(warp);
   if (l.thread == 0) {

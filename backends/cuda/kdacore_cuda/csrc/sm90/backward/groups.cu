@@ -14,7 +14,6 @@ __device__ __forceinline__ float sum_lanes(float x) {
 
 KDA_KERNEL(THREADS, 1) groups(KDA_PARAM GroupsParams p) {
   wait_for_inputs();
-  let_next_start();
   const int lane = thread_index() & 31;
   const long long row = (long long)block_index() * (THREADS / 32) + thread_index() / 32;  // of [B, T, H]
   if (row >= p.rows) return;

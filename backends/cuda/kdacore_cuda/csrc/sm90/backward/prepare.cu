@@ -14,7 +14,6 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM BackwardParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   wait_for_inputs();
-  let_next_start();
   const Unit u = find_unit(p, block_index());
   if (!u.rows) return;
   const int thread = thread_index(), lane = thread & 31, warp = uniform(thread >> 5);

@@ -17,7 +17,6 @@ KDA_KERNEL(THREADS, 1) scan(KDA_PARAM BackwardParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   wait_for_inputs();
-  let_next_start();
   const int warp = uniform(thread_index() >> 5);
   const Job job = find_job(p, block_index());
   if (thread_index() < 2 * RINGS * MAX_STAGES) {

@@ -28,7 +28,6 @@ KDA_KERNEL(THREADS, 1) sums(KDA_PARAM SumsParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   wait_for_inputs();
-  let_next_start();
   const int thread = thread_index(), channel = thread % K, group = thread / K, hv = block_index();
   if (p.d_bias) {
     const float* part = reinterpret_cast<const float*>(p.dbias_part) + (long long)hv * K + channel;

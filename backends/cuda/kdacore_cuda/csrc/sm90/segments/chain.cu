@@ -93,7 +93,6 @@ KDA_KERNEL(THREADS, 1) chain(KDA_PARAM SegmentParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   wait_for_inputs();
-  let_next_start();
   const int item = block_index() / BLOCKS_V, part = block_index() % BLOCKS_V, n = item / p.HV;
   const int segments = (find_sequence(p, n).chunks + p.segment - 1) / p.segment;
   if (segments < 2) return;

@@ -121,7 +121,6 @@ KDA_KERNEL(THREADS, 1) maps(KDA_PARAM SegmentParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   wait_for_inputs();
-  let_next_start();
   const int warp = uniform(thread_index() >> 5);
   const Job job = find_job(p, block_index());
   if (job.idle) return;

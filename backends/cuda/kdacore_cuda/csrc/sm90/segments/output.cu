@@ -123,7 +123,6 @@ KDA_KERNEL(THREADS, 1) output(KDA_PARAM SegmentParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   wait_for_inputs();
-  let_next_start();
   const int warp = uniform(thread_index() >> 5);
   {
     const Segment x = find_block(p, block_index());

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ def repeat(request: Request, inputs: ChunkInputs) -> Step | None:
 
 
 def _starter(
-    launcher: Launcher, given: tuple[str, ...], fixed: dict[str, float], grid: int, arch: str, index: int
+    launcher: Launcher, given: tuple[str, ...], fixed: Mapping[str, float], grid: int, arch: str, index: int
 ) -> Start:
     """The launch with ``fixed`` packed for good; nothing for no blocks, as of no tokens."""
     if not grid:

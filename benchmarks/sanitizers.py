@@ -1,8 +1,9 @@
-"""compute-sanitizer over random calls: ``python -m benchmarks.sanitizers TOOL --backend NAME --count 150``.
+"""compute-sanitizer over random calls: ``python -m benchmarks.sanitizers TOOL --backend NAME --count 150 --stages 40``.
 
-The calls are those of ``python -m kdacore.testing.fuzz``, cut into ``--jobs`` runs side by side. First they all run
-once without the tool, so that no kernel is compiled under it. Exit 1 when the tool reports something or a run ends
-badly; the record (``--json``) says which seeds ran and what was found.
+The calls are those of ``python -m kdacore.testing.fuzz``: ``--count`` of whole ops and ``--stages`` of stages, where
+the backend has such, each cut into ``--jobs`` runs side by side. First they all run once without the tool, so that no
+kernel is compiled under it. Exit 1 when the tool reports something or a run ends badly; the record (``--json``) says
+which seeds ran and what was found.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kdacore import machine
 from kdacore.bench.results import commit as checkout
+from kdacore.testing.random_cases import Calls, calls_of
 from kdacore_cuda.build import EVERY_LANE
 
 TOOLS: dict[str, tuple[str, ...]] = {
@@ -42,6 +44,13 @@ _REPORT = re.compile(r"^=+ (?:Error|Warning|Invalid|Uninitialized|Barrier|Progra
 Record = dict[str, Any]
 
 
+class Share(NamedTuple):
+    """Random calls that one process makes."""
+
+    calls: Calls
+    seeds: range
+
+
 def shares(seed: int, count: int, jobs: int) -> list[tuple[int, int]]:
     """First seed and number of seeds of each run, as equal as they can be; none empty."""
     each, more = divmod(count, jobs)
@@ -60,32 +69,43 @@ def is_clean(run: Record) -> bool:
     return run["status"] == 0 and run["found"] == 0
 
 
-def calls(args: argparse.Namespace, first: int, count: int, jobs: int, record: Path) -> list[str]:
-    """The command that makes ``count`` random calls."""
+def wanted(args: argparse.Namespace) -> list[Share]:
+    """All there is to run, of each kind of op that the backend has."""
+    counts: dict[Calls, int] = {"whole": args.count, "stages": args.stages}
     return [
-        *(sys.executable, "-m", "kdacore.testing.fuzz", "--backend", args.backend, "--device", args.device),
-        *("--jobs", str(jobs), "--seed", str(first), "--count", str(count), "--seconds", str(args.seconds)),
-        *("--json", str(record)),
+        Share(calls, range(args.seed, args.seed + counts[calls]))
+        for calls in calls_of(args.backend)
+        if counts[calls]
     ]
 
 
-def run_share(args: argparse.Namespace, first: int, count: int) -> Record:
+def command(args: argparse.Namespace, share: Share, jobs: int, record: Path) -> list[str]:
+    """The command that makes the calls of a share."""
+    first, count = share.seeds.start, len(share.seeds)
+    return [
+        *(sys.executable, "-m", "kdacore.testing.fuzz", "--backend", args.backend, "--device", args.device),
+        *("--calls", share.calls, "--seed", str(first), "--count", str(count)),
+        *("--jobs", str(jobs), "--seconds", str(args.seconds), "--json", str(record)),
+    ]
+
+
+def run_share(args: argparse.Namespace, share: Share) -> Record:
     """One process under the tool."""
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "fuzz.json"
         tool = [args.command, "--tool", args.tool, "--error-exitcode", str(FOUND), *TOOLS[args.tool]]
         env = os.environ | ENVIRONMENT | FOR_TOOL.get(args.tool, {})
-        command = [*tool, *calls(args, first, count, 1, record)]
-        done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+        words = [*tool, *command(args, share, 1, record)]
+        done = subprocess.run(words, capture_output=True, text=True, env=env, check=False)
         output = done.stdout + done.stderr
         if args.logs:
             args.logs.mkdir(parents=True, exist_ok=True)
-            (args.logs / f"{args.tool}-{first}.log").write_text(output)
+            (args.logs / f"{args.tool}-{share.calls}-{share.seeds.start}.log").write_text(output)
         made: Record = {"seeds": {"count": 0}, "served": 0, "failed": 0}
         if record.is_file():
             made = json.loads(record.read_text())
     counts = {"ran": made["seeds"]["count"], "served": made["served"], "failed": made["failed"]}
-    return {"seed": first, **counts, **summarise(output, done.returncode)}
+    return {"calls": share.calls, "seed": share.seeds.start, **counts, **summarise(output, done.returncode)}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,7 +115,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--command", default="compute-sanitizer", help="the tool's program")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--count", type=int, default=100, help="calls of whole ops (100)")
+    parser.add_argument("--stages", type=int, default=40, help="calls of stages (40)")
     parser.add_argument("--jobs", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=300.0, help="time limit of each run")
     parser.add_argument("--logs", type=Path, help="keep what the tool printed here")
@@ -105,13 +126,17 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{args.command} is not on the path: it comes with the CUDA toolkit")
     with tempfile.TemporaryDirectory() as folder:
         print("once without the tool")
-        warm = calls(args, args.seed, args.count, args.jobs, Path(folder) / "fuzz.json")
         env = os.environ | FOR_TOOL.get(args.tool, {})
-        subprocess.run(warm, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env, check=False)
+        for share in wanted(args):
+            warm = command(args, share, args.jobs, Path(folder) / "fuzz.json")
+            subprocess.run(warm, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env, check=False)
     runs: list[Record] = []
     with ThreadPoolExecutor(args.jobs) as pool:
-        parts = shares(args.seed, args.count, args.jobs)
-        waiting = [pool.submit(run_share, args, first, count) for first, count in parts]
+        waiting = [
+            pool.submit(run_share, args, Share(every.calls, range(first, first + count)))
+            for every in wanted(args)
+            for first, count in shares(every.seeds.start, len(every.seeds), args.jobs)
+        ]
         for done in as_completed(waiting):
             run = done.result()
             runs.append(run)
@@ -119,8 +144,8 @@ def main(argv: list[str] | None = None) -> int:
                 "clean" if is_clean(run) else f"found {run['found']}, exit {run['status']}: {run['reports']}"
             )
             counts = f"{run['ran']} ran, {run['served']} served"
-            print(f"{len(runs)}/{len(waiting)}  seeds from {run['seed']}: {counts}; {found}")
-    runs.sort(key=lambda run: run["seed"])
+            print(f"{len(runs)}/{len(waiting)}  {run['calls']}, seeds from {run['seed']}: {counts}; {found}")
+    runs.sort(key=lambda run: (run["calls"], run["seed"]))
     if args.json:
         record = {"schema": 1, "tool": args.tool, "backend": args.backend, "commit": checkout()}
         record["machine"] = {row.name: row.value for row in machine.probe().rows}

@@ -25,7 +25,11 @@ from kdacore.registry import REGISTRY, missing
 if TYPE_CHECKING:
     from kdacore.testing.cases import Case
     from kdacore.testing.matrix import Level
+    from kdacore.testing.random_cases import Calls
     from kdacore.testing.suite import Result
+
+    Item = Case | tuple[Calls, int]
+    """A case of the table, or which ops a random call is of and its seed."""
 
 SCHEMA = 1
 _PACKAGES = ("kdacore", "numpy", "torch", "triton", "jax", "jaxlib", "ml_dtypes")
@@ -133,7 +137,7 @@ def verify(
         backend: a registered name.
         device: ``cpu``, ``cuda`` or ``tpu``; the backend's own first choice when None.
         level: ``quick`` or ``full``.
-        random: how many random calls to run after the table of cases.
+        random: how many random calls of whole ops, and as many of stages, to run after the table of cases.
         seed: of the first random call; the others count up from it.
         kinds: only these array kinds.
         jobs: processes; 1 runs everything in this one.
@@ -148,7 +152,7 @@ def verify(
     """
     from kdacore.testing.capabilities import has_device
     from kdacore.testing.matrix import plan
-    from kdacore.testing.random_cases import has_whole_ops
+    from kdacore.testing.random_cases import calls_of
     from kdacore.testing.signature import device_of
     from kdacore.testing.suite import coverage_problems
 
@@ -164,9 +168,10 @@ def verify(
     if not problems:
         planned = plan(backend, device=device, level=level, kinds=kinds)
         where, notes = planned.device, list(planned.notes)
-        with _bar(len(planned.cases) + random, backend, progress) as advance:
-            drawn = range(seed, seed + (random if has_whole_ops(backend) else 0))
-            found = _results(_Drawn(backend, planned.device, level), [*planned.cases, *drawn], jobs, advance)
+        drawn = [(calls, seed + n) for calls in calls_of(backend) for n in range(random)]
+        items: list[Item] = [*planned.cases, *drawn]
+        with _bar(len(items), backend, progress) as advance:
+            found = _results(_Drawn(backend, planned.device, level), items, jobs, advance)
             results += found
             table = found[: len(planned.cases)]
             problems += coverage_problems((r.case, r.status == "served", r.codes) for r in table)
@@ -203,18 +208,21 @@ class _Drawn:
     device: str
     level: Level
 
-    def case(self, item: Case | int) -> Case:
+    def case(self, item: Item) -> Case:
         """A case as it is, or the one of a seed."""
         from kdacore.testing.random_cases import random_case
 
-        return random_case(self.backend, item, self.device, self.level) if isinstance(item, int) else item
+        if not isinstance(item, tuple):
+            return item
+        calls, seed = item
+        return random_case(self.backend, seed, self.device, self.level, calls)
 
-    def run(self, item: tuple[int, Case | int]) -> tuple[int, Result]:
+    def run(self, item: tuple[int, Item]) -> tuple[int, Result]:
         from kdacore.testing.suite import run_case
 
         return item[0], run_case(self.case(item[1]))
 
-    def lost(self, item: tuple[int, Case | int], text: str) -> tuple[int, Result]:
+    def lost(self, item: tuple[int, Item], text: str) -> tuple[int, Result]:
         from kdacore.testing.suite import Result
 
         return item[0], Result(self.case(item[1]), "failed", message=text)
@@ -224,9 +232,7 @@ def _has_failed(found: tuple[int, Result]) -> bool:
     return found[1].status == "failed"
 
 
-def _results(
-    drawn: _Drawn, items: list[Case | int], jobs: int, advance: Callable[[Result], None]
-) -> list[Result]:
+def _results(drawn: _Drawn, items: list[Item], jobs: int, advance: Callable[[Result], None]) -> list[Result]:
     """What became of cases and of the calls of seeds, in their order; ``advance`` hears of each as it is done."""
     from kdacore.testing import processes
 

@@ -14,7 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("backends", nargs="*", metavar="BACKEND", help="default: every backend that is available here")
     add("--device", default=None, help="cpu, cuda, tpu (default: the backend's own first choice)")
     add("--level", default="quick", choices=("quick", "full"), help="how many cases (default quick)")
-    add("--random", type=int, default=0, metavar="N", help="also N random calls")
+    add(
+        "--random", type=int, default=0, metavar="N", help="also N random calls of whole ops, and N of stages"
+    )
     add("--seed", type=int, default=0, help="of the first random call")
     add(
         "--kind",

@@ -76,6 +76,8 @@ class Case:
     """Give ``A_log`` when the gate is computed in the kernel (the bounded gate may do without)."""
     dt_bias: Literal["", "matrix", "flat"] = "matrix"
     initial_state: bool = False
+    q_given: bool = True
+    """Give ``q`` to the stage ``kda_recompute_w_u``, which does without it too."""
     host_offsets: bool = False
     """Give ``cu_seqlens_cpu`` too."""
     pool: str = ""

@@ -3,12 +3,13 @@
 ::
 
     python -m kdacore.testing.fuzz --backend NAME [--device cpu|cuda|tpu] [--count 2000] [--seed 0]
-           [--jobs N] [--level quick|full] [--seconds S] [--json FILE]
+           [--calls whole|stages] [--jobs N] [--level quick|full] [--seconds S] [--json FILE]
 
-Each seed stands for one call (:func:`kdacore.testing.random_cases.random_case`), so a failing one is run again by
-``--seed ITS_SEED --count 1``. Calls that the backend's verifiers decline are counted, not failed. With more than one
-job each runs in a process of its own; a call that kills its process, or breaks the device for it, fails alone. With
-a time limit the record names the seeds that ran: the first ones, none left out between.
+Each seed stands for one call (:func:`kdacore.testing.random_cases.random_case`) of a whole op or, with
+``--calls stages``, of a stage of the chunk pipeline; so a failing one is run again by ``--seed ITS_SEED --count 1``.
+Calls that the backend's verifiers decline are counted, not failed. With more than one job each runs in a process of
+its own; a call that kills its process, or breaks the device for it, fails alone. With a time limit the record names
+the seeds that ran: the first ones, none left out between.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from kdacore.errors import ContractError
 from kdacore.registry import REGISTRY
 from kdacore.testing import processes
 from kdacore.testing.capabilities import default_device
+from kdacore.testing.cases import Case
 from kdacore.testing.matrix import LEVELS, Level
 from kdacore.testing.processes import Work
-from kdacore.testing.random_cases import random_case
+from kdacore.testing.random_cases import CALLS, NAMES, Calls, calls_of, random_case
 from kdacore.testing.suite import Result, run_case
 
 SCHEMA = 1
@@ -54,11 +56,15 @@ class Task:
     backend: str
     device: str
     level: Level
+    calls: Calls = "whole"
+
+    def case(self, seed: int) -> Case:
+        return random_case(self.backend, seed, self.device, self.level, self.calls)
 
 
 def run_seed(task: Task, seed: int) -> Row:
     """Draw the call of one seed, run it, describe what happened."""
-    return describe(run_case(random_case(task.backend, seed, task.device, task.level)))
+    return describe(run_case(task.case(seed)))
 
 
 def describe(result: Result) -> Row:
@@ -91,7 +97,7 @@ def fuzz(
     """Run the calls of ``seeds``; rows come back sorted by seed.
 
     Args:
-        task: which backend, where, how long sequences.
+        task: which backend, where, how long sequences, of which ops.
         seeds: one call each.
         jobs: processes; 1 runs everything in this one.
         on_row: called with each row as it is there.
@@ -122,8 +128,7 @@ def _has_failed(row: Row) -> bool:
 
 def _lost(task: Task, seed: int, text: str) -> Row:
     """The row of a seed whose process ended."""
-    case = random_case(task.backend, seed, task.device, task.level)
-    return describe(Result(case, "failed", message=text))
+    return describe(Result(task.case(seed), "failed", message=text))
 
 
 # --- the record -----------------------------------------------------------------------------------------------------
@@ -144,6 +149,7 @@ def document(task: Task, seeds: range, rows: list[Row], seconds: float, commit: 
         "backend": task.backend,
         "device": task.device,
         "level": task.level,
+        "calls": task.calls,
         "seeds": {"first": seeds.start, "count": len(rows)},
         "served": status["served"],
         "declined": status["declined"],
@@ -184,7 +190,10 @@ def main(words: list[str] | None = None) -> int:
     except ContractError as error:
         print(error, file=sys.stderr)
         return 2
-    task = Task(asked.backend, asked.device or default_device(asked.backend), asked.level)
+    if asked.calls not in calls_of(asked.backend):
+        print(f"--calls: backend {asked.backend!r} has no {NAMES[asked.calls]}", file=sys.stderr)
+        return 2
+    task = Task(asked.backend, asked.device or default_device(asked.backend), asked.level, asked.calls)
     seeds = range(asked.seed, asked.seed + asked.count)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes started from here
     start = time.perf_counter()
@@ -209,6 +218,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--count", type=int, default=2000, metavar="N", help="how many calls (2000)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the first (0)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (1)")
+    parser.add_argument(
+        "--calls", choices=CALLS, default="whole", help="of whole ops (the default) or of the stages"
+    )
     parser.add_argument(
         "--level", choices=LEVELS, default="quick", help="full draws longer sequences (quick)"
     )

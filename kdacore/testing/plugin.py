@@ -30,7 +30,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--kdacore-kind", action="append", default=[], metavar="KIND", help="only numpy, torch or jax arrays"
     )
-    group.addoption("--kdacore-random", type=int, default=0, metavar="N", help="also run N random calls")
+    group.addoption(
+        "--kdacore-random", type=int, default=0, metavar="N", help="also N random calls, and N of stages"
+    )
     group.addoption("--kdacore-seed", type=int, default=0, metavar="S", help="seed of the first random call")
 
 
@@ -76,11 +78,12 @@ def planned(config: pytest.Config) -> Any:
 
 
 def _random(config: pytest.Config) -> tuple[Any, ...]:
-    from kdacore.testing.random_cases import random_case
+    from kdacore.testing.random_cases import calls_of, random_case
 
     plan, first = planned(config), config.getoption("kdacore_seed")
-    count = config.getoption("kdacore_random")
-    return tuple(random_case(plan.backend, first + n, plan.device, plan.level) for n in range(count))
+    seeds = range(first, first + config.getoption("kdacore_random"))
+    drawn = [(seed, calls) for calls in calls_of(plan.backend) for seed in seeds]
+    return tuple(random_case(plan.backend, seed, plan.device, plan.level, calls) for seed, calls in drawn)
 
 
 @pytest.fixture(scope="session")

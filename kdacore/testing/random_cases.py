@@ -6,12 +6,13 @@ import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO, get_args
 
 import numpy as np
 
 from kdacore.ops import OPS
 from kdacore.registry import REGISTRY
+from kdacore.testing import random_stages
 from kdacore.testing.capabilities import (
     default_device,
     has_device,
@@ -23,9 +24,13 @@ from kdacore.testing.capabilities import (
 from kdacore.testing.cases import Case
 from kdacore.testing.matrix import Level
 from kdacore.testing.pools import POOLS
+from kdacore.testing.random_parts import draw_memory, index_dtype, pick, usable_dtypes
 from kdacore.testing.signature import judge
 from kdacore.testing.suite import Result, run_case
 
+Calls = Literal["whole", "stages"]
+"""Which ops: the whole ones, or those of the chunk pipeline. A seed stands for one call of each, drawn on its own."""
+CALLS: tuple[Calls, ...] = get_args(Calls)
 QUICK_TOKENS, FULL_TOKENS = 150, 700
 _OWN_KIND = 0.7
 """Share of the seeds that use the array kind a backend is made for."""
@@ -34,38 +39,50 @@ _MOSTLY_SERVED = 0.8
 _SHARES = (1.0, 0.6, 0.3, 0.1)
 _HARD = 2.0
 """A random call may be any of the contract's hard cases, so it gets their bounds."""
+_STAGE_STREAM = 1
+NAMES = {"whole": "whole ops", "stages": "stages"}
 
 
-def has_whole_ops(backend: str) -> bool:
-    """Random calls are of the whole ops; a backend may have stages alone."""
-    return any(OPS[op].family != "stage" for op in REGISTRY.get(backend).backend.ops)
+def ops_of(backend: str, calls: Calls) -> list[str]:
+    """The backend's ops that such calls are drawn from."""
+    return [
+        op for op in REGISTRY.get(backend).backend.ops if (OPS[op].family == "stage") == (calls == "stages")
+    ]
 
 
-def random_case(backend: str, seed: int, device: str, level: Level = "quick") -> Case:
+def calls_of(backend: str) -> tuple[Calls, ...]:
+    """What can be drawn for a backend, which may have whole ops alone, or stages alone."""
+    return tuple(calls for calls in CALLS if ops_of(backend, calls))
+
+
+def random_case(backend: str, seed: int, device: str, level: Level = "quick", calls: Calls = "whole") -> Case:
     """The call this seed stands for. It may be one the backend declines.
 
     Raises:
-        ValueError: the backend serves nothing on this device.
+        ValueError: the backend serves nothing of the kind on this device.
     """
-    rng = np.random.default_rng(seed)
-    base = replace(_base(backend, rng, device), seed=seed, factor=_HARD, note=f"random{seed}")
+    stages = calls == "stages"
+    rng = np.random.default_rng((seed, _STAGE_STREAM) if stages else seed)
+    found = _base(backend, rng, device, calls)
+    base = replace(found, seed=seed, factor=_HARD, note=f"random{seed}")
+    changes = random_stages.CHANGES if stages else _CHANGES
     impl = REGISTRY.get(backend).backend.ops[base.op]
     differentiable = impl.backward is not None and not judge(replace(base, check="gradients"))
     case = base
     for share in _SHARES if rng.random() < _MOSTLY_SERVED else _SHARES[:1]:
         case = base
-        for change in (_sizes, _packing, _gate, _norms, _dtypes, _state, _memory):
+        for change in changes:
             if rng.random() < share:
                 case = change(case, rng, level)
-        case = _check(case, rng, differentiable)
+        case = random_stages.draw_check(case, rng) if stages else _check(case, rng, differentiable)
         if not judge(case):
             break
     return case
 
 
-def _base(backend: str, rng: Any, device: str) -> Case:
+def _base(backend: str, rng: Any, device: str, calls: Calls) -> Case:
     """The plainest call of some op, kind and dtype; mostly of the kind the backend is made for."""
-    ops = [op for op in REGISTRY.get(backend).backend.ops if OPS[op].family != "stage"]
+    ops = ops_of(backend, calls)
     kinds = [k for k in kinds_of(backend) if has_device(k, device)]
     mostly = kinds[:1] if rng.random() < _OWN_KIND else []
     for some in (mostly, kinds):
@@ -76,11 +93,7 @@ def _base(backend: str, rng: Any, device: str) -> Case:
             if base is not None:
                 trained = plainest_trained(backend, op, kind, device, dtype)
                 return base if trained in (None, base) or rng.random() < 0.5 else trained
-    raise ValueError(f"backend {backend!r} serves none of its whole ops on {device}")
-
-
-def _pick(rng: Any, *choices: Any) -> Any:
-    return choices[int(rng.integers(len(choices)))]
+    raise ValueError(f"backend {backend!r} serves none of its {NAMES[calls]} on {device}")
 
 
 def _sizes(case: Case, rng: Any, level: Level) -> Case:
@@ -90,7 +103,7 @@ def _sizes(case: Case, rng: Any, level: Level) -> Case:
     H = int(rng.integers(1, 4))
     K, V = shape.K, shape.V
     if rng.random() < 0.5:
-        K, V = _pick(rng, 16, 32, 60, 64, 100, 128), _pick(rng, 16, 32, 60, 64, 100, 128)
+        K, V = pick(rng, 16, 32, 60, 64, 100, 128), pick(rng, 16, 32, 60, 64, 100, 128)
     return replace(
         case,
         shape=replace(shape, B=int(rng.integers(1, 4)), T=T, H=H, HV=H * int(rng.integers(1, 4)), K=K, V=V),
@@ -106,27 +119,27 @@ def _packing(case: Case, rng: Any, level: Level) -> Case:
 
 
 def _gate(case: Case, rng: Any, level: Level) -> Case:
-    case = replace(case, gates=_pick(rng, "random", "random", "init", "slow", "zero", "floor", "mixed"))
+    case = replace(case, gates=pick(rng, "random", "random", "init", "slow", "zero", "floor", "mixed"))
     if case.family == "gate":
-        return case.having(lower_bound=_pick(rng, None, -5.0, -2.0))
-    how = _pick(rng, "", "log", "safe", "softplus", "sigmoid", "model")
+        return case.having(lower_bound=pick(rng, None, -5.0, -2.0))
+    how = pick(rng, "", "log", "safe", "softplus", "sigmoid", "model")
     if not how:
         return case
     raw = how in ("softplus", "sigmoid", "model")
-    bound = None if how in ("log", "softplus") else _pick(rng, -5.0, -1.0)
+    bound = None if how in ("log", "softplus") else pick(rng, -5.0, -1.0)
     safe = True if how in ("safe", "model") else None
     case = case.having(use_gate_in_kernel=raw or None, lower_bound=bound, safe_gate=safe)
     if not raw:
         return case
     A_log = how == "softplus" or rng.random() < 0.8
-    return replace(case, A_log=bool(A_log), dt_bias=_pick(rng, "", "matrix", "flat"))
+    return replace(case, A_log=bool(A_log), dt_bias=pick(rng, "", "matrix", "flat"))
 
 
 def _norms(case: Case, rng: Any, level: Level) -> Case:
     if case.family == "gate":
         return case
     if rng.random() < 0.5:
-        case = case.having(use_qk_l2norm_in_kernel=_pick(rng, None, True))
+        case = case.having(use_qk_l2norm_in_kernel=pick(rng, None, True))
     if rng.random() < 0.5:
         sigmoid = bool(rng.random() < 0.7)
         negative = sigmoid and rng.random() < 0.4
@@ -135,37 +148,35 @@ def _norms(case: Case, rng: Any, level: Level) -> Case:
 
 
 def _dtypes(case: Case, rng: Any, level: Level) -> Case:
-    usable = [d for d in ("float32", "bfloat16", "float16") if representable(case.kind, d)]
+    usable = usable_dtypes(case)
     return replace(
         case,
-        gate_dtype=_pick(rng, "float32", *usable),
-        beta_dtype=_pick(rng, "float32", *usable),
-        bias_dtype=_pick(rng, "float32", "float32", *usable),
-        index_dtype="int32" if case.kind == "jax" else _pick(rng, "int32", "int64"),
+        gate_dtype=pick(rng, "float32", *usable),
+        beta_dtype=pick(rng, "float32", *usable),
+        bias_dtype=pick(rng, "float32", "float32", *usable),
+        index_dtype=index_dtype(case, rng),
     )
 
 
 def _state(case: Case, rng: Any, level: Level) -> Case:
     if case.family == "gate":
         return case
-    case = case.having(state_v_first=_pick(rng, None, True), output_final_state=_pick(rng, None, True, True))
+    case = case.having(state_v_first=pick(rng, None, True), output_final_state=pick(rng, None, True, True))
     state_dtype = "bfloat16" if rng.random() < 0.2 and representable(case.kind, "bfloat16") else "float32"
     case = replace(case, initial_state=bool(rng.random() < 0.6), state_dtype=state_dtype)
     if case.family == "chunk":
-        every = _pick(rng, None, None, None, 64, 128)
-        return case.having(checkpoint_every=every, disable_recompute=_pick(rng, None, True))
+        every = pick(rng, None, None, None, 64, 128)
+        return case.having(checkpoint_every=every, disable_recompute=pick(rng, None, True))
     return case
 
 
-def _memory(case: Case, rng: Any, level: Level) -> Case:
-    layout = _pick(rng, "contiguous", "contiguous", "padded", "stepped", "transposed")
-    return replace(case, layout="contiguous" if case.kind == "jax" else layout)
+_CHANGES = (_sizes, _packing, _gate, _norms, _dtypes, _state, draw_memory)
 
 
 def _check(case: Case, rng: Any, differentiable: bool) -> Case:
     """What is measured: a pool call, gradients where the base has them, or the forward results."""
     if case.family == "recurrent" and rng.random() < 0.5:
-        name = _pick(rng, *(n for n, p in POOLS.items() if case.kind != "jax" or not p.strided))
+        name = pick(rng, *(n for n, p in POOLS.items() if case.kind != "jax" or not p.strided))
         pool = POOLS[name]
         changes: dict[str, Any] = {
             "inplace_state": pool.inplace or None,
@@ -196,6 +207,7 @@ def run_random(
     device: str | None = None,
     *,
     level: Level = "quick",
+    calls: Calls = "whole",
     stream: TextIO | None = None,
     on_result: Callable[[Result], None] | None = None,
 ) -> list[Result]:
@@ -209,6 +221,7 @@ def run_random(
         seed: of the first.
         device: as for :func:`kdacore.testing.matrix.plan`.
         level: ``full`` draws longer sequences.
+        calls: of which ops.
         stream: where progress and failing seeds are printed; standard error when None.
         on_result: called with every result, instead of printing.
     """
@@ -216,7 +229,7 @@ def run_random(
     out = stream or sys.stderr
     results = []
     for n in range(count):
-        result = run_case(random_case(backend, seed + n, device, level))
+        result = run_case(random_case(backend, seed + n, device, level, calls))
         results.append(result)
         if on_result is not None:
             on_result(result)

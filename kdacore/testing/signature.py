@@ -105,6 +105,8 @@ def _stage(case: Case) -> Specs:
         **_offsets(case),
     }
     left_out = set() if case.initial_state else {"initial_state"}
+    if case.op == "kda_recompute_w_u" and not case.q_given:
+        left_out.add("q")
     return {n: known[n] for n in OPS[case.op].arrays if n in known and n not in left_out}
 
 

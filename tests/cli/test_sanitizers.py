@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -36,6 +37,16 @@ def test_every_seed_is_in_one_share(sanitizers: ModuleType) -> None:
         assert max(n for _, n in found) - min(n for _, n in found) <= 1
 
 
+@pytest.mark.parametrize("kinds", [("whole", "stages"), ("whole",), ("stages",)])
+def test_stages_run_too_where_there_are_any(
+    sanitizers: ModuleType, monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(sanitizers, "calls_of", lambda backend: kinds)
+    asked = argparse.Namespace(backend="any", seed=7, count=3, stages=2)
+    seeds = {"whole": range(7, 10), "stages": range(7, 9)}
+    assert dict(sanitizers.wanted(asked)) == {kind: seeds[kind] for kind in kinds}
+
+
 def test_a_run_is_clean_only_when_the_tool_says_so(sanitizers: ModuleType) -> None:
     clean = sanitizers.summarise("148 served\n========= ERROR SUMMARY: 0 errors\n", 0)
     assert sanitizers.is_clean(clean)
@@ -57,9 +68,12 @@ def test_a_whole_run(sanitizers: ModuleType, tmp_path: Path, capsys: pytest.Capt
     tool.chmod(0o755)
     record = tmp_path / "record.json"
     words = ["racecheck", "--backend", "reference", "--device", "cpu", "--command", str(tool)]
-    assert sanitizers.main([*words, "--count", "2", "--jobs", "1", "--json", str(record)]) == 1
-    (run,) = json.loads(record.read_text())["runs"]
-    assert run["ran"] == 2 and run["found"] == 1 and run["failed"] == 0
+    assert (
+        sanitizers.main([*words, "--count", "2", "--stages", "1", "--jobs", "1", "--json", str(record)]) == 1
+    )
+    runs = json.loads(record.read_text())["runs"]
+    assert [(run["calls"], run["ran"]) for run in runs] == [("stages", 1), ("whole", 2)]
+    assert all(run["found"] == 1 and run["failed"] == 0 for run in runs)
     assert "Race reported" in capsys.readouterr().out
 
 

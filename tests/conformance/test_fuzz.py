@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kdacore.ops import STAGES
 from kdacore.testing import fuzz, processes
 from kdacore.testing.fuzz import Task
 
@@ -36,6 +37,21 @@ def test_the_record_says_what_ran(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_an_unknown_backend_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert fuzz.main(["--backend", "nowhere"]) == 2
     assert "nowhere" in capsys.readouterr().err
+
+
+def test_stages_are_drawn_where_asked(tmp_path: Path) -> None:
+    path = tmp_path / "fuzz.json"
+    words = ["--backend", "reference", "--calls", "stages", "--count", "12", "--json", str(path)]
+    assert fuzz.main([*words, "--commit", "abc"]) == 0
+    found = json.loads(path.read_text())
+    assert found["calls"] == "stages" and found["served"] == 12
+    assert set(found["served_by_op"]) <= set(STAGES) and len(found["served_by_op"]) > 2
+    assert found["worst"] and all(row["ratio"] < 1 for row in found["worst"].values())
+
+
+def test_a_backend_without_stages_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fuzz.main(["--backend", "pallas", "--calls", "stages"]) == 2
+    assert "has no stages" in capsys.readouterr().err
 
 
 def test_a_failure_is_counted_and_named(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from kdacore import verify as verification
 from kdacore.errors import ContractError
-from kdacore.ops import OPS
+from kdacore.ops import OPS, STAGES
 from kdacore.testing.bounds import bound, rounds_to_tf32
 from kdacore.testing.cases import Case, options
 from kdacore.testing.checks import CHECKS
@@ -24,7 +24,7 @@ from kdacore.testing.inputs import GATES, Shape, to_kind
 from kdacore.testing.matrix import plan
 from kdacore.testing.place import place
 from kdacore.testing.pools import POOLS
-from kdacore.testing.random_cases import random_case, run_random
+from kdacore.testing.random_cases import calls_of, random_case, run_random
 from kdacore.testing.signature import judge, request_of, signature
 from kdacore.testing.suite import run_case, summary
 from kdacore.testing.variations import variations_of
@@ -218,6 +218,34 @@ def test_a_seed_stands_for_one_call() -> None:
     assert any(c.shape.lengths for c in drawn) and any(c.layout != "contiguous" for c in drawn)
 
 
+def test_a_seed_stands_for_one_call_of_a_stage() -> None:
+    again = [random_case("reference", seed, "cpu", calls="stages") for seed in range(300)]
+    drawn = [random_case("reference", seed, "cpu", calls="stages") for seed in range(300)]
+    assert drawn == again and {c.op for c in drawn} == set(STAGES)
+    assert len({dataclasses.replace(c, seed=0, note="") for c in drawn}) > 290
+    assert {c.gates for c in drawn} == set(GATES) and {c.collinear for c in drawn} == {False, True}
+    assert {c.option("chunk_size", 64) for c in drawn} == {16, 32, 64}
+    assert {c.stage_dtype for c in drawn} == {"", "float32"}
+    lengths = {n for c in drawn for n in c.shape.lengths or (c.shape.T,)}
+    assert lengths >= {0, 1, 63, 64, 65, 128}
+    given = {name: [name in signature(c) for c in drawn] for name in ("q", "initial_state", "dt_bias")}
+    recompute, state, gate = (
+        [x for x, c in zip(given[name], drawn, strict=True) if c.op == op]
+        for name, op in (
+            ("q", "kda_recompute_w_u"),
+            ("initial_state", "delta_rule_chunk_state"),
+            ("dt_bias", "kda_chunk_gate"),
+        )
+    )
+    assert {*recompute} == {*state} == {*gate} == {False, True}
+
+
+def test_what_can_be_drawn_is_what_the_backend_has() -> None:
+    assert calls_of("reference") == ("whole", "stages") and calls_of("pallas") == ("whole",)
+    with pytest.raises(ValueError, match="stages on cpu"):
+        random_case("pallas", 0, "cpu", calls="stages")
+
+
 def test_random_calls_print_progress() -> None:
     out = io.StringIO()
     results = run_random("reference", 3, seed=100, stream=out)
@@ -244,9 +272,9 @@ def test_the_record_says_what_ran_and_where(report: Report, tmp_path: Path) -> N
 
 
 def test_several_processes_find_the_same(report: Report) -> None:
-    """The table's first cases and a random call, in the table's order."""
+    """The table's first cases and random calls, in the table's order."""
     drawn = verification._Drawn("reference", "cpu", "quick")
-    items = [*plan("reference", kinds=("numpy",)).cases[:3], 7]
+    items = [*plan("reference", kinds=("numpy",)).cases[:3], ("whole", 7), ("stages", 7)]
     one, two = (verification._results(drawn, items, n, lambda r: None) for n in (1, 2))
     assert [r.case.id for r in one] == [r.case.id for r in two]
     assert [r.worst for r in one] == [r.worst for r in two]

@@ -9,7 +9,7 @@ from typing import Any
 from kdacore.hookspecs import hookimpl
 from kdacore.testing.cases import Case
 from kdacore.testing.suite import run_case
-from kdacore.types import Backend, Device, Request
+from kdacore.types import Backend, Device, OpImpl, Request
 from kdacore_cuda import plugin
 
 NAME = "emulated"
@@ -29,27 +29,30 @@ def on_hopper(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def emulated_backend() -> Backend:
-    """``chunk_kda`` of the cuda backend for CPU tensors."""
-    real = plugin.make_backend()
-    op = real.ops["chunk_kda"]
-    assert op.backward is not None and op.repeat is not None
-    moved = dataclasses.replace(
+def _moved(op: OpImpl) -> OpImpl:
+    functions = {name: getattr(op, name) for name in ("forward", "backward", "repeat")}
+    return dataclasses.replace(
         op,
-        forward=on_hopper(op.forward),
-        backward=on_hopper(op.backward),
-        repeat=on_hopper(op.repeat),
+        **{name: on_hopper(f) for name, f in functions.items() if f is not None},
         verifiers=tuple(on_hopper(v) for v in op.verifiers),
         verified_archs=frozenset({"*"}),
     )
-    ops = {"chunk_kda": moved}
-    return dataclasses.replace(real, name=NAME, ops=ops, device_types=("cpu",), requirements=(), rank=-1)
+
+
+def emulated_backend(*ops: str) -> Backend:
+    """These ops of the cuda backend for CPU tensors."""
+    real = plugin.make_backend()
+    moved = {name: _moved(real.ops[name]) for name in ops}
+    return dataclasses.replace(real, name=NAME, ops=moved, device_types=("cpu",), requirements=(), rank=-1)
 
 
 class Plugin:
+    def __init__(self, *ops: str) -> None:
+        self.ops = ops or ("chunk_kda",)
+
     @hookimpl
     def kdacore_backends(self) -> list[Backend]:
-        return [emulated_backend()]
+        return [emulated_backend(*self.ops)]
 
 
 def run_emulated(cases: list[Case], launched: list[str], kernel: str) -> None:

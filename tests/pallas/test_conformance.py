@@ -8,6 +8,7 @@ import pytest
 
 from kdacore.testing.cases import Case
 from kdacore.testing.matrix import plan
+from kdacore.testing.random_cases import random_case
 from kdacore.testing.suite import run_case
 
 PICKED = (
@@ -31,4 +32,10 @@ def cases() -> dict[str, Case]:
 @pytest.mark.parametrize("name", PICKED)
 def test_case(name: str) -> None:
     result = run_case(cases()[name])
+    assert result.status == "served", result.message
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_call_of_a_stage(seed: int) -> None:
+    result = run_case(random_case("xla", seed, "cpu", calls="stages"))
     assert result.status == "served", result.message

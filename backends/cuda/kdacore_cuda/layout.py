@@ -221,6 +221,10 @@ GATES: dict[str, int] = {"log": 0, "softplus": 1, "sigmoid": 2}
 TYPES: dict[str, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
+STEP_TOKENS, TURN_STEPS = 32, 2
+"""Hopper's prefill: tokens of a chunk; what a sequence costs beside its chunks, in chunks, as measured."""
+
+
 def _guarded(name: str, text: str) -> str:
     guard = f"KDACORE_{name.upper()}_CUH"
     return f"#ifndef {guard}\n#define {guard}\n{text}#endif\n"
@@ -246,5 +250,8 @@ def generated_headers() -> dict[str, str]:
             "backward_params", BACKWARD.header() + SUMS.header() + GROUPS.header()
         ),
         "generated/segment_params.cuh": _guarded("segment_params", SEGMENTS.header()),
+        "generated/steps.cuh": _guarded(
+            "steps", f"constexpr int STEP_TOKENS = {STEP_TOKENS};\nconstexpr int TURN_STEPS = {TURN_STEPS};\n"
+        ),
         "generated/constants.cuh": _guarded("constants", constants_header()),
     }

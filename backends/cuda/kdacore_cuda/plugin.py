@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from functools import cache
-from importlib import import_module
-from typing import Any
+from functools import cache, partial
 
 from kdacore.hookspecs import hookimpl
+from kdacore.late import lazily
 from kdacore.types import Backend, OpImpl, Requirement
 from kdacore_cuda import __version__, costs, verifiers
 
@@ -48,17 +46,7 @@ def _version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def _lazily(module: str, function: str) -> Callable[..., Any]:
-    """``kdacore_cuda.<module>.<function>``, imported by its first call."""
-    found: list[Callable[..., Any]] = []
-
-    def call(*args: Any) -> Any:
-        if not found:
-            found.append(getattr(import_module(f"kdacore_cuda.{module}"), function))
-        return found[0](*args)
-
-    call.__name__ = call.__qualname__ = function
-    return call
+_lazily = partial(lazily, "kdacore_cuda")
 
 
 _COMMON = (

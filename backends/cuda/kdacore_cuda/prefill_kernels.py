@@ -6,6 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 from kdacore_cuda.build import KernelSource
+from kdacore_cuda.layout import STEP_TOKENS, TURN_STEPS
 
 SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024, "sm_100f": 227 * 1024, "sm_120": 99 * 1024}
 """Dynamic shared memory a block may use, by build architecture."""
@@ -46,7 +47,7 @@ def sharing_clusters(K: int, cluster: int, items: int, processors: int, arch: st
 
 def may_cut(T: int, items: int, clusters: int) -> bool:
     """Does a border of ``clusters`` equal shares of ``items`` dense sequences and heads fall inside one of them?"""
-    cost = max(1, -(-T // _STEP)) + _TURN
+    cost = max(1, -(-T // STEP_TOKENS)) + TURN_STEPS
     return -(-items * cost // clusters) % cost != 0
 
 
@@ -85,8 +86,6 @@ def prefill_shared(K: int, cluster: int, safe: bool, arch: str = HOPPER) -> int:
 # The Hopper kernel, K = V = 128: blocks of 4 scan warps (64 columns of V), 8 slice warps (each 32 channels of half a
 # chunk) and 2 solver warps, whose warpgroup must be whole for registers to be traded.
 _SCANNERS, _SCAN_WARPS, _SLICE_WARPS, _SOLVER_SLOTS, _STAGES = 2, 4, 8, 4, 6
-_STEP, _TURN = 32, 2
-"""Tokens of a chunk; what a sequence costs beside its chunks, in chunks (jobs.cuh)."""
 
 
 class Registers(NamedTuple):

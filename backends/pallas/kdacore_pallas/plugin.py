@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 from kdacore.hookspecs import hookimpl
+from kdacore.late import lazily
 from kdacore.types import Backend, OpImpl, Requirement
 from kdacore_pallas import checks, pallas_checks
 
@@ -32,21 +31,14 @@ def _probe_jax() -> str | None:
 JAX = Requirement("jax", _probe_jax, "pip install 'kdacore[pallas]'")
 
 
-def _late(module: str, name: str) -> Callable[..., Any]:
-    """A function that imports its real self on the first call."""
-
-    def call(*args: Any) -> Any:
-        return getattr(importlib.import_module(module), name)(*args)
-
-    call.__name__ = name
-    return call
+_lazily = partial(lazily, "kdacore_pallas")
 
 
 def _xla_op(forward: str, backward: str | None, compiles: bool = False) -> OpImpl:
-    module = "kdacore_pallas.calls"
+    module = "calls"
     return OpImpl(
-        forward=_late(module, forward),
-        backward=None if backward is None else _late(module, backward),
+        forward=_lazily(module, forward),
+        backward=None if backward is None else _lazily(module, backward),
         verifiers=(checks.no_float64, checks.host_arrays_on_cpu, checks.not_captured),
         verified_archs=VERIFIED,
         compiles=compiles,
@@ -83,15 +75,15 @@ def make_xla() -> Backend:
 
 def make_pallas() -> Backend:
     """TPU kernels: chunk forward and backward, decode over a state pool."""
-    module = "kdacore_pallas.pallas_calls"
+    module = "pallas_calls"
     chunk = OpImpl(
-        forward=_late(module, "chunk_forward"),
-        backward=_late(module, "chunk_backward"),
+        forward=_lazily(module, "chunk_forward"),
+        backward=_lazily(module, "chunk_backward"),
         verifiers=pallas_checks.CHUNK_CHECKS,
     )
     recurrent = OpImpl(
-        forward=_late(module, "recurrent_forward"),
-        backward=_late(module, "recurrent_backward"),
+        forward=_lazily(module, "recurrent_forward"),
+        backward=_lazily(module, "recurrent_backward"),
         verifiers=pallas_checks.DECODE_CHECKS,
     )
     return Backend(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
+from functools import partial
 from typing import Any
 
 from kdacore.hookspecs import hookimpl
+from kdacore.late import lazily
 from kdacore.types import Backend, OpImpl, Reason, Request
 
 
@@ -22,14 +23,7 @@ def not_traced(request: Request) -> Reason | None:
     return None
 
 
-def _lazily(module: str, function: str) -> Callable[..., Any]:
-    """``kdacore_reference.<module>.<function>``, imported by its first call."""
-
-    def call(*args: Any) -> Any:
-        return getattr(import_module(f"kdacore_reference.{module}"), function)(*args)
-
-    call.__name__ = call.__qualname__ = function
-    return call
+_lazily = partial(lazily, "kdacore_reference")
 
 
 def _op(

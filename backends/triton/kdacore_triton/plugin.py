@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 from kdacore.hookspecs import hookimpl
+from kdacore.late import lazily
 from kdacore.types import Backend, OpImpl, Requirement, Verifier
 from kdacore_triton import verifiers
 
@@ -26,17 +27,7 @@ def _missing(package: str) -> Callable[[], str | None]:
     return probe
 
 
-def _lazily(module: str, function: str) -> Callable[..., Any]:
-    """``kdacore_triton.<module>.<function>``, imported by its first call."""
-    found: list[Callable[..., Any]] = []
-
-    def call(*args: Any) -> Any:
-        if not found:
-            found.append(getattr(import_module(f"kdacore_triton.{module}"), function))
-        return found[0](*args)
-
-    call.__name__ = call.__qualname__ = function
-    return call
+_lazily = partial(lazily, "kdacore_triton")
 
 
 def _op(

@@ -8,7 +8,9 @@
 #ifndef KDACORE_INTRA_INVERSE_CUH
 #define KDACORE_INTRA_INVERSE_CUH
 
+#include "common/operands.cuh"
 #include "common/stage.cuh"
+#include "common/substitution.cuh"
 
 constexpr int SYSTEM_PITCH = 72;  // floats
 constexpr int TILE_PITCH = 144;   // bytes of a row of 64 16-bit results
@@ -19,19 +21,7 @@ __device__ __forceinline__ u32 system_at(u32 system, int row, int column) { retu
 __device__ __forceinline__ void invert_diagonal(u32 system, u32 tile, int block, int lane) {
   const int j = lane & 15, row0 = 16 * block;
   float x[16];
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    float even = i == j ? 1.0f : 0.0f, odd = 0.0f;
-#pragma unroll
-    for (int m = 0; m < i; m += 4) {
-      const float4 a = load_shared4(system_at(system, row0 + i, row0 + m));
-      even -= a.x * x[m];
-      if (m + 1 < i) odd -= a.y * x[m + 1];
-      if (m + 2 < i) even -= a.z * x[m + 2];
-      if (m + 3 < i) odd -= a.w * x[m + 3];
-    }
-    x[i] = even + odd;
-  }
+  invert_column(x, j, [&](int i, int m) { return system_at(system, row0 + i, row0 + m); });
   sync_warp();
   const bool low = lane < 16;
 #pragma unroll
@@ -43,23 +33,6 @@ __device__ __forceinline__ void invert_diagonal(u32 system, u32 tile, int block,
   }
 }
 
-// A 16 x 16 left operand as the sum of two bfloat16 ones.
-struct Split {
-  u32 high[4], low[4];
-};
-__device__ __forceinline__ void split(float x, float y, u32& high, u32& low) {
-  high = pack_bf16(x, y);
-  low = pack_bf16(x - bf16_low(high), y - bf16_high(high));
-}
-__device__ __forceinline__ Split split_sums(const float (&d)[2][4]) {
-  Split s;
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) split(d[n][2 * h], d[n][2 * h + 1], s.high[2 * n + h], s.low[2 * n + h]);
-  }
-  return s;
-}
 // d += x y^T, y a 16 x 16 block of the system.
 __device__ __forceinline__ void add_product(float (&d)[2][4], const Split& x, u32 system, int row, int column, int g, int t) {
 #pragma unroll
@@ -69,9 +42,7 @@ __device__ __forceinline__ void add_product(float (&d)[2][4], const Split& x, u3
     u32 high[2], low[2];
     split(y0.x, y0.y, high[0], low[0]);
     split(y1.x, y1.y, high[1], low[1]);
-    mma_bf16(d[n], x.low, high[0], high[1]);
-    mma_bf16(d[n], x.high, low[0], low[1]);
-    mma_bf16(d[n], x.high, high[0], high[1]);
+    mma_split(d[n], x, high[0], high[1], low[0], low[1]);
   }
 }
 
@@ -87,14 +58,14 @@ __device__ __forceinline__ void merge_column(u32 system, u32 tile, int c, int la
       d[n][e] = load_shared1(system_at(system, 16 * c + 8 * n + 2 * t + (e & 1), 16 * c + g + 8 * (e >> 1)));
     }
   }
-  x[0] = split_sums(d);
+  x[0] = split_tiles(d[0], d[1]);
 #pragma unroll
   for (int b = 1; b < 4; ++b) {
     if (c + b > 3) break;
     float sum[2][4] = {};
 #pragma unroll
     for (int m = 0; m < b; ++m) add_product(sum, x[m], system, 16 * (c + b), 16 * (c + m), g, t);
-    const Split s = split_sums(sum);
+    const Split s = split_tiles(sum[0], sum[1]);
     float negative[2][4] = {};
     add_product(negative, s, system, 16 * (c + b), 16 * (c + b), g, t);
     u32 out[4];
@@ -105,7 +76,7 @@ __device__ __forceinline__ void merge_column(u32 system, u32 tile, int c, int la
 #pragma unroll
       for (int h = 0; h < 2; ++h) out[2 * n + h] = pack_half(negative[n][2 * h], negative[n][2 * h + 1]);
     }
-    if (b < 3) x[b] = split_sums(negative);
+    if (b < 3) x[b] = split_tiles(negative[0], negative[1]);
     const int row = 16 * (c + b) + 8 * (lane >> 4) + (lane & 7), column = 16 * c + (lane & 8);
     store_matrix4_transposed(tile + TILE_PITCH * row + 2 * column, out);
   }

@@ -4,6 +4,7 @@
 
 #include "common/arrivals.cuh"
 #include "common/chunk.cuh"
+#include "common/substitution.cuh"
 #include "common/tokens.cuh"
 #include "common/work.cuh"
 
@@ -101,19 +102,7 @@ __device__ __forceinline__ void store_scalars(u32 stage, const Lane& l, const Sc
 __device__ __forceinline__ void store_inverse(u32 stage, u32 scratch, int lane) {
   const int j = lane & 15;
   float x[C];
-#pragma unroll
-  for (int i = 0; i < C; ++i) {
-    float even = i == j ? 1.0f : 0.0f, odd = 0.0f;
-#pragma unroll
-    for (int m = 0; m < i; m += 4) {
-      const float4 a = load_shared4(scratch + 4 * (SCRATCH_PITCH * i + m));
-      even -= a.x * x[m];
-      if (m + 1 < i) odd -= a.y * x[m + 1];
-      if (m + 2 < i) even -= a.z * x[m + 2];
-      if (m + 3 < i) odd -= a.w * x[m + 3];
-    }
-    x[i] = even + odd;
-  }
+  invert_column(x, j, [&](int i, int m) { return scratch + 4 * (SCRATCH_PITCH * i + m); });
   const bool low = lane >= 16;
   const u32 norms = stage + SCALARS_AT + 128 + (low ? 32 : 0);
   const float4 r0 = load_shared4(norms), r1 = load_shared4(norms + 16);

@@ -1,5 +1,6 @@
 // The scanned state in and out of device memory, and two of its tiles (8 channels each) as an operand. Part of both scan.cuh,
 // after the ScanState, ScanLane and each_element that these need.
+#include "common/operands.cuh"
 
 __device__ __forceinline__ void read_state(ScanState& state, const ScanLane& l, u64 base, int flags) {
   if (flags & FLAG_STATE_BF16) {
@@ -15,14 +16,6 @@ __device__ __forceinline__ void write_state(ScanState& state, const ScanLane& l,
   } else {
     each_element(state, l, flags, [&](float& x, int at) { reinterpret_cast<float*>(base)[at] = x; });
   }
-}
-
-// Two neighbouring tiles as a left operand: 16 columns of V by 16 channels.
-__device__ __forceinline__ void pack_tiles(const float (&x)[4], const float (&y)[4], u32 (&a)[4]) {
-  a[0] = pack_bf16(x[0], x[1]);
-  a[1] = pack_bf16(x[2], x[3]);
-  a[2] = pack_bf16(y[0], y[1]);
-  a[3] = pack_bf16(y[2], y[3]);
 }
 
 // The chunk's total decay of this lane's channels of k-tile kk.

@@ -14,6 +14,7 @@
 #define KDACORE_IMAGE_CUH
 
 #include "common/ptx.cuh"
+#include "generated/steps.cuh"
 
 // Macros from the host: K_DIM, V_DIM, CLUSTER, SCANNERS, STAGES, GROUPS, SOLVER_SLOTS, SAFE, G_FLOAT, SHARED_LIMIT,
 // SCAN_REGISTERS, SLICE_REGISTERS, SOLVE_REGISTERS.
@@ -21,6 +22,7 @@ constexpr int K = K_DIM;
 constexpr int V = V_DIM;
 constexpr int HALF = 16;
 constexpr int C = 2 * HALF;
+static_assert(C == STEP_TOKENS, "the host counts chunks of another size");
 constexpr int HALVES = K / 64;
 constexpr int SLICES = K / 32;                // of 32 channels, a warp each
 constexpr int SLICE_WARPS = GROUPS * SLICES * 2;  // a warp a half; a group takes every GROUPS-th chunk of its block

@@ -11,11 +11,11 @@
 #define KDACORE_JOBS_CUH
 
 #include "common/work.cuh"
+#include "generated/steps.cuh"
 #include "sm90/image.cuh"
 #include "sm90/lanes.cuh"
 
 constexpr bool ONE_JOB = CLUSTER > SCANNERS;  // blocks that only prepare: there are few heads, and a cluster for each
-constexpr int TURN = 2;  // what a job costs beside its steps, in steps, as measured
 
 struct Job {
   int n, hv;
@@ -82,7 +82,7 @@ constexpr int PASSES = 8;  // at most, to find which jobs are long
 __device__ __forceinline__ Share find_share(const PrefillParams& p, int cluster) {
   if (ONE_JOB || !p.clusters) {
     const int n = cluster / p.HV, steps = steps_of(p, n);
-    return {{n, cluster % p.HV, 0, steps}, steps + TURN, steps};
+    return {{n, cluster % p.HV, 0, steps}, steps + TURN_STEPS, steps};
   }
   const int lane = thread_index() & 31;
   int limit = 1 << 30, own = 0, total = 0, size = 0;  // own: clusters with one long job
@@ -93,8 +93,8 @@ __device__ __forceinline__ Share find_share(const PrefillParams& p, int cluster)
       if (steps > limit) {
         ++longer;
       } else {
-        sum += steps + TURN;
-        longest = most(longest, steps + TURN);
+        sum += steps + TURN_STEPS;
+        longest = most(longest, steps + TURN_STEPS);
       }
     }
 #pragma unroll
@@ -108,21 +108,21 @@ __device__ __forceinline__ Share find_share(const PrefillParams& p, int cluster)
     const int equal = (total + p.clusters - own - 1) / (p.clusters - own);
     size = most(equal, longest);
     if (size == equal || pass == PASSES) break;
-    limit = equal - TURN;
+    limit = equal - TURN_STEPS;
   }
   if (cluster < own) {
     const Found found = find_sequence(p, cluster / p.HV, [&](int m) { return (int)(steps_of(p, m) > limit); });
     const int steps = steps_of(p, found.n);
-    return {{found.n, cluster % p.HV, 0, steps}, steps + TURN, limit};
+    return {{found.n, cluster % p.HV, 0, steps}, steps + TURN_STEPS, limit};
   }
   const int from = (p.clusters - 1 - cluster) * size;
   if (from >= total) return {};
   const Found found = find_sequence(p, from / p.HV, [&](int m) {
     const int steps = steps_of(p, m);
-    return steps > limit ? 0 : steps + TURN;
+    return steps > limit ? 0 : steps + TURN_STEPS;
   });
-  const int steps = steps_of(p, found.n), hv = (from - p.HV * found.before) / (steps + TURN);
-  Job first = {found.n, hv, p.HV * found.before + hv * (steps + TURN) - from, 0};
+  const int steps = steps_of(p, found.n), hv = (from - p.HV * found.before) / (steps + TURN_STEPS);
+  Job first = {found.n, hv, p.HV * found.before + hv * (steps + TURN_STEPS) - from, 0};
   size = least(size, total - from);
   const Range range = range_of(first, steps, size);
   first.stop = most(range.end - range.chunk, 0);
@@ -146,7 +146,7 @@ __device__ __forceinline__ bool seek(const PrefillParams& p, u32 shared, Job& jo
   const int size = uniform(share.x), limit = uniform(share.y);
   int steps = uniform(steps_of(p, job.n));
   while (step >= job.stop) {
-    job.place += steps + TURN;
+    job.place += steps + TURN_STEPS;
     if (job.place >= size) return false;
     if (++job.hv == p.HV) {
       job.hv = 0;

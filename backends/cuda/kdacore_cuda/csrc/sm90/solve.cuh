@@ -3,6 +3,7 @@
 #ifndef KDACORE_SOLVE_CUH
 #define KDACORE_SOLVE_CUH
 
+#include "common/substitution.cuh"
 #include "sm90/slices.cuh"
 
 // Of the lane's two tokens: beta, inverse norm of k, scale over norm of q.
@@ -44,19 +45,7 @@ __device__ __forceinline__ void store_inverse(u32 stage, u32 scratch, int lane) 
   const int j = lane & 15, half = lane >> 4;
   const u32 a_at = scratch + half * SCRATCH_BYTES;
   float x[HALF];
-#pragma unroll
-  for (int i = 0; i < HALF; ++i) {
-    float even = i == j ? 1.0f : 0.0f, odd = 0.0f;
-#pragma unroll
-    for (int m = 0; m < i; m += 4) {
-      const float4 a = load_shared4(a_at + 4 * (SCRATCH_PITCH * i + m));
-      even -= a.x * x[m];
-      if (m + 1 < i) odd -= a.y * x[m + 1];
-      if (m + 2 < i) even -= a.z * x[m + 2];
-      if (m + 3 < i) odd -= a.w * x[m + 3];
-    }
-    x[i] = even + odd;
-  }
+  invert_column(x, j, [&](int i, int m) { return a_at + 4 * (SCRATCH_PITCH * i + m); });
   const u32 norms = stage + SCALARS_AT + 4 * C + 4 * HALF * half;
   const u32 to = stage + T_AT + TRIANGLE_BYTES * half + (j >> 3) * 256 + (j & 7) * 2;
 #pragma unroll

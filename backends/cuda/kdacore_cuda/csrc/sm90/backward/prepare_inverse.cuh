@@ -8,6 +8,7 @@
 #ifndef KDACORE_BACKWARD_PREPARE_INVERSE_CUH
 #define KDACORE_BACKWARD_PREPARE_INVERSE_CUH
 
+#include "common/substitution.cuh"
 #include "sm90/backward/prepare_pairs.cuh"
 
 // A diagonal block's inverse. One column a lane, both halves of the warp alike; each stores half of the rows.
@@ -15,19 +16,7 @@ __device__ __forceinline__ void invert_diagonal(u32 shared, int block, int lane)
   const u32 from = shared + DIAGONAL_AT + 4 * 16 * DIAGONAL_PITCH * block;
   const int j = lane & 15;
   float x[16];
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    float even = i == j ? 1.0f : 0.0f, odd = 0.0f;
-#pragma unroll
-    for (int m = 0; m < i; m += 4) {
-      const float4 a = load_shared4(from + 4 * (DIAGONAL_PITCH * i + m));
-      even -= a.x * x[m];
-      if (m + 1 < i) odd -= a.y * x[m + 1];
-      if (m + 2 < i) even -= a.z * x[m + 2];
-      if (m + 3 < i) odd -= a.w * x[m + 3];
-    }
-    x[i] = even + odd;
-  }
+  invert_column(x, j, [&](int i, int m) { return from + 4 * (DIAGONAL_PITCH * i + m); });
   const bool first = lane < 16;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -39,30 +28,13 @@ __device__ __forceinline__ void invert_diagonal(u32 shared, int block, int lane)
   }
 }
 
-// A 16 x 16 operand in two parts.
-struct Split {
-  u32 high[4], low[4];
-};
-__device__ __forceinline__ Split split_sums(const float (&d)[2][4]) {
-  Split s;
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) split(d[n][2 * h], d[n][2 * h + 1], s.high[2 * n + h], s.low[2 * n + h]);
-  }
-  return s;
-}
 // d += x y^T.
 __device__ __forceinline__ void add_product(float (&d)[2][4], const Split& x, u32 y_high, u32 y_low) {
   u32 high[4], low[4];
   load_matrix4(high, y_high);
   load_matrix4(low, y_low);
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    mma_bf16(d[n], x.low, high[2 * n], high[2 * n + 1]);
-    mma_bf16(d[n], x.high, low[2 * n], low[2 * n + 1]);
-    mma_bf16(d[n], x.high, high[2 * n], high[2 * n + 1]);
-  }
+  for (int n = 0; n < 2; ++n) mma_split(d[n], x, high[2 * n], high[2 * n + 1], low[2 * n], low[2 * n + 1]);
 }
 
 // The inverse's block column `c` below the diagonal, rounded into its image.
@@ -80,13 +52,13 @@ __device__ __forceinline__ void merge_column(u32 shared, int c, int lane) {
 #pragma unroll
     for (int m = 0; m < b; ++m) add_product(sum, x[m], at(c + b, c + m) + HIGH_AT, at(c + b, c + m) + LOW_AT);
     float negative[2][4] = {};
-    add_product(negative, split_sums(sum), at(c + b, c + b) + INV_AT, at(c + b, c + b) + LOW_AT);
+    add_product(negative, split_tiles(sum[0], sum[1]), at(c + b, c + b) + INV_AT, at(c + b, c + b) + LOW_AT);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) negative[n][e] = -negative[n][e];
     }
-    const Split found = split_sums(negative);
+    const Split found = split_tiles(negative[0], negative[1]);
     if (b < 3) x[b] = found;
     store_matrix4_transposed(at(c + b, c) + INV_AT, found.high);
   }

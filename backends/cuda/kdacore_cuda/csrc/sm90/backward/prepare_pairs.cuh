@@ -4,6 +4,7 @@
 #ifndef KDACORE_BACKWARD_PREPARE_PAIRS_CUH
 #define KDACORE_BACKWARD_PREPARE_PAIRS_CUH
 
+#include "common/operands.cuh"
 #include "sm90/backward/prepare_layout.cuh"
 
 // Blocks 0 .. ROW_BLOCK (of the warp's rows) of a row of blocks: 16 x 16, columns 8n + 2t, + 1, rows g and g + 8.
@@ -71,11 +72,7 @@ __device__ __forceinline__ void store_image(const Pairs& pairs, u32 image, u32 o
     u32 r[4] = {};
     if (j <= ROW_BLOCK) {
       const float(&x)[2][4] = pairs.block[j <= ROW_BLOCK ? j : 0];
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        r[2 * n] = pack_bf16(x[n][0], x[n][1]);
-        r[2 * n + 1] = pack_bf16(x[n][2], x[n][3]);
-      }
+      pack_tiles(x[0], x[1], r);
     } else {
       store_matrix4(block_at(other, ROW_BLOCK, j, lane), r);
     }
@@ -83,27 +80,14 @@ __device__ __forceinline__ void store_image(const Pairs& pairs, u32 image, u32 o
   }
 }
 
-// Two numbers in two bfloat16 parts each, together about 16 bits.
-__device__ __forceinline__ void split(float x, float y, u32& high, u32& low) {
-  high = pack_bf16(x, y);
-  low = pack_bf16(x - bf16_low(high), y - bf16_high(high));
-}
-
 // The system's rows: the block on the diagonal in float32, those before it in two parts.
 template <int ROW_BLOCK>
 __device__ __forceinline__ void store_system(const Pairs& pairs, u32 shared, int lane) {
 #pragma unroll
   for (int j = 0; j < ROW_BLOCK; ++j) {
-    u32 high[4], low[4];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        split(pairs.block[j][n][2 * h], pairs.block[j][n][2 * h + 1], high[2 * n + h], low[2 * n + h]);
-      }
-    }
-    store_matrix4(block_at(shared + HIGH_AT, ROW_BLOCK, j, lane), high);
-    store_matrix4(block_at(shared + LOW_AT, ROW_BLOCK, j, lane), low);
+    const Split s = split_tiles(pairs.block[j][0], pairs.block[j][1]);
+    store_matrix4(block_at(shared + HIGH_AT, ROW_BLOCK, j, lane), s.high);
+    store_matrix4(block_at(shared + LOW_AT, ROW_BLOCK, j, lane), s.low);
   }
   const u32 at = shared + DIAGONAL_AT + 4 * (DIAGONAL_PITCH * (16 * ROW_BLOCK + (lane >> 2)) + 2 * (lane & 3));
 #pragma unroll

@@ -6,6 +6,7 @@
 #include "sm90/backward/bulk.cuh"
 #include "sm90/backward/chunk.cuh"
 #include "sm90/lanes.cuh"
+#include "sm90/ring.cuh"
 
 // Macros from the host: WARPGROUPS, SHARED_BYTES.
 static_assert(WARPGROUPS == 1 || WARPGROUPS == 2, "64 rows of V a warpgroup");
@@ -82,28 +83,14 @@ __device__ __forceinline__ Job find_job(const BackwardParams& p, int block) {
   return job;
 }
 
-// Where a ring of STAGES stands; WHICH has its barriers. Filled for the first time at parity 0.
+// The ring whose barriers are those of number WHICH.
 template <int STAGES, u32 AT, u32 BYTES, int WHICH>
-struct Ring {
-  static_assert(STAGES <= MAX_STAGES, "no barriers for so many");
-  u32 shared;
-  u32 slot = 0, parity = 0;
-  __device__ __forceinline__ u32 stage() const { return shared + AT + slot * pitch_of(BYTES); }
-  __device__ __forceinline__ u32 full() const { return shared + BARRIERS_AT + WHICH * RING_BARRIERS + 8 * slot; }
-  __device__ __forceinline__ u32 empty() const { return full() + 8 * MAX_STAGES; }
-  __device__ __forceinline__ void wait_full() const { barrier_wait(full(), parity); }
-  __device__ __forceinline__ void wait_empty() const { barrier_wait(empty(), parity ^ 1); }
-  __device__ __forceinline__ void next() {
-    if (++slot == STAGES) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
-using ForwardRing = Ring<FORWARD_STAGES, FORWARD_AT, FORWARD_BYTES, 0>;
-using EarlyRing = Ring<EARLY_STAGES, EARLY_AT, EARLY_BYTES, 0>;
-using LateRing = Ring<LATE_STAGES, LATE_AT, LATE_BYTES, 1>;
-using OutputRing = Ring<DO_STAGES, DO_AT, DO_BYTES, DO_RING>;
+using ScanRing = Ring<STAGES, AT, pitch_of(BYTES), BARRIERS_AT + WHICH * RING_BARRIERS, 8 * MAX_STAGES>;
+using ForwardRing = ScanRing<FORWARD_STAGES, FORWARD_AT, FORWARD_BYTES, 0>;
+using EarlyRing = ScanRing<EARLY_STAGES, EARLY_AT, EARLY_BYTES, 0>;
+using LateRing = ScanRing<LATE_STAGES, LATE_AT, LATE_BYTES, 1>;
+using OutputRing = ScanRing<DO_STAGES, DO_AT, DO_BYTES, DO_RING>;
+static_assert(most(most(FORWARD_STAGES, DO_STAGES), most(EARLY_STAGES, LATE_STAGES)) <= MAX_STAGES, "no barriers for so many");
 __device__ __forceinline__ u32 decays_of(const EarlyRing& ring) { return ring.shared + DECAYS_AT + ring.slot * DECAY_BYTES; }
 
 #endif

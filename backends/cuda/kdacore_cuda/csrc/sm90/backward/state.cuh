@@ -3,6 +3,7 @@
 #ifndef KDACORE_BACKWARD_STATE_CUH
 #define KDACORE_BACKWARD_STATE_CUH
 
+#include "common/operands.cuh"
 #include "sm90/backward/bulk.cuh"
 #include "sm90/backward/chunk.cuh"
 
@@ -55,13 +56,6 @@ __device__ __forceinline__ void write_state(State& state, int row, int t, u64 ba
   }
 }
 
-// Two neighbouring tiles as a left operand.
-__device__ __forceinline__ void pack_tiles(const float (&x)[4], const float (&y)[4], u32 (&a)[4]) {
-  a[0] = pack_bf16(x[0], x[1]);
-  a[1] = pack_bf16(x[2], x[3]);
-  a[2] = pack_bf16(y[0], y[1]);
-  a[3] = pack_bf16(y[2], y[3]);
-}
 __device__ __forceinline__ void pack_state(Operand& to, const State& state) {
 #pragma unroll
   for (int kk = 0; kk < K_TILES; ++kk) pack_tiles(state.s[2 * kk], state.s[2 * kk + 1], to.a[kk]);

@@ -20,26 +20,10 @@ struct Sums {
 };
 
 struct Lane {
-  int lane, g, t;
+  int lane;
   int strip, group;  // 16 rows of the block, 32 channels
+  int row, channel;  // of this lane's first numbers in a float [V][K]
 };
-
-// Where this lane's numbers lie in a float [V][K]; f(number pair, its address).
-template <class F>
-__device__ __forceinline__ void each_pair(Sums& sums, const Lane& l, int part, u64 base, F f) {
-  float2* at = reinterpret_cast<float2*>(base) + ((ROWS * part + 16 * l.strip + l.g) * K + 32 * l.group + 2 * l.t) / 2;
-#pragma unroll
-  for (int n = 0; n < TILES; ++n) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) f(sums.x[n][2 * i], sums.x[n][2 * i + 1], at[(8 * i * K + 8 * n) / 2]);
-  }
-}
-__device__ __forceinline__ void read_sums(Sums& sums, const Lane& l, int part, u64 base) {
-  each_pair(sums, l, part, base, [](float& x, float& y, const float2& from) { x = from.x, y = from.y; });
-}
-__device__ __forceinline__ void write_sums(Sums& sums, const Lane& l, int part, u64 base) {
-  each_pair(sums, l, part, base, [](float& x, float& y, float2& to) { to = make_float2(x, y); });
-}
 
 // Lane 8i + r: row r of matrix i in the four of 16 rows and 16 channels; `left`: images of 32 rows.
 __device__ __forceinline__ u32 left_at(u32 left, const Lane& l, int kk) {
@@ -49,16 +33,10 @@ __device__ __forceinline__ u32 left_at(u32 left, const Lane& l, int kk) {
 __device__ __forceinline__ void put_left(const Sums& sums, u32 left, const Lane& l) {
 #pragma unroll
   for (int m = 0; m < TILES / 2; ++m) {
-    u32 high[4], low[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float* x = &sums.x[2 * m + (i >> 1)][2 * (i & 1)];
-      high[i] = pack_bf16(x[0], x[1]);
-      low[i] = pack_bf16(x[0] - bf16_low(high[i]), x[1] - bf16_high(high[i]));
-    }
+    const Split s = split_tiles(sums.x[2 * m], sums.x[2 * m + 1]);
     const u32 to = left_at(left, l, 2 * l.group + m);
-    store_matrix4(to, high);
-    store_matrix4(to + PART_BYTES, low);
+    store_matrix4(to, s.high);
+    store_matrix4(to + PART_BYTES, s.low);
   }
 }
 
@@ -69,9 +47,9 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 left, u32 right, const 
   const u32 image = right + (l.group >> 1) * (STATE_BYTES / 2);
 #pragma unroll
   for (int kk = 0; kk < K_TILES; ++kk) {
-    u32 high[4], low[4];
-    load_matrix4(high, left_at(left, l, kk));
-    load_matrix4(low, left_at(left, l, kk) + PART_BYTES);
+    Split a;
+    load_matrix4(a.high, left_at(left, l, kk));
+    load_matrix4(a.low, left_at(left, l, kk) + PART_BYTES);
 #pragma unroll
     for (int m = 0; m < TILES / 2; ++m) {
       const u32 at = image + swizzled(16 * kk + (l.lane & 15), piece + 2 * m);
@@ -80,10 +58,7 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 left, u32 right, const 
       load_matrix4_transposed(b_low, at + STATE_BYTES);
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        float(&x)[4] = sums.x[2 * m + n];
-        mma_bf16(x, low, b[2 * n], b[2 * n + 1]);
-        mma_bf16(x, high, b_low[2 * n], b_low[2 * n + 1]);
-        mma_bf16(x, high, b[2 * n], b[2 * n + 1]);
+        mma_split(sums.x[2 * m + n], a, b[2 * n], b[2 * n + 1], b_low[2 * n], b_low[2 * n + 1]);
       }
     }
   }
@@ -97,7 +72,8 @@ KDA_KERNEL(THREADS, 1) chain(KDA_PARAM SegmentParams p) {
   const int segments = (find_sequence(p, n).chunks + p.segment - 1) / p.segment;
   if (segments < 2) return;
   const int warp = uniform(thread_index() >> 5), lane = thread_index() & 31;
-  const Lane l = {lane, lane >> 2, lane & 3, warp >> 2, warp & 3};
+  const int strip = warp >> 2, group = warp & 3;
+  const Lane l = {lane, strip, group, ROWS * part + 16 * strip + (lane >> 2), 32 * group + 2 * (lane & 3)};
   const u64 first = (u64)first_segment(p, n) * p.HV + (item - n * p.HV);
   const auto map_of = [&](int j) { return p.maps + (first + (u64)j * p.HV) * MAP_BYTES; };
   // A of segment j, of which there is none for the first and the last.
@@ -114,12 +90,12 @@ KDA_KERNEL(THREADS, 1) chain(KDA_PARAM SegmentParams p) {
   fetch(1);
   fetch(2);
   Sums sums, next;
-  read_sums(sums, l, part, map_of(0) + MAP_B);
+  read_pairs(sums.x, l.row, l.channel, map_of(0) + MAP_B);
 #pragma unroll 1
   for (int j = 1;; ++j) {
-    write_sums(sums, l, part, p.starts + (first + (u64)j * p.HV) * FULL_STATE_BYTES);
+    write_pairs(sums.x, l.row, l.channel, p.starts + (first + (u64)j * p.HV) * FULL_STATE_BYTES);
     if (j == segments - 1) break;
-    read_sums(next, l, part, map_of(j) + MAP_B);
+    read_pairs(next.x, l.row, l.channel, map_of(j) + MAP_B);
     const u32 left = shared + LEFT_AT + (j & 1) * 2 * PART_BYTES;
     put_left(sums, left, l);
     sync_block();  // and all are done with A of the segment before

@@ -15,17 +15,11 @@ struct Job {
   bool unit, idle;
 };
 __device__ __forceinline__ Job find_job(const SegmentParams& p, int block) {
-  const int index = grid_blocks() - 1 - block, m = index >> 1, which = m / p.HV, hv = m - which * p.HV;
+  const int index = grid_blocks() - 1 - block, m = index >> 1, slot = m / p.HV, hv = m - slot * p.HV;
   int n, j;
-  if (p.cu_seqlens) {
-    n = sequence_of(p, which);
-    j = which - first_segment(p, n);
-  } else {
-    j = which / p.N;
-    n = which - j * p.N;
-  }
+  of_slot(p, slot, [&](int sequence, int segment) { n = sequence, j = segment; });
   Job job = {find_segment(p, n, j, hv), (index & 1) == 0, false};
-  job.idle = job.x.last() || (job.unit && j == 0);
+  job.idle = job.x.last() || (job.unit && job.x.index == 0);
   return job;
 }
 
@@ -48,16 +42,10 @@ __device__ __forceinline__ void leave_unit(const State& state, u64 map, u32 shar
   const u32 out = shared + l.row / 16 * 4 * ROWS;
 #pragma unroll
   for (int kk = 0; kk < K_TILES; ++kk) {
-    u32 high[4], low[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float* x = &state.s[2 * kk + (i >> 1)][2 * (i & 1)];
-      high[i] = pack_bf16(x[0], x[1]);
-      low[i] = pack_bf16(x[0] - bf16_low(high[i]), x[1] - bf16_high(high[i]));
-    }
+    const Split s = split_tiles(state.s[2 * kk], state.s[2 * kk + 1]);
     const u32 to = out + (kk >> 2) * ROWS + (l.piece ^ (kk & 3) << 5);
-    store_matrix4(to, high);
-    store_matrix4(to + 2 * ROWS, low);
+    store_matrix4(to, s.high);
+    store_matrix4(to + 2 * ROWS, s.low);
   }
   fence_async_proxy();
   sync_warp();
@@ -85,7 +73,7 @@ __device__ __forceinline__ void walk(const SegmentParams& p, const Job& job, u32
     }
     sync_warp();
   }
-  Ring ring = {shared};
+  Records ring = {shared};
 #pragma unroll 1
   for (int c = job.x.begin; c < job.x.end; ++c) {
     const u32 stage = ring.stage();
@@ -114,7 +102,7 @@ __device__ __forceinline__ void walk(const SegmentParams& p, const Job& job, u32
   }
   const u64 map = p.maps + job.x.place * MAP_BYTES;
   if (job.unit) leave_unit(state, map, shared, l);
-  else write_full(state, l.row + l.g, l.t, map + MAP_B);
+  else write_pairs(state.s, l.row + l.g, 2 * l.t, map + MAP_B);
 }
 
 KDA_KERNEL(THREADS, 1) maps(KDA_PARAM SegmentParams p) {

@@ -11,12 +11,7 @@ constexpr u32 WANTED = record::BYTES;
 
 __device__ __forceinline__ Segment find_block(const SegmentParams& p, int block) {
   const int slot = block / p.HV, hv = block - slot * p.HV;
-  if (!p.cu_seqlens) {
-    const int j = slot / p.N;
-    return find_segment(p, slot - j * p.N, j, hv);
-  }
-  const int n = sequence_of(p, slot);
-  return find_segment(p, n, slot - first_segment(p, n), hv);
+  return of_slot(p, slot, [&](int n, int index) { return find_segment(p, n, index, hv); });
 }
 
 // Row of the first checkpoint of sequence n; all lanes.
@@ -49,7 +44,7 @@ __device__ __forceinline__ void store_output(const TokenOperand& o, u32 rows, un
 __device__ __forceinline__ void walk(const SegmentParams& p, const Segment& x, u32 shared, const Lane& l) {
   const int row = l.row + l.g;
   State state;
-  if (x.index) read_full(state, row, l.t, p.starts + x.place * FULL_STATE_BYTES);
+  if (x.index) read_pairs(state.s, row, 2 * l.t, p.starts + x.place * FULL_STATE_BYTES);
   else read_state(state, row, l.t, matrix_at(p.h0, x.state, p.flags), p.flags);
   const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;  // chunks between checkpoints
   int wait = p.ckpt_every ? (block - x.begin % block) % block : 1 << 30;  // until the next one
@@ -66,7 +61,7 @@ __device__ __forceinline__ void walk(const SegmentParams& p, const Segment& x, u
   pack_state(s, state);
   TokenOperand out = {};  // of the chunk before
   int out_tokens = 0;
-  Ring ring = {shared};
+  Records ring = {shared};
 #pragma unroll 1
   for (int c = x.begin; c < x.end; ++c) {
     if (wait == 0) {

@@ -56,27 +56,41 @@ __device__ __forceinline__ Segment find_segment(const SegmentParams& p, int n, i
   return x;
 }
 
+// Calls f(n, index) for the segment of a slot. In a pack those are the slots of maps and starts; dense sequences take turns: the first
+// segment of each, the second of each.
+template <class F>
+__device__ __forceinline__ auto of_slot(const SegmentParams& p, int slot, F f) {
+  if (!p.cu_seqlens) {
+    const int index = slot / p.N;
+    return f(slot - index * p.N, index);
+  }
+  const int n = sequence_of(p, slot);
+  return f(n, slot - first_segment(p, n));
+}
+
 // Bytes of a state as the caller has it, and where one of an array is; 0 without an array.
 __device__ __forceinline__ u32 matrix_bytes(int flags) { return K * V * (flags & FLAG_STATE_BF16 ? 2 : 4); }
 __device__ __forceinline__ u64 matrix_at(u64 states, long long place, int flags) {
   return states ? states + place * matrix_bytes(flags) : 0;
 }
 
-// Rows `row` and row + 8 of a float [V][K], two neighbouring channels at once.
-template <class F>
-__device__ __forceinline__ void each_pair(State& state, int row, int t, u64 base, F f) {
-  float2* at = reinterpret_cast<float2*>(base) + (row * K + 2 * t) / 2;
+// TILES of 8 channels of rows `row` and row + 8 of a float [V][K], two neighbouring channels at once; `channel`: the lane's first.
+template <int TILES, class F>
+__device__ __forceinline__ void each_pair(float (&x)[TILES][4], int row, int channel, u64 base, F f) {
+  float2* at = reinterpret_cast<float2*>(base) + (row * K + channel) / 2;
 #pragma unroll
-  for (int j = 0; j < 2 * K_TILES; ++j) {
+  for (int j = 0; j < TILES; ++j) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) f(state.s[j][2 * i], state.s[j][2 * i + 1], at[(8 * i * K + 8 * j) / 2]);
+    for (int i = 0; i < 2; ++i) f(x[j][2 * i], x[j][2 * i + 1], at[(8 * i * K + 8 * j) / 2]);
   }
 }
-__device__ __forceinline__ void read_full(State& state, int row, int t, u64 base) {
-  each_pair(state, row, t, base, [](float& x, float& y, const float2& from) { x = from.x, y = from.y; });
+template <int TILES>
+__device__ __forceinline__ void read_pairs(float (&x)[TILES][4], int row, int channel, u64 base) {
+  each_pair(x, row, channel, base, [](float& x, float& y, const float2& from) { x = from.x, y = from.y; });
 }
-__device__ __forceinline__ void write_full(State& state, int row, int t, u64 base) {
-  each_pair(state, row, t, base, [](float& x, float& y, float2& to) { to = make_float2(x, y); });
+template <int TILES>
+__device__ __forceinline__ void write_pairs(float (&x)[TILES][4], int row, int channel, u64 base) {
+  each_pair(x, row, channel, base, [](float& x, float& y, float2& to) { to = make_float2(x, y); });
 }
 
 #endif

@@ -5,6 +5,7 @@
 
 #include "common/arrivals.cuh"
 #include "sm90/lanes.cuh"
+#include "sm90/ring.cuh"
 #include "sm90/segments/segment.cuh"
 
 constexpr int CARRIERS = 8;  // warps with 16 rows of the state each; the warp after them copies
@@ -19,22 +20,7 @@ constexpr u32 STAGE_PITCH = (STAGE_LEAD + WANTED + 1023) / 1024 * 1024;
 constexpr u32 BARRIERS_AT = STAGES * STAGE_PITCH;
 static_assert(BARRIERS_AT + 16 * STAGES <= SHARED_BYTES, "the host's shared memory size is too small");
 
-// Where a ring stands. Filled for the first time at parity 0.
-struct Ring {
-  u32 shared;
-  u32 slot = 0, parity = 0;
-  __device__ __forceinline__ u32 stage() const { return shared + slot * STAGE_PITCH + STAGE_LEAD; }
-  __device__ __forceinline__ u32 full() const { return shared + BARRIERS_AT + 8 * slot; }
-  __device__ __forceinline__ u32 empty() const { return full() + 8 * STAGES; }
-  __device__ __forceinline__ void wait_full() const { barrier_wait(full(), parity); }
-  __device__ __forceinline__ void wait_empty() const { barrier_wait(empty(), parity ^ 1); }
-  __device__ __forceinline__ void next() {
-    if (++slot == STAGES) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
+using Records = Ring<STAGES, STAGE_LEAD, STAGE_PITCH, BARRIERS_AT, 8 * STAGES>;
 
 __device__ __forceinline__ void make_barriers(u32 shared) {
   if (thread_index() < 2 * STAGES) barrier_init(shared + BARRIERS_AT + 8 * thread_index(), thread_index() < STAGES ? 1 : CARRIERS * WARP_ARRIVALS);
@@ -44,7 +30,7 @@ __device__ __forceinline__ void make_barriers(u32 shared) {
 
 // The first `bytes` of every record of the segment; one thread.
 __device__ __forceinline__ void feed(const SegmentParams& p, const Segment& x, u32 shared, u32 bytes) {
-  Ring ring = {shared};
+  Records ring = {shared};
   const u64 step = (u64)p.HV * record::BYTES;
   u64 from = p.records + ((u64)(x.s.slot + x.begin) * p.HV + x.hv) * record::BYTES;
   for (int c = x.begin; c < x.end; ++c, from += step) {
@@ -91,6 +77,6 @@ __device__ __forceinline__ void multiply_channels(float (&x)[2 * C_TILES][4], co
 }
 
 // This warp has read all it will read of a stage.
-__device__ __forceinline__ void release(const Lane& l, const Ring& ring) { warp_arrive(ring.empty(), l.lane); }
+__device__ __forceinline__ void release(const Lane& l, const Records& ring) { warp_arrive(ring.empty(), l.lane); }
 
 #endif

@@ -1,0 +1,26 @@
+// A ring of stages in shared memory, each with a barrier that says it is full and one that says it is empty.
+#ifndef KDACORE_RING_CUH
+#define KDACORE_RING_CUH
+
+#include "common/ptx.cuh"
+
+// Where one side of it stands. Stages lie PITCH bytes apart from AT on; the first is full as the barrier at FULL_AT says, the next as
+// that after it, and the barriers of empty ones lie EMPTY bytes after those of full ones. Filled for the first time at parity 0.
+template <int STAGES, u32 AT, u32 PITCH, u32 FULL_AT, u32 EMPTY>
+struct Ring {
+  u32 shared;
+  u32 slot = 0, parity = 0;
+  __device__ __forceinline__ u32 stage() const { return shared + AT + slot * PITCH; }
+  __device__ __forceinline__ u32 full() const { return shared + FULL_AT + 8 * slot; }
+  __device__ __forceinline__ u32 empty() const { return full() + EMPTY; }
+  __device__ __forceinline__ void wait_full() const { barrier_wait(full(), parity); }
+  __device__ __forceinline__ void wait_empty() const { barrier_wait(empty(), parity ^ 1); }
+  __device__ __forceinline__ void next() {
+    if (++slot == STAGES) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+#endif

@@ -130,10 +130,16 @@ def test_maps(emulated: list[str], case: str) -> None:
             assert error(mine[tuple(at)], exact[tuple(at)]) < WALK_BOUND
 
 
+PROCESSORS = pytest.mark.parametrize("processors", [1, 132], ids=["busy device", "idle device"])
+"""Multiprocessors: where they are many, more blocks share a state."""
+
+
+@PROCESSORS
 @pytest.mark.parametrize("case", LONG)
-def test_chain(emulated: list[str], monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_chain(emulated: list[str], monkeypatch: pytest.MonkeyPatch, case: str, processors: int) -> None:
     """Nine segments: the ring goes round twice."""
     inputs = LONG[case]()
+    monkeypatch.setattr(runtime, "processors", lambda index: processors)
     use_segments(monkeypatch, 1 if case == "dense" else 2)
     request = request_of("chunk_kda", inputs, **SAFE_MODEL)
     call = segments.prepare_call(request, inputs)
@@ -151,9 +157,11 @@ def test_chain(emulated: list[str], monkeypatch: pytest.MonkeyPatch, case: str) 
     assert error(got[made], want[made]) < CHAIN_BOUND
 
 
+@PROCESSORS
 @pytest.mark.parametrize("case", CASES)
-def test_output(emulated: list[str], case: str) -> None:
+def test_output(emulated: list[str], monkeypatch: pytest.MonkeyPatch, case: str, processors: int) -> None:
     inputs = CASES[case]()
+    monkeypatch.setattr(runtime, "processors", lambda index: processors)
     request = request_of("chunk_kda", inputs, output_final_state=True, checkpoint_every=64, **SAFE_MODEL)
     call, work = segments.prepare_call(request, inputs), records_of(request, inputs)
     view = model.views(request, call.work)
@@ -327,11 +335,35 @@ def test_the_benchmark_times_what_a_call_launches(emulated: list[str]) -> None:
     assert emulated[len(timed) :] == timed
 
 
+def test_blocks_share_states_while_multiprocessors_are_left() -> None:
+    assert [segment_kernels.output_parts(n, 132) for n in (1, 66, 67, 128)] == [2, 2, 1, 1]
+    assert [segment_kernels.chain_blocks(n, 132) for n in (1, 16, 17, 27)] == [8, 8, 4, 4]
+
+
+@pytest.mark.parametrize("T", [330, 700])
+def test_how_many_blocks_share_a_state_changes_no_bit(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, T: int
+) -> None:
+    inputs = draw(T, initial_state=state(1, 1))
+
+    def outputs(processors: int) -> tuple[torch.Tensor, torch.Tensor]:
+        monkeypatch.setattr(runtime, "processors", lambda index: processors)
+        got = run(inputs, output_final_state=True, **SAFE_MODEL)
+        assert got.final_state is not None
+        return got.o, got.final_state
+
+    few, many = outputs(1), outputs(132)
+    assert torch.equal(few[0], many[0])
+    assert torch.equal(few[1], many[1])
+
+
 def test_segments_depend_on_heads_alone() -> None:
     assert [segment_kernels.segment_chunks(n) for n in (1, 6, 7, 27)] == [8, 8, 16, 16]
 
 
-@pytest.mark.parametrize("kernel", [segment_kernels.maps_kernel(), segment_kernels.output_kernel()])
+@pytest.mark.parametrize(
+    "kernel", [segment_kernels.maps_kernel(), *map(segment_kernels.output_kernel, (1, 2))]
+)
 def test_products_overlap(kernel: segment_kernels.SegmentKernel) -> None:
     """The compiler says when it makes each product wait for the one before, or ignores the trade of registers."""
     log = build.compile_kernel(kernel.source, "sm_90a").log

@@ -22,32 +22,37 @@ class SegmentKernel(NamedTuple):
     """Dynamic shared memory in bytes; the source asserts that its layout fits."""
 
 
-def _kernel(name: str, threads: int, shared: int) -> SegmentKernel:
-    return SegmentKernel(
-        KernelSource(f"{_SOURCES}/{name}.cu", name, (("SHARED_BYTES", shared),)), threads, shared
-    )
+def _kernel(name: str, threads: int, shared: int, **defines: int) -> SegmentKernel:
+    macros = (*defines.items(), ("SHARED_BYTES", shared))
+    return SegmentKernel(KernelSource(f"{_SOURCES}/{name}.cu", name, macros), threads, shared)
 
 
 @cache
 def maps_kernel() -> SegmentKernel:
     """How each segment changes the state: two blocks a segment and value head."""
-    return _kernel("maps", 384, 4 * 49 * 1024 + 64)
-
-
-CHAIN_BLOCKS = 4
-"""Blocks of the chain for a sequence and value head: 32 value rows each."""
+    return _kernel("maps", 384, 4 * 49 * 1024 + 64, WARPGROUPS=2)
 
 
 @cache
-def chain_kernel() -> SegmentKernel:
-    """The state at every segment's start: ``CHAIN_BLOCKS`` blocks a sequence and value head."""
-    return _kernel("chain", 256, 3 * 64 * 1024 + 32 * 1024 + 24)
+def chain_kernel(blocks: int = 4) -> SegmentKernel:
+    """The state at every segment's start: ``blocks`` blocks, 4 or 8, a sequence and value head, with the same bits."""
+    return _kernel("chain", 256, 3 * 64 * 1024 + 128 * 1024 // blocks + 24, ROWS=128 // blocks)
+
+
+def chain_blocks(items: int, processors: int) -> int:
+    """8 where each finds a multiprocessor of its own."""
+    return 8 if 8 * items <= processors else 4
 
 
 @cache
-def output_kernel() -> SegmentKernel:
-    """Outputs, checkpoints and final states: a block a segment and value head."""
-    return _kernel("output", 384, 3 * 73 * 1024 + 48)
+def output_kernel(parts: int = 1) -> SegmentKernel:
+    """Outputs, checkpoints and final states: ``parts`` blocks, 1 or 2, a segment and value head, with the same bits."""
+    return _kernel("output", 384 if parts == 1 else 160, 3 * 73 * 1024 + 48, WARPGROUPS=2 // parts)
+
+
+def output_parts(blocks: int, processors: int) -> int:
+    """2 where a block for each half of every state still finds a multiprocessor of its own."""
+    return 2 if 2 * blocks <= processors else 1
 
 
 _UNIT, _STEP = 21_000, 2_150
@@ -78,5 +83,5 @@ def packaged_kernels() -> Iterator[KernelSource]:
     """The kernels shipped: all there are."""
     for float_gate, safe in product((False, True), repeat=2):
         yield prepare_kernel(float_gate, safe, records=True).source
-    for kernel in (maps_kernel(), chain_kernel(), output_kernel()):
+    for kernel in (maps_kernel(), chain_kernel(4), chain_kernel(8), output_kernel(1), output_kernel(2)):
         yield kernel.source

@@ -19,11 +19,12 @@ from kdacore_cuda.backward_kernels import prepare_kernel
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.layout import BACKWARD, SEGMENTS
 from kdacore_cuda.segment_kernels import (
-    CHAIN_BLOCKS,
     SegmentKernel,
+    chain_blocks,
     chain_kernel,
     maps_kernel,
     output_kernel,
+    output_parts,
     segment_chunks,
 )
 
@@ -63,14 +64,16 @@ def _make_plan(r: Request) -> Plan:
     NT, segment = chunks.sizes["NT"], segment_chunks(r.N * r.HV)
     segments = -(-NT // segment)
     slots = r.T // (64 * segment) + r.N if r.packed else r.N * segments
-    units = chunks.sizes["units"]
+    units, processors = chunks.sizes["units"], runtime.processors(r.device.index)
     prepare = backward.launcher(prepare_kernel(chunks.float_gate, chunks.safe, records=True))
     steps = [("prepare", prepare, units)]
     if segments > 1:
         with_map = slots if r.packed else r.N * (segments - 1)
         steps.append(("maps", launcher(maps_kernel()), 2 * with_map * r.HV))
-        steps.append(("chain", launcher(chain_kernel()), CHAIN_BLOCKS * r.N * r.HV))
-    steps.append(("output", launcher(output_kernel()), slots * r.HV))
+        blocks = chain_blocks(r.N * r.HV, processors)
+        steps.append(("chain", launcher(chain_kernel(blocks)), blocks * r.N * r.HV))
+    parts = output_parts(slots * r.HV, processors)
+    steps.append(("output", launcher(output_kernel(parts)), parts * slots * r.HV))
     return Plan(
         chunks=chunks,
         steps=tuple(steps),

@@ -1,12 +1,12 @@
-// chunk_kda in segments on Hopper, third launch: the state at the start of every segment, one after another. A block has 32 value rows of a
-// sequence and head: S' = S A + B needs all channels of a row, but no other row. S and A in two bfloat16 parts each, three products:
-// about 16 bits, as every later segment builds on this. Four warps side by side have 32 of the channels of 16 rows each.
+// chunk_kda in segments on Hopper, third launch: the state at the start of every segment, one after another. A block has 16 or 32 value
+// rows of a sequence and head: S' = S A + B needs all channels of a row, but no other row. S and A in two bfloat16 parts each, three
+// products: about 16 bits, as every later segment builds on this. Eight warps, or four each, share the channels of 16 rows.
 //
-// Macros from the host: SHARED_BYTES.
+// Macros from the host: ROWS, SHARED_BYTES.
 #include "sm90/lanes.cuh"
 #include "sm90/segments/segment.cuh"
 
-constexpr int THREADS = 256, ROWS = 32, BLOCKS_V = V / ROWS;
+constexpr int THREADS = 256, BLOCKS_V = V / ROWS;
 constexpr int STAGES = 3;  // of A: the next two are on their way
 constexpr u32 PART_BYTES = ROWS * 2 * K;  // S, one part
 constexpr u32 RIGHT_AT = 0, RIGHT_BYTES = 2 * STATE_BYTES;
@@ -14,14 +14,15 @@ constexpr u32 LEFT_AT = RIGHT_AT + STAGES * RIGHT_BYTES;  // S, twice: written w
 constexpr u32 BARRIERS_AT = LEFT_AT + 2 * 2 * PART_BYTES;
 static_assert(BARRIERS_AT + 8 * STAGES <= SHARED_BYTES, "the host's shared memory size is too small");
 
-constexpr int TILES = 4;  // of 8 channels, of a warp
+constexpr int GROUPS = 128 / ROWS;                          // of channels: warps of 16 rows
+constexpr int CHANNELS = K / GROUPS, TILES = CHANNELS / 8;  // of a warp
 struct Sums {
   float x[TILES][4];
 };
 
 struct Lane {
   int lane;
-  int strip, group;  // 16 rows of the block, 32 channels
+  int strip, group;  // 16 rows of the block, CHANNELS channels
   int row, channel;  // of this lane's first numbers in a float [V][K]
 };
 
@@ -34,7 +35,7 @@ __device__ __forceinline__ void put_left(const Sums& sums, u32 left, const Lane&
 #pragma unroll
   for (int m = 0; m < TILES / 2; ++m) {
     const Split s = split_tiles(sums.x[2 * m], sums.x[2 * m + 1]);
-    const u32 to = left_at(left, l, 2 * l.group + m);
+    const u32 to = left_at(left, l, TILES / 2 * l.group + m);
     store_matrix4(to, s.high);
     store_matrix4(to + PART_BYTES, s.low);
   }
@@ -43,8 +44,8 @@ __device__ __forceinline__ void put_left(const Sums& sums, u32 left, const Lane&
 // sums += S A, with what is below 2^-16 of it left out.
 __device__ __forceinline__ void multiply(Sums& sums, u32 left, u32 right, const Lane& l) {
   // Rows 0-7, then 8-15, of eight channels, then of the next.
-  const int piece = 4 * (l.group & 1) + (l.lane >> 4);
-  const u32 image = right + (l.group >> 1) * (STATE_BYTES / 2);
+  const int piece = TILES * l.group % 8 + (l.lane >> 4);
+  const u32 image = right + (TILES * l.group >> 3) * (STATE_BYTES / 2);
 #pragma unroll
   for (int kk = 0; kk < K_TILES; ++kk) {
     Split a;
@@ -72,8 +73,8 @@ KDA_KERNEL(THREADS, 1) chain(KDA_PARAM SegmentParams p) {
   const int segments = (find_sequence(p, n).chunks + p.segment - 1) / p.segment;
   if (segments < 2) return;
   const int warp = uniform(thread_index() >> 5), lane = thread_index() & 31;
-  const int strip = warp >> 2, group = warp & 3;
-  const Lane l = {lane, strip, group, ROWS * part + 16 * strip + (lane >> 2), 32 * group + 2 * (lane & 3)};
+  const int strip = warp / GROUPS, group = warp % GROUPS;
+  const Lane l = {lane, strip, group, ROWS * part + 16 * strip + (lane >> 2), CHANNELS * group + 2 * (lane & 3)};
   const u64 first = (u64)first_segment(p, n) * p.HV + (item - n * p.HV);
   const auto map_of = [&](int j) { return p.maps + (first + (u64)j * p.HV) * MAP_BYTES; };
   // A of segment j, of which there is none for the first and the last.
@@ -89,13 +90,15 @@ KDA_KERNEL(THREADS, 1) chain(KDA_PARAM SegmentParams p) {
   sync_block();
   fetch(1);
   fetch(2);
-  Sums sums, next;
+  Sums sums, next, later;  // B of the segment ahead is on its way too
   read_pairs(sums.x, l.row, l.channel, map_of(0) + MAP_B);
+  if (segments > 2) read_pairs(later.x, l.row, l.channel, map_of(1) + MAP_B);
 #pragma unroll 1
   for (int j = 1;; ++j) {
     write_pairs(sums.x, l.row, l.channel, p.starts + (first + (u64)j * p.HV) * FULL_STATE_BYTES);
     if (j == segments - 1) break;
-    read_pairs(next.x, l.row, l.channel, map_of(j) + MAP_B);
+    next = later;
+    if (j + 1 < segments - 1) read_pairs(later.x, l.row, l.channel, map_of(j + 1) + MAP_B);
     const u32 left = shared + LEFT_AT + (j & 1) * 2 * PART_BYTES;
     put_left(sums, left, l);
     sync_block();  // and all are done with A of the segment before

@@ -114,10 +114,10 @@ KDA_KERNEL(THREADS, 1) maps(KDA_PARAM SegmentParams p) {
   if (job.idle) return;
   make_barriers(shared);
   if (warp < CARRIERS) {
-    set_registers<CARRIER_REGISTERS, START_REGISTERS>();
+    take_registers<1>();
     walk(p, job, shared, make_lane(warp));
   } else {
-    set_registers<PRODUCER_REGISTERS, START_REGISTERS>();
+    take_registers<0>();
     if (warp == CARRIERS && (thread_index() & 31) == 0) feed(p, job.x, shared, job.unit ? record::U : record::QG);
   }
 }

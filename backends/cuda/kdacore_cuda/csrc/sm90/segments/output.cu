@@ -26,18 +26,22 @@ __device__ __forceinline__ long long first_checkpoint(const SegmentParams& p, in
 // exchanged so that eight of them do not meet in a bank.
 __device__ __forceinline__ u32 staged(int token, int piece) { return token * 32 + ((piece ^ (token >> 2 & 1)) << 4); }
 
-__device__ __forceinline__ void store_output(const TokenOperand& o, u32 rows, unsigned char* to, long long token_bytes, int tokens,
-                                             const Lane& l) {
+__device__ __forceinline__ void stage_output(const TokenOperand& o, u32 rows, const Lane& l) {
 #pragma unroll
   for (int kk = 0; kk < C_TILES; ++kk) {
     store_matrix4_transposed(rows + staged(16 * kk + 8 * (l.lane >> 4) + (l.lane & 7), l.lane >> 3 & 1), o.a[kk]);
   }
-  fence_async_proxy();  // a bulk copy will overwrite this; before the stores, which it would wait for
   sync_warp();
+}
+
+__device__ __forceinline__ void store_output(u32 rows, unsigned char* to, long long token_bytes, int tokens, const Lane& l) {
+  uint4 x[4];
+#pragma unroll
+  for (int n = 0; n < 4; ++n) x[n] = load_shared_u4(rows + staged(16 * n + (l.lane >> 1), l.lane & 1));
+  to += (l.lane >> 1) * token_bytes + 16 * (l.lane & 1);
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
-    const int token = 16 * n + (l.lane >> 1);
-    if (token < tokens) store_global(to + token * token_bytes + 16 * (l.lane & 1), load_shared_u4(rows + staged(token, l.lane & 1)));
+    if (16 * n + (l.lane >> 1) < tokens) store_global(to + 16 * n * token_bytes, x[n]);
   }
 }
 
@@ -84,7 +88,7 @@ __device__ __forceinline__ void walk(const SegmentParams& p, const Segment& x, u
     warpgroup_commit();
     TokenOperand u, v;
     load_u(u, l, stage);
-    store_output(out, rows, to - C * token_bytes, token_bytes, out_tokens, l);
+    stage_output(out, rows, l);
     decay_state(state, l.t, stage + record::LAST);
     warpgroup_wait<1>();
     hold(told);
@@ -96,6 +100,8 @@ __device__ __forceinline__ void walk(const SegmentParams& p, const Segment& x, u
 #pragma unroll
     for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(o, v.a[kk], step(aqk, kk * 32), 1);
     warpgroup_commit();
+    store_output(rows, to - C * token_bytes, token_bytes, out_tokens, l);
+    fence_async_proxy();  // a bulk copy will overwrite what was staged
     warpgroup_wait<1>();
     hold(state.s);
     pack_state(s, state);
@@ -110,7 +116,11 @@ __device__ __forceinline__ void walk(const SegmentParams& p, const Segment& x, u
     to += C * token_bytes;
   }
   // The producer has no more use for any stage.
-  if (x.begin < x.end) store_output(out, shared + STAGE_LEAD + record::U + l.row * IMAGE_ROW, to - C * token_bytes, token_bytes, out_tokens, l);
+  if (x.begin < x.end) {
+    const u32 rows = shared + STAGE_LEAD + record::U + l.row * IMAGE_ROW;
+    stage_output(out, rows, l);
+    store_output(rows, to - C * token_bytes, token_bytes, out_tokens, l);
+  }
   if (p.ht && x.last()) write_state(state, row, l.t, matrix_at(p.ht, x.state, p.flags), p.flags);
 }
 
@@ -120,16 +130,16 @@ KDA_KERNEL(THREADS, 1) output(KDA_PARAM SegmentParams p) {
   wait_for_inputs();
   const int warp = uniform(thread_index() >> 5);
   {
-    const Segment x = find_block(p, block_index());
+    const Segment x = find_block(p, block_index() / PARTS);
     if (x.index && x.begin >= x.s.chunks) return;
   }
   make_barriers(shared);
-  const int block = opaque(block_index());  // each role finds its segment: the producer's registers are few
+  const int block = opaque(block_index()) / PARTS, part = opaque(block_index()) % PARTS;  // each role finds its segment: the producer's registers are few
   if (warp < CARRIERS) {
-    set_registers<CARRIER_REGISTERS, START_REGISTERS>();
-    walk(p, find_block(p, block), shared, make_lane(warp));
+    take_registers<1>();
+    walk(p, find_block(p, block), shared, make_lane(warp, part));
   } else {
-    set_registers<PRODUCER_REGISTERS, START_REGISTERS>();
-    if (warp == CARRIERS && (thread_index() & 31) == 0) feed(p, find_block(p, block), shared, record::BYTES);
+    take_registers<0>();
+    if (warp == CARRIERS && (thread_index() & 31) == 0) feed(p, find_block(p, block), shared, record::BYTES, part);
   }
 }

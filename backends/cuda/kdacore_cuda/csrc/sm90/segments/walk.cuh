@@ -1,5 +1,5 @@
-// Blocks that walk through the chunks of a segment: two warpgroups with 64 rows of a state each, and a warp that copies records into a
-// ring of stages ahead of them. Macros from the host: SHARED_BYTES.
+// Blocks that walk through the chunks of a segment: one or two warpgroups with 64 rows of a state each, and a warp that copies records
+// into a ring of stages ahead of them. Macros from the host: WARPGROUPS, SHARED_BYTES.
 #ifndef KDACORE_SEGMENTS_WALK_CUH
 #define KDACORE_SEGMENTS_WALK_CUH
 
@@ -8,10 +8,21 @@
 #include "sm90/ring.cuh"
 #include "sm90/segments/segment.cuh"
 
-constexpr int CARRIERS = 8;  // warps with 16 rows of the state each; the warp after them copies
+constexpr int CARRIERS = 4 * WARPGROUPS;  // warps with 16 rows of the state each; the warp after them copies
+constexpr int PARTS = 2 / WARPGROUPS;     // blocks of one state
+#if WARPGROUPS == 2
 // Registers are traded by warpgroups, so that the producer's has three idle warps.
 constexpr int THREADS = 384, START_REGISTERS = 168, CARRIER_REGISTERS = 232, PRODUCER_REGISTERS = 40;
 static_assert(2 * CARRIER_REGISTERS + PRODUCER_REGISTERS <= 3 * START_REGISTERS, "more registers than the block has");
+#else
+constexpr int THREADS = 160;
+#endif
+template <int CARRIER>
+__device__ __forceinline__ void take_registers() {
+#if WARPGROUPS == 2
+  set_registers<CARRIER ? CARRIER_REGISTERS : PRODUCER_REGISTERS, START_REGISTERS>();
+#endif
+}
 
 // A stage holds the first bytes of a record, its images where products want them.
 constexpr u32 STAGE_LEAD = 1024 - record::KG;
@@ -28,15 +39,23 @@ __device__ __forceinline__ void make_barriers(u32 shared) {
   sync_block();
 }
 
-// The first `bytes` of every record of the segment; one thread.
-__device__ __forceinline__ void feed(const SegmentParams& p, const Segment& x, u32 shared, u32 bytes) {
+// The first `bytes` of every record of the segment, or of a block that has half the rows those and its rows of u; one thread.
+__device__ __forceinline__ void feed(const SegmentParams& p, const Segment& x, u32 shared, u32 bytes, int part = 0) {
   Records ring = {shared};
   const u64 step = (u64)p.HV * record::BYTES;
   u64 from = p.records + ((u64)(x.s.slot + x.begin) * p.HV + x.hv) * record::BYTES;
   for (int c = x.begin; c < x.end; ++c, from += step) {
     ring.wait_empty();
-    barrier_expect(ring.full(), bytes);
-    copy_in(ring.stage(), reinterpret_cast<const void*>(from), bytes, ring.full());
+    const auto take = [&](u32 at, u32 size) { copy_in(ring.stage() + at, reinterpret_cast<const void*>(from + at), size, ring.full()); };
+    if (PARTS == 1) {
+      barrier_expect(ring.full(), bytes);
+      take(0, bytes);
+    } else {
+      barrier_expect(ring.full(), bytes - SQUARE_BYTES);
+      take(0, record::U);
+      take(record::U + part * SQUARE_BYTES, SQUARE_BYTES);
+      take(record::QG, bytes - record::QG);
+    }
     ring.next();
   }
 }
@@ -46,9 +65,9 @@ struct Lane {
   int row;    // this warp's first row of the state
   u32 piece;  // of a 16-row tile: where lane 8i + r finds row r of matrix i in four that make 16 columns, the first ones
 };
-__device__ __forceinline__ Lane make_lane(int warp) {
+__device__ __forceinline__ Lane make_lane(int warp, int part = 0) {
   const int lane = thread_index() & 31;
-  return {lane, lane >> 2, lane & 3, 16 * warp, swizzled(lane & 15, lane >> 4)};
+  return {lane, lane >> 2, lane & 3, 64 * part + 16 * warp, swizzled(lane & 15, lane >> 4)};
 }
 
 // This warp's rows of u.

@@ -242,7 +242,7 @@ def test_prefill_in_segments(seen: Recorder, packed: bool) -> None:
     assert [x.entry for x in (prepare, *rest)] == ["prepare", "maps", "chain", "output"]
     chunks, slots = (T // 64 + N, 1 + N) if packed else (B * 18, B * 2)
     with_map = slots if packed else B
-    assert [x.grid for x in (prepare, *rest)] == [chunks * HV, 2 * with_map * HV, 4 * N * HV, slots * HV]
+    assert [x.grid for x in (prepare, *rest)] == [chunks * HV, 2 * with_map * HV, 8 * N * HV, 2 * slots * HV]
     named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")}
     holds(
         prepare.params, **named, cu_seqlens=inputs.cu_seqlens, T=T, N=N, H=H, HV=HV, NT=18, units=chunks * HV

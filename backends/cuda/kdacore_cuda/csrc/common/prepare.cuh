@@ -6,6 +6,7 @@
 #include "common/chunk.cuh"
 #include "common/substitution.cuh"
 #include "common/tokens.cuh"
+#include "common/triangles.cuh"
 #include "common/work.cuh"
 
 constexpr int SLICES = K / 32;

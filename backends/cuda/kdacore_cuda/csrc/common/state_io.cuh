@@ -1,5 +1,5 @@
-// The scanned state in and out of device memory, and two of its tiles (8 channels each) as an operand. Part of both scan.cuh,
-// after the ScanState, ScanLane and each_element that these need.
+// The scanned state in and out of device memory, and its decay. Part of both scan.cuh, after the ScanState, ScanLane and
+// each_element that these need.
 #include "common/operands.cuh"
 
 __device__ __forceinline__ void read_state(ScanState& state, const ScanLane& l, u64 base, int flags) {

@@ -6,6 +6,8 @@
 #include "common/substitution.cuh"
 #include "sm90/slices.cuh"
 
+#include "common/triangles.cuh"  // after SCRATCH_PITCH
+
 // Of the lane's two tokens: beta, inverse norm of k, scale over norm of q.
 struct Scalars {
   float beta[2], k_norm[2], q_factor[2];

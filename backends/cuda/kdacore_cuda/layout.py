@@ -142,6 +142,9 @@ RECOMPUTE = ParamStruct(
 )
 """Parameters of the stage ``kda_recompute_w_u``; ``q`` and ``qg`` are 0 when q is not given."""
 
+RECOMPUTE_RING = ParamStruct("RecomputeRingParams", (*RECOMPUTE.fields, ("items", "i32")))
+"""The same for persistent blocks, which share ``items`` slots and value heads."""
+
 BACKWARD = ParamStruct(
     "BackwardParams",
     (
@@ -246,6 +249,7 @@ def generated_headers() -> dict[str, str]:
         "generated/params.cuh": _guarded("params", PREFILL.header()),
         "generated/decode_params.cuh": _guarded("decode_params", DECODE.header()),
         "generated/stage_params.cuh": _guarded("stage_params", INTRA.header() + RECOMPUTE.header()),
+        "generated/recompute_ring_params.cuh": _guarded("recompute_ring_params", RECOMPUTE_RING.header()),
         "generated/backward_params.cuh": _guarded(
             "backward_params", BACKWARD.header() + SUMS.header() + GROUPS.header()
         ),

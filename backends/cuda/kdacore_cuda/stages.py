@@ -11,7 +11,8 @@ from kdacore.types import IntraInputs, IntraOutputs, RecomputeInputs, RecomputeO
 from kdacore_cuda import runtime
 from kdacore_cuda.arrays import Plans, aligned, build_arch, flat, is_wide, pointer, spec_type
 from kdacore_cuda.launch import Launcher
-from kdacore_cuda.layout import FLAGS, INTRA, RECOMPUTE
+from kdacore_cuda.layout import FLAGS, INTRA, RECOMPUTE, RECOMPUTE_RING
+from kdacore_cuda.recompute_kernels import RingTile, ring_kernel, ring_tile
 from kdacore_cuda.variants import (
     STAGE_THREADS,
     RecomputeTile,
@@ -33,6 +34,11 @@ def _recompute_launcher(K: int, V: int, float16: bool, tile: RecomputeTile) -> L
     return Launcher(recompute_kernel(K, V, float16, tile), RECOMPUTE, STAGE_THREADS, recompute_shared(K, V))
 
 
+@cache
+def _ring_launcher(float16: bool, with_q: bool, tile: RingTile) -> Launcher:
+    return Launcher(ring_kernel(float16, with_q, tile), RECOMPUTE_RING, tile.threads, tile.shared(with_q))
+
+
 class _Plan(NamedTuple):
     launcher: Launcher
     grid: int
@@ -49,11 +55,14 @@ def _make_plan(r: Request) -> _Plan:
     )
     blocks = (1 if r.packed else r.B) * r.num_chunks * r.HV
     if r.op == "kda_chunk_intra":
-        launcher, sizes = _intra_launcher(r.K, float16), (*sizes, r.scale)
-    else:
-        tile = recompute_tile(r.K, r.has("q"), blocks, runtime.processors(r.device.index), arch)
-        launcher = _recompute_launcher(r.K, r.V, float16, tile)
-    return _Plan(launcher, blocks, arch, sizes)
+        return _Plan(_intra_launcher(r.K, float16), blocks, arch, (*sizes, r.scale))
+    processors = runtime.processors(r.device.index)
+    ring = ring_tile(r.K, r.V, r.has("q"), arch)
+    if ring is not None:
+        launcher = _ring_launcher(float16, r.has("q"), ring)
+        return _Plan(launcher, ring.grid(blocks, processors), arch, (*sizes, blocks))
+    tile = recompute_tile(r.K, r.has("q"), blocks, processors, arch)
+    return _Plan(_recompute_launcher(r.K, r.V, float16, tile), blocks, arch, sizes)
 
 
 _plan_of = Plans(_make_plan)

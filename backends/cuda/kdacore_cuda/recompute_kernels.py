@@ -20,21 +20,23 @@ class RingTile(NamedTuple):
     team: int
     """Warps of one: 4 or 8."""
     producers: int
-    """Warps that ask for the next chunks."""
+    """Warps that ask for the next chunks. With one stage those of the team do."""
     bulk: bool
     """By bulk copies of rows, instead of asynchronous copies of 16 bytes."""
+    dynamic: bool = False
+    """A block takes the next chunk that nobody has taken, instead of every grid-th."""
     min_blocks: int = 1
     """Blocks a multiprocessor has room for."""
 
     @property
     def threads(self) -> int:
-        return 32 * (self.teams * self.team + self.producers)
+        return 32 * (self.teams * self.team + (self.producers if self.stages > 1 else 0))
 
     def shared(self, with_q: bool) -> int:
         """Dynamic shared memory in bytes: ring.cuh has the layout."""
         rows = 64 * ((2 + with_q) * (2 * HEAD_DIM + 16) + 4 * HEAD_DIM + 16)
         inverse, scalars = 32 * (80 + 144), 4 * 64 + 16
-        return self.stages * (rows + inverse + scalars + 16)
+        return self.stages * (rows + inverse + scalars + 16) + 32
 
     def grid(self, items: int, processors: int) -> int:
         """Blocks for ``items`` chunks and value heads."""
@@ -61,6 +63,7 @@ def ring_kernel(float16: bool, with_q: bool, tile: RingTile) -> KernelSource:
         ("TEAM", tile.team),
         ("PRODUCERS", tile.producers),
         ("BULK", int(tile.bulk)),
+        ("DYNAMIC", int(tile.dynamic)),
         ("MIN_BLOCKS", tile.min_blocks),
         ("SHARED_BYTES", tile.shared(with_q)),
     )

@@ -24,8 +24,8 @@ __device__ __forceinline__ const unsigned char* clamped(const Rows& r, int row, 
 
 #if BULK
 
-// A copy a row. A warp's 32 rows are of one array; what it will bring is told before.
-__device__ __forceinline__ void fetch_rows(const Sources& s, u32 stage, u32 full, int rows, int i) {
+// A copy a row. A warp's 32 rows are of one array. How many bytes it brings is said on its arrival, without which the phase cannot end.
+__device__ __forceinline__ u32 fetch_rows(const Sources& s, u32 stage, u32 full, int rows, int i) {
   const int warp = uniform(i >> 5), lane = i & 31;
   constexpr int ARRAYS = 4 + HAS_Q, HALVES = 2 * ARRAYS;
   const auto each = [&](auto f) {
@@ -40,16 +40,18 @@ __device__ __forceinline__ void fetch_rows(const Sources& s, u32 stage, u32 full
     }
   };
   u32 coming = 0;
-  each([&](const Rows&, u32, u32, u32 bytes, int) { coming += 32 * bytes; });
-  sync_warp();  // what this warp has written into the stage
-  if (lane == 0) barrier_expect(full, coming);
-  else if (EVERY_LANE) barrier_arrive(full);
-  sync_warp();
   each([&](const Rows& r, u32 at, u32 pitch, u32 bytes, int row0) {
     copy_in(stage + at + lane * pitch, clamped(r, row0 + lane, rows), bytes, full);
+    coming += 32 * bytes;
   });
+  return coming;
 }
-__device__ __forceinline__ void arrive_empty_handed(u32 full, int i) { warp_arrive(full, i & 31); }
+// With what this thread has asked for, and this warp has written.
+__device__ __forceinline__ void arrive(u32 full, u32 coming, int lane) {
+  sync_warp();
+  if (lane == 0) barrier_expect(full, coming);
+  else if (EVERY_LANE) barrier_arrive(full);
+}
 
 #else
 
@@ -86,18 +88,17 @@ __device__ __forceinline__ void fetch_inverse(u32 stage, const Rows& from, int r
   }
 }
 
-__device__ __forceinline__ void fetch_rows(const Sources& s, u32 stage, u32 full, int rows, int i) {
+__device__ __forceinline__ u32 fetch_rows(const Sources& s, u32 stage, u32, int rows, int i) {
   fetch_array<2 * K / 16, HALF_PITCH>(stage + K_AT, s.k, rows, i);
   fetch_array<4 * K / 16, FLOAT_PITCH>(stage + G_AT, s.g, rows, i);
   fetch_array<2 * K / 16, HALF_PITCH>(stage + V_AT, s.v, rows, i);
   if (HAS_Q) fetch_array<2 * K / 16, HALF_PITCH>(stage + Q_AT, s.q, rows, i);
   fetch_inverse(stage, s.inverse, rows, i);
-  copy_async_arrive(full);
-  warp_arrive(full, i & 31);
+  return 0;
 }
-__device__ __forceinline__ void arrive_empty_handed(u32 full, int i) {
+__device__ __forceinline__ void arrive(u32 full, u32, int lane) {
   copy_async_arrive(full);
-  warp_arrive(full, i & 31);
+  warp_arrive(full, lane);
 }
 
 #endif
@@ -108,21 +109,26 @@ __device__ __forceinline__ void feed(const RecomputeRingParams& p, u32 shared, i
   Ring ring = {shared};
   Window window;
   if (p.cu_seqlens) window.load(p, lane);
+  Queue queue = {shared};
 #pragma unroll 1
-  for (int item = block_index(); item < p.items; item += grid_blocks()) {
+  for (int item = block_index(); item < p.items; item = queue.next(p, item, i)) {
+    queue.ask(p, i);
     const Chunk c = find_chunk(p, item, window, lane);
-    if (!c.rows) break;
+    if (!c.rows) {
+      if (DYNAMIC) continue;  // all are counted
+      break;
+    }
     const Sources sources = find_sources(p, c);
     constexpr int BETAS = FETCHERS < C ? C / FETCHERS : 1;
     float beta[BETAS];
 #pragma unroll
-    for (int n = 0; n < BETAS; ++n) {  // before the wait, not after it
+    for (int n = 0; n < BETAS; ++n) {  // on their way while the stage is waited for
       const int row = i + n * FETCHERS;
       const long long at = c.batch * p.beta_sb + (c.first + row) * p.beta_st + c.hv * p.beta_sh;
       beta[n] = row < c.rows ? load_scalar(p.beta, at, p.beta_type) : 0.0f;
     }
     ring.wait_empty();
-    const u32 stage = ring.stage();
+    const u32 stage = ring.stage(), coming = fetch_rows(sources, stage, ring.full(), c.rows, i);
 #pragma unroll
     for (int n = 0; n < BETAS; ++n) {
       if (i + n * FETCHERS < C) store_shared(stage + BETA_AT + 4 * (i + n * FETCHERS), __float_as_uint(beta[n]));
@@ -131,7 +137,7 @@ __device__ __forceinline__ void feed(const RecomputeRingParams& p, u32 shared, i
       const u64 at = 2 * output_at(p, c, 0, K);
       store_shared(stage + INFO_AT, (u32)c.rows, 0, (u32)at, (u32)(at >> 32));
     }
-    fetch_rows(sources, stage, ring.full(), c.rows, i);
+    arrive(ring.full(), coming, lane);
     ring.next();
     if (ONCE) return;
   }
@@ -139,7 +145,7 @@ __device__ __forceinline__ void feed(const RecomputeRingParams& p, u32 shared, i
   for (int team = 0; team < TEAMS; ++team) {
     ring.wait_empty();
     if (i == 0) store_shared(ring.stage() + INFO_AT, 0, 0, 0, 0);
-    arrive_empty_handed(ring.full(), i);
+    arrive(ring.full(), 0, lane);
     ring.next();
   }
 }

@@ -1,8 +1,37 @@
-// The chunks and value heads a block takes, one after another: every grid-th, so that blocks at work have neighbours at any time.
+// The chunks and value heads a block takes, one after another: every grid-th, so that blocks at work have neighbours at any time. With
+// DYNAMIC the next one nobody has taken: p.counter is 0 before a launch, and after it.
 #ifndef KDACORE_STAGES_ITEMS_CUH
 #define KDACORE_STAGES_ITEMS_CUH
 
 #include "sm90/stages/ring.cuh"
+
+#ifndef KDACORE_EMULATE
+__device__ __forceinline__ u32 fetch_add(u64 counter, u32 x) {
+  u32 r;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(r) : "l"(counter), "r"(x) : "memory");
+  return r;
+}
+#endif
+
+// Which item a block takes next; all threads of the producers, `i` which of them, ask together.
+struct Queue {
+  u32 shared;
+  u32 turn = 0, taken = 0;
+  // One thread asks early: the answer is on its way meanwhile.
+  __device__ __forceinline__ void ask(const RecomputeRingParams& p, int i) {
+    if (DYNAMIC && i == 0) taken = fetch_add(p.counter, 1);
+  }
+  __device__ __forceinline__ int next(const RecomputeRingParams& p, int item, int i) {
+    if (!DYNAMIC) return item + grid_blocks();
+    const u32 at = shared + NEXT_AT + 16 * (turn ^= 1);
+    if (i == 0) {
+      if (taken == p.items - 1) *reinterpret_cast<u32*>(p.counter) = 0;  // the last block that asks
+      store_shared(at, taken + grid_blocks());
+    }
+    sync_threads(15, 32 * PRODUCERS);
+    return __float_as_uint(load_shared1(at));
+  }
+};
 
 // 32 sequences of a pack, one a lane. Slots are asked for in ascending order, so a window only moves on.
 struct Window {
@@ -32,7 +61,7 @@ struct Window {
 // All lanes of a warp together; no tokens where no chunk fills the slot, and then none fills a later one.
 __device__ __forceinline__ Chunk find_chunk(const RecomputeRingParams& p, int item, Window& w, int lane) {
   Chunk c;
-  int slot = item / p.HV;
+  const int slot = item / p.HV;
   c.hv = item - slot * p.HV;
   c.h = c.hv / (p.HV / p.H);
   if (!p.cu_seqlens) {

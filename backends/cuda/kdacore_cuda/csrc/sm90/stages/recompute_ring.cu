@@ -104,6 +104,7 @@ __device__ __forceinline__ void consume(const RecomputeRingParams& p, u32 shared
 #pragma unroll 1
   while (true) {
     ring.wait_full();
+    if (ONCE) sync_warp();  // other lanes have asked for what this one reads
     const u32 stage = ring.stage();
     const uint4 info = load_shared_u4(stage + INFO_AT);
     const int rows = (int)info.x;
@@ -137,6 +138,7 @@ KDA_KERNEL(THREADS, MIN_BLOCKS) recompute_ring(KDA_PARAM RecomputeRingParams p) 
   const u32 shared = shared_address(memory);
   const int warp = uniform(thread_index() >> 5);
   make_barriers(shared);
+  if (ONCE) feed(p, shared, thread_index());
   if (warp < TEAMS * TEAM) consume(p, shared, warp);
   else feed(p, shared, thread_index() - 32 * TEAMS * TEAM);
 }

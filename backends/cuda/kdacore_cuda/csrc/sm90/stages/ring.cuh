@@ -1,7 +1,8 @@
 // kda_recompute_w_u on Hopper: what of a chunk lies where in shared memory, and the ring of stages that producer warps fill and teams of
 // consumer warps empty.
 //
-// Macros from the host: K_DIM (128), HALF_F16, HAS_Q, STAGES, TEAMS, TEAM (warps of one), PRODUCERS (warps), BULK, MIN_BLOCKS, SHARED_BYTES.
+// Macros from the host: K_DIM (128), HALF_F16, HAS_Q, STAGES, TEAMS, TEAM (warps of one), PRODUCERS (warps), BULK, DYNAMIC, MIN_BLOCKS,
+// SHARED_BYTES.
 #ifndef KDACORE_STAGES_RING_CUH
 #define KDACORE_STAGES_RING_CUH
 
@@ -28,11 +29,13 @@ constexpr u32 BETA_AT = INVERSE_AT + C / 2 * (SHORT_PITCH + LONG_PITCH);
 constexpr u32 INFO_AT = BETA_AT + 4 * C;  // tokens (0: no further chunk), byte offset in the results
 constexpr u32 STAGE_PITCH = INFO_AT + 16;
 
-constexpr u32 BARRIERS_AT = STAGES * STAGE_PITCH;
-static_assert(BARRIERS_AT + 16 * STAGES <= SHARED_BYTES, "the host's shared memory size is too small");
+constexpr u32 BARRIERS_AT = STAGES * STAGE_PITCH, NEXT_AT = BARRIERS_AT + 16 * STAGES;
+static_assert(NEXT_AT + 32 <= SHARED_BYTES, "the host's shared memory size is too small");
 
-constexpr int THREADS = 32 * (TEAMS * TEAM + PRODUCERS);
-constexpr bool ONCE = STAGES == 1;  // a block a chunk: several of a multiprocessor are each other's ring
+// With one stage there is a block a chunk, and several of a multiprocessor are each other's ring: the team itself asks for the chunk.
+constexpr bool ONCE = STAGES == 1;
+static_assert(!ONCE || PRODUCERS == TEAM, "the team");
+constexpr int THREADS = 32 * (TEAMS * TEAM + (ONCE ? 0 : PRODUCERS));
 // Asynchronous copies of 16 bytes arrive by themselves, for each thread.
 constexpr u32 FULL_ARRIVALS = PRODUCERS * (WARP_ARRIVALS + (BULK ? 0 : 32));
 

@@ -38,12 +38,14 @@ from kdacore_cuda import (
 )
 from kdacore_cuda.driver import Driver
 from kdacore_cuda.prefill_kernels import prefill_shared, prefill_threads
+from kdacore_cuda.recompute_kernels import RING
 
 PARAMS = {
     "decode": layout.DECODE,
     "prefill": layout.PREFILL,
     "intra": layout.INTRA,
     "recompute": layout.RECOMPUTE,
+    "recompute_ring": layout.RECOMPUTE_RING,
     **dict.fromkeys(("prepare", "scan", "grads"), layout.BACKWARD),
     "sums": layout.SUMS,
     "groups": layout.GROUPS,
@@ -138,7 +140,7 @@ def seen(stub: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     monkeypatch.setattr(runtime, "current_device", lambda: -1)
     monkeypatch.setattr(runtime, "current_stream", lambda index: 0)
     makers = (
-        *(prefill._launcher, stages._intra_launcher, stages._recompute_launcher),
+        *(prefill._launcher, stages._intra_launcher, stages._recompute_launcher, stages._ring_launcher),
         *(backward.launcher, backward._sums, backward._groups, segments.launcher),
     )
     for maker in makers:
@@ -275,10 +277,13 @@ def test_stages(seen: Recorder, packed: bool, with_q: bool) -> None:
     more = RecomputeInputs(k, v, beta, gc, Akk, q if with_q else None, cu)
     R = stages.recompute_w_u(on_hopper(request_of("kda_recompute_w_u", more, chunk_size=64)), more)
     intra, recompute = seen()
-    assert (intra.entry, recompute.entry) == ("intra", "recompute")
+    assert (intra.entry, recompute.entry) == ("intra", "recompute" if with_q else "recompute_ring")
     sizes = {"T": T, "N": N, "H": H, "HV": HV, "NT": NT, "beta_type": layout.TYPES["float32"]}
+    items = (1 if packed else B) * NT * HV
+    assert recompute.params.get("items", items) == items
+    assert recompute.params.get("counter", 0) == 0
     for x in (intra, recompute):
-        assert (x.grid, x.block) == ((1 if packed else B) * NT * HV, 128)
+        assert (x.grid, x.block) == (items, RING.threads if x.entry == "recompute_ring" else 128)
         assert x.limit == x.shared
         holds(x.params, **sizes, k=k, g=gc, beta=beta, cu_seqlens=cu, flags=layout.FLAGS["CU64"] * packed)
         strided(x.params, k=k, g=gc, beta=beta)

@@ -142,11 +142,9 @@ RECOMPUTE = ParamStruct(
 )
 """Parameters of the stage ``kda_recompute_w_u``; ``q`` and ``qg`` are 0 when q is not given."""
 
-RECOMPUTE_RING = ParamStruct(
-    "RecomputeRingParams", (("counter", "ptr"), *RECOMPUTE.fields, ("items", "i32"))
-)
-"""The same for persistent blocks, which share ``items`` slots and value heads. ``counter``: an int32 that is 0, for blocks
-that take what is next; or 0."""
+RECOMPUTE_RING = ParamStruct("RecomputeRingParams", (("counter", "ptr"), *RECOMPUTE.fields, ("items", "i32")))
+"""The same for persistent blocks, which share ``items`` slots and value heads. ``counter``: an int32 that is 0, for
+blocks that take what is next; or 0."""
 
 BACKWARD = ParamStruct(
     "BackwardParams",

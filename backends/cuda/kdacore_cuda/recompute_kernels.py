@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from kdacore_cuda.build import KernelSource
@@ -25,6 +26,8 @@ class RingTile(NamedTuple):
     """By bulk copies of rows, instead of asynchronous copies of 16 bytes."""
     dynamic: bool = False
     """A block takes the next chunk that nobody has taken, instead of every grid-th."""
+    together: bool = False
+    """A block takes the value heads of a query head one after another."""
     min_blocks: int = 1
     """Blocks a multiprocessor has room for."""
 
@@ -64,7 +67,14 @@ def ring_kernel(float16: bool, with_q: bool, tile: RingTile) -> KernelSource:
         ("PRODUCERS", tile.producers),
         ("BULK", int(tile.bulk)),
         ("DYNAMIC", int(tile.dynamic)),
+        ("TOGETHER", int(tile.together)),
         ("MIN_BLOCKS", tile.min_blocks),
         ("SHARED_BYTES", tile.shared(with_q)),
     )
     return KernelSource("sm90/stages/recompute_ring.cu", "recompute_ring", defines)
+
+
+def packaged_kernels() -> Iterator[KernelSource]:
+    """The kernels shipped."""
+    for float16 in (False, True):
+        yield ring_kernel(float16, False, RING)

@@ -45,8 +45,8 @@ class _Plan(NamedTuple):
     arch: str
     sizes: tuple[Any, ...]
     """What follows the strides in the parameters."""
-    counter: tuple[bool, ...] = ()
-    """What comes first in those of the ring: does it want a counter?"""
+    ring: RingTile | None = None
+    """Of a kernel that takes :data:`kdacore_cuda.layout.RECOMPUTE_RING`."""
 
 
 def _make_plan(r: Request) -> _Plan:
@@ -62,7 +62,7 @@ def _make_plan(r: Request) -> _Plan:
     ring = ring_tile(r.K, r.V, r.has("q"), arch)
     if ring is not None:
         launcher = _ring_launcher(float16, r.has("q"), ring)
-        return _Plan(launcher, ring.grid(blocks, processors), arch, (*sizes, blocks), (ring.dynamic,))
+        return _Plan(launcher, ring.grid(blocks, processors), arch, (*sizes, blocks), ring)
     tile = recompute_tile(r.K, r.has("q"), blocks, processors, arch)
     return _Plan(_recompute_launcher(r.K, r.V, float16, tile), blocks, arch, sizes)
 
@@ -109,13 +109,14 @@ def recompute_w_u(request: Request, inputs: RecomputeInputs) -> RecomputeOutputs
     w = k.new_empty((r.B, r.T, r.HV, r.K))
     u, kg = k.new_empty((r.B, r.T, r.HV, r.V)), torch.empty_like(w)
     qg = None if q is None else torch.empty_like(w)
-    counter = k.new_zeros(1, dtype=torch.int32) if any(plan.counter) else None
     values = (
-        *(pointer(counter) for _ in plan.counter),
         *(k.data_ptr(), v.data_ptr(), beta.data_ptr(), gc.data_ptr(), Akk.data_ptr(), pointer(q)),
         *(pointer(cu_seqlens), w.data_ptr(), u.data_ptr(), kg.data_ptr(), pointer(qg)),
         *_strides(k, v, beta, gc, Akk, k if q is None else q),
         *plan.sizes,
     )
+    if plan.ring is not None:
+        counter = k.new_zeros(1, dtype=torch.int32) if plan.ring.dynamic else None
+        values = (pointer(counter), *values)
     runtime.launch(plan.launcher, plan.grid, plan.arch, w, values)
     return RecomputeOutputs(w, u, kg, qg)

@@ -7,7 +7,7 @@ from itertools import product
 from typing import NamedTuple
 
 from kdacore.types import Request
-from kdacore_cuda import backward_kernels, segment_kernels
+from kdacore_cuda import backward_kernels, recompute_kernels, segment_kernels
 from kdacore_cuda.build import KernelSource
 from kdacore_cuda.prefill_kernels import HOPPER, clusters, prefill_kernel
 
@@ -178,6 +178,7 @@ def packaged_kernels(arch: str) -> Iterator[KernelSource]:
     if arch == HOPPER:
         for float16, tile in product((False, True), (RECOMPUTE_LONG, RECOMPUTE_SHORT)):
             yield recompute_kernel(128, 128, float16, tile)
+        yield from recompute_kernels.packaged_kernels()
         yield from backward_kernels.packaged_kernels()
         yield from segment_kernels.packaged_kernels()
     for K in HEAD_DIMS:

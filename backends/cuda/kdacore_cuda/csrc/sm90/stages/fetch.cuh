@@ -111,7 +111,7 @@ __device__ __forceinline__ void feed(const RecomputeRingParams& p, u32 shared, i
   if (p.cu_seqlens) window.load(p, lane);
   Queue queue = {shared};
 #pragma unroll 1
-  for (int item = block_index(); item < p.items; item = queue.next(p, item, i)) {
+  for (int item = queue.first(p); item < p.items; item = queue.next(p, item, i)) {
     queue.ask(p, i);
     const Chunk c = find_chunk(p, item, window, lane);
     if (!c.rows) {

@@ -1,5 +1,6 @@
 // The chunks and value heads a block takes, one after another: every grid-th, so that blocks at work have neighbours at any time. With
-// DYNAMIC the next one nobody has taken: p.counter is 0 before a launch, and after it.
+// DYNAMIC the next one nobody has taken: p.counter is 0 before a launch, and after it. With TOGETHER a block takes all value heads of a
+// query head's chunk in turn.
 #ifndef KDACORE_STAGES_ITEMS_CUH
 #define KDACORE_STAGES_ITEMS_CUH
 
@@ -17,11 +18,18 @@ __device__ __forceinline__ u32 fetch_add(u64 counter, u32 x) {
 struct Queue {
   u32 shared;
   u32 turn = 0, taken = 0;
+  __device__ __forceinline__ int first(const RecomputeRingParams& p) const {
+    return TOGETHER ? block_index() * (p.HV / p.H) : block_index();
+  }
   // One thread asks early: the answer is on its way meanwhile.
   __device__ __forceinline__ void ask(const RecomputeRingParams& p, int i) {
     if (DYNAMIC && i == 0) taken = fetch_add(p.counter, 1);
   }
   __device__ __forceinline__ int next(const RecomputeRingParams& p, int item, int i) {
+    if (TOGETHER) {
+      const int group = p.HV / p.H, later = item + 1;
+      return later % group ? later : later + (grid_blocks() - 1) * group;
+    }
     if (!DYNAMIC) return item + grid_blocks();
     const u32 at = shared + NEXT_AT + 16 * (turn ^= 1);
     if (i == 0) {

@@ -1,8 +1,8 @@
 // kda_recompute_w_u on Hopper: what of a chunk lies where in shared memory, and the ring of stages that producer warps fill and teams of
 // consumer warps empty.
 //
-// Macros from the host: K_DIM (128), HALF_F16, HAS_Q, STAGES, TEAMS, TEAM (warps of one), PRODUCERS (warps), BULK, DYNAMIC, MIN_BLOCKS,
-// SHARED_BYTES.
+// Macros from the host: K_DIM (128), HALF_F16, HAS_Q, STAGES, TEAMS, TEAM (warps of one), PRODUCERS (warps), BULK, DYNAMIC, TOGETHER,
+// MIN_BLOCKS, SHARED_BYTES.
 #ifndef KDACORE_STAGES_RING_CUH
 #define KDACORE_STAGES_RING_CUH
 
@@ -14,6 +14,7 @@
 
 static_assert(K == 128, "rows of 128 channels and values");
 static_assert(TEAMS <= STAGES, "a team without a stage");
+static_assert(DYNAMIC + TOGETHER + (STAGES == 1) <= 1, "one order of chunks");
 
 // Rows as they come, a piece of 16 bytes more apart than they are long, so that eight neighbours never share a bank. A chunk's results
 // take the places of what they are made from: kg that of k, u that of v, qg that of q, and w the place of gc.

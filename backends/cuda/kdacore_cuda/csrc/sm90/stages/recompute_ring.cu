@@ -138,6 +138,7 @@ KDA_KERNEL(THREADS, MIN_BLOCKS) recompute_ring(KDA_PARAM RecomputeRingParams p) 
   const u32 shared = shared_address(memory);
   const int warp = uniform(thread_index() >> 5);
   make_barriers(shared);
+  wait_for_inputs();
   if (ONCE) feed(p, shared, thread_index());
   if (warp < TEAMS * TEAM) consume(p, shared, warp);
   else feed(p, shared, thread_index() - 32 * TEAMS * TEAM);

@@ -1,4 +1,4 @@
-"""``kda_recompute_w_u`` on Hopper: a ring of chunks, emulated on the CPU, against the kernel for every architecture."""
+"""``kda_recompute_w_u`` on Hopper without q, emulated on the CPU, against the kernel for every architecture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stage_calls import Drawn, recompute, stage_request
 from kdacore.types import RecomputeInputs, RecomputeOutputs
 from kdacore_cuda import build, runtime, stages
 from kdacore_cuda.arrays import Plans
-from kdacore_cuda.recompute_kernels import RING, RingTile, ring_kernel, ring_tile
+from kdacore_cuda.recompute_kernels import ONCE, RING, RingTile, ring_kernel, ring_tile
 from kdacore_reference import oracle_stages as exact
 
 PROCESSORS = 3
@@ -26,16 +26,7 @@ SHAPES = [
     pytest.param({"lengths": PACK, "dtype": torch.float16}, id="packed float16"),
     pytest.param({"lengths": [3, 0] * 40 + [130]}, id="many sequences"),
 ]
-TILES = {
-    "shipped": RING,
-    "bulk": RING._replace(bulk=True),
-    "counter": RING._replace(dynamic=True),
-    "groups": RING._replace(together=True),
-    "two teams": RING._replace(teams=2, team=4),
-    "one producer": RING._replace(producers=1),
-    "a block a chunk": RingTile(stages=1, teams=1, team=4, producers=4, bulk=False, min_blocks=3),
-}
-WITH_Q = RING._replace(stages=2)
+both = pytest.mark.parametrize("tile", [RING, ONCE], ids=["ring", "once"])
 
 
 @pytest.fixture(autouse=True)
@@ -67,61 +58,70 @@ def check(monkeypatch: pytest.MonkeyPatch, inputs: RecomputeInputs, tile: RingTi
     return got
 
 
-def test_what_it_serves() -> None:
-    assert ring_tile(128, 128, False, "sm_90a") is RING
-    for other in ((64, 64, False, "sm_90a"), (128, 64, False, "sm_90a"), (128, 128, False, "sm_100f")):
-        assert ring_tile(*other) is None
+def test_what_they_serve() -> None:
+    """Few items a multiprocessor and more; nothing else."""
+    assert ring_tile(128, 128, False, 16 * 132, 132, "sm_90a") is RING
+    assert ring_tile(128, 128, False, 16 * 132 + 1, 132, "sm_90a") is ONCE
+    for items in (1, 100_000):
+        for K, V, with_q, arch in (
+            (64, 64, False, "sm_90a"),
+            (128, 64, False, "sm_90a"),
+            (128, 128, True, "sm_90a"),
+            (128, 128, False, "sm_100f"),
+        ):
+            assert ring_tile(K, V, with_q, items, 132, arch) is None
 
 
+def test_blocks() -> None:
+    assert [RING.grid(items, 132) for items in (7, 1000)] == [7, 132]
+    assert [ONCE.grid(items, 132) for items in (7, 1000)] == [7, 1000]
+
+
+def test_the_length_of_a_call_chooses(emulated: list[str]) -> None:
+    chunks = 16 * PROCESSORS
+    for T in (64 * chunks, 64 * chunks + 1):
+        recompute(draw(T=T).recompute(False))
+    assert ["CHUNKS3" in emulated[0], "CHUNKS1" in emulated[1]] == [True] * 2
+
+
+@both
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_gives_the_bits_of_the_other_kernel(
-    emulated: list[str], monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any]
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], tile: RingTile
 ) -> None:
     inputs = draw(**shape).recompute(False)
-    got = check(monkeypatch, inputs, RING)
+    got = check(monkeypatch, inputs, tile)
     assert [name.partition("-")[0] for name in emulated] == ["recompute", "recompute_ring"]
     want = exact.oracle_recompute_w_u(stage_request("kda_recompute_w_u", inputs), inputs)
     for mine, right in zip(got[:3], want[:3], strict=True):
         assert error(mine, right) < O_BOUND
 
 
-@pytest.mark.parametrize("name", [name for name in TILES if name != "shipped"])
-def test_so_does_every_other_way_to_cut_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    tile = TILES[name]
-    check(monkeypatch, draw(T=230, H=2, HV=4).recompute(False), tile)
-    check(monkeypatch, draw(lengths=PACK).recompute(False), tile)
+@both
+def test_near_collinear_keys(monkeypatch: pytest.MonkeyPatch, tile: RingTile) -> None:
+    check(monkeypatch, draw(T=70, gate="slow", collinear=True).recompute(False), tile)
 
 
-def test_with_q(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not chosen, but there."""
-    check(monkeypatch, draw(T=230, H=2, HV=4).recompute(), WITH_Q)
-
-
-def test_near_collinear_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    check(monkeypatch, draw(T=70, gate="slow", collinear=True).recompute(False), RING)
-
-
-@pytest.mark.parametrize("name", ["shipped", "bulk"])
-def test_same_bits_in_any_order(emulated: list[str], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@both
+def test_same_bits_in_any_order(monkeypatch: pytest.MonkeyPatch, tile: RingTile) -> None:
     """Of threads and copies; nothing is read before it is there, or overwritten before it has been read."""
     inputs, plain, found = draw(T=330, HV=2, H=2).recompute(False), emulator.run, []
-    use(monkeypatch, TILES[name])
+    use(monkeypatch, tile)
     for seed in range(4):
         monkeypatch.setattr(emulator, "run", lambda *a, seed=seed, **k: plain(*a, **{**k, "seed": seed}))
         found.append(recompute(inputs))
     assert all(same(x, found[0]) for x in found)
 
 
-def test_with_an_arrival_for_each_lane(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@both
+def test_with_an_arrival_for_each_lane(monkeypatch: pytest.MonkeyPatch, tile: RingTile) -> None:
     """As racecheck is given the kernels."""
-    inputs = draw(T=230, HV=2, H=2).recompute(False)
     monkeypatch.setenv(build.EVERY_LANE, "1")
-    for name in ("shipped", "bulk"):
-        check(monkeypatch, inputs, TILES[name])
+    check(monkeypatch, draw(T=230, HV=2, H=2).recompute(False), tile)
 
 
-@pytest.mark.parametrize("name", ["shipped", "bulk"])
-def test_views_amid_poison(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@both
+def test_views_amid_poison(monkeypatch: pytest.MonkeyPatch, tile: RingTile) -> None:
     """Read where they lie; nothing outside them is, and no row past the end."""
     x = draw(T=100, B=2, HV=2).recompute(False)
 
@@ -132,15 +132,16 @@ def test_views_amid_poison(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         return wide[:, 1:-1, 1:, :width]
 
     views = x._replace(**{n: amid(getattr(x, n)) for n in ("k", "v", "gc", "Akk")})
-    want = check(monkeypatch, x, TILES[name])
+    want = check(monkeypatch, x, tile)
     assert same(recompute(views), want)
 
 
-def test_a_sequence_does_not_see_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+@both
+def test_a_sequence_does_not_see_its_neighbours(monkeypatch: pytest.MonkeyPatch, tile: RingTile) -> None:
     """Not even where they are no numbers."""
     x = draw(lengths=[50, 200, 40]).recompute(False)
     rows = slice(50, 250)
-    use(monkeypatch, RING)
+    use(monkeypatch, tile)
     alone = recompute(RecomputeInputs(*(a[:, rows] for a in x[:5]), None, None))
     for a in x[:5]:
         a[:, :50] = a[:, 250:] = float("nan")
@@ -148,22 +149,25 @@ def test_a_sequence_does_not_see_its_neighbours(monkeypatch: pytest.MonkeyPatch)
         assert torch.equal(mine[:, rows], right)
 
 
-def test_earlier_rows_do_not_see_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+@both
+def test_earlier_rows_do_not_see_later_ones(monkeypatch: pytest.MonkeyPatch, tile: RingTile) -> None:
     x, t = draw(T=130).recompute(False), 101
-    use(monkeypatch, RING)
+    use(monkeypatch, tile)
     short, whole = recompute(RecomputeInputs(*(a[:, :t] for a in x[:5]), None, None)), recompute(x)
     for name in ("w", "u"):
         assert torch.equal(getattr(short, name), getattr(whole, name)[:, :t])
 
 
+@both
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_other_betas(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_other_betas(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tile: RingTile) -> None:
     x = draw(T=70, HV=2).recompute(False)
-    check(monkeypatch, x._replace(beta=x.beta.to(dtype)), RING)
+    check(monkeypatch, x._replace(beta=x.beta.to(dtype)), tile)
 
 
-@pytest.mark.parametrize("tile", TILES.values(), ids=TILES.keys())
-def test_it_compiles_without_spills(tile: RingTile) -> None:
-    assert build.compile_kernel(ring_kernel(False, False, tile), "sm_90a").usage().spills == 0
+@both
+@pytest.mark.parametrize("float16", [False, True])
+def test_it_compiles_without_spills(tile: RingTile, float16: bool) -> None:
+    assert build.compile_kernel(ring_kernel(float16, tile), "sm_90a").usage().spills == 0
     # What blocks of a multiprocessor have together, each with 1 KB of its own.
-    assert tile.min_blocks * (tile.shared(False) + 1024) <= 228 * 1024
+    assert tile.min_blocks * (tile.shared + 1024) <= 228 * 1024

@@ -16,7 +16,7 @@ import kdacore
 from kdacore import stages as api
 from kdacore.errors import UnsupportedError
 from kdacore.types import ChunkInputs, Device, IntraInputs, IntraOutputs, RecomputeInputs, RecomputeOutputs
-from kdacore_cuda import arrays, build, runtime, stages, variants, verifiers
+from kdacore_cuda import arrays, build, variants, verifiers
 from kdacore_cuda.plugin import make_backend
 from kdacore_reference import oracle_stages as exact
 
@@ -72,25 +72,6 @@ def test_intra_gates(emulated: list[str], gate: str) -> None:
 @pytest.mark.parametrize("with_q", [False, True])
 def test_recompute(emulated: list[str], shape: dict[str, Any], with_q: bool) -> None:
     check_recompute(Drawn(**shape).recompute(with_q))
-
-
-@pytest.mark.parametrize(
-    "shape", [{"T": 70}, {"lengths": MIXED, "dtype": torch.float16}], ids=["tail", "packed"]
-)
-def test_every_tile_gives_the_same_bits(
-    emulated: list[str], monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any]
-) -> None:
-    """With q, without it in few blocks, without it in many."""
-    x = Drawn(K=128, V=128, **shape)
-    monkeypatch.setattr(stages, "build_arch", lambda arch: "sm_90a")
-    monkeypatch.setattr(stages, "ring_tile", lambda *call: None)
-    any_tile, short = check_recompute(x.recompute()), check_recompute(x.recompute(False))
-    monkeypatch.setattr(runtime, "processors", lambda index: 0)
-    long = check_recompute(x.recompute(False))
-    assert ["BATCH8" in emulated[0], "BATCH4" in emulated[1], "BATCH16" in emulated[2]] == [True] * 3
-    for a, b, c in zip(any_tile[:3], short[:3], long[:3], strict=True):
-        assert torch.equal(a, b)
-        assert torch.equal(a, c)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -252,12 +233,6 @@ def test_kernels_compile_without_spills(kernel: build.KernelSource, arch: str) -
     spilled = re.search(r"(\d+) bytes spill stores", log)
     assert spilled is not None, log
     assert int(spilled[1]) <= (32 if arch == "sm_120" else 0)
-
-
-@pytest.mark.parametrize("tile", [variants.RECOMPUTE_LONG, variants.RECOMPUTE_SHORT], ids=["long", "short"])
-def test_tiles_for_hopper_compile_without_spills(tile: variants.RecomputeTile) -> None:
-    log = build.compile_kernel(variants.recompute_kernel(128, 128, True, tile), "sm_90a").log
-    assert " 0 bytes spill stores" in log, log
 
 
 def test_the_registry_serves_them_for_the_pipeline() -> None:

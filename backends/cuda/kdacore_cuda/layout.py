@@ -138,13 +138,11 @@ RECOMPUTE = ParamStruct(
         ("NT", "i32"),
         ("flags", "i32"),
         ("beta_type", "i32"),
+        ("items", "i32"),
     ),
 )
-"""Parameters of the stage ``kda_recompute_w_u``; ``q`` and ``qg`` are 0 when q is not given."""
-
-RECOMPUTE_RING = ParamStruct("RecomputeRingParams", (("counter", "ptr"), *RECOMPUTE.fields, ("items", "i32")))
-"""The same for persistent blocks, which share ``items`` slots and value heads. ``counter``: an int32 that is 0, for
-blocks that take what is next; or 0."""
+"""Parameters of the stage ``kda_recompute_w_u``; ``q`` and ``qg`` are 0 when q is not given. ``items``: slots times HV,
+for blocks that take several."""
 
 BACKWARD = ParamStruct(
     "BackwardParams",
@@ -250,7 +248,6 @@ def generated_headers() -> dict[str, str]:
         "generated/params.cuh": _guarded("params", PREFILL.header()),
         "generated/decode_params.cuh": _guarded("decode_params", DECODE.header()),
         "generated/stage_params.cuh": _guarded("stage_params", INTRA.header() + RECOMPUTE.header()),
-        "generated/recompute_ring_params.cuh": _guarded("recompute_ring_params", RECOMPUTE_RING.header()),
         "generated/backward_params.cuh": _guarded(
             "backward_params", BACKWARD.header() + SUMS.header() + GROUPS.header()
         ),

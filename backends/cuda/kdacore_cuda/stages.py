@@ -11,16 +11,14 @@ from kdacore.types import IntraInputs, IntraOutputs, RecomputeInputs, RecomputeO
 from kdacore_cuda import runtime
 from kdacore_cuda.arrays import Plans, aligned, build_arch, flat, is_wide, pointer, spec_type
 from kdacore_cuda.launch import Launcher
-from kdacore_cuda.layout import FLAGS, INTRA, RECOMPUTE, RECOMPUTE_RING
+from kdacore_cuda.layout import FLAGS, INTRA, RECOMPUTE
 from kdacore_cuda.recompute_kernels import RingTile, ring_kernel, ring_tile
 from kdacore_cuda.variants import (
     STAGE_THREADS,
-    RecomputeTile,
     intra_kernel,
     intra_shared,
     recompute_kernel,
     recompute_shared,
-    recompute_tile,
 )
 
 
@@ -30,13 +28,13 @@ def _intra_launcher(K: int, float16: bool) -> Launcher:
 
 
 @cache
-def _recompute_launcher(K: int, V: int, float16: bool, tile: RecomputeTile) -> Launcher:
-    return Launcher(recompute_kernel(K, V, float16, tile), RECOMPUTE, STAGE_THREADS, recompute_shared(K, V))
+def _recompute_launcher(K: int, V: int, float16: bool) -> Launcher:
+    return Launcher(recompute_kernel(K, V, float16), RECOMPUTE, STAGE_THREADS, recompute_shared(K, V))
 
 
 @cache
-def _ring_launcher(float16: bool, with_q: bool, tile: RingTile) -> Launcher:
-    return Launcher(ring_kernel(float16, with_q, tile), RECOMPUTE_RING, tile.threads, tile.shared(with_q))
+def _ring_launcher(float16: bool, tile: RingTile) -> Launcher:
+    return Launcher(ring_kernel(float16, tile), RECOMPUTE, tile.threads, tile.shared)
 
 
 class _Plan(NamedTuple):
@@ -45,8 +43,6 @@ class _Plan(NamedTuple):
     arch: str
     sizes: tuple[Any, ...]
     """What follows the strides in the parameters."""
-    ring: RingTile | None = None
-    """Of a kernel that takes :data:`kdacore_cuda.layout.RECOMPUTE_RING`."""
 
 
 def _make_plan(r: Request) -> _Plan:
@@ -55,16 +51,14 @@ def _make_plan(r: Request) -> _Plan:
         *(r.T, r.N, r.H, r.HV, r.num_chunks),
         *(FLAGS["CU64"] * is_wide(r, "cu_seqlens"), spec_type(r, "beta")),
     )
-    blocks = (1 if r.packed else r.B) * r.num_chunks * r.HV
+    items = (1 if r.packed else r.B) * r.num_chunks * r.HV
     if r.op == "kda_chunk_intra":
-        return _Plan(_intra_launcher(r.K, float16), blocks, arch, (*sizes, r.scale))
+        return _Plan(_intra_launcher(r.K, float16), items, arch, (*sizes, r.scale))
     processors = runtime.processors(r.device.index)
-    ring = ring_tile(r.K, r.V, r.has("q"), arch)
-    if ring is not None:
-        launcher = _ring_launcher(float16, r.has("q"), ring)
-        return _Plan(launcher, ring.grid(blocks, processors), arch, (*sizes, blocks), ring)
-    tile = recompute_tile(r.K, r.has("q"), blocks, processors, arch)
-    return _Plan(_recompute_launcher(r.K, r.V, float16, tile), blocks, arch, sizes)
+    tile = ring_tile(r.K, r.V, r.has("q"), items, processors, arch)
+    if tile is None:
+        return _Plan(_recompute_launcher(r.K, r.V, float16), items, arch, (*sizes, items))
+    return _Plan(_ring_launcher(float16, tile), tile.grid(items, processors), arch, (*sizes, items))
 
 
 _plan_of = Plans(_make_plan)
@@ -115,8 +109,5 @@ def recompute_w_u(request: Request, inputs: RecomputeInputs) -> RecomputeOutputs
         *_strides(k, v, beta, gc, Akk, k if q is None else q),
         *plan.sizes,
     )
-    if plan.ring is not None:
-        counter = k.new_zeros(1, dtype=torch.int32) if plan.ring.dynamic else None
-        values = (pointer(counter), *values)
     runtime.launch(plan.launcher, plan.grid, plan.arch, w, values)
     return RecomputeOutputs(w, u, kg, qg)

@@ -119,40 +119,15 @@ def intra_shared(K: int) -> int:
     return max(images, results) + 4 * 64
 
 
-class RecomputeTile(NamedTuple):
-    """How a block of the stage ``kda_recompute_w_u`` reads: rows a thread asks for at once, blocks a multiprocessor."""
-
-    may_have_q: bool
-    batch: int
-    min_blocks: int
-
-
-RECOMPUTE_ANY = RecomputeTile(True, 8, 3)
-"""With or without q."""
-RECOMPUTE_LONG = RecomputeTile(False, 16, 3)
-"""Without q, K = 128: all rows of a thread at once."""
-RECOMPUTE_SHORT = RecomputeTile(False, 4, 4)
-"""The same for so few blocks that filling the device counts for more."""
-
-
-def recompute_tile(K: int, with_q: bool, blocks: int, processors: int, arch: str) -> RecomputeTile:
-    """The fastest tile, as measured on Hopper. All do the same arithmetic, bit for bit."""
-    if with_q or K != 128 or arch != HOPPER:
-        return RECOMPUTE_ANY
-    return RECOMPUTE_SHORT if blocks <= 2 * RECOMPUTE_SHORT.min_blocks * processors else RECOMPUTE_LONG
-
-
-def recompute_kernel(K: int, V: int, float16: bool, tile: RecomputeTile = RECOMPUTE_ANY) -> KernelSource:
+def recompute_kernel(K: int, V: int, float16: bool) -> KernelSource:
     """The stage ``kda_recompute_w_u`` for two head dims and a 16-bit dtype."""
     defines = (
         ("K_DIM", K),
         ("V_DIM", V),
         ("HALF_F16", int(float16)),
         ("THREADS", STAGE_THREADS),
-        ("MIN_BLOCKS", tile.min_blocks),
+        ("MIN_BLOCKS", 3),
         ("SHARED_LIMIT", recompute_shared(K, V)),
-        ("MAY_HAVE_Q", int(tile.may_have_q)),
-        ("BATCH", tile.batch),
     )
     return KernelSource("common/recompute.cu", "recompute", defines)
 
@@ -176,8 +151,6 @@ def packaged_kernels(arch: str) -> Iterator[KernelSource]:
     yield from decode_kernels()
     yield from stage_kernels()
     if arch == HOPPER:
-        for float16, tile in product((False, True), (RECOMPUTE_LONG, RECOMPUTE_SHORT)):
-            yield recompute_kernel(128, 128, float16, tile)
         yield from recompute_kernels.packaged_kernels()
         yield from backward_kernels.packaged_kernels()
         yield from segment_kernels.packaged_kernels()

@@ -119,7 +119,6 @@ inline void store_global(void* p, uint4 v) {
 }
 
 inline uint4 load_written(u64 p) { uint4 r; memcpy(&r, (const void*)p, 16); return r; }
-inline u32 fetch_add(u64 counter, u32 x) { const u32 r = *(u32*)counter; *(u32*)counter += x; return r; }
 inline void raise_flag(u64 flag, u64 value) { *(u64*)flag = value; }
 inline void take_flag(u64 flag, u64 value) {
   while (*(u64*)flag != value) emu::block_while((const u32*)flag, ~0u, *(u32*)flag, "flag", (u32)flag);

@@ -1,7 +1,7 @@
 // kda_recompute_w_u: w = Akk (beta k 2^G), u = Akk (beta v), kg = k 2^(G_last - G) and, with q, qg = q 2^G of every chunk of 64
 // tokens, one block a chunk and value head. Bound by memory: what a block reads is asked for before anything is computed.
 //
-// Macros from the host: K_DIM, V_DIM, HALF_F16, THREADS, MIN_BLOCKS, SHARED_LIMIT, MAY_HAVE_Q, BATCH (rows a thread asks for at once).
+// Macros from the host: K_DIM, V_DIM, HALF_F16, THREADS, MIN_BLOCKS, SHARED_LIMIT.
 #include "common/stage.cuh"
 
 // Shared memory: v and beta k 2^G as rows of 16-byte pieces, later u and w in their place; what rounding took from beta k 2^G,
@@ -13,6 +13,7 @@ constexpr u32 REST_AT = KEYS_AT + C * K * 2;
 constexpr u32 INVERSE_AT = REST_AT + C * K * 2;
 static_assert(INVERSE_AT + C * C * 2 <= SHARED_LIMIT, "the host's shared memory size is too small");
 constexpr int WARPS = THREADS / 32;
+constexpr int BATCH = 8;  // rows a thread asks for at once
 
 // Piece `piece` (16 bytes) of row `row` of a matrix with WIDTH columns; rows of eight neighbours never share a bank.
 template <int WIDTH>
@@ -71,7 +72,7 @@ __device__ __forceinline__ void scale_keys(const RecomputeParams& p, const Chunk
       const bool real = row < c.rows;
       load_cached(raw[i].g, row_at(g, row) + 16 * part, real);
       load_eight(raw[i].k, row_at(k, row) + 8 * part, real);
-      if (MAY_HAVE_Q && p.q) load_eight(raw[i].q, row_at(q, row) + 8 * part, real);
+      if (p.q) load_eight(raw[i].q, row_at(q, row) + 8 * part, real);
     }
     if (r == row0) sync_block();  // for beta
 #pragma unroll
@@ -87,7 +88,7 @@ __device__ __forceinline__ void scale_keys(const RecomputeParams& p, const Chunk
       if (row < c.rows) {
         const long long at = 2 * (output_at(p, c, row, K) + 4 * part);
         store_eight(p.kg + at, scaled(raw[i].k[0], to_end[0], to_end[1]), scaled(raw[i].k[1], to_end[2], to_end[3]));
-        if (MAY_HAVE_Q && p.q) store_eight(p.qg + at, scaled(raw[i].q[0], down[0], down[1]), scaled(raw[i].q[1], down[2], down[3]));
+        if (p.q) store_eight(p.qg + at, scaled(raw[i].q[0], down[0], down[1]), scaled(raw[i].q[1], down[2], down[3]));
       }
       const float beta = load_shared1(beta_at(inverse, row));
       float high[2], low[2];

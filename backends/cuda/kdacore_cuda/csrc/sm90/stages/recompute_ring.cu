@@ -1,13 +1,12 @@
-// kda_recompute_w_u on Hopper, K = V = 128: w = Akk (beta k 2^G), u = Akk (beta v), kg = k 2^(G_last - G) and, with q, qg = q 2^G. The
+// kda_recompute_w_u on Hopper, K = V = 128: w = Akk (beta k 2^G), u = Akk (beta v) and kg = k 2^(G_last - G), without q. The
 // arithmetic is that of common/recompute.cu, bit for bit.
 //
-// Bound by memory, so reads never stop: producer warps ask for the next chunks while a team of warps computes one and stores it. A warp has 16
-// channels and 16 values of all tokens. What it multiplies goes from the rows as they came to registers, where it is scaled in the layout
-// of the matrix unit's right operand; no other warp needs it. The team meets once a chunk, as whole rows leave.
+// Bound by memory, so reads never stop: four warps ask for the next chunks while teams of four compute one each and store it. A warp has
+// 16 channels and 16 values of all tokens at a time. What it multiplies goes from the rows as they came to registers, where it is scaled
+// in the layout of the matrix unit's right operand; no other warp needs it. The team meets once a chunk, as whole rows leave.
 #include "sm90/stages/fetch.cuh"
 
 constexpr int STRIPS = K / 16 / TEAM;  // of a warp
-static_assert(STRIPS * TEAM * 16 == K, "channels without a warp");
 
 struct Lane {
   int lane, t;
@@ -42,10 +41,9 @@ __device__ __forceinline__ void compute_strip(u32 stage, int rows, int strip, co
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
     // Lane's tokens 2t, 2t + 1 and 8 later, channels g and 8 later.
-    u32 k[4], v[4], q[4], high[4], rest[4];
+    u32 k[4], v[4], high[4], rest[4];
     load_matrix4_transposed(k, keys + 16 * m * HALF_PITCH);
     load_matrix4_transposed(v, values + 16 * m * HALF_PITCH);
-    if (HAS_Q) load_matrix4_transposed(q, keys + Q_AT - K_AT + 16 * m * HALF_PITCH);
     const float2 betas[2] = {load_shared2(beta + 64 * m), load_shared2(beta + 64 * m + 32)};
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
@@ -55,11 +53,9 @@ __device__ __forceinline__ void compute_strip(u32 stage, int rows, int strip, co
       high[x] = pack_half(y0, y1);
       rest[x] = pack_half(y0 - half_low(high[x]), y1 - half_high(high[x]));
       k[x] = scaled(k[x], exp2_fast(last[x >> 1] - sum0), exp2_fast(last[x >> 1] - sum1));
-      if (HAS_Q) q[x] = scaled(q[x], down0, down1);
       v[x] = scaled(v[x], betas[x & 1].x, betas[x & 1].y);
     }
     store_matrix4_transposed(keys + 16 * m * HALF_PITCH, k);
-    if (HAS_Q) store_matrix4_transposed(keys + Q_AT - K_AT + 16 * m * HALF_PITCH, q);
 #pragma unroll
     for (int i = m; i < 4; ++i) {
       u32 a[4];
@@ -94,13 +90,12 @@ __device__ __forceinline__ void store_rows(const Leaving& r, u64 to, long long s
   }
 }
 
-__device__ __forceinline__ void consume(const RecomputeRingParams& p, u32 shared, int warp) {
+__device__ __forceinline__ void consume(const RecomputeParams& p, u32 shared, int warp) {
   const int lane = thread_index() & 31, team = warp / TEAM, mine = warp - team * TEAM, t = lane & 3;
   const Lane l = {lane, t, (lane & 15) * HALF_PITCH + 16 * (lane >> 4), 2 * t * FLOAT_PITCH + 4 * (lane >> 2)};
   const int row = 2 * mine + (lane >> 4), piece = lane & 15;
   const long long step = 2ll * p.HV * K;
-  Ring ring = {shared};
-  ring.next(team);
+  Chunks ring = {shared, (u32)team};
 #pragma unroll 1
   while (true) {
     ring.wait_full();
@@ -111,29 +106,24 @@ __device__ __forceinline__ void consume(const RecomputeRingParams& p, u32 shared
     if (!rows) return;
 #pragma unroll 1
     for (int i = 0; i < STRIPS; ++i) compute_strip(stage, rows, mine + TEAM * i, l);
-    if (BULK) fence_async_proxy();  // they will overwrite it
     sync_threads(1 + team, 32 * TEAM);
     const u64 at = ((u64)info.w << 32 | info.z) + row * step + 16 * piece;
     const u32 halves = stage + row * HALF_PITCH + 16 * piece;
     Leaving kg, u, w;
     load_rows(kg, halves + K_AT, HALF_PITCH);
     load_rows(u, halves + V_AT, HALF_PITCH);
-    if (HAS_Q) {
-      Leaving qg;
-      load_rows(qg, halves + Q_AT, HALF_PITCH);
-      store_rows(qg, p.qg + at, step, rows - row);
-    }
     load_rows(w, stage + G_AT + row * FLOAT_PITCH + piece_of_w(piece), FLOAT_PITCH);
     if (!ONCE) warp_arrive(ring.empty(), lane);
     store_rows(kg, p.kg + at, step, rows - row);
     store_rows(u, p.u + at, step, rows - row);
     store_rows(w, p.w + at, step, rows - row);
     if (ONCE) return;
-    ring.next(TEAMS);
+#pragma unroll
+    for (int n = 0; n < TEAMS; ++n) ring.next();
   }
 }
 
-KDA_KERNEL(THREADS, MIN_BLOCKS) recompute_ring(KDA_PARAM RecomputeRingParams p) {
+KDA_KERNEL(THREADS, MIN_BLOCKS) recompute_ring(KDA_PARAM RecomputeParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   const int warp = uniform(thread_index() >> 5);

@@ -167,13 +167,9 @@ def test_long_sequences_are_not_copied() -> None:
     assert arrays.aligned(far) is not far
 
 
-def test_float32_intermediates_and_small_betas(emulated: list[str]) -> None:
+def test_small_betas(emulated: list[str]) -> None:
     x = Drawn(40).recompute()
-    want = recompute(x)
-    for a, b in zip(recompute(x._replace(Akk=x.Akk.float())), want, strict=True):
-        assert torch.equal(a, b)
-    small = x._replace(beta=x.beta.half())
-    check_recompute(small)
+    check_recompute(x._replace(beta=x.beta.half()))
 
 
 def test_many_sequences(emulated: list[str]) -> None:
@@ -211,7 +207,7 @@ def test_verifiers(op: str, changes: dict[str, Any], code: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("gc", "float64"), ("beta", "float64"), ("v", "float16"), ("Akk", "float64")]
+    ("name", "dtype"), [("gc", "float64"), ("beta", "float64"), ("v", "float16"), ("Akk", "float32")]
 )
 def test_other_dtypes_are_rejected(name: str, dtype: str) -> None:
     r = stage_request("kda_recompute_w_u", Drawn(4).recompute())

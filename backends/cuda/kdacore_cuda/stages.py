@@ -92,12 +92,11 @@ def chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:
 def recompute_w_u(request: Request, inputs: RecomputeInputs) -> RecomputeOutputs:
     """``w``, ``u``, ``kg`` and, with q, ``qg`` in the dtype of k: see :func:`kdacore.stages.kda_recompute_w_u`.
 
-    Akk is taken for lower triangular, as the inverse is; a float32 one is rounded first. Raises BackendBuildError or
-    DriverError.
+    Akk is taken for lower triangular, as the inverse is. Raises BackendBuildError or DriverError.
     """
     r, plan = request, _plan_of(request)
     k, v, gc = aligned(inputs.k), aligned(inputs.v), aligned(inputs.gc)
-    Akk = aligned(inputs.Akk.to(k.dtype))
+    Akk = aligned(inputs.Akk)
     q = None if inputs.q is None else aligned(inputs.q)
     beta, cu_seqlens = inputs.beta, flat(inputs.cu_seqlens)
     w = k.new_empty((r.B, r.T, r.HV, r.K))

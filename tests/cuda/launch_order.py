@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 _WAIT = re.compile(r"\bACQBULK\b")
-_MEMORY = re.compile(r"\b(LDG|STG|LDGSTS|UBLKCP|UBLKPF|UBLKRED|UTMALDG|RED|REDG|ATOM|ATOMG|LD|ST|CCTL)\b")
+# SYNCS.CCTL is a cluster's barriers becoming visible, in shared memory.
+_MEMORY = re.compile(r"(?<!SYNCS\.)\b(LDG|STG|LDGSTS|UBLKCP|UBLKPF|UBLKRED|UTMALDG|RED|REDG|ATOM|ATOMG|LD|ST|CCTL)\b")
 
 
 def waits_first(code: str) -> bool:

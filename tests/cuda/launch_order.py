@@ -6,7 +6,9 @@ import re
 
 _WAIT = re.compile(r"\bACQBULK\b")
 # SYNCS.CCTL is a cluster's barriers becoming visible, in shared memory.
-_MEMORY = re.compile(r"(?<!SYNCS\.)\b(LDG|STG|LDGSTS|UBLKCP|UBLKPF|UBLKRED|UTMALDG|RED|REDG|ATOM|ATOMG|LD|ST|CCTL)\b")
+_MEMORY = re.compile(
+    r"(?<!SYNCS\.)\b(LDG|STG|LDGSTS|UBLKCP|UBLKPF|UBLKRED|UTMALDG|RED|REDG|ATOM|ATOMG|LD|ST|CCTL)\b"
+)
 
 
 def waits_first(code: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,10 @@ from kdacore.bench.results import Figure, Results, Row
 
 SAME_TIME = 1.1
 """Two medians closer than this count as the same."""
+SETTLE = 0.5
+"""Seconds before host calls are timed: worker threads of the libraries that the oracle uses go on spinning for a while
+after their work, on cores that the caller shares."""
+
 GRADIENTS = (*gate.GRADIENTS, "A_log", "dt_bias")
 
 
@@ -134,6 +139,7 @@ def _time(case: Case, steps: dict[str, Step], device: str, budget: Budget) -> di
     if case.phase == "graph":
         return clock.interleave(steps, graphs.GraphClock(case), budget)
     if case.phase == "host":
+        time.sleep(SETTLE)
         return clock.interleave(steps, lambda step: clock.busy_seconds(step, wait), budget)
     return clock.interleave(steps, clock.clock_for(case.kind, device), budget)
 

@@ -30,7 +30,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def launch(launcher: Any, grid: int, arch: str, like: Any, values: Any) -> None:
         if isinstance(launcher, FixedLauncher):
-            values = launcher.all_values(values)
+            values, launcher = launcher.all_values(values), launcher.launcher
         launched.append(launcher.kernel.name)
         emulator.run(
             launcher.kernel,

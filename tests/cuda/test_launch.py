@@ -92,9 +92,7 @@ def make_fixed(stub: Path, monkeypatch: pytest.MonkeyPatch, last: tuple[float, .
     plain = make(stub, monkeypatch)
     names = [name for name, _ in layout.DECODE.fields]
     given, rest = tuple(names[: -len(last)]), names[-len(last) :]
-    return fixed.FixedLauncher(
-        plain.kernel, layout.DECODE, 64, 1000, given, dict(zip(rest, last, strict=True))
-    )
+    return fixed.FixedLauncher(plain, given, dict(zip(rest, last, strict=True)))
 
 
 @pytest.mark.parametrize("kind", ["plain", "fixed"])
@@ -141,7 +139,7 @@ def test_launches_may_begin_early_where_the_architecture_has_that(
 def test_a_call_may_give_fields_with_zeros_between(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = make(stub, monkeypatch)
     given, fixed_values = ("k", "g", "dt_bias"), {"T": 5, "scale": 0.5, "lower_bound": -2.0}
-    launcher = fixed.FixedLauncher(plain.kernel, layout.DECODE, 64, 1000, given, fixed_values)
+    launcher = fixed.FixedLauncher(plain, given, fixed_values)
     for values in ((11, 12, 13), (2**47 + 1, 0, 3)):
         launcher(1, 0, "sm_90a", 0, values)
         seen = bytes((ctypes.c_ubyte * layout.DECODE.size).in_dll(ctypes.CDLL(str(stub)), "params"))
@@ -156,7 +154,7 @@ def test_fields_out_of_order_or_fixed_between_are_refused(
     stub: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], fixed_values: dict[str, float]
 ) -> None:
     plain = make(stub, monkeypatch)
-    launcher = fixed.FixedLauncher(plain.kernel, layout.DECODE, 64, 1000, given, fixed_values)
+    launcher = fixed.FixedLauncher(plain, given, fixed_values)
     with pytest.raises(ValueError, match="in order, or not with zeros between"):
         launcher(1, 0, "sm_90a", 0, (1, 2))
 
@@ -164,8 +162,8 @@ def test_fields_out_of_order_or_fixed_between_are_refused(
 def test_launchers_of_one_kernel_share_its_code(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = tuple(range(1, len(layout.DECODE.fields) + 1))
     first = make_fixed(stub, monkeypatch, values[16:])
-    second = fixed.FixedLauncher(first.kernel, layout.DECODE, 64, 1000, first.given, first.fixed)
-    third = launch.Launcher(first.kernel, layout.DECODE, 64, 1000)
+    third = launch.Launcher(first.launcher.kernel, layout.DECODE, 64, 1000)
+    second = fixed.FixedLauncher(third, first.given, first.fixed)
     loads = ctypes.c_int.in_dll(ctypes.CDLL(str(stub)), "loads")
     before = loads.value
     for launcher, given in ((first, values[:16]), (second, values[:16]), (third, values)):

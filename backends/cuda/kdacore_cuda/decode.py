@@ -23,6 +23,7 @@ from kdacore_cuda.arrays import (
     token_flags,
 )
 from kdacore_cuda.fixed import FixedLauncher
+from kdacore_cuda.launch import Launcher
 from kdacore_cuda.layout import DECODE, FLAGS, GATES
 from kdacore_cuda.variants import DECODE_ANY, decode_kernel, decode_mode, decode_tile
 
@@ -84,22 +85,16 @@ def _make_launch(r: Request, strides: tuple[int, ...], mode: int) -> _Launch:
     bf16_state = r.state_dtype == "bfloat16"
     tile = decode_tile(r.K, r.state_v_first, bf16_state, mode)
     (hv_factor, hv_shift), (group_factor, group_shift) = division(r.HV), division(r.HV // r.H)
-    names = [name for name, _ in DECODE.fields[len(GIVEN) :]]
-    fixed = (
+    fixed = DECODE.last(
         *(*strides, hv_factor, group_factor),
         *(r.T, r.H, r.HV, hv_shift, group_shift, r.N * r.HV >= MANY),
         *(GATES[r.gate], flags),
         *(spec_type(r, name) for name in ("v", "g", "beta", "dt_bias")),
         *(r.scale, r.lower_bound or 0.0),
     )
-    launcher = FixedLauncher(
-        decode_kernel(r.K, r.state_v_first, bf16_state, mode),
-        DECODE,
-        tile.threads,
-        tile.shared(r.K, r.state_v_first),
-        GIVEN,
-        dict(zip(names, fixed, strict=True)),
-    )
+    kernel = decode_kernel(r.K, r.state_v_first, bf16_state, mode)
+    plain = Launcher(kernel, DECODE, tile.threads, tile.shared(r.K, r.state_v_first))
+    launcher = FixedLauncher(plain, GIVEN, fixed)
     return _Launch(launcher, r.N * r.HV * (r.V // tile.columns))
 
 

@@ -50,6 +50,15 @@ class Driver:
             self._dll.cuGetErrorName(code, ctypes.byref(text))
             raise DriverError(call, code, (text.value or b"unknown error").decode())
 
+    def recover(self, code: int, device: int, *given: object) -> None:
+        """After :attr:`launch` of ``given`` came back with ``code``, not 0: once more with torch's context where the
+        thread had none. DriverError otherwise, or if that fails too.
+        """
+        if code == NO_CONTEXT:
+            self.make_current(device)
+            code = self.launch(*given)
+        self.check("cuLaunchKernelEx", code)
+
     def make_current(self, device: int) -> None:
         """Make the context that torch uses on ``device`` the calling thread's."""
         context = _P()

@@ -8,35 +8,24 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kdacore_cuda.build import KernelSource
-from kdacore_cuda.driver import NO_CONTEXT, driver
+from kdacore_cuda.driver import driver
 from kdacore_cuda.launch import STREAM_AT, Launcher, put_stream
-from kdacore_cuda.layout import ParamStruct
 
 Start = Callable[[int, tuple[Any, ...]], None]
 """Launches on a stream with the values a call gives."""
 
 
-class FixedLauncher(Launcher):
-    """A kernel most of whose parameters are the same in every call: packed when the launcher is made.
+class FixedLauncher:
+    """A kernel most of whose parameters are the same in every call: packed when a launch of it is first asked for.
 
     Args:
-        kernel, params, threads, shared: as for :class:`Launcher`.
+        launcher: the kernel.
         given: names of the fields that calls give, 8 bytes each, in the struct's order.
         fixed: the other fields; those not named are 0, as all between two that calls give must be.
     """
 
-    def __init__(
-        self,
-        kernel: KernelSource,
-        params: ParamStruct,
-        threads: int,
-        shared: int,
-        given: tuple[str, ...],
-        fixed: Mapping[str, float],
-    ) -> None:
-        super().__init__(kernel, params, threads, shared)
-        self.given, self.fixed = given, dict(fixed)
+    def __init__(self, launcher: Launcher, given: tuple[str, ...], fixed: Mapping[str, float]) -> None:
+        self.launcher, self.given, self.fixed = launcher, given, dict(fixed)
         self._starts: dict[tuple[int, int, str], Start] = {}
 
     def __call__(self, grid: int, device: int, arch: str, stream: int, values: tuple[Any, ...]) -> None:
@@ -53,12 +42,12 @@ class FixedLauncher(Launcher):
     def all_values(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """The whole struct's values for those of a call."""
         named = {**self.fixed, **dict(zip(self.given, values, strict=True))}
-        return tuple(named.get(name, 0) for name, _ in self.params.fields)
+        return tuple(named.get(name, 0) for name, _ in self.launcher.params.fields)
 
     def _make_start(self, grid: int, device: int, arch: str) -> Start:
-        chosen, loaded = driver(), self.load(device, arch, grid)
+        chosen, loaded = driver(), self.launcher.load(device, arch, grid)
         handle, config, config_at, _ = loaded
-        fixed = self.params.packer.pack(*self.all_values((0,) * len(self.given)))
+        fixed = self.launcher.params.packer.pack(*self.all_values((0,) * len(self.given)))
         buffer = ctypes.create_string_buffer(fixed, len(fixed))
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         pack, begin = self._packer(fixed)
@@ -69,25 +58,20 @@ class FixedLauncher(Launcher):
                 pack(buffer, begin, *values)
                 put_stream(config, STREAM_AT, stream)
                 code = launch(config_at, handle, pointers_at, None)
-                if code == NO_CONTEXT:
-                    chosen.make_current(device)
-                    code = launch(config_at, handle, pointers_at, None)
-            if code:
-                chosen.check("cuLaunchKernelEx", code)
+                if code:
+                    chosen.recover(code, device, config_at, handle, pointers_at, None)
 
         start.kept = (pointers, loaded)  # type: ignore[attr-defined]  # the driver reads them at every launch
         return start
 
     def _packer(self, fixed: bytes) -> tuple[Callable[..., None], int]:
         """What packs a call's values, and where it begins. Fields between them are zeros, which padding writes."""
-        places = [self.params.offsets[name] for name in self.given]
-        if not places:
-            return struct.Struct("").pack_into, 0
+        places = [self.launcher.params.offsets[name] for name in self.given]
         text, at = "", places[0]
         for place in places:
             if place < at or any(fixed[at:place]):
                 raise ValueError(
-                    f"{self.kernel.name}: {self.given} are not in order, or not with zeros between"
+                    f"{self.launcher.kernel.name}: {self.given} are not in order, or not with zeros between"
                 )
             text += f"{place - at}xq"
             at = place + 8

@@ -8,7 +8,7 @@ import threading
 from typing import Any, NamedTuple
 
 from kdacore_cuda.build import KernelSource, load_or_compile
-from kdacore_cuda.driver import NO_CONTEXT, driver
+from kdacore_cuda.driver import driver
 from kdacore_cuda.layout import ParamStruct
 
 STATIC_SHARED = 48 * 1024
@@ -95,8 +95,5 @@ class Launcher:
             put_stream(loaded.config, STREAM_AT, stream)
             given = (loaded.address, loaded.handle, self._address, None)
             code = chosen.launch(*given)
-            if code == NO_CONTEXT:
-                chosen.make_current(device)
-                code = chosen.launch(*given)
-        if code:
-            chosen.check("cuLaunchKernelEx", code)
+            if code:
+                chosen.recover(code, device, *given)

@@ -44,6 +44,10 @@ class ParamStruct:
         """Bytes, a multiple of 8 as in C."""
         return self.packer.size
 
+    def last(self, *values: float) -> dict[str, float]:
+        """These values for the last fields, by name."""
+        return dict(zip((name for name, _ in self.fields[-len(values) :]), values, strict=True))
+
     def header(self) -> str:
         """C++ text: the struct, and an assertion that the compiler laid it out as :attr:`packer` packs it."""
         lines = [f"struct {self.name} {{"]

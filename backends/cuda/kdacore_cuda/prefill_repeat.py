@@ -75,15 +75,13 @@ def _starter(
     """The launch with ``fixed`` packed for good; nothing for no blocks, as of no tokens."""
     if not grid:
         return lambda stream, values: None
-    packed = FixedLauncher(launcher.kernel, launcher.params, launcher.threads, launcher.shared, given, fixed)
-    return runtime.starter(packed, grid, arch, index)
+    return runtime.starter(FixedLauncher(launcher, given, fixed), grid, arch, index)
 
 
 def _fused(request: Request, strides: tuple[int, ...], index: int, empty: Empty) -> Launch:
     plan = prefill.plan_of(request)
     given = (*_TOKENS, "o", "h0", "ht", "handed", "launch")
-    numbers = [name for name, _ in PREFILL.fields[-len(plan.sizes) :]]
-    fixed = dict(zip((*_STRIDES, *numbers), (*strides, *plan.sizes), strict=True))
+    fixed = PREFILL.last(*strides, *plan.sizes)
     start = _starter(plan.launcher, given, fixed, plan.grid, plan.arch, index)
     size, counter = plan.hand_over, prefill.LAUNCHES
     shape, ones = (size,), (1,)
@@ -102,12 +100,11 @@ def _segments(request: Request, strides: tuple[int, ...], index: int, empty: Emp
     fixed = {**plan.chunks.sizes, **dict(zip(_STRIDES, strides, strict=True))}
     start = _starter(prepare, (*_TOKENS, *_RECORD), fixed, units, arch, index)
     given = ("cu_seqlens", "o", "h0", "ht", "records", "maps", "starts")
-    sizes = dict(zip((name for name, _ in SEGMENTS.fields[-len(plan.sizes) :]), plan.sizes, strict=True))
+    sizes = SEGMENTS.last(*plan.sizes)
     later = [_starter(launcher, given, sizes, grid, arch, index) for _, launcher, grid in others]
     kg, qg, w, u, aqk, last = (segments.RECORD[name][0] for name in _RECORD)
-    to_maps = plan.units * segments.RECORD_BYTES
-    to_starts = to_maps + plan.places * segments.MAP_BYTES
-    shape, ones = (to_starts + plan.places * segments.START_BYTES,), (1,)
+    to_maps, to_starts = plan.to_maps, plan.to_starts
+    shape, ones = (plan.work_bytes,), (1,)
 
     def launch(stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int) -> None:
         work = empty(shape, ones, torch.uint8)

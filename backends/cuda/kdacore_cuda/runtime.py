@@ -19,7 +19,9 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 """Handle of the current stream of a CUDA device."""
 
 
-def launch(launcher: Launcher, grid: int, arch: str, like: torch.Tensor, values: tuple[Any, ...]) -> None:
+def launch(
+    launcher: Launcher | FixedLauncher, grid: int, arch: str, like: torch.Tensor, values: tuple[Any, ...]
+) -> None:
     """Launch ``grid`` blocks on the current stream of ``like``'s device. A grid of 0 launches nothing."""
     if not grid:
         return

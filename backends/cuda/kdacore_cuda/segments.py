@@ -58,6 +58,20 @@ class Plan(NamedTuple):
     """Parameters of the other launches: those that are numbers."""
     state_dtype: torch.dtype
 
+    @property
+    def to_maps(self) -> int:
+        """Where maps begin in a call's work; records come first."""
+        return self.units * RECORD_BYTES
+
+    @property
+    def to_starts(self) -> int:
+        """Where starts begin, which come last."""
+        return self.to_maps + self.places * MAP_BYTES
+
+    @property
+    def work_bytes(self) -> int:
+        return self.to_starts + self.places * START_BYTES
+
 
 def _make_plan(r: Request) -> Plan:
     chunks = backward.plan_of(r)
@@ -118,10 +132,8 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> Call:
     o = inputs.v.new_empty((request.B, request.T, request.HV, request.V))
     ht = o.new_empty(request.state_shape, dtype=plan.state_dtype) if request.output_final_state else None
     ckpt = checkpoints(request, o, plan.state_dtype)
-    size = plan.units * RECORD_BYTES + plan.places * (MAP_BYTES + START_BYTES)
-    work = o.new_empty(size, dtype=torch.uint8)
+    work = o.new_empty(plan.work_bytes, dtype=torch.uint8)
     records = work.data_ptr()
-    maps = records + plan.units * RECORD_BYTES
 
     values = list(plan.prepare_values)
     for at, x in zip(_INPUTS, pointers, strict=True):
@@ -134,7 +146,7 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> Call:
 
     others: tuple[Any, ...] = (
         *(pointer(cu_seqlens), o.data_ptr(), pointer(h0), pointer(ht), pointer(ckpt)),
-        *(records, maps, maps + plan.places * MAP_BYTES),
+        *(records, records + plan.to_maps, records + plan.to_starts),
         *plan.sizes,
     )
     steps = tuple((*step, others if i else tuple(values)) for i, step in enumerate(plan.steps))

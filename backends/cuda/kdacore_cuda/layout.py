@@ -142,11 +142,9 @@ RECOMPUTE = ParamStruct(
         ("NT", "i32"),
         ("flags", "i32"),
         ("beta_type", "i32"),
-        ("items", "i32"),
     ),
 )
-"""Parameters of the stage ``kda_recompute_w_u``; ``q`` and ``qg`` are 0 when q is not given. ``items``: slots times HV,
-for blocks that take several."""
+"""Parameters of the stage ``kda_recompute_w_u``; ``q`` and ``qg`` are 0 when q is not given."""
 
 BACKWARD = ParamStruct(
     "BackwardParams",

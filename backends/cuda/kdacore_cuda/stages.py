@@ -12,7 +12,7 @@ from kdacore_cuda import runtime
 from kdacore_cuda.arrays import Plans, aligned, build_arch, flat, is_wide, pointer, spec_type
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.layout import FLAGS, INTRA, RECOMPUTE
-from kdacore_cuda.recompute_kernels import RingTile, ring_kernel, ring_tile
+from kdacore_cuda.recompute_kernels import THREADS, RecomputeTile, hopper_kernel, recompute_tile
 from kdacore_cuda.variants import (
     STAGE_THREADS,
     intra_kernel,
@@ -33,8 +33,8 @@ def _recompute_launcher(K: int, V: int, float16: bool) -> Launcher:
 
 
 @cache
-def _ring_launcher(float16: bool, tile: RingTile) -> Launcher:
-    return Launcher(ring_kernel(float16, tile), RECOMPUTE, tile.threads, tile.shared)
+def _hopper_launcher(float16: bool, with_q: bool, tile: RecomputeTile) -> Launcher:
+    return Launcher(hopper_kernel(float16, with_q, tile), RECOMPUTE, THREADS, tile.shared)
 
 
 class _Plan(NamedTuple):
@@ -54,11 +54,10 @@ def _make_plan(r: Request) -> _Plan:
     items = (1 if r.packed else r.B) * r.num_chunks * r.HV
     if r.op == "kda_chunk_intra":
         return _Plan(_intra_launcher(r.K, float16), items, arch, (*sizes, r.scale))
-    processors = runtime.processors(r.device.index)
-    tile = ring_tile(r.K, r.V, r.has("q"), items, processors, arch)
+    tile = recompute_tile(r.K, r.V, items, runtime.processors(r.device.index), arch)
     if tile is None:
-        return _Plan(_recompute_launcher(r.K, r.V, float16), items, arch, (*sizes, items))
-    return _Plan(_ring_launcher(float16, tile), tile.grid(items, processors), arch, (*sizes, items))
+        return _Plan(_recompute_launcher(r.K, r.V, float16), items, arch, sizes)
+    return _Plan(_hopper_launcher(float16, r.has("q"), tile), items * tile.parts, arch, sizes)
 
 
 _plan_of = Plans(_make_plan)

@@ -89,7 +89,7 @@ KDA_KERNEL(THREADS, MIN_BLOCKS) intra(KDA_PARAM IntraParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   wait_for_inputs();
-  const Chunk c = make_chunk(p);
+  const Chunk c = make_chunk(p, block_index());
   if (!c.rows) return;
   Lane l;
   l.lane = thread_index() & 31;

@@ -174,7 +174,7 @@ KDA_KERNEL(THREADS, MIN_BLOCKS) recompute(KDA_PARAM RecomputeParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   wait_for_inputs();
-  const Chunk c = make_chunk(p);
+  const Chunk c = make_chunk(p, block_index());
   if (!c.rows) return;
   copy_inverse(shared + INVERSE_AT, make_rows(p.Akk, p.Akk_sb, p.Akk_st, p.Akk_sh, 2, c, c.hv), c.rows);
   copy_rows<V>(shared + VALUES_AT, make_rows(p.v, p.v_sb, p.v_st, p.v_sh, 2, c, c.hv), c.rows);

@@ -59,19 +59,21 @@ __device__ __forceinline__ void find_packed(const Params& p, int slot, Chunk& c)
   }
 }
 
-// Blocks of neighbouring value heads are neighbours, so that rows of one token travel together and q, k are shared in L2.
+// Which chunk and value head item `item` is. Neighbouring value heads are neighbours, so that rows of one token travel together and q, k
+// are shared in L2.
 template <typename Params>
-__device__ __forceinline__ Chunk make_chunk(const Params& p) {
+__device__ __forceinline__ Chunk make_chunk(const Params& p, int item) {
   Chunk c;
-  c.hv = block_index() % p.HV;
-  c.h = c.hv / (p.HV / p.H);
-  const int slot = block_index() / p.HV;
+  const int slot = item / p.HV;
+  c.hv = item - slot * p.HV;
+  c.h = p.HV == p.H ? c.hv : c.hv / (p.HV / p.H);
   if (p.cu_seqlens) {
     find_packed(p, slot, c);
     return c;
   }
-  c.batch = slot / p.NT;
-  c.first = (long long)(slot % p.NT) * C;
+  const int batch = slot < p.NT ? 0 : slot / p.NT;
+  c.batch = batch;
+  c.first = (long long)(slot - batch * p.NT) * C;
   const long long left = p.T - c.first;
   c.rows = left < C ? (int)left : C;
   return c;

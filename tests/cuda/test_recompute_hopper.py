@@ -1,4 +1,4 @@
-"""``kda_recompute_w_u`` on Hopper without q, emulated on the CPU, against the kernel for every architecture."""
+"""``kda_recompute_w_u`` on Hopper, emulated on the CPU, against the kernel for every architecture."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from stage_calls import Drawn, recompute, stage_request
 from kdacore.types import RecomputeInputs, RecomputeOutputs
 from kdacore_cuda import build, runtime, stages
 from kdacore_cuda.arrays import Plans
-from kdacore_cuda.recompute_kernels import ONCE, RING, RingTile, ring_kernel, ring_tile
+from kdacore_cuda.recompute_kernels import HALVES, WHOLE, RecomputeTile, hopper_kernel, recompute_tile
 from kdacore_reference import oracle_stages as exact
 
 PROCESSORS = 3
-"""So few that every block takes several chunks, and its ring goes round."""
 PACK = [0, 1, 17, 64, 15, 0, 70, 200]
 SHAPES = [
     pytest.param({"T": 230, "HV": 4, "H": 2, "B": 2}, id="grouped"),
@@ -26,7 +25,8 @@ SHAPES = [
     pytest.param({"lengths": PACK, "dtype": torch.float16}, id="packed float16"),
     pytest.param({"lengths": [3, 0] * 40 + [130]}, id="many sequences"),
 ]
-both = pytest.mark.parametrize("tile", [RING, ONCE], ids=["ring", "once"])
+both = pytest.mark.parametrize("tile", [WHOLE, HALVES], ids=["whole", "halves"])
+queries = pytest.mark.parametrize("with_q", [False, True], ids=["", "with q"])
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +35,8 @@ def few_processors(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(stages, "build_arch", lambda arch: "sm_90a")
 
 
-def use(monkeypatch: pytest.MonkeyPatch, tile: RingTile | None) -> None:
-    monkeypatch.setattr(stages, "ring_tile", lambda *call: tile)
+def use(monkeypatch: pytest.MonkeyPatch, tile: RecomputeTile | None) -> None:
+    monkeypatch.setattr(stages, "recompute_tile", lambda *call: tile)
     monkeypatch.setattr(stages, "_plan_of", Plans(stages._make_plan))
 
 
@@ -48,7 +48,7 @@ def same(a: RecomputeOutputs, b: RecomputeOutputs) -> bool:
     return all(x is y or torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def check(monkeypatch: pytest.MonkeyPatch, inputs: RecomputeInputs, tile: RingTile) -> RecomputeOutputs:
+def check(monkeypatch: pytest.MonkeyPatch, inputs: RecomputeInputs, tile: RecomputeTile) -> RecomputeOutputs:
     """The bits of common/recompute.cu."""
     use(monkeypatch, None)
     want = recompute(inputs)
@@ -60,52 +60,50 @@ def check(monkeypatch: pytest.MonkeyPatch, inputs: RecomputeInputs, tile: RingTi
 
 def test_what_they_serve() -> None:
     """Few items a multiprocessor and more; nothing else."""
-    assert ring_tile(128, 128, False, 16 * 132, 132, "sm_90a") is RING
-    assert ring_tile(128, 128, False, 16 * 132 + 1, 132, "sm_90a") is ONCE
+    assert recompute_tile(128, 128, 16 * 132, 132, "sm_90a") is HALVES
+    assert recompute_tile(128, 128, 16 * 132 + 1, 132, "sm_90a") is WHOLE
     for items in (1, 100_000):
-        for K, V, with_q, arch in (
-            (64, 64, False, "sm_90a"),
-            (128, 64, False, "sm_90a"),
-            (128, 128, True, "sm_90a"),
-            (128, 128, False, "sm_100f"),
-        ):
-            assert ring_tile(K, V, with_q, items, 132, arch) is None
-
-
-def test_blocks() -> None:
-    assert [RING.grid(items, 132) for items in (7, 1000)] == [7, 132]
-    assert [ONCE.grid(items, 132) for items in (7, 1000)] == [7, 1000]
+        for K, V, arch in ((64, 64, "sm_90a"), (128, 64, "sm_90a"), (128, 128, "sm_100f")):
+            assert recompute_tile(K, V, items, 132, arch) is None
 
 
 def test_the_length_of_a_call_chooses(emulated: list[str]) -> None:
     chunks = 16 * PROCESSORS
     for T in (64 * chunks, 64 * chunks + 1):
         recompute(draw(T=T).recompute(False))
-    assert ["CHUNKS3" in emulated[0], "CHUNKS1" in emulated[1]] == [True] * 2
+    assert ["PARTS2" in emulated[0], "PARTS1" in emulated[1]] == [True] * 2
 
 
 @both
+@queries
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_gives_the_bits_of_the_other_kernel(
-    emulated: list[str], monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], tile: RingTile
+    emulated: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    shape: dict[str, Any],
+    tile: RecomputeTile,
+    with_q: bool,
 ) -> None:
-    inputs = draw(**shape).recompute(False)
+    inputs = draw(**shape).recompute(with_q)
     got = check(monkeypatch, inputs, tile)
-    assert [name.partition("-")[0] for name in emulated] == ["recompute", "recompute_ring"]
+    assert [name.partition("-")[0] for name in emulated] == ["recompute", "recompute_hopper"]
     want = exact.oracle_recompute_w_u(stage_request("kda_recompute_w_u", inputs), inputs)
-    for mine, right in zip(got[:3], want[:3], strict=True):
+    for mine, right in zip(got[: 3 + with_q], want[: 3 + with_q], strict=True):
         assert error(mine, right) < O_BOUND
 
 
 @both
-def test_near_collinear_keys(monkeypatch: pytest.MonkeyPatch, tile: RingTile) -> None:
+def test_near_collinear_keys(monkeypatch: pytest.MonkeyPatch, tile: RecomputeTile) -> None:
     check(monkeypatch, draw(T=70, gate="slow", collinear=True).recompute(False), tile)
 
 
 @both
-def test_same_bits_in_any_order(monkeypatch: pytest.MonkeyPatch, tile: RingTile) -> None:
+@queries
+def test_same_bits_in_any_order(
+    monkeypatch: pytest.MonkeyPatch, tile: RecomputeTile, with_q: bool
+) -> None:
     """Of threads and copies; nothing is read before it is there, or overwritten before it has been read."""
-    inputs, plain, found = draw(T=330, HV=2, H=2).recompute(False), emulator.run, []
+    inputs, plain, found = draw(T=200, HV=2, H=2).recompute(with_q), emulator.run, []
     use(monkeypatch, tile)
     for seed in range(4):
         monkeypatch.setattr(emulator, "run", lambda *a, seed=seed, **k: plain(*a, **{**k, "seed": seed}))
@@ -114,16 +112,9 @@ def test_same_bits_in_any_order(monkeypatch: pytest.MonkeyPatch, tile: RingTile)
 
 
 @both
-def test_with_an_arrival_for_each_lane(monkeypatch: pytest.MonkeyPatch, tile: RingTile) -> None:
-    """As racecheck is given the kernels."""
-    monkeypatch.setenv(build.EVERY_LANE, "1")
-    check(monkeypatch, draw(T=230, HV=2, H=2).recompute(False), tile)
-
-
-@both
-def test_views_amid_poison(monkeypatch: pytest.MonkeyPatch, tile: RingTile) -> None:
+def test_views_amid_poison(monkeypatch: pytest.MonkeyPatch, tile: RecomputeTile) -> None:
     """Read where they lie; nothing outside them is, and no row past the end."""
-    x = draw(T=100, B=2, HV=2).recompute(False)
+    x = draw(T=100, B=2, HV=2).recompute()
 
     def amid(a: torch.Tensor) -> torch.Tensor:
         B, T, heads, width = a.shape
@@ -131,43 +122,44 @@ def test_views_amid_poison(monkeypatch: pytest.MonkeyPatch, tile: RingTile) -> N
         wide[:, 1:-1, 1:, :width] = a
         return wide[:, 1:-1, 1:, :width]
 
-    views = x._replace(**{n: amid(getattr(x, n)) for n in ("k", "v", "gc", "Akk")})
+    views = x._replace(**{n: amid(getattr(x, n)) for n in ("k", "v", "gc", "Akk", "q")})
     want = check(monkeypatch, x, tile)
     assert same(recompute(views), want)
 
 
 @both
-def test_a_sequence_does_not_see_its_neighbours(monkeypatch: pytest.MonkeyPatch, tile: RingTile) -> None:
+def test_a_sequence_does_not_see_its_neighbours(monkeypatch: pytest.MonkeyPatch, tile: RecomputeTile) -> None:
     """Not even where they are no numbers."""
-    x = draw(lengths=[50, 200, 40]).recompute(False)
+    x = draw(lengths=[50, 200, 40]).recompute()
     rows = slice(50, 250)
     use(monkeypatch, tile)
-    alone = recompute(RecomputeInputs(*(a[:, rows] for a in x[:5]), None, None))
-    for a in x[:5]:
+    alone = recompute(RecomputeInputs(*(a[:, rows] for a in x[:6]), None))
+    for a in x[:6]:
         a[:, :50] = a[:, 250:] = float("nan")
-    for mine, right in zip(recompute(x)[:3], alone[:3], strict=True):
+    for mine, right in zip(recompute(x), alone, strict=True):
         assert torch.equal(mine[:, rows], right)
 
 
 @both
-def test_earlier_rows_do_not_see_later_ones(monkeypatch: pytest.MonkeyPatch, tile: RingTile) -> None:
-    x, t = draw(T=130).recompute(False), 101
+def test_earlier_rows_do_not_see_later_ones(monkeypatch: pytest.MonkeyPatch, tile: RecomputeTile) -> None:
+    x, t = draw(T=130).recompute(), 101
     use(monkeypatch, tile)
-    short, whole = recompute(RecomputeInputs(*(a[:, :t] for a in x[:5]), None, None)), recompute(x)
-    for name in ("w", "u"):
+    short, whole = recompute(RecomputeInputs(*(a[:, :t] for a in x[:6]), None)), recompute(x)
+    for name in ("w", "u", "qg"):
         assert torch.equal(getattr(short, name), getattr(whole, name)[:, :t])
 
 
 @both
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_other_betas(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tile: RingTile) -> None:
+def test_other_betas(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tile: RecomputeTile) -> None:
     x = draw(T=70, HV=2).recompute(False)
     check(monkeypatch, x._replace(beta=x.beta.to(dtype)), tile)
 
 
 @both
+@queries
 @pytest.mark.parametrize("float16", [False, True])
-def test_it_compiles_without_spills(tile: RingTile, float16: bool) -> None:
-    assert build.compile_kernel(ring_kernel(float16, tile), "sm_90a").usage().spills == 0
+def test_it_compiles_without_spills(tile: RecomputeTile, float16: bool, with_q: bool) -> None:
+    assert build.compile_kernel(hopper_kernel(float16, with_q, tile), "sm_90a").usage().spills == 0
     # What blocks of a multiprocessor have together, each with 1 KB of its own.
     assert tile.min_blocks * (tile.shared + 1024) <= 228 * 1024

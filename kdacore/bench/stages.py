@@ -1,7 +1,8 @@
 """The ``h200-stages`` preset: the two stages inside a chunk, as training uses them, beside the peer's.
 
 The peer has one function for both stages together and one for the second alone, so that is what is timed; the figure
-for the first stage is the difference of the two.
+for the first stage is the difference of the two. The second only moves memory, so a plain copy of as many bytes takes
+its turn too: no kernel can be much faster than that.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ PRESET = "h200-stages"
 PEER = fla.PEER.distribution
 BOTH, SECOND, SECOND_Q = "intra and w/u", "w/u", "w/u with q"
 WORK = (BOTH, SECOND, SECOND_Q)
+COPY = "copy of as many bytes"
 BOUND = 9e-3
 """Relative error allowed to each result: twice the contract's bfloat16 bound, as for any near-singular chunk."""
 CHECKED = 512
@@ -128,6 +130,9 @@ def run_case(case: StageCase, device: str, only: tuple[str, ...], budget: Budget
             )
             if ok:
                 steps[name] = step
+        if steps and work != BOTH:
+            steps[COPY] = _copy(work, arrays)
+            rows[COPY] = {**_about(case, work, COPY, device), "status": "ok", "note": "torch.Tensor.copy_"}
         for name, t in interleave(steps, clock_for("torch", device), budget).items() if steps else ():
             rows[name].update(seconds=t.median, low=t.low, high=t.high, samples=t.samples)
             times[work, name] = t
@@ -252,6 +257,21 @@ def _peer(work: str, x: Arrays) -> dict[str, Any]:
     return {"w": w, "u": u, "qg": qg, "kg": kg}
 
 
+def _copy(work: str, x: Arrays) -> Callable[[], Any]:
+    """Reads and writes, together, what the second stage has to."""
+    import torch
+
+    inputs = ("k", "v", "gc", "beta") + ("q",) * (work == SECOND_Q)
+    results = ("k", "v", "k") + ("k",) * (work == SECOND_Q)
+    values = x["v"].shape[2] // x["k"].shape[2]
+    size = sum(x[name].nbytes for name in inputs)
+    size += sum(x[name].nbytes * (values if name == "k" else 1) for name in results)
+    size += x["Akk"].nbytes * 5 // 8  # by blocks of 16 x 16, those on and below the diagonal
+    source = torch.zeros(size // 2, dtype=torch.uint8, device=x["v"].device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
 def _spec(case: StageCase, op: str, device: str) -> CallSpec:
     from kdacore.bench.cases import Case
     from kdacore.bench.contenders import present
@@ -288,13 +308,15 @@ def _figures(case: StageCase, times: dict[tuple[str, str], Timing]) -> list[Figu
         return []
 
     def best(work: str) -> tuple[str, float] | None:
-        ours = {n: t.median for (w, n), t in times.items() if w == work and n != peer}
+        ours = {n: t.median for (w, n), t in times.items() if w == work and n not in (peer, COPY)}
         return min(ours.items(), key=lambda item: item[1]) if ours and (work, peer) in times else None
 
     found = []
     for work in (SECOND, SECOND_Q):
         if (fastest := best(work)) is not None:
             found.append((work, times[work, peer].median / fastest[1], case.second, fastest[0]))
+            ceiling = times[work, peer].median / times[work, COPY].median
+            found.append((f"{work}, a plain copy", ceiling, 0.0, COPY))
     if (fastest := best(BOTH)) is not None and (SECOND, fastest[0]) in times and (SECOND, peer) in times:
         ours = fastest[1] - times[SECOND, fastest[0]].median
         theirs = times[BOTH, peer].median - times[SECOND, peer].median

@@ -173,7 +173,7 @@ void toy(int wrong, float* in, float* out) {
   if (wrong != 6 && thread == 63) store_shared(shared + 1024, 0u);
   if (wrong == 5 && thread == 0) copy_out_wait_read<0>();
   // Sixteen bytes a thread, read by a neighbour.
-  copy_async16(shared + 2048 + 16 * thread, in + 4 * (thread & 15), true);
+  copy_async16(shared + 2048 + 16 * thread + (wrong == 14 ? 16 : 0), in + 4 * (thread & 15), true);
   copy_async_commit();
   if (wrong != 8) copy_async_wait<0>();
   if (wrong != 9) sync_block();
@@ -221,6 +221,7 @@ def test_copies(copies: Toy, seed: int) -> None:
         (11, "deadlock"),
         (13, "a barrier that the async proxy has not heard of"),
         (12, "a bulk copy in that nobody waited for"),
+        (14, "a sector split by a copy"),
     ],
 )
 def test_mistakes_with_copies(copies: Toy, wrong: int, complaint: str) -> None:

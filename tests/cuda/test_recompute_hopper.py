@@ -13,7 +13,7 @@ from stage_calls import Drawn, recompute, stage_request
 from kdacore.types import RecomputeInputs, RecomputeOutputs
 from kdacore_cuda import build, runtime, stages
 from kdacore_cuda.arrays import Plans
-from kdacore_cuda.recompute_kernels import HALVES, WHOLE, RecomputeTile, hopper_kernel, recompute_tile
+from kdacore_cuda.recompute_kernels import HALVES, WHOLE, RecomputeTile, hopper_kernel, recompute_tile, serves
 from kdacore_reference import oracle_stages as exact
 
 PROCESSORS = 3
@@ -36,6 +36,7 @@ def few_processors(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def use(monkeypatch: pytest.MonkeyPatch, tile: RecomputeTile | None) -> None:
+    monkeypatch.setattr(stages, "serves", lambda *call: tile is not None)
     monkeypatch.setattr(stages, "recompute_tile", lambda *call: tile)
     monkeypatch.setattr(stages, "_plan_of", Plans(stages._make_plan))
 
@@ -59,16 +60,15 @@ def check(monkeypatch: pytest.MonkeyPatch, inputs: RecomputeInputs, tile: Recomp
 
 
 def test_what_they_serve() -> None:
-    """Few items a multiprocessor and more; nothing else."""
-    assert recompute_tile(128, 128, 16 * 132, 132, "sm_90a") is HALVES
-    assert recompute_tile(128, 128, 16 * 132 + 1, 132, "sm_90a") is WHOLE
-    for items in (1, 100_000):
-        for K, V, arch in ((64, 64, "sm_90a"), (128, 64, "sm_90a"), (128, 128, "sm_100f")):
-            assert recompute_tile(K, V, items, 132, arch) is None
+    assert serves(128, 128, "sm_90a")
+    for K, V, arch in ((64, 64, "sm_90a"), (128, 64, "sm_90a"), (128, 128, "sm_100f")):
+        assert not serves(K, V, arch)
+    assert recompute_tile(32 * 132, 132) is HALVES
+    assert recompute_tile(32 * 132 + 1, 132) is WHOLE
 
 
 def test_the_length_of_a_call_chooses(emulated: list[str]) -> None:
-    chunks = 16 * PROCESSORS
+    chunks = 32 * PROCESSORS
     for T in (64 * chunks, 64 * chunks + 1):
         recompute(draw(T=T).recompute(False))
     assert ["PARTS2" in emulated[0], "PARTS1" in emulated[1]] == [True] * 2
@@ -99,9 +99,7 @@ def test_near_collinear_keys(monkeypatch: pytest.MonkeyPatch, tile: RecomputeTil
 
 @both
 @queries
-def test_same_bits_in_any_order(
-    monkeypatch: pytest.MonkeyPatch, tile: RecomputeTile, with_q: bool
-) -> None:
+def test_same_bits_in_any_order(monkeypatch: pytest.MonkeyPatch, tile: RecomputeTile, with_q: bool) -> None:
     """Of threads and copies; nothing is read before it is there, or overwritten before it has been read."""
     inputs, plain, found = draw(T=200, HV=2, H=2).recompute(with_q), emulator.run, []
     use(monkeypatch, tile)

@@ -30,14 +30,17 @@ class RecomputeTile(NamedTuple):
 
 WHOLE = RecomputeTile(parts=1, min_blocks=3)
 HALVES = RecomputeTile(parts=2, min_blocks=5)
-FEW_ITEMS = 16
+FEW_ITEMS = 32
 """Chunks and value heads a multiprocessor up to which HALVES is the faster one, as measured."""
 
 
-def recompute_tile(K: int, V: int, items: int, processors: int, arch: str) -> RecomputeTile | None:
-    """What serves a call of ``items`` chunks and value heads; None: common/recompute.cu does."""
-    if not K == V == HEAD_DIM or arch != HOPPER:
-        return None
+def serves(K: int, V: int, arch: str) -> bool:
+    """Whether these kernels take such calls; common/recompute.cu takes all others."""
+    return K == V == HEAD_DIM and arch == HOPPER
+
+
+def recompute_tile(items: int, processors: int) -> RecomputeTile:
+    """What serves a call of ``items`` chunks and value heads."""
     return HALVES if items <= FEW_ITEMS * processors else WHOLE
 
 

@@ -12,7 +12,7 @@ from kdacore_cuda import runtime
 from kdacore_cuda.arrays import Plans, aligned, build_arch, flat, is_wide, pointer, spec_type
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.layout import FLAGS, INTRA, RECOMPUTE
-from kdacore_cuda.recompute_kernels import THREADS, RecomputeTile, hopper_kernel, recompute_tile
+from kdacore_cuda.recompute_kernels import THREADS, RecomputeTile, hopper_kernel, recompute_tile, serves
 from kdacore_cuda.variants import (
     STAGE_THREADS,
     intra_kernel,
@@ -54,9 +54,9 @@ def _make_plan(r: Request) -> _Plan:
     items = (1 if r.packed else r.B) * r.num_chunks * r.HV
     if r.op == "kda_chunk_intra":
         return _Plan(_intra_launcher(r.K, float16), items, arch, (*sizes, r.scale))
-    tile = recompute_tile(r.K, r.V, items, runtime.processors(r.device.index), arch)
-    if tile is None:
+    if not serves(r.K, r.V, arch):
         return _Plan(_recompute_launcher(r.K, r.V, float16), items, arch, sizes)
+    tile = recompute_tile(items, runtime.processors(r.device.index))
     return _Plan(_hopper_launcher(float16, r.has("q"), tile), items * tile.parts, arch, sizes)
 
 

@@ -137,21 +137,23 @@ def recompute_shared(K: int, V: int) -> int:
     return 64 * 2 * (64 + 2 * K + V)
 
 
-def stage_kernels() -> Iterator[KernelSource]:
-    """The kernels of the training stages shipped for every architecture: those with K = V."""
+def stage_kernels(arch: str) -> Iterator[KernelSource]:
+    """The kernels of the training stages shipped for ``arch``: those with K = V that serve calls there."""
     for float16 in (False, True):
         for K in HEAD_DIMS:
             yield intra_kernel(K, float16)
-            yield recompute_kernel(K, K, float16)
+            if not recompute_kernels.serves(K, K, arch):
+                yield recompute_kernel(K, K, float16)
+    if arch == HOPPER:
+        yield from recompute_kernels.packaged_kernels()
 
 
 def packaged_kernels(arch: str) -> Iterator[KernelSource]:
     """What :func:`kdacore_cuda.prebuilt.build_all` compiles for ``arch``: all but stages with K != V and, off Hopper,
     prefill with a float32 gate input."""
     yield from decode_kernels()
-    yield from stage_kernels()
+    yield from stage_kernels(arch)
     if arch == HOPPER:
-        yield from recompute_kernels.packaged_kernels()
         yield from backward_kernels.packaged_kernels()
         yield from segment_kernels.packaged_kernels()
     for K in HEAD_DIMS:

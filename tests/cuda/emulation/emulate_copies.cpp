@@ -64,6 +64,22 @@ void send(Late c) {
   else late.push_back(std::move(c));
 }
 
+// Neighbouring lanes that bring a sector's halves to different ones: it is read from L2 twice.
+void keep_together(const Copy& c) {
+  std::vector<Copy>& mine = me->copies;
+  const int lane = me->thread & 31;
+  mine.push_back(c);
+  for (int other : {lane - 1, lane + 1}) {
+    if (!c.real || other < 0 || other > 31) continue;
+    const std::vector<Copy>& others = me->warp->lanes[other].copies;
+    if (others.size() < mine.size()) continue;
+    const Copy& d = others[mine.size() - 1];
+    if (d.real && c.src != d.src && (uintptr_t)c.src / 32 == (uintptr_t)d.src / 32 && c.dst / 32 != d.dst / 32) {
+      fail("a sector split by a copy", c.dst);
+    }
+  }
+}
+
 u32 own(u32 a) { return (u32)me->block->rank << 24 | (a & 0xffffff); }
 
 }  // namespace emu
@@ -72,6 +88,7 @@ void copy_async16(u32 dst, const void* src, bool real, emu::Site site) {
   emu::note(dst, 16, site);
   emu::come(dst, 16);
   emu::Copy c = {dst, src, real, emu::at_once()};
+  emu::keep_together(c);
   if (c.landed) emu::put(c);
   emu::me->groups.back().push_back(c);
 }

@@ -115,6 +115,7 @@ struct Fiber {
   Block* block;
   Warp* warp;
   std::vector<std::vector<Copy>> groups{1};
+  std::vector<Copy> copies;  // all of them, in order
   std::vector<std::vector<Out>> outs{1};
   std::vector<Known> known;
   u32 syncs = 0;      // meetings it has left that order lanes' accesses to memory

@@ -29,11 +29,9 @@ __device__ __forceinline__ void feed_forward(const BackwardParams& p, const Job&
 constexpr int ROW_LANES = DO_ROW / 16, ROWS_AT_ONCE = 32 / ROW_LANES, SHARE = C / OUTPUT_WARPS;
 
 __device__ __forceinline__ void fetch_rows(u32 to, const unsigned char* from, long long token, int lane, int rows) {
-  const int first = lane / ROW_LANES;
-  to += first * DO_PITCH + lane % ROW_LANES * 16;
 #pragma unroll 8
-  for (int row = 0; row < SHARE; row += ROWS_AT_ONCE) {
-    copy_async16(to + row * DO_PITCH, from, first + row < rows);
+  for (int row = lane / ROW_LANES; row < SHARE; row += ROWS_AT_ONCE) {
+    copy_async16(to + output_piece(row, lane % ROW_LANES), from, row < rows);
     from += ROWS_AT_ONCE * token;
   }
 }
@@ -45,7 +43,7 @@ __device__ __forceinline__ void feed_outputs(const BackwardParams& p, const Job&
   const u64 first = p.d_o + (job.s.batch * p.T + job.s.first + part * SHARE + lane / ROW_LANES) * token +
                     2 * (job.hv * V + job.part * BLOCK_V) + lane % ROW_LANES * 16;
   for (int c = job.s.chunks - 1; c >= 0; --c) {
-    const u32 to = outputs.stage() + part * SHARE * DO_PITCH;
+    const u32 to = outputs.stage() + part * SHARE * DO_ROW;
     outputs.wait_empty();
     sync_warp();
     fetch_rows(to, reinterpret_cast<const unsigned char*>(first + c * C * token), token, lane, job.s.length - c * C - part * SHARE);

@@ -6,9 +6,9 @@
 
 // A chunk's rows of d_o, transposed: this warp's 16 values by 64 tokens.
 __device__ __forceinline__ void load_output_gradient(TokenOperand& o, const ScanLane& l, u32 rows) {
-  const u32 from = rows + ((l.lane >> 4) * 8 + (l.lane & 7)) * DO_PITCH + 2 * (l.row + (l.lane >> 3 & 1) * 8);
+  const u32 from = rows + output_piece((l.lane >> 4) * 8 + (l.lane & 7), l.row / 8 + (l.lane >> 3 & 1));
 #pragma unroll
-  for (int kk = 0; kk < C_TILES; ++kk) load_matrix4_transposed(o.a[kk], from + 16 * kk * DO_PITCH);
+  for (int kk = 0; kk < C_TILES; ++kk) load_matrix4_transposed(o.a[kk], from + 16 * kk * DO_ROW);
 }
 
 __device__ __forceinline__ void scan_reverse(const BackwardParams& p, const Job& job, const ScanLane& l) {

@@ -132,7 +132,12 @@ def run_case(case: StageCase, device: str, only: tuple[str, ...], budget: Budget
                 steps[name] = step
         if steps and work != BOTH:
             steps[COPY] = _copy(work, arrays)
-            rows[COPY] = {**_about(case, work, COPY, device), "status": "ok", "note": "torch.Tensor.copy_"}
+            rows[COPY] = {
+                **_about(case, work, COPY, device),
+                "backend": "",
+                "status": "ok",
+                "note": "torch.Tensor.copy_",
+            }
         for name, t in interleave(steps, clock_for("torch", device), budget).items() if steps else ():
             rows[name].update(seconds=t.median, low=t.low, high=t.high, samples=t.samples)
             times[work, name] = t
@@ -315,8 +320,9 @@ def _figures(case: StageCase, times: dict[tuple[str, str], Timing]) -> list[Figu
     for work in (SECOND, SECOND_Q):
         if (fastest := best(work)) is not None:
             found.append((work, times[work, peer].median / fastest[1], case.second, fastest[0]))
-            ceiling = times[work, peer].median / times[work, COPY].median
-            found.append((f"{work}, a plain copy", ceiling, 0.0, COPY))
+            if (work, COPY) in times:
+                ceiling = times[work, peer].median / times[work, COPY].median
+                found.append((f"{work}, a plain copy", ceiling, 0.0, COPY))
     if (fastest := best(BOTH)) is not None and (SECOND, fastest[0]) in times and (SECOND, peer) in times:
         ours = fastest[1] - times[SECOND, fastest[0]].median
         theirs = times[BOTH, peer].median - times[SECOND, peer].median

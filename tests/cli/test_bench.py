@@ -331,6 +331,7 @@ def test_stages_preset_small(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*words, "--only", "T4096 HQK64", "--only", "T512 H64"]) == 0
     out = capsys.readouterr().out
     assert out.count("kdacore reference") == 6 and "skipped fla-core (6 rows)" in out
+    assert out.count("copy of as many bytes") == 4
 
 
 def test_stage_cases_are_those_asked_for() -> None:
@@ -378,8 +379,10 @@ def test_stage_figures() -> None:
         (stages.BOTH, peer): timing(8.0),
         (stages.SECOND, "kdacore a"): timing(1.0),
         (stages.SECOND, peer): timing(1.1),
+        (stages.SECOND, stages.COPY): timing(0.5),
     }
     found = {f.name.rpartition(", ")[2].partition(":")[0]: f for f in stages._figures(case, times)}
+    assert found["a plain copy"].value == pytest.approx(2.2) and found["a plain copy"].met is None
     assert found["intra"].value == pytest.approx(6.9 / 2.0) and found["intra"].met
     assert found["w/u"].value == pytest.approx(1.1) and found["w/u"].met is False
     assert stages._figures(case, {(stages.BOTH, "kdacore a"): timing(1.0)}) == []

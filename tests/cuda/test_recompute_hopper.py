@@ -20,7 +20,8 @@ PROCESSORS = 3
 PACK = [0, 1, 17, 64, 15, 0, 70, 200]
 SHAPES = [
     pytest.param({"T": 230, "HV": 4, "H": 2, "B": 2}, id="grouped"),
-    pytest.param({"T": 20}, id="one block"),
+    pytest.param({"T": 20}, id="one chunk"),
+    pytest.param({"T": 70, "B": 3, "H": 3, "HV": 3}, id="odd"),
     pytest.param({"lengths": PACK, "HV": 2, "H": 2}, id="packed"),
     pytest.param({"lengths": PACK, "dtype": torch.float16}, id="packed float16"),
     pytest.param({"lengths": [3, 0] * 40 + [130]}, id="many sequences"),
@@ -63,6 +64,7 @@ def test_what_they_serve() -> None:
     assert serves(128, 128, "sm_90a")
     for K, V, arch in ((64, 64, "sm_90a"), (128, 64, "sm_90a"), (128, 128, "sm_100f")):
         assert not serves(K, V, arch)
+    assert [HALVES.grid(n) for n in (1, 2)] == [2, 4] and [WHOLE.grid(n) for n in (1, 2, 3)] == [2, 2, 4]
     assert recompute_tile(32 * 132, 132) is HALVES
     assert recompute_tile(32 * 132 + 1, 132) is WHOLE
 

@@ -27,6 +27,10 @@ class RecomputeTile(NamedTuple):
         width = HEAD_DIM // self.parts
         return 64 * (2 * 2 * width + 4 * width + 2 * 64 + 4)
 
+    def grid(self, items: int) -> int:
+        """Blocks for ``items`` chunks and value heads; they come in pairs."""
+        return (items * self.parts + 1) // 2 * 2
+
 
 WHOLE = RecomputeTile(parts=1, min_blocks=3)
 HALVES = RecomputeTile(parts=2, min_blocks=5)

@@ -57,7 +57,7 @@ def _make_plan(r: Request) -> _Plan:
     if not serves(r.K, r.V, arch):
         return _Plan(_recompute_launcher(r.K, r.V, float16), items, arch, sizes)
     tile = recompute_tile(items, runtime.processors(r.device.index))
-    return _Plan(_hopper_launcher(float16, r.has("q"), tile), items * tile.parts, arch, sizes)
+    return _Plan(_hopper_launcher(float16, r.has("q"), tile), tile.grid(items), arch, sizes)
 
 
 _plan_of = Plans(_make_plan)

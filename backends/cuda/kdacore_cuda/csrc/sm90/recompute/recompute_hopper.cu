@@ -149,13 +149,14 @@ __device__ __forceinline__ void make_qg(u32 shared, int strip, const Gates& gate
   }
 }
 
-KDA_KERNEL(THREADS, MIN_BLOCKS) recompute_hopper(KDA_PARAM RecomputeParams p) {
+// In pairs that begin together, so that neighbours in memory are read at the same time.
+KDA_KERNEL(THREADS, MIN_BLOCKS) KDA_CLUSTER(2) recompute_hopper(KDA_PARAM RecomputeParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   const int lane = thread_index() & 31, warp = thread_index() >> 5, part = block_index() % PARTS;
   wait_for_inputs();
   const Chunk c = make_chunk(p, block_index() / PARTS);
-  if (!c.rows) return;
+  if (!c.rows || c.batch >= p.N) return;  // a slot of a pack that no chunk fills; half of the last pair
   ask_chunk(p, c, part, shared);
 
   const Lane l = {lane, lane & 3};

@@ -18,8 +18,11 @@ from kdacore.bench.results import Figure, Results, Row
 SAME_TIME = 1.1
 """Two medians closer than this count as the same."""
 SETTLE = 0.5
-"""Seconds before host calls are timed: worker threads of the libraries that the oracle uses go on spinning for a while
-after their work, on cores that the caller shares."""
+"""Seconds of host calls before any is timed. Worker threads of the libraries that the oracle uses go on spinning for a
+while after their work, on cores that the caller shares; and a core that has slept runs slower at first."""
+BURSTS = 200
+"""Samples of host calls for each one asked for. A sample is a third of a millisecond, and a core that others share may
+be half as fast for a second."""
 
 GRADIENTS = (*gate.GRADIENTS, "A_log", "dt_bias")
 
@@ -139,9 +142,17 @@ def _time(case: Case, steps: dict[str, Step], device: str, budget: Budget) -> di
     if case.phase == "graph":
         return clock.interleave(steps, graphs.GraphClock(case), budget)
     if case.phase == "host":
-        time.sleep(SETTLE)
-        return clock.interleave(steps, lambda step: clock.busy_seconds(step, wait), budget)
+        _settle(steps, wait)
+        bursts = Budget(BURSTS * budget.samples, budget.seconds, budget.least)
+        return clock.interleave(steps, lambda step: clock.busy_seconds(step, wait), bursts)
     return clock.interleave(steps, clock.clock_for(case.kind, device), budget)
+
+
+def _settle(steps: dict[str, Step], wait: Callable[[], Any]) -> None:
+    until = time.perf_counter() + SETTLE
+    while time.perf_counter() < until:
+        for step in steps.values():
+            clock.busy_seconds(step, wait)
 
 
 @contextlib.contextmanager

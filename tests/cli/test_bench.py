@@ -34,7 +34,7 @@ from kdacore.registry import REGISTRY
 from kdacore.types import Backend
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = Budget(samples=2, seconds=1.0)
+QUICK = Budget(samples=3, seconds=1)
 SMALL = Case(name="small", T=70, H=2, K=16, V=16, dtype="float32", kind="numpy")
 GPU_CASES = [
     pytest.param(preset, case, id=f"{preset}: {case.name}")

@@ -369,6 +369,21 @@ def test_a_wrong_stage_is_not_timed(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert status == (both if name == "u" else {**both, stages.SECOND: "ok", stages.SECOND_Q: "ok"})
 
 
+def test_what_no_stage_reads_is_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer leaves what is right of the diagonal as it found it: whatever the memory held before."""
+    right = stages._ours
+
+    def garbage(work: str, x: Any, backend: str) -> dict[str, Any]:
+        found = right(work, x, backend)
+        if "Aqk" in found:
+            found["Aqk"][:, 5, :, 6:] = float("nan")
+        return found
+
+    monkeypatch.setattr(stages, "_ours", garbage)
+    rows = stages.run_case(stages.tiny(stages.CASES[0]), "cpu", ("reference",), QUICK).rows
+    assert {row.status for row in rows if row.contender == "kdacore reference"} == {"ok"}
+
+
 def test_stage_figures() -> None:
     def timing(seconds: float) -> clock.Timing:
         return clock.Timing(seconds, seconds, seconds, 3)

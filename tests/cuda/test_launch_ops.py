@@ -38,6 +38,7 @@ from kdacore_cuda import (
 )
 from kdacore_cuda.driver import Driver
 from kdacore_cuda.prefill_kernels import prefill_shared, prefill_threads
+from kdacore_cuda.recompute_kernels import HALVES
 
 PARAMS = {
     "decode": layout.DECODE,
@@ -254,7 +255,7 @@ def test_prefill_in_segments(seen: Recorder, packed: bool) -> None:
     maps = records + chunks * HV * segments.RECORD_BYTES
     for x in rest:
         assert x.params == rest[0].params
-        assert x.limit == (x.shared if x.shared > 48 * 1024 else 0)  # what needs no leave is not asked for
+        assert x.limit == x.shared
         holds(x.params, records=records, maps=maps, starts=maps + slots * HV * segments.MAP_BYTES)
         holds(x.params, cu_seqlens=inputs.cu_seqlens, o=got.o, h0=inputs.initial_state, ht=got.final_state)
         holds(x.params, ckpt=got.checkpoints, T=T, N=N, HV=HV, NT=18, segment=16, segments=2, ckpt_every=128)
@@ -280,9 +281,10 @@ def test_stages(seen: Recorder, packed: bool, with_q: bool) -> None:
     sizes = {"T": T, "N": N, "H": H, "HV": HV, "NT": NT, "beta_type": layout.TYPES["float32"]}
     items = (1 if packed else B) * NT * HV
     assert (intra.grid, recompute.grid) == (items, 2 * items)  # halves of so few
+    assert (intra.limit, recompute.limit) == (intra.shared, 0)  # up to 48 KB need no leave
+    assert recompute.shared == HALVES.shared
     for x in (intra, recompute):
         assert x.block == 128
-        assert x.limit == (x.shared if x.shared > 48 * 1024 else 0)  # what needs no leave is not asked for
         holds(x.params, **sizes, k=k, g=gc, beta=beta, cu_seqlens=cu, flags=layout.FLAGS["CU64"] * packed)
         strided(x.params, k=k, g=gc, beta=beta)
     holds(intra.params, q=q, Aqk=A.Aqk, Akk=A.Akk, scale=K**-0.5)

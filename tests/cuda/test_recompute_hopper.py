@@ -21,7 +21,7 @@ PACK = [0, 1, 17, 64, 15, 0, 70, 200]
 SHAPES = [
     pytest.param({"T": 230, "HV": 4, "H": 2, "B": 2}, id="grouped"),
     pytest.param({"T": 20}, id="one chunk"),
-    pytest.param({"T": 70, "B": 3, "H": 3, "HV": 3}, id="odd"),
+    pytest.param({"T": 60, "B": 3, "H": 3, "HV": 3}, id="odd"),
     pytest.param({"lengths": PACK, "HV": 2, "H": 2}, id="packed"),
     pytest.param({"lengths": PACK, "dtype": torch.float16}, id="packed float16"),
     pytest.param({"lengths": [3, 0] * 40 + [130]}, id="many sequences"),
@@ -92,6 +92,22 @@ def test_it_gives_the_bits_of_the_other_kernel(
     want = exact.oracle_recompute_w_u(stage_request("kda_recompute_w_u", inputs), inputs)
     for mine, right in zip(got[: 3 + with_q], want[: 3 + with_q], strict=True):
         assert error(mine, right) < O_BOUND
+
+
+def test_half_of_the_last_pair_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks come in pairs: beyond an odd number of chunks and heads nothing is written."""
+    new, behind = torch.Tensor.new_empty, []
+
+    def twice(x: torch.Tensor, shape: tuple[int, ...], **kind: Any) -> torch.Tensor:
+        wide = new(x, (2, *shape), **kind).fill_(float("nan"))
+        behind.append(wide[1])
+        return wide[0]
+
+    inputs = draw(T=60, B=3, H=3, HV=3).recompute(False)
+    use(monkeypatch, WHOLE)
+    monkeypatch.setattr(torch.Tensor, "new_empty", twice)
+    recompute(inputs)
+    assert len(behind) == 2 and all(x.isnan().all() for x in behind)
 
 
 @both

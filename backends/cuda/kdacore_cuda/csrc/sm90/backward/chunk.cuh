@@ -22,6 +22,7 @@
 
 #include "common/loads.cuh"
 #include "generated/backward_params.cuh"
+#include "sm90/exchanged.cuh"
 
 constexpr int K = 128;
 constexpr int V = 128;
@@ -36,7 +37,7 @@ constexpr u32 LAST_BYTES = 4 * 3 * K;
 constexpr u32 ROWS_BYTES = 4 * 3 * C;
 
 // Offset of 16-byte piece `piece` (0..7) of row `row` in an image.
-__device__ __forceinline__ u32 swizzled(int row, int piece) { return row * IMAGE_ROW + ((piece ^ (row & 7)) << 4); }
+__device__ __forceinline__ u32 swizzled(int row, int piece) { return row * IMAGE_ROW + exchanged(row, piece); }
 
 // One sequence.
 struct Sequence {

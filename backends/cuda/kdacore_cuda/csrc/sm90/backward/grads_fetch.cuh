@@ -28,7 +28,7 @@ __device__ __forceinline__ void fetch_own(u32 image, u64 from, long long stride,
 
 #if G_FLOAT
 // Offset of 16-byte piece `piece` (0..31) of token `row` of a float32 gate.
-__device__ __forceinline__ u32 gate_piece(int row, int piece) { return row * GATE_ROW + ((piece ^ (row & 7)) << 4); }
+__device__ __forceinline__ u32 gate_piece(int row, int piece) { return row * GATE_ROW + exchanged(row, piece); }
 #endif
 
 __device__ __forceinline__ void fetch_gate(const BackwardParams& p, u32 shared, const Arriving& next, const Lane& l) {

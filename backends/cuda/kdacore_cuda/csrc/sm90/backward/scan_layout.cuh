@@ -29,11 +29,10 @@ constexpr u32 DECAY_BYTES = 4 * K;
 constexpr u32 FORWARD_BYTES = LAST_AT + DECAY_BYTES;
 
 // Reverse, three parts with a ring each, as each has done its work long before the next: d_o goes to registers before its
-// chunk begins; kg, aqk and the decays make dv. Pieces of d_o's rows are exchanged so that
-// eight of them lie in different banks.
+// chunk begins; kg, aqk and the decays make dv.
 constexpr u32 DO_ROW = 2 * BLOCK_V;
 constexpr u32 DO_BYTES = C * DO_ROW;
-__device__ __forceinline__ u32 output_piece(int row, int piece) { return row * DO_ROW + ((piece ^ (row & 7)) << 4); }
+__device__ __forceinline__ u32 output_piece(int row, int piece) { return row * DO_ROW + exchanged(row, piece); }
 constexpr u32 EARLY_KG_AT = 0;
 constexpr u32 EARLY_LOW_AT = EARLY_KG_AT + TILE_BYTES;
 constexpr u32 EARLY_AQK_AT = EARLY_LOW_AT + TILE_BYTES;

@@ -6,15 +6,14 @@
 
 #include "common/stage.cuh"
 #include "sm90/backward/bulk.cuh"
+#include "sm90/exchanged.cuh"
 
 static_assert(K == 128, "rows of 128 channels and values");
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
 constexpr int WIDTH = K / PARTS;  // channels and values of a block
 
-// Rows as they come, in pieces of 16 bytes whose order depends on the row, so that eight neighbours never share a bank. (A row that lies
-// 16 bytes further along than the one before does that too, but then every other copy of 32 bytes ends up in two places, and is read from
-// L2 twice.) Results take the places of what they are made from: kg that of k, u that of v, w that of gc. q comes where u was, and qg
-// takes its place.
+// Rows as they come, their pieces exchanged. Results take the places of what they are made from: kg that of k, u that of v, w that of gc.
+// q comes where u was, and qg takes its place.
 constexpr u32 HALF_ROW = 2 * WIDTH, FLOAT_ROW = 4 * WIDTH, INVERSE_ROW = 2 * C;
 constexpr u32 K_AT = 0;
 constexpr u32 V_AT = K_AT + C * HALF_ROW;
@@ -22,8 +21,6 @@ constexpr u32 G_AT = V_AT + C * HALF_ROW;
 constexpr u32 INVERSE_AT = G_AT + C * FLOAT_ROW;
 constexpr u32 BETA_AT = INVERSE_AT + C * INVERSE_ROW;
 static_assert(BETA_AT + 4 * C <= SHARED_LIMIT, "the host's shared memory size is too small");
-
-__device__ __forceinline__ u32 place(int row, int piece) { return (piece ^ (row & 7)) << 4; }
 
 // Rows past a chunk's end are its last one again: their beta is 0, so they add nothing, and their results are not stored.
 __device__ __forceinline__ const unsigned char* clamped(const Rows& r, int row, int rows) { return row_at(r, row < rows ? row : rows - 1); }
@@ -38,14 +35,14 @@ __device__ __forceinline__ void ask(u32 to, const Rows& from, int rows) {
 #pragma unroll
     for (int n = 0; n < TIMES; ++n) {
       const int row = first + n * AT_ONCE;
-      copy_async16(to + row * BYTES + place(row, piece), at, true);
+      copy_async16(to + row * BYTES + exchanged(row, piece), at, true);
       at += step;
     }
     return;
   }
 #pragma unroll 1
   for (int row = first; row < C; row += AT_ONCE) {
-    copy_async16(to + row * BYTES + place(row, piece), clamped(from, row, rows) + 16 * piece, true);
+    copy_async16(to + row * BYTES + exchanged(row, piece), clamped(from, row, rows) + 16 * piece, true);
   }
 }
 
@@ -57,7 +54,7 @@ __device__ __forceinline__ void ask_inverse(u32 shared, const Rows& from, int ro
   for (int n = 0; n < C / AT_ONCE; ++n) {
     const int row = first + n * AT_ONCE;
     if (piece >> 1 > row >> 4) continue;
-    copy_async16(shared + INVERSE_AT + row * INVERSE_ROW + place(row, piece), clamped(from, row, rows) + 16 * piece, true);
+    copy_async16(shared + INVERSE_AT + row * INVERSE_ROW + exchanged(row, piece), clamped(from, row, rows) + 16 * piece, true);
   }
 }
 

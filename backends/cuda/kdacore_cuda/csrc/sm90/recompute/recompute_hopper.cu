@@ -16,7 +16,7 @@ struct Lane {
 // Where lane 8i + r finds row r of matrix i in 16 rows and columns; columns from piece `piece` on.
 template <u32 BYTES>
 __device__ __forceinline__ u32 matrix_at(int piece, const Lane& l) {
-  return (l.lane & 15) * BYTES + place(l.lane, piece + (l.lane >> 4));
+  return (l.lane & 15) * BYTES + exchanged(l.lane, piece + (l.lane >> 4));
 }
 
 using Strip = float[4][2][4];
@@ -57,7 +57,7 @@ struct Gates {
 };
 __device__ __forceinline__ u32 gate_at(u32 shared, int token, int strip, int half, const Lane& l) {
   const int g = l.lane >> 2;
-  return shared + G_AT + token * FLOAT_ROW + place(token, 4 * strip + 2 * half + (g >> 2)) + 4 * (g & 3);
+  return shared + G_AT + token * FLOAT_ROW + exchanged(token, 4 * strip + 2 * half + (g >> 2)) + 4 * (g & 3);
 }
 __device__ __forceinline__ Gates make_gates(u32 shared, int rows, int strip, const Lane& l) {
   Gates r;
@@ -161,7 +161,7 @@ KDA_KERNEL(THREADS, MIN_BLOCKS) KDA_CLUSTER(2) recompute_hopper(KDA_PARAM Recomp
 
   const Lane l = {lane, lane & 3};
   const Leaving leaving = make_leaving(p, c, part);
-  const u32 halves = shared + leaving.row * HALF_ROW + place(leaving.row, leaving.piece);
+  const u32 halves = shared + leaving.row * HALF_ROW + exchanged(leaving.row, leaving.piece);
   copy_async_wait<1>();
   sync_block();
 #pragma unroll 1
@@ -197,6 +197,6 @@ KDA_KERNEL(THREADS, MIN_BLOCKS) KDA_CLUSTER(2) recompute_hopper(KDA_PARAM Recomp
   store_result(load_result(halves + K_AT, HALF_ROW), p.kg, leaving, c.rows);
   if (WITH_Q) store_result(load_result(halves + V_AT, HALF_ROW), p.qg, leaving, c.rows);
   const int piece = piece_of_w(leaving.piece >> 1, leaving.piece & 1);
-  const Result w = load_result(shared + G_AT + leaving.row * FLOAT_ROW + place(leaving.row, piece), FLOAT_ROW);
+  const Result w = load_result(shared + G_AT + leaving.row * FLOAT_ROW + exchanged(leaving.row, piece), FLOAT_ROW);
   store_result(w, p.w, leaving, c.rows);
 }

@@ -38,7 +38,7 @@ from kdacore_cuda import (
 )
 from kdacore_cuda.driver import Driver
 from kdacore_cuda.prefill_kernels import prefill_shared, prefill_threads
-from kdacore_cuda.recompute_kernels import HALVES
+from kdacore_cuda.recompute_kernels import shared_bytes
 
 PARAMS = {
     "decode": layout.DECODE,
@@ -282,7 +282,7 @@ def test_stages(seen: Recorder, packed: bool, with_q: bool) -> None:
     items = (1 if packed else B) * NT * HV
     assert (intra.grid, recompute.grid) == (items, 2 * items)  # halves of so few
     assert (intra.limit, recompute.limit) == (intra.shared, 0)  # up to 48 KB need no leave
-    assert recompute.shared == HALVES.shared
+    assert recompute.shared == shared_bytes(2) and recompute.params["whole"] == 0
     for x in (intra, recompute):
         assert x.block == 128
         holds(x.params, **sizes, k=k, g=gc, beta=beta, cu_seqlens=cu, flags=layout.FLAGS["CU64"] * packed)

@@ -13,7 +13,7 @@ from stage_calls import Drawn, recompute, stage_request
 from kdacore.types import RecomputeInputs, RecomputeOutputs
 from kdacore_cuda import build, runtime, stages
 from kdacore_cuda.arrays import Plans
-from kdacore_cuda.recompute_kernels import HALVES, WHOLE, RecomputeTile, hopper_kernel, recompute_tile, serves
+from kdacore_cuda.recompute_kernels import Division, divide, hopper_kernel, serves, shared_bytes
 from kdacore_reference import oracle_stages as exact
 
 PROCESSORS = 3
@@ -26,7 +26,8 @@ SHAPES = [
     pytest.param({"lengths": PACK, "dtype": torch.float16}, id="packed float16"),
     pytest.param({"lengths": [3, 0] * 40 + [130]}, id="many sequences"),
 ]
-both = pytest.mark.parametrize("tile", [WHOLE, HALVES], ids=["whole", "halves"])
+ways = pytest.mark.parametrize("share", [1.0, 0.0, 0.5], ids=["whole", "halves", "mixed"])
+"""Of the chunks and value heads how many a block takes whole."""
 queries = pytest.mark.parametrize("with_q", [False, True], ids=["", "with q"])
 
 
@@ -36,9 +37,13 @@ def few_processors(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(stages, "build_arch", lambda arch: "sm_90a")
 
 
-def use(monkeypatch: pytest.MonkeyPatch, tile: RecomputeTile | None) -> None:
-    monkeypatch.setattr(stages, "serves", lambda *call: tile is not None)
-    monkeypatch.setattr(stages, "recompute_tile", lambda *call: tile)
+def use(monkeypatch: pytest.MonkeyPatch, share: float | None) -> None:
+    def fixed(items: int, processors: int) -> Division:
+        whole = int(items * (share or 0.0)) // 2 * 2
+        return Division(whole, 2 * items - whole, shared_bytes(1 if whole else 2))
+
+    monkeypatch.setattr(stages, "serves", lambda *call: share is not None)
+    monkeypatch.setattr(stages, "divide", fixed)
     monkeypatch.setattr(stages, "_plan_of", Plans(stages._make_plan))
 
 
@@ -50,11 +55,11 @@ def same(a: RecomputeOutputs, b: RecomputeOutputs) -> bool:
     return all(x is y or torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def check(monkeypatch: pytest.MonkeyPatch, inputs: RecomputeInputs, tile: RecomputeTile) -> RecomputeOutputs:
+def check(monkeypatch: pytest.MonkeyPatch, inputs: RecomputeInputs, share: float) -> RecomputeOutputs:
     """The bits of common/recompute.cu."""
     use(monkeypatch, None)
     want = recompute(inputs)
-    use(monkeypatch, tile)
+    use(monkeypatch, share)
     got = recompute(inputs)
     assert same(got, want)
     return got
@@ -64,71 +69,73 @@ def test_what_they_serve() -> None:
     assert serves(128, 128, "sm_90a")
     for K, V, arch in ((64, 64, "sm_90a"), (128, 64, "sm_90a"), (128, 128, "sm_100f")):
         assert not serves(K, V, arch)
-    assert [HALVES.grid(n) for n in (1, 2)] == [2, 4] and [WHOLE.grid(n) for n in (1, 2, 3)] == [2, 2, 4]
-    assert recompute_tile(32 * 132, 132) is HALVES
-    assert recompute_tile(32 * 132 + 1, 132) is WHOLE
 
 
-def test_the_length_of_a_call_chooses(emulated: list[str]) -> None:
-    chunks = 32 * PROCESSORS
+@pytest.mark.parametrize("items", [1, 2, 5, 8 * 132, 8 * 132 + 1, 8 * 132 + 2, 100_000])
+@pytest.mark.parametrize("processors", [132, 131])
+def test_every_chunk_and_head_is_taken_once(items: int, processors: int) -> None:
+    """By blocks that come in pairs, no pair of a whole one and a half."""
+    whole, grid, shared = divide(items, processors)
+    assert grid == whole + 2 * (items - whole) and grid % 2 == whole % 2 == 0
+    long = items > 8 * processors
+    assert items - whole == (processors + (items - processors) % 2 if long else items)
+    assert shared == shared_bytes(1 if long else 2)
+
+
+def test_the_length_of_a_call_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks, seen = 8 * PROCESSORS, []
+
+    def noted(items: int, processors: int) -> Division:
+        seen.append(divide(items, processors))
+        return seen[-1]
+
+    monkeypatch.setattr(stages, "divide", noted)
+    monkeypatch.setattr(stages, "_plan_of", Plans(stages._make_plan))
     for T in (64 * chunks, 64 * chunks + 1):
-        recompute(draw(T=T).recompute(False))
-    assert ["PARTS2" in emulated[0], "PARTS1" in emulated[1]] == [True] * 2
+        inputs = draw(T=T).recompute(False)
+        got = recompute(inputs)
+        want = exact.oracle_recompute_w_u(stage_request("kda_recompute_w_u", inputs), inputs)
+        assert all(error(x, y) < O_BOUND for x, y in zip(got[:3], want[:3], strict=True))
+    assert [d.whole for d in seen] == [0, chunks - PROCESSORS + 1]
 
 
-@both
+@ways
 @queries
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_gives_the_bits_of_the_other_kernel(
     emulated: list[str],
     monkeypatch: pytest.MonkeyPatch,
     shape: dict[str, Any],
-    tile: RecomputeTile,
+    share: float,
     with_q: bool,
 ) -> None:
     inputs = draw(**shape).recompute(with_q)
-    got = check(monkeypatch, inputs, tile)
+    got = check(monkeypatch, inputs, share)
     assert [name.partition("-")[0] for name in emulated] == ["recompute", "recompute_hopper"]
     want = exact.oracle_recompute_w_u(stage_request("kda_recompute_w_u", inputs), inputs)
     for mine, right in zip(got[: 3 + with_q], want[: 3 + with_q], strict=True):
         assert error(mine, right) < O_BOUND
 
 
-def test_half_of_the_last_pair_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks come in pairs: beyond an odd number of chunks and heads nothing is written."""
-    new, behind = torch.Tensor.new_empty, []
-
-    def twice(x: torch.Tensor, shape: tuple[int, ...], **kind: Any) -> torch.Tensor:
-        wide = new(x, (2, *shape), **kind).fill_(float("nan"))
-        behind.append(wide[1])
-        return wide[0]
-
-    inputs = draw(T=60, B=3, H=3, HV=3).recompute(False)
-    use(monkeypatch, WHOLE)
-    monkeypatch.setattr(torch.Tensor, "new_empty", twice)
-    recompute(inputs)
-    assert len(behind) == 2 and all(x.isnan().all() for x in behind)
+@ways
+def test_near_collinear_keys(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    check(monkeypatch, draw(T=70, gate="slow", collinear=True).recompute(False), share)
 
 
-@both
-def test_near_collinear_keys(monkeypatch: pytest.MonkeyPatch, tile: RecomputeTile) -> None:
-    check(monkeypatch, draw(T=70, gate="slow", collinear=True).recompute(False), tile)
-
-
-@both
+@ways
 @queries
-def test_same_bits_in_any_order(monkeypatch: pytest.MonkeyPatch, tile: RecomputeTile, with_q: bool) -> None:
+def test_same_bits_in_any_order(monkeypatch: pytest.MonkeyPatch, share: float, with_q: bool) -> None:
     """Of threads and copies; nothing is read before it is there, or overwritten before it has been read."""
     inputs, plain, found = draw(T=200, HV=2, H=2).recompute(with_q), emulator.run, []
-    use(monkeypatch, tile)
+    use(monkeypatch, share)
     for seed in range(4):
         monkeypatch.setattr(emulator, "run", lambda *a, seed=seed, **k: plain(*a, **{**k, "seed": seed}))
         found.append(recompute(inputs))
     assert all(same(x, found[0]) for x in found)
 
 
-@both
-def test_views_amid_poison(monkeypatch: pytest.MonkeyPatch, tile: RecomputeTile) -> None:
+@ways
+def test_views_amid_poison(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     """Read where they lie; nothing outside them is, and no row past the end."""
     x = draw(T=100, B=2, HV=2).recompute()
 
@@ -139,16 +146,16 @@ def test_views_amid_poison(monkeypatch: pytest.MonkeyPatch, tile: RecomputeTile)
         return wide[:, 1:-1, 1:, :width]
 
     views = x._replace(**{n: amid(getattr(x, n)) for n in ("k", "v", "gc", "Akk", "q")})
-    want = check(monkeypatch, x, tile)
+    want = check(monkeypatch, x, share)
     assert same(recompute(views), want)
 
 
-@both
-def test_a_sequence_does_not_see_its_neighbours(monkeypatch: pytest.MonkeyPatch, tile: RecomputeTile) -> None:
+@ways
+def test_a_sequence_does_not_see_its_neighbours(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     """Not even where they are no numbers."""
     x = draw(lengths=[50, 200, 40]).recompute()
     rows = slice(50, 250)
-    use(monkeypatch, tile)
+    use(monkeypatch, share)
     alone = recompute(RecomputeInputs(*(a[:, rows] for a in x[:6]), None))
     for a in x[:6]:
         a[:, :50] = a[:, 250:] = float("nan")
@@ -156,26 +163,28 @@ def test_a_sequence_does_not_see_its_neighbours(monkeypatch: pytest.MonkeyPatch,
         assert torch.equal(mine[:, rows], right)
 
 
-@both
-def test_earlier_rows_do_not_see_later_ones(monkeypatch: pytest.MonkeyPatch, tile: RecomputeTile) -> None:
+@ways
+def test_earlier_rows_do_not_see_later_ones(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     x, t = draw(T=130).recompute(), 101
-    use(monkeypatch, tile)
+    use(monkeypatch, share)
     short, whole = recompute(RecomputeInputs(*(a[:, :t] for a in x[:6]), None)), recompute(x)
     for name in ("w", "u", "qg"):
         assert torch.equal(getattr(short, name), getattr(whole, name)[:, :t])
 
 
-@both
+@ways
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_other_betas(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tile: RecomputeTile) -> None:
+def test_other_betas(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, share: float) -> None:
     x = draw(T=70, HV=2).recompute(False)
-    check(monkeypatch, x._replace(beta=x.beta.to(dtype)), tile)
+    check(monkeypatch, x._replace(beta=x.beta.to(dtype)), share)
 
 
-@both
 @queries
 @pytest.mark.parametrize("float16", [False, True])
-def test_it_compiles_without_spills(tile: RecomputeTile, float16: bool, with_q: bool) -> None:
-    assert build.compile_kernel(hopper_kernel(float16, with_q, tile), "sm_90a").usage().spills == 0
-    # What blocks of a multiprocessor have together, each with 1 KB of its own.
-    assert tile.min_blocks * (tile.shared + 1024) <= 228 * 1024
+def test_it_compiles_without_spills(float16: bool, with_q: bool) -> None:
+    usage = build.compile_kernel(hopper_kernel(float16, with_q), "sm_90a").usage()
+    assert usage.spills == 0
+    # What blocks of a multiprocessor have together, each with 1 KB of its own; four have registers.
+    for parts, blocks in ((1, 3), (2, 4)):
+        assert blocks * (shared_bytes(parts) + 1024) <= 228 * 1024
+        assert blocks * 128 * usage.registers <= 65536

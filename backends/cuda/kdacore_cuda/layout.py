@@ -142,9 +142,11 @@ RECOMPUTE = ParamStruct(
         ("NT", "i32"),
         ("flags", "i32"),
         ("beta_type", "i32"),
+        ("whole", "i32"),
     ),
 )
-"""Parameters of the stage ``kda_recompute_w_u``; ``q`` and ``qg`` are 0 when q is not given."""
+"""Parameters of the stage ``kda_recompute_w_u``; ``q`` and ``qg`` are 0 when q is not given. ``whole``:
+:class:`kdacore_cuda.recompute_kernels.Division`, 0 where it does not apply."""
 
 BACKWARD = ParamStruct(
     "BackwardParams",

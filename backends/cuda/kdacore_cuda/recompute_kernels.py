@@ -13,55 +13,52 @@ HEAD_DIM = 128
 THREADS = 128
 
 
-class RecomputeTile(NamedTuple):
-    """What a block takes of a chunk and value head. All do the same arithmetic, bit for bit."""
-
-    parts: int
-    """1: all channels and values. 2: half of them, so that short calls are spread more evenly; Akk is read twice."""
-    min_blocks: int
-    """Blocks that a multiprocessor has room for: while some compute, the others read."""
-
-    @property
-    def shared(self) -> int:
-        """Dynamic shared memory in bytes: csrc/sm90/recompute/memory.cuh has the layout."""
-        width = HEAD_DIM // self.parts
-        return 64 * (2 * 2 * width + 4 * width + 2 * 64 + 4)
-
-    def grid(self, items: int) -> int:
-        """Blocks for ``items`` chunks and value heads; they come in pairs."""
-        return (items * self.parts + 1) // 2 * 2
+def shared_bytes(parts: int) -> int:
+    """Dynamic shared memory of a block that takes one of ``parts``: csrc/sm90/recompute/memory.cuh has the layout."""
+    width = HEAD_DIM // parts
+    return 64 * (2 * 2 * width + 4 * width + 2 * 64 + 4)
 
 
-WHOLE = RecomputeTile(parts=1, min_blocks=3)
-HALVES = RecomputeTile(parts=2, min_blocks=5)
-FEW_ITEMS = 32
-"""Chunks and value heads a multiprocessor up to which HALVES is the faster one, as measured."""
+class Division(NamedTuple):
+    """How the chunks and value heads of a call are given to blocks, which begin in pairs."""
+
+    whole: int
+    """The first of them, an even number, have a block each; each of the others has two, half its channels each."""
+    grid: int
+    """Blocks."""
+    shared: int
+    """Dynamic shared memory of each, in bytes: a multiprocessor has room for three that may take a whole one, or
+    for four that do not (the fourth for its registers)."""
+
+
+FEW_ITEMS = 8
+"""Chunks and value heads a multiprocessor up to which halves alone are faster, as measured."""
+
+
+def divide(items: int, processors: int) -> Division:
+    """For ``items`` chunks and value heads. The last of a long call are halves: multiprocessors end more alike."""
+    whole = 0 if items <= FEW_ITEMS * processors else (items - processors) // 2 * 2
+    return Division(whole, whole + 2 * (items - whole), shared_bytes(1 if whole else 2))
 
 
 def serves(K: int, V: int, arch: str) -> bool:
-    """Whether these kernels take such calls; common/recompute.cu takes all others."""
+    """Whether this kernel takes such calls; common/recompute.cu takes all others."""
     return K == V == HEAD_DIM and arch == HOPPER
 
 
-def recompute_tile(items: int, processors: int) -> RecomputeTile:
-    """What serves a call of ``items`` chunks and value heads."""
-    return HALVES if items <= FEW_ITEMS * processors else WHOLE
-
-
-def hopper_kernel(float16: bool, with_q: bool, tile: RecomputeTile) -> KernelSource:
+def hopper_kernel(float16: bool, with_q: bool) -> KernelSource:
     """The kernel; takes :data:`kdacore_cuda.layout.RECOMPUTE`."""
     defines = (
         ("K_DIM", HEAD_DIM),
         ("HALF_F16", int(float16)),
         ("WITH_Q", int(with_q)),
-        ("PARTS", tile.parts),
-        ("MIN_BLOCKS", tile.min_blocks),
-        ("SHARED_LIMIT", tile.shared),
+        ("SHARED_WHOLE", shared_bytes(1)),
+        ("SHARED_HALF", shared_bytes(2)),
     )
     return KernelSource("sm90/recompute/recompute_hopper.cu", "recompute_hopper", defines)
 
 
 def packaged_kernels() -> Iterator[KernelSource]:
     """The kernels shipped."""
-    for float16, with_q, tile in product((False, True), (False, True), (WHOLE, HALVES)):
-        yield hopper_kernel(float16, with_q, tile)
+    for float16, with_q in product((False, True), repeat=2):
+        yield hopper_kernel(float16, with_q)

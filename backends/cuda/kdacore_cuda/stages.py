@@ -12,7 +12,7 @@ from kdacore_cuda import runtime
 from kdacore_cuda.arrays import Plans, aligned, build_arch, flat, is_wide, pointer, spec_type
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.layout import FLAGS, INTRA, RECOMPUTE
-from kdacore_cuda.recompute_kernels import THREADS, RecomputeTile, hopper_kernel, recompute_tile, serves
+from kdacore_cuda.recompute_kernels import THREADS, divide, hopper_kernel, serves
 from kdacore_cuda.variants import (
     STAGE_THREADS,
     intra_kernel,
@@ -33,8 +33,8 @@ def _recompute_launcher(K: int, V: int, float16: bool) -> Launcher:
 
 
 @cache
-def _hopper_launcher(float16: bool, with_q: bool, tile: RecomputeTile) -> Launcher:
-    return Launcher(hopper_kernel(float16, with_q, tile), RECOMPUTE, THREADS, tile.shared)
+def _hopper_launcher(float16: bool, with_q: bool, shared: int) -> Launcher:
+    return Launcher(hopper_kernel(float16, with_q), RECOMPUTE, THREADS, shared)
 
 
 class _Plan(NamedTuple):
@@ -55,9 +55,9 @@ def _make_plan(r: Request) -> _Plan:
     if r.op == "kda_chunk_intra":
         return _Plan(_intra_launcher(r.K, float16), items, arch, (*sizes, r.scale))
     if not serves(r.K, r.V, arch):
-        return _Plan(_recompute_launcher(r.K, r.V, float16), items, arch, sizes)
-    tile = recompute_tile(items, runtime.processors(r.device.index))
-    return _Plan(_hopper_launcher(float16, r.has("q"), tile), tile.grid(items), arch, sizes)
+        return _Plan(_recompute_launcher(r.K, r.V, float16), items, arch, (*sizes, 0))
+    whole, grid, shared = divide(items, runtime.processors(r.device.index))
+    return _Plan(_hopper_launcher(float16, r.has("q"), shared), grid, arch, (*sizes, whole))
 
 
 _plan_of = Plans(_make_plan)

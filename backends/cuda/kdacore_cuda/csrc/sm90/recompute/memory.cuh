@@ -1,6 +1,6 @@
 // kda_recompute_w_u on Hopper: what a block has in shared memory, how it gets there and how results leave.
 //
-// Macros from the host: K_DIM (128), HALF_F16, WITH_Q, PARTS, MIN_BLOCKS, SHARED_LIMIT.
+// Macros from the host: K_DIM (128), HALF_F16, WITH_Q, SHARED_WHOLE, SHARED_HALF.
 #ifndef KDACORE_RECOMPUTE_MEMORY_CUH
 #define KDACORE_RECOMPUTE_MEMORY_CUH
 
@@ -10,17 +10,24 @@
 
 static_assert(K == 128, "rows of 128 channels and values");
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
-constexpr int WIDTH = K / PARTS;  // channels and values of a block
+constexpr u32 INVERSE_ROW = 2 * C;
 
-// Rows as they come, their pieces exchanged. Results take the places of what they are made from: kg that of k, u that of v, w that of gc.
-// q comes where u was, and qg takes its place.
-constexpr u32 HALF_ROW = 2 * WIDTH, FLOAT_ROW = 4 * WIDTH, INVERSE_ROW = 2 * C;
-constexpr u32 K_AT = 0;
-constexpr u32 V_AT = K_AT + C * HALF_ROW;
-constexpr u32 G_AT = V_AT + C * HALF_ROW;
-constexpr u32 INVERSE_AT = G_AT + C * FLOAT_ROW;
-constexpr u32 BETA_AT = INVERSE_AT + C * INVERSE_ROW;
-static_assert(BETA_AT + 4 * C <= SHARED_LIMIT, "the host's shared memory size is too small");
+// What a block that takes one of PARTS parts of a chunk and value head has in shared memory: rows as they come, their pieces exchanged.
+// Results take the places of what they are made from: kg that of k, u that of v, w that of gc. q comes where u was, and qg takes its place.
+template <int PARTS>
+struct Shape {
+  static constexpr int WIDTH = K / PARTS;  // channels and values of a block
+  static constexpr u32 HALF_ROW = 2 * WIDTH, FLOAT_ROW = 4 * WIDTH;
+  static constexpr u32 K_AT = 0;
+  static constexpr u32 V_AT = K_AT + C * HALF_ROW;
+  static constexpr u32 G_AT = V_AT + C * HALF_ROW;
+  static constexpr u32 INVERSE_AT = G_AT + C * FLOAT_ROW;
+  static constexpr u32 BETA_AT = INVERSE_AT + C * INVERSE_ROW;
+  static_assert(BETA_AT + 4 * C <= (PARTS == 1 ? SHARED_WHOLE : SHARED_HALF), "the host's shared memory size is too small");
+  // A thread's share of a result, whole rows by a warp.
+  static constexpr int ROW_LANES = 2 * WIDTH / 16, AT_ONCE = THREADS / ROW_LANES, SHARE = C / AT_ONCE;
+  static_assert(AT_ONCE % 8 == 0, "all its rows have their pieces in the same order");
+};
 
 // Rows past a chunk's end are its last one again: their beta is 0, so they add nothing, and their results are not stored.
 __device__ __forceinline__ const unsigned char* clamped(const Rows& r, int row, int rows) { return row_at(r, row < rows ? row : rows - 1); }
@@ -47,73 +54,76 @@ __device__ __forceinline__ void ask(u32 to, const Rows& from, int rows) {
 }
 
 // Akk by blocks of 16 x 16, those on and below the diagonal.
-__device__ __forceinline__ void ask_inverse(u32 shared, const Rows& from, int rows) {
+__device__ __forceinline__ void ask_inverse(u32 to, const Rows& from, int rows) {
   constexpr int AT_ONCE = THREADS / 8;
   const int piece = thread_index() & 7, first = thread_index() >> 3;
 #pragma unroll
   for (int n = 0; n < C / AT_ONCE; ++n) {
     const int row = first + n * AT_ONCE;
     if (piece >> 1 > row >> 4) continue;
-    copy_async16(shared + INVERSE_AT + row * INVERSE_ROW + exchanged(row, piece), clamped(from, row, rows) + 16 * piece, true);
+    copy_async16(to + row * INVERSE_ROW + exchanged(row, piece), clamped(from, row, rows) + 16 * piece, true);
   }
 }
 
 // This block's channels, or values, of an array's rows; SIZE: bytes of one.
-template <int SIZE>
+template <class S, int SIZE>
 __device__ __forceinline__ Rows part_of(u64 base, long long sb, long long st, long long sh, const Chunk& c, int head, int part) {
   Rows r = make_rows(base, sb, st, sh, SIZE, c, head);
-  r.at += SIZE * WIDTH * part;
+  r.at += SIZE * S::WIDTH * part;
   return r;
 }
 
 // Everything but q, in two groups of copies: what u is made from, and what is only needed after it.
+template <class S>
 __device__ __forceinline__ void ask_chunk(const RecomputeParams& p, const Chunk& c, int part, u32 shared) {
   const int i = thread_index();
   // As bits: whoever looks at them waits for them, and that is after all else has been asked for.
   const long long beta_at = c.batch * p.beta_sb + (c.first + i) * p.beta_st + c.hv * p.beta_sh;
   const u32 beta = i < c.rows ? load_bits(p.beta + type_size(p.beta_type) * beta_at, p.beta_type) : 0;
-  ask<HALF_ROW>(shared + V_AT, part_of<2>(p.v, p.v_sb, p.v_st, p.v_sh, c, c.hv, part), c.rows);
-  ask_inverse(shared, make_rows(p.Akk, p.Akk_sb, p.Akk_st, p.Akk_sh, 2, c, c.hv), c.rows);
+  ask<S::HALF_ROW>(shared + S::V_AT, part_of<S, 2>(p.v, p.v_sb, p.v_st, p.v_sh, c, c.hv, part), c.rows);
+  ask_inverse(shared + S::INVERSE_AT, make_rows(p.Akk, p.Akk_sb, p.Akk_st, p.Akk_sh, 2, c, c.hv), c.rows);
   copy_async_commit();
-  ask<HALF_ROW>(shared + K_AT, part_of<2>(p.k, p.k_sb, p.k_st, p.k_sh, c, c.h, part), c.rows);
-  ask<FLOAT_ROW>(shared + G_AT, part_of<4>(p.g, p.g_sb, p.g_st, p.g_sh, c, c.hv, part), c.rows);
+  ask<S::HALF_ROW>(shared + S::K_AT, part_of<S, 2>(p.k, p.k_sb, p.k_st, p.k_sh, c, c.h, part), c.rows);
+  ask<S::FLOAT_ROW>(shared + S::G_AT, part_of<S, 4>(p.g, p.g_sb, p.g_st, p.g_sh, c, c.hv, part), c.rows);
   copy_async_commit();
-  if (i < C) store_shared(shared + BETA_AT + 4 * i, __float_as_uint(from_bits(beta, p.beta_type)));
+  if (i < C) store_shared(shared + S::BETA_AT + 4 * i, __float_as_uint(from_bits(beta, p.beta_type)));
 }
 
 // Strips of w, 16 channels, are two of the four pieces of their decays: such that eight lanes that read of a row meet no bank twice.
 __device__ __forceinline__ int piece_of_w(int strip, int half) { return 4 * strip + 2 * (strip >> 1 & 1) + half; }
 
-// A thread's share of a result, whole rows by a warp: which row is its first, which 16 bytes of it, and where they go to.
-constexpr int ROW_LANES = 2 * WIDTH / 16, AT_ONCE = THREADS / ROW_LANES, SHARE = C / AT_ONCE;
-static_assert(AT_ONCE % 8 == 0, "all its rows have their pieces in the same order");
+// Of a thread's share: which row is its first, which 16 bytes of it, and where they go to.
 struct Leaving {
   int row, piece;
   long long to, step;
 };
+template <class S>
 __device__ __forceinline__ Leaving make_leaving(const RecomputeParams& p, const Chunk& c, int part) {
   Leaving r;
-  r.row = thread_index() / ROW_LANES;
-  r.piece = thread_index() % ROW_LANES;
-  r.to = 2 * (output_at(p, c, r.row, K) + WIDTH * part) + 16 * r.piece;
-  r.step = 2ll * AT_ONCE * p.HV * K;
+  r.row = thread_index() / S::ROW_LANES;
+  r.piece = thread_index() % S::ROW_LANES;
+  r.to = 2 * (output_at(p, c, r.row, K) + S::WIDTH * part) + 16 * r.piece;
+  r.step = 2ll * S::AT_ONCE * p.HV * K;
   return r;
 }
 
+template <class S>
 struct Result {
-  uint4 x[SHARE];
+  uint4 x[S::SHARE];
 };
-__device__ __forceinline__ Result load_result(u32 from, u32 bytes) {
-  Result r;
+template <class S>
+__device__ __forceinline__ Result<S> load_result(u32 from, u32 bytes) {
+  Result<S> r;
 #pragma unroll
-  for (int n = 0; n < SHARE; ++n) r.x[n] = load_shared_u4(from + AT_ONCE * n * bytes);
+  for (int n = 0; n < S::SHARE; ++n) r.x[n] = load_shared_u4(from + S::AT_ONCE * n * bytes);
   return r;
 }
-__device__ __forceinline__ void store_result(const Result& r, u64 array, const Leaving& l, int rows) {
+template <class S>
+__device__ __forceinline__ void store_result(const Result<S>& r, u64 array, const Leaving& l, int rows) {
   u64 to = array + l.to;
 #pragma unroll
-  for (int n = 0; n < SHARE; ++n) {
-    if (l.row + AT_ONCE * n < rows) store_global(reinterpret_cast<void*>(to), r.x[n]);
+  for (int n = 0; n < S::SHARE; ++n) {
+    if (l.row + S::AT_ONCE * n < rows) store_global(reinterpret_cast<void*>(to), r.x[n]);
     to += l.step;
   }
 }

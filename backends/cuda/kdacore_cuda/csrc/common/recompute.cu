@@ -2,6 +2,7 @@
 // tokens, one block a chunk and value head. Bound by memory: what a block reads is asked for before anything is computed.
 //
 // Macros from the host: K_DIM, V_DIM, HALF_F16, THREADS, MIN_BLOCKS, SHARED_LIMIT.
+#include "common/exchanged.cuh"
 #include "common/stage.cuh"
 
 // Shared memory: v and beta k 2^G as rows of 16-byte pieces, later u and w in their place; what rounding took from beta k 2^G,
@@ -18,7 +19,7 @@ constexpr int BATCH = 8;  // rows a thread asks for at once
 // Piece `piece` (16 bytes) of row `row` of a matrix with WIDTH columns; rows of eight neighbours never share a bank.
 template <int WIDTH>
 __device__ __forceinline__ u32 piece_at(u32 base, int row, int piece) {
-  return base + row * (2 * WIDTH) + ((piece ^ (row & 7)) << 4);
+  return base + row * (2 * WIDTH) + exchanged(row, piece);
 }
 
 template <int WIDTH>

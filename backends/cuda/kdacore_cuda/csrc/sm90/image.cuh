@@ -13,6 +13,7 @@
 #ifndef KDACORE_IMAGE_CUH
 #define KDACORE_IMAGE_CUH
 
+#include "common/exchanged.cuh"
 #include "common/ptx.cuh"
 #include "generated/steps.cuh"
 
@@ -82,8 +83,6 @@ constexpr u32 SHARE_BYTES = 32;
 constexpr u32 SHARED_BYTES = SHARE_AT + SHARE_BYTES;
 static_assert(SHARED_BYTES <= SHARED_LIMIT, "the host's shared memory size is too small");
 
-// Offset of 16-byte piece `piece` (0..7) of row `row` in a swizzled half.
-__device__ __forceinline__ u32 swizzled(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
 // Offset of half `half` of row `row` in a 16 x 16 tile with 32-byte rows, free of bank conflicts.
 __device__ __forceinline__ u32 tile_offset(int row, int half) { return row * 32 + ((half ^ (row >> 2 & 1)) << 4); }
 

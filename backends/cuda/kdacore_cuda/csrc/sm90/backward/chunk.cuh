@@ -20,24 +20,21 @@
 #ifndef KDACORE_BACKWARD_CHUNK_CUH
 #define KDACORE_BACKWARD_CHUNK_CUH
 
+#include "common/exchanged.cuh"
 #include "common/loads.cuh"
 #include "generated/backward_params.cuh"
-#include "sm90/exchanged.cuh"
 
 constexpr int K = 128;
 constexpr int V = 128;
 constexpr int C = 64;
 constexpr int HALF = 32;  // tokens under one exponent anchor
 
-constexpr u32 IMAGE_ROW = 128;
+constexpr u32 IMAGE_ROW = 128;  // `swizzled`
 constexpr u32 SQUARE_BYTES = C * IMAGE_ROW;      // 64 x 64
 constexpr u32 TILE_BYTES = 2 * SQUARE_BYTES;     // 64 x 128 or 128 x 64
 constexpr u32 STATE_BYTES = 2 * V * IMAGE_ROW;   // 128 x 128
 constexpr u32 LAST_BYTES = 4 * 3 * K;
 constexpr u32 ROWS_BYTES = 4 * 3 * C;
-
-// Offset of 16-byte piece `piece` (0..7) of row `row` in an image.
-__device__ __forceinline__ u32 swizzled(int row, int piece) { return row * IMAGE_ROW + exchanged(row, piece); }
 
 // One sequence.
 struct Sequence {

@@ -4,9 +4,9 @@
 #ifndef KDACORE_RECOMPUTE_MEMORY_CUH
 #define KDACORE_RECOMPUTE_MEMORY_CUH
 
+#include "common/exchanged.cuh"
 #include "common/stage.cuh"
 #include "sm90/backward/bulk.cuh"
-#include "sm90/exchanged.cuh"
 
 static_assert(K == 128, "rows of 128 channels and values");
 constexpr int WARPS = 4, THREADS = 32 * WARPS;

@@ -27,8 +27,8 @@ class Division(NamedTuple):
     grid: int
     """Blocks."""
     shared: int
-    """Dynamic shared memory of each, in bytes: a multiprocessor has room for three that may take a whole one, or
-    for four that do not (the fourth for its registers)."""
+    """Dynamic shared memory of each, in bytes: a multiprocessor has room for three where some take a whole one, else
+    for four, as registers allow no fifth."""
 
 
 FEW_ITEMS = 8

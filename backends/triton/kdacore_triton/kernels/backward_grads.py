@@ -48,7 +48,7 @@ from .backward_halves import (
     sum_tokens,
 )
 from .backward_rows import beta_back, gate_back, gate_rate, is_felt, load_rows, steps, store_rows
-from .common import chunk_of_slot, exp2, mma, mma_acc, sum_of_products
+from .common import chunk_of_slot, exp2, mma, mma_acc, product
 
 C = tl.constexpr(64)
 
@@ -58,7 +58,7 @@ def value_grads(v, dv, dr, b, start, rows, HV, hv, vs, V):
     """Stores dv of one half; returns what it gives to dbeta."""
     dr = tl.trans(dr).to(tl.float32)
     store_rows(dv, b[:, None] * dr, start, rows, HV * V, hv * V, vs, V, S)
-    return sum_of_products(dr, load_rows(v, start, rows, HV * V, hv * V, vs, V, S).to(tl.float32), 1)
+    return tl.sum(product(dr, load_rows(v, start, rows, HV * V, hv * V, vs, V, S).to(tl.float32)), 1)
 
 
 @triton.jit
@@ -172,7 +172,7 @@ def finish_half(
     step = steps(xg, a_exp, lower_bound, inside, GATE, ASM)
     dx, da = gate_back(dstep, xg, step, a_exp, lower_bound, inside & is_felt(step, DOT), GATE, ASM)
     store_rows(dg, tl.trans(dx), start, rows, HV * K, hv * K, cols, K, S)
-    tl.store(row_values + (ROW_DBETA + 1 + kb) * C + t, sum_of_products(k1, x, 0))
+    tl.store(row_values + (ROW_DBETA + 1 + kb) * C + t, tl.sum(product(k1, x), 0))
     own = tl.load(row_values + ROW_DIAGONAL * C + t)[None, :]
     dqt += own * k1
     x *= tl.load(row_values + ROW_BETA * C + t)[None, :]
@@ -245,7 +245,7 @@ def grads_kernel(
             vs = first + tl.arange(0, BV)
             ht = tl.load(hT + vs[:, None] * KP + cols[None, :])
             dht = tl.load(dhT + vs[:, None] * KP + cols[None, :])
-            carried += sum_of_products(ht.to(tl.float32), dht.to(tl.float32), 0)
+            carried += tl.sum(product(ht.to(tl.float32), dht.to(tl.float32)), 0)
             ht = tl.trans(ht)
             dht = tl.trans(dht)
             tall = vs[:, None] * C + r

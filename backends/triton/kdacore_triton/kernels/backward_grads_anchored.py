@@ -27,7 +27,7 @@ import triton.language as tl
 
 from .backward_halves import ROW_BETA, ROW_RK, ROW_RQ, halves, sum_all_bits, sum_tokens
 from .backward_rows import beta_back, gate_back, gate_rate, load_rows, steps, store_rows
-from .common import chunk_of_slot, exp2, mma, mma_acc, sum_of_products
+from .common import chunk_of_slot, exp2, mma, mma_acc, product
 from .prefetch import prefetch_rows, prefetch_tile
 
 
@@ -47,7 +47,7 @@ def value_half(v, do, dv, vT, drT, b, start, rows, HV, hv, vs, V, side, S: tl.co
     dr = tl.trans(tl.load(drT + tall))
     d = dr.to(tl.float32)
     store_rows(dv, b[:, None] * d, start, rows, HV * V, hv * V, vs, V, S)
-    db = sum_of_products(d, load_rows(v, start, rows, HV * V, hv * V, vs, V, S).to(tl.float32), 1)
+    db = tl.sum(product(d, load_rows(v, start, rows, HV * V, hv * V, vs, V, S).to(tl.float32)), 1)
     dot = load_rows(do, start, rows, HV * V, hv * V, vs, V, S).to(vT.dtype.element_ty)
     return dot, tl.load(vT + tall), dr, db
 
@@ -77,7 +77,7 @@ def through_norm(d, x, norms, start, rows, row_stride, first, cols, width, S: tl
     """
     rn = tl.load(norms)[:, None]
     xn = load_rows(x, start, rows, row_stride, first, cols, width, S).to(tl.float32) * rn
-    return rn * (d - xn * sum_of_products(d, xn, 1)[:, None])
+    return rn * (d - xn * tl.sum(product(d, xn), 1)[:, None])
 
 
 @triton.jit
@@ -128,7 +128,7 @@ def own_half(
     ax = mma_acc(yk_op, tl.trans(L), ax, DOT)
     dgc += zb_op.to(tl.float32) * ax
     dkt = up * ax
-    db += grow * sum_of_products(kn, dkt, 0)
+    db += grow * tl.sum(product(kn, dkt), 0)
     dkt *= b
 
     cy = mma_acc(zb_op, L, mma(zq_op, A, DOT), DOT)
@@ -274,7 +274,7 @@ def anchored_grads_kernel(
         vs = first + tl.arange(0, BV)
         ht = tl.load(hT + vs[:, None] * KP + cols[None, :])
         dht = tl.load(dhT + vs[:, None] * KP + cols[None, :])
-        later_sum += sum_of_products(ht.to(tl.float32), dht.to(tl.float32), 0)
+        later_sum += tl.sum(product(ht.to(tl.float32), dht.to(tl.float32)), 0)
         dht = tl.trans(dht)
         tall = vs[:, None] * C + j
         cs0 = mma_acc(dht, tl.load(vT + tall), cs0, DOT)
@@ -284,7 +284,7 @@ def anchored_grads_kernel(
     cs0 *= after[:, None]
     cs1 *= shrink
     later_sum *= tl.load(at) * shrink
-    from_first = sum_of_products(sk0.to(tl.float32), cs0, 1)
+    from_first = tl.sum(product(sk0.to(tl.float32), cs0), 1)
 
     zq1 = operand_half(zq, 1, KP, S)
     zb1 = operand_half(zb, 1, KP, S)
@@ -301,7 +301,7 @@ def anchored_grads_kernel(
     later1 = later_sum + from_first
     if not APART:
         later0 = later1 + tl.sum(zq1.to(tl.float32) * aq + zb1.to(tl.float32) * ax, 1)
-        later1 += sum_of_products(sk1.to(tl.float32), cs1, 1)
+        later1 += tl.sum(product(sk1.to(tl.float32), cs1), 1)
     cs0 = mma_acc(zb1, Lx, mma_acc(zq1, Ax, cs0, DOT), DOT)
     db1, dbias1, da1 = own_half(
         aq, ax, cs1, zq1, zb1, yk, sk1, A1, own1, L1, later1, db1,

@@ -24,7 +24,7 @@ from .backward_rows import (
     store_rows,
     store_vector,
 )
-from .common import chunk_of_slot, mma, mma_acc, operand, sum_of_products
+from .common import chunk_of_slot, mma, mma_acc, operand, product
 
 
 @triton.jit
@@ -134,7 +134,7 @@ def scalar_grads_kernel(
         if VP > BV:
             dot, vt, dr = value_tiles(do, vT, drT, start, rows, HV, hv, at_chunk, vs, V, VP, C)
         d = dr.to(tl.float32)
-        db += sum_of_products(d, load_rows(v, start, rows, HV * V, hv * V, vs, V, C).to(tl.float32), 1)
+        db += tl.sum(product(d, load_rows(v, start, rows, HV * V, hv * V, vs, V, C).to(tl.float32)), 1)
         store_rows(dv, b[:, None] * d, start, rows, HV * V, hv * V, vs, V, C)
         M1 = mma_acc(dot, vt, M1, DOT)
         M2 = mma_acc(dr, vt, M2, DOT)
@@ -178,7 +178,7 @@ def scalar_grads_kernel(
             flat = at_chunk * (VP * KP) + vs[:, None] * KP + cols[None, :]
             ht = tl.load(hT + flat)
             dht = tl.load(dhT + flat)
-            both += sum_of_products(ht.to(tl.float32), dht.to(tl.float32), 0)
+            both += tl.sum(product(ht.to(tl.float32), dht.to(tl.float32)), 0)
             dqt = mma_acc(dot, ht, dqt, DOT)
             x = mma_acc(dr, ht, x, DOT)
             ci = mma_acc(tl.trans(vt), dht, ci, DOT)
@@ -188,7 +188,7 @@ def scalar_grads_kernel(
         x *= -down
         ci *= rest
         from_start += tl.sum(qt * dqt + b[:, None] * kt * x, 1)
-        to_end += sum_of_products(kt, ci, 1)
+        to_end += tl.sum(product(kt, ci), 1)
         dlast += tl.sum(both, 0)
         q_op = operand(qt, DOT)
         k_op = operand(kt, DOT)
@@ -197,12 +197,12 @@ def scalar_grads_kernel(
         col = mma(tl.trans(M1), q_op, DOT)
         col = mma_acc(tl.trans(M2), operand(b[:, None] * kt, DOT), col, DOT) + ci
         dkt = b[:, None] * x + col
-        db += sum_of_products(kt, x, 1)
+        db += tl.sum(product(kt, x), 1)
         dqt += diagonal * kt
         dkt += diagonal * qt
         if L2NORM and KP == BK:
-            dqt -= qt * sum_of_products(dqt, qt, 1)[:, None]
-            dkt -= kt * sum_of_products(dkt, kt, 1)[:, None]
+            dqt -= qt * tl.sum(product(dqt, qt), 1)[:, None]
+            dkt -= kt * tl.sum(product(dkt, kt), 1)[:, None]
             dqt *= rq[:, None]
             dkt *= rk[:, None]
         store_rows(dq, dqt, start, rows, HV * K, hv * K, cols, K, C)

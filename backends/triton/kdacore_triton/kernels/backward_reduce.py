@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import rnorm, sum_of_products
+from .common import product, rnorm
 
 
 @triton.jit(do_not_specialize=["HV", "slots"])
@@ -42,6 +42,6 @@ def sum_group_kernel(
     if L2NORM:
         xt = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
         rn = rnorm(xt, 1)
-        inner = sum_of_products(total, xt, 1) * rn * rn
+        inner = tl.sum(product(total, xt), 1) * rn * rn
         total = rn[:, None] * (total - xt * inner[:, None])
     tl.store(dx + at, total.to(dx.dtype.element_ty), mask=mask)

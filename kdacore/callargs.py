@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
+from collections.abc import Callable
 from typing import Any
 
 from kdacore import features
@@ -24,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
     add("--shape", type=shape, metavar=SIZES, help=f"sizes, default 1,4096,16,16,128,128 ({SIZES})")
     add("--dtype", default="bfloat16", help="dtype of q, k, v, g and beta (default bfloat16)")
     add("--kind", default="torch", choices=("numpy", "torch", "jax"), help="array library (default torch)")
-    add("--device", default="cuda", help="cpu, cuda, cuda:1, rocm, tpu (default cuda)")
+    add("--device", type=device, default="cuda", help="cpu, cuda, cuda:1, rocm, tpu (default cuda)")
     add("--arch", default="", help="architecture (default: KDACORE_ARCH, else sm_90 for cuda, v5e for tpu)")
     add("--backend", default=None, help="force one backend")
     add("--requires-grad", action="store_true", help="the inputs require gradients")
@@ -45,7 +47,25 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
     add("--inplace-state", action="store_true")
     add("--read-only-state", action="store_true")
     add("--out", action="store_true", help="a preallocated output")
-    add("--chunk-size", type=int, default=64, help="stage ops")
+    add("--chunk-size", type=at_least(1), default=64, help="stage ops")
+
+
+def device(text: str) -> str:
+    """A device, its index after a colon. argparse turns the error into exit status 2."""
+    if not re.fullmatch(r"[a-z]+(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no device, like cpu, cuda or cuda:1")
+    return text
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Whole numbers from ``least`` (0 or more) on. argparse turns the error into exit status 2."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} on")
+        return int(text)
+
+    return number
 
 
 def shape(text: str) -> tuple[int, ...]:

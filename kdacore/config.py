@@ -7,6 +7,7 @@ docs/environment.md lists the same variables, and a test holds the two together.
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -55,9 +56,15 @@ def _flag(env: Mapping[str, str], name: str, default: str) -> bool:
 
 def _cache_dir(env: Mapping[str, str]) -> Path:
     if given := env.get("KDACORE_CACHE_DIR", "").strip():
-        return Path(given).expanduser()
+        try:
+            return Path(given).expanduser()
+        except RuntimeError:
+            raise ConfigError("KDACORE_CACHE_DIR", given, "a folder, of a user who exists") from None
     base = env.get("XDG_CACHE_HOME", "").strip()
-    return (Path(base) if base else Path.home() / ".cache") / "kdacore"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "kdacore"
+    except RuntimeError:  # neither HOME nor an entry in the list of users, as in some containers
+        return Path(tempfile.gettempdir()) / f"kdacore-{os.getuid()}"
 
 
 def parse(env: Mapping[str, str]) -> Config:

@@ -16,8 +16,11 @@ from kdacore import callargs, report
 from kdacore.bench import cases, plot, results, runner
 from kdacore.bench.cases import PRESETS, SPECIAL, Case, Goal
 from kdacore.bench.clock import Budget
+from kdacore.bench.peers import PEERS
 from kdacore.bench.results import Results
 from kdacore.machine import version_of
+from kdacore.registry import REGISTRY
+from kdacore.testing.capabilities import has_device
 from kdacore.types import ArrayKind
 
 Work = tuple[str, Any]
@@ -37,7 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         help="only these peers, comma-separated; 'none' for none (default: all installed)",
     )
-    add("--device", default=None, help="cpu, cuda, cuda:1 (default: cuda where torch sees one, else cpu)")
+    add(
+        "--device",
+        type=callargs.device,
+        default=None,
+        help="cpu, cuda, cuda:1 (default: cuda where torch sees one, else cpu)",
+    )
     add(
         "--kind",
         default=None,
@@ -66,18 +74,9 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         _list(out)
         return report.OK
-    unknown = [name for name in args.presets if name not in (*SPECIAL, *PRESETS)]
-    if unknown or args.samples < 1 or (args.shape and args.presets):
-        why = (
-            f"no preset {', '.join(unknown)}; --list shows them"
-            if unknown
-            else "give presets, or --shape, not both"
-        )
-        print(f"kdacore bench: {why if args.samples > 0 else '--samples must be positive'}", file=sys.stderr)
-        return report.USAGE
     presets = args.presets or (["shape"] if args.shape else ["quick"])
-    if (lacking := _lacking(presets, args)) is not None:
-        print(f"kdacore bench: {lacking}", file=sys.stderr)
+    if (why := _senseless(args) or _lacking(presets, args)) is not None:
+        print(f"kdacore bench: {why}", file=sys.stderr)
         return report.USAGE
     before = results.load()
     found = Results()
@@ -93,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
         print("kdacore bench: no case is left to time (--only, --gates)", file=sys.stderr)
         return report.USAGE
     out.print(results.row_table(found.rows))
+    if all(row.seconds is None for row in found.rows):
+        print("kdacore bench: nothing could be timed; the rows say why", file=sys.stderr)
     if found.figures:
         out.print(results.figure_table(found.figures))
     if args.json or args.plot:
@@ -107,7 +108,8 @@ def run(args: argparse.Namespace) -> int:
                 return report.USAGE
     if interrupted:
         return report.INTERRUPTED
-    return report.BROKEN if found.failed or (args.check and found.missed) else report.OK
+    timed = any(row.seconds is not None for row in found.rows)
+    return report.BROKEN if not timed or found.failed or (args.check and found.missed) else report.OK
 
 
 def _fill(found: Results, presets: list[str], args: argparse.Namespace) -> None:
@@ -125,20 +127,59 @@ def _fill(found: Results, presets: list[str], args: argparse.Namespace) -> None:
                 found.figures += runner.goals_of_other_cases(preset, PRESETS.get(preset, ()), found.rows)
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(",") if name)
+
+
+_FIXED = ("cpu", "xla", "dispatch", "import")
+"""Presets that time one thing: nothing to narrow."""
+
+
+def _senseless(args: argparse.Namespace) -> str | None:
+    """What is wrong with the arguments themselves, found before anything is timed."""
+    if unknown := [name for name in args.presets if name not in (*SPECIAL, *PRESETS)]:
+        return f"no preset {', '.join(unknown)}; --list shows them"
+    if args.shape and args.presets:
+        return "give presets, or --shape, not both"
+    if args.samples < 1 or not args.seconds > 0:
+        return f"{'--samples' if args.samples < 1 else '--seconds'} must be positive"
+    if unknown := [name for name in _names(args.backend) if name not in REGISTRY.backends()]:
+        return f"--backend: no backend {', '.join(unknown)}; there are {', '.join(REGISTRY.backends())}"
+    peers = ("none", *(peer.distribution for peer in PEERS))
+    if unknown := [name for name in _names(args.peer) if name not in peers]:
+        return f"--peer: no peer {', '.join(unknown)}; there are {', '.join(peers)}"
+    fixed = [name for name in args.presets if name in _FIXED]
+    given = [
+        f"--{name}" for name in ("backend", "peer", "device", "kind", "gates", "only") if getattr(args, name)
+    ]
+    if fixed and given:
+        return f"{fixed[0]} takes no {', '.join(given)}"
+    if args.plot and not version_of("matplotlib"):
+        return "--plot needs matplotlib, which is not installed: pip install matplotlib"
+    return None
+
+
 def _lacking(presets: list[str], args: argparse.Namespace) -> str | None:
     """What a preset needs and this environment lacks."""
     for preset in presets:
         if preset == "xla" and not version_of("jax"):
             return "xla needs jax, which is not installed: pip install 'kdacore[pallas]'"
-        if preset == "h200-stages" and not version_of("torch"):
-            return "h200-stages needs torch, which is not installed: pip install torch"
-        for case in PRESETS.get(preset, ()):
-            kind = _kind(case.kind, preset, args)
+        for kind in dict.fromkeys(_kinds(preset, args)):
             if kind != "numpy" and not version_of(kind):
-                return (
-                    f"{preset} needs {kind}, which is not installed: pip install {kind}, or give --kind numpy"
-                )
+                instead = "" if preset == "h200-stages" else ", or give --kind numpy"
+                return f"{preset} needs {kind}, which is not installed: pip install {kind}{instead}"
+            if args.device and not has_device(kind, args.device.partition(":")[0]):
+                return f"--device {args.device}: {kind} has no such device here"
     return None
+
+
+def _kinds(preset: str, args: argparse.Namespace) -> list[ArrayKind]:
+    """The array libraries of a preset's cases."""
+    if preset == "h200-stages":
+        return ["torch"]
+    if preset == "shape":
+        return [_kind(args.kind or "torch", preset, args)]
+    return [_kind(case.kind, preset, args) for case in PRESETS.get(preset, ())]
 
 
 def _kind(own: ArrayKind, preset: str, args: argparse.Namespace) -> ArrayKind:
@@ -158,7 +199,7 @@ def _progress() -> Progress:
 def _work(preset: str, args: argparse.Namespace) -> Iterator[Work]:
     """What a preset consists of, in pieces small enough for a progress bar."""
     budget = Budget(args.samples, args.seconds)
-    only, peers = (tuple(name for name in given.split(",") if name) for given in (args.backend, args.peer))
+    only, peers = _names(args.backend), _names(args.peer)
     if preset == "cpu":
         from kdacore.bench import cpu
 

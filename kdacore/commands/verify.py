@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kdacore import report
+from kdacore import callargs, report
 from kdacore.registry import REGISTRY, missing
 
 
@@ -15,7 +15,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default=None, help="cpu, cuda, tpu (default: the backend's own first choice)")
     add("--level", default="quick", choices=("quick", "full"), help="how many cases (default quick)")
     add(
-        "--random", type=int, default=0, metavar="N", help="also N random calls of whole ops, and N of stages"
+        "--random",
+        type=callargs.at_least(0),
+        default=0,
+        metavar="N",
+        help="also N random calls of whole ops, and N of stages",
     )
     add("--seed", type=int, default=0, help="of the first random call")
     add(
@@ -25,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("numpy", "torch", "jax"),
         help="only these array kinds",
     )
-    add("--jobs", type=int, default=1, metavar="N", help="processes (default 1)")
+    add("--jobs", type=callargs.at_least(1), default=1, metavar="N", help="processes (default 1)")
     add("--folder", type=Path, default=None, help="where the records go (default: the cache folder)")
 
 
@@ -39,9 +43,9 @@ def run(args: argparse.Namespace) -> int:
     for name in names:
         options = {"seed": args.seed, "kinds": tuple(args.kind), "jobs": args.jobs}
         found = verify(name, args.device, args.level, args.random, **options)
+        out.print("\n".join(found.lines()))  # first: the folder may not be writable
         path = default_path(found, args.folder)
         found.write(path)
-        out.print("\n".join(found.lines()))
         out.print(f"  record: {path}\n")
         failed = failed or not found.ok
     return report.BROKEN if failed else report.OK

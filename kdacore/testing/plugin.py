@@ -83,7 +83,10 @@ def _random(config: pytest.Config) -> tuple[Any, ...]:
     plan, first = planned(config), config.getoption("kdacore_seed")
     seeds = range(first, first + config.getoption("kdacore_random"))
     drawn = [(seed, calls) for calls in calls_of(plan.backend) for seed in seeds]
-    return tuple(random_case(plan.backend, seed, plan.device, plan.level, calls) for seed, calls in drawn)
+    only = tuple(config.getoption("kdacore_kind"))
+    return tuple(
+        random_case(plan.backend, seed, plan.device, plan.level, calls, only) for seed, calls in drawn
+    )
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@ from kdacore.testing.pools import POOLS
 from kdacore.testing.random_parts import draw_memory, index_dtype, pick, usable_dtypes
 from kdacore.testing.signature import judge
 from kdacore.testing.suite import Result, run_case
+from kdacore.types import ArrayKind
 
 Calls = Literal["whole", "stages"]
 """Which ops: the whole ones, or those of the chunk pipeline. A seed stands for one call of each, drawn on its own."""
@@ -55,15 +56,22 @@ def calls_of(backend: str) -> tuple[Calls, ...]:
     return tuple(calls for calls in CALLS if ops_of(backend, calls))
 
 
-def random_case(backend: str, seed: int, device: str, level: Level = "quick", calls: Calls = "whole") -> Case:
-    """The call this seed stands for. It may be one the backend declines.
+def random_case(
+    backend: str,
+    seed: int,
+    device: str,
+    level: Level = "quick",
+    calls: Calls = "whole",
+    only: tuple[ArrayKind, ...] = (),
+) -> Case:
+    """The call this seed stands for, of ``only`` these array kinds. It may be one the backend declines.
 
     Raises:
         ValueError: the backend serves nothing of the kind on this device.
     """
     stages = calls == "stages"
     rng = np.random.default_rng((seed, _STAGE_STREAM) if stages else seed)
-    found = _base(backend, rng, device, calls)
+    found = _base(backend, rng, device, calls, only)
     base = replace(found, seed=seed, factor=_HARD, note=f"random{seed}")
     changes = random_stages.CHANGES if stages else _CHANGES
     impl = REGISTRY.get(backend).backend.ops[base.op]
@@ -80,15 +88,17 @@ def random_case(backend: str, seed: int, device: str, level: Level = "quick", ca
     return case
 
 
-def _base(backend: str, rng: Any, device: str, calls: Calls) -> Case:
+def _base(backend: str, rng: Any, device: str, calls: Calls, only: tuple[ArrayKind, ...]) -> Case:
     """The plainest call of some op, kind and dtype; mostly of the kind the backend is made for."""
     ops = ops_of(backend, calls)
-    kinds = [k for k in kinds_of(backend) if has_device(k, device)]
+    kinds = [k for k in kinds_of(backend) if has_device(k, device) and (not only or k in only)]
     mostly = kinds[:1] if rng.random() < _OWN_KIND else []
     for some in (mostly, kinds):
         triples = list(itertools.product(ops, some, ("float32", "bfloat16", "float16")))
         for n in rng.permutation(len(triples)):
             op, kind, dtype = triples[n]
+            if not representable(kind, dtype):
+                continue
             base = plainest(backend, op, kind, device, dtype)
             if base is not None:
                 trained = plainest_trained(backend, op, kind, device, dtype)

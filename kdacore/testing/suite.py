@@ -95,7 +95,7 @@ def coverage_problems(answers: Iterable[tuple[Case, bool, tuple[str, ...]]]) -> 
     """What a backend declares and never serves: an op, or an array kind, whose every case it declines.
 
     Args:
-        answers: each case, whether it is served, and the codes when it is not.
+        answers: each case, whether it is served (well or badly), and the codes when it is declined.
     """
     served: Counter[str] = Counter()
     refused: dict[str, Counter[str]] = {}

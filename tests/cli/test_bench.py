@@ -26,6 +26,7 @@ from kdacore.bench import (
     runner,
     stages,
 )
+from kdacore.bench import command as bench_command
 from kdacore.bench.cases import PRESETS, SPECIAL, Case
 from kdacore.bench.clock import Budget
 from kdacore.bench.peers import PEERS
@@ -473,11 +474,51 @@ def test_list_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:
         (["quick", "--shape", "1,8,1,1,16,16"], "not both"),
         (["quick", "--samples", "0"], "--samples must be positive"),
         (["quick", "--only", "nothing like it"], "no case is left"),
+        (["quick", "--seconds", "-1"], "--seconds must be positive"),
+        (["quick", "--backend", "reference,nonsense"], "no backend nonsense; there are reference"),
+        (["h200-forward", "--peer", "nonsense"], "no peer nonsense; there are none, fla-core"),
+        (["cpu", "--tiny", "--backend", "reference"], "cpu takes no --backend"),
+        (["import", "--only", "x"], "import takes no --only"),
+        (["quick", "--kind", "numpy", "--device", "cuda"], "numpy has no such device here"),
+        (["h200-stages", "--device", "mars"], "torch has no such device here"),
+        (["--shape", "1,8,1,1,16,16", "--device", "mars"], "torch has no such device here"),
     ],
 )
 def test_bad_usage(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_device_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        cli.main(["bench", "quick", "--device", "cuda:x"])
+    assert done.value.code == 2
+    assert "'cuda:x' is no device" in capsys.readouterr().err
+
+
+def test_an_array_library_that_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        bench_command, "version_of", lambda name: "" if name in ("torch", "matplotlib") else "1"
+    )
+    for words in (["--shape", "1,8,1,1,16,16", "--kind", "torch"], ["h200-stages"]):
+        assert cli.main(["bench", *words]) == 2
+        assert "needs torch, which is not installed" in capsys.readouterr().err
+    assert cli.main(["bench", "quick", "--plot", "x.svg"]) == 2
+    assert "--plot needs matplotlib" in capsys.readouterr().err
+
+
+def test_nothing_timed_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    class Plugin:
+        @hookimpl
+        def kdacore_backends(self) -> list[Backend]:
+            return [Backend(name="elsewhere", version="1", kinds=("numpy",), ops={})]
+
+    REGISTRY.register(Plugin(), "elsewhere")
+    words = ["bench", "quick", "--tiny", "--kind", "numpy", "--backend", "elsewhere", "--samples", "3"]
+    assert cli.main(words) == 1
+    assert "nothing could be timed" in capsys.readouterr().err
 
 
 def test_plot(tmp_path: Path) -> None:

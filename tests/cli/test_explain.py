@@ -178,6 +178,16 @@ def test_a_broken_contract_is_2_and_names_the_argument(
     assert f"argument {named}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words", [["--chunk-size", "0"], ["--device", "cuda:x"], ["--device", "cuda:-1"], ["--device", ""]]
+)
+def test_numbers_and_devices_that_are_none(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        cli.main(["explain", "chunk_kda", *words])
+    assert done.value.code == 2
+    assert f"argument {words[0]}: {words[1]!r} is " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("shape", ["1,2,3", "a,b,c,d,e,f"])
 def test_a_shape_that_is_none(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:

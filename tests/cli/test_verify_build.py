@@ -81,6 +81,17 @@ def test_verify_takes_what_is_available(
     capsys.readouterr()
 
 
+def test_a_record_that_cannot_be_written_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verification, "verify", lambda name, *args, **kwargs: record(name, ["never served"]))
+    (tmp_path / "file").write_text("")
+    assert cli.main(["verify", "reference", "--folder", str(tmp_path / "file")]) == 1
+    printed = capsys.readouterr()
+    assert "never served" in printed.out
+    assert printed.err.startswith("kdacore verify: ") and str(tmp_path / "file") in printed.err
+
+
 def test_verify_an_unknown_backend(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["verify", "nonsense"]) == 2
     assert "'nonsense'" in capsys.readouterr().err

@@ -15,6 +15,7 @@ import pytest
 from kdacore import verify as verification
 from kdacore.errors import ContractError
 from kdacore.ops import OPS, STAGES
+from kdacore.testing import random_cases, random_parts, random_stages
 from kdacore.testing.bounds import bound, rounds_to_tf32
 from kdacore.testing.cases import Case, options
 from kdacore.testing.checks import CHECKS
@@ -216,6 +217,16 @@ def test_a_seed_stands_for_one_call() -> None:
     assert {c.op for c in drawn} == {op for op in OPS if OPS[op].family != "stage"}
     assert {c.check for c in drawn} == {"accuracy", "gradients", "pool"}
     assert any(c.shape.lengths for c in drawn) and any(c.layout != "contiguous" for c in drawn)
+
+
+def test_random_calls_are_of_arrays_that_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ml_dtypes NumPy has no bfloat16."""
+    for part in (random_cases, random_parts, random_stages):
+        monkeypatch.setattr(part, "representable", lambda kind, dtype: (kind, dtype) != ("numpy", "bfloat16"))
+    drawn = [random_case("reference", seed, "cpu", only=("numpy",)) for seed in range(60)]
+    assert {c.kind for c in drawn} == {"numpy"}
+    assert {c.dtype for c in drawn} == {"float32", "float16"}
+    assert not any("bfloat16" in dataclasses.asdict(c).values() for c in drawn)
 
 
 def test_a_seed_stands_for_one_call_of_a_stage() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,19 @@ def test_defaults() -> None:
     assert parsed.cache_dir.name == "kdacore"
     assert config.parse({"XDG_CACHE_HOME": "/x"}).cache_dir == Path("/x/kdacore")
     assert config.parse({"KDACORE_BACKEND": " a, b ,"}).backend == ("a", "b")
+
+
+def test_nobody_s_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may run as a user whom no list knows, without HOME: caches go to the folder for temporary files."""
+
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", staticmethod(nobody))
+    folder = config.parse({}).cache_dir
+    assert folder.parent == Path(tempfile.gettempdir()) and folder.name.startswith("kdacore-")
+    with pytest.raises(ConfigError, match="KDACORE_CACHE_DIR"):
+        config.parse({"KDACORE_CACHE_DIR": "~a user whom no list knows/x"})
 
 
 @pytest.mark.parametrize(

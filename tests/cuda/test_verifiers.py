@@ -9,7 +9,9 @@ import pytest
 from cuda_calls import SAFE_MODEL, Draw, request_of
 
 from kdacore import cli
+from kdacore.registry import missing
 from kdacore.types import ChunkInputs, Device, Request
+from kdacore_cuda import plugin, verifiers
 from kdacore_cuda.plugin import _driver_missing, make_backend
 
 BACKEND = make_backend()
@@ -52,6 +54,19 @@ def test_serves(op: str) -> None:
 )
 def test_rejects(changes: dict[str, Any], code: str) -> None:
     assert codes(request(**changes)) == {code}
+
+
+def test_without_nvrtc_only_packaged_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifiers, "_has_compiler", lambda: False)
+    assert codes(request(device=Device("cuda", 0, "sm_80"))) == {"unavailable"}
+    assert codes(request(device=Device("cuda", 0, "sm_90"))) == set()
+
+
+def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "find_spec", lambda name: None)
+    assert ("torch", "torch is not installed", "pip install 'kdacore[cuda]'") in missing(
+        BACKEND, hardware=False
+    )
 
 
 def test_recurrent_takes_every_small_float() -> None:

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kdacore.types import Request
 from kdacore_cuda.layout import FLAGS, TYPES
+from kdacore_cuda.variants import BUILD_ARCHS
 
 if TYPE_CHECKING:
     import torch
 
-BUILD_ARCHS = {"sm_90": "sm_90a", "sm_100": "sm_100f", "sm_103": "sm_100f"}
-"""Architecture of a device -> the one its kernels are compiled for; the others are compiled for themselves."""
 ALIGNMENT = 16
 """Bytes the kernels read at once; every row of q, k, v and g starts on a multiple of it."""
 _MAX_PLANS = 4096

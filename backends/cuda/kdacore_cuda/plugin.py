@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache, partial
+from importlib.util import find_spec
 
 from kdacore.hookspecs import hookimpl
 from kdacore.late import lazily
@@ -42,6 +43,11 @@ def _driver_missing() -> str | None:
     return None
 
 
+def _torch_missing() -> str | None:
+    spec = find_spec("torch")  # a folder of that name on the path has no origin
+    return "torch is not installed" if spec is None or spec.origin is None else None
+
+
 def _version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
@@ -51,6 +57,7 @@ _lazily = partial(lazily, "kdacore_cuda")
 
 _COMMON = (
     verifiers.architecture,
+    verifiers.compiler,
     verifiers.head_dims,
     verifiers.other_dtypes,
     verifiers.state_dtype,
@@ -59,6 +66,7 @@ _COMMON = (
 
 _STAGE = (
     verifiers.architecture,
+    verifiers.compiler,
     verifiers.stage_head_dims,
     verifiers.stage_dtypes,
     verifiers.stage_chunk,
@@ -107,6 +115,7 @@ def make_backend() -> Backend:
         },
         summary="hand-written kernels: bfloat16 prefill, its backward on Hopper, recurrent decode, two training stages",
         requirements=(
+            Requirement("torch", _torch_missing, "pip install 'kdacore[cuda]'"),
             Requirement(
                 "CUDA driver",
                 _driver_missing,

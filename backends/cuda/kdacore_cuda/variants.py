@@ -12,6 +12,8 @@ from kdacore_cuda.build import KernelSource
 from kdacore_cuda.prefill_kernels import HOPPER, clusters, prefill_kernel
 
 HEAD_DIMS = (64, 128)
+BUILD_ARCHS = {"sm_90": "sm_90a", "sm_100": "sm_100f", "sm_103": "sm_100f"}
+"""Architecture of a device -> that of the packaged machine code; for the others NVRTC compiles at the first call."""
 
 DECODE_ANY, DECODE_PLAIN, DECODE_ONE, DECODE_HEAD = DECODE_MODES = (0, 1, 2, 3)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+from functools import cache
+
 from kdacore.types import Reason, Request
-from kdacore_cuda.variants import HEAD_DIMS
+from kdacore_cuda.variants import BUILD_ARCHS, HEAD_DIMS
 
 STATE_DTYPES = ("float32", "bfloat16")
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
@@ -32,6 +35,27 @@ def architecture(request: Request) -> Reason | None:
             "sm_80 or later",
         )
     return None
+
+
+@cache
+def _has_compiler() -> bool:
+    try:
+        return bool(importlib.metadata.version("cuda-bindings"))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def compiler(request: Request) -> Reason | None:
+    """Where no machine code is packaged, NVRTC makes it at the first call."""
+    arch = request.device.arch
+    if arch in BUILD_ARCHS or _has_compiler():
+        return None
+    return Reason(
+        "unavailable",
+        "has no packaged kernels for this architecture and no NVRTC to make them",
+        arch,
+        "pip install 'kdacore[cuda]', or " + " or ".join(BUILD_ARCHS),
+    )
 
 
 def head_dims(request: Request) -> Reason | None:

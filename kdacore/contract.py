@@ -119,7 +119,10 @@ class Call:
             return None
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise self.fail(name, f"{type(value).__name__} {value!r}", "a finite real number")
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError:
+            raise self.fail(name, "a number that no float holds", "a finite real number") from None
         if not math.isfinite(number):
             raise self.fail(name, repr(value), "a finite real number")
         return number

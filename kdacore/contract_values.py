@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from kdacore.contract import MAX_VERIFY_TOKENS
 from kdacore.contract_memory import check_memory
 from kdacore.errors import ContractError
 from kdacore.frameworks import Adapter, adapter_of
@@ -28,11 +29,14 @@ def check_values(request: Request, inputs: Any, adapter: Adapter) -> None:
             continue
         own = adapter_of(x)
         values[name] = (own or adapter).host_values(x)
-    for name, x in values.items():
-        if name not in INDEX_ARGUMENTS:
-            _finite(request, name, x)
     _offsets(request, values)
+    _candidates(request, values)
     _indices(request, values)
+    for name, x in values.items():
+        if name == "initial_state" and "state_indices" in values:
+            _finite_rows(request, x, _started_from(values))
+        elif name not in INDEX_ARGUMENTS:
+            _finite(request, name, x)
     _gate(request, values)
 
 
@@ -41,6 +45,30 @@ def _finite(request: Request, name: str, x: Any) -> None:
     if bad.any():
         where = tuple(int(i) for i in np.argwhere(bad)[0])
         raise ContractError(request.op, name, f"{x[where]} at {list(where)}", "finite values")
+
+
+def _started_from(values: dict[str, Any]) -> Any:
+    """The rows of a pool that are read. The others may hold anything."""
+    indices, accepted = values["state_indices"], values.get("num_accepted_tokens")
+    if accepted is not None:
+        last = np.take_along_axis(indices, np.maximum(accepted - 1, 0)[:, None], 1)[:, 0]
+        rows = np.where(accepted > 0, last, -1)
+    else:
+        rows = indices if indices.ndim == 1 else indices[:, 0]
+    return rows[rows >= 0]
+
+
+def _finite_rows(request: Request, pool: Any, rows: Any) -> None:
+    for row in rows.tolist():
+        if not np.isfinite(pool[row]).all():
+            raise ContractError(
+                request.op, "initial_state", f"row {row}, which is not finite", "finite states"
+            )
+
+
+def _lengths(request: Request, values: dict[str, Any]) -> Any:
+    """Tokens of each sequence."""
+    return np.diff(values["cu_seqlens"]) if "cu_seqlens" in values else np.full(request.N, request.T)
 
 
 def _offsets(request: Request, values: dict[str, Any]) -> None:
@@ -89,13 +117,25 @@ def check_index_ranges(request: Request, indices: Any, accepted: Any, longest: i
         )
 
 
+def _candidates(request: Request, values: dict[str, Any]) -> None:
+    longest = int(_lengths(request, values).max(initial=0))
+    if request.read_only_state and longest > MAX_VERIFY_TOKENS:
+        raise ContractError(
+            request.op,
+            "cu_seqlens",
+            f"a sequence of {longest} tokens",
+            f"at most {MAX_VERIFY_TOKENS} candidate tokens for each sequence with read_only_state",
+        )
+
+
 def _indices(request: Request, values: dict[str, Any]) -> None:
     if "state_indices" not in values:
         return
-    indices = values["state_indices"]
-    longest = int(np.diff(values["cu_seqlens"]).max()) if "cu_seqlens" in values else request.T
-    check_index_ranges(request, indices, values.get("num_accepted_tokens"), longest)
+    indices, lengths = values["state_indices"], _lengths(request, values)
+    check_index_ranges(request, indices, values.get("num_accepted_tokens"), int(lengths.max(initial=0)))
     if request.inplace_state:
+        if indices.ndim == 2:  # a column for each token: those past a sequence's end are not written
+            indices = np.where(np.arange(indices.shape[1]) < lengths[:, None], indices, -1)
         named = indices[indices >= 0]
         if len(np.unique(named)) != named.size:
             raise ContractError(

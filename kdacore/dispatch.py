@@ -61,8 +61,8 @@ _AUTO = selection.Policy()
 _policy: contextvars.ContextVar[selection.Policy | None] = contextvars.ContextVar(
     "kdacore_policy", default=None
 )
-_records: contextvars.ContextVar[list[Selection] | None] = contextvars.ContextVar(
-    "kdacore_records", default=None
+_records: contextvars.ContextVar[tuple[list[Selection], ...]] = contextvars.ContextVar(
+    "kdacore_records", default=()
 )
 _plans: dict[Any, Plan] = {}
 _lock = threading.Lock()
@@ -161,8 +161,7 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
     if known is not None and known.step is not None:
         results = known.step(arrays)
         if results is not None:
-            records = _records.get()
-            if records is not None:
+            for records in _records.get():
                 records.append(known.plan.selection)
             return results
     inputs = opdef.inputs(*arrays)
@@ -195,8 +194,7 @@ def execute(plan: Plan, inputs: Any, run: Callable[[Plan, Any], Any]) -> Any:
         from kdacore.contract_values import check_values
 
         check_values(plan.request, inputs, plan.adapter)
-    records = _records.get()
-    if records is not None:
+    for records in _records.get():
         records.append(plan.selection)
     return run(plan, inputs)
 
@@ -262,7 +260,7 @@ def record_selections() -> Iterator[list[Selection]]:
         []
     """
     records: list[Selection] = []
-    token = _records.set(records)
+    token = _records.set((*_records.get(), records))  # blocks outside this one see its calls too
     try:
         yield records
     finally:

@@ -80,6 +80,11 @@ def _array_test(arrays: dict[str, Any], same_strides: bool) -> tuple[str, dict[s
         for name, x in arrays.items()
         if same_strides or name in WRITABLE_ARGUMENTS
     ]
+    tests += [
+        f"{name}.flags.writeable is {x.flags.writeable}"
+        for name, x in arrays.items()
+        if name in WRITABLE_ARGUMENTS
+    ]
     return " and ".join(tests), {"ndarray": np.ndarray, **{f"dtype_{n}": x.dtype for n, x in arrays.items()}}
 
 

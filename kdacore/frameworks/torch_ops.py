@@ -128,12 +128,12 @@ def call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -
     """Serve a public call through the operators."""
     if opdef.family == "stage":
         _fail(opdef.name, opdef.arrays[0], "a tensor being compiled", "an eager call: stages are eager")
-    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    asked = (needs_grad, *_asked_of_dispatch(opdef.name, backend))
     arrays = tuple(
         torch.as_tensor(x) if n == "cu_seqlens_cpu" and x is not None else x
         for n, x in zip(opdef.arrays, inputs, strict=True)
     )
+    needs_grad = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in arrays)
+    asked = (needs_grad, *_asked_of_dispatch(opdef.name, backend))
     if opdef.family == "gate":
         return torch.ops.kdacore.gate(opdef.name, *arrays, *options, *asked)
     if opdef.family == "chunk":
@@ -162,8 +162,9 @@ def _forward(plan: dispatch.Plan, inputs: Any) -> Any:
         return plan.forward(plan.request, inputs)
 
 
-def _or_empty(x: Any, like: torch.Tensor) -> torch.Tensor:
-    return like.new_empty(0) if x is None else x
+def _result(x: Any, like: torch.Tensor) -> torch.Tensor:
+    """Contiguous, as the fake tensors below promise: a backend may return views."""
+    return like.new_empty(0) if x is None else x.contiguous()
 
 
 def _chunk(*args: Any) -> Any:
@@ -171,7 +172,7 @@ def _chunk(*args: Any) -> Any:
     _check_asked(bound)
     out = dispatch.execute(bound.plan(), bound.inputs, _forward)
     v = bound.inputs.v
-    return out.o, _or_empty(out.final_state, v), _or_empty(out.checkpoints, v)
+    return _result(out.o, v), _result(out.final_state, v), _result(out.checkpoints, v)
 
 
 def _recurrent(*args: Any) -> Any:
@@ -184,13 +185,13 @@ def _recurrent(*args: Any) -> Any:
     v = bound.inputs.v
     aliased = bound.inputs.out is not None
     state = None if plan.request.inplace_state else out.final_state
-    return v.new_empty(0) if aliased else out.o, _or_empty(state, v)
+    return _result(None if aliased else out.o, v), _result(state, v)
 
 
 def _gate(*args: Any) -> Any:
     bound = _Bound("gate", args)
     _check_asked(bound)
-    return dispatch.execute(bound.plan(), bound.inputs, _forward)
+    return _result(dispatch.execute(bound.plan(), bound.inputs, _forward), bound.inputs.g)
 
 
 def _whole_backward(family: str, args: tuple[Any, ...]) -> list[torch.Tensor]:
@@ -201,7 +202,7 @@ def _whole_backward(family: str, args: tuple[Any, ...]) -> list[torch.Tensor]:
         raise RuntimeError(f"{plan.selection.backend} was selected for a gradient it cannot compute")
     with as_given(bound.inputs.q):
         grads = backward(plan.request, bound.inputs, (), OutputGrads(*bound.rest))
-    return [_or_empty(g, bound.inputs.q) for g in grads]
+    return [_result(g, bound.inputs.q) for g in grads]
 
 
 def _gate_backward(*args: Any) -> list[torch.Tensor]:
@@ -212,7 +213,7 @@ def _gate_backward(*args: Any) -> list[torch.Tensor]:
         raise RuntimeError(f"{plan.selection.backend} was selected for a gradient it cannot compute")
     with as_given(bound.inputs.g):
         grads = backward(plan.request, bound.inputs, *bound.rest)
-    return [_or_empty(g, bound.inputs.g) for g in grads]
+    return [_result(g, bound.inputs.g) for g in grads]
 
 
 # --- shapes and dtypes, for fake tensors ---------------------------------------------------------------------------

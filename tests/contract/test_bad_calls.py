@@ -311,6 +311,13 @@ BAD: dict[str, Bad] = {
 }
 
 
+def test_a_number_that_no_float_holds() -> None:
+    x = np.zeros((1, 2, 1, 4), np.float32)
+    for given in ({"scale": 10**400}, {"safe_gate": True, "lower_bound": -(10**400)}):
+        with pytest.raises(kdacore.ContractError, match="no float holds"):
+            kdacore.chunk_kda(x, x, x, x, x[..., 0], **given)
+
+
 def test_the_table_is_large_enough() -> None:
     assert len(BAD) >= 80
 

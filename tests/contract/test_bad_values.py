@@ -84,6 +84,21 @@ BAD_VALUES: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
         _speculative(num_accepted_tokens=np.array([-1])),
         "num_accepted_tokens",
     ),
+    "nan in a row that is read": (
+        recurrent,
+        _pool(initial_state=np.full((4, H, K, V), np.nan, np.float32)),
+        "initial_state",
+    ),
+    "too many candidates in one sequence": (
+        recurrent,
+        {
+            **{n: np.repeat(x, 3, axis=1) for n, x in _call().items()},
+            "initial_state": np.zeros((2, H, K, V), np.float32),
+            "cu_seqlens": np.array([0, 17, 3 * T]),
+            "read_only_state": True,
+        },
+        "cu_seqlens",
+    ),
     "packed tokens beyond the columns": (
         recurrent,
         _speculative(
@@ -118,6 +133,29 @@ def test_a_row_named_twice(validate_values: None) -> None:
     call["initial_state"] = np.zeros((4, H, K, V), np.float32)
     with pytest.raises(kdacore.ContractError, match="named twice"):
         recurrent(**call, state_indices=np.array([2, 2]), inplace_state=True)
+
+
+def test_rows_of_a_pool_that_are_not_read_may_hold_anything(validate_values: None) -> None:
+    """As one does that was never written."""
+    pool = np.full((4, H, K, V), np.nan, np.float32)
+    pool[2] = 0
+    recurrent(**_pool(initial_state=pool))
+    assert np.isfinite(pool[2]).all() and np.isnan(pool[[0, 1, 3]]).all()
+    pool = np.full((T, H, K, V), np.nan, np.float32)
+    recurrent(**_speculative(initial_state=pool, num_accepted_tokens=np.array([0])))
+    assert np.isfinite(pool).all()
+
+
+def test_columns_past_a_sequence_s_end_may_name_a_row_again(validate_values: None) -> None:
+    call = {n: x[:, :1] for n, x in _call().items()}
+    pool = np.zeros((4, H, K, V), np.float32)
+    more = {
+        "state_indices": np.array([[2, 2, 2]]),
+        "num_accepted_tokens": np.array([1]),
+        "inplace_state": True,
+    }
+    recurrent(**call, initial_state=pool, **more)
+    assert pool[2].any()
 
 
 def test_two_sequences_without_a_slot_are_fine(validate_values: None) -> None:

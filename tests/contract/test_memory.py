@@ -112,6 +112,24 @@ def test_an_overlap_of_itself_is_refused_however_often_such_calls_were_made(
             kdacore.fused_recurrent_kda(**call, backend=backend)
 
 
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize("argument", ["out", "initial_state"])
+@pytest.mark.parametrize("seen", [False, True], ids=["", "seen before"])
+def test_a_read_only_array_is_refused_before_anything_is_written(
+    argument: str, backend: str, seen: bool
+) -> None:
+    call = _call("numpy") | _pool("numpy", _zeros("numpy", 4, H, K, V), out=_zeros("numpy", B, T, H, V))
+    for _ in range(4 * seen):
+        kdacore.fused_recurrent_kda(**call, backend=backend)
+    call |= {"initial_state": _zeros("numpy", 4, H, K, V), "out": _zeros("numpy", B, T, H, V)}
+    call[argument].flags.writeable = False
+    before = _bits(call)
+    with pytest.raises(kdacore.ContractError, match="read-only") as caught:
+        kdacore.fused_recurrent_kda(**call, backend=backend)
+    assert caught.value.argument == argument
+    assert _bits(call) == before
+
+
 @pytest.fixture
 def validate_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("KDACORE_VALIDATE", "values")

@@ -539,3 +539,40 @@ print(f(*x[:3], -x[3].abs(), torch.rand(1, 6, 2)).shape)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.stdout.strip() == "torch.Size([1, 6, 2, 8])", run.stderr
+
+
+INDUCTOR = """
+import torch, kdacore
+torch.manual_seed(0)
+q, k, v, g = (torch.randn(2, 20, n, d) for n, d in ((1, 8), (1, 8), (2, 4), (2, 8)))
+x = q, k, v, -g.abs(), torch.rand(2, 20, 2)
+for op in (kdacore.chunk_kda, kdacore.fused_recurrent_kda):
+    def state(*x):
+        return op(*x, output_final_state=True, state_v_first=True)[1] * 2
+    assert torch.allclose(torch.compile(state, fullgraph=True)(*x), state(*x), atol=1e-5)
+    s = torch.randn(2, 2, 4, 8, requires_grad=True)
+    def loss(s, *x):
+        return op(*x, initial_state=s * 1.5, state_v_first=True)[0].square().sum()
+    want = torch.autograd.grad(loss(s, *x), s)[0]
+    assert torch.allclose(torch.autograd.grad(torch.compile(loss, fullgraph=True)(s, *x), s)[0], want, atol=1e-4)
+"""
+
+
+def test_states_v_first_through_inductor() -> None:
+    """It reads results with the strides that were promised to it, which backends that only trace do not."""
+    done = subprocess.run([sys.executable, "-c", INDUCTOR], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_offsets_on_the_host_as_numpy(fullgraph: bool) -> None:
+    x = [torch.randn(1, 20, 1, 8, requires_grad=True) for _ in range(3)]
+    x += [-torch.rand(1, 20, 1, 8), torch.rand(1, 20, 1)]
+    offsets = torch.tensor([0, 7, 20])
+
+    def step(host: Any, *x: Any) -> Any:
+        return kdacore.chunk_kda(*x, cu_seqlens=offsets, cu_seqlens_cpu=host)[0]
+
+    compiled = torch.compile(step, fullgraph=fullgraph, backend="aot_eager")
+    host = offsets.numpy()
+    assert torch.allclose(compiled(host, *x), step(host, *x), atol=1e-5)

@@ -98,6 +98,18 @@ def _raise(error: BaseException) -> Any:
     raise error
 
 
+def test_records_of_blocks_inside_blocks() -> None:
+    x = np.ones((1, 3, 1, 4), np.float32)
+    call = (x, x, x, -x, x[..., 0])
+    with kdacore.record_selections() as outer:
+        kdacore.chunk_kda(*call)
+        with kdacore.record_selections() as inner:
+            for _ in range(5):  # also the short way of calls seen before
+                kdacore.chunk_kda(*call)
+        kdacore.chunk_kda(*call)
+    assert (len(outer), len(inner)) == (7, 5)
+
+
 def test_a_broken_plugin_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     class BrokenHook:
         @hookimpl

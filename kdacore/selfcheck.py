@@ -140,16 +140,10 @@ def relative_error(x: Any, ref: Any) -> float:
 
 
 def _record_path(registered: Registered, request: Request) -> Path:
-    shape = (request.H > 1, request.HV // request.H, request.K, request.V, request.packed)
-    flags = (request.gate, request.lower_bound, request.qk_l2norm, request.beta_sigmoid, request.neg_eigval)
-    state = (
-        request.state_dtype,
-        request.state_v_first,
-        request.needs_grad,
-        request.dtype,
-        request.checkpoint_every,
-    )
-    what = json.dumps([registered.backend.name, registered.backend.version, request.op, shape, flags, state])
+    """One file for each small call that :func:`measure` can make: a record says nothing about any other."""
+    from kdacore.testing import twin
+
+    what = json.dumps([registered.backend.name, registered.backend.version, twin.identity(request, TOKENS)])
     digest = hashlib.sha256(what.encode()).hexdigest()[:20]
     folder = config.get().cache_dir / "selfcheck" / (request.device.arch or request.device.type)
     return folder / f"{registered.backend.name}-{request.op}-{digest}.json"

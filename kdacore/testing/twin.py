@@ -38,11 +38,7 @@ def small_call(request: Request, tokens: int, seed: int = 0) -> tuple[Request, A
     Returns:
         The small request and its arrays, of the request's kind and on its device.
     """
-    group = request.HV // request.H
-    heads = min(request.H, 2)
-    T = min(request.T, tokens) if request.op.startswith("fused_recurrent") and not request.packed else tokens
-    lengths = (T - 1, 0, 1) if request.packed else ()
-    shape = Shape(1 if lengths else min(request.B, 2), T, heads, heads * group, request.K, request.V, lengths)
+    small, shape = _sized(request, tokens)
     raw = request.gate != "log"
     x = tensors(shape, seed, raw_gate=raw, raw_beta=request.beta_sigmoid, scalar_gate=request.scalar_gate)
     if not request.qk_l2norm:
@@ -56,6 +52,28 @@ def small_call(request: Request, tokens: int, seed: int = 0) -> tuple[Request, A
         arrays["cu_seqlens"] = _convert(request, "cu_seqlens", offsets(shape.lengths))
     if request.has("out"):
         arrays["out"] = _convert(request, "out", np.zeros((shape.B, shape.T, shape.HV, shape.V)))
+    specs = tuple(
+        (n, dataclasses.replace(s, shape=tuple(arrays[n].shape))) for n, s in request.tensors if n in arrays
+    )
+    small = dataclasses.replace(small, tensors=specs)
+    return small, OPS[request.op].inputs(**arrays)
+
+
+def identity(request: Request, tokens: int) -> str:
+    """Equal for two requests only if :func:`small_call` makes the same call of both. Makes no array."""
+    small, _ = _sized(request, tokens)
+    # The small shapes follow from the sizes and the options, so the dtypes are what is left to tell apart.
+    specs = tuple((n, dataclasses.replace(s, shape=())) for n, s in request.tensors)
+    return repr(dataclasses.replace(small, tensors=specs))
+
+
+def _sized(request: Request, tokens: int) -> tuple[Request, Shape]:
+    """The request with the twin's sizes, its tensors as they were; what to draw for it."""
+    group = request.HV // request.H
+    heads = min(request.H, 2)
+    T = min(request.T, tokens) if request.op.startswith("fused_recurrent") and not request.packed else tokens
+    lengths = (T - 1, 0, 1) if request.packed else ()
+    shape = Shape(1 if lengths else min(request.B, 2), T, heads, heads * group, request.K, request.V, lengths)
     small = dataclasses.replace(
         request,
         B=shape.B,
@@ -64,14 +82,9 @@ def small_call(request: Request, tokens: int, seed: int = 0) -> tuple[Request, A
         HV=shape.HV,
         N=shape.N,
         pool_size=shape.N + 2 if request.pool_size else 0,
-        tensors=tuple(
-            (n, dataclasses.replace(s, shape=tuple(arrays[n].shape)))
-            for n, s in request.tensors
-            if n in arrays
-        ),
         traced=False,
     )
-    return small, OPS[request.op].inputs(**arrays)
+    return small, shape
 
 
 def _convert(request: Request, name: str, x: Any) -> Any:

@@ -15,6 +15,7 @@ import kdacore
 from kdacore import config, selfcheck
 from kdacore.hookspecs import hookimpl
 from kdacore.registry import REGISTRY
+from kdacore.testing import twin
 from kdacore.testing.inputs import Shape, normalise, offsets, tensors, to_kind
 from kdacore.types import Backend, OpImpl, Request
 
@@ -30,8 +31,11 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     config.refresh()
 
 
-def unverified(change: Any = None, calls: list[int] | None = None) -> None:
-    """Register a backend that computes what the reference does, changed, and was verified nowhere."""
+def unverified(change: Any = None, calls: list[int] | None = None, whole: Any = None) -> None:
+    """Register a backend that computes what the reference does, changed, and was verified nowhere.
+
+    ``change`` gets ``o`` (the log decay of ``kda_gate``); ``whole`` all that was returned.
+    """
     reference = REGISTRY.get("reference").backend.ops
 
     def make(op: str) -> OpImpl:
@@ -39,6 +43,8 @@ def unverified(change: Any = None, calls: list[int] | None = None) -> None:
             if calls is not None:
                 calls.append(request.T)
             out = reference[op].forward(request, inputs)
+            if whole is not None:
+                return whole(out)
             if change is None:
                 return out
             return change(out) if op == "kda_gate" else out._replace(o=change(out.o))
@@ -272,3 +278,59 @@ def test_a_call_under_jit_is_checked_outside_the_trace() -> None:
         log = jax.jit(lambda g: kdacore.kda_gate(g, A_log=jax.numpy.zeros(2)))(g)
     assert [s.backend for s in ran] == ["unverified"]
     np.testing.assert_allclose(log, -np.log1p(np.exp(np.ones(g.shape))), rtol=1e-6)
+
+
+def _wrong_state(out: Any) -> Any:
+    return out if out.final_state is None else out._replace(final_state=1.5 * out.final_state)
+
+
+@pytest.mark.parametrize("asks_first", [False, True])
+def test_a_record_stands_for_no_call_that_asks_for_more(asks_first: bool) -> None:
+    """A kernel whose states are wrong serves the calls that ask for none, and no others, in either order."""
+    unverified(whole=_wrong_state)
+    for asked in (asks_first, not asks_first):
+        assert chosen(**call(), output_final_state=asked) == ("reference" if asked else "unverified")
+
+
+def _differing_calls() -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Calls of which each differs from the first of its op in something that a kernel may get wrong."""
+    import torch
+
+    x = call()
+    token = {n: a[:, :1] for n, a in x.items()}
+    pool = {"initial_state": np.ones((5, 4, 16, 8), np.float32), "state_indices": np.array([3, 1])}
+    decode, chunk = kdacore.fused_recurrent_kda, kdacore.chunk_kda
+    return {
+        "chunk": (chunk, x),
+        "final state": (chunk, {**x, "output_final_state": True}),
+        "initial state": (chunk, {**x, "initial_state": np.ones((2, 4, 16, 8), np.float32)}),
+        "another dtype of g": (chunk, {**x, "g": x["g"].astype(np.float16)}),
+        "another dtype of beta": (chunk, {**x, "beta": x["beta"].astype(np.float16)}),
+        "another scale": (chunk, {**x, "scale": 0.5}),
+        "torch": (chunk, {n: torch.from_numpy(a) for n, a in x.items()}),
+        "decode": (decode, token),
+        "decode from a pool": (decode, {**token, **pool}),
+        "decode into a pool": (decode, {**token, **pool, "inplace_state": True}),
+        "decode into out": (decode, {**token, "out": np.zeros((2, 1, 4, 8), np.float32)}),
+        "decode of a few tokens": (decode, {n: a[:, :3] for n, a in x.items()}),
+    }
+
+
+def test_calls_whose_twins_differ_are_checked_each() -> None:
+    calls: list[int] = []
+    unverified(calls=calls)
+    for name, (function, arguments) in _differing_calls().items():
+        calls.clear()
+        assert chosen(function, **arguments) == "unverified", name
+        assert len(calls) == 2, f"{name}: one self-check, one call"
+
+
+def test_the_small_shapes_follow_from_what_is_compared() -> None:
+    """``identity`` leaves the shapes out: requests that are one to it have one small request."""
+    asked = [kdacore.explain(f.__name__, **arguments).request for f, arguments in _differing_calls().values()]
+    longer = [dataclasses.replace(r, T=r.T + 100, B=r.B + 3) for r in asked if r.op == "chunk_kda"]
+    small: dict[str, set[Request]] = {}
+    for request in asked + longer:
+        name = twin.identity(request, selfcheck.TOKENS)
+        small.setdefault(name, set()).add(twin.small_call(request, selfcheck.TOKENS)[0])
+    assert len(small) == len(asked) and all(len(found) == 1 for found in small.values())

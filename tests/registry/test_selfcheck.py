@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kdacore
-from kdacore import config, selfcheck
+from kdacore import config, machine, selfcheck
 from kdacore.hookspecs import hookimpl
 from kdacore.registry import REGISTRY
 from kdacore.testing import twin
@@ -334,3 +334,81 @@ def test_the_small_shapes_follow_from_what_is_compared() -> None:
         name = twin.identity(request, selfcheck.TOKENS)
         small.setdefault(name, set()).add(twin.small_call(request, selfcheck.TOKENS)[0])
     assert len(small) == len(asked) and all(len(found) == 1 for found in small.values())
+
+
+def again(**changes: Any) -> None:
+    """As in a new process: the backend is loaded anew, and only the cache folder is as it was."""
+    REGISTRY.unregister("unverified-plugin")
+    unverified(**changes)
+
+
+def _runs_out(o: Any) -> Any:
+    raise MemoryError("there was none left")
+
+
+def test_what_a_kernel_raised_is_not_kept_for_the_next_process(own_cache: Path) -> None:
+    calls: list[int] = []
+    unverified(_runs_out, calls=calls)
+    assert chosen(**call()) == "reference"
+    assert chosen(**{n: a[:, :90] for n, a in call().items()}) == "reference"
+    assert calls == [selfcheck.TOKENS], "in this process once is enough"
+    (reason,) = kdacore.explain("chunk_kda", **call()).candidate("unverified").reasons
+    assert "there was none left" in reason.got and str(own_cache) not in str(reason)
+    assert not list(own_cache.rglob("*.json"))
+    again()
+    assert chosen(**call()) == "unverified"
+
+
+def test_explain_says_what_a_call_would_do(own_cache: Path) -> None:
+    unverified(lambda o: o * 1.1)
+    assert kdacore.explain("chunk_kda", **call()).backend == "unverified", "nothing is known yet"
+    assert chosen(**call()) == kdacore.explain("chunk_kda", **call()).backend == "reference"
+    calls: list[int] = []
+    again(calls=calls)
+    explained = kdacore.explain("chunk_kda", **call())
+    with kdacore.record_selections() as ran:
+        kdacore.chunk_kda(**call())
+    assert explained.backend == ran[0].backend == "reference" and not calls
+    (record,) = own_cache.rglob("*.json")
+    for selection in (explained, ran[0]):
+        (reason,) = selection.candidate("unverified").reasons
+        assert reason.code == "selfcheck" and str(record) in reason.message and reason.got == "1.00e-01"
+    record.unlink()
+    again(calls=calls)
+    assert chosen(**call()) == "unverified" and len(calls) == 2
+    assert kdacore.explain("chunk_kda", **call()).backend == "unverified"
+
+
+def test_explain_knows_what_could_not_be_written(own_cache: Path) -> None:
+    (own_cache / "selfcheck").write_text("a file where the folder would be")
+    unverified(lambda o: o * 1.1)
+    assert chosen(**call()) == kdacore.explain("chunk_kda", **call()).backend == "reference"
+
+
+@pytest.mark.parametrize(
+    ("changed", "checks"),
+    [("numpy", 1), ("(registered by hand)", 1), ("the driver", 1), ("torch", 0), ("jaxlib", 0)],
+)
+def test_a_record_is_of_the_versions_it_was_measured_with(
+    changed: str, checks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def versions(number: str) -> None:
+        monkeypatch.setattr(machine, "version_of", lambda name: number if name == changed else "1")
+        monkeypatch.setattr(machine, "driver_version", lambda _: number if changed == "the driver" else "1")
+
+    calls: list[int] = []
+    versions("1")
+    unverified(calls=calls)
+    chosen(**call())
+    versions("2")
+    again(calls=calls)
+    chosen(**call())
+    assert calls.count(selfcheck.TOKENS) == 1 + checks
+
+
+def test_the_driver_is_asked_without_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "version").write_text("module 580.1\ncompiler 14\n")
+    monkeypatch.setattr(
+        machine, "_DRIVER_FILES", {"cuda": str(tmp_path / "version"), "rocm": str(tmp_path / "none")}
+    )
+    assert [machine.driver_version(t) for t in ("cuda", "rocm", "cpu")] == ["module 580.1", "", ""]

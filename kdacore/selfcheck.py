@@ -74,6 +74,8 @@ def problem(registered: Registered, request: Request, *, run: bool = True) -> Re
         said = f"its self-check on {request.device} gave wrong results"
         if stored is not None:
             said += f", says {path}; without that file it runs again"
+        if known["misfit"]:
+            return Reason("selfcheck", said, known["misfit"], "what the call asks for")
         return Reason("selfcheck", said, f"{error:.2e}", f"< {bound:.2g}")
     return None
 
@@ -101,7 +103,8 @@ def measure(registered: Registered, request: Request) -> dict[str, Any]:
     """Run the call's small twin on the backend and on the oracle.
 
     Returns:
-        ``error`` and ``bound`` of the result nearest its bound (or farthest beyond); ``failure``: what was raised.
+        ``error`` and ``bound`` of the result nearest its bound (or farthest beyond); ``failure``: what was raised;
+        ``misfit``: the results that are missing, unasked for, or of another dtype, which no error is small enough for.
     """
     from kdacore.testing import twin
 
@@ -117,10 +120,18 @@ def measure(registered: Registered, request: Request) -> dict[str, Any]:
                 backward = _compiled(impl.backward) if whole else impl.backward
                 pairs += twin.backward_pairs(small, inputs, backward)
     except Exception as error:  # noqa: BLE001  a kernel may fail in any way; the failure is the finding
-        return {"error": float("inf"), "bound": 0.0, "failure": repr(error)[:500]}
+        return _finding(failure=repr(error)[:500])
+    if misfits := [p.misfit for p in pairs if p.misfit]:
+        return _finding(misfit=", ".join(misfits))
     measured = [(relative_error(p.got, p.want), _bound(request, p)) for p in pairs]
     worst, bound = max(measured, key=lambda m: m[0] / m[1])
-    return {"error": worst, "bound": bound, "failure": ""}
+    return _finding(worst, bound)
+
+
+def _finding(
+    error: float = float("inf"), bound: float = 0.0, failure: str = "", misfit: str = ""
+) -> dict[str, Any]:
+    return {"error": error, "bound": bound, "failure": failure, "misfit": misfit}
 
 
 def _bound(request: Request, pair: Pair) -> float:
@@ -185,7 +196,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         record = json.loads(path.read_text())
     except (OSError, ValueError):  # absent or torn: check again
         return None
-    if not isinstance(record, dict) or not {"error", "bound", "failure"} <= set(record) or record["failure"]:
+    if not isinstance(record, dict) or set(record) != set(_finding()) or record["failure"]:
         return None
     return record
 

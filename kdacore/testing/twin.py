@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kdacore.frameworks import adapter_of
 from kdacore.ops import OPS
 from kdacore.testing.bounds import Quantity
 from kdacore.testing.inputs import Arrays, Shape, normalise, offsets, tensors, to_kind
@@ -19,9 +20,11 @@ class Pair(NamedTuple):
 
     quantity: Quantity
     dtype: str
-    """of the result as it was returned"""
+    """that the result must have"""
     got: Any
     want: Any
+    misfit: str = ""
+    """What is wrong with the result before any value is looked at; then there are none here."""
 
 
 WIDE = {"float64": "float64"}
@@ -114,21 +117,46 @@ def forward_pairs(request: Request, inputs: Any, result: Any) -> list[Pair]:
 
     if request.op == "kda_gate":
         want = oracle.oracle_gate(request, inputs)
-        return [Pair("o", WIDE.get(request.dtype, "float32"), oracle.to_float64(result), want)]
+        return _pair(request, "log decay", "o", WIDE.get(request.dtype, "float32"), result, want)
     before = _copy_pool(request, inputs)
     expected = oracle.oracle_forward(request, before)
-    pairs = [Pair("o", request.dtype, oracle.to_float64(result.o), expected.o)]
-
-    def state(got: Any, want: Any) -> None:
-        pairs.append(Pair("state", request.state_dtype, oracle.to_float64(got), want))
-
-    if request.output_final_state:
-        state(result.final_state, expected.final_state)
-    elif request.inplace_state:  # the pool was written where it lay
-        state(inputs.initial_state, expected.final_state)
-    if request.checkpoint_every:
-        state(result.checkpoints, expected.checkpoints)
+    final = expected.final_state if request.output_final_state else None
+    pairs = _pair(request, "o", "o", request.dtype, result.o, expected.o)
+    pairs += _pair(request, "final_state", "state", request.state_dtype, result.final_state, final)
+    pairs += _pair(
+        request, "checkpoints", "state", request.state_dtype, result.checkpoints, expected.checkpoints
+    )
+    if request.inplace_state and not request.output_final_state:  # the pool was written where it lay
+        pool = inputs.initial_state
+        pairs += _pair(request, "initial_state", "state", request.state_dtype, pool, expected.final_state)
     return pairs
+
+
+def _pair(
+    request: Request, name: str, quantity: Quantity, dtype: str, got: Any, want: Any | None
+) -> list[Pair]:
+    """One result and its oracle's, either may be None; neither makes no pair."""
+    from kdacore_reference.oracle import to_float64
+
+    if got is None and want is None:
+        return []
+    misfit = _misfit(request, name, dtype, got, want is not None)
+    if misfit:
+        return [Pair(quantity, dtype, None, None, misfit)]
+    return [Pair(quantity, dtype, to_float64(got), want)]
+
+
+def _misfit(request: Request, name: str, dtype: str, got: Any, asked: bool) -> str:
+    """How a result is not what the call asks for, whatever its values; empty when it is."""
+    if not asked:
+        return f"{name}, which was not asked for"
+    if got is None:
+        return f"no {name}"
+    adapter = adapter_of(got)
+    if adapter is None or adapter.kind != request.kind:
+        return f"{name} as {type(got).__module__}.{type(got).__name__}, not as a {request.kind} array"
+    found = adapter.spec(got).dtype
+    return "" if found == dtype else f"{name} in {found}, not in {dtype}"
 
 
 def _copy_pool(request: Request, inputs: Any) -> Any:
@@ -151,11 +179,11 @@ def backward_pairs(request: Request, inputs: Any, backward: Callable[..., Any]) 
         given = _convert_as(request, do, "v")
         got = backward(request, inputs, (), OutputGrads(given, None))
         want = oracle.oracle_backward(request, inputs, OutputGrads(oracle.to_float64(given), None))
-    return [
-        Pair("gradient", request.spec(name).dtype, oracle.to_float64(a), b)
-        for name, a, b in zip(want._fields, got, want, strict=True)
-        if b is not None
-    ]
+    pairs: list[Pair] = []
+    for name, a, b in zip(want._fields, got, want, strict=True):
+        dtype = request.spec(name).dtype if request.has(name) else ""
+        pairs += _pair(request, f"gradient of {name}", "gradient", dtype, a, b)
+    return pairs
 
 
 def _convert_as(request: Request, x: Any, name: str) -> Any:

@@ -412,3 +412,63 @@ def test_the_driver_is_asked_without_a_process(tmp_path: Path, monkeypatch: pyte
         machine, "_DRIVER_FILES", {"cuda": str(tmp_path / "version"), "rocm": str(tmp_path / "none")}
     )
     assert [machine.driver_version(t) for t in ("cuda", "rocm", "cpu")] == ["module 580.1", "", ""]
+
+
+def _float64(out: Any) -> Any:
+    return out._replace(o=out.o.astype(np.float64))
+
+
+def _unasked(out: Any) -> Any:
+    return out._replace(final_state=np.zeros((2, 4, 16, 8), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("whole", "options", "said"),
+    [
+        (_float64, {}, "o in float64, not in float32"),
+        (lambda out: out._replace(o=out.o.tolist()), {}, "o as builtins.list, not as a numpy array"),
+        (_unasked, {}, "final_state, which was not asked for"),
+        (lambda out: out._replace(checkpoints=out.o), {}, "checkpoints, which was not asked for"),
+        (lambda out: out._replace(final_state=None), {"output_final_state": True}, "no final_state"),
+        (
+            lambda out: _float64(out)._replace(final_state=out.final_state.astype(np.float16)),
+            {"output_final_state": True},
+            "o in float64, not in float32, final_state in float16, not in float32",
+        ),
+    ],
+)
+def test_results_are_what_the_call_asks_for(whole: Any, options: dict[str, Any], said: str) -> None:
+    """Right values in another dtype, or beside results nobody asked for, break the contract."""
+    unverified(whole=whole)
+    assert chosen(**call(), **options) == "reference"
+    again(whole=whole)
+    (reason,) = kdacore.explain("chunk_kda", **call(), **options).candidate("unverified").reasons
+    assert (reason.got, reason.want) == (said, "what the call asks for"), "the record says so too"
+
+
+def test_a_log_decay_is_float32() -> None:
+    unverified(lambda log: log.astype(np.float64))
+    assert chosen(kdacore.kda_gate, g=call()["g"], lower_bound=-5.0) == "reference"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda grads: grads._replace(k=grads.k.double()), "gradient of k in float64, not in float32"),
+        (lambda grads: grads._replace(beta=None), "no gradient of beta"),
+        (lambda grads: grads._replace(A_log=grads.k), "gradient of A_log, which was not asked for"),
+    ],
+)
+def test_gradients_are_what_the_call_asks_for(change: Any, said: str) -> None:
+    import torch
+
+    reference = REGISTRY.get("reference")
+    x = {n: torch.from_numpy(a).requires_grad_() for n, a in call().items()}
+    impl = reference.backend.ops["chunk_kda"]
+    assert impl.backward is not None
+    backward = impl.backward
+    wrong = dataclasses.replace(impl, backward=lambda *arguments: change(backward(*arguments)))
+    backend = dataclasses.replace(reference.backend, ops={"chunk_kda": wrong})
+    request = kdacore.explain("chunk_kda", **x).request
+    found = selfcheck.measure(dataclasses.replace(reference, backend=backend), request)
+    assert found["misfit"] == said and not found["error"] < found["bound"]

@@ -24,8 +24,9 @@ _MARK = "kdacore-selfcheck "
 _CHILD = "from kdacore.doctor_selfcheck import child; child()"
 _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "chunk": (
-        {"grad": True, "initial_state": "float32"},
+        {"grad": True, "initial_state": "float32", "final_state": True},
         {
+            "final_state": True,
             "gate": "softplus",
             "lower_bound": None,
             "safe_gate": False,
@@ -119,8 +120,12 @@ def _brief(registered: Registered, place: Place) -> bool:
 
 
 def _first_served(registered: Registered, op: str, place: Place, change: dict[str, Any]) -> list[Request]:
-    without = {name: value for name, value in change.items() if name != "grad"}
-    for extra in (change, without):
+    # What few backends lack is let go of first, so that a narrow backend is still asked for the rest.
+    tried = [
+        {name: value for name, value in change.items() if name not in without}
+        for without in ((), ("final_state",), ("grad",), ("grad", "final_state"))
+    ]
+    for extra in tried:
         if extra.get("grad") and place.kind == "numpy":
             continue
         for call in plain_calls(op):
@@ -151,7 +156,7 @@ def measure(registered: Registered, request: Request) -> Check:
     place = str(Place(request.kind, request.device.type, request.device.arch))
     finite = error if error < float("inf") else None
     if status == "wrong" and finite is None:
-        failure = "not finite, or of the wrong shape"
+        failure = result["misfit"] or "not finite, or of the wrong shape"
     return Check(
         registered.backend.name, request.op, place, describe(request), mark, finite, bound, status, failure
     )
@@ -169,6 +174,7 @@ def describe(request: Request) -> str:
     words += ["pool"] * bool(request.pool_size) + ["state"] * (
         request.has("initial_state") and not request.pool_size
     )
+    words += ["final state"] * request.output_final_state
     return ", ".join(words)
 
 

@@ -34,6 +34,8 @@ DISTRIBUTIONS = (
     "nvidia-cudnn-frontend",
 )
 
+_DRIVER_FILES = {"cuda": "/proc/driver/nvidia/version", "rocm": "/sys/module/amdgpu/version"}
+
 _TORCH = """
 import json, torch
 from kdacore.device import torch_device
@@ -85,6 +87,18 @@ def version_of(distribution: str) -> str:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def driver_version(device_type: str) -> str:
+    """What the kernel module behind a type of device says of itself, empty when it says nothing. Starts no process."""
+    path = _DRIVER_FILES.get(device_type)
+    if path is None:
+        return ""
+    try:
+        with open(path) as file:
+            return file.readline().strip()
+    except OSError:  # no such driver, or a container that hides it
         return ""
 
 

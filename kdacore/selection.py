@@ -68,7 +68,7 @@ def select(request: Request, policy: Policy) -> Selection:
 
 
 def decide(request: Request, policy: Policy, *, run_selfchecks: bool, assumed: bool = False) -> Selection:
-    """Ask every backend and choose. Runs nothing but, when allowed, the one-time self-checks."""
+    """Ask every backend and choose. Runs nothing but, when allowed, the one-time self-checks; those that ran count."""
     for name in filter(None, (policy.forced, *policy.preferred)):
         REGISTRY.get(name, request.op, "backend" if policy.forced else policy.source)
     candidates = tuple(judge(r, request, assumed) for r in REGISTRY.backends().values())
@@ -80,10 +80,10 @@ def decide(request: Request, policy: Policy, *, run_selfchecks: bool, assumed: b
             return Selection(request, name, f"preferred by {policy.source}", candidates)
     eligible = [c for name, c in able.items() if _auto_may_choose(REGISTRY.get(name), request)]
     for name, why in _ranked(request, eligible):
-        if run_selfchecks and not able[name].verified:
+        if not able[name].verified:
             from kdacore import selfcheck  # here and below: `import kdacore` stays light
 
-            problem = selfcheck.problem(REGISTRY.get(name), request)
+            problem = selfcheck.problem(REGISTRY.get(name), request, run=run_selfchecks)
             if problem is not None:
                 candidates = tuple(_with_reason(c, problem) if c.backend == name else c for c in candidates)
                 continue

@@ -1,7 +1,8 @@
 """The one-time check of a compiled-only kernel against the oracle, on the machine it is about to run on.
 
-Auto uses a kernel whose architecture its tests never ran on only after this check passed here; the outcome is
-kept in the cache folder, keyed by everything that could change it.
+Auto uses a kernel whose architecture its tests never ran on only after this check passed here. How far the results
+were from the oracle's is kept in the cache folder, keyed by everything that could change it. What a kernel raised
+(memory that was short, say) may be gone in the next process, and is kept in this one only.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import kdacore
 from kdacore import config
-from kdacore.registry import Registered
-from kdacore.types import Device, Reason, Request
+from kdacore.registry import REGISTRY, Registered
+from kdacore.types import ArrayKind, Device, Reason, Request
 
 if TYPE_CHECKING:
     from kdacore.testing.twin import Pair
@@ -28,15 +30,33 @@ TOKENS = 80
 MARGIN = 2.0
 """The contract's bounds are for long calls of random numbers, and twice as wide in its hard cases. The twin is as hard:
 few tokens, so that one draw weighs, empty and short sequences in a pack, any head dims."""
+_LIBRARIES: dict[ArrayKind, tuple[str, ...]] = {
+    "numpy": ("numpy", "ml-dtypes"),
+    "torch": ("torch", "triton", "cuda-bindings", "nvidia-cuda-nvrtc"),
+    "jax": ("jax", "jaxlib", "libtpu"),
+}
+"""Distributions that compute or compile a call of each kind."""
+_measured: dict[Path, dict[str, Any]] = {}
+"""What the checks of this process found, by where the record is, or would be."""
+REGISTRY.on_change(_measured.clear)
 
 
-def problem(registered: Registered, request: Request) -> Reason | None:
-    """None when the backend computes this kind of call correctly here, else why it may not be used."""
+def problem(registered: Registered, request: Request, *, run: bool = True) -> Reason | None:
+    """Why the backend may not be used for this kind of call here; None when its check passed, or has yet to run.
+
+    Args:
+        registered: the backend.
+        request: the call.
+        run: run the check where nothing is known of it; else only say what is known.
+    """
     if not config.get().selfcheck or request.op.startswith(("kda_chunk", "kda_recompute", "delta_rule")):
         return None
     path = _record_path(registered, request)
-    known = _read(path)
+    stored = _read(path)
+    known = stored or _measured.get(path)
     if known is None:
+        if not run:
+            return None
         if _capturing(request):  # the check would be captured too, and its failure kept
             return Reason(
                 "selfcheck", "its self-check must run before a capture", "a capture", "one call before it"
@@ -44,17 +64,19 @@ def problem(registered: Registered, request: Request) -> Reason | None:
         known = (
             _measure_outside(registered, request) if request.kind == "jax" else measure(registered, request)
         )
-        _write(path, known)
+        _measured[path] = known
+        if not known["failure"]:
+            _write(path, known)
     error, bound = known["error"], known["bound"]
     if known["failure"]:
         return Reason("selfcheck", f"its self-check on {request.device} failed", known["failure"], "a result")
     if not error < bound:
-        return Reason(
-            "selfcheck",
-            f"its self-check on {request.device} gave wrong results",
-            f"{error:.2e}",
-            f"< {bound:.2g}",
-        )
+        said = f"its self-check on {request.device} gave wrong results"
+        if stored is not None:
+            said += f", says {path}; without that file it runs again"
+        if known["misfit"]:
+            return Reason("selfcheck", said, known["misfit"], "what the call asks for")
+        return Reason("selfcheck", said, f"{error:.2e}", f"< {bound:.2g}")
     return None
 
 
@@ -81,7 +103,8 @@ def measure(registered: Registered, request: Request) -> dict[str, Any]:
     """Run the call's small twin on the backend and on the oracle.
 
     Returns:
-        ``error`` and ``bound`` of the result nearest its bound (or farthest beyond); ``failure``: what was raised.
+        ``error`` and ``bound`` of the result nearest its bound (or farthest beyond); ``failure``: what was raised;
+        ``misfit``: the results that are missing, unasked for, or of another dtype, which no error is small enough for.
     """
     from kdacore.testing import twin
 
@@ -97,10 +120,18 @@ def measure(registered: Registered, request: Request) -> dict[str, Any]:
                 backward = _compiled(impl.backward) if whole else impl.backward
                 pairs += twin.backward_pairs(small, inputs, backward)
     except Exception as error:  # noqa: BLE001  a kernel may fail in any way; the failure is the finding
-        return {"error": float("inf"), "bound": 0.0, "failure": repr(error)[:500]}
+        return _finding(failure=repr(error)[:500])
+    if misfits := [p.misfit for p in pairs if p.misfit]:
+        return _finding(misfit=", ".join(misfits))
     measured = [(relative_error(p.got, p.want), _bound(request, p)) for p in pairs]
     worst, bound = max(measured, key=lambda m: m[0] / m[1])
-    return {"error": worst, "bound": bound, "failure": ""}
+    return _finding(worst, bound)
+
+
+def _finding(
+    error: float = float("inf"), bound: float = 0.0, failure: str = "", misfit: str = ""
+) -> dict[str, Any]:
+    return {"error": error, "bound": bound, "failure": failure, "misfit": misfit}
 
 
 def _bound(request: Request, pair: Pair) -> float:
@@ -140,19 +171,24 @@ def relative_error(x: Any, ref: Any) -> float:
 
 
 def _record_path(registered: Registered, request: Request) -> Path:
-    shape = (request.H > 1, request.HV // request.H, request.K, request.V, request.packed)
-    flags = (request.gate, request.lower_bound, request.qk_l2norm, request.beta_sigmoid, request.neg_eigval)
-    state = (
-        request.state_dtype,
-        request.state_v_first,
-        request.needs_grad,
-        request.dtype,
-        request.checkpoint_every,
-    )
-    what = json.dumps([registered.backend.name, registered.backend.version, request.op, shape, flags, state])
+    """One file for each small call that :func:`measure` can make, and for all it is made with."""
+    from kdacore.testing import twin
+
+    what = json.dumps([*_versions(registered, request), twin.identity(request, TOKENS)])
     digest = hashlib.sha256(what.encode()).hexdigest()[:20]
     folder = config.get().cache_dir / "selfcheck" / (request.device.arch or request.device.type)
     return folder / f"{registered.backend.name}-{request.op}-{digest}.json"
+
+
+def _versions(registered: Registered, request: Request) -> list[str]:
+    """What a backend's results depend on besides the call. Read without importing what is asked about."""
+    from kdacore import machine
+
+    backend, settings = registered.backend, config.get()
+    found = [kdacore.__version__, backend.name, backend.version, machine.version_of(registered.distribution)]
+    found += [machine.version_of(name) for name in _LIBRARIES[request.kind]]
+    found.append(machine.driver_version(request.device.type))
+    return [*found, f"{settings.cuda_every_lane}", f"{settings.pallas_interpret}"]  # other kernels
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -160,7 +196,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         record = json.loads(path.read_text())
     except (OSError, ValueError):  # absent or torn: check again
         return None
-    if not isinstance(record, dict) or not {"error", "bound", "failure"} <= set(record):
+    if not isinstance(record, dict) or set(record) != set(_finding()) or record["failure"]:
         return None
     return record
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kdacore.frameworks import adapter_of
 from kdacore.ops import OPS
 from kdacore.testing.bounds import Quantity
 from kdacore.testing.inputs import Arrays, Shape, normalise, offsets, tensors, to_kind
@@ -19,9 +20,11 @@ class Pair(NamedTuple):
 
     quantity: Quantity
     dtype: str
-    """of the result as it was returned"""
+    """that the result must have"""
     got: Any
     want: Any
+    misfit: str = ""
+    """What is wrong with the result before any value is looked at; then there are none here."""
 
 
 WIDE = {"float64": "float64"}
@@ -38,11 +41,7 @@ def small_call(request: Request, tokens: int, seed: int = 0) -> tuple[Request, A
     Returns:
         The small request and its arrays, of the request's kind and on its device.
     """
-    group = request.HV // request.H
-    heads = min(request.H, 2)
-    T = min(request.T, tokens) if request.op.startswith("fused_recurrent") and not request.packed else tokens
-    lengths = (T - 1, 0, 1) if request.packed else ()
-    shape = Shape(1 if lengths else min(request.B, 2), T, heads, heads * group, request.K, request.V, lengths)
+    small, shape = _sized(request, tokens)
     raw = request.gate != "log"
     x = tensors(shape, seed, raw_gate=raw, raw_beta=request.beta_sigmoid, scalar_gate=request.scalar_gate)
     if not request.qk_l2norm:
@@ -56,6 +55,28 @@ def small_call(request: Request, tokens: int, seed: int = 0) -> tuple[Request, A
         arrays["cu_seqlens"] = _convert(request, "cu_seqlens", offsets(shape.lengths))
     if request.has("out"):
         arrays["out"] = _convert(request, "out", np.zeros((shape.B, shape.T, shape.HV, shape.V)))
+    specs = tuple(
+        (n, dataclasses.replace(s, shape=tuple(arrays[n].shape))) for n, s in request.tensors if n in arrays
+    )
+    small = dataclasses.replace(small, tensors=specs)
+    return small, OPS[request.op].inputs(**arrays)
+
+
+def identity(request: Request, tokens: int) -> str:
+    """Equal for two requests only if :func:`small_call` makes the same call of both. Makes no array."""
+    small, _ = _sized(request, tokens)
+    # The small shapes follow from the sizes and the options, so the dtypes are what is left to tell apart.
+    specs = tuple((n, dataclasses.replace(s, shape=())) for n, s in request.tensors)
+    return repr(dataclasses.replace(small, tensors=specs))
+
+
+def _sized(request: Request, tokens: int) -> tuple[Request, Shape]:
+    """The request with the twin's sizes, its tensors as they were; what to draw for it."""
+    group = request.HV // request.H
+    heads = min(request.H, 2)
+    T = min(request.T, tokens) if request.op.startswith("fused_recurrent") and not request.packed else tokens
+    lengths = (T - 1, 0, 1) if request.packed else ()
+    shape = Shape(1 if lengths else min(request.B, 2), T, heads, heads * group, request.K, request.V, lengths)
     small = dataclasses.replace(
         request,
         B=shape.B,
@@ -64,14 +85,9 @@ def small_call(request: Request, tokens: int, seed: int = 0) -> tuple[Request, A
         HV=shape.HV,
         N=shape.N,
         pool_size=shape.N + 2 if request.pool_size else 0,
-        tensors=tuple(
-            (n, dataclasses.replace(s, shape=tuple(arrays[n].shape)))
-            for n, s in request.tensors
-            if n in arrays
-        ),
         traced=False,
     )
-    return small, OPS[request.op].inputs(**arrays)
+    return small, shape
 
 
 def _convert(request: Request, name: str, x: Any) -> Any:
@@ -101,21 +117,46 @@ def forward_pairs(request: Request, inputs: Any, result: Any) -> list[Pair]:
 
     if request.op == "kda_gate":
         want = oracle.oracle_gate(request, inputs)
-        return [Pair("o", WIDE.get(request.dtype, "float32"), oracle.to_float64(result), want)]
+        return _pair(request, "log decay", "o", WIDE.get(request.dtype, "float32"), result, want)
     before = _copy_pool(request, inputs)
     expected = oracle.oracle_forward(request, before)
-    pairs = [Pair("o", request.dtype, oracle.to_float64(result.o), expected.o)]
-
-    def state(got: Any, want: Any) -> None:
-        pairs.append(Pair("state", request.state_dtype, oracle.to_float64(got), want))
-
-    if request.output_final_state:
-        state(result.final_state, expected.final_state)
-    elif request.inplace_state:  # the pool was written where it lay
-        state(inputs.initial_state, expected.final_state)
-    if request.checkpoint_every:
-        state(result.checkpoints, expected.checkpoints)
+    final = expected.final_state if request.output_final_state else None
+    pairs = _pair(request, "o", "o", request.dtype, result.o, expected.o)
+    pairs += _pair(request, "final_state", "state", request.state_dtype, result.final_state, final)
+    pairs += _pair(
+        request, "checkpoints", "state", request.state_dtype, result.checkpoints, expected.checkpoints
+    )
+    if request.inplace_state and not request.output_final_state:  # the pool was written where it lay
+        pool = inputs.initial_state
+        pairs += _pair(request, "initial_state", "state", request.state_dtype, pool, expected.final_state)
     return pairs
+
+
+def _pair(
+    request: Request, name: str, quantity: Quantity, dtype: str, got: Any, want: Any | None
+) -> list[Pair]:
+    """One result and its oracle's, either may be None; neither makes no pair."""
+    from kdacore_reference.oracle import to_float64
+
+    if got is None and want is None:
+        return []
+    misfit = _misfit(request, name, dtype, got, want is not None)
+    if misfit:
+        return [Pair(quantity, dtype, None, None, misfit)]
+    return [Pair(quantity, dtype, to_float64(got), want)]
+
+
+def _misfit(request: Request, name: str, dtype: str, got: Any, asked: bool) -> str:
+    """How a result is not what the call asks for, whatever its values; empty when it is."""
+    if not asked:
+        return f"{name}, which was not asked for"
+    if got is None:
+        return f"no {name}"
+    adapter = adapter_of(got)
+    if adapter is None or adapter.kind != request.kind:
+        return f"{name} as {type(got).__module__}.{type(got).__name__}, not as a {request.kind} array"
+    found = adapter.spec(got).dtype
+    return "" if found == dtype else f"{name} in {found}, not in {dtype}"
 
 
 def _copy_pool(request: Request, inputs: Any) -> Any:
@@ -138,11 +179,11 @@ def backward_pairs(request: Request, inputs: Any, backward: Callable[..., Any]) 
         given = _convert_as(request, do, "v")
         got = backward(request, inputs, (), OutputGrads(given, None))
         want = oracle.oracle_backward(request, inputs, OutputGrads(oracle.to_float64(given), None))
-    return [
-        Pair("gradient", request.spec(name).dtype, oracle.to_float64(a), b)
-        for name, a, b in zip(want._fields, got, want, strict=True)
-        if b is not None
-    ]
+    pairs: list[Pair] = []
+    for name, a, b in zip(want._fields, got, want, strict=True):
+        dtype = request.spec(name).dtype if request.has(name) else ""
+        pairs += _pair(request, f"gradient of {name}", "gradient", dtype, a, b)
+    return pairs
 
 
 def _convert_as(request: Request, x: Any, name: str) -> Any:

@@ -168,6 +168,35 @@ def test_wrong_results(forward: Callable[..., Outputs], status: str, said: str, 
     assert diagnose(capsys, "--no-selfcheck")["problems"] == []
 
 
+def _log_decay(request: Request) -> Reason | None:
+    return None if request.gate == "log" else Reason("gate", "the log decay only")
+
+
+def _wrong_state(request: Request, inputs: Any) -> Outputs:
+    out = reference_op("chunk_kda").forward(request, inputs)
+    return out if out.final_state is None else out._replace(final_state=2 * out.final_state)
+
+
+def _unasked_state(request: Request, inputs: Any) -> Outputs:
+    out = reference_op("chunk_kda").forward(request, inputs)
+    return out._replace(final_state=inputs.v) if out.final_state is None else out
+
+
+@pytest.mark.parametrize(
+    ("forward", "verifiers", "said"),
+    [
+        (_wrong_state, (_log_decay,), "relative error"),
+        (_unasked_state, (no_state,), "final_state, which was not asked for"),
+    ],
+)
+def test_wrong_states(
+    forward: Callable[..., Outputs], verifiers: tuple[Any, ...], said: str, capsys: Capture
+) -> None:
+    """Also of a backend so narrow that none of the plain calls it serves asks for a state."""
+    add(name="liar", ops={"chunk_kda": OpImpl(forward, verifiers=verifiers)})
+    assert said in only_problem(diagnose(capsys))
+
+
 def test_a_compiled_only_backend_is_marked(capsys: Capture) -> None:
     add(
         name="untested",

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 import kdacore
-from kdacore import config, selfcheck
+from kdacore import config, machine, selfcheck
 from kdacore.hookspecs import hookimpl
 from kdacore.registry import REGISTRY
+from kdacore.testing import twin
 from kdacore.testing.inputs import Shape, normalise, offsets, tensors, to_kind
 from kdacore.types import Backend, OpImpl, Request
 
@@ -30,8 +31,11 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     config.refresh()
 
 
-def unverified(change: Any = None, calls: list[int] | None = None) -> None:
-    """Register a backend that computes what the reference does, changed, and was verified nowhere."""
+def unverified(change: Any = None, calls: list[int] | None = None, whole: Any = None) -> None:
+    """Register a backend that computes what the reference does, changed, and was verified nowhere.
+
+    ``change`` gets ``o`` (the log decay of ``kda_gate``); ``whole`` all that was returned.
+    """
     reference = REGISTRY.get("reference").backend.ops
 
     def make(op: str) -> OpImpl:
@@ -39,6 +43,8 @@ def unverified(change: Any = None, calls: list[int] | None = None) -> None:
             if calls is not None:
                 calls.append(request.T)
             out = reference[op].forward(request, inputs)
+            if whole is not None:
+                return whole(out)
             if change is None:
                 return out
             return change(out) if op == "kda_gate" else out._replace(o=change(out.o))
@@ -272,3 +278,197 @@ def test_a_call_under_jit_is_checked_outside_the_trace() -> None:
         log = jax.jit(lambda g: kdacore.kda_gate(g, A_log=jax.numpy.zeros(2)))(g)
     assert [s.backend for s in ran] == ["unverified"]
     np.testing.assert_allclose(log, -np.log1p(np.exp(np.ones(g.shape))), rtol=1e-6)
+
+
+def _wrong_state(out: Any) -> Any:
+    return out if out.final_state is None else out._replace(final_state=1.5 * out.final_state)
+
+
+@pytest.mark.parametrize("asks_first", [False, True])
+def test_a_record_stands_for_no_call_that_asks_for_more(asks_first: bool) -> None:
+    """A kernel whose states are wrong serves the calls that ask for none, and no others, in either order."""
+    unverified(whole=_wrong_state)
+    for asked in (asks_first, not asks_first):
+        assert chosen(**call(), output_final_state=asked) == ("reference" if asked else "unverified")
+
+
+def _differing_calls() -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Calls of which each differs from the first of its op in something that a kernel may get wrong."""
+    import torch
+
+    x = call()
+    token = {n: a[:, :1] for n, a in x.items()}
+    pool = {"initial_state": np.ones((5, 4, 16, 8), np.float32), "state_indices": np.array([3, 1])}
+    decode, chunk = kdacore.fused_recurrent_kda, kdacore.chunk_kda
+    return {
+        "chunk": (chunk, x),
+        "final state": (chunk, {**x, "output_final_state": True}),
+        "initial state": (chunk, {**x, "initial_state": np.ones((2, 4, 16, 8), np.float32)}),
+        "another dtype of g": (chunk, {**x, "g": x["g"].astype(np.float16)}),
+        "another dtype of beta": (chunk, {**x, "beta": x["beta"].astype(np.float16)}),
+        "another scale": (chunk, {**x, "scale": 0.5}),
+        "torch": (chunk, {n: torch.from_numpy(a) for n, a in x.items()}),
+        "decode": (decode, token),
+        "decode from a pool": (decode, {**token, **pool}),
+        "decode into a pool": (decode, {**token, **pool, "inplace_state": True}),
+        "decode into out": (decode, {**token, "out": np.zeros((2, 1, 4, 8), np.float32)}),
+        "decode of a few tokens": (decode, {n: a[:, :3] for n, a in x.items()}),
+    }
+
+
+def test_calls_whose_twins_differ_are_checked_each() -> None:
+    calls: list[int] = []
+    unverified(calls=calls)
+    for name, (function, arguments) in _differing_calls().items():
+        calls.clear()
+        assert chosen(function, **arguments) == "unverified", name
+        assert len(calls) == 2, f"{name}: one self-check, one call"
+
+
+def test_the_small_shapes_follow_from_what_is_compared() -> None:
+    """``identity`` leaves the shapes out: requests that are one to it have one small request."""
+    asked = [kdacore.explain(f.__name__, **arguments).request for f, arguments in _differing_calls().values()]
+    longer = [dataclasses.replace(r, T=r.T + 100, B=r.B + 3) for r in asked if r.op == "chunk_kda"]
+    small: dict[str, set[Request]] = {}
+    for request in asked + longer:
+        name = twin.identity(request, selfcheck.TOKENS)
+        small.setdefault(name, set()).add(twin.small_call(request, selfcheck.TOKENS)[0])
+    assert len(small) == len(asked) and all(len(found) == 1 for found in small.values())
+
+
+def again(**changes: Any) -> None:
+    """As in a new process: the backend is loaded anew, and only the cache folder is as it was."""
+    REGISTRY.unregister("unverified-plugin")
+    unverified(**changes)
+
+
+def _runs_out(o: Any) -> Any:
+    raise MemoryError("there was none left")
+
+
+def test_what_a_kernel_raised_is_not_kept_for_the_next_process(own_cache: Path) -> None:
+    calls: list[int] = []
+    unverified(_runs_out, calls=calls)
+    assert chosen(**call()) == "reference"
+    assert chosen(**{n: a[:, :90] for n, a in call().items()}) == "reference"
+    assert calls == [selfcheck.TOKENS], "in this process once is enough"
+    (reason,) = kdacore.explain("chunk_kda", **call()).candidate("unverified").reasons
+    assert "there was none left" in reason.got and str(own_cache) not in str(reason)
+    assert not list(own_cache.rglob("*.json"))
+    again()
+    assert chosen(**call()) == "unverified"
+
+
+def test_explain_says_what_a_call_would_do(own_cache: Path) -> None:
+    unverified(lambda o: o * 1.1)
+    assert kdacore.explain("chunk_kda", **call()).backend == "unverified", "nothing is known yet"
+    assert chosen(**call()) == kdacore.explain("chunk_kda", **call()).backend == "reference"
+    calls: list[int] = []
+    again(calls=calls)
+    explained = kdacore.explain("chunk_kda", **call())
+    with kdacore.record_selections() as ran:
+        kdacore.chunk_kda(**call())
+    assert explained.backend == ran[0].backend == "reference" and not calls
+    (record,) = own_cache.rglob("*.json")
+    for selection in (explained, ran[0]):
+        (reason,) = selection.candidate("unverified").reasons
+        assert reason.code == "selfcheck" and str(record) in reason.message and reason.got == "1.00e-01"
+    record.unlink()
+    again(calls=calls)
+    assert chosen(**call()) == "unverified" and len(calls) == 2
+    assert kdacore.explain("chunk_kda", **call()).backend == "unverified"
+
+
+def test_explain_knows_what_could_not_be_written(own_cache: Path) -> None:
+    (own_cache / "selfcheck").write_text("a file where the folder would be")
+    unverified(lambda o: o * 1.1)
+    assert chosen(**call()) == kdacore.explain("chunk_kda", **call()).backend == "reference"
+
+
+@pytest.mark.parametrize(
+    ("changed", "checks"),
+    [("numpy", 1), ("(registered by hand)", 1), ("the driver", 1), ("torch", 0), ("jaxlib", 0)],
+)
+def test_a_record_is_of_the_versions_it_was_measured_with(
+    changed: str, checks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def versions(number: str) -> None:
+        monkeypatch.setattr(machine, "version_of", lambda name: number if name == changed else "1")
+        monkeypatch.setattr(machine, "driver_version", lambda _: number if changed == "the driver" else "1")
+
+    calls: list[int] = []
+    versions("1")
+    unverified(calls=calls)
+    chosen(**call())
+    versions("2")
+    again(calls=calls)
+    chosen(**call())
+    assert calls.count(selfcheck.TOKENS) == 1 + checks
+
+
+def test_the_driver_is_asked_without_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "version").write_text("module 580.1\ncompiler 14\n")
+    monkeypatch.setattr(
+        machine, "_DRIVER_FILES", {"cuda": str(tmp_path / "version"), "rocm": str(tmp_path / "none")}
+    )
+    assert [machine.driver_version(t) for t in ("cuda", "rocm", "cpu")] == ["module 580.1", "", ""]
+
+
+def _float64(out: Any) -> Any:
+    return out._replace(o=out.o.astype(np.float64))
+
+
+def _unasked(out: Any) -> Any:
+    return out._replace(final_state=np.zeros((2, 4, 16, 8), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("whole", "options", "said"),
+    [
+        (_float64, {}, "o in float64, not in float32"),
+        (lambda out: out._replace(o=out.o.tolist()), {}, "o as builtins.list, not as a numpy array"),
+        (_unasked, {}, "final_state, which was not asked for"),
+        (lambda out: out._replace(checkpoints=out.o), {}, "checkpoints, which was not asked for"),
+        (lambda out: out._replace(final_state=None), {"output_final_state": True}, "no final_state"),
+        (
+            lambda out: _float64(out)._replace(final_state=out.final_state.astype(np.float16)),
+            {"output_final_state": True},
+            "o in float64, not in float32, final_state in float16, not in float32",
+        ),
+    ],
+)
+def test_results_are_what_the_call_asks_for(whole: Any, options: dict[str, Any], said: str) -> None:
+    """Right values in another dtype, or beside results nobody asked for, break the contract."""
+    unverified(whole=whole)
+    assert chosen(**call(), **options) == "reference"
+    again(whole=whole)
+    (reason,) = kdacore.explain("chunk_kda", **call(), **options).candidate("unverified").reasons
+    assert (reason.got, reason.want) == (said, "what the call asks for"), "the record says so too"
+
+
+def test_a_log_decay_is_float32() -> None:
+    unverified(lambda log: log.astype(np.float64))
+    assert chosen(kdacore.kda_gate, g=call()["g"], lower_bound=-5.0) == "reference"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda grads: grads._replace(k=grads.k.double()), "gradient of k in float64, not in float32"),
+        (lambda grads: grads._replace(beta=None), "no gradient of beta"),
+        (lambda grads: grads._replace(A_log=grads.k), "gradient of A_log, which was not asked for"),
+    ],
+)
+def test_gradients_are_what_the_call_asks_for(change: Any, said: str) -> None:
+    import torch
+
+    reference = REGISTRY.get("reference")
+    x = {n: torch.from_numpy(a).requires_grad_() for n, a in call().items()}
+    impl = reference.backend.ops["chunk_kda"]
+    assert impl.backward is not None
+    backward = impl.backward
+    wrong = dataclasses.replace(impl, backward=lambda *arguments: change(backward(*arguments)))
+    backend = dataclasses.replace(reference.backend, ops={"chunk_kda": wrong})
+    request = kdacore.explain("chunk_kda", **x).request
+    found = selfcheck.measure(dataclasses.replace(reference, backend=backend), request)
+    assert found["misfit"] == said and not found["error"] < found["bound"]

@@ -119,6 +119,7 @@ def test_a_read_only_array_is_refused_before_anything_is_written(
     argument: str, backend: str, seen: bool
 ) -> None:
     call = _call("numpy") | _pool("numpy", _zeros("numpy", 4, H, K, V), out=_zeros("numpy", B, T, H, V))
+    call["inplace_state"] = True
     for _ in range(4 * seen):
         kdacore.fused_recurrent_kda(**call, backend=backend)
     call |= {"initial_state": _zeros("numpy", 4, H, K, V), "out": _zeros("numpy", B, T, H, V)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 import warnings
 from dataclasses import dataclass
 
@@ -31,6 +30,8 @@ def report(where: str, what: str, error: BaseException) -> None:
         what: the code, in words.
         error: what it raised.
     """
+    import traceback  # here: `import kdacore` stays light
+
     text = "".join(traceback.format_exception(error))
     _faults.setdefault((where, what, type(error).__name__), Fault(where, f"{what} raised {error!r}\n{text}"))
     warn_once(where, what, type(error).__name__, f"{what} raised:\n{text}")

@@ -103,10 +103,8 @@ class Registry:
         """What each plugin answers to a hook, newest first; one that raises is reported and silences no other."""
         caller = getattr(self.hooks(), hook)
         found = caller.get_hookimpls()
-        if any(
-            i.wrapper or i.hookwrapper for i in found
-        ):  # wrappers only work around all of the others at once
-            try:
+        if any(i.wrapper or i.hookwrapper for i in found):
+            try:  # a wrapper only works around all of the others at once
                 answer = caller(**arguments)
             except guard.FAULTS as error:
                 guard.report(f"plugins {list_names(i.plugin_name for i in found)}", hook, error)
@@ -222,7 +220,7 @@ class Registry:
             self._homes[name] = distribution
             with _output_aside():
                 backends = self._backends_of(name)
-            problems = self._hook_problems(plugin, backends)
+            problems, more = self._hook_problems(plugin, backends)
             accepted: list[Backend] = []
             for backend in backends:
                 if objection := self._objection(backend, distribution, accepted):
@@ -232,7 +230,7 @@ class Registry:
         except guard.FAULTS as error:  # as above: shown in the doctor, never hidden
             self._forget(name)
             return _failed(name, distribution, seconds, f"failed to list its backends: {error!r}")
-        if problems and not accepted:
+        if not accepted and (backends or not more):
             self._forget(name)  # hooks of a rejected plugin must not be called
         for backend in accepted:
             self._backends[backend.name] = Registered(backend, name, distribution)
@@ -247,8 +245,12 @@ class Registry:
         if self._manager.has_plugin(name):
             self._manager.unregister(name=name)
 
-    def _hook_problems(self, plugin: Any, backends: list[Backend]) -> list[str]:
-        """A hook of a name that nobody calls, and a plugin that does nothing: misspellings, most likely."""
+    def _hook_problems(self, plugin: Any, backends: list[Backend]) -> tuple[list[str], bool]:
+        """A hook of a name that nobody calls, and a plugin that does nothing: misspellings, most likely.
+
+        Returns:
+            What is wrong, and whether there are hooks beside ``kdacore_backends``.
+        """
         callers = self._manager.get_hookcallers(plugin) or []
         known = [c.name for c in callers if c.has_spec()]
         unknown = [
@@ -257,13 +259,17 @@ class Registry:
             if not c.has_spec() and any(i.plugin is plugin and not i.optionalhook for i in c.get_hookimpls())
         ]
         hooks = list_names(name for name, c in vars(self._manager.hook).items() if c.has_spec())
+        more = any(name != "kdacore_backends" for name in known)
+        problems = []
         if unknown:
-            return [f"implements {list_names(unknown)}; kdacore's hooks are {hooks}"]
-        if not known:
-            return [f"implements no hook of kdacore ({hooks}), marked with kdacore.hookspecs.hookimpl"]
-        if not backends and known == ["kdacore_backends"]:
-            return ["brings no backend and no other hook"]
-        return []
+            problems.append(f"implements {list_names(unknown)}; kdacore's hooks are {hooks}")
+        elif not known:
+            problems.append(
+                f"implements no hook of kdacore ({hooks}), marked with kdacore.hookspecs.hookimpl"
+            )
+        elif not backends and not more:
+            problems.append("brings no backend and no other hook")
+        return problems, more
 
     def _backends_of(self, plugin_name: str) -> list[Backend]:
         """Ask one plugin alone, so that one that raises does not silence the others."""
@@ -312,7 +318,8 @@ def _third_parties() -> Iterable[tuple[str, importlib.metadata.EntryPoint]]:
     import importlib.metadata
 
     entries = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-    named = [(e.dist.name if e.dist is not None else "(unknown distribution)", e) for e in entries]
+    # Metadata may be broken: then there is no name, whatever the type says.
+    named = [((e.dist.name if e.dist is not None else "") or "(unknown distribution)", e) for e in entries]
     return sorted(named, key=lambda pair: (pair[0], pair[1].name))
 
 

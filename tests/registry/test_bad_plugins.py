@@ -87,7 +87,7 @@ class _EntryPoint:
 
     def __init__(self, name: str, distribution: str, load: Callable[[], Any]) -> None:
         self.name, self.load = name, load
-        self.dist = type("Dist", (), {"name": distribution})()
+        self.dist: Any = type("Dist", (), {"name": distribution})()
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *entries: _EntryPoint) -> None:
@@ -369,6 +369,21 @@ def test_a_misspelt_hook() -> None:
     with pytest.raises(kdacore.PluginError) as caught:
         add(kdacore_chose=lambda: None, name="another")
     assert "backendz" not in str(caught.value), "a name of somebody's misspelling is no hook"
+
+
+def test_a_misspelt_hook_costs_the_others_nothing() -> None:
+    add(backend("good"), name="first")
+    with pytest.raises(kdacore.PluginError, match="implements kdacore_backendz"):
+        add(kdacore_backendz=nothing, kdacore_choose=lambda request, candidates: "good")
+    assert ran() == "good"
+
+
+def test_a_distribution_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    nameless = _EntryPoint("a", "", lambda: plugin(backend("good")))
+    nameless.dist.name = None
+    install(monkeypatch, nameless, _EntryPoint("b", "dist", lambda: plugin(backend("other"))))
+    assert REGISTRY.get("good").distribution == "(unknown distribution)"
+    assert "other" in REGISTRY.backends()
 
 
 def test_plugins_that_do_nothing() -> None:

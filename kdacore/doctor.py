@@ -10,7 +10,9 @@ import contextlib
 import dataclasses
 import json
 import os
+import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,14 +20,23 @@ from typing import Any
 
 from rich.console import Console
 
-from kdacore import callargs, callspec, config, doctor_selfcheck, features, machine, report
-from kdacore.errors import ConfigError, ContractError
+from kdacore import (
+    callargs,
+    callspec,
+    config,
+    doctor_selfcheck,
+    features,
+    guard,
+    machine,
+    report,
+    selection,
+)
+from kdacore.errors import ConfigError, ContractError, list_names
 from kdacore.machine import Machine
-from kdacore.registry import REGISTRY, PluginRecord, Registered, missing
+from kdacore.registry import BY_HAND, OWN_DISTRIBUTION, REGISTRY, PluginRecord, Registered, missing, probe
 
 SCHEMA = 1
 """Version of the report's layout; raised when a field changes its meaning or goes away."""
-BY_HAND = "(registered by hand)"
 
 Report = dict[str, Any]
 
@@ -42,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
     from kdacore.doctor_text import render
 
     call = callargs.call_of(args) if args.op or args.shape else None
-    with Console(stderr=True).status("looking at the machine, the plugins and what they compute"):
+    spinner = Console(stderr=True).status("looking at the machine, the plugins and what they compute")
+    with spinner, contextlib.redirect_stdout(sys.stderr):  # what plugins print is no part of the report
         found = collect(selfchecks=not args.no_selfcheck, call=call, backend=args.backend)
     if args.json:
         print(json.dumps(found, indent=1))
@@ -86,6 +98,9 @@ def collect(
         found["checks"] = _plugin_checks(problem)
         if call is not None:
             found["call"] = _call(call, backend)
+        _choose(registered, where)
+        for raised in guard.faults():
+            problem(raised.where, raised.what)
     found["problems"] = problems
     found["exit"] = report.BROKEN if problems else report.OK
     return found
@@ -118,6 +133,14 @@ def _environment(faults: dict[str, ConfigError], problem: Any) -> list[dict[str,
     for name in config.get().backend:
         if name not in REGISTRY.backends():
             problem("environment variable KDACORE_BACKEND", f"names {name!r}, which is no backend here")
+    plugins = REGISTRY.plugins()
+    for name in sorted(config.get().disabled_plugins - {"all"} - {p.name for p in plugins if p.disabled}):
+        of_it = [p.name for p in plugins if p.distribution == name != OWN_DISTRIBUTION]
+        hint = f"; the plugin of that distribution is named {list_names(of_it)}" if of_it else ""
+        problem(
+            "environment variable KDACORE_DISABLE_PLUGINS",
+            f"names {name!r}, which is no third-party plugin here{hint}",
+        )
     unknown = list(config.unknown())
     rows += [{"name": n, "value": os.environ[n], "meaning": "not a variable kdacore reads"} for n in unknown]
     return rows
@@ -140,15 +163,11 @@ def _plugin(record: PluginRecord, problem: Any) -> dict[str, Any]:
 
 def _backend(registered: Registered, where: Machine, problem: Any) -> dict[str, Any]:
     backend = registered.backend
-    gone: list[tuple[str, str, str]] = []
-    status = "available"
-    try:
-        gone = missing(backend)
-    except Exception as error:  # noqa: BLE001  a probe may fail in any way; its traceback is the finding
-        status = "problem"
-        problem(f"backend {backend.name}", f"a probe raised {error!r}\n{traceback.format_exc()}")
-    if gone:
-        status = "not available"
+    gone = missing(backend)
+    raised = [text for requirement in backend.requirements if (text := probe(requirement)[1])]
+    for text in raised:
+        problem(f"backend {backend.name}", text)
+    status = "problem" if raised else "not available" if gone else "available"
     arch = {a.arch for a in where.accelerators if a.type in backend.device_types}
     return {
         "name": backend.name,
@@ -225,13 +244,24 @@ def _call(call: callspec.CallSpec, backend: str | None) -> dict[str, Any]:
         return {"text": str(error)}  # the variable is among the problems already
 
 
+def _choose(registered: list[Registered], where: Machine) -> None:
+    """Let ``kdacore_choose`` decide a plain call at each place: the hook that raises there is reported by the guard."""
+    places = dict.fromkeys(place for r in registered for place in features.places_of(r.backend, where))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # it is a problem of the report
+        for place in places:
+            for op in ("chunk_kda", "fused_recurrent_kda"):
+                request = features.request_of(features.at(features.plain_calls(op)[-1], place))
+                selection.decide(request, selection.Policy(), run_selfchecks=False, assumed=True)
+
+
 def _plugin_checks(problem: Any) -> list[dict[str, Any]]:
     """The rows plugins add; one that raises is a row of its own and silences nobody else."""
     rows: list[dict[str, Any]] = []
     for hook in REGISTRY.hooks().kdacore_doctor_checks.get_hookimpls():
         try:
             given = [(str(name), bool(passed), str(detail)) for name, passed, detail in hook.function()]
-        except Exception as error:  # noqa: BLE001  as above
+        except guard.FAULTS as error:  # a plugin may fail in any way; its traceback is the finding
             given = [("kdacore_doctor_checks", False, f"raised {error!r}\n{traceback.format_exc()}")]
         for name, passed, detail in given:
             rows.append({"plugin": hook.plugin_name, "name": name, "passed": passed, "detail": detail})

@@ -59,7 +59,7 @@ def kdacore_doctor_checks() -> Iterable[tuple[str, bool, str]]:  # type: ignore[
 
 @hookspec
 def kdacore_selected(request: Request, selection: Selection) -> None:
-    """Telemetry: called once for each newly selected call shape, not once a call.
+    """Telemetry: called once for each newly selected call shape, not once a call. An error here stops no call.
 
     Example:
         >>> from kdacore.hookspecs import hookimpl
@@ -75,7 +75,8 @@ def kdacore_selected(request: Request, selection: Selection) -> None:
 def kdacore_choose(request: Request, candidates: tuple[Candidate, ...]) -> str | None:
     """A site's own policy: the name of one of the supported candidates, or None for no opinion.
 
-    Asked only when nothing else was asked for (no ``backend=``, ``use_backend`` or ``KDACORE_BACKEND``).
+    Asked only when nothing else was asked for (no ``backend=``, ``use_backend`` or ``KDACORE_BACKEND``). The plugin
+    registered last is asked first; one that raises is passed over with a warning.
 
     Example:
         >>> from kdacore.hookspecs import hookimpl

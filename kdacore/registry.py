@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from kdacore import config
+from kdacore import config, declared, guard
 from kdacore.errors import ContractError, PluginError, list_names
-from kdacore.ops import OPS
-from kdacore.types import API_VERSION, Backend, BackendInfo, OpImpl
+from kdacore.types import API_VERSION, Backend, BackendInfo, OpImpl, Requirement
 
 if TYPE_CHECKING:
     import importlib.metadata
@@ -28,6 +29,7 @@ BUILTIN_PLUGINS = (
     "kdacore_pallas.plugin",
 )
 OWN_DISTRIBUTION = "kdacore"
+BY_HAND = "(registered by hand)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class Registry:
         self._manager: pluggy.PluginManager
         self._backends: dict[str, Registered] = {}
         self._plugins: list[PluginRecord] = []
+        self._homes: dict[str, str] = {}
+        """The distribution of each plugin that pluggy holds, by the plugin's name."""
 
     # --- what there is ---
 
@@ -94,6 +98,26 @@ class Registry:
         """pluggy's hook callers."""
         self._load()
         return self._manager.hook
+
+    def ask_each(self, hook: str, **arguments: Any) -> Iterator[Any]:
+        """What each plugin answers to a hook, newest first; one that raises is reported and silences no other."""
+        caller = getattr(self.hooks(), hook)
+        found = caller.get_hookimpls()
+        if any(i.wrapper or i.hookwrapper for i in found):
+            try:  # a wrapper only works around all of the others at once
+                answer = caller(**arguments)
+            except guard.FAULTS as error:
+                guard.report(f"plugins {list_names(i.plugin_name for i in found)}", hook, error)
+                return
+            yield from answer if isinstance(answer, list) else [answer]
+            return
+        for implementation in reversed(found):
+            try:
+                answer = implementation.function(*(arguments[name] for name in implementation.argnames))
+            except guard.FAULTS as error:
+                guard.report(f"plugin {implementation.plugin_name}", hook, error)
+                continue
+            yield answer
 
     def infos(self) -> tuple[BackendInfo, ...]:
         """The public listing."""
@@ -130,18 +154,19 @@ class Registry:
         """Add a plugin object by hand, for tests and notebooks. Raises :class:`PluginError` if it is unusable."""
         with self._lock:
             self._load()
-            record = self._adopt(plugin, name, "(registered by hand)", 0.0)
+            record = self._adopt(plugin, name, BY_HAND, 0.0)
             self._plugins.append(record)
         self._changed()
         if record.problem:
             raise PluginError(f"plugin {name}: {record.problem}\n{record.detail}".rstrip())
 
     def unregister(self, name: str) -> None:
-        """Take a plugin out again."""
+        """Take a plugin out again; of one that was rejected, the row that says so."""
         with self._lock:
             self._load()
-            plugin = self._manager.unregister(name=name)
-            if plugin is None:
+            if name in self._homes:
+                self._forget(name)
+            elif not any(p.name == name and p.distribution == BY_HAND for p in self._plugins):
                 raise PluginError(f"no plugin named {name!r} is registered")
             self._backends = {k: r for k, r in self._backends.items() if r.plugin != name}
             self._plugins = [p for p in self._plugins if p.name != name]
@@ -159,6 +184,7 @@ class Registry:
         with self._lock:
             if self._loaded:
                 return
+            self._clear()  # an interrupt may have left an earlier attempt half done
             self._manager = _manager()
             disabled = config.get().disabled_plugins
             for module in BUILTIN_PLUGINS:
@@ -173,8 +199,9 @@ class Registry:
     def _load_one(self, name: str, distribution: str, load: Callable[[], Any]) -> None:
         start = time.perf_counter()
         try:
-            plugin = load()
-        except Exception as error:  # noqa: BLE001  a plugin may fail in any way; the doctor shows it whole
+            with _output_aside():
+                plugin = load()
+        except guard.FAULTS as error:  # a plugin may fail in any way; the doctor shows it whole
             seconds = time.perf_counter() - start
             self._plugins.append(_failed(name, distribution, seconds, f"failed to import: {error!r}"))
             return
@@ -182,20 +209,67 @@ class Registry:
 
     def _adopt(self, plugin: Any, name: str, distribution: str, seconds: float) -> PluginRecord:
         """Register a loaded plugin and take its backends in."""
+        if name in self._homes:
+            text = f"plugin name conflict: {name!r} comes from both {self._homes[name]} and {distribution}"
+            return PluginRecord(name, distribution, seconds, (), text)
         try:
+            if (twin := self._manager.get_name(plugin)) is not None:
+                text = f"is the same object as plugin {twin!r} of {self._homes[twin]}"
+                return PluginRecord(name, distribution, seconds, (), text)
             self._manager.register(plugin, name=name)
-            backends = self._backends_of(name)
-        except Exception as error:  # noqa: BLE001  as above: shown in the doctor, never hidden
-            self._manager.unregister(name=name) if self._manager.has_plugin(name) else None
+            self._homes[name] = distribution
+            with _output_aside():
+                backends = self._backends_of(name)
+            problems, more = self._hook_problems(plugin, backends)
+            accepted: list[Backend] = []
+            for backend in backends:
+                if objection := self._objection(backend, distribution, accepted):
+                    problems.append(objection)
+                else:
+                    accepted.append(backend)
+        except guard.FAULTS as error:  # as above: shown in the doctor, never hidden
+            self._forget(name)
             return _failed(name, distribution, seconds, f"failed to list its backends: {error!r}")
-        problems = [p for b in backends if (p := self._objection(b, distribution))]
-        accepted = [b for b in backends if not self._objection(b, distribution)]
+        if not accepted and (backends or not more):
+            self._forget(name)  # hooks of a rejected plugin must not be called
         for backend in accepted:
             self._backends[backend.name] = Registered(backend, name, distribution)
         limit = config.get().plugin_import_limit
         if seconds > limit and distribution != OWN_DISTRIBUTION:
             problems.append(f"slow import: {seconds:.1f} s, more than the limit of {limit:g} s")
         return PluginRecord(name, distribution, seconds, tuple(b.name for b in accepted), "; ".join(problems))
+
+    def _forget(self, name: str) -> None:
+        """Take a plugin out of pluggy, however far it had come."""
+        self._homes.pop(name, None)
+        if self._manager.has_plugin(name):
+            self._manager.unregister(name=name)
+
+    def _hook_problems(self, plugin: Any, backends: list[Backend]) -> tuple[list[str], bool]:
+        """A hook of a name that nobody calls, and a plugin that does nothing: misspellings, most likely.
+
+        Returns:
+            What is wrong, and whether there are hooks beside ``kdacore_backends``.
+        """
+        callers = self._manager.get_hookcallers(plugin) or []
+        known = [c.name for c in callers if c.has_spec()]
+        unknown = [
+            c.name
+            for c in callers
+            if not c.has_spec() and any(i.plugin is plugin and not i.optionalhook for i in c.get_hookimpls())
+        ]
+        hooks = list_names(name for name, c in vars(self._manager.hook).items() if c.has_spec())
+        more = any(name != "kdacore_backends" for name in known)
+        problems = []
+        if unknown:
+            problems.append(f"implements {list_names(unknown)}; kdacore's hooks are {hooks}")
+        elif not known:
+            problems.append(
+                f"implements no hook of kdacore ({hooks}), marked with kdacore.hookspecs.hookimpl"
+            )
+        elif not backends and not more:
+            problems.append("brings no backend and no other hook")
+        return problems, more
 
     def _backends_of(self, plugin_name: str) -> list[Backend]:
         """Ask one plugin alone, so that one that raises does not silence the others."""
@@ -205,8 +279,8 @@ class Registry:
                 found.extend(cast(Iterable[Backend], implementation.function()))
         return found
 
-    def _objection(self, backend: Backend, distribution: str) -> str:
-        """Why a declared backend cannot be taken in; empty when it can."""
+    def _objection(self, backend: Backend, distribution: str, accepted: list[Backend]) -> str:
+        """Why a declared backend cannot be taken in beside those ``accepted`` of its plugin; empty when it can."""
         if not isinstance(backend, Backend):
             return f"declares a {type(backend).__name__}, not a kdacore.types.Backend"
         if backend.api_version != API_VERSION:
@@ -214,12 +288,19 @@ class Registry:
                 f"backend {backend.name!r} was written for plugin API {backend.api_version}; "
                 f"this kdacore has {API_VERSION}"
             )
+        if wrong := declared.objection(backend):
+            return wrong
         if backend.name in self._backends:
             other = self._backends[backend.name].distribution
             return f"name conflict: backend {backend.name!r} comes from both {other} and {distribution}"
-        if unknown := [op for op in backend.ops if op not in OPS]:
-            return f"backend {backend.name!r} declares unknown ops: {list_names(unknown)}"
+        if any(b.name == backend.name for b in accepted):
+            return f"name conflict: declares two backends named {backend.name!r}; the first is used"
         return ""
+
+
+def _output_aside() -> contextlib.AbstractContextManager[Any]:
+    """What a plugin prints while it is loaded goes to stderr: stdout may be somebody's JSON."""
+    return contextlib.redirect_stdout(sys.stderr)
 
 
 def _manager() -> pluggy.PluginManager:
@@ -237,7 +318,8 @@ def _third_parties() -> Iterable[tuple[str, importlib.metadata.EntryPoint]]:
     import importlib.metadata
 
     entries = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-    named = [(e.dist.name if e.dist is not None else "(unknown distribution)", e) for e in entries]
+    # Metadata may be broken: then there is no name, whatever the type says.
+    named = [((e.dist.name if e.dist is not None else "") or "(unknown distribution)", e) for e in entries]
     return sorted(named, key=lambda pair: (pair[0], pair[1].name))
 
 
@@ -258,9 +340,22 @@ def missing(backend: Backend, *, hardware: bool | None = None) -> list[tuple[str
     for requirement in backend.requirements:
         if hardware is not None and requirement.hardware is not hardware:
             continue
-        if (what := requirement.probe()) is not None:
+        if (what := probe(requirement)[0]) is not None:
             found.append((requirement.name, what, requirement.remedy))
     return found
+
+
+def probe(requirement: Requirement) -> tuple[str | None, str]:
+    """What is missing, None when nothing is; and the traceback of a probe that failed to say."""
+    try:
+        what = requirement.probe()
+        if not isinstance(what, str | None):
+            raise TypeError(f"a probe answers None or a str, not {what!r}")
+    except guard.FAULTS as error:  # a probe may fail in any way; what it should have found counts as missing
+        import traceback
+
+        return f"its probe raised {error!r}", f"a probe raised {error!r}\n{traceback.format_exc()}"
+    return what, ""
 
 
 def implementation(registered: Registered, op: str) -> OpImpl:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import warnings
 from dataclasses import dataclass
 
+from kdacore import guard
 from kdacore.errors import PerformanceWarning, UnsupportedError, list_names
 from kdacore.registry import REGISTRY, Registered, missing
-from kdacore.types import Candidate, OpImpl, Reason, Request, Selection
+from kdacore.types import Candidate, OpImpl, Reason, Request, Selection, Verifier
 
 PORTABLE = "*"
 
@@ -34,6 +36,7 @@ def clear() -> None:
     with _lock:
         _cache.clear()
         _warned.clear()
+        guard.clear()
 
 
 REGISTRY.on_change(clear)
@@ -62,7 +65,8 @@ def select(request: Request, policy: Policy) -> Selection:
                 if len(_cache) >= _MAX_CACHED:
                     _cache.clear()
                 _cache[key] = found
-                REGISTRY.hooks().kdacore_selected(request=request, selection=found)
+                for _ in REGISTRY.ask_each("kdacore_selected", request=request, selection=found):
+                    pass
                 _warn_if_slow(found)
     return found
 
@@ -109,7 +113,7 @@ def judge(registered: Registered, request: Request, assumed: bool = False) -> Ca
     if impl is None:
         return Candidate(backend.name, tuple(reasons), None, backend.rank, False)
     for verifier in impl.verifiers:
-        reason = _ask(verifier, request)
+        reason = _ask(registered, verifier, request)
         if reason is not None:
             reasons.append(reason)
     archs = impl.verified_archs
@@ -118,17 +122,22 @@ def judge(registered: Registered, request: Request, assumed: bool = False) -> Ca
     return Candidate(backend.name, tuple(reasons), cost, backend.rank, verified, lacking)
 
 
-def _ask(verifier: object, request: Request) -> Reason | None:
-    """A verifier that raises is a bug of its plugin: it rejects the call and says so, loudly."""
+def _ask(registered: Registered, verifier: Verifier, request: Request) -> Reason | None:
+    """A verifier that raises or answers nonsense is a bug of its plugin: it rejects the call and says so, loudly."""
+    name = getattr(verifier, "__qualname__", repr(verifier))
     try:
-        answer: Reason | None = verifier(request)  # type: ignore[operator]
-    except Exception as error:  # noqa: BLE001  the traceback travels in the reason and in a warning
+        answer = verifier(request)
+        if answer is None or (isinstance(answer, Reason) and isinstance(answer.code, str)):
+            return answer
+        said = detail = f"answered {answer!r}, neither None nor a Reason with a code"
+        kind = type(answer).__name__
+    except guard.FAULTS as error:  # the traceback travels in a warning, the error in the reason
         import traceback
 
-        name = getattr(verifier, "__qualname__", repr(verifier))
-        warnings.warn(f"verifier {name} raised:\n{traceback.format_exc()}", RuntimeWarning, stacklevel=2)
-        return Reason("verifier_error", f"verifier {name} raised {error!r}")
-    return answer
+        said, detail, kind = f"raised {error!r}", f"raised:\n{traceback.format_exc()}", type(error).__name__
+    where = f"backend {registered.backend.name}"
+    guard.warn_once(where, f"verifier {name}", kind, f"verifier {name} {detail}")
+    return Reason("verifier_error", f"verifier {name} {said}")
 
 
 def _general_reasons(
@@ -161,7 +170,14 @@ def _general_reasons(
 
 def _cost(registered: Registered, request: Request, impl: OpImpl) -> float | None:
     if impl.cost is not None:
-        return impl.cost(request)
+        try:
+            seconds = impl.cost(request)
+            if seconds is not None and math.isnan(seconds):
+                raise ValueError("a cost is seconds or None, not NaN")
+        except guard.FAULTS as error:  # a backend of unknown speed is still a backend
+            guard.report(f"backend {registered.backend.name}", f"cost of {request.op}", error)
+            return None
+        return seconds
     from kdacore import profile
 
     return profile.predict(registered.backend.name, request)
@@ -176,7 +192,8 @@ def _ranked(request: Request, able: list[Candidate]) -> list[tuple[str, str]]:
     """Capable backends, best first, each with the reason for its place."""
     if not able:
         return []
-    chosen = REGISTRY.hooks().kdacore_choose(request=request, candidates=tuple(able))
+    answers = REGISTRY.ask_each("kdacore_choose", request=request, candidates=tuple(able))
+    chosen = next((answer for answer in answers if answer is not None), None)
     unproven = _unproven(request, able)
     by_rank = sorted(able, key=lambda c: (c.backend in unproven, -c.rank))
     highest = f"highest rank of those tested on {request.device.arch}" if unproven else "highest rank"
@@ -189,7 +206,7 @@ def _ranked(request: Request, able: list[Candidate]) -> list[tuple[str, str]]:
     else:
         order = [(c.backend, highest if len(able) > 1 else "the only one that can") for c in by_rank]
     if chosen is not None:
-        if chosen not in {c.backend for c in able}:
+        if chosen not in [c.backend for c in able]:
             warnings.warn(
                 f"kdacore_choose named {chosen!r}, which cannot serve the call", RuntimeWarning, stacklevel=2
             )

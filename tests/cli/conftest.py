@@ -39,19 +39,19 @@ def every_backend(small_machine: Machine, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture
 def distribution(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> WriteDistribution:
-    """Installs a distribution with one plugin: ``distribution(name, source)``."""
+    """Installs a distribution with one plugin: ``distribution(name, source, entry_point)``."""
     monkeypatch.setattr(registry, "_third_parties", _real_third_parties)
     root = tmp_path / "site"
     root.mkdir()
     monkeypatch.syspath_prepend(str(root))
 
-    def write(name: str, source: str) -> None:
+    def write(name: str, source: str, entry_point: str = "") -> None:
         module = name.replace("-", "_")
         (root / f"{module}.py").write_text(textwrap.dedent(source))
         info = root / f"{module}-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[kdacore]\n{name} = {module}\n")
+        (info / "entry_points.txt").write_text(f"[kdacore]\n{entry_point or name} = {module}\n")
         REGISTRY.reset()
 
     return write

@@ -372,6 +372,49 @@ def test_a_disabled_plugin_is_no_problem(
     assert [p["status"] for p in found["plugins"]] == ["ok", "disabled"]
 
 
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ("good-plugin", "names 'good-plugin', which is no third-party plugin here"),
+        ("good-one,reference", "names 'reference', which is no third-party plugin here"),
+        ("good-one", ""),
+        ("all", ""),
+    ],
+)
+def test_disabling_a_plugin_that_is_not_there(
+    named: str, said: str, distribution: Any, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KDACORE_DISABLE_PLUGINS", named)
+    config.refresh()
+    distribution("good-one", GOOD.format(name="good", more=""))
+    found = diagnose(capsys, "--no-selfcheck")
+    if said:
+        assert only_problem(found) == f"environment variable KDACORE_DISABLE_PLUGINS: {said}"
+    else:
+        assert not found["problems"]
+
+
+def test_disabling_a_plugin_by_its_distribution(
+    distribution: Any, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KDACORE_DISABLE_PLUGINS", "good-one")
+    config.refresh()
+    distribution("good-one", GOOD.format(name="good", more=""), "good")
+    said = only_problem(diagnose(capsys, "--no-selfcheck"))
+    assert said.endswith("no third-party plugin here; the plugin of that distribution is named good")
+
+
+def test_what_plugins_print_does_not_spoil_the_json(distribution: Any, capsys: Capture) -> None:
+    more = ", requirements=(__import__('kdacore').types.Requirement('x', lambda: print('probing'), '-'),)"
+    distribution("chatty-one", "    print('hello')\n" + GOOD.format(name="chatty", more=more))
+    assert diagnose(capsys, "--no-selfcheck")["problems"] == []
+
+
+def test_a_plugin_that_exits_at_import(distribution: Any, capsys: Capture) -> None:
+    distribution("leaving-one", "import sys; sys.exit(3)\n")
+    assert "failed to import: SystemExit(3)" in only_problem(diagnose(capsys, "--no-selfcheck"))
+
+
 CRASHES = """
     import os
     from kdacore.hookspecs import hookimpl

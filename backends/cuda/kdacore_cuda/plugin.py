@@ -115,13 +115,13 @@ def make_backend() -> Backend:
         },
         summary="hand-written kernels: bfloat16 prefill, its backward on Hopper, recurrent decode, two training stages",
         requirements=(
-            Requirement("torch", _torch_missing, "pip install 'kdacore[cuda]'"),
             Requirement(
                 "CUDA driver",
                 _driver_missing,
                 "install an NVIDIA driver for CUDA 13 (580 or later)",
                 hardware=True,
             ),
+            Requirement("torch", _torch_missing, "pip install 'kdacore[cuda]'"),
         ),
         rank=100,
         device_types=("cuda",),

@@ -40,7 +40,7 @@ def few_processors(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None
 def use(monkeypatch: pytest.MonkeyPatch, share: float | None) -> None:
     def fixed(items: int, processors: int) -> Division:
         whole = int(items * (share or 0.0)) // 2 * 2
-        return Division(whole, 2 * items - whole, shared_bytes(1 if whole else 2))
+        return Division(whole, 2 * items - whole, shared_bytes(1 if whole else 2), items // 2)
 
     monkeypatch.setattr(stages, "serves", lambda *call: share is not None)
     monkeypatch.setattr(stages, "divide", fixed)
@@ -75,11 +75,13 @@ def test_what_they_serve() -> None:
 @pytest.mark.parametrize("processors", [132, 131])
 def test_every_chunk_and_head_is_taken_once(items: int, processors: int) -> None:
     """By blocks that come in pairs, no pair of a whole one and a half."""
-    whole, grid, shared = divide(items, processors)
+    whole, grid, shared, in_turn = divide(items, processors)
     assert grid == whole + 2 * (items - whole) and grid % 2 == whole % 2 == 0
     long = items > 8 * processors
     assert items - whole == (processors + (items - processors) % 2 if long else items)
     assert shared == shared_bytes(1 if long else 2)
+    room = processors * (3 if long else 4)
+    assert in_turn == (room if grid >= 2 * room else 0) <= (whole or grid)
 
 
 def test_the_length_of_a_call_chooses(monkeypatch: pytest.MonkeyPatch) -> None:

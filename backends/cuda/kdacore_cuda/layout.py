@@ -143,9 +143,10 @@ RECOMPUTE = ParamStruct(
         ("flags", "i32"),
         ("beta_type", "i32"),
         ("whole", "i32"),
+        ("in_turn", "i32"),
     ),
 )
-"""Parameters of the stage ``kda_recompute_w_u``; ``q`` and ``qg`` are 0 when q is not given. ``whole``:
+"""Parameters of the stage ``kda_recompute_w_u``; ``q`` and ``qg`` are 0 when q is not given. ``whole``, ``in_turn``:
 :class:`kdacore_cuda.recompute_kernels.Division`, 0 where it does not apply."""
 
 BACKWARD = ParamStruct(

@@ -29,6 +29,9 @@ class Division(NamedTuple):
     shared: int
     """Dynamic shared memory of each, in bytes: a multiprocessor has room for three where some take a whole one, else
     for four, as registers allow no fifth."""
+    in_turn: int
+    """The first of them, those that begin at once, ask for what they need one after another, at about the rate it
+    comes. Else all would have theirs, and compute, at the same time. 0 where there are too few to follow."""
 
 
 FEW_ITEMS = 8
@@ -38,7 +41,8 @@ FEW_ITEMS = 8
 def divide(items: int, processors: int) -> Division:
     """For ``items`` chunks and value heads. The last of a long call are halves: multiprocessors end more alike."""
     whole = 0 if items <= FEW_ITEMS * processors else (items - processors) // 2 * 2
-    return Division(whole, whole + 2 * (items - whole), shared_bytes(1 if whole else 2))
+    grid, room = whole + 2 * (items - whole), processors * (3 if whole else 4)
+    return Division(whole, grid, shared_bytes(1 if whole else 2), room if grid >= 2 * room else 0)
 
 
 def serves(K: int, V: int, arch: str) -> bool:

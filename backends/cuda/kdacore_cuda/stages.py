@@ -55,9 +55,9 @@ def _make_plan(r: Request) -> _Plan:
     if r.op == "kda_chunk_intra":
         return _Plan(_intra_launcher(r.K, float16), items, arch, (*sizes, r.scale))
     if not serves(r.K, r.V, arch):
-        return _Plan(_recompute_launcher(r.K, r.V, float16), items, arch, (*sizes, 0))
-    whole, grid, shared = divide(items, runtime.processors(r.device.index))
-    return _Plan(_hopper_launcher(float16, r.has("q"), shared), grid, arch, (*sizes, whole))
+        return _Plan(_recompute_launcher(r.K, r.V, float16), items, arch, (*sizes, 0, 0))
+    d = divide(items, runtime.processors(r.device.index))
+    return _Plan(_hopper_launcher(float16, r.has("q"), d.shared), d.grid, arch, (*sizes, d.whole, d.in_turn))
 
 
 _plan_of = Plans(_make_plan)

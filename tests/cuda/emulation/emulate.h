@@ -59,6 +59,7 @@ inline int grid_blocks() { return emu::grid; }
 inline int opaque(int x) { return x; }
 inline void wait_for_inputs() {}
 inline void let_next_start() {}
+inline void pause(u32) {}
 inline float exp2_fast(float x) { return emu::flush(exp2f(emu::flush(x))); }
 inline float log2_fast(float x) { return emu::flush(log2f(emu::flush(x))); }
 inline float reciprocal(float x) { return emu::flush(1.0f / emu::flush(x)); }

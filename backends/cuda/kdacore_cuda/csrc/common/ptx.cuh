@@ -36,6 +36,15 @@ __device__ __forceinline__ void let_next_start() {
 #endif
 }
 
+// For so many cycles of this multiprocessor.
+__device__ __forceinline__ void pause(u32 cycles) {
+  u32 begin, now;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(begin)::"memory");
+  do {
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(now)::"memory");
+  } while (now - begin < cycles);
+}
+
 // --- arithmetic ---------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float exp2_fast(float x) {

@@ -17,6 +17,10 @@ constexpr u32 INVERSE_ROW = 2 * C;
 template <int PARTS>
 struct Shape {
   static constexpr int WIDTH = K / PARTS;  // channels and values of a block
+  // Half of what a block reads, asked for when the rest has come: memory is a little faster with less asked for at a time. Halves are for
+  // when there is little to do, and soon done with all at once.
+  static constexpr bool DECAYS_LATER = PARTS == 1;
+  static constexpr int TURN = PARTS == 1 ? 24 : 14;  // cycles in which about as many bytes come as it reads
   static constexpr u32 HALF_ROW = 2 * WIDTH, FLOAT_ROW = 4 * WIDTH;
   static constexpr u32 K_AT = 0;
   static constexpr u32 V_AT = K_AT + C * HALF_ROW;
@@ -73,7 +77,13 @@ __device__ __forceinline__ Rows part_of(u64 base, long long sb, long long st, lo
   return r;
 }
 
-// Everything but q, in two groups of copies: what u is made from, and what is only needed after it.
+template <class S>
+__device__ __forceinline__ void ask_decays(const RecomputeParams& p, const Chunk& c, int part, u32 shared) {
+  ask<S::FLOAT_ROW>(shared + S::G_AT, part_of<S, 4>(p.g, p.g_sb, p.g_st, p.g_sh, c, c.hv, part), c.rows);
+  copy_async_commit();
+}
+
+// Everything but q and, where they come later, decays. If they do not: in two groups, what u is made from and what is needed after it.
 template <class S>
 __device__ __forceinline__ void ask_chunk(const RecomputeParams& p, const Chunk& c, int part, u32 shared) {
   const int i = thread_index();
@@ -82,10 +92,13 @@ __device__ __forceinline__ void ask_chunk(const RecomputeParams& p, const Chunk&
   const u32 beta = i < c.rows ? load_bits(p.beta + type_size(p.beta_type) * beta_at, p.beta_type) : 0;
   ask<S::HALF_ROW>(shared + S::V_AT, part_of<S, 2>(p.v, p.v_sb, p.v_st, p.v_sh, c, c.hv, part), c.rows);
   ask_inverse(shared + S::INVERSE_AT, make_rows(p.Akk, p.Akk_sb, p.Akk_st, p.Akk_sh, 2, c, c.hv), c.rows);
-  copy_async_commit();
+  if (!S::DECAYS_LATER) copy_async_commit();
   ask<S::HALF_ROW>(shared + S::K_AT, part_of<S, 2>(p.k, p.k_sb, p.k_st, p.k_sh, c, c.h, part), c.rows);
-  ask<S::FLOAT_ROW>(shared + S::G_AT, part_of<S, 4>(p.g, p.g_sb, p.g_st, p.g_sh, c, c.hv, part), c.rows);
-  copy_async_commit();
+  if (S::DECAYS_LATER) {
+    copy_async_commit();
+  } else {
+    ask_decays<S>(p, c, part, shared);
+  }
   if (i < C) store_shared(shared + S::BETA_AT + 4 * i, __float_as_uint(from_bits(beta, p.beta_type)));
 }
 

@@ -2,8 +2,9 @@
 // every chunk of 64 tokens; a block a chunk and value head, or half of its channels and values. The arithmetic is that of
 // common/recompute.cu, bit for bit.
 //
-// Bound by memory: a block asks for all it needs before it does anything, in two groups, and u is made and leaves while k and gc are
-// still on their way; other blocks of the multiprocessor read meanwhile. A warp has strips of 16 channels, or values, of all tokens.
+// Bound by memory: a block asks for what u is made from, for k, and for gc, and u is made and leaves while the last are still on their
+// way; other blocks of the multiprocessor read meanwhile. The first blocks begin one after another, so that from the start some read
+// while others compute and write. A warp has strips of 16 channels, or values, of all tokens.
 // What it multiplies goes from the rows as they came to registers and is scaled there, in the layout of the matrix unit's right operand.
 #include "sm90/recompute/memory.cuh"
 
@@ -158,7 +159,12 @@ __device__ __forceinline__ void recompute(const RecomputeParams& p, const Chunk&
 
   const Leaving leaving = make_leaving<S>(p, c, part);
   const u32 halves = shared + leaving.row * S::HALF_ROW + exchanged(leaving.row, leaving.piece);
-  copy_async_wait<1>();
+  if (S::DECAYS_LATER) {
+    copy_async_wait<0>();
+    ask_decays<S>(p, c, part, shared);
+  } else {
+    copy_async_wait<1>();
+  }
   sync_block();
 #pragma unroll 1
   for (int i = 0; i < STRIPS; ++i) make_u<S>(shared, warp + WARPS * i, lane);
@@ -202,9 +208,10 @@ KDA_KERNEL(THREADS, 4) KDA_CLUSTER(2) recompute_hopper(KDA_PARAM RecomputeParams
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   wait_for_inputs();
-  const int past = block_index() - p.whole;
-  const Chunk c = make_chunk(p, past < 0 ? block_index() : p.whole + (past >> 1));
+  const int block = block_index(), past = block - p.whole;
+  const Chunk c = make_chunk(p, past < 0 ? block : p.whole + (past >> 1));
   if (!c.rows) return;  // a slot of a pack that no chunk fills
+  if (block < p.in_turn) pause(block * (past < 0 ? Shape<1>::TURN : Shape<2>::TURN));
   if (past < 0) {
     recompute<Shape<1>>(p, c, 0, shared);
   } else {

@@ -24,7 +24,7 @@ SHAPES = [
     pytest.param({"T": 60, "B": 3, "H": 3, "HV": 3}, id="odd"),
     pytest.param({"lengths": PACK, "HV": 2, "H": 2}, id="packed"),
     pytest.param({"lengths": PACK, "dtype": torch.float16}, id="packed float16"),
-    pytest.param({"lengths": [3, 0] * 40 + [130]}, id="many sequences"),
+    pytest.param({"lengths": [3, 0] * 70 + [130]}, id="many sequences"),
 ]
 ways = pytest.mark.parametrize("share", [1.0, 0.0, 0.5], ids=["whole", "halves", "mixed"])
 """Of the chunks and value heads how many a block takes whole."""
@@ -38,7 +38,7 @@ def few_processors(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def use(monkeypatch: pytest.MonkeyPatch, share: float | None) -> None:
-    def fixed(items: int, processors: int) -> Division:
+    def fixed(items: int, processors: int, empty: int) -> Division:
         whole = int(items * (share or 0.0)) // 2 * 2
         return Division(whole, 2 * items - whole, shared_bytes(1 if whole else 2), items // 2)
 
@@ -73,22 +73,24 @@ def test_what_they_serve() -> None:
 
 @pytest.mark.parametrize("items", [1, 2, 5, 8 * 132, 8 * 132 + 1, 8 * 132 + 2, 100_000])
 @pytest.mark.parametrize("processors", [132, 131])
-def test_every_chunk_and_head_is_taken_once(items: int, processors: int) -> None:
+@pytest.mark.parametrize("empty", [0, 7, 300, 1000])
+def test_every_chunk_and_head_is_taken_once(items: int, processors: int, empty: int) -> None:
     """By blocks that come in pairs, no pair of a whole one and a half."""
-    whole, grid, shared, in_turn = divide(items, processors)
+    whole, grid, shared, in_turn = divide(items, processors, empty)
     assert grid == whole + 2 * (items - whole) and grid % 2 == whole % 2 == 0
     long = items > 8 * processors
-    assert items - whole == (processors + (items - processors) % 2 if long else items)
+    last = processors + (empty if empty < 4 * processors else 0)
+    assert items - whole == (last + (items - last) % 2 if long else items)
     assert shared == shared_bytes(1 if long else 2)
-    room = processors * (3 if long else 4)
-    assert in_turn == (room if grid >= 2 * room else 0) <= (whole or grid)
+    assert in_turn == processors * (3 if long else 4)
+    assert in_turn <= whole or not long, "blocks in turn are of one kind"
 
 
 def test_the_length_of_a_call_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks, seen = 8 * PROCESSORS, []
 
-    def noted(items: int, processors: int) -> Division:
-        seen.append(divide(items, processors))
+    def noted(items: int, processors: int, empty: int) -> Division:
+        seen.append(divide(items, processors, empty))
         return seen[-1]
 
     monkeypatch.setattr(stages, "divide", noted)

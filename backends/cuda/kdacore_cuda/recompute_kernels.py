@@ -31,18 +31,23 @@ class Division(NamedTuple):
     for four, as registers allow no fifth."""
     in_turn: int
     """The first of them, those that begin at once, ask for what they need one after another, at about the rate it
-    comes. Else all would have theirs, and compute, at the same time. 0 where there are too few to follow."""
+    comes. Else all would have theirs, and compute, at the same time."""
 
 
 FEW_ITEMS = 8
 """Chunks and value heads a multiprocessor up to which halves alone are faster, as measured."""
 
 
-def divide(items: int, processors: int) -> Division:
-    """For ``items`` chunks and value heads. The last of a long call are halves: multiprocessors end more alike."""
-    whole = 0 if items <= FEW_ITEMS * processors else (items - processors) // 2 * 2
-    grid, room = whole + 2 * (items - whole), processors * (3 if whole else 4)
-    return Division(whole, grid, shared_bytes(1 if whole else 2), room if grid >= 2 * room else 0)
+def divide(items: int, processors: int, empty: int = 0) -> Division:
+    """For ``items`` chunks and value heads, the last ``empty`` of which, about, turn out to be none.
+
+    The last of a long call are halves: multiprocessors end more alike. Where there are many empty ones it is not known
+    which are the last, and twice as many blocks that do nothing would cost more.
+    """
+    last = processors + (empty if empty <= 4 * processors else 0)
+    whole = 0 if items <= FEW_ITEMS * processors else (items - last) // 2 * 2
+    parts = 1 if whole else 2
+    return Division(whole, whole + 2 * (items - whole), shared_bytes(parts), processors * (3 if whole else 4))
 
 
 def serves(K: int, V: int, arch: str) -> bool:

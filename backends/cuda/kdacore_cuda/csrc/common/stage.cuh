@@ -15,22 +15,24 @@ struct Chunk {
   long long batch, first;   // batch row, first token in it
 };
 
-// Chunks of the sequences one after another: the sequence that slot `slot` falls in, all lanes of a warp together.
+// Chunks of the sequences one after another: the sequence that slot `slot` falls in, all lanes of a warp together, several sequences each.
 template <typename Params>
 __device__ __forceinline__ void find_packed(const Params& p, int slot, Chunk& c) {
+  constexpr int EACH = 4;
   const bool wide = p.flags & FLAG_CU64;
   const int lane = thread_index() & 31;
   c.batch = 0;
   c.rows = 0;
   c.first = 0;
-  for (int n0 = 0; n0 < p.N; n0 += 32) {
-    const int n = n0 + lane;
-    long long start = 0, end = 0;
-    if (n < p.N) {
-      start = load_index(p.cu_seqlens, n, wide);
-      end = load_index(p.cu_seqlens, n + 1, wide);
+  for (int n0 = 0; n0 < p.N; n0 += 32 * EACH) {
+    int start[EACH + 1], mine = 0;  // past the last sequence: empty ones
+#pragma unroll
+    for (int i = 0; i <= EACH; ++i) {
+      const int n = n0 + EACH * lane + i;
+      start[i] = (int)load_index(p.cu_seqlens, n < p.N ? n : p.N, wide);
     }
-    const int mine = (int)((end - start + C - 1) / C);
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) mine += (start[i + 1] - start[i] + C - 1) / C;
     int before = mine;
 #pragma unroll
     for (int d = 1; d < 32; d <<= 1) {
@@ -38,13 +40,18 @@ __device__ __forceinline__ void find_packed(const Params& p, int slot, Chunk& c)
       if (lane >= d) before += other;
     }
     const int total = shuffle_int(before, 31);
-    before -= mine;
-    const int inside = slot - before;
-    const bool here = inside >= 0 && inside < mine;
-    const int at = here ? (int)start + inside * C : 0;
-    const int left = here ? (int)(end - start) - inside * C : 0;
     // One lane at most has something; the sum is what it has.
-    int first = at, rows = left < C ? left : C;
+    int first = 0, rows = 0, inside = slot - (before - mine);
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int chunks = (start[i + 1] - start[i] + C - 1) / C;
+      if (inside >= 0 && inside < chunks) {
+        const int left = start[i + 1] - start[i] - inside * C;
+        first = start[i] + inside * C;
+        rows = left < C ? left : C;
+      }
+      inside -= chunks;
+    }
 #pragma unroll
     for (int d = 16; d; d >>= 1) {
       first += shuffle_xor(first, d);

@@ -33,27 +33,18 @@ struct Shape {
   static_assert(AT_ONCE % 8 == 0, "all its rows have their pieces in the same order");
 };
 
-// Rows past a chunk's end are its last one again: their beta is 0, so they add nothing, and their results are not stored.
-__device__ __forceinline__ const unsigned char* clamped(const Rows& r, int row, int rows) { return row_at(r, row < rows ? row : rows - 1); }
-
+// Rows past a chunk's end are zeros: so is their beta, they add nothing, and their results are not stored.
 template <u32 BYTES>
 __device__ __forceinline__ void ask(u32 to, const Rows& from, int rows) {
   constexpr int PIECES = BYTES / 16, AT_ONCE = THREADS / PIECES, TIMES = C / AT_ONCE;
   const int piece = thread_index() % PIECES, first = thread_index() / PIECES;
-  if (rows == C) {
-    const unsigned char* at = row_at(from, first) + 16 * piece;
-    const long long step = (long long)AT_ONCE * from.step;
+  const unsigned char* at = row_at(from, first) + 16 * piece;
+  const long long step = (long long)AT_ONCE * from.step;
 #pragma unroll
-    for (int n = 0; n < TIMES; ++n) {
-      const int row = first + n * AT_ONCE;
-      copy_async16(to + row * BYTES + exchanged(row, piece), at, true);
-      at += step;
-    }
-    return;
-  }
-#pragma unroll 1
-  for (int row = first; row < C; row += AT_ONCE) {
-    copy_async16(to + row * BYTES + exchanged(row, piece), clamped(from, row, rows) + 16 * piece, true);
+  for (int n = 0; n < TIMES; ++n) {
+    const int row = first + n * AT_ONCE;
+    copy_async16(to + row * BYTES + exchanged(row, piece), at, row < rows);
+    at += step;
   }
 }
 
@@ -65,7 +56,7 @@ __device__ __forceinline__ void ask_inverse(u32 to, const Rows& from, int rows) 
   for (int n = 0; n < C / AT_ONCE; ++n) {
     const int row = first + n * AT_ONCE;
     if (piece >> 1 > row >> 4) continue;
-    copy_async16(to + row * INVERSE_ROW + exchanged(row, piece), clamped(from, row, rows) + 16 * piece, true);
+    copy_async16(to + row * INVERSE_ROW + exchanged(row, piece), row_at(from, row) + 16 * piece, row < rows);
   }
 }
 

@@ -56,9 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except (
-        OSError
-    ) as error:  # a file or folder that cannot be written or read, a full disk: the error names it
+    except OSError as error:
+        # A file or folder that cannot be written or read, a full disk: the error names it.
         print(f"kdacore {args.command}: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:

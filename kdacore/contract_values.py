@@ -30,8 +30,9 @@ def check_values(request: Request, inputs: Any, adapter: Adapter) -> None:
         own = adapter_of(x)
         values[name] = (own or adapter).host_values(x)
     _offsets(request, values)
-    _candidates(request, values)
-    _indices(request, values)
+    lengths = _lengths(request, values)
+    _candidates(request, int(lengths.max(initial=0)))
+    _indices(request, values, lengths)
     for name, x in values.items():
         if name == "initial_state" and "state_indices" in values:
             _finite_rows(request, x, _started_from(values))
@@ -117,8 +118,7 @@ def check_index_ranges(request: Request, indices: Any, accepted: Any, longest: i
         )
 
 
-def _candidates(request: Request, values: dict[str, Any]) -> None:
-    longest = int(_lengths(request, values).max(initial=0))
+def _candidates(request: Request, longest: int) -> None:
     if request.read_only_state and longest > MAX_VERIFY_TOKENS:
         raise ContractError(
             request.op,
@@ -128,10 +128,10 @@ def _candidates(request: Request, values: dict[str, Any]) -> None:
         )
 
 
-def _indices(request: Request, values: dict[str, Any]) -> None:
+def _indices(request: Request, values: dict[str, Any], lengths: Any) -> None:
     if "state_indices" not in values:
         return
-    indices, lengths = values["state_indices"], _lengths(request, values)
+    indices = values["state_indices"]
     check_index_ranges(request, indices, values.get("num_accepted_tokens"), int(lengths.max(initial=0)))
     if request.inplace_state:
         if indices.ndim == 2:  # a column for each token: those past a sequence's end are not written

@@ -33,7 +33,7 @@ from kdacore import (
 )
 from kdacore.errors import ConfigError, ContractError, list_names
 from kdacore.machine import Machine
-from kdacore.registry import BY_HAND, OWN_DISTRIBUTION, REGISTRY, PluginRecord, Registered, missing, probe
+from kdacore.registry import BY_HAND, OWN_DISTRIBUTION, REGISTRY, PluginRecord, Registered, probe
 
 SCHEMA = 1
 """Version of the report's layout; raised when a field changes its meaning or goes away."""
@@ -163,8 +163,9 @@ def _plugin(record: PluginRecord, problem: Any) -> dict[str, Any]:
 
 def _backend(registered: Registered, where: Machine, problem: Any) -> dict[str, Any]:
     backend = registered.backend
-    gone = missing(backend)
-    raised = [text for requirement in backend.requirements if (text := probe(requirement)[1])]
+    asked = [(requirement, *probe(requirement)) for requirement in backend.requirements]
+    gone = [(requirement, what) for requirement, what, _ in asked if what is not None]
+    raised = [text for _, _, text in asked if text]
     for text in raised:
         problem(f"backend {backend.name}", text)
     status = "problem" if raised else "not available" if gone else "available"
@@ -177,7 +178,7 @@ def _backend(registered: Registered, where: Machine, problem: Any) -> dict[str, 
         "summary": backend.summary,
         "kinds": list(backend.kinds),
         "places": [str(p) for p in features.places_of(backend, where)],
-        "missing": [{"name": n, "what": what, "remedy": remedy} for n, what, remedy in gone],
+        "missing": [{"name": r.name, "what": what, "remedy": r.remedy} for r, what in gone],
         "ops": {op: _mark(impl.verified_archs, arch) for op, impl in backend.ops.items()},
     }
 

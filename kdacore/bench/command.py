@@ -92,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
         print("kdacore bench: no case is left to time (--only, --gates)", file=sys.stderr)
         return report.USAGE
     out.print(results.row_table(found.rows))
-    if all(row.seconds is None for row in found.rows):
+    timed = any(row.seconds is not None for row in found.rows)
+    if not timed:
         print("kdacore bench: nothing could be timed; the rows say why", file=sys.stderr)
     if found.figures:
         out.print(results.figure_table(found.figures))
@@ -108,7 +109,6 @@ def run(args: argparse.Namespace) -> int:
                 return report.USAGE
     if interrupted:
         return report.INTERRUPTED
-    timed = any(row.seconds is not None for row in found.rows)
     return report.BROKEN if not timed or found.failed or (args.check and found.missed) else report.OK
 
 
@@ -155,7 +155,7 @@ def _senseless(args: argparse.Namespace) -> str | None:
     if fixed and given:
         return f"{fixed[0]} takes no {', '.join(given)}"
     if args.plot and not version_of("matplotlib"):
-        return "--plot needs matplotlib, which is not installed: pip install matplotlib"
+        return f"--plot: {plot.NO_LIBRARY}"
     return None
 
 

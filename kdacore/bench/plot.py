@@ -13,6 +13,9 @@ WIDE_RANGE = 1000.0
 """Medians further apart than this are drawn on a logarithmic axis."""
 
 
+NO_LIBRARY = "drawing needs matplotlib: pip install 'kdacore[bench]'"
+
+
 class PlotError(RuntimeError):
     """There is nothing to draw with, or nothing to draw."""
 
@@ -59,7 +62,7 @@ def _library() -> tuple[Any, Any]:
     try:
         matplotlib: Any = importlib.import_module("matplotlib")
     except ImportError:
-        raise PlotError("drawing needs matplotlib: pip install 'kdacore[bench]'") from None
+        raise PlotError(NO_LIBRARY) from None
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.hashsalt": "kdacore", "svg.fonttype": "path", "font.size": 9})
     importlib.import_module("matplotlib.patches")

@@ -506,7 +506,7 @@ def test_an_array_library_that_is_missing_is_named(
         assert cli.main(["bench", *words]) == 2
         assert "needs torch, which is not installed" in capsys.readouterr().err
     assert cli.main(["bench", "quick", "--plot", "x.svg"]) == 2
-    assert "--plot needs matplotlib" in capsys.readouterr().err
+    assert "--plot: drawing needs matplotlib" in capsys.readouterr().err
 
 
 def test_nothing_timed_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:

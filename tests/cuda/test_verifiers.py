@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from cuda_calls import SAFE_MODEL, Draw, request_of
 
-from kdacore import cli
+from kdacore import cli, late
 from kdacore.registry import missing
 from kdacore.types import ChunkInputs, Device, Request
-from kdacore_cuda import plugin, verifiers
+from kdacore_cuda import verifiers
 from kdacore_cuda.plugin import _driver_missing, make_backend
 
 BACKEND = make_backend()
@@ -63,7 +63,7 @@ def test_without_nvrtc_only_packaged_architectures(monkeypatch: pytest.MonkeyPat
 
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "find_spec", lambda name: None)
+    monkeypatch.setattr(late, "find_spec", lambda name: None)
     assert ("torch", "torch is not installed", "pip install 'kdacore[cuda]'") in missing(
         BACKEND, hardware=False
     )

@@ -1,4 +1,4 @@
-"""Functions that import their module when they are first called."""
+"""Functions that import their module when they are first called; packages that are asked for by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kdacore.late import lazily
+from kdacore.late import lazily, package_probe
 
 
 def test_a_module_is_imported_by_the_first_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,3 +28,11 @@ def test_what_is_not_there_is_an_error_of_the_call() -> None:
     missing = lazily("kdacore", "late", "nothing")
     with pytest.raises(AttributeError, match="nothing"):
         missing()
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert package_probe("pluggy")() is None
+    (tmp_path / "a_folder").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("no_such_package", "a_folder"):
+        assert package_probe(name)() == f"{name} is not installed"

@@ -89,7 +89,3 @@ def test_declaring_the_backend_imports_no_framework() -> None:
     )
     path = ":".join(p for p in sys.path if p)
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": path})
-
-
-def test_a_missing_package_is_named() -> None:
-    assert plugin._missing("no_such_package")() == "no_such_package is not installed"

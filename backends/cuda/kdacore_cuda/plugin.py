@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache, partial
-from importlib.util import find_spec
 
 from kdacore.hookspecs import hookimpl
-from kdacore.late import lazily
+from kdacore.late import lazily, package_probe
 from kdacore.types import Backend, OpImpl, Requirement
 from kdacore_cuda import __version__, costs, verifiers
 
@@ -41,11 +40,6 @@ def _driver_missing() -> str | None:
             f"the driver is for CUDA {_version(number.value)}; the kernels need {_version(DRIVER)} or later"
         )
     return None
-
-
-def _torch_missing() -> str | None:
-    spec = find_spec("torch")  # a folder of that name on the path has no origin
-    return "torch is not installed" if spec is None or spec.origin is None else None
 
 
 def _version(number: int) -> str:
@@ -121,7 +115,7 @@ def make_backend() -> Backend:
                 "install an NVIDIA driver for CUDA 13 (580 or later)",
                 hardware=True,
             ),
-            Requirement("torch", _torch_missing, "pip install 'kdacore[cuda]'"),
+            Requirement("torch", package_probe("torch"), "pip install 'kdacore[cuda]'"),
         ),
         rank=100,
         device_types=("cuda",),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from functools import cache
 
 from kdacore.types import Reason, Request
@@ -39,10 +38,9 @@ def architecture(request: Request) -> Reason | None:
 
 @cache
 def _has_compiler() -> bool:
-    try:
-        return bool(importlib.metadata.version("cuda-bindings"))
-    except importlib.metadata.PackageNotFoundError:
-        return False
+    from kdacore.machine import version_of
+
+    return bool(version_of("cuda-bindings"))
 
 
 def compiler(request: Request) -> Reason | None:

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 from kdacore.hookspecs import hookimpl
-from kdacore.late import lazily
+from kdacore.late import lazily, package_probe
 from kdacore.types import Backend, OpImpl, Requirement, Verifier
 from kdacore_triton import verifiers
 
 VERSION = "0.1.0"
 VERIFIED = frozenset({"sm_90"})
 """Architectures the GPU tests have run on; for the others the kernels compile."""
-
-
-def _missing(package: str) -> Callable[[], str | None]:
-    """A probe for a top-level package. A folder of that name on the path is not one: it has no origin."""
-
-    def probe() -> str | None:
-        spec = find_spec(package)
-        return f"{package} is not installed" if spec is None or spec.origin is None else None
-
-    return probe
 
 
 _lazily = partial(lazily, "kdacore_triton")
@@ -76,8 +65,8 @@ def make_backend() -> Backend:
         },
         summary="portable GPU kernels: training, prefill and decode; CPU tensors with TRITON_INTERPRET=1",
         requirements=(
-            Requirement("torch", _missing("torch"), "pip install 'kdacore[triton]'"),
-            Requirement("Triton", _missing("triton"), "pip install 'kdacore[triton]'"),
+            Requirement("torch", package_probe("torch"), "pip install 'kdacore[triton]'"),
+            Requirement("Triton", package_probe("triton"), "pip install 'kdacore[triton]'"),
         ),
         rank=50,
         device_types=("cuda", "rocm", "cpu"),

@@ -30,6 +30,7 @@ from kdacore import (
     machine,
     report,
     selection,
+    selfcheck,
 )
 from kdacore.errors import ConfigError, ContractError, list_names
 from kdacore.machine import Machine
@@ -95,6 +96,7 @@ def collect(
         usable = [r for r in registered if r.backend.name in available]
         found["selfchecks"] = _selfchecks(usable, where, problem) if selfchecks else []
         found["selfchecks_run"] = selfchecks
+        found["refusals"] = [refusal._asdict() for refusal in selfcheck.refusals()]
         found["checks"] = _plugin_checks(problem)
         if call is not None:
             found["call"] = _call(call, backend)

@@ -31,6 +31,10 @@ def render(found: Report, out: Console) -> None:
     ]
     _section(out, "caches", ("folder", "state", "files", "size"), rows)
     _selfchecks(out, found)
+    rows = [tuple(r[key] for key in ("backend", "op", "arch", "found", "file")) for r in found["refusals"]]
+    if rows:
+        headers = ("backend", "op", "on", "found", "calls like it go elsewhere, unless this file goes")
+        _section(out, "kernels not verified here that gave wrong results before", headers, rows)
     if found["checks"]:
         rows = [
             (c["plugin"], c["name"], "ok" if c["passed"] else "FAILED", c["detail"]) for c in found["checks"]

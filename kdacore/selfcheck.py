@@ -15,10 +15,10 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import kdacore
-from kdacore import config
+from kdacore import config, guard
 from kdacore.registry import REGISTRY, Registered
 from kdacore.types import ArrayKind, Device, Reason, Request
 
@@ -119,7 +119,7 @@ def measure(registered: Registered, request: Request) -> dict[str, Any]:
             if impl.backward is not None and request.needs_grad:
                 backward = _compiled(impl.backward) if whole else impl.backward
                 pairs += twin.backward_pairs(small, inputs, backward)
-    except Exception as error:  # noqa: BLE001  a kernel may fail in any way; the failure is the finding
+    except guard.FAULTS as error:  # a kernel may fail in any way; the failure is the finding
         return _finding(failure=repr(error)[:500])
     if misfits := [p.misfit for p in pairs if p.misfit]:
         return _finding(misfit=", ".join(misfits))
@@ -189,6 +189,30 @@ def _versions(registered: Registered, request: Request) -> list[str]:
     found += [machine.version_of(name) for name in _LIBRARIES[request.kind]]
     found.append(machine.driver_version(request.device.type))
     return [*found, f"{settings.cuda_every_lane}", f"{settings.pallas_interpret}"]  # other kernels
+
+
+class Refusal(NamedTuple):
+    """A kept record by which a backend's results are wrong here."""
+
+    backend: str
+    op: str
+    arch: str
+    found: str
+    """An error and its bound, or what is missing from the results."""
+    file: str
+
+
+def refusals() -> list[Refusal]:
+    """The kept records of checks that went wrong, made with any versions; which of them a call meets, explain says."""
+    found = []
+    for path in sorted((config.get().cache_dir / "selfcheck").glob("*/*-*-*.json")):
+        record = _read(path)
+        if record is None or record["error"] < record["bound"]:
+            continue
+        backend, op, _ = path.stem.rsplit("-", 2)
+        said = record["misfit"] or f"{record['error']:.1e}, bound {record['bound']:.1e}"
+        found.append(Refusal(backend, op, path.parent.name, said, str(path)))
+    return found
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -65,8 +65,9 @@ def test_a_healthy_machine(capsys: Capture) -> None:
 
 
 def test_the_report_has_every_section(capsys: Capture) -> None:
-    sections = "schema machine versions environment plugins backends features caches selfchecks selfchecks_run checks"
-    assert set(diagnose(capsys, "--no-selfcheck")) == {*sections.split(), "problems", "exit"}
+    sections = "schema machine versions environment plugins backends features caches checks problems exit"
+    checked = {"selfchecks", "selfchecks_run", "refusals"}
+    assert set(diagnose(capsys, "--no-selfcheck")) == {*sections.split(), *checked}
 
 
 def test_absence_is_not_a_failure(capsys: Capture) -> None:
@@ -458,6 +459,26 @@ def test_caches_are_measured(capsys: Capture) -> None:
         (str(root), 1, 5),
         (str(root / "selfcheck"), 1, 5),
     ]
+
+
+def test_kernels_that_were_refused_before_are_shown(capsys: Capture) -> None:
+    record = config.get().cache_dir / "selfcheck" / "sm_120" / "other-make-chunk_kda-0123.json"
+    record.parent.mkdir(parents=True)
+    record.write_text(json.dumps({"error": 0.25, "bound": 0.018, "failure": "", "misfit": ""}))
+    (found,) = diagnose(capsys, "--no-selfcheck")["refusals"]
+    assert found == {
+        "backend": "other-make",
+        "op": "chunk_kda",
+        "arch": "sm_120",
+        "found": "2.5e-01, bound 1.8e-02",
+        "file": str(record),
+    }
+    cli.main(["doctor", "--no-selfcheck"])
+    said = capsys.readouterr().out
+    assert "gave wrong results before" in said and "other-make" in said
+    record.unlink()
+    cli.main(["doctor", "--no-selfcheck"])
+    assert "gave wrong results before" not in capsys.readouterr().out
 
 
 def test_the_real_command_on_the_real_machine(tmp_path: Path) -> None:

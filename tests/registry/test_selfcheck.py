@@ -157,9 +157,10 @@ def test_a_record_of_another_format_is_checked_again(own_cache: Path) -> None:
     assert chosen(**call()) == "reference"
 
 
-def test_a_crashing_kernel_is_refused() -> None:
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_a_crashing_kernel_is_refused(error: type[BaseException]) -> None:
     def crash(o: Any) -> Any:
-        raise RuntimeError("illegal memory access")
+        raise error("illegal memory access")
 
     unverified(crash)
     with kdacore.record_selections() as ran:
@@ -377,6 +378,18 @@ def test_explain_says_what_a_call_would_do(own_cache: Path) -> None:
     again(calls=calls)
     assert chosen(**call()) == "unverified" and len(calls) == 2
     assert kdacore.explain("chunk_kda", **call()).backend == "unverified"
+
+
+def test_kept_refusals_are_listed(own_cache: Path) -> None:
+    unverified()
+    chosen(**call())
+    assert list(own_cache.rglob("*.json")) and not selfcheck.refusals()
+    again(change=lambda o: o * 1.1)
+    chosen(**call(), output_final_state=True)
+    (refused,) = selfcheck.refusals()
+    assert refused[:3] == ("unverified", "chunk_kda", "cpu") and refused.found.startswith("1.0e-01, bound ")
+    Path(refused.file).unlink()
+    assert not selfcheck.refusals()
 
 
 def test_explain_knows_what_could_not_be_written(own_cache: Path) -> None:

@@ -321,8 +321,8 @@ def _check_chunk_options(call: Call, fields: dict[str, Any]) -> None:
         )
     fields["disable_recompute"] = call.flag("disable_recompute")
     every = call.integer("checkpoint_every")
-    if every is not None and (every < 64 or every % 64):
-        raise call.fail("checkpoint_every", every, "a positive multiple of 64")
+    if every is not None and (not 64 <= every < 2**31 or every % 64):
+        raise call.fail("checkpoint_every", every, "a positive multiple of 64 below 2**31")
     fields["checkpoint_every"] = every or 0
 
 

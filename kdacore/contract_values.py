@@ -72,17 +72,26 @@ def _lengths(request: Request, values: dict[str, Any]) -> Any:
     return np.diff(values["cu_seqlens"]) if "cu_seqlens" in values else np.full(request.N, request.T)
 
 
+def check_offsets(request: Request, name: str, offsets: Any) -> None:
+    """What a backend that reads the offsets on the host checks too: they part the tokens, all of them.
+
+    Args:
+        request: of a packed call.
+        name: the argument, ``cu_seqlens`` or ``cu_seqlens_cpu``.
+        offsets: its values, NumPy.
+    """
+    if offsets[0] != 0:
+        raise ContractError(request.op, name, f"first offset {offsets[0]}", "0")
+    if offsets[-1] != request.T:
+        raise ContractError(request.op, name, f"last offset {offsets[-1]}", f"T={request.T}")
+    if (np.diff(offsets) < 0).any():
+        raise ContractError(request.op, name, f"{offsets.tolist()}", "offsets that never decrease")
+
+
 def _offsets(request: Request, values: dict[str, Any]) -> None:
     for name in ("cu_seqlens", "cu_seqlens_cpu"):
-        if name not in values:
-            continue
-        offsets = values[name]
-        if offsets[0] != 0:
-            raise ContractError(request.op, name, f"first offset {offsets[0]}", "0")
-        if offsets[-1] != request.T:
-            raise ContractError(request.op, name, f"last offset {offsets[-1]}", f"T={request.T}")
-        if (np.diff(offsets) < 0).any():
-            raise ContractError(request.op, name, f"{offsets.tolist()}", "offsets that never decrease")
+        if name in values:
+            check_offsets(request, name, values[name])
     if "cu_seqlens_cpu" in values and (values["cu_seqlens_cpu"] != values["cu_seqlens"]).any():
         raise ContractError(
             request.op, "cu_seqlens_cpu", f"{values['cu_seqlens_cpu'].tolist()}", "the values of cu_seqlens"

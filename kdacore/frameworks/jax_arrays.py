@@ -11,6 +11,8 @@ import jax
 import numpy as np
 
 from kdacore import device as probes
+from kdacore.errors import ContractError
+from kdacore.ops import OPS
 from kdacore.types import ArrayKind, Device, GateInputs, OutputGrads, Outputs, TensorSpec
 
 if TYPE_CHECKING:
@@ -30,7 +32,11 @@ class _JaxAdapter:
         raise RuntimeError("unreachable: JAX traces through ordinary calls")
 
     def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
-        return
+        for name, x in zip(OPS[op].arrays, arrays, strict=True):
+            if isinstance(x, jax.ShapeDtypeStruct):  # of this kind too, so that explain takes it
+                raise ContractError(
+                    op, name, "a jax.ShapeDtypeStruct", "an array; kdacore.explain takes shapes"
+                )
 
     def key(self, inputs: tuple[Any, ...]) -> Hashable | None:
         parts: list[Any] = []
@@ -44,7 +50,9 @@ class _JaxAdapter:
         return tuple(parts)
 
     def spec(self, x: Any) -> TensorSpec:
-        return TensorSpec(tuple(x.shape), np.dtype(x.dtype).name)
+        return TensorSpec(
+            tuple(x.shape), x.dtype.name
+        )  # NumPy does not know all of them: those of random keys
 
     def device(self, x: Any) -> Device:
         if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):

@@ -207,6 +207,7 @@ BAD: dict[str, Bad] = {
     "lower_bound -6 with safe_gate": (chunk, whole_call(safe_gate=True, lower_bound=-6.0), "lower_bound"),
     "checkpoint_every 0": (chunk, whole_call(checkpoint_every=0), "checkpoint_every"),
     "checkpoint_every 100": (chunk, whole_call(checkpoint_every=100), "checkpoint_every"),
+    "checkpoint_every 2**31": (chunk, whole_call(checkpoint_every=2**31), "checkpoint_every"),
     "checkpoint_every -64": (chunk, whole_call(checkpoint_every=-64), "checkpoint_every"),
     "checkpoint_every True": (chunk, whole_call(checkpoint_every=True), "checkpoint_every"),
     "checkpoint_every 64.0": (chunk, whole_call(checkpoint_every=64.0), "checkpoint_every"),

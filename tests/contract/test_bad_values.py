@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import kdacore
-from kdacore import config
+from kdacore import config, stages
+from kdacore.errors import ContractError
 
 B, T, H, K, V = 1, 6, 2, 8, 8
 
@@ -202,3 +203,12 @@ def test_the_reference_reads_indices_and_says_the_same_by_default(name: str, kin
 def test_values_are_not_read_by_default() -> None:
     o, _ = chunk(**_call(v=_with(_call()["v"], np.nan)))
     assert np.isnan(o).any()
+
+
+@pytest.mark.parametrize("op", [chunk, recurrent, stages.kda_chunk_gate])
+@pytest.mark.parametrize("wrong", [[1, 3, T], [0, 3, T - 1], [0, T + 4, T]])
+def test_offsets_that_are_read_anyway_are_checked(op: Callable[..., Any], wrong: list[int]) -> None:
+    """The reference reads them on the host: with ``KDACORE_VALIDATE`` or without."""
+    call = {"g": _call()["g"]} if op is stages.kda_chunk_gate else _call()
+    with pytest.raises(ContractError, match="cu_seqlens"):
+        op(**call, cu_seqlens=np.array(wrong), backend="reference")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kdacore
+from kdacore.errors import ContractError
 from kdacore.frameworks import jax_arrays
 from kdacore.testing.inputs import Shape, normalise, offsets, tensors, to_kind
 
@@ -28,6 +29,16 @@ def expected(x: dict[str, Any], **options: Any) -> Any:
 
 def close(a: Any, b: Any) -> None:
     np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-4, atol=2e-5)
+
+
+def test_what_is_no_array_of_numbers_is_named() -> None:
+    shapes = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in call().items()}
+    assert kdacore.explain("chunk_kda", **shapes).backend
+    with pytest.raises(ContractError, match="'q'.*ShapeDtypeStruct.*explain"):
+        kdacore.chunk_kda(**shapes)
+    keys = jax.random.split(jax.random.key(0), call()["beta"].shape)
+    with pytest.raises(ContractError, match="'beta'.*key<"):
+        kdacore.chunk_kda(**call() | {"beta": keys})
 
 
 def test_eager_calls_take_any_capable_backend() -> None:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from kdacore.contract_values import check_offsets
 from kdacore.types import Request
-from kdacore_reference.arrays import host_ints
+from kdacore_reference.exact import to_int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ def sequences_of(request: Request, inputs: Any) -> list[Sequence]:
     """Every sequence of a call, empty ones included, in order."""
     if not request.packed:
         return [Sequence(b, b * request.T, request.T) for b in range(request.B)]
-    host = inputs.cu_seqlens if inputs.cu_seqlens_cpu is None else inputs.cu_seqlens_cpu
-    bounds = host_ints(host)
-    return [Sequence(n, a, b - a) for n, (a, b) in enumerate(pairwise(bounds))]
+    name = "cu_seqlens" if inputs.cu_seqlens_cpu is None else "cu_seqlens_cpu"
+    bounds = to_int64(getattr(inputs, name))
+    check_offsets(request, name, bounds)
+    return [Sequence(n, a, b - a) for n, (a, b) in enumerate(pairwise(bounds.tolist()))]

@@ -50,9 +50,8 @@ class _JaxAdapter:
         return tuple(parts)
 
     def spec(self, x: Any) -> TensorSpec:
-        return TensorSpec(
-            tuple(x.shape), x.dtype.name
-        )  # NumPy does not know all of them: those of random keys
+        # Not by way of np.dtype, which does not know all of them: those of random keys.
+        return TensorSpec(tuple(x.shape), x.dtype.name)
 
     def device(self, x: Any) -> Device:
         if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):

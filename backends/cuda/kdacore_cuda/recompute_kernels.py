@@ -38,7 +38,7 @@ FEW_ITEMS = 8
 """Chunks and value heads a multiprocessor up to which halves alone are faster, as measured."""
 
 
-def divide(items: int, processors: int, empty: int = 0) -> Division:
+def divide(items: int, processors: int, empty: int) -> Division:
     """For ``items`` chunks and value heads, the last ``empty`` of which, about, turn out to be none.
 
     The last of a long call are halves: multiprocessors end more alike. Where there are many empty ones it is not known

@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kdacore.contract_values import check_offsets
+from kdacore.types import Request
+
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 
@@ -29,3 +32,10 @@ def to_float64(array: Any) -> F64:
 def to_int64(array: Any) -> I64:
     """The values of an integer ``array`` as int64."""
     return np.array(to_numpy(array), dtype=np.int64)
+
+
+def to_offsets(request: Request, cu_seqlens: Any, name: str = "cu_seqlens") -> I64:
+    """The offsets of a packed call, ``name`` the argument they are, once they are what the contract says."""
+    offsets = to_int64(cu_seqlens)
+    check_offsets(request, name, offsets)
+    return offsets

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kdacore.contract_values import check_offsets
 from kdacore.types import GateGrads, GateInputs, InputGrads, OutputGrads, Outputs, Request
-from kdacore_reference.exact import F64, I64, to_float64, to_int64
+from kdacore_reference.exact import F64, I64, to_float64, to_int64, to_offsets
 from kdacore_reference.oracle_parts import (
     beta_backward,
     beta_forward,
@@ -46,17 +45,10 @@ class Tokens(NamedTuple):
     beta: F64
 
 
-def offsets_of(request: Request, cu_seqlens: Any) -> I64:
-    """``cu_seqlens`` on the host, once they are what the contract says."""
-    bounds = to_int64(cu_seqlens)
-    check_offsets(request, "cu_seqlens", bounds)
-    return bounds
-
-
 def sequence_rows(request: Request, cu_seqlens: Any) -> tuple[I64, I64]:
     """Row of every token in the flattened ``[B*T]`` axis, ``[N, L]`` with -1 for padding, and the lengths ``[N]``."""
     if request.packed:
-        bounds = offsets_of(request, cu_seqlens)
+        bounds = to_offsets(request, cu_seqlens)
     else:
         bounds = np.arange(request.B + 1) * request.T
     lengths = np.diff(bounds)

@@ -18,8 +18,8 @@ from kdacore.types import (
     RecomputeOutputs,
     Request,
 )
-from kdacore_reference.exact import F64, to_float64
-from kdacore_reference.oracle import offsets_of, oracle_gate
+from kdacore_reference.exact import F64, to_float64, to_offsets
+from kdacore_reference.oracle import oracle_gate
 
 LOG2E = float(np.log2(np.e))
 
@@ -36,7 +36,7 @@ class Chunk(NamedTuple):
 def chunks_of(request: Request, cu_seqlens: Any) -> Iterator[Chunk]:
     """Every chunk of every sequence, in order. Chunks start anew at each sequence."""
     C = request.chunk_size
-    bounds = offsets_of(request, cu_seqlens).tolist() if request.packed else None
+    bounds = to_offsets(request, cu_seqlens).tolist() if request.packed else None
     slot = 0
     for n in range(request.N):
         b = 0 if bounds else n

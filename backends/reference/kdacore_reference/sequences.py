@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from kdacore.contract_values import check_offsets
 from kdacore.types import Request
-from kdacore_reference.exact import to_int64
+from kdacore_reference.exact import to_offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +24,5 @@ def sequences_of(request: Request, inputs: Any) -> list[Sequence]:
     if not request.packed:
         return [Sequence(b, b * request.T, request.T) for b in range(request.B)]
     name = "cu_seqlens" if inputs.cu_seqlens_cpu is None else "cu_seqlens_cpu"
-    bounds = to_int64(getattr(inputs, name))
-    check_offsets(request, name, bounds)
+    bounds = to_offsets(request, getattr(inputs, name), name)
     return [Sequence(n, a, b - a) for n, (a, b) in enumerate(pairwise(bounds.tolist()))]

@@ -38,9 +38,9 @@ def few_processors(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def use(monkeypatch: pytest.MonkeyPatch, share: float | None) -> None:
-    def fixed(items: int, processors: int, empty: int) -> Division:
+    def fixed(items: int, processors: int, empty: int, with_q: bool) -> Division:
         whole = int(items * (share or 0.0)) // 2 * 2
-        return Division(whole, 2 * items - whole, shared_bytes(1 if whole else 2), items // 2)
+        return Division(whole, 2 * items - whole, shared_bytes(1 if whole else 2), items // 2, items // 3)
 
     monkeypatch.setattr(stages, "serves", lambda *call: share is not None)
     monkeypatch.setattr(stages, "divide", fixed)
@@ -76,7 +76,7 @@ def test_what_they_serve() -> None:
 @pytest.mark.parametrize("empty", [0, 7, 300, 1000])
 def test_every_chunk_and_head_is_taken_once(items: int, processors: int, empty: int) -> None:
     """By blocks that come in pairs, no pair of a whole one and a half."""
-    whole, grid, shared, in_turn = divide(items, processors, empty)
+    whole, grid, shared, in_turn, _ = divide(items, processors, empty, False)
     assert grid == whole + 2 * (items - whole) and grid % 2 == whole % 2 == 0
     long = items > 8 * processors
     last = processors + (empty if empty < 4 * processors else 0)
@@ -86,11 +86,19 @@ def test_every_chunk_and_head_is_taken_once(items: int, processors: int, empty: 
     assert in_turn <= whole or not long, "blocks in turn are of one kind"
 
 
+@pytest.mark.parametrize(("with_q", "last"), [(False, 1536), (True, 1152)])
+def test_what_is_written_last_stays(with_q: bool, last: int) -> None:
+    """72 MB of it: 48 KB a chunk and head, 64 with qg. In a pack the end is where it is guessed to be."""
+    assert divide(8192, 132, 0, with_q).kept == 8192 - last
+    assert divide(8192, 132, 256, with_q).kept == 8192 - 256 - last
+    assert divide(1000, 132, 0, with_q).kept == 0
+
+
 def test_the_length_of_a_call_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks, seen = 8 * PROCESSORS, []
 
-    def noted(items: int, processors: int, empty: int) -> Division:
-        seen.append(divide(items, processors, empty))
+    def noted(items: int, processors: int, empty: int, with_q: bool) -> Division:
+        seen.append(divide(items, processors, empty, with_q))
         return seen[-1]
 
     monkeypatch.setattr(stages, "divide", noted)

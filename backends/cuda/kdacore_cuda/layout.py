@@ -144,10 +144,11 @@ RECOMPUTE = ParamStruct(
         ("beta_type", "i32"),
         ("whole", "i32"),
         ("in_turn", "i32"),
+        ("kept", "i32"),
     ),
 )
-"""Parameters of the stage ``kda_recompute_w_u``; ``q`` and ``qg`` are 0 when q is not given. ``whole``, ``in_turn``:
-:class:`kdacore_cuda.recompute_kernels.Division`, 0 where it does not apply."""
+"""Parameters of the stage ``kda_recompute_w_u``; ``q`` and ``qg`` are 0 when q is not given. ``whole``, ``in_turn``,
+``kept``: :class:`kdacore_cuda.recompute_kernels.Division`, 0 where it does not apply."""
 
 BACKWARD = ParamStruct(
     "BackwardParams",

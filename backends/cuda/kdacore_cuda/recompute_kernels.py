@@ -32,13 +32,19 @@ class Division(NamedTuple):
     in_turn: int
     """The first of them, those that begin at once, ask for what they need one after another, at about the rate it
     comes. Else all would have theirs, and compute, at the same time."""
+    kept: int
+    """The results of this chunk and value head, and of those after it, are to stay in L2: whoever takes them next finds
+    them there, and while this kernel runs they need not go to memory."""
 
 
 FEW_ITEMS = 8
 """Chunks and value heads a multiprocessor up to which halves alone are faster, as measured."""
 
+KEPT_BYTES = 72 * 2**20
+"""Of the last results, this much is to stay in L2. It holds 50 MB and keeps some 33 of these; up to 120 MB the same."""
 
-def divide(items: int, processors: int, empty: int) -> Division:
+
+def divide(items: int, processors: int, empty: int, with_q: bool) -> Division:
     """For ``items`` chunks and value heads, the last ``empty`` of which, about, turn out to be none.
 
     The last of a long call are halves: multiprocessors end more alike. Where there are many empty ones it is not known
@@ -47,7 +53,14 @@ def divide(items: int, processors: int, empty: int) -> Division:
     last = processors + (empty if empty <= 4 * processors else 0)
     whole = 0 if items <= FEW_ITEMS * processors else (items - last) // 2 * 2
     parts = 1 if whole else 2
-    return Division(whole, whole + 2 * (items - whole), shared_bytes(parts), processors * (3 if whole else 4))
+    written = 2 * 64 * HEAD_DIM * (3 + with_q)
+    return Division(
+        whole=whole,
+        grid=whole + 2 * (items - whole),
+        shared=shared_bytes(parts),
+        in_turn=processors * (3 if whole else 4),
+        kept=max(items - empty - KEPT_BYTES // written, 0),
+    )
 
 
 def serves(K: int, V: int, arch: str) -> bool:

@@ -55,11 +55,12 @@ def _make_plan(r: Request) -> _Plan:
     if r.op == "kda_chunk_intra":
         return _Plan(_intra_launcher(r.K, float16), items, arch, (*sizes, r.scale))
     if not serves(r.K, r.V, arch):
-        return _Plan(_recompute_launcher(r.K, r.V, float16), items, arch, (*sizes, 0, 0))
+        return _Plan(_recompute_launcher(r.K, r.V, float16), items, arch, (*sizes, 0, 0, 0))
     # A pack's slots are as many as its tokens could fill; half the sequences' ends, at a guess, fill one more.
     empty = (r.num_chunks - -(-r.T // r.chunk_size)) // 2 * r.HV if r.packed else 0
-    d = divide(items, runtime.processors(r.device.index), empty)
-    return _Plan(_hopper_launcher(float16, r.has("q"), d.shared), d.grid, arch, (*sizes, d.whole, d.in_turn))
+    d = divide(items, runtime.processors(r.device.index), empty, r.has("q"))
+    launcher = _hopper_launcher(float16, r.has("q"), d.shared)
+    return _Plan(launcher, d.grid, arch, (*sizes, d.whole, d.in_turn, d.kept))
 
 
 _plan_of = Plans(_make_plan)

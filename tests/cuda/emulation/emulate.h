@@ -114,7 +114,8 @@ inline void load_stream(uint4& r, const void* p, bool real) {
   if ((uintptr_t)p % 16) emu::fail("misaligned global address", (u32)(uintptr_t)p);
   memcpy(&r, p, 16);
 }
-inline void store_global(void* p, uint4 v) {
+inline u64 write_policy(bool) { return 0; }
+inline void store_global(void* p, uint4 v, u64 = 0) {
   if ((uintptr_t)p % 16) emu::fail("misaligned global address", (u32)(uintptr_t)p);
   memcpy(p, &v, 16);
 }

@@ -155,6 +155,21 @@ __device__ __forceinline__ void load_stream(uint4& r, const void* p, bool real) 
 __device__ __forceinline__ void store_global(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
+// Of a write: its line stays in L2 longer than others (`kept`), or like others.
+__device__ __forceinline__ u64 write_policy(bool kept) {
+  u64 policy;
+  if (kept) {
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  } else {
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  }
+  return policy;
+}
+__device__ __forceinline__ void store_global(void* p, uint4 v, u64 policy) {
+  asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w),
+               "l"(policy)
+               : "memory");
+}
 
 // 16 bytes that another block may have written.
 __device__ __forceinline__ uint4 load_written(u64 p) {

@@ -96,18 +96,20 @@ __device__ __forceinline__ void ask_chunk(const RecomputeParams& p, const Chunk&
 // Strips of w, 16 channels, are two of the four pieces of their decays: such that eight lanes that read of a row meet no bank twice.
 __device__ __forceinline__ int piece_of_w(int strip, int half) { return 4 * strip + 2 * (strip >> 1 & 1) + half; }
 
-// Of a thread's share: which row is its first, which 16 bytes of it, and where they go to.
+// Of a thread's share: which row is its first, which 16 bytes of it, where they go to, and whether they stay in L2.
 struct Leaving {
   int row, piece;
   long long to, step;
+  u64 policy;
 };
 template <class S>
-__device__ __forceinline__ Leaving make_leaving(const RecomputeParams& p, const Chunk& c, int part) {
+__device__ __forceinline__ Leaving make_leaving(const RecomputeParams& p, const Chunk& c, int part, bool kept) {
   Leaving r;
   r.row = thread_index() / S::ROW_LANES;
   r.piece = thread_index() % S::ROW_LANES;
   r.to = 2 * (output_at(p, c, r.row, K) + S::WIDTH * part) + 16 * r.piece;
   r.step = 2ll * S::AT_ONCE * p.HV * K;
+  r.policy = write_policy(kept);
   return r;
 }
 
@@ -127,7 +129,7 @@ __device__ __forceinline__ void store_result(const Result<S>& r, u64 array, cons
   u64 to = array + l.to;
 #pragma unroll
   for (int n = 0; n < S::SHARE; ++n) {
-    if (l.row + S::AT_ONCE * n < rows) store_global(reinterpret_cast<void*>(to), r.x[n]);
+    if (l.row + S::AT_ONCE * n < rows) store_global(reinterpret_cast<void*>(to), r.x[n], l.policy);
     to += l.step;
   }
 }

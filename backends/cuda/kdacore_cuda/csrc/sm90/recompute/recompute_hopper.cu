@@ -5,6 +5,7 @@
 // Bound by memory: a block asks for what u is made from, for k, and for gc, and u is made and leaves while the last are still on their
 // way; other blocks of the multiprocessor read meanwhile. The first blocks begin one after another, so that from the start some read
 // while others compute and write. A warp has strips of 16 channels, or values, of all tokens.
+// What the last blocks write stays in L2, for whoever reads it next.
 // What it multiplies goes from the rows as they came to registers and is scaled there, in the layout of the matrix unit's right operand.
 #include "sm90/recompute/memory.cuh"
 
@@ -152,12 +153,12 @@ __device__ __forceinline__ void make_qg(u32 shared, int strip, const Gates& gate
 }
 
 template <class S>
-__device__ __forceinline__ void recompute(const RecomputeParams& p, const Chunk& c, int part, u32 shared) {
+__device__ __forceinline__ void recompute(const RecomputeParams& p, const Chunk& c, int part, bool kept, u32 shared) {
   constexpr int STRIPS = S::WIDTH / 16 / WARPS;  // of a warp
   const int lane = thread_index() & 31, warp = thread_index() >> 5;
   ask_chunk<S>(p, c, part, shared);
 
-  const Leaving leaving = make_leaving<S>(p, c, part);
+  const Leaving leaving = make_leaving<S>(p, c, part, kept);
   const u32 halves = shared + leaving.row * S::HALF_ROW + exchanged(leaving.row, leaving.piece);
   if (S::DECAYS_LATER) {
     copy_async_wait<0>();
@@ -208,13 +209,14 @@ KDA_KERNEL(THREADS, 4) KDA_CLUSTER(2) recompute_hopper(KDA_PARAM RecomputeParams
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   wait_for_inputs();
-  const int block = block_index(), past = block - p.whole;
-  const Chunk c = make_chunk(p, past < 0 ? block : p.whole + (past >> 1));
+  const int block = block_index(), past = block - p.whole, item = past < 0 ? block : p.whole + (past >> 1);
+  const bool kept = item >= p.kept;
+  const Chunk c = make_chunk(p, item);
   if (!c.rows) return;  // a slot of a pack that no chunk fills
   if (block < p.in_turn) pause(block * (past < 0 ? Shape<1>::TURN : Shape<2>::TURN));
   if (past < 0) {
-    recompute<Shape<1>>(p, c, 0, shared);
+    recompute<Shape<1>>(p, c, 0, kept, shared);
   } else {
-    recompute<Shape<2>>(p, c, past & 1, shared);
+    recompute<Shape<2>>(p, c, past & 1, kept, shared);
   }
 }

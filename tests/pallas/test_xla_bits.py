@@ -50,6 +50,27 @@ def test_later_tokens_change_no_bit(gates: str) -> None:
             assert np.array_equal(d[name], d2[name]), name
 
 
+def test_no_gradient_knows_how_many_tokens_follow() -> None:
+    """Less than a segment, a whole one, one and some more, two: of rows and of parameters, with grouped heads."""
+    t = 40
+    case = Case(
+        T=128, B=2, H=2, HV=4, K=64, V=64, gate="softplus", beta_sigmoid=True, final=False, needs_grad=True
+    )
+    request, inputs = build(case)
+    found = []
+    for T in (t, 64, 100, 128):
+        request_, inputs_ = cut(request, inputs, T)
+        arrays = to_jax(inputs_)
+        out = forward(request_, arrays)
+        do = np.zeros(out.o.shape, np.float32)
+        do[:, :t] = output_grads(replace(request, T=t)).o
+        d = backward(request_, arrays, out.saved, OutputGrads(jnp.asarray(do, out.o.dtype), None))
+        rows = {n: np.asarray(getattr(d, n))[:, :t] for n in ROWS}
+        found.append(rows | {n: np.asarray(getattr(d, n)) for n in ("A_log", "dt_bias", "initial_state")})
+    for other in found[1:]:
+        assert [n for n, x in other.items() if not np.array_equal(x, found[0][n])] == []
+
+
 def test_twice_gives_the_same_bits() -> None:
     case = Case(T=200, K=16, V=16, H=1, HV=1, gates="random", final=False, needs_grad=True)
     request, inputs = build(case)

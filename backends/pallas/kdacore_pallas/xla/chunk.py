@@ -15,6 +15,7 @@ from kdacore_pallas.xla.intra import packed
 from kdacore_pallas.xla.layout import Plan, Share, make_plan
 from kdacore_pallas.xla.numerics import F32, apart, dot, given, mesh_axes, product_precision, varying
 from kdacore_pallas.xla.rooms import Rooms, make_rooms
+from kdacore_pallas.xla.turns import over_segments
 
 Array = Any
 
@@ -279,5 +280,5 @@ def forward(request: Request, inputs: ChunkInputs, share: Share | None = None) -
 
     saved = {} if space is None else space.empty(axes)
     carry = (start_state(plan, initial), state_buffers(request, plan, initial), saved)
-    (state, buffers, saved), o = lax.scan(body, carry, jnp.arange(plan.segments, dtype=jnp.int32))
+    (state, buffers, saved), o = over_segments(request, plan, body, carry, axes)
     return outputs(request, plan, o, state, buffers)._replace(saved=tuple(saved.values()))

@@ -167,7 +167,9 @@ def _raw_backward(
     """Through scale, mask, normalisation, gate and beta; q and k summed over their value heads."""
     dq, dk, dv, dg, dbeta = d
     if raw.mask is not None:
-        dq, dk, dv, dg, dbeta = (jnp.where(raw.mask, x, 0.0) for x in (dq, dk, dv, dg, dbeta))
+        dg = jnp.where(raw.mask, dg, 0.0)
+    if request.packed:  # a dense call's rows that are no token come after all others, and are left out
+        dq, dk, dv, dbeta = (jnp.where(raw.mask, x, 0.0) for x in (dq, dk, dv, dbeta))
     dq = jnp.sum(dq, 1, keepdims=True) * request.scale
     dk = jnp.sum(dk, 1, keepdims=True)
     if request.qk_l2norm:
@@ -232,12 +234,12 @@ def backward(
         dstate, dinitial, sums, rooms = carry
         start, *more = space.take(rooms, s)
         raw = segment.load(request, arrays, plan, s)
-        rows = segment.ready(request, raw, params)
+        rows = segment.ready(request, raw, params, again=True)
         prep = segment.prepare(rows, precision, unpacked(*more[:2]) if more else None)
         flag = chunk.sequence_flags(plan, s)
         _, replay = _replay(plan, prep, start, flag, initial, precision, *more[2:])
         do_ = plan.load(do, s).astype(F32)
-        if raw.mask is not None:
+        if request.packed:
             do_ = jnp.where(raw.mask, do_, 0.0)
         dstate, dinitial, state_grads = _reverse(plan, prep, do_, dstate, dinitial, flag, dfinal, precision)
         d = _rows_backward(rows, prep, replay, state_grads, do_, precision)

@@ -93,6 +93,8 @@ class Plan:
     C: int
     G: int
     segments: int
+    masked: bool
+    """Rows that are no token are told from others."""
     table: ChunkTable | None
     share: Share | None = None
     """Which of the arrays' heads these are; None for all."""
@@ -106,11 +108,6 @@ class Plan:
     def M(self) -> int:
         """Leading size of a segment's arrays."""
         return self.G * self.B * self.H
-
-    @property
-    def ragged(self) -> bool:
-        """Some rows of some segment are not tokens."""
-        return self.table is not None or self.padded
 
     @property
     def padded(self) -> bool:
@@ -161,8 +158,8 @@ class Plan:
         return lax.dynamic_slice_in_dim(x, *self.own(x.shape[axis] // self.share.whole), axis)
 
     def mask(self, s: Array) -> Array | None:
-        """``[M, 1, C, 1]`` bool, true on tokens; None when every row is one."""
-        if not self.ragged:
+        """``[M, 1, C, 1]`` bool, true on tokens; None when every row is taken for one."""
+        if not self.masked:
             return None
         if self.table is None:
             row = s * (self.G * self.C) + jnp.arange(self.G * self.C, dtype=jnp.int32)
@@ -219,6 +216,11 @@ def make_plan(
     G = segment_chunks(request)
     G = G if most is None else min(G, most)
     segments = -(-chunks // G)
+    # On a CPU the program inside a segment has to be the same to XLA as well, or bits depend on how many tokens follow:
+    # with rows to mask or without, and in a loop, which one turn is not.
+    cpu = request.device.type == "cpu"
+    segments = max(segments, 2) if cpu else segments
+    masked = cpu or request.packed or segments * G * C != request.T
     table = chunk_table(cu_seqlens, request.T, C, G * segments) if request.packed else None
     groups = request.HV // request.H
-    return Plan(request.B, request.T, request.N, request.H, groups, C, G, segments, table, share)
+    return Plan(request.B, request.T, request.N, request.H, groups, C, G, segments, masked, table, share)

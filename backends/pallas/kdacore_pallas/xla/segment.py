@@ -74,14 +74,17 @@ class Rows(NamedTuple):
     beta: Array
 
 
-def ready(request: Request, raw: Raw, params: Params) -> Rows:
+def ready(request: Request, raw: Raw, params: Params, again: bool = False) -> Rows:
+    """``again``: in the backward, where of a dense call only the decays are masked; all else is zero there anyway."""
     q, k, v = raw.q, raw.k, raw.v
     if request.qk_l2norm:
         q, k = q * given(raw.q_unit), k * given(raw.k_unit)
     g = gate.log_decay(request, raw.g, params.A_log, params.dt_bias)
     beta = gate.strength(request, raw.beta)
     if raw.mask is not None:
-        q, k, v, g, beta = (jnp.where(raw.mask, x, 0.0) for x in (q, k, v, g, beta))
+        g = jnp.where(raw.mask, g, 0.0)
+        if request.packed or not again:
+            q, k, v, beta = (jnp.where(raw.mask, x, 0.0) for x in (q, k, v, beta))
     return Rows(q * request.scale, k, v, g, beta)
 
 

@@ -85,7 +85,9 @@ class CudaClock:
 
         self._torch = torch
         self._flush = torch.zeros(self.FLUSH_BYTES // 8, dtype=torch.int64, device="cuda")
-        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._driver = (
+            None if torch.version.hip else ctypes.CDLL("libcuda.so.1")
+        )  # other GPUs have no such lines
         self._queueing: dict[int, float] = {}
 
     def __call__(self, step: Step) -> float:
@@ -94,16 +96,19 @@ class CudaClock:
         if pause is None:
             pause = self._queueing[id(step)] = self._queue_seconds(step)
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        status = self._driver.cuCtxResetPersistingL2Cache()
-        if status:
-            raise RuntimeError(f"cuCtxResetPersistingL2Cache failed with CUDA error {status}")
-        self._flush.sum()
+        self._empty_cache()
         torch.cuda._sleep(int(pause * self.CYCLES))
         start.record()
         step()
         stop.record()
         stop.synchronize()
         return float(start.elapsed_time(stop)) * 1e-3
+
+    def _empty_cache(self) -> None:
+        status = self._driver.cuCtxResetPersistingL2Cache() if self._driver else 0
+        if status:
+            raise RuntimeError(f"cuCtxResetPersistingL2Cache failed with CUDA error {status}")
+        self._flush.sum()
 
     def _queue_seconds(self, step: Step) -> float:
         """Twice what the host needs to queue the call, at most 50 ms."""

@@ -93,11 +93,12 @@ class Plan:
     C: int
     G: int
     segments: int
-    masked: bool
-    """Rows that are no token are told from others."""
     table: ChunkTable | None
     share: Share | None = None
     """Which of the arrays' heads these are; None for all."""
+    turns: int = 1
+    """The first of the segments, those that may hold a token."""
+    always_masked: bool = False
 
     @property
     def slots(self) -> int:
@@ -113,6 +114,11 @@ class Plan:
     def padded(self) -> bool:
         """Dense inputs get tokens appended up to whole segments."""
         return self.table is None and self.slots * self.C != self.T
+
+    @property
+    def masked(self) -> bool:
+        """Rows that are no token are told from others, where there are any or always."""
+        return self.always_masked or self.padded or self.table is not None
 
     def pad(self, x: Array | None) -> Array | None:
         """Dense inputs with zero tokens appended up to whole segments; packed ones as they are."""
@@ -215,12 +221,11 @@ def make_plan(
     chunks = request.T // C + request.N if request.packed else -(-request.T // C)
     G = segment_chunks(request)
     G = G if most is None else min(G, most)
-    segments = -(-chunks // G)
+    turns = -(-chunks // G)
     # On a CPU the program inside a segment has to be the same to XLA as well, or bits depend on how many tokens follow:
     # with rows to mask or without, and in a loop, which one turn is not.
     cpu = request.device.type == "cpu"
-    segments = max(segments, 2) if cpu else segments
-    masked = cpu or request.packed or segments * G * C != request.T
+    segments = max(turns, 2) if cpu else turns
     table = chunk_table(cu_seqlens, request.T, C, G * segments) if request.packed else None
     groups = request.HV // request.H
-    return Plan(request.B, request.T, request.N, request.H, groups, C, G, segments, masked, table, share)
+    return Plan(request.B, request.T, request.N, request.H, groups, C, G, segments, table, share, turns, cpu)

@@ -32,8 +32,7 @@ def _plan(request: Request, cu_seqlens: Array | None) -> Plan:
     """One segment holding every chunk."""
     C, G = request.chunk_size, request.num_chunks
     table = chunk_table(cu_seqlens, request.T, C, G) if request.packed else None
-    masked = request.packed or G * C != request.T
-    return Plan(request.B, request.T, request.N, request.H, request.HV // request.H, C, G, 1, masked, table)
+    return Plan(request.B, request.T, request.N, request.H, request.HV // request.H, C, G, 1, table)
 
 
 def _load(plan: Plan, x: Array) -> Array:

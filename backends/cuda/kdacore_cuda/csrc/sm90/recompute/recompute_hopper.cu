@@ -4,8 +4,8 @@
 //
 // Bound by memory: a block asks for what u is made from, for k, and for gc, and u is made and leaves while the last are still on their
 // way; other blocks of the multiprocessor read meanwhile. The first blocks begin one after another, so that from the start some read
-// while others compute and write. A warp has strips of 16 channels, or values, of all tokens.
-// What the last blocks write stays in L2, for whoever reads it next.
+// while others compute and write. What the last blocks write stays in L2, for whoever reads it next.
+// A warp has strips of 16 channels, or values, of all tokens.
 // What it multiplies goes from the rows as they came to registers and is scaled there, in the layout of the matrix unit's right operand.
 #include "sm90/recompute/memory.cuh"
 

@@ -42,11 +42,12 @@ def no_races() -> bool:
 
 
 MORE_SEEDS = [
-    pytest.param(name, seed, marks=pytest.mark.exhaustive) for name, seed in (("dense", 1), ("pack", 2))
+    pytest.param(name, seed, marks=pytest.mark.exhaustive)
+    for name, seed in (("dense", 0), ("dense", 1), ("pack", 2))
 ]
 
 
-@pytest.mark.parametrize(("name", "seed"), [("dense", 0), ("pack", 0), *MORE_SEEDS])
+@pytest.mark.parametrize(("name", "seed"), [("pack", 0), *MORE_SEEDS])
 def test_chunk(name: str, seed: int) -> None:
     request, inputs = build(FOUR_CHUNKS[name])
     arrays, grads = to_jax(inputs), output_grads(request)

@@ -109,7 +109,7 @@ inline float load_shared1(u32 a, KDA_SITE) { return load<float>(a, site); }
 inline float2 load_shared2(u32 a, KDA_SITE) { return load<float2>(a, site); }
 inline uint4 load_shared_u4(u32 a, KDA_SITE) { return load<uint4>(a, site); }
 
-inline void load_stream(uint4& r, const void* p, bool real) {
+inline void load_sixteen(uint4& r, const void* p, bool real) {
   if (!real) return;
   if ((uintptr_t)p % 16) emu::fail("misaligned global address", (u32)(uintptr_t)p);
   memcpy(&r, p, 16);

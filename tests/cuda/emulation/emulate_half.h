@@ -18,6 +18,5 @@ inline void store_eight(u64 address, u32 x, u32 y) {
   memcpy((void*)address, v, 8);
 }
 inline void prefetch_l2(const void*) {}
-inline void load_cached(uint4& r, const void* p, bool real) { load_stream(r, p, real); }
 
 #endif

@@ -22,7 +22,7 @@ inline uint2 load_global8(u64 a) {
 }
 inline uint4 load_global16(u64 a) {
   uint4 r;
-  load_stream(r, reinterpret_cast<const void*>(a), true);
+  load_sixteen(r, reinterpret_cast<const void*>(a), true);
   return r;
 }
 inline uint4 zero_bits() { return {0, 0, 0, 0}; }

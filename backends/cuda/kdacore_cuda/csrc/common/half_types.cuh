@@ -32,12 +32,6 @@ __device__ __forceinline__ void store_eight(u64 address, u32 x, u32 y) {
 // Asks for the 128 bytes around `p` to be brought to L2.
 __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 __device__ __forceinline__ int shuffle_int(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
-// 16 bytes that this block or another reads again; `r` keeps its value when `real` is false.
-__device__ __forceinline__ void load_cached(uint4& r, const void* p, bool real) {
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4]; }"
-               : "+r"(r.x), "+r"(r.y), "+r"(r.z), "+r"(r.w)
-               : "l"(p), "r"((int)real));
-}
 
 #endif  // KDACORE_EMULATE
 

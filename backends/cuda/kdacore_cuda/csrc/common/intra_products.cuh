@@ -42,9 +42,9 @@ __device__ __forceinline__ void load_rows(Raw& raw, const Source& from, int slic
   for (int i = 0; i < 2; ++i) {
     const bool real = i < from.left;
 #pragma unroll
-    for (int j = 0; j < 2; ++j) load_cached(raw.g[i][j], from.g + (long long)i * from.g_step + 128 * slice + 16 * j, real);
-    load_cached(raw.k[i], from.k + (long long)i * from.k_step + 64 * slice, real);
-    load_cached(raw.q[i], from.q + (long long)i * from.q_step + 64 * slice, real);
+    for (int j = 0; j < 2; ++j) load_sixteen(raw.g[i][j], from.g + (long long)i * from.g_step + 128 * slice + 16 * j, real);
+    load_sixteen(raw.k[i], from.k + (long long)i * from.k_step + 64 * slice, real);
+    load_sixteen(raw.q[i], from.q + (long long)i * from.q_step + 64 * slice, real);
   }
 }
 
@@ -157,8 +157,8 @@ __device__ __forceinline__ void inside_products(const Source& from, const unsign
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int offset = 128 * slice + 16 * j;
-      load_cached(near_anchor[j], head_g + (long long)near_row * from.g_step + offset, near_row < rows);
-      load_cached(far_anchor[j], head_g + 32LL * from.g_step + offset, 32 < rows);
+      load_sixteen(near_anchor[j], head_g + (long long)near_row * from.g_step + offset, near_row < rows);
+      load_sixteen(far_anchor[j], head_g + 32LL * from.g_step + offset, 32 < rows);
     }
     pair_products(raw, sums);
 #pragma unroll

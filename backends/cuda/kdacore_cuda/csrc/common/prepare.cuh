@@ -42,7 +42,7 @@ __device__ __forceinline__ void load_gate(Raw& raw, const Refill& r) {
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
     for (int j = 0; j < G_VECTORS; ++j) {
-      load_stream(raw.g[i][j], r.from.g + i * r.from.g_token + 64 * G_VECTORS * r.slice + 16 * j, i < r.left);
+      load_sixteen(raw.g[i][j], r.from.g + i * r.from.g_token + 64 * G_VECTORS * r.slice + 16 * j, i < r.left);
     }
   }
 }
@@ -50,8 +50,8 @@ __device__ __forceinline__ void load_gate(Raw& raw, const Refill& r) {
 __device__ __forceinline__ void load_rows(Raw& raw, const Refill& r) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    load_stream(raw.k[i], r.from.k + i * r.from.k_token + 64 * r.slice, i < r.left);
-    load_stream(raw.q[i], r.from.q + i * r.from.q_token + 64 * r.slice, i < r.left);
+    load_sixteen(raw.k[i], r.from.k + i * r.from.k_token + 64 * r.slice, i < r.left);
+    load_sixteen(raw.q[i], r.from.q + i * r.from.q_token + 64 * r.slice, i < r.left);
   }
 }
 

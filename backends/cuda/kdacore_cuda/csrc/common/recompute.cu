@@ -63,7 +63,7 @@ __device__ __forceinline__ void scale_keys(const RecomputeParams& p, const Chunk
   const Rows k = make_rows(p.k, p.k_sb, p.k_st, p.k_sh, 2, c, c.h), g = make_rows(p.g, p.g_sb, p.g_st, p.g_sh, 4, c, c.hv);
   const Rows q = make_rows(p.q, p.q_sb, p.q_st, p.q_sh, 2, c, c.h);
   uint4 last = {};
-  load_cached(last, row_at(g, c.rows - 1) + 16 * part, true);
+  load_sixteen(last, row_at(g, c.rows - 1) + 16 * part, true);
 #pragma unroll 1
   for (int r = row0; r < C; r += STEP * BATCH) {
     Raw raw[BATCH] = {};
@@ -71,7 +71,7 @@ __device__ __forceinline__ void scale_keys(const RecomputeParams& p, const Chunk
     for (int i = 0; i < BATCH; ++i) {
       const int row = r + i * STEP;
       const bool real = row < c.rows;
-      load_cached(raw[i].g, row_at(g, row) + 16 * part, real);
+      load_sixteen(raw[i].g, row_at(g, row) + 16 * part, real);
       load_eight(raw[i].k, row_at(k, row) + 8 * part, real);
       if (p.q) load_eight(raw[i].q, row_at(q, row) + 8 * part, real);
     }

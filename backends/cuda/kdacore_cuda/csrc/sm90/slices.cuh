@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_gate(Raw& raw, const Refill& r) {
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
     for (int j = 0; j < G_VECTORS; ++j) {
-      load_stream(raw.g[i][j], r.from.g + i * r.from.g_token + 16 * j, i < r.left);
+      load_sixteen(raw.g[i][j], r.from.g + i * r.from.g_token + 16 * j, i < r.left);
     }
   }
 }
@@ -49,8 +49,8 @@ __device__ __forceinline__ void load_gate(Raw& raw, const Refill& r) {
 __device__ __forceinline__ void load_rows(Raw& raw, const Refill& r) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    load_stream(raw.k[i], r.from.k + i * r.from.k_token, i < r.left);
-    load_stream(raw.q[i], r.from.q + i * r.from.q_token, i < r.left);
+    load_sixteen(raw.k[i], r.from.k + i * r.from.k_token, i < r.left);
+    load_sixteen(raw.q[i], r.from.q + i * r.from.q_token, i < r.left);
   }
 }
 

@@ -145,8 +145,8 @@ __device__ __forceinline__ uint4 load_shared_u4(u32 a) {
 
 // --- global memory ------------------------------------------------------------------------------------------------
 
-// 16 bytes; `r` keeps its value when `real` is false. Not L1::no_allocate, though few are read again: pieces of a line loaded so took
-// prefill up to 5 % longer.
+// 16 bytes; `r` keeps its value when `real` is false. Not L1::no_allocate, though few are read again: processes with it ran prefill
+// 0.4 to 5 % slower.
 __device__ __forceinline__ void load_sixteen(uint4& r, const void* p, bool real) {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4]; }"
                : "+r"(r.x), "+r"(r.y), "+r"(r.z), "+r"(r.w)

@@ -37,6 +37,7 @@ extern "C" const char* run({params} p, int grid, int cluster, int threads, int s
   emu::left_operands_stay = {stay};
   return emu::run([&] {{ {entry}(p); }}, grid, cluster, threads, shared, seed);
 }}
+extern "C" size_t kept_bytes() {{ return emu::kept_bytes; }}
 extern "C" size_t offset_of(int field) {{
   const size_t offsets[] = {{ {offsets} }};
   return offsets[field];
@@ -45,7 +46,7 @@ extern "C" size_t offset_of(int field) {{
 
 
 def build(kernel: KernelSource, params: layout.ParamStruct) -> ctypes.CDLL:
-    """The kernel as a shared library with ``run`` and ``offset_of``; kept by content for other processes."""
+    """The kernel as a shared library with ``run``, ``offset_of``, ``kept_bytes``; files are kept by content."""
     return _build(kernel, params, *(["-DEVERY_LANE=1"] if os.environ.get(EVERY_LANE) == "1" else []))
 
 

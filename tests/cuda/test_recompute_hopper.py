@@ -11,7 +11,7 @@ from cuda_calls import O_BOUND, error
 from stage_calls import Drawn, recompute, stage_request
 
 from kdacore.types import RecomputeInputs, RecomputeOutputs
-from kdacore_cuda import build, runtime, stages
+from kdacore_cuda import build, layout, runtime, stages
 from kdacore_cuda.arrays import Plans
 from kdacore_cuda.recompute_kernels import Division, divide, hopper_kernel, serves, shared_bytes
 from kdacore_reference import oracle_stages as exact
@@ -92,6 +92,20 @@ def test_what_is_written_last_stays(with_q: bool, last: int) -> None:
     assert divide(8192, 132, 0, with_q).kept == 8192 - last
     assert divide(8192, 132, 256, with_q).kept == 8192 - 256 - last
     assert divide(1000, 132, 0, with_q).kept == 0
+
+
+@ways
+@queries
+def test_results_are_stored_to_stay_from_there_on(
+    monkeypatch: pytest.MonkeyPatch, share: float, with_q: bool
+) -> None:
+    """Of twelve chunks and heads, of 64, 6, 64 and 6 tokens with three heads each, all but the first four."""
+    use(monkeypatch, share)
+    stored = emulator.build(hopper_kernel(False, with_q), layout.RECOMPUTE).kept_bytes
+    before = stored()
+    recompute(draw(T=70, B=2, H=3, HV=3).recompute(with_q))
+    rows = 2 * 6 + 3 * 64 + 3 * 6
+    assert stored() - before == rows * 2 * 128 * (3 + with_q)
 
 
 def test_the_length_of_a_call_chooses(monkeypatch: pytest.MonkeyPatch) -> None:

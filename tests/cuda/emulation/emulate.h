@@ -114,9 +114,12 @@ inline void load_sixteen(uint4& r, const void* p, bool real) {
   if ((uintptr_t)p % 16) emu::fail("misaligned global address", (u32)(uintptr_t)p);
   memcpy(&r, p, 16);
 }
-inline u64 write_policy(bool) { return 0; }
-inline void store_global(void* p, uint4 v, u64 = 0) {
+// A policy is whether the line is kept; a test asks for how many bytes were written so.
+namespace emu { inline size_t kept_bytes = 0; }
+inline u64 write_policy(bool kept) { return kept; }
+inline void store_global(void* p, uint4 v, u64 kept = 0) {
   if ((uintptr_t)p % 16) emu::fail("misaligned global address", (u32)(uintptr_t)p);
+  emu::kept_bytes += kept ? 16 : 0;
   memcpy(p, &v, 16);
 }
 

@@ -45,6 +45,8 @@ class _NumpyAdapter:
 
     def spec(self, x: Any) -> TensorSpec:
         name = x.dtype.name if x.dtype.isnative else f"{x.dtype.name} (not native byte order)"
+        if isinstance(x, np.ma.MaskedArray):
+            name += " in a masked array"
         return TensorSpec(tuple(x.shape), name)
 
     def device(self, x: Any) -> Device:

@@ -70,7 +70,10 @@ class _TorchAdapter:
             return tuple(
                 [None if x is None else (x.shape, x.dtype, x.device, x.layout, type(x)) for x in inputs]
             )
-        except AttributeError:  # a NumPy host copy of the offsets, or not an array: look closer
+        except (
+            AttributeError,
+            RuntimeError,
+        ):  # a NumPy host copy of the offsets, not an array, nested: look closer
             return None
 
     def spec(self, x: Any) -> TensorSpec:

@@ -66,6 +66,22 @@ def test_a_sparse_tensor() -> None:
         kdacore.chunk_kda(**call)
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_nested_tensor(layout: torch.layout) -> None:
+    call = _call("torch")
+    call["beta"] = torch.nested.nested_tensor(list(call["beta"]), layout=layout)
+    with pytest.raises(kdacore.ContractError, match="'beta'.*a nested tensor"):
+        kdacore.chunk_kda(**call)
+
+
+def test_a_masked_array() -> None:
+    call = _call("numpy")
+    call["beta"] = np.ma.masked_array(call["beta"])
+    with pytest.raises(kdacore.ContractError, match="'beta'.*masked array"):
+        kdacore.chunk_kda(**call)
+
+
 def test_the_host_copy_may_be_numpy_beside_torch() -> None:
     call = {n: x[:1] for n, x in _call("torch").items()}
     offsets = np.array([0, 3, 20])

@@ -6,11 +6,14 @@ import dataclasses
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import kdacore
 from kdacore.types import Backend, GateInputs
 from kdacore_reference.oracle import oracle_gate, oracle_gate_backward
 
@@ -42,6 +45,19 @@ def test_only_a_jax_tracer_is_refused(backend: Backend, make_call: Callable[...,
                 asked = dataclasses.replace(request, op=name, kind=kind, traced=traced)
                 codes = [reason.code for v in op.verifiers if (reason := v(asked)) is not None]
                 assert codes == (["traced"] if kind == "jax" and traced else []), (name, kind, traced)
+
+
+def test_meta_tensors_are_served_where_no_values_are_read() -> None:
+    x = [torch.empty(1, 20, 1, 8, device="meta") for _ in range(4)] + [torch.empty(1, 20, 1, device="meta")]
+    offsets = torch.tensor([0, 7, 20])
+    call = partial(kdacore.chunk_kda, *x, cu_seqlens=offsets.to("meta"), output_final_state=True)
+    o, state = call(cu_seqlens_cpu=offsets)
+    assert o.is_meta and o.shape == (1, 20, 1, 8) and state.shape == (2, 1, 8, 8)
+    with pytest.raises(kdacore.UnsupportedError, match=r"cu_seqlens on meta; wanted cu_seqlens_cpu"):
+        call()
+    pool, rows = torch.empty(5, 1, 8, 8, device="meta"), torch.empty(1, dtype=torch.int64, device="meta")
+    with pytest.raises(kdacore.UnsupportedError, match="state_indices on meta; wanted arrays with values"):
+        kdacore.fused_recurrent_kda(*x, initial_state=pool, state_indices=rows)
 
 
 def test_the_plugin_module_imports_nothing_heavy() -> None:

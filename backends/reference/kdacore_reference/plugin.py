@@ -23,6 +23,24 @@ def not_traced(request: Request) -> Reason | None:
     return None
 
 
+_READ_ON_HOST = ("cu_seqlens", "state_indices", "num_accepted_tokens")
+
+
+def has_values(request: Request) -> Reason | None:
+    """Offsets and indices are read, and torch's meta tensors have nothing to read; the rest of a call can be one."""
+    if request.device.type != "meta":
+        return None
+    read = [n for n in _READ_ON_HOST if request.has(n) and not request.has(f"{n}_cpu")]
+    if not read:
+        return None
+    return Reason(
+        "meta",
+        "reads offsets and indices, which have no values on the meta device",
+        got=f"{', '.join(read)} on meta",
+        want="cu_seqlens_cpu" if read == ["cu_seqlens"] else "arrays with values",
+    )
+
+
 _lazily = partial(lazily, "kdacore_reference")
 
 
@@ -32,7 +50,7 @@ def _op(
     return OpImpl(
         forward=forward,
         backward=backward,
-        verifiers=(not_traced,),
+        verifiers=(not_traced, has_values),
         verified_archs=frozenset({"*"}),
         batch_invariant=batch_invariant,
     )

@@ -70,10 +70,8 @@ class _TorchAdapter:
             return tuple(
                 [None if x is None else (x.shape, x.dtype, x.device, x.layout, type(x)) for x in inputs]
             )
-        except (
-            AttributeError,
-            RuntimeError,
-        ):  # a NumPy host copy of the offsets, not an array, nested: look closer
+        except (AttributeError, RuntimeError):
+            # A NumPy host copy of the offsets, or not an array; a nested tensor, whose shape raises: look closer.
             return None
 
     def spec(self, x: Any) -> TensorSpec:

@@ -139,14 +139,14 @@ def _c_launcher(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...], bo
     """How to launch: a callable, what it wants between the function and the arguments, and are those one tuple.
 
     Triton's launcher object first looks for scratch memory to allocate; where a kernel needs none, its C function is
-    called instead. That function's parameters are known for Triton 3.6 and 3.9; other versions keep the object.
+    called instead. That function's parameters are known for Triton 3.6 to 3.9; other versions keep the object.
     """
     run = compiled.run
     packed = compiled.packed_metadata
     needs_more = getattr(run, "gsan_enabled", False) or any(
         getattr(run, size, 1) for size in ("global_scratch_size", "profile_scratch_size")
     )
-    if needs_more or TRITON not in ((3, 6), (3, 9)):
+    if needs_more or not (3, 6) <= TRITON <= (3, 9):
         return run, (packed, None, None, None), False
     flags = (run.launch_cooperative_grid, run.launch_pdl)
     if TRITON == (3, 6):

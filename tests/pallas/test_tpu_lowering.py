@@ -87,3 +87,10 @@ def test_decode(name: str) -> None:
         pallas_checks.DECODE_CHECKS
     )
     lowers(lambda x: _decode(request, x)[:2], inputs)
+
+
+def test_in_x64_mode() -> None:
+    """Python's integers have 64 bits there, those of the kernels 32."""
+    with jax.enable_x64(True):
+        test_chunk("pack, GVA, state, v first")
+        test_decode("one token, pool in place")

@@ -107,6 +107,18 @@ def test_traced_cu_seqlens() -> None:
     assert error(state, want.final_state) < 2e-5
 
 
+def test_x64_mode(want: dict[str, Any]) -> None:
+    """Where Python's integers have 64 bits, and those that count segments 32."""
+    inputs = build(Case(lengths=(3, 0, 70), K=16, V=16, gate="softplus", initial=False))[1]
+    pack = {n: jnp.asarray(getattr(inputs, n)) for n in (*NAMES, "cu_seqlens")}
+    with jax.enable_x64(True):
+        o, state = call(arrays())
+        assert error(o, want["out"].o) < 2e-5 and state.dtype == "float32"
+        for x in (arrays(), pack, {**pack, "cu_seqlens": pack["cu_seqlens"].astype("int64")}):
+            grads = jax.eval_shape(jax.grad(loss, allow_int=True), x)  # what went wrong did so while tracing
+            assert all(grads[n].dtype == "float32" for n in NAMES)
+
+
 def test_contract_errors_under_jit_name_the_argument() -> None:
     x = arrays()
     with pytest.raises(kdacore.ContractError, match="'beta'"):

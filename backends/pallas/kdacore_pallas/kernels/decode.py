@@ -230,7 +230,7 @@ def decode(
     names = [*NAMES, *(n for n, _, _ in named), *made, *(n for n, _ in scratch)]
     pool_at = len(NAMES) + len(named) - 1
     limit = {} if launch.vmem_bytes is None else {"vmem_limit_bytes": launch.vmem_bytes}
-    outs = pl.pallas_call(
+    kernel = pl.pallas_call(
         lambda *refs: _kernel(request, math, names, tokens, *refs),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(NAMES),
@@ -244,7 +244,8 @@ def decode(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), **limit),
         interpret=launch.interpret,
         name="kdacore_decode",
-    )(*steps.arrays(), *values)
+    )
+    outs = launch.traced(kernel, *steps.arrays(), *values)
     o = outs[0].reshape(request.B, request.T, HV, V)
     return o, outs[1] if rows_out else None
 

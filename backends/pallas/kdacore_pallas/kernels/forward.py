@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -35,6 +36,12 @@ class Launch:
 
     interpret: Any = False
     vmem_bytes: int | None = None
+
+    def traced(self, kernel: Callable[..., Any], *arrays: Array) -> list[Array]:
+        """Call a kernel. Outside JAX's x64 mode, where Python's integers get 64 bits: scalars of a TPU have 32."""
+        with jax.enable_x64(False):
+            outs: list[Array] = kernel(*arrays)
+        return outs
 
 
 def stage_rows(refs: Refs, scalar: bool) -> None:
@@ -138,7 +145,7 @@ def call(
     names = [o.name for o in (*given, *made)] + [n for n, _ in scratch]
     values = [o.value for o in given]
     limit = {} if launch.vmem_bytes is None else {"vmem_limit_bytes": launch.vmem_bytes}
-    outs: list[Array] = pl.pallas_call(
+    kernel = pl.pallas_call(
         lambda *refs: body(names, *refs),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
@@ -153,8 +160,8 @@ def call(
         ),
         interpret=launch.interpret,
         name=name,
-    )(*schedule.arrays(), *values)
-    return outs
+    )
+    return launch.traced(kernel, *schedule.arrays(), *values)
 
 
 Build = tuple[list[Operand], list[Operand], Scratch]

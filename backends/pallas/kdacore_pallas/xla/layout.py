@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from kdacore.types import Request
@@ -66,6 +67,12 @@ def chunk_table(cu_seqlens: Array, T: int, C: int, slots: int) -> ChunkTable:
         local=local,
         slot_of_token=starts[owner] * C + token - cu[owner],
     )
+
+
+def place(*at: Array | int) -> tuple[Any, ...]:
+    """Where a dynamic slice begins. In JAX's x64 mode a Python integer has 64 bits, unlike the number of a segment
+    beside it, which JAX refuses."""
+    return tuple(np.int32(n) if isinstance(n, int) else n for n in at)
 
 
 def _same(rows: Array) -> Array:
@@ -140,7 +147,7 @@ class Plan:
         group = x.shape[2] // (self.H if self.share is None else self.share.whole)
         first, heads = self.own(group)
         if self.table is None:
-            start = (0, s * (self.G * self.C), first, *(0,) * (x.ndim - 3))
+            start = place(0, s * (self.G * self.C), first, *(0,) * (x.ndim - 3))
             return lax.dynamic_slice(x, start, (self.B, self.G * self.C, heads, *x.shape[3:]))
         index = lax.dynamic_slice_in_dim(self.table.rows, s * self.G, self.G)
         return lax.dynamic_slice_in_dim(jnp.take(x[0], index, axis=0), first, heads, axis=2)

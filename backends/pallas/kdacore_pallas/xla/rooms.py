@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kdacore.types import ChunkInputs
-from kdacore_pallas.xla.layout import Plan
+from kdacore_pallas.xla.layout import Plan, place
 from kdacore_pallas.xla.numerics import F32, varying
 
 Array = Any
@@ -64,14 +64,14 @@ class Rooms(NamedTuple):
             flat = x.reshape(1, -1)
             for room, at, first, length in spans:
                 part = lax.slice_in_dim(flat, first, first + length, axis=1)
-                rooms[room] = lax.dynamic_update_slice(rooms[room], part, (s, at))
+                rooms[room] = lax.dynamic_update_slice(rooms[room], part, place(s, at))
         return rooms
 
     def take(self, rooms: Filled, s: Array) -> tuple[Array, ...]:
         """What was kept of segment ``s``."""
 
         def one(shape: Shape, spans: tuple[Span, ...]) -> Array:
-            parts = [lax.dynamic_slice(rooms[x.room], (s, x.at), (1, x.length)) for x in spans]
+            parts = [lax.dynamic_slice(rooms[x.room], place(s, x.at), (1, x.length)) for x in spans]
             return jnp.concatenate(parts, axis=1).reshape(shape)
 
         return tuple(map(one, self.kept, self.spans))
@@ -86,7 +86,7 @@ class Rooms(NamedTuple):
         rooms = dict(rooms)
         for room, x in enumerate(gradients):
             rooms[room] = lax.dynamic_update_slice(
-                rooms[room], x.reshape(1, -1) + zero.astype(x.dtype), (s, 0)
+                rooms[room], x.reshape(1, -1) + zero.astype(x.dtype), place(s, 0)
             )
         return rooms
 

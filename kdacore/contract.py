@@ -43,13 +43,14 @@ class Call:
     # --- arrays ---
 
     def read_arrays(self, required: Iterable[str]) -> tuple[Adapter, Device]:
-        """Check that all arrays are of one kind on one device and read their specs."""
+        """Check that all arrays are of one kind, those that are anywhere on one device, and read their specs."""
         for name in required:
             if name not in self.arrays:
                 raise self.fail(name, _MISSING, "an array")
         first = next(iter(self.arrays))
         adapter = self._adapter(first)
-        device = adapter.device(self.arrays[first])
+        at = next((n for n, x in self.arrays.items() if n not in HOST_ARGUMENTS and adapter.placed(x)), first)
+        device = adapter.device(self.arrays[at])
         for name, x in self.arrays.items():
             own = self._adapter(name)
             if name in HOST_ARGUMENTS:
@@ -57,8 +58,8 @@ class Call:
             else:
                 if own.kind != adapter.kind:
                     raise self.fail(name, f"a {own.kind} array", f"a {adapter.kind} array, as {first} is")
-                if (where := own.device(x)) != device:
-                    raise self.fail(name, f"an array on {where}", f"an array on {device}, as {first} is")
+                if own.placed(x) and (where := own.device(x)) != device:
+                    raise self.fail(name, f"an array on {where}", f"an array on {device}, as {at} is")
             self.specs[name] = own.spec(x)
         return adapter, device
 

@@ -45,7 +45,11 @@ class Adapter(Protocol):
         ...
 
     def device(self, x: Any) -> Device:
-        """Where the array lives."""
+        """Where the array lives, or will be expected to while that is not known."""
+        ...
+
+    def placed(self, x: Any) -> bool:
+        """Whether it is known where the array lives."""
         ...
 
     def is_traced(self, x: Any) -> bool:

@@ -54,10 +54,13 @@ class _JaxAdapter:
         return TensorSpec(tuple(x.shape), x.dtype.name)
 
     def device(self, x: Any) -> Device:
-        if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
+        if not self.placed(x):
             return _default_device()
         devices = sorted(x.devices(), key=lambda d: d.id)
         return probes.jax_device(devices[0])
+
+    def placed(self, x: Any) -> bool:
+        return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
 
     def is_traced(self, x: Any) -> bool:
         return isinstance(x, jax.core.Tracer)
@@ -113,7 +116,7 @@ def _keep(plan: Plan) -> None:
 def _default_device() -> Device:
     chosen = jax.config.jax_default_device
     if chosen is None or isinstance(chosen, str):
-        chosen = jax.devices(chosen)[0] if isinstance(chosen, str) else jax.devices()[0]
+        chosen = jax.local_devices(backend=chosen)[0]  # the first of all may be another process's
     return probes.jax_device(chosen)
 
 

@@ -52,6 +52,9 @@ class _NumpyAdapter:
     def device(self, x: Any) -> Device:
         return _CPU
 
+    def placed(self, x: Any) -> bool:
+        return True
+
     def is_traced(self, x: Any) -> bool:
         return False
 

@@ -65,6 +65,9 @@ class _SpecAdapter:
         arch = "" if kind == "cpu" else x.arch or config.get().arch
         return Device(kind, int(index or 0), arch)
 
+    def placed(self, x: ShapeDtype) -> bool:
+        return True
+
     def is_traced(self, x: ShapeDtype) -> bool:
         return False
 

@@ -82,6 +82,9 @@ class _TorchAdapter:
     def device(self, x: Any) -> Device:
         return probes.torch_device(x.device.type, x.device.index or 0)
 
+    def placed(self, x: Any) -> bool:
+        return True
+
     def is_traced(self, x: Any) -> bool:
         return type(x) not in _PLAIN
 

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from pallas_cases import Case, build, error
 
 import kdacore
-from kdacore.types import OutputGrads
+from kdacore import device
+from kdacore.types import Device, OutputGrads
 from kdacore_reference.oracle import oracle_backward, oracle_forward
 
 CASE = Case(B=2, T=70, K=16, V=16, H=1, HV=2, gate="softplus", initial=False)
@@ -123,6 +124,24 @@ def test_contract_errors_under_jit_name_the_argument() -> None:
     x = arrays()
     with pytest.raises(kdacore.ContractError, match="'beta'"):
         jax.jit(call)({**x, "beta": x["beta"][:, 1:]})
+
+
+def test_a_tracer_is_on_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A traced call is of the device of its arrays with values; without one, of the caller's default."""
+    monkeypatch.setattr(device, "jax_device", lambda d: Device("tpu", d.id, "v5e"))
+    x = jax.device_put(arrays(), jax.devices()[1])
+    traced = {n: x.pop(n) for n in ("q", "A_log")}
+    other = jax.device_put(x["v"], jax.devices()[2])
+    with kdacore.record_selections() as ran:
+        jax.eval_shape(jax.grad(lambda y: loss({**x, **y})), traced)
+        jax.eval_shape(lambda y: call({**x, **y}), traced)
+        with jax.default_device(jax.devices()[3]):
+            jax.eval_shape(call, {**x, **traced})
+        monkeypatch.setattr(jax, "local_devices", lambda backend=None: [jax.devices()[2]])
+        jax.eval_shape(call, {**x, **traced})
+        with pytest.raises(kdacore.ContractError, match="'v'.*on tpu:2.*on tpu:1.*as k is"):
+            jax.eval_shape(lambda y: call({**x, **y, "v": other}), traced)
+    assert [s.request.device.index for s in ran] == [1, 1, 3, 2]
 
 
 def test_auto_chooses_xla_for_traced_jax() -> None:

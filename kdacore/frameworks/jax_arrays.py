@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.sharding import get_abstract_mesh
 
 from kdacore import device as probes
 from kdacore.errors import ContractError
+from kdacore.frameworks import jax_meshes
 from kdacore.ops import OPS
 from kdacore.types import ArrayKind, Device, GateInputs, OutputGrads, Outputs, TensorSpec
 
@@ -39,7 +41,7 @@ class _JaxAdapter:
                 )
 
     def key(self, inputs: tuple[Any, ...]) -> Hashable | None:
-        parts: list[Any] = []
+        parts: list[Any] = [get_abstract_mesh()]  # which decides about arrays on a mesh
         for x in inputs:
             if x is None:
                 parts.append(None)
@@ -61,6 +63,9 @@ class _JaxAdapter:
 
     def placed(self, x: Any) -> bool:
         return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+
+    def obstacle(self, x: Any) -> tuple[str, str] | None:
+        return jax_meshes.obstacle(x) if isinstance(x, jax.Array) else None
 
     def is_traced(self, x: Any) -> bool:
         return isinstance(x, jax.core.Tracer)

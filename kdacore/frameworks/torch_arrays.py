@@ -85,6 +85,9 @@ class _TorchAdapter:
     def placed(self, x: Any) -> bool:
         return True
 
+    def obstacle(self, x: Any) -> tuple[str, str] | None:
+        return None
+
     def is_traced(self, x: Any) -> bool:
         return type(x) not in _PLAIN
 

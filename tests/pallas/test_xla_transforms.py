@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from pallas_cases import Case, build, error
 
@@ -142,6 +143,49 @@ def test_a_tracer_is_on_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(kdacore.ContractError, match="'v'.*on tpu:2.*on tpu:1.*as k is"):
             jax.eval_shape(lambda y: call({**x, **y, "v": other}), traced)
     assert [s.request.device.index for s in ran] == [1, 1, 3, 2]
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+def test_explicit_meshes_are_refused_by_name(backend: str) -> None:
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    assert mesh.axis_types == (AxisType.Explicit,)
+    x = {n: a for n, a in arrays().items() if n in NAMES[:5]}
+
+    def run(x: dict[str, Any]) -> Any:
+        return kdacore.fused_recurrent_kda(**x, backend=backend)[0]
+
+    for spec, what in ((P("data"), "split over"), (P(), "outside jax.set_mesh")):
+        split = jax.device_put(x, NamedSharding(mesh, spec))
+        for function in (run, jax.jit(run), jax.grad(lambda x: run(x).sum())):
+            with pytest.raises(kdacore.ContractError, match=f"'q'.*{what}.*shard_map.*AxisType.Auto"):
+                function(split)
+    with jax.set_mesh(mesh):
+        kdacore.explain("fused_recurrent_kda", **split)
+    with pytest.raises(kdacore.ContractError, match="outside jax.set_mesh"):
+        run(split)
+    gate = kdacore.kda_gate(jax.device_put(x["g"], NamedSharding(mesh, P("data"))), A_log=jnp.zeros(2))
+    assert gate.sharding.spec[0] == "data"
+
+
+def test_remedies_for_explicit_meshes() -> None:
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    rows = P("data")
+    x = {n: a for n, a in arrays().items() if n in NAMES[:5]} | {"beta": jnp.full((2, 70, 2), 0.5)}
+    split = jax.device_put(x, NamedSharding(mesh, rows))
+
+    def run(x: dict[str, Any]) -> Any:
+        return kdacore.fused_recurrent_kda(
+            **x, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, lower_bound=-5.0
+        )[0]
+
+    want = run(x)
+    with jax.set_mesh(mesh):
+        assert error(jax.jit(run)(x), want) < 1e-6
+        assert error(jax.jit(jax.sharding.auto_axes(run, out_sharding=rows))(split), want) < 1e-6
+    manual = jax.shard_map(run, mesh=mesh, in_specs=(rows,), out_specs=rows)
+    assert error(jax.jit(manual)(split), want) < 1e-6
+    auto = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
+    assert error(run(jax.device_put(x, NamedSharding(auto, rows))), want) < 1e-6
 
 
 def test_auto_chooses_xla_for_traced_jax() -> None:

@@ -94,3 +94,11 @@ def test_in_x64_mode() -> None:
     with jax.enable_x64(True):
         test_chunk("pack, GVA, state, v first")
         test_decode("one token, pool in place")
+
+
+def test_with_strict_type_promotion() -> None:
+    """Masks are no numbers there."""
+    with jax.numpy_dtype_promotion("strict"):
+        test_chunk("narrow heads")
+        test_chunk("pack, GVA, state, v first")
+        test_decode("one token, pool in place")

@@ -51,8 +51,8 @@ NAMES = ("first", "read", "buffer", "write", "writes")
 def make_steps(first: Array, read: Array, write: Array) -> Steps:
     """Steps from the three things a caller knows per token."""
     first, read, write = (x.astype(jnp.int32) for x in (first, read, write))
-    before = jnp.cumsum(write >= 0) - (write >= 0)
-    return Steps(first, read, (jnp.cumsum(first) - 1) & 1, write, before.astype(jnp.int32))
+    writes = (write >= 0).astype(jnp.int32)  # numbers: strict type promotion does not subtract masks
+    return Steps(first, read, (jnp.cumsum(first) - 1) & 1, write, jnp.cumsum(writes) - writes)
 
 
 def _fetch(refs: Refs, row: Any, slot: Any) -> Any:

@@ -73,12 +73,17 @@ class Schedule:
         return self.seq, self.flags, self.valid
 
 
+def _flags(first: Array, last: Array) -> Array:
+    """Of two masks. As numbers first: strict type promotion does not add masks."""
+    return FIRST * first.astype(jnp.int32) + LAST * last.astype(jnp.int32)
+
+
 def dense_schedule(blocks: Blocks) -> Schedule:
     c = jnp.tile(jnp.arange(blocks.NC, dtype=jnp.int32), blocks.B)
-    flags = FIRST * (c == 0) + LAST * (c == blocks.NC - 1)
+    flags = _flags(c == 0, c == blocks.NC - 1)
     return Schedule(
         jnp.repeat(jnp.arange(blocks.B, dtype=jnp.int32), blocks.NC),
-        flags.astype(jnp.int32),
+        flags,
         jnp.minimum(blocks.T - c * blocks.C, blocks.C),
     )
 
@@ -88,8 +93,7 @@ def packed_table(request: Request, blocks: Blocks, cu_seqlens: Array) -> ChunkTa
 
 
 def packed_schedule(table: ChunkTable) -> Schedule:
-    flags = FIRST * table.first + LAST * table.last
-    return Schedule(table.seq, flags.astype(jnp.int32), jnp.sum(table.valid, 1, dtype=jnp.int32))
+    return Schedule(table.seq, _flags(table.first, table.last), jnp.sum(table.valid, 1, dtype=jnp.int32))
 
 
 def gather(table: ChunkTable | None, x: Array) -> Array:

@@ -82,8 +82,12 @@ class _JaxAdapter:
         return None
 
     def run(self, plan: Plan, inputs: Any) -> Any:
+        if not plan.backend.traceable:
+            # The caller may be tracing something else: then JAX would stage whatever is done to arrays with values.
+            with jax.ensure_compile_time_eval():
+                return plan.forward(plan.request, inputs)
         eager = not (plan.request.traced or plan.request.needs_grad)
-        if not plan.backend.traceable or (eager and plan.impl.compiles):
+        if eager and plan.impl.compiles:
             return plan.forward(plan.request, inputs)
         if plan.request.traced:
             plan = _met.setdefault(_made_of(plan), plan)

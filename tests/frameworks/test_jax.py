@@ -50,6 +50,20 @@ def test_eager_calls_take_any_capable_backend() -> None:
         assert state.shape == (2, 2, 8, 8)
 
 
+def test_arrays_with_values_inside_a_trace() -> None:
+    """A backend that cannot be traced runs at once, and what it returns has values."""
+    x, offset = call(), jnp.ones(())
+
+    def run(offset: Any) -> Any:
+        o = kdacore.chunk_kda(**x, backend="reference")[0]
+        assert not isinstance(o, jax.core.Tracer)
+        return o, o + offset
+
+    o, moved = jax.jit(run)(offset)
+    assert jnp.array_equal(o, kdacore.chunk_kda(**x, backend="reference")[0])
+    close(moved, expected(x)[0] + 1)
+
+
 def test_jit() -> None:
     with kdacore.record_selections() as ran:
         o, state = jax.jit(lambda x: kdacore.chunk_kda(**x, output_final_state=True))(call())

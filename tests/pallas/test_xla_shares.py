@@ -108,6 +108,15 @@ def test_on_the_device_of_the_arrays() -> None:
         assert found.o.devices() == found.final_state.devices() == {device}
 
 
+def test_nothing_is_moved_that_the_caller_did_not_move() -> None:
+    request, inputs = build(Case(T=20, H=2, HV=2, K=16, V=16))
+    arrays = to_jax(inputs)
+    with jax.transfer_guard("disallow"):
+        found = shares.forward(request, arrays, 2)
+    assert not found.o.committed
+    assert jax.jit(lambda: shares.forward(request, arrays, 2).o)().shape == found.o.shape
+
+
 def test_an_error_in_any_share_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     request, inputs = build(Case(T=20, H=2, HV=2, K=16, V=16))
     arrays = to_jax(inputs)

@@ -46,7 +46,7 @@ def forward(request: Request, inputs: ChunkInputs, shares: int) -> Outputs:
 
     def run(n: int) -> Outputs:
         with jax.default_device(device):  # a setting of the caller's thread
-            found: Outputs = jax.block_until_ready(program(inputs, np.int32(n * heads)))
+            found: Outputs = jax.block_until_ready(program(inputs, _number(n * heads, device)))
         return found
 
     others = [_pool().submit(run, n) for n in range(1, shares)]
@@ -77,6 +77,16 @@ def _on_one_device(x: Any) -> bool:
 def _cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@cache
+def _number(n: int, device: Any) -> Any:
+    """``n`` on a device, put there by name once: callers may forbid JAX to move what a program is given.
+
+    Uncommitted, or results would be committed where the caller's arrays are not.
+    """
+    with jax.ensure_compile_time_eval(), jax.default_device(device):
+        return jax.device_put(np.int32(n))
 
 
 @cache

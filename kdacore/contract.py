@@ -60,8 +60,7 @@ class Call:
                     raise self.fail(name, f"a {own.kind} array", f"a {adapter.kind} array, as {first} is")
                 if own.placed(x) and (where := own.device(x)) != device:
                     raise self.fail(name, f"an array on {where}", f"an array on {device}, as {at} is")
-                # The gate goes element by element, which no way of splitting an array prevents.
-                if self.opdef.family != "gate" and (obstacle := own.obstacle(x)) is not None:
+                if (obstacle := own.obstacle(self.op, x)) is not None:
                     raise self.fail(name, *obstacle)
             self.specs[name] = own.spec(x)
         return adapter, device

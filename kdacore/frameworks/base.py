@@ -52,8 +52,8 @@ class Adapter(Protocol):
         """Whether it is known where the array lives."""
         ...
 
-    def obstacle(self, x: Any) -> tuple[str, str] | None:
-        """Why no op of tokens can take the array: what it is, and what was wanted."""
+    def obstacle(self, op: str, x: Any) -> tuple[str, str] | None:
+        """Why no backend can take the array: what it is, and what was wanted."""
         ...
 
     def is_traced(self, x: Any) -> bool:

@@ -64,7 +64,13 @@ class _JaxAdapter:
     def placed(self, x: Any) -> bool:
         return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
 
-    def obstacle(self, x: Any) -> tuple[str, str] | None:
+    def obstacle(self, op: str, x: Any) -> tuple[str, str] | None:
+        family = OPS[op].family
+        if family == "gate":  # element by element: neither sizes nor how an array is split matter
+            return None
+        fixed = x.shape[2:] if family == "recurrent" else x.shape  # chunks are counted, steps need not be
+        if not all(isinstance(size, int) for size in fixed):
+            return f"symbolic sizes {[*x.shape]}", "sizes known while tracing"
         return jax_meshes.obstacle(x) if isinstance(x, jax.Array) else None
 
     def is_traced(self, x: Any) -> bool:

@@ -55,7 +55,7 @@ class _NumpyAdapter:
     def placed(self, x: Any) -> bool:
         return True
 
-    def obstacle(self, x: Any) -> tuple[str, str] | None:
+    def obstacle(self, op: str, x: Any) -> tuple[str, str] | None:
         return None
 
     def is_traced(self, x: Any) -> bool:

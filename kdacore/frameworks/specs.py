@@ -68,7 +68,7 @@ class _SpecAdapter:
     def placed(self, x: ShapeDtype) -> bool:
         return True
 
-    def obstacle(self, x: ShapeDtype) -> tuple[str, str] | None:
+    def obstacle(self, op: str, x: ShapeDtype) -> tuple[str, str] | None:
         return None
 
     def is_traced(self, x: ShapeDtype) -> bool:

@@ -85,7 +85,7 @@ class _TorchAdapter:
     def placed(self, x: Any) -> bool:
         return True
 
-    def obstacle(self, x: Any) -> tuple[str, str] | None:
+    def obstacle(self, op: str, x: Any) -> tuple[str, str] | None:
         return None
 
     def is_traced(self, x: Any) -> bool:

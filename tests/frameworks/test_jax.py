@@ -179,6 +179,30 @@ def test_when_nothing_can_serve_a_tracer(monkeypatch: pytest.MonkeyPatch) -> Non
         jax.jit(lambda x: kdacore.chunk_kda(**x, scale=0.125)[0])(call())
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_symbolic_sizes(axis: int) -> None:
+    """Of batch and tokens the recurrent op alone takes them; of heads and channels none does."""
+    n, h = jax.export.symbolic_shape("n, h")
+
+    def specs(axis: int, size: Any) -> dict[str, Any]:
+        of = {name: (*a.shape[:axis], size, *a.shape[axis + 1 :]) for name, a in call().items()}
+        return {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in of.items()}
+
+    def chunk(x: Any) -> Any:
+        return kdacore.chunk_kda(**x)[0]
+
+    def recurrent(x: Any) -> Any:
+        return kdacore.fused_recurrent_kda(**x)[0]
+
+    exported = jax.export.export(jax.jit(recurrent))(specs(axis, n))
+    assert exported.out_avals[0].shape[axis] == n
+    for function, x in ((chunk, specs(axis, n)), (recurrent, specs(2, h))):
+        with pytest.raises(ContractError, match="'q'.*symbolic sizes.*known while tracing"):
+            jax.export.export(jax.jit(function))(x)
+    with pytest.raises(ContractError, match="'q'.*symbolic sizes"):
+        kdacore.explain("chunk_kda", **specs(axis, n))
+
+
 def test_explain_takes_shape_structs() -> None:
     x = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in call().items()}
     assert kdacore.explain("chunk_kda", **x).backend in ("xla", "reference")

@@ -97,6 +97,8 @@ def decode_memory(request: Request) -> Reason | None:
 def decode_table(request: Request) -> Reason | None:
     """Five numbers a token, in scalar memory."""
     need = 20 * request.B * request.T
+    if not isinstance(need, int):  # jax.export's symbolic sizes
+        return Reason("smem", "the table's size has to be known while tracing", f"{need} bytes", "a number")
     if need > SMEM:
         return Reason(
             "smem", "too many tokens for the table in scalar memory", f"{need} bytes", f"at most {SMEM}"

@@ -95,6 +95,37 @@ def test_shard_map_over_the_batch(want: dict[str, Any], check_vma: bool) -> None
     check_grads(jax.jit(jax.grad(total))(arrays()), want)
 
 
+def test_second_derivatives() -> None:
+    """What works and what does not, as docs/jax.md says; where it fails, it does so while tracing."""
+    x = {n: a[:, :3] if n in NAMES[:5] else a for n, a in arrays().items()}
+    q, v = x.pop("q"), x["v"]
+
+    def chunk(q: Any) -> Any:
+        return loss({**x, "q": q})
+
+    def recurrent(q: Any) -> Any:
+        return jnp.sum(kdacore.fused_recurrent_kda(**x, q=q, use_gate_in_kernel=True)[0])
+
+    def packed_pool(pool: Any) -> Any:
+        row = {n: a[:1] if n in NAMES[:5] else a for n, a in {**x, "q": q}.items()}
+        options = {"inplace_state": True, "output_final_state": True, "use_gate_in_kernel": True}
+        rows = {"state_indices": jnp.array([1]), "cu_seqlens": jnp.array([0, 3])}
+        return jnp.sum(kdacore.fused_recurrent_kda(**row, initial_state=pool, **rows, **options)[1])
+
+    def twice(f: Any) -> Any:
+        return jax.grad(lambda q: jnp.sum(jax.grad(f)(q) ** 2))
+
+    for f in (chunk, recurrent):
+        jax.eval_shape(lambda q, f=f: jax.jvp(jax.grad(f), (q,), (q,)), q)
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(recurrent, (q,), (q,))
+    jax.eval_shape(twice(recurrent), q)
+    with pytest.raises(ValueError, match="while_loop"):
+        jax.eval_shape(twice(chunk), q)
+    with pytest.raises(ValueError, match="while_loop"):
+        jax.eval_shape(jax.grad(packed_pool), jnp.zeros((2, v.shape[2], q.shape[-1], v.shape[-1])))
+
+
 def test_traced_cu_seqlens() -> None:
     request, inputs = build(Case(lengths=(3, 0, 70, 20), K=16, V=16))
 
@@ -116,7 +147,8 @@ def test_x64_mode(want: dict[str, Any]) -> None:
     with jax.enable_x64(True):
         o, state = call(arrays())
         assert error(o, want["out"].o) < 2e-5 and state.dtype == "float32"
-        for x in (arrays(), pack, {**pack, "cu_seqlens": pack["cu_seqlens"].astype("int64")}):
+        pack["cu_seqlens"] = pack["cu_seqlens"].astype("int64")
+        for x in (arrays(), pack):
             grads = jax.eval_shape(jax.grad(loss, allow_int=True), x)  # what went wrong did so while tracing
             assert all(grads[n].dtype == "float32" for n in NAMES)
 

@@ -89,16 +89,9 @@ def test_decode(name: str) -> None:
     lowers(lambda x: _decode(request, x)[:2], inputs)
 
 
-def test_in_x64_mode() -> None:
-    """Python's integers have 64 bits there, those of the kernels 32."""
-    with jax.enable_x64(True):
-        test_chunk("pack, GVA, state, v first")
-        test_decode("one token, pool in place")
-
-
-def test_with_strict_type_promotion() -> None:
-    """Masks are no numbers there."""
-    with jax.numpy_dtype_promotion("strict"):
+def test_in_other_modes_of_jax() -> None:
+    """Python's integers have 64 bits in one and masks are no numbers in the other; in the kernels, they are as ever."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         test_chunk("narrow heads")
         test_chunk("pack, GVA, state, v first")
         test_decode("one token, pool in place")

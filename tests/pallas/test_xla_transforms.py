@@ -169,9 +169,9 @@ def test_a_tracer_is_on_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
         jax.eval_shape(jax.grad(lambda y: loss({**x, **y})), traced)
         jax.eval_shape(lambda y: call({**x, **y}), traced)
         with jax.default_device(jax.devices()[3]):
-            jax.eval_shape(call, {**x, **traced})
+            jax.eval_shape(lambda y: call(y), {**x, **traced})  # a function JAX has not traced before
         monkeypatch.setattr(jax, "local_devices", lambda backend=None: [jax.devices()[2]])
-        jax.eval_shape(call, {**x, **traced})
+        jax.eval_shape(lambda y: call(y), {**x, **traced})
         with pytest.raises(kdacore.ContractError, match="'v'.*on tpu:2.*on tpu:1.*as k is"):
             jax.eval_shape(lambda y: call({**x, **y, "v": other}), traced)
     assert [s.request.device.index for s in ran] == [1, 1, 3, 2]

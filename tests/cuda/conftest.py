@@ -48,4 +48,6 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(runtime, "launch", launch)
     monkeypatch.setattr(runtime, "starter", starter)
     monkeypatch.setattr(runtime, "processors", lambda index: 132)
+    monkeypatch.setattr(runtime, "current_device", lambda: -1)  # CPU tensors say they are there
+    monkeypatch.setattr(runtime, "current_stream", lambda index: 0)
     return launched

@@ -28,6 +28,30 @@ def test_nvidia_architectures_served(arch: str) -> None:
     assert codes(replace(CALL, device=Device("cuda", 0, arch))) == []
 
 
+@pytest.mark.parametrize(
+    ("version", "arch", "change", "code"),
+    [
+        ((3, 8), "sm_100", {"needs_grad": True}, ["compiler"]),
+        ((3, 8), "sm_103a", {"dtype": "float32"}, ["compiler"]),
+        ((3, 8), "sm_100", {}, []),
+        ((3, 8), "sm_90", {"needs_grad": True, "dtype": "float32"}, []),
+        ((3, 8), "sm_120", {"needs_grad": True}, []),
+        ((3, 9), "sm_100", {"needs_grad": True, "dtype": "float32"}, []),
+        ((3, 10), "sm_100", {"needs_grad": True}, []),
+        ((), "sm_100", {"needs_grad": True}, []),
+    ],
+)
+def test_tensor_memory_wants_a_triton_that_fits_into_it(
+    monkeypatch: pytest.MonkeyPatch,
+    version: tuple[int, ...],
+    arch: str,
+    change: dict[str, object],
+    code: list[str],
+) -> None:
+    monkeypatch.setattr(verifiers, "triton_version", lambda: version)
+    assert codes(replace(CALL, device=Device("cuda", 0, arch), **change)) == code  # type: ignore[arg-type]
+
+
 def test_amd_is_served() -> None:
     assert codes(replace(CALL, device=Device("rocm", 0, "gfx942"))) == []
 

@@ -38,7 +38,7 @@ def _op(
 
 def make_backend() -> Backend:
     """The backend named ``triton``: every op, torch tensors, forward and backward."""
-    whole = (verifiers.head_dims, verifiers.state)
+    whole = (verifiers.head_dims, verifiers.state, verifiers.compiler)
     chunk_backward = _lazily("chunk_backward", "backward")
     chunk = _op(_lazily("forward", "forward"), *whole, backward=chunk_backward)
     recurrent = _op(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+from functools import cache
 
 from kdacore.types import Reason, Request
 
@@ -10,6 +12,10 @@ FLOATS = ("float32", "bfloat16", "float16")
 STATES = ("float32", "bfloat16")
 MIN_DIM, MAX_DIM = 16, 256
 MAX_TOKENS = 2**30
+TENSOR_MEMORY = range(100, 120)
+"""Architectures, sm_100 to sm_119, whose products are added up in a memory of their own."""
+TENSOR_MEMORY_TRITON = (3, 9)
+"""The first Triton whose compiler fits all kernels into it; those before cannot compile one of the backward either."""
 
 
 def hardware(request: Request) -> Reason | None:
@@ -34,6 +40,33 @@ def hardware(request: Request) -> Reason | None:
     if device.type == "rocm" and device.arch.startswith("gfx"):
         return None
     return Reason("hardware", "has no kernels for this device", str(device), "an NVIDIA or AMD GPU")
+
+
+@cache
+def triton_version() -> tuple[int, ...]:
+    """Major and minor number of the installed Triton; none without one, which a requirement says."""
+    try:
+        return tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+
+
+def compiler(request: Request) -> Reason | None:
+    """SM100 and its kin: training, and chunks of float32 inputs, want a Triton that compiles them."""
+    number = request.device.arch.removeprefix("sm_").rstrip("af")
+    if not number.isdigit() or int(number) not in TENSOR_MEMORY:
+        return None
+    version = triton_version()
+    if version >= TENSOR_MEMORY_TRITON or not version:
+        return None
+    if not request.needs_grad and not (request.dtype == "float32" and request.op.startswith("chunk_")):
+        return None
+    return Reason(
+        "compiler",
+        "older Tritons fail at its kernels for training, and for chunks of float32, on this GPU",
+        f"Triton {'.'.join(map(str, version))} for {request.device.arch}",
+        "Triton 3.9 or later",
+    )
 
 
 def dtypes(request: Request) -> Reason | None:

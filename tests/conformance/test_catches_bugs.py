@@ -419,6 +419,17 @@ def test_memory_read_before_it_is_written_fails(register: Any) -> None:
     assert "uninitialised" in failures("uninitialised")
 
 
+def test_a_torch_result_that_is_a_view_fails(register: Any) -> None:
+    pytest.importorskip("torch")
+
+    def returns_a_view(f: Any, request: Any, x: Any) -> Outputs:
+        out = f(request, x)
+        return out._replace(o=out.o.view(out.o.shape))
+
+    register(CHUNK, forward=returns_a_view, kind="torch")
+    assert "is no view" in failures("accuracy")["accuracy"].message
+
+
 def test_a_verifier_that_raises_fails(register: Any) -> None:
     def broken(request: Any) -> Reason | None:
         raise KeyError("g")

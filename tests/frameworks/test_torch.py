@@ -163,6 +163,26 @@ def test_saved_tensors_are_unpacked_once(serving: Any) -> None:
     assert sorted(unpacked) == sorted(packed)
 
 
+@pytest.mark.parametrize("serving", [x for x in DIFFERENTIABLE_HERE if x[1] != "xla"], indirect=True)
+@pytest.mark.parametrize("state_v_first", [False, True])
+def test_results_may_be_changed_in_place(serving: Any, state_v_first: bool) -> None:
+    """As a residual or a norm in place does, whether the call was differentiated or made under ``no_grad``."""
+    factor = torch.full((), 3.0, requires_grad=True)
+    for grad in (True, False):
+        arguments = call(grad, shape=SERVED)
+        if state_v_first:
+            arguments["initial_state"] = arguments["initial_state"].detach().mT.contiguous()
+        with torch.set_grad_enabled(grad):
+            results = serving(**arguments, state_v_first=state_v_first)
+        before = [x.detach().clone() for x in results]
+        for x in results:
+            x.mul_(factor)
+        loss(results).backward()
+        assert (arguments["q"].grad is not None) is grad
+        same_bits([x.detach() for x in results], [3.0 * x for x in before])
+    assert factor.grad is not None
+
+
 @pytest.mark.parametrize("option", ["state_indices", "out", "inplace_state", "read_only_state"])
 def test_inference_options_refuse_gradients(option: str) -> None:
     arguments = call(shape=Shape(B=1, T=4, H=1, HV=2, K=8, V=8))

@@ -29,7 +29,11 @@ def namespace(array: Array) -> Any:
 
 
 def plain(array: Array) -> Array:
-    """The same values and memory, outside any autograd graph."""
+    """The same values and memory, outside any autograd graph.
+
+    Results go through it (or :func:`cast`) last: what autograd sees as a view made here, a caller may not change in
+    place where a parameter needs a gradient.
+    """
     return array.detach() if hasattr(array, "detach") else array
 
 

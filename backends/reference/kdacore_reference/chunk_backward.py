@@ -235,7 +235,7 @@ class BackwardRun:
         request, inputs, xp = self.request, self.inputs, self.xp
 
         def like(grad: Array, given: Array) -> Array:
-            return xp.reshape(cast(grad, given.dtype), given.shape)
+            return cast(xp.reshape(grad, given.shape), given.dtype)
 
         beta = cast(flat_rows(inputs.beta), self.flat.dtype)
         dbeta = beta_backward(beta, self.dbeta[..., 0], request)

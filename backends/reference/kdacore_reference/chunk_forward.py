@@ -48,7 +48,7 @@ def chunk_forward(request: Request, inputs: ChunkInputs) -> Outputs:
     run = ForwardRun(request, inputs, keep=request.needs_grad)
     run.everything()
     return Outputs(
-        o=run.xp.reshape(run.o, (request.B, request.T, request.HV, request.V)),
+        o=plain(run.xp.reshape(run.o, (request.B, request.T, request.HV, request.V))),
         final_state=run.final_state() if request.output_final_state else None,
         checkpoints=run.checkpoints() if request.checkpoint_every else None,
         saved=tuple(run.saved) if run.keep else (),
@@ -198,8 +198,8 @@ class ForwardRun:
         return cast(state_layout(self.final, self.request), self._state_dtype())
 
     def checkpoints(self) -> Array:
-        blocks = cast(state_layout(self.blocks, self.request), self._state_dtype())
-        return self.xp.reshape(blocks, self.request.checkpoint_shape)
+        blocks = self.xp.reshape(state_layout(self.blocks, self.request), self.request.checkpoint_shape)
+        return cast(blocks, self._state_dtype())
 
 
 def start_states(request: Request, inputs: Any, flat: Flat) -> Array:

@@ -40,4 +40,4 @@ def _total(per_token: Array, like: Array) -> Array:
     """The sum over batch and tokens, in an order that later tokens without a gradient do not change."""
     xp = array_namespace(per_token)
     summed = fold_sum(fold_sum(xp.permute_dims(per_token, (1, 0, *range(2, per_token.ndim)))))
-    return xp.reshape(cast(summed, like.dtype), like.shape)
+    return cast(xp.reshape(summed, like.shape), like.dtype)

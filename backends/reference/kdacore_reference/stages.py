@@ -86,7 +86,7 @@ def _paste(blocks: Array, grid: ChunkGrid, request: Request) -> Array:
     _, heads, _, width = blocks.shape
     by_row = xp.reshape(xp.permute_dims(blocks, (0, 2, 1, 3)), (-1, heads, width))
     out = xp.take(by_row, index_array(grid.first, blocks), axis=0)
-    return xp.reshape(out, (request.B, request.T, heads, width))
+    return plain(xp.reshape(out, (request.B, request.T, heads, width)))
 
 
 def _over_group(array: Array) -> Array:
@@ -180,7 +180,7 @@ def delta_rule_chunk_state(request: Request, inputs: ChunkStateInputs) -> ChunkS
     given = inputs.initial_state
     final_dtype = getattr(xp, request.state_dtype) if given is None else given.dtype
     return ChunkStateOutputs(
-        h=xp.reshape(h, (request.B, request.num_chunks, *states.shape[1:])),
+        h=plain(xp.reshape(h, (request.B, request.num_chunks, *states.shape[1:]))),
         v_new=_paste(v_new, grid, request),
         final_state=cast(state_layout(states, request), final_dtype),
     )

@@ -31,6 +31,9 @@ def accuracy(case: Case, findings: Findings) -> None:
         p.check(findings, written=p.name == "out")
     if "out" in placed:
         findings.require("o is out", results["o"] is placed["out"].view, "another array was returned")
+    if case.kind == "torch":
+        given = {id(p.view) for p in placed.values()}
+        check_changeable({n: x for n, x in results.items() if id(x) not in given}, findings)
     check_results(case, results, findings)
 
 
@@ -85,6 +88,13 @@ def check_results(case: Case, results: dict[str, Any], findings: Findings, prefi
         if name in results:
             check_form(case, name, results[name], findings, prefix)
             findings.close(prefix + name, results[name], want[name], result_bound(case, name, results[name]))
+
+
+def check_changeable(results: dict[str, Any], findings: Findings) -> None:
+    """torch: a caller may change a result in place and differentiate that, which autograd refuses for what it sees as a
+    view that a backend made below it."""
+    for name, x in results.items():
+        findings.require(f"{name} is no view", not x._is_view(), "a view: return its detach()")
 
 
 def result_bound(case: Case, name: str, result: Any) -> float:

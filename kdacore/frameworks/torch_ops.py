@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from kdacore import contract, dispatch, selection
@@ -16,10 +17,11 @@ from kdacore.contract_memory import check_memory
 from kdacore.errors import ContractError, UnsupportedError, contract_text
 from kdacore.frameworks.torch_arrays import TORCH, double_backward_error
 from kdacore.frameworks.torch_modes import as_given, refuse_tangents
-from kdacore.ops import CHUNK_OPTIONS, OPS, RECURRENT_OPTIONS, OpDef
+from kdacore.ops import CHUNK_OPTIONS, FLAGS, HOST_ARGUMENTS, OPS, RECURRENT_OPTIONS, OpDef
 from kdacore.types import GateInputs, InputGrads, OutputGrads, Outputs
 
 _SCALARS = {"scale": "float?", "lower_bound": "float?", "checkpoint_every": "int?"}
+_NUMBERS: dict[str, type] = {"scale": float, "lower_bound": float, "checkpoint_every": int}
 _WHOLE_GRADS = InputGrads._fields
 _ARRAYS = {
     "chunk": OPS["chunk_kda"].arrays,
@@ -124,10 +126,75 @@ def _fail(op: str, argument: str, got: str, want: str) -> None:
     raise ContractError(op, argument, got, want)
 
 
+def _obstacle(
+    opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object
+) -> tuple[str, str, str] | None:
+    """An argument that no graph can hold, what it is and what it would have to be.
+
+    Looked for before the operator is called, whose schema takes 1 for True and refuses others without their name.
+    """
+    for name, x in zip(opdef.arrays, inputs, strict=True):
+        if x is None:
+            if name in _REQUIRED:
+                return name, "None", "an array"
+        elif not isinstance(x, (torch.Tensor, np.ndarray) if name in HOST_ARGUMENTS else torch.Tensor):
+            return name, type(x).__name__, "a torch.Tensor, as every array of a compiled call"
+    for name, value in zip(opdef.options, options, strict=True):
+        want = _wanted_instead(name, value)
+        if want is not None:
+            return name, type(value).__name__, want
+    if backend is not None and not (isinstance(backend, str) and backend):
+        return "backend", type(backend).__name__, "None or the name of a backend"
+    return None
+
+
+def _wanted_instead(name: str, value: Any) -> str | None:
+    """What an option would have to be; None when it is."""
+    if name in FLAGS:
+        return None if isinstance(value, bool) else "True or False"
+    if value is None:
+        return None
+    if name not in _NUMBERS:
+        return "None"
+    if isinstance(value, bool) or not isinstance(value, (int, _NUMBERS[name])):
+        return "a Python number: torch.compile makes an array of NumPy's"
+    return None
+
+
+def _leave_graph(
+    opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object, obstacle: tuple[str, str, str]
+) -> Any:
+    """An eager call serves it or says what is wrong; where a graph may not break, Dynamo says this instead."""
+    torch._dynamo.graph_break(msg=contract_text(opdef.name, *obstacle))
+    return _eager_call(opdef, tuple(inputs), options, backend)
+
+
+@torch.compiler.disable
+def _eager_call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: object) -> Any:
+    # A NumPy scalar that Dynamo has traced over comes out of the graph as an array without axes.
+    options = tuple(x[()] if isinstance(x, np.ndarray) and not x.ndim else x for x in options)
+    return dispatch.call(opdef, arrays, options, backend)
+
+
+def _as_numbers(opdef: OpDef, options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """With the numbers of other libraries as Python's: the schemas know no other."""
+    return tuple(
+        x if x is None or name not in _NUMBERS else _NUMBERS[name](x)
+        for name, x in zip(opdef.options, options, strict=True)
+    )
+
+
 def call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
     """Serve a public call through the operators."""
     if opdef.family == "stage":
         _fail(opdef.name, opdef.arrays[0], "a tensor being compiled", "an eager call: stages are eager")
+    if torch.compiler.is_dynamo_compiling():
+        obstacle = _obstacle(opdef, inputs, options, backend)
+        if obstacle is not None:
+            return _leave_graph(opdef, inputs, options, backend, obstacle)
+    else:
+        contract.build_request(opdef, opdef.inputs(*inputs), options)
+        options = _as_numbers(opdef, options)
     arrays = tuple(
         torch.as_tensor(x) if n == "cu_seqlens_cpu" and x is not None else x
         for n, x in zip(opdef.arrays, inputs, strict=True)
@@ -137,8 +204,6 @@ def call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -
     if opdef.family == "gate":
         return torch.ops.kdacore.gate(opdef.name, *arrays, *options, *asked)
     if opdef.family == "chunk":
-        if options[-1] is not None:
-            _fail(opdef.name, "cp", type(options[-1]).__name__, "None")
         o, state, checkpoints = torch.ops.kdacore.chunk(opdef.name, *arrays, *options[:-1], *asked)
         wants_state, wants_checkpoints = options[1], options[-2] is not None
         return Outputs(o, state if wants_state else None, checkpoints if wants_checkpoints else None)

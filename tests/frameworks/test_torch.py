@@ -521,6 +521,62 @@ def test_stages_and_cp_say_why_they_cannot_be_compiled(fullgraph: bool) -> None:
             torch.compile(function, fullgraph=fullgraph, backend="aot_eager")(torch.ones(1, 4, 2, 8))
 
 
+NUMPY_NUMBER = np.float64(0.25)
+NOT_FOR_A_GRAPH: dict[str, tuple[str, bool, Any]] = {
+    "scale of NumPy's": ("scale", True, lambda: {"scale": NUMPY_NUMBER}),
+    "scale made inside": ("scale", True, lambda: {"scale": 1 / np.sqrt(16)}),
+    "bound made inside": ("lower_bound", True, lambda: {"lower_bound": np.float64(-5), "safe_gate": True}),
+    "whole number of NumPy's": ("checkpoint_every", True, lambda: {"checkpoint_every": np.int64(64)}),
+    "bool for a number": ("scale", False, lambda: {"scale": True}),
+    "text for a number": ("scale", False, lambda: {"scale": "a"}),
+    "number for a flag": ("output_final_state", False, lambda: {"output_final_state": 1}),
+    "offsets in a list": (
+        "cu_seqlens_cpu",
+        False,
+        lambda: {"cu_seqlens": torch.tensor([0, 20]), "cu_seqlens_cpu": [0, 20]},
+    ),
+    "state of NumPy's": ("initial_state", False, lambda: {"initial_state": np.zeros((1, 2, 16, 16), "f4")}),
+    "number for a backend": ("backend", False, lambda: {"backend": 3}),
+}
+"""The argument, whether an eager call takes it, and the call's keywords."""
+
+
+@pytest.mark.parametrize("name", NOT_FOR_A_GRAPH)
+def test_what_no_graph_can_hold_is_named_and_called_eagerly(name: str) -> None:
+    argument, served, more = NOT_FOR_A_GRAPH[name]
+    arguments = plain(SERVED)
+
+    def step(**x: Any) -> Any:
+        return kdacore.chunk_kda(**x, **more())
+
+    with pytest.raises(Exception, match=f"chunk_kda: argument '{argument}': got"):
+        torch.compile(step, fullgraph=True, backend="aot_eager")(**arguments)
+    function = torch.compile(step, backend="aot_eager")
+    if served:
+        same_bits(function(**arguments), step(**arguments))
+        return
+    with pytest.raises(kdacore.ContractError) as caught:
+        function(**arguments)
+    assert caught.value.argument == argument
+
+
+class Subclass(torch.Tensor):
+    """Runs through the operators, eagerly."""
+
+
+def test_calls_of_tensor_subclasses_are_checked_like_others() -> None:
+    arguments = plain(SERVED)
+    wrapped = {n: x.as_subclass(Subclass) for n, x in arguments.items()}
+    found = kdacore.chunk_kda(**wrapped, scale=np.float32(0.25), checkpoint_every=np.int64(64))  # type: ignore[arg-type]
+    wanted = kdacore.chunk_kda(**arguments, scale=0.25, checkpoint_every=64)
+    same_bits([None if x is None else x.as_subclass(torch.Tensor) for x in found], wanted)
+    bad = {"output_final_state": 1, "scale": "a", "cp": 1, "k": arguments["k"].numpy(), "v": None}
+    for name, value in bad.items():
+        with pytest.raises(kdacore.ContractError) as caught:
+            kdacore.chunk_kda(**{**wrapped, name: value})
+        assert caught.value.argument == name
+
+
 def test_a_graph_run_under_another_preference_says_so() -> None:
     arguments = plain()
     function = compiled(lambda **x: kdacore.chunk_kda(**x)[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -593,7 +594,7 @@ def test_the_preference_at_tracing_is_part_of_the_graph() -> None:
     assert ran[0].why == "preferred by use_backend"
 
 
-def test_fake_tensors_and_export() -> None:
+def test_fake_tensors_and_export(tmp_path: Path) -> None:
     class Layer(torch.nn.Module):
         def forward(self, q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
             return kdacore.chunk_kda(q, k, v, g, beta, output_final_state=True)
@@ -604,6 +605,17 @@ def test_fake_tensors_and_export() -> None:
     assert any("kdacore.chunk" in t for t in targets)
     o, _state = program.module()(*(arguments[n] for n in ("q", "k", "v", "g", "beta")))
     torch.testing.assert_close(o, kdacore.chunk_kda(**arguments)[0])
+
+    torch.export.save(program, tmp_path / "layer.pt2")
+    code = """
+import sys
+import kdacore.frameworks.torch_ops
+import torch
+print(*[n.target for n in torch.export.load(sys.argv[1]).graph.nodes if n.op == "call_function"])
+"""
+    load = [sys.executable, "-c", code, str(tmp_path / "layer.pt2")]
+    loaded = subprocess.run(load, capture_output=True, text=True)
+    assert loaded.stdout.startswith("kdacore.chunk"), loaded.stderr
 
 
 def test_compiling_may_be_the_first_thing_a_process_does() -> None:

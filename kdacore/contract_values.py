@@ -31,8 +31,9 @@ def check_values(request: Request, inputs: Any, adapter: Adapter) -> None:
         values[name] = (own or adapter).host_values(x)
     _offsets(request, values)
     lengths = _lengths(request, values)
-    _candidates(request, int(lengths.max(initial=0)))
-    _indices(request, values, lengths)
+    check_candidates(request, lengths)
+    if "state_indices" in values:
+        check_indices(request, values["state_indices"], values.get("num_accepted_tokens"), lengths)
     for name, x in values.items():
         if name == "initial_state" and "state_indices" in values:
             _finite_rows(request, x, _started_from(values))
@@ -98,22 +99,44 @@ def _offsets(request: Request, values: dict[str, Any]) -> None:
         )
 
 
-def check_index_ranges(request: Request, indices: Any, accepted: Any, longest: int) -> None:
-    """What a backend that reads the indices on the host checks too: no row and no column that is not there.
+def check_candidates(request: Request, lengths: Any) -> None:
+    """What a backend that reads the offsets checks too: no sequence has more candidates than can be verified.
+
+    Args:
+        request: of a recurrent call, or of any other, which has none.
+        lengths: tokens of each sequence, NumPy.
+    """
+    longest = int(lengths.max(initial=0))
+    if request.read_only_state and longest > MAX_VERIFY_TOKENS:
+        raise ContractError(
+            request.op,
+            "cu_seqlens",
+            f"a sequence of {longest} tokens",
+            f"at most {MAX_VERIFY_TOKENS} candidate tokens for each sequence with read_only_state",
+        )
+
+
+def check_indices(request: Request, indices: Any, accepted: Any, lengths: Any) -> None:
+    """What a backend that reads the indices on the host checks too: no row and no column that is not there, and none
+    that is written twice.
 
     Args:
         request: of a call with ``state_indices``.
         indices: ``state_indices``, NumPy.
         accepted: ``num_accepted_tokens``, NumPy, or None.
-        longest: tokens of the longest sequence.
+        lengths: tokens of each sequence, NumPy.
     """
     if (indices >= request.pool_size).any():
         raise ContractError(
             request.op, "state_indices", f"index {indices.max()}", f"indices below P={request.pool_size}"
         )
-    if accepted is None:
-        return
-    width = indices.shape[1]
+    if accepted is not None:
+        _accepted(request, accepted, indices.shape[1], int(lengths.max(initial=0)))
+    if request.inplace_state:
+        _written_once(request, indices, lengths)
+
+
+def _accepted(request: Request, accepted: Any, width: int, longest: int) -> None:
     if ((accepted < 0) | (accepted > width)).any():
         raise ContractError(
             request.op, "num_accepted_tokens", f"{accepted.tolist()}", f"0 to {width} for each sequence"
@@ -127,29 +150,14 @@ def check_index_ranges(request: Request, indices: Any, accepted: Any, longest: i
         )
 
 
-def _candidates(request: Request, longest: int) -> None:
-    if request.read_only_state and longest > MAX_VERIFY_TOKENS:
+def _written_once(request: Request, indices: Any, lengths: Any) -> None:
+    if indices.ndim == 2:  # a column for each token: those past a sequence's end are not written
+        indices = np.where(np.arange(indices.shape[1]) < lengths[:, None], indices, -1)
+    named = indices[indices >= 0]
+    if len(np.unique(named)) != named.size:
         raise ContractError(
-            request.op,
-            "cu_seqlens",
-            f"a sequence of {longest} tokens",
-            f"at most {MAX_VERIFY_TOKENS} candidate tokens for each sequence with read_only_state",
+            request.op, "state_indices", "a row named twice", "each row at most once with inplace_state"
         )
-
-
-def _indices(request: Request, values: dict[str, Any], lengths: Any) -> None:
-    if "state_indices" not in values:
-        return
-    indices = values["state_indices"]
-    check_index_ranges(request, indices, values.get("num_accepted_tokens"), int(lengths.max(initial=0)))
-    if request.inplace_state:
-        if indices.ndim == 2:  # a column for each token: those past a sequence's end are not written
-            indices = np.where(np.arange(indices.shape[1]) < lengths[:, None], indices, -1)
-        named = indices[indices >= 0]
-        if len(np.unique(named)) != named.size:
-            raise ContractError(
-                request.op, "state_indices", "a row named twice", "each row at most once with inplace_state"
-            )
 
 
 def _gate(request: Request, values: dict[str, Any]) -> None:

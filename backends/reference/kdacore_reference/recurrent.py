@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 from array_api_compat import array_namespace
 
-from kdacore.contract_values import check_index_ranges
+from kdacore.contract_values import check_candidates, check_indices
 from kdacore.types import Array, Outputs, RecurrentInputs, Request
 from kdacore_reference.arrays import (
     beside,
@@ -58,14 +59,18 @@ def recurrent_forward(request: Request, inputs: RecurrentInputs) -> Outputs:
         written, the updated pool.
 
     Raises:
-        ContractError: an index or a count names what is not there. Nothing is written then.
+        ContractError: an index or a count names what is not there, two name a row that is written, or a sequence has
+            too many candidates. Nothing is written then.
     """
     xp = array_namespace(inputs.q)
-    steps = plan_steps(sequences_of(request, inputs))
+    sequences = sequences_of(request, inputs)
+    lengths = np.asarray([s.length for s in sequences])
+    check_candidates(request, lengths)
     if inputs.state_indices is not None:
         counts = inputs.num_accepted_tokens
         accepted = None if counts is None else to_int64(counts)
-        check_index_ranges(request, to_int64(inputs.state_indices), accepted, len(steps.active))
+        check_indices(request, to_int64(inputs.state_indices), accepted, lengths)
+    steps = plan_steps(sequences)
     writes = _StateWrites(request, inputs, steps)
     S, o = _run(request, inputs, steps, xp, writes)
     o = xp.reshape(o, (request.B, request.T, request.HV, request.V))

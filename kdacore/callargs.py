@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 from collections.abc import Callable
 from typing import Any
 
 from kdacore import features
 from kdacore.callspec import CallSpec
+from kdacore.frameworks.specs import DEVICE
 from kdacore.ops import OPS
 from kdacore.types import Gate, Selection
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
 
 def device(text: str) -> str:
     """A device, its index after a colon. argparse turns the error into exit status 2."""
-    if not re.fullmatch(r"[a-z]+(:\d+)?", text):
+    if not DEVICE.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no device, like cpu, cuda or cuda:1")
     return text
 

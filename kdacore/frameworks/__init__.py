@@ -31,7 +31,7 @@ def _resolve(x: Any) -> Adapter | None:
     if isinstance(x, ShapeDtype):
         from kdacore.frameworks.specs import SPEC_ADAPTERS
 
-        return SPEC_ADAPTERS.get(x.kind)
+        return SPEC_ADAPTERS[x.kind]
     if isinstance(x, np.ndarray):
         from kdacore.frameworks.numpy_arrays import NUMPY
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import numbers
+import re
+import sys
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +19,10 @@ if TYPE_CHECKING:
     from kdacore.ops import OpDef
 
 
+DEVICE = re.compile(r"[a-z]+(:\d+)?")
+"""A device in words: its type, and perhaps its index after a colon."""
+
+
 @dataclass(frozen=True)
 class ShapeDtype:
     """An array without its values, for ``explain``.
@@ -23,10 +30,13 @@ class ShapeDtype:
     Args:
         shape: the sizes.
         dtype: canonical name, for example ``"bfloat16"``.
-        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"tpu"``, ...
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"tpu"``, ..., or a ``torch.device``.
         kind: ``"numpy"``, ``"torch"`` or ``"jax"``: the library the real call would use.
         arch: architecture of that device, for example ``"sm_90"``; ``KDACORE_ARCH`` when empty.
         requires_grad: whether the real array would need a gradient.
+
+    Raises:
+        ContractError: naming the argument that is no such thing.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +45,31 @@ class ShapeDtype:
     kind: ArrayKind = "numpy"
     arch: str = ""
     requires_grad: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.shape, Sequence) or not all(_is_size(n) for n in self.shape):
+            raise _error("shape", self.shape, "whole numbers, like (1, 64, 2, 128)")
+        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(self.device, torch.device):
+            object.__setattr__(self, "device", str(self.device))
+        if not isinstance(self.device, str) or not DEVICE.fullmatch(self.device):
+            raise _error("device", self.device, "a device like 'cpu', 'cuda' or 'cuda:1'")
+        if self.kind not in tuple(SPEC_ADAPTERS):  # which compares, and hashes nothing
+            raise _error("kind", self.kind, f"one of {', '.join(SPEC_ADAPTERS)}")
+        for name in ("dtype", "arch"):
+            if not isinstance(value := getattr(self, name), str):
+                raise _error(name, value, "its name, like 'bfloat16'" if name == "dtype" else "like 'sm_90'")
+        if not isinstance(self.requires_grad, bool):
+            raise _error("requires_grad", self.requires_grad, "True or False")
+
+
+def _is_size(n: object) -> bool:
+    return isinstance(n, numbers.Integral) and not isinstance(n, bool)
+
+
+def _error(argument: str, got: object, want: str) -> ContractError:
+    return ContractError("ShapeDtype", argument, f"{type(got).__name__} {got!r}", want)
 
 
 class _SpecAdapter:

@@ -242,6 +242,31 @@ def test_specs_do_not_run() -> None:
         kdacore.chunk_kda(x, x, x, x, kdacore.ShapeDtype((1, 8, 2)))
 
 
+BAD_SPECS: tuple[tuple[str, Any], ...] = (
+    *(("device", x) for x in ("cuda:x", "cuda:-1", "", None, 0)),
+    *(("kind", x) for x in ("tf", None, ["torch"])),
+    *(("shape", x) for x in (5, (1, 8.0), (True,), None)),
+    ("arch", 90),
+    ("dtype", np.float32),
+    ("requires_grad", 1),
+)
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_SPECS)
+def test_a_spec_of_nothing_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(kdacore.ContractError) as caught:
+        kdacore.ShapeDtype(**{"shape": (1, 8), name: value})
+    assert (caught.value.op, caught.value.argument) == ("ShapeDtype", name)
+
+
+def test_a_spec_takes_what_torch_says_of_a_tensor() -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.zeros(2, 3)
+    spec = kdacore.ShapeDtype(x.shape, device=x.device, kind="torch")
+    assert spec == kdacore.ShapeDtype((2, 3), device="cpu", kind="torch")
+    assert kdacore.ShapeDtype([np.int64(2)], device=torch.device("cuda", 1)).device == "cuda:1"  # type: ignore[arg-type]
+
+
 def test_no_warning_on_a_cpu() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -63,7 +63,7 @@ def chunk_kda(
         beta: ``[B, T, HV]``, any float dtype. In (0, 1), or logits with ``use_beta_sigmoid_in_kernel``.
         A_log: ``[HV]`` float32. Needed by the unbounded gate, optional (zeros) with ``lower_bound``.
         dt_bias: ``[HV, K]`` or ``[HV*K]``, added to the raw gate input.
-        scale: factor on the output; ``K ** -0.5`` when None.
+        scale: factor on the output; ``K ** -0.5`` when None. 0, or 1e-30 to 1e30 in size.
         initial_state: ``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``state_v_first``), float32 or bfloat16; zeros
             when None.
         output_final_state: return the state after the last token of each sequence.
@@ -74,7 +74,7 @@ def chunk_kda(
         allow_neg_eigval: ``2 * sigmoid(beta)`` instead.
         safe_gate: promise that every log decay lies in ``[lower_bound, 0]``; needs ``lower_bound``. A property
             of the model, not a speed switch.
-        lower_bound: the bound, in ``[-5, 0)`` with ``safe_gate``, else any negative number.
+        lower_bound: the bound, in ``[-5, 0)`` with ``safe_gate``, else any negative number of 1e-30 to 1e30 in size.
         state_v_first: states are ``[N, HV, V, K]``.
         cu_seqlens: ``[N+1]`` int32 or int64 offsets of packed sequences, from 0 to T; then ``B == 1``. Sequences
             may be empty.
@@ -397,7 +397,7 @@ def kda_gate(
         g: ``[B, T, HV, K]``, or ``[B, T, HV]`` for one gate per head; any float dtype.
         A_log: ``[HV]`` float32; needed without ``lower_bound``.
         dt_bias: ``[HV, K]`` or ``[HV*K]`` (``[HV]`` for one gate per head).
-        lower_bound: a negative number, or None for the unbounded gate.
+        lower_bound: a negative number of 1e-30 to 1e30 in size, or None for the unbounded gate.
         backend: force one backend.
 
     Returns:

@@ -23,6 +23,8 @@ MAX_VERIFY_TOKENS = 16
 """Candidate tokens a ``read_only_state`` call may carry (contract, section 2)."""
 
 _MISSING = "None"
+_SIZES = 1e-30, 1e30
+"""Of numbers other than 0. Backends multiply by them in float32 and divide by them, which leaves this much room."""
 
 
 class Call:
@@ -118,7 +120,7 @@ class Call:
         return value
 
     def real(self, name: str) -> float | None:
-        """None or a finite real number."""
+        """None or a finite real number: 0, or one of a size that can be computed with."""
         value = self.options.get(name)
         if value is None:
             return None
@@ -130,6 +132,8 @@ class Call:
             raise self.fail(name, "a number that no float holds", "a finite real number") from None
         if not math.isfinite(number):
             raise self.fail(name, repr(value), "a finite real number")
+        if number and not _SIZES[0] <= abs(number) <= _SIZES[1]:
+            raise self.fail(name, repr(value), "0, or a number of 1e-30 to 1e30 in size")
         return number
 
     def integer(self, name: str) -> int | None:

@@ -61,6 +61,15 @@ def test_gate_gradcheck_in_float64() -> None:
     torch.autograd.gradcheck(lambda g, b: kdacore.kda_gate(g, dt_bias=b, lower_bound=-5.0), (g, bias))
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_gradients_are_finite_at_the_ends_of_what_numbers_may_be(size: float) -> None:
+    arguments = call(shape=SERVED)
+    kdacore.kda_gate(arguments["g"], lower_bound=-size).sum().backward()
+    o, _ = kdacore.chunk_kda(**arguments, **GATE, scale=size, lower_bound=-size)
+    (o / max(size, 1.0)).sum().backward()
+    assert all(x.grad.isfinite().all() for x in arguments.values())
+
+
 def test_only_what_needs_a_gradient_gets_one() -> None:
     arguments = call(grad=False)
     arguments["v"].requires_grad_()

@@ -182,6 +182,13 @@ def test_good_values_pass(validate_values: None) -> None:
     recurrent(**_pool())
 
 
+def test_meta_tensors_have_no_values_to_read(validate_values: None) -> None:
+    torch = pytest.importorskip("torch")
+    call = {n: torch.empty(x.shape, device="meta") for n, x in _call().items()}
+    o, state = chunk(**call, output_final_state=True)
+    assert (o.device.type, tuple(state.shape)) == ("meta", (B, H, K, V))
+
+
 READ_BY_THE_REFERENCE = (
     "index beyond the pool",
     "a row named twice",

@@ -6,6 +6,7 @@ tensors) goes through the ``torch.library`` operators of ``torch_ops.py``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
@@ -141,6 +142,17 @@ def adapter_for(x: torch.Tensor) -> _TorchAdapter:
     return TORCH if type(x) in _PLAIN else TORCH_SUBCLASS
 
 
+def _never_traced(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled autograd would trace through what a backend does, which takes half a minute where it can be done."""
+    eager = torch.compiler.disable(backward)
+
+    @functools.wraps(backward)
+    def call(ctx: Any, *grads: Any) -> Any:
+        return (eager if torch.compiler.is_dynamo_compiling() else backward)(ctx, *grads)
+
+    return call
+
+
 class _Whole(torch.autograd.Function):
     """Joins forward and backward of the four whole ops. The backend was fixed by the forward's plan."""
 
@@ -158,6 +170,7 @@ class _Whole(torch.autograd.Function):
         return outputs.o, outputs.final_state, outputs.checkpoints
 
     @staticmethod
+    @_never_traced
     def backward(ctx: Any, do: Any, dstate: Any, _: Any) -> Any:
         refuse_wrapped(ctx.plan.request.op, (do, dstate))
         kept = ctx.saved_tensors  # once: every look unpacks them all, and checkpoint() allows no second
@@ -182,6 +195,7 @@ class _Gate(torch.autograd.Function):
         return plan.forward(plan.request, plan.inputs(*arrays))
 
     @staticmethod
+    @_never_traced
     def backward(ctx: Any, dlog: Any) -> Any:
         refuse_wrapped(ctx.plan.request.op, (dlog,))
         arrays, plan = ctx.saved_tensors, ctx.plan

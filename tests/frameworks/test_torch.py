@@ -531,6 +531,26 @@ def test_stages_and_cp_say_why_they_cannot_be_compiled(fullgraph: bool) -> None:
             torch.compile(function, fullgraph=fullgraph, backend="aot_eager")(torch.ones(1, 4, 2, 8))
 
 
+def test_compiled_autograd_does_not_trace_through_the_backend() -> None:
+    def step(arguments: dict[str, Any]) -> None:
+        (
+            loss(run(kdacore.chunk_kda, arguments)) + kdacore.kda_gate(arguments["g"], lower_bound=-5.0).sum()
+        ).backward()
+
+    eager, graph = call(shape=SERVED), call(shape=SERVED)
+    step(eager)
+    traced: list[Any] = []
+
+    def look(program: Any, example: Any) -> Any:
+        traced.append(program)
+        return program
+
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend=look)):
+        step(graph)
+    same_bits([x.grad for x in graph.values()], [x.grad for x in eager.values()])
+    assert len(traced) < 10
+
+
 NUMPY_NUMBER = np.float64(0.25)
 NOT_FOR_A_GRAPH: dict[str, tuple[str, bool, Any]] = {
     "scale of NumPy's": ("scale", True, lambda: {"scale": NUMPY_NUMBER}),

@@ -56,9 +56,9 @@ _SPILLS: dict[_Kind, dict[str, int]] = {
         "scan_kernel": 3,
     },
 }
-"""A fifth above what Triton 3.7 and 3.9 leave, whichever is more, on the architecture with most. Half a chunk's gradients are more than a
-program's registers hold, and a chunk's operands more than a warp's; most of that stays in the L1. Wide heads and
-float32 are not tuned."""
+"""A fifth above what Triton 3.7 and 3.9 leave, whichever is more, on the architecture with most. Half a chunk's
+gradients are more than a program's registers hold, and a chunk's operands more than a warp's; most of that stays in the
+L1. Wide heads and float32 are not tuned."""
 
 
 def aot_cases(arch: str) -> list[AotCase]:

@@ -19,7 +19,7 @@ VARIABLES: dict[str, str] = {
     "KDACORE_BACKEND": "preference order of backends, comma-separated; the first that can serve a call runs it",
     "KDACORE_DISABLE_PLUGINS": "plugins not to load, comma-separated (entry-point names); 'all' for every third party",
     "KDACORE_VALIDATE": "'shapes' (default) or 'values': also read and check tensor contents, which syncs the device",
-    "KDACORE_CACHE_DIR": "folder for built kernels, self-check records and tuning results",
+    "KDACORE_CACHE_DIR": "folder for built kernels, self-check records and those of kdacore verify",
     "KDACORE_ARCH": "architecture to assume when none can be probed, for example sm_90 or v5e",
     "KDACORE_SELFCHECK": "'1' (default) or '0': self-check compiled-only kernels before auto may choose them",
     "KDACORE_PLUGIN_IMPORT_LIMIT": "seconds a plugin may take to import before the doctor reports it (default 2)",

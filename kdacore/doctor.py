@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import stat
 import sys
 import traceback
 import warnings
@@ -206,8 +207,11 @@ def _features(registered: list[Registered], where: Machine, problem: Any) -> lis
 
 def _caches() -> list[dict[str, Any]]:
     root = config.get().cache_dir
-    folders = [root, *sorted(p for p in root.iterdir() if p.is_dir())] if root.is_dir() else [root]
-    return [_folder(path) for path in folders]
+    try:
+        inside = sorted(p for p in root.iterdir() if p.is_dir())
+    except OSError:  # absent, no folder or not ours to read: its row says which
+        inside = []
+    return [_folder(path) for path in (root, *inside)]
 
 
 def _folder(path: Path) -> dict[str, Any]:
@@ -217,8 +221,23 @@ def _folder(path: Path) -> dict[str, Any]:
             with contextlib.suppress(OSError):  # it may go away while being looked at
                 size += os.lstat(os.path.join(folder, name)).st_size
                 files += 1
-    state = "absent" if not path.is_dir() else "writable" if os.access(path, os.W_OK) else "read-only"
-    return {"path": str(path), "state": state, "files": files, "bytes": size}
+    return {"path": str(path), "state": _state(path), "files": files, "bytes": size}
+
+
+def _state(path: Path) -> str:
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return "absent"
+    except NotADirectoryError:
+        return "not a folder"
+    except OSError:  # a folder on the way to it cannot be entered
+        return "unreadable"
+    if not stat.S_ISDIR(mode):
+        return "not a folder"
+    if not os.access(path, os.R_OK | os.X_OK):
+        return "unreadable"
+    return "writable" if os.access(path, os.W_OK) else "read-only"
 
 
 def _selfchecks(usable: list[Registered], where: Machine, problem: Any) -> list[dict[str, Any]]:

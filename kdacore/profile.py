@@ -1,7 +1,7 @@
 """Measured cost tables: how long each backend took for a call of a given class, and a prediction from them.
 
-Tables ship as ``kdacore/profiles/<arch>.json``; ``kdacore tune`` writes a newer one into the cache folder, which
-then takes precedence. A prediction scales the nearest measured row, so it is trusted only near one.
+Tables ship as ``kdacore/profiles/<arch>.json``. A prediction scales the nearest measured row, so it is trusted only
+near one.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import json
 import math
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 
-from kdacore import config
 from kdacore.types import Request
 
 SCHEMA = 1
@@ -55,17 +53,9 @@ def dump(rows: tuple[Row, ...]) -> str:
     return f'{{"schema": {SCHEMA}, "rows": [\n{lines}\n]}}\n'
 
 
-def tuned_path(arch: str) -> Path:
-    """Where ``kdacore tune`` keeps this architecture's table."""
-    return config.get().cache_dir / "profiles" / f"{arch or 'cpu'}.json"
-
-
 @functools.cache
 def table(arch: str) -> tuple[Row, ...]:
-    """The tuned table of an architecture, else the shipped one, else nothing."""
-    tuned = tuned_path(arch)
-    if tuned.is_file():
-        return parse(tuned.read_text())
+    """The table that ships for an architecture, else nothing."""
     shipped = resources.files("kdacore").joinpath("profiles", f"{arch or 'cpu'}.json")
     return parse(shipped.read_text()) if shipped.is_file() else ()
 
@@ -99,6 +89,3 @@ def _same_class(row: Row, backend: str, request: Request) -> bool:
         and row.K == request.K
         and row.V == request.V
     )
-
-
-config.on_refresh(table.cache_clear)

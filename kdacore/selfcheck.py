@@ -205,7 +205,11 @@ class Refusal(NamedTuple):
 def refusals() -> list[Refusal]:
     """The kept records of checks that went wrong, made with any versions; which of them a call meets, explain says."""
     found = []
-    for path in sorted((config.get().cache_dir / "selfcheck").glob("*/*-*-*.json")):
+    try:
+        paths = sorted((config.get().cache_dir / "selfcheck").glob("*/*-*-*.json"))
+    except OSError:  # a cache folder that cannot be entered; the doctor's row of it says so
+        return []
+    for path in paths:
         record = _read(path)
         if record is None or record["error"] < record["bound"]:
             continue

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from kdacore import callspec, cli, config, doctor, doctor_selfcheck, machine, report
+import kdacore
+from kdacore import callspec, cli, config, dispatch, doctor, doctor_selfcheck, machine, profile, report
 from kdacore.doctor_text import render
 from kdacore.features import Place
 from kdacore.hookspecs import hookimpl
@@ -129,6 +131,42 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, ...]]:
             yield (line.strip(),)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         yield (f"{value:.1e}", f"{value:.0e}", f"schema {value}", f"exit {value}", str(value))
+
+
+UNREADABLE = "x" * 300
+"""A folder that not even root can look into: no file system takes the name."""
+
+
+def _a_call() -> None:
+    """One whose plan is not cached yet, as in a fresh process."""
+    profile.table.cache_clear()
+    dispatch.clear()
+    x = np.zeros((1, 4, 1, 8), np.float32)
+    kdacore.chunk_kda(x, x, x, x, x[..., 0])
+
+
+@pytest.mark.parametrize(
+    ("name", "state"), [(UNREADABLE, "unreadable"), ("file", "not a folder"), ("file/x", "not a folder")]
+)
+def test_a_cache_folder_that_cannot_be_used(
+    name: str, state: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It costs what would have been kept there, and no call."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KDACORE_CACHE_DIR", str(tmp_path / name))
+    config.refresh()
+    _a_call()
+    found = diagnose(capsys, "--no-selfcheck")
+    assert found["caches"] == [{"path": str(tmp_path / name), "state": state, "files": 0, "bytes": 0}]
+
+
+def test_states_of_a_cache_folder(capsys: Capture, tmp_path: Path) -> None:
+    def states() -> list[str]:
+        return [row["state"] for row in diagnose(capsys, "--no-selfcheck")["caches"]]
+
+    assert states() == ["absent"]
+    (tmp_path / "cache" / "cuda").mkdir(parents=True)
+    assert states() == ["writable", "writable"]
 
 
 # --- everything it checks, broken ---------------------------------------------------------------------------------

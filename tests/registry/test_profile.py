@@ -1,16 +1,15 @@
-"""Cost tables: shipped ones are valid, the nearest row predicts, far ones do not, tuned ones take precedence."""
+"""Cost tables: shipped ones are valid, the nearest row predicts, far ones do not."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kdacore
-from kdacore import config, profile
+from kdacore import profile
 from kdacore.ops import OPS
 from kdacore.registry import REGISTRY
 from kdacore.types import Device, Request
@@ -22,15 +21,9 @@ CALL = Request(
 
 
 @pytest.fixture
-def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("KDACORE_CACHE_DIR", str(tmp_path))
-    config.refresh()
-    path = profile.tuned_path("sm_x")
-    path.parent.mkdir(parents=True)
-    path.write_text(profile.dump((ROW, dataclasses.replace(ROW, tokens=16384, seconds=6e-4))))
-    yield path
-    monkeypatch.undo()
-    config.refresh()
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (ROW, dataclasses.replace(ROW, tokens=16384, seconds=6e-4))
+    monkeypatch.setattr(profile, "table", {"sm_x": rows}.__getitem__)
 
 
 def shipped() -> list[Path]:
@@ -56,7 +49,8 @@ def test_text_and_rows_are_the_same() -> None:
         profile.parse('{"schema": 99, "rows": []}')
 
 
-def test_the_nearest_row_predicts(table: Path) -> None:
+@pytest.mark.usefixtures("table")
+def test_the_nearest_row_predicts() -> None:
     assert profile.predict("cuda", CALL) == pytest.approx(4e-4)
     assert profile.predict("cuda", dataclasses.replace(CALL, T=9000)) == pytest.approx(4e-4 * 9000 / 8192)
     assert profile.predict("cuda", dataclasses.replace(CALL, T=20000)) == pytest.approx(6e-4 * 20000 / 16384)
@@ -66,7 +60,8 @@ def test_the_nearest_row_predicts(table: Path) -> None:
 @pytest.mark.parametrize(
     "change", [{"T": 512}, {"HV": 8}, {"K": 64}, {"dtype": "float16"}, {"needs_grad": True}, {"kind": "jax"}]
 )
-def test_nothing_near_predicts_nothing(table: Path, change: dict[str, object]) -> None:
+@pytest.mark.usefixtures("table")
+def test_nothing_near_predicts_nothing(change: dict[str, object]) -> None:
     assert profile.predict("cuda", dataclasses.replace(CALL, **change)) is None  # type: ignore[arg-type]
     assert profile.predict("triton", CALL) is None
 

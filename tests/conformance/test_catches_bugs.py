@@ -217,6 +217,38 @@ def test_a_wrong_forward_fails(register: Any, mutation: Wrap, checks: set[str]) 
     assert checks <= set(failures(*checks))
 
 
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize(
+    ("op", "buffers", "check"),
+    [(CHUNK, 1, "determinism"), (DECODE, 2, "determinism"), (CHUNK, 1, "gradient_determinism")],
+)
+def test_results_in_memory_that_is_used_again_fail(
+    register: Any, kind: str, op: str, buffers: int, check: str
+) -> None:
+    """The caller's array changes at a later call: the next one, or where two buffers take turns, the one after it."""
+    kept: dict[Any, Any] = {}
+    turns = itertools.count()
+
+    def again(x: Any, what: str) -> Any:
+        held = kept.setdefault((what, next(turns) % buffers, tuple(x.shape), x.dtype), x)
+        held[...] = x
+        return held
+
+    def static(f: Any, request: Any, x: Any) -> Outputs:
+        out = f(request, x)
+        return out if request.has("out") else out._replace(o=again(out.o, "o"))
+
+    def static_gradient(f: Any, *args: Any) -> InputGrads:
+        grads = f(*args)
+        return grads._replace(k=again(grads.k, "k"))
+
+    mutation = {"forward": static} if check == "determinism" else {"backward": static_gradient}
+    register(op, kind=kind, **mutation)
+    cases = [c for c in plan(NAME).cases if c.check == check]
+    results = [run_case(c) for c in cases]
+    assert cases and all(r.status == "failed" and "stays" in r.message for r in results)
+
+
 def test_a_later_anchor_passes_every_accuracy_case(register: Any) -> None:
     """It is the bit comparison alone that catches it."""
     register(CHUNK, forward=later_anchor)

@@ -183,7 +183,7 @@ def verify(
         device=where,
         level=level,
         seed=seed,
-        started=started.isoformat(timespec="seconds"),
+        started=started.isoformat(timespec="microseconds"),
         seconds=round(time.perf_counter() - start, 3),
         commit=_commit(),
         machine=_machine(),
@@ -250,9 +250,25 @@ def _results(drawn: _Drawn, items: list[Item], jobs: int, advance: Callable[[Res
 
 
 def default_path(report: Report, folder: Path | None = None) -> Path:
-    """Where ``kdacore verify`` puts a record unless told: the cache folder."""
-    name = f"{report.backend}-{report.device.split()[0]}-{report.level}-{report.started.replace(':', '')[:17]}.json"
-    return (folder or config.get().cache_dir / "verify") / name
+    """Where ``kdacore verify`` puts a record; runs side by side have begun at other microseconds."""
+    started = report.started.replace(":", "").partition("+")[0]
+    return (
+        folder or default_folder()
+    ) / f"{report.backend}-{report.device.split()[0]}-{report.level}-{started}.json"
+
+
+def default_folder() -> Path:
+    """Where records go unless told: a folder of the cache folder."""
+    return config.get().cache_dir / "verify"
+
+
+def check_writable(path: Path) -> None:
+    """Make the folder of a file that is written after a long run. OSError, now, when the file cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    existed = path.exists()
+    path.open("a").close()
+    if not existed:
+        path.unlink()
 
 
 def load_records(folder: Path) -> list[Report]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from pathlib import Path
 
 from kdacore import callargs, report
@@ -35,16 +37,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 when every backend conforms, 1 when one does not."""
-    from kdacore.verify import default_path, verify
+    from kdacore.verify import check_writable, default_folder, default_path, verify
 
     out = report.console()
+    folder = args.folder or default_folder()
+    try:
+        check_writable(folder / f"{os.getpid()}.tmp")
+    except OSError as error:
+        source = "--folder" if args.folder else "KDACORE_CACHE_DIR"
+        print(f"kdacore verify: {source}: cannot write into {folder}: {error}", file=sys.stderr)
+        return report.USAGE
     names = args.backends or [n for n, r in REGISTRY.backends().items() if not missing(r.backend)]
     failed = False
     for name in names:
         options = {"seed": args.seed, "kinds": tuple(args.kind), "jobs": args.jobs}
         found = verify(name, args.device, args.level, args.random, **options)
-        out.print("\n".join(found.lines()))  # first: the folder may not be writable
-        path = default_path(found, args.folder)
+        out.print("\n".join(found.lines()))  # first: the disk may be full by now
+        path = default_path(found, folder)
         found.write(path)
         out.print(f"  record: {path}\n")
         failed = failed or not found.ok

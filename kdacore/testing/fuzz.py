@@ -40,6 +40,7 @@ from kdacore.testing.matrix import LEVELS, Level
 from kdacore.testing.processes import Work
 from kdacore.testing.random_cases import CALLS, NAMES, Calls, calls_of, random_case
 from kdacore.testing.suite import Result, run_case
+from kdacore.verify import check_writable
 
 SCHEMA = 1
 _SHOWN = 20
@@ -193,6 +194,12 @@ def main(words: list[str] | None = None) -> int:
     if asked.calls not in calls_of(asked.backend):
         print(f"--calls: backend {asked.backend!r} has no {NAMES[asked.calls]}", file=sys.stderr)
         return 2
+    if asked.json:
+        try:
+            check_writable(asked.json)
+        except OSError as error:
+            print(f"--json: {error}", file=sys.stderr)
+            return 2
     task = Task(asked.backend, asked.device or default_device(asked.backend), asked.level, asked.calls)
     seeds = range(asked.seed, asked.seed + asked.count)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes started from here
@@ -201,7 +208,6 @@ def main(words: list[str] | None = None) -> int:
         rows = fuzz(task, seeds, asked.jobs, show, asked.seconds)
     found = document(task, seeds, rows, time.perf_counter() - start, asked.commit or checkout())
     if asked.json:
-        asked.json.parent.mkdir(parents=True, exist_ok=True)
         asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(f"{found['served']} served, {found['declined']} declined, {found['failed']} failed")
     for row in found["failures"][:_SHOWN]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kdacore.verify as verification
-from kdacore import cli
+from kdacore import cli, config
 from kdacore.errors import BackendBuildError
 from kdacore.hookspecs import hookimpl
 from kdacore.registry import REGISTRY
@@ -56,6 +57,7 @@ def test_verify(
     (written,) = verification.load_records(tmp_path)
     assert written.backend == "reference"
     out = capsys.readouterr().out
+    assert [p.suffix for p in tmp_path.iterdir()] == [".json"]
     assert str(tmp_path) in out and ("never served" in out) == bool(problems)
 
 
@@ -84,12 +86,42 @@ def test_verify_takes_what_is_available(
 def test_a_record_that_cannot_be_written_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(verification, "verify", lambda name, *args, **kwargs: record(name, ["never served"]))
-    (tmp_path / "file").write_text("")
-    assert cli.main(["verify", "reference", "--folder", str(tmp_path / "file")]) == 1
+    def fake(name: str, *args: Any, **kwargs: Any) -> verification.Report:
+        (tmp_path / "records").rmdir()
+        (tmp_path / "records").write_text("")  # the folder goes while the suite runs
+        return record(name, ["never served"])
+
+    monkeypatch.setattr(verification, "verify", fake)
+    assert cli.main(["verify", "reference", "--folder", str(tmp_path / "records")]) == 1
     printed = capsys.readouterr()
     assert "never served" in printed.out
-    assert printed.err.startswith("kdacore verify: ") and str(tmp_path / "file") in printed.err
+    assert printed.err.startswith("kdacore verify: ") and str(tmp_path / "records") in printed.err
+
+
+@pytest.mark.parametrize("source", ["--folder", "KDACORE_CACHE_DIR"])
+def test_a_folder_that_cannot_be_written_is_found_before_anything_runs(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verification, "verify", lambda *args, **kwargs: pytest.fail("ran"))
+    file = tmp_path / "file"
+    file.write_text("")
+    if source == "--folder":
+        words = ["--folder", str(file)]
+    else:
+        words = []
+        monkeypatch.setenv(source, str(file))
+        config.refresh()
+    assert cli.main(["verify", "reference", *words]) == 2
+    assert f"kdacore verify: {source}: cannot write into {file}" in capsys.readouterr().err
+
+
+def test_records_of_runs_side_by_side() -> None:
+    one, two = (
+        dataclasses.replace(record("reference", []), started=f"2026-01-02T03:04:05.00000{n}+00:00")
+        for n in (1, 2)
+    )
+    names = [verification.default_path(r, Path("x")).name for r in (one, two)]
+    assert names == [f"reference-cpu-quick-2026-01-02T030405.00000{n}.json" for n in (1, 2)]
 
 
 def test_verify_an_unknown_backend(capsys: pytest.CaptureFixture[str]) -> None:

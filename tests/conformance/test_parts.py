@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -279,6 +280,7 @@ def test_the_record_says_what_ran_and_where(report: Report, tmp_path: Path) -> N
     path = default_path(report, tmp_path)
     report.write(path)
     assert load_records(tmp_path) == [report]
+    assert re.fullmatch(r"reference-cpu-quick-[\d-]{10}T\d{6}\.\d{6}\.json", path.name)
     assert [p.suffix for p in tmp_path.iterdir()] == [".json"]
 
 

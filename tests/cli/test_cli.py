@@ -64,6 +64,15 @@ def test_a_closed_pipe_is_not_a_traceback() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams_are_no_error(closed: str) -> None:
+    """As of a daemon. What has another stream still goes there."""
+    command = f"{sys.executable} -m kdacore plugins {closed}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("reference" in done.stdout) == (closed == "2>&-")
+
+
 def test_a_bad_environment_variable_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,8 +9,11 @@ from typing import Any
 
 from kdacore import features
 from kdacore.callspec import CallSpec
+from kdacore.device import TYPES
+from kdacore.errors import ContractError
 from kdacore.frameworks.specs import DEVICE
 from kdacore.ops import OPS
+from kdacore.registry import REGISTRY
 from kdacore.types import Gate, Selection
 
 SIZES = "B,T,H,HV,K,V"
@@ -52,9 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
 
 def device(text: str) -> str:
     """A device, its index after a colon. argparse turns the error into exit status 2."""
-    if not DEVICE.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no device, like cpu, cuda or cuda:1")
-    return text
+    if DEVICE.fullmatch(text) and _is_known(text.partition(":")[0]):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is no device, like cpu, cuda or cuda:1")
+
+
+def _is_known(device_type: str) -> bool:
+    return device_type in TYPES or any(
+        device_type in r.backend.device_types for r in REGISTRY.backends().values()
+    )
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -84,6 +93,8 @@ def call_of(args: argparse.Namespace) -> CallSpec:
     B, T, H, HV, K, V = args.shape or (1, 4096, 16, 16, 128, 128)
     lower_bound = -5.0 if args.lower_bound is None and args.safe_gate else args.lower_bound
     op = args.op or "chunk_kda"
+    if args.arch and args.device in ("cpu", "meta"):
+        raise ContractError(op, "arch", repr(args.arch), f"none: {args.device} has no architectures")
     gate: Gate = "log"
     if args.use_gate_in_kernel or OPS[op].family == "gate":
         gate = "softplus" if lower_bound is None else "sigmoid"
@@ -119,6 +130,14 @@ def call_of(args: argparse.Namespace) -> CallSpec:
         out=args.out,
         chunk_size=args.chunk_size,
     )
+
+
+def given(args: argparse.Namespace) -> list[str]:
+    """The switches that say something of a call other than what holds without them."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, required=False)
+    usual = vars(parser.parse_args([]))
+    return [f"--{name.replace('_', '-')}" for name, value in usual.items() if getattr(args, name) != value]
 
 
 def selection_dict(selection: Selection) -> dict[str, Any]:

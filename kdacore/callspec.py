@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kdacore import api, contract, stages
+from kdacore.errors import ContractError
 from kdacore.frameworks import ShapeDtype
-from kdacore.ops import OPS
+from kdacore.ops import OPS, OpDef
 from kdacore.types import ArrayKind, Gate, Request, Selection
 
 
@@ -58,11 +59,27 @@ class CallSpec:
 
 
 def arguments(call: CallSpec) -> dict[str, Any]:
-    """The keyword arguments of the call, with :class:`~kdacore.ShapeDtype` in place of arrays."""
+    """The keyword arguments of the call, with :class:`~kdacore.ShapeDtype` in place of arrays.
+
+    Raises:
+        ContractError: the call asks for something that its op has no argument for.
+    """
     opdef = OPS[call.op]
-    arrays = {name: _array(call, name) for name in opdef.arrays if _given(call, name)}
+    _refuse_strays(call, opdef)
+    arrays = {name: _array(call, name) for name in opdef.arrays if _optional(call).get(name, True)}
     options = {name: value for name, value in _options(call).items() if name in opdef.options}
     return {**arrays, **options}
+
+
+def _refuse_strays(call: CallSpec, opdef: OpDef) -> None:
+    """Nothing that was asked for may fall away: the answer would be of another call."""
+    asked, usual = ({**_options(c), **_optional(c)} for c in (call, _PLAIN))
+    taken = {*opdef.options, *opdef.arrays}
+    if "A_log" in taken:  # its parameters alone may ask for a gate
+        taken.add("use_gate_in_kernel")
+    for name, value in asked.items():
+        if name not in taken and value != usual[name]:
+            raise ContractError(call.op, name, repr(value), "nothing: the op has no such argument")
 
 
 def request(call: CallSpec) -> Request:
@@ -86,10 +103,10 @@ def public(op: str) -> Any:
     return getattr(api, op, None) or getattr(stages, op)
 
 
-def _given(call: CallSpec, name: str) -> bool:
-    family = OPS[call.op].family
-    gated = call.gate != "log" or family == "gate"
-    optional = {
+def _optional(call: CallSpec) -> dict[str, bool]:
+    """Arrays that a call may do without, and whether this one does not; of no op in particular."""
+    gated = call.gate != "log" or OPS[call.op].family == "gate"
+    return {
         "A_log": gated,
         "dt_bias": gated,
         "initial_state": bool(call.initial_state or call.pool),
@@ -98,10 +115,8 @@ def _given(call: CallSpec, name: str) -> bool:
         "state_indices": bool(call.pool),
         "num_accepted_tokens": call.accepted,
         "out": call.out,
+        "q": call.op != "kda_recompute_w_u",
     }
-    if call.op == "kda_recompute_w_u":
-        optional["q"] = False
-    return optional.get(name, True)
 
 
 def _array(call: CallSpec, name: str) -> ShapeDtype:
@@ -164,3 +179,6 @@ def _options(call: CallSpec) -> dict[str, Any]:
         "read_only_state": call.read_only_state,
         "chunk_size": call.chunk_size,
     }
+
+
+_PLAIN = CallSpec()

@@ -8,6 +8,9 @@ import sys
 from kdacore import config
 from kdacore.types import Device
 
+TYPES = ("cpu", "cuda", "rocm", "tpu", "meta", "mps", "xpu")
+"""Devices that arrays are on as the libraries come; a backend may declare others."""
+
 _TPU_GENERATIONS = {
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",

@@ -54,7 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from kdacore.doctor_text import render
 
-    call = callargs.call_of(args) if args.op or args.shape else None
+    about_a_call = args.op or args.shape
+    if not about_a_call and (stray := callargs.given(args)):
+        print(f"kdacore doctor: {', '.join(stray)}: about a call; --op says which", file=sys.stderr)
+        return report.USAGE
+    call = callargs.call_of(args) if about_a_call else None
     spinner = Console(stderr=True).status("looking at the machine, the plugins and what they compute")
     with spinner, contextlib.redirect_stdout(sys.stderr):  # what plugins print is no part of the report
         found = collect(selfchecks=not args.no_selfcheck, call=call, backend=args.backend)

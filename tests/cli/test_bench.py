@@ -480,8 +480,8 @@ def test_list_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:
         (["cpu", "--tiny", "--backend", "reference"], "cpu takes no --backend"),
         (["import", "--only", "x"], "import takes no --only"),
         (["quick", "--kind", "numpy", "--device", "cuda"], "numpy has no such device here"),
-        (["h200-stages", "--device", "mars"], "torch has no such device here"),
-        (["--shape", "1,8,1,1,16,16", "--device", "mars"], "torch has no such device here"),
+        (["h200-stages", "--device", "tpu"], "torch has no such device here"),
+        (["--shape", "1,8,1,1,16,16", "--device", "tpu"], "torch has no such device here"),
     ],
 )
 def test_bad_usage(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

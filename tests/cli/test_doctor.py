@@ -93,6 +93,11 @@ def test_a_call_can_be_explained_too(capsys: Capture) -> None:
     assert found["call"]["text"] in capsys.readouterr().out
 
 
+def test_what_is_said_of_no_call(capsys: Capture) -> None:
+    assert cli.main(["doctor", "--no-selfcheck", "--backend", "nosuch", "--kind", "numpy"]) == 2
+    assert "--kind, --backend: about a call; --op says which" in capsys.readouterr().err
+
+
 def test_a_call_under_a_bad_preference(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KDACORE_BACKEND", "nonsense")
     config.refresh()

@@ -157,6 +157,57 @@ def test_a_package_that_is_missing_is_missing_wherever() -> None:
     assert [r.code for r in judged.reasons] == ["unavailable"]
 
 
+@pytest.mark.parametrize("arch", ["sm_90", "v5e"])
+def test_a_cpu_has_no_architecture(arch: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "chunk_kda", *CPU, "--arch", arch]) == 2
+    assert "argument 'arch'" in capsys.readouterr().err
+
+
+STRAY = [
+    ("chunk_kda", ["--inplace-state"], "inplace_state"),
+    ("chunk_kda", ["--read-only-state"], "read_only_state"),
+    ("chunk_kda", ["--state-indices", "8"], "state_indices"),
+    ("chunk_kda", ["--num-accepted-tokens"], "num_accepted_tokens"),
+    ("chunk_kda", ["--out"], "out"),
+    ("chunk_kda", ["--chunk-size", "32"], "chunk_size"),
+    ("fused_recurrent_kda", ["--checkpoint-every", "64"], "checkpoint_every"),
+    ("fused_recurrent_kda", ["--disable-recompute"], "disable_recompute"),
+    ("kda_gate", ["--cu-seqlens", "2"], "cu_seqlens"),
+    ("kda_gate", ["--safe-gate"], "safe_gate"),
+    ("kda_chunk_intra", ["--use-gate-in-kernel"], "use_gate_in_kernel"),
+    ("kda_chunk_intra", ["--initial-state", "float32"], "initial_state"),
+]
+
+
+@pytest.mark.parametrize(("op", "words", "named"), STRAY, ids=[f"{op} {w[0]}" for op, w, _ in STRAY])
+def test_what_the_op_does_not_have(
+    op: str, words: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without it the answer would be of another call."""
+    assert cli.main(["explain", op, "--shape", "1,64,2,2,16,16", *CPU, *words]) == 2
+    assert f"{op}: argument '{named}': got " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--use-gate-in-kernel"], ["--use-gate-in-kernel", "--lower-bound", "-5"]])
+def test_a_gate_as_a_stage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "kda_chunk_gate", "--shape", "1,64,2,2,16,16", *CPU, *words]) == 0
+    capsys.readouterr()
+
+
+def test_a_device_that_a_backend_brings(capsys: pytest.CaptureFixture[str]) -> None:
+    ops = {"chunk_kda": OpImpl(forward=print)}
+    own = Backend(name="own", version="1", kinds=("torch",), ops=ops, device_types=("abacus",))
+
+    class Plugin:
+        @hookimpl
+        def kdacore_backends(self) -> list[Backend]:
+            return [own]
+
+    REGISTRY.register(Plugin(), "own")
+    assert cli.main(["explain", "chunk_kda", "--backend", "own", "--device", "abacus"]) == 0
+    assert "chosen: own" in capsys.readouterr().out
+
+
 def test_an_unknown_backend(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "chunk_kda", "--backend", "nonsense", *CPU]) == 2
     assert "'nonsense'" in capsys.readouterr().err
@@ -179,7 +230,8 @@ def test_a_broken_contract_is_2_and_names_the_argument(
 
 
 @pytest.mark.parametrize(
-    "words", [["--chunk-size", "0"], ["--device", "cuda:x"], ["--device", "cuda:-1"], ["--device", ""]]
+    "words",
+    [["--chunk-size", "0"], *(["--device", word] for word in ("cuda:x", "cuda:-1", "", "cudaa", "gpu"))],
 )
 def test_numbers_and_devices_that_are_none(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:

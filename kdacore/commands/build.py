@@ -30,7 +30,8 @@ def run(args: argparse.Namespace) -> int:
     out = report.console()
     given = dict.fromkeys(arch for words in args.arch for arch in words.split(","))
     for arch in given:
-        if problem := build.arch_problem(arch):
+        # What is packaged may be there already: then no compiler need be.
+        if arch not in prebuilt.PACKAGED_ARCHS and (problem := build.arch_problem(arch)):
             wanted = f"one such as {' or '.join(prebuilt.PACKAGED_ARCHS)}"
             print(f"kdacore build: --arch: got {arch!r}; wanted {wanted} ({problem})", file=sys.stderr)
             return report.USAGE

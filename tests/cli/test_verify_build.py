@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,22 @@ def test_build_for_an_architecture_there_is_not(
     said = capsys.readouterr().err
     assert f"--arch: got {given.split(',')[-1]!r}" in said
     assert "sm_90a" in said
+
+
+def test_what_is_built_already_takes_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kdacore_cuda import build, prebuilt
+
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    build._nvrtc.cache_clear()
+    monkeypatch.setattr(prebuilt, "build_all", lambda *args, **kwargs: [])
+    words = ["build", "--folder", str(tmp_path), "--arch"]
+    assert cli.main([*words, "sm_90a,sm_100f"]) == 0
+    assert cli.main([*words, "sm_80"]) == 1
+    said = capsys.readouterr().err
+    assert "building CUDA kernels failed:\nthe NVRTC bindings are not installed" in said
+    assert "pip install 'kdacore[cuda]'" in said
 
 
 def test_build_into_a_folder_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,13 +106,15 @@ def _nvrtc() -> tuple[Any, str]:
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
-        raise BackendBuildError("NVRTC bindings", f"{error}; pip install 'kdacore[cuda]'") from error
+        log = f"the NVRTC bindings are not installed ({error}); pip install 'kdacore[cuda]'"
+        raise BackendBuildError("CUDA kernels", log) from error
     try:
         status, major, minor = nvrtc.nvrtcVersion()
     except RuntimeError as error:
-        raise BackendBuildError("the NVRTC library", f"{error}; pip install nvidia-cuda-nvrtc") from error
+        log = f"the NVRTC library is not installed ({error}); pip install nvidia-cuda-nvrtc"
+        raise BackendBuildError("CUDA kernels", log) from error
     if int(status) != 0:
-        raise BackendBuildError("the NVRTC library", f"nvrtcVersion returned {status}")
+        raise BackendBuildError("CUDA kernels", f"nvrtcVersion returned {status}")
     return nvrtc, f"{major}.{minor}"
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kdacore import config, contract, selection
-from kdacore.errors import ContractError
+from kdacore.errors import ConfigError, ContractError
 from kdacore.frameworks import Adapter, ShapeDtype, adapter_of
 from kdacore.frameworks import _by_type as _adapters
 from kdacore.ops import OPS, OpDef
@@ -85,6 +85,11 @@ def _environment_policy() -> selection.Policy:
     global _default_policy
     if _default_policy is None:
         names = config.get().backend
+        for name in names:
+            try:
+                REGISTRY.get(name)
+            except ContractError as error:  # nobody passed it: it is the environment that is wrong
+                raise ConfigError("KDACORE_BACKEND", name, error.want) from None
         _default_policy = selection.Policy("", names, "KDACORE_BACKEND") if names else _AUTO
     return _default_policy
 
@@ -144,6 +149,7 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
 
     Raises:
         ContractError: the call breaks the contract.
+        ConfigError: ``KDACORE_BACKEND`` names no backend.
         UnsupportedError: the forced backend, or every backend for a traced call, cannot serve it.
     """
     torch = sys.modules.get("torch")

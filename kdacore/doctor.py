@@ -33,7 +33,7 @@ from kdacore import (
     selection,
     selfcheck,
 )
-from kdacore.errors import ConfigError, ContractError, list_names
+from kdacore.errors import ConfigError, list_names
 from kdacore.machine import Machine
 from kdacore.registry import BY_HAND, OWN_DISTRIBUTION, REGISTRY, PluginRecord, Registered, probe
 
@@ -264,9 +264,7 @@ def _call(call: callspec.CallSpec, backend: str | None) -> dict[str, Any]:
     """The selection for one call; a call that breaks the contract is an error of the command line."""
     try:
         return callargs.selection_dict(callspec.explain(call, backend))
-    except ContractError as error:
-        if error.argument not in config.VARIABLES:
-            raise
+    except ConfigError as error:
         return {"text": str(error)}  # the variable is among the problems already
 
 

@@ -106,8 +106,11 @@ def test_unknown_names(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
     monkeypatch.setenv("KDACORE_BACKEND", "nosuch")
     config.refresh()
-    with pytest.raises(kdacore.ContractError, match=r"'KDACORE_BACKEND'.*nosuch"):
+    with pytest.raises(kdacore.ConfigError, match=r"KDACORE_BACKEND='nosuch'; wanted one of reference"):
         kdacore.chunk_kda(**call())
+    assert ran(backend="reference") == "reference"
+    with kdacore.use_backend("reference"):
+        assert ran() == "reference"
     monkeypatch.undo()
     config.refresh()
 

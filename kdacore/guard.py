@@ -11,11 +11,11 @@ FAULTS = (Exception, SystemExit)
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Code of a plugin that raised on the way of a call: a problem of the doctor's report."""
+    """Code of a plugin that went wrong on the way of a call: a problem of the doctor's report."""
 
     where: str
     what: str
-    """What raised, what it raised, and the traceback."""
+    """What raised, what it raised, and the traceback; or what nonsense it answered."""
 
 
 _faults: dict[tuple[str, str, str], Fault] = {}
@@ -35,6 +35,12 @@ def report(where: str, what: str, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))
     _faults.setdefault((where, what, type(error).__name__), Fault(where, f"{what} raised {error!r}\n{text}"))
     warn_once(where, what, type(error).__name__, f"{what} raised:\n{text}")
+
+
+def complain(where: str, what: str, kind: str, said: str) -> None:
+    """Warn, once for these three words, of code that answered nonsense, and keep it for the doctor."""
+    _faults.setdefault((where, what, kind), Fault(where, f"{what} {said}"))
+    warn_once(where, what, kind, f"{what} {said}")
 
 
 def warn_once(where: str, what: str, kind: str, text: str) -> None:

@@ -209,9 +209,10 @@ def _ranked(request: Request, able: list[Candidate]) -> list[tuple[str, str]]:
         order = [(c.backend, highest if len(able) > 1 else "the only one that can") for c in by_rank]
     if chosen is not None:
         if chosen not in [c.backend for c in able]:
-            warnings.warn(
-                f"kdacore_choose named {chosen!r}, which cannot serve the call", RuntimeWarning, stacklevel=2
-            )
+            asked = REGISTRY.hooks().kdacore_choose.get_hookimpls()
+            where = f"plugin {list_names(i.plugin_name for i in asked)}"
+            said = f"named {chosen!r}, which cannot serve the call"
+            guard.complain(where, "kdacore_choose", repr(chosen), said)
         else:
             order = [(chosen, "chosen by the kdacore_choose hook")] + [o for o in order if o[0] != chosen]
     return order

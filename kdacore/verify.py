@@ -110,8 +110,18 @@ class Report:
         ]
         text += [f"  note: {note}" for note in self.notes]
         text += [f"  PROBLEM {problem}" for problem in self.problems]
-        text += [f"  FAILED {row['id']}: {row['message']}" for row in self.failures]
-        return text
+        return [*text, *_failed(self.failures)]
+
+
+def _failed(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """What went wrong in each case; a traceback once for each error, which may be that of every case."""
+    seen: set[str] = set()
+    for row in rows:
+        message = row["message"].strip()
+        error = message.rpartition("\n")[2]
+        again = message.startswith("Traceback") and error in seen
+        yield f"  FAILED {row['id']}: {error} (as above)" if again else f"  FAILED {row['id']}: {message}"
+        seen.add(error)
 
 
 def _amount(row: dict[str, Any]) -> str:

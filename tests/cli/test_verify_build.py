@@ -116,6 +116,21 @@ def test_a_folder_that_cannot_be_written_is_found_before_anything_runs(
     assert f"kdacore verify: {source}: cannot write into {file}" in capsys.readouterr().err
 
 
+def test_a_traceback_is_shown_once() -> None:
+    def row(n: int, message: str) -> dict[str, Any]:
+        return {"id": f"case{n}", "status": "failed", "message": message}
+
+    trace = "Traceback (most recent call last):\n  File 'x.py', line {}\nIndexError: off by one\n"
+    rows = [row(0, trace.format(1)), row(1, trace.format(2)), row(2, "o: error 2"), row(3, "o: error 2")]
+    found = dataclasses.replace(record("b", []), cases=rows)
+    assert found.lines()[1:] == [
+        f"  FAILED case0: {trace.format(1).strip()}",
+        "  FAILED case1: IndexError: off by one (as above)",
+        "  FAILED case2: o: error 2",
+        "  FAILED case3: o: error 2",
+    ]
+
+
 def test_records_of_runs_side_by_side() -> None:
     one, two = (
         dataclasses.replace(record("reference", []), started=f"2026-01-02T03:04:05.00000{n}+00:00")

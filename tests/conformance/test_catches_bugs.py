@@ -211,6 +211,32 @@ FORWARD = [
 ]
 
 
+def exits(f: Any, request: Any, x: Any) -> Outputs:
+    raise SystemExit(3)
+
+
+def on_the_meta_device(f: Any, request: Any, x: Any) -> Outputs:
+    out = f(request, x)
+    return out._replace(o=out.o.to("meta"))
+
+
+@pytest.mark.parametrize(
+    ("mutation", "kind", "said"),
+    [
+        (exits, "numpy", "SystemExit: 3"),
+        (lambda f, *a: f(*a)._replace(o=[1.0]), "numpy", "o kind: error inf, bound 0 (a list, not numpy)"),
+        (on_the_meta_device, "torch", "o device: error inf, bound 0 (on meta"),
+    ],
+    ids=["exits", "list", "meta"],
+)
+def test_what_is_no_result_is_a_finding(register: Any, mutation: Wrap, kind: str, said: str) -> None:
+    """Neither the end of the suite nor an error of its own."""
+    register(CHUNK, forward=mutation, kind=kind)
+    result = run_case(plan(NAME).cases[0])
+    assert result.status == "failed" and said in result.message
+    assert mutation is exits or "Traceback" not in result.message
+
+
 @pytest.mark.parametrize(("mutation", "checks"), FORWARD, ids=[m.__name__ for m, _ in FORWARD])
 def test_a_wrong_forward_fails(register: Any, mutation: Wrap, checks: set[str]) -> None:
     register(CHUNK, forward=mutation)

@@ -194,8 +194,13 @@ def test_the_doctor_finds_a_policy_that_raises_by_itself() -> None:
 
 def test_a_policy_that_answers_nonsense() -> None:
     add(kdacore_choose=lambda request, candidates: ["reference"])
-    with pytest.warns(RuntimeWarning, match=r"kdacore_choose named \['reference'\]"):
+    with pytest.warns(RuntimeWarning, match=r"plugin bad plugin: kdacore_choose named \['reference'\]"):
         assert ran() == "reference"
+
+
+def test_the_doctor_finds_a_policy_that_answers_nonsense_by_itself() -> None:
+    add(kdacore_choose=lambda request, candidates: "nosuch")
+    assert problems() == ["plugin bad plugin: kdacore_choose named 'nosuch', which cannot serve the call"]
 
 
 def test_wrappers_of_hooks_still_wrap() -> None:

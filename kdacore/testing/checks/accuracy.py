@@ -86,8 +86,13 @@ def check_results(case: Case, results: dict[str, Any], findings: Findings, prefi
     )
     for name in want:
         if name in results:
-            check_form(case, name, results[name], findings, prefix)
-            findings.close(prefix + name, results[name], want[name], result_bound(case, name, results[name]))
+            check_result(case, name, results[name], want[name], findings, prefix)
+
+
+def check_result(case: Case, name: str, result: Any, want: Any, findings: Findings, prefix: str = "") -> None:
+    """One result: its form, and its values where they can be read."""
+    if check_form(case, name, result, findings, prefix):
+        findings.close(prefix + name, result, want, result_bound(case, name, result))
 
 
 def check_changeable(results: dict[str, Any], findings: Findings) -> None:
@@ -107,17 +112,18 @@ def result_bound(case: Case, name: str, result: Any) -> float:
     return case.factor * bound(quantity, where, case.dtype, dtype)
 
 
-def check_form(case: Case, name: str, result: Any, findings: Findings, prefix: str = "") -> None:
-    """Kind, device and dtype of one result."""
+def check_form(case: Case, name: str, result: Any, findings: Findings, prefix: str = "") -> bool:
+    """Kind, device and dtype of one result. False when it is none of the case's arrays, whatever it holds."""
     adapter = adapter_of(result)
     kind = None if adapter is None else adapter.kind
     findings.require(f"{prefix}{name} kind", kind == case.kind, f"a {type(result).__name__}, not {case.kind}")
     if adapter is None or kind != case.kind:
-        return
+        return False
     on, where = adapter.device(result), device_of(case.kind, case.device)
     findings.require(f"{prefix}{name} device", on == where, f"on {on}, not on {where}")
     got, want = dtype_of(result), result_dtypes(case, name)
     findings.require(f"{prefix}{name} dtype", got in want, f"{got}, wanted {' or '.join(want)}")
+    return on == where
 
 
 def result_dtypes(case: Case, name: str) -> tuple[str, ...]:

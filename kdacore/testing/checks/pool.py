@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kdacore.testing.cases import Case
-from kdacore.testing.checks.accuracy import check_form, result_bound
+from kdacore.testing.checks.accuracy import check_result, result_bound
 from kdacore.testing.compare import Findings, bits, to_float64
 from kdacore.testing.data import Values, host_values
 from kdacore.testing.expected import expected
@@ -27,13 +27,11 @@ def pool(case: Case, findings: Findings) -> None:
     for p in placed.values():
         p.check(findings, written=how.inplace and p is state)
     want = expected(case)
-    check_form(case, "o", results["o"], findings)
-    findings.close("o", results["o"], want["o"], result_bound(case, "o", results["o"]))
+    check_result(case, "o", results["o"], want["o"], findings)
     if how.inplace:
         _check_written(case, values, state, results, findings)
     elif "final_state" in want:
-        got = results["final_state"]
-        findings.close("final_state", got, want["final_state"], result_bound(case, "final_state", got))
+        check_result(case, "final_state", results["final_state"], want["final_state"], findings)
     else:
         findings.require("final_state", "final_state" not in results, "a state nobody asked for")
 

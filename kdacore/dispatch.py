@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from kdacore import config, contract, selection
-from kdacore.errors import ConfigError, ContractError
+from kdacore.errors import ConfigError, ContractError, PluginError
 from kdacore.frameworks import Adapter, ShapeDtype, adapter_of
 from kdacore.frameworks import _by_type as _adapters
 from kdacore.ops import OPS, OpDef
@@ -48,7 +49,7 @@ class Plan:
         self.adapter = adapter
         self.backend: Backend = registered.backend
         self.impl: OpImpl = registered.backend.ops[request.op]
-        self.forward = self.impl.forward
+        self.forward = _answering(chosen.backend, request.op)
         self.run: Callable[[Plan, Any], Any] = adapter.run
         self.validate = config.get().validate_values
         self.repeat = None if request.needs_grad or self.validate else self.impl.repeat
@@ -56,6 +57,35 @@ class Plan:
         self.joined: Any = None
         """Where an adapter keeps what it built for this plan (a ``custom_vjp`` function)."""
 
+
+@functools.cache
+def _answering(backend: str, op: str) -> Callable[..., Any]:
+    """A backend's forward, held to what the op returns: anything else would go wrong far from the backend.
+
+    One function for all plans, as adapters keep what they compiled by it.
+    """
+    forward, wanted = REGISTRY.get(backend).backend.ops[op].forward, OPS[op].outputs
+
+    def whole(request: Request, inputs: Any) -> Any:
+        results = forward(request, inputs)
+        if not isinstance(results, wanted):  # type: ignore[arg-type]
+            raise _nonsense(backend, op, results, f"kdacore.types.{wanted.__name__}")  # type: ignore[union-attr]
+        return results
+
+    def array(request: Request, inputs: Any) -> Any:
+        result = forward(request, inputs)
+        if type(result) not in _adapters and adapter_of(result) is None:
+            raise _nonsense(backend, op, result, "an array")
+        return result
+
+    return array if wanted is None else whole
+
+
+def _nonsense(backend: str, op: str, got: Any, want: str) -> PluginError:
+    return PluginError(f"backend {backend!r}: forward of {op} returned {type(got).__name__}; wanted {want}")
+
+
+REGISTRY.on_change(_answering.cache_clear)
 
 _AUTO = selection.Policy()
 _policy: contextvars.ContextVar[selection.Policy | None] = contextvars.ContextVar(

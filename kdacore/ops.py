@@ -45,6 +45,8 @@ class OpDef:
     family: str
     """``chunk``, ``recurrent``, ``gate`` or ``stage``."""
     scalar_gate: bool = False
+    outputs: type | None = t.Outputs
+    """What ``forward`` returns; None: one array."""
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -63,12 +65,18 @@ _DEFS = (
         "recurrent",
         scalar_gate=True,
     ),
-    OpDef("kda_gate", t.GateInputs, ("lower_bound",), "gate"),
-    OpDef("kda_chunk_gate", t.ChunkGateInputs, ("lower_bound", "chunk_size"), "stage"),
-    OpDef("kda_chunk_intra", t.IntraInputs, ("scale", "chunk_size"), "stage"),
-    OpDef("kda_recompute_w_u", t.RecomputeInputs, ("chunk_size",), "stage"),
-    OpDef("delta_rule_chunk_state", t.ChunkStateInputs, ("chunk_size", "state_v_first"), "stage"),
-    OpDef("kda_chunk_output", t.ChunkOutputInputs, ("scale", "chunk_size"), "stage"),
+    OpDef("kda_gate", t.GateInputs, ("lower_bound",), "gate", outputs=None),
+    OpDef("kda_chunk_gate", t.ChunkGateInputs, ("lower_bound", "chunk_size"), "stage", outputs=None),
+    OpDef("kda_chunk_intra", t.IntraInputs, ("scale", "chunk_size"), "stage", outputs=t.IntraOutputs),
+    OpDef("kda_recompute_w_u", t.RecomputeInputs, ("chunk_size",), "stage", outputs=t.RecomputeOutputs),
+    OpDef(
+        "delta_rule_chunk_state",
+        t.ChunkStateInputs,
+        ("chunk_size", "state_v_first"),
+        "stage",
+        outputs=t.ChunkStateOutputs,
+    ),
+    OpDef("kda_chunk_output", t.ChunkOutputInputs, ("scale", "chunk_size"), "stage", outputs=None),
 )
 
 OPS: dict[str, OpDef] = {d.name: d for d in _DEFS}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 import kdacore
+import kdacore.errors
 from kdacore import doctor, guard, machine, registry
 from kdacore.hookspecs import hookimpl
 from kdacore.machine import Machine, Row
@@ -149,6 +152,48 @@ def test_a_probe_that_answers_nonsense() -> None:
     add(backend(rank=9, requirements=(Requirement("bus", lambda: True, "-"),)))
     assert ran() == "reference"
     assert "a probe answers None or a str, not True" in problems()[0]
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "torch with gradients", "jax", "traced"])
+@pytest.mark.parametrize(
+    "answer", [lambda v: None, lambda v: (v, None), lambda v: v], ids=["None", "pair", "o"]
+)
+def test_a_forward_that_returns_no_outputs(answer: Callable[[Any], Any], kind: str) -> None:
+    library = {"traced": "jax"}.get(kind, kind.partition(" ")[0])
+    given: Any = arguments()
+    if library != "numpy":
+        pytest.importorskip(library)
+        given = {n: _array_of(library, x) for n, x in given.items()}
+    if kind == "torch with gradients":
+        given["v"].requires_grad_()
+    op = {"forward": lambda request, inputs: answer(inputs.v), "backward": raising(KeyError("unreached"))}
+    add(backend(kinds=(library,), op=op, traceable=True))
+    call = partial(kdacore.chunk_kda, backend="bad")
+    if kind == "traced":
+        import jax
+
+        call = jax.jit(call)
+    for _ in range(3):  # also where the call is known
+        with pytest.raises(
+            kdacore.errors.PluginError, match=r"'bad'.*chunk_kda returned \w+; wanted kdacore.types.Outp"
+        ):
+            call(**given)
+
+
+def _array_of(library: str, x: Any) -> Any:
+    return (
+        importlib.import_module("torch").from_numpy(x)
+        if library == "torch"
+        else importlib.import_module("jax.numpy").asarray(x)
+    )
+
+
+@pytest.mark.parametrize("answer", [None, (1,)])
+def test_a_gate_that_returns_no_array(answer: Any) -> None:
+    add(backend(ops={"kda_gate": OpImpl(lambda request, inputs: answer)}))
+    said = f"'bad': forward of kda_gate returned {type(answer).__name__}; wanted an array"
+    with pytest.raises(kdacore.errors.PluginError, match=said):
+        kdacore.kda_gate(np.ones((1, 2, 2, 4), np.float32), lower_bound=-5.0, backend="bad")
 
 
 @pytest.mark.parametrize("error", ENDINGS)

@@ -195,8 +195,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--slots", type=int, default=3, help="requests that run at the same time")
-    parser.add_argument("--drafts", type=int, default=3, help="guessed bytes a step (at most 15)")
+    parser.add_argument("--drafts", type=int, default=3, help="guessed bytes a step (0 to 15)")
     options = parser.parse_args(arguments)
+    if min(options.requests, options.slots) < 1 or not 0 <= options.drafts <= 15:
+        parser.error("--requests and --slots are at least 1, --drafts is 0 to 15")
     model = Model()
     requests = make_requests(options.requests)
     server = Server(model, options.slots, options.drafts)

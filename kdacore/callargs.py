@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,17 @@ def at_least(least: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} on")
         return int(text)
 
+    return number
+
+
+def positive(text: str) -> float:
+    """A number above 0, infinity included. argparse turns the error into exit status 2."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return number
 
 

@@ -162,7 +162,7 @@ def verify(
     """
     from kdacore.testing.capabilities import has_device
     from kdacore.testing.matrix import plan
-    from kdacore.testing.random_cases import calls_of
+    from kdacore.testing.random_cases import NothingServedError, calls_of
     from kdacore.testing.signature import device_of
     from kdacore.testing.suite import coverage_problems
 
@@ -178,10 +178,17 @@ def verify(
     if not problems:
         planned = plan(backend, device=device, level=level, kinds=kinds)
         where, notes = planned.device, list(planned.notes)
-        drawn = [(calls, seed + n) for calls in calls_of(backend) for n in range(random)]
-        items: list[Item] = [*planned.cases, *drawn]
+        draw = _Drawn(backend, planned.device, level)
+        items: list[Item] = list(planned.cases)
+        for calls in calls_of(backend) if random else ():
+            try:
+                draw.case((calls, seed))
+            except NothingServedError as error:  # nor is any other seed's
+                notes.append(f"no random calls: {error}")
+                continue
+            items += [(calls, seed + n) for n in range(random)]
         with _bar(len(items), backend, progress) as advance:
-            found = _results(_Drawn(backend, planned.device, level), items, jobs, advance)
+            found = _results(draw, items, jobs, advance)
             results += found
             table = found[: len(planned.cases)]
             problems += coverage_problems((r.case, r.status != "declined", r.codes) for r in table)

@@ -14,7 +14,7 @@ from kdacore.registry import REGISTRY, missing
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("backends", nargs="*", metavar="BACKEND", help="default: every backend that is available here")
-    add("--device", default=None, help="cpu, cuda, tpu (default: the backend's own first choice)")
+    add("--device", choices=("cpu", "cuda", "tpu"), help="where (default: the backend's own first choice)")
     add("--level", default="quick", choices=("quick", "full"), help="how many cases (default quick)")
     add(
         "--random",
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="also N random calls of whole ops, and N of stages",
     )
-    add("--seed", type=int, default=0, help="of the first random call")
+    add("--seed", type=callargs.at_least(0), default=0, metavar="S", help="of the first random call")
     add(
         "--kind",
         action="append",

@@ -31,6 +31,7 @@ from typing import Any
 
 from kdacore import machine
 from kdacore.bench.results import commit as checkout
+from kdacore.callargs import at_least, positive
 from kdacore.errors import ContractError
 from kdacore.registry import REGISTRY
 from kdacore.testing import processes
@@ -38,7 +39,7 @@ from kdacore.testing.capabilities import default_device
 from kdacore.testing.cases import Case
 from kdacore.testing.matrix import LEVELS, Level
 from kdacore.testing.processes import Work
-from kdacore.testing.random_cases import CALLS, NAMES, Calls, calls_of, random_case
+from kdacore.testing.random_cases import CALLS, NAMES, Calls, NothingServedError, calls_of, random_case
 from kdacore.testing.suite import Result, run_case
 from kdacore.verify import check_writable
 
@@ -201,6 +202,11 @@ def main(words: list[str] | None = None) -> int:
             print(f"--json: {error}", file=sys.stderr)
             return 2
     task = Task(asked.backend, asked.device or default_device(asked.backend), asked.level, asked.calls)
+    try:
+        task.case(asked.seed)
+    except NothingServedError as error:
+        print(error, file=sys.stderr)
+        return 2
     seeds = range(asked.seed, asked.seed + asked.count)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes started from here
     start = time.perf_counter()
@@ -221,9 +227,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--backend", required=True, metavar="NAME", help="the backend to call")
     parser.add_argument("--device", choices=("cpu", "cuda", "tpu"), help="where (default: its first choice)")
-    parser.add_argument("--count", type=int, default=2000, metavar="N", help="how many calls (2000)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the first (0)")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (1)")
+    parser.add_argument("--count", type=at_least(1), default=2000, metavar="N", help="how many calls (2000)")
+    parser.add_argument("--seed", type=at_least(0), default=0, metavar="S", help="seed of the first (0)")
+    parser.add_argument("--jobs", type=at_least(1), default=1, metavar="N", help="processes (1)")
     parser.add_argument(
         "--calls", choices=CALLS, default="whole", help="of whole ops (the default) or of the stages"
     )
@@ -231,7 +237,7 @@ def _parser() -> argparse.ArgumentParser:
         "--level", choices=LEVELS, default="quick", help="full draws longer sequences (quick)"
     )
     parser.add_argument(
-        "--seconds", type=float, default=math.inf, metavar="S", help="begin no call after this"
+        "--seconds", type=positive, default=math.inf, metavar="S", help="begin no call after this"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record here")
     parser.add_argument("--commit", default="", help="what the record calls this version (git's HEAD)")

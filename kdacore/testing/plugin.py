@@ -28,12 +28,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--kdacore-level", choices=("quick", "full"), default="quick", help="how much (quick)")
     group.addoption(
-        "--kdacore-kind", action="append", default=[], metavar="KIND", help="only numpy, torch or jax arrays"
+        "--kdacore-kind",
+        action="append",
+        default=[],
+        choices=("numpy", "torch", "jax"),
+        metavar="KIND",
+        help="only numpy, torch or jax arrays",
     )
     group.addoption(
-        "--kdacore-random", type=int, default=0, metavar="N", help="also N random calls, and N of stages"
+        "--kdacore-random", type=_whole, default=0, metavar="N", help="also N random calls, and N of stages"
     )
-    group.addoption("--kdacore-seed", type=int, default=0, metavar="S", help="seed of the first random call")
+    group.addoption(
+        "--kdacore-seed", type=_whole, default=0, metavar="S", help="seed of the first random call"
+    )
+
+
+def _whole(text: str) -> int:
+    from kdacore.callargs import at_least
+
+    return at_least(0)(text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -78,15 +91,18 @@ def planned(config: pytest.Config) -> Any:
 
 
 def _random(config: pytest.Config) -> tuple[Any, ...]:
-    from kdacore.testing.random_cases import calls_of, random_case
+    from kdacore.testing.random_cases import NothingServedError, calls_of, random_case
 
     plan, first = planned(config), config.getoption("kdacore_seed")
     seeds = range(first, first + config.getoption("kdacore_random"))
     drawn = [(seed, calls) for calls in calls_of(plan.backend) for seed in seeds]
     only = tuple(config.getoption("kdacore_kind"))
-    return tuple(
-        random_case(plan.backend, seed, plan.device, plan.level, calls, only) for seed, calls in drawn
-    )
+    try:
+        return tuple(
+            random_case(plan.backend, seed, plan.device, plan.level, calls, only) for seed, calls in drawn
+        )
+    except NothingServedError as error:
+        raise pytest.UsageError(f"--kdacore-random: {error}") from None
 
 
 @pytest.fixture(scope="session")

@@ -56,6 +56,10 @@ def calls_of(backend: str) -> tuple[Calls, ...]:
     return tuple(calls for calls in CALLS if ops_of(backend, calls))
 
 
+class NothingServedError(ValueError):
+    """There is no call of a backend to draw."""
+
+
 def random_case(
     backend: str,
     seed: int,
@@ -67,7 +71,7 @@ def random_case(
     """The call this seed stands for, of ``only`` these array kinds. It may be one the backend declines.
 
     Raises:
-        ValueError: the backend serves nothing of the kind on this device.
+        NothingServedError: none of these calls on this device, whatever the seed.
     """
     stages = calls == "stages"
     rng = np.random.default_rng((seed, _STAGE_STREAM) if stages else seed)
@@ -103,7 +107,7 @@ def _base(backend: str, rng: Any, device: str, calls: Calls, only: tuple[ArrayKi
             if base is not None:
                 trained = plainest_trained(backend, op, kind, device, dtype)
                 return base if trained in (None, base) or rng.random() < 0.5 else trained
-    raise ValueError(f"backend {backend!r} serves none of its {NAMES[calls]} on {device}")
+    raise NothingServedError(f"backend {backend!r} serves none of its {NAMES[calls]} on {device} here")
 
 
 def _sizes(case: Case, rng: Any, level: Level) -> Case:

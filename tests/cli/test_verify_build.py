@@ -140,6 +140,16 @@ def test_records_of_runs_side_by_side() -> None:
     assert names == [f"reference-cpu-quick-2026-01-02T030405.00000{n}.json" for n in (1, 2)]
 
 
+@pytest.mark.parametrize(
+    "words", [["--seed", "-1"], ["--device", "bogus"], ["--random", "-2"], ["--jobs", "0"]]
+)
+def test_verify_what_makes_no_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        cli.main(["verify", "reference", *words])
+    assert done.value.code == 2
+    assert f"argument {words[0]}: " in capsys.readouterr().err
+
+
 def test_verify_an_unknown_backend(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["verify", "nonsense"]) == 2
     assert "'nonsense'" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from kdacore.registry import REGISTRY
 from kdacore.testing.matrix import plan
 from kdacore.testing.suite import Result, coverage_problems, judged, run_case
 from kdacore.types import Backend, GateGrads, InputGrads, OpImpl, Outputs, Reason
+from kdacore.verify import verify
 
 NAME = "mutant"
 CHUNK, DECODE, INTRA = "chunk_kda", "fused_recurrent_kda", "kda_chunk_intra"
@@ -514,6 +515,9 @@ def test_declining_everything_is_not_passing(register: Any) -> None:
     register(CHUNK, verifiers=(never,))
     cases = plan(NAME).cases
     assert not failures()
+    report = verify(NAME, random=2, progress=False)
+    assert f"no random calls: backend '{NAME}' serves none of its whole ops on cpu here" in report.notes
+    assert not report.ok and "declared, but every case is declined" in "\n".join(report.lines())
     problems = coverage_problems(judged(cases))
     assert any("chunk_kda: declared, but every case is declined (never" in p for p in problems)
     assert any("numpy arrays" in p for p in problems)

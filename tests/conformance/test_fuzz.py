@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kdacore.ops import STAGES
-from kdacore.testing import fuzz, processes
+from kdacore.testing import fuzz, processes, random_cases
 from kdacore.testing.fuzz import Task
 
 
@@ -42,6 +42,24 @@ def test_a_record_that_cannot_be_written_is_found_before_anything_runs(
     (tmp_path / "file").write_text("")
     assert fuzz.main(["--backend", "reference", "--count", "1", "--json", str(tmp_path / place)]) == 2
     assert "--json: " in (said := capsys.readouterr().err) and str(tmp_path) in said
+
+
+@pytest.mark.parametrize(
+    "words", [["--count", "0"], ["--count", "-3"], ["--seed", "-1"], ["--jobs", "0"], ["--seconds", "nan"]]
+)
+def test_numbers_that_make_no_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        fuzz.main(["--backend", "reference", *words])
+    assert done.value.code == 2
+    assert f"argument {words[0]}: {words[1]!r} is " in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_here_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(random_cases, "has_device", lambda kind, device: device == "cpu")
+    assert fuzz.main(["--backend", "reference", "--device", "cuda", "--count", "1"]) == 2
+    assert capsys.readouterr().err == "backend 'reference' serves none of its whole ops on cuda here\n"
 
 
 def test_an_unknown_backend_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

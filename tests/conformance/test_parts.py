@@ -328,6 +328,13 @@ def test_loading_the_plugin_brings_in_nothing_heavy(tmp_path: Path) -> None:
     assert "kdacore conformance" not in done.stdout
 
 
+@pytest.mark.parametrize("word", ["--kdacore-random=-4", "--kdacore-seed=-1", "--kdacore-kind=lists"])
+def test_options_of_the_plugin_that_make_no_run(word: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "pytest", word], capture_output=True, text=True, timeout=120)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert f"argument {word.partition('=')[0]}: " in done.stderr
+
+
 def test_a_case_is_all_it_takes_to_run_it_again() -> None:
     case = plan("reference", kinds=("numpy",)).cases[0]
     again = eval(repr(case), {"Case": Case, "Shape": Shape})

@@ -17,6 +17,16 @@ def test_each_request_gets_what_it_gets_alone(
     assert "each request got the bytes it gets alone" in printed
 
 
+@pytest.mark.parametrize("words", [["--slots", "0"], ["--requests", "0"], ["--drafts", "16"]])
+def test_what_makes_no_server(
+    serving_loop: ModuleType, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as done:
+        serving_loop.main(words)
+    assert done.value.code == 2
+    assert "--drafts is 0 to 15" in capsys.readouterr().err
+
+
 def test_a_shared_prefix_is_computed_once(serving_loop: ModuleType) -> None:
     server = serving_loop.Server(serving_loop.Model(), slots=1, drafts=1)
     server.serve([serving_loop.Request(b"x" * 130 + end, wanted=2) for end in (b"a", b"b")])

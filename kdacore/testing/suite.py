@@ -93,7 +93,7 @@ def _well_formed(reason: Reason) -> bool:
 
 
 def coverage_problems(answers: Iterable[tuple[Case, bool, tuple[str, ...]]]) -> list[str]:
-    """What a backend declares and never serves: an op, or an array kind, whose every case it declines.
+    """What a backend declares and never serves: an op, an array kind or batch invariance, whose every case it declines.
 
     Args:
         answers: each case, whether it is served (well or badly), and the codes when it is declined.
@@ -101,7 +101,8 @@ def coverage_problems(answers: Iterable[tuple[Case, bool, tuple[str, ...]]]) -> 
     served: Counter[str] = Counter()
     refused: dict[str, Counter[str]] = {}
     for case, serves, codes in answers:
-        for group in (case.op, f"{case.kind} arrays"):
+        promised = [f"batch_invariant of {case.op}"] if case.check == "batch_invariance" else []
+        for group in (case.op, f"{case.kind} arrays", *promised):
             served[group] += serves
             refused.setdefault(group, Counter()).update(codes)
     found = []

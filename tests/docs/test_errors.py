@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ELSEWHERE = {"DemoError", "PlotError"}
+ELSEWHERE = {"DemoError", "NothingServedError", "PlotError"}
 """Of the commands, which report them themselves."""
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kdacore.testing.matrix import Level
     from kdacore.testing.random_cases import Calls
     from kdacore.testing.suite import Result
+    from kdacore.types import ArrayKind
 
     Item = Case | tuple[Calls, int]
     """A case of the table, or which ops a random call is of and its seed."""
@@ -136,7 +137,7 @@ def verify(
     random: int = 0,
     *,
     seed: int = 0,
-    kinds: tuple[str, ...] = (),
+    kinds: tuple[ArrayKind, ...] = (),
     jobs: int = 1,
     path: Path | None = None,
     progress: bool = True,
@@ -178,7 +179,7 @@ def verify(
     if not problems:
         planned = plan(backend, device=device, level=level, kinds=kinds)
         where, notes = planned.device, list(planned.notes)
-        draw = _Drawn(backend, planned.device, level)
+        draw = _Drawn(backend, planned.device, level, kinds)
         items: list[Item] = list(planned.cases)
         for calls in calls_of(backend) if random else ():
             try:
@@ -224,6 +225,7 @@ class _Drawn:
     backend: str
     device: str
     level: Level
+    kinds: tuple[ArrayKind, ...]
 
     def case(self, item: Item) -> Case:
         """A case as it is, or the one of a seed."""
@@ -232,7 +234,7 @@ class _Drawn:
         if not isinstance(item, tuple):
             return item
         calls, seed = item
-        return random_case(self.backend, seed, self.device, self.level, calls)
+        return random_case(self.backend, seed, self.device, self.level, calls, self.kinds)
 
     def run(self, item: tuple[int, Item]) -> tuple[int, Result]:
         from kdacore.testing.suite import run_case
@@ -277,15 +279,6 @@ def default_path(report: Report, folder: Path | None = None) -> Path:
 def default_folder() -> Path:
     """Where records go unless told: a folder of the cache folder."""
     return config.get().cache_dir / "verify"
-
-
-def check_writable(path: Path) -> None:
-    """Make the folder of a file that is written after a long run. OSError, now, when the file cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    existed = path.exists()
-    path.open("a").close()
-    if not existed:
-        path.unlink()
 
 
 def load_records(folder: Path) -> list[Report]:

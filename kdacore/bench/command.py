@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +17,7 @@ from kdacore.bench.cases import PRESETS, SPECIAL, Case, Goal
 from kdacore.bench.clock import Budget
 from kdacore.bench.peers import PEERS
 from kdacore.bench.results import Results
+from kdacore.files import writable
 from kdacore.machine import version_of
 from kdacore.registry import REGISTRY
 from kdacore.testing.capabilities import has_device
@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("presets", nargs="*", metavar="PRESET", help=f"any of {', '.join(names)} (default quick)")
     add("--list", action="store_true", help="list the presets and their cases")
-    add("--json", type=Path, metavar="PATH", help="write the results there")
-    add("--plot", type=Path, metavar="PATH", help="draw the results into this SVG (needs matplotlib)")
+    add("--json", type=writable, metavar="PATH", help="write the results there")
+    add("--plot", type=writable, metavar="PATH", help="draw the results into this SVG (needs matplotlib)")
     add("--backend", default="", help="only these backends, comma-separated")
     add(
         "--peer",

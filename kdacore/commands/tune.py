@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kdacore import report
 from kdacore.bench.clock import Budget
 from kdacore.device import torch_device
+from kdacore.files import writable
 from kdacore.types import Device
 
 _OPS = ("fused_recurrent_kda", "chunk_kda", "kda_chunk_intra")
@@ -29,8 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--list", action="store_true", help="list what would be tuned; needs no GPU")
     add("--arch", default=None, help="for --list: an architecture, as sm_90 (default: the GPU's, else sm_90)")
     add("--device", default="cuda", help="cuda, cuda:1 (default cuda)")
-    add("--out", type=Path, metavar="PATH", help="the data file to write (default ARCH.json in this folder)")
-    add("--json", type=Path, metavar="PATH", help="write every measurement there")
+    add(
+        "--out",
+        type=writable,
+        metavar="PATH",
+        help="the data file to write (default ARCH.json in this folder)",
+    )
+    add("--json", type=writable, metavar="PATH", help="write every measurement there")
     add("--samples", type=int, default=15, help="timings of each configuration (default 15)")
     add("--seconds", type=float, default=5.0, help="at most this long on one comparison (default 5)")
 

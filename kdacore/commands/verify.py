@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from kdacore import callargs, report
+from kdacore.files import check_writable
 from kdacore.registry import REGISTRY, missing
 
 
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 when every backend conforms, 1 when one does not."""
-    from kdacore.verify import check_writable, default_folder, default_path, verify
+    from kdacore.verify import default_folder, default_path, verify
 
     out = report.console()
     folder = args.folder or default_folder()

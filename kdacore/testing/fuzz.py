@@ -26,13 +26,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from kdacore import machine
 from kdacore.bench.results import commit as checkout
 from kdacore.callargs import at_least, positive
 from kdacore.errors import ContractError
+from kdacore.files import writable
 from kdacore.registry import REGISTRY
 from kdacore.testing import processes
 from kdacore.testing.capabilities import default_device
@@ -41,7 +41,6 @@ from kdacore.testing.matrix import LEVELS, Level
 from kdacore.testing.processes import Work
 from kdacore.testing.random_cases import CALLS, NAMES, Calls, NothingServedError, calls_of, random_case
 from kdacore.testing.suite import Result, run_case
-from kdacore.verify import check_writable
 
 SCHEMA = 1
 _SHOWN = 20
@@ -195,12 +194,6 @@ def main(words: list[str] | None = None) -> int:
     if asked.calls not in calls_of(asked.backend):
         print(f"--calls: backend {asked.backend!r} has no {NAMES[asked.calls]}", file=sys.stderr)
         return 2
-    if asked.json:
-        try:
-            check_writable(asked.json)
-        except OSError as error:
-            print(f"--json: {error}", file=sys.stderr)
-            return 2
     task = Task(asked.backend, asked.device or default_device(asked.backend), asked.level, asked.calls)
     try:
         task.case(asked.seed)
@@ -239,7 +232,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=positive, default=math.inf, metavar="S", help="begin no call after this"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record here")
+    parser.add_argument("--json", type=writable, metavar="FILE", help="write the record here")
     parser.add_argument("--commit", default="", help="what the record calls this version (git's HEAD)")
     return parser
 

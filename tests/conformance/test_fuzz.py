@@ -34,16 +34,6 @@ def test_the_record_says_what_ran(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "6 served" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("place", ["", "file/fuzz.json"])
-def test_a_record_that_cannot_be_written_is_found_before_anything_runs(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(fuzz, "run_seed", lambda task, seed: pytest.fail("ran"))
-    (tmp_path / "file").write_text("")
-    assert fuzz.main(["--backend", "reference", "--count", "1", "--json", str(tmp_path / place)]) == 2
-    assert "--json: " in (said := capsys.readouterr().err) and str(tmp_path) in said
-
-
 @pytest.mark.parametrize(
     "words", [["--count", "0"], ["--count", "-3"], ["--seed", "-1"], ["--jobs", "0"], ["--seconds", "nan"]]
 )

@@ -276,6 +276,7 @@ def test_the_record_says_what_ran_and_where(report: Report, tmp_path: Path) -> N
     assert {"numpy", "kdacore"} <= set(report.versions) and report.machine["python"]
     assert len(report.commit) == 40
     assert {row["status"] for row in report.cases} == {"served"}
+    assert all("numpy" in row["id"] for row in report.cases), "random calls are of these kinds too"
     assert report.worst["accuracy"]["error"] < report.worst["accuracy"]["bound"]
     path = default_path(report, tmp_path)
     report.write(path)

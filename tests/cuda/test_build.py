@@ -77,6 +77,13 @@ def test_error_carries_the_log() -> None:
     assert caught.value.what.startswith("broken")
 
 
+def test_an_empty_log_writes_to_nobody_s_memory() -> None:
+    """Python has one object for each byte, which the bindings would write into: b" " was zero in the whole process."""
+    done = build.compile_text("__global__ void f() {}", "f", ("--gpu-architecture=sm_80",), {})
+    assert not done.log
+    assert [bytes([n])[0] for n in range(256)] == list(range(256))
+
+
 def test_virtual_architectures_are_refused() -> None:
     with pytest.raises(ValueError, match="sm_"):
         build.options(KERNELS["decode"], "compute_90")

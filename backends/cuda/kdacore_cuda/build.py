@@ -196,10 +196,12 @@ def _read(nvrtc: Any, program: Any, what: str, name: str) -> bytes:
     size: int
     status, size = getattr(nvrtc, f"nvrtcGet{what}Size")(program)
     _check(status, name, f"nvrtcGet{what}Size")
-    buffer = b" " * size
+    # The bindings write into a bytes object. One byte more than they need: bytes of a single one are Python's own, the
+    # same for everybody, and an empty log would make b" " zero in the whole process.
+    buffer = b" " * (size + 1)
     (status,) = getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)
     _check(status, name, f"nvrtcGet{what}")
-    return buffer
+    return buffer[:size]
 
 
 def _check(status: Any, name: str, call: str) -> None:

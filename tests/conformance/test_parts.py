@@ -287,7 +287,7 @@ def test_the_record_says_what_ran_and_where(report: Report, tmp_path: Path) -> N
 
 def test_several_processes_find_the_same(report: Report) -> None:
     """The table's first cases and random calls, in the table's order."""
-    drawn = verification._Drawn("reference", "cpu", "quick")
+    drawn = verification._Drawn("reference", "cpu", "quick", ("numpy",))
     items = [*plan("reference", kinds=("numpy",)).cases[:3], ("whole", 7), ("stages", 7)]
     one, two = (verification._results(drawn, items, n, lambda r: None) for n in (1, 2))
     assert [r.case.id for r in one] == [r.case.id for r in two]

@@ -571,7 +571,19 @@ NOT_FOR_A_GRAPH: dict[str, tuple[str, bool, Any]] = {
 """The argument, whether an eager call takes it, and the call's keywords."""
 
 
-@pytest.mark.parametrize("name", NOT_FOR_A_GRAPH)
+KINDS_OF_IT = (
+    "scale of NumPy's",
+    "bool for a number",
+    "number for a flag",
+    "offsets in a list",
+    "state of NumPy's",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in KINDS_OF_IT else [pytest.mark.exhaustive]) for n in NOT_FOR_A_GRAPH],
+)
 def test_what_no_graph_can_hold_is_named_and_called_eagerly(name: str) -> None:
     argument, served, more = NOT_FOR_A_GRAPH[name]
     arguments = plain(SERVED)
@@ -675,6 +687,7 @@ for op in (kdacore.chunk_kda, kdacore.fused_recurrent_kda):
 """
 
 
+@pytest.mark.exhaustive
 def test_states_v_first_through_inductor() -> None:
     """It reads results with the strides that were promised to it, which backends that only trace do not."""
     done = subprocess.run([sys.executable, "-c", INDUCTOR], capture_output=True, text=True)

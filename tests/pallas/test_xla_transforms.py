@@ -95,6 +95,7 @@ def test_shard_map_over_the_batch(want: dict[str, Any], check_vma: bool) -> None
     check_grads(jax.jit(jax.grad(total))(arrays()), want)
 
 
+@pytest.mark.exhaustive
 def test_second_derivatives() -> None:
     """What works and what does not, as docs/jax.md says; where it fails, it does so while tracing."""
     x = {n: a[:, :3] if n in NAMES[:5] else a for n, a in arrays().items()}

@@ -271,9 +271,8 @@ def _results(drawn: _Drawn, items: list[Item], jobs: int, advance: Callable[[Res
 def default_path(report: Report, folder: Path | None = None) -> Path:
     """Where ``kdacore verify`` puts a record; runs side by side have begun at other microseconds."""
     started = report.started.replace(":", "").partition("+")[0]
-    return (
-        folder or default_folder()
-    ) / f"{report.backend}-{report.device.split()[0]}-{report.level}-{started}.json"
+    name = f"{report.backend}-{report.device.split()[0]}-{report.level}-{started}.json"
+    return (folder or default_folder()) / name
 
 
 def default_folder() -> Path:

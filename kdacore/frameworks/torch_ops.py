@@ -20,7 +20,6 @@ from kdacore.frameworks.torch_modes import as_given, refuse_tangents
 from kdacore.ops import CHUNK_OPTIONS, FLAGS, HOST_ARGUMENTS, OPS, RECURRENT_OPTIONS, OpDef
 from kdacore.types import GateInputs, InputGrads, OutputGrads, Outputs
 
-_SCALARS = {"scale": "float?", "lower_bound": "float?", "checkpoint_every": "int?"}
 _NUMBERS: dict[str, type] = {"scale": float, "lower_bound": float, "checkpoint_every": int}
 _WHOLE_GRADS = InputGrads._fields
 _ARRAYS = {
@@ -47,7 +46,10 @@ def _schema(family: str, *, mutable: bool = False) -> str:
         if mutable and name in ("initial_state", "out"):
             kind = f"Tensor({name[0]}!)?"
         parts.append(f"{kind} {name}")
-    parts += [f"{_SCALARS.get(name, 'bool')} {name}" for name in _OPTIONS[family]]
+    parts += [
+        f"{_NUMBERS[name].__name__}? {name}" if name in _NUMBERS else f"bool {name}"
+        for name in _OPTIONS[family]
+    ]
     return ", ".join([*parts, _ASKED])
 
 

@@ -36,7 +36,7 @@ from kdacore_triton.launch import FIXED_OPTIONS, Call, interpreting, recording, 
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 """What every kernel must compile for."""
 
-TENSOR_MEMORY = 512
+TENSOR_COLUMNS = 512
 """Columns that a multiprocessor of SM100 has; a kernel that wants more is compiled to a trap."""
 _MATRIX = {"sm_80": r"\bHMMA\b", "sm_90": r"\bHGMMA\b", "sm_100": r"\bUTC[A-Z]*MMA\b", "gfx942": r"\bv_mfma"}
 """The instruction of each architecture's matrix unit."""
@@ -141,8 +141,8 @@ def compile_case(case: AotCase, arch: str) -> AotResult:
         for where in dict.fromkeys(contracted(compiled.asm.get("ptx", "")))
     ]
     columns = getattr(compiled.metadata, "tmem_size", None) or 0
-    if columns > TENSOR_MEMORY:
-        problems.append(f"{columns} columns of tensor memory, of which there are {TENSOR_MEMORY}")
+    if columns > TENSOR_COLUMNS:
+        problems.append(f"{columns} columns of tensor memory, of which there are {TENSOR_COLUMNS}")
     if result["spills"] > case.max_spills:
         problems.append(f"{result['spills']} spill instructions, at most {case.max_spills} allowed")
     if case.matrix_unit and not matrix:

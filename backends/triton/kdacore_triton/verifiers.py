@@ -18,6 +18,12 @@ TENSOR_MEMORY_TRITON = (3, 9)
 """The first Triton whose compiler fits all kernels into it; those before cannot compile one of the backward either."""
 
 
+def _sm(arch: str) -> int:
+    """The number of an NVIDIA architecture, 90 of ``sm_90a``; 0 of anything else."""
+    number = arch.removeprefix("sm_").rstrip("af")
+    return int(number) if arch.startswith("sm_") and number.isdigit() else 0
+
+
 def hardware(request: Request) -> Reason | None:
     """NVIDIA GPUs of compute capability 8.0 and up, AMD GPUs, or CPU tensors in Triton's interpreter."""
     device = request.device
@@ -31,8 +37,7 @@ def hardware(request: Request) -> Reason | None:
             "a GPU, or TRITON_INTERPRET=1 set before Triton is imported",
         )
     if device.type == "cuda":
-        number = device.arch.removeprefix("sm_").rstrip("af")
-        if device.arch.startswith("sm_") and number.isdigit() and int(number) >= 80:
+        if _sm(device.arch) >= 80:
             return None
         return Reason(
             "hardware", "needs compute capability 8.0", device.arch or "an unknown GPU", "sm_80 or later"
@@ -53,8 +58,7 @@ def triton_version() -> tuple[int, ...]:
 
 def compiler(request: Request) -> Reason | None:
     """SM100 and its kin: training, and chunks of float32 inputs, want a Triton that compiles them."""
-    number = request.device.arch.removeprefix("sm_").rstrip("af")
-    if not number.isdigit() or int(number) not in TENSOR_MEMORY:
+    if _sm(request.device.arch) not in TENSOR_MEMORY:
         return None
     version = triton_version()
     if version >= TENSOR_MEMORY_TRITON or not version:

@@ -82,6 +82,17 @@ def product(x, y, N: tl.constexpr):
     i = tl.arange(0, N)
     p = i[:, None] * N + i[None, :]
     tl.store(y + p, tl.dot(tl.load(x + p), tl.load(x + p)))
+@triton.jit
+def sums(x, y, N: tl.constexpr):
+    i = tl.arange(0, 2 * N)
+    p = i[:, None] * 2 * N + i[None, :]
+    a = tl.zeros([2 * N, 2 * N], tl.float32)
+    b, c, d, e = a, a, a, a
+    for n in range(8):
+        v = tl.load(x + p + n)
+        a, b, c = tl.dot(v, v, a), tl.dot(tl.trans(v), v, b), tl.dot(v, tl.trans(v), c)
+        d, e = tl.dot(tl.trans(v), tl.trans(v), d), tl.dot(v, v + v, e)
+    tl.store(y + p, a * b * c * d * e)
 '''
 path = tempfile.mkdtemp() + "/faulty.py"
 open(path, "w").write(source)
@@ -100,6 +111,8 @@ dots = aot.compile_case(case(faulty.product, torch.bfloat16, 4, matrix_unit=("pr
 assert dots.matrix > 0 and not dots.problems, dots
 none = aot.compile_case(case(faulty.greedy, torch.float32, 8, matrix_unit=("greedy",), max_spills=9999), "sm_90")
 assert none.problems == ("no matrix instruction",), none
+five = aot.compile_case(case(faulty.sums, torch.bfloat16, 8, max_spills=9999), "sm_100")
+assert [p for p in five.problems if "640 columns of tensor memory" in p], five
 some = aot.compile_case(case(faulty.product, torch.bfloat16, 1, products=("product",)), "sm_90")
 assert some.matrix == 0 and not some.problems, some
 none = aot.compile_case(case(faulty.greedy, torch.float32, 8, products=("greedy",), max_spills=9999), "sm_90")

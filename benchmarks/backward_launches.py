@@ -17,7 +17,7 @@ from kdacore.bench import results
 from kdacore.bench.cases import Case
 from kdacore.bench.clock import Budget, CudaClock, Step, interleave
 from kdacore.bench.results import Figure, Results
-from kdacore.selfcheck import relative_error
+from kdacore.selfcheck.check import relative_error
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
 from kdacore_cuda import backward as cuda
 from kdacore_cuda import backward_kernels as kernels

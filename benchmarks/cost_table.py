@@ -1,6 +1,6 @@
 """Write the cost table of an architecture from bench records: ``python -m benchmarks.cost_table sm_90 FILE...``.
 
-Dispatch reads the table (``kdacore/profiles/<arch>.json``) to choose among the backends that can serve a call.
+Dispatch reads the table (``kdacore/dispatch/profiles/<arch>.json``) to choose among the backends that can serve a call.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from kdacore import profile
 from kdacore.bench.cases import PRESETS, Case
+from kdacore.dispatch import cost
 
 ROOT = Path(__file__).resolve().parent.parent
 PHASES = {"forward": False, "training": True, "decode": False}
 """Phases whose rows are costs of a call, and whether gradients are asked for."""
 
 
-def rows_of(records: list[dict[str, Any]]) -> tuple[profile.Row, ...]:
+def rows_of(records: list[dict[str, Any]]) -> tuple[cost.Row, ...]:
     """One row a case and backend: the mean of the gate sets, bounded gates only (the table knows no other).
 
     A later record replaces what earlier ones say of the same case and backend.
@@ -43,8 +43,8 @@ def rows_of(records: list[dict[str, Any]]) -> tuple[profile.Row, ...]:
     return tuple(found)
 
 
-def _row(case: Case, backend: str, seconds: float) -> profile.Row:
-    return profile.Row(
+def _row(case: Case, backend: str, seconds: float) -> cost.Row:
+    return cost.Row(
         backend=backend,
         op=case.op,
         kind=case.kind,
@@ -71,7 +71,7 @@ def main() -> None:
         parser.error(f"arch {asked.arch!r}: wanted a name such as sm_90")
     rows = rows_of([json.loads(path.read_text(encoding="utf-8")) for path in asked.records])
     target = ROOT / "kdacore" / "profiles" / f"{asked.arch}.json"
-    target.write_text(profile.dump(rows), encoding="utf-8")
+    target.write_text(cost.dump(rows), encoding="utf-8")
     print(f"{len(rows)} rows -> {target.relative_to(ROOT)}")
 
 

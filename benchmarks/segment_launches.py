@@ -17,7 +17,7 @@ from kdacore.bench import results
 from kdacore.bench.cases import Case
 from kdacore.bench.clock import Budget, CudaClock, Step, interleave
 from kdacore.bench.results import Figure, Results, Row
-from kdacore.selfcheck import relative_error
+from kdacore.selfcheck.check import relative_error
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda import prefill, runtime, segment_kernels, segments
 from kdacore_reference.exact import to_float64

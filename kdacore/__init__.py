@@ -14,7 +14,8 @@ from kdacore.api import (
     fused_recurrent_kda,
     kda_gate,
 )
-from kdacore.dispatch import record_selections, use_backend
+from kdacore.arrays import ShapeDtype
+from kdacore.dispatch.call import record_selections, use_backend
 from kdacore.errors import (
     BackendBuildError,
     ConfigError,
@@ -23,7 +24,6 @@ from kdacore.errors import (
     PluginError,
     UnsupportedError,
 )
-from kdacore.frameworks import ShapeDtype
 from kdacore.registry import REGISTRY
 from kdacore.types import BackendInfo, Selection
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from kdacore.cli import main
+from kdacore.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from kdacore import dispatch
+from kdacore.dispatch import call as dispatch
 from kdacore.ops import OPS
 from kdacore.types import Array, Selection
 

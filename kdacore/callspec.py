@@ -6,9 +6,10 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-from kdacore import api, contract, stages
+from kdacore import api, stages
+from kdacore.arrays import ShapeDtype
+from kdacore.dispatch import validate
 from kdacore.errors import ContractError
-from kdacore.frameworks import ShapeDtype
 from kdacore.ops import OPS, OpDef
 from kdacore.types import ArrayKind, Gate, Request, Selection
 
@@ -89,7 +90,7 @@ def request(call: CallSpec) -> Request:
     parameters = inspect.signature(public(call.op)).parameters
     inputs = opdef.inputs(*(given.get(name) for name in opdef.arrays))
     options = tuple(given.get(name, parameters[name].default) for name in opdef.options)
-    built, _ = contract.build_request(opdef, inputs, options, needs_grad=call.grad or call.traced)
+    built, _ = validate.build_request(opdef, inputs, options, needs_grad=call.grad or call.traced)
     return built
 
 

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kdacore import callspec, config, selection
+from kdacore import callspec, config
 from kdacore.callspec import CallSpec
+from kdacore.dispatch import selection
 from kdacore.machine import Accelerator, Machine
 from kdacore.ops import OPS
 from kdacore.registry import Registered

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from kdacore import config, declared, guard
+from kdacore import config, plugin_faults, plugin_validation
 from kdacore.errors import ContractError, PluginError, list_names
 from kdacore.types import API_VERSION, Backend, BackendInfo, OpImpl, Requirement
 
@@ -106,16 +106,16 @@ class Registry:
         if any(i.wrapper or i.hookwrapper for i in found):
             try:  # a wrapper only works around all of the others at once
                 answer = caller(**arguments)
-            except guard.FAULTS as error:
-                guard.report(f"plugins {list_names(i.plugin_name for i in found)}", hook, error)
+            except plugin_faults.FAULTS as error:
+                plugin_faults.report(f"plugins {list_names(i.plugin_name for i in found)}", hook, error)
                 return
             yield from answer if isinstance(answer, list) else [answer]
             return
         for implementation in reversed(found):
             try:
                 answer = implementation.function(*(arguments[name] for name in implementation.argnames))
-            except guard.FAULTS as error:
-                guard.report(f"plugin {implementation.plugin_name}", hook, error)
+            except plugin_faults.FAULTS as error:
+                plugin_faults.report(f"plugin {implementation.plugin_name}", hook, error)
                 continue
             yield answer
 
@@ -201,7 +201,7 @@ class Registry:
         try:
             with _output_aside():
                 plugin = load()
-        except guard.FAULTS as error:  # a plugin may fail in any way; the doctor shows it whole
+        except plugin_faults.FAULTS as error:  # a plugin may fail in any way; the doctor shows it whole
             seconds = time.perf_counter() - start
             self._plugins.append(_failed(name, distribution, seconds, f"failed to import: {error!r}"))
             return
@@ -227,7 +227,7 @@ class Registry:
                     problems.append(objection)
                 else:
                     accepted.append(backend)
-        except guard.FAULTS as error:  # as above: shown in the doctor, never hidden
+        except plugin_faults.FAULTS as error:  # as above: shown in the doctor, never hidden
             self._forget(name)
             return _failed(name, distribution, seconds, f"failed to list its backends: {error!r}")
         if not accepted and (backends or not more):
@@ -288,7 +288,7 @@ class Registry:
                 f"backend {backend.name!r} was written for plugin API {backend.api_version}; "
                 f"this kdacore has {API_VERSION}"
             )
-        if wrong := declared.objection(backend):
+        if wrong := plugin_validation.objection(backend):
             return wrong
         if backend.name in self._backends:
             other = self._backends[backend.name].distribution
@@ -351,7 +351,9 @@ def probe(requirement: Requirement) -> tuple[str | None, str]:
         what = requirement.probe()
         if not isinstance(what, str | None):
             raise TypeError(f"a probe answers None or a str, not {what!r}")
-    except guard.FAULTS as error:  # a probe may fail in any way; what it should have found counts as missing
+    except (
+        plugin_faults.FAULTS
+    ) as error:  # a probe may fail in any way; what it should have found counts as missing
         import traceback
 
         return f"its probe raised {error!r}", f"a probe raised {error!r}\n{traceback.format_exc()}"

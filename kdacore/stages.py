@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kdacore import dispatch
+from kdacore.dispatch import call as dispatch
 from kdacore.ops import OPS
 from kdacore.types import Array
 

@@ -339,7 +339,7 @@ For ``kda_gate``: ``backward(request, inputs, dlog) -> GateGrads``.
 Cost = Callable[[Request], "float | None"]
 """Predicted seconds for this request, None when unknown."""
 
-Step = Callable[[tuple[Any, ...]], "tuple[Any, ...] | None"]
+FastCall = Callable[[tuple[Any, ...]], "tuple[Any, ...] | None"]
 """A call that was made before, with other values: arrays in the order of the op's inputs to results in the order of its
 outputs, without ``saved``. None, with nothing done, sends the call through ``forward``."""
 
@@ -359,11 +359,11 @@ class OpImpl:
     compiles: bool = False
     """Declared, JAX only: ``forward`` compiles what it runs, so an eager call's concrete arrays are handed to it as
     they are. Otherwise it is traced into a program of its own."""
-    repeat: Callable[[Request, Any], Step | None] | None = None
-    """To save host time: ``repeat(request, inputs)`` may return a :data:`Step` that does what ``forward`` would do, for
-    calls without gradients whose arrays have the shapes, dtypes, device and *strides* of these; addresses and their
-    alignment may differ. It must not keep the arrays. For torch it may be called under ``autocast``, which ``forward``
-    never is: it launches kernels, and does no arithmetic with torch's own ops."""
+    fast_path: Callable[[Request, Any], FastCall | None] | None = None
+    """Optional: saves host time on repeated calls. ``fast_path(request, inputs)`` may return a :data:`FastCall` that does
+    what ``forward`` would do, for calls without gradients whose arrays have the shapes, dtypes, device and *strides* of
+    these; addresses and their alignment may differ. It must not keep the arrays. For torch it may be called under
+    ``autocast``, which ``forward`` never is: it launches kernels, and does no arithmetic with torch's own ops."""
 
 
 @dataclass(frozen=True, slots=True)

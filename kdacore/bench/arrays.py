@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from kdacore import api, contract
+from kdacore import api
 from kdacore.bench.cases import Case
+from kdacore.dispatch import validate
 from kdacore.ops import OPS
-from kdacore.testing.inputs import offsets, to_kind
+from kdacore.selfcheck.inputs import offsets, to_kind
 from kdacore.types import Request
 
 Arrays = dict[str, Any]
@@ -93,7 +94,7 @@ def request(op: str, case: Case, arrays: Arrays) -> Request:
     given = options(case)
     parameters = inspect.signature(getattr(api, op)).parameters
     values = tuple(given.get(name, parameters[name].default) for name in opdef.options)
-    return contract.build_request(opdef, opdef.inputs(**arrays), values)[0]
+    return validate.build_request(opdef, opdef.inputs(**arrays), values)[0]
 
 
 def output_gradient(case: Case, arrays: Arrays) -> Any:

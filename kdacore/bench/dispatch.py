@@ -17,7 +17,7 @@ from kdacore.bench.results import Figure, Results, Row
 from kdacore.hookspecs import hookimpl
 from kdacore.machine import version_of
 from kdacore.registry import REGISTRY
-from kdacore.testing.inputs import to_kind
+from kdacore.selfcheck.inputs import to_kind
 from kdacore.types import ArrayKind, Backend, InputGrads, OpImpl, Outputs
 
 LIMITS = {"numpy": 5e-6, "torch": 10e-6}

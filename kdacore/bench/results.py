@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kdacore import machine, report
+from kdacore import machine
+from kdacore.cli import report
 
 SCHEMA = 1
 """Version of the results' layout; raised when a field changes its meaning or goes away."""

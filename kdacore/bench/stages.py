@@ -24,8 +24,8 @@ from kdacore.bench.results import Figure, Results, Row
 from kdacore.callspec import CallSpec
 from kdacore.features import arch_of
 from kdacore.machine import version_of
-from kdacore.selfcheck import relative_error
-from kdacore.testing.inputs import offsets, to_kind
+from kdacore.selfcheck.check import relative_error
+from kdacore.selfcheck.inputs import offsets, to_kind
 
 PRESET = "h200-stages"
 PEER = fla.PEER.distribution

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from kdacore.ops import OPS
 from kdacore.registry import REGISTRY
+from kdacore.selfcheck.inputs import Shape
 from kdacore.testing.cases import MODEL, UNBOUNDED_MODEL, Case, Options, options
-from kdacore.testing.inputs import Shape
 from kdacore.testing.signature import device_of, frameworks, judge
 from kdacore.types import ArrayKind
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kdacore.ops import OPS
-from kdacore.testing.inputs import Shape
+from kdacore.selfcheck.inputs import Shape
 from kdacore.types import ArrayKind
 
 Layout = Literal["contiguous", "padded", "stepped", "transposed"]
@@ -70,7 +70,7 @@ class Case:
     stage_dtype: str = ""
     """of the intermediates a stage reads; that of q, k, v when empty."""
     gates: str = "random"
-    """A distribution of :data:`kdacore.testing.inputs.GATES`."""
+    """A distribution of :data:`kdacore.selfcheck.inputs.GATES`."""
     collinear: bool = False
     A_log: bool = True
     """Give ``A_log`` when the gate is computed in the kernel (the bounded gate may do without)."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kdacore.selfcheck import relative_error
+from kdacore.selfcheck.check import relative_error
 
 _FLOAT16_TINY = 2.0**-14
 """Smallest normal float16: gates that hardly react have gradients below it."""

@@ -1,4 +1,4 @@
-"""The conformance suite as pytest tests; see :mod:`kdacore.testing.plugin` for the command."""
+"""The conformance suite as pytest tests; see :mod:`kdacore.testing.pytest_plugin` for the command."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from kdacore.testing.cases import Case
 from kdacore.testing.matrix import Plan
-from kdacore.testing.plugin import describe
+from kdacore.testing.pytest_plugin import describe
 from kdacore.testing.suite import coverage_problems, judged, run_case
 
 

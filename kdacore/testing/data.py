@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from kdacore.ops import INDEX_ARGUMENTS
+from kdacore.selfcheck.inputs import normalise, offsets, tensors
 from kdacore.testing.cases import Case
-from kdacore.testing.inputs import normalise, offsets, tensors
 from kdacore.testing.pools import index_tables, named_rows
 from kdacore.testing.signature import request_of, signature
 

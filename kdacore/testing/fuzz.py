@@ -30,7 +30,7 @@ from typing import Any
 
 from kdacore import machine
 from kdacore.bench.results import commit as checkout
-from kdacore.callargs import at_least, positive
+from kdacore.cli.call_arguments import at_least, positive
 from kdacore.errors import ContractError
 from kdacore.files import writable
 from kdacore.registry import REGISTRY

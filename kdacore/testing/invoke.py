@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import kdacore
-from kdacore import contract, selection, stages
+from kdacore import stages
+from kdacore.dispatch import selection, validate
 from kdacore.ops import DIFFERENTIABLE, OPS
 from kdacore.registry import REGISTRY
 from kdacore.testing.cases import Case
@@ -158,7 +159,7 @@ def _direct(
     inputs = opdef.inputs(*(arrays.get(n) for n in opdef.arrays))
     given = dict(case.options)
     values = tuple(given.get(n, default_option(n)) for n in opdef.options)
-    request, _ = contract.build_request(opdef, inputs, values, needs_grad=True)
+    request, _ = validate.build_request(opdef, inputs, values, needs_grad=True)
     chosen = selection.select(request, selection.Policy(case.backend, (), "backend="))
     impl = REGISTRY.get(chosen.backend).backend.ops[case.op]
     outcome = impl.forward(request, inputs)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from kdacore.ops import HOST_ARGUMENTS, INDEX_ARGUMENTS
+from kdacore.selfcheck.inputs import to_kind
 from kdacore.testing.cases import Case, Layout
 from kdacore.testing.compare import Findings, bits
 from kdacore.testing.data import Values, host_values
-from kdacore.testing.inputs import to_kind
 from kdacore.testing.pools import POOLS
 from kdacore.testing.signature import signature
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from kdacore.selfcheck.inputs import GATES
 from kdacore.testing.capabilities import representable
 from kdacore.testing.cases import Case
-from kdacore.testing.inputs import GATES
 from kdacore.testing.matrix import Level
 from kdacore.testing.random_parts import draw_memory, index_dtype, pick, usable_dtypes
 

@@ -8,9 +8,9 @@ import importlib.util
 import sys
 from typing import Any
 
-from kdacore import contract, selection
 from kdacore import device as probes
-from kdacore.frameworks import ShapeDtype
+from kdacore.arrays import ShapeDtype
+from kdacore.dispatch import selection, validate
 from kdacore.ops import FLAGS, HOST_ARGUMENTS, OPS
 from kdacore.registry import REGISTRY
 from kdacore.testing.cases import DIFFERENTIATES, Case
@@ -143,7 +143,7 @@ def request_of(case: Case) -> Request:
     inputs = opdef.inputs(*(found.get(n) for n in opdef.arrays))
     given = dict(case.options)
     values = tuple(given.get(n, default_option(n)) for n in opdef.options)
-    request, _ = contract.build_request(opdef, inputs, values, needs_grad=needs_grad(case))
+    request, _ = validate.build_request(opdef, inputs, values, needs_grad=needs_grad(case))
     return _as_traced(case, request)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from kdacore import guard
+from kdacore import plugin_faults
 from kdacore.errors import UnsupportedError
 from kdacore.testing.cases import Case
 from kdacore.testing.checks import CHECKS
@@ -57,7 +57,7 @@ def run_case(case: Case) -> Result:
         CHECKS[case.check](case, findings)
     except UnsupportedError as error:
         return _declined(case, reasons, error, time.perf_counter() - start)
-    except guard.FAULTS:  # a backend may fail in any way; the failure is the result
+    except plugin_faults.FAULTS:  # a backend may fail in any way; the failure is the result
         seconds = time.perf_counter() - start
         return Result(case, "failed", tuple(findings.items), reasons, traceback.format_exc(), seconds)
     seconds = time.perf_counter() - start

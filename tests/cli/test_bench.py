@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kdacore import cli
 from kdacore.bench import arrays as made
 from kdacore.bench import (
     cases,
@@ -26,10 +25,11 @@ from kdacore.bench import (
     runner,
     stages,
 )
-from kdacore.bench import command as bench_command
 from kdacore.bench.cases import PRESETS, SPECIAL, Case
 from kdacore.bench.clock import Budget
 from kdacore.bench.peers import PEERS
+from kdacore.cli import bench as bench_command
+from kdacore.cli import main as cli
 from kdacore.hookspecs import hookimpl
 from kdacore.registry import REGISTRY
 from kdacore.types import Backend

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from kdacore import cli
 from kdacore.bench import arrays as made
 from kdacore.bench import contenders, gate, results, runner
 from kdacore.bench.cases import PRESETS, Case
 from kdacore.bench.clock import Budget
 from kdacore.bench.peers import PEERS, Peer, cudnn_frontend, fla, flash_kda
+from kdacore.cli import main as cli
 from kdacore.machine import versions
 
 torch = pytest.importorskip("torch")

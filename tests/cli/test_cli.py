@@ -8,7 +8,8 @@ import sys
 import pytest
 
 import kdacore
-from kdacore import cli, config
+from kdacore import config
+from kdacore.cli import main as cli
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,7 +52,7 @@ def test_python_m_kdacore() -> None:
 
 def test_help_imports_no_framework() -> None:
     code = (
-        "import sys\nfrom kdacore import cli\n"
+        "import sys\nfrom kdacore.cli import main as cli\n"
         "try: cli.main(['--help'])\nexcept SystemExit: pass\n"
         "assert not {'torch', 'jax', 'triton'} & set(sys.modules)"
     )

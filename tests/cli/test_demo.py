@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kdacore import cli, demo
+from kdacore.cli import demo
+from kdacore.cli import main as cli
 from kdacore.hookspecs import hookimpl
 from kdacore.registry import REGISTRY
 from kdacore.types import Backend, Outputs

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kdacore import cli
 from kdacore.bench.cases import PRESETS, SPECIAL
+from kdacore.cli import main as cli
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "command-line.md").read_text()

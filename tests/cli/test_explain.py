@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 import kdacore
-from kdacore import callspec, cli, selection
+from kdacore import callspec
 from kdacore.callspec import CallSpec
+from kdacore.cli import main as cli
+from kdacore.dispatch import selection
 from kdacore.hookspecs import hookimpl
 from kdacore.ops import OPS
 from kdacore.registry import REGISTRY, Registered

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kdacore import cli
+from kdacore.cli import main as cli
 from kdacore.testing import fuzz
 
 RUNS = {

@@ -12,8 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from kdacore import cli  # noqa: E402
 from kdacore.bench.clock import Budget  # noqa: E402
+from kdacore.cli import main as cli  # noqa: E402
 from kdacore.types import Device, IntraOutputs, Outputs  # noqa: E402
 from kdacore_reference import oracle, oracle_stages  # noqa: E402
 from kdacore_triton import configs, tune, tune_jobs  # noqa: E402

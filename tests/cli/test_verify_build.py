@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-import kdacore.verify as verification
-from kdacore import cli, config
+import kdacore.testing.verify as verification
+from kdacore import config
+from kdacore.cli import main as cli
 from kdacore.errors import BackendBuildError
 from kdacore.hookspecs import hookimpl
 from kdacore.registry import REGISTRY

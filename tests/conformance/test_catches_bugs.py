@@ -15,8 +15,8 @@ from kdacore.hookspecs import hookimpl
 from kdacore.registry import REGISTRY
 from kdacore.testing.matrix import plan
 from kdacore.testing.suite import Result, coverage_problems, judged, run_case
+from kdacore.testing.verify import verify
 from kdacore.types import Backend, GateGrads, InputGrads, OpImpl, Outputs, Reason
-from kdacore.verify import verify
 
 NAME = "mutant"
 CHUNK, DECODE, INTRA = "chunk_kda", "fused_recurrent_kda", "kda_chunk_intra"

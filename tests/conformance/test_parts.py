@@ -13,16 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kdacore import verify as verification
 from kdacore.errors import ContractError
 from kdacore.ops import OPS, STAGES
+from kdacore.selfcheck.bounds import bound, rounds_to_tf32
+from kdacore.selfcheck.inputs import GATES, Shape, to_kind
 from kdacore.testing import random_cases, random_parts, random_stages
-from kdacore.testing.bounds import bound, rounds_to_tf32
+from kdacore.testing import verify as verification
 from kdacore.testing.cases import Case, options
 from kdacore.testing.checks import CHECKS
 from kdacore.testing.compare import Findings, bits
 from kdacore.testing.data import host_values, rounded
-from kdacore.testing.inputs import GATES, Shape, to_kind
 from kdacore.testing.matrix import plan
 from kdacore.testing.place import place
 from kdacore.testing.pools import POOLS
@@ -30,8 +30,8 @@ from kdacore.testing.random_cases import calls_of, random_case, run_random
 from kdacore.testing.signature import judge, request_of, signature
 from kdacore.testing.suite import run_case, summary
 from kdacore.testing.variations import variations_of
+from kdacore.testing.verify import Report, default_path, load_records, verify
 from kdacore.types import Device
-from kdacore.verify import Report, default_path, load_records, verify
 
 BASE = Case("accuracy", "reference", "chunk_kda", shape=Shape(2, 9, 1, 2, 8, 12), initial_state=True)
 LAYOUTS = ("contiguous", "padded", "stepped", "transposed")

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from kdacore import profile
+from kdacore.dispatch import cost
 from kdacore.types import Device, Request, TensorSpec
 from kdacore_cuda import costs
 from kdacore_cuda.plugin import make_backend
@@ -29,7 +29,7 @@ def call(
 
 
 def ours_and_triton(request: Request) -> tuple[float, float]:
-    ours, triton = costs.recurrent(request), profile.predict("triton", request)
+    ours, triton = costs.recurrent(request), cost.predict("triton", request)
     assert ours is not None
     assert triton is not None
     return ours, triton
@@ -37,7 +37,7 @@ def ours_and_triton(request: Request) -> tuple[float, float]:
 
 def test_one_token_costs_what_the_table_says() -> None:
     for B in (1, 8, 32, 256):
-        assert costs.recurrent(call(1, B)) == profile.predict("cuda", call(1, B))
+        assert costs.recurrent(call(1, B)) == cost.predict("cuda", call(1, B))
 
 
 @pytest.mark.parametrize(("v_first", "state"), list(costs.SEVERAL_TOKENS))

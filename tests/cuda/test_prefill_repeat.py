@@ -10,7 +10,7 @@ import pytest
 import torch
 from cuda_calls import MODEL, SAFE_MODEL, request_of
 
-from kdacore.types import ChunkInputs, Step
+from kdacore.types import ChunkInputs, FastCall
 from kdacore_cuda import backward, prefill, prefill_repeat, segments
 
 
@@ -71,7 +71,7 @@ def test_the_shorter_way_gives_the_same_bits(
     assert got[1] is None or torch.equal(got[1], want.final_state)
 
 
-def made(inputs: ChunkInputs, **options: Any) -> Step | None:
+def made(inputs: ChunkInputs, **options: Any) -> FastCall | None:
     request = request_of("chunk_kda", inputs, **SAFE_MODEL, **options)
     return prefill_repeat.repeat(request, inputs)
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from cuda_calls import SAFE_MODEL, Draw, request_of
 
-from kdacore import cli, late
+from kdacore import lazy
+from kdacore.cli import main as cli
 from kdacore.registry import missing
 from kdacore.types import ChunkInputs, Device, Request
 from kdacore_cuda import verifiers
@@ -63,7 +64,7 @@ def test_without_nvrtc_only_packaged_architectures(monkeypatch: pytest.MonkeyPat
 
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(late, "find_spec", lambda name: None)
+    monkeypatch.setattr(lazy, "find_spec", lambda name: None)
     assert ("torch", "torch is not installed", "pip install 'kdacore[cuda]'") in missing(
         BACKEND, hardware=False
     )

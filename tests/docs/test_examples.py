@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
-MODULES = ["kdacore", "kdacore.api", "kdacore.dispatch", "kdacore.hookspecs"]
+MODULES = ["kdacore", "kdacore.api", "kdacore.dispatch.call", "kdacore.hookspecs"]
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

@@ -128,7 +128,7 @@ def test_the_doctor_and_the_plugin_list_show_it(installed: dict[str, str], tmp_p
 def test_verify_writes_its_record(installed: dict[str, str], tmp_path: Path) -> None:
     script = """
 from pathlib import Path
-from kdacore.verify import load_records, verify
+from kdacore.testing.verify import load_records, verify
 report = verify("example", random=5, path=Path("records/one.json"), progress=False)
 assert report.ok, "\\n".join(report.lines())
 assert [r.backend for r in load_records(Path("records"))] == ["example"]

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import kdacore
+from kdacore.arrays import jax as jax_arrays
 from kdacore.errors import ContractError
-from kdacore.frameworks import jax_arrays
-from kdacore.testing.inputs import Shape, normalise, offsets, tensors, to_kind
+from kdacore.selfcheck.inputs import Shape, normalise, offsets, tensors, to_kind
 
 SHAPE = Shape(B=2, T=70, H=1, HV=2, K=8, V=8)
 
@@ -169,7 +169,7 @@ def test_forcing_a_backend_that_cannot_be_traced() -> None:
 
 def test_when_nothing_can_serve_a_tracer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with the reference alone: the error says that tracing is the obstacle."""
-    from kdacore import dispatch
+    from kdacore.dispatch import call as dispatch
     from kdacore.registry import REGISTRY
 
     only = {"reference": REGISTRY.backends()["reference"]}

@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import kdacore
-from kdacore.frameworks import torch_ops
-from kdacore.testing.inputs import Shape, normalise, tensors, to_kind
+from kdacore.dispatch import torch_operators
+from kdacore.selfcheck.inputs import Shape, normalise, tensors, to_kind
 
 SHAPE = Shape(B=1, T=70, H=1, HV=2, K=8, V=8)
 GATE = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
@@ -385,9 +385,9 @@ def test_autocast_changes_no_bit_of_a_compiled_call(backend: str) -> None:
 def operator_arguments(family: str, arguments: dict[str, Any], needs_grad: bool) -> tuple[Any, ...]:
     """The flat arguments of an operator."""
     op = {"chunk": "chunk_kda", "recurrent": "fused_recurrent_kda", "gate": "kda_gate"}[family]
-    arrays = [arguments.get(n) for n in torch_ops._ARRAYS[family]]
+    arrays = [arguments.get(n) for n in torch_operators._ARRAYS[family]]
     defaults = {"scale": None, "lower_bound": None, "checkpoint_every": None}
-    options = [arguments.get(n, defaults.get(n, False)) for n in torch_ops._OPTIONS[family]]
+    options = [arguments.get(n, defaults.get(n, False)) for n in torch_operators._OPTIONS[family]]
     return (op, *arrays, *options, needs_grad, "", "", "auto")
 
 
@@ -650,7 +650,7 @@ def test_fake_tensors_and_export(tmp_path: Path) -> None:
     torch.export.save(program, tmp_path / "layer.pt2")
     code = """
 import sys
-import kdacore.frameworks.torch_ops
+import kdacore.dispatch.torch_operators
 import torch
 print(*[n.target for n in torch.export.load(sys.argv[1]).graph.nodes if n.op == "call_function"])
 """

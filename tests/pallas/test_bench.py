@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from kdacore import cli
+from kdacore.cli import main as cli
 
 
 def test_the_preset_times_four_contenders(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import pytest
 
 import kdacore
 import kdacore.errors
-from kdacore import doctor, guard, machine, registry
+from kdacore import machine, plugin_faults, registry
+from kdacore.cli import doctor
 from kdacore.hookspecs import hookimpl
 from kdacore.machine import Machine, Row
 from kdacore.registry import REGISTRY
@@ -288,7 +289,7 @@ def test_a_verifier_that_answers_no_reason(answer: object) -> None:
 
 
 def test_a_verifier_that_answers_no_reason_fails_verification() -> None:
-    from kdacore.verify import verify
+    from kdacore.testing.verify import verify
 
     add(backend(op={"verifiers": (lambda request: "too long",)}))
     with pytest.warns(RuntimeWarning, match="neither None nor a Reason"):
@@ -306,9 +307,9 @@ def test_a_change_of_plugins_forgets_what_was_reported() -> None:
     add(backend(op={"cost": raising(KeyError("oops"))}))
     with pytest.warns(RuntimeWarning, match="oops"):
         ran()
-    assert len(guard.faults()) == 1
+    assert len(plugin_faults.faults()) == 1
     REGISTRY.unregister("bad plugin")
-    assert guard.faults() == ()
+    assert plugin_faults.faults() == ()
 
 
 # --- what is declared ---------------------------------------------------------------------------------------------
@@ -342,7 +343,7 @@ def test_a_change_of_plugins_forgets_what_was_reported() -> None:
         ({"op": {"verified_archs": "sm_90"}}, "].verified_archs = 'sm_90'; wanted a frozenset of str"),
         ({"op": {"batch_invariant": None}}, "].batch_invariant = None"),
         ({"op": {"compiles": None}}, "].compiles = None"),
-        ({"op": {"repeat": True}}, "].repeat = True"),
+        ({"op": {"fast_path": True}}, "].fast_path = True"),
     ],
 )
 def test_a_field_of_the_wrong_type(fields: dict[str, Any], said: str) -> None:

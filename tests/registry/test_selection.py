@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import kdacore
-from kdacore import config, selection
+from kdacore import config
+from kdacore.dispatch import selection
 from kdacore.hookspecs import hookimpl
 from kdacore.registry import REGISTRY
 from kdacore.types import Backend, Device, OpImpl, Outputs, Reason, Request, Selection

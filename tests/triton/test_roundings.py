@@ -9,8 +9,8 @@ import pytest
 import torch
 from gpu_roundings import cut_to_tf32, from_bf16, gpu_roundings, to_bf16
 
+from kdacore.selfcheck.inputs import Shape
 from kdacore.testing.cases import Case, options
-from kdacore.testing.inputs import Shape
 from kdacore.testing.suite import Result, run_case
 
 pytestmark = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kdacore import profile
+from kdacore.dispatch import cost
 from kdacore.types import Request
 from kdacore_cuda.variants import DECODE_HEAD, decode_mode
 
@@ -33,7 +33,7 @@ def recurrent(request: Request) -> float | None:
 
     Predictions scale with the tokens, ours and Triton's alike, so a factor on ours says which is faster.
     """
-    seconds = profile.predict("cuda", request)
+    seconds = cost.predict("cuda", request)
     if seconds is None:
         return None
     kind = request.state_v_first, request.state_dtype

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kdacore.frameworks.torch_empty import allocator
-from kdacore.types import Outputs, RecurrentInputs, Request, Step
+from kdacore.arrays.torch.private import allocator
+from kdacore.types import FastCall, Outputs, RecurrentInputs, Request
 from kdacore_cuda import runtime
 from kdacore_cuda.arrays import (
     ALIGNMENT,
@@ -166,7 +166,7 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     return Outputs(o, written if request.output_final_state else None)
 
 
-def repeat(request: Request, inputs: RecurrentInputs) -> Step | None:
+def repeat(request: Request, inputs: RecurrentInputs) -> FastCall | None:
     """:func:`forward` for calls whose arrays lie in memory as these do: all that strides decide is decided here.
 
     None where an array would have to be copied, and from the step where one starts off 16 bytes.

@@ -6,7 +6,7 @@ import ctypes
 from functools import cache, partial
 
 from kdacore.hookspecs import hookimpl
-from kdacore.late import lazily, package_probe
+from kdacore.lazy import lazy_function, package_probe
 from kdacore.types import Backend, OpImpl, Requirement
 from kdacore_cuda import __version__, costs, verifiers
 
@@ -46,7 +46,7 @@ def _version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-_lazily = partial(lazily, "kdacore_cuda")
+_lazy = partial(lazy_function, "kdacore_cuda")
 
 
 _COMMON = (
@@ -72,7 +72,7 @@ _STAGE = (
 
 def _stage(function: str) -> OpImpl:
     return OpImpl(
-        forward=_lazily("stages", function),
+        forward=_lazy("stages", function),
         verifiers=_STAGE,
         verified_archs=VERIFIED,
         batch_invariant=True,
@@ -82,17 +82,17 @@ def _stage(function: str) -> OpImpl:
 def make_backend() -> Backend:
     """The backend named ``cuda``."""
     prefill = OpImpl(
-        forward=_lazily("prefill", "forward"),
-        backward=_lazily("backward", "backward"),
+        forward=_lazy("prefill", "forward"),
+        backward=_lazy("backward", "backward"),
         verifiers=(*_COMMON, verifiers.prefill_dtype, verifiers.prefill_length, verifiers.gradients),
-        repeat=_lazily("prefill_repeat", "repeat"),
+        fast_path=_lazy("prefill_repeat", "repeat"),
         verified_archs=VERIFIED,
     )
     recurrent = OpImpl(
-        forward=_lazily("decode", "forward"),
+        forward=_lazy("decode", "forward"),
         verifiers=(*_COMMON, verifiers.recurrent_dtype),
         cost=costs.recurrent,
-        repeat=_lazily("decode", "repeat"),
+        fast_path=_lazy("decode", "repeat"),
         verified_archs=VERIFIED,
         batch_invariant=True,
     )

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from kdacore.frameworks.torch_empty import Empty, allocator
-from kdacore.types import ChunkInputs, Request, Step
+from kdacore.arrays.torch.private import Empty, allocator
+from kdacore.types import ChunkInputs, FastCall, Request
 from kdacore_cuda import prefill, runtime, segments
 from kdacore_cuda.arrays import ALIGNMENT, contiguous_of, strides_as_given
 from kdacore_cuda.fixed import FixedLauncher, Start
@@ -24,7 +24,7 @@ _STRIDES = tuple(f"{name}_{axis}" for name in _TOKENS[:5] for axis in ("sb", "st
 _RECORD = ("kg", "qg", "w", "u", "aqk", "last")
 
 
-def repeat(request: Request, inputs: ChunkInputs) -> Step | None:
+def repeat(request: Request, inputs: ChunkInputs) -> FastCall | None:
     """:func:`kdacore_cuda.prefill.forward` for calls whose arrays lie in memory as these do.
 
     None where an array would have to be copied or checkpoints are asked for, and from the step where one starts off

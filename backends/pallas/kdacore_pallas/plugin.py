@@ -6,7 +6,7 @@ import importlib.metadata
 from functools import partial
 
 from kdacore.hookspecs import hookimpl
-from kdacore.late import lazily
+from kdacore.lazy import lazy_function
 from kdacore.types import Backend, OpImpl, Requirement
 from kdacore_pallas import checks, pallas_checks
 
@@ -31,14 +31,14 @@ def _probe_jax() -> str | None:
 JAX = Requirement("jax", _probe_jax, "pip install 'kdacore[pallas]'")
 
 
-_lazily = partial(lazily, "kdacore_pallas")
+_lazy = partial(lazy_function, "kdacore_pallas")
 
 
 def _xla_op(forward: str, backward: str | None, compiles: bool = False) -> OpImpl:
     module = "calls"
     return OpImpl(
-        forward=_lazily(module, forward),
-        backward=None if backward is None else _lazily(module, backward),
+        forward=_lazy(module, forward),
+        backward=None if backward is None else _lazy(module, backward),
         verifiers=(checks.no_float64, checks.host_arrays_on_cpu, checks.not_captured),
         verified_archs=VERIFIED,
         compiles=compiles,
@@ -77,13 +77,13 @@ def make_pallas() -> Backend:
     """TPU kernels: chunk forward and backward, decode over a state pool."""
     module = "pallas_calls"
     chunk = OpImpl(
-        forward=_lazily(module, "chunk_forward"),
-        backward=_lazily(module, "chunk_backward"),
+        forward=_lazy(module, "chunk_forward"),
+        backward=_lazy(module, "chunk_backward"),
         verifiers=pallas_checks.CHUNK_CHECKS,
     )
     recurrent = OpImpl(
-        forward=_lazily(module, "recurrent_forward"),
-        backward=_lazily(module, "recurrent_backward"),
+        forward=_lazy(module, "recurrent_forward"),
+        backward=_lazy(module, "recurrent_backward"),
         verifiers=pallas_checks.DECODE_CHECKS,
     )
     return Backend(

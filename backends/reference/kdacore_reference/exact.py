@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kdacore.contract_values import check_offsets
+from kdacore.dispatch.values import check_offsets
 from kdacore.types import Request
 
 F64 = NDArray[np.float64]

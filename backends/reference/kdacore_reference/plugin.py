@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from kdacore.hookspecs import hookimpl
-from kdacore.late import lazily
+from kdacore.lazy import lazy_function
 from kdacore.types import Backend, OpImpl, Reason, Request
 
 
@@ -41,7 +41,7 @@ def has_values(request: Request) -> Reason | None:
     )
 
 
-_lazily = partial(lazily, "kdacore_reference")
+_lazy = partial(lazy_function, "kdacore_reference")
 
 
 def _op(
@@ -58,15 +58,15 @@ def _op(
 
 def make_backend() -> Backend:
     """The backend named ``reference``: every op, every array kind, any device."""
-    chunk_backward = _lazily("chunk_backward", "chunk_backward")
-    chunk = _op(_lazily("chunk_forward", "chunk_forward"), chunk_backward, batch_invariant=True)
-    recurrent = _op(_lazily("recurrent", "recurrent_forward"), chunk_backward)
+    chunk_backward = _lazy("chunk_backward", "chunk_backward")
+    chunk = _op(_lazy("chunk_forward", "chunk_forward"), chunk_backward, batch_invariant=True)
+    recurrent = _op(_lazy("recurrent", "recurrent_forward"), chunk_backward)
     ops = {
         "chunk_kda": chunk,
         "chunk_gated_delta_rule": chunk,
         "fused_recurrent_kda": recurrent,
         "fused_recurrent_gated_delta_rule": recurrent,
-        "kda_gate": _op(_lazily("gate_op", "kda_gate_forward"), _lazily("gate_op", "kda_gate_backward")),
+        "kda_gate": _op(_lazy("gate_op", "kda_gate_forward"), _lazy("gate_op", "kda_gate_backward")),
     }
     stages = (
         "kda_chunk_gate",
@@ -75,7 +75,7 @@ def make_backend() -> Backend:
         "delta_rule_chunk_state",
         "kda_chunk_output",
     )
-    ops.update((stage, _op(_lazily("stages", stage))) for stage in stages)
+    ops.update((stage, _op(_lazy("stages", stage))) for stage in stages)
     return Backend(
         name="reference",
         version="0.1.0",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from array_api_compat import array_namespace
 
-from kdacore.contract_values import check_candidates, check_indices
+from kdacore.dispatch.values import check_candidates, check_indices
 from kdacore.types import Array, Outputs, RecurrentInputs, Request
 from kdacore_reference.arrays import (
     beside,

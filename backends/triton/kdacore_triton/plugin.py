@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from kdacore.hookspecs import hookimpl
-from kdacore.late import lazily, package_probe
+from kdacore.lazy import lazy_function, package_probe
 from kdacore.types import Backend, OpImpl, Requirement, Verifier
 from kdacore_triton import verifiers
 
@@ -16,7 +16,7 @@ VERIFIED = frozenset({"sm_90"})
 """Architectures the GPU tests have run on; for the others the kernels compile."""
 
 
-_lazily = partial(lazily, "kdacore_triton")
+_lazy = partial(lazy_function, "kdacore_triton")
 
 
 def _op(
@@ -24,7 +24,7 @@ def _op(
     *more: Verifier,
     backward: Callable[..., Any] | None = None,
     batch_invariant: bool = False,
-    repeat: Callable[..., Any] | None = None,
+    fast_path: Callable[..., Any] | None = None,
 ) -> OpImpl:
     return OpImpl(
         forward=forward,
@@ -32,20 +32,20 @@ def _op(
         verifiers=(verifiers.hardware, verifiers.dtypes, verifiers.size, *more),
         verified_archs=VERIFIED,
         batch_invariant=batch_invariant,
-        repeat=repeat,
+        fast_path=fast_path,
     )
 
 
 def make_backend() -> Backend:
     """The backend named ``triton``: every op, torch tensors, forward and backward."""
     whole = (verifiers.head_dims, verifiers.state, verifiers.compiler)
-    chunk_backward = _lazily("chunk_backward", "backward")
-    chunk = _op(_lazily("forward", "forward"), *whole, backward=chunk_backward)
+    chunk_backward = _lazy("chunk_backward", "backward")
+    chunk = _op(_lazy("forward", "forward"), *whole, backward=chunk_backward)
     recurrent = _op(
-        _lazily("recurrent", "forward"),
+        _lazy("recurrent", "forward"),
         *whole,
         backward=chunk_backward,
-        repeat=_lazily("recurrent", "repeat"),
+        fast_path=_lazy("recurrent", "repeat"),
     )
     return Backend(
         name="triton",
@@ -56,12 +56,12 @@ def make_backend() -> Backend:
             "chunk_gated_delta_rule": chunk,
             "fused_recurrent_kda": recurrent,
             "fused_recurrent_gated_delta_rule": recurrent,
-            "kda_gate": _op(_lazily("gate", "forward"), backward=_lazily("gate", "backward")),
-            "kda_chunk_gate": _op(_lazily("stages", "chunk_gate"), verifiers.key_dim),
-            "kda_chunk_intra": _op(_lazily("stages", "chunk_intra"), verifiers.key_dim),
-            "kda_recompute_w_u": _op(_lazily("stages", "recompute_w_u"), verifiers.head_dims),
-            "delta_rule_chunk_state": _op(_lazily("stages", "chunk_state"), *whole),
-            "kda_chunk_output": _op(_lazily("stages", "chunk_output"), verifiers.head_dims),
+            "kda_gate": _op(_lazy("gate", "forward"), backward=_lazy("gate", "backward")),
+            "kda_chunk_gate": _op(_lazy("stages", "chunk_gate"), verifiers.key_dim),
+            "kda_chunk_intra": _op(_lazy("stages", "chunk_intra"), verifiers.key_dim),
+            "kda_recompute_w_u": _op(_lazy("stages", "recompute_w_u"), verifiers.head_dims),
+            "delta_rule_chunk_state": _op(_lazy("stages", "chunk_state"), *whole),
+            "kda_chunk_output": _op(_lazy("stages", "chunk_output"), verifiers.head_dims),
         },
         summary="portable GPU kernels: training, prefill and decode; CPU tensors with TRITON_INTERPRET=1",
         requirements=(

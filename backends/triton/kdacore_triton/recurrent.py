@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from kdacore.frameworks.torch_empty import allocator
-from kdacore.types import Outputs, RecurrentInputs, Request, Step
+from kdacore.arrays.torch.private import allocator
+from kdacore.types import FastCall, Outputs, RecurrentInputs, Request
 from kdacore_triton import configs
 from kdacore_triton.kernels import recurrent as kernels
 from kdacore_triton.launch import Grid, Launcher, cdiv, current_device, next_power_of_2
@@ -176,7 +176,7 @@ class Launch:
             self.prepared = prepared.fix(self.grid, *self.scalars)
 
 
-def repeat(request: Request, inputs: RecurrentInputs) -> Step | None:
+def repeat(request: Request, inputs: RecurrentInputs) -> FastCall | None:
     """:func:`forward` for decode steps whose arrays lie in memory as these do, with as little as possible left to do.
 
     None unless the state is written in place, nothing has to be copied and the kernel has been launched for these

@@ -17,7 +17,7 @@ import torch
 
 from kdacore.bench.clock import Budget, CudaClock, interleave
 from kdacore.bench.gate import BOUNDS
-from kdacore.selfcheck import relative_error
+from kdacore.selfcheck.check import relative_error
 from kdacore.types import Device, Outputs
 from kdacore_reference.oracle import oracle_forward, to_float64
 from kdacore_reference.oracle_stages import oracle_chunk_intra

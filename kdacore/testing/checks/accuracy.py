@@ -6,8 +6,8 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
-from kdacore.frameworks import adapter_of
-from kdacore.testing.bounds import Quantity, bound
+from kdacore.arrays import adapter_of
+from kdacore.selfcheck.bounds import Quantity, bound
 from kdacore.testing.cases import Case
 from kdacore.testing.compare import Findings
 from kdacore.testing.expected import expected

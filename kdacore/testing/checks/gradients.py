@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kdacore.frameworks import adapter_of
+from kdacore.arrays import adapter_of
+from kdacore.selfcheck.bounds import bound
 from kdacore.testing import invoke
-from kdacore.testing.bounds import bound
 from kdacore.testing.cases import Case
 from kdacore.testing.checks.accuracy import check_results, dtype_of
 from kdacore.testing.compare import Findings

@@ -1,0 +1,99 @@
+"""NumPy arrays (bfloat16 through ml_dtypes). No differentiation to join."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kdacore.dispatch.fast_path import RecentCalls
+from kdacore.ops import WRITABLE_ARGUMENTS
+from kdacore.registry import REGISTRY
+from kdacore.types import ArrayKind, Device, TensorSpec
+
+if TYPE_CHECKING:
+    from kdacore.dispatch.call import Plan
+    from kdacore.ops import OpDef
+
+_CPU = Device("cpu")
+
+
+class _NumpyAdapter:
+    kind: ArrayKind = "numpy"
+    immutable = False
+    knows_grad = True
+    through_operators = False
+
+    def __init__(self) -> None:
+        # bool() is False: there are no gradients
+        recent = RecentCalls(_array_test, bool, lambda plan, inputs: plan.run)
+        REGISTRY.on_change(recent.clear)
+        self.recent: RecentCalls | None = recent
+
+    def call_compiled(self, opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
+        raise RuntimeError("unreachable: these arrays are never compiled")
+
+    def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
+        return
+
+    def key(self, inputs: tuple[Any, ...]) -> Hashable | None:
+        try:
+            return tuple([None if x is None else (x.shape, x.dtype, type(x)) for x in inputs])
+        except AttributeError:  # not an array: validation names it
+            return None
+
+    def spec(self, x: Any) -> TensorSpec:
+        name = x.dtype.name if x.dtype.isnative else f"{x.dtype.name} (not native byte order)"
+        if isinstance(x, np.ma.MaskedArray):
+            name += " in a masked array"
+        return TensorSpec(tuple(x.shape), name)
+
+    def device(self, x: Any) -> Device:
+        return _CPU
+
+    def placed(self, x: Any) -> bool:
+        return True
+
+    def obstacle(self, op: str, x: Any) -> tuple[str, str] | None:
+        return None
+
+    def is_traced(self, x: Any) -> bool:
+        return False
+
+    def needs_grad(self, inputs: tuple[Any, ...]) -> bool:
+        return False
+
+    def host_values(self, x: Any) -> Any:
+        return np.asarray(x, dtype=np.float64) if x.dtype.kind not in "iub" else np.asarray(x)
+
+    def memory(self, x: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int] | None:
+        return (x.__array_interface__["data"][0], x.shape, x.strides, x.itemsize) if x.size else None
+
+    def run(self, plan: Plan, inputs: Any) -> Any:
+        return plan.forward(plan.request, inputs)
+
+
+def _array_test(arrays: dict[str, Any], same_strides: bool) -> tuple[str, dict[str, Any]] | None:
+    """See :data:`kdacore.dispatch.fast_path.ArrayTest`. NumPy has one object for each native dtype; another one, of
+    the other byte order say, is never that object and takes the ordinary path."""
+    if not all(type(x) is np.ndarray for x in arrays.values()):
+        return None
+    tests = [
+        f"type({name}) is ndarray and {name}.dtype is dtype_{name} and {name}.shape == {x.shape}"
+        for name, x in arrays.items()
+    ]
+    tests += [
+        f"{name}.strides == {x.strides}"
+        for name, x in arrays.items()
+        if same_strides or name in WRITABLE_ARGUMENTS
+    ]
+    tests += [
+        f"{name}.flags.writeable is {x.flags.writeable}"
+        for name, x in arrays.items()
+        if name in WRITABLE_ARGUMENTS
+    ]
+    return " and ".join(tests), {"ndarray": np.ndarray, **{f"dtype_{n}": x.dtype for n, x in arrays.items()}}
+
+
+NUMPY = _NumpyAdapter()

@@ -1,0 +1,129 @@
+"""Shapes in place of arrays, for :func:`kdacore.explain`."""
+
+from __future__ import annotations
+
+import numbers
+import re
+import sys
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kdacore import config
+from kdacore.errors import ContractError
+from kdacore.types import ArrayKind, Device, TensorSpec
+
+if TYPE_CHECKING:
+    from kdacore.dispatch.call import Plan
+    from kdacore.dispatch.fast_path import RecentCalls
+    from kdacore.ops import OpDef
+
+
+DEVICE = re.compile(r"[a-z]+(:\d+)?")
+"""A device in words: its type, and perhaps its index after a colon."""
+
+
+@dataclass(frozen=True)
+class ShapeDtype:
+    """An array without its values, for ``explain``.
+
+    Args:
+        shape: the sizes.
+        dtype: canonical name, for example ``"bfloat16"``.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"tpu"``, ..., or a ``torch.device``.
+        kind: ``"numpy"``, ``"torch"`` or ``"jax"``: the library the real call would use.
+        arch: architecture of that device, for example ``"sm_90"``; ``KDACORE_ARCH`` when empty.
+        requires_grad: whether the real array would need a gradient.
+
+    Raises:
+        ContractError: naming the argument that is no such thing.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    device: str = "cpu"
+    kind: ArrayKind = "numpy"
+    arch: str = ""
+    requires_grad: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.shape, Sequence) or not all(_is_size(n) for n in self.shape):
+            raise _error("shape", self.shape, "whole numbers, like (1, 64, 2, 128)")
+        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(self.device, torch.device):
+            object.__setattr__(self, "device", str(self.device))
+        if not isinstance(self.device, str) or not DEVICE.fullmatch(self.device):
+            raise _error("device", self.device, "a device like 'cpu', 'cuda' or 'cuda:1'")
+        if self.kind not in tuple(SPEC_ADAPTERS):  # which compares, and hashes nothing
+            raise _error("kind", self.kind, f"one of {', '.join(SPEC_ADAPTERS)}")
+        for name in ("dtype", "arch"):
+            if not isinstance(value := getattr(self, name), str):
+                raise _error(name, value, "its name, like 'bfloat16'" if name == "dtype" else "like 'sm_90'")
+        if not isinstance(self.requires_grad, bool):
+            raise _error("requires_grad", self.requires_grad, "True or False")
+
+
+def _is_size(n: object) -> bool:
+    return isinstance(n, numbers.Integral) and not isinstance(n, bool)
+
+
+def _error(argument: str, got: object, want: str) -> ContractError:
+    return ContractError("ShapeDtype", argument, f"{type(got).__name__} {got!r}", want)
+
+
+class _SpecAdapter:
+    """Reads :class:`ShapeDtype`; can explain, cannot run."""
+
+    through_operators = False
+    recent: RecentCalls | None = None
+    knows_grad = True
+
+    def __init__(self, kind: ArrayKind) -> None:
+        self.kind: ArrayKind = kind
+        self.immutable = kind == "jax"
+
+    def call_compiled(self, opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
+        raise RuntimeError("unreachable: these arrays are never compiled")
+
+    def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
+        return
+
+    def key(self, inputs: tuple[Any, ...]) -> Hashable | None:
+        return None
+
+    def spec(self, x: ShapeDtype) -> TensorSpec:
+        return TensorSpec(tuple(x.shape), x.dtype)
+
+    def device(self, x: ShapeDtype) -> Device:
+        kind, _, index = x.device.partition(":")
+        arch = "" if kind == "cpu" else x.arch or config.get().arch
+        return Device(kind, int(index or 0), arch)
+
+    def placed(self, x: ShapeDtype) -> bool:
+        return True
+
+    def obstacle(self, op: str, x: ShapeDtype) -> tuple[str, str] | None:
+        return None
+
+    def is_traced(self, x: ShapeDtype) -> bool:
+        return False
+
+    def needs_grad(self, inputs: tuple[Any, ...]) -> bool:
+        return any(getattr(x, "requires_grad", False) for x in inputs)
+
+    def host_values(self, x: Any) -> Any:
+        raise ContractError("explain", "arrays", "a ShapeDtype", "arrays when values are to be checked")
+
+    def memory(self, x: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int] | None:
+        return None
+
+    def run(self, plan: Plan, inputs: Any) -> Any:
+        raise ContractError(plan.request.op, "q", "a ShapeDtype", "an array (specs are for explain only)")
+
+
+SPEC_ADAPTERS: dict[str, _SpecAdapter] = {
+    "numpy": _SpecAdapter("numpy"),
+    "torch": _SpecAdapter("torch"),
+    "jax": _SpecAdapter("jax"),
+}

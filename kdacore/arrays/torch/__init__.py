@@ -1,0 +1,1 @@
+"""The torch adapter. Imported only once the caller's own tensors have brought torch in."""

@@ -1,0 +1,37 @@
+"""The torch part of recognising a call: one check in C++ instead of ten tensors' attributes read from Python.
+
+torch has the check for the guards of its compiled graphs: type, dispatch keys (so layout and device type, and what the
+thread adds or takes away: autocast, ``torch.func`` transforms), dtype, device index, sizes, ``requires_grad``. It is
+internal to torch: where it is missing every call takes the ordinary path, which gives the same plan.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from kdacore.ops import WRITABLE_ARGUMENTS
+
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:
+    TensorGuards = None  # type: ignore[assignment, misc]
+
+
+def tensor_test(arrays: dict[str, Any], same_strides: bool) -> tuple[str, dict[str, Any]] | None:
+    """See :data:`kdacore.dispatch.fast_path.ArrayTest`."""
+    if TensorGuards is None or not all(
+        type(x) in (torch.Tensor, torch.nn.Parameter) for x in arrays.values()
+    ):
+        return None
+    free: Any = None
+    if not same_strides:
+        free = [
+            list(x.stride()) if name in WRITABLE_ARGUMENTS else [None] * x.dim() for name, x in arrays.items()
+        ]
+    guards = TensorGuards(*arrays.values(), dynamic_dims_sizes=None, dynamic_dims_strides=free)
+    # Dual tensors look like others to the check.
+    test = f"forward_ad._current_level < 0 and check({', '.join(arrays)})"
+    return test, {"check": guards.check, "forward_ad": forward_ad}

@@ -1,0 +1,163 @@
+"""A call on the command line: sizes and switches named as in :func:`kdacore.chunk_kda`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+from kdacore import features
+from kdacore.arrays.specs import DEVICE
+from kdacore.callspec import CallSpec
+from kdacore.device import TYPES
+from kdacore.errors import ContractError
+from kdacore.ops import OPS
+from kdacore.registry import REGISTRY
+from kdacore.types import Gate, Selection
+
+SIZES = "B,T,H,HV,K,V"
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """The arguments that describe one call; with ``required`` the op is positional."""
+    if required:
+        parser.add_argument("op", choices=tuple(OPS), metavar="OP", help=f"one of {', '.join(OPS)}")
+    else:
+        parser.add_argument("--op", choices=tuple(OPS), metavar="OP", help="also explain one call of this op")
+    add = parser.add_argument
+    add("--shape", type=shape, metavar=SIZES, help=f"sizes, default 1,4096,16,16,128,128 ({SIZES})")
+    add("--dtype", default="bfloat16", help="dtype of q, k, v, g and beta (default bfloat16)")
+    add("--kind", default="torch", choices=("numpy", "torch", "jax"), help="array library (default torch)")
+    add("--device", type=device, default="cuda", help="cpu, cuda, cuda:1, rocm, tpu (default cuda)")
+    add("--arch", default="", help="architecture (default: KDACORE_ARCH, else sm_90 for cuda, v5e for tpu)")
+    add("--backend", default=None, help="force one backend")
+    add("--requires-grad", action="store_true", help="the inputs require gradients")
+    add("--use-gate-in-kernel", action="store_true", help="raw gate input, with A_log and dt_bias")
+    add("--safe-gate", action="store_true")
+    add("--lower-bound", type=float, default=None, metavar="X", help="default -5 with --safe-gate")
+    add("--use-qk-l2norm-in-kernel", action="store_true")
+    add("--use-beta-sigmoid-in-kernel", action="store_true")
+    add("--allow-neg-eigval", action="store_true")
+    add("--initial-state", default="", metavar="DTYPE", help="give an initial state of this dtype")
+    add("--output-final-state", action="store_true")
+    add("--state-v-first", action="store_true")
+    add("--cu-seqlens", type=int, default=0, metavar="N", help="pack N sequences")
+    add("--checkpoint-every", type=int, default=None, metavar="TOKENS")
+    add("--disable-recompute", action="store_true")
+    add("--state-indices", type=int, default=0, metavar="P", help="a state pool of P rows")
+    add("--num-accepted-tokens", action="store_true")
+    add("--inplace-state", action="store_true")
+    add("--read-only-state", action="store_true")
+    add("--out", action="store_true", help="a preallocated output")
+    add("--chunk-size", type=at_least(1), default=64, help="stage ops")
+
+
+def device(text: str) -> str:
+    """A device, its index after a colon. argparse turns the error into exit status 2."""
+    if DEVICE.fullmatch(text) and _is_known(text.partition(":")[0]):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is no device, like cpu, cuda or cuda:1")
+
+
+def _is_known(device_type: str) -> bool:
+    return device_type in TYPES or any(
+        device_type in r.backend.device_types for r in REGISTRY.backends().values()
+    )
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Whole numbers from ``least`` (0 or more) on. argparse turns the error into exit status 2."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} on")
+        return int(text)
+
+    return number
+
+
+def positive(text: str) -> float:
+    """A number above 0, infinity included. argparse turns the error into exit status 2."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return number
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """Six sizes. argparse turns the error into exit status 2."""
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {SIZES}") from None
+    if len(sizes) != 6:
+        raise argparse.ArgumentTypeError(f"{text!r} has {len(sizes)} sizes, wanted {SIZES}")
+    return sizes
+
+
+def call_of(args: argparse.Namespace) -> CallSpec:
+    """The call the arguments describe."""
+    B, T, H, HV, K, V = args.shape or (1, 4096, 16, 16, 128, 128)
+    lower_bound = -5.0 if args.lower_bound is None and args.safe_gate else args.lower_bound
+    op = args.op or "chunk_kda"
+    if args.arch and args.device in ("cpu", "meta"):
+        raise ContractError(op, "arch", repr(args.arch), f"none: {args.device} has no architectures")
+    gate: Gate = "log"
+    if args.use_gate_in_kernel or OPS[op].family == "gate":
+        gate = "softplus" if lower_bound is None else "sigmoid"
+    return CallSpec(
+        op=op,
+        B=B,
+        T=T,
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        dtype=args.dtype,
+        device=args.device,
+        kind=args.kind,
+        arch=args.arch or features.arch_of(args.device.partition(":")[0], args.kind, ()),
+        grad=args.requires_grad,
+        gate=gate,
+        lower_bound=lower_bound,
+        safe_gate=args.safe_gate,
+        l2norm=args.use_qk_l2norm_in_kernel,
+        beta_sigmoid=args.use_beta_sigmoid_in_kernel,
+        neg_eigval=args.allow_neg_eigval,
+        initial_state=args.initial_state,
+        final_state=args.output_final_state,
+        state_v_first=args.state_v_first,
+        sequences=args.cu_seqlens,
+        checkpoint_every=args.checkpoint_every,
+        disable_recompute=args.disable_recompute,
+        pool=args.state_indices,
+        accepted=args.num_accepted_tokens,
+        inplace_state=args.inplace_state,
+        read_only_state=args.read_only_state,
+        out=args.out,
+        chunk_size=args.chunk_size,
+    )
+
+
+def given(args: argparse.Namespace) -> list[str]:
+    """The switches that say something of a call other than what holds without them."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, required=False)
+    usual = vars(parser.parse_args([]))
+    return [f"--{name.replace('_', '-')}" for name, value in usual.items() if getattr(args, name) != value]
+
+
+def selection_dict(selection: Selection) -> dict[str, Any]:
+    """A selection for JSON, its own text included."""
+    return {
+        "op": selection.op,
+        "backend": selection.backend,
+        "why": selection.why,
+        "candidates": [dataclasses.asdict(c) for c in selection.candidates],
+        "text": str(selection),
+    }

@@ -1,0 +1,286 @@
+"""``kdacore doctor``: what is here, what works, what does not and why, and the line that would make it so.
+
+The report is one dictionary; ``--json`` prints it and the text is rendered from it, so the two say the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import stat
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from kdacore import callspec, config, features, machine, plugin_faults
+from kdacore.cli import call_arguments, doctor_selfcheck, report
+from kdacore.dispatch import selection
+from kdacore.errors import ConfigError, list_names
+from kdacore.machine import Machine
+from kdacore.registry import BY_HAND, OWN_DISTRIBUTION, REGISTRY, PluginRecord, Registered, probe
+from kdacore.selfcheck import check as selfcheck
+
+SCHEMA = 1
+"""Version of the report's layout; raised when a field changes its meaning or goes away."""
+
+Report = dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--no-selfcheck", action="store_true", help="do not run the backends against the oracle"
+    )
+    call_arguments.add_arguments(parser, required=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    from kdacore.cli.doctor_text import render
+
+    about_a_call = args.op or args.shape
+    if not about_a_call and (stray := call_arguments.given(args)):
+        print(f"kdacore doctor: {', '.join(stray)}: about a call; --op says which", file=sys.stderr)
+        return report.USAGE
+    call = call_arguments.call_of(args) if about_a_call else None
+    spinner = Console(stderr=True).status("looking at the machine, the plugins and what they compute")
+    with spinner, contextlib.redirect_stdout(sys.stderr):  # what plugins print is no part of the report
+        found = collect(selfchecks=not args.no_selfcheck, call=call, backend=args.backend)
+    if args.json:
+        print(json.dumps(found, indent=1))
+    else:
+        render(found, report.console())
+    status: int = found["exit"]
+    return status
+
+
+def collect(
+    *, selfchecks: bool = True, call: callspec.CallSpec | None = None, backend: str | None = None
+) -> Report:
+    """Look at everything. ``problems`` is empty exactly when ``exit`` is 0."""
+    problems: list[dict[str, str]] = []
+
+    def problem(where: str, what: str) -> None:
+        problems.append({"where": where, "what": what})
+
+    with _readable_environment() as faults:
+        for fault in faults:
+            problem(f"environment variable {fault.variable}", f"is {fault.got!r}; wanted {fault.want}")
+        where = machine.probe()
+        for row in where.rows:
+            if row.problem:
+                problem(row.name, row.problem)
+        found: Report = {
+            "schema": SCHEMA,
+            "machine": [dataclasses.asdict(row) for row in where.rows],
+            "versions": [dataclasses.asdict(row) for row in machine.versions()],
+            "environment": _environment({f.variable: f for f in faults}, problem),
+            "plugins": [_plugin(p, problem) for p in REGISTRY.plugins()],
+        }
+        registered = list(REGISTRY.backends().values())
+        found["backends"] = [_backend(r, where, problem) for r in registered]
+        found["features"] = _features(registered, where, problem)
+        found["caches"] = _caches()
+        available = {b["name"] for b in found["backends"] if b["status"] == "available"}
+        usable = [r for r in registered if r.backend.name in available]
+        found["selfchecks"] = _selfchecks(usable, where, problem) if selfchecks else []
+        found["selfchecks_run"] = selfchecks
+        found["refusals"] = [refusal._asdict() for refusal in selfcheck.refusals()]
+        found["checks"] = _plugin_checks(problem)
+        if call is not None:
+            found["call"] = _call(call, backend)
+        _choose(registered, where)
+        for raised in plugin_faults.faults():
+            problem(raised.where, raised.what)
+    found["problems"] = problems
+    found["exit"] = report.BROKEN if problems else report.OK
+    return found
+
+
+@contextlib.contextmanager
+def _readable_environment() -> Iterator[list[ConfigError]]:
+    """Set variables that cannot be parsed aside, so that everything else can still be looked at."""
+    aside: dict[str, str] = {}
+    faults: list[ConfigError] = []
+    try:
+        while True:
+            try:
+                config.refresh() if faults else config.get()
+                break
+            except ConfigError as error:
+                faults.append(error)
+                aside[error.variable] = os.environ.pop(error.variable)
+        yield faults
+    finally:
+        os.environ.update(aside)
+
+
+def _environment(faults: dict[str, ConfigError], problem: Any) -> list[dict[str, str]]:
+    rows = []
+    for name, meaning in config.VARIABLES.items():
+        value = faults[name].got if name in faults else os.environ.get(name)
+        if value is not None:
+            rows.append({"name": name, "value": value, "meaning": meaning})
+    for name in config.get().backend:
+        if name not in REGISTRY.backends():
+            problem("environment variable KDACORE_BACKEND", f"names {name!r}, which is no backend here")
+    plugins = REGISTRY.plugins()
+    for name in sorted(config.get().disabled_plugins - {"all"} - {p.name for p in plugins if p.disabled}):
+        of_it = [p.name for p in plugins if p.distribution == name != OWN_DISTRIBUTION]
+        hint = f"; the plugin of that distribution is named {list_names(of_it)}" if of_it else ""
+        problem(
+            "environment variable KDACORE_DISABLE_PLUGINS",
+            f"names {name!r}, which is no third-party plugin here{hint}",
+        )
+    unknown = list(config.unknown())
+    rows += [{"name": n, "value": os.environ[n], "meaning": "not a variable kdacore reads"} for n in unknown]
+    return rows
+
+
+def _plugin(record: PluginRecord, problem: Any) -> dict[str, Any]:
+    status = "disabled" if record.disabled else "problem" if record.problem else "ok"
+    if record.problem:
+        problem(f"plugin {record.name} ({record.distribution})", record.problem)
+    return {
+        "name": record.name,
+        "distribution": record.distribution,
+        "status": status,
+        "milliseconds": round(record.seconds * 1e3, 1),
+        "backends": list(record.backends),
+        "problem": record.problem,
+        "detail": record.detail,
+    }
+
+
+def _backend(registered: Registered, where: Machine, problem: Any) -> dict[str, Any]:
+    backend = registered.backend
+    asked = [(requirement, *probe(requirement)) for requirement in backend.requirements]
+    gone = [(requirement, what) for requirement, what, _ in asked if what is not None]
+    raised = [text for _, _, text in asked if text]
+    for text in raised:
+        problem(f"backend {backend.name}", text)
+    status = "problem" if raised else "not available" if gone else "available"
+    arch = {a.arch for a in where.accelerators if a.type in backend.device_types}
+    return {
+        "name": backend.name,
+        "version": backend.version,
+        "distribution": registered.distribution,
+        "status": status,
+        "summary": backend.summary,
+        "kinds": list(backend.kinds),
+        "places": [str(p) for p in features.places_of(backend, where)],
+        "missing": [{"name": r.name, "what": what, "remedy": r.remedy} for r, what in gone],
+        "ops": {op: _mark(impl.verified_archs, arch) for op, impl in backend.ops.items()},
+    }
+
+
+def _mark(verified: frozenset[str], here: set[str]) -> dict[str, Any]:
+    """On which architectures something is verified, and what that says of those ``here``."""
+    known = "*" in verified or (bool(here) and here <= verified)
+    return {
+        "verified_on": sorted("any hardware" if arch == "*" else arch for arch in verified),
+        "here": "verified" if known else "compiled only" if here else "no device",
+    }
+
+
+def _features(registered: list[Registered], where: Machine, problem: Any) -> list[dict[str, Any]]:
+    answers, raised = features.matrix(registered, where)
+    for message in raised:
+        problem("verifier", message)
+    return [
+        {"op": a.op, "feature": a.feature, "backend": a.backend, "answer": a.text, "on": list(a.on)}
+        for a in answers
+    ]
+
+
+def _caches() -> list[dict[str, Any]]:
+    root = config.get().cache_dir
+    try:
+        inside = sorted(p for p in root.iterdir() if p.is_dir())
+    except OSError:  # absent, no folder or not ours to read: its row says which
+        inside = []
+    return [_folder(path) for path in (root, *inside)]
+
+
+def _folder(path: Path) -> dict[str, Any]:
+    files = size = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):  # it may go away while being looked at
+                size += os.lstat(os.path.join(folder, name)).st_size
+                files += 1
+    return {"path": str(path), "state": _state(path), "files": files, "bytes": size}
+
+
+def _state(path: Path) -> str:
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return "absent"
+    except NotADirectoryError:
+        return "not a folder"
+    except OSError:  # a folder on the way to it cannot be entered
+        return "unreadable"
+    if not stat.S_ISDIR(mode):
+        return "not a folder"
+    if not os.access(path, os.R_OK | os.X_OK):
+        return "unreadable"
+    return "writable" if os.access(path, os.W_OK) else "read-only"
+
+
+def _selfchecks(usable: list[Registered], where: Machine, problem: Any) -> list[dict[str, Any]]:
+    def check(r: Registered) -> list[doctor_selfcheck.Check]:
+        return doctor_selfcheck.run(r, where, in_child=r.distribution != BY_HAND)
+
+    with ThreadPoolExecutor(2) as pool:
+        rows = [row for rows in pool.map(check, usable) for row in rows]
+    for row in rows:
+        if row.status != "ok":
+            said = row.detail or f"relative error {row.error:.1e}, bound {row.bound:.1e}"
+            place = f" on {row.place}" if row.place else ""
+            problem(
+                f"backend {row.backend}", f"self-check of {row.op}{place} ({row.call}): {row.status}: {said}"
+            )
+    return [dataclasses.asdict(row) for row in rows]
+
+
+def _call(call: callspec.CallSpec, backend: str | None) -> dict[str, Any]:
+    """The selection for one call; a call that breaks the contract is an error of the command line."""
+    try:
+        return call_arguments.selection_dict(callspec.explain(call, backend))
+    except ConfigError as error:
+        return {"text": str(error)}  # the variable is among the problems already
+
+
+def _choose(registered: list[Registered], where: Machine) -> None:
+    """Let ``kdacore_choose`` decide a plain call at each place, so that a hook that raises is reported."""
+    places = dict.fromkeys(place for r in registered for place in features.places_of(r.backend, where))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # it is a problem of the report
+        for place in places:
+            for op in ("chunk_kda", "fused_recurrent_kda"):
+                request = features.request_of(features.at(features.plain_calls(op)[-1], place))
+                selection.decide(request, selection.Policy(), run_selfchecks=False, assumed=True)
+
+
+def _plugin_checks(problem: Any) -> list[dict[str, Any]]:
+    """The rows plugins add; one that raises is a row of its own and silences nobody else."""
+    rows: list[dict[str, Any]] = []
+    for hook in REGISTRY.hooks().kdacore_doctor_checks.get_hookimpls():
+        try:
+            given = [(str(name), bool(passed), str(detail)) for name, passed, detail in hook.function()]
+        except plugin_faults.FAULTS as error:  # a plugin may fail in any way; its traceback is the finding
+            given = [("kdacore_doctor_checks", False, f"raised {error!r}\n{traceback.format_exc()}")]
+        for name, passed, detail in given:
+            rows.append({"plugin": hook.plugin_name, "name": name, "passed": passed, "detail": detail})
+            if not passed:
+                problem(f"plugin {hook.plugin_name}", f"check {name!r} failed: {detail}")
+    return rows

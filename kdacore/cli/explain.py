@@ -1,0 +1,24 @@
+"""``kdacore explain``: for one call, every backend, supported or every reason why not, and the choice."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from kdacore import callspec
+from kdacore.cli import call_arguments, report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    call_arguments.add_arguments(parser, required=True)
+    parser.add_argument("--json", action="store_true", help="print the selection as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when some backend serves the call, 1 when none (or not the forced one) does."""
+    selection = callspec.explain(call_arguments.call_of(args), args.backend)
+    if args.json:
+        print(json.dumps(call_arguments.selection_dict(selection), indent=1))
+    else:
+        report.console().print(str(selection))
+    return report.OK if selection.backend else report.BROKEN

@@ -1,0 +1,73 @@
+"""The ``kdacore`` command. Each subcommand's module is imported when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from kdacore import __version__
+from kdacore.errors import BackendBuildError, ConfigError, ContractError, UnsupportedError
+
+COMMANDS = {
+    "demo": ("kdacore.cli.demo", "run KDA over a real text and check it against the oracle"),
+    "doctor": ("kdacore.cli.doctor", "say what is installed, what works and what would make the rest work"),
+    "bench": ("kdacore.cli.bench", "time the ops, after checking that they are right"),
+    "explain": ("kdacore.cli.explain", "say which backend would serve a call, and why not the others"),
+    "verify": ("kdacore.cli.verify", "run the conformance suite on this machine and record it"),
+    "build": ("kdacore.cli.build", "compile the CUDA kernels ahead of time"),
+    "tune": ("kdacore.cli.tune", "find the fastest launch configurations of the Triton kernels here"),
+    "plugins": ("kdacore.cli.plugins", "list every plugin and the backends it brings"),
+}
+USAGE, FAILED, INTERRUPTED = 2, 1, 130
+
+
+def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
+    """The parser; only the chosen subcommand's own arguments are loaded (all of them for None)."""
+    parser = argparse.ArgumentParser(
+        prog="kdacore", description="Kimi Delta Attention behind one API: look, check, measure."
+    )
+    parser.add_argument("--version", action="version", version=f"kdacore {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module, text) in COMMANDS.items():
+        sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if chosen in (None, name):
+            importlib.import_module(module).add_arguments(sub)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. 0: fine; 1: something is broken or wrong; 2: the command makes no sense."""
+    _open_streams()
+    words = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((word for word in words if not word.startswith("-")), "")
+    args = build_parser(chosen).parse_args(words)
+    run = importlib.import_module(COMMANDS[args.command][0]).run
+    try:
+        status: int = run(args)
+        sys.stdout.flush()
+    except (ContractError, ConfigError) as error:
+        print(f"kdacore {args.command}: {error}", file=sys.stderr)
+        return USAGE
+    except (UnsupportedError, BackendBuildError) as error:
+        print(f"kdacore {args.command}: {error}", file=sys.stderr)
+        return FAILED
+    except BrokenPipeError:  # the reader of a pipe left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except OSError as error:
+        # A file or folder that cannot be written or read, a full disk: the error names it.
+        print(f"kdacore {args.command}: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return status
+
+
+def _open_streams() -> None:
+    """A stream that the shell closed (``>&-``) is None here; what is printed there goes nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  as long as the process

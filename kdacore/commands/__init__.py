@@ -1,1 +1,0 @@
-"""The small subcommands of ``kdacore``: one module each, imported when it is asked for."""

@@ -1,0 +1,1 @@
+"""From a public call to a backend's function: validate, select, run."""

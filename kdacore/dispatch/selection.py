@@ -1,0 +1,256 @@
+"""Choosing a backend for a request: *can* (every verifier, every reason) apart from *should* (cost, then rank)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+import warnings
+from dataclasses import dataclass
+
+from kdacore import plugin_faults
+from kdacore.errors import PerformanceWarning, UnsupportedError, list_names
+from kdacore.registry import REGISTRY, Registered, missing
+from kdacore.types import Candidate, OpImpl, Reason, Request, Selection, Verifier
+
+PORTABLE = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the caller asked for: ``backend=`` forces; otherwise a preference order, possibly empty (auto)."""
+
+    forced: str = ""
+    preferred: tuple[str, ...] = ()
+    source: str = "auto"
+
+
+_cache: dict[tuple[Request, Policy], Selection] = {}
+_lock = threading.RLock()
+_warned: set[tuple[str, str]] = set()
+_MAX_CACHED = 8192
+
+
+def clear() -> None:
+    """Forget every selection (the set of backends or the configuration changed)."""
+    with _lock:
+        _cache.clear()
+        _warned.clear()
+        plugin_faults.clear()
+
+
+REGISTRY.on_change(clear)
+
+
+def select(request: Request, policy: Policy) -> Selection:
+    """The cached selection for a request.
+
+    Raises:
+        UnsupportedError: the forced backend (or, for a traced call, every backend) cannot serve it.
+        ContractError: a backend of an unknown name was asked for.
+    """
+    key = (request, policy)
+    found = _cache.get(key)
+    if found is None:
+        with _lock:
+            found = _cache.get(key)
+            if found is None:
+                found = decide(request, policy, run_selfchecks=True)
+                if not found.backend:
+                    raise UnsupportedError(
+                        request.op,
+                        "no backend can serve this call",
+                        {c.backend: c.reasons for c in found.candidates},
+                    )
+                if len(_cache) >= _MAX_CACHED:
+                    _cache.clear()
+                _cache[key] = found
+                for _ in REGISTRY.ask_each("kdacore_selected", request=request, selection=found):
+                    pass
+                _warn_if_slow(found)
+    return found
+
+
+def decide(request: Request, policy: Policy, *, run_selfchecks: bool, assumed: bool = False) -> Selection:
+    """Ask every backend and choose. Runs nothing but, when allowed, the one-time self-checks; those that ran count."""
+    for name in filter(None, (policy.forced, *policy.preferred)):
+        REGISTRY.get(name, request.op, "backend" if policy.forced else policy.source)
+    candidates = tuple(judge(r, request, assumed) for r in REGISTRY.backends().values())
+    if policy.forced:
+        return _forced(request, policy, candidates)
+    able = {c.backend: c for c in candidates if c.supported}
+    for name in policy.preferred:
+        if name in able:
+            return Selection(request, name, f"preferred by {policy.source}", candidates)
+    eligible = [c for name, c in able.items() if _auto_may_choose(REGISTRY.get(name), request)]
+    for name, why in _ranked(request, eligible):
+        if not able[name].verified:
+            from kdacore.selfcheck import check as selfcheck  # here and below: `import kdacore` stays light
+
+            problem = selfcheck.problem(REGISTRY.get(name), request, run=run_selfchecks)
+            if problem is not None:
+                candidates = tuple(_with_reason(c, problem) if c.backend == name else c for c in candidates)
+                continue
+        if policy.preferred:
+            why += f"; {policy.source} preferred {list_names(policy.preferred)}, which cannot serve this call"
+        return Selection(request, name, why, candidates)
+    return Selection(request, "", "no backend can serve this call", candidates)
+
+
+def judge(registered: Registered, request: Request, assumed: bool = False) -> Candidate:
+    """Every reason one backend has against a request, and its predicted cost.
+
+    Args:
+        registered: the backend.
+        request: the call.
+        assumed: the request is of hardware that need not be here: what the machine lacks is no reason then.
+    """
+    backend = registered.backend
+    impl = backend.ops.get(request.op)
+    gone = missing(backend, hardware=False) if assumed else missing(backend)
+    lacking = tuple(what for _, what, _ in missing(backend, hardware=True)) if assumed else ()
+    reasons = list(_general_reasons(registered, request, impl, gone))
+    if impl is None:
+        return Candidate(backend.name, tuple(reasons), None, backend.rank, False)
+    # jax.export's symbolic sizes do not compare as numbers do: only who can be traced has to know about them.
+    known = backend.traceable or request.kind != "jax" or isinstance(request.B * request.T * request.N, int)
+    for verifier in impl.verifiers if known else ():
+        reason = _ask(registered, verifier, request)
+        if reason is not None:
+            reasons.append(reason)
+    archs = impl.verified_archs
+    verified = PORTABLE in archs or request.device.arch in archs
+    cost = None if reasons else _cost(registered, request, impl)
+    return Candidate(backend.name, tuple(reasons), cost, backend.rank, verified, lacking)
+
+
+def _ask(registered: Registered, verifier: Verifier, request: Request) -> Reason | None:
+    """A verifier that raises or answers nonsense is a bug of its plugin: it rejects the call and says so, loudly."""
+    name = getattr(verifier, "__qualname__", repr(verifier))
+    try:
+        answer = verifier(request)
+        if answer is None or (isinstance(answer, Reason) and isinstance(answer.code, str)):
+            return answer
+        said = detail = f"answered {answer!r}, neither None nor a Reason with a code"
+        kind = type(answer).__name__
+    except plugin_faults.FAULTS as error:  # the traceback travels in a warning, the error in the reason
+        import traceback
+
+        said, detail, kind = f"raised {error!r}", f"raised:\n{traceback.format_exc()}", type(error).__name__
+    where = f"backend {registered.backend.name}"
+    plugin_faults.warn_once(where, f"verifier {name}", kind, f"verifier {name} {detail}")
+    return Reason("verifier_error", f"verifier {name} {said}")
+
+
+def _general_reasons(
+    registered: Registered, request: Request, impl: OpImpl | None, gone: list[tuple[str, str, str]]
+) -> list[Reason]:
+    """The reasons the registry can give without asking the backend's own verifiers."""
+    backend = registered.backend
+    reasons = [
+        Reason("unavailable", f"{what}; to get it: {remedy}", "not installed or not usable", name)
+        for name, what, remedy in gone
+    ]
+    if request.kind not in backend.kinds:
+        reasons.append(
+            Reason("array_kind", "does not take these arrays", request.kind, " or ".join(backend.kinds))
+        )
+    if "*" not in backend.device_types and request.device.type not in backend.device_types:
+        reasons.append(
+            Reason("device", "does not run there", str(request.device), " or ".join(backend.device_types))
+        )
+    if impl is None:
+        reasons.append(Reason("op", f"does not implement {request.op}", request.op, list_names(backend.ops)))
+    elif request.needs_grad and impl.backward is None:
+        reasons.append(
+            Reason("gradients", "has no backward for this op", "inputs that require grad", "no gradients")
+        )
+    if request.traced and request.kind == "jax" and not backend.traceable:
+        reasons.append(Reason("traced", "cannot run under jax tracing", "tracers", "arrays with values"))
+    return reasons
+
+
+def _cost(registered: Registered, request: Request, impl: OpImpl) -> float | None:
+    if impl.cost is not None:
+        try:
+            seconds = impl.cost(request)
+            if seconds is not None and math.isnan(seconds):
+                raise ValueError("a cost is seconds or None, not NaN")
+        except plugin_faults.FAULTS as error:  # a backend of unknown speed is still a backend
+            plugin_faults.report(f"backend {registered.backend.name}", f"cost of {request.op}", error)
+            return None
+        return seconds
+    from kdacore.dispatch import cost
+
+    return cost.predict(registered.backend.name, request)
+
+
+def _auto_may_choose(registered: Registered, request: Request) -> bool:
+    kinds, devices = registered.backend.auto_kinds, registered.backend.auto_device_types
+    return (kinds is None or request.kind in kinds) and (devices is None or request.device.type in devices)
+
+
+def _ranked(request: Request, able: list[Candidate]) -> list[tuple[str, str]]:
+    """Capable backends, best first, each with the reason for its place."""
+    if not able:
+        return []
+    answers = REGISTRY.ask_each("kdacore_choose", request=request, candidates=tuple(able))
+    chosen = next((answer for answer in answers if answer is not None), None)
+    unproven = _unproven(request, able)
+    by_rank = sorted(able, key=lambda c: (c.backend in unproven, -c.rank))
+    highest = f"highest rank of those tested on {request.device.arch}" if unproven else "highest rank"
+    # A backend of unknown speed is judged by rank; once the best-ranked one is measured, measurements decide.
+    if by_rank[0].cost is not None:
+        measured = sorted((c for c in able if c.cost is not None), key=lambda c: (c.cost or 0.0, -c.rank))
+        rest = [c for c in by_rank if c.cost is None]
+        order = [(c.backend, "lowest measured cost" if len(measured) > 1 else highest) for c in measured]
+        order += [(c.backend, highest) for c in rest]
+    else:
+        order = [(c.backend, highest if len(able) > 1 else "the only one that can") for c in by_rank]
+    if chosen is not None:
+        if chosen not in [c.backend for c in able]:
+            asked = REGISTRY.hooks().kdacore_choose.get_hookimpls()
+            where = f"plugin {list_names(i.plugin_name for i in asked)}"
+            said = f"named {chosen!r}, which cannot serve the call"
+            plugin_faults.complain(where, "kdacore_choose", repr(chosen), said)
+        else:
+            order = [(chosen, "chosen by the kdacore_choose hook")] + [o for o in order if o[0] != chosen]
+    return order
+
+
+def _unproven(request: Request, able: list[Candidate]) -> set[str]:
+    """Where some backend has been tested on this architecture: those neither tested there nor of known speed."""
+    arch = request.device.arch
+    impls = {c.backend: REGISTRY.get(c.backend).backend.ops[request.op] for c in able}
+    tested = {n for n, impl in impls.items() if arch and arch in impl.verified_archs}
+    return {c.backend for c in able if tested and c.cost is None and c.backend not in tested}
+
+
+def _forced(request: Request, policy: Policy, candidates: tuple[Candidate, ...]) -> Selection:
+    asked = next(c for c in candidates if c.backend == policy.forced)
+    if not asked.supported:
+        raise UnsupportedError(
+            request.op, f"backend {policy.forced!r} cannot serve this call", {policy.forced: asked.reasons}
+        )
+    return Selection(request, policy.forced, "forced by backend=", candidates)
+
+
+def _with_reason(candidate: Candidate, reason: Reason) -> Candidate:
+    return dataclasses.replace(candidate, reasons=(*candidate.reasons, reason))
+
+
+def _warn_if_slow(selection: Selection) -> None:
+    """The reference on an accelerator is correct and slow: say what was missed, once for each reason."""
+    request = selection.request
+    if selection.backend != "reference" or request.device.type == "cpu" or selection.why.startswith("forced"):
+        return
+    lines = []
+    for c in selection.candidates:
+        if c.backend == "reference" or any(r.code in ("array_kind", "device") for r in c.reasons):
+            continue
+        fresh = [r for r in c.reasons if (c.backend, r.code) not in _warned]
+        _warned.update((c.backend, r.code) for r in fresh)
+        lines += [f"  {c.backend}: {r}" for r in fresh]
+    if lines:
+        text = f"{request.op} runs on the slow reference backend on {request.device}:\n" + "\n".join(lines)
+        warnings.warn(text, PerformanceWarning, stacklevel=4)

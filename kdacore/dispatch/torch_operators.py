@@ -1,0 +1,383 @@
+"""The ops as ``torch.library`` operators, for ``torch.compile``, ``torch.export`` and tensor subclasses.
+
+A compiled graph runs below autograd, so whether a gradient is needed and what was asked of dispatch travel as
+arguments: the backward then selects by the very request the forward did, and the pairing cannot change in
+between. Residuals beyond the inputs are not kept: their shapes would depend on the backend.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from kdacore.arrays.torch.eager import TORCH, double_backward_error
+from kdacore.arrays.torch.modes import as_given, refuse_tangents
+from kdacore.dispatch import call as dispatch
+from kdacore.dispatch import selection, validate
+from kdacore.dispatch.aliasing import check_memory
+from kdacore.errors import ContractError, UnsupportedError, contract_text
+from kdacore.ops import CHUNK_OPTIONS, FLAGS, HOST_ARGUMENTS, OPS, RECURRENT_OPTIONS, OpDef
+from kdacore.types import GateInputs, InputGrads, OutputGrads, Outputs
+
+_NUMBERS: dict[str, type] = {"scale": float, "lower_bound": float, "checkpoint_every": int}
+_WHOLE_GRADS = InputGrads._fields
+_ARRAYS = {
+    "chunk": OPS["chunk_kda"].arrays,
+    "recurrent": OPS["fused_recurrent_kda"].arrays,
+    "gate": GateInputs._fields,
+}
+_OPTIONS = {
+    "chunk": tuple(o for o in CHUNK_OPTIONS if o != "cp"),
+    "recurrent": RECURRENT_OPTIONS,
+    "gate": ("lower_bound",),
+}
+_REQUIRED = frozenset({"q", "k", "v", "g", "beta"})
+_INITIAL_STATE, _OUT = (OPS["fused_recurrent_kda"].arrays.index(name) for name in ("initial_state", "out"))
+_ASKED = "bool needs_grad, str forced, str preferred, str source"
+
+_library = torch.library.Library("kdacore", "DEF")
+
+
+def _schema(family: str, *, mutable: bool = False) -> str:
+    parts = ["str op"]
+    for name in _ARRAYS[family]:
+        kind = "Tensor" if name in _REQUIRED else "Tensor?"
+        if mutable and name in ("initial_state", "out"):
+            kind = f"Tensor({name[0]}!)?"
+        parts.append(f"{kind} {name}")
+    parts += [
+        f"{_NUMBERS[name].__name__}? {name}" if name in _NUMBERS else f"bool {name}"
+        for name in _OPTIONS[family]
+    ]
+    return ", ".join([*parts, _ASKED])
+
+
+_library.define(f"chunk({_schema('chunk')}) -> (Tensor, Tensor, Tensor)")
+_library.define(f"recurrent({_schema('recurrent')}) -> (Tensor, Tensor)")
+_library.define(f"recurrent_({_schema('recurrent', mutable=True)}) -> (Tensor, Tensor)")
+_library.define(f"gate({_schema('gate')}) -> Tensor")
+_library.define(f"chunk_backward({_schema('chunk')}, Tensor? do, Tensor? dstate) -> Tensor[]")
+_library.define(f"recurrent_backward({_schema('recurrent')}, Tensor? do, Tensor? dstate) -> Tensor[]")
+_library.define(f"gate_backward({_schema('gate')}, Tensor dlog) -> Tensor[]")
+
+
+class _Bound:
+    """The flat arguments of an operator, taken apart again."""
+
+    __slots__ = ("inputs", "needs_grad", "opdef", "options", "policy", "rest")
+
+    def __init__(self, family: str, args: tuple[Any, ...]) -> None:
+        arrays, options = _ARRAYS[family], _OPTIONS[family]
+        self.opdef: OpDef = OPS[args[0]]
+        at = 1 + len(arrays)
+        self.inputs = self.opdef.inputs(*args[1:at])
+        values = args[at : at + len(options)]
+        self.options = (*values, None) if family == "chunk" else tuple(values)  # cp is None here
+        at += len(options)
+        self.needs_grad, forced, preferred, source = args[at : at + 4]
+        self.policy = selection.Policy(forced, tuple(filter(None, preferred.split(","))), source)
+        self.rest = args[at + 4 :]
+
+    def plan(self) -> dispatch.Plan:
+        """The plan of a real call (tensors with values)."""
+        refuse_tangents(self.opdef.name, self.inputs)
+        return dispatch.cached_plan(
+            TORCH,
+            self.opdef,
+            self.inputs,
+            self.options,
+            (self.policy, self.needs_grad),
+            _plan_of_operator,
+        )
+
+    def request(self) -> Any:
+        """The request of a call on fake tensors: validated, nothing selected."""
+        return validate.build_request(self.opdef, self.inputs, self.options, needs_grad=self.needs_grad)[0]
+
+
+def _plan_of_operator(opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any) -> dispatch.Plan:
+    policy, needs_grad = asked
+    return dispatch.plan_for(opdef, inputs, options, policy, needs_grad)
+
+
+@torch.compiler.assume_constant_result
+def _asked_of_dispatch(op: str, backend: str | None) -> tuple[str, str, str]:
+    """What was asked of dispatch while the graph was traced; it becomes part of the graph."""
+    policy = dispatch.current_policy(OPS[op], backend)
+    return policy.forced, ",".join(policy.preferred), policy.source
+
+
+def _check_asked(bound: _Bound) -> None:
+    """A graph keeps the preference it was traced under; running it under another must not pass unnoticed."""
+    if bound.policy.forced:
+        return
+    now = dispatch.current_policy(bound.opdef, None)
+    if now != bound.policy:
+        raise UnsupportedError(
+            bound.opdef.name,
+            f"this compiled graph was traced with backends preferred as {bound.policy.preferred or 'auto'} and is "
+            f"run with {now.preferred or 'auto'}; compile it inside use_backend, or pass backend=",
+            {},
+        )
+
+
+def _fail(op: str, argument: str, got: str, want: str) -> None:
+    """Raise a ContractError. Dynamo cannot trace that: it leaves the graph first, or says this where it may not."""
+    torch._dynamo.graph_break(msg=contract_text(op, argument, got, want))
+    raise ContractError(op, argument, got, want)
+
+
+def _obstacle(
+    opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object
+) -> tuple[str, str, str] | None:
+    """An argument that no graph can hold, what it is and what it would have to be.
+
+    Looked for before the operator is called, whose schema takes 1 for True and refuses others without their name.
+    """
+    for name, x in zip(opdef.arrays, inputs, strict=True):
+        if x is None:
+            if name in _REQUIRED:
+                return name, "None", "an array"
+        elif not isinstance(x, (torch.Tensor, np.ndarray) if name in HOST_ARGUMENTS else torch.Tensor):
+            return name, type(x).__name__, "a torch.Tensor, as every array of a compiled call"
+    for name, value in zip(opdef.options, options, strict=True):
+        want = _wanted_instead(name, value)
+        if want is not None:
+            return name, type(value).__name__, want
+    if backend is not None and not (isinstance(backend, str) and backend):
+        return "backend", type(backend).__name__, "None or the name of a backend"
+    return None
+
+
+def _wanted_instead(name: str, value: Any) -> str | None:
+    """What an option would have to be; None when it is."""
+    if name in FLAGS:
+        return None if isinstance(value, bool) else "True or False"
+    if value is None:
+        return None
+    if name not in _NUMBERS:
+        return "None"
+    if isinstance(value, bool) or not isinstance(value, (int, _NUMBERS[name])):
+        return "a Python number: torch.compile makes an array of NumPy's"
+    return None
+
+
+def _leave_graph(
+    opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object, obstacle: tuple[str, str, str]
+) -> Any:
+    """An eager call serves it or says what is wrong; where a graph may not break, Dynamo says this instead."""
+    torch._dynamo.graph_break(msg=contract_text(opdef.name, *obstacle))
+    return _eager_call(opdef, tuple(inputs), options, backend)
+
+
+@torch.compiler.disable
+def _eager_call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: object) -> Any:
+    # A NumPy scalar that Dynamo has traced over comes out of the graph as an array without axes.
+    options = tuple(x[()] if isinstance(x, np.ndarray) and not x.ndim else x for x in options)
+    return dispatch.call(opdef, arrays, options, backend)
+
+
+def _as_numbers(opdef: OpDef, options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """With the numbers of other libraries as Python's: the schemas know no other."""
+    return tuple(
+        x if x is None or name not in _NUMBERS else _NUMBERS[name](x)
+        for name, x in zip(opdef.options, options, strict=True)
+    )
+
+
+def call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
+    """Serve a public call through the operators."""
+    if opdef.family == "stage":
+        _fail(opdef.name, opdef.arrays[0], "a tensor being compiled", "an eager call: stages are eager")
+    if torch.compiler.is_dynamo_compiling():
+        obstacle = _obstacle(opdef, inputs, options, backend)
+        if obstacle is not None:
+            return _leave_graph(opdef, inputs, options, backend, obstacle)
+    else:
+        validate.build_request(opdef, opdef.inputs(*inputs), options)
+        options = _as_numbers(opdef, options)
+    arrays = tuple(
+        torch.as_tensor(x) if n == "cu_seqlens_cpu" and x is not None else x
+        for n, x in zip(opdef.arrays, inputs, strict=True)
+    )
+    needs_grad = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in arrays)
+    asked = (needs_grad, *_asked_of_dispatch(opdef.name, backend))
+    if opdef.family == "gate":
+        return torch.ops.kdacore.gate(opdef.name, *arrays, *options, *asked)
+    if opdef.family == "chunk":
+        o, state, checkpoints = torch.ops.kdacore.chunk(opdef.name, *arrays, *options[:-1], *asked)
+        wants_state, wants_checkpoints = options[1], options[-2] is not None
+        return Outputs(o, state if wants_state else None, checkpoints if wants_checkpoints else None)
+    return _call_recurrent(opdef, inputs, arrays, options, asked)
+
+
+def _call_recurrent(opdef: OpDef, inputs: Any, arrays: Any, options: tuple[Any, ...], asked: Any) -> Outputs:
+    inplace, wants_state = options[RECURRENT_OPTIONS.index("inplace_state")], options[1]
+    initial_state, out = inputs[_INITIAL_STATE], inputs[_OUT]
+    if inplace or out is not None:
+        o, state = torch.ops.kdacore.recurrent_(opdef.name, *arrays, *options, *asked)
+        o = out if out is not None else o
+        state = initial_state if inplace else state
+    else:
+        o, state = torch.ops.kdacore.recurrent(opdef.name, *arrays, *options, *asked)
+    return Outputs(o, state if wants_state else None)
+
+
+def _forward(plan: dispatch.Plan, inputs: Any) -> Any:
+    with as_given(inputs[0]):
+        return plan.forward(plan.request, inputs)
+
+
+def _result(x: Any, like: torch.Tensor) -> torch.Tensor:
+    """Contiguous, as the fake tensors below promise: a backend may return views."""
+    return like.new_empty(0) if x is None else x.contiguous()
+
+
+def _chunk(*args: Any) -> Any:
+    bound = _Bound("chunk", args)
+    _check_asked(bound)
+    out = dispatch.execute(bound.plan(), bound.inputs, _forward)
+    v = bound.inputs.v
+    return _result(out.o, v), _result(out.final_state, v), _result(out.checkpoints, v)
+
+
+def _recurrent(*args: Any) -> Any:
+    bound = _Bound("recurrent", args)
+    _check_asked(bound)
+    plan = bound.plan()
+    if plan.writes:
+        check_memory(plan.request, bound.inputs, TORCH)
+    out = dispatch.execute(plan, bound.inputs, _forward)
+    v = bound.inputs.v
+    aliased = bound.inputs.out is not None
+    state = None if plan.request.inplace_state else out.final_state
+    return _result(None if aliased else out.o, v), _result(state, v)
+
+
+def _gate(*args: Any) -> Any:
+    bound = _Bound("gate", args)
+    _check_asked(bound)
+    return _result(dispatch.execute(bound.plan(), bound.inputs, _forward), bound.inputs.g)
+
+
+def _whole_backward(family: str, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    bound = _Bound(family, args)
+    plan = bound.plan()
+    backward = plan.impl.backward
+    if backward is None:
+        raise RuntimeError(f"{plan.selection.backend} was selected for a gradient it cannot compute")
+    with as_given(bound.inputs.q):
+        grads = backward(plan.request, bound.inputs, (), OutputGrads(*bound.rest))
+    return [_result(g, bound.inputs.q) for g in grads]
+
+
+def _gate_backward(*args: Any) -> list[torch.Tensor]:
+    bound = _Bound("gate", args)
+    plan = bound.plan()
+    backward = plan.impl.backward
+    if backward is None:
+        raise RuntimeError(f"{plan.selection.backend} was selected for a gradient it cannot compute")
+    with as_given(bound.inputs.g):
+        grads = backward(plan.request, bound.inputs, *bound.rest)
+    return [_result(g, bound.inputs.g) for g in grads]
+
+
+# --- shapes and dtypes, for fake tensors ---------------------------------------------------------------------------
+
+
+def _fake_whole(family: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    bound = _Bound(family, args)
+    request, v = bound.request(), bound.inputs.v
+    o = v.new_empty(0) if getattr(bound.inputs, "out", None) is not None else v.new_empty(v.shape)
+    state_dtype = getattr(torch, request.state_dtype)
+    state = v.new_empty(0)
+    if request.output_final_state and not request.inplace_state:
+        state = v.new_empty(request.state_shape, dtype=state_dtype)
+    if family == "recurrent":
+        return o, state
+    checkpoints = v.new_empty(0)
+    if request.checkpoint_every:
+        checkpoints = v.new_empty(request.checkpoint_shape, dtype=state_dtype)
+    return o, state, checkpoints
+
+
+def _fake_gate(*args: Any) -> torch.Tensor:
+    bound = _Bound("gate", args)
+    bound.request()
+    g = bound.inputs.g
+    return g.new_empty(g.shape, dtype=torch.float64 if g.dtype == torch.float64 else torch.float32)
+
+
+def _fake_grads(family: str, names: tuple[str, ...], args: tuple[Any, ...]) -> list[torch.Tensor]:
+    bound = _Bound(family, args)
+    first = bound.inputs[0]
+    given = (getattr(bound.inputs, name) for name in names)
+    return [first.new_empty(0) if x is None else x.new_empty(x.shape) for x in given]
+
+
+# --- gradients -----------------------------------------------------------------------------------------------------
+
+
+def _setup(family: str) -> Any:
+    arrays = _ARRAYS[family]
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[1 : 1 + len(arrays)])
+        ctx.op, ctx.rest = inputs[0], inputs[1 + len(arrays) :]
+        if family != "gate":
+            ctx.set_materialize_grads(False)
+        if family == "chunk":
+            ctx.mark_non_differentiable(output[2])
+
+    return setup
+
+
+def _join(family: str, names: tuple[str, ...]) -> Any:
+    operator = getattr(torch.ops.kdacore, f"{family}_backward")
+    arrays = _ARRAYS[family]
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        found = operator(ctx.op, *ctx.saved_tensors, *ctx.rest, *(grads if family == "gate" else grads[:2]))
+        by_name = dict(zip(names, found, strict=True))
+        needed = ctx.needs_input_grad[1 : 1 + len(arrays)]
+        out = [by_name.get(n) if need else None for n, need in zip(arrays, needed, strict=True)]
+        return None, *out, *([None] * len(ctx.rest))
+
+    return backward
+
+
+def _refuse(ctx: Any, *grads: Any) -> Any:
+    raise double_backward_error()
+
+
+def _register() -> None:
+    forwards = {"chunk": _chunk, "recurrent": _recurrent, "recurrent_": _recurrent, "gate": _gate}
+    for name, function in forwards.items():
+        _library.impl(name, function, "CompositeExplicitAutograd")
+    _library.impl("chunk_backward", lambda *a: _whole_backward("chunk", a), "CompositeExplicitAutograd")
+    _library.impl(
+        "recurrent_backward", lambda *a: _whole_backward("recurrent", a), "CompositeExplicitAutograd"
+    )
+    _library.impl("gate_backward", _gate_backward, "CompositeExplicitAutograd")
+
+    fake = torch.library.register_fake
+    fake("kdacore::chunk", lambda *a: _fake_whole("chunk", a), lib=_library)
+    fake("kdacore::recurrent", lambda *a: _fake_whole("recurrent", a), lib=_library)
+    fake("kdacore::recurrent_", lambda *a: _fake_whole("recurrent", a), lib=_library)
+    fake("kdacore::gate", _fake_gate, lib=_library)
+    for family, names in (("chunk", _WHOLE_GRADS), ("recurrent", _WHOLE_GRADS), ("gate", GateInputs._fields)):
+        fake(f"kdacore::{family}_backward", lambda *a, f=family, n=names: _fake_grads(f, n, a), lib=_library)
+        torch.library.register_autograd(
+            f"kdacore::{family}", _join(family, names), setup_context=_setup(family), lib=_library
+        )
+        torch.library.register_autograd(
+            f"kdacore::{family}_backward",
+            _refuse,
+            setup_context=lambda ctx, inputs, output: None,
+            lib=_library,
+        )
+
+
+_register()

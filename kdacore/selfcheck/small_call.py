@@ -1,0 +1,190 @@
+"""A request's small twin: the same options, dtypes and head dims on few tokens, with inputs and oracle results."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kdacore.arrays import adapter_of
+from kdacore.ops import OPS
+from kdacore.selfcheck.bounds import Quantity
+from kdacore.selfcheck.inputs import Arrays, Shape, normalise, offsets, tensors, to_kind
+from kdacore.types import OutputGrads, Request
+
+
+class Pair(NamedTuple):
+    """A result beside what it should be, both NumPy."""
+
+    quantity: Quantity
+    dtype: str
+    """that the result must have"""
+    got: Any
+    want: Any
+    misfit: str = ""
+    """What is wrong with the result before any value is looked at; then there are none here."""
+
+
+WIDE = {"float64": "float64"}
+"""dtype of a log decay by that of its input; float32 for all others."""
+
+
+def small_call(request: Request, tokens: int, seed: int = 0) -> tuple[Request, Any]:
+    """A short call that exercises what ``request`` exercises.
+
+    Args:
+        request: the call to shrink.
+        tokens: tokens of each sequence; a ``fused_recurrent`` call keeps its own count when that is smaller.
+
+    Returns:
+        The small request and its arrays, of the request's kind and on its device.
+    """
+    small, shape = _sized(request, tokens)
+    raw = request.gate != "log"
+    x = tensors(shape, seed, raw_gate=raw, raw_beta=request.beta_sigmoid, scalar_gate=request.scalar_gate)
+    if not request.qk_l2norm:
+        x = normalise(x) if "q" in x else x
+    if request.safe_gate and not raw and request.lower_bound is not None:
+        x["g"] = np.maximum(x["g"], request.lower_bound)
+    rng = np.random.default_rng(seed + 1)
+    arrays = {name: _convert(request, name, x[name]) for name in x if request.has(name)}
+    arrays.update(_states(request, shape, rng))
+    if request.packed:
+        arrays["cu_seqlens"] = _convert(request, "cu_seqlens", offsets(shape.lengths))
+    if request.has("out"):
+        arrays["out"] = _convert(request, "out", np.zeros((shape.B, shape.T, shape.HV, shape.V)))
+    specs = tuple(
+        (n, dataclasses.replace(s, shape=tuple(arrays[n].shape))) for n, s in request.tensors if n in arrays
+    )
+    small = dataclasses.replace(small, tensors=specs)
+    return small, OPS[request.op].inputs(**arrays)
+
+
+def identity(request: Request, tokens: int) -> str:
+    """Equal for two requests only if :func:`small_call` makes the same call of both. Makes no array."""
+    small, _ = _sized(request, tokens)
+    # The small shapes follow from the sizes and the options, so the dtypes are what is left to tell apart.
+    specs = tuple((n, dataclasses.replace(s, shape=())) for n, s in request.tensors)
+    return repr(dataclasses.replace(small, tensors=specs))
+
+
+def _sized(request: Request, tokens: int) -> tuple[Request, Shape]:
+    """The request with the twin's sizes, its tensors as they were; what to draw for it."""
+    group = request.HV // request.H
+    heads = min(request.H, 2)
+    T = min(request.T, tokens) if request.op.startswith("fused_recurrent") and not request.packed else tokens
+    lengths = (T - 1, 0, 1) if request.packed else ()
+    shape = Shape(1 if lengths else min(request.B, 2), T, heads, heads * group, request.K, request.V, lengths)
+    small = dataclasses.replace(
+        request,
+        B=shape.B,
+        T=shape.T,
+        H=shape.H,
+        HV=shape.HV,
+        N=shape.N,
+        pool_size=shape.N + 2 if request.pool_size else 0,
+        traced=False,
+    )
+    return small, shape
+
+
+def _convert(request: Request, name: str, x: Any) -> Any:
+    device = "cuda" if request.device.type == "rocm" else request.device.type
+    return to_kind(x, request.kind, request.spec(name).dtype, device)
+
+
+def _states(request: Request, shape: Shape, rng: Any) -> Arrays:
+    if not request.has("initial_state"):
+        return {}
+    rows = shape.N + 2 if request.pool_size else shape.N
+    state = rng.standard_normal((rows, shape.HV, *request.state_tail))
+    found = {"initial_state": _convert(request, "initial_state", state)}
+    if request.state_indices_ndim == 1:
+        found["state_indices"] = _convert(request, "state_indices", rng.permutation(rows)[: shape.N])
+    elif request.state_indices_ndim == 2:
+        width = max(shape.T, 1)
+        rows_of = np.tile(rng.permutation(rows)[: shape.N, None], (1, width))
+        found["state_indices"] = _convert(request, "state_indices", rows_of)
+        found["num_accepted_tokens"] = _convert(request, "num_accepted_tokens", np.ones(shape.N, np.int64))
+    return found
+
+
+def forward_pairs(request: Request, inputs: Any, result: Any) -> list[Pair]:
+    """What the call returned beside what it should have."""
+    from kdacore_reference import oracle
+
+    if request.op == "kda_gate":
+        want = oracle.oracle_gate(request, inputs)
+        return _pair(request, "log decay", "o", WIDE.get(request.dtype, "float32"), result, want)
+    before = _copy_pool(request, inputs)
+    expected = oracle.oracle_forward(request, before)
+    final = expected.final_state if request.output_final_state else None
+    pairs = _pair(request, "o", "o", request.dtype, result.o, expected.o)
+    pairs += _pair(request, "final_state", "state", request.state_dtype, result.final_state, final)
+    pairs += _pair(
+        request, "checkpoints", "state", request.state_dtype, result.checkpoints, expected.checkpoints
+    )
+    if request.inplace_state and not request.output_final_state:  # the pool was written where it lay
+        pool = inputs.initial_state
+        pairs += _pair(request, "initial_state", "state", request.state_dtype, pool, expected.final_state)
+    return pairs
+
+
+def _pair(
+    request: Request, name: str, quantity: Quantity, dtype: str, got: Any, want: Any | None
+) -> list[Pair]:
+    """One result and its oracle's, either may be None; neither makes no pair."""
+    from kdacore_reference.oracle import to_float64
+
+    if got is None and want is None:
+        return []
+    misfit = _misfit(request, name, dtype, got, want is not None)
+    if misfit:
+        return [Pair(quantity, dtype, None, None, misfit)]
+    return [Pair(quantity, dtype, to_float64(got), want)]
+
+
+def _misfit(request: Request, name: str, dtype: str, got: Any, asked: bool) -> str:
+    """How a result is not what the call asks for, whatever its values; empty when it is."""
+    if not asked:
+        return f"{name}, which was not asked for"
+    if got is None:
+        return f"no {name}"
+    adapter = adapter_of(got)
+    if adapter is None or adapter.kind != request.kind:
+        return f"{name} as {type(got).__module__}.{type(got).__name__}, not as a {request.kind} array"
+    found = adapter.spec(got).dtype
+    return "" if found == dtype else f"{name} in {found}, not in {dtype}"
+
+
+def _copy_pool(request: Request, inputs: Any) -> Any:
+    """An in-place call has overwritten its pool; regenerate the inputs as they were."""
+    return small_call(request, request.T)[1] if request.inplace_state else inputs
+
+
+def backward_pairs(request: Request, inputs: Any, backward: Callable[..., Any]) -> list[Pair]:
+    """The gradients beside the oracle's."""
+    from kdacore_reference import oracle
+
+    rng = np.random.default_rng(7)
+    if request.op == "kda_gate":
+        dlog = rng.standard_normal(request.spec("g").shape)
+        device = request.device.type
+        got: Any = backward(request, inputs, to_kind(dlog, request.kind, "float32", device))
+        want: Any = oracle.oracle_gate_backward(request, inputs, dlog)
+    else:
+        do = rng.standard_normal((request.B, request.T, request.HV, request.V))
+        given = _convert_as(request, do, "v")
+        got = backward(request, inputs, (), OutputGrads(given, None))
+        want = oracle.oracle_backward(request, inputs, OutputGrads(oracle.to_float64(given), None))
+    pairs: list[Pair] = []
+    for name, a, b in zip(want._fields, got, want, strict=True):
+        dtype = request.spec(name).dtype if request.has(name) else ""
+        pairs += _pair(request, f"gradient of {name}", "gradient", dtype, a, b)
+    return pairs
+
+
+def _convert_as(request: Request, x: Any, name: str) -> Any:
+    return _convert(request, name, x)

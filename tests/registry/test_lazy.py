@@ -1,0 +1,38 @@
+"""Functions that import their module when they are first called; packages that are asked for by name."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kdacore.lazy import lazy_function, package_probe
+
+
+def test_a_module_is_imported_by_the_first_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "lately"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "work.py").write_text("calls = []\ndef forward(x):\n    calls.append(x)\n    return 2 * x\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    forward = lazy_function("lately", "work", "forward")
+    assert forward.__name__ == "forward" and "lately" not in sys.modules
+    assert forward(3) == 6 and forward(4) == 8
+    assert sys.modules["lately.work"].calls == [3, 4]
+    for name in ("lately", "lately.work"):
+        del sys.modules[name]
+
+
+def test_what_is_not_there_is_an_error_of_the_call() -> None:
+    missing = lazy_function("kdacore", "lazy", "nothing")
+    with pytest.raises(AttributeError, match="nothing"):
+        missing()
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert package_probe("pluggy")() is None
+    (tmp_path / "a_folder").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("no_such_package", "a_folder"):
+        assert package_probe(name)() == f"{name} is not installed"

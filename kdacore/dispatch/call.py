@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdacore import config
 from kdacore.arrays import Adapter, ShapeDtype, adapter_of
 from kdacore.arrays import _by_type as _adapters
-from kdacore.dispatch import selection, validate
-from kdacore.errors import ConfigError, ContractError, PluginError
+from kdacore.dispatch import results, selection, validate
+from kdacore.errors import ConfigError, ContractError
 from kdacore.ops import OPS, OpDef
 from kdacore.registry import REGISTRY
 from kdacore.types import Backend, OpImpl, Request, Selection
+
+if TYPE_CHECKING:
+    from kdacore.dispatch.fast_path import FastPath
 
 
 class Plan:
     """A validated, selected call: what runs, and on which request."""
 
     __slots__ = (
+        "_grads_checked",
         "adapter",
         "backend",
         "fast_path",
@@ -36,6 +39,7 @@ class Plan:
         "inputs",
         "joined",
         "request",
+        "results_checked",
         "run",
         "selection",
         "validate",
@@ -50,43 +54,26 @@ class Plan:
         self.adapter = adapter
         self.backend: Backend = registered.backend
         self.impl: OpImpl = registered.backend.ops[request.op]
-        self.forward = _answering(chosen.backend, request.op)
+        self.forward = results.typed_forward(chosen.backend, request.op)
         self.run: Callable[[Plan, Any], Any] = adapter.run
         self.validate = config.get().validate_values
         self.fast_path = None if request.needs_grad or self.validate else self.impl.fast_path
         self.writes = not adapter.immutable and (request.inplace_state or request.has("out"))
         self.joined: Any = None
-        """Where an adapter keeps what it built for this plan (a ``custom_vjp`` function)."""
+        """For an adapter: what it built for this plan (a ``custom_vjp`` function)."""
+        self.results_checked = False
+        self._grads_checked = False
+
+    def backward(self, inputs: Any, *rest: Any) -> Any:
+        """The gradients from the backend, held to the request the first time."""
+        grads = self.impl.backward(self.request, inputs, *rest)  # type: ignore[misc]
+        if not self._grads_checked:
+            results.check_gradients(self, inputs, grads)
+            self._grads_checked = True
+        return grads
 
 
-@functools.cache
-def _answering(backend: str, op: str) -> Callable[..., Any]:
-    """A backend's forward, held to what the op returns: anything else would go wrong far from the backend.
-
-    One function for all plans, as adapters keep what they compiled by it.
-    """
-    forward, wanted = REGISTRY.get(backend).backend.ops[op].forward, OPS[op].outputs
-
-    def whole(request: Request, inputs: Any) -> Any:
-        results = forward(request, inputs)
-        if not isinstance(results, wanted):  # type: ignore[arg-type]
-            raise _nonsense(backend, op, results, f"kdacore.types.{wanted.__name__}")  # type: ignore[union-attr]
-        return results
-
-    def array(request: Request, inputs: Any) -> Any:
-        result = forward(request, inputs)
-        if type(result) not in _adapters and adapter_of(result) is None:
-            raise _nonsense(backend, op, result, "an array")
-        return result
-
-    return array if wanted is None else whole
-
-
-def _nonsense(backend: str, op: str, got: Any, want: str) -> PluginError:
-    return PluginError(f"backend {backend!r}: forward of {op} returned {type(got).__name__}; wanted {want}")
-
-
-REGISTRY.on_change(_answering.cache_clear)
+REGISTRY.on_change(results.typed_forward.cache_clear)
 
 _AUTO = selection.Policy()
 _policy: contextvars.ContextVar[selection.Policy | None] = contextvars.ContextVar(
@@ -184,41 +171,54 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
         UnsupportedError: the forced backend, or every backend for a traced call, cannot serve it.
     """
     torch = sys.modules.get("torch")
-    if (
-        torch is not None and torch.compiler.is_compiling()
-    ):  # before anything a traced graph would have to guard
-        from kdacore.arrays.torch.eager import TORCH
+    # Asked first: nothing that a traced graph would have to guard may come before.
+    if torch is not None and torch.compiler.is_compiling():
+        from kdacore.dispatch import torch_operators
 
-        return TORCH.call_compiled(opdef, arrays, options, backend)
+        return torch_operators.call(opdef, arrays, options, backend)
     first = arrays[0]
     adapter = _adapters.get(type(first)) or adapter_of(first)
-    asked = (backend, _policy.get())
-    recent = None if adapter is None else adapter.recent
-    known = None if recent is None else recent.find(opdef.name, arrays, options, asked)
-    if known is not None and known.step is not None:
-        results = known.step(arrays)
-        if results is not None:
-            for records in _records.get():
-                records.append(known.plan.selection)
-            return results
-    inputs = opdef.inputs(*arrays)
     if adapter is None:
-        validate.build_request(opdef, inputs, options)  # names the argument at fault
+        validate.build_request(opdef, opdef.inputs(*arrays), options)  # names the argument at fault
         raise ContractError(opdef.name, opdef.arrays[0], type(first).__name__, "an array")
-    if known is None:  # a call that is recognised is inside nothing: the array library's test sees to that
+    asked = (backend, _policy.get())
+    fast_path = adapter.fast_path or _fast_path_of(adapter)
+    seen = None if fast_path is None else fast_path.find(opdef.name, arrays, options, asked)
+    if seen is not None and seen.fast_call is not None:
+        outputs = seen.fast_call(arrays)
+        if outputs is not None:
+            for records in _records.get():
+                records.append(seen.plan.selection)
+            return outputs
+    inputs = opdef.inputs(*arrays)
+    if seen is None:  # a call that is recognised is not inside a transformation: the array test excludes that
         adapter.refuse(opdef.name, arrays)
     if adapter.through_operators:
-        return adapter.call_compiled(opdef, inputs, options, backend)
-    if known is not None:
-        return execute(known.plan, inputs, known.run)
+        from kdacore.dispatch import torch_operators
+
+        return torch_operators.call(opdef, inputs, options, backend)
+    if seen is not None:
+        return execute(seen.plan, inputs, seen.run)
     plan = cached_plan(adapter, opdef, inputs, options, asked, _plan_of_call)
-    if plan.writes:  # a call recognised as this one lays what it writes out alike, if elsewhere
+    if plan.writes:  # calls recognised as this one have the same strides in what they write
         from kdacore.dispatch.aliasing import check_memory
 
         check_memory(plan.request, inputs, adapter)
-    if recent is not None:
-        recent.note(opdef.name, inputs, options, asked, plan)
+    if fast_path is not None:
+        fast_path.note(opdef.name, inputs, options, asked, plan)
     return execute(plan, inputs, plan.run)
+
+
+def _fast_path_of(adapter: Adapter) -> FastPath | None:
+    """The memory of calls with arrays of this kind; None where the library cannot recognise them."""
+    if adapter.fast_path is None and adapter.array_test is not None:
+        from kdacore.dispatch.fast_path import FastPath
+
+        fast_path = FastPath(adapter.array_test, adapter.grad_enabled, adapter.runner)
+        REGISTRY.on_change(fast_path.clear)
+        adapter.fast_path = fast_path
+    made: FastPath | None = adapter.fast_path
+    return made
 
 
 def _plan_of_call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any) -> Plan:
@@ -233,7 +233,12 @@ def execute(plan: Plan, inputs: Any, run: Callable[[Plan, Any], Any]) -> Any:
         check_values(plan.request, inputs, plan.adapter)
     for records in _records.get():
         records.append(plan.selection)
-    return run(plan, inputs)
+    if plan.results_checked:
+        return run(plan, inputs)
+    outputs = run(plan, inputs)
+    results.check_results(plan, inputs, outputs)
+    plan.results_checked = True
+    return outputs
 
 
 def explain(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object = None) -> Selection:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import threading
 import warnings
 from dataclasses import dataclass
@@ -114,7 +113,9 @@ def judge(registered: Registered, request: Request, assumed: bool = False) -> Ca
         return Candidate(backend.name, tuple(reasons), None, backend.rank, False)
     # jax.export's symbolic sizes do not compare as numbers do: only who can be traced has to know about them.
     known = backend.traceable or request.kind != "jax" or isinstance(request.B * request.T * request.N, int)
-    for verifier in impl.verifiers if known else ():
+    # Verifiers are asked about arrays and devices of the backend's own only.
+    elsewhere = any(reason.code in ("array_kind", "device") for reason in reasons)
+    for verifier in impl.verifiers if known and not elsewhere else ():
         reason = _ask(registered, verifier, request)
         if reason is not None:
             reasons.append(reason)
@@ -161,7 +162,16 @@ def _general_reasons(
         )
     if impl is None:
         reasons.append(Reason("op", f"does not implement {request.op}", request.op, list_names(backend.ops)))
-    elif request.needs_grad and impl.backward is None:
+    elif unserved := request.features - impl.serves:
+        reasons.append(
+            Reason(
+                "option",
+                f"does not serve {list_names(sorted(unserved))}",
+                list_names(sorted(request.features)),
+                f"no features but {list_names(sorted(impl.serves))}",
+            )
+        )
+    if impl is not None and request.needs_grad and impl.backward is None:
         reasons.append(
             Reason("gradients", "has no backward for this op", "inputs that require grad", "no gradients")
         )
@@ -174,8 +184,8 @@ def _cost(registered: Registered, request: Request, impl: OpImpl) -> float | Non
     if impl.cost is not None:
         try:
             seconds = impl.cost(request)
-            if seconds is not None and math.isnan(seconds):
-                raise ValueError("a cost is seconds or None, not NaN")
+            if seconds is not None and not (isinstance(seconds, int | float) and seconds >= 0):
+                raise ValueError(f"a cost is seconds, 0 or more, or None; got {seconds!r}")
         except plugin_faults.FAULTS as error:  # a backend of unknown speed is still a backend
             plugin_faults.report(f"backend {registered.backend.name}", f"cost of {request.op}", error)
             return None
@@ -199,14 +209,13 @@ def _ranked(request: Request, able: list[Candidate]) -> list[tuple[str, str]]:
     unproven = _unproven(request, able)
     by_rank = sorted(able, key=lambda c: (c.backend in unproven, -c.rank))
     highest = f"highest rank of those tested on {request.device.arch}" if unproven else "highest rank"
-    # A backend of unknown speed is judged by rank; once the best-ranked one is measured, measurements decide.
-    if by_rank[0].cost is not None:
-        measured = sorted((c for c in able if c.cost is not None), key=lambda c: (c.cost or 0.0, -c.rank))
-        rest = [c for c in by_rank if c.cost is None]
-        order = [(c.backend, "lowest measured cost" if len(measured) > 1 else highest) for c in measured]
-        order += [(c.backend, highest) for c in rest]
-    else:
-        order = [(c.backend, highest if len(able) > 1 else "the only one that can") for c in by_rank]
+    # Backends whose cost is known come first, by cost; the others follow by rank.
+    by_cost = sorted([c for c in by_rank if c.cost is not None], key=lambda c: c.cost or 0.0)
+    why_first = "lowest cost" if len(by_cost) > 1 else "the only one of known cost"
+    order = [(c.backend, why_first) for c in by_cost]
+    order += [(c.backend, highest) for c in by_rank if c.cost is None]
+    if len(able) == 1:
+        order = [(able[0].backend, "the only one that can")]
     if chosen is not None:
         if chosen not in [c.backend for c in able]:
             asked = REGISTRY.hooks().kdacore_choose.get_hookimpls()

@@ -18,23 +18,19 @@ from kdacore.dispatch import call as dispatch
 from kdacore.dispatch import selection, validate
 from kdacore.dispatch.aliasing import check_memory
 from kdacore.errors import ContractError, UnsupportedError, contract_text
-from kdacore.ops import CHUNK_OPTIONS, FLAGS, HOST_ARGUMENTS, OPS, RECURRENT_OPTIONS, OpDef
+from kdacore.ops import HOST_ARGUMENTS, OPS, OpDef, Option
 from kdacore.types import GateInputs, InputGrads, OutputGrads, Outputs
 
-_NUMBERS: dict[str, type] = {"scale": float, "lower_bound": float, "checkpoint_every": int}
-_WHOLE_GRADS = InputGrads._fields
-_ARRAYS = {
-    "chunk": OPS["chunk_kda"].arrays,
-    "recurrent": OPS["fused_recurrent_kda"].arrays,
-    "gate": GateInputs._fields,
-}
+_FAMILIES = {"chunk": OPS["chunk_kda"], "recurrent": OPS["fused_recurrent_kda"], "gate": OPS["kda_gate"]}
+"""An op of each family: all ops of a family take the same arguments."""
+_ARRAYS = {family: opdef.arrays for family, opdef in _FAMILIES.items()}
 _OPTIONS = {
-    "chunk": tuple(o for o in CHUNK_OPTIONS if o != "cp"),
-    "recurrent": RECURRENT_OPTIONS,
-    "gate": ("lower_bound",),
+    family: tuple([o for o in opdef.option_arguments if o.kind != "reserved"])
+    for family, opdef in _FAMILIES.items()
 }
-_REQUIRED = frozenset({"q", "k", "v", "g", "beta"})
-_INITIAL_STATE, _OUT = (OPS["fused_recurrent_kda"].arrays.index(name) for name in ("initial_state", "out"))
+_SCHEMA_TYPES = {"flag": "bool", "number": "float?", "count": "int?"}
+_NUMBERS: dict[str, type] = {"number": float, "count": int}
+_WHOLE_GRADS = InputGrads._fields
 _ASKED = "bool needs_grad, str forced, str preferred, str source"
 
 _library = torch.library.Library("kdacore", "DEF")
@@ -42,15 +38,12 @@ _library = torch.library.Library("kdacore", "DEF")
 
 def _schema(family: str, *, mutable: bool = False) -> str:
     parts = ["str op"]
-    for name in _ARRAYS[family]:
-        kind = "Tensor" if name in _REQUIRED else "Tensor?"
-        if mutable and name in ("initial_state", "out"):
-            kind = f"Tensor({name[0]}!)?"
-        parts.append(f"{kind} {name}")
-    parts += [
-        f"{_NUMBERS[name].__name__}? {name}" if name in _NUMBERS else f"bool {name}"
-        for name in _OPTIONS[family]
-    ]
+    for array in _FAMILIES[family].array_arguments:
+        kind = "Tensor" if array.required else "Tensor?"
+        if mutable and array.writable:
+            kind = f"Tensor({array.name[0]}!)?"
+        parts.append(f"{kind} {array.name}")
+    parts += [f"{_SCHEMA_TYPES[option.kind]} {option.name}" for option in _OPTIONS[family]]
     return ", ".join([*parts, _ASKED])
 
 
@@ -73,8 +66,8 @@ class _Bound:
         self.opdef: OpDef = OPS[args[0]]
         at = 1 + len(arrays)
         self.inputs = self.opdef.inputs(*args[1:at])
-        values = args[at : at + len(options)]
-        self.options = (*values, None) if family == "chunk" else tuple(values)  # cp is None here
+        values = dict(zip([o.name for o in options], args[at : at + len(options)], strict=True))
+        self.options = tuple([values.get(name) for name in self.opdef.options])
         at += len(options)
         self.needs_grad, forced, preferred, source = args[at : at + 4]
         self.policy = selection.Policy(forced, tuple(filter(None, preferred.split(","))), source)
@@ -138,28 +131,28 @@ def _obstacle(
     """
     for name, x in zip(opdef.arrays, inputs, strict=True):
         if x is None:
-            if name in _REQUIRED:
+            if name in opdef.required:
                 return name, "None", "an array"
         elif not isinstance(x, (torch.Tensor, np.ndarray) if name in HOST_ARGUMENTS else torch.Tensor):
             return name, type(x).__name__, "a torch.Tensor, as every array of a compiled call"
-    for name, value in zip(opdef.options, options, strict=True):
-        want = _wanted_instead(name, value)
+    for option, value in zip(opdef.option_arguments, options, strict=True):
+        want = _wanted_instead(option, value)
         if want is not None:
-            return name, type(value).__name__, want
+            return option.name, type(value).__name__, want
     if backend is not None and not (isinstance(backend, str) and backend):
         return "backend", type(backend).__name__, "None or the name of a backend"
     return None
 
 
-def _wanted_instead(name: str, value: Any) -> str | None:
+def _wanted_instead(option: Option, value: Any) -> str | None:
     """What an option would have to be; None when it is."""
-    if name in FLAGS:
+    if option.kind == "flag":
         return None if isinstance(value, bool) else "True or False"
     if value is None:
         return None
-    if name not in _NUMBERS:
+    if option.kind == "reserved":
         return "None"
-    if isinstance(value, bool) or not isinstance(value, (int, _NUMBERS[name])):
+    if isinstance(value, bool) or not isinstance(value, (int, _NUMBERS[option.kind])):
         return "a Python number: torch.compile makes an array of NumPy's"
     return None
 
@@ -182,8 +175,10 @@ def _eager_call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...],
 def _as_numbers(opdef: OpDef, options: tuple[Any, ...]) -> tuple[Any, ...]:
     """With the numbers of other libraries as Python's: the schemas know no other."""
     return tuple(
-        x if x is None or name not in _NUMBERS else _NUMBERS[name](x)
-        for name, x in zip(opdef.options, options, strict=True)
+        [
+            x if x is None or option.kind not in _NUMBERS else _NUMBERS[option.kind](x)
+            for option, x in zip(opdef.option_arguments, options, strict=True)
+        ]
     )
 
 
@@ -198,30 +193,32 @@ def call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -
     else:
         validate.build_request(opdef, opdef.inputs(*inputs), options)
         options = _as_numbers(opdef, options)
-    arrays = tuple(
-        torch.as_tensor(x) if n == "cu_seqlens_cpu" and x is not None else x
+    arrays = {
+        n: torch.as_tensor(x) if n in HOST_ARGUMENTS and x is not None else x
         for n, x in zip(opdef.arrays, inputs, strict=True)
+    }
+    given = dict(zip(opdef.options, options, strict=True))
+    needs_grad = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in arrays.values())
+    flat = (
+        opdef.name,
+        *arrays.values(),
+        *[given[option.name] for option in _OPTIONS[opdef.family]],
+        needs_grad,
+        *_asked_of_dispatch(opdef.name, backend),
     )
-    needs_grad = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in arrays)
-    asked = (needs_grad, *_asked_of_dispatch(opdef.name, backend))
     if opdef.family == "gate":
-        return torch.ops.kdacore.gate(opdef.name, *arrays, *options, *asked)
+        return torch.ops.kdacore.gate(*flat)
+    wants_state = given["output_final_state"]
     if opdef.family == "chunk":
-        o, state, checkpoints = torch.ops.kdacore.chunk(opdef.name, *arrays, *options[:-1], *asked)
-        wants_state, wants_checkpoints = options[1], options[-2] is not None
+        o, state, checkpoints = torch.ops.kdacore.chunk(*flat)
+        wants_checkpoints = given["checkpoint_every"] is not None
         return Outputs(o, state if wants_state else None, checkpoints if wants_checkpoints else None)
-    return _call_recurrent(opdef, inputs, arrays, options, asked)
-
-
-def _call_recurrent(opdef: OpDef, inputs: Any, arrays: Any, options: tuple[Any, ...], asked: Any) -> Outputs:
-    inplace, wants_state = options[RECURRENT_OPTIONS.index("inplace_state")], options[1]
-    initial_state, out = inputs[_INITIAL_STATE], inputs[_OUT]
-    if inplace or out is not None:
-        o, state = torch.ops.kdacore.recurrent_(opdef.name, *arrays, *options, *asked)
-        o = out if out is not None else o
-        state = initial_state if inplace else state
+    if given["inplace_state"] or arrays["out"] is not None:
+        o, state = torch.ops.kdacore.recurrent_(*flat)
+        o = arrays["out"] if arrays["out"] is not None else o
+        state = arrays["initial_state"] if given["inplace_state"] else state
     else:
-        o, state = torch.ops.kdacore.recurrent(opdef.name, *arrays, *options, *asked)
+        o, state = torch.ops.kdacore.recurrent(*flat)
     return Outputs(o, state if wants_state else None)
 
 

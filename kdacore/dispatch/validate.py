@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kdacore.arrays import Adapter, adapter_of
 from kdacore.errors import ContractError
-from kdacore.ops import FLAGS, HOST_ARGUMENTS, OpDef
+from kdacore.ops import HOST_ARGUMENTS, OpDef, Option
 from kdacore.types import Device, Gate, Request, TensorSpec
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
@@ -161,9 +161,7 @@ def build_request(
         ContractError: naming the argument, what it got and what was wanted.
     """
     call = Call(opdef, inputs, options)
-    for name in opdef.options:
-        if name in FLAGS:
-            call.flag(name)
+    flags, others = _check_options(call)
     if opdef.family == "stage":
         from kdacore.dispatch.validate_stages import build_stage
 
@@ -177,7 +175,44 @@ def build_request(
         if adapter.knows_grad:
             raise obstacle
         grad = False
-    return dataclasses.replace(request, needs_grad=grad), adapter
+    features = opdef.features_used(
+        call.arrays, call.options, request.gate, grouped=bool(request.HV != request.H)
+    )
+    return (
+        dataclasses.replace(request, **flags, needs_grad=grad, features=features, options=others),
+        adapter,
+    )
+
+
+def _check_options(call: Call) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
+    """Check every option that needs nothing but its definition.
+
+    Returns:
+        The flags by field of the request, and by name the options without a field that were changed.
+    """
+    flags: dict[str, Any] = {}
+    others: list[tuple[str, Any]] = []
+    for option in call.opdef.option_arguments:
+        value = _CHECKS[option.kind](call, option)
+        if option.kind == "flag" and option.field not in ("", "gate"):
+            flags[option.field] = value
+        elif not option.field and value != option.default:
+            others.append((option.name, value))
+    return flags, tuple(others)
+
+
+def _check_reserved(call: Call, option: Option) -> None:
+    if call.options[option.name] is not None:
+        got = type(call.options[option.name]).__name__
+        raise call.fail(option.name, got, "None: it is reserved for a later version")
+
+
+_CHECKS: dict[str, Callable[[Call, Option], Any]] = {
+    "flag": lambda call, option: call.flag(option.name),
+    "number": lambda call, option: call.real(option.name),
+    "count": lambda call, option: call.integer(option.name),
+    "reserved": _check_reserved,
+}
 
 
 def common_fields(call: Call, adapter: Adapter, device: Device) -> dict[str, Any]:
@@ -192,18 +227,17 @@ def common_fields(call: Call, adapter: Adapter, device: Device) -> dict[str, Any
     }
 
 
-# --- chunk_kda, fused_recurrent_kda and their one-gate-per-head twins ---------------------------------------------
+# --- chunk_kda, fused_recurrent_kda and the ops with one gate per head ---------------------------------------------
 
 
 def _build_whole(call: Call) -> tuple[Request, Adapter]:
-    adapter, device = call.read_arrays(("q", "k", "v", "g", "beta"))
+    adapter, device = call.read_arrays(call.opdef.required)
     sizes = _check_qkv(call)
     dtype = call.dtype("q", FLOATS)
     check_gate_arrays(call, sizes["HV"], sizes["K"])
     sizes["N"] = check_packing(call, sizes["B"], adapter)
     gate, lower_bound = _check_gate_options(call)
-    beta_sigmoid, neg_eigval = call.flag("use_beta_sigmoid_in_kernel"), call.flag("allow_neg_eigval")
-    if neg_eigval and not beta_sigmoid:
+    if call.flag("allow_neg_eigval") and not call.flag("use_beta_sigmoid_in_kernel"):
         raise call.fail("allow_neg_eigval", "True", "use_beta_sigmoid_in_kernel=True with it")
     scale = call.real("scale")
     fields = common_fields(call, adapter, device)
@@ -212,11 +246,7 @@ def _build_whole(call: Call) -> tuple[Request, Adapter]:
         dtype=dtype,
         gate=gate,
         lower_bound=lower_bound,
-        safe_gate=call.flag("safe_gate"),
         scale=sizes["K"] ** -0.5 if scale is None else scale,
-        qk_l2norm=call.flag("use_qk_l2norm_in_kernel"),
-        beta_sigmoid=beta_sigmoid,
-        neg_eigval=neg_eigval,
         state_v_first=call.flag("state_v_first"),
         output_final_state=call.flag("output_final_state"),
         packed="cu_seqlens" in call.arrays,
@@ -324,11 +354,6 @@ def check_packing(call: Call, B: int, adapter: Adapter) -> int:
 
 
 def _check_chunk_options(call: Call, fields: dict[str, Any]) -> None:
-    if call.options["cp"] is not None:
-        raise call.fail(
-            "cp", type(call.options["cp"]).__name__, "None: context parallelism is not part of this version"
-        )
-    fields["disable_recompute"] = call.flag("disable_recompute")
     every = call.integer("checkpoint_every")
     if every is not None and (not 64 <= every < 2**31 or every % 64):
         raise call.fail("checkpoint_every", every, "a positive multiple of 64 below 2**31")
@@ -375,7 +400,6 @@ def _check_pool(call: Call, fields: dict[str, Any], adapter: Adapter) -> None:
             "True with output_final_state=False",
             f"output_final_state=True: {adapter.kind} arrays cannot be written, the new pool is returned",
         )
-    fields["inplace_state"], fields["read_only_state"] = inplace, read_only
 
 
 def _check_read_only(call: Call, fields: dict[str, Any], inplace: bool) -> None:
@@ -437,7 +461,7 @@ def _not_differentiable(call: Call) -> ContractError | None:
 
 
 def _build_gate(call: Call) -> tuple[Request, Adapter]:
-    adapter, device = call.read_arrays(("g",))
+    adapter, device = call.read_arrays(call.opdef.required)
     shape = call.specs["g"].shape
     if len(shape) == 3:
         (B, T, HV), K = call.rank("g", "B, T, HV"), 0

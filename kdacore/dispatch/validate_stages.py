@@ -26,8 +26,7 @@ Sizes = dict[str, int]
 
 def build_stage(call: Call) -> tuple[Request, Adapter]:
     """Check one stage call and describe it."""
-    required = tuple(n for n in call.opdef.arrays if n not in call.opdef.inputs._field_defaults)  # type: ignore[attr-defined]
-    adapter, device = call.read_arrays(required)
+    adapter, device = call.read_arrays(call.opdef.required)
     chunk = call.integer("chunk_size")
     if chunk not in CHUNK_SIZES:
         raise call.fail("chunk_size", call.options["chunk_size"], "16, 32 or 64")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from kdacore import config, plugin_faults, plugin_validation
+from kdacore import config, plugin_faults
 from kdacore.errors import ContractError, PluginError, list_names
 from kdacore.types import API_VERSION, Backend, BackendInfo, OpImpl, Requirement
 
@@ -288,8 +288,11 @@ class Registry:
                 f"backend {backend.name!r} was written for plugin API {backend.api_version}; "
                 f"this kdacore has {API_VERSION}"
             )
-        if wrong := plugin_validation.objection(backend):
-            return wrong
+        if distribution != OWN_DISTRIBUTION:  # a test holds our own to it
+            from kdacore import plugin_validation
+
+            if wrong := plugin_validation.objection(backend):
+                return wrong
         if backend.name in self._backends:
             other = self._backends[backend.name].distribution
             return f"name conflict: backend {backend.name!r} comes from both {other} and {distribution}"

@@ -106,3 +106,7 @@ class Adapter(Protocol):
     def run(self, plan: Any, inputs: Any) -> Any:
         """Run the selected implementation, joined to the library's differentiation."""
         ...
+
+
+ADAPTERS: dict[type, Adapter] = {}
+"""The adapter of each type of array met so far."""

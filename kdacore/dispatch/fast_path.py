@@ -14,13 +14,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kdacore.dispatch.call import Plan
+    from kdacore.arrays.base import Adapter, ArrayTest, Run
+    from kdacore.dispatch.plan import Plan
     from kdacore.types import FastCall
-
-ArrayTest = Callable[[dict[str, Any], bool], "tuple[str, dict[str, Any]] | None"]
-"""Arrays by argument name to an expression in those names that is true of arrays a key would not tell from these (when
-told so, with these strides; arrays that a call may write always with theirs), and the values the expression uses. None
-when such arrays must take the ordinary path."""
 
 _PLAIN_OPTIONS = (type(None), bool, int, float)
 _MAX_CALLS = 4
@@ -31,7 +27,6 @@ _MAX_FAST_CALLS = 2
 """Backend fast paths kept for one plan, each for arrays of certain strides; other strides share the plan alone."""
 
 Matcher = Callable[[tuple[Any, ...], tuple[Any, ...]], bool]
-Run = Callable[["Plan", Any], Any]
 
 
 class SeenCall:
@@ -87,20 +82,15 @@ def _is_plain(option: Any) -> bool:
 
 
 class FastPath:
-    """The last few calls of every op with one kind of array. A call is kept when it comes a second time.
+    """The last few calls of every op with arrays of one kind. A call is kept when it comes a second time.
 
     Args:
-        array_test: the array library's part of a test.
-        grad_enabled: whether the library records gradients now.
-        runner: ``runner(plan, inputs)``: the function that runs such calls, as :meth:`Adapter.run` would.
+        adapter: of these arrays.
     """
 
-    def __init__(
-        self, array_test: ArrayTest, grad_enabled: Callable[[], bool], runner: Callable[[Plan, Any], Run]
-    ) -> None:
-        self._array_test = array_test
-        self._runner = runner
-        self._grad_enabled = grad_enabled
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+        self._grad_enabled = adapter.grad_enabled
         self._calls: dict[str, tuple[SeenCall, ...]] = {}
         self._once: dict[str, tuple[Plan, ...]] = {}
         """Plans whose call has come once."""
@@ -127,10 +117,13 @@ class FastPath:
         fast_call = None
         if plan.fast_path is not None and sum(plan is seen.plan for seen in kept) < _MAX_FAST_CALLS:
             fast_call = plan.fast_path(plan.request, inputs)
-        matches = _matcher(inputs, options, self._array_test, fast_call is not None)
+        array_test = self._adapter.array_test
+        matches = array_test and _matcher(inputs, options, array_test, fast_call is not None)
         if matches is None:
             return
-        seen = SeenCall(plan, self._runner(plan, inputs), fast_call, matches, asked, self._grad_enabled())
+        seen = SeenCall(
+            plan, self._adapter.runner(plan, inputs), fast_call, matches, asked, self._grad_enabled()
+        )
         # A test that accepts any strides must come after those with a fast path for particular strides.
         behind = 1 + max((i for i, other in enumerate(kept) if other.plan is plan), default=-1)
         place = behind if fast_call is None else 0

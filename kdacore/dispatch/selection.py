@@ -74,9 +74,12 @@ def decide(request: Request, policy: Policy, *, run_selfchecks: bool, assumed: b
     """Ask every backend and choose. Runs nothing but, when allowed, the one-time self-checks; those that ran count."""
     for name in filter(None, (policy.forced, *policy.preferred)):
         REGISTRY.get(name, request.op, "backend" if policy.forced else policy.source)
-    candidates = tuple(judge(r, request, assumed) for r in REGISTRY.backends().values())
+    candidates = tuple([judge(r, request, assumed) for r in REGISTRY.backends().values()])
     if policy.forced:
         return _forced(request, policy, candidates)
+    choices = sum(c.supported and _auto_may_choose(REGISTRY.get(c.backend), request) for c in candidates)
+    if choices > 1 or not run_selfchecks:  # a call that leaves no choice needs no costs
+        candidates = with_costs(request, candidates)
     able = {c.backend: c for c in candidates if c.supported}
     for name in policy.preferred:
         if name in able:
@@ -97,7 +100,7 @@ def decide(request: Request, policy: Policy, *, run_selfchecks: bool, assumed: b
 
 
 def judge(registered: Registered, request: Request, assumed: bool = False) -> Candidate:
-    """Every reason one backend has against a request, and its predicted cost.
+    """Every reason one backend has against a request.
 
     Args:
         registered: the backend.
@@ -121,8 +124,17 @@ def judge(registered: Registered, request: Request, assumed: bool = False) -> Ca
             reasons.append(reason)
     archs = impl.verified_archs
     verified = PORTABLE in archs or request.device.arch in archs
-    cost = None if reasons else _cost(registered, request, impl)
-    return Candidate(backend.name, tuple(reasons), cost, backend.rank, verified, lacking)
+    return Candidate(backend.name, tuple(reasons), None, backend.rank, verified, lacking)
+
+
+def with_costs(request: Request, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    """The candidates, those that can serve the call with their predicted costs."""
+    return tuple(
+        [
+            dataclasses.replace(c, cost=_cost(REGISTRY.get(c.backend), request)) if c.supported else c
+            for c in candidates
+        ]
+    )
 
 
 def _ask(registered: Registered, verifier: Verifier, request: Request) -> Reason | None:
@@ -180,7 +192,8 @@ def _general_reasons(
     return reasons
 
 
-def _cost(registered: Registered, request: Request, impl: OpImpl) -> float | None:
+def _cost(registered: Registered, request: Request) -> float | None:
+    impl = registered.backend.ops[request.op]
     if impl.cost is not None:
         try:
             seconds = impl.cost(request)

@@ -7,6 +7,7 @@ between. Residuals beyond the inputs are not kept: their shapes would depend on 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,9 @@ import torch
 
 from kdacore.arrays.torch.eager import TORCH, double_backward_error
 from kdacore.arrays.torch.modes import as_given, refuse_tangents
-from kdacore.dispatch import call as dispatch
 from kdacore.dispatch import selection, validate
 from kdacore.dispatch.aliasing import check_memory
+from kdacore.dispatch.plan import Plan, cached_plan, current_policy, execute, plan_for
 from kdacore.errors import ContractError, UnsupportedError, contract_text
 from kdacore.ops import HOST_ARGUMENTS, OPS, OpDef, Option
 from kdacore.types import GateInputs, InputGrads, OutputGrads, Outputs
@@ -73,10 +74,10 @@ class _Bound:
         self.policy = selection.Policy(forced, tuple(filter(None, preferred.split(","))), source)
         self.rest = args[at + 4 :]
 
-    def plan(self) -> dispatch.Plan:
+    def plan(self) -> Plan:
         """The plan of a real call (tensors with values)."""
         refuse_tangents(self.opdef.name, self.inputs)
-        return dispatch.cached_plan(
+        return cached_plan(
             TORCH,
             self.opdef,
             self.inputs,
@@ -90,15 +91,15 @@ class _Bound:
         return validate.build_request(self.opdef, self.inputs, self.options, needs_grad=self.needs_grad)[0]
 
 
-def _plan_of_operator(opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any) -> dispatch.Plan:
+def _plan_of_operator(opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any) -> Plan:
     policy, needs_grad = asked
-    return dispatch.plan_for(opdef, inputs, options, policy, needs_grad)
+    return plan_for(opdef, inputs, options, policy, needs_grad)
 
 
 @torch.compiler.assume_constant_result
 def _asked_of_dispatch(op: str, backend: str | None) -> tuple[str, str, str]:
     """What was asked of dispatch while the graph was traced; it becomes part of the graph."""
-    policy = dispatch.current_policy(OPS[op], backend)
+    policy = current_policy(OPS[op], backend)
     return policy.forced, ",".join(policy.preferred), policy.source
 
 
@@ -106,7 +107,7 @@ def _check_asked(bound: _Bound) -> None:
     """A graph keeps the preference it was traced under; running it under another must not pass unnoticed."""
     if bound.policy.forced:
         return
-    now = dispatch.current_policy(bound.opdef, None)
+    now = current_policy(bound.opdef, None)
     if now != bound.policy:
         raise UnsupportedError(
             bound.opdef.name,
@@ -158,18 +159,29 @@ def _wanted_instead(option: Option, value: Any) -> str | None:
 
 
 def _leave_graph(
-    opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object, obstacle: tuple[str, str, str]
+    eager_call: Callable[..., Any],
+    opdef: OpDef,
+    inputs: Any,
+    options: tuple[Any, ...],
+    backend: object,
+    obstacle: tuple[str, str, str],
 ) -> Any:
     """An eager call serves it or says what is wrong; where a graph may not break, Dynamo says this instead."""
     torch._dynamo.graph_break(msg=contract_text(opdef.name, *obstacle))
-    return _eager_call(opdef, tuple(inputs), options, backend)
+    return _outside_graph(eager_call, opdef, tuple(inputs), options, backend)
 
 
 @torch.compiler.disable
-def _eager_call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: object) -> Any:
+def _outside_graph(
+    eager_call: Callable[..., Any],
+    opdef: OpDef,
+    arrays: tuple[Any, ...],
+    options: tuple[Any, ...],
+    backend: object,
+) -> Any:
     # A NumPy scalar that Dynamo has traced over comes out of the graph as an array without axes.
-    options = tuple(x[()] if isinstance(x, np.ndarray) and not x.ndim else x for x in options)
-    return dispatch.call(opdef, arrays, options, backend)
+    options = tuple([x[()] if isinstance(x, np.ndarray) and not x.ndim else x for x in options])
+    return eager_call(opdef, arrays, options, backend)
 
 
 def _as_numbers(opdef: OpDef, options: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -182,14 +194,16 @@ def _as_numbers(opdef: OpDef, options: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-def call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
-    """Serve a public call through the operators."""
+def call(
+    opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object, eager_call: Callable[..., Any]
+) -> Any:
+    """Serve a public call through the operators; by ``eager_call`` where no graph can hold it."""
     if opdef.family == "stage":
         _fail(opdef.name, opdef.arrays[0], "a tensor being compiled", "an eager call: stages are eager")
     if torch.compiler.is_dynamo_compiling():
         obstacle = _obstacle(opdef, inputs, options, backend)
         if obstacle is not None:
-            return _leave_graph(opdef, inputs, options, backend, obstacle)
+            return _leave_graph(eager_call, opdef, inputs, options, backend, obstacle)
     else:
         validate.build_request(opdef, opdef.inputs(*inputs), options)
         options = _as_numbers(opdef, options)
@@ -222,7 +236,7 @@ def call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -
     return Outputs(o, state if wants_state else None)
 
 
-def _forward(plan: dispatch.Plan, inputs: Any) -> Any:
+def _forward(plan: Plan, inputs: Any) -> Any:
     with as_given(inputs[0]):
         return plan.forward(plan.request, inputs)
 
@@ -235,7 +249,7 @@ def _result(x: Any, like: torch.Tensor) -> torch.Tensor:
 def _chunk(*args: Any) -> Any:
     bound = _Bound("chunk", args)
     _check_asked(bound)
-    out = dispatch.execute(bound.plan(), bound.inputs, _forward)
+    out = execute(bound.plan(), bound.inputs, _forward)
     v = bound.inputs.v
     return _result(out.o, v), _result(out.final_state, v), _result(out.checkpoints, v)
 
@@ -246,7 +260,7 @@ def _recurrent(*args: Any) -> Any:
     plan = bound.plan()
     if plan.writes:
         check_memory(plan.request, bound.inputs, TORCH)
-    out = dispatch.execute(plan, bound.inputs, _forward)
+    out = execute(plan, bound.inputs, _forward)
     v = bound.inputs.v
     aliased = bound.inputs.out is not None
     state = None if plan.request.inplace_state else out.final_state
@@ -256,7 +270,7 @@ def _recurrent(*args: Any) -> Any:
 def _gate(*args: Any) -> Any:
     bound = _Bound("gate", args)
     _check_asked(bound)
-    return _result(dispatch.execute(bound.plan(), bound.inputs, _forward), bound.inputs.g)
+    return _result(execute(bound.plan(), bound.inputs, _forward), bound.inputs.g)
 
 
 def _whole_backward(family: str, args: tuple[Any, ...]) -> list[torch.Tensor]:

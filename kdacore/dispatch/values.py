@@ -8,7 +8,7 @@ import numpy as np
 
 from kdacore.arrays import Adapter, adapter_of
 from kdacore.dispatch.aliasing import check_memory
-from kdacore.dispatch.validate import MAX_VERIFY_TOKENS
+from kdacore.dispatch.checks import MAX_VERIFY_TOKENS
 from kdacore.errors import ContractError
 from kdacore.ops import INDEX_ARGUMENTS, OPS
 from kdacore.types import Request

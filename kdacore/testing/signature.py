@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from kdacore import device as probes
-from kdacore.arrays import ShapeDtype
+from kdacore.arrays.specs import ShapeDtype
 from kdacore.dispatch import selection, validate
 from kdacore.ops import HOST_ARGUMENTS, OPS
 from kdacore.registry import REGISTRY

@@ -17,8 +17,7 @@ from kdacore import callspec, config, machine
 from kdacore.cli import doctor, doctor_selfcheck, report
 from kdacore.cli import main as cli
 from kdacore.cli.doctor_text import render
-from kdacore.dispatch import call as dispatch
-from kdacore.dispatch import cost
+from kdacore.dispatch import cost, plan
 from kdacore.features import Place
 from kdacore.hookspecs import hookimpl
 from kdacore.machine import Machine, Row
@@ -151,7 +150,7 @@ UNREADABLE = "x" * 300
 def _a_call() -> None:
     """One whose plan is not cached yet, as in a fresh process."""
     cost.table.cache_clear()
-    dispatch.clear()
+    plan.clear()
     x = np.zeros((1, 4, 1, 8), np.float32)
     kdacore.chunk_kda(x, x, x, x, x[..., 0])
 

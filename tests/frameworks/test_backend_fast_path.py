@@ -16,7 +16,7 @@ from kdacore.arrays.torch.private import _public, allocator
 from kdacore.hookspecs import hookimpl
 from kdacore.ops import FEATURES
 from kdacore.registry import REGISTRY
-from kdacore.types import Backend, OpImpl, Outputs
+from kdacore.types import Backend, InputGrads, OpImpl, Outputs
 
 NAME = "with-fast-path"
 pytestmark = pytest.mark.skipif(torch_recent.TensorGuards is None, reason="this torch has no such check")
@@ -34,7 +34,9 @@ class Plugin:
         return Outputs(2 * inputs.v, inputs.initial_state if request.output_final_state else None)
 
     def _backward(self, request: Any, inputs: Any, saved: Any, grads: Any) -> Any:
-        return InputGrads(*map(torch.zeros_like, inputs[:2]), 2 * grads.o, *map(torch.zeros_like, inputs[3:5]))
+        return InputGrads(
+            *map(torch.zeros_like, inputs[:2]), 2 * grads.o, *map(torch.zeros_like, inputs[3:5])
+        )
 
     def _repeat(self, request: Any, inputs: Any) -> Any:
         self.went.append("repeat")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kdacore import device as probes
-from kdacore.arrays import _by_type
+from kdacore.arrays.base import ADAPTERS
 from kdacore.arrays.torch.fast_path import tensor_test
 from kdacore.arrays.torch.modes import as_given, autocasts, refuse_transforms, refuse_wrapped
 from kdacore.errors import UnsupportedError
@@ -129,7 +129,7 @@ TORCH_SUBCLASS = _TorchAdapter(through_operators=True)
 """For tensor subclasses (fake tensors, DTensor, ...): only torch's own dispatcher knows how to run them."""
 
 
-_by_type.update(dict.fromkeys(_PLAIN, TORCH))
+ADAPTERS.update(dict.fromkeys(_PLAIN, TORCH))
 
 
 def adapter_for(x: torch.Tensor) -> _TorchAdapter:

@@ -390,7 +390,7 @@ class Requirement:
     remedy: str
     """The line that would make it so, for example a pip command."""
     hardware: bool = False
-    """It belongs to the machine (a driver, say): no package brings it. ``explain`` leaves it out of the choice where
+    """It is part of the machine (a driver, say), not of a package. ``explain`` leaves it out of the choice where
     hardware is assumed, and says so."""
 
 

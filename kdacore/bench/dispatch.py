@@ -24,7 +24,7 @@ from kdacore.types import ArrayKind, Backend, InputGrads, OpImpl, Outputs
 LIMITS = {"numpy": 5e-6, "torch": 10e-6}
 """Seconds."""
 CALLS = 4000
-NAME = "null (benchmark)"
+NAME = "null-benchmark"
 
 
 class NullPlugin:

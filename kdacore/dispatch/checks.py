@@ -20,7 +20,7 @@ MAX_VERIFY_TOKENS = 16
 
 MISSING = "None"
 _SIZES = 1e-30, 1e30
-"""Of numbers other than 0. Backends multiply by them in float32 and divide by them, which leaves this much room."""
+"""Smallest and largest size of a number other than 0: backends multiply and divide by it in float32."""
 
 
 class Arguments:

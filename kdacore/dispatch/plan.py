@@ -102,7 +102,7 @@ def _environment_policy() -> selection.Policy:
         for name in names:
             try:
                 REGISTRY.get(name)
-            except ContractError as error:  # nobody passed it: it is the environment that is wrong
+            except ContractError as error:  # no caller passed it: the environment variable is wrong
                 raise ConfigError("KDACORE_BACKEND", name, error.want) from None
         _default_policy = selection.Policy("", names, "KDACORE_BACKEND") if names else _AUTO
     return _default_policy

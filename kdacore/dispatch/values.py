@@ -15,7 +15,7 @@ from kdacore.types import Request
 
 
 def check_values(request: Request, inputs: Any, adapter: Adapter) -> None:
-    """Check offsets, index ranges, finiteness, the ``safe_gate`` promise, and that what is written lies apart.
+    """Check offsets, index ranges, finiteness, the ``safe_gate`` promise, and that written arrays overlap nothing.
 
     Raises:
         ContractError: naming the argument, before anything ran.

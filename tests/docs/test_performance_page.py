@@ -27,6 +27,13 @@ def test_the_page_is_what_the_script_would_write() -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+def test_the_pages_show_every_picture_of_the_script() -> None:
+    pages = (ROOT / "README.md").read_text() + (ROOT / "docs/performance.md").read_text()
+    images = ROOT / "docs" / "images"
+    pictures = [images / "headline.svg", *images.glob("performance-*.svg")]
+    assert [p.name for p in pictures if f"images/{p.name})" not in pages] == []
+
+
 def test_check_names_what_is_out_of_date(tmp_path: Path) -> None:
     for pattern in INPUTS:
         for file in ROOT.glob(pattern):

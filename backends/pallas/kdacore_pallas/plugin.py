@@ -14,7 +14,7 @@ VERSION = "0.1.0"
 MINIMUM_JAX = (0, 10)
 VERIFIED = frozenset({""})
 """CPUs, where the conformance suite has run in full. On an H200 six of 501 tests have not ended, so a GPU counts as
-compiled only until they have (docs/performance/pallas.md)."""
+compiled only until they have (docs/lab/pallas.md)."""
 
 
 def _probe_jax() -> str | None:

@@ -72,10 +72,10 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
         check_memory(plan.request, inputs, adapter)
     if fast_path is not None:
         fast_path.note(opdef.name, inputs, options, asked, plan)
-    elif (
-        plan.results_checked and adapter.array_test is not None
-    ):  # the first call of this process that comes again
-        _start_fast_path(adapter).note(opdef.name, inputs, options, asked, plan)
+    elif plan.results_checked and adapter.array_test is not None:
+        fast_path = _start_fast_path(adapter)
+        for _ in range(2):  # this call, and the one like it that came before there was a memory
+            fast_path.note(opdef.name, inputs, options, asked, plan)
     return execute(plan, inputs, plan.run)
 
 

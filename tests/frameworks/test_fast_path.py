@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from kdacore.arrays.torch import fast_path as torch_recent
 from kdacore.arrays.torch.eager import TORCH
 from kdacore.arrays.torch.fast_path import tensor_test
 from kdacore.dispatch import call as dispatch
+from kdacore.dispatch import plan as plans
 from kdacore.dispatch.fast_path import FastPath
 from kdacore.errors import ContractError
 from kdacore.registry import REGISTRY
@@ -37,6 +39,13 @@ class FakePlan:
 PLAN: Any = FakePlan()
 
 
+def adapter(array_test: Any, grad_enabled: Any) -> Any:
+    """What a fast path asks of an adapter."""
+    return SimpleNamespace(
+        array_test=array_test, grad_enabled=grad_enabled, runner=lambda plan, inputs: plan.run
+    )
+
+
 def plan_found(memory: FastPath, op: str, inputs: Any, options: Any = OPTIONS, asked: Any = ASKED) -> Any:
     known = memory.find(op, tuple(inputs), options, asked)
     return None if known is None else known.plan
@@ -48,7 +57,7 @@ def arrays(T: int = 4) -> ChunkInputs:
 
 
 def of_torch() -> FastPath:
-    return FastPath(tensor_test, torch.is_grad_enabled, lambda plan, inputs: plan.run)
+    return FastPath(adapter(tensor_test, torch.is_grad_enabled))
 
 
 @pytest.fixture
@@ -195,7 +204,7 @@ def test_a_backend_may_have_no_step() -> None:
 
 
 def test_numpy_strides_are_seen_where_they_matter() -> None:
-    memory = FastPath(_array_test, bool, lambda plan, inputs: plan.run)
+    memory = FastPath(adapter(_array_test, bool))
     plan: Any = FakePlan(lambda request, inputs: lambda arrays: ())
     for _ in range(2):
         memory.note("op", numpy_arrays(), OPTIONS, ASKED, plan)
@@ -222,11 +231,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         seen.append(opdef.name)
         return ordinary(adapter, opdef, *rest)
 
-    assert TORCH.fast_path is not None
-    TORCH.fast_path.clear()
+    forget(TORCH)
     monkeypatch.setattr(dispatch, "cached_plan", counted)
     yield seen
-    TORCH.fast_path.clear()
+    forget(TORCH)
+
+
+def forget(adapter: Any) -> None:
+    """As if no call with these arrays had been made in this process."""
+    plans.clear()
+    adapter.fast_path = None
 
 
 def chunk(**options: Any) -> Any:
@@ -294,7 +308,7 @@ def numpy_arrays(T: int = 4) -> ChunkInputs:
 
 
 def remembered(inputs: ChunkInputs) -> FastPath:
-    memory = FastPath(_array_test, bool, lambda plan, inputs: plan.run)
+    memory = FastPath(adapter(_array_test, bool))
     for _ in range(2):
         memory.note("op", inputs, OPTIONS, ASKED, PLAN)
     return memory
@@ -339,8 +353,7 @@ def test_the_third_numpy_call_skips_the_ordinary_path(monkeypatch: pytest.Monkey
     seen = []
     ordinary = dispatch.cached_plan
     monkeypatch.setattr(dispatch, "cached_plan", lambda *a: seen.append(1) or ordinary(*a))
-    assert NUMPY.fast_path is not None
-    NUMPY.fast_path.clear()
+    forget(NUMPY)
     results = [kdacore.chunk_kda(*numpy_arrays()[:5])[0] for _ in range(5)]
     assert len(seen) == 2 and all(np.array_equal(o, results[0]) for o in results)
     with pytest.raises(ContractError, match="output_final_state"):

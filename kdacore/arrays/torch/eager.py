@@ -134,9 +134,6 @@ TORCH_SUBCLASS = _TorchAdapter(through_operators=True)
 """For tensor subclasses (fake tensors, DTensor, ...): only torch's own dispatcher knows how to run them."""
 
 
-_by_type.update(dict.fromkeys(_PLAIN, TORCH))
-
-
 def adapter_for(x: torch.Tensor) -> _TorchAdapter:
     """The adapter of a tensor or of a tensor subclass."""
     return TORCH if type(x) in _PLAIN else TORCH_SUBCLASS
@@ -238,3 +235,7 @@ def double_backward_error() -> UnsupportedError:
     return UnsupportedError(
         "kdacore", "double backward: the gradients of these ops are not differentiable", {}
     )
+
+
+# Last: other threads' calls find the adapter from here on, and need all that is above.
+_by_type.update(dict.fromkeys(_PLAIN, TORCH))

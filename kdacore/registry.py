@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from kdacore import config, plugin_faults, plugin_validation
+from kdacore import config, forks, plugin_faults, plugin_validation
 from kdacore.errors import ContractError, PluginError, list_names
 from kdacore.types import API_VERSION, Backend, BackendInfo, OpImpl, Requirement
 
@@ -64,6 +64,10 @@ class Registry:
         self._listeners: list[Callable[[], None]] = []
         self._clear()
 
+    def renew_lock(self) -> None:
+        """In a forked child: the old lock may be held by a thread that the child does not have."""
+        self._lock = threading.RLock()
+
     def _clear(self) -> None:
         self._loaded = False
         self._manager: pluggy.PluginManager
@@ -77,7 +81,11 @@ class Registry:
     def backends(self) -> dict[str, Registered]:
         """Every usable backend by name, in the order of loading."""
         self._load()
-        return self._backends
+        found = self._backends
+        while not self._loaded:  # reset() came between, and what was read may be empty
+            self._load()
+            found = self._backends
+        return found
 
     def plugins(self) -> tuple[PluginRecord, ...]:
         """Every plugin found, the failed and disabled ones too."""
@@ -232,8 +240,9 @@ class Registry:
             return _failed(name, distribution, seconds, f"failed to list its backends: {error!r}")
         if not accepted and (backends or not more):
             self._forget(name)  # hooks of a rejected plugin must not be called
-        for backend in accepted:
-            self._backends[backend.name] = Registered(backend, name, distribution)
+        # A new dictionary: other threads may be going through the old one.
+        taken = {backend.name: Registered(backend, name, distribution) for backend in accepted}
+        self._backends = {**self._backends, **taken}
         limit = config.get().plugin_import_limit
         if seconds > limit and distribution != OWN_DISTRIBUTION:
             problems.append(f"slow import: {seconds:.1f} s, more than the limit of {limit:g} s")
@@ -367,3 +376,4 @@ def implementation(registered: Registered, op: str) -> OpImpl:
 
 REGISTRY = Registry()
 config.on_refresh(REGISTRY.reset)
+forks.renew_in_child(REGISTRY.renew_lock)

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kdacore import config
+from kdacore import config, forks
 from kdacore.arrays import Adapter, ShapeDtype, adapter_of
 from kdacore.arrays import _by_type as _adapters
 from kdacore.dispatch import selection, validate
@@ -98,6 +98,14 @@ _records: contextvars.ContextVar[tuple[list[Selection], ...]] = contextvars.Cont
 _plans: dict[Any, Plan] = {}
 _lock = threading.Lock()
 _MAX_PLANS = 8192
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+forks.renew_in_child(_renew_lock)
 
 
 def clear() -> None:

@@ -18,7 +18,7 @@ from kdacore import config, forks
 from kdacore.arrays import Adapter, ShapeDtype, adapter_of
 from kdacore.arrays import _by_type as _adapters
 from kdacore.dispatch import selection, validate
-from kdacore.errors import ConfigError, ContractError, PluginError
+from kdacore.errors import ConfigError, ContractError, PluginError, shown
 from kdacore.ops import OPS, OpDef
 from kdacore.registry import REGISTRY
 from kdacore.types import Backend, OpImpl, Request, Selection
@@ -138,7 +138,7 @@ def current_policy(opdef: OpDef, backend: object) -> selection.Policy:
     if backend is None:
         return _policy.get() or _environment_policy()
     if not isinstance(backend, str) or not backend:
-        raise ContractError(opdef.name, "backend", repr(backend), "None or the name of a backend")
+        raise ContractError(opdef.name, "backend", shown(backend), "None or the name of a backend")
     return selection.Policy(backend, (), "backend=")
 
 
@@ -284,7 +284,7 @@ def use_backend(*names: str) -> Iterator[None]:
         raise ContractError("use_backend", "names", "no name", "at least one name of a backend")
     for name in names:
         if not isinstance(name, str):
-            raise ContractError("use_backend", "names", repr(name), "names of backends")
+            raise ContractError("use_backend", "names", shown(name), "names of backends")
         REGISTRY.get(name, "use_backend", "names")
     token = _policy.set(selection.Policy("", tuple(names), "use_backend"))
     try:
@@ -316,5 +316,5 @@ def opdef_of(op: object) -> OpDef:
     """An op by name or by its public function."""
     name = op if isinstance(op, str) else getattr(op, "__name__", None)
     if name not in OPS:
-        raise ContractError("explain", "op", repr(op), f"one of {', '.join(OPS)}, or the public function")
+        raise ContractError("explain", "op", shown(op), f"one of {', '.join(OPS)}, or the public function")
     return OPS[name]

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kdacore.arrays import Adapter, adapter_of
-from kdacore.errors import ContractError
+from kdacore.errors import ContractError, shown
 from kdacore.ops import FLAGS, HOST_ARGUMENTS, OpDef
 from kdacore.types import Device, Gate, Request, TensorSpec
 
@@ -116,7 +116,7 @@ class Call:
         """A flag must be a bool, not merely truthy."""
         value = self.options.get(name, False)
         if value is not True and value is not False:
-            raise self.fail(name, repr(value), "True or False")
+            raise self.fail(name, shown(value), "True or False")
         return value
 
     def real(self, name: str) -> float | None:
@@ -125,15 +125,15 @@ class Call:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise self.fail(name, f"{type(value).__name__} {value!r}", "a finite real number")
+            raise self.fail(name, f"{type(value).__name__} {shown(value)}", "a finite real number")
         try:
             number = float(value)
         except OverflowError:
             raise self.fail(name, "a number that no float holds", "a finite real number") from None
         if not math.isfinite(number):
-            raise self.fail(name, repr(value), "a finite real number")
+            raise self.fail(name, shown(value), "a finite real number")
         if number and not _SIZES[0] <= abs(number) <= _SIZES[1]:
-            raise self.fail(name, repr(value), "0, or a number of 1e-30 to 1e30 in size")
+            raise self.fail(name, shown(value), "0, or a number of 1e-30 to 1e30 in size")
         return number
 
     def integer(self, name: str) -> int | None:
@@ -142,7 +142,7 @@ class Call:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise self.fail(name, f"{type(value).__name__} {value!r}", "an integer")
+            raise self.fail(name, f"{type(value).__name__} {shown(value)}", "an integer")
         return int(value)
 
 
@@ -331,7 +331,7 @@ def _check_chunk_options(call: Call, fields: dict[str, Any]) -> None:
     fields["disable_recompute"] = call.flag("disable_recompute")
     every = call.integer("checkpoint_every")
     if every is not None and (not 64 <= every < 2**31 or every % 64):
-        raise call.fail("checkpoint_every", every, "a positive multiple of 64 below 2**31")
+        raise call.fail("checkpoint_every", shown(every), "a positive multiple of 64 below 2**31")
     fields["checkpoint_every"] = every or 0
 
 

@@ -1,7 +1,7 @@
 """The kept records of self-checks: small JSON files in the cache folder, read as if anybody had written them.
 
-Auto uses a kernel on the word of such a file, so it must be this user's or root's, as its folder, and writable by nobody
-else. Whatever else lies there counts as no record, and the check runs again.
+Auto uses a kernel on the word of such a file, so it and its folder must be this user's or root's, and writable
+by nobody else. Whatever else lies there counts as no record, and the check runs again.
 """
 
 from __future__ import annotations

@@ -15,9 +15,16 @@ import torch
 from kdacore import device as probes
 from kdacore.arrays import _by_type
 from kdacore.arrays.torch.fast_path import tensor_test
-from kdacore.arrays.torch.modes import as_given, autocasts, refuse_transforms, refuse_wrapped
+from kdacore.arrays.torch.modes import (
+    as_given,
+    autocasts,
+    refuse_subclasses,
+    refuse_transforms,
+    refuse_wrapped,
+)
 from kdacore.dispatch.fast_path import RecentCalls
 from kdacore.errors import UnsupportedError
+from kdacore.ops import OPS
 from kdacore.registry import REGISTRY
 from kdacore.types import ArrayKind, Device, GateInputs, OutputGrads, Outputs, TensorSpec
 
@@ -55,6 +62,8 @@ class _TorchAdapter:
 
     def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
         refuse_transforms(op, arrays)
+        if any(isinstance(x, torch.Tensor) and type(x) not in _PLAIN for x in arrays):
+            refuse_subclasses(op, OPS[op].arrays, arrays)
 
     def key(self, inputs: tuple[Any, ...]) -> Hashable | None:
         # Each attribute is a call into C, and a decode step has ten tensors: without grad mode nobody asks for one.

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  code of children, in strings
 """Plugins that hang, end the process, or cannot be read: each is named, and the others are loaded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  code of children, in strings
 """Attacks that end or hang a process: each runs in a child, with a limit."""
 
 from __future__ import annotations

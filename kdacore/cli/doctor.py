@@ -107,8 +107,8 @@ def _deadly_plugins_aside(problem: Any) -> Iterator[None]:
     """Import each third party's plugin in a child first; those that end or hang it are named, and not loaded here."""
     before = os.environ.get("KDACORE_DISABLE_PLUGINS")
     disabled = config.get().disabled_plugins
-    asked = [] if "all" in disabled else third_parties()[0]
-    asked = [(where, entry.name) for where, entry in asked if entry.name not in disabled]
+    found = [] if "all" in disabled else third_parties()[0]
+    asked = [(where, entry.name) for where, entry in found if entry.name not in disabled]
     with ThreadPoolExecutor(4) as pool:
         said = list(pool.map(lambda pair: _import_in_child(*pair), asked))
     deadly = [(where, name, what) for (where, name), what in zip(asked, said, strict=True) if what]
@@ -119,7 +119,7 @@ def _deadly_plugins_aside(problem: Any) -> Iterator[None]:
         )
     try:
         if deadly:
-            names = [*filter(None, [before]), *(name for _, name, _ in deadly)]
+            names = [before or "", *(name for _, name, _ in deadly)]
             os.environ["KDACORE_DISABLE_PLUGINS"] = ",".join(names)
             config.refresh()
         yield

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kdacore import forks
 from kdacore.errors import ConfigError
 
 VARIABLES: dict[str, str] = {
@@ -62,7 +63,8 @@ def _cache_dir(env: Mapping[str, str]) -> Path:
             raise ConfigError("KDACORE_CACHE_DIR", given, "a folder, of a user who exists") from None
     base = env.get("XDG_CACHE_HOME", "").strip()
     try:
-        return (Path(base) if base else Path.home() / ".cache") / "kdacore"
+        # The XDG specification has relative folders ignored.
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kdacore"
     except RuntimeError:  # neither HOME nor an entry in the list of users, as in some containers
         return Path(tempfile.gettempdir()) / f"kdacore-{os.getuid()}"
 
@@ -99,6 +101,14 @@ def unknown() -> tuple[str, ...]:
 
 _lock = threading.Lock()
 _config: Config | None = None
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+forks.renew_in_child(_renew_lock)
 _listeners: list[Callable[[], None]] = []
 
 

@@ -9,6 +9,24 @@ if TYPE_CHECKING:
     from kdacore.types import Reason
 
 
+_LONGEST = 400
+"""Characters of a value that a message repeats."""
+_MOST_BITS = 1024
+"""Of an integer that is written out: Python refuses to write those of thousands of digits."""
+
+
+def shown(value: object) -> str:
+    """A caller's value for a message: its ``repr``, or what can be said of it where that is too long."""
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    return shortened(repr(value))
+
+
+def shortened(text: str) -> str:
+    """The beginning of a text that is too long for a message."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
+
+
 class ContractError(ValueError):
     """A call breaks the contract. Raised before anything runs or is written.
 
@@ -20,7 +38,7 @@ class ContractError(ValueError):
     """
 
     def __init__(self, op: str, argument: str, got: object, want: str) -> None:
-        self.op, self.argument, self.got, self.want = op, argument, str(got), want
+        self.op, self.argument, self.got, self.want = op, argument, shortened(str(got)), want
         super().__init__(contract_text(op, argument, self.got, want))
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -76,7 +94,7 @@ class ConfigError(ValueError):
 
     def __init__(self, variable: str, got: str, want: str) -> None:
         self.variable, self.got, self.want = variable, got, want
-        super().__init__(f"{variable}={got!r}; wanted {want}")
+        super().__init__(f"{variable}={shortened(repr(got))}; wanted {want}")
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.variable, self.got, self.want)

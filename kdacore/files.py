@@ -1,9 +1,18 @@
-"""Files that are written when a long run ends: whether they can be is found out before it begins."""
+"""Files that kdacore writes and reads again: whole or not at all, and found out early when they cannot be."""
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import os
+import stat
+import tempfile
+import time
 from pathlib import Path
+
+TEMPORARY = ".tmp"
+_STALE = 3600.0
+"""Seconds after which a temporary file is left over: whoever wrote it was killed."""
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def check_writable(path: Path) -> None:
@@ -17,9 +26,70 @@ def check_writable(path: Path) -> None:
 
 def writable(text: str) -> Path:
     """A path on the command line. argparse turns the error into exit status 2."""
+    import argparse
+
     path = Path(text)
     try:
         check_writable(path)
     except OSError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of which readers see all or nothing, and nothing is left of one that cannot be written.
+
+    Raises:
+        OSError: naming the file (a full disk names none by itself).
+    """
+    name = ""
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=TEMPORARY)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except OSError as error:
+        _unlink(name)
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    except BaseException:  # an interrupt leaves nothing behind either
+        _unlink(name)
+        raise
+
+
+def _unlink(name: str) -> None:
+    if name:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove what killed processes left of :func:`write_whole` in a folder."""
+    before = time.time() - _STALE
+    with contextlib.suppress(OSError):
+        for left in folder.glob(f"tmp*{TEMPORARY}"):
+            with contextlib.suppress(OSError):
+                if left.lstat().st_mtime < before:
+                    left.unlink()
+
+
+def is_ours(status: os.stat_result) -> bool:
+    """Does a file or folder belong to this user or to root, and may nobody else write it?"""
+    if not hasattr(os, "geteuid"):  # Windows, where a user's folders are the user's
+        return True
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & _OTHERS_WRITE
+
+
+def read_ours(path: Path, limit: int) -> bytes:
+    """The contents of a regular file of at most ``limit`` bytes that only this user and root can have written.
+
+    Raises:
+        OSError: there is no such file. Opening never waits, as it would for the writer of a FIFO.
+    """
+    if not is_ours(path.parent.stat()):
+        raise PermissionError(f"{path.parent} belongs to others, or others may write it")
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    with os.fdopen(handle, "rb") as file:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > limit or not is_ours(status):
+            raise PermissionError(f"{path} is no plain file of at most {limit} bytes that is ours alone")
+        return file.read(limit)

@@ -158,9 +158,18 @@ def child(code: str, seconds: float = CHILD_SECONDS) -> tuple[Any, str]:
 
 def start(code: str, words: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
     """Run Python code in a child that imports from where this process does."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", code, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env)
+    command = [sys.executable, "-c", f"{ENTRY}\n{code}", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=child_environment())
+
+
+ENTRY = "import sys; sys.path[:] = sys.path[sys.path[:1] == ['']:]"
+"""First line of a child's code: ``-c`` puts the current folder first on the path, and a ``json.py`` there is none of
+ours. Nothing was imported from there yet (``-P`` does the same, from Python 3.11 on)."""
+
+
+def child_environment(**changed: str) -> dict[str, str]:
+    """This process's environment, with which a child imports from where this process does."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **changed}
 
 
 def decode(status: int, out: str, err: str) -> tuple[Any, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import sys
 import threading
 import time
@@ -12,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from kdacore import config, plugin_faults
-from kdacore.errors import ContractError, PluginError, list_names
+from kdacore import config, forks, plugin_faults
+from kdacore.errors import ContractError, PluginError, list_names, shown
 from kdacore.types import API_VERSION, Backend, BackendInfo, OpImpl, Requirement
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ BUILTIN_PLUGINS = (
 )
 OWN_DISTRIBUTION = "kdacore"
 BY_HAND = "(registered by hand)"
+MOST_BACKENDS = 1000
+"""Of one plugin; more come from a generator that has no end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,10 @@ class Registry:
         self._listeners: list[Callable[[], None]] = []
         self._clear()
 
+    def renew_lock(self) -> None:
+        """In a forked child: the old lock may be held by a thread that the child does not have."""
+        self._lock = threading.RLock()
+
     def _clear(self) -> None:
         self._loaded = False
         self._manager: pluggy.PluginManager
@@ -77,7 +84,11 @@ class Registry:
     def backends(self) -> dict[str, Registered]:
         """Every usable backend by name, in the order of loading."""
         self._load()
-        return self._backends
+        found = self._backends
+        while not self._loaded:  # reset() came between, and what was read may be empty
+            self._load()
+            found = self._backends
+        return found
 
     def plugins(self) -> tuple[PluginRecord, ...]:
         """Every plugin found, the failed and disabled ones too."""
@@ -91,7 +102,7 @@ class Registry:
             broken = [p.name for p in self._plugins if p.problem]
             known = f"one of {list_names(self._backends)}"
             hint = f" (plugins with problems: {list_names(broken)}; see kdacore doctor)" if broken else ""
-            raise ContractError(op, argument, repr(name), known + hint)
+            raise ContractError(op, argument, shown(name), known + hint)
         return found
 
     def hooks(self) -> Any:
@@ -189,7 +200,9 @@ class Registry:
             disabled = config.get().disabled_plugins
             for module in BUILTIN_PLUGINS:
                 self._load_one(module, OWN_DISTRIBUTION, functools.partial(importlib.import_module, module))
-            for distribution, entry in _third_parties():
+            entries, unreadable = third_parties()
+            self._plugins += unreadable
+            for distribution, entry in entries:
                 if entry.name in disabled or "all" in disabled:
                     self._plugins.append(PluginRecord(entry.name, distribution, 0.0, (), disabled=True))
                 else:
@@ -199,9 +212,11 @@ class Registry:
     def _load_one(self, name: str, distribution: str, load: Callable[[], Any]) -> None:
         start = time.perf_counter()
         try:
-            with _stdout_to_stderr():
+            with _stdout_to_stderr(), _named_when_slow(name, distribution):
                 plugin = load()
-        except plugin_faults.FAULTS as error:  # a plugin may fail in any way; the doctor shows it whole
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001  a plugin may fail in any way; the doctor shows it whole
             seconds = time.perf_counter() - start
             self._plugins.append(_failed(name, distribution, seconds, f"failed to import: {error!r}"))
             return
@@ -227,13 +242,16 @@ class Registry:
                     problems.append(objection)
                 else:
                     accepted.append(backend)
-        except plugin_faults.FAULTS as error:  # as above: shown in the doctor, never hidden
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001  as above: shown in the doctor, never hidden
             self._forget(name)
             return _failed(name, distribution, seconds, f"failed to list its backends: {error!r}")
         if not accepted and (backends or not more):
             self._forget(name)  # hooks of a rejected plugin must not be called
-        for backend in accepted:
-            self._backends[backend.name] = Registered(backend, name, distribution)
+        # A new dictionary: other threads may be going through the old one.
+        taken = {backend.name: Registered(backend, name, distribution) for backend in accepted}
+        self._backends = {**self._backends, **taken}
         limit = config.get().plugin_import_limit
         if seconds > limit and distribution != OWN_DISTRIBUTION:
             problems.append(f"slow import: {seconds:.1f} s, more than the limit of {limit:g} s")
@@ -276,7 +294,10 @@ class Registry:
         found: list[Backend] = []
         for implementation in self._manager.hook.kdacore_backends.get_hookimpls():
             if implementation.plugin_name == plugin_name:
-                found.extend(cast(Iterable[Backend], implementation.function()))
+                given = cast(Iterable[Backend], implementation.function())
+                found.extend(itertools.islice(given, MOST_BACKENDS + 1))
+        if len(found) > MOST_BACKENDS:
+            raise PluginError(f"lists more than {MOST_BACKENDS} backends")
         return found
 
     def _objection(self, backend: Backend, distribution: str, accepted: list[Backend]) -> str:
@@ -316,14 +337,51 @@ def _manager() -> pluggy.PluginManager:
     return manager
 
 
-def _third_parties() -> Iterable[tuple[str, importlib.metadata.EntryPoint]]:
-    """Entry points with the distributions they come from, in a stable order."""
+@contextlib.contextmanager
+def _named_when_slow(name: str, distribution: str) -> Iterator[None]:
+    """Say which plugin is being imported once that takes longer than the limit: it may never end."""
+    if distribution == OWN_DISTRIBUTION:
+        yield
+        return
+    limit = config.get().plugin_import_limit
+    timer = threading.Timer(min(limit, threading.TIMEOUT_MAX), _say_slow, (name, distribution, limit))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _say_slow(name: str, distribution: str, limit: float) -> None:
+    import logging
+
+    said = "plugin %s of %s is still being imported after %g s; KDACORE_DISABLE_PLUGINS=%s leaves it out"
+    logging.getLogger("kdacore").warning(said, name, distribution, limit, name)
+
+
+Entries = list[tuple[str, "importlib.metadata.EntryPoint"]]
+
+
+def third_parties() -> tuple[Entries, list[PluginRecord]]:
+    """Entry points with the distributions they come from, in a stable order; and those that cannot be read."""
     import importlib.metadata
 
-    entries = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    unreadable: list[PluginRecord] = []
+    try:
+        entries = list(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))
+    except ValueError:  # one file is no UTF-8, or no entry points: ask each distribution by itself
+        entries = []
+        for distribution in importlib.metadata.distributions():
+            try:
+                entries += distribution.entry_points.select(group=ENTRY_POINT_GROUP)
+            except ValueError as error:
+                text = f"its entry_points.txt cannot be read: {error!r}"
+                name = distribution.metadata["Name"] or "(unknown distribution)"
+                unreadable.append(PluginRecord("(entry points)", name, 0.0, (), text))
     # Metadata may be broken: then there is no name, whatever the type says.
     named = [((e.dist.name if e.dist is not None else "") or "(unknown distribution)", e) for e in entries]
-    return sorted(named, key=lambda pair: (pair[0], pair[1].name))
+    return sorted(named, key=lambda pair: (pair[0], pair[1].name)), unreadable
 
 
 def _failed(name: str, distribution: str, seconds: float, problem: str) -> PluginRecord:
@@ -370,3 +428,4 @@ def implementation(registered: Registered, op: str) -> OpImpl:
 
 REGISTRY = Registry()
 config.on_refresh(REGISTRY.reset)
+forks.renew_in_child(REGISTRY.renew_lock)

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from typing import Any
 
+from kdacore import machine
 from kdacore.bench.cases import Case
 from kdacore.bench.contenders import kdacore_contenders
 from kdacore.bench.peers import fla
@@ -67,17 +68,15 @@ def child() -> None:
 
 def _measure(preset: str, case: Case, device: str, backend: str, caches: str, auto: bool) -> Row:
     name = f"kdacore {backend}"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "KDACORE_CACHE_DIR": os.path.join(caches, "kdacore"),
-        "TRITON_CACHE_DIR": os.path.join(caches, "triton"),
-        "CUDA_CACHE_PATH": os.path.join(caches, "cuda"),
-    }
+    environment = machine.child_environment(
+        KDACORE_CACHE_DIR=os.path.join(caches, "kdacore"),
+        TRITON_CACHE_DIR=os.path.join(caches, "triton"),
+        CUDA_CACHE_PATH=os.path.join(caches, "cuda"),
+    )
     words = [json.dumps(dataclasses.asdict(case)), device, backend]
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _CHILD, *words],
+            [sys.executable, "-c", f"{machine.ENTRY}\n{_CHILD}", *words],
             capture_output=True,
             text=True,
             timeout=SECONDS,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
 
+from kdacore import machine
 from kdacore.bench.clock import summary
 from kdacore.bench.results import Figure, Results, Row
 
@@ -51,11 +51,8 @@ def run_preset(processes: int = PROCESSES) -> Results:
 
 
 def _once(bytecode: str) -> float:
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "PYTHONPYCACHEPREFIX": bytecode,
-    }
+    env = machine.child_environment(PYTHONPYCACHEPREFIX=bytecode)
     env.pop("PYTHONDONTWRITEBYTECODE", None)
-    done = subprocess.run([sys.executable, "-c", _CODE], capture_output=True, text=True, check=True, env=env)
+    command = [sys.executable, "-c", f"{machine.ENTRY}\n{_CODE}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
     return float(done.stdout)

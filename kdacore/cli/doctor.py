@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import stat
+import subprocess
 import sys
 import traceback
 import warnings
@@ -26,7 +27,15 @@ from kdacore.cli import call_arguments, doctor_selfcheck, report
 from kdacore.dispatch import selection
 from kdacore.errors import ConfigError, list_names
 from kdacore.machine import Machine
-from kdacore.registry import BY_HAND, OWN_DISTRIBUTION, REGISTRY, PluginRecord, Registered, probe
+from kdacore.registry import (
+    BY_HAND,
+    OWN_DISTRIBUTION,
+    REGISTRY,
+    PluginRecord,
+    Registered,
+    probe,
+    third_parties,
+)
 from kdacore.selfcheck import check as selfcheck
 
 SCHEMA = 1
@@ -52,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         return report.USAGE
     call = call_arguments.call_of(args) if about_a_call else None
     spinner = Console(stderr=True).status("looking at the machine, the plugins and what they compute")
-    with spinner, contextlib.redirect_stdout(sys.stderr):  # what plugins print is no part of the report
+    with spinner, _stdout_aside():  # what plugins print is no part of the report
         found = collect(selfchecks=not args.no_selfcheck, call=call, backend=args.backend)
     if args.json:
         print(json.dumps(found, indent=1))
@@ -60,6 +69,81 @@ def run(args: argparse.Namespace) -> int:
         render(found, report.console())
     status: int = found["exit"]
     return status
+
+
+@contextlib.contextmanager
+def _stdout_aside() -> Iterator[None]:
+    """What is printed goes to standard error, also what libraries in C or children write to the file descriptor."""
+    sys.stdout.flush()
+    try:
+        saved = os.dup(1)
+        os.dup2(2, 1)
+    except OSError:  # one of the two is closed
+        saved = -1
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if saved >= 0:
+            os.dup2(saved, 1)
+            os.close(saved)
+
+
+_IMPORT_SECONDS = 60.0
+_IMPORT = """
+import sys
+from kdacore.registry import third_parties
+for distribution, entry in third_parties()[0]:
+    if (distribution, entry.name) == (sys.argv[1], sys.argv[2]):
+        try:
+            entry.load()
+        except BaseException:
+            pass  # an error is found, and shown whole, where the plugin is loaded
+"""
+
+
+@contextlib.contextmanager
+def _deadly_plugins_aside(problem: Any) -> Iterator[None]:
+    """Import each third party's plugin in a child first; those that end or hang it are named, and not loaded here."""
+    before = os.environ.get("KDACORE_DISABLE_PLUGINS")
+    disabled = config.get().disabled_plugins
+    found = [] if "all" in disabled else third_parties()[0]
+    asked = [(where, entry.name) for where, entry in found if entry.name not in disabled]
+    with ThreadPoolExecutor(4) as pool:
+        said = list(pool.map(lambda pair: _import_in_child(*pair), asked))
+    deadly = [(where, name, what) for (where, name), what in zip(asked, said, strict=True) if what]
+    for where, name, what in deadly:
+        problem(
+            f"plugin {name} ({where})",
+            f"its import, tried in a process of its own: {what}; it is not loaded here",
+        )
+    try:
+        if deadly:
+            names = [before or "", *(name for _, name, _ in deadly)]
+            os.environ["KDACORE_DISABLE_PLUGINS"] = ",".join(names)
+            config.refresh()
+        yield
+    finally:
+        if deadly:
+            os.environ.pop("KDACORE_DISABLE_PLUGINS")
+            if before is not None:
+                os.environ["KDACORE_DISABLE_PLUGINS"] = before
+
+
+def _import_in_child(distribution: str, name: str) -> str:
+    """What became of a child that imported a plugin; empty when it lives."""
+    try:
+        code = f"{_IMPORT}\nprint('kdacore-imported')"
+        done = machine.start(code, [distribution, name], _IMPORT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"no end within {_IMPORT_SECONDS:g} s"
+    except OSError:  # no child can be started: the other checks say so
+        return ""
+    if done.returncode < 0:
+        return f"killed by signal {-done.returncode}"
+    if "kdacore-imported" not in done.stdout:
+        return f"the process ended with status {done.returncode}"
+    return ""
 
 
 def collect(
@@ -71,9 +155,10 @@ def collect(
     def problem(where: str, what: str) -> None:
         problems.append({"where": where, "what": what})
 
-    with _readable_environment() as faults:
+    with _readable_environment() as faults, contextlib.ExitStack() as inside:
         for fault in faults:
             problem(f"environment variable {fault.variable}", f"is {fault.got!r}; wanted {fault.want}")
+        inside.enter_context(_deadly_plugins_aside(problem))
         where = machine.probe()
         for row in where.rows:
             if row.problem:

@@ -17,7 +17,7 @@ from kdacore.dispatch.plan import (
     execute,
     plan_for,
 )
-from kdacore.errors import ContractError
+from kdacore.errors import ContractError, shown
 from kdacore.ops import OPS, OpDef
 from kdacore.registry import REGISTRY
 from kdacore.types import Selection
@@ -116,5 +116,5 @@ def opdef_of(op: object) -> OpDef:
     """An op by name or by its public function."""
     name = op if isinstance(op, str) else getattr(op, "__name__", None)
     if name not in OPS:
-        raise ContractError("explain", "op", repr(op), f"one of {', '.join(OPS)}, or the public function")
+        raise ContractError("explain", "op", shown(op), f"one of {', '.join(OPS)}, or the public function")
     return OPS[name]

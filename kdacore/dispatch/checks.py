@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kdacore.arrays import Adapter, adapter_of
-from kdacore.errors import ContractError
+from kdacore.errors import ContractError, shown
 from kdacore.ops import HOST_ARGUMENTS, OpDef
 from kdacore.types import Device, TensorSpec
 
@@ -112,7 +112,7 @@ class Arguments:
         """A flag must be a bool, not merely truthy."""
         value = self.options.get(name, False)
         if value is not True and value is not False:
-            raise self.fail(name, repr(value), "True or False")
+            raise self.fail(name, shown(value), "True or False")
         return value
 
     def real(self, name: str) -> float | None:
@@ -121,15 +121,15 @@ class Arguments:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise self.fail(name, f"{type(value).__name__} {value!r}", "a finite real number")
+            raise self.fail(name, f"{type(value).__name__} {shown(value)}", "a finite real number")
         try:
             number = float(value)
         except OverflowError:
             raise self.fail(name, "a number that no float holds", "a finite real number") from None
         if not math.isfinite(number):
-            raise self.fail(name, repr(value), "a finite real number")
+            raise self.fail(name, shown(value), "a finite real number")
         if number and not _SIZES[0] <= abs(number) <= _SIZES[1]:
-            raise self.fail(name, repr(value), "0, or a number of 1e-30 to 1e30 in size")
+            raise self.fail(name, shown(value), "0, or a number of 1e-30 to 1e30 in size")
         return number
 
     def integer(self, name: str) -> int | None:
@@ -138,7 +138,7 @@ class Arguments:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise self.fail(name, f"{type(value).__name__} {value!r}", "an integer")
+            raise self.fail(name, f"{type(value).__name__} {shown(value)}", "an integer")
         return int(value)
 
 

@@ -62,7 +62,8 @@ def _matcher(
         "def matches(arrays, options):",
         f"    {', '.join(inputs._fields)}, = arrays",
         f"    {', '.join(names)}, = options" if names else "",
-        f"    return {' and '.join((*tests, expression))}",
+        f"    try: return {' and '.join((*tests, expression))}",
+        "    except AttributeError: return False",  # something else than an array: validation names it
     ]
     exec("\n".join(source), values)
     matches: Matcher = values["matches"]

@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kdacore import config
+from kdacore import config, forks
 from kdacore.arrays import Adapter
 from kdacore.dispatch import results, selection, validate
-from kdacore.errors import ConfigError, ContractError
+from kdacore.errors import ConfigError, ContractError, shown
 from kdacore.ops import OpDef
 from kdacore.registry import REGISTRY
 from kdacore.types import Backend, OpImpl, Request, Selection
@@ -83,6 +83,14 @@ _lock = threading.Lock()
 _MAX_PLANS = 8192
 
 
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+forks.renew_in_child(_renew_lock)
+
+
 def clear() -> None:
     """Forget every plan."""
     global _default_policy
@@ -113,7 +121,7 @@ def current_policy(opdef: OpDef, backend: object) -> selection.Policy:
     if backend is None:
         return PREFERENCE.get() or _environment_policy()
     if not isinstance(backend, str) or not backend:
-        raise ContractError(opdef.name, "backend", repr(backend), "None or the name of a backend")
+        raise ContractError(opdef.name, "backend", shown(backend), "None or the name of a backend")
     return selection.Policy(backend, (), "backend=")
 
 
@@ -194,7 +202,7 @@ def use_backend(*names: str) -> Iterator[None]:
         raise ContractError("use_backend", "names", "no name", "at least one name of a backend")
     for name in names:
         if not isinstance(name, str):
-            raise ContractError("use_backend", "names", repr(name), "names of backends")
+            raise ContractError("use_backend", "names", shown(name), "names of backends")
         REGISTRY.get(name, "use_backend", "names")
     token = PREFERENCE.set(selection.Policy("", tuple(names), "use_backend"))
     try:

@@ -7,7 +7,7 @@ import threading
 import warnings
 from dataclasses import dataclass
 
-from kdacore import plugin_faults
+from kdacore import forks, plugin_faults
 from kdacore.errors import PerformanceWarning, UnsupportedError, list_names
 from kdacore.registry import REGISTRY, Registered, missing
 from kdacore.types import Candidate, OpImpl, Reason, Request, Selection, Verifier
@@ -28,6 +28,14 @@ _cache: dict[tuple[Request, Policy], Selection] = {}
 _lock = threading.RLock()
 _warned: set[tuple[str, str]] = set()
 _MAX_CACHED = 8192
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+forks.renew_in_child(_renew_lock)
 
 
 def clear() -> None:

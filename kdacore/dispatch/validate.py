@@ -22,7 +22,7 @@ from kdacore.dispatch.checks import (
     check_packing,
     common_fields,
 )
-from kdacore.errors import ContractError
+from kdacore.errors import ContractError, shown
 from kdacore.ops import OpDef, Option
 from kdacore.types import Gate, Request
 
@@ -178,7 +178,7 @@ def _check_gate_options(call: Arguments) -> tuple[Gate, float | None]:
 def _check_chunk_options(call: Arguments, fields: dict[str, Any]) -> None:
     every = call.integer("checkpoint_every")
     if every is not None and (not 64 <= every < 2**31 or every % 64):
-        raise call.fail("checkpoint_every", every, "a positive multiple of 64 below 2**31")
+        raise call.fail("checkpoint_every", shown(every), "a positive multiple of 64 below 2**31")
     fields["checkpoint_every"] = every or 0
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -19,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kdacore import config, plugin_faults
 from kdacore.registry import REGISTRY, Registered
+from kdacore.selfcheck import records
+from kdacore.selfcheck.records import Record
 from kdacore.types import ArrayKind, Device, Reason, Request
 from kdacore.version import __version__
 
@@ -36,7 +36,7 @@ _LIBRARIES: dict[ArrayKind, tuple[str, ...]] = {
     "jax": ("jax", "jaxlib", "libtpu"),
 }
 """Distributions that compute or compile a call of each kind."""
-_measured: dict[Path, dict[str, Any]] = {}
+_measured: dict[Path, Record] = {}
 """What the checks of this process found, by where the record is, or would be."""
 REGISTRY.on_change(_measured.clear)
 
@@ -52,7 +52,7 @@ def problem(registered: Registered, request: Request, *, run: bool = True) -> Re
     if not config.get().selfcheck or request.op.startswith(("kda_chunk", "kda_recompute", "delta_rule")):
         return None
     path = _record_path(registered, request)
-    stored = _read(path)
+    stored = records.read(path)
     known = stored or _measured.get(path)
     if known is None:
         if not run:
@@ -66,7 +66,7 @@ def problem(registered: Registered, request: Request, *, run: bool = True) -> Re
         )
         _measured[path] = known
         if not known["failure"]:
-            _write(path, known)
+            records.write(path, known)
     error, bound = known["error"], known["bound"]
     if known["failure"]:
         return Reason("selfcheck", f"its self-check on {request.device} failed", known["failure"], "a result")
@@ -93,13 +93,13 @@ def _capturing(request: Request) -> bool:
     return bool(torch.cuda.is_current_stream_capturing())
 
 
-def _measure_outside(registered: Registered, request: Request) -> dict[str, Any]:
+def _measure_outside(registered: Registered, request: Request) -> Record:
     """On a thread of its own: inside ``jax.jit`` this one is tracing, and concrete arrays would join the trace."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(measure, registered, request).result()
 
 
-def measure(registered: Registered, request: Request) -> dict[str, Any]:
+def measure(registered: Registered, request: Request) -> Record:
     """Run the call's small twin on the backend and on the oracle.
 
     Returns:
@@ -128,10 +128,8 @@ def measure(registered: Registered, request: Request) -> dict[str, Any]:
     return _finding(worst, bound)
 
 
-def _finding(
-    error: float = float("inf"), bound: float = 0.0, failure: str = "", misfit: str = ""
-) -> dict[str, Any]:
-    return {"error": error, "bound": bound, "failure": failure, "misfit": misfit}
+def _finding(error: float = float("inf"), bound: float = 0.0, failure: str = "", misfit: str = "") -> Record:
+    return Record(error=error, bound=bound, failure=failure, misfit=misfit)
 
 
 def _bound(request: Request, pair: Pair) -> float:
@@ -210,32 +208,10 @@ def refusals() -> list[Refusal]:
     except OSError:  # a cache folder that cannot be entered; the doctor's row of it says so
         return []
     for path in paths:
-        record = _read(path)
+        record = records.read(path)
         if record is None or record["error"] < record["bound"]:
             continue
         backend, op, _ = path.stem.rsplit("-", 2)
         said = record["misfit"] or f"{record['error']:.1e}, bound {record['bound']:.1e}"
         found.append(Refusal(backend, op, path.parent.name, said, str(path)))
     return found
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        record = json.loads(path.read_text())
-    except (OSError, ValueError):  # absent or torn: check again
-        return None
-    if not isinstance(record, dict) or set(record) != set(_finding()) or record["failure"]:
-        return None
-    return record
-
-
-def _write(path: Path, record: dict[str, Any]) -> None:
-    """Atomic; a read-only cache folder only means that the next process checks again."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w") as file:
-            json.dump(record, file)
-        os.replace(name, path)
-    except OSError:
-        return

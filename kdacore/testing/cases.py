@@ -72,6 +72,8 @@ class Case:
     gates: str = "random"
     """A distribution of :data:`kdacore.selfcheck.inputs.GATES`."""
     collinear: bool = False
+    tiny_rows: bool = False
+    """Rows of q and k that are zero, as padding has them, or so small that the l2norm's epsilon decides."""
     A_log: bool = True
     """Give ``A_log`` when the gate is computed in the kernel (the bounded gate may do without)."""
     dt_bias: Literal["", "matrix", "flat"] = "matrix"

@@ -47,6 +47,10 @@ def _whole_values(case: Case) -> Values:
         scalar_gate=case.scalar_gate,
         collinear=case.collinear,
     )
+    if case.tiny_rows:
+        for name in ("q", "k"):
+            x[name][:, 1::4] = 0.0
+            x[name][:, 3::4] *= 1e-4
     if not case.option("use_qk_l2norm_in_kernel", False):
         x = normalise(x)
     if case.raw_gate and not case.dt_bias:

@@ -83,6 +83,7 @@ _GATES = [
 ]
 _NORMS = [
     *_both("l2norm", options={"use_qk_l2norm_in_kernel": True}),
+    *_both("l2norm_tiny_rows", options={"use_qk_l2norm_in_kernel": True}, tiny_rows=True),
     *_both("no_l2norm", "full", "full", options={"use_qk_l2norm_in_kernel": None}),
     *_both("beta_sigmoid", options={**_PLAIN_BETA, "use_beta_sigmoid_in_kernel": True}),
     *_both("neg_eigval", options={"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}),
@@ -192,7 +193,7 @@ CHUNK = [
     _v("jit_pack", "kind", mode="jit", shape={"lengths": MIXED_LENGTHS}, initial_state=True, **HARD),
     _v("jit", "kind", "gradients", mode="jit", options=MODEL),
     _v("compile", "full", mode="compile"),
-    _v("compile", "full", "gradients", mode="compile", options=MODEL, initial_state=True),
+    _v("compile", "once", "gradients", mode="compile", options=MODEL, initial_state=True),
     *_both("autocast", "kind", "kind", mode="autocast"),
     _v("", "once", "graph"),
     *_both(

@@ -12,14 +12,13 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kdacore import config
+from kdacore import config, files
 from kdacore.registry import REGISTRY, missing
 
 if TYPE_CHECKING:
@@ -92,10 +91,8 @@ class Report:
     def write(self, path: Path) -> None:
         """Write the record, whole or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(handle, "w") as file:
-            file.write(self.to_json())
-        os.replace(name, path)
+        files.remove_stale(path.parent)
+        files.write_whole(path, self.to_json())
 
     def lines(self) -> list[str]:
         """A short account for people."""

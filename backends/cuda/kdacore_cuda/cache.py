@@ -11,9 +11,11 @@ import os
 import tempfile
 from pathlib import Path
 
-from kdacore import config
+from kdacore import config, files
 
 _DIGEST = 32
+_LIMIT = 1 << 28
+"""Bytes; the largest cubin has a few hundred thousand."""
 
 
 def cache_root() -> Path:
@@ -49,10 +51,7 @@ class DiskCache:
         try:
             if not _owned(self.root):
                 return None
-            path = self._path(key)
-            if path.stat().st_uid != os.geteuid():
-                return None
-            stored = path.read_bytes()
+            stored = files.read_ours(self._path(key), _LIMIT)
         except OSError:
             return None
         digest, payload = stored[:_DIGEST], stored[_DIGEST:]
@@ -63,7 +62,8 @@ class DiskCache:
         if not self.usable():
             return False
         try:
-            handle, name = tempfile.mkstemp(dir=self.root, suffix=".tmp")
+            files.remove_stale(self.root)
+            handle, name = tempfile.mkstemp(dir=self.root, suffix=files.TEMPORARY)
         except OSError:
             return False
         try:

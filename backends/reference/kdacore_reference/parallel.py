@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from kdacore import forks
 from kdacore.types import ArrayKind
 from kdacore_reference.plan import Slab, Unit
 
@@ -74,6 +75,17 @@ class _SingleThreaded:
 
 
 _single_threaded = _SingleThreaded()
+
+
+def _renew_in_child() -> None:
+    """A forked child has none of the threads that were inside, and would wait for them to leave."""
+    global _single_threaded
+    left, _single_threaded = _single_threaded, _SingleThreaded()
+    if left.inside and (blas := _bundled_openblas()) is not None:
+        blas.set_threads(left.before)
+
+
+forks.renew_in_child(_renew_in_child)
 
 
 class Work(Protocol):

@@ -15,8 +15,15 @@ import torch
 from kdacore import device as probes
 from kdacore.arrays.base import ADAPTERS
 from kdacore.arrays.torch.fast_path import tensor_test
-from kdacore.arrays.torch.modes import as_given, autocasts, refuse_transforms, refuse_wrapped
+from kdacore.arrays.torch.modes import (
+    as_given,
+    autocasts,
+    refuse_subclasses,
+    refuse_transforms,
+    refuse_wrapped,
+)
 from kdacore.errors import UnsupportedError
+from kdacore.ops import OPS
 from kdacore.types import ArrayKind, Device, GateInputs, OutputGrads, Outputs, TensorSpec
 
 if TYPE_CHECKING:
@@ -50,6 +57,8 @@ class _TorchAdapter:
 
     def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
         refuse_transforms(op, arrays)
+        if any(isinstance(x, torch.Tensor) and type(x) not in _PLAIN for x in arrays):
+            refuse_subclasses(op, OPS[op].arrays, arrays)
 
     def key(self, inputs: tuple[Any, ...]) -> Hashable | None:
         # Each attribute is a call into C, and a decode step has ten tensors: without grad mode nobody asks for one.
@@ -127,9 +136,6 @@ def _run_as_given(plan: Plan, inputs: Any) -> Any:
 TORCH = _TorchAdapter(through_operators=False)
 TORCH_SUBCLASS = _TorchAdapter(through_operators=True)
 """For tensor subclasses (fake tensors, DTensor, ...): only torch's own dispatcher knows how to run them."""
-
-
-ADAPTERS.update(dict.fromkeys(_PLAIN, TORCH))
 
 
 def adapter_for(x: torch.Tensor) -> _TorchAdapter:
@@ -233,3 +239,7 @@ def double_backward_error() -> UnsupportedError:
     return UnsupportedError(
         "kdacore", "double backward: the gradients of these ops are not differentiable", {}
     )
+
+
+# Last: other threads' calls find the adapter from here on, and need all that is above.
+ADAPTERS.update(dict.fromkeys(_PLAIN, TORCH))

@@ -55,10 +55,6 @@ class Adapter(Protocol):
         """The library's part of recognising a call that was made before; None where calls are not recognised."""
         ...
 
-    def grad_enabled(self) -> bool:
-        """Whether the library records gradients now."""
-        ...
-
     def runner(self, plan: Any, inputs: Any) -> Run:
         """The function that runs this call and those recognised as the same."""
         ...

@@ -29,9 +29,6 @@ class _JaxAdapter:
     array_test = None
     fast_path: Any = None
 
-    def grad_enabled(self) -> bool:
-        return True
-
     def runner(self, plan: Plan, inputs: Any) -> Run:
         return self.run
 

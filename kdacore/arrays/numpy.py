@@ -27,9 +27,6 @@ class _NumpyAdapter:
     def array_test(self, arrays: dict[str, Any], same_strides: bool) -> tuple[str, dict[str, Any]] | None:
         return _array_test(arrays, same_strides)
 
-    def grad_enabled(self) -> bool:
-        return False
-
     def runner(self, plan: Plan, inputs: Any) -> Run:
         return _run
 

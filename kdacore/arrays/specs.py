@@ -78,9 +78,6 @@ class _SpecAdapter:
         self.kind: ArrayKind = kind
         self.immutable = kind == "jax"
 
-    def grad_enabled(self) -> bool:
-        return True
-
     def runner(self, plan: Any, inputs: Any) -> Any:
         return self.run
 

@@ -33,14 +33,13 @@ class SeenCall:
     """One call: how its backend was chosen, the test of its arguments, the plan that serves it, and the backend's own
     fast path, if any."""
 
-    __slots__ = ("asked", "fast_call", "grad", "matches", "plan", "run")
+    __slots__ = ("asked", "fast_call", "matches", "plan", "run")
 
     def __init__(
-        self, plan: Plan, run: Run, fast_call: FastCall | None, matches: Matcher, asked: Any, grad: bool
+        self, plan: Plan, run: Run, fast_call: FastCall | None, matches: Matcher, asked: Any
     ) -> None:
         self.matches = matches
         self.asked = asked
-        self.grad = grad
         self.plan = plan
         self.run = run
         self.fast_call = fast_call
@@ -91,7 +90,6 @@ class FastPath:
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
-        self._grad_enabled = adapter.grad_enabled
         self._calls: dict[str, tuple[SeenCall, ...]] = {}
         self._once: dict[str, tuple[Plan, ...]] = {}
         """Plans whose call has come once."""
@@ -104,7 +102,7 @@ class FastPath:
     def find(self, op: str, arrays: tuple[Any, ...], options: tuple[Any, ...], asked: Any) -> SeenCall | None:
         """An earlier call like this one, None when there was none."""
         for seen in self._calls.get(op, ()):
-            if asked == seen.asked and self._grad_enabled() is seen.grad and seen.matches(arrays, options):
+            if asked == seen.asked and seen.matches(arrays, options):
                 return seen
         return None
 
@@ -122,9 +120,7 @@ class FastPath:
         matches = array_test and _matcher(inputs, options, array_test, fast_call is not None)
         if matches is None:
             return
-        seen = SeenCall(
-            plan, self._adapter.runner(plan, inputs), fast_call, matches, asked, self._grad_enabled()
-        )
+        seen = SeenCall(plan, self._adapter.runner(plan, inputs), fast_call, matches, asked)
         # A test that accepts any strides must come after those with a fast path for particular strides.
         behind = 1 + max((i for i, other in enumerate(kept) if other.plan is plan), default=-1)
         place = behind if fast_call is None else 0

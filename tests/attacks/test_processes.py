@@ -57,7 +57,7 @@ print(errors)
 _FORK = """
 import os, signal
 from kdacore import config
-from kdacore.dispatch import call, selection
+from kdacore.dispatch import plan, selection
 from kdacore.registry import REGISTRY
 from kdacore_reference import parallel
 x = arrays(np.ones)
@@ -122,7 +122,7 @@ print({count for _, count in seen})
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.parametrize(
     "lock",
-    ["selection._lock", "call._lock", "config._lock", "REGISTRY._lock", "parallel._single_threaded.lock"],
+    ["selection._lock", "plan._lock", "config._lock", "REGISTRY._lock", "parallel._single_threaded.lock"],
 )
 def test_a_fork_while_another_thread_holds_a_lock(lock: str) -> None:
     assert answer(_FORK.format(lock=lock)).strip() == "0"

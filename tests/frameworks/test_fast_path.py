@@ -39,11 +39,9 @@ class FakePlan:
 PLAN: Any = FakePlan()
 
 
-def adapter(array_test: Any, grad_enabled: Any) -> Any:
+def adapter(array_test: Any) -> Any:
     """What a fast path asks of an adapter."""
-    return SimpleNamespace(
-        array_test=array_test, grad_enabled=grad_enabled, runner=lambda plan, inputs: plan.run
-    )
+    return SimpleNamespace(array_test=array_test, runner=lambda plan, inputs: plan.run)
 
 
 def plan_found(memory: FastPath, op: str, inputs: Any, options: Any = OPTIONS, asked: Any = ASKED) -> Any:
@@ -57,7 +55,7 @@ def arrays(T: int = 4) -> ChunkInputs:
 
 
 def of_torch() -> FastPath:
-    return FastPath(adapter(tensor_test, torch.is_grad_enabled))
+    return FastPath(adapter(tensor_test))
 
 
 @pytest.fixture
@@ -204,7 +202,7 @@ def test_a_backend_may_have_no_step() -> None:
 
 
 def test_numpy_strides_are_seen_where_they_matter() -> None:
-    memory = FastPath(adapter(_array_test, bool))
+    memory = FastPath(adapter(_array_test))
     plan: Any = FakePlan(lambda request, inputs: lambda arrays: ())
     for _ in range(2):
         memory.note("op", numpy_arrays(), OPTIONS, ASKED, plan)
@@ -308,7 +306,7 @@ def numpy_arrays(T: int = 4) -> ChunkInputs:
 
 
 def remembered(inputs: ChunkInputs) -> FastPath:
-    memory = FastPath(adapter(_array_test, bool))
+    memory = FastPath(adapter(_array_test))
     for _ in range(2):
         memory.note("op", inputs, OPTIONS, ASKED, PLAN)
     return memory

@@ -50,7 +50,6 @@ class _TorchAdapter:
         self.through_operators = through_operators
         self.array_test = tensor_test
         self.fast_path: Any = None
-        self.grad_enabled = _grad_enabled
 
     def runner(self, plan: Plan, inputs: Any) -> Run:
         return _runner(plan, inputs)

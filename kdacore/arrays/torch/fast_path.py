@@ -34,5 +34,6 @@ def tensor_test(arrays: dict[str, Any], same_strides: bool) -> tuple[str, dict[s
     guards = TensorGuards(*arrays.values(), dynamic_dims_sizes=None, dynamic_dims_strides=free)
     # Dual tensors look like others to the check, and it ends the process at a nested tensor, whose sizes raise in C++.
     nested = " or ".join(f"{name}.is_nested" for name in arrays)
-    test = f"forward_ad._current_level < 0 and not ({nested}) and check({', '.join(arrays)})"
-    return test, {"check": guards.check, "forward_ad": forward_ad}
+    modes = f"grad_enabled() is {torch.is_grad_enabled()} and forward_ad._current_level < 0"
+    test = f"{modes} and not ({nested}) and check({', '.join(arrays)})"
+    return test, {"check": guards.check, "forward_ad": forward_ad, "grad_enabled": torch.is_grad_enabled}

@@ -30,8 +30,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kdacore.errors import BackendBuildError
-from kdacore_triton.lanes import contracted
-from kdacore_triton.launch import FIXED_OPTIONS, Call, interpreting, recording, specialise
+from kdacore_triton.launch import FIXED_OPTIONS, RecordedLaunch, interpreting, recording, specialise
+from kdacore_triton.warp_sum_check import contracted_warp_sums
 
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 """What every kernel must compile for."""
@@ -55,7 +55,7 @@ class AotCase:
     """One launch to compile, and what must hold of the result."""
 
     name: str
-    call: Call
+    call: RecordedLaunch
     matrix_unit: bool = False
     """The kernel has dots: the architecture's matrix instruction must be there."""
     products: bool = False
@@ -137,8 +137,8 @@ def compile_case(case: AotCase, arch: str) -> AotResult:
     code = result.pop("code")
     matrix = len(re.findall(_MATRIX[arch], code))
     problems = [
-        f"lanes disagree on the sum in {where}"
-        for where in dict.fromkeys(contracted(compiled.asm.get("ptx", "")))
+        f"lanes of a warp disagree on the sum at {where}"
+        for where in dict.fromkeys(contracted_warp_sums(compiled.asm.get("ptx", "")))
     ]
     columns = getattr(compiled.metadata, "tmem_size", None) or 0
     if columns > TENSOR_COLUMNS:
@@ -169,7 +169,7 @@ def _target(arch: str) -> GPUTarget:
     return GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
 
 
-def _source(call: Call) -> tuple[ASTSource, dict[str, Any]]:
+def _source(call: RecordedLaunch) -> tuple[ASTSource, dict[str, Any]]:
     """The call as Triton's compiler takes it, specialised as a launch would be."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}

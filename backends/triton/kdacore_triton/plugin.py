@@ -40,12 +40,12 @@ def make_backend() -> Backend:
     """The backend named ``triton``: every op, torch tensors, forward and backward."""
     whole = (verifiers.head_dims, verifiers.state, verifiers.compiler)
     chunk_backward = _lazy("chunk_backward", "backward")
-    chunk = _op(_lazy("forward", "forward"), *whole, backward=chunk_backward)
+    chunk = _op(_lazy("chunk_forward", "forward"), *whole, backward=chunk_backward)
     recurrent = _op(
         _lazy("recurrent", "forward"),
         *whole,
         backward=chunk_backward,
-        fast_path=_lazy("recurrent", "repeat"),
+        fast_path=_lazy("recurrent", "fast_path"),
     )
     return Backend(
         name="triton",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdacore_triton.kernels.common import log2_decay, product, sigmoid
+from .common import log2_decay, product, sigmoid
 
 READ_NONE = tl.constexpr(0)
 """The state starts at zero."""

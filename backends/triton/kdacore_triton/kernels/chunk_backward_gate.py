@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .chunk_backward_io import load_rows, load_vector
+from .chunk_backward_io import load_rows, load_vector, store_vector
 from .common import LOG2E, exp2, log2_decay, reciprocal, sigmoid
 
 
@@ -29,11 +29,27 @@ def beta_grad(db, raw, BETA: tl.constexpr):
 
 
 @triton.jit
+def store_beta_grad(dbeta, beta, db, start, rows, HV, hv, SIZE: tl.constexpr, BETA: tl.constexpr):
+    """Stores the gradient of beta as given, from that of beta as used, for SIZE rows."""
+    raw = load_vector(beta, start, rows, HV, hv, SIZE)
+    store_vector(dbeta, beta_grad(db, raw, BETA), start, rows, HV, hv, SIZE)
+
+
+@triton.jit
 def gate_input(g, dt_bias, start, rows, HV, hv, cols, K, SIZE: tl.constexpr, HAS_BIAS: tl.constexpr):
     """``g + dt_bias`` as a float32 tile ``[SIZE, cols]``."""
     x = load_rows(g, start, rows, HV * K, hv * K, cols, K, SIZE).to(tl.float32)
     if HAS_BIAS:
         x += tl.load(dt_bias + hv * K + cols, mask=cols < K, other=0.0).to(tl.float32)[None, :]
+    return x
+
+
+@triton.jit
+def gate_tile(g, dt_bias, start, rows, HV, hv, cols, K, SIZE: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """:func:`gate_input` with channels as rows: ``[cols, SIZE]``."""
+    x = tl.trans(load_rows(g, start, rows, HV * K, hv * K, cols, K, SIZE)).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(dt_bias + hv * K + cols, mask=cols < K, other=0.0).to(tl.float32)[:, None]
     return x
 
 

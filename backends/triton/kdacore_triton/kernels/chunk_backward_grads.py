@@ -32,11 +32,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .chunk_backward_gate import beta_grad, gate_grads, gate_rate, has_gradient, steps
+from .chunk_backward_gate import gate_grads, gate_rate, gate_tile, has_gradient, steps, store_beta_grad
 from .chunk_backward_io import ROW_BETA, ROW_DBETA, ROW_DIAGONAL, ROW_RK, ROW_RQ, load_rows, store_rows
 from .chunk_backward_levels import S, block, level_grads, store_block
 from .chunk_backward_sums import rounded, split_bf16, sum_tokens, sum_tokens_exact
-from .common import chunk_of_slot, exp2, mma, mma_acc, product
+from .common import chunk_of_program, exp2, mma, mma_acc, product
 
 C = tl.constexpr(64)
 
@@ -124,21 +124,12 @@ def normalised(x, start, rows, row_stride, first, cols, width, norms, L2NORM: tl
 
 
 @triton.jit
-def gate_tile(g, dt_bias, start, rows, HV, hv, cols, K, HAS_BIAS: tl.constexpr):
-    """``g + dt_bias`` as a float32 tile ``[cols, S]`` of one half."""
-    x = channels(g, start, rows, HV * K, hv * K, cols, K)
-    if HAS_BIAS:
-        x += tl.load(dt_bias + hv * K + cols, mask=cols < K, other=0.0).to(tl.float32)[:, None]
-    return x
-
-
-@triton.jit
 def gate_steps(
     g, dt_bias, a_exp, lower_bound, start, rows, HV, hv, cols, K,
     GATE: tl.constexpr, HAS_BIAS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """log2 decays of one half, ``[cols, S]``."""
-    x = gate_tile(g, dt_bias, start, rows, HV, hv, cols, K, HAS_BIAS)
+    x = gate_tile(g, dt_bias, start, rows, HV, hv, cols, K, S, HAS_BIAS)
     inside = (cols < K)[:, None] & (tl.arange(0, S) < rows)[None, :]
     return steps(x, a_exp, lower_bound, inside, GATE, ASM)
 
@@ -155,7 +146,7 @@ def finish_half(
     dstep = sum_tokens_exact(dgc, t[:, None] >= t[None, :], DOT) + later_sum[:, None]
     if WIDE_OPERANDS:
         dstep += sum_tokens_exact(passing, t[:, None] < t[None, :], DOT)
-    xg = gate_tile(g, dt_bias, start, rows, HV, hv, cols, K, HAS_BIAS)
+    xg = gate_tile(g, dt_bias, start, rows, HV, hv, cols, K, S, HAS_BIAS)
     inside = (cols < K)[:, None] & (t < rows)[None, :]
     step = steps(xg, a_exp, lower_bound, inside, GATE, ASM)
     dx, da = gate_grads(dstep, xg, step, a_exp, lower_bound, inside & has_gradient(step, DOT), GATE, ASM)
@@ -185,10 +176,7 @@ def chunk_backward_grads_kernel(
     ``dq`` and ``dk`` have HV heads. With L2NORM they are gradients of the normalised q and k: no program sees all the
     channels that the norm takes.
     """
-    pid = tl.program_id(0)
-    slot = pid // HV
-    hv = pid - slot * HV
-    start, rows = chunk_of_slot(cu_seqlens, slot, N, T, NT, C, PACKED)
+    pid, hv, start, rows = chunk_of_program(cu_seqlens, N, T, NT, HV, C, PACKED)
     if rows <= 0:
         return
     h = hv // (HV // H)
@@ -328,6 +316,4 @@ def chunk_backward_grads_kernel(
     db = tl.load(row_values + ROW_DBETA * C + c)
     for kb in range(KP // BK):
         db += tl.load(row_values + (ROW_DBETA + 1 + kb) * C + c)
-    at = (start + c) * HV + hv
-    raw = tl.load(beta + at, mask=c < rows, other=0.0).to(tl.float32)
-    tl.store(dbeta + at, beta_grad(db, raw, BETA).to(dbeta.dtype.element_ty), mask=c < rows)
+    store_beta_grad(dbeta, beta, db, start, rows, HV, hv, C, BETA)

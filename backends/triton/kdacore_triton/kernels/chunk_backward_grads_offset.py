@@ -25,10 +25,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .chunk_backward_gate import beta_grad, gate_grads, gate_rate, steps
+from .chunk_backward_gate import gate_grads, gate_rate, gate_tile, steps, store_beta_grad
 from .chunk_backward_io import ROW_BETA, ROW_RK, ROW_RQ, load_rows, store_rows
 from .chunk_backward_sums import split_bf16, sum_tokens, sum_tokens_exact
-from .common import chunk_of_slot, exp2, mma, mma_acc, product
+from .common import chunk_of_program, exp2, mma, mma_acc, product
 from .prefetch import prefetch_rows, prefetch_tile
 
 
@@ -101,9 +101,7 @@ def half_grads(
     row_values += side * S + t
     b = tl.load(row_values + ROW_BETA * (2 * S))[None, :]
 
-    x = tl.trans(load_rows(g, start, rows, HV * K, hv * K, cols, K, S)).to(tl.float32)
-    if HAS_BIAS:
-        x += tl.load(dt_bias + hv * K + cols, mask=cols < K, other=0.0).to(tl.float32)[:, None]
+    x = gate_tile(g, dt_bias, start, rows, HV, hv, cols, K, S, HAS_BIAS)
     inside = (cols < K)[:, None] & (t < rows)[None, :]
     step = steps(x, a_exp, lower_bound, inside, GATE, ASM)
     differentiable = inside & (step >= floor)
@@ -173,10 +171,7 @@ def chunk_backward_grads_offset_kernel(
     """
     C: tl.constexpr = 2 * S
     WIDE_OPERANDS: tl.constexpr = DOT != "bf16"
-    pid = tl.program_id(0)
-    slot = pid // HV
-    hv = pid - slot * HV
-    start, rows = chunk_of_slot(cu_seqlens, slot, N, T, NT, C, PACKED)
+    pid, hv, start, rows = chunk_of_program(cu_seqlens, N, T, NT, HV, C, PACKED)
     if rows <= 0:
         return
     h = hv // (HV // H)
@@ -325,9 +320,5 @@ def chunk_backward_grads_offset_kernel(
         tl.store(dbias_part + chunk * KP + cols, dbias0 + dbias1)
     if HAS_A:
         tl.store(dA_part + pid, tl.sum(da0 + da1, 0))
-    for side in tl.static_range(2):
-        row = side * S + t
-        at_beta = (start + row) * HV + hv
-        raw = tl.load(beta + at_beta, mask=row < rows, other=0.0).to(tl.float32)
-        db = db1 if side == 1 else db0
-        tl.store(dbeta + at_beta, beta_grad(db, raw, BETA).to(dbeta.dtype.element_ty), mask=row < rows)
+    store_beta_grad(dbeta, beta, db0, start, rows, HV, hv, S, BETA)
+    store_beta_grad(dbeta, beta, db1, start + S, rows - S, HV, hv, S, BETA)

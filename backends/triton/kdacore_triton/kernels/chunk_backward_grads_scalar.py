@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .chunk_backward_gate import beta_grad, gate_grads, gate_input_scalar, gate_rate, has_gradient, steps
 from .chunk_backward_io import ROW_BETA, ROW_RK, ROW_RQ, load_rows, load_vector, store_rows, store_vector
-from .common import chunk_of_slot, mma, mma_acc, operand, product
+from .common import chunk_of_program, mma, mma_acc, operand, product
 
 
 @triton.jit
@@ -98,10 +98,7 @@ def chunk_backward_grads_scalar_kernel(
     ``dq`` and ``dk`` have HV heads. With L2NORM and channels in several blocks they are gradients of the normalised q
     and k, otherwise they are through the norm.
     """
-    pid = tl.program_id(0)
-    slot = pid // HV
-    hv = pid - slot * HV
-    start, rows = chunk_of_slot(cu_seqlens, slot, N, T, NT, C, PACKED)
+    pid, hv, start, rows = chunk_of_program(cu_seqlens, N, T, NT, HV, C, PACKED)
     if rows <= 0:
         return
     h = hv // (HV // H)

@@ -39,6 +39,31 @@ def store_rows(x, value, start, rows, row_stride, first, cols, width, SIZE: tl.c
 
 
 @triton.jit
+def reciprocal_norms(
+    q, k, start, rows, row_stride, first, K, KP: tl.constexpr, BK: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """``1 / sqrt(sum(x * x) + 1e-6)`` of SIZE rows of q and of k, in blocks of BK channels."""
+    squares_q = tl.zeros([SIZE], tl.float32)
+    squares_k = tl.zeros([SIZE], tl.float32)
+    for block in range(0, KP, BK):
+        cols = block + tl.arange(0, BK)
+        qt = load_rows(q, start, rows, row_stride, first, cols, K, SIZE).to(tl.float32)
+        kt = load_rows(k, start, rows, row_stride, first, cols, K, SIZE).to(tl.float32)
+        squares_q += tl.sum(qt * qt, 1)
+        squares_k += tl.sum(kt * kt, 1)
+    return 1.0 / tl.sqrt(squares_q + 1e-6), 1.0 / tl.sqrt(squares_k + 1e-6)
+
+
+@triton.jit
+def store_half_decays(last, chunk, cols, first_half, second_half, KP: tl.constexpr):
+    """Stores the decays over a chunk and over each of its halves, as ``last [3, KP]``."""
+    at = chunk * (3 * KP) + cols
+    tl.store(last + at, first_half * second_half)
+    tl.store(last + at + KP, first_half)
+    tl.store(last + at + 2 * KP, second_half)
+
+
+@triton.jit
 def load_vector(x, start, rows, row_stride, first, SIZE: tl.constexpr):
     """float32 vector ``x[start + r, first]``; 0 past the sequence's end."""
     r = tl.arange(0, SIZE)

@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 
 from .chunk_backward_gate import activated_beta, gate_input, gate_input_scalar, gate_rate, steps
-from .chunk_backward_io import ROW_BETA, ROW_RK, ROW_RQ, load_rows, load_vector
+from .chunk_backward_io import ROW_BETA, ROW_RK, ROW_RQ, load_rows, load_vector, reciprocal_norms
 from .chunk_backward_sums import split_bf16, sum_rows
-from .common import chunk_of_slot, exp2, mma, mma_acc, operand
+from .chunk_backward_w_u import store_w_u
+from .common import chunk_of_program, exp2, mma, mma_acc, operand
 from .triangular_inverse import pairs_of, unit_lower_inverse_masked
 
 
@@ -50,10 +51,7 @@ def chunk_backward_prepare_kernel(
     DOT: tl.constexpr, INV_DOT: tl.constexpr, ASM: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """See the module docstring. Grid: ``(slots * HV,)``. ``C = 2^LEVELS``."""
-    pid = tl.program_id(0)
-    slot = pid // HV
-    hv = pid - slot * HV
-    start, rows = chunk_of_slot(cu_seqlens, slot, N, T, NT, C, PACKED)
+    pid, hv, start, rows = chunk_of_program(cu_seqlens, N, T, NT, HV, C, PACKED)
     if rows <= 0:
         return
     h = hv // (HV // H)
@@ -70,16 +68,7 @@ def chunk_backward_prepare_kernel(
     rq = tl.full([C], 1.0, tl.float32)
     rk = tl.full([C], 1.0, tl.float32)
     if L2NORM:
-        sq = tl.zeros([C], tl.float32)
-        sk = tl.zeros([C], tl.float32)
-        for first in range(0, KP, BK):
-            cols = first + tl.arange(0, BK)
-            qt = load_rows(q, start, rows, qk_stride, h * K, cols, K, C).to(tl.float32)
-            kt = load_rows(k, start, rows, qk_stride, h * K, cols, K, C).to(tl.float32)
-            sq += tl.sum(qt * qt, 1)
-            sk += tl.sum(kt * kt, 1)
-        rq = 1.0 / tl.sqrt(sq + 1e-6)
-        rk = 1.0 / tl.sqrt(sk + 1e-6)
+        rq, rk = reciprocal_norms(q, k, start, rows, qk_stride, h * K, K, KP, BK, C)
         tl.store(row_values + ROW_RQ * C + r, rq)
         tl.store(row_values + ROW_RK * C + r, rk)
     if SCALAR:
@@ -130,14 +119,4 @@ def chunk_backward_prepare_kernel(
     tl.store(inv + square, M)
 
     tl.debug_barrier()
-    for first in range(0, KP, BK):
-        at = (tile + r)[:, None] * KP + first + tl.arange(0, BK)[None, :]
-        wt = mma(M, tl.load(w + at), DOT)
-        tl.store(w + at, wt.to(w.dtype.element_ty))
-    MT = tl.trans(M)
-    for first in range(0, VP, BV):
-        cols = first + tl.arange(0, BV)
-        vt = load_rows(v, start, rows, HV * V, hv * V, cols, V, C).to(tl.float32) * b[:, None]
-        ut = mma(tl.trans(vt.to(uT.dtype.element_ty)), MT, DOT)
-        at = pid.to(tl.int64) * VP * C + cols[:, None] * C + j
-        tl.store(uT + at, ut.to(uT.dtype.element_ty))
+    store_w_u(M, w, uT, v, b, pid.to(tl.int64), start, rows, HV, hv, V, KP, VP, BK, BV, C, DOT)

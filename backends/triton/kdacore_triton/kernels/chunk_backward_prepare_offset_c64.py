@@ -11,24 +11,22 @@ import triton
 import triton.language as tl
 
 from .chunk_backward_gate import activated_beta, gate_input, gate_rate, steps
-from .chunk_backward_io import ROW_BETA, ROW_RK, ROW_RQ, load_rows, load_vector
+from .chunk_backward_io import (
+    ROW_BETA,
+    ROW_RK,
+    ROW_RQ,
+    load_rows,
+    load_vector,
+    reciprocal_norms,
+    store_half_decays,
+)
 from .chunk_backward_sums import split_bf16, sum_rows, tf32_rounded
-from .common import chunk_of_slot, exp2, mma
-from .prefetch import prefetch_rows
+from .common import chunk_of_program, exp2, mma
+from .prefetch import prefetch_inputs
 from .triangular_inverse import unit_lower_inverse_masked
 
 S = tl.constexpr(32)
 C = tl.constexpr(64)
-
-
-@triton.jit
-def row_norms(x, start, rows, row_stride, first, width, KP: tl.constexpr, BK: tl.constexpr):
-    """Reciprocal norms of S rows."""
-    total = tl.zeros([S], tl.float32)
-    for d in range(0, KP, BK):
-        t = load_rows(x, start, rows, row_stride, first, d + tl.arange(0, BK), width, S).to(tl.float32)
-        total += tl.sum(t * t, 1)
-    return 1.0 / tl.sqrt(total + 1e-6)
 
 
 @triton.jit
@@ -75,19 +73,13 @@ def chunk_backward_prepare_offset_c64_kernel(
     DOT: tl.constexpr, INV_DOT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """See the module docstring. Grid: ``(slots * HV,)``. ``centre`` is an integer."""
-    pid = tl.program_id(0)
-    slot = pid // HV
-    hv = pid - slot * HV
-    start, rows = chunk_of_slot(cu_seqlens, slot, N, T, NT, C, PACKED)
+    pid, hv, start, rows = chunk_of_program(cu_seqlens, N, T, NT, HV, C, PACKED)
     if rows <= 0:
         return
     h = hv // (HV // H)
     chunk = pid.to(tl.int64)
     if ASM:
-        prefetch_rows(q, start, rows, H * K, h * K, K, KP, C)
-        prefetch_rows(k, start, rows, H * K, h * K, K, KP, C)
-        prefetch_rows(g, start, rows, HV * K, hv * K, K, KP, C)
-        prefetch_rows(v, start, rows, HV * V, hv * V, V, VP, C)
+        prefetch_inputs(q, k, g, v, start, rows, H, h, HV, hv, K, V, KP, VP, C)
     later = start + S
     beyond = rows - S
     r = tl.arange(0, S)
@@ -106,10 +98,8 @@ def chunk_backward_prepare_offset_c64_kernel(
     rk0 = tl.full([S], 1.0, tl.float32)
     rk1 = tl.full([S], 1.0, tl.float32)
     if L2NORM:
-        rq0 = row_norms(q, start, rows, H * K, h * K, K, KP, BK)
-        rq1 = row_norms(q, later, beyond, H * K, h * K, K, KP, BK)
-        rk0 = row_norms(k, start, rows, H * K, h * K, K, KP, BK)
-        rk1 = row_norms(k, later, beyond, H * K, h * K, K, KP, BK)
+        rq0, rk0 = reciprocal_norms(q, k, start, rows, H * K, h * K, K, KP, BK, S)
+        rq1, rk1 = reciprocal_norms(q, k, later, beyond, H * K, h * K, K, KP, BK, S)
         tl.store(row_values + ROW_RQ * C, rq0)
         tl.store(row_values + ROW_RQ * C + S, rq1)
         tl.store(row_values + ROW_RK * C, rk0)
@@ -131,10 +121,7 @@ def chunk_backward_prepare_offset_c64_kernel(
         step1 = tl.maximum(steps(x, a_exp, lower_bound, (i < beyond) & known, GATE, ASM), floor)
         d0 = exp2(tl.sum(step0, 0), ASM)
         d1 = exp2(tl.sum(step1, 0), ASM)
-        at = chunk * (3 * KP) + cols
-        tl.store(last + at, d0 * d1)
-        tl.store(last + at + KP, d0)
-        tl.store(last + at + 2 * KP, d1)
+        store_half_decays(last, chunk, cols, d0, d1, KP)
 
         out = chunk * (C * KP) + i * KP + cols[None, :]
         z_q, z_b, y, s = half_operands(

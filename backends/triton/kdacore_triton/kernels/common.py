@@ -228,6 +228,19 @@ def chunk_of_slot(cu_seqlens, slot, N, T, NT, C: tl.constexpr, PACKED: tl.conste
 
 
 @triton.jit
+def chunk_of_program(cu_seqlens, N, T, NT, HV, C: tl.constexpr, PACKED: tl.constexpr):
+    """The chunk and value head of a program in a grid of ``slots * HV``: ``(program, hv, first row, rows)``.
+
+    Rows are those of :func:`chunk_of_slot`; a program whose ``rows`` is not positive has nothing to do.
+    """
+    pid = tl.program_id(0)
+    slot = pid // HV
+    hv = pid - slot * HV
+    start, rows = chunk_of_slot(cu_seqlens, slot, N, T, NT, C, PACKED)
+    return pid, hv, start, rows
+
+
+@triton.jit
 def sequence_span(cu_seqlens, n, T, NT, C: tl.constexpr, PACKED: tl.constexpr):
     """Sequence n: ``(first row over flattened tokens, length, its first chunk slot)``."""
     if PACKED:

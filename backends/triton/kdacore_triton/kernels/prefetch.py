@@ -36,6 +36,17 @@ def prefetch_tile(x, SIZE: tl.constexpr):
 
 
 @triton.jit
+def prefetch_inputs(
+    q, k, g, v, start, rows, H, h, HV, hv, K, V, KP: tl.constexpr, VP: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """Up to SIZE rows of the q, k, g and v of one value head."""
+    prefetch_rows(q, start, rows, H * K, h * K, K, KP, SIZE)
+    prefetch_rows(k, start, rows, H * K, h * K, K, KP, SIZE)
+    prefetch_rows(g, start, rows, HV * K, hv * K, K, KP, SIZE)
+    prefetch_rows(v, start, rows, HV * V, hv * V, V, VP, SIZE)
+
+
+@triton.jit
 def prefetch_rows(x, start, rows, row_stride, first, width, WIDTH: tl.constexpr, SIZE: tl.constexpr):
     """The tile ``x[start + r, first + c]``, c < width, of up to SIZE rows; ``WIDTH``: width padded."""
     PER_LINE: tl.constexpr = LINE // (x.dtype.element_ty.primitive_bitwidth // 8)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from .common import chunk_of_slot, exp2, mma, mma_acc, operand
+from .step_sums import step_operand, sum_steps
 from .triangular_inverse import unit_lower_inverse
 
 SPAN = tl.constexpr(16)
@@ -96,27 +97,6 @@ def intra_token_kernel(
         gc_ptr += HV * K
 
 
-@triton.jit
-def _step_operand(x, DOT: tl.constexpr):
-    """Steps (log2 decays) as an operand: float16 where the rows are 16-bit.
-
-    float16 keeps 11 bits: an error of 2^-12 x in an exponent x <= 0 is at most 2^-12 / e of the factor 2^x.
-    """
-    if DOT == "bf16" or DOT == "fp16":
-        x = x.to(tl.float16)
-    return x
-
-
-@triton.jit
-def _sums(take, steps, DOT: tl.constexpr):
-    """``take @ steps`` for a 0/1 matrix of the same dtype: exact float32 sums of the rows it chooses."""
-    if DOT == "bf16" or DOT == "fp16":
-        r = tl.dot(take, steps)
-    else:
-        r = tl.dot(take, steps, input_precision=DOT)
-    return r
-
-
 @triton.jit(do_not_specialize=["T", "NT", "N", "H", "HV"])
 def intra_diagonal_kernel(
     q_ptr, k_ptr, gc_ptr, beta_ptr, cu_ptr, levels_ptr, aqk_ptr, inv_ptr, T, NT, N, H, HV, scale,
@@ -155,13 +135,13 @@ def intra_diagonal_kernel(
         # Steps, not running sums: any run of them is summed on the matrix unit. No run takes the first row's.
         steps = _load_tile(gc_ptr, gc_at, inside, d, K, BK)
         steps -= _load_tile(gc_ptr, gc_at - HV * K, inside & (i > 0), d, K, BK)
-        steps = _step_operand(steps, DOT)
+        steps = step_operand(steps, DOT)
         q = _load_tile(q_ptr, qk_at, inside, d, K, BK)
         k = _load_tile(k_ptr, qk_at, inside, d, K, BK)
         aqk += tl.where(gap == 0, mma(operand(q, DOT), tl.trans(operand(k, DOT)), DOT), 0.0)
         for n in tl.static_range(0, 4):
             take = tl.load(levels_ptr + n * (SPAN * SPAN) + i[:, None] * SPAN + i[None, :])
-            e = exp2(_sums(take, steps, DOT), ASM)
+            e = exp2(sum_steps(take, steps, DOT), ASM)
             kk = operand(k * e, DOT)
             keep = (gap >> n) == 1
             aqk += tl.where(keep, mma(operand(q * e, DOT), tl.trans(kk), DOT), 0.0)
@@ -260,9 +240,9 @@ def intra_merge_kernel(
         tl.store(akk_ptr + (i * stride)[:, None] + i[None, :], none, mask=above)
 
     # Where right rows are missing, the last row serves as anchor: what is made then is finite and never stored.
-    anchor1 = tl.minimum(SPAN, rows - 1) * HV * K
-    anchor2 = tl.minimum(2 * SPAN, rows - 1) * HV * K
-    anchor3 = tl.minimum(3 * SPAN, rows - 1) * HV * K
+    reference1 = tl.minimum(SPAN, rows - 1) * HV * K
+    reference2 = tl.minimum(2 * SPAN, rows - 1) * HV * K
+    reference3 = tl.minimum(3 * SPAN, rows - 1) * HV * K
     qk10 = tl.zeros([SPAN, SPAN], tl.float32)
     kk10 = tl.zeros([SPAN, SPAN], tl.float32)
     qk20 = tl.zeros([SPAN, SPAN], tl.float32)
@@ -280,7 +260,7 @@ def intra_merge_kernel(
             d = d0 + tl.arange(0, BS)
             _, k0, g0 = _load_block(q_ptr, k_ptr, gc_ptr, 0, rows, d, H, HV, K, BK)
             q1, k1, g1 = _load_block(q_ptr, k_ptr, gc_ptr, SPAN, rows, d, H, HV, K, BK)
-            a1 = tl.load(gc_ptr + anchor1 + d, mask=d < K, other=0.0)[None, :]
+            a1 = tl.load(gc_ptr + reference1 + d, mask=d < K, other=0.0)[None, :]
             e = exp2(g1 - a1, ASM)
             right = _upto(k0, a1 - g0, DOT, ASM)
             qk10 = mma_acc(_from(q1, e, DOT), right, qk10, DOT)
@@ -288,8 +268,8 @@ def intra_merge_kernel(
             if C == 64:
                 q2, k2, g2 = _load_block(q_ptr, k_ptr, gc_ptr, 2 * SPAN, rows, d, H, HV, K, BK)
                 q3, k3, g3 = _load_block(q_ptr, k_ptr, gc_ptr, 3 * SPAN, rows, d, H, HV, K, BK)
-                a2 = tl.load(gc_ptr + anchor2 + d, mask=d < K, other=0.0)[None, :]
-                a3 = tl.load(gc_ptr + anchor3 + d, mask=d < K, other=0.0)[None, :]
+                a2 = tl.load(gc_ptr + reference2 + d, mask=d < K, other=0.0)[None, :]
+                a3 = tl.load(gc_ptr + reference3 + d, mask=d < K, other=0.0)[None, :]
                 e = exp2(g3 - a3, ASM)
                 right = _upto(k2, a3 - g2, DOT, ASM)
                 qk32 = mma_acc(_from(q3, e, DOT), right, qk32, DOT)

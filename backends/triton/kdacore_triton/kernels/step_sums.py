@@ -13,7 +13,7 @@ def step_operand(g, DOT: tl.constexpr):
     float16 keeps 11 bits: an error of 2^-12 x in an exponent x <= 0 costs at most 2^-12 / e of the factor 2^x, well
     below what other operands round. Whoever uses such sums must take totals from the rounded steps too.
     """
-    if DOT == "bf16" or DOT == "tf32":
+    if DOT == "bf16" or DOT == "fp16" or DOT == "tf32":
         r = g.to(tl.float16)
     else:
         r = g
@@ -23,7 +23,7 @@ def step_operand(g, DOT: tl.constexpr):
 @triton.jit
 def sum_steps(take, steps, DOT: tl.constexpr):
     """``take @ steps`` for a 0/1 matrix: exact sums, in float32, of the rows it chooses."""
-    if DOT == "bf16" or DOT == "tf32":
+    if DOT == "bf16" or DOT == "fp16" or DOT == "tf32":
         r = tl.dot(take.to(tl.float16), steps)
     else:
         r = tl.dot(take.to(tl.float32), steps, input_precision=DOT)

@@ -1,4 +1,4 @@
-"""The gate and beta in the chunk backward, forward and back, from the inputs as they are given."""
+"""The gate and beta in the chunk backward: values and gradients, from the inputs as they are given."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ def steps(x, a_exp, lower_bound, inside, GATE: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def has_gradient(step, DOT: tl.constexpr):
-    """Is the gradient of a step more than the rounding of what it is a difference of?
+    """Does the gradient of a step exceed the rounding error of the sums it is computed from?
 
-    It is at most ``2**step`` of the sums that it is computed from: below this nothing of it is left, and a gate whose
-    own derivative is steep there would scale the noise up. Its gradient is then 0.
+    It is at most ``2**step`` of those sums. Below this floor only rounding error is left, which the derivative of a
+    steep gate would amplify. The gradient is then 0.
     """
     FLOOR: tl.constexpr = -13.75 if DOT == "bf16" or DOT == "tf32" else -30.0
     return step >= FLOOR
@@ -94,7 +94,7 @@ def has_gradient(step, DOT: tl.constexpr):
 
 @triton.jit
 def gate_grads(dstep, x, step, a_exp, lower_bound, inside, GATE: tl.constexpr, ASM: tl.constexpr):
-    """Gradient of the raw gate, and what to add up for dA_log, from the gradient of the natural-log decay.
+    """Gradient of the raw gate, and the terms of dA_log, from the gradient of the natural-log decay.
 
     ``x`` is ``g + dt_bias``, ``step`` its log2 decay as :func:`steps` gives it.
     """

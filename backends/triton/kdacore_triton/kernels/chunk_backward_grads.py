@@ -1,28 +1,31 @@
-"""Third launch of the chunk backward for any gate with one value a channel: every input gradient of one chunk.
+"""Launch 3 of 3 of the chunk backward, any gate with one value per channel: every input gradient of a chunk.
 
-One program a chunk and value head. With ``S`` the state at the chunk's start, ``dS`` the gradient of the state at
-its end, ``v'`` (v_new) and ``dr`` (the gradient of what the inverse is multiplied with) from the scans::
+Grid: one program per chunk and value head. ``S`` is the state at the chunk's start and ``dS`` the
+gradient of the state at its end; ``v'`` (v_new) and ``dr`` (the gradient of the right-hand side that
+the inverse is multiplied with) come from the scans::
 
     dv   = beta dr
-    dAqk = scale tril(do v'^T)   dL = -tril(dr v'^T, -1)            (L = what inv is I plus of, inverted)
+    dAqk = scale tril(do v'^T)   dL = -tril(dr v'^T, -1)            (inv = (I + L)^-1)
     dq   = scale 2^gc (do S^T)             + sum_j dAqk_ij k_j 2^(gc_i - gc_j)
     x    = -2^gc (dr S^T)                  + sum_j dL_ij   k_j 2^(gc_i - gc_j)
     col  = 2^(gc_last - gc) (v' dS^T)      + sum_i (dAqk_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
     dk   = beta x + col          dbeta = dr . v + k . x
-    dgc  = q dq + k beta x - k col, plus into the last token
+    dgc  = q dq + k beta x - k col, plus for the last token
            2^gc_last sum_v(S dS) + sum_i (k 2^(gc_last - gc) (v' dS^T))_i
     dg   = dgc summed from the token to the chunk's end, then through the gate
 
-The chunk's split_bf16 (backward_halves) are done one after the other; pairs across them meet at the boundary between.
-``dgc`` multiplies by the same rounded operands as the products do: what cancels exactly cancels in bfloat16 too. Hence
-beta is multiplied into an operand with k: dL and beta dL would be rounded apart.
+The chunk's halves (chunk_backward_levels) follow one another; pairs across them are decayed to and
+from the boundary between them. ``dgc`` multiplies by the same rounded operands as the products, so
+that terms which cancel exactly also cancel in bfloat16. That is why beta is multiplied into an
+operand with k: dL and beta dL would be rounded differently.
 
-Where decays are fast, what passes no decay outweighs the rest: what a half's last token gives to the state after it.
-Products of more than bfloat16 operands are precise enough to tell (WIDE_OPERANDS): what columns give to later split_bf16 and to the
-state at the end then does not go through ``dgc``, and a step gets only what passes through it.
+With fast decays the largest terms are those that no decay multiplies: what a half's last token adds
+to the state after it. Products of operands wider than bfloat16 (WIDE_OPERANDS) are precise enough to
+leave them out of ``dgc``: each step then sums only the terms that its decay multiplies.
 
-dAqk and dL wait, each with its transpose, in the tiles that held Aqk and inv; ``rows`` keeps what there is one of a
-token. Both are read again where they are used: registers are what this kernel is short of. ::
+dAqk and dL, each with its transpose, are stored in the tiles of Aqk and inv, and values of one number
+per token in ``row_values``. They are loaded again where they are used, since registers are what
+limits this kernel. ::
 
     pairs_q[t, r] = dAqk_tr (t > r), dAqk_rt (t < r)        pairs_k[t, r] = dL_tr (t > r), dL_rt (t < r)
 """
@@ -43,7 +46,7 @@ C = tl.constexpr(64)
 
 @triton.jit
 def value_grads(v, dv, dr, b, start, rows, HV, hv, vs, V):
-    """Stores dv of one half; returns what it gives to dbeta."""
+    """Stores dv of one half; returns its part of dbeta."""
     dr = tl.trans(dr).to(tl.float32)
     store_rows(dv, b[:, None] * dr, start, rows, HV * V, hv * V, vs, V, S)
     return tl.sum(product(dr, load_rows(v, start, rows, HV * V, hv * V, vs, V, S).to(tl.float32)), 1)
@@ -66,7 +69,7 @@ def value_part(
     v, dv, do, vT, drT, pairs_q, pairs_k, row_values, start, rows, scale, HV, hv, V,
     VP: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Everything that has no channel: dv, dAqk, dL, and what v gives to dbeta."""
+    """Everything without key channels: dv, dAqk, dL, and the part of dbeta from v."""
     t = tl.arange(0, S)
     b0 = tl.load(row_values + ROW_BETA * C + t)
     b1 = tl.load(row_values + ROW_BETA * C + S + t)
@@ -173,8 +176,8 @@ def chunk_backward_grads_kernel(
 ):  # fmt: skip
     """See the module docstring. Grid: ``(slots * HV,)``.
 
-    ``dq`` and ``dk`` have HV heads. With L2NORM they are gradients of the normalised q and k: no program sees all the
-    channels that the norm takes.
+    ``dq`` and ``dk`` have HV heads. With L2NORM they are gradients of the normalised q and k: no program has all the
+    channels of a row.
     """
     pid, hv, start, rows = chunk_of_program(cu_seqlens, N, T, NT, HV, C, PACKED)
     if rows <= 0:
@@ -203,7 +206,7 @@ def chunk_backward_grads_kernel(
     da = 0.0
     for kb in range(KP // BK):
         cols = kb * BK + tl.arange(0, BK)
-        # The right half, after what of the left one its pairs across the boundary and its sums need.
+        # The second half. Its pairs across the boundary and its sums first need some values of the first half.
         step = gate_steps(g, dt_bias, a_exp, lower_bound, start, rows, HV, hv, cols, K, GATE, HAS_BIAS, ASM)
         hi, lo = split_bf16(step, DOT)
         total0 = tl.sum(step, 1)
@@ -265,7 +268,7 @@ def chunk_backward_grads_kernel(
             later, beyond, HV, hv, cols, K, kb, GATE, HAS_BIAS, DOT, ASM,
         )  # fmt: skip
 
-        # The left half, after what of the right one its pairs across the boundary need.
+        # The first half. Its pairs across the boundary first need some values of the second half.
         f = exp2(sum_tokens(hi, lo, t <= r, DOT), ASM)
         q1 = normalised(q, later, beyond, H * K, h * K, cols, K, norms_q + S, L2NORM)
         p = mma(q1 * f, block(pairs_q, S, 0), DOT)

@@ -1,8 +1,9 @@
-"""Third launch of the chunk backward where one exponent anchor serves half a chunk: every input gradient of a chunk.
+"""Launch 3 of 3 of the chunk backward with one constant exponent offset per half chunk: every input gradient.
 
-The equations are those of backward_grads; the operands are the tiles of backward_prepare_anchored. One program a
-chunk and value head, the split_bf16 one after the other as tiles ``[channels, S tokens]``. Per half, with ``up`` =
-2^(P + centre), ``down`` = 2^(-P - centre) and ``out`` = 2^(decay to the half's end)::
+The equations are those of chunk_backward_grads; the operands are the tiles of
+chunk_backward_prepare_offset_c32. Grid: one program per chunk and value head. The halves follow one
+another as tiles ``[channels, S tokens]``. Per half, with ``up`` = 2^(P + centre), ``down`` =
+2^(-P - centre) and ``out`` = 2^(decay to the half's end)::
 
     dq = up aq       aq = (do S^T) (decay before the half)        + sum_j dAqk_ij yk_j + across: sum_j dAqk_ij sk_j
     x  = up ax       ax = -(dr S^T) (decay before the half)       + sum_j dL_ij yk_j   + across: sum_j dL_ij sk_j
@@ -11,13 +12,14 @@ chunk and value head, the split_bf16 one after the other as tiles ``[channels, S
                      cs = (v' dS^T) (decay after the half)        + across: the same sum
     q dq = zq aq     beta k x = zb ax     dgc = zq aq + zb ax - yk cy - sk cs
 
-so dgc needs nothing but the operands, and what cancels exactly in it cancels in bfloat16 and tf32 too. Hence beta is
-part of zb: dL and beta dL would be rounded apart. Sums over the other half that dg needs are taken before the pairs of
-the own half are added.
+``dgc`` needs nothing but the operands, so terms that cancel exactly also cancel in bfloat16 and tf32.
+That is why beta is part of zb: dL and beta dL would be rounded differently. The sums over the other
+half that dg needs are taken before the pairs of the half itself are added.
 
-Where decays are fast, what passes no decay outweighs the rest: a token's pair with itself, and what the half's last
-token gives to the state after it. Products of more than bfloat16 operands are precise enough to tell (WIDE_OPERANDS): then
-neither goes through dgc, and a step gets only what passes through it.
+With fast decays the largest terms are those that no decay multiplies: a token's pair with itself, and
+what the half's last token adds to the state after it. Products of operands wider than bfloat16
+(WIDE_OPERANDS) are precise enough to leave both out of ``dgc``: each step then sums only the terms
+that its decay multiplies.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def operand_half(x, side, KP: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def value_half(v, do, dv, vT, drT, b, start, rows, HV, hv, vs, V, side, S: tl.constexpr):
-    """Stores dv of one half. Returns do ``[S, vs]``, v' ``[vs, S]``, dr ``[S, vs]`` and what v gives to dbeta."""
+    """Stores dv of one half. Returns do ``[S, vs]``, v' ``[vs, S]``, dr ``[S, vs]`` and the part of dbeta from v."""
     tall = side * S + vs[:, None] * (2 * S) + tl.arange(0, S)[None, :]
     start += side * S
     rows -= side * S
@@ -74,7 +76,8 @@ def state_grads(
 def l2norm_grad(d, x, norms, start, rows, row_stride, first, cols, width, S: tl.constexpr):
     """Gradients of the rows of x from those, ``[S, cols]``, of ``x / |x|``.
 
-    x as it was given: where most of a gradient lies along it, what is taken away needs more bits than operands have.
+    Loads x as it was given: where a gradient is nearly parallel to x, the subtraction needs more bits than operands
+    have.
     """
     rn = tl.load(norms)[:, None]
     xn = load_rows(x, start, rows, row_stride, first, cols, width, S).to(tl.float32) * rn
@@ -91,7 +94,7 @@ def half_grads(
 ):  # fmt: skip
     """Adds the pairs of one half, stores its dq, dk, dg; returns dbeta's sum and the sums for dt_bias and A_log.
 
-    ``own``: the diagonal of dAqk where that is apart from A.
+    ``own``: the diagonal of dAqk, where A does not hold it (WIDE_OPERANDS).
     """
     WIDE_OPERANDS: tl.constexpr = DOT != "bf16"
     t = tl.arange(0, S)
@@ -167,7 +170,7 @@ def chunk_backward_grads_offset_kernel(
 ):  # fmt: skip
     """See the module docstring. Grid: ``(slots * HV,)``.
 
-    ``dq`` and ``dk`` have HV heads. NORM: they are taken through the l2norm.
+    ``dq`` and ``dk`` have HV heads. NORM: they are gradients of q and k before the l2norm.
     """
     C: tl.constexpr = 2 * S
     WIDE_OPERANDS: tl.constexpr = DOT != "bf16"
@@ -228,13 +231,13 @@ def chunk_backward_grads_offset_kernel(
         Lx = mma_acc(dr1, v0, Lx, DOT)
         A1 = mma_acc(do1, v1, A1, DOT)
         L1 = mma_acc(dr1, v1, L1, DOT)
-    # What later rows gave must not be seen, not even in the scale below.
+    # Mask products with later rows: they must not influence even the scale below.
     A0 = tl.where(i >= j, A0, 0.0)
     A1 = tl.where(i >= j, A1, 0.0)
     L0 = tl.where(i > j, L0, 0.0)
     L1 = tl.where(i > j, L1, 0.0)
-    # Beside factors of 2^(+-centre) neither large nor small gradients would fit: a power of two, from rows that have a
-    # gradient alone, brings the largest product to about 1.
+    # Multiplied by factors of 2^(+-centre), large or small gradients would leave float32's range. Scale by a power of
+    # two that brings the largest product to about 1.
     largest = tl.maximum(tl.maximum(tl.abs(A0), tl.abs(L0)), tl.maximum(tl.abs(A1), tl.abs(L1)))
     largest = tl.max(tl.max(tl.maximum(largest, tl.maximum(tl.abs(Ax), tl.abs(Lx))), 1), 0)
     shift = ((largest.to(tl.int32, bitcast=True) >> 23) & 255) - 127
@@ -262,7 +265,7 @@ def chunk_backward_grads_offset_kernel(
     before = tl.load(at + KP) * unit
     after = tl.load(at + 2 * KP) * shrink
 
-    # Column sums and the gradients that the states at both ends give to k.
+    # Column sums: gradients of k from the state at the chunk's end.
     cs0 = tl.zeros([KP, S], tl.float32)
     cs1 = tl.zeros([KP, S], tl.float32)
     later_sum = tl.zeros([KP], tl.float32)

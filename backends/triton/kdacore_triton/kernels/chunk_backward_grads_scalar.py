@@ -1,9 +1,10 @@
-"""Third launch of the chunk backward for a gate with one value a head: every input gradient of one chunk.
+"""Launch 3 of 3 of the chunk backward for a gate with one value per head: every input gradient of a chunk.
 
-The equations are those of backward_grads. With one decay for all channels, ``2^(gc_i - gc_j)`` is a factor of the
-``[C, C]`` matrices and pairs need no levels. A step's gradient is the sum of what passes through it, which subtracts
-nothing: of the pairs ``i >= t > j``, of the state at the start to rows ``i >= t``, of rows ``j < t`` to the state at
-the end, and of state to state.
+The equations are those of chunk_backward_grads. Grid: one program per chunk and value head. With one
+decay for all channels, ``2^(gc_i - gc_j)`` is a factor of the ``[C, C]`` matrices, and pairs need no
+levels. The gradient of step t is the sum of all terms that its decay multiplies, so nothing is
+subtracted: the pairs ``i >= t > j``, the state at the start read by rows ``i >= t``, rows ``j < t``
+read by the state at the end, and the state carried from start to end.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def raw_product(x, y, acc, DOT: tl.constexpr):
 
 @triton.jit
 def append(before, through, before_next, through_next):
-    """Of two runs of values the sums without and with the last one; a run of one is ``(0, value)``."""
+    """Joins two runs of values; each is its sums without and with the last value, ``(0, value)`` for one value."""
     return through + before_next, through + through_next
 
 
@@ -44,8 +45,9 @@ def append(before, through, before_next, through_next):
 def sums_before(x, DOT: tl.constexpr):
     """``out[:, t] = sum of x[:, j] over j < t``.
 
-    Where gates are fast, what ends at t can outweigh by e^30 what began before it: never added, it need not be taken
-    away again. With operands of 16 bits or tf32 so fast a gate gets no gradient (see has_gradient), and a plain sum will do.
+    With fast gates the pairs that end at t can outweigh those before it by e^30. They are never added, so they need
+    not be subtracted. With operands of 16 bits or tf32 such gates have gradient 0 (see has_gradient), and cumsum(x) - x
+    is precise enough.
     """
     if DOT == "tf32x3" or DOT == "ieee":
         before, _ = tl.associative_scan((tl.zeros_like(x), x), 1, append)
@@ -70,7 +72,7 @@ def pair_steps(
     q, k, M1, M2, b, rq, rk, start, rows, row_stride, first, K,
     KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """What the chunk's pairs ``i >= t > j`` give to the gradient of step t. ``M1``, ``M2``: decayed dAqk and dL."""
+    """The gradient of each step t from the chunk's pairs ``i >= t > j``. ``M1``, ``M2``: decayed dAqk and dL."""
     r = tl.arange(0, C)
     qk = tl.zeros([C, C], tl.float32)
     kk = tl.zeros([C, C], tl.float32)

@@ -8,16 +8,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Rows of ``row_values``, C float32 each: what there is one of a token and value head.
+# Rows of ``row_values``, C float32 each: values with one number per token and value head.
 ROW_BETA = tl.constexpr(0)
 """beta as the recurrence uses it."""
 ROW_RQ = tl.constexpr(1)
 ROW_RK = tl.constexpr(2)
-"""Reciprocal norms of q and k; with l2norm alone."""
+"""Reciprocal norms of q and k; only with l2norm."""
 ROW_DIAGONAL = tl.constexpr(3)
 """The diagonal of dAqk."""
 ROW_DBETA = tl.constexpr(4)
-"""dbeta from v; the rows after it: from the channels of each block."""
+"""dbeta from v. The rows after it hold dbeta from each block of channels."""
 
 
 @triton.jit

@@ -1,16 +1,18 @@
-"""Device functions of the channel-gate gradients: 32 tokens of a chunk as a tile ``[channels, tokens]``.
+"""Pairs of one half chunk, level by level, in the channel-gate gradients; tiles ``[channels, 32 tokens]``.
 
-With channels as rows, every matrix product takes its big operand from registers and a small ``[32, 32]`` one from
-shared memory, and a tile costs few enough registers for four of them to be summed at once.
+With channels as rows, every matrix product takes its large operand from registers and a small
+``[32, 32]`` one from shared memory, and four tiles of sums fit in the registers at once.
 
-A pair of tokens ``i > j`` of one half belongs to exactly one *level* l in 0..4: both lie in one group of ``2 * 2**l``
-tokens, j in its left half, i in its right half. With the *boundary* b, the last token of that left half,
+A pair of tokens ``i > j`` of one half belongs to exactly one *level* l in 0..4: both lie in one group
+of ``2 * 2**l`` tokens, j in its first half, i in its second half. With the *boundary* b, the last
+token of that first half,
 
     2^(gc_i - gc_j) = 2^(gc_i - gc_b) * 2^(gc_b - gc_j),        j <= b < i.
 
-Neither exponent is positive, so nothing overflows however strong the gate, and no token after i takes part. One factor
-a token and level serves both roles: a right token decays from the boundary, a left token to it. The exponents are
-sums over the steps between, taken by the matrix unit, never differences of long sums.
+Neither exponent is positive, so nothing overflows with any gate, and no token after i takes part. One
+factor per token and level serves both roles: it decays from the boundary for a token after it, and to
+the boundary for a token before it. The exponents are sums of the steps between, taken on the matrix
+unit; long sums are never subtracted from each other.
 """
 
 from __future__ import annotations

@@ -1,12 +1,17 @@
-"""First launch of the chunk backward for any gate: everything of one chunk that needs no state.
+"""Launch 1 of 3 of the chunk backward, any gate: everything of a chunk that needs no state.
 
-One program a chunk and value head. Writes, in chunk-major tiles that later kernels read whole and unmasked::
+Grid: one program per chunk and value head. With ``gc`` the log2 decay summed from the chunk's first
+row, it writes chunk-major tiles, which the later launches read whole and without masks::
 
     Aqk  [C, C]   scale * q_i . (k_j 2^(gc_i - gc_j)), j <= i
     inv  [C, C]   (I + tril(beta_i k_i . (k_j 2^(gc_i - gc_j)), -1))^-1
     qg   [C, KP]  scale * q 2^gc            kg [C, KP]  k 2^(gc_last - gc)
     w    [C, KP]  inv @ (beta k 2^gc)       uT [VP, C]  (inv @ (beta v))^T
     last [KP]     2^gc_last                 row_values  beta and the reciprocal norms of q and k, C each
+
+Steps of one program: beta and norms; per block of channels the decayed q and k and their products;
+the inverse; w and u. A gate with one value per channel takes its products level by level
+(:func:`channel_products`), a gate with one value per head takes plain products and scales them.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from .triangular_inverse import pairs_of, unit_lower_inverse_masked
 def channel_products(
     qt, kt, hi, lo, Aq, Ak, C: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
-    """Adds ``sum_d q_id k_jd 2^(gc_id - gc_jd)`` to Aq and the same of k, k to Ak, for all pairs ``i > j``."""
+    """Adds ``sum_d q_id k_jd 2^(gc_id - gc_jd)`` to Aq and ``sum_d k_id k_jd 2^(gc_id - gc_jd)`` to Ak, ``i > j``."""
     r = tl.arange(0, C)[:, None]
     t = tl.arange(0, C)[None, :]
     for level in range(LEVELS):
@@ -103,7 +108,7 @@ def chunk_backward_prepare_kernel(
         at = (tile + r)[:, None] * KP + cols[None, :]
         tl.store(qg + at, (scale * (qt * down)).to(qg.dtype.element_ty))
         tl.store(kg + at, (kt * rest).to(kg.dtype.element_ty))
-        # beta k 2^gc waits in w's place until the inverse is there.
+        # w holds beta k 2^gc until the inverse is known.
         tl.store(w + at, (b[:, None] * kt * down).to(w.dtype.element_ty))
         if not SCALAR:
             Aq, Ak = channel_products(qt, kt, hi, lo, Aq, Ak, C, LEVELS, DOT, ASM)

@@ -1,17 +1,18 @@
-"""First launch of the chunk backward where one exponent anchor serves half a chunk: no levels.
+"""Launch 1 of 3 of the chunk backward with one constant exponent offset per half chunk; chunks of 32 rows.
 
-Every step's log2 decay is at least ``floor``, and a half has so few rows S that ``S * floor`` fits float32's range
-twice over. With P the steps summed from the half's first row to a row, that row included, and the constant
-``centre = -floor * S / 2``, both of
+Every step's log2 decay is at least ``floor``, and a half has so few rows S that ``S * floor`` fits
+float32's range twice over. Let P be the steps summed from the half's first row up to and including
+a row, and ``centre = -floor * S / 2`` a constant. Then both factors
 
     2^(P + centre),   2^(-P - centre)
 
-stay within ``2^(+-centre)``, and their product over a pair ``i >= j`` of one half is the pair's decay. Pairs across
-the split_bf16 meet at the boundary between, where nothing overflows. The constant knows no row, so no later row changes
-a bit of an earlier one. Gates without a lower bound are cut off at ``floor`` (see backward_plan).
+stay within ``2^(+-centre)``, and their product over a pair ``i >= j`` of one half is the pair's decay.
+Pairs across the halves are decayed to and from the boundary between the halves, where no exponent is
+positive. ``centre`` depends on no row, so no later row changes a bit of an earlier one. Gates without
+a lower bound are clamped at ``floor`` (see chunk_backward_plan).
 
-This kernel is for S = 16, both split_bf16 in one tile; backward_prepare_halves for S = 32. One program a chunk and value
-head. Tiles are chunk-major, read whole and unmasked by later kernels::
+Here S = 16 and both halves are one tile; chunk_backward_prepare_offset_c64 has S = 32. Grid: one
+program per chunk and value head. Tiles are chunk-major; later launches read them whole, without masks::
 
     Aqk  [C, C]   scale * q_i . (k_j 2^(gc_i - gc_j)), j <= i
     inv  [C, C]   (I + tril(beta_i k_i . (k_j 2^(gc_i - gc_j)), -1))^-1
@@ -33,14 +34,13 @@ from .chunk_backward_io import (
     ROW_BETA,
     ROW_RK,
     ROW_RQ,
-    load_rows,
     load_vector,
     reciprocal_norms,
     store_half_decays,
 )
-from .chunk_backward_sums import split_bf16, sum_rows, tf32_rounded
+from .chunk_backward_offset_operands import store_operands
 from .chunk_backward_w_u import store_w_u
-from .common import chunk_of_program, exp2, mma
+from .common import chunk_of_program, mma
 from .prefetch import prefetch_inputs
 from .triangular_inverse import unit_lower_inverse_masked
 
@@ -71,6 +71,8 @@ def chunk_backward_prepare_offset_c32_kernel(
     j = r[None, :]
     second = i >= S
     same_half = (i >= S) == (j >= S)
+    upto = same_half & (j <= i)
+    after_row = same_half & (j > i)
     wide = chunk * (C * KP) + i * KP
 
     b = activated_beta(load_vector(beta, start, rows, HV, hv, C), rows, C, BETA)
@@ -95,32 +97,15 @@ def chunk_backward_prepare_offset_c32_kernel(
         d0 = tl.exp2(tl.sum(tl.where(second, 0.0, step), 0))
         d1 = tl.exp2(tl.sum(tl.where(second, step, 0.0), 0))
         store_half_decays(last, chunk, cols, d0, d1, KP)
-        hi, lo = split_bf16(step, DOT)
-        P = sum_rows(same_half & (j <= i), hi, lo, DOT) + centre
-        kt = load_rows(k, start, rows, H * K, h * K, cols, K, C).to(tl.float32) * rk[:, None]
-        kind = zb.dtype.element_ty
-        out = wide + cols[None, :]
-        y = tf32_rounded(kt * exp2(-P, ASM), DOT).to(kind)
-        tl.store(yk + out, y)
-        s = kt * exp2(sum_rows(same_half & (j > i), hi, lo, DOT), ASM)
-        tl.store(kg + out, (s * tl.where(second, 1.0, d1[None, :])).to(kind))
-        s = tf32_rounded(s, DOT).to(kind)
-        tl.store(sk + out, s)
-        f = exp2(P, ASM)
-        kt *= f * b[:, None]
-        z = tf32_rounded(kt, DOT).to(kind)
-        tl.store(zb + out, z)
-        before = tl.where(second, d0[None, :], 1.0) * unit
-        # beta k 2^gc waits in w's place until the inverse is there.
-        tl.store(w + out, (kt * before).to(kind))
-        yT = tl.trans(y)
-        sT = tl.trans(s)
-        Ak += tl.where(same_half, mma(z, yT, DOT), unit * mma(z, sT, DOT))
-        qt = load_rows(q, start, rows, H * K, h * K, cols, K, C).to(tl.float32) * rq[:, None]
-        z = tf32_rounded(qt * f, DOT).to(kind)
-        tl.store(zq + out, z)
-        tl.store(qg + out, (qt * f * before * scale).to(kind))
-        Aq += tl.where(same_half, mma(z, yT, DOT), unit * mma(z, sT, DOT))
+        z_q, z_b, y, s = store_operands(
+            q, k, zq, zb, yk, sk, qg, kg, w, step, upto, after_row, b, rq, rk,
+            tl.where(second, d0[None, :], 1.0), tl.where(second, 1.0, d1[None, :]), scale, centre,
+            start, rows, H, h, K, cols, wide + cols[None, :], C, DOT, ASM,
+        )  # fmt: skip
+        y = tl.trans(y)
+        s = tl.trans(s)
+        Ak += tl.where(same_half, mma(z_b, y, DOT), unit * mma(z_b, s, DOT))
+        Aq += tl.where(same_half, mma(z_q, y, DOT), unit * mma(z_q, s, DOT))
 
     square = chunk * (C * C) + i * C + j
     tl.store(Aqk + square, tl.where(i >= j, scale * Aq, 0.0).to(Aqk.dtype.element_ty))

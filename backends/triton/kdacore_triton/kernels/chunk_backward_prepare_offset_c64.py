@@ -1,8 +1,12 @@
-"""backward_prepare_anchored for split_bf16 of 32 rows, each half a tile of its own.
+"""Launch 1 of 3 of the chunk backward with one constant exponent offset per half chunk; chunks of 64 rows.
 
-Same results in the same places. Tiles of 32 rows keep registers few, so that many programs share a multiprocessor, and
-their products go through the warp-level matrix instructions: with 64 rows the compiler picks warp-group ones, and ptxas
-12.8 (Triton 3.6) loses their operands' addresses in this kernel's loops.
+Writes what chunk_backward_prepare_offset_c32 writes, with halves of S = 32 rows that are a tile each.
+Grid: one program per chunk and value head. Tiles of 32 rows need few registers, so more programs
+share a multiprocessor, and their products use warp-level matrix instructions. With 64 rows the
+compiler chooses warp-group instructions, and ptxas 12.8 (Triton 3.6) loses the addresses of their
+operands in this kernel's loops.
+
+The inverse of a chunk from those of its halves is ``[[M0, 0], [Mx, M1]]``, ``Mx = -M1 (L10 M0)``.
 """
 
 from __future__ import annotations
@@ -20,46 +24,13 @@ from .chunk_backward_io import (
     reciprocal_norms,
     store_half_decays,
 )
-from .chunk_backward_sums import split_bf16, sum_rows, tf32_rounded
+from .chunk_backward_offset_operands import store_operands
 from .common import chunk_of_program, exp2, mma
 from .prefetch import prefetch_inputs
 from .triangular_inverse import unit_lower_inverse_masked
 
 S = tl.constexpr(32)
 C = tl.constexpr(64)
-
-
-@triton.jit
-def half_operands(
-    q, k, zq, zb, yk, sk, qg, kg, w, step, b, rq, rk, before, after, scale, centre,
-    start, rows, H, h, K, cols, out, DOT: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Stores the operand tiles of one half; returns zq, zb, yk, sk as rounded. ``before``, ``after``: the decays
-    from the chunk's first row to the half, and from the half to the chunk's end."""
-    i = tl.arange(0, S)[:, None]
-    j = tl.arange(0, S)[None, :]
-    kind = zb.dtype.element_ty
-    hi, lo = split_bf16(step, DOT)
-    P = sum_rows(j <= i, hi, lo, DOT) + centre
-    up = exp2(P, ASM)
-    before = before[None, :] * tl.exp2(-centre)
-    kt = load_rows(k, start, rows, H * K, h * K, cols, K, S).to(tl.float32) * rk[:, None]
-    y = tf32_rounded(kt * exp2(-P, ASM), DOT).to(kind)
-    tl.store(yk + out, y)
-    s = kt * exp2(sum_rows(j > i, hi, lo, DOT), ASM)
-    tl.store(kg + out, (s * after[None, :]).to(kind))
-    s = tf32_rounded(s, DOT).to(kind)
-    tl.store(sk + out, s)
-    kt *= up * b[:, None]
-    # beta k 2^gc waits in w's place until the inverse is there.
-    tl.store(w + out, (kt * before).to(kind))
-    kt = tf32_rounded(kt, DOT).to(kind)
-    tl.store(zb + out, kt)
-    qt = load_rows(q, start, rows, H * K, h * K, cols, K, S).to(tl.float32) * rq[:, None] * up
-    tl.store(qg + out, (qt * before * scale).to(kind))
-    qt = tf32_rounded(qt, DOT).to(kind)
-    tl.store(zq + out, qt)
-    return qt, kt, y, s
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "H", "HV"])
@@ -111,7 +82,9 @@ def chunk_backward_prepare_offset_c64_kernel(
     L0 = tl.zeros([S, S], tl.float32)
     L1 = tl.zeros([S, S], tl.float32)
     Lx = tl.zeros([S, S], tl.float32)
-    one = tl.full([BK], 1.0, tl.float32)
+    one = tl.full([1, BK], 1.0, tl.float32)
+    upto = j <= i
+    after_row = j > i
     for first in range(0, KP, BK):
         cols = first + tl.arange(0, BK)
         known = (cols < K)[None, :]
@@ -124,17 +97,17 @@ def chunk_backward_prepare_offset_c64_kernel(
         store_half_decays(last, chunk, cols, d0, d1, KP)
 
         out = chunk * (C * KP) + i * KP + cols[None, :]
-        z_q, z_b, y, s = half_operands(
-            q, k, zq, zb, yk, sk, qg, kg, w, step0, b0, rq0, rk0, one, d1, scale, centre,
-            start, rows, H, h, K, cols, out, DOT, ASM,
+        z_q, z_b, y, s = store_operands(
+            q, k, zq, zb, yk, sk, qg, kg, w, step0, upto, after_row, b0, rq0, rk0, one, d1[None, :], scale, centre,
+            start, rows, H, h, K, cols, out, S, DOT, ASM,
         )  # fmt: skip
         y = tl.trans(y)
         A0 += mma(z_q, y, DOT)
         L0 += mma(z_b, y, DOT)
         s = tl.trans(s)
-        z_q, z_b, y, _ = half_operands(
-            q, k, zq, zb, yk, sk, qg, kg, w, step1, b1, rq1, rk1, d0, one, scale, centre,
-            later, beyond, H, h, K, cols, out + S * KP, DOT, ASM,
+        z_q, z_b, y, _ = store_operands(
+            q, k, zq, zb, yk, sk, qg, kg, w, step1, upto, after_row, b1, rq1, rk1, d0[None, :], one, scale, centre,
+            later, beyond, H, h, K, cols, out + S * KP, S, DOT, ASM,
         )  # fmt: skip
         Ax += mma(z_q, s, DOT)
         Lx += mma(z_b, s, DOT)

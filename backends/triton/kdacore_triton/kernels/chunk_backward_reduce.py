@@ -1,4 +1,4 @@
-"""Last launches of the chunk backward: sums over chunks and over head groups, each in one fixed order."""
+"""Sums after the chunk backward's three launches: over chunks and over head groups, each in one fixed order."""
 
 from __future__ import annotations
 

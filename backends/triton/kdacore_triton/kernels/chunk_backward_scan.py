@@ -1,15 +1,15 @@
-"""Second launch of the chunk backward: both serial recurrences over the chunks, side by side in one grid.
+"""Launch 2 of 3 of the chunk backward: both serial recurrences over the chunks, side by side in one grid.
 
-Even programs run the states forward, odd ones the states' gradients in reverse; neither needs the other. Both keep
-the transposed state ``[BV, KP]`` in float32 registers, where it is the left operand of its own products, and split
-V. Per chunk, with the tiles of the prepare kernel::
+Even programs compute the states, odd programs the gradients of the states in reverse order; neither
+needs the other. Both keep the transposed state ``[BV, KP]`` in float32 registers, where it is the left
+operand of its own products, and both split V. Per chunk, with the tiles of the prepare kernel::
 
-    forward   hT = S^T;  vT = uT - S^T w^T  (in uT's place);     S^T <- S^T diag(last) + vT kg
+    forward   hT = S^T;  vT = uT - S^T w^T  (stored over uT);    S^T <- S^T diag(last) + vT kg
     reverse   dhT = dS^T; dvT = dS^T kg^T + do^T Aqk;            dS^T <- dS^T diag(last) + do^T qg - dvT w;
               drT = dvT inv
 
-``hT`` is the state at the chunk's start, ``dhT`` the gradient of the state at its end, ``dvT`` of
-v_new, ``drT`` of what inv is multiplied with.
+``hT`` is the state at the chunk's start, ``dhT`` the gradient of the state at its end, ``dvT`` that of
+v_new, and ``drT`` that of the right-hand side that inv is multiplied with.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def store_state(state, S, nh, vs, ks, K, V, V_FIRST: tl.constexpr):
 
 @triton.jit
 def load_last(last, pid, ks, LAST: tl.constexpr, SCALAR: tl.constexpr):
-    """``2^gc_last`` of a chunk as a row ``[1, KP]`` (``[1, 1]`` with one gate a head); LAST: the chunks' distance."""
+    """``2^gc_last`` of a chunk as a row ``[1, KP]`` (``[1, 1]`` with one gate a head); LAST: values per chunk."""
     if SCALAR:
         d = tl.load(last + pid + tl.zeros([1, 1], tl.int32))
     else:

@@ -33,7 +33,7 @@ def sum_tokens(hi, lo, which, DOT: tl.constexpr):
 
 @triton.jit
 def sum_tokens_exact(x, which, DOT: tl.constexpr):
-    """:func:`sum_tokens` of ``x`` itself, for sums that end far below their terms: every bit of float32 counts."""
+    """:func:`sum_tokens` of ``x`` itself, for sums far smaller than their terms, which need every bit of float32."""
     if DOT == "bf16":
         hi, lo = split_bf16(x, DOT)
         rest = (x - hi.to(tl.float32) - lo.to(tl.float32)).to(tl.bfloat16)
@@ -59,9 +59,9 @@ def sum_rows(which, hi, lo, DOT: tl.constexpr):
 
 @triton.jit
 def rounded(x, DOT: tl.constexpr):
-    """``x`` as a dot of precision DOT will see it, still float32, so that other products can use the same value."""
+    """``x`` rounded as a dot of precision DOT rounds it, still float32, so that other products use the same value."""
     if DOT == "bf16":
-        # To nearest, ties away from zero: two integer operations, where a conversion there and back is slow.
+        # To nearest, ties away from zero: two integer operations are faster than converting there and back.
         bits = (x.to(tl.int32, bitcast=True) + 0x8000) & -65536
         x = bits.to(tl.float32, bitcast=True)
     return x
@@ -69,7 +69,7 @@ def rounded(x, DOT: tl.constexpr):
 
 @triton.jit
 def tf32_rounded(x, DOT: tl.constexpr):
-    """``x`` as a tf32 product will see it, where products are tf32: nearest, ties away from zero."""
+    """``x`` rounded to tf32 where products are tf32: nearest, ties away from zero."""
     if DOT == "tf32":
         bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -8192
         x = bits.to(tl.float32, bitcast=True)

@@ -1,8 +1,9 @@
-"""The decayed products of a chunk's rows, ``q_i . (k_j 2^(gc_i - gc_j))`` and the same of k and k.
+"""The decayed products of a chunk's rows: ``q_i . (k_j 2^(gc_i - gc_j))``, and the same of k and k.
 
-Naively ``2^gc_i`` underflows and ``2^-gc_j`` overflows: there is one way around that for each kind of gate. Each
-function returns the two ``[C, C]`` products, whose entries above the diagonal are junk, and the rows ``q 2^gc``,
-``k 2^(gc_last - gc)`` and ``beta k 2^gc``. No later row changes a bit of an earlier one's.
+Computed directly, ``2^gc_i`` underflows and ``2^-gc_j`` overflows. There is one remedy for each family
+of gates. Each function returns the two ``[C, C]`` products, whose entries above the diagonal are
+undefined, and the rows ``q 2^gc``, ``k 2^(gc_last - gc)`` and ``beta k 2^gc``. No later row changes a bit
+of an earlier one's.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from .step_sums import sum_steps
 
 @triton.jit
 def bounded_products(q, k, beta, steps, total, i, offset, DOT: tl.constexpr, ASM: tl.constexpr):
-    """For gates of at least -5 a step and at most 32 rows: one constant offset.
+    """For log decays of at least -5 per step and at most 32 rows: one constant exponent offset.
 
-    Every running sum lies within about ``offset`` of ``-offset``, so both factors fit the range of bfloat16 whatever
-    the gates are, and one product gives the whole chunk. ``offset`` is an integer: scaling by it is exact.
+    Every running sum lies within about ``offset`` of ``-offset``, so both factors fit the range of bfloat16 with any
+    gates, and one product gives the whole chunk. ``offset`` is an integer: scaling by it is exact.
     """
     unit = tl.exp2(-offset)
     gc = sum_steps(i[None, :] <= i[:, None], steps, DOT) + offset
@@ -39,10 +40,10 @@ def unbounded_products(
 ):  # fmt: skip
     """For any gate: every factor is at most 1.
 
-    Level by level, blocks of rows are cut in half and anchored at the first row of the right half. One product a
-    level gives all pairs (right row, left row). Exponents are sums over short runs of steps, never differences of
-    long ones. ``levels_ptr``: 0/1 matrices ``[LEVELS, C, C]``, whose steps (columns) lie between a row and its offset;
-    ``C = 2^LEVELS``.
+    At each level, blocks of rows are cut in half, and exponents are relative to the first row of the second half. One
+    product per level gives all pairs (row of the second half, row of the first half). Exponents are sums over short
+    runs of steps, never differences of long ones. ``levels_ptr``: 0/1 matrices ``[LEVELS, C, C]`` that choose the steps
+    (columns) between a row and its reference row; ``C = 2^LEVELS``.
     """
     gap = i[:, None] ^ i[None, :]
     aqk = tl.where(gap == 0, tl.sum(q * k, 1)[:, None], 0.0)
@@ -61,7 +62,7 @@ def unbounded_products(
 
 @triton.jit
 def scalar_products(q, k, beta, g, total, i, DOT: tl.constexpr, ASM: tl.constexpr):
-    """One decay a head: between two rows it is one number, so plain products are scaled afterwards."""
+    """One decay per head: between two rows it is one number, so plain products are scaled afterwards."""
     gc = tl.cumsum(g, 0)
     kt = tl.trans(operand(k, DOT))
     ratio = exp2(tl.where(i[:, None] >= i[None, :], gc[:, None] - gc[None, :], 0.0), ASM)

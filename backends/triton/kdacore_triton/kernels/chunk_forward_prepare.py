@@ -1,10 +1,12 @@
-"""One launch for all the work of a chunk that does not depend on the state.
+"""Launch 1 of the chunk forward: all work of a chunk that does not depend on the state.
 
-One program per (chunk, value head): gate and running sums, l2norm, the two intra-chunk matrices, the triangular
-inverse, and the rows that the scan multiplies with the state. What it writes is in :mod:`kdacore_triton.forward`.
+Grid: one program per chunk and value head. Steps of one program: gate and running sums, l2norm, the
+two intra-chunk matrices, the triangular inverse, and the rows that the scan multiplies with the state.
+The record that it writes is described in :mod:`kdacore_triton.chunk_forward`.
 
-What limits it is latency: of loads, which therefore come first, and of shuffles and products in turn. Small chunks by
-one warp are fastest, with no barriers and several programs a multiprocessor to hide behind each other.
+Latency limits it: of loads, which therefore come first, then of shuffles and products. Small chunks on
+one warp are fastest: there are no barriers, and several programs share a multiprocessor and hide each
+other's latency.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ SCALAR = tl.constexpr(2)
 
 @triton.jit
 def _load_gate(g_ptr, row, inside, d, K: tl.constexpr, FAMILY: tl.constexpr, GATE: tl.constexpr):
-    """Raw gates in float32. Outside, what the gate turns into no decay at all: no mask is needed afterwards."""
+    """Raw gates in float32; past the end a value that gives no decay, so that no mask is needed afterwards."""
     NONE: tl.constexpr = 0.0 if GATE == GATE_LOG else float("-inf")
     if FAMILY == SCALAR:
         x = tl.load(g_ptr + row, mask=inside, other=NONE)
@@ -78,7 +80,7 @@ def chunk_forward_prepare_kernel(
     INV_DOT: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Grid: slots * HV. ``BU``: channels of v a block; ``C = 2^LEVELS``.
+    """Grid: slots * HV. ``BU``: channels of v per block; ``C = 2^LEVELS``.
 
     ``offset`` (BOUNDED): an integer near half of C steps at the bound, in log2. With SCALAR, g is ``[tokens, HV]``,
     dt_bias ``[HV]`` and decay one number a record.

@@ -1,7 +1,11 @@
-"""The serial part: the state walks over the chunks of one sequence and value head, the output with it.
+"""Last launch of the chunk forward: the recurrence over the chunks of one sequence and value head, and the output.
 
-The state is kept transposed, ``[BV, BK]`` in float32 registers: then it is the left operand of every product, as is
-the new value block, and neither passes through shared memory on the chain.
+Per chunk, with the rows of the record that the prepare kernel wrote::
+
+    v' = ut^T - w S         o = qg S + Aqk v'         S <- diag(decay) S + kg^T v'
+
+The state is kept transposed, ``[BV, BK]`` in float32 registers. There it is the left operand of every
+product, as is the new value block, and neither passes through shared memory between two chunks.
 """
 
 from __future__ import annotations
@@ -112,7 +116,7 @@ def chunk_forward_scan_kernel(
         else:
             decay = tl.load(decay_ptr + tile * BK + d)[None, :]
         sb = operand(s, DOT)
-        # One product for both, since the matrix unit is waited for after each.
+        # One product for both: each product is waited for.
         both = tl.permute(tl.reshape(mma(sb, tl.trans(wq), DOT), [BV, 2, C]), [0, 2, 1])
         ws, o = tl.split(both)
         r = operand(ut.to(tl.float32) - ws, DOT)

@@ -1,14 +1,17 @@
-"""A long sequence of few heads scanned in segments side by side, instead of in one chain.
+"""Few heads and many tokens: a sequence is cut in segments that run side by side instead of one after another.
 
 Over a segment of ``SEGMENT`` tokens the state changes by an affine map, ``S -> M S + B``. Three launches:
 
-1. ``transfer``: M and B of every segment at once. Both come from walking the segment's chunks, from the unit matrix
-   without values and from zero with them, so M is just K more columns of the state.
-2. ``carry``: the state at the start of every segment, one after another; a product a segment.
-3. the scan itself, over every segment at once from its own state.
+1. ``chunk_forward_segment_maps``: M and B of every segment at once. Both come from the recurrence over
+   the segment's chunks: M from the identity without values, B from zero with values, so M is only K
+   more columns of the state.
+2. ``chunk_forward_segment_starts``: the state at the start of every segment, in order, with one product
+   per segment.
+3. ``chunk_forward_scan``: every segment at once from its own state.
 
-SegmentLaunches start at multiples of SEGMENT from the start of a sequence, however long it is, so appending tokens changes no
-bit of what came before. Segment j of packed sequence n owns slot ``cu_seqlens[n] // SEGMENT + n + j``, as chunks do.
+Segments start at multiples of SEGMENT from the start of a sequence, however long it is, so appending
+tokens changes no bit of what came before. Segment j of packed sequence n owns slot
+``cu_seqlens[n] // SEGMENT + n + j``, like chunks.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ def segment_of_slot(cu_ptr, slot, N, NS, SEGMENT: tl.constexpr, PACKED: tl.const
 
 @triton.jit
 def store_map(ptr, s, cell, mask, BK: tl.constexpr, DOT: tl.constexpr):
-    """M in float32, or in the same bytes as two bfloat16 halves, 16 bits together: no conversions on the chain."""
+    """M in float32, or in the same bytes as two bfloat16 parts: the serial launch then converts nothing."""
     if DOT == "bf16":
         half = ptr.to(tl.pointer_type(tl.bfloat16))
         hi = s.to(tl.bfloat16)

@@ -1,4 +1,4 @@
-"""Loading what goes with the rows of a chunk: the rate beta, the gate's head parameters."""
+"""Loads of beta and of a head's gate parameters, for the chunk forward and the stages."""
 
 from __future__ import annotations
 

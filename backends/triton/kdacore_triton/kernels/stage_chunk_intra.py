@@ -1,14 +1,15 @@
 """Stage ``kda_chunk_intra``: pairs inside blocks of SPAN rows, in two forms, and the rest of the chunk for both.
 
-*Token-parallel*: one program per token, exact exponents, causal loop bounds, no product thrown away. It leaves the
-strictly lower blocks.
+*Token-parallel*: one program per token, exact exponents, causal loop bounds, no product computed in
+vain. It writes the strictly lower blocks.
 
-*Sub-chunk*: one warp per block, on the matrix unit, level by level: at each level the block is cut into halves and
-anchored at the first row of the right half, so that every factor is at most 1 whatever the gates are and no later row
-changes a bit of an earlier one's. Anchor rows are loaded, not gathered from registers, so no hardware is left out. It
-leaves the blocks' inverses.
+*Sub-chunk*: one warp per block, on the matrix unit, level by level. At each level the block is cut in
+halves and exponents are relative to the first row of the second half, so that every factor is at most
+1 with any gates and no later row changes a bit of an earlier one's. Reference rows are loaded rather
+than gathered from registers, which works on all hardware. It writes the blocks' inverses.
 
-The merge does the pairs of rows in different blocks, level by level too, and the inverse of the whole chunk.
+The merge computes the pairs of rows in different blocks, level by level too, and the inverse of the
+whole chunk.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ def intra_diagonal_kernel(
 ):  # fmt: skip
     """Grid: slots * (C / SPAN) * HV. Writes the block of Aqk, and the inverse to ``inv_ptr`` ``[tokens, HV, SPAN]``.
 
-    ``levels_ptr``: 0/1 matrices ``[4, SPAN, SPAN]``, whose steps (columns) lie between a row and its anchor; float16
-    where the rows are 16-bit, else float32.
+    ``levels_ptr``: 0/1 matrices ``[4, SPAN, SPAN]`` that choose the steps (columns) between a row and its reference
+    row; float16 where the rows are 16-bit, else float32.
     """
     pid = tl.program_id(0)
     block = pid // HV
@@ -174,7 +175,7 @@ def _from(x, e, DOT: tl.constexpr):
 
 @triton.jit
 def _upto(k, exponent, DOT: tl.constexpr, ASM: tl.constexpr):
-    """Keys decayed up to their anchor, as a right operand. Rows past the end would grow: they get no factor."""
+    """Keys decayed up to their reference row, as a right operand. Rows past the end would grow: they get no factor."""
     return tl.trans(operand(k * exp2(tl.minimum(exponent, 0.0), ASM), DOT))
 
 
@@ -239,7 +240,7 @@ def intra_merge_kernel(
         tl.store(aqk_ptr + (i * stride)[:, None] + i[None, :], none, mask=above)
         tl.store(akk_ptr + (i * stride)[:, None] + i[None, :], none, mask=above)
 
-    # Where right rows are missing, the last row serves as anchor: what is made then is finite and never stored.
+    # Where rows of the second half are missing, the last row is the reference: results are finite and never stored.
     reference1 = tl.minimum(SPAN, rows - 1) * HV * K
     reference2 = tl.minimum(2 * SPAN, rows - 1) * HV * K
     reference3 = tl.minimum(3 * SPAN, rows - 1) * HV * K

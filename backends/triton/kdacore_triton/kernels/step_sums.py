@@ -11,7 +11,7 @@ def step_operand(g, DOT: tl.constexpr):
     """Steps (log2 decays) as the operand of :func:`sum_steps`.
 
     float16 keeps 11 bits: an error of 2^-12 x in an exponent x <= 0 costs at most 2^-12 / e of the factor 2^x, well
-    below what other operands round. Whoever uses such sums must take totals from the rounded steps too.
+    below the rounding of other operands. Totals must be taken from the rounded steps too.
     """
     if DOT == "bf16" or DOT == "fp16" or DOT == "tf32":
         r = g.to(tl.float16)

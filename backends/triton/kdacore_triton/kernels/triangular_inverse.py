@@ -1,7 +1,9 @@
 """Inverse of a unit lower triangular matrix by merging blocks of 1, 2, 4, ... rows.
 
-Each merge is exact block elimination, so the error stays that of forward substitution. A power series in the
-strictly lower part would be as short, but its terms cancel catastrophically for near-collinear keys.
+Each merge is exact block elimination, so the error stays that of forward substitution. A power series
+in the strictly lower part would be as short, but its terms cancel catastrophically for near-collinear
+keys. The two functions differ in what they mask: the products of a level (forward and stages), or a factor of
+the first product (backward).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ def unit_lower_inverse(low, i, DOT: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def pairs_of(level, SIZE: tl.constexpr):
-    """``[SIZE, SIZE]`` mask of the pairs ``i > j`` in the two split_bf16 of one group of ``2 * 2**level`` rows."""
+    """``[SIZE, SIZE]`` mask of the pairs ``i > j`` in the two halves of one group of ``2 * 2**level`` rows."""
     half = tl.arange(0, SIZE) >> level
     sibling = tl.where((half & 1) == 1, half ^ 1, -1)
     return sibling[:, None] == half[None, :]
@@ -36,7 +38,7 @@ def pairs_of(level, SIZE: tl.constexpr):
 
 @triton.jit
 def unit_lower_inverse_masked(A, LEVELS: tl.constexpr, SIZE: tl.constexpr, DOT: tl.constexpr):
-    """``(I + A)^-1`` of a strictly lower triangular ``[SIZE, SIZE]`` tile, split_bf16 merged from 1 row up."""
+    """``(I + A)^-1`` of a strictly lower triangular ``[SIZE, SIZE]`` tile, halves merged from 1 row up."""
     i = tl.arange(0, SIZE)[:, None]
     j = tl.arange(0, SIZE)[None, :]
     inv = tl.where(i == j, 1.0, 0.0) - tl.where(pairs_of(0, SIZE), A, 0.0)

@@ -1,4 +1,4 @@
-"""Processes whose kernels are compiled: the tests' own has Triton interpret them where there is no GPU."""
+"""Run Python in a process whose kernels are compiled; the tests' own process interprets them without a GPU."""
 
 from __future__ import annotations
 

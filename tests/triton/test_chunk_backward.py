@@ -30,7 +30,7 @@ DEVICE = "cuda" if GPU else "cpu"
 pytestmark = [
     # Triton 3.6's interpreter turns a loop bound into an int in a way that NumPy < 2.4 warns about.
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-    # Pairs above the diagonal overflow under one anchor; they are masked after the product, which NumPy cannot know.
+    # Pairs above the diagonal overflow with one exponent offset. They are masked after the product.
     pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
 ]
 
@@ -362,7 +362,7 @@ def test_gradients_of_a_prefix_loss_do_not_see_the_rest(form: dict[str, Any]) ->
 @pytest.mark.parametrize("size", [1e-12, 1e-6, 1e5])
 @pytest.mark.parametrize("gates", ["floor", "slow"])
 def test_gradients_of_any_size(size: float, gates: str) -> None:
-    """Exponents at the anchor's edge leave little room above and below the gradients."""
+    """Exponents near the offset's limit leave little room above and below the gradients."""
     case = Case(gates=gates, lower_bound=-5.0)
     request, inputs, grads = build(case)
     grads = OutputGrads(*(x * size for x in grads))

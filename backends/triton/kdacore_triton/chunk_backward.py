@@ -1,9 +1,9 @@
 """Backward of ``chunk_kda`` and ``chunk_gated_delta_rule``: every gradient from the inputs alone.
 
-Three launches (prepare, scan, grads) and one small reduction for each parameter that needs it; a grouped call adds one
-reduction each for q and k, as does the norm where the gradients are made in blocks of channels. Nothing is read on the
-host, so a call can be captured into a graph. Sums over chunks and heads run in one fixed order, without atomics: the
-same inputs give the same bits.
+Three launches (prepare, scan, grads) and one small reduction for each parameter that needs it. A
+grouped call adds one reduction each for q and k, as does the l2norm where gradients are computed in
+blocks of channels. The host reads nothing back, so a call can be captured in a CUDA graph. Sums over
+chunks and heads run in one fixed order, without atomics: the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def backward(
 
 
 def _sizes(request: Request, plan: ChunkBackwardPlan) -> tuple[int, int, int]:
-    """What kernels find a chunk's rows with: T, NT, N."""
+    """The sizes by which kernels locate a chunk's rows: T, NT, N."""
     return request.T, cdiv(request.T, plan.C), request.N
 
 
@@ -146,11 +146,11 @@ def _run_grads(
     do: torch.Tensor,
     d_initial: torch.Tensor | None,
 ) -> InputGrads:
-    """Launch the gradients kernel and the reductions it leaves."""
+    """Launch the gradients kernel and the reductions after it."""
     r, p, t = request, plan, plan.tiles
     grouped = r.HV != r.H
     dv, dg, dbeta = torch.empty_like(x.v), torch.empty_like(x.g), torch.empty_like(x.beta)
-    # Of a gradient before the norm most may lie along q or k, which the norm takes away: not in 16 bits.
+    # The component along q or k, which the norm removes, may be most of the gradient: 16 bits would not do.
     parts = torch.float32 if p.separate_norm else p.work_dtype
     if grouped or (p.separate_norm and x.q.dtype != parts):
         dq, dk = (x.q.new_empty((r.B * r.T, r.HV, r.K), dtype=parts) for _ in range(2))
@@ -219,7 +219,7 @@ def _sum_chunks(
 def _sum_groups(
     request: Request, plan: ChunkBackwardPlan, x: torch.Tensor, part: torch.Tensor
 ) -> torch.Tensor:
-    """Sum the value heads of each group; go back through the norm if that is still to be done."""
+    """Sum the value heads of each group; with ``separate_norm``, take the sum through the l2norm."""
     in_place = part.shape == x.shape and part.dtype == x.dtype
     out, rows = part if in_place else torch.empty_like(x), 2048 // plan.KP
     _sum_group(

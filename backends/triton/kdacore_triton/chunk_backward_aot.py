@@ -1,4 +1,4 @@
-"""What the chunk backward is compiled for ahead of time: training steps, most of them at K = V = 128 in bfloat16."""
+"""Cases of the chunk backward to compile ahead of time: training steps, most of them at K = V = 128 in bfloat16."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _COMPILED = {
 """What an architecture compiles, else a bounded gate at K = V = 128: all of them everywhere would take minutes."""
 _GRADS = tuple(f"chunk_backward_grads{variant}_kernel" for variant in ("", "_offset", "_scalar"))
 _PREPARE = tuple(f"chunk_backward_prepare{variant}_kernel" for variant in ("", "_offset_c32", "_offset_c64"))
-_ALONE = {_Kind("bounded", dtype=_F32): _GRADS, _Kind("bounded", 256): (*_GRADS, *_PREPARE)}
-"""Kernels on Hopper's own matrix unit, where it is not the scan and the gradients."""
+_MATRIX_UNIT = {_Kind("bounded", dtype=_F32): _GRADS, _Kind("bounded", 256): (*_GRADS, *_PREPARE)}
+"""Kernels that must use Hopper's warp-group instructions, where these are not the scan and the gradients."""
 _SPILLS: dict[_Kind, dict[str, int]] = {
     _Kind("bounded"): {
         "chunk_backward_prepare_offset_c64_kernel": 128,
@@ -64,9 +64,9 @@ _SPILLS: dict[_Kind, dict[str, int]] = {
         "chunk_backward_scan_kernel": 3,
     },
 }
-"""A fifth above what Triton 3.7 and 3.9 leave, whichever is more, on the architecture with most. Half a chunk's
-gradients are more than a program's registers hold, and a chunk's operands more than a warp's; most of that stays in the
-L1. Wide heads and float32 are not tuned."""
+"""20 % above the spills that Triton 3.7 or 3.9 produces, on the architecture with the most. The gradients of half a
+chunk need more registers than a program has, and a chunk's operands more than a warp has; most spills stay in the L1
+cache. Wide heads and float32 are not tuned."""
 
 
 def aot_cases(arch: str) -> list[AotCase]:
@@ -79,7 +79,7 @@ def aot_cases(arch: str) -> list[AotCase]:
         cases += record(
             f"chunk backward {kind.gate} K{kind.K} {str(kind.dtype)[6:]}",
             partial(backward, *call),
-            matrix_unit=_ALONE.get(kind, (*_GRADS, "chunk_backward_scan_kernel")),
+            matrix_unit=_MATRIX_UNIT.get(kind, (*_GRADS, "chunk_backward_scan_kernel")),
             products=(*_GRADS, *_PREPARE, "chunk_backward_scan_kernel"),
             max_spills=_SPILLS[kind],
             slow=True,
@@ -90,7 +90,7 @@ def aot_cases(arch: str) -> list[AotCase]:
 def _meta_call(
     arch: str, gate: str, K: int = 128, dtype: torch.dtype = _BF16
 ) -> tuple[Request, ChunkInputs, tuple[Any, ...], OutputGrads]:
-    """A grouped call with everything fused and the gradient of a final state. No memory behind it."""
+    """A grouped call with everything fused and the gradient of a final state, on ``meta`` tensors."""
     B, T, H, HV = 1, 1024, 16, 32
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:

@@ -1,4 +1,9 @@
-"""What the chunk backward launches for a request: padded sizes, kernel options, tile sizes. Data, no kernels."""
+"""What the chunk backward launches for a request: padded sizes, kernel options, tile sizes.
+
+Three forms, by how exponents inside a chunk stay in range: *levels* (any gate, chunk_backward_prepare
+and chunk_backward_grads), *offset* (one constant exponent offset per half chunk, the ``_offset``
+kernels), and *scalar* (one decay per head, chunk_backward_prepare and chunk_backward_grads_scalar).
+"""
 
 from __future__ import annotations
 
@@ -18,30 +23,29 @@ from .launch import next_power_of_2
 
 LOG2E = math.log2(math.e)
 UNBOUNDED_FLOOR = -13.75
-"""Where the log2 decay of a gate without a bound is cut off for one offset to serve 16 rows.
+"""The log2 decay of a gate without a bound is clamped here, so that one offset serves 16 rows.
 
-exp(g) then never falls below 7e-5. What a state keeps too much of is that part of it, far below the resolution of
-bfloat16 and float16 inputs, which alone are served so; steps that are cut off have gradient 0.
+exp(g) is then at least 7e-5: far below the resolution of bfloat16 and float16 inputs, the only ones it is used for.
+Clamped steps have gradient 0.
 """
 WIDE_KEYS = 128
-"""One offset serves at most so many channels of k; more go level by level."""
+"""The most channels of k for the offset form; wider keys take levels."""
 TF32_KEYS = 64
-"""Chunk calls of float16 inputs take tf32 operands up to so many channels of k. With more, training would take twice
-as long (docs/performance/triton-backward.md) for a sum that bfloat16 inputs do not get better either."""
+"""Chunk calls of float16 inputs take tf32 operands up to this many channels of k. With more, training would take twice
+as long (docs/performance/triton-backward.md) for a precision that bfloat16 inputs do not get either."""
 EXACT_CHUNK = 64
-"""Rows of a chunk where exponents go level by level instead."""
+"""Rows of a chunk in the forms without an offset."""
 SMALL_CHUNK = 32
-"""Rows of a chunk with one gate a head.
+"""Rows of a chunk with one gate per head.
 
-Products of 64 rows would be warp-group ones, whose operand addresses ptxas 12.8 (Triton 3.6) loses in that
-gradients kernel; at K = V = 128 in bfloat16 on sm_90 alone it does not, and there
-EXACT_CHUNK is used.
+Products of 64 rows would use warp-group instructions, whose operand addresses ptxas 12.8 (Triton 3.6) loses in that
+gradients kernel. Only at K = V = 128 in bfloat16 on sm_90 it does not; EXACT_CHUNK is used there.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ExponentOffset:
-    """One constant exponent anchor for half a chunk; see kernels.backward_prepare_anchored."""
+    """One constant exponent offset for half a chunk; see kernels.chunk_backward_prepare_offset_c32."""
 
     half: int
     """Rows S of half a chunk."""
@@ -87,10 +91,12 @@ class ChunkBackwardPlan:
     """None: exponents go level by level."""
     tiles: Tiles
     separate_norm: bool
-    """Is the l2norm gone back through by a launch of its own? Where no program has all channels of a token, and where
-    several value heads share a key under one offset: once for their sum is less than once for each."""
+    """Does a separate launch take the gradients through the l2norm?
+
+    Yes where no program has all channels of a token, and in the offset form where several value heads share a key: one
+    pass over their sum costs less than one for each."""
     row_values: int
-    """float32 values of a chunk and head that there is one of a token; see kernels.backward_halves."""
+    """float32 values per chunk and head in ``row_values``; see kernels.chunk_backward_io."""
     work_dtype: torch.dtype
     """dtype of the workspace and, bfloat16 or float32, of the matrix operands."""
     dot: str
@@ -100,22 +106,22 @@ class ChunkBackwardPlan:
 
 
 def wants_wide_operands(request: Request) -> bool:
-    """Do products take more than bfloat16 operands, in the tiles of float32 ones?
+    """Do products take operands wider than bfloat16, in the tiles of float32 inputs?
 
-    Where all gates are fast, each head's part of the gradient of A_log is 2e-3 to 4e-3 off with bfloat16 operands: five
-    to eight roundings, none of them larger than the others. Where a few such parts cancel, that is beyond the bound.
-    float16 inputs have the bits that tf32 operands keep.
+    Where all gates are fast, each head's part of the gradient of A_log has an error of 2e-3 to 4e-3 with bfloat16
+    operands, from five to eight roundings of about equal size. Where a few such parts nearly cancel, that exceeds the
+    bound. float16 inputs have the bits that tf32 operands keep.
     """
     return request.dtype == "float32" or (request.dtype == "float16" and EXACT_KEYS < request.K <= TF32_KEYS)
 
 
 def choose_offset(request: Request) -> ExponentOffset | None:
-    """How exponents inside a chunk are anchored."""
+    """The constant exponent offset of a request; None for the other two forms."""
     if request.scalar_gate or request.K > WIDE_KEYS:
         return None
     bound = request.lower_bound
     if bound is not None and has_usable_bound(request):
-        # A hair below the bound: a step at the bound must not count as cut off after rounding. float32 operands are
+        # Slightly below the bound: a step at the bound must not count as clamped after rounding. float32 operands are
         # multiplied as a tf32 number and its remainder, 2^-11 of it: over 32 rows the remainders would underflow.
         return ExponentOffset(16 if wants_wide_operands(request) else 32, bound * LOG2E * 1.0001)
     if request.dtype in ("bfloat16", "float16"):

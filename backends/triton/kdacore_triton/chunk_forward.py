@@ -1,9 +1,10 @@
-"""``chunk_kda`` and ``chunk_gated_delta_rule``, forward: two launches and nothing read on the host.
+"""The chunk forward: ``chunk_kda`` and ``chunk_gated_delta_rule`` in two launches; the host reads nothing back.
 
-``prepare`` does all that needs no state, one program per chunk and value head, and leaves a record of bytes for each;
-``scan`` walks the state over the records and writes the output; few heads and many tokens are scanned in segments
-(``kernels/segments.py``, two launches more). A record, contiguous, head dims padded to powers of
-two (``BK``, ``BV``) and rows beyond the sequence zero, holds in this order::
+``chunk_forward_prepare`` does all work that needs no state, one program per chunk and value head, and
+writes a record for each. ``chunk_forward_scan`` carries the state over the records and writes the
+output. With few heads and many tokens the scan runs in segments (two more launches, see
+kernels/chunk_forward_segments.py). A record is contiguous, with head dims padded to powers of two
+(``BK``, ``BV``) and zeros in rows past the sequence, and holds in this order::
 
     w   [C, BK]   X (beta k 2^gc)
     qg  [C, BK]   scale q 2^gc
@@ -11,11 +12,12 @@ two (``BK``, ``BV``) and rows beyond the sequence zero, holds in this order::
     ut  [BV, C]   (X (beta v))^T
     aqk [C, C]    scale q_i . k_j 2^(gc_i - gc_j), zero above the diagonal
 
-``gc`` is the log2 decay summed from the chunk's first row, X the inverse of I + tril(beta_i k_i . k_j 2^(gc_i - gc_j),
--1). Beside the records, in float32: 2^gc_last, ``[BK]`` each, or one number for a scalar gate.
+``gc`` is the log2 decay summed from the chunk's first row, and X is the inverse of
+``I + tril(beta_i k_i . k_j 2^(gc_i - gc_j), -1)``. A second array holds 2^gc_last in float32: ``[BK]`` per
+record, or one number for a scalar gate.
 
-Chunk i of packed sequence n owns slot ``cu_seqlens[n] // C + n + i``, otherwise ``n * ceil(T / C) + i``; the record of
-value head ``hv`` is number ``slot * HV + hv``.
+Chunk i of packed sequence n owns slot ``cu_seqlens[n] // C + n + i``, otherwise ``n * ceil(T / C) + i``;
+the record of value head ``hv`` is number ``slot * HV + hv``.
 """
 
 from __future__ import annotations
@@ -68,6 +70,6 @@ def _segment_starts(
     """The state at the start of every segment, as the scan reads it."""
     starts = torch.empty(segments.starts_size, dtype=torch.float32, device=decay.device)
     maps = torch.empty(segments.maps_size, dtype=torch.float32, device=decay.device)
-    segments.transfer(records, decay, initial, maps, cu_seqlens)
-    segments.carry(maps, initial, starts, cu_seqlens)
+    segments.maps(records, decay, initial, maps, cu_seqlens)
+    segments.starts(maps, initial, starts, cu_seqlens)
     return starts

@@ -1,4 +1,4 @@
-"""What the chunk forward is compiled for ahead of time: a call for every rule of the shipped configurations."""
+"""Cases of the chunk forward to compile ahead of time: a call for every rule of the shipped configurations."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def aot_cases(arch: str) -> list[AotCase]:
 
 
 def _meta_call(arch: str, gate: str, K: int, dtype: torch.dtype) -> tuple[Request, ChunkInputs]:
-    """A prefill with everything fused, long enough for segments. No memory behind it."""
+    """A call with everything fused, long enough for segments, on ``meta`` tensors."""
     B, T, H = 1, 4096, 32
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:

@@ -23,10 +23,10 @@ from kdacore_triton.kernels.chunk_forward_segments import (
 from kdacore_triton.launch import Launcher, cdiv, next_power_of_2
 
 MAX_BOUNDED_ROWS = 32
-"""The most rows that one constant anchor covers at MIN_BOUND."""
+"""The most rows that one constant exponent offset covers at MIN_BOUND."""
 
 MAX_SEGMENTED = 128
-"""The widest head whose transfer map fits shared memory."""
+"""The widest head whose segment map fits shared memory."""
 
 _LOG2E = 1.4426950408889634
 _PREPARE = Launcher(chunk_forward_prepare_kernel)
@@ -37,16 +37,16 @@ _SEGMENT_STARTS = Launcher(chunk_forward_segment_starts_kernel)
 
 @dataclass(frozen=True, slots=True)
 class SegmentLaunches:
-    """The launches before a scan in segments, and the sizes of what they write; see kernels.segments."""
+    """The launches before a scan in segments, and the sizes of their outputs; see kernels.chunk_forward_segments."""
 
     starts_size: int
     maps_size: int
-    transfer: FixedLaunch
-    carry: FixedLaunch
+    maps: FixedLaunch
+    starts: FixedLaunch
 
 
 class ChunkForwardPlan:
-    """The launches of a request, and what they write."""
+    """The launches of a request, and the sizes and dtypes of their outputs."""
 
     def __init__(self, r: Request) -> None:
         self.request = r
@@ -94,7 +94,7 @@ class ChunkForwardPlan:
             "STAGES": config["scan_stages"],
         }  # fmt: skip
         launch = (config["scan_warps"], config["scan_stages"])
-        # Where segments start may not depend on T; whether there is more than one may.
+        # The number of segments may depend on T, but not where they start.
         segment = config["segment"] if BK <= MAX_SEGMENTED and config["segment"] < r.T else 0
         NS = cdiv(r.T, segment) if segment else 1
         starts = (r.T // segment + r.N if r.packed else r.B * NS) if segment else r.N
@@ -157,16 +157,16 @@ def dot_precision(r: Request, half: bool) -> dict[str, Any]:
 
 @cache
 def level_masks(C: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """0/1 matrices ``[log2(C), C, C]``: whose steps (columns) lie between a row and its anchor at each level.
+    """0/1 matrices ``[log2(C), C, C]`` that choose the steps (columns) between a row and its reference row per level.
 
-    At level n rows come in blocks of ``2 << n``; the anchor is the first row of a block's right half. Rows there decay
-    from it, rows before it decay up to it. Made once per device, outside of any graph capture.
+    At level n rows come in blocks of ``2 << n``; the reference row is the first of a block's second half. Rows from
+    it on decay from it, rows before it decay up to it. Made once per device, outside of any graph capture.
     """
     row, col = torch.arange(C)[:, None], torch.arange(C)[None, :]
     found = []
     for n in range(C.bit_length() - 1):
-        anchor = (row >> (n + 1) << (n + 1)) + (1 << n)
-        found.append(((col > anchor) & (col <= row)) | ((col > row) & (col <= anchor)))
+        reference = (row >> (n + 1) << (n + 1)) + (1 << n)
+        found.append(((col > reference) & (col <= row)) | ((col > row) & (col <= reference)))
     return torch.stack(found).to(device, dtype)
 
 

@@ -1,8 +1,8 @@
-"""Leaving to the L1 cache the shared memory that a kernel's programs do not use.
+"""Leave the shared memory that a kernel's programs do not use to the L1 cache.
 
-Both are one memory. Triton asks for all of it as shared memory wherever a program uses more than 48 KB, and kernels
-that ask for nothing keep the split they find. A kernel that reads its tiles more than once, or spills, then goes to
-the L2 for what the L1 would have held.
+Both are one memory. Triton requests all of it as shared memory when a program uses more than 48 KB, and
+kernels that request nothing keep the current split. A kernel that reads its tiles more than once, or
+spills, then reads from the L2 cache what the L1 cache would have held.
 """
 
 from __future__ import annotations

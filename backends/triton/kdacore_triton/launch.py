@@ -34,7 +34,7 @@ from .l1_cache import prefer_l1
 Grid = tuple[int, int, int]
 
 FIXED_OPTIONS = {"enable_fp_fusion": True}
-"""Compile options said aloud: what Triton assumes without them differs between versions."""
+"""Compile options given explicitly: their defaults differ between Triton versions."""
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _INT32_MAX = 2**31 - 1
@@ -158,7 +158,7 @@ def _c_launcher(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...], bo
 class Launcher:
     """Launches one ``@triton.jit`` kernel; keeps one :class:`Prepared` per specialisation and device.
 
-    ``prefer_l1``: what shared memory its programs leave is to be L1 cache; see :mod:`kdacore_triton.l1_cache`.
+    ``prefer_l1``: shared memory that its programs do not use becomes L1 cache; see :mod:`kdacore_triton.l1_cache`.
     """
 
     def __init__(self, kernel: Any, *, prefer_l1: bool = False) -> None:

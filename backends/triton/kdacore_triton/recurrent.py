@@ -1,7 +1,7 @@
-"""``fused_recurrent_kda`` and ``fused_recurrent_gated_delta_rule``: one launch, planned once per shape.
+"""The recurrent op: ``fused_recurrent_kda`` and ``fused_recurrent_gated_delta_rule`` in one launch, planned once.
 
-Everything a call needs beyond addresses (grid, strides, the compiled kernel) depends on the request and the strides
-alone. It is worked out once and kept; a decode step then costs one allocation and one launch of host time.
+Everything a call needs beyond addresses (grid, strides, the compiled kernel) depends only on the request and the
+strides. It is computed once and kept; a later call costs the host one allocation and one launch.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
 
 
 class RecurrentPlan:
-    """What a request fixes, with one :class:`RecurrentLaunch` per set of strides seen."""
+    """What a request determines, with one :class:`RecurrentLaunch` per set of strides seen."""
 
     __slots__ = (
         "device", "inplace", "launches", "o_shape", "request", "returns_state", "state_dtype", "state_shape",
@@ -122,7 +122,7 @@ class RecurrentLaunch:
         self.prepared: Callable[[list[Any]], None] | None = None
         x = x._replace(**{name: getattr(x, name).contiguous() for name in self.copied})
         one = r.T == 1 and not r.packed
-        # Not by the number of tokens: more tokens may change no bit of an earlier one's output.
+        # The choice must not depend on the number of tokens: more tokens may change no bit of an earlier output.
         config = configs.get(
             "recurrent",
             r.device.arch,
@@ -177,10 +177,11 @@ class RecurrentLaunch:
 
 
 def fast_path(request: Request, inputs: RecurrentInputs) -> FastCall | None:
-    """:func:`forward` for decode steps whose arrays lie in memory as these do, with as little as possible left to do.
+    """:func:`forward` for later calls with the shapes, dtypes and strides of this one, with as little work as possible.
 
     None unless the state is written in place, nothing has to be copied and the kernel has been launched for these
-    strides. The step itself leaves arrays that are not aligned, or not on the current device, to :func:`forward`.
+    strides. The function returned gives None for arrays that are not aligned, or not on the current device: then
+    :func:`forward` must be called.
     """
     plan = _plan(request)
     launch = plan.launch_for(inputs)

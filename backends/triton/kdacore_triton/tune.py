@@ -1,8 +1,8 @@
-"""Measure which launch configurations are fastest here, and write the data file that says so.
+"""Measure which launch configurations are fastest on this machine, and write the data file.
 
 For each rule of the shipped data (:mod:`kdacore_triton.configs`) one parameter is varied at a time, from the shipped
-choice, for as long as something gets faster. Nothing is timed that is not right: each configuration first runs a
-small call of the same class against the float64 oracle, on the device.
+choice, for as long as something gets faster. Only correct configurations are timed: each first runs a small call of
+the same class against the float64 oracle, on the device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What there is to tune: one job per shipped rule, at a shape that falls under it, with its float64 oracle."""
+"""The jobs of the tuner: one per shipped rule, at a shape that the rule matches."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Job:
 def jobs(arch: str, ops: tuple[str, ...] = ()) -> list[Job]:
     """A job for every rule an architecture is served by, for these ops (default: all).
 
-    A last rule that every shape is too good for is there for form alone, and is no job.
+    A last rule that no shape reaches is there to complete the file, and is no job.
     """
     shape = {"recurrent": _recurrent_sizes, "chunk_forward": _chunk_sizes, "chunk_intra": _intra_sizes}
     found = []

@@ -1,9 +1,9 @@
-"""Sums over the lanes of a warp that the compiler makes differently in each lane.
+"""Find, in PTX, sums over the lanes of a warp whose result differs between lanes.
 
-A sum goes through a butterfly: every lane adds its neighbour's number to its own. Where its own is still a product, the
-compiler contracts both to ``fma(a, b, neighbour's)``; the neighbour does the same with its own product, so one pair is
-rounded in two ways and two lanes hold different results. Written to shared memory from both, either may win.
-``kernels.common.product`` prevents it; this finds where it is missing, in PTX.
+A sum over lanes is a butterfly: every lane adds its neighbour's value to its own. Where its own value
+is still a product, the compiler contracts both to ``fma(a, b, neighbour's)``. The neighbour does the
+same with its own product, so one pair is rounded in two ways and two lanes hold different results;
+when both store to shared memory, either may win. ``kernels.common.product`` prevents this.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _INSTRUCTION = re.compile(r"\s*(?:@!?%p\d+ )?([a-z][\w.:]+)\s+(%\w+)(?:\|%p\d+)?
 
 
 def contracted_warp_sums(ptx: str) -> list[str]:
-    """Where a neighbour's number is added to a product: ``file:line`` of the sum, once for each instruction."""
+    """Sums that add a neighbour's value to a product: ``file:line``, once for each instruction."""
     files = {m[1]: m[2].rsplit("/", 1)[-1] for m in map(_FILE.match, ptx.splitlines()) if m}
     made: dict[str, tuple[str, list[str]]] = {}
     where, found = "", []

@@ -89,7 +89,7 @@ class ChunkForwardPlan:
         columns = {
             "K": r.K, "V": r.V, "BK": BK, "BVP": BV, "V_FIRST": r.state_v_first, "PACKED": r.packed,
         }  # fmt: skip
-        walk = {
+        scan_options = {
             **columns, "BV": block, "C": C, "SCALAR": r.scalar_gate, "DOT": dots["DOT"],
             "STAGES": config["scan_stages"],
         }  # fmt: skip
@@ -103,7 +103,7 @@ class ChunkForwardPlan:
             device,
             (starts * r.HV * (BV // block), 1, 1),
             (r.T, NT, r.HV, r.N, NS),
-            {**walk, "SEGMENT": segment, "EVERY": r.checkpoint_every},
+            {**scan_options, "SEGMENT": segment, "EVERY": r.checkpoint_every},
             *launch,
         )
         self.segments: SegmentLaunches | None = None
@@ -117,7 +117,7 @@ class ChunkForwardPlan:
                     device,
                     (starts * r.HV * (BV // block + cdiv(BK, block)), 1, 1),
                     (r.T, NT, r.HV, r.N, NS),
-                    {**walk, "SEGMENT": segment},
+                    {**scan_options, "SEGMENT": segment},
                     *launch,
                 ),
                 FixedLaunch(

@@ -12,7 +12,7 @@ GATES = {"log": 0, "softplus": 1, "sigmoid": 2}
 FAMILIES = {"bounded": 0, "unbounded": 1, "scalar": 2}
 """How decays of a chunk are kept in range -> the FAMILY constexpr of the chunk forward's prepare kernel.
 
-``bounded``: each step's log decay is at least MIN_BOUND. ``unbounded``: no such bound. ``scalar``: one decay a head.
+``bounded``: each step's log decay is at least MIN_BOUND. ``unbounded``: no such bound. ``scalar``: one decay per head.
 """
 
 MIN_BOUND = -5.0

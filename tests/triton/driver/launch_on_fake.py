@@ -101,7 +101,7 @@ prefers_l1()
 
 
 def decode(given_out: bool, norm: bool) -> None:
-    """A decode step's short way hands over the same as the long way, and leaves odd arrays to that one."""
+    """The fast path passes the same arguments as the ordinary path, and leaves unusual arrays to it."""
     B, H, K = 2, 2, 64
     rows = [torch.randn(B, 1, H, K).bfloat16() for _ in range(4)]
     pool, index = torch.zeros(4, H, K, K), torch.tensor([2, 0], dtype=torch.int32)

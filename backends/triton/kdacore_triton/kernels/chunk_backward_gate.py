@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .chunk_backward_io import load_rows, load_vector, store_vector
+from .chunk_backward_io import load_rows, load_vector
 from .common import LOG2E, exp2, log2_decay, reciprocal, sigmoid
 
 
@@ -29,10 +29,14 @@ def beta_grad(db, raw, BETA: tl.constexpr):
 
 
 @triton.jit
-def store_beta_grad(dbeta, beta, db, start, rows, HV, hv, SIZE: tl.constexpr, BETA: tl.constexpr):
-    """Stores the gradient of beta as given, from that of beta as used, for SIZE rows."""
-    raw = load_vector(beta, start, rows, HV, hv, SIZE)
-    store_vector(dbeta, beta_grad(db, raw, BETA), start, rows, HV, hv, SIZE)
+def store_beta_grad(
+    dbeta, beta, db, start, rows, HV, hv, FIRST: tl.constexpr, SIZE: tl.constexpr, BETA: tl.constexpr
+):  # fmt: skip
+    """Stores the gradient of beta as given, from that of beta as used, for SIZE rows of a chunk from FIRST on."""
+    row = FIRST + tl.arange(0, SIZE)
+    at = (start + row) * HV + hv
+    raw = tl.load(beta + at, mask=row < rows, other=0.0).to(tl.float32)
+    tl.store(dbeta + at, beta_grad(db, raw, BETA).to(dbeta.dtype.element_ty), mask=row < rows)
 
 
 @triton.jit
@@ -55,7 +59,7 @@ def gate_tile(g, dt_bias, start, rows, HV, hv, cols, K, SIZE: tl.constexpr, HAS_
 
 @triton.jit
 def gate_input_scalar(g, dt_bias, start, rows, HV, hv, SIZE: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """``g + dt_bias`` of a gate with one value a head: float32 ``[SIZE]``."""
+    """``g + dt_bias`` of a gate with one value per head: float32 ``[SIZE]``."""
     x = load_vector(g, start, rows, HV, hv, SIZE)
     if HAS_BIAS:
         x += tl.load(dt_bias + hv).to(tl.float32)

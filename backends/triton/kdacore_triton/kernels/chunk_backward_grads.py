@@ -319,4 +319,4 @@ def chunk_backward_grads_kernel(
     db = tl.load(row_values + ROW_DBETA * C + c)
     for kb in range(KP // BK):
         db += tl.load(row_values + (ROW_DBETA + 1 + kb) * C + c)
-    store_beta_grad(dbeta, beta, db, start, rows, HV, hv, C, BETA)
+    store_beta_grad(dbeta, beta, db, start, rows, HV, hv, 0, C, BETA)

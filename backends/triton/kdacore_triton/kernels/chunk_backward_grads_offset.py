@@ -323,5 +323,5 @@ def chunk_backward_grads_offset_kernel(
         tl.store(dbias_part + chunk * KP + cols, dbias0 + dbias1)
     if HAS_A:
         tl.store(dA_part + pid, tl.sum(da0 + da1, 0))
-    store_beta_grad(dbeta, beta, db0, start, rows, HV, hv, S, BETA)
-    store_beta_grad(dbeta, beta, db1, start + S, rows - S, HV, hv, S, BETA)
+    store_beta_grad(dbeta, beta, db0, start, rows, HV, hv, 0, S, BETA)
+    store_beta_grad(dbeta, beta, db1, start, rows, HV, hv, S, S, BETA)

@@ -44,7 +44,7 @@ def store_state(state, S, nh, vs, ks, K, V, V_FIRST: tl.constexpr):
 
 @triton.jit
 def load_last(last, pid, ks, LAST: tl.constexpr, SCALAR: tl.constexpr):
-    """``2^gc_last`` of a chunk as a row ``[1, KP]`` (``[1, 1]`` with one gate a head); LAST: values per chunk."""
+    """``2^gc_last`` of a chunk as a row ``[1, KP]`` (``[1, 1]`` with one gate per head); LAST: values per chunk."""
     if SCALAR:
         d = tl.load(last + pid + tl.zeros([1, 1], tl.int32))
     else:

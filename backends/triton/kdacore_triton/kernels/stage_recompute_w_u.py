@@ -40,7 +40,7 @@ def recompute_kernel(
         total = tl.load(gc_ptr + last + d, mask=d < K, other=0.0)
         k = tl.load(k_ptr + qk_row + d[None, :], mask=whole, other=0.0).to(tl.float32)
         e = exp2(gc, ASM)
-        # Two parts: near-collinear keys leave of w less than the rounding of one.
+        # Two parts: with near-collinear keys w is smaller than the rounding error of one part.
         decayed = k * e * beta
         head = operand(decayed, DOT)
         w = mma(akk, head, DOT)

@@ -24,7 +24,7 @@ from kdacore_cuda import backward_kernels as kernels
 from kdacore_reference.exact import to_float64
 from kdacore_reference.oracle import oracle_backward
 from kdacore_triton import chunk_backward as triton
-from kdacore_triton.backward_plan import plan_backward
+from kdacore_triton.chunk_backward_plan import plan_backward
 
 BOUND = 1.6e-2
 """Twice the contract's bound on gradients of 16-bit inputs: what two backends may be apart."""

@@ -18,8 +18,8 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from kdacore.types import Request
-from kdacore_triton import backward_plan
-from kdacore_triton.plan import EXACT_KEYS
+from kdacore_triton import chunk_backward_plan
+from kdacore_triton.kernel_options import EXACT_KEYS
 
 Array = NDArray[Any]
 
@@ -107,10 +107,10 @@ def gpu_roundings() -> Iterator[None]:
             patch.setattr(build, "create_fneg", _negate(build.create_fneg))
         patch.setattr(build, "binary_op", _arithmetic(build.binary_op))
         patch.setattr(build, "create_dot", _dot)
-        patch.setattr(backward_plan, "has_narrow_operands", _narrow)
-        patch.setattr(backward_plan, "full_precision", _precision)
-        backward_plan.plan_backward.cache_clear()
+        patch.setattr(chunk_backward_plan, "has_narrow_operands", _narrow)
+        patch.setattr(chunk_backward_plan, "full_precision", _precision)
+        chunk_backward_plan.plan_backward.cache_clear()
         try:
             yield
         finally:
-            backward_plan.plan_backward.cache_clear()
+            chunk_backward_plan.plan_backward.cache_clear()

@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 import pytest
-from compiling import run_python
+from compiled_process import run_python
 
 from kdacore_triton import aot
 

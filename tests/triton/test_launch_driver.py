@@ -6,7 +6,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from compiling import run_python
+from compiled_process import run_python
 
 HERE = Path(__file__).parent / "driver"
 HAS_COMPILER = bool(shutil.which("gcc")) and (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()

@@ -16,7 +16,7 @@ from kdacore.testing.suite import Result, run_case
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU rounds by itself"),
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-    # Pairs above the diagonal overflow under one anchor; they are masked after the product, which NumPy cannot know.
+    # Pairs above the diagonal overflow with one exponent offset. They are masked after the product.
     pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
 ]
 

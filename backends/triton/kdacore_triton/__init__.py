@@ -1,1 +1,1 @@
-"""kdacore's Triton backend: chunked prefill and training, decode, and the five stage ops."""
+"""kdacore's Triton backend: chunked forward and backward, the recurrent op, the gate, and the five stage ops."""

@@ -1,4 +1,4 @@
-"""Compile kernels ahead of time, for hardware that is not there, and say what the compiler made of them.
+"""Compile kernels ahead of time, without the hardware, and report what the compiler produced.
 
 A module of this package takes part by defining ``aot_cases(arch) -> list[AotCase]``; :func:`record` makes the cases
 from a host function run on ``meta`` tensors, so what is compiled is what a call on that architecture would launch.
@@ -30,14 +30,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kdacore.errors import BackendBuildError
-from kdacore_triton.lanes import contracted
-from kdacore_triton.launch import FIXED_OPTIONS, Call, interpreting, recording, specialise
+from kdacore_triton.launch import FIXED_OPTIONS, RecordedLaunch, interpreting, recording, specialise
+from kdacore_triton.warp_sum_check import contracted_warp_sums
 
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
-"""What every kernel must compile for."""
+"""Architectures that every kernel must compile for."""
 
 TENSOR_COLUMNS = 512
-"""Columns that a multiprocessor of SM100 has; a kernel that wants more is compiled to a trap."""
+"""Columns of tensor memory of an SM100 multiprocessor; a kernel that needs more is compiled to a trap."""
 _MATRIX = {"sm_80": r"\bHMMA\b", "sm_90": r"\bHGMMA\b", "sm_100": r"\bUTC[A-Z]*MMA\b", "gfx942": r"\bv_mfma"}
 """The instruction of each architecture's matrix unit."""
 _PRODUCT = r"\b(?:HMMA|HGMMA|UTC[A-Z]*MMA|v_mfma)"
@@ -52,10 +52,10 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class AotCase:
-    """One launch to compile, and what must hold of the result."""
+    """One launch to compile, and the requirements on the result."""
 
     name: str
-    call: Call
+    call: RecordedLaunch
     matrix_unit: bool = False
     """The kernel has dots: the architecture's matrix instruction must be there."""
     products: bool = False
@@ -68,7 +68,7 @@ class AotCase:
 
 @dataclass(frozen=True)
 class AotResult:
-    """What the compiler made of one case. ``spills`` counts local-memory loads and stores (LDL, STL)."""
+    """What the compiler produced for one case. ``spills`` counts local-memory loads and stores (LDL, STL)."""
 
     case: str
     arch: str
@@ -137,8 +137,8 @@ def compile_case(case: AotCase, arch: str) -> AotResult:
     code = result.pop("code")
     matrix = len(re.findall(_MATRIX[arch], code))
     problems = [
-        f"lanes disagree on the sum in {where}"
-        for where in dict.fromkeys(contracted(compiled.asm.get("ptx", "")))
+        f"lanes of a warp disagree on the sum at {where}"
+        for where in dict.fromkeys(contracted_warp_sums(compiled.asm.get("ptx", "")))
     ]
     columns = getattr(compiled.metadata, "tmem_size", None) or 0
     if columns > TENSOR_COLUMNS:
@@ -169,7 +169,7 @@ def _target(arch: str) -> GPUTarget:
     return GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
 
 
-def _source(call: Call) -> tuple[ASTSource, dict[str, Any]]:
+def _source(call: RecordedLaunch) -> tuple[ASTSource, dict[str, Any]]:
     """The call as Triton's compiler takes it, specialised as a launch would be."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}

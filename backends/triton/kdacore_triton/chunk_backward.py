@@ -1,9 +1,9 @@
 """Backward of ``chunk_kda`` and ``chunk_gated_delta_rule``: every gradient from the inputs alone.
 
-Three launches (prepare, scan, grads) and one small reduction for each parameter that needs it; a grouped call adds one
-reduction each for q and k, as does the norm where the gradients are made in blocks of channels. Nothing is read on the
-host, so a call can be captured into a graph. Sums over chunks and heads run in one fixed order, without atomics: the
-same inputs give the same bits.
+Three launches (prepare, scan, grads) and one small reduction for each parameter that needs it. A
+grouped call adds one reduction each for q and k, as does the l2norm where gradients are computed in
+blocks of channels. The host reads nothing back, so a call can be captured in a CUDA graph. Sums over
+chunks and heads run in one fixed order, without atomics: the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import torch
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, RecurrentInputs, Request
 
-from .backward_plan import Plan, plan_backward
-from .kernels.backward_grads import grads_kernel
-from .kernels.backward_grads_anchored import anchored_grads_kernel
-from .kernels.backward_grads_scalar import scalar_grads_kernel
-from .kernels.backward_prepare import prepare_kernel
-from .kernels.backward_prepare_anchored import anchored_prepare_kernel
-from .kernels.backward_prepare_halves import halves_prepare_kernel
-from .kernels.backward_reduce import sum_group_kernel, sum_slots_kernel
-from .kernels.backward_scan import scan_kernel
+from .chunk_backward_plan import ChunkBackwardPlan, plan_backward
+from .kernels.chunk_backward_grads import chunk_backward_grads_kernel
+from .kernels.chunk_backward_grads_offset import chunk_backward_grads_offset_kernel
+from .kernels.chunk_backward_grads_scalar import chunk_backward_grads_scalar_kernel
+from .kernels.chunk_backward_prepare import chunk_backward_prepare_kernel
+from .kernels.chunk_backward_prepare_offset_c32 import chunk_backward_prepare_offset_c32_kernel
+from .kernels.chunk_backward_prepare_offset_c64 import chunk_backward_prepare_offset_c64_kernel
+from .kernels.chunk_backward_reduce import sum_group_kernel, sum_slots_kernel
+from .kernels.chunk_backward_scan import chunk_backward_scan_kernel
 from .launch import Launcher, cdiv
 
-_prepare = Launcher(prepare_kernel)
-_anchored_prepare = Launcher(anchored_prepare_kernel, prefer_l1=True)
-_halves_prepare = Launcher(halves_prepare_kernel, prefer_l1=True)
-_scan = Launcher(scan_kernel)
-_grads = Launcher(grads_kernel)
-_anchored_grads = Launcher(anchored_grads_kernel, prefer_l1=True)
-_scalar_grads = Launcher(scalar_grads_kernel)
+_prepare = Launcher(chunk_backward_prepare_kernel)
+_prepare_offset_c32 = Launcher(chunk_backward_prepare_offset_c32_kernel, prefer_l1=True)
+_prepare_offset_c64 = Launcher(chunk_backward_prepare_offset_c64_kernel, prefer_l1=True)
+_scan = Launcher(chunk_backward_scan_kernel)
+_grads = Launcher(chunk_backward_grads_kernel)
+_grads_offset = Launcher(chunk_backward_grads_offset_kernel, prefer_l1=True)
+_grads_scalar = Launcher(chunk_backward_grads_scalar_kernel)
 _sum_slots = Launcher(sum_slots_kernel)
 _sum_group = Launcher(sum_group_kernel)
 
@@ -65,8 +65,8 @@ def backward(
     return _run_grads(request, plan, x, work, do, d_initial)
 
 
-def _sizes(request: Request, plan: Plan) -> tuple[int, int, int]:
-    """What kernels find a chunk's rows with: T, NT, N."""
+def _sizes(request: Request, plan: ChunkBackwardPlan) -> tuple[int, int, int]:
+    """The sizes by which kernels locate a chunk's rows: T, NT, N."""
     return request.T, cdiv(request.T, plan.C), request.N
 
 
@@ -75,7 +75,7 @@ def _registers(limit: int | None) -> dict[str, int]:
     return {} if limit is None else {"maxnreg": limit}
 
 
-def _run_prepare(request: Request, plan: Plan, x: ChunkInputs) -> Work:
+def _run_prepare(request: Request, plan: ChunkBackwardPlan, x: ChunkInputs) -> Work:
     """Launch the prepare kernel into a fresh workspace."""
     r, p, t = request, plan, plan.tiles
 
@@ -85,9 +85,9 @@ def _run_prepare(request: Request, plan: Plan, x: ChunkInputs) -> Work:
     work = {"Aqk": tile(p.C, p.C), "inv": tile(p.C, p.C)}
     work |= {name: tile(p.C, p.KP) for name in ("qg", "kg", "w")}
     work["uT"] = tile(p.VP, p.C)
-    if p.anchor is not None:
+    if p.offset is not None:
         work |= {name: tile(p.C, p.KP) for name in ("zq", "zb", "yk", "sk")}
-    shape = () if r.scalar_gate else (p.KP,) if p.anchor is None else (3, p.KP)
+    shape = () if r.scalar_gate else (p.KP,) if p.offset is None else (3, p.KP)
     work["last"] = tile(*shape, dtype=torch.float32)
     work["row_values"] = tile(p.row_values, dtype=torch.float32)
 
@@ -100,19 +100,19 @@ def _run_prepare(request: Request, plan: Plan, x: ChunkInputs) -> Work:
         "L2NORM": r.qk_l2norm, "DOT": p.dot, "INV_DOT": p.inverse_dot, "num_warps": t.prepare_warps,
         **_registers(t.prepare_regs),
     }  # fmt: skip
-    if p.anchor is None:
+    if p.offset is None:
         chunk = {"C": p.C, "LEVELS": p.C.bit_length() - 1}
         _prepare(grid, *arrays, *scalars, *sizes, SCALAR=r.scalar_gate, **chunk, **options)
     else:
-        anchor = (p.anchor.floor, p.anchor.centre)
-        launch = _halves_prepare if p.anchor.half == 32 else _anchored_prepare
-        launch(grid, *arrays, *scalars, *anchor, *sizes, **options)
+        offset = (p.offset.floor, p.offset.centre)
+        launch = _prepare_offset_c64 if p.offset.half == 32 else _prepare_offset_c32
+        launch(grid, *arrays, *scalars, *offset, *sizes, **options)
     return work
 
 
 def _run_scan(
     request: Request,
-    plan: Plan,
+    plan: ChunkBackwardPlan,
     x: ChunkInputs,
     work: Work,
     do: torch.Tensor,
@@ -140,19 +140,19 @@ def _run_scan(
 
 def _run_grads(
     request: Request,
-    plan: Plan,
+    plan: ChunkBackwardPlan,
     x: ChunkInputs,
     work: Work,
     do: torch.Tensor,
     d_initial: torch.Tensor | None,
 ) -> InputGrads:
-    """Launch the gradients kernel and the reductions it leaves."""
+    """Launch the gradients kernel and the reductions after it."""
     r, p, t = request, plan, plan.tiles
     grouped = r.HV != r.H
     dv, dg, dbeta = torch.empty_like(x.v), torch.empty_like(x.g), torch.empty_like(x.beta)
-    # Of a gradient before the norm most may lie along q or k, which the norm takes away: not in 16 bits.
-    parts = torch.float32 if p.late_norm else p.work_dtype
-    if grouped or (p.late_norm and x.q.dtype != parts):
+    # The component along q or k, which the norm removes, may be most of the gradient: 16 bits would not do.
+    parts = torch.float32 if p.separate_norm else p.work_dtype
+    if grouped or (p.separate_norm and x.q.dtype != parts):
         dq, dk = (x.q.new_empty((r.B * r.T, r.HV, r.K), dtype=parts) for _ in range(2))
     else:
         dq, dk = torch.empty_like(x.q), torch.empty_like(x.k)
@@ -169,16 +169,16 @@ def _run_grads(
         **p.options, "KP": p.KP, "VP": p.VP, "BV": t.grads_bv, "ROWS": p.row_values, "DOT": p.dot,
         "num_warps": t.grads_warps, **_registers(t.grads_regs),
     }  # fmt: skip
-    if p.anchor is not None:
+    if p.offset is not None:
         tiles = tuple(work[n] for n in ("zq", "zb", "yk", "sk", "last"))
-        _anchored_grads(
+        _grads_offset(
             grid, x.q, x.k, x.v, x.g, x.beta, *parameters, *tiles, *states, *outputs, *scalars,
-            p.anchor.floor, p.anchor.centre, *_sizes(r, p), r.H, r.HV, r.K, r.V,
-            S=p.anchor.half, NORM=r.qk_l2norm and not p.late_norm, **options,
+            p.offset.floor, p.offset.centre, *_sizes(r, p), r.H, r.HV, r.K, r.V,
+            S=p.offset.half, NORM=r.qk_l2norm and not p.separate_norm, **options,
         )  # fmt: skip
     else:
         pairs = () if r.scalar_gate else (work["Aqk"], work["inv"])
-        launch = _scalar_grads if r.scalar_gate else _grads
+        launch = _grads_scalar if r.scalar_gate else _grads
         if r.scalar_gate:
             options["C"] = p.C
         launch(
@@ -186,7 +186,7 @@ def _run_grads(
             *_sizes(r, p), r.H, r.HV, r.K, r.V,
             BK=t.grads_bk, L2NORM=r.qk_l2norm, **options,
         )  # fmt: skip
-    if grouped or p.late_norm:
+    if grouped or p.separate_norm:
         dq, dk = _sum_groups(r, p, x.q, dq), _sum_groups(r, p, x.k, dk)
     dA = dbias = None
     if x.A_log is not None:
@@ -196,14 +196,19 @@ def _run_grads(
     return InputGrads(dq, dk, dv, dg, dbeta, dA, dbias, d_initial)
 
 
-def _partial(request: Request, plan: Plan, like: torch.Tensor, width: int) -> torch.Tensor:
+def _partial(request: Request, plan: ChunkBackwardPlan, like: torch.Tensor, width: int) -> torch.Tensor:
     """One float32 partial sum a chunk and head. Unused slots of a pack are never written: zero."""
     make = like.new_zeros if request.packed else like.new_empty
     return make((plan.slots, request.HV, width), dtype=torch.float32)
 
 
 def _sum_chunks(
-    request: Request, plan: Plan, part: torch.Tensor | None, like: torch.Tensor, columns: int, width: int
+    request: Request,
+    plan: ChunkBackwardPlan,
+    part: torch.Tensor | None,
+    like: torch.Tensor,
+    columns: int,
+    width: int,
 ) -> torch.Tensor:
     """Sum partials over the chunks into a tensor shaped and typed like the parameter."""
     out = torch.empty_like(like)
@@ -211,13 +216,15 @@ def _sum_chunks(
     return out
 
 
-def _sum_groups(request: Request, plan: Plan, x: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Sum the value heads of each group; go back through the norm if that is still to be done."""
+def _sum_groups(
+    request: Request, plan: ChunkBackwardPlan, x: torch.Tensor, part: torch.Tensor
+) -> torch.Tensor:
+    """Sum the value heads of each group; with ``separate_norm``, take the sum through the l2norm."""
     in_place = part.shape == x.shape and part.dtype == x.dtype
     out, rows = part if in_place else torch.empty_like(x), 2048 // plan.KP
     _sum_group(
         (cdiv(request.B * request.T, rows), request.H, 1),
         x, part, out, request.B * request.T, request.H, request.HV, request.K,
-        KP=plan.KP, ROWS=rows, GROUP=request.HV // request.H, L2NORM=plan.late_norm, num_warps=4,
+        KP=plan.KP, ROWS=rows, GROUP=request.HV // request.H, L2NORM=plan.separate_norm, num_warps=4,
     )  # fmt: skip
     return out

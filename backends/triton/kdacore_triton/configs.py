@@ -1,4 +1,4 @@
-"""Launch configurations as data: which block sizes and warps a kernel runs with, per architecture and shape class.
+"""Launch configurations as data: block sizes and warps of each kernel, per architecture and shape class.
 
 ``configs/candidates.json`` says, per kernel, which shape-class keys it is chosen by and which values each parameter
 may take; ``configs/<arch>.json`` holds the choices, made by measurement. Nothing is tuned in a user's call.
@@ -6,7 +6,7 @@ may take; ``configs/<arch>.json`` holds the choices, made by measurement. Nothin
 A choice is the first rule whose ``when`` matches. A condition is a value to equal, or ``[low, high]`` (inclusive,
 null for open) for a number. The last rule of a kernel has an empty ``when``, so there is always an answer.
 
-:func:`candidates` and :func:`override` are what a tuner needs: run the op under each candidate, keep the fastest.
+A tuner uses :func:`candidates` and :func:`override`: run the op under each candidate, keep the fastest.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from kdacore.types import GateGrads, GateInputs, Request
+from kdacore_triton.gate_families import GATES
+from kdacore_triton.kernel_options import INTERPRETING, dense
 from kdacore_triton.kernels.gate import gate_backward_kernel, gate_kernel
 from kdacore_triton.launch import Launcher, cdiv
-from kdacore_triton.plan import GATES, INTERPRETING, dense
 
 _FORWARD = Launcher(gate_kernel)
 _BACKWARD = Launcher(gate_backward_kernel)

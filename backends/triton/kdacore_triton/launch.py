@@ -29,12 +29,12 @@ import triton
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from .l1 import prefer_l1
+from .l1_cache import prefer_l1
 
 Grid = tuple[int, int, int]
 
 FIXED_OPTIONS = {"enable_fp_fusion": True}
-"""Compile options said aloud: what Triton assumes without them differs between versions."""
+"""Compile options given explicitly: their defaults differ between Triton versions."""
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _INT32_MAX = 2**31 - 1
@@ -46,7 +46,7 @@ _raw_stream: Callable[[int], int] = getattr(
 )
 
 
-class Call(NamedTuple):
+class RecordedLaunch(NamedTuple):
     """One launch that was recorded instead of run; see :func:`recording`."""
 
     kernel: Any
@@ -59,11 +59,11 @@ class Call(NamedTuple):
     num_stages: int
 
 
-_recorded: list[Call] | None = None
+_recorded: list[RecordedLaunch] | None = None
 
 
 @contextmanager
-def recording() -> Iterator[list[Call]]:
+def recording() -> Iterator[list[RecordedLaunch]]:
     """Collect launches instead of running them: no device is needed, and tensors may be on ``meta``.
 
     Yields the list they are appended to. For compiling ahead of time what a host function would launch.
@@ -158,7 +158,7 @@ def _c_launcher(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...], bo
 class Launcher:
     """Launches one ``@triton.jit`` kernel; keeps one :class:`Prepared` per specialisation and device.
 
-    ``prefer_l1``: what shared memory its programs leave is to be L1 cache; see :mod:`kdacore_triton.l1`.
+    ``prefer_l1``: shared memory that its programs do not use becomes L1 cache; see :mod:`kdacore_triton.l1_cache`.
     """
 
     def __init__(self, kernel: Any, *, prefer_l1: bool = False) -> None:
@@ -166,7 +166,7 @@ class Launcher:
         self.prefer_l1 = prefer_l1
         self.name: str = kernel.fn.__name__
         self.interpreting = interpreting(kernel)
-        self._bound: dict[Any, Bound] = {}
+        self._bound: dict[Any, BoundKernel] = {}
         self.num_constexprs = 0
         if not self.interpreting:
             flags = [p.is_constexpr for p in kernel.params]
@@ -190,16 +190,16 @@ class Launcher:
         """Launch as ``__call__`` does and return the specialisation used; None where only Triton can launch."""
         return self.bind(num_warps=num_warps, num_stages=num_stages, **constexprs).prepare(grid, *args)
 
-    def bind(self, *, num_warps: int, num_stages: int = 1, **constexprs: Any) -> Bound:
+    def bind(self, *, num_warps: int, num_stages: int = 1, **constexprs: Any) -> BoundKernel:
         """This kernel with its constexprs and options fixed: for callers that keep it and launch it again."""
         key = (num_warps, num_stages, *constexprs.items())
         bound = self._bound.get(key)
         if bound is None:
-            bound = self._bound[key] = Bound(self, num_warps, num_stages, constexprs)
+            bound = self._bound[key] = BoundKernel(self, num_warps, num_stages, constexprs)
         return bound
 
 
-class Bound:
+class BoundKernel:
     """A kernel with its constexprs and options fixed; ``bound(grid, *args)`` launches it."""
 
     __slots__ = ("_cache", "_constexprs", "_launcher", "_num_stages", "_num_warps")
@@ -225,7 +225,9 @@ class Bound:
         launcher = self._launcher
         if _recorded is not None:
             _recorded.append(
-                Call(launcher.kernel, grid, args, self._constexprs, self._num_warps, self._num_stages)
+                RecordedLaunch(
+                    launcher.kernel, grid, args, self._constexprs, self._num_warps, self._num_stages
+                )
             )
             return None
         if launcher.interpreting or not _IS_CUDA:

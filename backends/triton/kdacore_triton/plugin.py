@@ -1,22 +1,24 @@
-"""The Triton backend as data. torch and Triton are imported by the first call that runs here."""
+"""The declaration of the Triton backend. torch and Triton are imported by the first call that runs here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from kdacore.hookspecs import hookimpl
 from kdacore.lazy import lazy_function, package_probe
 from kdacore.types import Backend, OpImpl, Requirement, Verifier
-from kdacore_triton import verifiers
 
 VERSION = "0.1.0"
 VERIFIED = frozenset({"sm_90"})
 """Architectures the GPU tests have run on; for the others the kernels compile."""
 
-
 _lazy = partial(lazy_function, "kdacore_triton")
+_VERIFIERS = ("hardware", "dtypes", "size", "head_dims", "key_dim", "state", "compiler")
+verifiers = SimpleNamespace(**{name: _lazy("verifiers", name) for name in _VERIFIERS})
+"""The functions of :mod:`kdacore_triton.verifiers`, imported by the first request that reaches one of them."""
 
 
 WHOLE = frozenset(
@@ -64,13 +66,18 @@ def make_backend() -> Backend:
     """The backend named ``triton``: every op, torch tensors, forward and backward."""
     whole = (verifiers.head_dims, verifiers.state, verifiers.compiler)
     chunk_backward = _lazy("chunk_backward", "backward")
-    chunk = _op(_lazy("forward", "forward"), *whole, serves=WHOLE | {"checkpoints"}, backward=chunk_backward)
+    chunk = _op(
+        _lazy("chunk_forward", "forward"),
+        *whole,
+        serves=WHOLE | {"checkpoints"},
+        backward=chunk_backward,
+    )
     recurrent = _op(
         _lazy("recurrent", "forward"),
         *whole,
         serves=WHOLE | POOL,
         backward=chunk_backward,
-        fast_path=_lazy("recurrent", "repeat"),
+        fast_path=_lazy("recurrent", "fast_path"),
     )
     return Backend(
         name="triton",

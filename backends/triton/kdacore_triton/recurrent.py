@@ -1,7 +1,7 @@
-"""``fused_recurrent_kda`` and ``fused_recurrent_gated_delta_rule``: one launch, planned once per shape.
+"""The recurrent op: ``fused_recurrent_kda`` and ``fused_recurrent_gated_delta_rule`` in one launch, planned once.
 
-Everything a call needs beyond addresses (grid, strides, the compiled kernel) depends on the request and the strides
-alone. It is worked out once and kept; a decode step then costs one allocation and one launch of host time.
+Everything a call needs beyond addresses (grid, strides, the compiled kernel) depends only on the request and the
+strides. It is computed once and kept; a later call costs the host one allocation and one launch.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from kdacore.arrays.torch.private import allocator
 from kdacore.types import FastCall, Outputs, RecurrentInputs, Request
 from kdacore_triton import configs
+from kdacore_triton.gate_families import GATES
 from kdacore_triton.kernels import recurrent as kernels
 from kdacore_triton.launch import Grid, Launcher, cdiv, current_device, next_power_of_2
 
 launcher = Launcher(kernels.recurrent_kernel)
 
-GATES = {"log": 0, "softplus": 1, "sigmoid": 2}
 _MAX_PLANS = 1024
 _MAX_GRID_Y = 65535
 _INT32_MAX = 2**31 - 1
@@ -56,8 +56,8 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     return Outputs(o, target if plan.returns_state else None)
 
 
-class Plan:
-    """What a request fixes, with one :class:`Launch` per set of strides seen."""
+class RecurrentPlan:
+    """What a request determines, with one :class:`RecurrentLaunch` per set of strides seen."""
 
     __slots__ = (
         "device", "inplace", "launches", "o_shape", "request", "returns_state", "state_dtype", "state_shape",
@@ -71,9 +71,9 @@ class Plan:
         self.state_dtype = getattr(torch, request.state_dtype)
         self.inplace = request.inplace_state
         self.returns_state = request.output_final_state
-        self.launches: dict[Any, Launch] = {}
+        self.launches: dict[Any, RecurrentLaunch] = {}
 
-    def launch_for(self, inputs: RecurrentInputs) -> Launch:
+    def launch_for(self, inputs: RecurrentInputs) -> RecurrentLaunch:
         """The launch for the strides of these inputs."""
         q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, _, indices, accepted, out = inputs
         key = (
@@ -94,11 +94,11 @@ class Plan:
         if launch is None:
             if len(self.launches) >= _MAX_PLANS:
                 self.launches.clear()
-            launch = self.launches[key] = Launch(self, inputs)
+            launch = self.launches[key] = RecurrentLaunch(self, inputs)
         return launch
 
 
-class Launch:
+class RecurrentLaunch:
     """One request with one set of strides: everything but the addresses."""
 
     __slots__ = (
@@ -113,7 +113,7 @@ class Launch:
         "v_is_dense",
     )
 
-    def __init__(self, plan: Plan, x: RecurrentInputs) -> None:
+    def __init__(self, plan: RecurrentPlan, x: RecurrentInputs) -> None:
         r = plan.request
         self.device = plan.device
         self.copied = _to_copy(r, x)
@@ -122,7 +122,7 @@ class Launch:
         self.prepared: Callable[[list[Any]], None] | None = None
         x = x._replace(**{name: getattr(x, name).contiguous() for name in self.copied})
         one = r.T == 1 and not r.packed
-        # Not by the number of tokens: more tokens may change no bit of an earlier one's output.
+        # The choice must not depend on the number of tokens: more tokens may change no bit of an earlier output.
         config = configs.get(
             "recurrent",
             r.device.arch,
@@ -176,11 +176,12 @@ class Launch:
             self.prepared = prepared.fix(self.grid, *self.scalars)
 
 
-def repeat(request: Request, inputs: RecurrentInputs) -> FastCall | None:
-    """:func:`forward` for decode steps whose arrays lie in memory as these do, with as little as possible left to do.
+def fast_path(request: Request, inputs: RecurrentInputs) -> FastCall | None:
+    """:func:`forward` for later calls with the shapes, dtypes and strides of this one, with as little work as possible.
 
     None unless the state is written in place, nothing has to be copied and the kernel has been launched for these
-    strides. The step itself leaves arrays that are not aligned, or not on the current device, to :func:`forward`.
+    strides. The function returned gives None for arrays that are not aligned, or not on the current device: then
+    :func:`forward` must be called.
     """
     plan = _plan(request)
     launch = plan.launch_for(inputs)
@@ -212,11 +213,11 @@ def repeat(request: Request, inputs: RecurrentInputs) -> FastCall | None:
     return step
 
 
-_known: dict[int, Plan] = {}
-_plans: dict[Request, Plan] = {}
+_known: dict[int, RecurrentPlan] = {}
+_plans: dict[Request, RecurrentPlan] = {}
 
 
-def _plan(request: Request) -> Plan:
+def _plan(request: Request) -> RecurrentPlan:
     """The plan of a request, by value; remembered by identity too, since callers reuse their requests."""
     known = _known.get(id(request))
     if known is not None and known.request is request:
@@ -225,7 +226,7 @@ def _plan(request: Request) -> Plan:
         _forget()
     plan = _plans.get(request)
     if plan is None:
-        plan = _plans[request] = Plan(request)
+        plan = _plans[request] = RecurrentPlan(request)
     if plan.request is request:
         _known[id(request)] = plan
     return plan

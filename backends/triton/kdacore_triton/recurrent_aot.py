@@ -1,4 +1,4 @@
-"""What the decode kernel is compiled for ahead of time: a call for every rule of the shipped configurations."""
+"""Cases of the recurrent op to compile ahead of time: a call for every rule of the shipped configurations."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _shapes(when: Any) -> Iterator[tuple[int, str, bool, int]]:
 
 
 def _meta_call(arch: str, T: int, state: str, v_first: bool, K: int = 128) -> tuple[Request, RecurrentInputs]:
-    """A decode step as a serving engine makes it: pool, indices, everything fused. No memory behind it."""
+    """A decode step as a serving engine makes it: pool, indices, everything fused, on ``meta`` tensors."""
     B, H = 32, 32
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -22,17 +22,20 @@ from kdacore.types import (
     Request,
 )
 from kdacore_triton import configs
-from kdacore_triton.forward import level_steps
-from kdacore_triton.kernels.stage_gate import chunk_gate_kernel
-from kdacore_triton.kernels.stage_intra import (
+from kdacore_triton.chunk_forward_plan import level_masks
+from kdacore_triton.gate_families import GATES
+from kdacore_triton.kernel_options import INTERPRETING, dense, on_nvidia
+from kdacore_triton.kernels.stage_chunk_gate import chunk_gate_kernel
+from kdacore_triton.kernels.stage_chunk_intra import (
     SPAN,
     intra_diagonal_kernel,
     intra_merge_kernel,
     intra_token_kernel,
 )
-from kdacore_triton.kernels.stage_parts import output_kernel, recompute_kernel, state_kernel
+from kdacore_triton.kernels.stage_chunk_output import output_kernel
+from kdacore_triton.kernels.stage_chunk_state import state_kernel
+from kdacore_triton.kernels.stage_recompute_w_u import recompute_kernel
 from kdacore_triton.launch import Launcher, cdiv, next_power_of_2
-from kdacore_triton.plan import GATES, INTERPRETING, dense, on_nvidia
 
 _GATE = Launcher(chunk_gate_kernel)
 _INTRA_TOKEN = Launcher(intra_token_kernel)
@@ -120,7 +123,7 @@ def _diagonal_blocks(r: Request, q: torch.Tensor) -> torch.Tensor:
 
 def _span_levels(r: Request, q: torch.Tensor) -> torch.Tensor:
     dtype = torch.float16 if r.dtype in _HALF and not INTERPRETING else torch.float32
-    return level_steps(SPAN.value, dtype, q.device)
+    return level_masks(SPAN.value, dtype, q.device)
 
 
 def _merge_intra(r: Request, tensors: tuple[Any, ...], inverted: bool, config: configs.Config) -> None:

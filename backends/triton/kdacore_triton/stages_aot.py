@@ -1,4 +1,4 @@
-"""What the stages are compiled for ahead of time: both forms of the intra-chunk stage, by rule, and the others."""
+"""Cases of the stages to compile ahead of time: both forms of the intra-chunk stage, by rule, and the others."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ _OTHER_SPILLS: dict[tuple[int, str], dict[str, int]] = {
     (256, "bfloat16"): {"recompute_kernel": 4, "state_kernel": 100},
     (128, "float32"): {"recompute_kernel": 40, "state_kernel": 1000, "output_kernel": 20},
 }
-"""A fifth above what Triton 3.9 leaves, on the architecture with most. A state and its operands fill the registers, and
-three tf32 products for one of float32 overfill them."""
+"""20 % above the spills that Triton 3.9 produces, on the architecture with the most. A state and its operands fill the
+registers, and the three tf32 products for one of float32 exceed them."""
 
 
 def _other_stages(arch: str) -> list[AotCase]:
@@ -80,7 +80,7 @@ def _other_stages(arch: str) -> list[AotCase]:
 
 
 def _meta_runs(arch: str, K: int, dtype: str) -> dict[str, Callable[[], Any]]:
-    """A grouped call of each stage. No memory behind it."""
+    """A grouped call of each stage, on ``meta`` tensors."""
     B, T, H, HV, C = 2, 1024, 16, 32, 64
     own: torch.dtype = getattr(torch, dtype)
     f32 = torch.float32

@@ -1,8 +1,8 @@
-"""Measure which launch configurations are fastest here, and write the data file that says so.
+"""Measure which launch configurations are fastest on this machine, and write the data file.
 
 For each rule of the shipped data (:mod:`kdacore_triton.configs`) one parameter is varied at a time, from the shipped
-choice, for as long as something gets faster. Nothing is timed that is not right: each configuration first runs a
-small call of the same class against the float64 oracle, on the device.
+choice, for as long as something gets faster. Only correct configurations are timed: each first runs a small call of
+the same class against the float64 oracle, on the device.
 """
 
 from __future__ import annotations
@@ -70,17 +70,17 @@ class Tuned:
 
 
 def tune(
-    job: Job, device: Device, budget: Budget, told: Callable[[str], None], clock: Sample | None = None
+    job: Job, device: Device, budget: Budget, report: Callable[[str], None], clock: Sample | None = None
 ) -> Tuned:
-    """Search one job's space; ``told`` is called with what is being tried."""
+    """Search one job's space; ``report`` is called with a line about what is tried."""
     search = _Search(job, device, budget, clock or CudaClock())
-    told(f"{job.name}: shipped choice")
+    report(f"{job.name}: shipped choice")
     search.measure([dict(job.config)])
     for _ in range(_ROUNDS):
         before = search.best
         for parameter, values in configs.spaces()[job.kernel].params.items():
             if search.best is not None:
-                told(f"{job.name}: {parameter}")
+                report(f"{job.name}: {parameter}")
                 search.measure(list(_neighbours(job.kernel, search.best.config, parameter, values)))
         if search.best is before:
             break

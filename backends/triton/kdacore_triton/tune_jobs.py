@@ -1,4 +1,4 @@
-"""What there is to tune: one job per shipped rule, at a shape that falls under it, with its float64 oracle."""
+"""The jobs of the tuner: one per shipped rule, at a shape that the rule matches."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ import torch
 
 from kdacore.types import ChunkInputs, Device, IntraInputs, RecurrentInputs, Request
 from kdacore_triton import configs
+from kdacore_triton.gate_families import EXAMPLE_OPTIONS
 
 OPS = {"fused_recurrent_kda": "recurrent", "chunk_kda": "chunk_forward", "kda_chunk_intra": "chunk_intra"}
 """Op -> the kernel whose configurations serve it, as the data files call it."""
 
-_GATES: dict[str, dict[str, Any]] = {
-    "bounded": {"gate": "sigmoid", "lower_bound": -5.0, "safe_gate": True},
-    "dyadic": {"gate": "softplus"},
-    "scalar": {"gate": "softplus", "scalar_gate": True},
-}
 Sizes = dict[str, Any]
 
 
@@ -44,7 +40,7 @@ class Job:
 def jobs(arch: str, ops: tuple[str, ...] = ()) -> list[Job]:
     """A job for every rule an architecture is served by, for these ops (default: all).
 
-    A last rule that every shape is too good for is there for form alone, and is no job.
+    A last rule that no shape reaches is there to complete the file, and is no job.
     """
     shape = {"recurrent": _recurrent_sizes, "chunk_forward": _chunk_sizes, "chunk_intra": _intra_sizes}
     found = []
@@ -83,10 +79,10 @@ def make(job: Job, sizes: Sizes, device: Device) -> tuple[Request, Any]:
 
 def runner(job: Job) -> Callable[[Request, Any], Any]:
     """The backend function that the kernel serves."""
-    from kdacore_triton import forward, recurrent, stages
+    from kdacore_triton import chunk_forward, recurrent, stages
 
     functions: dict[str, Callable[[Request, Any], Any]] = {
-        "recurrent": recurrent.forward, "chunk_forward": forward.forward, "chunk_intra": stages.chunk_intra
+        "recurrent": recurrent.forward, "chunk_forward": chunk_forward.forward, "chunk_intra": stages.chunk_intra
     }  # fmt: skip
     return functions[job.kernel]
 
@@ -121,7 +117,7 @@ def _chunk_sizes(when: Mapping[str, Any]) -> Sizes:
     return {
         "B": 1, "T": _inside(when.get("T"), 4096), "H": _inside(when.get("heads"), 64),
         "K": _inside(when.get("K"), 128),
-        "dtype": "bfloat16" if when.get("half", True) else "float32", "gate": when.get("gate", "dyadic"),
+        "dtype": "bfloat16" if when.get("half", True) else "float32", "gate": when.get("gate", "unbounded"),
     }  # fmt: skip
 
 
@@ -163,14 +159,19 @@ def _decode_call(job: Job, s: Sizes, device: Device) -> tuple[Request, Any]:
     index = torch.arange(N, dtype=torch.int32, device=pool.device)
     request = _request(
         job, s, device, state_dtype=s["state"], qk_l2norm=True, beta_sigmoid=True, state_v_first=s["v_first"],
-        pool_size=N, state_indices_ndim=1, inplace_state=True, **_GATES["bounded"],
+        pool_size=N, state_indices_ndim=1, inplace_state=True, **EXAMPLE_OPTIONS["bounded"],
     )  # fmt: skip
     return request, RecurrentInputs(**x, initial_state=pool, state_indices=index)
 
 
 def _chunk_call(job: Job, s: Sizes, device: Device) -> tuple[Request, Any]:
     scalar = s["gate"] == "scalar"
-    options = {"qk_l2norm": True, "beta_sigmoid": True, "output_final_state": True, **_GATES[s["gate"]]}
+    options = {
+        "qk_l2norm": True,
+        "beta_sigmoid": True,
+        "output_final_state": True,
+        **EXAMPLE_OPTIONS[s["gate"]],
+    }
     return _request(job, s, device, **options), ChunkInputs(**_tokens(s, device, scalar))
 
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels cannot do, one function a reason. Verifiers read shapes, dtypes and flags, never values."""
+"""The limits of the Triton kernels, one function per reason. Verifiers read shapes, dtypes and flags, never values."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ STATES = ("float32", "bfloat16")
 MIN_DIM, MAX_DIM = 16, 256
 MAX_TOKENS = 2**30
 TENSOR_MEMORY = range(100, 120)
-"""Architectures, sm_100 to sm_119, whose products are added up in a memory of their own."""
+"""Architectures, sm_100 to sm_119, whose matrix products accumulate in tensor memory."""
 TENSOR_MEMORY_TRITON = (3, 9)
-"""The first Triton whose compiler fits all kernels into it; those before cannot compile one of the backward either."""
+"""The first Triton whose compiler fits all kernels into tensor memory."""
 
 
 def _sm(arch: str) -> int:
@@ -32,7 +32,7 @@ def hardware(request: Request) -> Reason | None:
             return None
         return Reason(
             "hardware",
-            "runs on CPU tensors in Triton's interpreter alone",
+            "runs CPU tensors only in Triton's interpreter",
             "cpu",
             "a GPU, or TRITON_INTERPRET=1 set before Triton is imported",
         )
@@ -49,7 +49,7 @@ def hardware(request: Request) -> Reason | None:
 
 @cache
 def triton_version() -> tuple[int, ...]:
-    """Major and minor number of the installed Triton; none without one, which a requirement says."""
+    """Major and minor number of the installed Triton; empty when it is missing, which a requirement reports."""
     try:
         return tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
     except importlib.metadata.PackageNotFoundError:
@@ -57,7 +57,7 @@ def triton_version() -> tuple[int, ...]:
 
 
 def compiler(request: Request) -> Reason | None:
-    """SM100 and its kin: training, and chunks of float32 inputs, want a Triton that compiles them."""
+    """On architectures with tensor memory, training and chunk calls of float32 need a Triton that compiles them."""
     if _sm(request.device.arch) not in TENSOR_MEMORY:
         return None
     version = triton_version()
@@ -67,14 +67,14 @@ def compiler(request: Request) -> Reason | None:
         return None
     return Reason(
         "compiler",
-        "older Tritons fail at its kernels for training, and for chunks of float32, on this GPU",
+        "older versions cannot compile the kernels for training, or for chunk calls of float32, for this GPU",
         f"Triton {'.'.join(map(str, version))} for {request.device.arch}",
         "Triton 3.9 or later",
     )
 
 
 def dtypes(request: Request) -> Reason | None:
-    """16- and 32-bit floats everywhere; float64 is the reference backend's."""
+    """16- and 32-bit floats everywhere; float64 is left to the reference backend."""
     if request.dtype not in FLOATS:
         return Reason("dtype", "takes 16- and 32-bit floats", request.dtype, " or ".join(FLOATS))
     for name, spec in request.tensors:

@@ -101,7 +101,7 @@ prefers_l1()
 
 
 def decode(given_out: bool, norm: bool) -> None:
-    """A decode step's short way hands over the same as the long way, and leaves odd arrays to that one."""
+    """The fast path passes the same arguments as the ordinary path, and leaves unusual arrays to it."""
     B, H, K = 2, 2, 64
     rows = [torch.randn(B, 1, H, K).bfloat16() for _ in range(4)]
     pool, index = torch.zeros(4, H, K, K), torch.tensor([2, 0], dtype=torch.int32)
@@ -120,7 +120,7 @@ def decode(given_out: bool, norm: bool) -> None:
     sizes = [P] * 9 + [I32] * 27  # two floats among them; what is absent or 1 is compiled in
     lib.fake_expect(len(sizes), (ctypes.c_int * len(sizes))(*sizes))
     call()
-    short = recurrent.repeat(r, x)
+    short = recurrent.fast_path(r, x)
     assert short is not None, "the kernel has been launched for these strides"
     quick = launched(lambda: made.append(Outputs(*short(tuple(x)))))
     plain = launched(call)
@@ -130,15 +130,15 @@ def decode(given_out: bool, norm: bool) -> None:
     for outputs in made:
         assert (outputs.final_state is pool) == given_out and (outputs.o is out) == given_out
     wide = torch.randn(B, 1, H, 2 * K).bfloat16()[..., :K]
-    assert recurrent.repeat(r, x._replace(q=wide)) is None, "never launched so"
+    assert recurrent.fast_path(r, x._replace(q=wide)) is None, "never launched so"
     assert short(x._replace(k=torch.randn(B * H * K + 1).bfloat16()[1:].view(B, 1, H, K))) is None
     launched(lambda: call(x._replace(q=wide)))
     strided = x._replace(q=wide)
-    again = recurrent.repeat(r, strided)
+    again = recurrent.fast_path(r, strided)
     assert again is not None and launched(lambda: again(tuple(strided)))[4][0] == wide.data_ptr()
     backwards = x._replace(q=wide.mT.contiguous().mT)
     launched(lambda: call(backwards))
-    assert recurrent.repeat(r, backwards) is None, "it has to be copied"
+    assert recurrent.fast_path(r, backwards) is None, "it has to be copied"
 
 
 decode(False, True)

@@ -1,1 +1,1 @@
-"""Device code. Nothing here is imported before a call reaches this backend."""
+"""Device code. Nothing here is imported before a call runs on this backend."""

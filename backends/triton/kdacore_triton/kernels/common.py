@@ -1,4 +1,4 @@
-"""Device functions every kernel of this backend shares: gates, norms, dots, and where a chunk lies.
+"""Device functions that all kernels of this backend share: gates, norms, dots, and the position of a chunk.
 
 Decays are kept as log2 inside the kernels, so that one ``exp2`` (a single instruction) applies them.
 """
@@ -62,7 +62,7 @@ def gate_decay(g, a_exp, bias, lower_bound, GATE: tl.constexpr, COARSE: tl.const
     """log2 decay of the raw gate ``g``: :func:`log2_decay` of ``g + bias`` in fewer, cheaper instructions.
 
     GATE_LOG ignores ``a_exp`` and ``bias``; a bounded gate is not clamped. ``COARSE``: an absolute error of 1e-7 in a
-    softplus will do.
+    softplus is accepted.
     """
     if GATE == 0:
         y = tl.maximum(g * LOG2E, MIN_STEP)
@@ -126,11 +126,10 @@ def log2_decay_grad(x, a_exp, lower_bound, GATE: tl.constexpr):
 
 @triton.jit
 def product(a, b):
-    """``a * b`` rounded, for a sum over lanes to take.
+    """``a * b`` rounded, as the operand of a sum over the lanes of a warp.
 
-    Of ``sum(a * b)`` the compiler makes ``fma(a, b, neighbour's)`` where a lane holds one element: two lanes then add
-    the same pair in two ways, and what should be one number in all lanes differs by a rounding between them. Nothing
-    is contracted with an fma.
+    Where a lane holds one element, the compiler turns ``sum(a * b)`` into ``fma(a, b, other lane's value)``: two lanes
+    then round the same pair in two ways, and their results differ. The compiler does not contract an fma further.
     """
     return tl.fma(a, b, 0.0)
 
@@ -138,8 +137,8 @@ def product(a, b):
 @triton.jit
 def rnorm(x, axis: tl.constexpr):
     """``1 / sqrt(sum(x*x) + 1e-6)`` along an axis, float32; rows of ``x`` as they are loaded."""
-    # Of a long row a lane loads several numbers and adds their squares up first: lanes exchange no products. Rounding
-    # them all the same made the forward 8 % slower.
+    # In a long row a lane loads several numbers and adds their squares first, so lanes exchange no products. Rounding
+    # the squares there too made the forward 8 % slower.
     if x.shape[axis] > 64:
         squares = x * x
     else:
@@ -225,6 +224,19 @@ def chunk_of_slot(cu_seqlens, slot, N, T, NT, C: tl.constexpr, PACKED: tl.conste
         rows = (T - t0).to(tl.int64)
         start = b.to(tl.int64) * T + t0
     return start, tl.minimum(rows, C).to(tl.int32)
+
+
+@triton.jit
+def chunk_of_program(cu_seqlens, N, T, NT, HV, C: tl.constexpr, PACKED: tl.constexpr):
+    """The chunk and value head of a program in a grid of ``slots * HV``: ``(program, hv, first row, rows)``.
+
+    Rows are those of :func:`chunk_of_slot`; a program whose ``rows`` is not positive has nothing to do.
+    """
+    pid = tl.program_id(0)
+    slot = pid // HV
+    hv = pid - slot * HV
+    start, rows = chunk_of_slot(cu_seqlens, slot, N, T, NT, C, PACKED)
+    return pid, hv, start, rows
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdacore_triton.kernels.common import LOG2E, log2_decay_grad, sigmoid, softplus2
+from .common import LOG2E, log2_decay_grad, sigmoid, softplus2
 
 
 @triton.jit

@@ -1,8 +1,8 @@
-"""Asking the L2 cache for tiles before they are loaded.
+"""Prefetches of tiles into the L2 cache, before they are loaded. NVIDIA only.
 
-Where registers leave room for one program a multiprocessor, nothing hides a load behind another program's work, and
-the compiler moves no load across a barrier. A prefetch needs no register and is never waited for: what is asked for at
-a program's start comes from the L2 when it is loaded. NVIDIA only.
+Where registers allow one program per multiprocessor, no other program's work hides a load, and the
+compiler moves no load across a barrier. A prefetch needs no register and is never waited for: tiles
+prefetched at a program's start are in the L2 when they are loaded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LINE = tl.constexpr(128)
 
 @triton.jit
 def prefetch(p):
-    """Asks for the line of every address in ``p``."""
+    """Prefetches the cache line of every address in ``p``."""
     tl.inline_asm_elementwise(
         "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
         "=r,l",
@@ -29,10 +29,21 @@ def prefetch(p):
 
 @triton.jit
 def prefetch_tile(x, SIZE: tl.constexpr):
-    """``SIZE`` elements that lie together; a power of two."""
+    """``SIZE`` adjacent elements; a power of two."""
     PER_LINE: tl.constexpr = LINE // (x.dtype.element_ty.primitive_bitwidth // 8)
     LINES: tl.constexpr = (SIZE + PER_LINE - 1) // PER_LINE
     prefetch(x + tl.arange(0, LINES) * PER_LINE)
+
+
+@triton.jit
+def prefetch_inputs(
+    q, k, g, v, start, rows, H, h, HV, hv, K, V, KP: tl.constexpr, VP: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """Up to SIZE rows of the q, k, g and v of one value head."""
+    prefetch_rows(q, start, rows, H * K, h * K, K, KP, SIZE)
+    prefetch_rows(k, start, rows, H * K, h * K, K, KP, SIZE)
+    prefetch_rows(g, start, rows, HV * K, hv * K, K, KP, SIZE)
+    prefetch_rows(v, start, rows, HV * V, hv * V, V, VP, SIZE)
 
 
 @triton.jit

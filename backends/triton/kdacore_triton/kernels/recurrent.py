@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdacore_triton.kernels.common import log2_decay, product, sigmoid
+from .common import log2_decay, product, sigmoid
 
 READ_NONE = tl.constexpr(0)
 """The state starts at zero."""
@@ -212,7 +212,7 @@ def recurrent_kernel(
     beta += batch * beta_b + first * beta_t + hv * beta_h
     o += batch * o_b + first * o_t + hv * o_h
 
-    # The token's loads go out before the state's, whose addresses may wait for an index.
+    # Load the token before the state, whose addresses may depend on an index.
     xq, xk, xg, xb = load_key(q, k, g, beta, ik, mk, length, SCALAR, PACKED or MASK_K)
     xv = load_row(v, iv, mv, length, PACKED or MASK_V)
 

@@ -1,0 +1,70 @@
+"""Cases of the chunk forward to compile ahead of time: a call for every rule of the shipped configurations."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from kdacore.types import ChunkInputs, Device, Request
+from kdacore_triton import configs
+from kdacore_triton.aot import AotCase, record
+from kdacore_triton.chunk_forward import forward
+from kdacore_triton.gate_families import EXAMPLE_OPTIONS
+from kdacore_triton.verifiers import compiler
+
+_SPILLS = 320
+"""prepare holds whole rows in one warp's registers and spills some (144 on sm_90, 203 on sm_100): measured faster
+than fewer rows or more warps."""
+_UNTUNED_SPILLS = 20_000
+"""float32 and wide heads: right, but not tuned; their registers overflow by far."""
+
+
+def aot_cases(arch: str) -> list[AotCase]:
+    """Every kind of gate, at the head size and dtype that each rule is for."""
+    cases = []
+    for choice in configs.shipped_for(arch):
+        if choice.kernel != "chunk_forward":
+            continue
+        low, high = choice.when.get("K", (None, None))
+        K = 256 if low else high or 128
+        dtype = torch.float32 if choice.when.get("half") is False else torch.bfloat16
+        only = choice.when.get("gate")
+        for gate in [only] if only else EXAMPLE_OPTIONS:
+            segment = f" in {choice.config['segment']}s" if choice.config["segment"] else ""
+            name = f"chunk forward {gate} K{K} {str(dtype)[6:]} C{choice.config['C']}{segment}"
+            call = _meta_call(arch, gate, K, dtype)
+            if compiler(call[0]):
+                continue
+            tuned = K == 128 and dtype == torch.bfloat16 and choice.config["C"] == 16 and gate != "scalar"
+            with configs.override("chunk_forward", choice.config):
+                cases += record(
+                    name,
+                    partial(forward, *call),
+                    matrix_unit=("chunk_forward_scan_kernel",) if tuned else (),
+                    max_spills=_SPILLS if tuned else _UNTUNED_SPILLS,
+                    slow=not tuned,
+                )
+    return cases
+
+
+def _meta_call(arch: str, gate: str, K: int, dtype: torch.dtype) -> tuple[Request, ChunkInputs]:
+    """A call with everything fused, long enough for segments, on ``meta`` tensors."""
+    B, T, H = 1, 4096, 32
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    scalar = gate == "scalar"
+    x = ChunkInputs(
+        q=empty(B, T, H, K), k=empty(B, T, H, K), v=empty(B, T, H, K),
+        g=empty(B, T, H) if scalar else empty(B, T, H, K), beta=empty(B, T, H),
+        A_log=empty(H, dtype=torch.float32),
+        dt_bias=empty(*((H,) if scalar else (H, K)), dtype=torch.float32),
+    )  # fmt: skip
+    request = Request(
+        op="chunk_gated_delta_rule" if scalar else "chunk_kda", kind="torch", device=Device("cuda", 0, arch),
+        B=B, T=T, H=H, HV=H, K=K, V=K, N=B, dtype=str(dtype)[6:], state_dtype="float32", scale=K**-0.5,
+        qk_l2norm=True, beta_sigmoid=True, output_final_state=True, **EXAMPLE_OPTIONS[gate],
+    )  # fmt: skip
+    return request, x

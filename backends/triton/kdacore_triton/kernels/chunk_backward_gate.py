@@ -1,0 +1,117 @@
+"""The gate and beta in the chunk backward: values and gradients, from the inputs as they are given."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .chunk_backward_io import load_rows, load_vector
+from .common import LOG2E, exp2, log2_decay, reciprocal, sigmoid
+
+
+@triton.jit
+def activated_beta(b, rows, SIZE: tl.constexpr, BETA: tl.constexpr):
+    """beta as the recurrence uses it, 0 past the end. BETA 0: given; 1: sigmoid; 2: twice the sigmoid."""
+    if BETA == 1:
+        b = sigmoid(b)
+    elif BETA == 2:
+        b = 2.0 * sigmoid(b)
+    return tl.where(tl.arange(0, SIZE) < rows, b, 0.0)
+
+
+@triton.jit
+def beta_grad(db, raw, BETA: tl.constexpr):
+    """Gradient of beta as given, from the gradient of beta as used."""
+    if BETA != 0:
+        s = sigmoid(raw)
+        db *= BETA * s * (1.0 - s)
+    return db
+
+
+@triton.jit
+def store_beta_grad(
+    dbeta, beta, db, start, rows, HV, hv, FIRST: tl.constexpr, SIZE: tl.constexpr, BETA: tl.constexpr
+):  # fmt: skip
+    """Stores the gradient of beta as given, from that of beta as used, for SIZE rows of a chunk from FIRST on."""
+    row = FIRST + tl.arange(0, SIZE)
+    at = (start + row) * HV + hv
+    raw = tl.load(beta + at, mask=row < rows, other=0.0).to(tl.float32)
+    tl.store(dbeta + at, beta_grad(db, raw, BETA).to(dbeta.dtype.element_ty), mask=row < rows)
+
+
+@triton.jit
+def gate_input(g, dt_bias, start, rows, HV, hv, cols, K, SIZE: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """``g + dt_bias`` as a float32 tile ``[SIZE, cols]``."""
+    x = load_rows(g, start, rows, HV * K, hv * K, cols, K, SIZE).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(dt_bias + hv * K + cols, mask=cols < K, other=0.0).to(tl.float32)[None, :]
+    return x
+
+
+@triton.jit
+def gate_tile(g, dt_bias, start, rows, HV, hv, cols, K, SIZE: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """:func:`gate_input` with channels as rows: ``[cols, SIZE]``."""
+    x = tl.trans(load_rows(g, start, rows, HV * K, hv * K, cols, K, SIZE)).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(dt_bias + hv * K + cols, mask=cols < K, other=0.0).to(tl.float32)[:, None]
+    return x
+
+
+@triton.jit
+def gate_input_scalar(g, dt_bias, start, rows, HV, hv, SIZE: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """``g + dt_bias`` of a gate with one value per head: float32 ``[SIZE]``."""
+    x = load_vector(g, start, rows, HV, hv, SIZE)
+    if HAS_BIAS:
+        x += tl.load(dt_bias + hv).to(tl.float32)
+    return x
+
+
+@triton.jit
+def gate_rate(A_log, hv, HAS_A: tl.constexpr):
+    """``exp(A_log)`` of the head, 1 without A_log."""
+    a = 1.0
+    if HAS_A:
+        a = tl.exp(tl.load(A_log + hv).to(tl.float32))
+    return a
+
+
+@triton.jit
+def steps(x, a_exp, lower_bound, inside, GATE: tl.constexpr, ASM: tl.constexpr):
+    """log2 decay of each row from ``x = g + dt_bias``, 0 where not ``inside``."""
+    if GATE == 2:
+        y = (lower_bound * LOG2E) * reciprocal(1.0 + exp2(x * (a_exp * -LOG2E), ASM), ASM)
+    else:
+        y = log2_decay(x, a_exp, lower_bound, GATE)
+    return tl.where(inside, y, 0.0)
+
+
+@triton.jit
+def has_gradient(step, DOT: tl.constexpr):
+    """Does the gradient of a step exceed the rounding error of the sums it is computed from?
+
+    It is at most ``2**step`` of those sums. Below this floor only rounding error is left, which the derivative of a
+    steep gate would amplify. The gradient is then 0.
+    """
+    FLOOR: tl.constexpr = -13.75 if DOT == "bf16" or DOT == "tf32" else -30.0
+    return step >= FLOOR
+
+
+@triton.jit
+def gate_grads(dstep, x, step, a_exp, lower_bound, inside, GATE: tl.constexpr, ASM: tl.constexpr):
+    """Gradient of the raw gate, and the terms of dA_log, from the gradient of the natural-log decay.
+
+    ``x`` is ``g + dt_bias``, ``step`` its log2 decay as :func:`steps` gives it.
+    """
+    if GATE == 0:
+        dx = dstep
+    elif GATE == 1:
+        dx = dstep * (-a_exp * reciprocal(1.0 + exp2(x * -LOG2E, ASM), ASM))
+    else:
+        s = step * (1.0 / (lower_bound * LOG2E))
+        dx = dstep * ((lower_bound * a_exp) * (s * (1.0 - s)))
+    dx = tl.where(inside, dx, 0.0)
+    if GATE == 1:
+        da = tl.where(inside, dstep * (step * (1.0 / LOG2E)), 0.0)
+    else:
+        da = dx * x
+    return dx, da

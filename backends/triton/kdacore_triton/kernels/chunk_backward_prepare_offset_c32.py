@@ -1,0 +1,116 @@
+"""Launch 1 of 3 of the chunk backward with one constant exponent offset per half chunk; chunks of 32 rows.
+
+Every step's log2 decay is at least ``floor``, and a half has so few rows S that ``S * floor`` fits
+float32's range twice over. Let P be the steps summed from the half's first row up to and including
+a row, and ``centre = -floor * S / 2`` a constant. Then both factors
+
+    2^(P + centre),   2^(-P - centre)
+
+stay within ``2^(+-centre)``, and their product over a pair ``i >= j`` of one half is the pair's decay.
+Pairs across the halves are decayed to and from the boundary between the halves, where no exponent is
+positive. ``centre`` depends on no row, so no later row changes a bit of an earlier one. Gates without
+a lower bound are clamped at ``floor`` (see chunk_backward_plan).
+
+Here S = 16 and both halves are one tile; chunk_backward_prepare_offset_c64 has S = 32. Grid: one
+program per chunk and value head. Tiles are chunk-major; later launches read them whole, without masks::
+
+    Aqk  [C, C]   scale * q_i . (k_j 2^(gc_i - gc_j)), j <= i
+    inv  [C, C]   (I + tril(beta_i k_i . (k_j 2^(gc_i - gc_j)), -1))^-1
+    qg   [C, KP]  scale * q 2^gc            kg [C, KP]  k 2^(gc_last - gc)
+    w    [C, KP]  inv @ (beta k 2^gc)       uT [VP, C]  (inv @ (beta v))^T
+    zq   [C, KP]  q 2^(P + centre)          zb [C, KP]  beta k 2^(P + centre)
+    yk   [C, KP]  k 2^(-P - centre)         sk [C, KP]  k 2^(decay to the half's last row)
+    last [3, KP]  2^gc_last, and the decay over each half
+    row_values    beta and the reciprocal norms of q and k, C each
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .chunk_backward_gate import activated_beta, gate_input, gate_rate, steps
+from .chunk_backward_io import (
+    ROW_BETA,
+    ROW_RK,
+    ROW_RQ,
+    load_vector,
+    reciprocal_norms,
+    store_half_decays,
+)
+from .chunk_backward_offset_operands import store_operands
+from .chunk_backward_w_u import store_w_u
+from .common import chunk_of_program, mma
+from .prefetch import prefetch_inputs
+from .triangular_inverse import unit_lower_inverse_masked
+
+S = tl.constexpr(16)
+C = tl.constexpr(32)
+
+
+@triton.jit(do_not_specialize=["T", "NT", "N", "H", "HV"])
+def chunk_backward_prepare_offset_c32_kernel(
+    q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
+    Aqk, inv, qg, kg, w, uT, zq, zb, yk, sk, last, row_values,
+    scale, lower_bound, floor, centre, T, NT, N, H, HV, K, V,
+    KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
+    GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
+    L2NORM: tl.constexpr, BETA: tl.constexpr, PACKED: tl.constexpr,
+    DOT: tl.constexpr, INV_DOT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """See the module docstring. Grid: ``(slots * HV,)``. ``centre`` is an integer."""
+    pid, hv, start, rows = chunk_of_program(cu_seqlens, N, T, NT, HV, C, PACKED)
+    if rows <= 0:
+        return
+    h = hv // (HV // H)
+    chunk = pid.to(tl.int64)
+    if ASM:
+        prefetch_inputs(q, k, g, v, start, rows, H, h, HV, hv, K, V, KP, VP, C)
+    r = tl.arange(0, C)
+    i = r[:, None]
+    j = r[None, :]
+    second = i >= S
+    same_half = (i >= S) == (j >= S)
+    upto = same_half & (j <= i)
+    after_row = same_half & (j > i)
+    wide = chunk * (C * KP) + i * KP
+
+    b = activated_beta(load_vector(beta, start, rows, HV, hv, C), rows, C, BETA)
+    row_values += chunk * ROWS
+    tl.store(row_values + ROW_BETA * C + r, b)
+    a_exp = gate_rate(A_log, hv, HAS_A)
+    rq = tl.full([C], 1.0, tl.float32)
+    rk = tl.full([C], 1.0, tl.float32)
+    if L2NORM:
+        rq, rk = reciprocal_norms(q, k, start, rows, H * K, h * K, K, KP, BK, C)
+        tl.store(row_values + ROW_RQ * C + r, rq)
+        tl.store(row_values + ROW_RK * C + r, rk)
+
+    unit = tl.exp2(-centre)
+    Aq = tl.zeros([C, C], tl.float32)
+    Ak = tl.zeros([C, C], tl.float32)
+    for first in range(0, KP, BK):
+        cols = first + tl.arange(0, BK)
+        x = gate_input(g, dt_bias, start, rows, HV, hv, cols, K, C, HAS_BIAS)
+        inside = (i < rows) & (cols < K)[None, :]
+        step = tl.maximum(steps(x, a_exp, lower_bound, inside, GATE, ASM), floor)
+        d0 = tl.exp2(tl.sum(tl.where(second, 0.0, step), 0))
+        d1 = tl.exp2(tl.sum(tl.where(second, step, 0.0), 0))
+        store_half_decays(last, chunk, cols, d0, d1, KP)
+        z_q, z_b, y, s = store_operands(
+            q, k, zq, zb, yk, sk, qg, kg, w, step, upto, after_row, b, rq, rk,
+            tl.where(second, d0[None, :], 1.0), tl.where(second, 1.0, d1[None, :]), scale, centre,
+            start, rows, H, h, K, cols, wide + cols[None, :], C, DOT, ASM,
+        )  # fmt: skip
+        y = tl.trans(y)
+        s = tl.trans(s)
+        Ak += tl.where(same_half, mma(z_b, y, DOT), unit * mma(z_b, s, DOT))
+        Aq += tl.where(same_half, mma(z_q, y, DOT), unit * mma(z_q, s, DOT))
+
+    square = chunk * (C * C) + i * C + j
+    tl.store(Aqk + square, tl.where(i >= j, scale * Aq, 0.0).to(Aqk.dtype.element_ty))
+    M = unit_lower_inverse_masked(tl.where(i > j, Ak, 0.0), 5, C, INV_DOT).to(inv.dtype.element_ty)
+    tl.store(inv + square, M)
+
+    tl.debug_barrier()
+    store_w_u(M, w, uT, v, b, chunk, start, rows, HV, hv, V, KP, VP, BK, BV, C, DOT)

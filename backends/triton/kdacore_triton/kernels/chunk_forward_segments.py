@@ -1,0 +1,157 @@
+"""Few heads and many tokens: a sequence is cut in segments that run side by side instead of one after another.
+
+Over a segment of ``SEGMENT`` tokens the state changes by an affine map, ``S -> M S + B``. Three launches:
+
+1. ``chunk_forward_segment_maps``: M and B of every segment at once. Both come from the recurrence over
+   the segment's chunks: M from the identity without values, B from zero with values, so M is only K
+   more columns of the state.
+2. ``chunk_forward_segment_starts``: the state at the start of every segment, in order, with one product
+   per segment.
+3. ``chunk_forward_scan``: every segment at once from its own state.
+
+Segments start at multiples of SEGMENT from the start of a sequence, however long it is, so appending
+tokens changes no bit of what came before. Segment j of packed sequence n owns slot
+``cu_seqlens[n] // SEGMENT + n + j``, like chunks.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common import (
+    load_state,
+    mma,
+    mma_acc,
+    operand,
+    sequence_of_slot,
+    sequence_span,
+    state_cell,
+)
+
+
+@triton.jit
+def segment_of_slot(cu_ptr, slot, N, NS, SEGMENT: tl.constexpr, PACKED: tl.constexpr):
+    """The sequence of segment slot ``slot``, and which of its segments it is. ``NS``: segments of an unpacked one."""
+    if PACKED:
+        n = sequence_of_slot(cu_ptr, N, slot, SEGMENT)
+        j = slot - ((tl.load(cu_ptr + n) // SEGMENT).to(tl.int32) + n)
+    else:
+        n = slot // NS
+        j = slot - n * NS
+    return n, j
+
+
+@triton.jit
+def store_map(ptr, s, cell, mask, BK: tl.constexpr, DOT: tl.constexpr):
+    """M in float32, or in the same bytes as two bfloat16 parts: the serial launch then converts nothing."""
+    if DOT == "bf16":
+        half = ptr.to(tl.pointer_type(tl.bfloat16))
+        hi = s.to(tl.bfloat16)
+        tl.store(half + cell, hi, mask=mask)
+        tl.store(half + BK * BK + cell, (s - hi.to(tl.float32)).to(tl.bfloat16), mask=mask)
+    else:
+        tl.store(ptr + cell, s, mask=mask)
+
+
+@triton.jit
+def apply_map(s, ptr, b, cell, BK: tl.constexpr, DOT: tl.constexpr, FULL: tl.constexpr):
+    """``s M^T + b`` to at least 16 bits."""
+    if DOT == "bf16":
+        half = ptr.to(tl.pointer_type(tl.bfloat16))
+        m = tl.load(half + cell)
+        hi = s.to(tl.bfloat16)
+        lo = (s - hi.to(tl.float32)).to(tl.bfloat16)
+        r = tl.dot(hi, tl.load(half + BK * BK + cell), acc=b)
+        r = tl.dot(lo, m, acc=r)
+        r = tl.dot(hi, m, acc=r)
+    else:
+        r = mma_acc(s, tl.load(ptr + cell), b, FULL)
+    return r
+
+
+@triton.jit(do_not_specialize=["T", "NT", "HV", "N", "NS"])
+def chunk_forward_segment_maps_kernel(
+    rec_ptr, decay_ptr, s0_ptr, maps_ptr, cu_ptr, T, NT, HV, N, NS,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BVP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    SEGMENT: tl.constexpr, SCALAR: tl.constexpr, V_FIRST: tl.constexpr, PACKED: tl.constexpr,
+    DOT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid: segment slots * HV * (BVP // BV + cdiv(BK, BV)). Writes ``[BVP + BK, BK]`` a slot and head, transposed:
+    B first, then M, with bfloat16 dots as the two halves of :func:`store_map`. The first segment has no M: its B
+    already holds the initial state. The last has neither."""
+    COLUMNS: tl.constexpr = BVP // BV
+    BLOCKS: tl.constexpr = COLUMNS + (BK + BV - 1) // BV
+    pid = tl.program_id(0)
+    block = pid % BLOCKS
+    slot = pid // BLOCKS // HV
+    hv = (pid // BLOCKS - slot * HV).to(tl.int64)
+    n, j = segment_of_slot(cu_ptr, slot, N, NS, SEGMENT, PACKED)
+    _, length, first = sequence_span(cu_ptr, n, T, NT, C, PACKED)
+    is_map = block >= COLUMNS
+    if (j + 1) * SEGMENT >= length or (is_map and j == 0):
+        return
+    i = tl.arange(0, C)
+    d = tl.arange(0, BK)
+    at = tl.arange(0, BV)
+    vv = block * BV + at
+    unit = (block - COLUMNS) * BV + at  # negative in the blocks of B
+    s = tl.where(unit[:, None] == d[None, :], 1.0, 0.0)
+    if s0_ptr is not None:  # noqa: SIM102  (a constexpr test, then one of values)
+        if j == 0:
+            given = (vv < V)[:, None] & (d < K)[None, :]
+            s = load_state(s0_ptr, n, HV, hv, state_cell(d, vv, K, V, V_FIRST), given, K, V)
+    krow = i[:, None] * BK + d[None, :]
+    ucell = vv[:, None] * C + i[None, :]
+    chunk = first + j * (SEGMENT // C)
+    for c in tl.range(0, SEGMENT // C, num_stages=STAGES):
+        tile = (chunk + c).to(tl.int64) * HV + hv
+        rec = rec_ptr + tile * (C * (3 * BK + BVP + C))
+        w = tl.load(rec + krow)
+        ut = tl.load(rec + 3 * C * BK + ucell, mask=(vv < BVP)[:, None], other=0.0)
+        kg = tl.load(rec + 2 * C * BK + krow)
+        if SCALAR:
+            decay = tl.load(decay_ptr + tile)
+        else:
+            decay = tl.load(decay_ptr + tile * BK + d)[None, :]
+        r = operand(ut.to(tl.float32) - mma(operand(s, DOT), tl.trans(w), DOT), DOT)
+        s = mma_acc(r, kg, s * decay, DOT)
+    out = maps_ptr + (slot.to(tl.int64) * HV + hv) * ((BVP + BK) * BK)
+    if is_map:
+        store_map(out + BVP * BK, s, unit[:, None] * BK + d[None, :], (unit < BK)[:, None], BK, DOT)
+    else:
+        tl.store(out + vv[:, None] * BK + d[None, :], s)
+
+
+@triton.jit(do_not_specialize=["T", "HV", "NS"])
+def chunk_forward_segment_starts_kernel(
+    maps_ptr, s0_ptr, starts_ptr, cu_ptr, T, HV, NS,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BVP: tl.constexpr, BV: tl.constexpr, SEGMENT: tl.constexpr,
+    V_FIRST: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """Grid: N * HV * (BVP // BV). Writes the state each segment starts from: ``[BVP, BK]`` a slot and head."""
+    pid = tl.program_id(0)
+    v0 = (pid % (BVP // BV)) * BV
+    head = pid // (BVP // BV)
+    n = head // HV
+    hv = (head - n * HV).to(tl.int64)
+    _, length, slot = sequence_span(cu_ptr, n, T, NS, SEGMENT, PACKED)
+    d = tl.arange(0, BK)
+    vv = v0 + tl.arange(0, BV)
+    here = vv[:, None] * BK + d[None, :]
+    square = tl.arange(0, BK)[:, None] * BK + d[None, :]
+    if s0_ptr is None:
+        s = tl.zeros([BV, BK], tl.float32)
+    else:
+        real = (vv < V)[:, None] & (d < K)[None, :]
+        s = load_state(s0_ptr, n, HV, hv, state_cell(d, vv, K, V, V_FIRST), real, K, V)
+    tile = slot.to(tl.int64) * HV + hv
+    tl.store(starts_ptr + tile * (BVP * BK) + here, s)
+    segments = (length + SEGMENT - 1) // SEGMENT
+    if segments > 1:
+        s = tl.load(maps_ptr + tile * ((BVP + BK) * BK) + here)
+        tl.store(starts_ptr + (tile + HV) * (BVP * BK) + here, s)
+    for j in tl.range(1, segments - 1):
+        map_ = maps_ptr + (tile + j * HV) * ((BVP + BK) * BK)
+        s = apply_map(s, map_ + BVP * BK, tl.load(map_ + here), square, BK, DOT, FULL)
+        tl.store(starts_ptr + (tile + (j + 1) * HV) * (BVP * BK) + here, s)

@@ -1,0 +1,38 @@
+"""Stage ``kda_chunk_gate``: log2 decays summed from each chunk's first row."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common import LOG2E, chunk_of_slot, sigmoid, softplus2
+from .gate_and_beta import load_gate_bias, load_gate_rate
+
+
+@triton.jit(do_not_specialize=["T", "NT", "N", "HV"])
+def chunk_gate_kernel(
+    g_ptr, a_log_ptr, bias_ptr, cu_ptr, gc_ptr, T, NT, N, HV, lower_bound,
+    K: tl.constexpr, BS: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Grid: slots * HV, blocks of BS channels. Not clamped: ``-inf`` stays ``-inf``."""
+    pid = tl.program_id(0)
+    slot = pid // HV
+    hv = (pid - slot * HV).to(tl.int64)
+    start, rows = chunk_of_slot(cu_ptr, slot, N, T, NT, C, PACKED)
+    if rows <= 0:
+        return
+    i = tl.arange(0, C)
+    d = tl.program_id(1) * BS + tl.arange(0, BS)
+    inside = (i < rows)[:, None] & (d < K)[None, :]
+    at = (((start + i) * HV + hv) * K)[:, None] + d[None, :]
+    x = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if GATE == 0:
+        y = x * LOG2E
+    else:
+        x += load_gate_bias(bias_ptr, hv, d, K, BS)
+        rate = load_gate_rate(a_log_ptr, hv)
+        if GATE == 1:
+            y = softplus2(x) * -rate
+        else:
+            y = sigmoid(x * rate) * (lower_bound * LOG2E)
+    tl.store(gc_ptr + at, tl.cumsum(y, 0), mask=inside)

@@ -1,7 +1,7 @@
-"""Inside a chunk: decays, interaction matrices, the triangular inverse; and their backward.
+"""Within a chunk: decays, interaction matrices, the triangular inverse; and their backward.
 
 A pair (row i, earlier row j) meets at exactly one level of a binary tree over the chunk's rows: i in the right
-half, j in the left half of a block of ``2 s`` rows. There its decay factors as
+half, j in the left half of a block of ``2 s`` rows. There its decay is the product
 ``exp(sum of g from the first row of the right half to i) * exp(sum of g after j to the end of the left half)``:
 two factors in [0, 1], whatever the gate, neither of which reads a row after i. The factors of one level follow
 from those of the level below by per-channel products with the decay of a whole half, and no difference of
@@ -55,7 +55,7 @@ def decays(g: Array) -> Decays:
         first, second = _pair(block)
         one = jnp.ones_like(first)
         prefix, suffix = _doubled(prefix, one, first), _doubled(suffix, second, one)
-        # Not the product of both: a CPU would fuse the tree of them into every reader of every level.
+        # Not the product of both: a CPU would fuse that tree of products into every reader of every level.
         sums = sum(_pair(sums))
         block = jnp.exp(sums)
         s *= 2
@@ -143,7 +143,7 @@ def _inverse_corner(il: Array, corner: Array, ir: Array, precision: lax.Precisio
 
 
 SMALL = 4
-"""Rows of the blocks whose products are written out: a library's would take longer to begin."""
+"""Blocks of up to this many rows are multiplied elementwise: calling a library would take longer."""
 
 
 def small_product(a: Array, b: Array) -> Array:
@@ -203,7 +203,7 @@ def interactions_backward(
 
 
 LEAF = 4
-"""Rows of blocks whose pairs are gone through one by one: a level costs the same however few rows its blocks have."""
+"""Rows of blocks whose pairs are computed one by one: a level costs the same however small its blocks."""
 DEPTH = LEAF.bit_length() - 2
 """The last level inside them."""
 

@@ -1,4 +1,4 @@
-"""Dot precision, and zeros that carry the mesh axes their neighbours vary over."""
+"""Precision of products, sums over rows or channels, and the mesh axes that arrays vary over."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ def product_precision(request: Request) -> lax.Precision:
     return lax.Precision.HIGH if request.device.type == "tpu" else lax.Precision.DEFAULT
 
 
-def apart(request: Request, x: Any) -> Any:
-    """``x``, an array or a tree of them, that XLA may not compute together with what reads it.
+def fusion_barrier(request: Request, x: Any) -> Any:
+    """``x``, an array or a tree of them, which XLA may not fuse with the operations that read it.
 
-    What surrounds a segment depends on the number of tokens. A loop of one segment is no loop to XLA, and a sum fused
-    with its surroundings is cut as they suggest: its bits would depend on them. On a CPU it makes no difference.
+    The operations around a segment depend on the number of tokens. XLA unrolls a loop over one segment, and the order
+    of a fused sum depends on the fusion, so without the barrier a result's bits would depend on the number of tokens.
+    On a CPU no barrier is needed.
     """
     return x if request.device.type == "cpu" else lax.optimization_barrier(x)
 
 
-def given(x: Array | None) -> Array:
-    """An optional array that the request says is there."""
+def required(x: Array | None) -> Array:
+    """Narrow an optional array that the request says is present."""
     if x is None:
         raise TypeError("an array named by the request is missing")
     return x

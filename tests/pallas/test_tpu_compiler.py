@@ -1,4 +1,5 @@
-"""The real TPU compiler, with no TPU: ``pip install 'kdacore[pallas-tpu]'`` brings it, else this is skipped."""
+"""The real TPU compiler, with no TPU: ``pip install 'kdacore[pallas-tpu]'`` brings it, else this is
+skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The Pallas kernels in interpret mode against the float64 oracle: options, packs, hard gates, head layouts."""
+"""The Pallas kernels in interpret mode against the float64 oracle: options, packs, hard gates, head
+layouts."""
 
 from __future__ import annotations
 

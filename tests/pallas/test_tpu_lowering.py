@@ -1,4 +1,5 @@
-"""Every kernel and class of shapes goes through Mosaic's lowering for TPUs, on a machine that has none."""
+"""Every kernel and class of shapes goes through Mosaic's lowering for TPUs, on a machine that has
+none."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ def test_decode(name: str) -> None:
 
 
 def test_in_other_modes_of_jax() -> None:
-    """Python's integers have 64 bits in one and masks are no numbers in the other; in the kernels, they are as ever."""
+    """Python's integers have 64 bits in one and masks are no numbers in the other; in the kernels,
+    they are as ever."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         test_chunk("narrow heads")
         test_chunk("pack, GVA, state, v first")

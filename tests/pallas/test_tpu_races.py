@@ -1,7 +1,8 @@
-"""The kernels in the TPU interpreter: two cores, races looked for, scratch full of NaN, bounds checked.
+"""The kernels in the TPU interpreter: two cores, races looked for, scratch full of NaN, bounds
+checked.
 
-The state must persist over chunks and be set anew for each sequence and head: leaked state is no race, so every run
-is also compared with the oracle.
+The state must persist over chunks and be set anew for each sequence and head: leaked state is no
+race, so every run is also compared with the oracle.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Bytes between HBM and VMEM, counted from the block specs: every input is read once, every output written once."""
+"""Bytes between HBM and VMEM, counted from the block specs: every input is read once, every output
+written once."""
 
 from __future__ import annotations
 

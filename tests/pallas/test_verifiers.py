@@ -1,4 +1,5 @@
-"""What the JAX backends decline, by reason code, and what the reason says. Nothing is compiled to find out."""
+"""What the JAX backends decline, by reason code, and what the reason says. Nothing is compiled to
+find out."""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ def test_later_tokens_change_no_bit(gates: str) -> None:
 
 @pytest.mark.parametrize("T", [pytest.param(T, marks=pytest.mark.exhaustive) for T in (64, 100)] + [128])
 def test_no_gradient_knows_how_many_tokens_follow(T: int) -> None:
-    """Of less than a segment, beside a whole one, one and some more, two: rows and parameters, grouped heads."""
+    """Of less than a segment, beside a whole one, one and some more, two: rows and parameters,
+    grouped heads."""
     t = 40
     case = Case(
         T=T, B=2, H=2, HV=4, K=64, V=64, gate="softplus", beta_sigmoid=True, final=False, needs_grad=True

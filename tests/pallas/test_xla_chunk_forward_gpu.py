@@ -1,4 +1,5 @@
-"""The xla backend's forward for GPUs, run on a CPU: plain JAX against the float64 oracle, and its promise of bits."""
+"""The xla backend's forward for GPUs, run on a CPU: plain JAX against the float64 oracle, and its
+promise of bits."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def test_hard_gates(collinear: bool, l2norm: bool) -> None:
 
 
 def test_gates_without_a_bound() -> None:
-    """Sums of decays this large would leave the range of their differences: float32 keeps nothing of them anyway."""
+    """Sums of decays this large would leave the range of their differences: float32 keeps nothing
+    of them anyway."""
     request, inputs = build(replace(base, gates="mixed"))
     g = np.array(inputs.g)
     g[:, 50:200:7] = -1e6
@@ -138,7 +140,8 @@ def test_inside_shard_map_and_vmap() -> None:
 
 
 def test_padding_is_kept_apart_on_a_gpu() -> None:
-    """Fused with a sum inside the only segment it would change how the sum is cut, and so bits, with the length."""
+    """Fused with a sum inside the only segment it would change how the sum is cut, and so bits,
+    with the length."""
     request, inputs = build(replace(base, T=135))
     request = replace(request, device=Device("cuda", 0, "sm_90"))
     arrays = to_jax(inputs)

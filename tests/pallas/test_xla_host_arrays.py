@@ -1,4 +1,5 @@
-"""NumPy and torch callers who force backend="xla": right values, in their own arrays, nothing else touched."""
+"""NumPy and torch callers who force backend="xla": right values, in their own arrays, nothing else
+touched."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ KEPT = kdacore.chunk_kda(q, q, q, g, beta, output_final_state=True, backend="xla
 
 
 def test_a_process_that_ends_right_after_a_torch_call() -> None:
-    """XLA's threads must not be the ones to release torch's memory: three in four of these would abort."""
+    """XLA's threads must not be the ones to release torch's memory: three in four of these would
+    abort."""
     command = [sys.executable, "-c", ENDS]
     runs = [subprocess.Popen(command, stderr=subprocess.PIPE, env=dict(os.environ)) for _ in range(2)]
     assert [(run.communicate()[1][-300:], run.returncode) for run in runs] == [(b"", 0)] * 2

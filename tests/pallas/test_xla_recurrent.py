@@ -1,4 +1,5 @@
-"""fused_recurrent ops of the xla backend: pools, accepted tokens, packs, read-only; and the gate op."""
+"""fused_recurrent ops of the xla backend: pools, accepted tokens, packs, read-only; and the gate
+op."""
 
 from __future__ import annotations
 

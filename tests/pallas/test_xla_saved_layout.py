@@ -1,4 +1,5 @@
-"""The forward saves arrays in the gradients' buffers: nothing is lost, and nothing is allocated or copied for it."""
+"""The forward saves arrays in the gradients' buffers: nothing is lost, and nothing is allocated or
+copied for it."""
 
 from __future__ import annotations
 

@@ -17,12 +17,13 @@ from kdacore.types import Backend, OpImpl, Reason, Request, Requirement
 VERSION = "0.1.0"
 MINIMUM_JAX = (0, 10)
 VERIFIED = frozenset({""})
-"""CPUs, where the conformance suite has run in full. On an H200 six of 501 tests have not ended, so a GPU counts as
-compiled only until they have (docs/performance/pallas.md)."""
+"""CPUs, where the conformance suite has run in full. On an H200 six of 501 tests have not ended, so
+a GPU counts as compiled only until they have (docs/performance/pallas.md)."""
 
 
 def _probe_jax() -> str | None:
-    """Why no recent enough jax is installed, or None. Read from its metadata, so that nothing is imported."""
+    """Why no recent enough jax is installed, or None. Read from its metadata, so that nothing is
+    imported."""
     try:
         found = importlib.metadata.version("jax")
     except importlib.metadata.PackageNotFoundError:
@@ -55,7 +56,8 @@ def _xla_op(forward: str, backward: str | None, compiles: bool = False) -> OpImp
 
 
 def make_xla() -> Backend:
-    """Plain JAX: every op, any platform, traceable; NumPy and torch-CPU arrays when asked for by name."""
+    """Plain JAX: every op, any platform, traceable; NumPy and torch-CPU arrays when asked for by
+    name."""
     chunk = _xla_op("chunk_forward", "chunk_backward", compiles=True)
     recurrent = _xla_op("recurrent_forward", "recurrent_backward")
     return Backend(
@@ -83,7 +85,8 @@ def make_xla() -> Backend:
 
 
 def make_pallas() -> Backend:
-    """TPU kernels of the chunked ops, forward and backward, and of the recurrent ops over a state pool."""
+    """TPU kernels of the chunked ops, forward and backward, and of the recurrent ops over a state
+    pool."""
     module = "tpu.entry_points"
     common = ("on_tpu", "known_generation", "tpu_dtype", "tile_alignment")
     chunk = OpImpl(

@@ -1,7 +1,7 @@
 """Cache of compiled programs, one per function and request; the least recently used is dropped.
 
-A program for the CPU holds several hundred memory maps and a Linux process may have 65530, so a caller whose lengths
-keep changing would crash the compiler if every program were kept.
+A program for the CPU holds several hundred memory maps and a Linux process may have 65530, so a
+caller whose lengths keep changing would crash the compiler if every program were kept.
 """
 
 from __future__ import annotations

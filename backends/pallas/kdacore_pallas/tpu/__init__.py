@@ -1,1 +1,2 @@
-"""The ``pallas`` backend: TPU kernels for the chunked ops, forward and backward, and for the recurrent ops."""
+"""The ``pallas`` backend: TPU kernels for the chunked ops, forward and backward, and for the
+recurrent ops."""

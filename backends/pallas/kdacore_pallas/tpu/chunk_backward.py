@@ -26,7 +26,8 @@ def backward(
     hb: int,
     launch: Launch,
 ) -> InputGrads:
-    """Gradients by two kernels: the states at each chunk's start, then the chunks from last to first."""
+    """Gradients by two kernels: the states at each chunk's start, then the chunks from last to
+    first."""
     x = plan.make_chunk_grid(request, hb)
     schedule, table = chunk_schedule(request, x, inputs.cu_seqlens)
     options = kernel_options(request)

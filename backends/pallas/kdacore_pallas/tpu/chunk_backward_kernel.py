@@ -1,7 +1,8 @@
 """The fused chunk backward: chunks from last to first, everything recomputed from the raw inputs.
 
-The state each chunk starts from comes from a forward pass that writes nothing else (``starts``). The gradient of the
-state stays in VMEM from chunk to chunk. q and k gradients are summed over their value heads in scratch.
+The state each chunk starts from comes from a forward pass that writes nothing else (``starts``).
+The gradient of the state stays in VMEM from chunk to chunk. q and k gradients are summed over their
+value heads in scratch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ Array = Any
 
 
 def _begin_chunk(refs: Refs, flag: Any, at_start: Any, v_first: bool) -> None:
-    """Set the state's gradient at a sequence's end, and the sums over chunks to zero at a head block's first step."""
+    """Set the state's gradient at a sequence's end, and the sums over chunks to zero at a head
+    block's first step."""
 
     @pl.when(flag & LAST != 0)
     def _() -> None:
@@ -107,8 +109,8 @@ def _accumulate(x: ChunkGrid, ref: Any, own: Any, d: Array, h: Any) -> None:
 def _gate_grads(
     x: ChunkGrid, options: KernelOptions, refs: Refs, h: Any, at: Any, dlog: Array, token: Any, scalar: bool
 ) -> None:
-    """Gradients of the gate. Of a scalar gate the kernel writes the gradient of the log decay only: XLA does the rest,
-    which is elementwise and small.
+    """Gradients of the gate. Of a scalar gate the kernel writes the gradient of the log decay only:
+    XLA does the rest, which is elementwise and small.
     """
     if scalar:
         refs["dg"][0, pl.ds(h, 1), :] = tiles.to_row(jnp.sum(dlog, axis=1, keepdims=True))
@@ -157,9 +159,9 @@ def chunk_backward(
     table: ChunkTable | None,
     launch: Launch,
 ) -> dict[str, Array]:
-    """Gradients as the kernel writes them: ``dq dk dv dg`` rows (``dg`` of a scalar gate ``[B, HV, NC * C]``),
-    ``dbeta`` ``[B, HV, NC * C]`` of the strength, ``dA`` and ``dbias`` ``[B, HV, K]`` to be summed over B (and K),
-    ``dinitial`` float32.
+    """Gradients as the kernel writes them: ``dq dk dv dg`` rows (``dg`` of a scalar gate
+    ``[B, HV, NC * C]``), ``dbeta`` ``[B, HV, NC * C]`` of the strength, ``dA`` and ``dbias``
+    ``[B, HV, K]`` to be summed over B (and K), ``dinitial`` float32.
     """
     read, written, scratch = backward_operands(request, inputs, grads, starts, x, table)
 

@@ -26,7 +26,8 @@ def chunk_schedule(
 
 
 def with_empty_sequences(rows: Array, empty: Array | None, cu_seqlens: Array) -> Array:
-    """State rows of a pack; those of empty sequences, which no chunk writes, are taken from ``empty`` or zero."""
+    """State rows of a pack; those of empty sequences, which no chunk writes, are taken from
+    ``empty`` or zero."""
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     other = jnp.zeros_like(rows) if empty is None else empty.astype(rows.dtype)
     return jnp.where((lengths == 0)[:, None, None, None], other, rows)

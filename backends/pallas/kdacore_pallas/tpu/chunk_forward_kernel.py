@@ -1,7 +1,9 @@
-"""The fused chunk forward: gate, decays, interactions, inverse, recurrence and output in one kernel.
+"""The fused chunk forward: gate, decays, interactions, inverse, recurrence and output in one
+kernel.
 
-Grid ``(batch, head block, chunk)``, chunks in order; the states of a head block stay in VMEM scratch from chunk to
-chunk and are initialised at the first chunk of each sequence. HBM holds inputs and outputs only.
+Grid ``(batch, head block, chunk)``, chunks in order; the states of a head block stay in VMEM
+scratch from chunk to chunk and are initialised at the first chunk of each sequence. HBM holds
+inputs and outputs only.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ def gate_input(x: ChunkGrid, refs: Refs, h: Any, at: Any, scalar: bool) -> tuple
 def read_rows(
     x: ChunkGrid, options: KernelOptions, refs: Refs, h: Any, at: Any, valid: Any, scalar: bool
 ) -> Rows:
-    """The recurrence's inputs of one value head; padding rows change nothing. Heads as in :func:`gate_input`."""
+    """The recurrence's inputs of one value head; padding rows change nothing. Heads as in
+    :func:`gate_input`."""
     own = h if x.R == 1 else lax.div(h, x.R)
     q, k = (head_rows.read(refs[n], own, x.C, x.hb, x.K) for n in ("qs", "ks"))
     v = head_rows.read(refs["vs"], h, x.C, x.hvb, x.V)
@@ -153,8 +156,8 @@ def chunk_forward(
     launch: Launch,
     want: tuple[str, ...],
 ) -> dict[str, Array]:
-    """Run the kernel for the outputs in ``want``: ``o``, ``final`` (a pack has one more row, unused), ``starts``
-    (the state ``[V, K]`` each chunk starts from).
+    """Run the kernel for the outputs in ``want``: ``o``, ``final`` (a pack has one more row,
+    unused), ``starts`` (the state ``[V, K]`` each chunk starts from).
     """
     given, made, scratch = forward_operands(request, inputs, x, table, want)
 

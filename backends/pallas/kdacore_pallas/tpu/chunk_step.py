@@ -1,7 +1,8 @@
-"""One chunk of one value head, in registers: the products that need no state, the output and the next state.
+"""One chunk of one value head, in registers: the products that need no state, the output and the
+next state.
 
-Used by the forward kernel and by the recomputation in the backward kernel. The state is kept transposed,
-``[V, K]``, so that its decay lies along lanes.
+Used by the forward kernel and by the recomputation in the backward kernel. The state is kept
+transposed, ``[V, K]``, so that its decay lies along lanes.
 """
 
 from __future__ import annotations

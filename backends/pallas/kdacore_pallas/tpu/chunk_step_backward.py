@@ -37,7 +37,8 @@ def lower(C: int, strict: bool) -> Array:
 def chunk_step_backward(
     options: KernelOptions, rows: Rows, x: Prepared, v_new: Array, state: Array, do: Array, dend: Array
 ) -> ChunkGrads:
-    """``state`` is the chunk's start state, ``dend`` the gradient of its end state, both ``[V, K]``."""
+    """``state`` is the chunk's start state, ``dend`` the gradient of its end state, both
+    ``[V, K]``."""
     C = do.shape[0]
     dv = product(x.qk, do, TN, options.values) + product(x.kg, dend, NT, options.state)
     dstate = (

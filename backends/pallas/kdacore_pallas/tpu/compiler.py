@@ -1,7 +1,8 @@
 """Compile the kernels with the real TPU compiler on a machine that has no TPU.
 
-Needs ``libtpu`` (``pip install 'jax[tpu]'``). A topology description stands in for the chips; the compiler is the one
-that runs on a TPU host, so memory overflow and unsupported operations are found here. Times are not: nothing runs.
+Needs ``libtpu`` (``pip install 'jax[tpu]'``). A topology description stands in for the chips; the
+compiler is the one that runs on a TPU host, so memory overflow and unsupported operations are found
+here. Times are not: nothing runs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ TOPOLOGIES = {
 
 
 def environment(dumps: str | None = None) -> None:
-    """Settings libtpu reads when it is first loaded: no TPU to look for, and where to write the schedules."""
+    """Settings libtpu reads when it is first loaded: no TPU to look for, and where to write the
+    schedules."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -55,7 +57,8 @@ class Compiled:
 
 
 def compile_for(fn: Callable[..., Any], *specs: Any) -> Compiled:
-    """Compile ``fn`` for arguments whose sharding names TPU devices. Raises what the compiler raises."""
+    """Compile ``fn`` for arguments whose sharding names TPU devices. Raises what the compiler
+    raises."""
     import jax
 
     start = time.perf_counter()
@@ -78,7 +81,8 @@ class Bundles:
     spill_stores: int
 
     def per_head(self, heads: int) -> int:
-        """Bundles for one head's 128 tokens: its part of the step, and one iteration of the loop over heads."""
+        """Bundles for one head's 128 tokens: its part of the step, and one iteration of the loop
+        over heads."""
         return round(self.by_depth.get(1, 0) / heads + self.by_depth.get(2, 0))
 
 

@@ -1,4 +1,5 @@
-"""Entry points of the ``pallas`` backend: jit keyed on the request, heads per step, memory limits, interpret mode."""
+"""Entry points of the ``pallas`` backend: jit keyed on the request, heads per step, memory limits,
+interpret mode."""
 
 from __future__ import annotations
 

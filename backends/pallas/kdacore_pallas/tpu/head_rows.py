@@ -1,8 +1,8 @@
 """Rows of many heads in VMEM, read and written one head at a time.
 
-A block of an array ``[B, T, heads, D]`` has heads in sublanes. One head's ``[C, D]`` is every ``heads``-th row, which
-the hardware loads with a stride, but only from 32-bit rows of at most 128 lanes: so rows are kept in float32
-scratch ``[panels, C * heads, <= 128]``.
+A block of an array ``[B, T, heads, D]`` has heads in sublanes. One head's ``[C, D]`` is every
+``heads``-th row, which the hardware loads with a stride, but only from 32-bit rows of at most 128
+lanes: so rows are kept in float32 scratch ``[panels, C * heads, <= 128]``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The binary tree over a chunk's rows, in registers: decay factors and interaction matrices.
 
-Same mathematics as :mod:`kdacore_pallas.xla.intra`: every factor lies in [0, 1] and belongs to rows at or before the
-row that uses it. Here each level's factors are one ``[C, K]`` array: rows in a right half hold the decay from the
-start of that half through the row, rows in a left half the decay after the row to that half's end. Entries that
-are no pair are masked out, so their values never matter.
+Same mathematics as :mod:`kdacore_pallas.xla.intra`: every factor lies in [0, 1] and belongs to rows
+at or before the row that uses it. Here each level's factors are one ``[C, K]`` array: rows in a
+right half hold the decay from the start of that half through the row, rows in a left half the decay
+after the row to that half's end. Entries that are no pair are masked out, so their values never
+matter.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def decay_tree(g: Array) -> Tree:
 
 
 def interactions(q: Array, k: Array, tree: Tree, passes: Passes) -> tuple[Array, Array]:
-    """``[C, C]``: ``q_i . (k_j decay)`` for j <= i, and ``k_i . (k_j decay)`` for j < i; zero elsewhere."""
+    """``[C, C]``: ``q_i . (k_j decay)`` for j <= i, and ``k_i . (k_j decay)`` for j < i; zero
+    elsewhere."""
     C = q.shape[0]
     near_qk, near_kk = _within_tiles(q, k, tree, passes)
     qk, kk = tiles.unpack_diagonal(near_qk), tiles.unpack_diagonal(near_kk)

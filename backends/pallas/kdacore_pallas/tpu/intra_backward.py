@@ -16,9 +16,10 @@ Array = Any
 class TreeGrads(NamedTuple):
     """Accumulated gradients. Those of log decays are in three parts, until blocks are single rows.
 
-    ``inclusive`` is the gradient of each row's log prefix, which belongs to the rows of its block up to it;
-    ``exclusive`` that of its log suffix, which belongs to the rows after it. When a block splits, the sum over one half
-    is added to ``final`` of every row of the other. Nothing is ever subtracted, so nothing cancels.
+    ``inclusive`` is the gradient of each row's log prefix, which belongs to the rows of its block
+    up to it; ``exclusive`` that of its log suffix, which belongs to the rows after it. When a block
+    splits, the sum over one half is added to ``final`` of every row of the other. Nothing is ever
+    subtracted, so nothing cancels.
     """
 
     q: Array
@@ -33,9 +34,9 @@ def tree_backward(
 ) -> tuple[Array, Array, Array]:
     """Gradients of q, k and g (log decay), all ``[C, K]``.
 
-    ``dqk`` and ``dkk`` ``[C, C]`` are zero above the diagonal. ``start`` holds the gradients from outside the
-    tree: of q and k directly, and of the logarithms of the chunk's prefix (``inclusive``), suffix (``exclusive``) and
-    total (``final``).
+    ``dqk`` and ``dkk`` ``[C, C]`` are zero above the diagonal. ``start`` holds the gradients from
+    outside the tree: of q and k directly, and of the logarithms of the chunk's prefix
+    (``inclusive``), suffix (``exclusive``) and total (``final``).
     """
     C = q.shape[0]
     identity = tiles.unpack_diagonal(jnp.where(tiles.packed_identity(C), 1.0, 0.0))
@@ -82,7 +83,8 @@ def _big_level(
 
 
 def _other_half(x: Array, s: int) -> Array:
-    """Every row of ``[C / 8, 8, K]``: the sum over the other half of its block of ``2 s`` rows (s < 8)."""
+    """Every row of ``[C / 8, 8, K]``: the sum over the other half of its block of ``2 s`` rows (s <
+    8)."""
     rows = tiles.sublane(x.shape[-1])
     step = 1
     while step <= s:

@@ -1,7 +1,9 @@
-"""``(I + L)^-1`` of a strictly lower triangular ``L`` ``[C, C]``: exact block substitution, two ways.
+"""``(I + L)^-1`` of a strictly lower triangular ``L`` ``[C, C]``: exact block substitution, two
+ways.
 
-Both join halves as ``[[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]``: nothing but inverses of diagonal
-blocks is ever formed, so near-collinear keys (entries of ``L`` near one) lose no accuracy.
+Both join halves as ``[[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]``: nothing but
+inverses of diagonal blocks is ever formed, so near-collinear keys (entries of ``L`` near one) lose
+no accuracy.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def by_merging(L: Array, passes: Passes) -> Array:
 
 
 def by_substitution(L: Array, passes: Passes) -> Array:
-    """Tiles of 8 rows by forward substitution, all of them side by side in one register; then merging."""
+    """Tiles of 8 rows by forward substitution, all of them side by side in one register; then
+    merging."""
     near = _invert_packed(tiles.pack_diagonal(L))
     return _merge_tiles(tiles.unpack_diagonal(near), L, passes)
 
@@ -49,7 +52,8 @@ def _merge_tiles(inverse: Array, L: Array, passes: Passes) -> Array:
 
 
 def _invert_packed(blocks: Array) -> Array:
-    """Each ``I + block`` of a packed ``[8, C]`` inverted by forward substitution, column by column of L."""
+    """Each ``I + block`` of a packed ``[8, C]`` inverted by forward substitution, column by column
+    of L."""
     C = blocks.shape[1]
     inverse = jnp.where(tiles.packed_identity(C), 1.0, 0.0)
     position = tiles.lane(C) & (tiles.TILE - 1)

@@ -29,7 +29,8 @@ class Launch:
     vmem_bytes: int | None = None
 
     def call(self, kernel: Callable[..., Any], *arrays: Array) -> list[Array]:
-        """Call a kernel with JAX's x64 mode off: in that mode Python integers have 64 bits, but a TPU's scalars 32."""
+        """Call a kernel with JAX's x64 mode off: in that mode Python integers have 64 bits, but a
+        TPU's scalars 32."""
         with jax.enable_x64(False):
             outs: list[Array] = kernel(*arrays)
         return outs

@@ -36,7 +36,8 @@ def rows_spec(x: ChunkGrid, heads: int, D: int, at: Callable[[Any], Any]) -> pl.
 
 
 def lanes_spec(x: ChunkGrid, heads: int, at: Callable[[Any], Any]) -> pl.BlockSpec:
-    """One chunk of some heads of a ``[B, heads, T]`` array: one number per token, tokens along lanes."""
+    """One chunk of some heads of a ``[B, heads, T]`` array: one number per token, tokens along
+    lanes."""
     return pl.BlockSpec((1, heads, x.C), lambda b, h, c, *_: (b, h, at(c)))
 
 

@@ -35,8 +35,8 @@ class KernelOptions:
 def kernel_options(request: Request, inverse: str = "substitution", chunk: int = CHUNK) -> KernelOptions:
     """The options of a request.
 
-    float32 inputs use six passes everywhere. bfloat16 inputs use three: with one pass the state is too inaccurate on
-    near-collinear keys, by measurement against the oracle.
+    float32 inputs use six passes everywhere. bfloat16 inputs use three: with one pass the state is
+    too inaccurate on near-collinear keys, by measurement against the oracle.
     """
     passes = Passes.EXACT if request.dtype == "float32" else Passes.SPLIT
     return KernelOptions(

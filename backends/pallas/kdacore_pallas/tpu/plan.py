@@ -1,7 +1,8 @@
 """Plan of a chunked call for the kernels: the grid, padding, and the chunk table.
 
-Dense inputs stay where they are, ``[B, T, heads, D]``: a block is one chunk of some heads, and rows beyond the end
-are masked. Packed inputs are first gathered so that every sequence starts at a chunk.
+Dense inputs stay where they are, ``[B, T, heads, D]``: a block is one chunk of some heads, and rows
+beyond the end are masked. Packed inputs are first gathered so that every sequence starts at a
+chunk.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def packed_schedule(table: ChunkTable) -> ChunkSchedule:
 
 
 def gather(table: ChunkTable | None, x: Array) -> Array:
-    """``[1, T, ...]`` with every sequence moved to the start of a chunk; other rows repeat some token."""
+    """``[1, T, ...]`` with every sequence moved to the start of a chunk; other rows repeat some
+    token."""
     return x if table is None else jnp.take(x, table.rows.reshape(-1), axis=1)
 
 

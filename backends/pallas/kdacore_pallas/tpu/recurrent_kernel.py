@@ -1,8 +1,10 @@
-"""The recurrent kernel: one token after another over a pool of states, which the kernel copies itself.
+"""The recurrent kernel: one token after another over a pool of states, which the kernel copies
+itself.
 
-Grid ``(tokens,)``, the tokens of a sequence together. A sequence's state is fetched while the sequence before it
-runs, kept in VMEM in float32 over its tokens, and copied back only to rows the caller named: a negative index
-neither reads nor writes. Updating a pool in place touches nothing but those rows.
+Grid ``(tokens,)``, the tokens of a sequence together. A sequence's state is fetched while the
+sequence before it runs, kept in VMEM in float32 over its tokens, and copied back only to rows the
+caller named: a negative index neither reads nor writes. Updating a pool in place touches nothing
+but those rows.
 """
 
 from __future__ import annotations
@@ -102,7 +104,8 @@ def _load_state(refs: Refs, i: Any, tokens: int) -> None:
 
 
 def _store_state(refs: Refs, i: Any, tokens: int) -> None:
-    """Copy the state out if the token has a row to write; at most two copies are in flight, none at the end."""
+    """Copy the state out if the token has a row to write; at most two copies are in flight, none at
+    the end."""
     row, before = refs["write"][i], refs["writes"][i]
 
     @pl.when(row >= 0)
@@ -196,8 +199,9 @@ def recurrent_kernel(
     rows_out: int,
     launch: Launch,
 ) -> tuple[Array, Array | None]:
-    """``o`` ``[B, T, HV, V]`` and the written states: the pool updated in place when ``inplace_state``, else
-    ``[rows_out, ...]`` of which only the written rows mean anything; None when ``rows_out`` is 0.
+    """``o`` ``[B, T, HV, V]`` and the written states: the pool updated in place when
+    ``inplace_state``, else ``[rows_out, ...]`` of which only the written rows mean anything; None
+    when ``rows_out`` is 0.
     """
     H, HV, K, V = request.H, request.HV, request.K, request.V
     tokens = request.B * request.T

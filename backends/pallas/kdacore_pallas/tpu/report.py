@@ -1,8 +1,10 @@
-"""``python -m kdacore_pallas.tpu.report``: what the real TPU compiler says about the kernels, with no TPU.
+"""``python -m kdacore_pallas.tpu.report``: what the real TPU compiler says about the kernels, with
+no TPU.
 
-Compiles forward, backward and decode at production report_calls for each generation, alone and for four chips under
-``shard_map``, and writes code size, VMEM, spills, schedule lengths and HBM traffic as JSON and as a table. Nothing
-is run and nothing is timed. Needs ``pip install 'jax[tpu]'`` (libtpu).
+Compiles forward, backward and decode at production report_calls for each generation, alone and for
+four chips under ``shard_map``, and writes code size, VMEM, spills, schedule lengths and HBM traffic
+as JSON and as a table. Nothing is run and nothing is timed. Needs ``pip install 'jax[tpu]'``
+(libtpu).
 """
 
 from __future__ import annotations
@@ -169,7 +171,8 @@ def _variants(generation: str, dumps: str) -> list[Row]:
 
 
 def report(generations: list[str], dumps: str) -> dict[str, Any]:
-    """Everything, as JSON-able data. A compiler error is raised, not recorded: a report has no failed rows."""
+    """Everything, as JSON-able data. A compiler error is raised, not recorded: a report has no
+    failed rows."""
     rows: list[Row] = []
     for generation in generations:
         rows += _alone(generation, dumps) + _four_chips(generation, dumps)

@@ -1,4 +1,5 @@
-"""Sizes that all kernels use. No framework is imported here, because the verifiers import this module."""
+"""Sizes that all kernels use. No framework is imported here, because the verifiers import this
+module."""
 
 CHUNK = 128
 """Tokens of a grid step."""

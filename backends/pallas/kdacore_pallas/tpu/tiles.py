@@ -1,7 +1,8 @@
 """Rows of a chunk in registers: blocks of the binary tree, tiles of eight rows, lane masks.
 
-A TPU register holds 8 rows (sublanes) of 128 lanes. Blocks of eight rows or more are whole registers, so cutting and
-joining them costs nothing; smaller ones are reached by rotating within each register.
+A TPU register holds 8 rows (sublanes) of 128 lanes. Blocks of eight rows or more are whole
+registers, so cutting and joining them costs nothing; smaller ones are reached by rotating within
+each register.
 """
 
 from __future__ import annotations
@@ -67,14 +68,16 @@ def join(left: Array, right: Array, s: int) -> Array:
 
 
 def each_block(tiles: Array, blocks: Array, s: int) -> Array:
-    """``tiles`` ``[rows, width]`` times ``blocks`` ``[rows / s, 8, width]``, one tile for every s rows."""
+    """``tiles`` ``[rows, width]`` times ``blocks`` ``[rows / s, 8, width]``, one tile for every s
+    rows."""
     rows, width = tiles.shape
     spread = tiles.reshape(rows // s, s // TILE, TILE, width) * blocks[:, None]
     return spread.reshape(rows, width)
 
 
 def left_lanes(C: int, s: int) -> Array:
-    """``[C / 2, C]`` bool over the right rows of level s (s >= 8): the columns of the left half of their block."""
+    """``[C / 2, C]`` bool over the right rows of level s (s >= 8): the columns of the left half of
+    their block."""
     at = lane(C) >> (s.bit_length() - 1)
     blocks = [jnp.broadcast_to((at == 2 * b)[None], (s // TILE, TILE, C)) for b in range(C // (2 * s))]
     return jnp.concatenate(blocks, axis=0).reshape(C // 2, C)

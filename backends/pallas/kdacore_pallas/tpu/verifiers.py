@@ -1,4 +1,5 @@
-"""Verifiers of the ``pallas`` backend. Sizes come from the request; nothing is compiled to find out."""
+"""Verifiers of the ``pallas`` backend. Sizes come from the request; nothing is compiled to find
+out."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""VMEM that the kernels need, from shapes alone. The verifiers check it and the compiler is given it as a limit.
+"""VMEM that the kernels need, from shapes alone. The verifiers check it and the compiler is given
+it as a limit.
 
-A block that is moved by the pipeline has two buffers; scratch has one. The last two axes of anything in VMEM are
-rounded up to a register. The compiler adds space for spilled registers; a multiple of one
-``[128, max(K, V)]`` float32 array covers what it reported over a grid of shapes.
+A block that is moved by the pipeline has two buffers; scratch has one. The last two axes of
+anything in VMEM are rounded up to a register. The compiler adds space for spilled registers; a
+multiple of one ``[128, max(K, V)]`` float32 array covers what it reported over a grid of shapes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ SPILLS = {
     ("backward", 4): 130,
     ("recurrent", 4): 8,
 }
-"""Register spills by kernel and bytes of an input element, in arrays of ``[128, max(K, V)]`` float32."""
+"""Register spills by kernel and bytes of an input element, in arrays of ``[128, max(K, V)]``
+float32."""
 Blocks = list[tuple[tuple[int, ...], str]]
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
@@ -114,7 +116,8 @@ def recurrent_bytes(request: Request) -> int:
 
 
 def head_blocks(H: int, HV: int) -> list[int]:
-    """Numbers of q/k heads a step may take, smallest first: whole registers of heads, or all of them."""
+    """Numbers of q/k heads a step may take, smallest first: whole registers of heads, or all of
+    them."""
     R = HV // H
     fits = [hb for hb in range(HEADS, H, HEADS) if H % hb == 0 and (hb * R) % HEADS == 0]
     return [*fits, H]
@@ -126,5 +129,6 @@ def heads_per_step(request: Request) -> int:
 
 
 def limit(need: int, generation: str) -> int:
-    """The compiler's limit: a quarter more than needed, at least the usual 16 MiB, at most the whole VMEM."""
+    """The compiler's limit: a quarter more than needed, at least the usual 16 MiB, at most the
+    whole VMEM."""
     return min(VMEM[generation], max(16 * MIB, need + need // 4))

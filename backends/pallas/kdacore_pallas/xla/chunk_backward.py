@@ -1,7 +1,8 @@
-"""Backward of the chunked ops: segments from the last to the first, each recomputed from the raw inputs.
+"""Backward of the chunked ops: segments from the last to the first, each recomputed from the raw
+inputs.
 
-The state at each segment's start and the interactions within chunks are saved by the forward (or computed again, by a
-pass over the states), so memory is linear in T with a small constant.
+The state at each segment's start and the interactions within chunks are saved by the forward (or
+computed again, by a pass over the states), so memory is linear in T with a small constant.
 """
 
 from __future__ import annotations
@@ -126,8 +127,9 @@ def _rows_backward(
     dkg = dot("...cv,...kv->...ck", states.v_new, grads.end, precision)
     dtotal = jnp.swapaxes(total(states.start * grads.end, -1), -1, -2) * decay.total
 
-    # w = inverse @ right_w, u = inverse @ right_u, v_new = u - w @ start, inverse = (I + L)^-1, L = diag(beta) kk.
-    # Hence dright_w = -dright_u @ start^T and dL = -dright_w @ w^T - dright_u @ u^T = -dright_u @ v_new^T.
+    # w = inverse @ right_w, u = inverse @ right_u, v_new = u - w @ start, inverse = (I + L)^-1, L =
+    # diag(beta) kk. Hence dright_w = -dright_u @ start^T and dL = -dright_w @ w^T - dright_u @ u^T
+    # = -dright_u @ v_new^T.
     dright_u = dot("...ji,...jv->...iv", pair.inverse, grads.v_new, precision)
     less_w = dot("...cv,...kv->...ck", dright_u, states.start, precision)  # -dright_w
     lower = jnp.tril(jnp.ones((C, C), bool))
@@ -213,7 +215,8 @@ def _segment_starts(
 def backward(
     request: Request, inputs: ChunkInputs, saved: tuple[Array, ...], grads: OutputGrads
 ) -> InputGrads:
-    """Gradients of every input. ``saved`` may be ``()``: the segment states are then computed again."""
+    """Gradients of every input. ``saved`` may be ``()``: the segment states are then computed
+    again."""
     axes = mesh_axes(*inputs, grads.o, grads.final_state)
     plan = make_plan(request, inputs.cu_seqlens)
     precision = product_precision(request)
@@ -260,7 +263,8 @@ def backward(
 
 
 def _gradient_dtype(like: Array, axes: frozenset[str]) -> Any:
-    """The dtype of an input's gradient: that of a replicated input stays float32 until it is summed over the mesh."""
+    """The dtype of an input's gradient: that of a replicated input stays float32 until it is summed
+    over the mesh."""
     return F32 if axes - mesh_axes(like) else like.dtype
 
 
@@ -312,7 +316,8 @@ def _collect(
     if inputs.dt_bias is not None:
         db = summed_like(required(sums.dt_bias).reshape(inputs.dt_bias.shape), inputs.dt_bias)
     if inputs.initial_state is not None:
-        # Empty sequences were never visited: their row still holds the gradient of their final state.
+        # Empty sequences were never visited: their row still holds the gradient of their final
+        # state.
         rows = dstate if plan.table is None else required(dinitial)[:-1]
         ds = summed_like(chunk_forward.states_out(request, rows, request.N), inputs.initial_state)
     return InputGrads(q, k, v, g, beta, dA, db, ds)

@@ -1,4 +1,5 @@
-"""``chunk_kda`` and ``chunk_gated_delta_rule`` forward: a scan over segments, and in each a scan over chunks."""
+"""``chunk_kda`` and ``chunk_gated_delta_rule`` forward: a scan over segments, and in each a scan
+over chunks."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ Array = Any
 
 
 class Flags(NamedTuple):
-    """Per chunk of a segment (leading axis G): what happens to the state before and after it. None: nothing."""
+    """Per chunk of a segment (leading axis G): what happens to the state before and after it. None:
+    nothing."""
 
     first: Array | None
     """Start from the initial state of ``seq``; None for dense inputs."""
@@ -55,8 +57,8 @@ def with_channels(request: Request, inputs: ChunkInputs) -> ChunkInputs:
 def select_heads(inputs: ChunkInputs, plan: ChunkPlan) -> tuple[ChunkInputs, ChunkPlan]:
     """Inputs and plan of the plan's range of heads.
 
-    Arrays of tokens are sliced by :meth:`ChunkPlan.rows`. Where padding copies them, they are sliced here instead, so
-    that only the range is copied.
+    Arrays of tokens are sliced by :meth:`ChunkPlan.rows`. Where padding copies them, they are
+    sliced here instead, so that only the range is copied.
     """
     heads = plan.head_range
     if heads is None:
@@ -90,7 +92,8 @@ def states_in(request: Request, plan: ChunkPlan, state: Array | None, axes: froz
 
 
 def states_out(request: Request, state: Array, *lead: int) -> Array:
-    """Float32 ``[..., K, V]`` of ``lead`` x heads states to ``[*lead, HV, ...]`` in the caller's layout and dtype."""
+    """Float32 ``[..., K, V]`` of ``lead`` x heads states to ``[*lead, HV, ...]`` in the caller's
+    layout and dtype."""
     if request.state_v_first:
         state = jnp.swapaxes(state, -1, -2)
     return state.reshape(*lead, request.HV, *request.state_tail).astype(request.state_dtype)
@@ -125,7 +128,8 @@ def flags(request: Request, plan: ChunkPlan, s: Array, cu_seqlens: Array | None)
 
 
 def chunk_start(state: Array, flag: Flags, initial: Array) -> Array:
-    """The state a chunk starts from: the running one ``[B*H, R, K, V]``, or its sequence's initial state."""
+    """The state a chunk starts from: the running one ``[B*H, R, K, V]``, or its sequence's initial
+    state."""
     if flag.first is None:
         return state
     own = lax.dynamic_index_in_dim(initial, jnp.minimum(flag.seq, initial.shape[0] - 1), keepdims=False)
@@ -149,7 +153,8 @@ def next_state(state: Array, v_new: Array, kg: Array, total: Array, precision: l
 
 
 class StateParts(NamedTuple):
-    """What the states of a segment depend on, ``[M, R, C, ...]``. ``w`` and ``u`` are not read if v_new is passed."""
+    """What the states of a segment depend on, ``[M, R, C, ...]``. ``w`` and ``u`` are not read if
+    v_new is passed."""
 
     w: Array | None
     u: Array | None
@@ -176,7 +181,8 @@ def scan_states(
     precision: lax.Precision,
     v_new: Array | None = None,
 ) -> tuple[Array, Buffers, SegmentStates]:
-    """Compute the states of one segment without its outputs. ``v_new``: the corrected values, if they were saved."""
+    """Compute the states of one segment without its outputs. ``v_new``: the corrected values, if
+    they were saved."""
 
     def step(carry: tuple[Array, Buffers], x: Any) -> tuple[tuple[Array, Buffers], SegmentStates]:
         running, rows = carry
@@ -251,8 +257,9 @@ def outputs(request: Request, plan: ChunkPlan, o: Array, state: Array, buffers: 
 def saved_layout(
     plan: ChunkPlan, inputs: ChunkInputs, initial: Array, states_only: bool = False
 ) -> SavedLayout:
-    """Layout of the arrays that the forward saves: the state at each segment's start and, unless ``states_only``, the
-    interactions as :func:`packed` and, if they fit as well, the corrected values.
+    """Layout of the arrays that the forward saves: the state at each segment's start and, unless
+    ``states_only``, the interactions as :func:`packed` and, if they fit as well, the corrected
+    values.
     """
     state = (plan.B * plan.H, *initial.shape[2:])
     pair = (plan.M, plan.R, plan.C, plan.C)
@@ -263,7 +270,8 @@ def saved_layout(
 
 
 def forward(request: Request, inputs: ChunkInputs, head_range: HeadRange | None = None) -> Outputs:
-    """Outputs of the chunked op, or of a range of its heads: ``request`` then describes a call of those heads.
+    """Outputs of the chunked op, or of a range of its heads: ``request`` then describes a call of
+    those heads.
 
     When gradients are wanted, ``saved`` holds the buffers of :func:`saved_layout`.
     """

@@ -1,10 +1,11 @@
 """The chunked ops forward for GPUs: 16-bit inputs, no gradients.
 
-Memory traffic limits a GPU here, so intermediates are 16-bit where that is accurate enough, and few are written. With
-``[Q; K'] = [qk; k_end^T] inverse`` a chunk is ``end = total start + K' v - (K' k) start`` and
-``o = (q - Q k) start + Q v``, where q and k are decayed from the chunk's start and k_end to its end. Everything but
-v and the states is then a product of contractions, at most 2 for normalised q and k: float16 holds it. Without
-normalisation all of it is float32.
+Memory traffic limits a GPU here, so intermediates are 16-bit where that is accurate enough, and few
+are written. With ``[Q; K'] = [qk; k_end^T] inverse`` a chunk is
+``end = total start + K' v - (K' k) start`` and ``o = (q - Q k) start + Q v``, where q and k are
+decayed from the chunk's start and k_end to its end. Everything but v and the states is then a
+product of contractions, at most 2 for normalised q and k: float16 holds it. Without normalisation
+all of it is float32.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from kdacore_pallas.xla.plan import ChunkPlan, make_plan
 Array = Any
 CHUNK = 128
 SEGMENT = 16
-"""Chunks of a segment at most: their states follow one another in the program itself, not in a loop."""
+"""Chunks of a segment at most: their states follow one another in the program itself, not in a
+loop."""
 BF16 = jnp.bfloat16
 
 

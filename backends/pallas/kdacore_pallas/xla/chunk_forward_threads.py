@@ -1,9 +1,10 @@
 """A chunked forward on a CPU, with the heads divided among threads.
 
-XLA's kernels for a CPU are short (50 to 150 us each at common sizes) and each waits for the one before: one program
-keeps 1.4 of two cores busy, and programs launched from one thread wait for one another. So a call with concrete arrays
-runs one program in several threads, each on its own range of heads. Heads are independent in this operation, and the
-results so far have had the bits of one program. Inside the caller's own ``jit`` there is one program.
+XLA's kernels for a CPU are short (50 to 150 us each at common sizes) and each waits for the one
+before: one program keeps 1.4 of two cores busy, and programs launched from one thread wait for one
+another. So a call with concrete arrays runs one program in several threads, each on its own range
+of heads. Heads are independent in this operation, and the results so far have had the bits of one
+program. Inside the caller's own ``jit`` there is one program.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def thread_count(request: Request, inputs: ChunkInputs) -> int:
 
 
 def forward(request: Request, inputs: ChunkInputs, threads: int) -> Outputs:
-    """:func:`kdacore_pallas.xla.chunk_forward.forward` of concrete arrays. Returns when the results are computed."""
+    """:func:`kdacore_pallas.xla.chunk_forward.forward` of concrete arrays. Returns when the results
+    are computed."""
     heads = request.H // threads
     part = replace(request, H=heads, HV=request.HV // threads)
     program = compiled_program(_forward_heads, part)

@@ -1,4 +1,5 @@
-"""Entry points of the ``xla`` backend: each converts the arrays and runs a program compiled for the request."""
+"""Entry points of the ``xla`` backend: each converts the arrays and runs a program compiled for the
+request."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ Array = Any
 
 
 def _traced_request(request: Request) -> Request:
-    """The request without the fields that only dispatch reads, which must not cause another compilation."""
+    """The request without the fields that only dispatch reads, which must not cause another
+    compilation."""
     return replace(request, kind="jax", tensors=(), traced=False)
 
 

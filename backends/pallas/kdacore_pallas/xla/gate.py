@@ -1,4 +1,5 @@
-"""The gate, beta's sigmoid and the l2norm of q and k, with their gradients; and the op ``kda_gate``.
+"""The gate, beta's sigmoid and the l2norm of q and k, with their gradients; and the op
+``kda_gate``.
 
 All arithmetic is float32. Each token is independent of the others.
 """
@@ -20,7 +21,8 @@ BLOCK = 64
 
 
 def log_decay(request: Request, g: Array, A: Array | None, bias: Array | None) -> Array:
-    """Natural-log decay from raw ``g``. ``A`` (A_log) and ``bias`` broadcast against ``g``; all float32."""
+    """Natural-log decay from raw ``g``. ``A`` (A_log) and ``bias`` broadcast against ``g``; all
+    float32."""
     if request.gate == "log":
         return g
     x = g if bias is None else g + bias
@@ -99,7 +101,8 @@ def kda_gate(request: Request, inputs: GateInputs) -> Array:
 def _token_sum(x: Array) -> Array:
     """Sum of ``[B, T, ...]`` over batch and tokens, in an order that appended tokens do not change.
 
-    Blocks of fixed size are added one after another: the compiler's order for a single sum depends on its length.
+    Blocks of fixed size are added one after another: the compiler's order for a single sum depends
+    on its length.
     """
     B, T = x.shape[:2]
     n = -(-T // BLOCK)

@@ -1,8 +1,10 @@
-"""Convert NumPy and torch-CPU arrays to JAX arrays without a copy, and results back to memory the caller owns.
+"""Convert NumPy and torch-CPU arrays to JAX arrays without a copy, and results back to memory the
+caller owns.
 
-torch tensors are passed as the NumPy arrays that share their memory, not by DLPack: one of XLA's threads may release
-the last reference to an input, and torch's release of a DLPack tensor then takes Python's lock, which aborts a process
-that is exiting. JAX releases its references to NumPy arrays in a thread that holds the lock.
+torch tensors are passed as the NumPy arrays that share their memory, not by DLPack: one of XLA's
+threads may release the last reference to an input, and torch's release of a DLPack tensor then
+takes Python's lock, which aborts a process that is exiting. JAX releases its references to NumPy
+arrays in a thread that holds the lock.
 """
 
 from __future__ import annotations

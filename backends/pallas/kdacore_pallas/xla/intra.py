@@ -1,12 +1,12 @@
 """Within a chunk: decays, interaction matrices, the triangular inverse; and their backward.
 
-A pair (row i, earlier row j) meets at exactly one level of a binary tree over the chunk's rows: i in the right
-half, j in the left half of a block of ``2 s`` rows. There its decay is the product
+A pair (row i, earlier row j) meets at exactly one level of a binary tree over the chunk's rows: i
+in the right half, j in the left half of a block of ``2 s`` rows. There its decay is the product
 ``exp(sum of g from the first row of the right half to i) * exp(sum of g after j to the end of the left half)``:
-two factors in [0, 1], whatever the gate, neither of which reads a row after i. The factors of one level follow
-from those of the level below by per-channel products with the decay of a whole half, and no difference of
-cumulative sums is ever taken. The inverse of ``I + L`` follows the same tree: exact block
-substitution, never a power of ``L``.
+two factors in [0, 1], whatever the gate, neither of which reads a row after i. The factors of one
+level follow from those of the level below by per-channel products with the decay of a whole half,
+and no difference of cumulative sums is ever taken. The inverse of ``I + L`` follows the same tree:
+exact block substitution, never a power of ``L``.
 
 All arrays have leading batch axes, then ``C`` rows, then channels (one channel for a scalar gate).
 """
@@ -35,7 +35,8 @@ class Decays(NamedTuple):
     row: Array
     """``[..., C, K]`` of each row alone."""
     right: tuple[Array, ...]
-    """Level s = 1, 2, 4, ...: ``[..., C/2s, s, K]`` from the start of the right half through the row."""
+    """Level s = 1, 2, 4, ...: ``[..., C/2s, s, K]`` from the start of the right half through the
+    row."""
     left: tuple[Array, ...]
     """Level s: ``[..., C/2s, s, K]`` after the row, to the end of the left half."""
 
@@ -55,7 +56,8 @@ def decays(g: Array) -> Decays:
         first, second = _pair(block)
         one = jnp.ones_like(first)
         prefix, suffix = _doubled(prefix, one, first), _doubled(suffix, second, one)
-        # Not the product of both: a CPU would fuse that tree of products into every reader of every level.
+        # Not the product of both: a CPU would fuse that tree of products into every reader of every
+        # level.
         sums = sum(_pair(sums))
         block = jnp.exp(sums)
         s *= 2
@@ -65,9 +67,11 @@ def decays(g: Array) -> Decays:
 
 
 def _doubled(x: Array, left: Array, right: Array) -> Array:
-    """Blocks ``[..., 2n, s, K]`` as ``[..., n, 2s, K]``, left and right halves times a row ``[..., n, 1, K]`` each.
+    """Blocks ``[..., 2n, s, K]`` as ``[..., n, 2s, K]``, left and right halves times a row
+    ``[..., n, 1, K]`` each.
 
-    Products with small arrays rather than a concatenation of large ones, which would have to be written.
+    Products with small arrays rather than a concatenation of large ones, which would have to be
+    written.
     """
     pairs = x.reshape(*x.shape[:-3], x.shape[-3] // 2, 2, *x.shape[-2:])
     pairs = pairs * jnp.stack([left, right], -3)
@@ -143,7 +147,8 @@ def _inverse_corner(il: Array, corner: Array, ir: Array, precision: lax.Precisio
 
 
 SMALL = 4
-"""Blocks of up to this many rows are multiplied elementwise: calling a library would take longer."""
+"""Blocks of up to this many rows are multiplied elementwise: calling a library would take longer.
+"""
 
 
 def small_product(a: Array, b: Array) -> Array:
@@ -203,13 +208,15 @@ def interactions_backward(
 
 
 LEAF = 4
-"""Rows of blocks whose pairs are computed one by one: a level costs the same however small its blocks."""
+"""Rows of blocks whose pairs are computed one by one: a level costs the same however small its
+blocks."""
 DEPTH = LEAF.bit_length() - 2
 """The last level inside them."""
 
 
 def _leaves(q: Array, k: Array, decay: Decays, dqk: Array, dkk: Array) -> IntraGrads:
-    """Of the pairs inside blocks of ``LEAF`` rows, the diagonal too. ``dqk``, ``dkk`` ``[..., C/LEAF, LEAF, LEAF]``."""
+    """Of the pairs inside blocks of ``LEAF`` rows, the diagonal too. ``dqk``, ``dkk``
+    ``[..., C/LEAF, LEAF, LEAF]``."""
 
     def rows(x: Array) -> list[Array]:
         blocks = x.reshape(*x.shape[:-2], -1, LEAF, x.shape[-1])
@@ -267,7 +274,8 @@ def _diagonal_blocks(x: Array, s: int) -> Array:
 
 
 def _split(dp: Array, ds: Array, dt: Array, at_right: Array, at_left: Array) -> tuple[Array, Array, Array]:
-    """Gradients of a block's log prefix, suffix and total, handed to its halves, plus those of this level."""
+    """Gradients of a block's log prefix, suffix and total, handed to its halves, plus those of this
+    level."""
     s = at_right.shape[-2]
     pl, pr, sl, sr = dp[..., :s, :], dp[..., s:, :], ds[..., :s, :], ds[..., s:, :]
     tl = dt + total(pr, -2)

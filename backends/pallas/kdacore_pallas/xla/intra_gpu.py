@@ -1,10 +1,10 @@
 """Interactions of a chunk for GPUs: 16-bit operands, decays as differences of one cumulative sum.
 
-A pair (row i, earlier row j) farther apart than a leaf of ``LEAF`` rows meets at one level of a binary tree over the
-chunk's rows, i in the right half and j in the left half of a block of ``2 s`` rows. With ``c`` the sum of log decays
-from the chunk's start and ``a`` that sum at the last row of the left half, its decay is
-``exp(c_i - a) exp(a - c_j)``: exponents never above zero, from no row after i. Inside a leaf the pairs are summed
-one by one.
+A pair (row i, earlier row j) farther apart than a leaf of ``LEAF`` rows meets at one level of a
+binary tree over the chunk's rows, i in the right half and j in the left half of a block of ``2 s``
+rows. With ``c`` the sum of log decays from the chunk's start and ``a`` that sum at the last row of
+the left half, its decay is ``exp(c_i - a) exp(a - c_j)``: exponents never above zero, from no row
+after i. Inside a leaf the pairs are summed one by one.
 
 All arrays are ``[M, R, C, ...]`` as in :mod:`.segment`; a block axis may follow R.
 """
@@ -29,14 +29,16 @@ EXACT = 8
 LOW_SCALE = 2048.0
 """Scales the second part of a float32 number into the range of the first."""
 MIN_LOG_DECAY = -90.0
-"""Log decays are clipped here: a smaller one decays a float32 state to zero, and sums keep their precision."""
+"""Log decays are clipped here: a smaller one decays a float32 state to zero, and sums keep their
+precision."""
 
 
 def decay_sums(twice: Array) -> Array:
     """Sums of log decays from the chunk's first row through each row, float32 ``[M, R, C, K]``.
 
-    ``twice``: each row two times, float32 ``[M, R, C, 2, K]``; otherwise XLA would write the row before copying it.
-    A product with ones on the matrix units. float32 passes through it in two float16 parts, together 23 bits.
+    ``twice``: each row two times, float32 ``[M, R, C, 2, K]``; otherwise XLA would write the row
+    before copying it. A product with ones on the matrix units. float32 passes through it in two
+    float16 parts, together 23 bits.
     """
     M, R, C, _, K = twice.shape
     twice = jnp.maximum(twice, MIN_LOG_DECAY)
@@ -44,7 +46,8 @@ def decay_sums(twice: Array) -> Array:
     is_high = jnp.arange(2).reshape(2, 1) == 0
     parts = jnp.where(is_high, high, (twice - high) * LOW_SCALE).astype(F16).reshape(M, R, 2 * C, K)
     ones = np.repeat(np.tri(C, dtype=np.float32), 2, axis=1) * np.tile([1.0, 1.0 / LOW_SCALE], C)
-    # One triangle per chunk: otherwise XLA lays the sums out in another order and transposes them twice.
+    # One triangle per chunk: otherwise XLA lays the sums out in another order and transposes them
+    # twice.
     triangle = jnp.broadcast_to(jnp.asarray(ones, F16), (M, R, C, 2 * C))
     return jnp.einsum("mrij,mrjk->mrik", triangle, parts, preferred_element_type=F32)
 
@@ -57,7 +60,8 @@ class Interactions(NamedTuple):
 
 
 def _leaf_sums(q: Array, k: Array, c: Array) -> tuple[Array, Array]:
-    """``q_i . (k_j decay)`` and ``k_i . (k_j decay)`` of the pairs j < i of each leaf, ``[M, R, C/LEAF, pairs]``."""
+    """``q_i . (k_j decay)`` and ``k_i . (k_j decay)`` of the pairs j < i of each leaf,
+    ``[M, R, C/LEAF, pairs]``."""
     i, j = np.tril_indices(LEAF, -1)
 
     def rows(x: Array, at: np.ndarray) -> Array:
@@ -68,7 +72,8 @@ def _leaf_sums(q: Array, k: Array, c: Array) -> tuple[Array, Array]:
 
 
 def _square(below: Array, diagonal: Array) -> Array:
-    """Leaves ``[..., LEAF, LEAF]`` of their pairs ``[..., pairs]`` and their diagonals ``[..., LEAF]``."""
+    """Leaves ``[..., LEAF, LEAF]`` of their pairs ``[..., pairs]`` and their diagonals
+    ``[..., LEAF]``."""
     i, j = np.tril_indices(LEAF, -1)
     place = np.zeros((LEAF, LEAF), np.int32)
     place[i, j] = np.arange(i.size)
@@ -77,7 +82,8 @@ def _square(below: Array, diagonal: Array) -> Array:
 
 
 def _leaf_inverse(kk: Array, beta: Array) -> Array:
-    """Pairs of ``(I + diag(beta) kk)^-1 diag(beta)``; ``kk`` ``[..., pairs]``, ``beta`` ``[..., LEAF]``."""
+    """Pairs of ``(I + diag(beta) kk)^-1 diag(beta)``; ``kk`` ``[..., pairs]``, ``beta``
+    ``[..., LEAF]``."""
     at = {(i, j): n for n, (i, j) in enumerate((i, j) for i in range(LEAF) for j in range(i))}
     b = [beta[..., i] for i in range(LEAF)]
     rows: list[list[Array]] = []
@@ -94,7 +100,8 @@ def _leaf_inverse(kk: Array, beta: Array) -> Array:
 
 
 def _joined(diagonal: Array, corner: Array) -> Array:
-    """Join diagonal blocks ``[M, R, 2n, s, s]`` and the corners below ``[M, R, n, s, s]``: ``[M, R, n, 2s, 2s]``.
+    """Join diagonal blocks ``[M, R, 2n, s, s]`` and the corners below ``[M, R, n, s, s]``:
+    ``[M, R, n, 2s, 2s]``.
 
     By selection from broadcast blocks: XLA is slower at writing concatenations.
     """
@@ -125,7 +132,8 @@ class Operands(NamedTuple):
     """Operands of the products, all written in one pass over q, k and the sums."""
 
     rows: tuple[Array, ...]
-    """Level s = LEAF, 2 LEAF, ...: ``[M, R, C/2s, 2s, K]``, q and then k of the right halves since the left ones."""
+    """Level s = LEAF, 2 LEAF, ...: ``[M, R, C/2s, 2s, K]``, q and then k of the right halves since
+    the left ones."""
     columns: tuple[Array, ...]
     """Level s: ``[M, R, C/2s, s, K]``, k of the left halves to their ends."""
     start_q: Array
@@ -136,7 +144,8 @@ class Operands(NamedTuple):
 
 
 def operands(q: Array, k: Array, c: Array, half: Any) -> Operands:
-    """``q``, ``k`` float32 ``[M, 1, C, K]``, ``c`` the sums; ``half`` is float16 where q and k are normalised."""
+    """``q``, ``k`` float32 ``[M, 1, C, K]``, ``c`` the sums; ``half`` is float16 where q and k are
+    normalised."""
     M, R, C, _ = c.shape
     K = k.shape[-1]
     rows, columns = [], []
@@ -151,7 +160,8 @@ def operands(q: Array, k: Array, c: Array, half: Any) -> Operands:
         s *= 2
     start, end = jnp.exp(c), jnp.exp(c[:, :, -1:] - c)
     whole = ((x * y).astype(half) for x, y in ((q, start), (k, start), (k, end)))
-    # Without it XLA computes the operands of one product at a time, reading everything again for each.
+    # Without it XLA computes the operands of one product at a time, reading everything again for
+    # each.
     made: Operands = lax.optimization_barrier(Operands(tuple(rows), tuple(columns), *whole))
     sizes = [LEAF << n for n in range(len(rows))]
     return made._replace(
@@ -170,10 +180,11 @@ def interactions(
     half: Any,
     precision: lax.Precision,
 ) -> Interactions:
-    """Both matrices in ``half``, which holds them where q and k are normalised: nothing then exceeds 2.
+    """Both matrices in ``half``, which holds them where q and k are normalised: nothing then
+    exceeds 2.
 
-    ``q``, ``k`` float32 ``[M, 1, C, K]``, ``own`` ``[M, 1, C, 1]`` the products of their rows, ``c`` the sums,
-    ``beta`` float32 ``[M, R, C, 1]``.
+    ``q``, ``k`` float32 ``[M, 1, C, K]``, ``own`` ``[M, 1, C, 1]`` the products of their rows,
+    ``c`` the sums, ``beta`` float32 ``[M, R, C, 1]``.
     """
     own, beta = (x.reshape(*x.shape[:2], -1, LEAF) for x in (own, beta))
     leaf_qk, leaf_kk = _leaf_sums(q, k, c)

@@ -17,9 +17,10 @@ F32 = jnp.float32
 def product_precision(request: Request) -> lax.Precision:
     """Precision of the large products, whose operands are always float32 arrays.
 
-    float32 inputs: full float32 everywhere. 16-bit inputs: on a GPU ``DEFAULT`` (tf32, 10 mantissa bits),
-    on a TPU ``HIGH`` (three bf16 passes, about 16 bits), because a single bf16 pass there rounds the state
-    operand to 8 bits and lands within a few percent of the contract's bound. A CPU ignores the setting.
+    float32 inputs: full float32 everywhere. 16-bit inputs: on a GPU ``DEFAULT`` (tf32, 10 mantissa
+    bits), on a TPU ``HIGH`` (three bf16 passes, about 16 bits), because a single bf16 pass there
+    rounds the state operand to 8 bits and lands within a few percent of the contract's bound. A CPU
+    ignores the setting.
     """
     if request.dtype == "float32":
         return lax.Precision.HIGHEST
@@ -29,9 +30,9 @@ def product_precision(request: Request) -> lax.Precision:
 def fusion_barrier(request: Request, x: Any) -> Any:
     """``x``, an array or a tree of them, which XLA may not fuse with the operations that read it.
 
-    The operations around a segment depend on the number of tokens. XLA unrolls a loop over one segment, and the order
-    of a fused sum depends on the fusion, so without the barrier a result's bits would depend on the number of tokens.
-    On a CPU no barrier is needed.
+    The operations around a segment depend on the number of tokens. XLA unrolls a loop over one
+    segment, and the order of a fused sum depends on the fusion, so without the barrier a result's
+    bits would depend on the number of tokens. On a CPU no barrier is needed.
     """
     return x if request.device.type == "cpu" else lax.optimization_barrier(x)
 
@@ -51,7 +52,8 @@ def dot(spec: str, a: Array, b: Array, precision: lax.Precision) -> Array:
 def total(x: Array, axis: int) -> Array:
     """``sum(x, axis, keepdims=True)`` over one of the last two axes.
 
-    The batch axes are merged first: XLA's CPU reductions are several times slower with many of them.
+    The batch axes are merged first: XLA's CPU reductions are several times slower with many of
+    them.
     """
     flat = jnp.sum(x.reshape(-1, *x.shape[-2:]), axis, keepdims=True)
     return flat.reshape(*x.shape[:-2], *flat.shape[-2:])
@@ -78,13 +80,15 @@ def out_struct(shape: tuple[int, ...], dtype: Any, *arrays: Array) -> jax.ShapeD
 
 
 def varying(x: Array, axes: frozenset[str]) -> Array:
-    """``x`` marked as varying over ``axes``, so that a scan may carry it together with sharded values."""
+    """``x`` marked as varying over ``axes``, so that a scan may carry it together with sharded
+    values."""
     missing = tuple(sorted(axes - mesh_axes(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def summed_like(grad: Array, primal: Array) -> Array:
-    """``grad`` in the dtype of ``primal``, summed over the mesh axes along which ``primal`` is replicated."""
+    """``grad`` in the dtype of ``primal``, summed over the mesh axes along which ``primal`` is
+    replicated."""
     extra = tuple(sorted(mesh_axes(grad) - mesh_axes(primal)))
     if extra:
         grad = lax.psum(grad, extra)

@@ -1,10 +1,11 @@
 """The plan of a chunked call: tokens to chunks and back.
 
-Tokens are divided into chunks of ``CHUNK`` and segments of ``G`` chunks. A scan runs over the segments and the work
-inside a segment is batched, so the memory of intermediates does not grow with the sequence. A segment's array is
-``[M, R, C, D]`` with ``M = G * B * H`` (chunks, batch, q/k heads) and ``R`` value heads per q/k head. Dense inputs are
-sliced. Packed inputs are gathered through a chunk table, which is computed on the device from ``cu_seqlens`` and whose
-shape depends on shapes alone.
+Tokens are divided into chunks of ``CHUNK`` and segments of ``G`` chunks. A scan runs over the
+segments and the work inside a segment is batched, so the memory of intermediates does not grow with
+the sequence. A segment's array is ``[M, R, C, D]`` with ``M = G * B * H`` (chunks, batch, q/k
+heads) and ``R`` value heads per q/k head. Dense inputs are sliced. Packed inputs are gathered
+through a chunk table, which is computed on the device from ``cu_seqlens`` and whose shape depends
+on shapes alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ CHUNK = 64
 
 
 class ChunkTable(NamedTuple):
-    """Position of each chunk of a pack. ``M`` chunk slots; slots after the last real chunk have no valid row."""
+    """Position of each chunk of a pack. ``M`` chunk slots; slots after the last real chunk have no
+    valid row."""
 
     rows: Array
     """``[M, C]`` int32 token index of each row, clipped into range."""
@@ -70,8 +72,8 @@ def chunk_table(cu_seqlens: Array, T: int, C: int, slots: int) -> ChunkTable:
 
 
 def slice_start(*at: Array | int) -> tuple[Any, ...]:
-    """Start indices of a dynamic slice, all int32: JAX refuses mixed widths, and in x64 mode a Python integer has 64
-    bits."""
+    """Start indices of a dynamic slice, all int32: JAX refuses mixed widths, and in x64 mode a
+    Python integer has 64 bits."""
     return tuple(np.int32(n) if isinstance(n, int) else n for n in at)
 
 
@@ -80,7 +82,8 @@ def _same(rows: Array) -> Array:
 
 
 class HeadRange(NamedTuple):
-    """A range of the heads of arrays that hold more heads. Slices are read from the arrays; nothing is copied first."""
+    """A range of the heads of arrays that hold more heads. Slices are read from the arrays; nothing
+    is copied first."""
 
     first: Array
     """First q/k head. An array, so that one program serves every range."""
@@ -136,7 +139,8 @@ class ChunkPlan:
         return jnp.pad(x, width)
 
     def load(self, x: Array, s: Array, of: Callable[[Array], Array] = _same) -> Array:
-        """Segment ``s`` of a padded ``[B, T, heads, ...]`` array, as ``[M, R, C, ...]`` (R = 1 for q/k heads).
+        """Segment ``s`` of a padded ``[B, T, heads, ...]`` array, as ``[M, R, C, ...]`` (R = 1 for
+        q/k heads).
 
         ``of`` is applied to the rows in token order; its result is arranged, not the rows.
         """
@@ -189,8 +193,8 @@ class ChunkPlan:
     def in_order(self, x: Array) -> Array:
         """A segment's ``[M, R, C, ...]`` with heads after rows: ``[G, B, C, heads and channels]``.
 
-        Heads and channels share one axis; otherwise XLA keeps the order of the products and transposes everything at
-        the end.
+        Heads and channels share one axis; otherwise XLA keeps the order of the products and
+        transposes everything at the end.
         """
         x = x.reshape(self.G, self.B, self.H * x.shape[1], self.C, -1)
         return jnp.moveaxis(x, 2, 3).reshape(self.G, self.B, self.C, -1)
@@ -205,10 +209,11 @@ class ChunkPlan:
 
 
 def segment_chunks(request: Request) -> int:
-    """Chunks per segment: enough work for the device, few enough that intermediates stay small (or in cache).
+    """Chunks per segment: enough work for the device, few enough that intermediates stay small (or
+    in cache).
 
-    It does not depend on T: the program inside a segment is then the same however many tokens follow, and so are
-    the bits of its results.
+    It does not depend on T: the program inside a segment is then the same however many tokens
+    follow, and so are the bits of its results.
     """
     in_parallel = {"cpu": 8, "cuda": 1024, "rocm": 1024, "tpu": 1024}.get(request.device.type, 256)
     return max(1, in_parallel // (request.B * request.HV))
@@ -223,15 +228,16 @@ def make_plan(
 ) -> ChunkPlan:
     """The plan of a call, with at most ``max_chunks`` chunks in a segment.
 
-    Only the values inside the chunk table depend on more than the request's shapes. With a ``head_range`` the request
-    describes a call of those heads alone.
+    Only the values inside the chunk table depend on more than the request's shapes. With a
+    ``head_range`` the request describes a call of those heads alone.
     """
     chunks = request.T // C + request.N if request.packed else -(-request.T // C)
     G = segment_chunks(request)
     G = G if max_chunks is None else min(G, max_chunks)
     used = -(-chunks // G)
-    # On a CPU XLA has to see the same program inside every segment, or bits would depend on how many tokens follow: it
-    # always masks, and there are always two segments, because XLA unrolls a loop of one.
+    # On a CPU XLA has to see the same program inside every segment, or bits would depend on how
+    # many tokens follow: it always masks, and there are always two segments, because XLA unrolls a
+    # loop of one.
     cpu = request.device.type == "cpu"
     segments = max(used, 2) if cpu else used
     table = chunk_table(cu_seqlens, request.T, C, G * segments) if request.packed else None

@@ -1,7 +1,8 @@
 """``fused_recurrent_kda`` and its GDN form: one token of every sequence at a time.
 
-Pools are functional: the updated pool (or initial state) is returned as ``final_state``. A pack runs its sequences
-side by side for as many steps as the longest has tokens; for long packs the chunked op is the right one.
+Pools are functional: the updated pool (or initial state) is returned as ``final_state``. A pack
+runs its sequences side by side for as many steps as the longest has tokens; for long packs the
+chunked op is the right one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ Array = Any
 
 
 class Tokens(NamedTuple):
-    """Inputs of the recurrence, float32, tokens in one axis: ``[B*T, H, R, ...]`` (R = 1 for q and k)."""
+    """Inputs of the recurrence, float32, tokens in one axis: ``[B*T, H, R, ...]`` (R = 1 for q and
+    k)."""
 
     q: Array
     k: Array
@@ -70,7 +72,8 @@ def read_rows(request: Request, inputs: RecurrentInputs) -> Array:
 
 
 def write_rows(request: Request, inputs: RecurrentInputs) -> Array:
-    """Rows written in place: ``[N]`` for the last state, ``[N, W]`` for the state after each token; negative: none."""
+    """Rows written in place: ``[N]`` for the last state, ``[N, W]`` for the state after each token;
+    negative: none."""
     if inputs.state_indices is None:
         return jnp.arange(request.N, dtype=jnp.int32)
     return inputs.state_indices.astype(jnp.int32)

@@ -1,7 +1,9 @@
-"""Layout of the arrays that the forward saves for the backward, inside the buffers of the gradients.
+"""Layout of the arrays that the forward saves for the backward, inside the buffers of the
+gradients.
 
-The backward returns gradients in the same buffers: after it has read what was saved of a segment, it overwrites that
-with the segment's gradients. This avoids new memory, whose first touch costs more than the arithmetic that fills it.
+The backward returns gradients in the same buffers: after it has read what was saved of a segment,
+it overwrites that with the segment's gradients. This avoids new memory, whose first touch costs
+more than the arithmetic that fills it.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ class Span(NamedTuple):
 
 
 class SavedLayout(NamedTuple):
-    """Buffers ``[segments, elements]``: the gradients of q, k, v, g and beta (0 to 4), and one more (5) for what does
-    not fit in those.
+    """Buffers ``[segments, elements]``: the gradients of q, k, v, g and beta (0 to 4), and one more
+    (5) for what does not fit in those.
     """
 
     segments: int
@@ -52,7 +54,8 @@ class SavedLayout(NamedTuple):
         return tuple(sorted({span.buffer for spans in self.spans for span in spans}))
 
     def new_buffer(self, buffer: int, dtype: Any, axes: frozenset[str]) -> Array:
-        """An unused buffer, filled with its number: XLA would make one array of equal ones, and then copy it."""
+        """An unused buffer, filled with its number: XLA would make one array of equal ones, and
+        then copy it."""
         return varying(jnp.full((self.segments, self.sizes[buffer]), buffer, dtype), axes)
 
     def new_buffers(self, axes: frozenset[str]) -> GradBuffers:
@@ -83,9 +86,9 @@ class SavedLayout(NamedTuple):
     def write_gradients(self, buffers: GradBuffers, s: Array, gradients: tuple[Array, ...]) -> GradBuffers:
         """Write the gradients of segment ``s`` to their buffers, over what was saved of it.
 
-        XLA copies a whole buffer unless every write to it depends on every read from it. Everything read contributes to
-        some gradient, so each gradient is written plus a zero computed from all of them (nothing is greater than
-        infinity).
+        XLA copies a whole buffer unless every write to it depends on every read from it. Everything
+        read contributes to some gradient, so each gradient is written plus a zero computed from all
+        of them (nothing is greater than infinity).
         """
         zero = jnp.max(jnp.stack([x.reshape(-1)[0].astype(F32) for x in gradients])) > jnp.inf
         buffers = dict(buffers)
@@ -99,7 +102,8 @@ class SavedLayout(NamedTuple):
 def make_saved_layout(
     plan: ChunkPlan, inputs: ChunkInputs, saved: tuple[Shape, ...], if_free: tuple[Shape, ...] = ()
 ) -> SavedLayout:
-    """The layout of arrays of these shapes; those of ``if_free`` are included if everything fits in the gradients.
+    """The layout of arrays of these shapes; those of ``if_free`` are included if everything fits in
+    the gradients.
 
     Nothing is saved in gradients that are not float32: they are half as wide.
     """

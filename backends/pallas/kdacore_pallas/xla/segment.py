@@ -1,7 +1,8 @@
-"""One segment of chunks: the recurrence's inputs, the products that need no state; and the scan over segments.
+"""One segment of chunks: the recurrence's inputs, the products that need no state; and the scan
+over segments.
 
-Arrays are ``[M, R, C, D]``: chunks, batch and q/k heads in one axis; value heads per q/k head (1 for q and k, which
-are never repeated); rows; channels.
+Arrays are ``[M, R, C, D]``: chunks, batch and q/k heads in one axis; value heads per q/k head (1
+for q and k, which are never repeated); rows; channels.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class Rows(NamedTuple):
 def recurrence_rows(request: Request, raw: Raw, params: Params, in_backward: bool = False) -> Rows:
     """Normalise, gate and mask a segment. ``in_backward``: of a dense call, mask the decays alone.
 
-    Padding rows of a dense call are zeros, so masking the other arrays changes no value. On a CPU it makes the forward
-    faster and the backward slower.
+    Padding rows of a dense call are zeros, so masking the other arrays changes no value. On a CPU
+    it makes the forward faster and the backward slower.
     """
     q, k, v = raw.q, raw.k, raw.v
     if request.qk_l2norm:
@@ -129,8 +130,8 @@ def scan_segments(
 
     ``axes``: the mesh axes that the results vary over.
 
-    On a CPU the number of segments is hidden from XLA: with a known number, a forward that masks its rows takes 1.4
-    times as long.
+    On a CPU the number of segments is hidden from XLA: with a known number, a forward that masks
+    its rows takes 1.4 times as long.
     """
     if request.device.type != "cpu":
         scanned: tuple[Any, Any] = lax.scan(body, carry, jnp.arange(plan.used_segments, dtype=jnp.int32))

@@ -89,7 +89,8 @@ def recompute_w_u(request: Request, inputs: RecomputeInputs) -> RecomputeOutputs
 
 
 def chunk_state(request: Request, inputs: ChunkStateInputs) -> ChunkStateOutputs:
-    """``h`` ``[B, NT, HV, K, V]`` float32 at each chunk's start, ``v_new`` ``[B, T, HV, V]``, the last states."""
+    """``h`` ``[B, NT, HV, K, V]`` float32 at each chunk's start, ``v_new`` ``[B, T, HV, V]``, the
+    last states."""
     plan = _plan(request, inputs.cu_seqlens)
     kg, w, u = (_load(plan, x) for x in (inputs.kg, inputs.w, inputs.u))
     total = decays(_log_decay(plan, inputs.gc)).total

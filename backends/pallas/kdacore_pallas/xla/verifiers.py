@@ -1,4 +1,5 @@
-"""Verifiers of the ``xla`` backend: each reads a request and returns the reason to decline it, or None."""
+"""Verifiers of the ``xla`` backend: each reads a request and returns the reason to decline it, or
+None."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Blocks of rows with one anchor give what joining single rows gives, up to the bound that allows them."""
+"""Blocks of rows with one anchor give what joining single rows gives, up to the bound that allows
+them."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kdacore_reference.gates import anchored_rows
-from kdacore_reference.intra import carry_and_keep, interact
+from kdacore_reference.gate import anchored_rows
+from kdacore_reference.intra import carry_decays, interact
 from kdacore_reference.intra_backward import interact_backward
 
 SHAPE = (2, 1, 2, 32, 8)
@@ -45,7 +46,8 @@ def test_forward(base: int, width: int, decays: str) -> None:
 @pytest.mark.parametrize("width", [8, 1])
 @pytest.mark.parametrize("base", [8, 16])
 def test_gradients(base: int, width: int, decays: str) -> None:
-    """In double precision against single rows there; the sums over a block cancel, so single precision gets less."""
+    """In double precision against single rows there; the sums over a block cancel, so single
+    precision gets less."""
     n, H, G, C, K = SHAPE
     for dtype, tolerance in ((np.float64, 1e-12), (np.float32, 2e-5)):
         found = []
@@ -54,7 +56,7 @@ def test_gradients(base: int, width: int, decays: str) -> None:
             shapes = ((n, H, G, C, 2, K), (n, H, G, C, K), (n, H, G, width), (n, H, G, C, 2, C))
             grads = [rng.standard_normal(shape).astype(kind) for shape in shapes]
             kq, columns, decay = chunks(decays, kind, width)
-            carried = carry_and_keep(kq, columns, decay, b)
+            carried = carry_decays(kq, columns, decay, b)
             found.append(interact_backward(carried, decay, *grads))
         for name, y, x in zip(found[0]._fields, *found, strict=True):
             error = np.abs(x - y).max() / np.abs(y).max()

@@ -1,13 +1,13 @@
-"""What happens to q, k, beta and g before the recurrence, with the derivatives, in float64."""
+"""The gate, beta's sigmoid and the l2norm of q and k with their gradients, in float64."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from kdacore.types import GateGrads, Request
-from kdacore_reference.exact import F64
+from kdacore_reference.arrays import F64
 
-L2_EPS = 1e-6
+L2NORM_EPS = 1e-6
 
 
 def sigmoid(x: F64) -> F64:
@@ -16,12 +16,12 @@ def sigmoid(x: F64) -> F64:
     return np.where(x >= 0, 1.0, e) / (1.0 + e)
 
 
-def l2norm_forward(x: F64) -> F64:
-    return np.asarray(x / np.sqrt((x * x).sum(-1, keepdims=True) + L2_EPS))
+def qk_l2norm_forward(x: F64) -> F64:
+    return np.asarray(x / np.sqrt((x * x).sum(-1, keepdims=True) + L2NORM_EPS))
 
 
-def l2norm_backward(x: F64, dy: F64) -> F64:
-    inverse = 1.0 / np.sqrt((x * x).sum(-1, keepdims=True) + L2_EPS)
+def qk_l2norm_backward(x: F64, dy: F64) -> F64:
+    inverse = 1.0 / np.sqrt((x * x).sum(-1, keepdims=True) + L2NORM_EPS)
     return np.asarray(inverse * dy - x * inverse**3 * (x * dy).sum(-1, keepdims=True))
 
 
@@ -39,7 +39,8 @@ def beta_backward(beta: F64, dbeta: F64, request: Request) -> F64:
 
 
 def gate_forward(request: Request, g: F64, A_log: F64 | None, dt_bias: F64 | None) -> F64:
-    """The contract's gate, section 1. ``g`` is ``[..., HV, K]``, or ``[..., HV]`` with a scalar gate."""
+    """The contract's gate, section 1. ``g`` is ``[..., HV, K]``, or ``[..., HV]`` with a scalar
+    gate."""
     if request.gate == "log":
         return g
     x, a = _gate_terms(request, g, A_log, dt_bias)

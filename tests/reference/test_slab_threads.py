@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kdacore.types import Backend
-from kdacore_reference import parallel
+from kdacore_reference import arrays
 
 Make = Callable[..., Any]
 
@@ -21,7 +21,7 @@ Make = Callable[..., Any]
 @pytest.fixture
 def four_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the BLAS had been allowed four."""
-    monkeypatch.setattr(parallel._SingleThreaded, "hold", lambda self, blas: nullcontext(4))
+    monkeypatch.setattr(arrays.SingleThreadedBlas, "hold", lambda self, blas: nullcontext(4))
 
 
 def everything(backend: Backend, call: Any, grads: Any) -> list[Any]:
@@ -75,8 +75,8 @@ def test_the_blas_gets_its_threads_back() -> None:
         def set(self, threads: int) -> None:
             self.now = threads
 
-    blas, holder = Blas(), parallel._SingleThreaded()
-    control = parallel._Blas(lambda: blas.now, blas.set)
+    blas, holder = Blas(), arrays.SingleThreadedBlas()
+    control = arrays.Blas(lambda: blas.now, blas.set)
     outer = holder.hold(control)
     assert outer.__enter__() == 3 and blas.now == 1
     with pytest.raises(ZeroDivisionError), holder.hold(control) as threads:
@@ -91,7 +91,7 @@ SCRIPT = """
 import dataclasses, numpy as np
 from kdacore.types import ChunkInputs, Device, Request
 from kdacore_reference.chunk_forward import chunk_forward
-from kdacore_reference.parallel import _bundled_openblas
+from kdacore_reference.arrays import bundled_openblas
 rng = np.random.default_rng()
 T, H, K = 2000, 1, 128
 q, k, v = (rng.standard_normal((1, T, H, K)).astype(np.float32) for _ in range(3))
@@ -106,7 +106,7 @@ wide = ChunkInputs(*(np.concatenate([a, 2 * a], axis=2) for a in x[:3]), np.conc
                    np.concatenate([x.beta, x.beta], axis=2))
 both = chunk_forward(dataclasses.replace(r, H=2, HV=2), wide).o
 assert np.array_equal(both[:, :, :1], whole)
-blas = _bundled_openblas()
+blas = bundled_openblas()
 print("unknown" if blas is None else blas.get_threads())
 """
 

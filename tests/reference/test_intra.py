@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kdacore_reference.gate import anchored_rows
+from kdacore_reference.gate import base_rows
 from kdacore_reference.intra import carry_decays, interact
 from kdacore_reference.intra_backward import interact_backward
 
@@ -76,4 +76,4 @@ def test_gradients(base: int, width: int, decays: str) -> None:
 )
 def test_how_many_rows(gate: str, bound: float | None, l2norm: bool, rows: int) -> None:
     request: Any = SimpleNamespace(op="chunk_kda", gate=gate, lower_bound=bound, qk_l2norm=l2norm)
-    assert anchored_rows(request) == rows
+    assert base_rows(request) == rows

@@ -31,7 +31,7 @@ from kdacore_reference.chunk_forward import (
     key_and_query,
     slab_tokens,
 )
-from kdacore_reference.gate import anchored_rows, beta_backward, gate_backward, qk_l2norm_backward
+from kdacore_reference.gate import base_rows, beta_backward, gate_backward, qk_l2norm_backward
 from kdacore_reference.intra import KEYS, QUERIES, Carried, carry_decays
 from kdacore_reference.intra_backward import IntraGrads, interact_backward
 from kdacore_reference.slabs import (
@@ -59,7 +59,7 @@ def chunk_backward(
         request: the forward's request.
         inputs: the forward's inputs.
         saved: what the forward saved, or ``()``.
-        grads: gradients of ``o`` and ``final_state``; None where nothing flowed.
+        grads: gradients of ``o`` and ``final_state``; None for no gradient.
     """
     run = BackwardRun(request, inputs, Saved(*saved) if saved else chunk_saved(request, inputs), grads)
     run_units(request.kind, run, run.units)
@@ -141,7 +141,7 @@ class BackwardRun:
 
     def prepare(self, unit: Unit, slab: Slab) -> Prepared:
         x = slab_tokens(self.request, self.flat, unit, slab)
-        carried = carry_decays(x.kq, -x.beta * x.kq[KEYS], x.decay, anchored_rows(self.request))
+        carried = carry_decays(x.kq, -x.beta * x.kq[KEYS], x.decay, base_rows(self.request))
         n, H, G, C, V = x.v.shape
         saved = self._saved_of(unit, slab, (n, H, G))
         do = self._output_grad(unit, slab, (n, H, G, C, V))
@@ -205,7 +205,8 @@ class BackwardRun:
         rows of this slab."""
         xp, request = self.xp, self.request
         n, H, G, C, V = x.v.shape
-        # The columns are -beta times what key rows are, and meet their own token's query undecayed.
+        # The columns are -beta times the key rows, and are multiplied with their own token's query
+        # without decay.
         dcolumns = dx.columns + dx.diagonal * x.kq[QUERIES]
         dbeta = -xp.vecdot(x.kq[KEYS], dcolumns)
         dkq = dx.kq

@@ -32,7 +32,7 @@ from kdacore_reference.arrays import (
     state_layout,
     store,
 )
-from kdacore_reference.gate import anchored_rows, beta_forward, gate_forward, gate_parameters, qk_l2norm_scale
+from kdacore_reference.gate import base_rows, beta_forward, gate_forward, gate_parameters, qk_l2norm_scale
 from kdacore_reference.intra import KEYS, QUERIES, Intra, interact
 from kdacore_reference.slabs import (
     CHUNK,
@@ -120,7 +120,7 @@ def slab_tokens(request: Request, flat: Flat, unit: Unit, slab: Slab) -> Tokens:
     """Gather, widen, normalise and gate one slab.
 
     Heads stay inside tokens in memory, as the caller has them: a factor that is the same for
-    several tokens then meets runs of ``heads * K`` elements.
+    several tokens then applies to runs of ``heads * K`` elements.
     """
     xp = namespace(flat.q)
     H, G = unit.heads.stop - unit.heads.start, request.HV // request.H
@@ -228,7 +228,7 @@ class ForwardRun:
         self.final = start_states(request, inputs, self.flat)
         where = {"dtype": self.flat.dtype, "device": device_of(inputs.q)}
         self.save = save
-        self.base = anchored_rows(request)
+        self.base = base_rows(request)
         lead = (sum(chunk_count(s) for s in self.sequences) if save else 0, request.HV)
         tails = ((request.K, request.V), (CHUNK, request.V), (CHUNK, CHUNK), (CHUNK, CHUNK))
         self.saved = Saved(*(xp.empty((*lead, *tail), **where) for tail in tails))

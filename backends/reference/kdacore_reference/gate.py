@@ -131,7 +131,7 @@ def gate_parameters(
     return a, bias
 
 
-def anchored_rows(request: Request) -> int:
+def base_rows(request: Request) -> int:
     """Rows over which it is safe to divide by a decay: a power of two, 1 for a gate without a small
     bound.
 

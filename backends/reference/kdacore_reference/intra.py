@@ -80,8 +80,8 @@ class Carried(NamedTuple):
 
 
 FEW = 4
-"""Columns up to which a product is made of dot products: OpenBLAS takes a lock for every product,
-however small, which costs two threads more than the product itself."""
+"""Products with up to this many columns are computed as dot products: OpenBLAS takes a lock for
+every product, however small, which costs two threads more than the product itself."""
 
 KEYS = (..., 0, slice(None))
 QUERIES = (..., 1, slice(None))
@@ -116,7 +116,7 @@ def interact(kq: Array, columns: Array, decay: Array, base: int = 1) -> Intra:
         blocks = _base_blocks(_products(rows, divided))
         divided *= decay[..., None, :]
         columns = _in_chunks(divided, columns)
-    carry = _Carry(kq, columns, decay, base)
+    carry = _LevelCarry(kq, columns, decay, base)
     for level in carry.levels():
         blocks = _join(blocks, _products(level.rows_right, level.columns_left))
     return Intra(*carry.result(), blocks[..., 0, 0, :, :], blocks[..., 0, 1, :, :])
@@ -124,8 +124,8 @@ def interact(kq: Array, columns: Array, decay: Array, base: int = 1) -> Intra:
 
 @compiled_for_jax(static=("base",))
 def carry_decays(kq: Array, columns: Array, decay: Array, base: int = 1) -> Carried:
-    """Rows and columns carried as in :func:`interact`, and every level's for its gradients; ``kq``
-    is not changed."""
+    """Decayed rows and columns as in :func:`interact`, and those of every level for its gradients;
+    ``kq`` is not changed."""
     xp = namespace(kq)
     first = None
     if base > 1:
@@ -136,7 +136,7 @@ def carry_decays(kq: Array, columns: Array, decay: Array, base: int = 1) -> Carr
         first = _in_blocks(xp.asarray(start, copy=True), columns, decay, base)
         decay = first.prefix[..., -1, :]
         columns = _in_chunks(first.columns * decay[..., None, :], columns)
-    carry = _Carry(start, columns, decay, base)
+    carry = _LevelCarry(start, columns, decay, base)
     levels = [
         Level(xp.asarray(level.rows_right, copy=True), xp.asarray(level.columns_left, copy=True), *level[2:])
         for level in carry.levels()
@@ -179,12 +179,12 @@ def earlier(s: int, like: Array) -> Array:
     return rows[:, None] > rows
 
 
-class _Carry:
-    """Rows and columns on their way from single rows to the whole chunk."""
+class _LevelCarry:
+    """Rows and columns with their decays, from single rows up to the whole chunk, level by level."""
 
     def __init__(self, start: Array, end: Array, decay: Array, first: int) -> None:
-        """Of blocks of ``first`` rows, whose decay is ``decay``; of single rows ``start`` has its
-        own decay, ``end`` none. Both are overwritten."""
+        """Start from blocks of ``first`` rows with decay ``decay``. For single rows ``start``
+        contains their decay and ``end`` none. Both are overwritten."""
         self.first = first
         self.shape = end.shape
         self.start = start
@@ -210,7 +210,8 @@ class _Carry:
             s *= 2
 
     def result(self) -> tuple[Array, Array, Array]:
-        """Rows from the chunk's start, columns to its end, decay over it; after all levels."""
+        """After all levels: rows decayed from the chunk's start, columns to its end, and the decay
+        over it."""
         n, H, G, C, K = self.shape
         xp = namespace(self.start)
         return (

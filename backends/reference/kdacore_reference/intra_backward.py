@@ -76,9 +76,9 @@ def _base_backward(
     """The end of :func:`interact_backward` when blocks of several rows are left; it overwrites
     ``dstart``, ``dend``.
 
-    A block's pairs meet the decays of rows after the column and up to the row: here, unlike in
-    joining, that is a difference of sums over the rows from a decay's on, of terms that the gate's
-    bound keeps alike.
+    The product of a pair contains the decays of the rows after the column and up to the row. Unlike
+    in joining, their gradients are differences of sums over the later rows; the gate's bound keeps
+    the terms similar in size.
     """
     xp = namespace(decay)
     n, H, G, C, Kg = decay.shape

@@ -25,7 +25,7 @@ LOG2E = float(np.log2(np.e))
 
 
 class Chunk(NamedTuple):
-    """Where one chunk lies: batch row, token range, place on the chunk axis, sequence."""
+    """Position of one chunk: batch row, token range, index on the chunk axis, sequence."""
 
     b: int
     tokens: slice

@@ -183,7 +183,7 @@ class _StateWrites:
             self.target = write_rows(self.target, rows, self._layout(S))
 
     def finish(self, S: Array) -> Array | None:
-        """Writes what remains to be written; the array to return as ``final_state``."""
+        """Write the final states that are not written yet. Returns the array for ``final_state``."""
         if self.request.inplace_state:
             if self.per_token is None:
                 self.target = write_rows(self.target, self.final_rows, self._layout(S))

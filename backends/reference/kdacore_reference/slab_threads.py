@@ -14,12 +14,34 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from kdacore_reference.slabs import Slab, Unit, Work
+UnitT = TypeVar("UnitT", contravariant=True)
+SlabT = TypeVar("SlabT")
 
 
-def run_on_threads(work: Work, units: list[Unit], threads: int) -> None:
+class Work(Protocol[UnitT, SlabT]):
+    """The work on the slabs of a unit. Only ``scan`` passes a value from slab to slab; ``prepare``
+    and ``finish`` of different slabs may run at the same time and in any order."""
+
+    def slabs(self, unit: UnitT) -> list[SlabT]:
+        """The slabs in the order of the scan."""
+
+    def begin(self, unit: UnitT) -> Any:
+        """The value carried into the first scan."""
+
+    def prepare(self, unit: UnitT, slab: SlabT) -> Any: ...
+
+    def scan(self, unit: UnitT, slab: SlabT, prepared: Any, carried: Any) -> tuple[Any, Any]:
+        """The input of ``finish``, and the value carried into the next scan."""
+
+    def finish(self, unit: UnitT, slab: SlabT, scanned: Any) -> None: ...
+
+    def end(self, unit: UnitT, carried: Any) -> None:
+        """After the last scan."""
+
+
+def run_on_threads(work: Work[Any, Any], units: list[Any], threads: int) -> None:
     """Run ``work`` for every unit on ``threads`` threads. An exception in any of them is raised
     here."""
     slab_threads = _SlabThreads(work, units)
@@ -41,9 +63,11 @@ class _ScanState:
 class _Task(NamedTuple):
     """One slab, from its preparation to its end."""
 
-    unit: Unit
-    slab: Slab
+    unit: Any
+    slab: Any
     number: int
+    """Position of the slab in the scan of its unit."""
+    last: bool
     scan: _ScanState
 
 
@@ -52,15 +76,17 @@ class _SlabThreads:
     data stays in one core's cache. A scan waits for that of the slab before; other slabs are
     prepared and finished meanwhile."""
 
-    def __init__(self, work: Work, units: list[Unit]) -> None:
+    def __init__(self, work: Work[Any, Any], units: list[Any]) -> None:
         self.work = work
         self.changed = threading.Condition()
         self.failed = False
         by_unit = []
         for unit in units:
             scan = _ScanState(work.begin(unit))
-            by_unit.append([_Task(unit, slab, i, scan) for i, slab in enumerate(work.slabs(unit))])
-            if not by_unit[-1]:
+            slabs = work.slabs(unit)
+            count = len(slabs)
+            by_unit.append([_Task(unit, slab, i, i + 1 == count, scan) for i, slab in enumerate(slabs)])
+            if not slabs:
                 work.end(unit, scan.carried)
         # One slab of each unit after the other, because slabs of one unit wait for each other. No
         # slab comes before the one it waits for.
@@ -82,14 +108,14 @@ class _SlabThreads:
             return None if self.failed else next(self.tasks, None)
 
     def _run_task(self, task: _Task) -> None:
-        work, (unit, slab, number, scan) = self.work, task
+        work, (unit, slab, number, last, scan) = self.work, task
         prepared = work.prepare(unit, slab)
         with self.changed:
             self.changed.wait_for(lambda: self.failed or scan.scanned == number)
             if self.failed:
                 return
         scanned, scan.carried = work.scan(unit, slab, prepared, scan.carried)
-        if number + 1 == len(unit.slabs):
+        if last:
             work.end(unit, scan.carried)
         with self.changed:
             scan.scanned += 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from array_api_compat import is_numpy_array
@@ -34,6 +34,9 @@ from kdacore_reference.arrays import (
     to_offsets,
     unit_stride,
 )
+
+if TYPE_CHECKING:
+    from kdacore_reference.slab_threads import Work
 
 CHUNK = 32
 WORTH_THREADS = 64
@@ -73,8 +76,7 @@ class Slab:
     real: I64 | None
     """Which of those tokens are not padding; None when all are real."""
     slots: I64 | slice
-    """Number of each block among all chunks of the call, as a slice where they follow one another.
-    """
+    """Number of each block among all chunks of the call, as a slice if they are consecutive."""
     blocks: int
 
     def slots_of(self, blocks: slice) -> I64 | slice:
@@ -258,28 +260,7 @@ def masked(array: Array, mask: Array | None) -> Array:
     return xp.where(mask, array, xp.zeros_like(array))
 
 
-class Work(Protocol):
-    """The work on the slabs of a unit. Only ``scan`` passes a value from slab to slab; ``prepare``
-    and ``finish`` of different slabs may run at the same time and in any order."""
-
-    def slabs(self, unit: Unit) -> list[Slab]:
-        """The slabs in the order of the scan."""
-
-    def begin(self, unit: Unit) -> Any:
-        """The value carried into the first scan."""
-
-    def prepare(self, unit: Unit, slab: Slab) -> Any: ...
-
-    def scan(self, unit: Unit, slab: Slab, prepared: Any, carried: Any) -> tuple[Any, Any]:
-        """The input of ``finish``, and the value carried into the next scan."""
-
-    def finish(self, unit: Unit, slab: Slab, scanned: Any) -> None: ...
-
-    def end(self, unit: Unit, carried: Any) -> None:
-        """After the last scan."""
-
-
-def run_units(kind: ArrayKind, work: Work, units: list[Unit]) -> None:
+def run_units(kind: ArrayKind, work: Work[Unit, Slab], units: list[Unit]) -> None:
     """Run ``work`` for every unit. An exception in any thread is raised here.
 
     The BLAS has one thread with and without threads here, so that no bit depends on that choice.
@@ -298,7 +279,7 @@ def run_units(kind: ArrayKind, work: Work, units: list[Unit]) -> None:
         run_on_threads(work, units, threads)
 
 
-def _one_by_one(work: Work, units: list[Unit]) -> None:
+def _one_by_one(work: Work[Unit, Slab], units: list[Unit]) -> None:
     for unit in units:
         carried = work.begin(unit)
         for slab in work.slabs(unit):

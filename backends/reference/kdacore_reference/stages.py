@@ -45,7 +45,7 @@ class ChunkGrid(NamedTuple):
     real: Array
     """``[chunks, C]``: False at padding."""
     first: list[int]
-    """Where each row of ``[B*T]`` finds its value among the ``chunks * C``."""
+    """Index of each row of ``[B*T]`` among the ``chunks * C`` rows."""
     slots: list[int]
     """Place of each chunk on the flattened ``[B*NT]`` axis."""
     of_sequence: list[list[int]]
@@ -134,8 +134,8 @@ def kda_chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:
     gc = _cut(inputs.gc, grid, dtype, zero=False)
     step = xp.concat([gc[..., :1, :], gc[..., 1:, :] - gc[..., :-1, :]], axis=-2)
     beta = _grouped(_cut(inputs.beta[..., None], grid, dtype), request)
-    # beta on the rows, where the forward has it on the columns: the inverse is then the one asked
-    # for.
+    # beta multiplies the rows here and the columns in the forward: this gives the inverse of the
+    # contract.
     rows = xp.stack(xp.broadcast_arrays(-beta * k, q), axis=-2)
     intra = interact(rows, k * xp.ones_like(beta), _grouped(xp.exp2(step), request))
     return IntraOutputs(

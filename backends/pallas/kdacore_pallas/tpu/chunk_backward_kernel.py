@@ -160,8 +160,8 @@ def chunk_backward(
     launch: Launch,
 ) -> dict[str, Array]:
     """Gradients as the kernel writes them: ``dq dk dv dg`` rows (``dg`` of a scalar gate
-    ``[B, HV, NC * C]``), ``dbeta`` ``[B, HV, NC * C]`` of the strength, ``dA`` and ``dbias``
-    ``[B, HV, K]`` to be summed over B (and K), ``dinitial`` float32.
+    ``[B, HV, NC * C]``), ``dbeta`` ``[B, HV, NC * C]`` of beta after its sigmoid, ``dA`` and
+    ``dbias`` ``[B, HV, K]`` to be summed over B (and K), ``dinitial`` float32.
     """
     read, written, scratch = backward_operands(request, inputs, grads, starts, x, table)
 

@@ -47,7 +47,7 @@ def devices(generation: str) -> list[Any]:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler said about one program."""
+    """Compile time and sizes of one program."""
 
     seconds: float
     code_bytes: int

@@ -31,7 +31,7 @@ class Tree(NamedTuple):
 
 
 def decay_tree(g: Array) -> Tree:
-    """Factors from log decays ``g`` ``[C, K]``: one exponential an element, then products."""
+    """Factors from log decays ``g`` ``[C, K]``: one exponential per element, then products."""
     C, K = g.shape
     prefix = total = jnp.exp(tiles.as_tiles(g))
     suffix = jnp.ones_like(prefix)

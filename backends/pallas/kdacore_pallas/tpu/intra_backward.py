@@ -1,4 +1,4 @@
-"""Gradients of :mod:`kdacore_pallas.tpu.intra`, walking the tree from the top."""
+"""Gradients of :mod:`kdacore_pallas.tpu.intra`, traversing the tree from the top."""
 
 from __future__ import annotations
 

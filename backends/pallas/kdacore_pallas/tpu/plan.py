@@ -1,6 +1,6 @@
 """Plan of a chunked call for the kernels: the grid, padding, and the chunk table.
 
-Dense inputs stay where they are, ``[B, T, heads, D]``: a block is one chunk of some heads, and rows
+Dense inputs are not moved, ``[B, T, heads, D]``: a block is one chunk of some heads, and rows
 beyond the end are masked. Packed inputs are first gathered so that every sequence starts at a
 chunk.
 """
@@ -22,7 +22,7 @@ FIRST, LAST = 1, 2
 
 @dataclass(frozen=True)
 class ChunkGrid:
-    """Sizes of the grid ``(B, head blocks, NC)`` and of its grid."""
+    """Sizes of the grid ``(B, head blocks, NC)`` and of its blocks."""
 
     B: int
     T: int
@@ -75,7 +75,7 @@ class ChunkSchedule:
 
 
 def _flags(first: Array, last: Array) -> Array:
-    """Of two masks. As numbers first: strict type promotion does not add masks."""
+    """Flags from two masks, which are converted first: strict type promotion does not add masks."""
     return FIRST * first.astype(jnp.int32) + LAST * last.astype(jnp.int32)
 
 

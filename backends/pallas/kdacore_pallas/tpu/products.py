@@ -1,7 +1,7 @@
 """Matrix products with a stated precision, inside kernels.
 
 A TPU multiplies bfloat16 matrices and accumulates in float32. A float32 product is a sum of such
-passes, and the number of passes is always said here, never left to a default:
+passes, and the number of passes is always stated here, never left to a default:
 
 * ``Passes.EXACT``: six passes (``HIGHEST``), float32 accuracy; float32 inputs use nothing else.
 * ``Passes.SPLIT``: three passes over a two-way split of both operands, about 16 mantissa bits.

@@ -53,7 +53,7 @@ NAMES = ("first", "read", "buffer", "write", "writes")
 def make_recurrent_plan(first: Array, read: Array, write: Array) -> RecurrentPlan:
     """The plan from each token's place in its sequence and the rows it reads and writes."""
     first, read, write = (x.astype(jnp.int32) for x in (first, read, write))
-    writes = (write >= 0).astype(jnp.int32)  # numbers: strict type promotion does not subtract masks
+    writes = (write >= 0).astype(jnp.int32)  # integers: strict type promotion does not subtract masks
     return RecurrentPlan(first, read, (jnp.cumsum(first) - 1) & 1, write, jnp.cumsum(writes) - writes)
 
 

@@ -1,7 +1,7 @@
 """``python -m kdacore_pallas.tpu.report``: what the real TPU compiler says about the kernels, with
 no TPU.
 
-Compiles forward, backward and decode at production report_calls for each generation, alone and for
+Compiles forward, backward and decode at production shapes for each generation, alone and for
 four chips under ``shard_map``, and writes code size, VMEM, spills, schedule lengths and HBM traffic
 as JSON and as a table. Nothing is run and nothing is timed. Needs ``pip install 'jax[tpu]'``
 (libtpu).

@@ -1,7 +1,7 @@
 """Rows of a chunk in registers: blocks of the binary tree, tiles of eight rows, lane masks.
 
 A TPU register holds 8 rows (sublanes) of 128 lanes. Blocks of eight rows or more are whole
-registers, so cutting and joining them costs nothing; smaller ones are reached by rotating within
+registers, so splitting and joining them costs nothing; smaller ones are reached by rotating within
 each register.
 """
 

@@ -72,14 +72,14 @@ def _once(*arrays: Any) -> int:
 
 
 def forward_traffic(request: Request, inputs: ChunkInputs) -> Traffic:
-    """Of the forward kernel writing ``o`` and the final state."""
+    """Traffic of the forward kernel that writes ``o`` and the final state."""
     x = plan.make_chunk_grid(request, vmem.heads_per_step(request))
     build = _built(lambda given: forward_operands(request, given, x, None, ("o", "final")), inputs)
     return Traffic(moved(build, x), _once(*inputs) + _once(*build[1]))
 
 
 def backward_traffic(request: Request, inputs: ChunkInputs) -> Traffic:
-    """Of the pass over the states together with the backward kernel."""
+    """Traffic of the pass over the states and of the backward kernel."""
     x = plan.make_chunk_grid(request, vmem.heads_per_step(request))
     states = _built(lambda given: forward_operands(request, given, x, None, ("starts",)), inputs)
     starts = jax.ShapeDtypeStruct(states[1][0].shape, np.float32)

@@ -127,9 +127,10 @@ def _rows_backward(
     dkg = dot("...cv,...kv->...ck", states.v_new, grads.end, precision)
     dtotal = jnp.swapaxes(total(states.start * grads.end, -1), -1, -2) * decay.total
 
-    # w = inverse @ right_w, u = inverse @ right_u, v_new = u - w @ start, inverse = (I + L)^-1, L =
-    # diag(beta) kk. Hence dright_w = -dright_u @ start^T and dL = -dright_w @ w^T - dright_u @ u^T
-    # = -dright_u @ v_new^T.
+    # w = inverse @ right_w, u = inverse @ right_u, v_new = u - w @ start,
+    # inverse = (I + L)^-1, L = diag(beta) kk.
+    # Hence dright_w = -dright_u @ start^T and
+    # dL = -dright_w @ w^T - dright_u @ u^T = -dright_u @ v_new^T.
     dright_u = dot("...ji,...jv->...iv", pair.inverse, grads.v_new, precision)
     less_w = dot("...cv,...kv->...ck", dright_u, states.start, precision)  # -dright_w
     lower = jnp.tril(jnp.ones((C, C), bool))
@@ -166,7 +167,8 @@ class ParamGrads(NamedTuple):
 def _raw_backward(
     request: Request, plan: ChunkPlan, raw: segment.Raw, params: segment.Params, d: RowGrads, sums: ParamGrads
 ) -> tuple[segment.Raw, ParamGrads]:
-    """Through scale, mask, normalisation, gate and beta; q and k summed over their value heads."""
+    """Gradients of the raw inputs from those of the rows: scale, mask, l2norm, gate and beta. Those
+    of q and k are summed over their value heads."""
     dq, dk, dv, dg, dbeta = d
     if raw.mask is not None:
         dg = jnp.where(raw.mask, dg, 0.0)

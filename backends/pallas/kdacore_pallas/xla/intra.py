@@ -176,7 +176,7 @@ def interactions_backward(
     """Backward of :func:`interactions` (not of its inverse) and of :func:`decays`.
 
     ``dqk`` and ``dkk`` are the gradients of ``qk`` and ``kk``; ``dprefix``, ``dsuffix``, ``dtotal`` those of the
-    *logarithms* of the chunk's decay factors. The tree is walked from the top: a gradient of a block's log
+    *logarithms* of the chunk's decay factors. The tree is traversed from the top: a gradient of a block's log
     prefix is one of its halves' prefixes and totals. Only sums, so nothing cancels.
     """
     C = q.shape[-2]
@@ -215,7 +215,7 @@ DEPTH = LEAF.bit_length() - 2
 
 
 def _leaves(q: Array, k: Array, decay: Decays, dqk: Array, dkk: Array) -> IntraGrads:
-    """Of the pairs inside blocks of ``LEAF`` rows, the diagonal too. ``dqk``, ``dkk``
+    """Gradients of the pairs inside blocks of ``LEAF`` rows, the diagonal too. ``dqk``, ``dkk``
     ``[..., C/LEAF, LEAF, LEAF]``."""
 
     def rows(x: Array) -> list[Array]:
@@ -274,8 +274,8 @@ def _diagonal_blocks(x: Array, s: int) -> Array:
 
 
 def _split(dp: Array, ds: Array, dt: Array, at_right: Array, at_left: Array) -> tuple[Array, Array, Array]:
-    """Gradients of a block's log prefix, suffix and total, handed to its halves, plus those of this
-    level."""
+    """Gradients of a block's log prefix, suffix and total, distributed to its halves, plus those of
+    this level."""
     s = at_right.shape[-2]
     pl, pr, sl, sr = dp[..., :s, :], dp[..., s:, :], ds[..., :s, :], ds[..., s:, :]
     tl = dt + total(pr, -2)

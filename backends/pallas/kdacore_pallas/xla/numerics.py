@@ -19,7 +19,7 @@ def product_precision(request: Request) -> lax.Precision:
 
     float32 inputs: full float32 everywhere. 16-bit inputs: on a GPU ``DEFAULT`` (tf32, 10 mantissa
     bits), on a TPU ``HIGH`` (three bf16 passes, about 16 bits), because a single bf16 pass there
-    rounds the state operand to 8 bits and lands within a few percent of the contract's bound. A CPU
+    rounds the state operand to 8 bits and comes within a few percent of the contract's bound. A CPU
     ignores the setting.
     """
     if request.dtype == "float32":

@@ -70,6 +70,18 @@ def test_the_plugin_module_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_a_first_call_imports_few_modules() -> None:
+    code = (
+        "import sys, numpy as np, kdacore;"
+        "x = np.ones((1, 64, 2, 8), np.float32);"
+        "kdacore.chunk_kda(x, x, x, -x, x[..., 0], backend='reference');"
+        "print(*sorted(m.rpartition('.')[2] for m in sys.modules if m.startswith('kdacore_reference')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules = "arrays chunk_forward gate intra kdacore_reference plugin slabs"
+    assert done.stdout.strip() == modules
+
+
 @pytest.mark.parametrize("kind", ["numpy", "torch", "jax"])
 @pytest.mark.parametrize("bias", ["none", "flat", "full"])
 @pytest.mark.parametrize(

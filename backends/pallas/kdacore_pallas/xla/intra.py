@@ -175,9 +175,10 @@ def interactions_backward(
 ) -> IntraGrads:
     """Backward of :func:`interactions` (not of its inverse) and of :func:`decays`.
 
-    ``dqk`` and ``dkk`` are the gradients of ``qk`` and ``kk``; ``dprefix``, ``dsuffix``, ``dtotal`` those of the
-    *logarithms* of the chunk's decay factors. The tree is traversed from the top: a gradient of a block's log
-    prefix is one of its halves' prefixes and totals. Only sums, so nothing cancels.
+    ``dqk`` and ``dkk`` are the gradients of ``qk`` and ``kk``; ``dprefix``, ``dsuffix`` and
+    ``dtotal`` those of the *logarithms* of the chunk's decay factors. The tree is traversed from
+    the top: a gradient of a block's log prefix is one of its halves' prefixes and totals. There are
+    only sums, so nothing cancels.
     """
     C = q.shape[-2]
     scalar = decay.prefix.shape[-1] == 1

@@ -1,4 +1,5 @@
-"""The plugin's declarations import nothing else of the package, and every function they name exists."""
+"""The plugin's declarations import nothing else of the package, and every function they name
+exists."""
 
 from __future__ import annotations
 

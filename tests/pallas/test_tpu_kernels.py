@@ -104,40 +104,40 @@ def test_inverse_of_collinear_keys(solve: Any, C: int) -> None:
     assert error(found, np.linalg.inv(np.eye(C) + L.astype(np.float64))) < 2e-6
 
 
-DECODE = "fused_recurrent_kda"
+RECURRENT = "fused_recurrent_kda"
 
 
-def decode(request: Request, inputs: RecurrentInputs) -> Any:
+def run_recurrent(request: Request, inputs: RecurrentInputs) -> Any:
     return jax.jit(lambda x: recurrent.forward(request, x, INTERPRET))(to_jax(inputs))
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        Case(op=DECODE, B=2, T=3, H=2, HV=4, K=24, V=40, gate="softplus", beta_sigmoid=True),
-        Case(op=DECODE, lengths=(1, 0, 4, 2), v_first=True, gates="mixed"),
+        Case(op=RECURRENT, B=2, T=3, H=2, HV=4, K=24, V=40, gate="softplus", beta_sigmoid=True),
+        Case(op=RECURRENT, lengths=(1, 0, 4, 2), v_first=True, gates="mixed"),
         Case(op="fused_recurrent_gated_delta_rule", B=2, T=2, gate="softplus", state_dtype="bfloat16"),
-        Case(op=DECODE, T=3, initial=False, final=False, dtype="bfloat16", K=136, V=8),
+        Case(op=RECURRENT, T=3, initial=False, final=False, dtype="bfloat16", K=136, V=8),
     ],
     ids=["dense", "pack", "gdn", "no state"],
 )
-def test_decode(case: Case) -> None:
+def test_recurrent(case: Case) -> None:
     request, inputs = build(case)
-    check_forward(decode(request, inputs), request, inputs)
+    check_forward(run_recurrent(request, inputs), request, inputs)
 
 
 POOLS = {
-    "slots": (Case(op=DECODE, B=4, T=1), [4, -1, 0, 2], None, {"inplace_state": True}),
-    "fresh": (Case(op=DECODE, B=3, T=2, v_first=True), [4, -1, 0], None, {}),
+    "slots": (Case(op=RECURRENT, B=4, T=1), [4, -1, 0, 2], None, {"inplace_state": True}),
+    "fresh": (Case(op=RECURRENT, B=3, T=2, v_first=True), [4, -1, 0], None, {}),
     "accepted": (
-        Case(op=DECODE, B=3, T=2), [[0, 1, 2], [3, 4, -1], [5, 6, -1]], [2, 0, 1], {"inplace_state": True}
+        Case(op=RECURRENT, B=3, T=2), [[0, 1, 2], [3, 4, -1], [5, 6, -1]], [2, 0, 1], {"inplace_state": True}
     ),
-    "read only": (Case(op=DECODE, B=2, T=4, final=False), [5, 2], None, {"read_only_state": True}),
+    "read only": (Case(op=RECURRENT, B=2, T=4, final=False), [5, 2], None, {"read_only_state": True}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", POOLS)
-def test_decode_on_a_pool(name: str) -> None:
+def test_recurrent_on_a_pool(name: str) -> None:
     case, indices, accepted, options = POOLS[name]
     request, inputs = build(case)
     table = np.asarray(indices, np.int32)
@@ -145,7 +145,7 @@ def test_decode_on_a_pool(name: str) -> None:
     accepted_ = None if accepted is None else np.asarray(accepted, np.int32)
     inputs = inputs._replace(initial_state=pool, state_indices=table, num_accepted_tokens=accepted_)
     request = dataclasses.replace(request, pool_size=7, state_indices_ndim=table.ndim, **options)
-    out, want = decode(request, inputs), oracle_forward(request, inputs)
+    out, want = run_recurrent(request, inputs), oracle_forward(request, inputs)
     assert error(out.o, want.o) < 2e-5
     assert (out.final_state is None) == (want.final_state is None)
     if want.final_state is not None:

@@ -73,7 +73,7 @@ def test_chunk(name: str) -> None:
     lowers(lambda x, do: _backward(request, x, (), OutputGrads(do)), inputs, inputs.v)
 
 
-DECODES: dict[str, dict[str, Any]] = {
+RECURRENT_CALLS: dict[str, dict[str, Any]] = {
     "one token, pool in place": {},
     "verification of four tokens": {
         "T": 4, "inplace_state": False, "read_only_state": True, "output_final_state": False,
@@ -81,9 +81,9 @@ DECODES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DECODES)
-def test_decode(name: str) -> None:
-    request = replace(report_calls.recurrent_request(GENERATION, B=8, H=8, pool=16), **DECODES[name])
+@pytest.mark.parametrize("name", RECURRENT_CALLS)
+def test_recurrent(name: str) -> None:
+    request = replace(report_calls.recurrent_request(GENERATION, B=8, H=8, pool=16), **RECURRENT_CALLS[name])
     inputs: RecurrentInputs = report_calls.recurrent_inputs(request, spec)
     if request.T > 1:
         size = Size(request.B, request.T, request.H, request.HV)
@@ -94,9 +94,9 @@ def test_decode(name: str) -> None:
 
 
 def test_in_other_modes_of_jax() -> None:
-    """Python's integers have 64 bits in one and masks are no numbers in the other; in the kernels,
-    they are as ever."""
+    """In x64 mode Python integers have 64 bits; under strict promotion masks are not numbers.
+    Neither may affect the kernels."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         test_chunk("narrow heads")
         test_chunk("pack, GVA, state, v first")
-        test_decode("one token, pool in place")
+        test_recurrent("one token, pool in place")

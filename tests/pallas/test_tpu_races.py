@@ -1,8 +1,8 @@
-"""The kernels in the TPU interpreter: two cores, races looked for, scratch full of NaN, bounds
-checked.
+"""The kernels in the TPU interpreter: two cores, race detection, scratch full of NaN, bounds
+checks.
 
-The state must persist over chunks and be set anew for each sequence and head: leaked state is no
-race, so every run is also compared with the oracle.
+The state must persist over chunks and be initialised for each sequence and head. Leaked state is
+not a race, so every run is also compared with the oracle.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_chunk(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_decode(seed: int) -> None:
+def test_recurrent(seed: int) -> None:
     request, inputs = build(Case(op="fused_recurrent_kda", lengths=(2, 1, 0, 3), K=8, V=8))
     out: Any = jax.jit(lambda x: recurrent.forward(request, x, strict(seed)))(to_jax(inputs))
     check_forward(out, request, inputs)

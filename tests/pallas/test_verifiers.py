@@ -67,7 +67,7 @@ def test_chunk_reasons(
     assert found[code].got
 
 
-def test_the_vmem_need_is_said_in_numbers() -> None:
+def test_the_vmem_reason_has_numbers() -> None:
     """Many value heads on one q/k head: the step takes them all."""
     wide = report_calls.Size(T=256, H=1, HV=32, K=256, V=256, dtype="float32")
     found = chunk(report_calls.chunk_request(wide, "v4"))

@@ -52,9 +52,9 @@ def test_later_tokens_change_no_bit(gates: str) -> None:
 
 
 @pytest.mark.parametrize("T", [pytest.param(T, marks=pytest.mark.exhaustive) for T in (64, 100)] + [128])
-def test_no_gradient_knows_how_many_tokens_follow(T: int) -> None:
-    """Of less than a segment, beside a whole one, one and some more, two: rows and parameters,
-    grouped heads."""
+def test_gradients_do_not_depend_on_later_tokens(T: int) -> None:
+    """Lengths below, at and above one and two segments; gradients of rows and parameters; grouped
+    heads."""
     t = 40
     case = Case(
         T=T, B=2, H=2, HV=4, K=64, V=64, gate="softplus", beta_sigmoid=True, final=False, needs_grad=True
@@ -74,7 +74,7 @@ def test_twice_gives_the_same_bits() -> None:
 
 
 def test_gate_parameter_gradients_ignore_appended_tokens() -> None:
-    """Their sum over tokens is cut in the same places however long the call."""
+    """The order of the sum over tokens does not depend on the length of the call."""
     request, whole = build(Case(op="chunk_gated_delta_rule", T=135, gate="softplus"))
     backward_ = full_speed(gate.kda_gate_backward)
     dlog = np.array(whole.g)

@@ -64,8 +64,8 @@ def test_hard_gates(collinear: bool, l2norm: bool) -> None:
 
 
 def test_gates_without_a_bound() -> None:
-    """Sums of decays this large would leave the range of their differences: float32 keeps nothing
-    of them anyway."""
+    """Sums of decays this large would lose their differences; they decay a float32 state to zero
+    anyway."""
     request, inputs = build(replace(base, gates="mixed"))
     g = np.array(inputs.g)
     g[:, 50:200:7] = -1e6
@@ -139,9 +139,9 @@ def test_inside_shard_map_and_vmap() -> None:
             assert error(a, b) < 2e-3
 
 
-def test_padding_is_kept_apart_on_a_gpu() -> None:
-    """Fused with a sum inside the only segment it would change how the sum is cut, and so bits,
-    with the length."""
+def test_padding_is_not_fused_on_a_gpu() -> None:
+    """If padding were fused with a sum inside the only segment, the order of the sum, and so the
+    bits, would depend on the length."""
     request, inputs = build(replace(base, T=135))
     request = replace(request, device=Device("cuda", 0, "sm_90"))
     arrays = to_jax(inputs)

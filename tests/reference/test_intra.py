@@ -1,4 +1,4 @@
-"""Blocks of rows with one anchor give what joining single rows gives, up to the bound that allows
+"""Blocks of ``base`` rows give the results of joining single rows, up to the bound that allows
 them."""
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def test_forward(base: int, width: int, decays: str) -> None:
 @pytest.mark.parametrize("width", [8, 1])
 @pytest.mark.parametrize("base", [8, 16])
 def test_gradients(base: int, width: int, decays: str) -> None:
-    """In double precision against single rows there; the sums over a block cancel, so single
-    precision gets less."""
+    """Compared in double precision with single rows; sums over a block cancel, so single precision
+    is less exact."""
     n, H, G, C, K = SHAPE
     for dtype, tolerance in ((np.float64, 1e-12), (np.float32, 2e-5)):
         found = []

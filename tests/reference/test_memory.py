@@ -1,4 +1,4 @@
-"""What is read, what is written, and how much room it takes."""
+"""Which memory is read and written, and how much is allocated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backend as data."""
+"""The declaration of the reference backend, and the op ``kda_gate``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads: no bit depends on them, the BLAS gets its own back, and an error in one is raised."""
+"""Threads: no bit depends on them, the BLAS gets its number of threads back, and errors are raised."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_an_error_in_a_thread_is_raised(
     assert threading.main_thread() not in seen
 
 
-def test_the_blas_gets_its_threads_back() -> None:
+def test_the_number_of_blas_threads_is_restored() -> None:
     """Also when callers overlap, and when one of them fails."""
 
     class Blas:

@@ -56,16 +56,20 @@ def _recurrent(request: Request, inputs: Any) -> Outputs:
 
 
 def chunk_forward(request: Request, inputs: Any) -> Outputs:
+    """``chunk_kda`` and ``chunk_gated_delta_rule`` by the forward kernel."""
     out: Outputs = _run(_forward, request, inputs)
     return out
 
 
 def chunk_backward(request: Request, inputs: Any, saved: tuple[Array, ...], grads: OutputGrads) -> InputGrads:
+    """Gradients of the chunked ops, by the backward kernel or, where it needs too much VMEM, in
+    plain JAX."""
     out: InputGrads = _run(_backward, request, inputs, saved, grads)
     return out
 
 
 def recurrent_forward(request: Request, inputs: Any) -> Outputs:
+    """``fused_recurrent_kda`` and its GDN form by the recurrent kernel."""
     out: Outputs = _run(_recurrent, request, inputs)
     return out
 

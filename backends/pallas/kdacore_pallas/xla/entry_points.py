@@ -44,6 +44,8 @@ def _to_jax(request: Request, inputs: Any) -> Any:
 
 
 def chunk_forward(request: Request, inputs: Any) -> Outputs:
+    """``chunk_kda`` and ``chunk_gated_delta_rule``: by threads, by the GPU program, or by one
+    program."""
     arrays, key = _to_jax(request, inputs), _traced_request(request)
     threads = chunk_forward_threads.thread_count(key, arrays)
     if threads > 1:
@@ -56,6 +58,7 @@ def chunk_forward(request: Request, inputs: Any) -> Outputs:
 
 
 def chunk_backward(request: Request, inputs: Any, saved: tuple[Array, ...], grads: OutputGrads) -> InputGrads:
+    """Gradients of the chunked ops."""
     more = host_arrays.to_jax(request, saved), host_arrays.to_jax(request, grads)
     result: InputGrads = host_arrays.from_jax(
         request, _run(chunk_backward_pass.backward, request, inputs, *more)
@@ -64,6 +67,7 @@ def chunk_backward(request: Request, inputs: Any, saved: tuple[Array, ...], grad
 
 
 def recurrent_forward(request: Request, inputs: Any) -> Outputs:
+    """``fused_recurrent_kda`` and its GDN form."""
     out = host_arrays.from_jax(request, _run(recurrent.forward, request, inputs))
     return host_arrays.write_back(request, inputs, out)
 
@@ -71,36 +75,44 @@ def recurrent_forward(request: Request, inputs: Any) -> Outputs:
 def recurrent_backward(
     request: Request, inputs: Any, saved: tuple[Array, ...], grads: OutputGrads
 ) -> InputGrads:
+    """Gradients of the recurrent ops."""
     d = host_arrays.to_jax(request, grads)
     result: InputGrads = host_arrays.from_jax(request, _run(recurrent.backward, request, inputs, (), d))
     return result
 
 
 def gate_forward(request: Request, inputs: Any) -> Array:
+    """``kda_gate``."""
     return host_arrays.from_jax(request, _run(gate.kda_gate, request, inputs))
 
 
 def gate_backward(request: Request, inputs: Any, dlog: Array) -> GateGrads:
+    """Gradients of ``kda_gate``."""
     d = host_arrays.to_jax(request, (dlog,))[0]
     result: GateGrads = host_arrays.from_jax(request, _run(gate.kda_gate_backward, request, inputs, d))
     return result
 
 
 def chunk_gate(request: Request, inputs: Any) -> Array:
+    """``kda_chunk_gate``."""
     return host_arrays.from_jax(request, _run(stages.chunk_gate, request, inputs))
 
 
 def chunk_intra(request: Request, inputs: Any) -> Any:
+    """``kda_chunk_intra``."""
     return host_arrays.from_jax(request, _run(stages.chunk_intra, request, inputs))
 
 
 def recompute_w_u(request: Request, inputs: Any) -> Any:
+    """``kda_recompute_w_u``."""
     return host_arrays.from_jax(request, _run(stages.recompute_w_u, request, inputs))
 
 
 def chunk_state(request: Request, inputs: Any) -> Any:
+    """``delta_rule_chunk_state``."""
     return host_arrays.from_jax(request, _run(stages.chunk_state, request, inputs))
 
 
 def chunk_output(request: Request, inputs: Any) -> Array:
+    """``kda_chunk_output``."""
     return host_arrays.from_jax(request, _run(stages.chunk_output, request, inputs))

@@ -21,8 +21,7 @@ from kdacore.selfcheck.check import relative_error
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
 from kdacore_cuda import backward as cuda
 from kdacore_cuda import backward_kernels as kernels
-from kdacore_reference.exact import to_float64
-from kdacore_reference.oracle import oracle_backward
+from kdacore_reference.oracle import oracle_backward, to_float64
 from kdacore_triton import chunk_backward as triton
 from kdacore_triton.chunk_backward_plan import plan_backward
 

@@ -20,8 +20,7 @@ from kdacore.bench.results import Figure, Results, Row
 from kdacore.selfcheck.check import relative_error
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda import prefill, runtime, segment_kernels, segments
-from kdacore_reference.exact import to_float64
-from kdacore_reference.oracle import oracle_forward
+from kdacore_reference.oracle import oracle_forward, to_float64
 from kdacore_triton import chunk_forward as triton
 
 BOUND = 9e-3

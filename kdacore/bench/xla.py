@@ -21,7 +21,7 @@ FASTER, BACKWARD, GROWTH = 1.0, 4.0, 2.2
 the length."""
 REFERENCE, EAGER = "reference, NumPy", "xla forward"
 FORWARD, GRAD = "xla forward in jit", "xla grad in jit"
-"""A caller's own ``jit`` is one program; an eager call may use threads (kdacore_pallas.shares)."""
+"""A caller's own ``jit`` is one program; an eager call may use threads (kdacore_pallas.xla.chunk_forward_threads)."""
 
 
 def run_preset(case: Case = CASE, budget: Budget | None = None) -> Results:

@@ -59,7 +59,7 @@ import os, signal
 from kdacore import config
 from kdacore.dispatch import plan, selection
 from kdacore.registry import REGISTRY
-from kdacore_reference import parallel
+from kdacore_reference.arrays import single_threaded_blas
 x = arrays(np.ones)
 kdacore.chunk_kda(*x)
 held, done = threading.Event(), threading.Event()
@@ -122,7 +122,7 @@ print({count for _, count in seen})
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.parametrize(
     "lock",
-    ["selection._lock", "plan._lock", "config._lock", "REGISTRY._lock", "parallel._single_threaded.lock"],
+    ["selection._lock", "plan._lock", "config._lock", "REGISTRY._lock", "single_threaded_blas.lock"],
 )
 def test_a_fork_while_another_thread_holds_a_lock(lock: str) -> None:
     assert answer(_FORK.format(lock=lock)).strip() == "0"
@@ -132,22 +132,22 @@ def test_a_fork_while_another_thread_holds_a_lock(lock: str) -> None:
 def test_a_fork_while_another_thread_computes_leaves_the_child_its_threads() -> None:
     code = """
 import os
-from kdacore_reference import parallel
-blas = parallel._bundled_openblas()
+from kdacore_reference.arrays import bundled_openblas, single_threaded_blas
+blas = bundled_openblas()
 if blas is None or blas.get_threads() < 2:
     print("skip")
     raise SystemExit
 before = blas.get_threads()
 inside, done = threading.Event(), threading.Event()
 def hold():
-    with parallel._single_threaded.hold(blas):
+    with single_threaded_blas.hold(blas):
         inside.set()
         done.wait()
 threading.Thread(target=hold).start()
 inside.wait()
 child = os.fork()
 if child == 0:
-    os._exit(0 if blas.get_threads() == before and parallel._single_threaded.inside == 0 else 1)
+    os._exit(0 if blas.get_threads() == before and single_threaded_blas.inside == 0 else 1)
 print(os.waitpid(child, 0)[1])
 done.set()
 """

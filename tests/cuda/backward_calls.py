@@ -12,7 +12,7 @@ from cuda_calls import Draw
 from kdacore.types import ChunkInputs, Request
 from kdacore_cuda import backward
 from kdacore_cuda.backward_kernels import BackwardKernel
-from kdacore_reference.exact import to_float64
+from kdacore_reference.oracle import to_float64
 
 
 def draw(

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from kdacore.types import ChunkInputs, Request
 from kdacore_cuda.backward import UNBOUNDED_FLOOR
 from kdacore_cuda.verifiers import is_safe
-from kdacore_reference.exact import to_float64
-from kdacore_reference.gates import beta_backward, beta_forward, gate_backward, gate_forward, gate_parameters
+from kdacore_reference.gate import beta_backward, beta_forward, gate_backward, gate_forward, gate_parameters
+from kdacore_reference.oracle import to_float64
 
 F64 = NDArray[np.float64]
 C, HALF = 64, 32

@@ -18,7 +18,7 @@ from backward_model import F64, Chunk
 from kdacore.types import ChunkInputs, Request
 from kdacore_cuda import segments
 from kdacore_cuda.segments import RECORD
-from kdacore_reference.exact import to_float64
+from kdacore_reference.oracle import to_float64
 
 
 class Segment(NamedTuple):

@@ -19,7 +19,7 @@ from kdacore.types import ChunkInputs, Request
 from kdacore_cuda import build, runtime
 from kdacore_cuda.backward_kernels import grads_kernel
 from kdacore_cuda.verifiers import is_safe
-from kdacore_reference.exact import to_float64
+from kdacore_reference.oracle import to_float64
 
 BOUND, PART_BOUND = 8e-3, 1e-2
 """Contract section 4 for the gradients of 16-bit inputs."""

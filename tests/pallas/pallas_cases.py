@@ -1,4 +1,5 @@
-"""Calls of every kind for the JAX backends: a Request with its inputs, and the float64 answer to compare with."""
+"""Calls of every kind for the JAX backends: a Request with its inputs, and the float64 answer to
+compare with."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ GRAD_BOUND = {"float32": 5e-5, "bfloat16": 8e-3, "float16": 8e-3}
 
 @dataclass(frozen=True)
 class Case:
-    """One call. ``gates`` names how the log decay is drawn when the gate is not computed in the kernel."""
+    """One call. ``gates`` names how the log decay is drawn when the gate is not computed in the
+    kernel."""
 
     B: int = 1
     T: int = 130
@@ -183,5 +185,6 @@ def with_grad(request: Request) -> Request:
 
 
 def full_speed(fn: Any) -> Any:
-    """jit with the request static, optimised as for users whatever this folder's compiler flags say."""
+    """jit with the request static, optimised as for users whatever this folder's compiler flags
+    say."""
     return jax.jit(fn, static_argnums=0, compiler_options={"xla_backend_optimization_level": "3"})

@@ -1,4 +1,5 @@
-"""A handful of the conformance suite, one for each kind of promise; ``kdacore verify xla`` runs all 500."""
+"""A handful of the conformance suite, one for each kind of promise; ``kdacore verify xla`` runs all
+500."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every kernel and class of shapes goes through Mosaic's lowering for TPUs, on a machine that has none."""
+"""Every kernel and class of shapes goes through Mosaic's lowering for TPUs, on a machine that has
+none."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ import jax.numpy as jnp
 import pytest
 
 from kdacore.types import ChunkInputs, OutputGrads, RecurrentInputs, Request, TensorSpec
-from kdacore_pallas import pallas_checks, tpu_shapes
-from kdacore_pallas.pallas_calls import _backward, _decode, _forward
-from kdacore_pallas.tpu_shapes import Size
+from kdacore_pallas.plugin import make_pallas
+from kdacore_pallas.tpu import report_calls
+from kdacore_pallas.tpu.entry_points import _backward, _forward, _recurrent
+from kdacore_pallas.tpu.report_calls import Size
 
 GENERATION = "v5e"
 
@@ -27,11 +29,17 @@ def lowers(fn: Callable[..., Any], *args: Any) -> None:
     assert "tpu_custom_call" in exported.mlir_module()
 
 
+def served(request: Request) -> None:
+    """No verifier declines the request."""
+    verifiers = make_pallas().ops[request.op].verifiers
+    assert verifiers and [verify(request) for verify in verifiers] == [None] * len(verifiers)
+
+
 def chunk_call(
     size: Size, packed: int = 0, initial: bool = False, scalar: bool = False, v_first: bool = False
 ) -> tuple[Request, ChunkInputs]:
-    inputs = tpu_shapes.chunk_inputs(size, spec)
-    request = replace(tpu_shapes.chunk_request(size, GENERATION), state_v_first=v_first)
+    inputs = report_calls.chunk_inputs(size, spec)
+    request = replace(report_calls.chunk_request(size, GENERATION), state_v_first=v_first)
     g = inputs.g
     if scalar:
         g = spec(size.dtype, size.B, size.T, size.HV)
@@ -60,14 +68,12 @@ CHUNKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CHUNKS)
 def test_chunk(name: str) -> None:
     request, inputs = chunk_call(**CHUNKS[name])
-    assert [check(request) for check in pallas_checks.CHUNK_CHECKS] == [None] * len(
-        pallas_checks.CHUNK_CHECKS
-    )
+    served(request)
     lowers(lambda x: _forward(request, x)[:2], inputs)
     lowers(lambda x, do: _backward(request, x, (), OutputGrads(do)), inputs, inputs.v)
 
 
-DECODES: dict[str, dict[str, Any]] = {
+RECURRENT_CALLS: dict[str, dict[str, Any]] = {
     "one token, pool in place": {},
     "verification of four tokens": {
         "T": 4, "inplace_state": False, "read_only_state": True, "output_final_state": False,
@@ -75,23 +81,22 @@ DECODES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DECODES)
-def test_decode(name: str) -> None:
-    request = replace(tpu_shapes.decode_request(GENERATION, B=8, H=8, pool=16), **DECODES[name])
-    inputs: RecurrentInputs = tpu_shapes.decode_inputs(request, spec)
+@pytest.mark.parametrize("name", RECURRENT_CALLS)
+def test_recurrent(name: str) -> None:
+    request = replace(report_calls.recurrent_request(GENERATION, B=8, H=8, pool=16), **RECURRENT_CALLS[name])
+    inputs: RecurrentInputs = report_calls.recurrent_inputs(request, spec)
     if request.T > 1:
         size = Size(request.B, request.T, request.H, request.HV)
-        rows = tpu_shapes.chunk_inputs(size, spec)
+        rows = report_calls.chunk_inputs(size, spec)
         inputs = inputs._replace(q=rows.q, k=rows.k, v=rows.v, g=rows.g, beta=rows.beta)
-    assert [check(request) for check in pallas_checks.DECODE_CHECKS] == [None] * len(
-        pallas_checks.DECODE_CHECKS
-    )
-    lowers(lambda x: _decode(request, x)[:2], inputs)
+    served(request)
+    lowers(lambda x: _recurrent(request, x)[:2], inputs)
 
 
 def test_in_other_modes_of_jax() -> None:
-    """Python's integers have 64 bits in one and masks are no numbers in the other; in the kernels, they are as ever."""
+    """In x64 mode Python integers have 64 bits; under strict promotion masks are not numbers.
+    Neither may affect the kernels."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         test_chunk("narrow heads")
         test_chunk("pack, GVA, state, v first")
-        test_decode("one token, pool in place")
+        test_recurrent("one token, pool in place")

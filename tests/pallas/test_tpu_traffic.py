@@ -1,4 +1,5 @@
-"""Bytes between HBM and VMEM, counted from the block specs: every input is read once, every output written once."""
+"""Bytes between HBM and VMEM, counted from the block specs: every input is read once, every output
+written once."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kdacore_pallas import tpu_shapes, tpu_traffic
-from kdacore_pallas.tpu_shapes import Size
+from kdacore_pallas.tpu import report_calls, traffic
+from kdacore_pallas.tpu.report_calls import Size
 
 
 def spec(dtype: str, *shape: int) -> Any:
@@ -28,16 +29,16 @@ def spec(dtype: str, *shape: int) -> Any:
     ids=["bf16", "float32", "GVA", "wide heads"],
 )
 def test_forward_moves_little_more_than_it_must(size: Size) -> None:
-    found = tpu_traffic.forward_traffic(
-        tpu_shapes.chunk_request(size, "v5e"), tpu_shapes.chunk_inputs(size, spec)
+    found = traffic.forward_traffic(
+        report_calls.chunk_request(size, "v5e"), report_calls.chunk_inputs(size, spec)
     )
     assert found.least <= found.moved <= 1.3 * found.least
 
 
 def test_backward_moves_its_states_too() -> None:
     size = Size(T=2048, H=16, HV=16)
-    found = tpu_traffic.backward_traffic(
-        tpu_shapes.chunk_request(size, "v5e"), tpu_shapes.chunk_inputs(size, spec)
+    found = traffic.backward_traffic(
+        report_calls.chunk_request(size, "v5e"), report_calls.chunk_inputs(size, spec)
     )
     assert found.moved <= 2 * found.least
 
@@ -45,10 +46,10 @@ def test_backward_moves_its_states_too() -> None:
 def test_traffic_is_linear_in_the_tokens() -> None:
     """Nothing is read again for a longer sequence."""
     size = replace(Size(), T=512, H=16, HV=16)
-    request, inputs = tpu_shapes.chunk_request(size, "v5e"), tpu_shapes.chunk_inputs(size, spec)
-    once = tpu_traffic.forward_traffic(request, inputs)
+    request, inputs = report_calls.chunk_request(size, "v5e"), report_calls.chunk_inputs(size, spec)
+    once = traffic.forward_traffic(request, inputs)
     longer = replace(size, T=1024)
-    twice = tpu_traffic.forward_traffic(
-        tpu_shapes.chunk_request(longer, "v5e"), tpu_shapes.chunk_inputs(longer, spec)
+    twice = traffic.forward_traffic(
+        report_calls.chunk_request(longer, "v5e"), report_calls.chunk_inputs(longer, spec)
     )
     assert 1.9 * once.moved < twice.moved < 2.1 * once.moved

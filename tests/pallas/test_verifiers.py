@@ -1,4 +1,5 @@
-"""What the JAX backends decline, by reason code, and what the reason says. Nothing is compiled to find out."""
+"""What the JAX backends decline, by reason code, and what the reason says. Nothing is compiled to
+find out."""
 
 from __future__ import annotations
 
@@ -7,31 +8,34 @@ from dataclasses import replace
 
 import pytest
 
+from kdacore.registry import REGISTRY
 from kdacore.types import Device, Reason, Request, TensorSpec
-from kdacore_pallas import checks, pallas_checks, tpu_shapes
-from kdacore_pallas.kernels import memory
+from kdacore_pallas.plugin import make_pallas, make_xla
+from kdacore_pallas.tpu import report_calls, verifiers, vmem
 
-SIZE = tpu_shapes.Size(T=256, H=4, HV=4)
+SIZE = report_calls.Size(T=256, H=4, HV=4)
+CHUNK = make_pallas().ops["chunk_kda"].verifiers
+RECURRENT = make_pallas().ops["fused_recurrent_kda"].verifiers
 
 
 def request(generation: str = "v5e", **changes: object) -> Request:
     """A chunk call on a TPU that is served."""
-    return replace(tpu_shapes.chunk_request(SIZE, generation), **changes)
+    return replace(report_calls.chunk_request(SIZE, generation), **changes)
 
 
-def reasons(found: Request, verifiers: tuple[Callable[[Request], Reason | None], ...]) -> dict[str, Reason]:
-    return {r.code: r for r in (check(found) for check in verifiers) if r is not None}
+def reasons(found: Request, declared: tuple[Callable[[Request], Reason | None], ...]) -> dict[str, Reason]:
+    return {r.code: r for r in (verify(found) for verify in declared) if r is not None}
 
 
 def chunk(found: Request) -> dict[str, Reason]:
-    return reasons(found, pallas_checks.CHUNK_CHECKS)
+    return reasons(found, CHUNK)
 
 
 def test_a_production_call_is_served_on_every_generation() -> None:
-    for generation in memory.VMEM:
-        assert not chunk(tpu_shapes.chunk_request(tpu_shapes.Size(), generation)), generation
-        decode = tpu_shapes.decode_request(generation)
-        assert not reasons(decode, pallas_checks.DECODE_CHECKS), generation
+    for generation in vmem.VMEM:
+        assert not chunk(report_calls.chunk_request(report_calls.Size(), generation)), generation
+        recurrent = report_calls.recurrent_request(generation)
+        assert not reasons(recurrent, RECURRENT), generation
 
 
 def test_every_gate_is_served() -> None:
@@ -50,36 +54,35 @@ def test_every_gate_is_served() -> None:
         ("dtype", {"tensors": (("g", TensorSpec((1, 256, 4, 128), "float16")),)}, "bfloat16"),
         ("head_dim", {"K": 100}, "multiples of 8"),
         ("head_dim", {"V": 264}, "multiples of 8"),
-        ("checkpoints", {"checkpoint_every": 128}, "0"),
         ("smem", {"T": 4_000_000}, "262144"),
     ],
 )
 def test_chunk_reasons(
     code: str, changes: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pallas_checks, "interpreted", lambda: False)
+    monkeypatch.setattr(verifiers, "interpreted", lambda: False)
     found = chunk(request(**changes))
     assert set(found) == {code}
     assert said in found[code].want
     assert found[code].got
 
 
-def test_the_vmem_need_is_said_in_numbers() -> None:
+def test_the_vmem_reason_has_numbers() -> None:
     """Many value heads on one q/k head: the step takes them all."""
-    wide = tpu_shapes.Size(T=256, H=1, HV=32, K=256, V=256, dtype="float32")
-    found = chunk(tpu_shapes.chunk_request(wide, "v4"))
-    need = memory.forward_bytes(tpu_shapes.chunk_request(wide, "v4"), 1)
+    wide = report_calls.Size(T=256, H=1, HV=32, K=256, V=256, dtype="float32")
+    found = chunk(report_calls.chunk_request(wide, "v4"))
+    need = vmem.chunk_forward_bytes(report_calls.chunk_request(wide, "v4"), 1)
     assert set(found) == {"vmem"}
-    assert found["vmem"].got == f"{need / memory.MIB:.1f} MiB"
+    assert found["vmem"].got == f"{need / vmem.MIB:.1f} MiB"
     assert found["vmem"].want == "at most 16 MiB on v4"
 
 
-def test_decode_reasons() -> None:
-    wide = tpu_shapes.decode_request("v4", B=4, H=64, K=256)
-    found = reasons(wide, pallas_checks.DECODE_CHECKS)
+def test_recurrent_reasons() -> None:
+    wide = report_calls.recurrent_request("v4", B=4, H=64, K=256)
+    found = reasons(wide, RECURRENT)
     assert set(found) == {"vmem"} and "MiB" in found["vmem"].got
-    many = tpu_shapes.decode_request("v5e", B=20_000)
-    assert set(reasons(many, pallas_checks.DECODE_CHECKS)) == {"smem"}
+    many = report_calls.recurrent_request("v5e", B=20_000)
+    assert set(reasons(many, RECURRENT)) == {"smem"}
 
 
 @pytest.mark.parametrize(
@@ -91,6 +94,13 @@ def test_decode_reasons() -> None:
     ],
 )
 def test_xla_reasons(code: str, changes: dict[str, object]) -> None:
-    verifiers = (checks.no_float64, checks.host_arrays_on_cpu, checks.not_captured)
-    assert set(reasons(request(**changes), verifiers)) == {code}
-    assert not reasons(request(), verifiers)
+    declared = make_xla().ops["chunk_kda"].verifiers
+    assert set(reasons(request(**changes), declared)) == {code}
+    assert not reasons(request(), declared)
+
+
+def test_checkpoints_are_not_listed() -> None:
+    """The kernels write none, so the front end declines calls that ask for them."""
+    pallas = REGISTRY.get("pallas").backend
+    assert "checkpoints" not in pallas.ops["chunk_kda"].serves
+    assert "checkpoints" in REGISTRY.get("xla").backend.ops["chunk_kda"].serves

@@ -11,8 +11,8 @@ import pytest
 from pallas_cases import Case, build, check_backward, check_forward, error, output_grads, to_jax, with_grad
 
 from kdacore.types import OutputGrads
-from kdacore_pallas import calls
-from kdacore_pallas.compiled import compiled
+from kdacore_pallas.program_cache import compiled_program
+from kdacore_pallas.xla import chunk_forward, entry_points
 
 GDN = "chunk_gated_delta_rule"
 EDGES = (0, 1, 15, 16, 17, 0, 63, 64, 65, 130, 0)
@@ -37,21 +37,21 @@ BOTH_WAYS = {
 def test_forward_and_backward(name: str) -> None:
     request, inputs = build(BOTH_WAYS[name])
     request = with_grad(request)
-    out = calls.chunk_forward(request, to_jax(inputs))
+    out = entry_points.chunk_forward(request, to_jax(inputs))
     check_forward(out, request, inputs)
     grads = output_grads(request)
     d = OutputGrads(*(None if x is None else jnp.asarray(x) for x in grads))
-    check_backward(calls.chunk_backward(request, to_jax(inputs), out.saved, d), request, inputs, grads)
+    check_backward(entry_points.chunk_backward(request, to_jax(inputs), out.saved, d), request, inputs, grads)
 
 
 def test_backward_without_what_the_forward_saved() -> None:
     """It is computed again: another program, so the same numbers up to rounding."""
     request, inputs = build(Case(T=200, gate="softplus", needs_grad=True))
     arrays = to_jax(inputs)
-    saved = calls.chunk_forward(request, arrays).saved
+    saved = entry_points.chunk_forward(request, arrays).saved
     d = OutputGrads(*(jnp.asarray(x) for x in output_grads(request)))
-    one = calls.chunk_backward(request, arrays, saved, d)
-    two = calls.chunk_backward(request, arrays, (), d)
+    one = entry_points.chunk_backward(request, arrays, saved, d)
+    two = entry_points.chunk_backward(request, arrays, (), d)
     for a, b in zip(one, two, strict=True):
         assert a is b is None or error(a, b) < 2e-6
 
@@ -66,7 +66,7 @@ def test_backward_without_what_the_forward_saved() -> None:
 )
 def test_checkpoints(case: Case) -> None:
     request, inputs = build(case)
-    check_forward(calls.chunk_forward(request, to_jax(inputs)), request, inputs)
+    check_forward(entry_points.chunk_forward(request, to_jax(inputs)), request, inputs)
 
 
 HARD = ["zero", "five", "sixty", "mixed", "random"]
@@ -79,21 +79,21 @@ def test_hard_gates(dtype: str, collinear: bool) -> None:
     case = Case(T=200, K=64, V=64, HV=1, dtype=dtype, collinear=collinear, beta_sigmoid=False)
     for gates in HARD:
         request, inputs = build(dataclasses.replace(case, gates=gates, needs_grad=True))
-        out = calls.chunk_forward(request, to_jax(inputs))
+        out = entry_points.chunk_forward(request, to_jax(inputs))
         check_forward(out, request, inputs, factor=2)
         grads = output_grads(request)
         d = OutputGrads(*(jnp.asarray(x) for x in grads))
-        got = calls.chunk_backward(request, to_jax(inputs), out.saved, d)
+        got = entry_points.chunk_backward(request, to_jax(inputs), out.saved, d)
         check_backward(got, request, inputs, grads, factor=2)
 
 
 def test_values_of_cu_seqlens_do_not_recompile() -> None:
     """Shapes depend on shapes alone: another pack of the same size runs the same program."""
     first, inputs = build(Case(lengths=(10, 100, 20)))
-    calls.chunk_forward(first, to_jax(inputs))
-    before = compiled.cache_info().misses
+    entry_points.chunk_forward(first, to_jax(inputs))
+    before = compiled_program.cache_info().misses
     request, inputs = build(Case(lengths=(65, 1, 64), seed=3))
-    check_forward(calls.chunk_forward(request, to_jax(inputs)), request, inputs)
-    assert compiled.cache_info().misses == before
-    program: Any = compiled(calls.chunk.forward, replace(request, tensors=()))
+    check_forward(entry_points.chunk_forward(request, to_jax(inputs)), request, inputs)
+    assert compiled_program.cache_info().misses == before
+    program: Any = compiled_program(chunk_forward.forward, replace(request, tensors=()))
     assert program._cache_size() == 1

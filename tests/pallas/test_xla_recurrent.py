@@ -1,4 +1,5 @@
-"""fused_recurrent ops of the xla backend: pools, accepted tokens, packs, read-only; and the gate op."""
+"""fused_recurrent ops of the xla backend: pools, accepted tokens, packs, read-only; and the gate
+op."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 from pallas_cases import Case, build, check_backward, check_forward, error, output_grads, to_jax
 
 from kdacore.types import GateInputs, OutputGrads, RecurrentInputs, Request
-from kdacore_pallas import calls
+from kdacore_pallas.xla import entry_points
 from kdacore_reference.oracle import oracle_forward, oracle_gate, oracle_gate_backward
 
 OP = "fused_recurrent_kda"
@@ -30,7 +31,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_forward(name: str) -> None:
     request, inputs = build(CASES[name])
-    check_forward(calls.recurrent_forward(request, to_jax(inputs)), request, inputs)
+    check_forward(entry_points.recurrent_forward(request, to_jax(inputs)), request, inputs)
 
 
 def pooled(case: Case, indices: Any, accepted: Any = None, **options: Any) -> tuple[Request, RecurrentInputs]:
@@ -45,7 +46,7 @@ def pooled(case: Case, indices: Any, accepted: Any = None, **options: Any) -> tu
 
 
 def check_pool(request: Request, inputs: RecurrentInputs) -> None:
-    out = calls.recurrent_forward(request, to_jax(inputs))
+    out = entry_points.recurrent_forward(request, to_jax(inputs))
     want = oracle_forward(request, inputs)
     assert error(out.o, want.o) < 2e-5
     assert error(out.final_state, want.final_state) < 2e-5
@@ -61,7 +62,7 @@ def test_pool_in_place_with_an_empty_slot() -> None:
 
 def test_pool_not_in_place_returns_fresh_states() -> None:
     request, inputs = pooled(Case(op=OP, B=3, T=2), [4, -1, 0])
-    check_forward(calls.recurrent_forward(request, to_jax(inputs)), request, inputs)
+    check_forward(entry_points.recurrent_forward(request, to_jax(inputs)), request, inputs)
 
 
 def test_accepted_tokens_continue_and_store_every_state() -> None:
@@ -79,13 +80,13 @@ def test_accepted_tokens_in_a_pack() -> None:
 def test_in_place_without_indices() -> None:
     request, inputs = build(Case(op=OP, B=2, T=3))
     request = replace(request, inplace_state=True)
-    out = calls.recurrent_forward(request, to_jax(inputs))
+    out = entry_points.recurrent_forward(request, to_jax(inputs))
     assert error(out.final_state, oracle_forward(request, inputs).final_state) < 2e-5
 
 
 def test_read_only() -> None:
     request, inputs = pooled(Case(op=OP, B=2, T=4, final=False), [5, 2], read_only_state=True)
-    out = calls.recurrent_forward(request, to_jax(inputs))
+    out = entry_points.recurrent_forward(request, to_jax(inputs))
     assert out.final_state is None
     assert error(out.o, oracle_forward(request, inputs).o) < 2e-5
 
@@ -94,7 +95,7 @@ def test_backward() -> None:
     request, inputs = build(Case(op=OP, B=2, T=6, gate="softplus"))
     grads = output_grads(request)
     d = OutputGrads(*(jnp.asarray(x) for x in grads))
-    check_backward(calls.recurrent_backward(request, to_jax(inputs), (), d), request, inputs, grads)
+    check_backward(entry_points.recurrent_backward(request, to_jax(inputs), (), d), request, inputs, grads)
 
 
 @pytest.mark.parametrize("gate", ["softplus", "sigmoid"])
@@ -103,10 +104,10 @@ def test_gate_op(gate: str, scalar: bool) -> None:
     op = "chunk_gated_delta_rule" if scalar else "chunk_kda"
     request, whole = build(Case(op=op, B=2, T=9, gate=gate, lower_bound=-3.0 if gate == "sigmoid" else None))
     inputs = GateInputs(whole.g, whole.A_log, whole.dt_bias)
-    log = calls.gate_forward(request, to_jax(inputs))
+    log = entry_points.gate_forward(request, to_jax(inputs))
     assert log.dtype == jnp.float32
     assert error(log, oracle_gate(request, inputs)) < 2e-6
     dlog = RNG.standard_normal(log.shape).astype(np.float32)
-    got = calls.gate_backward(request, to_jax(inputs), jnp.asarray(dlog))
+    got = entry_points.gate_backward(request, to_jax(inputs), jnp.asarray(dlog))
     for x, ref in zip(got, oracle_gate_backward(request, inputs, dlog), strict=True):
         assert error(x, ref) < 5e-6

@@ -18,7 +18,7 @@ from kdacore.types import (
     RecomputeInputs,
     Request,
 )
-from kdacore_pallas import calls
+from kdacore_pallas.xla import entry_points
 from kdacore_reference import oracle_stages as oracle
 
 CASES = {
@@ -54,18 +54,18 @@ def check(fn: Any, reference: Any, request: Request, inputs: Any, bound: float =
 def test_each_stage(name: str) -> None:
     request, x, gc = start(name)
     gate = ChunkGateInputs(x.g, x.A_log, x.dt_bias, x.cu_seqlens)
-    check(calls.chunk_gate, oracle.oracle_chunk_gate, request, gate)
+    check(entry_points.chunk_gate, oracle.oracle_chunk_gate, request, gate)
     intra = IntraInputs(x.q, x.k, gc, x.beta, x.cu_seqlens)
-    check(calls.chunk_intra, oracle.oracle_chunk_intra, request, intra)
+    check(entry_points.chunk_intra, oracle.oracle_chunk_intra, request, intra)
     Aqk, Akk = map(f32, oracle.oracle_chunk_intra(request, intra))
     recompute = RecomputeInputs(x.k, x.v, x.beta, gc, Akk, x.q, x.cu_seqlens)
-    check(calls.recompute_w_u, oracle.oracle_recompute_w_u, request, recompute)
-    check(calls.recompute_w_u, oracle.oracle_recompute_w_u, request, recompute._replace(q=None))
+    check(entry_points.recompute_w_u, oracle.oracle_recompute_w_u, request, recompute)
+    check(entry_points.recompute_w_u, oracle.oracle_recompute_w_u, request, recompute._replace(q=None))
     w, u, kg, _ = map(f32, oracle.oracle_recompute_w_u(request, recompute))
     # The stages beyond this one see value heads only.
     heads = replace(request, H=request.HV)
     state = ChunkStateInputs(kg, w, u, gc, x.initial_state, x.cu_seqlens)
-    check(calls.chunk_state, oracle.oracle_chunk_state, heads, state)
+    check(entry_points.chunk_state, oracle.oracle_chunk_state, heads, state)
     h, v_new, _ = map(f32, oracle.oracle_chunk_state(heads, state))
     output = ChunkOutputInputs(x.q, v_new, gc, Aqk, h, x.cu_seqlens)
-    check(calls.chunk_output, oracle.oracle_chunk_output, request, output)
+    check(entry_points.chunk_output, oracle.oracle_chunk_output, request, output)

@@ -160,8 +160,9 @@ def test_contract_errors_under_jit_name_the_argument() -> None:
         jax.jit(call)({**x, "beta": x["beta"][:, 1:]})
 
 
-def test_a_tracer_is_on_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A traced call is of the device of its arrays with values; without one, of the caller's default."""
+def test_the_device_of_a_traced_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device of a traced call is that of its concrete arrays; without any, the caller's
+    default."""
     monkeypatch.setattr(device, "jax_device", lambda d: Device("tpu", d.id, "v5e"))
     x = jax.device_put(arrays(), jax.devices()[1])
     traced = {n: x.pop(n) for n in ("q", "A_log")}

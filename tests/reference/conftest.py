@@ -1,4 +1,5 @@
-"""Random calls for the reference backend: fresh numbers every run, from a seed that a failure prints."""
+"""Random calls for the reference backend: fresh numbers every run, from a seed that a failure
+prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Bit for bit: later tokens change nothing before them, neighbours in a batch change nothing, reruns change nothing."""
+"""Bit for bit: later tokens change nothing before them, neighbours in a batch change nothing,
+reruns change nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from kdacore.types import Backend, InputGrads, OutputGrads, Outputs
-from kdacore_reference.exact import to_numpy
+from kdacore_reference.arrays import to_numpy
 
 Make = Callable[..., Any]
 TOKENS = ("q", "k", "v", "g", "beta")

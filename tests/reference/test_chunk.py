@@ -157,8 +157,8 @@ def test_near_collinear_keys_with_beta_near_one(
 def test_gates_from_raw_inputs_of_any_size(
     options: dict[str, Any], far: float, make_call: Make, backend: Backend, error: Error, bounds: Any
 ) -> None:
-    """Raw gates far out on both sides: decays of exactly 1 and of e^-60, or both ends of the bounded gate, where its
-    exponential overflows without a warning; and the gradient of A_log."""
+    """Raw gates far out on both sides: decays of exactly 1 and of e^-60, or both ends of the
+    bounded gate, where its exponential overflows without a warning; and the gradient of A_log."""
     call = make_call(T=150, H=2, K=16, V=16, **options)
     kind = call.rng.random(call.inputs.g.shape)
     raw = np.where(kind < 0.6, np.where(kind < 0.2, 50 * far, -30 * far), call.inputs.g).astype(np.float32)

@@ -1,4 +1,4 @@
-"""What is read, what is written, and how much room it takes."""
+"""Which memory is read and written, and how much is allocated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kdacore.types import Backend
-from kdacore_reference.exact import to_numpy
+from kdacore_reference.arrays import to_numpy
 
 Make = Callable[..., Any]
 POISON = np.float32(1e30)
@@ -73,7 +73,8 @@ def test_strided_views_in_poison(
 
 
 def test_results_share_no_memory_with_inputs(make_call: Make, backend: Backend) -> None:
-    """Not even where a result equals an input: an empty sequence's final state, a gate given as log decay."""
+    """Not even where a result equals an input: an empty sequence's final state, a gate given as log
+    decay."""
     call = make_call(lengths=[0, 3])
     out = backend.ops["chunk_kda"].forward(call.request, call.inputs)
     assert not np.shares_memory(out.final_state, call.inputs.initial_state)

@@ -1,4 +1,5 @@
-"""The oracle against two independent answers: torch's autograd over a plain loop, and finite differences."""
+"""The oracle against two independent answers: torch's autograd over a plain loop, and finite
+differences."""
 
 from __future__ import annotations
 

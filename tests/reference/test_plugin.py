@@ -1,4 +1,4 @@
-"""The backend as data."""
+"""The declaration of the reference backend, and the op ``kda_gate``."""
 
 from __future__ import annotations
 
@@ -68,6 +68,18 @@ def test_the_plugin_module_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_first_call_imports_few_modules() -> None:
+    code = (
+        "import sys, numpy as np, kdacore;"
+        "x = np.ones((1, 64, 2, 8), np.float32);"
+        "kdacore.chunk_kda(x, x, x, -x, x[..., 0], backend='reference');"
+        "print(*sorted(m.rpartition('.')[2] for m in sys.modules if m.startswith('kdacore_reference')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules = "arrays chunk_forward gate intra kdacore_reference plugin slabs"
+    assert done.stdout.strip() == modules
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch", "jax"])

@@ -1,4 +1,5 @@
-"""Token by token: the state pool, speculative decoding, and writing where the caller asked and nowhere else."""
+"""Token by token: the state pool, speculative decoding, and writing where the caller asked and
+nowhere else."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from kdacore.types import Backend
-from kdacore_reference.exact import to_numpy
+from kdacore_reference.arrays import to_numpy
 from kdacore_reference.oracle import oracle_forward, to_float64
 
 Make = Callable[..., Any]
@@ -80,7 +81,8 @@ def test_in_place_without_indices(kind: str, make_call: Make, backend: Backend, 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_accepted_tokens(kind: str, make_call: Make, backend: Backend, error: Error) -> None:
-    """Start from the state after the last accepted token; keep the state after each of the new ones."""
+    """Start from the state after the last accepted token; keep the state after each of the new
+    ones."""
     T = 3
     call = pool_call(make_call, T=T, inplace_state=True)
     P2 = 16

@@ -1,4 +1,5 @@
-"""The five stage ops: each against its float64 oracle, and all of them together against the recurrence."""
+"""The five stage ops: each against its float64 oracle, and all of them together against the
+recurrence."""
 
 from __future__ import annotations
 

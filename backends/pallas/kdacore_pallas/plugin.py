@@ -1,24 +1,29 @@
-"""The JAX backends as data: ``xla`` everywhere, ``pallas`` on TPUs. Nothing heavy is imported here."""
+"""Declarations of the JAX backends, ``xla`` (any platform) and ``pallas`` (TPUs).
+
+No other module of the package is imported until a call needs it.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable
 from functools import partial
 
+from kdacore import config
 from kdacore.hookspecs import hookimpl
 from kdacore.lazy import lazy_function
-from kdacore.types import Backend, OpImpl, Requirement
-from kdacore_pallas import checks, pallas_checks
+from kdacore.types import Backend, OpImpl, Reason, Request, Requirement
 
 VERSION = "0.1.0"
 MINIMUM_JAX = (0, 10)
 VERIFIED = frozenset({""})
-"""CPUs, where the conformance suite has run in full. On an H200 six of 501 tests have not ended, so a GPU counts as
-compiled only until they have (docs/lab/pallas.md)."""
+"""CPUs, where the conformance suite has run in full. On an H200 six of 501 tests have not ended, so
+a GPU counts as compiled only until they have (docs/lab/pallas.md)."""
 
 
 def _probe_jax() -> str | None:
-    """Is a jax recent enough installed? Read from its metadata, so that nothing is imported."""
+    """Why no recent enough jax is installed, or None. Read from its metadata, so that nothing is
+    imported."""
     try:
         found = importlib.metadata.version("jax")
     except importlib.metadata.PackageNotFoundError:
@@ -54,20 +59,26 @@ GATES = frozenset({"gate.bounded", "gate.unbounded"})
 STAGE = frozenset({"grouped_value_heads", "packed"})
 
 
+def _verifiers(backend: str, *names: str) -> tuple[Callable[[Request], Reason | None], ...]:
+    """Functions of ``kdacore_pallas.<backend>.verifiers``, each imported when it is first called."""
+    return tuple(_lazy(f"{backend}.verifiers", name) for name in names)
+
+
 def _xla_op(forward: str, backward: str | None, serves: frozenset[str], compiles: bool = False) -> OpImpl:
-    module = "calls"
+    module = "xla.entry_points"
     return OpImpl(
         forward=_lazy(module, forward),
         backward=None if backward is None else _lazy(module, backward),
         serves=serves,
-        verifiers=(checks.no_float64, checks.host_arrays_on_cpu, checks.not_captured),
+        verifiers=_verifiers("xla", "no_float64", "host_arrays_on_cpu", "not_captured"),
         verified_archs=VERIFIED,
         compiles=compiles,
     )
 
 
 def make_xla() -> Backend:
-    """Plain JAX: every op, any platform, traceable; NumPy and torch-CPU arrays when asked for by name."""
+    """Plain JAX: every op, any platform, traceable; NumPy and torch-CPU arrays when asked for by
+    name."""
     chunk = _xla_op("chunk_forward", "chunk_backward", WHOLE | {"checkpoints"}, compiles=True)
     recurrent = _xla_op("recurrent_forward", "recurrent_backward", WHOLE | POOL)
     return Backend(
@@ -97,19 +108,21 @@ def make_xla() -> Backend:
 
 
 def make_pallas() -> Backend:
-    """TPU kernels: chunk forward and backward, decode over a state pool."""
-    module = "pallas_calls"
+    """TPU kernels of the chunked ops, forward and backward, and of the recurrent ops over a state
+    pool."""
+    module = "tpu.entry_points"
+    common = ("on_tpu", "known_generation", "tpu_dtype", "tile_alignment")
     chunk = OpImpl(
         forward=_lazy(module, "chunk_forward"),
         backward=_lazy(module, "chunk_backward"),
         serves=WHOLE,
-        verifiers=pallas_checks.CHUNK_CHECKS,
+        verifiers=_verifiers("tpu", *common, "chunk_vmem", "chunk_smem"),
     )
     recurrent = OpImpl(
         forward=_lazy(module, "recurrent_forward"),
         backward=_lazy(module, "recurrent_backward"),
         serves=WHOLE | POOL - {"out"},
-        verifiers=pallas_checks.DECODE_CHECKS,
+        verifiers=_verifiers("tpu", *common, "recurrent_vmem", "recurrent_smem"),
     )
     return Backend(
         name="pallas",
@@ -124,7 +137,7 @@ def make_pallas() -> Backend:
         summary="Pallas TPU kernels (compiled by the TPU compiler, never yet run on a TPU)",
         requirements=(JAX,),
         rank=20,
-        device_types=("*",) if pallas_checks.interpreted() else ("tpu",),
+        device_types=("*",) if config.get().pallas_interpret else ("tpu",),
         traceable=True,
     )
 

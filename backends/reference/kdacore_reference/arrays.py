@@ -1,27 +1,66 @@
-"""The few things the array API standard leaves open: dtypes, host integers, and writing into a caller's array."""
+"""Array helpers beyond the array API standard: host values, dtypes, in-place writes, NumPy's BLAS
+threads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, wraps
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 from typing import cast as typed
 
 import numpy as np
 from array_api_compat import array_namespace, device, is_numpy_array
+from numpy.typing import NDArray
 
+from kdacore import forks
 from kdacore.types import Array, Request
-from kdacore_reference.exact import to_int64
 
 F = TypeVar("F", bound=Callable[..., Any])
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
+
+
+def to_numpy(array: Any) -> NDArray[Any]:
+    """A NumPy copy or view of a NumPy, torch or JAX array. torch bfloat16, which NumPy lacks,
+    widens to float32."""
+    if type(array).__module__.partition(".")[0] == "torch" or hasattr(array, "detach"):
+        array = array.detach().cpu()
+        if str(array.dtype) == "torch.bfloat16":
+            array = array.float()
+        return np.asarray(array.numpy())
+    return np.asarray(array)
+
+
+def to_float64(array: Any) -> F64:
+    """The exact values of ``array`` (any float dtype, ``ml_dtypes.bfloat16`` included) as a fresh
+    float64 array."""
+    return np.array(to_numpy(array), dtype=np.float64)
+
+
+def to_int64(array: Any) -> I64:
+    """The values of an integer ``array`` as int64."""
+    return np.array(to_numpy(array), dtype=np.int64)
+
+
+def to_offsets(request: Request, cu_seqlens: Any, name: str = "cu_seqlens") -> I64:
+    """The offsets of a packed call, checked against the contract. ``name`` is the argument they
+    were passed as."""
+    offsets = to_int64(cu_seqlens)
+    from kdacore.dispatch.values import check_offsets  # packed calls alone need it
+
+    check_offsets(request, name, offsets)
+    return offsets
 
 
 _namespaces: dict[type, Any] = {}
 
 
 def namespace(array: Array) -> Any:
-    """The array API namespace of ``array``, which only its type decides."""
+    """The array API namespace of ``array``. It depends on the array's type alone."""
     found = _namespaces.get(type(array))
     if found is None:
         found = _namespaces[type(array)] = array_namespace(array)
@@ -31,15 +70,15 @@ def namespace(array: Array) -> Any:
 def plain(array: Array) -> Array:
     """The same values and memory, outside any autograd graph.
 
-    Results go through it (or :func:`cast`) last: what autograd sees as a view made here, a caller may not change in
-    place where a parameter needs a gradient.
+    Results pass through it (or :func:`cast`) last: callers could not change a view that autograd
+    tracks in place where a parameter needs a gradient.
     """
     return array.detach() if hasattr(array, "detach") else array
 
 
-def beside(like: Array) -> Any:
-    """The device for a new array that meets ``like``. JAX moves arrays that were not put on a device by itself, and
-    compiles again for those that were, so there it is None."""
+def device_of(like: Array) -> Any:
+    """The device for a new array to be combined with ``like``. None for JAX, which moves
+    uncommitted arrays by itself and would compile again for committed ones."""
     return None if is_jax(like) else device(like)
 
 
@@ -54,15 +93,20 @@ def cast(array: Array, dtype: Any) -> Array:
     return array if array.dtype == dtype else namespace(array).astype(array, dtype)
 
 
+def state_layout(state: Array, request: Request) -> Array:
+    """``[.., K, V]`` to the caller's layout, or back."""
+    return namespace(state).matrix_transpose(state) if request.state_v_first else state
+
+
 def host_ints(array: Array) -> list[int]:
     """The values of a one-dimensional integer array as Python integers."""
     return [int(i) for i in to_int64(array)]
 
 
 def index_array(indices: Sequence[int], like: Array) -> Array:
-    """``indices`` as an integer array beside ``like``, to index with."""
+    """``indices`` as an integer array on the device of ``like``, to index with."""
     xp = namespace(like)
-    return xp.asarray(list(indices), dtype=xp.int64 if _has_int64(xp) else xp.int32, device=beside(like))
+    return xp.asarray(list(indices), dtype=xp.int64 if _has_int64(xp) else xp.int32, device=device_of(like))
 
 
 def _has_int64(xp: Any) -> bool:
@@ -71,12 +115,13 @@ def _has_int64(xp: Any) -> bool:
 
 
 def is_jax(array: Array) -> bool:
-    """Is this an immutable array, written through ``.at``?"""
+    """Whether this is an immutable array, updated through ``.at``."""
     return hasattr(array, "at") and not hasattr(array, "detach")
 
 
 def put(array: Array, where: Any, values: Array) -> Array:
-    """``array`` after ``array[where] = values``: the same object, or for JAX, whose arrays are immutable, a new one."""
+    """``array`` after ``array[where] = values``: the same object, or for JAX, whose arrays are
+    immutable, a new one."""
     if is_jax(array):
         return array.at[where].set(values)
     array[where] = values
@@ -100,7 +145,8 @@ def add_at(array: Array, where: Any, values: Array) -> Array:
 
 
 def store(target: Array, where: Any, function: Callable[..., Array], *args: Array) -> Array:
-    """``target`` after ``target[where] = function(*args)``, without a temporary where the array kind knows ``out=``."""
+    """``target`` after ``target[where] = function(*args)``, without a temporary where the array
+    kind knows ``out=``."""
     if is_jax(target):
         return target.at[where].set(function(*args))
     function(*args, out=target[where])
@@ -108,12 +154,13 @@ def store(target: Array, where: Any, function: Callable[..., Array], *args: Arra
 
 
 def overflow_to_inf(array: Array) -> AbstractContextManager[Any]:
-    """Inside, an overflow is the infinity it is in the other libraries, without NumPy's warning."""
+    """Inside, an overflow gives infinity without NumPy's warning, as in the other libraries."""
     return np.errstate(over="ignore") if is_numpy_array(array) else nullcontext()
 
 
 def compiled_for_jax(static: tuple[str, ...] = ()) -> Callable[[F], F]:
-    """Decorator: under JAX the function runs through ``jax.jit``, where eager calls would compile every operation.
+    """Decorator: under JAX the function runs through ``jax.jit``, where eager calls would compile
+    every operation.
 
     The first argument decides; ``static`` names arguments that are not arrays.
     """
@@ -123,7 +170,8 @@ def compiled_for_jax(static: tuple[str, ...] = ()) -> Callable[[F], F]:
         def jitted() -> Any:
             import jax
 
-            # Compiling takes longer than running here, and the products are library calls at any level.
+            # Compiling takes longer than running here, and the products are library calls at any
+            # level.
             options = {"xla_backend_optimization_level": 0}
             return jax.jit(function, static_argnames=static, compiler_options=options)
 
@@ -143,7 +191,7 @@ def dense(array: Array) -> Array:
 
 
 def unit_stride(array: Array) -> Array:
-    """The same values with neighbours along the last axis; the array itself where they are."""
+    """The same values with stride 1 along the last axis; the array itself if it has that already."""
     if is_jax(array):
         return array
     step = array.strides[-1] // array.itemsize if is_numpy_array(array) else array.stride(-1)
@@ -151,7 +199,8 @@ def unit_stride(array: Array) -> Array:
 
 
 def fold_sum(array: Array) -> Array:
-    """The sum over the first axis, in an order that zeros appended to it do not change: neighbours in pairs."""
+    """The sum over the first axis by pairs of neighbours: appended zeros do not change the order of
+    additions."""
     xp = namespace(array)
     while array.shape[0] > 1:
         if array.shape[0] % 2:
@@ -161,9 +210,9 @@ def fold_sum(array: Array) -> Array:
 
 
 def write_rows(target: Array, rows: Sequence[int], values: Array) -> Array:
-    """``target`` with ``target[rows[i]] = values[i]``, negative rows left out.
+    """``target`` with ``target[rows[i]] = values[i]``; negative rows are skipped.
 
-    NumPy and torch arrays are written in place and returned; a JAX array, which cannot be, is returned updated.
+    NumPy and torch arrays are written in place and returned. For JAX an updated array is returned.
     """
     named = [(row, i) for i, row in enumerate(rows) if row >= 0]
     if not named:
@@ -184,3 +233,59 @@ def write_all(target: Array, values: Array) -> Array:
         return cast(values, target.dtype)
     plain(target)[...] = cast(values, target.dtype)
     return target
+
+
+class Blas(NamedTuple):
+    """Read and set the number of threads of a BLAS."""
+
+    get_threads: Callable[[], int]
+    set_threads: Callable[[int], None]
+
+
+@cache
+def bundled_openblas() -> Blas | None:
+    """Thread control of the OpenBLAS inside NumPy's wheel; None for a NumPy built otherwise."""
+    folder = Path(np.__file__).parent
+    for path in sorted([*folder.parent.glob("numpy.libs/*openblas*"), *folder.glob(".dylibs/*openblas*")]):
+        library = ctypes.CDLL(str(path))
+        for pattern in ("scipy_openblas_{}_num_threads64_", "scipy_openblas_{}_num_threads"):
+            if hasattr(library, pattern.format("get")) and hasattr(library, pattern.format("set")):
+                return Blas(getattr(library, pattern.format("get")), getattr(library, pattern.format("set")))
+    return None
+
+
+class SingleThreadedBlas:
+    """Keep the BLAS at one thread while any caller is inside; the last caller to leave restores the
+    setting."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.inside = 0
+        self.before = 1
+
+    def renew_in_child(self) -> None:
+        """In a forked child, which has none of the threads that were inside and would wait for them."""
+        self.lock = threading.Lock()
+        if self.inside and (blas := bundled_openblas()) is not None:
+            blas.set_threads(self.before)
+        self.inside = 0
+
+    @contextmanager
+    def hold(self, blas: Blas) -> Iterator[int]:
+        """Yields the number of threads the BLAS was allowed."""
+        with self.lock:
+            if self.inside == 0:
+                self.before = blas.get_threads()
+                blas.set_threads(1)
+            self.inside += 1
+        try:
+            yield self.before
+        finally:
+            with self.lock:
+                self.inside -= 1
+                if self.inside == 0:
+                    blas.set_threads(self.before)
+
+
+single_threaded_blas = SingleThreadedBlas()
+forks.renew_in_child(single_threaded_blas.renew_in_child)

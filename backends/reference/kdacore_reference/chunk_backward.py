@@ -1,7 +1,8 @@
-"""``chunk_kda`` and ``chunk_gated_delta_rule`` backward: the adjoint of the forward, last chunk first.
+"""``chunk_kda`` and ``chunk_gated_delta_rule`` backward: the adjoint of the forward, last chunk
+first.
 
-The states at the chunks' starts are saved by the forward, or computed again; everything else of a slab is recomputed
-from its tokens. Only the gradient of the state is carried from chunk to chunk.
+The states at the chunks' starts are saved by the forward, or computed again; everything else of a
+slab is recomputed from its tokens. Only the gradient of the state is carried from chunk to chunk.
 """
 
 from __future__ import annotations
@@ -9,33 +10,44 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kdacore.types import Array, ChunkInputs, InputGrads, OutputGrads, Request
-from kdacore_reference.arrays import add_at, beside, cast, fold_sum, namespace, plain, put, store
-from kdacore_reference.chunk_forward import Saved, chunk_saved, state_layout
-from kdacore_reference.gates import anchored_rows, beta_backward, gate_backward, l2norm_backward
-from kdacore_reference.intra import Carried, carry_and_keep
-from kdacore_reference.intra_backward import IntraGrads, interact_backward
-from kdacore_reference.parallel import run_units
-from kdacore_reference.plan import Slab, Unit, plan_units
-from kdacore_reference.sequences import sequences_of
-from kdacore_reference.tokens import (
-    KEYS,
-    QUERIES,
+from kdacore_reference.arrays import (
+    add_at,
+    cast,
+    device_of,
+    fold_sum,
+    namespace,
+    plain,
+    put,
+    state_layout,
+    store,
+)
+from kdacore_reference.chunk_forward import (
+    BLOCKS,
+    Saved,
     Tokens,
-    empty_rows,
-    flat_rows,
+    chunk_saved,
     flatten,
     gate_slices,
-    gather,
-    index,
     key_and_query,
-    mask_of,
-    masked,
-    scatter,
     slab_tokens,
 )
-
-BLOCKS = 64
-"""As in the forward."""
+from kdacore_reference.gate import base_rows, beta_backward, gate_backward, qk_l2norm_backward
+from kdacore_reference.intra import KEYS, QUERIES, Carried, carry_decays
+from kdacore_reference.intra_backward import IntraGrads, interact_backward
+from kdacore_reference.slabs import (
+    Slab,
+    Unit,
+    empty_rows,
+    flat_rows,
+    gather,
+    index,
+    mask_of,
+    masked,
+    plan_units,
+    run_units,
+    scatter,
+    sequences_of,
+)
 
 
 def chunk_backward(
@@ -47,20 +59,19 @@ def chunk_backward(
         request: the forward's request.
         inputs: the forward's inputs.
         saved: what the forward saved, or ``()``.
-        grads: gradients of ``o`` and ``final_state``; None where nothing flowed.
+        grads: gradients of ``o`` and ``final_state``; None for no gradient.
     """
-    kept = Saved(*saved) if saved else chunk_saved(request, inputs)
-    run = BackwardRun(request, inputs, kept, grads)
+    run = BackwardRun(request, inputs, Saved(*saved) if saved else chunk_saved(request, inputs), grads)
     run_units(request.kind, run, run.units)
     return run.results()
 
 
 class Prepared(NamedTuple):
-    """A slab before it meets the gradient of a state."""
+    """A slab before the gradients of its states are known."""
 
     x: Tokens
     carried: Carried
-    kept: Saved
+    saved: Saved
     do: Array
     """``[n, H, G, C, V]``."""
     derrors: Array
@@ -68,18 +79,19 @@ class Prepared(NamedTuple):
 
 
 class Scanned(NamedTuple):
-    """A slab once that is known."""
+    """A slab once they are known."""
 
     prepared: Prepared
     dread: Array
-    """``[n, H, G, C, 2, V]``: of what key rows (0) and query rows (1) read; the former is that of ``v``."""
+    """``[n, H, G, C, 2, V]``: of what key rows (0) and query rows (1) read; the former is that of
+    ``v``."""
     dend: Array
     log_total: Array
     """``[n, H, G, K or 1]``."""
 
 
 class BackwardRun:
-    """One backward call: where gradients are collected while its units run."""
+    """One backward call: collects the gradients while its units run."""
 
     def __init__(self, request: Request, inputs: ChunkInputs, saved: Saved, grads: OutputGrads) -> None:
         self.request, self.inputs = request, inputs
@@ -94,23 +106,24 @@ class BackwardRun:
         self.gate_width = 1 if request.scalar_gate else request.K
         self.dg = empty_rows(request, flat.g, request.HV, self.gate_width)
         self.dbeta = empty_rows(request, flat.beta, request.HV, 1)
-        where = {"dtype": flat.dtype, "device": beside(inputs.q)}
+        where = {"dtype": flat.dtype, "device": device_of(inputs.q)}
         self.dstate = xp.zeros((request.N, request.HV, request.K, request.V), **where)
         if grads.final_state is not None:
             given = cast(grads.final_state, flat.dtype)
             self.dstate = put(self.dstate, (...,), state_layout(given, request))
         self.units = plan_units(request, self.sequences, BLOCKS)
-        # Sums over the tokens of each block of a slab, by unit and first chunk: to be added up in one order only.
+        # Sums over the tokens of each block of a slab, by unit and first chunk. They are added in a
+        # fixed order.
         self.dA_parts: dict[tuple[int, int], Array] = {}
         self.dbias_parts: dict[tuple[int, int], Array] = {}
 
     def slabs(self, unit: Unit) -> list[Slab]:
-        """From the sequences' ends."""
+        """The last slab first."""
         return unit.slabs[::-1]
 
     def begin(self, unit: Unit) -> Array:
         H, G = unit.heads.stop - unit.heads.start, self.request.HV // self.request.H
-        where = {"dtype": self.flat.dtype, "device": beside(self.flat.q)}
+        where = {"dtype": self.flat.dtype, "device": device_of(self.flat.q)}
         return self.xp.zeros((0, H, G, self.request.K, self.request.V), **where)
 
     def end(self, unit: Unit, dS: Array) -> None:
@@ -119,7 +132,7 @@ class BackwardRun:
             self.dstate = put(self.dstate, (s.n, unit.value_heads), state)
 
     def _join(self, unit: Unit, dS: Array, count: int) -> Array:
-        """With the sequences that end at this chunk: the first ``count`` now run."""
+        """Add the sequences that end at this chunk: the first ``count`` are now active."""
         waiting = unit.sequences[dS.shape[0] : count]
         if not waiting:
             return dS
@@ -128,13 +141,13 @@ class BackwardRun:
 
     def prepare(self, unit: Unit, slab: Slab) -> Prepared:
         x = slab_tokens(self.request, self.flat, unit, slab)
-        carried = carry_and_keep(x.kq, -x.beta * x.kq[KEYS], x.decay, anchored_rows(self.request))
+        carried = carry_decays(x.kq, -x.beta * x.kq[KEYS], x.decay, base_rows(self.request))
         n, H, G, C, V = x.v.shape
-        kept = self._kept(unit, slab, (n, H, G))
+        saved = self._saved_of(unit, slab, (n, H, G))
         do = self._output_grad(unit, slab, (n, H, G, C, V))
-        return Prepared(x, carried, kept, do, self.xp.matrix_transpose(kept.qks) @ do)
+        return Prepared(x, carried, saved, do, self.xp.matrix_transpose(saved.qks) @ do)
 
-    def _kept(self, unit: Unit, slab: Slab, lead: tuple[int, int, int]) -> Saved:
+    def _saved_of(self, unit: Unit, slab: Slab, lead: tuple[int, int, int]) -> Saved:
         """The slab's part of what was saved, its heads as ``[n, H, G]``."""
         xp = self.xp
         slots = index(slab.slots, self.saved.states)
@@ -144,19 +157,19 @@ class BackwardRun:
     def _output_grad(self, unit: Unit, slab: Slab, shape: tuple[int, ...]) -> Array:
         xp, flat = self.xp, self.flat
         if self.do is None:
-            return xp.zeros(shape, dtype=flat.dtype, device=beside(flat.q))
+            return xp.zeros(shape, dtype=flat.dtype, device=device_of(flat.q))
         do = gather(self.do, slab, unit.value_heads, flat.dtype, mask_of(slab, self.do))
         return xp.reshape(do, shape)
 
     def scan(self, unit: Unit, slab: Slab, prepared: Prepared, dS: Array) -> tuple[Scanned, Array]:
-        """Carries the gradient of the state from the slab's last chunk to its first."""
+        """Propagate the gradient of the state from the slab's last chunk to its first."""
         xp = self.xp
-        _, carried, kept, do, derrors = prepared
+        _, carried, saved, do, derrors = prepared
         n, H, G, C, V = do.shape
         starts = xp.matrix_transpose(xp.reshape(carried.start, (n, H, G, 2 * C, -1)))
-        solve = xp.matrix_transpose(kept.inverses)
+        solve = xp.matrix_transpose(saved.inverses)
         total = carried.total[..., None]
-        dread = xp.empty((n, H, G, C, 2, V), dtype=do.dtype, device=beside(do))
+        dread = xp.empty((n, H, G, C, 2, V), dtype=do.dtype, device=device_of(do))
         dread = put(dread, QUERIES, do)
         dend, overlaps = xp.empty_like(carried.end), []
         for _, blocks in reversed(list(slab.steps)):
@@ -166,8 +179,8 @@ class BackwardRun:
             derror = derrors[blocks, ...]
             derror += carried.end[blocks, ...] @ dS
             dread = store(dread, (blocks, *KEYS), xp.matmul, solve[blocks, ...], derror)
-            dend = store(dend, blocks, xp.matmul, kept.errors[blocks, ...], xp.matrix_transpose(dS))
-            overlaps.append(xp.vecdot(dS, kept.states[blocks, ...]))
+            dend = store(dend, blocks, xp.matmul, saved.errors[blocks, ...], xp.matrix_transpose(dS))
+            overlaps.append(xp.vecdot(dS, saved.states[blocks, ...]))
             dS *= total[blocks, ...]
             dS += starts[blocks, ...] @ xp.reshape(dread[blocks, ...], (count, H, G, 2 * C, V))
         log_total = carried.total * xp.concat(overlaps[::-1], axis=0)
@@ -177,21 +190,23 @@ class BackwardRun:
 
     def finish(self, unit: Unit, slab: Slab, scanned: Scanned) -> None:
         xp = self.xp
-        (x, carried, kept, _, _), dread, dend, log_total = scanned
+        (x, carried, saved, _, _), dread, dend, log_total = scanned
         n, H, G, C, V = x.v.shape
         flat_read = xp.reshape(dread, (n, H, G, 2 * C, V))
         dstart = xp.reshape(xp.empty_like(carried.start), (n, H, G, 2 * C, -1))
-        dstart = store(dstart, ..., xp.matmul, flat_read, xp.matrix_transpose(kept.states))
+        dstart = store(dstart, ..., xp.matmul, flat_read, xp.matrix_transpose(saved.states))
         dstart = xp.reshape(dstart, (n, H, G, C, 2, -1))
-        dpairs = xp.reshape(flat_read @ xp.matrix_transpose(kept.errors), (n, H, G, C, 2, C))
+        dpairs = xp.reshape(flat_read @ xp.matrix_transpose(saved.errors), (n, H, G, C, 2, C))
         dx = interact_backward(carried, x.decay, dstart, dend, log_total, dpairs)
         self._store(unit, slab, x, dx, dread[..., 0, :])
 
     def _store(self, unit: Unit, slab: Slab, x: Tokens, dx: IntraGrads, dv: Array) -> None:
-        """From the recurrence's inputs back to the caller's, into the rows of this slab."""
+        """Gradients of the caller's inputs from those of the recurrence's inputs, stored in the
+        rows of this slab."""
         xp, request = self.xp, self.request
         n, H, G, C, V = x.v.shape
-        # The columns are -beta times what key rows are, and meet their own token's query undecayed.
+        # The columns are -beta times the key rows, and are multiplied with their own token's query
+        # without decay.
         dcolumns = dx.columns + dx.diagonal * x.kq[QUERIES]
         dbeta = -xp.vecdot(x.kq[KEYS], dcolumns)
         dkq = dx.kq
@@ -200,7 +215,7 @@ class BackwardRun:
         dkq = dkq[:, :, 0, ...] if G == 1 else xp.sum(dkq, axis=2)
         if request.qk_l2norm:
             inverse_lengths = key_and_query(-1.0, 1.0 / request.scale if request.scale else 0.0, dkq)
-            dkq = l2norm_backward(x.kq[:, :, 0, ...], x.kq_scale, inverse_lengths, dkq)
+            dkq = qk_l2norm_backward(x.kq[:, :, 0, ...], x.kq_scale, inverse_lengths, dkq)
         else:
             dkq *= x.kq_scale
         self.dk = scatter(self.dk, slab, unit.heads, dkq[KEYS])
@@ -217,11 +232,11 @@ class BackwardRun:
             self.dbias_parts[unit.number, slab.first_chunk] = xp.sum(dg, axis=-2)
 
     def _total(self, parts: dict[tuple[int, int], Array], width: tuple[int, ...]) -> Array:
-        """Each sequence's sum of its blocks' parts, last chunk first, as later tokens then only put zeros in front; and
-        the sum of those."""
+        """The sum over sequences of the sums of their blocks' parts, last chunk first: later tokens
+        then only prepend zeros."""
         request, flat = self.request, self.flat
         shape = (request.N, request.HV, *width)
-        total = self.xp.zeros(shape, dtype=flat.dtype, device=beside(self.inputs.q))
+        total = self.xp.zeros(shape, dtype=flat.dtype, device=device_of(self.inputs.q))
         for unit in self.units:
             for slab in self.slabs(unit):
                 part = parts[unit.number, slab.first_chunk]

@@ -1,20 +1,23 @@
-"""Inside a chunk: decayed products of q and k and the inverse of a unit lower triangular matrix, with their gradients.
+"""Within a chunk: decayed products of q and k, and the inverse of a unit lower triangular matrix.
 
-For rows j < i of a chunk the product of ``k_j`` with ``k_i`` or ``q_i`` carries the decay of rows j+1..i, per channel.
-Neighbouring blocks of s = 1, 2, 4, ... rows are joined: for a pair of blocks (left, right)
+For rows j < i of a chunk the product of ``k_j`` with ``k_i`` or ``q_i`` carries the decay of rows
+j+1..i, per channel. Neighbouring blocks of s = 1, 2, 4, ... rows are joined: for a pair of blocks
+(left, right)
 
     decay(j -> i) = decay(j -> end of left) * decay(start of right -> i)
 
-so both factors are products of true decays, at most 1, and depend on no row after i. Rows and columns already carry
-their factor for block size s when level s begins; joining multiplies them by the other block's total. Nothing is
-subtracted, in the exponents or in the gradients, so gates of -60 next to gates of 0 lose no digits.
+so both factors are products of true decays, at most 1, and depend on no row after i. Rows and
+columns already carry their factor for block size s when level s begins; joining multiplies them by
+the other block's total. Nothing is subtracted, in the exponents or in the gradients, so gates of
+-60 next to gates of 0 lose no digits.
 
-Columns are the keys times beta, rows the queries and the negated keys. With ``P`` the decayed products of key rows with
-earlier columns, strictly lower triangular, ``(I - P)^-1`` is built block by block too: where its blocks ``A1`` and
-``A2`` join, the lower left is ``A2 P A1``.
+Columns are the keys times beta, rows the queries and the negated keys. With ``P`` the decayed
+products of key rows with earlier columns, strictly lower triangular, ``(I - P)^-1`` is built block
+by block too: where its blocks ``A1`` and ``A2`` join, the lower left is ``A2 P A1``.
 
-Where the gate is bounded so that the decay over ``base`` rows is far from underflow, blocks of ``base`` rows come first
-and the rest is joined: in a block rows carry the decay from its start, columns are divided by it.
+Where the gate is bounded so that the decay over ``base`` rows is far from underflow, blocks of
+``base`` rows come first and the rest is joined: in a block rows carry the decay from its start,
+columns are divided by it.
 """
 
 from __future__ import annotations
@@ -23,14 +26,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kdacore.types import Array
-from kdacore_reference.arrays import add_at, beside, compiled_for_jax, dense, multiply_at, namespace, put
+from kdacore_reference.arrays import add_at, compiled_for_jax, dense, device_of, multiply_at, namespace, put
 
 
 class Level(NamedTuple):
     """Joining blocks of ``s`` rows, ``b`` pairs of them in a chunk."""
 
     rows_right: Array
-    """``[n, H, G, b, s, 2, K]``: rows, of keys (0) and queries (1), of right blocks, decayed from the block's start."""
+    """``[n, H, G, b, s, 2, K]``: rows, of keys (0) and queries (1), of right blocks, decayed from
+    the block's start."""
     columns_left: Array
     """``[n, H, G, b, s, K]``: columns of left blocks, decayed to the block's end."""
     total_left: Array
@@ -76,8 +80,11 @@ class Carried(NamedTuple):
 
 
 FEW = 4
-"""Columns up to which a product is made of dot products: OpenBLAS takes a lock for every product, however small, which
-costs two threads more than the product itself."""
+"""Products with up to this many columns are computed as dot products: OpenBLAS takes a lock for
+every product, however small, which costs two threads more than the product itself."""
+
+KEYS = (..., 0, slice(None))
+QUERIES = (..., 1, slice(None))
 
 RIGHT = (..., 1, slice(None), slice(None))
 LEFT = (..., 0, slice(None), slice(None))
@@ -86,12 +93,11 @@ RIGHT_KQ = (*RIGHT, slice(None))
 
 @compiled_for_jax(static=("base",))
 def interact(kq: Array, columns: Array, decay: Array, base: int = 1) -> Intra:
-    """All that a chunk computes before it meets a state.
+    """Everything in a chunk that does not depend on the state.
 
-    Args:
-        kq: ``[n, H, 1 or G, C, 2, K]``, rows: negated keys and queries; C a power of two, at least 2. Overwritten.
-        columns: ``[n, H, G, C, K]``, keys times beta; overwritten.
-        decay: ``exp(g)``, ``[n, H, G, C, K]``, or ``[n, H, G, C, 1]`` with a scalar gate. Overwritten.
+    Args: kq: ``[n, H, 1 or G, C, 2, K]``, rows: negated keys and queries; C a power of two, at
+        least 2. Overwritten. columns: ``[n, H, G, C, K]``, keys times beta; overwritten. decay:
+        ``exp(g)``, ``[n, H, G, C, K]``, or ``[n, H, G, C, 1]`` with a scalar gate. Overwritten.
         base: rows over which decays may be divided by, a power of two and a divisor of C.
     """
     if base == 1:
@@ -110,15 +116,16 @@ def interact(kq: Array, columns: Array, decay: Array, base: int = 1) -> Intra:
         blocks = _base_blocks(_products(rows, divided))
         divided *= decay[..., None, :]
         columns = _in_chunks(divided, columns)
-    carry = _Carry(kq, columns, decay, base)
+    carry = _LevelCarry(kq, columns, decay, base)
     for level in carry.levels():
         blocks = _join(blocks, _products(level.rows_right, level.columns_left))
     return Intra(*carry.result(), blocks[..., 0, 0, :, :], blocks[..., 0, 1, :, :])
 
 
 @compiled_for_jax(static=("base",))
-def carry_and_keep(kq: Array, columns: Array, decay: Array, base: int = 1) -> Carried:
-    """Rows and columns carried as in :func:`interact`, and every level's for its gradients; ``kq`` is not changed."""
+def carry_decays(kq: Array, columns: Array, decay: Array, base: int = 1) -> Carried:
+    """Decayed rows and columns as in :func:`interact`, and those of every level for its gradients;
+    ``kq`` is not changed."""
     xp = namespace(kq)
     first = None
     if base > 1:
@@ -129,7 +136,7 @@ def carry_and_keep(kq: Array, columns: Array, decay: Array, base: int = 1) -> Ca
         first = _in_blocks(xp.asarray(start, copy=True), columns, decay, base)
         decay = first.prefix[..., -1, :]
         columns = _in_chunks(first.columns * decay[..., None, :], columns)
-    carry = _Carry(start, columns, decay, base)
+    carry = _LevelCarry(start, columns, decay, base)
     levels = [
         Level(xp.asarray(level.rows_right, copy=True), xp.asarray(level.columns_left, copy=True), *level[2:])
         for level in carry.levels()
@@ -168,16 +175,16 @@ def _in_chunks(blocks: Array, like: Array) -> Array:
 def earlier(s: int, like: Array) -> Array:
     """``[s, s]``, true left of the diagonal."""
     xp = namespace(like)
-    rows = xp.arange(s, device=beside(like))
+    rows = xp.arange(s, device=device_of(like))
     return rows[:, None] > rows
 
 
-class _Carry:
-    """Rows and columns on their way from single rows to the whole chunk."""
+class _LevelCarry:
+    """Rows and columns with their decays, from single rows up to the whole chunk, level by level."""
 
     def __init__(self, start: Array, end: Array, decay: Array, first: int) -> None:
-        """Of blocks of ``first`` rows, whose decay is ``decay``; of single rows ``start`` has its own decay, ``end``
-        none. Both are overwritten."""
+        """Start from blocks of ``first`` rows with decay ``decay``. For single rows ``start``
+        contains their decay and ``end`` none. Both are overwritten."""
         self.first = first
         self.shape = end.shape
         self.start = start
@@ -185,7 +192,8 @@ class _Carry:
         self.total = decay
 
     def levels(self) -> Iterator[Level]:
-        """Yields each level's views before it is joined: use them, or copy them, before asking for the next."""
+        """Yields each level's views before it is joined: use them, or copy them, before asking for
+        the next."""
         n, H, G, C, K = self.shape
         xp = namespace(self.start)
         s = self.first
@@ -202,7 +210,8 @@ class _Carry:
             s *= 2
 
     def result(self) -> tuple[Array, Array, Array]:
-        """Rows from the chunk's start, columns to its end, decay over it; after all levels."""
+        """After all levels: rows decayed from the chunk's start, columns to its end, and the decay
+        over it."""
         n, H, G, C, K = self.shape
         xp = namespace(self.start)
         return (
@@ -215,25 +224,27 @@ class _Carry:
 def _single_rows(kq: Array, columns: Array) -> Array:
     """The blocks ``[n, H, G, C, 2, 1, 1]`` of the inverse (0) and ``qk`` (1) for single rows."""
     xp = namespace(kq)
-    blocks = xp.ones((*columns.shape[:-1], 2, 1, 1), dtype=kq.dtype, device=beside(kq))
+    blocks = xp.ones((*columns.shape[:-1], 2, 1, 1), dtype=kq.dtype, device=device_of(kq))
     return put(blocks, (..., 1, 0, 0), xp.vecdot(kq[..., 1, :], columns))
 
 
 def _base_blocks(both: Array) -> Array:
-    """The blocks ``[.., 2, s, s]`` of the inverse (0) and ``qk`` (1) from their products ``[.., s, 2, s]``.
+    """The blocks ``[.., 2, s, s]`` of the inverse (0) and ``qk`` (1) from their products
+    ``[.., s, 2, s]``.
 
     What is right of the diagonal is not read.
     """
     xp = namespace(both)
     *lead, s, _, _ = both.shape
-    blocks = xp.empty((*lead, 2, s, s), dtype=both.dtype, device=beside(both))
+    blocks = xp.empty((*lead, 2, s, s), dtype=both.dtype, device=device_of(both))
     queries = both[..., 1, :]
     blocks = put(blocks, RIGHT, xp.where(earlier(s, both).T, xp.zeros_like(queries), queries))
     return put(blocks, LEFT, _inverse(both[..., 0, :]))
 
 
 def _inverse(P: Array) -> Array:
-    """``(I - P)^-1`` row by row, ``P`` being ``[.., s, s]``; all blocks at once, along the last axis."""
+    """``(I - P)^-1`` row by row, ``P`` being ``[.., s, s]``; all blocks at once, along the last
+    axis."""
     xp = namespace(P)
     s = P.shape[-1]
     across = dense(xp.permute_dims(xp.reshape(P, (-1, s, s)), (1, 2, 0)))
@@ -267,7 +278,7 @@ def _join(blocks: Array, both: Array) -> Array:
     blocks = xp.reshape(blocks, (*lead, b, 2, 2, s, s))
     upper, lower = blocks[..., 0, :, :, :], blocks[..., 1, :, :, :]
     first, second = slice(0, s), slice(s, 2 * s)
-    joined = xp.zeros((*lead, b, 2, 2 * s, 2 * s), dtype=blocks.dtype, device=beside(both))
+    joined = xp.zeros((*lead, b, 2, 2 * s, 2 * s), dtype=blocks.dtype, device=device_of(both))
     joined = put(joined, (..., first, first), upper)
     joined = put(joined, (..., second, second), lower)
     # The corner is lower @ (both @ upper), and single rows are 1.

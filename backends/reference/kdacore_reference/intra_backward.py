@@ -26,19 +26,18 @@ def interact_backward(
 ) -> IntraGrads:
     """Gradients of rows, columns and log decays.
 
-    Args:
-        carried: of :func:`~kdacore_reference.intra.carry_and_keep`.
-        decay: what was given to that; only its shape is read where ``carried`` has a base.
-        dstart: gradient of ``start``; overwritten.
-        dend: gradient of ``end``; overwritten.
-        dlog_total: gradient of ``log(total)``, ``[n, H, G, K or 1]``.
-        dpairs: ``[n, H, G, C, 2, C]``, gradients of ``P`` (0) and of ``qk`` (1); above the diagonal anything finite.
+    Args: carried: of :func:`~kdacore_reference.intra.carry_decays`. decay: what was given to that;
+        only its shape is read where ``carried`` has a base. dstart: gradient of ``start``;
+        overwritten. dend: gradient of ``end``; overwritten. dlog_total: gradient of ``log(total)``,
+        ``[n, H, G, K or 1]``. dpairs: ``[n, H, G, C, 2, C]``, gradients of ``P`` (0) and of ``qk``
+        (1); above the diagonal anything finite.
     """
     xp = namespace(decay)
     n, H, G, C, Kg = decay.shape
     K = dend.shape[-1]
 
-    # Gradients of the logarithms of the factors that each row carries: from its block's start, to its block's end.
+    # Gradients of the logarithms of the factors that each row carries: from its block's start, to
+    # its block's end.
     row_log = _kq_product(dstart, carried.start, Kg)
     column_log = _product(dend, carried.end, Kg)
     row_log = _add_to_last(row_log, dlog_total[..., None, :])
@@ -74,10 +73,12 @@ def interact_backward(
 def _base_backward(
     base: Base, decay: Array, dstart: Array, dend: Array, row_log: Array, column_log: Array, dpairs: Array
 ) -> IntraGrads:
-    """The end of :func:`interact_backward` when blocks of several rows are left; it overwrites ``dstart``, ``dend``.
+    """The end of :func:`interact_backward` when blocks of several rows are left; it overwrites
+    ``dstart``, ``dend``.
 
-    A block's pairs meet the decays of rows after the column and up to the row: here, unlike in joining, that is a
-    difference of sums over the rows from a decay's on, of terms that the gate's bound keeps alike.
+    The product of a pair contains the decays of the rows after the column and up to the row. Unlike
+    in joining, their gradients are differences of sums over the later rows; the gate's bound keeps
+    the terms similar in size.
     """
     xp = namespace(decay)
     n, H, G, C, Kg = decay.shape
@@ -115,7 +116,8 @@ def _product(x: Array, y: Array, width: int) -> Array:
 
 
 def _kq_product(x: Array, y: Array, width: int) -> Array:
-    """``x * y`` ``[.., 2, K]`` summed over keys and queries, and over channels when they share one gate."""
+    """``x * y`` ``[.., 2, K]`` summed over keys and queries, and over channels when they share one
+    gate."""
     product = _product(x, y, width)
     return product[..., 0, :] + product[..., 1, :]
 
@@ -126,7 +128,8 @@ def _add_to_last(log: Array, value: Array) -> Array:
 
 
 def _products_backward(dboth: Array, rows: Array, columns: Array) -> tuple[Array, Array]:
-    """Gradients of ``rows`` ``[.., s, 2, K]`` and ``columns`` ``[.., s, K]`` from that of their products."""
+    """Gradients of ``rows`` ``[.., s, 2, K]`` and ``columns`` ``[.., s, K]`` from that of their
+    products."""
     xp = namespace(rows)
     *lead, s, _, K = rows.shape
     if s == 1:

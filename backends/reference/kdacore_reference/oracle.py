@@ -6,8 +6,9 @@ Written to be read next to the equations, with no matrix library in between::
     S   = S + beta_t * outer(k_t, v_t - k_t @ S)
     o_t = scale * (q_t @ S)
 
-Every function takes the :class:`~kdacore.types.Request` and inputs of any array kind and returns float64 NumPy.
-Packed sequences are laid side by side and padded with tokens that change nothing (``g = 0, beta = 0``).
+Every function takes the :class:`~kdacore.types.Request` and inputs of any array kind and returns
+float64 NumPy. Packed sequences are laid side by side and padded with tokens that change nothing
+(``g = 0, beta = 0``).
 """
 
 from __future__ import annotations
@@ -18,24 +19,25 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kdacore.types import GateGrads, GateInputs, InputGrads, OutputGrads, Outputs, Request
-from kdacore_reference.exact import F64, I64, to_float64, to_int64, to_offsets
-from kdacore_reference.oracle_parts import (
+from kdacore_reference.arrays import F64, I64, to_float64, to_int64, to_offsets
+from kdacore_reference.oracle_inputs import (
     beta_backward,
     beta_forward,
     gate_backward,
     gate_forward,
-    l2norm_backward,
-    l2norm_forward,
+    qk_l2norm_backward,
+    qk_l2norm_forward,
 )
 
 __all__ = ["oracle_backward", "oracle_forward", "oracle_gate", "oracle_gate_backward", "to_float64"]
 
 SEGMENT = 64
-"""Tokens whose states the backward keeps at once; the rest is recomputed from one state per segment."""
+"""Tokens whose states the backward keeps at once; the rest is recomputed from one state per
+segment."""
 
 
 class Tokens(NamedTuple):
-    """What the recurrence reads, in value-head space, sequences side by side: ``[N, L, HV, ...]``."""
+    """Inputs of the recurrence, in value-head space, sequences side by side: ``[N, L, HV, ...]``."""
 
     q: F64
     k: F64
@@ -46,7 +48,8 @@ class Tokens(NamedTuple):
 
 
 def sequence_rows(request: Request, cu_seqlens: Any) -> tuple[I64, I64]:
-    """Row of every token in the flattened ``[B*T]`` axis, ``[N, L]`` with -1 for padding, and the lengths ``[N]``."""
+    """Row of every token in the flattened ``[B*T]`` axis, ``[N, L]`` with -1 for padding, and the
+    lengths ``[N]``."""
     if request.packed:
         bounds = to_offsets(request, cu_seqlens)
     else:
@@ -76,7 +79,7 @@ def _scatter(array: F64, rows: I64, shape: tuple[int, ...]) -> F64:
 def _prepare(request: Request, inputs: Any, rows: I64) -> Tokens:
     q, k = to_float64(inputs.q), to_float64(inputs.k)
     if request.qk_l2norm:
-        q, k = l2norm_forward(q), l2norm_forward(k)
+        q, k = qk_l2norm_forward(q), qk_l2norm_forward(k)
     group = request.HV // request.H
     q, k = np.repeat(q, group, axis=2), np.repeat(k, group, axis=2)
     log_decay = _channelled(oracle_gate(request, inputs), request)
@@ -143,13 +146,12 @@ def _initial(request: Request, inputs: Any) -> F64:
 def oracle_forward(request: Request, inputs: Any) -> Outputs:
     """``chunk_kda``, ``fused_recurrent_kda`` and their GDN forms, exactly.
 
-    Args:
-        request: the validated call.
-        inputs: :class:`ChunkInputs` or :class:`RecurrentInputs` of any array kind; never written to.
+    Args: request: the validated call. inputs: :class:`ChunkInputs` or :class:`RecurrentInputs` of
+        any array kind; never written to.
 
-    Returns:
-        ``o`` ``[B, T, HV, V]``; ``final_state`` when asked for, and always with ``inplace_state``, where it is the
-        whole pool (or the whole ``initial_state``) as it should be afterwards; ``checkpoints`` when asked for.
+    Returns: ``o`` ``[B, T, HV, V]``; ``final_state`` when asked for, and always with
+        ``inplace_state``, where it is the whole pool (or the whole ``initial_state``) as it should
+        be afterwards; ``checkpoints`` when asked for.
     """
     rows, lengths = sequence_rows(request, inputs.cu_seqlens)
     x = _prepare(request, inputs, rows)
@@ -219,7 +221,8 @@ class _Pool:
 
 
 def oracle_backward(request: Request, inputs: Any, grads: OutputGrads) -> InputGrads:
-    """Gradients of ``sum(grads.o * o) + sum(grads.final_state * final_state)``: the adjoint of every line above.
+    """Gradients of ``sum(grads.o * o) + sum(grads.final_state * final_state)``: the adjoint of
+    every line above.
 
     Args:
         request: the validated call (no pool, no in-place).
@@ -246,7 +249,8 @@ def oracle_backward(request: Request, inputs: Any, grads: OutputGrads) -> InputG
 
 
 def _step_backward(dS: F64, before: F64, after: F64, x: Tokens, dx: Tokens, do: F64, t: int) -> F64:
-    """Turns the gradient of the state after token ``t`` into that of the state before; fills row ``t`` of ``dx``."""
+    """Turns the gradient of the state after token ``t`` into that of the state before; fills row
+    ``t`` of ``dx``."""
     q, k, v, beta, do_t = x.q[:, t], x.k[:, t], x.v[:, t], x.beta[:, t], do[:, t]
     decay = x.decay[:, t][..., :, None]
     decayed = decay * before
@@ -276,7 +280,7 @@ def _finish_grads(request: Request, inputs: Any, rows: I64, dx: Tokens, dS: F64)
 
     def qk(dy: F64, raw: Any) -> F64:
         summed = _scatter(dy, rows, size).reshape(*size, request.H, group, request.K).sum(3)
-        return l2norm_backward(to_float64(raw), summed) if request.qk_l2norm else summed
+        return qk_l2norm_backward(to_float64(raw), summed) if request.qk_l2norm else summed
 
     log_decay = _channelled(oracle_gate(request, inputs), request)
     dlog = _scatter(dx.decay, rows, size) * np.exp(log_decay)
@@ -296,7 +300,8 @@ def _finish_grads(request: Request, inputs: Any, rows: I64, dx: Tokens, dS: F64)
 
 
 def oracle_gate(request: Request, inputs: Any) -> F64:
-    """Natural-log decay, shaped like ``g``. ``inputs`` is anything with ``g``, ``A_log`` and ``dt_bias``."""
+    """Natural-log decay, shaped like ``g``. ``inputs`` is anything with ``g``, ``A_log`` and
+    ``dt_bias``."""
     return gate_forward(request, *_gate_arrays(inputs))
 
 

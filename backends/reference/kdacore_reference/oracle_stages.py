@@ -18,14 +18,14 @@ from kdacore.types import (
     RecomputeOutputs,
     Request,
 )
-from kdacore_reference.exact import F64, to_float64, to_offsets
+from kdacore_reference.arrays import F64, to_float64, to_offsets
 from kdacore_reference.oracle import oracle_gate
 
 LOG2E = float(np.log2(np.e))
 
 
 class Chunk(NamedTuple):
-    """Where one chunk lies: batch row, token range, place on the chunk axis, sequence."""
+    """Position of one chunk: batch row, token range, index on the chunk axis, sequence."""
 
     b: int
     tokens: slice
@@ -62,7 +62,8 @@ def _heads_first(array: F64, c: Chunk, group: int = 1) -> F64:
 
 
 def oracle_chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:
-    """``Aqk`` and ``Akk``, each ``[B, T, HV, C]``, from explicit exponent differences and a float64 inverse."""
+    """``Aqk`` and ``Akk``, each ``[B, T, HV, C]``, from explicit exponent differences and a float64
+    inverse."""
     q, k, gc, beta = (to_float64(a) for a in inputs[:4])
     group = request.HV // request.H
     shape = (request.B, request.T, request.HV, request.chunk_size)
@@ -101,7 +102,8 @@ def oracle_recompute_w_u(request: Request, inputs: RecomputeInputs) -> Recompute
 
 
 def oracle_chunk_state(request: Request, inputs: ChunkStateInputs) -> ChunkStateOutputs:
-    """``h`` ``[B, NT, HV, K, V]`` at each chunk's start, ``v_new`` ``[B, T, HV, V]`` and the last states."""
+    """``h`` ``[B, NT, HV, K, V]`` at each chunk's start, ``v_new`` ``[B, T, HV, V]`` and the last
+    states."""
     kg, w, u, gc = (to_float64(a) for a in inputs[:4])
     h = np.zeros((request.B, request.num_chunks, request.HV, request.K, request.V))
     v_new = np.zeros_like(u)

@@ -1,4 +1,5 @@
-"""The reference backend as data. The modules that do the work are imported by the first call that needs them."""
+"""Declaration of the reference backend. Its other modules are imported by the first call that needs
+them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from kdacore.types import Backend, OpImpl, Reason, Request
 
 
 def not_traced(request: Request) -> Reason | None:
-    """Lengths, indices and gates are read as values, so a JAX tracer cannot be served."""
+    """Lengths, indices and gates are read as values, which a JAX tracer does not have."""
     if request.kind == "jax" and request.traced:
         return Reason(
             "traced",
@@ -27,7 +28,8 @@ _READ_ON_HOST = ("cu_seqlens", "state_indices", "num_accepted_tokens")
 
 
 def has_values(request: Request) -> Reason | None:
-    """Offsets and indices are read, and torch's meta tensors have nothing to read; the rest of a call can be one."""
+    """Offsets and indices are read as values, which torch's meta tensors lack. All other arrays may
+    be meta tensors."""
     if request.device.type != "meta":
         return None
     read = [n for n in _READ_ON_HOST if request.has(n) and not request.has(f"{n}_cpu")]
@@ -97,13 +99,13 @@ def make_backend() -> Backend:
         batch_invariant=True,
     )
     recurrent = _op(_lazy("recurrent", "recurrent_forward"), WHOLE | POOL, chunk_backward)
-    gate_backward = _lazy("gate_op", "kda_gate_backward")
+    gate_backward = _lazy("gate", "kda_gate_backward")
     ops = {
         "chunk_kda": chunk,
         "chunk_gated_delta_rule": chunk,
         "fused_recurrent_kda": recurrent,
         "fused_recurrent_gated_delta_rule": recurrent,
-        "kda_gate": _op(_lazy("gate_op", "kda_gate_forward"), GATES, gate_backward),
+        "kda_gate": _op(_lazy("gate", "kda_gate_forward"), GATES, gate_backward),
         **{stage: _op(_lazy("stages", stage), serves) for stage, serves in STAGES.items()},
     }
     return Backend(

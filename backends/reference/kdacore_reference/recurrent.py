@@ -1,4 +1,5 @@
-"""The recurrence token by token on the array API: decoding, speculative verification and the state pool."""
+"""The recurrence token by token on the array API: decoding, speculative verification and the state
+pool."""
 
 from __future__ import annotations
 
@@ -10,24 +11,25 @@ from array_api_compat import array_namespace
 from kdacore.dispatch.values import check_candidates, check_indices
 from kdacore.types import Array, Outputs, RecurrentInputs, Request
 from kdacore_reference.arrays import (
-    beside,
     cast,
     compute_dtype,
+    device_of,
     host_ints,
     index_array,
     plain,
+    to_int64,
     write_all,
     write_rows,
 )
-from kdacore_reference.exact import to_int64
-from kdacore_reference.gates import beta_forward, gate_forward, gate_parameters, l2_scale
-from kdacore_reference.sequences import Sequence, sequences_of
+from kdacore_reference.gate import beta_forward, gate_forward, gate_parameters, qk_l2norm_scale
+from kdacore_reference.slabs import Sequence, sequences_of
 
 
-class Steps(NamedTuple):
-    """Tokens in the order the loop meets them: token 0 of every sequence, then token 1, and so on.
+class RecurrentPlan(NamedTuple):
+    """Tokens in the order of the loop: token 0 of every sequence, then token 1, and so on.
 
-    Longest sequences first, so that the sequences still running at a step are always the first few.
+    Longest sequences first, so that the sequences with tokens left at a step are always the first
+    few.
     """
 
     sequences: list[Sequence]
@@ -37,7 +39,7 @@ class Steps(NamedTuple):
     """How many sequences have a token at each step."""
 
 
-def plan_steps(sequences: list[Sequence]) -> Steps:
+def plan_recurrent(sequences: list[Sequence]) -> RecurrentPlan:
     by_length = sorted(sequences, key=lambda s: -s.length)
     rows: list[int] = []
     active: list[int] = []
@@ -47,16 +49,15 @@ def plan_steps(sequences: list[Sequence]) -> Steps:
             running -= 1
         rows += [s.start + t for s in by_length[:running]]
         active.append(running)
-    return Steps(by_length, rows, active)
+    return RecurrentPlan(by_length, rows, active)
 
 
 def recurrent_forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     """``fused_recurrent_kda`` and ``fused_recurrent_gated_delta_rule``.
 
-    Returns:
-        ``o`` (``inputs.out`` itself when given and writable). ``final_state`` when asked for; with
-        ``inplace_state`` it is the caller's pool, written in place, or for JAX, whose arrays cannot be
-        written, the updated pool.
+    Returns: ``o`` (``inputs.out`` itself when given and writable). ``final_state`` when asked for;
+        with ``inplace_state`` it is the caller's pool, written in place, or for JAX, whose arrays
+        cannot be written, the updated pool.
 
     Raises:
         ContractError: an index or a count names what is not there, two name a row that is written, or a sequence has
@@ -70,9 +71,9 @@ def recurrent_forward(request: Request, inputs: RecurrentInputs) -> Outputs:
         counts = inputs.num_accepted_tokens
         accepted = None if counts is None else to_int64(counts)
         check_indices(request, to_int64(inputs.state_indices), accepted, lengths)
-    steps = plan_steps(sequences)
-    writes = _StateWrites(request, inputs, steps)
-    S, o = _run(request, inputs, steps, xp, writes)
+    plan = plan_recurrent(sequences)
+    writes = _StateWrites(request, inputs, plan)
+    S, o = _run(request, inputs, plan, xp, writes)
     o = xp.reshape(o, (request.B, request.T, request.HV, request.V))
     o = cast(o, inputs.v.dtype) if inputs.out is None else write_all(inputs.out, o)
     final = writes.finish(S)
@@ -80,12 +81,13 @@ def recurrent_forward(request: Request, inputs: RecurrentInputs) -> Outputs:
 
 
 def _run(
-    request: Request, inputs: RecurrentInputs, steps: Steps, xp: Any, writes: _StateWrites
+    request: Request, inputs: RecurrentInputs, plan: RecurrentPlan, xp: Any, writes: _StateWrites
 ) -> tuple[Any, Any]:
-    """The loop. Returns the last states, in the order of ``steps.sequences``, and ``o`` by row, ``[B*T, HV, V]``."""
+    """The loop. Returns the last states, in the order of ``plan.sequences``, and ``o`` by row,
+    ``[B*T, HV, V]``."""
     dtype = compute_dtype(xp, request)
     H, G = request.H, request.HV // request.H
-    order = index_array(steps.rows, inputs.q)
+    order = index_array(plan.rows, inputs.q)
 
     def tokens(array: Array, *tail: int) -> Array:
         flat = xp.reshape(plain(array), (request.B * request.T, *array.shape[2:]))
@@ -93,7 +95,7 @@ def _run(
 
     q, k = tokens(inputs.q, H, 1, 1, request.K), tokens(inputs.k, H, 1, 1, request.K)
     if request.qk_l2norm:
-        q, k = q * l2_scale(q), k * l2_scale(k)
+        q, k = q * qk_l2norm_scale(q), k * qk_l2norm_scale(k)
     q = q * request.scale
     v = tokens(inputs.v, H, G, 1, request.V)
     beta = beta_forward(tokens(inputs.beta, H, G, 1, 1), request)
@@ -101,11 +103,11 @@ def _run(
     log_decay = gate_forward(request, g, *gate_parameters(request, inputs.A_log, inputs.dt_bias, dtype))
     decay = xp.reshape(xp.exp(log_decay), (-1, H, G, 1 if request.scalar_gate else request.K, 1))
 
-    S = _start_states(request, inputs, steps, xp, dtype)
+    S = _start_states(request, inputs, plan, xp, dtype)
     S = xp.reshape(S, (-1, H, G, request.K, request.V))
     outputs = []
     first = 0
-    for t, n in enumerate(steps.active):
+    for t, n in enumerate(plan.active):
         here = slice(first, first + n)
         first += n
         k_t = k[here, ...]
@@ -116,23 +118,25 @@ def _run(
         S = S_t if n == S.shape[0] else xp.concat([S_t, S[n:, ...]], axis=0)
         writes.after_token(t, n, S_t)
     if not outputs:
-        return S, xp.zeros((0, request.HV, request.V), dtype=dtype, device=beside(inputs.q))
+        return S, xp.zeros((0, request.HV, request.V), dtype=dtype, device=device_of(inputs.q))
     by_step = xp.reshape(xp.concat(outputs, axis=0), (-1, request.HV, request.V))
-    inverse = [0] * len(steps.rows)
-    for position, row in enumerate(steps.rows):
+    inverse = [0] * len(plan.rows)
+    for position, row in enumerate(plan.rows):
         inverse[row] = position
     return S, xp.take(by_step, index_array(inverse, by_step), axis=0)
 
 
-def _start_states(request: Request, inputs: RecurrentInputs, steps: Steps, xp: Any, dtype: Any) -> Array:
-    """``[N, HV, K, V]`` in the order of ``steps.sequences``; only the rows named are read."""
+def _start_states(
+    request: Request, inputs: RecurrentInputs, plan: RecurrentPlan, xp: Any, dtype: Any
+) -> Array:
+    """``[N, HV, K, V]`` in the order of ``plan.sequences``; only the rows named are read."""
     shape = (request.HV, request.K, request.V)
-    zeros = xp.zeros(shape, dtype=dtype, device=beside(inputs.q))
+    zeros = xp.zeros(shape, dtype=dtype, device=device_of(inputs.q))
     if inputs.initial_state is None or request.N == 0:
-        return xp.zeros((request.N, *shape), dtype=dtype, device=beside(inputs.q))
+        return xp.zeros((request.N, *shape), dtype=dtype, device=device_of(inputs.q))
     source = plain(inputs.initial_state)
     states = []
-    for row in start_rows(request, inputs, steps):
+    for row in start_rows(request, inputs, plan):
         if row < 0:
             states.append(zeros)
             continue
@@ -141,9 +145,9 @@ def _start_states(request: Request, inputs: RecurrentInputs, steps: Steps, xp: A
     return xp.stack(states, axis=0)
 
 
-def start_rows(request: Request, inputs: RecurrentInputs, steps: Steps) -> list[int]:
+def start_rows(request: Request, inputs: RecurrentInputs, plan: RecurrentPlan) -> list[int]:
     """Row of ``initial_state`` each sequence starts from, negative for zeros."""
-    numbers = [s.n for s in steps.sequences]
+    numbers = [s.n for s in plan.sequences]
     if inputs.state_indices is None:
         return numbers
     if request.state_indices_ndim == 1:
@@ -155,15 +159,15 @@ def start_rows(request: Request, inputs: RecurrentInputs, steps: Steps) -> list[
 
 
 class _StateWrites:
-    """Where states go: nowhere, into a fresh array, or into rows of the caller's."""
+    """Writes the states: not at all, to a new array, or to rows of the caller's."""
 
-    def __init__(self, request: Request, inputs: RecurrentInputs, steps: Steps) -> None:
-        self.request, self.steps = request, steps
+    def __init__(self, request: Request, inputs: RecurrentInputs, plan: RecurrentPlan) -> None:
+        self.request = request
         self.target = inputs.initial_state
         self.per_token = None
         if request.state_indices_ndim == 2 and request.inplace_state:
             self.per_token = to_int64(inputs.state_indices)
-        numbers = [s.n for s in steps.sequences]
+        numbers = [s.n for s in plan.sequences]
         table = host_ints(inputs.state_indices) if request.state_indices_ndim == 1 else list(range(request.N))
         self.final_rows = [table[n] for n in numbers]
         self.numbers = numbers
@@ -179,7 +183,7 @@ class _StateWrites:
             self.target = write_rows(self.target, rows, self._layout(S))
 
     def finish(self, S: Array) -> Array | None:
-        """Writes what remains to be written; the array to return as ``final_state``."""
+        """Write the final states that are not written yet. Returns the array for ``final_state``."""
         if self.request.inplace_state:
             if self.per_token is None:
                 self.target = write_rows(self.target, self.final_rows, self._layout(S))

@@ -20,11 +20,19 @@ from kdacore.types import (
     RecomputeOutputs,
     Request,
 )
-from kdacore_reference.arrays import beside, cast, compute_dtype, dense, index_array, plain, put
-from kdacore_reference.chunk_forward import state_layout
-from kdacore_reference.gates import gate_forward, gate_parameters
+from kdacore_reference.arrays import (
+    cast,
+    compute_dtype,
+    dense,
+    device_of,
+    index_array,
+    plain,
+    put,
+    state_layout,
+)
+from kdacore_reference.gate import gate_forward, gate_parameters
 from kdacore_reference.intra import interact
-from kdacore_reference.sequences import sequences_of
+from kdacore_reference.slabs import sequences_of
 
 LOG2E = math.log2(math.e)
 
@@ -37,7 +45,7 @@ class ChunkGrid(NamedTuple):
     real: Array
     """``[chunks, C]``: False at padding."""
     first: list[int]
-    """Where each row of ``[B*T]`` finds its value among the ``chunks * C``."""
+    """Index of each row of ``[B*T]`` among the ``chunks * C`` rows."""
     slots: list[int]
     """Place of each chunk on the flattened ``[B*NT]`` axis."""
     of_sequence: list[list[int]]
@@ -46,7 +54,8 @@ class ChunkGrid(NamedTuple):
 
 
 def chunk_grid(request: Request, inputs: Any, like: Array) -> ChunkGrid:
-    """Chunks start anew at each sequence; a chunk's place counts all chunks before it in its batch row."""
+    """Chunks start anew at each sequence; a chunk's place counts all chunks before it in its batch
+    row."""
     C = request.chunk_size
     rows: list[int] = []
     real: list[bool] = []
@@ -66,7 +75,7 @@ def chunk_grid(request: Request, inputs: Any, like: Array) -> ChunkGrid:
                 real.append(i < size)
         slots += range(base, base + count)
     xp = array_namespace(like)
-    flags = xp.reshape(xp.asarray(np.asarray(real, dtype=bool), device=beside(like)), (-1, C))
+    flags = xp.reshape(xp.asarray(np.asarray(real, dtype=bool), device=device_of(like)), (-1, C))
     return ChunkGrid(index_array(rows, like), flags, first, slots, of_sequence, C)
 
 
@@ -116,7 +125,8 @@ def kda_chunk_gate(request: Request, inputs: ChunkGateInputs) -> Array:
 
 
 def kda_chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:
-    """``Aqk`` and ``Akk`` ``[B, T, HV, C]``; differences of ``gc`` between neighbours, so nothing overflows."""
+    """``Aqk`` and ``Akk`` ``[B, T, HV, C]``; differences of ``gc`` between neighbours, so nothing
+    overflows."""
     xp = array_namespace(inputs.q)
     dtype = compute_dtype(xp, request)
     grid = chunk_grid(request, inputs, inputs.q)
@@ -124,7 +134,8 @@ def kda_chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:
     gc = _cut(inputs.gc, grid, dtype, zero=False)
     step = xp.concat([gc[..., :1, :], gc[..., 1:, :] - gc[..., :-1, :]], axis=-2)
     beta = _grouped(_cut(inputs.beta[..., None], grid, dtype), request)
-    # beta on the rows, where the forward has it on the columns: the inverse is then the one asked for.
+    # beta multiplies the rows here and the columns in the forward: this gives the inverse of the
+    # contract.
     rows = xp.stack(xp.broadcast_arrays(-beta * k, q), axis=-2)
     intra = interact(rows, k * xp.ones_like(beta), _grouped(xp.exp2(step), request))
     return IntraOutputs(
@@ -134,7 +145,8 @@ def kda_chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:
 
 
 def kda_recompute_w_u(request: Request, inputs: RecomputeInputs) -> RecomputeOutputs:
-    """``w = Akk (beta k 2^gc)``, ``u = Akk (beta v)``, ``kg = k 2^(gc_last - gc)`` and ``qg = q 2^gc``."""
+    """``w = Akk (beta k 2^gc)``, ``u = Akk (beta v)``, ``kg = k 2^(gc_last - gc)`` and
+    ``qg = q 2^gc``."""
     xp = array_namespace(inputs.k)
     dtype = compute_dtype(xp, request)
     grid = chunk_grid(request, inputs, inputs.k)
@@ -163,7 +175,7 @@ def delta_rule_chunk_state(request: Request, inputs: ChunkStateInputs) -> ChunkS
     grid = chunk_grid(request, inputs, inputs.kg)
     kg, w, u = (_cut(x, grid, dtype) for x in (inputs.kg, inputs.w, inputs.u))
     decay = xp.exp2(_cut(inputs.gc, grid, dtype, zero=False)[..., -1, :])[..., None]
-    where = {"dtype": dtype, "device": beside(inputs.kg)}
+    where = {"dtype": dtype, "device": device_of(inputs.kg)}
     states = xp.zeros((request.N, request.HV, request.K, request.V), **where)
     if inputs.initial_state is not None:
         states = put(states, (...,), state_layout(cast(inputs.initial_state, dtype), request))

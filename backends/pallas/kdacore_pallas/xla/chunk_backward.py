@@ -1,7 +1,8 @@
-"""Backward of the chunked ops: segments from the last to the first, each recomputed from the raw inputs.
+"""Backward of the chunked ops: segments from the last to the first, each recomputed from the raw
+inputs.
 
-The state at each segment's start and the interactions within chunks are kept from the forward pass (or found again
-by a pass over the states), so memory is linear in T with a small constant.
+The state at each segment's start and the interactions within chunks are saved by the forward (or
+computed again, by a pass over the states), so memory is linear in T with a small constant.
 """
 
 from __future__ import annotations
@@ -12,38 +13,38 @@ import jax.numpy as jnp
 from jax import lax
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
-from kdacore_pallas.xla import chunk, gate, segment
+from kdacore_pallas.xla import chunk_forward, gate, segment
 from kdacore_pallas.xla.intra import interactions_backward, unpacked
-from kdacore_pallas.xla.layout import Plan, make_plan
 from kdacore_pallas.xla.numerics import (
     F32,
-    apart,
     dot,
-    given,
+    fusion_barrier,
     mesh_axes,
     product_precision,
+    required,
     summed_like,
     total,
     varying,
 )
-from kdacore_pallas.xla.rooms import Filled, Rooms
+from kdacore_pallas.xla.plan import ChunkPlan, make_plan
+from kdacore_pallas.xla.saved_layout import GradBuffers, SavedLayout
 
 Array = Any
 
 
-def _replay(
-    plan: Plan,
+def _scan_states(
+    plan: ChunkPlan,
     prep: segment.Prepared,
     state: Array,
-    flag: chunk.Flags,
+    flag: chunk_forward.Flags,
     initial: Array,
     precision: lax.Precision,
     v_new: Array | None = None,
-) -> tuple[Array, chunk.Replay]:
+) -> tuple[Array, chunk_forward.SegmentStates]:
     w, u = (prep.w, prep.u) if v_new is None else (None, None)
-    parts = chunk.StateParts(w, u, prep.kg, prep.decay.total)
-    buffers = chunk.Buffers(None, None)
-    end, _, states = chunk.replay(plan, parts, state, buffers, flag, initial, precision, v_new)
+    parts = chunk_forward.StateParts(w, u, prep.kg, prep.decay.total)
+    buffers = chunk_forward.Buffers(None, None)
+    end, _, states = chunk_forward.scan_states(plan, parts, state, buffers, flag, initial, precision, v_new)
     return end, states
 
 
@@ -57,12 +58,12 @@ class StateGrads(NamedTuple):
 
 
 def _reverse(
-    plan: Plan,
+    plan: ChunkPlan,
     prep: segment.Prepared,
     do: Array,
     dstate: Array,
     dinitial: Array | None,
-    flag: chunk.Flags,
+    flag: chunk_forward.Flags,
     dfinal: Array | None,
     precision: lax.Precision,
 ) -> tuple[Array, Array | None, StateGrads]:
@@ -108,7 +109,7 @@ class RowGrads(NamedTuple):
 def _rows_backward(
     rows: segment.Rows,
     prep: segment.Prepared,
-    replay: chunk.Replay,
+    states: chunk_forward.SegmentStates,
     grads: StateGrads,
     do: Array,
     precision: lax.Precision,
@@ -121,19 +122,21 @@ def _rows_backward(
     def channels(x: Array) -> Array:
         return total(x, -1) if scalar else x
 
-    # Separate products throughout: a CPU would copy the operands of a joint one first.
-    dqg = dot("...cv,...kv->...ck", do, replay.start, precision)
-    dkg = dot("...cv,...kv->...ck", replay.v_new, grads.end, precision)
-    dtotal = jnp.swapaxes(total(replay.start * grads.end, -1), -1, -2) * decay.total
+    # Separate products throughout: for a joint one a CPU would first copy the operands.
+    dqg = dot("...cv,...kv->...ck", do, states.start, precision)
+    dkg = dot("...cv,...kv->...ck", states.v_new, grads.end, precision)
+    dtotal = jnp.swapaxes(total(states.start * grads.end, -1), -1, -2) * decay.total
 
-    # w = inverse @ right_w, u = inverse @ right_u, v_new = u - w @ start, inverse = (I + L)^-1, L = diag(beta) kk.
-    # Hence dright_w = -dright_u @ start^T and dL = -dright_w @ w^T - dright_u @ u^T = -dright_u @ v_new^T.
+    # w = inverse @ right_w, u = inverse @ right_u, v_new = u - w @ start,
+    # inverse = (I + L)^-1, L = diag(beta) kk.
+    # Hence dright_w = -dright_u @ start^T and
+    # dL = -dright_w @ w^T - dright_u @ u^T = -dright_u @ v_new^T.
     dright_u = dot("...ji,...jv->...iv", pair.inverse, grads.v_new, precision)
-    less_w = dot("...cv,...kv->...ck", dright_u, replay.start, precision)  # -dright_w
+    less_w = dot("...cv,...kv->...ck", dright_u, states.start, precision)  # -dright_w
     lower = jnp.tril(jnp.ones((C, C), bool))
-    dL = -dot("...iv,...jv->...ij", dright_u, replay.v_new, precision)
+    dL = -dot("...iv,...jv->...ij", dright_u, states.v_new, precision)
     dL = jnp.where(jnp.tril(lower, -1), dL, 0.0)
-    dqk = jnp.where(lower, dot("...iv,...jv->...ij", do, replay.v_new, precision), 0.0)
+    dqk = jnp.where(lower, dot("...iv,...jv->...ij", do, states.v_new, precision), 0.0)
 
     kp = rows.k * decay.prefix
     dbeta = total(dL * pair.kk, -1) + total(dright_u * rows.v, -1)
@@ -162,19 +165,20 @@ class ParamGrads(NamedTuple):
 
 
 def _raw_backward(
-    request: Request, plan: Plan, raw: segment.Raw, params: segment.Params, d: RowGrads, sums: ParamGrads
+    request: Request, plan: ChunkPlan, raw: segment.Raw, params: segment.Params, d: RowGrads, sums: ParamGrads
 ) -> tuple[segment.Raw, ParamGrads]:
-    """Through scale, mask, normalisation, gate and beta; q and k summed over their value heads."""
+    """Gradients of the raw inputs from those of the rows: scale, mask, l2norm, gate and beta. Those
+    of q and k are summed over their value heads."""
     dq, dk, dv, dg, dbeta = d
     if raw.mask is not None:
         dg = jnp.where(raw.mask, dg, 0.0)
-    if request.packed:  # a dense call's rows that are no token come after all others, and are left out
+    if request.packed:  # the padding rows of a dense call come last and are dropped
         dq, dk, dv, dbeta = (jnp.where(raw.mask, x, 0.0) for x in (dq, dk, dv, dbeta))
     dq = jnp.sum(dq, 1, keepdims=True) * request.scale
     dk = jnp.sum(dk, 1, keepdims=True)
     if request.qk_l2norm:
-        dq, dk = gate.normalise_backward(raw.q, dq), gate.normalise_backward(raw.k, dk)
-    dbeta = gate.strength_backward(request, raw.beta, dbeta)
+        dq, dk = gate.qk_l2norm_backward(raw.q, dq), gate.qk_l2norm_backward(raw.k, dk)
+    dbeta = gate.beta_backward(request, raw.beta, dbeta)
     log = gate.log_decay_backward(request, raw.g, params.A_log, params.dt_bias, dg)
     dA, db = sums
     if dA is not None:
@@ -186,99 +190,104 @@ def _raw_backward(
 
 def _segment_starts(
     request: Request,
-    plan: Plan,
+    plan: ChunkPlan,
     arrays: ChunkInputs,
     params: segment.Params,
     initial: Array,
-    space: Rooms,
-) -> Filled:
-    """Rooms with the state at each segment's start, when the forward pass did not hand it over."""
+    layout: SavedLayout,
+) -> GradBuffers:
+    """Buffers with the state at each segment's start, when the forward saved none."""
     precision = product_precision(request)
 
-    def body(carry: tuple[Array, Filled], s: Array) -> tuple[tuple[Array, Filled], None]:
-        state, rooms = carry
+    def body(carry: tuple[Array, GradBuffers], s: Array) -> tuple[tuple[Array, GradBuffers], None]:
+        state, buffers = carry
         prep = segment.prepare(
-            segment.ready(request, segment.load(request, arrays, plan, s), params), precision
+            segment.recurrence_rows(request, segment.load(request, arrays, plan, s), params), precision
         )
-        end, _ = _replay(plan, prep, state, chunk.sequence_flags(plan, s), initial, precision)
-        return (end, space.put(rooms, s, (state,))), None
+        end, _ = _scan_states(plan, prep, state, chunk_forward.sequence_flags(plan, s), initial, precision)
+        return (end, layout.store(buffers, s, (state,))), None
 
     order = jnp.arange(plan.segments, dtype=jnp.int32)
-    found: Filled
-    (_, found), _ = lax.scan(body, (chunk.start_state(plan, initial), space.empty(mesh_axes(initial))), order)
+    carry = (chunk_forward.start_state(plan, initial), layout.new_buffers(mesh_axes(initial)))
+    found: GradBuffers
+    (_, found), _ = lax.scan(body, carry, order)
     return found
 
 
 def backward(
     request: Request, inputs: ChunkInputs, saved: tuple[Array, ...], grads: OutputGrads
 ) -> InputGrads:
-    """Gradients of every input. ``saved`` may be ``()``: the segment states are then computed again."""
+    """Gradients of every input. ``saved`` may be ``()``: the segment states are then computed
+    again."""
     axes = mesh_axes(*inputs, grads.o, grads.final_state)
     plan = make_plan(request, inputs.cu_seqlens)
     precision = product_precision(request)
     params = segment.gate_params(inputs, plan)
-    arrays = chunk.padded(request, chunk.with_channels(request, inputs), plan)
-    initial = chunk.states_in(request, plan, inputs.initial_state, axes)
-    space = chunk.kept_rooms(plan, inputs, initial, all_of_it=bool(saved))
+    arrays = chunk_forward.padded(request, chunk_forward.with_channels(request, inputs), plan)
+    initial = chunk_forward.states_in(request, plan, inputs.initial_state, axes)
+    layout = chunk_forward.saved_layout(plan, inputs, initial, states_only=not saved)
     if saved:
-        rooms = dict(zip(space.used, saved, strict=True))
+        buffers = dict(zip(layout.used, saved, strict=True))
     else:
-        rooms = _segment_starts(request, plan, arrays, params, initial, space)
+        buffers = _segment_starts(request, plan, arrays, params, initial, layout)
     do = jnp.zeros_like(inputs.v) if grads.o is None else grads.o
-    do = apart(request, plan.pad(do)) if plan.padded else do
+    do = fusion_barrier(request, plan.pad(do)) if plan.padded else do
     dfinal = None
     if grads.final_state is not None:
-        dfinal = chunk.states_in(request, plan, grads.final_state, axes)
+        dfinal = chunk_forward.states_in(request, plan, grads.final_state, axes)
 
     def body(carry: Any, s: Array) -> tuple[Any, None]:
-        dstate, dinitial, sums, rooms = carry
-        start, *more = space.take(rooms, s)
+        dstate, dinitial, sums, buffers = carry
+        start, *more = layout.load(buffers, s)
         raw = segment.load(request, arrays, plan, s)
-        rows = segment.ready(request, raw, params, again=True)
+        rows = segment.recurrence_rows(request, raw, params, in_backward=True)
         prep = segment.prepare(rows, precision, unpacked(*more[:2]) if more else None)
-        flag = chunk.sequence_flags(plan, s)
-        _, replay = _replay(plan, prep, start, flag, initial, precision, *more[2:])
+        flag = chunk_forward.sequence_flags(plan, s)
+        _, states = _scan_states(plan, prep, start, flag, initial, precision, *more[2:])
         do_ = plan.load(do, s).astype(F32)
         if request.packed:
             do_ = jnp.where(raw.mask, do_, 0.0)
         dstate, dinitial, state_grads = _reverse(plan, prep, do_, dstate, dinitial, flag, dfinal, precision)
-        d = _rows_backward(rows, prep, replay, state_grads, do_, precision)
+        d = _rows_backward(rows, prep, states, state_grads, do_, precision)
         draw, sums = _raw_backward(request, plan, raw, params, d, sums)
-        out = _outgoing(plan, draw, inputs, axes)
-        out = apart(request, out) if plan.segments == 1 else out
-        return (dstate, dinitial, sums, space.leave(rooms, s, out)), None
+        out = _segment_gradients(plan, draw, inputs, axes)
+        out = fusion_barrier(request, out) if plan.segments == 1 else out
+        return (dstate, dinitial, sums, layout.write_gradients(buffers, s, out)), None
 
-    rooms = {n: varying(x, axes) for n, x in rooms.items()}
+    buffers = {n: varying(x, axes) for n, x in buffers.items()}
     for n, like in enumerate(inputs[:5]):
-        if n not in rooms:
-            rooms[n] = space.fresh(n, _leaves_as(like, axes), axes)
-    carry = (*_reverse_carry(request, plan, inputs, dfinal, initial, axes), rooms)
+        if n not in buffers:
+            buffers[n] = layout.new_buffer(n, _gradient_dtype(like, axes), axes)
+    carry = (*_reverse_carry(request, plan, inputs, dfinal, initial, axes), buffers)
     order = jnp.arange(plan.segments, dtype=jnp.int32)
     (dstate, dinitial, sums, d), _ = lax.scan(body, carry, order, reverse=True)
     return _collect(request, plan, inputs, d, dstate, dinitial, dfinal, sums)
 
 
-def _leaves_as(like: Array, axes: frozenset[str]) -> Any:
-    """The dtype of an input's gradient: that of a replicated input stays float32 until it is summed over the mesh."""
+def _gradient_dtype(like: Array, axes: frozenset[str]) -> Any:
+    """The dtype of an input's gradient: that of a replicated input stays float32 until it is summed
+    over the mesh."""
     return F32 if axes - mesh_axes(like) else like.dtype
 
 
-def _outgoing(plan: Plan, d: segment.Raw, inputs: ChunkInputs, axes: frozenset[str]) -> tuple[Array, ...]:
-    """A segment's gradients as they are returned."""
+def _segment_gradients(
+    plan: ChunkPlan, d: segment.Raw, inputs: ChunkInputs, axes: frozenset[str]
+) -> tuple[Array, ...]:
+    """A segment's gradients in token order and in the dtypes they are returned in."""
     pairs = zip((d.q, d.k, d.v, d.g, d.beta[..., 0]), inputs[:5], strict=True)
-    return tuple(plan.in_order(varying(x, axes).astype(_leaves_as(like, axes))) for x, like in pairs)
+    return tuple(plan.in_order(varying(x, axes).astype(_gradient_dtype(like, axes))) for x, like in pairs)
 
 
 def _reverse_carry(
     request: Request,
-    plan: Plan,
+    plan: ChunkPlan,
     inputs: ChunkInputs,
     dfinal: Array | None,
     initial: Array,
     axes: frozenset[str],
 ) -> tuple[Array, Array | None, ParamGrads]:
     dlast = jnp.zeros_like(initial) if dfinal is None else dfinal
-    dstate = chunk.start_state(plan, dlast)
+    dstate = chunk_forward.start_state(plan, dlast)
     dinitial = None
     if plan.table is not None and inputs.initial_state is not None:
         dinitial = jnp.concatenate([dlast, jnp.zeros_like(dlast[:1])])
@@ -292,9 +301,9 @@ def _reverse_carry(
 
 def _collect(
     request: Request,
-    plan: Plan,
+    plan: ChunkPlan,
     inputs: ChunkInputs,
-    d: Filled,
+    d: GradBuffers,
     dstate: Array,
     dinitial: Array | None,
     dfinal: Array | None,
@@ -305,11 +314,12 @@ def _collect(
     )
     dA = db = ds = None
     if inputs.A_log is not None:
-        dA = summed_like(given(sums.A_log).reshape(inputs.A_log.shape), inputs.A_log)
+        dA = summed_like(required(sums.A_log).reshape(inputs.A_log.shape), inputs.A_log)
     if inputs.dt_bias is not None:
-        db = summed_like(given(sums.dt_bias).reshape(inputs.dt_bias.shape), inputs.dt_bias)
+        db = summed_like(required(sums.dt_bias).reshape(inputs.dt_bias.shape), inputs.dt_bias)
     if inputs.initial_state is not None:
-        # Empty sequences were never visited: their row still holds the gradient of their final state.
-        rows = dstate if plan.table is None else given(dinitial)[:-1]
-        ds = summed_like(chunk.states_out(request, rows, request.N), inputs.initial_state)
+        # Empty sequences were never visited: their row still holds the gradient of their final
+        # state.
+        rows = dstate if plan.table is None else required(dinitial)[:-1]
+        ds = summed_like(chunk_forward.states_out(request, rows, request.N), inputs.initial_state)
     return InputGrads(q, k, v, g, beta, dA, db, ds)

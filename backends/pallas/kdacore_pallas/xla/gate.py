@@ -1,6 +1,7 @@
-"""Row-wise inputs of the recurrence: gate, beta, normalised q and k; and their backward.
+"""The gate, beta's sigmoid and the l2norm of q and k, with their gradients; and the op
+``kda_gate``.
 
-Everything here is float32 and elementwise over tokens.
+All arithmetic is float32. Each token is independent of the others.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ import jax
 import jax.numpy as jnp
 
 from kdacore.types import GateGrads, GateInputs, Request
-from kdacore_pallas.xla.numerics import F32, given, mesh_axes, summed_like, total, varying
+from kdacore_pallas.xla.numerics import F32, mesh_axes, required, summed_like, total, varying
 
 Array = Any
-NORM_EPS = 1e-6
+L2NORM_EPS = 1e-6
 BLOCK = 64
 """Tokens summed at once."""
 
 
 def log_decay(request: Request, g: Array, A: Array | None, bias: Array | None) -> Array:
-    """Natural-log decay from raw ``g``. ``A`` (A_log) and ``bias`` broadcast against ``g``; all float32."""
+    """Natural-log decay from raw ``g``. ``A`` (A_log) and ``bias`` broadcast against ``g``; all
+    float32."""
     if request.gate == "log":
         return g
     x = g if bias is None else g + bias
@@ -48,37 +50,37 @@ def log_decay_backward(
         return LogDecayGrads(dlog * rate * jax.nn.sigmoid(x), dlog * rate * jax.nn.softplus(x))
     slope = 1.0 if A is None else jnp.exp(A)
     y = jax.nn.sigmoid(slope * x)
-    dx = dlog * (given(request.lower_bound) * slope) * y * (1.0 - y)
+    dx = dlog * (required(request.lower_bound) * slope) * y * (1.0 - y)
     return LogDecayGrads(dx, None if A is None else dx * x)
 
 
-def strength(request: Request, beta: Array) -> Array:
-    """beta of the delta rule in float32."""
+def beta_forward(request: Request, beta: Array) -> Array:
+    """The delta rule's beta, after its sigmoid where the call asks for one; float32."""
     if not request.beta_sigmoid:
         return beta
     return (2.0 if request.neg_eigval else 1.0) * jax.nn.sigmoid(beta)
 
 
-def strength_backward(request: Request, beta: Array, d: Array) -> Array:
+def beta_backward(request: Request, beta: Array, d: Array) -> Array:
     if not request.beta_sigmoid:
         return d
     y = jax.nn.sigmoid(beta)
     return d * (2.0 if request.neg_eigval else 1.0) * y * (1.0 - y)
 
 
-def unit(x: Array) -> Array:
+def inverse_norm(x: Array) -> Array:
     """``1 / sqrt(sum(x*x) + 1e-6)`` over the last axis, kept as one; float32."""
     x = x.astype(F32)
-    return jax.lax.rsqrt(total(x * x, -1) + NORM_EPS)
+    return jax.lax.rsqrt(total(x * x, -1) + L2NORM_EPS)
 
 
-def normalise(x: Array) -> Array:
+def qk_l2norm(x: Array) -> Array:
     """``x / sqrt(sum(x*x) + 1e-6)`` over the last axis."""
-    return x * unit(x)
+    return x * inverse_norm(x)
 
 
-def normalise_backward(x: Array, d: Array) -> Array:
-    r = unit(x)
+def qk_l2norm_backward(x: Array, d: Array) -> Array:
+    r = inverse_norm(x)
     y = x * r
     return r * (d - y * total(d * y, -1))
 
@@ -99,7 +101,8 @@ def kda_gate(request: Request, inputs: GateInputs) -> Array:
 def _token_sum(x: Array) -> Array:
     """Sum of ``[B, T, ...]`` over batch and tokens, in an order that appended tokens do not change.
 
-    Blocks of fixed size, added one after another: a single sum is cut by its compiler as the length suggests.
+    Blocks of fixed size are added one after another: the compiler's order for a single sum depends
+    on its length.
     """
     B, T = x.shape[:2]
     n = -(-T // BLOCK)

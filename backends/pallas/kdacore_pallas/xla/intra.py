@@ -1,12 +1,12 @@
-"""Inside a chunk: decays, interaction matrices, the triangular inverse; and their backward.
+"""Within a chunk: decays, interaction matrices, the triangular inverse; and their backward.
 
-A pair (row i, earlier row j) meets at exactly one level of a binary tree over the chunk's rows: i in the right
-half, j in the left half of a block of ``2 s`` rows. There its decay factors as
+A pair (row i, earlier row j) meets at exactly one level of a binary tree over the chunk's rows: i
+in the right half, j in the left half of a block of ``2 s`` rows. There its decay is the product
 ``exp(sum of g from the first row of the right half to i) * exp(sum of g after j to the end of the left half)``:
-two factors in [0, 1], whatever the gate, neither of which reads a row after i. The factors of one level follow
-from those of the level below by per-channel products with the decay of a whole half, and no difference of
-cumulative sums is ever taken. The inverse of ``I + L`` follows the same tree: exact block
-substitution, never a power of ``L``.
+two factors in [0, 1], whatever the gate, neither of which reads a row after i. The factors of one
+level follow from those of the level below by per-channel products with the decay of a whole half,
+and no difference of cumulative sums is ever taken. The inverse of ``I + L`` follows the same tree:
+exact block substitution, never a power of ``L``.
 
 All arrays have leading batch axes, then ``C`` rows, then channels (one channel for a scalar gate).
 """
@@ -35,7 +35,8 @@ class Decays(NamedTuple):
     row: Array
     """``[..., C, K]`` of each row alone."""
     right: tuple[Array, ...]
-    """Level s = 1, 2, 4, ...: ``[..., C/2s, s, K]`` from the start of the right half through the row."""
+    """Level s = 1, 2, 4, ...: ``[..., C/2s, s, K]`` from the start of the right half through the
+    row."""
     left: tuple[Array, ...]
     """Level s: ``[..., C/2s, s, K]`` after the row, to the end of the left half."""
 
@@ -55,7 +56,8 @@ def decays(g: Array) -> Decays:
         first, second = _pair(block)
         one = jnp.ones_like(first)
         prefix, suffix = _doubled(prefix, one, first), _doubled(suffix, second, one)
-        # Not the product of both: a CPU would fuse the tree of them into every reader of every level.
+        # Not the product of both: a CPU would fuse that tree of products into every reader of every
+        # level.
         sums = sum(_pair(sums))
         block = jnp.exp(sums)
         s *= 2
@@ -65,9 +67,11 @@ def decays(g: Array) -> Decays:
 
 
 def _doubled(x: Array, left: Array, right: Array) -> Array:
-    """Blocks ``[..., 2n, s, K]`` as ``[..., n, 2s, K]``, left and right halves times a row ``[..., n, 1, K]`` each.
+    """Blocks ``[..., 2n, s, K]`` as ``[..., n, 2s, K]``, left and right halves times a row
+    ``[..., n, 1, K]`` each.
 
-    Products with small arrays rather than a concatenation of large ones, which would have to be written.
+    Products with small arrays rather than a concatenation of large ones, which would have to be
+    written.
     """
     pairs = x.reshape(*x.shape[:-3], x.shape[-3] // 2, 2, *x.shape[-2:])
     pairs = pairs * jnp.stack([left, right], -3)
@@ -143,7 +147,8 @@ def _inverse_corner(il: Array, corner: Array, ir: Array, precision: lax.Precisio
 
 
 SMALL = 4
-"""Rows of the blocks whose products are written out: a library's would take longer to begin."""
+"""Blocks of up to this many rows are multiplied elementwise: calling a library would take longer.
+"""
 
 
 def small_product(a: Array, b: Array) -> Array:
@@ -170,9 +175,10 @@ def interactions_backward(
 ) -> IntraGrads:
     """Backward of :func:`interactions` (not of its inverse) and of :func:`decays`.
 
-    ``dqk`` and ``dkk`` are the gradients of ``qk`` and ``kk``; ``dprefix``, ``dsuffix``, ``dtotal`` those of the
-    *logarithms* of the chunk's decay factors. The tree is walked from the top: a gradient of a block's log
-    prefix is one of its halves' prefixes and totals. Only sums, so nothing cancels.
+    ``dqk`` and ``dkk`` are the gradients of ``qk`` and ``kk``; ``dprefix``, ``dsuffix`` and
+    ``dtotal`` those of the *logarithms* of the chunk's decay factors. The tree is traversed from
+    the top: a gradient of a block's log prefix is one of its halves' prefixes and totals. There are
+    only sums, so nothing cancels.
     """
     C = q.shape[-2]
     scalar = decay.prefix.shape[-1] == 1
@@ -203,13 +209,15 @@ def interactions_backward(
 
 
 LEAF = 4
-"""Rows of blocks whose pairs are gone through one by one: a level costs the same however few rows its blocks have."""
+"""Rows of blocks whose pairs are computed one by one: a level costs the same however small its
+blocks."""
 DEPTH = LEAF.bit_length() - 2
 """The last level inside them."""
 
 
 def _leaves(q: Array, k: Array, decay: Decays, dqk: Array, dkk: Array) -> IntraGrads:
-    """Of the pairs inside blocks of ``LEAF`` rows, the diagonal too. ``dqk``, ``dkk`` ``[..., C/LEAF, LEAF, LEAF]``."""
+    """Gradients of the pairs inside blocks of ``LEAF`` rows, the diagonal too. ``dqk``, ``dkk``
+    ``[..., C/LEAF, LEAF, LEAF]``."""
 
     def rows(x: Array) -> list[Array]:
         blocks = x.reshape(*x.shape[:-2], -1, LEAF, x.shape[-1])
@@ -267,7 +275,8 @@ def _diagonal_blocks(x: Array, s: int) -> Array:
 
 
 def _split(dp: Array, ds: Array, dt: Array, at_right: Array, at_left: Array) -> tuple[Array, Array, Array]:
-    """Gradients of a block's log prefix, suffix and total, handed to its halves, plus those of this level."""
+    """Gradients of a block's log prefix, suffix and total, distributed to its halves, plus those of
+    this level."""
     s = at_right.shape[-2]
     pl, pr, sl, sr = dp[..., :s, :], dp[..., s:, :], ds[..., :s, :], ds[..., s:, :]
     tl = dt + total(pr, -2)

@@ -1,4 +1,4 @@
-"""Dot precision, and zeros that carry the mesh axes their neighbours vary over."""
+"""Precision of products, sums over rows or channels, and the mesh axes that arrays vary over."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ F32 = jnp.float32
 def product_precision(request: Request) -> lax.Precision:
     """Precision of the large products, whose operands are always float32 arrays.
 
-    float32 inputs: full float32 everywhere. 16-bit inputs: on a GPU ``DEFAULT`` (tf32, 10 mantissa bits),
-    on a TPU ``HIGH`` (three bf16 passes, about 16 bits), because a single bf16 pass there rounds the state
-    operand to 8 bits and lands within a few percent of the contract's bound. A CPU ignores the setting.
+    float32 inputs: full float32 everywhere. 16-bit inputs: on a GPU ``DEFAULT`` (tf32, 10 mantissa
+    bits), on a TPU ``HIGH`` (three bf16 passes, about 16 bits), because a single bf16 pass there
+    rounds the state operand to 8 bits and comes within a few percent of the contract's bound. A CPU
+    ignores the setting.
     """
     if request.dtype == "float32":
         return lax.Precision.HIGHEST
     return lax.Precision.HIGH if request.device.type == "tpu" else lax.Precision.DEFAULT
 
 
-def apart(request: Request, x: Any) -> Any:
-    """``x``, an array or a tree of them, that XLA may not compute together with what reads it.
+def fusion_barrier(request: Request, x: Any) -> Any:
+    """``x``, an array or a tree of them, which XLA may not fuse with the operations that read it.
 
-    What surrounds a segment depends on the number of tokens. A loop of one segment is no loop to XLA, and a sum fused
-    with its surroundings is cut as they suggest: its bits would depend on them. On a CPU it makes no difference.
+    The operations around a segment depend on the number of tokens. XLA unrolls a loop over one
+    segment, and the order of a fused sum depends on the fusion, so without the barrier a result's
+    bits would depend on the number of tokens. On a CPU no barrier is needed.
     """
     return x if request.device.type == "cpu" else lax.optimization_barrier(x)
 
 
-def given(x: Array | None) -> Array:
-    """An optional array that the request says is there."""
+def required(x: Array | None) -> Array:
+    """Narrow an optional array that the request says is present."""
     if x is None:
         raise TypeError("an array named by the request is missing")
     return x
@@ -50,7 +52,8 @@ def dot(spec: str, a: Array, b: Array, precision: lax.Precision) -> Array:
 def total(x: Array, axis: int) -> Array:
     """``sum(x, axis, keepdims=True)`` over one of the last two axes.
 
-    The batch axes are merged first: XLA's CPU reductions are several times slower with many of them.
+    The batch axes are merged first: XLA's CPU reductions are several times slower with many of
+    them.
     """
     flat = jnp.sum(x.reshape(-1, *x.shape[-2:]), axis, keepdims=True)
     return flat.reshape(*x.shape[:-2], *flat.shape[-2:])
@@ -77,13 +80,15 @@ def out_struct(shape: tuple[int, ...], dtype: Any, *arrays: Array) -> jax.ShapeD
 
 
 def varying(x: Array, axes: frozenset[str]) -> Array:
-    """``x`` marked as varying over ``axes``, so that a scan may carry it together with sharded values."""
+    """``x`` marked as varying over ``axes``, so that a scan may carry it together with sharded
+    values."""
     missing = tuple(sorted(axes - mesh_axes(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def summed_like(grad: Array, primal: Array) -> Array:
-    """``grad`` in the dtype of ``primal``, summed over the mesh axes along which ``primal`` is replicated."""
+    """``grad`` in the dtype of ``primal``, summed over the mesh axes along which ``primal`` is
+    replicated."""
     extra = tuple(sorted(mesh_axes(grad) - mesh_axes(primal)))
     if extra:
         grad = lax.psum(grad, extra)

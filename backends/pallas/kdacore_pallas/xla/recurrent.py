@@ -1,7 +1,8 @@
 """``fused_recurrent_kda`` and its GDN form: one token of every sequence at a time.
 
-Pools are functional: the updated pool (or initial state) is returned as ``final_state``. A pack runs its sequences
-side by side for as many steps as the longest has tokens; for long packs the chunked op is the right one.
+Pools are functional: the updated pool (or initial state) is returned as ``final_state``. A pack
+runs its sequences side by side for as many steps as the longest has tokens; for long packs the
+chunked op is the right one.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from jax import lax
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, RecurrentInputs, Request
 from kdacore_pallas.xla import chunk_backward, gate
-from kdacore_pallas.xla.numerics import F32, dot, given, mesh_axes, varying
+from kdacore_pallas.xla.numerics import F32, dot, mesh_axes, required, varying
 
 Array = Any
 
 
 class Tokens(NamedTuple):
-    """What the recurrence reads, float32, tokens in one axis: ``[B*T, H, R, ...]`` (R = 1 for q and k)."""
+    """Inputs of the recurrence, float32, tokens in one axis: ``[B*T, H, R, ...]`` (R = 1 for q and
+    k)."""
 
     q: Array
     k: Array
@@ -40,10 +42,10 @@ def _tokens(request: Request, inputs: RecurrentInputs) -> Tokens:
 
     q, k = heads(inputs.q, 1), heads(inputs.k, 1)
     if request.qk_l2norm:
-        q, k = gate.normalise(q), gate.normalise(k)
+        q, k = gate.qk_l2norm(q), gate.qk_l2norm(k)
     g = heads(inputs.g[..., None] if request.scalar_gate else inputs.g, R)
     log = gate.log_decay(request, g, param(inputs.A_log), param(inputs.dt_bias))
-    beta = gate.strength(request, heads(inputs.beta, R))[..., None]
+    beta = gate.beta_forward(request, heads(inputs.beta, R))[..., None]
     return Tokens(q * request.scale, k, heads(inputs.v, R), jnp.exp(log), beta)
 
 
@@ -64,24 +66,25 @@ def read_rows(request: Request, inputs: RecurrentInputs) -> Array:
     table = indices.astype(jnp.int32)
     if table.ndim == 1:
         return table
-    accepted = given(inputs.num_accepted_tokens).astype(jnp.int32)
+    accepted = required(inputs.num_accepted_tokens).astype(jnp.int32)
     at = jnp.maximum(accepted - 1, 0)[:, None]
     return jnp.where(accepted > 0, jnp.take_along_axis(table, at, axis=1)[:, 0], -1)
 
 
 def write_rows(request: Request, inputs: RecurrentInputs) -> Array:
-    """Rows written in place: ``[N]`` for the last state, ``[N, W]`` for the state after each token; negative: none."""
+    """Rows written in place: ``[N]`` for the last state, ``[N, W]`` for the state after each token;
+    negative: none."""
     if inputs.state_indices is None:
         return jnp.arange(request.N, dtype=jnp.int32)
     return inputs.state_indices.astype(jnp.int32)
 
 
-def _nowhere(rows: Array, size: int) -> Array:
-    """Negative rows moved past the end, where gathers fill zeros and scatters drop."""
+def _drop_negative(rows: Array, size: int) -> Array:
+    """Negative rows moved past the end: gathers fill zeros there, and scatters are dropped."""
     return jnp.where(rows < 0, size, rows)
 
 
-def _to_math(request: Request, states: Array) -> Array:
+def _from_pool(request: Request, states: Array) -> Array:
     """Pool rows as float32 ``[N, H, R, K, V]``."""
     states = states.astype(F32)
     if request.state_v_first:
@@ -90,7 +93,7 @@ def _to_math(request: Request, states: Array) -> Array:
 
 
 def _to_pool(request: Request, states: Array, dtype: Any) -> Array:
-    """The reverse of :func:`_to_math`."""
+    """The reverse of :func:`_from_pool`."""
     if request.state_v_first:
         states = jnp.swapaxes(states, -1, -2)
     return states.reshape(-1, request.HV, *request.state_tail).astype(dtype)
@@ -101,12 +104,12 @@ def _start(request: Request, inputs: RecurrentInputs, axes: frozenset[str]) -> A
     if pool is None:
         shape = (request.N, request.H, request.HV // request.H, request.K, request.V)
         return varying(jnp.zeros(shape, F32), axes)
-    rows = _nowhere(read_rows(request, inputs), pool.shape[0])
+    rows = _drop_negative(read_rows(request, inputs), pool.shape[0])
     rows = jnp.take(pool, rows, axis=0, mode="fill", fill_value=0)
-    return varying(_to_math(request, rows), axes)
+    return varying(_from_pool(request, rows), axes)
 
 
-class Carry(NamedTuple):
+class LoopState(NamedTuple):
     state: Array
     pool: Array | None
     """The pool being rewritten; None unless a state is kept after every token."""
@@ -114,13 +117,13 @@ class Carry(NamedTuple):
     """``[B*T, H, R, V]``."""
 
 
-def _run(request: Request, inputs: RecurrentInputs, start: Array, axes: frozenset[str]) -> Carry:
+def _run(request: Request, inputs: RecurrentInputs, start: Array, axes: frozenset[str]) -> LoopState:
     """All tokens of all sequences."""
     x = _tokens(request, inputs)
     table = write_rows(request, inputs)
     per_token = request.inplace_state and table.ndim == 2
     if request.packed:
-        cu = given(inputs.cu_seqlens).astype(jnp.int32)
+        cu = required(inputs.cu_seqlens).astype(jnp.int32)
         first, length = cu[:-1], cu[1:] - cu[:-1]
         steps = jnp.max(length)
     else:
@@ -128,7 +131,7 @@ def _run(request: Request, inputs: RecurrentInputs, start: Array, axes: frozense
         length = jnp.full((request.N,), request.T, jnp.int32)
         steps = request.T
 
-    def body(t: Array, carry: Carry) -> Carry:
+    def body(t: Array, carry: LoopState) -> LoopState:
         alive = t < length
         row = jnp.where(alive, first + t, request.B * request.T)
         token = Tokens(*(jnp.take(a, row, axis=0, mode="clip") for a in x))
@@ -138,13 +141,13 @@ def _run(request: Request, inputs: RecurrentInputs, start: Array, axes: frozense
         pool: Array = carry.pool
         if per_token:
             column = lax.dynamic_index_in_dim(table, t, 1, keepdims=False)
-            rows = _nowhere(jnp.where(alive, column, -1), pool.shape[0])
+            rows = _drop_negative(jnp.where(alive, column, -1), pool.shape[0])
             pool = pool.at[rows].set(_to_pool(request, state, pool.dtype), mode="drop")
-        return Carry(state, pool, carry.o.at[row].set(o, mode="drop"))
+        return LoopState(state, pool, carry.o.at[row].set(o, mode="drop"))
 
     pool = varying(inputs.initial_state, axes) if per_token else None
     o = varying(jnp.zeros((request.B * request.T, *start.shape[1:3], request.V), F32), axes)
-    done: Carry = lax.fori_loop(0, steps, body, Carry(start, pool, o))
+    done: LoopState = lax.fori_loop(0, steps, body, LoopState(start, pool, o))
     return done
 
 
@@ -157,7 +160,7 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
         pool = done.pool
         if pool is None:
             pool = varying(inputs.initial_state, axes)
-            rows = _nowhere(write_rows(request, inputs), pool.shape[0])
+            rows = _drop_negative(write_rows(request, inputs), pool.shape[0])
             pool = pool.at[rows].set(_to_pool(request, done.state, pool.dtype), mode="drop")
         return Outputs(o, pool)
     if request.output_final_state:

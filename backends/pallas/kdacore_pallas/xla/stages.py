@@ -1,4 +1,4 @@
-"""The five stage ops of the chunk pipeline, each over the whole call at once."""
+"""The five stage ops of the chunk pipeline. Each treats the whole call as one segment."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from kdacore.types import (
     RecomputeOutputs,
     Request,
 )
-from kdacore_pallas.xla import chunk, gate, segment
+from kdacore_pallas.xla import chunk_forward, gate, segment
 from kdacore_pallas.xla.intra import decays, interactions
-from kdacore_pallas.xla.layout import Plan, chunk_table
-from kdacore_pallas.xla.numerics import F32, dot, given, mesh_axes, product_precision
+from kdacore_pallas.xla.numerics import F32, dot, mesh_axes, product_precision, required
+from kdacore_pallas.xla.plan import ChunkPlan, chunk_table
 
 Array = Any
 LN2 = math.log(2.0)
 
 
-def _plan(request: Request, cu_seqlens: Array | None) -> Plan:
+def _plan(request: Request, cu_seqlens: Array | None) -> ChunkPlan:
     """One segment holding every chunk."""
     C, G = request.chunk_size, request.num_chunks
     table = chunk_table(cu_seqlens, request.T, C, G) if request.packed else None
-    return Plan(request.B, request.T, request.N, request.H, request.HV // request.H, C, G, 1, table)
+    return ChunkPlan(request.B, request.T, request.N, request.H, request.HV // request.H, C, G, 1, table)
 
 
-def _load(plan: Plan, x: Array) -> Array:
+def _load(plan: ChunkPlan, x: Array) -> Array:
     """``[B, T, heads, ...]`` as ``[M, R, C, ...]`` float32, zero where there is no token."""
     rows = plan.load(plan.pad(x), jnp.int32(0)).astype(F32)
     mask = plan.mask(jnp.int32(0))
@@ -44,11 +44,11 @@ def _load(plan: Plan, x: Array) -> Array:
     return jnp.where(mask[..., 0] if rows.ndim == 3 else mask, rows, 0.0)
 
 
-def _unload(plan: Plan, x: Array) -> Array:
+def _unload(plan: ChunkPlan, x: Array) -> Array:
     return plan.unload(plan.in_order(x)[None], plan.H * x.shape[1], *x.shape[3:])
 
 
-def _log_decay(plan: Plan, gc: Array) -> Array:
+def _log_decay(plan: ChunkPlan, gc: Array) -> Array:
     """Natural-log decay of each row from log2 sums; zero where there is no token."""
     rows = _load(plan, gc)
     before = jnp.concatenate([jnp.zeros_like(rows[:, :, :1]), rows[:, :, :-1]], axis=2)
@@ -89,23 +89,24 @@ def recompute_w_u(request: Request, inputs: RecomputeInputs) -> RecomputeOutputs
 
 
 def chunk_state(request: Request, inputs: ChunkStateInputs) -> ChunkStateOutputs:
-    """``h`` ``[B, NT, HV, K, V]`` float32 at each chunk's start, ``v_new`` ``[B, T, HV, V]``, the last states."""
+    """``h`` ``[B, NT, HV, K, V]`` float32 at each chunk's start, ``v_new`` ``[B, T, HV, V]``, the
+    last states."""
     plan = _plan(request, inputs.cu_seqlens)
     kg, w, u = (_load(plan, x) for x in (inputs.kg, inputs.w, inputs.u))
     total = decays(_log_decay(plan, inputs.gc)).total
-    initial = chunk.states_in(request, plan, inputs.initial_state, mesh_axes(*inputs))
-    parts = chunk.StateParts(w, u, kg, total)
-    flag = chunk.sequence_flags(plan, jnp.int32(0))
-    buffers = chunk.state_buffers(request, plan, initial)
-    state = chunk.start_state(plan, initial)
-    end, buffers, states = chunk.replay(
+    initial = chunk_forward.states_in(request, plan, inputs.initial_state, mesh_axes(*inputs))
+    parts = chunk_forward.StateParts(w, u, kg, total)
+    flag = chunk_forward.sequence_flags(plan, jnp.int32(0))
+    buffers = chunk_forward.state_buffers(request, plan, initial)
+    state = chunk_forward.start_state(plan, initial)
+    end, buffers, states = chunk_forward.scan_states(
         plan, parts, state, buffers, flag, initial, product_precision(request)
     )
     h = states.start.reshape(plan.G, plan.B, request.HV, request.K, request.V)
     if plan.table is not None:
         h = jnp.where((plan.table.seq < plan.N)[:, None, None, None, None], h, 0.0)
-        end = given(buffers.final)[:-1]
-    final = chunk.states_out(request, end, request.N)
+        end = required(buffers.final)[:-1]
+    final = chunk_forward.states_out(request, end, request.N)
     return ChunkStateOutputs(jnp.moveaxis(h, 1, 0), _unload(plan, states.v_new), final)
 
 

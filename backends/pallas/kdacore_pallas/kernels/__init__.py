@@ -1,1 +1,0 @@
-"""Pallas TPU kernels: chunk forward and backward, decode over a state pool."""

@@ -1,8 +1,0 @@
-"""Sizes every kernel shares. No framework is imported here: verifiers use them."""
-
-CHUNK = 128
-"""Tokens of a grid step."""
-SUBLANES = 8
-LANES = 128
-HEADS = 8
-"""Heads of a block are a multiple of this, or all heads."""

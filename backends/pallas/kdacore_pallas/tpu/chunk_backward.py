@@ -1,0 +1,72 @@
+"""``chunk_kda`` and ``chunk_gated_delta_rule`` backward by the kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from kdacore.types import ChunkInputs, GateInputs, InputGrads, OutputGrads, Request
+from kdacore_pallas.tpu import chunk_backward_kernel, chunk_forward_kernel, plan
+from kdacore_pallas.tpu.chunk_forward import chunk_schedule, with_empty_sequences
+from kdacore_pallas.tpu.launch import Launch
+from kdacore_pallas.tpu.options import kernel_options
+from kdacore_pallas.xla import gate
+from kdacore_pallas.xla.numerics import F32, summed_like
+from kdacore_pallas.xla.plan import ChunkTable
+
+Array = Any
+
+
+def backward(
+    request: Request,
+    inputs: ChunkInputs,
+    saved: tuple[Array, ...],
+    grads: OutputGrads,
+    hb: int,
+    launch: Launch,
+) -> InputGrads:
+    """Gradients by two kernels: the states at each chunk's start, then the chunks from last to
+    first."""
+    x = plan.make_chunk_grid(request, hb)
+    schedule, table = chunk_schedule(request, x, inputs.cu_seqlens)
+    options = kernel_options(request)
+    states = chunk_forward_kernel.chunk_forward(
+        request, inputs, x, options, schedule, table, launch, ("starts",)
+    )
+    d = chunk_backward_kernel.chunk_backward(
+        request, inputs, grads, states["starts"], x, options, schedule, table, launch
+    )
+    dq, dk, dv = (
+        summed_like(plan.scatter(table, d[n]), a) for n, a in zip(("dq", "dk", "dv"), inputs, strict=False)
+    )
+    dbeta = gate.beta_backward(request, inputs.beta.astype(F32), _tokens(request, table, d["dbeta"]))
+    dg, dA, dbias = _gate_grads(request, inputs, table, d)
+    dinitial = d.get("dinitial")
+    if dinitial is not None:
+        if table is not None:
+            dinitial = with_empty_sequences(dinitial[:-1], grads.final_state, inputs.cu_seqlens)
+        dinitial = summed_like(dinitial, inputs.initial_state)
+    return InputGrads(dq, dk, dv, dg, summed_like(dbeta, inputs.beta), dA, dbias, dinitial)
+
+
+def _tokens(request: Request, table: ChunkTable | None, per_head: Array) -> Array:
+    """``[B, HV, NC * C]`` back to ``[B, T, HV]``."""
+    rows = jnp.moveaxis(per_head, 2, 1)
+    return rows[:, : request.T] if table is None else plan.scatter(table, rows)
+
+
+def _gate_grads(
+    request: Request, inputs: ChunkInputs, table: ChunkTable | None, d: dict[str, Array]
+) -> tuple[Array, Array | None, Array | None]:
+    """Gradients of g, A_log and dt_bias."""
+    if request.scalar_gate:
+        raw = GateInputs(inputs.g, inputs.A_log, inputs.dt_bias)
+        found = gate.kda_gate_backward(request, raw, _tokens(request, table, d["dg"]))
+        return found.g, found.A_log, found.dt_bias
+    dA = dbias = None
+    if inputs.A_log is not None:
+        dA = summed_like(jnp.sum(d["dA"], (0, 2)), inputs.A_log)
+    if inputs.dt_bias is not None:
+        dbias = summed_like(jnp.sum(d["dbias"], 0).reshape(inputs.dt_bias.shape), inputs.dt_bias)
+    return summed_like(plan.scatter(table, d["dg"]), inputs.g), dA, dbias

@@ -1,0 +1,204 @@
+"""The fused chunk backward: chunks from last to first, everything recomputed from the raw inputs.
+
+The state each chunk starts from comes from a forward pass that writes nothing else (``starts``).
+The gradient of the state stays in VMEM from chunk to chunk. q and k gradients are summed over their
+value heads in scratch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from kdacore.types import ChunkInputs, OutputGrads, Request
+from kdacore_pallas.tpu import chunk_forward_kernel as forward
+from kdacore_pallas.tpu import chunk_step, gate, head_rows, tiles
+from kdacore_pallas.tpu.chunk_forward_kernel import Refs
+from kdacore_pallas.tpu.chunk_step_backward import chunk_step_backward
+from kdacore_pallas.tpu.launch import KernelOperands, Launch, call_chunk_kernel
+from kdacore_pallas.tpu.operands import F32, Operand, chunk_operands, lanes_spec, rows_spec, state_spec
+from kdacore_pallas.tpu.options import KernelOptions
+from kdacore_pallas.tpu.plan import FIRST, LAST, ChunkGrid, ChunkSchedule, gather
+from kdacore_pallas.xla.plan import ChunkTable
+
+Array = Any
+
+
+def _begin_chunk(refs: Refs, flag: Any, at_start: Any, v_first: bool) -> None:
+    """Set the state's gradient at a sequence's end, and the sums over chunks to zero at a head
+    block's first step."""
+
+    @pl.when(flag & LAST != 0)
+    def _() -> None:
+        if "dfinal" in refs:
+            d = refs["dfinal"][0].astype(F32)
+            refs["dstate"][...] = d if v_first else jnp.swapaxes(d, 1, 2)
+        else:
+            refs["dstate"][...] = jnp.zeros_like(refs["dstate"])
+
+    @pl.when(at_start)
+    def _() -> None:
+        for name in ("dA", "dbias"):
+            if name in refs:
+                refs[name][...] = jnp.zeros_like(refs[name])
+
+
+def _write_outputs(x: ChunkGrid, refs: Refs, flag: Any, scalar: bool, v_first: bool) -> None:
+    """Copy the gradients from scratch to the outputs."""
+    sizes = {"dq": (x.hb, x.K), "dk": (x.hb, x.K), "dv": (x.hvb, x.V), "dg": (x.hvb, x.K)}
+    for name, (heads, D) in sizes.items():
+        if name != "dg" or not scalar:
+            refs[name][0] = head_rows.block(refs[name + "s"], x.C, heads, D).astype(refs[name].dtype)
+    if "dinitial" in refs:
+
+        @pl.when(flag & FIRST != 0)
+        def _() -> None:
+            d = refs["dstate"][...]
+            refs["dinitial"][0] = d if v_first else jnp.swapaxes(d, 1, 2)
+
+
+def _kernel(
+    x: ChunkGrid, options: KernelOptions, names: list[str], scalar: bool, v_first: bool, *refs_: Any
+) -> None:
+    _, flags, valid, *rest = refs_
+    refs = dict(zip(names, rest, strict=True))
+    step = pl.program_id(2)
+    at = pl.program_id(0) * x.NC + (x.NC - 1 - step)
+    flag, valid_rows = flags[at], valid[at]
+    first_head = pl.program_id(1) * x.hvb
+    _begin_chunk(refs, flag, step == 0, v_first)
+    forward.stage_rows(refs, scalar)
+    head_rows.fill(refs["dos"], refs["do"][0])
+
+    def token(a: Array) -> Array:
+        return jnp.where(tiles.row_index(*a.shape) < valid_rows, a, 0.0) if x.ragged else a
+
+    def one(h: Any, carry: None) -> None:
+        own = h if x.R == 1 else lax.div(h, x.R)
+        ready = forward.read_rows(x, options, refs, h, first_head + h, valid_rows, scalar)
+        prep = chunk_step.prepare(options, ready)
+        state = refs["starts"][0, 0, h]
+        v_new = chunk_step.corrected_values(options, prep, state)
+        do = token(head_rows.read(refs["dos"], h, x.C, x.hvb, x.V))
+        d = chunk_step_backward(options, ready, prep, v_new, state, do, refs["dstate"][h])
+        refs["dstate"][h] = d.state
+        refs["dbeta"][0, pl.ds(h, 1), :] = tiles.to_row(token(d.beta))
+        head_rows.write(refs["dvs"], h, x.hvb, d.v)
+        _gate_grads(x, options, refs, h, first_head + h, token(d.g), token, scalar)
+        for name, dx in (("q", d.q * options.scale), ("k", d.k)):
+            if options.qk_l2norm:
+                raw = token(head_rows.read(refs[name + "s"], own, x.C, x.hb, x.K))
+                dx = gate.qk_l2norm_backward(raw, dx)
+            _accumulate(x, refs["d" + name + "s"], own, dx, h)
+        return carry
+
+    lax.fori_loop(0, x.hvb, one, None)
+    _write_outputs(x, refs, flag, scalar, v_first)
+
+
+def _accumulate(x: ChunkGrid, ref: Any, own: Any, d: Array, h: Any) -> None:
+    """Sum over the value heads of one q/k head; the first of them overwrites."""
+    if x.R > 1:
+        d = d + jnp.where(lax.rem(h, x.R) == 0, 0.0, head_rows.read(ref, own, x.C, x.hb, x.K))
+    head_rows.write(ref, own, x.hb, d)
+
+
+def _gate_grads(
+    x: ChunkGrid, options: KernelOptions, refs: Refs, h: Any, at: Any, dlog: Array, token: Any, scalar: bool
+) -> None:
+    """Gradients of the gate. Of a scalar gate the kernel writes the gradient of the log decay only:
+    XLA does the rest, which is elementwise and small.
+    """
+    if scalar:
+        refs["dg"][0, pl.ds(h, 1), :] = tiles.to_row(jnp.sum(dlog, axis=1, keepdims=True))
+        return
+    raw, slope = forward.gate_input(x, refs, h, at, scalar)
+    dx, dA = gate.log_decay_backward(options, token(raw), slope, dlog)
+    head_rows.write(refs["dgs"], h, x.hvb, dx)
+    for name, d in (("dbias", dx), ("dA", dA)):
+        if name in refs:
+            refs[name][0, pl.ds(h, 1), :] += jnp.sum(d, axis=0, keepdims=True)
+
+
+def backward_operands(
+    request: Request,
+    inputs: ChunkInputs,
+    grads: OutputGrads,
+    starts: Array,
+    x: ChunkGrid,
+    table: ChunkTable | None,
+) -> KernelOperands:
+    """What the backward kernel reads and writes."""
+
+    def at(c: Any) -> Any:
+        return x.NC - 1 - c
+
+    given = chunk_operands(request, inputs, x, table, at)
+    do = jnp.zeros_like(inputs.v) if grads.o is None else grads.o
+    do = gather(table, do)
+    given.append(Operand("do", rows_spec(x, x.hvb, x.V, at), do.shape, do.dtype, do))
+    block = pl.BlockSpec((1, 1, x.hvb, x.V, x.K), lambda b, h, c, *_: (b, at(c), h, 0, 0))
+    given.append(Operand("starts", block, starts.shape, jnp.dtype(F32), starts))
+    if grads.final_state is not None:
+        s = grads.final_state
+        given.append(Operand("dfinal", state_spec(x, s.shape[2:], s.shape[0], at), s.shape, s.dtype, s))
+    return given, *_made(request, inputs, x, table, at)
+
+
+def chunk_backward(
+    request: Request,
+    inputs: ChunkInputs,
+    grads: OutputGrads,
+    starts: Array,
+    x: ChunkGrid,
+    options: KernelOptions,
+    schedule: ChunkSchedule,
+    table: ChunkTable | None,
+    launch: Launch,
+) -> dict[str, Array]:
+    """Gradients as the kernel writes them: ``dq dk dv dg`` rows (``dg`` of a scalar gate
+    ``[B, HV, NC * C]``), ``dbeta`` ``[B, HV, NC * C]`` of beta after its sigmoid, ``dA`` and
+    ``dbias`` ``[B, HV, K]`` to be summed over B (and K), ``dinitial`` float32.
+    """
+    read, written, scratch = backward_operands(request, inputs, grads, starts, x, table)
+
+    def body(names: list[str], *refs: Any) -> None:
+        _kernel(x, options, names, request.scalar_gate, request.state_v_first, *refs)
+
+    outs = call_chunk_kernel("kdacore_chunk_backward", body, x, schedule, read, written, scratch, launch)
+    return {o.name: a for o, a in zip(written, outs, strict=True)}
+
+
+def _made(
+    request: Request, inputs: ChunkInputs, x: ChunkGrid, table: ChunkTable | None, at: Any
+) -> tuple[list[Operand], list[tuple[str, tuple[int, ...]]]]:
+    """Outputs and scratch."""
+    scalar = request.scalar_gate
+    lanes = (x.B, x.HV, x.NC * x.C)
+    made = [
+        Operand("dq", rows_spec(x, x.hb, x.K, at), (x.B, x.T, x.H, x.K), inputs.q.dtype),
+        Operand("dk", rows_spec(x, x.hb, x.K, at), (x.B, x.T, x.H, x.K), inputs.k.dtype),
+        Operand("dv", rows_spec(x, x.hvb, x.V, at), (x.B, x.T, x.HV, x.V), inputs.v.dtype),
+        Operand("dbeta", lanes_spec(x, x.hvb, at), lanes, jnp.dtype(F32)),
+    ]
+    keys, values = head_rows.shape(x.C, x.hb, x.K), head_rows.shape(x.C, x.hvb, x.V)
+    scratch = [("dstate", (x.hvb, x.V, x.K)), *forward.row_scratch(x, scalar), ("dos", values)]
+    scratch += [("dqs", keys), ("dks", keys), ("dvs", values)]
+    if scalar:
+        made.append(Operand("dg", lanes_spec(x, x.hvb, at), lanes, jnp.dtype(F32)))
+    else:
+        made.append(Operand("dg", rows_spec(x, x.hvb, x.K, at), (x.B, x.T, x.HV, x.K), inputs.g.dtype))
+        scratch.append(("dgs", head_rows.shape(x.C, x.hvb, x.K)))
+        sums = pl.BlockSpec((1, x.hvb, x.K), lambda b, h, c, *_: (b, h, 0))
+        wanted = (("dA", inputs.A_log), ("dbias", inputs.dt_bias))
+        made += [
+            Operand(n, sums, (x.B, x.HV, x.K), jnp.dtype(F32)) for n, given in wanted if given is not None
+        ]
+    if inputs.initial_state is not None:
+        sequences = request.N + (table is not None)
+        spec = state_spec(x, request.state_tail, sequences, at)
+        made.append(Operand("dinitial", spec, (sequences, x.HV, *request.state_tail), jnp.dtype(F32)))
+    return made, scratch

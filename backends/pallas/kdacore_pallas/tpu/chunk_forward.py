@@ -1,0 +1,46 @@
+"""``chunk_kda`` and ``chunk_gated_delta_rule`` forward by the kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from kdacore.types import ChunkInputs, Outputs, Request
+from kdacore_pallas.tpu import chunk_forward_kernel, plan
+from kdacore_pallas.tpu.launch import Launch
+from kdacore_pallas.tpu.options import kernel_options
+from kdacore_pallas.tpu.plan import ChunkGrid, ChunkSchedule
+from kdacore_pallas.xla.plan import ChunkTable
+
+Array = Any
+
+
+def chunk_schedule(
+    request: Request, x: ChunkGrid, cu_seqlens: Array | None
+) -> tuple[ChunkSchedule, ChunkTable | None]:
+    if cu_seqlens is None:
+        return plan.dense_schedule(x), None
+    table = plan.packed_table(request, x, cu_seqlens)
+    return plan.packed_schedule(table), table
+
+
+def with_empty_sequences(rows: Array, empty: Array | None, cu_seqlens: Array) -> Array:
+    """State rows of a pack; those of empty sequences, which no chunk writes, are taken from
+    ``empty`` or zero."""
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    other = jnp.zeros_like(rows) if empty is None else empty.astype(rows.dtype)
+    return jnp.where((lengths == 0)[:, None, None, None], other, rows)
+
+
+def forward(request: Request, inputs: ChunkInputs, hb: int, launch: Launch) -> Outputs:
+    """Outputs of the op by one kernel; a grid step has ``hb`` q/k heads."""
+    x = plan.make_chunk_grid(request, hb)
+    schedule, table = chunk_schedule(request, x, inputs.cu_seqlens)
+    want = ("o", "final") if request.output_final_state else ("o",)
+    options = kernel_options(request)
+    outs = chunk_forward_kernel.chunk_forward(request, inputs, x, options, schedule, table, launch, want)
+    final = outs.get("final")
+    if final is not None and table is not None:
+        final = with_empty_sequences(final[:-1], inputs.initial_state, inputs.cu_seqlens)
+    return Outputs(plan.scatter(table, outs["o"]), final)

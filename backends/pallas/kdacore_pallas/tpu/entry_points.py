@@ -1,0 +1,82 @@
+"""Entry points of the ``pallas`` backend: jit keyed on the request, heads per step, memory limits,
+interpret mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from kdacore.types import InputGrads, OutputGrads, Outputs, RecurrentInputs, Request
+from kdacore_pallas.program_cache import compiled_program
+from kdacore_pallas.tpu import chunk_backward as chunk_backward_pass
+from kdacore_pallas.tpu import chunk_forward as chunk_forward_pass
+from kdacore_pallas.tpu import recurrent, vmem
+from kdacore_pallas.tpu.launch import Launch
+from kdacore_pallas.tpu.verifiers import interpreted
+from kdacore_pallas.xla import chunk_backward as xla_backward
+from kdacore_pallas.xla import recurrent as xla_recurrent
+
+Array = Any
+
+
+def launch(request: Request, need: int) -> Launch:
+    """Compiled on a TPU, interpreted elsewhere."""
+    if request.device.type != "tpu":
+        return Launch(interpret=interpreted())
+    return Launch(vmem_bytes=vmem.limit(need, request.device.arch))
+
+
+def _run(fn: Callable[..., Any], request: Request, inputs: Any, *more: Any) -> Any:
+    # The dtype of g decides a block's size; nothing else of the tensors matters to compilation.
+    tensors = tuple((n, s) for n, s in request.tensors if n in ("g", "initial_state"))
+    inputs = inputs._replace(cu_seqlens_cpu=None)
+    if isinstance(inputs, RecurrentInputs):
+        inputs = inputs._replace(out=None)
+    return compiled_program(fn, replace(request, tensors=tensors, traced=False))(inputs, *more)
+
+
+def _forward(request: Request, inputs: Any) -> Outputs:
+    hb = vmem.heads_per_step(request)
+    return chunk_forward_pass.forward(
+        request, inputs, hb, launch(request, vmem.chunk_forward_bytes(request, hb))
+    )
+
+
+def _backward(request: Request, inputs: Any, saved: tuple[Array, ...], grads: OutputGrads) -> InputGrads:
+    hb = vmem.heads_per_step(request)
+    need = vmem.chunk_backward_bytes(request, hb)
+    if need > vmem.VMEM.get(request.device.arch, need):
+        return xla_backward.backward(request, inputs, (), grads)
+    return chunk_backward_pass.backward(request, inputs, saved, grads, hb, launch(request, need))
+
+
+def _recurrent(request: Request, inputs: Any) -> Outputs:
+    return recurrent.forward(request, inputs, launch(request, vmem.recurrent_bytes(request)))
+
+
+def chunk_forward(request: Request, inputs: Any) -> Outputs:
+    """``chunk_kda`` and ``chunk_gated_delta_rule`` by the forward kernel."""
+    out: Outputs = _run(_forward, request, inputs)
+    return out
+
+
+def chunk_backward(request: Request, inputs: Any, saved: tuple[Array, ...], grads: OutputGrads) -> InputGrads:
+    """Gradients of the chunked ops, by the backward kernel or, where it needs too much VMEM, in
+    plain JAX."""
+    out: InputGrads = _run(_backward, request, inputs, saved, grads)
+    return out
+
+
+def recurrent_forward(request: Request, inputs: Any) -> Outputs:
+    """``fused_recurrent_kda`` and its GDN form by the recurrent kernel."""
+    out: Outputs = _run(_recurrent, request, inputs)
+    return out
+
+
+def recurrent_backward(
+    request: Request, inputs: Any, saved: tuple[Array, ...], grads: OutputGrads
+) -> InputGrads:
+    """In plain JAX: recurrent calls that are differentiated are short."""
+    out: InputGrads = _run(xla_recurrent.backward, request, inputs, (), grads)
+    return out

@@ -1,0 +1,134 @@
+"""VMEM that the kernels need, from shapes alone. The verifiers check it and the compiler is given
+it as a limit.
+
+A block that is moved by the pipeline has two buffers; scratch has one. The last two axes of
+anything in VMEM are rounded up to a register. The compiler adds space for spilled registers; a
+multiple of one ``[128, max(K, V)]`` float32 array covers what it reported over a grid of shapes.
+"""
+
+from __future__ import annotations
+
+import math
+
+from kdacore.types import Request
+from kdacore_pallas.tpu.sizes import CHUNK, HEADS, LANES, SUBLANES
+
+MIB = 1024 * 1024
+VMEM = {"v4": 16 * MIB, "v5e": 128 * MIB, "v5p": 64 * MIB, "v6e": 128 * MIB, "tpu7x": 64 * MIB}
+"""Bytes of VMEM per TensorCore."""
+SPILLS = {
+    ("forward", 2): 32,
+    ("forward", 4): 32,
+    ("backward", 2): 70,
+    ("backward", 4): 130,
+    ("recurrent", 4): 8,
+}
+"""Register spills by kernel and bytes of an input element, in arrays of ``[128, max(K, V)]``
+float32."""
+Blocks = list[tuple[tuple[int, ...], str]]
+ITEM = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+
+
+def padded(shape: tuple[int, ...], dtype: str) -> int:
+    """Bytes of an array in VMEM."""
+    item = ITEM[dtype]
+    *lead, rows, lanes = (1, *shape) if len(shape) == 1 else shape
+    return math.prod(lead) * -(-rows // SUBLANES) * SUBLANES * -(-lanes // LANES) * LANES * item
+
+
+def _gate_dtype(request: Request) -> str:
+    return request.spec("g").dtype if request.has("g") else "float32"
+
+
+def _rows(request: Request, hb: int) -> Blocks:
+    """Blocks of q, k, v, beta and g."""
+    hvb = hb * (request.HV // request.H)
+    keys, values = (CHUNK, hb, request.K), (CHUNK, hvb, request.V)
+    per_token = (hvb, CHUNK)
+    g = (per_token, "float32") if request.scalar_gate else ((CHUNK, hvb, request.K), _gate_dtype(request))
+    return [(keys, request.dtype), (keys, request.dtype), (values, request.dtype), (per_token, "float32"), g]
+
+
+def _state(request: Request, hb: int) -> tuple[int, int, int]:
+    return hb * (request.HV // request.H), request.V, request.K
+
+
+def _row_copies(request: Request, hb: int) -> list[tuple[int, ...]]:
+    hvb = hb * (request.HV // request.H)
+    keys, values = (CHUNK * hb, request.K), (CHUNK * hvb, request.V)
+    found: list[tuple[int, ...]] = [keys, keys, values]
+    return found if request.scalar_gate else [*found, (CHUNK * hvb, request.K)]
+
+
+def _total(request: Request, kernel: str, blocks: Blocks, scratch: list[tuple[int, ...]]) -> int:
+    moved = sum(2 * padded(shape, dtype) for shape, dtype in blocks)
+    kept = sum(padded(shape, "float32") for shape in scratch)
+    spills = SPILLS[kernel, 4 if kernel == "recurrent" else ITEM[request.dtype]]
+    return moved + kept + spills * padded((CHUNK, max(request.K, request.V)), "float32")
+
+
+def chunk_forward_bytes(request: Request, hb: int) -> int:
+    """VMEM of the forward kernel with ``hb`` q/k heads a step."""
+    state = _state(request, hb)
+    blocks = _rows(request, hb)
+    blocks.append((blocks[2][0], request.dtype))
+    if request.has("initial_state"):
+        blocks.append((state, request.state_dtype))
+    if request.output_final_state:
+        blocks.append((state, request.state_dtype))
+    scratch = [state, *_row_copies(request, hb), (CHUNK * state[0], request.V)]
+    return _total(request, "forward", blocks, scratch)
+
+
+def chunk_backward_bytes(request: Request, hb: int) -> int:
+    """VMEM of the backward kernel with ``hb`` q/k heads a step."""
+    state = _state(request, hb)
+    rows = _rows(request, hb)
+    blocks = [*rows, *rows, (rows[2][0], request.dtype), (state, "float32")]
+    if request.has("initial_state"):
+        blocks.append((state, "float32"))
+    if request.output_final_state:
+        blocks.append((state, request.state_dtype))
+    copies = _row_copies(request, hb)
+    scratch = [state, *copies, *copies, (CHUNK * state[0], request.V)]
+    return _total(request, "backward", blocks, scratch)
+
+
+def recurrent_bytes(request: Request) -> int:
+    """VMEM of the recurrent kernel."""
+    H, HV, K, V = request.H, request.HV, request.K, request.V
+    state = (HV, *request.state_tail)
+    g = ((1, HV), "float32") if request.scalar_gate else ((HV, K), _gate_dtype(request))
+    keys, values = ((H, K), request.dtype), ((HV, V), request.dtype)
+    blocks: Blocks = [
+        keys,
+        keys,
+        values,
+        values,
+        ((1, HV), "float32"),
+        g,
+        ((HV, K), "float32"),
+        ((1, HV), "float32"),
+    ]
+    buffers = 2 * request.has("initial_state") + 2 * (request.inplace_state or request.output_final_state)
+    scratch: list[tuple[int, ...]] = [state, (H, K), (H, K), (HV, V), (HV, V), (HV, K), (HV, V)]
+    return _total(request, "recurrent", blocks, scratch) + buffers * padded(state, request.state_dtype)
+
+
+def head_blocks(H: int, HV: int) -> list[int]:
+    """Numbers of q/k heads a step may take, smallest first: whole registers of heads, or all of
+    them."""
+    R = HV // H
+    fits = [hb for hb in range(HEADS, H, HEADS) if H % hb == 0 and (hb * R) % HEADS == 0]
+    return [*fits, H]
+
+
+def heads_per_step(request: Request) -> int:
+    """q/k heads of a grid step: the fewest allowed, which suffices to amortise a step's fixed cost."""
+    return head_blocks(request.H, request.HV)[0]
+
+
+def limit(need: int, generation: str) -> int:
+    """The compiler's limit: a quarter more than needed, at least the usual 16 MiB, at most the
+    whole VMEM."""
+    return min(VMEM[generation], max(16 * MIB, need + need // 4))

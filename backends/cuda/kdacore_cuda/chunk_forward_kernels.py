@@ -1,95 +1,110 @@
-"""The prefill kernels: how each divides its work, what it is compiled with, and how many blocks share a sequence."""
+"""The chunk forward kernels: how each is compiled, its blocks and shared memory, and how clusters share a call."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
-from kdacore_cuda.build import KernelSource
-from kdacore_cuda.layout import STEP_TOKENS, TURN_STEPS
-
-SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024, "sm_100f": 227 * 1024, "sm_120": 99 * 1024}
-"""Dynamic shared memory a block may use, by build architecture."""
-CLUSTER_ARCHS = ("sm_90a", "sm_100f")
-"""Architectures whose blocks form clusters here."""
-HOPPER = "sm_90a"
+from kdacore_cuda.architectures import CLUSTER_ARCHS, HEAD_DIMS, HOPPER, SHARED_LIMITS
+from kdacore_cuda.kernel_parameters import STEP_TOKENS, TURN_STEPS
+from kdacore_cuda.kernel_source import KernelSource
 
 
-def has_own(K: int, arch: str) -> bool:
-    """Does sm90/prefill.cu serve this head dim? It carries 64 columns of V a warpgroup, 32 tokens a step."""
+def has_hopper_kernel(K: int, arch: str) -> bool:
+    """Whether Hopper's own kernel serves this head dim: 64 columns of V per warpgroup, 32 tokens per step."""
     return arch == HOPPER and K == 128
 
 
-def clusters(K: int, arch: str) -> tuple[int, ...]:
-    """Cluster sizes prefill may take. With 64 columns one block carries the whole state, and sharing was slower."""
+def cluster_sizes(K: int, arch: str) -> tuple[int, ...]:
+    """Cluster sizes the kernels are compiled with. At K = 64 one block carries the whole state; sharing was slower."""
     if K == 64 or arch not in CLUSTER_ARCHS:
         return (1,)
-    return (2, 3) if has_own(K, arch) else (1, 2, 4)
+    return (2, 3) if has_hopper_kernel(K, arch) else (1, 2, 4)
 
 
-def cluster_size(K: int, items: int, processors: int, arch: str) -> int:
-    """Blocks that share one of ``items`` sequences and heads. Depends on shapes and the device alone.
+def cluster_size(K: int, items: int, multiprocessors: int, arch: str) -> int:
+    """Blocks that share an item (a sequence and value head) of ``items``. Depends on shapes and the device alone.
 
-    Sharing shortens one item and costs throughput, so it pays while there are multiprocessors to spare.
+    A larger cluster shortens one item and costs throughput, so it pays while multiprocessors are idle.
     """
-    sizes = clusters(K, arch)
-    return max(c for c in sizes if c == sizes[0] or items * c <= processors)
+    sizes = cluster_sizes(K, arch)
+    return max(c for c in sizes if c == sizes[0] or items * c <= multiprocessors)
 
 
-def sharing_clusters(K: int, cluster: int, items: int, processors: int, arch: str) -> int:
-    """How many clusters share ``items`` sequences and heads; 0: each has a cluster of its own.
+def resident_clusters(K: int, cluster: int, items: int, multiprocessors: int, arch: str) -> int:
+    """How many clusters divide all ``items`` evenly among themselves, or 0: each item has a cluster of its own.
 
     As many as run at once, where there are more items than that and the kernel can cut an item in two.
     """
-    together = processors // cluster
-    return together if has_own(K, arch) and items > together else 0
+    together = multiprocessors // cluster
+    return together if has_hopper_kernel(K, arch) and items > together else 0
 
 
-def may_cut(T: int, items: int, clusters: int) -> bool:
-    """Does a border of ``clusters`` equal shares of ``items`` dense sequences and heads fall inside one of them?"""
+def cuts_items(T: int, items: int, clusters: int) -> bool:
+    """Whether ``clusters`` equal parts of ``items`` sequences of ``T`` tokens cut one of them in two."""
     cost = max(1, -(-T // STEP_TOKENS)) + TURN_STEPS
     return -(-items * cost // clusters) % cost != 0
 
 
-def hand_over_size(clusters: int) -> int:
-    """Float32 numbers of the states that ``clusters`` hand on, and of the flags (8 bytes a warp) behind them."""
+def cut_states_size(clusters: int) -> int:
+    """Float32 numbers for the states of items cut in two, one per cluster, and for the flags (8 bytes a warp) behind."""
     return clusters * (128 * 128 + 2 * _SCANNERS * _SCAN_WARPS)
 
 
-def prefill_kernel(K: int, cluster: int, safe: bool, float_gate: bool, arch: str = HOPPER) -> KernelSource:
-    """The fused prefill kernel for one head dim (K = V), cluster size, gate range and dtype of ``g``."""
-    own = has_own(K, arch)
+def chunk_forward_kernel(
+    K: int, cluster: int, bounded: bool, float_gate: bool, arch: str = HOPPER
+) -> KernelSource:
+    """The chunk forward kernel. Takes :data:`kdacore_cuda.kernel_parameters.PREFILL`.
+
+    Args:
+        K: head dim, K = V.
+        cluster: one of :func:`cluster_sizes`.
+        bounded: every log decay lies in [-5, 0].
+        float_gate: ``g`` is float32, not bfloat16.
+        arch: the real architecture to compile for.
+    """
+    own = has_hopper_kernel(K, arch)
     defines = (
         ("K_DIM", K),
         ("V_DIM", K),
         ("CLUSTER", cluster),
-        ("SAFE", int(safe)),
+        ("SAFE", int(bounded)),
         ("G_FLOAT", int(float_gate)),
-        ("SHARED_LIMIT", prefill_shared(K, cluster, safe, arch)),
-        *(_hopper_defines(cluster, safe) if own else _portable_defines(K, cluster, safe, arch)),
+        ("SHARED_LIMIT", chunk_forward_shared_bytes(K, cluster, bounded, arch)),
+        *(_hopper_defines(cluster, bounded) if own else _portable_defines(K, cluster, bounded, arch)),
     )
     return KernelSource("sm90/prefill.cu" if own else "common/prefill.cu", "prefill", defines)
 
 
-def prefill_threads(K: int, cluster: int, arch: str = HOPPER) -> int:
-    """Block size of :func:`prefill_kernel`."""
-    if has_own(K, arch):
+def chunk_forward_threads(K: int, cluster: int, arch: str = HOPPER) -> int:
+    """Block size of :func:`chunk_forward_kernel`."""
+    if has_hopper_kernel(K, arch):
         return 32 * (_SCAN_WARPS + _SLICE_WARPS + _SOLVER_SLOTS)
     return 32 * (_scan_warps(K, cluster, arch) + _prepare_warps(K, cluster, arch))
 
 
-def prefill_shared(K: int, cluster: int, safe: bool, arch: str = HOPPER) -> int:
-    """Dynamic shared memory of :func:`prefill_kernel` in bytes; the sources assert that their layout fits."""
-    return _hopper_shared(safe) if has_own(K, arch) else _portable_shared(K, cluster, arch)
+def chunk_forward_shared_bytes(K: int, cluster: int, bounded: bool, arch: str = HOPPER) -> int:
+    """Dynamic shared memory of :func:`chunk_forward_kernel` in bytes; the sources assert that their layout fits."""
+    return _hopper_shared(bounded) if has_hopper_kernel(K, arch) else _portable_shared(K, cluster, arch)
 
 
-# The Hopper kernel, K = V = 128: blocks of 4 scan warps (64 columns of V), 8 slice warps (each 32 channels of half a
-# chunk) and 2 solver warps, whose warpgroup must be whole for registers to be traded.
+def packaged_chunk_forward_kernels(arch: str) -> Iterator[KernelSource]:
+    """The chunk forward kernels shipped for ``arch``; those with a float32 ``g`` for Hopper only."""
+    float_gates = (False, True) if arch == HOPPER else (False,)
+    for K in HEAD_DIMS:
+        for cluster, bounded, float_gate in product(cluster_sizes(K, arch), (False, True), float_gates):
+            yield chunk_forward_kernel(K, cluster, bounded, float_gate, arch)
+
+
+# The Hopper kernel, K = V = 128. A block has 4 scan warps (64 columns of V), 8 slice warps (32 channels of half a chunk
+# each) and 2 solver warps. The solvers' warpgroup is filled up to 4 warps, as reallocating registers requires.
 _SCANNERS, _SCAN_WARPS, _SLICE_WARPS, _SOLVER_SLOTS, _STAGES = 2, 4, 8, 4, 6
 
 
 class Registers(NamedTuple):
-    """Of one thread, by its warp's task. A warpgroup of each and two of slices share 512."""
+    """Registers of one thread by its warp's task. The warpgroups (one scan, two slice, one solve) have 512 in all."""
 
     scan: int
     slices: int
@@ -97,13 +112,13 @@ class Registers(NamedTuple):
 
 
 @cache
-def _registers(cluster: int, safe: bool) -> Registers:
-    """What spills nothing: a spilled word is read back behind the loads from device memory, and waits for them."""
-    return Registers(184, 120, 88) if safe or cluster == _SCANNERS else Registers(176, 128, 80)
+def _registers(cluster: int, bounded: bool) -> Registers:
+    """Counts with which nothing spills: reading a spilled word back waits for the loads queued before it."""
+    return Registers(184, 120, 88) if bounded or cluster == _SCANNERS else Registers(176, 128, 80)
 
 
-def _hopper_defines(cluster: int, safe: bool) -> tuple[tuple[str, int], ...]:
-    registers = _registers(cluster, safe)
+def _hopper_defines(cluster: int, bounded: bool) -> tuple[tuple[str, int], ...]:
+    registers = _registers(cluster, bounded)
     return (
         ("SCANNERS", _SCANNERS),
         ("STAGES", _STAGES),
@@ -115,45 +130,45 @@ def _hopper_defines(cluster: int, safe: bool) -> tuple[tuple[str, int], ...]:
     )
 
 
-def _hopper_shared(safe: bool) -> int:
+def _hopper_shared(bounded: bool) -> int:
     stage = 2 * 3 * 4096 + 3072 + 4 * 128 + 512
     values_and_output = 4 * 4 * 1024
-    slices = 4 * ((14 if safe else 16) * 512 + 1024 + 256)
+    slices = 4 * ((14 if bounded else 16) * 512 + 1024 + 256)
     triangles, bias, barriers, share = 2 * 2560, 4 * 128, 8 * (2 * _STAGES + 4), 32
     return _STAGES * stage + values_and_output + slices + triangles + bias + barriers + share
 
 
-# The other kernel: 16 columns of V (or 32) a scan warp, a chunk of 16 tokens a prepare warp.
+# The portable kernel: a scan warp carries 16 (or 32) columns of V, a prepare warp works on chunks of 16 tokens.
 
 
-def _portable_defines(K: int, cluster: int, safe: bool, arch: str) -> tuple[tuple[str, int], ...]:
+def _portable_defines(K: int, cluster: int, bounded: bool, arch: str) -> tuple[tuple[str, int], ...]:
     return (
         ("WARPGROUP", int(_uses_warpgroup(K, arch))),
         ("STAGES", _portable_stages(K, arch)),
         ("PREPARE_WARPS", _prepare_warps(K, cluster, arch)),
-        ("SLICE_UNROLL", 2 if safe else 1),
+        ("SLICE_UNROLL", 2 if bounded else 1),
     )
 
 
 def _uses_warpgroup(K: int, arch: str) -> bool:
-    """Does the scan use warpgroup products, which take 64 columns of V at a time?"""
+    """Whether the scan uses warpgroup products, which take 64 columns of V at a time."""
     return arch == HOPPER and K == 64
 
 
 def _portable_stages(K: int, arch: str) -> int:
-    """Chunk images in the ring: as many as fit, a multiple of 4 so that every cluster size divides it."""
+    """Chunks in the ring buffer: as many as fit, a multiple of 4 so that every cluster size divides it."""
     wanted = 12 if K == 128 else 16
     return wanted if SHARED_LIMITS.get(arch, 99 * 1024) > 200 * 1024 else 4
 
 
 def _scan_warps(K: int, cluster: int, arch: str) -> int:
-    """Warps that carry the state, a block: 16 columns of V each, or 32 for want of registers."""
+    """Warps of a block that carry the state: 16 columns of V each; 32 where a block has all 128."""
     columns = K // cluster
     return columns // 32 if columns == 128 else columns // 16
 
 
 def _prepare_warps(K: int, cluster: int, arch: str) -> int:
-    """Warps that prepare chunks, a block; more than stages would only wait for one another."""
+    """Warps of a block that prepare chunks, at most one per stage of the ring buffer."""
     wanted = 8 if _scan_warps(K, cluster, arch) == 4 and cluster == 1 else 4
     return min(wanted, _portable_stages(K, arch) // cluster)
 

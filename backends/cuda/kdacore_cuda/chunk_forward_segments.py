@@ -1,8 +1,8 @@
-"""``chunk_kda`` without gradients for few heads on Hopper: sequences cut into segments that are scanned side by side.
+"""Host side of ``chunk_kda`` in segments, for few heads on Hopper: segments of a sequence are computed side by side.
 
-Four launches: prepare (operands of every chunk), maps (how each segment changes the state), chain (the state at each
-segment's start) and output (every segment from its start). Nothing is read back. One segment needs neither maps nor
-chain.
+Four launches: prepare (operands of every chunk), maps (how each segment maps the state at its start to the state at its
+end), chain (the state at each segment's start), and output (every segment from its start). A sequence of one segment
+needs neither maps nor chain. Nothing is read back from the device.
 """
 
 from __future__ import annotations
@@ -13,160 +13,184 @@ from typing import Any, NamedTuple
 import torch
 
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_cuda import backward, runtime
-from kdacore_cuda.arrays import Plans, flat, pointer, rows
-from kdacore_cuda.backward_kernels import prepare_kernel
-from kdacore_cuda.launch import Launcher
-from kdacore_cuda.layout import BACKWARD, SEGMENTS
-from kdacore_cuda.segment_kernels import (
-    SegmentKernel,
+from kdacore_cuda import chunk_backward, torch_launch
+from kdacore_cuda.chunk_backward_kernels import prepare_kernel
+from kdacore_cuda.chunk_forward_segments_kernels import (
+    SegmentsKernel,
     chain_blocks,
     chain_kernel,
+    chunks_per_segment,
     maps_kernel,
+    output_blocks,
     output_kernel,
-    output_parts,
-    segment_chunks,
 )
+from kdacore_cuda.kernel_parameters import BACKWARD, SEGMENTS
+from kdacore_cuda.launch import Launcher
+from kdacore_cuda.plan_cache import PlanCache
+from kdacore_cuda.torch_arguments import address, contiguous, token_arguments
 
 _ORDER = (("last", 512), ("kg", 16384), ("w", 16384), ("u", 16384), ("qg", 16384), ("aqk", 8192))
-RECORD = {name: (sum(n for _, n in _ORDER[:i]), size) for i, (name, size) in enumerate(_ORDER)}
-"""First byte and bytes of each matrix of a record; csrc/sm90/segments/record.cuh."""
-RECORD_BYTES = sum(size for _, size in _ORDER)
+CHUNK_OPERANDS = {name: (sum(n for _, n in _ORDER[:i]), size) for i, (name, size) in enumerate(_ORDER)}
+"""Offset and size in bytes of each matrix that prepare writes for one chunk and value head."""
+CHUNK_OPERANDS_BYTES = sum(size for _, size in _ORDER)
 MAP_BYTES, START_BYTES = 128 * 1024, 64 * 1024
+"""Bytes of the map and of the starting state of one segment and value head."""
 
-_AT = {name: i for i, (name, _) in enumerate(BACKWARD.fields)}
-_INPUTS = tuple(_AT[name] for name in ("q", "k", "v", "g", "beta"))
-_STRIDES = slice(_AT["q_sb"], _AT["q_sb"] + 15)
+_FIELD = {name: i for i, (name, _) in enumerate(BACKWARD.fields)}
+_TOKEN_FIELDS = tuple(_FIELD[name] for name in ("q", "k", "v", "g", "beta"))
+_STRIDE_FIELDS = slice(_FIELD["q_sb"], _FIELD["q_sb"] + 15)
 
 
-class Plan(NamedTuple):
-    """What depends on the request alone."""
+class ChunkForwardSegmentsPlan(NamedTuple):
+    """What the request alone determines."""
 
-    chunks: backward.Plan
-    steps: tuple[tuple[str, Launcher, int], ...]
+    chunks: chunk_backward.ChunkBackwardPlan
+    launches: tuple[tuple[str, Launcher, int], ...]
     """Name, launcher and blocks of each launch."""
     prepare_values: tuple[Any, ...]
-    """Parameters of the first; what a call changes is 0."""
+    """Parameters of the first launch; those that a call changes are 0."""
     units: int
-    segment: int
-    """Chunks of one."""
+    """Chunk slots times value heads."""
+    segment_chunks: int
+    """Chunks of one segment."""
     slots: int
-    """Of segments; a place in maps and starts is one of a value head."""
-    places: int
-    """0 if no sequence can have more than one segment."""
+    """Segments of one value head, unused ones of a pack included."""
+    stored_segments: int
+    """Maps and starting states in the workspace; 0 if no sequence can have more than one segment."""
     sizes: tuple[int, ...]
-    """Parameters of the other launches: those that are numbers."""
+    """The numbers among the other launches' parameters."""
     state_dtype: torch.dtype
 
     @property
-    def to_maps(self) -> int:
-        """Where maps begin in a call's work; records come first."""
-        return self.units * RECORD_BYTES
+    def maps_offset(self) -> int:
+        """Byte of the workspace where maps begin; the chunks' operands come first."""
+        return self.units * CHUNK_OPERANDS_BYTES
 
     @property
-    def to_starts(self) -> int:
-        """Where starts begin, which come last."""
-        return self.to_maps + self.places * MAP_BYTES
+    def starts_offset(self) -> int:
+        """Byte of the workspace where starting states begin, which come last."""
+        return self.maps_offset + self.stored_segments * MAP_BYTES
 
     @property
-    def work_bytes(self) -> int:
-        return self.to_starts + self.places * START_BYTES
+    def workspace_bytes(self) -> int:
+        return self.starts_offset + self.stored_segments * START_BYTES
 
 
-def _make_plan(r: Request) -> Plan:
-    chunks = backward.plan_of(r)
-    NT, segment = chunks.sizes["NT"], segment_chunks(r.N * r.HV)
-    segments = -(-NT // segment)
-    slots = r.T // (64 * segment) + r.N if r.packed else r.N * segments
-    units, processors = chunks.sizes["units"], runtime.processors(r.device.index)
-    prepare = backward.launcher(prepare_kernel(chunks.float_gate, chunks.safe, records=True))
-    steps = [("prepare", prepare, units)]
+def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
+    chunks = chunk_backward.plan_of(r)
+    items, multiprocessors = r.N * r.HV, torch_launch.multiprocessors(r.device.index)
+    NT, segment_chunks = chunks.sizes["NT"], chunks_per_segment(items)
+    segments = -(-NT // segment_chunks)
+    slots = r.T // (64 * segment_chunks) + r.N if r.packed else r.N * segments
+    units = chunks.sizes["units"]
+    prepare = prepare_kernel(chunks.float_gate, chunks.bounded, for_segments=True)
+    launches = [("prepare", chunk_backward.launcher(prepare), units)]
     if segments > 1:
-        with_map = slots if r.packed else r.N * (segments - 1)
-        steps.append(("maps", launcher(maps_kernel()), 2 * with_map * r.HV))
-        blocks = chain_blocks(r.N * r.HV, processors)
-        steps.append(("chain", launcher(chain_kernel(blocks)), blocks * r.N * r.HV))
-    parts = output_parts(slots * r.HV, processors)
-    steps.append(("output", launcher(output_kernel(parts)), parts * slots * r.HV))
-    return Plan(
+        mapped = slots if r.packed else r.N * (segments - 1)
+        launches.append(("maps", launcher(maps_kernel()), 2 * mapped * r.HV))
+        blocks = chain_blocks(items, multiprocessors)
+        launches.append(("chain", launcher(chain_kernel(blocks)), blocks * items))
+    blocks = output_blocks(slots * r.HV, multiprocessors)
+    launches.append(("output", launcher(output_kernel(blocks)), blocks * slots * r.HV))
+    return ChunkForwardSegmentsPlan(
         chunks=chunks,
-        steps=tuple(steps),
+        launches=tuple(launches),
         prepare_values=tuple(chunks.sizes.get(name, 0) for name, _ in BACKWARD.fields),
         units=units,
-        segment=segment,
+        segment_chunks=segment_chunks,
         slots=slots,
-        places=slots * r.HV if segments > 1 else 0,
-        sizes=(r.T, r.N, r.HV, NT, segment, segments, r.checkpoint_every, chunks.sizes["flags"]),
+        stored_segments=slots * r.HV if segments > 1 else 0,
+        sizes=(r.T, r.N, r.HV, NT, segment_chunks, segments, r.checkpoint_every, chunks.sizes["flags"]),
         state_dtype=getattr(torch, r.state_dtype),
     )
 
 
-plan_of = Plans(_make_plan)
+plan_of = PlanCache(_make_plan)
 
 
 @cache
-def launcher(kernel: SegmentKernel) -> Launcher:
-    """The launcher of one of the launches after prepare; all take the same parameters."""
+def launcher(kernel: SegmentsKernel) -> Launcher:
+    """The launcher of one of the launches after prepare. All take the same parameters."""
     return Launcher(kernel.source, SEGMENTS, kernel.threads, kernel.shared)
 
 
-class Call(NamedTuple):
-    """A call's launches, ready to be made in order, and what they need to live until then."""
+class SegmentsCall(NamedTuple):
+    """The launches of a call, to be made in order, and the memory they need until they are queued."""
 
-    steps: tuple[tuple[str, Launcher, int, tuple[Any, ...]], ...]
+    launches: tuple[tuple[str, Launcher, int, tuple[Any, ...]], ...]
     """Name, launcher, blocks and parameters of each."""
     outputs: Outputs
-    work: torch.Tensor
-    """Bytes: records, maps and starts one after another."""
+    workspace: torch.Tensor
+    """Bytes: the chunks' operands, the segments' maps, their starting states."""
     kept: tuple[Any, ...]
+    """Inputs, copies among them."""
 
 
-def prepare_call(request: Request, inputs: ChunkInputs) -> Call:
-    """Outputs and workspace of a call, nothing launched."""
+def prepare_call(request: Request, inputs: ChunkInputs) -> SegmentsCall:
+    """Allocates outputs and workspace of a call and fills in its parameters. Launches nothing.
+
+    Arguments as of :func:`forward`.
+    """
     plan = plan_of(request)
     if inputs.g.dtype == torch.float16:
         inputs = inputs._replace(g=inputs.g.float())
-    pointers, strides, kept = rows(inputs, False, plan.chunks.strides)
-    A_log, bias, cu_seqlens = flat(inputs.A_log), flat(inputs.dt_bias), flat(inputs.cu_seqlens)
-    h0 = flat(inputs.initial_state)
+    addresses, strides, kept = token_arguments(inputs, False, plan.chunks.strides)
+    A_log, bias, cu_seqlens = map(contiguous, (inputs.A_log, inputs.dt_bias, inputs.cu_seqlens))
+    h0 = contiguous(inputs.initial_state)
     o = inputs.v.new_empty((request.B, request.T, request.HV, request.V))
     ht = o.new_empty(request.state_shape, dtype=plan.state_dtype) if request.output_final_state else None
-    ckpt = checkpoints(request, o, plan.state_dtype)
-    work = o.new_empty(plan.work_bytes, dtype=torch.uint8)
-    records = work.data_ptr()
+    checkpoints = make_checkpoints(request, o, plan.state_dtype)
+    workspace = o.new_empty(plan.workspace_bytes, dtype=torch.uint8)
+    operands = workspace.data_ptr()
 
-    values = list(plan.prepare_values)
-    for at, x in zip(_INPUTS, pointers, strict=True):
-        values[at] = x
-    values[_STRIDES] = strides
-    values[_AT["A_log"]], values[_AT["dt_bias"]] = pointer(A_log), pointer(bias)
-    values[_AT["cu_seqlens"]] = pointer(cu_seqlens)
-    for name, (first, _) in RECORD.items():
-        values[_AT[name]] = records + first
+    prepare_values = list(plan.prepare_values)
+    for field, value in zip(_TOKEN_FIELDS, addresses, strict=True):
+        prepare_values[field] = value
+    prepare_values[_STRIDE_FIELDS] = strides
+    for name, array in (("A_log", A_log), ("dt_bias", bias), ("cu_seqlens", cu_seqlens)):
+        prepare_values[_FIELD[name]] = address(array)
+    for name, (offset, _) in CHUNK_OPERANDS.items():
+        prepare_values[_FIELD[name]] = operands + offset
 
-    others: tuple[Any, ...] = (
-        *(pointer(cu_seqlens), o.data_ptr(), pointer(h0), pointer(ht), pointer(ckpt)),
-        *(records, records + plan.to_maps, records + plan.to_starts),
+    other_values: tuple[Any, ...] = (
+        *(address(cu_seqlens), o.data_ptr(), address(h0), address(ht), address(checkpoints)),
+        *(operands, operands + plan.maps_offset, operands + plan.starts_offset),
         *plan.sizes,
     )
-    steps = tuple((*step, others if i else tuple(values)) for i, step in enumerate(plan.steps))
-    return Call(steps, Outputs(o, ht, ckpt), work, (inputs, kept, A_log, bias, cu_seqlens, h0))
+    launches = tuple(
+        (*launch, other_values if i else tuple(prepare_values)) for i, launch in enumerate(plan.launches)
+    )
+    return SegmentsCall(
+        launches, Outputs(o, ht, checkpoints), workspace, (inputs, kept, A_log, bias, cu_seqlens, h0)
+    )
 
 
 def forward(request: Request, inputs: ChunkInputs) -> Outputs:
-    """``chunk_kda`` without gradients on CUDA tensors, bfloat16 q, k, v, K = V = 128.
+    """``chunk_kda`` without gradients on CUDA tensors of a Hopper GPU.
 
-    Sizes as in the contract; see :class:`kdacore.types.ChunkInputs`. Raises BackendBuildError or DriverError.
+    Args:
+        request: bfloat16 q, k and v, K = V = 128.
+        inputs: its arrays, shaped as :class:`kdacore.types.ChunkInputs` says.
+
+    Returns:
+        As :func:`kdacore_cuda.chunk_forward.forward`.
+
+    Raises:
+        BackendBuildError: a kernel had to be compiled and could not be.
+        DriverError: the driver refused a launch.
     """
     call = prepare_call(request, inputs)
     o, arch = call.outputs.o, plan_of(request).chunks.arch
-    for _, launch, grid, values in call.steps:
-        runtime.launch(launch, grid, arch, o, values)
+    for _, launcher, grid, values in call.launches:
+        torch_launch.launch(launcher, grid, arch, o, values)
     return call.outputs
 
 
-def checkpoints(request: Request, o: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """The array for checkpoints, None when not asked for. The unused rows of a pack are zero."""
+def make_checkpoints(request: Request, o: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """An array for checkpoints (``request.checkpoint_shape``), None when the request asks for none.
+
+    Uninitialised, except of a pack: no kernel writes the unused rows there, so all are zero.
+    """
     if not request.checkpoint_every:
         return None
     make = o.new_zeros if request.packed else o.new_empty

@@ -1,7 +1,7 @@
 """The disk cache of compiled kernels: one file per key in the user's cache folder.
 
-A file is ``sha256(payload) + payload``, so a torn or damaged entry is a miss, never a crash in the driver. A folder
-that belongs to someone else, or that others may write, is refused: code from it would run with our rights.
+A file is ``sha256(payload) + payload``, so a torn or damaged entry is a miss and does not reach the driver. A folder that
+belongs to someone else, or that others may write to, is refused: its code would run with this user's rights.
 """
 
 from __future__ import annotations
@@ -22,19 +22,23 @@ def cache_root() -> Path:
 
 
 def _owned(folder: Path) -> bool:
-    """Ours alone: owned by this user, and writable by nobody else."""
+    """Whether only this user may write to it: owned by this user, writable by nobody else."""
     status = folder.stat()
     return status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
 class DiskCache:
-    """Bytes by key. Never raises for a bad entry or an unusable folder: both are misses."""
+    """Bytes by key. A damaged entry and an unusable folder are misses; neither raises.
+
+    Args:
+        root: the folder; None: :func:`cache_root`.
+    """
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = cache_root() if root is None else root
 
     def usable(self) -> bool:
-        """Can this folder be trusted and written? Creates it when absent."""
+        """Whether the folder is writable by this user alone. Creates it when absent."""
         try:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             return _owned(self.root)
@@ -59,7 +63,7 @@ class DiskCache:
         return payload if hashlib.sha256(payload).digest() == digest else None
 
     def put(self, key: str, payload: bytes) -> bool:
-        """Store ``payload``; readers see the whole of it or nothing. False when the folder is unusable."""
+        """Store ``payload`` atomically. False when the folder is unusable or the disk is full."""
         if not self.usable():
             return False
         try:

@@ -148,7 +148,7 @@ RECOMPUTE = ParamStruct(
     ),
 )
 """Parameters of the stage ``kda_recompute_w_u``; ``q`` and ``qg`` are 0 when q is not given. ``whole``, ``in_turn``,
-``kept``: :class:`kdacore_cuda.recompute_kernels.Division`, 0 where it does not apply."""
+``kept``: see :class:`kdacore_cuda.stages_kernels.RecomputeGrid`; 0 where it does not apply."""
 
 BACKWARD = ParamStruct(
     "BackwardParams",

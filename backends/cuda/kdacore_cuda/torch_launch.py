@@ -1,4 +1,4 @@
-"""The one place a launch leaves Python: device and stream of the current call."""
+"""Launches on torch's device and stream: every launch of the backend goes through this module."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kdacore_cuda.fixed import FixedLauncher, Start
 from kdacore_cuda.launch import Launcher
+from kdacore_cuda.prepacked_launch import PrepackedLauncher, Start
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,9 +20,19 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 
 
 def launch(
-    launcher: Launcher | FixedLauncher, grid: int, arch: str, like: torch.Tensor, values: tuple[Any, ...]
+    launcher: Launcher | PrepackedLauncher, grid: int, arch: str, like: torch.Tensor, values: tuple[Any, ...]
 ) -> None:
-    """Launch ``grid`` blocks on the current stream of ``like``'s device. A grid of 0 launches nothing."""
+    """Launch ``grid`` blocks on the current stream of ``like``'s device. A grid of 0 launches nothing.
+
+    Args:
+        launcher: the kernel.
+        grid: blocks.
+        arch: the real architecture whose cubin to load.
+        like: a tensor on the device.
+        values: the kernel's parameters, in the struct's order (of a PrepackedLauncher: the per-call ones).
+
+    Raises BackendBuildError or DriverError.
+    """
     if not grid:
         return
     index = like.get_device()
@@ -33,12 +43,17 @@ def launch(
         launcher(grid, index, arch, current_stream(index), values)
 
 
-def starter(launcher: FixedLauncher, grid: int, arch: str, index: int) -> Start:
-    """The launch of ``grid`` blocks, of a stream and what a call gives. Device ``index`` must be the current one."""
-    return launcher.start_of(grid, index, arch)
+def prepacked_start(launcher: PrepackedLauncher, grid: int, arch: str, index: int) -> Start:
+    """The launch of ``grid`` blocks on device ``index``, which must be current. A grid of 0 launches nothing.
+
+    Raises BackendBuildError or DriverError.
+    """
+    if not grid:
+        return lambda stream, values: None
+    return launcher.start_for(grid, index, arch)
 
 
 @cache
-def processors(index: int) -> int:
-    """Multiprocessors of a CUDA device."""
+def multiprocessors(index: int) -> int:
+    """Multiprocessors of the CUDA device ``index``."""
     return int(torch.cuda.get_device_properties(index).multi_processor_count)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import backward_model as model
+import chunk_backward_model as model
 import numpy as np
 import torch
 from cuda_calls import Draw
 
 from kdacore.types import ChunkInputs, Request
-from kdacore_cuda import backward
-from kdacore_cuda.backward_kernels import BackwardKernel
+from kdacore_cuda import chunk_backward
+from kdacore_cuda.chunk_backward_kernels import ChunkBackwardKernel
 from kdacore_reference.exact import to_float64
 
 
@@ -34,7 +34,7 @@ def draw(
 
 
 def launch(
-    kernel: BackwardKernel,
+    kernel: ChunkBackwardKernel,
     request: Request,
     inputs: ChunkInputs,
     given: dict[str, model.F64],
@@ -54,7 +54,7 @@ def launch(
     Returns:
         What is in each wanted array, matrices of the workspace unswizzled.
     """
-    plan = backward.plan_of(request)
+    plan = chunk_backward.plan_of(request)
     if device == "cuda":  # where the request's arrays may not have been
         plan = plan._replace(arch="sm_90a")
     inputs = ChunkInputs(*(None if x is None else x.to(device) for x in inputs))
@@ -64,16 +64,16 @@ def launch(
     for name, made in wanted.items():
         if made is None:
             # Also written in place where it is given: u becomes v_new.
-            fresh = backward.workspace(plan, inputs.q, name)[name]
+            fresh = chunk_backward.make_workspace(plan, inputs.q, name)[name]
             out[name] = work.pop(name) if name in work else fresh.fill_(float("nan"))
         else:
             out[name] = torch.full(made[0], float("nan"), dtype=made[1], device=device)
-    backward.run(kernel, plan, inputs, {**work, **out, **arrays})
+    chunk_backward.launch(kernel, plan, inputs, {**work, **out, **arrays})
     return {name: _matrices(name, x) if wanted[name] is None else to_float64(x) for name, x in out.items()}
 
 
 def _image(name: str, matrices: model.F64) -> torch.Tensor:
-    if backward.WORKSPACE[name][1] == torch.float32:
+    if chunk_backward.WORKSPACE[name][1] == torch.float32:
         return torch.from_numpy(matrices).float().flatten(2)
     return model.to_images(matrices)
 

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from kdacore.types import ChunkInputs, Request
-from kdacore_cuda.backward import UNBOUNDED_FLOOR
-from kdacore_cuda.verifiers import is_safe
+from kdacore_cuda.chunk_backward import UNBOUNDED_FLOOR
+from kdacore_cuda.request_encoding import has_bounded_gate
 from kdacore_reference.exact import to_float64
 from kdacore_reference.gates import beta_backward, beta_forward, gate_backward, gate_forward, gate_parameters
 
@@ -67,7 +67,7 @@ class Tokens(NamedTuple):
 
 def floor_of(request: Request) -> float:
     """Lowest log2 decay of a step: a hair below the bound, so that a step at the bound is not cut off by rounding."""
-    if not is_safe(request):
+    if not has_bounded_gate(request):
         return UNBOUNDED_FLOOR
     assert request.lower_bound is not None
     return request.lower_bound * LOG2E * 1.0001

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
 
-import backward_model as chunk_model
+import chunk_backward_model as chunk_model
 import numpy as np
 import torch
-from backward_model import F64, Chunk
+from chunk_backward_model import F64, Chunk
 
 from kdacore.types import ChunkInputs, Request
-from kdacore_cuda import segments
-from kdacore_cuda.segments import RECORD
+from kdacore_cuda import chunk_forward_segments
+from kdacore_cuda.chunk_forward_segments import CHUNK_OPERANDS
 from kdacore_reference.exact import to_float64
 
 
@@ -32,8 +32,8 @@ class Segment(NamedTuple):
 
 def in_segments(request: Request, inputs: ChunkInputs) -> Iterator[Segment]:
     """Every segment that has a chunk, in the order of its sequence."""
-    plan = segments.plan_of(request)
-    each = plan.segment
+    plan = chunk_forward_segments.plan_of(request)
+    each = plan.segment_chunks
     for n, group in groupby(chunk_model.chunks(request, inputs), lambda c: c.n):
         chunks = list(group)
         if inputs.cu_seqlens is None:
@@ -67,7 +67,7 @@ def initial(request: Request, inputs: ChunkInputs, n: int, hv: int) -> F64:
 
 def maps(request: Request, inputs: ChunkInputs, work: dict[str, F64]) -> tuple[F64, F64]:
     """B ``[V, K]`` and A ``[K, K]`` of every segment but a sequence's last; no A of its first."""
-    places = segments.plan_of(request).slots, request.HV, 128, 128
+    places = chunk_forward_segments.plan_of(request).slots, request.HV, 128, 128
     B, A = np.full(places, np.nan), np.full(places, np.nan)
     for s in in_segments(request, inputs):
         for hv in range(request.HV):
@@ -125,19 +125,24 @@ class Views(NamedTuple):
 
 
 def views(request: Request, work: torch.Tensor) -> Views:
-    plan, HV = segments.plan_of(request), request.HV
-    ends = np.cumsum([plan.units * segments.RECORD_BYTES, plan.places * segments.MAP_BYTES])
+    plan, HV = chunk_forward_segments.plan_of(request), request.HV
+    ends = np.cumsum(
+        [
+            plan.units * chunk_forward_segments.CHUNK_OPERANDS_BYTES,
+            plan.stored_segments * chunk_forward_segments.MAP_BYTES,
+        ]
+    )
     records, maps, starts = (work[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True))
     return Views(
-        records.view(-1, HV, segments.RECORD_BYTES),
-        maps.view(-1, HV, segments.MAP_BYTES),
+        records.view(-1, HV, chunk_forward_segments.CHUNK_OPERANDS_BYTES),
+        maps.view(-1, HV, chunk_forward_segments.MAP_BYTES),
         starts.view(torch.float32).view(-1, HV, 128, 128),
     )
 
 
 def put_records(view: torch.Tensor, work: dict[str, F64]) -> None:
     """Matrices to records; NaN where they are NaN."""
-    for name, (first, size) in RECORD.items():
+    for name, (first, size) in CHUNK_OPERANDS.items():
         x = work[name]
         part = torch.from_numpy(x[..., 0, :]).float() if name == "last" else chunk_model.to_images(x)
         view[..., first : first + size] = part.contiguous().view(torch.uint8).view(*part.shape[:2], size)
@@ -145,7 +150,7 @@ def put_records(view: torch.Tensor, work: dict[str, F64]) -> None:
 
 def get_records(view: torch.Tensor) -> dict[str, F64]:
     out = {}
-    for name, (first, size) in RECORD.items():
+    for name, (first, size) in CHUNK_OPERANDS.items():
         part = view[..., first : first + size].cpu().contiguous()
         if name == "last":
             out[name] = to_float64(part.view(torch.float32))[..., None, :]

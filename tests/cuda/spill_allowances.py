@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kdacore_cuda import variants
-from kdacore_cuda.build import KernelSource
+from kdacore_cuda.kernel_source import KernelSource
+from kdacore_cuda.recurrent_kernels import RecurrentMode
 
 
 class Allowance(NamedTuple):
@@ -30,28 +30,28 @@ ALLOWED = (
         180,
         "sm_90a",
         "common/decode.cu",
-        {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 1, "MODE": variants.DECODE_PLAIN},
+        {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 1, "MODE": RecurrentMode.CONTIGUOUS},
         "four blocks a multiprocessor leave 128 registers; the loop over tokens keeps part of the state in the L1",
     ),
     Allowance(
         40,
         "sm_90a",
         "common/decode.cu",
-        {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 0, "MODE": variants.DECODE_PLAIN},
+        {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 0, "MODE": RecurrentMode.CONTIGUOUS},
         "three blocks of 256 threads leave 80 registers; addresses of the next token",
     ),
     Allowance(
         56,
         "sm_100f",
         "common/decode.cu",
-        {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 0, "MODE": variants.DECODE_PLAIN},
+        {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 0, "MODE": RecurrentMode.CONTIGUOUS},
         "as for sm_90a; compiled only",
     ),
     Allowance(
         8,
         "sm_100f",
         "common/decode.cu",
-        {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 0, "MODE": variants.DECODE_ANY},
+        {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 0, "MODE": RecurrentMode.GENERAL},
         "two blocks of 256 threads leave 128 registers; compiled only",
     ),
     Allowance(
@@ -88,28 +88,28 @@ ALLOWED = (
         28,
         "sm_80",
         "common/decode.cu",
-        {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 0, "MODE": variants.DECODE_PLAIN},
+        {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 0, "MODE": RecurrentMode.CONTIGUOUS},
         "as for sm_90a; compiled only",
     ),
     Allowance(
         36,
         "sm_80",
         "common/decode.cu",
-        {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 1, "MODE": variants.DECODE_PLAIN},
+        {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 1, "MODE": RecurrentMode.CONTIGUOUS},
         "as for sm_90a; compiled only",
     ),
     Allowance(
         56,
         "sm_120",
         "common/decode.cu",
-        {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 0, "MODE": variants.DECODE_PLAIN},
+        {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 0, "MODE": RecurrentMode.CONTIGUOUS},
         "as for sm_90a; compiled only",
     ),
     Allowance(
         12,
         "sm_120",
         "common/decode.cu",
-        {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 0, "MODE": variants.DECODE_ANY},
+        {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 0, "MODE": RecurrentMode.GENERAL},
         "as for sm_100f; compiled only",
     ),
     Allowance(

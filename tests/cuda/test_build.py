@@ -14,36 +14,44 @@ from disassembly import disassemble
 
 from kdacore import config
 from kdacore.errors import BackendBuildError
-from kdacore_cuda import build, prebuilt, variants
-from kdacore_cuda.build import Built, KernelSource
-from kdacore_cuda.cache import DiskCache
-from kdacore_cuda.prefill_kernels import prefill_kernel
+from kdacore_cuda import (
+    cubin_lookup,
+    package_build,
+)
+from kdacore_cuda.architectures import PACKAGED_ARCHS
+from kdacore_cuda.chunk_forward_kernels import chunk_forward_kernel
+from kdacore_cuda.compiler import CompiledKernel, arch_problem, compile_kernel, compile_text
+from kdacore_cuda.disk_cache import DiskCache
+from kdacore_cuda.kernel_source import EVERY_LANE, KernelSource, nvrtc_options, source_key
+from kdacore_cuda.packaged_cubins import FOLDER, MANIFEST, cached_manifest, find_packaged
+from kdacore_cuda.packaged_kernels import packaged_kernels
+from kdacore_cuda.recurrent_kernels import RecurrentMode, recurrent_kernel
 
 KERNELS = {
-    "safe": prefill_kernel(128, 2, True, False),
-    "free": prefill_kernel(128, 2, False, False),
-    "few heads": prefill_kernel(128, 3, True, False),
-    "head dim 64": prefill_kernel(64, 1, True, False),
-    "decode": variants.decode_kernel(128, False, False, variants.DECODE_ONE),
-    "decode V first": variants.decode_kernel(128, True, False, variants.DECODE_ONE),
-    "decode head gate": variants.decode_kernel(128, True, False, variants.DECODE_HEAD),
+    "safe": chunk_forward_kernel(128, 2, True, False),
+    "free": chunk_forward_kernel(128, 2, False, False),
+    "few heads": chunk_forward_kernel(128, 3, True, False),
+    "head dim 64": chunk_forward_kernel(64, 1, True, False),
+    "decode": recurrent_kernel(128, False, False, RecurrentMode.ONE_TOKEN),
+    "decode V first": recurrent_kernel(128, True, False, RecurrentMode.ONE_TOKEN),
+    "decode head gate": recurrent_kernel(128, True, False, RecurrentMode.ONE_TOKEN_HEAD_GATE),
 }
 
 
 @pytest.fixture(scope="module")
-def built() -> dict[str, Built]:
-    return {name: build.compile_kernel(kernel, "sm_90a") for name, kernel in KERNELS.items()}
+def built() -> dict[str, CompiledKernel]:
+    return {name: compile_kernel(kernel, "sm_90a") for name, kernel in KERNELS.items()}
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_warpgroup_products_overlap(built: dict[str, Built], name: str) -> None:
+def test_warpgroup_products_overlap(built: dict[str, CompiledKernel], name: str) -> None:
     """The compiler says when it makes each product wait for the one before, or ignores the trade of registers."""
     assert "serialized" not in built[name].log
     assert "setmaxnreg ignored" not in built[name].log
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_entry_is_present(built: dict[str, Built], name: str) -> None:
+def test_entry_is_present(built: dict[str, CompiledKernel], name: str) -> None:
     assert KERNELS[name].entry.encode() + b"\0" in built[name].cubin
 
 
@@ -51,7 +59,9 @@ def test_entry_is_present(built: dict[str, Built], name: str) -> None:
     ("name", "instruction"),
     [("safe", "HGMMA"), ("few heads", "HGMMA"), ("head dim 64", "HGMMA"), ("free", "HGMMA")],
 )
-def test_matrix_instructions(built: dict[str, Built], tmp_path: Path, name: str, instruction: str) -> None:
+def test_matrix_instructions(
+    built: dict[str, CompiledKernel], tmp_path: Path, name: str, instruction: str
+) -> None:
     path = tmp_path / "kernel.cubin"
     path.write_bytes(built[name].cubin)
     text = disassemble(path)
@@ -62,40 +72,40 @@ def test_matrix_instructions(built: dict[str, Built], tmp_path: Path, name: str,
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100f", "sm_120"])
 def test_other_architectures(arch: str) -> None:
-    assert build.compile_kernel(prefill_kernel(128, 1, True, False, arch), arch).cubin
-    assert build.compile_kernel(variants.decode_kernel(64, True, True, variants.DECODE_ANY), arch).cubin
+    assert compile_kernel(chunk_forward_kernel(128, 1, True, False, arch), arch).cubin
+    assert compile_kernel(recurrent_kernel(64, True, True, RecurrentMode.GENERAL), arch).cubin
 
 
 def test_clusters_compile_for_sm100() -> None:
-    assert build.compile_kernel(prefill_kernel(64, 2, True, True, "sm_100f"), "sm_100f").cubin
+    assert compile_kernel(chunk_forward_kernel(64, 2, True, True, "sm_100f"), "sm_100f").cubin
 
 
 def test_error_carries_the_log() -> None:
     broken = 'extern "C" __global__ void f() { this_is_not_declared(); }'
     with pytest.raises(BackendBuildError, match="this_is_not_declared") as caught:
-        build.compile_text(broken, "broken", ("-arch=sm_90a",), {})
+        compile_text(broken, "broken", ("-arch=sm_90a",), {})
     assert caught.value.what.startswith("broken")
 
 
 def test_an_empty_log_writes_to_nobody_s_memory() -> None:
     """Python has one object for each byte, which the bindings would write into: b" " was zero in the whole process."""
-    done = build.compile_text("__global__ void f() {}", "f", ("--gpu-architecture=sm_80",), {})
+    done = compile_text("__global__ void f() {}", "f", ("--gpu-architecture=sm_80",), {})
     assert not done.log
     assert [bytes([n])[0] for n in range(256)] == list(range(256))
 
 
 def test_virtual_architectures_are_refused() -> None:
     with pytest.raises(ValueError, match="sm_"):
-        build.options(KERNELS["decode"], "compute_90")
+        nvrtc_options(KERNELS["decode"], "compute_90")
 
 
 def test_key_depends_on_everything() -> None:
     kernel = KERNELS["decode"]
     other = dataclasses.replace(kernel, defines=(*kernel.defines, ("EXTRA", 1)))
     keys = {
-        build.source_key(kernel, "sm_90a"),
-        build.source_key(kernel, "sm_100f"),
-        build.source_key(other, "sm_90a"),
+        source_key(kernel, "sm_90a"),
+        source_key(kernel, "sm_100f"),
+        source_key(other, "sm_90a"),
     }
     assert len(keys) == 3
 
@@ -139,33 +149,29 @@ def test_unusable_cache_folder_is_a_miss(tmp_path: Path) -> None:
 def test_load_or_compile_uses_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = KernelSource("common/decode.cu", "decode", (*KERNELS["decode"].defines, ("UNPACKAGED", 1)))
     disk = DiskCache(tmp_path / "cuda")
-    first = build.load_or_compile(kernel, "sm_90a", disk)
+    first = cubin_lookup.load_or_compile(kernel, "sm_90a", disk)
 
-    def refuse(*args: object) -> Built:
+    def refuse(*args: object) -> CompiledKernel:
         raise AssertionError("compiled twice")
 
-    monkeypatch.setattr(build, "compile_kernel", refuse)
-    assert build.load_or_compile(kernel, "sm_90a", disk) == first
+    monkeypatch.setattr(cubin_lookup, "compile_kernel", refuse)
+    assert cubin_lookup.load_or_compile(kernel, "sm_90a", disk) == first
 
 
 def test_packaged_cubins_match_their_sources() -> None:
     """Run `kdacore build` when this fails: a source changed after the cubins were built."""
-    rows = json.loads((prebuilt.FOLDER / prebuilt.MANIFEST).read_text())["cubins"]
-    expected = {
-        f"{k.name}.{arch}": (k, arch)
-        for arch in prebuilt.PACKAGED_ARCHS
-        for k in variants.packaged_kernels(arch)
-    }
+    rows = json.loads((FOLDER / MANIFEST).read_text())["cubins"]
+    expected = {f"{k.name}.{arch}": (k, arch) for arch in PACKAGED_ARCHS for k in packaged_kernels(arch)}
     assert rows.keys() == expected.keys()
     for kernel, arch in expected.values():
-        assert prebuilt.find_packaged(kernel, arch, build.source_key(kernel, arch)) is not None, kernel.name
+        assert find_packaged(kernel, arch, source_key(kernel, arch)) is not None, kernel.name
 
 
 def damage_manifest(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     """What writes a manifest's only row anew."""
 
     def damage(cubin: Path) -> None:
-        path = cubin.parent / prebuilt.MANIFEST
+        path = cubin.parent / MANIFEST
         document = json.loads(path.read_text())
         (row,) = document["cubins"].values()
         change(row)
@@ -179,14 +185,12 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "torn cubin": lambda cubin: cubin.write_bytes(cubin.read_bytes()[:-1]),
     "no cubin": Path.unlink,
     "a folder for a cubin": lambda cubin: (cubin.unlink(), cubin.mkdir()),
-    "no manifest": lambda cubin: (cubin.parent / prebuilt.MANIFEST).unlink(),
-    "torn manifest": lambda cubin: (cubin.parent / prebuilt.MANIFEST).write_text('{"cubins": {'),
-    "manifest that is no text": lambda cubin: (cubin.parent / prebuilt.MANIFEST).write_bytes(b"\xff\xfe\x00"),
-    "manifest without cubins": lambda cubin: (cubin.parent / prebuilt.MANIFEST).write_text("{}"),
-    "manifest that is a list": lambda cubin: (cubin.parent / prebuilt.MANIFEST).write_text("[]"),
-    "row that is a word": lambda cubin: (cubin.parent / prebuilt.MANIFEST).write_text(
-        '{"cubins": {"x": "y"}}'
-    ),
+    "no manifest": lambda cubin: (cubin.parent / MANIFEST).unlink(),
+    "torn manifest": lambda cubin: (cubin.parent / MANIFEST).write_text('{"cubins": {'),
+    "manifest that is no text": lambda cubin: (cubin.parent / MANIFEST).write_bytes(b"\xff\xfe\x00"),
+    "manifest without cubins": lambda cubin: (cubin.parent / MANIFEST).write_text("{}"),
+    "manifest that is a list": lambda cubin: (cubin.parent / MANIFEST).write_text("[]"),
+    "row that is a word": lambda cubin: (cubin.parent / MANIFEST).write_text('{"cubins": {"x": "y"}}'),
     "no file": damage_manifest(lambda row: row.pop("file")),
     "no source": damage_manifest(lambda row: row.pop("source")),
     "no digest": damage_manifest(lambda row: row.pop("sha256")),
@@ -198,10 +202,12 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 def one_kernel(monkeypatch: pytest.MonkeyPatch) -> KernelSource:
     """The only kernel there is to package; compiling is quick."""
     kernel = KERNELS["decode"]
-    monkeypatch.setattr(variants, "packaged_kernels", lambda arch: [kernel])
+    monkeypatch.setattr(package_build, "packaged_kernels", lambda arch: [kernel])
     log = "16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads\nUsed 40 registers"
     monkeypatch.setattr(
-        prebuilt, "compile_kernel", lambda kernel, arch: Built(f"{kernel.name} {arch}".encode(), log)
+        package_build,
+        "compile_kernel",
+        lambda kernel, arch: CompiledKernel(f"{kernel.name} {arch}".encode(), log),
     )
     return kernel
 
@@ -210,64 +216,64 @@ def one_kernel(monkeypatch: pytest.MonkeyPatch) -> KernelSource:
 def test_changed_source_or_damaged_file_is_not_used(
     tmp_path: Path, one_kernel: KernelSource, damage: str
 ) -> None:
-    (path,) = prebuilt.build_all(["sm_90a"], tmp_path)
-    key = build.source_key(one_kernel, "sm_90a")
-    assert prebuilt.find_packaged(one_kernel, "sm_90a", key, tmp_path) == path.read_bytes()
-    assert prebuilt.find_packaged(one_kernel, "sm_90a", "another key", tmp_path) is None
+    (path,) = package_build.build_all(["sm_90a"], tmp_path)
+    key = source_key(one_kernel, "sm_90a")
+    assert find_packaged(one_kernel, "sm_90a", key, tmp_path) == path.read_bytes()
+    assert find_packaged(one_kernel, "sm_90a", "another key", tmp_path) is None
     DAMAGE[damage](path)
-    prebuilt._rows.cache_clear()  # as a process that starts now
-    assert prebuilt.find_packaged(one_kernel, "sm_90a", key, tmp_path) is None
+    cached_manifest.cache_clear()  # as a process that starts now
+    assert find_packaged(one_kernel, "sm_90a", key, tmp_path) is None
 
 
 @pytest.mark.parametrize("damage", [name for name in DAMAGE if name != "a folder for a cubin"])
 def test_a_damaged_folder_is_built_anew(tmp_path: Path, one_kernel: KernelSource, damage: str) -> None:
-    (path,) = prebuilt.build_all(["sm_90a"], tmp_path)
+    (path,) = package_build.build_all(["sm_90a"], tmp_path)
     DAMAGE[damage](path)
-    assert prebuilt.build_all(["sm_90a"], tmp_path) == [path]
-    key = build.source_key(one_kernel, "sm_90a")
-    assert prebuilt.find_packaged(one_kernel, "sm_90a", key, tmp_path) == path.read_bytes()
+    assert package_build.build_all(["sm_90a"], tmp_path) == [path]
+    key = source_key(one_kernel, "sm_90a")
+    assert find_packaged(one_kernel, "sm_90a", key, tmp_path) == path.read_bytes()
 
 
 def test_one_architecture_is_built_beside_the_others(
     tmp_path: Path, one_kernel: KernelSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hopper, blackwell = prebuilt.build_all(["sm_90a", "sm_100f"], tmp_path)
+    hopper, blackwell = package_build.build_all(["sm_90a", "sm_100f"], tmp_path)
     before = {path: path.read_bytes() for path in (hopper, blackwell)}
     gone = [tmp_path / f"gone.{arch}.cubin" for arch in ("sm_90a", "sm_100f")]
     for path in gone:
         path.write_bytes(b"of a kernel that is no more")
-    assert prebuilt.build_all(["sm_90a"], tmp_path) == [hopper]
+    assert package_build.build_all(["sm_90a"], tmp_path) == [hopper]
     assert {path: path.read_bytes() for path in before} == before
     assert [path.exists() for path in gone] == [False, True]
     for arch in ("sm_90a", "sm_100f"):
-        key = build.source_key(one_kernel, arch)
-        assert prebuilt.find_packaged(one_kernel, arch, key, tmp_path) is not None
-    monkeypatch.setattr(variants, "packaged_kernels", lambda arch: [KERNELS["decode V first"]])
-    (other,) = prebuilt.build_all(["sm_100f"], tmp_path)
+        key = source_key(one_kernel, arch)
+        assert find_packaged(one_kernel, arch, key, tmp_path) is not None
+    monkeypatch.setattr(package_build, "packaged_kernels", lambda arch: [KERNELS["decode V first"]])
+    (other,) = package_build.build_all(["sm_100f"], tmp_path)
     assert {path.name for path in tmp_path.glob("*.cubin")} == {hopper.name, other.name}
-    assert len(json.loads((tmp_path / prebuilt.MANIFEST).read_text())["cubins"]) == 2
+    assert len(json.loads((tmp_path / MANIFEST).read_text())["cubins"]) == 2
 
 
 def test_the_manifest_says_what_the_compiler_said(tmp_path: Path, one_kernel: KernelSource) -> None:
-    prebuilt.build_all(["sm_90a"], tmp_path)
-    (row,) = json.loads((tmp_path / prebuilt.MANIFEST).read_text())["cubins"].values()
+    package_build.build_all(["sm_90a"], tmp_path)
+    (row,) = json.loads((tmp_path / MANIFEST).read_text())["cubins"].values()
     assert (row["registers"], row["stack"], row["spills"]) == (40, 16, 8)
 
 
 @pytest.mark.parametrize("arch", ["bogus", "", "sm_", "compute_90", "sm_90z", "sm_999", "sm_75"])
 def test_architectures_that_cannot_be_built(arch: str) -> None:
-    assert build.arch_problem(arch)
+    assert arch_problem(arch)
 
 
-@pytest.mark.parametrize("arch", [*prebuilt.PACKAGED_ARCHS, "sm_80", "sm_86", "sm_120"])
+@pytest.mark.parametrize("arch", [*PACKAGED_ARCHS, "sm_80", "sm_86", "sm_120"])
 def test_architectures_that_can_be_built(arch: str) -> None:
-    assert build.arch_problem(arch) is None
+    assert arch_problem(arch) is None
 
 
 def test_every_lane_may_arrive_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """For racecheck; such a kernel has a key of its own."""
     kernel = KERNELS["safe"]
-    plain = build.source_key(kernel, "sm_90a")
-    monkeypatch.setattr(config, "_config", config.parse({build.EVERY_LANE: "1"}))
-    assert "-DEVERY_LANE=1" in build.options(kernel, "sm_90a")
-    assert build.source_key(kernel, "sm_90a") != plain
+    plain = source_key(kernel, "sm_90a")
+    monkeypatch.setattr(config, "_config", config.parse({EVERY_LANE: "1"}))
+    assert "-DEVERY_LANE=1" in nvrtc_options(kernel, "sm_90a")
+    assert source_key(kernel, "sm_90a") != plain

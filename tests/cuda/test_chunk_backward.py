@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import backward_model as model
+import chunk_backward_model as model
 import numpy as np
 import pytest
 import torch
-from backward_calls import draw
+from chunk_backward_calls import draw
 from cuda_calls import MODEL, SAFE_MODEL, Draw, error, request_of
 
 from kdacore.types import OutputGrads
-from kdacore_cuda import backward, runtime
+from kdacore_cuda import chunk_backward, torch_launch
 from kdacore_reference.oracle import oracle_backward
 
 
@@ -75,22 +75,22 @@ def test_sums_over_chunks_and_over_value_heads(emulated: list[str], norm: bool) 
     options = {**SAFE_MODEL, "use_qk_l2norm_in_kernel": norm}
     inputs = draw(70, 2, 4, B=2)
     request = request_of("chunk_kda", inputs, **options)
-    plan = backward.plan_of(request)
+    plan = chunk_backward.plan_of(request)
     d = Draw(3)
     parts = {
         "dA_part": d.normal(plan.slots, 4, dtype=torch.float32),
         "dbias_part": d.normal(plan.slots, 4, 128, dtype=torch.float32),
     }
-    A, bias = backward._sum_chunks(plan, inputs, parts)
+    A, bias = chunk_backward._sum_chunks(plan, inputs, parts)
     assert A is not None and bias is not None
     np.testing.assert_allclose(A, parts["dA_part"].double().sum(0), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(bias, parts["dbias_part"].double().sum(0), rtol=1e-5, atol=1e-5)
     more = {name: torch.cat([x, torch.zeros_like(x)]) for name, x in parts.items()}
-    again = backward._sum_chunks(plan._replace(slots=2 * plan.slots), inputs, more)
+    again = chunk_backward._sum_chunks(plan._replace(slots=2 * plan.slots), inputs, more)
     assert torch.equal(A, again[0]) and torch.equal(bias, again[1])
 
     part = d.normal(2, 70, 4, 128, dtype=torch.float32)
-    got = backward._sum_group(plan, inputs.k, part)
+    got = chunk_backward._sum_group(plan, inputs.k, part)
     want, k = part.double().numpy().reshape(2, 70, 2, 2, 128).sum(3), inputs.k.double().numpy()
     if norm:
         r = 1 / np.sqrt((k * k).sum(-1) + 1e-6)
@@ -105,13 +105,13 @@ def test_the_benchmark_times_what_a_call_launches(monkeypatch: pytest.MonkeyPatc
     from benchmarks import backward_launches
 
     seen: list[str] = []
-    monkeypatch.setattr(backward, "run", lambda kernel, *rest: seen.append(kernel.source.name))
-    monkeypatch.setattr(backward, "_sum_chunks", lambda *rest: (None, None))
-    monkeypatch.setattr(runtime, "processors", lambda index: 8)
+    monkeypatch.setattr(chunk_backward, "run", lambda kernel, *rest: seen.append(kernel.source.name))
+    monkeypatch.setattr(chunk_backward, "_sum_chunks", lambda *rest: (None, None))
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 8)
     inputs = draw(70, heads, heads)
     request = request_of("chunk_kda", inputs, **SAFE_MODEL)
     grads = OutputGrads(torch.zeros(inputs.v.shape, dtype=torch.bfloat16), None)
-    backward.backward(request, inputs, (), grads)
+    chunk_backward.backward(request, inputs, (), grads)
     called, seen[:] = [*seen], []
     backward_launches.cuda_steps(request, inputs, grads)
     assert seen == called

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from backward_calls import draw
+from chunk_backward_calls import draw
 from cuda_calls import MODEL, SAFE_MODEL, Draw, error, request_of
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads
-from kdacore_cuda import backward
+from kdacore_cuda import chunk_backward
 from kdacore_reference.oracle import oracle_backward
 
 BOUND = 8e-3
@@ -26,7 +26,7 @@ def check(inputs: ChunkInputs, *, final: bool = True, loose: float = 2.0, **opti
     do = d.normal(*inputs.v.shape)
     d_final = d.normal(*request.state_shape, dtype=torch.float32) if final else None
     want = oracle_backward(request, inputs, OutputGrads(do, d_final))
-    got = backward.backward(request, inputs, (), OutputGrads(do, d_final))
+    got = chunk_backward.backward(request, inputs, (), OutputGrads(do, d_final))
     for name in InputGrads._fields:
         mine, exact = getattr(got, name), getattr(want, name)
         assert (mine is None) == (exact is None), name
@@ -71,7 +71,7 @@ def test_nothing_flows_back(emulated: list[str]) -> None:
     """No gradient of the outputs: every gradient is exactly zero."""
     inputs = draw(70, initial_state=torch.randn(1, 1, 128, 128))
     request = request_of("chunk_kda", inputs, output_final_state=True, **SAFE_MODEL)
-    got = backward.backward(request, inputs, (), OutputGrads(None, None))
+    got = chunk_backward.backward(request, inputs, (), OutputGrads(None, None))
     for name, x in got._asdict().items():
         assert x is not None and not x.any(), name
 
@@ -81,10 +81,10 @@ def test_later_tokens_without_a_gradient_change_no_bit(emulated: list[str]) -> N
     do = Draw(3).normal(1, 200, 1, 128)
     do[:, 100:] = 0
     request = request_of("chunk_kda", inputs, **SAFE_MODEL)
-    first = backward.backward(request, inputs, (), OutputGrads(do, None))
+    first = chunk_backward.backward(request, inputs, (), OutputGrads(do, None))
     other = draw(200, seed=9)
     later = [torch.cat([a[:, :100], b[:, 100:]], 1) for a, b in zip(inputs[:5], other[:5], strict=True)]
-    second = backward.backward(
+    second = chunk_backward.backward(
         request,
         inputs._replace(**dict(zip(("q", "k", "v", "g", "beta"), later, strict=True))),
         (),

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import backward_model as model
+import chunk_backward_model as model
 import numpy as np
 import pytest
 import torch
-from backward_calls import draw, filled, launch, worst
+from chunk_backward_calls import draw, filled, launch, worst
 from cuda_calls import MODEL, SAFE_MODEL, Draw, error, request_of
 
 import kdacore
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads
-from kdacore_cuda import backward
-from kdacore_cuda.backward_kernels import grads_kernel, prepare_kernel, scan_kernel
+from kdacore_cuda import chunk_backward
+from kdacore_cuda.chunk_backward_kernels import grads_kernel, prepare_kernel, scan_kernel
 from kdacore_reference.oracle import oracle_backward
 
 pytestmark = pytest.mark.gpu
@@ -97,7 +97,7 @@ def test_the_whole_against_the_oracle(name: str, safe: bool) -> None:
     want = oracle_backward(request, inputs, given)
     there = on_gpu(inputs)
     request = request_of("chunk_kda", there, output_final_state=True, **options)
-    got = backward.backward(
+    got = chunk_backward.backward(
         request, there, (), OutputGrads(*(None if x is None else x.cuda() for x in given))
     )
     for k in InputGrads._fields:
@@ -119,7 +119,7 @@ def large(T: int = 2000, H: int = 80) -> tuple[Any, ChunkInputs, OutputGrads]:
 def test_large_calls_agree_with_the_triton_backend() -> None:
     triton = pytest.importorskip("kdacore_triton.chunk_backward")
     request, inputs, given = large()
-    got, want = (b.backward(request, inputs, (), given) for b in (backward, triton))
+    got, want = (b.backward(request, inputs, (), given) for b in (chunk_backward, triton))
     for k, mine, other in zip(InputGrads._fields, got, want, strict=True):
         if mine is not None:
             assert error(mine, other.double().cpu()) < 2 * BOUND, k
@@ -131,20 +131,20 @@ def same(a: InputGrads, b: InputGrads) -> bool:
 
 def test_every_call_gives_the_same_bits() -> None:
     request, inputs, given = large()
-    first = backward.backward(request, inputs, (), given)
-    assert all(same(backward.backward(request, inputs, (), given), first) for _ in range(50))
+    first = chunk_backward.backward(request, inputs, (), given)
+    assert all(same(chunk_backward.backward(request, inputs, (), given), first) for _ in range(50))
 
 
 def test_graph_replay_equals_eager() -> None:
     request, inputs, given = large(300, 4)
-    eager = backward.backward(request, inputs, (), given)
+    eager = chunk_backward.backward(request, inputs, (), given)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        backward.backward(request, inputs, (), given)
+        chunk_backward.backward(request, inputs, (), given)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = backward.backward(request, inputs, (), given)
+        captured = chunk_backward.backward(request, inputs, (), given)
     graph.replay()
     torch.cuda.synchronize()
     assert same(captured, eager)

@@ -7,18 +7,19 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-import backward_model as model
+import chunk_backward_model as model
 import emulator
 import numpy as np
 import pytest
 import torch
-from backward_calls import draw, filled, launch
+from chunk_backward_calls import draw, filled, launch
 from cuda_calls import SAFE_MODEL, Draw, error, request_of
 
 from kdacore.types import ChunkInputs, Request
-from kdacore_cuda import build, runtime
-from kdacore_cuda.backward_kernels import grads_kernel
-from kdacore_cuda.verifiers import is_safe
+from kdacore_cuda import torch_launch
+from kdacore_cuda.chunk_backward_kernels import grads_kernel
+from kdacore_cuda.compiler import compile_kernel
+from kdacore_cuda.request_encoding import has_bounded_gate
 from kdacore_reference.exact import to_float64
 
 BOUND, PART_BOUND = 8e-3, 1e-2
@@ -71,7 +72,7 @@ def run(
         wanted["dA_part"] = ((slots, HV), torch.float32)
     if inputs.dt_bias is not None:
         wanted["dbias_part"] = ((slots, HV, 128), torch.float32)
-    kernel = grads_kernel(inputs.g.dtype == torch.float32, grouped, is_safe(request))
+    kernel = grads_kernel(inputs.g.dtype == torch.float32, grouped, has_bounded_gate(request))
     return launch(kernel, request, inputs, work, wanted, d_o=do)
 
 
@@ -96,7 +97,7 @@ def check(inputs: ChunkInputs, scale: float = 1.0, **options: Any) -> None:
 @pytest.fixture(autouse=True)
 def few(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A block takes several units."""
-    monkeypatch.setattr(runtime, "processors", lambda index: 2)
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 2)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def test_packed(index: torch.dtype, options: dict[str, Any]) -> None:
 
 def test_many_short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block's next unit is several sequences on, some of them empty."""
-    monkeypatch.setattr(runtime, "processors", lambda index: 5)
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 5)
     cu = torch.tensor([0, *accumulate([0, 1, 0, 0, 2, 65, 1, 0, 5, 1, 0, 0, 0, 0, 0, 0, 7, 1])])
     check(draw(int(cu[-1]), cu_seqlens=cu))
 
@@ -281,7 +282,7 @@ def test_same_bits_in_any_order(monkeypatch: pytest.MonkeyPatch, seed: int) -> N
     do = Draw(7).normal(*inputs.v.shape)
     work = scanned(request, inputs, do)
     first = run(request, inputs, work, do)
-    monkeypatch.setattr(runtime, "processors", lambda index: seed)
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: seed)
     monkeypatch.setattr(emulator, "run", partial(emulator.run, seed=seed))
     again = run(request, inputs, work, do)
     for name, x in first.items():
@@ -292,7 +293,7 @@ def test_same_bits_in_any_order(monkeypatch: pytest.MonkeyPatch, seed: int) -> N
 @pytest.mark.parametrize("float_gate", [False, pytest.param(True, marks=exhaustive)])
 @pytest.mark.parametrize("safe", [True, pytest.param(False, marks=exhaustive)])
 def test_compiled(safe: bool, float_gate: bool, grouped: bool) -> None:
-    log = build.compile_kernel(grads_kernel(float_gate, grouped, safe).source, "sm_90a").log
+    log = compile_kernel(grads_kernel(float_gate, grouped, safe).source, "sm_90a").log
     assert "serialized" not in log
     found = re.search(r"(\d+) bytes spill stores", log)
     assert found is not None, log

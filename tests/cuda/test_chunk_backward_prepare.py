@@ -6,18 +6,18 @@ import re
 from functools import partial
 from typing import Any
 
-import backward_model as model
+import chunk_backward_model as model
 import emulator
 import numpy as np
 import pytest
 import torch
-from backward_calls import draw, filled, launch, worst
+from chunk_backward_calls import draw, filled, launch, worst
 from cuda_calls import MODEL, SAFE_MODEL, request_of
 
 from kdacore.types import ChunkInputs, Request
-from kdacore_cuda import build
-from kdacore_cuda.backward_kernels import prepare_kernel
-from kdacore_cuda.verifiers import is_safe
+from kdacore_cuda.chunk_backward_kernels import prepare_kernel
+from kdacore_cuda.compiler import compile_kernel
+from kdacore_cuda.request_encoding import has_bounded_gate
 
 SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
 BOUNDS = {
@@ -49,7 +49,7 @@ def errors(request: Request, inputs: ChunkInputs, got: dict[str, model.F64]) -> 
 def run(inputs: ChunkInputs, device: str = "cpu", **options: Any) -> dict[str, model.F64]:
     """What the kernel leaves; slots that no sequence fills must stay as they were."""
     request = request_of("chunk_kda", inputs, **options)
-    kernel = prepare_kernel(inputs.g.dtype == torch.float32, is_safe(request))
+    kernel = prepare_kernel(inputs.g.dtype == torch.float32, has_bounded_gate(request))
     got = launch(kernel, request, inputs, {}, dict.fromkeys(BOUNDS), device)
     used = np.zeros((model.num_slots(request), request.HV), bool)
     for at in filled(request, inputs):
@@ -229,7 +229,7 @@ def test_later_tokens_change_nothing(emulated: list[str], token: int, options: d
 @pytest.mark.parametrize("float_gate", [False, True])
 def test_no_spills(float_gate: bool, safe: bool) -> None:
     """And registers for three blocks a multiprocessor, two without a bound."""
-    log = build.compile_kernel(prepare_kernel(float_gate, safe).source, "sm_90a").log
+    log = compile_kernel(prepare_kernel(float_gate, safe).source, "sm_90a").log
     spills, registers = re.search(r"(\d+) bytes spill stores", log), re.search(r"Used (\d+) registers", log)
     assert spills is not None, log
     assert registers is not None, log

@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import backward_model as model
+import chunk_backward_model as model
 import emulator
 import numpy as np
 import pytest
 import torch
-from backward_calls import draw, filled, launch, worst
+from chunk_backward_calls import draw, filled, launch, worst
 from cuda_calls import SAFE_MODEL, Draw, error, request_of
 
 from kdacore.types import ChunkInputs
-from kdacore_cuda import build
-from kdacore_cuda.backward_kernels import scan_kernel, scan_warpgroups
+from kdacore_cuda.chunk_backward_kernels import scan_kernel, scan_warpgroups
+from kdacore_cuda.compiler import compile_kernel
 
 OUTPUTS = ("h", "u", "dh", "dr")
 BOUND = 3.5e-3
@@ -140,7 +140,7 @@ def test_same_bits_in_any_order(emulated: list[str], monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("warpgroups", [1, 2])
 def test_compiles_without_spills(warpgroups: int) -> None:
-    log = build.compile_kernel(scan_kernel(warpgroups).source, "sm_90a").log
+    log = compile_kernel(scan_kernel(warpgroups).source, "sm_90a").log
     assert re.search(r"\b0 bytes spill stores, 0 bytes spill loads", log), log
     assert "serialized" not in log
     assert "setmaxnreg ignored" not in log

@@ -10,9 +10,9 @@ import torch
 from cuda_calls import MODEL, O_BOUND, SAFE_MODEL, STATE_BOUND, Draw, check_outputs, error, oracle, request_of
 
 from kdacore.types import ChunkInputs, Outputs
-from kdacore_cuda import prefill
-from kdacore_cuda.build import EVERY_LANE
-from kdacore_cuda.prefill_kernels import cluster_size, may_cut, sharing_clusters
+from kdacore_cuda import chunk_forward
+from kdacore_cuda.chunk_forward_kernels import cluster_size, cuts_items, resident_clusters
+from kdacore_cuda.kernel_source import EVERY_LANE
 
 SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
 
@@ -20,13 +20,13 @@ SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors, the fused kernel for sm_90a, two blocks a cluster unless a test says otherwise."""
-    monkeypatch.setattr(prefill, "build_arch", lambda arch: "sm_90a")
-    monkeypatch.setattr(prefill, "pays", lambda items, processors: False)
+    monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: False)
     use_cluster(monkeypatch, 2)
 
 
 def use_cluster(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(prefill, "cluster_size", lambda K, items, processors, arch: size)
+    monkeypatch.setattr(chunk_forward, "cluster_size", lambda K, items, multiprocessors, arch: size)
 
 
 def draw(
@@ -47,14 +47,14 @@ def draw(
 
 
 def run(inputs: ChunkInputs, **options: Any) -> Outputs:
-    return prefill.forward(request_of("chunk_kda", inputs, **options), inputs)
+    return chunk_forward.forward(request_of("chunk_kda", inputs, **options), inputs)
 
 
 def check(inputs: ChunkInputs, loose: float = 2.0, **options: Any) -> Outputs:
     """Run, compare with the oracle, return what was computed. Short sequences: the contract's hard-case factor."""
     request = request_of("chunk_kda", inputs, **options)
     want = oracle(request, inputs)
-    got = prefill.forward(request, inputs)
+    got = chunk_forward.forward(request, inputs)
     check_outputs(got, want, loose)
     return got
 
@@ -104,7 +104,7 @@ def test_unbounded_gates(
 def test_other_architectures(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, arch: str, K: int, cluster: int, safe: bool
 ) -> None:
-    monkeypatch.setattr(prefill, "build_arch", lambda name: arch)
+    monkeypatch.setattr(chunk_forward, "build_arch", lambda name: arch)
     use_cluster(monkeypatch, cluster)
     check(draw(1, 70, K=K), output_final_state=True, **(SAFE_MODEL if safe else MODEL))
     assert "WARPGROUP0" in emulated[0]
@@ -205,7 +205,9 @@ def test_split_equals_whole(emulated: list[str]) -> None:
 
 def share(monkeypatch: pytest.MonkeyPatch, clusters: int) -> None:
     """As many clusters share all work, however little there is; 0: a cluster for each sequence and head."""
-    monkeypatch.setattr(prefill, "sharing_clusters", lambda K, cluster, items, processors, arch: clusters)
+    monkeypatch.setattr(
+        chunk_forward, "resident_clusters", lambda K, cluster, items, multiprocessors, arch: clusters
+    )
 
 
 def same_in_shares(
@@ -244,7 +246,7 @@ def test_clusters_share_sequences(
     clusters: int,
     cuts: bool,
 ) -> None:
-    assert may_cut(T, B * H, clusters) == cuts
+    assert cuts_items(T, B * H, clusters) == cuts
     same_in_shares(monkeypatch, draw(B, T, H, H), clusters, output_final_state=True, **options)
 
 
@@ -293,11 +295,11 @@ def test_clusters_share_nothing(emulated: list[str], monkeypatch: pytest.MonkeyP
 
 
 def test_sharing_depends_on_shapes_alone() -> None:
-    assert sharing_clusters(128, 2, 66, 132, "sm_90a") == 0
-    assert sharing_clusters(128, 2, 67, 132, "sm_90a") == 66
-    assert sharing_clusters(128, 3, 44, 132, "sm_90a") == 0
-    assert sharing_clusters(64, 1, 512, 132, "sm_90a") == 0
-    assert sharing_clusters(128, 1, 512, 148, "sm_100f") == 0
+    assert resident_clusters(128, 2, 66, 132, "sm_90a") == 0
+    assert resident_clusters(128, 2, 67, 132, "sm_90a") == 66
+    assert resident_clusters(128, 3, 44, 132, "sm_90a") == 0
+    assert resident_clusters(64, 1, 512, 132, "sm_90a") == 0
+    assert resident_clusters(128, 1, 512, 148, "sm_100f") == 0
 
 
 def test_cluster_size_depends_on_shapes_alone() -> None:

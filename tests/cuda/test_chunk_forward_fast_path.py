@@ -5,26 +5,26 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import backward_calls
+import chunk_backward_calls
 import pytest
 import torch
 from cuda_calls import MODEL, SAFE_MODEL, request_of
 
 from kdacore.types import ChunkInputs, FastCall
-from kdacore_cuda import backward, prefill, prefill_repeat, segments
+from kdacore_cuda import chunk_backward, chunk_forward, chunk_forward_fast_path, chunk_forward_segments
 
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors, kernels for sm_90a, segments of two chunks; in segments where a test asks for it."""
-    for module in (prefill, backward):
+    for module in (chunk_forward, chunk_backward):
         monkeypatch.setattr(module, "build_arch", lambda arch: "sm_90a")
-    monkeypatch.setattr(prefill, "pays", lambda items, processors: False)
-    monkeypatch.setattr(segments, "segment_chunks", lambda items: 2)
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: False)
+    monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda items: 2)
 
 
 def draw(B: int = 1, T: int = 150, H: int = 1, HV: int = 1, seed: int = 0, **more: Any) -> ChunkInputs:
-    return backward_calls.draw(T, H, HV, B=B, gate="init", seed=seed, **more)
+    return chunk_backward_calls.draw(T, H, HV, B=B, gate="init", seed=seed, **more)
 
 
 def strided(x: ChunkInputs) -> ChunkInputs:
@@ -51,20 +51,20 @@ CASES = {
 def test_the_shorter_way_gives_the_same_bits(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, name: str, in_segments: bool
 ) -> None:
-    monkeypatch.setattr(prefill, "pays", lambda items, processors: in_segments)
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: in_segments)
     first, second = CASES[name](0), CASES[name](1)
     bare = first.A_log is None
     options = {**MODEL, "use_gate_in_kernel": False} if bare else SAFE_MODEL
     if bare:
         first, second = (x._replace(g=-x.g.abs()) for x in (first, second))
     request = request_of("chunk_kda", first, **options, output_final_state=name != "dense")
-    step = prefill_repeat.repeat(request, first)
+    step = chunk_forward_fast_path.make_fast_call(request, first)
     assert step is not None
     emulated.clear()
     got = step(tuple(second))
     assert got is not None
     launches = list(emulated)
-    want = prefill.forward(request, second)
+    want = chunk_forward.forward(request, second)
     assert emulated[len(launches) :] == launches and (len(launches) > 1) == in_segments
     assert torch.equal(got[0], want.o)
     assert (got[1] is None) == (want.final_state is None)
@@ -73,7 +73,7 @@ def test_the_shorter_way_gives_the_same_bits(
 
 def made(inputs: ChunkInputs, **options: Any) -> FastCall | None:
     request = request_of("chunk_kda", inputs, **SAFE_MODEL, **options)
-    return prefill_repeat.repeat(request, inputs)
+    return chunk_forward_fast_path.make_fast_call(request, inputs)
 
 
 def test_nothing_is_kept(emulated: list[str]) -> None:

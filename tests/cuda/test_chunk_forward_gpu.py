@@ -10,7 +10,7 @@ import torch
 from cuda_calls import MODEL, O_BOUND, SAFE_MODEL, STATE_BOUND, Draw, error, oracle, request_of
 
 from kdacore.types import ChunkInputs, Outputs
-from kdacore_cuda import prefill
+from kdacore_cuda import chunk_forward
 
 pytestmark = pytest.mark.gpu
 
@@ -21,7 +21,7 @@ HEADS = pytest.mark.parametrize("H", [4, 80], ids=["few heads", "many heads"])
 @pytest.fixture(autouse=True)
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where heads are few; those in segments have tests of their own."""
-    monkeypatch.setattr(prefill, "pays", lambda items, processors: False)
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: False)
 
 
 def draw(T: int, H: int, K: int = 128) -> ChunkInputs:
@@ -33,7 +33,7 @@ def draw(T: int, H: int, K: int = 128) -> ChunkInputs:
 
 
 def run(inputs: ChunkInputs, **options: Any) -> Outputs:
-    return prefill.forward(request_of("chunk_kda", inputs, output_final_state=True, **options), inputs)
+    return chunk_forward.forward(request_of("chunk_kda", inputs, output_final_state=True, **options), inputs)
 
 
 def same(a: Outputs, b: Outputs) -> bool:
@@ -91,11 +91,11 @@ def test_host_time() -> None:
     """25 microseconds a call are the bound; twice that leaves room for a busy machine."""
     inputs = draw(64, 2)
     request = request_of("chunk_kda", inputs, **SAFE_MODEL)
-    prefill.forward(request, inputs)
+    chunk_forward.forward(request, inputs)
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(300):
-        prefill.forward(request, inputs)
+        chunk_forward.forward(request, inputs)
     took = time.perf_counter() - start
     torch.cuda.synchronize()
     assert took / 300 < 50e-6

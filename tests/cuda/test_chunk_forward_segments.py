@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import backward_model as chunk_model
+import chunk_backward_model as chunk_model
+import chunk_forward_segments_model as model
 import emulator
 import numpy as np
 import pytest
-import segment_model as model
 import torch
-from backward_calls import draw, filled, worst
-from backward_model import F64
+from chunk_backward_calls import draw, filled, worst
+from chunk_backward_model import F64
 from cuda_calls import MODEL, SAFE_MODEL, Draw, check_outputs, error, oracle, request_of
 
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_cuda import build, prefill, runtime, segment_kernels, segments
+from kdacore_cuda import (
+    chunk_forward,
+    chunk_forward_segments,
+    chunk_forward_segments_kernels,
+    torch_launch,
+)
+from kdacore_cuda.compiler import compile_kernel
+from kdacore_cuda.kernel_source import EVERY_LANE
 
 SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
 BOTH = pytest.mark.parametrize("options", [SAFE_MODEL, MODEL], ids=["bounded", "unbounded"])
@@ -39,7 +46,7 @@ def poison() -> Iterator[None]:
 
 
 def use_segments(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
-    monkeypatch.setattr(segments, "segment_chunks", lambda items: chunks)
+    monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda items: chunks)
 
 
 def state(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -47,14 +54,14 @@ def state(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def run(inputs: ChunkInputs, **options: Any) -> Outputs:
-    return segments.forward(request_of("chunk_kda", inputs, **options), inputs)
+    return chunk_forward_segments.forward(request_of("chunk_kda", inputs, **options), inputs)
 
 
 def check(inputs: ChunkInputs, loose: float = 2.0, **options: Any) -> Outputs:
     """Run, compare with the oracle, return what was computed. Short sequences: the contract's hard-case factor."""
     request = request_of("chunk_kda", inputs, output_final_state=True, **options)
     want = oracle(request, inputs)
-    got = segments.forward(request, inputs)
+    got = chunk_forward_segments.forward(request, inputs)
     check_outputs(got, want, loose)
     return got
 
@@ -74,10 +81,10 @@ CASES = {"dense": lambda: draw(330, 1, 2, B=2), "packed": packed}
 LONG = {"dense": lambda: draw(64 * 8 + 5, initial_state=state(1, 1)), "packed": packed}
 
 
-def launch(call: segments.Call, name: str) -> None:
+def launch(call: chunk_forward_segments.SegmentsCall, name: str) -> None:
     """One step of a call."""
-    (step,) = (s for s in call.steps if s[0] == name)
-    runtime.launch(step[1], step[2], "sm_90a", call.outputs.o, step[3])
+    (step,) = (s for s in call.launches if s[0] == name)
+    torch_launch.launch(step[1], step[2], "sm_90a", call.outputs.o, step[3])
 
 
 def records_of(request: Request, inputs: ChunkInputs) -> dict[str, F64]:
@@ -87,7 +94,7 @@ def records_of(request: Request, inputs: ChunkInputs) -> dict[str, F64]:
         name: model.to_float64(
             torch.from_numpy(exact[name]).to(torch.float32 if name == "last" else torch.bfloat16)
         )
-        for name in segments.RECORD
+        for name in chunk_forward_segments.CHUNK_OPERANDS
     }
 
 
@@ -99,9 +106,9 @@ def test_prepare_leaves_records(emulated: list[str], gate: torch.dtype, options:
     inputs = packed()
     inputs = inputs._replace(g=inputs.g.to(gate))
     request = request_of("chunk_kda", inputs, **options)
-    call = segments.prepare_call(request, inputs)
+    call = chunk_forward_segments.prepare_call(request, inputs)
     launch(call, "prepare")
-    got = model.get_records(model.views(request, call.work).records)
+    got = model.get_records(model.views(request, call.workspace).records)
     want, where = chunk_model.prepare(request, inputs), filled(request, inputs)
     bounds = dict.fromkeys(("kg", "qg", "u"), 3e-3) | dict.fromkeys(("w", "aqk"), 5e-3) | {"last": 1e-4}
     for name, bound in bounds.items():
@@ -117,8 +124,8 @@ def test_prepare_leaves_records(emulated: list[str], gate: torch.dtype, options:
 def test_maps(emulated: list[str], case: str) -> None:
     inputs = CASES[case]()
     request = request_of("chunk_kda", inputs, **SAFE_MODEL)
-    call, work = segments.prepare_call(request, inputs), records_of(request, inputs)
-    view = model.views(request, call.work)
+    call, work = chunk_forward_segments.prepare_call(request, inputs), records_of(request, inputs)
+    view = model.views(request, call.workspace)
     model.put_records(view.records, work)
     launch(call, "maps")
     got, want = model.get_maps(view.maps), model.maps(request, inputs, work)
@@ -130,20 +137,20 @@ def test_maps(emulated: list[str], case: str) -> None:
             assert error(mine[tuple(at)], exact[tuple(at)]) < WALK_BOUND
 
 
-PROCESSORS = pytest.mark.parametrize("processors", [1, 132], ids=["busy device", "idle device"])
+MULTIPROCESSORS = pytest.mark.parametrize("multiprocessors", [1, 132], ids=["busy device", "idle device"])
 """Multiprocessors: where they are many, more blocks share a state."""
 
 
-@PROCESSORS
+@MULTIPROCESSORS
 @pytest.mark.parametrize("case", LONG)
-def test_chain(emulated: list[str], monkeypatch: pytest.MonkeyPatch, case: str, processors: int) -> None:
+def test_chain(emulated: list[str], monkeypatch: pytest.MonkeyPatch, case: str, multiprocessors: int) -> None:
     """Nine segments: the ring goes round twice."""
     inputs = LONG[case]()
-    monkeypatch.setattr(runtime, "processors", lambda index: processors)
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: multiprocessors)
     use_segments(monkeypatch, 1 if case == "dense" else 2)
     request = request_of("chunk_kda", inputs, **SAFE_MODEL)
-    call = segments.prepare_call(request, inputs)
-    view = model.views(request, call.work)
+    call = chunk_forward_segments.prepare_call(request, inputs)
+    view = model.views(request, call.workspace)
     B, A = model.maps(request, inputs, records_of(request, inputs))
     rng = np.random.default_rng(0)
     B[~np.isnan(B)] = rng.standard_normal((~np.isnan(B)).sum())
@@ -157,14 +164,16 @@ def test_chain(emulated: list[str], monkeypatch: pytest.MonkeyPatch, case: str, 
     assert error(got[made], want[made]) < CHAIN_BOUND
 
 
-@PROCESSORS
+@MULTIPROCESSORS
 @pytest.mark.parametrize("case", CASES)
-def test_output(emulated: list[str], monkeypatch: pytest.MonkeyPatch, case: str, processors: int) -> None:
+def test_output(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, case: str, multiprocessors: int
+) -> None:
     inputs = CASES[case]()
-    monkeypatch.setattr(runtime, "processors", lambda index: processors)
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: multiprocessors)
     request = request_of("chunk_kda", inputs, output_final_state=True, checkpoint_every=64, **SAFE_MODEL)
-    call, work = segments.prepare_call(request, inputs), records_of(request, inputs)
-    view = model.views(request, call.work)
+    call, work = chunk_forward_segments.prepare_call(request, inputs), records_of(request, inputs)
+    view = model.views(request, call.workspace)
     model.put_records(view.records, work)
     starts = model.chain(request, inputs, *model.maps(request, inputs, work))
     view.starts.copy_(torch.from_numpy(starts))
@@ -281,7 +290,7 @@ def test_with_an_arrival_for_each_lane(emulated: list[str], monkeypatch: pytest.
     """As racecheck is given the kernels: the same bits."""
     inputs = draw(270)
     want = run(inputs, **SAFE_MODEL).o
-    monkeypatch.setenv(build.EVERY_LANE, "1")
+    monkeypatch.setenv(EVERY_LANE, "1")
     assert torch.equal(run(inputs, **SAFE_MODEL).o, want)
 
 
@@ -313,14 +322,16 @@ def test_the_contract_s_length(
 
 def test_few_heads_go_in_segments(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever their length, as a choice by length would change bits when tokens are appended."""
-    monkeypatch.setattr(prefill, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
     for H, T in ((1, 1), (1, 200)):
         inputs = draw(T, H, H)
         emulated.clear()
-        prefill.forward(request_of("chunk_kda", inputs, **SAFE_MODEL), inputs)
+        chunk_forward.forward(request_of("chunk_kda", inputs, **SAFE_MODEL), inputs)
         assert emulated[-1].startswith("output")
-    assert [segment_kernels.pays(n, 132) for n in (1, 8, 16, 27, 28, 64)] == [True] * 4 + [False] * 2
-    assert not segment_kernels.pays(16, 66)
+    assert [chunk_forward_segments_kernels.use_segments(n, 132) for n in (1, 8, 16, 27, 28, 64)] == [
+        True
+    ] * 4 + [False] * 2
+    assert not chunk_forward_segments_kernels.use_segments(16, 66)
 
 
 def test_the_benchmark_times_what_a_call_launches(emulated: list[str]) -> None:
@@ -331,13 +342,13 @@ def test_the_benchmark_times_what_a_call_launches(emulated: list[str]) -> None:
     steps = segment_launches.launches(request, inputs)
     assert list(steps) == ["prepare", "maps", "chain", "output"]
     timed = list(emulated)
-    segments.forward(request, inputs)
+    chunk_forward_segments.forward(request, inputs)
     assert emulated[len(timed) :] == timed
 
 
 def test_blocks_share_states_while_multiprocessors_are_left() -> None:
-    assert [segment_kernels.output_parts(n, 132) for n in (1, 66, 67, 128)] == [2, 2, 1, 1]
-    assert [segment_kernels.chain_blocks(n, 132) for n in (1, 16, 17, 27)] == [8, 8, 4, 4]
+    assert [chunk_forward_segments_kernels.output_blocks(n, 132) for n in (1, 66, 67, 128)] == [2, 2, 1, 1]
+    assert [chunk_forward_segments_kernels.chain_blocks(n, 132) for n in (1, 16, 17, 27)] == [8, 8, 4, 4]
 
 
 @pytest.mark.parametrize("T", [330, 700])
@@ -346,8 +357,8 @@ def test_how_many_blocks_share_a_state_changes_no_bit(
 ) -> None:
     inputs = draw(T, initial_state=state(1, 1))
 
-    def outputs(processors: int) -> tuple[torch.Tensor, torch.Tensor]:
-        monkeypatch.setattr(runtime, "processors", lambda index: processors)
+    def outputs(multiprocessors: int) -> tuple[torch.Tensor, torch.Tensor]:
+        monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: multiprocessors)
         got = run(inputs, output_final_state=True, **SAFE_MODEL)
         assert got.final_state is not None
         return got.o, got.final_state
@@ -358,14 +369,18 @@ def test_how_many_blocks_share_a_state_changes_no_bit(
 
 
 def test_segments_depend_on_heads_alone() -> None:
-    assert [segment_kernels.segment_chunks(n) for n in (1, 6, 7, 27)] == [8, 8, 16, 16]
+    assert [chunk_forward_segments_kernels.chunks_per_segment(n) for n in (1, 6, 7, 27)] == [8, 8, 16, 16]
 
 
 @pytest.mark.parametrize(
-    "kernel", [segment_kernels.maps_kernel(), *map(segment_kernels.output_kernel, (1, 2))]
+    "kernel",
+    [
+        chunk_forward_segments_kernels.maps_kernel(),
+        *map(chunk_forward_segments_kernels.output_kernel, (1, 2)),
+    ],
 )
-def test_products_overlap(kernel: segment_kernels.SegmentKernel) -> None:
+def test_products_overlap(kernel: chunk_forward_segments_kernels.SegmentsKernel) -> None:
     """The compiler says when it makes each product wait for the one before, or ignores the trade of registers."""
-    log = build.compile_kernel(kernel.source, "sm_90a").log
+    log = compile_kernel(kernel.source, "sm_90a").log
     assert "serialized" not in log
     assert "setmaxnreg ignored" not in log

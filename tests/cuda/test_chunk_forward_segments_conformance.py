@@ -12,7 +12,7 @@ from kdacore.registry import REGISTRY
 from kdacore.testing import matrix
 from kdacore.testing.cases import Case
 from kdacore.testing.signature import judge
-from kdacore_cuda import prefill, segments
+from kdacore_cuda import chunk_forward, chunk_forward_segments
 
 QUICK = ("chunk_kda-causality_append-base", "chunk_kda-accuracy-collinear")
 """Cases that are run always; the others with the exhaustive tests."""
@@ -21,8 +21,8 @@ QUICK = ("chunk_kda-causality_append-base", "chunk_kda-accuracy-collinear")
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every call of K = V = 128 in segments of one chunk."""
-    monkeypatch.setattr(prefill, "pays", lambda items, processors: True)
-    monkeypatch.setattr(segments, "segment_chunks", lambda items: 1)
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: True)
+    monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda items: 1)
     REGISTRY.register(Plugin(), NAME)
     yield
     REGISTRY.reset()

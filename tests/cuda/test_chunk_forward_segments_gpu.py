@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import chunk_forward_segments_model as model
 import numpy as np
 import pytest
-import segment_model as model
 import torch
 from cuda_calls import MODEL, O_BOUND, SAFE_MODEL, STATE_BOUND, Draw, error, oracle, request_of
 
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_cuda import prefill, runtime, segment_kernels, segments
+from kdacore_cuda import chunk_forward, chunk_forward_segments, chunk_forward_segments_kernels, torch_launch
 
 pytestmark = pytest.mark.gpu
 
@@ -56,18 +56,18 @@ def same(a: Outputs, b: Outputs) -> bool:
 def test_each_launch_on_what_the_one_before_left(name: str, options: dict[str, Any]) -> None:
     """In this order, so that the first that fails is the one that is wrong."""
     inputs = CASES[name]()
-    call = segments.prepare_call(r := request(inputs, **options), inputs)
+    call = chunk_forward_segments.prepare_call(r := request(inputs, **options), inputs)
     host = ChunkInputs(*(None if x is None else x.cpu() for x in inputs))
     on_host = request(host, **options)
-    view = model.views(r, call.work)
-    launches = {step[0]: step for step in call.steps}
+    view = model.views(r, call.workspace)
+    launches = {step[0]: step for step in call.launches}
 
     def launch(step: str) -> None:
         _, launcher, grid, values = launches[step]
-        runtime.launch(launcher, grid, "sm_90a", call.outputs.o, values)
+        torch_launch.launch(launcher, grid, "sm_90a", call.outputs.o, values)
         torch.cuda.synchronize()
 
-    call.work.fill_(255)  # NaN
+    call.workspace.fill_(255)  # NaN
     launch("prepare")
     work = model.get_records(view.records)
     exact = model.chunk_model.prepare(on_host, host)
@@ -98,7 +98,7 @@ def test_each_launch_on_what_the_one_before_left(name: str, options: dict[str, A
 def test_against_the_oracle(name: str, options: dict[str, Any]) -> None:
     inputs = CASES[name]()
     r = request(inputs, checkpoint_every=192, **options)
-    got = segments.forward(r, inputs)
+    got = chunk_forward_segments.forward(r, inputs)
     host = ChunkInputs(*(None if x is None else x.cpu() for x in inputs))
     want = oracle(request(host, checkpoint_every=192, **options), host)
     assert error(got.o, want.o) < 2 * O_BOUND
@@ -112,9 +112,9 @@ def test_large_calls_agree_with_the_fused_kernel(
 ) -> None:
     """More blocks than run at once."""
     inputs = draw(16384, 16)
-    got = segments.forward(r := request(inputs, **options), inputs)
-    monkeypatch.setattr(prefill, "pays", lambda items, processors: False)
-    want = prefill.forward(r, inputs)
+    got = chunk_forward_segments.forward(r := request(inputs, **options), inputs)
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: False)
+    want = chunk_forward.forward(r, inputs)
     assert error(got.o, want.o.double().cpu()) < 3 * O_BOUND
     assert error(got.final_state, want.final_state.double().cpu()) < 3 * STATE_BOUND
 
@@ -124,29 +124,29 @@ def test_large_calls_agree_with_the_fused_kernel(
 def test_every_call_gives_the_same_bits(H: int, options: dict[str, Any]) -> None:
     inputs = draw(4200, H)
     r = request(inputs, **options)
-    first = segments.forward(r, inputs)
-    assert all(same(segments.forward(r, inputs), first) for _ in range(50))
+    first = chunk_forward_segments.forward(r, inputs)
+    assert all(same(chunk_forward_segments.forward(r, inputs), first) for _ in range(50))
 
 
 def test_appended_tokens_change_no_bit() -> None:
     """Through the backend's own choice, from one chunk to many segments."""
     inputs = draw(5000, 8)
-    whole = prefill.forward(request(inputs, **SAFE_MODEL), inputs).o
+    whole = chunk_forward.forward(request(inputs, **SAFE_MODEL), inputs).o
     for T in (1, 64, 1024, 1025, 3000):
         cut = inputs._replace(
             **{n: getattr(inputs, n)[:, :T].contiguous() for n in ("q", "k", "v", "g", "beta")}
         )
-        assert torch.equal(prefill.forward(request(cut, **SAFE_MODEL), cut).o, whole[:, :T])
+        assert torch.equal(chunk_forward.forward(request(cut, **SAFE_MODEL), cut).o, whole[:, :T])
 
 
 @GATES
 def test_graph_replay_equals_eager(options: dict[str, Any]) -> None:
     inputs = draw(3000, 4)
     r = request(inputs, **options)
-    eager = segments.forward(r, inputs)
+    eager = chunk_forward_segments.forward(r, inputs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = segments.forward(r, inputs)
+        captured = chunk_forward_segments.forward(r, inputs)
     graph.replay()
     torch.cuda.synchronize()
     assert same(captured, eager)
@@ -157,18 +157,18 @@ def test_host_time(T: int, bound: float) -> None:
     """Two launches and four; 25 microseconds and 40 are meant, twice that leaves room for a busy machine."""
     inputs = draw(T, 2)
     r = request(inputs, **SAFE_MODEL)
-    prefill.forward(r, inputs)
+    chunk_forward.forward(r, inputs)
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(100):
-        prefill.forward(r, inputs)
+        chunk_forward.forward(r, inputs)
     took = time.perf_counter() - start
     torch.cuda.synchronize()
     assert took / 100 < bound
 
 
 def test_few_heads_go_in_segments() -> None:
-    assert segment_kernels.pays(16, runtime.processors(0))
+    assert chunk_forward_segments_kernels.use_segments(16, torch_launch.multiprocessors(0))
     inputs = draw(64, 16)
-    got = prefill.forward(r := request(inputs, **SAFE_MODEL), inputs)
-    assert same(got, segments.forward(r, inputs))
+    got = chunk_forward.forward(r := request(inputs, **SAFE_MODEL), inputs)
+    assert same(got, chunk_forward_segments.forward(r, inputs))

@@ -73,4 +73,6 @@ def test_far_from_everything_measured_nothing_is_predicted() -> None:
 
 def test_the_backend_declares_it() -> None:
     for op in ("fused_recurrent_kda", "fused_recurrent_gated_delta_rule"):
-        assert make_backend().ops[op].cost is costs.recurrent
+        cost = make_backend().ops[op].cost
+        assert cost is not None
+        assert cost(call(4, 8)) == costs.recurrent(call(4, 8)) is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 import emulator
 import pytest
 
-from kdacore_cuda.build import gather_headers
+from kdacore_cuda.kernel_source import gather_headers
 
 _TOY = """
 #include "sm90/backward/bulk.cuh"

@@ -10,7 +10,7 @@ import torch
 from cuda_calls import MODEL, O_BOUND, SAFE_MODEL, Draw, error, oracle, request_of
 
 from kdacore.types import Outputs, RecurrentInputs, Request
-from kdacore_cuda import decode, runtime
+from kdacore_cuda import recurrent, recurrent_fast_path, torch_launch
 
 
 def draw(B: int, T: int, H: int = 1, HV: int = 2, K: int = 64, *, gate: str = "random", **more: Any) -> Any:
@@ -32,7 +32,7 @@ def check(inputs: RecurrentInputs, bound: float = O_BOUND, **options: Any) -> Ou
     given = None if inputs.initial_state is None else inputs.initial_state.clone()
     request = request_of("fused_recurrent_kda", inputs, **options)
     want = oracle(request, inputs._replace(initial_state=given))
-    got = decode.forward(request, inputs)
+    got = recurrent.forward(request, inputs)
     assert error(got.o, want.o) < bound
     if request.output_final_state:
         assert error(got.final_state, want.final_state) < bound
@@ -46,7 +46,7 @@ def check_repeated(
     request: Request, inputs: RecurrentInputs, given: torch.Tensor | None, got: Outputs
 ) -> None:
     """The shorter way gives the same bits, in the results and in the pool."""
-    step = decode.repeat(request, inputs)
+    step = recurrent_fast_path.make_fast_call(request, inputs)
     if step is None:
         return
     pool, o = inputs.initial_state, got.o.clone()
@@ -145,7 +145,7 @@ def test_pool_in_place_touches_only_named_rows(emulated: list[str]) -> None:
         "fused_recurrent_kda", inputs, inplace_state=True, output_final_state=True, **SAFE_MODEL
     )
     want = oracle(request, inputs._replace(initial_state=before))
-    got = decode.forward(request, inputs)
+    got = recurrent.forward(request, inputs)
     assert got.final_state is pool
     assert error(got.o, want.o) < O_BOUND
     for row in (0, 2, 3):
@@ -173,7 +173,7 @@ def test_pool_rows_may_start_anywhere(emulated: list[str], v_first: bool, state_
     options = SAFE_MODEL | {"inplace_state": True, "output_final_state": True, "state_v_first": v_first}
     request = request_of("fused_recurrent_kda", inputs, **options)
     want = oracle(request, inputs._replace(initial_state=before))
-    got = decode.forward(request, inputs)
+    got = recurrent.forward(request, inputs)
     assert mode_of(emulated[0]) == 0
     assert error(got.o, want.o) < O_BOUND
     assert error(pool, want.final_state) < O_BOUND
@@ -201,7 +201,7 @@ def test_accepted_tokens(emulated: list[str], inplace: bool, v_first: bool) -> N
         **SAFE_MODEL,
     )
     want = oracle(request, inputs._replace(initial_state=before))
-    got = decode.forward(request, inputs)
+    got = recurrent.forward(request, inputs)
     assert error(got.o, want.o) < O_BOUND
     assert error(got.final_state, want.final_state) < O_BOUND
     if not inplace:
@@ -238,7 +238,7 @@ def test_scalar_gate(emulated: list[str]) -> None:
     )
     request = request_of("fused_recurrent_gated_delta_rule", inputs, output_final_state=True, **MODEL)
     want = oracle(request, inputs)
-    got = decode.forward(request, inputs)
+    got = recurrent.forward(request, inputs)
     assert error(got.o, want.o) < O_BOUND
     assert error(got.final_state, want.final_state) < O_BOUND
 
@@ -264,7 +264,7 @@ def check_head_gate(inputs: RecurrentInputs, **options: Any) -> torch.Tensor:
     options = options or MODEL
     request = request_of("fused_recurrent_gated_delta_rule", inputs, inplace_state=True, **options)
     want = oracle(request, inputs._replace(initial_state=given.clone()))
-    got = decode.forward(request, inputs)
+    got = recurrent.forward(request, inputs)
     assert error(got.o, want.o) < O_BOUND
     check_repeated(request, inputs, given, got)
     inputs.initial_state.copy_(given)
@@ -311,7 +311,9 @@ def decoding(**more: Any) -> RecurrentInputs:
 
 
 def decode_step(inputs: RecurrentInputs) -> Any:
-    return decode.repeat(request_of("fused_recurrent_kda", inputs, inplace_state=True, **SAFE_MODEL), inputs)
+    return recurrent_fast_path.make_fast_call(
+        request_of("fused_recurrent_kda", inputs, inplace_state=True, **SAFE_MODEL), inputs
+    )
 
 
 def test_a_step_serves_other_arrays_and_keeps_none(emulated: list[str]) -> None:
@@ -324,7 +326,7 @@ def test_a_step_serves_other_arrays_and_keeps_none(emulated: list[str]) -> None:
     assert held() is None
     pool = second.initial_state.clone()
     request = request_of("fused_recurrent_kda", second, inplace_state=True, **SAFE_MODEL)
-    want = decode.forward(request, second._replace(initial_state=pool))
+    want = recurrent.forward(request, second._replace(initial_state=pool))
     assert torch.equal(step(tuple(second))[0], want.o)
     assert torch.equal(second.initial_state, pool)
 
@@ -352,7 +354,7 @@ def test_another_current_device_takes_the_long_way(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = decoding()
-    monkeypatch.setattr(runtime, "current_device", lambda: 1)
+    monkeypatch.setattr(torch_launch, "current_device", lambda: 1)
     step = decode_step(inputs)
     assert step(tuple(inputs)) is None
     assert emulated == []

@@ -10,7 +10,7 @@ from cuda_calls import O_BOUND, SAFE_MODEL, STATE_BOUND, Draw, error, oracle, re
 
 import kdacore
 from kdacore.types import RecurrentInputs
-from kdacore_cuda import decode
+from kdacore_cuda import recurrent
 
 pytestmark = pytest.mark.gpu
 
@@ -45,7 +45,7 @@ def test_pool_beyond_two_to_the_31_elements(v_first: bool) -> None:
     rows = pool[[last, 0]].clone()
     small = inputs._replace(initial_state=rows, state_indices=torch.tensor([0, 1], device="cuda"))
     want = oracle(request(small, output_final_state=True, state_v_first=v_first), on_cpu(small))
-    got = decode.forward(request(inputs, state_v_first=v_first), inputs)
+    got = recurrent.forward(request(inputs, state_v_first=v_first), inputs)
     assert error(got.o, want.o) < O_BOUND
     assert error(pool[[last, 0]], want.final_state) < STATE_BOUND
 
@@ -58,11 +58,11 @@ def test_same_bits_two_hundred_times(v_first: bool, T: int, dtype: torch.dtype) 
     pool = before.clone()
     inputs = draw(8, T, 32, 128, pool, [8, 1, 2, -1, 4, 5, 6, 7])
     given = request(inputs, state_v_first=v_first)
-    first = decode.forward(given, inputs).o
+    first = recurrent.forward(given, inputs).o
     state = pool.clone()
     for _ in range(200):
         pool.copy_(before)
-        assert torch.equal(decode.forward(given, inputs).o, first)
+        assert torch.equal(recurrent.forward(given, inputs).o, first)
         assert torch.equal(pool, state)
 
 
@@ -77,12 +77,12 @@ def test_launches_one_after_another_and_their_graph(B: int) -> None:
         inputs._replace(**{name: getattr(inputs, name)[:, t : t + 1].contiguous() for name in tokens})
         for t in range(steps)
     ]
-    want = decode.forward(request(inputs), inputs).o
+    want = recurrent.forward(request(inputs), inputs).o
     final = pool.clone()
     one = request(single[0])
 
     def run() -> list[torch.Tensor]:
-        return [decode.forward(one, x).o for x in single]
+        return [recurrent.forward(one, x).o for x in single]
 
     pool.copy_(before)
     assert torch.equal(torch.cat(run(), 1), want)

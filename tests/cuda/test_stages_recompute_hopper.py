@@ -8,15 +8,23 @@ import emulator
 import pytest
 import torch
 from cuda_calls import O_BOUND, error
-from stage_calls import Drawn, recompute, stage_request
+from stages_calls import Drawn, recompute, stage_request
 
 from kdacore.types import RecomputeInputs, RecomputeOutputs
-from kdacore_cuda import build, layout, runtime, stages
-from kdacore_cuda.arrays import Plans
-from kdacore_cuda.recompute_kernels import Division, divide, hopper_kernel, serves, shared_bytes
+from kdacore_cuda import stages, torch_launch
+from kdacore_cuda.compiler import compile_kernel
+from kdacore_cuda.kernel_parameters import RECOMPUTE
+from kdacore_cuda.plan_cache import PlanCache
+from kdacore_cuda.stages_kernels import (
+    RecomputeGrid,
+    has_hopper_recompute,
+    hopper_recompute_kernel,
+    hopper_recompute_shared_bytes,
+    recompute_grid,
+)
 from kdacore_reference import oracle_stages as exact
 
-PROCESSORS = 3
+MULTIPROCESSORS = 3
 PACK = [0, 1, 17, 64, 15, 0, 70, 200]
 SHAPES = [
     pytest.param({"T": 230, "HV": 4, "H": 2, "B": 2}, id="grouped"),
@@ -32,19 +40,21 @@ queries = pytest.mark.parametrize("with_q", [False, True], ids=["", "with q"])
 
 
 @pytest.fixture(autouse=True)
-def few_processors(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "processors", lambda index: PROCESSORS)
+def few_multiprocessors(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: MULTIPROCESSORS)
     monkeypatch.setattr(stages, "build_arch", lambda arch: "sm_90a")
 
 
 def use(monkeypatch: pytest.MonkeyPatch, share: float | None) -> None:
-    def fixed(items: int, processors: int, empty: int, with_q: bool) -> Division:
+    def fixed(items: int, multiprocessors: int, empty: int, with_q: bool) -> RecomputeGrid:
         whole = int(items * (share or 0.0)) // 2 * 2
-        return Division(whole, 2 * items - whole, shared_bytes(1 if whole else 2), items // 2, items // 3)
+        return RecomputeGrid(
+            whole, 2 * items - whole, hopper_recompute_shared_bytes(1 if whole else 2), items // 2, items // 3
+        )
 
-    monkeypatch.setattr(stages, "serves", lambda *call: share is not None)
-    monkeypatch.setattr(stages, "divide", fixed)
-    monkeypatch.setattr(stages, "_plan_of", Plans(stages._make_plan))
+    monkeypatch.setattr(stages, "has_hopper_recompute", lambda *call: share is not None)
+    monkeypatch.setattr(stages, "recompute_grid", fixed)
+    monkeypatch.setattr(stages, "_plan_of", PlanCache(stages._make_plan))
 
 
 def draw(**shape: Any) -> Drawn:
@@ -66,32 +76,32 @@ def check(monkeypatch: pytest.MonkeyPatch, inputs: RecomputeInputs, share: float
 
 
 def test_what_they_serve() -> None:
-    assert serves(128, 128, "sm_90a")
+    assert has_hopper_recompute(128, 128, "sm_90a")
     for K, V, arch in ((64, 64, "sm_90a"), (128, 64, "sm_90a"), (128, 128, "sm_100f")):
-        assert not serves(K, V, arch)
+        assert not has_hopper_recompute(K, V, arch)
 
 
 @pytest.mark.parametrize("items", [1, 2, 5, 8 * 132, 8 * 132 + 1, 8 * 132 + 2, 100_000])
-@pytest.mark.parametrize("processors", [132, 131])
+@pytest.mark.parametrize("multiprocessors", [132, 131])
 @pytest.mark.parametrize("empty", [0, 7, 300, 1000])
-def test_every_chunk_and_head_is_taken_once(items: int, processors: int, empty: int) -> None:
+def test_every_chunk_and_head_is_taken_once(items: int, multiprocessors: int, empty: int) -> None:
     """By blocks that come in pairs, no pair of a whole one and a half."""
-    whole, grid, shared, in_turn, _ = divide(items, processors, empty, False)
+    whole, grid, shared, in_turn, _ = recompute_grid(items, multiprocessors, empty, False)
     assert grid == whole + 2 * (items - whole) and grid % 2 == whole % 2 == 0
-    long = items > 8 * processors
-    last = processors + (empty if empty < 4 * processors else 0)
+    long = items > 8 * multiprocessors
+    last = multiprocessors + (empty if empty < 4 * multiprocessors else 0)
     assert items - whole == (last + (items - last) % 2 if long else items)
-    assert shared == shared_bytes(1 if long else 2)
-    assert in_turn == processors * (3 if long else 4)
+    assert shared == hopper_recompute_shared_bytes(1 if long else 2)
+    assert in_turn == multiprocessors * (3 if long else 4)
     assert in_turn <= whole or not long, "blocks in turn are of one kind"
 
 
 @pytest.mark.parametrize(("with_q", "last"), [(False, 1536), (True, 1152)])
 def test_what_is_written_last_stays(with_q: bool, last: int) -> None:
     """72 MB of it: 48 KB a chunk and head, 64 with qg. In a pack the end is where it is guessed to be."""
-    assert divide(8192, 132, 0, with_q).kept == 8192 - last
-    assert divide(8192, 132, 256, with_q).kept == 8192 - 256 - last
-    assert divide(1000, 132, 0, with_q).kept == 0
+    assert recompute_grid(8192, 132, 0, with_q).first_in_l2 == 8192 - last
+    assert recompute_grid(8192, 132, 256, with_q).first_in_l2 == 8192 - 256 - last
+    assert recompute_grid(1000, 132, 0, with_q).first_in_l2 == 0
 
 
 @ways
@@ -101,7 +111,7 @@ def test_results_are_stored_to_stay_from_there_on(
 ) -> None:
     """Of twelve chunks and heads, of 64, 6, 64 and 6 tokens with three heads each, all but the first four."""
     use(monkeypatch, share)
-    stored = emulator.build(hopper_kernel(False, with_q), layout.RECOMPUTE).kept_bytes
+    stored = emulator.build(hopper_recompute_kernel(False, with_q), RECOMPUTE).kept_bytes
     before = stored()
     recompute(draw(T=70, B=2, H=3, HV=3).recompute(with_q))
     rows = 2 * 6 + 3 * 64 + 3 * 6
@@ -109,20 +119,20 @@ def test_results_are_stored_to_stay_from_there_on(
 
 
 def test_the_length_of_a_call_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    chunks, seen = 8 * PROCESSORS, []
+    chunks, seen = 8 * MULTIPROCESSORS, []
 
-    def noted(items: int, processors: int, empty: int, with_q: bool) -> Division:
-        seen.append(divide(items, processors, empty, with_q))
+    def noted(items: int, multiprocessors: int, empty: int, with_q: bool) -> RecomputeGrid:
+        seen.append(recompute_grid(items, multiprocessors, empty, with_q))
         return seen[-1]
 
-    monkeypatch.setattr(stages, "divide", noted)
-    monkeypatch.setattr(stages, "_plan_of", Plans(stages._make_plan))
+    monkeypatch.setattr(stages, "recompute_grid", noted)
+    monkeypatch.setattr(stages, "_plan_of", PlanCache(stages._make_plan))
     for T in (64 * chunks, 64 * chunks + 1):
         inputs = draw(T=T).recompute(False)
         got = recompute(inputs)
         want = exact.oracle_recompute_w_u(stage_request("kda_recompute_w_u", inputs), inputs)
         assert all(error(x, y) < O_BOUND for x, y in zip(got[:3], want[:3], strict=True))
-    assert [d.whole for d in seen] == [0, chunks - PROCESSORS + 1]
+    assert [d.whole for d in seen] == [0, chunks - MULTIPROCESSORS + 1]
 
 
 @ways
@@ -208,9 +218,9 @@ def test_other_betas(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, share:
 @queries
 @pytest.mark.parametrize("float16", [False, True])
 def test_it_compiles_without_spills(float16: bool, with_q: bool) -> None:
-    usage = build.compile_kernel(hopper_kernel(float16, with_q), "sm_90a").usage()
+    usage = compile_kernel(hopper_recompute_kernel(float16, with_q), "sm_90a").usage()
     assert usage.spills == 0
     # What blocks of a multiprocessor have together, each with 1 KB of its own; four have registers.
     for parts, blocks in ((1, 3), (2, 4)):
-        assert blocks * (shared_bytes(parts) + 1024) <= 228 * 1024
+        assert blocks * (hopper_recompute_shared_bytes(parts) + 1024) <= 228 * 1024
         assert blocks * 128 * usage.registers <= 65536

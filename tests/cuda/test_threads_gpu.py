@@ -12,7 +12,7 @@ from cuda_calls import SAFE_MODEL, Draw, request_of
 
 import kdacore
 from kdacore.types import ChunkInputs, OutputGrads
-from kdacore_cuda import backward
+from kdacore_cuda import chunk_backward
 
 pytestmark = pytest.mark.gpu
 
@@ -57,7 +57,7 @@ def gradients() -> Callable[[], torch.Tensor]:
     given = inputs(100)
     request = request_of("chunk_kda", given, **SAFE_MODEL)
     grads = OutputGrads(torch.ones_like(given.v), None)
-    return lambda: backward.backward(request, given, (), grads).q
+    return lambda: chunk_backward.backward(request, given, (), grads).q
 
 
 @pytest.mark.parametrize("make", [prefill, decode, gradients])

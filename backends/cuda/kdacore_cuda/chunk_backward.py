@@ -1,8 +1,9 @@
 """Host side of the backward of ``chunk_kda`` on Hopper.
 
-Everything is recomputed from the inputs, in these launches: prepare (operands of each chunk), scan (states forward and
-their gradients in reverse, side by side in one grid), grads (every input gradient of each chunk), and sums (over the
-value heads of a group, and over chunks). Nothing is read back from the device.
+Everything is recomputed from the inputs, in these launches: prepare (operands of each chunk), scan
+(states forward and their gradients in reverse, side by side in one grid), grads (every input
+gradient of each chunk), and sums (over the value heads of a group, and over chunks). Nothing is
+read back from the device.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ from kdacore_cuda.torch_arguments import address, aligned, contiguous, token_arg
 CHUNK, HALF, QUARTER = 64, 32, 16
 LOG2E = 1.4426950408889634
 UNBOUNDED_FLOOR = -13.75
-"""The lowest log2 decay of one token with an unbounded gate, so that one exponent anchor serves a quarter of a chunk.
+"""The lowest log2 decay of one token with an unbounded gate, so that one exponent anchor serves a
+quarter of a chunk.
 
-exp(g) is then at least 7e-5. A state that should have decayed further keeps that part of itself, far below what bfloat16
-resolves. Tokens whose decay was raised to the floor have gradient 0.
+exp(g) is then at least 7e-5. A state that should have decayed further keeps that part of itself,
+far below what bfloat16 resolves. Tokens whose decay was raised to the floor have gradient 0.
 """
 
 WORKSPACE: dict[str, tuple[int, torch.dtype]] = {
@@ -48,8 +50,8 @@ WORKSPACE: dict[str, tuple[int, torch.dtype]] = {
     "last": (3 * 128, torch.float32),
     "rows": (3 * 64, torch.float32),
 }
-"""Elements and dtype of each array of the workspace, for one chunk and value head. The kernels' workspace header under
-csrc/sm90 says what they hold."""
+"""Elements and dtype of each array of the workspace, for one chunk and value head. The kernels'
+workspace header under csrc/sm90 says what they hold."""
 
 _TOKENS = ("q", "k", "v", "g", "beta")
 _STRIDES = tuple(f"{name}_{axis}" for name in _TOKENS for axis in ("sb", "st", "sh"))
@@ -85,7 +87,8 @@ def _make_plan(r: Request) -> ChunkBackwardPlan:
     NT = -(-r.T // CHUNK)
     slots = r.T // CHUNK + r.N if r.packed else r.B * NT
     bounded = has_bounded_gate(r)
-    # Slightly below the bound: after rounding, a decay at the bound must not count as below the floor.
+    # Slightly below the bound: after rounding, a decay at the bound must not count as below the
+    # floor.
     floor = (r.lower_bound or 0.0) * LOG2E * 1.0001 if bounded else UNBOUNDED_FLOOR
     return ChunkBackwardPlan(
         slots=slots,
@@ -123,7 +126,8 @@ def launcher(kernel: ChunkBackwardKernel) -> Launcher:
 
 
 def make_workspace(plan: ChunkBackwardPlan, like: torch.Tensor, *names: str) -> Arrays:
-    """Uninitialised arrays of the workspace ``[slots, HV, elements]`` on ``like``'s device; see :data:`WORKSPACE`."""
+    """Uninitialised arrays of the workspace ``[slots, HV, elements]`` on ``like``'s device; see
+    :data:`WORKSPACE`."""
     lead = plan.slots, plan.sizes["HV"]
     return {name: like.new_empty((*lead, WORKSPACE[name][0]), dtype=WORKSPACE[name][1]) for name in names}
 
@@ -140,7 +144,8 @@ def launch(kernel: ChunkBackwardKernel, plan: ChunkBackwardPlan, inputs: ChunkIn
         kernel: which one.
         plan: the call's.
         inputs: the call's arrays.
-        arrays: the workspace, outputs and gradients that the kernel takes, by field name; other fields are 0.
+        arrays: the workspace, outputs and gradients that the kernel takes, by field name; other
+            fields are 0.
 
     Raises BackendBuildError or DriverError.
     """
@@ -172,7 +177,8 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
         request: the call that the forward served; bfloat16 q, k, v, K = V = 128.
         inputs: its arrays, shaped as :class:`kdacore.types.ChunkInputs` says.
         saved: not used; everything is recomputed.
-        grads: those of ``o`` ``[B, T, HV, V]`` and of ``final_state`` (``request.state_shape``); either may be None.
+        grads: those of ``o`` ``[B, T, HV, V]`` and of ``final_state`` (``request.state_shape``);
+            either may be None.
 
     Returns:
         Gradients with the shape and dtype of their inputs, None where the input is None.
@@ -207,7 +213,8 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
 
 
 def _make_gradients(request: Request, plan: ChunkBackwardPlan, x: ChunkInputs) -> Arrays:
-    """What grads writes: dq and dk ``[B, T, HV, K]``, of each value head (float32 if grouped); dv, dg and dbeta."""
+    """What grads writes: dq and dk ``[B, T, HV, K]``, of each value head (float32 if grouped); dv,
+    dg and dbeta."""
     dtype = torch.float32 if plan.grouped else x.q.dtype
     per_value_head = (request.B, request.T, request.HV, request.K)
     return {
@@ -217,9 +224,11 @@ def _make_gradients(request: Request, plan: ChunkBackwardPlan, x: ChunkInputs) -
 
 
 def make_partial_sums(request: Request, plan: ChunkBackwardPlan, x: ChunkInputs) -> Arrays:
-    """Arrays for the gradients of A_log ``[slots, HV]`` and dt_bias ``[slots, HV, K]``, float32, one sum per chunk.
+    """Arrays for the gradients of A_log ``[slots, HV]`` and dt_bias ``[slots, HV, K]``, float32,
+    one sum per chunk.
 
-    Only of those that are given. Zero for a pack, whose unused slots no kernel writes; else uninitialised.
+    Only of those that are given. Zero for a pack, whose unused slots no kernel writes; else
+    uninitialised.
     """
     make = x.q.new_zeros if request.packed else x.q.new_empty
     lead = (plan.slots, request.HV)
@@ -244,7 +253,8 @@ def _sum_chunks(
 
 
 def _sum_group(plan: ChunkBackwardPlan, x: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """The gradient of ``x`` (q or k) from the float32 ones of its value heads, the norm's derivative applied."""
+    """The gradient of ``x`` (q or k) from the float32 ones of its value heads, the norm's
+    derivative applied."""
     x = aligned(x)
     out = x.new_empty(x.shape)
     rows = x.numel() // x.shape[-1]

@@ -13,15 +13,16 @@ _SOURCES = "sm90/backward"
 
 
 class ChunkBackwardKernel(NamedTuple):
-    """One launch of the chunk backward. All take :data:`kdacore_cuda.kernel_parameters.BACKWARD`."""
+    """One launch of the chunk backward. All take
+    :data:`kdacore_cuda.kernel_parameters.BACKWARD`."""
 
     source: KernelSource
     threads: int
     shared: int
     """Dynamic shared memory in bytes; the source asserts that its layout fits."""
     grid: Callable[[int, int, int], int]
-    """Blocks, given the units (chunk slots times value heads), the sequences times value heads, and the
-    multiprocessors."""
+    """Blocks, given the units (chunk slots times value heads), the sequences times value heads, and
+    the multiprocessors."""
 
 
 SUMS_THREADS, GROUPS_THREADS = 512, 256
@@ -29,13 +30,15 @@ SUMS_THREADS, GROUPS_THREADS = 512, 256
 
 @cache
 def sums_kernel() -> KernelSource:
-    """Sums over chunks, one block per value head. Takes :data:`kdacore_cuda.kernel_parameters.SUMS`."""
+    """Sums over chunks, one block per value head. Takes
+    :data:`kdacore_cuda.kernel_parameters.SUMS`."""
     return KernelSource(f"{_SOURCES}/sums.cu", "sums", (("THREADS", SUMS_THREADS),))
 
 
 @cache
 def groups_kernel() -> KernelSource:
-    """Sums over the value heads of a group, one warp per row. Takes :data:`kdacore_cuda.kernel_parameters.GROUPS`."""
+    """Sums over the value heads of a group, one warp per row. Takes
+    :data:`kdacore_cuda.kernel_parameters.GROUPS`."""
     return KernelSource(f"{_SOURCES}/groups.cu", "groups", (("THREADS", GROUPS_THREADS),))
 
 
@@ -48,7 +51,8 @@ def scan_kernel(warpgroups: int = 2) -> ChunkBackwardKernel:
     """States forward and their gradients in reverse.
 
     Args:
-        warpgroups: per block. 2: a block carries a whole state; 1: two blocks share one, see :func:`scan_warpgroups`.
+        warpgroups: per block. 2: a block carries a whole state; 1: two blocks share one, see
+            :func:`scan_warpgroups`.
     """
     defines = (("WARPGROUPS", warpgroups), ("SHARED_BYTES", _SCAN_SHARED))
     return ChunkBackwardKernel(
@@ -60,8 +64,8 @@ def scan_kernel(warpgroups: int = 2) -> ChunkBackwardKernel:
 
 
 def scan_warpgroups(heads: int, multiprocessors: int) -> int:
-    """Warpgroups per block for ``heads`` sequences times value heads: 1 where two blocks per state still find a
-    multiprocessor each, forward and reverse."""
+    """Warpgroups per block for ``heads`` sequences times value heads: 1 where two blocks per state
+    still find a multiprocessor each, forward and reverse."""
     return 1 if 4 * heads <= multiprocessors else 2
 
 
@@ -76,8 +80,8 @@ def prepare_kernel(float_gate: bool, bounded: bool = True, for_segments: bool = 
     Args:
         float_gate: ``g`` is float32, not bfloat16.
         bounded: every log decay lies in [-5, 0], so that one exponent anchor serves half a chunk.
-        for_segments: the operands that :mod:`kdacore_cuda.chunk_forward_segments` needs, one block of memory per unit;
-            else those of the backward, one array each.
+        for_segments: the operands that :mod:`kdacore_cuda.chunk_forward_segments` needs, one block
+            of memory per unit; else those of the backward, one array each.
     """
     shared = _PREPARE_SHARED[bounded]
     defines: tuple[tuple[str, int], ...] = (
@@ -101,7 +105,8 @@ def grads_kernel(float_gate: bool, grouped: bool, bounded: bool = True) -> Chunk
 
     Args:
         float_gate: ``g`` is float32, not bfloat16.
-        grouped: HV > H: dq and dk are float32 and one per value head, to be summed by :func:`groups_kernel`.
+        grouped: HV > H: dq and dk are float32 and one per value head, to be summed by
+            :func:`groups_kernel`.
         bounded: every log decay lies in [-5, 0], so that one exponent anchor serves half a chunk.
     """
     shared = 232448

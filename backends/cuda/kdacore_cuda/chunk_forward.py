@@ -1,4 +1,5 @@
-"""Host side of the chunk forward: ``chunk_kda`` in one fused launch, or in segments where there are few heads."""
+"""Host side of the chunk forward: ``chunk_kda`` in one fused launch, or in segments where there are
+few heads."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ from kdacore_cuda.request_encoding import chunk_flags, contiguous_token_strides,
 from kdacore_cuda.torch_arguments import address, contiguous, token_arguments
 
 LAUNCH_NUMBERS = count(secrets.randbits(62))
-"""A different number for every launch, which uninitialised memory does not hold by chance. Flags in device memory count
-as raised when they hold it."""
+"""A different number for every launch, which uninitialised memory does not hold by chance. Flags in
+device memory count as raised when they hold it."""
 
 
 class ChunkForwardPlan(NamedTuple):

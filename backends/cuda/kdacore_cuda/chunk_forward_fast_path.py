@@ -1,4 +1,5 @@
-"""``chunk_kda`` without gradients for cached calls: everything but addresses is decided and packed once."""
+"""``chunk_kda`` without gradients for cached calls: everything but addresses is decided and packed
+once."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from kdacore_cuda.request_encoding import contiguous_strides
 from kdacore_cuda.torch_arguments import ALIGNMENT, strides_without_copies
 
 Launch = Callable[[int, tuple[int, ...], int, int, int], None]
-"""``launch(stream, tokens, o, initial_state, final_state)`` makes a call's launches. All but the stream are addresses, 0
-for an absent array; ``tokens`` are those of ``_TOKENS``."""
+"""``launch(stream, tokens, o, initial_state, final_state)`` makes a call's launches. All but the
+stream are addresses, 0 for an absent array; ``tokens`` are those of ``_TOKENS``."""
 
 _TOKENS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")
 _STRIDES = tuple(f"{name}_{axis}" for name in _TOKENS[:5] for axis in ("sb", "st", "sh"))
@@ -25,11 +26,13 @@ _OPERANDS = ("kg", "qg", "w", "u", "aqk", "last")
 
 
 def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
-    """:func:`kdacore_cuda.chunk_forward.forward` for calls of ``request`` whose arrays have the layout of ``inputs``.
+    """:func:`kdacore_cuda.chunk_forward.forward` for calls of ``request`` whose arrays have the
+    layout of ``inputs``.
 
-    None where an array would have to be copied, where g is float16, and where checkpoints are asked for. The returned
-    function takes a call's arrays in the order of :class:`kdacore.types.ChunkInputs` and returns None, having launched
-    nothing, where q, k, v or g is not 16-byte aligned or another device is current.
+    None where an array would have to be copied, where g is float16, and where checkpoints are asked
+    for. The returned function takes a call's arrays in the order of
+    :class:`kdacore.types.ChunkInputs` and returns None, having launched nothing, where q, k, v or g
+    is not 16-byte aligned or another device is current.
 
     Raises BackendBuildError or DriverError.
     """

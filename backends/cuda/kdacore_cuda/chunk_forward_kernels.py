@@ -1,4 +1,5 @@
-"""The chunk forward kernels: how each is compiled, its blocks and shared memory, and how clusters share a call."""
+"""The chunk forward kernels: how each is compiled, its blocks and shared memory, and how clusters
+share a call."""
 
 from __future__ import annotations
 
@@ -13,43 +14,51 @@ from kdacore_cuda.kernel_source import KernelSource
 
 
 def has_hopper_kernel(K: int, arch: str) -> bool:
-    """Whether Hopper's own kernel serves this head dim: 64 columns of V per warpgroup, 32 tokens per step."""
+    """Whether Hopper's own kernel serves this head dim: 64 columns of V per warpgroup, 32 tokens
+    per step."""
     return arch == HOPPER and K == 128
 
 
 def cluster_sizes(K: int, arch: str) -> tuple[int, ...]:
-    """Cluster sizes the kernels are compiled with. At K = 64 one block carries the whole state; sharing was slower."""
+    """Cluster sizes the kernels are compiled with. At K = 64 one block carries the whole state;
+    sharing was slower."""
     if K == 64 or arch not in CLUSTER_ARCHS:
         return (1,)
     return (2, 3) if has_hopper_kernel(K, arch) else (1, 2, 4)
 
 
 def cluster_size(K: int, items: int, multiprocessors: int, arch: str) -> int:
-    """Blocks that share an item (a sequence and value head) of ``items``. Depends on shapes and the device alone.
+    """Blocks that share an item (a sequence and value head) of ``items``. Depends on shapes and the
+    device alone.
 
-    A larger cluster shortens one item and costs throughput, so it pays while multiprocessors are idle.
+    A larger cluster shortens one item and costs throughput, so it pays while multiprocessors are
+    idle.
     """
     sizes = cluster_sizes(K, arch)
     return max(c for c in sizes if c == sizes[0] or items * c <= multiprocessors)
 
 
 def resident_clusters(K: int, cluster: int, items: int, multiprocessors: int, arch: str) -> int:
-    """How many clusters divide all ``items`` evenly among themselves, or 0: each item has a cluster of its own.
+    """How many clusters divide all ``items`` evenly among themselves, or 0: each item has a cluster
+    of its own.
 
-    As many as run at once, where there are more items than that and the kernel can cut an item in two.
+    As many as run at once, where there are more items than that and the kernel can cut an item in
+    two.
     """
     together = multiprocessors // cluster
     return together if has_hopper_kernel(K, arch) and items > together else 0
 
 
 def cuts_items(T: int, items: int, clusters: int) -> bool:
-    """Whether ``clusters`` equal parts of ``items`` sequences of ``T`` tokens cut one of them in two."""
+    """Whether ``clusters`` equal parts of ``items`` sequences of ``T`` tokens cut one of them in
+    two."""
     cost = max(1, -(-T // STEP_TOKENS)) + TURN_STEPS
     return -(-items * cost // clusters) % cost != 0
 
 
 def cut_states_size(clusters: int) -> int:
-    """Float32 numbers for the states of items cut in two, one per cluster, and for the flags (8 bytes a warp) behind."""
+    """Float32 numbers for the states of items cut in two, one per cluster, and for the flags (8
+    bytes a warp) behind."""
     return clusters * (128 * 128 + 2 * _SCANNERS * _SCAN_WARPS)
 
 
@@ -86,25 +95,29 @@ def chunk_forward_threads(K: int, cluster: int, arch: str = HOPPER) -> int:
 
 
 def chunk_forward_shared_bytes(K: int, cluster: int, bounded: bool, arch: str = HOPPER) -> int:
-    """Dynamic shared memory of :func:`chunk_forward_kernel` in bytes; the sources assert that their layout fits."""
+    """Dynamic shared memory of :func:`chunk_forward_kernel` in bytes; the sources assert that their
+    layout fits."""
     return _hopper_shared(bounded) if has_hopper_kernel(K, arch) else _portable_shared(K, cluster, arch)
 
 
 def packaged_chunk_forward_kernels(arch: str) -> Iterator[KernelSource]:
-    """The chunk forward kernels shipped for ``arch``; those with a float32 ``g`` for Hopper only."""
+    """The chunk forward kernels shipped for ``arch``; those with a float32 ``g`` for Hopper
+    only."""
     float_gates = (False, True) if arch == HOPPER else (False,)
     for K in HEAD_DIMS:
         for cluster, bounded, float_gate in product(cluster_sizes(K, arch), (False, True), float_gates):
             yield chunk_forward_kernel(K, cluster, bounded, float_gate, arch)
 
 
-# The Hopper kernel, K = V = 128. A block has 4 scan warps (64 columns of V), 8 slice warps (32 channels of half a chunk
-# each) and 2 solver warps. The solvers' warpgroup is filled up to 4 warps, as reallocating registers requires.
+# The Hopper kernel, K = V = 128. A block has 4 scan warps (64 columns of V), 8 slice warps (32
+# channels of half a chunk each) and 2 solver warps. The solvers' warpgroup is filled up to 4 warps,
+# as reallocating registers requires.
 _SCANNERS, _SCAN_WARPS, _SLICE_WARPS, _SOLVER_SLOTS, _STAGES = 2, 4, 8, 4, 6
 
 
 class Registers(NamedTuple):
-    """Registers of one thread by its warp's task. The warpgroups (one scan, two slice, one solve) have 512 in all."""
+    """Registers of one thread by its warp's task. The warpgroups (one scan, two slice, one solve)
+    have 512 in all."""
 
     scan: int
     slices: int
@@ -113,7 +126,8 @@ class Registers(NamedTuple):
 
 @cache
 def _registers(cluster: int, bounded: bool) -> Registers:
-    """Counts with which nothing spills: reading a spilled word back waits for the loads queued before it."""
+    """Counts with which nothing spills: reading a spilled word back waits for the loads queued
+    before it."""
     return Registers(184, 120, 88) if bounded or cluster == _SCANNERS else Registers(176, 128, 80)
 
 
@@ -138,7 +152,8 @@ def _hopper_shared(bounded: bool) -> int:
     return _STAGES * stage + values_and_output + slices + triangles + bias + barriers + share
 
 
-# The portable kernel: a scan warp carries 16 (or 32) columns of V, a prepare warp works on chunks of 16 tokens.
+# The portable kernel: a scan warp carries 16 (or 32) columns of V, a prepare warp works on chunks
+# of 16 tokens.
 
 
 def _portable_defines(K: int, cluster: int, bounded: bool, arch: str) -> tuple[tuple[str, int], ...]:
@@ -156,7 +171,8 @@ def _uses_warpgroup(K: int, arch: str) -> bool:
 
 
 def _portable_stages(K: int, arch: str) -> int:
-    """Chunks in the ring buffer: as many as fit, a multiple of 4 so that every cluster size divides it."""
+    """Chunks in the ring buffer: as many as fit, a multiple of 4 so that every cluster size divides
+    it."""
     wanted = 12 if K == 128 else 16
     return wanted if SHARED_LIMITS.get(arch, 99 * 1024) > 200 * 1024 else 4
 

@@ -1,8 +1,10 @@
-"""Host side of ``chunk_kda`` in segments, for few heads on Hopper: segments of a sequence are computed side by side.
+"""Host side of ``chunk_kda`` in segments, for few heads on Hopper: segments of a sequence are
+computed side by side.
 
-Four launches: prepare (operands of every chunk), maps (how each segment maps the state at its start to the state at its
-end), chain (the state at each segment's start), and output (every segment from its start). A sequence of one segment
-needs neither maps nor chain. Nothing is read back from the device.
+Four launches: prepare (operands of every chunk), maps (how each segment maps the state at its start
+to the state at its end), chain (the state at each segment's start), and output (every segment from
+its start). A sequence of one segment needs neither maps nor chain. Nothing is read back from the
+device.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class ChunkForwardSegmentsPlan(NamedTuple):
     slots: int
     """Segments of one value head, unused ones of a pack included."""
     stored_segments: int
-    """Maps and starting states in the workspace; 0 if no sequence can have more than one segment."""
+    """Maps and starting states in the workspace; 0 if no sequence can have more than one
+    segment."""
     sizes: tuple[int, ...]
     """The numbers among the other launches' parameters."""
     state_dtype: torch.dtype
@@ -115,7 +118,8 @@ def launcher(kernel: SegmentsKernel) -> Launcher:
 
 
 class SegmentsCall(NamedTuple):
-    """The launches of a call, to be made in order, and the memory they need until they are queued."""
+    """The launches of a call, to be made in order, and the memory they need until they are
+    queued."""
 
     launches: tuple[tuple[str, Launcher, int, tuple[Any, ...]], ...]
     """Name, launcher, blocks and parameters of each."""

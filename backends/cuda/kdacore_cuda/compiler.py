@@ -34,7 +34,8 @@ class CompiledKernel:
     log: str
 
     def usage(self) -> ResourceUsage:
-        """Registers, stack and spills, read from the log. BackendBuildError when the log does not contain them."""
+        """Registers, stack and spills, read from the log. BackendBuildError when the log does not
+        contain them."""
         found = _USAGE.search(self.log)
         if found is None:
             raise BackendBuildError(
@@ -52,7 +53,8 @@ def nvrtc_version() -> str:
 
 
 def arch_problem(arch: str) -> str | None:
-    """Why kernels cannot be built for ``arch``, or None. BackendBuildError when NVRTC is not installed."""
+    """Why kernels cannot be built for ``arch``, or None. BackendBuildError when NVRTC is not
+    installed."""
     found = _ARCH.fullmatch(arch)
     if found is None:
         return "not the name of a real architecture"
@@ -135,8 +137,9 @@ def _read(nvrtc: Any, program: Any, what: str, name: str) -> bytes:
     size: int
     status, size = getattr(nvrtc, f"nvrtcGet{what}Size")(program)
     _check(status, name, f"nvrtcGet{what}Size")
-    # The bindings write into the bytes object itself. One byte more than needed, because Python shares one object among
-    # all uses of a single-byte value: an empty log would turn b" " into a zero in the whole process.
+    # The bindings write into the bytes object itself. One byte more than needed, because Python
+    # shares one object among all uses of a single-byte value: an empty log would turn b" " into a
+    # zero in the whole process.
     buffer = b" " * (size + 1)
     (status,) = getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)
     _check(status, name, f"nvrtcGet{what}")

@@ -1,5 +1,5 @@
-"""Predicted cost of recurrent calls. The measured table has one token and a bfloat16 g per channel; the factors here
-cover the rest."""
+"""Predicted cost of recurrent calls. The measured table has one token and a bfloat16 g per channel;
+the factors here cover the rest."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ SEVERAL_TOKENS = {
     (True, "float32"): 0.8,
     (True, "bfloat16"): 1.08,
 }
-"""State V first, state dtype -> our time for several tokens over Triton's: the geometric mean of 4 and 16 tokens
-(benchmarks/results/h200/decode-cuda.json). With one token the two differ by 4% at most."""
+"""State V first, state dtype -> our time for several tokens over Triton's: the geometric mean of 4
+and 16 tokens (benchmarks/results/h200/decode-cuda.json). With one token the two differ by 4% at
+most."""
 
 FLOAT32_G = {
     (False, "float32"): 1.07,
@@ -22,17 +23,19 @@ FLOAT32_G = {
     (True, "float32"): 1.01,
     (True, "bfloat16"): 1.25,
 }
-"""State V first, state dtype -> our time with a float32 g over ours with a bfloat16 one (32 sequences, same file)."""
+"""State V first, state dtype -> our time with a float32 g over ours with a bfloat16 one (32
+sequences, same file)."""
 
 HEAD_GATE = {False: 1.30, True: 1.17}
-"""State V first -> our time with one gate per head over ours with one per channel, for calls without a kernel of their
-own. Triton's time is the same for both."""
+"""State V first -> our time with one gate per head over ours with one per channel, for calls
+without a kernel of their own. Triton's time is the same for both."""
 
 
 def recurrent(request: Request) -> float | None:
     """Predicted seconds of a recurrent op, None where nothing similar was measured.
 
-    All predictions grow with the tokens in proportion, so a factor on ours decides which backend is faster.
+    All predictions grow with the tokens in proportion, so a factor on ours decides which backend is
+    faster.
     """
     seconds = cost.predict("cuda", request)
     if seconds is None:

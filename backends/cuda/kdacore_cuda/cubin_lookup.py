@@ -19,7 +19,8 @@ def load_or_compile(kernel: KernelSource, arch: str, disk: DiskCache | None = No
         disk: the cache to use; None: the user's.
 
     Raises:
-        BackendBuildError: it is neither packaged nor cached, and NVRTC is missing or reports an error.
+        BackendBuildError: it is neither packaged nor cached, and NVRTC is missing or reports an
+            error.
     """
     key = source_key(kernel, arch)
     packaged = find_packaged(kernel, arch, key)

@@ -1,7 +1,8 @@
 """The disk cache of compiled kernels: one file per key in the user's cache folder.
 
-A file is ``sha256(payload) + payload``, so a torn or damaged entry is a miss and does not reach the driver. A folder that
-belongs to someone else, or that others may write to, is refused: its code would run with this user's rights.
+A file is ``sha256(payload) + payload``, so a torn or damaged entry is a miss and does not reach the
+driver. A folder that belongs to someone else, or that others may write to, is refused: its code
+would run with this user's rights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A kernel before it is compiled: source file, macros, headers, compiler options, and the key of all of them."""
+"""A kernel before it is compiled: source file, macros, headers, compiler options, and the key of
+all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from kdacore_cuda.kernel_parameters import generated_headers
 
 CSRC = Path(__file__).parent / "csrc"
 EVERY_LANE = "KDACORE_CUDA_EVERY_LANE"
-"""Environment variable; 1: every lane arrives at barriers, which compute-sanitizer's racecheck needs."""
+"""Environment variable; 1: every lane arrives at barriers, which compute-sanitizer's racecheck
+needs."""
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 _BASE_OPTIONS = (
     "-std=c++17",
@@ -69,7 +71,8 @@ def gather_headers(source: str) -> dict[str, str]:
 
 
 def nvrtc_options(kernel: KernelSource, arch: str) -> tuple[str, ...]:
-    """NVRTC's command line. ``arch`` is a real architecture (``sm_90a``); ValueError for a virtual one."""
+    """NVRTC's command line. ``arch`` is a real architecture (``sm_90a``); ValueError for a virtual
+    one."""
     if not arch.startswith("sm_"):
         raise ValueError(f"arch must be sm_*, got {arch!r}")
     defines = dict(kernel.defines)
@@ -79,8 +82,9 @@ def nvrtc_options(kernel: KernelSource, arch: str) -> tuple[str, ...]:
 
 
 def source_key(kernel: KernelSource, arch: str) -> str:
-    """sha256 (hex) of everything that determines the cubin except the compiler's version: source, headers, macros,
-    options, architecture. OSError when a source file is missing; ValueError for a virtual architecture."""
+    """sha256 (hex) of everything that determines the cubin except the compiler's version: source,
+    headers, macros, options, architecture. OSError when a source file is missing; ValueError for a
+    virtual architecture."""
     source = kernel.read()
     digest = hashlib.sha256()
     parts = (kernel.path, source, *_names_and_texts(gather_headers(source)), *nvrtc_options(kernel, arch))

@@ -1,4 +1,5 @@
-"""Launching a kernel: it is loaded once per process, and its parameters are packed into one buffer."""
+"""Launching a kernel: it is loaded once per process, and its parameters are packed into one
+buffer."""
 
 from __future__ import annotations
 
@@ -42,8 +43,9 @@ class Loaded(NamedTuple):
 class Launcher:
     """Launches one kernel with one parameter struct.
 
-    Every kernel waits for the previous launch by itself (``wait_for_inputs`` of csrc/common/ptx.cuh). So, from compute
-    capability 9.0, the driver may place its blocks before the stream's previous kernel has ended.
+    Every kernel waits for the previous launch by itself (``wait_for_inputs`` of
+    csrc/common/ptx.cuh). So, from compute capability 9.0, the driver may place its blocks before
+    the stream's previous kernel has ended.
 
     Args:
         kernel: what to build.
@@ -84,7 +86,8 @@ class Launcher:
         return Loaded(handle, config, ctypes.addressof(config), attribute)
 
     def __call__(self, grid: int, device: int, arch: str, stream: int, values: tuple[Any, ...]) -> None:
-        """Pack ``values`` in the struct's order and launch on ``stream`` of ``device``. Never synchronises.
+        """Pack ``values`` in the struct's order and launch on ``stream`` of ``device``. Never
+        synchronises.
 
         Raises:
             BackendBuildError: the first call had to compile the kernel, and could not.

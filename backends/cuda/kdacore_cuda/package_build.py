@@ -31,16 +31,18 @@ def build_all(
 ) -> list[Path]:
     """Compile every packaged kernel for ``archs`` into ``folder``. Needs no GPU.
 
-    Kernels that do not exist for an architecture are left out of it. Cubins whose sources are unchanged are kept, and
-    so are the manifest's rows for other architectures.
+    Kernels that do not exist for an architecture are left out of it. Cubins whose sources are
+    unchanged are kept, and so are the manifest's rows for other architectures.
 
     Args:
         archs: real architectures, for example ``("sm_90a", "sm_100f")``.
-        folder: where cubins and ``manifest.json`` go. Cubin files that the new manifest does not name are removed.
+        folder: where cubins and ``manifest.json`` go. Cubin files that the new manifest does not
+            name are removed.
         report: called with one line per kernel.
 
     Returns:
-        The cubins of ``archs``, in the order of :func:`kdacore_cuda.packaged_kernels.packaged_kernels`.
+        The cubins of ``archs``, in the order of
+        :func:`kdacore_cuda.packaged_kernels.packaged_kernels`.
 
     Raises:
         BackendBuildError: with the compiler's log; the manifest and its files are then unchanged.
@@ -69,7 +71,8 @@ def _check_writable(folder: Path) -> None:
 
 
 def _build(kernel: KernelSource, arch: str, before: Row | None, folder: Path) -> tuple[Row, int, bool]:
-    """The row of one kernel, its cubin's size in bytes, and whether the cubin of the row ``before`` was kept."""
+    """The row of one kernel, its cubin's size in bytes, and whether the cubin of the row ``before``
+    was kept."""
     key = source_key(kernel, arch)
     cubin = load_row(before, key, folder)
     if before is not None and cubin is not None and "spills" in before:

@@ -1,7 +1,8 @@
 """The cubins in the package: content-addressed files, and the manifest that names them.
 
-``manifest.json`` is the only place where a kernel's readable name stands. It maps ``<kernel>.<arch>`` to the file
-(``<first 16 hex digits of the content's sha256>.cubin``) and ties it to the sources it was compiled from.
+``manifest.json`` is the only place where a kernel's readable name stands. It maps
+``<kernel>.<arch>`` to the file (``<first 16 hex digits of the content's sha256>.cubin``) and ties
+it to the sources it was compiled from.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ MANIFEST = "manifest.json"
 
 Row = dict[str, Any]
 """What the manifest says of one cubin. ``file``: its name; ``source``: the key of its sources
-(:func:`kdacore_cuda.kernel_source.source_key`); ``sha256``: of its content; ``nvrtc``: the compiler's version;
-``registers``, ``stack``, ``spills``: of one thread, the last two in bytes."""
+(:func:`kdacore_cuda.kernel_source.source_key`); ``sha256``: of its content; ``nvrtc``: the
+compiler's version; ``registers``, ``stack``, ``spills``: of one thread, the last two in bytes."""
 _REQUIRED = ("file", "source", "sha256")
 _FILE_NAME = re.compile(r"[0-9a-f]{16}\.cubin")
 
@@ -48,7 +49,8 @@ def is_cubin_file(path: Path) -> bool:
 
 
 def read_manifest(folder: Path = FOLDER) -> dict[str, Row]:
-    """The manifest's valid rows by key. Empty when the manifest is missing or damaged; raises nothing."""
+    """The manifest's valid rows by key. Empty when the manifest is missing or damaged; raises
+    nothing."""
     try:
         document = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError, RecursionError):
@@ -80,8 +82,9 @@ cached_manifest = cache(read_manifest)
 def find_packaged(kernel: KernelSource, arch: str, key: str, folder: Path = FOLDER) -> bytes | None:
     """The packaged cubin of ``kernel`` for ``arch``.
 
-    None when there is none, when its file is missing or damaged, or when ``key`` (the kernel's present
-    :func:`kdacore_cuda.kernel_source.source_key`) is not that of the sources it was compiled from.
+    None when there is none, when its file is missing or damaged, or when ``key`` (the kernel's
+    present :func:`kdacore_cuda.kernel_source.source_key`) is not that of the sources it was
+    compiled from.
     """
     return load_row(cached_manifest(folder).get(row_name(kernel, arch)), key, folder)
 

@@ -14,10 +14,11 @@ from kdacore_cuda.stages_kernels import packaged_stages_kernels
 
 
 def packaged_kernels(arch: str) -> Iterator[KernelSource]:
-    """The kernels that :func:`kdacore_cuda.package_build.build_all` compiles for the real architecture ``arch``.
+    """The kernels that :func:`kdacore_cuda.package_build.build_all` compiles for the real
+    architecture ``arch``.
 
-    Not packaged, and so compiled on the first call: stages with K != V and, except on Hopper, the chunk forward with a
-    float32 ``g``.
+    Not packaged, and so compiled on the first call: stages with K != V and, except on Hopper, the
+    chunk forward with a float32 ``g``.
     """
     yield from packaged_recurrent_kernels()
     yield from packaged_stages_kernels(arch)

@@ -15,8 +15,8 @@ _MAX_PLANS = 4096
 class PlanCache(Generic[P]):
     """Plans by Request object, each made once.
 
-    Dispatch passes the same object for every call of one shape, so identity is the key: hashing a Request's thirty
-    fields would cost more than a launch.
+    Dispatch passes the same object for every call of one shape, so identity is the key: hashing a
+    Request's thirty fields would cost more than a launch.
 
     Args:
         make: makes the plan of a request.

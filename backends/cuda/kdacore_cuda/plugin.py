@@ -11,17 +11,19 @@ from kdacore.types import Backend, OpImpl, Requirement
 from kdacore_cuda import __version__
 
 VERIFIED = frozenset({"sm_90"})
-"""Architectures the conformance suite has run on, all ops (benchmarks/results/h200/conformance-cuda.json);
-others are checked once, on the machine, before auto uses them."""
+"""Architectures the conformance suite has run on, all ops
+(benchmarks/results/h200/conformance-cuda.json); others are checked once, on the machine, before
+auto uses them."""
 
 
 DRIVER = 13000
 """The oldest CUDA version a driver may be of, as ``cuDriverGetVersion`` writes it: 13.0.
 
-NVRTC 13 compiles the packaged cubins, and those compiled on the user's machine. A driver loads machine code from every
-minor version of its own major version and from older major versions, never from newer ones. So a 13.0 driver loads what
-NVRTC 13.0 and later compiled (this would not hold for PTX, of which we ship none), and a 12.x driver refuses all of it.
-Triton, which brings its own assembler, works there.
+NVRTC 13 compiles the packaged cubins, and those compiled on the user's machine. A driver loads
+machine code from every minor version of its own major version and from older major versions, never
+from newer ones. So a 13.0 driver loads what NVRTC 13.0 and later compiled (this would not hold for
+PTX, of which we ship none), and a 12.x driver refuses all of it. Triton, which brings its own
+assembler, works there.
 """
 
 

@@ -1,4 +1,5 @@
-"""Launches with most parameters packed in advance: for cached calls, where the host's time counts."""
+"""Launches with most parameters packed in advance: for cached calls, where the host's time
+counts."""
 
 from __future__ import annotations
 
@@ -16,12 +17,14 @@ Start = Callable[[int, tuple[Any, ...]], None]
 
 
 class PrepackedLauncher:
-    """A kernel most of whose parameters are the same in every call. They are packed on the first launch.
+    """A kernel most of whose parameters are the same in every call. They are packed on the first
+    launch.
 
     Args:
         launcher: the kernel.
         per_call: names of the fields that calls give, 8 bytes each, in the struct's order.
-        fixed: values of other fields by name. Fields not named are 0; all fields between two of ``per_call`` must be.
+        fixed: values of other fields by name. Fields not named are 0; all fields between two of
+            ``per_call`` must be.
     """
 
     def __init__(self, launcher: Launcher, per_call: tuple[str, ...], fixed: Mapping[str, float]) -> None:
@@ -29,18 +32,21 @@ class PrepackedLauncher:
         self._starts: dict[tuple[int, int, str], Start] = {}
 
     def __call__(self, grid: int, device: int, arch: str, stream: int, values: tuple[Any, ...]) -> None:
-        """As :meth:`kdacore_cuda.launch.Launcher.__call__`; ``values`` are those of the ``per_call`` fields.
+        """As :meth:`kdacore_cuda.launch.Launcher.__call__`; ``values`` are those of the
+        ``per_call`` fields.
 
         Raises:
             BackendBuildError, DriverError: as there.
-            ValueError: ``per_call`` is not in the struct's order, or a field between two of them is not 0.
+            ValueError: ``per_call`` is not in the struct's order, or a field between two of them is
+                not 0.
         """
         self.start_for(grid, device, arch)(stream, values)
 
     def start_for(self, grid: int, device: int, arch: str) -> Start:
         """The launch of ``grid`` blocks on ``device`` (of ``arch``), with nothing left to look up.
 
-        ``device`` must be current when this is called and when the launch is. Raises as :meth:`__call__`.
+        ``device`` must be current when this is called and when the launch is. Raises as
+        :meth:`__call__`.
         """
         start = self._starts.get((grid, device, arch))
         if start is None:
@@ -73,7 +79,8 @@ class PrepackedLauncher:
         return start
 
     def _packer(self, packed: bytes) -> tuple[Callable[..., None], int]:
-        """What packs a call's values, and the offset where it starts. It writes zeros to the fields between them."""
+        """What packs a call's values, and the offset where it starts. It writes zeros to the fields
+        between them."""
         offsets = [self.launcher.params.offsets[name] for name in self.per_call]
         text, end = "", offsets[0]
         for offset in offsets:

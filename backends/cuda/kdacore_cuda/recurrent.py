@@ -1,4 +1,5 @@
-"""Host side of the recurrent ops: ``fused_recurrent_kda`` and ``fused_recurrent_gated_delta_rule`` in one launch."""
+"""Host side of the recurrent ops: ``fused_recurrent_kda`` and ``fused_recurrent_gated_delta_rule``
+in one launch."""
 
 from __future__ import annotations
 
@@ -18,14 +19,16 @@ from kdacore_cuda.request_encoding import contiguous_token_strides, is_int64, to
 from kdacore_cuda.torch_arguments import ALIGNMENT, contiguous, token_arguments
 
 FULL_DEVICE_ITEMS = 128
-"""Sequences and heads from which the next launch may be placed before this one starts. With fewer, several launches
-would wait on the device at once, which was slower."""
+"""Sequences and heads from which the next launch may be placed before this one starts. With fewer,
+several launches would wait on the device at once, which was slower."""
 PER_CALL = tuple(name for name, _ in DECODE.fields[:16])
-"""Parameters that change from call to call: addresses, and the row strides of states and indices."""
+"""Parameters that change from call to call: addresses, and the row strides of states and
+indices."""
 
 
 def division(divisor: int) -> tuple[int, int]:
-    """``factor, shift`` with ``n // divisor == n * factor >> shift`` for ``0 <= n < 2**31``; ``shift >= 31``."""
+    """``factor, shift`` with ``n // divisor == n * factor >> shift`` for ``0 <= n < 2**31``;
+    ``shift >= 31``."""
     shift = 31 + (divisor - 1).bit_length()
     return -(-(1 << shift) // divisor), shift
 
@@ -38,7 +41,8 @@ class RecurrentLaunch(NamedTuple):
 
 
 class RecurrentPlan:
-    """What the request alone determines, the launch for contiguous arrays, and those for other strides seen so far."""
+    """What the request alone determines, the launch for contiguous arrays, and those for other
+    strides seen so far."""
 
     __slots__ = (
         *("_launches", "arch", "contiguous_launch", "indices_row", "o_shape", "request", "state_dtype"),
@@ -58,7 +62,8 @@ class RecurrentPlan:
         self.contiguous_launch = _make_launch(r, self.strides, recurrent_mode(r))
 
     def launch_for(self, strides: tuple[int, ...]) -> RecurrentLaunch:
-        """The launch for these batch, token and head strides of q, k, v, g and beta, and any row stride of states."""
+        """The launch for these batch, token and head strides of q, k, v, g and beta, and any row
+        stride of states."""
         found = self._launches.get(strides)
         if found is None:
             found = self._launches[strides] = _make_launch(self.request, strides, RecurrentMode.GENERAL)
@@ -93,15 +98,16 @@ plan_of = PlanCache(RecurrentPlan)
 
 
 def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
-    """``fused_recurrent_kda`` and ``fused_recurrent_gated_delta_rule`` on CUDA tensors. Nothing is read back.
+    """``fused_recurrent_kda`` and ``fused_recurrent_gated_delta_rule`` on CUDA tensors. Nothing is
+    read back.
 
     Args:
         request: K = V = 64 or 128, no gradients; every other option of the two ops is served.
         inputs: its arrays, shaped as :class:`kdacore.types.RecurrentInputs` says.
 
     Returns:
-        ``o`` ``[B, T, HV, V]``, and the final state where the request asks for it: ``request.state_shape``, or the pool
-        itself where states are updated in place.
+        ``o`` ``[B, T, HV, V]``, and the final state where the request asks for it:
+        ``request.state_shape``, or the pool itself where states are updated in place.
 
     Raises:
         BackendBuildError: a kernel had to be compiled and could not be.

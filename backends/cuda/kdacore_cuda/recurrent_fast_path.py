@@ -14,11 +14,12 @@ from kdacore_cuda.torch_arguments import ALIGNMENT, strides_without_copies
 
 
 def make_fast_call(request: Request, inputs: RecurrentInputs) -> FastCall | None:
-    """:func:`kdacore_cuda.recurrent.forward` for calls of ``request`` whose arrays have the layout of ``inputs``.
+    """:func:`kdacore_cuda.recurrent.forward` for calls of ``request`` whose arrays have the layout
+    of ``inputs``.
 
-    None where an array would have to be copied. The returned function takes a call's arrays in the order of
-    :class:`kdacore.types.RecurrentInputs` and returns None, having launched nothing, where an array is not 16-byte
-    aligned or another device is current.
+    None where an array would have to be copied. The returned function takes a call's arrays in the
+    order of :class:`kdacore.types.RecurrentInputs` and returns None, having launched nothing, where
+    an array is not 16-byte aligned or another device is current.
 
     Raises BackendBuildError or DriverError.
     """

@@ -18,11 +18,11 @@ class RecurrentMode(IntEnum):
     GENERAL = 0
     """Every call."""
     CONTIGUOUS = 1
-    """bfloat16 q, k and v, no float16, one gate per channel, contiguous token arrays of fewer than 2**31 elements, not
-    packed, rows of states on 16 bytes."""
+    """bfloat16 q, k and v, no float16, one gate per channel, contiguous token arrays of fewer than
+    2**31 elements, not packed, rows of states on 16 bytes."""
     ONE_TOKEN = 2
-    """As CONTIGUOUS, with one token per sequence, bfloat16 g and beta, float32 dt_bias, and one pool row per
-    sequence."""
+    """As CONTIGUOUS, with one token per sequence, bfloat16 g and beta, float32 dt_bias, and one
+    pool row per sequence."""
     ONE_TOKEN_HEAD_GATE = 3
     """As ONE_TOKEN, with one gate per head, and g, beta and dt_bias of float32 or bfloat16."""
 
@@ -57,15 +57,17 @@ _TILES: dict[tuple[int, bool, bool], tuple[int, int, int, tuple[int, int, int]]]
     (128, True, False): (1, 8, 8, (8, 20, 32)),
     (128, True, True): (1, 8, 16, (8, 12, 16)),
 }
-"""Head dim, V first, bfloat16 state -> warps, pieces per lane, columns, and blocks per multiprocessor of the first three
-modes; the fourth has the third's."""
+"""Head dim, V first, bfloat16 state -> warps, pieces per lane, columns, and blocks per
+multiprocessor of the first three modes; the fourth has the third's."""
 
 
 def recurrent_tile(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> RecurrentTile:
-    """The tile of one kernel. It does not depend on the batch or the tokens, so neither changes the order of sums.
+    """The tile of one kernel. It does not depend on the batch or the tokens, so neither changes the
+    order of sums.
 
     Args:
-        K: head dim, K = V, one of :data:`kdacore_cuda.architectures.HEAD_DIMS`; KeyError for others.
+        K: head dim, K = V, one of :data:`kdacore_cuda.architectures.HEAD_DIMS`; KeyError for
+            others.
         v_first: states are ``[..., V, K]``.
         bf16_state: states are bfloat16, not float32.
         mode: which calls it serves.

@@ -8,7 +8,8 @@ from kdacore.types import Request
 from kdacore_cuda.kernel_parameters import FLAGS, TYPES
 
 LOWEST_BOUND = -5.0
-"""A gate counts as bounded if each log decay is at least this: then one product can cover 16 tokens."""
+"""A gate counts as bounded if each log decay is at least this: then one product can cover 16
+tokens."""
 
 
 def has_bounded_gate(request: Request) -> bool:
@@ -19,7 +20,8 @@ def has_bounded_gate(request: Request) -> bool:
 
 
 def type_code(request: Request, name: str) -> int:
-    """Code of the dtype of an array argument, of :data:`kdacore_cuda.kernel_parameters.TYPES`; 0 if not given."""
+    """Code of the dtype of an array argument, of :data:`kdacore_cuda.kernel_parameters.TYPES`; 0 if
+    not given."""
     return TYPES[request.spec(name).dtype] if request.has(name) else 0
 
 
@@ -39,7 +41,8 @@ def token_flags(r: Request) -> int:
 
 
 def chunk_flags(r: Request) -> int:
-    """Bits of ``flags`` of a chunk call: :func:`token_flags`, and the layout and dtype of its states."""
+    """Bits of ``flags`` of a chunk call: :func:`token_flags`, and the layout and dtype of its
+    states."""
     return (
         token_flags(r)
         | FLAGS["V_FIRST"] * r.state_v_first
@@ -53,7 +56,8 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def contiguous_token_strides(r: Request) -> tuple[int, ...]:
-    """Batch, token and head stride of q, k, v, g and beta, in elements, if all of them are contiguous."""
+    """Batch, token and head stride of q, k, v, g and beta, in elements, if all of them are
+    contiguous."""
     g = (r.T * r.HV, r.HV, 1) if r.scalar_gate else (r.T * r.HV * r.K, r.HV * r.K, r.K)
     qk = (r.T * r.H * r.K, r.H * r.K, r.K)
     return (*qk, *qk, r.T * r.HV * r.V, r.HV * r.V, r.V, *g, r.T * r.HV, r.HV, 1)

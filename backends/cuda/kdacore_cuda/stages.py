@@ -1,4 +1,5 @@
-"""Host side of the training stages ``kda_chunk_intra`` and ``kda_recompute_w_u``: one launch each."""
+"""Host side of the training stages ``kda_chunk_intra`` and ``kda_recompute_w_u``: one launch
+each."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def _make_plan(r: Request) -> StagePlan:
         return StagePlan(_intra_launcher(r.K, float16), items, arch, (*sizes, r.scale))
     if not has_hopper_recompute(r.K, r.V, arch):
         return StagePlan(_recompute_launcher(r.K, r.V, float16), items, arch, (*sizes, 0, 0, 0))
-    # A pack has a slot for every chunk its tokens could fill; on average half of the sequences fill their last one.
+    # A pack has a slot for every chunk its tokens could fill; on average half of the sequences fill
+    # their last one.
     empty = (r.num_chunks - -(-r.T // r.chunk_size)) // 2 * r.HV if r.packed else 0
     d = recompute_grid(items, torch_launch.multiprocessors(r.device.index), empty, r.has("q"))
     launcher = _hopper_recompute_launcher(float16, r.has("q"), d.shared)
@@ -79,7 +81,8 @@ def _strides(*arrays: torch.Tensor) -> tuple[int, ...]:
 
 
 def chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:
-    """``Aqk`` and ``Akk`` ``[B, T, HV, 64]`` in the dtype of q: see :func:`kdacore.stages.kda_chunk_intra`.
+    """``Aqk`` and ``Akk`` ``[B, T, HV, 64]`` in the dtype of q: see
+    :func:`kdacore.stages.kda_chunk_intra`.
 
     Args:
         request: 16-bit q and k, K = 64 or 128, chunks of 64 tokens.
@@ -105,12 +108,13 @@ def chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:
 
 
 def recompute_w_u(request: Request, inputs: RecomputeInputs) -> RecomputeOutputs:
-    """``w``, ``u``, ``kg`` and, with q, ``qg`` in the dtype of k: see :func:`kdacore.stages.kda_recompute_w_u`.
+    """``w``, ``u``, ``kg`` and, with q, ``qg`` in the dtype of k: see
+    :func:`kdacore.stages.kda_recompute_w_u`.
 
     Args:
         request: 16-bit q, k, v and Akk, K and V of 64 or 128, chunks of 64 tokens.
-        inputs: its arrays, shaped as :class:`kdacore.types.RecomputeInputs` says. Of Akk only the lower triangle
-            counts.
+        inputs: its arrays, shaped as :class:`kdacore.types.RecomputeInputs` says. Of Akk only the
+            lower triangle counts.
 
     Raises:
         BackendBuildError: a kernel had to be compiled and could not be.

@@ -1,4 +1,5 @@
-"""The kernels of the training stages ``kda_chunk_intra`` and ``kda_recompute_w_u``, and how they divide their work."""
+"""The kernels of the training stages ``kda_chunk_intra`` and ``kda_recompute_w_u``, and how they
+divide their work."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def intra_kernel(K: int, float16: bool) -> KernelSource:
 
 
 def intra_shared_bytes(K: int) -> int:
-    """Dynamic shared memory of :func:`intra_kernel` in bytes: operands, or the results in their place, and beta."""
+    """Dynamic shared memory of :func:`intra_kernel` in bytes: operands, or the results in their
+    place, and beta."""
     operands, results = 12 * 16 * K * 2, 64 * 72 * 4 + 2 * 64 * 144
     return max(operands, results) + 4 * 64
 
@@ -51,7 +53,8 @@ def recompute_kernel(K: int, V: int, float16: bool) -> KernelSource:
 
 
 def recompute_shared_bytes(K: int, V: int) -> int:
-    """Dynamic shared memory of :func:`recompute_kernel` in bytes: the operands of both products, k's in two parts."""
+    """Dynamic shared memory of :func:`recompute_kernel` in bytes: the operands of both products,
+    k's in two parts."""
     return 64 * 2 * (64 + 2 * K + V)
 
 
@@ -59,19 +62,22 @@ def recompute_shared_bytes(K: int, V: int) -> int:
 
 HOPPER_HEAD_DIM = 128
 SMALL_CALL_ITEMS = 8
-"""Up to this many chunks and value heads per multiprocessor, two blocks for each were measured to be faster."""
+"""Up to this many chunks and value heads per multiprocessor, two blocks for each were measured to
+be faster."""
 L2_BYTES = 72 * 2**20
-"""Bytes of the last results that are written so as to stay in L2. The L2 has 50 MB and retains about 33 of these;
-values up to 120 MB measured the same."""
+"""Bytes of the last results that are written so as to stay in L2. The L2 has 50 MB and retains
+about 33 of these; values up to 120 MB measured the same."""
 
 
 def has_hopper_recompute(K: int, V: int, arch: str) -> bool:
-    """Whether :func:`hopper_recompute_kernel` serves such calls; :func:`recompute_kernel` serves all others."""
+    """Whether :func:`hopper_recompute_kernel` serves such calls; :func:`recompute_kernel` serves
+    all others."""
     return K == V == HOPPER_HEAD_DIM and arch == HOPPER
 
 
 def hopper_recompute_kernel(float16: bool, with_q: bool) -> KernelSource:
-    """The stage ``kda_recompute_w_u`` on Hopper for K = V = 128, a 16-bit dtype, and q given or not.
+    """The stage ``kda_recompute_w_u`` on Hopper for K = V = 128, a 16-bit dtype, and q given or
+    not.
 
     Takes :data:`kdacore_cuda.kernel_parameters.RECOMPUTE`.
     """
@@ -86,34 +92,39 @@ def hopper_recompute_kernel(float16: bool, with_q: bool) -> KernelSource:
 
 
 def hopper_recompute_shared_bytes(blocks_per_item: int) -> int:
-    """Dynamic shared memory in bytes of a block, where ``blocks_per_item`` (1 or 2) share a chunk and value head."""
+    """Dynamic shared memory in bytes of a block, where ``blocks_per_item`` (1 or 2) share a chunk
+    and value head."""
     width = HOPPER_HEAD_DIM // blocks_per_item
     return 64 * (2 * 2 * width + 4 * width + 2 * 64 + 4)
 
 
 class RecomputeGrid(NamedTuple):
-    """How the blocks of :func:`hopper_recompute_kernel` divide the items (chunks times value heads) of a call."""
+    """How the blocks of :func:`hopper_recompute_kernel` divide the items (chunks times value heads)
+    of a call."""
 
     whole: int
-    """The first items, an even number of them, have one block each; each other item has two blocks of half its
-    channels."""
+    """The first items, an even number of them, have one block each; each other item has two blocks
+    of half its channels."""
     grid: int
     """Blocks."""
     shared: int
-    """Dynamic shared memory of a block in bytes. A multiprocessor holds three blocks where some have whole items, else
-    four; registers allow no fifth."""
+    """Dynamic shared memory of a block in bytes. A multiprocessor holds three blocks where some
+    have whole items, else four; registers allow no fifth."""
     staggered: int
-    """The first blocks, those that start together, issue their loads one after another at about the rate of memory.
-    Otherwise all of them would wait for memory at the same time, and then all compute."""
+    """The first blocks, those that start together, issue their loads one after another at about the
+    rate of memory. Otherwise all of them would wait for memory at the same time, and then all
+    compute."""
     first_in_l2: int
-    """Results from this item on stay in L2, where the next kernel finds them and no write to memory delays this one."""
+    """Results from this item on stay in L2, where the next kernel finds them and no write to memory
+    delays this one."""
 
 
 def recompute_grid(items: int, multiprocessors: int, empty: int, with_q: bool) -> RecomputeGrid:
     """The division of ``items`` chunks and value heads of a call.
 
-    The last items of a long call have two blocks each, so that multiprocessors finish at about the same time. With many
-    empty items it is unknown which items are the last, and twice as many idle blocks would cost more.
+    The last items of a long call have two blocks each, so that multiprocessors finish at about the
+    same time. With many empty items it is unknown which items are the last, and twice as many idle
+    blocks would cost more.
 
     Args:
         items: chunks times value heads, those that may turn out empty included.

@@ -10,12 +10,13 @@ if TYPE_CHECKING:
 ALIGNMENT = 16
 """Bytes the kernels read at once; every row of q, k, v and g starts on a multiple of it."""
 _MAX_TOKEN_STRIDE = 2**27
-"""Elements from one token to the next: kernels hold that distance, in bytes, in 32 bits. Other strides have 64."""
+"""Elements from one token to the next: kernels hold that distance, in bytes, in 32 bits. Other
+strides have 64."""
 
 TokenArguments = tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]
-"""q, k, v, g and beta for a kernel. Addresses; batch, token and head stride of each, in elements; the tensors to keep
-until the launch is queued, copies among them. A plain tuple, because making a named one takes as long as reading four
-addresses."""
+"""q, k, v, g and beta for a kernel. Addresses; batch, token and head stride of each, in elements;
+the tensors to keep until the launch is queued, copies among them. A plain tuple, because making a
+named one takes as long as reading four addresses."""
 
 
 def token_arguments(inputs: Any, scalar_gate: bool, contiguous: tuple[int, ...]) -> TokenArguments:
@@ -24,7 +25,8 @@ def token_arguments(inputs: Any, scalar_gate: bool, contiguous: tuple[int, ...])
     Args:
         inputs: its first five fields are q, k, v, g and beta.
         scalar_gate: ``g`` is ``[B, T, HV]``, which needs no alignment.
-        contiguous: the strides of contiguous arrays. This object is returned where all are contiguous.
+        contiguous: the strides of contiguous arrays. This object is returned where all are
+            contiguous.
     """
     q, k, v, g, beta = inputs[:5]
     if (
@@ -53,7 +55,8 @@ def strides_without_copies(
 ) -> tuple[int, ...] | None:
     """Strides of the five token arrays as :func:`token_arguments` returns them.
 
-    None where one of them, or of the ``small`` arrays (which must be contiguous), would have to be copied.
+    None where one of them, or of the ``small`` arrays (which must be contiguous), would have to be
+    copied.
     """
     _, strides, kept = token_arguments(inputs, scalar_gate, contiguous)
     if any(x is not y for x, y in zip(kept, inputs, strict=False)):
@@ -62,7 +65,8 @@ def strides_without_copies(
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """``x`` ``[B, T, heads, width]`` itself when all its rows are contiguous and aligned, else a contiguous copy."""
+    """``x`` ``[B, T, heads, width]`` itself when all its rows are contiguous and aligned, else a
+    contiguous copy."""
     size = x.element_size()
     strides = x.stride()
     misaligned = any(s * size % ALIGNMENT for s in strides[:-1]) or x.data_ptr() % ALIGNMENT
@@ -73,7 +77,8 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
-    """``x`` itself when it is contiguous or None, else a contiguous copy. For arrays that need no alignment."""
+    """``x`` itself when it is contiguous or None, else a contiguous copy. For arrays that need no
+    alignment."""
     return x if x is None or x.is_contiguous() else x.contiguous()
 
 

@@ -22,14 +22,16 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 def launch(
     launcher: Launcher | PrepackedLauncher, grid: int, arch: str, like: torch.Tensor, values: tuple[Any, ...]
 ) -> None:
-    """Launch ``grid`` blocks on the current stream of ``like``'s device. A grid of 0 launches nothing.
+    """Launch ``grid`` blocks on the current stream of ``like``'s device. A grid of 0 launches
+    nothing.
 
     Args:
         launcher: the kernel.
         grid: blocks.
         arch: the real architecture whose cubin to load.
         like: a tensor on the device.
-        values: the kernel's parameters, in the struct's order (of a PrepackedLauncher: the per-call ones).
+        values: the kernel's parameters, in the struct's order (of a PrepackedLauncher: the per-call
+            ones).
 
     Raises BackendBuildError or DriverError.
     """
@@ -44,7 +46,8 @@ def launch(
 
 
 def prepacked_start(launcher: PrepackedLauncher, grid: int, arch: str, index: int) -> Start:
-    """The launch of ``grid`` blocks on device ``index``, which must be current. A grid of 0 launches nothing.
+    """The launch of ``grid`` blocks on device ``index``, which must be current. A grid of 0
+    launches nothing.
 
     Raises BackendBuildError or DriverError.
     """

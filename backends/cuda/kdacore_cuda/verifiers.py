@@ -1,4 +1,5 @@
-"""What the CUDA kernels cannot do, one function per reason. Each returns the Reason, or None for a call it can serve.
+"""What the CUDA kernels cannot do, one function per reason. Each returns the Reason, or None for a
+call it can serve.
 
 Verifiers read shapes, dtypes and flags, never values.
 """
@@ -140,7 +141,8 @@ def stage_head_dims(request: Request) -> Reason | None:
 def stage_dtypes(request: Request) -> Reason | None:
     """q, k, v and Akk have one 16-bit dtype, gc is float32, beta is a 16- or 32-bit float.
 
-    An inverse in another dtype would have to be rounded, and w of nearly collinear keys would be inaccurate.
+    An inverse in another dtype would have to be rounded, and w of nearly collinear keys would be
+    inaccurate.
     """
     if request.dtype not in STAGE_DTYPES:
         return Reason("dtype", "takes 16-bit q, k, v in its stages", request.dtype, " or ".join(STAGE_DTYPES))

@@ -1,4 +1,4 @@
-"""Each launch of the chunk backward by itself, our two backends in turns: ``python -m benchmarks.backward_launches``.
+"""Launches of the chunk backward, two backends interleaved: ``python -m benchmarks.backward_launches``.
 
 On a Hopper GPU, K = V = 128. Gradients of both backends are held against the float64 oracle on a short
 call and against each other on the timed one before anything is timed.

@@ -119,7 +119,7 @@ def output(
 class Views(NamedTuple):
     """A call's workspace."""
 
-    records: torch.Tensor
+    operands: torch.Tensor
     maps: torch.Tensor
     starts: torch.Tensor
 
@@ -132,15 +132,15 @@ def views(request: Request, work: torch.Tensor) -> Views:
             plan.stored_segments * chunk_forward_segments.MAP_BYTES,
         ]
     )
-    records, maps, starts = (work[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True))
+    operands, maps, starts = (work[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True))
     return Views(
-        records.view(-1, HV, chunk_forward_segments.CHUNK_OPERANDS_BYTES),
+        operands.view(-1, HV, chunk_forward_segments.CHUNK_OPERANDS_BYTES),
         maps.view(-1, HV, chunk_forward_segments.MAP_BYTES),
         starts.view(torch.float32).view(-1, HV, 128, 128),
     )
 
 
-def put_records(view: torch.Tensor, work: dict[str, F64]) -> None:
+def put_operands(view: torch.Tensor, work: dict[str, F64]) -> None:
     """Matrices to records; NaN where they are NaN."""
     for name, (first, size) in CHUNK_OPERANDS.items():
         x = work[name]
@@ -148,7 +148,7 @@ def put_records(view: torch.Tensor, work: dict[str, F64]) -> None:
         view[..., first : first + size] = part.contiguous().view(torch.uint8).view(*part.shape[:2], size)
 
 
-def get_records(view: torch.Tensor) -> dict[str, F64]:
+def get_operands(view: torch.Tensor) -> dict[str, F64]:
     out = {}
     for name, (first, size) in CHUNK_OPERANDS.items():
         part = view[..., first : first + size].cpu().contiguous()

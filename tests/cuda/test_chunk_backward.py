@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from chunk_backward_calls import draw
-from cuda_calls import MODEL, SAFE_MODEL, Draw, error, request_of
+from cuda_calls import BOUNDED_MODEL, MODEL, Draw, error, request_of
 
 from kdacore.types import OutputGrads
 from kdacore_cuda import chunk_backward, torch_launch
@@ -18,7 +18,11 @@ from kdacore_reference.oracle import oracle_backward
 @pytest.mark.parametrize("case", ["dense", "packed", "grouped", "log", "softplus", "mixed"])
 def test_model_is_the_oracle(case: str, v_first: bool) -> None:
     unbounded = case in ("softplus", "mixed")  # decays are cut off where nothing is left
-    options = {**(MODEL if unbounded else SAFE_MODEL), "output_final_state": True, "state_v_first": v_first}
+    options = {
+        **(MODEL if unbounded else BOUNDED_MODEL),
+        "output_final_state": True,
+        "state_v_first": v_first,
+    }
     if case == "packed":
         cu = torch.tensor([0, 3, 3, 70, 150], dtype=torch.int32)
         inputs = draw(cu_seqlens=cu, initial_state=torch.randn(4, 1, 128, 128))
@@ -72,7 +76,7 @@ def test_images_are_what_shared_memory_holds() -> None:
 @pytest.mark.parametrize("norm", [True, False])
 def test_sums_over_chunks_and_over_value_heads(emulated: list[str], norm: bool) -> None:
     """Against NumPy; chunks that add nothing change no bit."""
-    options = {**SAFE_MODEL, "use_qk_l2norm_in_kernel": norm}
+    options = {**BOUNDED_MODEL, "use_qk_l2norm_in_kernel": norm}
     inputs = draw(70, 2, 4, B=2)
     request = request_of("chunk_kda", inputs, **options)
     plan = chunk_backward.plan_of(request)
@@ -109,7 +113,7 @@ def test_the_benchmark_times_what_a_call_launches(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(chunk_backward, "_sum_chunks", lambda *rest: (None, None))
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 8)
     inputs = draw(70, heads, heads)
-    request = request_of("chunk_kda", inputs, **SAFE_MODEL)
+    request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
     grads = OutputGrads(torch.zeros(inputs.v.shape, dtype=torch.bfloat16), None)
     chunk_backward.backward(request, inputs, (), grads)
     called, seen[:] = [*seen], []

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from chunk_backward_calls import draw
-from cuda_calls import MODEL, SAFE_MODEL, Draw, error, request_of
+from cuda_calls import BOUNDED_MODEL, MODEL, Draw, error, request_of
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads
 from kdacore_cuda import chunk_backward
@@ -39,7 +39,7 @@ def check(inputs: ChunkInputs, *, final: bool = True, loose: float = 2.0, **opti
 
 @pytest.mark.parametrize("gate", ["random", "init", "slow", "fast"])
 def test_gates(emulated: list[str], gate: str) -> None:
-    options = SAFE_MODEL if gate in ("random", "init") else SAFE_LOG
+    options = BOUNDED_MODEL if gate in ("random", "init") else SAFE_LOG
     check(draw(150, gate=gate), **options)
     assert [name.split("-")[0] for name in emulated][:3] == ["prepare", "scan", "grads"]
 
@@ -56,7 +56,7 @@ def test_pack_of_hard_lengths_with_states(emulated: list[str]) -> None:
     state = torch.randn(len(lengths), 1, 128, 128, generator=torch.Generator().manual_seed(1))
     # Drawn so that the gradient of A_log, one number here, is not what is left of terms that cancel.
     inputs = draw(sum(lengths), cu_seqlens=cu, initial_state=state, seed=1)
-    got = check(inputs, state_v_first=True, **SAFE_MODEL)
+    got = check(inputs, state_v_first=True, **BOUNDED_MODEL)
     assert got.initial_state is not None
 
 
@@ -64,13 +64,13 @@ def test_grouped_heads_float32_gates_and_strides(emulated: list[str]) -> None:
     d = Draw(5)
     wide = d.normal(2, 70, 3, 256)
     inputs = draw(70, 1, 2, B=2, q=wide[:, :, 1:2, :128], g=d.normal(2, 70, 2, 128, dtype=torch.float32))
-    check(inputs, **SAFE_MODEL)
+    check(inputs, **BOUNDED_MODEL)
 
 
 def test_nothing_flows_back(emulated: list[str]) -> None:
     """No gradient of the outputs: every gradient is exactly zero."""
     inputs = draw(70, initial_state=torch.randn(1, 1, 128, 128))
-    request = request_of("chunk_kda", inputs, output_final_state=True, **SAFE_MODEL)
+    request = request_of("chunk_kda", inputs, output_final_state=True, **BOUNDED_MODEL)
     got = chunk_backward.backward(request, inputs, (), OutputGrads(None, None))
     for name, x in got._asdict().items():
         assert x is not None and not x.any(), name
@@ -80,7 +80,7 @@ def test_later_tokens_without_a_gradient_change_no_bit(emulated: list[str]) -> N
     inputs = draw(200)
     do = Draw(3).normal(1, 200, 1, 128)
     do[:, 100:] = 0
-    request = request_of("chunk_kda", inputs, **SAFE_MODEL)
+    request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
     first = chunk_backward.backward(request, inputs, (), OutputGrads(do, None))
     other = draw(200, seed=9)
     later = [torch.cat([a[:, :100], b[:, 100:]], 1) for a, b in zip(inputs[:5], other[:5], strict=True)]

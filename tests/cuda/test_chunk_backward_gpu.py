@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from chunk_backward_calls import draw, filled, launch, worst
-from cuda_calls import MODEL, SAFE_MODEL, Draw, error, request_of
+from cuda_calls import BOUNDED_MODEL, MODEL, Draw, error, request_of
 
 import kdacore
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads
@@ -20,7 +20,7 @@ from kdacore_reference.oracle import oracle_backward
 pytestmark = pytest.mark.gpu
 
 BOUND = 8e-3
-BOTH = pytest.mark.parametrize("safe", [True, False], ids=["bounded", "unbounded"])
+BOTH = pytest.mark.parametrize("bounded", [True, False], ids=["bounded", "unbounded"])
 PACK = [0, 1, 31, 64, 65, 0, 300]
 
 
@@ -46,17 +46,17 @@ CASES = {
 
 @BOTH
 @pytest.mark.parametrize("name", CASES)
-def test_each_kernel_against_its_model(name: str, safe: bool) -> None:
+def test_each_kernel_against_its_model(name: str, bounded: bool) -> None:
     """In this order, so that the first that fails is the one that is wrong."""
     inputs = CASES[name]()
-    options = SAFE_MODEL if safe else MODEL
+    options = BOUNDED_MODEL if bounded else MODEL
     request = request_of("chunk_kda", on_gpu(inputs), output_final_state=True, **options)
     d = Draw(3)
     do, d_final = d.normal(*inputs.v.shape), d.normal(*request.state_shape, dtype=torch.float32)
     where = filled(request, inputs)
     at = tuple(np.array(where).T)
     work = model.prepare(request, inputs)
-    got = launch(prepare_kernel(False, safe), request, inputs, {}, dict.fromkeys(work), device="cuda")
+    got = launch(prepare_kernel(False, bounded), request, inputs, {}, dict.fromkeys(work), device="cuda")
     assert worst(got["kg"] + got["kg_low"], work["kg"], where) < 1e-4
     del work["kg_low"]  # which part holds the last bit is the kernel's choice
     assert {k: e for k, x in work.items() if not (e := error(got[k][at], x[at])) < 1e-2} == {}
@@ -78,7 +78,7 @@ def test_each_kernel_against_its_model(name: str, safe: bool) -> None:
     outputs: dict[str, Any] = {k: (want[k].shape, kind) for k in ("dq", "dk")}
     outputs |= {k: (want[k].shape, torch.bfloat16) for k in ("dv", "dg", "dbeta")}
     outputs |= {k: (want[k].shape, torch.float32) for k in ("dA_part", "dbias_part")}
-    kernel = grads_kernel(False, request.HV != request.H, safe)
+    kernel = grads_kernel(False, request.HV != request.H, bounded)
     got = launch(kernel, request, inputs, given, outputs, device="cuda", d_o=do)
     for k in ("dq", "dk", "dv", "dg", "dbeta"):
         assert error(got[k], want[k]) < 1e-2, k
@@ -88,8 +88,8 @@ def test_each_kernel_against_its_model(name: str, safe: bool) -> None:
 
 @BOTH
 @pytest.mark.parametrize("name", CASES)
-def test_the_whole_against_the_oracle(name: str, safe: bool) -> None:
-    options = SAFE_MODEL if safe else MODEL
+def test_the_whole_against_the_oracle(name: str, bounded: bool) -> None:
+    options = BOUNDED_MODEL if bounded else MODEL
     inputs = CASES[name]()
     request = request_of("chunk_kda", inputs, output_final_state=True, **options)
     d = Draw(5)
@@ -113,7 +113,7 @@ def large(T: int = 2000, H: int = 80) -> tuple[Any, ChunkInputs, OutputGrads]:
     tokens = {name: d.normal(1, T, H, 128) for name in ("q", "k", "v")}
     gate = {name: x.cuda() for name, x in d.gate("init", 1, T, H, 128).items()}
     inputs = ChunkInputs(**tokens, beta=d.normal(1, T, H), **gate)
-    return request_of("chunk_kda", inputs, **SAFE_MODEL), inputs, OutputGrads(d.normal(1, T, H, 128))
+    return request_of("chunk_kda", inputs, **BOUNDED_MODEL), inputs, OutputGrads(d.normal(1, T, H, 128))
 
 
 def test_large_calls_agree_with_the_triton_backend() -> None:
@@ -155,7 +155,7 @@ def test_through_the_public_call() -> None:
     request, inputs, _ = large(200, 2)
     arrays = {k: x for k, x in inputs._asdict().items() if x is not None}
     leaves = {k: x.requires_grad_() for k, x in arrays.items()}
-    options = {**SAFE_MODEL, "output_final_state": True}
+    options = {**BOUNDED_MODEL, "output_final_state": True}
     with kdacore.record_selections() as seen:
         o, state = kdacore.chunk_kda(**leaves, **options)
     assert seen[-1].backend == "cuda"

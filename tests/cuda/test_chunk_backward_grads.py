@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from chunk_backward_calls import draw, filled, launch
-from cuda_calls import SAFE_MODEL, Draw, error, request_of
+from cuda_calls import BOUNDED_MODEL, Draw, error, request_of
 
 from kdacore.types import ChunkInputs, Request
 from kdacore_cuda import torch_launch
@@ -29,8 +29,8 @@ NOT_IN_KERNEL = {
     "use_qk_l2norm_in_kernel": False,
     "use_beta_sigmoid_in_kernel": False,
 }
-LOG = SAFE_MODEL | NOT_IN_KERNEL
-FREE = {"safe_gate": False, "lower_bound": None}
+LOG = BOUNDED_MODEL | NOT_IN_KERNEL
+UNBOUNDED = {"safe_gate": False, "lower_bound": None}
 """Gates without a bound: softplus, or log decays as they are."""
 WORK = ("rows", "last", "u", "dr", "h", "dh")
 SPILL_BYTES = {True: 124, False: 132}
@@ -78,7 +78,7 @@ def run(
 
 def check(inputs: ChunkInputs, scale: float = 1.0, **options: Any) -> None:
     """A call against the model; what no token or chunk fills must stay as it was."""
-    request = request_of("chunk_kda", inputs, **(SAFE_MODEL | options))
+    request = request_of("chunk_kda", inputs, **(BOUNDED_MODEL | options))
     do = Draw(7).normal(*inputs.v.shape) * scale
     work = scanned(request, inputs, do)
     want = model.grads(request, inputs, work, do)
@@ -101,26 +101,26 @@ def few(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("safe", "gate", "float_gate"),
+    ("bounded", "gate", "float_gate"),
     [
         *(
-            (safe, gate, False)
-            for safe in (True, False)
+            (bounded, gate, False)
+            for bounded in (True, False)
             for gate in ("random", "init", "slow", "fast", "spread")
         ),
         *(
-            pytest.param(safe, gate, True, marks=exhaustive)
-            for safe in (True, False)
+            pytest.param(bounded, gate, True, marks=exhaustive)
+            for bounded in (True, False)
             for gate in ("random", "fast")
         ),
         (False, "mixed", False),  # -60 is beyond every bound
     ],
 )
-def test_gates(safe: bool, gate: str, float_gate: bool) -> None:
+def test_gates(bounded: bool, gate: str, float_gate: bool) -> None:
     inputs = draw(150, gate=gate)
     raw = gate in ("random", "init")
     kind = torch.float32 if float_gate else torch.bfloat16
-    check(inputs._replace(g=inputs.g.to(kind)), **({} if raw else LOG) | ({} if safe else FREE))
+    check(inputs._replace(g=inputs.g.to(kind)), **({} if raw else LOG) | ({} if bounded else UNBOUNDED))
 
 
 def test_low_bound() -> None:
@@ -135,7 +135,7 @@ def test_lengths(T: int) -> None:
 
 
 @pytest.mark.parametrize("index", [pytest.param(torch.int32, marks=exhaustive), torch.int64])
-@pytest.mark.parametrize("options", [{}, FREE])
+@pytest.mark.parametrize("options", [{}, UNBOUNDED])
 def test_packed(index: torch.dtype, options: dict[str, Any]) -> None:
     """Also slots that no sequence fills."""
     cu = torch.tensor([0, *accumulate(LENGTHS)], dtype=index)
@@ -150,7 +150,7 @@ def test_many_short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("float_gate", [False, pytest.param(True, marks=exhaustive)])
-@pytest.mark.parametrize("options", [{}, pytest.param(FREE, marks=exhaustive)])
+@pytest.mark.parametrize("options", [{}, pytest.param(UNBOUNDED, marks=exhaustive)])
 def test_grouped_heads(float_gate: bool, options: dict[str, Any]) -> None:
     inputs = draw(70, 2, 4)
     check(inputs._replace(g=inputs.g.to(torch.float32 if float_gate else torch.bfloat16)), **options)
@@ -184,7 +184,7 @@ def test_bias_of_16_bits() -> None:
 
 
 def test_strided_inputs() -> None:
-    """Heads and tokens of one array side by side, as a fused projection leaves them."""
+    """Heads and tokens of one array side by side, as a fused projection writes them."""
     d = Draw(6)
     fused = d.normal(2, 70, 2, 5, 128)
     q, k, v, g, _ = fused.unbind(3)
@@ -194,7 +194,7 @@ def test_strided_inputs() -> None:
 
 @pytest.mark.parametrize("scale", [1e-6, 1e5])
 @pytest.mark.parametrize("gate", ["random", "slow"])
-@pytest.mark.parametrize("options", [{}, FREE])
+@pytest.mark.parametrize("options", [{}, UNBOUNDED])
 def test_small_and_large_gradients(scale: float, gate: str, options: dict[str, Any]) -> None:
     check(draw(100, gate=gate), scale, **({} if gate == "random" else LOG) | options)
 
@@ -202,7 +202,7 @@ def test_small_and_large_gradients(scale: float, gate: str, options: dict[str, A
 def test_no_gradient_of_outputs() -> None:
     """That of the final state alone."""
     inputs = draw(65)
-    request = request_of("chunk_kda", inputs, **SAFE_MODEL)
+    request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
     do = torch.zeros_like(inputs.v)
     work = model.prepare(request, inputs)
     work |= model.scan(request, inputs, work, do, Draw(5).normal(1, 1, 128, 128))[0]
@@ -218,7 +218,7 @@ def test_what_nobody_wrote_is_not_read() -> None:
     """NaN in the slots that no sequence fills, and in the tokens around a sequence."""
     cu = torch.tensor([0, 5, 70], dtype=torch.int32)
     inputs = draw(70, cu_seqlens=cu)
-    request = request_of("chunk_kda", inputs, **SAFE_MODEL)
+    request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
     do = Draw(7).normal(*inputs.v.shape)
     work = scanned(request, inputs, do)
     clean = run(request, inputs, work, do)
@@ -236,7 +236,7 @@ def test_what_nobody_wrote_is_not_read() -> None:
 def test_earlier_tokens_do_not_see_later_gradients(heads: tuple[int, int]) -> None:
     """dq of a token depends on gradients of its own output and of none after it, to the last bit."""
     inputs = draw(64, *heads)
-    request = request_of("chunk_kda", inputs, **SAFE_MODEL)
+    request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
     do = Draw(7).normal(*inputs.v.shape)
     full = run(request, inputs, scanned(request, inputs, do), do)
     for t in (20, 40):
@@ -246,7 +246,7 @@ def test_earlier_tokens_do_not_see_later_gradients(heads: tuple[int, int]) -> No
         assert np.array_equal(got["dq"][:, :t], full["dq"][:, :t])
 
 
-@pytest.mark.parametrize(("t", "options"), [(0, {}), (20, {}), (41, {}), (20, FREE), (41, FREE)])
+@pytest.mark.parametrize(("t", "options"), [(0, {}), (20, {}), (41, {}), (20, UNBOUNDED), (41, UNBOUNDED)])
 def test_later_tokens_do_not_show(t: int, options: dict[str, Any]) -> None:
     """Where nothing after token t has a gradient, no gradient up to t depends on what is there, to the last bit."""
     d = Draw(11)
@@ -261,7 +261,7 @@ def test_later_tokens_do_not_show(t: int, options: dict[str, Any]) -> None:
     do[:, t + 1 :] = 0
     got = []
     for x in (inputs, other):
-        request = request_of("chunk_kda", x, **(SAFE_MODEL | options))
+        request = request_of("chunk_kda", x, **(BOUNDED_MODEL | options))
         got.append(run(request, x, scanned(request, x, do, final=0.0), do))
     for name in ("dq", "dk", "dv", "dg", "dbeta"):
         assert np.array_equal(got[0][name][:, : t + 1], got[1][name][:, : t + 1]), name
@@ -278,7 +278,7 @@ def test_same_bits_in_any_order(monkeypatch: pytest.MonkeyPatch, seed: int) -> N
     """Whatever order warps run in and copies land in, and however many units a block has."""
     inputs = draw(150, 1, 2)
     inputs = inputs._replace(g=inputs.g.to(torch.float32 if seed == 3 else torch.bfloat16))
-    request = request_of("chunk_kda", inputs, **SAFE_MODEL)
+    request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
     do = Draw(7).normal(*inputs.v.shape)
     work = scanned(request, inputs, do)
     first = run(request, inputs, work, do)
@@ -291,10 +291,10 @@ def test_same_bits_in_any_order(monkeypatch: pytest.MonkeyPatch, seed: int) -> N
 
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("float_gate", [False, pytest.param(True, marks=exhaustive)])
-@pytest.mark.parametrize("safe", [True, pytest.param(False, marks=exhaustive)])
-def test_compiled(safe: bool, float_gate: bool, grouped: bool) -> None:
-    log = compile_kernel(grads_kernel(float_gate, grouped, safe).source, "sm_90a").log
+@pytest.mark.parametrize("bounded", [True, pytest.param(False, marks=exhaustive)])
+def test_compiled(bounded: bool, float_gate: bool, grouped: bool) -> None:
+    log = compile_kernel(grads_kernel(float_gate, grouped, bounded).source, "sm_90a").log
     assert "serialized" not in log
     found = re.search(r"(\d+) bytes spill stores", log)
     assert found is not None, log
-    assert int(found[1]) <= SPILL_BYTES[safe]
+    assert int(found[1]) <= SPILL_BYTES[bounded]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from chunk_backward_calls import draw, filled, launch, worst
-from cuda_calls import MODEL, SAFE_MODEL, request_of
+from cuda_calls import BOUNDED_MODEL, MODEL, request_of
 
 from kdacore.types import ChunkInputs, Request
 from kdacore_cuda.chunk_backward_kernels import prepare_kernel
@@ -39,15 +39,17 @@ def errors(request: Request, inputs: ChunkInputs, got: dict[str, model.F64]) -> 
     found = {name: worst(got[name], want[name], where) for name in BOUNDS}
     found["kg_low"] = worst(got["kg"] + got["kg_low"], want["kg"], where)
     # Queries and keys, unit vectors here, may be nearly at right angles: a few of their average products count.
-    usual = [request.scale * (max(16, np.count_nonzero(want["aqk"][at])) / 128) ** 0.5 for at in where]
-    found["aqk"] = worst(got["aqk"], want["aqk"], where, usual)
+    typical_norms = [
+        request.scale * (max(16, np.count_nonzero(want["aqk"][at])) / 128) ** 0.5 for at in where
+    ]
+    found["aqk"] = worst(got["aqk"], want["aqk"], where, typical_norms)
     # Below what float32 can hold.
     found["last"] = worst(got["last"], want["last"], where, [1e-30] * len(where))
     return found
 
 
 def run(inputs: ChunkInputs, device: str = "cpu", **options: Any) -> dict[str, model.F64]:
-    """What the kernel leaves; slots that no sequence fills must stay as they were."""
+    """What the kernel writes; slots that no sequence fills must stay as they were."""
     request = request_of("chunk_kda", inputs, **options)
     kernel = prepare_kernel(inputs.g.dtype == torch.float32, has_bounded_gate(request))
     got = launch(kernel, request, inputs, {}, dict.fromkeys(BOUNDS), device)
@@ -71,7 +73,7 @@ def check(inputs: ChunkInputs, device: str = "cpu", **options: Any) -> dict[str,
 @pytest.mark.parametrize("gate", ["random", "init", "fast", "slow", "spread"])
 def test_gates(emulated: list[str], gate: str) -> None:
     raw = gate in ("random", "init")
-    check(draw(150, gate=gate), **(SAFE_MODEL if raw else SAFE_LOG))
+    check(draw(150, gate=gate), **(BOUNDED_MODEL if raw else SAFE_LOG))
     assert len(emulated) == 1
     assert ("G_FLOAT0-SAFE1" if raw else "G_FLOAT1-SAFE1") in emulated[0]
 
@@ -98,13 +100,13 @@ def test_one_quarter_keeps_everything(emulated: list[str]) -> None:
         check(inputs._replace(g=g))
 
 
-@pytest.mark.parametrize("options", [SAFE_MODEL, MODEL])
+@pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL])
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 31, 32, 33, 48, 49, 63, 64, 65])
 def test_lengths(emulated: list[str], T: int, options: dict[str, Any]) -> None:
     check(draw(T, B=2), **options)
 
 
-@pytest.mark.parametrize("options", [SAFE_MODEL, MODEL])
+@pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_packs(emulated: list[str], index: torch.dtype, options: dict[str, Any]) -> None:
     lengths = [0, 1, 31, 32, 0, 33, 63, 64, 65, 0]
@@ -112,13 +114,13 @@ def test_packs(emulated: list[str], index: torch.dtype, options: dict[str, Any])
     check(draw(sum(lengths), cu_seqlens=cu), **options)
 
 
-@pytest.mark.parametrize("options", [SAFE_MODEL, MODEL])
+@pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL])
 @pytest.mark.parametrize(("H", "HV"), [(1, 2), (2, 4), (3, 3)])
 def test_heads(emulated: list[str], H: int, HV: int, options: dict[str, Any]) -> None:
     check(draw(70, H, HV, B=2), **options)
 
 
-@pytest.mark.parametrize("options", [SAFE_MODEL, MODEL])
+@pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL])
 @pytest.mark.parametrize("gate", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("beta", [torch.float32, torch.float16, torch.bfloat16])
 def test_dtypes(emulated: list[str], gate: torch.dtype, beta: torch.dtype, options: dict[str, Any]) -> None:
@@ -148,23 +150,25 @@ def test_bfloat16_decays(emulated: list[str], gate: str, options: dict[str, Any]
 def test_options(emulated: list[str], change: dict[str, Any]) -> None:
     inputs = draw(70)
     unit = torch.nn.functional.normalize(inputs.k.float(), dim=-1).bfloat16()
-    check(inputs._replace(k=unit, beta=inputs.beta.sigmoid()), **SAFE_MODEL | change)
+    check(inputs._replace(k=unit, beta=inputs.beta.sigmoid()), **BOUNDED_MODEL | change)
 
 
 def test_without_parameters(emulated: list[str]) -> None:
     inputs = draw(70)
-    check(inputs._replace(A_log=None, dt_bias=None), **SAFE_MODEL)
+    check(inputs._replace(A_log=None, dt_bias=None), **BOUNDED_MODEL)
 
 
-@pytest.mark.parametrize("options", [SAFE_MODEL, MODEL])
+@pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL])
 @pytest.mark.parametrize("packed", [False, True])
 def test_strides(emulated: list[str], packed: bool, options: dict[str, Any]) -> None:
     """Views of wider arrays; rows past the end of all of them are NaN."""
     inputs = draw(70, 2, 4, cu_seqlens=torch.tensor([0, 3, 70]) if packed else None)
 
     def wide(x: torch.Tensor) -> torch.Tensor:
-        room = torch.full((1, 80, x.shape[2] + 1, *(3 * d for d in x.shape[3:])), float("nan"), dtype=x.dtype)
-        view = room[:, :70, : x.shape[2]]
+        buffer = torch.full(
+            (1, 80, x.shape[2] + 1, *(3 * d for d in x.shape[3:])), float("nan"), dtype=x.dtype
+        )
+        view = buffer[:, :70, : x.shape[2]]
         if x.dim() == 4:
             view = view[..., 128:256]
         return view.copy_(x)
@@ -175,7 +179,7 @@ def test_strides(emulated: list[str], packed: bool, options: dict[str, Any]) -> 
         assert np.array_equal(got[name], x, equal_nan=True), name
 
 
-@pytest.mark.parametrize("options", [SAFE_MODEL, MODEL])
+@pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL])
 def test_order_of_threads(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
@@ -205,7 +209,7 @@ def test_keys_nearly_alike(emulated: list[str], beta: float, options: dict[str, 
     assert all(found[name] < bound for name, bound in BOUNDS.items()), found
 
 
-@pytest.mark.parametrize("options", [SAFE_MODEL, MODEL])
+@pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL])
 @pytest.mark.parametrize("token", [5, 15, 16, 31, 32, 47])
 def test_later_tokens_change_nothing(emulated: list[str], token: int, options: dict[str, Any]) -> None:
     inputs = draw(64)
@@ -225,25 +229,25 @@ def test_later_tokens_change_nothing(emulated: list[str], token: int, options: d
     assert not np.array_equal(a["kg_low"], b["kg_low"])
 
 
-@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("float_gate", [False, True])
-def test_no_spills(float_gate: bool, safe: bool) -> None:
+def test_no_spills(float_gate: bool, bounded: bool) -> None:
     """And registers for three blocks a multiprocessor, two without a bound."""
-    log = compile_kernel(prepare_kernel(float_gate, safe).source, "sm_90a").log
+    log = compile_kernel(prepare_kernel(float_gate, bounded).source, "sm_90a").log
     spills, registers = re.search(r"(\d+) bytes spill stores", log), re.search(r"Used (\d+) registers", log)
     assert spills is not None, log
     assert registers is not None, log
     assert int(spills[1]) == 0
-    assert int(registers[1]) <= (80 if safe else 128)
+    assert int(registers[1]) <= (80 if bounded else 128)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("gate", ["random", "fast", "slow"])
-def test_on_the_device(gate: str, safe: bool, packed: bool) -> None:
+def test_on_the_device(gate: str, bounded: bool, packed: bool) -> None:
     """More blocks than run at once, and the same bits every time."""
-    options = (SAFE_MODEL if safe else MODEL) if gate == "random" else SAFE_LOG if safe else {}
+    options = (BOUNDED_MODEL if bounded else MODEL) if gate == "random" else SAFE_LOG if bounded else {}
     if packed:
         cu = torch.tensor([0, 0, 1, 63, 64, 65, 130, 900], dtype=torch.int32)
         inputs = draw(900, 8, 32, gate=gate, cu_seqlens=cu)

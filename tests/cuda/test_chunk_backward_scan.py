@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from chunk_backward_calls import draw, filled, launch, worst
-from cuda_calls import SAFE_MODEL, Draw, error, request_of
+from cuda_calls import BOUNDED_MODEL, Draw, error, request_of
 
 from kdacore.types import ChunkInputs
 from kdacore_cuda.chunk_backward_kernels import scan_kernel, scan_warpgroups
@@ -33,7 +33,7 @@ def scan_and_compare(
     **options: Any,
 ) -> dict[str, model.F64]:
     """One launch, held to the model."""
-    options = SAFE_MODEL | {"output_final_state": True, "state_v_first": v_first} | options
+    options = BOUNDED_MODEL | {"output_final_state": True, "state_v_first": v_first} | options
     request = request_of("chunk_kda", inputs, **options)
     work = {name: rounded(name, x) for name, x in model.prepare(request, inputs).items()}
     do = Draw(seed + 100).normal(*inputs.v.shape)
@@ -63,8 +63,8 @@ def rounded(name: str, x: model.F64) -> model.F64:
 
 def guarded(x: torch.Tensor) -> torch.Tensor:
     """The same rows with NaN before and behind them."""
-    room = torch.full((x.numel() + 2 * 64 * 128,), float("nan"), dtype=x.dtype)
-    inside = room[64 * 128 : -64 * 128].view(x.shape)
+    buffer = torch.full((x.numel() + 2 * 64 * 128,), float("nan"), dtype=x.dtype)
+    inside = buffer[64 * 128 : -64 * 128].view(x.shape)
     inside.copy_(x)
     return inside
 

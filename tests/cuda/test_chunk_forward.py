@@ -1,4 +1,4 @@
-"""The fused prefill kernel, emulated on the CPU, against the float64 oracle."""
+"""The fused chunk forward kernel, emulated on the CPU, against the float64 oracle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_calls import MODEL, O_BOUND, SAFE_MODEL, STATE_BOUND, Draw, check_outputs, error, oracle, request_of
+from cuda_calls import (
+    BOUNDED_MODEL,
+    MODEL,
+    O_BOUND,
+    STATE_BOUND,
+    Draw,
+    check_outputs,
+    error,
+    oracle,
+    request_of,
+)
 
 from kdacore.types import ChunkInputs, Outputs
 from kdacore_cuda import chunk_forward
@@ -67,20 +77,20 @@ def test_every_lane_arriving_changes_no_bit(
     """The kernels that racecheck can follow are those that ship, but for how often barriers are told."""
     use_cluster(monkeypatch, cluster)
     inputs = draw(2, 200, K=K)
-    want = run(inputs, **SAFE_MODEL, output_final_state=True)
+    want = run(inputs, **BOUNDED_MODEL, output_final_state=True)
     monkeypatch.setenv(EVERY_LANE, "1")
-    got = run(inputs, **SAFE_MODEL, output_final_state=True)
+    got = run(inputs, **BOUNDED_MODEL, output_final_state=True)
     assert torch.equal(got.o, want.o)
     assert torch.equal(got.final_state, want.final_state)
 
 
 @pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 2), (128, 3)])
 @pytest.mark.parametrize("gate", ["random", "init", "fast", "slow"])
-def test_safe_gates(
+def test_bounded_gates(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, K: int, cluster: int, gate: str
 ) -> None:
     use_cluster(monkeypatch, cluster)
-    options = SAFE_MODEL if gate in ("random", "init") else SAFE_LOG
+    options = BOUNDED_MODEL if gate in ("random", "init") else SAFE_LOG
     check(draw(1, 100, K=K, gate=gate), output_final_state=True, **options)
     assert "SAFE1" in emulated[0]
 
@@ -96,17 +106,17 @@ def test_unbounded_gates(
     assert "SAFE0" in emulated[0]
 
 
-@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize(
     ("arch", "K", "cluster"),
     [("sm_80", 64, 1), ("sm_80", 128, 1), ("sm_100f", 128, 2), ("sm_100f", 128, 4)],
 )
 def test_other_architectures(
-    emulated: list[str], monkeypatch: pytest.MonkeyPatch, arch: str, K: int, cluster: int, safe: bool
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, arch: str, K: int, cluster: int, bounded: bool
 ) -> None:
     monkeypatch.setattr(chunk_forward, "build_arch", lambda name: arch)
     use_cluster(monkeypatch, cluster)
-    check(draw(1, 70, K=K), output_final_state=True, **(SAFE_MODEL if safe else MODEL))
+    check(draw(1, 70, K=K), output_final_state=True, **(BOUNDED_MODEL if bounded else MODEL))
     assert "WARPGROUP0" in emulated[0]
 
 
@@ -116,7 +126,7 @@ def test_longer_than_two_rings(
 ) -> None:
     """A stage's barrier alternates between two phases: a warp a whole ring ahead must not mistake one for the other."""
     use_cluster(monkeypatch, cluster)
-    check(draw(1, 450 if K == 128 else 700, K=K), 1.0, output_final_state=True, **SAFE_MODEL)
+    check(draw(1, 450 if K == 128 else 700, K=K), 1.0, output_final_state=True, **BOUNDED_MODEL)
 
 
 @pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 3)])
@@ -128,7 +138,7 @@ def test_packs_of_hard_lengths(
     for index in (torch.int32, torch.int64):
         cu = torch.tensor(np.cumsum([0, *lengths]), dtype=index)
         inputs = draw(1, sum(lengths), K=K, cu_seqlens=cu, initial_state=torch.randn(len(lengths), 1, K, K))
-        got = check(inputs, output_final_state=True, checkpoint_every=64, **SAFE_MODEL)
+        got = check(inputs, output_final_state=True, checkpoint_every=64, **BOUNDED_MODEL)
         assert torch.equal(got.final_state[0], inputs.initial_state[0])
 
 
@@ -137,14 +147,14 @@ def test_packs_of_hard_lengths(
 def test_states(emulated: list[str], v_first: bool, dtype: torch.dtype) -> None:
     state = torch.randn(2, 2, 128, 128).to(dtype)
     inputs = draw(2, 100, 1, 2, initial_state=state)
-    got = check(inputs, output_final_state=True, checkpoint_every=64, state_v_first=v_first, **SAFE_MODEL)
+    got = check(inputs, output_final_state=True, checkpoint_every=64, state_v_first=v_first, **BOUNDED_MODEL)
     assert got.final_state.dtype == dtype
 
 
 def test_grouped_values_and_strides(emulated: list[str]) -> None:
     wide = torch.randn(1, 40, 2, 3 * 128).to(torch.bfloat16)
     inputs = draw(1, 40, 2, 4)._replace(q=wide[..., :128], k=wide[..., 256:])
-    check(inputs, **SAFE_MODEL)
+    check(inputs, **BOUNDED_MODEL)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -153,7 +163,7 @@ def test_gate_and_beta_dtypes(emulated: list[str], dtype: torch.dtype) -> None:
     inputs = inputs._replace(
         g=inputs.g.to(dtype), beta=inputs.beta.to(dtype), dt_bias=inputs.dt_bias.to(dtype)
     )
-    check(inputs, allow_neg_eigval=True, scale=0.2, **SAFE_MODEL)
+    check(inputs, allow_neg_eigval=True, scale=0.2, **BOUNDED_MODEL)
 
 
 def test_near_collinear_keys(emulated: list[str]) -> None:
@@ -166,7 +176,7 @@ def test_near_collinear_keys(emulated: list[str]) -> None:
     check(inputs._replace(k=unit, beta=beta), output_final_state=True, **SAFE_LOG)
 
 
-@pytest.mark.parametrize("options", [SAFE_MODEL, MODEL], ids=["safe", "unbounded"])
+@pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
 def test_later_tokens_change_no_bit(emulated: list[str], options: dict[str, Any]) -> None:
     """Changed or appended: the outputs before them stay as they were."""
     inputs = draw(1, 90)
@@ -183,27 +193,27 @@ def test_neighbours_do_not_leak(emulated: list[str]) -> None:
     """NaN in the other sequence of a pack reaches nothing."""
     cu = torch.tensor([0, 21, 50])
     inputs = draw(1, 50, cu_seqlens=cu)
-    clean = run(inputs, **SAFE_MODEL).o
+    clean = run(inputs, **BOUNDED_MODEL).o
     for array in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta):
         array[:, 21:] = float("nan")
-    assert torch.equal(run(inputs, **SAFE_MODEL).o[:, :21], clean[:, :21])
+    assert torch.equal(run(inputs, **BOUNDED_MODEL).o[:, :21], clean[:, :21])
 
 
 def test_split_equals_whole(emulated: list[str]) -> None:
     inputs = draw(1, 100)
-    whole = run(inputs, output_final_state=True, **SAFE_MODEL)
+    whole = run(inputs, output_final_state=True, **BOUNDED_MODEL)
     first, second = (
         {n: getattr(inputs, n)[:, part].contiguous() for n in ("q", "k", "v", "g", "beta")}
         for part in (slice(0, 37), slice(37, 100))
     )
-    a = run(inputs._replace(**first), output_final_state=True, **SAFE_MODEL)
-    b = run(inputs._replace(**second, initial_state=a.final_state), output_final_state=True, **SAFE_MODEL)
+    a = run(inputs._replace(**first), output_final_state=True, **BOUNDED_MODEL)
+    b = run(inputs._replace(**second, initial_state=a.final_state), output_final_state=True, **BOUNDED_MODEL)
     joined = torch.cat([a.o, b.o], 1)
     assert error(joined, whole.o.double().numpy()) < O_BOUND
     assert error(b.final_state, whole.final_state.double().numpy()) < STATE_BOUND
 
 
-def share(monkeypatch: pytest.MonkeyPatch, clusters: int) -> None:
+def whole_fraction(monkeypatch: pytest.MonkeyPatch, clusters: int) -> None:
     """As many clusters share all work, however little there is; 0: a cluster for each sequence and head."""
     monkeypatch.setattr(
         chunk_forward, "resident_clusters", lambda K, cluster, items, multiprocessors, arch: clusters
@@ -214,9 +224,9 @@ def same_in_shares(
     monkeypatch: pytest.MonkeyPatch, inputs: ChunkInputs, clusters: int, **options: Any
 ) -> Outputs:
     """Run in shares: within the bounds, and bit for bit what a cluster for each sequence and head gives."""
-    share(monkeypatch, 0)
+    whole_fraction(monkeypatch, 0)
     alone = run(inputs, **options)
-    share(monkeypatch, clusters)
+    whole_fraction(monkeypatch, clusters)
     got = check(inputs, **options)
     assert torch.equal(got.o, alone.o)
     assert torch.equal(got.final_state, alone.final_state)
@@ -235,7 +245,7 @@ def same_in_shares(
         (1, 70, 7, 5, True),
     ],
 )
-@pytest.mark.parametrize("options", [SAFE_MODEL, MODEL], ids=["safe", "unbounded"])
+@pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
 def test_clusters_share_sequences(
     emulated: list[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -261,8 +271,8 @@ def test_clusters_share_packs(
     state = torch.randn(len(lengths), 2, 128, 128)
     state[3, 0, 0, 0] = float("inf")  # of an empty sequence: comes out as it went in
     inputs = draw(1, sum(lengths), 1, 2, cu_seqlens=cu, initial_state=state)
-    options = SAFE_MODEL | {"checkpoint_every": 64, "state_v_first": v_first, "output_final_state": True}
-    share(monkeypatch, clusters)
+    options = BOUNDED_MODEL | {"checkpoint_every": 64, "state_v_first": v_first, "output_final_state": True}
+    whole_fraction(monkeypatch, clusters)
     got = run(inputs, **options)
     for n in (0, 3, 6, 9):
         assert torch.equal(got.final_state[n], state[n])
@@ -275,7 +285,7 @@ def test_long_sequences_have_clusters_of_their_own(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, lengths: list[int]
 ) -> None:
     inputs = draw(1, sum(lengths), 2, 2, cu_seqlens=torch.tensor(np.cumsum([0, *lengths])))
-    same_in_shares(monkeypatch, inputs, 5, output_final_state=True, checkpoint_every=64, **SAFE_MODEL)
+    same_in_shares(monkeypatch, inputs, 5, output_final_state=True, checkpoint_every=64, **BOUNDED_MODEL)
 
 
 def test_clusters_share_more_sequences_than_lanes(
@@ -291,7 +301,7 @@ def test_clusters_share_more_sequences_than_lanes(
 def test_clusters_share_nothing(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """More clusters than steps: some have nothing to do."""
     inputs = draw(1, 40, cu_seqlens=torch.tensor([0, 40]))
-    same_in_shares(monkeypatch, inputs, 4, output_final_state=True, **SAFE_MODEL)
+    same_in_shares(monkeypatch, inputs, 4, output_final_state=True, **BOUNDED_MODEL)
 
 
 def test_sharing_depends_on_shapes_alone() -> None:

@@ -1,4 +1,4 @@
-"""Prefill calls seen before: the bits of a first call, from other arrays, and nothing kept of the first ones."""
+"""Cached chunk forward calls: the bits of an uncached call, from other arrays, and no reference to the first ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import chunk_backward_calls
 import pytest
 import torch
-from cuda_calls import MODEL, SAFE_MODEL, request_of
+from cuda_calls import BOUNDED_MODEL, MODEL, request_of
 
 from kdacore.types import ChunkInputs, FastCall
 from kdacore_cuda import chunk_backward, chunk_forward, chunk_forward_fast_path, chunk_forward_segments
@@ -54,7 +54,7 @@ def test_the_shorter_way_gives_the_same_bits(
     monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: in_segments)
     first, second = CASES[name](0), CASES[name](1)
     bare = first.A_log is None
-    options = {**MODEL, "use_gate_in_kernel": False} if bare else SAFE_MODEL
+    options = {**MODEL, "use_gate_in_kernel": False} if bare else BOUNDED_MODEL
     if bare:
         first, second = (x._replace(g=-x.g.abs()) for x in (first, second))
     request = request_of("chunk_kda", first, **options, output_final_state=name != "dense")
@@ -72,7 +72,7 @@ def test_the_shorter_way_gives_the_same_bits(
 
 
 def made(inputs: ChunkInputs, **options: Any) -> FastCall | None:
-    request = request_of("chunk_kda", inputs, **SAFE_MODEL, **options)
+    request = request_of("chunk_kda", inputs, **BOUNDED_MODEL, **options)
     return chunk_forward_fast_path.make_fast_call(request, inputs)
 
 

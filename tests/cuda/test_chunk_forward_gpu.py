@@ -1,4 +1,4 @@
-"""The fused prefill kernels on a GPU: what an emulator cannot show."""
+"""The fused chunk forward kernels on a GPU: what an emulator cannot show."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_calls import MODEL, O_BOUND, SAFE_MODEL, STATE_BOUND, Draw, error, oracle, request_of
+from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, STATE_BOUND, Draw, error, oracle, request_of
 
 from kdacore.types import ChunkInputs, Outputs
 from kdacore_cuda import chunk_forward
 
 pytestmark = pytest.mark.gpu
 
-GATES = pytest.mark.parametrize("options", [SAFE_MODEL, MODEL], ids=["safe", "unbounded"])
+GATES = pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
 HEADS = pytest.mark.parametrize("H", [4, 80], ids=["few heads", "many heads"])
 
 
@@ -75,22 +75,22 @@ def test_graph_replay_equals_eager(options: dict[str, Any], H: int) -> None:
 def test_calls_on_two_streams() -> None:
     """Clusters that wait for one another, of calls that take each other's multiprocessors."""
     inputs = draw(2000, 80)
-    first = run(inputs, **SAFE_MODEL)
+    first = run(inputs, **BOUNDED_MODEL)
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
     outputs = []
     for _ in range(5):
         for stream in streams:
             with torch.cuda.stream(stream):
-                outputs.append(run(inputs, **SAFE_MODEL))
+                outputs.append(run(inputs, **BOUNDED_MODEL))
     torch.cuda.synchronize()
     assert all(same(x, first) for x in outputs)
 
 
 def test_host_time() -> None:
-    """25 microseconds a call are the bound; twice that leaves room for a busy machine."""
+    """25 microseconds a call are the bound; twice that allows for a busy machine."""
     inputs = draw(64, 2)
-    request = request_of("chunk_kda", inputs, **SAFE_MODEL)
+    request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
     chunk_forward.forward(request, inputs)
     torch.cuda.synchronize()
     start = time.perf_counter()

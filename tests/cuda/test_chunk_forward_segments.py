@@ -13,7 +13,7 @@ import pytest
 import torch
 from chunk_backward_calls import draw, filled, worst
 from chunk_backward_model import F64
-from cuda_calls import MODEL, SAFE_MODEL, Draw, check_outputs, error, oracle, request_of
+from cuda_calls import BOUNDED_MODEL, MODEL, Draw, check_outputs, error, oracle, request_of
 
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda import (
@@ -26,7 +26,7 @@ from kdacore_cuda.compiler import compile_kernel
 from kdacore_cuda.kernel_source import EVERY_LANE
 
 SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
-BOTH = pytest.mark.parametrize("options", [SAFE_MODEL, MODEL], ids=["bounded", "unbounded"])
+BOTH = pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
 WALK_BOUND, CHAIN_BOUND = 3.5e-3, 1e-5
 """Relative, of a matrix: some roundings to bfloat16 and those of the states before; two parts of 8 bits."""
 
@@ -87,7 +87,7 @@ def launch(call: chunk_forward_segments.SegmentsCall, name: str) -> None:
     torch_launch.launch(step[1], step[2], "sm_90a", call.outputs.o, step[3])
 
 
-def records_of(request: Request, inputs: ChunkInputs) -> dict[str, F64]:
+def operands_of(request: Request, inputs: ChunkInputs) -> dict[str, F64]:
     """What prepare should leave, rounded to what records hold."""
     exact = chunk_model.prepare(request, inputs)
     return {
@@ -102,13 +102,13 @@ def records_of(request: Request, inputs: ChunkInputs) -> dict[str, F64]:
 @pytest.mark.parametrize(
     "gate", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.exhaustive)], ids=str
 )
-def test_prepare_leaves_records(emulated: list[str], gate: torch.dtype, options: dict[str, Any]) -> None:
+def test_prepare_writes_operands(emulated: list[str], gate: torch.dtype, options: dict[str, Any]) -> None:
     inputs = packed()
     inputs = inputs._replace(g=inputs.g.to(gate))
     request = request_of("chunk_kda", inputs, **options)
     call = chunk_forward_segments.prepare_call(request, inputs)
     launch(call, "prepare")
-    got = model.get_records(model.views(request, call.workspace).records)
+    got = model.get_operands(model.views(request, call.workspace).operands)
     want, where = chunk_model.prepare(request, inputs), filled(request, inputs)
     bounds = dict.fromkeys(("kg", "qg", "u"), 3e-3) | dict.fromkeys(("w", "aqk"), 5e-3) | {"last": 1e-4}
     for name, bound in bounds.items():
@@ -123,10 +123,10 @@ def test_prepare_leaves_records(emulated: list[str], gate: torch.dtype, options:
 @pytest.mark.parametrize("case", CASES)
 def test_maps(emulated: list[str], case: str) -> None:
     inputs = CASES[case]()
-    request = request_of("chunk_kda", inputs, **SAFE_MODEL)
-    call, work = chunk_forward_segments.prepare_call(request, inputs), records_of(request, inputs)
+    request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
+    call, work = chunk_forward_segments.prepare_call(request, inputs), operands_of(request, inputs)
     view = model.views(request, call.workspace)
-    model.put_records(view.records, work)
+    model.put_operands(view.operands, work)
     launch(call, "maps")
     got, want = model.get_maps(view.maps), model.maps(request, inputs, work)
     for mine, exact in zip(got, want, strict=True):
@@ -148,10 +148,10 @@ def test_chain(emulated: list[str], monkeypatch: pytest.MonkeyPatch, case: str, 
     inputs = LONG[case]()
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: multiprocessors)
     use_segments(monkeypatch, 1 if case == "dense" else 2)
-    request = request_of("chunk_kda", inputs, **SAFE_MODEL)
+    request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
     call = chunk_forward_segments.prepare_call(request, inputs)
     view = model.views(request, call.workspace)
-    B, A = model.maps(request, inputs, records_of(request, inputs))
+    B, A = model.maps(request, inputs, operands_of(request, inputs))
     rng = np.random.default_rng(0)
     B[~np.isnan(B)] = rng.standard_normal((~np.isnan(B)).sum())
     A[~np.isnan(A)] = rng.standard_normal((~np.isnan(A)).sum()) / 128**0.5
@@ -171,10 +171,10 @@ def test_output(
 ) -> None:
     inputs = CASES[case]()
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: multiprocessors)
-    request = request_of("chunk_kda", inputs, output_final_state=True, checkpoint_every=64, **SAFE_MODEL)
-    call, work = chunk_forward_segments.prepare_call(request, inputs), records_of(request, inputs)
+    request = request_of("chunk_kda", inputs, output_final_state=True, checkpoint_every=64, **BOUNDED_MODEL)
+    call, work = chunk_forward_segments.prepare_call(request, inputs), operands_of(request, inputs)
     view = model.views(request, call.workspace)
-    model.put_records(view.records, work)
+    model.put_operands(view.operands, work)
     starts = model.chain(request, inputs, *model.maps(request, inputs, work))
     view.starts.copy_(torch.from_numpy(starts))
     launch(call, "output")
@@ -205,7 +205,7 @@ def test_packs_of_hard_lengths(emulated: list[str], index: torch.dtype) -> None:
     lengths = [0, 1, 15, 17, 0, 63, 64, 129, 0, 257]
     cu = torch.tensor(np.cumsum([0, *lengths]), dtype=index)
     inputs = draw(sum(lengths), cu_seqlens=cu, initial_state=state(len(lengths), 1))
-    got = check(inputs, checkpoint_every=64, **(SAFE_MODEL if index == torch.int32 else MODEL))
+    got = check(inputs, checkpoint_every=64, **(BOUNDED_MODEL if index == torch.int32 else MODEL))
     assert got.final_state is not None
     assert inputs.initial_state is not None
     assert torch.equal(got.final_state[0], inputs.initial_state[0])
@@ -216,7 +216,7 @@ def test_packs_of_hard_lengths(emulated: list[str], index: torch.dtype) -> None:
 def test_states(emulated: list[str], v_first: bool, dtype: torch.dtype) -> None:
     """Checkpoints that begin inside segments, at their ends and one in three."""
     inputs = draw(200, 1, 2, initial_state=state(1, 2, dtype=dtype))
-    got = check(inputs, checkpoint_every=128 if v_first else 192, state_v_first=v_first, **SAFE_MODEL)
+    got = check(inputs, checkpoint_every=128 if v_first else 192, state_v_first=v_first, **BOUNDED_MODEL)
     assert got.final_state is not None
     assert got.final_state.dtype == dtype
 
@@ -225,13 +225,13 @@ def test_states(emulated: list[str], v_first: bool, dtype: torch.dtype) -> None:
 def test_longer_than_two_rings(emulated: list[str], monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
     """Of stages in a segment, of maps in the chain: who is a ring ahead must not mistake one phase for another."""
     use_segments(monkeypatch, chunks)
-    check(draw(64 * (8 if chunks == 1 else 10), seed=chunks), 1.5, **SAFE_MODEL)
+    check(draw(64 * (8 if chunks == 1 else 10), seed=chunks), 1.5, **BOUNDED_MODEL)
 
 
 @pytest.mark.parametrize("gate", ["init", "slow", "fast", "spread", "mixed"])
 def test_gates(emulated: list[str], gate: str) -> None:
     """Slow ones: what a segment hands on is most of the next one's state."""
-    options = (SAFE_MODEL if gate == "init" else SAFE_LOG) if gate != "mixed" else {}
+    options = (BOUNDED_MODEL if gate == "init" else SAFE_LOG) if gate != "mixed" else {}
     check(draw(300, gate=gate, initial_state=state(1, 1)), **options)
 
 
@@ -247,14 +247,14 @@ def test_near_collinear_keys(emulated: list[str], options: dict[str, Any]) -> No
 def test_grouped_values_and_strides(emulated: list[str]) -> None:
     wide = torch.randn(1, 140, 2, 3 * 128).to(torch.bfloat16)
     inputs = draw(140, 2, 4)._replace(q=wide[..., :128], k=wide[..., 256:])
-    check(inputs, **SAFE_MODEL)
+    check(inputs, **BOUNDED_MODEL)
 
 
 def test_gate_and_beta_in_float16(emulated: list[str]) -> None:
     inputs = draw(140)
     assert inputs.dt_bias is not None
     half = {name: getattr(inputs, name).half() for name in ("g", "beta", "dt_bias")}
-    check(inputs._replace(**half), allow_neg_eigval=True, scale=0.2, **SAFE_MODEL)
+    check(inputs._replace(**half), allow_neg_eigval=True, scale=0.2, **BOUNDED_MODEL)
 
 
 @BOTH
@@ -278,20 +278,20 @@ def test_a_sequence_alone_and_in_a_pack(emulated: list[str], monkeypatch: pytest
     inputs = draw(290, cu_seqlens=cu)
     names = ("q", "k", "v", "g", "beta")
     alone = run(
-        inputs._replace(cu_seqlens=None, **{n: getattr(inputs, n)[:, 50:250] for n in names}), **SAFE_MODEL
+        inputs._replace(cu_seqlens=None, **{n: getattr(inputs, n)[:, 50:250] for n in names}), **BOUNDED_MODEL
     ).o
     for n in names:
         getattr(inputs, n)[:, :50] = getattr(inputs, n)[:, 250:] = float("nan")
-    assert torch.equal(run(inputs, **SAFE_MODEL).o[:, 50:250], alone)
+    assert torch.equal(run(inputs, **BOUNDED_MODEL).o[:, 50:250], alone)
 
 
 @pytest.mark.exhaustive
 def test_with_an_arrival_for_each_lane(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As racecheck is given the kernels: the same bits."""
     inputs = draw(270)
-    want = run(inputs, **SAFE_MODEL).o
+    want = run(inputs, **BOUNDED_MODEL).o
     monkeypatch.setenv(EVERY_LANE, "1")
-    assert torch.equal(run(inputs, **SAFE_MODEL).o, want)
+    assert torch.equal(run(inputs, **BOUNDED_MODEL).o, want)
 
 
 def test_same_bits_in_any_order(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +300,7 @@ def test_same_bits_in_any_order(emulated: list[str], monkeypatch: pytest.MonkeyP
     found = []
     for seed in range(3):
         monkeypatch.setattr(emulator, "run", lambda *a, seed=seed, **k: plain(*a, **{**k, "seed": seed}))
-        found.append(run(inputs, output_final_state=True, **SAFE_MODEL))
+        found.append(run(inputs, output_final_state=True, **BOUNDED_MODEL))
     assert all(
         torch.equal(x.o, found[0].o) and torch.equal(x.final_state, found[0].final_state) for x in found
     )
@@ -326,7 +326,7 @@ def test_few_heads_go_in_segments(emulated: list[str], monkeypatch: pytest.Monke
     for H, T in ((1, 1), (1, 200)):
         inputs = draw(T, H, H)
         emulated.clear()
-        chunk_forward.forward(request_of("chunk_kda", inputs, **SAFE_MODEL), inputs)
+        chunk_forward.forward(request_of("chunk_kda", inputs, **BOUNDED_MODEL), inputs)
         assert emulated[-1].startswith("output")
     assert [chunk_forward_segments_kernels.use_segments(n, 132) for n in (1, 8, 16, 27, 28, 64)] == [
         True
@@ -338,7 +338,7 @@ def test_the_benchmark_times_what_a_call_launches(emulated: list[str]) -> None:
     from benchmarks import segment_launches
 
     inputs = draw(300, 1, 1)
-    request = request_of("chunk_kda", inputs, **SAFE_MODEL)
+    request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
     steps = segment_launches.launches(request, inputs)
     assert list(steps) == ["prepare", "maps", "chain", "output"]
     timed = list(emulated)
@@ -346,7 +346,7 @@ def test_the_benchmark_times_what_a_call_launches(emulated: list[str]) -> None:
     assert emulated[len(timed) :] == timed
 
 
-def test_blocks_share_states_while_multiprocessors_are_left() -> None:
+def test_blocks_share_states_while_multiprocessors_are_idle() -> None:
     assert [chunk_forward_segments_kernels.output_blocks(n, 132) for n in (1, 66, 67, 128)] == [2, 2, 1, 1]
     assert [chunk_forward_segments_kernels.chain_blocks(n, 132) for n in (1, 16, 17, 27)] == [8, 8, 4, 4]
 
@@ -359,7 +359,7 @@ def test_how_many_blocks_share_a_state_changes_no_bit(
 
     def outputs(multiprocessors: int) -> tuple[torch.Tensor, torch.Tensor]:
         monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: multiprocessors)
-        got = run(inputs, output_final_state=True, **SAFE_MODEL)
+        got = run(inputs, output_final_state=True, **BOUNDED_MODEL)
         assert got.final_state is not None
         return got.o, got.final_state
 

@@ -9,14 +9,14 @@ import chunk_forward_segments_model as model
 import numpy as np
 import pytest
 import torch
-from cuda_calls import MODEL, O_BOUND, SAFE_MODEL, STATE_BOUND, Draw, error, oracle, request_of
+from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, STATE_BOUND, Draw, error, oracle, request_of
 
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda import chunk_forward, chunk_forward_segments, chunk_forward_segments_kernels, torch_launch
 
 pytestmark = pytest.mark.gpu
 
-GATES = pytest.mark.parametrize("options", [SAFE_MODEL, MODEL], ids=["bounded", "unbounded"])
+GATES = pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
 PACK = [0, 1, 63, 64, 0, 1500, 1024, 300, 65]
 
 
@@ -69,7 +69,7 @@ def test_each_launch_on_what_the_one_before_left(name: str, options: dict[str, A
 
     call.workspace.fill_(255)  # NaN
     launch("prepare")
-    work = model.get_records(view.records)
+    work = model.get_operands(view.operands)
     exact = model.chunk_model.prepare(on_host, host)
     where = tuple(
         np.transpose([(c.slot, h) for c in model.chunk_model.chunks(on_host, host) for h in range(r.HV)])
@@ -131,12 +131,12 @@ def test_every_call_gives_the_same_bits(H: int, options: dict[str, Any]) -> None
 def test_appended_tokens_change_no_bit() -> None:
     """Through the backend's own choice, from one chunk to many segments."""
     inputs = draw(5000, 8)
-    whole = chunk_forward.forward(request(inputs, **SAFE_MODEL), inputs).o
+    whole = chunk_forward.forward(request(inputs, **BOUNDED_MODEL), inputs).o
     for T in (1, 64, 1024, 1025, 3000):
         cut = inputs._replace(
             **{n: getattr(inputs, n)[:, :T].contiguous() for n in ("q", "k", "v", "g", "beta")}
         )
-        assert torch.equal(chunk_forward.forward(request(cut, **SAFE_MODEL), cut).o, whole[:, :T])
+        assert torch.equal(chunk_forward.forward(request(cut, **BOUNDED_MODEL), cut).o, whole[:, :T])
 
 
 @GATES
@@ -154,9 +154,9 @@ def test_graph_replay_equals_eager(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("T", "bound"), [(64, 50e-6), (2000, 80e-6)])
 def test_host_time(T: int, bound: float) -> None:
-    """Two launches and four; 25 microseconds and 40 are meant, twice that leaves room for a busy machine."""
+    """Two launches and four; 25 microseconds and 40 are meant, twice that allows for a busy machine."""
     inputs = draw(T, 2)
-    r = request(inputs, **SAFE_MODEL)
+    r = request(inputs, **BOUNDED_MODEL)
     chunk_forward.forward(r, inputs)
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -170,5 +170,5 @@ def test_host_time(T: int, bound: float) -> None:
 def test_few_heads_go_in_segments() -> None:
     assert chunk_forward_segments_kernels.use_segments(16, torch_launch.multiprocessors(0))
     inputs = draw(64, 16)
-    got = chunk_forward.forward(r := request(inputs, **SAFE_MODEL), inputs)
+    got = chunk_forward.forward(r := request(inputs, **BOUNDED_MODEL), inputs)
     assert same(got, chunk_forward_segments.forward(r, inputs))

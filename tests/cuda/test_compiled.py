@@ -69,7 +69,7 @@ def test_every_source_is_packaged_for_hopper() -> None:
     ("kernel", "arch"),
     [pytest.param(k, a, id=f"{k.name}.{a}") for k, a in packaged()],
 )
-def test_packaged_kernels_use_the_matrix_unit_and_wait_for_their_turn(
+def test_packaged_kernels_use_the_matrix_unit_and_wait_for_their_inputs(
     kernel: KernelSource, arch: str
 ) -> None:
     row = read_manifest()[row_name(kernel, arch)]
@@ -78,7 +78,7 @@ def test_packaged_kernels_use_the_matrix_unit_and_wait_for_their_turn(
     assert waits_first(code)
 
 
-def test_every_kernel_waits_for_its_turn() -> None:
+def test_every_kernel_waits_for_its_inputs() -> None:
     """The sources; what the compiler makes of them is looked at above."""
     for path in CSRC.rglob("*.cu"):
         assert path.read_text().count("wait_for_inputs();") == 1, path.name
@@ -119,17 +119,19 @@ def test_every_portable_kernel(kernel: KernelSource, arch: str, tmp_path: Path) 
 
 FLOAT_GATE = [
     pytest.param(
-        chunk_forward_kernel(K, cluster, safe, True, arch), arch, id=f"K{K} x{cluster} safe{safe:d} {arch}"
+        chunk_forward_kernel(K, cluster, bounded, True, arch),
+        arch,
+        id=f"K{K} x{cluster} bounded{bounded:d} {arch}",
     )
     for arch in (*PORTABLE, "sm_100f")
-    for K, safe in itertools.product(HEAD_DIMS, (False, True))
+    for K, bounded in itertools.product(HEAD_DIMS, (False, True))
     for cluster in cluster_sizes(K, arch)
 ]
 
 
 @EXHAUSTIVE
 @pytest.mark.parametrize(("kernel", "arch"), FLOAT_GATE)
-def test_prefill_with_a_float32_gate_elsewhere(kernel: KernelSource, arch: str) -> None:
+def test_chunk_forward_with_a_float32_gate_elsewhere(kernel: KernelSource, arch: str) -> None:
     """Not packaged there: compiled at the first call."""
     assert b"\0prefill\0" in compile_kernel(kernel, arch).cubin
 

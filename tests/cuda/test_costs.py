@@ -55,7 +55,7 @@ def test_one_gate_a_head_without_a_pool_goes_to_triton(B: int, v_first: bool) ->
     assert ours > triton
 
 
-def test_one_gate_a_head_has_a_kernel_for_decode_steps() -> None:
+def test_one_gate_per_head_has_a_kernel_for_single_tokens() -> None:
     pooled = dataclasses.replace(call(1, 32, head_gate=True), state_indices_ndim=1, pool_size=64)
     assert ours_and_triton(pooled) == ours_and_triton(call(1, 32))
 

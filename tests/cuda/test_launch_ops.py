@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from chunk_backward_calls import draw
-from cuda_calls import SAFE_MODEL, Draw, request_of
+from cuda_calls import BOUNDED_MODEL, Draw, request_of
 
 from kdacore.types import (
     ChunkInputs,
@@ -199,7 +199,7 @@ def pack(*lengths: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("K", [64, 128])
-def test_prefill(seen: Recorder, monkeypatch: pytest.MonkeyPatch, K: int, packed: bool) -> None:
+def test_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, K: int, packed: bool) -> None:
     """The fused kernel, also where heads are few."""
     monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: False)
     d = Draw(0)
@@ -214,7 +214,7 @@ def test_prefill(seen: Recorder, monkeypatch: pytest.MonkeyPatch, K: int, packed
         cu_seqlens=pack(1, 64, 31) if packed else None,
     )
     request = on_hopper(
-        request_of("chunk_kda", inputs, output_final_state=True, checkpoint_every=64, **SAFE_MODEL)
+        request_of("chunk_kda", inputs, output_final_state=True, checkpoint_every=64, **BOUNDED_MODEL)
     )
     got = chunk_forward.forward(request, inputs)
     (x,) = seen()
@@ -251,7 +251,7 @@ def test_prefill(seen: Recorder, monkeypatch: pytest.MonkeyPatch, K: int, packed
     assert seen()[1].params["launch"] == x.params["launch"] + 1
 
 
-def test_prefill_of_strided_arrays(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunk_forward_of_strided_arrays(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: False)
     d = Draw(0)
     wide = d.normal(2, 40, 6, 3 * 128)
@@ -264,8 +264,8 @@ def test_prefill_of_strided_arrays(seen: Recorder, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_prefill_in_segments(seen: Recorder, packed: bool) -> None:
-    """Prepare's records lie one after another; the other launches have the same parameters and read them there."""
+def test_chunk_forward_in_segments(seen: Recorder, packed: bool) -> None:
+    """Prepare's operands lie one after another; the other launches have the same parameters and read them there."""
     d = Draw(0)
     B, T, H, HV, N = (1, 1100, 2, 4, 2) if packed else (2, 1100, 2, 4, 2)
     inputs = ChunkInputs(
@@ -277,7 +277,7 @@ def test_prefill_in_segments(seen: Recorder, packed: bool) -> None:
         initial_state=d.normal(N, HV, 128, 128, dtype=torch.float32),
         cu_seqlens=pack(1, 1099) if packed else None,
     )
-    options = SAFE_MODEL | {"output_final_state": True, "checkpoint_every": 128}
+    options = BOUNDED_MODEL | {"output_final_state": True, "checkpoint_every": 128}
     got = chunk_forward.forward(on_hopper(request_of("chunk_kda", inputs, **options)), inputs)
     prepare, *rest = seen()
     assert [x.entry for x in (prepare, *rest)] == ["prepare", "maps", "chain", "output"]
@@ -289,17 +289,17 @@ def test_prefill_in_segments(seen: Recorder, packed: bool) -> None:
         prepare.params, **named, cu_seqlens=inputs.cu_seqlens, T=T, N=N, H=H, HV=HV, NT=18, units=chunks * HV
     )
     strided(prepare.params, **{name: named[name] for name in ("q", "k", "v", "g")})
-    records = rest[0].params["records"]
+    operands = rest[0].params["records"]
     holds(
         prepare.params,
-        **{name: records + first for name, (first, _) in chunk_forward_segments.CHUNK_OPERANDS.items()},
+        **{name: operands + first for name, (first, _) in chunk_forward_segments.CHUNK_OPERANDS.items()},
     )
-    maps = records + chunks * HV * chunk_forward_segments.CHUNK_OPERANDS_BYTES
+    maps = operands + chunks * HV * chunk_forward_segments.CHUNK_OPERANDS_BYTES
     for x in rest:
         assert x.params == rest[0].params
         assert x.limit == x.shared
         holds(
-            x.params, records=records, maps=maps, starts=maps + slots * HV * chunk_forward_segments.MAP_BYTES
+            x.params, records=operands, maps=maps, starts=maps + slots * HV * chunk_forward_segments.MAP_BYTES
         )
         holds(x.params, cu_seqlens=inputs.cu_seqlens, o=got.o, h0=inputs.initial_state, ht=got.final_state)
         holds(x.params, ckpt=got.checkpoints, T=T, N=N, HV=HV, NT=18, segment=16, segments=2, ckpt_every=128)
@@ -325,7 +325,7 @@ def test_stages(seen: Recorder, packed: bool, with_q: bool) -> None:
     sizes = {"T": T, "N": N, "H": H, "HV": HV, "NT": NT, "beta_type": TYPES["float32"]}
     items = (1 if packed else B) * NT * HV
     assert (intra.grid, recompute.grid) == (items, 2 * items)  # halves of so few
-    assert (intra.limit, recompute.limit) == (intra.shared, 0)  # up to 48 KB need no leave
+    assert (intra.limit, recompute.limit) == (intra.shared, 0)  # up to 48 KB need no raised limit
     assert recompute.shared == hopper_recompute_shared_bytes(2)
     holds(recompute.params, whole=0, kept=0)  # all that so few write is to stay in L2
     for x in (intra, recompute):
@@ -352,7 +352,7 @@ def test_backward(seen: Recorder, HV: int) -> None:
     """Prepare, scan and gradients hand the workspace on; sums over chunks and groups read what gradients left."""
     d, T, N = Draw(0), 150, 2
     inputs = draw(T, 2, HV, B=N, initial_state=d.normal(N, HV, 128, 128, dtype=torch.float32))
-    options = SAFE_MODEL | {"output_final_state": True}
+    options = BOUNDED_MODEL | {"output_final_state": True}
     request = on_hopper(request_of("chunk_kda", inputs, **options))
     do, dht = d.normal(*inputs.v.shape), d.normal(*request.state_shape, dtype=torch.float32)
     got = chunk_backward.backward(request, inputs, (), OutputGrads(do, dht))
@@ -387,7 +387,7 @@ def test_backward(seen: Recorder, HV: int) -> None:
         holds(grads.params, dq=got.q, dk=got.k)
 
 
-def test_decode(seen: Recorder) -> None:
+def test_recurrent(seen: Recorder) -> None:
     d, N, H, HV, K = Draw(0), 3, 2, 4, 128
     inputs = RecurrentInputs(
         q=d.normal(N, 1, H, K),
@@ -398,7 +398,7 @@ def test_decode(seen: Recorder) -> None:
         initial_state=d.normal(7, HV, K, K, dtype=torch.float32),
         state_indices=torch.tensor([5, -1, 2]),
     )
-    options = SAFE_MODEL | {"inplace_state": True, "output_final_state": True}
+    options = BOUNDED_MODEL | {"inplace_state": True, "output_final_state": True}
     request = on_hopper(request_of("fused_recurrent_kda", inputs, **options))
     got = recurrent.forward(request, inputs)
     (x,) = seen()
@@ -417,7 +417,7 @@ FRESH = {"o", "ht", "launch", "records", "maps", "starts", "kg", "qg", "w", "u",
 
 
 @pytest.mark.parametrize("few", [False, True])
-def test_prefill_seen_before(seen: Recorder, monkeypatch: pytest.MonkeyPatch, few: bool) -> None:
+def test_cached_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, few: bool) -> None:
     """What is packed once is what a first call packs."""
     monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: few)
     monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda items: 2)
@@ -431,7 +431,7 @@ def test_prefill_seen_before(seen: Recorder, monkeypatch: pytest.MonkeyPatch, fe
         initial_state=d.normal(3, 4, 128, 128, dtype=torch.float32),
         cu_seqlens=pack(10, 200, 90),
     )
-    request = on_hopper(request_of("chunk_kda", inputs, output_final_state=True, **SAFE_MODEL))
+    request = on_hopper(request_of("chunk_kda", inputs, output_final_state=True, **BOUNDED_MODEL))
     step = chunk_forward_fast_path.make_fast_call(request, inputs)
     assert step is not None
     got = step(tuple(inputs))

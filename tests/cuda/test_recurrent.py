@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_calls import MODEL, O_BOUND, SAFE_MODEL, Draw, error, oracle, request_of
+from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, Draw, error, oracle, request_of
 
 from kdacore.types import Outputs, RecurrentInputs, Request
 from kdacore_cuda import recurrent, recurrent_fast_path, torch_launch
@@ -45,7 +45,7 @@ def check(inputs: RecurrentInputs, bound: float = O_BOUND, **options: Any) -> Ou
 def check_repeated(
     request: Request, inputs: RecurrentInputs, given: torch.Tensor | None, got: Outputs
 ) -> None:
-    """The shorter way gives the same bits, in the results and in the pool."""
+    """The fast path gives the same bits, in the results and in the pool."""
     step = recurrent_fast_path.make_fast_call(request, inputs)
     if step is None:
         return
@@ -70,14 +70,16 @@ def test_layouts_and_state_dtypes(
     emulated: list[str], K: int, v_first: bool, state_dtype: torch.dtype
 ) -> None:
     state = torch.randn(2, 2, K, K).to(state_dtype)
-    check(draw(2, 1, K=K, initial_state=state), output_final_state=True, state_v_first=v_first, **SAFE_MODEL)
+    check(
+        draw(2, 1, K=K, initial_state=state), output_final_state=True, state_v_first=v_first, **BOUNDED_MODEL
+    )
     assert len(emulated) == 2 and emulated[0] == emulated[1]  # and the shorter way
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes(emulated: list[str], dtype: torch.dtype) -> None:
     bound = 2e-5 if dtype == torch.float32 else O_BOUND
-    check(draw(1, 3, dtype=dtype, K=128), bound, output_final_state=True, **SAFE_MODEL)
+    check(draw(1, 3, dtype=dtype, K=128), bound, output_final_state=True, **BOUNDED_MODEL)
 
 
 @pytest.mark.parametrize("gate", ["random", "init", "slow", "fast", "mixed"])
@@ -90,7 +92,7 @@ def test_more_tokens_than_one_block_and_packed(emulated: list[str]) -> None:
     for index in (torch.int32, torch.int64):
         cu = torch.tensor([0, 17, 17, 18, 40], dtype=index)
         inputs = draw(1, 40, cu_seqlens=cu, initial_state=torch.randn(4, 2, 64, 64))
-        check(inputs, output_final_state=True, **SAFE_MODEL)
+        check(inputs, output_final_state=True, **BOUNDED_MODEL)
 
 
 def test_negative_eigenvalues_and_scale(emulated: list[str]) -> None:
@@ -109,7 +111,7 @@ def test_every_mode_gives_the_same_bits(emulated: list[str], v_first: bool, stat
     tokens = {name: getattr(several, name)[:, :1] for name in ("q", "k", "v", "g", "beta")}
     one = several._replace(**{name: x.contiguous() for name, x in tokens.items()})
     strided = several._replace(**tokens)
-    first = [check(x, state_v_first=v_first, **SAFE_MODEL).o[:, 0] for x in (one, several, strided)]
+    first = [check(x, state_v_first=v_first, **BOUNDED_MODEL).o[:, 0] for x in (one, several, strided)]
     assert [mode_of(name) for name in emulated] == [2, 2, 1, 1, 0, 0]  # each by the shorter way too
     assert torch.equal(first[0], first[1])
     assert torch.equal(first[0], first[2])
@@ -125,7 +127,7 @@ def test_one_token_of_other_types(emulated: list[str], name: str) -> None:
     else:
         x = getattr(inputs, name)
         inputs = inputs._replace(**{name: x.bfloat16() if name == "dt_bias" else x.float()})
-    check(inputs, output_final_state=True, **SAFE_MODEL)
+    check(inputs, output_final_state=True, **BOUNDED_MODEL)
     assert mode_of(emulated[0]) == (2 if name == "int32" else 1)
 
 
@@ -133,7 +135,7 @@ def test_unaligned_bias_and_output(emulated: list[str]) -> None:
     inputs = draw(2, 1, initial_state=torch.randn(2, 2, 64, 64), state_indices=torch.tensor([1, 0]))
     bias = torch.empty(2 * 64 + 1)[1:].view(2, 64).copy_(inputs.dt_bias)
     out = torch.empty(2 * 2 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 1, 2, 64)
-    got = check(inputs._replace(dt_bias=bias, out=out), **SAFE_MODEL)
+    got = check(inputs._replace(dt_bias=bias, out=out), **BOUNDED_MODEL)
     assert got.o is out
 
 
@@ -142,7 +144,7 @@ def test_pool_in_place_touches_only_named_rows(emulated: list[str]) -> None:
     before = pool.clone()
     inputs = draw(3, 2, initial_state=pool, state_indices=torch.tensor([4, -1, 1]))
     request = request_of(
-        "fused_recurrent_kda", inputs, inplace_state=True, output_final_state=True, **SAFE_MODEL
+        "fused_recurrent_kda", inputs, inplace_state=True, output_final_state=True, **BOUNDED_MODEL
     )
     want = oracle(request, inputs._replace(initial_state=before))
     got = recurrent.forward(request, inputs)
@@ -158,7 +160,7 @@ def test_pool_rows_may_have_any_stride(emulated: list[str]) -> None:
     base[:, 1] = torch.randn(5, 2, 64, 64)
     pool = base[:, 1]
     inputs = draw(2, 1, initial_state=pool, state_indices=torch.tensor([3, 0], dtype=torch.int32))
-    check(inputs, output_final_state=True, **SAFE_MODEL)
+    check(inputs, output_final_state=True, **BOUNDED_MODEL)
 
 
 @pytest.mark.parametrize("v_first", [False, True])
@@ -170,7 +172,7 @@ def test_pool_rows_may_start_anywhere(emulated: list[str], v_first: bool, state_
     pool = memory[:, 5 : 5 + row].view(4, 2, 64, 64)
     before, surroundings = pool.clone(), memory[:, 5 + row :].clone()
     inputs = draw(2, 1, initial_state=pool, state_indices=torch.tensor([3, 0]))
-    options = SAFE_MODEL | {"inplace_state": True, "output_final_state": True, "state_v_first": v_first}
+    options = BOUNDED_MODEL | {"inplace_state": True, "output_final_state": True, "state_v_first": v_first}
     request = request_of("fused_recurrent_kda", inputs, **options)
     want = oracle(request, inputs._replace(initial_state=before))
     got = recurrent.forward(request, inputs)
@@ -198,7 +200,7 @@ def test_accepted_tokens(emulated: list[str], inplace: bool, v_first: bool) -> N
         inplace_state=inplace,
         output_final_state=True,
         state_v_first=v_first,
-        **SAFE_MODEL,
+        **BOUNDED_MODEL,
     )
     want = oracle(request, inputs._replace(initial_state=before))
     got = recurrent.forward(request, inputs)
@@ -212,7 +214,7 @@ def test_read_only(emulated: list[str]) -> None:
     pool = torch.randn(2, 2, 64, 64)
     before = pool.clone()
     inputs = draw(2, 4, initial_state=pool, state_indices=torch.tensor([1, 0]))
-    check(inputs, read_only_state=True, **SAFE_MODEL)
+    check(inputs, read_only_state=True, **BOUNDED_MODEL)
     assert torch.equal(pool, before)
 
 
@@ -221,7 +223,7 @@ def test_out_and_strided_inputs(emulated: list[str]) -> None:
     wide = torch.randn(2, 3, 1, 3 * 64).to(torch.bfloat16)
     out = torch.empty(2, 2, 3, 64, dtype=torch.bfloat16).transpose(1, 2)
     inputs = inputs._replace(q=wide[..., :64], k=wide[..., 64:128], out=out)
-    got = check(inputs, **SAFE_MODEL)
+    got = check(inputs, **BOUNDED_MODEL)
     assert got.o is out
 
 
@@ -244,7 +246,7 @@ def test_scalar_gate(emulated: list[str]) -> None:
 
 
 def one_gate_a_head(g: torch.dtype = torch.bfloat16, beta: torch.dtype = torch.bfloat16) -> RecurrentInputs:
-    """A decode step of the gated delta rule."""
+    """A single-token step of the gated delta rule."""
     d = Draw(4)
     return RecurrentInputs(
         q=d.normal(2, 1, 2, 64),
@@ -310,22 +312,22 @@ def decoding(**more: Any) -> RecurrentInputs:
     return draw(2, 1, initial_state=torch.randn(3, 2, 64, 64), state_indices=torch.tensor([2, 0]), **more)
 
 
-def decode_step(inputs: RecurrentInputs) -> Any:
+def fast_call_of(inputs: RecurrentInputs) -> Any:
     return recurrent_fast_path.make_fast_call(
-        request_of("fused_recurrent_kda", inputs, inplace_state=True, **SAFE_MODEL), inputs
+        request_of("fused_recurrent_kda", inputs, inplace_state=True, **BOUNDED_MODEL), inputs
     )
 
 
 def test_a_step_serves_other_arrays_and_keeps_none(emulated: list[str]) -> None:
     first = decoding()
-    step = decode_step(first)
+    step = fast_call_of(first)
     held = weakref.ref(first.q)
     second = RecurrentInputs(*(None if x is None else x.clone() for x in first))
     second.v.normal_()
     del first
     assert held() is None
     pool = second.initial_state.clone()
-    request = request_of("fused_recurrent_kda", second, inplace_state=True, **SAFE_MODEL)
+    request = request_of("fused_recurrent_kda", second, inplace_state=True, **BOUNDED_MODEL)
     want = recurrent.forward(request, second._replace(initial_state=pool))
     assert torch.equal(step(tuple(second))[0], want.o)
     assert torch.equal(second.initial_state, pool)
@@ -334,7 +336,7 @@ def test_a_step_serves_other_arrays_and_keeps_none(emulated: list[str]) -> None:
 @pytest.mark.parametrize("name", ["q", "v", "g", "dt_bias", "initial_state", "out"])
 def test_a_step_leaves_arrays_off_16_bytes_alone(emulated: list[str], name: str) -> None:
     inputs = decoding(out=torch.empty(2, 1, 2, 64, dtype=torch.bfloat16))
-    step = decode_step(inputs)
+    step = fast_call_of(inputs)
     x = getattr(inputs, name)
     off = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
     assert step(tuple(inputs._replace(**{name: off}))) is None
@@ -346,8 +348,8 @@ def test_no_step_where_something_is_copied(emulated: list[str], name: str) -> No
     inputs = decoding()
     x = getattr(inputs, name)
     strided = torch.stack([x, x], -1)[..., 0]
-    assert decode_step(inputs) is not None
-    assert decode_step(inputs._replace(**{name: strided})) is None
+    assert fast_call_of(inputs) is not None
+    assert fast_call_of(inputs._replace(**{name: strided})) is None
 
 
 def test_another_current_device_takes_the_long_way(
@@ -355,6 +357,6 @@ def test_another_current_device_takes_the_long_way(
 ) -> None:
     inputs = decoding()
     monkeypatch.setattr(torch_launch, "current_device", lambda: 1)
-    step = decode_step(inputs)
+    step = fast_call_of(inputs)
     assert step(tuple(inputs)) is None
     assert emulated == []

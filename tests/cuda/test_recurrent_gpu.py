@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_calls import O_BOUND, SAFE_MODEL, STATE_BOUND, Draw, error, oracle, request_of
+from cuda_calls import BOUNDED_MODEL, O_BOUND, STATE_BOUND, Draw, error, oracle, request_of
 
 import kdacore
 from kdacore.types import RecurrentInputs
@@ -26,7 +26,7 @@ def draw(B: int, T: int, H: int, K: int, pool: torch.Tensor, rows: list[int]) ->
 
 
 def request(inputs: RecurrentInputs, **options: Any) -> Any:
-    return request_of("fused_recurrent_kda", inputs, inplace_state=True, **SAFE_MODEL, **options)
+    return request_of("fused_recurrent_kda", inputs, inplace_state=True, **BOUNDED_MODEL, **options)
 
 
 def on_cpu(x: RecurrentInputs) -> RecurrentInputs:
@@ -98,10 +98,10 @@ def test_launches_one_after_another_and_their_graph(B: int) -> None:
 
 
 def public(x: RecurrentInputs, backend: str, **options: Any) -> torch.Tensor:
-    """A decode step as a server makes it. The third and later ones go the shorter way."""
+    """A single-token step as a server makes it. The third and later ones take the fast path."""
     arrays = {name: a for name, a in x._asdict().items() if a is not None}
     return kdacore.fused_recurrent_kda(
-        **arrays, **SAFE_MODEL, inplace_state=True, backend=backend, **options
+        **arrays, **BOUNDED_MODEL, inplace_state=True, backend=backend, **options
     )[0]
 
 

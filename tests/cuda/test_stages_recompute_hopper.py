@@ -34,7 +34,7 @@ SHAPES = [
     pytest.param({"lengths": PACK, "dtype": torch.float16}, id="packed float16"),
     pytest.param({"lengths": [3, 0] * 70 + [130]}, id="many sequences"),
 ]
-ways = pytest.mark.parametrize("share", [1.0, 0.0, 0.5], ids=["whole", "halves", "mixed"])
+ways = pytest.mark.parametrize("whole_fraction", [1.0, 0.0, 0.5], ids=["whole", "halves", "mixed"])
 """Of the chunks and value heads how many a block takes whole."""
 queries = pytest.mark.parametrize("with_q", [False, True], ids=["", "with q"])
 
@@ -45,14 +45,14 @@ def few_multiprocessors(emulated: list[str], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(stages, "build_arch", lambda arch: "sm_90a")
 
 
-def use(monkeypatch: pytest.MonkeyPatch, share: float | None) -> None:
+def use(monkeypatch: pytest.MonkeyPatch, whole_fraction: float | None) -> None:
     def fixed(items: int, multiprocessors: int, empty: int, with_q: bool) -> RecomputeGrid:
-        whole = int(items * (share or 0.0)) // 2 * 2
+        whole = int(items * (whole_fraction or 0.0)) // 2 * 2
         return RecomputeGrid(
             whole, 2 * items - whole, hopper_recompute_shared_bytes(1 if whole else 2), items // 2, items // 3
         )
 
-    monkeypatch.setattr(stages, "has_hopper_recompute", lambda *call: share is not None)
+    monkeypatch.setattr(stages, "has_hopper_recompute", lambda *call: whole_fraction is not None)
     monkeypatch.setattr(stages, "recompute_grid", fixed)
     monkeypatch.setattr(stages, "_plan_of", PlanCache(stages._make_plan))
 
@@ -65,11 +65,13 @@ def same(a: RecomputeOutputs, b: RecomputeOutputs) -> bool:
     return all(x is y or torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def check(monkeypatch: pytest.MonkeyPatch, inputs: RecomputeInputs, share: float) -> RecomputeOutputs:
+def check(
+    monkeypatch: pytest.MonkeyPatch, inputs: RecomputeInputs, whole_fraction: float
+) -> RecomputeOutputs:
     """The bits of common/recompute.cu."""
     use(monkeypatch, None)
     want = recompute(inputs)
-    use(monkeypatch, share)
+    use(monkeypatch, whole_fraction)
     got = recompute(inputs)
     assert same(got, want)
     return got
@@ -86,14 +88,14 @@ def test_what_they_serve() -> None:
 @pytest.mark.parametrize("empty", [0, 7, 300, 1000])
 def test_every_chunk_and_head_is_taken_once(items: int, multiprocessors: int, empty: int) -> None:
     """By blocks that come in pairs, no pair of a whole one and a half."""
-    whole, grid, shared, in_turn, _ = recompute_grid(items, multiprocessors, empty, False)
+    whole, grid, shared, staggered, _ = recompute_grid(items, multiprocessors, empty, False)
     assert grid == whole + 2 * (items - whole) and grid % 2 == whole % 2 == 0
     long = items > 8 * multiprocessors
     last = multiprocessors + (empty if empty < 4 * multiprocessors else 0)
     assert items - whole == (last + (items - last) % 2 if long else items)
     assert shared == hopper_recompute_shared_bytes(1 if long else 2)
-    assert in_turn == multiprocessors * (3 if long else 4)
-    assert in_turn <= whole or not long, "blocks in turn are of one kind"
+    assert staggered == multiprocessors * (3 if long else 4)
+    assert staggered <= whole or not long, "blocks in turn are of one kind"
 
 
 @pytest.mark.parametrize(("with_q", "last"), [(False, 1536), (True, 1152)])
@@ -107,10 +109,10 @@ def test_what_is_written_last_stays(with_q: bool, last: int) -> None:
 @ways
 @queries
 def test_results_are_stored_to_stay_from_there_on(
-    monkeypatch: pytest.MonkeyPatch, share: float, with_q: bool
+    monkeypatch: pytest.MonkeyPatch, whole_fraction: float, with_q: bool
 ) -> None:
     """Of twelve chunks and heads, of 64, 6, 64 and 6 tokens with three heads each, all but the first four."""
-    use(monkeypatch, share)
+    use(monkeypatch, whole_fraction)
     stored = emulator.build(hopper_recompute_kernel(False, with_q), RECOMPUTE).kept_bytes
     before = stored()
     recompute(draw(T=70, B=2, H=3, HV=3).recompute(with_q))
@@ -142,11 +144,11 @@ def test_it_gives_the_bits_of_the_other_kernel(
     emulated: list[str],
     monkeypatch: pytest.MonkeyPatch,
     shape: dict[str, Any],
-    share: float,
+    whole_fraction: float,
     with_q: bool,
 ) -> None:
     inputs = draw(**shape).recompute(with_q)
-    got = check(monkeypatch, inputs, share)
+    got = check(monkeypatch, inputs, whole_fraction)
     assert [name.partition("-")[0] for name in emulated] == ["recompute", "recompute_hopper"]
     want = exact.oracle_recompute_w_u(stage_request("kda_recompute_w_u", inputs), inputs)
     for mine, right in zip(got[: 3 + with_q], want[: 3 + with_q], strict=True):
@@ -154,16 +156,16 @@ def test_it_gives_the_bits_of_the_other_kernel(
 
 
 @ways
-def test_near_collinear_keys(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
-    check(monkeypatch, draw(T=70, gate="slow", collinear=True).recompute(False), share)
+def test_near_collinear_keys(monkeypatch: pytest.MonkeyPatch, whole_fraction: float) -> None:
+    check(monkeypatch, draw(T=70, gate="slow", collinear=True).recompute(False), whole_fraction)
 
 
 @ways
 @queries
-def test_same_bits_in_any_order(monkeypatch: pytest.MonkeyPatch, share: float, with_q: bool) -> None:
+def test_same_bits_in_any_order(monkeypatch: pytest.MonkeyPatch, whole_fraction: float, with_q: bool) -> None:
     """Of threads and copies; nothing is read before it is there, or overwritten before it has been read."""
     inputs, plain, found = draw(T=200, HV=2, H=2).recompute(with_q), emulator.run, []
-    use(monkeypatch, share)
+    use(monkeypatch, whole_fraction)
     for seed in range(4):
         monkeypatch.setattr(emulator, "run", lambda *a, seed=seed, **k: plain(*a, **{**k, "seed": seed}))
         found.append(recompute(inputs))
@@ -171,7 +173,7 @@ def test_same_bits_in_any_order(monkeypatch: pytest.MonkeyPatch, share: float, w
 
 
 @ways
-def test_views_amid_poison(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+def test_views_amid_poison(monkeypatch: pytest.MonkeyPatch, whole_fraction: float) -> None:
     """Read where they lie; nothing outside them is, and no row past the end."""
     x = draw(T=100, B=2, HV=2).recompute()
 
@@ -182,16 +184,18 @@ def test_views_amid_poison(monkeypatch: pytest.MonkeyPatch, share: float) -> Non
         return wide[:, 1:-1, 1:, :width]
 
     views = x._replace(**{n: amid(getattr(x, n)) for n in ("k", "v", "gc", "Akk", "q")})
-    want = check(monkeypatch, x, share)
+    want = check(monkeypatch, x, whole_fraction)
     assert same(recompute(views), want)
 
 
 @ways
-def test_a_sequence_does_not_see_its_neighbours(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+def test_a_sequence_does_not_see_its_neighbours(
+    monkeypatch: pytest.MonkeyPatch, whole_fraction: float
+) -> None:
     """Not even where they are no numbers."""
     x = draw(lengths=[50, 200, 40]).recompute()
     rows = slice(50, 250)
-    use(monkeypatch, share)
+    use(monkeypatch, whole_fraction)
     alone = recompute(RecomputeInputs(*(a[:, rows] for a in x[:6]), None))
     for a in x[:6]:
         a[:, :50] = a[:, 250:] = float("nan")
@@ -200,9 +204,9 @@ def test_a_sequence_does_not_see_its_neighbours(monkeypatch: pytest.MonkeyPatch,
 
 
 @ways
-def test_earlier_rows_do_not_see_later_ones(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+def test_earlier_rows_do_not_see_later_ones(monkeypatch: pytest.MonkeyPatch, whole_fraction: float) -> None:
     x, t = draw(T=130).recompute(), 101
-    use(monkeypatch, share)
+    use(monkeypatch, whole_fraction)
     short, whole = recompute(RecomputeInputs(*(a[:, :t] for a in x[:6]), None)), recompute(x)
     for name in ("w", "u", "qg"):
         assert torch.equal(getattr(short, name), getattr(whole, name)[:, :t])
@@ -210,9 +214,9 @@ def test_earlier_rows_do_not_see_later_ones(monkeypatch: pytest.MonkeyPatch, sha
 
 @ways
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_other_betas(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, share: float) -> None:
+def test_other_betas(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, whole_fraction: float) -> None:
     x = draw(T=70, HV=2).recompute(False)
-    check(monkeypatch, x._replace(beta=x.beta.to(dtype)), share)
+    check(monkeypatch, x._replace(beta=x.beta.to(dtype)), whole_fraction)
 
 
 @queries

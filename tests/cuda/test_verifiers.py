@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cuda_calls import SAFE_MODEL, Draw, request_of
+from cuda_calls import BOUNDED_MODEL, Draw, request_of
 
 from kdacore import lazy
 from kdacore.cli import main as cli
@@ -32,7 +32,7 @@ def request(op: str = "chunk_kda", **changes: Any) -> Request:
         beta=d.normal(1, 4, 1),
         **d.gate("random", 1, 4, 1, 64),
     )
-    base = request_of("chunk_kda", inputs, **SAFE_MODEL)
+    base = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
     return dataclasses.replace(base, **({"op": op, "device": Device("cuda", 0, "sm_90")} | changes))
 
 

@@ -109,7 +109,7 @@ def test_the_benchmark_times_what_a_call_launches(monkeypatch: pytest.MonkeyPatc
     from benchmarks import backward_launches
 
     seen: list[str] = []
-    monkeypatch.setattr(chunk_backward, "run", lambda kernel, *rest: seen.append(kernel.source.name))
+    monkeypatch.setattr(chunk_backward, "launch", lambda kernel, *rest: seen.append(kernel.source.name))
     monkeypatch.setattr(chunk_backward, "_sum_chunks", lambda *rest: (None, None))
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 8)
     inputs = draw(70, heads, heads)

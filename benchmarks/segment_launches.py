@@ -99,7 +99,7 @@ def main() -> None:
     with (
         mock.patch.object(chunk_forward, "use_segments", lambda items, multiprocessors: False),
         mock.patch.object(
-            chunk_forward_segments, "segment_chunks", lambda items: args.chunks or chosen(items)
+            chunk_forward_segments, "chunks_per_segment", lambda items: args.chunks or chosen(items)
         ),
         torch.no_grad(),
     ):

@@ -1,4 +1,4 @@
-"""Each launch of the chunk backward by itself, our two backends in turns: ``python -m benchmarks.backward_launches``.
+"""Launches of the chunk backward, two backends interleaved: ``python -m benchmarks.backward_launches``.
 
 On a Hopper GPU, K = V = 128. Gradients of both backends are held against the float64 oracle on a short
 call and against each other on the timed one before anything is timed.
@@ -19,8 +19,7 @@ from kdacore.bench.clock import Budget, CudaClock, Step, interleave
 from kdacore.bench.results import Figure, Results
 from kdacore.selfcheck.check import relative_error
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
-from kdacore_cuda import backward as cuda
-from kdacore_cuda import backward_kernels as kernels
+from kdacore_cuda import chunk_backward, chunk_backward_kernels
 from kdacore_reference.oracle import oracle_backward, to_float64
 from kdacore_triton import chunk_backward as triton
 from kdacore_triton.chunk_backward_plan import plan_backward
@@ -50,13 +49,15 @@ def gate(case: Case) -> None:
     want = oracle_backward(
         request, on_host(inputs), OutputGrads(None if grads.o is None else grads.o.cpu(), None)
     )
-    for name, backend in (("cuda", cuda), ("triton", triton)):
+    for name, backend in (("cuda", chunk_backward), ("triton", triton)):
         found = apart(backend.backward(request, inputs, (), grads), want)
         print(f"{name} against the oracle:", {k: f"{v:.1e}" for k, v in found.items()})
         if not all(v < BOUND for v in found.values()):
             raise AssertionError(f"{name} is wrong: {found}")
     request, inputs, grads = call_of(case, "random")
-    found = apart(cuda.backward(request, inputs, (), grads), triton.backward(request, inputs, (), grads))
+    found = apart(
+        chunk_backward.backward(request, inputs, (), grads), triton.backward(request, inputs, (), grads)
+    )
     print(f"cuda against triton, {case.name}:", {k: f"{v:.1e}" for k, v in found.items()})
     if not all(v < 2 * BOUND for v in found.values()):
         raise AssertionError(f"the backends are apart: {found}")
@@ -64,27 +65,27 @@ def gate(case: Case) -> None:
 
 def cuda_steps(request: Request, inputs: ChunkInputs, grads: OutputGrads) -> dict[str, Step]:
     """The launches of the hand-written backward, each on what the ones before it left."""
-    plan = cuda.plan_of(request)
-    work = cuda.workspace(plan, inputs.q, *cuda.WORKSPACE)
+    plan = chunk_backward.plan_of(request)
+    work = chunk_backward.make_workspace(plan, inputs.q, *chunk_backward.WORKSPACE)
     work |= {"d_o": grads.o}
     parts = torch.float32 if plan.grouped else inputs.q.dtype
     wide = (request.B, request.T, request.HV, request.K)
     work |= {name: inputs.q.new_empty(wide, dtype=parts) for name in ("dq", "dk")}
     work |= {f"d{name}": torch.empty_like(getattr(inputs, name)) for name in ("v", "g", "beta")}
-    work |= cuda._partial_sums(request, plan, inputs)
+    work |= chunk_backward.make_partial_sums(request, plan, inputs)
     launches = {
-        "prepare": kernels.prepare_kernel(plan.float_gate, plan.safe),
-        "scan": cuda.scan_of(request, inputs.q.device.index),
-        "gradients": kernels.grads_kernel(plan.float_gate, plan.grouped, plan.safe),
+        "prepare": chunk_backward_kernels.prepare_kernel(plan.float_gate, plan.bounded),
+        "scan": chunk_backward.scan_of(request, inputs.q.device.index),
+        "gradients": chunk_backward_kernels.grads_kernel(plan.float_gate, plan.grouped, plan.bounded),
     }
 
-    def step(kernel: kernels.BackwardKernel) -> Step:
-        return lambda: cuda.run(kernel, plan, inputs, work)
+    def step(kernel: chunk_backward_kernels.ChunkBackwardKernel) -> Step:
+        return lambda: chunk_backward.launch(kernel, plan, inputs, work)
 
     steps = {name: step(kernel) for name, kernel in launches.items()}
     for run in steps.values():
         run()
-    return {**steps, "all": lambda: cuda.backward(request, inputs, (), grads)}
+    return {**steps, "all": lambda: chunk_backward.backward(request, inputs, (), grads)}
 
 
 def triton_steps(request: Request, inputs: ChunkInputs, grads: OutputGrads) -> dict[str, Step]:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from kdacore import machine
 from kdacore.bench.results import commit as checkout
 from kdacore.testing.random_cases import Calls, calls_of
-from kdacore_cuda.build import EVERY_LANE
+from kdacore_cuda.kernel_source import EVERY_LANE
 
 TOOLS: dict[str, tuple[str, ...]] = {
     "memcheck": (),

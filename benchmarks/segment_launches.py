@@ -19,7 +19,7 @@ from kdacore.bench.clock import Budget, CudaClock, Step, interleave
 from kdacore.bench.results import Figure, Results, Row
 from kdacore.selfcheck.check import relative_error
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_cuda import prefill, runtime, segment_kernels, segments
+from kdacore_cuda import chunk_forward, chunk_forward_segments, chunk_forward_segments_kernels, torch_launch
 from kdacore_reference.oracle import oracle_forward, to_float64
 from kdacore_triton import chunk_forward as triton
 
@@ -46,22 +46,27 @@ def gate(case: Case) -> None:
     for gates in ("random", "init"):
         request, inputs, _ = inputs_of(short, gates)
         want = oracle_forward(request, on_host(inputs))
-        hold(f"segments against the oracle, {gates}", segments.forward(request, inputs), want, BOUND)
+        hold(
+            f"segments against the oracle, {gates}",
+            chunk_forward_segments.forward(request, inputs),
+            want,
+            BOUND,
+        )
     request, inputs, _ = inputs_of(case, "random")
-    want = prefill.forward(request, inputs)
-    hold("segments against the fused kernel", segments.forward(request, inputs), want, BOUND)
+    want = chunk_forward.forward(request, inputs)
+    hold("segments against the fused kernel", chunk_forward_segments.forward(request, inputs), want, BOUND)
 
 
 def launches(request: Request, inputs: ChunkInputs) -> dict[str, Step]:
     """Those of a call in segments, each on what the ones before it left."""
-    call = segments.prepare_call(request, inputs)
-    arch = segments.plan_of(request).chunks.arch
+    call = chunk_forward_segments.prepare_call(request, inputs)
+    arch = chunk_forward_segments.plan_of(request).chunks.arch
 
     def step(at: int) -> Step:
-        _, launcher, grid, values = call.steps[at]
-        return lambda: runtime.launch(launcher, grid, arch, call.outputs.o, values)
+        _, launcher, grid, values = call.launches[at]
+        return lambda: torch_launch.launch(launcher, grid, arch, call.outputs.o, values)
 
-    steps = {name: step(at) for at, (name, *_) in enumerate(call.steps)}
+    steps = {name: step(at) for at, (name, *_) in enumerate(call.launches)}
     for run in steps.values():
         run()
     return steps
@@ -71,8 +76,8 @@ def contenders(case: Case, gates: str) -> dict[str, Step]:
     """By name: the launches, all of them, the fused kernel (``main`` turns segments off), Triton."""
     request, inputs, _ = inputs_of(case, gates)
     steps = {f"segments {name}": step for name, step in launches(request, inputs).items()}
-    steps["segments all"] = lambda: segments.forward(request, inputs)
-    steps["fused all"] = lambda: prefill.forward(request, inputs)
+    steps["segments all"] = lambda: chunk_forward_segments.forward(request, inputs)
+    steps["fused all"] = lambda: chunk_forward.forward(request, inputs)
     steps["triton all"] = lambda: triton.forward(request, inputs)
     return steps
 
@@ -89,10 +94,12 @@ def main() -> None:
     load = results.load()
     rows: list[Row] = []
     figures: list[Figure] = []
-    chosen = segment_kernels.segment_chunks
+    chosen = chunk_forward_segments_kernels.chunks_per_segment
     with (
-        mock.patch.object(prefill, "pays", lambda items, processors: False),
-        mock.patch.object(segments, "segment_chunks", lambda items: args.chunks or chosen(items)),
+        mock.patch.object(chunk_forward, "use_segments", lambda items, multiprocessors: False),
+        mock.patch.object(
+            chunk_forward_segments, "chunks_per_segment", lambda items: args.chunks or chosen(items)
+        ),
         torch.no_grad(),
     ):
         for heads in args.heads:

@@ -25,19 +25,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Needs no GPU. A kernel that does not build raises, with the compiler's own output."""
-    from kdacore_cuda import build, prebuilt
+    from kdacore_cuda import architectures, compiler, package_build, packaged_cubins
 
     out = report.console()
     given = dict.fromkeys(arch for words in args.arch for arch in words.split(","))
     for arch in given:
         # What is packaged may be there already: then no compiler need be.
-        if arch not in prebuilt.PACKAGED_ARCHS and (problem := build.arch_problem(arch)):
-            wanted = f"one such as {' or '.join(prebuilt.PACKAGED_ARCHS)}"
+        if arch not in architectures.PACKAGED_ARCHS and (problem := compiler.arch_problem(arch)):
+            wanted = f"one such as {' or '.join(architectures.PACKAGED_ARCHS)}"
             print(f"kdacore build: --arch: got {arch!r}; wanted {wanted} ({problem})", file=sys.stderr)
             return report.USAGE
-    folder = args.folder or prebuilt.FOLDER
+    folder = args.folder or packaged_cubins.FOLDER
     try:
-        built = prebuilt.build_all(tuple(given) or prebuilt.PACKAGED_ARCHS, folder, report=out.print)
+        built = package_build.build_all(
+            tuple(given) or architectures.PACKAGED_ARCHS, folder, report=out.print
+        )
     except OSError as error:
         hint = "" if args.folder else "; --folder names another place"
         print(f"kdacore build: --folder: cannot write {folder}: {error}{hint}", file=sys.stderr)

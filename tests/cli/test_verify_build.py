@@ -157,31 +157,31 @@ def test_verify_an_unknown_backend(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from kdacore_cuda import prebuilt
+    from kdacore_cuda import architectures, package_build, packaged_cubins
 
     asked: list[Any] = []
 
     def fake(archs: Any, folder: Path, report: Any) -> list[Path]:
         asked.append((tuple(archs), folder))
-        report("decode.sm_90a: 5 bytes")
-        return [folder / "decode.sm_90a.cubin"]
+        report("recurrent.sm_90a: 5 bytes")
+        return [folder / "0123456789abcdef.cubin"]
 
-    monkeypatch.setattr(prebuilt, "build_all", fake)
+    monkeypatch.setattr(package_build, "build_all", fake)
     assert cli.main(["build", "--arch", "sm_90a", "--folder", str(tmp_path)]) == 0
     assert cli.main(["build"]) == 0
-    assert asked == [(("sm_90a",), tmp_path), (tuple(prebuilt.PACKAGED_ARCHS), prebuilt.FOLDER)]
+    assert asked == [(("sm_90a",), tmp_path), (architectures.PACKAGED_ARCHS, packaged_cubins.FOLDER)]
     assert cli.main(["build", "--arch", "sm_90a,sm_100f", "--arch", "sm_80"]) == 0
-    assert asked[-1] == (("sm_90a", "sm_100f", "sm_80"), prebuilt.FOLDER)
-    assert f"decode.sm_90a: 5 bytes\n1 kernels in {tmp_path}\n" in capsys.readouterr().out
+    assert asked[-1] == (("sm_90a", "sm_100f", "sm_80"), packaged_cubins.FOLDER)
+    assert f"recurrent.sm_90a: 5 bytes\n1 kernels in {tmp_path}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("given", ["bogus", "sm_90a,bogus", "sm_90a,", "compute_90", "sm_75"])
 def test_build_for_an_architecture_there_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: str
 ) -> None:
-    from kdacore_cuda import prebuilt
+    from kdacore_cuda import package_build
 
-    monkeypatch.setattr(prebuilt, "build_all", lambda *args, **kwargs: pytest.fail("built"))
+    monkeypatch.setattr(package_build, "build_all", lambda *args, **kwargs: pytest.fail("built"))
     assert cli.main(["build", "--arch", given, "--folder", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert f"--arch: got {given.split(',')[-1]!r}" in said
@@ -191,11 +191,11 @@ def test_build_for_an_architecture_there_is_not(
 def test_what_is_built_already_takes_no_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from kdacore_cuda import build, prebuilt
+    from kdacore_cuda import compiler, package_build
 
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    build._nvrtc.cache_clear()
-    monkeypatch.setattr(prebuilt, "build_all", lambda *args, **kwargs: [])
+    compiler._nvrtc.cache_clear()
+    monkeypatch.setattr(package_build, "build_all", lambda *args, **kwargs: [])
     words = ["build", "--folder", str(tmp_path), "--arch"]
     assert cli.main([*words, "sm_90a,sm_100f"]) == 0
     assert cli.main([*words, "sm_80"]) == 1
@@ -214,11 +214,11 @@ def test_build_into_a_folder_that_cannot_be(tmp_path: Path, capsys: pytest.Captu
 def test_a_failed_build_shows_the_compiler_s_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from kdacore_cuda import prebuilt
+    from kdacore_cuda import package_build
 
     def fake(*args: Any, **kwargs: Any) -> list[Path]:
         raise BackendBuildError("decode", "line 3: expected a semicolon")
 
-    monkeypatch.setattr(prebuilt, "build_all", fake)
+    monkeypatch.setattr(package_build, "build_all", fake)
     assert cli.main(["build"]) == 1
     assert "line 3: expected a semicolon" in capsys.readouterr().err

@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import emulator
 import torch
 
-from kdacore_cuda import runtime
-from kdacore_cuda.fixed import FixedLauncher
+from kdacore_cuda import torch_launch
+from kdacore_cuda.prepacked_launch import PrepackedLauncher
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     launched: list[str] = []
 
     def launch(launcher: Any, grid: int, arch: str, like: Any, values: Any) -> None:
-        if isinstance(launcher, FixedLauncher):
+        if isinstance(launcher, PrepackedLauncher):
             values, launcher = launcher.all_values(values), launcher.launcher
         launched.append(launcher.kernel.name)
         emulator.run(
@@ -42,12 +42,12 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             cluster=dict(launcher.kernel.defines).get("CLUSTER", 1),
         )
 
-    def starter(launcher: Any, grid: int, arch: str, index: int) -> Any:
+    def prepacked_start(launcher: Any, grid: int, arch: str, index: int) -> Any:
         return lambda stream, values: launch(launcher, grid, arch, None, values)
 
-    monkeypatch.setattr(runtime, "launch", launch)
-    monkeypatch.setattr(runtime, "starter", starter)
-    monkeypatch.setattr(runtime, "processors", lambda index: 132)
-    monkeypatch.setattr(runtime, "current_device", lambda: -1)  # CPU tensors say they are there
-    monkeypatch.setattr(runtime, "current_stream", lambda index: 0)
+    monkeypatch.setattr(torch_launch, "launch", launch)
+    monkeypatch.setattr(torch_launch, "prepacked_start", prepacked_start)
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(torch_launch, "current_device", lambda: -1)  # CPU tensors say they are there
+    monkeypatch.setattr(torch_launch, "current_stream", lambda index: 0)
     return launched

@@ -30,7 +30,7 @@ MODEL: dict[str, Any] = {
     "use_gate_in_kernel": True,
     "use_beta_sigmoid_in_kernel": True,
 }
-SAFE_MODEL: dict[str, Any] = MODEL | {"safe_gate": True, "lower_bound": -5.0}
+BOUNDED_MODEL: dict[str, Any] = MODEL | {"safe_gate": True, "lower_bound": -5.0}
 
 
 class Draw:

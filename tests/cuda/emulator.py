@@ -13,8 +13,8 @@ import time
 from functools import cache
 from pathlib import Path
 
-from kdacore_cuda import layout
-from kdacore_cuda.build import CSRC, EVERY_LANE, KernelSource, gather_headers
+from kdacore_cuda.kernel_parameters import ParamStruct
+from kdacore_cuda.kernel_source import CSRC, EVERY_LANE, KernelSource, gather_headers
 
 HERE = Path(__file__).parent / "emulation"
 COMPILE = (
@@ -45,13 +45,13 @@ extern "C" size_t offset_of(int field) {{
 """
 
 
-def build(kernel: KernelSource, params: layout.ParamStruct) -> ctypes.CDLL:
+def build(kernel: KernelSource, params: ParamStruct) -> ctypes.CDLL:
     """The kernel as a shared library with ``run``, ``offset_of``, ``kept_bytes``; files are kept by content."""
     return _build(kernel, params, *(["-DEVERY_LANE=1"] if os.environ.get(EVERY_LANE) == "1" else []))
 
 
 @cache
-def _build(kernel: KernelSource, params: layout.ParamStruct, *more: str) -> ctypes.CDLL:
+def _build(kernel: KernelSource, params: ParamStruct, *more: str) -> ctypes.CDLL:
     offsets = ", ".join(f"offsetof({params.name}, {name})" for name, _ in params.fields)
     # Elsewhere left operands' arrays end before their products do: registers are the compiler's there.
     stay = "true" if kernel.path.startswith(("sm90/backward/", "sm90/segments/")) else "false"
@@ -137,7 +137,7 @@ def compile_library(text: str, headers: dict[str, str], flags: list[str], folder
 
 def run(
     kernel: KernelSource,
-    params: layout.ParamStruct,
+    params: ParamStruct,
     values: tuple[float, ...],
     *,
     grid: int,

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from allowances import allowed
 from disassembly import disassemble
 from launch_order import waits_first
+from spill_allowances import allowed
 
-from kdacore_cuda import build, prebuilt, variants
-from kdacore_cuda.build import KernelSource
-from kdacore_cuda.prefill_kernels import HOPPER, clusters, prefill_kernel
+from kdacore_cuda.architectures import HEAD_DIMS, HOPPER, PACKAGED_ARCHS
+from kdacore_cuda.chunk_forward_kernels import chunk_forward_kernel, cluster_sizes
+from kdacore_cuda.compiler import compile_kernel
+from kdacore_cuda.kernel_source import CSRC, KernelSource
+from kdacore_cuda.packaged_cubins import FOLDER, read_manifest, row_name
+from kdacore_cuda.packaged_kernels import packaged_kernels
+from kdacore_cuda.stages_kernels import intra_kernel, recompute_kernel
 
 PORTABLE = ("sm_80", "sm_120")
 """Compiled where they are needed: nothing is packaged for them."""
@@ -43,21 +46,21 @@ def found(code: str) -> set[str]:
 
 
 def packaged() -> Iterator[tuple[KernelSource, str]]:
-    for arch in prebuilt.PACKAGED_ARCHS:
-        for kernel in variants.packaged_kernels(arch):
+    for arch in PACKAGED_ARCHS:
+        for kernel in packaged_kernels(arch):
             yield kernel, arch
 
 
 def test_every_packaged_cubin_has_its_entry() -> None:
-    rows = json.loads((prebuilt.FOLDER / prebuilt.MANIFEST).read_text())["cubins"]
+    rows = read_manifest()
     for kernel, arch in packaged():
-        cubin = (prebuilt.FOLDER / rows[f"{kernel.name}.{arch}"]["file"]).read_bytes()
+        cubin = (FOLDER / rows[row_name(kernel, arch)]["file"]).read_bytes()
         assert b"\0" + kernel.entry.encode() + b"\0" in cubin, kernel.name
 
 
 def test_every_source_is_packaged_for_hopper() -> None:
     """A kernel that nothing packages would be compiled by no test here."""
-    sources = {str(path.relative_to(build.CSRC)) for path in build.CSRC.rglob("*.cu")}
+    sources = {str(path.relative_to(CSRC)) for path in CSRC.rglob("*.cu")}
     assert {kernel.path for kernel, arch in packaged() if arch == HOPPER} == sources
 
 
@@ -66,22 +69,23 @@ def test_every_source_is_packaged_for_hopper() -> None:
     ("kernel", "arch"),
     [pytest.param(k, a, id=f"{k.name}.{a}") for k, a in packaged()],
 )
-def test_packaged_kernels_use_the_matrix_unit_and_wait_for_their_turn(
+def test_packaged_kernels_use_the_matrix_unit_and_wait_for_their_inputs(
     kernel: KernelSource, arch: str
 ) -> None:
-    code = disassemble(prebuilt.FOLDER / f"{kernel.name}.{arch}.cubin")
+    row = read_manifest()[row_name(kernel, arch)]
+    code = disassemble(FOLDER / row["file"])
     assert found(code) == products(kernel)
     assert waits_first(code)
 
 
-def test_every_kernel_waits_for_its_turn() -> None:
+def test_every_kernel_waits_for_its_inputs() -> None:
     """The sources; what the compiler makes of them is looked at above."""
-    for path in build.CSRC.rglob("*.cu"):
+    for path in CSRC.rglob("*.cu"):
         assert path.read_text().count("wait_for_inputs();") == 1, path.name
 
 
 def check_portable(kernel: KernelSource, arch: str, folder: Path) -> None:
-    built = build.compile_kernel(kernel, arch)
+    built = compile_kernel(kernel, arch)
     assert b"\0" + kernel.entry.encode() + b"\0" in built.cubin
     assert built.usage().spills <= allowed(kernel, arch)
     if kernel.entry != "decode":
@@ -94,9 +98,9 @@ def check_portable(kernel: KernelSource, arch: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     "kernel",
     [
-        variants.intra_kernel(128, False),
-        variants.recompute_kernel(64, 64, False),
-        prefill_kernel(64, 1, False, False, PORTABLE[0]),
+        intra_kernel(128, False),
+        recompute_kernel(64, 64, False),
+        chunk_forward_kernel(64, 1, False, False, PORTABLE[0]),
     ],
     ids=lambda kernel: kernel.name[:24],
 )
@@ -107,7 +111,7 @@ def test_portable_kernels(kernel: KernelSource, arch: str, tmp_path: Path) -> No
 @EXHAUSTIVE
 @pytest.mark.parametrize(
     ("kernel", "arch"),
-    [pytest.param(k, a, id=f"{k.name}.{a}") for a in PORTABLE for k in variants.packaged_kernels(a)],
+    [pytest.param(k, a, id=f"{k.name}.{a}") for a in PORTABLE for k in packaged_kernels(a)],
 )
 def test_every_portable_kernel(kernel: KernelSource, arch: str, tmp_path: Path) -> None:
     check_portable(kernel, arch, tmp_path)
@@ -115,19 +119,21 @@ def test_every_portable_kernel(kernel: KernelSource, arch: str, tmp_path: Path) 
 
 FLOAT_GATE = [
     pytest.param(
-        prefill_kernel(K, cluster, safe, True, arch), arch, id=f"K{K} x{cluster} safe{safe:d} {arch}"
+        chunk_forward_kernel(K, cluster, bounded, True, arch),
+        arch,
+        id=f"K{K} x{cluster} bounded{bounded:d} {arch}",
     )
     for arch in (*PORTABLE, "sm_100f")
-    for K, safe in itertools.product(variants.HEAD_DIMS, (False, True))
-    for cluster in clusters(K, arch)
+    for K, bounded in itertools.product(HEAD_DIMS, (False, True))
+    for cluster in cluster_sizes(K, arch)
 ]
 
 
 @EXHAUSTIVE
 @pytest.mark.parametrize(("kernel", "arch"), FLOAT_GATE)
-def test_prefill_with_a_float32_gate_elsewhere(kernel: KernelSource, arch: str) -> None:
+def test_chunk_forward_with_a_float32_gate_elsewhere(kernel: KernelSource, arch: str) -> None:
     """Not packaged there: compiled at the first call."""
-    assert b"\0prefill\0" in build.compile_kernel(kernel, arch).cubin
+    assert b"\0prefill\0" in compile_kernel(kernel, arch).cubin
 
 
 @EXHAUSTIVE
@@ -135,4 +141,4 @@ def test_prefill_with_a_float32_gate_elsewhere(kernel: KernelSource, arch: str) 
 @pytest.mark.parametrize(("K", "V"), [(64, 128), (128, 64)])
 @pytest.mark.parametrize("float16", [False, True])
 def test_stages_whose_head_dims_differ(K: int, V: int, float16: bool, arch: str) -> None:
-    assert build.compile_kernel(variants.recompute_kernel(K, V, float16), arch).cubin
+    assert compile_kernel(recompute_kernel(K, V, float16), arch).cubin

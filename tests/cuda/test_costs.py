@@ -55,7 +55,7 @@ def test_one_gate_a_head_without_a_pool_goes_to_triton(B: int, v_first: bool) ->
     assert ours > triton
 
 
-def test_one_gate_a_head_has_a_kernel_for_decode_steps() -> None:
+def test_one_gate_per_head_has_a_kernel_for_single_tokens() -> None:
     pooled = dataclasses.replace(call(1, 32, head_gate=True), state_indices_ndim=1, pool_size=64)
     assert ours_and_triton(pooled) == ours_and_triton(call(1, 32))
 
@@ -73,4 +73,6 @@ def test_far_from_everything_measured_nothing_is_predicted() -> None:
 
 def test_the_backend_declares_it() -> None:
     for op in ("fused_recurrent_kda", "fused_recurrent_gated_delta_rule"):
-        assert make_backend().ops[op].cost is costs.recurrent
+        cost = make_backend().ops[op].cost
+        assert cost is not None
+        assert cost(call(4, 8)) == costs.recurrent(call(4, 8)) is not None

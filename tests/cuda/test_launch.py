@@ -13,8 +13,11 @@ import emulator
 import pytest
 
 from kdacore.errors import BackendBuildError
-from kdacore_cuda import build, decode, fixed, launch, layout, variants
+from kdacore_cuda import kernel_parameters, launch, prepacked_launch, recurrent
+from kdacore_cuda.compiler import compile_text
 from kdacore_cuda.driver import Driver, DriverError
+from kdacore_cuda.kernel_parameters import DECODE, GROUPS, ParamStruct
+from kdacore_cuda.recurrent_kernels import RecurrentMode, recurrent_kernel
 
 _STUB = """
 #include <string.h>
@@ -42,29 +45,32 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("driver")
     (folder / "stub.c").write_text(_STUB)
     library = folder / "libcuda.so.1"
-    size = f"-DSIZE={layout.DECODE.size}"
+    size = f"-DSIZE={DECODE.size}"
     subprocess.run(["gcc", "-shared", "-fPIC", size, folder / "stub.c", "-o", library], check=True)
     return library
 
 
 def make(stub: Path, monkeypatch: pytest.MonkeyPatch, shared: int = 1000) -> launch.Launcher:
     driver = Driver(str(stub))
-    for module in (launch, fixed):
+    for module in (launch, prepacked_launch):
         monkeypatch.setattr(module, "driver", lambda: driver)
     monkeypatch.setattr(launch, "load_or_compile", lambda kernel, arch: b"cubin")
     monkeypatch.setattr(launch, "_handles", {})
     return launch.Launcher(
-        variants.decode_kernel(64, False, False, variants.DECODE_ANY), layout.DECODE, 64, shared
+        recurrent_kernel(64, False, False, RecurrentMode.GENERAL),
+        DECODE,
+        64,
+        shared,
     )
 
 
 def test_launch_passes_what_was_packed(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = make(stub, monkeypatch)
-    values = tuple(range(1, len(layout.DECODE.fields) + 1))
+    values = tuple(range(1, len(DECODE.fields) + 1))
     launcher(7, 0, "sm_90a", 0x55, values)
     library = ctypes.CDLL(str(stub))
-    seen = bytes((ctypes.c_ubyte * layout.DECODE.size).in_dll(library, "params"))
-    assert layout.DECODE.packer.unpack(seen) == values
+    seen = bytes((ctypes.c_ubyte * DECODE.size).in_dll(library, "params"))
+    assert DECODE.packer.unpack(seen) == values
     assert ctypes.c_uint.in_dll(library, "grid").value == 7
     assert ctypes.c_uint.in_dll(library, "block").value == 64
     assert ctypes.c_void_p.in_dll(library, "on_stream").value == 0x55
@@ -72,7 +78,7 @@ def test_launch_passes_what_was_packed(stub: Path, monkeypatch: pytest.MonkeyPat
 
 def test_large_shared_memory_is_asked_for(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = make(stub, monkeypatch, shared=100_000)
-    launcher(1, 0, "sm_90a", 0, (0,) * len(layout.DECODE.fields))
+    launcher(1, 0, "sm_90a", 0, (0,) * len(DECODE.fields))
     assert ctypes.c_int.in_dll(ctypes.CDLL(str(stub)), "limit").value == 100_000
 
 
@@ -82,17 +88,19 @@ def test_a_refused_launch_raises(stub: Path, monkeypatch: pytest.MonkeyPatch) ->
     flag.value = 3
     try:
         with pytest.raises(DriverError, match="CUDA_ERROR_STUB"):
-            launcher(1, 0, "sm_90a", 0, (0,) * len(layout.DECODE.fields))
+            launcher(1, 0, "sm_90a", 0, (0,) * len(DECODE.fields))
     finally:
         flag.value = 0
 
 
-def make_fixed(stub: Path, monkeypatch: pytest.MonkeyPatch, last: tuple[float, ...]) -> fixed.FixedLauncher:
+def make_fixed(
+    stub: Path, monkeypatch: pytest.MonkeyPatch, last: tuple[float, ...]
+) -> prepacked_launch.PrepackedLauncher:
     """One whose calls give the first fields."""
     plain = make(stub, monkeypatch)
-    names = [name for name, _ in layout.DECODE.fields]
+    names = [name for name, _ in DECODE.fields]
     given, rest = tuple(names[: -len(last)]), names[-len(last) :]
-    return fixed.FixedLauncher(plain, given, dict(zip(rest, last, strict=True)))
+    return prepacked_launch.PrepackedLauncher(plain, given, dict(zip(rest, last, strict=True)))
 
 
 @pytest.mark.parametrize("kind", ["plain", "fixed"])
@@ -100,7 +108,7 @@ def test_a_thread_without_a_context_gets_torchs(
     stub: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """As autograd's threads are before something in them has used CUDA."""
-    values = tuple(range(1, len(layout.DECODE.fields) + 1))
+    values = tuple(range(1, len(DECODE.fields) + 1))
     given = values if kind == "plain" else values[:16]
     launcher = make(stub, monkeypatch) if kind == "plain" else make_fixed(stub, monkeypatch, values[16:])
     library = ctypes.CDLL(str(stub))
@@ -111,8 +119,8 @@ def test_a_thread_without_a_context_gets_torchs(
         assert current.value == 0x100 + 2
     finally:
         nowhere.value, current.value = 0, None
-    seen = bytes((ctypes.c_ubyte * layout.DECODE.size).in_dll(library, "params"))
-    assert layout.DECODE.packer.unpack(seen) == values
+    seen = bytes((ctypes.c_ubyte * DECODE.size).in_dll(library, "params"))
+    assert DECODE.packer.unpack(seen) == values
 
 
 @pytest.mark.parametrize("kind", ["plain", "fixed"])
@@ -120,13 +128,13 @@ def test_a_thread_without_a_context_gets_torchs(
 def test_launches_may_begin_early_where_the_architecture_has_that(
     stub: Path, monkeypatch: pytest.MonkeyPatch, arch: str, attributes: int, kind: str
 ) -> None:
-    values = tuple(range(1, len(layout.DECODE.fields) + 1))
+    values = tuple(range(1, len(DECODE.fields) + 1))
     launcher = make(stub, monkeypatch) if kind == "plain" else make_fixed(stub, monkeypatch, values[16:])
     library = ctypes.CDLL(str(stub))
     for grid, stream in ((7, 0x55), (9, 0x66)):
         launcher(grid, 0, arch, stream, values if kind == "plain" else values[:16])
-        seen = bytes((ctypes.c_ubyte * layout.DECODE.size).in_dll(library, "params"))
-        assert layout.DECODE.packer.unpack(seen) == values
+        seen = bytes((ctypes.c_ubyte * DECODE.size).in_dll(library, "params"))
+        assert DECODE.packer.unpack(seen) == values
         assert ctypes.c_uint.in_dll(library, "grid").value == grid
         assert ctypes.c_uint.in_dll(library, "block").value == 64
         assert ctypes.c_uint.in_dll(library, "shared_size").value == 1000
@@ -139,12 +147,12 @@ def test_launches_may_begin_early_where_the_architecture_has_that(
 def test_a_call_may_give_fields_with_zeros_between(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = make(stub, monkeypatch)
     given, fixed_values = ("k", "g", "dt_bias"), {"T": 5, "scale": 0.5, "lower_bound": -2.0}
-    launcher = fixed.FixedLauncher(plain, given, fixed_values)
+    launcher = prepacked_launch.PrepackedLauncher(plain, given, fixed_values)
     for values in ((11, 12, 13), (2**47 + 1, 0, 3)):
         launcher(1, 0, "sm_90a", 0, values)
-        seen = bytes((ctypes.c_ubyte * layout.DECODE.size).in_dll(ctypes.CDLL(str(stub)), "params"))
+        seen = bytes((ctypes.c_ubyte * DECODE.size).in_dll(ctypes.CDLL(str(stub)), "params"))
         want = dict(zip(given, values, strict=True)) | fixed_values
-        assert layout.DECODE.packer.unpack(seen) == tuple(want.get(n, 0) for n, _ in layout.DECODE.fields)
+        assert DECODE.packer.unpack(seen) == tuple(want.get(n, 0) for n, _ in DECODE.fields)
 
 
 @pytest.mark.parametrize(
@@ -154,16 +162,16 @@ def test_fields_out_of_order_or_fixed_between_are_refused(
     stub: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], fixed_values: dict[str, float]
 ) -> None:
     plain = make(stub, monkeypatch)
-    launcher = fixed.FixedLauncher(plain, given, fixed_values)
+    launcher = prepacked_launch.PrepackedLauncher(plain, given, fixed_values)
     with pytest.raises(ValueError, match="in order, or not with zeros between"):
         launcher(1, 0, "sm_90a", 0, (1, 2))
 
 
 def test_launchers_of_one_kernel_share_its_code(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = tuple(range(1, len(layout.DECODE.fields) + 1))
+    values = tuple(range(1, len(DECODE.fields) + 1))
     first = make_fixed(stub, monkeypatch, values[16:])
-    third = launch.Launcher(first.launcher.kernel, layout.DECODE, 64, 1000)
-    second = fixed.FixedLauncher(third, first.given, first.fixed)
+    third = launch.Launcher(first.launcher.kernel, DECODE, 64, 1000)
+    second = prepacked_launch.PrepackedLauncher(third, first.per_call, first.fixed)
     loads = ctypes.c_int.in_dll(ctypes.CDLL(str(stub)), "loads")
     before = loads.value
     for launcher, given in ((first, values[:16]), (second, values[:16]), (third, values)):
@@ -172,7 +180,7 @@ def test_launchers_of_one_kernel_share_its_code(stub: Path, monkeypatch: pytest.
 
 
 def test_a_refused_launch_of_fixed_values_raises(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = tuple(range(1, len(layout.DECODE.fields) + 1))
+    values = tuple(range(1, len(DECODE.fields) + 1))
     launcher = make_fixed(stub, monkeypatch, values[16:])
     flag = ctypes.c_int.in_dll(ctypes.CDLL(str(stub)), "fail")
     flag.value = 3
@@ -185,18 +193,18 @@ def test_a_refused_launch_of_fixed_values_raises(stub: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("divisor", [1, 2, 3, 7, 32, 48, 96, 1000, 2**16 + 1])
 def test_division(divisor: int) -> None:
-    factor, shift = decode.division(divisor)
+    factor, shift = recurrent.division(divisor)
     assert shift >= 31
     assert factor < 2**32
     for n in (0, 1, divisor - 1, divisor, 2**31 - 1, 2**31 - 1 - divisor, (2**31 // divisor) * divisor - 1):
         assert n * factor >> shift == n // divisor
 
 
-STRUCTS = {x.name: x for x in vars(layout).values() if isinstance(x, layout.ParamStruct)}
-HEADERS = layout.generated_headers()
+STRUCTS = {x.name: x for x in vars(kernel_parameters).values() if isinstance(x, ParamStruct)}
+HEADERS = kernel_parameters.generated_headers()
 
 
-def compile_offsets(params: layout.ParamStruct, offsets: dict[str, int], arch: str) -> None:
+def compile_offsets(params: ParamStruct, offsets: dict[str, int], arch: str) -> None:
     """NVRTC over the struct as kernels get it, with every field's place asserted. It has no ``offsetof`` of its own."""
     (header,) = [name for name, text in HEADERS.items() if f"struct {params.name} {{" in text]
     lines = [f'#include "{header}"\n']
@@ -205,7 +213,7 @@ def compile_offsets(params: layout.ParamStruct, offsets: dict[str, int], arch: s
         for name, offset in offsets.items()
     ]
     text = "".join(lines) + f'extern "C" __global__ void take(const {params.name} p) {{}}\n'
-    build.compile_text(text, params.name, (f"-arch={arch}", "-std=c++17"), HEADERS)
+    compile_text(text, params.name, (f"-arch={arch}", "-std=c++17"), HEADERS)
 
 
 def test_every_header_is_of_a_struct_here() -> None:
@@ -216,19 +224,19 @@ def test_every_header_is_of_a_struct_here() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100f"])
 @pytest.mark.parametrize("params", STRUCTS.values(), ids=STRUCTS)
-def test_offsets_agree_with_the_compiler(params: layout.ParamStruct, arch: str) -> None:
+def test_offsets_agree_with_the_compiler(params: ParamStruct, arch: str) -> None:
     assert list(params.offsets) == [name for name, _ in params.fields]
     compile_offsets(params, params.offsets, arch)
 
 
 def test_an_offset_that_is_off_is_seen() -> None:
-    name = layout.GROUPS.fields[-1][0]
+    name = GROUPS.fields[-1][0]
     with pytest.raises(BackendBuildError, match=f"static assertion failed.*{name}"):
-        compile_offsets(layout.GROUPS, {**layout.GROUPS.offsets, name: 4}, "sm_90a")
+        compile_offsets(GROUPS, {**GROUPS.offsets, name: 4}, "sm_90a")
 
 
 @pytest.mark.parametrize("params", STRUCTS.values(), ids=STRUCTS)
-def test_values_are_packed_at_their_offsets(params: layout.ParamStruct) -> None:
+def test_values_are_packed_at_their_offsets(params: ParamStruct) -> None:
     packed = params.packer.pack(*range(1, len(params.fields) + 1))
     formats = {"ptr": "<Q", "i64": "<q", "i32": "<i", "f32": "<f"}
     for i, (name, kind) in enumerate(params.fields, 1):
@@ -237,13 +245,13 @@ def test_values_are_packed_at_their_offsets(params: layout.ParamStruct) -> None:
 
 
 def test_the_emulator_lays_structs_out_alike() -> None:
-    kernel = variants.decode_kernel(64, True, False, variants.DECODE_ONE)
-    library = emulator.build(kernel, layout.DECODE)
+    kernel = recurrent_kernel(64, True, False, RecurrentMode.ONE_TOKEN)
+    library = emulator.build(kernel, DECODE)
     library.offset_of.restype = ctypes.c_size_t
-    found = [library.offset_of(i) for i in range(len(layout.DECODE.fields))]
-    assert found == list(layout.DECODE.offsets.values())
+    found = [library.offset_of(i) for i in range(len(DECODE.fields))]
+    assert found == list(DECODE.offsets.values())
 
 
 def test_holes_are_refused() -> None:
     with pytest.raises(ValueError, match="8-byte fields"):
-        layout.ParamStruct("Bad", (("a", "i32"), ("b", "ptr")))
+        ParamStruct("Bad", (("a", "i32"), ("b", "ptr")))

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from backward_calls import draw
-from cuda_calls import SAFE_MODEL, Draw, request_of
+from chunk_backward_calls import draw
+from cuda_calls import BOUNDED_MODEL, Draw, request_of
 
 from kdacore.types import (
     ChunkInputs,
@@ -25,31 +25,43 @@ from kdacore.types import (
     Request,
 )
 from kdacore_cuda import (
-    backward,
-    decode,
-    fixed,
+    chunk_backward,
+    chunk_forward,
+    chunk_forward_fast_path,
+    chunk_forward_segments,
     launch,
-    layout,
-    prefill,
-    prefill_repeat,
-    runtime,
-    segments,
+    prepacked_launch,
+    recurrent,
     stages,
+    torch_launch,
 )
+from kdacore_cuda.chunk_forward_kernels import chunk_forward_shared_bytes, chunk_forward_threads
 from kdacore_cuda.driver import Driver
-from kdacore_cuda.prefill_kernels import prefill_shared, prefill_threads
-from kdacore_cuda.recompute_kernels import shared_bytes
+from kdacore_cuda.kernel_parameters import (
+    BACKWARD,
+    DECODE,
+    FLAGS,
+    GATES,
+    GROUPS,
+    INTRA,
+    PREFILL,
+    RECOMPUTE,
+    SEGMENTS,
+    SUMS,
+    TYPES,
+)
+from kdacore_cuda.stages_kernels import hopper_recompute_shared_bytes
 
 PARAMS = {
-    "decode": layout.DECODE,
-    "prefill": layout.PREFILL,
-    "intra": layout.INTRA,
-    "recompute": layout.RECOMPUTE,
-    "recompute_hopper": layout.RECOMPUTE,
-    **dict.fromkeys(("prepare", "scan", "grads"), layout.BACKWARD),
-    "sums": layout.SUMS,
-    "groups": layout.GROUPS,
-    **dict.fromkeys(("maps", "chain", "output"), layout.SEGMENTS),
+    "decode": DECODE,
+    "prefill": PREFILL,
+    "intra": INTRA,
+    "recompute": RECOMPUTE,
+    "recompute_hopper": RECOMPUTE,
+    **dict.fromkeys(("prepare", "scan", "grads"), BACKWARD),
+    "sums": SUMS,
+    "groups": GROUPS,
+    **dict.fromkeys(("maps", "chain", "output"), SEGMENTS),
 }
 """Entry -> the struct it takes."""
 _STUB = """
@@ -131,17 +143,27 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def seen(stub: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     """Launches of this test, with launchers of its own: those kept hold handles of another driver."""
     driver = Driver(str(stub))
-    for module in (launch, fixed):
+    for module in (launch, prepacked_launch):
         monkeypatch.setattr(module, "driver", lambda: driver)
     monkeypatch.setattr(launch, "load_or_compile", lambda kernel, arch: f"{kernel.name}.{arch}".encode())
     monkeypatch.setattr(launch, "_handles", {})
-    monkeypatch.setattr(runtime, "processors", lambda index: 132)
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
     # The arrays lie on the CPU, which the host code is not asked about.
-    monkeypatch.setattr(runtime, "current_device", lambda: -1)
-    monkeypatch.setattr(runtime, "current_stream", lambda index: 0)
+    monkeypatch.setattr(torch_launch, "current_device", lambda: -1)
+    monkeypatch.setattr(torch_launch, "current_stream", lambda index: 0)
     makers = (
-        *(prefill._launcher, stages._intra_launcher, stages._recompute_launcher, stages._hopper_launcher),
-        *(backward.launcher, backward._sums, backward._groups, segments.launcher),
+        *(
+            chunk_forward._launcher,
+            stages._intra_launcher,
+            stages._recompute_launcher,
+            stages._hopper_recompute_launcher,
+        ),
+        *(
+            chunk_backward.launcher,
+            chunk_backward._sums_launcher,
+            chunk_backward._groups_launcher,
+            chunk_forward_segments.launcher,
+        ),
     )
     for maker in makers:
         maker.cache_clear()
@@ -177,9 +199,9 @@ def pack(*lengths: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("K", [64, 128])
-def test_prefill(seen: Recorder, monkeypatch: pytest.MonkeyPatch, K: int, packed: bool) -> None:
+def test_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, K: int, packed: bool) -> None:
     """The fused kernel, also where heads are few."""
-    monkeypatch.setattr(prefill, "pays", lambda items, processors: False)
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: False)
     d = Draw(0)
     B, T, H, HV, N = (1, 96, 2, 4, 3) if packed else (3, 96, 2, 4, 3)
     inputs = ChunkInputs(
@@ -192,41 +214,58 @@ def test_prefill(seen: Recorder, monkeypatch: pytest.MonkeyPatch, K: int, packed
         cu_seqlens=pack(1, 64, 31) if packed else None,
     )
     request = on_hopper(
-        request_of("chunk_kda", inputs, output_final_state=True, checkpoint_every=64, **SAFE_MODEL)
+        request_of("chunk_kda", inputs, output_final_state=True, checkpoint_every=64, **BOUNDED_MODEL)
     )
-    got = prefill.forward(request, inputs)
+    got = chunk_forward.forward(request, inputs)
     (x,) = seen()
     cluster = 3 if K == 128 else 1
     assert (x.entry, x.grid) == ("prefill", N * HV * cluster)
-    assert (x.block, x.shared) == (prefill_threads(K, cluster), prefill_shared(K, cluster, True))
+    assert (x.block, x.shared) == (
+        chunk_forward_threads(K, cluster),
+        chunk_forward_shared_bytes(K, cluster, True),
+    )
     assert x.limit == x.shared
     named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")}
     holds(x.params, **named, cu_seqlens=inputs.cu_seqlens, o=got.o, h0=inputs.initial_state)
     holds(x.params, ht=got.final_state, ckpt=got.checkpoints, handed=None, clusters=0)
-    holds(x.params, T=T, N=N, H=H, HV=HV, ckpt_every=64, gate=layout.GATES["sigmoid"], lower_bound=-5.0)
-    holds(x.params, scale=K**-0.5, beta_type=layout.TYPES["bfloat16"], bias_type=layout.TYPES["float32"])
-    flags = layout.FLAGS["L2NORM"] | layout.FLAGS["BETA_SIGMOID"] | layout.FLAGS["CU64"] * packed
+    holds(
+        x.params,
+        T=T,
+        N=N,
+        H=H,
+        HV=HV,
+        ckpt_every=64,
+        gate=GATES["sigmoid"],
+        lower_bound=-5.0,
+    )
+    holds(
+        x.params,
+        scale=K**-0.5,
+        beta_type=TYPES["bfloat16"],
+        bias_type=TYPES["float32"],
+    )
+    flags = FLAGS["L2NORM"] | FLAGS["BETA_SIGMOID"] | FLAGS["CU64"] * packed
     assert x.params["flags"] == flags
     strided(x.params, **{name: named[name] for name in ("q", "k", "v", "g")})
-    prefill.forward(request, inputs)
+    chunk_forward.forward(request, inputs)
     assert seen()[1].params["launch"] == x.params["launch"] + 1
 
 
-def test_prefill_of_strided_arrays(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "pays", lambda items, processors: False)
+def test_chunk_forward_of_strided_arrays(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: False)
     d = Draw(0)
     wide = d.normal(2, 40, 6, 3 * 128)
     q, k, v = (wide[..., 128 * i : 128 * (i + 1)] for i in range(3))
     inputs = ChunkInputs(q, k, v, d.gate("spread", 2, 40, 6, 128)["g"], d.uniform(2, 40, 6))
-    prefill.forward(on_hopper(request_of("chunk_kda", inputs)), inputs)
+    chunk_forward.forward(on_hopper(request_of("chunk_kda", inputs)), inputs)
     (x,) = seen()
-    holds(x.params, q=q, k=k, v=v, ht=None, h0=None, ckpt=None, A_log=None, gate=layout.GATES["log"])
+    holds(x.params, q=q, k=k, v=v, ht=None, h0=None, ckpt=None, A_log=None, gate=GATES["log"])
     strided(x.params, q=q, k=k, v=v, g=inputs.g)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_prefill_in_segments(seen: Recorder, packed: bool) -> None:
-    """Prepare's records lie one after another; the other launches have the same parameters and read them there."""
+def test_chunk_forward_in_segments(seen: Recorder, packed: bool) -> None:
+    """Prepare's operands lie one after another; the other launches have the same parameters and read them there."""
     d = Draw(0)
     B, T, H, HV, N = (1, 1100, 2, 4, 2) if packed else (2, 1100, 2, 4, 2)
     inputs = ChunkInputs(
@@ -238,8 +277,8 @@ def test_prefill_in_segments(seen: Recorder, packed: bool) -> None:
         initial_state=d.normal(N, HV, 128, 128, dtype=torch.float32),
         cu_seqlens=pack(1, 1099) if packed else None,
     )
-    options = SAFE_MODEL | {"output_final_state": True, "checkpoint_every": 128}
-    got = prefill.forward(on_hopper(request_of("chunk_kda", inputs, **options)), inputs)
+    options = BOUNDED_MODEL | {"output_final_state": True, "checkpoint_every": 128}
+    got = chunk_forward.forward(on_hopper(request_of("chunk_kda", inputs, **options)), inputs)
     prepare, *rest = seen()
     assert [x.entry for x in (prepare, *rest)] == ["prepare", "maps", "chain", "output"]
     chunks, slots = (T // 64 + N, 1 + N) if packed else (B * 18, B * 2)
@@ -250,13 +289,18 @@ def test_prefill_in_segments(seen: Recorder, packed: bool) -> None:
         prepare.params, **named, cu_seqlens=inputs.cu_seqlens, T=T, N=N, H=H, HV=HV, NT=18, units=chunks * HV
     )
     strided(prepare.params, **{name: named[name] for name in ("q", "k", "v", "g")})
-    records = rest[0].params["records"]
-    holds(prepare.params, **{name: records + first for name, (first, _) in segments.RECORD.items()})
-    maps = records + chunks * HV * segments.RECORD_BYTES
+    operands = rest[0].params["records"]
+    holds(
+        prepare.params,
+        **{name: operands + first for name, (first, _) in chunk_forward_segments.CHUNK_OPERANDS.items()},
+    )
+    maps = operands + chunks * HV * chunk_forward_segments.CHUNK_OPERANDS_BYTES
     for x in rest:
         assert x.params == rest[0].params
         assert x.limit == x.shared
-        holds(x.params, records=records, maps=maps, starts=maps + slots * HV * segments.MAP_BYTES)
+        holds(
+            x.params, records=operands, maps=maps, starts=maps + slots * HV * chunk_forward_segments.MAP_BYTES
+        )
         holds(x.params, cu_seqlens=inputs.cu_seqlens, o=got.o, h0=inputs.initial_state, ht=got.final_state)
         holds(x.params, ckpt=got.checkpoints, T=T, N=N, HV=HV, NT=18, segment=16, segments=2, ckpt_every=128)
         assert x.params["flags"] == prepare.params["flags"]
@@ -278,15 +322,23 @@ def test_stages(seen: Recorder, packed: bool, with_q: bool) -> None:
     R = stages.recompute_w_u(on_hopper(request_of("kda_recompute_w_u", more, chunk_size=64)), more)
     intra, recompute = seen()
     assert (intra.entry, recompute.entry) == ("intra", "recompute_hopper")
-    sizes = {"T": T, "N": N, "H": H, "HV": HV, "NT": NT, "beta_type": layout.TYPES["float32"]}
+    sizes = {"T": T, "N": N, "H": H, "HV": HV, "NT": NT, "beta_type": TYPES["float32"]}
     items = (1 if packed else B) * NT * HV
     assert (intra.grid, recompute.grid) == (items, 2 * items)  # halves of so few
-    assert (intra.limit, recompute.limit) == (intra.shared, 0)  # up to 48 KB need no leave
-    assert recompute.shared == shared_bytes(2)
+    assert (intra.limit, recompute.limit) == (intra.shared, 0)  # up to 48 KB need no raised limit
+    assert recompute.shared == hopper_recompute_shared_bytes(2)
     holds(recompute.params, whole=0, kept=0)  # all that so few write is to stay in L2
     for x in (intra, recompute):
         assert x.block == 128
-        holds(x.params, **sizes, k=k, g=gc, beta=beta, cu_seqlens=cu, flags=layout.FLAGS["CU64"] * packed)
+        holds(
+            x.params,
+            **sizes,
+            k=k,
+            g=gc,
+            beta=beta,
+            cu_seqlens=cu,
+            flags=FLAGS["CU64"] * packed,
+        )
         strided(x.params, k=k, g=gc, beta=beta)
     holds(intra.params, q=q, Aqk=A.Aqk, Akk=A.Akk, scale=K**-0.5)
     strided(intra.params, q=q)
@@ -300,10 +352,10 @@ def test_backward(seen: Recorder, HV: int) -> None:
     """Prepare, scan and gradients hand the workspace on; sums over chunks and groups read what gradients left."""
     d, T, N = Draw(0), 150, 2
     inputs = draw(T, 2, HV, B=N, initial_state=d.normal(N, HV, 128, 128, dtype=torch.float32))
-    options = SAFE_MODEL | {"output_final_state": True}
+    options = BOUNDED_MODEL | {"output_final_state": True}
     request = on_hopper(request_of("chunk_kda", inputs, **options))
     do, dht = d.normal(*inputs.v.shape), d.normal(*request.state_shape, dtype=torch.float32)
-    got = backward.backward(request, inputs, (), OutputGrads(do, dht))
+    got = chunk_backward.backward(request, inputs, (), OutputGrads(do, dht))
     launches = seen()
     groups = ["groups", "groups"] if HV != 2 else []
     assert [x.entry for x in launches] == ["prepare", "scan", "grads", *groups, "sums"]
@@ -311,7 +363,7 @@ def test_backward(seen: Recorder, HV: int) -> None:
     for x in (prepare, scan, grads):
         named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")}
         holds(x.params, **named, h0=inputs.initial_state, T=T, N=N, H=2, HV=HV, NT=3, units=6 * HV)
-        holds(x.params, scale=128**-0.5, lower_bound=-5.0, gate=layout.GATES["sigmoid"])
+        holds(x.params, scale=128**-0.5, lower_bound=-5.0, gate=GATES["sigmoid"])
         strided(x.params, **{name: named[name] for name in ("q", "k", "v", "g")})
         assert x.limit >= x.shared > 48 * 1024
     assert (prepare.grid, grads.grid) == (6 * HV, min(6 * HV, 132))
@@ -335,7 +387,7 @@ def test_backward(seen: Recorder, HV: int) -> None:
         holds(grads.params, dq=got.q, dk=got.k)
 
 
-def test_decode(seen: Recorder) -> None:
+def test_recurrent(seen: Recorder) -> None:
     d, N, H, HV, K = Draw(0), 3, 2, 4, 128
     inputs = RecurrentInputs(
         q=d.normal(N, 1, H, K),
@@ -346,9 +398,9 @@ def test_decode(seen: Recorder) -> None:
         initial_state=d.normal(7, HV, K, K, dtype=torch.float32),
         state_indices=torch.tensor([5, -1, 2]),
     )
-    options = SAFE_MODEL | {"inplace_state": True, "output_final_state": True}
+    options = BOUNDED_MODEL | {"inplace_state": True, "output_final_state": True}
     request = on_hopper(request_of("fused_recurrent_kda", inputs, **options))
-    got = decode.forward(request, inputs)
+    got = recurrent.forward(request, inputs)
     (x,) = seen()
     assert x.entry == "decode"
     named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")}
@@ -356,7 +408,7 @@ def test_decode(seen: Recorder) -> None:
     holds(x.params, indices=inputs.state_indices, accepted=None, cu_seqlens=None, T=1, H=H, HV=HV)
     holds(x.params, h0_row=HV * K * K, ht_row=HV * K * K, scale=K**-0.5, lower_bound=-5.0)
     strided(x.params, **{name: named[name] for name in ("q", "k", "v", "g")})
-    assert x.params["flags"] & layout.FLAGS["INDEX64"] and x.params["flags"] & layout.FLAGS["INDEXED_OUT"]
+    assert x.params["flags"] & FLAGS["INDEX64"] and x.params["flags"] & FLAGS["INDEXED_OUT"]
     assert x.grid % (N * HV) == 0
 
 
@@ -365,10 +417,10 @@ FRESH = {"o", "ht", "launch", "records", "maps", "starts", "kg", "qg", "w", "u",
 
 
 @pytest.mark.parametrize("few", [False, True])
-def test_prefill_seen_before(seen: Recorder, monkeypatch: pytest.MonkeyPatch, few: bool) -> None:
+def test_cached_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, few: bool) -> None:
     """What is packed once is what a first call packs."""
-    monkeypatch.setattr(prefill, "pays", lambda items, processors: few)
-    monkeypatch.setattr(segments, "segment_chunks", lambda items: 2)
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: few)
+    monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda items: 2)
     d = Draw(0)
     inputs = ChunkInputs(
         q=d.normal(1, 300, 2, 128),
@@ -379,12 +431,12 @@ def test_prefill_seen_before(seen: Recorder, monkeypatch: pytest.MonkeyPatch, fe
         initial_state=d.normal(3, 4, 128, 128, dtype=torch.float32),
         cu_seqlens=pack(10, 200, 90),
     )
-    request = on_hopper(request_of("chunk_kda", inputs, output_final_state=True, **SAFE_MODEL))
-    step = prefill_repeat.repeat(request, inputs)
+    request = on_hopper(request_of("chunk_kda", inputs, output_final_state=True, **BOUNDED_MODEL))
+    step = chunk_forward_fast_path.make_fast_call(request, inputs)
     assert step is not None
     got = step(tuple(inputs))
     assert got is not None
-    prefill.forward(request, inputs)
+    chunk_forward.forward(request, inputs)
     calls = seen()
     again, first = calls[: len(calls) // 2], calls[len(calls) // 2 :]
     assert len(first) == (4 if few else 1)

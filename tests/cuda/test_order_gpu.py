@@ -1,4 +1,4 @@
-"""Launches may begin before the one ahead of them has ended; what they read is that one's all the same."""
+"""Launches may start before the previous one has ended, and still read its results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_calls import SAFE_MODEL, Draw
+from cuda_calls import BOUNDED_MODEL, Draw
 
 import kdacore
 
@@ -45,34 +45,36 @@ def draw(B: int, T: int, H: int) -> tuple[dict[str, Any], Values]:
 
 
 @pytest.mark.parametrize(
-    ("T", "H"), [(64, 4), (700, 8), (700, 40), (200, 80)], ids=["one segment", "segments", "fused", "shares"]
+    ("T", "H"),
+    [(64, 4), (700, 8), (700, 40), (200, 80)],
+    ids=["one segment", "segments", "fused", "shared clusters"],
 )
-def test_prefill(T: int, H: int) -> None:
+def test_chunk_forward(T: int, H: int) -> None:
     given, start = draw(1, T, H)
 
     def step(x: Values) -> Values:
         return kdacore.chunk_kda(
-            **given, v=x[0], initial_state=x[1], output_final_state=True, **SAFE_MODEL, backend="cuda"
+            **given, v=x[0], initial_state=x[1], output_final_state=True, **BOUNDED_MODEL, backend="cuda"
         )
 
     with torch.no_grad():
         check(step, start)
 
 
-def test_decode_and_prefill_in_turns() -> None:
+def test_recurrent_and_chunk_forward_alternate() -> None:
     prompt, (v, state) = draw(2, 64, 32)
     token, _ = draw(2, 1, 32)
 
     def step(x: Values) -> Values:
         o, after = kdacore.chunk_kda(
-            **prompt, v=x[0], initial_state=x[1], output_final_state=True, **SAFE_MODEL, backend="cuda"
+            **prompt, v=x[0], initial_state=x[1], output_final_state=True, **BOUNDED_MODEL, backend="cuda"
         )
         last, final = kdacore.fused_recurrent_kda(
             **token,
             v=o[:, -1:].contiguous(),
             initial_state=after,
             output_final_state=True,
-            **SAFE_MODEL,
+            **BOUNDED_MODEL,
             backend="cuda",
         )
         return torch.cat([o[:, 1:], last], 1), final
@@ -87,7 +89,7 @@ def test_training(H: int) -> None:
 
     def step(x: Values) -> Values:
         v, state = (y.detach().requires_grad_() for y in x)
-        o, _ = kdacore.chunk_kda(**given, v=v, initial_state=state, **SAFE_MODEL, backend="cuda")
+        o, _ = kdacore.chunk_kda(**given, v=v, initial_state=state, **BOUNDED_MODEL, backend="cuda")
         dv, d_state = torch.autograd.grad(o, (v, state), o.detach())
         return torch.nn.functional.normalize(dv, dim=-1), torch.nn.functional.normalize(d_state, dim=-1)
 

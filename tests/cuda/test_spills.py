@@ -7,22 +7,26 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from allowances import ALLOWED, WIDE, Allowance, allowed
+from spill_allowances import ALLOWED, WIDE, Allowance, allowed
 
-from kdacore_cuda import build, prebuilt, variants
-from kdacore_cuda.build import KernelSource
+from kdacore_cuda.architectures import PACKAGED_ARCHS
+from kdacore_cuda.compiler import compile_kernel, nvrtc_version
+from kdacore_cuda.kernel_source import KernelSource
+from kdacore_cuda.packaged_cubins import FOLDER, MANIFEST
+from kdacore_cuda.packaged_kernels import packaged_kernels
+from kdacore_cuda.recurrent_kernels import RecurrentMode, recurrent_kernel
 
 
 def rows() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = json.loads((prebuilt.FOLDER / prebuilt.MANIFEST).read_text())["cubins"]
+    found: dict[str, dict[str, Any]] = json.loads((FOLDER / MANIFEST).read_text())["cubins"]
     return found
 
 
 def packaged() -> Iterator[tuple[KernelSource, str, dict[str, Any]]]:
     """Every packaged kernel, its architecture, and its row."""
     found = rows()
-    for arch in prebuilt.PACKAGED_ARCHS:
-        for kernel in variants.packaged_kernels(arch):
+    for arch in PACKAGED_ARCHS:
+        for kernel in packaged_kernels(arch):
             yield kernel, arch, found[f"{kernel.name}.{arch}"]
 
 
@@ -35,7 +39,7 @@ def test_every_kernel_keeps_to_its_allowance() -> None:
     assert not over, "spilled, allowed"
 
 
-PACKAGED = [a for a in ALLOWED if a.arch in prebuilt.PACKAGED_ARCHS]
+PACKAGED = [a for a in ALLOWED if a.arch in PACKAGED_ARCHS]
 
 
 @pytest.mark.parametrize("allowance", PACKAGED, ids=lambda a: f"{a.path} {a.arch} {a.macros}")
@@ -52,10 +56,13 @@ def test_every_row_says_registers_and_spills() -> None:
         assert row["stack"] >= 0, (kernel.name, arch)
 
 
-@pytest.mark.parametrize("kernel", [variants.decode_kernel(128, False, True, variants.DECODE_PLAIN)])
+@pytest.mark.parametrize(
+    "kernel",
+    [recurrent_kernel(128, False, True, RecurrentMode.CONTIGUOUS)],
+)
 def test_rows_say_what_the_compiler_says_today(kernel: KernelSource) -> None:
     row = rows()[f"{kernel.name}.sm_90a"]
-    if row["nvrtc"] != build.nvrtc_version():
+    if row["nvrtc"] != nvrtc_version():
         pytest.skip(f"the cubins were built with NVRTC {row['nvrtc']}")
-    usage = build.compile_kernel(kernel, "sm_90a").usage()
+    usage = compile_kernel(kernel, "sm_90a").usage()
     assert {name: row[name] for name in usage._fields} == usage._asdict()

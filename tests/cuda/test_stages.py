@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 import torch
 from cuda_calls import O_BOUND, STATE_BOUND, error, oracle, request_of
-from stage_calls import Drawn, intra, recompute, stage_request
+from stages_calls import Drawn, intra, recompute, stage_request
 
 import kdacore
 from kdacore import stages as api
 from kdacore.errors import UnsupportedError
 from kdacore.types import ChunkInputs, Device, IntraInputs, IntraOutputs, RecomputeInputs, RecomputeOutputs
-from kdacore_cuda import arrays, build, variants, verifiers
+from kdacore_cuda import torch_arguments, verifiers
+from kdacore_cuda.compiler import compile_kernel
+from kdacore_cuda.kernel_source import KernelSource
 from kdacore_cuda.plugin import make_backend
+from kdacore_cuda.stages_kernels import intra_kernel, recompute_kernel
 from kdacore_reference import oracle_stages as exact
 
 MIXED = [0, 1, 17, 64, 15, 0, 70, 33]
@@ -162,9 +165,9 @@ def test_unaligned_rows_are_copied(emulated: list[str]) -> None:
 def test_long_sequences_are_not_copied() -> None:
     """Found by its time: from 2**27 elements a batch row on, every input was copied first."""
     long = torch.empty_strided((1, 2, 1, 64), (2**31, 64, 64, 1), dtype=torch.bfloat16)
-    assert arrays.aligned(long) is long
+    assert torch_arguments.aligned(long) is long
     far = torch.empty_strided((1, 1, 1, 64), (64, 2**27, 64, 1), dtype=torch.bfloat16)
-    assert arrays.aligned(far) is not far
+    assert torch_arguments.aligned(far) is not far
 
 
 def test_small_betas(emulated: list[str]) -> None:
@@ -221,11 +224,11 @@ def test_other_dtypes_are_rejected(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100f", "sm_120"])
 @pytest.mark.parametrize(
     "kernel",
-    [variants.intra_kernel(128, False), variants.recompute_kernel(128, 128, True)],
+    [intra_kernel(128, False), recompute_kernel(128, 128, True)],
     ids=["intra", "recompute"],
 )
-def test_kernels_compile_without_spills(kernel: build.KernelSource, arch: str) -> None:
-    log = build.compile_kernel(kernel, arch).log
+def test_kernels_compile_without_spills(kernel: KernelSource, arch: str) -> None:
+    log = compile_kernel(kernel, arch).log
     spilled = re.search(r"(\d+) bytes spill stores", log)
     assert spilled is not None, log
     assert int(spilled[1]) <= (32 if arch == "sm_120" else 0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_calls import O_BOUND, Draw, error
-from stage_calls import intra, recompute, stage_request
+from stages_calls import intra, recompute, stage_request
 
 from kdacore.types import IntraInputs, RecomputeInputs
 from kdacore_reference import oracle_stages as exact

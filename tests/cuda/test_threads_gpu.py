@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_calls import SAFE_MODEL, Draw, request_of
+from cuda_calls import BOUNDED_MODEL, Draw, request_of
 
 import kdacore
 from kdacore.types import ChunkInputs, OutputGrads
-from kdacore_cuda import backward
+from kdacore_cuda import chunk_backward
 
 pytestmark = pytest.mark.gpu
 
@@ -43,24 +43,24 @@ def inputs(T: int) -> ChunkInputs:
     return ChunkInputs(**tokens, beta=d.normal(1, T, 2), **gate)
 
 
-def prefill() -> Callable[[], torch.Tensor]:
+def chunk_forward_call() -> Callable[[], torch.Tensor]:
     given = {k: x for k, x in inputs(100)._asdict().items() if x is not None}
-    return lambda: kdacore.chunk_kda(**given, **SAFE_MODEL, backend="cuda")[0]
+    return lambda: kdacore.chunk_kda(**given, **BOUNDED_MODEL, backend="cuda")[0]
 
 
-def decode() -> Callable[[], torch.Tensor]:
+def recurrent_call() -> Callable[[], torch.Tensor]:
     given = {k: x for k, x in inputs(1)._asdict().items() if x is not None}
-    return lambda: kdacore.fused_recurrent_kda(**given, **SAFE_MODEL, backend="cuda")[0]
+    return lambda: kdacore.fused_recurrent_kda(**given, **BOUNDED_MODEL, backend="cuda")[0]
 
 
 def gradients() -> Callable[[], torch.Tensor]:
     given = inputs(100)
-    request = request_of("chunk_kda", given, **SAFE_MODEL)
+    request = request_of("chunk_kda", given, **BOUNDED_MODEL)
     grads = OutputGrads(torch.ones_like(given.v), None)
-    return lambda: backward.backward(request, given, (), grads).q
+    return lambda: chunk_backward.backward(request, given, (), grads).q
 
 
-@pytest.mark.parametrize("make", [prefill, decode, gradients])
+@pytest.mark.parametrize("make", [chunk_forward_call, recurrent_call, gradients])
 def test_launch_in_a_new_thread(make: Callable[[], Callable[[], torch.Tensor]]) -> None:
     """Memory comes from what torch has kept of a call before, so nothing but the launch touches the driver."""
     call = make()

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
-from cuda_calls import SAFE_MODEL, Draw, request_of
+from cuda_calls import BOUNDED_MODEL, Draw, request_of
 
 from kdacore import lazy
 from kdacore.cli import main as cli
 from kdacore.registry import missing
 from kdacore.types import ChunkInputs, Device, Request
-from kdacore_cuda import verifiers
+from kdacore_cuda import plugin, verifiers
 from kdacore_cuda.plugin import _driver_missing, make_backend
 
 BACKEND = make_backend()
@@ -27,7 +32,7 @@ def request(op: str = "chunk_kda", **changes: Any) -> Request:
         beta=d.normal(1, 4, 1),
         **d.gate("random", 1, 4, 1, 64),
     )
-    base = request_of("chunk_kda", inputs, **SAFE_MODEL)
+    base = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
     return dataclasses.replace(base, **({"op": op, "device": Device("cuda", 0, "sm_90")} | changes))
 
 
@@ -102,12 +107,28 @@ def test_gradients_are_rejected_elsewhere(changes: dict[str, Any]) -> None:
     assert codes(request(**TRAINED | changes | {"needs_grad": False})) == set()
 
 
-def test_importing_the_plugin_imports_no_framework() -> None:
-    import subprocess
-    import sys
-
-    code = "import sys, kdacore_cuda.plugin; assert not {'torch', 'cuda', 'triton'} & set(sys.modules)"
+def test_declaring_the_backend_imports_nothing_else() -> None:
+    """No framework, and none of the backend's other modules."""
+    code = """
+import sys
+from kdacore_cuda.plugin import make_backend
+make_backend()
+assert not {"torch", "cuda", "triton"} & set(sys.modules)
+ours = {name for name in sys.modules if name.startswith("kdacore_cuda")}
+assert ours == {"kdacore_cuda", "kdacore_cuda.plugin"}, ours
+"""
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_declared_function_exists() -> None:
+    """They are named as text, and imported when they are first called."""
+    source = Path(plugin.__file__).read_text()
+    named = re.findall(r'_lazy\("(\w+)", "(\w+)"\)', source)
+    named += [("verifiers", name) for name in re.findall(r'_verifier\("(\w+)"\)', source)]
+    named += [("stages", name) for name in re.findall(r'_stage\("(\w+)"\)', source)]
+    assert len(named) >= 20
+    for module, function in named:
+        assert callable(getattr(import_module(f"kdacore_cuda.{module}"), function)), (module, function)
 
 
 def test_explaining_a_call_on_assumed_hardware_needs_no_driver(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
-"""The few driver calls a launch needs, through ctypes: present wherever torch can use a GPU, no extra package.
+"""The driver calls that a launch needs, through ctypes: available wherever torch can use a GPU.
 
-``PyDLL`` keeps the interpreter lock during a call: a launch takes microseconds, less than handing the lock over twice.
+``PyDLL`` keeps the interpreter lock during a call: a launch takes microseconds, less than releasing
+and taking the lock.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from functools import cache
 LIBRARY = "libcuda.so.1"
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 NO_CONTEXT = 201
-"""CUDA_ERROR_INVALID_CONTEXT: a launch in a thread that has used no CUDA yet, such as a new one of autograd's."""
+"""CUDA_ERROR_INVALID_CONTEXT: a launch in a thread that has not used CUDA yet, such as a new one of
+autograd's."""
 _P = ctypes.c_void_p
 _U = ctypes.c_uint
 
@@ -50,24 +52,31 @@ class Driver:
             self._dll.cuGetErrorName(code, ctypes.byref(text))
             raise DriverError(call, code, (text.value or b"unknown error").decode())
 
-    def recover(self, code: int, device: int, *given: object) -> None:
-        """After :attr:`launch` of ``given`` came back with ``code``, not 0: once more with torch's context where the
-        thread had none. DriverError otherwise, or if that fails too.
+    def recover(self, code: int, device: int, *arguments: object) -> None:
+        """Handle the error ``code`` that :attr:`launch` returned for ``arguments``.
+
+        Where the thread had no context, launches again with torch's on ``device``. Raises
+        DriverError if that fails too, and for every other error.
         """
         if code == NO_CONTEXT:
             self.make_current(device)
-            code = self.launch(*given)
+            code = self.launch(*arguments)
         self.check("cuLaunchKernelEx", code)
 
     def make_current(self, device: int) -> None:
-        """Make the context that torch uses on ``device`` the calling thread's."""
+        """Make the context that torch uses on ``device`` current in the calling thread. DriverError
+        if that fails."""
         context = _P()
         code = self._dll.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
         self.check("cuDevicePrimaryCtxRetain", code)
         self.check("cuCtxSetCurrent", self._dll.cuCtxSetCurrent(context))
 
     def load_kernel(self, cubin: bytes, entry: str) -> int:
-        """Handle of ``entry`` in ``cubin``: valid in every context, on every device of that architecture."""
+        """Handle of ``entry`` in ``cubin``, valid in every context, on every device of that
+        architecture.
+
+        DriverError when the driver refuses the cubin.
+        """
         library, kernel = _P(), _P()
         code = self._dll.cuLibraryLoadData(ctypes.byref(library), cubin, None, None, 0, None, None, 0)
         self.check("cuLibraryLoadData", code)
@@ -78,7 +87,8 @@ class Driver:
         return int(kernel.value or 0)
 
     def allow_shared(self, kernel: int, size: int, device: int) -> None:
-        """Raise the dynamic shared memory limit of ``kernel`` on ``device`` to ``size`` bytes."""
+        """Raise the dynamic shared memory limit of ``kernel`` on ``device`` to ``size`` bytes.
+        DriverError if refused."""
         code = self._dll.cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, size, kernel, device)
         self.check("cuKernelSetAttribute", code)
 

@@ -1,4 +1,5 @@
-"""A kernel ready to launch: loaded once per process, its parameters packed into one buffer."""
+"""Launching a kernel: it is loaded once per process, and its parameters are packed into one
+buffer."""
 
 from __future__ import annotations
 
@@ -7,23 +8,24 @@ import struct
 import threading
 from typing import Any, NamedTuple
 
-from kdacore_cuda.build import KernelSource, load_or_compile
+from kdacore_cuda.cubin_lookup import load_or_compile
 from kdacore_cuda.driver import driver
-from kdacore_cuda.layout import ParamStruct
+from kdacore_cuda.kernel_parameters import ParamStruct
+from kdacore_cuda.kernel_source import KernelSource
 
 STATIC_SHARED = 48 * 1024
-"""Bytes of shared memory that a kernel may have without asking."""
+"""Bytes of shared memory a kernel may use without raising its limit."""
 
 _CONFIG = struct.Struct("<7I4xQQI4x")
 """CUlaunchConfig: grid, block, shared memory, stream, attributes, their number."""
 _ATTRIBUTE = struct.Struct("<i4xi60x")
 """CUlaunchAttribute."""
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
-_EARLY_ARCH = 90
-"""Compute capability from which a launch may begin before the one ahead of it has ended."""
+_OVERLAP_ARCH = 90
+"""Compute capability (times 10) from which a launch may start before the previous one has ended."""
 put_grid, put_stream = struct.Struct("<I").pack_into, struct.Struct("<Q").pack_into
-STREAM_AT = 32
-"""Where the stream stands in a CUlaunchConfig."""
+STREAM_OFFSET = 32
+"""Byte offset of the stream in a CUlaunchConfig."""
 
 _handles: dict[tuple[KernelSource, str], int] = {}
 
@@ -33,17 +35,17 @@ class Loaded(NamedTuple):
 
     handle: int
     config: ctypes.Array[ctypes.c_char]
-    address: int
-    """Of the configuration."""
+    config_address: int
     attribute: ctypes.Array[ctypes.c_char]
-    """The driver reads it at every launch."""
+    """The configuration points to it; the driver reads it at every launch."""
 
 
 class Launcher:
     """Launches one kernel with one parameter struct.
 
-    Every kernel waits by itself for the launch ahead of it (``wait_for_inputs`` of csrc/common/ptx.cuh), so where the
-    architecture has that the driver may place its blocks before the stream's last kernel has ended.
+    Every kernel waits for the previous launch by itself (``wait_for_inputs`` of
+    csrc/common/ptx.cuh). So, from compute capability 9.0, the driver may place its blocks before
+    the stream's previous kernel has ended.
 
     Args:
         kernel: what to build.
@@ -62,7 +64,12 @@ class Launcher:
         self._lock = threading.Lock()
 
     def load(self, device: int, arch: str, grid: int = 0) -> Loaded:
-        """Build (or find) the cubin for ``arch``, load it, and set its limits on ``device``."""
+        """Find or compile the cubin for ``arch``, load it, and set its limits on ``device``.
+
+        Raises:
+            BackendBuildError: it had to be compiled, and could not be.
+            DriverError: the driver refused it.
+        """
         chosen, key = driver(), (self.kernel, arch)
         handle = _handles.get(key)
         if handle is None:
@@ -70,20 +77,21 @@ class Launcher:
             handle = _handles[key] = chosen.load_kernel(cubin, self.kernel.entry)
         if self.shared > STATIC_SHARED:
             chosen.allow_shared(handle, self.shared, device)
-        early = int("".join(filter(str.isdigit, arch))) >= _EARLY_ARCH
+        overlaps = int("".join(filter(str.isdigit, arch))) >= _OVERLAP_ARCH
         attribute = ctypes.create_string_buffer(_ATTRIBUTE.pack(_PROGRAMMATIC_STREAM_SERIALIZATION, 1))
         blocks = (grid, 1, 1, self.threads, 1, 1, self.shared)
         config = ctypes.create_string_buffer(
-            _CONFIG.pack(*blocks, 0, ctypes.addressof(attribute), int(early))
+            _CONFIG.pack(*blocks, 0, ctypes.addressof(attribute), int(overlaps))
         )
         return Loaded(handle, config, ctypes.addressof(config), attribute)
 
     def __call__(self, grid: int, device: int, arch: str, stream: int, values: tuple[Any, ...]) -> None:
-        """Pack ``values`` in the struct's order and launch on ``stream`` of ``device``. Never synchronises.
+        """Pack ``values`` in the struct's order and launch on ``stream`` of ``device``. Never
+        synchronises.
 
         Raises:
-            BackendBuildError: the first call had to compile, and could not.
-            DriverError: the driver refused the launch.
+            BackendBuildError: the first call had to compile the kernel, and could not.
+            DriverError: the driver refused the kernel or the launch.
         """
         loaded = self._loaded.get((device, arch))
         if loaded is None:
@@ -92,8 +100,8 @@ class Launcher:
         with self._lock:  # the driver has copied both buffers when launch returns
             self._pack(self._buffer, 0, *values)
             put_grid(loaded.config, 0, grid)
-            put_stream(loaded.config, STREAM_AT, stream)
-            given = (loaded.address, loaded.handle, self._address, None)
-            code = chosen.launch(*given)
+            put_stream(loaded.config, STREAM_OFFSET, stream)
+            arguments = (loaded.config_address, loaded.handle, self._address, None)
+            code = chosen.launch(*arguments)
             if code:
-                chosen.recover(code, device, *given)
+                chosen.recover(code, device, *arguments)

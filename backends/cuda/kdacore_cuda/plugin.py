@@ -1,4 +1,4 @@
-"""The CUDA backend as data. Nothing heavy is imported until a call runs."""
+"""The CUDA backend's declaration. Its other modules are imported when they are first needed."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from functools import cache, partial
 from kdacore.hookspecs import hookimpl
 from kdacore.lazy import lazy_function, package_probe
 from kdacore.types import Backend, OpImpl, Requirement
-from kdacore_cuda import __version__, costs, verifiers
+from kdacore_cuda import __version__
 
 VERIFIED = frozenset({"sm_90"})
-"""Architectures the conformance suite has run on, all ops (benchmarks/results/h200/conformance-cuda.json);
-others are checked once, on the machine, before auto uses them."""
+"""Architectures the conformance suite has run on, all ops
+(benchmarks/results/h200/conformance-cuda.json); others are checked once, on the machine, before
+auto uses them."""
 
 
 DRIVER = 13000
 """The oldest CUDA version a driver may be of, as ``cuDriverGetVersion`` writes it: 13.0.
 
-Packaged cubins are made by NVRTC 13, and so are those made here. A driver loads machine code from every minor version
-of its own major one and from older majors, never from a newer major. So 13.0 serves what NVRTC 13.0 and later made (we
-ship no PTX, for which that would not hold), and 12.x refuses all of it, while Triton, which brings its own assembler,
-works there.
+NVRTC 13 compiles the packaged cubins, and those compiled on the user's machine. A driver loads
+machine code from every minor version of its own major version and from older major versions, never
+from newer ones. So a 13.0 driver loads what NVRTC 13.0 and later compiled (this would not hold for
+PTX, of which we ship none), and a 12.x driver refuses all of it. Triton, which brings its own
+assembler, works there.
 """
 
 
@@ -67,24 +69,26 @@ POOL = frozenset({"accepted_tokens", "inplace_state", "out", "read_only_state", 
 """Those of the recurrent ops alone."""
 
 
+_verifier = partial(_lazy, "verifiers")
+
 _COMMON = (
-    verifiers.architecture,
-    verifiers.compiler,
-    verifiers.head_dims,
-    verifiers.other_dtypes,
-    verifiers.state_dtype,
-    verifiers.long_enough_grid,
+    _verifier("architecture"),
+    _verifier("compiler"),
+    _verifier("head_dims"),
+    _verifier("gate_dtypes"),
+    _verifier("state_dtype"),
+    _verifier("grid_size"),
 )
 
 _STAGE = (
-    verifiers.architecture,
-    verifiers.compiler,
-    verifiers.stage_head_dims,
-    verifiers.stage_dtypes,
-    verifiers.stage_chunk,
-    verifiers.heads_per_group,
-    verifiers.prefill_length,
-    verifiers.stage_grid,
+    _verifier("architecture"),
+    _verifier("compiler"),
+    _verifier("stage_head_dims"),
+    _verifier("stage_dtypes"),
+    _verifier("stage_chunk"),
+    _verifier("heads_per_group"),
+    _verifier("sequence_length"),
+    _verifier("stage_grid_size"),
 )
 
 
@@ -100,20 +104,25 @@ def _stage(function: str, *features: str) -> OpImpl:
 
 def make_backend() -> Backend:
     """The backend named ``cuda``."""
-    prefill = OpImpl(
-        forward=_lazy("prefill", "forward"),
-        backward=_lazy("backward", "backward"),
+    chunk = OpImpl(
+        forward=_lazy("chunk_forward", "forward"),
+        backward=_lazy("chunk_backward", "backward"),
         serves=WHOLE | {"checkpoints"},
-        verifiers=(*_COMMON, verifiers.prefill_dtype, verifiers.prefill_length, verifiers.gradients),
-        fast_path=_lazy("prefill_repeat", "repeat"),
+        verifiers=(
+            *_COMMON,
+            _verifier("chunk_forward_dtype"),
+            _verifier("sequence_length"),
+            _verifier("gradients"),
+        ),
+        fast_path=_lazy("chunk_forward_fast_path", "make_fast_call"),
         verified_archs=VERIFIED,
     )
     recurrent = OpImpl(
-        forward=_lazy("decode", "forward"),
+        forward=_lazy("recurrent", "forward"),
         serves=WHOLE | POOL,
-        verifiers=(*_COMMON, verifiers.recurrent_dtype),
-        cost=costs.recurrent,
-        fast_path=_lazy("decode", "repeat"),
+        verifiers=(*_COMMON, _verifier("recurrent_dtype")),
+        cost=_lazy("costs", "recurrent"),
+        fast_path=_lazy("recurrent_fast_path", "make_fast_call"),
         verified_archs=VERIFIED,
         batch_invariant=True,
     )
@@ -122,13 +131,13 @@ def make_backend() -> Backend:
         version=__version__,
         kinds=("torch",),
         ops={
-            "chunk_kda": prefill,
+            "chunk_kda": chunk,
             "fused_recurrent_kda": recurrent,
             "fused_recurrent_gated_delta_rule": recurrent,
             "kda_chunk_intra": _stage("chunk_intra"),
             "kda_recompute_w_u": _stage("recompute_w_u", "q"),
         },
-        summary="hand-written kernels: bfloat16 prefill, its backward on Hopper, recurrent decode, two training stages",
+        summary="hand-written kernels: bfloat16 chunk_kda, its backward on Hopper, recurrent ops, two training stages",
         requirements=(
             Requirement(
                 "CUDA driver",

@@ -1,32 +1,25 @@
-"""What the CUDA kernels cannot do, one function a reason. Verifiers read shapes, dtypes and flags, never values."""
+"""What the CUDA kernels cannot do, one function per reason. Each returns the Reason, or None for a
+call it can serve.
+
+Verifiers read shapes, dtypes and flags, never values.
+"""
 
 from __future__ import annotations
 
 from functools import cache
 
 from kdacore.types import Reason, Request
-from kdacore_cuda.variants import BUILD_ARCHS, HEAD_DIMS
+from kdacore_cuda.architectures import BUILD_ARCHS, FIRST_ARCH, HEAD_DIMS
 
 STATE_DTYPES = ("float32", "bfloat16")
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 
 
-SAFE_BOUND = -5.0
-"""Log decays of one token at least this large let one product cover 16 tokens."""
-
-
-def is_safe(request: Request) -> bool:
-    """Is every log decay promised, or made, to lie in ``[-5, 0]``?"""
-    if request.gate == "sigmoid":
-        return request.lower_bound is not None and request.lower_bound >= SAFE_BOUND
-    return request.safe_gate and request.gate == "log"
-
-
 def architecture(request: Request) -> Reason | None:
-    """The kernels need mma.sync for bfloat16 and asynchronous copies: compute capability 8.0."""
+    """The kernels need bfloat16 products and asynchronous copies: compute capability 8.0."""
     arch = request.device.arch
     number = arch.removeprefix("sm_")
-    if arch == number or not number.isdigit() or int(number) < 80:
+    if arch == number or not number.isdigit() or int(number) < FIRST_ARCH:
         return Reason(
             "hardware",
             "is built for NVIDIA GPUs of compute capability 8.0 and up",
@@ -44,20 +37,20 @@ def _has_compiler() -> bool:
 
 
 def compiler(request: Request) -> Reason | None:
-    """Where no machine code is packaged, NVRTC makes it at the first call."""
+    """Where no machine code is packaged, NVRTC compiles it on the first call."""
     arch = request.device.arch
     if arch in BUILD_ARCHS or _has_compiler():
         return None
     return Reason(
         "unavailable",
-        "has no packaged kernels for this architecture and no NVRTC to make them",
+        "has no packaged kernels for this architecture and no NVRTC to compile them",
         arch,
         "pip install 'kdacore[cuda]', or " + " or ".join(BUILD_ARCHS),
     )
 
 
 def head_dims(request: Request) -> Reason | None:
-    """Head dims are compiled in."""
+    """Kernels are compiled for fixed head dims."""
     if request.K != request.V or request.K not in HEAD_DIMS:
         want = " or ".join(f"K = V = {d}" for d in HEAD_DIMS)
         return Reason(
@@ -66,10 +59,10 @@ def head_dims(request: Request) -> Reason | None:
     return None
 
 
-def prefill_dtype(request: Request) -> Reason | None:
-    """The prefill kernel multiplies bfloat16."""
+def chunk_forward_dtype(request: Request) -> Reason | None:
+    """The chunk forward multiplies bfloat16."""
     if request.dtype != "bfloat16":
-        return Reason("dtype", "takes bfloat16 q, k, v for prefill", request.dtype, "bfloat16")
+        return Reason("dtype", "takes bfloat16 q, k, v in the chunk forward", request.dtype, "bfloat16")
     return None
 
 
@@ -80,7 +73,7 @@ def recurrent_dtype(request: Request) -> Reason | None:
     return None
 
 
-def other_dtypes(request: Request) -> Reason | None:
+def gate_dtypes(request: Request) -> Reason | None:
     """Gates, betas and biases are 16- or 32-bit floats."""
     for name in ("g", "beta", "dt_bias"):
         if request.has(name) and request.spec(name).dtype not in FLOAT_DTYPES:
@@ -98,7 +91,7 @@ def state_dtype(request: Request) -> Reason | None:
     return None
 
 
-def long_enough_grid(request: Request) -> Reason | None:
+def grid_size(request: Request) -> Reason | None:
     """A one-dimensional grid has at most 2**31 - 1 blocks."""
     if request.N * request.HV * 16 >= 2**31:
         return Reason(
@@ -110,7 +103,7 @@ def long_enough_grid(request: Request) -> Reason | None:
     return None
 
 
-def prefill_length(request: Request) -> Reason | None:
+def sequence_length(request: Request) -> Reason | None:
     """Lengths inside a sequence are 32-bit."""
     if request.T >= 2**30:
         return Reason("too_large", "counts tokens in 32 bits", f"T={request.T}", "< 2**30")
@@ -118,12 +111,12 @@ def prefill_length(request: Request) -> Reason | None:
 
 
 def gradients(request: Request) -> Reason | None:
-    """The backward is written for Hopper and 128 channels."""
+    """The backward exists for Hopper and K = V = 128."""
     if not request.needs_grad:
         return None
     arch, K = request.device.arch, request.K
     if arch != "sm_90":
-        return Reason("gradients", "has its backward for Hopper alone", arch, "sm_90, or no gradients")
+        return Reason("gradients", "has a backward for Hopper only", arch, "sm_90, or no gradients")
     if K != 128:
         return Reason(
             "gradients", "has a backward for one head dim", f"K={K}", "K = V = 128, or no gradients"
@@ -136,7 +129,7 @@ STAGE_CHUNK = 64
 
 
 def stage_head_dims(request: Request) -> Reason | None:
-    """Head dims are compiled in; K and V may differ. The intra stage has no V."""
+    """Kernels are compiled for fixed head dims; K and V may differ. The intra stage has no V."""
     dims = {"K": request.K} if request.op == "kda_chunk_intra" else {"K": request.K, "V": request.V}
     if any(d not in HEAD_DIMS for d in dims.values()):
         got = ", ".join(f"{name}={d}" for name, d in dims.items())
@@ -148,7 +141,8 @@ def stage_head_dims(request: Request) -> Reason | None:
 def stage_dtypes(request: Request) -> Reason | None:
     """q, k, v and Akk have one 16-bit dtype, gc is float32, beta is a 16- or 32-bit float.
 
-    An inverse in another dtype would be rounded, which w of near-collinear keys does not forgive.
+    An inverse in another dtype would have to be rounded, and w of nearly collinear keys would be
+    inaccurate.
     """
     if request.dtype not in STAGE_DTYPES:
         return Reason("dtype", "takes 16-bit q, k, v in its stages", request.dtype, " or ".join(STAGE_DTYPES))
@@ -169,19 +163,19 @@ def stage_chunk(request: Request) -> Reason | None:
 
 
 def heads_per_group(request: Request) -> Reason | None:
-    """Value heads fall into equal groups, one a query/key head."""
+    """Value heads form equal groups, one group per query/key head."""
     if request.HV % request.H:
         return Reason(
             "gva",
-            "gives every query/key head as many value heads",
+            "needs equally many value heads for every query/key head",
             f"H={request.H}, HV={request.HV}",
             "HV a multiple of H",
         )
     return None
 
 
-def stage_grid(request: Request) -> Reason | None:
-    """One block a chunk and value head, counted in 31 bits."""
+def stage_grid_size(request: Request) -> Reason | None:
+    """One block per chunk and value head, counted in 31 bits."""
     blocks = (1 if request.packed else request.B) * request.num_chunks * request.HV
     if blocks >= 2**31:
         return Reason("too_large", "has too many chunks and heads for one launch", str(blocks), "< 2**31")

@@ -1,0 +1,275 @@
+"""Host side of the backward of ``chunk_kda`` on Hopper.
+
+Everything is recomputed from the inputs, in these launches: prepare (operands of each chunk), scan
+(states forward and their gradients in reverse, side by side in one grid), grads (every input
+gradient of each chunk), and sums (over the value heads of a group, and over chunks). Nothing is
+read back from the device.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
+from kdacore_cuda import torch_launch
+from kdacore_cuda.architectures import build_arch
+from kdacore_cuda.chunk_backward_kernels import (
+    GROUPS_THREADS,
+    SUMS_THREADS,
+    ChunkBackwardKernel,
+    grads_kernel,
+    groups_kernel,
+    prepare_kernel,
+    scan_kernel,
+    scan_warpgroups,
+    sums_kernel,
+)
+from kdacore_cuda.kernel_parameters import BACKWARD, GATES, GROUPS, SUMS, TYPES
+from kdacore_cuda.launch import Launcher
+from kdacore_cuda.plan_cache import PlanCache
+from kdacore_cuda.request_encoding import chunk_flags, contiguous_token_strides, has_bounded_gate, type_code
+from kdacore_cuda.torch_arguments import address, aligned, contiguous, token_arguments
+
+CHUNK, HALF, QUARTER = 64, 32, 16
+LOG2E = 1.4426950408889634
+UNBOUNDED_FLOOR = -13.75
+"""The lowest log2 decay of one token with an unbounded gate, so that one exponent anchor serves a
+quarter of a chunk.
+
+exp(g) is then at least 7e-5. A state that should have decayed further keeps that part of itself,
+far below what bfloat16 resolves. Tokens whose decay was raised to the floor have gradient 0.
+"""
+
+WORKSPACE: dict[str, tuple[int, torch.dtype]] = {
+    **dict.fromkeys(("kg", "kg_low", "qg", "w", "u", "dr"), (64 * 128, torch.bfloat16)),
+    **dict.fromkeys(("aqk", "inv"), (64 * 64, torch.bfloat16)),
+    **dict.fromkeys(("h", "dh"), (128 * 128, torch.bfloat16)),
+    "last": (3 * 128, torch.float32),
+    "rows": (3 * 64, torch.float32),
+}
+"""Elements and dtype of each array of the workspace, for one chunk and value head. The kernels'
+workspace header under csrc/sm90 says what they hold."""
+
+_TOKENS = ("q", "k", "v", "g", "beta")
+_STRIDES = tuple(f"{name}_{axis}" for name in _TOKENS for axis in ("sb", "st", "sh"))
+
+Arrays = dict[str, torch.Tensor]
+"""Tensors by the name of their field in the kernels' parameters."""
+
+
+class ChunkBackwardPlan(NamedTuple):
+    """What the request alone determines."""
+
+    slots: int
+    """Chunks, unused slots of a pack included."""
+    arch: str
+    float_gate: bool
+    """g is passed to the kernels as float32, not bfloat16."""
+    bounded: bool
+    """Gates are bounded: one exponent anchor serves half a chunk, not a quarter."""
+    grouped: bool
+    """HV > H."""
+    strides: tuple[int, ...]
+    """Of contiguous q, k, v, g and beta."""
+    sizes: dict[str, Any]
+    """The parameters that are numbers."""
+
+    def grid(self, kernel: ChunkBackwardKernel, device: int) -> int:
+        """Blocks of a launch."""
+        s = self.sizes
+        return kernel.grid(s["units"], s["N"] * s["HV"], torch_launch.multiprocessors(device))
+
+
+def _make_plan(r: Request) -> ChunkBackwardPlan:
+    NT = -(-r.T // CHUNK)
+    slots = r.T // CHUNK + r.N if r.packed else r.B * NT
+    bounded = has_bounded_gate(r)
+    # Slightly below the bound: after rounding, a decay at the bound must not count as below the
+    # floor.
+    floor = (r.lower_bound or 0.0) * LOG2E * 1.0001 if bounded else UNBOUNDED_FLOOR
+    return ChunkBackwardPlan(
+        slots=slots,
+        arch=build_arch(r.device.arch),
+        float_gate=type_code(r, "g") != TYPES["bfloat16"],
+        bounded=bounded,
+        grouped=r.HV != r.H,
+        strides=contiguous_token_strides(r),
+        sizes={
+            "T": r.T,
+            "units": slots * r.HV,
+            "N": r.N,
+            "H": r.H,
+            "HV": r.HV,
+            "NT": NT,
+            "gate": GATES[r.gate],
+            "flags": chunk_flags(r),
+            "beta_type": type_code(r, "beta"),
+            "bias_type": type_code(r, "dt_bias"),
+            "scale": r.scale,
+            "lower_bound": r.lower_bound or 0.0,
+            "floor": floor,
+            "centre": float(round(-floor * (HALF if bounded else QUARTER) / 2)),
+        },
+    )
+
+
+plan_of = PlanCache(_make_plan)
+
+
+@cache
+def launcher(kernel: ChunkBackwardKernel) -> Launcher:
+    """The launcher of one kernel. All of them take the same parameters."""
+    return Launcher(kernel.source, BACKWARD, kernel.threads, kernel.shared)
+
+
+def make_workspace(plan: ChunkBackwardPlan, like: torch.Tensor, *names: str) -> Arrays:
+    """Uninitialised arrays of the workspace ``[slots, HV, elements]`` on ``like``'s device; see
+    :data:`WORKSPACE`."""
+    lead = plan.slots, plan.sizes["HV"]
+    return {name: like.new_empty((*lead, WORKSPACE[name][0]), dtype=WORKSPACE[name][1]) for name in names}
+
+
+def given_arrays(**arrays: torch.Tensor | None) -> Arrays:
+    """Those arrays that are not None."""
+    return {name: x for name, x in arrays.items() if x is not None}
+
+
+def launch(kernel: ChunkBackwardKernel, plan: ChunkBackwardPlan, inputs: ChunkInputs, arrays: Arrays) -> None:
+    """Launch one kernel.
+
+    Args:
+        kernel: which one.
+        plan: the call's.
+        inputs: the call's arrays.
+        arrays: the workspace, outputs and gradients that the kernel takes, by field name; other
+            fields are 0.
+
+    Raises BackendBuildError or DriverError.
+    """
+    addresses, strides, kept = token_arguments(inputs, False, plan.strides)
+    small = given_arrays(
+        A_log=contiguous(inputs.A_log),
+        dt_bias=contiguous(inputs.dt_bias),
+        cu_seqlens=contiguous(inputs.cu_seqlens),
+        h0=contiguous(inputs.initial_state),
+    )
+    named = dict(zip(_TOKENS, addresses, strict=True)) | dict(zip(_STRIDES, strides, strict=True))
+    named |= {name: x.data_ptr() for name, x in (small | arrays).items()} | plan.sizes
+    values = tuple(named.get(name, 0) for name, _ in BACKWARD.fields)
+    like = inputs.q
+    torch_launch.launch(launcher(kernel), plan.grid(kernel, like.device.index), plan.arch, like, values)
+    del kept, small  # copies live until the launch is queued
+
+
+def scan_of(request: Request, index: int) -> ChunkBackwardKernel:
+    """The scan that this call uses on device ``index``."""
+    heads = request.N * request.HV
+    return scan_kernel(scan_warpgroups(heads, torch_launch.multiprocessors(index)))
+
+
+def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grads: OutputGrads) -> InputGrads:
+    """Gradients of ``chunk_kda`` with respect to every differentiable input.
+
+    Args:
+        request: the call that the forward served; bfloat16 q, k, v, K = V = 128.
+        inputs: its arrays, shaped as :class:`kdacore.types.ChunkInputs` says.
+        saved: not used; everything is recomputed.
+        grads: those of ``o`` ``[B, T, HV, V]`` and of ``final_state`` (``request.state_shape``);
+            either may be None.
+
+    Returns:
+        Gradients with the shape and dtype of their inputs, None where the input is None.
+
+    Raises:
+        BackendBuildError: a kernel had to be compiled and could not be.
+        DriverError: the driver refused a launch.
+    """
+    plan = plan_of(request)
+    x = inputs._replace(g=inputs.g.float()) if inputs.g.dtype == torch.float16 else inputs
+    d_o = x.v.new_zeros(x.v.shape) if grads.o is None else aligned(grads.o.contiguous())
+    d_ht = None if grads.final_state is None else grads.final_state.contiguous()
+    d_h0 = None if x.initial_state is None else x.initial_state.new_empty(x.initial_state.shape)
+
+    work = make_workspace(plan, x.q, *WORKSPACE)
+    launch(prepare_kernel(plan.float_gate, plan.bounded), plan, x, work)
+    scan_arrays = work | given_arrays(d_o=d_o, d_ht=d_ht, d_h0=d_h0)
+    launch(scan_of(request, x.q.device.index), plan, x, scan_arrays)
+    del scan_arrays
+    for name in ("kg", "kg_low", "qg", "w", "aqk", "inv"):  # grads does not read them
+        del work[name]
+
+    out = _make_gradients(request, plan, x)
+    sums = make_partial_sums(request, plan, x)
+    grads_arrays = work | out | sums | {"d_o": d_o}
+    launch(grads_kernel(plan.float_gate, plan.grouped, plan.bounded), plan, x, grads_arrays)
+    dq, dk = out["dq"], out["dk"]
+    if plan.grouped:
+        dq, dk = _sum_group(plan, x.q, dq), _sum_group(plan, x.k, dk)
+    d_A, d_bias = _sum_chunks(plan, x, sums)
+    return InputGrads(dq, dk, out["dv"], out["dg"].to(inputs.g.dtype), out["dbeta"], d_A, d_bias, d_h0)
+
+
+def _make_gradients(request: Request, plan: ChunkBackwardPlan, x: ChunkInputs) -> Arrays:
+    """What grads writes: dq and dk ``[B, T, HV, K]``, of each value head (float32 if grouped); dv,
+    dg and dbeta."""
+    dtype = torch.float32 if plan.grouped else x.q.dtype
+    per_value_head = (request.B, request.T, request.HV, request.K)
+    return {
+        **{name: x.q.new_empty(per_value_head, dtype=dtype) for name in ("dq", "dk")},
+        **{f"d{name}": y.new_empty(y.shape) for name, y in (("v", x.v), ("g", x.g), ("beta", x.beta))},
+    }
+
+
+def make_partial_sums(request: Request, plan: ChunkBackwardPlan, x: ChunkInputs) -> Arrays:
+    """Arrays for the gradients of A_log ``[slots, HV]`` and dt_bias ``[slots, HV, K]``, float32,
+    one sum per chunk.
+
+    Only of those that are given. Zero for a pack, whose unused slots no kernel writes; else
+    uninitialised.
+    """
+    make = x.q.new_zeros if request.packed else x.q.new_empty
+    lead = (plan.slots, request.HV)
+    A = None if x.A_log is None else make(lead, dtype=torch.float32)
+    bias = None if x.dt_bias is None else make((*lead, request.K), dtype=torch.float32)
+    return given_arrays(dA_part=A, dbias_part=bias)
+
+
+def _sum_chunks(
+    plan: ChunkBackwardPlan, inputs: ChunkInputs, sums: Arrays
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of A_log and dt_bias, with their shapes and dtypes."""
+    A, bias = (None if x is None else x.new_empty(x.shape) for x in (inputs.A_log, inputs.dt_bias))
+    if A is None and bias is None:
+        return None, None
+    types = (0 if x is None else TYPES[str(x.dtype).removeprefix("torch.")] for x in (A, bias))
+    addresses = (address(sums.get("dA_part")), address(sums.get("dbias_part")), address(A), address(bias))
+    HV = plan.sizes["HV"]
+    values = (*addresses, plan.slots, HV, *types)
+    torch_launch.launch(_sums_launcher(), HV, plan.arch, inputs.q, values)
+    return A, bias
+
+
+def _sum_group(plan: ChunkBackwardPlan, x: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """The gradient of ``x`` (q or k) from the float32 ones of its value heads, the norm's
+    derivative applied."""
+    x = aligned(x)
+    out = x.new_empty(x.shape)
+    rows = x.numel() // x.shape[-1]
+    sizes = (plan.sizes[name] for name in ("H", "HV", "flags"))
+    addresses = (x.data_ptr(), part.data_ptr(), out.data_ptr())
+    values = (*addresses, *x.stride()[:3], plan.sizes["T"], rows, *sizes)
+    torch_launch.launch(_groups_launcher(), -(-rows // (GROUPS_THREADS // 32)), plan.arch, x, values)
+    return out
+
+
+@cache
+def _sums_launcher() -> Launcher:
+    return Launcher(sums_kernel(), SUMS, SUMS_THREADS, 4 * SUMS_THREADS)
+
+
+@cache
+def _groups_launcher() -> Launcher:
+    return Launcher(groups_kernel(), GROUPS, GROUPS_THREADS, 0)

@@ -1,0 +1,138 @@
+"""Host side of the chunk forward: ``chunk_kda`` in one fused launch, or in segments where there are
+few heads."""
+
+from __future__ import annotations
+
+import secrets
+from functools import cache
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+
+from kdacore.types import ChunkInputs, Outputs, Request
+from kdacore_cuda import chunk_forward_segments, torch_launch
+from kdacore_cuda.architectures import build_arch
+from kdacore_cuda.chunk_forward_kernels import (
+    chunk_forward_kernel,
+    chunk_forward_shared_bytes,
+    chunk_forward_threads,
+    cluster_size,
+    cut_states_size,
+    cuts_items,
+    has_hopper_kernel,
+    resident_clusters,
+)
+from kdacore_cuda.chunk_forward_segments_kernels import use_segments
+from kdacore_cuda.kernel_parameters import GATES, PREFILL, TYPES
+from kdacore_cuda.launch import Launcher
+from kdacore_cuda.plan_cache import PlanCache
+from kdacore_cuda.request_encoding import chunk_flags, contiguous_token_strides, has_bounded_gate, type_code
+from kdacore_cuda.torch_arguments import address, contiguous, token_arguments
+
+LAUNCH_NUMBERS = count(secrets.randbits(62))
+"""A different number for every launch, which uninitialised memory does not hold by chance. Flags in
+device memory count as raised when they hold it."""
+
+
+class ChunkForwardPlan(NamedTuple):
+    """What the request alone determines."""
+
+    launcher: Launcher
+    grid: int
+    cut_states_size: int
+    """Float32 numbers for the states of sequences that two clusters share; 0 if there are none."""
+    arch: str
+    strides: tuple[int, ...]
+    """Of contiguous q, k, v, g and beta."""
+    sizes: tuple[Any, ...]
+    """The parameters after the strides."""
+    state_dtype: Any
+    widen_gate: bool
+    """g is float16, which the kernel takes as float32."""
+    in_segments: bool
+    """The call is served by :mod:`kdacore_cuda.chunk_forward_segments`."""
+
+
+def _make_plan(r: Request) -> ChunkForwardPlan:
+    arch = build_arch(r.device.arch)
+    items, multiprocessors = r.N * r.HV, torch_launch.multiprocessors(r.device.index)
+    cluster = cluster_size(r.K, items, multiprocessors, arch)
+    clusters = resident_clusters(r.K, cluster, items, multiprocessors, arch)
+    cuts = clusters and (r.packed or cuts_items(r.T, items, clusters))
+    return ChunkForwardPlan(
+        launcher=_launcher(r.K, cluster, has_bounded_gate(r), type_code(r, "g") != TYPES["bfloat16"], arch),
+        grid=(clusters or items) * cluster,
+        cut_states_size=cut_states_size(clusters) if cuts else 0,
+        arch=arch,
+        strides=contiguous_token_strides(r),
+        sizes=(
+            r.T,
+            r.N,
+            r.H,
+            r.HV,
+            clusters,
+            r.checkpoint_every,
+            GATES[r.gate],
+            chunk_flags(r),
+            type_code(r, "beta"),
+            type_code(r, "dt_bias"),
+            r.scale,
+            r.lower_bound or 0.0,
+        ),
+        state_dtype=getattr(torch, r.state_dtype),
+        widen_gate=type_code(r, "g") == TYPES["float16"],
+        in_segments=has_hopper_kernel(r.K, arch) and use_segments(items, multiprocessors),
+    )
+
+
+plan_of = PlanCache(_make_plan)
+
+
+@cache
+def _launcher(K: int, cluster: int, bounded: bool, float_gate: bool, arch: str) -> Launcher:
+    return Launcher(
+        chunk_forward_kernel(K, cluster, bounded, float_gate, arch),
+        PREFILL,
+        chunk_forward_threads(K, cluster, arch),
+        chunk_forward_shared_bytes(K, cluster, bounded, arch),
+    )
+
+
+def forward(request: Request, inputs: ChunkInputs) -> Outputs:
+    """``chunk_kda`` without gradients on CUDA tensors. Nothing is read back from the device.
+
+    Args:
+        request: bfloat16 q, k and v, K = V = 64 or 128.
+        inputs: its arrays, shaped as :class:`kdacore.types.ChunkInputs` says.
+
+    Returns:
+        ``o`` ``[B, T, HV, V]``; the final state (``request.state_shape``) and the checkpoints
+        (``request.checkpoint_shape``) where the request asks for them.
+
+    Raises:
+        BackendBuildError: a kernel had to be compiled and could not be.
+        DriverError: the driver refused a launch.
+    """
+    plan = plan_of(request)
+    if plan.in_segments:
+        return chunk_forward_segments.forward(request, inputs)
+    if plan.widen_gate:
+        inputs = inputs._replace(g=inputs.g.float())
+    addresses, strides, kept = token_arguments(inputs, False, plan.strides)
+    A_log, bias, cu_seqlens = map(contiguous, (inputs.A_log, inputs.dt_bias, inputs.cu_seqlens))
+    h0 = contiguous(inputs.initial_state)
+    o = inputs.v.new_empty((request.B, request.T, request.HV, request.V))
+    ht = o.new_empty(request.state_shape, dtype=plan.state_dtype) if request.output_final_state else None
+    checkpoints = chunk_forward_segments.make_checkpoints(request, o, plan.state_dtype)
+    cut_states = o.new_empty(plan.cut_states_size, dtype=torch.float32) if plan.cut_states_size else None
+    values = (
+        *addresses,
+        *(address(A_log), address(bias), address(cu_seqlens), o.data_ptr()),
+        *(address(h0), address(ht), address(checkpoints), address(cut_states), next(LAUNCH_NUMBERS)),
+        *strides,
+        *plan.sizes,
+    )
+    torch_launch.launch(plan.launcher, plan.grid, plan.arch, o, values)
+    del kept  # copies live until the launch is queued
+    return Outputs(o, ht, checkpoints)

@@ -1,0 +1,116 @@
+"""``chunk_kda`` without gradients for cached calls: everything but addresses is decided and packed
+once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kdacore.arrays.torch.private import Empty, allocator
+from kdacore.types import ChunkInputs, FastCall, Request
+from kdacore_cuda import chunk_forward, chunk_forward_segments, torch_launch
+from kdacore_cuda.kernel_parameters import PREFILL, SEGMENTS
+from kdacore_cuda.prepacked_launch import PrepackedLauncher
+from kdacore_cuda.request_encoding import contiguous_strides
+from kdacore_cuda.torch_arguments import ALIGNMENT, strides_without_copies
+
+Launch = Callable[[int, tuple[int, ...], int, int, int], None]
+"""``launch(stream, tokens, o, initial_state, final_state)`` makes a call's launches. All but the
+stream are addresses, 0 for an absent array; ``tokens`` are those of ``_TOKENS``."""
+
+_TOKENS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")
+_STRIDES = tuple(f"{name}_{axis}" for name in _TOKENS[:5] for axis in ("sb", "st", "sh"))
+_OPERANDS = ("kg", "qg", "w", "u", "aqk", "last")
+
+
+def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
+    """:func:`kdacore_cuda.chunk_forward.forward` for calls of ``request`` whose arrays have the
+    layout of ``inputs``.
+
+    None where an array would have to be copied, where g is float16, and where checkpoints are asked
+    for. The returned function takes a call's arrays in the order of
+    :class:`kdacore.types.ChunkInputs` and returns None, having launched nothing, where q, k, v or g
+    is not 16-byte aligned or another device is current.
+
+    Raises BackendBuildError or DriverError.
+    """
+    r, plan = request, chunk_forward.plan_of(request)
+    small = (inputs.A_log, inputs.dt_bias, inputs.initial_state, inputs.cu_seqlens)
+    strides = strides_without_copies(inputs, False, plan.strides, small)
+    if strides is None or plan.widen_gate or r.checkpoint_every or not plan.grid:
+        return None
+    index = inputs.q.get_device()
+    current_device, current_stream = torch_launch.current_device, torch_launch.current_stream
+    empty = allocator(inputs.v.device.type)
+    with torch.cuda.device(index):  # kernels are loaded here, for the current context
+        make_launch = _segments_launch if plan.in_segments else _fused_launch
+        launch = make_launch(request, strides, index, empty)
+    o_shape, state_shape = (r.B, r.T, r.HV, r.V), r.state_shape
+    o_strides, state_strides = contiguous_strides(o_shape), contiguous_strides(state_shape)
+    o_dtype, state_dtype, returns_state = inputs.v.dtype, plan.state_dtype, r.output_final_state
+
+    def fast_call(arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        q, k, v, g, beta, A_log, bias, initial, cu_seqlens, _ = arrays
+        q_at, k_at, v_at, g_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr()
+        if (q_at | k_at | v_at | g_at) % ALIGNMENT or current_device() != index:
+            return None
+        o = empty(o_shape, o_strides, o_dtype)
+        state = empty(state_shape, state_strides, state_dtype) if returns_state else None
+        launch(
+            current_stream(index),
+            (
+                q_at, k_at, v_at, g_at, beta.data_ptr(), 0 if A_log is None else A_log.data_ptr(),
+                0 if bias is None else bias.data_ptr(), 0 if cu_seqlens is None else cu_seqlens.data_ptr(),
+            ),
+            o.data_ptr(),
+            0 if initial is None else initial.data_ptr(),
+            0 if state is None else state.data_ptr(),
+        )  # fmt: skip
+        return o, state, None
+
+    return fast_call
+
+
+def _fused_launch(request: Request, strides: tuple[int, ...], index: int, empty: Empty) -> Launch:
+    plan = chunk_forward.plan_of(request)
+    per_call = (*_TOKENS, "o", "h0", "ht", "handed", "launch")
+    packed = PrepackedLauncher(plan.launcher, per_call, PREFILL.last(*strides, *plan.sizes))
+    start = torch_launch.prepacked_start(packed, plan.grid, plan.arch, index)
+    size, numbers = plan.cut_states_size, chunk_forward.LAUNCH_NUMBERS
+    shape, unit_stride = (size,), (1,)
+
+    def launch(stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int) -> None:
+        cut_states = empty(shape, unit_stride, torch.float32) if size else None
+        at = 0 if cut_states is None else cut_states.data_ptr()
+        start(stream, tokens + (o, initial, final, at, next(numbers)))  # noqa: RUF005  # (*a, b) makes a list first
+
+    return launch
+
+
+def _segments_launch(request: Request, strides: tuple[int, ...], index: int, empty: Empty) -> Launch:
+    plan, arch = chunk_forward_segments.plan_of(request), chunk_forward.plan_of(request).arch
+    (_, prepare, units), *others = plan.launches
+    fixed = {**plan.chunks.sizes, **dict(zip(_STRIDES, strides, strict=True))}
+    packed = PrepackedLauncher(prepare, (*_TOKENS, *_OPERANDS), fixed)
+    start_prepare = torch_launch.prepacked_start(packed, units, arch, index)
+    per_call = ("cu_seqlens", "o", "h0", "ht", "records", "maps", "starts")
+    sizes = SEGMENTS.last(*plan.sizes)
+    start_others = [
+        torch_launch.prepacked_start(PrepackedLauncher(launcher, per_call, sizes), grid, arch, index)
+        for _, launcher, grid in others
+    ]
+    kg, qg, w, u, aqk, last = (chunk_forward_segments.CHUNK_OPERANDS[name][0] for name in _OPERANDS)
+    maps_offset, starts_offset = plan.maps_offset, plan.starts_offset
+    shape, unit_stride = (plan.workspace_bytes,), (1,)
+
+    def launch(stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int) -> None:
+        workspace = empty(shape, unit_stride, torch.uint8)
+        at = workspace.data_ptr()
+        start_prepare(stream, tokens + (at + kg, at + qg, at + w, at + u, at + aqk, at + last))  # noqa: RUF005
+        values = (tokens[7], o, initial, final, at, at + maps_offset, at + starts_offset)
+        for start in start_others:
+            start(stream, values)
+
+    return launch

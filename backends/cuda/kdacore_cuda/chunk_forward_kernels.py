@@ -1,0 +1,198 @@
+"""The chunk forward kernels: how each is compiled, its blocks and shared memory, and how clusters
+share a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from typing import NamedTuple
+
+from kdacore_cuda.architectures import CLUSTER_ARCHS, HEAD_DIMS, HOPPER, SHARED_LIMITS
+from kdacore_cuda.kernel_parameters import STEP_TOKENS, TURN_STEPS
+from kdacore_cuda.kernel_source import KernelSource
+
+
+def has_hopper_kernel(K: int, arch: str) -> bool:
+    """Whether Hopper's own kernel serves this head dim: 64 columns of V per warpgroup, 32 tokens
+    per step."""
+    return arch == HOPPER and K == 128
+
+
+def cluster_sizes(K: int, arch: str) -> tuple[int, ...]:
+    """Cluster sizes the kernels are compiled with. At K = 64 one block carries the whole state;
+    sharing was slower."""
+    if K == 64 or arch not in CLUSTER_ARCHS:
+        return (1,)
+    return (2, 3) if has_hopper_kernel(K, arch) else (1, 2, 4)
+
+
+def cluster_size(K: int, items: int, multiprocessors: int, arch: str) -> int:
+    """Blocks that share an item (a sequence and value head) of ``items``. Depends on shapes and the
+    device alone.
+
+    A larger cluster shortens one item and costs throughput, so it pays while multiprocessors are
+    idle.
+    """
+    sizes = cluster_sizes(K, arch)
+    return max(c for c in sizes if c == sizes[0] or items * c <= multiprocessors)
+
+
+def resident_clusters(K: int, cluster: int, items: int, multiprocessors: int, arch: str) -> int:
+    """How many clusters divide all ``items`` evenly among themselves, or 0: each item has a cluster
+    of its own.
+
+    As many as run at once, where there are more items than that and the kernel can cut an item in
+    two.
+    """
+    together = multiprocessors // cluster
+    return together if has_hopper_kernel(K, arch) and items > together else 0
+
+
+def cuts_items(T: int, items: int, clusters: int) -> bool:
+    """Whether ``clusters`` equal parts of ``items`` sequences of ``T`` tokens cut one of them in
+    two."""
+    cost = max(1, -(-T // STEP_TOKENS)) + TURN_STEPS
+    return -(-items * cost // clusters) % cost != 0
+
+
+def cut_states_size(clusters: int) -> int:
+    """Float32 numbers for the states of items cut in two, one per cluster, and for the flags (8
+    bytes a warp) behind."""
+    return clusters * (128 * 128 + 2 * _SCANNERS * _SCAN_WARPS)
+
+
+def chunk_forward_kernel(
+    K: int, cluster: int, bounded: bool, float_gate: bool, arch: str = HOPPER
+) -> KernelSource:
+    """The chunk forward kernel. Takes :data:`kdacore_cuda.kernel_parameters.PREFILL`.
+
+    Args:
+        K: head dim, K = V.
+        cluster: one of :func:`cluster_sizes`.
+        bounded: every log decay lies in [-5, 0].
+        float_gate: ``g`` is float32, not bfloat16.
+        arch: the real architecture to compile for.
+    """
+    own = has_hopper_kernel(K, arch)
+    defines = (
+        ("K_DIM", K),
+        ("V_DIM", K),
+        ("CLUSTER", cluster),
+        ("SAFE", int(bounded)),
+        ("G_FLOAT", int(float_gate)),
+        ("SHARED_LIMIT", chunk_forward_shared_bytes(K, cluster, bounded, arch)),
+        *(_hopper_defines(cluster, bounded) if own else _portable_defines(K, cluster, bounded, arch)),
+    )
+    return KernelSource("sm90/prefill.cu" if own else "common/prefill.cu", "prefill", defines)
+
+
+def chunk_forward_threads(K: int, cluster: int, arch: str = HOPPER) -> int:
+    """Block size of :func:`chunk_forward_kernel`."""
+    if has_hopper_kernel(K, arch):
+        return 32 * (_SCAN_WARPS + _SLICE_WARPS + _SOLVER_SLOTS)
+    return 32 * (_scan_warps(K, cluster, arch) + _prepare_warps(K, cluster, arch))
+
+
+def chunk_forward_shared_bytes(K: int, cluster: int, bounded: bool, arch: str = HOPPER) -> int:
+    """Dynamic shared memory of :func:`chunk_forward_kernel` in bytes; the sources assert that their
+    layout fits."""
+    return _hopper_shared(bounded) if has_hopper_kernel(K, arch) else _portable_shared(K, cluster, arch)
+
+
+def packaged_chunk_forward_kernels(arch: str) -> Iterator[KernelSource]:
+    """The chunk forward kernels shipped for ``arch``; those with a float32 ``g`` for Hopper
+    only."""
+    float_gates = (False, True) if arch == HOPPER else (False,)
+    for K in HEAD_DIMS:
+        for cluster, bounded, float_gate in product(cluster_sizes(K, arch), (False, True), float_gates):
+            yield chunk_forward_kernel(K, cluster, bounded, float_gate, arch)
+
+
+# The Hopper kernel, K = V = 128. A block has 4 scan warps (64 columns of V), 8 slice warps (32
+# channels of half a chunk each) and 2 solver warps. The solvers' warpgroup is filled up to 4 warps,
+# as reallocating registers requires.
+_SCANNERS, _SCAN_WARPS, _SLICE_WARPS, _SOLVER_SLOTS, _STAGES = 2, 4, 8, 4, 6
+
+
+class Registers(NamedTuple):
+    """Registers of one thread by its warp's task. The warpgroups (one scan, two slice, one solve)
+    have 512 in all."""
+
+    scan: int
+    slices: int
+    solve: int
+
+
+@cache
+def _registers(cluster: int, bounded: bool) -> Registers:
+    """Counts with which nothing spills: reading a spilled word back waits for the loads queued
+    before it."""
+    return Registers(184, 120, 88) if bounded or cluster == _SCANNERS else Registers(176, 128, 80)
+
+
+def _hopper_defines(cluster: int, bounded: bool) -> tuple[tuple[str, int], ...]:
+    registers = _registers(cluster, bounded)
+    return (
+        ("SCANNERS", _SCANNERS),
+        ("STAGES", _STAGES),
+        ("GROUPS", 1),
+        ("SOLVER_SLOTS", _SOLVER_SLOTS),
+        ("SCAN_REGISTERS", registers.scan),
+        ("SLICE_REGISTERS", registers.slices),
+        ("SOLVE_REGISTERS", registers.solve),
+    )
+
+
+def _hopper_shared(bounded: bool) -> int:
+    stage = 2 * 3 * 4096 + 3072 + 4 * 128 + 512
+    values_and_output = 4 * 4 * 1024
+    slices = 4 * ((14 if bounded else 16) * 512 + 1024 + 256)
+    triangles, bias, barriers, share = 2 * 2560, 4 * 128, 8 * (2 * _STAGES + 4), 32
+    return _STAGES * stage + values_and_output + slices + triangles + bias + barriers + share
+
+
+# The portable kernel: a scan warp carries 16 (or 32) columns of V, a prepare warp works on chunks
+# of 16 tokens.
+
+
+def _portable_defines(K: int, cluster: int, bounded: bool, arch: str) -> tuple[tuple[str, int], ...]:
+    return (
+        ("WARPGROUP", int(_uses_warpgroup(K, arch))),
+        ("STAGES", _portable_stages(K, arch)),
+        ("PREPARE_WARPS", _prepare_warps(K, cluster, arch)),
+        ("SLICE_UNROLL", 2 if bounded else 1),
+    )
+
+
+def _uses_warpgroup(K: int, arch: str) -> bool:
+    """Whether the scan uses warpgroup products, which take 64 columns of V at a time."""
+    return arch == HOPPER and K == 64
+
+
+def _portable_stages(K: int, arch: str) -> int:
+    """Chunks in the ring buffer: as many as fit, a multiple of 4 so that every cluster size divides
+    it."""
+    wanted = 12 if K == 128 else 16
+    return wanted if SHARED_LIMITS.get(arch, 99 * 1024) > 200 * 1024 else 4
+
+
+def _scan_warps(K: int, cluster: int, arch: str) -> int:
+    """Warps of a block that carry the state: 16 columns of V each; 32 where a block has all 128."""
+    columns = K // cluster
+    return columns // 32 if columns == 128 else columns // 16
+
+
+def _prepare_warps(K: int, cluster: int, arch: str) -> int:
+    """Warps of a block that prepare chunks, at most one per stage of the ring buffer."""
+    wanted = 8 if _scan_warps(K, cluster, arch) == 4 and cluster == 1 else 4
+    return min(wanted, _portable_stages(K, arch) // cluster)
+
+
+def _portable_shared(K: int, cluster: int, arch: str) -> int:
+    stages = _portable_stages(K, arch)
+    halves, tiles = K // 64, K // cluster // 16
+    stage = halves * 3 * 2048 + 1024 + 4 * K + 256
+    pitch = -(-stage // 1024) * 1024
+    scratch = _prepare_warps(K, cluster, arch) * 16 * 20 * 4
+    return stages * (pitch + 16) + 5 * tiles * 512 + scratch + 4 * K + 16

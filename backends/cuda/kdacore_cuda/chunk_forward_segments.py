@@ -1,0 +1,201 @@
+"""Host side of ``chunk_kda`` in segments, for few heads on Hopper: segments of a sequence are
+computed side by side.
+
+Four launches: prepare (operands of every chunk), maps (how each segment maps the state at its start
+to the state at its end), chain (the state at each segment's start), and output (every segment from
+its start). A sequence of one segment needs neither maps nor chain. Nothing is read back from the
+device.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from kdacore.types import ChunkInputs, Outputs, Request
+from kdacore_cuda import chunk_backward, torch_launch
+from kdacore_cuda.chunk_backward_kernels import prepare_kernel
+from kdacore_cuda.chunk_forward_segments_kernels import (
+    SegmentsKernel,
+    chain_blocks,
+    chain_kernel,
+    chunks_per_segment,
+    maps_kernel,
+    output_blocks,
+    output_kernel,
+)
+from kdacore_cuda.kernel_parameters import BACKWARD, SEGMENTS
+from kdacore_cuda.launch import Launcher
+from kdacore_cuda.plan_cache import PlanCache
+from kdacore_cuda.torch_arguments import address, contiguous, token_arguments
+
+_ORDER = (("last", 512), ("kg", 16384), ("w", 16384), ("u", 16384), ("qg", 16384), ("aqk", 8192))
+CHUNK_OPERANDS = {name: (sum(n for _, n in _ORDER[:i]), size) for i, (name, size) in enumerate(_ORDER)}
+"""Offset and size in bytes of each matrix that prepare writes for one chunk and value head."""
+CHUNK_OPERANDS_BYTES = sum(size for _, size in _ORDER)
+MAP_BYTES, START_BYTES = 128 * 1024, 64 * 1024
+"""Bytes of the map and of the starting state of one segment and value head."""
+
+_FIELD = {name: i for i, (name, _) in enumerate(BACKWARD.fields)}
+_TOKEN_FIELDS = tuple(_FIELD[name] for name in ("q", "k", "v", "g", "beta"))
+_STRIDE_FIELDS = slice(_FIELD["q_sb"], _FIELD["q_sb"] + 15)
+
+
+class ChunkForwardSegmentsPlan(NamedTuple):
+    """What the request alone determines."""
+
+    chunks: chunk_backward.ChunkBackwardPlan
+    launches: tuple[tuple[str, Launcher, int], ...]
+    """Name, launcher and blocks of each launch."""
+    prepare_values: tuple[Any, ...]
+    """Parameters of the first launch; those that a call changes are 0."""
+    units: int
+    """Chunk slots times value heads."""
+    segment_chunks: int
+    """Chunks of one segment."""
+    slots: int
+    """Segments of one value head, unused ones of a pack included."""
+    stored_segments: int
+    """Maps and starting states in the workspace; 0 if no sequence can have more than one
+    segment."""
+    sizes: tuple[int, ...]
+    """The numbers among the other launches' parameters."""
+    state_dtype: torch.dtype
+
+    @property
+    def maps_offset(self) -> int:
+        """Byte of the workspace where maps begin; the chunks' operands come first."""
+        return self.units * CHUNK_OPERANDS_BYTES
+
+    @property
+    def starts_offset(self) -> int:
+        """Byte of the workspace where starting states begin, which come last."""
+        return self.maps_offset + self.stored_segments * MAP_BYTES
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.starts_offset + self.stored_segments * START_BYTES
+
+
+def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
+    chunks = chunk_backward.plan_of(r)
+    items, multiprocessors = r.N * r.HV, torch_launch.multiprocessors(r.device.index)
+    NT, segment_chunks = chunks.sizes["NT"], chunks_per_segment(items)
+    segments = -(-NT // segment_chunks)
+    slots = r.T // (64 * segment_chunks) + r.N if r.packed else r.N * segments
+    units = chunks.sizes["units"]
+    prepare = prepare_kernel(chunks.float_gate, chunks.bounded, for_segments=True)
+    launches = [("prepare", chunk_backward.launcher(prepare), units)]
+    if segments > 1:
+        mapped = slots if r.packed else r.N * (segments - 1)
+        launches.append(("maps", launcher(maps_kernel()), 2 * mapped * r.HV))
+        blocks = chain_blocks(items, multiprocessors)
+        launches.append(("chain", launcher(chain_kernel(blocks)), blocks * items))
+    blocks = output_blocks(slots * r.HV, multiprocessors)
+    launches.append(("output", launcher(output_kernel(blocks)), blocks * slots * r.HV))
+    return ChunkForwardSegmentsPlan(
+        chunks=chunks,
+        launches=tuple(launches),
+        prepare_values=tuple(chunks.sizes.get(name, 0) for name, _ in BACKWARD.fields),
+        units=units,
+        segment_chunks=segment_chunks,
+        slots=slots,
+        stored_segments=slots * r.HV if segments > 1 else 0,
+        sizes=(r.T, r.N, r.HV, NT, segment_chunks, segments, r.checkpoint_every, chunks.sizes["flags"]),
+        state_dtype=getattr(torch, r.state_dtype),
+    )
+
+
+plan_of = PlanCache(_make_plan)
+
+
+@cache
+def launcher(kernel: SegmentsKernel) -> Launcher:
+    """The launcher of one of the launches after prepare. All take the same parameters."""
+    return Launcher(kernel.source, SEGMENTS, kernel.threads, kernel.shared)
+
+
+class SegmentsCall(NamedTuple):
+    """The launches of a call, to be made in order, and the memory they need until they are
+    queued."""
+
+    launches: tuple[tuple[str, Launcher, int, tuple[Any, ...]], ...]
+    """Name, launcher, blocks and parameters of each."""
+    outputs: Outputs
+    workspace: torch.Tensor
+    """Bytes: the chunks' operands, the segments' maps, their starting states."""
+    kept: tuple[Any, ...]
+    """Inputs, copies among them."""
+
+
+def prepare_call(request: Request, inputs: ChunkInputs) -> SegmentsCall:
+    """Allocates outputs and workspace of a call and fills in its parameters. Launches nothing.
+
+    Arguments as of :func:`forward`.
+    """
+    plan = plan_of(request)
+    if inputs.g.dtype == torch.float16:
+        inputs = inputs._replace(g=inputs.g.float())
+    addresses, strides, kept = token_arguments(inputs, False, plan.chunks.strides)
+    A_log, bias, cu_seqlens = map(contiguous, (inputs.A_log, inputs.dt_bias, inputs.cu_seqlens))
+    h0 = contiguous(inputs.initial_state)
+    o = inputs.v.new_empty((request.B, request.T, request.HV, request.V))
+    ht = o.new_empty(request.state_shape, dtype=plan.state_dtype) if request.output_final_state else None
+    checkpoints = make_checkpoints(request, o, plan.state_dtype)
+    workspace = o.new_empty(plan.workspace_bytes, dtype=torch.uint8)
+    operands = workspace.data_ptr()
+
+    prepare_values = list(plan.prepare_values)
+    for field, value in zip(_TOKEN_FIELDS, addresses, strict=True):
+        prepare_values[field] = value
+    prepare_values[_STRIDE_FIELDS] = strides
+    for name, array in (("A_log", A_log), ("dt_bias", bias), ("cu_seqlens", cu_seqlens)):
+        prepare_values[_FIELD[name]] = address(array)
+    for name, (offset, _) in CHUNK_OPERANDS.items():
+        prepare_values[_FIELD[name]] = operands + offset
+
+    other_values: tuple[Any, ...] = (
+        *(address(cu_seqlens), o.data_ptr(), address(h0), address(ht), address(checkpoints)),
+        *(operands, operands + plan.maps_offset, operands + plan.starts_offset),
+        *plan.sizes,
+    )
+    launches = tuple(
+        (*launch, other_values if i else tuple(prepare_values)) for i, launch in enumerate(plan.launches)
+    )
+    return SegmentsCall(
+        launches, Outputs(o, ht, checkpoints), workspace, (inputs, kept, A_log, bias, cu_seqlens, h0)
+    )
+
+
+def forward(request: Request, inputs: ChunkInputs) -> Outputs:
+    """``chunk_kda`` without gradients on CUDA tensors of a Hopper GPU.
+
+    Args:
+        request: bfloat16 q, k and v, K = V = 128.
+        inputs: its arrays, shaped as :class:`kdacore.types.ChunkInputs` says.
+
+    Returns:
+        As :func:`kdacore_cuda.chunk_forward.forward`.
+
+    Raises:
+        BackendBuildError: a kernel had to be compiled and could not be.
+        DriverError: the driver refused a launch.
+    """
+    call = prepare_call(request, inputs)
+    o, arch = call.outputs.o, plan_of(request).chunks.arch
+    for _, launcher, grid, values in call.launches:
+        torch_launch.launch(launcher, grid, arch, o, values)
+    return call.outputs
+
+
+def make_checkpoints(request: Request, o: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """An array for checkpoints (``request.checkpoint_shape``), None when the request asks for none.
+
+    Uninitialised, except of a pack: no kernel writes the unused rows there, so all are zero.
+    """
+    if not request.checkpoint_every:
+        return None
+    make = o.new_zeros if request.packed else o.new_empty
+    return make(request.checkpoint_shape, dtype=dtype)

@@ -1,0 +1,98 @@
+"""The kernels of ``chunk_kda`` in segments on Hopper, K = V = 128, and the rule for when segments
+are used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from typing import NamedTuple
+
+from kdacore_cuda.chunk_backward_kernels import prepare_kernel
+from kdacore_cuda.kernel_source import KernelSource
+
+_SOURCES = "sm90/segments"
+
+
+class SegmentsKernel(NamedTuple):
+    """One launch after prepare. All take :data:`kdacore_cuda.kernel_parameters.SEGMENTS`."""
+
+    source: KernelSource
+    threads: int
+    shared: int
+    """Dynamic shared memory in bytes; the source asserts that its layout fits."""
+
+
+def _kernel(name: str, threads: int, shared: int, **defines: int) -> SegmentsKernel:
+    macros = (*defines.items(), ("SHARED_BYTES", shared))
+    return SegmentsKernel(KernelSource(f"{_SOURCES}/{name}.cu", name, macros), threads, shared)
+
+
+@cache
+def maps_kernel() -> SegmentsKernel:
+    """How each segment maps the state at its start to the state at its end: two blocks per segment
+    and value head."""
+    return _kernel("maps", 384, 4 * 49 * 1024 + 64, WARPGROUPS=2)
+
+
+@cache
+def chain_kernel(blocks: int = 4) -> SegmentsKernel:
+    """The state at the start of every segment: ``blocks`` (4 or 8, same bits) per sequence and
+    value head."""
+    return _kernel("chain", 256, 3 * 64 * 1024 + 128 * 1024 // blocks + 24, ROWS=128 // blocks)
+
+
+def chain_blocks(items: int, multiprocessors: int) -> int:
+    """Blocks per sequence and value head of :func:`chain_kernel`: 8 where each finds a
+    multiprocessor of its own."""
+    return 8 if 8 * items <= multiprocessors else 4
+
+
+@cache
+def output_kernel(blocks: int = 1) -> SegmentsKernel:
+    """Outputs, checkpoints and final states: ``blocks`` (1 or 2, same bits) per segment and value
+    head."""
+    return _kernel("output", 384 if blocks == 1 else 160, 3 * 73 * 1024 + 48, WARPGROUPS=2 // blocks)
+
+
+def output_blocks(items: int, multiprocessors: int) -> int:
+    """Blocks per segment and value head of :func:`output_kernel`, given how many of those there
+    are: 2 where each block still finds a multiprocessor of its own."""
+    return 2 if 2 * items <= multiprocessors else 1
+
+
+_CYCLES_PER_CHUNK_IN_SEGMENTS = 21_000
+"""Cycles of one multiprocessor for 64 tokens of one value head in segments, all launches
+together."""
+_CYCLES_PER_FUSED_STEP = 2_150
+"""Cycles of a step of 32 tokens of the fused kernel, whatever the number of heads."""
+
+
+def use_segments(items: int, multiprocessors: int) -> bool:
+    """Whether ``items`` sequences and value heads are few enough for segments to be faster than the
+    fused kernel.
+
+    In segments every multiprocessor is used, so the time is the total work divided by their number.
+    The fused kernel takes its steps one after another even on an idle device. Both times grow with
+    the tokens, and the number of tokens must not decide: appending tokens would then change the
+    bits of those before.
+    """
+    return items * _CYCLES_PER_CHUNK_IN_SEGMENTS <= 2 * _CYCLES_PER_FUSED_STEP * multiprocessors
+
+
+def chunks_per_segment(items: int) -> int:
+    """Chunks of 64 tokens in a segment, for ``items`` sequences and value heads.
+
+    Longer segments leave fewer maps to chain (1300 cycles each), shorter ones give more blocks
+    (3700 cycles per chunk). Sixteen chunks make 128 blocks at 16 heads and 8192 tokens; with fewer
+    heads there are multiprocessors for twice as many segments.
+    """
+    return 16 if items > 6 else 8
+
+
+def packaged_segments_kernels() -> Iterator[KernelSource]:
+    """The segments kernels shipped: all there are."""
+    for float_gate, bounded in product((False, True), repeat=2):
+        yield prepare_kernel(float_gate, bounded, for_segments=True).source
+    for kernel in (maps_kernel(), chain_kernel(4), chain_kernel(8), output_kernel(1), output_kernel(2)):
+        yield kernel.source

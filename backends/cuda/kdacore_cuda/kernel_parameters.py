@@ -1,0 +1,265 @@
+"""Kernel parameters, declared once: the C struct the kernel reads and the packing the host does come from one list.
+
+Every kernel takes one struct by value. :meth:`ParamStruct.header` is compiled into the kernel; with the eight-byte
+fields first there is no padding between fields, and a static assertion on the size holds the two sides together.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from typing import Literal
+
+FieldType = Literal["ptr", "i64", "i32", "f32"]
+
+_C_NAMES: dict[str, str] = {"ptr": "unsigned long long", "i64": "long long", "i32": "int", "f32": "float"}
+_FORMATS: dict[str, str] = {"ptr": "Q", "i64": "q", "i32": "i", "f32": "f"}
+_SIZES: dict[str, int] = {"ptr": 8, "i64": 8, "i32": 4, "f32": 4}
+
+
+@dataclass(frozen=True)
+class ParamStruct:
+    """A by-value kernel parameter. Eight-byte fields come first, so the C layout has no holes."""
+
+    name: str
+    fields: tuple[tuple[str, FieldType], ...]
+    packer: struct.Struct = field(init=False, repr=False, compare=False)
+    offsets: dict[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        sizes = [_SIZES[kind] for _, kind in self.fields]
+        if sizes != sorted(sizes, reverse=True):
+            raise ValueError(f"{self.name}: 8-byte fields must come before 4-byte fields")
+        offset, offsets = 0, {}
+        for (name, _), size in zip(self.fields, sizes, strict=True):
+            offsets[name] = offset
+            offset += size
+        padding = f"{-offset % 8}x"
+        formats = "".join(_FORMATS[kind] for _, kind in self.fields)
+        object.__setattr__(self, "packer", struct.Struct("<" + formats + padding))
+        object.__setattr__(self, "offsets", offsets)
+
+    @property
+    def size(self) -> int:
+        """Bytes, a multiple of 8 as in C."""
+        return self.packer.size
+
+    def last(self, *values: float) -> dict[str, float]:
+        """These values for the last fields, by name."""
+        return dict(zip((name for name, _ in self.fields[-len(values) :]), values, strict=True))
+
+    def header(self) -> str:
+        """C++ text: the struct, and an assertion that the compiler laid it out as :attr:`packer` packs it."""
+        lines = [f"struct {self.name} {{"]
+        lines += [f"  {_C_NAMES[kind]} {name};" for name, kind in self.fields]
+        lines.append("};")
+        lines.append(f'static_assert(sizeof({self.name}) == {self.size}, "{self.name} size");')
+        return "\n".join(lines) + "\n"
+
+
+def _strided(*names: str) -> tuple[tuple[str, FieldType], ...]:
+    """Batch, token and head strides in elements, for each named array."""
+    return tuple((f"{name}_{axis}", "i64") for name in names for axis in ("sb", "st", "sh"))
+
+
+_INPUTS: tuple[tuple[str, FieldType], ...] = tuple(
+    (name, "ptr") for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "o")
+)
+
+PREFILL = ParamStruct(
+    "PrefillParams",
+    (
+        *_INPUTS,
+        ("h0", "ptr"),
+        ("ht", "ptr"),
+        ("ckpt", "ptr"),
+        ("handed", "ptr"),
+        ("launch", "i64"),
+        *_strided("q", "k", "v", "g", "beta"),
+        ("T", "i64"),
+        ("N", "i32"),
+        ("H", "i32"),
+        ("HV", "i32"),
+        ("clusters", "i32"),
+        ("ckpt_every", "i32"),
+        ("gate", "i32"),
+        ("flags", "i32"),
+        ("beta_type", "i32"),
+        ("bias_type", "i32"),
+        ("scale", "f32"),
+        ("lower_bound", "f32"),
+    ),
+)
+"""Parameters of the prefill kernels. Strides and sizes in elements; ``flags`` are the ``FLAG_*`` bits. ``clusters``:
+how many share all sequences and heads, or 0: one each; ``handed``: room for states of those cut in two and, behind it,
+flags that say which are there; ``launch``: what a raised flag holds, another number for every launch."""
+
+DECODE = ParamStruct(
+    "DecodeParams",
+    (
+        *_INPUTS,
+        *((name, "ptr") for name in ("h0", "ht", "indices", "accepted")),
+        *((name, "i64") for name in ("h0_row", "ht_row", "indices_row")),
+        *_strided("q", "k", "v", "g", "beta"),
+        *((name, "i64") for name in ("hv_factor", "group_factor")),
+        *((name, "i32") for name in ("T", "H", "HV", "hv_shift", "group_shift", "many")),
+        *((name, "i32") for name in ("gate", "flags")),
+        *((name, "i32") for name in ("qkv_type", "g_type", "beta_type", "bias_type")),
+        ("scale", "f32"),
+        ("lower_bound", "f32"),
+    ),
+)
+"""Parameters of the decode kernels; what changes from call to call comes first. ``i / HV`` is
+``i * hv_factor >> hv_shift``, and so for ``HV / H``, the group. ``many``: there are blocks for the whole device, so the
+next launch may be placed before this one begins."""
+
+INTRA = ParamStruct(
+    "IntraParams",
+    (
+        *((name, "ptr") for name in ("q", "k", "g", "beta", "cu_seqlens", "Aqk", "Akk")),
+        *_strided("q", "k", "g", "beta"),
+        ("T", "i64"),
+        ("N", "i32"),
+        ("H", "i32"),
+        ("HV", "i32"),
+        ("NT", "i32"),
+        ("flags", "i32"),
+        ("beta_type", "i32"),
+        ("scale", "f32"),
+    ),
+)
+"""Parameters of the stage ``kda_chunk_intra``. ``NT``: chunks of one batch row; outputs are contiguous."""
+
+RECOMPUTE = ParamStruct(
+    "RecomputeParams",
+    (
+        *((name, "ptr") for name in ("k", "v", "beta", "g", "Akk", "q", "cu_seqlens", "w", "u", "kg", "qg")),
+        *_strided("k", "v", "beta", "g", "Akk", "q"),
+        ("T", "i64"),
+        ("N", "i32"),
+        ("H", "i32"),
+        ("HV", "i32"),
+        ("NT", "i32"),
+        ("flags", "i32"),
+        ("beta_type", "i32"),
+        ("whole", "i32"),
+        ("in_turn", "i32"),
+        ("kept", "i32"),
+    ),
+)
+"""Parameters of the stage ``kda_recompute_w_u``; ``q`` and ``qg`` are 0 when q is not given. ``whole``, ``in_turn``,
+``kept``: see :class:`kdacore_cuda.stages_kernels.RecomputeGrid`; 0 where it does not apply."""
+
+BACKWARD = ParamStruct(
+    "BackwardParams",
+    (
+        *((name, "ptr") for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "d_o")),
+        *((name, "ptr") for name in ("h0", "d_ht", "d_h0")),
+        *(
+            (name, "ptr")
+            for name in ("kg", "kg_low", "qg", "w", "u", "aqk", "inv", "last", "rows", "h", "dh", "dr")
+        ),
+        *((name, "ptr") for name in ("dq", "dk", "dv", "dg", "dbeta", "dA_part", "dbias_part")),
+        *_strided("q", "k", "v", "g", "beta"),
+        ("T", "i64"),
+        ("units", "i64"),
+        *((name, "i32") for name in ("N", "H", "HV", "NT", "gate", "flags", "beta_type", "bias_type")),
+        *((name, "f32") for name in ("scale", "lower_bound", "floor", "centre")),
+    ),
+)
+"""Parameters of the backward kernels, one struct for all; csrc/sm90/backward/chunk.cuh says what the workspace (kg to
+dr) holds. ``d_o`` ``[B, T, HV, V]`` and all gradients are contiguous. ``units``: slots times HV; ``NT``: chunks of a
+dense sequence. ``floor``: the lowest log2 decay of a step; ``centre``: an integer near half of what 32 steps there add
+up to. ``dA_part`` is float32 ``[units]``, ``dbias_part`` float32 ``[units, K]``."""
+
+SEGMENTS = ParamStruct(
+    "SegmentParams",
+    (
+        *((name, "ptr") for name in ("cu_seqlens", "o", "h0", "ht", "ckpt", "records", "maps", "starts")),
+        ("T", "i64"),
+        *((name, "i32") for name in ("N", "HV", "NT", "segment", "segments", "ckpt_every", "flags")),
+    ),
+)
+"""Parameters of the kernels that scan a call in segments; csrc/sm90/segments says what records, maps and starts hold.
+``NT`` and ``segments``: chunks and segments of a dense sequence; ``segment``: chunks of a segment."""
+
+SUMS = ParamStruct(
+    "SumsParams",
+    (
+        *((name, "ptr") for name in ("dA_part", "dbias_part", "d_A", "d_bias")),
+        *((name, "i32") for name in ("slots", "HV", "A_type", "bias_type")),
+    ),
+)
+"""Parameters of the sums over chunks of float32 ``[slots, HV]`` and ``[slots, HV, K]``; a result of 0 is not wanted."""
+
+GROUPS = ParamStruct(
+    "GroupsParams",
+    (
+        *((name, "ptr") for name in ("x", "part", "out")),
+        *_strided("x"),
+        *((name, "i64") for name in ("T", "rows")),
+        *((name, "i32") for name in ("H", "HV", "flags")),
+    ),
+)
+"""Parameters of the sums over a group's value heads: ``part`` float32 ``[B, T, HV, K]``, ``x`` q or k as given, ``out``
+like x but contiguous. ``rows``: B * T * H."""
+
+FLAGS: dict[str, int] = {
+    name: 1 << bit
+    for bit, name in enumerate(
+        (
+            "L2NORM",
+            "BETA_SIGMOID",
+            "NEG_EIGVAL",
+            "V_FIRST",
+            "STATE_BF16",
+            "CU64",
+            "INDEX64",
+            "ACCEPTED64",
+            "SCATTER_TOKENS",
+            "INDEXED_OUT",
+            "SCALAR_GATE",
+        )
+    )
+}
+"""Bits of ``flags``. ``INDEXED_OUT``: the final state goes to the pool row it came from. ``SCATTER_TOKENS``: the state
+after every token goes to its own pool row. ``SCALAR_GATE``: one decay per head, ``g [B, T, HV]``."""
+
+GATES: dict[str, int] = {"log": 0, "softplus": 1, "sigmoid": 2}
+TYPES: dict[str, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
+
+
+STEP_TOKENS, TURN_STEPS = 32, 2
+"""Hopper's prefill: tokens of a chunk; what a sequence costs beside its chunks, in chunks, as measured."""
+
+
+def _guarded(name: str, text: str) -> str:
+    guard = f"KDACORE_{name.upper()}_CUH"
+    return f"#ifndef {guard}\n#define {guard}\n{text}#endif\n"
+
+
+def constants_header() -> str:
+    """C++ text of the enumerations the host passes as integers."""
+    lines = [
+        f"constexpr int {prefix}_{name.upper()} = {value};\n"
+        for prefix, table in (("FLAG", FLAGS), ("GATE", GATES), ("TYPE", TYPES))
+        for name, value in table.items()
+    ]
+    return "".join(lines)
+
+
+def generated_headers() -> dict[str, str]:
+    """Include name -> text of every header made from this file."""
+    return {
+        "generated/params.cuh": _guarded("params", PREFILL.header()),
+        "generated/decode_params.cuh": _guarded("decode_params", DECODE.header()),
+        "generated/stage_params.cuh": _guarded("stage_params", INTRA.header() + RECOMPUTE.header()),
+        "generated/backward_params.cuh": _guarded(
+            "backward_params", BACKWARD.header() + SUMS.header() + GROUPS.header()
+        ),
+        "generated/segment_params.cuh": _guarded("segment_params", SEGMENTS.header()),
+        "generated/steps.cuh": _guarded(
+            "steps", f"constexpr int STEP_TOKENS = {STEP_TOKENS};\nconstexpr int TURN_STEPS = {TURN_STEPS};\n"
+        ),
+        "generated/constants.cuh": _guarded("constants", constants_header()),
+    }

@@ -1,0 +1,38 @@
+"""A cache of what an op works out from a Request alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from kdacore.types import Request
+
+P = TypeVar("P")
+
+_MAX_PLANS = 4096
+
+
+class PlanCache(Generic[P]):
+    """Plans by Request object, each made once.
+
+    Dispatch passes the same object for every call of one shape, so identity is the key: hashing a
+    Request's thirty fields would cost more than a launch.
+
+    Args:
+        make: makes the plan of a request.
+    """
+
+    def __init__(self, make: Callable[[Request], P]) -> None:
+        self._make = make
+        self._plans: dict[int, tuple[Request, P]] = {}
+
+    def __call__(self, request: Request) -> P:
+        """The plan of ``request``. Raises what ``make`` raises."""
+        found = self._plans.get(id(request))
+        if found is not None and found[0] is request:
+            return found[1]
+        plan = self._make(request)
+        if len(self._plans) >= _MAX_PLANS:
+            self._plans.clear()
+        self._plans[id(request)] = (request, plan)
+        return plan

@@ -1,0 +1,177 @@
+"""The launches of ``chunk_kda`` in segments as NumPy functions in float64, and what they leave for one another.
+
+``work`` holds plain matrices by chunk slot and value head, as :mod:`backward_model` makes them; ``maps`` and ``starts``
+are by segment slot and value head. What no kernel writes is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import chunk_backward_model as chunk_model
+import numpy as np
+import torch
+from chunk_backward_model import F64, Chunk
+
+from kdacore.types import ChunkInputs, Request
+from kdacore_cuda import chunk_forward_segments
+from kdacore_cuda.chunk_forward_segments import CHUNK_OPERANDS
+from kdacore_reference.oracle import to_float64
+
+
+class Segment(NamedTuple):
+    """Some chunks of a sequence in order, and the segment's slot."""
+
+    chunks: list[Chunk]
+    slot: int
+    first: bool
+    last: bool
+
+
+def in_segments(request: Request, inputs: ChunkInputs) -> Iterator[Segment]:
+    """Every segment that has a chunk, in the order of its sequence."""
+    plan = chunk_forward_segments.plan_of(request)
+    each = plan.segment_chunks
+    for n, group in groupby(chunk_model.chunks(request, inputs), lambda c: c.n):
+        chunks = list(group)
+        if inputs.cu_seqlens is None:
+            slot = n * -(-request.T // (64 * each))
+        else:
+            slot = int(inputs.cu_seqlens[n]) // (64 * each) + n
+        for j in range(0, len(chunks), each):
+            mine = chunks[j : j + each]
+            yield Segment(mine, slot + j // each, j == 0, mine[-1].last)
+
+
+def _walk(
+    work: dict[str, F64], segment: Segment, hv: int, S: F64, *, values: bool = True
+) -> tuple[list[tuple[Chunk, F64, F64]], F64]:
+    """Each chunk with the state before it and its v, and the state after the last one."""
+    steps = []
+    for c in segment.chunks:
+        at = (c.slot, hv)
+        v = (work["u"][at] if values else 0.0) - S @ work["w"][at].T
+        steps.append((c, S, v))
+        S = S * work["last"][at][0] + v @ work["kg"][at]
+    return steps, S
+
+
+def initial(request: Request, inputs: ChunkInputs, n: int, hv: int) -> F64:
+    if inputs.initial_state is None:
+        return np.zeros((128, 128))
+    state = to_float64(inputs.initial_state[n, hv])
+    return state if request.state_v_first else state.T
+
+
+def maps(request: Request, inputs: ChunkInputs, work: dict[str, F64]) -> tuple[F64, F64]:
+    """B ``[V, K]`` and A ``[K, K]`` of every segment but a sequence's last; no A of its first."""
+    places = chunk_forward_segments.plan_of(request).slots, request.HV, 128, 128
+    B, A = np.full(places, np.nan), np.full(places, np.nan)
+    for s in in_segments(request, inputs):
+        for hv in range(request.HV):
+            if s.last:
+                continue
+            begin = initial(request, inputs, s.chunks[0].n, hv) if s.first else np.zeros((128, 128))
+            _, B[s.slot, hv] = _walk(work, s, hv, begin)
+            if not s.first:
+                _, A[s.slot, hv] = _walk(work, s, hv, np.eye(128), values=False)
+    return B, A
+
+
+def chain(request: Request, inputs: ChunkInputs, B: F64, A: F64) -> F64:
+    """The state at the start of every segment but a sequence's first."""
+    starts = np.full_like(B, np.nan)
+    for s in in_segments(request, inputs):
+        for hv in range(request.HV):
+            if not s.last:
+                at = s.slot, hv
+                starts[s.slot + 1, hv] = B[at] if s.first else starts[at] @ A[at] + B[at]
+    return starts
+
+
+def output(
+    request: Request, inputs: ChunkInputs, work: dict[str, F64], starts: F64
+) -> tuple[F64, F64, list[F64]]:
+    """o ``[B, T, HV, V]``, final states and the checkpoints in their order, both V first."""
+    o = np.zeros((request.B, request.T, request.HV, 128))
+    final = np.stack(
+        [[initial(request, inputs, n, hv) for hv in range(request.HV)] for n in range(request.N)]
+    )
+    kept: list[F64] = []
+    for s in in_segments(request, inputs):
+        rows: list[F64] = []
+        for hv in range(request.HV):
+            begin = initial(request, inputs, s.chunks[0].n, hv) if s.first else starts[s.slot, hv]
+            steps, end = _walk(work, s, hv, begin)
+            if s.last:
+                final[s.chunks[0].n, hv] = end
+            for c, S, v in steps:
+                at = (c.slot, hv)
+                o_c = work["qg"][at] @ S.T + work["aqk"][at] @ v.T
+                o[c.batch, c.tokens, hv] = o_c[: c.tokens.stop - c.tokens.start]
+            rows.append(np.stack([S for _, S, _ in steps]))
+        kept.extend(np.stack(rows, 1))
+    return o, final, kept
+
+
+class Views(NamedTuple):
+    """A call's workspace."""
+
+    operands: torch.Tensor
+    maps: torch.Tensor
+    starts: torch.Tensor
+
+
+def views(request: Request, work: torch.Tensor) -> Views:
+    plan, HV = chunk_forward_segments.plan_of(request), request.HV
+    ends = np.cumsum(
+        [
+            plan.units * chunk_forward_segments.CHUNK_OPERANDS_BYTES,
+            plan.stored_segments * chunk_forward_segments.MAP_BYTES,
+        ]
+    )
+    operands, maps, starts = (work[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True))
+    return Views(
+        operands.view(-1, HV, chunk_forward_segments.CHUNK_OPERANDS_BYTES),
+        maps.view(-1, HV, chunk_forward_segments.MAP_BYTES),
+        starts.view(torch.float32).view(-1, HV, 128, 128),
+    )
+
+
+def put_operands(view: torch.Tensor, work: dict[str, F64]) -> None:
+    """Matrices to records; NaN where they are NaN."""
+    for name, (first, size) in CHUNK_OPERANDS.items():
+        x = work[name]
+        part = torch.from_numpy(x[..., 0, :]).float() if name == "last" else chunk_model.to_images(x)
+        view[..., first : first + size] = part.contiguous().view(torch.uint8).view(*part.shape[:2], size)
+
+
+def get_operands(view: torch.Tensor) -> dict[str, F64]:
+    out = {}
+    for name, (first, size) in CHUNK_OPERANDS.items():
+        part = view[..., first : first + size].cpu().contiguous()
+        if name == "last":
+            out[name] = to_float64(part.view(torch.float32))[..., None, :]
+        else:
+            out[name] = chunk_model.from_images(part.view(torch.bfloat16), *chunk_model.WIDTHS[name])
+    return out
+
+
+def put_maps(view: torch.Tensor, B: F64, A: F64) -> None:
+    high = torch.from_numpy(A).to(torch.bfloat16)
+    low = torch.from_numpy(A - to_float64(high)).to(torch.bfloat16)
+    parts = [torch.from_numpy(B).float().contiguous().view(torch.uint8).flatten(2)]
+    parts += [chunk_model.to_images(to_float64(x)).view(torch.uint8).flatten(2) for x in (high, low)]
+    view.copy_(torch.cat(parts, -1))
+
+
+def get_maps(view: torch.Tensor) -> tuple[F64, F64]:
+    host = view.cpu()
+    B = to_float64(host[..., : 64 * 1024].contiguous().view(torch.float32)).reshape(*host.shape[:2], 128, 128)
+    A: Any = 0.0
+    for i in (2, 3):
+        part = host[..., i * 32 * 1024 : (i + 1) * 32 * 1024].contiguous().view(torch.bfloat16)
+        A = A + chunk_model.from_images(part, 128, 128)
+    return B, A

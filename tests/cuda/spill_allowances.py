@@ -1,0 +1,145 @@
+"""What kernels may spill, and why."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kdacore_cuda.kernel_source import KernelSource
+from kdacore_cuda.recurrent_kernels import RecurrentMode
+
+
+class Allowance(NamedTuple):
+    """Bytes of spill stores a thread that kernels like these may have. Every other kernel has none."""
+
+    spills: int
+    arch: str
+    path: str
+    macros: dict[str, int]
+    """What the kernels are compiled with, as far as it matters."""
+    why: str
+
+    def covers(self, kernel: KernelSource, arch: str) -> bool:
+        given = dict(kernel.defines)
+        return (arch, kernel.path) == (self.arch, self.path) and all(
+            given.get(name) == value for name, value in self.macros.items()
+        )
+
+
+ALLOWED = (
+    Allowance(
+        180,
+        "sm_90a",
+        "common/decode.cu",
+        {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 1, "MODE": RecurrentMode.CONTIGUOUS},
+        "four blocks a multiprocessor leave 128 registers; the loop over tokens keeps part of the state in the L1",
+    ),
+    Allowance(
+        40,
+        "sm_90a",
+        "common/decode.cu",
+        {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 0, "MODE": RecurrentMode.CONTIGUOUS},
+        "three blocks of 256 threads leave 80 registers; addresses of the next token",
+    ),
+    Allowance(
+        56,
+        "sm_100f",
+        "common/decode.cu",
+        {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 0, "MODE": RecurrentMode.CONTIGUOUS},
+        "as for sm_90a; compiled only",
+    ),
+    Allowance(
+        8,
+        "sm_100f",
+        "common/decode.cu",
+        {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 0, "MODE": RecurrentMode.GENERAL},
+        "two blocks of 256 threads leave 128 registers; compiled only",
+    ),
+    Allowance(
+        572,
+        "sm_100f",
+        "common/prefill.cu",
+        {"K_DIM": 128, "CLUSTER": 1},
+        "one block carries all 128 columns of a state, 32 a warp, in 168 registers; compiled only",
+    ),
+    Allowance(
+        128,
+        "sm_90a",
+        "sm90/backward/grads.cu",
+        {"SAFE": 1},
+        "16 warps leave 128 registers, 104 of them accumulators and operands while pairs are summed",
+    ),
+    Allowance(
+        132,
+        "sm_90a",
+        "sm90/backward/grads.cu",
+        {"SAFE": 0},
+        "as above, with an anchor for each quarter of a chunk, and decays kept in shared memory",
+    ),
+    Allowance(
+        72,
+        "sm_90a",
+        "sm90/prefill.cu",
+        {"CLUSTER": 2, "SAFE": 0, "G_FLOAT": 1},
+        "the warps that prepare slices hold a float32 g in twice the registers; not timed",
+    ),
+    Allowance(28, "sm_90a", "sm90/prefill.cu", {"CLUSTER": 3, "SAFE": 0, "G_FLOAT": 1}, "as above"),
+    Allowance(4, "sm_90a", "sm90/prefill.cu", {"CLUSTER": 3, "SAFE": 1, "G_FLOAT": 1}, "as above"),
+    Allowance(
+        28,
+        "sm_80",
+        "common/decode.cu",
+        {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 0, "MODE": RecurrentMode.CONTIGUOUS},
+        "as for sm_90a; compiled only",
+    ),
+    Allowance(
+        36,
+        "sm_80",
+        "common/decode.cu",
+        {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 1, "MODE": RecurrentMode.CONTIGUOUS},
+        "as for sm_90a; compiled only",
+    ),
+    Allowance(
+        56,
+        "sm_120",
+        "common/decode.cu",
+        {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 0, "MODE": RecurrentMode.CONTIGUOUS},
+        "as for sm_90a; compiled only",
+    ),
+    Allowance(
+        12,
+        "sm_120",
+        "common/decode.cu",
+        {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 0, "MODE": RecurrentMode.GENERAL},
+        "as for sm_100f; compiled only",
+    ),
+    Allowance(
+        52,
+        "sm_80",
+        "common/intra.cu",
+        {"HALF_F16": 0},
+        "four blocks of 128 threads leave 128 registers; without the later architectures' bfloat16 conversions; "
+        "compiled only",
+    ),
+    Allowance(
+        8,
+        "sm_120",
+        "common/intra.cu",
+        {"K_DIM": 64},
+        "four blocks of 128 threads leave 128 registers; compiled only",
+    ),
+    Allowance(
+        16,
+        "sm_120",
+        "common/recompute.cu",
+        {"K_DIM": 128},
+        "three blocks of 128 threads leave 168 registers; compiled only",
+    ),
+)
+WIDE = 32
+"""An allowance further than this above all that it covers is to be lowered."""
+
+
+def allowed(kernel: KernelSource, arch: str) -> int:
+    """The allowance of one kernel; no two may cover it."""
+    (only,) = [a.spills for a in ALLOWED if a.covers(kernel, arch)] or [0]
+    return only

@@ -1,0 +1,322 @@
+"""The fused chunk forward kernel, emulated on the CPU, against the float64 oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cuda_calls import (
+    BOUNDED_MODEL,
+    MODEL,
+    O_BOUND,
+    STATE_BOUND,
+    Draw,
+    check_outputs,
+    error,
+    oracle,
+    request_of,
+)
+
+from kdacore.types import ChunkInputs, Outputs
+from kdacore_cuda import chunk_forward
+from kdacore_cuda.chunk_forward_kernels import cluster_size, cuts_items, resident_clusters
+from kdacore_cuda.kernel_source import EVERY_LANE
+
+SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors, the fused kernel for sm_90a, two blocks a cluster unless a test says otherwise."""
+    monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: False)
+    use_cluster(monkeypatch, 2)
+
+
+def use_cluster(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(chunk_forward, "cluster_size", lambda K, items, multiprocessors, arch: size)
+
+
+def draw(
+    B: int, T: int, H: int = 1, HV: int = 1, K: int = 128, *, gate: str = "random", seed: int = 0, **more: Any
+) -> Any:
+    d = Draw(seed)
+    raw = gate in ("random", "init")
+    make = d.normal if raw else d.unit
+    fields = {
+        "q": make(B, T, H, K),
+        "k": make(B, T, H, K),
+        "v": d.normal(B, T, HV, K),
+        "beta": d.normal(B, T, HV) if raw else d.uniform(B, T, HV),
+        **d.gate(gate, B, T, HV, K),
+        **more,
+    }
+    return ChunkInputs(**fields)
+
+
+def run(inputs: ChunkInputs, **options: Any) -> Outputs:
+    return chunk_forward.forward(request_of("chunk_kda", inputs, **options), inputs)
+
+
+def check(inputs: ChunkInputs, loose: float = 2.0, **options: Any) -> Outputs:
+    """Run, compare with the oracle, return what was computed. Short sequences: the contract's hard-case factor."""
+    request = request_of("chunk_kda", inputs, **options)
+    want = oracle(request, inputs)
+    got = chunk_forward.forward(request, inputs)
+    check_outputs(got, want, loose)
+    return got
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 2), (128, 3)])
+def test_every_lane_arriving_changes_no_bit(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, K: int, cluster: int
+) -> None:
+    """The kernels that racecheck can follow are those that ship, but for how often barriers are told."""
+    use_cluster(monkeypatch, cluster)
+    inputs = draw(2, 200, K=K)
+    want = run(inputs, **BOUNDED_MODEL, output_final_state=True)
+    monkeypatch.setenv(EVERY_LANE, "1")
+    got = run(inputs, **BOUNDED_MODEL, output_final_state=True)
+    assert torch.equal(got.o, want.o)
+    assert torch.equal(got.final_state, want.final_state)
+
+
+@pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 2), (128, 3)])
+@pytest.mark.parametrize("gate", ["random", "init", "fast", "slow"])
+def test_bounded_gates(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, K: int, cluster: int, gate: str
+) -> None:
+    use_cluster(monkeypatch, cluster)
+    options = BOUNDED_MODEL if gate in ("random", "init") else SAFE_LOG
+    check(draw(1, 100, K=K, gate=gate), output_final_state=True, **options)
+    assert "SAFE1" in emulated[0]
+
+
+@pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 2)])
+@pytest.mark.parametrize("gate", ["random", "init", "fast", "slow", "mixed"])
+def test_unbounded_gates(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, K: int, cluster: int, gate: str
+) -> None:
+    use_cluster(monkeypatch, cluster)
+    options = MODEL if gate in ("random", "init") else {}
+    check(draw(1, 100, K=K, gate=gate), output_final_state=True, **options)
+    assert "SAFE0" in emulated[0]
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.parametrize(
+    ("arch", "K", "cluster"),
+    [("sm_80", 64, 1), ("sm_80", 128, 1), ("sm_100f", 128, 2), ("sm_100f", 128, 4)],
+)
+def test_other_architectures(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, arch: str, K: int, cluster: int, bounded: bool
+) -> None:
+    monkeypatch.setattr(chunk_forward, "build_arch", lambda name: arch)
+    use_cluster(monkeypatch, cluster)
+    check(draw(1, 70, K=K), output_final_state=True, **(BOUNDED_MODEL if bounded else MODEL))
+    assert "WARPGROUP0" in emulated[0]
+
+
+@pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 2), (128, 3)])
+def test_longer_than_two_rings(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, K: int, cluster: int
+) -> None:
+    """A stage's barrier alternates between two phases: a warp a whole ring ahead must not mistake one for the other."""
+    use_cluster(monkeypatch, cluster)
+    check(draw(1, 450 if K == 128 else 700, K=K), 1.0, output_final_state=True, **BOUNDED_MODEL)
+
+
+@pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 3)])
+def test_packs_of_hard_lengths(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, K: int, cluster: int
+) -> None:
+    use_cluster(monkeypatch, cluster)
+    lengths = [0, 1, 15, 16, 17, 0, 63, 64, 65]
+    for index in (torch.int32, torch.int64):
+        cu = torch.tensor(np.cumsum([0, *lengths]), dtype=index)
+        inputs = draw(1, sum(lengths), K=K, cu_seqlens=cu, initial_state=torch.randn(len(lengths), 1, K, K))
+        got = check(inputs, output_final_state=True, checkpoint_every=64, **BOUNDED_MODEL)
+        assert torch.equal(got.final_state[0], inputs.initial_state[0])
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states(emulated: list[str], v_first: bool, dtype: torch.dtype) -> None:
+    state = torch.randn(2, 2, 128, 128).to(dtype)
+    inputs = draw(2, 100, 1, 2, initial_state=state)
+    got = check(inputs, output_final_state=True, checkpoint_every=64, state_v_first=v_first, **BOUNDED_MODEL)
+    assert got.final_state.dtype == dtype
+
+
+def test_grouped_values_and_strides(emulated: list[str]) -> None:
+    wide = torch.randn(1, 40, 2, 3 * 128).to(torch.bfloat16)
+    inputs = draw(1, 40, 2, 4)._replace(q=wide[..., :128], k=wide[..., 256:])
+    check(inputs, **BOUNDED_MODEL)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gate_and_beta_dtypes(emulated: list[str], dtype: torch.dtype) -> None:
+    inputs = draw(1, 40)
+    inputs = inputs._replace(
+        g=inputs.g.to(dtype), beta=inputs.beta.to(dtype), dt_bias=inputs.dt_bias.to(dtype)
+    )
+    check(inputs, allow_neg_eigval=True, scale=0.2, **BOUNDED_MODEL)
+
+
+def test_near_collinear_keys(emulated: list[str]) -> None:
+    """Beta near 1 and keys almost alike: an inverse by powers in half precision is infinite here."""
+    d = Draw(3)
+    inputs = draw(1, 100, gate="slow", initial_state=d.normal(1, 1, 128, 128, dtype=torch.float32))
+    keys = d.normal(1, 1, 1, 128, dtype=torch.float32) + 1e-2 * d.normal(1, 100, 1, 128, dtype=torch.float32)
+    unit = torch.nn.functional.normalize(keys, dim=-1).to(torch.bfloat16)
+    beta = torch.full((1, 100, 1), 0.9975)
+    check(inputs._replace(k=unit, beta=beta), output_final_state=True, **SAFE_LOG)
+
+
+@pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
+def test_later_tokens_change_no_bit(emulated: list[str], options: dict[str, Any]) -> None:
+    """Changed or appended: the outputs before them stay as they were."""
+    inputs = draw(1, 90)
+    whole = run(inputs, **options).o
+    noise = draw(1, 90, seed=7)
+    arrays = {n: torch.cat([getattr(inputs, n)[:, :40], getattr(noise, n)[:, 40:]], 1) for n in "qkvg"}
+    beta = torch.cat([inputs.beta[:, :40], noise.beta[:, 40:]], 1)
+    assert torch.equal(run(inputs._replace(**arrays, beta=beta), **options).o[:, :40], whole[:, :40])
+    cut = {n: getattr(inputs, n)[:, :40].contiguous() for n in ("q", "k", "v", "g", "beta")}
+    assert torch.equal(run(inputs._replace(**cut), **options).o, whole[:, :40])
+
+
+def test_neighbours_do_not_leak(emulated: list[str]) -> None:
+    """NaN in the other sequence of a pack reaches nothing."""
+    cu = torch.tensor([0, 21, 50])
+    inputs = draw(1, 50, cu_seqlens=cu)
+    clean = run(inputs, **BOUNDED_MODEL).o
+    for array in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta):
+        array[:, 21:] = float("nan")
+    assert torch.equal(run(inputs, **BOUNDED_MODEL).o[:, :21], clean[:, :21])
+
+
+def test_split_equals_whole(emulated: list[str]) -> None:
+    inputs = draw(1, 100)
+    whole = run(inputs, output_final_state=True, **BOUNDED_MODEL)
+    first, second = (
+        {n: getattr(inputs, n)[:, part].contiguous() for n in ("q", "k", "v", "g", "beta")}
+        for part in (slice(0, 37), slice(37, 100))
+    )
+    a = run(inputs._replace(**first), output_final_state=True, **BOUNDED_MODEL)
+    b = run(inputs._replace(**second, initial_state=a.final_state), output_final_state=True, **BOUNDED_MODEL)
+    joined = torch.cat([a.o, b.o], 1)
+    assert error(joined, whole.o.double().numpy()) < O_BOUND
+    assert error(b.final_state, whole.final_state.double().numpy()) < STATE_BOUND
+
+
+def whole_fraction(monkeypatch: pytest.MonkeyPatch, clusters: int) -> None:
+    """As many clusters share all work, however little there is; 0: a cluster for each sequence and head."""
+    monkeypatch.setattr(
+        chunk_forward, "resident_clusters", lambda K, cluster, items, multiprocessors, arch: clusters
+    )
+
+
+def same_in_shares(
+    monkeypatch: pytest.MonkeyPatch, inputs: ChunkInputs, clusters: int, **options: Any
+) -> Outputs:
+    """Run in shares: within the bounds, and bit for bit what a cluster for each sequence and head gives."""
+    whole_fraction(monkeypatch, 0)
+    alone = run(inputs, **options)
+    whole_fraction(monkeypatch, clusters)
+    got = check(inputs, **options)
+    assert torch.equal(got.o, alone.o)
+    assert torch.equal(got.final_state, alone.final_state)
+    assert got.checkpoints is None or torch.equal(got.checkpoints, alone.checkpoints)
+    return got
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "H", "clusters", "cuts"),
+    [
+        (1, 100, 3, 2, True),
+        (1, 130, 5, 3, True),
+        (2, 30, 3, 4, True),
+        (2, 30, 3, 3, False),
+        (2, 60, 3, 3, False),
+        (1, 70, 7, 5, True),
+    ],
+)
+@pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
+def test_clusters_share_sequences(
+    emulated: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    B: int,
+    T: int,
+    H: int,
+    clusters: int,
+    cuts: bool,
+) -> None:
+    assert cuts_items(T, B * H, clusters) == cuts
+    same_in_shares(monkeypatch, draw(B, T, H, H), clusters, output_final_state=True, **options)
+
+
+@pytest.mark.parametrize("clusters", [2, 3, 7])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_clusters_share_packs(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, clusters: int, v_first: bool
+) -> None:
+    """Cut sequences, empty ones at every place, states in and out and between."""
+    lengths = [0, 1, 15, 0, 130, 17, 0, 64, 33, 0]
+    cu = torch.tensor(np.cumsum([0, *lengths]))
+    state = torch.randn(len(lengths), 2, 128, 128)
+    state[3, 0, 0, 0] = float("inf")  # of an empty sequence: comes out as it went in
+    inputs = draw(1, sum(lengths), 1, 2, cu_seqlens=cu, initial_state=state)
+    options = BOUNDED_MODEL | {"checkpoint_every": 64, "state_v_first": v_first, "output_final_state": True}
+    whole_fraction(monkeypatch, clusters)
+    got = run(inputs, **options)
+    for n in (0, 3, 6, 9):
+        assert torch.equal(got.final_state[n], state[n])
+    state[3] = 0.0
+    same_in_shares(monkeypatch, inputs, clusters, **options)
+
+
+@pytest.mark.parametrize("lengths", [[0, 200, 1, 1], [1, 300, 2, 150, 40, 1]])
+def test_long_sequences_have_clusters_of_their_own(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, lengths: list[int]
+) -> None:
+    inputs = draw(1, sum(lengths), 2, 2, cu_seqlens=torch.tensor(np.cumsum([0, *lengths])))
+    same_in_shares(monkeypatch, inputs, 5, output_final_state=True, checkpoint_every=64, **BOUNDED_MODEL)
+
+
+def test_clusters_share_more_sequences_than_lanes(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(0, 40, 70) * rng.integers(0, 2, 70)
+    cu = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
+    inputs = draw(1, int(lengths.sum()), cu_seqlens=cu)
+    same_in_shares(monkeypatch, inputs, 5, output_final_state=True, **MODEL)
+
+
+def test_clusters_share_nothing(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More clusters than steps: some have nothing to do."""
+    inputs = draw(1, 40, cu_seqlens=torch.tensor([0, 40]))
+    same_in_shares(monkeypatch, inputs, 4, output_final_state=True, **BOUNDED_MODEL)
+
+
+def test_sharing_depends_on_shapes_alone() -> None:
+    assert resident_clusters(128, 2, 66, 132, "sm_90a") == 0
+    assert resident_clusters(128, 2, 67, 132, "sm_90a") == 66
+    assert resident_clusters(128, 3, 44, 132, "sm_90a") == 0
+    assert resident_clusters(64, 1, 512, 132, "sm_90a") == 0
+    assert resident_clusters(128, 1, 512, 148, "sm_100f") == 0
+
+
+def test_cluster_size_depends_on_shapes_alone() -> None:
+    assert cluster_size(128, 8, 132, "sm_90a") == 3
+    assert cluster_size(128, 64, 132, "sm_90a") == 2
+    assert cluster_size(128, 512, 132, "sm_90a") == 2
+    assert cluster_size(128, 8, 148, "sm_100f") == 4
+    assert cluster_size(128, 512, 148, "sm_100f") == 1
+    assert cluster_size(128, 1, 132, "sm_120") == 1
+    assert cluster_size(64, 1, 132, "sm_90a") == 1

@@ -1,0 +1,107 @@
+"""Cached chunk forward calls: the bits of an uncached call, from other arrays, and no reference to the first ones."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import chunk_backward_calls
+import pytest
+import torch
+from cuda_calls import BOUNDED_MODEL, MODEL, request_of
+
+from kdacore.types import ChunkInputs, FastCall
+from kdacore_cuda import chunk_backward, chunk_forward, chunk_forward_fast_path, chunk_forward_segments
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors, kernels for sm_90a, segments of two chunks; in segments where a test asks for it."""
+    for module in (chunk_forward, chunk_backward):
+        monkeypatch.setattr(module, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: False)
+    monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda items: 2)
+
+
+def draw(B: int = 1, T: int = 150, H: int = 1, HV: int = 1, seed: int = 0, **more: Any) -> ChunkInputs:
+    return chunk_backward_calls.draw(T, H, HV, B=B, gate="init", seed=seed, **more)
+
+
+def strided(x: ChunkInputs) -> ChunkInputs:
+    """Token arrays that lie between others."""
+    apart = {name: torch.stack([y, y], 1)[:, 0] for name, y in zip(x._fields[:5], x[:5], strict=True)}
+    return x._replace(**apart)
+
+
+def packed(seed: int) -> ChunkInputs:
+    cu = torch.tensor([0, 0, 70, 150], dtype=torch.int32)
+    return draw(1, 150, 1, 2, seed, cu_seqlens=cu, initial_state=torch.randn(3, 2, 128, 128))
+
+
+CASES = {
+    "dense": lambda seed: draw(2, seed=seed),
+    "grouped, strided": lambda seed: strided(draw(1, 70, 1, 2, seed)),
+    "packed, states": packed,
+    "no parameters": lambda seed: draw(seed=seed, A_log=None, dt_bias=None),
+}
+
+
+@pytest.mark.parametrize("in_segments", [False, True], ids=["fused", "segments"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_shorter_way_gives_the_same_bits(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, name: str, in_segments: bool
+) -> None:
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: in_segments)
+    first, second = CASES[name](0), CASES[name](1)
+    bare = first.A_log is None
+    options = {**MODEL, "use_gate_in_kernel": False} if bare else BOUNDED_MODEL
+    if bare:
+        first, second = (x._replace(g=-x.g.abs()) for x in (first, second))
+    request = request_of("chunk_kda", first, **options, output_final_state=name != "dense")
+    step = chunk_forward_fast_path.make_fast_call(request, first)
+    assert step is not None
+    emulated.clear()
+    got = step(tuple(second))
+    assert got is not None
+    launches = list(emulated)
+    want = chunk_forward.forward(request, second)
+    assert emulated[len(launches) :] == launches and (len(launches) > 1) == in_segments
+    assert torch.equal(got[0], want.o)
+    assert (got[1] is None) == (want.final_state is None)
+    assert got[1] is None or torch.equal(got[1], want.final_state)
+
+
+def made(inputs: ChunkInputs, **options: Any) -> FastCall | None:
+    request = request_of("chunk_kda", inputs, **BOUNDED_MODEL, **options)
+    return chunk_forward_fast_path.make_fast_call(request, inputs)
+
+
+def test_nothing_is_kept(emulated: list[str]) -> None:
+    inputs = draw(T=10)
+    step, held = made(inputs), weakref.ref(inputs.q)
+    assert step is not None
+    del inputs
+    assert held() is None
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g"])
+def test_arrays_off_16_bytes_go_the_longer_way(emulated: list[str], name: str) -> None:
+    inputs = draw(T=10)
+    step = made(inputs)
+    assert step is not None
+    x = getattr(inputs, name)
+    moved = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+    assert moved.data_ptr() % 16
+    assert step(tuple(inputs._replace(**{name: moved}))) is None
+    assert not emulated
+
+
+def test_what_takes_the_longer_way(emulated: list[str]) -> None:
+    """What would be copied or widened, and checkpoints."""
+    inputs = draw(T=10)
+    ragged = torch.stack([inputs.v, inputs.v], -1)[..., 0]
+    state = torch.randn(1, 1, 128, 128).transpose(-1, -2)
+    assert made(inputs._replace(v=ragged)) is None
+    assert made(inputs._replace(g=inputs.g.half())) is None
+    assert made(inputs._replace(initial_state=state)) is None
+    assert made(inputs, checkpoint_every=64) is None

@@ -1,0 +1,101 @@
+"""The fused chunk forward kernels on a GPU: what an emulator cannot show."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, STATE_BOUND, Draw, error, oracle, request_of
+
+from kdacore.types import ChunkInputs, Outputs
+from kdacore_cuda import chunk_forward
+
+pytestmark = pytest.mark.gpu
+
+GATES = pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
+HEADS = pytest.mark.parametrize("H", [4, 80], ids=["few heads", "many heads"])
+
+
+@pytest.fixture(autouse=True)
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where heads are few; those in segments have tests of their own."""
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: False)
+
+
+def draw(T: int, H: int, K: int = 128) -> ChunkInputs:
+    d = Draw(T + H, device="cuda")
+    tokens = {name: d.normal(1, T, H, K) for name in ("q", "k", "v")}
+    gate = {name: x.cuda() for name, x in d.gate("init", 1, T, H, K).items()}
+    state = d.normal(1, H, K, K, dtype=torch.float32)
+    return ChunkInputs(**tokens, beta=d.normal(1, T, H), **gate, initial_state=state)
+
+
+def run(inputs: ChunkInputs, **options: Any) -> Outputs:
+    return chunk_forward.forward(request_of("chunk_kda", inputs, output_final_state=True, **options), inputs)
+
+
+def same(a: Outputs, b: Outputs) -> bool:
+    return torch.equal(a.o, b.o) and torch.equal(a.final_state, b.final_state)
+
+
+@GATES
+@pytest.mark.parametrize(("H", "K"), [(1, 128), (80, 128), (2, 64)])
+def test_against_the_oracle(options: dict[str, Any], H: int, K: int) -> None:
+    inputs = draw(700 if H < 80 else 70, H, K)
+    got = run(inputs, **options)
+    host = ChunkInputs(*(None if x is None else x.cpu() for x in inputs))
+    want = oracle(request_of("chunk_kda", host, output_final_state=True, **options), host)
+    assert error(got.o, want.o) < 2 * O_BOUND
+    assert error(got.final_state, want.final_state) < 2 * STATE_BOUND
+
+
+@GATES
+@HEADS
+def test_every_call_gives_the_same_bits(options: dict[str, Any], H: int) -> None:
+    inputs = draw(300, H)
+    first = run(inputs, **options)
+    assert all(same(run(inputs, **options), first) for _ in range(200))
+
+
+@GATES
+@HEADS
+def test_graph_replay_equals_eager(options: dict[str, Any], H: int) -> None:
+    inputs = draw(300, H)
+    eager = run(inputs, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(inputs, **options)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same(captured, eager)
+
+
+def test_calls_on_two_streams() -> None:
+    """Clusters that wait for one another, of calls that take each other's multiprocessors."""
+    inputs = draw(2000, 80)
+    first = run(inputs, **BOUNDED_MODEL)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    outputs = []
+    for _ in range(5):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                outputs.append(run(inputs, **BOUNDED_MODEL))
+    torch.cuda.synchronize()
+    assert all(same(x, first) for x in outputs)
+
+
+def test_host_time() -> None:
+    """25 microseconds a call are the bound; twice that allows for a busy machine."""
+    inputs = draw(64, 2)
+    request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
+    chunk_forward.forward(request, inputs)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(300):
+        chunk_forward.forward(request, inputs)
+    took = time.perf_counter() - start
+    torch.cuda.synchronize()
+    assert took / 300 < 50e-6

@@ -1,0 +1,386 @@
+"""``chunk_kda`` in segments, emulated on the CPU: each launch against its model, the whole against the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import chunk_backward_model as chunk_model
+import chunk_forward_segments_model as model
+import emulator
+import numpy as np
+import pytest
+import torch
+from chunk_backward_calls import draw, filled, worst
+from chunk_backward_model import F64
+from cuda_calls import BOUNDED_MODEL, MODEL, Draw, check_outputs, error, oracle, request_of
+
+from kdacore.types import ChunkInputs, Outputs, Request
+from kdacore_cuda import (
+    chunk_forward,
+    chunk_forward_segments,
+    chunk_forward_segments_kernels,
+    torch_launch,
+)
+from kdacore_cuda.compiler import compile_kernel
+from kdacore_cuda.kernel_source import EVERY_LANE
+
+SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
+BOTH = pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
+WALK_BOUND, CHAIN_BOUND = 3.5e-3, 1e-5
+"""Relative, of a matrix: some roundings to bfloat16 and those of the states before; two parts of 8 bits."""
+
+
+@pytest.fixture(autouse=True)
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two chunks each, so that few tokens make many."""
+    use_segments(monkeypatch, 2)
+
+
+@pytest.fixture(autouse=True)
+def poison() -> Iterator[None]:
+    """Memory that a call gets is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def use_segments(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
+    monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda items: chunks)
+
+
+def state(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return Draw(17).normal(*shape, 128, 128, dtype=dtype)
+
+
+def run(inputs: ChunkInputs, **options: Any) -> Outputs:
+    return chunk_forward_segments.forward(request_of("chunk_kda", inputs, **options), inputs)
+
+
+def check(inputs: ChunkInputs, loose: float = 2.0, **options: Any) -> Outputs:
+    """Run, compare with the oracle, return what was computed. Short sequences: the contract's hard-case factor."""
+    request = request_of("chunk_kda", inputs, output_final_state=True, **options)
+    want = oracle(request, inputs)
+    got = chunk_forward_segments.forward(request, inputs)
+    check_outputs(got, want, loose)
+    return got
+
+
+# --- each launch against its model ---------------------------------------------------------------------------------
+
+PACK = [0, 0, 1, 130, 0, 128, 300]
+
+
+def packed() -> ChunkInputs:
+    """Sequences without tokens, of one segment, of exactly one, of three."""
+    cu = torch.tensor(np.cumsum([0, *PACK]), dtype=torch.int32)
+    return draw(sum(PACK), 1, 1, cu_seqlens=cu, initial_state=state(len(PACK), 1))
+
+
+CASES = {"dense": lambda: draw(330, 1, 2, B=2), "packed": packed}
+LONG = {"dense": lambda: draw(64 * 8 + 5, initial_state=state(1, 1)), "packed": packed}
+
+
+def launch(call: chunk_forward_segments.SegmentsCall, name: str) -> None:
+    """One step of a call."""
+    (step,) = (s for s in call.launches if s[0] == name)
+    torch_launch.launch(step[1], step[2], "sm_90a", call.outputs.o, step[3])
+
+
+def operands_of(request: Request, inputs: ChunkInputs) -> dict[str, F64]:
+    """What prepare should leave, rounded to what records hold."""
+    exact = chunk_model.prepare(request, inputs)
+    return {
+        name: model.to_float64(
+            torch.from_numpy(exact[name]).to(torch.float32 if name == "last" else torch.bfloat16)
+        )
+        for name in chunk_forward_segments.CHUNK_OPERANDS
+    }
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "gate", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.exhaustive)], ids=str
+)
+def test_prepare_writes_operands(emulated: list[str], gate: torch.dtype, options: dict[str, Any]) -> None:
+    inputs = packed()
+    inputs = inputs._replace(g=inputs.g.to(gate))
+    request = request_of("chunk_kda", inputs, **options)
+    call = chunk_forward_segments.prepare_call(request, inputs)
+    launch(call, "prepare")
+    got = model.get_operands(model.views(request, call.workspace).operands)
+    want, where = chunk_model.prepare(request, inputs), filled(request, inputs)
+    bounds = dict.fromkeys(("kg", "qg", "u"), 3e-3) | dict.fromkeys(("w", "aqk"), 5e-3) | {"last": 1e-4}
+    for name, bound in bounds.items():
+        exact = want[name][..., :1, :] if name == "last" else want[name]
+        floors = [1e-30 if name == "last" else 0.01] * len(where)
+        assert worst(got[name], exact, where, floors) < bound, name
+        elsewhere = np.ones(exact.shape[:2], bool)
+        elsewhere[tuple(np.transpose(where))] = False
+        assert np.isnan(got[name][elsewhere]).all(), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_maps(emulated: list[str], case: str) -> None:
+    inputs = CASES[case]()
+    request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
+    call, work = chunk_forward_segments.prepare_call(request, inputs), operands_of(request, inputs)
+    view = model.views(request, call.workspace)
+    model.put_operands(view.operands, work)
+    launch(call, "maps")
+    got, want = model.get_maps(view.maps), model.maps(request, inputs, work)
+    for mine, exact in zip(got, want, strict=True):
+        made = ~np.isnan(exact[..., 0, 0])
+        assert made.any()
+        assert np.isnan(mine[~made]).all()
+        for at in np.argwhere(made):
+            assert error(mine[tuple(at)], exact[tuple(at)]) < WALK_BOUND
+
+
+MULTIPROCESSORS = pytest.mark.parametrize("multiprocessors", [1, 132], ids=["busy device", "idle device"])
+"""Multiprocessors: where they are many, more blocks share a state."""
+
+
+@MULTIPROCESSORS
+@pytest.mark.parametrize("case", LONG)
+def test_chain(emulated: list[str], monkeypatch: pytest.MonkeyPatch, case: str, multiprocessors: int) -> None:
+    """Nine segments: the ring goes round twice."""
+    inputs = LONG[case]()
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: multiprocessors)
+    use_segments(monkeypatch, 1 if case == "dense" else 2)
+    request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
+    call = chunk_forward_segments.prepare_call(request, inputs)
+    view = model.views(request, call.workspace)
+    B, A = model.maps(request, inputs, operands_of(request, inputs))
+    rng = np.random.default_rng(0)
+    B[~np.isnan(B)] = rng.standard_normal((~np.isnan(B)).sum())
+    A[~np.isnan(A)] = rng.standard_normal((~np.isnan(A)).sum()) / 128**0.5
+    model.put_maps(view.maps, B, A)
+    launch(call, "chain")
+    got, want = model.to_float64(view.starts), model.chain(request, inputs, B, A)
+    made = ~np.isnan(want)
+    assert made.any()
+    assert np.array_equal(np.isnan(got), ~made)
+    assert error(got[made], want[made]) < CHAIN_BOUND
+
+
+@MULTIPROCESSORS
+@pytest.mark.parametrize("case", CASES)
+def test_output(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, case: str, multiprocessors: int
+) -> None:
+    inputs = CASES[case]()
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: multiprocessors)
+    request = request_of("chunk_kda", inputs, output_final_state=True, checkpoint_every=64, **BOUNDED_MODEL)
+    call, work = chunk_forward_segments.prepare_call(request, inputs), operands_of(request, inputs)
+    view = model.views(request, call.workspace)
+    model.put_operands(view.operands, work)
+    starts = model.chain(request, inputs, *model.maps(request, inputs, work))
+    view.starts.copy_(torch.from_numpy(starts))
+    launch(call, "output")
+    o, final, kept = model.output(request, inputs, work, starts)
+    got = call.outputs
+    assert got.final_state is not None
+    assert got.checkpoints is not None
+    assert error(got.o, o) < WALK_BOUND
+    assert error(got.final_state, np.swapaxes(final, -1, -2)) < WALK_BOUND
+    flat = model.to_float64(got.checkpoints).reshape(-1, request.HV, 128, 128)
+    assert error(flat[: len(kept)], np.swapaxes(np.stack(kept), -1, -2)) < WALK_BOUND
+    assert not flat[len(kept) :].any()
+
+
+# --- the whole against the oracle ----------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("T", [1, 64, 127, 128, 129, 257])
+def test_lengths(emulated: list[str], T: int, options: dict[str, Any]) -> None:
+    check(draw(T, B=1 + T % 2, seed=T), **options)
+    names = [name.split("-")[0] for name in emulated]
+    assert names == (["prepare", "maps", "chain", "output"] if T > 128 else ["prepare", "output"])
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_packs_of_hard_lengths(emulated: list[str], index: torch.dtype) -> None:
+    lengths = [0, 1, 15, 17, 0, 63, 64, 129, 0, 257]
+    cu = torch.tensor(np.cumsum([0, *lengths]), dtype=index)
+    inputs = draw(sum(lengths), cu_seqlens=cu, initial_state=state(len(lengths), 1))
+    got = check(inputs, checkpoint_every=64, **(BOUNDED_MODEL if index == torch.int32 else MODEL))
+    assert got.final_state is not None
+    assert inputs.initial_state is not None
+    assert torch.equal(got.final_state[0], inputs.initial_state[0])
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states(emulated: list[str], v_first: bool, dtype: torch.dtype) -> None:
+    """Checkpoints that begin inside segments, at their ends and one in three."""
+    inputs = draw(200, 1, 2, initial_state=state(1, 2, dtype=dtype))
+    got = check(inputs, checkpoint_every=128 if v_first else 192, state_v_first=v_first, **BOUNDED_MODEL)
+    assert got.final_state is not None
+    assert got.final_state.dtype == dtype
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 9])
+def test_longer_than_two_rings(emulated: list[str], monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
+    """Of stages in a segment, of maps in the chain: who is a ring ahead must not mistake one phase for another."""
+    use_segments(monkeypatch, chunks)
+    check(draw(64 * (8 if chunks == 1 else 10), seed=chunks), 1.5, **BOUNDED_MODEL)
+
+
+@pytest.mark.parametrize("gate", ["init", "slow", "fast", "spread", "mixed"])
+def test_gates(emulated: list[str], gate: str) -> None:
+    """Slow ones: what a segment hands on is most of the next one's state."""
+    options = (BOUNDED_MODEL if gate == "init" else SAFE_LOG) if gate != "mixed" else {}
+    check(draw(300, gate=gate, initial_state=state(1, 1)), **options)
+
+
+@pytest.mark.parametrize("options", [SAFE_LOG, {}], ids=["bounded", "unbounded"])
+def test_near_collinear_keys(emulated: list[str], options: dict[str, Any]) -> None:
+    d = Draw(3)
+    inputs = draw(300, gate="slow", initial_state=d.normal(1, 1, 128, 128, dtype=torch.float32))
+    keys = d.normal(1, 1, 1, 128, dtype=torch.float32) + 1e-2 * d.normal(1, 300, 1, 128, dtype=torch.float32)
+    unit = torch.nn.functional.normalize(keys, dim=-1).to(torch.bfloat16)
+    check(inputs._replace(k=unit, beta=torch.full((1, 300, 1), 0.9975)), **options)
+
+
+def test_grouped_values_and_strides(emulated: list[str]) -> None:
+    wide = torch.randn(1, 140, 2, 3 * 128).to(torch.bfloat16)
+    inputs = draw(140, 2, 4)._replace(q=wide[..., :128], k=wide[..., 256:])
+    check(inputs, **BOUNDED_MODEL)
+
+
+def test_gate_and_beta_in_float16(emulated: list[str]) -> None:
+    inputs = draw(140)
+    assert inputs.dt_bias is not None
+    half = {name: getattr(inputs, name).half() for name in ("g", "beta", "dt_bias")}
+    check(inputs._replace(**half), allow_neg_eigval=True, scale=0.2, **BOUNDED_MODEL)
+
+
+@BOTH
+def test_later_tokens_change_no_bit(emulated: list[str], options: dict[str, Any]) -> None:
+    """Changed or appended, also where they make a segment the last no more."""
+    inputs, noise = draw(270), draw(270, seed=7)
+    whole = run(inputs, checkpoint_every=64, **options)
+    names = ("q", "k", "v", "g", "beta")
+    for cut in (40, 128, 200):
+        kept = {n: getattr(inputs, n)[:, :cut].contiguous() for n in names}
+        short = run(inputs._replace(**kept), checkpoint_every=64, **options)
+        assert torch.equal(short.o, whole.o[:, :cut])
+        assert torch.equal(short.checkpoints, whole.checkpoints[:, : -(-cut // 64)])
+    mixed = {n: torch.cat([getattr(inputs, n)[:, :200], getattr(noise, n)[:, 200:]], 1) for n in names}
+    assert torch.equal(run(inputs._replace(**mixed), **options).o[:, :200], whole.o[:, :200])
+
+
+def test_a_sequence_alone_and_in_a_pack(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits: segments begin at the same tokens. And NaN in its neighbours reaches nothing."""
+    cu = torch.tensor([0, 50, 250, 290])
+    inputs = draw(290, cu_seqlens=cu)
+    names = ("q", "k", "v", "g", "beta")
+    alone = run(
+        inputs._replace(cu_seqlens=None, **{n: getattr(inputs, n)[:, 50:250] for n in names}), **BOUNDED_MODEL
+    ).o
+    for n in names:
+        getattr(inputs, n)[:, :50] = getattr(inputs, n)[:, 250:] = float("nan")
+    assert torch.equal(run(inputs, **BOUNDED_MODEL).o[:, 50:250], alone)
+
+
+@pytest.mark.exhaustive
+def test_with_an_arrival_for_each_lane(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As racecheck is given the kernels: the same bits."""
+    inputs = draw(270)
+    want = run(inputs, **BOUNDED_MODEL).o
+    monkeypatch.setenv(EVERY_LANE, "1")
+    assert torch.equal(run(inputs, **BOUNDED_MODEL).o, want)
+
+
+def test_same_bits_in_any_order(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of threads and copies."""
+    inputs, plain = draw(270), emulator.run
+    found = []
+    for seed in range(3):
+        monkeypatch.setattr(emulator, "run", lambda *a, seed=seed, **k: plain(*a, **{**k, "seed": seed}))
+        found.append(run(inputs, output_final_state=True, **BOUNDED_MODEL))
+    assert all(
+        torch.equal(x.o, found[0].o) and torch.equal(x.final_state, found[0].final_state) for x in found
+    )
+
+
+@pytest.mark.exhaustive
+@BOTH
+@pytest.mark.parametrize("gate", ["random", "init"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_contract_s_length(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, seed: int, gate: str, options: dict[str, Any]
+) -> None:
+    use_segments(monkeypatch, 8)
+    check(draw(2048, gate=gate, seed=seed), 1.0 if gate == "random" else 2.0, **options)
+
+
+# --- which calls, and what is compiled -----------------------------------------------------------------------------
+
+
+def test_few_heads_go_in_segments(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their length, as a choice by length would change bits when tokens are appended."""
+    monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
+    for H, T in ((1, 1), (1, 200)):
+        inputs = draw(T, H, H)
+        emulated.clear()
+        chunk_forward.forward(request_of("chunk_kda", inputs, **BOUNDED_MODEL), inputs)
+        assert emulated[-1].startswith("output")
+    assert [chunk_forward_segments_kernels.use_segments(n, 132) for n in (1, 8, 16, 27, 28, 64)] == [
+        True
+    ] * 4 + [False] * 2
+    assert not chunk_forward_segments_kernels.use_segments(16, 66)
+
+
+def test_the_benchmark_times_what_a_call_launches(emulated: list[str]) -> None:
+    from benchmarks import segment_launches
+
+    inputs = draw(300, 1, 1)
+    request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
+    steps = segment_launches.launches(request, inputs)
+    assert list(steps) == ["prepare", "maps", "chain", "output"]
+    timed = list(emulated)
+    chunk_forward_segments.forward(request, inputs)
+    assert emulated[len(timed) :] == timed
+
+
+def test_blocks_share_states_while_multiprocessors_are_idle() -> None:
+    assert [chunk_forward_segments_kernels.output_blocks(n, 132) for n in (1, 66, 67, 128)] == [2, 2, 1, 1]
+    assert [chunk_forward_segments_kernels.chain_blocks(n, 132) for n in (1, 16, 17, 27)] == [8, 8, 4, 4]
+
+
+@pytest.mark.parametrize("T", [330, 700])
+def test_how_many_blocks_share_a_state_changes_no_bit(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, T: int
+) -> None:
+    inputs = draw(T, initial_state=state(1, 1))
+
+    def outputs(multiprocessors: int) -> tuple[torch.Tensor, torch.Tensor]:
+        monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: multiprocessors)
+        got = run(inputs, output_final_state=True, **BOUNDED_MODEL)
+        assert got.final_state is not None
+        return got.o, got.final_state
+
+    few, many = outputs(1), outputs(132)
+    assert torch.equal(few[0], many[0])
+    assert torch.equal(few[1], many[1])
+
+
+def test_segments_depend_on_heads_alone() -> None:
+    assert [chunk_forward_segments_kernels.chunks_per_segment(n) for n in (1, 6, 7, 27)] == [8, 8, 16, 16]
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        chunk_forward_segments_kernels.maps_kernel(),
+        *map(chunk_forward_segments_kernels.output_kernel, (1, 2)),
+    ],
+)
+def test_products_overlap(kernel: chunk_forward_segments_kernels.SegmentsKernel) -> None:
+    """The compiler says when it makes each product wait for the one before, or ignores the trade of registers."""
+    log = compile_kernel(kernel.source, "sm_90a").log
+    assert "serialized" not in log
+    assert "setmaxnreg ignored" not in log

@@ -1,0 +1,64 @@
+"""The disk cache of compiled kernels: damaged, foreign and unusable folders are misses."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kdacore_cuda import cubin_lookup
+from kdacore_cuda.compiler import CompiledKernel
+from kdacore_cuda.disk_cache import DiskCache
+from kdacore_cuda.kernel_source import KernelSource
+from kdacore_cuda.recurrent_kernels import RecurrentMode, recurrent_kernel
+
+KERNEL = recurrent_kernel(128, False, False, RecurrentMode.ONE_TOKEN)
+
+
+def test_cache_round_trip_and_damage(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path / "cuda")
+    assert cache.get("k") is None
+    assert cache.put("k", b"cubin")
+    assert cache.get("k") == b"cubin"
+    path = tmp_path / "cuda" / "k.bin"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert cache.get("k") is None
+    path.write_bytes(b"")
+    assert cache.get("k") is None
+
+
+def test_cache_of_another_owner_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = DiskCache(tmp_path / "cuda")
+    assert cache.put("k", b"cubin")
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert cache.get("k") is None
+    assert not cache.put("other", b"cubin")
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o720, 0o702])
+def test_cache_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> None:
+    cache = DiskCache(tmp_path / "cuda")
+    assert cache.put("k", b"cubin")
+    (tmp_path / "cuda").chmod(mode)
+    assert cache.get("k") is None
+    assert not cache.put("other", b"cubin")
+
+
+def test_unusable_cache_folder_is_a_miss(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    cache = DiskCache(tmp_path / "file" / "cuda")
+    assert cache.get("k") is None
+    assert not cache.put("k", b"cubin")
+
+
+def test_load_or_compile_uses_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = KernelSource("common/decode.cu", "decode", (*KERNEL.defines, ("UNPACKAGED", 1)))
+    disk = DiskCache(tmp_path / "cuda")
+    first = cubin_lookup.load_or_compile(kernel, "sm_90a", disk)
+
+    def refuse(*args: object) -> CompiledKernel:
+        raise AssertionError("compiled twice")
+
+    monkeypatch.setattr(cubin_lookup, "compile_kernel", refuse)
+    assert cubin_lookup.load_or_compile(kernel, "sm_90a", disk) == first

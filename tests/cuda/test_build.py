@@ -137,7 +137,9 @@ def test_unusable_cache_folder_is_a_miss(tmp_path: Path) -> None:
 
 
 def test_load_or_compile_uses_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = KernelSource("common/decode.cu", "decode", (*KERNELS["decode"].defines, ("UNPACKAGED", 1)))
+    kernel = KernelSource(
+        "common/recurrent/recurrent.cu", "recurrent", (*KERNELS["decode"].defines, ("UNPACKAGED", 1))
+    )
     disk = DiskCache(tmp_path / "cuda")
     first = build.load_or_compile(kernel, "sm_90a", disk)
 

@@ -24,7 +24,7 @@ int cuDevicePrimaryCtxRetain(void** context, int device) { *context = (void*)(0x
 int cuCtxSetCurrent(void* context) { current = context; return 0; }
 int cuLibraryLoadData(void** l, const void* code, void* a, void* b, unsigned c, void* d, void* e, unsigned f) {
   *l = (void*)code; ++loads; return 0; }
-int cuLibraryGetKernel(void** k, void* l, const char* name) { *k = (void*)0x77; return strcmp(name, "decode") != 0; }
+int cuLibraryGetKernel(void** k, void* l, const char* name) { *k = (void*)0x77; return strcmp(name, "recurrent") != 0; }
 int cuKernelSetAttribute(int what, int value, void* k, int device) { limit = value; return 0; }
 int cuGetErrorName(int code, const char** text) { *text = "CUDA_ERROR_STUB"; return 0; }
 int cuLaunchKernelEx(const unsigned* config, void* f, void** arguments, void** extra) {
@@ -42,7 +42,7 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("driver")
     (folder / "stub.c").write_text(_STUB)
     library = folder / "libcuda.so.1"
-    size = f"-DSIZE={layout.DECODE.size}"
+    size = f"-DSIZE={layout.RECURRENT.size}"
     subprocess.run(["gcc", "-shared", "-fPIC", size, folder / "stub.c", "-o", library], check=True)
     return library
 
@@ -54,17 +54,17 @@ def make(stub: Path, monkeypatch: pytest.MonkeyPatch, shared: int = 1000) -> lau
     monkeypatch.setattr(launch, "load_or_compile", lambda kernel, arch: b"cubin")
     monkeypatch.setattr(launch, "_handles", {})
     return launch.Launcher(
-        variants.decode_kernel(64, False, False, variants.DECODE_ANY), layout.DECODE, 64, shared
+        variants.decode_kernel(64, False, False, variants.DECODE_ANY), layout.RECURRENT, 64, shared
     )
 
 
 def test_launch_passes_what_was_packed(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = make(stub, monkeypatch)
-    values = tuple(range(1, len(layout.DECODE.fields) + 1))
+    values = tuple(range(1, len(layout.RECURRENT.fields) + 1))
     launcher(7, 0, "sm_90a", 0x55, values)
     library = ctypes.CDLL(str(stub))
-    seen = bytes((ctypes.c_ubyte * layout.DECODE.size).in_dll(library, "params"))
-    assert layout.DECODE.packer.unpack(seen) == values
+    seen = bytes((ctypes.c_ubyte * layout.RECURRENT.size).in_dll(library, "params"))
+    assert layout.RECURRENT.packer.unpack(seen) == values
     assert ctypes.c_uint.in_dll(library, "grid").value == 7
     assert ctypes.c_uint.in_dll(library, "block").value == 64
     assert ctypes.c_void_p.in_dll(library, "on_stream").value == 0x55
@@ -72,7 +72,7 @@ def test_launch_passes_what_was_packed(stub: Path, monkeypatch: pytest.MonkeyPat
 
 def test_large_shared_memory_is_asked_for(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = make(stub, monkeypatch, shared=100_000)
-    launcher(1, 0, "sm_90a", 0, (0,) * len(layout.DECODE.fields))
+    launcher(1, 0, "sm_90a", 0, (0,) * len(layout.RECURRENT.fields))
     assert ctypes.c_int.in_dll(ctypes.CDLL(str(stub)), "limit").value == 100_000
 
 
@@ -82,7 +82,7 @@ def test_a_refused_launch_raises(stub: Path, monkeypatch: pytest.MonkeyPatch) ->
     flag.value = 3
     try:
         with pytest.raises(DriverError, match="CUDA_ERROR_STUB"):
-            launcher(1, 0, "sm_90a", 0, (0,) * len(layout.DECODE.fields))
+            launcher(1, 0, "sm_90a", 0, (0,) * len(layout.RECURRENT.fields))
     finally:
         flag.value = 0
 
@@ -90,7 +90,7 @@ def test_a_refused_launch_raises(stub: Path, monkeypatch: pytest.MonkeyPatch) ->
 def make_fixed(stub: Path, monkeypatch: pytest.MonkeyPatch, last: tuple[float, ...]) -> fixed.FixedLauncher:
     """One whose calls give the first fields."""
     plain = make(stub, monkeypatch)
-    names = [name for name, _ in layout.DECODE.fields]
+    names = [name for name, _ in layout.RECURRENT.fields]
     given, rest = tuple(names[: -len(last)]), names[-len(last) :]
     return fixed.FixedLauncher(plain, given, dict(zip(rest, last, strict=True)))
 
@@ -100,7 +100,7 @@ def test_a_thread_without_a_context_gets_torchs(
     stub: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """As autograd's threads are before something in them has used CUDA."""
-    values = tuple(range(1, len(layout.DECODE.fields) + 1))
+    values = tuple(range(1, len(layout.RECURRENT.fields) + 1))
     given = values if kind == "plain" else values[:16]
     launcher = make(stub, monkeypatch) if kind == "plain" else make_fixed(stub, monkeypatch, values[16:])
     library = ctypes.CDLL(str(stub))
@@ -111,8 +111,8 @@ def test_a_thread_without_a_context_gets_torchs(
         assert current.value == 0x100 + 2
     finally:
         nowhere.value, current.value = 0, None
-    seen = bytes((ctypes.c_ubyte * layout.DECODE.size).in_dll(library, "params"))
-    assert layout.DECODE.packer.unpack(seen) == values
+    seen = bytes((ctypes.c_ubyte * layout.RECURRENT.size).in_dll(library, "params"))
+    assert layout.RECURRENT.packer.unpack(seen) == values
 
 
 @pytest.mark.parametrize("kind", ["plain", "fixed"])
@@ -120,13 +120,13 @@ def test_a_thread_without_a_context_gets_torchs(
 def test_launches_may_begin_early_where_the_architecture_has_that(
     stub: Path, monkeypatch: pytest.MonkeyPatch, arch: str, attributes: int, kind: str
 ) -> None:
-    values = tuple(range(1, len(layout.DECODE.fields) + 1))
+    values = tuple(range(1, len(layout.RECURRENT.fields) + 1))
     launcher = make(stub, monkeypatch) if kind == "plain" else make_fixed(stub, monkeypatch, values[16:])
     library = ctypes.CDLL(str(stub))
     for grid, stream in ((7, 0x55), (9, 0x66)):
         launcher(grid, 0, arch, stream, values if kind == "plain" else values[:16])
-        seen = bytes((ctypes.c_ubyte * layout.DECODE.size).in_dll(library, "params"))
-        assert layout.DECODE.packer.unpack(seen) == values
+        seen = bytes((ctypes.c_ubyte * layout.RECURRENT.size).in_dll(library, "params"))
+        assert layout.RECURRENT.packer.unpack(seen) == values
         assert ctypes.c_uint.in_dll(library, "grid").value == grid
         assert ctypes.c_uint.in_dll(library, "block").value == 64
         assert ctypes.c_uint.in_dll(library, "shared_size").value == 1000
@@ -142,9 +142,11 @@ def test_a_call_may_give_fields_with_zeros_between(stub: Path, monkeypatch: pyte
     launcher = fixed.FixedLauncher(plain, given, fixed_values)
     for values in ((11, 12, 13), (2**47 + 1, 0, 3)):
         launcher(1, 0, "sm_90a", 0, values)
-        seen = bytes((ctypes.c_ubyte * layout.DECODE.size).in_dll(ctypes.CDLL(str(stub)), "params"))
+        seen = bytes((ctypes.c_ubyte * layout.RECURRENT.size).in_dll(ctypes.CDLL(str(stub)), "params"))
         want = dict(zip(given, values, strict=True)) | fixed_values
-        assert layout.DECODE.packer.unpack(seen) == tuple(want.get(n, 0) for n, _ in layout.DECODE.fields)
+        assert layout.RECURRENT.packer.unpack(seen) == tuple(
+            want.get(n, 0) for n, _ in layout.RECURRENT.fields
+        )
 
 
 @pytest.mark.parametrize(
@@ -160,9 +162,9 @@ def test_fields_out_of_order_or_fixed_between_are_refused(
 
 
 def test_launchers_of_one_kernel_share_its_code(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = tuple(range(1, len(layout.DECODE.fields) + 1))
+    values = tuple(range(1, len(layout.RECURRENT.fields) + 1))
     first = make_fixed(stub, monkeypatch, values[16:])
-    third = launch.Launcher(first.launcher.kernel, layout.DECODE, 64, 1000)
+    third = launch.Launcher(first.launcher.kernel, layout.RECURRENT, 64, 1000)
     second = fixed.FixedLauncher(third, first.given, first.fixed)
     loads = ctypes.c_int.in_dll(ctypes.CDLL(str(stub)), "loads")
     before = loads.value
@@ -172,7 +174,7 @@ def test_launchers_of_one_kernel_share_its_code(stub: Path, monkeypatch: pytest.
 
 
 def test_a_refused_launch_of_fixed_values_raises(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = tuple(range(1, len(layout.DECODE.fields) + 1))
+    values = tuple(range(1, len(layout.RECURRENT.fields) + 1))
     launcher = make_fixed(stub, monkeypatch, values[16:])
     flag = ctypes.c_int.in_dll(ctypes.CDLL(str(stub)), "fail")
     flag.value = 3
@@ -238,10 +240,10 @@ def test_values_are_packed_at_their_offsets(params: layout.ParamStruct) -> None:
 
 def test_the_emulator_lays_structs_out_alike() -> None:
     kernel = variants.decode_kernel(64, True, False, variants.DECODE_ONE)
-    library = emulator.build(kernel, layout.DECODE)
+    library = emulator.build(kernel, layout.RECURRENT)
     library.offset_of.restype = ctypes.c_size_t
-    found = [library.offset_of(i) for i in range(len(layout.DECODE.fields))]
-    assert found == list(layout.DECODE.offsets.values())
+    found = [library.offset_of(i) for i in range(len(layout.RECURRENT.fields))]
+    assert found == list(layout.RECURRENT.offsets.values())
 
 
 def test_holes_are_refused() -> None:

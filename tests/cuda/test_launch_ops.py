@@ -41,12 +41,12 @@ from kdacore_cuda.prefill_kernels import prefill_shared, prefill_threads
 from kdacore_cuda.recompute_kernels import shared_bytes
 
 PARAMS = {
-    "decode": layout.DECODE,
-    "prefill": layout.PREFILL,
+    "recurrent": layout.RECURRENT,
+    "chunk_forward": layout.CHUNK_FORWARD,
     "intra": layout.INTRA,
     "recompute": layout.RECOMPUTE,
     "recompute_hopper": layout.RECOMPUTE,
-    **dict.fromkeys(("prepare", "scan", "grads"), layout.BACKWARD),
+    **dict.fromkeys(("prepare", "scan", "grads"), layout.CHUNK_BACKWARD),
     "sums": layout.SUMS,
     "groups": layout.GROUPS,
     **dict.fromkeys(("maps", "chain", "output"), layout.SEGMENTS),
@@ -197,12 +197,12 @@ def test_prefill(seen: Recorder, monkeypatch: pytest.MonkeyPatch, K: int, packed
     got = prefill.forward(request, inputs)
     (x,) = seen()
     cluster = 3 if K == 128 else 1
-    assert (x.entry, x.grid) == ("prefill", N * HV * cluster)
+    assert (x.entry, x.grid) == ("chunk_forward", N * HV * cluster)
     assert (x.block, x.shared) == (prefill_threads(K, cluster), prefill_shared(K, cluster, True))
     assert x.limit == x.shared
     named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")}
     holds(x.params, **named, cu_seqlens=inputs.cu_seqlens, o=got.o, h0=inputs.initial_state)
-    holds(x.params, ht=got.final_state, ckpt=got.checkpoints, handed=None, clusters=0)
+    holds(x.params, ht=got.final_state, ckpt=got.checkpoints, cut_states=None, clusters=0)
     holds(x.params, T=T, N=N, H=H, HV=HV, ckpt_every=64, gate=layout.GATES["sigmoid"], lower_bound=-5.0)
     holds(x.params, scale=K**-0.5, beta_type=layout.TYPES["bfloat16"], bias_type=layout.TYPES["float32"])
     flags = layout.FLAGS["L2NORM"] | layout.FLAGS["BETA_SIGMOID"] | layout.FLAGS["CU64"] * packed
@@ -250,13 +250,13 @@ def test_prefill_in_segments(seen: Recorder, packed: bool) -> None:
         prepare.params, **named, cu_seqlens=inputs.cu_seqlens, T=T, N=N, H=H, HV=HV, NT=18, units=chunks * HV
     )
     strided(prepare.params, **{name: named[name] for name in ("q", "k", "v", "g")})
-    records = rest[0].params["records"]
+    records = rest[0].params["chunk_operands"]
     holds(prepare.params, **{name: records + first for name, (first, _) in segments.RECORD.items()})
     maps = records + chunks * HV * segments.RECORD_BYTES
     for x in rest:
         assert x.params == rest[0].params
         assert x.limit == x.shared
-        holds(x.params, records=records, maps=maps, starts=maps + slots * HV * segments.MAP_BYTES)
+        holds(x.params, chunk_operands=records, maps=maps, starts=maps + slots * HV * segments.MAP_BYTES)
         holds(x.params, cu_seqlens=inputs.cu_seqlens, o=got.o, h0=inputs.initial_state, ht=got.final_state)
         holds(x.params, ckpt=got.checkpoints, T=T, N=N, HV=HV, NT=18, segment=16, segments=2, ckpt_every=128)
         assert x.params["flags"] == prepare.params["flags"]
@@ -350,7 +350,7 @@ def test_decode(seen: Recorder) -> None:
     request = on_hopper(request_of("fused_recurrent_kda", inputs, **options))
     got = decode.forward(request, inputs)
     (x,) = seen()
-    assert x.entry == "decode"
+    assert x.entry == "recurrent"
     named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")}
     holds(x.params, **named, o=got.o, h0=inputs.initial_state, ht=inputs.initial_state)
     holds(x.params, indices=inputs.state_indices, accepted=None, cu_seqlens=None, T=1, H=H, HV=HV)
@@ -360,7 +360,7 @@ def test_decode(seen: Recorder) -> None:
     assert x.grid % (N * HV) == 0
 
 
-FRESH = {"o", "ht", "launch", "records", "maps", "starts", "kg", "qg", "w", "u", "aqk", "last"}
+FRESH = {"o", "ht", "launch", "chunk_operands", "maps", "starts", "kg", "qg", "w", "u", "aqk", "last"}
 """Parameters that are memory of the call's own, and the number of a launch."""
 
 
@@ -402,8 +402,9 @@ def test_prefill_seen_before(seen: Recorder, monkeypatch: pytest.MonkeyPatch, fe
             [x.params[k] - x.params["last"] for k in ("kg", "qg", "w", "u", "aqk")]
             for x in (again[0], first[0])
         ]
-        assert places[0] == places[1] and again[0].params["last"] == again[-1].params["records"]
+        assert places[0] == places[1] and again[0].params["last"] == again[-1].params["chunk_operands"]
         sizes = [
-            [x.params[k] - x.params["records"] for k in ("maps", "starts")] for x in (again[-1], first[-1])
+            [x.params[k] - x.params["chunk_operands"] for k in ("maps", "starts")]
+            for x in (again[-1], first[-1])
         ]
         assert sizes[0] == sizes[1]

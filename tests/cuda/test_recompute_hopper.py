@@ -56,7 +56,7 @@ def same(a: RecomputeOutputs, b: RecomputeOutputs) -> bool:
 
 
 def check(monkeypatch: pytest.MonkeyPatch, inputs: RecomputeInputs, share: float) -> RecomputeOutputs:
-    """The bits of common/recompute.cu."""
+    """The bits of common/stages/recompute.cu."""
     use(monkeypatch, None)
     want = recompute(inputs)
     use(monkeypatch, share)

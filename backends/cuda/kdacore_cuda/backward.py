@@ -36,7 +36,7 @@ from kdacore_cuda.backward_kernels import (
     sums_kernel,
 )
 from kdacore_cuda.launch import Launcher
-from kdacore_cuda.layout import BACKWARD, GATES, GROUPS, SUMS, TYPES
+from kdacore_cuda.layout import CHUNK_BACKWARD, GATES, GROUPS, SUMS, TYPES
 from kdacore_cuda.verifiers import is_safe
 
 CHUNK, HALF, QUARTER = 64, 32, 16
@@ -56,7 +56,7 @@ WORKSPACE: dict[str, tuple[int, torch.dtype]] = {
     "rows": (3 * 64, torch.float32),
 }
 """Elements of each array of the workspace for one chunk and value head, and their dtype; what they hold is said in
-csrc/sm90/backward/chunk.cuh."""
+csrc/sm90/chunk_backward/workspace.cuh."""
 
 _ROWS = ("q", "k", "v", "g", "beta")
 _STRIDES = tuple(f"{name}_{axis}" for name in _ROWS for axis in ("sb", "st", "sh"))
@@ -122,7 +122,7 @@ plan_of = Plans(_make_plan)
 @cache
 def launcher(kernel: BackwardKernel) -> Launcher:
     """The launcher of one kernel; all of them take the same parameters."""
-    return Launcher(kernel.source, BACKWARD, kernel.threads, kernel.shared)
+    return Launcher(kernel.source, CHUNK_BACKWARD, kernel.threads, kernel.shared)
 
 
 def workspace(plan: Plan, like: torch.Tensor, *names: str) -> Arrays:
@@ -147,7 +147,7 @@ def run(kernel: BackwardKernel, plan: Plan, inputs: ChunkInputs, arrays: Arrays)
     )
     named = dict(zip(_ROWS, pointers, strict=True)) | dict(zip(_STRIDES, strides, strict=True))
     named |= {name: x.data_ptr() for name, x in (parameters | arrays).items()} | plan.sizes
-    values = tuple(named.get(name, 0) for name, _ in BACKWARD.fields)
+    values = tuple(named.get(name, 0) for name, _ in CHUNK_BACKWARD.fields)
     like = inputs.q
     runtime.launch(launcher(kernel), plan.grid(kernel, like.device.index), plan.arch, like, values)
     del kept, parameters  # copies live until the launch is queued

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from kdacore_cuda.build import KernelSource
 
-_SOURCES = "sm90/backward"
+_SOURCES = "sm90/chunk_backward"
 
 
 class BackwardKernel(NamedTuple):
-    """One launch of the backward. All take :data:`kdacore_cuda.layout.BACKWARD`."""
+    """One launch of the backward. All take :data:`kdacore_cuda.layout.CHUNK_BACKWARD`."""
 
     source: KernelSource
     threads: int
@@ -80,11 +80,11 @@ def prepare_kernel(float_gate: bool, safe: bool = True, records: bool = False) -
     shared = _PREPARE_SHARED[safe]
     defines: tuple[tuple[str, int], ...] = (
         ("G_FLOAT", int(float_gate)),
-        ("SAFE", int(safe)),
+        ("BOUNDED", int(safe)),
         ("SHARED_BYTES", shared),
     )
     if records:
-        defines += (("RECORDS", 1),)
+        defines += (("FOR_SEGMENTS", 1),)
     return BackwardKernel(
         KernelSource(f"{_SOURCES}/prepare.cu", "prepare", defines),
         256,
@@ -103,7 +103,7 @@ def grads_kernel(float_gate: bool, grouped: bool, safe: bool = True) -> Backward
         safe: every decay is bounded by -5, so that one exponent anchor serves half a chunk.
     """
     shared = 232448
-    flags = {"G_FLOAT": float_gate, "GROUPED": grouped, "SAFE": safe, "SHARED_LIMIT": shared}
+    flags = {"G_FLOAT": float_gate, "GROUPED": grouped, "BOUNDED": safe, "SHARED_LIMIT": shared}
     defines = tuple((name, int(x)) for name, x in flags.items())
     source = KernelSource(f"{_SOURCES}/grads.cu", "grads", defines)
     return BackwardKernel(source, 512, shared, lambda units, heads, processors: min(units, processors))

@@ -22,7 +22,7 @@ from kdacore_cuda.cache import DiskCache
 CSRC = Path(__file__).parent / "csrc"
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 EVERY_LANE = "KDACORE_CUDA_EVERY_LANE"
-"""Environment variable: 1 where every lane arrives at barriers, as racecheck needs (csrc/common/arrivals.cuh)."""
+"""Environment variable: 1 where every lane arrives at barriers, as racecheck needs (csrc/common/warp_arrivals.cuh)."""
 _BASE_OPTIONS = (
     "-std=c++17",
     "-default-device",

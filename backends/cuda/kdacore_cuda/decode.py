@@ -24,13 +24,13 @@ from kdacore_cuda.arrays import (
 )
 from kdacore_cuda.fixed import FixedLauncher
 from kdacore_cuda.launch import Launcher
-from kdacore_cuda.layout import DECODE, FLAGS, GATES
+from kdacore_cuda.layout import FLAGS, GATES, RECURRENT
 from kdacore_cuda.variants import DECODE_ANY, decode_kernel, decode_mode, decode_tile
 
 MANY = 128
 """Sequences and heads from which the next launch may be placed before this one begins. With fewer, several launches
 come to wait on the device at once, which was slower."""
-GIVEN = tuple(name for name, _ in DECODE.fields[:16])
+GIVEN = tuple(name for name, _ in RECURRENT.fields[:16])
 """Parameters that a call gives: addresses, and the rows of states and indices."""
 
 
@@ -85,7 +85,7 @@ def _make_launch(r: Request, strides: tuple[int, ...], mode: int) -> _Launch:
     bf16_state = r.state_dtype == "bfloat16"
     tile = decode_tile(r.K, r.state_v_first, bf16_state, mode)
     (hv_factor, hv_shift), (group_factor, group_shift) = division(r.HV), division(r.HV // r.H)
-    fixed = DECODE.last(
+    fixed = RECURRENT.last(
         *(*strides, hv_factor, group_factor),
         *(r.T, r.H, r.HV, hv_shift, group_shift, r.N * r.HV >= MANY),
         *(GATES[r.gate], flags),
@@ -93,7 +93,7 @@ def _make_launch(r: Request, strides: tuple[int, ...], mode: int) -> _Launch:
         *(r.scale, r.lower_bound or 0.0),
     )
     kernel = decode_kernel(r.K, r.state_v_first, bf16_state, mode)
-    plain = Launcher(kernel, DECODE, tile.threads, tile.shared(r.K, r.state_v_first))
+    plain = Launcher(kernel, RECURRENT, tile.threads, tile.shared(r.K, r.state_v_first))
     launcher = FixedLauncher(plain, GIVEN, fixed)
     return _Launch(launcher, r.N * r.HV * (r.V // tile.columns))
 

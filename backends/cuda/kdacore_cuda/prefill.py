@@ -22,7 +22,7 @@ from kdacore_cuda.arrays import (
     spec_type,
 )
 from kdacore_cuda.launch import Launcher
-from kdacore_cuda.layout import GATES, PREFILL, TYPES
+from kdacore_cuda.layout import CHUNK_FORWARD, GATES, TYPES
 from kdacore_cuda.prefill_kernels import (
     cluster_size,
     hand_over_size,
@@ -44,7 +44,7 @@ LAUNCHES = count(secrets.randbits(62))
 def _launcher(K: int, cluster: int, safe: bool, float_gate: bool, arch: str) -> Launcher:
     kernel = prefill_kernel(K, cluster, safe, float_gate, arch)
     return Launcher(
-        kernel, PREFILL, prefill_threads(K, cluster, arch), prefill_shared(K, cluster, safe, arch)
+        kernel, CHUNK_FORWARD, prefill_threads(K, cluster, arch), prefill_shared(K, cluster, safe, arch)
     )
 
 

@@ -6,7 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 from kdacore_cuda.build import KernelSource
-from kdacore_cuda.layout import STEP_TOKENS, TURN_STEPS
+from kdacore_cuda.layout import SEQUENCE_OVERHEAD_STEPS, STEP_TOKENS
 
 SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024, "sm_100f": 227 * 1024, "sm_120": 99 * 1024}
 """Dynamic shared memory a block may use, by build architecture."""
@@ -16,7 +16,7 @@ HOPPER = "sm_90a"
 
 
 def has_own(K: int, arch: str) -> bool:
-    """Does sm90/prefill.cu serve this head dim? It carries 64 columns of V a warpgroup, 32 tokens a step."""
+    """Whether sm90/chunk_forward serves this head dim: 64 columns of V a warpgroup, 32 tokens a step."""
     return arch == HOPPER and K == 128
 
 
@@ -47,7 +47,7 @@ def sharing_clusters(K: int, cluster: int, items: int, processors: int, arch: st
 
 def may_cut(T: int, items: int, clusters: int) -> bool:
     """Does a border of ``clusters`` equal shares of ``items`` dense sequences and heads fall inside one of them?"""
-    cost = max(1, -(-T // STEP_TOKENS)) + TURN_STEPS
+    cost = max(1, -(-T // STEP_TOKENS)) + SEQUENCE_OVERHEAD_STEPS
     return -(-items * cost // clusters) % cost != 0
 
 
@@ -63,12 +63,13 @@ def prefill_kernel(K: int, cluster: int, safe: bool, float_gate: bool, arch: str
         ("K_DIM", K),
         ("V_DIM", K),
         ("CLUSTER", cluster),
-        ("SAFE", int(safe)),
+        ("BOUNDED", int(safe)),
         ("G_FLOAT", int(float_gate)),
         ("SHARED_LIMIT", prefill_shared(K, cluster, safe, arch)),
         *(_hopper_defines(cluster, safe) if own else _portable_defines(K, cluster, safe, arch)),
     )
-    return KernelSource("sm90/prefill.cu" if own else "common/prefill.cu", "prefill", defines)
+    folder = "sm90" if own else "common"
+    return KernelSource(f"{folder}/chunk_forward/chunk_forward.cu", "chunk_forward", defines)
 
 
 def prefill_threads(K: int, cluster: int, arch: str = HOPPER) -> int:

@@ -13,7 +13,7 @@ from kdacore_cuda import prefill, runtime, segments
 from kdacore_cuda.arrays import ALIGNMENT, contiguous_of, strides_as_given
 from kdacore_cuda.fixed import FixedLauncher, Start
 from kdacore_cuda.launch import Launcher
-from kdacore_cuda.layout import PREFILL, SEGMENTS
+from kdacore_cuda.layout import CHUNK_FORWARD, SEGMENTS
 
 Launch = Callable[[int, tuple[int, ...], int, int, int], None]
 """A call's launches on a stream, of addresses: those of ``_TOKENS``; o; the initial and the final state. 0 where an
@@ -80,8 +80,8 @@ def _starter(
 
 def _fused(request: Request, strides: tuple[int, ...], index: int, empty: Empty) -> Launch:
     plan = prefill.plan_of(request)
-    given = (*_TOKENS, "o", "h0", "ht", "handed", "launch")
-    fixed = PREFILL.last(*strides, *plan.sizes)
+    given = (*_TOKENS, "o", "h0", "ht", "cut_states", "launch")
+    fixed = CHUNK_FORWARD.last(*strides, *plan.sizes)
     start = _starter(plan.launcher, given, fixed, plan.grid, plan.arch, index)
     size, counter = plan.hand_over, prefill.LAUNCHES
     shape, ones = (size,), (1,)
@@ -99,7 +99,7 @@ def _segments(request: Request, strides: tuple[int, ...], index: int, empty: Emp
     (_, prepare, units), *others = plan.steps
     fixed = {**plan.chunks.sizes, **dict(zip(_STRIDES, strides, strict=True))}
     start = _starter(prepare, (*_TOKENS, *_RECORD), fixed, units, arch, index)
-    given = ("cu_seqlens", "o", "h0", "ht", "records", "maps", "starts")
+    given = ("cu_seqlens", "o", "h0", "ht", "chunk_operands", "maps", "starts")
     sizes = SEGMENTS.last(*plan.sizes)
     later = [_starter(launcher, given, sizes, grid, arch, index) for _, launcher, grid in others]
     kg, qg, w, u, aqk, last = (segments.RECORD[name][0] for name in _RECORD)

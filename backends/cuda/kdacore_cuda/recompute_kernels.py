@@ -1,4 +1,4 @@
-"""The stage ``kda_recompute_w_u`` on Hopper, K = V = 128: csrc/sm90/recompute."""
+"""The stage ``kda_recompute_w_u`` on Hopper, K = V = 128: csrc/sm90/stages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ THREADS = 128
 
 
 def shared_bytes(parts: int) -> int:
-    """Dynamic shared memory of a block that takes one of ``parts``: csrc/sm90/recompute/memory.cuh has the layout."""
+    """Dynamic shared memory of a block that takes one of ``parts``; csrc/sm90/stages/recompute_hopper_memory.cuh."""
     width = HEAD_DIM // parts
     return 64 * (2 * 2 * width + 4 * width + 2 * 64 + 4)
 
@@ -64,7 +64,7 @@ def divide(items: int, processors: int, empty: int, with_q: bool) -> Division:
 
 
 def serves(K: int, V: int, arch: str) -> bool:
-    """Whether this kernel takes such calls; common/recompute.cu takes all others."""
+    """Whether this kernel takes such calls; common/stages/recompute.cu takes all others."""
     return K == V == HEAD_DIM and arch == HOPPER
 
 
@@ -77,7 +77,7 @@ def hopper_kernel(float16: bool, with_q: bool) -> KernelSource:
         ("SHARED_WHOLE", shared_bytes(1)),
         ("SHARED_HALF", shared_bytes(2)),
     )
-    return KernelSource("sm90/recompute/recompute_hopper.cu", "recompute_hopper", defines)
+    return KernelSource("sm90/stages/recompute_hopper.cu", "recompute_hopper", defines)
 
 
 def packaged_kernels() -> Iterator[KernelSource]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kdacore_cuda.backward_kernels import prepare_kernel
 from kdacore_cuda.build import KernelSource
 
-_SOURCES = "sm90/segments"
+_SOURCES = "sm90/chunk_forward/segments"
 
 
 class SegmentKernel(NamedTuple):

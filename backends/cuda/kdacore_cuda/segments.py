@@ -17,7 +17,7 @@ from kdacore_cuda import backward, runtime
 from kdacore_cuda.arrays import Plans, flat, pointer, rows
 from kdacore_cuda.backward_kernels import prepare_kernel
 from kdacore_cuda.launch import Launcher
-from kdacore_cuda.layout import BACKWARD, SEGMENTS
+from kdacore_cuda.layout import CHUNK_BACKWARD, SEGMENTS
 from kdacore_cuda.segment_kernels import (
     SegmentKernel,
     chain_blocks,
@@ -30,11 +30,11 @@ from kdacore_cuda.segment_kernels import (
 
 _ORDER = (("last", 512), ("kg", 16384), ("w", 16384), ("u", 16384), ("qg", 16384), ("aqk", 8192))
 RECORD = {name: (sum(n for _, n in _ORDER[:i]), size) for i, (name, size) in enumerate(_ORDER)}
-"""First byte and bytes of each matrix of a record; csrc/sm90/segments/record.cuh."""
+"""First byte and bytes of each matrix of a record; csrc/sm90/chunk_forward/segments/chunk_operands.cuh."""
 RECORD_BYTES = sum(size for _, size in _ORDER)
 MAP_BYTES, START_BYTES = 128 * 1024, 64 * 1024
 
-_AT = {name: i for i, (name, _) in enumerate(BACKWARD.fields)}
+_AT = {name: i for i, (name, _) in enumerate(CHUNK_BACKWARD.fields)}
 _INPUTS = tuple(_AT[name] for name in ("q", "k", "v", "g", "beta"))
 _STRIDES = slice(_AT["q_sb"], _AT["q_sb"] + 15)
 
@@ -91,7 +91,7 @@ def _make_plan(r: Request) -> Plan:
     return Plan(
         chunks=chunks,
         steps=tuple(steps),
-        prepare_values=tuple(chunks.sizes.get(name, 0) for name, _ in BACKWARD.fields),
+        prepare_values=tuple(chunks.sizes.get(name, 0) for name, _ in CHUNK_BACKWARD.fields),
         units=units,
         segment=segment,
         slots=slots,

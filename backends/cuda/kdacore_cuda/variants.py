@@ -34,7 +34,7 @@ class DecodeTile(NamedTuple):
         return 32 * self.warps
 
     def shared(self, K: int, v_first: bool) -> int:
-        """Dynamic shared memory in bytes; the layout is in state_columns.cuh."""
+        """Dynamic shared memory in bytes; the layout is in csrc/common/recurrent/state_k_first.cuh."""
         return 0 if v_first else 2 * (12 * K + self.warps * 4 * (2 * self.columns + 4))
 
 
@@ -90,7 +90,7 @@ def decode_kernel(K: int, v_first: bool, bf16_state: bool, mode: int) -> KernelS
         ("STATE_BF16", int(bf16_state)),
         ("MODE", mode),
     )
-    return KernelSource("common/decode.cu", "decode", defines)
+    return KernelSource("common/recurrent/recurrent.cu", "recurrent", defines)
 
 
 def decode_kernels() -> Iterator[KernelSource]:
@@ -112,7 +112,7 @@ def intra_kernel(K: int, float16: bool) -> KernelSource:
         ("MIN_BLOCKS", 4),
         ("SHARED_LIMIT", intra_shared(K)),
     )
-    return KernelSource("common/intra.cu", "intra", defines)
+    return KernelSource("common/stages/intra.cu", "intra", defines)
 
 
 def intra_shared(K: int) -> int:
@@ -131,7 +131,7 @@ def recompute_kernel(K: int, V: int, float16: bool) -> KernelSource:
         ("MIN_BLOCKS", 3),
         ("SHARED_LIMIT", recompute_shared(K, V)),
     )
-    return KernelSource("common/recompute.cu", "recompute", defines)
+    return KernelSource("common/stages/recompute.cu", "recompute", defines)
 
 
 def recompute_shared(K: int, V: int) -> int:

@@ -1,6 +1,5 @@
 // From the raw gate input to the decay of one token and channel, in log2, in float32 throughout.
-#ifndef KDACORE_GATE_CUH
-#define KDACORE_GATE_CUH
+#pragma once
 
 #include "common/ptx.cuh"
 #include "generated/constants.cuh"
@@ -46,5 +45,3 @@ __device__ __forceinline__ float softplus2(float y) {
 
 // 1 / (1 + exp(-x))
 __device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.0f + exp2_fast(-LOG2E * x)); }
-
-#endif

@@ -1,6 +1,5 @@
 // The 16-bit type of a training stage, HALF_F16 = 0 for bfloat16 and 1 for float16: packing, unpacking, products.
-#ifndef KDACORE_HALF_TYPES_CUH
-#define KDACORE_HALF_TYPES_CUH
+#pragma once
 
 #include "common/ptx.cuh"
 
@@ -74,5 +73,3 @@ __device__ __forceinline__ float half_of(const uint4& x, int e) {
 }
 // Element e (0..7) of eight floats.
 __device__ __forceinline__ float float_of(const uint4 (&x)[2], int e) { return __uint_as_float(word_of(x[e >> 2], e & 3)); }
-
-#endif

@@ -1,6 +1,5 @@
 // Typed loads of a few elements as float, the type known only at run time (uniform over the grid).
-#ifndef KDACORE_LOADS_CUH
-#define KDACORE_LOADS_CUH
+#pragma once
 
 #include "common/ptx.cuh"
 #include "generated/constants.cuh"
@@ -44,5 +43,3 @@ __device__ __forceinline__ void store_four(u64 base, long long index, int type, 
 __device__ __forceinline__ long long load_index(u64 base, long long index, bool wide) {
   return wide ? reinterpret_cast<const long long*>(base)[index] : (long long)reinterpret_cast<const int*>(base)[index];
 }
-
-#endif

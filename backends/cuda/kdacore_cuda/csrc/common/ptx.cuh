@@ -1,7 +1,6 @@
 // Every PTX instruction the kernels use, one small function each. The CPU emulator of the tests provides the same
 // functions under KDACORE_EMULATE, so the kernels themselves run unchanged without a GPU.
-#ifndef KDACORE_PTX_CUH
-#define KDACORE_PTX_CUH
+#pragma once
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -308,4 +307,3 @@ __device__ __forceinline__ void set_registers() {
 }
 
 #endif  // KDACORE_EMULATE
-#endif

@@ -1,6 +1,5 @@
 // A ring of stages in shared memory, each with a barrier that says it is full and one that says it is empty.
-#ifndef KDACORE_RING_CUH
-#define KDACORE_RING_CUH
+#pragma once
 
 #include "common/ptx.cuh"
 
@@ -22,5 +21,3 @@ struct Ring {
     }
   }
 };
-
-#endif

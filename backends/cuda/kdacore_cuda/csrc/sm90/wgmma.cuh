@@ -1,7 +1,6 @@
 // Warpgroup products (wgmma, sm_90a): four warps, the left operand in their registers, the right one in shared memory,
 // asynchronous until waited for. Part of ptx.cuh's contract: the emulator has the same functions.
-#ifndef KDACORE_WGMMA_CUH
-#define KDACORE_WGMMA_CUH
+#pragma once
 
 #include "common/ptx.cuh"
 
@@ -82,5 +81,4 @@ __device__ __forceinline__ void warpgroup_subtract(float (&d)[16][4], const u32 
                : KDA_LEFT(a), "l"(b));
 }
 
-#endif
 #endif

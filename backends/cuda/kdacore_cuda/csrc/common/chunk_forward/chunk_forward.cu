@@ -1,0 +1,49 @@
+// chunk_kda, inference: one launch, nothing but inputs and outputs in device memory. For every architecture; head dims of 128
+// have a kernel of their own on Hopper, sm90/prefill.cu.
+//
+// A cluster of CLUSTER blocks takes one sequence and value head; a block carries V / CLUSTER columns of the state. Eight
+// prepare warps a block run ahead, each turning every eighth chunk (of this block's share) into an image in a ring of
+// shared memory stages, copied to the other blocks of the cluster; scan warps consume the images in order. A block
+// waits only for its own cluster, so any number of clusters may be in flight.
+#include "common/chunk_forward/prepare.cuh"
+#include "common/chunk_forward/scan.cuh"
+
+#if CLUSTER > 1
+#define TOGETHER KDA_CLUSTER(CLUSTER)
+#else
+#define TOGETHER
+#endif
+
+KDA_KERNEL(THREADS, 1) TOGETHER chunk_forward(KDA_PARAM ChunkForwardParams p) {
+  KDA_SHARED(memory);
+  const u32 shared = shared_address(memory);
+  const int warp = thread_index() >> 5, rank = block_index() % CLUSTER;
+  if (thread_index() < STAGES) {
+    barrier_init(shared + FULL_AT + 8 * thread_index(), WARP_ARRIVALS);
+    barrier_init(shared + EMPTY_AT + 8 * thread_index(), WARP_ARRIVALS * CLUSTER * SCAN_WARPS);
+#if CLUSTER > 1
+    fence_barrier_init();
+#endif
+  }
+  wait_for_inputs();
+  const int item = block_index() / CLUSTER;
+  const int n = pick_sequence(p, item / p.HV, reinterpret_cast<int*>(memory + VALUES_AT), reinterpret_cast<int*>(memory + PICK_AT));
+  const Work work = make_work(p, n, item % p.HV, C);
+  const Gate gate = make_gate(p, work.hv);
+  float* bias = reinterpret_cast<float*>(memory + BIAS_AT);
+  for (int c = thread_index(); c < K; c += THREADS) bias[c] = gate_bias(p, gate, work.hv, c);
+#if CLUSTER > 1
+  sync_block();
+  sync_cluster();
+#else
+  sync_block();
+#endif
+  if (warp < SCAN_WARPS) {
+    scan_warp(p, work, shared, warp, rank);
+  } else {
+    prepare_warp(p, work, shared, warp - SCAN_WARPS, rank);
+  }
+#if CLUSTER > 1
+  sync_cluster();  // no block may leave while another still writes to it
+#endif
+}

@@ -1,0 +1,38 @@
+// Both triangles of 16 tokens, for gates without a bound, from a warp's sums: that of queries and keys in bfloat16 to an image, 16-byte
+// rows of 8 columns; that of keys in float32 to scratch, SCRATCH_PITCH floats a row, which whoever includes this has said.
+#pragma once
+
+#include "common/chunk_forward/tokens.cuh"
+
+__device__ __forceinline__ u32 triangle_at(u32 image, int i, int j) { return image + (j >> 3) * 256 + i * 16 + (j & 7) * 2; }
+
+// Products of levels, halves of 1, 2, 4 and 8 tokens, and a diagonal. store(i, j, kk, qk) stores a pair's two.
+template <int LEVELS, class F>
+__device__ __forceinline__ void store_levels(u32 image, u32 scratch, const Lane& l, const float (&level_sums)[LEVELS][4],
+                                             const float (&diagonal)[2], F store) {
+#pragma unroll
+  for (int i = 0; i < SCRATCH_PITCH * 16 / 4; i += 32) {
+    if (i + l.lane < SCRATCH_PITCH * 16 / 4) store_shared(scratch + 16 * (i + l.lane), 0u, 0u, 0u, 0u);
+  }
+  store_shared(image + 16 * l.lane, 0u, 0u, 0u, 0u);
+  sync_warp();
+#pragma unroll
+  for (int level = 0; level < LEVELS; ++level) {
+    const int bit = level ? 1 << (level - 1) : 0;
+    const int i = level ? 2 * (l.p | bit) + ((l.p & bit) != 0) : 2 * l.p + 1;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int n = pair_of(2 * l.t + c);
+      const int j = level ? 2 * (n & ~bit) + ((n & bit) != 0) : 2 * n;
+      if (l.p >> level == n >> level) store(i, j, level_sums[level][c], level_sums[level][2 + c]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float x = diagonal[i];
+    x += shuffle_xor(x, 1);
+    x += shuffle_xor(x, 2);
+    const int row = 2 * l.p + i;
+    if (l.t == 0) store_shared16(triangle_at(image, row, row), pack_bf16(x, 0.0f));
+  }
+}

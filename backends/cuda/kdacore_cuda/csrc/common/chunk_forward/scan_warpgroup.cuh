@@ -1,0 +1,44 @@
+// Products of the scan by warpgroup instructions: 64 columns of V for four warps, right operands read once for all four.
+// Part of scan.cuh. The chain from one state to the next is what costs, so all that does not depend on it is loaded while
+// the matrix unit works, and the state's 16-bit copy is made before the chunk is waited for.
+#pragma once
+
+static_assert(ROW_TILES == 1, "a warpgroup carries one tile of 64 columns");
+
+// Descriptors of a stage's operands differ from stage 0's by their addresses alone, and those never carry out of their
+// field: adding is enough.
+constexpr u64 descriptor_step(u32 bytes) { return bytes >> 4; }
+
+// On return the update of the state may still be running; finish_chunk waits for it.
+__device__ __forceinline__ void scan_chunk(ScanState& state, Tokens& tok, const ScanLane& l, const Stage& at) {
+  u32 a[K_TILES][4];
+#pragma unroll
+  for (int kk = 0; kk < K_TILES; ++kk) state_operand(state, 0, kk, a[kk]);
+  const u64 step = descriptor_step(at.slot * STAGE_PITCH);
+  barrier_wait(at.full, at.parity);
+  hold(tok.xo[0]);
+  warpgroup_fence();
+#pragma unroll
+  for (int kk = 0; kk < K_TILES; ++kk) {
+    const u64 b = l.kq + step + descriptor_step((kk >> 2) * 2 * ROWS_BYTES + (kk & 3) * 32);
+    warpgroup_mma<0>(tok.xo[0], a[kk], b, kk > 0);
+  }
+  warpgroup_commit();
+  Solver solver;
+  load_solver(solver, l, at.base, at.values);
+#pragma unroll
+  for (int kk = 0; kk < K_TILES; ++kk) decay_state(state, 0, kk, load_decay(at.base, kk, l.t));
+  warpgroup_wait<0>();
+  hold(tok.xo[0]);
+  u32 w[4];
+  solve(tok, 0, solver, w);
+  hold(state.s[0]);
+  warpgroup_fence();
+  warpgroup_mma<1>(state.s[0], w, l.kg + step, 1);
+  warpgroup_commit();
+}
+
+__device__ __forceinline__ void finish_chunk(ScanState& state) {
+  warpgroup_wait<0>();
+  hold(state.s[0]);
+}

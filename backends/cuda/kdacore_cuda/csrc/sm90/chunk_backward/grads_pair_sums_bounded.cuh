@@ -1,0 +1,67 @@
+// Pairs where one anchor serves half a chunk. Part of grads.cu.
+#pragma once
+
+// d += a times a block of pairs, from row `i` and column `j` of its image: the sum over its columns, or over its rows.
+template <int OVER_ROWS>
+__device__ __forceinline__ void add_pairs(float (&d)[4][4], const Operand& a, u32 image, int i, int j, int add = 1) {
+  const u32 at = image + IMAGE_ROW * i + 2 * j;
+  const u64 block = OVER_ROWS ? columns_operand(at) : rows_operand(at);
+#pragma unroll
+  for (int kk = 0; kk < 2; ++kk) {
+    warpgroup_mma<OVER_ROWS>(d, a[kk], block + descriptor_step(kk * (OVER_ROWS ? 16 * IMAGE_ROW : 32)), kk ? 1 : add);
+  }
+}
+
+// What goes across the halves; and the sums over tokens that the steps before need, of what is there before the own pairs.
+template <int SIDE>
+__device__ __forceinline__ void add_across(FromStates& d, const Operands&, float, u32 shared, const Lane& l) {
+  {
+    Operand sk;
+    take_operand(sk, shared + operand_at(SK_AT, 2 * SIDE + l.part), l);
+    sum_tokens(shared + KEPT_AT + 4 * K * SIDE, l, [&](int j, int e) { return element(sk, j, e) * d.cs[j][e]; });
+  }
+  if constexpr (SIDE) {
+    Operand sk;
+    take_operand(sk, shared + operand_at(SK_AT, l.part), l);
+    hold(d.aq);
+    hold(d.ax);
+    warpgroup_fence();
+    add_pairs<0>(d.aq, sk, shared + DA_AT, HALF, 0);
+    add_pairs<0>(d.ax, sk, shared + DL_AT, HALF, 0);
+    warpgroup_commit();
+    warpgroup_wait<0>();
+    hold(d.aq);
+    hold(d.ax);
+    Operand zq, zb;
+    take_operand(zq, shared + operand_at(ZQ_AT, l.part), l);
+    take_operand(zb, shared + operand_at(ZB_AT, l.part), l);
+    sum_tokens(shared + ACROSS_AT, l, [&](int j, int e) { return element(zq, j, e) * d.aq[j][e] + element(zb, j, e) * d.ax[j][e]; });
+  } else {
+    Operand zq, zb;
+    take_operand(zq, shared + operand_at(ZQ_AT, l.part), l);
+    take_operand(zb, shared + operand_at(ZB_AT, l.part), l);
+    hold(d.cs);
+    warpgroup_fence();
+    add_pairs<1>(d.cs, zq, shared + DA_AT, HALF, 0);
+    add_pairs<1>(d.cs, zb, shared + DL_AT, HALF, 0);
+    warpgroup_commit();
+    warpgroup_wait<0>();
+    hold(d.cs);
+  }
+}
+
+// Starts the products of the side's own pairs.
+template <int SIDE>
+__device__ __forceinline__ void start_own(FromStates& d, float (&cy)[4][4], const Operands& o, u32 (&)[4], u32 shared, const Lane& l) {
+  constexpr int first = HALF * SIDE;
+  hold(cy);
+  hold(d.aq);
+  hold(d.ax);
+  warpgroup_fence();
+  add_pairs<1>(cy, o.zq, shared + DA_AT, first, first, 0);
+  add_pairs<1>(cy, o.zb, shared + DL_AT, first, first);
+  warpgroup_commit();
+  add_pairs<0>(d.aq, o.yk, shared + DA_AT, first, first);
+  add_pairs<0>(d.ax, o.yk, shared + DL_AT, first, first);
+  warpgroup_commit();
+}

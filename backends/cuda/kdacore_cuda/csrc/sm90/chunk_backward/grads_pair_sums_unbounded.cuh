@@ -1,0 +1,124 @@
+// Pairs where an anchor serves a quarter of a chunk. Part of grads.cu.
+//
+// What goes from one quarter to a later one passes all quarters between: their decays, one a channel, are factors of sums in
+// float32 (D), so that the operands are those of the own quarter, with sk up to its end:
+//
+//   a of a quarter  = (... (the state's part D_0 + pairs with 0) D_1 + pairs with 1 ...)
+//   cs of a quarter = pairs with the next + D_next (pairs with the one after + ... D_3 (the state's part))
+//
+// Sums over the other half come first, as where an anchor serves a half.
+#pragma once
+
+typedef float Columns[2][4];  // a quarter's part of a side's accumulators
+__device__ __forceinline__ Columns& quarter_of(float (&d)[4][4], int quarter) { return *reinterpret_cast<Columns*>(&d[2 * quarter]); }
+
+// The decay of a quarter; `unit` is 2^-centre.
+__device__ __forceinline__ float take_decay(u32 shared, int quarter, int r, float unit, const Lane& l) {
+  return load_shared1(end_at(shared, quarter, l.channel + 8 * r)) * unit;
+}
+// Columns of the side's quarters from `first` to `last` times the decay of quarter `of`.
+__device__ __forceinline__ void decay(float (&d)[4][4], int first, int last, int of, u32 shared, float unit, const Lane& l) {
+  const float by[2] = {take_decay(shared, of, 0, unit, l), take_decay(shared, of, 1, unit, l)};
+  each([&](int j, int e) {
+    if (j >> 1 >= first && j >> 1 <= last) d[j][e] *= by[e >> 1];
+  });
+}
+__device__ __forceinline__ void take_quarter(u32 (&r)[4], u32 from, int quarter, const Lane& l) {
+  const uint4 x = load_shared_u4(from + 16 * 128 * quarter + 16 * (l.thread & 127));
+  r[0] = x.x, r[1] = x.y, r[2] = x.z, r[3] = x.w;
+}
+__device__ __forceinline__ u64 rows_block(u32 image, int i, int j) { return rows_operand(image + IMAGE_ROW * i + 2 * j); }
+__device__ __forceinline__ u64 columns_block(u32 image, int i, int j) { return columns_operand(image + IMAGE_ROW * i + 2 * j); }
+
+// What goes across the halves; and the sums over tokens that the steps before need, of what is there before the half's own pairs.
+template <int SIDE>
+__device__ __forceinline__ void add_across(FromStates& d, const Operands&, float centre, u32 shared, const Lane& l) {
+  const float unit = power_of_two(-(int)centre);
+  const u32 dA = shared + DA_AT, dL = shared + DL_AT;
+  {
+    float left[2][2];  // from the end of each quarter of the side to the chunk's
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      left[1][r] = SIDE ? 1.0f : take_decay(shared, 2, r, unit, l) * take_decay(shared, 3, r, unit, l);
+      left[0][r] = left[1][r] * take_decay(shared, 2 * SIDE + 1, r, unit, l);
+    }
+    Operand sk;
+    take_operand(sk, shared + operand_at(SK_AT, 2 * SIDE + l.part), l);
+    sum_tokens(shared + KEPT_AT + 4 * K * SIDE, l,
+               [&](int j, int e) { return element(sk, j, e) * (d.cs[j][e] * left[j >> 1][e >> 1]); });
+  }
+  if constexpr (SIDE) {
+#pragma unroll
+    for (int quarter = 0; quarter < 2; ++quarter) {
+      u32 sk[4];
+      take_quarter(sk, shared + operand_at(SK_AT, l.part), quarter, l);
+      decay(d.aq, 0, 1, quarter, shared, unit, l);
+      decay(d.ax, 0, 1, quarter, shared, unit, l);
+      hold(d.aq);
+      hold(d.ax);
+      warpgroup_fence();
+      warpgroup_mma<0>(d.aq, sk, rows_block(dA, HALF, 16 * quarter), 1);
+      warpgroup_mma<0>(d.ax, sk, rows_block(dL, HALF, 16 * quarter), 1);
+      warpgroup_commit();
+      warpgroup_wait<0>();
+      hold(d.aq);
+      hold(d.ax);
+    }
+    decay(d.aq, 1, 1, 2, shared, unit, l);
+    decay(d.ax, 1, 1, 2, shared, unit, l);
+    decay(d.cs, 0, 0, 3, shared, unit, l);
+    Operand zq, zb;
+    take_operand(zq, shared + operand_at(ZQ_AT, l.part), l);
+    take_operand(zb, shared + operand_at(ZB_AT, l.part), l);
+    sum_tokens(shared + ACROSS_AT, l, [&](int j, int e) { return element(zq, j, e) * d.aq[j][e] + element(zb, j, e) * d.ax[j][e]; });
+  } else {
+#pragma unroll
+    for (int quarter = 1; quarter >= 0; --quarter) {
+      u32 zq[4], zb[4];
+      take_quarter(zq, shared + operand_at(ZQ_AT, l.part), quarter, l);
+      take_quarter(zb, shared + operand_at(ZB_AT, l.part), quarter, l);
+      decay(d.cs, 0, 1, 2 + quarter, shared, unit, l);
+      hold(d.cs);
+      warpgroup_fence();
+      warpgroup_mma<1>(d.cs, zq, columns_block(dA, HALF + 16 * quarter, 0), 1);
+      warpgroup_mma<1>(d.cs, zb, columns_block(dL, HALF + 16 * quarter, 0), 1);
+      warpgroup_commit();
+      warpgroup_wait<0>();
+      hold(d.cs);
+    }
+    decay(d.cs, 0, 0, 1, shared, unit, l);
+    decay(d.aq, 1, 1, 0, shared, unit, l);
+    decay(d.ax, 1, 1, 0, shared, unit, l);
+  }
+}
+
+// Starts the products of the side's own pairs, those of its two quarters among them. `sk` is one's operand, until they are waited for.
+template <int SIDE>
+__device__ __forceinline__ void start_own(FromStates& d, float (&cy)[4][4], const Operands& o, u32 (&sk)[4], u32 shared, const Lane& l) {
+  const u32 dA = shared + DA_AT, dL = shared + DL_AT;
+  constexpr int first = HALF * SIDE, second = first + 16;
+  take_quarter(sk, shared + operand_at(SK_AT, 2 * SIDE + l.part), 0, l);
+  hold(cy);
+  hold(d.cs);
+  hold(d.aq);
+  hold(d.ax);
+  warpgroup_fence();
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int at = first + 16 * i;
+    warpgroup_mma<1>(quarter_of(cy, i), o.zq[i], columns_block(dA, at, at), 0);
+    warpgroup_mma<1>(quarter_of(cy, i), o.zb[i], columns_block(dL, at, at), 1);
+  }
+  warpgroup_mma<1>(quarter_of(d.cs, 0), o.zq[1], columns_block(dA, second, first), 1);
+  warpgroup_mma<1>(quarter_of(d.cs, 0), o.zb[1], columns_block(dL, second, first), 1);
+  warpgroup_commit();
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int at = first + 16 * i;
+    warpgroup_mma<0>(quarter_of(d.aq, i), o.yk[i], rows_block(dA, at, at), 1);
+    warpgroup_mma<0>(quarter_of(d.ax, i), o.yk[i], rows_block(dL, at, at), 1);
+  }
+  warpgroup_mma<0>(quarter_of(d.aq, 1), sk, rows_block(dA, second, first), 1);
+  warpgroup_mma<0>(quarter_of(d.ax, 1), sk, rows_block(dL, second, first), 1);
+  warpgroup_commit();
+}

@@ -1,0 +1,62 @@
+// Gates without a bound: an anchor serves a quarter. Keys are also wanted as each later quarter sees them, decayed to its start:
+// by the second at SK_AT (of its first 32 rows the second 16 are not read), by the third at S2_AT, by the fourth at S3_AT (of
+// 64 rows the last 16 are not read). Part of prepare_operands.cuh.
+#pragma once
+
+// The strip's part of zq, zb, yk and the decayed keys to shared memory, of kg, kg_low and qg to device memory. `x`: from sum_strip.
+template <int HALF_OF>
+__device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 shared, const Strip& s, u32 strip,
+                                              const float (&x)[4][8]) {
+  const u32 tokens = shared + 4 * (HALF * HALF_OF + 8 * s.t);
+  const float unit = exp2_fast(-p.centre);
+  const bool later = s.t & 2;  // this lane's quarter of the half
+  u32 qg[4][4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float total[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) total[n] = load_shared1(shared + TOTAL_AT + 4 * (K * n + 32 * s.slice + 8 * i + s.g));
+    const float end = exp2_fast((later ? total[2 * HALF_OF + 1] : total[2 * HALF_OF]) + p.centre);
+    // What lies between this quarter and the third, the fourth, the chunk's end, and before it.
+    const float rest = later ? 0.0f : total[2 * HALF_OF + 1];
+    const float third = exp2_fast(rest), fourth = exp2_fast(rest + total[2]);
+    const float after = exp2_fast(HALF_OF ? rest : rest + (total[2] + total[3]));
+    const float before = exp2_fast((HALF_OF ? total[0] + total[1] : 0.0f) + (later ? total[2 * HALF_OF] : 0.0f));
+    const u32 at = (shared + s.at) ^ (i << 4), narrow = at - (s.slice >> 1) * (SQUARE_BYTES - HALF_SQUARE);
+    u32 q[4], k[4], y[4], s1[4], s2[4], s3[4], kg[4], low[4];
+    load_matrix4_transposed(k, at + K_AT);
+    load_matrix4_transposed(q, at + Q_AT);
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const float2 rq = load_shared2(tokens + Q_FACTOR_AT + 8 * m), rk = load_shared2(tokens + RK_AT + 8 * m);
+      const float2 kb = load_shared2(tokens + KB_FACTOR_AT + 8 * m);
+      const float x0 = x[i][2 * m], x1 = x[i][2 * m + 1], up0 = exp2_fast(x0), up1 = exp2_fast(x1);
+      const float k0 = bf16_low(k[m]), k1 = bf16_high(k[m]);
+      const float y0 = k0 * rk.x * exp2_fast(-x0), y1 = k1 * rk.y * exp2_fast(-x1);
+      const float d0 = y0 * end, d1 = y1 * end;
+      const float z0 = bf16_low(q[m]) * rq.x * up0, z1 = bf16_high(q[m]) * rq.y * up1;
+      y[m] = pack_bf16(y0, y1);
+      k[m] = pack_bf16(k0 * kb.x * up0, k1 * kb.y * up1);
+      q[m] = pack_bf16(z0, z1);
+      s1[m] = pack_bf16(d0, d1);
+      s2[m] = pack_bf16(d0 * third, d1 * third);
+      s3[m] = pack_bf16(d0 * fourth, d1 * fourth);
+      split_kg(d0 * after, d1 * after, kg[m], low[m]);
+      qg[i][m] = pack_bf16(z0 * unit * before, z1 * unit * before);
+    }
+    store_matrix4_transposed(at + K_AT, k);
+    store_matrix4_transposed(at + Q_AT, q);
+    store_matrix4_transposed(at + G_AT, y);
+    if (HALF_OF) {
+      store_matrix4_transposed(at + S3_AT, s1);
+    } else {
+      store_matrix4_transposed(narrow + SK_AT, s1);
+      store_matrix4_transposed(narrow + S2_AT, s2);
+      store_matrix4_transposed(at + S3_AT, s3);
+    }
+    leave_kg(p, strip, s, i, kg, low);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) store_matrix4_transposed(staged(strip, i, s.lane >> 3, s.lane & 7), qg[i]);
+  flush_strip(strip, s, place_of(p.qg, TILE_BYTES));
+}

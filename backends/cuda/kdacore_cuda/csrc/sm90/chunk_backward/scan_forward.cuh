@@ -1,0 +1,82 @@
+// States at the chunks' starts, and v with what the state already says taken off.
+#pragma once
+
+#include "sm90/chunk_backward/scan_state.cuh"
+
+// A warp's rows of an image of 64 tokens, in the places of a product's sums.
+__device__ __forceinline__ void load_rows(float (&x)[2 * C_TILES][4], u32 from) {
+#pragma unroll
+  for (int kk = 0; kk < C_TILES; ++kk) {
+    u32 pairs[4];
+    load_matrix4(pairs, from ^ kk << 5);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float* to = &x[2 * kk + (i >> 1)][2 * (i & 1)];
+      to[0] = bf16_low(pairs[i]);
+      to[1] = bf16_high(pairs[i]);
+    }
+  }
+  hold(x);
+}
+
+__device__ __forceinline__ void scan_forward(const ChunkBackwardParams& p, const Job& job, const ScanLane& l) {
+  State state;
+  read_state(state, l, job, p.h0, p.flags);
+  Operand h;
+  pack_state(h, state);
+  ForwardRing ring = {l.shared};
+#pragma unroll 1
+  for (int c = 0; c < job.s.chunks; ++c) {
+    const long long at = job.at + (long long)c * p.HV;
+    const u32 stage = ring.stage();
+    const u64 w = operand_descriptor(stage + W_AT, 16, 1024), kg = operand_descriptor(stage + KG_AT, SQUARE_BYTES, 1024);
+    ring.wait_full();
+
+    float told[2 * C_TILES][4] = {};  // S w^T
+    hold(told);
+    warpgroup_fence();
+#pragma unroll
+    for (int kk = 0; kk < K_TILES; ++kk) warpgroup_mma<0>(told, h.a[kk], along_channels(w, kk), kk > 0);
+    warpgroup_commit();
+
+    // Meanwhile: u arrives, the state decays, h leaves. Groups of copies are of h and v in turns, so all but the last are
+    // those that must have been read.
+    float u[2 * C_TILES][4];
+    load_rows(u, stage + U_AT + l.row * IMAGE_ROW + l.piece);
+    decay_state(state, l, stage + LAST_AT);
+    wait_sent<1>(l);
+    put_state(l, h);
+    publish();
+    if (l.lane == 0) {
+      copy_state(l, job, p.h, at);
+      copy_out_commit();
+    }
+    warpgroup_wait<0>();
+    hold(told);
+
+    TokenOperand v;
+#pragma unroll
+    for (int j = 0; j < 2 * C_TILES; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) u[j][e] -= told[j][e];
+    }
+    pack_rows(v, u);
+    warpgroup_fence();
+#pragma unroll
+    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, v.a[kk], over_tokens(kg, kk), 1);
+    warpgroup_commit();
+    wait_sent<1>(l);
+    put_rows(l, v);
+    publish();
+    if (l.lane == 0) {
+      copy_rows(l, job, p.u, at);
+      copy_out_commit();
+    }
+    warpgroup_wait<0>();
+    hold(state.s);
+    pack_state(h, state);
+    release(l, ring.empty());
+    ring.next();
+  }
+  wait_sent<0>(l);
+}

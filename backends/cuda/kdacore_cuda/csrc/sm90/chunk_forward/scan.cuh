@@ -1,0 +1,306 @@
+// A scan warp carries 16 columns of the state through the sequence, four warps a warpgroup. The state lies transposed (V by K)
+// in float32 accumulators, so that its bf16 copy is at once the next product's left operand; tokens sit on the narrow side.
+#pragma once
+
+#include "common/warp_arrivals.cuh"
+#include "sm90/chunk_forward/schedule.cuh"
+#include "sm90/wgmma.cuh"
+
+constexpr int K_TILES = K / 16;
+
+struct ScanState {
+  float s[2 * K_TILES][4];
+};
+
+struct ScanLane {
+  int lane, g, t;
+  int v0;           // first column of V of this warp
+  u32 values, out;  // this warp's rings in shared memory
+  // Offsets of what this lane reads or writes: its row and its 16-byte piece of a tile of V or o, its row of a triangle.
+  u32 tile, piece, triangle;
+  u64 kq, kg;  // descriptors of stage 0's operands
+};
+
+constexpr int WARP_V = 16;  // columns of V of a warp
+
+// Calls f(element, its offset) for every state element; offsets count elements of a [K, V] or [V, K] matrix.
+template <class F>
+__device__ __forceinline__ void each_element(ScanState& state, const ScanLane& l, int flags, F f) {
+  const int k_step = opaque(flags & FLAG_V_FIRST ? 1 : V), v_step = opaque(flags & FLAG_V_FIRST ? K : 1);
+  const int first = 2 * l.t * k_step + (l.v0 + l.g) * v_step;
+#pragma unroll
+  for (int j = 0; j < 2 * K_TILES; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) f(state.s[j][e], first + (8 * j + (e & 1)) * k_step + 8 * (e >> 1) * v_step);
+  }
+}
+
+#include "common/chunk_forward/state_io.cuh"
+
+// Left operand (16 columns of V by 16 channels) of k-tile kk.
+__device__ __forceinline__ void state_operand(const ScanState& state, int kk, u32 (&a)[4]) {
+  pack_tiles(state.s[2 * kk], state.s[2 * kk + 1], a);
+}
+
+__device__ __forceinline__ void decay_state(ScanState& state, int kk, const float4& d) {
+  decay_tiles(state.s[2 * kk], state.s[2 * kk + 1], d);
+}
+
+// Where a chunk's image is. `full` is its barrier, waited for at `parity`.
+struct Stage {
+  u32 slot, base, full, parity;
+};
+
+// Transposed products: [i] is x of tokens 8i to 8i + 7, [4 + i] their o.
+struct Tokens {
+  float xo[8][4];
+};
+
+// The four floats of scalar row `which` this lane's token columns of a half need: tokens 2t, 2t+1 and 8+2t, 8+2t+1.
+struct Columns {
+  float c[2][2];
+};
+__device__ __forceinline__ Columns columns(u32 stage, int which, int half, int t) {
+  const u32 at = stage + SCALARS_AT + 4 * C * which + 4 * HALF * half + 8 * t;
+  const float2 a = load_shared2(at), b = load_shared2(at + 32);
+  return {{{a.x, a.y}, {b.x, b.y}}};
+}
+
+// What solving a half needs besides x, loaded ahead of it.
+struct Solver {
+  Columns beta, r;
+  u32 inverse[4], v[4];
+};
+
+__device__ __forceinline__ void load_solver(Solver& s, const ScanLane& l, u32 stage, int half, u32 values) {
+  load_matrix4_transposed(s.v, values + half * TILE_BYTES + l.tile);
+  s.beta = columns(stage, 0, half, l.t);
+  s.r = columns(stage, 1, half, l.t);
+  load_matrix4(s.inverse, stage + T_AT + half * TRIANGLE_BYTES + l.triangle);
+}
+
+// A half's 16 x 16 triangle (or the one across) times w, added to tiles x and y.
+__device__ __forceinline__ void add_triangle(float (&x)[4], float (&y)[4], const u32 (&w)[4], const u32 (&b)[4]) {
+  mma_bf16(x, w, b[0], b[1]);
+  mma_bf16(y, w, b[2], b[3]);
+}
+
+// From x to w = r T beta (v - r x), as the left operand (16 columns of V by 16 tokens) of what follows.
+__device__ __forceinline__ void solve(const Tokens& tok, int half, const Solver& s, u32 (&w)[4]) {
+  float rest[2][4];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const u32 pair = s.v[2 * i + (e >> 1)];
+      const float value = e & 1 ? bf16_high(pair) : bf16_low(pair);
+      rest[i][e] = s.beta.c[i][e & 1] * (value - s.r.c[i][e & 1] * tok.xo[2 * half + i][e]);
+    }
+  }
+  const u32 a[4] = {pack_bf16(rest[0][0], rest[0][1]), pack_bf16(rest[0][2], rest[0][3]), pack_bf16(rest[1][0], rest[1][1]),
+                    pack_bf16(rest[1][2], rest[1][3])};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) rest[i][e] *= s.r.c[i][e & 1];
+  }
+  add_triangle(rest[0], rest[1], a, s.inverse);
+  w[0] = pack_bf16(rest[0][0], rest[0][1]);
+  w[1] = pack_bf16(rest[0][2], rest[0][3]);
+  w[2] = pack_bf16(rest[1][0], rest[1][1]);
+  w[3] = pack_bf16(rest[1][2], rest[1][3]);
+}
+
+// o of a chunk times its factor, on its way out.
+struct Output {
+  u32 o[2][4];
+};
+
+__device__ __forceinline__ void pack_output(Output& out, const Tokens& tok, u32 stage, int t) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const Columns factor = columns(stage, 2, half, t);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* x = &tok.xo[4 + 2 * half + (i >> 1)][2 * (i & 1)];
+      out.o[half][i] = pack_bf16(x[0] * factor.c[i >> 1][0], x[1] * factor.c[i >> 1][1]);
+    }
+  }
+}
+
+// To global memory, through shared memory so that rows of 32 bytes leave whole: lane l stores half l % 2 of the rows of
+// tokens l / 2 and 16 + l / 2, of which `left` tells how many are real, at `to`. Three steps, so that others go between.
+__device__ __forceinline__ void write_output(const Output& out, const ScanLane& l) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) store_matrix4_transposed(l.out + half * TILE_BYTES + l.tile, out.o[half]);
+}
+__device__ __forceinline__ void read_output(uint4 (&rows)[2], const ScanLane& l) {
+  sync_warp();
+#pragma unroll
+  for (int half = 0; half < 2; ++half) rows[half] = load_shared_u4(l.out + half * TILE_BYTES + l.piece);
+}
+__device__ __forceinline__ void store_output(const uint4 (&rows)[2], unsigned char* to, long long half_step, int left) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (left > HALF * half) store_global(to + half * half_step, rows[half]);
+  }
+}
+
+// One lane's 16 bytes of V of the chunk's tokens l / 2 and 16 + l / 2 into ring slot `slot`; zeros past the end.
+__device__ __forceinline__ void fetch_values(const ScanLane& l, const unsigned char* from, long long half_step,
+                                             const unsigned char* none, int slot, int left) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const bool real = left > HALF * half;
+    copy_async16(l.values + (2 * slot + half) * TILE_BYTES + l.piece, real ? from + half * half_step : none, real);
+  }
+}
+
+#include "sm90/chunk_forward/scan_chunk.cuh"
+
+// The state of a job cut in two, from a warp of the cluster with the first part to the same warp of the cluster with the rest,
+// which has exactly the same elements; and the flag that says it is there. Flags are raised to a number that no other launch
+// has and taken down by who waited, so that memory needs no clearing and a graph may be replayed.
+struct HandOver {
+  u64 state, flag;
+};
+__device__ __forceinline__ HandOver hand_over(const ChunkForwardParams& p, int cluster, int rank, int warp, int lane) {
+  constexpr u32 BYTES = WARP_V * K * 4;
+  const u64 at = ((u64)cluster * SCANNERS + rank) * SCAN_WARPS + warp, flags = p.cut_states + (u64)p.clusters * SCANNERS * SCAN_WARPS * BYTES;
+  return {p.cut_states + at * BYTES + 16 * lane, flags + 8 * at};
+}
+__device__ __forceinline__ void give_state(const ChunkForwardParams& p, const ScanState& state, const HandOver& to, int lane) {
+#pragma unroll
+  for (int j = 0; j < 2 * K_TILES; ++j) {
+    const float(&x)[4] = state.s[j];
+    store_global(reinterpret_cast<void*>(to.state + 512 * j),
+                 make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])));
+  }
+  sync_warp();
+  if (lane == 0) raise_flag(to.flag, p.launch);
+}
+__device__ __forceinline__ void take_state(const ChunkForwardParams& p, ScanState& state, const HandOver& from, int lane) {
+  if (lane == 0) take_flag(from.flag, p.launch);
+  sync_warp();
+#pragma unroll
+  for (int j = 0; j < 2 * K_TILES; ++j) {
+    const uint4 x = load_written(from.state + 512 * j);
+    state.s[j][0] = __uint_as_float(x.x), state.s[j][1] = __uint_as_float(x.y);
+    state.s[j][2] = __uint_as_float(x.z), state.s[j][3] = __uint_as_float(x.w);
+  }
+}
+
+__device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank, int cluster) {
+  Job job = load_job(shared + SHARE_AT);
+  if (!seek(p, shared, job, 0)) return;
+  ScanLane l;
+  l.lane = opaque(thread_index() & 31);
+  l.g = l.lane >> 2;
+  l.t = l.lane & 3;
+  l.tile = opaque(tile_offset((l.lane >> 4) * 8 + (l.lane & 7), l.lane >> 3 & 1));
+  l.piece = opaque(tile_offset(l.lane >> 1, l.lane & 1));
+  l.triangle = opaque((l.lane >> 4) * 128 + (l.lane & 7) * 16 + (l.lane >> 3 & 1) * 256);
+  l.v0 = rank * BLOCK_V + warp * WARP_V;
+  l.values = opaque(shared + VALUES_AT + warp * V_DEPTH * 2 * TILE_BYTES);
+  l.out = opaque(shared + OUT_AT + warp * 2 * TILE_BYTES);
+  l.kq = operand_descriptor(shared + STAGES_AT + KQ_AT, 16, 1024);
+  l.kg = operand_descriptor(shared + STAGES_AT + KG_AT, ROWS_BYTES, 1024);
+  const long long v_chunk = 2ll * C * p.v_st, o_chunk = 2ll * C * p.HV * V;
+  const unsigned char* none = reinterpret_cast<const unsigned char*>(p.v);  // valid, not read
+  const long long matrix = (long long)K * V * (p.flags & FLAG_STATE_BF16 ? 2 : 4);
+  const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;  // chunks between states written
+  u32 slot = 0, parity = 0;
+  const auto release = [&] {
+#if CLUSTER > 1
+    warp_arrive_remote(cluster_address(shared + EMPTY_AT + 8 * slot, slot % CLUSTER), l.lane);
+#else
+    warp_arrive(shared + EMPTY_AT + 8 * slot, l.lane);
+#endif
+    if (++slot == STAGES) {
+      slot = 0;
+      parity ^= 1;
+    }
+  };
+  Part part;
+  const unsigned char* v;  // this lane's 16 bytes of a chunk's V and o
+  unsigned char* o;
+  int left;  // real if positive
+  const auto begin = [&] {
+    part = make_part(p, shared, job);
+    const Work& work = part.work;
+    const int token = part.chunk * C + (l.lane >> 1), at_v = l.v0 + 8 * (l.lane & 1);
+    v = reinterpret_cast<const unsigned char*>(
+        p.v + 2 * (work.batch * p.v_sb + (work.first + token) * p.v_st + work.hv * p.v_sh + at_v));
+    o = reinterpret_cast<unsigned char*>(
+        p.o + 2 * (((work.batch * p.T + work.first + token) * p.HV + work.hv) * V + at_v));
+    left = part.tokens - token;
+#pragma unroll
+    for (int i = 0; i < V_DEPTH - 1; ++i) {
+      fetch_values(l, v, v_chunk / 2, none, i, left - i * C);
+      copy_async_commit();
+      v += v_chunk;
+    }
+  };
+  const auto state_of = [&](u64 states, const Work& work) { return states + ((long long)work.n * p.HV + work.hv) * matrix; };
+  begin();
+  bool more = true;
+  while (more) {
+    int c = part.chunk;
+    ScanState state = {};
+    if (c) {
+      take_state(p, state, hand_over(p, cluster - 1, rank, warp, l.lane), l.lane);
+    } else if (p.h0) {
+      read_state(state, l, state_of(p.h0, part.work), p.flags);
+    }
+    u64 ckpt = 0;
+    if (p.ckpt_every) ckpt = p.ckpt + (first_checkpoint(p, part.work, l.lane) * p.HV + part.work.hv) * matrix;
+    int ring = 0;
+    Output out = {};  // of the chunk before, stored while the matrix unit works on the next
+    int out_left = 0;
+    o -= o_chunk;
+    while (c < part.end) {
+      if (ckpt && c % block == 0) write_state(state, l, ckpt + c / block * p.HV * matrix, p.flags);
+      const int end = least(part.end, (c / block + 1) * block);
+#pragma unroll 1
+      for (; c < end; ++c) {
+        const Stage at = {slot, shared + STAGES_AT + slot * STAGE_PITCH, shared + FULL_AT + 8 * slot, parity};
+        scan_chunk(
+            state, out, l, at, l.values + ring * 2 * TILE_BYTES,
+            [&](const uint4(&rows)[2]) {
+              store_output(rows, o, o_chunk / 2, out_left);
+              o += o_chunk;
+              out_left = left;
+              copy_async_wait<V_DEPTH - 2>();
+              sync_warp();
+            },
+            [&] {
+              fetch_values(l, v, v_chunk / 2, none, ring == 0 ? V_DEPTH - 1 : ring - 1, left - (V_DEPTH - 1) * C);
+              copy_async_commit();
+              v += v_chunk;
+              left -= C;
+              ring = ring + 1 == V_DEPTH ? 0 : ring + 1;
+            });
+        release();
+      }
+    }
+    uint4 rows[2];
+    write_output(out, l);
+    read_output(rows, l);
+    store_output(rows, o, o_chunk / 2, out_left);
+    copy_async_wait<0>();
+    sync_warp();
+    const Part done = part;
+    if (!done.work.chunks) {
+      barrier_wait(shared + FULL_AT + 8 * slot, parity);
+      release();
+    }
+    more = seek(p, shared, job, job.stop);
+    if (more) begin();  // its first values are on their way while this state is written
+    if (done.end < done.work.chunks) {
+      give_state(p, state, hand_over(p, cluster, rank, warp, l.lane), l.lane);
+    } else if (p.ht) {
+      write_state(state, l, state_of(p.ht, done.work), p.flags);
+    }
+  }
+  copy_async_wait<0>();
+}

@@ -1,0 +1,123 @@
+// chunk_kda in segments on Hopper, second launch: how each segment changes the state, S' = S A + B. For a chunk, with the matrices of
+// its record,
+//
+//   v = u - S w^T;   S' = S diag(last) + v kg
+//
+// which from S = 0 walks to B, and from the unit matrix, without u, to A. Both are 128 rows to be walked, a block each.
+#include "sm90/chunk_forward/segments/chunk_operands.cuh"
+constexpr u32 WANTED = record::QG;  // what is read of a record
+#include "sm90/chunk_forward/segments/segment_scan.cuh"
+
+// A block's segment, and whether it walks to A. Late segments first: their records were written last, and the first segments' A,
+// which nobody needs, cost nothing at the end.
+struct Job {
+  Segment x;
+  bool unit, idle;
+};
+__device__ __forceinline__ Job find_job(const SegmentParams& p, int block) {
+  const int index = grid_blocks() - 1 - block, m = index >> 1, slot = m / p.HV, hv = m - slot * p.HV;
+  int n, j;
+  of_slot(p, slot, [&](int sequence, int segment) { n = sequence, j = segment; });
+  Job job = {find_segment(p, n, j, hv), (index & 1) == 0, false};
+  job.idle = job.x.last() || (job.unit && job.x.index == 0);
+  return job;
+}
+
+__device__ __forceinline__ void begin(State& state, const SegmentParams& p, const Job& job, const Lane& l) {
+  if (!job.unit) {
+    const u64 h0 = job.x.index ? 0 : matrix_at(p.h0, job.x.state, p.flags);
+    return read_state(state, l.row + l.g, l.t, h0, p.flags);
+  }
+#pragma unroll
+  for (int j = 0; j < 2 * K_TILES; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) state.s[j][e] = l.row + l.g + 8 * (e >> 1) == 8 * j + 2 * l.t + (e & 1) ? 1.0f : 0.0f;
+  }
+}
+
+// A leaves in two bfloat16 parts, through the ring, which nobody uses any more.
+__device__ __forceinline__ void leave_unit(const State& state, u64 map, u32 shared, const Lane& l) {
+  sync_threads(1, 32 * CARRIERS);
+  constexpr u32 ROWS = 16 * IMAGE_ROW;
+  const u32 out = shared + l.row / 16 * 4 * ROWS;
+#pragma unroll
+  for (int kk = 0; kk < K_TILES; ++kk) {
+    const Split s = split_tiles(state.s[2 * kk], state.s[2 * kk + 1]);
+    const u32 to = out + (kk >> 2) * ROWS + (l.piece ^ (kk & 3) << 5);
+    store_matrix4(to, s.high);
+    store_matrix4(to + 2 * ROWS, s.low);
+  }
+  fence_async_proxy();
+  sync_warp();
+  if (l.lane) return;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    copy_out(reinterpret_cast<void*>(map + MAP_HIGH + i * (STATE_BYTES / 2) + l.row * IMAGE_ROW), out + i * ROWS, ROWS);
+  }
+  copy_out_commit();
+  copy_out_wait_read<0>();
+}
+
+__device__ __forceinline__ void walk(const SegmentParams& p, const Job& job, u32 shared, const Lane& l) {
+  State state;
+  begin(state, p, job, l);
+  Operand s;
+  pack_state(s, state);
+  if (job.unit) {
+    // Walked without u: these rows of the stages stay zero.
+#pragma unroll
+    for (int i = 0; i < STAGES; ++i) {
+      const u32 rows = shared + i * STAGE_PITCH + STAGE_LEAD + record::U + l.row * IMAGE_ROW;
+#pragma unroll
+      for (int n = 0; n < 4; ++n) store_shared(rows + 512 * n + 16 * l.lane, 0, 0, 0, 0);
+    }
+    sync_warp();
+  }
+  Records ring = {shared};
+#pragma unroll 1
+  for (int c = job.x.begin; c < job.x.end; ++c) {
+    const u32 stage = ring.stage();
+    const u64 w = operand_descriptor(stage + record::W, 16, 1024), kg = operand_descriptor(stage + record::KG, SQUARE_BYTES, 1024);
+    ring.wait_full();
+    float told[2 * C_TILES][4] = {};  // S w^T
+    hold(told);
+    warpgroup_fence();
+    multiply_channels(told, s, w);
+    warpgroup_commit();
+    TokenOperand u, v;
+    load_u(u, l, stage);
+    decay_state(state, l.t, stage + record::LAST);
+    warpgroup_wait<0>();
+    hold(told);
+    subtract(v, u, told);
+    warpgroup_fence();
+#pragma unroll
+    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, v.a[kk], over_tokens(kg, kk), 1);
+    warpgroup_commit();
+    warpgroup_wait<0>();
+    hold(state.s);
+    pack_state(s, state);
+    release(l, ring);
+    ring.next();
+  }
+  const u64 map = p.maps + job.x.place * MAP_BYTES;
+  if (job.unit) leave_unit(state, map, shared, l);
+  else write_pairs(state.s, l.row + l.g, 2 * l.t, map + MAP_B);
+}
+
+KDA_KERNEL(THREADS, 1) maps(KDA_PARAM SegmentParams p) {
+  KDA_SHARED(memory);
+  const u32 shared = shared_address(memory);
+  wait_for_inputs();
+  const int warp = uniform(thread_index() >> 5);
+  const Job job = find_job(p, block_index());
+  if (job.idle) return;
+  make_barriers(shared);
+  if (warp < CARRIERS) {
+    take_registers<1>();
+    walk(p, job, shared, make_lane(warp));
+  } else {
+    take_registers<0>();
+    if (warp == CARRIERS && (thread_index() & 31) == 0) feed(p, job.x, shared, job.unit ? record::U : record::QG);
+  }
+}

@@ -29,7 +29,7 @@ __device__ __forceinline__ void wait_for_inputs() {
 #endif
 }
 // The next launch of the stream may take what room this one leaves; it waits for the end all the same.
-__device__ __forceinline__ void let_next_start() {
+__device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
@@ -177,10 +177,10 @@ __device__ __forceinline__ uint4 load_written(u64 p) {
   return r;
 }
 // Tells another block, by a value, that all that was written before is there; waits for that and sets the flag to zero.
-__device__ __forceinline__ void raise_flag(u64 flag, u64 value) {
+__device__ __forceinline__ void set_flag(u64 flag, u64 value) {
   asm volatile("st.release.gpu.global.b64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
-__device__ __forceinline__ void take_flag(u64 flag, u64 value) {
+__device__ __forceinline__ void wait_and_clear_flag(u64 flag, u64 value) {
   u64 found;
   do {
     asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(found) : "l"(flag) : "memory");

@@ -8,7 +8,7 @@
 
 __device__ __forceinline__ int grid_blocks() { return (int)gridDim.x; }
 // The largest of a warp's numbers, in all lanes.
-__device__ __forceinline__ u32 largest_of_warp(u32 x) { return __reduce_max_sync(0xffffffffu, x); }
+__device__ __forceinline__ u32 warp_max(u32 x) { return __reduce_max_sync(0xffffffffu, x); }
 // This thread arrives, and the barrier's phase also waits for so many bytes.
 __device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
   asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared::cta.b64 t, [%0], %1; }" ::"r"(bar), "r"(bytes) : "memory");
@@ -44,7 +44,7 @@ __device__ __forceinline__ void sync_threads(int id, int count) {
 }
 // Has left operands made here, not after a later wait.
 template <int N>
-__device__ __forceinline__ void hold(u32 (&a)[N][4]) {
+__device__ __forceinline__ void fence_registers(u32 (&a)[N][4]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3])::"memory");
 }

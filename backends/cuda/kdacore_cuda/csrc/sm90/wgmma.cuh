@@ -36,7 +36,7 @@ __device__ __forceinline__ void warpgroup_wait() {
 }
 // Keeps the compiler from moving accumulators while a product may be writing them.
 template <int N>
-__device__ __forceinline__ void hold(float (&d)[N][4]) {
+__device__ __forceinline__ void fence_registers(float (&d)[N][4]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])::"memory");
 }

@@ -9,12 +9,12 @@
 #include "common/chunk_forward/scan.cuh"
 
 #if CLUSTER > 1
-#define TOGETHER KDA_CLUSTER(CLUSTER)
+#define CLUSTER_ATTRIBUTE KDA_CLUSTER(CLUSTER)
 #else
-#define TOGETHER
+#define CLUSTER_ATTRIBUTE
 #endif
 
-KDA_KERNEL(THREADS, 1) TOGETHER chunk_forward(KDA_PARAM ChunkForwardParams p) {
+KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   const int warp = thread_index() >> 5, rank = block_index() % CLUSTER;
@@ -27,11 +27,11 @@ KDA_KERNEL(THREADS, 1) TOGETHER chunk_forward(KDA_PARAM ChunkForwardParams p) {
   }
   wait_for_inputs();
   const int item = block_index() / CLUSTER;
-  const int n = pick_sequence(p, item / p.HV, reinterpret_cast<int*>(memory + VALUES_AT), reinterpret_cast<int*>(memory + PICK_AT));
-  const Work work = make_work(p, n, item % p.HV, C);
-  const Gate gate = make_gate(p, work.hv);
+  const int n = sequence_by_length(p, item / p.HV, reinterpret_cast<int*>(memory + VALUES_AT), reinterpret_cast<int*>(memory + PICK_AT));
+  const SequenceHead sequence = make_sequence_head(p, n, item % p.HV, C);
+  const Gate gate = make_gate(p, sequence.hv);
   float* bias = reinterpret_cast<float*>(memory + BIAS_AT);
-  for (int c = thread_index(); c < K; c += THREADS) bias[c] = gate_bias(p, gate, work.hv, c);
+  for (int c = thread_index(); c < K; c += THREADS) bias[c] = gate_bias(p, gate, sequence.hv, c);
 #if CLUSTER > 1
   sync_block();
   sync_cluster();
@@ -39,9 +39,9 @@ KDA_KERNEL(THREADS, 1) TOGETHER chunk_forward(KDA_PARAM ChunkForwardParams p) {
   sync_block();
 #endif
   if (warp < SCAN_WARPS) {
-    scan_warp(p, work, shared, warp, rank);
+    scan_warp(p, sequence, shared, warp, rank);
   } else {
-    prepare_warp(p, work, shared, warp - SCAN_WARPS, rank);
+    prepare_warp(p, sequence, shared, warp - SCAN_WARPS, rank);
   }
 #if CLUSTER > 1
   sync_cluster();  // no block may leave while another still writes to it

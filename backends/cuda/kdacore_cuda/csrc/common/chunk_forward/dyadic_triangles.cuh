@@ -22,7 +22,7 @@ __device__ __forceinline__ void store_levels(u32 image, u32 scratch, const Lane&
     const int i = level ? 2 * (l.p | bit) + ((l.p & bit) != 0) : 2 * l.p + 1;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const int n = pair_of(2 * l.t + c);
+      const int n = token_pair_of(2 * l.t + c);
       const int j = level ? 2 * (n & ~bit) + ((n & bit) != 0) : 2 * n;
       if (l.p >> level == n >> level) store(i, j, level_sums[level][c], level_sums[level][2 + c]);
     }

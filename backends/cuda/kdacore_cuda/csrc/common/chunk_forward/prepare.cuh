@@ -31,12 +31,12 @@ __device__ __forceinline__ void advance(Source& s) {
 
 // What is loaded next, into the same registers as soon as they have been used: slice `slice` of the chunk `from` is at,
 // of which this lane has `left` tokens. What lies past the end is left as it was.
-struct Refill {
+struct NextLoad {
   const Source& from;
   int slice, left;
 };
 
-__device__ __forceinline__ void load_gate(Raw& raw, const Refill& r) {
+__device__ __forceinline__ void load_gate(Raw& raw, const NextLoad& r) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_gate(Raw& raw, const Refill& r) {
   }
 }
 
-__device__ __forceinline__ void load_rows(Raw& raw, const Refill& r) {
+__device__ __forceinline__ void load_rows(Raw& raw, const NextLoad& r) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     load_sixteen(raw.k[i], r.from.k + i * r.from.k_token + 64 * r.slice, i < r.left);
@@ -117,13 +117,13 @@ __device__ __forceinline__ void store_inverse(u32 stage, u32 scratch, int lane) 
 }
 
 // The barrier that says a stage may be written.
-struct Free {
+struct EmptyBarrier {
   u32 empty, parity;
 };
 
 // The whole chunk, whose slice 0 is in `raw`; on return `from` is at the next chunk and slice 0 of that is in `raw`.
 __device__ __forceinline__ void prepare_chunk(Raw& raw, Source& from, const Gate& gate, const ChunkForwardParams& p,
-                                              const Lane& l, Scalars& s, int left, int stride, const Free& free, u32 stage,
+                                              const Lane& l, Scalars& s, int left, int stride, const EmptyBarrier& stage_empty, u32 stage,
                                               u32 scratch, u32 bias) {
   Products sums = {};
   // With the scan's, the instructions of two slices (one of a free gate's) are what the instruction cache holds.
@@ -132,7 +132,7 @@ __device__ __forceinline__ void prepare_chunk(Raw& raw, Source& from, const Gate
     if (left < 2) clear_past_end(raw, left, gate.closed);
     float sum[2][8], total[8];
     gate_steps(raw, gate, bias + 4 * (32 * slice + 8 * l.t), sum);
-    Refill next = {from, slice + 1, left};
+    NextLoad next = {from, slice + 1, left};
     if (slice == SLICES - 1) {
       advance(from);
       next.slice = 0;
@@ -147,7 +147,7 @@ __device__ __forceinline__ void prepare_chunk(Raw& raw, Source& from, const Gate
     }
 #endif
     sum_steps(sum, total, l);
-    if (slice == 0) barrier_wait(free.empty, free.parity);
+    if (slice == 0) barrier_wait(stage_empty.empty, stage_empty.parity);
     prepare_slice(raw, sum, total, l, slice, stage, sums, next);
   }
 #pragma unroll
@@ -192,7 +192,7 @@ __device__ __forceinline__ void publish(u32 stage, u32 full, int lane, int rank)
 #endif
 }
 
-__device__ __forceinline__ Source make_source(const ChunkForwardParams& p, const Work& w, const Lane& l, int token) {
+__device__ __forceinline__ Source make_source(const ChunkForwardParams& p, const SequenceHead& w, const Lane& l, int token) {
   const long long g_size = G_FLOAT ? 4 : 2, beta_size = p.beta_type == TYPE_FLOAT32 ? 4 : 2;
   const long long at = w.first + token;
   Source s;
@@ -208,26 +208,26 @@ __device__ __forceinline__ Source make_source(const ChunkForwardParams& p, const
   return s;
 }
 
-__device__ __forceinline__ void prepare_warp(const ChunkForwardParams& p, const Work& work, u32 shared, int warp, int rank) {
+__device__ __forceinline__ void prepare_warp(const ChunkForwardParams& p, const SequenceHead& sequence, u32 shared, int warp, int rank) {
   const Lane l = make_lane();
-  const Gate gate = make_gate(p, work.hv);
+  const Gate gate = make_gate(p, sequence.hv);
   const u32 scratch = shared + SCRATCH_AT + warp * C * SCRATCH_PITCH * 4;
   constexpr int STRIDE = PREPARE_WARPS * CLUSTER;
-  int c = warp * CLUSTER + rank, left = work.length - c * C - 2 * l.p;  // tokens of this lane that are real: left, up to 2
-  Source from = make_source(p, work, l, c * C + 2 * l.p);
+  int c = warp * CLUSTER + rank, left = sequence.length - c * C - 2 * l.p;  // tokens of this lane that are real: left, up to 2
+  Source from = make_source(p, sequence, l, c * C + 2 * l.p);
   Raw raw = {};
   u32 beta[2];
   load_gate(raw, {from, 0, left});
   load_rows(raw, {from, 0, left});
   load_beta(p, from.beta, from.beta_token, left, beta);
-  for (; c < work.chunks; c += STRIDE, left -= STRIDE * C) {
+  for (; c < sequence.chunks; c += STRIDE, left -= STRIDE * C) {
     const int slot = c % STAGES;
     Scalars s;
     s.beta[0] = activate_beta(p, beta[0], left > 0);
     s.beta[1] = activate_beta(p, beta[1], left > 1);
     const u32 stage = shared + STAGES_AT + slot * STAGE_PITCH;
-    const Free free = {shared + EMPTY_AT + 8 * slot, (u32)(c / STAGES & 1) ^ 1};
-    prepare_chunk(raw, from, gate, p, l, s, left, STRIDE * C, free, stage, scratch, shared + BIAS_AT);
+    const EmptyBarrier stage_empty = {shared + EMPTY_AT + 8 * slot, (u32)(c / STAGES & 1) ^ 1};
+    prepare_chunk(raw, from, gate, p, l, s, left, STRIDE * C, stage_empty, stage, scratch, shared + BIAS_AT);
     load_beta(p, from.beta, from.beta_token, left - STRIDE * C, beta);
     publish(stage, shared + FULL_AT + 8 * slot, l.lane, rank);
   }

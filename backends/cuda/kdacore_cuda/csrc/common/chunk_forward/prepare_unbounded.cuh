@@ -63,7 +63,7 @@ __device__ __forceinline__ void level_products(const Raw& raw, const float (&sum
 }
 
 __device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8], float (&total)[8], const Lane& l, int slice,
-                                              u32 stage, Products& sums, const Refill& next) {
+                                              u32 stage, Products& sums, const NextLoad& next) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     u32 kp[4], qp[4], kg[4];

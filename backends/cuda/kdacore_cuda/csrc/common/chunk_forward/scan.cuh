@@ -73,7 +73,7 @@ __device__ __forceinline__ Columns columns(u32 stage, int which, int t) {
 }
 
 // What solving a chunk needs besides x, loaded ahead of it.
-struct Solver {
+struct SolveOperands {
   Columns beta, beta_r, r;
   u32 inverse[4], qk[4], v[ROW_TILES][4];
 };
@@ -83,7 +83,7 @@ __device__ __forceinline__ u32 triangle_row(const ScanLane& l) {
   return (l.lane >> 4) * 128 + (l.lane & 7) * 16 + (l.lane >> 3 & 1) * 256;
 }
 
-__device__ __forceinline__ void load_solver(Solver& s, const ScanLane& l, u32 stage, u32 values) {
+__device__ __forceinline__ void load_solve_operands(SolveOperands& s, const ScanLane& l, u32 stage, u32 values) {
 #pragma unroll
   for (int m = 0; m < ROW_TILES; ++m) {
     load_matrix4_transposed(s.v[m], values + m * TILE_BYTES + tile_offset((l.lane >> 4) * 8 + (l.lane & 7), l.lane >> 3 & 1));
@@ -96,30 +96,30 @@ __device__ __forceinline__ void load_solver(Solver& s, const ScanLane& l, u32 st
 }
 
 // From x to w = r T beta (v - r x), as the left operand (16 columns of V by 16 tokens) of what follows; o += Aqk w.
-__device__ __forceinline__ void solve(Tokens& tok, int m, const Solver& s, u32 (&w)[4]) {
-  float rest[2][4];
+__device__ __forceinline__ void solve(Tokens& tok, int m, const SolveOperands& s, u32 (&w)[4]) {
+  float residual[2][4];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const u32 pair = s.v[m][2 * i + (e >> 1)];
       const float value = e & 1 ? bf16_high(pair) : bf16_low(pair);
-      rest[i][e] = s.beta.c[i][e & 1] * value - s.beta_r.c[i][e & 1] * tok.xo[m][i][e];
+      residual[i][e] = s.beta.c[i][e & 1] * value - s.beta_r.c[i][e & 1] * tok.xo[m][i][e];
     }
   }
-  const u32 a[4] = {pack_bf16(rest[0][0], rest[0][1]), pack_bf16(rest[0][2], rest[0][3]), pack_bf16(rest[1][0], rest[1][1]),
-                    pack_bf16(rest[1][2], rest[1][3])};
+  const u32 a[4] = {pack_bf16(residual[0][0], residual[0][1]), pack_bf16(residual[0][2], residual[0][3]), pack_bf16(residual[1][0], residual[1][1]),
+                    pack_bf16(residual[1][2], residual[1][3])};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) rest[i][e] *= s.r.c[i][e & 1];
+    for (int e = 0; e < 4; ++e) residual[i][e] *= s.r.c[i][e & 1];
   }
-  mma_bf16(rest[0], a, s.inverse[0], s.inverse[1]);
-  mma_bf16(rest[1], a, s.inverse[2], s.inverse[3]);
-  w[0] = pack_bf16(rest[0][0], rest[0][1]);
-  w[1] = pack_bf16(rest[0][2], rest[0][3]);
-  w[2] = pack_bf16(rest[1][0], rest[1][1]);
-  w[3] = pack_bf16(rest[1][2], rest[1][3]);
+  mma_bf16(residual[0], a, s.inverse[0], s.inverse[1]);
+  mma_bf16(residual[1], a, s.inverse[2], s.inverse[3]);
+  w[0] = pack_bf16(residual[0][0], residual[0][1]);
+  w[1] = pack_bf16(residual[0][2], residual[0][3]);
+  w[2] = pack_bf16(residual[1][0], residual[1][1]);
+  w[3] = pack_bf16(residual[1][2], residual[1][3]);
   mma_bf16(tok.xo[m][2], w, s.qk[0], s.qk[1]);
   mma_bf16(tok.xo[m][3], w, s.qk[2], s.qk[3]);
 }
@@ -162,7 +162,7 @@ __device__ __forceinline__ void fetch_values(const ScanLane& l, const unsigned c
 #include "common/chunk_forward/scan_warp.cuh"
 #endif
 
-__device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, const Work& work, u32 shared, int warp, int rank) {
+__device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, const SequenceHead& sequence, u32 shared, int warp, int rank) {
   ScanLane l;
   l.lane = thread_index() & 31;
   l.g = l.lane >> 2;
@@ -178,11 +178,11 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, const Wor
   const int token = l.lane >> 1, at_v = l.v0 + 8 * (l.lane & 1);
   const long long v_chunk = 2ll * C * p.v_st, o_chunk = 2ll * C * p.HV * V;
   const unsigned char* v = reinterpret_cast<const unsigned char*>(
-      p.v + 2 * (work.batch * p.v_sb + (work.first + token) * p.v_st + work.hv * p.v_sh + at_v));
+      p.v + 2 * (sequence.batch * p.v_sb + (sequence.first + token) * p.v_st + sequence.hv * p.v_sh + at_v));
   unsigned char* o = reinterpret_cast<unsigned char*>(
-      p.o + 2 * (((work.batch * p.T + work.first + token) * p.HV + work.hv) * V + at_v));
+      p.o + 2 * (((sequence.batch * p.T + sequence.first + token) * p.HV + sequence.hv) * V + at_v));
   const unsigned char* none = reinterpret_cast<const unsigned char*>(p.v);  // valid, not read
-  int left = work.length - token;  // real if positive
+  int left = sequence.length - token;  // real if positive
 #pragma unroll
   for (int c = 0; c < V_DEPTH - 1; ++c) {
     fetch_values(l, left > c * C ? v : none, c, left > c * C);
@@ -192,23 +192,23 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, const Wor
   const int state_size = p.flags & FLAG_STATE_BF16 ? 2 : 4;
   const long long matrix = (long long)K * V * state_size;
   ScanState state = {};
-  if (p.h0) read_state(state, l, p.h0 + ((long long)work.n * p.HV + work.hv) * matrix, p.flags);
+  if (p.h0) read_state(state, l, p.h0 + ((long long)sequence.n * p.HV + sequence.hv) * matrix, p.flags);
   u64 ckpt = 0;
-  if (p.ckpt_every) ckpt = p.ckpt + (first_checkpoint(p, work, l.lane) * p.HV + work.hv) * matrix;
+  if (p.ckpt_every) ckpt = p.ckpt + (first_checkpoint(p, sequence, l.lane) * p.HV + sequence.hv) * matrix;
   u32 slot = 0, parity = 0;
   int ring = 0, c = 0;
-  const int block = p.ckpt_every ? p.ckpt_every / C : work.chunks;  // chunks between states written
+  const int block = p.ckpt_every ? p.ckpt_every / C : sequence.chunks;  // chunks between states written
   while (true) {
     u64 to = 0;
-    if (c == work.chunks) {
-      if (p.ht) to = p.ht + ((long long)work.n * p.HV + work.hv) * matrix;
+    if (c == sequence.chunks) {
+      if (p.ht) to = p.ht + ((long long)sequence.n * p.HV + sequence.hv) * matrix;
     } else {
       to = ckpt;
       ckpt += p.ckpt_every ? p.HV * matrix : 0;
     }
     if (to) write_state(state, l, to, p.flags);
-    if (c == work.chunks) break;
-    const int end = work.chunks - c < block ? work.chunks : c + block;
+    if (c == sequence.chunks) break;
+    const int end = sequence.chunks - c < block ? sequence.chunks : c + block;
 #pragma unroll 1
     for (; c < end; ++c) {
       copy_async_wait<V_DEPTH - 2>();

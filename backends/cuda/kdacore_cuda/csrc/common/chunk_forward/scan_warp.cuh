@@ -27,8 +27,8 @@ __device__ __forceinline__ void read_products(ScanState& state, Tokens& tok, con
 __device__ __forceinline__ void scan_chunk(ScanState& state, Tokens& tok, const ScanLane& l, const Stage& at) {
   barrier_wait(at.full, at.parity);
   read_products(state, tok, l, at.base);
-  Solver solver;
-  load_solver(solver, l, at.base, at.values);
+  SolveOperands solver;
+  load_solve_operands(solver, l, at.base, at.values);
   u32 w[ROW_TILES][4];
 #pragma unroll
   for (int m = 0; m < ROW_TILES; ++m) solve(tok, m, solver, w[m]);

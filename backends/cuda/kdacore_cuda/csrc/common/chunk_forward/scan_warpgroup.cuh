@@ -16,7 +16,7 @@ __device__ __forceinline__ void scan_chunk(ScanState& state, Tokens& tok, const 
   for (int kk = 0; kk < K_TILES; ++kk) state_operand(state, 0, kk, a[kk]);
   const u64 step = descriptor_step(at.slot * STAGE_PITCH);
   barrier_wait(at.full, at.parity);
-  hold(tok.xo[0]);
+  fence_registers(tok.xo[0]);
   warpgroup_fence();
 #pragma unroll
   for (int kk = 0; kk < K_TILES; ++kk) {
@@ -24,15 +24,15 @@ __device__ __forceinline__ void scan_chunk(ScanState& state, Tokens& tok, const 
     warpgroup_mma<0>(tok.xo[0], a[kk], b, kk > 0);
   }
   warpgroup_commit();
-  Solver solver;
-  load_solver(solver, l, at.base, at.values);
+  SolveOperands solver;
+  load_solve_operands(solver, l, at.base, at.values);
 #pragma unroll
   for (int kk = 0; kk < K_TILES; ++kk) decay_state(state, 0, kk, load_decay(at.base, kk, l.t));
   warpgroup_wait<0>();
-  hold(tok.xo[0]);
+  fence_registers(tok.xo[0]);
   u32 w[4];
   solve(tok, 0, solver, w);
-  hold(state.s[0]);
+  fence_registers(state.s[0]);
   warpgroup_fence();
   warpgroup_mma<1>(state.s[0], w, l.kg + step, 1);
   warpgroup_commit();
@@ -40,5 +40,5 @@ __device__ __forceinline__ void scan_chunk(ScanState& state, Tokens& tok, const 
 
 __device__ __forceinline__ void finish_chunk(ScanState& state) {
   warpgroup_wait<0>();
-  hold(state.s[0]);
+  fence_registers(state.s[0]);
 }

@@ -7,7 +7,7 @@
 constexpr int SORT_LIMIT = 256;  // longer packs are taken in their own order
 
 // One sequence and value head.
-struct Work {
+struct SequenceHead {
   int n, hv, h;
   long long batch, first;  // batch row, first token
   int length, chunks;
@@ -22,7 +22,7 @@ __device__ __forceinline__ int length_of(const ChunkForwardParams& p, int n) {
 
 // Which sequence is the one in `place`: longest first, so that no long one starts last. Ties keep their order. All threads
 // call this; `lengths` is shared memory for SORT_LIMIT integers, `picked` for one.
-__device__ __forceinline__ int pick_sequence(const ChunkForwardParams& p, int place, int* lengths, int* picked) {
+__device__ __forceinline__ int sequence_by_length(const ChunkForwardParams& p, int place, int* lengths, int* picked) {
   if (!p.cu_seqlens || p.N == 1 || p.N > SORT_LIMIT) return place;
   const int n = thread_index();
   int mine = 0;
@@ -38,8 +38,8 @@ __device__ __forceinline__ int pick_sequence(const ChunkForwardParams& p, int pl
 }
 
 // Sequence n and value head hv, in chunks of `chunk` tokens.
-__device__ __forceinline__ Work make_work(const ChunkForwardParams& p, int n, int hv, int chunk) {
-  Work w;
+__device__ __forceinline__ SequenceHead make_sequence_head(const ChunkForwardParams& p, int n, int hv, int chunk) {
+  SequenceHead w;
   w.n = n;
   w.hv = hv;
   w.h = hv / (opaque(p.HV) / p.H);
@@ -51,10 +51,10 @@ __device__ __forceinline__ Work make_work(const ChunkForwardParams& p, int n, in
 }
 
 // Row of the first checkpoint of sequence n of a pack.
-__device__ __forceinline__ long long first_checkpoint(const ChunkForwardParams& p, const Work& work, int lane) {
-  if (!p.cu_seqlens) return work.n * ((p.T + p.ckpt_every - 1) / p.ckpt_every);
+__device__ __forceinline__ long long first_checkpoint(const ChunkForwardParams& p, const SequenceHead& sequence, int lane) {
+  if (!p.cu_seqlens) return sequence.n * ((p.T + p.ckpt_every - 1) / p.ckpt_every);
   int rows = 0;
-  for (int m = lane; m < work.n; m += 32) rows += (int)((length_of(p, m) + p.ckpt_every - 1ll) / p.ckpt_every);
+  for (int m = lane; m < sequence.n; m += 32) rows += (int)((length_of(p, m) + p.ckpt_every - 1ll) / p.ckpt_every);
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1) rows += shuffle_xor(rows, mask);
   return rows;

@@ -22,7 +22,7 @@ struct Gate {
   u32 closed;     // bits of an input that decays nothing
 };
 
-__device__ __forceinline__ int pair_of(int g) { return (g & 4) | (g & 1) << 1 | (g & 2) >> 1; }
+__device__ __forceinline__ int token_pair_of(int g) { return (g & 4) | (g & 1) << 1 | (g & 2) >> 1; }
 
 // Tokens past the end: nothing in, no decay.
 __device__ __forceinline__ void clear_past_end(Raw& raw, int left, u32 closed) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ Lane make_lane() {
   l.lane = opaque(thread_index() & 31);
   l.g = l.lane >> 2;
   l.t = l.lane & 3;
-  l.p = pair_of(l.g);
+  l.p = token_pair_of(l.g);
 #pragma unroll
   for (int i = 0; i < 3; ++i) l.bit[i] = (float)(l.p >> i & 1);
   return l;

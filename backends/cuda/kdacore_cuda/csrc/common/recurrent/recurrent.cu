@@ -34,15 +34,15 @@ KDA_KERNEL(WARPS * 32, MIN_BLOCKS) recurrent(KDA_PARAM RecurrentParams p) {
   KDA_SHARED(memory);
   constexpr u32 slices = V / COLUMNS;
   const u32 block = block_index(), slice = block % slices;
-  if (p.fills_device) let_next_start();
+  if (p.fills_device) launch_dependents();
   wait_for_inputs();
-  if (!p.fills_device) let_next_start();
+  if (!p.fills_device) launch_dependents();
   Item it;
   it.n = (int)((u64)(block / slices) * p.hv_factor >> p.hv_shift);  // (block / slices) / HV
   it.zero = (int)((u64)thread_index() >> p.hv_shift);               // the shift is 31 or more
   const Start start = start_of(p, it);
   locate(p, block / slices, it);
-  const Place at = make_place(slice * COLUMNS, shared_address(memory));
+  const LanePosition at = make_position(slice * COLUMNS, shared_address(memory));
   const long long own = (long long)it.hv * (K * V) + first_element(at);  // of a pool row
 
   Raw raw;
@@ -69,7 +69,7 @@ KDA_KERNEL(WARPS * 32, MIN_BLOCKS) recurrent(KDA_PARAM RecurrentParams p) {
 
   const Gate<TOKEN_CHANNELS> gate = finish_gate(p, raw_gate);
   Tokens tokens;
-  hold_token(tokens, at, finish_token(p, raw, gate), 0);
+  stage_token(tokens, at, finish_token(p, raw, gate), 0);
   float s[ROWS][VECTOR];
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) unpack_state(s[i], bits[i]);
@@ -87,7 +87,7 @@ KDA_KERNEL(WARPS * 32, MIN_BLOCKS) recurrent(KDA_PARAM RecurrentParams p) {
       raw_v = load_elements<OUT>(p.v, it.v + at.v, qkv_type(p));
     }
     step(p, s, at, tokens, v, o, t & 1, [&] {
-      if (more) hold_token(tokens, at, finish_token(p, raw, gate), ~t & 1);
+      if (more) stage_token(tokens, at, finish_token(p, raw, gate), ~t & 1);
     });
     if (at.writes) store_elements(p.o, (long long)(it.o + at.v), qkv_type(p), o);
     if (!ONE) it.o += p.HV * V;

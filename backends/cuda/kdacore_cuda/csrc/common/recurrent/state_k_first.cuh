@@ -16,7 +16,7 @@ constexpr u32 TOKEN_BYTES = 4 * 3 * K;
 constexpr u32 SUM_BYTES = 4 * (2 * COLUMNS + 4);
 constexpr u32 HALF_BYTES = TOKEN_BYTES + WARPS * SUM_BYTES;
 
-struct Place {
+struct LanePosition {
   int lane;
   int v;        // first of this lane's columns
   bool writes;  // does this lane write the output of its columns?
@@ -25,14 +25,14 @@ struct Place {
   u32 shared;
 };
 
-__device__ __forceinline__ Place make_place(int first, u32 shared) {
+__device__ __forceinline__ LanePosition make_position(int first, u32 shared) {
   const int lane = thread_index() & 31, warp = thread_index() >> 5;
   return {lane, first + VECTOR * (lane % LANES), warp == 0 && lane < LANES, warp * WARP_K + lane % WARP_K,
           warp * WARP_K + lane / LANES * ROWS, shared};
 }
 
 // Elements to a lane's first piece of state, and from each to the next.
-__device__ __forceinline__ int first_element(const Place& at) { return at.first * V + at.v; }
+__device__ __forceinline__ int first_element(const LanePosition& at) { return at.first * V + at.v; }
 constexpr int PITCH = V;
 
 // This warp's part of a token; the rest is in shared memory.
@@ -40,7 +40,7 @@ struct Tokens {
   float qq, kk, qk, beta;
 };
 
-__device__ __forceinline__ void hold_token(Tokens& tokens, const Place& at, const Token<1>& x, int odd) {
+__device__ __forceinline__ void stage_token(Tokens& tokens, const LanePosition& at, const Token<1>& x, int odd) {
   const u32 to = at.shared + odd * HALF_BYTES + 4 * at.channel;
   sync_warp();  // every lane is done with the token before last
   if (at.lane < WARP_K) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void add_vector(float (&x)[VECTOR], u32 from) {
 
 // One token: decay, delta rule; the output of the lane's columns. `prepare_next` readies the token after it.
 template <typename Next>
-__device__ __forceinline__ void step(const RecurrentParams& p, float (&s)[ROWS][VECTOR], const Place& at, Tokens& tokens,
+__device__ __forceinline__ void step(const RecurrentParams& p, float (&s)[ROWS][VECTOR], const LanePosition& at, Tokens& tokens,
                                      const float (&v)[OUT], float (&o)[OUT], int odd, Next prepare_next) {
   const u32 token = at.shared + odd * HALF_BYTES + 4 * at.first, sums = at.shared + odd * HALF_BYTES + TOKEN_BYTES;
   const u32 own = 4 * VECTOR * (at.lane % LANES);

@@ -9,7 +9,7 @@ static_assert(ROWS <= LANES, "each lane ends with the sums of one row");
 
 constexpr int TOKEN_CHANNELS = VECTOR;
 
-struct Place {
+struct LanePosition {
   int lane;
   int v;        // the row of V whose sums this lane ends with
   bool writes;  // does this lane write the output of that row?
@@ -17,14 +17,14 @@ struct Place {
   int first;    // first of this lane's rows
 };
 
-__device__ __forceinline__ Place make_place(int first, u32) {
+__device__ __forceinline__ LanePosition make_position(int first, u32) {
   const int lane = thread_index() & 31, base = first + (thread_index() >> 5) * ROWS * GROUPS + lane / LANES;
   const int own = lane % LANES;
   return {lane, base + GROUPS * (own * ROWS / LANES), own % (LANES / ROWS) == 0, VECTOR * own, base};
 }
 
 // Elements to a lane's first piece of state, and from each to the next.
-__device__ __forceinline__ int first_element(const Place& at) { return at.first * K + at.channel; }
+__device__ __forceinline__ int first_element(const LanePosition& at) { return at.first * K + at.channel; }
 constexpr int PITCH = GROUPS * K;
 
 // Sums x[i] over the lanes of each row, halving the rows held at every step; x[0] ends as the sum of the lane's own row.
@@ -53,11 +53,11 @@ struct Tokens {
   Token<TOKEN_CHANNELS> x;
 };
 
-__device__ __forceinline__ void hold_token(Tokens& tokens, const Place&, const Token<TOKEN_CHANNELS>& x, int) { tokens.x = x; }
+__device__ __forceinline__ void stage_token(Tokens& tokens, const LanePosition&, const Token<TOKEN_CHANNELS>& x, int) { tokens.x = x; }
 
 // One token: decay, delta rule; the output of the lane's own row. `prepare_next` readies the token after it.
 template <typename Next>
-__device__ __forceinline__ void step(const RecurrentParams& p, float (&s)[ROWS][VECTOR], const Place& at, Tokens& tokens,
+__device__ __forceinline__ void step(const RecurrentParams& p, float (&s)[ROWS][VECTOR], const LanePosition& at, Tokens& tokens,
                                      const float (&v)[OUT], float (&o)[OUT], int, Next prepare_next) {
   const Token<TOKEN_CHANNELS> x = tokens.x;
   const Factors f = factors_of(p, sum_lanes<LANES>(x.qq), sum_lanes<LANES>(x.kk));

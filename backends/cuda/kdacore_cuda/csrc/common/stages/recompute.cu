@@ -19,7 +19,7 @@ constexpr int BATCH = 8;  // rows a thread asks for at once
 // Piece `piece` (16 bytes) of row `row` of a matrix with WIDTH columns; rows of eight neighbours never share a bank.
 template <int WIDTH>
 __device__ __forceinline__ u32 piece_at(u32 base, int row, int piece) {
-  return base + row * (2 * WIDTH) + exchanged(row, piece);
+  return base + row * (2 * WIDTH) + swizzled_piece(row, piece);
 }
 
 template <int WIDTH>

@@ -28,8 +28,8 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
     barrier_init(shared + FULL_STATES_AT, 1);
     fence_barrier_init();
     write_unit(p, unit_at(shared, 0), block_index(), 0, p.N);
-    write_step(p, shared);
-    write_next(p, shared, unit_at(shared, 1), unit_at(shared, 0));
+    write_grid_step(p, shared);
+    write_next_unit(p, shared, unit_at(shared, 1), unit_at(shared, 0));
   }
   sync_block();
   // Of unit n of the block, if there is one. In turns: d_o; v; q, k and g, one group each.
@@ -41,18 +41,18 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
     }
     copy_async_commit();
   };
-  const auto fetch_values = [&](const Arriving& from, int n) {
-    if (l.thread == WORKSPACE_THREAD && from.rows) fetch_workspace_late(p, shared, n);
+  const auto fetch_values = [&](const NextUnit& from, int n) {
+    if (l.thread == WORKSPACE_THREAD && from.rows) fetch_workspace_after_pairs(p, shared, n);
     fetch_own(shared + V_AT, from.v, p.v_st, from.rows, l);
     copy_async_commit();
   };
-  const auto fetch_rest = [&](const Arriving& from) {
+  const auto fetch_rest = [&](const NextUnit& from) {
     fetch_gate(p, shared, from, l);
     copy_async_commit();
   };
   fetch_shared(0);
   {
-    const Arriving from = find_arriving(unit_at(shared, 0));
+    const NextUnit from = next_unit(unit_at(shared, 0));
     fetch_values(from, 0);
     fetch_own(shared + Q_AT, from.q, p.q_st, from.rows, l);
     fetch_own(shared + K_AT, from.k, p.k_st, from.rows, l);
@@ -70,7 +70,7 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
     const u32 states = shared + STATES_AT + (n & 1) * STATES_PITCH;
     const u32 scalars = shared + ROWS_AT + (n & 1) * ROWS_BYTES, last = shared + LAST_AT + (n & 1) * LAST_BYTES;
     const GateLoads gate_loads = load_gate(p, unit_int(unit, UNIT_HV), l);
-    FromStates d;
+    Accumulators d;
     StateOperands a;
     {
       float pairs[4][4];
@@ -80,82 +80,82 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
         start_pairs(pairs, x, shared, l);
         copy_async_wait<1>();
         sync_warp();
-        give_values(p, shared, unit, scalars, l);
+        value_gradients(p, shared, unit, scalars, l);
         warpgroup_wait<0>();
-        hold(pairs);
+        fence_registers(pairs);
       }
       barrier_wait(shared + FULL_STATES_AT, n & 1);
       load_states(a, shared, 0, l);
-      if (l.side == 0) multiply_states(a, states, l);
+      if (l.token_half == 0) multiply_states(a, states, l);
       start_states(d, a, shared, 0, l);
       const float largest = mask_pairs(pairs, l);
       if (l.lane == 0) store_shared(shared + LARGEST_AT + 4 * (l.thread >> 5), __float_as_uint(largest));
-      put_gate(gate_loads, gate, l);
+      store_gate_parameters(gate_loads, gate, l);
       sync_block();
       const Scaling by = make_scaling(shared, p.centre);
       if (l.thread == 0) store_shared(shared + SCALING_AT, by.shrink, by.grow);
       store_pairs(pairs, shared, p.scale, by, l);
-      if (n) leave_parts(p, shared, unit_at(shared, n - 1), l);
+      if (n) store_partial_sums(p, shared, unit_at(shared, n - 1), l);
     }
     wait_states(d);
     load_states(a, shared, 4, l);
-    if (l.side) multiply_states(a, states, l);
+    if (l.token_half) multiply_states(a, states, l);
     start_states(d, a, shared, 4, l);
     copy_async_wait<0>();
     sync_warp();
     l = make_lane(warp);
-    Decays kept;
-    float end[2][PARTS];
+    Decays saved;
+    float end[2][ANCHORS];
     {
       float up[4][4];
       decays(up, end, p, gate, unit_int(unit, UNIT_ROWS), shared, l);
-      keep_decays(kept, up, shared, l);
+      save_decays(saved, up, shared, l);
     }
     wait_states(d);
     scale_states(d, last, p.scale, make_scaling(shared, p.centre), l);
     if (SK_IN_U) sync_block();
     Operands o;
-    make_operands(o, kept, end, shared, scalars, l);
-    put_ends(end, shared, l);
+    make_operands(o, saved, end, shared, scalars, l);
+    store_anchor_ends(end, shared, l);
     fence_async_proxy();
     sync_block();
 
     l = make_lane(warp);
     fetch_shared(n + 1);
     float dk[4][4];
-    if (l.side) sum_pairs<1>(d, dk, o, kept, p, shared, scalars, l);
-    else sum_pairs<0>(d, dk, o, kept, p, shared, scalars, l);
+    if (l.token_half) sum_pairs<1>(d, dk, o, saved, p, shared, scalars, l);
+    else sum_pairs<0>(d, dk, o, saved, p, shared, scalars, l);
     copy_async_wait<0>();
     fence_async_proxy();
     sync_block();
 
     l = make_lane(warp);
     // Here or a little later, where it costs the fewest registers.
-    if (BOUNDED && l.thread == UNIT_THREAD) write_next(p, shared, unit_at(shared, n + 2), unit_at(shared, n + 1));
-    const Arriving from = find_arriving(unit_at(shared, n + 1));
+    if (BOUNDED && l.thread == UNIT_THREAD) write_next_unit(p, shared, unit_at(shared, n + 2), unit_at(shared, n + 1));
+    const NextUnit from = next_unit(unit_at(shared, n + 1));
     fetch_values(from, n + 1);
     const float2 by = load_shared2(shared + SCALING_AT);
-    const OwnRows to = own_rows(p, unit, l);
-    if (!BOUNDED && l.thread == UNIT_THREAD) write_next(p, shared, unit_at(shared, n + 2), unit_at(shared, n + 1));
+    const OutputRows to = output_rows(p, unit, l);
+    if (!BOUNDED && l.thread == UNIT_THREAD) write_next_unit(p, shared, unit_at(shared, n + 2), unit_at(shared, n + 1));
     NormBackward q_norm = {}, k_norm = {};
     if (!GROUPED) {
       q_norm = norm_backward(0, scalars + 4 * C, by.y, p, shared, l);
       k_norm = norm_backward(1, scalars + 8 * C, by.y, p, shared, l);
     }
-    leave(d.aq, q_norm, Q_AT, by.y, p, p.dq, shared, unit, to, l);
+    store_row_gradient(d.aq, q_norm, Q_AT, by.y, p, p.dq, shared, unit, to, l);
     fetch_own(shared + Q_AT, from.q, p.q_st, from.rows, l);
-    leave(dk, k_norm, K_AT, by.y, p, p.dk, shared, unit, to, l);
+    store_row_gradient(dk, k_norm, K_AT, by.y, p, p.dk, shared, unit, to, l);
     fetch_own(shared + K_AT, from.k, p.k_st, from.rows, l);
-    leave_beta(p, shared, scalars, unit, l);
+    store_beta_gradient(p, shared, scalars, unit, l);
     float later[2];
-    load_later(later, shared, states, last, by.x, l);
-    sum_later(d.cs, later, l);
-    leave_gate(d.cs, p, gate, by.y, shared, unit, to, l);
+    load_following_sums(later, shared, states, last, by.x, l);
+    sum_following_tokens(d.cs, later, l);
+    store_gate_gradient(d.cs, p, gate, by.y, shared, unit, to, l);
     fetch_rest(from);
   }
   if (n) {
     sync_block();
-    leave_parts(p, shared, unit_at(shared, n - 1), l);
+    store_partial_sums(p, shared, unit_at(shared, n - 1), l);
   }
   copy_async_wait<0>();
 }

@@ -11,7 +11,7 @@ __device__ __forceinline__ GateLoads load_gate(const ChunkBackwardParams& p, int
   if (l.thread == K && p.A_log) r.x = exp2_fast(LOG2E * reinterpret_cast<const float*>(p.A_log)[hv]);
   return r;
 }
-__device__ __forceinline__ void put_gate(const GateLoads& gate, u32 to, const Lane& l) {
+__device__ __forceinline__ void store_gate_parameters(const GateLoads& gate, u32 to, const Lane& l) {
   if (l.thread <= K) store_shared(to + 4 * l.thread, __float_as_uint(gate.x));
 }
 
@@ -22,7 +22,7 @@ __device__ __forceinline__ void load_gate_inputs(float (&x)[4][4], u32 gate, u32
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     // Rows 8 further have their pieces in the same order, and the channel 8 further is two pieces on.
-    const u32 piece = gate_piece(HALF * l.side + 2 * l.t + (e & 1), l.channel >> 2) ^ 32 * (e >> 1);
+    const u32 piece = gate_piece(HALF * l.token_half + 2 * l.t + (e & 1), l.channel >> 2) ^ 32 * (e >> 1);
 #pragma unroll
     for (int j = 0; j < 4; ++j) x[j][e] = load_shared1(shared + G_AT + piece + 4 * (l.channel & 3) + 8 * GATE_ROW * j) + bias[e >> 1];
   }
@@ -35,7 +35,7 @@ __device__ __forceinline__ void load_gate_inputs(float (&x)[4][4], u32 gate, u32
 
 // With P the log2 decay from the first token that shares its anchor: up = 2^(P + centre) of every element, and at the end of each
 // anchor's tokens of the lane's two channels. Sums grow from earlier tokens alone: later ones must not show in their last bits.
-__device__ __forceinline__ void decays(float (&up)[4][4], float (&end)[2][PARTS], const ChunkBackwardParams& p, u32 gate, int rows, u32 shared,
+__device__ __forceinline__ void decays(float (&up)[4][4], float (&end)[2][ANCHORS], const ChunkBackwardParams& p, u32 gate, int rows, u32 shared,
                                        const Lane& l) {
   load_gate_inputs(up, gate, shared, l);
   if (p.gate == GATE_SIGMOID) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void decays(float (&up)[4][4], float (&end)[2][PARTS]
   }
   each([&](int j, int e) { up[j][e] = fmaxf(up[j][e], p.floor); });
   if (rows < C) {
-    const int left = rows - HALF * l.side - 2 * l.t;
+    const int left = rows - HALF * l.token_half - 2 * l.t;
     each([&](int j, int e) { up[j][e] = 8 * j + (e & 1) < left ? up[j][e] : 0.0f; });
   }
 #pragma unroll
@@ -63,7 +63,7 @@ __device__ __forceinline__ void decays(float (&up)[4][4], float (&end)[2][PARTS]
       up[j][2 * r] = exp2_fast(carry + first);
       carry += sums.all;
       if (j == 3 || (!BOUNDED && j == 1)) {
-        end[r][part_of(j)] = exp2_fast(carry);
+        end[r][anchor_of(j)] = exp2_fast(carry);
         carry = p.centre;
       }
     }
@@ -77,7 +77,7 @@ __device__ __forceinline__ float gate_backward(float (&d)[4][4], float (&dbias)[
   float x[4][4];
   load_gate_inputs(x, gate, shared, l);
   if (rows < C) {
-    const int left = rows - HALF * l.side - 2 * l.t;
+    const int left = rows - HALF * l.token_half - 2 * l.t;
     each([&](int j, int e) { d[j][e] = 8 * j + (e & 1) < left ? d[j][e] : 0.0f; });
   }
   const float a = load_shared1(gate + 4 * K);

@@ -7,11 +7,11 @@ __device__ __forceinline__ const void* row_of(u64 from, int token, int rows, u32
 }
 
 // What comes next to places that a warp alone reads: how many rows (0: there is no further unit), the first row in each array.
-struct Arriving {
+struct NextUnit {
   int rows;
   u64 q, k, v, g;
 };
-__device__ __forceinline__ Arriving find_arriving(u32 unit) {
+__device__ __forceinline__ NextUnit next_unit(u32 unit) {
   return {unit_int(unit, UNIT_ROWS), unit_long(unit, UNIT_Q), unit_long(unit, UNIT_K), unit_long(unit, UNIT_V),
           unit_long(unit, UNIT_G)};
 }
@@ -19,7 +19,7 @@ __device__ __forceinline__ Arriving find_arriving(u32 unit) {
 // The warp's own 32 tokens of 16 channels of a bfloat16 rows array, zeros past the unit's rows. `from`: the unit's first token;
 // a token's stride in elements.
 __device__ __forceinline__ void fetch_own(u32 image, u64 from, long long stride, int rows, const Lane& l) {
-  from += 2 * (64 * l.part + 16 * l.warp + 8 * (l.lane & 1));
+  from += 2 * (64 * l.channel_half + 16 * l.warp + 8 * (l.lane & 1));
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int token = l.token + 16 * i;
@@ -29,15 +29,15 @@ __device__ __forceinline__ void fetch_own(u32 image, u64 from, long long stride,
 
 #if G_FLOAT
 // Offset of 16-byte piece `piece` (0..31) of token `row` of a float32 gate.
-__device__ __forceinline__ u32 gate_piece(int row, int piece) { return row * GATE_ROW + exchanged(row, piece); }
+__device__ __forceinline__ u32 gate_piece(int row, int piece) { return row * GATE_ROW + swizzled_piece(row, piece); }
 #endif
 
-__device__ __forceinline__ void fetch_gate(const ChunkBackwardParams& p, u32 shared, const Arriving& next, const Lane& l) {
+__device__ __forceinline__ void fetch_gate(const ChunkBackwardParams& p, u32 shared, const NextUnit& next, const Lane& l) {
   const int rows = next.rows;
 #if G_FLOAT
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int token = HALF * l.side + l.g + 8 * i, piece = 16 * l.part + 4 * l.warp + l.t;
+    const int token = HALF * l.token_half + l.g + 8 * i, piece = 16 * l.channel_half + 4 * l.warp + l.t;
     copy_async16_of_line(shared + G_AT + gate_piece(token, piece), row_of(next.g + 16 * piece, token, rows, 4 * (u32)p.g_st), token < rows);
   }
 #else
@@ -78,7 +78,7 @@ __device__ __forceinline__ void fetch_workspace(const ChunkBackwardParams& p, u3
   fetch(ROWS_AT + (n & 1) * ROWS_BYTES, p.rows, ROWS_BYTES);
   fetch(LAST_AT + (n & 1) * LAST_BYTES, p.last, LAST_BYTES);
   barrier_expect(shared + FULL_STATES_AT, 2 * STATE_BYTES);
-  if (UP_IN_STATES) {
+  if (DECAYS_IN_STATES) {
     fetch_values_of_h(p, shared, place, 1);
   } else {
     fetch_image(shared + H_AT, p.h, place, STATE_BYTES, shared + FULL_STATES_AT, 0, STATE_BYTES);
@@ -87,26 +87,26 @@ __device__ __forceinline__ void fetch_workspace(const ChunkBackwardParams& p, u3
 }
 // What waits for longer, as its place is taken until all pairs are summed: by up, and by sk where that lies in u's place. The
 // barriers count it already.
-__device__ __forceinline__ void fetch_workspace_late(const ChunkBackwardParams& p, u32 shared, int n) {
+__device__ __forceinline__ void fetch_workspace_after_pairs(const ChunkBackwardParams& p, u32 shared, int n) {
   const u64 place = unit_long(unit_at(shared, n), UNIT_PLACE);
   if (SK_IN_U) fetch_image(shared + U_AT, p.u, place, TILE_BYTES, shared + FULL_PAIRS_AT, 0, TILE_BYTES);
-  if (UP_IN_STATES) {
+  if (DECAYS_IN_STATES) {
     fetch_values_of_h(p, shared, place, 0);
     fetch_image(shared + DH_AT, p.dh, place, STATE_BYTES, shared + FULL_STATES_AT, 0, STATE_BYTES);
   }
 }
 
 // Where a lane's 16 bytes of the unit's bfloat16 rows go: rows left from its token on, and bytes into an array.
-struct OwnRows {
+struct OutputRows {
   int left;
   u64 at;
 };
-__device__ __forceinline__ OwnRows own_rows(const ChunkBackwardParams& p, u32 unit, const Lane& l) {
-  const u64 at = 2 * K * unit_long(unit, UNIT_ROW) + 2 * (64 * l.part + 16 * l.warp + 8 * (l.lane & 1));
+__device__ __forceinline__ OutputRows output_rows(const ChunkBackwardParams& p, u32 unit, const Lane& l) {
+  const u64 at = 2 * K * unit_long(unit, UNIT_ROW) + 2 * (64 * l.channel_half + 16 * l.warp + 8 * (l.lane & 1));
   return {unit_int(unit, UNIT_ROWS) - l.token, at + (u64)(u32)l.token * (2 * K * (u32)p.HV)};
 }
 // A bfloat16 tile to rows of [B, T, HV, 128] through the warp's own rows of `image`, which nobody reads any more.
-__device__ __forceinline__ void store_own(u32 image, const Operand& r, const ChunkBackwardParams& p, u64 array, const OwnRows& to,
+__device__ __forceinline__ void store_own(u32 image, const Operand& r, const ChunkBackwardParams& p, u64 array, const OutputRows& to,
                                           const Lane& l) {
   sync_warp();
 #pragma unroll
@@ -122,7 +122,7 @@ __device__ __forceinline__ void store_own(u32 image, const Operand& r, const Chu
 // A float32 tile to the same rows, straight from registers: eight channels of a token are the 32 bytes of a sector.
 template <class F>
 __device__ __forceinline__ void store_floats(F f, const ChunkBackwardParams& p, u64 array, u32 unit, const Lane& l) {
-  const int token = HALF * l.side + 2 * l.t, left = unit_int(unit, UNIT_ROWS) - token;
+  const int token = HALF * l.token_half + 2 * l.t, left = unit_int(unit, UNIT_ROWS) - token;
   const u32 stride = K * (u32)p.HV;
   float* to = reinterpret_cast<float*>(array) + K * unit_long(unit, UNIT_ROW) + l.channel + (u64)(u32)token * stride;
 #pragma unroll

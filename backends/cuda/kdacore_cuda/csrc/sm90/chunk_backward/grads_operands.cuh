@@ -12,16 +12,16 @@ struct Operands {
 // A lane's decays while pairs are multiplied: in registers, or (UP_IN_STATES) in the first halves of the images of dh and h, which
 // have been read.
 struct Decays {
-  float up[UP_IN_STATES ? 1 : 4][4];
+  float up[DECAYS_IN_STATES ? 1 : 4][4];
 };
-__device__ __forceinline__ u32 parked_at(u32 shared, int j, const Lane& l) {
+__device__ __forceinline__ u32 saved_decays_address(u32 shared, int j, const Lane& l) {
   return shared + (j < 2 ? DH_AT : H_AT) + (j & 1) * (STATE_BYTES / 2) + 16 * l.thread;
 }
-__device__ __forceinline__ void keep_decays(Decays& to, const float (&up)[4][4], u32 shared, const Lane& l) {
+__device__ __forceinline__ void save_decays(Decays& to, const float (&up)[4][4], u32 shared, const Lane& l) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    if (UP_IN_STATES) {
-      store_shared(parked_at(shared, j, l), __float_as_uint(up[j][0]), __float_as_uint(up[j][1]), __float_as_uint(up[j][2]),
+    if (DECAYS_IN_STATES) {
+      store_shared(saved_decays_address(shared, j, l), __float_as_uint(up[j][0]), __float_as_uint(up[j][1]), __float_as_uint(up[j][2]),
                    __float_as_uint(up[j][3]));
     } else {
 #pragma unroll
@@ -29,9 +29,9 @@ __device__ __forceinline__ void keep_decays(Decays& to, const float (&up)[4][4],
     }
   }
 }
-__device__ __forceinline__ void take_decays(float (&up)[4], const Decays& from, int j, u32 shared, const Lane& l) {
-  if (UP_IN_STATES) {
-    const float4 x = load_shared4(parked_at(shared, j, l));
+__device__ __forceinline__ void load_decays(float (&up)[4], const Decays& from, int j, u32 shared, const Lane& l) {
+  if (DECAYS_IN_STATES) {
+    const float4 x = load_shared4(saved_decays_address(shared, j, l));
     up[0] = x.x, up[1] = x.y, up[2] = x.z, up[3] = x.w;
   } else {
 #pragma unroll
@@ -42,15 +42,15 @@ __device__ __forceinline__ void take_decays(float (&up)[4], const Decays& from, 
 __device__ __forceinline__ u32 operand_at(u32 area, int part) { return area + part * OPERAND_BYTES; }
 
 // sk of both sides and zq, zb of the later one also to shared memory.
-__device__ __forceinline__ void make_operands(Operands& o, const Decays& kept, const float (&end)[2][PARTS], u32 shared,
+__device__ __forceinline__ void make_operands(Operands& o, const Decays& saved, const float (&end)[2][ANCHORS], u32 shared,
                                               u32 scalars, const Lane& l) {
-  const u32 tokens = scalars + 4 * (HALF * l.side + 2 * l.t), own = shared + 16 * (l.thread & 127) + operand_at(0, l.part);
+  const u32 tokens = scalars + 4 * (HALF * l.token_half + 2 * l.t), own = shared + 16 * (l.thread & 127) + operand_at(0, l.channel_half);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     u32 x[4];
     float up[2][4];
-    take_decays(up[0], kept, 2 * i, shared, l);
-    take_decays(up[1], kept, 2 * i + 1, shared, l);
+    load_decays(up[0], saved, 2 * i, shared, l);
+    load_decays(up[1], saved, 2 * i + 1, shared, l);
     load_matrix4_transposed(x, shared + Q_AT + l.own + 16 * IMAGE_ROW * i);
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
@@ -72,19 +72,19 @@ __device__ __forceinline__ void make_operands(Operands& o, const Decays& kept, c
         const float k0 = bf16_low(x[w]) * rk.x, k1 = bf16_high(x[w]) * rk.y;
         const float y0 = k0 * reciprocal(u0), y1 = k1 * reciprocal(u1);
         o.yk[i][w] = pack_bf16(y0, y1);
-        sk[w] = pack_bf16(y0 * end[r][part_of(j)], y1 * end[r][part_of(j)]);
+        sk[w] = pack_bf16(y0 * end[r][anchor_of(j)], y1 * end[r][anchor_of(j)]);
         o.zb[i][w] = pack_bf16(k0 * u0 * beta.x, k1 * u1 * beta.y);
       }
     }
-    store_shared(own + SK_AT + 2 * OPERAND_BYTES * l.side + 16 * 128 * i, sk[0], sk[1], sk[2], sk[3]);
-    if (l.side) {
+    store_shared(own + SK_AT + 2 * OPERAND_BYTES * l.token_half + 16 * 128 * i, sk[0], sk[1], sk[2], sk[3]);
+    if (l.token_half) {
       store_shared(own + ZQ_AT + 16 * 128 * i, o.zq[i][0], o.zq[i][1], o.zq[i][2], o.zq[i][3]);
       store_shared(own + ZB_AT + 16 * 128 * i, o.zb[i][0], o.zb[i][1], o.zb[i][2], o.zb[i][3]);
     }
   }
 }
 
-__device__ __forceinline__ void take_operand(Operand& r, u32 from, const Lane& l) {
+__device__ __forceinline__ void load_operand(Operand& r, u32 from, const Lane& l) {
   from += 16 * (l.thread & 127);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -94,21 +94,21 @@ __device__ __forceinline__ void take_operand(Operand& r, u32 from, const Lane& l
 }
 
 // Where up at the end of an anchor's tokens waits until it is needed again: where no pair is, in the image of dA.
-__device__ __forceinline__ u32 end_at(u32 shared, int anchor, int channel) {
+__device__ __forceinline__ u32 anchor_end_address(u32 shared, int anchor, int channel) {
   return shared + DA_AT + swizzled(channel >> 2, 4 + anchor) + 4 * (channel & 3);
 }
-__device__ __forceinline__ void put_ends(const float (&end)[2][PARTS], u32 shared, const Lane& l) {
+__device__ __forceinline__ void store_anchor_ends(const float (&end)[2][ANCHORS], u32 shared, const Lane& l) {
   if (l.t) return;
 #pragma unroll
-  for (int i = 0; i < 2 * PARTS; ++i) {
-    const u32 to = end_at(shared, PARTS * l.side + i % PARTS, l.channel + 8 * (i / PARTS));
-    store_shared(to, __float_as_uint(end[i / PARTS][i % PARTS]));
+  for (int i = 0; i < 2 * ANCHORS; ++i) {
+    const u32 to = anchor_end_address(shared, ANCHORS * l.token_half + i % ANCHORS, l.channel + 8 * (i / ANCHORS));
+    store_shared(to, __float_as_uint(end[i / ANCHORS][i % ANCHORS]));
   }
 }
-template <int SIDE>
-__device__ __forceinline__ void take_ends(float (&end)[2][PARTS], u32 shared, const Lane& l) {
+template <int TOKEN_HALF>
+__device__ __forceinline__ void load_anchor_ends(float (&end)[2][ANCHORS], u32 shared, const Lane& l) {
 #pragma unroll
-  for (int i = 0; i < 2 * PARTS; ++i) {
-    end[i / PARTS][i % PARTS] = load_shared1(end_at(shared, PARTS * SIDE + i % PARTS, l.channel + 8 * (i / PARTS)));
+  for (int i = 0; i < 2 * ANCHORS; ++i) {
+    end[i / ANCHORS][i % ANCHORS] = load_shared1(anchor_end_address(shared, ANCHORS * TOKEN_HALF + i % ANCHORS, l.channel + 8 * (i / ANCHORS)));
   }
 }

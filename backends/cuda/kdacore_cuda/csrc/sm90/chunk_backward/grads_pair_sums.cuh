@@ -24,35 +24,35 @@ __device__ __forceinline__ void sum_tokens(u32 to, const Lane& l, F f) {
 }
 
 // Once the products of the side's own pairs are on their way, those of cs and cy first: then dq in aq, x in ax, dk in cy, dgc in cs.
-template <int SIDE>
-__device__ __forceinline__ void finish_pairs(FromStates& d, float (&cy)[4][4], const Operands& o, const Decays& kept,
-                                             const float (&end)[2][PARTS], u32 shared, u32 scalars, const Lane& l) {
+template <int TOKEN_HALF>
+__device__ __forceinline__ void finish_pairs(Accumulators& d, float (&cy)[4][4], const Operands& o, const Decays& saved,
+                                             const float (&end)[2][ANCHORS], u32 shared, u32 scalars, const Lane& l) {
   warpgroup_wait<1>();
-  hold(d.cs);
-  hold(cy);
+  fence_registers(d.cs);
+  fence_registers(cy);
   {
     Operand sk;
-    take_operand(sk, shared + operand_at(SK_AT, 2 * SIDE + l.part), l);
+    load_operand(sk, shared + operand_at(SK_AT, 2 * TOKEN_HALF + l.channel_half), l);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       float up[4];
-      take_decays(up, kept, j, shared, l);
+      load_decays(up, saved, j, shared, l);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float down = -reciprocal(-up[e]), c = d.cs[j][e], y = cy[j][e];
-        cy[j][e] = down * y + end[e >> 1][part_of(j)] * down * c;
+        cy[j][e] = down * y + end[e >> 1][anchor_of(j)] * down * c;
         d.cs[j][e] = -element(sk, j, e) * c - element(o.yk, j, e) * y;
       }
     }
   }
   warpgroup_wait<0>();
-  hold(d.aq);
-  hold(d.ax);
+  fence_registers(d.aq);
+  fence_registers(d.ax);
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const float2 beta = load_shared2(scalars + 4 * (HALF * SIDE + 8 * j + 2 * l.t));
+    const float2 beta = load_shared2(scalars + 4 * (HALF * TOKEN_HALF + 8 * j + 2 * l.t));
     float up[4];
-    take_decays(up, kept, j, shared, l);
+    load_decays(up, saved, j, shared, l);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       d.cs[j][e] += element(o.zq, j, e) * d.aq[j][e];

@@ -13,50 +13,50 @@ __device__ __forceinline__ void add_pairs(float (&d)[4][4], const Operand& a, u3
 }
 
 // What goes across the halves; and the sums over tokens that the steps before need, of what is there before the own pairs.
-template <int SIDE>
-__device__ __forceinline__ void add_across(FromStates& d, const Operands&, float, u32 shared, const Lane& l) {
+template <int TOKEN_HALF>
+__device__ __forceinline__ void add_across(Accumulators& d, const Operands&, float, u32 shared, const Lane& l) {
   {
     Operand sk;
-    take_operand(sk, shared + operand_at(SK_AT, 2 * SIDE + l.part), l);
-    sum_tokens(shared + KEPT_AT + 4 * K * SIDE, l, [&](int j, int e) { return element(sk, j, e) * d.cs[j][e]; });
+    load_operand(sk, shared + operand_at(SK_AT, 2 * TOKEN_HALF + l.channel_half), l);
+    sum_tokens(shared + SUFFIX_SUMS_AT + 4 * K * TOKEN_HALF, l, [&](int j, int e) { return element(sk, j, e) * d.cs[j][e]; });
   }
-  if constexpr (SIDE) {
+  if constexpr (TOKEN_HALF) {
     Operand sk;
-    take_operand(sk, shared + operand_at(SK_AT, l.part), l);
-    hold(d.aq);
-    hold(d.ax);
+    load_operand(sk, shared + operand_at(SK_AT, l.channel_half), l);
+    fence_registers(d.aq);
+    fence_registers(d.ax);
     warpgroup_fence();
     add_pairs<0>(d.aq, sk, shared + DA_AT, HALF, 0);
     add_pairs<0>(d.ax, sk, shared + DL_AT, HALF, 0);
     warpgroup_commit();
     warpgroup_wait<0>();
-    hold(d.aq);
-    hold(d.ax);
+    fence_registers(d.aq);
+    fence_registers(d.ax);
     Operand zq, zb;
-    take_operand(zq, shared + operand_at(ZQ_AT, l.part), l);
-    take_operand(zb, shared + operand_at(ZB_AT, l.part), l);
+    load_operand(zq, shared + operand_at(ZQ_AT, l.channel_half), l);
+    load_operand(zb, shared + operand_at(ZB_AT, l.channel_half), l);
     sum_tokens(shared + ACROSS_AT, l, [&](int j, int e) { return element(zq, j, e) * d.aq[j][e] + element(zb, j, e) * d.ax[j][e]; });
   } else {
     Operand zq, zb;
-    take_operand(zq, shared + operand_at(ZQ_AT, l.part), l);
-    take_operand(zb, shared + operand_at(ZB_AT, l.part), l);
-    hold(d.cs);
+    load_operand(zq, shared + operand_at(ZQ_AT, l.channel_half), l);
+    load_operand(zb, shared + operand_at(ZB_AT, l.channel_half), l);
+    fence_registers(d.cs);
     warpgroup_fence();
     add_pairs<1>(d.cs, zq, shared + DA_AT, HALF, 0);
     add_pairs<1>(d.cs, zb, shared + DL_AT, HALF, 0);
     warpgroup_commit();
     warpgroup_wait<0>();
-    hold(d.cs);
+    fence_registers(d.cs);
   }
 }
 
 // Starts the products of the side's own pairs.
-template <int SIDE>
-__device__ __forceinline__ void start_own(FromStates& d, float (&cy)[4][4], const Operands& o, u32 (&)[4], u32 shared, const Lane& l) {
-  constexpr int first = HALF * SIDE;
-  hold(cy);
-  hold(d.aq);
-  hold(d.ax);
+template <int TOKEN_HALF>
+__device__ __forceinline__ void start_own(Accumulators& d, float (&cy)[4][4], const Operands& o, u32 (&)[4], u32 shared, const Lane& l) {
+  constexpr int first = HALF * TOKEN_HALF;
+  fence_registers(cy);
+  fence_registers(d.aq);
+  fence_registers(d.ax);
   warpgroup_fence();
   add_pairs<1>(cy, o.zq, shared + DA_AT, first, first, 0);
   add_pairs<1>(cy, o.zb, shared + DL_AT, first, first);

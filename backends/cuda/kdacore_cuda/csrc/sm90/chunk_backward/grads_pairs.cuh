@@ -23,10 +23,10 @@ __device__ __forceinline__ void pairs_operand(u32 (&a)[4], u32 shared, bool of_o
 
 // Starts the products; `a` may not be touched before they are waited for.
 __device__ __forceinline__ void start_pairs(float (&d)[4][4], u32 (&a)[8][4], u32 shared, const Lane& l) {
-  const u64 values = columns_operand(shared + U_AT + 64 * l.part);
+  const u64 values = columns_operand(shared + U_AT + 64 * l.channel_half);
 #pragma unroll
-  for (int kk = 0; kk < 8; ++kk) pairs_operand(a[kk], shared, l.side == 0, kk, l);
-  hold(d);
+  for (int kk = 0; kk < 8; ++kk) pairs_operand(a[kk], shared, l.token_half == 0, kk, l);
+  fence_registers(d);
   warpgroup_fence();
 #pragma unroll
   for (int kk = 0; kk < 8; ++kk) warpgroup_mma<1>(d, a[kk], values + descriptor_step(kk * 16 * IMAGE_ROW), kk > 0);
@@ -37,11 +37,11 @@ __device__ __forceinline__ void start_pairs(float (&d)[4][4], u32 (&a)[8][4], u3
 __device__ __forceinline__ float mask_pairs(float (&d)[4][4], const Lane& l) {
   float largest = 0.0f;
   each([&](int j, int e) {
-    const int row = 16 * l.warp + l.g + 8 * (e >> 1), column = HALF * l.part + 8 * j + 2 * l.t + (e & 1);
-    d[j][e] = row >= column + l.side ? d[j][e] : 0.0f;
+    const int row = 16 * l.warp + l.g + 8 * (e >> 1), column = HALF * l.channel_half + 8 * j + 2 * l.t + (e & 1);
+    d[j][e] = row >= column + l.token_half ? d[j][e] : 0.0f;
     largest = fmaxf(largest, fabsf(d[j][e]));
   });
-  return __uint_as_float(largest_of_warp(__float_as_uint(largest)));  // in the same order where none is negative
+  return __uint_as_float(warp_max(__float_as_uint(largest)));  // in the same order where none is negative
 }
 
 __device__ __forceinline__ Scaling make_scaling(u32 shared, float centre) {
@@ -59,18 +59,18 @@ __device__ __forceinline__ Scaling make_scaling(u32 shared, float centre) {
 // To bfloat16 images. Between tokens of different anchors 2^centre is too much.
 __device__ __forceinline__ void store_pairs(const float (&d)[4][4], u32 shared, float scale, const Scaling& by, const Lane& l) {
   const bool later = l.warp >= 2;
-  if (!later && l.part) return;  // no pair is there
-  const float factor = l.side == 0 ? scale * by.shrink : -by.shrink;
-  const u32 image = shared + (l.side == 0 ? DA_AT : DL_AT);
+  if (!later && l.channel_half) return;  // no pair is there
+  const float factor = l.token_half == 0 ? scale * by.shrink : -by.shrink;
+  const u32 image = shared + (l.token_half == 0 ? DA_AT : DL_AT);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     u32 r[4];
-    const float unit = (BOUNDED ? later && !l.part : l.warp != 2 * l.part + i) ? by.unit : 1.0f;
+    const float unit = (BOUNDED ? later && !l.channel_half : l.warp != 2 * l.channel_half + i) ? by.unit : 1.0f;
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       const float* x = &d[2 * i + (w >> 1)][2 * (w & 1)];
       r[w] = pack_bf16(x[0] * factor * unit, x[1] * factor * unit);
     }
-    store_matrix4(image + swizzled(16 * l.warp + (l.lane & 15), 4 * l.part + 2 * i + (l.lane >> 4)), r);
+    store_matrix4(image + swizzled(16 * l.warp + (l.lane & 15), 4 * l.channel_half + 2 * i + (l.lane >> 4)), r);
   }
 }

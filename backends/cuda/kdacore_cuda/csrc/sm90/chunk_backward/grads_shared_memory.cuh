@@ -12,7 +12,7 @@
 
 // Macros from the host: G_FLOAT, GROUPED, BOUNDED, SHARED_LIMIT.
 constexpr int THREADS = 512;
-constexpr int PARTS = BOUNDED ? 1 : 2;  // anchors of a half
+constexpr int ANCHORS = BOUNDED ? 1 : 2;  // anchors of a half
 constexpr u32 GATE_BYTES = (G_FLOAT ? 2 : 1) * TILE_BYTES;
 constexpr u32 GATE_ROW = 4 * K;  // of a float32 gate
 
@@ -36,7 +36,7 @@ constexpr u32 OPERAND_BYTES = 2 * 16 * 128;  // of one warpgroup, 16 bytes a thr
 constexpr bool SK_IN_U = G_FLOAT;  // there is no other place beside a float32 gate
 // Whether decays wait there while pairs are multiplied. Without a bound there are no registers for them (300 bytes of spills:
 // 1.06 ms instead of 0.84); with one, few spills cost less than 48 KB of the next unit that come later (0.77 instead of 0.87).
-constexpr bool UP_IN_STATES = !BOUNDED;
+constexpr bool DECAYS_IN_STATES = !BOUNDED;
 constexpr u32 SK_AT = SK_IN_U ? U_AT : DL_AT + SQUARE_BYTES;
 constexpr u32 ZQ_AT = V_AT;
 constexpr u32 ZB_AT = V_AT + 2 * OPERAND_BYTES;
@@ -50,8 +50,8 @@ constexpr u32 ACROSS_AT = STATES_AT + 2 * STATES_PITCH;    // float [128]: what 
 constexpr u32 BIAS_AT = ACROSS_AT + 4 * K;          // float [2][128]: dbias of each side
 constexpr u32 RATE_AT = BIAS_AT + 4 * 2 * K;        // float [16]: what each warp adds to dA_log
 constexpr u32 LARGEST_AT = RATE_AT + 64;            // float [16]
-constexpr u32 KEPT_AT = LARGEST_AT + 64;            // float [2][128]: sum over the side's tokens of sk cs
-constexpr u32 GATE_AT = KEPT_AT + 4 * 2 * K;        // dt_bias [128], exp(A_log); of two units
+constexpr u32 SUFFIX_SUMS_AT = LARGEST_AT + 64;            // float [2][128]: sum over the side's tokens of sk cs
+constexpr u32 GATE_AT = SUFFIX_SUMS_AT + 4 * 2 * K;        // dt_bias [128], exp(A_log); of two units
 constexpr u32 GATE_PITCH = 4 * (K + 4);
 constexpr u32 VALUES_AT = GATE_AT + 2 * GATE_PITCH;  // float a thread: what v gives to dbeta
 constexpr u32 SCALING_AT = VALUES_AT + 4 * THREADS;  // shrink, grow
@@ -69,7 +69,7 @@ constexpr int BETA_WARP = 3;  // of part 0 of a side
 
 struct Lane {
   int thread, lane, g, t;
-  int warp, side, part;
+  int warp, token_half, channel_half;
   u32 tile;    // transposed 16x16 tile of an image: this lane's row of a matrix load or store, from the tile's first row
   u32 own;     // the same in the warp's own rows of tokens
   u32 piece;   // this lane's 16 bytes of the warp's own rows: token `token`, and again 16 tokens on
@@ -85,15 +85,15 @@ __device__ __forceinline__ Lane make_lane(int warp) {
   l.g = l.lane >> 2;
   l.t = l.lane & 3;
   l.warp = warp & 3;
-  l.part = warp >> 2 & 1;
-  l.side = warp >> 3;
+  l.channel_half = warp >> 2 & 1;
+  l.token_half = warp >> 3;
   const int row = (l.lane & 7) + 8 * (l.lane >> 4);
   l.tile = swizzled(row, 2 * l.warp + (l.lane >> 3 & 1));
-  l.own = l.part * SQUARE_BYTES + HALF * IMAGE_ROW * l.side + l.tile;
+  l.own = l.channel_half * SQUARE_BYTES + HALF * IMAGE_ROW * l.token_half + l.tile;
   // Eight lanes have every other row: the swizzle puts two pieces of neighbouring rows in the same banks.
-  l.token = HALF * l.side + (l.lane & 6) + (l.lane >> 3 & 1) + (l.lane >> 1 & 8);
-  l.piece = l.part * SQUARE_BYTES + swizzled(l.token, 2 * l.warp + (l.lane & 1));
-  l.channel = 64 * l.part + 16 * l.warp + l.g;
+  l.token = HALF * l.token_half + (l.lane & 6) + (l.lane >> 3 & 1) + (l.lane >> 1 & 8);
+  l.piece = l.channel_half * SQUARE_BYTES + swizzled(l.token, 2 * l.warp + (l.lane & 1));
+  l.channel = 64 * l.channel_half + 16 * l.warp + l.g;
   return l;
 }
 
@@ -111,17 +111,17 @@ __device__ __forceinline__ u64 unit_long(u32 unit, u32 field) {
 
 // One thread. What this and all of the below cost one warp all others wait for: no division that can be avoided, a token's stride
 // in 32 bits.
-__device__ __forceinline__ void put_unit(const ChunkBackwardParams& p, u32 unit, const Unit& u, int chunk) {
-  const auto put = [&](u32 field, u64 a, u64 b) {
+__device__ __forceinline__ void write_unit_fields(const ChunkBackwardParams& p, u32 unit, const Unit& u, int chunk) {
+  const auto store_pair = [&](u32 field, u64 a, u64 b) {
     store_shared(unit + field, (u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32));
   };
   const auto first = [&](u64 array, long long sb, long long st, long long sh, int head, int size) {
     return array + size * (u64)(u.batch * sb + (u64)(u32)u.first * (u32)st + head * sh);
   };
-  put(UNIT_ROWS, (u64)u.hv << 32 | (u32)u.rows, u.at);
-  put(UNIT_ROW, (u64)(u.batch * p.T + u.first) * (u32)p.HV + u.hv, first(p.q, p.q_sb, p.q_st, p.q_sh, u.h, 2));
-  put(UNIT_K, first(p.k, p.k_sb, p.k_st, p.k_sh, u.h, 2), first(p.v, p.v_sb, p.v_st, p.v_sh, u.hv, 2));
-  put(UNIT_G, first(p.g, p.g_sb, p.g_st, p.g_sh, u.hv, G_FLOAT ? 4 : 2), (u64)chunk << 32 | (u32)u.n);
+  store_pair(UNIT_ROWS, (u64)u.hv << 32 | (u32)u.rows, u.at);
+  store_pair(UNIT_ROW, (u64)(u.batch * p.T + u.first) * (u32)p.HV + u.hv, first(p.q, p.q_sb, p.q_st, p.q_sh, u.h, 2));
+  store_pair(UNIT_K, first(p.k, p.k_sb, p.k_st, p.k_sh, u.h, 2), first(p.v, p.v_sb, p.v_st, p.v_sh, u.hv, 2));
+  store_pair(UNIT_G, first(p.g, p.g_sb, p.g_st, p.g_sh, u.hv, G_FLOAT ? 4 : 2), (u64)chunk << 32 | (u32)u.n);
 }
 
 // The block's next unit is the first one from `index` on, in steps of the grid, that has rows; it belongs to sequence n or a later
@@ -135,17 +135,17 @@ __device__ __forceinline__ void write_unit(const ChunkBackwardParams& p, u32 uni
     beyond = n + grid_blocks() / p.HV + 2;
     beyond = beyond < p.N ? beyond : p.N;
   }
-  put_unit(p, unit, u, (int)((u32)u.first / C));
+  write_unit_fields(p, unit, u, (int)((u32)u.first / C));
 }
 
 // How far a step of the grid goes, in slots and then in heads.
-__device__ __forceinline__ void write_step(const ChunkBackwardParams& p, u32 shared) {
+__device__ __forceinline__ void write_grid_step(const ChunkBackwardParams& p, u32 shared) {
   const u32 slots = (u32)grid_blocks() / (u32)p.HV;
   store_shared(shared + STEP_AT, slots);
   store_shared(shared + STEP_AT + 4, (u32)grid_blocks() - slots * (u32)p.HV);
 }
 // The unit after the one at `before`, if there is one.
-__device__ __forceinline__ void write_next(const ChunkBackwardParams& p, u32 shared, u32 unit, u32 before) {
+__device__ __forceinline__ void write_next_unit(const ChunkBackwardParams& p, u32 shared, u32 unit, u32 before) {
   if (!unit_int(before, UNIT_ROWS)) return;
   Unit u = {};
   u.at = unit_long(before, UNIT_PLACE) + grid_blocks();
@@ -172,7 +172,7 @@ __device__ __forceinline__ void write_next(const ChunkBackwardParams& p, u32 sha
   const int left = (int)p.T - chunk * C;
   u.rows = left < C ? left : C;
   if (u.at >= p.units) u = {};
-  put_unit(p, unit, u, chunk);
+  write_unit_fields(p, unit, u, chunk);
 }
 
 // Right operands: rows along the sum (K-major), and rows as the sum.
@@ -189,7 +189,7 @@ __device__ __forceinline__ float element(const Operand& r, int j, int e) {
   return e & 1 ? bf16_high(word) : bf16_low(word);
 }
 // The anchor that an element of the tile belongs to.
-__device__ __forceinline__ constexpr int part_of(int j) { return BOUNDED ? 0 : j >> 1; }
+__device__ __forceinline__ constexpr int anchor_of(int j) { return BOUNDED ? 0 : j >> 1; }
 
 // f(j, e) of every element.
 template <class F>
@@ -221,7 +221,7 @@ __device__ __forceinline__ OfTokens load_tokens(u32 at, const Lane& l) {
   OfTokens r;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const float2 x = load_shared2(at + 4 * (HALF * l.side + 8 * j + 2 * l.t));
+    const float2 x = load_shared2(at + 4 * (HALF * l.token_half + 8 * j + 2 * l.t));
     r.x[j][0] = x.x, r.x[j][1] = x.y;
   }
   return r;
@@ -238,8 +238,8 @@ __device__ __forceinline__ float sum_channels(const OfTokens& a, const Lane& l) 
     const bool upper = l.g & half;
 #pragma unroll
     for (int i = 0; i < half; ++i) {
-      const float keep = upper ? x[i + half] : x[i], give = upper ? x[i] : x[i + half];
-      x[i] = keep + shuffle_xor(give, 4 * half);
+      const float keep = upper ? x[i + half] : x[i], send = upper ? x[i] : x[i + half];
+      x[i] = keep + shuffle_xor(send, 4 * half);
     }
   }
   return x[0];

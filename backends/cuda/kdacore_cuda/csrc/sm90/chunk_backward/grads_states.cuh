@@ -2,7 +2,7 @@
 // warpgroup's channels and tokens, and sum_v h dh of each channel. Part of grads.cu.
 #pragma once
 
-struct FromStates {
+struct Accumulators {
   float aq[4][4], ax[4][4], cs[4][4];
 };
 // Left operands of 64 values.
@@ -11,7 +11,7 @@ struct StateOperands {
 };
 
 __device__ __forceinline__ void load_states(StateOperands& a, u32 shared, int first, const Lane& l) {
-  const u32 tile = shared + H_AT + l.part * (STATE_BYTES / 2) + first * 16 * IMAGE_ROW + l.tile;
+  const u32 tile = shared + H_AT + l.channel_half * (STATE_BYTES / 2) + first * 16 * IMAGE_ROW + l.tile;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     load_matrix4_transposed(a.h[i], tile + i * 16 * IMAGE_ROW);
@@ -20,12 +20,12 @@ __device__ __forceinline__ void load_states(StateOperands& a, u32 shared, int fi
 }
 
 // Starts the products of 64 values; neither d nor `a` may be touched before they are waited for.
-__device__ __forceinline__ void start_states(FromStates& d, const StateOperands& a, u32 shared, int first, const Lane& l) {
-  const u64 outputs = rows_operand(shared + DO_AT + l.side * HALF * IMAGE_ROW);
-  const u64 dr = columns_operand(shared + DR_AT + 2 * HALF * l.side), values = columns_operand(shared + U_AT + 2 * HALF * l.side);
-  hold(d.aq);
-  hold(d.ax);
-  hold(d.cs);
+__device__ __forceinline__ void start_states(Accumulators& d, const StateOperands& a, u32 shared, int first, const Lane& l) {
+  const u64 outputs = rows_operand(shared + DO_AT + l.token_half * HALF * IMAGE_ROW);
+  const u64 dr = columns_operand(shared + DR_AT + 2 * HALF * l.token_half), values = columns_operand(shared + U_AT + 2 * HALF * l.token_half);
+  fence_registers(d.aq);
+  fence_registers(d.ax);
+  fence_registers(d.cs);
   warpgroup_fence();
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -36,11 +36,11 @@ __device__ __forceinline__ void start_states(FromStates& d, const StateOperands&
   }
   warpgroup_commit();
 }
-__device__ __forceinline__ void wait_states(FromStates& d) {
+__device__ __forceinline__ void wait_states(Accumulators& d) {
   warpgroup_wait<0>();
-  hold(d.aq);
-  hold(d.ax);
-  hold(d.cs);
+  fence_registers(d.aq);
+  fence_registers(d.ax);
+  fence_registers(d.cs);
 }
 
 // sum_v h dh over these 64 values, the diagonal of a product; each side has its own half of V. Of the 16 by 8 tiles of either 8
@@ -53,20 +53,20 @@ __device__ __forceinline__ void multiply_states(const StateOperands& a, u32 to, 
     mma_bf16(high, a.h[i], a.dh[i][1], a.dh[i][3]);
   }
   if (l.t == l.g >> 1) {
-    const u32 at = to + 4 * (K * l.side + l.channel);
+    const u32 at = to + 4 * (K * l.token_half + l.channel);
     store_shared(at, __float_as_uint(l.g & 1 ? low[1] : low[0]));
     store_shared(at + 32, __float_as_uint(l.g & 1 ? high[3] : high[2]));
   }
 }
 
 // The states' decay to the half they meet (to quarters later), the scale, and one anchor's 2^-centre for what meets zq and zb.
-__device__ __forceinline__ void scale_states(FromStates& d, u32 last, float scale, const Scaling& by, const Lane& l) {
+__device__ __forceinline__ void scale_states(Accumulators& d, u32 last, float scale, const Scaling& by, const Lane& l) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float before = by.unit, after = by.shrink;
 #if BOUNDED
     const u32 at = last + 4 * (l.channel + 8 * r);
-    if (l.side) before *= load_shared1(at + 4 * K);
+    if (l.token_half) before *= load_shared1(at + 4 * K);
     else after *= load_shared1(at + 8 * K);
 #endif
     const float fq = scale * by.shrink * before, fx = -by.shrink * before;

@@ -29,7 +29,7 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
   fetch_tile<THREADS>(shared + K_AT, make_rows(u, p.k, p.k_sb, p.k_st, p.k_sh, u.h, 2), u.rows, thread);
   fetch_tile<THREADS>(shared + Q_AT, make_rows(u, p.q, p.q_sb, p.q_st, p.q_sh, u.h, 2), u.rows, thread);
   copy_async_commit();
-  announce_tile(v, u.rows, thread);
+  prefetch_tile(v, u.rows, thread);
   if (thread == 0) {
     const u64 at = reinterpret_cast<u64>(v.at);
     store_shared(shared + VALUES_AT, (u32)at, (u32)(at >> 32), (u32)u.rows, 0);
@@ -49,7 +49,7 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
     sync_block();
 
     // 3. Operands; kg, qg, last and rows leave.
-    if (thread < K) write_last(p, shared, thread);
+    if (thread < K) write_decays(p, shared, thread);
     if (!FOR_SEGMENTS && thread >= C) {
       const int i = thread - C;
       reinterpret_cast<float*>(place_of(p.rows, ROWS_BYTES))[i] = load_shared1(shared + BETA_AT + 4 * i);
@@ -61,9 +61,9 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
   sync_block();
 
   // 4. Pairs: even warps of queries and keys, odd ones of keys alone; rows such that each scheduler has as many.
-  const int mine = uniform(opaque(thread_index()) >> 5);  // the warp made anew, for want of registers
-  const bool system = mine & 1;
-  const int row_block = mine >> 1 ^ (mine >> 2);
+  const int own_warp = uniform(opaque(thread_index()) >> 5);  // the warp made anew, for want of registers
+  const bool system = own_warp & 1;
+  const int row_block = own_warp >> 1 ^ (own_warp >> 2);
   const float unit = exp2_fast(-p.centre);
   Pairs pairs;
   if (row_block == 0) make_pairs<0>(pairs, shared, system, lane, unit);

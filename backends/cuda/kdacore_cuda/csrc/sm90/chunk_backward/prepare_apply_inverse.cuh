@@ -11,7 +11,7 @@ __device__ __forceinline__ u32 scaled_pair(u32 x, float2 factor) {
 }
 
 // What rounding took of a pair of beta v.
-__device__ __forceinline__ void put_rest(float& x, float& y, u32 v, float beta) {
+__device__ __forceinline__ void rounding_error(float& x, float& y, u32 v, float beta) {
   x = bf16_low(v) * beta, y = bf16_high(v) * beta;
   const u32 rounded = pack_bf16(x, y);
   x -= bf16_low(rounded), y -= bf16_high(rounded);
@@ -23,7 +23,7 @@ __device__ __forceinline__ void apply_inverse(u32 shared, int warp, int lane, fl
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     // Tokens 0-7, then 8-15, of channels (values) 0-7, then 8-15.
-    const u32 at = shared + image * SQUARE_BYTES + placed(16 * j + (lane & 15), piece + (lane >> 4));
+    const u32 at = shared + image * SQUARE_BYTES + tile_offset(16 * j + (lane & 15), piece + (lane >> 4));
     load_matrix4_transposed(zb[j], at + K_AT);
     load_matrix4_transposed(vb[j], at + V_AT);
     const u32 beta = shared + BETA_AT + 4 * (16 * j + 2 * t);
@@ -52,12 +52,12 @@ __device__ __forceinline__ void apply_inverse(u32 shared, int warp, int lane, fl
     if (FOR_SEGMENTS) {
       // Of the four roundings between v and the state, beta v's is the one that costs little to undo: on the inverse's diagonal.
       u32 v[4];
-      load_matrix4(v, shared + V_AT + image * SQUARE_BYTES + placed(16 * i + (lane & 15), piece + (lane >> 4)));
+      load_matrix4(v, shared + V_AT + image * SQUARE_BYTES + tile_offset(16 * i + (lane & 15), piece + (lane >> 4)));
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float beta = load_shared1(shared + BETA_AT + 4 * (16 * i + 8 * h + (lane >> 2)));
 #pragma unroll
-        for (int n = 0; n < 2; ++n) put_rest(u[n][2 * h], u[n][2 * h + 1], v[2 * n + h], beta);
+        for (int n = 0; n < 2; ++n) rounding_error(u[n][2 * h], u[n][2 * h + 1], v[2 * n + h], beta);
       }
     }
 #pragma unroll

@@ -4,7 +4,7 @@
 #include "sm90/chunk_backward/inputs.cuh"
 #include "sm90/chunk_backward/prepare_shared_memory.cuh"
 
-__device__ __forceinline__ int least(int a, int b) { return a < b ? a : b; }
+__device__ __forceinline__ int minimum(int a, int b) { return a < b ? a : b; }
 
 // 64 rows of 128 bfloat16 by `threads` threads, this the `i`-th; zeros past the end.
 template <int COUNT>
@@ -13,24 +13,24 @@ __device__ __forceinline__ void fetch_tile(u32 to, const Rows& from, int rows, i
 #pragma unroll
   for (int n = 0; n < 1024 / COUNT; ++n) {
     const int row = (i >> 4) + COUNT / 16 * n;
-    const u32 place = (piece >> 3) * SQUARE_BYTES + placed(row, piece & 7);
-    copy_async16(to + place, row_at(from, least(row, rows - 1)) + 16 * piece, row < rows);
+    const u32 place = (piece >> 3) * SQUARE_BYTES + tile_offset(row, piece & 7);
+    copy_async16(to + place, row_at(from, minimum(row, rows - 1)) + 16 * piece, row < rows);
   }
 }
 
-// Gates in float32: 64 rows of 512 bytes, pieces exchanged so that rows 8 apart do not meet in a bank.
-__device__ __forceinline__ u32 placed_float(int row, int piece) { return row * 512 + ((piece ^ (row >> 2 & 6)) << 4); }
+// Gates in float32: 64 rows of 512 bytes, pieces swizzled_piece so that rows 8 apart do not meet in a bank.
+__device__ __forceinline__ u32 gate_offset(int row, int piece) { return row * 512 + ((piece ^ (row >> 2 & 6)) << 4); }
 __device__ __forceinline__ void fetch_floats(u32 to, const Rows& from, int rows, int i) {
   const int piece = i & 31;
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
     const int row = (i >> 5) + 8 * n;
-    copy_async16(to + placed_float(row, piece), row_at(from, least(row, rows - 1)) + 16 * piece, row < rows);
+    copy_async16(to + gate_offset(row, piece), row_at(from, minimum(row, rows - 1)) + 16 * piece, row < rows);
   }
 }
 
 // Asks for v, which is read later, to be brought to L2.
-__device__ __forceinline__ void announce_tile(const Rows& from, int rows, int i) {
+__device__ __forceinline__ void prefetch_tile(const Rows& from, int rows, int i) {
   if (i < 2 * rows) prefetch_l2(row_at(from, i >> 1) + (i & 1) * IMAGE_ROW);
 }
 
@@ -41,7 +41,7 @@ __device__ __forceinline__ void store_norms(const ChunkBackwardParams& p, u32 sh
   const bool keys = warp & 1;
   float square[2] = {};
   if (p.flags & FLAG_L2NORM) {
-    const u32 at = shared + (keys ? K_AT : Q_AT) + placed(first + (lane & 15), lane >> 4);
+    const u32 at = shared + (keys ? K_AT : Q_AT) + tile_offset(first + (lane & 15), lane >> 4);
     float d[2][4] = {};
 #pragma unroll
     for (int i = 0; i < K / 16; ++i) {

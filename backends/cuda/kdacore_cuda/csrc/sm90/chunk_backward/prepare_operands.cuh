@@ -20,14 +20,14 @@ __device__ __forceinline__ Strip make_strip(int warp, int lane) {
   s.g = lane >> 2;
   s.t = lane & 3;
   const int row = HALF * s.half + 8 * (lane >> 1 & 3) + 2 * (lane >> 3) + (lane & 1);
-  s.at = (s.slice >> 1) * SQUARE_BYTES + placed(row, 4 * (s.slice & 1));
+  s.at = (s.slice >> 1) * SQUARE_BYTES + tile_offset(row, 4 * (s.slice & 1));
   return s;
 }
 
 // This lane's gates of channel 8i + g of the strip.
 __device__ __forceinline__ void load_gates(float (&x)[8], u32 shared, const Strip& s, int i) {
 #if G_FLOAT
-  const u32 at = shared + RAW_G_AT + placed_float(HALF * s.half + 8 * s.t, 8 * s.slice + 2 * i + (s.g >> 2)) + 4 * (s.g & 3);
+  const u32 at = shared + RAW_G_AT + gate_offset(HALF * s.half + 8 * s.t, 8 * s.slice + 2 * i + (s.g >> 2)) + 4 * (s.g & 3);
 #pragma unroll
   for (int j = 0; j < 8; ++j) x[j] = load_shared1(at + 512 * j);
 #else
@@ -105,7 +105,7 @@ __device__ __forceinline__ void sum_strip(float (&x)[4][8], u32 shared, const St
 
 // Where in a strip's staging row r of tile m goes, at place i: pieces of 16 bytes, those of one token and all four i apart by
 // banks.
-__device__ __forceinline__ u32 staged(u32 strip, int i, int m, int r) { return strip + i * 512 + m * 128 + ((r ^ 2 * i) << 4); }
+__device__ __forceinline__ u32 staging_address(u32 strip, int i, int m, int r) { return strip + i * 512 + m * 128 + ((r ^ 2 * i) << 4); }
 
 // 32 rows of 64 bytes from staging to a tile in device memory.
 __device__ __forceinline__ void flush_strip(u32 strip, const Strip& s, unsigned char* tile) {
@@ -115,7 +115,7 @@ __device__ __forceinline__ void flush_strip(u32 strip, const Strip& s, unsigned 
   unsigned char* to = tile + (s.slice >> 1) * SQUARE_BYTES + (HALF * s.half + 8 * (r >> 1) + (r & 1)) * IMAGE_ROW;
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
-    store_global(to + 2 * IMAGE_ROW * m + ((piece ^ (2 * m + (r & 1))) << 4), load_shared_u4(staged(strip, i, m, r)));
+    store_global(to + 2 * IMAGE_ROW * m + ((piece ^ (2 * m + (r & 1))) << 4), load_shared_u4(staging_address(strip, i, m, r)));
   }
   sync_warp();
 }
@@ -135,21 +135,21 @@ __device__ __forceinline__ void flush_kg(const ChunkBackwardParams& p, u32 strip
                       (HALF * s.half + 8 * (r >> 1) + (r & 1)) * IMAGE_ROW;
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
-    store_global(to + 2 * IMAGE_ROW * m + ((piece ^ (2 * m + (r & 1))) << 4), load_shared_u4(staged(strip, place, m, r)));
+    store_global(to + 2 * IMAGE_ROW * m + ((piece ^ (2 * m + (r & 1))) << 4), load_shared_u4(staging_address(strip, place, m, r)));
   }
   sync_warp();
 }
 
 // kg of piece i leaves, and what bfloat16 leaves of it. Inference has no use for the latter: four pieces go at once.
-__device__ __forceinline__ void leave_kg(const ChunkBackwardParams& p, u32 strip, const Strip& s, int i, const u32 (&kg)[4],
+__device__ __forceinline__ void store_kg(const ChunkBackwardParams& p, u32 strip, const Strip& s, int i, const u32 (&kg)[4],
                                          const u32 (&low)[4]) {
   if (FOR_SEGMENTS) {
-    store_matrix4_transposed(staged(strip, i, s.lane >> 3, s.lane & 7), kg);
+    store_matrix4_transposed(staging_address(strip, i, s.lane >> 3, s.lane & 7), kg);
     if (i == 3) flush_strip(strip, s, place_of(p.kg, TILE_BYTES));
     return;
   }
-  store_matrix4_transposed(staged(strip, i & 1, s.lane >> 3, s.lane & 7), kg);
-  store_matrix4_transposed(staged(strip, 2 + (i & 1), s.lane >> 3, s.lane & 7), low);
+  store_matrix4_transposed(staging_address(strip, i & 1, s.lane >> 3, s.lane & 7), kg);
+  store_matrix4_transposed(staging_address(strip, 2 + (i & 1), s.lane >> 3, s.lane & 7), low);
   if (i & 1) flush_kg(p, strip, s, i);
 }
 
@@ -160,7 +160,7 @@ __device__ __forceinline__ void leave_kg(const ChunkBackwardParams& p, u32 strip
 #endif
 
 // 2^ of what the chunk, its first and its second half decay by.
-__device__ __forceinline__ void write_last(const ChunkBackwardParams& p, u32 shared, int channel) {
+__device__ __forceinline__ void write_decays(const ChunkBackwardParams& p, u32 shared, int channel) {
   float total[PARTS];
 #pragma unroll
   for (int i = 0; i < PARTS; ++i) total[i] = load_shared1(shared + TOTAL_AT + 4 * (K * i + channel));

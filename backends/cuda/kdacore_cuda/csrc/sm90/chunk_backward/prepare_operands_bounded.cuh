@@ -9,7 +9,7 @@ __device__ __forceinline__ void flush_queries(u32 shared, const Strip& s, unsign
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
     const int row = n + (lane & 4) + 8 * (lane >> 3);  // in this order they do not meet in a bank
-    uint4 x = load_shared_u4(shared + Q_AT + image + placed(row, piece));
+    uint4 x = load_shared_u4(shared + Q_AT + image + tile_offset(row, piece));
     x.x = multiply_bf16(x.x, units), x.y = multiply_bf16(x.y, units);
     x.z = multiply_bf16(x.z, units), x.w = multiply_bf16(x.w, units);
     store_global(tile + image + swizzled(row, piece), x);
@@ -17,10 +17,10 @@ __device__ __forceinline__ void flush_queries(u32 shared, const Strip& s, unsign
 }
 
 // The strip's part of zq, zb, yk and sk to shared memory, of kg, kg_low and qg to device memory. `x`: from sum_strip.
-template <int HALF_OF>
+template <int TOKEN_HALF>
 __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 shared, const Strip& s, u32 strip,
                                               const float (&x)[4][8]) {
-  const u32 tokens = shared + 4 * (HALF * HALF_OF + 8 * s.t);
+  const u32 tokens = shared + 4 * (HALF * TOKEN_HALF + 8 * s.t);
   const float unit = exp2_fast(-p.centre);
   u32 qg[4][4];  // of the second half
 #pragma unroll
@@ -28,7 +28,7 @@ __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 
     const u32 totals = shared + TOTAL_AT + 4 * (32 * s.slice + 8 * i + s.g);
     const float first = load_shared1(totals), second = load_shared1(totals + 4 * K);
     // The second half's q has been through the first, the first half's k goes through the second.
-    const float other = exp2_fast(HALF_OF ? first : second), end = exp2_fast((HALF_OF ? second : first) + p.centre);
+    const float other = exp2_fast(TOKEN_HALF ? first : second), end = exp2_fast((TOKEN_HALF ? second : first) + p.centre);
     const u32 at = (shared + s.at) ^ (i << 4);
     {
       u32 q[4];
@@ -39,7 +39,7 @@ __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 
         const float z0 = bf16_low(q[m]) * factor.x * exp2_fast(x[i][2 * m]);
         const float z1 = bf16_high(q[m]) * factor.y * exp2_fast(x[i][2 * m + 1]);
         q[m] = pack_bf16(z0, z1);
-        if (HALF_OF) qg[i][m] = pack_bf16(z0 * unit * other, z1 * unit * other);
+        if (TOKEN_HALF) qg[i][m] = pack_bf16(z0 * unit * other, z1 * unit * other);
       }
       store_matrix4_transposed(at + Q_AT, q);
     }
@@ -54,7 +54,7 @@ __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 
       const float s0 = y0 * end, s1 = y1 * end;
       y[m] = pack_bf16(y0, y1);
       k[m] = pack_bf16(k0 * kb.x * exp2_fast(x0), k1 * kb.y * exp2_fast(x1));
-      if (HALF_OF) {
+      if (TOKEN_HALF) {
         split_kg(s0, s1, kg[m], low[m]);
       } else {
         sk[m] = pack_bf16(s0, s1);
@@ -64,12 +64,12 @@ __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 
     store_matrix4_transposed(at + K_AT, k);
     store_matrix4_transposed(at + G_AT, y);
     // Its images have 32 rows.
-    if (!HALF_OF) store_matrix4_transposed(at + SK_AT - (s.slice >> 1) * (SQUARE_BYTES - HALF_SQUARE), sk);
-    leave_kg(p, strip, s, i, kg, low);
+    if (!TOKEN_HALF) store_matrix4_transposed(at + SK_AT - (s.slice >> 1) * (SQUARE_BYTES - HALF_SQUARE), sk);
+    store_kg(p, strip, s, i, kg, low);
   }
-  if (HALF_OF) {
+  if (TOKEN_HALF) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) store_matrix4_transposed(staged(strip, i, s.lane >> 3, s.lane & 7), qg[i]);
+    for (int i = 0; i < 4; ++i) store_matrix4_transposed(staging_address(strip, i, s.lane >> 3, s.lane & 7), qg[i]);
     flush_strip(strip, s, place_of(p.qg, TILE_BYTES));
   } else {
     flush_queries(shared, s, place_of(p.qg, TILE_BYTES), unit);

@@ -4,10 +4,10 @@
 #pragma once
 
 // The strip's part of zq, zb, yk and the decayed keys to shared memory, of kg, kg_low and qg to device memory. `x`: from sum_strip.
-template <int HALF_OF>
+template <int TOKEN_HALF>
 __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 shared, const Strip& s, u32 strip,
                                               const float (&x)[4][8]) {
-  const u32 tokens = shared + 4 * (HALF * HALF_OF + 8 * s.t);
+  const u32 tokens = shared + 4 * (HALF * TOKEN_HALF + 8 * s.t);
   const float unit = exp2_fast(-p.centre);
   const bool later = s.t & 2;  // this lane's quarter of the half
   u32 qg[4][4];
@@ -16,12 +16,12 @@ __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 
     float total[4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) total[n] = load_shared1(shared + TOTAL_AT + 4 * (K * n + 32 * s.slice + 8 * i + s.g));
-    const float end = exp2_fast((later ? total[2 * HALF_OF + 1] : total[2 * HALF_OF]) + p.centre);
+    const float end = exp2_fast((later ? total[2 * TOKEN_HALF + 1] : total[2 * TOKEN_HALF]) + p.centre);
     // What lies between this quarter and the third, the fourth, the chunk's end, and before it.
-    const float rest = later ? 0.0f : total[2 * HALF_OF + 1];
+    const float rest = later ? 0.0f : total[2 * TOKEN_HALF + 1];
     const float third = exp2_fast(rest), fourth = exp2_fast(rest + total[2]);
-    const float after = exp2_fast(HALF_OF ? rest : rest + (total[2] + total[3]));
-    const float before = exp2_fast((HALF_OF ? total[0] + total[1] : 0.0f) + (later ? total[2 * HALF_OF] : 0.0f));
+    const float after = exp2_fast(TOKEN_HALF ? rest : rest + (total[2] + total[3]));
+    const float before = exp2_fast((TOKEN_HALF ? total[0] + total[1] : 0.0f) + (later ? total[2 * TOKEN_HALF] : 0.0f));
     const u32 at = (shared + s.at) ^ (i << 4), narrow = at - (s.slice >> 1) * (SQUARE_BYTES - HALF_SQUARE);
     u32 q[4], k[4], y[4], s1[4], s2[4], s3[4], kg[4], low[4];
     load_matrix4_transposed(k, at + K_AT);
@@ -47,16 +47,16 @@ __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 
     store_matrix4_transposed(at + K_AT, k);
     store_matrix4_transposed(at + Q_AT, q);
     store_matrix4_transposed(at + G_AT, y);
-    if (HALF_OF) {
+    if (TOKEN_HALF) {
       store_matrix4_transposed(at + S3_AT, s1);
     } else {
       store_matrix4_transposed(narrow + SK_AT, s1);
       store_matrix4_transposed(narrow + S2_AT, s2);
       store_matrix4_transposed(at + S3_AT, s3);
     }
-    leave_kg(p, strip, s, i, kg, low);
+    store_kg(p, strip, s, i, kg, low);
   }
 #pragma unroll
-  for (int i = 0; i < 4; ++i) store_matrix4_transposed(staged(strip, i, s.lane >> 3, s.lane & 7), qg[i]);
+  for (int i = 0; i < 4; ++i) store_matrix4_transposed(staging_address(strip, i, s.lane >> 3, s.lane & 7), qg[i]);
   flush_strip(strip, s, place_of(p.qg, TILE_BYTES));
 }

@@ -22,15 +22,15 @@ __device__ __forceinline__ void multiply_pairs(Pairs& out, u32 shared, u32 left,
   // Left: rows lane % 8, then + 8, of channels 0-7, then 8-15. Right: channels 0-7, then 8-15, of rows lane % 8, then + 8.
   constexpr u32 EARLIER = BOUNDED || ROW_BLOCK < 2 ? SK_AT : ROW_BLOCK == 2 ? S2_AT : S3_AT;
   constexpr u32 WIDE = !BOUNDED && ROW_BLOCK == 3 ? SQUARE_BYTES : HALF_SQUARE;
-  const u32 a_at = shared + left + placed(16 * ROW_BLOCK + (lane & 15), lane >> 4);
-  const u32 b_at = placed((lane & 7) + (lane >> 1 & 8), lane >> 3 & 1);
+  const u32 a_at = shared + left + tile_offset(16 * ROW_BLOCK + (lane & 15), lane >> 4);
+  const u32 b_at = tile_offset((lane & 7) + (lane >> 1 & 8), lane >> 3 & 1);
 #pragma unroll
   for (int i = 0; i < K / 16; ++i) {
     u32 a[4];
     load_matrix4(a, (a_at ^ ((i & 3) << 5)) + (i >> 2) * SQUARE_BYTES);
 #pragma unroll
     for (int j = 0; j <= ROW_BLOCK; ++j) {
-      // Rows 16 further: pieces exchanged with those two further.
+      // Rows 16 further: pieces swizzled_piece with those two further.
       const u32 place = shared + ((b_at ^ ((i & 3) << 5) ^ (j & 1) << 6) + 16 * j * IMAGE_ROW);
       u32 b[4];
       load_matrix4(b, place + (across<ROW_BLOCK>(j) ? EARLIER + (i >> 2) * WIDE : G_AT + (i >> 2) * SQUARE_BYTES));

@@ -65,14 +65,14 @@ static_assert(BLOCKS * (SHARED_BYTES + 1024) <= 228 * 1024, "");
 
 // Offset of a 16-byte piece in an image of the kernel's own. Neither eight neighbouring rows nor eight rows of a scan
 // (rows 8t + 2m, 8t + 2m + 1 for t = 0..3) meet in a bank.
-__device__ __forceinline__ u32 placed(int row, int piece) {
+__device__ __forceinline__ u32 tile_offset(int row, int piece) {
   return row * IMAGE_ROW + ((piece ^ (row & 7) ^ (row >> 2 & 6)) << 4);
 }
 
 // This block's unit in an array of the workspace, or its part of the unit's record.
 __device__ __forceinline__ unsigned char* place_of(u64 base, u32 bytes) {
 #if FOR_SEGMENTS
-  bytes = record::BYTES;
+  bytes = chunk_operands::BYTES;
 #endif
   return reinterpret_cast<unsigned char*>(base) + (u64)block_index() * bytes;
 }

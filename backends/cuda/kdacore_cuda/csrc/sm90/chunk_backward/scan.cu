@@ -18,28 +18,28 @@ KDA_KERNEL(THREADS, 1) scan(KDA_PARAM ChunkBackwardParams p) {
   const u32 shared = shared_address(memory);
   wait_for_inputs();
   const int warp = uniform(thread_index() >> 5);
-  const Job job = find_job(p, block_index());
+  const Task task = find_task(p, block_index());
   if (thread_index() < 2 * RINGS * MAX_STAGES) {
-    const bool empty = thread_index() / MAX_STAGES & 1, outputs = thread_index() / MAX_STAGES == 2 * DO_RING;
+    const bool empty = thread_index() / MAX_STAGES & 1, output_grads = thread_index() / MAX_STAGES == 2 * DO_RING;
     // The producers' lanes arrive one by one with their pieces of d_o.
-    barrier_init(shared + BARRIERS_AT + 8 * thread_index(), empty ? WARP_ARRIVALS * CARRIERS : outputs ? 32 * OUTPUT_WARPS : 1);
+    barrier_init(shared + BARRIERS_AT + 8 * thread_index(), empty ? WARP_ARRIVALS * STATE_WARPS : output_grads ? 32 * OUTPUT_WARPS : 1);
   }
   fence_async_proxy();  // bulk copies will count on them
   sync_block();
-  if (warp < CARRIERS) {
+  if (warp < STATE_WARPS) {
 #if WARPGROUPS == 2
-    set_registers<CARRIER_REGISTERS, START_REGISTERS>();
+    set_registers<STATE_REGISTERS, START_REGISTERS>();
 #endif
-    if (job.reverse) scan_reverse(p, job, make_lane(shared, warp));
-    else scan_forward(p, job, make_lane(shared, warp));
+    if (task.reverse) scan_reverse(p, task, make_lane(shared, warp));
+    else scan_forward(p, task, make_lane(shared, warp));
   } else {
 #if WARPGROUPS == 2
     set_registers<PRODUCER_REGISTERS, START_REGISTERS>();
 #endif
-    const int part = warp - CARRIERS - 1;  // of d_o
+    const int part = warp - STATE_WARPS - 1;  // of d_o
     if (part >= 0) {
-      if (job.reverse && part < OUTPUT_WARPS) feed_outputs(p, job, shared, part);
-    } else if (job.reverse) feed_reverse(p, job, shared);
-    else feed_forward(p, job, shared);
+      if (task.reverse && part < OUTPUT_WARPS) produce_output_gradients(p, task, shared, part);
+    } else if (task.reverse) produce_reverse(p, task, shared);
+    else produce_forward(p, task, shared);
   }
 }

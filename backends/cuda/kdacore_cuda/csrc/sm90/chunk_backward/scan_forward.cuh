@@ -16,27 +16,27 @@ __device__ __forceinline__ void load_rows(float (&x)[2 * C_TILES][4], u32 from) 
       to[1] = bf16_high(pairs[i]);
     }
   }
-  hold(x);
+  fence_registers(x);
 }
 
-__device__ __forceinline__ void scan_forward(const ChunkBackwardParams& p, const Job& job, const ScanLane& l) {
+__device__ __forceinline__ void scan_forward(const ChunkBackwardParams& p, const Task& task, const ScanLane& l) {
   State state;
-  read_state(state, l, job, p.h0, p.flags);
+  read_state(state, l, task, p.h0, p.flags);
   Operand h;
   pack_state(h, state);
   ForwardRing ring = {l.shared};
 #pragma unroll 1
-  for (int c = 0; c < job.s.chunks; ++c) {
-    const long long at = job.at + (long long)c * p.HV;
+  for (int c = 0; c < task.s.chunks; ++c) {
+    const long long at = task.at + (long long)c * p.HV;
     const u32 stage = ring.stage();
     const u64 w = operand_descriptor(stage + W_AT, 16, 1024), kg = operand_descriptor(stage + KG_AT, SQUARE_BYTES, 1024);
     ring.wait_full();
 
-    float told[2 * C_TILES][4] = {};  // S w^T
-    hold(told);
+    float prediction[2 * C_TILES][4] = {};  // S w^T
+    fence_registers(prediction);
     warpgroup_fence();
 #pragma unroll
-    for (int kk = 0; kk < K_TILES; ++kk) warpgroup_mma<0>(told, h.a[kk], along_channels(w, kk), kk > 0);
+    for (int kk = 0; kk < K_TILES; ++kk) warpgroup_mma<0>(prediction, h.a[kk], along_channels(w, kk), kk > 0);
     warpgroup_commit();
 
     // Meanwhile: u arrives, the state decays, h leaves. Groups of copies are of h and v in turns, so all but the last are
@@ -44,39 +44,39 @@ __device__ __forceinline__ void scan_forward(const ChunkBackwardParams& p, const
     float u[2 * C_TILES][4];
     load_rows(u, stage + U_AT + l.row * IMAGE_ROW + l.piece);
     decay_state(state, l, stage + LAST_AT);
-    wait_sent<1>(l);
-    put_state(l, h);
-    publish();
+    wait_stores<1>(l);
+    stage_state(l, h);
+    fence_staged();
     if (l.lane == 0) {
-      copy_state(l, job, p.h, at);
+      store_state_image(l, task, p.h, at);
       copy_out_commit();
     }
     warpgroup_wait<0>();
-    hold(told);
+    fence_registers(prediction);
 
     TokenOperand v;
 #pragma unroll
     for (int j = 0; j < 2 * C_TILES; ++j) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) u[j][e] -= told[j][e];
+      for (int e = 0; e < 4; ++e) u[j][e] -= prediction[j][e];
     }
     pack_rows(v, u);
     warpgroup_fence();
 #pragma unroll
     for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, v.a[kk], over_tokens(kg, kk), 1);
     warpgroup_commit();
-    wait_sent<1>(l);
-    put_rows(l, v);
-    publish();
+    wait_stores<1>(l);
+    stage_rows(l, v);
+    fence_staged();
     if (l.lane == 0) {
-      copy_rows(l, job, p.u, at);
+      store_rows_image(l, task, p.u, at);
       copy_out_commit();
     }
     warpgroup_wait<0>();
-    hold(state.s);
+    fence_registers(state.s);
     pack_state(h, state);
     release(l, ring.empty());
     ring.next();
   }
-  wait_sent<0>(l);
+  wait_stores<0>(l);
 }

@@ -10,34 +10,34 @@ __device__ __forceinline__ void load_output_gradient(TokenOperand& o, const Scan
   for (int kk = 0; kk < C_TILES; ++kk) load_matrix4_transposed(o.a[kk], from + 16 * kk * DO_ROW);
 }
 
-__device__ __forceinline__ void scan_reverse(const ChunkBackwardParams& p, const Job& job, const ScanLane& l) {
+__device__ __forceinline__ void scan_reverse(const ChunkBackwardParams& p, const Task& task, const ScanLane& l) {
   State state;
-  read_state(state, l, job, p.d_ht, p.flags);
+  read_state(state, l, task, p.d_ht, p.flags);
   Operand dh;
   pack_state(dh, state);
   float dr[2 * C_TILES][4] = {};  // of the chunk before
-  EarlyRing early = {l.shared};
-  LateRing late = {l.shared};
-  OutputRing outputs = {l.shared};
+  ValueGradRing value_grad = {l.shared};
+  StateGradRing state_grad = {l.shared};
+  OutputGradRing output_grads = {l.shared};
   TokenOperand o;
-  const auto take_outputs = [&] {
-    outputs.wait_full();
-    load_output_gradient(o, l, outputs.stage());
-    release(l, outputs.empty());
-    outputs.next();
+  const auto load_output_gradients = [&] {
+    output_grads.wait_full();
+    load_output_gradient(o, l, output_grads.stage());
+    release(l, output_grads.empty());
+    output_grads.next();
   };
-  const int first = job.s.chunks - 1;
-  if (first >= 0) take_outputs();
-  long long at = job.at + (long long)first * p.HV;
+  const int first = task.s.chunks - 1;
+  if (first >= 0) load_output_gradients();
+  long long at = task.at + (long long)first * p.HV;
 #pragma unroll 1
   for (int c = first; c >= 0; --c, at -= p.HV) {
-    const u32 stage = early.stage(), rest = late.stage();
-    const u64 kg = operand_descriptor(stage + EARLY_KG_AT, 16, 1024), w = operand_descriptor(rest + LATE_W_AT, SQUARE_BYTES, 1024);
-    const u64 aqk = operand_descriptor(stage + EARLY_AQK_AT, 16, 1024), qg = step(w, LATE_QG_AT), inv = step(w, LATE_INV_AT);
-    early.wait_full();
+    const u32 stage = value_grad.stage(), rest = state_grad.stage();
+    const u64 kg = operand_descriptor(stage + VALUE_GRAD_KG_AT, 16, 1024), w = operand_descriptor(rest + STATE_GRAD_W_AT, SQUARE_BYTES, 1024);
+    const u64 aqk = operand_descriptor(stage + VALUE_GRAD_AQK_AT, 16, 1024), qg = step(w, STATE_GRAD_QG_AT), inv = step(w, STATE_GRAD_INV_AT);
+    value_grad.wait_full();
 
     float dv[2 * C_TILES][4] = {};
-    hold(dv);
+    fence_registers(dv);
     warpgroup_fence();
 #pragma unroll
     for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(dv, o.a[kk], over_tokens(aqk, kk), kk > 0);
@@ -45,35 +45,35 @@ __device__ __forceinline__ void scan_reverse(const ChunkBackwardParams& p, const
     for (int kk = 0; kk < K_TILES; ++kk) warpgroup_mma<0>(dv, dh.a[kk], along_channels(kg, kk), 1);
 #pragma unroll
     for (int kk = 0; kk < K_TILES; ++kk) {
-      warpgroup_mma<0>(dv, dh.a[kk], along_channels(step(kg, EARLY_LOW_AT - EARLY_KG_AT), kk), 1);
+      warpgroup_mma<0>(dv, dh.a[kk], along_channels(step(kg, VALUE_GRAD_LOW_AT - VALUE_GRAD_KG_AT), kk), 1);
     }
     warpgroup_commit();
 
     // Meanwhile: dh leaves, as does what the chunk before left; the state decays.
     TokenOperand before;
     pack_rows(before, dr);
-    wait_sent<0>(l);
-    put_rows(l, before);
-    put_state(l, dh);
-    publish();
+    wait_stores<0>(l);
+    stage_rows(l, before);
+    stage_state(l, dh);
+    fence_staged();
     if (l.lane == 0) {
-      if (c < first) copy_rows(l, job, p.dr, at + p.HV);
-      copy_state(l, job, p.dh, at);
+      if (c < first) store_rows_image(l, task, p.dr, at + p.HV);
+      store_state_image(l, task, p.dh, at);
       copy_out_commit();
     }
-    decay_state(state, l, decays_of(early));
+    decay_state(state, l, decays_of(value_grad));
 
     // What does not need dv keeps the matrix unit at work while dv is rounded.
-    late.wait_full();
+    state_grad.wait_full();
     warpgroup_fence();
 #pragma unroll
     for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, o.a[kk], over_tokens(qg, kk), 1);
     warpgroup_commit();
     warpgroup_wait<1>();
-    hold(dv);
+    fence_registers(dv);
     TokenOperand v;
     pack_rows(v, dv);
-    hold(dr);
+    fence_registers(dr);
     warpgroup_fence();
 #pragma unroll
     for (int kk = 0; kk < C_TILES; ++kk) warpgroup_subtract(state.s, v.a[kk], over_tokens(w, kk));
@@ -81,29 +81,29 @@ __device__ __forceinline__ void scan_reverse(const ChunkBackwardParams& p, const
 #pragma unroll
     for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(dr, v.a[kk], over_tokens(inv, kk), kk > 0);
     warpgroup_commit();
-    release(l, early.empty());
-    early.next();
+    release(l, value_grad.empty());
+    value_grad.next();
     warpgroup_wait<1>();
-    hold(state.s);
+    fence_registers(state.s);
     pack_state(dh, state);
-    if (c > 0) take_outputs();
+    if (c > 0) load_output_gradients();
     // No product may be left behind at the loop's end: the compiler would make every one wait for the one before.
     warpgroup_wait<0>();
-    hold(dr);
-    release(l, late.empty());
-    late.next();
+    fence_registers(dr);
+    release(l, state_grad.empty());
+    state_grad.next();
   }
   if (first >= 0) {
     TokenOperand before;
     pack_rows(before, dr);
-    wait_sent<0>(l);
-    put_rows(l, before);
-    publish();
+    wait_stores<0>(l);
+    stage_rows(l, before);
+    fence_staged();
     if (l.lane == 0) {
-      copy_rows(l, job, p.dr, at + p.HV);
+      store_rows_image(l, task, p.dr, at + p.HV);
       copy_out_commit();
     }
   }
-  if (p.d_h0) write_state(state, l, job, p.d_h0, p.flags);
-  wait_sent<0>(l);
+  if (p.d_h0) write_state(state, l, task, p.d_h0, p.flags);
+  wait_stores<0>(l);
 }

@@ -25,48 +25,48 @@ __device__ __forceinline__ ScanLane make_lane(u32 shared, int warp) {
 }
 
 // The state of this sequence and head in an array of them.
-__device__ __forceinline__ u64 state_at(u64 states, const Job& job, int flags) {
-  return states + job.nh * (K * V * (flags & FLAG_STATE_BF16 ? 2 : 4));
+__device__ __forceinline__ u64 state_at(u64 states, const Task& task, int flags) {
+  return states + task.nh * (K * V * (flags & FLAG_STATE_BF16 ? 2 : 4));
 }
 
-__device__ __forceinline__ int state_row(const ScanLane& l, const Job& job) { return job.part * BLOCK_V + l.row + l.g; }
+__device__ __forceinline__ int state_row(const ScanLane& l, const Task& task) { return task.part * BLOCK_V + l.row + l.g; }
 
 // From an array of states, or zero where there is none.
-__device__ __forceinline__ void read_state(State& state, const ScanLane& l, const Job& job, u64 states, int flags) {
-  read_state(state, state_row(l, job), l.t, states ? state_at(states, job, flags) : 0, flags);
+__device__ __forceinline__ void read_state(State& state, const ScanLane& l, const Task& task, u64 states, int flags) {
+  read_state(state, state_row(l, task), l.t, states ? state_at(states, task, flags) : 0, flags);
 }
-__device__ __forceinline__ void write_state(State& state, const ScanLane& l, const Job& job, u64 states, int flags) {
-  write_state(state, state_row(l, job), l.t, state_at(states, job, flags), flags);
+__device__ __forceinline__ void write_state(State& state, const ScanLane& l, const Task& task, u64 states, int flags) {
+  write_state(state, state_row(l, task), l.t, state_at(states, task, flags), flags);
 }
 __device__ __forceinline__ void decay_state(State& state, const ScanLane& l, u32 last) { decay_state(state, l.t, last); }
 
 // What leaves: rows of h or dh, and of v or dr. First wait until what left before has been read (all groups of copies but the
 // last N), then put, publish, and copy as one group.
 template <int N>
-__device__ __forceinline__ void wait_sent(const ScanLane& l) {
+__device__ __forceinline__ void wait_stores(const ScanLane& l) {
   if (l.lane == 0) copy_out_wait_read<N>();
   sync_warp();
 }
-__device__ __forceinline__ void put_state(const ScanLane& l, const Operand& x) {
+__device__ __forceinline__ void stage_state(const ScanLane& l, const Operand& x) {
 #pragma unroll
   for (int kk = 0; kk < K_TILES; ++kk) store_matrix4(l.out + (kk >> 2) * ROWS_OUT + (l.piece ^ (kk & 3) << 5), x.a[kk]);
 }
-__device__ __forceinline__ void put_rows(const ScanLane& l, const TokenOperand& x) {
+__device__ __forceinline__ void stage_rows(const ScanLane& l, const TokenOperand& x) {
 #pragma unroll
   for (int kk = 0; kk < C_TILES; ++kk) store_matrix4(l.out + 2 * ROWS_OUT + (l.piece ^ kk << 5), x.a[kk]);
 }
-__device__ __forceinline__ void publish() {
+__device__ __forceinline__ void fence_staged() {
   fence_async_proxy();
   sync_warp();
 }
 // To place `at`; one lane calls these.
-__device__ __forceinline__ void copy_state(const ScanLane& l, const Job& job, u64 states, long long at) {
-  const u64 to = states + at * STATE_BYTES + (job.part * BLOCK_V + l.row) * IMAGE_ROW;
+__device__ __forceinline__ void store_state_image(const ScanLane& l, const Task& task, u64 states, long long at) {
+  const u64 to = states + at * STATE_BYTES + (task.part * BLOCK_V + l.row) * IMAGE_ROW;
   copy_out(reinterpret_cast<void*>(to), l.out, ROWS_OUT);
   copy_out(reinterpret_cast<void*>(to + V * IMAGE_ROW), l.out + ROWS_OUT, ROWS_OUT);
 }
-__device__ __forceinline__ void copy_rows(const ScanLane& l, const Job& job, u64 images, long long at) {
-  const u64 to = images + at * TILE_BYTES + (job.part * BLOCK_V + l.row) * IMAGE_ROW;
+__device__ __forceinline__ void store_rows_image(const ScanLane& l, const Task& task, u64 images, long long at) {
+  const u64 to = images + at * TILE_BYTES + (task.part * BLOCK_V + l.row) * IMAGE_ROW;
   copy_out(reinterpret_cast<void*>(to), l.out + 2 * ROWS_OUT, ROWS_OUT);
 }
 

@@ -74,7 +74,7 @@ __device__ __forceinline__ void decay_state(State& state, int t, u32 last) {
     float(&x)[4] = state.s[j];
     x[0] *= d.x, x[1] *= d.y, x[2] *= d.x, x[3] *= d.y;
   }
-  hold(state.s);
+  fence_registers(state.s);
 }
 
 // Descriptors of what differs by an address alone: it never carries out of its field, so adding is enough.

@@ -69,7 +69,7 @@ struct Unit {
   long long at;            // place in the workspace
 };
 
-// Unit `index` = slot * HV + hv, of a sequence from n to beyond - 1. Every thread may call it; nothing is exchanged.
+// Unit `index` = slot * HV + hv, of a sequence from n to beyond - 1. Every thread may call it; nothing is swizzled_piece.
 __device__ __forceinline__ Unit find_unit(const ChunkBackwardParams& p, long long index, int n, int beyond) {
   Unit u;
   u.at = index;

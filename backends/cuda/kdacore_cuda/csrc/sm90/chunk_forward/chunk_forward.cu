@@ -16,28 +16,28 @@ static_assert(SCAN_REGISTERS * SCAN_WARPS + SLICE_REGISTERS * SLICE_WARPS + SOLV
 #endif
 
 #if CLUSTER > 1
-#define TOGETHER KDA_CLUSTER(CLUSTER)
+#define CLUSTER_ATTRIBUTE KDA_CLUSTER(CLUSTER)
 #else
-#define TOGETHER
+#define CLUSTER_ATTRIBUTE
 #endif
 
-KDA_KERNEL(THREADS, 1) TOGETHER chunk_forward(KDA_PARAM ChunkForwardParams p) {
+KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   const int warp = uniform(thread_index() >> 5), rank = block_index() % CLUSTER, cluster = block_index() / CLUSTER;
   if (thread_index() < STAGES) {
     barrier_init(shared + FULL_AT + 8 * thread_index(), WARP_ARRIVALS);
     barrier_init(shared + EMPTY_AT + 8 * thread_index(), WARP_ARRIVALS * SCANNERS * SCAN_WARPS);
-    if (thread_index() < SOLVERS) barrier_init(shared + SUMMED_AT + 8 * thread_index(), WARP_ARRIVALS * 2 * SLICES);
-    if (thread_index() < GROUPS) barrier_init(shared + TAKEN_AT + 8 * thread_index(), WARP_ARRIVALS * 2);
+    if (thread_index() < SOLVERS) barrier_init(shared + PARTS_READY_AT + 8 * thread_index(), WARP_ARRIVALS * 2 * SLICES);
+    if (thread_index() < GROUPS) barrier_init(shared + PARTS_READ_AT + 8 * thread_index(), WARP_ARRIVALS * 2);
 #if CLUSTER > 1
     fence_barrier_init();
 #endif
   }
   wait_for_inputs();
   if (warp == 0) {
-    const Share found = find_share(p, cluster);
-    if (thread_index() == 0) store_share(shared + SHARE_AT, found);
+    const Interval found = find_interval(p, cluster);
+    if (thread_index() == 0) store_interval(shared + INTERVAL_AT, found);
   }
 #if CLUSTER > 1
   sync_block();

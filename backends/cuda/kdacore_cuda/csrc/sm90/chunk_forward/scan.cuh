@@ -67,12 +67,12 @@ __device__ __forceinline__ Columns columns(u32 stage, int which, int half, int t
 }
 
 // What solving a half needs besides x, loaded ahead of it.
-struct Solver {
+struct SolveOperands {
   Columns beta, r;
   u32 inverse[4], v[4];
 };
 
-__device__ __forceinline__ void load_solver(Solver& s, const ScanLane& l, u32 stage, int half, u32 values) {
+__device__ __forceinline__ void load_solve_operands(SolveOperands& s, const ScanLane& l, u32 stage, int half, u32 values) {
   load_matrix4_transposed(s.v, values + half * TILE_BYTES + l.tile);
   s.beta = columns(stage, 0, half, l.t);
   s.r = columns(stage, 1, half, l.t);
@@ -86,29 +86,29 @@ __device__ __forceinline__ void add_triangle(float (&x)[4], float (&y)[4], const
 }
 
 // From x to w = r T beta (v - r x), as the left operand (16 columns of V by 16 tokens) of what follows.
-__device__ __forceinline__ void solve(const Tokens& tok, int half, const Solver& s, u32 (&w)[4]) {
-  float rest[2][4];
+__device__ __forceinline__ void solve(const Tokens& tok, int half, const SolveOperands& s, u32 (&w)[4]) {
+  float residual[2][4];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const u32 pair = s.v[2 * i + (e >> 1)];
       const float value = e & 1 ? bf16_high(pair) : bf16_low(pair);
-      rest[i][e] = s.beta.c[i][e & 1] * (value - s.r.c[i][e & 1] * tok.xo[2 * half + i][e]);
+      residual[i][e] = s.beta.c[i][e & 1] * (value - s.r.c[i][e & 1] * tok.xo[2 * half + i][e]);
     }
   }
-  const u32 a[4] = {pack_bf16(rest[0][0], rest[0][1]), pack_bf16(rest[0][2], rest[0][3]), pack_bf16(rest[1][0], rest[1][1]),
-                    pack_bf16(rest[1][2], rest[1][3])};
+  const u32 a[4] = {pack_bf16(residual[0][0], residual[0][1]), pack_bf16(residual[0][2], residual[0][3]), pack_bf16(residual[1][0], residual[1][1]),
+                    pack_bf16(residual[1][2], residual[1][3])};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) rest[i][e] *= s.r.c[i][e & 1];
+    for (int e = 0; e < 4; ++e) residual[i][e] *= s.r.c[i][e & 1];
   }
-  add_triangle(rest[0], rest[1], a, s.inverse);
-  w[0] = pack_bf16(rest[0][0], rest[0][1]);
-  w[1] = pack_bf16(rest[0][2], rest[0][3]);
-  w[2] = pack_bf16(rest[1][0], rest[1][1]);
-  w[3] = pack_bf16(rest[1][2], rest[1][3]);
+  add_triangle(residual[0], residual[1], a, s.inverse);
+  w[0] = pack_bf16(residual[0][0], residual[0][1]);
+  w[1] = pack_bf16(residual[0][2], residual[0][3]);
+  w[2] = pack_bf16(residual[1][0], residual[1][1]);
+  w[3] = pack_bf16(residual[1][2], residual[1][3]);
 }
 
 // o of a chunk times its factor, on its way out.
@@ -148,11 +148,11 @@ __device__ __forceinline__ void store_output(const uint4 (&rows)[2], unsigned ch
 
 // One lane's 16 bytes of V of the chunk's tokens l / 2 and 16 + l / 2 into ring slot `slot`; zeros past the end.
 __device__ __forceinline__ void fetch_values(const ScanLane& l, const unsigned char* from, long long half_step,
-                                             const unsigned char* none, int slot, int left) {
+                                             const unsigned char* unread_address, int slot, int left) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const bool real = left > HALF * half;
-    copy_async16(l.values + (2 * slot + half) * TILE_BYTES + l.piece, real ? from + half * half_step : none, real);
+    copy_async16(l.values + (2 * slot + half) * TILE_BYTES + l.piece, real ? from + half * half_step : unread_address, real);
   }
 }
 
@@ -161,15 +161,15 @@ __device__ __forceinline__ void fetch_values(const ScanLane& l, const unsigned c
 // The state of a job cut in two, from a warp of the cluster with the first part to the same warp of the cluster with the rest,
 // which has exactly the same elements; and the flag that says it is there. Flags are raised to a number that no other launch
 // has and taken down by who waited, so that memory needs no clearing and a graph may be replayed.
-struct HandOver {
+struct CutStateSlot {
   u64 state, flag;
 };
-__device__ __forceinline__ HandOver hand_over(const ChunkForwardParams& p, int cluster, int rank, int warp, int lane) {
+__device__ __forceinline__ CutStateSlot cut_state_slot(const ChunkForwardParams& p, int cluster, int rank, int warp, int lane) {
   constexpr u32 BYTES = WARP_V * K * 4;
   const u64 at = ((u64)cluster * SCANNERS + rank) * SCAN_WARPS + warp, flags = p.cut_states + (u64)p.clusters * SCANNERS * SCAN_WARPS * BYTES;
   return {p.cut_states + at * BYTES + 16 * lane, flags + 8 * at};
 }
-__device__ __forceinline__ void give_state(const ChunkForwardParams& p, const ScanState& state, const HandOver& to, int lane) {
+__device__ __forceinline__ void send_cut_state(const ChunkForwardParams& p, const ScanState& state, const CutStateSlot& to, int lane) {
 #pragma unroll
   for (int j = 0; j < 2 * K_TILES; ++j) {
     const float(&x)[4] = state.s[j];
@@ -177,10 +177,10 @@ __device__ __forceinline__ void give_state(const ChunkForwardParams& p, const Sc
                  make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])));
   }
   sync_warp();
-  if (lane == 0) raise_flag(to.flag, p.launch);
+  if (lane == 0) set_flag(to.flag, p.launch);
 }
-__device__ __forceinline__ void take_state(const ChunkForwardParams& p, ScanState& state, const HandOver& from, int lane) {
-  if (lane == 0) take_flag(from.flag, p.launch);
+__device__ __forceinline__ void receive_cut_state(const ChunkForwardParams& p, ScanState& state, const CutStateSlot& from, int lane) {
+  if (lane == 0) wait_and_clear_flag(from.flag, p.launch);
   sync_warp();
 #pragma unroll
   for (int j = 0; j < 2 * K_TILES; ++j) {
@@ -191,8 +191,8 @@ __device__ __forceinline__ void take_state(const ChunkForwardParams& p, ScanStat
 }
 
 __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank, int cluster) {
-  Job job = load_job(shared + SHARE_AT);
-  if (!seek(p, shared, job, 0)) return;
+  Task task = load_task(shared + INTERVAL_AT);
+  if (!advance_to_step(p, shared, task, 0)) return;
   ScanLane l;
   l.lane = opaque(thread_index() & 31);
   l.g = l.lane >> 2;
@@ -206,7 +206,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
   l.kq = operand_descriptor(shared + STAGES_AT + KQ_AT, 16, 1024);
   l.kg = operand_descriptor(shared + STAGES_AT + KG_AT, ROWS_BYTES, 1024);
   const long long v_chunk = 2ll * C * p.v_st, o_chunk = 2ll * C * p.HV * V;
-  const unsigned char* none = reinterpret_cast<const unsigned char*>(p.v);  // valid, not read
+  const unsigned char* unread_address = reinterpret_cast<const unsigned char*>(p.v);  // valid, not read
   const long long matrix = (long long)K * V * (p.flags & FLAG_STATE_BF16 ? 2 : 4);
   const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;  // chunks between states written
   u32 slot = 0, parity = 0;
@@ -221,46 +221,46 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
       parity ^= 1;
     }
   };
-  Part part;
+  TaskPart part;
   const unsigned char* v;  // this lane's 16 bytes of a chunk's V and o
   unsigned char* o;
   int left;  // real if positive
-  const auto begin = [&] {
-    part = make_part(p, shared, job);
-    const Work& work = part.work;
+  const auto begin_task = [&] {
+    part = make_task_part(p, shared, task);
+    const SequenceHead& sequence = part.sequence;
     const int token = part.chunk * C + (l.lane >> 1), at_v = l.v0 + 8 * (l.lane & 1);
     v = reinterpret_cast<const unsigned char*>(
-        p.v + 2 * (work.batch * p.v_sb + (work.first + token) * p.v_st + work.hv * p.v_sh + at_v));
+        p.v + 2 * (sequence.batch * p.v_sb + (sequence.first + token) * p.v_st + sequence.hv * p.v_sh + at_v));
     o = reinterpret_cast<unsigned char*>(
-        p.o + 2 * (((work.batch * p.T + work.first + token) * p.HV + work.hv) * V + at_v));
+        p.o + 2 * (((sequence.batch * p.T + sequence.first + token) * p.HV + sequence.hv) * V + at_v));
     left = part.tokens - token;
 #pragma unroll
     for (int i = 0; i < V_DEPTH - 1; ++i) {
-      fetch_values(l, v, v_chunk / 2, none, i, left - i * C);
+      fetch_values(l, v, v_chunk / 2, unread_address, i, left - i * C);
       copy_async_commit();
       v += v_chunk;
     }
   };
-  const auto state_of = [&](u64 states, const Work& work) { return states + ((long long)work.n * p.HV + work.hv) * matrix; };
-  begin();
+  const auto state_of = [&](u64 states, const SequenceHead& sequence) { return states + ((long long)sequence.n * p.HV + sequence.hv) * matrix; };
+  begin_task();
   bool more = true;
   while (more) {
     int c = part.chunk;
     ScanState state = {};
     if (c) {
-      take_state(p, state, hand_over(p, cluster - 1, rank, warp, l.lane), l.lane);
+      receive_cut_state(p, state, cut_state_slot(p, cluster - 1, rank, warp, l.lane), l.lane);
     } else if (p.h0) {
-      read_state(state, l, state_of(p.h0, part.work), p.flags);
+      read_state(state, l, state_of(p.h0, part.sequence), p.flags);
     }
     u64 ckpt = 0;
-    if (p.ckpt_every) ckpt = p.ckpt + (first_checkpoint(p, part.work, l.lane) * p.HV + part.work.hv) * matrix;
+    if (p.ckpt_every) ckpt = p.ckpt + (first_checkpoint(p, part.sequence, l.lane) * p.HV + part.sequence.hv) * matrix;
     int ring = 0;
     Output out = {};  // of the chunk before, stored while the matrix unit works on the next
     int out_left = 0;
     o -= o_chunk;
     while (c < part.end) {
       if (ckpt && c % block == 0) write_state(state, l, ckpt + c / block * p.HV * matrix, p.flags);
-      const int end = least(part.end, (c / block + 1) * block);
+      const int end = minimum(part.end, (c / block + 1) * block);
 #pragma unroll 1
       for (; c < end; ++c) {
         const Stage at = {slot, shared + STAGES_AT + slot * STAGE_PITCH, shared + FULL_AT + 8 * slot, parity};
@@ -274,7 +274,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
               sync_warp();
             },
             [&] {
-              fetch_values(l, v, v_chunk / 2, none, ring == 0 ? V_DEPTH - 1 : ring - 1, left - (V_DEPTH - 1) * C);
+              fetch_values(l, v, v_chunk / 2, unread_address, ring == 0 ? V_DEPTH - 1 : ring - 1, left - (V_DEPTH - 1) * C);
               copy_async_commit();
               v += v_chunk;
               left -= C;
@@ -289,17 +289,17 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
     store_output(rows, o, o_chunk / 2, out_left);
     copy_async_wait<0>();
     sync_warp();
-    const Part done = part;
-    if (!done.work.chunks) {
+    const TaskPart done = part;
+    if (!done.sequence.chunks) {
       barrier_wait(shared + FULL_AT + 8 * slot, parity);
       release();
     }
-    more = seek(p, shared, job, job.stop);
-    if (more) begin();  // its first values are on their way while this state is written
-    if (done.end < done.work.chunks) {
-      give_state(p, state, hand_over(p, cluster, rank, warp, l.lane), l.lane);
+    more = advance_to_step(p, shared, task, task.stop);
+    if (more) begin_task();  // its first values are on their way while this state is written
+    if (done.end < done.sequence.chunks) {
+      send_cut_state(p, state, cut_state_slot(p, cluster, rank, warp, l.lane), l.lane);
     } else if (p.ht) {
-      write_state(state, l, state_of(p.ht, done.work), p.flags);
+      write_state(state, l, state_of(p.ht, done.sequence), p.flags);
     }
   }
   copy_async_wait<0>();

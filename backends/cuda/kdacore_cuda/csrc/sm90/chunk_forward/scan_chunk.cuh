@@ -9,7 +9,7 @@ constexpr u64 descriptor_step(u32 bytes) { return bytes >> 4; }
 
 // x and o without the chunk's own part: (k 2^G) S and (q 2^G) S. The state's 16-bit copy is made while earlier products run.
 __device__ __forceinline__ void read_products(const ScanState& state, Tokens& tok, u64 kq) {
-  hold(tok.xo);
+  fence_registers(tok.xo);
 #pragma unroll
   for (int kk = 0; kk < K_TILES; kk += 2) {
     u32 a[2][4];
@@ -27,9 +27,9 @@ __device__ __forceinline__ void read_products(const ScanState& state, Tokens& to
 
 // One chunk: the state to its end, its output into `out`. `before` gets the last chunk's output rows and waits for V; `after` runs
 // once V has been read. Both run while the matrix unit works.
-template <class Before, class After>
+template <class WhileReading, class WhileUpdating>
 __device__ __forceinline__ void scan_chunk(ScanState& state, Output& out, const ScanLane& l, const Stage& at, u32 values,
-                                           Before before, After after) {
+                                           WhileReading while_reading, WhileUpdating while_updating) {
   Tokens tok = {};
   const u64 step = descriptor_step(at.slot * STAGE_PITCH);
   write_output(out, l);
@@ -42,14 +42,14 @@ __device__ __forceinline__ void scan_chunk(ScanState& state, Output& out, const 
   read_output(rows, l);
 #pragma unroll
   for (int kk = 0; kk < K_TILES; ++kk) decay_state(state, kk, decay[kk]);
-  before(rows);
-  Solver first, second;
+  while_reading(rows);
+  SolveOperands first, second;
   u32 a21[4], q1[4], q21[4], q2[4], w[2][4];
-  load_solver(first, l, at.base, 0, values);
+  load_solve_operands(first, l, at.base, 0, values);
   load_matrix4(a21, at.base + A21_AT + l.triangle);
   warpgroup_wait<0>();
-  hold(tok.xo);
-  load_solver(second, l, at.base, 1, values);
+  fence_registers(tok.xo);
+  load_solve_operands(second, l, at.base, 1, values);
   load_matrix4(q1, at.base + Q_AT + l.triangle);
   load_matrix4(q21, at.base + Q21_AT + l.triangle);
   load_matrix4(q2, at.base + Q_AT + TRIANGLE_BYTES + l.triangle);
@@ -59,13 +59,13 @@ __device__ __forceinline__ void scan_chunk(ScanState& state, Output& out, const 
   add_triangle(tok.xo[6], tok.xo[7], w[0], q21);
   solve(tok, 1, second, w[1]);
   add_triangle(tok.xo[6], tok.xo[7], w[1], q2);
-  hold(state.s);
+  fence_registers(state.s);
   warpgroup_fence();
   warpgroup_mma<1>(state.s, w[0], l.kg + step, 1);
   warpgroup_mma<1>(state.s, w[1], l.kg + step + descriptor_step(HALF * 128), 1);
   warpgroup_commit();
-  after();
+  while_updating();
   pack_output(out, tok, at.base, l.t);
   warpgroup_wait<0>();
-  hold(state.s);
+  fence_registers(state.s);
 }

@@ -75,11 +75,11 @@ constexpr u32 SCRATCH_BYTES = HALF * SCRATCH_PITCH * 4;
 constexpr u32 BIAS_AT = SCRATCH_AT + SOLVERS * 2 * SCRATCH_BYTES;
 constexpr u32 FULL_AT = BIAS_AT + 4 * K;               // stage: prepared
 constexpr u32 EMPTY_AT = FULL_AT + 8 * STAGES;         // stage: consumed
-constexpr u32 SUMMED_AT = EMPTY_AT + 8 * STAGES;       // solver: its chunk's slices are done
-constexpr u32 TAKEN_AT = SUMMED_AT + 8 * SOLVERS;      // group: its parts have been read, by both warps of a solver
-constexpr u32 SHARE_AT = (TAKEN_AT + 8 * GROUPS + 15) / 16 * 16;  // what this cluster works on
-constexpr u32 SHARE_BYTES = 32;
-constexpr u32 SHARED_BYTES = SHARE_AT + SHARE_BYTES;
+constexpr u32 PARTS_READY_AT = EMPTY_AT + 8 * STAGES;       // solver: its chunk's slices are done
+constexpr u32 PARTS_READ_AT = PARTS_READY_AT + 8 * SOLVERS;      // group: its parts have been read, by both warps of a solver
+constexpr u32 INTERVAL_AT = (PARTS_READ_AT + 8 * GROUPS + 15) / 16 * 16;  // what this cluster works on
+constexpr u32 INTERVAL_BYTES = 32;
+constexpr u32 SHARED_BYTES = INTERVAL_AT + INTERVAL_BYTES;
 static_assert(SHARED_BYTES <= SHARED_LIMIT, "the host's shared memory size is too small");
 
 // Offset of half `half` of row `row` in a 16 x 16 tile with 32-byte rows, free of bank conflicts.

@@ -8,7 +8,7 @@
 #include "sm90/chunk_forward/schedule.cuh"
 
 // Without a bound, slice warps have 120 registers and need every one; in clusters of three they have 128.
-#define TIGHT (!BOUNDED && CLUSTER == SCANNERS)
+#define FEW_REGISTERS (!BOUNDED && CLUSTER == SCANNERS)
 
 // k 2^-G carries this factor (log2) so that G down to -116 overflows nothing.
 constexpr float SHIFT = -64.0f;
@@ -30,12 +30,12 @@ __device__ __forceinline__ void advance(Source& s) {
 
 // What is loaded next, into the same registers as soon as they have been used: the chunk `from` is at, of which this lane
 // has `left` tokens. What lies past the end is left as it was.
-struct Refill {
+struct NextLoad {
   const Source& from;
   int left;
 };
 
-__device__ __forceinline__ void load_gate(Raw& raw, const Refill& r) {
+__device__ __forceinline__ void load_gate(Raw& raw, const NextLoad& r) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -45,7 +45,7 @@ __device__ __forceinline__ void load_gate(Raw& raw, const Refill& r) {
   }
 }
 
-__device__ __forceinline__ void load_rows(Raw& raw, const Refill& r) {
+__device__ __forceinline__ void load_rows(Raw& raw, const NextLoad& r) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     load_sixteen(raw.k[i], r.from.k + i * r.from.k_token, i < r.left);
@@ -83,7 +83,7 @@ __device__ __forceinline__ u32 piece_offset(const Lane& l, int i, const Place& a
 // Decay of the whole chunk, in the order scan lanes read it: 4 floats (channels 2t, 2t+1, 2t+8, 2t+9) a lane and 16
 // channels.
 __device__ __forceinline__ void store_decay(const Place& at, const Lane& l, const float (&total)[8], const float (&across)[8]) {
-#if !TIGHT
+#if !FEW_REGISTERS
   if (l.g || at.half) return;
   const u32 to = at.stage + DECAY_AT + 4 * (32 * at.slice + 16 * (l.t >> 1) + 2 * (l.t & 1));
 #pragma unroll
@@ -112,12 +112,12 @@ __device__ __forceinline__ void store_rows(const Place& at, const Lane& l, int i
 }
 
 // The first half's k 2^(G_last - G), each lane to the second half's same lane.
-__device__ __forceinline__ void give(const Place& at, int i, const u32 (&kg)[4]) {
+__device__ __forceinline__ void send_keys(const Place& at, int i, const u32 (&kg)[4]) {
   store_shared(at.exchange + 512 * i, kg[0], kg[1], kg[2], kg[3]);
 }
 
 // Sums across the halves: rows k and q of the second, columns the first's tokens.
-__device__ __forceinline__ void take(Across& sums, const Place& at, const u32 (&k)[2][4], const u32 (&q)[2][4]) {
+__device__ __forceinline__ void add_across_products(Across& sums, const Place& at, const u32 (&k)[2][4], const u32 (&q)[2][4]) {
 #pragma unroll
   for (int tile = 0; tile < 2; ++tile) {
     const uint4 kg = load_shared_u4(at.exchange + 512 * tile);
@@ -137,7 +137,7 @@ __device__ __forceinline__ void take(Across& sums, const Place& at, const u32 (&
 #include "sm90/chunk_forward/slices_unbounded.cuh"
 #endif
 
-__device__ __forceinline__ Source make_source(const ChunkForwardParams& p, const Work& w, const Lane& l, int slice, int token) {
+__device__ __forceinline__ Source make_source(const ChunkForwardParams& p, const SequenceHead& w, const Lane& l, int slice, int token) {
   const long long g_size = G_FLOAT ? 4 : 2;
   const long long at = w.first + token;
   const int channel = 32 * slice + 8 * l.t;
@@ -193,8 +193,8 @@ __device__ __forceinline__ void exchange_totals(const Lane& l, const Place& at, 
 __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
   const int group = warp / (2 * SLICES);
   int c = group * CLUSTER + rank;  // of the cluster's steps
-  Job job = load_job(shared + SHARE_AT);
-  while (seek(p, shared, job, c)) {
+  Task task = load_task(shared + INTERVAL_AT);
+  while (advance_to_step(p, shared, task, c)) {
     const Lane l = make_lane();
     Place at;
     at.half = warp / SLICES % 2;
@@ -204,26 +204,26 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
     at.exchange = shared + EXCHANGE_AT + pair * EXCHANGE_BYTES + 16 * l.lane;
     const u32 bias = shared + BIAS_AT + 4 * (32 * at.slice + 8 * l.t), mine = shared + TOTALS_AT + pair * 256 + at.half * 128 + 32 * l.t;
     const u32 parts = shared + PARTS_AT + pair * SLICE_PARTS + at.half * PARTS * PART_BYTES + 16 * l.lane;
-    const Part part = make_part(p, shared, job);
+    const TaskPart part = make_task_part(p, shared, task);
     const int token = part.chunk_of(c) * C + at.half * HALF + 2 * l.p;
     int left = part.tokens - token;  // of this lane: left, up to 2
-    Source from = make_source(p, part.work, l, at.slice, token);
+    Source from = make_source(p, part.sequence, l, at.slice, token);
     Raw raw = {};
     load_gate(raw, {from, left});
     load_rows(raw, {from, left});
-    const Gate gate = make_gate(p, job.hv);
+    const Gate gate = make_gate(p, task.hv);
     // Both warps of a pair are here for the same job and share a bias.
     const int channel = 32 * at.slice + l.lane;
     sync_pair(at.pair);
-    if (!at.half) store_shared(shared + BIAS_AT + 4 * channel, __float_as_uint(gate_bias(p, gate, job.hv, channel)));
+    if (!at.half) store_shared(shared + BIAS_AT + 4 * channel, __float_as_uint(gate_bias(p, gate, task.hv, channel)));
     sync_pair(at.pair);
 #pragma unroll 1
-    for (; c < job.stop; c += STRIDE) {
+    for (; c < task.stop; c += STRIDE) {
       const int slot = c % STAGES, i = c / CLUSTER;  // i: of the block's steps
       at.stage = shared + STAGES_AT + slot * STAGE_PITCH;
       if (left < 2) clear_past_end(raw, left, gate.closed);
       float sum[2][8], total[8], across[8];
-#if !TIGHT
+#if !FEW_REGISTERS
       gate_steps(raw, gate, bias, sum);
 #else  // the address made anew, for want of registers
       gate_steps(raw, gate, opaque(mine) + (BIAS_AT + 128 * at.slice - TOTALS_AT - pair * 256 - at.half * 128), sum);
@@ -246,13 +246,13 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
 #endif
       exchange_totals(l, at, mine, total, across);
       barrier_wait(shared + EMPTY_AT + 8 * slot, (u32)(c / STAGES & 1) ^ 1);
-      Across over = {};
+      Across across_sums = {};
       store_decay(at, l, total, across);
-      prepare_slice(raw, sum, total, across, l, at, sums, over, {from, left});
-      barrier_wait(shared + TAKEN_AT + 8 * group, (u32)(i / GROUPS & 1) ^ 1);
+      prepare_slice(raw, sum, total, across, l, at, sums, across_sums, {from, left});
+      barrier_wait(shared + PARTS_READ_AT + 8 * group, (u32)(i / GROUPS & 1) ^ 1);
       store_parts(parts, sums);
-      if (at.half) store_tiles(parts + PARTS * PART_BYTES, over.tile);
-      warp_arrive(shared + SUMMED_AT + 8 * (i % SOLVERS), l.lane);
+      if (at.half) store_tiles(parts + PARTS * PART_BYTES, across_sums.tile);
+      warp_arrive(shared + PARTS_READY_AT + 8 * (i % SOLVERS), l.lane);
     }
   }
 }

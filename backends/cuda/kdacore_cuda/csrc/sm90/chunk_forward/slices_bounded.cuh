@@ -8,7 +8,7 @@ __device__ __forceinline__ void sum_steps(const Raw&, float (&s)[2][8], float (&
 
 __device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8], const float (&total)[8],
                                               const float (&across)[8], const Lane& l, const Place& at, Products& sums,
-                                              Across& over, const Refill& next) {
+                                              Across& across_sums, const NextLoad& next) {
   float to_end[8];
 #pragma unroll
   for (int e = 0; e < 8; ++e) to_end[e] = exp2_fast(total[e] - SHIFT);
@@ -48,7 +48,7 @@ __device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8]
       }
     }
     store_rows(at, l, i, kf, qf, kg);
-    if (!at.half) give(at, i, own);
+    if (!at.half) send_keys(at, i, own);
   }
   load_rows(raw, next);
 #pragma unroll
@@ -62,5 +62,5 @@ __device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8]
     }
   }
   sync_pair(at.pair);
-  if (at.half) take(over, at, kp, qp);
+  if (at.half) add_across_products(across_sums, at, kp, qp);
 }

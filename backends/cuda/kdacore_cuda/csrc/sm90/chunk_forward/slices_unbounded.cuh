@@ -82,7 +82,7 @@ __device__ __forceinline__ void sum_steps(const Raw& raw, float (&s)[2][8], floa
 
 __device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8], const float (&total)[8],
                                               const float (&across)[8], const Lane& l, const Place& at, Products& sums,
-                                              Across& over, const Refill& next) {
+                                              Across& across_sums, const NextLoad& next) {
   u32 kp[2][4], qp[2][4];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -117,9 +117,9 @@ __device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8]
       }
     }
     store_rows(at, l, i, kf, qf, kg);
-    if (!at.half) give(at, i, own);
+    if (!at.half) send_keys(at, i, own);
   }
   load_rows(raw, next);
   sync_pair(at.pair);
-  if (at.half) take(over, at, kp, qp);
+  if (at.half) add_across_products(across_sums, at, kp, qp);
 }

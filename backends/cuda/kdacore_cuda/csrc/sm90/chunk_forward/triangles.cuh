@@ -30,7 +30,7 @@ __device__ __forceinline__ void store_scalars(u32 stage, int half, const Lane& l
 __device__ __forceinline__ void store_across(u32 stage, const Lane& l, const Across& sums) {
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
-    const int j = 2 * pair_of(2 * l.t + c);
+    const int j = 2 * token_pair_of(2 * l.t + c);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const u32 to = stage + (j >> 3) * 256 + (2 * l.p + h) * 16 + (j & 7) * 2;
@@ -142,21 +142,21 @@ __device__ __forceinline__ void solver_warp(const ChunkForwardParams& p, u32 sha
   constexpr int STEPS = SOLVERS * CLUSTER;  // to this pair's next
   const long long size = type_size(p.beta_type), token = size * p.beta_st;
   int c = pair * CLUSTER + rank;  // of the cluster's steps
-  Job job = load_job(shared + SHARE_AT);
-  while (seek(p, shared, job, c)) {
-    const Part part = make_part(p, shared, job);
+  Task task = load_task(shared + INTERVAL_AT);
+  while (advance_to_step(p, shared, task, c)) {
+    const TaskPart part = make_task_part(p, shared, task);
     const int first = part.chunk_of(c) * C + HALF * half + 2 * l.p;
     int left = part.tokens - first;  // of this lane: left, up to 2
-    u64 from = p.beta + size * (part.work.batch * p.beta_sb + job.hv * p.beta_sh) + (part.work.first + first) * token;
+    u64 from = p.beta + size * (part.sequence.batch * p.beta_sb + task.hv * p.beta_sh) + (part.sequence.first + first) * token;
     u32 beta[2];
     load_beta(p, from, token, left, beta);
 #pragma unroll 1
-    for (; c < job.stop; c += STEPS) {
+    for (; c < task.stop; c += STEPS) {
       const int slot = c % STAGES, i = c / CLUSTER, group = i % GROUPS;  // i: of the block's steps
       const u32 stage = shared + STAGES_AT + slot * STAGE_PITCH, full = shared + FULL_AT + 8 * slot;
       const u32 parts = shared + PARTS_AT + group * SLICES * SLICE_PARTS + 16 * l.lane;
-      const u32 taken = shared + TAKEN_AT + 8 * group;
-      barrier_wait(shared + SUMMED_AT + 8 * pair, (u32)(i / SOLVERS & 1));
+      const u32 parts_read = shared + PARTS_READ_AT + 8 * group;
+      barrier_wait(shared + PARTS_READY_AT + 8 * pair, (u32)(i / SOLVERS & 1));
       if (half) publish_operands(stage, full, l.lane, rank);
       Scalars s;
 #pragma unroll
@@ -164,7 +164,7 @@ __device__ __forceinline__ void solver_warp(const ChunkForwardParams& p, u32 sha
       Products sums = {};
       add_parts(sums, parts + half * PARTS * PART_BYTES);
       if (half) {
-        warp_arrive(taken, l.lane);
+        warp_arrive(parts_read, l.lane);
       }
       set_norms(p, sums, s);
       store_scalars(stage, half, l, s);
@@ -186,7 +186,7 @@ __device__ __forceinline__ void solver_warp(const ChunkForwardParams& p, u32 sha
         Across across = {};
 #pragma unroll 2
         for (int slice = 0; slice < SLICES; ++slice) add_tiles(across.tile, parts + slice * SLICE_PARTS + 2 * PARTS * PART_BYTES);
-        warp_arrive(taken, l.lane);
+        warp_arrive(parts_read, l.lane);
         store_across(stage, l, across);
       }
       sync_pair(SOLVER_BARRIER + pair);

@@ -6,7 +6,7 @@ __device__ __forceinline__ void store_triangles(u32 stage, u32 scratch, int half
   constexpr float INVERSE_SHIFT = 18446744073709551616.0f;  // 2^-SHIFT
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
-    const int n = 2 * l.t + c, j = 2 * pair_of(n);
+    const int n = 2 * l.t + c, j = 2 * token_pair_of(n);
     const float r0 = shuffle(s.k_norm[0], 4 * n), r1 = shuffle(s.k_norm[1], 4 * n);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

@@ -12,7 +12,7 @@
 // Where lane 8i + r finds row r of matrix i in 16 rows and columns; columns from piece `piece` on.
 template <u32 BYTES>
 __device__ __forceinline__ u32 matrix_at(int piece, int lane) {
-  return (lane & 15) * BYTES + exchanged(lane, piece + (lane >> 4));
+  return (lane & 15) * BYTES + swizzled_piece(lane, piece + (lane >> 4));
 }
 
 using Strip = float[4][2][4];
@@ -55,7 +55,7 @@ struct Gates {
 template <class S>
 __device__ __forceinline__ u32 gate_at(u32 shared, int token, int strip, int half, int lane) {
   const int g = lane >> 2;
-  return shared + S::G_AT + token * S::FLOAT_ROW + exchanged(token, 4 * strip + 2 * half + (g >> 2)) + 4 * (g & 3);
+  return shared + S::G_AT + token * S::FLOAT_ROW + swizzled_piece(token, 4 * strip + 2 * half + (g >> 2)) + 4 * (g & 3);
 }
 template <class S>
 __device__ __forceinline__ Gates make_gates(u32 shared, int rows, int strip, int lane) {
@@ -156,13 +156,13 @@ template <class S>
 __device__ __forceinline__ void recompute(const RecomputeParams& p, const Chunk& c, int part, bool kept, u32 shared) {
   constexpr int STRIPS = S::WIDTH / 16 / WARPS;  // of a warp
   const int lane = thread_index() & 31, warp = thread_index() >> 5;
-  ask_chunk<S>(p, c, part, shared);
+  fetch_chunk<S>(p, c, part, shared);
 
-  const Leaving leaving = make_leaving<S>(p, c, part, kept);
-  const u32 halves = shared + leaving.row * S::HALF_ROW + exchanged(leaving.row, leaving.piece);
-  if (S::DECAYS_LATER) {
+  const OutputRows output_rows = make_output_rows<S>(p, c, part, kept);
+  const u32 halves = shared + output_rows.row * S::HALF_ROW + swizzled_piece(output_rows.row, output_rows.piece);
+  if (S::DECAYS_AFTER_REST) {
     copy_async_wait<0>();
-    ask_decays<S>(p, c, part, shared);
+    fetch_decays<S>(p, c, part, shared);
   } else {
     copy_async_wait<1>();
   }
@@ -173,10 +173,10 @@ __device__ __forceinline__ void recompute(const RecomputeParams& p, const Chunk&
   const Result<S> u = load_result<S>(halves + S::V_AT, S::HALF_ROW);
   if (WITH_Q) {
     sync_block();
-    ask<S::HALF_ROW>(shared + S::V_AT, part_of<S, 2>(p.q, p.q_sb, p.q_st, p.q_sh, c, c.h, part), c.rows);
+    fetch_rows<S::HALF_ROW>(shared + S::V_AT, part_of<S, 2>(p.q, p.q_sb, p.q_st, p.q_sh, c, c.h, part), c.rows);
     copy_async_commit();
   }
-  store_result<S>(u, p.u, leaving, c.rows);
+  store_result<S>(u, p.u, output_rows, c.rows);
 
   copy_async_wait<WITH_Q>();
   sync_block();
@@ -197,11 +197,11 @@ __device__ __forceinline__ void recompute(const RecomputeParams& p, const Chunk&
     store_strip(w, shared + S::G_AT + matrix_at<S::FLOAT_ROW>(piece_of_w(strip, 0), lane), S::FLOAT_ROW);
   }
   sync_block();
-  store_result<S>(load_result<S>(halves + S::K_AT, S::HALF_ROW), p.kg, leaving, c.rows);
-  if (WITH_Q) store_result<S>(load_result<S>(halves + S::V_AT, S::HALF_ROW), p.qg, leaving, c.rows);
-  const int piece = piece_of_w(leaving.piece >> 1, leaving.piece & 1);
-  const Result<S> w = load_result<S>(shared + S::G_AT + leaving.row * S::FLOAT_ROW + exchanged(leaving.row, piece), S::FLOAT_ROW);
-  store_result<S>(w, p.w, leaving, c.rows);
+  store_result<S>(load_result<S>(halves + S::K_AT, S::HALF_ROW), p.kg, output_rows, c.rows);
+  if (WITH_Q) store_result<S>(load_result<S>(halves + S::V_AT, S::HALF_ROW), p.qg, output_rows, c.rows);
+  const int piece = piece_of_w(output_rows.piece >> 1, output_rows.piece & 1);
+  const Result<S> w = load_result<S>(shared + S::G_AT + output_rows.row * S::FLOAT_ROW + swizzled_piece(output_rows.row, piece), S::FLOAT_ROW);
+  store_result<S>(w, p.w, output_rows, c.rows);
 }
 
 // In pairs that begin together, so that neighbours in memory are read at the same time.
@@ -213,10 +213,10 @@ KDA_KERNEL(THREADS, 4) KDA_CLUSTER(2) recompute_hopper(KDA_PARAM RecomputeParams
   const bool kept = item >= p.kept;
   const Chunk c = make_chunk(p, item);
   if (!c.rows) return;  // a slot of a pack that no chunk fills
-  if (block < p.in_turn) pause(block * (past < 0 ? Shape<1>::TURN : Shape<2>::TURN));
+  if (block < p.in_turn) pause(block * (past < 0 ? BlockLayout<1>::START_DELAY : BlockLayout<2>::START_DELAY));
   if (past < 0) {
-    recompute<Shape<1>>(p, c, 0, kept, shared);
+    recompute<BlockLayout<1>>(p, c, 0, kept, shared);
   } else {
-    recompute<Shape<2>>(p, c, past & 1, kept, shared);
+    recompute<BlockLayout<2>>(p, c, past & 1, kept, shared);
   }
 }

@@ -11,15 +11,15 @@ static_assert(K == 128, "rows of 128 channels and values");
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
 constexpr u32 INVERSE_ROW = 2 * C;
 
-// What a block that takes one of PARTS parts of a chunk and value head has in shared memory: rows as they come, their pieces exchanged.
+// What a block that takes one of PARTS parts of a chunk and value head has in shared memory: rows as they come, their pieces swizzled_piece.
 // Results take the places of what they are made from: kg that of k, u that of v, w that of gc. q comes where u was, and qg takes its place.
 template <int PARTS>
-struct Shape {
+struct BlockLayout {
   static constexpr int WIDTH = K / PARTS;  // channels and values of a block
   // Half of what a block reads, asked for when the rest has come: memory is a little faster with less asked for at a time. Halves are for
   // when there is little to do, and soon done with all at once.
-  static constexpr bool DECAYS_LATER = PARTS == 1;
-  static constexpr int TURN = PARTS == 1 ? 24 : 14;  // cycles in which about as many bytes come as it reads
+  static constexpr bool DECAYS_AFTER_REST = PARTS == 1;
+  static constexpr int START_DELAY = PARTS == 1 ? 24 : 14;  // cycles in which about as many bytes come as it reads
   static constexpr u32 HALF_ROW = 2 * WIDTH, FLOAT_ROW = 4 * WIDTH;
   static constexpr u32 K_AT = 0;
   static constexpr u32 V_AT = K_AT + C * HALF_ROW;
@@ -28,34 +28,34 @@ struct Shape {
   static constexpr u32 BETA_AT = INVERSE_AT + C * INVERSE_ROW;
   static_assert(BETA_AT + 4 * C <= (PARTS == 1 ? SHARED_WHOLE : SHARED_HALF), "the host's shared memory size is too small");
   // A thread's share of a result, whole rows by a warp.
-  static constexpr int ROW_LANES = 2 * WIDTH / 16, AT_ONCE = THREADS / ROW_LANES, SHARE = C / AT_ONCE;
-  static_assert(AT_ONCE % 8 == 0, "all its rows have their pieces in the same order");
+  static constexpr int ROW_LANES = 2 * WIDTH / 16, ROWS_AT_ONCE = THREADS / ROW_LANES, THREAD_ROWS = C / ROWS_AT_ONCE;
+  static_assert(ROWS_AT_ONCE % 8 == 0, "all its rows have their pieces in the same order");
 };
 
 // Rows past a chunk's end are zeros: so is their beta, they add nothing, and their results are not stored.
 template <u32 BYTES>
-__device__ __forceinline__ void ask(u32 to, const Rows& from, int rows) {
-  constexpr int PIECES = BYTES / 16, AT_ONCE = THREADS / PIECES, TIMES = C / AT_ONCE;
+__device__ __forceinline__ void fetch_rows(u32 to, const Rows& from, int rows) {
+  constexpr int PIECES = BYTES / 16, ROWS_AT_ONCE = THREADS / PIECES, TIMES = C / ROWS_AT_ONCE;
   const int piece = thread_index() % PIECES, first = thread_index() / PIECES;
   const unsigned char* at = row_at(from, first) + 16 * piece;
-  const long long step = (long long)AT_ONCE * from.step;
+  const long long step = (long long)ROWS_AT_ONCE * from.step;
 #pragma unroll
   for (int n = 0; n < TIMES; ++n) {
-    const int row = first + n * AT_ONCE;
-    copy_async16(to + row * BYTES + exchanged(row, piece), at, row < rows);
+    const int row = first + n * ROWS_AT_ONCE;
+    copy_async16(to + row * BYTES + swizzled_piece(row, piece), at, row < rows);
     at += step;
   }
 }
 
 // Akk by blocks of 16 x 16, those on and below the diagonal.
-__device__ __forceinline__ void ask_inverse(u32 to, const Rows& from, int rows) {
-  constexpr int AT_ONCE = THREADS / 8;
+__device__ __forceinline__ void fetch_inverse(u32 to, const Rows& from, int rows) {
+  constexpr int ROWS_AT_ONCE = THREADS / 8;
   const int piece = thread_index() & 7, first = thread_index() >> 3;
 #pragma unroll
-  for (int n = 0; n < C / AT_ONCE; ++n) {
-    const int row = first + n * AT_ONCE;
+  for (int n = 0; n < C / ROWS_AT_ONCE; ++n) {
+    const int row = first + n * ROWS_AT_ONCE;
     if (piece >> 1 > row >> 4) continue;
-    copy_async16(to + row * INVERSE_ROW + exchanged(row, piece), row_at(from, row) + 16 * piece, row < rows);
+    copy_async16(to + row * INVERSE_ROW + swizzled_piece(row, piece), row_at(from, row) + 16 * piece, row < rows);
   }
 }
 
@@ -68,26 +68,26 @@ __device__ __forceinline__ Rows part_of(u64 base, long long sb, long long st, lo
 }
 
 template <class S>
-__device__ __forceinline__ void ask_decays(const RecomputeParams& p, const Chunk& c, int part, u32 shared) {
-  ask<S::FLOAT_ROW>(shared + S::G_AT, part_of<S, 4>(p.g, p.g_sb, p.g_st, p.g_sh, c, c.hv, part), c.rows);
+__device__ __forceinline__ void fetch_decays(const RecomputeParams& p, const Chunk& c, int part, u32 shared) {
+  fetch_rows<S::FLOAT_ROW>(shared + S::G_AT, part_of<S, 4>(p.g, p.g_sb, p.g_st, p.g_sh, c, c.hv, part), c.rows);
   copy_async_commit();
 }
 
 // Everything but q and, where they come later, decays. If they do not: in two groups, what u is made from and what is needed after it.
 template <class S>
-__device__ __forceinline__ void ask_chunk(const RecomputeParams& p, const Chunk& c, int part, u32 shared) {
+__device__ __forceinline__ void fetch_chunk(const RecomputeParams& p, const Chunk& c, int part, u32 shared) {
   const int i = thread_index();
   // As bits: whoever looks at them waits for them, and that is after all else has been asked for.
   const long long beta_at = c.batch * p.beta_sb + (c.first + i) * p.beta_st + c.hv * p.beta_sh;
   const u32 beta = i < c.rows ? load_bits(p.beta + type_size(p.beta_type) * beta_at, p.beta_type) : 0;
-  ask<S::HALF_ROW>(shared + S::V_AT, part_of<S, 2>(p.v, p.v_sb, p.v_st, p.v_sh, c, c.hv, part), c.rows);
-  ask_inverse(shared + S::INVERSE_AT, make_rows(p.Akk, p.Akk_sb, p.Akk_st, p.Akk_sh, 2, c, c.hv), c.rows);
-  if (!S::DECAYS_LATER) copy_async_commit();
-  ask<S::HALF_ROW>(shared + S::K_AT, part_of<S, 2>(p.k, p.k_sb, p.k_st, p.k_sh, c, c.h, part), c.rows);
-  if (S::DECAYS_LATER) {
+  fetch_rows<S::HALF_ROW>(shared + S::V_AT, part_of<S, 2>(p.v, p.v_sb, p.v_st, p.v_sh, c, c.hv, part), c.rows);
+  fetch_inverse(shared + S::INVERSE_AT, make_rows(p.Akk, p.Akk_sb, p.Akk_st, p.Akk_sh, 2, c, c.hv), c.rows);
+  if (!S::DECAYS_AFTER_REST) copy_async_commit();
+  fetch_rows<S::HALF_ROW>(shared + S::K_AT, part_of<S, 2>(p.k, p.k_sb, p.k_st, p.k_sh, c, c.h, part), c.rows);
+  if (S::DECAYS_AFTER_REST) {
     copy_async_commit();
   } else {
-    ask_decays<S>(p, c, part, shared);
+    fetch_decays<S>(p, c, part, shared);
   }
   if (i < C) store_shared(shared + S::BETA_AT + 4 * i, __float_as_uint(from_bits(beta, p.beta_type)));
 }
@@ -96,39 +96,39 @@ __device__ __forceinline__ void ask_chunk(const RecomputeParams& p, const Chunk&
 __device__ __forceinline__ int piece_of_w(int strip, int half) { return 4 * strip + 2 * (strip >> 1 & 1) + half; }
 
 // Of a thread's share: which row is its first, which 16 bytes of it, where they go to, and whether they stay in L2.
-struct Leaving {
+struct OutputRows {
   int row, piece;
   long long to, step;
   u64 policy;
 };
 template <class S>
-__device__ __forceinline__ Leaving make_leaving(const RecomputeParams& p, const Chunk& c, int part, bool kept) {
-  Leaving r;
+__device__ __forceinline__ OutputRows make_output_rows(const RecomputeParams& p, const Chunk& c, int part, bool kept) {
+  OutputRows r;
   r.row = thread_index() / S::ROW_LANES;
   r.piece = thread_index() % S::ROW_LANES;
   r.to = 2 * (output_at(p, c, r.row, K) + S::WIDTH * part) + 16 * r.piece;
-  r.step = 2ll * S::AT_ONCE * p.HV * K;
+  r.step = 2ll * S::ROWS_AT_ONCE * p.HV * K;
   r.policy = write_policy(kept);
   return r;
 }
 
 template <class S>
 struct Result {
-  uint4 x[S::SHARE];
+  uint4 x[S::THREAD_ROWS];
 };
 template <class S>
 __device__ __forceinline__ Result<S> load_result(u32 from, u32 bytes) {
   Result<S> r;
 #pragma unroll
-  for (int n = 0; n < S::SHARE; ++n) r.x[n] = load_shared_u4(from + S::AT_ONCE * n * bytes);
+  for (int n = 0; n < S::THREAD_ROWS; ++n) r.x[n] = load_shared_u4(from + S::ROWS_AT_ONCE * n * bytes);
   return r;
 }
 template <class S>
-__device__ __forceinline__ void store_result(const Result<S>& r, u64 array, const Leaving& l, int rows) {
+__device__ __forceinline__ void store_result(const Result<S>& r, u64 array, const OutputRows& l, int rows) {
   u64 to = array + l.to;
 #pragma unroll
-  for (int n = 0; n < S::SHARE; ++n) {
-    if (l.row + S::AT_ONCE * n < rows) store_global(reinterpret_cast<void*>(to), r.x[n], l.policy);
+  for (int n = 0; n < S::THREAD_ROWS; ++n) {
+    if (l.row + S::ROWS_AT_ONCE * n < rows) store_global(reinterpret_cast<void*>(to), r.x[n], l.policy);
     to += l.step;
   }
 }

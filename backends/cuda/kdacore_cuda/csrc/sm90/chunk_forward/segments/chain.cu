@@ -31,7 +31,7 @@ __device__ __forceinline__ u32 left_at(u32 left, const Lane& l, int kk) {
   return left + (kk >> 2) * (PART_BYTES / 2) + swizzled(16 * l.strip + (l.lane & 15), 2 * (kk & 3) + (l.lane >> 4));
 }
 
-__device__ __forceinline__ void put_left(const Sums& sums, u32 left, const Lane& l) {
+__device__ __forceinline__ void store_left(const Sums& sums, u32 left, const Lane& l) {
 #pragma unroll
   for (int m = 0; m < TILES / 2; ++m) {
     const Split s = split_tiles(sums.x[2 * m], sums.x[2 * m + 1]);
@@ -90,17 +90,17 @@ KDA_KERNEL(THREADS, 1) chain(KDA_PARAM SegmentParams p) {
   sync_block();
   fetch(1);
   fetch(2);
-  Sums sums, next, later;  // B of the segment ahead is on its way too
+  Sums sums, next, after_next;  // B of the segment ahead is on its way too
   read_pairs(sums.x, l.row, l.channel, map_of(0) + MAP_B);
-  if (segments > 2) read_pairs(later.x, l.row, l.channel, map_of(1) + MAP_B);
+  if (segments > 2) read_pairs(after_next.x, l.row, l.channel, map_of(1) + MAP_B);
 #pragma unroll 1
   for (int j = 1;; ++j) {
     write_pairs(sums.x, l.row, l.channel, p.starts + (first + (u64)j * p.HV) * FULL_STATE_BYTES);
     if (j == segments - 1) break;
-    next = later;
-    if (j + 1 < segments - 1) read_pairs(later.x, l.row, l.channel, map_of(j + 1) + MAP_B);
+    next = after_next;
+    if (j + 1 < segments - 1) read_pairs(after_next.x, l.row, l.channel, map_of(j + 1) + MAP_B);
     const u32 left = shared + LEFT_AT + (j & 1) * 2 * PART_BYTES;
-    put_left(sums, left, l);
+    store_left(sums, left, l);
     sync_block();  // and all are done with A of the segment before
     fetch(j + 2);
     barrier_wait(shared + BARRIERS_AT + 8 * stage_of(j), (j - 1) / STAGES & 1);

@@ -4,7 +4,7 @@
 
 #include "sm90/chunk_backward/workspace.cuh"
 
-namespace record {
+namespace chunk_operands {
 
 constexpr u32 LAST_BYTES = 4 * K;  // 2^(all steps of the chunk)
 constexpr u32 LAST = 0;

@@ -5,27 +5,27 @@
 //
 // which from S = 0 walks to B, and from the unit matrix, without u, to A. Both are 128 rows to be walked, a block each.
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
-constexpr u32 WANTED = record::QG;  // what is read of a record
+constexpr u32 STAGED_BYTES = chunk_operands::QG;  // what is read of a record
 #include "sm90/chunk_forward/segments/segment_scan.cuh"
 
 // A block's segment, and whether it walks to A. Late segments first: their records were written last, and the first segments' A,
 // which nobody needs, cost nothing at the end.
-struct Job {
+struct Task {
   Segment x;
-  bool unit, idle;
+  bool from_identity, idle;
 };
-__device__ __forceinline__ Job find_job(const SegmentParams& p, int block) {
+__device__ __forceinline__ Task find_task(const SegmentParams& p, int block) {
   const int index = grid_blocks() - 1 - block, m = index >> 1, slot = m / p.HV, hv = m - slot * p.HV;
   int n, j;
-  of_slot(p, slot, [&](int sequence, int segment) { n = sequence, j = segment; });
-  Job job = {find_segment(p, n, j, hv), (index & 1) == 0, false};
-  job.idle = job.x.last() || (job.unit && job.x.index == 0);
-  return job;
+  find_slot_segment(p, slot, [&](int sequence, int segment) { n = sequence, j = segment; });
+  Task task = {find_segment(p, n, j, hv), (index & 1) == 0, false};
+  task.idle = task.x.last() || (task.from_identity && task.x.index == 0);
+  return task;
 }
 
-__device__ __forceinline__ void begin(State& state, const SegmentParams& p, const Job& job, const Lane& l) {
-  if (!job.unit) {
-    const u64 h0 = job.x.index ? 0 : matrix_at(p.h0, job.x.state, p.flags);
+__device__ __forceinline__ void initial_state(State& state, const SegmentParams& p, const Task& task, const Lane& l) {
+  if (!task.from_identity) {
+    const u64 h0 = task.x.index ? 0 : matrix_at(p.h0, task.x.state, p.flags);
     return read_state(state, l.row + l.g, l.t, h0, p.flags);
   }
 #pragma unroll
@@ -36,8 +36,8 @@ __device__ __forceinline__ void begin(State& state, const SegmentParams& p, cons
 }
 
 // A leaves in two bfloat16 parts, through the ring, which nobody uses any more.
-__device__ __forceinline__ void leave_unit(const State& state, u64 map, u32 shared, const Lane& l) {
-  sync_threads(1, 32 * CARRIERS);
+__device__ __forceinline__ void store_map(const State& state, u64 map, u32 shared, const Lane& l) {
+  sync_threads(1, 32 * STATE_WARPS);
   constexpr u32 ROWS = 16 * IMAGE_ROW;
   const u32 out = shared + l.row / 16 * 4 * ROWS;
 #pragma unroll
@@ -58,50 +58,50 @@ __device__ __forceinline__ void leave_unit(const State& state, u64 map, u32 shar
   copy_out_wait_read<0>();
 }
 
-__device__ __forceinline__ void walk(const SegmentParams& p, const Job& job, u32 shared, const Lane& l) {
+__device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task& task, u32 shared, const Lane& l) {
   State state;
-  begin(state, p, job, l);
+  initial_state(state, p, task, l);
   Operand s;
   pack_state(s, state);
-  if (job.unit) {
+  if (task.from_identity) {
     // Walked without u: these rows of the stages stay zero.
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) {
-      const u32 rows = shared + i * STAGE_PITCH + STAGE_LEAD + record::U + l.row * IMAGE_ROW;
+      const u32 rows = shared + i * STAGE_PITCH + STAGE_LEAD + chunk_operands::U + l.row * IMAGE_ROW;
 #pragma unroll
       for (int n = 0; n < 4; ++n) store_shared(rows + 512 * n + 16 * l.lane, 0, 0, 0, 0);
     }
     sync_warp();
   }
-  Records ring = {shared};
+  OperandRing ring = {shared};
 #pragma unroll 1
-  for (int c = job.x.begin; c < job.x.end; ++c) {
+  for (int c = task.x.begin; c < task.x.end; ++c) {
     const u32 stage = ring.stage();
-    const u64 w = operand_descriptor(stage + record::W, 16, 1024), kg = operand_descriptor(stage + record::KG, SQUARE_BYTES, 1024);
+    const u64 w = operand_descriptor(stage + chunk_operands::W, 16, 1024), kg = operand_descriptor(stage + chunk_operands::KG, SQUARE_BYTES, 1024);
     ring.wait_full();
-    float told[2 * C_TILES][4] = {};  // S w^T
-    hold(told);
+    float prediction[2 * C_TILES][4] = {};  // S w^T
+    fence_registers(prediction);
     warpgroup_fence();
-    multiply_channels(told, s, w);
+    multiply_channels(prediction, s, w);
     warpgroup_commit();
     TokenOperand u, v;
     load_u(u, l, stage);
-    decay_state(state, l.t, stage + record::LAST);
+    decay_state(state, l.t, stage + chunk_operands::LAST);
     warpgroup_wait<0>();
-    hold(told);
-    subtract(v, u, told);
+    fence_registers(prediction);
+    subtract(v, u, prediction);
     warpgroup_fence();
 #pragma unroll
     for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, v.a[kk], over_tokens(kg, kk), 1);
     warpgroup_commit();
     warpgroup_wait<0>();
-    hold(state.s);
+    fence_registers(state.s);
     pack_state(s, state);
     release(l, ring);
     ring.next();
   }
-  const u64 map = p.maps + job.x.place * MAP_BYTES;
-  if (job.unit) leave_unit(state, map, shared, l);
+  const u64 map = p.maps + task.x.place * MAP_BYTES;
+  if (task.from_identity) store_map(state, map, shared, l);
   else write_pairs(state.s, l.row + l.g, 2 * l.t, map + MAP_B);
 }
 
@@ -110,14 +110,14 @@ KDA_KERNEL(THREADS, 1) maps(KDA_PARAM SegmentParams p) {
   const u32 shared = shared_address(memory);
   wait_for_inputs();
   const int warp = uniform(thread_index() >> 5);
-  const Job job = find_job(p, block_index());
-  if (job.idle) return;
+  const Task task = find_task(p, block_index());
+  if (task.idle) return;
   make_barriers(shared);
-  if (warp < CARRIERS) {
-    take_registers<1>();
-    walk(p, job, shared, make_lane(warp));
+  if (warp < STATE_WARPS) {
+    set_role_registers<1>();
+    scan_segment(p, task, shared, make_lane(warp));
   } else {
-    take_registers<0>();
-    if (warp == CARRIERS && (thread_index() & 31) == 0) feed(p, job.x, shared, job.unit ? record::U : record::QG);
+    set_role_registers<0>();
+    if (warp == STATE_WARPS && (thread_index() & 31) == 0) produce(p, task.x, shared, task.from_identity ? chunk_operands::U : chunk_operands::QG);
   }
 }

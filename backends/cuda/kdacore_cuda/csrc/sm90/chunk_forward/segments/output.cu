@@ -6,12 +6,12 @@
 // o is made transposed (V by tokens) and leaves a chunk later, while the matrix unit works, through the next chunk's places of u,
 // whose rows no other warp reads.
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
-constexpr u32 WANTED = record::BYTES;
+constexpr u32 STAGED_BYTES = chunk_operands::BYTES;
 #include "sm90/chunk_forward/segments/segment_scan.cuh"
 
 __device__ __forceinline__ Segment find_block(const SegmentParams& p, int block) {
   const int slot = block / p.HV, hv = block - slot * p.HV;
-  return of_slot(p, slot, [&](int n, int index) { return find_segment(p, n, index, hv); });
+  return find_slot_segment(p, slot, [&](int n, int index) { return find_segment(p, n, index, hv); });
 }
 
 // Row of the first checkpoint of sequence n; all lanes.
@@ -23,7 +23,7 @@ __device__ __forceinline__ long long first_checkpoint(const SegmentParams& p, in
 }
 
 // A chunk's o on its way out: 64 tokens of this warp's 16 values, 32 bytes a token. Rows of tokens lie one after the other, pieces
-// exchanged so that eight of them do not meet in a bank.
+// swizzled_piece so that eight of them do not meet in a bank.
 __device__ __forceinline__ u32 staged(int token, int piece) { return token * 32 + ((piece ^ (token >> 2 & 1)) << 4); }
 
 __device__ __forceinline__ void stage_output(const TokenOperand& o, u32 rows, const Lane& l) {
@@ -45,7 +45,7 @@ __device__ __forceinline__ void store_output(u32 rows, unsigned char* to, long l
   }
 }
 
-__device__ __forceinline__ void walk(const SegmentParams& p, const Segment& x, u32 shared, const Lane& l) {
+__device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segment& x, u32 shared, const Lane& l) {
   const int row = l.row + l.g;
   State state;
   if (x.index) read_pairs(state.s, row, 2 * l.t, p.starts + x.place * FULL_STATE_BYTES);
@@ -65,7 +65,7 @@ __device__ __forceinline__ void walk(const SegmentParams& p, const Segment& x, u
   pack_state(s, state);
   TokenOperand out = {};  // of the chunk before
   int out_tokens = 0;
-  Records ring = {shared};
+  OperandRing ring = {shared};
 #pragma unroll 1
   for (int c = x.begin; c < x.end; ++c) {
     if (wait == 0) {
@@ -74,25 +74,25 @@ __device__ __forceinline__ void walk(const SegmentParams& p, const Segment& x, u
       wait = block;
     }
     --wait;
-    const u32 stage = ring.stage(), rows = stage + record::U + l.row * IMAGE_ROW;
-    const u64 w = operand_descriptor(stage + record::W, 16, 1024), kg = operand_descriptor(stage + record::KG, SQUARE_BYTES, 1024);
-    const u64 qg = step(w, record::QG - record::W), aqk = step(w, record::AQK - record::W);
+    const u32 stage = ring.stage(), rows = stage + chunk_operands::U + l.row * IMAGE_ROW;
+    const u64 w = operand_descriptor(stage + chunk_operands::W, 16, 1024), kg = operand_descriptor(stage + chunk_operands::KG, SQUARE_BYTES, 1024);
+    const u64 qg = step(w, chunk_operands::QG - chunk_operands::W), aqk = step(w, chunk_operands::AQK - chunk_operands::W);
     ring.wait_full();
-    float told[2 * C_TILES][4] = {}, o[2 * C_TILES][4] = {};
-    hold(told);
-    hold(o);
+    float prediction[2 * C_TILES][4] = {}, o[2 * C_TILES][4] = {};
+    fence_registers(prediction);
+    fence_registers(o);
     warpgroup_fence();
-    multiply_channels(told, s, w);
+    multiply_channels(prediction, s, w);
     warpgroup_commit();
     multiply_channels(o, s, qg);
     warpgroup_commit();
     TokenOperand u, v;
     load_u(u, l, stage);
     stage_output(out, rows, l);
-    decay_state(state, l.t, stage + record::LAST);
+    decay_state(state, l.t, stage + chunk_operands::LAST);
     warpgroup_wait<1>();
-    hold(told);
-    subtract(v, u, told);
+    fence_registers(prediction);
+    subtract(v, u, prediction);
     warpgroup_fence();
 #pragma unroll
     for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, v.a[kk], over_tokens(kg, kk), 1);
@@ -103,11 +103,11 @@ __device__ __forceinline__ void walk(const SegmentParams& p, const Segment& x, u
     store_output(rows, to - C * token_bytes, token_bytes, out_tokens, l);
     fence_async_proxy();  // a bulk copy will overwrite what was staged
     warpgroup_wait<1>();
-    hold(state.s);
+    fence_registers(state.s);
     pack_state(s, state);
-    hold(s.a);
+    fence_registers(s.a);
     warpgroup_wait<0>();
-    hold(o);
+    fence_registers(o);
     release(l, ring);
     ring.next();
     pack_rows(out, o);
@@ -117,7 +117,7 @@ __device__ __forceinline__ void walk(const SegmentParams& p, const Segment& x, u
   }
   // The producer has no more use for any stage.
   if (x.begin < x.end) {
-    const u32 rows = shared + STAGE_LEAD + record::U + l.row * IMAGE_ROW;
+    const u32 rows = shared + STAGE_LEAD + chunk_operands::U + l.row * IMAGE_ROW;
     stage_output(out, rows, l);
     store_output(rows, to - C * token_bytes, token_bytes, out_tokens, l);
   }
@@ -135,11 +135,11 @@ KDA_KERNEL(THREADS, 1) output(KDA_PARAM SegmentParams p) {
   }
   make_barriers(shared);
   const int block = opaque(block_index()) / PARTS, part = opaque(block_index()) % PARTS;  // each role finds its segment: the producer's registers are few
-  if (warp < CARRIERS) {
-    take_registers<1>();
-    walk(p, find_block(p, block), shared, make_lane(warp, part));
+  if (warp < STATE_WARPS) {
+    set_role_registers<1>();
+    scan_segment(p, find_block(p, block), shared, make_lane(warp, part));
   } else {
-    take_registers<0>();
-    if (warp == CARRIERS && (thread_index() & 31) == 0) feed(p, find_block(p, block), shared, record::BYTES, part);
+    set_role_registers<0>();
+    if (warp == STATE_WARPS && (thread_index() & 31) == 0) produce(p, find_block(p, block), shared, chunk_operands::BYTES, part);
   }
 }

@@ -58,7 +58,7 @@ __device__ __forceinline__ Segment find_segment(const SegmentParams& p, int n, i
 // Calls f(n, index) for the segment of a slot. In a pack those are the slots of maps and starts; dense sequences take turns: the first
 // segment of each, the second of each.
 template <class F>
-__device__ __forceinline__ auto of_slot(const SegmentParams& p, int slot, F f) {
+__device__ __forceinline__ auto find_slot_segment(const SegmentParams& p, int slot, F f) {
   if (!p.cu_seqlens) {
     const int index = slot / p.N;
     return f(slot - index * p.N, index);

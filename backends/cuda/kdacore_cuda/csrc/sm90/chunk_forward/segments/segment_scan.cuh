@@ -7,53 +7,53 @@
 #include "sm90/ring.cuh"
 #include "sm90/chunk_forward/segments/segment.cuh"
 
-constexpr int CARRIERS = 4 * WARPGROUPS;  // warps with 16 rows of the state each; the warp after them copies
+constexpr int STATE_WARPS = 4 * WARPGROUPS;  // warps with 16 rows of the state each; the warp after them copies
 constexpr int PARTS = 2 / WARPGROUPS;     // blocks of one state
 #if WARPGROUPS == 2
 // Registers are traded by warpgroups, so that the producer's has three idle warps.
-constexpr int THREADS = 384, START_REGISTERS = 168, CARRIER_REGISTERS = 232, PRODUCER_REGISTERS = 40;
-static_assert(2 * CARRIER_REGISTERS + PRODUCER_REGISTERS <= 3 * START_REGISTERS, "more registers than the block has");
+constexpr int THREADS = 384, START_REGISTERS = 168, STATE_REGISTERS = 232, PRODUCER_REGISTERS = 40;
+static_assert(2 * STATE_REGISTERS + PRODUCER_REGISTERS <= 3 * START_REGISTERS, "more registers than the block has");
 #else
 constexpr int THREADS = 160;
 #endif
-template <int CARRIER>
-__device__ __forceinline__ void take_registers() {
+template <int STATE>
+__device__ __forceinline__ void set_role_registers() {
 #if WARPGROUPS == 2
-  set_registers<CARRIER ? CARRIER_REGISTERS : PRODUCER_REGISTERS, START_REGISTERS>();
+  set_registers<STATE ? STATE_REGISTERS : PRODUCER_REGISTERS, START_REGISTERS>();
 #endif
 }
 
 // A stage holds the first bytes of a record, its images where products want them.
-constexpr u32 STAGE_LEAD = 1024 - record::KG;
-constexpr int STAGES = WANTED == record::BYTES ? 3 : 4;
-constexpr u32 STAGE_PITCH = (STAGE_LEAD + WANTED + 1023) / 1024 * 1024;
+constexpr u32 STAGE_LEAD = 1024 - chunk_operands::KG;
+constexpr int STAGES = STAGED_BYTES == chunk_operands::BYTES ? 3 : 4;
+constexpr u32 STAGE_PITCH = (STAGE_LEAD + STAGED_BYTES + 1023) / 1024 * 1024;
 constexpr u32 BARRIERS_AT = STAGES * STAGE_PITCH;
 static_assert(BARRIERS_AT + 16 * STAGES <= SHARED_BYTES, "the host's shared memory size is too small");
 
-using Records = Ring<STAGES, STAGE_LEAD, STAGE_PITCH, BARRIERS_AT, 8 * STAGES>;
+using OperandRing = Ring<STAGES, STAGE_LEAD, STAGE_PITCH, BARRIERS_AT, 8 * STAGES>;
 
 __device__ __forceinline__ void make_barriers(u32 shared) {
-  if (thread_index() < 2 * STAGES) barrier_init(shared + BARRIERS_AT + 8 * thread_index(), thread_index() < STAGES ? 1 : CARRIERS * WARP_ARRIVALS);
+  if (thread_index() < 2 * STAGES) barrier_init(shared + BARRIERS_AT + 8 * thread_index(), thread_index() < STAGES ? 1 : STATE_WARPS * WARP_ARRIVALS);
   fence_async_proxy();  // bulk copies will count on them
   sync_block();
 }
 
 // The first `bytes` of every record of the segment, or of a block that has half the rows those and its rows of u; one thread.
-__device__ __forceinline__ void feed(const SegmentParams& p, const Segment& x, u32 shared, u32 bytes, int part = 0) {
-  Records ring = {shared};
-  const u64 step = (u64)p.HV * record::BYTES;
-  u64 from = p.chunk_operands + ((u64)(x.s.slot + x.begin) * p.HV + x.hv) * record::BYTES;
+__device__ __forceinline__ void produce(const SegmentParams& p, const Segment& x, u32 shared, u32 bytes, int part = 0) {
+  OperandRing ring = {shared};
+  const u64 step = (u64)p.HV * chunk_operands::BYTES;
+  u64 from = p.chunk_operands + ((u64)(x.s.slot + x.begin) * p.HV + x.hv) * chunk_operands::BYTES;
   for (int c = x.begin; c < x.end; ++c, from += step) {
     ring.wait_empty();
-    const auto take = [&](u32 at, u32 size) { copy_in(ring.stage() + at, reinterpret_cast<const void*>(from + at), size, ring.full()); };
+    const auto copy = [&](u32 at, u32 size) { copy_in(ring.stage() + at, reinterpret_cast<const void*>(from + at), size, ring.full()); };
     if (PARTS == 1) {
       barrier_expect(ring.full(), bytes);
-      take(0, bytes);
+      copy(0, bytes);
     } else {
       barrier_expect(ring.full(), bytes - SQUARE_BYTES);
-      take(0, record::U);
-      take(record::U + part * SQUARE_BYTES, SQUARE_BYTES);
-      take(record::QG, bytes - record::QG);
+      copy(0, chunk_operands::U);
+      copy(chunk_operands::U + part * SQUARE_BYTES, SQUARE_BYTES);
+      copy(chunk_operands::QG, bytes - chunk_operands::QG);
     }
     ring.next();
   }
@@ -71,18 +71,18 @@ __device__ __forceinline__ Lane make_lane(int warp, int part = 0) {
 
 // This warp's rows of u.
 __device__ __forceinline__ void load_u(TokenOperand& u, const Lane& l, u32 stage) {
-  const u32 from = stage + record::U + l.row * IMAGE_ROW + l.piece;
+  const u32 from = stage + chunk_operands::U + l.row * IMAGE_ROW + l.piece;
 #pragma unroll
   for (int kk = 0; kk < C_TILES; ++kk) load_matrix4(u.a[kk], from ^ kk << 5);
 }
 
 // v = u - S w^T, rounded.
-__device__ __forceinline__ void subtract(TokenOperand& v, const TokenOperand& u, const float (&told)[2 * C_TILES][4]) {
+__device__ __forceinline__ void subtract(TokenOperand& v, const TokenOperand& u, const float (&prediction)[2 * C_TILES][4]) {
 #pragma unroll
   for (int kk = 0; kk < C_TILES; ++kk) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float* x = &told[2 * kk + (i >> 1)][2 * (i & 1)];
+      const float* x = &prediction[2 * kk + (i >> 1)][2 * (i & 1)];
       v.a[kk][i] = pack_bf16(bf16_low(u.a[kk][i]) - x[0], bf16_high(u.a[kk][i]) - x[1]);
     }
   }
@@ -95,4 +95,4 @@ __device__ __forceinline__ void multiply_channels(float (&x)[2 * C_TILES][4], co
 }
 
 // This warp has read all it will read of a stage.
-__device__ __forceinline__ void release(const Lane& l, const Records& ring) { warp_arrive(ring.empty(), l.lane); }
+__device__ __forceinline__ void release(const Lane& l, const OperandRing& ring) { warp_arrive(ring.empty(), l.lane); }

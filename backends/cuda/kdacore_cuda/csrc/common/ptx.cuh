@@ -6,6 +6,14 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 
+// Byte offset of a field of a structure that describes shared memory. An address in shared memory is a 32-bit number here, as
+// ldmatrix, mbarrier, wgmma and bulk copies take it; the structures give the layout, the sizes and the types.
+#ifdef KDACORE_EMULATE
+#define OFFSET(structure, field) ((u32)offsetof(structure, field))
+#else  // NVRTC has no offsetof of its own
+#define OFFSET(structure, field) ((u32)__INTADDR__(&((structure*)0)->field))
+#endif
+
 #ifdef KDACORE_EMULATE
 #include <emulate.h>
 #else

@@ -19,18 +19,18 @@ KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardPar
   const u32 shared = shared_address(memory);
   const int warp = thread_index() >> 5, rank = block_index() % CLUSTER;
   if (thread_index() < STAGES) {
-    barrier_init(shared + FULL_AT + 8 * thread_index(), WARP_ARRIVALS);
-    barrier_init(shared + EMPTY_AT + 8 * thread_index(), WARP_ARRIVALS * CLUSTER * SCAN_WARPS);
+    barrier_init(shared + OFFSET(SharedMemory, full) + 8 * thread_index(), WARP_ARRIVALS);
+    barrier_init(shared + OFFSET(SharedMemory, empty) + 8 * thread_index(), WARP_ARRIVALS * CLUSTER * SCAN_WARPS);
 #if CLUSTER > 1
     fence_barrier_init();
 #endif
   }
   wait_for_inputs();
   const int item = block_index() / CLUSTER;
-  const int n = sequence_by_length(p, item / p.HV, reinterpret_cast<int*>(memory + VALUES_AT), reinterpret_cast<int*>(memory + PICK_AT));
+  const int n = sequence_by_length(p, item / p.HV, reinterpret_cast<int*>(memory + OFFSET(SharedMemory, values)), reinterpret_cast<int*>(memory + OFFSET(SharedMemory, picked)));
   const SequenceHead sequence = make_sequence_head(p, n, item % p.HV, C);
   const Gate gate = make_gate(p, sequence.hv);
-  float* bias = reinterpret_cast<float*>(memory + BIAS_AT);
+  float* bias = reinterpret_cast<float*>(memory + OFFSET(SharedMemory, bias));
   for (int c = thread_index(); c < K; c += THREADS) bias[c] = gate_bias(p, gate, sequence.hv, c);
 #if CLUSTER > 1
   sync_block();

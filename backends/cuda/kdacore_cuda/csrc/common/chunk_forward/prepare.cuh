@@ -73,7 +73,7 @@ __device__ __forceinline__ u32 piece_offset(const Lane& l, int i, int slice) {
 // channels.
 __device__ __forceinline__ void store_decay(u32 stage, const Lane& l, int slice, const float (&decay)[8]) {
   if (l.g) return;
-  const u32 to = stage + DECAY_AT + 4 * (32 * slice + 16 * (l.t >> 1) + 2 * (l.t & 1));
+  const u32 to = stage + OFFSET(ChunkImage, decay) + 4 * (32 * slice + 16 * (l.t >> 1) + 2 * (l.t & 1));
 #pragma unroll
   for (int e = 0; e < 8; e += 2) store_shared(to + 8 * e, decay[e], decay[e + 1]);
 }
@@ -91,11 +91,11 @@ struct Scalars {
 
 __device__ __forceinline__ void store_scalars(u32 stage, const Lane& l, const Scalars& s) {
   if (l.t) return;
-  const u32 to = stage + SCALARS_AT + 8 * l.p;
-  store_shared(to, s.beta[0], s.beta[1]);
-  store_shared(to + 64, s.beta[0] * s.k_norm[0], s.beta[1] * s.k_norm[1]);
-  store_shared(to + 128, s.k_norm[0], s.k_norm[1]);
-  store_shared(to + 192, s.q_factor[0], s.q_factor[1]);
+  const u32 to = stage + OFFSET(ChunkImage, scalars) + 8 * l.p;
+  store_shared(to + OFFSET(TokenScalars, beta), s.beta[0], s.beta[1]);
+  store_shared(to + OFFSET(TokenScalars, beta_k_norm), s.beta[0] * s.k_norm[0], s.beta[1] * s.k_norm[1]);
+  store_shared(to + OFFSET(TokenScalars, k_norm), s.k_norm[0], s.k_norm[1]);
+  store_shared(to + OFFSET(TokenScalars, q_factor), s.q_factor[0], s.q_factor[1]);
 }
 
 // Columns of T = inverse of I + A, one a lane, by float32 substitution; r T below the diagonal goes to the image.
@@ -104,10 +104,10 @@ __device__ __forceinline__ void store_inverse(u32 stage, u32 scratch, int lane) 
   float x[C];
   invert_column(x, j, [&](int i, int m) { return scratch + 4 * (SCRATCH_PITCH * i + m); });
   const bool low = lane >= 16;
-  const u32 norms = stage + SCALARS_AT + 128 + (low ? 32 : 0);
+  const u32 norms = stage + OFFSET(ChunkImage, scalars) + OFFSET(TokenScalars, k_norm) + (low ? 32 : 0);
   const float4 r0 = load_shared4(norms), r1 = load_shared4(norms + 16);
   const float r[8] = {r0.x, r0.y, r0.z, r0.w, r1.x, r1.y, r1.z, r1.w};
-  const u32 to = stage + T_AT + (j >> 3) * 256 + (j & 7) * 2 + (low ? 128 : 0);
+  const u32 to = stage + OFFSET(ChunkImage, inverse) + (j >> 3) * 256 + (j & 7) * 2 + (low ? 128 : 0);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int row = low ? i + 8 : i;
@@ -185,8 +185,8 @@ __device__ __forceinline__ void publish(u32 stage, u32 full, int lane, int rank)
     for (int i = 1; i < CLUSTER; ++i) {
       const int to = (rank + i) % CLUSTER;
       const u32 remote = cluster_address(full, to);
-      warp_expect_remote(remote, STAGE_BYTES);
-      copy_to_block(cluster_address(stage, to), stage, STAGE_BYTES, remote);
+      warp_expect_remote(remote, IMAGE_BYTES);
+      copy_to_block(cluster_address(stage, to), stage, IMAGE_BYTES, remote);
     }
   }
 #endif
@@ -211,7 +211,7 @@ __device__ __forceinline__ Source make_source(const ChunkForwardParams& p, const
 __device__ __forceinline__ void prepare_warp(const ChunkForwardParams& p, const SequenceHead& sequence, u32 shared, int warp, int rank) {
   const Lane l = make_lane();
   const Gate gate = make_gate(p, sequence.hv);
-  const u32 scratch = shared + SCRATCH_AT + warp * C * SCRATCH_PITCH * 4;
+  const u32 scratch = shared + OFFSET(SharedMemory, scratch) + warp * C * SCRATCH_PITCH * 4;
   constexpr int STRIDE = PREPARE_WARPS * CLUSTER;
   int c = warp * CLUSTER + rank, left = sequence.length - c * C - 2 * l.p;  // tokens of this lane that are real: left, up to 2
   Source from = make_source(p, sequence, l, c * C + 2 * l.p);
@@ -225,10 +225,10 @@ __device__ __forceinline__ void prepare_warp(const ChunkForwardParams& p, const 
     Scalars s;
     s.beta[0] = activate_beta(p, beta[0], left > 0);
     s.beta[1] = activate_beta(p, beta[1], left > 1);
-    const u32 stage = shared + STAGES_AT + slot * STAGE_PITCH;
-    const EmptyBarrier stage_empty = {shared + EMPTY_AT + 8 * slot, (u32)(c / STAGES & 1) ^ 1};
-    prepare_chunk(raw, from, gate, p, l, s, left, STRIDE * C, stage_empty, stage, scratch, shared + BIAS_AT);
+    const u32 stage = shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH;
+    const EmptyBarrier stage_empty = {shared + OFFSET(SharedMemory, empty) + 8 * slot, (u32)(c / STAGES & 1) ^ 1};
+    prepare_chunk(raw, from, gate, p, l, s, left, STRIDE * C, stage_empty, stage, scratch, shared + OFFSET(SharedMemory, bias));
     load_beta(p, from.beta, from.beta_token, left - STRIDE * C, beta);
-    publish(stage, shared + FULL_AT + 8 * slot, l.lane, rank);
+    publish(stage, shared + OFFSET(SharedMemory, full) + 8 * slot, l.lane, rank);
   }
 }

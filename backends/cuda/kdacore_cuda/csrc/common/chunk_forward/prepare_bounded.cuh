@@ -36,10 +36,10 @@ __device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8]
       kg[w] = pack_bf16(e[0], e[1]);
     }
     const u32 at = piece_offset(l, i, slice), half = slice >> 1;
-    const u32 kq = stage + KQ_AT + half * 2 * ROWS_BYTES + at;
+    const u32 kq = stage + OFFSET(ChunkImage, kq) + half * 2 * ROWS_BYTES + at;
     store_shared(kq, kp[i][0], kp[i][1], kp[i][2], kp[i][3]);
     store_shared(kq + ROWS_BYTES, qp[i][0], qp[i][1], qp[i][2], qp[i][3]);
-    store_shared(stage + KG_AT + half * ROWS_BYTES + at, kg[0], kg[1], kg[2], kg[3]);
+    store_shared(stage + OFFSET(ChunkImage, kg) + half * ROWS_BYTES + at, kg[0], kg[1], kg[2], kg[3]);
   }
   load_rows(raw, next);
 #pragma unroll
@@ -70,7 +70,7 @@ __device__ __forceinline__ void store_triangles(u32 stage, u32 scratch, const La
       store_shared(scratch + 4 * (SCRATCH_PITCH * i + j), a0, a1);
       const float b0 = j <= i ? sums.qk[0][2 * h + c] * INVERSE_SHIFT : 0.0f;
       const float b1 = j + 1 <= i ? sums.qk[1][2 * h + c] * INVERSE_SHIFT : 0.0f;
-      store_shared(stage + QK_AT + (j >> 3) * 256 + i * 16 + (j & 7) * 2, pack_bf16(b0, b1));
+      store_shared(stage + OFFSET(ChunkImage, qk) + (j >> 3) * 256 + i * 16 + (j & 7) * 2, pack_bf16(b0, b1));
     }
   }
 }

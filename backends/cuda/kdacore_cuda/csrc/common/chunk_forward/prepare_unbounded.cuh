@@ -86,10 +86,10 @@ __device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8]
       kg[w] = pack_bf16(e[0], e[1]);
     }
     const u32 at = piece_offset(l, i, slice), half = slice >> 1;
-    const u32 kq = stage + KQ_AT + half * 2 * ROWS_BYTES + at;
+    const u32 kq = stage + OFFSET(ChunkImage, kq) + half * 2 * ROWS_BYTES + at;
     store_shared(kq, kp[0], kp[1], kp[2], kp[3]);
     store_shared(kq + ROWS_BYTES, qp[0], qp[1], qp[2], qp[3]);
-    store_shared(stage + KG_AT + half * ROWS_BYTES + at, kg[0], kg[1], kg[2], kg[3]);
+    store_shared(stage + OFFSET(ChunkImage, kg) + half * ROWS_BYTES + at, kg[0], kg[1], kg[2], kg[3]);
   }
   pair_products(raw, sum, sums);
 #pragma unroll
@@ -101,12 +101,13 @@ __device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8]
 }
 
 __device__ __forceinline__ void store_pair(u32 stage, u32 scratch, int i, int j, float kk, float qk) {
-  const float factor = load_shared1(stage + SCALARS_AT + 64 + 4 * i) * load_shared1(stage + SCALARS_AT + 128 + 4 * j);
+  const float factor = load_shared1(stage + OFFSET(ChunkImage, scalars) + OFFSET(TokenScalars, beta_k_norm) + 4 * i) *
+                       load_shared1(stage + OFFSET(ChunkImage, scalars) + OFFSET(TokenScalars, k_norm) + 4 * j);
   store_shared(scratch + 4 * (SCRATCH_PITCH * i + j), __float_as_uint(kk * factor));
-  store_shared16(triangle_at(stage + QK_AT, i, j), pack_bf16(qk, 0.0f));
+  store_shared16(triangle_at(stage + OFFSET(ChunkImage, qk), i, j), pack_bf16(qk, 0.0f));
 }
 
 __device__ __forceinline__ void store_triangles(u32 stage, u32 scratch, const Lane& l, const Scalars& s, Products& sums) {
-  store_levels(stage + QK_AT, scratch, l, sums.level, sums.diagonal,
+  store_levels(stage + OFFSET(ChunkImage, qk), scratch, l, sums.level, sums.diagonal,
                [&](int i, int j, float kk, float qk) { store_pair(stage, scratch, i, j, kk, qk); });
 }

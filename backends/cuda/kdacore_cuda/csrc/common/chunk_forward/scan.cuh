@@ -53,7 +53,7 @@ __device__ __forceinline__ void decay_state(ScanState& state, int m, int kk, con
 }
 
 // Where a chunk's image is. `full` is its barrier, waited for at `parity`; `values` the chunk's V.
-struct Stage {
+struct StageRef {
   u32 slot, base, full, parity, values;
 };
 
@@ -62,13 +62,13 @@ struct Tokens {
   float xo[ROW_TILES][4][4];
 };
 
-// The four floats of scalar row `which` this lane's token columns need: tokens 2t, 2t+1 and 8+2t, 8+2t+1.
+// Of row `row` of a chunk's token scalars the four that this lane's columns need: tokens 2t, 2t+1 and 8+2t, 8+2t+1.
 struct Columns {
   float c[2][2];
 };
-__device__ __forceinline__ Columns columns(u32 stage, int which, int t) {
-  const float2 a = load_shared2(stage + SCALARS_AT + 64 * which + 8 * t);
-  const float2 b = load_shared2(stage + SCALARS_AT + 64 * which + 8 * t + 32);
+__device__ __forceinline__ Columns columns(u32 stage, u32 row, int t) {
+  const float2 a = load_shared2(stage + OFFSET(ChunkImage, scalars) + row + 8 * t);
+  const float2 b = load_shared2(stage + OFFSET(ChunkImage, scalars) + row + 8 * t + 32);
   return {{{a.x, a.y}, {b.x, b.y}}};
 }
 
@@ -88,11 +88,11 @@ __device__ __forceinline__ void load_solve_operands(SolveOperands& s, const Scan
   for (int m = 0; m < ROW_TILES; ++m) {
     load_matrix4_transposed(s.v[m], values + m * TILE_BYTES + tile_offset((l.lane >> 4) * 8 + (l.lane & 7), l.lane >> 3 & 1));
   }
-  s.beta = columns(stage, 0, l.t);
-  s.beta_r = columns(stage, 1, l.t);
-  s.r = columns(stage, 2, l.t);
-  load_matrix4(s.inverse, stage + T_AT + triangle_row(l));
-  load_matrix4(s.qk, stage + QK_AT + triangle_row(l));
+  s.beta = columns(stage, OFFSET(TokenScalars, beta), l.t);
+  s.beta_r = columns(stage, OFFSET(TokenScalars, beta_k_norm), l.t);
+  s.r = columns(stage, OFFSET(TokenScalars, k_norm), l.t);
+  load_matrix4(s.inverse, stage + OFFSET(ChunkImage, inverse) + triangle_row(l));
+  load_matrix4(s.qk, stage + OFFSET(ChunkImage, qk) + triangle_row(l));
 }
 
 // From x to w = r T beta (v - r x), as the left operand (16 columns of V by 16 tokens) of what follows; o += Aqk w.
@@ -168,11 +168,11 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, const Seq
   l.g = l.lane >> 2;
   l.t = l.lane & 3;
   l.v0 = rank * BLOCK_V + warp * WARP_V;
-  l.values = shared + VALUES_AT + warp * V_DEPTH * ROW_TILES * TILE_BYTES;
-  l.out = shared + OUT_AT + warp * ROW_TILES * TILE_BYTES;
+  l.values = shared + OFFSET(SharedMemory, values) + warp * V_DEPTH * ROW_TILES * TILE_BYTES;
+  l.out = shared + OFFSET(SharedMemory, out) + warp * ROW_TILES * TILE_BYTES;
 #if WARPGROUP
-  l.kq = operand_descriptor(shared + STAGES_AT + KQ_AT, 16, 1024);
-  l.kg = operand_descriptor(shared + STAGES_AT + KG_AT, ROWS_BYTES, 1024);
+  l.kq = operand_descriptor(shared + OFFSET(SharedMemory, stages) + OFFSET(ChunkImage, kq), 16, 1024);
+  l.kg = operand_descriptor(shared + OFFSET(SharedMemory, stages) + OFFSET(ChunkImage, kg), ROWS_BYTES, 1024);
 #endif
   // This lane's 16 bytes of a chunk's V and o.
   const int token = l.lane >> 1, at_v = l.v0 + 8 * (l.lane & 1);
@@ -213,19 +213,19 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, const Seq
     for (; c < end; ++c) {
       copy_async_wait<V_DEPTH - 2>();
       sync_warp();
-      const u32 stage = shared + STAGES_AT + slot * STAGE_PITCH;
+      const u32 stage = shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH;
       Tokens tok = {};
-      scan_chunk(state, tok, l, {slot, stage, shared + FULL_AT + 8 * slot, parity, l.values + ring * ROW_TILES * TILE_BYTES});
+      scan_chunk(state, tok, l, {slot, stage, shared + OFFSET(SharedMemory, full) + 8 * slot, parity, l.values + ring * ROW_TILES * TILE_BYTES});
       const bool ahead = left > (V_DEPTH - 1) * C;
       fetch_values(l, ahead ? v : none, (ring + V_DEPTH - 1) % V_DEPTH, ahead);
       copy_async_commit();
       v += v_chunk;
-      store_output(tok, l, columns(stage, 3, l.t), o, left > 0);
+      store_output(tok, l, columns(stage, OFFSET(TokenScalars, q_factor), l.t), o, left > 0);
       finish_chunk(state);
 #if CLUSTER > 1
-      warp_arrive_remote(cluster_address(shared + EMPTY_AT + 8 * slot, slot % CLUSTER), l.lane);
+      warp_arrive_remote(cluster_address(shared + OFFSET(SharedMemory, empty) + 8 * slot, slot % CLUSTER), l.lane);
 #else
-      warp_arrive(shared + EMPTY_AT + 8 * slot, l.lane);
+      warp_arrive(shared + OFFSET(SharedMemory, empty) + 8 * slot, l.lane);
 #endif
       o += o_chunk;
       left -= C;

@@ -24,32 +24,53 @@ static_assert(STAGES % CLUSTER == 0, "a stage belongs to one block of the cluste
 // So the barrier it waits on is at most one phase behind, and the parity tells which.
 static_assert(PREPARE_WARPS * CLUSTER <= STAGES, "a parity could be a full ring old");
 
-// Byte offsets in a stage. Operand rows are 128 bytes (64 channels), 16-byte pieces swizzled by row; k 2^G and q 2^G of one half lie together as 32 rows.
-constexpr u32 ROWS_BYTES = C * 128;
-constexpr u32 KQ_AT = 0;
-constexpr u32 KG_AT = KQ_AT + HALVES * 2 * ROWS_BYTES;
-constexpr u32 T_AT = KG_AT + HALVES * ROWS_BYTES;  // 16 x 16 bf16, two halves of columns, 16 bytes a row
-constexpr u32 QK_AT = T_AT + 512;
-constexpr u32 DECAY_AT = QK_AT + 512;         // K floats, in the order scan lanes read them
-constexpr u32 SCALARS_AT = DECAY_AT + 4 * K;  // beta, beta r, r, c: 16 floats each
-constexpr u32 STAGE_BYTES = SCALARS_AT + 4 * 64;
-constexpr u32 STAGE_PITCH = (STAGE_BYTES + 1023) / 1024 * 1024;
+constexpr u32 ROWS_BYTES = C * 128;  // 64 channels of the chunk's tokens
 
-constexpr int V_DEPTH = 4;
-constexpr u32 TILE_BYTES = 512;  // 16 tokens x 16 columns of V
+// A 16 x 16 bfloat16 matrix as a right operand of mma: two halves of columns, 16 bytes a row.
+struct Triangle {
+  u16 half[2][C][8];
+};
+
+// One float a token: beta, beta r, r and c.
+struct TokenScalars {
+  float beta[C], beta_k_norm[C], k_norm[C], q_factor[C];
+};
+
+// A prepared chunk. Operand rows are 128 bytes (64 channels), their 16-byte pieces swizzled by row; k 2^G and q 2^G of one
+// half of the channels lie together as 32 rows.
+struct ChunkImage {
+  u16 kq[HALVES][2][C][64];
+  u16 kg[HALVES][C][64];
+  Triangle inverse;  // r T, below the diagonal
+  Triangle qk;       // Aqk
+  float decay[K];    // in the order scan lanes read it
+  TokenScalars scalars;
+};
+constexpr u32 IMAGE_BYTES = sizeof(ChunkImage);
+struct alignas(1024) Stage {
+  ChunkImage image;
+};
+constexpr u32 STAGE_PITCH = sizeof(Stage);
+
+constexpr int V_DEPTH = 4;  // chunks of V in flight
+// 16 tokens x 16 columns of V, 32-byte rows ordered by tile_offset.
+struct ValueTile {
+  u16 x[C][16];
+};
+constexpr u32 TILE_BYTES = sizeof(ValueTile);
 constexpr u32 SCRATCH_PITCH = 20;  // floats a row of a prepare warp's triangle
 
-// Shared memory of a block.
-constexpr u32 STAGES_AT = 0;
-constexpr u32 VALUES_AT = STAGES_AT + STAGES * STAGE_PITCH;
-constexpr u32 OUT_AT = VALUES_AT + V_DEPTH * BLOCK_V / 16 * TILE_BYTES;
-constexpr u32 SCRATCH_AT = OUT_AT + BLOCK_V / 16 * TILE_BYTES;
-constexpr u32 BIAS_AT = SCRATCH_AT + PREPARE_WARPS * C * SCRATCH_PITCH * 4;
-constexpr u32 FULL_AT = BIAS_AT + 4 * K;
-constexpr u32 EMPTY_AT = FULL_AT + 8 * STAGES;
-constexpr u32 PICK_AT = EMPTY_AT + 8 * STAGES;
-constexpr u32 SHARED_BYTES = PICK_AT + 16;
-static_assert(SHARED_BYTES <= SHARED_LIMIT, "the host's shared memory size is too small");
+struct SharedMemory {
+  Stage stages[STAGES];
+  ValueTile values[SCAN_WARPS][V_DEPTH][ROW_TILES];
+  ValueTile out[SCAN_WARPS][ROW_TILES];
+  float scratch[PREPARE_WARPS][C][SCRATCH_PITCH];
+  float bias[K];
+  u64 full[STAGES];   // barriers: the stage is prepared
+  u64 empty[STAGES];  // the stage is consumed
+  int picked[4];      // the sequence that this cluster takes
+};
+static_assert(OFFSET(SharedMemory, picked) + 16 <= SHARED_LIMIT, "the host's shared memory size is too small");
 
 // Offset of half `half` of row `row` in a 16 x 16 tile with 32-byte rows, free of bank conflicts.
 __device__ __forceinline__ u32 tile_offset(int row, int half) { return row * 32 + ((half ^ (row >> 2 & 1)) << 4); }

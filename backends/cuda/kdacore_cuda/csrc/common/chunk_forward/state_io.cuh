@@ -21,7 +21,7 @@ __device__ __forceinline__ void write_state(ScanState& state, const ScanLane& l,
 
 // The chunk's total decay of this lane's channels of k-tile kk.
 __device__ __forceinline__ float4 load_decay(u32 stage, int kk, int t) {
-  return load_shared4(stage + DECAY_AT + 64 * kk + 16 * t);
+  return load_shared4(stage + OFFSET(ChunkImage, decay) + 64 * kk + 16 * t);
 }
 __device__ __forceinline__ void decay_tiles(float (&x)[4], float (&y)[4], const float4& d) {
   x[0] *= d.x, x[1] *= d.y, x[2] *= d.x, x[3] *= d.y;

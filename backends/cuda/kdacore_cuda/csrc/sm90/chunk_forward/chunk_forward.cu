@@ -26,10 +26,10 @@ KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardPar
   const u32 shared = shared_address(memory);
   const int warp = uniform(thread_index() >> 5), rank = block_index() % CLUSTER, cluster = block_index() / CLUSTER;
   if (thread_index() < STAGES) {
-    barrier_init(shared + FULL_AT + 8 * thread_index(), WARP_ARRIVALS);
-    barrier_init(shared + EMPTY_AT + 8 * thread_index(), WARP_ARRIVALS * SCANNERS * SCAN_WARPS);
-    if (thread_index() < SOLVERS) barrier_init(shared + PARTS_READY_AT + 8 * thread_index(), WARP_ARRIVALS * 2 * SLICES);
-    if (thread_index() < GROUPS) barrier_init(shared + PARTS_READ_AT + 8 * thread_index(), WARP_ARRIVALS * 2);
+    barrier_init(shared + OFFSET(SharedMemory, full) + 8 * thread_index(), WARP_ARRIVALS);
+    barrier_init(shared + OFFSET(SharedMemory, empty) + 8 * thread_index(), WARP_ARRIVALS * SCANNERS * SCAN_WARPS);
+    if (thread_index() < SOLVERS) barrier_init(shared + OFFSET(SharedMemory, parts_ready) + 8 * thread_index(), WARP_ARRIVALS * 2 * SLICES);
+    if (thread_index() < GROUPS) barrier_init(shared + OFFSET(SharedMemory, parts_read) + 8 * thread_index(), WARP_ARRIVALS * 2);
 #if CLUSTER > 1
     fence_barrier_init();
 #endif
@@ -37,7 +37,7 @@ KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardPar
   wait_for_inputs();
   if (warp == 0) {
     const Interval found = find_interval(p, cluster);
-    if (thread_index() == 0) store_interval(shared + INTERVAL_AT, found);
+    if (thread_index() == 0) store_interval(shared + OFFSET(SharedMemory, interval), found);
   }
 #if CLUSTER > 1
   sync_block();

@@ -47,7 +47,7 @@ __device__ __forceinline__ void decay_state(ScanState& state, int kk, const floa
 }
 
 // Where a chunk's image is. `full` is its barrier, waited for at `parity`.
-struct Stage {
+struct StageRef {
   u32 slot, base, full, parity;
 };
 
@@ -56,12 +56,12 @@ struct Tokens {
   float xo[8][4];
 };
 
-// The four floats of scalar row `which` this lane's token columns of a half need: tokens 2t, 2t+1 and 8+2t, 8+2t+1.
+// Of row `row` of a chunk's token scalars the four that this lane's columns of a half need: tokens 2t, 2t+1 and 8+2t, 8+2t+1.
 struct Columns {
   float c[2][2];
 };
-__device__ __forceinline__ Columns columns(u32 stage, int which, int half, int t) {
-  const u32 at = stage + SCALARS_AT + 4 * C * which + 4 * HALF * half + 8 * t;
+__device__ __forceinline__ Columns columns(u32 stage, u32 row, int half, int t) {
+  const u32 at = stage + OFFSET(ChunkImage, scalars) + row + 4 * HALF * half + 8 * t;
   const float2 a = load_shared2(at), b = load_shared2(at + 32);
   return {{{a.x, a.y}, {b.x, b.y}}};
 }
@@ -74,9 +74,9 @@ struct SolveOperands {
 
 __device__ __forceinline__ void load_solve_operands(SolveOperands& s, const ScanLane& l, u32 stage, int half, u32 values) {
   load_matrix4_transposed(s.v, values + half * TILE_BYTES + l.tile);
-  s.beta = columns(stage, 0, half, l.t);
-  s.r = columns(stage, 1, half, l.t);
-  load_matrix4(s.inverse, stage + T_AT + half * TRIANGLE_BYTES + l.triangle);
+  s.beta = columns(stage, OFFSET(TokenScalars, beta), half, l.t);
+  s.r = columns(stage, OFFSET(TokenScalars, k_norm), half, l.t);
+  load_matrix4(s.inverse, stage + OFFSET(ChunkImage, inverse) + half * TRIANGLE_BYTES + l.triangle);
 }
 
 // A half's 16 x 16 triangle (or the one across) times w, added to tiles x and y.
@@ -119,7 +119,7 @@ struct Output {
 __device__ __forceinline__ void pack_output(Output& out, const Tokens& tok, u32 stage, int t) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const Columns factor = columns(stage, 2, half, t);
+    const Columns factor = columns(stage, OFFSET(TokenScalars, q_factor), half, t);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float* x = &tok.xo[4 + 2 * half + (i >> 1)][2 * (i & 1)];
@@ -191,7 +191,7 @@ __device__ __forceinline__ void receive_cut_state(const ChunkForwardParams& p, S
 }
 
 __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank, int cluster) {
-  Task task = load_task(shared + INTERVAL_AT);
+  Task task = load_task(shared + OFFSET(SharedMemory, interval));
   if (!advance_to_step(p, shared, task, 0)) return;
   ScanLane l;
   l.lane = opaque(thread_index() & 31);
@@ -201,10 +201,10 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
   l.piece = opaque(tile_offset(l.lane >> 1, l.lane & 1));
   l.triangle = opaque((l.lane >> 4) * 128 + (l.lane & 7) * 16 + (l.lane >> 3 & 1) * 256);
   l.v0 = rank * BLOCK_V + warp * WARP_V;
-  l.values = opaque(shared + VALUES_AT + warp * V_DEPTH * 2 * TILE_BYTES);
-  l.out = opaque(shared + OUT_AT + warp * 2 * TILE_BYTES);
-  l.kq = operand_descriptor(shared + STAGES_AT + KQ_AT, 16, 1024);
-  l.kg = operand_descriptor(shared + STAGES_AT + KG_AT, ROWS_BYTES, 1024);
+  l.values = opaque(shared + OFFSET(SharedMemory, values) + warp * V_DEPTH * 2 * TILE_BYTES);
+  l.out = opaque(shared + OFFSET(SharedMemory, out) + warp * 2 * TILE_BYTES);
+  l.kq = operand_descriptor(shared + OFFSET(SharedMemory, stages) + OFFSET(ChunkImage, kq), 16, 1024);
+  l.kg = operand_descriptor(shared + OFFSET(SharedMemory, stages) + OFFSET(ChunkImage, kg), ROWS_BYTES, 1024);
   const long long v_chunk = 2ll * C * p.v_st, o_chunk = 2ll * C * p.HV * V;
   const unsigned char* unread_address = reinterpret_cast<const unsigned char*>(p.v);  // valid, not read
   const long long matrix = (long long)K * V * (p.flags & FLAG_STATE_BF16 ? 2 : 4);
@@ -212,9 +212,9 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
   u32 slot = 0, parity = 0;
   const auto release = [&] {
 #if CLUSTER > 1
-    warp_arrive_remote(cluster_address(shared + EMPTY_AT + 8 * slot, slot % CLUSTER), l.lane);
+    warp_arrive_remote(cluster_address(shared + OFFSET(SharedMemory, empty) + 8 * slot, slot % CLUSTER), l.lane);
 #else
-    warp_arrive(shared + EMPTY_AT + 8 * slot, l.lane);
+    warp_arrive(shared + OFFSET(SharedMemory, empty) + 8 * slot, l.lane);
 #endif
     if (++slot == STAGES) {
       slot = 0;
@@ -263,7 +263,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
       const int end = minimum(part.end, (c / block + 1) * block);
 #pragma unroll 1
       for (; c < end; ++c) {
-        const Stage at = {slot, shared + STAGES_AT + slot * STAGE_PITCH, shared + FULL_AT + 8 * slot, parity};
+        const StageRef at = {slot, shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH, shared + OFFSET(SharedMemory, full) + 8 * slot, parity};
         scan_chunk(
             state, out, l, at, l.values + ring * 2 * TILE_BYTES,
             [&](const uint4(&rows)[2]) {
@@ -291,7 +291,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
     sync_warp();
     const TaskPart done = part;
     if (!done.sequence.chunks) {
-      barrier_wait(shared + FULL_AT + 8 * slot, parity);
+      barrier_wait(shared + OFFSET(SharedMemory, full) + 8 * slot, parity);
       release();
     }
     more = advance_to_step(p, shared, task, task.stop);

@@ -28,7 +28,7 @@ __device__ __forceinline__ void read_products(const ScanState& state, Tokens& to
 // One chunk: the state to its end, its output into `out`. `before` gets the last chunk's output rows and waits for V; `after` runs
 // once V has been read. Both run while the matrix unit works.
 template <class WhileReading, class WhileUpdating>
-__device__ __forceinline__ void scan_chunk(ScanState& state, Output& out, const ScanLane& l, const Stage& at, u32 values,
+__device__ __forceinline__ void scan_chunk(ScanState& state, Output& out, const ScanLane& l, const StageRef& at, u32 values,
                                            WhileReading while_reading, WhileUpdating while_updating) {
   Tokens tok = {};
   const u64 step = descriptor_step(at.slot * STAGE_PITCH);
@@ -46,13 +46,13 @@ __device__ __forceinline__ void scan_chunk(ScanState& state, Output& out, const 
   SolveOperands first, second;
   u32 a21[4], q1[4], q21[4], q2[4], w[2][4];
   load_solve_operands(first, l, at.base, 0, values);
-  load_matrix4(a21, at.base + A21_AT + l.triangle);
+  load_matrix4(a21, at.base + OFFSET(ChunkImage, kk_across) + l.triangle);
   warpgroup_wait<0>();
   fence_registers(tok.xo);
   load_solve_operands(second, l, at.base, 1, values);
-  load_matrix4(q1, at.base + Q_AT + l.triangle);
-  load_matrix4(q21, at.base + Q21_AT + l.triangle);
-  load_matrix4(q2, at.base + Q_AT + TRIANGLE_BYTES + l.triangle);
+  load_matrix4(q1, at.base + OFFSET(ChunkImage, qk) + l.triangle);
+  load_matrix4(q21, at.base + OFFSET(ChunkImage, qk_across) + l.triangle);
+  load_matrix4(q2, at.base + OFFSET(ChunkImage, qk) + TRIANGLE_BYTES + l.triangle);
   solve(tok, 0, first, w[0]);
   add_triangle(tok.xo[2], tok.xo[3], w[0], a21);
   add_triangle(tok.xo[4], tok.xo[5], w[0], q1);

@@ -141,7 +141,7 @@ __device__ __forceinline__ Task load_task(u32 from) {
 // To the job that step `step` of this cluster belongs to, from an earlier one. False: there is no such step.
 __device__ __forceinline__ bool advance_to_step(const ChunkForwardParams& p, u32 shared, Task& task, int step) {
   if (ONE_TASK) return step < task.stop;
-  const uint4 interval = load_shared_u4(shared + INTERVAL_AT + 16);
+  const uint4 interval = load_shared_u4(shared + OFFSET(SharedMemory, interval) + 16);
   const int size = uniform(interval.x), limit = uniform(interval.y);
   int steps = uniform(steps_of(p, task.n));
   while (step >= task.stop) {
@@ -168,7 +168,7 @@ struct TaskPart {
 __device__ __forceinline__ TaskPart make_task_part(const ChunkForwardParams& p, u32 shared, const Task& task) {
   TaskPart part;
   part.sequence = make_sequence_head(p, task.n, task.hv, C);
-  const int chunks = part.sequence.chunks, size = uniform(__float_as_uint(load_shared1(shared + INTERVAL_AT + 16)));
+  const int chunks = part.sequence.chunks, size = uniform(__float_as_uint(load_shared1(shared + OFFSET(SharedMemory, interval) + 16)));
   const Range range = range_of(task, maximum(chunks, 1), size);
   part.chunk = range.chunk;
   part.end = minimum(range.end, chunks);

@@ -38,49 +38,74 @@ static_assert(STAGES % CLUSTER == 0, "a stage belongs to one block of the cluste
 // it waits on is at most one phase behind, and the parity tells which.
 static_assert(GROUPS * CLUSTER <= STAGES, "a parity could be a full ring old");
 
-// Byte offsets in a stage. Operand rows are 128 bytes (64 channels), 16-byte pieces swizzled by row as wgmma reads them. For
-// each 64 channels 32 rows of k 2^G and then 32 of q 2^G lie together.
-constexpr u32 ROWS_BYTES = C * 128;
-constexpr u32 KQ_AT = 0;
-constexpr u32 KG_AT = KQ_AT + HALVES * 2 * ROWS_BYTES;
-constexpr u32 T_AT = KG_AT + HALVES * ROWS_BYTES;  // of each half: 16 x 16 bf16, two halves of columns, 16 bytes a row
-constexpr u32 TRIANGLE_BYTES = 512;
-constexpr u32 Q_AT = T_AT + 2 * TRIANGLE_BYTES;  // of each half
-constexpr u32 Q21_AT = Q_AT + 2 * TRIANGLE_BYTES;
-constexpr u32 A21_AT = Q21_AT + TRIANGLE_BYTES;
-constexpr u32 DECAY_AT = A21_AT + TRIANGLE_BYTES;  // K floats, in the order scan lanes read them
-constexpr u32 SCALARS_AT = DECAY_AT + 4 * K;       // beta, r, c: C floats each
-constexpr u32 STAGE_BYTES = SCALARS_AT + 3 * 4 * C;
-constexpr u32 STAGE_PITCH = (STAGE_BYTES + 1023) / 1024 * 1024;
+constexpr u32 ROWS_BYTES = C * 128;  // 64 channels of the chunk's tokens
 
-constexpr int V_DEPTH = 3;
-constexpr u32 TILE_BYTES = 512;  // 16 tokens x 16 columns of V
+// A 16 x 16 bfloat16 matrix as a right operand of mma: two halves of columns, 16 bytes a row.
+struct Triangle {
+  u16 half[2][HALF][8];
+};
+constexpr u32 TRIANGLE_BYTES = sizeof(Triangle);
+
+// One float a token: beta, r and c.
+struct TokenScalars {
+  float beta[C], k_norm[C], q_factor[C];
+};
+
+// A prepared chunk. Operand rows are 128 bytes (64 channels), their 16-byte pieces swizzled by row as wgmma reads them.
+struct ChunkImage {
+  u16 kq[HALVES][2][C][64];  // k 2^G, then q 2^G
+  u16 kg[HALVES][C][64];
+  Triangle inverse[2];  // r T, below the diagonal
+  Triangle qk[2];       // Q
+  Triangle qk_across;   // Q21
+  Triangle kk_across;   // A21
+  float decay[K];       // in the order scan lanes read it
+  TokenScalars scalars;
+};
+constexpr u32 IMAGE_BYTES = sizeof(ChunkImage);
+struct alignas(1024) Stage {
+  ChunkImage image;
+};
+constexpr u32 STAGE_PITCH = sizeof(Stage);
+
+constexpr int V_DEPTH = 3;  // chunks of V in flight
+// 16 tokens x 16 columns of V, 32-byte rows ordered by tile_offset.
+struct ValueTile {
+  u16 x[HALF][16];
+};
+constexpr u32 TILE_BYTES = sizeof(ValueTile);
 constexpr u32 SCRATCH_PITCH = 20;  // floats a row of a solver's triangle
 
-// Sums over a slice's channels on their way from slice warps to the solver, 16 bytes a lane and part.
+// Partial sums over a slice's channels, from slice warps to the solver: 16 bytes a lane and part.
 constexpr int PARTS = BOUNDED ? 5 : 6;
-constexpr u32 PART_BYTES = 512;
+struct Part {
+  float x[32][4];
+};
+constexpr u32 PART_BYTES = sizeof(Part);
+struct SliceParts {
+  Part half[2][PARTS];
+  Part across[4];
+};
 
-// Shared memory of a block.
-constexpr u32 STAGES_AT = 0;
-constexpr u32 VALUES_AT = STAGES_AT + STAGES * STAGE_PITCH;
-constexpr u32 OUT_AT = VALUES_AT + V_DEPTH * BLOCK_V / 16 * 2 * TILE_BYTES;
-constexpr u32 PARTS_AT = OUT_AT + BLOCK_V / 16 * 2 * TILE_BYTES;
-constexpr u32 SLICE_PARTS = (2 * PARTS + 4) * PART_BYTES;  // first half's, second half's, across
-constexpr u32 EXCHANGE_AT = PARTS_AT + GROUPS * SLICES * SLICE_PARTS;
-constexpr u32 EXCHANGE_BYTES = 1024;  // k 2^(G_last - G) of the first half, for the second half's warp
-constexpr u32 TOTALS_AT = EXCHANGE_AT + GROUPS * SLICES * EXCHANGE_BYTES;
-constexpr u32 SCRATCH_AT = TOTALS_AT + SLICE_WARPS * 128;
-constexpr u32 SCRATCH_BYTES = HALF * SCRATCH_PITCH * 4;
-constexpr u32 BIAS_AT = SCRATCH_AT + SOLVERS * 2 * SCRATCH_BYTES;
-constexpr u32 FULL_AT = BIAS_AT + 4 * K;               // stage: prepared
-constexpr u32 EMPTY_AT = FULL_AT + 8 * STAGES;         // stage: consumed
-constexpr u32 PARTS_READY_AT = EMPTY_AT + 8 * STAGES;       // solver: its chunk's slices are done
-constexpr u32 PARTS_READ_AT = PARTS_READY_AT + 8 * SOLVERS;      // group: its parts have been read, by both warps of a solver
-constexpr u32 INTERVAL_AT = (PARTS_READ_AT + 8 * GROUPS + 15) / 16 * 16;  // what this cluster works on
-constexpr u32 INTERVAL_BYTES = 32;
-constexpr u32 SHARED_BYTES = INTERVAL_AT + INTERVAL_BYTES;
-static_assert(SHARED_BYTES <= SHARED_LIMIT, "the host's shared memory size is too small");
+struct SharedMemory {
+  Stage stages[STAGES];
+  ValueTile values[SCAN_WARPS][V_DEPTH][2];
+  ValueTile out[SCAN_WARPS][2];
+  SliceParts parts[GROUPS][SLICES];
+  uint4 keys[GROUPS][SLICES][2][32];    // k 2^(G_last - G) of the first half, for the second half's warp
+  float totals[GROUPS][SLICES][2][32];  // log2 decay of each half
+  float scratch[SOLVERS][2][HALF][SCRATCH_PITCH];
+  float bias[K];
+  u64 full[STAGES];           // barriers: the stage is prepared
+  u64 empty[STAGES];          // the stage is consumed
+  u64 parts_ready[SOLVERS];   // the slices of the solver's chunk are done
+  u64 parts_read[GROUPS];     // both warps of a solver have read the group's parts
+  alignas(16) int interval[8];  // what this cluster works on: schedule.cuh
+};
+constexpr u32 SLICE_PARTS = sizeof(SliceParts), EXCHANGE_BYTES = sizeof(uint4[2][32]);
+constexpr u32 SCRATCH_BYTES = sizeof(float[HALF][SCRATCH_PITCH]), INTERVAL_BYTES = sizeof(int[8]);
+static_assert(sizeof(SharedMemory) - 1024 < SHARED_LIMIT && OFFSET(SharedMemory, interval) + INTERVAL_BYTES <= SHARED_LIMIT,
+              "the host's shared memory size is too small");
 
 // Offset of half `half` of row `row` in a 16 x 16 tile with 32-byte rows, free of bank conflicts.
 __device__ __forceinline__ u32 tile_offset(int row, int half) { return row * 32 + ((half ^ (row >> 2 & 1)) << 4); }

@@ -85,14 +85,14 @@ __device__ __forceinline__ u32 piece_offset(const Lane& l, int i, const Place& a
 __device__ __forceinline__ void store_decay(const Place& at, const Lane& l, const float (&total)[8], const float (&across)[8]) {
 #if !FEW_REGISTERS
   if (l.g || at.half) return;
-  const u32 to = at.stage + DECAY_AT + 4 * (32 * at.slice + 16 * (l.t >> 1) + 2 * (l.t & 1));
+  const u32 to = at.stage + OFFSET(ChunkImage, decay) + 4 * (32 * at.slice + 16 * (l.t >> 1) + 2 * (l.t & 1));
 #pragma unroll
   for (int e = 0; e < 8; e += 2) {
     store_shared(to + 8 * e, exp2_fast(total[e]) * across[e], exp2_fast(total[e + 1]) * across[e + 1]);
   }
 #else  // no branch: it would cost a register too many
   const int t = opaque(l.t);
-  const u32 to = at.stage + DECAY_AT + 4 * (32 * at.slice + 16 * (t >> 1) + 2 * (t & 1));
+  const u32 to = at.stage + OFFSET(ChunkImage, decay) + 4 * (32 * at.slice + 16 * (t >> 1) + 2 * (t & 1));
 #pragma unroll
   for (int e = 0; e < 8; e += 2) {
     const float x = exp2_fast(total[e]) * across[e], y = exp2_fast(total[e + 1]) * across[e + 1];
@@ -105,10 +105,10 @@ __device__ __forceinline__ void store_decay(const Place& at, const Lane& l, cons
 __device__ __forceinline__ void store_rows(const Place& at, const Lane& l, int i, const u32 (&k)[4], const u32 (&q)[4],
                                            const u32 (&kg)[4]) {
   const u32 to = piece_offset(l, i, at), wide = at.slice >> 1;
-  const u32 kq = at.stage + KQ_AT + wide * 2 * ROWS_BYTES + to;
+  const u32 kq = at.stage + OFFSET(ChunkImage, kq) + wide * 2 * ROWS_BYTES + to;
   store_shared(kq, k[0], k[1], k[2], k[3]);
   store_shared(kq + ROWS_BYTES, q[0], q[1], q[2], q[3]);
-  store_shared(at.stage + KG_AT + wide * ROWS_BYTES + to, kg[0], kg[1], kg[2], kg[3]);
+  store_shared(at.stage + OFFSET(ChunkImage, kg) + wide * ROWS_BYTES + to, kg[0], kg[1], kg[2], kg[3]);
 }
 
 // The first half's k 2^(G_last - G), each lane to the second half's same lane.
@@ -193,7 +193,7 @@ __device__ __forceinline__ void exchange_totals(const Lane& l, const Place& at, 
 __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
   const int group = warp / (2 * SLICES);
   int c = group * CLUSTER + rank;  // of the cluster's steps
-  Task task = load_task(shared + INTERVAL_AT);
+  Task task = load_task(shared + OFFSET(SharedMemory, interval));
   while (advance_to_step(p, shared, task, c)) {
     const Lane l = make_lane();
     Place at;
@@ -201,9 +201,9 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
     at.slice = warp % SLICES;
     const int pair = group * SLICES + at.slice;
     at.pair = 1 + pair;
-    at.exchange = shared + EXCHANGE_AT + pair * EXCHANGE_BYTES + 16 * l.lane;
-    const u32 bias = shared + BIAS_AT + 4 * (32 * at.slice + 8 * l.t), mine = shared + TOTALS_AT + pair * 256 + at.half * 128 + 32 * l.t;
-    const u32 parts = shared + PARTS_AT + pair * SLICE_PARTS + at.half * PARTS * PART_BYTES + 16 * l.lane;
+    at.exchange = shared + OFFSET(SharedMemory, keys) + pair * EXCHANGE_BYTES + 16 * l.lane;
+    const u32 bias = shared + OFFSET(SharedMemory, bias) + 4 * (32 * at.slice + 8 * l.t), mine = shared + OFFSET(SharedMemory, totals) + pair * 256 + at.half * 128 + 32 * l.t;
+    const u32 parts = shared + OFFSET(SharedMemory, parts) + pair * SLICE_PARTS + at.half * PARTS * PART_BYTES + 16 * l.lane;
     const TaskPart part = make_task_part(p, shared, task);
     const int token = part.chunk_of(c) * C + at.half * HALF + 2 * l.p;
     int left = part.tokens - token;  // of this lane: left, up to 2
@@ -215,18 +215,18 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
     // Both warps of a pair are here for the same job and share a bias.
     const int channel = 32 * at.slice + l.lane;
     sync_pair(at.pair);
-    if (!at.half) store_shared(shared + BIAS_AT + 4 * channel, __float_as_uint(gate_bias(p, gate, task.hv, channel)));
+    if (!at.half) store_shared(shared + OFFSET(SharedMemory, bias) + 4 * channel, __float_as_uint(gate_bias(p, gate, task.hv, channel)));
     sync_pair(at.pair);
 #pragma unroll 1
     for (; c < task.stop; c += STRIDE) {
       const int slot = c % STAGES, i = c / CLUSTER;  // i: of the block's steps
-      at.stage = shared + STAGES_AT + slot * STAGE_PITCH;
+      at.stage = shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH;
       if (left < 2) clear_past_end(raw, left, gate.closed);
       float sum[2][8], total[8], across[8];
 #if !FEW_REGISTERS
       gate_steps(raw, gate, bias, sum);
 #else  // the address made anew, for want of registers
-      gate_steps(raw, gate, opaque(mine) + (BIAS_AT + 128 * at.slice - TOTALS_AT - pair * 256 - at.half * 128), sum);
+      gate_steps(raw, gate, opaque(mine) + (OFFSET(SharedMemory, bias) + 128 * at.slice - OFFSET(SharedMemory, totals) - pair * 256 - at.half * 128), sum);
 #endif
       advance(from);
       left -= STRIDE * C;
@@ -245,14 +245,14 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
       load_gate(raw, {from, left});
 #endif
       exchange_totals(l, at, mine, total, across);
-      barrier_wait(shared + EMPTY_AT + 8 * slot, (u32)(c / STAGES & 1) ^ 1);
+      barrier_wait(shared + OFFSET(SharedMemory, empty) + 8 * slot, (u32)(c / STAGES & 1) ^ 1);
       Across across_sums = {};
       store_decay(at, l, total, across);
       prepare_slice(raw, sum, total, across, l, at, sums, across_sums, {from, left});
-      barrier_wait(shared + PARTS_READ_AT + 8 * group, (u32)(i / GROUPS & 1) ^ 1);
+      barrier_wait(shared + OFFSET(SharedMemory, parts_read) + 8 * group, (u32)(i / GROUPS & 1) ^ 1);
       store_parts(parts, sums);
       if (at.half) store_tiles(parts + PARTS * PART_BYTES, across_sums.tile);
-      warp_arrive(shared + PARTS_READY_AT + 8 * (i % SOLVERS), l.lane);
+      warp_arrive(shared + OFFSET(SharedMemory, parts_ready) + 8 * (i % SOLVERS), l.lane);
     }
   }
 }

@@ -20,10 +20,10 @@ struct Scalars {
 
 __device__ __forceinline__ void store_scalars(u32 stage, int half, const Lane& l, const Scalars& s) {
   if (l.t) return;
-  const u32 to = stage + SCALARS_AT + 4 * (HALF * half + 2 * l.p);
-  store_shared(to, s.beta[0], s.beta[1]);
-  store_shared(to + 4 * C, s.k_norm[0], s.k_norm[1]);
-  store_shared(to + 8 * C, s.q_factor[0], s.q_factor[1]);
+  const u32 to = stage + OFFSET(ChunkImage, scalars) + 4 * (HALF * half + 2 * l.p);
+  store_shared(to + OFFSET(TokenScalars, beta), s.beta[0], s.beta[1]);
+  store_shared(to + OFFSET(TokenScalars, k_norm), s.k_norm[0], s.k_norm[1]);
+  store_shared(to + OFFSET(TokenScalars, q_factor), s.q_factor[0], s.q_factor[1]);
 }
 
 // Row i = 2p + h of the second half against tokens 2n and 2n + 1 of each column pair of the first.
@@ -34,8 +34,8 @@ __device__ __forceinline__ void store_across(u32 stage, const Lane& l, const Acr
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const u32 to = stage + (j >> 3) * 256 + (2 * l.p + h) * 16 + (j & 7) * 2;
-      store_shared(to + A21_AT, pack_bf16(sums.tile[0][2 * h + c], sums.tile[1][2 * h + c]));
-      store_shared(to + Q21_AT, pack_bf16(sums.tile[2][2 * h + c], sums.tile[3][2 * h + c]));
+      store_shared(to + OFFSET(ChunkImage, kk_across), pack_bf16(sums.tile[0][2 * h + c], sums.tile[1][2 * h + c]));
+      store_shared(to + OFFSET(ChunkImage, qk_across), pack_bf16(sums.tile[2][2 * h + c], sums.tile[3][2 * h + c]));
     }
   }
 }
@@ -47,8 +47,8 @@ __device__ __forceinline__ void store_inverse(u32 stage, u32 scratch, int lane) 
   const u32 a_at = scratch + half * SCRATCH_BYTES;
   float x[HALF];
   invert_column(x, j, [&](int i, int m) { return a_at + 4 * (SCRATCH_PITCH * i + m); });
-  const u32 norms = stage + SCALARS_AT + 4 * C + 4 * HALF * half;
-  const u32 to = stage + T_AT + TRIANGLE_BYTES * half + (j >> 3) * 256 + (j & 7) * 2;
+  const u32 norms = stage + OFFSET(ChunkImage, scalars) + OFFSET(TokenScalars, k_norm) + 4 * HALF * half;
+  const u32 to = stage + OFFSET(ChunkImage, inverse) + TRIANGLE_BYTES * half + (j >> 3) * 256 + (j & 7) * 2;
 #pragma unroll
   for (int i = 0; i < HALF; i += 4) {
     const float4 y = load_shared4(norms + 4 * i);
@@ -74,7 +74,7 @@ __device__ __forceinline__ void copy_out(u32 stage, u32 full, u32 at, u32 bytes,
 __device__ __forceinline__ void publish_operands(u32 stage, u32 full, int lane, int rank) {
   fence_async_proxy();
   sync_warp();
-  if (lane == 0) copy_out(stage, full, 0, T_AT, rank);
+  if (lane == 0) copy_out(stage, full, 0, OFFSET(ChunkImage, inverse), rank);
 }
 
 // The rest. Only now do the barriers hear of the bytes and can complete.
@@ -86,10 +86,10 @@ __device__ __forceinline__ void publish(u32 stage, u32 full, int lane, int rank)
 #if CLUSTER > 1
 #pragma unroll
     for (int to = 0; to < SCANNERS; ++to) {
-      if (to != rank) warp_expect_remote(cluster_address(full, to), STAGE_BYTES);
+      if (to != rank) warp_expect_remote(cluster_address(full, to), IMAGE_BYTES);
     }
 #endif
-    copy_out(stage, full, T_AT, STAGE_BYTES - T_AT, rank);
+    copy_out(stage, full, OFFSET(ChunkImage, inverse), IMAGE_BYTES - OFFSET(ChunkImage, inverse), rank);
   }
 }
 
@@ -138,11 +138,11 @@ __device__ __forceinline__ void set_norms(const ChunkForwardParams& p, const Pro
 __device__ __forceinline__ void solver_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
   const Lane l = make_lane();
   const int pair = warp >> 1, half = warp & 1;
-  const u32 scratch = shared + SCRATCH_AT + pair * 2 * SCRATCH_BYTES;
+  const u32 scratch = shared + OFFSET(SharedMemory, scratch) + pair * 2 * SCRATCH_BYTES;
   constexpr int STEPS = SOLVERS * CLUSTER;  // to this pair's next
   const long long size = type_size(p.beta_type), token = size * p.beta_st;
   int c = pair * CLUSTER + rank;  // of the cluster's steps
-  Task task = load_task(shared + INTERVAL_AT);
+  Task task = load_task(shared + OFFSET(SharedMemory, interval));
   while (advance_to_step(p, shared, task, c)) {
     const TaskPart part = make_task_part(p, shared, task);
     const int first = part.chunk_of(c) * C + HALF * half + 2 * l.p;
@@ -153,10 +153,10 @@ __device__ __forceinline__ void solver_warp(const ChunkForwardParams& p, u32 sha
 #pragma unroll 1
     for (; c < task.stop; c += STEPS) {
       const int slot = c % STAGES, i = c / CLUSTER, group = i % GROUPS;  // i: of the block's steps
-      const u32 stage = shared + STAGES_AT + slot * STAGE_PITCH, full = shared + FULL_AT + 8 * slot;
-      const u32 parts = shared + PARTS_AT + group * SLICES * SLICE_PARTS + 16 * l.lane;
-      const u32 parts_read = shared + PARTS_READ_AT + 8 * group;
-      barrier_wait(shared + PARTS_READY_AT + 8 * pair, (u32)(i / SOLVERS & 1));
+      const u32 stage = shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH, full = shared + OFFSET(SharedMemory, full) + 8 * slot;
+      const u32 parts = shared + OFFSET(SharedMemory, parts) + group * SLICES * SLICE_PARTS + 16 * l.lane;
+      const u32 parts_read = shared + OFFSET(SharedMemory, parts_read) + 8 * group;
+      barrier_wait(shared + OFFSET(SharedMemory, parts_ready) + 8 * pair, (u32)(i / SOLVERS & 1));
       if (half) publish_operands(stage, full, l.lane, rank);
       Scalars s;
 #pragma unroll

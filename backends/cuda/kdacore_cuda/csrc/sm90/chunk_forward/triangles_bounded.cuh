@@ -17,7 +17,7 @@ __device__ __forceinline__ void store_triangles(u32 stage, u32 scratch, int half
       store_shared(scratch + 4 * (SCRATCH_PITCH * i + j), a0, a1);
       const float b0 = j <= i ? sums.tile[2][2 * h + c] * INVERSE_SHIFT : 0.0f;
       const float b1 = j + 1 <= i ? sums.tile[3][2 * h + c] * INVERSE_SHIFT : 0.0f;
-      store_shared(stage + Q_AT + TRIANGLE_BYTES * half + (j >> 3) * 256 + i * 16 + (j & 7) * 2, pack_bf16(b0, b1));
+      store_shared(stage + OFFSET(ChunkImage, qk) + TRIANGLE_BYTES * half + (j >> 3) * 256 + i * 16 + (j & 7) * 2, pack_bf16(b0, b1));
     }
   }
 }

@@ -11,10 +11,21 @@ static_assert(ROWS * GROUPS == WARP_K && ROWS % 4 == 0 && WARP_K <= 32, "a lane 
 constexpr int TOKEN_CHANNELS = 1;
 constexpr int OUT = VECTOR;  // outputs of a lane
 
-// Shared memory, twice each, for even and odd tokens: q, k, decay of every warp's channels; every warp's sums.
-constexpr u32 TOKEN_BYTES = 4 * 3 * K;
-constexpr u32 SUM_BYTES = 4 * (2 * COLUMNS + 4);
-constexpr u32 HALF_BYTES = TOKEN_BYTES + WARPS * SUM_BYTES;
+// A token's inputs, and each warp's sums over its channels of k S, q S, and q q, k k, q k.
+struct TokenInputs {
+  float q[K], k[K], decay[K];
+};
+struct WarpSums {
+  float k[COLUMNS], q[COLUMNS], norms[4];
+};
+struct TokenMemory {
+  TokenInputs inputs;
+  WarpSums sums[WARPS];
+};
+struct SharedMemory {
+  TokenMemory tokens[2];  // even and odd ones
+};
+constexpr u32 TOKEN_BYTES = sizeof(TokenInputs), SUM_BYTES = sizeof(WarpSums), HALF_BYTES = sizeof(TokenMemory);
 
 struct LanePosition {
   int lane;
@@ -45,8 +56,8 @@ __device__ __forceinline__ void stage_token(Tokens& tokens, const LanePosition& 
   sync_warp();  // every lane is done with the token before last
   if (at.lane < WARP_K) {
     store_shared(to, __float_as_uint(x.q[0]));
-    store_shared(to + 4 * K, __float_as_uint(x.k[0]));
-    store_shared(to + 8 * K, __float_as_uint(x.d[0]));
+    store_shared(to + OFFSET(TokenInputs, k), __float_as_uint(x.k[0]));
+    store_shared(to + OFFSET(TokenInputs, decay), __float_as_uint(x.d[0]));
   }
   tokens = {sum_lanes<WARP_K>(x.qq), sum_lanes<WARP_K>(x.kk), sum_lanes<WARP_K>(x.qk), x.beta};
   sync_warp();
@@ -98,10 +109,10 @@ __device__ __forceinline__ void step(const RecurrentParams& p, float (&s)[ROWS][
   const u32 mine = sums + (thread_index() >> 5) * SUM_BYTES;
   if (at.lane < LANES) {
     store_vector(mine + own, ks);
-    store_vector(mine + 4 * COLUMNS + own, qs);
+    store_vector(mine + OFFSET(WarpSums, q) + own, qs);
   }
   if (at.lane == 0) {
-    store_shared(mine + 8 * COLUMNS, __float_as_uint(tokens.qq), __float_as_uint(tokens.kk), __float_as_uint(tokens.qk), 0);
+    store_shared(mine + OFFSET(WarpSums, norms), __float_as_uint(tokens.qq), __float_as_uint(tokens.kk), __float_as_uint(tokens.qk), 0);
   }
   const float beta = tokens.beta;
   prepare_next();
@@ -111,7 +122,7 @@ __device__ __forceinline__ void step(const RecurrentParams& p, float (&s)[ROWS][
   for (int c = 0; c < VECTOR; ++c) ks[c] = 0.0f;
 #pragma unroll
   for (int w = 0; w < WARPS; ++w) {
-    const float4 y = load_shared4(sums + w * SUM_BYTES + 8 * COLUMNS);
+    const float4 y = load_shared4(sums + w * SUM_BYTES + OFFSET(WarpSums, norms));
     norms[0] += y.x, norms[1] += y.y, norms[2] += y.z;
     add_vector(ks, sums + w * SUM_BYTES + own);
   }
@@ -133,7 +144,7 @@ __device__ __forceinline__ void step(const RecurrentParams& p, float (&s)[ROWS][
 #pragma unroll
     for (int c = 0; c < VECTOR; ++c) qs[c] = 0.0f;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) add_vector(qs, sums + w * SUM_BYTES + 4 * COLUMNS + own);
+    for (int w = 0; w < WARPS; ++w) add_vector(qs, sums + w * SUM_BYTES + OFFSET(WarpSums, q) + own);
 #pragma unroll
     for (int c = 0; c < VECTOR; ++c) o[c] = f.q * multiply_add(norms[2], u[c], qs[c]);
   }

@@ -2,28 +2,31 @@
 #include "common/stages/intra_inverse.cuh"
 #include "common/stages/intra_products.cuh"
 
-// Shared memory: the operand images, and in their place once they have been multiplied the system and both results.
-constexpr u32 IMAGES_AT = 0;
-constexpr u32 SYSTEM_AT = 0;
-constexpr u32 AQK_AT = SYSTEM_AT + C * SYSTEM_PITCH * 4;
-constexpr u32 AKK_AT = AQK_AT + C * TILE_PITCH;
-constexpr u32 RESULTS_END = AKK_AT + C * TILE_PITCH;
-constexpr u32 IMAGES_END = IMAGES * IMAGE_BYTES;
-constexpr u32 BETA_AT = IMAGES_END > RESULTS_END ? IMAGES_END : RESULTS_END;
-static_assert(BETA_AT + 4 * C <= SHARED_LIMIT, "the host's shared memory size is too small");
+// The operand images and, in their place once they have been multiplied, the system and both results.
+struct SharedMemory {
+  union {
+    unsigned char images[IMAGES][IMAGE_BYTES];
+    struct {
+      float system[C][SYSTEM_PITCH];
+      unsigned char aqk[C][TILE_PITCH], akk[C][TILE_PITCH];
+    };
+  };
+  float beta[C];
+};
+static_assert(sizeof(SharedMemory) <= SHARED_LIMIT, "the host's shared memory size is too small");
 
-__device__ __forceinline__ float beta_of(u32 shared, int row) { return load_shared1(shared + BETA_AT + 4 * row); }
+__device__ __forceinline__ float beta_of(u32 shared, int row) { return load_shared1(shared + OFFSET(SharedMemory, beta) + 4 * row); }
 
 // Row i of a 16 x 16 block outside the diagonal, this lane's 4 columns: into the system or, for q, into the tile.
 __device__ __forceinline__ void store_four(u32 shared, bool is_q, float scale, int row, int column, const float (&x)[4]) {
   if (is_q) {
-    store_shared(shared + AQK_AT + TILE_PITCH * row + 2 * column,
+    store_shared(shared + OFFSET(SharedMemory, aqk) + TILE_PITCH * row + 2 * column,
                  __uint_as_float(pack_half(x[0] * scale, x[1] * scale)),
                  __uint_as_float(pack_half(x[2] * scale, x[3] * scale)));
     return;
   }
   const float beta = beta_of(shared, row);
-  store_shared(system_at(shared + SYSTEM_AT, row, column), __float_as_uint(x[0] * beta), __float_as_uint(x[1] * beta),
+  store_shared(system_at(shared + OFFSET(SharedMemory, system), row, column), __float_as_uint(x[0] * beta), __float_as_uint(x[1] * beta),
                __float_as_uint(x[2] * beta), __float_as_uint(x[3] * beta));
 }
 
@@ -37,8 +40,8 @@ __device__ __forceinline__ void store_block(u32 shared, const Lane& l, float sca
 }
 
 __device__ __forceinline__ void store_pair(u32 shared, float scale, int row, int column, float kk, float qk) {
-  store_shared(system_at(shared + SYSTEM_AT, row, column), __float_as_uint(kk * beta_of(shared, row)));
-  store_shared16(shared + AQK_AT + TILE_PITCH * row + 2 * column, pack_half(qk * scale, 0.0f));
+  store_shared(system_at(shared + OFFSET(SharedMemory, system), row, column), __float_as_uint(kk * beta_of(shared, row)));
+  store_shared16(shared + OFFSET(SharedMemory, aqk) + TILE_PITCH * row + 2 * column, pack_half(qk * scale, 0.0f));
 }
 
 // The warp's diagonal blocks, zeros above the diagonal.
@@ -46,9 +49,9 @@ __device__ __forceinline__ void store_inside(u32 shared, const Lane& l, float sc
   const int row0 = 16 * l.block;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    store_shared(system_at(shared + SYSTEM_AT, row0 + 8 * i + l.g, row0 + 4 * l.t), 0u, 0u, 0u, 0u);
+    store_shared(system_at(shared + OFFSET(SharedMemory, system), row0 + 8 * i + l.g, row0 + 4 * l.t), 0u, 0u, 0u, 0u);
   }
-  store_shared(shared + AQK_AT + TILE_PITCH * (row0 + (l.lane >> 1)) + 2 * row0 + 16 * (l.lane & 1), 0u, 0u, 0u, 0u);
+  store_shared(shared + OFFSET(SharedMemory, aqk) + TILE_PITCH * (row0 + (l.lane >> 1)) + 2 * row0 + 16 * (l.lane & 1), 0u, 0u, 0u, 0u);
   sync_warp();
 #pragma unroll
   for (int level = 0; level < LEVELS; ++level) {
@@ -69,7 +72,7 @@ __device__ __forceinline__ void store_inside(u32 shared, const Lane& l, float sc
     x += shuffle_xor(x, 1);
     x += shuffle_xor(x, 2);
     const int row = row0 + 2 * l.g + i;
-    if (l.t == 0) store_shared16(shared + AQK_AT + TILE_PITCH * row + 2 * row, pack_half(x * scale, 0.0f));
+    if (l.t == 0) store_shared16(shared + OFFSET(SharedMemory, aqk) + TILE_PITCH * row + 2 * row, pack_half(x * scale, 0.0f));
   }
 }
 
@@ -99,7 +102,7 @@ KDA_KERNEL(THREADS, MIN_BLOCKS) intra(KDA_PARAM IntraParams p) {
   if (thread_index() < C) {
     const long long at = c.batch * p.beta_sb + (c.first + thread_index()) * p.beta_st + c.hv * p.beta_sh;
     const float beta = thread_index() < c.rows ? load_scalar(p.beta, at, p.beta_type) : 0.0f;
-    store_shared(shared + BETA_AT + 4 * thread_index(), __float_as_uint(beta));
+    store_shared(shared + OFFSET(SharedMemory, beta) + 4 * thread_index(), __float_as_uint(beta));
   }
   const Rows q = make_rows(p.q, p.q_sb, p.q_st, p.q_sh, 2, c, c.h), k = make_rows(p.k, p.k_sb, p.k_st, p.k_sh, 2, c, c.h);
   const Rows g = make_rows(p.g, p.g_sb, p.g_st, p.g_sh, 4, c, c.hv);
@@ -113,10 +116,10 @@ KDA_KERNEL(THREADS, MIN_BLOCKS) intra(KDA_PARAM IntraParams p) {
   from.g_step = g.step;
   from.left = c.rows - row;
   Inside inside = {};
-  inside_products(from, g.at + 32 * l.t, c.rows, l, shared + IMAGES_AT, inside);
+  inside_products(from, g.at + 32 * l.t, c.rows, l, shared + OFFSET(SharedMemory, images), inside);
   sync_block();
   Outside outside = {};
-  outside_products(shared + IMAGES_AT, l, outside);
+  outside_products(shared + OFFSET(SharedMemory, images), l, outside);
   sync_block();
   const int high = l.block >> 1;
   store_block(shared, l, p.scale, 2 + high, 0, outside.far[0]);
@@ -124,10 +127,10 @@ KDA_KERNEL(THREADS, MIN_BLOCKS) intra(KDA_PARAM IntraParams p) {
   store_block(shared, l, p.scale, 1 + 2 * high, 2 * high, outside.near);
   store_inside(shared, l, p.scale, inside);
   sync_warp();
-  invert_diagonal(shared + SYSTEM_AT, shared + AKK_AT, l.block, l.lane);
+  invert_diagonal(shared + OFFSET(SharedMemory, system), shared + OFFSET(SharedMemory, akk), l.block, l.lane);
   sync_block();
-  store_result(p.Aqk, p, c, shared + AQK_AT);
-  merge_column(shared + SYSTEM_AT, shared + AKK_AT, l.block, l.lane);
+  store_result(p.Aqk, p, c, shared + OFFSET(SharedMemory, aqk));
+  merge_column(shared + OFFSET(SharedMemory, system), shared + OFFSET(SharedMemory, akk), l.block, l.lane);
   sync_block();
-  store_result(p.Akk, p, c, shared + AKK_AT);
+  store_result(p.Akk, p, c, shared + OFFSET(SharedMemory, akk));
 }

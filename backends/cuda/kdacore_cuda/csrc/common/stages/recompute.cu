@@ -5,14 +5,15 @@
 #include "common/swizzle.cuh"
 #include "common/stages/chunk.cuh"
 
-// Shared memory: v and beta k 2^G as rows of 16-byte pieces, later u and w in their place; what rounding took from beta k 2^G,
-// since the rows of w are differences of nearly equal ones when keys are nearly collinear; Akk, with beta right of its diagonal.
 constexpr int V = V_DIM;
-constexpr u32 VALUES_AT = 0;
-constexpr u32 KEYS_AT = VALUES_AT + C * V * 2;
-constexpr u32 REST_AT = KEYS_AT + C * K * 2;
-constexpr u32 INVERSE_AT = REST_AT + C * K * 2;
-static_assert(INVERSE_AT + C * C * 2 <= SHARED_LIMIT, "the host's shared memory size is too small");
+struct SharedMemory {
+  u16 values[C][V];  // v, then u; rows of 16-byte pieces, as the other two
+  u16 keys[C][K];    // beta k 2^G, then w
+  // What rounding took from beta k 2^G: the rows of w are differences of nearly equal ones when keys are nearly collinear.
+  u16 rest[C][K];
+  u16 inverse[C][C];  // Akk, with beta right of its diagonal
+};
+static_assert(sizeof(SharedMemory) <= SHARED_LIMIT, "the host's shared memory size is too small");
 constexpr int WARPS = THREADS / 32;
 constexpr int BATCH = 8;  // rows a thread asks for at once
 
@@ -177,20 +178,20 @@ KDA_KERNEL(THREADS, MIN_BLOCKS) recompute(KDA_PARAM RecomputeParams p) {
   wait_for_inputs();
   const Chunk c = make_chunk(p, block_index());
   if (!c.rows) return;
-  copy_inverse(shared + INVERSE_AT, make_rows(p.Akk, p.Akk_sb, p.Akk_st, p.Akk_sh, 2, c, c.hv), c.rows);
-  copy_rows<V>(shared + VALUES_AT, make_rows(p.v, p.v_sb, p.v_st, p.v_sh, 2, c, c.hv), c.rows);
+  copy_inverse(shared + OFFSET(SharedMemory, inverse), make_rows(p.Akk, p.Akk_sb, p.Akk_st, p.Akk_sh, 2, c, c.hv), c.rows);
+  copy_rows<V>(shared + OFFSET(SharedMemory, values), make_rows(p.v, p.v_sb, p.v_st, p.v_sh, 2, c, c.hv), c.rows);
   copy_async_commit();
   if (thread_index() < C) {
     const long long at = c.batch * p.beta_sb + (c.first + thread_index()) * p.beta_st + c.hv * p.beta_sh;
     const float beta = thread_index() < c.rows ? load_scalar(p.beta, at, p.beta_type) : 0.0f;
-    store_shared(beta_at(shared + INVERSE_AT, thread_index()), __float_as_uint(beta));
+    store_shared(beta_at(shared + OFFSET(SharedMemory, inverse), thread_index()), __float_as_uint(beta));
   }
-  scale_keys(p, c, shared + KEYS_AT, shared + REST_AT, shared + INVERSE_AT);
+  scale_keys(p, c, shared + OFFSET(SharedMemory, keys), shared + OFFSET(SharedMemory, rest), shared + OFFSET(SharedMemory, inverse));
   copy_async_wait<0>();
   sync_block();
-  multiply<K, true>(shared + INVERSE_AT, shared + KEYS_AT, shared + REST_AT);
-  multiply<V, false>(shared + INVERSE_AT, shared + VALUES_AT, 0);
+  multiply<K, true>(shared + OFFSET(SharedMemory, inverse), shared + OFFSET(SharedMemory, keys), shared + OFFSET(SharedMemory, rest));
+  multiply<V, false>(shared + OFFSET(SharedMemory, inverse), shared + OFFSET(SharedMemory, values), 0);
   sync_block();
-  store_rows<K>(p, c, shared + KEYS_AT, p.w);
-  store_rows<V>(p, c, shared + VALUES_AT, p.u);
+  store_rows<K>(p, c, shared + OFFSET(SharedMemory, keys), p.w);
+  store_rows<V>(p, c, shared + OFFSET(SharedMemory, values), p.u);
 }

@@ -24,8 +24,8 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
   const int warp = uniform(thread_index() >> 5);
   Lane l = make_lane(warp);
   if (l.thread == 0) {
-    barrier_init(shared + FULL_PAIRS_AT, 1);
-    barrier_init(shared + FULL_STATES_AT, 1);
+    barrier_init(shared + OFFSET(SharedMemory, pairs_full), 1);
+    barrier_init(shared + OFFSET(SharedMemory, states_full), 1);
     fence_barrier_init();
     write_unit(p, unit_at(shared, 0), block_index(), 0, p.N);
     write_grid_step(p, shared);
@@ -35,7 +35,7 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
   // Of unit n of the block, if there is one. In turns: d_o; v; q, k and g, one group each.
   const auto fetch_shared = [&](int n) {
     const u32 unit = unit_at(shared, n);
-    if (unit_int(unit, UNIT_ROWS)) {
+    if (unit_int(unit, OFFSET(SharedUnit, rows))) {
       if (l.thread == WORKSPACE_THREAD) fetch_workspace(p, shared, n);
       fetch_outputs(p, shared, unit, l);
     }
@@ -43,7 +43,7 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
   };
   const auto fetch_values = [&](const NextUnit& from, int n) {
     if (l.thread == WORKSPACE_THREAD && from.rows) fetch_workspace_after_pairs(p, shared, n);
-    fetch_own(shared + V_AT, from.v, p.v_st, from.rows, l);
+    fetch_own(shared + OFFSET(SharedMemory, v), from.v, p.v_st, from.rows, l);
     copy_async_commit();
   };
   const auto fetch_rest = [&](const NextUnit& from) {
@@ -54,8 +54,8 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
   {
     const NextUnit from = next_unit(unit_at(shared, 0));
     fetch_values(from, 0);
-    fetch_own(shared + Q_AT, from.q, p.q_st, from.rows, l);
-    fetch_own(shared + K_AT, from.k, p.k_st, from.rows, l);
+    fetch_own(shared + OFFSET(SharedMemory, q), from.q, p.q_st, from.rows, l);
+    fetch_own(shared + OFFSET(SharedMemory, k), from.k, p.k_st, from.rows, l);
     fetch_rest(from);
   }
   copy_async_wait<2>();
@@ -64,19 +64,19 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
 
   int n = 0;
   for (;; ++n) {
-    const u32 unit = unit_at(shared, n), gate = shared + GATE_AT + (n & 1) * GATE_PITCH;
-    if (!unit_int(unit, UNIT_ROWS)) break;
+    const u32 unit = unit_at(shared, n), gate = shared + OFFSET(SharedMemory, gate) + (n & 1) * GATE_PITCH;
+    if (!unit_int(unit, OFFSET(SharedUnit, rows))) break;
     l = make_lane(warp);
-    const u32 states = shared + STATES_AT + (n & 1) * STATES_PITCH;
-    const u32 scalars = shared + ROWS_AT + (n & 1) * ROWS_BYTES, last = shared + LAST_AT + (n & 1) * LAST_BYTES;
-    const GateLoads gate_loads = load_gate(p, unit_int(unit, UNIT_HV), l);
+    const u32 states = shared + OFFSET(SharedMemory, states) + (n & 1) * STATES_PITCH;
+    const u32 scalars = shared + OFFSET(SharedMemory, rows) + (n & 1) * ROWS_BYTES, last = shared + OFFSET(SharedMemory, last) + (n & 1) * LAST_BYTES;
+    const GateLoads gate_loads = load_gate(p, unit_int(unit, OFFSET(SharedUnit, hv)), l);
     Accumulators d;
     StateOperands a;
     {
       float pairs[4][4];
       {
         u32 x[8][4];
-        barrier_wait(shared + FULL_PAIRS_AT, n & 1);
+        barrier_wait(shared + OFFSET(SharedMemory, pairs_full), n & 1);
         start_pairs(pairs, x, shared, l);
         copy_async_wait<1>();
         sync_warp();
@@ -84,16 +84,16 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
         warpgroup_wait<0>();
         fence_registers(pairs);
       }
-      barrier_wait(shared + FULL_STATES_AT, n & 1);
+      barrier_wait(shared + OFFSET(SharedMemory, states_full), n & 1);
       load_states(a, shared, 0, l);
       if (l.token_half == 0) multiply_states(a, states, l);
       start_states(d, a, shared, 0, l);
       const float largest = mask_pairs(pairs, l);
-      if (l.lane == 0) store_shared(shared + LARGEST_AT + 4 * (l.thread >> 5), __float_as_uint(largest));
+      if (l.lane == 0) store_shared(shared + OFFSET(SharedMemory, largest) + 4 * (l.thread >> 5), __float_as_uint(largest));
       store_gate_parameters(gate_loads, gate, l);
       sync_block();
       const Scaling by = make_scaling(shared, p.centre);
-      if (l.thread == 0) store_shared(shared + SCALING_AT, by.shrink, by.grow);
+      if (l.thread == 0) store_shared(shared + OFFSET(SharedMemory, scaling), by.shrink, by.grow);
       store_pairs(pairs, shared, p.scale, by, l);
       if (n) store_partial_sums(p, shared, unit_at(shared, n - 1), l);
     }
@@ -108,7 +108,7 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
     float end[2][ANCHORS];
     {
       float up[4][4];
-      decays(up, end, p, gate, unit_int(unit, UNIT_ROWS), shared, l);
+      decays(up, end, p, gate, unit_int(unit, OFFSET(SharedUnit, rows)), shared, l);
       save_decays(saved, up, shared, l);
     }
     wait_states(d);
@@ -134,7 +134,7 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
     if (BOUNDED && l.thread == UNIT_THREAD) write_next_unit(p, shared, unit_at(shared, n + 2), unit_at(shared, n + 1));
     const NextUnit from = next_unit(unit_at(shared, n + 1));
     fetch_values(from, n + 1);
-    const float2 by = load_shared2(shared + SCALING_AT);
+    const float2 by = load_shared2(shared + OFFSET(SharedMemory, scaling));
     const OutputRows to = output_rows(p, unit, l);
     if (!BOUNDED && l.thread == UNIT_THREAD) write_next_unit(p, shared, unit_at(shared, n + 2), unit_at(shared, n + 1));
     NormBackward q_norm = {}, k_norm = {};
@@ -142,10 +142,10 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
       q_norm = norm_backward(0, scalars + 4 * C, by.y, p, shared, l);
       k_norm = norm_backward(1, scalars + 8 * C, by.y, p, shared, l);
     }
-    store_row_gradient(d.aq, q_norm, Q_AT, by.y, p, p.dq, shared, unit, to, l);
-    fetch_own(shared + Q_AT, from.q, p.q_st, from.rows, l);
-    store_row_gradient(dk, k_norm, K_AT, by.y, p, p.dk, shared, unit, to, l);
-    fetch_own(shared + K_AT, from.k, p.k_st, from.rows, l);
+    store_row_gradient(d.aq, q_norm, OFFSET(SharedMemory, q), by.y, p, p.dq, shared, unit, to, l);
+    fetch_own(shared + OFFSET(SharedMemory, q), from.q, p.q_st, from.rows, l);
+    store_row_gradient(dk, k_norm, OFFSET(SharedMemory, k), by.y, p, p.dk, shared, unit, to, l);
+    fetch_own(shared + OFFSET(SharedMemory, k), from.k, p.k_st, from.rows, l);
     store_beta_gradient(p, shared, scalars, unit, l);
     float later[2];
     load_following_sums(later, shared, states, last, by.x, l);

@@ -24,11 +24,11 @@ __device__ __forceinline__ void load_gate_inputs(float (&x)[4][4], u32 gate, u32
     // Rows 8 further have their pieces in the same order, and the channel 8 further is two pieces on.
     const u32 piece = gate_piece(HALF * l.token_half + 2 * l.t + (e & 1), l.channel >> 2) ^ 32 * (e >> 1);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) x[j][e] = load_shared1(shared + G_AT + piece + 4 * (l.channel & 3) + 8 * GATE_ROW * j) + bias[e >> 1];
+    for (int j = 0; j < 4; ++j) x[j][e] = load_shared1(shared + OFFSET(SharedMemory, g) + piece + 4 * (l.channel & 3) + 8 * GATE_ROW * j) + bias[e >> 1];
   }
 #else
   Operand g;
-  load_own(g, shared + G_AT, l);
+  load_own(g, shared + OFFSET(SharedMemory, g), l);
   each([&](int j, int e) { x[j][e] = element(g, j, e) + bias[e >> 1]; });
 #endif
 }

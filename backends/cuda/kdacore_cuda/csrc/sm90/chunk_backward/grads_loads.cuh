@@ -12,8 +12,8 @@ struct NextUnit {
   u64 q, k, v, g;
 };
 __device__ __forceinline__ NextUnit next_unit(u32 unit) {
-  return {unit_int(unit, UNIT_ROWS), unit_long(unit, UNIT_Q), unit_long(unit, UNIT_K), unit_long(unit, UNIT_V),
-          unit_long(unit, UNIT_G)};
+  return {unit_int(unit, OFFSET(SharedUnit, rows)), unit_long(unit, OFFSET(SharedUnit, q)), unit_long(unit, OFFSET(SharedUnit, k)), unit_long(unit, OFFSET(SharedUnit, v)),
+          unit_long(unit, OFFSET(SharedUnit, g))};
 }
 
 // The warp's own 32 tokens of 16 channels of a bfloat16 rows array, zeros past the unit's rows. `from`: the unit's first token;
@@ -38,18 +38,18 @@ __device__ __forceinline__ void fetch_gate(const ChunkBackwardParams& p, u32 sha
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int token = HALF * l.token_half + l.g + 8 * i, piece = 16 * l.channel_half + 4 * l.warp + l.t;
-    copy_async16_of_line(shared + G_AT + gate_piece(token, piece), row_of(next.g + 16 * piece, token, rows, 4 * (u32)p.g_st), token < rows);
+    copy_async16_of_line(shared + OFFSET(SharedMemory, g) + gate_piece(token, piece), row_of(next.g + 16 * piece, token, rows, 4 * (u32)p.g_st), token < rows);
   }
 #else
-  fetch_own(shared + G_AT, next.g, p.g_st, rows, l);
+  fetch_own(shared + OFFSET(SharedMemory, g), next.g, p.g_st, rows, l);
 #endif
 }
 
 // All threads: d_o, which every warp reads.
 __device__ __forceinline__ void fetch_outputs(const ChunkBackwardParams& p, u32 shared, u32 unit, const Lane& l) {
-  const int rows = unit_int(unit, UNIT_ROWS), piece = l.thread & 15, token = l.thread >> 4;
-  const u32 to = shared + DO_AT + (piece >> 3) * SQUARE_BYTES + swizzled(token, piece & 7);
-  const u64 from = p.d_o + 2 * V * unit_long(unit, UNIT_ROW) + 16 * piece;
+  const int rows = unit_int(unit, OFFSET(SharedUnit, rows)), piece = l.thread & 15, token = l.thread >> 4;
+  const u32 to = shared + OFFSET(SharedMemory, d_o) + (piece >> 3) * SQUARE_BYTES + swizzled(token, piece & 7);
+  const u64 from = p.d_o + 2 * V * unit_long(unit, OFFSET(SharedUnit, row)) + 16 * piece;
   copy_async16(to, row_of(from, token, rows, 2 * V * (u32)p.HV), token < rows);
   copy_async16(to + 32 * IMAGE_ROW, row_of(from, token + 32, rows, 2 * V * (u32)p.HV), token + 32 < rows);
 }
@@ -63,36 +63,36 @@ __device__ __forceinline__ void fetch_values_of_h(const ChunkBackwardParams& p, 
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
     const u32 offset = part * (STATE_BYTES / 2) + half * (STATE_BYTES / 4);
-    fetch_image(shared + H_AT, p.h, place, STATE_BYTES, shared + FULL_STATES_AT, offset, STATE_BYTES / 4);
+    fetch_image(shared + OFFSET(SharedMemory, h), p.h, place, STATE_BYTES, shared + OFFSET(SharedMemory, states_full), offset, STATE_BYTES / 4);
   }
 }
 // One thread: the part of the workspace of unit n of the block.
 __device__ __forceinline__ void fetch_workspace(const ChunkBackwardParams& p, u32 shared, int n) {
-  const u64 place = unit_long(unit_at(shared, n), UNIT_PLACE);
+  const u64 place = unit_long(unit_at(shared, n), OFFSET(SharedUnit, place));
   const auto fetch = [&](u32 to, u64 array, u32 bytes) {
-    fetch_image(shared + to, array, place, bytes, shared + FULL_PAIRS_AT, 0, bytes);
+    fetch_image(shared + to, array, place, bytes, shared + OFFSET(SharedMemory, pairs_full), 0, bytes);
   };
-  barrier_expect(shared + FULL_PAIRS_AT, 2 * TILE_BYTES + ROWS_BYTES + LAST_BYTES);
-  fetch(DR_AT, p.dr, TILE_BYTES);
-  if (!SK_IN_U) fetch(U_AT, p.u, TILE_BYTES);
-  fetch(ROWS_AT + (n & 1) * ROWS_BYTES, p.rows, ROWS_BYTES);
-  fetch(LAST_AT + (n & 1) * LAST_BYTES, p.last, LAST_BYTES);
-  barrier_expect(shared + FULL_STATES_AT, 2 * STATE_BYTES);
+  barrier_expect(shared + OFFSET(SharedMemory, pairs_full), 2 * TILE_BYTES + ROWS_BYTES + LAST_BYTES);
+  fetch(OFFSET(SharedMemory, dr), p.dr, TILE_BYTES);
+  if (!SK_IN_U) fetch(OFFSET(SharedMemory, u), p.u, TILE_BYTES);
+  fetch(OFFSET(SharedMemory, rows) + (n & 1) * ROWS_BYTES, p.rows, ROWS_BYTES);
+  fetch(OFFSET(SharedMemory, last) + (n & 1) * LAST_BYTES, p.last, LAST_BYTES);
+  barrier_expect(shared + OFFSET(SharedMemory, states_full), 2 * STATE_BYTES);
   if (DECAYS_IN_STATES) {
     fetch_values_of_h(p, shared, place, 1);
   } else {
-    fetch_image(shared + H_AT, p.h, place, STATE_BYTES, shared + FULL_STATES_AT, 0, STATE_BYTES);
-    fetch_image(shared + DH_AT, p.dh, place, STATE_BYTES, shared + FULL_STATES_AT, 0, STATE_BYTES);
+    fetch_image(shared + OFFSET(SharedMemory, h), p.h, place, STATE_BYTES, shared + OFFSET(SharedMemory, states_full), 0, STATE_BYTES);
+    fetch_image(shared + OFFSET(SharedMemory, dh), p.dh, place, STATE_BYTES, shared + OFFSET(SharedMemory, states_full), 0, STATE_BYTES);
   }
 }
 // What waits for longer, as its place is taken until all pairs are summed: by up, and by sk where that lies in u's place. The
 // barriers count it already.
 __device__ __forceinline__ void fetch_workspace_after_pairs(const ChunkBackwardParams& p, u32 shared, int n) {
-  const u64 place = unit_long(unit_at(shared, n), UNIT_PLACE);
-  if (SK_IN_U) fetch_image(shared + U_AT, p.u, place, TILE_BYTES, shared + FULL_PAIRS_AT, 0, TILE_BYTES);
+  const u64 place = unit_long(unit_at(shared, n), OFFSET(SharedUnit, place));
+  if (SK_IN_U) fetch_image(shared + OFFSET(SharedMemory, u), p.u, place, TILE_BYTES, shared + OFFSET(SharedMemory, pairs_full), 0, TILE_BYTES);
   if (DECAYS_IN_STATES) {
     fetch_values_of_h(p, shared, place, 0);
-    fetch_image(shared + DH_AT, p.dh, place, STATE_BYTES, shared + FULL_STATES_AT, 0, STATE_BYTES);
+    fetch_image(shared + OFFSET(SharedMemory, dh), p.dh, place, STATE_BYTES, shared + OFFSET(SharedMemory, states_full), 0, STATE_BYTES);
   }
 }
 
@@ -102,8 +102,8 @@ struct OutputRows {
   u64 at;
 };
 __device__ __forceinline__ OutputRows output_rows(const ChunkBackwardParams& p, u32 unit, const Lane& l) {
-  const u64 at = 2 * K * unit_long(unit, UNIT_ROW) + 2 * (64 * l.channel_half + 16 * l.warp + 8 * (l.lane & 1));
-  return {unit_int(unit, UNIT_ROWS) - l.token, at + (u64)(u32)l.token * (2 * K * (u32)p.HV)};
+  const u64 at = 2 * K * unit_long(unit, OFFSET(SharedUnit, row)) + 2 * (64 * l.channel_half + 16 * l.warp + 8 * (l.lane & 1));
+  return {unit_int(unit, OFFSET(SharedUnit, rows)) - l.token, at + (u64)(u32)l.token * (2 * K * (u32)p.HV)};
 }
 // A bfloat16 tile to rows of [B, T, HV, 128] through the warp's own rows of `image`, which nobody reads any more.
 __device__ __forceinline__ void store_own(u32 image, const Operand& r, const ChunkBackwardParams& p, u64 array, const OutputRows& to,
@@ -122,9 +122,9 @@ __device__ __forceinline__ void store_own(u32 image, const Operand& r, const Chu
 // A float32 tile to the same rows, straight from registers: eight channels of a token are the 32 bytes of a sector.
 template <class F>
 __device__ __forceinline__ void store_floats(F f, const ChunkBackwardParams& p, u64 array, u32 unit, const Lane& l) {
-  const int token = HALF * l.token_half + 2 * l.t, left = unit_int(unit, UNIT_ROWS) - token;
+  const int token = HALF * l.token_half + 2 * l.t, left = unit_int(unit, OFFSET(SharedUnit, rows)) - token;
   const u32 stride = K * (u32)p.HV;
-  float* to = reinterpret_cast<float*>(array) + K * unit_long(unit, UNIT_ROW) + l.channel + (u64)(u32)token * stride;
+  float* to = reinterpret_cast<float*>(array) + K * unit_long(unit, OFFSET(SharedUnit, row)) + l.channel + (u64)(u32)token * stride;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
 #pragma unroll

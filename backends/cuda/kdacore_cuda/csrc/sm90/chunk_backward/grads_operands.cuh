@@ -15,7 +15,7 @@ struct Decays {
   float up[DECAYS_IN_STATES ? 1 : 4][4];
 };
 __device__ __forceinline__ u32 saved_decays_address(u32 shared, int j, const Lane& l) {
-  return shared + (j < 2 ? DH_AT : H_AT) + (j & 1) * (STATE_BYTES / 2) + 16 * l.thread;
+  return shared + (j < 2 ? OFFSET(SharedMemory, dh) : OFFSET(SharedMemory, h)) + (j & 1) * (STATE_BYTES / 2) + 16 * l.thread;
 }
 __device__ __forceinline__ void save_decays(Decays& to, const float (&up)[4][4], u32 shared, const Lane& l) {
 #pragma unroll
@@ -51,7 +51,7 @@ __device__ __forceinline__ void make_operands(Operands& o, const Decays& saved, 
     float up[2][4];
     load_decays(up[0], saved, 2 * i, shared, l);
     load_decays(up[1], saved, 2 * i + 1, shared, l);
-    load_matrix4_transposed(x, shared + Q_AT + l.own + 16 * IMAGE_ROW * i);
+    load_matrix4_transposed(x, shared + OFFSET(SharedMemory, q) + l.own + 16 * IMAGE_ROW * i);
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       const int j = 2 * i + (w >> 1), e = 2 * (w & 1);
@@ -59,7 +59,7 @@ __device__ __forceinline__ void make_operands(Operands& o, const Decays& saved, 
       const float2 rq = load_shared2(tokens + 4 * C + 32 * j);
       o.zq[i][w] = pack_bf16(bf16_low(x[w]) * rq.x * u[e], bf16_high(x[w]) * rq.y * u[e + 1]);
     }
-    load_matrix4_transposed(x, shared + K_AT + l.own + 16 * IMAGE_ROW * i);
+    load_matrix4_transposed(x, shared + OFFSET(SharedMemory, k) + l.own + 16 * IMAGE_ROW * i);
     u32 sk[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -76,10 +76,10 @@ __device__ __forceinline__ void make_operands(Operands& o, const Decays& saved, 
         o.zb[i][w] = pack_bf16(k0 * u0 * beta.x, k1 * u1 * beta.y);
       }
     }
-    store_shared(own + SK_AT + 2 * OPERAND_BYTES * l.token_half + 16 * 128 * i, sk[0], sk[1], sk[2], sk[3]);
+    store_shared(own + OFFSET(SharedMemory, sk) + 2 * OPERAND_BYTES * l.token_half + 16 * 128 * i, sk[0], sk[1], sk[2], sk[3]);
     if (l.token_half) {
-      store_shared(own + ZQ_AT + 16 * 128 * i, o.zq[i][0], o.zq[i][1], o.zq[i][2], o.zq[i][3]);
-      store_shared(own + ZB_AT + 16 * 128 * i, o.zb[i][0], o.zb[i][1], o.zb[i][2], o.zb[i][3]);
+      store_shared(own + OFFSET(SharedMemory, zq) + 16 * 128 * i, o.zq[i][0], o.zq[i][1], o.zq[i][2], o.zq[i][3]);
+      store_shared(own + OFFSET(SharedMemory, zb) + 16 * 128 * i, o.zb[i][0], o.zb[i][1], o.zb[i][2], o.zb[i][3]);
     }
   }
 }
@@ -95,7 +95,7 @@ __device__ __forceinline__ void load_operand(Operand& r, u32 from, const Lane& l
 
 // Where up at the end of an anchor's tokens waits until it is needed again: where no pair is, in the image of dA.
 __device__ __forceinline__ u32 anchor_end_address(u32 shared, int anchor, int channel) {
-  return shared + DA_AT + swizzled(channel >> 2, 4 + anchor) + 4 * (channel & 3);
+  return shared + OFFSET(SharedMemory, dA) + swizzled(channel >> 2, 4 + anchor) + 4 * (channel & 3);
 }
 __device__ __forceinline__ void store_anchor_ends(const float (&end)[2][ANCHORS], u32 shared, const Lane& l) {
   if (l.t) return;

@@ -32,7 +32,7 @@ __device__ __forceinline__ void finish_pairs(Accumulators& d, float (&cy)[4][4],
   fence_registers(cy);
   {
     Operand sk;
-    load_operand(sk, shared + operand_at(SK_AT, 2 * TOKEN_HALF + l.channel_half), l);
+    load_operand(sk, shared + operand_at(OFFSET(SharedMemory, sk), 2 * TOKEN_HALF + l.channel_half), l);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       float up[4];

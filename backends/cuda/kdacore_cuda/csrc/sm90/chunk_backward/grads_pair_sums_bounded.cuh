@@ -17,33 +17,33 @@ template <int TOKEN_HALF>
 __device__ __forceinline__ void add_across(Accumulators& d, const Operands&, float, u32 shared, const Lane& l) {
   {
     Operand sk;
-    load_operand(sk, shared + operand_at(SK_AT, 2 * TOKEN_HALF + l.channel_half), l);
-    sum_tokens(shared + SUFFIX_SUMS_AT + 4 * K * TOKEN_HALF, l, [&](int j, int e) { return element(sk, j, e) * d.cs[j][e]; });
+    load_operand(sk, shared + operand_at(OFFSET(SharedMemory, sk), 2 * TOKEN_HALF + l.channel_half), l);
+    sum_tokens(shared + OFFSET(SharedMemory, suffix_sums) + 4 * K * TOKEN_HALF, l, [&](int j, int e) { return element(sk, j, e) * d.cs[j][e]; });
   }
   if constexpr (TOKEN_HALF) {
     Operand sk;
-    load_operand(sk, shared + operand_at(SK_AT, l.channel_half), l);
+    load_operand(sk, shared + operand_at(OFFSET(SharedMemory, sk), l.channel_half), l);
     fence_registers(d.aq);
     fence_registers(d.ax);
     warpgroup_fence();
-    add_pairs<0>(d.aq, sk, shared + DA_AT, HALF, 0);
-    add_pairs<0>(d.ax, sk, shared + DL_AT, HALF, 0);
+    add_pairs<0>(d.aq, sk, shared + OFFSET(SharedMemory, dA), HALF, 0);
+    add_pairs<0>(d.ax, sk, shared + OFFSET(SharedMemory, dL), HALF, 0);
     warpgroup_commit();
     warpgroup_wait<0>();
     fence_registers(d.aq);
     fence_registers(d.ax);
     Operand zq, zb;
-    load_operand(zq, shared + operand_at(ZQ_AT, l.channel_half), l);
-    load_operand(zb, shared + operand_at(ZB_AT, l.channel_half), l);
-    sum_tokens(shared + ACROSS_AT, l, [&](int j, int e) { return element(zq, j, e) * d.aq[j][e] + element(zb, j, e) * d.ax[j][e]; });
+    load_operand(zq, shared + operand_at(OFFSET(SharedMemory, zq), l.channel_half), l);
+    load_operand(zb, shared + operand_at(OFFSET(SharedMemory, zb), l.channel_half), l);
+    sum_tokens(shared + OFFSET(SharedMemory, across), l, [&](int j, int e) { return element(zq, j, e) * d.aq[j][e] + element(zb, j, e) * d.ax[j][e]; });
   } else {
     Operand zq, zb;
-    load_operand(zq, shared + operand_at(ZQ_AT, l.channel_half), l);
-    load_operand(zb, shared + operand_at(ZB_AT, l.channel_half), l);
+    load_operand(zq, shared + operand_at(OFFSET(SharedMemory, zq), l.channel_half), l);
+    load_operand(zb, shared + operand_at(OFFSET(SharedMemory, zb), l.channel_half), l);
     fence_registers(d.cs);
     warpgroup_fence();
-    add_pairs<1>(d.cs, zq, shared + DA_AT, HALF, 0);
-    add_pairs<1>(d.cs, zb, shared + DL_AT, HALF, 0);
+    add_pairs<1>(d.cs, zq, shared + OFFSET(SharedMemory, dA), HALF, 0);
+    add_pairs<1>(d.cs, zb, shared + OFFSET(SharedMemory, dL), HALF, 0);
     warpgroup_commit();
     warpgroup_wait<0>();
     fence_registers(d.cs);
@@ -58,10 +58,10 @@ __device__ __forceinline__ void start_own(Accumulators& d, float (&cy)[4][4], co
   fence_registers(d.aq);
   fence_registers(d.ax);
   warpgroup_fence();
-  add_pairs<1>(cy, o.zq, shared + DA_AT, first, first, 0);
-  add_pairs<1>(cy, o.zb, shared + DL_AT, first, first);
+  add_pairs<1>(cy, o.zq, shared + OFFSET(SharedMemory, dA), first, first, 0);
+  add_pairs<1>(cy, o.zb, shared + OFFSET(SharedMemory, dL), first, first);
   warpgroup_commit();
-  add_pairs<0>(d.aq, o.yk, shared + DA_AT, first, first);
-  add_pairs<0>(d.ax, o.yk, shared + DL_AT, first, first);
+  add_pairs<0>(d.aq, o.yk, shared + OFFSET(SharedMemory, dA), first, first);
+  add_pairs<0>(d.ax, o.yk, shared + OFFSET(SharedMemory, dL), first, first);
   warpgroup_commit();
 }

@@ -34,7 +34,7 @@ __device__ __forceinline__ u64 columns_block(u32 image, int i, int j) { return c
 template <int TOKEN_HALF>
 __device__ __forceinline__ void add_across(Accumulators& d, const Operands&, float centre, u32 shared, const Lane& l) {
   const float unit = power_of_two(-(int)centre);
-  const u32 dA = shared + DA_AT, dL = shared + DL_AT;
+  const u32 dA = shared + OFFSET(SharedMemory, dA), dL = shared + OFFSET(SharedMemory, dL);
   {
     float left[2][2];  // from the end of each quarter of the side to the chunk's
 #pragma unroll
@@ -43,15 +43,15 @@ __device__ __forceinline__ void add_across(Accumulators& d, const Operands&, flo
       left[0][r] = left[1][r] * quarter_decay(shared, 2 * TOKEN_HALF + 1, r, unit, l);
     }
     Operand sk;
-    load_operand(sk, shared + operand_at(SK_AT, 2 * TOKEN_HALF + l.channel_half), l);
-    sum_tokens(shared + SUFFIX_SUMS_AT + 4 * K * TOKEN_HALF, l,
+    load_operand(sk, shared + operand_at(OFFSET(SharedMemory, sk), 2 * TOKEN_HALF + l.channel_half), l);
+    sum_tokens(shared + OFFSET(SharedMemory, suffix_sums) + 4 * K * TOKEN_HALF, l,
                [&](int j, int e) { return element(sk, j, e) * (d.cs[j][e] * left[j >> 1][e >> 1]); });
   }
   if constexpr (TOKEN_HALF) {
 #pragma unroll
     for (int quarter = 0; quarter < 2; ++quarter) {
       u32 sk[4];
-      load_quarter(sk, shared + operand_at(SK_AT, l.channel_half), quarter, l);
+      load_quarter(sk, shared + operand_at(OFFSET(SharedMemory, sk), l.channel_half), quarter, l);
       decay(d.aq, 0, 1, quarter, shared, unit, l);
       decay(d.ax, 0, 1, quarter, shared, unit, l);
       fence_registers(d.aq);
@@ -68,15 +68,15 @@ __device__ __forceinline__ void add_across(Accumulators& d, const Operands&, flo
     decay(d.ax, 1, 1, 2, shared, unit, l);
     decay(d.cs, 0, 0, 3, shared, unit, l);
     Operand zq, zb;
-    load_operand(zq, shared + operand_at(ZQ_AT, l.channel_half), l);
-    load_operand(zb, shared + operand_at(ZB_AT, l.channel_half), l);
-    sum_tokens(shared + ACROSS_AT, l, [&](int j, int e) { return element(zq, j, e) * d.aq[j][e] + element(zb, j, e) * d.ax[j][e]; });
+    load_operand(zq, shared + operand_at(OFFSET(SharedMemory, zq), l.channel_half), l);
+    load_operand(zb, shared + operand_at(OFFSET(SharedMemory, zb), l.channel_half), l);
+    sum_tokens(shared + OFFSET(SharedMemory, across), l, [&](int j, int e) { return element(zq, j, e) * d.aq[j][e] + element(zb, j, e) * d.ax[j][e]; });
   } else {
 #pragma unroll
     for (int quarter = 1; quarter >= 0; --quarter) {
       u32 zq[4], zb[4];
-      load_quarter(zq, shared + operand_at(ZQ_AT, l.channel_half), quarter, l);
-      load_quarter(zb, shared + operand_at(ZB_AT, l.channel_half), quarter, l);
+      load_quarter(zq, shared + operand_at(OFFSET(SharedMemory, zq), l.channel_half), quarter, l);
+      load_quarter(zb, shared + operand_at(OFFSET(SharedMemory, zb), l.channel_half), quarter, l);
       decay(d.cs, 0, 1, 2 + quarter, shared, unit, l);
       fence_registers(d.cs);
       warpgroup_fence();
@@ -95,9 +95,9 @@ __device__ __forceinline__ void add_across(Accumulators& d, const Operands&, flo
 // Starts the products of the side's own pairs, those of its two quarters among them. `sk` is one's operand, until they are waited for.
 template <int TOKEN_HALF>
 __device__ __forceinline__ void start_own(Accumulators& d, float (&cy)[4][4], const Operands& o, u32 (&sk)[4], u32 shared, const Lane& l) {
-  const u32 dA = shared + DA_AT, dL = shared + DL_AT;
+  const u32 dA = shared + OFFSET(SharedMemory, dA), dL = shared + OFFSET(SharedMemory, dL);
   constexpr int first = HALF * TOKEN_HALF, second = first + 16;
-  load_quarter(sk, shared + operand_at(SK_AT, 2 * TOKEN_HALF + l.channel_half), 0, l);
+  load_quarter(sk, shared + operand_at(OFFSET(SharedMemory, sk), 2 * TOKEN_HALF + l.channel_half), 0, l);
   fence_registers(cy);
   fence_registers(d.cs);
   fence_registers(d.aq);

@@ -15,15 +15,15 @@ struct Scaling {
 __device__ __forceinline__ void pairs_operand(u32 (&a)[4], u32 shared, bool of_outputs, int kk, const Lane& l) {
   if (of_outputs) {
     const int row = 16 * l.warp + (l.lane & 15), piece = l.lane >> 4;
-    load_matrix4(a, shared + DO_AT + (kk >> 2) * SQUARE_BYTES + (swizzled(row, piece) ^ (kk & 3) << 5));
+    load_matrix4(a, shared + OFFSET(SharedMemory, d_o) + (kk >> 2) * SQUARE_BYTES + (swizzled(row, piece) ^ (kk & 3) << 5));
   } else {
-    load_matrix4_transposed(a, shared + DR_AT + kk * 16 * IMAGE_ROW + l.tile);
+    load_matrix4_transposed(a, shared + OFFSET(SharedMemory, dr) + kk * 16 * IMAGE_ROW + l.tile);
   }
 }
 
 // Starts the products; `a` may not be touched before they are waited for.
 __device__ __forceinline__ void start_pairs(float (&d)[4][4], u32 (&a)[8][4], u32 shared, const Lane& l) {
-  const u64 values = columns_operand(shared + U_AT + 64 * l.channel_half);
+  const u64 values = columns_operand(shared + OFFSET(SharedMemory, u) + 64 * l.channel_half);
 #pragma unroll
   for (int kk = 0; kk < 8; ++kk) pairs_operand(a[kk], shared, l.token_half == 0, kk, l);
   fence_registers(d);
@@ -48,7 +48,7 @@ __device__ __forceinline__ Scaling make_scaling(u32 shared, float centre) {
   float largest = 0.0f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float4 x = load_shared4(shared + LARGEST_AT + 16 * i);
+    const float4 x = load_shared4(shared + OFFSET(SharedMemory, largest) + 16 * i);
     largest = fmaxf(largest, fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
   }
   int shift = (int)(__float_as_uint(largest) >> 23 & 255) - 127;
@@ -61,7 +61,7 @@ __device__ __forceinline__ void store_pairs(const float (&d)[4][4], u32 shared, 
   const bool later = l.warp >= 2;
   if (!later && l.channel_half) return;  // no pair is there
   const float factor = l.token_half == 0 ? scale * by.shrink : -by.shrink;
-  const u32 image = shared + (l.token_half == 0 ? DA_AT : DL_AT);
+  const u32 image = shared + (l.token_half == 0 ? OFFSET(SharedMemory, dA) : OFFSET(SharedMemory, dL));
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     u32 r[4];

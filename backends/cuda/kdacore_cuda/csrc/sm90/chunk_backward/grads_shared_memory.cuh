@@ -13,55 +13,81 @@
 // Macros from the host: G_FLOAT, GROUPED, BOUNDED, SHARED_LIMIT.
 constexpr int THREADS = 512;
 constexpr int ANCHORS = BOUNDED ? 1 : 2;  // anchors of a half
-constexpr u32 GATE_BYTES = (G_FLOAT ? 2 : 1) * TILE_BYTES;
-constexpr u32 GATE_ROW = 4 * K;  // of a float32 gate
-
-// Rows of tokens, two images of 64 channels each. A warp reads, and later writes, its own 16 channels of its own tokens
-// alone in q, k, v and g, and so fetches them itself.
-constexpr u32 Q_AT = 0;
-constexpr u32 K_AT = Q_AT + TILE_BYTES;
-constexpr u32 V_AT = K_AT + TILE_BYTES;
-constexpr u32 G_AT = V_AT + TILE_BYTES;
-constexpr u32 DO_AT = G_AT + GATE_BYTES;
-// Images from the workspace.
-constexpr u32 U_AT = DO_AT + TILE_BYTES;
-constexpr u32 DR_AT = U_AT + TILE_BYTES;
-constexpr u32 H_AT = DR_AT + TILE_BYTES;
-constexpr u32 DH_AT = H_AT + STATE_BYTES;
-// Pairs of tokens: rows i, columns j.
-constexpr u32 DA_AT = DH_AT + STATE_BYTES;
-constexpr u32 DL_AT = DA_AT + SQUARE_BYTES;
-// Operands that another warpgroup needs, or its own again: sk of both sides; zq and zb of the later side where v was.
-constexpr u32 OPERAND_BYTES = 2 * 16 * 128;  // of one warpgroup, 16 bytes a thread twice
-constexpr bool SK_IN_U = G_FLOAT;  // there is no other place beside a float32 gate
-// Whether decays wait there while pairs are multiplied. Without a bound there are no registers for them (300 bytes of spills:
-// 1.06 ms instead of 0.84); with one, few spills cost less than 48 KB of the next unit that come later (0.77 instead of 0.87).
+constexpr u32 GATE_ROW = 4 * K;  // bytes, of a float32 gate
+// Without a float32 gate sk has room of its own; beside one it takes the place of u.
+constexpr bool SK_IN_U = G_FLOAT;
+// Whether decays are saved in the place of the states while pairs are multiplied. Without a bound there are no registers for them
+// (300 bytes of spills: 1.06 ms instead of 0.84); with one, few spills cost less than loading 48 KB of the next unit later (0.77
+// instead of 0.87).
 constexpr bool DECAYS_IN_STATES = !BOUNDED;
-constexpr u32 SK_AT = SK_IN_U ? U_AT : DL_AT + SQUARE_BYTES;
-constexpr u32 ZQ_AT = V_AT;
-constexpr u32 ZB_AT = V_AT + 2 * OPERAND_BYTES;
-// Small things. Scalars and decays of two units, as the next unit's come early.
-constexpr u32 ROWS_AT = SK_IN_U ? DL_AT + SQUARE_BYTES : SK_AT + 4 * OPERAND_BYTES;
-constexpr u32 LAST_AT = ROWS_AT + 2 * ROWS_BYTES;
-constexpr u32 SUMS_AT = LAST_AT + 2 * LAST_BYTES;   // float [3][8 warps of channels][64 tokens]
-constexpr u32 STATES_AT = SUMS_AT + 4 * 3 * 8 * C;  // float [2][128]: of h dh, each side's half of V; of two units
-constexpr u32 STATES_PITCH = 4 * 2 * K;
-constexpr u32 ACROSS_AT = STATES_AT + 2 * STATES_PITCH;    // float [128]: what the later side adds to the other's sums over tokens
-constexpr u32 BIAS_AT = ACROSS_AT + 4 * K;          // float [2][128]: dbias of each side
-constexpr u32 RATE_AT = BIAS_AT + 4 * 2 * K;        // float [16]: what each warp adds to dA_log
-constexpr u32 LARGEST_AT = RATE_AT + 64;            // float [16]
-constexpr u32 SUFFIX_SUMS_AT = LARGEST_AT + 64;            // float [2][128]: sum over the side's tokens of sk cs
-constexpr u32 GATE_AT = SUFFIX_SUMS_AT + 4 * 2 * K;        // dt_bias [128], exp(A_log); of two units
-constexpr u32 GATE_PITCH = 4 * (K + 4);
-constexpr u32 VALUES_AT = GATE_AT + 2 * GATE_PITCH;  // float a thread: what v gives to dbeta
-constexpr u32 SCALING_AT = VALUES_AT + 4 * THREADS;  // shrink, grow
-constexpr u32 STEP_AT = SCALING_AT + 8;             // of the grid: slots, heads
-constexpr u32 UNIT_AT = SCALING_AT + 16;            // four units, by turns
-constexpr u32 UNIT_BYTES = 64;
-constexpr u32 FULL_PAIRS_AT = UNIT_AT + 4 * UNIT_BYTES;  // u, dr, rows, last
-constexpr u32 FULL_STATES_AT = FULL_PAIRS_AT + 8;        // h, dh
-constexpr u32 SHARED_BYTES = FULL_STATES_AT + 8;
-static_assert(SHARED_BYTES <= SHARED_LIMIT, "the host's shared memory size is too small");
+
+// A left operand of one warpgroup, stored for another one or for later: 16 bytes a thread twice.
+struct WarpgroupOperand {
+  uint4 x[2][128];
+};
+constexpr u32 OPERAND_BYTES = sizeof(WarpgroupOperand);
+struct GateParameters {
+  float bias[K];  // dt_bias
+  float rate[4];  // exp(A_log), padded
+};
+constexpr u32 GATE_PITCH = sizeof(GateParameters), STATES_PITCH = sizeof(float[2][K]);
+
+// A unit as the block's threads find it in shared memory. `rows` is 0 if there is no further unit.
+struct SharedUnit {
+  int rows, hv;
+  u64 place;       // in the workspace
+  u64 row;         // in the gradients' [B, T, HV] rows
+  u64 q, k, v, g;  // addresses of its first token
+  int n, chunk;
+};
+constexpr u32 UNIT_BYTES = sizeof(SharedUnit);
+
+// A warp reads, and later writes, its own 16 channels of its own tokens alone in q, k, v and g, and so loads them itself. What
+// there is two of belongs to even and odd units: the next unit's is loaded early.
+struct SharedMemory {
+  TileImage q, k;
+  union {
+    TileImage v;
+    struct {
+      WarpgroupOperand zq[2], zb[2];  // of the later half of tokens, by half of the channels
+    };
+  };
+#if G_FLOAT
+  float g[C][K];
+#else
+  TileImage g;
+#endif
+  TileImage d_o;
+  union {
+    TileImage u;  // from the workspace, as dr, h and dh
+#if G_FLOAT
+    WarpgroupOperand sk[2][2];  // by half of the tokens and half of the channels
+#endif
+  };
+  TileImage dr;
+  StateImage h, dh;
+  SquareImage dA, dL;  // pairs of tokens: rows i, columns j
+#if !G_FLOAT
+  WarpgroupOperand sk[2][2];
+#endif
+  RowScalars rows[2];
+  ChunkDecays last[2];
+  float channel_sums[3][8][C];  // of 8 warps: for the norm of q, that of k, dbeta
+  float states[2][2][K];        // sum_v h dh of each half of V
+  float across[K];              // what the later half of tokens adds to the other's sums over tokens
+  float bias[2][K];             // dbias of each half of tokens
+  float rate[16];               // what each warp adds to dA_log
+  float largest[16];            // of each warp's pairs
+  float suffix_sums[2][K];      // sum over a half's tokens of sk cs
+  GateParameters gate[2];
+  float values[THREADS];  // what v gives to dbeta
+  float scaling[2];       // shrink, grow
+  u32 step[2];            // of the grid: slots, heads
+  SharedUnit units[4];    // this one, the next ones and the one before, by number modulo 4
+  u64 pairs_full;         // barrier: u, dr, rows, last are there
+  u64 states_full;        // barrier: h, dh
+};
+static_assert(sizeof(SharedMemory) <= SHARED_LIMIT, "the host's shared memory size is too small");
 
 // Who does what one thread or warp does for all: each another warp, as all others wait at the next barrier.
 constexpr int WORKSPACE_THREAD = 5 * 32, UNIT_THREAD = 7 * 32;
@@ -97,12 +123,7 @@ __device__ __forceinline__ Lane make_lane(int warp) {
   return l;
 }
 
-// A unit as the block's threads find it in shared memory: addresses of its first token in each rows array, of its place in the
-// gradients' [B, T, HV] rows and in the workspace. No rows: there is no further unit.
-constexpr u32 UNIT_ROWS = 0, UNIT_HV = 4, UNIT_PLACE = 8, UNIT_ROW = 16, UNIT_Q = 24, UNIT_K = 32, UNIT_V = 40, UNIT_G = 48, UNIT_N = 56,
-              UNIT_CHUNK = 60;
-
-__device__ __forceinline__ u32 unit_at(u32 shared, int n) { return shared + UNIT_AT + UNIT_BYTES * (n & 3); }
+__device__ __forceinline__ u32 unit_at(u32 shared, int n) { return shared + OFFSET(SharedMemory, units) + UNIT_BYTES * (n & 3); }
 __device__ __forceinline__ int unit_int(u32 unit, u32 field) { return (int)__float_as_uint(load_shared1(unit + field)); }
 __device__ __forceinline__ u64 unit_long(u32 unit, u32 field) {
   const float2 x = load_shared2(unit + field);
@@ -118,10 +139,10 @@ __device__ __forceinline__ void write_unit_fields(const ChunkBackwardParams& p, 
   const auto first = [&](u64 array, long long sb, long long st, long long sh, int head, int size) {
     return array + size * (u64)(u.batch * sb + (u64)(u32)u.first * (u32)st + head * sh);
   };
-  store_pair(UNIT_ROWS, (u64)u.hv << 32 | (u32)u.rows, u.at);
-  store_pair(UNIT_ROW, (u64)(u.batch * p.T + u.first) * (u32)p.HV + u.hv, first(p.q, p.q_sb, p.q_st, p.q_sh, u.h, 2));
-  store_pair(UNIT_K, first(p.k, p.k_sb, p.k_st, p.k_sh, u.h, 2), first(p.v, p.v_sb, p.v_st, p.v_sh, u.hv, 2));
-  store_pair(UNIT_G, first(p.g, p.g_sb, p.g_st, p.g_sh, u.hv, G_FLOAT ? 4 : 2), (u64)chunk << 32 | (u32)u.n);
+  store_pair(OFFSET(SharedUnit, rows), (u64)u.hv << 32 | (u32)u.rows, u.at);
+  store_pair(OFFSET(SharedUnit, row), (u64)(u.batch * p.T + u.first) * (u32)p.HV + u.hv, first(p.q, p.q_sb, p.q_st, p.q_sh, u.h, 2));
+  store_pair(OFFSET(SharedUnit, k), first(p.k, p.k_sb, p.k_st, p.k_sh, u.h, 2), first(p.v, p.v_sb, p.v_st, p.v_sh, u.hv, 2));
+  store_pair(OFFSET(SharedUnit, g), first(p.g, p.g_sb, p.g_st, p.g_sh, u.hv, G_FLOAT ? 4 : 2), (u64)chunk << 32 | (u32)u.n);
 }
 
 // The block's next unit is the first one from `index` on, in steps of the grid, that has rows; it belongs to sequence n or a later
@@ -141,22 +162,22 @@ __device__ __forceinline__ void write_unit(const ChunkBackwardParams& p, u32 uni
 // How far a step of the grid goes, in slots and then in heads.
 __device__ __forceinline__ void write_grid_step(const ChunkBackwardParams& p, u32 shared) {
   const u32 slots = (u32)grid_blocks() / (u32)p.HV;
-  store_shared(shared + STEP_AT, slots);
-  store_shared(shared + STEP_AT + 4, (u32)grid_blocks() - slots * (u32)p.HV);
+  store_shared(shared + OFFSET(SharedMemory, step), slots);
+  store_shared(shared + OFFSET(SharedMemory, step[1]), (u32)grid_blocks() - slots * (u32)p.HV);
 }
 // The unit after the one at `before`, if there is one.
 __device__ __forceinline__ void write_next_unit(const ChunkBackwardParams& p, u32 shared, u32 unit, u32 before) {
-  if (!unit_int(before, UNIT_ROWS)) return;
+  if (!unit_int(before, OFFSET(SharedUnit, rows))) return;
   Unit u = {};
-  u.at = unit_long(before, UNIT_PLACE) + grid_blocks();
-  u.n = unit_int(before, UNIT_N);
+  u.at = unit_long(before, OFFSET(SharedUnit, place)) + grid_blocks();
+  u.n = unit_int(before, OFFSET(SharedUnit, n));
   if (p.cu_seqlens) {
     const int beyond = u.n + grid_blocks() / p.HV + 2;
     write_unit(p, unit, u.at, u.n, beyond < p.N ? beyond : p.N);
     return;
   }
-  int chunk = unit_int(before, UNIT_CHUNK) + unit_int(shared + STEP_AT, 0);
-  u.hv = unit_int(before, UNIT_HV) + unit_int(shared + STEP_AT, 4);
+  int chunk = unit_int(before, OFFSET(SharedUnit, chunk)) + unit_int(shared + OFFSET(SharedMemory, step), 0);
+  u.hv = unit_int(before, OFFSET(SharedUnit, hv)) + unit_int(shared + OFFSET(SharedMemory, step), 4);
   if (u.hv >= p.HV) {
     u.hv -= p.HV;
     ++chunk;

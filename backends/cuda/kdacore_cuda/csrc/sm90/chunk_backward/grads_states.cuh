@@ -11,18 +11,18 @@ struct StateOperands {
 };
 
 __device__ __forceinline__ void load_states(StateOperands& a, u32 shared, int first, const Lane& l) {
-  const u32 tile = shared + H_AT + l.channel_half * (STATE_BYTES / 2) + first * 16 * IMAGE_ROW + l.tile;
+  const u32 tile = shared + OFFSET(SharedMemory, h) + l.channel_half * (STATE_BYTES / 2) + first * 16 * IMAGE_ROW + l.tile;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     load_matrix4_transposed(a.h[i], tile + i * 16 * IMAGE_ROW);
-    load_matrix4_transposed(a.dh[i], tile + (DH_AT - H_AT) + i * 16 * IMAGE_ROW);
+    load_matrix4_transposed(a.dh[i], tile + (OFFSET(SharedMemory, dh) - OFFSET(SharedMemory, h)) + i * 16 * IMAGE_ROW);
   }
 }
 
 // Starts the products of 64 values; neither d nor `a` may be touched before they are waited for.
 __device__ __forceinline__ void start_states(Accumulators& d, const StateOperands& a, u32 shared, int first, const Lane& l) {
-  const u64 outputs = rows_operand(shared + DO_AT + l.token_half * HALF * IMAGE_ROW);
-  const u64 dr = columns_operand(shared + DR_AT + 2 * HALF * l.token_half), values = columns_operand(shared + U_AT + 2 * HALF * l.token_half);
+  const u64 outputs = rows_operand(shared + OFFSET(SharedMemory, d_o) + l.token_half * HALF * IMAGE_ROW);
+  const u64 dr = columns_operand(shared + OFFSET(SharedMemory, dr) + 2 * HALF * l.token_half), values = columns_operand(shared + OFFSET(SharedMemory, u) + 2 * HALF * l.token_half);
   fence_registers(d.aq);
   fence_registers(d.ax);
   fence_registers(d.cs);

@@ -3,12 +3,12 @@
 
 // This warp's channels of sum_d of each token of the side, to `which` of the block's sums.
 __device__ __forceinline__ void store_channel_sum(int which, float x, u32 shared, const Lane& l) {
-  const u32 at = SUMS_AT + 4 * ((which * 8 + 4 * l.channel_half + l.warp) * C + HALF * l.token_half + token_of(l));
+  const u32 at = OFFSET(SharedMemory, channel_sums) + 4 * ((which * 8 + 4 * l.channel_half + l.warp) * C + HALF * l.token_half + token_of(l));
   store_shared(shared + at, __float_as_uint(x));
 }
 // The sum over all channels of token `lane` of the side.
 __device__ __forceinline__ float load_token_sum(int which, u32 shared, const Lane& l) {
-  const u32 from = shared + SUMS_AT + 4 * (which * 8 * C + HALF * l.token_half + l.lane);
+  const u32 from = shared + OFFSET(SharedMemory, channel_sums) + 4 * (which * 8 * C + HALF * l.token_half + l.lane);
   float x[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) x[i] = load_shared1(from + 4 * C * i);
@@ -39,11 +39,11 @@ __device__ __forceinline__ void sum_pairs(Accumulators& d, float (&dk)[4][4], co
   load_anchor_ends<TOKEN_HALF>(end, shared, l);
   finish_pairs<TOKEN_HALF>(d, dk, o, saved, end, shared, scalars, l);
   const float rk = load_shared1(scalars + 8 * C + 4 * (HALF * l.token_half + token_of(l)));
-  const float x = load_shared1(shared + SCALING_AT + 4) * rk * dot_with_rows(d.ax, K_AT, shared, l);
-  store_channel_sum(2, x + load_shared1(shared + VALUES_AT + 4 * l.thread), shared, l);
+  const float x = load_shared1(shared + OFFSET(SharedMemory, scaling) + 4) * rk * dot_with_rows(d.ax, OFFSET(SharedMemory, k), shared, l);
+  store_channel_sum(2, x + load_shared1(shared + OFFSET(SharedMemory, values) + 4 * l.thread), shared, l);
   if (!GROUPED && p.flags & FLAG_L2NORM) {
-    store_channel_sum(0, dot_with_rows(d.aq, Q_AT, shared, l), shared, l);
-    store_channel_sum(1, dot_with_rows(dk, K_AT, shared, l), shared, l);
+    store_channel_sum(0, dot_with_rows(d.aq, OFFSET(SharedMemory, q), shared, l), shared, l);
+    store_channel_sum(1, dot_with_rows(dk, OFFSET(SharedMemory, k), shared, l), shared, l);
   }
 }
 
@@ -102,8 +102,8 @@ __device__ __forceinline__ void load_following_sums(float (&later)[2], u32 share
   for (int r = 0; r < 2; ++r) {
     const u32 channel = 4 * (l.channel + 8 * r), at = shared + channel;
     const float states = load_shared1(sums + channel) + load_shared1(sums + channel + 4 * K);
-    later[r] = states * load_shared1(last + channel) * shrink + load_shared1(at + SUFFIX_SUMS_AT);
-    later[r] += load_shared1(at + (l.token_half ? SUFFIX_SUMS_AT + 4 * K : ACROSS_AT));
+    later[r] = states * load_shared1(last + channel) * shrink + load_shared1(at + OFFSET(SharedMemory, suffix_sums));
+    later[r] += load_shared1(at + (l.token_half ? OFFSET(SharedMemory, suffix_sums) + 4 * K : OFFSET(SharedMemory, across)));
   }
 }
 
@@ -111,36 +111,36 @@ __device__ __forceinline__ void load_following_sums(float (&later)[2], u32 share
 __device__ __forceinline__ void store_gate_gradient(float (&d)[4][4], const ChunkBackwardParams& p, u32 gate, float grow, u32 shared, u32 unit,
                                            const OutputRows& to, const Lane& l) {
   float dbias[2];
-  float rate = gate_backward(d, dbias, p, gate, grow, unit_int(unit, UNIT_ROWS), shared, l);
+  float rate = gate_backward(d, dbias, p, gate, grow, unit_int(unit, OFFSET(SharedUnit, rows)), shared, l);
 #if G_FLOAT
   store_floats([&](int j, int e) { return d[j][e]; }, p, p.dg, unit, l);
 #else
   Operand x;
   make_operand(x, [&](int j, int e) { return d[j][e]; });
-  store_own(shared + G_AT, x, p, p.dg, to, l);
+  store_own(shared + OFFSET(SharedMemory, g), x, p, p.dg, to, l);
 #endif
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float sum = sum_quad(dbias[r]);
-    if (l.t == 0) store_shared(shared + BIAS_AT + 4 * (K * l.token_half + l.channel + 8 * r), __float_as_uint(sum));
+    if (l.t == 0) store_shared(shared + OFFSET(SharedMemory, bias) + 4 * (K * l.token_half + l.channel + 8 * r), __float_as_uint(sum));
   }
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1) rate += shuffle_xor(rate, mask);
-  if (l.lane == 0) store_shared(shared + RATE_AT + 4 * (l.thread >> 5), __float_as_uint(rate));
+  if (l.lane == 0) store_shared(shared + OFFSET(SharedMemory, rate) + 4 * (l.thread >> 5), __float_as_uint(rate));
 }
 
 // The parts of dbias and dA_log of a unit, once every warp's are there.
 __device__ __forceinline__ void store_partial_sums(const ChunkBackwardParams& p, u32 shared, u32 unit, const Lane& l) {
   if (l.thread > K) return;
-  const u64 place = unit_long(unit, UNIT_PLACE);
+  const u64 place = unit_long(unit, OFFSET(SharedUnit, place));
   if (p.dbias_part && l.thread < K) {
-    const u32 from = shared + BIAS_AT + 4 * l.thread;
+    const u32 from = shared + OFFSET(SharedMemory, bias) + 4 * l.thread;
     reinterpret_cast<float*>(p.dbias_part)[place * K + l.thread] = load_shared1(from) + load_shared1(from + 4 * K);
   }
   if (p.dA_part && l.thread == K) {
     float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 16; ++i) sum += load_shared1(shared + RATE_AT + 4 * i);
+    for (int i = 0; i < 16; ++i) sum += load_shared1(shared + OFFSET(SharedMemory, rate) + 4 * i);
     reinterpret_cast<float*>(p.dA_part)[place] = sum;
   }
 }
@@ -152,5 +152,5 @@ __device__ __forceinline__ void store_beta_gradient(const ChunkBackwardParams& p
   const float beta = load_shared1(scalars + 4 * token);
   float d = load_token_sum(2, shared, l);
   if (p.flags & FLAG_BETA_SIGMOID) d *= beta * (1.0f - (p.flags & FLAG_NEG_EIGVAL ? 0.5f * beta : beta));
-  if (token < unit_int(unit, UNIT_ROWS)) store_scalar(p.dbeta, unit_long(unit, UNIT_ROW) + (long long)token * p.HV, p.beta_type, d);
+  if (token < unit_int(unit, OFFSET(SharedUnit, rows))) store_scalar(p.dbeta, unit_long(unit, OFFSET(SharedUnit, row)) + (long long)token * p.HV, p.beta_type, d);
 }

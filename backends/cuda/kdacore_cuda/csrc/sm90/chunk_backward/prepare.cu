@@ -22,17 +22,17 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
   const Rows g = make_rows(u, p.g, p.g_sb, p.g_st, p.g_sh, u.hv, G_FLOAT ? 4 : 2);
   const Rows v = make_rows(u, p.v, p.v_sb, p.v_st, p.v_sh, u.hv, 2);
 #if G_FLOAT
-  fetch_floats(shared + RAW_G_AT, g, u.rows, thread);
+  fetch_floats(shared + OFFSET(SharedMemory, raw_g), g, u.rows, thread);
 #else
-  fetch_tile<THREADS>(shared + RAW_G_AT, g, u.rows, thread);
+  fetch_tile<THREADS>(shared + OFFSET(SharedMemory, raw_g), g, u.rows, thread);
 #endif
-  fetch_tile<THREADS>(shared + K_AT, make_rows(u, p.k, p.k_sb, p.k_st, p.k_sh, u.h, 2), u.rows, thread);
-  fetch_tile<THREADS>(shared + Q_AT, make_rows(u, p.q, p.q_sb, p.q_st, p.q_sh, u.h, 2), u.rows, thread);
+  fetch_tile<THREADS>(shared + OFFSET(SharedMemory, k), make_rows(u, p.k, p.k_sb, p.k_st, p.k_sh, u.h, 2), u.rows, thread);
+  fetch_tile<THREADS>(shared + OFFSET(SharedMemory, q), make_rows(u, p.q, p.q_sb, p.q_st, p.q_sh, u.h, 2), u.rows, thread);
   copy_async_commit();
   prefetch_tile(v, u.rows, thread);
   if (thread == 0) {
     const u64 at = reinterpret_cast<u64>(v.at);
-    store_shared(shared + VALUES_AT, (u32)at, (u32)(at >> 32), (u32)u.rows, 0);
+    store_shared(shared + OFFSET(SharedMemory, value_rows), (u32)at, (u32)(at >> 32), (u32)u.rows, 0);
   }
   const Strip s = make_strip(warp, lane);
   const Gate gate = make_gate(p, u.hv);
@@ -52,9 +52,9 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
     if (thread < K) write_decays(p, shared, thread);
     if (!FOR_SEGMENTS && thread >= C) {
       const int i = thread - C;
-      reinterpret_cast<float*>(place_of(p.rows, ROWS_BYTES))[i] = load_shared1(shared + BETA_AT + 4 * i);
+      reinterpret_cast<float*>(place_of(p.rows, ROWS_BYTES))[i] = load_shared1(shared + OFFSET(SharedMemory, beta) + 4 * i);
     }
-    const u32 strip = shared + STRIPS_AT + warp * STRIP_BYTES;
+    const u32 strip = shared + OFFSET(SharedMemory, strips) + warp * STRIP_BYTES;
     if (s.half) make_operands<1>(p, shared, s, strip, x);
     else make_operands<0>(p, shared, s, strip, x);
   }
@@ -85,12 +85,12 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
     merge_column(shared, row_block, lane);
     fence_async_proxy();
   } else {
-    const uint4 from = load_shared_u4(shared + VALUES_AT);
+    const uint4 from = load_shared_u4(shared + OFFSET(SharedMemory, value_rows));
     const Rows values = {reinterpret_cast<const unsigned char*>((u64)from.y << 32 | from.x), 2 * (int)p.v_st};
-    fetch_tile<THREADS / 2>(shared + V_AT, values, (int)from.z, 32 * (warp >> 1) + lane);
+    fetch_tile<THREADS / 2>(shared + OFFSET(SharedMemory, v), values, (int)from.z, 32 * (warp >> 1) + lane);
     copy_async_commit();
     if (thread == 0) {
-      copy_out(place_of(p.aqk, SQUARE_BYTES), shared + A_AT, SQUARE_BYTES);
+      copy_out(place_of(p.aqk, SQUARE_BYTES), shared + OFFSET(SharedMemory, aqk), SQUARE_BYTES);
       copy_out_commit();
       copy_out_wait_read<0>();
     }
@@ -100,17 +100,17 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
 
   // 6. w and u.
   if (!FOR_SEGMENTS && thread == 0) {
-    copy_out(place_of(p.inv, SQUARE_BYTES), shared + INV_AT, SQUARE_BYTES);
+    copy_out(place_of(p.inv, SQUARE_BYTES), shared + OFFSET(SharedMemory, inverse), SQUARE_BYTES);
     copy_out_commit();
   }
   apply_inverse(shared, warp, lane, unit);
   fence_async_proxy();
   sync_block();
   if (thread == 0) {
-    copy_out(place_of(p.w, TILE_BYTES), shared + W_AT, TILE_BYTES);
+    copy_out(place_of(p.w, TILE_BYTES), shared + OFFSET(SharedMemory, w), TILE_BYTES);
     // In halves, as the scan may fetch them: initcheck takes what a copy of 16 KB wrote for half written.
-    copy_out(place_of(p.u, TILE_BYTES), shared + U_AT, SQUARE_BYTES);
-    copy_out(place_of(p.u, TILE_BYTES) + SQUARE_BYTES, shared + U_AT + SQUARE_BYTES, SQUARE_BYTES);
+    copy_out(place_of(p.u, TILE_BYTES), shared + OFFSET(SharedMemory, u), SQUARE_BYTES);
+    copy_out(place_of(p.u, TILE_BYTES) + SQUARE_BYTES, shared + OFFSET(SharedMemory, u) + SQUARE_BYTES, SQUARE_BYTES);
     copy_out_commit();
     copy_out_wait_read<0>();
   }

@@ -24,9 +24,9 @@ __device__ __forceinline__ void apply_inverse(u32 shared, int warp, int lane, fl
   for (int j = 0; j < 4; ++j) {
     // Tokens 0-7, then 8-15, of channels (values) 0-7, then 8-15.
     const u32 at = shared + image * SQUARE_BYTES + tile_offset(16 * j + (lane & 15), piece + (lane >> 4));
-    load_matrix4_transposed(zb[j], at + K_AT);
-    load_matrix4_transposed(vb[j], at + V_AT);
-    const u32 beta = shared + BETA_AT + 4 * (16 * j + 2 * t);
+    load_matrix4_transposed(zb[j], at + OFFSET(SharedMemory, k));
+    load_matrix4_transposed(vb[j], at + OFFSET(SharedMemory, v));
+    const u32 beta = shared + OFFSET(SharedMemory, beta) + 4 * (16 * j + 2 * t);
     const float2 b0 = load_shared2(beta), b1 = load_shared2(beta + 32);
     vb[j][0] = scaled_pair(vb[j][0], b0);
     vb[j][1] = scaled_pair(vb[j][1], b1);
@@ -40,7 +40,7 @@ __device__ __forceinline__ void apply_inverse(u32 shared, int warp, int lane, fl
     float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
     for (int part = 0; part < PARTS - 1; ++part) {
-      const float2 total = load_shared2(shared + TOTAL_AT + 4 * (K * part + 16 * warp + 8 * n + 2 * t));
+      const float2 total = load_shared2(shared + OFFSET(SharedMemory, totals) + 4 * (K * part + 16 * warp + 8 * n + 2 * t));
       sum.x += total.x, sum.y += total.y;
       decay[part][n][0] = exp2_fast(sum.x);
       decay[part][n][1] = exp2_fast(sum.y);
@@ -52,10 +52,10 @@ __device__ __forceinline__ void apply_inverse(u32 shared, int warp, int lane, fl
     if (FOR_SEGMENTS) {
       // Of the four roundings between v and the state, beta v's is the one that costs little to undo: on the inverse's diagonal.
       u32 v[4];
-      load_matrix4(v, shared + V_AT + image * SQUARE_BYTES + tile_offset(16 * i + (lane & 15), piece + (lane >> 4)));
+      load_matrix4(v, shared + OFFSET(SharedMemory, v) + image * SQUARE_BYTES + tile_offset(16 * i + (lane & 15), piece + (lane >> 4)));
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float beta = load_shared1(shared + BETA_AT + 4 * (16 * i + 8 * h + (lane >> 2)));
+        const float beta = load_shared1(shared + OFFSET(SharedMemory, beta) + 4 * (16 * i + 8 * h + (lane >> 2)));
 #pragma unroll
         for (int n = 0; n < 2; ++n) rounding_error(u[n][2 * h], u[n][2 * h + 1], v[2 * n + h], beta);
       }
@@ -63,7 +63,7 @@ __device__ __forceinline__ void apply_inverse(u32 shared, int warp, int lane, fl
 #pragma unroll
     for (int j = 0; j <= i; ++j) {
       u32 x[4];
-      load_matrix4(x, block_at(shared + INV_AT, i, j, lane));
+      load_matrix4(x, block_at(shared + OFFSET(SharedMemory, inverse), i, j, lane));
       mma_bf16(w[j / BLOCKS_A_PART][0], x, zb[j][0], zb[j][1]);
       mma_bf16(w[j / BLOCKS_A_PART][1], x, zb[j][2], zb[j][3]);
       mma_bf16(u[0], x, vb[j][0], vb[j][1]);
@@ -81,12 +81,12 @@ __device__ __forceinline__ void apply_inverse(u32 shared, int warp, int lane, fl
 #pragma unroll
       for (int h = 0; h < 2; ++h) out[2 * n + h] = pack_bf16(w[0][n][2 * h], w[0][n][2 * h + 1]);
     }
-    store_matrix4(shared + W_AT + image * SQUARE_BYTES + swizzled(16 * i + (lane & 15), piece + (lane >> 4)), out);
+    store_matrix4(shared + OFFSET(SharedMemory, w) + image * SQUARE_BYTES + swizzled(16 * i + (lane & 15), piece + (lane >> 4)), out);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) out[2 * n + h] = pack_bf16(u[n][2 * h], u[n][2 * h + 1]);
     }
-    store_matrix4_transposed(shared + U_AT + swizzled(16 * warp + (lane & 7) + (lane >> 1 & 8), 2 * i + (lane >> 3 & 1)), out);
+    store_matrix4_transposed(shared + OFFSET(SharedMemory, u) + swizzled(16 * warp + (lane & 7) + (lane >> 1 & 8), 2 * i + (lane >> 3 & 1)), out);
   }
 }

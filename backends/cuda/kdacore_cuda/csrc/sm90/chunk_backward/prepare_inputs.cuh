@@ -41,7 +41,7 @@ __device__ __forceinline__ void store_norms(const ChunkBackwardParams& p, u32 sh
   const bool keys = warp & 1;
   float square[2] = {};
   if (p.flags & FLAG_L2NORM) {
-    const u32 at = shared + (keys ? K_AT : Q_AT) + tile_offset(first + (lane & 15), lane >> 4);
+    const u32 at = shared + (keys ? OFFSET(SharedMemory, k) : OFFSET(SharedMemory, q)) + tile_offset(first + (lane & 15), lane >> 4);
     float d[2][4] = {};
 #pragma unroll
     for (int i = 0; i < K / 16; ++i) {
@@ -60,9 +60,9 @@ __device__ __forceinline__ void store_norms(const ChunkBackwardParams& p, u32 sh
     const int token = first + (lane >> 2) + 8 * i;
     const float r = p.flags & FLAG_L2NORM && token < rows ? inverse_sqrt(square[i] + 1e-6f) : 1.0f;
     const u32 row = 4 * token;
-    const float factor = keys ? load_shared1(shared + BETA_AT + row) : p.scale;
-    store_shared(shared + (keys ? RK_AT : RQ_AT) + row, __float_as_uint(r));
-    store_shared(shared + (keys ? KB_FACTOR_AT : Q_FACTOR_AT) + row, __float_as_uint(r * factor));
+    const float factor = keys ? load_shared1(shared + OFFSET(SharedMemory, beta) + row) : p.scale;
+    store_shared(shared + (keys ? OFFSET(SharedMemory, k_norm) : OFFSET(SharedMemory, q_norm)) + row, __float_as_uint(r));
+    store_shared(shared + (keys ? OFFSET(SharedMemory, kb_factor) : OFFSET(SharedMemory, q_factor)) + row, __float_as_uint(r * factor));
   }
 }
 
@@ -70,10 +70,10 @@ __device__ __forceinline__ void store_norms(const ChunkBackwardParams& p, u32 sh
 __device__ __forceinline__ void store_parameters(const ChunkBackwardParams& p, const Unit& u, u32 shared, const Gate& gate, int i) {
   if (i >= THREADS - K) {
     const int channel = i - (THREADS - K);
-    store_shared(shared + BIAS_AT + 4 * channel, __float_as_uint(gate_bias(p, gate, u.hv, channel)));
+    store_shared(shared + OFFSET(SharedMemory, bias) + 4 * channel, __float_as_uint(gate_bias(p, gate, u.hv, channel)));
   } else if (i < C) {
     const long long at = u.batch * p.beta_sb + (u.first + i) * p.beta_st + u.hv * p.beta_sh;
     const float beta = i < u.rows ? activate_beta(p, load_scalar(p.beta, at, p.beta_type)) : 0.0f;
-    store_shared(shared + BETA_AT + 4 * i, __float_as_uint(beta));
+    store_shared(shared + OFFSET(SharedMemory, beta) + 4 * i, __float_as_uint(beta));
   }
 }

@@ -12,7 +12,7 @@
 
 // A diagonal block's inverse. One column a lane, both halves of the warp alike; each stores half of the rows.
 __device__ __forceinline__ void invert_diagonal(u32 shared, int block, int lane) {
-  const u32 from = shared + DIAGONAL_AT + 4 * 16 * DIAGONAL_PITCH * block;
+  const u32 from = shared + OFFSET(SharedMemory, diagonal) + 4 * 16 * DIAGONAL_PITCH * block;
   const int j = lane & 15;
   float x[16];
   invert_column(x, j, [&](int i, int m) { return from + 4 * (DIAGONAL_PITCH * i + m); });
@@ -22,8 +22,8 @@ __device__ __forceinline__ void invert_diagonal(u32 shared, int block, int lane)
     const u32 to = shared + swizzled(16 * block + i + (first ? 0 : 8), 2 * block + (j >> 3)) + 2 * (j & 7);
     u32 high, low;
     split(first ? x[i] : x[i + 8], 0.0f, high, low);
-    store_shared16(to + INV_AT, high);
-    store_shared16(to + LOW_AT, low);
+    store_shared16(to + OFFSET(SharedMemory, inverse), high);
+    store_shared16(to + OFFSET(SharedMemory, system_low), low);
   }
 }
 
@@ -42,16 +42,16 @@ __device__ __forceinline__ void merge_column(u32 shared, int c, int lane) {
   const u32 lane_at = shared + swizzled((lane & 7) + (lane >> 1 & 8), lane >> 3 & 1);
   const auto at = [&](int row_block, int column_block) { return (lane_at ^ column_block << 5) + 16 * IMAGE_ROW * row_block; };
   Split x[3];
-  load_matrix4_transposed(x[0].high, at(c, c) + INV_AT);
-  load_matrix4_transposed(x[0].low, at(c, c) + LOW_AT);
+  load_matrix4_transposed(x[0].high, at(c, c) + OFFSET(SharedMemory, inverse));
+  load_matrix4_transposed(x[0].low, at(c, c) + OFFSET(SharedMemory, system_low));
 #pragma unroll
   for (int b = 1; b < 4; ++b) {
     if (c + b > 3) break;
     float sum[2][4] = {};
 #pragma unroll
-    for (int m = 0; m < b; ++m) add_product(sum, x[m], at(c + b, c + m) + HIGH_AT, at(c + b, c + m) + LOW_AT);
+    for (int m = 0; m < b; ++m) add_product(sum, x[m], at(c + b, c + m) + OFFSET(SharedMemory, system_high), at(c + b, c + m) + OFFSET(SharedMemory, system_low));
     float negative[2][4] = {};
-    add_product(negative, split_tiles(sum[0], sum[1]), at(c + b, c + b) + INV_AT, at(c + b, c + b) + LOW_AT);
+    add_product(negative, split_tiles(sum[0], sum[1]), at(c + b, c + b) + OFFSET(SharedMemory, inverse), at(c + b, c + b) + OFFSET(SharedMemory, system_low));
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -59,6 +59,6 @@ __device__ __forceinline__ void merge_column(u32 shared, int c, int lane) {
     }
     const Split found = split_tiles(negative[0], negative[1]);
     if (b < 3) x[b] = found;
-    store_matrix4_transposed(at(c + b, c) + INV_AT, found.high);
+    store_matrix4_transposed(at(c + b, c) + OFFSET(SharedMemory, inverse), found.high);
   }
 }

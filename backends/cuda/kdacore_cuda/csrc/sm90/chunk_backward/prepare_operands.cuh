@@ -27,12 +27,12 @@ __device__ __forceinline__ Strip make_strip(int warp, int lane) {
 // This lane's gates of channel 8i + g of the strip.
 __device__ __forceinline__ void load_gates(float (&x)[8], u32 shared, const Strip& s, int i) {
 #if G_FLOAT
-  const u32 at = shared + RAW_G_AT + gate_offset(HALF * s.half + 8 * s.t, 8 * s.slice + 2 * i + (s.g >> 2)) + 4 * (s.g & 3);
+  const u32 at = shared + OFFSET(SharedMemory, raw_g) + gate_offset(HALF * s.half + 8 * s.t, 8 * s.slice + 2 * i + (s.g >> 2)) + 4 * (s.g & 3);
 #pragma unroll
   for (int j = 0; j < 8; ++j) x[j] = load_shared1(at + 512 * j);
 #else
   u32 raw[4];
-  load_matrix4_transposed(raw, (shared + RAW_G_AT + s.at) ^ (i << 4));
+  load_matrix4_transposed(raw, (shared + OFFSET(SharedMemory, raw_g) + s.at) ^ (i << 4));
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
     x[2 * m] = bf16_low(raw[m]);
@@ -55,7 +55,7 @@ __device__ __forceinline__ void load_steps(float (&x)[4][8], u32 shared, const S
   } else if (gate.kind == GATE_SOFTPLUS) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float bias = load_shared1(shared + BIAS_AT + 4 * (32 * s.slice + 8 * i + s.g));
+      const float bias = load_shared1(shared + OFFSET(SharedMemory, bias) + 4 * (32 * s.slice + 8 * i + s.g));
 #pragma unroll
       for (int j = 0; j < 8; ++j) x[i][j] = softplus_step(gate, x[i][j], bias);
     }
@@ -63,7 +63,7 @@ __device__ __forceinline__ void load_steps(float (&x)[4][8], u32 shared, const S
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float bias = load_shared1(shared + BIAS_AT + 4 * (32 * s.slice + 8 * i + s.g));
+      const float bias = load_shared1(shared + OFFSET(SharedMemory, bias) + 4 * (32 * s.slice + 8 * i + s.g));
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         x[i][j] = sigmoid_step(gate, x[i][j], bias);
@@ -96,7 +96,7 @@ __device__ __forceinline__ void sum_strip(float (&x)[4][8], u32 shared, const St
     before += centre;
     const int part = BOUNDED ? s.half : 2 * s.half + (s.t >> 1);
     if ((BOUNDED ? s.t : s.t & 1) == 0) {
-      store_shared(shared + TOTAL_AT + 4 * (K * part + 32 * s.slice + 8 * i + s.g), __float_as_uint(total));
+      store_shared(shared + OFFSET(SharedMemory, totals) + 4 * (K * part + 32 * s.slice + 8 * i + s.g), __float_as_uint(total));
     }
 #pragma unroll
     for (int j = 0; j < 8; ++j) x[i][j] += before;
@@ -163,7 +163,7 @@ __device__ __forceinline__ void store_kg(const ChunkBackwardParams& p, u32 strip
 __device__ __forceinline__ void write_decays(const ChunkBackwardParams& p, u32 shared, int channel) {
   float total[PARTS];
 #pragma unroll
-  for (int i = 0; i < PARTS; ++i) total[i] = load_shared1(shared + TOTAL_AT + 4 * (K * i + channel));
+  for (int i = 0; i < PARTS; ++i) total[i] = load_shared1(shared + OFFSET(SharedMemory, totals) + 4 * (K * i + channel));
   const float first = BOUNDED ? total[0] : total[0] + total[1], second = BOUNDED ? total[1] : total[PARTS - 2] + total[PARTS - 1];
   float* to = reinterpret_cast<float*>(place_of(p.last, LAST_BYTES)) + channel;
   to[0] = exp2_fast(first + second);

@@ -1,5 +1,5 @@
 // Gates without a bound: an anchor serves a quarter. Keys are also wanted as each later quarter sees them, decayed to its start:
-// by the second at SK_AT (of its first 32 rows the second 16 are not read), by the third at S2_AT, by the fourth at S3_AT (of
+// by the second at OFFSET(SharedMemory, sk) (of its first 32 rows the second 16 are not read), by the third at OFFSET(SharedMemory, sk_third), by the fourth at OFFSET(SharedMemory, sk_fourth) (of
 // 64 rows the last 16 are not read). Part of prepare_operands.cuh.
 #pragma once
 
@@ -15,7 +15,7 @@ __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 
   for (int i = 0; i < 4; ++i) {
     float total[4];
 #pragma unroll
-    for (int n = 0; n < 4; ++n) total[n] = load_shared1(shared + TOTAL_AT + 4 * (K * n + 32 * s.slice + 8 * i + s.g));
+    for (int n = 0; n < 4; ++n) total[n] = load_shared1(shared + OFFSET(SharedMemory, totals) + 4 * (K * n + 32 * s.slice + 8 * i + s.g));
     const float end = exp2_fast((later ? total[2 * TOKEN_HALF + 1] : total[2 * TOKEN_HALF]) + p.centre);
     // What lies between this quarter and the third, the fourth, the chunk's end, and before it.
     const float rest = later ? 0.0f : total[2 * TOKEN_HALF + 1];
@@ -24,12 +24,12 @@ __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 
     const float before = exp2_fast((TOKEN_HALF ? total[0] + total[1] : 0.0f) + (later ? total[2 * TOKEN_HALF] : 0.0f));
     const u32 at = (shared + s.at) ^ (i << 4), narrow = at - (s.slice >> 1) * (SQUARE_BYTES - HALF_SQUARE);
     u32 q[4], k[4], y[4], s1[4], s2[4], s3[4], kg[4], low[4];
-    load_matrix4_transposed(k, at + K_AT);
-    load_matrix4_transposed(q, at + Q_AT);
+    load_matrix4_transposed(k, at + OFFSET(SharedMemory, k));
+    load_matrix4_transposed(q, at + OFFSET(SharedMemory, q));
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
-      const float2 rq = load_shared2(tokens + Q_FACTOR_AT + 8 * m), rk = load_shared2(tokens + RK_AT + 8 * m);
-      const float2 kb = load_shared2(tokens + KB_FACTOR_AT + 8 * m);
+      const float2 rq = load_shared2(tokens + OFFSET(SharedMemory, q_factor) + 8 * m), rk = load_shared2(tokens + OFFSET(SharedMemory, k_norm) + 8 * m);
+      const float2 kb = load_shared2(tokens + OFFSET(SharedMemory, kb_factor) + 8 * m);
       const float x0 = x[i][2 * m], x1 = x[i][2 * m + 1], up0 = exp2_fast(x0), up1 = exp2_fast(x1);
       const float k0 = bf16_low(k[m]), k1 = bf16_high(k[m]);
       const float y0 = k0 * rk.x * exp2_fast(-x0), y1 = k1 * rk.y * exp2_fast(-x1);
@@ -44,15 +44,15 @@ __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 
       split_kg(d0 * after, d1 * after, kg[m], low[m]);
       qg[i][m] = pack_bf16(z0 * unit * before, z1 * unit * before);
     }
-    store_matrix4_transposed(at + K_AT, k);
-    store_matrix4_transposed(at + Q_AT, q);
-    store_matrix4_transposed(at + G_AT, y);
+    store_matrix4_transposed(at + OFFSET(SharedMemory, k), k);
+    store_matrix4_transposed(at + OFFSET(SharedMemory, q), q);
+    store_matrix4_transposed(at + OFFSET(SharedMemory, yk), y);
     if (TOKEN_HALF) {
-      store_matrix4_transposed(at + S3_AT, s1);
+      store_matrix4_transposed(at + OFFSET(SharedMemory, sk_fourth), s1);
     } else {
-      store_matrix4_transposed(narrow + SK_AT, s1);
-      store_matrix4_transposed(narrow + S2_AT, s2);
-      store_matrix4_transposed(at + S3_AT, s3);
+      store_matrix4_transposed(narrow + OFFSET(SharedMemory, sk), s1);
+      store_matrix4_transposed(narrow + OFFSET(SharedMemory, sk_third), s2);
+      store_matrix4_transposed(at + OFFSET(SharedMemory, sk_fourth), s3);
     }
     store_kg(p, strip, s, i, kg, low);
   }

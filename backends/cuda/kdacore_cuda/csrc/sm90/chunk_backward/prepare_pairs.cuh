@@ -20,7 +20,13 @@ __device__ __forceinline__ constexpr bool across(int j) {
 template <int ROW_BLOCK>
 __device__ __forceinline__ void multiply_pairs(Pairs& out, u32 shared, u32 left, int lane) {
   // Left: rows lane % 8, then + 8, of channels 0-7, then 8-15. Right: channels 0-7, then 8-15, of rows lane % 8, then + 8.
-  constexpr u32 EARLIER = BOUNDED || ROW_BLOCK < 2 ? SK_AT : ROW_BLOCK == 2 ? S2_AT : S3_AT;
+#if BOUNDED
+  constexpr u32 EARLIER = OFFSET(SharedMemory, sk);
+#else
+  constexpr u32 EARLIER = ROW_BLOCK < 2    ? OFFSET(SharedMemory, sk)
+                          : ROW_BLOCK == 2 ? OFFSET(SharedMemory, sk_third)
+                                           : OFFSET(SharedMemory, sk_fourth);
+#endif
   constexpr u32 WIDE = !BOUNDED && ROW_BLOCK == 3 ? SQUARE_BYTES : HALF_SQUARE;
   const u32 a_at = shared + left + tile_offset(16 * ROW_BLOCK + (lane & 15), lane >> 4);
   const u32 b_at = tile_offset((lane & 7) + (lane >> 1 & 8), lane >> 3 & 1);
@@ -33,7 +39,7 @@ __device__ __forceinline__ void multiply_pairs(Pairs& out, u32 shared, u32 left,
       // Rows 16 further: pieces swizzled_piece with those two further.
       const u32 place = shared + ((b_at ^ ((i & 3) << 5) ^ (j & 1) << 6) + 16 * j * IMAGE_ROW);
       u32 b[4];
-      load_matrix4(b, place + (across<ROW_BLOCK>(j) ? EARLIER + (i >> 2) * WIDE : G_AT + (i >> 2) * SQUARE_BYTES));
+      load_matrix4(b, place + (across<ROW_BLOCK>(j) ? EARLIER + (i >> 2) * WIDE : OFFSET(SharedMemory, yk) + (i >> 2) * SQUARE_BYTES));
       mma_bf16(out.block[j][0], a, b[0], b[1]);
       mma_bf16(out.block[j][1], a, b[2], b[3]);
     }
@@ -85,10 +91,10 @@ __device__ __forceinline__ void store_system(const Pairs& pairs, u32 shared, int
 #pragma unroll
   for (int j = 0; j < ROW_BLOCK; ++j) {
     const Split s = split_tiles(pairs.block[j][0], pairs.block[j][1]);
-    store_matrix4(block_at(shared + HIGH_AT, ROW_BLOCK, j, lane), s.high);
-    store_matrix4(block_at(shared + LOW_AT, ROW_BLOCK, j, lane), s.low);
+    store_matrix4(block_at(shared + OFFSET(SharedMemory, system_high), ROW_BLOCK, j, lane), s.high);
+    store_matrix4(block_at(shared + OFFSET(SharedMemory, system_low), ROW_BLOCK, j, lane), s.low);
   }
-  const u32 at = shared + DIAGONAL_AT + 4 * (DIAGONAL_PITCH * (16 * ROW_BLOCK + (lane >> 2)) + 2 * (lane & 3));
+  const u32 at = shared + OFFSET(SharedMemory, diagonal) + 4 * (DIAGONAL_PITCH * (16 * ROW_BLOCK + (lane >> 2)) + 2 * (lane & 3));
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     const float(&x)[4] = pairs.block[ROW_BLOCK][n];
@@ -107,7 +113,7 @@ __device__ __forceinline__ void make_pairs(Pairs& pairs, u32 shared, bool system
       for (int e = 0; e < 4; ++e) pairs.block[j][n][e] = 0.0f;
     }
   }
-  multiply_pairs<ROW_BLOCK>(pairs, shared, system ? K_AT : Q_AT, lane);
+  multiply_pairs<ROW_BLOCK>(pairs, shared, system ? OFFSET(SharedMemory, k) : OFFSET(SharedMemory, q), lane);
   finish_pairs<ROW_BLOCK>(pairs, lane, unit, system ? 0 : 1);
-  if (!system) store_image<ROW_BLOCK>(pairs, shared + A_AT, shared + INV_AT, lane);
+  if (!system) store_image<ROW_BLOCK>(pairs, shared + OFFSET(SharedMemory, aqk), shared + OFFSET(SharedMemory, inverse), lane);
 }

@@ -22,7 +22,7 @@ KDA_KERNEL(THREADS, 1) scan(KDA_PARAM ChunkBackwardParams p) {
   if (thread_index() < 2 * RINGS * MAX_STAGES) {
     const bool empty = thread_index() / MAX_STAGES & 1, output_grads = thread_index() / MAX_STAGES == 2 * DO_RING;
     // The producers' lanes arrive one by one with their pieces of d_o.
-    barrier_init(shared + BARRIERS_AT + 8 * thread_index(), empty ? WARP_ARRIVALS * STATE_WARPS : output_grads ? 32 * OUTPUT_WARPS : 1);
+    barrier_init(shared + OFFSET(SharedMemory, barriers) + 8 * thread_index(), empty ? WARP_ARRIVALS * STATE_WARPS : output_grads ? 32 * OUTPUT_WARPS : 1);
   }
   fence_async_proxy();  // bulk copies will count on them
   sync_block();

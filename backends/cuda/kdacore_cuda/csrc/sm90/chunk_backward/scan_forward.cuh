@@ -29,7 +29,7 @@ __device__ __forceinline__ void scan_forward(const ChunkBackwardParams& p, const
   for (int c = 0; c < task.s.chunks; ++c) {
     const long long at = task.at + (long long)c * p.HV;
     const u32 stage = ring.stage();
-    const u64 w = operand_descriptor(stage + W_AT, 16, 1024), kg = operand_descriptor(stage + KG_AT, SQUARE_BYTES, 1024);
+    const u64 w = operand_descriptor(stage + OFFSET(ForwardStage, w), 16, 1024), kg = operand_descriptor(stage + OFFSET(ForwardStage, kg), SQUARE_BYTES, 1024);
     ring.wait_full();
 
     float prediction[2 * C_TILES][4] = {};  // S w^T
@@ -42,8 +42,8 @@ __device__ __forceinline__ void scan_forward(const ChunkBackwardParams& p, const
     // Meanwhile: u arrives, the state decays, h leaves. Groups of copies are of h and v in turns, so all but the last are
     // those that must have been read.
     float u[2 * C_TILES][4];
-    load_rows(u, stage + U_AT + l.row * IMAGE_ROW + l.piece);
-    decay_state(state, l, stage + LAST_AT);
+    load_rows(u, stage + OFFSET(ForwardStage, u) + l.row * IMAGE_ROW + l.piece);
+    decay_state(state, l, stage + OFFSET(ForwardStage, decay));
     wait_stores<1>(l);
     stage_state(l, h);
     fence_staged();

@@ -18,45 +18,57 @@ constexpr int THREADS = WARPGROUPS == 2 ? 384 : 32 * (STATE_WARPS + 1 + OUTPUT_W
 constexpr int START_REGISTERS = 168, STATE_REGISTERS = 232, PRODUCER_REGISTERS = 40;
 static_assert(2 * STATE_REGISTERS + PRODUCER_REGISTERS <= 3 * START_REGISTERS, "more registers than the block has");
 
-// Forward, operands of one chunk.
-constexpr u32 KG_AT = 0;
-constexpr u32 W_AT = KG_AT + TILE_BYTES;
-constexpr u32 U_AT = W_AT + TILE_BYTES;  // this block's rows of u
-constexpr u32 U_BYTES = BLOCK_V * IMAGE_ROW;
-constexpr u32 LAST_AT = U_AT + U_BYTES;  // the first row of `last`
-constexpr u32 DECAY_BYTES = 4 * K;
-constexpr u32 FORWARD_BYTES = LAST_AT + DECAY_BYTES;
+constexpr u32 U_BYTES = BLOCK_V * IMAGE_ROW, DECAY_BYTES = sizeof(float[K]), DO_ROW = 2 * BLOCK_V;
 
-// Reverse, three parts with a ring each, as each has done its work long before the next: d_o goes to registers before its
-// chunk begins; kg, aqk and the decays make dv.
-constexpr u32 DO_ROW = 2 * BLOCK_V;
-constexpr u32 DO_BYTES = C * DO_ROW;
+// Forward: operands of one chunk.
+struct ForwardStage {
+  TileImage kg, w;
+  u16 u[BLOCK_V][64];  // this block's rows
+  float decay[K];      // of the whole chunk
+};
+// Reverse: three parts, each with a ring of its own, as they are used at different times. d_o goes to registers before its chunk
+// begins; then come the operands of dv, then those of the state's gradient and dr.
+struct OutputGradStage {
+  u16 rows[C][BLOCK_V];  // 16-byte pieces ordered by output_piece
+};
+struct ValueGradStage {
+  TileImage kg, kg_low;
+  SquareImage aqk;
+};
+struct StateGradStage {
+  TileImage w, qg;
+  SquareImage inverse;
+};
+constexpr u32 FORWARD_BYTES = sizeof(ForwardStage), VALUE_GRAD_BYTES = sizeof(ValueGradStage), STATE_GRAD_BYTES = sizeof(StateGradStage);
 __device__ __forceinline__ u32 output_piece(int row, int piece) { return row * DO_ROW + swizzled_piece(row, piece); }
-constexpr u32 VALUE_GRAD_KG_AT = 0;
-constexpr u32 VALUE_GRAD_LOW_AT = VALUE_GRAD_KG_AT + TILE_BYTES;
-constexpr u32 VALUE_GRAD_AQK_AT = VALUE_GRAD_LOW_AT + TILE_BYTES;
-constexpr u32 VALUE_GRAD_BYTES = VALUE_GRAD_AQK_AT + SQUARE_BYTES;  // the decays have a place of their own
-constexpr u32 STATE_GRAD_W_AT = 0;
-constexpr u32 STATE_GRAD_QG_AT = STATE_GRAD_W_AT + TILE_BYTES;
-constexpr u32 STATE_GRAD_INV_AT = STATE_GRAD_QG_AT + TILE_BYTES;
-constexpr u32 STATE_GRAD_BYTES = STATE_GRAD_INV_AT + SQUARE_BYTES;
 
-constexpr u32 pitch_of(u32 bytes) { return (bytes + 1023) / 1024 * 1024; }
-constexpr u32 maximum(u32 x, u32 y) { return x > y ? x : y; }
+template <class T>
+struct alignas(1024) Aligned {
+  T stage;
+};
+constexpr u32 ROWS_OUT = 16 * IMAGE_ROW;  // a warp's rows in 64 columns of an image
+// What a warp stores: its rows of h or dh in two halves, and of v or dr.
+struct OutputStaging {
+  u16 state[2][16][64], rows[16][64];
+};
 
-// Shared memory of a block.
-constexpr int FORWARD_STAGES = WARPGROUPS == 2 ? 3 : 4, DO_STAGES = WARPGROUPS == 2 ? 1 : 3, VALUE_GRAD_STAGES = 2, STATE_GRAD_STAGES = 2, MAX_STAGES = 4;
-constexpr u32 FORWARD_AT = 0, VALUE_GRAD_AT = 0;
-constexpr u32 STATE_GRAD_AT = VALUE_GRAD_AT + VALUE_GRAD_STAGES * pitch_of(VALUE_GRAD_BYTES);
-constexpr u32 DO_AT = STATE_GRAD_AT + STATE_GRAD_STAGES * pitch_of(STATE_GRAD_BYTES);
-constexpr u32 DECAYS_AT = DO_AT + DO_STAGES * pitch_of(DO_BYTES);
-constexpr u32 OUT_AT = maximum(FORWARD_AT + FORWARD_STAGES * pitch_of(FORWARD_BYTES), DECAYS_AT + VALUE_GRAD_STAGES * DECAY_BYTES);
-constexpr u32 ROWS_OUT = 16 * IMAGE_ROW;     // a warp's rows in 64 columns of an image
-constexpr u32 OUT_BYTES = 3 * ROWS_OUT;      // of a warp: its rows of h or dh, and of v or dr
-constexpr u32 BARRIERS_AT = OUT_AT + STATE_WARPS * OUT_BYTES;
-constexpr u32 RING_BARRIERS = 2 * 8 * MAX_STAGES;  // full, then empty
-constexpr int RINGS = 3, DO_RING = 2;
-static_assert(BARRIERS_AT + RINGS * RING_BARRIERS <= SHARED_BYTES, "the host's shared memory size is too small");
+constexpr int FORWARD_STAGES = WARPGROUPS == 2 ? 3 : 4, DO_STAGES = WARPGROUPS == 2 ? 1 : 3, VALUE_GRAD_STAGES = 2, STATE_GRAD_STAGES = 2;
+constexpr int MAX_STAGES = 4, RINGS = 3, DO_RING = 2;
+struct SharedMemory {
+  union {
+    Aligned<ForwardStage> forward[FORWARD_STAGES];
+    struct {
+      Aligned<ValueGradStage> value_grad[VALUE_GRAD_STAGES];
+      Aligned<StateGradStage> state_grad[STATE_GRAD_STAGES];
+      Aligned<OutputGradStage> output_grad[DO_STAGES];
+      float decays[VALUE_GRAD_STAGES][K];  // beside the operands of dv
+    };
+  };
+  OutputStaging out[STATE_WARPS];
+  u64 barriers[RINGS][2][MAX_STAGES];  // full, then empty
+};
+constexpr u32 OUT_BYTES = sizeof(OutputStaging), RING_BARRIERS = sizeof(u64[2][MAX_STAGES]);
+static_assert(OFFSET(SharedMemory, barriers) + RINGS * RING_BARRIERS <= SHARED_BYTES, "the host's shared memory size is too small");
 
 // What a block does.
 struct Task {
@@ -82,12 +94,12 @@ __device__ __forceinline__ Task find_task(const ChunkBackwardParams& p, int bloc
   return task;
 }
 
-// The ring whose barriers are those of number WHICH.
-template <int STAGES, u32 AT, u32 BYTES, int WHICH>
-using ScanRing = Ring<STAGES, AT, pitch_of(BYTES), BARRIERS_AT + WHICH * RING_BARRIERS, 8 * MAX_STAGES>;
-using ForwardRing = ScanRing<FORWARD_STAGES, FORWARD_AT, FORWARD_BYTES, 0>;
-using ValueGradRing = ScanRing<VALUE_GRAD_STAGES, VALUE_GRAD_AT, VALUE_GRAD_BYTES, 0>;
-using StateGradRing = ScanRing<STATE_GRAD_STAGES, STATE_GRAD_AT, STATE_GRAD_BYTES, 1>;
-using OutputGradRing = ScanRing<DO_STAGES, DO_AT, DO_BYTES, DO_RING>;
-static_assert(maximum(maximum(FORWARD_STAGES, DO_STAGES), maximum(VALUE_GRAD_STAGES, STATE_GRAD_STAGES)) <= MAX_STAGES, "no barriers for so many");
-__device__ __forceinline__ u32 decays_of(const ValueGradRing& ring) { return ring.shared + DECAYS_AT + ring.slot * DECAY_BYTES; }
+// The ring of stages T that begins at AT, with the barriers of number WHICH.
+template <int STAGES, class T, u32 AT, int WHICH>
+using ScanRing = Ring<STAGES, AT, sizeof(Aligned<T>), OFFSET(SharedMemory, barriers) + WHICH * RING_BARRIERS, 8 * MAX_STAGES>;
+using ForwardRing = ScanRing<FORWARD_STAGES, ForwardStage, OFFSET(SharedMemory, forward), 0>;
+using ValueGradRing = ScanRing<VALUE_GRAD_STAGES, ValueGradStage, OFFSET(SharedMemory, value_grad), 0>;
+using StateGradRing = ScanRing<STATE_GRAD_STAGES, StateGradStage, OFFSET(SharedMemory, state_grad), 1>;
+using OutputGradRing = ScanRing<DO_STAGES, OutputGradStage, OFFSET(SharedMemory, output_grad), DO_RING>;
+static_assert(FORWARD_STAGES <= MAX_STAGES && DO_STAGES <= MAX_STAGES && VALUE_GRAD_STAGES <= MAX_STAGES, "no barriers for so many");
+__device__ __forceinline__ u32 decays_of(const ValueGradRing& ring) { return ring.shared + OFFSET(SharedMemory, decays) + ring.slot * DECAY_BYTES; }

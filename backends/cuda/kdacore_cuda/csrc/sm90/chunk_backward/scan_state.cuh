@@ -19,7 +19,7 @@ __device__ __forceinline__ ScanLane make_lane(u32 shared, int warp) {
   l.g = l.lane >> 2;
   l.t = l.lane & 3;
   l.row = 16 * warp;
-  l.out = shared + OUT_AT + warp * OUT_BYTES;
+  l.out = shared + OFFSET(SharedMemory, out) + warp * OUT_BYTES;
   l.piece = swizzled(l.lane & 15, l.lane >> 4);
   return l;
 }

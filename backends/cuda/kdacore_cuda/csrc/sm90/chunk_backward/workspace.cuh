@@ -29,11 +29,25 @@ constexpr int C = 64;
 constexpr int HALF = 32;  // tokens under one exponent anchor
 
 constexpr u32 IMAGE_ROW = 128;  // `swizzled`
-constexpr u32 SQUARE_BYTES = C * IMAGE_ROW;      // 64 x 64
-constexpr u32 TILE_BYTES = 2 * SQUARE_BYTES;     // 64 x 128 or 128 x 64
-constexpr u32 STATE_BYTES = 2 * V * IMAGE_ROW;   // 128 x 128
-constexpr u32 LAST_BYTES = 4 * 3 * K;
-constexpr u32 ROWS_BYTES = 4 * 3 * C;
+
+// Images: bfloat16 rows of 128 bytes, 16-byte pieces swizzled by row.
+struct SquareImage {  // 64 x 64
+  u16 x[C][64];
+};
+struct TileImage {  // 64 tokens by 128 channels, or 128 values by 64 tokens
+  SquareImage half[2];
+};
+struct StateImage {  // 128 values by 128 channels
+  u16 half[2][V][64];
+};
+struct ChunkDecays {
+  float chunk[K], first_half[K], second_half[K];
+};
+struct RowScalars {
+  float beta[C], q_norm[C], k_norm[C];
+};
+constexpr u32 SQUARE_BYTES = sizeof(SquareImage), TILE_BYTES = sizeof(TileImage), STATE_BYTES = sizeof(StateImage);
+constexpr u32 LAST_BYTES = sizeof(ChunkDecays), ROWS_BYTES = sizeof(RowScalars);
 
 // One sequence.
 struct Sequence {

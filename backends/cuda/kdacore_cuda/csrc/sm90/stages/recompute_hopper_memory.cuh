@@ -21,12 +21,16 @@ struct BlockLayout {
   static constexpr bool DECAYS_AFTER_REST = PARTS == 1;
   static constexpr int START_DELAY = PARTS == 1 ? 24 : 14;  // cycles in which about as many bytes come as it reads
   static constexpr u32 HALF_ROW = 2 * WIDTH, FLOAT_ROW = 4 * WIDTH;
-  static constexpr u32 K_AT = 0;
-  static constexpr u32 V_AT = K_AT + C * HALF_ROW;
-  static constexpr u32 G_AT = V_AT + C * HALF_ROW;
-  static constexpr u32 INVERSE_AT = G_AT + C * FLOAT_ROW;
-  static constexpr u32 BETA_AT = INVERSE_AT + C * INVERSE_ROW;
-  static_assert(BETA_AT + 4 * C <= (PARTS == 1 ? SHARED_WHOLE : SHARED_HALF), "the host's shared memory size is too small");
+  struct Memory {
+    u16 k[C][WIDTH];  // then kg
+    u16 v[C][WIDTH];  // then u, q and qg
+    float g[C][WIDTH];  // then w
+    u16 inverse[C][C];
+    float beta[C];
+  };
+  static constexpr u32 K_AT = OFFSET(Memory, k), V_AT = OFFSET(Memory, v), G_AT = OFFSET(Memory, g);
+  static constexpr u32 INVERSE_AT = OFFSET(Memory, inverse), BETA_AT = OFFSET(Memory, beta);
+  static_assert(sizeof(Memory) <= (PARTS == 1 ? SHARED_WHOLE : SHARED_HALF), "the host's shared memory size is too small");
   // A thread's share of a result, whole rows by a warp.
   static constexpr int ROW_LANES = 2 * WIDTH / 16, ROWS_AT_ONCE = THREADS / ROW_LANES, THREAD_ROWS = C / ROWS_AT_ONCE;
   static_assert(ROWS_AT_ONCE % 8 == 0, "all its rows have their pieces in the same order");

@@ -8,11 +8,15 @@
 
 constexpr int THREADS = 256, BLOCKS_V = V / ROWS;
 constexpr int STAGES = 3;  // of A: the next two are on their way
-constexpr u32 PART_BYTES = ROWS * 2 * K;  // S, one part
-constexpr u32 RIGHT_AT = 0, RIGHT_BYTES = 2 * STATE_BYTES;
-constexpr u32 LEFT_AT = RIGHT_AT + STAGES * RIGHT_BYTES;  // S, twice: written while the last is read
-constexpr u32 BARRIERS_AT = LEFT_AT + 2 * 2 * PART_BYTES;
-static_assert(BARRIERS_AT + 8 * STAGES <= SHARED_BYTES, "the host's shared memory size is too small");
+struct SharedMemory {
+  struct {
+    StateImage high, low;
+  } right[STAGES];           // A
+  u16 left[2][2][ROWS][K];   // S in two parts, twice: one is written while the other is read
+  u64 barriers[STAGES];
+};
+constexpr u32 PART_BYTES = sizeof(u16[ROWS][K]), RIGHT_BYTES = 2 * STATE_BYTES;
+static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "the host's shared memory size is too small");
 
 constexpr int GROUPS = 128 / ROWS;                          // of channels: warps of 16 rows
 constexpr int CHANNELS = K / GROUPS, TILES = CHANNELS / 8;  // of a warp
@@ -81,30 +85,30 @@ KDA_KERNEL(THREADS, 1) chain(KDA_PARAM SegmentParams p) {
   const auto stage_of = [](int j) { return (j - 1) % STAGES; };
   const auto fetch = [&](int j) {
     if (thread_index() || j >= segments - 1) return;
-    const u32 bar = shared + BARRIERS_AT + 8 * stage_of(j);
+    const u32 bar = shared + OFFSET(SharedMemory, barriers) + 8 * stage_of(j);
     barrier_expect(bar, RIGHT_BYTES);
-    copy_in(shared + RIGHT_AT + stage_of(j) * RIGHT_BYTES, reinterpret_cast<const void*>(map_of(j) + MAP_HIGH), RIGHT_BYTES, bar);
+    copy_in(shared + OFFSET(SharedMemory, right) + stage_of(j) * RIGHT_BYTES, reinterpret_cast<const void*>(map_of(j) + OFFSET(SegmentMap, a_high)), RIGHT_BYTES, bar);
   };
-  if (thread_index() < STAGES) barrier_init(shared + BARRIERS_AT + 8 * thread_index(), 1);
+  if (thread_index() < STAGES) barrier_init(shared + OFFSET(SharedMemory, barriers) + 8 * thread_index(), 1);
   fence_async_proxy();
   sync_block();
   fetch(1);
   fetch(2);
   Sums sums, next, after_next;  // B of the segment ahead is on its way too
-  read_pairs(sums.x, l.row, l.channel, map_of(0) + MAP_B);
-  if (segments > 2) read_pairs(after_next.x, l.row, l.channel, map_of(1) + MAP_B);
+  read_pairs(sums.x, l.row, l.channel, map_of(0) + OFFSET(SegmentMap, b));
+  if (segments > 2) read_pairs(after_next.x, l.row, l.channel, map_of(1) + OFFSET(SegmentMap, b));
 #pragma unroll 1
   for (int j = 1;; ++j) {
     write_pairs(sums.x, l.row, l.channel, p.starts + (first + (u64)j * p.HV) * FULL_STATE_BYTES);
     if (j == segments - 1) break;
     next = after_next;
-    if (j + 1 < segments - 1) read_pairs(after_next.x, l.row, l.channel, map_of(j + 1) + MAP_B);
-    const u32 left = shared + LEFT_AT + (j & 1) * 2 * PART_BYTES;
+    if (j + 1 < segments - 1) read_pairs(after_next.x, l.row, l.channel, map_of(j + 1) + OFFSET(SegmentMap, b));
+    const u32 left = shared + OFFSET(SharedMemory, left) + (j & 1) * 2 * PART_BYTES;
     store_left(sums, left, l);
     sync_block();  // and all are done with A of the segment before
     fetch(j + 2);
-    barrier_wait(shared + BARRIERS_AT + 8 * stage_of(j), (j - 1) / STAGES & 1);
-    multiply(next, left, shared + RIGHT_AT + stage_of(j) * RIGHT_BYTES, l);
+    barrier_wait(shared + OFFSET(SharedMemory, barriers) + 8 * stage_of(j), (j - 1) / STAGES & 1);
+    multiply(next, left, shared + OFFSET(SharedMemory, right) + stage_of(j) * RIGHT_BYTES, l);
     sums = next;
   }
 }

@@ -5,7 +5,7 @@
 //
 // which from S = 0 walks to B, and from the unit matrix, without u, to A. Both are 128 rows to be walked, a block each.
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
-constexpr u32 STAGED_BYTES = chunk_operands::QG;  // what is read of a record
+constexpr u32 STAGED_BYTES = OFFSET(ChunkOperands, qg);  // what is read of a record
 #include "sm90/chunk_forward/segments/segment_scan.cuh"
 
 // A block's segment, and whether it walks to A. Late segments first: their records were written last, and the first segments' A,
@@ -52,7 +52,7 @@ __device__ __forceinline__ void store_map(const State& state, u64 map, u32 share
   if (l.lane) return;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    copy_out(reinterpret_cast<void*>(map + MAP_HIGH + i * (STATE_BYTES / 2) + l.row * IMAGE_ROW), out + i * ROWS, ROWS);
+    copy_out(reinterpret_cast<void*>(map + OFFSET(SegmentMap, a_high) + i * (STATE_BYTES / 2) + l.row * IMAGE_ROW), out + i * ROWS, ROWS);
   }
   copy_out_commit();
   copy_out_wait_read<0>();
@@ -67,7 +67,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task&
     // Walked without u: these rows of the stages stay zero.
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) {
-      const u32 rows = shared + i * STAGE_PITCH + STAGE_LEAD + chunk_operands::U + l.row * IMAGE_ROW;
+      const u32 rows = shared + i * STAGE_PITCH + STAGE_LEAD + OFFSET(ChunkOperands, u) + l.row * IMAGE_ROW;
 #pragma unroll
       for (int n = 0; n < 4; ++n) store_shared(rows + 512 * n + 16 * l.lane, 0, 0, 0, 0);
     }
@@ -77,7 +77,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task&
 #pragma unroll 1
   for (int c = task.x.begin; c < task.x.end; ++c) {
     const u32 stage = ring.stage();
-    const u64 w = operand_descriptor(stage + chunk_operands::W, 16, 1024), kg = operand_descriptor(stage + chunk_operands::KG, SQUARE_BYTES, 1024);
+    const u64 w = operand_descriptor(stage + OFFSET(ChunkOperands, w), 16, 1024), kg = operand_descriptor(stage + OFFSET(ChunkOperands, kg), SQUARE_BYTES, 1024);
     ring.wait_full();
     float prediction[2 * C_TILES][4] = {};  // S w^T
     fence_registers(prediction);
@@ -86,7 +86,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task&
     warpgroup_commit();
     TokenOperand u, v;
     load_u(u, l, stage);
-    decay_state(state, l.t, stage + chunk_operands::LAST);
+    decay_state(state, l.t, stage + OFFSET(ChunkOperands, last));
     warpgroup_wait<0>();
     fence_registers(prediction);
     subtract(v, u, prediction);
@@ -102,7 +102,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task&
   }
   const u64 map = p.maps + task.x.place * MAP_BYTES;
   if (task.from_identity) store_map(state, map, shared, l);
-  else write_pairs(state.s, l.row + l.g, 2 * l.t, map + MAP_B);
+  else write_pairs(state.s, l.row + l.g, 2 * l.t, map + OFFSET(SegmentMap, b));
 }
 
 KDA_KERNEL(THREADS, 1) maps(KDA_PARAM SegmentParams p) {
@@ -118,6 +118,6 @@ KDA_KERNEL(THREADS, 1) maps(KDA_PARAM SegmentParams p) {
     scan_segment(p, task, shared, make_lane(warp));
   } else {
     set_role_registers<0>();
-    if (warp == STATE_WARPS && (thread_index() & 31) == 0) produce(p, task.x, shared, task.from_identity ? chunk_operands::U : chunk_operands::QG);
+    if (warp == STATE_WARPS && (thread_index() & 31) == 0) produce(p, task.x, shared, task.from_identity ? OFFSET(ChunkOperands, u) : OFFSET(ChunkOperands, qg));
   }
 }

@@ -6,7 +6,7 @@
 // o is made transposed (V by tokens) and leaves a chunk later, while the matrix unit works, through the next chunk's places of u,
 // whose rows no other warp reads.
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
-constexpr u32 STAGED_BYTES = chunk_operands::BYTES;
+constexpr u32 STAGED_BYTES = sizeof(ChunkOperands);
 #include "sm90/chunk_forward/segments/segment_scan.cuh"
 
 __device__ __forceinline__ Segment find_block(const SegmentParams& p, int block) {
@@ -74,9 +74,9 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
       wait = block;
     }
     --wait;
-    const u32 stage = ring.stage(), rows = stage + chunk_operands::U + l.row * IMAGE_ROW;
-    const u64 w = operand_descriptor(stage + chunk_operands::W, 16, 1024), kg = operand_descriptor(stage + chunk_operands::KG, SQUARE_BYTES, 1024);
-    const u64 qg = step(w, chunk_operands::QG - chunk_operands::W), aqk = step(w, chunk_operands::AQK - chunk_operands::W);
+    const u32 stage = ring.stage(), rows = stage + OFFSET(ChunkOperands, u) + l.row * IMAGE_ROW;
+    const u64 w = operand_descriptor(stage + OFFSET(ChunkOperands, w), 16, 1024), kg = operand_descriptor(stage + OFFSET(ChunkOperands, kg), SQUARE_BYTES, 1024);
+    const u64 qg = step(w, OFFSET(ChunkOperands, qg) - OFFSET(ChunkOperands, w)), aqk = step(w, OFFSET(ChunkOperands, aqk) - OFFSET(ChunkOperands, w));
     ring.wait_full();
     float prediction[2 * C_TILES][4] = {}, o[2 * C_TILES][4] = {};
     fence_registers(prediction);
@@ -89,7 +89,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
     TokenOperand u, v;
     load_u(u, l, stage);
     stage_output(out, rows, l);
-    decay_state(state, l.t, stage + chunk_operands::LAST);
+    decay_state(state, l.t, stage + OFFSET(ChunkOperands, last));
     warpgroup_wait<1>();
     fence_registers(prediction);
     subtract(v, u, prediction);
@@ -117,7 +117,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
   }
   // The producer has no more use for any stage.
   if (x.begin < x.end) {
-    const u32 rows = shared + STAGE_LEAD + chunk_operands::U + l.row * IMAGE_ROW;
+    const u32 rows = shared + STAGE_LEAD + OFFSET(ChunkOperands, u) + l.row * IMAGE_ROW;
     stage_output(out, rows, l);
     store_output(rows, to - C * token_bytes, token_bytes, out_tokens, l);
   }
@@ -140,6 +140,6 @@ KDA_KERNEL(THREADS, 1) output(KDA_PARAM SegmentParams p) {
     scan_segment(p, find_block(p, block), shared, make_lane(warp, part));
   } else {
     set_role_registers<0>();
-    if (warp == STATE_WARPS && (thread_index() & 31) == 0) produce(p, find_block(p, block), shared, chunk_operands::BYTES, part);
+    if (warp == STATE_WARPS && (thread_index() & 31) == 0) produce(p, find_block(p, block), shared, sizeof(ChunkOperands), part);
   }
 }

@@ -14,7 +14,12 @@
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 
 constexpr u32 FULL_STATE_BYTES = 4 * V * K;
-constexpr u32 MAP_B = 0, MAP_HIGH = MAP_B + FULL_STATE_BYTES, MAP_LOW = MAP_HIGH + STATE_BYTES, MAP_BYTES = MAP_LOW + STATE_BYTES;
+// An affine map S' = S A + B.
+struct SegmentMap {
+  float b[V][K];
+  StateImage a_high, a_low;
+};
+constexpr u32 MAP_BYTES = sizeof(SegmentMap);
 
 // Slot of the first segment of sequence n.
 __device__ __forceinline__ int first_segment(const SegmentParams& p, int n) {

@@ -23,17 +23,23 @@ __device__ __forceinline__ void set_role_registers() {
 #endif
 }
 
-// A stage holds the first bytes of a record, its images where products want them.
-constexpr u32 STAGE_LEAD = 1024 - chunk_operands::KG;
-constexpr int STAGES = STAGED_BYTES == chunk_operands::BYTES ? 3 : 4;
-constexpr u32 STAGE_PITCH = (STAGE_LEAD + STAGED_BYTES + 1023) / 1024 * 1024;
-constexpr u32 BARRIERS_AT = STAGES * STAGE_PITCH;
-static_assert(BARRIERS_AT + 16 * STAGES <= SHARED_BYTES, "the host's shared memory size is too small");
+// A stage holds the first bytes of a chunk's operands. Its lead places their images on 1024 bytes, as products want them.
+constexpr u32 STAGE_LEAD = 1024 - OFFSET(ChunkOperands, kg);
+struct alignas(1024) Stage {
+  unsigned char lead[STAGE_LEAD], operands[STAGED_BYTES];
+};
+constexpr int STAGES = STAGED_BYTES == sizeof(ChunkOperands) ? 3 : 4;
+constexpr u32 STAGE_PITCH = sizeof(Stage);
+struct SharedMemory {
+  Stage stages[STAGES];
+  u64 full[STAGES], empty[STAGES];  // barriers
+};
+static_assert(OFFSET(SharedMemory, empty) + 8 * STAGES <= SHARED_BYTES, "the host's shared memory size is too small");
 
-using OperandRing = Ring<STAGES, STAGE_LEAD, STAGE_PITCH, BARRIERS_AT, 8 * STAGES>;
+using OperandRing = Ring<STAGES, STAGE_LEAD, STAGE_PITCH, OFFSET(SharedMemory, full), 8 * STAGES>;
 
 __device__ __forceinline__ void make_barriers(u32 shared) {
-  if (thread_index() < 2 * STAGES) barrier_init(shared + BARRIERS_AT + 8 * thread_index(), thread_index() < STAGES ? 1 : STATE_WARPS * WARP_ARRIVALS);
+  if (thread_index() < 2 * STAGES) barrier_init(shared + OFFSET(SharedMemory, full) + 8 * thread_index(), thread_index() < STAGES ? 1 : STATE_WARPS * WARP_ARRIVALS);
   fence_async_proxy();  // bulk copies will count on them
   sync_block();
 }
@@ -41,8 +47,8 @@ __device__ __forceinline__ void make_barriers(u32 shared) {
 // The first `bytes` of every record of the segment, or of a block that has half the rows those and its rows of u; one thread.
 __device__ __forceinline__ void produce(const SegmentParams& p, const Segment& x, u32 shared, u32 bytes, int part = 0) {
   OperandRing ring = {shared};
-  const u64 step = (u64)p.HV * chunk_operands::BYTES;
-  u64 from = p.chunk_operands + ((u64)(x.s.slot + x.begin) * p.HV + x.hv) * chunk_operands::BYTES;
+  const u64 step = (u64)p.HV * sizeof(ChunkOperands);
+  u64 from = p.chunk_operands + ((u64)(x.s.slot + x.begin) * p.HV + x.hv) * sizeof(ChunkOperands);
   for (int c = x.begin; c < x.end; ++c, from += step) {
     ring.wait_empty();
     const auto copy = [&](u32 at, u32 size) { copy_in(ring.stage() + at, reinterpret_cast<const void*>(from + at), size, ring.full()); };
@@ -51,9 +57,9 @@ __device__ __forceinline__ void produce(const SegmentParams& p, const Segment& x
       copy(0, bytes);
     } else {
       barrier_expect(ring.full(), bytes - SQUARE_BYTES);
-      copy(0, chunk_operands::U);
-      copy(chunk_operands::U + part * SQUARE_BYTES, SQUARE_BYTES);
-      copy(chunk_operands::QG, bytes - chunk_operands::QG);
+      copy(0, OFFSET(ChunkOperands, u));
+      copy(OFFSET(ChunkOperands, u) + part * SQUARE_BYTES, SQUARE_BYTES);
+      copy(OFFSET(ChunkOperands, qg), bytes - OFFSET(ChunkOperands, qg));
     }
     ring.next();
   }
@@ -71,7 +77,7 @@ __device__ __forceinline__ Lane make_lane(int warp, int part = 0) {
 
 // This warp's rows of u.
 __device__ __forceinline__ void load_u(TokenOperand& u, const Lane& l, u32 stage) {
-  const u32 from = stage + chunk_operands::U + l.row * IMAGE_ROW + l.piece;
+  const u32 from = stage + OFFSET(ChunkOperands, u) + l.row * IMAGE_ROW + l.piece;
 #pragma unroll
   for (int kk = 0; kk < C_TILES; ++kk) load_matrix4(u.a[kk], from ^ kk << 5);
 }

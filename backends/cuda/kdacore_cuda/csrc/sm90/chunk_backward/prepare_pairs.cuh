@@ -117,3 +117,17 @@ __device__ __forceinline__ void make_pairs(Pairs& pairs, u32 shared, bool system
   finish_pairs<ROW_BLOCK>(pairs, lane, unit, system ? 0 : 1);
   if (!system) store_image<ROW_BLOCK>(pairs, shared + OFFSET(SharedMemory, aqk), shared + OFFSET(SharedMemory, inverse), lane);
 }
+
+// Row blocks are compile-time numbers, so that a warp's products stay in registers.
+__device__ __forceinline__ void make_pairs(int row_block, Pairs& pairs, u32 shared, bool system, int lane, float unit) {
+  if (row_block == 0) make_pairs<0>(pairs, shared, system, lane, unit);
+  if (row_block == 1) make_pairs<1>(pairs, shared, system, lane, unit);
+  if (row_block == 2) make_pairs<2>(pairs, shared, system, lane, unit);
+  if (row_block == 3) make_pairs<3>(pairs, shared, system, lane, unit);
+}
+__device__ __forceinline__ void store_system(int row_block, const Pairs& pairs, u32 shared, int lane) {
+  if (row_block == 0) store_system<0>(pairs, shared, lane);
+  if (row_block == 1) store_system<1>(pairs, shared, lane);
+  if (row_block == 2) store_system<2>(pairs, shared, lane);
+  if (row_block == 3) store_system<3>(pairs, shared, lane);
+}

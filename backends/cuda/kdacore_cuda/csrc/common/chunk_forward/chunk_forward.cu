@@ -1,10 +1,16 @@
-// chunk_kda, inference: one launch, nothing but inputs and outputs in device memory. For every architecture; head dims of 128
-// have a kernel of their own on Hopper, sm90/prefill.cu.
+// chunk_kda without gradients: one launch, nothing but inputs and outputs in device memory. For every architecture and head dim;
+// on Hopper head dims of 128 have a kernel of their own, sm90/chunk_forward/chunk_forward.cu.
 //
-// A cluster of CLUSTER blocks takes one sequence and value head; a block carries V / CLUSTER columns of the state. Eight
-// prepare warps a block run ahead, each turning every eighth chunk (of this block's share) into an image in a ring of
-// shared memory stages, copied to the other blocks of the cluster; scan warps consume the images in order. A block
-// waits only for its own cluster, so any number of clusters may be in flight.
+// A chunk is 16 tokens. shared_memory.cuh has the formulas and what a prepared chunk looks like.
+//
+// Grid: clusters of CLUSTER blocks, one for each sequence and value head; a block carries V / CLUSTER columns of the state.
+// Warps of a block:
+//   scan warps (SCAN_WARPS)        state and output: scan.cuh
+//   prepare warps (PREPARE_WARPS)  gate, operands, triangle and its inverse: prepare.cuh; a warp takes a chunk by itself
+//
+// Synchronisation: prepared chunks go through a ring of stages in shared memory, and as bulk copies to the other blocks of the
+// cluster. A stage is full when its prepare warp has published it, empty when the scan warps of all blocks have read it. A block
+// waits only for its own cluster, so any number of clusters may run.
 #include "common/chunk_forward/prepare.cuh"
 #include "common/chunk_forward/scan.cuh"
 
@@ -44,6 +50,6 @@ KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardPar
     prepare_warp(p, sequence, shared, warp - SCAN_WARPS, rank);
   }
 #if CLUSTER > 1
-  sync_cluster();  // no block may leave while another still writes to it
+  sync_cluster();  // no block may exit while another still writes to its shared memory
 #endif
 }

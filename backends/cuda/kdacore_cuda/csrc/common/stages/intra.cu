@@ -1,4 +1,11 @@
-// kda_chunk_intra: Aqk and the inverse of the triangular system of every chunk of 64 tokens, one block a chunk and value head.
+// kda_chunk_intra: of every chunk of 64 tokens, with G the cumulative log2 gate,
+//
+//   Aqk_ij = scale (q_i 2^(G_i - G_j)) . k_j for j <= i
+//   Akk = (I + tril(beta_i (k_i 2^(G_i - G_j)) . k_j, -1))^-1
+//
+// Grid: a block of four warps a chunk and value head; a warp has 16 tokens, a block row of both matrices. Products inside 16 tokens go
+// straight from registers to the matrix unit, those across 16 tokens through operand images in shared memory
+// (intra_products.cuh); the inverse is made by block columns (intra_inverse.cuh). Barriers of the block separate the steps.
 #include "common/stages/intra_inverse.cuh"
 #include "common/stages/intra_products.cuh"
 

@@ -1,5 +1,9 @@
-// kda_recompute_w_u: w = Akk (beta k 2^G), u = Akk (beta v), kg = k 2^(G_last - G) and, with q, qg = q 2^G of every chunk of 64
-// tokens, one block a chunk and value head. Bound by memory: what a block reads is asked for before anything is computed.
+// kda_recompute_w_u: of every chunk of 64 tokens, with G the cumulative log2 gate,
+//
+//   w = Akk (beta k 2^G), u = Akk (beta v), kg = k 2^(G_last - G) and, with q, qg = q 2^G
+//
+// Grid: a block a chunk and value head. Bound by memory: all loads of a block are issued before anything is computed.
+// A warp multiplies its own columns of both products, in place; barriers of the block stand before and after.
 //
 // Macros from the host: K_DIM, V_DIM, HALF_F16, THREADS, MIN_BLOCKS, SHARED_LIMIT.
 #include "common/swizzle.cuh"

@@ -1,7 +1,7 @@
-// Gradients of A_log and dt_bias: the sums over all chunks of what the gradients kernel left of each, in one fixed order.
+// Gradients of A_log and dt_bias: sums over all chunks of the parts that the gradients kernel wrote for each, in one fixed order.
 //
-// A block takes a value head. Four groups of 128 threads, a channel each, take every fourth slot; chunks without a gradient
-// add zeros, so that how many there are changes no bit of what the others add up to.
+// Grid: a block a value head. Groups of 128 threads, a channel each, take every GROUPS-th slot; their sums meet in shared memory.
+// Chunks without a gradient add zeros, so that their number changes no bit of the sum.
 #include "common/loads.cuh"
 #include "generated/chunk_backward_params.cuh"
 

@@ -1,9 +1,19 @@
-// chunk_kda, inference, on Hopper: one launch, nothing but inputs and outputs in device memory.
+// chunk_kda without gradients on Hopper, K = V = 128: one launch, nothing but inputs and outputs in device memory.
 //
-// A cluster of CLUSTER blocks takes sequences and value heads (jobs.cuh); a scanning block carries V / SCANNERS columns of the
-// state. Slice warps and solver warps of every block run ahead, turning its share of the chunks into images in a ring of shared
-// memory stages, copied to the other scanning blocks; scan warps consume the images in order. The ring runs on from one job to
-// the next. A cluster waits for another only where a job was cut, and then for one that started before it.
+// A chunk is 32 tokens, two halves of 16. shared_memory.cuh has the formulas and what a prepared chunk looks like.
+//
+// Grid: clusters of CLUSTER blocks. A cluster takes a sequence and value head at a time, all of it or a part (schedule.cuh). Each
+// of the first SCANNERS blocks carries V / SCANNERS columns of the state; all blocks prepare chunks, every CLUSTER-th one each.
+// Warps of a block, in this order:
+//   scan warps (SCAN_WARPS)     state and output: scan.cuh; a warpgroup carries 64 columns of V
+//   slice warps (SLICE_WARPS)   gate, operands and partial sums of the triangles: slices.cuh; a warp has 32 channels of half a chunk
+//   solver warps (SOLVER_SLOTS) triangles and their inverse: triangles.cuh; two warps a chunk
+// Registers are moved from the preparing warps to the scan warps.
+//
+// Synchronisation: prepared chunks go through a ring of stages in shared memory, and as bulk copies to the other scanning block. A
+// stage is full when its solver has published it and empty when the scan warps of all scanning blocks have read it. Slices hand
+// their partial sums to a solver through parts_ready and get their room back through parts_read. The ring runs on from one
+// sequence to the next. A cluster waits for another only where a sequence was cut, and then for one that started before it.
 #include "sm90/chunk_forward/scan.cuh"
 #include "sm90/chunk_forward/triangles.cuh"
 
@@ -21,10 +31,7 @@ static_assert(SCAN_REGISTERS * SCAN_WARPS + SLICE_REGISTERS * SLICE_WARPS + SOLV
 #define CLUSTER_ATTRIBUTE
 #endif
 
-KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardParams p) {
-  KDA_SHARED(memory);
-  const u32 shared = shared_address(memory);
-  const int warp = uniform(thread_index() >> 5), rank = block_index() % CLUSTER, cluster = block_index() / CLUSTER;
+__device__ __forceinline__ void init_barriers(u32 shared) {
   if (thread_index() < STAGES) {
     barrier_init(shared + OFFSET(SharedMemory, full) + 8 * thread_index(), WARP_ARRIVALS);
     barrier_init(shared + OFFSET(SharedMemory, empty) + 8 * thread_index(), WARP_ARRIVALS * SCANNERS * SCAN_WARPS);
@@ -34,34 +41,46 @@ KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardPar
     fence_barrier_init();
 #endif
   }
+}
+
+// Moves registers between warpgroups; 0 leaves them as they are.
+template <int REGISTERS>
+__device__ __forceinline__ void set_role_registers() {
+#if SCAN_REGISTERS
+  set_registers<REGISTERS, START_REGISTERS>();
+#endif
+}
+
+// All threads, of all blocks of a cluster if there is more than one.
+__device__ __forceinline__ void sync_group() {
+  sync_block();
+#if CLUSTER > 1
+  sync_cluster();
+#endif
+}
+
+KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardParams p) {
+  KDA_SHARED(memory);
+  const u32 shared = shared_address(memory);
+  const int warp = uniform(thread_index() >> 5), rank = block_index() % CLUSTER, cluster = block_index() / CLUSTER;
+  init_barriers(shared);
   wait_for_inputs();
   if (warp == 0) {
     const Interval found = find_interval(p, cluster);
     if (thread_index() == 0) store_interval(shared + OFFSET(SharedMemory, interval), found);
   }
-#if CLUSTER > 1
-  sync_block();
-  sync_cluster();
-#else
-  sync_block();
-#endif
+  sync_group();
   if (warp < SCAN_WARPS) {
-#if SCAN_REGISTERS
-    set_registers<SCAN_REGISTERS, START_REGISTERS>();
-#endif
+    set_role_registers<SCAN_REGISTERS>();
     if (rank < SCANNERS) scan_warp(p, shared, warp, rank, cluster);
   } else if (warp < SCAN_WARPS + SLICE_WARPS) {
-#if SCAN_REGISTERS
-    set_registers<SLICE_REGISTERS, START_REGISTERS>();
-#endif
+    set_role_registers<SLICE_REGISTERS>();
     slice_warp(p, shared, warp - SCAN_WARPS, rank);
   } else {
-#if SCAN_REGISTERS
-    set_registers<SOLVE_REGISTERS, START_REGISTERS>();
-#endif
+    set_role_registers<SOLVE_REGISTERS>();
     solver_warp(p, shared, warp - SCAN_WARPS - SLICE_WARPS, rank);
   }
 #if CLUSTER > 1
-  sync_cluster();  // no block may leave while another still writes to it
+  sync_cluster();  // no block may exit while another still writes to its shared memory
 #endif
 }

@@ -1,12 +1,16 @@
-// kda_recompute_w_u on Hopper, K = V = 128: w = Akk (beta k 2^G), u = Akk (beta v), kg = k 2^(G_last - G) and, with q, qg = q 2^G of
-// every chunk of 64 tokens; a block a chunk and value head, or half of its channels and values. The arithmetic is that of
-// common/recompute.cu, bit for bit.
+// kda_recompute_w_u on Hopper, K = V = 128: of every chunk of 64 tokens, with G the cumulative log2 gate,
 //
-// Bound by memory: a block asks for what u is made from, for k, and for gc, and u is made and leaves while the last are still on their
-// way; other blocks of the multiprocessor read meanwhile. The first blocks begin one after another, so that from the start some read
-// while others compute and write. What the last blocks write stays in L2, for whoever reads it next.
-// A warp has strips of 16 channels, or values, of all tokens.
-// What it multiplies goes from the rows as they came to registers and is scaled there, in the layout of the matrix unit's right operand.
+//   w = Akk (beta k 2^G), u = Akk (beta v), kg = k 2^(G_last - G) and, with q, qg = q 2^G
+//
+// The arithmetic is that of common/stages/recompute.cu, bit for bit.
+//
+// Grid: a block of four warps a chunk and value head, or half of its channels and values; blocks come in clusters of two, so that
+// neighbours in memory are read at the same time. A warp has strips of 16 channels, or values, of all tokens: operands go from the
+// rows as they were loaded to registers and are scaled there, in the layout of the matrix unit's right operand.
+//
+// Bound by memory. A block loads what u needs and k first, then the gate, so that u is computed and stored while the rest arrives;
+// other blocks of the multiprocessor load meanwhile. The first blocks of the grid start one after another, so that from the start
+// some load while others compute and store. What the last blocks write stays in L2 for its reader.
 #include "sm90/stages/recompute_hopper_memory.cuh"
 
 // Where lane 8i + r finds row r of matrix i in 16 rows and columns; columns from piece `piece` on.

@@ -1,9 +1,12 @@
-// chunk_kda in segments on Hopper, second launch: how each segment changes the state, S' = S A + B. For a chunk, with the matrices of
-// its record,
+// chunk_kda in segments on Hopper, second launch: how each segment changes the state, S' = S A + B. For each chunk, with its
+// matrices of chunk_operands.cuh,
 //
 //   v = u - S w^T;   S' = S diag(last) + v kg
 //
-// which from S = 0 walks to B, and from the unit matrix, without u, to A. Both are 128 rows to be walked, a block each.
+// Starting from S = 0 (or the initial state) this gives B; from the unit matrix, without u, it gives A.
+//
+// Grid: two blocks a segment and value head, one for A and one for B, 128 rows each. Warps, rings and synchronisation:
+// segment_scan.cuh.
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 constexpr u32 STAGED_BYTES = OFFSET(ChunkOperands, qg);  // what is read of a record
 #include "sm90/chunk_forward/segments/segment_scan.cuh"

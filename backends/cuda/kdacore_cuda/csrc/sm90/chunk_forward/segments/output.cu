@@ -1,10 +1,11 @@
-// chunk_kda in segments on Hopper, last launch: every segment at once from its own start. With S the state (V by K), for a chunk and the
-// matrices of its record:
+// chunk_kda in segments on Hopper, last launch: every segment from its own start state. With S the state (V by K) and for each chunk
+// its matrices of chunk_operands.cuh:
 //
 //   v = u - S w^T;   o = S qg^T + v aqk^T;   S' = S diag(last) + v kg
 //
-// o is made transposed (V by tokens) and leaves a chunk later, while the matrix unit works, through the next chunk's places of u,
-// whose rows no other warp reads.
+// Grid: a block a segment and value head (WARPGROUPS 2), or two with half of the state's rows each. Warps, rings and synchronisation:
+// segment_scan.cuh. o is computed transposed (V by tokens) and stored one chunk later, while the matrix unit works, through the next
+// chunk's rows of u, which no other warp reads.
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 constexpr u32 STAGED_BYTES = sizeof(ChunkOperands);
 #include "sm90/chunk_forward/segments/segment_scan.cuh"

@@ -29,21 +29,21 @@ __device__ __forceinline__ int block_index() { return (int)blockIdx.x; }
 
 // --- order of launches --------------------------------------------------------------------------------------------
 
-// A launch may begin while the one before it in the stream still runs: every thread of every kernel waits here before it reads
-// or writes device memory, that of blocks without work too (the launch after theirs waits for them alone).
+// A launch may begin while the previous one in the stream still runs, so every thread of every kernel waits here before it reads or
+// writes device memory. Blocks without work wait too, as the next launch waits for this one alone.
 __device__ __forceinline__ void wait_for_inputs() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// The next launch of the stream may take what room this one leaves; it waits for the end all the same.
+// Lets the next launch of the stream use free multiprocessors; it still waits for this one in wait_for_inputs.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
-// For so many cycles of this multiprocessor.
+// Waits for this many cycles of the multiprocessor's clock.
 __device__ __forceinline__ void pause(u32 cycles) {
   u32 begin, now;
   asm volatile("mov.u32 %0, %%clock;" : "=r"(begin)::"memory");
@@ -93,7 +93,7 @@ __device__ __forceinline__ u16 float_to_half(float x) {
   return y;
 }
 
-// The same value, its origin hidden from the compiler: what depends on it is not hoisted out of a loop into registers.
+// The same value with its origin hidden from the compiler, so that what depends on it is not hoisted out of a loop into registers.
 __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -117,7 +117,7 @@ __device__ __forceinline__ void store_shared(u32 a, u32 x, u32 y, u32 z, u32 w) 
 __device__ __forceinline__ void store_shared(u32 a, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(a), "f"(x), "f"(y) : "memory");
 }
-// Where `not_here` is 0; without a branch.
+// Stores if `not_here` is 0, without a branch.
 __device__ __forceinline__ void store_shared_unless(int not_here, u32 a, float x, float y) {
   asm volatile("{ .reg .pred p; setp.eq.b32 p, %3, 0; @p st.shared.v2.f32 [%0], {%1, %2}; }" ::"r"(a), "f"(x), "f"(y),
                "r"(not_here)
@@ -152,8 +152,8 @@ __device__ __forceinline__ uint4 load_shared_u4(u32 a) {
 
 // --- global memory ------------------------------------------------------------------------------------------------
 
-// 16 bytes; `r` keeps its value when `real` is false. Not L1::no_allocate, though few are read again: processes with it ran prefill
-// 0.4 to 5 % slower.
+// Loads 16 bytes; `r` keeps its value when `real` is false. Without L1::no_allocate, though few are read again: with it chunk
+// forward was 0.4 to 5 % slower.
 __device__ __forceinline__ void load_sixteen(uint4& r, const void* p, bool real) {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4]; }"
                : "+r"(r.x), "+r"(r.y), "+r"(r.z), "+r"(r.w)
@@ -162,7 +162,7 @@ __device__ __forceinline__ void load_sixteen(uint4& r, const void* p, bool real)
 __device__ __forceinline__ void store_global(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// Of a write: its line stays in L2 longer than others (`kept`), or like others.
+// Cache policy of a store: its line stays in L2 longer than others (`kept`) or not.
 __device__ __forceinline__ u64 write_policy(bool kept) {
   u64 policy;
   if (kept) {
@@ -178,13 +178,13 @@ __device__ __forceinline__ void store_global(void* p, uint4 v, u64 policy) {
                : "memory");
 }
 
-// 16 bytes that another block may have written.
+// Loads 16 bytes that another block may have written.
 __device__ __forceinline__ uint4 load_written(u64 p) {
   uint4 r;
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
   return r;
 }
-// Tells another block, by a value, that all that was written before is there; waits for that and sets the flag to zero.
+// Sets a flag to `value`, after all earlier writes of this thread; waits for that value and clears the flag.
 __device__ __forceinline__ void set_flag(u64 flag, u64 value) {
   asm volatile("st.release.gpu.global.b64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
@@ -196,7 +196,7 @@ __device__ __forceinline__ void wait_and_clear_flag(u64 flag, u64 value) {
   asm volatile("st.global.b64 [%0], 0;" ::"l"(flag) : "memory");
 }
 
-// 16 bytes global to shared, asynchronously; zeros when `real` is false (then `src` is not read).
+// Copies 16 bytes from device to shared memory, asynchronously; zeros when `real` is false (then `src` is not read).
 __device__ __forceinline__ void copy_async16(u32 dst, const void* src, bool real) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(real ? 16 : 0) : "memory");
 }
@@ -220,7 +220,7 @@ __device__ __forceinline__ void load_matrix4_transposed(u32 (&r)[4], u32 a) {
                : "r"(a)
                : "memory");
 }
-// Four 8x8 tiles held one row pair a lane, stored transposed; lane 8i + r gives the address of stored row r of tile i.
+// Stores four 8x8 tiles transposed, of which each lane holds a row pair; lane 8i + r gives the address of stored row r of tile i.
 __device__ __forceinline__ void store_matrix4_transposed(u32 a, const u32 (&r)[4]) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(r[0]), "r"(r[1]),
@@ -275,9 +275,9 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
 }
 
 // --- clusters -----------------------------------------------------------------------------------------------------
-// Arrivals name no scope: a cluster-scope release costs a device-wide memory barrier and a cluster-scope wait flushes L1.
-// Nothing in device memory is handed over: what one block hands another travels as a bulk copy that the barrier itself
-// counts, and what a remote arrival announces is that shared memory has been read.
+// Arrivals name no scope: a cluster-scope release costs a device-wide memory barrier and a cluster-scope wait flushes L1. They need
+// none, as blocks of a cluster exchange nothing through device memory: data goes from block to block as bulk copies that the
+// barrier counts, and a remote arrival says only that shared memory has been read.
 
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ u32 cluster_address(u32 a, u32 rank) {
@@ -292,7 +292,7 @@ __device__ __forceinline__ void barrier_expect_remote(u32 bar, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
                : "memory");
 }
-// Bytes from this block's shared memory to another's; completion is counted by the destination's barrier.
+// Copies bytes from this block's shared memory to another's; the destination's barrier counts them.
 __device__ __forceinline__ void copy_to_block(u32 dst, u32 src, u32 bytes, u32 bar) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
                "r"(src), "r"(bytes), "r"(bar)
@@ -307,7 +307,7 @@ __device__ __forceinline__ void sync_cluster() {
 
 // --- registers ----------------------------------------------------------------------------------------------------
 
-// Warpgroups trade registers: from the block's START each to N. sm_90a and its like only.
+// Changes the registers of a warpgroup's threads from the block's START to N (sm_90a and later architecture-specific targets).
 template <int N, int START>
 __device__ __forceinline__ void set_registers() {
   if constexpr (N > START) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));

@@ -3,7 +3,7 @@
 
 #include "common/ptx.cuh"
 
-// Column j. at(i, m): where in shared memory row i has columns m to m + 3, of which those on and right of the diagonal do not count.
+// Column j. at(i, m): address in shared memory of columns m to m + 3 of row i; values on and right of the diagonal are not used.
 template <class At>
 __device__ __forceinline__ void invert_column(float (&x)[16], int j, At at) {
 #pragma unroll

@@ -13,7 +13,7 @@ __device__ __forceinline__ u64 operand_descriptor(u32 address, u32 column, u32 g
 
 #ifndef KDACORE_EMULATE
 
-// Sums as operands of an instruction: tiles from the i-th on, and the names of the first 8, 16, 32 and 64 numbers.
+// Accumulators as operands of an instruction: tiles from the i-th on, and the names of the first 8, 16, 32 and 64 numbers.
 #define KDA_TILE(d, i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 #define KDA_TILES2(d, i) KDA_TILE(d, i), KDA_TILE(d, i + 1)
 #define KDA_TILES4(d, i) KDA_TILES2(d, i), KDA_TILES2(d, i + 2)

@@ -1,12 +1,12 @@
-// Both triangles of 16 tokens, for gates without a bound, from a warp's sums: that of queries and keys in bfloat16 to an image, 16-byte
-// rows of 8 columns; that of keys in float32 to scratch, SCRATCH_PITCH floats a row, which whoever includes this has said.
+// Unbounded gates: both triangles of 16 tokens from a warp's sums by dyadic level. The one of queries and keys goes to an image in
+// bfloat16, 16-byte rows of 8 columns; the one of keys to scratch in float32, SCRATCH_PITCH floats a row (defined by the includer).
 #pragma once
 
 #include "common/chunk_forward/tokens.cuh"
 
 __device__ __forceinline__ u32 triangle_at(u32 image, int i, int j) { return image + (j >> 3) * 256 + i * 16 + (j & 7) * 2; }
 
-// Products of levels, halves of 1, 2, 4 and 8 tokens, and a diagonal. store(i, j, kk, qk) stores a pair's two.
+// `level_sums`: products of halves of 1, 2, 4 and 8 tokens. store(i, j, kk, qk) stores the two products of a pair.
 template <int LEVELS, class F>
 __device__ __forceinline__ void store_levels(u32 image, u32 scratch, const Lane& l, const float (&level_sums)[LEVELS][4],
                                              const float (&diagonal)[2], F store) {

@@ -1,4 +1,4 @@
-// A prepare warp turns 16 tokens of q, k, g, beta into a chunk image, alone: no barrier but those of the stages.
+// A prepare warp turns 16 tokens of q, k, g and beta into a chunk image. It works alone, synchronised only by the stages' barriers.
 #pragma once
 
 #include "common/warp_arrivals.cuh"
@@ -10,10 +10,10 @@
 
 constexpr int SLICES = K / 32;
 constexpr int UNROLL = SLICE_UNROLL;
-// k 2^-G carries this factor (log2) so that G down to -116 overflows nothing.
+// log2 of a factor of k 2^-G that keeps it from overflowing for G down to -116.
 constexpr float SHIFT = -64.0f;
 
-// This lane's channels of token 2p of the chunk to be loaded next; byte strides between tokens.
+// Addresses of this lane's channels of token 2p of the next chunk to load; byte strides between tokens.
 struct Source {
   const unsigned char *k, *q, *g;
   u64 beta;
@@ -29,8 +29,8 @@ __device__ __forceinline__ void advance(Source& s) {
   s.beta += STEP * s.beta_token;
 }
 
-// What is loaded next, into the same registers as soon as they have been used: slice `slice` of the chunk `from` is at,
-// of which this lane has `left` tokens. What lies past the end is left as it was.
+// The next load, into the same registers as soon as they have been used: slice `slice` of the chunk at `from`, of which this lane
+// has `left` tokens. Registers of tokens past the end keep their values.
 struct NextLoad {
   const Source& from;
   int slice, left;
@@ -116,7 +116,7 @@ __device__ __forceinline__ void store_inverse(u32 stage, u32 scratch, int lane) 
   }
 }
 
-// The barrier that says a stage may be written.
+// The barrier that completes when a stage may be written.
 struct EmptyBarrier {
   u32 empty, parity;
 };
@@ -126,7 +126,7 @@ __device__ __forceinline__ void prepare_chunk(Raw& raw, Source& from, const Gate
                                               const Lane& l, Scalars& s, int left, int stride, const EmptyBarrier& stage_empty, u32 stage,
                                               u32 scratch, u32 bias) {
   Products sums = {};
-  // With the scan's, the instructions of two slices (one of a free gate's) are what the instruction cache holds.
+  // The instruction cache holds the scan's instructions and those of two slices (one if gates are unbounded).
 #pragma unroll UNROLL
   for (int slice = 0; slice < SLICES; ++slice) {
     if (left < 2) clear_past_end(raw, left, gate.closed);
@@ -173,7 +173,7 @@ __device__ __forceinline__ void prepare_chunk(Raw& raw, Source& from, const Gate
   store_inverse(stage, scratch, l.lane);
 }
 
-// Publish a finished stage: to this block's scan warps, and as a bulk copy to the other blocks of the cluster.
+// Publishes a finished stage: to this block's scan warps, and as a bulk copy to the other blocks of the cluster.
 __device__ __forceinline__ void publish(u32 stage, u32 full, int lane, int rank) {
 #if CLUSTER > 1 || WARPGROUP
   fence_async_proxy();

@@ -1,4 +1,4 @@
-// Gates without a lower bound: no product of one decay and one growth spans a chunk. Pairs (i, j) are split by the smallest
+// Unbounded gates: no product of one decay and one growth is representable over a whole chunk. Pairs (i, j) are split by the smallest
 // dyadic block holding both; its right half's first token is the anchor, so both factors, 2^(G_i - G_anchor) and
 // 2^(G_anchor - G_j), are at most 1. A level's right halves are 8 tokens and its left halves 8: one product of
 // (k right; q right) by (k left) serves both triangles. Part of prepare.cuh.
@@ -9,7 +9,7 @@ constexpr int LEVELS = 4;  // halves of 1, 2, 4 and 8 tokens
 // Lane bit that holds bit `level - 1` of p.
 __device__ __forceinline__ constexpr int lane_bit(int level) { return level == 1 ? 8 : level == 2 ? 4 : 16; }
 
-// First token of the right half, as the lane that holds it as its even token.
+// The lane whose even token is the first one of the right half.
 __device__ __forceinline__ int anchor_lane(int lane, int level) {
   return level == 1 ? lane | 8 : level == 2 ? (lane & ~8) | 4 : (lane & ~12) | 16;
 }

@@ -1,5 +1,5 @@
 // A scan warp carries 16 * ROW_TILES columns of the state through the sequence. The state lies transposed (V by K) in
-// float32 accumulators, so that its bf16 copy is at once the next product's left operand; tokens sit on the narrow side.
+// float32 accumulators, so that its bf16 copy is the next product's left operand as it is; tokens are the product's short dimension.
 #pragma once
 
 #include "common/warp_arrivals.cuh"
@@ -72,7 +72,7 @@ __device__ __forceinline__ Columns columns(u32 stage, u32 row, int t) {
   return {{{a.x, a.y}, {b.x, b.y}}};
 }
 
-// What solving a chunk needs besides x, loaded ahead of it.
+// What solving a chunk needs besides x, loaded before x is complete.
 struct SolveOperands {
   Columns beta, beta_r, r;
   u32 inverse[4], qk[4], v[ROW_TILES][4];
@@ -124,7 +124,7 @@ __device__ __forceinline__ void solve(Tokens& tok, int m, const SolveOperands& s
   mma_bf16(tok.xo[m][3], w, s.qk[2], s.qk[3]);
 }
 
-// o times its factor to global memory, through shared memory so that rows of 32 bytes leave whole: lane l stores half
+// o times its factor to global memory, through shared memory so that rows of 32 bytes are stored whole: lane l stores half
 // l % 2 of the row of token l / 2, at `to`, if that token is real.
 __device__ __forceinline__ void store_output(const Tokens& tok, const ScanLane& l, const Columns& factor, unsigned char* to,
                                              bool real) {
@@ -181,7 +181,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, const Seq
       p.v + 2 * (sequence.batch * p.v_sb + (sequence.first + token) * p.v_st + sequence.hv * p.v_sh + at_v));
   unsigned char* o = reinterpret_cast<unsigned char*>(
       p.o + 2 * (((sequence.batch * p.T + sequence.first + token) * p.HV + sequence.hv) * V + at_v));
-  const unsigned char* none = reinterpret_cast<const unsigned char*>(p.v);  // valid, not read
+  const unsigned char* none = reinterpret_cast<const unsigned char*>(p.v);  // a valid address, not read
   int left = sequence.length - token;  // real if positive
 #pragma unroll
   for (int c = 0; c < V_DEPTH - 1; ++c) {

@@ -1,10 +1,10 @@
-// What is known of a sequence and value head, and which sequence a cluster of prefill blocks takes.
+// A sequence and value head, and which sequence a cluster of blocks takes.
 #pragma once
 
 #include "common/loads.cuh"
 #include "generated/chunk_forward_params.cuh"
 
-constexpr int SORT_LIMIT = 256;  // longer packs are taken in their own order
+constexpr int SORT_LIMIT = 256;  // packs of more sequences are processed in order
 
 // One sequence and value head.
 struct SequenceHead {
@@ -20,8 +20,8 @@ __device__ __forceinline__ int length_of(const ChunkForwardParams& p, int n) {
   return (int)(load_index(p.cu_seqlens, n + 1, wide) - load_index(p.cu_seqlens, n, wide));
 }
 
-// Which sequence is the one in `place`: longest first, so that no long one starts last. Ties keep their order. All threads
-// call this; `lengths` is shared memory for SORT_LIMIT integers, `picked` for one.
+// The sequence that is number `place` in descending order of length, so that no long one starts last. Ties keep their order. All
+// threads call this; `lengths` is shared memory for SORT_LIMIT integers, `picked` for one.
 __device__ __forceinline__ int sequence_by_length(const ChunkForwardParams& p, int place, int* lengths, int* picked) {
   if (!p.cu_seqlens || p.N == 1 || p.N > SORT_LIMIT) return place;
   const int n = thread_index();

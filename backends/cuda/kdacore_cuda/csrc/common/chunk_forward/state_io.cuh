@@ -1,5 +1,4 @@
-// The scanned state in and out of device memory, and its decay. Part of both scan.cuh, after the ScanState, ScanLane and
-// each_element that these need.
+// Reads, writes and decays the scanned state. Included by both scan.cuh after ScanState, ScanLane and each_element, which differ.
 #pragma once
 #include "common/mma_operands.cuh"
 

@@ -1,8 +1,8 @@
-// Inputs of two tokens and eight channels in a lane's registers, and what gates and betas make of them.
+// Two tokens by eight channels of the inputs in a lane's registers; gates and beta applied to them.
 //
-// Lane (g, t) = (lane / 4, lane % 4) holds tokens 2p and 2p + 1 of 16, p being g with its two low bits swapped, and 8 channels
-// (8t ..) of a slice of 32. Those are the lane's elements of the matrix unit's fragments under a permutation of channels,
-// which sums over channels do not see; the swap keeps 16-byte stores to a swizzled operand free of bank conflicts.
+// Lane (g, t) = (lane / 4, lane % 4) holds tokens 2p and 2p + 1 of 16, where p is g with bits 0 and 1 swapped, and 8 channels
+// (8t ..) of a slice of 32. Those are the lane's elements of mma fragments under a permutation of channels, which
+// does not change sums over channels; the swap keeps 16-byte stores to a swizzled operand free of bank conflicts.
 #pragma once
 
 #include "common/gate.cuh"
@@ -19,12 +19,12 @@ struct Gate {
   int kind;
   float unit;     // log2 decay of one unit of the gate (of softplus2 for the softplus); its inverse for the sigmoid
   float slope;    // sigmoid: -log2(e) exp(A_log)
-  u32 closed;     // bits of an input that decays nothing
+  u32 closed;     // bits of an input that means no decay
 };
 
 __device__ __forceinline__ int token_pair_of(int g) { return (g & 4) | (g & 1) << 1 | (g & 2) >> 1; }
 
-// Tokens past the end: nothing in, no decay.
+// Tokens past the end: zero inputs, no decay.
 __device__ __forceinline__ void clear_past_end(Raw& raw, int left, u32 closed) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -95,8 +95,8 @@ __device__ __forceinline__ Lane make_lane() {
   return l;
 }
 
-// Steps to their sums from the first of 16 tokens, inclusive; `total` gets that of all. Sums of earlier tokens
-// never depend on later ones.
+// Replaces steps by their inclusive sums from the first of 16 tokens; `total` gets the sum of all. Sums of earlier tokens never
+// depend on later ones.
 __device__ __forceinline__ void sum_steps(float (&s)[2][8], float (&total)[8], const Lane& l) {
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
@@ -115,8 +115,8 @@ __device__ __forceinline__ void sum_steps(float (&s)[2][8], float (&total)[8], c
   }
 }
 
-// Bits of beta of both of a lane's tokens (`token` bytes apart; `left` are real), left as they are: converting them here would
-// wait for the load.
+// Bits of beta of both of a lane's tokens (`token` bytes apart; `left` are real), not converted yet: that
+// would wait for the load.
 __device__ __forceinline__ void load_beta(const ChunkForwardParams& p, u64 from, long long token, int left, u32 (&beta)[2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

@@ -1,10 +1,10 @@
-// How the recurrent kernels reach device memory: state rows in 16-byte pieces, token arrays as they lie.
+// Device memory accesses of the recurrent kernels: state rows in 16-byte pieces, token arrays with their own types.
 #pragma once
 
 #include "common/loads.cuh"
 #include "common/ptx.cuh"
 
-// How much a kernel leaves open. PLAIN: bfloat16 q, k and v, no float16, a gate for each channel; q, k, v, g and beta contiguous,
+// What a kernel assumes about a call. PLAIN: bfloat16 q, k and v, no float16, a gate for each channel; q, k, v, g and beta contiguous,
 // with fewer than 2^31 elements; not packed; rows of states on 16 bytes. ONE: besides that one token a sequence, bfloat16 g and
 // beta, float32 dt_bias, a pool with one row a sequence. HEAD: as ONE, but a gate for each head, and g, beta and dt_bias bfloat16
 // or float32.
@@ -29,10 +29,10 @@ inline void store_state_bits(u64 address, const uint4& x) { store_global(reinter
 
 #else
 
-// Spelled out, so that every kernel of this family rounds alike whatever surrounds it.
+// Explicit, so that all kernels of this family round alike whatever code surrounds it.
 __device__ __forceinline__ float multiply_add(float x, float y, float z) { return __fmaf_rn(x, y, z); }
 
-// Loads by width. Volatile: they are issued in the order they are written in, none waits for one before it.
+// Loads by width. Volatile, so that they are issued in program order.
 __device__ __forceinline__ u32 load_global2(u64 a) {
   u16 r;
   asm volatile("ld.global.b16 %0, [%1];" : "=h"(r) : "l"(a));
@@ -54,7 +54,7 @@ __device__ __forceinline__ uint4 load_global16(u64 a) {
   return r;
 }
 
-// Zeros that are not written before it is known that they are needed.
+// Zeros that are written only on the path that needs them.
 __device__ __forceinline__ uint4 zero_bits() {
   uint4 r;
   asm volatile("mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w));
@@ -67,8 +67,8 @@ __device__ __forceinline__ void store_state_bits(u64 address, const uint4& x) {
 
 #endif
 
-// N neighbouring elements of a token array as they lie in memory; 16-bit types fill half. Converting them where they are
-// loaded would wait for them.
+// N neighbouring elements of a token array in their own type; 16-bit types use half of the words. Converting them here would wait
+// for the load.
 template <int N>
 struct Bits {
   u32 w[N];
@@ -131,7 +131,7 @@ __device__ __forceinline__ void store_elements(u64 base, long long index, int ty
 constexpr int VECTOR = STATE_BF16 ? 8 : 4;
 constexpr int STATE_BYTES = STATE_BF16 ? 2 : 4;
 
-// The same for rows that start anywhere.
+// The same for rows that need not start on 16 bytes.
 __device__ __forceinline__ uint4 load_state_elements(u64 a) {
   u32 w[4];
 #pragma unroll

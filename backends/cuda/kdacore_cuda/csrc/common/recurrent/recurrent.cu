@@ -13,7 +13,7 @@
 // loaded.
 #include "common/recurrent/token.cuh"
 
-// Macros from the host: K_DIM, WARPS, ROWS, MIN_BLOCKS, COLUMNS, V_FIRST, STATE_BF16, MODE (decode_memory.cuh).
+// Macros from the host: K_DIM, WARPS, ROWS, MIN_BLOCKS, COLUMNS, V_FIRST, STATE_BF16, MODE (memory.cuh).
 #if V_FIRST
 #include "common/recurrent/state_v_first.cuh"
 #else
@@ -22,7 +22,7 @@
 
 using Raw = RawToken<TOKEN_CHANNELS>;
 
-// Do all rows of an array of states start on 16 bytes? The host gives others to the kernel that serves everything.
+// Whether all rows of an array of states start on 16 bytes. The host sends others to the kernel with MODE 0.
 __device__ __forceinline__ bool whole_rows(u64 base, long long row) { return MODE > 0 || ((base | STATE_BYTES * row) & 15) == 0; }
 
 __device__ __forceinline__ void store_state(const float (&s)[ROWS][VECTOR], u64 to, bool whole) {

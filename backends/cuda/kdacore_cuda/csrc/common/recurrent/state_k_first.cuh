@@ -1,6 +1,6 @@
 // State [K, V]: a block holds COLUMNS columns of V, its warps split K between them. A lane holds VECTOR neighbouring columns of
-// ROWS channels; a load of a warp is GROUPS pieces of COLUMNS elements. Sums over K meet in shared memory: one barrier a token.
-// Part of decode.cu.
+// ROWS channels; a load of a warp is GROUPS pieces of COLUMNS elements. Sums over K are completed in shared memory, with one barrier a token.
+// Part of recurrent.cu.
 #pragma once
 
 constexpr int LANES = COLUMNS / VECTOR;  // lanes along V
@@ -42,7 +42,7 @@ __device__ __forceinline__ LanePosition make_position(int first, u32 shared) {
           warp * WARP_K + lane / LANES * ROWS, shared};
 }
 
-// Elements to a lane's first piece of state, and from each to the next.
+// Offset in elements of a lane's first piece of state, and from each piece to the next.
 __device__ __forceinline__ int first_element(const LanePosition& at) { return at.first * V + at.v; }
 constexpr int PITCH = V;
 
@@ -53,7 +53,7 @@ struct Tokens {
 
 __device__ __forceinline__ void stage_token(Tokens& tokens, const LanePosition& at, const Token<1>& x, int odd) {
   const u32 to = at.shared + odd * HALF_BYTES + 4 * at.channel;
-  sync_warp();  // every lane is done with the token before last
+  sync_warp();  // every lane has used the token before last
   if (at.lane < WARP_K) {
     store_shared(to, __float_as_uint(x.q[0]));
     store_shared(to + OFFSET(TokenInputs, k), __float_as_uint(x.k[0]));
@@ -77,7 +77,7 @@ __device__ __forceinline__ void add_vector(float (&x)[VECTOR], u32 from) {
   }
 }
 
-// One token: decay, delta rule; the output of the lane's columns. `prepare_next` readies the token after it.
+// One token: decay, delta rule; the output of the lane's columns. `prepare_next` prepares the next token.
 template <typename Next>
 __device__ __forceinline__ void step(const RecurrentParams& p, float (&s)[ROWS][VECTOR], const LanePosition& at, Tokens& tokens,
                                      const float (&v)[OUT], float (&o)[OUT], int odd, Next prepare_next) {

@@ -1,5 +1,5 @@
 // State [V, K]: a warp holds ROWS * GROUPS rows of V, a lane VECTOR neighbouring channels of ROWS of them. A load of a warp
-// is 512 bytes in one piece. Warps share nothing, so there is no barrier. Part of decode.cu.
+// is 512 bytes in one piece. Warps share nothing, so there is no barrier. Part of recurrent.cu.
 #pragma once
 
 constexpr int LANES = K / VECTOR;   // lanes along K
@@ -23,11 +23,11 @@ __device__ __forceinline__ LanePosition make_position(int first, u32) {
   return {lane, base + GROUPS * (own * ROWS / LANES), own % (LANES / ROWS) == 0, VECTOR * own, base};
 }
 
-// Elements to a lane's first piece of state, and from each to the next.
+// Offset in elements of a lane's first piece of state, and from each piece to the next.
 __device__ __forceinline__ int first_element(const LanePosition& at) { return at.first * K + at.channel; }
 constexpr int PITCH = GROUPS * K;
 
-// Sums x[i] over the lanes of each row, halving the rows held at every step; x[0] ends as the sum of the lane's own row.
+// Sums x[i] over the lanes of each row, halving the number of rows at every step; x[0] becomes the sum of the lane's own row.
 // The order of the additions does not depend on ROWS.
 template <int COUNT, int MASK>
 __device__ __forceinline__ float fold(float (&x)[ROWS], int lane) {
@@ -55,7 +55,7 @@ struct Tokens {
 
 __device__ __forceinline__ void stage_token(Tokens& tokens, const LanePosition&, const Token<TOKEN_CHANNELS>& x, int) { tokens.x = x; }
 
-// One token: decay, delta rule; the output of the lane's own row. `prepare_next` readies the token after it.
+// One token: decay, delta rule; the output of the lane's own row. `prepare_next` prepares the next token.
 template <typename Next>
 __device__ __forceinline__ void step(const RecurrentParams& p, float (&s)[ROWS][VECTOR], const LanePosition& at, Tokens& tokens,
                                      const float (&v)[OUT], float (&o)[OUT], int, Next prepare_next) {

@@ -1,4 +1,4 @@
-// What both recurrent kernels need of a call: where a sequence starts, and one token made ready.
+// Where a sequence starts, and the preparation of one token.
 #pragma once
 
 #include "common/recurrent/memory.cuh"
@@ -14,7 +14,7 @@ __device__ __forceinline__ int beta_type(const RecurrentParams& p) { return ONE 
 __device__ __forceinline__ int bias_type(const RecurrentParams& p) { return ONE && !HEAD ? TYPE_FLOAT32 : p.bias_type; }
 __device__ __forceinline__ bool scalar_gate(const RecurrentParams& p) { return HEAD || (!PLAIN && p.flags & FLAG_SCALAR_GATE); }
 
-// An integer array's element as it lies in memory.
+// An element of an integer array of 32 or 64 bits.
 struct Number {
   u32 narrow;
   uint2 wide;
@@ -29,7 +29,7 @@ __device__ __forceinline__ Number load_number_bits(u64 base, long long index, bo
   }
   return r;
 }
-// What is negative stays so.
+// Negative numbers stay negative.
 __device__ __forceinline__ int number_of(const Number& x, bool wide) {
   return wide ? (int)x.wide.y < 0 ? -1 : (int)x.wide.x : (int)x.narrow;
 }
@@ -50,12 +50,12 @@ using Offset = OffsetOf<PLAIN>::type;  // in elements
 // One sequence and value head, and where its next token is.
 struct Item {
   int n, hv;
-  // Zero, but not for the compiler. What is loaded from an address that all threads share it would move to the registers that a
-  // warp has once, and each such move waits for its load.
+  // Zero, which the compiler does not know. It would move values loaded from an address common to all threads to uniform registers,
+  // and each such move waits for its load.
   int zero;
   int length;  // tokens
   Offset q, v, beta, o;
-  Offset k, g;  // where not PLAIN: there they are q and v
+  Offset k, g;  // unless PLAIN, where they equal q and v
 };
 __device__ __forceinline__ Offset k_of(const Item& it) { return PLAIN ? it.q : it.k; }
 __device__ __forceinline__ Offset g_of(const Item& it) { return PLAIN ? it.v : it.g; }
@@ -95,7 +95,7 @@ __device__ __forceinline__ void next_token(const RecurrentParams& p, Item& it) {
   it.beta += p.beta_st;
 }
 
-// Where a sequence starts: a pool row as it lies in memory, or one that is known.
+// The pool row a sequence starts from: loaded but not yet converted, or known.
 struct Start {
   Number bits;
   int row;
@@ -124,7 +124,7 @@ __device__ __forceinline__ int row_of(const RecurrentParams& p, const Start& s) 
   return s.known ? s.row : number_of(s.bits, p.flags & FLAG_INDEX64);
 }
 
-// N neighbouring channels of one token as they lie in memory.
+// N neighbouring channels of one token, not yet converted.
 template <int N>
 struct RawToken {
   Bits<N> q, k, g;
@@ -145,7 +145,7 @@ __device__ __forceinline__ RawToken<N> load_token(const RecurrentParams& p, cons
   return raw;
 }
 
-// What the gate adds to every token of a head.
+// A head's gate parameters.
 template <int N>
 struct RawGate {
   Bits<N> bias;
@@ -189,7 +189,7 @@ __device__ __forceinline__ Gate<N> finish_gate(const RecurrentParams& p, const R
   return gate;
 }
 
-// Raw gate inputs to decays, in place. The kind of gate is looked at once for all channels.
+// Raw gate inputs to decays, in place. One branch on the kind of gate for all channels.
 template <int N>
 __device__ __forceinline__ void decays(const RecurrentParams& p, float (&x)[N], const Gate<N>& gate) {
 #pragma unroll
@@ -206,7 +206,7 @@ __device__ __forceinline__ void decays(const RecurrentParams& p, float (&x)[N], 
   }
 }
 
-// A token ready for use. q and k are as given: what scales them is linear, and is put on the sums.
+// A prepared token. q and k are not scaled: scale and norms are linear and applied to the sums.
 template <int N>
 struct Token {
   float q[N], k[N], d[N];
@@ -248,7 +248,7 @@ __device__ __forceinline__ float sum_lanes(float x) {
   return x;
 }
 
-// What scales q and k, from the sums over all of K.
+// Factors of q and k, from the sums over all of K.
 struct Factors {
   float q, k;
 };

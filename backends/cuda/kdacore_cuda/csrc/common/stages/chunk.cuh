@@ -14,7 +14,8 @@ struct Chunk {
   long long batch, first;   // batch row, first token in it
 };
 
-// Chunks of the sequences one after another: the sequence that slot `slot` falls in, all lanes of a warp together, several sequences each.
+// Finds the chunk of slot `slot` in a pack, where each sequence has as many slots as chunks. All lanes of a warp together, several
+// sequences a lane.
 template <typename Params>
 __device__ __forceinline__ void find_packed(const Params& p, int slot, Chunk& c) {
   constexpr int EACH = 4;
@@ -24,7 +25,7 @@ __device__ __forceinline__ void find_packed(const Params& p, int slot, Chunk& c)
   c.rows = 0;
   c.first = 0;
   for (int n0 = 0; n0 < p.N; n0 += 32 * EACH) {
-    int start[EACH + 1], mine = 0;  // past the last sequence: empty ones
+    int start[EACH + 1], mine = 0;  // sequences past the last one are empty
 #pragma unroll
     for (int i = 0; i <= EACH; ++i) {
       const int n = n0 + EACH * lane + i;
@@ -39,7 +40,7 @@ __device__ __forceinline__ void find_packed(const Params& p, int slot, Chunk& c)
       if (lane >= d) before += other;
     }
     const int total = shuffle_int(before, 31);
-    // One lane at most has something; the sum is what it has.
+    // At most one lane has found it; the sum broadcasts it.
     int first = 0, rows = 0, inside = slot - (before - mine);
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
@@ -65,8 +66,8 @@ __device__ __forceinline__ void find_packed(const Params& p, int slot, Chunk& c)
   }
 }
 
-// Which chunk and value head item `item` is. Neighbouring value heads are neighbours, so that rows of one token travel together and q, k
-// are shared in L2.
+// Which chunk and value head item `item` is. Items of neighbouring value heads are neighbours, so that rows of one token are loaded together
+// and q, k are shared in L2.
 template <typename Params>
 __device__ __forceinline__ Chunk make_chunk(const Params& p, int item) {
   Chunk c;
@@ -85,7 +86,7 @@ __device__ __forceinline__ Chunk make_chunk(const Params& p, int item) {
   return c;
 }
 
-// Row `first` of an input, as bytes, and from one token to the next.
+// Address of row `first` of an input; bytes from one token to the next.
 struct Rows {
   const unsigned char* at;
   int step;

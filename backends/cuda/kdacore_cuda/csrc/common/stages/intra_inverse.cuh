@@ -16,7 +16,7 @@ constexpr int TILE_PITCH = 144;   // bytes of a row of 64 16-bit results
 
 __device__ __forceinline__ u32 system_at(u32 system, int row, int column) { return system + 4 * (SYSTEM_PITCH * row + column); }
 
-// Diagonal block `block` to its inverse, in place and rounded into `tile`. One column a lane, both halves of a warp alike.
+// Diagonal block `block` to its inverse, in place and rounded into `tile`. One column a lane; both halves of a warp compute the same.
 __device__ __forceinline__ void invert_diagonal(u32 system, u32 tile, int block, int lane) {
   const int j = lane & 15, row0 = 16 * block;
   float x[16];

@@ -1,12 +1,12 @@
 // Products q_i . (k_j 2^(G_i - G_j)) and k_i . (k_j 2^(G_i - G_j)) of one chunk. Part of intra.cu.
 //
-// G may fall without a bound, so pairs (i, j) are split by the smallest dyadic block holding both; its right half's first
+// G has no lower bound, so pairs (i, j) are split by the smallest dyadic block holding both; its right half's first
 // token is the anchor and both factors, 2^(G_i - G_anchor) and 2^(G_anchor - G_j), are at most 1. A warp takes 16 tokens:
 // pairs inside them (halves of 1, 2, 4, 8 tokens) go straight from registers to the matrix unit, the operands of the
 // halves of 16 and 32 tokens go to shared memory as lane images and are multiplied after a barrier.
 //
 // Lane (g, t) = (lane / 4, lane % 4) holds tokens 2g and 2g + 1 of its warp and 8 channels (8t ..) of each slice of 32.
-// Those are its elements of the matrix unit's fragments under a permutation of channels, which sums do not see.
+// Those are its elements of mma fragments under a permutation of channels, which does not change sums.
 #pragma once
 
 #include "common/stages/chunk.cuh"
@@ -69,7 +69,7 @@ __device__ __forceinline__ void pair_products(const Raw& raw, Inside& sums) {
   }
 }
 
-// Halves of 2^level tokens. Two lanes, of a right and a left half, trade tokens so that each has one of both.
+// Halves of 2^level tokens. A lane of a right and one of a left half exchange tokens so that each has one of both.
 __device__ __forceinline__ void level_products(const Raw& raw, const Lane& l, int level, Inside& sums) {
   const int half = 1 << (level - 1), bit = 4 * half;
   const int anchor = 4 * ((l.g & ~(2 * half - 1)) | half) + l.t;
@@ -130,7 +130,7 @@ __device__ __forceinline__ void store_images(const Raw& raw, const uint4 (&ancho
   }
 }
 
-// Everything that needs one token's channels at a time. `head_g`: this lane's channels of the chunk's first token.
+// Products inside 16 tokens, and operand images for those across. `head_g`: this lane's channels of the chunk's first token.
 __device__ __forceinline__ void inside_products(const Source& from, const unsigned char* head_g, int rows, const Lane& l,
                                                 u32 images, Inside& sums) {
   const bool near_right = l.block & 1, far_right = l.block & 2;
@@ -138,7 +138,7 @@ __device__ __forceinline__ void inside_products(const Source& from, const unsign
   const u32 at = images + 16 * l.lane;
   const u32 near_k = at + IMAGE_BYTES * (near_right ? NEAR_RIGHT + (l.block & 2) : NEAR_LEFT + (l.block >> 1));
   const u32 far_k = at + IMAGE_BYTES * (far_right ? FAR_RIGHT + 2 * (l.block & 1) : FAR_LEFT + l.block);
-  // Slices are loaded one at a time to save registers; the whole rows are on their way to L2 meanwhile.
+  // Slices are loaded one at a time to save registers; the whole rows are prefetched to L2 meanwhile.
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (i >= from.left) continue;

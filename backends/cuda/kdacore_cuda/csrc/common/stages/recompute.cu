@@ -13,15 +13,15 @@ constexpr int V = V_DIM;
 struct SharedMemory {
   u16 values[C][V];  // v, then u; rows of 16-byte pieces, as the other two
   u16 keys[C][K];    // beta k 2^G, then w
-  // What rounding took from beta k 2^G: the rows of w are differences of nearly equal ones when keys are nearly collinear.
+  // The rounding errors of beta k 2^G: the rows of w are differences of nearly equal ones when keys are nearly collinear.
   u16 rest[C][K];
   u16 inverse[C][C];  // Akk, with beta right of its diagonal
 };
 static_assert(sizeof(SharedMemory) <= SHARED_LIMIT, "the host's shared memory size is too small");
 constexpr int WARPS = THREADS / 32;
-constexpr int BATCH = 8;  // rows a thread asks for at once
+constexpr int BATCH = 8;  // rows of a thread loaded at once
 
-// Piece `piece` (16 bytes) of row `row` of a matrix with WIDTH columns; rows of eight neighbours never share a bank.
+// Piece `piece` (16 bytes) of row `row` of a matrix with WIDTH columns; eight neighbouring rows never share a bank.
 template <int WIDTH>
 __device__ __forceinline__ u32 piece_at(u32 base, int row, int piece) {
   return base + row * (2 * WIDTH) + swizzled_piece(row, piece);
@@ -59,8 +59,8 @@ struct Raw {
 
 __device__ __forceinline__ float channel(const uint4& x, int e) { return __uint_as_float(word_of(x, e)); }
 
-// beta k 2^G to shared memory, kg and qg to device memory. A thread keeps its 4 channels: then K = 128 makes a row a warp's, and
-// every access of it whole lines.
+// beta k 2^G to shared memory, kg and qg to device memory. A thread keeps its 4 channels: for K = 128 a warp has a whole
+// row, so every access takes whole lines.
 __device__ __forceinline__ void scale_keys(const RecomputeParams& p, const Chunk& c, u32 keys, u32 rest, u32 inverse) {
   constexpr int PARTS = K / 4, STEP = THREADS / PARTS;
   static_assert(C % (STEP * BATCH) == 0, "rows past the chunk");
@@ -114,7 +114,7 @@ __device__ __forceinline__ void scale_keys(const RecomputeParams& p, const Chunk
 }
 
 // This warp's columns of `inverse` times `right`, in place of `right`. No other warp touches them.
-// KEYS: `rest_at` holds the rest of `right`'s values; otherwise its rows are scaled by beta.
+// KEYS: `rest_at` has the rounding errors of `right`; otherwise its rows are scaled by beta.
 template <int WIDTH, bool KEYS>
 __device__ __forceinline__ void multiply(u32 inverse, u32 right, u32 rest_at) {
   constexpr int COLUMNS = WIDTH / WARPS;

@@ -31,7 +31,7 @@
 #endif
 #include "sm90/chunk_backward/grads_stores.cuh"
 
-// Asks for the arrays of unit n, if there is one, each group as soon as its place is free: the workspace's images and d_o, which all
+// Loads of the arrays of unit n, if there is one, each group as soon as its place is free: the workspace's images and d_o, which all
 // warps read; v; the gate.
 __device__ __forceinline__ void fetch_shared(const ChunkBackwardParams& p, u32 shared, int n, const Lane& l) {
   const u32 unit = unit_at(shared, n);
@@ -141,7 +141,7 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
   const u32 shared = shared_address(memory);
   wait_for_inputs();
   const int warp = uniform(thread_index() >> 5);
-  Lane l = make_lane(warp);  // made anew in every step
+  Lane l = make_lane(warp);  // recomputed in every step
   start_block(p, shared, l);
 
   int n = 0;

@@ -1,7 +1,7 @@
 // The gate forward and backward. Part of grads.cu.
 #pragma once
 
-// dt_bias and exp(A_log) of unit n of the block: loaded while other things are computed, put down by who loaded.
+// dt_bias and exp(A_log) of unit n of the block: loaded early, stored to shared memory later by the same thread.
 struct GateLoads {
   float x;
 };
@@ -21,7 +21,7 @@ __device__ __forceinline__ void load_gate_inputs(float (&x)[4][4], u32 gate, u32
 #if G_FLOAT
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    // Rows 8 further have their pieces in the same order, and the channel 8 further is two pieces on.
+    // Rows 8 further have the same order of pieces, and the channel 8 further is two pieces on.
     const u32 piece = gate_piece(HALF * l.token_half + 2 * l.t + (e & 1), l.channel >> 2) ^ 32 * (e >> 1);
 #pragma unroll
     for (int j = 0; j < 4; ++j) x[j][e] = load_shared1(shared + OFFSET(SharedMemory, g) + piece + 4 * (l.channel & 3) + 8 * GATE_ROW * j) + bias[e >> 1];
@@ -34,7 +34,7 @@ __device__ __forceinline__ void load_gate_inputs(float (&x)[4][4], u32 gate, u32
 }
 
 // With P the log2 decay from the first token that shares its anchor: up = 2^(P + centre) of every element, and at the end of each
-// anchor's tokens of the lane's two channels. Sums grow from earlier tokens alone: later ones must not show in their last bits.
+// anchor's tokens of the lane's two channels. Sums use earlier tokens only: later ones must not change their last bits.
 __device__ __forceinline__ void decays(float (&up)[4][4], float (&end)[2][ANCHORS], const ChunkBackwardParams& p, u32 gate, int rows, u32 shared,
                                        const Lane& l) {
   load_gate_inputs(up, gate, shared, l);

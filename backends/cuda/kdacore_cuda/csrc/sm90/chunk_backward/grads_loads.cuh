@@ -1,12 +1,12 @@
-// How a unit's arrays come to shared memory and its rows leave it. Part of grads.cu.
+// Loads of a unit's arrays to shared memory, and stores of its rows. Part of grads.cu.
 #pragma once
 
-// Token `token`, or the last one there is: an address that may be read. Where there is no unit `from` is an array's begin.
+// Token `token`, or the last one there is: a readable address. If there is no unit, `from` is the start of an array.
 __device__ __forceinline__ const void* row_of(u64 from, int token, int rows, u32 stride) {
   return reinterpret_cast<const void*>(from + (u64)(u32)(token < rows ? token : rows > 0 ? rows - 1 : 0) * stride);
 }
 
-// What comes next to places that a warp alone reads: how many rows (0: there is no further unit), the first row in each array.
+// Of the next unit: number of rows (0: there is none) and the address of its first row in each array that a warp loads for itself.
 struct NextUnit {
   int rows;
   u64 q, k, v, g;
@@ -85,8 +85,8 @@ __device__ __forceinline__ void fetch_workspace(const ChunkBackwardParams& p, u3
     fetch_image(shared + OFFSET(SharedMemory, dh), p.dh, place, STATE_BYTES, shared + OFFSET(SharedMemory, states_full), 0, STATE_BYTES);
   }
 }
-// What waits for longer, as its place is taken until all pairs are summed: by up, and by sk where that lies in u's place. The
-// barriers count it already.
+// The images whose place is occupied until all pairs are summed: by saved decays, and by sk if SK_IN_U. The barriers expect their
+// bytes already.
 __device__ __forceinline__ void fetch_workspace_after_pairs(const ChunkBackwardParams& p, u32 shared, int n) {
   const u64 place = unit_long(unit_at(shared, n), OFFSET(SharedUnit, place));
   if (SK_IN_U) fetch_image(shared + OFFSET(SharedMemory, u), p.u, place, TILE_BYTES, shared + OFFSET(SharedMemory, pairs_full), 0, TILE_BYTES);
@@ -105,7 +105,7 @@ __device__ __forceinline__ OutputRows output_rows(const ChunkBackwardParams& p, 
   const u64 at = 2 * K * unit_long(unit, OFFSET(SharedUnit, row)) + 2 * (64 * l.channel_half + 16 * l.warp + 8 * (l.lane & 1));
   return {unit_int(unit, OFFSET(SharedUnit, rows)) - l.token, at + (u64)(u32)l.token * (2 * K * (u32)p.HV)};
 }
-// A bfloat16 tile to rows of [B, T, HV, 128] through the warp's own rows of `image`, which nobody reads any more.
+// A bfloat16 tile to rows of [B, T, HV, 128] through the warp's own rows of `image`, which are no longer needed.
 __device__ __forceinline__ void store_own(u32 image, const Operand& r, const ChunkBackwardParams& p, u64 array, const OutputRows& to,
                                           const Lane& l) {
   sync_warp();
@@ -116,7 +116,7 @@ __device__ __forceinline__ void store_own(u32 image, const Operand& r, const Chu
   const uint4 x = load_shared_u4(image + l.piece), y = load_shared_u4(image + l.piece + 16 * IMAGE_ROW);
   if (to.left > 0) store_global(reinterpret_cast<void*>(array), x);
   if (to.left > 16) store_global(reinterpret_cast<void*>(array + (u64)(u32)p.HV * (2 * K * 16)), y);
-  sync_warp();  // what comes next into these rows finds them read
+  sync_warp();  // before the next unit's rows are loaded here
 }
 
 // A float32 tile to the same rows, straight from registers: eight channels of a token are the 32 bytes of a sector.

@@ -1,4 +1,4 @@
-// What the gate makes of q and k. Part of grads.cu. With q and k normalised and up = 2^(decay from the first token of its anchor + centre):
+// Operands made of q, k and the gate. Part of grads.cu. With q and k normalised and up = 2^(decay from the first token of its anchor + centre):
 //
 //   zq = q up    zb = beta k up    yk = k / up    sk = k 2^(decay to the end of the anchor's tokens)
 //
@@ -9,7 +9,7 @@ struct Operands {
   Operand zq, zb, yk;
 };
 
-// A lane's decays while pairs are multiplied: in registers, or (UP_IN_STATES) in the first halves of the images of dh and h, which
+// A lane's decays while pairs are multiplied: in registers, or (DECAYS_IN_STATES) in the first halves of the images of dh and h, which
 // have been read.
 struct Decays {
   float up[DECAYS_IN_STATES ? 1 : 4][4];
@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_decays(float (&up)[4], const Decays& from, 
 
 __device__ __forceinline__ u32 operand_at(u32 area, int part) { return area + part * OPERAND_BYTES; }
 
-// sk of both sides and zq, zb of the later one also to shared memory.
+// sk of both halves of tokens, and zq and zb of the later half, also go to shared memory.
 __device__ __forceinline__ void make_operands(Operands& o, const Decays& saved, const float (&end)[2][ANCHORS], u32 shared,
                                               u32 scalars, const Lane& l) {
   const u32 tokens = scalars + 4 * (HALF * l.token_half + 2 * l.t), own = shared + 16 * (l.thread & 127) + operand_at(0, l.channel_half);
@@ -93,7 +93,7 @@ __device__ __forceinline__ void load_operand(Operand& r, u32 from, const Lane& l
   }
 }
 
-// Where up at the end of an anchor's tokens waits until it is needed again: where no pair is, in the image of dA.
+// Where up at the end of an anchor's tokens is stored until it is needed again: in the upper triangle of the image of dA.
 __device__ __forceinline__ u32 anchor_end_address(u32 shared, int anchor, int channel) {
   return shared + OFFSET(SharedMemory, dA) + swizzled(channel >> 2, 4 + anchor) + 4 * (channel & 3);
 }

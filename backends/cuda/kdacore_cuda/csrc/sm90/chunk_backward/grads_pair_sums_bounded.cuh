@@ -12,7 +12,7 @@ __device__ __forceinline__ void add_pairs(float (&d)[4][4], const Operand& a, u3
   }
 }
 
-// What goes across the halves; and the sums over tokens that the steps before need, of what is there before the own pairs.
+// Pairs across the halves, and the sums over tokens that earlier steps need of the terms so far, before the half's own pairs.
 template <int TOKEN_HALF>
 __device__ __forceinline__ void add_across(Accumulators& d, const Operands&, float, u32 shared, const Lane& l) {
   {
@@ -50,7 +50,7 @@ __device__ __forceinline__ void add_across(Accumulators& d, const Operands&, flo
   }
 }
 
-// Starts the products of the side's own pairs.
+// Starts the products of the half's own pairs.
 template <int TOKEN_HALF>
 __device__ __forceinline__ void start_own(Accumulators& d, float (&cy)[4][4], const Operands& o, u32 (&)[4], u32 shared, const Lane& l) {
   constexpr int first = HALF * TOKEN_HALF;

@@ -1,7 +1,7 @@
 // Pairs where an anchor serves a quarter of a chunk. Part of grads.cu.
 //
-// What goes from one quarter to a later one passes all quarters between: their decays, one a channel, are factors of sums in
-// float32 (D), so that the operands are those of the own quarter, with sk up to its end:
+// Pairs of different quarters decay over the quarters between: these decays (D), one a channel, are applied to float32 sums, so that
+// the operands are those of each quarter, with sk up to its end:
 //
 //   a of a quarter  = (... (the state's part D_0 + pairs with 0) D_1 + pairs with 1 ...)
 //   cs of a quarter = pairs with the next + D_next (pairs with the one after + ... D_3 (the state's part))
@@ -9,14 +9,14 @@
 // Sums over the other half come first, as where an anchor serves a half.
 #pragma once
 
-typedef float Columns[2][4];  // a quarter's part of a side's accumulators
+typedef float Columns[2][4];  // a quarter's part of a half's accumulators
 __device__ __forceinline__ Columns& quarter_of(float (&d)[4][4], int quarter) { return *reinterpret_cast<Columns*>(&d[2 * quarter]); }
 
 // The decay of a quarter; `unit` is 2^-centre.
 __device__ __forceinline__ float quarter_decay(u32 shared, int quarter, int r, float unit, const Lane& l) {
   return load_shared1(anchor_end_address(shared, quarter, l.channel + 8 * r)) * unit;
 }
-// Columns of the side's quarters from `first` to `last` times the decay of quarter `of`.
+// Columns of the half's quarters from `first` to `last` times the decay of quarter `of`.
 __device__ __forceinline__ void decay(float (&d)[4][4], int first, int last, int of, u32 shared, float unit, const Lane& l) {
   const float by[2] = {quarter_decay(shared, of, 0, unit, l), quarter_decay(shared, of, 1, unit, l)};
   each([&](int j, int e) {
@@ -30,13 +30,13 @@ __device__ __forceinline__ void load_quarter(u32 (&r)[4], u32 from, int quarter,
 __device__ __forceinline__ u64 rows_block(u32 image, int i, int j) { return rows_operand(image + IMAGE_ROW * i + 2 * j); }
 __device__ __forceinline__ u64 columns_block(u32 image, int i, int j) { return columns_operand(image + IMAGE_ROW * i + 2 * j); }
 
-// What goes across the halves; and the sums over tokens that the steps before need, of what is there before the half's own pairs.
+// Pairs across the halves, and the sums over tokens that earlier steps need of the terms so far, before the half's own pairs.
 template <int TOKEN_HALF>
 __device__ __forceinline__ void add_across(Accumulators& d, const Operands&, float centre, u32 shared, const Lane& l) {
   const float unit = power_of_two(-(int)centre);
   const u32 dA = shared + OFFSET(SharedMemory, dA), dL = shared + OFFSET(SharedMemory, dL);
   {
-    float left[2][2];  // from the end of each quarter of the side to the chunk's
+    float left[2][2];  // from the end of each quarter of the half to the chunk's
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       left[1][r] = TOKEN_HALF ? 1.0f : quarter_decay(shared, 2, r, unit, l) * quarter_decay(shared, 3, r, unit, l);
@@ -92,7 +92,7 @@ __device__ __forceinline__ void add_across(Accumulators& d, const Operands&, flo
   }
 }
 
-// Starts the products of the side's own pairs, those of its two quarters among them. `sk` is one's operand, until they are waited for.
+// Starts the products of the half's own pairs, those across its two quarters included. `sk` must not change until they are complete.
 template <int TOKEN_HALF>
 __device__ __forceinline__ void start_own(Accumulators& d, float (&cy)[4][4], const Operands& o, u32 (&sk)[4], u32 shared, const Lane& l) {
   const u32 dA = shared + OFFSET(SharedMemory, dA), dL = shared + OFFSET(SharedMemory, dL);

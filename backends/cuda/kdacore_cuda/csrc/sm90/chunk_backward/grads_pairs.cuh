@@ -2,8 +2,8 @@
 //
 // A warpgroup has one of them and half of the columns. Operands of the channels' products reach 2^(+-centre): beside them
 // neither large nor small gradients would fit in bfloat16, so a power of two (shrink) brings the largest product to about 1,
-// and another (grow) takes it back from float32 results. It is taken from pairs that have a gradient alone: what later tokens
-// gave must not be seen.
+// and another (grow) takes it back from float32 results. Only pairs on the causal side count: later
+// tokens must have no influence.
 #pragma once
 
 struct Scaling {
@@ -21,7 +21,7 @@ __device__ __forceinline__ void pairs_operand(u32 (&a)[4], u32 shared, bool of_o
   }
 }
 
-// Starts the products; `a` may not be touched before they are waited for.
+// Starts the products; `a` must not change before they are complete.
 __device__ __forceinline__ void start_pairs(float (&d)[4][4], u32 (&a)[8][4], u32 shared, const Lane& l) {
   const u64 values = columns_operand(shared + OFFSET(SharedMemory, u) + 64 * l.channel_half);
 #pragma unroll
@@ -41,7 +41,7 @@ __device__ __forceinline__ float mask_pairs(float (&d)[4][4], const Lane& l) {
     d[j][e] = row >= column + l.token_half ? d[j][e] : 0.0f;
     largest = fmaxf(largest, fabsf(d[j][e]));
   });
-  return __uint_as_float(warp_max(__float_as_uint(largest)));  // in the same order where none is negative
+  return __uint_as_float(warp_max(__float_as_uint(largest)));  // bits of non-negative floats order as the floats do
 }
 
 __device__ __forceinline__ Scaling make_scaling(u32 shared, float centre) {

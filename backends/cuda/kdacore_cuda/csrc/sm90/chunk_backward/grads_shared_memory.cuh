@@ -1,6 +1,6 @@
-// Shared memory of the gradients kernel, and which part of a unit a thread has.
+// Shared memory of the gradients kernel, and the part of a unit that each thread has.
 //
-// Four warpgroups: channels 0..63 or 64..127 (part) of tokens 0..31 or 32..63 (side). Tiles are [channels, tokens]: a warp
+// Four warpgroups: channels 0..63 or 64..127 (channel_half) of tokens 0..31 or 32..63 (token_half). Tiles are [channels, tokens]: a warp
 // has 16 channels and 32 tokens of everything, a lane two channels (g and g + 8) and eight tokens (8j + 2t, 8j + 2t + 1),
 // laid out as the accumulators of a warpgroup product and, in pairs of tokens, as its left operand.
 #pragma once
@@ -89,9 +89,9 @@ struct SharedMemory {
 };
 static_assert(sizeof(SharedMemory) <= SHARED_LIMIT, "the host's shared memory size is too small");
 
-// Who does what one thread or warp does for all: each another warp, as all others wait at the next barrier.
+// Threads and warps that do something for the whole block: each in another warp, as all others wait at the next barrier.
 constexpr int WORKSPACE_THREAD = 5 * 32, UNIT_THREAD = 7 * 32;
-constexpr int BETA_WARP = 3;  // of part 0 of a side
+constexpr int BETA_WARP = 3;  // of the first half of channels
 
 struct Lane {
   int thread, lane, g, t;
@@ -103,7 +103,7 @@ struct Lane {
   int channel;  // of element 0; element 2 is 8 further
 };
 
-// Made anew for each stage: there are no registers to keep all of it.
+// Recomputed in each step: there are no registers to keep all of it.
 __device__ __forceinline__ Lane make_lane(int warp) {
   Lane l;
   l.thread = opaque(thread_index());
@@ -130,8 +130,7 @@ __device__ __forceinline__ u64 unit_long(u32 unit, u32 field) {
   return (u64)__float_as_uint(x.y) << 32 | __float_as_uint(x.x);
 }
 
-// One thread. What this and all of the below cost one warp all others wait for: no division that can be avoided, a token's stride
-// in 32 bits.
+// One thread. All other warps wait for this and the functions below, so they avoid divisions and keep a token's stride in 32 bits.
 __device__ __forceinline__ void write_unit_fields(const ChunkBackwardParams& p, u32 unit, const Unit& u, int chunk) {
   const auto store_pair = [&](u32 field, u64 a, u64 b) {
     store_shared(unit + field, (u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32));
@@ -146,7 +145,7 @@ __device__ __forceinline__ void write_unit_fields(const ChunkBackwardParams& p, 
 }
 
 // The block's next unit is the first one from `index` on, in steps of the grid, that has rows; it belongs to sequence n or a later
-// one. A sequence has a slot at least, so from one step to the next few need to be looked at.
+// one. A sequence has a slot at least, so from one step to the next few need to be inspected.
 __device__ __forceinline__ void write_unit(const ChunkBackwardParams& p, u32 unit, long long index, int n, int beyond) {
   Unit u = {};
   for (; index < p.units; index += grid_blocks()) {
@@ -199,7 +198,7 @@ __device__ __forceinline__ void write_next_unit(const ChunkBackwardParams& p, u3
 // Right operands: rows along the sum (K-major), and rows as the sum.
 __device__ __forceinline__ u64 rows_operand(u32 address) { return operand_descriptor(address, 16, 1024); }
 __device__ __forceinline__ u64 columns_operand(u32 address) { return operand_descriptor(address, SQUARE_BYTES, 1024); }
-// Descriptors differ by their addresses alone, and those never carry out of their field.
+// Descriptors differ only in their addresses, which never overflow their field.
 constexpr u64 descriptor_step(u32 bytes) { return bytes >> 4; }
 
 // A tile in pairs of tokens: word 2 (j & 1) + (e >> 1) of r[j >> 1] is elements e, e + 1 of d[j].
@@ -249,7 +248,7 @@ __device__ __forceinline__ OfTokens load_tokens(u32 at, const Lane& l) {
 }
 
 // Sum over the warp's 16 channels of a value that each lane has one of a token (its own two channels already added): in
-// the end every lane has one token's, token_of(lane). Halving: each step a lane keeps half of what it has.
+// the end every lane has the sum of one token, token_of(lane). Each step halves the number of values a lane has.
 __device__ __forceinline__ float sum_channels(const OfTokens& a, const Lane& l) {
   float x[8];
 #pragma unroll
@@ -273,7 +272,7 @@ __device__ __forceinline__ float sum_quad(float x) {
   return x + shuffle_xor(x, 2);
 }
 
-// The same, and the sum of the lanes before this one, or of those after it; lanes on the other side do not show in its last bits.
+// The same, and the sum of the lanes before this one, or of those after it; the other lanes do not influence its last bits.
 struct QuadSums {
   float aside, all;
 };

@@ -8,7 +8,7 @@ __device__ __forceinline__ void flush_queries(u32 shared, const Strip& s, unsign
   const int piece = 4 * (s.slice & 1) + (lane & 3);
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
-    const int row = n + (lane & 4) + 8 * (lane >> 3);  // in this order they do not meet in a bank
+    const int row = n + (lane & 4) + 8 * (lane >> 3);  // in this order they use different banks
     uint4 x = load_shared_u4(shared + OFFSET(SharedMemory, q) + image + tile_offset(row, piece));
     x.x = multiply_bf16(x.x, units), x.y = multiply_bf16(x.y, units);
     x.z = multiply_bf16(x.z, units), x.w = multiply_bf16(x.w, units);
@@ -27,7 +27,7 @@ __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 
   for (int i = 0; i < 4; ++i) {
     const u32 totals = shared + OFFSET(SharedMemory, totals) + 4 * (32 * s.slice + 8 * i + s.g);
     const float first = load_shared1(totals), second = load_shared1(totals + 4 * K);
-    // The second half's q has been through the first, the first half's k goes through the second.
+    // The second half's q decays over the first half, the first half's k over the second.
     const float other = exp2_fast(TOKEN_HALF ? first : second), end = exp2_fast((TOKEN_HALF ? second : first) + p.centre);
     const u32 at = (shared + s.at) ^ (i << 4);
     {

@@ -1,6 +1,5 @@
-// Gates without a bound: an anchor serves a quarter. Keys are also wanted as each later quarter sees them, decayed to its start:
-// by the second at OFFSET(SharedMemory, sk) (of its first 32 rows the second 16 are not read), by the third at OFFSET(SharedMemory, sk_third), by the fourth at OFFSET(SharedMemory, sk_fourth) (of
-// 64 rows the last 16 are not read). Part of prepare_operands.cuh.
+// Unbounded gates: an anchor serves a quarter. Each later quarter also needs the keys decayed to its start: the second in sk (of its
+// 32 rows the last 16 are not read), the third in sk_third, the fourth in sk_fourth (of its 64 rows the last 16 are not read). Part of prepare_operands.cuh.
 #pragma once
 
 // The strip's part of zq, zb, yk and the decayed keys to shared memory, of kg, kg_low and qg to device memory. `x`: from sum_strip.
@@ -17,7 +16,7 @@ __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 
 #pragma unroll
     for (int n = 0; n < 4; ++n) total[n] = load_shared1(shared + OFFSET(SharedMemory, totals) + 4 * (K * n + 32 * s.slice + 8 * i + s.g));
     const float end = exp2_fast((later ? total[2 * TOKEN_HALF + 1] : total[2 * TOKEN_HALF]) + p.centre);
-    // What lies between this quarter and the third, the fourth, the chunk's end, and before it.
+    // Decays from this quarter to the third, the fourth and the chunk's end, and from the chunk's start to it.
     const float rest = later ? 0.0f : total[2 * TOKEN_HALF + 1];
     const float third = exp2_fast(rest), fourth = exp2_fast(rest + total[2]);
     const float after = exp2_fast(TOKEN_HALF ? rest : rest + (total[2] + total[3]));

@@ -11,7 +11,7 @@ struct Pairs {
   float block[4][2][4];
 };
 
-// Does block (ROW_BLOCK, j) lie across parts?
+// Whether block (ROW_BLOCK, j) lies across parts.
 template <int ROW_BLOCK>
 __device__ __forceinline__ constexpr bool across(int j) {
   return BOUNDED ? ROW_BLOCK >= 2 && j < 2 : j < ROW_BLOCK;
@@ -36,7 +36,7 @@ __device__ __forceinline__ void multiply_pairs(Pairs& out, u32 shared, u32 left,
     load_matrix4(a, (a_at ^ ((i & 3) << 5)) + (i >> 2) * SQUARE_BYTES);
 #pragma unroll
     for (int j = 0; j <= ROW_BLOCK; ++j) {
-      // Rows 16 further: pieces swizzled_piece with those two further.
+      // Rows 16 further: their pieces are swapped with those two further.
       const u32 place = shared + ((b_at ^ ((i & 3) << 5) ^ (j & 1) << 6) + 16 * j * IMAGE_ROW);
       u32 b[4];
       load_matrix4(b, place + (across<ROW_BLOCK>(j) ? EARLIER + (i >> 2) * WIDE : OFFSET(SharedMemory, yk) + (i >> 2) * SQUARE_BYTES));
@@ -46,7 +46,7 @@ __device__ __forceinline__ void multiply_pairs(Pairs& out, u32 shared, u32 left,
   }
 }
 
-// What decays from the anchor to the later part's start, and what lies on the wrong side of the diagonal.
+// Applies the anchor's factor to blocks across parts, and zeros above the diagonal.
 template <int ROW_BLOCK>
 __device__ __forceinline__ void finish_pairs(Pairs& out, int lane, float unit, int diagonal) {
 #pragma unroll

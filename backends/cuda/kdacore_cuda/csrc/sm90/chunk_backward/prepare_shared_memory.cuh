@@ -81,14 +81,14 @@ struct SharedMemory {
   float kb_factor[C];                   // beta / |k|
   float totals[PARTS][K];               // log2 decay of each part
   float bias[K];
-  // Address of v's rows and their number: kept here, as there are no registers for them.
+  // Address of v's rows and their number; there are no registers for them.
   u32 value_rows[4];
 };
 static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "the host's shared memory size is too small");
 static_assert(BLOCKS * (SHARED_BYTES + 1024) <= 228 * 1024, "a multiprocessor has no room for so many blocks");
 
 // Offset of a 16-byte piece in an image of the kernel's own. Neither eight neighbouring rows nor eight rows of a scan
-// (rows 8t + 2m, 8t + 2m + 1 for t = 0..3) meet in a bank.
+// (rows 8t + 2m, 8t + 2m + 1 for t = 0..3) share a bank.
 __device__ __forceinline__ u32 tile_offset(int row, int piece) {
   return row * IMAGE_ROW + ((piece ^ (row & 7) ^ (row >> 2 & 6)) << 4);
 }

@@ -1,4 +1,4 @@
-// States at the chunks' starts, and v with what the state already says taken off.
+// States at the chunks' starts, and v minus the state's prediction.
 #pragma once
 
 #include "sm90/chunk_backward/scan_state.cuh"
@@ -39,8 +39,8 @@ __device__ __forceinline__ void scan_forward(const ChunkBackwardParams& p, const
     for (int kk = 0; kk < K_TILES; ++kk) warpgroup_mma<0>(prediction, h.a[kk], along_channels(w, kk), kk > 0);
     warpgroup_commit();
 
-    // Meanwhile: u arrives, the state decays, h leaves. Groups of copies are of h and v in turns, so all but the last are
-    // those that must have been read.
+    // Meanwhile: u is loaded, the state decays, h is stored. Groups of copies alternate between h and v, so waiting for all but the
+    // last one is enough.
     float u[2 * C_TILES][4];
     load_rows(u, stage + OFFSET(ForwardStage, u) + l.row * IMAGE_ROW + l.piece);
     decay_state(state, l, stage + OFFSET(ForwardStage, decay));

@@ -1,4 +1,4 @@
-// Gradients of the states at the chunks' ends, and of what each chunk's inverse is multiplied with.
+// Gradients of the states at the chunks' ends (dh), and dr, the gradient of what each chunk's inverse is multiplied with.
 #pragma once
 
 #include "sm90/chunk_backward/scan_state.cuh"
@@ -49,7 +49,7 @@ __device__ __forceinline__ void scan_reverse(const ChunkBackwardParams& p, const
     }
     warpgroup_commit();
 
-    // Meanwhile: dh leaves, as does what the chunk before left; the state decays.
+    // Meanwhile: dh and the previous chunk's dr are stored; the state decays.
     TokenOperand before;
     pack_rows(before, dr);
     wait_stores<0>(l);
@@ -63,7 +63,7 @@ __device__ __forceinline__ void scan_reverse(const ChunkBackwardParams& p, const
     }
     decay_state(state, l, decays_of(value_grad));
 
-    // What does not need dv keeps the matrix unit at work while dv is rounded.
+    // Products that do not need dv keep the matrix unit busy while dv is rounded.
     state_grad.wait_full();
     warpgroup_fence();
 #pragma unroll
@@ -87,7 +87,7 @@ __device__ __forceinline__ void scan_reverse(const ChunkBackwardParams& p, const
     fence_registers(state.s);
     pack_state(dh, state);
     if (c > 0) load_output_gradients();
-    // No product may be left behind at the loop's end: the compiler would make every one wait for the one before.
+    // No product may be open at the loop's end: the compiler would serialise all of them.
     warpgroup_wait<0>();
     fence_registers(dr);
     release(l, state_grad.empty());

@@ -1,4 +1,4 @@
-// Blocks of the scan: which state each carries, and its shared memory.
+// Blocks of the scan: the state that each has, and its shared memory.
 #pragma once
 
 #include "common/warp_arrivals.cuh"
@@ -13,7 +13,7 @@ constexpr int BLOCKS_V = 2 / WARPGROUPS;  // blocks that share a state
 constexpr int BLOCK_V = 64 * WARPGROUPS;
 constexpr int STATE_WARPS = 4 * WARPGROUPS;  // warps with 16 rows of the state each; the warp after them copies, two more d_o
 constexpr int OUTPUT_WARPS = 2;
-// Registers are traded by warpgroups, so that the producers' has an idle warp; one group has all it can use anyway.
+// Registers are moved by warpgroups, so the producers' has an idle warp; a single state warpgroup has enough anyway.
 constexpr int THREADS = WARPGROUPS == 2 ? 384 : 32 * (STATE_WARPS + 1 + OUTPUT_WARPS);
 constexpr int START_REGISTERS = 168, STATE_REGISTERS = 232, PRODUCER_REGISTERS = 40;
 static_assert(2 * STATE_REGISTERS + PRODUCER_REGISTERS <= 3 * START_REGISTERS, "more registers than the block has");
@@ -70,7 +70,7 @@ struct SharedMemory {
 constexpr u32 OUT_BYTES = sizeof(OutputStaging), RING_BARRIERS = sizeof(u64[2][MAX_STAGES]);
 static_assert(OFFSET(SharedMemory, barriers) + RINGS * RING_BARRIERS <= SHARED_BYTES, "the host's shared memory size is too small");
 
-// What a block does.
+// The work of a block.
 struct Task {
   bool reverse;
   int hv, part;   // value head, which rows of the state if two blocks share it

@@ -1,4 +1,4 @@
-// Where a warp's rows of a state come from, and how their bf16 copy and a chunk's rows of v or dr leave.
+// Loads and stores of a warp's rows of a state, of their bfloat16 copy and of a chunk's rows of v or dr.
 #pragma once
 
 #include "sm90/chunk_backward/scan_shared_memory.cuh"
@@ -40,8 +40,8 @@ __device__ __forceinline__ void write_state(State& state, const ScanLane& l, con
 }
 __device__ __forceinline__ void decay_state(State& state, const ScanLane& l, u32 last) { decay_state(state, l.t, last); }
 
-// What leaves: rows of h or dh, and of v or dr. First wait until what left before has been read (all groups of copies but the
-// last N), then put, publish, and copy as one group.
+// Stores of rows of h or dh, and of v or dr: wait until earlier copies (all groups but the last N) have read the staging rows, stage,
+// fence, and copy as one group.
 template <int N>
 __device__ __forceinline__ void wait_stores(const ScanLane& l) {
   if (l.lane == 0) copy_out_wait_read<N>();
@@ -70,5 +70,5 @@ __device__ __forceinline__ void store_rows_image(const ScanLane& l, const Task& 
   copy_out(reinterpret_cast<void*>(to), l.out + 2 * ROWS_OUT, ROWS_OUT);
 }
 
-// This warp has read all it will read of a stage; its barrier.
+// This warp has finished reading the stage of this barrier.
 __device__ __forceinline__ void release(const ScanLane& l, u32 empty) { warp_arrive(empty, l.lane); }

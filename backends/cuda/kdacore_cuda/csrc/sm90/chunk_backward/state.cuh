@@ -1,5 +1,5 @@
-// A warp's 16 rows of a state (V by K) in float32 accumulators, their bf16 copy as left operands, and the right operands that
-// these meet.
+// A warp's 16 rows of a state (V by K) in float32 accumulators, their bf16 copy as left operands, and descriptors of
+// the right operands.
 #pragma once
 
 #include "common/mma_operands.cuh"
@@ -66,7 +66,7 @@ __device__ __forceinline__ void pack_rows(TokenOperand& to, const float (&x)[2 *
   for (int kk = 0; kk < C_TILES; ++kk) pack_tiles(x[2 * kk], x[2 * kk + 1], to.a[kk]);
 }
 
-// Times the chunk's decay of each channel; done here, not after the next wait.
+// Multiplies by the chunk's decay of each channel; computed here, not after the next wait.
 __device__ __forceinline__ void decay_state(State& state, int t, u32 last) {
 #pragma unroll
   for (int j = 0; j < 2 * K_TILES; ++j) {
@@ -77,7 +77,7 @@ __device__ __forceinline__ void decay_state(State& state, int t, u32 last) {
   fence_registers(state.s);
 }
 
-// Descriptors of what differs by an address alone: it never carries out of its field, so adding is enough.
+// Advances a descriptor; the address never overflows its field, so an addition is enough.
 __device__ __forceinline__ u64 step(u64 descriptor, u32 bytes) { return descriptor + (bytes >> 4); }
 
 // Right operand of 64 tokens by 16 channels, of the k-tile kk.

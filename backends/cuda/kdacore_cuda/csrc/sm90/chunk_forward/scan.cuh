@@ -1,5 +1,5 @@
 // A scan warp carries 16 columns of the state through the sequence, four warps a warpgroup. The state lies transposed (V by K)
-// in float32 accumulators, so that its bf16 copy is at once the next product's left operand; tokens sit on the narrow side.
+// in float32 accumulators, so that its bf16 copy is the next product's left operand as it is; tokens are the product's short dimension.
 #pragma once
 
 #include "common/warp_arrivals.cuh"
@@ -66,7 +66,7 @@ __device__ __forceinline__ Columns columns(u32 stage, u32 row, int half, int t) 
   return {{{a.x, a.y}, {b.x, b.y}}};
 }
 
-// What solving a half needs besides x, loaded ahead of it.
+// What solving a half needs besides x, loaded before x is complete.
 struct SolveOperands {
   Columns beta, r;
   u32 inverse[4], v[4];
@@ -111,7 +111,7 @@ __device__ __forceinline__ void solve(const Tokens& tok, int half, const SolveOp
   w[3] = pack_bf16(residual[1][2], residual[1][3]);
 }
 
-// o of a chunk times its factor, on its way out.
+// o of a chunk times its factor, packed for storing.
 struct Output {
   u32 o[2][4];
 };
@@ -128,8 +128,8 @@ __device__ __forceinline__ void pack_output(Output& out, const Tokens& tok, u32 
   }
 }
 
-// To global memory, through shared memory so that rows of 32 bytes leave whole: lane l stores half l % 2 of the rows of
-// tokens l / 2 and 16 + l / 2, of which `left` tells how many are real, at `to`. Three steps, so that others go between.
+// To global memory, through shared memory so that rows of 32 bytes are stored whole: lane l stores half l % 2 of the rows of
+// tokens l / 2 and 16 + l / 2, of which `left` tells how many are real, at `to`. Three functions, so that other work goes between.
 __device__ __forceinline__ void write_output(const Output& out, const ScanLane& l) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) store_matrix4_transposed(l.out + half * TILE_BYTES + l.tile, out.o[half]);
@@ -158,9 +158,9 @@ __device__ __forceinline__ void fetch_values(const ScanLane& l, const unsigned c
 
 #include "sm90/chunk_forward/scan_chunk.cuh"
 
-// The state of a job cut in two, from a warp of the cluster with the first part to the same warp of the cluster with the rest,
-// which has exactly the same elements; and the flag that says it is there. Flags are raised to a number that no other launch
-// has and taken down by who waited, so that memory needs no clearing and a graph may be replayed.
+// The state of a sequence cut in two: from a warp of the cluster with the first part to the same warp of the cluster with the rest,
+// which has exactly the same elements; and a flag that says it is written. Flags are set to a number that no other launch has
+// and cleared by the thread that waited, so that memory needs no clearing and a graph may be replayed.
 struct CutStateSlot {
   u64 state, flag;
 };
@@ -206,7 +206,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
   l.kq = operand_descriptor(shared + OFFSET(SharedMemory, stages) + OFFSET(ChunkImage, kq), 16, 1024);
   l.kg = operand_descriptor(shared + OFFSET(SharedMemory, stages) + OFFSET(ChunkImage, kg), ROWS_BYTES, 1024);
   const long long v_chunk = 2ll * C * p.v_st, o_chunk = 2ll * C * p.HV * V;
-  const unsigned char* unread_address = reinterpret_cast<const unsigned char*>(p.v);  // valid, not read
+  const unsigned char* unread_address = reinterpret_cast<const unsigned char*>(p.v);  // a valid address, not read
   const long long matrix = (long long)K * V * (p.flags & FLAG_STATE_BF16 ? 2 : 4);
   const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;  // chunks between states written
   u32 slot = 0, parity = 0;
@@ -295,7 +295,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
       release();
     }
     more = advance_to_step(p, shared, task, task.stop);
-    if (more) begin_task();  // its first values are on their way while this state is written
+    if (more) begin_task();  // its first values are loaded while this state is written
     if (done.end < done.sequence.chunks) {
       send_cut_state(p, state, cut_state_slot(p, cluster, rank, warp, l.lane), l.lane);
     } else if (p.ht) {

@@ -1,12 +1,12 @@
 // Which chunks a cluster works on, in which order.
 //
-// A job is a sequence and value head; its steps are its chunks, and one where there are none: a state has to be passed on all the
-// same. With p.clusters == 0 every cluster has one job. Else a job longer than an equal share of all work has a cluster of its
-// own, and the others are laid end to end and cut into equal intervals, one a cluster, which none of them exceeds (McNaughton's
-// wrap-around rule). Of a job that lies across a border the later interval does the first chunks, before all else, and the
-// earlier interval the rest, after all else; the state goes from one to the other in float32. So both parts never want to run
-// at the same time. Later intervals belong to clusters of lower number: those start earlier, and a cluster waits only for
-// what such a one does first.
+// A task is a sequence and value head. Its steps are its chunks, or one if it has none, as its state must still be copied. With
+// p.clusters == 0 every cluster has one task. Otherwise a task longer than an equal part of all work has a cluster of its own, and
+// the others are laid end to end and cut into equal intervals, one a cluster; no task is longer than an interval (McNaughton's
+// wrap-around rule). A task that lies across a border is cut in two: the later interval has the first chunks and does them before
+// everything else, the earlier interval has the rest and does it after everything else. So both parts never run at the same time,
+// and the state passes from one cluster to the other in float32. Later intervals belong to clusters of lower number, which start
+// earlier; a cluster waits only for what such a one does first.
 #pragma once
 
 #include "common/chunk_forward/sequences.cuh"
@@ -14,7 +14,7 @@
 #include "sm90/chunk_forward/shared_memory.cuh"
 #include "sm90/warp.cuh"
 
-constexpr bool ONE_TASK = CLUSTER > SCANNERS;  // blocks that only prepare: there are few heads, and a cluster for each
+constexpr bool ONE_TASK = CLUSTER > SCANNERS;  // some blocks only prepare: there are few heads, and a cluster for each
 
 struct Task {
   int n, hv;
@@ -22,7 +22,7 @@ struct Task {
   int stop;   // the step of this cluster after its last
 };
 
-// What a cluster does. Kept in shared memory.
+// The tasks of a cluster. Kept in shared memory.
 struct Interval {
   Task first;
   int size;   // of the interval
@@ -35,7 +35,7 @@ __device__ __forceinline__ int maximum(int x, int y) { return x > y ? x : y; }
 
 __device__ __forceinline__ int steps_of(const ChunkForwardParams& p, int n) { return maximum((opaque(length_of(p, n)) + C - 1) / C, 1); }
 
-// The chunks of a job of `steps` steps that belong to the interval: from `chunk` to `end`.
+// The chunks of a task of `steps` steps that belong to the interval: from `chunk` to `end`.
 struct Range {
   int chunk, end;
 };
@@ -43,7 +43,7 @@ __device__ __forceinline__ Range range_of(const Task& task, int steps, int size)
   return {maximum(task.offset + steps - size, 0), steps + minimum(task.offset, 0)};
 }
 
-// The sequence in whose part of a line point `point` lies, where sequence m takes length(m), and all that lies before it.
+// The sequence that contains position `point` if sequences of length(m) are laid end to end, and the sum of the lengths before it.
 // Every lane adds up a range of sequences; then the range with the point is divided among the lanes, until it is one sequence.
 struct FoundSequence {
   int n, before;
@@ -75,7 +75,7 @@ __device__ __forceinline__ FoundSequence find_sequence(const ChunkForwardParams&
   }
 }
 
-constexpr int MAX_PASSES = 8;  // at most, to find which jobs are long
+constexpr int MAX_PASSES = 8;  // limit of the search for the long tasks
 
 // All lanes of one warp call this.
 __device__ __forceinline__ Interval find_interval(const ChunkForwardParams& p, int cluster) {
@@ -84,7 +84,7 @@ __device__ __forceinline__ Interval find_interval(const ChunkForwardParams& p, i
     return {{n, cluster % p.HV, 0, steps}, steps + SEQUENCE_OVERHEAD_STEPS, steps};
   }
   const int lane = thread_index() & 31;
-  int limit = 1 << 30, own = 0, total = 0, size = 0;  // own: clusters with one long job
+  int limit = 1 << 30, own = 0, total = 0, size = 0;  // own: clusters with one long task
   for (int pass = 0;; ++pass) {
     int longer = 0, sum = 0, longest = 0;
     for (int m = lane; m < p.N; m += 32) {
@@ -138,7 +138,7 @@ __device__ __forceinline__ Task load_task(u32 from) {
   return {uniform(x.x), uniform(x.y), uniform(x.z), uniform(x.w)};
 }
 
-// To the job that step `step` of this cluster belongs to, from an earlier one. False: there is no such step.
+// Advances `task` to the one that step `step` of this cluster belongs to. False if there is no such step.
 __device__ __forceinline__ bool advance_to_step(const ChunkForwardParams& p, u32 shared, Task& task, int step) {
   if (ONE_TASK) return step < task.stop;
   const uint4 interval = load_shared_u4(shared + OFFSET(SharedMemory, interval) + 16);
@@ -158,7 +158,7 @@ __device__ __forceinline__ bool advance_to_step(const ChunkForwardParams& p, u32
   return true;
 }
 
-// A job as this cluster does it: chunks `chunk` to `end` of its sequence, of which the first `tokens` tokens count.
+// The part of a task that this cluster does: chunks `chunk` to `end` of its sequence. Tokens from `tokens` on are not its own.
 struct TaskPart {
   SequenceHead sequence;
   int chunk, end, tokens;

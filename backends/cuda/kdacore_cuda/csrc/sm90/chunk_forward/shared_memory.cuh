@@ -1,4 +1,4 @@
-// What one prepared chunk of 32 tokens looks like in shared memory, and the names both sides of the pipeline share.
+// What one prepared chunk of 32 tokens looks like in shared memory, and the constants that preparing and scanning warps share.
 //
 // A chunk is two halves of 16 tokens. With G the log2 decay summed from a half's first row, D1 and D2 the decays 2^G_last of
 // the halves, S the state at the chunk's start, r the inverse norms of k, and for the halves' own tokens
@@ -9,7 +9,7 @@
 //   X1 = (k 2^G) S; W1 = r T1 beta (V1 - r X1); O1 = c ((q 2^G) S + Q1 W1)
 //   X2 = (k 2^G D1) S + A21 W1; W2 = r T2 beta (V2 - r X2); O2 = c ((q 2^G D1) S + Q21 W1 + Q2 W2)
 //   S' = D1 D2 S + (k 2^(G_last - G) D2)^T W1 + (k 2^(G_last - G))^T W2
-// with c = scale / |q|. Norms stay out of the 16-bit operands; they only scale rows of float32 sums. W is v_new times r.
+// with c = scale / |q|. Norms are not applied to the 16-bit operands; they only scale rows of float32 sums. W is v_new times r.
 #pragma once
 
 #include "common/swizzle.cuh"
@@ -29,13 +29,13 @@ constexpr int SLICE_WARPS = GROUPS * SLICES * 2;  // a warp a half; a group take
 constexpr int BLOCK_V = V / SCANNERS;         // the first SCANNERS blocks of a cluster carry the state, all prepare
 constexpr int SCAN_WARPS = BLOCK_V / 16;
 static_assert(BLOCK_V % 64 == 0, "a warpgroup carries 64 columns");
-constexpr int SOLVERS = 2 * GROUPS;           // pairs of warps; they take turns
+constexpr int SOLVERS = 2 * GROUPS;           // pairs of warps, chunks alternate between them
 static_assert(2 * SOLVERS == SOLVER_SLOTS, "two warps a solver");
 constexpr int THREADS = 32 * (SCAN_WARPS + SLICE_WARPS + SOLVER_SLOTS);
 constexpr int SOLVER_BARRIER = 1 + GROUPS * SLICES;  // first of the solvers' named barriers; those before are the slices'
 static_assert(STAGES % CLUSTER == 0, "a stage belongs to one block of the cluster");
-// A group at chunk c has handed on chunk c - GROUPS * CLUSTER, for which a chunk STAGES earlier was consumed. So the barrier
-// it waits on is at most one phase behind, and the parity tells which.
+// A group at chunk c has finished chunk c - GROUPS * CLUSTER, and before that the chunk STAGES earlier was consumed. So the barrier it
+// waits on is at most one phase behind, and a parity is enough to tell the phase.
 static_assert(GROUPS * CLUSTER <= STAGES, "a parity could be a full ring old");
 
 constexpr u32 ROWS_BYTES = C * 128;  // 64 channels of the chunk's tokens

@@ -1,19 +1,19 @@
-// Slice warps turn 32 channels of one half of a chunk's q, k, g into their part of the image, and hand the sums over those
-// channels to a solver warp (solve.cuh). The two halves' warps of a slice tell each other their decays, and the second gets
-// the first's keys for what lies across.
+// Slice warps turn 32 channels of one half of a chunk's q, k and g into their part of the image, and give the sums over those channels
+// to a solver warp (triangles.cuh). The warps of the two halves of a slice exchange their decays, and the second gets the first's
+// keys for the products across the halves.
 #pragma once
 
 #include "common/warp_arrivals.cuh"
 #include "common/chunk_forward/tokens.cuh"
 #include "sm90/chunk_forward/schedule.cuh"
 
-// Without a bound, slice warps have 120 registers and need every one; in clusters of three they have 128.
+// If gates are unbounded, slice warps need all of their 120 registers; in clusters of three they have 128.
 #define FEW_REGISTERS (!BOUNDED && CLUSTER == SCANNERS)
 
-// k 2^-G carries this factor (log2) so that G down to -116 overflows nothing.
+// log2 of a factor of k 2^-G that keeps it from overflowing for G down to -116.
 constexpr float SHIFT = -64.0f;
 
-// This lane's channels of token 2p of the chunk to be loaded next; byte strides between tokens.
+// Addresses of this lane's channels of token 2p of the next chunk to load; byte strides between tokens.
 struct Source {
   const unsigned char *k, *q, *g;
   int k_token, q_token, g_token;
@@ -28,8 +28,8 @@ __device__ __forceinline__ void advance(Source& s) {
   s.g += (long long)STRIDE * C * s.g_token;
 }
 
-// What is loaded next, into the same registers as soon as they have been used: the chunk `from` is at, of which this lane
-// has `left` tokens. What lies past the end is left as it was.
+// The next load, into the same registers as soon as they have been used: the chunk at `from`, of which this lane has `left` tokens.
+// Registers of tokens past the end keep their values.
 struct NextLoad {
   const Source& from;
   int left;
@@ -62,7 +62,7 @@ struct Place {
 
 // Sums over channels.
 struct Products {
-  float tile[4][4];    // safe gates: k k and q k against even and odd tokens; else k k and q k by dyadic level
+  float tile[4][4];    // bounded gates: k k and q k against even and odd tokens; else k k and q k by dyadic level
   float square[2][2];  // of k and q, by token
 #if !BOUNDED
   float diagonal[2];
@@ -77,7 +77,7 @@ struct Across {
 // Where this lane's 8 channels of its slice go in 64 channels of an operand, for token i of its half.
 __device__ __forceinline__ u32 piece_offset(const Lane& l, int i, const Place& at) {
   const u32 even = swizzled(HALF * at.half + 2 * l.p, (at.slice & 1) * 4 + l.t);
-  return i ? (opaque(even) ^ 16) + 128 : even;  // made from the other, for want of registers
+  return i ? (opaque(even) ^ 16) + 128 : even;  // derived from the other to save registers
 }
 
 // Decay of the whole chunk, in the order scan lanes read it: 4 floats (channels 2t, 2t+1, 2t+8, 2t+9) a lane and 16
@@ -90,7 +90,7 @@ __device__ __forceinline__ void store_decay(const Place& at, const Lane& l, cons
   for (int e = 0; e < 8; e += 2) {
     store_shared(to + 8 * e, exp2_fast(total[e]) * across[e], exp2_fast(total[e + 1]) * across[e + 1]);
   }
-#else  // no branch: it would cost a register too many
+#else  // a branch would cost one register too many
   const int t = opaque(l.t);
   const u32 to = at.stage + OFFSET(ChunkImage, decay) + 4 * (32 * at.slice + 16 * (t >> 1) + 2 * (t & 1));
 #pragma unroll
@@ -171,7 +171,7 @@ __device__ __forceinline__ void store_parts(u32 to, const Products& sums) {
 #endif
 }
 
-// The other half's decay of this lane's channels. `mine` is where this lane's own are handed over in shared memory.
+// The other half's decay of this lane's channels. `mine`: where this lane writes its own in shared memory.
 __device__ __forceinline__ void exchange_totals(const Lane& l, const Place& at, u32 mine, const float (&total)[8],
                                                 float (&across)[8]) {
   if (l.g == 0) {
@@ -179,7 +179,7 @@ __device__ __forceinline__ void exchange_totals(const Lane& l, const Place& at, 
     for (int e = 0; e < 8; e += 2) store_shared(mine + 4 * e, total[e], total[e + 1]);
   }
   sync_pair(at.pair);
-  const u32 other = opaque(mine) + (at.half ? -128 : 128);  // made here, for want of registers
+  const u32 other = opaque(mine) + (at.half ? -128 : 128);  // recomputed to save registers
 #pragma unroll
   for (int e = 0; e < 8; e += 4) {
     const float4 x = load_shared4(other + 4 * e);
@@ -212,7 +212,7 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
     load_gate(raw, {from, left});
     load_rows(raw, {from, left});
     const Gate gate = make_gate(p, task.hv);
-    // Both warps of a pair are here for the same job and share a bias.
+    // Both warps of a pair process the same task and share a bias.
     const int channel = 32 * at.slice + l.lane;
     sync_pair(at.pair);
     if (!at.half) store_shared(shared + OFFSET(SharedMemory, bias) + 4 * channel, __float_as_uint(gate_bias(p, gate, task.hv, channel)));
@@ -225,7 +225,7 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
       float sum[2][8], total[8], across[8];
 #if !FEW_REGISTERS
       gate_steps(raw, gate, bias, sum);
-#else  // the address made anew, for want of registers
+#else  // the address recomputed to save registers
       gate_steps(raw, gate, opaque(mine) + (OFFSET(SharedMemory, bias) + 128 * at.slice - OFFSET(SharedMemory, totals) - pair * 256 - at.half * 128), sum);
 #endif
       advance(from);

@@ -1,7 +1,7 @@
-// Gates without a lower bound: no product of one decay and one growth spans a chunk. Pairs (i, j) are split by the smallest
+// Unbounded gates: no product of one decay and one growth is representable over a whole chunk. Pairs (i, j) are split by the smallest
 // dyadic block holding both; the end of its left half is the anchor, so both factors, 2^(G_i - G_anchor) and
 // 2^(G_anchor - G_j), are at most 1. A level's right halves are 8 tokens and its left halves 8: one product of
-// (k right; q right) by (k left) serves both triangles. Both exponents are at hand while decays are summed. Part of slices.cuh.
+// (k right; q right) by (k left) serves both triangles. Both exponents are known while decays are summed. Part of slices.cuh.
 #pragma once
 
 constexpr int LEVELS = 4;  // halves of 1, 2, 4 and 8 tokens
@@ -41,7 +41,7 @@ __device__ __forceinline__ void level_products(const Raw& raw, const float (&s)[
       u32 k[2], q[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        // Right tokens from the sub-block's start, left ones to its end: s - total is what is left, with the other sign.
+        // Right tokens decay from the sub-block's start, left ones to its end: s - total is the rest of the decay, negated.
         const float x = total[c] * base + s[i][c], y = total[c + 1] * base + s[i][c + 1];
         const u32 factor = pack_bf16(exp2_fast(-fabsf(x)), exp2_fast(-fabsf(y)));
         k[i] = multiply_bf16(word(raw.k[i], w + j), factor);
@@ -57,7 +57,7 @@ __device__ __forceinline__ void level_products(const Raw& raw, const float (&s)[
   }
 }
 
-// Steps to their sums from the half's first token, inclusive; `total` gets the whole half's. On the way, all pairs' products.
+// Replaces steps by their inclusive sums from the half's first token; `total` gets the sum of the half. Adds all pairs' products.
 __device__ __forceinline__ void sum_steps(const Raw& raw, float (&s)[2][8], float (&total)[8], const Lane& l, Products& sums) {
   pair_products(raw, s, sums);
 #pragma unroll
@@ -71,7 +71,7 @@ __device__ __forceinline__ void sum_steps(const Raw& raw, float (&s)[2][8], floa
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       const float other = shuffle_xor(total[e], lane_bit(level));
-      if (l.lane & lane_bit(level)) {  // a predicate costs no register
+      if (l.lane & lane_bit(level)) {  // predicated, which costs no register
         s[0][e] += other;
         s[1][e] += other;
       }

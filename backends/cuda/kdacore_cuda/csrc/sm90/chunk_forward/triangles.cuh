@@ -1,5 +1,4 @@
-// Solver warps finish a chunk image: they add up what the slices' warps found, scale, invert the triangles and publish the
-// stage.
+// Solver warps finish a chunk image: they add up the slices' partial sums, scale them, invert the triangles and publish the stage.
 #pragma once
 
 #include "common/unit_triangle_inverse.cuh"
@@ -70,14 +69,14 @@ __device__ __forceinline__ void copy_out(u32 stage, u32 full, u32 at, u32 bytes,
 #endif
 }
 
-// What the slices made is complete when their sums are: it leaves while the solver works.
+// The slices' operands are complete when their sums are: they are copied while the solver works.
 __device__ __forceinline__ void publish_operands(u32 stage, u32 full, int lane, int rank) {
   fence_async_proxy();
   sync_warp();
   if (lane == 0) copy_out(stage, full, 0, OFFSET(ChunkImage, inverse), rank);
 }
 
-// The rest. Only now do the barriers hear of the bytes and can complete.
+// The rest of the image. Only now are the barriers told how many bytes to expect, so they cannot complete earlier.
 __device__ __forceinline__ void publish(u32 stage, u32 full, int lane, int rank) {
   fence_async_proxy();
   if (rank < SCANNERS) warp_arrive(full, lane);
@@ -103,7 +102,7 @@ __device__ __forceinline__ void add_tiles(float (&x)[4][4], u32 from) {
 
 // The slices' sums, always added in the same order.
 __device__ __forceinline__ void add_parts(Products& sums, u32 from) {
-#pragma unroll 2  // for want of registers
+#pragma unroll 2  // to save registers
   for (int slice = 0; slice < SLICES; ++slice) {
     const u32 at = from + slice * SLICE_PARTS;
     add_tiles(sums.tile, at);
@@ -133,8 +132,8 @@ __device__ __forceinline__ void set_norms(const ChunkForwardParams& p, const Pro
   }
 }
 
-// Two warps finish a chunk, a half each: a stage is taken for as long as this lasts, and stages are what there is least of.
-// The first adds up what lies across while the second inverts both triangles at once, a column a lane.
+// Two warps finish a chunk, a half each, because a stage is occupied for as long as this lasts and stages are scarce. The first adds up
+// the products across the halves while the second inverts both triangles at once, a column a lane.
 __device__ __forceinline__ void solver_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
   const Lane l = make_lane();
   const int pair = warp >> 1, half = warp & 1;
@@ -172,7 +171,7 @@ __device__ __forceinline__ void solver_warp(const ChunkForwardParams& p, u32 sha
       sync_warp();
 #endif
       Lane here = l;
-#if !BOUNDED  // offsets are made anew, for want of registers
+#if !BOUNDED  // offsets recomputed to save registers
       here.p = opaque(l.p);
       here.t = opaque(l.t);
 #endif

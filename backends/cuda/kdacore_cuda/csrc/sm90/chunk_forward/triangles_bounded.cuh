@@ -1,4 +1,4 @@
-// Safe gates: both triangles to the image and to scratch. Part of solve.cuh.
+// Bounded gates: both triangles to the image and to scratch. Part of triangles.cuh.
 #pragma once
 
 // Row i = 2p + h of both triangles against tokens 2n and 2n + 1 of each column pair.

@@ -1,4 +1,4 @@
-// Gates without a bound: the triangles' levels to the image and to scratch. Part of solve.cuh.
+// Unbounded gates: the triangles' levels to the image and to scratch. Part of triangles.cuh.
 #pragma once
 
 __device__ __forceinline__ void store_pair(u32 stage, u32 scratch, int half, int i, int j, float kk, float qk) {

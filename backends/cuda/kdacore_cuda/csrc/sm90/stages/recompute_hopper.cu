@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_inverse(u32 (&a)[4][4], u32 at, int m, int 
   a[m][2] = 0;  // right of the diagonal
 }
 
-// Of a lane's tokens 2t, 2t + 1 and 8 later.
+// Of a lane's tokens 2t, 2t + 1 and of those 8 later.
 struct Betas {
   float2 x[2];
 };
@@ -106,7 +106,7 @@ __device__ __forceinline__ void make_u(u32 shared, int strip, int lane) {
       for (int n = 0; n < 2; ++n) mma_half(u[i][n], a[i], v[2 * n], v[2 * n + 1]);
     }
   }
-  sync_warp();  // in the place of values that other lanes have read
+  sync_warp();  // other lanes have read the values that this overwrites
   store_strip(u, values, S::HALF_ROW);
 }
 
@@ -197,7 +197,7 @@ __device__ __forceinline__ void recompute(const RecomputeParams& p, const Chunk&
       }
       make_qg<S>(shared, strip, gates, lane);
     }
-    sync_warp();  // in the place of decays that other lanes have read
+    sync_warp();  // other lanes have read the decays that this overwrites
     store_strip(w, shared + S::G_AT + matrix_at<S::FLOAT_ROW>(piece_of_w(strip, 0), lane), S::FLOAT_ROW);
   }
   sync_block();
@@ -208,7 +208,6 @@ __device__ __forceinline__ void recompute(const RecomputeParams& p, const Chunk&
   store_result<S>(w, p.w, output_rows, c.rows);
 }
 
-// In pairs that begin together, so that neighbours in memory are read at the same time.
 KDA_KERNEL(THREADS, 4) KDA_CLUSTER(2) recompute_hopper(KDA_PARAM RecomputeParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);

@@ -1,4 +1,4 @@
-// kda_recompute_w_u on Hopper: what a block has in shared memory, how it gets there and how results leave.
+// kda_recompute_w_u on Hopper: shared memory of a block, its loads and stores.
 //
 // Macros from the host: K_DIM (128), HALF_F16, WITH_Q, SHARED_WHOLE, SHARED_HALF.
 #pragma once
@@ -11,15 +11,15 @@ static_assert(K == 128, "rows of 128 channels and values");
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
 constexpr u32 INVERSE_ROW = 2 * C;
 
-// What a block that takes one of PARTS parts of a chunk and value head has in shared memory: rows as they come, their pieces swizzled_piece.
-// Results take the places of what they are made from: kg that of k, u that of v, w that of gc. q comes where u was, and qg takes its place.
+// Shared memory of a block that has one of PARTS parts of a chunk and value head: rows as loaded, their 16-byte pieces swizzled.
+// Results take the places of their operands: kg that of k, u that of v, w that of g. q is loaded where u was, and qg takes its place.
 template <int PARTS>
 struct BlockLayout {
   static constexpr int WIDTH = K / PARTS;  // channels and values of a block
-  // Half of what a block reads, asked for when the rest has come: memory is a little faster with less asked for at a time. Halves are for
-  // when there is little to do, and soon done with all at once.
+  // g is half of what a block loads. It is requested when the rest has arrived, as memory is a little faster with fewer open requests.
+  // Blocks with half a chunk run when there is little to do and request all at once.
   static constexpr bool DECAYS_AFTER_REST = PARTS == 1;
-  static constexpr int START_DELAY = PARTS == 1 ? 24 : 14;  // cycles in which about as many bytes come as it reads
+  static constexpr int START_DELAY = PARTS == 1 ? 24 : 14;  // cycles in which memory delivers about what it loads
   static constexpr u32 HALF_ROW = 2 * WIDTH, FLOAT_ROW = 4 * WIDTH;
   struct Memory {
     u16 k[C][WIDTH];  // then kg
@@ -31,7 +31,7 @@ struct BlockLayout {
   static constexpr u32 K_AT = OFFSET(Memory, k), V_AT = OFFSET(Memory, v), G_AT = OFFSET(Memory, g);
   static constexpr u32 INVERSE_AT = OFFSET(Memory, inverse), BETA_AT = OFFSET(Memory, beta);
   static_assert(sizeof(Memory) <= (PARTS == 1 ? SHARED_WHOLE : SHARED_HALF), "the host's shared memory size is too small");
-  // A thread's share of a result, whole rows by a warp.
+  // Rows of a result that a thread stores; a warp stores whole rows.
   static constexpr int ROW_LANES = 2 * WIDTH / 16, ROWS_AT_ONCE = THREADS / ROW_LANES, THREAD_ROWS = C / ROWS_AT_ONCE;
   static_assert(ROWS_AT_ONCE % 8 == 0, "all its rows have their pieces in the same order");
 };
@@ -77,11 +77,11 @@ __device__ __forceinline__ void fetch_decays(const RecomputeParams& p, const Chu
   copy_async_commit();
 }
 
-// Everything but q and, where they come later, decays. If they do not: in two groups, what u is made from and what is needed after it.
+// Requests everything but q and, if DECAYS_AFTER_REST, the decays. Otherwise in two groups: operands of u, then the rest.
 template <class S>
 __device__ __forceinline__ void fetch_chunk(const RecomputeParams& p, const Chunk& c, int part, u32 shared) {
   const int i = thread_index();
-  // As bits: whoever looks at them waits for them, and that is after all else has been asked for.
+  // Not converted yet: that would wait for the load before everything else has been requested.
   const long long beta_at = c.batch * p.beta_sb + (c.first + i) * p.beta_st + c.hv * p.beta_sh;
   const u32 beta = i < c.rows ? load_bits(p.beta + type_size(p.beta_type) * beta_at, p.beta_type) : 0;
   fetch_rows<S::HALF_ROW>(shared + S::V_AT, part_of<S, 2>(p.v, p.v_sb, p.v_st, p.v_sh, c, c.hv, part), c.rows);
@@ -96,10 +96,10 @@ __device__ __forceinline__ void fetch_chunk(const RecomputeParams& p, const Chun
   if (i < C) store_shared(shared + S::BETA_AT + 4 * i, __float_as_uint(from_bits(beta, p.beta_type)));
 }
 
-// Strips of w, 16 channels, are two of the four pieces of their decays: such that eight lanes that read of a row meet no bank twice.
+// Strips of w, 16 channels, take two of the four pieces of their decays, chosen so that eight lanes that read a row use different banks.
 __device__ __forceinline__ int piece_of_w(int strip, int half) { return 4 * strip + 2 * (strip >> 1 & 1) + half; }
 
-// Of a thread's share: which row is its first, which 16 bytes of it, where they go to, and whether they stay in L2.
+// The rows of a result that a thread stores: the first row, its 16 bytes of each, where they go, and whether they stay in L2.
 struct OutputRows {
   int row, piece;
   long long to, step;

@@ -11,7 +11,7 @@
 #include "sm90/chunk_forward/segments/segment.cuh"
 
 constexpr int THREADS = 256, BLOCKS_V = V / ROWS;
-constexpr int STAGES = 3;  // of A: the next two are on their way
+constexpr int STAGES = 3;  // of A: two are loaded ahead
 struct SharedMemory {
   struct {
     StateImage high, low;
@@ -49,7 +49,7 @@ __device__ __forceinline__ void store_left(const Sums& sums, u32 left, const Lan
   }
 }
 
-// sums += S A, with what is below 2^-16 of it left out.
+// sums += S A, without terms below 2^-16 of it.
 __device__ __forceinline__ void multiply(Sums& sums, u32 left, u32 right, const Lane& l) {
   // Rows 0-7, then 8-15, of eight channels, then of the next.
   const int piece = TILES * l.group % 8 + (l.lane >> 4);
@@ -98,7 +98,7 @@ KDA_KERNEL(THREADS, 1) chain(KDA_PARAM SegmentParams p) {
   sync_block();
   fetch(1);
   fetch(2);
-  Sums sums, next, after_next;  // B of the segment ahead is on its way too
+  Sums sums, next, after_next;  // B of the next segment is loaded ahead too
   read_pairs(sums.x, l.row, l.channel, map_of(0) + OFFSET(SegmentMap, b));
   if (segments > 2) read_pairs(after_next.x, l.row, l.channel, map_of(1) + OFFSET(SegmentMap, b));
 #pragma unroll 1
@@ -109,7 +109,7 @@ KDA_KERNEL(THREADS, 1) chain(KDA_PARAM SegmentParams p) {
     if (j + 1 < segments - 1) read_pairs(after_next.x, l.row, l.channel, map_of(j + 1) + OFFSET(SegmentMap, b));
     const u32 left = shared + OFFSET(SharedMemory, left) + (j & 1) * 2 * PART_BYTES;
     store_left(sums, left, l);
-    sync_block();  // and all are done with A of the segment before
+    sync_block();  // and all have used A of the previous segment
     fetch(j + 2);
     barrier_wait(shared + OFFSET(SharedMemory, barriers) + 8 * stage_of(j), (j - 1) / STAGES & 1);
     multiply(next, left, shared + OFFSET(SharedMemory, right) + stage_of(j) * RIGHT_BYTES, l);

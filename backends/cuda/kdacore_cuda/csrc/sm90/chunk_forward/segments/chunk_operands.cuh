@@ -1,5 +1,5 @@
-// What inference keeps of a chunk and value head between launches: the matrices of backward/chunk.cuh that it needs, in one
-// record, so that one bulk copy brings a chunk, or what of it the maps need, and a chunk touches one page of memory.
+// The operands of a chunk and value head that the forward in segments keeps between launches: those of chunk_backward/workspace.cuh
+// that it needs, contiguous, so that one bulk copy loads a chunk (or the part that maps need) and a chunk lies in one page.
 #pragma once
 
 #include "sm90/chunk_backward/workspace.cuh"

@@ -8,11 +8,11 @@
 // Grid: two blocks a segment and value head, one for A and one for B, 128 rows each. Warps, rings and synchronisation:
 // segment_scan.cuh.
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
-constexpr u32 STAGED_BYTES = OFFSET(ChunkOperands, qg);  // what is read of a record
+constexpr u32 STAGED_BYTES = OFFSET(ChunkOperands, qg);  // the part that is loaded
 #include "sm90/chunk_forward/segments/segment_scan.cuh"
 
-// A block's segment, and whether it walks to A. Late segments first: their records were written last, and the first segments' A,
-// which nobody needs, cost nothing at the end.
+// A block's segment, and whether it computes A. Later segments come first: their operands were written last, and the blocks for A
+// of first segments, which have nothing to do, cost nothing at the end.
 struct Task {
   Segment x;
   bool from_identity, idle;
@@ -38,7 +38,7 @@ __device__ __forceinline__ void initial_state(State& state, const SegmentParams&
   }
 }
 
-// A leaves in two bfloat16 parts, through the ring, which nobody uses any more.
+// Stores A in two bfloat16 parts, staged in the ring, which is no longer in use.
 __device__ __forceinline__ void store_map(const State& state, u64 map, u32 shared, const Lane& l) {
   sync_threads(1, 32 * STATE_WARPS);
   constexpr u32 ROWS = 16 * IMAGE_ROW;
@@ -67,7 +67,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task&
   Operand s;
   pack_state(s, state);
   if (task.from_identity) {
-    // Walked without u: these rows of the stages stay zero.
+    // Without u: these rows of the stages stay zero.
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) {
       const u32 rows = shared + i * STAGE_PITCH + STAGE_LEAD + OFFSET(ChunkOperands, u) + l.row * IMAGE_ROW;

@@ -23,8 +23,8 @@ __device__ __forceinline__ long long first_checkpoint(const SegmentParams& p, in
   return rows;
 }
 
-// A chunk's o on its way out: 64 tokens of this warp's 16 values, 32 bytes a token. Rows of tokens lie one after the other, pieces
-// swizzled_piece so that eight of them do not meet in a bank.
+// Staging of a chunk's o: 64 tokens by this warp's 16 values, 32 bytes a token. The two pieces of a row are swizzled so that eight rows
+// do not share a bank.
 __device__ __forceinline__ u32 staged(int token, int piece) { return token * 32 + ((piece ^ (token >> 2 & 1)) << 4); }
 
 __device__ __forceinline__ void stage_output(const TokenOperand& o, u32 rows, const Lane& l) {
@@ -116,7 +116,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
     left -= C;
     to += C * token_bytes;
   }
-  // The producer has no more use for any stage.
+  // The producer uses no stage any more.
   if (x.begin < x.end) {
     const u32 rows = shared + STAGE_LEAD + OFFSET(ChunkOperands, u) + l.row * IMAGE_ROW;
     stage_output(out, rows, l);
@@ -135,7 +135,7 @@ KDA_KERNEL(THREADS, 1) output(KDA_PARAM SegmentParams p) {
     if (x.index && x.begin >= x.s.chunks) return;
   }
   make_barriers(shared);
-  const int block = opaque(block_index()) / PARTS, part = opaque(block_index()) % PARTS;  // each role finds its segment: the producer's registers are few
+  const int block = opaque(block_index()) / PARTS, part = opaque(block_index()) % PARTS;  // each role finds its segment: the producer has few registers
   if (warp < STATE_WARPS) {
     set_role_registers<1>();
     scan_segment(p, find_block(p, block), shared, make_lane(warp, part));

@@ -1,11 +1,11 @@
-// A sequence is cut into segments of p.segment chunks from its start, whatever its length, so that no later token moves a border.
+// A sequence is cut into segments of p.segment chunks from its start, whatever its length, so that later tokens do not move a border.
 //
 // Over a segment the state (V by K) changes by an affine map, S' = S A + B. `maps` holds A and B of every segment but a sequence's
 // last, `starts` the state at the start of every segment but a sequence's first, both by place: slot * HV + hv. Those of sequence n begin at
 // first_segment(n); a slot that no segment fills is never read or written.
 //
-//   maps    float B [V][K]; A [K, K] as two state images (backward/chunk.cuh) each for two bfloat16 parts, together about 16 bits. The first
-//           segment of a sequence has no A: its B has seen the initial state
+//   maps    float B [V][K]; A [K, K] as two state images (chunk_backward/workspace.cuh) each for two bfloat16 parts, together about 16 bits. The first
+//           segment of a sequence has no A: its B includes the initial state
 //   starts  float [V][K]
 #pragma once
 
@@ -60,8 +60,8 @@ __device__ __forceinline__ Segment find_segment(const SegmentParams& p, int n, i
   return x;
 }
 
-// Calls f(n, index) for the segment of a slot. In a pack those are the slots of maps and starts; dense sequences take turns: the first
-// segment of each, the second of each.
+// Calls f(n, index) for the segment of a slot. In a pack those are the slots of maps and starts; for dense sequences the first
+// segments of all come first, then the second ones.
 template <class F>
 __device__ __forceinline__ auto find_slot_segment(const SegmentParams& p, int slot, F f) {
   if (!p.cu_seqlens) {

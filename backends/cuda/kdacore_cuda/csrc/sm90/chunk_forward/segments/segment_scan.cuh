@@ -1,5 +1,6 @@
-// Blocks that walk through the chunks of a segment: one or two warpgroups with 64 rows of a state each, and a warp that copies records
-// into a ring of stages ahead of them. Macros from the host: WARPGROUPS, SHARED_BYTES.
+// Blocks that scan the chunks of a segment: one or two warpgroups with 64 rows of a state each, and a producer warp that copies the
+// chunks' operands into a ring of stages ahead of them. A stage's barriers count the bytes that arrive (full) and the warps that have
+// read it (empty). Macros from the host: WARPGROUPS, SHARED_BYTES.
 #pragma once
 
 #include "common/warp_arrivals.cuh"
@@ -10,7 +11,7 @@
 constexpr int STATE_WARPS = 4 * WARPGROUPS;  // warps with 16 rows of the state each; the warp after them copies
 constexpr int PARTS = 2 / WARPGROUPS;     // blocks of one state
 #if WARPGROUPS == 2
-// Registers are traded by warpgroups, so that the producer's has three idle warps.
+// Registers are moved by warpgroups, so the producer's has three idle warps.
 constexpr int THREADS = 384, START_REGISTERS = 168, STATE_REGISTERS = 232, PRODUCER_REGISTERS = 40;
 static_assert(2 * STATE_REGISTERS + PRODUCER_REGISTERS <= 3 * START_REGISTERS, "more registers than the block has");
 #else
@@ -40,11 +41,11 @@ using OperandRing = Ring<STAGES, STAGE_LEAD, STAGE_PITCH, OFFSET(SharedMemory, f
 
 __device__ __forceinline__ void make_barriers(u32 shared) {
   if (thread_index() < 2 * STAGES) barrier_init(shared + OFFSET(SharedMemory, full) + 8 * thread_index(), thread_index() < STAGES ? 1 : STATE_WARPS * WARP_ARRIVALS);
-  fence_async_proxy();  // bulk copies will count on them
+  fence_async_proxy();  // bulk copies use them
   sync_block();
 }
 
-// The first `bytes` of every record of the segment, or of a block that has half the rows those and its rows of u; one thread.
+// One thread loads the first `bytes` of every chunk's operands; for a block that has half the rows, of u only its own rows.
 __device__ __forceinline__ void produce(const SegmentParams& p, const Segment& x, u32 shared, u32 bytes, int part = 0) {
   OperandRing ring = {shared};
   const u64 step = (u64)p.HV * sizeof(ChunkOperands);
@@ -100,5 +101,5 @@ __device__ __forceinline__ void multiply_channels(float (&x)[2 * C_TILES][4], co
   for (int kk = 0; kk < K_TILES; ++kk) warpgroup_mma<0>(x, s.a[kk], along_channels(m, kk), kk > 0);
 }
 
-// This warp has read all it will read of a stage.
+// This warp has finished reading a stage.
 __device__ __forceinline__ void release(const Lane& l, const OperandRing& ring) { warp_arrive(ring.empty(), l.lane); }

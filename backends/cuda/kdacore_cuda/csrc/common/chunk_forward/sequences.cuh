@@ -25,12 +25,12 @@ __device__ __forceinline__ int length_of(const ChunkForwardParams& p, int n) {
 __device__ __forceinline__ int sequence_by_length(const ChunkForwardParams& p, int place, int* lengths, int* picked) {
   if (!p.cu_seqlens || p.N == 1 || p.N > SORT_LIMIT) return place;
   const int n = thread_index();
-  int mine = 0;
-  if (n < p.N) lengths[n] = mine = length_of(p, n);
+  int own_length = 0;
+  if (n < p.N) lengths[n] = own_length = length_of(p, n);
   sync_block();
   if (n < p.N) {
     int before = 0;
-    for (int m = 0; m < p.N; ++m) before += lengths[m] > mine || (lengths[m] == mine && m < n);
+    for (int m = 0; m < p.N; ++m) before += lengths[m] > own_length || (lengths[m] == own_length && m < n);
     if (before == place) *picked = n;
   }
   sync_block();

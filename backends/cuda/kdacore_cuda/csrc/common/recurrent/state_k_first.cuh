@@ -82,7 +82,7 @@ template <typename Next>
 __device__ __forceinline__ void step(const RecurrentParams& p, float (&s)[ROWS][VECTOR], const LanePosition& at, Tokens& tokens,
                                      const float (&v)[OUT], float (&o)[OUT], int odd, Next prepare_next) {
   const u32 token = at.shared + odd * HALF_BYTES + 4 * at.first, sums = at.shared + odd * HALF_BYTES + TOKEN_BYTES;
-  const u32 own = 4 * VECTOR * (at.lane % LANES);
+  const u32 lane_offset = 4 * VECTOR * (at.lane % LANES);
   float ks[VECTOR] = {}, qs[VECTOR] = {};
 #pragma unroll
   for (int i = 0; i < ROWS; i += 4) {
@@ -106,13 +106,13 @@ __device__ __forceinline__ void step(const RecurrentParams& p, float (&s)[ROWS][
       qs[c] += shuffle_xor(qs[c], mask);
     }
   }
-  const u32 mine = sums + (thread_index() >> 5) * SUM_BYTES;
+  const u32 own_sums = sums + (thread_index() >> 5) * SUM_BYTES;
   if (at.lane < LANES) {
-    store_vector(mine + own, ks);
-    store_vector(mine + OFFSET(WarpSums, q) + own, qs);
+    store_vector(own_sums + lane_offset, ks);
+    store_vector(own_sums + OFFSET(WarpSums, q) + lane_offset, qs);
   }
   if (at.lane == 0) {
-    store_shared(mine + OFFSET(WarpSums, norms), __float_as_uint(tokens.qq), __float_as_uint(tokens.kk), __float_as_uint(tokens.qk), 0);
+    store_shared(own_sums + OFFSET(WarpSums, norms), __float_as_uint(tokens.qq), __float_as_uint(tokens.kk), __float_as_uint(tokens.qk), 0);
   }
   const float beta = tokens.beta;
   prepare_next();
@@ -124,7 +124,7 @@ __device__ __forceinline__ void step(const RecurrentParams& p, float (&s)[ROWS][
   for (int w = 0; w < WARPS; ++w) {
     const float4 y = load_shared4(sums + w * SUM_BYTES + OFFSET(WarpSums, norms));
     norms[0] += y.x, norms[1] += y.y, norms[2] += y.z;
-    add_vector(ks, sums + w * SUM_BYTES + own);
+    add_vector(ks, sums + w * SUM_BYTES + lane_offset);
   }
   const Factors f = factors_of(p, norms[0], norms[1]);
   float u[VECTOR];
@@ -144,7 +144,7 @@ __device__ __forceinline__ void step(const RecurrentParams& p, float (&s)[ROWS][
 #pragma unroll
     for (int c = 0; c < VECTOR; ++c) qs[c] = 0.0f;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) add_vector(qs, sums + w * SUM_BYTES + OFFSET(WarpSums, q) + own);
+    for (int w = 0; w < WARPS; ++w) add_vector(qs, sums + w * SUM_BYTES + OFFSET(WarpSums, q) + lane_offset);
 #pragma unroll
     for (int c = 0; c < VECTOR; ++c) o[c] = f.q * multiply_add(norms[2], u[c], qs[c]);
   }

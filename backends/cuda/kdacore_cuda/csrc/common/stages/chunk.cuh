@@ -18,22 +18,22 @@ struct Chunk {
 // sequences a lane.
 template <typename Params>
 __device__ __forceinline__ void find_packed(const Params& p, int slot, Chunk& c) {
-  constexpr int EACH = 4;
+  constexpr int LANE_SEQUENCES = 4;
   const bool wide = p.flags & FLAG_CU64;
   const int lane = thread_index() & 31;
   c.batch = 0;
   c.rows = 0;
   c.first = 0;
-  for (int n0 = 0; n0 < p.N; n0 += 32 * EACH) {
-    int start[EACH + 1], mine = 0;  // sequences past the last one are empty
+  for (int n0 = 0; n0 < p.N; n0 += 32 * LANE_SEQUENCES) {
+    int start[LANE_SEQUENCES + 1], lane_chunks = 0;  // sequences past the last one are empty
 #pragma unroll
-    for (int i = 0; i <= EACH; ++i) {
-      const int n = n0 + EACH * lane + i;
+    for (int i = 0; i <= LANE_SEQUENCES; ++i) {
+      const int n = n0 + LANE_SEQUENCES * lane + i;
       start[i] = (int)load_index(p.cu_seqlens, n < p.N ? n : p.N, wide);
     }
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) mine += (start[i + 1] - start[i] + C - 1) / C;
-    int before = mine;
+    for (int i = 0; i < LANE_SEQUENCES; ++i) lane_chunks += (start[i + 1] - start[i] + C - 1) / C;
+    int before = lane_chunks;
 #pragma unroll
     for (int d = 1; d < 32; d <<= 1) {
       const int other = shuffle_int(before, lane >= d ? lane - d : lane);
@@ -41,9 +41,9 @@ __device__ __forceinline__ void find_packed(const Params& p, int slot, Chunk& c)
     }
     const int total = shuffle_int(before, 31);
     // At most one lane has found it; the sum broadcasts it.
-    int first = 0, rows = 0, inside = slot - (before - mine);
+    int first = 0, rows = 0, inside = slot - (before - lane_chunks);
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
+    for (int i = 0; i < LANE_SEQUENCES; ++i) {
       const int chunks = (start[i + 1] - start[i] + C - 1) / C;
       if (inside >= 0 && inside < chunks) {
         const int left = start[i + 1] - start[i] - inside * C;

@@ -13,23 +13,11 @@
 // half of the channels. Shared memory: grads_shared_memory.cuh.
 //
 // Synchronisation: workspace images arrive as bulk copies that the barriers pairs_full and states_full count, once a unit; q, k, v,
-// g and d_o as asynchronous copies, which the thread that asked for them waits for in groups. A barrier of the block separates
-// the steps below. The next unit's arrays are asked for as soon as their place is free: the workspace's images and d_o once the
+// g and d_o as asynchronous copies, which the thread that issued them waits for in groups. A barrier of the block separates
+// the steps below. The next unit's arrays are requested as soon as their place is free: the workspace's images and d_o once the
 // states have been read, v, q, k and g as each warp is done with its own part.
-#include "sm90/chunk_backward/grads_shared_memory.cuh"
-#include "sm90/chunk_backward/grads_loads.cuh"
-#include "sm90/chunk_backward/grads_pairs.cuh"
-#include "sm90/chunk_backward/grads_values.cuh"
-#include "sm90/chunk_backward/grads_states.cuh"
-#include "sm90/chunk_backward/grads_gate.cuh"
-#include "sm90/chunk_backward/grads_operands.cuh"
-#include "sm90/chunk_backward/grads_pair_sums.cuh"
-#if BOUNDED
-#include "sm90/chunk_backward/grads_pair_sums_bounded.cuh"
-#else
-#include "sm90/chunk_backward/grads_pair_sums_unbounded.cuh"
-#endif
 #include "sm90/chunk_backward/grads_stores.cuh"
+#include "sm90/chunk_backward/grads_values.cuh"
 
 // Loads of the arrays of unit n, if there is one, each group as soon as its place is free: the workspace's images and d_o, which all
 // warps read; v; the gate.

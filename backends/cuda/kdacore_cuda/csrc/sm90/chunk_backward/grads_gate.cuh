@@ -1,5 +1,7 @@
-// The gate forward and backward. Part of grads.cu.
+// The gate forward and backward.
 #pragma once
+
+#include "sm90/chunk_backward/grads_loads.cuh"
 
 // dt_bias and exp(A_log) of unit n of the block: loaded early, stored to shared memory later by the same thread.
 struct GateLoads {
@@ -39,10 +41,10 @@ __device__ __forceinline__ void decays(float (&up)[4][4], float (&end)[2][ANCHOR
                                        const Lane& l) {
   load_gate_inputs(up, gate, shared, l);
   if (p.gate == GATE_SIGMOID) {
-    const float rate = -LOG2E * load_shared1(gate + 4 * K), bound = p.lower_bound * LOG2E;
+    const float rate = -LOG2E * load_shared1(gate + OFFSET(GateParameters, rate)), bound = p.lower_bound * LOG2E;
     each([&](int j, int e) { up[j][e] = bound * reciprocal(1.0f + exp2_fast(rate * up[j][e])); });
   } else if (!BOUNDED && p.gate == GATE_SOFTPLUS) {
-    const float rate = load_shared1(gate + 4 * K);
+    const float rate = load_shared1(gate + OFFSET(GateParameters, rate));
     each([&](int j, int e) { up[j][e] = -rate * softplus2(LOG2E * up[j][e]); });
   } else {
     each([&](int j, int e) { up[j][e] *= LOG2E; });
@@ -80,7 +82,7 @@ __device__ __forceinline__ float gate_backward(float (&d)[4][4], float (&dbias)[
     const int left = rows - HALF * l.token_half - 2 * l.t;
     each([&](int j, int e) { d[j][e] = 8 * j + (e & 1) < left ? d[j][e] : 0.0f; });
   }
-  const float a = load_shared1(gate + 4 * K);
+  const float a = load_shared1(gate + OFFSET(GateParameters, rate));
   float rate_sum = 0.0f;
   if (p.gate == GATE_SIGMOID) {
     const float rate = -LOG2E * a, slope = p.lower_bound * a * grow, bound = p.lower_bound * LOG2E;

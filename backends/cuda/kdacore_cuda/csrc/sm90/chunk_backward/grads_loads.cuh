@@ -1,5 +1,7 @@
-// Loads of a unit's arrays to shared memory, and stores of its rows. Part of grads.cu.
+// Loads of a unit's arrays to shared memory, and stores of its rows.
 #pragma once
+
+#include "sm90/chunk_backward/grads_shared_memory.cuh"
 
 // Token `token`, or the last one there is: a readable address. If there is no unit, `from` is the start of an array.
 __device__ __forceinline__ const void* row_of(u64 from, int token, int rows, u32 stride) {

@@ -1,9 +1,11 @@
-// Operands made of q, k and the gate. Part of grads.cu. With q and k normalised and up = 2^(decay from the first token of its anchor + centre):
+// Operands made of q, k and the gate. With q and k normalised and up = 2^(decay from the first token of its anchor + centre):
 //
 //   zq = q up    zb = beta k up    yk = k / up    sk = k 2^(decay to the end of the anchor's tokens)
 //
 // rounded to bfloat16 once.
 #pragma once
+
+#include "sm90/chunk_backward/grads_shared_memory.cuh"
 
 struct Operands {
   Operand zq, zb, yk;
@@ -56,7 +58,7 @@ __device__ __forceinline__ void make_operands(Operands& o, const Decays& saved, 
     for (int w = 0; w < 4; ++w) {
       const int j = 2 * i + (w >> 1), e = 2 * (w & 1);
       const float* u = up[w >> 1];
-      const float2 rq = load_shared2(tokens + 4 * C + 32 * j);
+      const float2 rq = load_shared2(tokens + OFFSET(RowScalars, q_norm) + 32 * j);
       o.zq[i][w] = pack_bf16(bf16_low(x[w]) * rq.x * u[e], bf16_high(x[w]) * rq.y * u[e + 1]);
     }
     load_matrix4_transposed(x, shared + OFFSET(SharedMemory, k) + l.own + 16 * IMAGE_ROW * i);
@@ -64,7 +66,7 @@ __device__ __forceinline__ void make_operands(Operands& o, const Decays& saved, 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int j = 2 * i + half;
-      const float2 beta = load_shared2(tokens + 32 * j), rk = load_shared2(tokens + 8 * C + 32 * j);
+      const float2 beta = load_shared2(tokens + 32 * j), rk = load_shared2(tokens + OFFSET(RowScalars, k_norm) + 32 * j);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int w = 2 * half + r;

@@ -1,4 +1,4 @@
-// The sums over pairs of tokens, and with them the gradients of q, k and the decays. Part of grads.cu. For each half of tokens:
+// The sums over pairs of tokens, and with them the gradients of q, k and the decays. For each half of tokens:
 //
 //   dq = up aq       aq = the state's part + sum_j dA_ij yk_j       + across: sum_j dA_ij sk_j
 //   x  = up ax       ax = the state's part + sum_j dL_ij yk_j       + across: sum_j dL_ij sk_j
@@ -10,6 +10,9 @@
 // so that what cancels exactly in dgc cancels in bfloat16 too. Across: from the first half of tokens to the second. Everything is
 // scaled by `shrink` until dq and dk are stored.
 #pragma once
+
+#include "sm90/chunk_backward/grads_operands.cuh"
+#include "sm90/chunk_backward/grads_states.cuh"
 
 // For each of the lane's channels the sum over the half's tokens of f(j, e), to float [128] at `to`.
 template <class F>

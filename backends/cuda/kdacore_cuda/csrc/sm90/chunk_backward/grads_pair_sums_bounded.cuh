@@ -1,5 +1,7 @@
-// Pairs where one anchor serves half a chunk. Part of grads.cu.
+// Pairs where one anchor serves half a chunk.
 #pragma once
+
+#include "sm90/chunk_backward/grads_pair_sums.cuh"
 
 // d += a times a block of pairs, from row `i` and column `j` of its image: the sum over its columns, or over its rows.
 template <int OVER_ROWS>

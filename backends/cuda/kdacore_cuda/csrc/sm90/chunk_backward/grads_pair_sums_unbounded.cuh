@@ -1,4 +1,4 @@
-// Pairs where an anchor serves a quarter of a chunk. Part of grads.cu.
+// Pairs where an anchor serves a quarter of a chunk.
 //
 // Pairs of different quarters decay over the quarters between: these decays (D), one a channel, are applied to float32 sums, so that
 // the operands are those of each quarter, with sk up to its end:
@@ -8,6 +8,8 @@
 //
 // Sums over the other half come first, as where an anchor serves a half.
 #pragma once
+
+#include "sm90/chunk_backward/grads_pair_sums.cuh"
 
 typedef float Columns[2][4];  // a quarter's part of a half's accumulators
 __device__ __forceinline__ Columns& quarter_of(float (&d)[4][4], int quarter) { return *reinterpret_cast<Columns*>(&d[2 * quarter]); }

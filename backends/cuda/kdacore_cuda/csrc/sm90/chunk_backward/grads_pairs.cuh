@@ -1,10 +1,12 @@
-// Gradients of the matrices of token pairs: dA = scale do v'^T and dL = -dr v'^T, [tokens i, tokens j]. Part of grads.cu.
+// Gradients of the matrices of token pairs: dA = scale do v'^T and dL = -dr v'^T, [tokens i, tokens j].
 //
 // A warpgroup has one of them and half of the columns. Operands of the channels' products reach 2^(+-centre): beside them
 // neither large nor small gradients would fit in bfloat16, so a power of two (shrink) brings the largest product to about 1,
 // and another (grow) takes it back from float32 results. Only pairs on the causal side count: later
 // tokens must have no influence.
 #pragma once
+
+#include "sm90/chunk_backward/grads_shared_memory.cuh"
 
 struct Scaling {
   float shrink, grow;

@@ -1,6 +1,8 @@
 // What the states at both ends of the chunk give: aq = (do h)^T, ax = (dr h)^T, cs = (v' dh)^T, each [channels, tokens] of a
-// warpgroup's channels and tokens, and sum_v h dh of each channel. Part of grads.cu.
+// warpgroup's channels and tokens, and sum_v h dh of each channel.
 #pragma once
+
+#include "sm90/chunk_backward/grads_pairs.cuh"
 
 struct Accumulators {
   float aq[4][4], ax[4][4], cs[4][4];
@@ -66,8 +68,8 @@ __device__ __forceinline__ void scale_states(Accumulators& d, u32 last, float sc
     float before = by.unit, after = by.shrink;
 #if BOUNDED
     const u32 at = last + 4 * (l.channel + 8 * r);
-    if (l.token_half) before *= load_shared1(at + 4 * K);
-    else after *= load_shared1(at + 8 * K);
+    if (l.token_half) before *= load_shared1(at + OFFSET(ChunkDecays, first_half));
+    else after *= load_shared1(at + OFFSET(ChunkDecays, second_half));
 #endif
     const float fq = scale * by.shrink * before, fx = -by.shrink * before;
 #pragma unroll

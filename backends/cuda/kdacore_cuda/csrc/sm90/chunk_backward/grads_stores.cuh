@@ -1,12 +1,21 @@
-// The norms' backward, and how gradients leave. Part of grads.cu.
+// The norms' backward, and stores of the gradients.
 #pragma once
 
-// This warp's channels of sum_d of each token of the side, to `which` of the block's sums.
+#include "sm90/chunk_backward/grads_gate.cuh"
+#include "sm90/chunk_backward/grads_loads.cuh"
+#include "sm90/chunk_backward/grads_pair_sums.cuh"
+#if BOUNDED
+#include "sm90/chunk_backward/grads_pair_sums_bounded.cuh"
+#else
+#include "sm90/chunk_backward/grads_pair_sums_unbounded.cuh"
+#endif
+
+// This warp's channels of sum_d of each token of the half, to `which` of the block's sums.
 __device__ __forceinline__ void store_channel_sum(int which, float x, u32 shared, const Lane& l) {
   const u32 at = OFFSET(SharedMemory, channel_sums) + 4 * ((which * 8 + 4 * l.channel_half + l.warp) * C + HALF * l.token_half + token_of(l));
   store_shared(shared + at, __float_as_uint(x));
 }
-// The sum over all channels of token `lane` of the side.
+// The sum over all channels of token `lane` of the half.
 __device__ __forceinline__ float load_token_sum(int which, u32 shared, const Lane& l) {
   const u32 from = shared + OFFSET(SharedMemory, channel_sums) + 4 * (which * 8 * C + HALF * l.token_half + l.lane);
   float x[8];
@@ -38,8 +47,8 @@ __device__ __forceinline__ void sum_pairs(Accumulators& d, float (&dk)[4][4], co
   float end[2][ANCHORS];
   load_anchor_ends<TOKEN_HALF>(end, shared, l);
   finish_pairs<TOKEN_HALF>(d, dk, o, saved, end, shared, scalars, l);
-  const float rk = load_shared1(scalars + 8 * C + 4 * (HALF * l.token_half + token_of(l)));
-  const float x = load_shared1(shared + OFFSET(SharedMemory, scaling) + 4) * rk * dot_with_rows(d.ax, OFFSET(SharedMemory, k), shared, l);
+  const float rk = load_shared1(scalars + OFFSET(RowScalars, k_norm) + 4 * (HALF * l.token_half + token_of(l)));
+  const float x = load_shared1(shared + OFFSET(SharedMemory, scaling[1])) * rk * dot_with_rows(d.ax, OFFSET(SharedMemory, k), shared, l);
   store_channel_sum(2, x + load_shared1(shared + OFFSET(SharedMemory, values) + 4 * l.thread), shared, l);
   if (!GROUPED && p.flags & FLAG_L2NORM) {
     store_channel_sum(0, dot_with_rows(d.aq, OFFSET(SharedMemory, q), shared, l), shared, l);
@@ -47,7 +56,7 @@ __device__ __forceinline__ void sum_pairs(Accumulators& d, float (&dk)[4][4], co
   }
 }
 
-// The norm's backward of token `lane` of the side: what its row of gradients is multiplied by, and how much of the row is taken away.
+// The norm's backward of token `lane` of the half: what its row of gradients is multiplied by, and how much of the row is taken away.
 struct NormBackward {
   float by, less;
 };
@@ -79,11 +88,11 @@ __device__ __forceinline__ void store_row_gradient(const float (&d)[4][4], const
 #endif
 }
 
-// dgc to gradients of the decays, in place: sums from each token to the half's end, `later` beyond it.
-__device__ __forceinline__ void sum_following_tokens(float (&d)[4][4], const float (&later)[2], const Lane& l) {
+// dgc to gradients of the decays, in place: sums from each token to the half's end, `following` beyond it.
+__device__ __forceinline__ void sum_following_tokens(float (&d)[4][4], const float (&following)[2], const Lane& l) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float carry = later[r];
+    float carry = following[r];
 #pragma unroll
     for (int j = 3; j >= 0; --j) {
       const QuadSums sums = scan_quad<true>(d[j][2 * r] + d[j][2 * r + 1], l);
@@ -95,15 +104,15 @@ __device__ __forceinline__ void sum_following_tokens(float (&d)[4][4], const flo
   }
 }
 
-// What all tokens after the side's give to its steps: through the chunk's end, through the other side, and what was counted in
-// dgc alone for what the side itself gives to the chunk's end.
-__device__ __forceinline__ void load_following_sums(float (&later)[2], u32 shared, u32 sums, u32 last, float shrink, const Lane& l) {
+// What all tokens after the half's give to its steps: through the chunk's end, through the other half, and the part of the half's own
+// contribution to the chunk's end that dgc counted.
+__device__ __forceinline__ void load_following_sums(float (&following)[2], u32 shared, u32 sums, u32 last, float shrink, const Lane& l) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const u32 channel = 4 * (l.channel + 8 * r), at = shared + channel;
     const float states = load_shared1(sums + channel) + load_shared1(sums + channel + 4 * K);
-    later[r] = states * load_shared1(last + channel) * shrink + load_shared1(at + OFFSET(SharedMemory, suffix_sums));
-    later[r] += load_shared1(at + (l.token_half ? OFFSET(SharedMemory, suffix_sums) + 4 * K : OFFSET(SharedMemory, across)));
+    following[r] = states * load_shared1(last + channel) * shrink + load_shared1(at + OFFSET(SharedMemory, suffix_sums));
+    following[r] += load_shared1(at + (l.token_half ? OFFSET(SharedMemory, suffix_sums) + 4 * K : OFFSET(SharedMemory, across)));
   }
 }
 

@@ -1,5 +1,7 @@
-// dv = beta dr, and what v gives to dbeta: dr . v. Part of grads.cu.
+// dv = beta dr, and what v gives to dbeta: dr . v.
 #pragma once
+
+#include "sm90/chunk_backward/grads_loads.cuh"
 
 // Of dbeta the warp's 16 values' part, for token token_of(l) of its side, stays in the thread's place.
 __device__ __forceinline__ void value_gradients(const ChunkBackwardParams& p, u32 shared, u32 unit, u32 scalars, const Lane& l) {

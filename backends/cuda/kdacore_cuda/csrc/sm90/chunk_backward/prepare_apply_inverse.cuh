@@ -10,7 +10,7 @@ __device__ __forceinline__ u32 scaled_pair(u32 x, float2 factor) {
   return pack_bf16(bf16_low(x) * factor.x, bf16_high(x) * factor.y);
 }
 
-// What rounding took of a pair of beta v.
+// The rounding errors of a pair of beta v.
 __device__ __forceinline__ void rounding_error(float& x, float& y, u32 v, float beta) {
   x = bf16_low(v) * beta, y = bf16_high(v) * beta;
   const u32 rounded = pack_bf16(x, y);
@@ -50,7 +50,7 @@ __device__ __forceinline__ void apply_inverse(u32 shared, int warp, int lane, fl
   for (int i = 0; i < 4; ++i) {
     float w[PARTS][2][4] = {}, u[2][4] = {};  // w: of keys of each part
     if (FOR_SEGMENTS) {
-      // Of the four roundings between v and the state, beta v's is the one that costs little to undo: on the inverse's diagonal.
+      // Of the four roundings between v and the state, that of beta v is cheap to compensate, on the inverse's diagonal.
       u32 v[4];
       load_matrix4(v, shared + OFFSET(SharedMemory, v) + image * SQUARE_BYTES + tile_offset(16 * i + (lane & 15), piece + (lane >> 4)));
 #pragma unroll

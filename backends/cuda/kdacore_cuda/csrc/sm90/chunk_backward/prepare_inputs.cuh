@@ -1,4 +1,4 @@
-// Raw rows to shared memory, and what belongs to a row: beta and the norms.
+// Loads of inputs to shared memory; beta and the norms of each row.
 #pragma once
 
 #include "sm90/chunk_backward/inputs.cuh"
@@ -18,7 +18,7 @@ __device__ __forceinline__ void fetch_tile(u32 to, const Rows& from, int rows, i
   }
 }
 
-// Gates in float32: 64 rows of 512 bytes, pieces swizzled_piece so that rows 8 apart do not meet in a bank.
+// Gates in float32: 64 rows of 512 bytes, pieces swizzled so that rows 8 apart do not share a bank.
 __device__ __forceinline__ u32 gate_offset(int row, int piece) { return row * 512 + ((piece ^ (row >> 2 & 6)) << 4); }
 __device__ __forceinline__ void fetch_floats(u32 to, const Rows& from, int rows, int i) {
   const int piece = i & 31;
@@ -29,12 +29,12 @@ __device__ __forceinline__ void fetch_floats(u32 to, const Rows& from, int rows,
   }
 }
 
-// Asks for v, which is read later, to be brought to L2.
+// Prefetches v, which is loaded later, to L2.
 __device__ __forceinline__ void prefetch_tile(const Rows& from, int rows, int i) {
   if (i < 2 * rows) prefetch_l2(row_at(from, i >> 1) + (i & 1) * IMAGE_ROW);
 }
 
-// Reciprocal norms of 16 rows of q (even warps) or k (odd ones), and what is made of them. Sums of squares are the diagonal of
+// Reciprocal norms of 16 rows of q (even warps) or k (odd ones), and factors made of them. Sums of squares are the diagonal of
 // the rows' products with themselves.
 __device__ __forceinline__ void store_norms(const ChunkBackwardParams& p, u32 shared, int rows, int warp, int lane) {
   const int first = 16 * (warp >> 1);

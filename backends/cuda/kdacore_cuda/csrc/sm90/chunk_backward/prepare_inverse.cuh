@@ -1,16 +1,16 @@
 // The triangular inverse: float32 substitution inside blocks of 16, block columns merged on the matrix unit with operands in two
-// bfloat16 parts (about 16 bits). Four warps; warp r brings rows 16r of the system, inverts the block on their diagonal and,
-// when all have, merges block column r.
+// bfloat16 parts (about 16 bits). Four warps; warp r stores rows 16r to 16r + 15 of the system, inverts their diagonal block
+// and, after a barrier of the four, merges block column r.
 //
 // With A the system and D the inverses of its diagonal blocks, block column c of the inverse is X_c = D_c, X_b = -D_b (sum over
-// c <= m < b of A_bm X_m). X is kept transposed, so that each sum is the next product's left operand. The high part of D is
-// what the image of the inverse holds, the low part is where A's would be.
+// c <= m < b of A_bm X_m). X is kept transposed, so that each sum is the next product's left operand. The high part of D is in
+// the image of the inverse, the low part in the place of A's low part.
 #pragma once
 
 #include "common/unit_triangle_inverse.cuh"
 #include "sm90/chunk_backward/prepare_pairs.cuh"
 
-// A diagonal block's inverse. One column a lane, both halves of the warp alike; each stores half of the rows.
+// A diagonal block's inverse. One column a lane, both halves of the warp compute the same; each stores half of the rows.
 __device__ __forceinline__ void invert_diagonal(u32 shared, int block, int lane) {
   const u32 from = shared + OFFSET(SharedMemory, diagonal) + 4 * 16 * DIAGONAL_PITCH * block;
   const int j = lane & 15;

@@ -1,7 +1,7 @@
-// From gates to decays, from decays to operands. A warp has a strip: 32 tokens, a half, and 32 channels. A lane (g, t) =
+// Decays from the gate, and operands from the decays. A warp has a strip: 32 tokens, a half, and 32 channels. A lane (g, t) =
 // (lane / 4, lane % 4) of it has channels 8i + g, i = 0..3, and eight tokens in a row, 8t + j, so that running sums stay in a
-// lane and its quad. The rows that one matrix load or store names are 8t + 2m, 8t + 2m + 1 for t = 0..3, which is what
-// brings lane t its tokens.
+// lane and its quad. The rows of one matrix load or store are 8t + 2m, 8t + 2m + 1 for t = 0..3, so that
+// lane t gets its tokens.
 #pragma once
 
 #include "sm90/chunk_backward/prepare_inputs.cuh"
@@ -79,8 +79,8 @@ __device__ __forceinline__ void load_steps(float (&x)[4][8], u32 shared, const S
   }
 }
 
-// Steps to their sums from the part's first row, plus the centre; the part's sums go to shared memory. Sums up to a row never
-// see a later one.
+// Replaces steps by their sums from the part's first row, plus the centre; the parts' sums go to shared memory. A sum never depends on
+// a later row.
 __device__ __forceinline__ void sum_strip(float (&x)[4][8], u32 shared, const Strip& s, float centre) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -103,8 +103,8 @@ __device__ __forceinline__ void sum_strip(float (&x)[4][8], u32 shared, const St
   }
 }
 
-// Where in a strip's staging row r of tile m goes, at place i: pieces of 16 bytes, those of one token and all four i apart by
-// banks.
+// Address in a strip's staging of row r of tile m at place i: pieces of 16 bytes. The pieces of one token at all four places use
+// different banks.
 __device__ __forceinline__ u32 staging_address(u32 strip, int i, int m, int r) { return strip + i * 512 + m * 128 + ((r ^ 2 * i) << 4); }
 
 // 32 rows of 64 bytes from staging to a tile in device memory.
@@ -120,16 +120,16 @@ __device__ __forceinline__ void flush_strip(u32 strip, const Strip& s, unsigned 
   sync_warp();
 }
 
-// kg of two numbers, and what bfloat16 leaves of it.
+// kg of two numbers, and its rounding error.
 __device__ __forceinline__ void split_kg(float x, float y, u32& kg, u32& low) {
   kg = pack_bf16(x, y);
   low = pack_bf16(x - bf16_low(kg), y - bf16_high(kg));
 }
 
-// kg of pieces i - 1 and i is staged in places 0 and 1, its rest in 2 and 3: both leave, 32 rows of 32 bytes each.
+// Stores kg of pieces i - 1 and i, staged in places 0 and 1, and its rounding error, in 2 and 3: 32 rows of 32 bytes each.
 __device__ __forceinline__ void flush_kg(const ChunkBackwardParams& p, u32 strip, const Strip& s, int i) {
   sync_warp();
-  const int lane = opaque(s.lane);  // addresses are made anew, for want of registers
+  const int lane = opaque(s.lane);  // addresses are recomputed to save registers
   const int place = lane & 3, r = lane >> 2, piece = 4 * (s.slice & 1) + i - 1 + (place & 1);
   unsigned char* to = place_of(place & 2 ? p.kg_low : p.kg, TILE_BYTES) + (s.slice >> 1) * SQUARE_BYTES +
                       (HALF * s.half + 8 * (r >> 1) + (r & 1)) * IMAGE_ROW;
@@ -140,7 +140,7 @@ __device__ __forceinline__ void flush_kg(const ChunkBackwardParams& p, u32 strip
   sync_warp();
 }
 
-// kg of piece i leaves, and what bfloat16 leaves of it. Inference has no use for the latter: four pieces go at once.
+// Stores kg of piece i and its rounding error, two pieces at a time. Inference does not need the latter: four pieces at a time.
 __device__ __forceinline__ void store_kg(const ChunkBackwardParams& p, u32 strip, const Strip& s, int i, const u32 (&kg)[4],
                                          const u32 (&low)[4]) {
   if (FOR_SEGMENTS) {
@@ -159,7 +159,7 @@ __device__ __forceinline__ void store_kg(const ChunkBackwardParams& p, u32 strip
 #include "sm90/chunk_backward/prepare_operands_unbounded.cuh"
 #endif
 
-// 2^ of what the chunk, its first and its second half decay by.
+// Decays of the chunk, of its first and of its second half.
 __device__ __forceinline__ void write_decays(const ChunkBackwardParams& p, u32 shared, int channel) {
   float total[PARTS];
 #pragma unroll

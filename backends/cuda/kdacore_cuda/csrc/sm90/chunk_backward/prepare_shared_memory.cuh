@@ -93,7 +93,7 @@ __device__ __forceinline__ u32 tile_offset(int row, int piece) {
   return row * IMAGE_ROW + ((piece ^ (row & 7) ^ (row >> 2 & 6)) << 4);
 }
 
-// This block's unit in an array of the workspace, or its part of the unit's record.
+// This block's unit in an array of the workspace, or its part of the unit's ChunkOperands.
 __device__ __forceinline__ unsigned char* place_of(u64 base, u32 bytes) {
 #if FOR_SEGMENTS
   bytes = sizeof(ChunkOperands);

@@ -171,15 +171,15 @@ __device__ __forceinline__ void store_parts(u32 to, const Products& sums) {
 #endif
 }
 
-// The other half's decay of this lane's channels. `mine`: where this lane writes its own in shared memory.
-__device__ __forceinline__ void exchange_totals(const Lane& l, const Place& at, u32 mine, const float (&total)[8],
+// The other half's decay of this lane's channels. `own_totals`: where this lane writes its own in shared memory.
+__device__ __forceinline__ void exchange_totals(const Lane& l, const Place& at, u32 own_totals, const float (&total)[8],
                                                 float (&across)[8]) {
   if (l.g == 0) {
 #pragma unroll
-    for (int e = 0; e < 8; e += 2) store_shared(mine + 4 * e, total[e], total[e + 1]);
+    for (int e = 0; e < 8; e += 2) store_shared(own_totals + 4 * e, total[e], total[e + 1]);
   }
   sync_pair(at.pair);
-  const u32 other = opaque(mine) + (at.half ? -128 : 128);  // recomputed to save registers
+  const u32 other = opaque(own_totals) + (at.half ? -128 : 128);  // recomputed to save registers
 #pragma unroll
   for (int e = 0; e < 8; e += 4) {
     const float4 x = load_shared4(other + 4 * e);
@@ -202,7 +202,7 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
     const int pair = group * SLICES + at.slice;
     at.pair = 1 + pair;
     at.exchange = shared + OFFSET(SharedMemory, keys) + pair * EXCHANGE_BYTES + 16 * l.lane;
-    const u32 bias = shared + OFFSET(SharedMemory, bias) + 4 * (32 * at.slice + 8 * l.t), mine = shared + OFFSET(SharedMemory, totals) + pair * 256 + at.half * 128 + 32 * l.t;
+    const u32 bias = shared + OFFSET(SharedMemory, bias) + 4 * (32 * at.slice + 8 * l.t), own_totals = shared + OFFSET(SharedMemory, totals) + pair * 256 + at.half * 128 + 32 * l.t;
     const u32 parts = shared + OFFSET(SharedMemory, parts) + pair * SLICE_PARTS + at.half * PARTS * PART_BYTES + 16 * l.lane;
     const TaskPart part = make_task_part(p, shared, task);
     const int token = part.chunk_of(c) * C + at.half * HALF + 2 * l.p;
@@ -226,7 +226,7 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
 #if !FEW_REGISTERS
       gate_steps(raw, gate, bias, sum);
 #else  // the address recomputed to save registers
-      gate_steps(raw, gate, opaque(mine) + (OFFSET(SharedMemory, bias) + 128 * at.slice - OFFSET(SharedMemory, totals) - pair * 256 - at.half * 128), sum);
+      gate_steps(raw, gate, opaque(own_totals) + (OFFSET(SharedMemory, bias) + 128 * at.slice - OFFSET(SharedMemory, totals) - pair * 256 - at.half * 128), sum);
 #endif
       advance(from);
       left -= STRIDE * C;
@@ -244,7 +244,7 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
 #if !BOUNDED
       load_gate(raw, {from, left});
 #endif
-      exchange_totals(l, at, mine, total, across);
+      exchange_totals(l, at, own_totals, total, across);
       barrier_wait(shared + OFFSET(SharedMemory, empty) + 8 * slot, (u32)(c / STAGES & 1) ^ 1);
       Across across_sums = {};
       store_decay(at, l, total, across);

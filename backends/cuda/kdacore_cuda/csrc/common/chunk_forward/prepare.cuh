@@ -1,17 +1,16 @@
 // A prepare warp turns 16 tokens of q, k, g and beta into a chunk image. It works alone, synchronised only by the stages' barriers.
 #pragma once
 
-#include "common/warp_arrivals.cuh"
-#include "common/chunk_forward/shared_memory.cuh"
-#include "common/unit_triangle_inverse.cuh"
-#include "common/chunk_forward/tokens.cuh"
+#include "common/chunk_forward/bounded_triangles.cuh"
 #include "common/chunk_forward/dyadic_triangles.cuh"
 #include "common/chunk_forward/sequences.cuh"
+#include "common/chunk_forward/shared_memory.cuh"
+#include "common/chunk_forward/tokens.cuh"
+#include "common/unit_triangle_inverse.cuh"
+#include "common/warp_arrivals.cuh"
 
 constexpr int SLICES = K / 32;
 constexpr int UNROLL = SLICE_UNROLL;
-// log2 of a factor of k 2^-G that keeps it from overflowing for G down to -116.
-constexpr float SHIFT = -64.0f;
 
 // Addresses of this lane's channels of token 2p of the next chunk to load; byte strides between tokens.
 struct Source {
@@ -57,7 +56,7 @@ __device__ __forceinline__ void load_rows(Raw& raw, const NextLoad& r) {
 // Sums over channels: both triangles (as tiles, or by dyadic level), squares and the diagonal.
 struct Products {
 #if BOUNDED
-  float kk[2][4], qk[2][4];
+  float tile[4][4];  // keys against even and odd tokens, then queries
 #else
   float level[4][4], diagonal[2];
 #endif
@@ -77,11 +76,6 @@ __device__ __forceinline__ void store_decay(u32 stage, const Lane& l, int slice,
 #pragma unroll
   for (int e = 0; e < 8; e += 2) store_shared(to + 8 * e, decay[e], decay[e + 1]);
 }
-
-// Of the lane's two tokens: beta, inverse norm of k, scale over norm of q.
-struct Scalars {
-  float beta[2], k_norm[2], q_factor[2];
-};
 
 #if BOUNDED
 #include "common/chunk_forward/prepare_bounded.cuh"
@@ -150,20 +144,7 @@ __device__ __forceinline__ void prepare_chunk(Raw& raw, Source& from, const Gate
     if (slice == 0) barrier_wait(stage_empty.empty, stage_empty.parity);
     prepare_slice(raw, sum, total, l, slice, stage, sums, next);
   }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    s.k_norm[i] = 1.0f;
-    s.q_factor[i] = p.scale;
-    if (p.flags & FLAG_L2NORM) {
-      float kk = sums.k_square[i], qq = sums.q_square[i];
-      kk += shuffle_xor(kk, 1);
-      qq += shuffle_xor(qq, 1);
-      kk += shuffle_xor(kk, 2);
-      qq += shuffle_xor(qq, 2);
-      s.k_norm[i] = inverse_sqrt(kk + 1e-6f);
-      s.q_factor[i] *= inverse_sqrt(qq + 1e-6f);
-    }
-  }
+  set_norms(p, sums.k_square, sums.q_square, s);
   store_scalars(stage, l, s);
 #if !BOUNDED
   sync_warp();

@@ -48,29 +48,12 @@ __device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8]
     const u32 q[4] = {qp[0][w], qp[1][w], qp[0][w + 1], qp[1][w + 1]};
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
-      mma_bf16(sums.kk[tile], k, km[tile][w], km[tile][w + 1]);
-      mma_bf16(sums.qk[tile], q, km[tile][w], km[tile][w + 1]);
+      mma_bf16(sums.tile[tile], k, km[tile][w], km[tile][w + 1]);
+      mma_bf16(sums.tile[2 + tile], q, km[tile][w], km[tile][w + 1]);
     }
   }
 }
 
-// Row i = 2p + h of both triangles against tokens 2n and 2n + 1 of each column pair.
 __device__ __forceinline__ void store_triangles(u32 stage, u32 scratch, const Lane& l, const Scalars& s, const Products& sums) {
-  constexpr float INVERSE_SHIFT = 18446744073709551616.0f;  // 2^-SHIFT
-#pragma unroll
-  for (int c = 0; c < 2; ++c) {
-    const int n = 2 * l.t + c, j = 2 * token_pair_of(n);
-    const float r0 = shuffle(s.k_norm[0], 4 * n), r1 = shuffle(s.k_norm[1], 4 * n);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int i = 2 * l.p + h;
-      const float factor = INVERSE_SHIFT * s.beta[h] * s.k_norm[h];
-      const float a0 = j < i ? sums.kk[0][2 * h + c] * factor * r0 : 0.0f;
-      const float a1 = j + 1 < i ? sums.kk[1][2 * h + c] * factor * r1 : 0.0f;
-      store_shared(scratch + 4 * (SCRATCH_PITCH * i + j), a0, a1);
-      const float b0 = j <= i ? sums.qk[0][2 * h + c] * INVERSE_SHIFT : 0.0f;
-      const float b1 = j + 1 <= i ? sums.qk[1][2 * h + c] * INVERSE_SHIFT : 0.0f;
-      store_shared(stage + OFFSET(ChunkImage, qk) + (j >> 3) * 256 + i * 16 + (j & 7) * 2, pack_bf16(b0, b1));
-    }
-  }
+  store_bounded_triangles(stage + OFFSET(ChunkImage, qk), scratch, l, s, sums.tile);
 }

@@ -4,11 +4,6 @@
 // (k right; q right) by (k left) serves both triangles. Part of prepare.cuh.
 #pragma once
 
-constexpr int LEVELS = 4;  // halves of 1, 2, 4 and 8 tokens
-
-// Lane bit that holds bit `level - 1` of p.
-__device__ __forceinline__ constexpr int lane_bit(int level) { return level == 1 ? 8 : level == 2 ? 4 : 16; }
-
 // The lane whose even token is the first one of the right half.
 __device__ __forceinline__ int anchor_lane(int lane, int level) {
   return level == 1 ? lane | 8 : level == 2 ? (lane & ~8) | 4 : (lane & ~12) | 16;

@@ -2,9 +2,10 @@
 // float32 accumulators, so that its bf16 copy is the next product's left operand as it is; tokens are the product's short dimension.
 #pragma once
 
-#include "common/warp_arrivals.cuh"
-#include "common/chunk_forward/shared_memory.cuh"
 #include "common/chunk_forward/sequences.cuh"
+#include "common/chunk_forward/shared_memory.cuh"
+#include "common/chunk_forward/solve.cuh"
+#include "common/warp_arrivals.cuh"
 #if WARPGROUP
 #include "sm90/wgmma.cuh"
 #endif
@@ -63,9 +64,6 @@ struct Tokens {
 };
 
 // Of row `row` of a chunk's token scalars the four that this lane's columns need: tokens 2t, 2t+1 and 8+2t, 8+2t+1.
-struct Columns {
-  float c[2][2];
-};
 __device__ __forceinline__ Columns columns(u32 stage, u32 row, int t) {
   const float2 a = load_shared2(stage + OFFSET(ChunkImage, scalars) + row + 8 * t);
   const float2 b = load_shared2(stage + OFFSET(ChunkImage, scalars) + row + 8 * t + 32);
@@ -107,19 +105,7 @@ __device__ __forceinline__ void solve(Tokens& tok, int m, const SolveOperands& s
       residual[i][e] = s.beta.c[i][e & 1] * value - s.beta_r.c[i][e & 1] * tok.xo[m][i][e];
     }
   }
-  const u32 a[4] = {pack_bf16(residual[0][0], residual[0][1]), pack_bf16(residual[0][2], residual[0][3]), pack_bf16(residual[1][0], residual[1][1]),
-                    pack_bf16(residual[1][2], residual[1][3])};
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) residual[i][e] *= s.r.c[i][e & 1];
-  }
-  mma_bf16(residual[0], a, s.inverse[0], s.inverse[1]);
-  mma_bf16(residual[1], a, s.inverse[2], s.inverse[3]);
-  w[0] = pack_bf16(residual[0][0], residual[0][1]);
-  w[1] = pack_bf16(residual[0][2], residual[0][3]);
-  w[2] = pack_bf16(residual[1][0], residual[1][1]);
-  w[3] = pack_bf16(residual[1][2], residual[1][3]);
+  multiply_inverse(residual, s.r, s.inverse, w);
   mma_bf16(tok.xo[m][2], w, s.qk[0], s.qk[1]);
   mma_bf16(tok.xo[m][3], w, s.qk[2], s.qk[3]);
 }

@@ -6,8 +6,9 @@
 // c = scale / |q|. Norms are not applied to the 16-bit operands; they only scale rows of float32 sums. W is v_new times r.
 #pragma once
 
-#include "common/swizzle.cuh"
+#include "common/chunk_forward/tiles.cuh"
 #include "common/ptx.cuh"
+#include "common/swizzle.cuh"
 
 // Macros from the host: K_DIM, V_DIM, CLUSTER, STAGES, PREPARE_WARPS, BOUNDED, G_FLOAT,
 // WARPGROUP, SHARED_LIMIT, SLICE_UNROLL.
@@ -25,11 +26,6 @@ static_assert(STAGES % CLUSTER == 0, "a stage belongs to one block of the cluste
 static_assert(PREPARE_WARPS * CLUSTER <= STAGES, "a parity could be a full ring old");
 
 constexpr u32 ROWS_BYTES = C * 128;  // 64 channels of the chunk's tokens
-
-// A 16 x 16 bfloat16 matrix as a right operand of mma: two halves of columns, 16 bytes a row.
-struct Triangle {
-  u16 half[2][C][8];
-};
 
 // One float a token: beta, beta r, r and c.
 struct TokenScalars {
@@ -53,12 +49,6 @@ struct alignas(1024) Stage {
 constexpr u32 STAGE_PITCH = sizeof(Stage);
 
 constexpr int V_DEPTH = 4;  // chunks of V in flight
-// 16 tokens x 16 columns of V, 32-byte rows ordered by tile_offset.
-struct ValueTile {
-  u16 x[C][16];
-};
-constexpr u32 TILE_BYTES = sizeof(ValueTile);
-constexpr u32 SCRATCH_PITCH = 20;  // floats a row of a prepare warp's triangle
 
 struct SharedMemory {
   Stage stages[STAGES];
@@ -71,6 +61,3 @@ struct SharedMemory {
   int picked[4];      // the sequence that this cluster takes
 };
 static_assert(OFFSET(SharedMemory, picked) + 16 <= SHARED_LIMIT, "the host's shared memory size is too small");
-
-// Offset of half `half` of row `row` in a 16 x 16 tile with 32-byte rows, free of bank conflicts.
-__device__ __forceinline__ u32 tile_offset(int row, int half) { return row * 32 + ((half ^ (row >> 2 & 1)) << 4); }

@@ -1,4 +1,4 @@
-// Two tokens by eight channels of the inputs in a lane's registers; gates and beta applied to them.
+// Two tokens by eight channels of the inputs in a lane's registers; gates, beta and norms.
 //
 // Lane (g, t) = (lane / 4, lane % 4) holds tokens 2p and 2p + 1 of 16, where p is g with bits 0 and 1 swapped, and 8 channels
 // (8t ..) of a slice of 32. Those are the lane's elements of mma fragments under a permutation of channels, which
@@ -112,6 +112,29 @@ __device__ __forceinline__ void sum_steps(float (&s)[2][8], float (&total)[8], c
     total[e] = sum + other;
     s[0][e] += before;
     s[1][e] += s[0][e];
+  }
+}
+
+// Of the lane's two tokens: beta, inverse norm of k, scale over norm of q.
+struct Scalars {
+  float beta[2], k_norm[2], q_factor[2];
+};
+
+// From the lane's sums of squares; four lanes share a token.
+__device__ __forceinline__ void set_norms(const ChunkForwardParams& p, const float (&k_square)[2], const float (&q_square)[2], Scalars& s) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    s.k_norm[i] = 1.0f;
+    s.q_factor[i] = p.scale;
+    if (p.flags & FLAG_L2NORM) {
+      float kk = k_square[i], qq = q_square[i];
+      kk += shuffle_xor(kk, 1);
+      qq += shuffle_xor(qq, 1);
+      kk += shuffle_xor(kk, 2);
+      qq += shuffle_xor(qq, 2);
+      s.k_norm[i] = inverse_sqrt(kk + 1e-6f);
+      s.q_factor[i] *= inverse_sqrt(qq + 1e-6f);
+    }
   }
 }
 

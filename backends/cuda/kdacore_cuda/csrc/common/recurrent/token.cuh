@@ -1,8 +1,8 @@
 // Where a sequence starts, and the preparation of one token.
 #pragma once
 
-#include "common/recurrent/memory.cuh"
 #include "common/gate.cuh"
+#include "common/recurrent/memory.cuh"
 #include "generated/recurrent_params.cuh"
 
 constexpr int K = K_DIM;

@@ -6,8 +6,8 @@
 // A warp multiplies its own columns of both products, in place; barriers of the block stand before and after.
 //
 // Macros from the host: K_DIM, V_DIM, HALF_F16, THREADS, MIN_BLOCKS, SHARED_LIMIT.
-#include "common/swizzle.cuh"
 #include "common/stages/chunk.cuh"
+#include "common/swizzle.cuh"
 
 constexpr int V = V_DIM;
 struct SharedMemory {

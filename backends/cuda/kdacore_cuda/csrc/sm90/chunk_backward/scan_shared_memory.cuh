@@ -4,8 +4,8 @@
 #include "common/warp_arrivals.cuh"
 #include "sm90/bulk_copies.cuh"
 #include "sm90/chunk_backward/workspace.cuh"
-#include "sm90/warp.cuh"
 #include "sm90/ring.cuh"
+#include "sm90/warp.cuh"
 
 // Macros from the host: WARPGROUPS, SHARED_BYTES.
 static_assert(WARPGROUPS == 1 || WARPGROUPS == 2, "64 rows of V a warpgroup");

@@ -19,8 +19,8 @@
 //   rows        float [3][64]               beta as the recurrence uses it (0 past the end), 1 / |q|, 1 / |k| (1 without l2norm)
 #pragma once
 
-#include "common/swizzle.cuh"
 #include "common/loads.cuh"
+#include "common/swizzle.cuh"
 #include "generated/chunk_backward_params.cuh"
 
 constexpr int K = 128;

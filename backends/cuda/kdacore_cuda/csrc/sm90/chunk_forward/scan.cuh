@@ -2,6 +2,7 @@
 // in float32 accumulators, so that its bf16 copy is the next product's left operand as it is; tokens are the product's short dimension.
 #pragma once
 
+#include "common/chunk_forward/solve.cuh"
 #include "common/warp_arrivals.cuh"
 #include "sm90/chunk_forward/schedule.cuh"
 #include "sm90/wgmma.cuh"
@@ -57,9 +58,6 @@ struct Tokens {
 };
 
 // Of row `row` of a chunk's token scalars the four that this lane's columns of a half need: tokens 2t, 2t+1 and 8+2t, 8+2t+1.
-struct Columns {
-  float c[2][2];
-};
 __device__ __forceinline__ Columns columns(u32 stage, u32 row, int half, int t) {
   const u32 at = stage + OFFSET(ChunkImage, scalars) + row + 4 * HALF * half + 8 * t;
   const float2 a = load_shared2(at), b = load_shared2(at + 32);
@@ -97,18 +95,7 @@ __device__ __forceinline__ void solve(const Tokens& tok, int half, const SolveOp
       residual[i][e] = s.beta.c[i][e & 1] * (value - s.r.c[i][e & 1] * tok.xo[2 * half + i][e]);
     }
   }
-  const u32 a[4] = {pack_bf16(residual[0][0], residual[0][1]), pack_bf16(residual[0][2], residual[0][3]), pack_bf16(residual[1][0], residual[1][1]),
-                    pack_bf16(residual[1][2], residual[1][3])};
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) residual[i][e] *= s.r.c[i][e & 1];
-  }
-  add_triangle(residual[0], residual[1], a, s.inverse);
-  w[0] = pack_bf16(residual[0][0], residual[0][1]);
-  w[1] = pack_bf16(residual[0][2], residual[0][3]);
-  w[2] = pack_bf16(residual[1][0], residual[1][1]);
-  w[3] = pack_bf16(residual[1][2], residual[1][3]);
+  multiply_inverse(residual, s.r, s.inverse, w);
 }
 
 // o of a chunk times its factor, packed for storing.

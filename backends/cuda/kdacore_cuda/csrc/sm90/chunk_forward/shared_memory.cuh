@@ -12,8 +12,9 @@
 // with c = scale / |q|. Norms are not applied to the 16-bit operands; they only scale rows of float32 sums. W is v_new times r.
 #pragma once
 
-#include "common/swizzle.cuh"
+#include "common/chunk_forward/tiles.cuh"
 #include "common/ptx.cuh"
+#include "common/swizzle.cuh"
 #include "generated/steps.cuh"
 
 // Macros from the host: K_DIM, V_DIM, CLUSTER, SCANNERS, STAGES, GROUPS, SOLVER_SLOTS, BOUNDED, G_FLOAT, SHARED_LIMIT,
@@ -40,12 +41,6 @@ static_assert(GROUPS * CLUSTER <= STAGES, "a parity could be a full ring old");
 
 constexpr u32 ROWS_BYTES = C * 128;  // 64 channels of the chunk's tokens
 
-// A 16 x 16 bfloat16 matrix as a right operand of mma: two halves of columns, 16 bytes a row.
-struct Triangle {
-  u16 half[2][HALF][8];
-};
-constexpr u32 TRIANGLE_BYTES = sizeof(Triangle);
-
 // One float a token: beta, r and c.
 struct TokenScalars {
   float beta[C], k_norm[C], q_factor[C];
@@ -69,12 +64,6 @@ struct alignas(1024) Stage {
 constexpr u32 STAGE_PITCH = sizeof(Stage);
 
 constexpr int V_DEPTH = 3;  // chunks of V in flight
-// 16 tokens x 16 columns of V, 32-byte rows ordered by tile_offset.
-struct ValueTile {
-  u16 x[HALF][16];
-};
-constexpr u32 TILE_BYTES = sizeof(ValueTile);
-constexpr u32 SCRATCH_PITCH = 20;  // floats a row of a solver's triangle
 
 // Partial sums over a slice's channels, from slice warps to the solver: 16 bytes a lane and part.
 constexpr int PARTS = BOUNDED ? 5 : 6;
@@ -106,6 +95,3 @@ constexpr u32 SLICE_PARTS = sizeof(SliceParts), EXCHANGE_BYTES = sizeof(uint4[2]
 constexpr u32 SCRATCH_BYTES = sizeof(float[HALF][SCRATCH_PITCH]), INTERVAL_BYTES = sizeof(int[8]);
 static_assert(sizeof(SharedMemory) - 1024 < SHARED_LIMIT && OFFSET(SharedMemory, interval) + INTERVAL_BYTES <= SHARED_LIMIT,
               "the host's shared memory size is too small");
-
-// Offset of half `half` of row `row` in a 16 x 16 tile with 32-byte rows, free of bank conflicts.
-__device__ __forceinline__ u32 tile_offset(int row, int half) { return row * 32 + ((half ^ (row >> 2 & 1)) << 4); }

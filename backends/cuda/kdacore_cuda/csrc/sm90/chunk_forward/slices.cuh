@@ -3,15 +3,13 @@
 // keys for the products across the halves.
 #pragma once
 
+#include "common/chunk_forward/bounded_triangles.cuh"
+#include "common/chunk_forward/dyadic_triangles.cuh"
 #include "common/warp_arrivals.cuh"
-#include "common/chunk_forward/tokens.cuh"
 #include "sm90/chunk_forward/schedule.cuh"
 
 // If gates are unbounded, slice warps need all of their 120 registers; in clusters of three they have 128.
 #define FEW_REGISTERS (!BOUNDED && CLUSTER == SCANNERS)
-
-// log2 of a factor of k 2^-G that keeps it from overflowing for G down to -116.
-constexpr float SHIFT = -64.0f;
 
 // Addresses of this lane's channels of token 2p of the next chunk to load; byte strides between tokens.
 struct Source {

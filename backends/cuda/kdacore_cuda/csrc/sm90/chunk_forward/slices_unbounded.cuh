@@ -4,11 +4,6 @@
 // (k right; q right) by (k left) serves both triangles. Both exponents are known while decays are summed. Part of slices.cuh.
 #pragma once
 
-constexpr int LEVELS = 4;  // halves of 1, 2, 4 and 8 tokens
-
-// Lane bit that holds bit `level - 1` of p.
-__device__ __forceinline__ constexpr int lane_bit(int level) { return level == 1 ? 8 : level == 2 ? 4 : 16; }
-
 // The triangles' operands are multiplied in 16 bits: their errors average out over the channels summed.
 __device__ __forceinline__ u32 scaled(u32 x, float low, float high) { return multiply_bf16(x, pack_bf16(low, high)); }
 

@@ -4,13 +4,6 @@
 #include "common/unit_triangle_inverse.cuh"
 #include "sm90/chunk_forward/slices.cuh"
 
-#include "common/chunk_forward/dyadic_triangles.cuh"  // after SCRATCH_PITCH
-
-// Of the lane's two tokens: beta, inverse norm of k, scale over norm of q.
-struct Scalars {
-  float beta[2], k_norm[2], q_factor[2];
-};
-
 #if BOUNDED
 #include "sm90/chunk_forward/triangles_bounded.cuh"
 #else
@@ -115,23 +108,6 @@ __device__ __forceinline__ void add_parts(Products& sums, u32 from) {
   }
 }
 
-__device__ __forceinline__ void set_norms(const ChunkForwardParams& p, const Products& sums, Scalars& s) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    s.k_norm[i] = 1.0f;
-    s.q_factor[i] = p.scale;
-    if (p.flags & FLAG_L2NORM) {
-      float kk = sums.square[0][i], qq = sums.square[1][i];
-      kk += shuffle_xor(kk, 1);
-      qq += shuffle_xor(qq, 1);
-      kk += shuffle_xor(kk, 2);
-      qq += shuffle_xor(qq, 2);
-      s.k_norm[i] = inverse_sqrt(kk + 1e-6f);
-      s.q_factor[i] *= inverse_sqrt(qq + 1e-6f);
-    }
-  }
-}
-
 // Two warps finish a chunk, a half each, because a stage is occupied for as long as this lasts and stages are scarce. The first adds up
 // the products across the halves while the second inverts both triangles at once, a column a lane.
 __device__ __forceinline__ void solver_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
@@ -165,7 +141,7 @@ __device__ __forceinline__ void solver_warp(const ChunkForwardParams& p, u32 sha
       if (half) {
         warp_arrive(parts_read, l.lane);
       }
-      set_norms(p, sums, s);
+      set_norms(p, sums.square[0], sums.square[1], s);
       store_scalars(stage, half, l, s);
 #if !BOUNDED
       sync_warp();

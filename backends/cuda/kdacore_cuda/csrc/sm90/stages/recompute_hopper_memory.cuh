@@ -3,8 +3,8 @@
 // Macros from the host: K_DIM (128), HALF_F16, WITH_Q, SHARED_WHOLE, SHARED_HALF.
 #pragma once
 
-#include "common/swizzle.cuh"
 #include "common/stages/chunk.cuh"
+#include "common/swizzle.cuh"
 #include "sm90/bulk_copies.cuh"
 
 static_assert(K == 128, "rows of 128 channels and values");

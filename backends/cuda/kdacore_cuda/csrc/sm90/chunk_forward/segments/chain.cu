@@ -7,8 +7,8 @@
 // separates writing S from reading it, and one segment from the next.
 //
 // Macros from the host: ROWS, SHARED_BYTES.
-#include "sm90/warp.cuh"
 #include "sm90/chunk_forward/segments/segment.cuh"
+#include "sm90/warp.cuh"
 
 constexpr int THREADS = 256, BLOCKS_V = V / ROWS;
 constexpr int STAGES = 3;  // of A: two are loaded ahead

@@ -4,9 +4,9 @@
 #pragma once
 
 #include "common/warp_arrivals.cuh"
-#include "sm90/warp.cuh"
-#include "sm90/ring.cuh"
 #include "sm90/chunk_forward/segments/segment.cuh"
+#include "sm90/ring.cuh"
+#include "sm90/warp.cuh"
 
 constexpr int STATE_WARPS = 4 * WARPGROUPS;  // warps with 16 rows of the state each; the warp after them copies
 constexpr int PARTS = 2 / WARPGROUPS;     // blocks of one state

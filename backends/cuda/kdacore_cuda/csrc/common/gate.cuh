@@ -6,8 +6,8 @@
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
-// Lowest log2 decay of one step. 2^-126 is the smallest normal float32, so anything smaller is zero anyway; the limit keeps sums
-// over a chunk accurate.
+// Lowest log2 decay of one step. 2^-126 is the smallest normal float32, so anything smaller is zero
+// anyway; the limit keeps sums over a chunk accurate.
 constexpr float LOWEST_STEP = -126.0f;
 
 // log(1 + e) for e in [0, 1], relative error 2e-7. lg2(1 + e) would lose the small e of slow gates.

@@ -1,4 +1,5 @@
-// The 16-bit type of a training stage, HALF_F16 = 0 for bfloat16 and 1 for float16: packing, unpacking, products.
+// The 16-bit type of a training stage, HALF_F16 = 0 for bfloat16 and 1 for float16: packing,
+// unpacking, products.
 #pragma once
 
 #include "common/ptx.cuh"

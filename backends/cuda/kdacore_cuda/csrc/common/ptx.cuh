@@ -1,13 +1,15 @@
-// Every PTX instruction the kernels use, one small function each. The CPU emulator of the tests provides the same
-// functions under KDACORE_EMULATE, so the kernels themselves run unchanged without a GPU.
+// Every PTX instruction the kernels use, one small function each. The CPU emulator of the tests
+// provides the same functions under KDACORE_EMULATE, so the kernels themselves run unchanged
+// without a GPU.
 #pragma once
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 
-// Byte offset of a field of a structure that describes shared memory. An address in shared memory is a 32-bit number here, as
-// ldmatrix, mbarrier, wgmma and bulk copies take it; the structures give the layout, the sizes and the types.
+// Byte offset of a field of a structure that describes shared memory. An address in shared memory
+// is a 32-bit number here, as ldmatrix, mbarrier, wgmma and bulk copies take it; the structures
+// give the layout, the sizes and the types.
 #ifdef KDACORE_EMULATE
 #define OFFSET(structure, field) ((u32)offsetof(structure, field))
 #else  // NVRTC has no offsetof of its own
@@ -29,14 +31,16 @@ __device__ __forceinline__ int block_index() { return (int)blockIdx.x; }
 
 // --- order of launches --------------------------------------------------------------------------------------------
 
-// A launch may begin while the previous one in the stream still runs, so every thread of every kernel waits here before it reads or
-// writes device memory. Blocks without work wait too, as the next launch waits for this one alone.
+// A launch may begin while the previous one in the stream still runs, so every thread of every
+// kernel waits here before it reads or writes device memory. Blocks without work wait too, as the
+// next launch waits for this one alone.
 __device__ __forceinline__ void wait_for_inputs() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// Lets the next launch of the stream use free multiprocessors; it still waits for this one in wait_for_inputs.
+// Lets the next launch of the stream use free multiprocessors; it still waits for this one in
+// wait_for_inputs.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -93,7 +97,8 @@ __device__ __forceinline__ u16 float_to_half(float x) {
   return y;
 }
 
-// The same value with its origin hidden from the compiler, so that what depends on it is not hoisted out of a loop into registers.
+// The same value with its origin hidden from the compiler, so that what depends on it is not
+// hoisted out of a loop into registers.
 __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -152,8 +157,8 @@ __device__ __forceinline__ uint4 load_shared_u4(u32 a) {
 
 // --- global memory ------------------------------------------------------------------------------------------------
 
-// Loads 16 bytes; `r` keeps its value when `real` is false. Without L1::no_allocate, though few are read again: with it chunk
-// forward was 0.4 to 5 % slower.
+// Loads 16 bytes; `r` keeps its value when `real` is false. Without L1::no_allocate, though few are
+// read again: with it chunk forward was 0.4 to 5 % slower.
 __device__ __forceinline__ void load_sixteen(uint4& r, const void* p, bool real) {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4]; }"
                : "+r"(r.x), "+r"(r.y), "+r"(r.z), "+r"(r.w)
@@ -184,7 +189,8 @@ __device__ __forceinline__ uint4 load_written(u64 p) {
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
   return r;
 }
-// Sets a flag to `value`, after all earlier writes of this thread; waits for that value and clears the flag.
+// Sets a flag to `value`, after all earlier writes of this thread; waits for that value and clears
+// the flag.
 __device__ __forceinline__ void set_flag(u64 flag, u64 value) {
   asm volatile("st.release.gpu.global.b64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
@@ -196,7 +202,8 @@ __device__ __forceinline__ void wait_and_clear_flag(u64 flag, u64 value) {
   asm volatile("st.global.b64 [%0], 0;" ::"l"(flag) : "memory");
 }
 
-// Copies 16 bytes from device to shared memory, asynchronously; zeros when `real` is false (then `src` is not read).
+// Copies 16 bytes from device to shared memory, asynchronously; zeros when `real` is false (then
+// `src` is not read).
 __device__ __forceinline__ void copy_async16(u32 dst, const void* src, bool real) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(real ? 16 : 0) : "memory");
 }
@@ -220,7 +227,8 @@ __device__ __forceinline__ void load_matrix4_transposed(u32 (&r)[4], u32 a) {
                : "r"(a)
                : "memory");
 }
-// Stores four 8x8 tiles transposed, of which each lane holds a row pair; lane 8i + r gives the address of stored row r of tile i.
+// Stores four 8x8 tiles transposed, of which each lane holds a row pair; lane 8i + r gives the
+// address of stored row r of tile i.
 __device__ __forceinline__ void store_matrix4_transposed(u32 a, const u32 (&r)[4]) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(r[0]), "r"(r[1]),
@@ -275,9 +283,10 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
 }
 
 // --- clusters -----------------------------------------------------------------------------------------------------
-// Arrivals name no scope: a cluster-scope release costs a device-wide memory barrier and a cluster-scope wait flushes L1. They need
-// none, as blocks of a cluster exchange nothing through device memory: data goes from block to block as bulk copies that the
-// barrier counts, and a remote arrival says only that shared memory has been read.
+// Arrivals name no scope: a cluster-scope release costs a device-wide memory barrier and a
+// cluster-scope wait flushes L1. They need none, as blocks of a cluster exchange nothing through
+// device memory: data goes from block to block as bulk copies that the barrier counts, and a remote
+// arrival says only that shared memory has been read.
 
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ u32 cluster_address(u32 a, u32 rank) {
@@ -307,7 +316,8 @@ __device__ __forceinline__ void sync_cluster() {
 
 // --- registers ----------------------------------------------------------------------------------------------------
 
-// Changes the registers of a warpgroup's threads from the block's START to N (sm_90a and later architecture-specific targets).
+// Changes the registers of a warpgroup's threads from the block's START to N (sm_90a and later
+// architecture-specific targets).
 template <int N, int START>
 __device__ __forceinline__ void set_registers() {
   if constexpr (N > START) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));

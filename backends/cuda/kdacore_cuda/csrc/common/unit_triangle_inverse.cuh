@@ -3,7 +3,8 @@
 
 #include "common/ptx.cuh"
 
-// Column j. at(i, m): address in shared memory of columns m to m + 3 of row i; values on and right of the diagonal are not used.
+// Column j. at(i, m): address in shared memory of columns m to m + 3 of row i; values on and right
+// of the diagonal are not used.
 template <class At>
 __device__ __forceinline__ void invert_column(float (&x)[16], int j, At at) {
 #pragma unroll

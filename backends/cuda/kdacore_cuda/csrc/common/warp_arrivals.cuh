@@ -1,7 +1,9 @@
-// A warp's arrival at a barrier in shared memory: all earlier accesses of its lanes come before those of the threads that wait.
+// A warp's arrival at a barrier in shared memory: all earlier accesses of its lanes come before
+// those of the threads that wait.
 //
 // One lane arrives for its warp, after __syncwarp. racecheck tracks only the threads that arrive
-// and reports the other lanes; with EVERY_LANE (see build.py) each lane arrives for itself, and all barriers expect 32 times as many.
+// and reports the other lanes; with EVERY_LANE (see build.py) each lane arrives for itself, and all
+// barriers expect 32 times as many.
 #pragma once
 
 #include "common/ptx.cuh"

@@ -1,10 +1,12 @@
-// A ring of stages in shared memory. Each stage has two barriers: one completes when it is full, one when it is empty.
+// A ring of stages in shared memory. Each stage has two barriers: one completes when it is full,
+// one when it is empty.
 #pragma once
 
 #include "common/ptx.cuh"
 
-// The position of a producer or a consumer. Stages begin at offset AT, PITCH bytes apart. The barriers for full begin at FULL_AT, 8 bytes
-// apart, those for empty EMPTY bytes after them. Stages are filled for the first time at parity 0.
+// The position of a producer or a consumer. Stages begin at offset AT, PITCH bytes apart. The
+// barriers for full begin at FULL_AT, 8 bytes apart, those for empty EMPTY bytes after them. Stages
+// are filled for the first time at parity 0.
 template <int STAGES, u32 AT, u32 PITCH, u32 FULL_AT, u32 EMPTY>
 struct Ring {
   u32 shared;

@@ -1,19 +1,21 @@
-// Warpgroup products (wgmma, sm_90a): four warps, the left operand in their registers, the right one in shared memory,
-// asynchronous until waited for. Part of ptx.cuh's contract: the emulator has the same functions.
+// Warpgroup products (wgmma, sm_90a): four warps, the left operand in their registers, the right
+// one in shared memory, asynchronous until waited for. Part of ptx.cuh's contract: the emulator has
+// the same functions.
 #pragma once
 
 #include "common/ptx.cuh"
 
-// A right operand in 128-byte rows, 16-byte pieces swizzled by row. Rows are tokens and the sum runs along them (not
-// transposed: `group` is the distance of 8 rows), or the sum runs over rows (transposed: `column` is the distance of 64
-// columns, `group` that of 8 rows).
+// A right operand in 128-byte rows, 16-byte pieces swizzled by row. Rows are tokens and the sum
+// runs along them (not transposed: `group` is the distance of 8 rows), or the sum runs over rows
+// (transposed: `column` is the distance of 64 columns, `group` that of 8 rows).
 __device__ __forceinline__ u64 operand_descriptor(u32 address, u32 column, u32 group) {
   return (u64)((address & 0x3ffff) >> 4) | (u64)(column >> 4) << 16 | (u64)(group >> 4) << 32 | 1ull << 62;
 }
 
 #ifndef KDACORE_EMULATE
 
-// Accumulators as operands of an instruction: tiles from the i-th on, and the names of the first 8, 16, 32 and 64 numbers.
+// Accumulators as operands of an instruction: tiles from the i-th on, and the names of the first 8,
+// 16, 32 and 64 numbers.
 #define KDA_TILE(d, i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 #define KDA_TILES2(d, i) KDA_TILE(d, i), KDA_TILE(d, i + 1)
 #define KDA_TILES4(d, i) KDA_TILES2(d, i), KDA_TILES2(d, i + 2)

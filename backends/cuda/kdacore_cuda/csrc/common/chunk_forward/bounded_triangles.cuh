@@ -1,5 +1,6 @@
-// Bounded gates: both triangles of 16 tokens from a warp's sums. The one of queries and keys goes to an image in bfloat16, 16-byte
-// rows of 8 columns; the one of keys to scratch in float32, SCRATCH_PITCH floats a row.
+// Bounded gates: both triangles of 16 tokens from a warp's sums. The one of queries and keys goes
+// to an image in bfloat16, 16-byte rows of 8 columns; the one of keys to scratch in float32,
+// SCRATCH_PITCH floats a row.
 #pragma once
 
 #include "common/chunk_forward/tiles.cuh"
@@ -8,8 +9,8 @@
 // log2 of a factor of k 2^-G that keeps it from overflowing for G down to -116.
 constexpr float SHIFT = -64.0f;
 
-// `tile`: products of keys with even and odd tokens, then of queries with them. Row i = 2p + h against tokens 2n and 2n + 1 of each
-// column pair.
+// `tile`: products of keys with even and odd tokens, then of queries with them. Row i = 2p + h
+// against tokens 2n and 2n + 1 of each column pair.
 __device__ __forceinline__ void store_bounded_triangles(u32 image, u32 scratch, const Lane& l, const Scalars& s, const float (&tile)[4][4]) {
   constexpr float INVERSE_SHIFT = 18446744073709551616.0f;  // 2^-SHIFT
 #pragma unroll

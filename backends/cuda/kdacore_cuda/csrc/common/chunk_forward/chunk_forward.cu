@@ -1,16 +1,19 @@
-// chunk_kda without gradients: one launch, nothing but inputs and outputs in device memory. For every architecture and head dim;
-// on Hopper head dims of 128 have a kernel of their own, sm90/chunk_forward/chunk_forward.cu.
+// chunk_kda without gradients: one launch, nothing but inputs and outputs in device memory. For
+// every architecture and head dim; on Hopper head dims of 128 have a kernel of their own,
+// sm90/chunk_forward/chunk_forward.cu.
 //
 // A chunk is 16 tokens. shared_memory.cuh has the formulas and what a prepared chunk looks like.
 //
-// Grid: clusters of CLUSTER blocks, one for each sequence and value head; a block carries V / CLUSTER columns of the state.
+// Grid: clusters of CLUSTER blocks, one for each sequence and value head; a block carries V /
+// CLUSTER columns of the state.
 // Warps of a block:
 //   scan warps (SCAN_WARPS)        state and output: scan.cuh
 //   prepare warps (PREPARE_WARPS)  gate, operands, triangle and its inverse: prepare.cuh; a warp takes a chunk by itself
 //
-// Synchronisation: prepared chunks go through a ring of stages in shared memory, and as bulk copies to the other blocks of the
-// cluster. A stage is full when its prepare warp has published it, empty when the scan warps of all blocks have read it. A block
-// waits only for its own cluster, so any number of clusters may run.
+// Synchronisation: prepared chunks go through a ring of stages in shared memory, and as bulk copies
+// to the other blocks of the cluster. A stage is full when its prepare warp has published it, empty
+// when the scan warps of all blocks have read it. A block waits only for its own cluster, so any
+// number of clusters may run.
 #include "common/chunk_forward/prepare.cuh"
 #include "common/chunk_forward/scan.cuh"
 

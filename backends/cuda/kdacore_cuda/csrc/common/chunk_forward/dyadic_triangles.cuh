@@ -1,5 +1,6 @@
-// Unbounded gates: both triangles of 16 tokens from a warp's sums by dyadic level. The one of queries and keys goes to an image in
-// bfloat16, 16-byte rows of 8 columns; the one of keys to scratch in float32, SCRATCH_PITCH floats a row.
+// Unbounded gates: both triangles of 16 tokens from a warp's sums by dyadic level. The one of
+// queries and keys goes to an image in bfloat16, 16-byte rows of 8 columns; the one of keys to
+// scratch in float32, SCRATCH_PITCH floats a row.
 #pragma once
 
 #include "common/chunk_forward/tiles.cuh"
@@ -12,7 +13,8 @@ __device__ __forceinline__ constexpr int lane_bit(int level) { return level == 1
 
 __device__ __forceinline__ u32 triangle_at(u32 image, int i, int j) { return image + (j >> 3) * 256 + i * 16 + (j & 7) * 2; }
 
-// `level_sums`: products of halves of 1, 2, 4 and 8 tokens. store(i, j, kk, qk) stores the two products of a pair.
+// `level_sums`: products of halves of 1, 2, 4 and 8 tokens. store(i, j, kk, qk) stores the two
+// products of a pair.
 template <class F>
 __device__ __forceinline__ void store_levels(u32 image, u32 scratch, const Lane& l, const float (&level_sums)[LEVELS][4],
                                              const float (&diagonal)[2], F store) {

@@ -1,4 +1,5 @@
-// A prepare warp turns 16 tokens of q, k, g and beta into a chunk image. It works alone, synchronised only by the stages' barriers.
+// A prepare warp turns 16 tokens of q, k, g and beta into a chunk image. It works alone,
+// synchronised only by the stages' barriers.
 #pragma once
 
 #include "common/chunk_forward/bounded_triangles.cuh"
@@ -12,7 +13,8 @@
 constexpr int SLICES = K / 32;
 constexpr int UNROLL = SLICE_UNROLL;
 
-// Addresses of this lane's channels of token 2p of the next chunk to load; byte strides between tokens.
+// Addresses of this lane's channels of token 2p of the next chunk to load; byte strides between
+// tokens.
 struct Source {
   const unsigned char *k, *q, *g;
   u64 beta;
@@ -28,8 +30,9 @@ __device__ __forceinline__ void advance(Source& s) {
   s.beta += STEP * s.beta_token;
 }
 
-// The next load, into the same registers as soon as they have been used: slice `slice` of the chunk at `from`, of which this lane
-// has `left` tokens. Registers of tokens past the end keep their values.
+// The next load, into the same registers as soon as they have been used: slice `slice` of the chunk
+// at `from`, of which this lane has `left` tokens. Registers of tokens past the end keep their
+// values.
 struct NextLoad {
   const Source& from;
   int slice, left;
@@ -68,8 +71,8 @@ __device__ __forceinline__ u32 piece_offset(const Lane& l, int i, int slice) {
   return swizzled(2 * l.p + i, (slice & 1) * 4 + l.t);
 }
 
-// Decay of the whole chunk, in the order scan lanes read it: 4 floats (channels 2t, 2t+1, 2t+8, 2t+9) a lane and 16
-// channels.
+// Decay of the whole chunk, in the order scan lanes read it: 4 floats (channels 2t, 2t+1, 2t+8,
+// 2t+9) a lane and 16 channels.
 __device__ __forceinline__ void store_decay(u32 stage, const Lane& l, int slice, const float (&decay)[8]) {
   if (l.g) return;
   const u32 to = stage + OFFSET(ChunkImage, decay) + 4 * (32 * slice + 16 * (l.t >> 1) + 2 * (l.t & 1));
@@ -92,7 +95,8 @@ __device__ __forceinline__ void store_scalars(u32 stage, const Lane& l, const Sc
   store_shared(to + OFFSET(TokenScalars, q_factor), s.q_factor[0], s.q_factor[1]);
 }
 
-// Columns of T = inverse of I + A, one a lane, by float32 substitution; r T below the diagonal goes to the image.
+// Columns of T = inverse of I + A, one a lane, by float32 substitution; r T below the diagonal goes
+// to the image.
 __device__ __forceinline__ void store_inverse(u32 stage, u32 scratch, int lane) {
   const int j = lane & 15;
   float x[C];
@@ -115,12 +119,14 @@ struct EmptyBarrier {
   u32 empty, parity;
 };
 
-// The whole chunk, whose slice 0 is in `raw`; on return `from` is at the next chunk and slice 0 of that is in `raw`.
+// The whole chunk, whose slice 0 is in `raw`; on return `from` is at the next chunk and slice 0 of
+// that is in `raw`.
 __device__ __forceinline__ void prepare_chunk(Raw& raw, Source& from, const Gate& gate, const ChunkForwardParams& p,
                                               const Lane& l, Scalars& s, int left, int stride, const EmptyBarrier& stage_empty, u32 stage,
                                               u32 scratch, u32 bias) {
   Products sums = {};
-  // The instruction cache holds the scan's instructions and those of two slices (one if gates are unbounded).
+  // The instruction cache holds the scan's instructions and those of two slices (one if gates are
+  // unbounded).
 #pragma unroll UNROLL
   for (int slice = 0; slice < SLICES; ++slice) {
     if (left < 2) clear_past_end(raw, left, gate.closed);
@@ -154,7 +160,8 @@ __device__ __forceinline__ void prepare_chunk(Raw& raw, Source& from, const Gate
   store_inverse(stage, scratch, l.lane);
 }
 
-// Publishes a finished stage: to this block's scan warps, and as a bulk copy to the other blocks of the cluster.
+// Publishes a finished stage: to this block's scan warps, and as a bulk copy to the other blocks of
+// the cluster.
 __device__ __forceinline__ void publish(u32 stage, u32 full, int lane, int rank) {
 #if CLUSTER > 1 || WARPGROUP
   fence_async_proxy();

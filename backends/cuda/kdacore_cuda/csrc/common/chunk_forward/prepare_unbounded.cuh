@@ -1,7 +1,8 @@
-// Unbounded gates: no product of one decay and one growth is representable over a whole chunk. Pairs (i, j) are split by the smallest
-// dyadic block holding both; its right half's first token is the anchor, so both factors, 2^(G_i - G_anchor) and
-// 2^(G_anchor - G_j), are at most 1. A level's right halves are 8 tokens and its left halves 8: one product of
-// (k right; q right) by (k left) serves both triangles. Part of prepare.cuh.
+// Unbounded gates: no product of one decay and one growth is representable over a whole chunk.
+// Pairs (i, j) are split by the smallest dyadic block holding both; its right half's first token is
+// the anchor, so both factors, 2^(G_i - G_anchor) and 2^(G_anchor - G_j), are at most 1. A level's
+// right halves are 8 tokens and its left halves 8: one product of (k right; q right) by (k left)
+// serves both triangles. Part of prepare.cuh.
 #pragma once
 
 // The lane whose even token is the first one of the right half.

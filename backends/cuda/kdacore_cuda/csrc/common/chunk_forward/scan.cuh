@@ -1,5 +1,6 @@
-// A scan warp carries 16 * ROW_TILES columns of the state through the sequence. The state lies transposed (V by K) in
-// float32 accumulators, so that its bf16 copy is the next product's left operand as it is; tokens are the product's short dimension.
+// A scan warp carries 16 * ROW_TILES columns of the state through the sequence. The state lies
+// transposed (V by K) in float32 accumulators, so that its bf16 copy is the next product's left
+// operand as it is; tokens are the product's short dimension.
 #pragma once
 
 #include "common/chunk_forward/sequences.cuh"
@@ -25,7 +26,8 @@ struct ScanLane {
 
 constexpr int WARP_V = 16 * ROW_TILES;  // columns of V of a warp
 
-// Calls f(element, its offset) for every state element; offsets count elements of a [K, V] or [V, K] matrix.
+// Calls f(element, its offset) for every state element; offsets count elements of a [K, V] or [V,
+// K] matrix.
 template <class F>
 __device__ __forceinline__ void each_element(ScanState& state, const ScanLane& l, int flags, F f) {
   const int k_step = opaque(flags & FLAG_V_FIRST ? 1 : V), v_step = opaque(flags & FLAG_V_FIRST ? K : 1);
@@ -58,12 +60,14 @@ struct StageRef {
   u32 slot, base, full, parity, values;
 };
 
-// Transposed products of one tile: [0], [1] are x = (k 2^G) S for tokens 0-7 and 8-15, [2], [3] are o = (q 2^G) S.
+// Transposed products of one tile: [0], [1] are x = (k 2^G) S for tokens 0-7 and 8-15, [2], [3] are
+// o = (q 2^G) S.
 struct Tokens {
   float xo[ROW_TILES][4][4];
 };
 
-// Of row `row` of a chunk's token scalars the four that this lane's columns need: tokens 2t, 2t+1 and 8+2t, 8+2t+1.
+// Of row `row` of a chunk's token scalars the four that this lane's columns need: tokens 2t, 2t+1
+// and 8+2t, 8+2t+1.
 __device__ __forceinline__ Columns columns(u32 stage, u32 row, int t) {
   const float2 a = load_shared2(stage + OFFSET(ChunkImage, scalars) + row + 8 * t);
   const float2 b = load_shared2(stage + OFFSET(ChunkImage, scalars) + row + 8 * t + 32);
@@ -93,7 +97,8 @@ __device__ __forceinline__ void load_solve_operands(SolveOperands& s, const Scan
   load_matrix4(s.qk, stage + OFFSET(ChunkImage, qk) + triangle_row(l));
 }
 
-// From x to w = r T beta (v - r x), as the left operand (16 columns of V by 16 tokens) of what follows; o += Aqk w.
+// From x to w = r T beta (v - r x), as the left operand (16 columns of V by 16 tokens) of what
+// follows; o += Aqk w.
 __device__ __forceinline__ void solve(Tokens& tok, int m, const SolveOperands& s, u32 (&w)[4]) {
   float residual[2][4];
 #pragma unroll
@@ -110,8 +115,8 @@ __device__ __forceinline__ void solve(Tokens& tok, int m, const SolveOperands& s
   mma_bf16(tok.xo[m][3], w, s.qk[2], s.qk[3]);
 }
 
-// o times its factor to global memory, through shared memory so that rows of 32 bytes are stored whole: lane l stores half
-// l % 2 of the row of token l / 2, at `to`, if that token is real.
+// o times its factor to global memory, through shared memory so that rows of 32 bytes are stored
+// whole: lane l stores half l % 2 of the row of token l / 2, at `to`, if that token is real.
 __device__ __forceinline__ void store_output(const Tokens& tok, const ScanLane& l, const Columns& factor, unsigned char* to,
                                              bool real) {
 #pragma unroll
@@ -133,7 +138,8 @@ __device__ __forceinline__ void store_output(const Tokens& tok, const ScanLane& 
   }
 }
 
-// One lane's 16 bytes of V (each tile) of the chunk's token l / 2 into ring slot `slot`; zeros past the end.
+// One lane's 16 bytes of V (each tile) of the chunk's token l / 2 into ring slot `slot`; zeros past
+// the end.
 __device__ __forceinline__ void fetch_values(const ScanLane& l, const unsigned char* from, int slot, bool real) {
 #pragma unroll
   for (int m = 0; m < ROW_TILES; ++m) {

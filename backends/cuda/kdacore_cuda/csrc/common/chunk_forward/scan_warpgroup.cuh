@@ -1,12 +1,13 @@
-// Products of the scan by warpgroup instructions: 64 columns of V for four warps, right operands read once for all four.
-// Part of scan.cuh. The dependent chain from one state to the next limits the time, so everything else is loaded while the
-// matrix unit works, and the state's 16-bit copy is made before waiting for the chunk.
+// Products of the scan by warpgroup instructions: 64 columns of V for four warps, right operands
+// read once for all four. Part of scan.cuh. The dependent chain from one state to the next limits
+// the time, so everything else is loaded while the matrix unit works, and the state's 16-bit copy
+// is made before waiting for the chunk.
 #pragma once
 
 static_assert(ROW_TILES == 1, "a warpgroup carries one tile of 64 columns");
 
-// Descriptors of a stage's operands differ from stage 0's only in their addresses. These never overflow their field, so a
-// descriptor can be advanced by an addition.
+// Descriptors of a stage's operands differ from stage 0's only in their addresses. These never
+// overflow their field, so a descriptor can be advanced by an addition.
 constexpr u64 descriptor_step(u32 bytes) { return bytes >> 4; }
 
 // On return the update of the state may still be running; finish_chunk waits for it.

@@ -20,8 +20,9 @@ __device__ __forceinline__ int length_of(const ChunkForwardParams& p, int n) {
   return (int)(load_index(p.cu_seqlens, n + 1, wide) - load_index(p.cu_seqlens, n, wide));
 }
 
-// The sequence that is number `place` in descending order of length, so that no long one starts last. Ties keep their order. All
-// threads call this; `lengths` is shared memory for SORT_LIMIT integers, `picked` for one.
+// The sequence that is number `place` in descending order of length, so that no long one starts
+// last. Ties keep their order. All threads call this; `lengths` is shared memory for SORT_LIMIT
+// integers, `picked` for one.
 __device__ __forceinline__ int sequence_by_length(const ChunkForwardParams& p, int place, int* lengths, int* picked) {
   if (!p.cu_seqlens || p.N == 1 || p.N > SORT_LIMIT) return place;
   const int n = thread_index();

@@ -1,4 +1,5 @@
-// Reads, writes and decays the scanned state. Included by both scan.cuh after ScanState, ScanLane and each_element, which differ.
+// Reads, writes and decays the scanned state. Included by both scan.cuh after ScanState, ScanLane
+// and each_element, which differ.
 #pragma once
 #include "common/mma_operands.cuh"
 

@@ -1,8 +1,9 @@
 // Two tokens by eight channels of the inputs in a lane's registers; gates, beta and norms.
 //
-// Lane (g, t) = (lane / 4, lane % 4) holds tokens 2p and 2p + 1 of 16, where p is g with bits 0 and 1 swapped, and 8 channels
-// (8t ..) of a slice of 32. Those are the lane's elements of mma fragments under a permutation of channels, which
-// does not change sums over channels; the swap keeps 16-byte stores to a swizzled operand free of bank conflicts.
+// Lane (g, t) = (lane / 4, lane % 4) holds tokens 2p and 2p + 1 of 16, where p is g with bits 0 and
+// 1 swapped, and 8 channels (8t ..) of a slice of 32. Those are the lane's elements of mma
+// fragments under a permutation of channels, which does not change sums over channels; the swap
+// keeps 16-byte stores to a swizzled operand free of bank conflicts.
 #pragma once
 
 #include "common/gate.cuh"
@@ -95,8 +96,8 @@ __device__ __forceinline__ Lane make_lane() {
   return l;
 }
 
-// Replaces steps by their inclusive sums from the first of 16 tokens; `total` gets the sum of all. Sums of earlier tokens never
-// depend on later ones.
+// Replaces steps by their inclusive sums from the first of 16 tokens; `total` gets the sum of all.
+// Sums of earlier tokens never depend on later ones.
 __device__ __forceinline__ void sum_steps(float (&s)[2][8], float (&total)[8], const Lane& l) {
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
@@ -138,8 +139,8 @@ __device__ __forceinline__ void set_norms(const ChunkForwardParams& p, const flo
   }
 }
 
-// Bits of beta of both of a lane's tokens (`token` bytes apart; `left` are real), not converted yet: that
-// would wait for the load.
+// Bits of beta of both of a lane's tokens (`token` bytes apart; `left` are real), not converted
+// yet: that would wait for the load.
 __device__ __forceinline__ void load_beta(const ChunkForwardParams& p, u64 from, long long token, int left, u32 (&beta)[2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

@@ -1,13 +1,15 @@
-// Device memory accesses of the recurrent kernels: state rows in 16-byte pieces, token arrays with their own types.
+// Device memory accesses of the recurrent kernels: state rows in 16-byte pieces, token arrays with
+// their own types.
 #pragma once
 
 #include "common/loads.cuh"
 #include "common/ptx.cuh"
 
-// What a kernel assumes about a call. PLAIN: bfloat16 q, k and v, no float16, a gate for each channel; q, k, v, g and beta contiguous,
-// with fewer than 2^31 elements; not packed; rows of states on 16 bytes. ONE: besides that one token a sequence, bfloat16 g and
-// beta, float32 dt_bias, a pool with one row a sequence. HEAD: as ONE, but a gate for each head, and g, beta and dt_bias bfloat16
-// or float32.
+// What a kernel assumes about a call. PLAIN: bfloat16 q, k and v, no float16, a gate for each
+// channel; q, k, v, g and beta contiguous, with fewer than 2^31 elements; not packed; rows of
+// states on 16 bytes. ONE: besides that one token a sequence, bfloat16 g and beta, float32 dt_bias,
+// a pool with one row a sequence. HEAD: as ONE, but a gate for each head, and g, beta and dt_bias
+// bfloat16 or float32.
 constexpr bool PLAIN = MODE > 0, ONE = MODE > 1, HEAD = MODE > 2;
 
 #ifdef KDACORE_EMULATE
@@ -67,8 +69,8 @@ __device__ __forceinline__ void store_state_bits(u64 address, const uint4& x) {
 
 #endif
 
-// N neighbouring elements of a token array in their own type; 16-bit types use half of the words. Converting them here would wait
-// for the load.
+// N neighbouring elements of a token array in their own type; 16-bit types use half of the words.
+// Converting them here would wait for the load.
 template <int N>
 struct Bits {
   u32 w[N];

@@ -1,19 +1,22 @@
-// fused_recurrent_kda: the recurrence token by token, the state in registers, read and written once. For each token:
+// fused_recurrent_kda: the recurrence token by token, the state in registers, read and written
+// once. For each token:
 //
 //   S = diag(2^g) S;   u = beta r_k (v - r_k k S);   S = S + k u^T;   o = scale r_q q S
 //
 // with r_q, r_k the inverse norms of q and k (1 without l2norm).
 //
-// Grid: a block takes one sequence and value head and COLUMNS columns of V. How lanes hold the state follows its layout in memory, so
-// that a warp always reads whole 128-byte lines: state_v_first.cuh, where warps share nothing, and state_k_first.cuh, where warps
-// add their sums through shared memory with one barrier a token.
+// Grid: a block takes one sequence and value head and COLUMNS columns of V. How lanes hold the
+// state follows its layout in memory, so that a warp always reads whole 128-byte lines:
+// state_v_first.cuh, where warps share nothing, and state_k_first.cuh, where warps add their sums
+// through shared memory with one barrier a token.
 //
-// The time depends on how soon every block has issued all its loads, so these come in this order: the pool index, what does not
-// depend on it while that is loaded, the state as soon as the index is there. Gates and norms are computed while the state is
-// loaded.
+// The time depends on how soon every block has issued all its loads, so these come in this order:
+// the pool index, what does not depend on it while that is loaded, the state as soon as the index
+// is there. Gates and norms are computed while the state is loaded.
 #include "common/recurrent/token.cuh"
 
-// Macros from the host: K_DIM, WARPS, ROWS, MIN_BLOCKS, COLUMNS, V_FIRST, STATE_BF16, MODE (memory.cuh).
+// Macros from the host: K_DIM, WARPS, ROWS, MIN_BLOCKS, COLUMNS, V_FIRST, STATE_BF16, MODE
+// (memory.cuh).
 #if V_FIRST
 #include "common/recurrent/state_v_first.cuh"
 #else
@@ -22,7 +25,8 @@
 
 using Raw = RawToken<TOKEN_CHANNELS>;
 
-// Whether all rows of an array of states start on 16 bytes. The host sends others to the kernel with MODE 0.
+// Whether all rows of an array of states start on 16 bytes. The host sends others to the kernel
+// with MODE 0.
 __device__ __forceinline__ bool whole_rows(u64 base, long long row) { return MODE > 0 || ((base | STATE_BYTES * row) & 15) == 0; }
 
 __device__ __forceinline__ void store_state(const float (&s)[ROWS][VECTOR], u64 to, bool whole) {

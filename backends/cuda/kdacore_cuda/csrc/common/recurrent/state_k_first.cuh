@@ -1,6 +1,7 @@
-// State [K, V]: a block holds COLUMNS columns of V, its warps split K between them. A lane holds VECTOR neighbouring columns of
-// ROWS channels; a load of a warp is GROUPS pieces of COLUMNS elements. Sums over K are completed in shared memory, with one barrier a token.
-// Part of recurrent.cu.
+// State [K, V]: a block holds COLUMNS columns of V, its warps split K between them. A lane holds
+// VECTOR neighbouring columns of ROWS channels; a load of a warp is GROUPS pieces of COLUMNS
+// elements. Sums over K are completed in shared memory, with one barrier a token. Part of
+// recurrent.cu.
 #pragma once
 
 constexpr int LANES = COLUMNS / VECTOR;  // lanes along V
@@ -77,7 +78,8 @@ __device__ __forceinline__ void add_vector(float (&x)[VECTOR], u32 from) {
   }
 }
 
-// One token: decay, delta rule; the output of the lane's columns. `prepare_next` prepares the next token.
+// One token: decay, delta rule; the output of the lane's columns. `prepare_next` prepares the next
+// token.
 template <typename Next>
 __device__ __forceinline__ void step(const RecurrentParams& p, float (&s)[ROWS][VECTOR], const LanePosition& at, Tokens& tokens,
                                      const float (&v)[OUT], float (&o)[OUT], int odd, Next prepare_next) {

@@ -1,5 +1,6 @@
-// State [V, K]: a warp holds ROWS * GROUPS rows of V, a lane VECTOR neighbouring channels of ROWS of them. A load of a warp
-// is 512 bytes in one piece. Warps share nothing, so there is no barrier. Part of recurrent.cu.
+// State [V, K]: a warp holds ROWS * GROUPS rows of V, a lane VECTOR neighbouring channels of ROWS
+// of them. A load of a warp is 512 bytes in one piece. Warps share nothing, so there is no barrier.
+// Part of recurrent.cu.
 #pragma once
 
 constexpr int LANES = K / VECTOR;   // lanes along K
@@ -27,8 +28,8 @@ __device__ __forceinline__ LanePosition make_position(int first, u32) {
 __device__ __forceinline__ int first_element(const LanePosition& at) { return at.first * K + at.channel; }
 constexpr int PITCH = GROUPS * K;
 
-// Sums x[i] over the lanes of each row, halving the number of rows at every step; x[0] becomes the sum of the lane's own row.
-// The order of the additions does not depend on ROWS.
+// Sums x[i] over the lanes of each row, halving the number of rows at every step; x[0] becomes the
+// sum of the lane's own row. The order of the additions does not depend on ROWS.
 template <int COUNT, int MASK>
 __device__ __forceinline__ float fold(float (&x)[ROWS], int lane) {
   if constexpr (MASK == 0) {
@@ -55,7 +56,8 @@ struct Tokens {
 
 __device__ __forceinline__ void stage_token(Tokens& tokens, const LanePosition&, const Token<TOKEN_CHANNELS>& x, int) { tokens.x = x; }
 
-// One token: decay, delta rule; the output of the lane's own row. `prepare_next` prepares the next token.
+// One token: decay, delta rule; the output of the lane's own row. `prepare_next` prepares the next
+// token.
 template <typename Next>
 __device__ __forceinline__ void step(const RecurrentParams& p, float (&s)[ROWS][VECTOR], const LanePosition& at, Tokens& tokens,
                                      const float (&v)[OUT], float (&o)[OUT], int, Next prepare_next) {

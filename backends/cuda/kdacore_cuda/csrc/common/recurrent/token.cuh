@@ -50,8 +50,8 @@ using Offset = OffsetOf<PLAIN>::type;  // in elements
 // One sequence and value head, and where its next token is.
 struct Item {
   int n, hv;
-  // Zero, which the compiler does not know. It would move values loaded from an address common to all threads to uniform registers,
-  // and each such move waits for its load.
+  // Zero, which the compiler does not know. It would move values loaded from an address common to
+  // all threads to uniform registers, and each such move waits for its load.
   int zero;
   int length;  // tokens
   Offset q, v, beta, o;

@@ -14,8 +14,8 @@ struct Chunk {
   long long batch, first;   // batch row, first token in it
 };
 
-// Finds the chunk of slot `slot` in a pack, where each sequence has as many slots as chunks. All lanes of a warp together, several
-// sequences a lane.
+// Finds the chunk of slot `slot` in a pack, where each sequence has as many slots as chunks. All
+// lanes of a warp together, several sequences a lane.
 template <typename Params>
 __device__ __forceinline__ void find_packed(const Params& p, int slot, Chunk& c) {
   constexpr int LANE_SEQUENCES = 4;
@@ -66,8 +66,8 @@ __device__ __forceinline__ void find_packed(const Params& p, int slot, Chunk& c)
   }
 }
 
-// Which chunk and value head item `item` is. Items of neighbouring value heads are neighbours, so that rows of one token are loaded together
-// and q, k are shared in L2.
+// Which chunk and value head item `item` is. Items of neighbouring value heads are neighbours, so
+// that rows of one token are loaded together and q, k are shared in L2.
 template <typename Params>
 __device__ __forceinline__ Chunk make_chunk(const Params& p, int item) {
   Chunk c;

@@ -3,13 +3,15 @@
 //   Aqk_ij = scale (q_i 2^(G_i - G_j)) . k_j for j <= i
 //   Akk = (I + tril(beta_i (k_i 2^(G_i - G_j)) . k_j, -1))^-1
 //
-// Grid: a block of four warps a chunk and value head; a warp has 16 tokens, a block row of both matrices. Products inside 16 tokens go
-// straight from registers to the matrix unit, those across 16 tokens through operand images in shared memory
-// (intra_products.cuh); the inverse is made by block columns (intra_inverse.cuh). Barriers of the block separate the steps.
+// Grid: a block of four warps a chunk and value head; a warp has 16 tokens, a block row of both
+// matrices. Products inside 16 tokens go straight from registers to the matrix unit, those across
+// 16 tokens through operand images in shared memory (intra_products.cuh); the inverse is made by
+// block columns (intra_inverse.cuh). Barriers of the block separate the steps.
 #include "common/stages/intra_inverse.cuh"
 #include "common/stages/intra_products.cuh"
 
-// The operand images and, in their place once they have been multiplied, the system and both results.
+// The operand images and, in their place once they have been multiplied, the system and both
+// results.
 struct SharedMemory {
   union {
     unsigned char images[IMAGES][IMAGE_BYTES];
@@ -24,7 +26,8 @@ static_assert(sizeof(SharedMemory) <= SHARED_LIMIT, "the host's shared memory si
 
 __device__ __forceinline__ float beta_of(u32 shared, int row) { return load_shared1(shared + OFFSET(SharedMemory, beta) + 4 * row); }
 
-// Row i of a 16 x 16 block outside the diagonal, this lane's 4 columns: into the system or, for q, into the tile.
+// Row i of a 16 x 16 block outside the diagonal, this lane's 4 columns: into the system or, for q,
+// into the tile.
 __device__ __forceinline__ void store_four(u32 shared, bool is_q, float scale, int row, int column, const float (&x)[4]) {
   if (is_q) {
     store_shared(shared + OFFSET(SharedMemory, aqk) + TILE_PITCH * row + 2 * column,

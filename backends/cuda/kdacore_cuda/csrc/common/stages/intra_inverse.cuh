@@ -1,10 +1,11 @@
-// The triangular inverse of one chunk: float32 substitution inside blocks of 16, block columns merged on the matrix unit
-// with operands in two bfloat16 parts (about 16 bits). Part of intra.cu.
+// The triangular inverse of one chunk: float32 substitution inside blocks of 16, block columns
+// merged on the matrix unit with operands in two bfloat16 parts (about 16 bits). Part of intra.cu.
 //
-// The system lies in shared memory as 64 x SYSTEM_PITCH floats, its strictly lower triangle, zeros above it inside the
-// diagonal blocks. Diagonal blocks are replaced by their inverses. With A the system and D its inverse diagonal blocks, block
-// column c of the inverse is X_c = D_c, X_b = -D_b (sum over c <= m < b of A_bm X_m); a warp takes one column and keeps
-// X transposed, so that each sum is the next product's left operand.
+// The system lies in shared memory as 64 x SYSTEM_PITCH floats, its strictly lower triangle, zeros
+// above it inside the diagonal blocks. Diagonal blocks are replaced by their inverses. With A the
+// system and D its inverse diagonal blocks, block column c of the inverse is X_c = D_c, X_b = -D_b
+// (sum over c <= m < b of A_bm X_m); a warp takes one column and keeps X transposed, so that each
+// sum is the next product's left operand.
 #pragma once
 
 #include "common/mma_operands.cuh"
@@ -16,7 +17,8 @@ constexpr int TILE_PITCH = 144;   // bytes of a row of 64 16-bit results
 
 __device__ __forceinline__ u32 system_at(u32 system, int row, int column) { return system + 4 * (SYSTEM_PITCH * row + column); }
 
-// Diagonal block `block` to its inverse, in place and rounded into `tile`. One column a lane; both halves of a warp compute the same.
+// Diagonal block `block` to its inverse, in place and rounded into `tile`. One column a lane; both
+// halves of a warp compute the same.
 __device__ __forceinline__ void invert_diagonal(u32 system, u32 tile, int block, int lane) {
   const int j = lane & 15, row0 = 16 * block;
   float x[16];

@@ -1,12 +1,14 @@
 // Products q_i . (k_j 2^(G_i - G_j)) and k_i . (k_j 2^(G_i - G_j)) of one chunk. Part of intra.cu.
 //
-// G has no lower bound, so pairs (i, j) are split by the smallest dyadic block holding both; its right half's first
-// token is the anchor and both factors, 2^(G_i - G_anchor) and 2^(G_anchor - G_j), are at most 1. A warp takes 16 tokens:
-// pairs inside them (halves of 1, 2, 4, 8 tokens) go straight from registers to the matrix unit, the operands of the
-// halves of 16 and 32 tokens go to shared memory as lane images and are multiplied after a barrier.
+// G has no lower bound, so pairs (i, j) are split by the smallest dyadic block holding both; its
+// right half's first token is the anchor and both factors, 2^(G_i - G_anchor) and 2^(G_anchor -
+// G_j), are at most 1. A warp takes 16 tokens: pairs inside them (halves of 1, 2, 4, 8 tokens) go
+// straight from registers to the matrix unit, the operands of the halves of 16 and 32 tokens go to
+// shared memory as lane images and are multiplied after a barrier.
 //
-// Lane (g, t) = (lane / 4, lane % 4) holds tokens 2g and 2g + 1 of its warp and 8 channels (8t ..) of each slice of 32.
-// Those are its elements of mma fragments under a permutation of channels, which does not change sums.
+// Lane (g, t) = (lane / 4, lane % 4) holds tokens 2g and 2g + 1 of its warp and 8 channels (8t ..)
+// of each slice of 32. Those are its elements of mma fragments under a permutation of channels,
+// which does not change sums.
 #pragma once
 
 #include "common/stages/chunk.cuh"
@@ -14,8 +16,9 @@
 constexpr int SLICES = K / 32;
 constexpr int LEVELS = 4;
 constexpr u32 IMAGE_BYTES = 16 * K * 2;
-// Images by number: right operands of the halves of 16 tokens (k of block 1, q of 1, k of 3, q of 3), of the halves of 32
-// (k of 2, q of 2, k of 3, q of 3), then left ones (k of block 0, k of 2; k of 0, k of 1).
+// Images by number: right operands of the halves of 16 tokens (k of block 1, q of 1, k of 3, q of
+// 3), of the halves of 32 (k of 2, q of 2, k of 3, q of 3), then left ones (k of block 0, k of 2; k
+// of 0, k of 1).
 constexpr int NEAR_RIGHT = 0, FAR_RIGHT = 4, NEAR_LEFT = 8, FAR_LEFT = 10, IMAGES = 12;
 
 struct Raw {
@@ -24,7 +27,8 @@ struct Raw {
 struct Lane {
   int lane, g, t, block;
 };
-// Sums over channels: inside the warp's 16 tokens by level (rows k then q), and the diagonal of q k.
+// Sums over channels: inside the warp's 16 tokens by level (rows k then q), and the diagonal of q
+// k.
 struct Inside {
   float level[LEVELS][4], diagonal[2];
 };
@@ -69,7 +73,8 @@ __device__ __forceinline__ void pair_products(const Raw& raw, Inside& sums) {
   }
 }
 
-// Halves of 2^level tokens. A lane of a right and one of a left half exchange tokens so that each has one of both.
+// Halves of 2^level tokens. A lane of a right and one of a left half exchange tokens so that each
+// has one of both.
 __device__ __forceinline__ void level_products(const Raw& raw, const Lane& l, int level, Inside& sums) {
   const int half = 1 << (level - 1), bit = 4 * half;
   const int anchor = 4 * ((l.g & ~(2 * half - 1)) | half) + l.t;
@@ -102,7 +107,8 @@ __device__ __forceinline__ void level_products(const Raw& raw, const Lane& l, in
   }
 }
 
-// Words 2 s and 2 s + 1 of both tokens, scaled: this lane's 16 bytes of a right operand's fragment, or of the two of a left one.
+// Words 2 s and 2 s + 1 of both tokens, scaled: this lane's 16 bytes of a right operand's fragment,
+// or of the two of a left one.
 __device__ __forceinline__ void store_image(const uint4 (&x)[2], const float (&factor)[2][4], int s, bool right, u32 at) {
   u32 w[2][2];
 #pragma unroll
@@ -130,7 +136,8 @@ __device__ __forceinline__ void store_images(const Raw& raw, const uint4 (&ancho
   }
 }
 
-// Products inside 16 tokens, and operand images for those across. `head_g`: this lane's channels of the chunk's first token.
+// Products inside 16 tokens, and operand images for those across. `head_g`: this lane's channels of
+// the chunk's first token.
 __device__ __forceinline__ void inside_products(const Source& from, const unsigned char* head_g, int rows, const Lane& l,
                                                 u32 images, Inside& sums) {
   const bool near_right = l.block & 1, far_right = l.block & 2;
@@ -138,7 +145,8 @@ __device__ __forceinline__ void inside_products(const Source& from, const unsign
   const u32 at = images + 16 * l.lane;
   const u32 near_k = at + IMAGE_BYTES * (near_right ? NEAR_RIGHT + (l.block & 2) : NEAR_LEFT + (l.block >> 1));
   const u32 far_k = at + IMAGE_BYTES * (far_right ? FAR_RIGHT + 2 * (l.block & 1) : FAR_LEFT + l.block);
-  // Slices are loaded one at a time to save registers; the whole rows are prefetched to L2 meanwhile.
+  // Slices are loaded one at a time to save registers; the whole rows are prefetched to L2
+  // meanwhile.
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (i >= from.left) continue;
@@ -167,8 +175,8 @@ __device__ __forceinline__ void inside_products(const Source& from, const unsign
   }
 }
 
-// Sums over channels outside the 16-token blocks: warp w takes right operand w of each distance (even: k, odd: q).
-// [left block][even or odd tokens of it][fragment]
+// Sums over channels outside the 16-token blocks: warp w takes right operand w of each distance
+// (even: k, odd: q). [left block][even or odd tokens of it][fragment]
 struct Outside {
   float far[2][2][4], near[2][4];
 };

@@ -2,8 +2,9 @@
 //
 //   w = Akk (beta k 2^G), u = Akk (beta v), kg = k 2^(G_last - G) and, with q, qg = q 2^G
 //
-// Grid: a block a chunk and value head. Bound by memory: all loads of a block are issued before anything is computed.
-// A warp multiplies its own columns of both products, in place; barriers of the block stand before and after.
+// Grid: a block a chunk and value head. Bound by memory: all loads of a block are issued before
+// anything is computed. A warp multiplies its own columns of both products, in place; barriers of
+// the block stand before and after.
 //
 // Macros from the host: K_DIM, V_DIM, HALF_F16, THREADS, MIN_BLOCKS, SHARED_LIMIT.
 #include "common/stages/chunk.cuh"
@@ -13,7 +14,8 @@ constexpr int V = V_DIM;
 struct SharedMemory {
   u16 values[C][V];  // v, then u; rows of 16-byte pieces, as the other two
   u16 keys[C][K];    // beta k 2^G, then w
-  // The rounding errors of beta k 2^G: the rows of w are differences of nearly equal ones when keys are nearly collinear.
+  // The rounding errors of beta k 2^G: the rows of w are differences of nearly equal ones when keys
+  // are nearly collinear.
   u16 rest[C][K];
   u16 inverse[C][C];  // Akk, with beta right of its diagonal
 };
@@ -21,7 +23,8 @@ static_assert(sizeof(SharedMemory) <= SHARED_LIMIT, "the host's shared memory si
 constexpr int WARPS = THREADS / 32;
 constexpr int BATCH = 8;  // rows of a thread loaded at once
 
-// Piece `piece` (16 bytes) of row `row` of a matrix with WIDTH columns; eight neighbouring rows never share a bank.
+// Piece `piece` (16 bytes) of row `row` of a matrix with WIDTH columns; eight neighbouring rows
+// never share a bank.
 template <int WIDTH>
 __device__ __forceinline__ u32 piece_at(u32 base, int row, int piece) {
   return base + row * (2 * WIDTH) + swizzled_piece(row, piece);
@@ -37,10 +40,12 @@ __device__ __forceinline__ void copy_rows(u32 to, const Rows& from, int rows) {
   }
 }
 
-// beta of row `row`: 16 each in the right halves of Akk's first four rows, which nothing else is written to.
+// beta of row `row`: 16 each in the right halves of Akk's first four rows, which nothing else is
+// written to.
 __device__ __forceinline__ u32 beta_at(u32 inverse, int row) { return inverse + (row >> 4) * 128 + 64 + (row & 15) * 4; }
 
-// Akk's lower triangle by 16 x 16 blocks, 16-byte pieces, zeros above the diagonal; the blocks above are never read.
+// Akk's lower triangle by 16 x 16 blocks, 16-byte pieces, zeros above the diagonal; the blocks
+// above are never read.
 __device__ __forceinline__ void copy_inverse(u32 to, const Rows& from, int rows) {
 #pragma unroll
   for (int i = 0; i < C * 8 / THREADS; ++i) {
@@ -59,8 +64,8 @@ struct Raw {
 
 __device__ __forceinline__ float channel(const uint4& x, int e) { return __uint_as_float(word_of(x, e)); }
 
-// beta k 2^G to shared memory, kg and qg to device memory. A thread keeps its 4 channels: for K = 128 a warp has a whole
-// row, so every access takes whole lines.
+// beta k 2^G to shared memory, kg and qg to device memory. A thread keeps its 4 channels: for K =
+// 128 a warp has a whole row, so every access takes whole lines.
 __device__ __forceinline__ void scale_keys(const RecomputeParams& p, const Chunk& c, u32 keys, u32 rest, u32 inverse) {
   constexpr int PARTS = K / 4, STEP = THREADS / PARTS;
   static_assert(C % (STEP * BATCH) == 0, "rows past the chunk");

@@ -1,7 +1,9 @@
-// Backward of chunk_kda on Hopper, third launch: every input gradient of a unit (a chunk of one sequence and value head).
+// Backward of chunk_kda on Hopper, third launch: every input gradient of a unit (a chunk of one
+// sequence and value head).
 //
-// From the inputs and from what the scan left in the workspace: u (here v', the values with the state's prediction taken off), dr, h
-// and dh. With the operands zq, zb, yk and sk of grads_operands.cuh, for tokens i and j of the chunk:
+// From the inputs and from what the scan left in the workspace: u (here v', the values with the
+// state's prediction taken off), dr, h and dh. With the operands zq, zb, yk and sk of
+// grads_operands.cuh, for tokens i and j of the chunk:
 //
 //   dA = scale d_o v'^T, dL = -dr v'^T        of the matrices of token pairs, lower triangles (grads_pairs.cuh)
 //   dv = beta dr                              (grads_values.cuh)
@@ -9,18 +11,19 @@
 //   dq, dk, dgc                               sums over pairs (grads_pair_sums.cuh)
 //   dg, dbeta, and parts of dA_log and ddt_bias    through the gate, the norms and sigmoids (grads_gate.cuh, grads_stores.cuh)
 //
-// Grid: at most a block a multiprocessor; block b takes units b, b + grid, ... Four warpgroups: one for each half of the tokens and
-// half of the channels. Shared memory: grads_shared_memory.cuh.
+// Grid: at most a block a multiprocessor; block b takes units b, b + grid, ... Four warpgroups: one
+// for each half of the tokens and half of the channels. Shared memory: grads_shared_memory.cuh.
 //
-// Synchronisation: workspace images arrive as bulk copies that the barriers pairs_full and states_full count, once a unit; q, k, v,
-// g and d_o as asynchronous copies, which the thread that issued them waits for in groups. A barrier of the block separates
-// the steps below. The next unit's arrays are requested as soon as their place is free: the workspace's images and d_o once the
-// states have been read, v, q, k and g as each warp is done with its own part.
+// Synchronisation: workspace images arrive as bulk copies that the barriers pairs_full and
+// states_full count, once a unit; q, k, v, g and d_o as asynchronous copies, which the thread that
+// issued them waits for in groups. A barrier of the block separates the steps below. The next
+// unit's arrays are requested as soon as their place is free: the workspace's images and d_o once
+// the states have been read, v, q, k and g as each warp is done with its own part.
 #include "sm90/chunk_backward/grads_stores.cuh"
 #include "sm90/chunk_backward/grads_values.cuh"
 
-// Loads of the arrays of unit n, if there is one, each group as soon as its place is free: the workspace's images and d_o, which all
-// warps read; v; the gate.
+// Loads of the arrays of unit n, if there is one, each group as soon as its place is free: the
+// workspace's images and d_o, which all warps read; v; the gate.
 __device__ __forceinline__ void fetch_shared(const ChunkBackwardParams& p, u32 shared, int n, const Lane& l) {
   const u32 unit = unit_at(shared, n);
   if (unit_int(unit, OFFSET(SharedUnit, rows))) {
@@ -76,7 +79,8 @@ __device__ __forceinline__ void multiply_pairs(float (&pairs)[4][4], const Chunk
   fence_registers(pairs);
 }
 
-// dA and dL, shrunk, to shared memory; the partial sums of the unit before, which are complete after this step's barrier.
+// dA and dL, shrunk, to shared memory; the partial sums of the unit before, which are complete
+// after this step's barrier.
 __device__ __forceinline__ void share_pairs(float (&pairs)[4][4], const ChunkBackwardParams& p, u32 shared, int n, u32 gate,
                                             const GateLoads& gate_loads, const Lane& l) {
   const float largest = mask_pairs(pairs, l);

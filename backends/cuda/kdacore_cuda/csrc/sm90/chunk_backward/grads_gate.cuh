@@ -3,7 +3,8 @@
 
 #include "sm90/chunk_backward/grads_loads.cuh"
 
-// dt_bias and exp(A_log) of unit n of the block: loaded early, stored to shared memory later by the same thread.
+// dt_bias and exp(A_log) of unit n of the block: loaded early, stored to shared memory later by the
+// same thread.
 struct GateLoads {
   float x;
 };
@@ -35,8 +36,9 @@ __device__ __forceinline__ void load_gate_inputs(float (&x)[4][4], u32 gate, u32
 #endif
 }
 
-// With P the log2 decay from the first token that shares its anchor: up = 2^(P + centre) of every element, and at the end of each
-// anchor's tokens of the lane's two channels. Sums use earlier tokens only: later ones must not change their last bits.
+// With P the log2 decay from the first token that shares its anchor: up = 2^(P + centre) of every
+// element, and at the end of each anchor's tokens of the lane's two channels. Sums use earlier
+// tokens only: later ones must not change their last bits.
 __device__ __forceinline__ void decays(float (&up)[4][4], float (&end)[2][ANCHORS], const ChunkBackwardParams& p, u32 gate, int rows, u32 shared,
                                        const Lane& l) {
   load_gate_inputs(up, gate, shared, l);
@@ -72,8 +74,8 @@ __device__ __forceinline__ void decays(float (&up)[4][4], float (&end)[2][ANCHOR
   }
 }
 
-// Gradients of the raw gate from those of the decays (of the natural logarithm, `grow` smaller; replaced), and sums for dt_bias.
-// Returns the sum for A_log.
+// Gradients of the raw gate from those of the decays (of the natural logarithm, `grow` smaller;
+// replaced), and sums for dt_bias. Returns the sum for A_log.
 __device__ __forceinline__ float gate_backward(float (&d)[4][4], float (&dbias)[2], const ChunkBackwardParams& p, u32 gate, float grow,
                                                int rows, u32 shared, const Lane& l) {
   float x[4][4];

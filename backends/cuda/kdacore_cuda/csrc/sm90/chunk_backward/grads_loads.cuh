@@ -3,12 +3,14 @@
 
 #include "sm90/chunk_backward/grads_shared_memory.cuh"
 
-// Token `token`, or the last one there is: a readable address. If there is no unit, `from` is the start of an array.
+// Token `token`, or the last one there is: a readable address. If there is no unit, `from` is the
+// start of an array.
 __device__ __forceinline__ const void* row_of(u64 from, int token, int rows, u32 stride) {
   return reinterpret_cast<const void*>(from + (u64)(u32)(token < rows ? token : rows > 0 ? rows - 1 : 0) * stride);
 }
 
-// Of the next unit: number of rows (0: there is none) and the address of its first row in each array that a warp loads for itself.
+// Of the next unit: number of rows (0: there is none) and the address of its first row in each
+// array that a warp loads for itself.
 struct NextUnit {
   int rows;
   u64 q, k, v, g;
@@ -18,8 +20,8 @@ __device__ __forceinline__ NextUnit next_unit(u32 unit) {
           unit_long(unit, OFFSET(SharedUnit, g))};
 }
 
-// The warp's own 32 tokens of 16 channels of a bfloat16 rows array, zeros past the unit's rows. `from`: the unit's first token;
-// a token's stride in elements.
+// The warp's own 32 tokens of 16 channels of a bfloat16 rows array, zeros past the unit's rows.
+// `from`: the unit's first token; a token's stride in elements.
 __device__ __forceinline__ void fetch_own(u32 image, u64 from, long long stride, int rows, const Lane& l) {
   from += 2 * (64 * l.channel_half + 16 * l.warp + 8 * (l.lane & 1));
 #pragma unroll
@@ -56,7 +58,8 @@ __device__ __forceinline__ void fetch_outputs(const ChunkBackwardParams& p, u32 
   copy_async16(to + 32 * IMAGE_ROW, row_of(from, token + 32, rows, 2 * V * (u32)p.HV), token + 32 < rows);
 }
 
-// One thread: `bytes` from `offset` on of unit n's image (of `size` bytes) in a workspace array; `bar` counts them.
+// One thread: `bytes` from `offset` on of unit n's image (of `size` bytes) in a workspace array;
+// `bar` counts them.
 __device__ __forceinline__ void fetch_image(u32 to, u64 array, u64 place, u32 size, u32 bar, u32 offset, u32 bytes) {
   copy_in(to + offset, reinterpret_cast<const void*>(array + place * size + offset), bytes, bar);
 }
@@ -87,8 +90,8 @@ __device__ __forceinline__ void fetch_workspace(const ChunkBackwardParams& p, u3
     fetch_image(shared + OFFSET(SharedMemory, dh), p.dh, place, STATE_BYTES, shared + OFFSET(SharedMemory, states_full), 0, STATE_BYTES);
   }
 }
-// The images whose place is occupied until all pairs are summed: by saved decays, and by sk if SK_IN_U. The barriers expect their
-// bytes already.
+// The images whose place is occupied until all pairs are summed: by saved decays, and by sk if
+// SK_IN_U. The barriers expect their bytes already.
 __device__ __forceinline__ void fetch_workspace_after_pairs(const ChunkBackwardParams& p, u32 shared, int n) {
   const u64 place = unit_long(unit_at(shared, n), OFFSET(SharedUnit, place));
   if (SK_IN_U) fetch_image(shared + OFFSET(SharedMemory, u), p.u, place, TILE_BYTES, shared + OFFSET(SharedMemory, pairs_full), 0, TILE_BYTES);
@@ -98,7 +101,8 @@ __device__ __forceinline__ void fetch_workspace_after_pairs(const ChunkBackwardP
   }
 }
 
-// Where a lane's 16 bytes of the unit's bfloat16 rows go: rows left from its token on, and bytes into an array.
+// Where a lane's 16 bytes of the unit's bfloat16 rows go: rows left from its token on, and bytes
+// into an array.
 struct OutputRows {
   int left;
   u64 at;
@@ -107,7 +111,8 @@ __device__ __forceinline__ OutputRows output_rows(const ChunkBackwardParams& p, 
   const u64 at = 2 * K * unit_long(unit, OFFSET(SharedUnit, row)) + 2 * (64 * l.channel_half + 16 * l.warp + 8 * (l.lane & 1));
   return {unit_int(unit, OFFSET(SharedUnit, rows)) - l.token, at + (u64)(u32)l.token * (2 * K * (u32)p.HV)};
 }
-// A bfloat16 tile to rows of [B, T, HV, 128] through the warp's own rows of `image`, which are no longer needed.
+// A bfloat16 tile to rows of [B, T, HV, 128] through the warp's own rows of `image`, which are no
+// longer needed.
 __device__ __forceinline__ void store_own(u32 image, const Operand& r, const ChunkBackwardParams& p, u64 array, const OutputRows& to,
                                           const Lane& l) {
   sync_warp();
@@ -121,7 +126,8 @@ __device__ __forceinline__ void store_own(u32 image, const Operand& r, const Chu
   sync_warp();  // before the next unit's rows are loaded here
 }
 
-// A float32 tile to the same rows, straight from registers: eight channels of a token are the 32 bytes of a sector.
+// A float32 tile to the same rows, straight from registers: eight channels of a token are the 32
+// bytes of a sector.
 template <class F>
 __device__ __forceinline__ void store_floats(F f, const ChunkBackwardParams& p, u64 array, u32 unit, const Lane& l) {
   const int token = HALF * l.token_half + 2 * l.t, left = unit_int(unit, OFFSET(SharedUnit, rows)) - token;

@@ -1,4 +1,5 @@
-// Operands made of q, k and the gate. With q and k normalised and up = 2^(decay from the first token of its anchor + centre):
+// Operands made of q, k and the gate. With q and k normalised and up = 2^(decay from the first
+// token of its anchor + centre):
 //
 //   zq = q up    zb = beta k up    yk = k / up    sk = k 2^(decay to the end of the anchor's tokens)
 //
@@ -11,8 +12,8 @@ struct Operands {
   Operand zq, zb, yk;
 };
 
-// A lane's decays while pairs are multiplied: in registers, or (DECAYS_IN_STATES) in the first halves of the images of dh and h, which
-// have been read.
+// A lane's decays while pairs are multiplied: in registers, or (DECAYS_IN_STATES) in the first
+// halves of the images of dh and h, which have been read.
 struct Decays {
   float up[DECAYS_IN_STATES ? 1 : 4][4];
 };
@@ -95,7 +96,8 @@ __device__ __forceinline__ void load_operand(Operand& r, u32 from, const Lane& l
   }
 }
 
-// Where up at the end of an anchor's tokens is stored until it is needed again: in the upper triangle of the image of dA.
+// Where up at the end of an anchor's tokens is stored until it is needed again: in the upper
+// triangle of the image of dA.
 __device__ __forceinline__ u32 anchor_end_address(u32 shared, int anchor, int channel) {
   return shared + OFFSET(SharedMemory, dA) + swizzled(channel >> 2, 4 + anchor) + 4 * (channel & 3);
 }

@@ -1,4 +1,5 @@
-// The sums over pairs of tokens, and with them the gradients of q, k and the decays. For each half of tokens:
+// The sums over pairs of tokens, and with them the gradients of q, k and the decays. For each half
+// of tokens:
 //
 //   dq = up aq       aq = the state's part + sum_j dA_ij yk_j       + across: sum_j dA_ij sk_j
 //   x  = up ax       ax = the state's part + sum_j dL_ij yk_j       + across: sum_j dL_ij sk_j
@@ -7,14 +8,15 @@
 //                    cs = the state's part                          + across: the same sum
 //   dgc = zq aq + zb ax - yk cy - sk cs
 //
-// so that what cancels exactly in dgc cancels in bfloat16 too. Across: from the first half of tokens to the second. Everything is
-// scaled by `shrink` until dq and dk are stored.
+// so that what cancels exactly in dgc cancels in bfloat16 too. Across: from the first half of
+// tokens to the second. Everything is scaled by `shrink` until dq and dk are stored.
 #pragma once
 
 #include "sm90/chunk_backward/grads_operands.cuh"
 #include "sm90/chunk_backward/grads_states.cuh"
 
-// For each of the lane's channels the sum over the half's tokens of f(j, e), to float [128] at `to`.
+// For each of the lane's channels the sum over the half's tokens of f(j, e), to float [128] at
+// `to`.
 template <class F>
 __device__ __forceinline__ void sum_tokens(u32 to, const Lane& l, F f) {
   float sum[2] = {};
@@ -26,7 +28,8 @@ __device__ __forceinline__ void sum_tokens(u32 to, const Lane& l, F f) {
   }
 }
 
-// After the products of the half's own pairs were started, those of cs and cy first: then dq in aq, x in ax, dk in cy, dgc in cs.
+// After the products of the half's own pairs were started, those of cs and cy first: then dq in aq,
+// x in ax, dk in cy, dgc in cs.
 template <int TOKEN_HALF>
 __device__ __forceinline__ void finish_pairs(Accumulators& d, float (&cy)[4][4], const Operands& o, const Decays& saved,
                                              const float (&end)[2][ANCHORS], u32 shared, u32 scalars, const Lane& l) {

@@ -3,7 +3,8 @@
 
 #include "sm90/chunk_backward/grads_pair_sums.cuh"
 
-// d += a times a block of pairs, from row `i` and column `j` of its image: the sum over its columns, or over its rows.
+// d += a times a block of pairs, from row `i` and column `j` of its image: the sum over its
+// columns, or over its rows.
 template <int OVER_ROWS>
 __device__ __forceinline__ void add_pairs(float (&d)[4][4], const Operand& a, u32 image, int i, int j, int add = 1) {
   const u32 at = image + IMAGE_ROW * i + 2 * j;
@@ -14,7 +15,8 @@ __device__ __forceinline__ void add_pairs(float (&d)[4][4], const Operand& a, u3
   }
 }
 
-// Pairs across the halves, and the sums over tokens that earlier steps need of the terms so far, before the half's own pairs.
+// Pairs across the halves, and the sums over tokens that earlier steps need of the terms so far,
+// before the half's own pairs.
 template <int TOKEN_HALF>
 __device__ __forceinline__ void add_across(Accumulators& d, const Operands&, float, u32 shared, const Lane& l) {
   {

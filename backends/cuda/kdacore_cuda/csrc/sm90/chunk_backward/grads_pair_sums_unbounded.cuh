@@ -1,7 +1,7 @@
 // Pairs where an anchor serves a quarter of a chunk.
 //
-// Pairs of different quarters decay over the quarters between: these decays (D), one a channel, are applied to float32 sums, so that
-// the operands are those of each quarter, with sk up to its end:
+// Pairs of different quarters decay over the quarters between: these decays (D), one a channel, are
+// applied to float32 sums, so that the operands are those of each quarter, with sk up to its end:
 //
 //   a of a quarter  = (... (the state's part D_0 + pairs with 0) D_1 + pairs with 1 ...)
 //   cs of a quarter = pairs with the next + D_next (pairs with the one after + ... D_3 (the state's part))
@@ -32,7 +32,8 @@ __device__ __forceinline__ void load_quarter(u32 (&r)[4], u32 from, int quarter,
 __device__ __forceinline__ u64 rows_block(u32 image, int i, int j) { return rows_operand(image + IMAGE_ROW * i + 2 * j); }
 __device__ __forceinline__ u64 columns_block(u32 image, int i, int j) { return columns_operand(image + IMAGE_ROW * i + 2 * j); }
 
-// Pairs across the halves, and the sums over tokens that earlier steps need of the terms so far, before the half's own pairs.
+// Pairs across the halves, and the sums over tokens that earlier steps need of the terms so far,
+// before the half's own pairs.
 template <int TOKEN_HALF>
 __device__ __forceinline__ void add_across(Accumulators& d, const Operands&, float centre, u32 shared, const Lane& l) {
   const float unit = power_of_two(-(int)centre);
@@ -94,7 +95,8 @@ __device__ __forceinline__ void add_across(Accumulators& d, const Operands&, flo
   }
 }
 
-// Starts the products of the half's own pairs, those across its two quarters included. `sk` must not change until they are complete.
+// Starts the products of the half's own pairs, those across its two quarters included. `sk` must
+// not change until they are complete.
 template <int TOKEN_HALF>
 __device__ __forceinline__ void start_own(Accumulators& d, float (&cy)[4][4], const Operands& o, u32 (&sk)[4], u32 shared, const Lane& l) {
   const u32 dA = shared + OFFSET(SharedMemory, dA), dL = shared + OFFSET(SharedMemory, dL);

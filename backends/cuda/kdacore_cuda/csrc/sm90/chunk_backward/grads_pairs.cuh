@@ -1,9 +1,10 @@
-// Gradients of the matrices of token pairs: dA = scale do v'^T and dL = -dr v'^T, [tokens i, tokens j].
+// Gradients of the matrices of token pairs: dA = scale do v'^T and dL = -dr v'^T, [tokens i, tokens
+// j].
 //
-// A warpgroup has one of them and half of the columns. Operands of the channels' products reach 2^(+-centre): beside them
-// neither large nor small gradients would fit in bfloat16, so a power of two (shrink) brings the largest product to about 1,
-// and another (grow) takes it back from float32 results. Only pairs on the causal side count: later
-// tokens must have no influence.
+// A warpgroup has one of them and half of the columns. Operands of the channels' products reach
+// 2^(+-centre): beside them neither large nor small gradients would fit in bfloat16, so a power of
+// two (shrink) brings the largest product to about 1, and another (grow) takes it back from float32
+// results. Only pairs on the causal side count: later tokens must have no influence.
 #pragma once
 
 #include "sm90/chunk_backward/grads_shared_memory.cuh"
@@ -13,7 +14,8 @@ struct Scaling {
   float unit;  // 2^-centre
 };
 
-// Left operand `kk` of 16 values: the warp's 16 tokens of d_o (rows), or of dr (its image has values as rows).
+// Left operand `kk` of 16 values: the warp's 16 tokens of d_o (rows), or of dr (its image has
+// values as rows).
 __device__ __forceinline__ void pairs_operand(u32 (&a)[4], u32 shared, bool of_outputs, int kk, const Lane& l) {
   if (of_outputs) {
     const int row = 16 * l.warp + (l.lane & 15), piece = l.lane >> 4;

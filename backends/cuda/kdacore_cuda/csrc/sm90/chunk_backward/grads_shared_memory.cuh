@@ -1,8 +1,9 @@
 // Shared memory of the gradients kernel, and the part of a unit that each thread has.
 //
-// Four warpgroups: channels 0..63 or 64..127 (channel_half) of tokens 0..31 or 32..63 (token_half). Tiles are [channels, tokens]: a warp
-// has 16 channels and 32 tokens of everything, a lane two channels (g and g + 8) and eight tokens (8j + 2t, 8j + 2t + 1),
-// laid out as the accumulators of a warpgroup product and, in pairs of tokens, as its left operand.
+// Four warpgroups: channels 0..63 or 64..127 (channel_half) of tokens 0..31 or 32..63 (token_half).
+// Tiles are [channels, tokens]: a warp has 16 channels and 32 tokens of everything, a lane two
+// channels (g and g + 8) and eight tokens (8j + 2t, 8j + 2t + 1), laid out as the accumulators of a
+// warpgroup product and, in pairs of tokens, as its left operand.
 #pragma once
 
 #include "common/gate.cuh"
@@ -16,9 +17,9 @@ constexpr int ANCHORS = BOUNDED ? 1 : 2;  // anchors of a half
 constexpr u32 GATE_ROW = 4 * K;  // bytes, of a float32 gate
 // Without a float32 gate sk has room of its own; beside one it takes the place of u.
 constexpr bool SK_IN_U = G_FLOAT;
-// Whether decays are saved in the place of the states while pairs are multiplied. Without a bound there are no registers for them
-// (300 bytes of spills: 1.06 ms instead of 0.84); with one, few spills cost less than loading 48 KB of the next unit later (0.77
-// instead of 0.87).
+// Whether decays are saved in the place of the states while pairs are multiplied. Without a bound
+// there are no registers for them (300 bytes of spills: 1.06 ms instead of 0.84); with one, few
+// spills cost less than loading 48 KB of the next unit later (0.77 instead of 0.87).
 constexpr bool DECAYS_IN_STATES = !BOUNDED;
 
 // A left operand of one warpgroup, stored for another one or for later: 16 bytes a thread twice.
@@ -42,8 +43,9 @@ struct SharedUnit {
 };
 constexpr u32 UNIT_BYTES = sizeof(SharedUnit);
 
-// A warp reads, and later writes, its own 16 channels of its own tokens alone in q, k, v and g, and so loads them itself. What
-// there is two of belongs to even and odd units: the next unit's is loaded early.
+// A warp reads, and later writes, its own 16 channels of its own tokens alone in q, k, v and g, and
+// so loads them itself. What there is two of belongs to even and odd units: the next unit's is
+// loaded early.
 struct SharedMemory {
   TileImage q, k;
   union {
@@ -89,7 +91,8 @@ struct SharedMemory {
 };
 static_assert(sizeof(SharedMemory) <= SHARED_LIMIT, "the host's shared memory size is too small");
 
-// Threads and warps that do something for the whole block: each in another warp, as all others wait at the next barrier.
+// Threads and warps that do something for the whole block: each in another warp, as all others wait
+// at the next barrier.
 constexpr int WORKSPACE_THREAD = 5 * 32, UNIT_THREAD = 7 * 32;
 constexpr int BETA_WARP = 3;  // of the first half of channels
 
@@ -116,7 +119,8 @@ __device__ __forceinline__ Lane make_lane(int warp) {
   const int row = (l.lane & 7) + 8 * (l.lane >> 4);
   l.tile = swizzled(row, 2 * l.warp + (l.lane >> 3 & 1));
   l.own = l.channel_half * SQUARE_BYTES + HALF * IMAGE_ROW * l.token_half + l.tile;
-  // Eight lanes have every other row: the swizzle puts two pieces of neighbouring rows in the same banks.
+  // Eight lanes have every other row: the swizzle puts two pieces of neighbouring rows in the same
+  // banks.
   l.token = HALF * l.token_half + (l.lane & 6) + (l.lane >> 3 & 1) + (l.lane >> 1 & 8);
   l.piece = l.channel_half * SQUARE_BYTES + swizzled(l.token, 2 * l.warp + (l.lane & 1));
   l.channel = 64 * l.channel_half + 16 * l.warp + l.g;
@@ -130,7 +134,8 @@ __device__ __forceinline__ u64 unit_long(u32 unit, u32 field) {
   return (u64)__float_as_uint(x.y) << 32 | __float_as_uint(x.x);
 }
 
-// One thread. All other warps wait for this and the functions below, so they avoid divisions and keep a token's stride in 32 bits.
+// One thread. All other warps wait for this and the functions below, so they avoid divisions and
+// keep a token's stride in 32 bits.
 __device__ __forceinline__ void write_unit_fields(const ChunkBackwardParams& p, u32 unit, const Unit& u, int chunk) {
   const auto store_pair = [&](u32 field, u64 a, u64 b) {
     store_shared(unit + field, (u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32));
@@ -144,8 +149,9 @@ __device__ __forceinline__ void write_unit_fields(const ChunkBackwardParams& p, 
   store_pair(OFFSET(SharedUnit, g), first(p.g, p.g_sb, p.g_st, p.g_sh, u.hv, G_FLOAT ? 4 : 2), (u64)chunk << 32 | (u32)u.n);
 }
 
-// The block's next unit is the first one from `index` on, in steps of the grid, that has rows; it belongs to sequence n or a later
-// one. A sequence has a slot at least, so from one step to the next few need to be inspected.
+// The block's next unit is the first one from `index` on, in steps of the grid, that has rows; it
+// belongs to sequence n or a later one. A sequence has a slot at least, so from one step to the
+// next few need to be inspected.
 __device__ __forceinline__ void write_unit(const ChunkBackwardParams& p, u32 unit, long long index, int n, int beyond) {
   Unit u = {};
   for (; index < p.units; index += grid_blocks()) {
@@ -247,8 +253,9 @@ __device__ __forceinline__ OfTokens load_tokens(u32 at, const Lane& l) {
   return r;
 }
 
-// Sum over the warp's 16 channels of a value that each lane has one of a token (its own two channels already added): in
-// the end every lane has the sum of one token, token_of(lane). Each step halves the number of values a lane has.
+// Sum over the warp's 16 channels of a value that each lane has one of a token (its own two
+// channels already added): in the end every lane has the sum of one token, token_of(lane). Each
+// step halves the number of values a lane has.
 __device__ __forceinline__ float sum_channels(const OfTokens& a, const Lane& l) {
   float x[8];
 #pragma unroll
@@ -266,13 +273,15 @@ __device__ __forceinline__ float sum_channels(const OfTokens& a, const Lane& l) 
 }
 __device__ __forceinline__ int token_of(const Lane& l) { return 8 * (l.g >> 1) + 2 * l.t + (l.g & 1); }
 
-// Sum over a channel's 32 tokens, the lane's eight added already: the same number in all four lanes.
+// Sum over a channel's 32 tokens, the lane's eight added already: the same number in all four
+// lanes.
 __device__ __forceinline__ float sum_quad(float x) {
   x += shuffle_xor(x, 1);
   return x + shuffle_xor(x, 2);
 }
 
-// The same, and the sum of the lanes before this one, or of those after it; the other lanes do not influence its last bits.
+// The same, and the sum of the lanes before this one, or of those after it; the other lanes do not
+// influence its last bits.
 struct QuadSums {
   float aside, all;
 };

@@ -1,5 +1,5 @@
-// What the states at both ends of the chunk give: aq = (do h)^T, ax = (dr h)^T, cs = (v' dh)^T, each [channels, tokens] of a
-// warpgroup's channels and tokens, and sum_v h dh of each channel.
+// What the states at both ends of the chunk give: aq = (do h)^T, ax = (dr h)^T, cs = (v' dh)^T,
+// each [channels, tokens] of a warpgroup's channels and tokens, and sum_v h dh of each channel.
 #pragma once
 
 #include "sm90/chunk_backward/grads_pairs.cuh"
@@ -45,8 +45,8 @@ __device__ __forceinline__ void wait_states(Accumulators& d) {
   fence_registers(d.cs);
 }
 
-// sum_v h dh over these 64 values, the diagonal of a product; each side has its own half of V. Of the 16 by 8 tiles of either 8
-// channels one lane a channel has the diagonal.
+// sum_v h dh over these 64 values, the diagonal of a product; each side has its own half of V. Of
+// the 16 by 8 tiles of either 8 channels one lane a channel has the diagonal.
 __device__ __forceinline__ void multiply_states(const StateOperands& a, u32 to, const Lane& l) {
   float low[4] = {}, high[4] = {};
 #pragma unroll
@@ -61,7 +61,8 @@ __device__ __forceinline__ void multiply_states(const StateOperands& a, u32 to, 
   }
 }
 
-// The states' decay to the half they meet (to quarters later), the scale, and one anchor's 2^-centre for what meets zq and zb.
+// The states' decay to the half they meet (to quarters later), the scale, and one anchor's
+// 2^-centre for what meets zq and zb.
 __device__ __forceinline__ void scale_states(Accumulators& d, u32 last, float scale, const Scaling& by, const Lane& l) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

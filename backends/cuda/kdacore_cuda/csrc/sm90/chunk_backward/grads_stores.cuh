@@ -37,7 +37,8 @@ __device__ __forceinline__ float dot_with_rows(const float (&d)[4][4], u32 image
   return sum_channels(sum, l);
 }
 
-// All sums over pairs, and then those over channels that the norms and dbeta need. dq in aq, dk, dgc in cs.
+// All sums over pairs, and then those over channels that the norms and dbeta need. dq in aq, dk,
+// dgc in cs.
 template <int TOKEN_HALF>
 __device__ __forceinline__ void sum_pairs(Accumulators& d, float (&dk)[4][4], const Operands& o, const Decays& saved,
                                           const ChunkBackwardParams& p, u32 shared, u32 scalars, const Lane& l) {
@@ -56,7 +57,8 @@ __device__ __forceinline__ void sum_pairs(Accumulators& d, float (&dk)[4][4], co
   }
 }
 
-// The norm's backward of token `lane` of the half: what its row of gradients is multiplied by, and how much of the row is taken away.
+// The norm's backward of token `lane` of the half: what its row of gradients is multiplied by, and
+// how much of the row is taken away.
 struct NormBackward {
   float by, less;
 };
@@ -66,8 +68,9 @@ __device__ __forceinline__ NormBackward norm_backward(int which, u32 norms, floa
   return {by, p.flags & FLAG_L2NORM ? by * norm * (norm * sum) : 0.0f};
 }
 
-// dq or dk from d, `grow` smaller and with regard to normalised rows: out, and through the norm unless heads are grouped. The rows
-// as they were given: where most of a gradient lies along them, what is taken away needs more bits than operands have.
+// dq or dk from d, `grow` smaller and with regard to normalised rows: out, and through the norm
+// unless heads are grouped. The rows as they were given: where most of a gradient lies along them,
+// what is taken away needs more bits than operands have.
 __device__ __forceinline__ void store_row_gradient(const float (&d)[4][4], const NormBackward& norm, u32 image, float grow, const ChunkBackwardParams& p,
                                       u64 array, u32 shared, u32 unit, const OutputRows& to, const Lane& l) {
 #if GROUPED
@@ -88,7 +91,8 @@ __device__ __forceinline__ void store_row_gradient(const float (&d)[4][4], const
 #endif
 }
 
-// dgc to gradients of the decays, in place: sums from each token to the half's end, `following` beyond it.
+// dgc to gradients of the decays, in place: sums from each token to the half's end, `following`
+// beyond it.
 __device__ __forceinline__ void sum_following_tokens(float (&d)[4][4], const float (&following)[2], const Lane& l) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -104,8 +108,8 @@ __device__ __forceinline__ void sum_following_tokens(float (&d)[4][4], const flo
   }
 }
 
-// What all tokens after the half's give to its steps: through the chunk's end, through the other half, and the part of the half's own
-// contribution to the chunk's end that dgc counted.
+// What all tokens after the half's give to its steps: through the chunk's end, through the other
+// half, and the part of the half's own contribution to the chunk's end that dgc counted.
 __device__ __forceinline__ void load_following_sums(float (&following)[2], u32 shared, u32 sums, u32 last, float shrink, const Lane& l) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

@@ -3,7 +3,8 @@
 
 #include "sm90/chunk_backward/grads_loads.cuh"
 
-// Of dbeta the warp's 16 values' part, for token token_of(l) of its side, stays in the thread's place.
+// Of dbeta the warp's 16 values' part, for token token_of(l) of its side, stays in the thread's
+// place.
 __device__ __forceinline__ void value_gradients(const ChunkBackwardParams& p, u32 shared, u32 unit, u32 scalars, const Lane& l) {
   Operand dr, v;
   const int row = 64 * l.channel_half + 16 * l.warp + (l.lane & 15);

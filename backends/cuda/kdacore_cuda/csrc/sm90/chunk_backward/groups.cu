@@ -1,8 +1,10 @@
-// Grouped value heads: the gradient of a query or key head is the sum of its value heads' gradients, taken through the l2norm once.
+// Grouped value heads: the gradient of a query or key head is the sum of its value heads'
+// gradients, taken through the l2norm once.
 //
 //   d = sum over the group; with r = 1 / |x|: dx = r (d - r^2 (x . d) x)
 //
-// Grid: a warp a token and query/key head, four channels a lane. Sums are float32 until the result is stored as bfloat16.
+// Grid: a warp a token and query/key head, four channels a lane. Sums are float32 until the result
+// is stored as bfloat16.
 #include "common/loads.cuh"
 #include "generated/chunk_backward_params.cuh"
 

@@ -15,8 +15,8 @@ __device__ __forceinline__ Rows make_rows(const Unit& u, u64 base, long long sb,
   return {reinterpret_cast<const unsigned char*>(base) + offset * size, (int)(st * size)};
 }
 
-// A step is 1 / (2^(slope x + bias) unit + unit), x the input; or unit softplus2(log2(e) x + bias); or x in log2. Those that may
-// be less than the floor are cut off there.
+// A step is 1 / (2^(slope x + bias) unit + unit), x the input; or unit softplus2(log2(e) x + bias);
+// or x in log2. Those that may be less than the floor are cut off there.
 struct Gate {
   int kind;
   float unit, slope, floor;

@@ -1,23 +1,27 @@
-// Backward of chunk_kda on Hopper, first launch, and first launch of the forward in segments: the operands of every chunk.
+// Backward of chunk_kda on Hopper, first launch, and first launch of the forward in segments: the
+// operands of every chunk.
 //
-// For a unit (64 tokens of one sequence and value head), with gc the log2 decay summed from the chunk's start, q and k normalised,
-// beta activated (workspace.cuh lists what is written):
+// For a unit (64 tokens of one sequence and value head), with gc the log2 decay summed from the
+// chunk's start, q and k normalised, beta activated (workspace.cuh lists what is written):
 //
 //   kg = k 2^(gc_last - gc), qg = scale q 2^gc, last = 2^gc_last
 //   aqk_ij = scale (q_i 2^(gc_i - gc_j)) . k_j for j <= i
 //   inv = (I + tril(beta_i (k_i 2^(gc_i - gc_j)) . k_j, -1))^-1
 //   w = inv beta k 2^gc, u = inv beta v
 //
-// Decays are taken relative to an exponent anchor that serves half a chunk if gates are bounded, else a quarter; see
-// prepare_shared_memory.cuh for the operands zq, zb, yk and sk that follow from this, and for which region holds what when.
+// Decays are taken relative to an exponent anchor that serves half a chunk if gates are bounded,
+// else a quarter; see prepare_shared_memory.cuh for the operands zq, zb, yk and sk that follow from
+// this, and for which region holds what when.
 //
-// Grid: a block of eight warps a unit, three blocks a multiprocessor (two if gates are unbounded), so that some load while others
-// compute. Warps: in steps 1 to 3 each has a strip of 32 tokens and 32 channels; in step 4 each has 16 rows of aqk or of the
-// triangular system; in step 5 the odd ones invert the system while the even ones load v; in step 6 each has 16 channels of w
-// and 16 values of u. Barriers of the block separate the steps; v arrives by asynchronous copies.
+// Grid: a block of eight warps a unit, three blocks a multiprocessor (two if gates are unbounded),
+// so that some load while others compute. Warps: in steps 1 to 3 each has a strip of 32 tokens and
+// 32 channels; in step 4 each has 16 rows of aqk or of the triangular system; in step 5 the odd
+// ones invert the system while the even ones load v; in step 6 each has 16 channels of w and 16
+// values of u. Barriers of the block separate the steps; v arrives by asynchronous copies.
 //
-// Macros from the host: G_FLOAT, BOUNDED (gates are bounded), SHARED_BYTES; FOR_SEGMENTS: only what inference needs is written, as
-// one ChunkOperands a unit (chunk_forward/segments/chunk_operands.cuh).
+// Macros from the host: G_FLOAT, BOUNDED (gates are bounded), SHARED_BYTES; FOR_SEGMENTS: only what
+// inference needs is written, as one ChunkOperands a unit
+// (chunk_forward/segments/chunk_operands.cuh).
 #include "common/half_types.cuh"
 #include "sm90/chunk_backward/prepare_apply_inverse.cuh"
 #include "sm90/chunk_backward/prepare_inverse.cuh"
@@ -25,7 +29,8 @@
 
 static_assert(THREADS == C + ROWS_BYTES / 4, "a thread a row value");
 
-// Asks for g, k and q, and for v to be brought to L2; v's address and number of rows to shared memory.
+// Asks for g, k and q, and for v to be brought to L2; v's address and number of rows to shared
+// memory.
 __device__ __forceinline__ void fetch_inputs(const ChunkBackwardParams& p, const Unit& u, u32 shared, int thread) {
   const Rows g = make_rows(u, p.g, p.g_sb, p.g_st, p.g_sh, u.hv, G_FLOAT ? 4 : 2);
   const Rows v = make_rows(u, p.v, p.v_sb, p.v_st, p.v_sh, u.hv, 2);
@@ -94,7 +99,8 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
   }
   sync_block();
 
-  // 4. Products of token pairs: aqk by even warps, the triangular system by odd ones; rows so that all schedulers have as many.
+  // 4. Products of token pairs: aqk by even warps, the triangular system by odd ones; rows so that
+  // all schedulers have as many.
   const int own_warp = uniform(opaque(thread_index()) >> 5);  // recomputed to save registers
   const bool system = own_warp & 1;
   const int row_block = own_warp >> 1 ^ (own_warp >> 2);
@@ -127,7 +133,8 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
   sync_block();
   if (thread == 0) {
     copy_out(place_of(p.w, TILE_BYTES), shared + OFFSET(SharedMemory, w), TILE_BYTES);
-    // In halves, as the scan may load them: initcheck takes what a copy of 16 KB wrote for half written.
+    // In halves, as the scan may load them: initcheck takes what a copy of 16 KB wrote for half
+    // written.
     copy_out(place_of(p.u, TILE_BYTES), shared + OFFSET(SharedMemory, u), SQUARE_BYTES);
     copy_out(place_of(p.u, TILE_BYTES) + SQUARE_BYTES, shared + OFFSET(SharedMemory, u) + SQUARE_BYTES, SQUARE_BYTES);
     copy_out_commit();

@@ -1,5 +1,6 @@
-// w = inv beta k 2^gc and u = (inv beta v)^T, with the inverse as it is stored. A warp has 16 channels of w and 16 values of u,
-// which a block of the inverse multiplies alike; u is transposed on its way to shared memory.
+// w = inv beta k 2^gc and u = (inv beta v)^T, with the inverse as it is stored. A warp has 16
+// channels of w and 16 values of u, which a block of the inverse multiplies alike; u is transposed
+// on its way to shared memory.
 //
 // beta k 2^gc is zb but for a factor of its channel and part, which the sums take.
 #pragma once
@@ -50,7 +51,8 @@ __device__ __forceinline__ void apply_inverse(u32 shared, int warp, int lane, fl
   for (int i = 0; i < 4; ++i) {
     float w[PARTS][2][4] = {}, u[2][4] = {};  // w: of keys of each part
     if (FOR_SEGMENTS) {
-      // Of the four roundings between v and the state, that of beta v is cheap to compensate, on the inverse's diagonal.
+      // Of the four roundings between v and the state, that of beta v is cheap to compensate, on
+      // the inverse's diagonal.
       u32 v[4];
       load_matrix4(v, shared + OFFSET(SharedMemory, v) + image * SQUARE_BYTES + tile_offset(16 * i + (lane & 15), piece + (lane >> 4)));
 #pragma unroll

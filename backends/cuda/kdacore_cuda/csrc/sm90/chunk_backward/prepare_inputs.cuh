@@ -34,8 +34,8 @@ __device__ __forceinline__ void prefetch_tile(const Rows& from, int rows, int i)
   if (i < 2 * rows) prefetch_l2(row_at(from, i >> 1) + (i & 1) * IMAGE_ROW);
 }
 
-// Reciprocal norms of 16 rows of q (even warps) or k (odd ones), and factors made of them. Sums of squares are the diagonal of
-// the rows' products with themselves.
+// Reciprocal norms of 16 rows of q (even warps) or k (odd ones), and factors made of them. Sums of
+// squares are the diagonal of the rows' products with themselves.
 __device__ __forceinline__ void store_norms(const ChunkBackwardParams& p, u32 shared, int rows, int warp, int lane) {
   const int first = 16 * (warp >> 1);
   const bool keys = warp & 1;

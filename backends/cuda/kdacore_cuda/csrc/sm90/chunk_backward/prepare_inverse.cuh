@@ -1,16 +1,19 @@
-// The triangular inverse: float32 substitution inside blocks of 16, block columns merged on the matrix unit with operands in two
-// bfloat16 parts (about 16 bits). Four warps; warp r stores rows 16r to 16r + 15 of the system, inverts their diagonal block
-// and, after a barrier of the four, merges block column r.
+// The triangular inverse: float32 substitution inside blocks of 16, block columns merged on the
+// matrix unit with operands in two bfloat16 parts (about 16 bits). Four warps; warp r stores rows
+// 16r to 16r + 15 of the system, inverts their diagonal block and, after a barrier of the four,
+// merges block column r.
 //
-// With A the system and D the inverses of its diagonal blocks, block column c of the inverse is X_c = D_c, X_b = -D_b (sum over
-// c <= m < b of A_bm X_m). X is kept transposed, so that each sum is the next product's left operand. The high part of D is in
-// the image of the inverse, the low part in the place of A's low part.
+// With A the system and D the inverses of its diagonal blocks, block column c of the inverse is X_c
+// = D_c, X_b = -D_b (sum over c <= m < b of A_bm X_m). X is kept transposed, so that each sum is
+// the next product's left operand. The high part of D is in the image of the inverse, the low part
+// in the place of A's low part.
 #pragma once
 
 #include "common/unit_triangle_inverse.cuh"
 #include "sm90/chunk_backward/prepare_pairs.cuh"
 
-// A diagonal block's inverse. One column a lane, both halves of the warp compute the same; each stores half of the rows.
+// A diagonal block's inverse. One column a lane, both halves of the warp compute the same; each
+// stores half of the rows.
 __device__ __forceinline__ void invert_diagonal(u32 shared, int block, int lane) {
   const u32 from = shared + OFFSET(SharedMemory, diagonal) + 4 * 16 * DIAGONAL_PITCH * block;
   const int j = lane & 15;
@@ -38,7 +41,8 @@ __device__ __forceinline__ void add_product(float (&d)[2][4], const Split& x, u3
 
 // The inverse's block column `c` below the diagonal, rounded into its image.
 __device__ __forceinline__ void merge_column(u32 shared, int c, int lane) {
-  // Lane 8m + r names row r of a block's tile m, tiles row by row: a right operand, or transposed a left one.
+  // Lane 8m + r names row r of a block's tile m, tiles row by row: a right operand, or transposed a
+  // left one.
   const u32 lane_at = shared + swizzled((lane & 7) + (lane >> 1 & 8), lane >> 3 & 1);
   const auto at = [&](int row_block, int column_block) { return (lane_at ^ column_block << 5) + 16 * IMAGE_ROW * row_block; };
   Split x[3];

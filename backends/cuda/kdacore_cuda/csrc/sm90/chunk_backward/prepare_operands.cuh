@@ -1,7 +1,7 @@
-// Decays from the gate, and operands from the decays. A warp has a strip: 32 tokens, a half, and 32 channels. A lane (g, t) =
-// (lane / 4, lane % 4) of it has channels 8i + g, i = 0..3, and eight tokens in a row, 8t + j, so that running sums stay in a
-// lane and its quad. The rows of one matrix load or store are 8t + 2m, 8t + 2m + 1 for t = 0..3, so that
-// lane t gets its tokens.
+// Decays from the gate, and operands from the decays. A warp has a strip: 32 tokens, a half, and 32
+// channels. A lane (g, t) = (lane / 4, lane % 4) of it has channels 8i + g, i = 0..3, and eight
+// tokens in a row, 8t + j, so that running sums stay in a lane and its quad. The rows of one matrix
+// load or store are 8t + 2m, 8t + 2m + 1 for t = 0..3, so that lane t gets its tokens.
 #pragma once
 
 #include "sm90/chunk_backward/prepare_inputs.cuh"
@@ -79,8 +79,8 @@ __device__ __forceinline__ void load_steps(float (&x)[4][8], u32 shared, const S
   }
 }
 
-// Replaces steps by their sums from the part's first row, plus the centre; the parts' sums go to shared memory. A sum never depends on
-// a later row.
+// Replaces steps by their sums from the part's first row, plus the centre; the parts' sums go to
+// shared memory. A sum never depends on a later row.
 __device__ __forceinline__ void sum_strip(float (&x)[4][8], u32 shared, const Strip& s, float centre) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -103,8 +103,8 @@ __device__ __forceinline__ void sum_strip(float (&x)[4][8], u32 shared, const St
   }
 }
 
-// Address in a strip's staging of row r of tile m at place i: pieces of 16 bytes. The pieces of one token at all four places use
-// different banks.
+// Address in a strip's staging of row r of tile m at place i: pieces of 16 bytes. The pieces of one
+// token at all four places use different banks.
 __device__ __forceinline__ u32 staging_address(u32 strip, int i, int m, int r) { return strip + i * 512 + m * 128 + ((r ^ 2 * i) << 4); }
 
 // 32 rows of 64 bytes from staging to a tile in device memory.
@@ -126,7 +126,8 @@ __device__ __forceinline__ void split_kg(float x, float y, u32& kg, u32& low) {
   low = pack_bf16(x - bf16_low(kg), y - bf16_high(kg));
 }
 
-// Stores kg of pieces i - 1 and i, staged in places 0 and 1, and its rounding error, in 2 and 3: 32 rows of 32 bytes each.
+// Stores kg of pieces i - 1 and i, staged in places 0 and 1, and its rounding error, in 2 and 3: 32
+// rows of 32 bytes each.
 __device__ __forceinline__ void flush_kg(const ChunkBackwardParams& p, u32 strip, const Strip& s, int i) {
   sync_warp();
   const int lane = opaque(s.lane);  // addresses are recomputed to save registers
@@ -140,7 +141,8 @@ __device__ __forceinline__ void flush_kg(const ChunkBackwardParams& p, u32 strip
   sync_warp();
 }
 
-// Stores kg of piece i and its rounding error, two pieces at a time. Inference does not need the latter: four pieces at a time.
+// Stores kg of piece i and its rounding error, two pieces at a time. Inference does not need the
+// latter: four pieces at a time.
 __device__ __forceinline__ void store_kg(const ChunkBackwardParams& p, u32 strip, const Strip& s, int i, const u32 (&kg)[4],
                                          const u32 (&low)[4]) {
   if (FOR_SEGMENTS) {

@@ -16,7 +16,8 @@ __device__ __forceinline__ void flush_queries(u32 shared, const Strip& s, unsign
   }
 }
 
-// The strip's part of zq, zb, yk and sk to shared memory, of kg, kg_low and qg to device memory. `x`: from sum_strip.
+// The strip's part of zq, zb, yk and sk to shared memory, of kg, kg_low and qg to device memory.
+// `x`: from sum_strip.
 template <int TOKEN_HALF>
 __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 shared, const Strip& s, u32 strip,
                                               const float (&x)[4][8]) {

@@ -1,8 +1,10 @@
-// Unbounded gates: an anchor serves a quarter. Each later quarter also needs the keys decayed to its start: the second in sk (of its
-// 32 rows the last 16 are not read), the third in sk_third, the fourth in sk_fourth (of its 64 rows the last 16 are not read). Part of prepare_operands.cuh.
+// Unbounded gates: an anchor serves a quarter. Each later quarter also needs the keys decayed to
+// its start: the second in sk (of its 32 rows the last 16 are not read), the third in sk_third, the
+// fourth in sk_fourth (of its 64 rows the last 16 are not read). Part of prepare_operands.cuh.
 #pragma once
 
-// The strip's part of zq, zb, yk and the decayed keys to shared memory, of kg, kg_low and qg to device memory. `x`: from sum_strip.
+// The strip's part of zq, zb, yk and the decayed keys to shared memory, of kg, kg_low and qg to
+// device memory. `x`: from sum_strip.
 template <int TOKEN_HALF>
 __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 shared, const Strip& s, u32 strip,
                                               const float (&x)[4][8]) {
@@ -16,7 +18,8 @@ __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 
 #pragma unroll
     for (int n = 0; n < 4; ++n) total[n] = load_shared1(shared + OFFSET(SharedMemory, totals) + 4 * (K * n + 32 * s.slice + 8 * i + s.g));
     const float end = exp2_fast((later ? total[2 * TOKEN_HALF + 1] : total[2 * TOKEN_HALF]) + p.centre);
-    // Decays from this quarter to the third, the fourth and the chunk's end, and from the chunk's start to it.
+    // Decays from this quarter to the third, the fourth and the chunk's end, and from the chunk's
+    // start to it.
     const float rest = later ? 0.0f : total[2 * TOKEN_HALF + 1];
     const float third = exp2_fast(rest), fourth = exp2_fast(rest + total[2]);
     const float after = exp2_fast(TOKEN_HALF ? rest : rest + (total[2] + total[3]));

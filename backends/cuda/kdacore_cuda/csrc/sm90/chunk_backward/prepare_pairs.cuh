@@ -1,12 +1,13 @@
-// Products of pairs of rows: of queries and keys (aqk), of keys (the system). A warp has one of the two and 16 rows i, in blocks
-// of 16 columns j up to the diagonal. Within a part both lie under its anchor; across, keys have been decayed to the start of the
-// later part.
+// Products of pairs of rows: of queries and keys (aqk), of keys (the system). A warp has one of the
+// two and 16 rows i, in blocks of 16 columns j up to the diagonal. Within a part both lie under its
+// anchor; across, keys have been decayed to the start of the later part.
 #pragma once
 
 #include "common/mma_operands.cuh"
 #include "sm90/chunk_backward/prepare_shared_memory.cuh"
 
-// Blocks 0 .. ROW_BLOCK (of the warp's rows) of a row of blocks: 16 x 16, columns 8n + 2t, + 1, rows g and g + 8.
+// Blocks 0 .. ROW_BLOCK (of the warp's rows) of a row of blocks: 16 x 16, columns 8n + 2t, + 1,
+// rows g and g + 8.
 struct Pairs {
   float block[4][2][4];
 };
@@ -19,7 +20,8 @@ __device__ __forceinline__ constexpr bool across(int j) {
 
 template <int ROW_BLOCK>
 __device__ __forceinline__ void multiply_pairs(Pairs& out, u32 shared, u32 left, int lane) {
-  // Left: rows lane % 8, then + 8, of channels 0-7, then 8-15. Right: channels 0-7, then 8-15, of rows lane % 8, then + 8.
+  // Left: rows lane % 8, then + 8, of channels 0-7, then 8-15. Right: channels 0-7, then 8-15, of
+  // rows lane % 8, then + 8.
 #if BOUNDED
   constexpr u32 EARLIER = OFFSET(SharedMemory, sk);
 #else
@@ -64,7 +66,8 @@ __device__ __forceinline__ void finish_pairs(Pairs& out, int lane, float unit, i
   }
 }
 
-// Where lane 8m + r puts row r of tile m of block (row_block, j) of a square image; tiles in the order of a left operand.
+// Where lane 8m + r puts row r of tile m of block (row_block, j) of a square image; tiles in the
+// order of a left operand.
 __device__ __forceinline__ u32 block_at(u32 image, int row_block, int j, int lane) {
   return image + swizzled(16 * row_block + (lane & 15), 2 * j + (lane >> 4));
 }

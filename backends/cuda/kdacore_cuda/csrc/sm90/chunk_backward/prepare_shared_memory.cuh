@@ -1,7 +1,8 @@
 // Shared memory of prepare, and how its matrices lie there.
 //
-// Regions serve several times. A barrier of the whole block stands between two columns of this table, except for k and q: the
-// warp that reads a strip (32 tokens, 32 channels) of them writes the same strip.
+// Regions serve several times. A barrier of the whole block stands between two columns of this
+// table, except for k and q: the warp that reads a strip (32 tokens, 32 channels) of them writes
+// the same strip.
 //
 //   region   raw rows      operands               pairs multiplied          end
 //   k        k             zb                     zb                        zb
@@ -13,9 +14,10 @@
 //   yk       g             yk                     v                         v
 //   sk_third, sk_fourth    sk of earlier quarters, as the third and the fourth see them (unbounded gates)
 //
-// A part is the set of tokens that share an exponent anchor: a half if gates are bounded, else a quarter.
-// zq = q 2^(P + centre), zb = beta k 2^(P + centre), yk = k 2^(-P - centre), sk = k 2^(P_end - P): q with its norm and scale,
-// k with its norm, P the log2 decay from the start of the row's part, P_end that to the start of the later part which sees it.
+// A part is the set of tokens that share an exponent anchor: a half if gates are bounded, else a
+// quarter. zq = q 2^(P + centre), zb = beta k 2^(P + centre), yk = k 2^(-P - centre), sk = k
+// 2^(P_end - P): q with its norm and scale, k with its norm, P the log2 decay from the start of the
+// row's part, P_end that to the start of the later part which sees it.
 #pragma once
 
 #include "sm90/bulk_copies.cuh"
@@ -87,8 +89,8 @@ struct SharedMemory {
 static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "the host's shared memory size is too small");
 static_assert(BLOCKS * (SHARED_BYTES + 1024) <= 228 * 1024, "a multiprocessor has no room for so many blocks");
 
-// Offset of a 16-byte piece in an image of the kernel's own. Neither eight neighbouring rows nor eight rows of a scan
-// (rows 8t + 2m, 8t + 2m + 1 for t = 0..3) share a bank.
+// Offset of a 16-byte piece in an image of the kernel's own. Neither eight neighbouring rows nor
+// eight rows of a scan (rows 8t + 2m, 8t + 2m + 1 for t = 0..3) share a bank.
 __device__ __forceinline__ u32 tile_offset(int row, int piece) {
   return row * IMAGE_ROW + ((piece ^ (row & 7) ^ (row >> 2 & 6)) << 4);
 }

@@ -1,18 +1,22 @@
-// Backward of chunk_kda on Hopper, second launch: the recurrences over the chunks of a sequence. With S the state (V by K), dS its
-// gradient, the chunk's matrices of workspace.cuh, and o the chunk's rows of d_o:
+// Backward of chunk_kda on Hopper, second launch: the recurrences over the chunks of a sequence.
+// With S the state (V by K), dS its gradient, the chunk's matrices of workspace.cuh, and o the
+// chunk's rows of d_o:
 //
 //   forward   h = S;   v = u - S w^T (stored in place of u);   S' = S diag(last) + v kg
 //   reverse   dh = dS; dv = dS kg^T + o^T aqk;   dS' = dS diag(last) + o^T qg - dv w;   dr = dv inv
 //
 // Neither needs the other, so each has blocks of its own.
 //
-// Grid: for each sequence, value head and direction one block (WARPGROUPS 2) or two that have 64 rows of V each (WARPGROUPS 1). One
-// block reads kg, qg and w once for all of V; two are for few heads, so that warpgroups do not share a matrix unit.
-// Warps: state warps hold 16 rows of the state each in float32 accumulators, four warps a warpgroup. The bfloat16 copy of these is
-// both the left operand of the next products and what is stored as h or dh. One producer warp copies the chunks' operands into
-// rings of stages ahead of them, two more load d_o.
-// Synchronisation: each stage has a barrier that counts what arrives (full) and one that counts the state warps that are done with
-// it (empty). Results go through shared memory as bulk copies, so that no product waits for a store.
+// Grid: for each sequence, value head and direction one block (WARPGROUPS 2) or two that have 64
+// rows of V each (WARPGROUPS 1). One block reads kg, qg and w once for all of V; two are for few
+// heads, so that warpgroups do not share a matrix unit.
+// Warps: state warps hold 16 rows of the state each in float32 accumulators, four warps a
+// warpgroup. The bfloat16 copy of these is both the left operand of the next products and what is
+// stored as h or dh. One producer warp copies the chunks' operands into rings of stages ahead of
+// them, two more load d_o.
+// Synchronisation: each stage has a barrier that counts what arrives (full) and one that counts the
+// state warps that are done with it (empty). Results go through shared memory as bulk copies, so
+// that no product waits for a store.
 // Shared memory: scan_shared_memory.cuh.
 #include "sm90/chunk_backward/scan_forward.cuh"
 #include "sm90/chunk_backward/scan_producer.cuh"

@@ -39,8 +39,8 @@ __device__ __forceinline__ void scan_forward(const ChunkBackwardParams& p, const
     for (int kk = 0; kk < K_TILES; ++kk) warpgroup_mma<0>(prediction, h.a[kk], along_channels(w, kk), kk > 0);
     warpgroup_commit();
 
-    // Meanwhile: u is loaded, the state decays, h is stored. Groups of copies alternate between h and v, so waiting for all but the
-    // last one is enough.
+    // Meanwhile: u is loaded, the state decays, h is stored. Groups of copies alternate between h
+    // and v, so waiting for all but the last one is enough.
     float u[2 * C_TILES][4];
     load_rows(u, stage + OFFSET(ForwardStage, u) + l.row * IMAGE_ROW + l.piece);
     decay_state(state, l, stage + OFFSET(ForwardStage, decay));

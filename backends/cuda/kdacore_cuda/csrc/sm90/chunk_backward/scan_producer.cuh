@@ -1,4 +1,5 @@
-// The producer warps: every chunk's operands into the rings, as soon as all state warps have read a stage.
+// The producer warps: every chunk's operands into the rings, as soon as all state warps have read a
+// stage.
 #pragma once
 
 #include "sm90/chunk_backward/scan_shared_memory.cuh"
@@ -23,8 +24,9 @@ __device__ __forceinline__ void produce_forward(const ChunkBackwardParams& p, co
   }
 }
 
-// Warp `part` of OUTPUT_WARPS: its part of a chunk's rows of d_o; zeros from row `rows` on. `from`: this
-// lane's 16 bytes of the part's first row. Not bulk copies: a warp issues those of single rows one after another.
+// Warp `part` of OUTPUT_WARPS: its part of a chunk's rows of d_o; zeros from row `rows` on. `from`:
+// this lane's 16 bytes of the part's first row. Not bulk copies: a warp issues those of single rows
+// one after another.
 constexpr int ROW_LANES = DO_ROW / 16, ROWS_AT_ONCE = 32 / ROW_LANES, PART_ROWS = C / OUTPUT_WARPS;
 
 __device__ __forceinline__ void fetch_rows(u32 to, const unsigned char* from, long long token, int lane, int rows) {
@@ -34,7 +36,8 @@ __device__ __forceinline__ void fetch_rows(u32 to, const unsigned char* from, lo
     from += ROWS_AT_ONCE * token;
   }
 }
-// These warps have a ring of their own: issuing so many copies takes long, and waiting for a stage delays no other copies.
+// These warps have a ring of their own: issuing so many copies takes long, and waiting for a stage
+// delays no other copies.
 __device__ __forceinline__ void produce_output_gradients(const ChunkBackwardParams& p, const Task& task, u32 shared, int part) {
   const int lane = thread_index() & 31;
   OutputGradRing output_grads = {shared};

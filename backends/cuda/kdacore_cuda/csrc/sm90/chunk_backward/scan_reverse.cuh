@@ -1,4 +1,5 @@
-// Gradients of the states at the chunks' ends (dh), and dr, the gradient of what each chunk's inverse is multiplied with.
+// Gradients of the states at the chunks' ends (dh), and dr, the gradient of what each chunk's
+// inverse is multiplied with.
 #pragma once
 
 #include "sm90/chunk_backward/scan_state.cuh"

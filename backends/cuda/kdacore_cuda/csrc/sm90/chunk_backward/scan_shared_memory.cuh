@@ -13,7 +13,8 @@ constexpr int BLOCKS_V = 2 / WARPGROUPS;  // blocks that share a state
 constexpr int BLOCK_V = 64 * WARPGROUPS;
 constexpr int STATE_WARPS = 4 * WARPGROUPS;  // warps with 16 rows of the state each; the warp after them copies, two more d_o
 constexpr int OUTPUT_WARPS = 2;
-// Registers are moved by warpgroups, so the producers' has an idle warp; a single state warpgroup has enough anyway.
+// Registers are moved by warpgroups, so the producers' has an idle warp; a single state warpgroup
+// has enough anyway.
 constexpr int THREADS = WARPGROUPS == 2 ? 384 : 32 * (STATE_WARPS + 1 + OUTPUT_WARPS);
 constexpr int START_REGISTERS = 168, STATE_REGISTERS = 232, PRODUCER_REGISTERS = 40;
 static_assert(2 * STATE_REGISTERS + PRODUCER_REGISTERS <= 3 * START_REGISTERS, "more registers than the block has");
@@ -26,8 +27,9 @@ struct ForwardStage {
   u16 u[BLOCK_V][64];  // this block's rows
   float decay[K];      // of the whole chunk
 };
-// Reverse: three parts, each with a ring of its own, as they are used at different times. d_o goes to registers before its chunk
-// begins; then come the operands of dv, then those of the state's gradient and dr.
+// Reverse: three parts, each with a ring of its own, as they are used at different times. d_o goes
+// to registers before its chunk begins; then come the operands of dv, then those of the state's
+// gradient and dr.
 struct OutputGradStage {
   u16 rows[C][BLOCK_V];  // 16-byte pieces ordered by output_piece
 };

@@ -1,4 +1,5 @@
-// Loads and stores of a warp's rows of a state, of their bfloat16 copy and of a chunk's rows of v or dr.
+// Loads and stores of a warp's rows of a state, of their bfloat16 copy and of a chunk's rows of v
+// or dr.
 #pragma once
 
 #include "sm90/chunk_backward/scan_shared_memory.cuh"
@@ -40,8 +41,8 @@ __device__ __forceinline__ void write_state(State& state, const ScanLane& l, con
 }
 __device__ __forceinline__ void decay_state(State& state, const ScanLane& l, u32 last) { decay_state(state, l.t, last); }
 
-// Stores of rows of h or dh, and of v or dr: wait until earlier copies (all groups but the last N) have read the staging rows, stage,
-// fence, and copy as one group.
+// Stores of rows of h or dh, and of v or dr: wait until earlier copies (all groups but the last N)
+// have read the staging rows, stage, fence, and copy as one group.
 template <int N>
 __device__ __forceinline__ void wait_stores(const ScanLane& l) {
   if (l.lane == 0) copy_out_wait_read<N>();

@@ -1,5 +1,5 @@
-// A warp's 16 rows of a state (V by K) in float32 accumulators, their bf16 copy as left operands, and descriptors of
-// the right operands.
+// A warp's 16 rows of a state (V by K) in float32 accumulators, their bf16 copy as left operands,
+// and descriptors of the right operands.
 #pragma once
 
 #include "common/mma_operands.cuh"
@@ -22,8 +22,8 @@ struct TokenOperand {
   u32 a[C_TILES][4];
 };
 
-// Calls f(element, its offset) for every element of a lane whose first row is `row`; offsets count elements of a [K, V] or
-// [V, K] matrix.
+// Calls f(element, its offset) for every element of a lane whose first row is `row`; offsets count
+// elements of a [K, V] or [V, K] matrix.
 template <class F>
 __device__ __forceinline__ void each_element(State& state, int row, int t, int flags, F f) {
   const int k_step = opaque(flags & FLAG_V_FIRST ? 1 : V), v_step = opaque(flags & FLAG_V_FIRST ? K : 1);

@@ -1,7 +1,9 @@
-// Gradients of A_log and dt_bias: sums over all chunks of the parts that the gradients kernel wrote for each, in one fixed order.
+// Gradients of A_log and dt_bias: sums over all chunks of the parts that the gradients kernel wrote
+// for each, in one fixed order.
 //
-// Grid: a block a value head. Groups of 128 threads, a channel each, take every GROUPS-th slot; their sums meet in shared memory.
-// Chunks without a gradient add zeros, so that their number changes no bit of the sum.
+// Grid: a block a value head. Groups of 128 threads, a channel each, take every GROUPS-th slot;
+// their sums meet in shared memory. Chunks without a gradient add zeros, so that their number
+// changes no bit of the sum.
 #include "common/loads.cuh"
 #include "generated/chunk_backward_params.cuh"
 

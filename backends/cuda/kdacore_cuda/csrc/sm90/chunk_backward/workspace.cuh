@@ -1,12 +1,13 @@
 // Common to the three backward kernels: units of 64 tokens, and the layout of the workspace.
 //
-// A unit is one chunk of one sequence and value head. Its place in every workspace array is slot * HV + hv; the slots of
-// sequence n begin at first_slot(n), so that the scan finds them without looking at other sequences. A slot that no sequence
-// fills is never read or written.
+// A unit is one chunk of one sequence and value head. Its place in every workspace array is slot *
+// HV + hv; the slots of sequence n begin at first_slot(n), so that the scan finds them without
+// looking at other sequences. A slot that no sequence fills is never read or written.
 //
-// Matrices in the workspace are byte images of what shared memory holds: bfloat16, rows of 128 bytes, 16-byte pieces
-// swizzled by row, so that a bulk copy loads an operand of a warpgroup product. Rows of 128 channels (or of a state)
-// are two images one after the other, 64 columns each.
+// Matrices in the workspace are byte images of what shared memory holds: bfloat16, rows of 128
+// bytes, 16-byte pieces swizzled by row, so that a bulk copy loads an operand of a warpgroup
+// product. Rows of 128 channels (or of a state) are two images one after the other, 64 columns
+// each.
 //
 //   kg, qg, w   [64 tokens, 128 channels]   two images of 8 KB
 //   kg_low      the same                    the rounding error of kg. Where keys are nearly equal, dr consists of differences
@@ -83,7 +84,8 @@ struct Unit {
   long long at;            // place in the workspace
 };
 
-// Unit `index` = slot * HV + hv, of a sequence from n to beyond - 1. Every thread may call it; no data is exchanged.
+// Unit `index` = slot * HV + hv, of a sequence from n to beyond - 1. Every thread may call it; no
+// data is exchanged.
 __device__ __forceinline__ Unit find_unit(const ChunkBackwardParams& p, long long index, int n, int beyond) {
   Unit u;
   u.at = index;

@@ -1,19 +1,24 @@
-// chunk_kda without gradients on Hopper, K = V = 128: one launch, nothing but inputs and outputs in device memory.
+// chunk_kda without gradients on Hopper, K = V = 128: one launch, nothing but inputs and outputs in
+// device memory.
 //
-// A chunk is 32 tokens, two halves of 16. shared_memory.cuh has the formulas and what a prepared chunk looks like.
+// A chunk is 32 tokens, two halves of 16. shared_memory.cuh has the formulas and what a prepared
+// chunk looks like.
 //
-// Grid: clusters of CLUSTER blocks. A cluster takes a sequence and value head at a time, all of it or a part (schedule.cuh). Each
-// of the first SCANNERS blocks carries V / SCANNERS columns of the state; all blocks prepare chunks, every CLUSTER-th one each.
+// Grid: clusters of CLUSTER blocks. A cluster takes a sequence and value head at a time, all of it
+// or a part (schedule.cuh). Each of the first SCANNERS blocks carries V / SCANNERS columns of the
+// state; all blocks prepare chunks, every CLUSTER-th one each.
 // Warps of a block, in this order:
 //   scan warps (SCAN_WARPS)     state and output: scan.cuh; a warpgroup carries 64 columns of V
 //   slice warps (SLICE_WARPS)   gate, operands and partial sums of the triangles: slices.cuh; a warp has 32 channels of half a chunk
 //   solver warps (SOLVER_SLOTS) triangles and their inverse: triangles.cuh; two warps a chunk
 // Registers are moved from the preparing warps to the scan warps.
 //
-// Synchronisation: prepared chunks go through a ring of stages in shared memory, and as bulk copies to the other scanning block. A
-// stage is full when its solver has published it and empty when the scan warps of all scanning blocks have read it. Slices hand
-// their partial sums to a solver through parts_ready and get their room back through parts_read. The ring runs on from one
-// sequence to the next. A cluster waits for another only where a sequence was cut, and then for one that started before it.
+// Synchronisation: prepared chunks go through a ring of stages in shared memory, and as bulk copies
+// to the other scanning block. A stage is full when its solver has published it and empty when the
+// scan warps of all scanning blocks have read it. Slices hand their partial sums to a solver
+// through parts_ready and get their room back through parts_read. The ring runs on from one
+// sequence to the next. A cluster waits for another only where a sequence was cut, and then for one
+// that started before it.
 #include "sm90/chunk_forward/scan.cuh"
 #include "sm90/chunk_forward/triangles.cuh"
 

@@ -1,5 +1,6 @@
-// A scan warp carries 16 columns of the state through the sequence, four warps a warpgroup. The state lies transposed (V by K)
-// in float32 accumulators, so that its bf16 copy is the next product's left operand as it is; tokens are the product's short dimension.
+// A scan warp carries 16 columns of the state through the sequence, four warps a warpgroup. The
+// state lies transposed (V by K) in float32 accumulators, so that its bf16 copy is the next
+// product's left operand as it is; tokens are the product's short dimension.
 #pragma once
 
 #include "common/chunk_forward/solve.cuh"
@@ -17,14 +18,16 @@ struct ScanLane {
   int lane, g, t;
   int v0;           // first column of V of this warp
   u32 values, out;  // this warp's rings in shared memory
-  // Offsets of what this lane reads or writes: its row and its 16-byte piece of a tile of V or o, its row of a triangle.
+  // Offsets of what this lane reads or writes: its row and its 16-byte piece of a tile of V or o,
+  // its row of a triangle.
   u32 tile, piece, triangle;
   u64 kq, kg;  // descriptors of stage 0's operands
 };
 
 constexpr int WARP_V = 16;  // columns of V of a warp
 
-// Calls f(element, its offset) for every state element; offsets count elements of a [K, V] or [V, K] matrix.
+// Calls f(element, its offset) for every state element; offsets count elements of a [K, V] or [V,
+// K] matrix.
 template <class F>
 __device__ __forceinline__ void each_element(ScanState& state, const ScanLane& l, int flags, F f) {
   const int k_step = opaque(flags & FLAG_V_FIRST ? 1 : V), v_step = opaque(flags & FLAG_V_FIRST ? K : 1);
@@ -57,7 +60,8 @@ struct Tokens {
   float xo[8][4];
 };
 
-// Of row `row` of a chunk's token scalars the four that this lane's columns of a half need: tokens 2t, 2t+1 and 8+2t, 8+2t+1.
+// Of row `row` of a chunk's token scalars the four that this lane's columns of a half need: tokens
+// 2t, 2t+1 and 8+2t, 8+2t+1.
 __device__ __forceinline__ Columns columns(u32 stage, u32 row, int half, int t) {
   const u32 at = stage + OFFSET(ChunkImage, scalars) + row + 4 * HALF * half + 8 * t;
   const float2 a = load_shared2(at), b = load_shared2(at + 32);
@@ -83,7 +87,8 @@ __device__ __forceinline__ void add_triangle(float (&x)[4], float (&y)[4], const
   mma_bf16(y, w, b[2], b[3]);
 }
 
-// From x to w = r T beta (v - r x), as the left operand (16 columns of V by 16 tokens) of what follows.
+// From x to w = r T beta (v - r x), as the left operand (16 columns of V by 16 tokens) of what
+// follows.
 __device__ __forceinline__ void solve(const Tokens& tok, int half, const SolveOperands& s, u32 (&w)[4]) {
   float residual[2][4];
 #pragma unroll
@@ -115,8 +120,9 @@ __device__ __forceinline__ void pack_output(Output& out, const Tokens& tok, u32 
   }
 }
 
-// To global memory, through shared memory so that rows of 32 bytes are stored whole: lane l stores half l % 2 of the rows of
-// tokens l / 2 and 16 + l / 2, of which `left` tells how many are real, at `to`. Three functions, so that other work goes between.
+// To global memory, through shared memory so that rows of 32 bytes are stored whole: lane l stores
+// half l % 2 of the rows of tokens l / 2 and 16 + l / 2, of which `left` tells how many are real,
+// at `to`. Three functions, so that other work goes between.
 __device__ __forceinline__ void write_output(const Output& out, const ScanLane& l) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) store_matrix4_transposed(l.out + half * TILE_BYTES + l.tile, out.o[half]);
@@ -133,7 +139,8 @@ __device__ __forceinline__ void store_output(const uint4 (&rows)[2], unsigned ch
   }
 }
 
-// One lane's 16 bytes of V of the chunk's tokens l / 2 and 16 + l / 2 into ring slot `slot`; zeros past the end.
+// One lane's 16 bytes of V of the chunk's tokens l / 2 and 16 + l / 2 into ring slot `slot`; zeros
+// past the end.
 __device__ __forceinline__ void fetch_values(const ScanLane& l, const unsigned char* from, long long half_step,
                                              const unsigned char* unread_address, int slot, int left) {
 #pragma unroll
@@ -145,9 +152,10 @@ __device__ __forceinline__ void fetch_values(const ScanLane& l, const unsigned c
 
 #include "sm90/chunk_forward/scan_chunk.cuh"
 
-// The state of a sequence cut in two: from a warp of the cluster with the first part to the same warp of the cluster with the rest,
-// which has exactly the same elements; and a flag that says it is written. Flags are set to a number that no other launch has
-// and cleared by the thread that waited, so that memory needs no clearing and a graph may be replayed.
+// The state of a sequence cut in two: from a warp of the cluster with the first part to the same
+// warp of the cluster with the rest, which has exactly the same elements; and a flag that says it
+// is written. Flags are set to a number that no other launch has and cleared by the thread that
+// waited, so that memory needs no clearing and a graph may be replayed.
 struct CutStateSlot {
   u64 state, flag;
 };

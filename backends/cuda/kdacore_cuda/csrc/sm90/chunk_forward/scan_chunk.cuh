@@ -1,13 +1,14 @@
-// Products of the scan by warpgroup instructions: 64 columns of V for four warps, right operands read once for all four.
-// Part of scan.cuh. The dependent chain from one state to the next limits the time, so everything else is loaded while the
-// matrix unit works.
+// Products of the scan by warpgroup instructions: 64 columns of V for four warps, right operands
+// read once for all four. Part of scan.cuh. The dependent chain from one state to the next limits
+// the time, so everything else is loaded while the matrix unit works.
 #pragma once
 
-// Descriptors of a stage's operands differ from stage 0's only in their addresses. These never overflow their field, so a
-// descriptor can be advanced by an addition.
+// Descriptors of a stage's operands differ from stage 0's only in their addresses. These never
+// overflow their field, so a descriptor can be advanced by an addition.
 constexpr u64 descriptor_step(u32 bytes) { return bytes >> 4; }
 
-// x and o without the terms of the chunk itself: (k 2^G) S and (q 2^G) S. The state's 16-bit copy is made while earlier products run.
+// x and o without the terms of the chunk itself: (k 2^G) S and (q 2^G) S. The state's 16-bit copy
+// is made while earlier products run.
 __device__ __forceinline__ void read_products(const ScanState& state, Tokens& tok, u64 kq) {
   fence_registers(tok.xo);
 #pragma unroll
@@ -25,8 +26,9 @@ __device__ __forceinline__ void read_products(const ScanState& state, Tokens& to
   warpgroup_commit();
 }
 
-// Advances the state by one chunk; its output goes to `out`. while_reading gets the last chunk's output rows and waits for V;
-// while_updating runs once V has been read. Both run while the matrix unit works.
+// Advances the state by one chunk; its output goes to `out`. while_reading gets the last chunk's
+// output rows and waits for V; while_updating runs once V has been read. Both run while the matrix
+// unit works.
 template <class WhileReading, class WhileUpdating>
 __device__ __forceinline__ void scan_chunk(ScanState& state, Output& out, const ScanLane& l, const StageRef& at, u32 values,
                                            WhileReading while_reading, WhileUpdating while_updating) {

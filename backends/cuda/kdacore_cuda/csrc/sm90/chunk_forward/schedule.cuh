@@ -1,11 +1,13 @@
 // Which chunks a cluster works on, in which order.
 //
-// A task is a sequence and value head. Its steps are its chunks, or one if it has none, as its state must still be copied. With
-// p.clusters == 0 every cluster has one task. Otherwise a task longer than an equal part of all work has a cluster of its own, and
-// the others are laid end to end and cut into equal intervals, one a cluster; no task is longer than an interval (McNaughton's
-// wrap-around rule). A task that lies across a border is cut in two: the later interval has the first chunks and does them before
-// everything else, the earlier interval has the rest and does it after everything else. So both parts never run at the same time,
-// and the state passes from one cluster to the other in float32. Later intervals belong to clusters of lower number, which start
+// A task is a sequence and value head. Its steps are its chunks, or one if it has none, as its
+// state must still be copied. With p.clusters == 0 every cluster has one task. Otherwise a task
+// longer than an equal part of all work has a cluster of its own, and the others are laid end to
+// end and cut into equal intervals, one a cluster; no task is longer than an interval (McNaughton's
+// wrap-around rule). A task that lies across a border is cut in two: the later interval has the
+// first chunks and does them before everything else, the earlier interval has the rest and does it
+// after everything else. So both parts never run at the same time, and the state passes from one
+// cluster to the other in float32. Later intervals belong to clusters of lower number, which start
 // earlier; a cluster waits only for what such a one does first.
 #pragma once
 
@@ -43,8 +45,9 @@ __device__ __forceinline__ Range range_of(const Task& task, int steps, int size)
   return {maximum(task.offset + steps - size, 0), steps + minimum(task.offset, 0)};
 }
 
-// The sequence that contains position `point` if sequences of length(m) are laid end to end, and the sum of the lengths before it.
-// Every lane adds up a range of sequences; then the range with the point is divided among the lanes, until it is one sequence.
+// The sequence that contains position `point` if sequences of length(m) are laid end to end, and
+// the sum of the lengths before it. Every lane adds up a range of sequences; then the range with
+// the point is divided among the lanes, until it is one sequence.
 struct FoundSequence {
   int n, before;
 };
@@ -138,7 +141,8 @@ __device__ __forceinline__ Task load_task(u32 from) {
   return {uniform(x.x), uniform(x.y), uniform(x.z), uniform(x.w)};
 }
 
-// Advances `task` to the one that step `step` of this cluster belongs to. False if there is no such step.
+// Advances `task` to the one that step `step` of this cluster belongs to. False if there is no such
+// step.
 __device__ __forceinline__ bool advance_to_step(const ChunkForwardParams& p, u32 shared, Task& task, int step) {
   if (ONE_TASK) return step < task.stop;
   const uint4 interval = load_shared_u4(shared + OFFSET(SharedMemory, interval) + 16);
@@ -158,7 +162,8 @@ __device__ __forceinline__ bool advance_to_step(const ChunkForwardParams& p, u32
   return true;
 }
 
-// The part of a task that this cluster does: chunks `chunk` to `end` of its sequence. Tokens from `tokens` on are not its own.
+// The part of a task that this cluster does: chunks `chunk` to `end` of its sequence. Tokens from
+// `tokens` on are not its own.
 struct TaskPart {
   SequenceHead sequence;
   int chunk, end, tokens;

@@ -1,7 +1,9 @@
-// What one prepared chunk of 32 tokens looks like in shared memory, and the constants that preparing and scanning warps share.
+// What one prepared chunk of 32 tokens looks like in shared memory, and the constants that
+// preparing and scanning warps share.
 //
-// A chunk is two halves of 16 tokens. With G the log2 decay summed from a half's first row, D1 and D2 the decays 2^G_last of
-// the halves, S the state at the chunk's start, r the inverse norms of k, and for the halves' own tokens
+// A chunk is two halves of 16 tokens. With G the log2 decay summed from a half's first row, D1 and
+// D2 the decays 2^G_last of the halves, S the state at the chunk's start, r the inverse norms of k,
+// and for the halves' own tokens
 //   T the inverse of I + tril(beta_i r_i r_j (k_i 2^(G_i - G_j)) . k_j, -1), Q_ij = (q_i 2^(G_i - G_j)) . k_j for j <= i,
 // and across them (second half i, first half j)
 //   A21_ij = (k_i 2^G_i) . (k_j 2^(G_last - G_j)), Q21 alike with q,
@@ -9,7 +11,8 @@
 //   X1 = (k 2^G) S; W1 = r T1 beta (V1 - r X1); O1 = c ((q 2^G) S + Q1 W1)
 //   X2 = (k 2^G D1) S + A21 W1; W2 = r T2 beta (V2 - r X2); O2 = c ((q 2^G D1) S + Q21 W1 + Q2 W2)
 //   S' = D1 D2 S + (k 2^(G_last - G) D2)^T W1 + (k 2^(G_last - G))^T W2
-// with c = scale / |q|. Norms are not applied to the 16-bit operands; they only scale rows of float32 sums. W is v_new times r.
+// with c = scale / |q|. Norms are not applied to the 16-bit operands; they only scale rows of
+// float32 sums. W is v_new times r.
 #pragma once
 
 #include "common/chunk_forward/tiles.cuh"
@@ -17,8 +20,8 @@
 #include "common/swizzle.cuh"
 #include "generated/steps.cuh"
 
-// Macros from the host: K_DIM, V_DIM, CLUSTER, SCANNERS, STAGES, GROUPS, SOLVER_SLOTS, BOUNDED, G_FLOAT, SHARED_LIMIT,
-// SCAN_REGISTERS, SLICE_REGISTERS, SOLVE_REGISTERS.
+// Macros from the host: K_DIM, V_DIM, CLUSTER, SCANNERS, STAGES, GROUPS, SOLVER_SLOTS, BOUNDED,
+// G_FLOAT, SHARED_LIMIT, SCAN_REGISTERS, SLICE_REGISTERS, SOLVE_REGISTERS.
 constexpr int K = K_DIM;
 constexpr int V = V_DIM;
 constexpr int HALF = 16;
@@ -35,8 +38,9 @@ static_assert(2 * SOLVERS == SOLVER_SLOTS, "two warps a solver");
 constexpr int THREADS = 32 * (SCAN_WARPS + SLICE_WARPS + SOLVER_SLOTS);
 constexpr int SOLVER_BARRIER = 1 + GROUPS * SLICES;  // first of the solvers' named barriers; those before are the slices'
 static_assert(STAGES % CLUSTER == 0, "a stage belongs to one block of the cluster");
-// A group at chunk c has finished chunk c - GROUPS * CLUSTER, and before that the chunk STAGES earlier was consumed. So the barrier it
-// waits on is at most one phase behind, and a parity is enough to tell the phase.
+// A group at chunk c has finished chunk c - GROUPS * CLUSTER, and before that the chunk STAGES
+// earlier was consumed. So the barrier it waits on is at most one phase behind, and a parity is
+// enough to tell the phase.
 static_assert(GROUPS * CLUSTER <= STAGES, "a parity could be a full ring old");
 
 constexpr u32 ROWS_BYTES = C * 128;  // 64 channels of the chunk's tokens
@@ -46,7 +50,8 @@ struct TokenScalars {
   float beta[C], k_norm[C], q_factor[C];
 };
 
-// A prepared chunk. Operand rows are 128 bytes (64 channels), their 16-byte pieces swizzled by row as wgmma reads them.
+// A prepared chunk. Operand rows are 128 bytes (64 channels), their 16-byte pieces swizzled by row
+// as wgmma reads them.
 struct ChunkImage {
   u16 kq[HALVES][2][C][64];  // k 2^G, then q 2^G
   u16 kg[HALVES][C][64];

@@ -1,6 +1,7 @@
-// Slice warps turn 32 channels of one half of a chunk's q, k and g into their part of the image, and give the sums over those channels
-// to a solver warp (triangles.cuh). The warps of the two halves of a slice exchange their decays, and the second gets the first's
-// keys for the products across the halves.
+// Slice warps turn 32 channels of one half of a chunk's q, k and g into their part of the image,
+// and give the sums over those channels to a solver warp (triangles.cuh). The warps of the two
+// halves of a slice exchange their decays, and the second gets the first's keys for the products
+// across the halves.
 #pragma once
 
 #include "common/chunk_forward/bounded_triangles.cuh"
@@ -8,10 +9,12 @@
 #include "common/warp_arrivals.cuh"
 #include "sm90/chunk_forward/schedule.cuh"
 
-// If gates are unbounded, slice warps need all of their 120 registers; in clusters of three they have 128.
+// If gates are unbounded, slice warps need all of their 120 registers; in clusters of three they
+// have 128.
 #define FEW_REGISTERS (!BOUNDED && CLUSTER == SCANNERS)
 
-// Addresses of this lane's channels of token 2p of the next chunk to load; byte strides between tokens.
+// Addresses of this lane's channels of token 2p of the next chunk to load; byte strides between
+// tokens.
 struct Source {
   const unsigned char *k, *q, *g;
   int k_token, q_token, g_token;
@@ -26,8 +29,8 @@ __device__ __forceinline__ void advance(Source& s) {
   s.g += (long long)STRIDE * C * s.g_token;
 }
 
-// The next load, into the same registers as soon as they have been used: the chunk at `from`, of which this lane has `left` tokens.
-// Registers of tokens past the end keep their values.
+// The next load, into the same registers as soon as they have been used: the chunk at `from`, of
+// which this lane has `left` tokens. Registers of tokens past the end keep their values.
 struct NextLoad {
   const Source& from;
   int left;
@@ -72,14 +75,15 @@ struct Across {
   float tile[4][4];
 };
 
-// Where this lane's 8 channels of its slice go in 64 channels of an operand, for token i of its half.
+// Where this lane's 8 channels of its slice go in 64 channels of an operand, for token i of its
+// half.
 __device__ __forceinline__ u32 piece_offset(const Lane& l, int i, const Place& at) {
   const u32 even = swizzled(HALF * at.half + 2 * l.p, (at.slice & 1) * 4 + l.t);
   return i ? (opaque(even) ^ 16) + 128 : even;  // derived from the other to save registers
 }
 
-// Decay of the whole chunk, in the order scan lanes read it: 4 floats (channels 2t, 2t+1, 2t+8, 2t+9) a lane and 16
-// channels.
+// Decay of the whole chunk, in the order scan lanes read it: 4 floats (channels 2t, 2t+1, 2t+8,
+// 2t+9) a lane and 16 channels.
 __device__ __forceinline__ void store_decay(const Place& at, const Lane& l, const float (&total)[8], const float (&across)[8]) {
 #if !FEW_REGISTERS
   if (l.g || at.half) return;
@@ -169,7 +173,8 @@ __device__ __forceinline__ void store_parts(u32 to, const Products& sums) {
 #endif
 }
 
-// The other half's decay of this lane's channels. `own_totals`: where this lane writes its own in shared memory.
+// The other half's decay of this lane's channels. `own_totals`: where this lane writes its own in
+// shared memory.
 __device__ __forceinline__ void exchange_totals(const Lane& l, const Place& at, u32 own_totals, const float (&total)[8],
                                                 float (&across)[8]) {
   if (l.g == 0) {

@@ -1,5 +1,5 @@
-// Bounded gates: every step decays by at most 2^-7.3, so within 16 tokens k 2^G and k 2^-G are both representable and one product
-// gives all pairs. Part of slices.cuh.
+// Bounded gates: every step decays by at most 2^-7.3, so within 16 tokens k 2^G and k 2^-G are both
+// representable and one product gives all pairs. Part of slices.cuh.
 #pragma once
 
 __device__ __forceinline__ void sum_steps(const Raw&, float (&s)[2][8], float (&total)[8], const Lane& l, Products&) {

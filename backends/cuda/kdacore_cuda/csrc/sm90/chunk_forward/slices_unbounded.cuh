@@ -1,10 +1,12 @@
-// Unbounded gates: no product of one decay and one growth is representable over a whole chunk. Pairs (i, j) are split by the smallest
-// dyadic block holding both; the end of its left half is the anchor, so both factors, 2^(G_i - G_anchor) and
-// 2^(G_anchor - G_j), are at most 1. A level's right halves are 8 tokens and its left halves 8: one product of
-// (k right; q right) by (k left) serves both triangles. Both exponents are known while decays are summed. Part of slices.cuh.
+// Unbounded gates: no product of one decay and one growth is representable over a whole chunk.
+// Pairs (i, j) are split by the smallest dyadic block holding both; the end of its left half is the
+// anchor, so both factors, 2^(G_i - G_anchor) and 2^(G_anchor - G_j), are at most 1. A level's
+// right halves are 8 tokens and its left halves 8: one product of (k right; q right) by (k left)
+// serves both triangles. Both exponents are known while decays are summed. Part of slices.cuh.
 #pragma once
 
-// The triangles' operands are multiplied in 16 bits: their errors average out over the channels summed.
+// The triangles' operands are multiplied in 16 bits: their errors average out over the channels
+// summed.
 __device__ __forceinline__ u32 scaled(u32 x, float low, float high) { return multiply_bf16(x, pack_bf16(low, high)); }
 
 __device__ __forceinline__ void pair_products(const Raw& raw, const float (&s)[2][8], Products& sums) {
@@ -36,7 +38,8 @@ __device__ __forceinline__ void level_products(const Raw& raw, const float (&s)[
       u32 k[2], q[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        // Right tokens decay from the sub-block's start, left ones to its end: s - total is the rest of the decay, negated.
+        // Right tokens decay from the sub-block's start, left ones to its end: s - total is the
+        // rest of the decay, negated.
         const float x = total[c] * base + s[i][c], y = total[c + 1] * base + s[i][c + 1];
         const u32 factor = pack_bf16(exp2_fast(-fabsf(x)), exp2_fast(-fabsf(y)));
         k[i] = multiply_bf16(word(raw.k[i], w + j), factor);
@@ -52,7 +55,8 @@ __device__ __forceinline__ void level_products(const Raw& raw, const float (&s)[
   }
 }
 
-// Replaces steps by their inclusive sums from the half's first token; `total` gets the sum of the half. Adds all pairs' products.
+// Replaces steps by their inclusive sums from the half's first token; `total` gets the sum of the
+// half. Adds all pairs' products.
 __device__ __forceinline__ void sum_steps(const Raw& raw, float (&s)[2][8], float (&total)[8], const Lane& l, Products& sums) {
   pair_products(raw, s, sums);
 #pragma unroll

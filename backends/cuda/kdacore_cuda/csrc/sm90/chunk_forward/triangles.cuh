@@ -1,4 +1,5 @@
-// Solver warps finish a chunk image: they add up the slices' partial sums, scale them, invert the triangles and publish the stage.
+// Solver warps finish a chunk image: they add up the slices' partial sums, scale them, invert the
+// triangles and publish the stage.
 #pragma once
 
 #include "common/unit_triangle_inverse.cuh"
@@ -32,8 +33,8 @@ __device__ __forceinline__ void store_across(u32 stage, const Lane& l, const Acr
   }
 }
 
-// Columns of T = inverse of I + A, one a lane (16 lanes a half), by float32 substitution; r T below the diagonal goes to the
-// image.
+// Columns of T = inverse of I + A, one a lane (16 lanes a half), by float32 substitution; r T below
+// the diagonal goes to the image.
 __device__ __forceinline__ void store_inverse(u32 stage, u32 scratch, int lane) {
   const int j = lane & 15, half = lane >> 4;
   const u32 a_at = scratch + half * SCRATCH_BYTES;
@@ -52,7 +53,8 @@ __device__ __forceinline__ void store_inverse(u32 stage, u32 scratch, int lane) 
   }
 }
 
-// A finished part of a stage to the other scanning blocks of the cluster; their barriers count its bytes.
+// A finished part of a stage to the other scanning blocks of the cluster; their barriers count its
+// bytes.
 __device__ __forceinline__ void copy_out(u32 stage, u32 full, u32 at, u32 bytes, int rank) {
 #if CLUSTER > 1
 #pragma unroll
@@ -69,7 +71,8 @@ __device__ __forceinline__ void publish_operands(u32 stage, u32 full, int lane, 
   if (lane == 0) copy_out(stage, full, 0, OFFSET(ChunkImage, inverse), rank);
 }
 
-// The rest of the image. Only now are the barriers told how many bytes to expect, so they cannot complete earlier.
+// The rest of the image. Only now are the barriers told how many bytes to expect, so they cannot
+// complete earlier.
 __device__ __forceinline__ void publish(u32 stage, u32 full, int lane, int rank) {
   fence_async_proxy();
   if (rank < SCANNERS) warp_arrive(full, lane);
@@ -108,8 +111,9 @@ __device__ __forceinline__ void add_parts(Products& sums, u32 from) {
   }
 }
 
-// Two warps finish a chunk, a half each, because a stage is occupied for as long as this lasts and stages are scarce. The first adds up
-// the products across the halves while the second inverts both triangles at once, a column a lane.
+// Two warps finish a chunk, a half each, because a stage is occupied for as long as this lasts and
+// stages are scarce. The first adds up the products across the halves while the second inverts both
+// triangles at once, a column a lane.
 __device__ __forceinline__ void solver_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
   const Lane l = make_lane();
   const int pair = warp >> 1, half = warp & 1;

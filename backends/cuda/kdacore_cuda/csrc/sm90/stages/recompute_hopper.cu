@@ -1,16 +1,19 @@
-// kda_recompute_w_u on Hopper, K = V = 128: of every chunk of 64 tokens, with G the cumulative log2 gate,
+// kda_recompute_w_u on Hopper, K = V = 128: of every chunk of 64 tokens, with G the cumulative log2
+// gate,
 //
 //   w = Akk (beta k 2^G), u = Akk (beta v), kg = k 2^(G_last - G) and, with q, qg = q 2^G
 //
 // The arithmetic is that of common/stages/recompute.cu, bit for bit.
 //
-// Grid: a block of four warps a chunk and value head, or half of its channels and values; blocks come in clusters of two, so that
-// neighbours in memory are read at the same time. A warp has strips of 16 channels, or values, of all tokens: operands go from the
-// rows as they were loaded to registers and are scaled there, in the layout of the matrix unit's right operand.
+// Grid: a block of four warps a chunk and value head, or half of its channels and values; blocks
+// come in clusters of two, so that neighbours in memory are read at the same time. A warp has
+// strips of 16 channels, or values, of all tokens: operands go from the rows as they were loaded to
+// registers and are scaled there, in the layout of the matrix unit's right operand.
 //
-// Bound by memory. A block loads what u needs and k first, then the gate, so that u is computed and stored while the rest arrives;
-// other blocks of the multiprocessor load meanwhile. The first blocks of the grid start one after another, so that from the start
-// some load while others compute and store. What the last blocks write stays in L2 for its reader.
+// Bound by memory. A block loads what u needs and k first, then the gate, so that u is computed and
+// stored while the rest arrives; other blocks of the multiprocessor load meanwhile. The first
+// blocks of the grid start one after another, so that from the start some load while others compute
+// and store. What the last blocks write stays in L2 for its reader.
 #include "sm90/stages/recompute_hopper_memory.cuh"
 
 // Where lane 8i + r finds row r of matrix i in 16 rows and columns; columns from piece `piece` on.

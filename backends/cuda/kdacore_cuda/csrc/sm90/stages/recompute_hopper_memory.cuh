@@ -11,13 +11,15 @@ static_assert(K == 128, "rows of 128 channels and values");
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
 constexpr u32 INVERSE_ROW = 2 * C;
 
-// Shared memory of a block that has one of PARTS parts of a chunk and value head: rows as loaded, their 16-byte pieces swizzled.
-// Results take the places of their operands: kg that of k, u that of v, w that of g. q is loaded where u was, and qg takes its place.
+// Shared memory of a block that has one of PARTS parts of a chunk and value head: rows as loaded,
+// their 16-byte pieces swizzled. Results take the places of their operands: kg that of k, u that of
+// v, w that of g. q is loaded where u was, and qg takes its place.
 template <int PARTS>
 struct BlockLayout {
   static constexpr int WIDTH = K / PARTS;  // channels and values of a block
-  // g is half of what a block loads. It is requested when the rest has arrived, as memory is a little faster with fewer open requests.
-  // Blocks with half a chunk run when there is little to do and request all at once.
+  // g is half of what a block loads. It is requested when the rest has arrived, as memory is a
+  // little faster with fewer open requests. Blocks with half a chunk run when there is little to do
+  // and request all at once.
   static constexpr bool DECAYS_AFTER_REST = PARTS == 1;
   static constexpr int START_DELAY = PARTS == 1 ? 24 : 14;  // cycles in which memory delivers about what it loads
   static constexpr u32 HALF_ROW = 2 * WIDTH, FLOAT_ROW = 4 * WIDTH;
@@ -36,7 +38,8 @@ struct BlockLayout {
   static_assert(ROWS_AT_ONCE % 8 == 0, "all its rows have their pieces in the same order");
 };
 
-// Rows past a chunk's end are zeros: so is their beta, they add nothing, and their results are not stored.
+// Rows past a chunk's end are zeros: so is their beta, they add nothing, and their results are not
+// stored.
 template <u32 BYTES>
 __device__ __forceinline__ void fetch_rows(u32 to, const Rows& from, int rows) {
   constexpr int PIECES = BYTES / 16, ROWS_AT_ONCE = THREADS / PIECES, TIMES = C / ROWS_AT_ONCE;
@@ -77,7 +80,8 @@ __device__ __forceinline__ void fetch_decays(const RecomputeParams& p, const Chu
   copy_async_commit();
 }
 
-// Requests everything but q and, if DECAYS_AFTER_REST, the decays. Otherwise in two groups: operands of u, then the rest.
+// Requests everything but q and, if DECAYS_AFTER_REST, the decays. Otherwise in two groups:
+// operands of u, then the rest.
 template <class S>
 __device__ __forceinline__ void fetch_chunk(const RecomputeParams& p, const Chunk& c, int part, u32 shared) {
   const int i = thread_index();
@@ -96,10 +100,12 @@ __device__ __forceinline__ void fetch_chunk(const RecomputeParams& p, const Chun
   if (i < C) store_shared(shared + S::BETA_AT + 4 * i, __float_as_uint(from_bits(beta, p.beta_type)));
 }
 
-// Strips of w, 16 channels, take two of the four pieces of their decays, chosen so that eight lanes that read a row use different banks.
+// Strips of w, 16 channels, take two of the four pieces of their decays, chosen so that eight lanes
+// that read a row use different banks.
 __device__ __forceinline__ int piece_of_w(int strip, int half) { return 4 * strip + 2 * (strip >> 1 & 1) + half; }
 
-// The rows of a result that a thread stores: the first row, its 16 bytes of each, where they go, and whether they stay in L2.
+// The rows of a result that a thread stores: the first row, its 16 bytes of each, where they go,
+// and whether they stay in L2.
 struct OutputRows {
   int row, piece;
   long long to, step;

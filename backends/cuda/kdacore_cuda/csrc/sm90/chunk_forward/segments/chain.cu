@@ -1,10 +1,14 @@
-// chunk_kda in segments on Hopper, third launch: the state at the start of every segment, S' = S A + B, one segment after another.
+// chunk_kda in segments on Hopper, third launch: the state at the start of every segment, S' = S A
+// + B, one segment after another.
 //
-// S and A are split in two bfloat16 parts each and multiplied in three products, about 16 bits, as every later segment builds on this.
-// Grid: 128 / ROWS blocks a sequence and value head, with 16 or 32 value rows each: a row of S' needs all channels of its row of S,
-// but no other row. Warps: eight (or four each) share the channels of 16 rows.
-// Synchronisation: A of the next two segments is loaded ahead by bulk copies that a barrier a stage counts; a barrier of the block
-// separates writing S from reading it, and one segment from the next.
+// S and A are split in two bfloat16 parts each and multiplied in three products, about 16 bits, as
+// every later segment builds on this.
+// Grid: 128 / ROWS blocks a sequence and value head, with 16 or 32 value rows each: a row of S'
+// needs all channels of its row of S, but no other row. Warps: eight (or four each) share the
+// channels of 16 rows.
+// Synchronisation: A of the next two segments is loaded ahead by bulk copies that a barrier a stage
+// counts; a barrier of the block separates writing S from reading it, and one segment from the
+// next.
 //
 // Macros from the host: ROWS, SHARED_BYTES.
 #include "sm90/chunk_forward/segments/segment.cuh"

@@ -1,18 +1,20 @@
-// chunk_kda in segments on Hopper, second launch: how each segment changes the state, S' = S A + B. For each chunk, with its
-// matrices of chunk_operands.cuh,
+// chunk_kda in segments on Hopper, second launch: how each segment changes the state, S' = S A + B.
+// For each chunk, with its matrices of chunk_operands.cuh,
 //
 //   v = u - S w^T;   S' = S diag(last) + v kg
 //
-// Starting from S = 0 (or the initial state) this gives B; from the unit matrix, without u, it gives A.
+// Starting from S = 0 (or the initial state) this gives B; from the unit matrix, without u, it
+// gives A.
 //
-// Grid: two blocks a segment and value head, one for A and one for B, 128 rows each. Warps, rings and synchronisation:
-// segment_scan.cuh.
+// Grid: two blocks a segment and value head, one for A and one for B, 128 rows each. Warps, rings
+// and synchronisation: segment_scan.cuh.
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 constexpr u32 STAGED_BYTES = OFFSET(ChunkOperands, qg);  // the part that is loaded
 #include "sm90/chunk_forward/segments/segment_scan.cuh"
 
-// A block's segment, and whether it computes A. Later segments come first: their operands were written last, and the blocks for A
-// of first segments, which have nothing to do, cost nothing at the end.
+// A block's segment, and whether it computes A. Later segments come first: their operands were
+// written last, and the blocks for A of first segments, which have nothing to do, cost nothing at
+// the end.
 struct Task {
   Segment x;
   bool from_identity, idle;

@@ -1,11 +1,12 @@
-// chunk_kda in segments on Hopper, last launch: every segment from its own start state. With S the state (V by K) and for each chunk
-// its matrices of chunk_operands.cuh:
+// chunk_kda in segments on Hopper, last launch: every segment from its own start state. With S the
+// state (V by K) and for each chunk its matrices of chunk_operands.cuh:
 //
 //   v = u - S w^T;   o = S qg^T + v aqk^T;   S' = S diag(last) + v kg
 //
-// Grid: a block a segment and value head (WARPGROUPS 2), or two with half of the state's rows each. Warps, rings and synchronisation:
-// segment_scan.cuh. o is computed transposed (V by tokens) and stored one chunk later, while the matrix unit works, through the next
-// chunk's rows of u, which no other warp reads.
+// Grid: a block a segment and value head (WARPGROUPS 2), or two with half of the state's rows each.
+// Warps, rings and synchronisation: segment_scan.cuh. o is computed transposed (V by tokens) and
+// stored one chunk later, while the matrix unit works, through the next chunk's rows of u, which no
+// other warp reads.
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 constexpr u32 STAGED_BYTES = sizeof(ChunkOperands);
 #include "sm90/chunk_forward/segments/segment_scan.cuh"
@@ -23,8 +24,8 @@ __device__ __forceinline__ long long first_checkpoint(const SegmentParams& p, in
   return rows;
 }
 
-// Staging of a chunk's o: 64 tokens by this warp's 16 values, 32 bytes a token. The two pieces of a row are swizzled so that eight rows
-// do not share a bank.
+// Staging of a chunk's o: 64 tokens by this warp's 16 values, 32 bytes a token. The two pieces of a
+// row are swizzled so that eight rows do not share a bank.
 __device__ __forceinline__ u32 staged(int token, int piece) { return token * 32 + ((piece ^ (token >> 2 & 1)) << 4); }
 
 __device__ __forceinline__ void stage_output(const TokenOperand& o, u32 rows, const Lane& l) {

@@ -1,8 +1,10 @@
-// A sequence is cut into segments of p.segment chunks from its start, whatever its length, so that later tokens do not move a border.
+// A sequence is cut into segments of p.segment chunks from its start, whatever its length, so that
+// later tokens do not move a border.
 //
-// Over a segment the state (V by K) changes by an affine map, S' = S A + B. `maps` holds A and B of every segment but a sequence's
-// last, `starts` the state at the start of every segment but a sequence's first, both by place: slot * HV + hv. Those of sequence n begin at
-// first_segment(n); a slot that no segment fills is never read or written.
+// Over a segment the state (V by K) changes by an affine map, S' = S A + B. `maps` holds A and B of
+// every segment but a sequence's last, `starts` the state at the start of every segment but a
+// sequence's first, both by place: slot * HV + hv. Those of sequence n begin at first_segment(n); a
+// slot that no segment fills is never read or written.
 //
 //   maps    float B [V][K]; A [K, K] as two state images (chunk_backward/workspace.cuh) each for two bfloat16 parts, together about 16 bits. The first
 //           segment of a sequence has no A: its B includes the initial state
@@ -60,8 +62,8 @@ __device__ __forceinline__ Segment find_segment(const SegmentParams& p, int n, i
   return x;
 }
 
-// Calls f(n, index) for the segment of a slot. In a pack those are the slots of maps and starts; for dense sequences the first
-// segments of all come first, then the second ones.
+// Calls f(n, index) for the segment of a slot. In a pack those are the slots of maps and starts;
+// for dense sequences the first segments of all come first, then the second ones.
 template <class F>
 __device__ __forceinline__ auto find_slot_segment(const SegmentParams& p, int slot, F f) {
   if (!p.cu_seqlens) {
@@ -78,7 +80,8 @@ __device__ __forceinline__ u64 matrix_at(u64 states, long long place, int flags)
   return states ? states + place * matrix_bytes(flags) : 0;
 }
 
-// TILES of 8 channels of rows `row` and row + 8 of a float [V][K], two neighbouring channels at once; `channel`: the lane's first.
+// TILES of 8 channels of rows `row` and row + 8 of a float [V][K], two neighbouring channels at
+// once; `channel`: the lane's first.
 template <int TILES, class F>
 __device__ __forceinline__ void each_pair(float (&x)[TILES][4], int row, int channel, u64 base, F f) {
   float2* at = reinterpret_cast<float2*>(base) + (row * K + channel) / 2;

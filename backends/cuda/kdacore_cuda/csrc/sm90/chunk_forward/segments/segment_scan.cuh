@@ -1,6 +1,7 @@
-// Blocks that scan the chunks of a segment: one or two warpgroups with 64 rows of a state each, and a producer warp that copies the
-// chunks' operands into a ring of stages ahead of them. A stage's barriers count the bytes that arrive (full) and the warps that have
-// read it (empty). Macros from the host: WARPGROUPS, SHARED_BYTES.
+// Blocks that scan the chunks of a segment: one or two warpgroups with 64 rows of a state each, and
+// a producer warp that copies the chunks' operands into a ring of stages ahead of them. A stage's
+// barriers count the bytes that arrive (full) and the warps that have read it (empty). Macros from
+// the host: WARPGROUPS, SHARED_BYTES.
 #pragma once
 
 #include "common/warp_arrivals.cuh"
@@ -24,7 +25,8 @@ __device__ __forceinline__ void set_role_registers() {
 #endif
 }
 
-// A stage holds the first bytes of a chunk's operands. Its lead places their images on 1024 bytes, as products want them.
+// A stage holds the first bytes of a chunk's operands. Its lead places their images on 1024 bytes,
+// as products want them.
 constexpr u32 STAGE_LEAD = 1024 - OFFSET(ChunkOperands, kg);
 struct alignas(1024) Stage {
   unsigned char lead[STAGE_LEAD], operands[STAGED_BYTES];
@@ -45,7 +47,8 @@ __device__ __forceinline__ void make_barriers(u32 shared) {
   sync_block();
 }
 
-// One thread loads the first `bytes` of every chunk's operands; for a block that has half the rows, of u only its own rows.
+// One thread loads the first `bytes` of every chunk's operands; for a block that has half the rows,
+// of u only its own rows.
 __device__ __forceinline__ void produce(const SegmentParams& p, const Segment& x, u32 shared, u32 bytes, int part = 0) {
   OperandRing ring = {shared};
   const u64 step = (u64)p.HV * sizeof(ChunkOperands);

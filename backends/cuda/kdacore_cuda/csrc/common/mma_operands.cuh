@@ -31,7 +31,8 @@ __device__ __forceinline__ Split split_tiles(const float (&x)[4], const float (&
 }
 
 // d += a b, without the product of the two low parts.
-__device__ __forceinline__ void mma_split(float (&d)[4], const Split& a, u32 high0, u32 high1, u32 low0, u32 low1) {
+__device__ __forceinline__ void mma_split(float (&d)[4], const Split& a, u32 high0, u32 high1, u32 low0,
+                                          u32 low1) {
   mma_bf16(d, a.low, high0, high1);
   mma_bf16(d, a.high, low0, low1);
   mma_bf16(d, a.high, high0, high1);

@@ -29,7 +29,7 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvt
 __device__ __forceinline__ int thread_index() { return (int)threadIdx.x; }
 __device__ __forceinline__ int block_index() { return (int)blockIdx.x; }
 
-// --- order of launches --------------------------------------------------------------------------------------------
+// --- order of launches ---------------------------------------------------------------------------
 
 // A launch may begin while the previous one in the stream still runs, so every thread of every
 // kernel waits here before it reads or writes device memory. Blocks without work wait too, as the
@@ -56,7 +56,7 @@ __device__ __forceinline__ void pause(u32 cycles) {
   } while (now - begin < cycles);
 }
 
-// --- arithmetic ---------------------------------------------------------------------------------------------------
+// --- arithmetic ----------------------------------------------------------------------------------
 
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
@@ -104,9 +104,11 @@ __device__ __forceinline__ int opaque(int x) {
   return x;
 }
 
-// --- lanes --------------------------------------------------------------------------------------------------------
+// --- lanes ---------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+__device__ __forceinline__ float shuffle_xor(float x, int mask) {
+  return __shfl_xor_sync(0xffffffffu, x, mask);
+}
 __device__ __forceinline__ u32 shuffle_xor(u32 x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 __device__ __forceinline__ int shuffle_xor(int x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 __device__ __forceinline__ float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
@@ -114,18 +116,19 @@ __device__ __forceinline__ int shuffle(int x, int lane) { return __shfl_sync(0xf
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
 __device__ __forceinline__ void sync_block() { __syncthreads(); }
 
-// --- shared memory ------------------------------------------------------------------------------------------------
+// --- shared memory -------------------------------------------------------------------------------
 
 __device__ __forceinline__ void store_shared(u32 a, u32 x, u32 y, u32 z, u32 w) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w)
+               : "memory");
 }
 __device__ __forceinline__ void store_shared(u32 a, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(a), "f"(x), "f"(y) : "memory");
 }
 // Stores if `not_here` is 0, without a branch.
 __device__ __forceinline__ void store_shared_unless(int not_here, u32 a, float x, float y) {
-  asm volatile("{ .reg .pred p; setp.eq.b32 p, %3, 0; @p st.shared.v2.f32 [%0], {%1, %2}; }" ::"r"(a), "f"(x), "f"(y),
-               "r"(not_here)
+  asm volatile("{ .reg .pred p; setp.eq.b32 p, %3, 0; @p st.shared.v2.f32 [%0], {%1, %2}; }" ::"r"(a), "f"(x),
+               "f"(y), "r"(not_here)
                : "memory");
 }
 __device__ __forceinline__ void store_shared(u32 a, u32 x) {
@@ -136,7 +139,10 @@ __device__ __forceinline__ void store_shared16(u32 a, u32 x) {
 }
 __device__ __forceinline__ float4 load_shared4(u32 a) {
   float4 r;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "r"(a) : "memory");
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w)
+               : "r"(a)
+               : "memory");
   return r;
 }
 __device__ __forceinline__ float load_shared1(u32 a) {
@@ -151,11 +157,14 @@ __device__ __forceinline__ float2 load_shared2(u32 a) {
 }
 __device__ __forceinline__ uint4 load_shared_u4(u32 a) {
   uint4 r;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(a) : "memory");
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "r"(a)
+               : "memory");
   return r;
 }
 
-// --- global memory ------------------------------------------------------------------------------------------------
+// --- global memory -------------------------------------------------------------------------------
 
 // Loads 16 bytes; `r` keeps its value when `real` is false. Without L1::no_allocate, though few are
 // read again: with it chunk forward was 0.4 to 5 % slower.
@@ -165,7 +174,8 @@ __device__ __forceinline__ void load_sixteen(uint4& r, const void* p, bool real)
                : "l"(p), "r"((int)real));
 }
 __device__ __forceinline__ void store_global(void* p, uint4 v) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
 }
 // Cache policy of a store: its line stays in L2 longer than others (`kept`) or not.
 __device__ __forceinline__ u64 write_policy(bool kept) {
@@ -178,15 +188,18 @@ __device__ __forceinline__ u64 write_policy(bool kept) {
   return policy;
 }
 __device__ __forceinline__ void store_global(void* p, uint4 v, u64 policy) {
-  asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w),
-               "l"(policy)
+  asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(p), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w), "l"(policy)
                : "memory");
 }
 
 // Loads 16 bytes that another block may have written.
 __device__ __forceinline__ uint4 load_written(u64 p) {
   uint4 r;
-  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "l"(p)
+               : "memory");
   return r;
 }
 // Sets a flag to `value`, after all earlier writes of this thread; waits for that value and clears
@@ -205,7 +218,8 @@ __device__ __forceinline__ void wait_and_clear_flag(u64 flag, u64 value) {
 // Copies 16 bytes from device to shared memory, asynchronously; zeros when `real` is false (then
 // `src` is not read).
 __device__ __forceinline__ void copy_async16(u32 dst, const void* src, bool real) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(real ? 16 : 0) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(real ? 16 : 0)
+               : "memory");
 }
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
@@ -213,7 +227,7 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// --- matrix unit --------------------------------------------------------------------------------------------------
+// --- matrix unit ---------------------------------------------------------------------------------
 
 __device__ __forceinline__ void load_matrix4(u32 (&r)[4], u32 a) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -231,8 +245,8 @@ __device__ __forceinline__ void load_matrix4_transposed(u32 (&r)[4], u32 a) {
 // address of stored row r of tile i.
 __device__ __forceinline__ void store_matrix4_transposed(u32 a, const u32 (&r)[4]) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(r[0]), "r"(r[1]),
-               "r"(r[2]), "r"(r[3])
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 #else
   const int lane = threadIdx.x & 31;
@@ -246,14 +260,13 @@ __device__ __forceinline__ void store_matrix4_transposed(u32 a, const u32 (&r)[4
 }
 // d[16x8] += a[16x16] b[16x8], bf16 operands, float32 sums.
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// --- barriers in shared memory ------------------------------------------------------------------------------------
+// --- barriers in shared memory -------------------------------------------------------------------
 
 __device__ __forceinline__ void barrier_init(u32 bar, u32 count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
@@ -264,11 +277,10 @@ __device__ __forceinline__ void barrier_arrive(u32 bar) {
 __device__ __forceinline__ bool barrier_try(u32 bar, u32 parity) {
   u32 done;
 #if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-      : "=r"(done)
-      : "r"(bar), "r"(parity)
-      : "memory");
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(done)
+               : "r"(bar), "r"(parity)
+               : "memory");
 #else
   asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
                : "=r"(done)
@@ -282,7 +294,7 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
   }
 }
 
-// --- clusters -----------------------------------------------------------------------------------------------------
+// --- clusters ------------------------------------------------------------------------------------
 // Arrivals name no scope: a cluster-scope release costs a device-wide memory barrier and a
 // cluster-scope wait flushes L1. They need none, as blocks of a cluster exchange nothing through
 // device memory: data goes from block to block as bulk copies that the barrier counts, and a remote
@@ -303,18 +315,25 @@ __device__ __forceinline__ void barrier_expect_remote(u32 bar, u32 bytes) {
 }
 // Copies bytes from this block's shared memory to another's; the destination's barrier counts them.
 __device__ __forceinline__ void copy_to_block(u32 dst, u32 src, u32 bytes, u32 bar) {
-  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
-               "r"(src), "r"(bytes), "r"(bar)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          dst),
+      "r"(src), "r"(bytes), "r"(bar)
+      : "memory");
 }
-__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 __device__ __forceinline__ void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
 }
 #endif
 
-// --- registers ----------------------------------------------------------------------------------------------------
+// --- registers -----------------------------------------------------------------------------------
 
 // Changes the registers of a warpgroup's threads from the block's START to N (sm_90a and later
 // architecture-specific targets).

@@ -11,7 +11,8 @@ constexpr float SHIFT = -64.0f;
 
 // `tile`: products of keys with even and odd tokens, then of queries with them. Row i = 2p + h
 // against tokens 2n and 2n + 1 of each column pair.
-__device__ __forceinline__ void store_bounded_triangles(u32 image, u32 scratch, const Lane& l, const Scalars& s, const float (&tile)[4][4]) {
+__device__ __forceinline__ void store_bounded_triangles(u32 image, u32 scratch, const Lane& l,
+                                                        const Scalars& s, const float (&tile)[4][4]) {
   constexpr float INVERSE_SHIFT = 18446744073709551616.0f;  // 2^-SHIFT
 #pragma unroll
   for (int c = 0; c < 2; ++c) {

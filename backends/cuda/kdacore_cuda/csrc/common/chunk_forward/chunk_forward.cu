@@ -8,7 +8,8 @@
 // CLUSTER columns of the state.
 // Warps of a block:
 //   scan warps (SCAN_WARPS)        state and output: scan.cuh
-//   prepare warps (PREPARE_WARPS)  gate, operands, triangle and its inverse: prepare.cuh; a warp takes a chunk by itself
+//   prepare warps (PREPARE_WARPS)  gate, operands, triangle and its inverse: prepare.cuh; each
+//                                  takes a chunk by itself
 //
 // Synchronisation: prepared chunks go through a ring of stages in shared memory, and as bulk copies
 // to the other blocks of the cluster. A stage is full when its prepare warp has published it, empty
@@ -29,14 +30,17 @@ KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardPar
   const int warp = thread_index() >> 5, rank = block_index() % CLUSTER;
   if (thread_index() < STAGES) {
     barrier_init(shared + OFFSET(SharedMemory, full) + 8 * thread_index(), WARP_ARRIVALS);
-    barrier_init(shared + OFFSET(SharedMemory, empty) + 8 * thread_index(), WARP_ARRIVALS * CLUSTER * SCAN_WARPS);
+    barrier_init(shared + OFFSET(SharedMemory, empty) + 8 * thread_index(),
+                 WARP_ARRIVALS * CLUSTER * SCAN_WARPS);
 #if CLUSTER > 1
     fence_barrier_init();
 #endif
   }
   wait_for_inputs();
   const int item = block_index() / CLUSTER;
-  const int n = sequence_by_length(p, item / p.HV, reinterpret_cast<int*>(memory + OFFSET(SharedMemory, values)), reinterpret_cast<int*>(memory + OFFSET(SharedMemory, picked)));
+  const int n =
+      sequence_by_length(p, item / p.HV, reinterpret_cast<int*>(memory + OFFSET(SharedMemory, values)),
+                         reinterpret_cast<int*>(memory + OFFSET(SharedMemory, picked)));
   const SequenceHead sequence = make_sequence_head(p, n, item % p.HV, C);
   const Gate gate = make_gate(p, sequence.hv);
   float* bias = reinterpret_cast<float*>(memory + OFFSET(SharedMemory, bias));

@@ -11,13 +11,16 @@ constexpr int LEVELS = 4;  // halves of 1, 2, 4 and 8 tokens
 // Lane bit that holds bit `level - 1` of p.
 __device__ __forceinline__ constexpr int lane_bit(int level) { return level == 1 ? 8 : level == 2 ? 4 : 16; }
 
-__device__ __forceinline__ u32 triangle_at(u32 image, int i, int j) { return image + (j >> 3) * 256 + i * 16 + (j & 7) * 2; }
+__device__ __forceinline__ u32 triangle_at(u32 image, int i, int j) {
+  return image + (j >> 3) * 256 + i * 16 + (j & 7) * 2;
+}
 
 // `level_sums`: products of halves of 1, 2, 4 and 8 tokens. store(i, j, kk, qk) stores the two
 // products of a pair.
 template <class F>
-__device__ __forceinline__ void store_levels(u32 image, u32 scratch, const Lane& l, const float (&level_sums)[LEVELS][4],
-                                             const float (&diagonal)[2], F store) {
+__device__ __forceinline__ void store_levels(u32 image, u32 scratch, const Lane& l,
+                                             const float (&level_sums)[LEVELS][4], const float (&diagonal)[2],
+                                             F store) {
 #pragma unroll
   for (int i = 0; i < SCRATCH_PITCH * 16 / 4; i += 32) {
     if (i + l.lane < SCRATCH_PITCH * 16 / 4) store_shared(scratch + 16 * (i + l.lane), 0u, 0u, 0u, 0u);

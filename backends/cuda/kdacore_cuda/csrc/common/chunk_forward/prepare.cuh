@@ -43,7 +43,8 @@ __device__ __forceinline__ void load_gate(Raw& raw, const NextLoad& r) {
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
     for (int j = 0; j < G_VECTORS; ++j) {
-      load_sixteen(raw.g[i][j], r.from.g + i * r.from.g_token + 64 * G_VECTORS * r.slice + 16 * j, i < r.left);
+      load_sixteen(raw.g[i][j], r.from.g + i * r.from.g_token + 64 * G_VECTORS * r.slice + 16 * j,
+                   i < r.left);
     }
   }
 }
@@ -121,9 +122,10 @@ struct EmptyBarrier {
 
 // The whole chunk, whose slice 0 is in `raw`; on return `from` is at the next chunk and slice 0 of
 // that is in `raw`.
-__device__ __forceinline__ void prepare_chunk(Raw& raw, Source& from, const Gate& gate, const ChunkForwardParams& p,
-                                              const Lane& l, Scalars& s, int left, int stride, const EmptyBarrier& stage_empty, u32 stage,
-                                              u32 scratch, u32 bias) {
+__device__ __forceinline__ void prepare_chunk(Raw& raw, Source& from, const Gate& gate,
+                                              const ChunkForwardParams& p, const Lane& l, Scalars& s,
+                                              int left, int stride, const EmptyBarrier& stage_empty,
+                                              u32 stage, u32 scratch, u32 bias) {
   Products sums = {};
   // The instruction cache holds the scan's instructions and those of two slices (one if gates are
   // unbounded).
@@ -180,7 +182,8 @@ __device__ __forceinline__ void publish(u32 stage, u32 full, int lane, int rank)
 #endif
 }
 
-__device__ __forceinline__ Source make_source(const ChunkForwardParams& p, const SequenceHead& w, const Lane& l, int token) {
+__device__ __forceinline__ Source make_source(const ChunkForwardParams& p, const SequenceHead& w,
+                                              const Lane& l, int token) {
   const long long g_size = G_FLOAT ? 4 : 2, beta_size = p.beta_type == TYPE_FLOAT32 ? 4 : 2;
   const long long at = w.first + token;
   Source s;
@@ -188,20 +191,24 @@ __device__ __forceinline__ Source make_source(const ChunkForwardParams& p, const
   s.q_token = (int)(2 * p.q_st);
   s.g_token = (int)(g_size * p.g_st);
   s.beta_token = (int)(beta_size * p.beta_st);
-  s.k = reinterpret_cast<const unsigned char*>(p.k + 2 * (w.batch * p.k_sb + w.h * p.k_sh) + at * s.k_token + 16 * l.t);
-  s.q = reinterpret_cast<const unsigned char*>(p.q + 2 * (w.batch * p.q_sb + w.h * p.q_sh) + at * s.q_token + 16 * l.t);
-  s.g = reinterpret_cast<const unsigned char*>(p.g + g_size * (w.batch * p.g_sb + w.hv * p.g_sh) + at * s.g_token +
-                                               8 * g_size * l.t);
+  s.k = reinterpret_cast<const unsigned char*>(p.k + 2 * (w.batch * p.k_sb + w.h * p.k_sh) + at * s.k_token +
+                                               16 * l.t);
+  s.q = reinterpret_cast<const unsigned char*>(p.q + 2 * (w.batch * p.q_sb + w.h * p.q_sh) + at * s.q_token +
+                                               16 * l.t);
+  s.g = reinterpret_cast<const unsigned char*>(p.g + g_size * (w.batch * p.g_sb + w.hv * p.g_sh) +
+                                               at * s.g_token + 8 * g_size * l.t);
   s.beta = p.beta + beta_size * (w.batch * p.beta_sb + w.hv * p.beta_sh) + at * s.beta_token;
   return s;
 }
 
-__device__ __forceinline__ void prepare_warp(const ChunkForwardParams& p, const SequenceHead& sequence, u32 shared, int warp, int rank) {
+__device__ __forceinline__ void prepare_warp(const ChunkForwardParams& p, const SequenceHead& sequence,
+                                             u32 shared, int warp, int rank) {
   const Lane l = make_lane();
   const Gate gate = make_gate(p, sequence.hv);
   const u32 scratch = shared + OFFSET(SharedMemory, scratch) + warp * C * SCRATCH_PITCH * 4;
   constexpr int STRIDE = PREPARE_WARPS * CLUSTER;
-  int c = warp * CLUSTER + rank, left = sequence.length - c * C - 2 * l.p;  // tokens of this lane that are real: left, up to 2
+  int c = warp * CLUSTER + rank,
+      left = sequence.length - c * C - 2 * l.p;  // tokens of this lane that are real: left, up to 2
   Source from = make_source(p, sequence, l, c * C + 2 * l.p);
   Raw raw = {};
   u32 beta[2];
@@ -214,8 +221,10 @@ __device__ __forceinline__ void prepare_warp(const ChunkForwardParams& p, const 
     s.beta[0] = activate_beta(p, beta[0], left > 0);
     s.beta[1] = activate_beta(p, beta[1], left > 1);
     const u32 stage = shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH;
-    const EmptyBarrier stage_empty = {shared + OFFSET(SharedMemory, empty) + 8 * slot, (u32)(c / STAGES & 1) ^ 1};
-    prepare_chunk(raw, from, gate, p, l, s, left, STRIDE * C, stage_empty, stage, scratch, shared + OFFSET(SharedMemory, bias));
+    const EmptyBarrier stage_empty = {shared + OFFSET(SharedMemory, empty) + 8 * slot,
+                                      (u32)(c / STAGES & 1) ^ 1};
+    prepare_chunk(raw, from, gate, p, l, s, left, STRIDE * C, stage_empty, stage, scratch,
+                  shared + OFFSET(SharedMemory, bias));
     load_beta(p, from.beta, from.beta_token, left - STRIDE * C, beta);
     publish(stage, shared + OFFSET(SharedMemory, full) + 8 * slot, l.lane, rank);
   }

@@ -2,8 +2,9 @@
 // representable and one product gives all pairs. Part of prepare.cuh.
 #pragma once
 
-__device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8], const float (&total)[8], const Lane& l,
-                                              int slice, u32 stage, Products& sums, const NextLoad& next) {
+__device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8], const float (&total)[8],
+                                              const Lane& l, int slice, u32 stage, Products& sums,
+                                              const NextLoad& next) {
   float to_end[8], decay[8];
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
@@ -54,6 +55,7 @@ __device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8]
   }
 }
 
-__device__ __forceinline__ void store_triangles(u32 stage, u32 scratch, const Lane& l, const Scalars& s, const Products& sums) {
+__device__ __forceinline__ void store_triangles(u32 stage, u32 scratch, const Lane& l, const Scalars& s,
+                                                const Products& sums) {
   store_bounded_triangles(stage + OFFSET(ChunkImage, qk), scratch, l, s, sums.tile);
 }

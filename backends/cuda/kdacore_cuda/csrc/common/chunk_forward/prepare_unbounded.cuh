@@ -25,8 +25,8 @@ __device__ __forceinline__ void pair_products(const Raw& raw, const float (&sum)
   }
 }
 
-__device__ __forceinline__ void level_products(const Raw& raw, const float (&sum)[2][8], const Lane& l, int level,
-                                               Products& sums) {
+__device__ __forceinline__ void level_products(const Raw& raw, const float (&sum)[2][8], const Lane& l,
+                                               int level, Products& sums) {
   const int bit = lane_bit(level), anchor = anchor_lane(l.lane, level);
   const bool right = l.lane & bit;
 #pragma unroll
@@ -58,8 +58,9 @@ __device__ __forceinline__ void level_products(const Raw& raw, const float (&sum
   }
 }
 
-__device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8], float (&total)[8], const Lane& l, int slice,
-                                              u32 stage, Products& sums, const NextLoad& next) {
+__device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8], float (&total)[8],
+                                              const Lane& l, int slice, u32 stage, Products& sums,
+                                              const NextLoad& next) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     u32 kp[4], qp[4], kg[4];
@@ -97,13 +98,15 @@ __device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8]
 }
 
 __device__ __forceinline__ void store_pair(u32 stage, u32 scratch, int i, int j, float kk, float qk) {
-  const float factor = load_shared1(stage + OFFSET(ChunkImage, scalars) + OFFSET(TokenScalars, beta_k_norm) + 4 * i) *
-                       load_shared1(stage + OFFSET(ChunkImage, scalars) + OFFSET(TokenScalars, k_norm) + 4 * j);
+  const float factor =
+      load_shared1(stage + OFFSET(ChunkImage, scalars) + OFFSET(TokenScalars, beta_k_norm) + 4 * i) *
+      load_shared1(stage + OFFSET(ChunkImage, scalars) + OFFSET(TokenScalars, k_norm) + 4 * j);
   store_shared(scratch + 4 * (SCRATCH_PITCH * i + j), __float_as_uint(kk * factor));
   store_shared16(triangle_at(stage + OFFSET(ChunkImage, qk), i, j), pack_bf16(qk, 0.0f));
 }
 
-__device__ __forceinline__ void store_triangles(u32 stage, u32 scratch, const Lane& l, const Scalars& s, Products& sums) {
+__device__ __forceinline__ void store_triangles(u32 stage, u32 scratch, const Lane& l, const Scalars& s,
+                                                Products& sums) {
   store_levels(stage + OFFSET(ChunkImage, qk), scratch, l, sums.level, sums.diagonal,
                [&](int i, int j, float kk, float qk) { store_pair(stage, scratch, i, j, kk, qk); });
 }

@@ -85,10 +85,12 @@ __device__ __forceinline__ u32 triangle_row(const ScanLane& l) {
   return (l.lane >> 4) * 128 + (l.lane & 7) * 16 + (l.lane >> 3 & 1) * 256;
 }
 
-__device__ __forceinline__ void load_solve_operands(SolveOperands& s, const ScanLane& l, u32 stage, u32 values) {
+__device__ __forceinline__ void load_solve_operands(SolveOperands& s, const ScanLane& l, u32 stage,
+                                                    u32 values) {
 #pragma unroll
   for (int m = 0; m < ROW_TILES; ++m) {
-    load_matrix4_transposed(s.v[m], values + m * TILE_BYTES + tile_offset((l.lane >> 4) * 8 + (l.lane & 7), l.lane >> 3 & 1));
+    load_matrix4_transposed(
+        s.v[m], values + m * TILE_BYTES + tile_offset((l.lane >> 4) * 8 + (l.lane & 7), l.lane >> 3 & 1));
   }
   s.beta = columns(stage, OFFSET(TokenScalars, beta), l.t);
   s.beta_r = columns(stage, OFFSET(TokenScalars, beta_k_norm), l.t);
@@ -117,8 +119,8 @@ __device__ __forceinline__ void solve(Tokens& tok, int m, const SolveOperands& s
 
 // o times its factor to global memory, through shared memory so that rows of 32 bytes are stored
 // whole: lane l stores half l % 2 of the row of token l / 2, at `to`, if that token is real.
-__device__ __forceinline__ void store_output(const Tokens& tok, const ScanLane& l, const Columns& factor, unsigned char* to,
-                                             bool real) {
+__device__ __forceinline__ void store_output(const Tokens& tok, const ScanLane& l, const Columns& factor,
+                                             unsigned char* to, bool real) {
 #pragma unroll
   for (int m = 0; m < ROW_TILES; ++m) {
     u32 packed[4];
@@ -127,20 +129,23 @@ __device__ __forceinline__ void store_output(const Tokens& tok, const ScanLane& 
       const float* x = &tok.xo[m][2 + (i >> 1)][2 * (i & 1)];
       packed[i] = pack_bf16(x[0] * factor.c[i >> 1][0], x[1] * factor.c[i >> 1][1]);
     }
-    store_matrix4_transposed(l.out + m * TILE_BYTES + tile_offset((l.lane >> 4) * 8 + (l.lane & 7), l.lane >> 3 & 1), packed);
+    store_matrix4_transposed(
+        l.out + m * TILE_BYTES + tile_offset((l.lane >> 4) * 8 + (l.lane & 7), l.lane >> 3 & 1), packed);
   }
   sync_warp();
   if (real) {
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m) {
-      store_global(to + 32 * m, load_shared_u4(l.out + m * TILE_BYTES + tile_offset(l.lane >> 1, l.lane & 1)));
+      store_global(to + 32 * m,
+                   load_shared_u4(l.out + m * TILE_BYTES + tile_offset(l.lane >> 1, l.lane & 1)));
     }
   }
 }
 
 // One lane's 16 bytes of V (each tile) of the chunk's token l / 2 into ring slot `slot`; zeros past
 // the end.
-__device__ __forceinline__ void fetch_values(const ScanLane& l, const unsigned char* from, int slot, bool real) {
+__device__ __forceinline__ void fetch_values(const ScanLane& l, const unsigned char* from, int slot,
+                                             bool real) {
 #pragma unroll
   for (int m = 0; m < ROW_TILES; ++m) {
     const u32 to = l.values + (slot * ROW_TILES + m) * TILE_BYTES + tile_offset(l.lane >> 1, l.lane & 1);
@@ -154,7 +159,7 @@ __device__ __forceinline__ void fetch_values(const ScanLane& l, const unsigned c
 #include "common/chunk_forward/scan_warp.cuh"
 #endif
 
-__device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, const SequenceHead& sequence, u32 shared, int warp, int rank) {
+__device__ __forceinline__ ScanLane make_scan_lane(u32 shared, int warp, int rank) {
   ScanLane l;
   l.lane = thread_index() & 31;
   l.g = l.lane >> 2;
@@ -166,6 +171,13 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, const Seq
   l.kq = operand_descriptor(shared + OFFSET(SharedMemory, stages) + OFFSET(ChunkImage, kq), 16, 1024);
   l.kg = operand_descriptor(shared + OFFSET(SharedMemory, stages) + OFFSET(ChunkImage, kg), ROWS_BYTES, 1024);
 #endif
+  return l;
+}
+
+// All chunks of a sequence and value head, this warp's columns of V.
+__device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, const SequenceHead& sequence,
+                                          u32 shared, int warp, int rank) {
+  const ScanLane l = make_scan_lane(shared, warp, rank);
   // This lane's 16 bytes of a chunk's V and o.
   const int token = l.lane >> 1, at_v = l.v0 + 8 * (l.lane & 1);
   const long long v_chunk = 2ll * C * p.v_st, o_chunk = 2ll * C * p.HV * V;
@@ -174,7 +186,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, const Seq
   unsigned char* o = reinterpret_cast<unsigned char*>(
       p.o + 2 * (((sequence.batch * p.T + sequence.first + token) * p.HV + sequence.hv) * V + at_v));
   const unsigned char* none = reinterpret_cast<const unsigned char*>(p.v);  // a valid address, not read
-  int left = sequence.length - token;  // real if positive
+  int left = sequence.length - token;                                       // real if positive
 #pragma unroll
   for (int c = 0; c < V_DEPTH - 1; ++c) {
     fetch_values(l, left > c * C ? v : none, c, left > c * C);
@@ -207,7 +219,9 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, const Seq
       sync_warp();
       const u32 stage = shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH;
       Tokens tok = {};
-      scan_chunk(state, tok, l, {slot, stage, shared + OFFSET(SharedMemory, full) + 8 * slot, parity, l.values + ring * ROW_TILES * TILE_BYTES});
+      scan_chunk(state, tok, l,
+                 {slot, stage, shared + OFFSET(SharedMemory, full) + 8 * slot, parity,
+                  l.values + ring * ROW_TILES * TILE_BYTES});
       const bool ahead = left > (V_DEPTH - 1) * C;
       fetch_values(l, ahead ? v : none, (ring + V_DEPTH - 1) % V_DEPTH, ahead);
       copy_async_commit();
@@ -215,7 +229,8 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, const Seq
       store_output(tok, l, columns(stage, OFFSET(TokenScalars, q_factor), l.t), o, left > 0);
       finish_chunk(state);
 #if CLUSTER > 1
-      warp_arrive_remote(cluster_address(shared + OFFSET(SharedMemory, empty) + 8 * slot, slot % CLUSTER), l.lane);
+      warp_arrive_remote(cluster_address(shared + OFFSET(SharedMemory, empty) + 8 * slot, slot % CLUSTER),
+                         l.lane);
 #else
       warp_arrive(shared + OFFSET(SharedMemory, empty) + 8 * slot, l.lane);
 #endif

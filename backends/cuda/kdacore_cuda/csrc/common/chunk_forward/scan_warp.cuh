@@ -6,7 +6,8 @@ __device__ __forceinline__ void read_products(ScanState& state, Tokens& tok, con
   const int row = (l.lane >> 4) * 8 + (l.lane & 7), piece = l.lane >> 3 & 1;
 #pragma unroll
   for (int kk = 0; kk < K_TILES; ++kk) {
-    const u32 at = stage + OFFSET(ChunkImage, kq) + (kk >> 2) * 2 * ROWS_BYTES + swizzled(row, (kk & 3) * 2 + piece);
+    const u32 at =
+        stage + OFFSET(ChunkImage, kq) + (kk >> 2) * 2 * ROWS_BYTES + swizzled(row, (kk & 3) * 2 + piece);
     u32 kb[4], qb[4];
     const float4 d = load_decay(stage, kk, l.t);
     load_matrix4(kb, at);
@@ -24,7 +25,8 @@ __device__ __forceinline__ void read_products(ScanState& state, Tokens& tok, con
   }
 }
 
-__device__ __forceinline__ void scan_chunk(ScanState& state, Tokens& tok, const ScanLane& l, const StageRef& at) {
+__device__ __forceinline__ void scan_chunk(ScanState& state, Tokens& tok, const ScanLane& l,
+                                           const StageRef& at) {
   barrier_wait(at.full, at.parity);
   read_products(state, tok, l, at.base);
   SolveOperands solver;
@@ -36,7 +38,8 @@ __device__ __forceinline__ void scan_chunk(ScanState& state, Tokens& tok, const 
 #pragma unroll
   for (int kk = 0; kk < K_TILES; ++kk) {
     u32 b[4];
-    load_matrix4_transposed(b, at.base + OFFSET(ChunkImage, kg) + (kk >> 2) * ROWS_BYTES + swizzled(row, (kk & 3) * 2 + piece));
+    load_matrix4_transposed(
+        b, at.base + OFFSET(ChunkImage, kg) + (kk >> 2) * ROWS_BYTES + swizzled(row, (kk & 3) * 2 + piece));
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m) {
       mma_bf16(state.s[m][2 * kk], w[m], b[0], b[1]);

@@ -11,7 +11,8 @@ static_assert(ROW_TILES == 1, "a warpgroup carries one tile of 64 columns");
 constexpr u64 descriptor_step(u32 bytes) { return bytes >> 4; }
 
 // On return the update of the state may still be running; finish_chunk waits for it.
-__device__ __forceinline__ void scan_chunk(ScanState& state, Tokens& tok, const ScanLane& l, const StageRef& at) {
+__device__ __forceinline__ void scan_chunk(ScanState& state, Tokens& tok, const ScanLane& l,
+                                           const StageRef& at) {
   u32 a[K_TILES][4];
 #pragma unroll
   for (int kk = 0; kk < K_TILES; ++kk) state_operand(state, 0, kk, a[kk]);

@@ -23,7 +23,8 @@ __device__ __forceinline__ int length_of(const ChunkForwardParams& p, int n) {
 // The sequence that is number `place` in descending order of length, so that no long one starts
 // last. Ties keep their order. All threads call this; `lengths` is shared memory for SORT_LIMIT
 // integers, `picked` for one.
-__device__ __forceinline__ int sequence_by_length(const ChunkForwardParams& p, int place, int* lengths, int* picked) {
+__device__ __forceinline__ int sequence_by_length(const ChunkForwardParams& p, int place, int* lengths,
+                                                  int* picked) {
   if (!p.cu_seqlens || p.N == 1 || p.N > SORT_LIMIT) return place;
   const int n = thread_index();
   int own_length = 0;
@@ -39,7 +40,8 @@ __device__ __forceinline__ int sequence_by_length(const ChunkForwardParams& p, i
 }
 
 // Sequence n and value head hv, in chunks of `chunk` tokens.
-__device__ __forceinline__ SequenceHead make_sequence_head(const ChunkForwardParams& p, int n, int hv, int chunk) {
+__device__ __forceinline__ SequenceHead make_sequence_head(const ChunkForwardParams& p, int n, int hv,
+                                                           int chunk) {
   SequenceHead w;
   w.n = n;
   w.hv = hv;
@@ -52,10 +54,12 @@ __device__ __forceinline__ SequenceHead make_sequence_head(const ChunkForwardPar
 }
 
 // Row of the first checkpoint of sequence n of a pack.
-__device__ __forceinline__ long long first_checkpoint(const ChunkForwardParams& p, const SequenceHead& sequence, int lane) {
+__device__ __forceinline__ long long first_checkpoint(const ChunkForwardParams& p,
+                                                      const SequenceHead& sequence, int lane) {
   if (!p.cu_seqlens) return sequence.n * ((p.T + p.ckpt_every - 1) / p.ckpt_every);
   int rows = 0;
-  for (int m = lane; m < sequence.n; m += 32) rows += (int)((length_of(p, m) + p.ckpt_every - 1ll) / p.ckpt_every);
+  for (int m = lane; m < sequence.n; m += 32)
+    rows += (int)((length_of(p, m) + p.ckpt_every - 1ll) / p.ckpt_every);
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1) rows += shuffle_xor(rows, mask);
   return rows;

@@ -3,7 +3,8 @@
 //
 // With G the log2 decay summed from the chunk's first row, S the state at its start, r the inverse
 // norms of k:
-//   X = (k 2^G) S;  R = beta (V - r X);  W = r T R;  O = c ((q 2^G) S + Aqk W);  S' = 2^G_last S + (k 2^(G_last - G))^T W
+//   X = (k 2^G) S;  R = beta (V - r X);  W = r T R
+//   O = c ((q 2^G) S + Aqk W);  S' = 2^G_last S + (k 2^(G_last - G))^T W
 // where T inverts I + tril(beta_i r_i r_j (k_i 2^(G_i - G_j)) . k_j, -1), Aqk_ij = (q_i 2^(G_i -
 // G_j)) . k_j for j <= i and c = scale / |q|. Norms are not applied to the 16-bit operands; they
 // only scale rows of float32 sums. W is v_new times r.
@@ -64,4 +65,5 @@ struct SharedMemory {
   u64 empty[STAGES];  // the stage is consumed
   int picked[4];      // the sequence that this cluster takes
 };
-static_assert(OFFSET(SharedMemory, picked) + 16 <= SHARED_LIMIT, "the host's shared memory size is too small");
+static_assert(OFFSET(SharedMemory, picked) + 16 <= SHARED_LIMIT,
+              "the host's shared memory size is too small");

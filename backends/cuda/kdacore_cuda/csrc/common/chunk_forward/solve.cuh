@@ -10,7 +10,8 @@ struct Columns {
 
 // w = r T residual as a left operand (16 columns of V by 16 tokens). `inverse` is r T below the
 // diagonal, r the inverse norms of k; the diagonal of T is 1. `residual` is overwritten.
-__device__ __forceinline__ void multiply_inverse(float (&residual)[2][4], const Columns& r, const u32 (&inverse)[4], u32 (&w)[4]) {
+__device__ __forceinline__ void multiply_inverse(float (&residual)[2][4], const Columns& r,
+                                                 const u32 (&inverse)[4], u32 (&w)[4]) {
   const u32 a[4] = {pack_bf16(residual[0][0], residual[0][1]), pack_bf16(residual[0][2], residual[0][3]),
                     pack_bf16(residual[1][0], residual[1][1]), pack_bf16(residual[1][2], residual[1][3])};
 #pragma unroll

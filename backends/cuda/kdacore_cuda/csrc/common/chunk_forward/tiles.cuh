@@ -17,6 +17,8 @@ constexpr u32 TILE_BYTES = sizeof(ValueTile);
 
 // Offset of half `half` of row `row` of a ValueTile; its order keeps matrix loads free of bank
 // conflicts.
-__device__ __forceinline__ u32 tile_offset(int row, int half) { return row * 32 + ((half ^ (row >> 2 & 1)) << 4); }
+__device__ __forceinline__ u32 tile_offset(int row, int half) {
+  return row * 32 + ((half ^ (row >> 2 & 1)) << 4);
+}
 
 constexpr u32 SCRATCH_PITCH = 20;  // floats a row of a float32 triangle of 16 tokens

@@ -18,9 +18,10 @@ struct Raw {
 
 struct Gate {
   int kind;
-  float unit;     // log2 decay of one unit of the gate (of softplus2 for the softplus); its inverse for the sigmoid
-  float slope;    // sigmoid: -log2(e) exp(A_log)
-  u32 closed;     // bits of an input that means no decay
+  // log2 decay of one unit of the gate (of softplus2 for the softplus); its inverse for the sigmoid.
+  float unit;
+  float slope;  // sigmoid: -log2(e) exp(A_log)
+  u32 closed;   // bits of an input that means no decay
 };
 
 __device__ __forceinline__ int token_pair_of(int g) { return (g & 4) | (g & 1) << 1 | (g & 2) >> 1; }
@@ -36,7 +37,9 @@ __device__ __forceinline__ void clear_past_end(Raw& raw, int left, u32 closed) {
   }
 }
 
-__device__ __forceinline__ u32 word(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
+__device__ __forceinline__ u32 word(const uint4& x, int i) {
+  return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+}
 __device__ __forceinline__ float element(const uint4& x, int e) {
   const u32 w = word(x, e >> 1);
   return e & 1 ? bf16_high(w) : bf16_low(w);
@@ -122,7 +125,8 @@ struct Scalars {
 };
 
 // From the lane's sums of squares; four lanes share a token.
-__device__ __forceinline__ void set_norms(const ChunkForwardParams& p, const float (&k_square)[2], const float (&q_square)[2], Scalars& s) {
+__device__ __forceinline__ void set_norms(const ChunkForwardParams& p, const float (&k_square)[2],
+                                          const float (&q_square)[2], Scalars& s) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     s.k_norm[i] = 1.0f;
@@ -141,7 +145,8 @@ __device__ __forceinline__ void set_norms(const ChunkForwardParams& p, const flo
 
 // Bits of beta of both of a lane's tokens (`token` bytes apart; `left` are real), not converted
 // yet: that would wait for the load.
-__device__ __forceinline__ void load_beta(const ChunkForwardParams& p, u64 from, long long token, int left, u32 (&beta)[2]) {
+__device__ __forceinline__ void load_beta(const ChunkForwardParams& p, u64 from, long long token, int left,
+                                          u32 (&beta)[2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     beta[i] = 0;

@@ -27,7 +27,9 @@ inline uint4 load_global16(u64 a) {
   return r;
 }
 inline uint4 zero_bits() { return {0, 0, 0, 0}; }
-inline void store_state_bits(u64 address, const uint4& x) { store_global(reinterpret_cast<void*>(address), x); }
+inline void store_state_bits(u64 address, const uint4& x) {
+  store_global(reinterpret_cast<void*>(address), x);
+}
 
 #else
 
@@ -52,19 +54,24 @@ __device__ __forceinline__ uint2 load_global8(u64 a) {
 }
 __device__ __forceinline__ uint4 load_global16(u64 a) {
   uint4 r;
-  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(a));
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "l"(a));
   return r;
 }
 
 // Zeros that are written only on the path that needs them.
 __device__ __forceinline__ uint4 zero_bits() {
   uint4 r;
-  asm volatile("mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w));
+  asm volatile("mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w));
   return r;
 }
 // 16 bytes of a state row.
 __device__ __forceinline__ void store_state_bits(u64 address, const uint4& x) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x.x), "r"(x.y), "r"(x.z),
+               "r"(x.w)
+               : "memory");
 }
 
 #endif
@@ -125,7 +132,8 @@ __device__ __forceinline__ void store_elements(u64 base, long long index, int ty
     store_scalar(base, index, type, x[0]);
   } else {
 #pragma unroll
-    for (int i = 0; i < N; i += 4) store_four(base, index + i, type, make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]));
+    for (int i = 0; i < N; i += 4)
+      store_four(base, index + i, type, make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]));
   }
 }
 
@@ -137,7 +145,8 @@ constexpr int STATE_BYTES = STATE_BF16 ? 2 : 4;
 __device__ __forceinline__ uint4 load_state_elements(u64 a) {
   u32 w[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) w[i] = STATE_BF16 ? load_global2(a + 4 * i) | load_global2(a + 4 * i + 2) << 16 : load_global4(a + 4 * i);
+  for (int i = 0; i < 4; ++i)
+    w[i] = STATE_BF16 ? load_global2(a + 4 * i) | load_global2(a + 4 * i + 2) << 16 : load_global4(a + 4 * i);
   return make_uint4(w[0], w[1], w[2], w[3]);
 }
 __device__ __forceinline__ void store_state_elements(u64 a, const uint4& x) {
@@ -164,5 +173,6 @@ __device__ __forceinline__ uint4 pack_state(const float (&x)[VECTOR]) {
     return make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[VECTOR - 4], x[VECTOR - 3]),
                       pack_bf16(x[VECTOR - 2], x[VECTOR - 1]));
   }
-  return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
+  return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
+                    __float_as_uint(x[3]));
 }

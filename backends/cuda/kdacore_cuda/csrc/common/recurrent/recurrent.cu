@@ -27,7 +27,9 @@ using Raw = RawToken<TOKEN_CHANNELS>;
 
 // Whether all rows of an array of states start on 16 bytes. The host sends others to the kernel
 // with MODE 0.
-__device__ __forceinline__ bool whole_rows(u64 base, long long row) { return MODE > 0 || ((base | STATE_BYTES * row) & 15) == 0; }
+__device__ __forceinline__ bool whole_rows(u64 base, long long row) {
+  return MODE > 0 || ((base | STATE_BYTES * row) & 15) == 0;
+}
 
 __device__ __forceinline__ void store_state(const float (&s)[ROWS][VECTOR], u64 to, bool whole) {
 #pragma unroll
@@ -56,6 +58,7 @@ KDA_KERNEL(WARPS * 32, MIN_BLOCKS) recurrent(KDA_PARAM RecurrentParams p) {
   const LanePosition at = make_position(slice * COLUMNS, shared_address(memory));
   const long long own = (long long)it.hv * (K * V) + first_element(at);  // of a pool row
 
+  // 1. Issue all loads: the first token, the gate's parameters, the state.
   Raw raw;
   Bits<OUT> raw_v;
   if (it.length > 0) {
@@ -78,6 +81,7 @@ KDA_KERNEL(WARPS * 32, MIN_BLOCKS) recurrent(KDA_PARAM RecurrentParams p) {
     for (int i = 0; i < ROWS; ++i) bits[i] = zero_bits();
   }
 
+  // 2. Gate and norms of the first token, while the state is loaded.
   const Gate<TOKEN_CHANNELS> gate = finish_gate(p, raw_gate);
   Tokens tokens;
   stage_token(tokens, at, finish_token(p, raw, gate), 0);
@@ -85,6 +89,7 @@ KDA_KERNEL(WARPS * 32, MIN_BLOCKS) recurrent(KDA_PARAM RecurrentParams p) {
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) unpack_state(s[i], bits[i]);
 
+  // 3. The recurrence; each token's inputs are loaded while the one before it is processed.
   const u64 target = p.ht + STATE_BYTES * own;
   const bool whole = whole_rows(p.ht, p.ht_row), scatter = !ONE && p.flags & FLAG_SCATTER_TOKENS;
 #pragma unroll 1
@@ -107,6 +112,8 @@ KDA_KERNEL(WARPS * 32, MIN_BLOCKS) recurrent(KDA_PARAM RecurrentParams p) {
       if (to >= 0) store_state(s, target + STATE_BYTES * ((long long)to * p.ht_row), whole);
     }
   }
+
+  // 4. The final state.
   if (!p.ht || scatter) return;
   const int to = p.flags & FLAG_INDEXED_OUT ? from : it.n;
   if (to >= 0) store_state(s, target + STATE_BYTES * ((long long)to * p.ht_row), whole);

@@ -7,7 +7,8 @@
 constexpr int LANES = COLUMNS / VECTOR;  // lanes along V
 constexpr int GROUPS = 32 / LANES;       // channels side by side
 constexpr int WARP_K = K / WARPS;        // channels of a warp
-static_assert(ROWS * GROUPS == WARP_K && ROWS % 4 == 0 && WARP_K <= 32, "a lane a channel, four channels a read");
+static_assert(ROWS * GROUPS == WARP_K && ROWS % 4 == 0 && WARP_K <= 32,
+              "a lane a channel, four channels a read");
 
 constexpr int TOKEN_CHANNELS = 1;
 constexpr int OUT = VECTOR;  // outputs of a lane
@@ -26,7 +27,8 @@ struct TokenMemory {
 struct SharedMemory {
   TokenMemory tokens[2];  // even and odd ones
 };
-constexpr u32 TOKEN_BYTES = sizeof(TokenInputs), SUM_BYTES = sizeof(WarpSums), HALF_BYTES = sizeof(TokenMemory);
+constexpr u32 TOKEN_BYTES = sizeof(TokenInputs), SUM_BYTES = sizeof(WarpSums),
+              HALF_BYTES = sizeof(TokenMemory);
 
 struct LanePosition {
   int lane;
@@ -39,8 +41,12 @@ struct LanePosition {
 
 __device__ __forceinline__ LanePosition make_position(int first, u32 shared) {
   const int lane = thread_index() & 31, warp = thread_index() >> 5;
-  return {lane, first + VECTOR * (lane % LANES), warp == 0 && lane < LANES, warp * WARP_K + lane % WARP_K,
-          warp * WARP_K + lane / LANES * ROWS, shared};
+  return {lane,
+          first + VECTOR * (lane % LANES),
+          warp == 0 && lane < LANES,
+          warp * WARP_K + lane % WARP_K,
+          warp * WARP_K + lane / LANES * ROWS,
+          shared};
 }
 
 // Offset in elements of a lane's first piece of state, and from each piece to the next.
@@ -52,7 +58,8 @@ struct Tokens {
   float qq, kk, qk, beta;
 };
 
-__device__ __forceinline__ void stage_token(Tokens& tokens, const LanePosition& at, const Token<1>& x, int odd) {
+__device__ __forceinline__ void stage_token(Tokens& tokens, const LanePosition& at, const Token<1>& x,
+                                            int odd) {
   const u32 to = at.shared + odd * HALF_BYTES + 4 * at.channel;
   sync_warp();  // every lane has used the token before last
   if (at.lane < WARP_K) {
@@ -67,7 +74,8 @@ __device__ __forceinline__ void stage_token(Tokens& tokens, const LanePosition& 
 __device__ __forceinline__ void store_vector(u32 to, const float (&x)[VECTOR]) {
 #pragma unroll
   for (int c = 0; c < VECTOR; c += 4) {
-    store_shared(to + 4 * c, __float_as_uint(x[c]), __float_as_uint(x[c + 1]), __float_as_uint(x[c + 2]), __float_as_uint(x[c + 3]));
+    store_shared(to + 4 * c, __float_as_uint(x[c]), __float_as_uint(x[c + 1]), __float_as_uint(x[c + 2]),
+                 __float_as_uint(x[c + 3]));
   }
 }
 __device__ __forceinline__ void add_vector(float (&x)[VECTOR], u32 from) {
@@ -81,15 +89,19 @@ __device__ __forceinline__ void add_vector(float (&x)[VECTOR], u32 from) {
 // One token: decay, delta rule; the output of the lane's columns. `prepare_next` prepares the next
 // token.
 template <typename Next>
-__device__ __forceinline__ void step(const RecurrentParams& p, float (&s)[ROWS][VECTOR], const LanePosition& at, Tokens& tokens,
-                                     const float (&v)[OUT], float (&o)[OUT], int odd, Next prepare_next) {
-  const u32 token = at.shared + odd * HALF_BYTES + 4 * at.first, sums = at.shared + odd * HALF_BYTES + TOKEN_BYTES;
+__device__ __forceinline__ void step(const RecurrentParams& p, float (&s)[ROWS][VECTOR],
+                                     const LanePosition& at, Tokens& tokens, const float (&v)[OUT],
+                                     float (&o)[OUT], int odd, Next prepare_next) {
+  const u32 token = at.shared + odd * HALF_BYTES + 4 * at.first,
+            sums = at.shared + odd * HALF_BYTES + TOKEN_BYTES;
   const u32 lane_offset = 4 * VECTOR * (at.lane % LANES);
   float ks[VECTOR] = {}, qs[VECTOR] = {};
 #pragma unroll
   for (int i = 0; i < ROWS; i += 4) {
-    const float4 q4 = load_shared4(token + 4 * i), k4 = load_shared4(token + 4 * (K + i)), d4 = load_shared4(token + 4 * (2 * K + i));
-    const float q[4] = {q4.x, q4.y, q4.z, q4.w}, k[4] = {k4.x, k4.y, k4.z, k4.w}, d[4] = {d4.x, d4.y, d4.z, d4.w};
+    const float4 q4 = load_shared4(token + 4 * i), k4 = load_shared4(token + 4 * (K + i)),
+                 d4 = load_shared4(token + 4 * (2 * K + i));
+    const float q[4] = {q4.x, q4.y, q4.z, q4.w}, k[4] = {k4.x, k4.y, k4.z, k4.w},
+                d[4] = {d4.x, d4.y, d4.z, d4.w};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
 #pragma unroll
@@ -114,7 +126,8 @@ __device__ __forceinline__ void step(const RecurrentParams& p, float (&s)[ROWS][
     store_vector(own_sums + OFFSET(WarpSums, q) + lane_offset, qs);
   }
   if (at.lane == 0) {
-    store_shared(own_sums + OFFSET(WarpSums, norms), __float_as_uint(tokens.qq), __float_as_uint(tokens.kk), __float_as_uint(tokens.qk), 0);
+    store_shared(own_sums + OFFSET(WarpSums, norms), __float_as_uint(tokens.qq), __float_as_uint(tokens.kk),
+                 __float_as_uint(tokens.qk), 0);
   }
   const float beta = tokens.beta;
   prepare_next();

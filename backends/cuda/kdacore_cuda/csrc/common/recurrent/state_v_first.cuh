@@ -54,13 +54,17 @@ struct Tokens {
   Token<TOKEN_CHANNELS> x;
 };
 
-__device__ __forceinline__ void stage_token(Tokens& tokens, const LanePosition&, const Token<TOKEN_CHANNELS>& x, int) { tokens.x = x; }
+__device__ __forceinline__ void stage_token(Tokens& tokens, const LanePosition&,
+                                            const Token<TOKEN_CHANNELS>& x, int) {
+  tokens.x = x;
+}
 
 // One token: decay, delta rule; the output of the lane's own row. `prepare_next` prepares the next
 // token.
 template <typename Next>
-__device__ __forceinline__ void step(const RecurrentParams& p, float (&s)[ROWS][VECTOR], const LanePosition& at, Tokens& tokens,
-                                     const float (&v)[OUT], float (&o)[OUT], int, Next prepare_next) {
+__device__ __forceinline__ void step(const RecurrentParams& p, float (&s)[ROWS][VECTOR],
+                                     const LanePosition& at, Tokens& tokens, const float (&v)[OUT],
+                                     float (&o)[OUT], int, Next prepare_next) {
   const Token<TOKEN_CHANNELS> x = tokens.x;
   const Factors f = factors_of(p, sum_lanes<LANES>(x.qq), sum_lanes<LANES>(x.kk));
   const float qk = sum_lanes<LANES>(x.qk);

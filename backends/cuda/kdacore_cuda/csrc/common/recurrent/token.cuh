@@ -8,11 +8,21 @@
 constexpr int K = K_DIM;
 constexpr int V = K_DIM;
 
-__device__ __forceinline__ int qkv_type(const RecurrentParams& p) { return PLAIN ? TYPE_BFLOAT16 : p.qkv_type; }
-__device__ __forceinline__ int g_type(const RecurrentParams& p) { return ONE && !HEAD ? TYPE_BFLOAT16 : p.g_type; }
-__device__ __forceinline__ int beta_type(const RecurrentParams& p) { return ONE && !HEAD ? TYPE_BFLOAT16 : p.beta_type; }
-__device__ __forceinline__ int bias_type(const RecurrentParams& p) { return ONE && !HEAD ? TYPE_FLOAT32 : p.bias_type; }
-__device__ __forceinline__ bool scalar_gate(const RecurrentParams& p) { return HEAD || (!PLAIN && p.flags & FLAG_SCALAR_GATE); }
+__device__ __forceinline__ int qkv_type(const RecurrentParams& p) {
+  return PLAIN ? TYPE_BFLOAT16 : p.qkv_type;
+}
+__device__ __forceinline__ int g_type(const RecurrentParams& p) {
+  return ONE && !HEAD ? TYPE_BFLOAT16 : p.g_type;
+}
+__device__ __forceinline__ int beta_type(const RecurrentParams& p) {
+  return ONE && !HEAD ? TYPE_BFLOAT16 : p.beta_type;
+}
+__device__ __forceinline__ int bias_type(const RecurrentParams& p) {
+  return ONE && !HEAD ? TYPE_FLOAT32 : p.bias_type;
+}
+__device__ __forceinline__ bool scalar_gate(const RecurrentParams& p) {
+  return HEAD || (!PLAIN && p.flags & FLAG_SCALAR_GATE);
+}
 
 // An element of an integer array of 32 or 64 bits.
 struct Number {
@@ -215,7 +225,8 @@ struct Token {
 };
 
 template <int N>
-__device__ __forceinline__ Token<N> finish_token(const RecurrentParams& p, const RawToken<N>& raw, const Gate<N>& gate) {
+__device__ __forceinline__ Token<N> finish_token(const RecurrentParams& p, const RawToken<N>& raw,
+                                                 const Gate<N>& gate) {
   Token<N> x;
   to_floats(x.q, raw.q, qkv_type(p));
   to_floats(x.k, raw.k, qkv_type(p));

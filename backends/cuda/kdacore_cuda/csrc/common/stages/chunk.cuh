@@ -10,8 +10,8 @@ constexpr int K = K_DIM;
 constexpr int C = 64;
 
 struct Chunk {
-  int hv, h, rows;          // value head, query/key head, tokens (0: an unused slot of the bound)
-  long long batch, first;   // batch row, first token in it
+  int hv, h, rows;         // value head, query/key head, tokens (0: an unused slot of the bound)
+  long long batch, first;  // batch row, first token in it
 };
 
 // Finds the chunk of slot `slot` in a pack, where each sequence has as many slots as chunks. All
@@ -91,12 +91,14 @@ struct Rows {
   const unsigned char* at;
   int step;
 };
-__device__ __forceinline__ Rows make_rows(u64 base, long long sb, long long st, long long sh, int size, const Chunk& c,
-                                          int head) {
+__device__ __forceinline__ Rows make_rows(u64 base, long long sb, long long st, long long sh, int size,
+                                          const Chunk& c, int head) {
   const long long offset = c.batch * sb + c.first * st + head * sh;
   return {reinterpret_cast<const unsigned char*>(base) + offset * size, (int)(st * size)};
 }
-__device__ __forceinline__ const unsigned char* row_at(const Rows& r, int row) { return r.at + (long long)row * r.step; }
+__device__ __forceinline__ const unsigned char* row_at(const Rows& r, int row) {
+  return r.at + (long long)row * r.step;
+}
 
 // Offset in elements of row `row` of a contiguous [B, T, HV, width] output.
 template <typename Params>

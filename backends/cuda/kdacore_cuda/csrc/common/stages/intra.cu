@@ -24,11 +24,14 @@ struct SharedMemory {
 };
 static_assert(sizeof(SharedMemory) <= SHARED_LIMIT, "the host's shared memory size is too small");
 
-__device__ __forceinline__ float beta_of(u32 shared, int row) { return load_shared1(shared + OFFSET(SharedMemory, beta) + 4 * row); }
+__device__ __forceinline__ float beta_of(u32 shared, int row) {
+  return load_shared1(shared + OFFSET(SharedMemory, beta) + 4 * row);
+}
 
 // Row i of a 16 x 16 block outside the diagonal, this lane's 4 columns: into the system or, for q,
 // into the tile.
-__device__ __forceinline__ void store_four(u32 shared, bool is_q, float scale, int row, int column, const float (&x)[4]) {
+__device__ __forceinline__ void store_four(u32 shared, bool is_q, float scale, int row, int column,
+                                           const float (&x)[4]) {
   if (is_q) {
     store_shared(shared + OFFSET(SharedMemory, aqk) + TILE_PITCH * row + 2 * column,
                  __uint_as_float(pack_half(x[0] * scale, x[1] * scale)),
@@ -36,8 +39,8 @@ __device__ __forceinline__ void store_four(u32 shared, bool is_q, float scale, i
     return;
   }
   const float beta = beta_of(shared, row);
-  store_shared(system_at(shared + OFFSET(SharedMemory, system), row, column), __float_as_uint(x[0] * beta), __float_as_uint(x[1] * beta),
-               __float_as_uint(x[2] * beta), __float_as_uint(x[3] * beta));
+  store_shared(system_at(shared + OFFSET(SharedMemory, system), row, column), __float_as_uint(x[0] * beta),
+               __float_as_uint(x[1] * beta), __float_as_uint(x[2] * beta), __float_as_uint(x[3] * beta));
 }
 
 __device__ __forceinline__ void store_block(u32 shared, const Lane& l, float scale, int right, int left,
@@ -50,8 +53,10 @@ __device__ __forceinline__ void store_block(u32 shared, const Lane& l, float sca
 }
 
 __device__ __forceinline__ void store_pair(u32 shared, float scale, int row, int column, float kk, float qk) {
-  store_shared(system_at(shared + OFFSET(SharedMemory, system), row, column), __float_as_uint(kk * beta_of(shared, row)));
-  store_shared16(shared + OFFSET(SharedMemory, aqk) + TILE_PITCH * row + 2 * column, pack_half(qk * scale, 0.0f));
+  store_shared(system_at(shared + OFFSET(SharedMemory, system), row, column),
+               __float_as_uint(kk * beta_of(shared, row)));
+  store_shared16(shared + OFFSET(SharedMemory, aqk) + TILE_PITCH * row + 2 * column,
+                 pack_half(qk * scale, 0.0f));
 }
 
 // The warp's diagonal blocks, zeros above the diagonal.
@@ -59,9 +64,12 @@ __device__ __forceinline__ void store_inside(u32 shared, const Lane& l, float sc
   const int row0 = 16 * l.block;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    store_shared(system_at(shared + OFFSET(SharedMemory, system), row0 + 8 * i + l.g, row0 + 4 * l.t), 0u, 0u, 0u, 0u);
+    store_shared(system_at(shared + OFFSET(SharedMemory, system), row0 + 8 * i + l.g, row0 + 4 * l.t), 0u, 0u,
+                 0u, 0u);
   }
-  store_shared(shared + OFFSET(SharedMemory, aqk) + TILE_PITCH * (row0 + (l.lane >> 1)) + 2 * row0 + 16 * (l.lane & 1), 0u, 0u, 0u, 0u);
+  store_shared(
+      shared + OFFSET(SharedMemory, aqk) + TILE_PITCH * (row0 + (l.lane >> 1)) + 2 * row0 + 16 * (l.lane & 1),
+      0u, 0u, 0u, 0u);
   sync_warp();
 #pragma unroll
   for (int level = 0; level < LEVELS; ++level) {
@@ -82,7 +90,9 @@ __device__ __forceinline__ void store_inside(u32 shared, const Lane& l, float sc
     x += shuffle_xor(x, 1);
     x += shuffle_xor(x, 2);
     const int row = row0 + 2 * l.g + i;
-    if (l.t == 0) store_shared16(shared + OFFSET(SharedMemory, aqk) + TILE_PITCH * row + 2 * row, pack_half(x * scale, 0.0f));
+    if (l.t == 0)
+      store_shared16(shared + OFFSET(SharedMemory, aqk) + TILE_PITCH * row + 2 * row,
+                     pack_half(x * scale, 0.0f));
   }
 }
 
@@ -114,7 +124,8 @@ KDA_KERNEL(THREADS, MIN_BLOCKS) intra(KDA_PARAM IntraParams p) {
     const float beta = thread_index() < c.rows ? load_scalar(p.beta, at, p.beta_type) : 0.0f;
     store_shared(shared + OFFSET(SharedMemory, beta) + 4 * thread_index(), __float_as_uint(beta));
   }
-  const Rows q = make_rows(p.q, p.q_sb, p.q_st, p.q_sh, 2, c, c.h), k = make_rows(p.k, p.k_sb, p.k_st, p.k_sh, 2, c, c.h);
+  const Rows q = make_rows(p.q, p.q_sb, p.q_st, p.q_sh, 2, c, c.h),
+             k = make_rows(p.k, p.k_sb, p.k_st, p.k_sh, 2, c, c.h);
   const Rows g = make_rows(p.g, p.g_sb, p.g_st, p.g_sh, 4, c, c.hv);
   const int row = 16 * l.block + 2 * l.g;
   Source from;
@@ -125,18 +136,22 @@ KDA_KERNEL(THREADS, MIN_BLOCKS) intra(KDA_PARAM IntraParams p) {
   from.k_step = k.step;
   from.g_step = g.step;
   from.left = c.rows - row;
+  // 1. Products inside 16 tokens, and the operand images of the others.
   Inside inside = {};
   inside_products(from, g.at + 32 * l.t, c.rows, l, shared + OFFSET(SharedMemory, images), inside);
   sync_block();
+  // 2. Products across 16 tokens.
   Outside outside = {};
   outside_products(shared + OFFSET(SharedMemory, images), l, outside);
   sync_block();
+  // 3. Aqk and the system to shared memory.
   const int high = l.block >> 1;
   store_block(shared, l, p.scale, 2 + high, 0, outside.far[0]);
   store_block(shared, l, p.scale, 2 + high, 1, outside.far[1]);
   store_block(shared, l, p.scale, 1 + 2 * high, 2 * high, outside.near);
   store_inside(shared, l, p.scale, inside);
   sync_warp();
+  // 4. The inverse: diagonal blocks, then block columns.
   invert_diagonal(shared + OFFSET(SharedMemory, system), shared + OFFSET(SharedMemory, akk), l.block, l.lane);
   sync_block();
   store_result(p.Aqk, p, c, shared + OFFSET(SharedMemory, aqk));

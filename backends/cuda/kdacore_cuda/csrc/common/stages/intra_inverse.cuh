@@ -15,7 +15,9 @@
 constexpr int SYSTEM_PITCH = 72;  // floats
 constexpr int TILE_PITCH = 144;   // bytes of a row of 64 16-bit results
 
-__device__ __forceinline__ u32 system_at(u32 system, int row, int column) { return system + 4 * (SYSTEM_PITCH * row + column); }
+__device__ __forceinline__ u32 system_at(u32 system, int row, int column) {
+  return system + 4 * (SYSTEM_PITCH * row + column);
+}
 
 // Diagonal block `block` to its inverse, in place and rounded into `tile`. One column a lane; both
 // halves of a warp compute the same.
@@ -35,7 +37,8 @@ __device__ __forceinline__ void invert_diagonal(u32 system, u32 tile, int block,
 }
 
 // d += x y^T, y a 16 x 16 block of the system.
-__device__ __forceinline__ void add_product(float (&d)[2][4], const Split& x, u32 system, int row, int column, int g, int t) {
+__device__ __forceinline__ void add_product(float (&d)[2][4], const Split& x, u32 system, int row, int column,
+                                            int g, int t) {
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     const u32 at = system_at(system, row + 8 * n + g, column + 2 * t);

@@ -45,7 +45,8 @@ __device__ __forceinline__ void load_rows(Raw& raw, const Source& from, int slic
   for (int i = 0; i < 2; ++i) {
     const bool real = i < from.left;
 #pragma unroll
-    for (int j = 0; j < 2; ++j) load_sixteen(raw.g[i][j], from.g + (long long)i * from.g_step + 128 * slice + 16 * j, real);
+    for (int j = 0; j < 2; ++j)
+      load_sixteen(raw.g[i][j], from.g + (long long)i * from.g_step + 128 * slice + 16 * j, real);
     load_sixteen(raw.k[i], from.k + (long long)i * from.k_step + 64 * slice, real);
     load_sixteen(raw.q[i], from.q + (long long)i * from.q_step + 64 * slice, real);
   }
@@ -68,7 +69,8 @@ __device__ __forceinline__ void pair_products(const Raw& raw, Inside& sums) {
       }
       b[j] = pack_half(x[0], x[1]);
     }
-    const u32 a[4] = {word_of(raw.k[1], w), word_of(raw.q[1], w), word_of(raw.k[1], w + 1), word_of(raw.q[1], w + 1)};
+    const u32 a[4] = {word_of(raw.k[1], w), word_of(raw.q[1], w), word_of(raw.k[1], w + 1),
+                      word_of(raw.q[1], w + 1)};
     mma_half(sums.level[0], a, b[0], b[1]);
   }
 }
@@ -109,18 +111,21 @@ __device__ __forceinline__ void level_products(const Raw& raw, const Lane& l, in
 
 // Words 2 s and 2 s + 1 of both tokens, scaled: this lane's 16 bytes of a right operand's fragment,
 // or of the two of a left one.
-__device__ __forceinline__ void store_image(const uint4 (&x)[2], const float (&factor)[2][4], int s, bool right, u32 at) {
+__device__ __forceinline__ void store_image(const uint4 (&x)[2], const float (&factor)[2][4], int s,
+                                            bool right, u32 at) {
   u32 w[2][2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
-    for (int j = 0; j < 2; ++j) w[i][j] = scaled(word_of(x[i], 2 * s + j), factor[i][2 * j], factor[i][2 * j + 1]);
+    for (int j = 0; j < 2; ++j)
+      w[i][j] = scaled(word_of(x[i], 2 * s + j), factor[i][2 * j], factor[i][2 * j + 1]);
   }
   store_shared(at + 512 * s, w[0][0], right ? w[1][0] : w[0][1], right ? w[0][1] : w[1][0], w[1][1]);
 }
 
 // Both tokens scaled by their distance from `anchor`, as image `k_at` and, in a right half, `q_at`.
-__device__ __forceinline__ void store_images(const Raw& raw, const uint4 (&anchor)[2], bool right, u32 k_at, u32 q_at) {
+__device__ __forceinline__ void store_images(const Raw& raw, const uint4 (&anchor)[2], bool right, u32 k_at,
+                                             u32 q_at) {
 #pragma unroll
   for (int s = 0; s < 2; ++s) {
     float factor[2][4];
@@ -138,12 +143,13 @@ __device__ __forceinline__ void store_images(const Raw& raw, const uint4 (&ancho
 
 // Products inside 16 tokens, and operand images for those across. `head_g`: this lane's channels of
 // the chunk's first token.
-__device__ __forceinline__ void inside_products(const Source& from, const unsigned char* head_g, int rows, const Lane& l,
-                                                u32 images, Inside& sums) {
+__device__ __forceinline__ void inside_products(const Source& from, const unsigned char* head_g, int rows,
+                                                const Lane& l, u32 images, Inside& sums) {
   const bool near_right = l.block & 1, far_right = l.block & 2;
   const int near_row = 32 * (l.block >> 1) + 16;
   const u32 at = images + 16 * l.lane;
-  const u32 near_k = at + IMAGE_BYTES * (near_right ? NEAR_RIGHT + (l.block & 2) : NEAR_LEFT + (l.block >> 1));
+  const u32 near_k =
+      at + IMAGE_BYTES * (near_right ? NEAR_RIGHT + (l.block & 2) : NEAR_LEFT + (l.block >> 1));
   const u32 far_k = at + IMAGE_BYTES * (far_right ? FAR_RIGHT + 2 * (l.block & 1) : FAR_LEFT + l.block);
   // Slices are loaded one at a time to save registers; the whole rows are prefetched to L2
   // meanwhile.

@@ -36,13 +36,16 @@ __device__ __forceinline__ void copy_rows(u32 to, const Rows& from, int rows) {
 #pragma unroll
   for (int i = 0; i < C * PIECES / THREADS; ++i) {
     const int row = (i * THREADS + thread_index()) / PIECES, piece = thread_index() % PIECES;
-    copy_async16(piece_at<WIDTH>(to, row, piece), row_at(from, row < rows ? row : 0) + 16 * piece, row < rows);
+    copy_async16(piece_at<WIDTH>(to, row, piece), row_at(from, row < rows ? row : 0) + 16 * piece,
+                 row < rows);
   }
 }
 
 // beta of row `row`: 16 each in the right halves of Akk's first four rows, which nothing else is
 // written to.
-__device__ __forceinline__ u32 beta_at(u32 inverse, int row) { return inverse + (row >> 4) * 128 + 64 + (row & 15) * 4; }
+__device__ __forceinline__ u32 beta_at(u32 inverse, int row) {
+  return inverse + (row >> 4) * 128 + 64 + (row & 15) * 4;
+}
 
 // Akk's lower triangle by 16 x 16 blocks, 16-byte pieces, zeros above the diagonal; the blocks
 // above are never read.
@@ -66,11 +69,13 @@ __device__ __forceinline__ float channel(const uint4& x, int e) { return __uint_
 
 // beta k 2^G to shared memory, kg and qg to device memory. A thread keeps its 4 channels: for K =
 // 128 a warp has a whole row, so every access takes whole lines.
-__device__ __forceinline__ void scale_keys(const RecomputeParams& p, const Chunk& c, u32 keys, u32 rest, u32 inverse) {
+__device__ __forceinline__ void scale_keys(const RecomputeParams& p, const Chunk& c, u32 keys, u32 rest,
+                                           u32 inverse) {
   constexpr int PARTS = K / 4, STEP = THREADS / PARTS;
   static_assert(C % (STEP * BATCH) == 0, "rows past the chunk");
   const int part = thread_index() % PARTS, row0 = thread_index() / PARTS;
-  const Rows k = make_rows(p.k, p.k_sb, p.k_st, p.k_sh, 2, c, c.h), g = make_rows(p.g, p.g_sb, p.g_st, p.g_sh, 4, c, c.hv);
+  const Rows k = make_rows(p.k, p.k_sb, p.k_st, p.k_sh, 2, c, c.h),
+             g = make_rows(p.g, p.g_sb, p.g_st, p.g_sh, 4, c, c.hv);
   const Rows q = make_rows(p.q, p.q_sb, p.q_st, p.q_sh, 2, c, c.h);
   uint4 last = {};
   load_sixteen(last, row_at(g, c.rows - 1) + 16 * part, true);
@@ -98,8 +103,11 @@ __device__ __forceinline__ void scale_keys(const RecomputeParams& p, const Chunk
       }
       if (row < c.rows) {
         const long long at = 2 * (output_at(p, c, row, K) + 4 * part);
-        store_eight(p.kg + at, scaled(raw[i].k[0], to_end[0], to_end[1]), scaled(raw[i].k[1], to_end[2], to_end[3]));
-        if (p.q) store_eight(p.qg + at, scaled(raw[i].q[0], down[0], down[1]), scaled(raw[i].q[1], down[2], down[3]));
+        store_eight(p.kg + at, scaled(raw[i].k[0], to_end[0], to_end[1]),
+                    scaled(raw[i].k[1], to_end[2], to_end[3]));
+        if (p.q)
+          store_eight(p.qg + at, scaled(raw[i].q[0], down[0], down[1]),
+                      scaled(raw[i].q[1], down[2], down[3]));
       }
       const float beta = load_shared1(beta_at(inverse, row));
       float high[2], low[2];
@@ -137,7 +145,8 @@ __device__ __forceinline__ void multiply(u32 inverse, u32 right, u32 rest_at) {
       if constexpr (KEYS) {
         load_matrix4_transposed(rest, piece_at<WIDTH>(rest_at, row, column));
       } else {
-        const float2 low = load_shared2(beta_at(inverse, 16 * m + 2 * t)), high = load_shared2(beta_at(inverse, 16 * m + 2 * t + 8));
+        const float2 low = load_shared2(beta_at(inverse, 16 * m + 2 * t)),
+                     high = load_shared2(beta_at(inverse, 16 * m + 2 * t + 8));
         b[0] = scaled(b[0], low.x, low.y);
         b[1] = scaled(b[1], high.x, high.y);
         b[2] = scaled(b[2], low.x, low.y);
@@ -177,7 +186,8 @@ __device__ __forceinline__ void store_rows(const RecomputeParams& p, const Chunk
   for (int i = 0; i < C * PIECES / THREADS; ++i) {
     const int row = (i * THREADS + thread_index()) / PIECES, piece = thread_index() % PIECES;
     const uint4 x = load_shared_u4(piece_at<WIDTH>(from, row, piece));
-    if (row < c.rows) store_global(reinterpret_cast<void*>(out + 2 * (output_at(p, c, row, WIDTH) + 8 * piece)), x);
+    if (row < c.rows)
+      store_global(reinterpret_cast<void*>(out + 2 * (output_at(p, c, row, WIDTH) + 8 * piece)), x);
   }
 }
 
@@ -187,18 +197,24 @@ KDA_KERNEL(THREADS, MIN_BLOCKS) recompute(KDA_PARAM RecomputeParams p) {
   wait_for_inputs();
   const Chunk c = make_chunk(p, block_index());
   if (!c.rows) return;
-  copy_inverse(shared + OFFSET(SharedMemory, inverse), make_rows(p.Akk, p.Akk_sb, p.Akk_st, p.Akk_sh, 2, c, c.hv), c.rows);
-  copy_rows<V>(shared + OFFSET(SharedMemory, values), make_rows(p.v, p.v_sb, p.v_st, p.v_sh, 2, c, c.hv), c.rows);
+  // 1. Akk, v and beta to shared memory; k 2^G, kg and qg.
+  copy_inverse(shared + OFFSET(SharedMemory, inverse),
+               make_rows(p.Akk, p.Akk_sb, p.Akk_st, p.Akk_sh, 2, c, c.hv), c.rows);
+  copy_rows<V>(shared + OFFSET(SharedMemory, values), make_rows(p.v, p.v_sb, p.v_st, p.v_sh, 2, c, c.hv),
+               c.rows);
   copy_async_commit();
   if (thread_index() < C) {
     const long long at = c.batch * p.beta_sb + (c.first + thread_index()) * p.beta_st + c.hv * p.beta_sh;
     const float beta = thread_index() < c.rows ? load_scalar(p.beta, at, p.beta_type) : 0.0f;
     store_shared(beta_at(shared + OFFSET(SharedMemory, inverse), thread_index()), __float_as_uint(beta));
   }
-  scale_keys(p, c, shared + OFFSET(SharedMemory, keys), shared + OFFSET(SharedMemory, rest), shared + OFFSET(SharedMemory, inverse));
+  scale_keys(p, c, shared + OFFSET(SharedMemory, keys), shared + OFFSET(SharedMemory, rest),
+             shared + OFFSET(SharedMemory, inverse));
   copy_async_wait<0>();
   sync_block();
-  multiply<K, true>(shared + OFFSET(SharedMemory, inverse), shared + OFFSET(SharedMemory, keys), shared + OFFSET(SharedMemory, rest));
+  // 2. w and u.
+  multiply<K, true>(shared + OFFSET(SharedMemory, inverse), shared + OFFSET(SharedMemory, keys),
+                    shared + OFFSET(SharedMemory, rest));
   multiply<V, false>(shared + OFFSET(SharedMemory, inverse), shared + OFFSET(SharedMemory, values), 0);
   sync_block();
   store_rows<K>(p, c, shared + OFFSET(SharedMemory, keys), p.w);

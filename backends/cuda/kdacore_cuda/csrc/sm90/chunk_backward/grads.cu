@@ -5,11 +5,14 @@
 // state's prediction taken off), dr, h and dh. With the operands zq, zb, yk and sk of
 // grads_operands.cuh, for tokens i and j of the chunk:
 //
-//   dA = scale d_o v'^T, dL = -dr v'^T        of the matrices of token pairs, lower triangles (grads_pairs.cuh)
-//   dv = beta dr                              (grads_values.cuh)
-//   aq = (d_o h)^T, ax = (dr h)^T, cs = (v' dh)^T  what the states at both ends of the chunk give (grads_states.cuh)
-//   dq, dk, dgc                               sums over pairs (grads_pair_sums.cuh)
-//   dg, dbeta, and parts of dA_log and ddt_bias    through the gate, the norms and sigmoids (grads_gate.cuh, grads_stores.cuh)
+//   dA = scale d_o v'^T, dL = -dr v'^T             matrices of token pairs, lower triangles:
+//                                                  grads_pairs.cuh
+//   dv = beta dr                                   grads_values.cuh
+//   aq = (d_o h)^T, ax = (dr h)^T, cs = (v' dh)^T  products with the states at both ends of the
+//                                                  chunk: grads_states.cuh
+//   dq, dk, dgc                                    sums over pairs: grads_pair_sums.cuh
+//   dg, dbeta, and parts of dA_log and ddt_bias    through the gate, the norms and the sigmoid of
+//                                                  beta: grads_gate.cuh, grads_stores.cuh
 //
 // Grid: at most a block a multiprocessor; block b takes units b, b + grid, ... Four warpgroups: one
 // for each half of the tokens and half of the channels. Shared memory: grads_shared_memory.cuh.
@@ -32,12 +35,14 @@ __device__ __forceinline__ void fetch_shared(const ChunkBackwardParams& p, u32 s
   }
   copy_async_commit();
 }
-__device__ __forceinline__ void fetch_values(const ChunkBackwardParams& p, u32 shared, const NextUnit& next, int n, const Lane& l) {
+__device__ __forceinline__ void fetch_values(const ChunkBackwardParams& p, u32 shared, const NextUnit& next,
+                                             int n, const Lane& l) {
   if (l.thread == WORKSPACE_THREAD && next.rows) fetch_workspace_after_pairs(p, shared, n);
   fetch_own(shared + OFFSET(SharedMemory, v), next.v, p.v_st, next.rows, l);
   copy_async_commit();
 }
-__device__ __forceinline__ void fetch_gate_group(const ChunkBackwardParams& p, u32 shared, const NextUnit& next, const Lane& l) {
+__device__ __forceinline__ void fetch_gate_group(const ChunkBackwardParams& p, u32 shared,
+                                                 const NextUnit& next, const Lane& l) {
   fetch_gate(p, shared, next, l);
   copy_async_commit();
 }
@@ -67,8 +72,8 @@ __device__ __forceinline__ void start_block(const ChunkBackwardParams& p, u32 sh
 }
 
 // Products of dA and dL; while they run, dv and what v gives to dbeta.
-__device__ __forceinline__ void multiply_pairs(float (&pairs)[4][4], const ChunkBackwardParams& p, u32 shared, int n, u32 unit,
-                                               u32 scalars, const Lane& l) {
+__device__ __forceinline__ void multiply_pairs(float (&pairs)[4][4], const ChunkBackwardParams& p, u32 shared,
+                                               int n, u32 unit, u32 scalars, const Lane& l) {
   u32 x[8][4];
   barrier_wait(shared + OFFSET(SharedMemory, pairs_full), n & 1);
   start_pairs(pairs, x, shared, l);
@@ -81,10 +86,11 @@ __device__ __forceinline__ void multiply_pairs(float (&pairs)[4][4], const Chunk
 
 // dA and dL, shrunk, to shared memory; the partial sums of the unit before, which are complete
 // after this step's barrier.
-__device__ __forceinline__ void share_pairs(float (&pairs)[4][4], const ChunkBackwardParams& p, u32 shared, int n, u32 gate,
-                                            const GateLoads& gate_loads, const Lane& l) {
+__device__ __forceinline__ void share_pairs(float (&pairs)[4][4], const ChunkBackwardParams& p, u32 shared,
+                                            int n, u32 gate, const GateLoads& gate_loads, const Lane& l) {
   const float largest = mask_pairs(pairs, l);
-  if (l.lane == 0) store_shared(shared + OFFSET(SharedMemory, largest) + 4 * (l.thread >> 5), __float_as_uint(largest));
+  if (l.lane == 0)
+    store_shared(shared + OFFSET(SharedMemory, largest) + 4 * (l.thread >> 5), __float_as_uint(largest));
   store_gate_parameters(gate_loads, gate, l);
   sync_block();
   const Scaling by = make_scaling(shared, p.centre);
@@ -94,7 +100,8 @@ __device__ __forceinline__ void share_pairs(float (&pairs)[4][4], const ChunkBac
 }
 
 // The states' products of the other 64 values, until they have been started.
-__device__ __forceinline__ void finish_states(Accumulators& d, StateOperands& a, u32 shared, u32 states, const Lane& l) {
+__device__ __forceinline__ void finish_states(Accumulators& d, StateOperands& a, u32 shared, u32 states,
+                                              const Lane& l) {
   wait_states(d);
   load_states(a, shared, 4, l);
   if (l.token_half) multiply_states(a, states, l);
@@ -102,15 +109,18 @@ __device__ __forceinline__ void finish_states(Accumulators& d, StateOperands& a,
 }
 
 // dq, dk, dbeta and dg to device memory; each array's place is given to the next unit.
-__device__ __forceinline__ void store_gradients(Accumulators& d, const float (&dk)[4][4], const ChunkBackwardParams& p, u32 shared, int n,
-                                                u32 unit, u32 gate, u32 states, u32 scalars, u32 last, const Lane& l) {
+__device__ __forceinline__ void store_gradients(Accumulators& d, const float (&dk)[4][4],
+                                                const ChunkBackwardParams& p, u32 shared, int n, u32 unit,
+                                                u32 gate, u32 states, u32 scalars, u32 last, const Lane& l) {
   // Here or a little later, where it costs the fewest registers.
-  if (BOUNDED && l.thread == UNIT_THREAD) write_next_unit(p, shared, unit_at(shared, n + 2), unit_at(shared, n + 1));
+  if (BOUNDED && l.thread == UNIT_THREAD)
+    write_next_unit(p, shared, unit_at(shared, n + 2), unit_at(shared, n + 1));
   const NextUnit next = next_unit(unit_at(shared, n + 1));
   fetch_values(p, shared, next, n + 1, l);
   const float2 by = load_shared2(shared + OFFSET(SharedMemory, scaling));
   const OutputRows to = output_rows(p, unit, l);
-  if (!BOUNDED && l.thread == UNIT_THREAD) write_next_unit(p, shared, unit_at(shared, n + 2), unit_at(shared, n + 1));
+  if (!BOUNDED && l.thread == UNIT_THREAD)
+    write_next_unit(p, shared, unit_at(shared, n + 2), unit_at(shared, n + 1));
   NormBackward q_norm = {}, k_norm = {};
   if (!GROUPED) {
     q_norm = norm_backward(0, scalars + OFFSET(RowScalars, q_norm), by.y, p, shared, l);
@@ -185,8 +195,10 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
     l = make_lane(warp);
     fetch_shared(p, shared, n + 1, l);
     float dk[4][4];
-    if (l.token_half) sum_pairs<1>(d, dk, o, saved, p, shared, scalars, l);
-    else sum_pairs<0>(d, dk, o, saved, p, shared, scalars, l);
+    if (l.token_half)
+      sum_pairs<1>(d, dk, o, saved, p, shared, scalars, l);
+    else
+      sum_pairs<0>(d, dk, o, saved, p, shared, scalars, l);
     copy_async_wait<0>();
     fence_async_proxy();
     sync_block();

@@ -27,7 +27,10 @@ __device__ __forceinline__ void load_gate_inputs(float (&x)[4][4], u32 gate, u32
     // Rows 8 further have the same order of pieces, and the channel 8 further is two pieces on.
     const u32 piece = gate_piece(HALF * l.token_half + 2 * l.t + (e & 1), l.channel >> 2) ^ 32 * (e >> 1);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) x[j][e] = load_shared1(shared + OFFSET(SharedMemory, g) + piece + 4 * (l.channel & 3) + 8 * GATE_ROW * j) + bias[e >> 1];
+    for (int j = 0; j < 4; ++j)
+      x[j][e] =
+          load_shared1(shared + OFFSET(SharedMemory, g) + piece + 4 * (l.channel & 3) + 8 * GATE_ROW * j) +
+          bias[e >> 1];
   }
 #else
   Operand g;
@@ -39,11 +42,13 @@ __device__ __forceinline__ void load_gate_inputs(float (&x)[4][4], u32 gate, u32
 // With P the log2 decay from the first token that shares its anchor: up = 2^(P + centre) of every
 // element, and at the end of each anchor's tokens of the lane's two channels. Sums use earlier
 // tokens only: later ones must not change their last bits.
-__device__ __forceinline__ void decays(float (&up)[4][4], float (&end)[2][ANCHORS], const ChunkBackwardParams& p, u32 gate, int rows, u32 shared,
+__device__ __forceinline__ void decays(float (&up)[4][4], float (&end)[2][ANCHORS],
+                                       const ChunkBackwardParams& p, u32 gate, int rows, u32 shared,
                                        const Lane& l) {
   load_gate_inputs(up, gate, shared, l);
   if (p.gate == GATE_SIGMOID) {
-    const float rate = -LOG2E * load_shared1(gate + OFFSET(GateParameters, rate)), bound = p.lower_bound * LOG2E;
+    const float rate = -LOG2E * load_shared1(gate + OFFSET(GateParameters, rate)),
+                bound = p.lower_bound * LOG2E;
     each([&](int j, int e) { up[j][e] = bound * reciprocal(1.0f + exp2_fast(rate * up[j][e])); });
   } else if (!BOUNDED && p.gate == GATE_SOFTPLUS) {
     const float rate = load_shared1(gate + OFFSET(GateParameters, rate));
@@ -76,8 +81,9 @@ __device__ __forceinline__ void decays(float (&up)[4][4], float (&end)[2][ANCHOR
 
 // Gradients of the raw gate from those of the decays (of the natural logarithm, `grow` smaller;
 // replaced), and sums for dt_bias. Returns the sum for A_log.
-__device__ __forceinline__ float gate_backward(float (&d)[4][4], float (&dbias)[2], const ChunkBackwardParams& p, u32 gate, float grow,
-                                               int rows, u32 shared, const Lane& l) {
+__device__ __forceinline__ float gate_backward(float (&d)[4][4], float (&dbias)[2],
+                                               const ChunkBackwardParams& p, u32 gate, float grow, int rows,
+                                               u32 shared, const Lane& l) {
   float x[4][4];
   load_gate_inputs(x, gate, shared, l);
   if (rows < C) {

@@ -31,8 +31,9 @@ __device__ __forceinline__ void sum_tokens(u32 to, const Lane& l, F f) {
 // After the products of the half's own pairs were started, those of cs and cy first: then dq in aq,
 // x in ax, dk in cy, dgc in cs.
 template <int TOKEN_HALF>
-__device__ __forceinline__ void finish_pairs(Accumulators& d, float (&cy)[4][4], const Operands& o, const Decays& saved,
-                                             const float (&end)[2][ANCHORS], u32 shared, u32 scalars, const Lane& l) {
+__device__ __forceinline__ void finish_pairs(Accumulators& d, float (&cy)[4][4], const Operands& o,
+                                             const Decays& saved, const float (&end)[2][ANCHORS], u32 shared,
+                                             u32 scalars, const Lane& l) {
   warpgroup_wait<1>();
   fence_registers(d.cs);
   fence_registers(cy);

@@ -16,10 +16,12 @@ struct Scaling {
 
 // Left operand `kk` of 16 values: the warp's 16 tokens of d_o (rows), or of dr (its image has
 // values as rows).
-__device__ __forceinline__ void pairs_operand(u32 (&a)[4], u32 shared, bool of_outputs, int kk, const Lane& l) {
+__device__ __forceinline__ void pairs_operand(u32 (&a)[4], u32 shared, bool of_outputs, int kk,
+                                              const Lane& l) {
   if (of_outputs) {
     const int row = 16 * l.warp + (l.lane & 15), piece = l.lane >> 4;
-    load_matrix4(a, shared + OFFSET(SharedMemory, d_o) + (kk >> 2) * SQUARE_BYTES + (swizzled(row, piece) ^ (kk & 3) << 5));
+    load_matrix4(a, shared + OFFSET(SharedMemory, d_o) + (kk >> 2) * SQUARE_BYTES +
+                        (swizzled(row, piece) ^ (kk & 3) << 5));
   } else {
     load_matrix4_transposed(a, shared + OFFSET(SharedMemory, dr) + kk * 16 * IMAGE_ROW + l.tile);
   }
@@ -33,7 +35,8 @@ __device__ __forceinline__ void start_pairs(float (&d)[4][4], u32 (&a)[8][4], u3
   fence_registers(d);
   warpgroup_fence();
 #pragma unroll
-  for (int kk = 0; kk < 8; ++kk) warpgroup_mma<1>(d, a[kk], values + descriptor_step(kk * 16 * IMAGE_ROW), kk > 0);
+  for (int kk = 0; kk < 8; ++kk)
+    warpgroup_mma<1>(d, a[kk], values + descriptor_step(kk * 16 * IMAGE_ROW), kk > 0);
   warpgroup_commit();
 }
 
@@ -41,11 +44,13 @@ __device__ __forceinline__ void start_pairs(float (&d)[4][4], u32 (&a)[8][4], u3
 __device__ __forceinline__ float mask_pairs(float (&d)[4][4], const Lane& l) {
   float largest = 0.0f;
   each([&](int j, int e) {
-    const int row = 16 * l.warp + l.g + 8 * (e >> 1), column = HALF * l.channel_half + 8 * j + 2 * l.t + (e & 1);
+    const int row = 16 * l.warp + l.g + 8 * (e >> 1),
+              column = HALF * l.channel_half + 8 * j + 2 * l.t + (e & 1);
     d[j][e] = row >= column + l.token_half ? d[j][e] : 0.0f;
     largest = fmaxf(largest, fabsf(d[j][e]));
   });
-  return __uint_as_float(warp_max(__float_as_uint(largest)));  // bits of non-negative floats order as the floats do
+  return __uint_as_float(
+      warp_max(__float_as_uint(largest)));  // bits of non-negative floats order as the floats do
 }
 
 __device__ __forceinline__ Scaling make_scaling(u32 shared, float centre) {
@@ -61,7 +66,8 @@ __device__ __forceinline__ Scaling make_scaling(u32 shared, float centre) {
 }
 
 // To bfloat16 images. Between tokens of different anchors 2^centre is too much.
-__device__ __forceinline__ void store_pairs(const float (&d)[4][4], u32 shared, float scale, const Scaling& by, const Lane& l) {
+__device__ __forceinline__ void store_pairs(const float (&d)[4][4], u32 shared, float scale,
+                                            const Scaling& by, const Lane& l) {
   const bool later = l.warp >= 2;
   if (!later && l.channel_half) return;  // no pair is there
   const float factor = l.token_half == 0 ? scale * by.shrink : -by.shrink;
@@ -69,12 +75,14 @@ __device__ __forceinline__ void store_pairs(const float (&d)[4][4], u32 shared, 
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     u32 r[4];
-    const float unit = (BOUNDED ? later && !l.channel_half : l.warp != 2 * l.channel_half + i) ? by.unit : 1.0f;
+    const float unit =
+        (BOUNDED ? later && !l.channel_half : l.warp != 2 * l.channel_half + i) ? by.unit : 1.0f;
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       const float* x = &d[2 * i + (w >> 1)][2 * (w & 1)];
       r[w] = pack_bf16(x[0] * factor * unit, x[1] * factor * unit);
     }
-    store_matrix4(image + swizzled(16 * l.warp + (l.lane & 15), 4 * l.channel_half + 2 * i + (l.lane >> 4)), r);
+    store_matrix4(image + swizzled(16 * l.warp + (l.lane & 15), 4 * l.channel_half + 2 * i + (l.lane >> 4)),
+                  r);
   }
 }

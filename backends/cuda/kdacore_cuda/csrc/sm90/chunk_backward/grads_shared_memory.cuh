@@ -14,7 +14,7 @@
 // Macros from the host: G_FLOAT, GROUPED, BOUNDED, SHARED_LIMIT.
 constexpr int THREADS = 512;
 constexpr int ANCHORS = BOUNDED ? 1 : 2;  // anchors of a half
-constexpr u32 GATE_ROW = 4 * K;  // bytes, of a float32 gate
+constexpr u32 GATE_ROW = 4 * K;           // bytes, of a float32 gate
 // Without a float32 gate sk has room of its own; beside one it takes the place of u.
 constexpr bool SK_IN_U = G_FLOAT;
 // Whether decays are saved in the place of the states while pairs are multiplied. Without a bound
@@ -99,9 +99,11 @@ constexpr int BETA_WARP = 3;  // of the first half of channels
 struct Lane {
   int thread, lane, g, t;
   int warp, token_half, channel_half;
-  u32 tile;    // transposed 16x16 tile of an image: this lane's row of a matrix load or store, from the tile's first row
-  u32 own;     // the same in the warp's own rows of tokens
-  u32 piece;   // this lane's 16 bytes of the warp's own rows: token `token`, and again 16 tokens on
+  // Transposed 16x16 tile of an image: this lane's row of a matrix load or store, from the tile's
+  // first row.
+  u32 tile;
+  u32 own;    // the same in the warp's own rows of tokens
+  u32 piece;  // this lane's 16 bytes of the warp's own rows: token `token`, and again 16 tokens on
   int token;
   int channel;  // of element 0; element 2 is 8 further
 };
@@ -127,8 +129,12 @@ __device__ __forceinline__ Lane make_lane(int warp) {
   return l;
 }
 
-__device__ __forceinline__ u32 unit_at(u32 shared, int n) { return shared + OFFSET(SharedMemory, units) + UNIT_BYTES * (n & 3); }
-__device__ __forceinline__ int unit_int(u32 unit, u32 field) { return (int)__float_as_uint(load_shared1(unit + field)); }
+__device__ __forceinline__ u32 unit_at(u32 shared, int n) {
+  return shared + OFFSET(SharedMemory, units) + UNIT_BYTES * (n & 3);
+}
+__device__ __forceinline__ int unit_int(u32 unit, u32 field) {
+  return (int)__float_as_uint(load_shared1(unit + field));
+}
 __device__ __forceinline__ u64 unit_long(u32 unit, u32 field) {
   const float2 x = load_shared2(unit + field);
   return (u64)__float_as_uint(x.y) << 32 | __float_as_uint(x.x);
@@ -136,7 +142,8 @@ __device__ __forceinline__ u64 unit_long(u32 unit, u32 field) {
 
 // One thread. All other warps wait for this and the functions below, so they avoid divisions and
 // keep a token's stride in 32 bits.
-__device__ __forceinline__ void write_unit_fields(const ChunkBackwardParams& p, u32 unit, const Unit& u, int chunk) {
+__device__ __forceinline__ void write_unit_fields(const ChunkBackwardParams& p, u32 unit, const Unit& u,
+                                                  int chunk) {
   const auto store_pair = [&](u32 field, u64 a, u64 b) {
     store_shared(unit + field, (u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32));
   };
@@ -144,15 +151,19 @@ __device__ __forceinline__ void write_unit_fields(const ChunkBackwardParams& p, 
     return array + size * (u64)(u.batch * sb + (u64)(u32)u.first * (u32)st + head * sh);
   };
   store_pair(OFFSET(SharedUnit, rows), (u64)u.hv << 32 | (u32)u.rows, u.at);
-  store_pair(OFFSET(SharedUnit, row), (u64)(u.batch * p.T + u.first) * (u32)p.HV + u.hv, first(p.q, p.q_sb, p.q_st, p.q_sh, u.h, 2));
-  store_pair(OFFSET(SharedUnit, k), first(p.k, p.k_sb, p.k_st, p.k_sh, u.h, 2), first(p.v, p.v_sb, p.v_st, p.v_sh, u.hv, 2));
-  store_pair(OFFSET(SharedUnit, g), first(p.g, p.g_sb, p.g_st, p.g_sh, u.hv, G_FLOAT ? 4 : 2), (u64)chunk << 32 | (u32)u.n);
+  store_pair(OFFSET(SharedUnit, row), (u64)(u.batch * p.T + u.first) * (u32)p.HV + u.hv,
+             first(p.q, p.q_sb, p.q_st, p.q_sh, u.h, 2));
+  store_pair(OFFSET(SharedUnit, k), first(p.k, p.k_sb, p.k_st, p.k_sh, u.h, 2),
+             first(p.v, p.v_sb, p.v_st, p.v_sh, u.hv, 2));
+  store_pair(OFFSET(SharedUnit, g), first(p.g, p.g_sb, p.g_st, p.g_sh, u.hv, G_FLOAT ? 4 : 2),
+             (u64)chunk << 32 | (u32)u.n);
 }
 
 // The block's next unit is the first one from `index` on, in steps of the grid, that has rows; it
 // belongs to sequence n or a later one. A sequence has a slot at least, so from one step to the
 // next few need to be inspected.
-__device__ __forceinline__ void write_unit(const ChunkBackwardParams& p, u32 unit, long long index, int n, int beyond) {
+__device__ __forceinline__ void write_unit(const ChunkBackwardParams& p, u32 unit, long long index, int n,
+                                           int beyond) {
   Unit u = {};
   for (; index < p.units; index += grid_blocks()) {
     u = find_unit(p, index, n, beyond);
@@ -171,7 +182,8 @@ __device__ __forceinline__ void write_grid_step(const ChunkBackwardParams& p, u3
   store_shared(shared + OFFSET(SharedMemory, step[1]), (u32)grid_blocks() - slots * (u32)p.HV);
 }
 // The unit after the one at `before`, if there is one.
-__device__ __forceinline__ void write_next_unit(const ChunkBackwardParams& p, u32 shared, u32 unit, u32 before) {
+__device__ __forceinline__ void write_next_unit(const ChunkBackwardParams& p, u32 shared, u32 unit,
+                                                u32 before) {
   if (!unit_int(before, OFFSET(SharedUnit, rows))) return;
   Unit u = {};
   u.at = unit_long(before, OFFSET(SharedUnit, place)) + grid_blocks();
@@ -203,7 +215,9 @@ __device__ __forceinline__ void write_next_unit(const ChunkBackwardParams& p, u3
 
 // Right operands: rows along the sum (K-major), and rows as the sum.
 __device__ __forceinline__ u64 rows_operand(u32 address) { return operand_descriptor(address, 16, 1024); }
-__device__ __forceinline__ u64 columns_operand(u32 address) { return operand_descriptor(address, SQUARE_BYTES, 1024); }
+__device__ __forceinline__ u64 columns_operand(u32 address) {
+  return operand_descriptor(address, SQUARE_BYTES, 1024);
+}
 // Descriptors differ only in their addresses, which never overflow their field.
 constexpr u64 descriptor_step(u32 bytes) { return bytes >> 4; }
 

@@ -13,18 +13,22 @@ struct StateOperands {
 };
 
 __device__ __forceinline__ void load_states(StateOperands& a, u32 shared, int first, const Lane& l) {
-  const u32 tile = shared + OFFSET(SharedMemory, h) + l.channel_half * (STATE_BYTES / 2) + first * 16 * IMAGE_ROW + l.tile;
+  const u32 tile =
+      shared + OFFSET(SharedMemory, h) + l.channel_half * (STATE_BYTES / 2) + first * 16 * IMAGE_ROW + l.tile;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     load_matrix4_transposed(a.h[i], tile + i * 16 * IMAGE_ROW);
-    load_matrix4_transposed(a.dh[i], tile + (OFFSET(SharedMemory, dh) - OFFSET(SharedMemory, h)) + i * 16 * IMAGE_ROW);
+    load_matrix4_transposed(a.dh[i],
+                            tile + (OFFSET(SharedMemory, dh) - OFFSET(SharedMemory, h)) + i * 16 * IMAGE_ROW);
   }
 }
 
 // Starts the products of 64 values; neither d nor `a` may be touched before they are waited for.
-__device__ __forceinline__ void start_states(Accumulators& d, const StateOperands& a, u32 shared, int first, const Lane& l) {
+__device__ __forceinline__ void start_states(Accumulators& d, const StateOperands& a, u32 shared, int first,
+                                             const Lane& l) {
   const u64 outputs = rows_operand(shared + OFFSET(SharedMemory, d_o) + l.token_half * HALF * IMAGE_ROW);
-  const u64 dr = columns_operand(shared + OFFSET(SharedMemory, dr) + 2 * HALF * l.token_half), values = columns_operand(shared + OFFSET(SharedMemory, u) + 2 * HALF * l.token_half);
+  const u64 dr = columns_operand(shared + OFFSET(SharedMemory, dr) + 2 * HALF * l.token_half),
+            values = columns_operand(shared + OFFSET(SharedMemory, u) + 2 * HALF * l.token_half);
   fence_registers(d.aq);
   fence_registers(d.ax);
   fence_registers(d.cs);
@@ -32,7 +36,8 @@ __device__ __forceinline__ void start_states(Accumulators& d, const StateOperand
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int kk = first + i;
-    warpgroup_mma<0>(d.aq, a.h[i], outputs + descriptor_step((kk >> 2) * SQUARE_BYTES + (kk & 3) * 32), kk > 0);
+    warpgroup_mma<0>(d.aq, a.h[i], outputs + descriptor_step((kk >> 2) * SQUARE_BYTES + (kk & 3) * 32),
+                     kk > 0);
     warpgroup_mma<1>(d.ax, a.h[i], dr + descriptor_step(kk * 16 * IMAGE_ROW), kk > 0);
     warpgroup_mma<1>(d.cs, a.dh[i], values + descriptor_step(kk * 16 * IMAGE_ROW), kk > 0);
   }
@@ -63,14 +68,17 @@ __device__ __forceinline__ void multiply_states(const StateOperands& a, u32 to, 
 
 // The states' decay to the half they meet (to quarters later), the scale, and one anchor's
 // 2^-centre for what meets zq and zb.
-__device__ __forceinline__ void scale_states(Accumulators& d, u32 last, float scale, const Scaling& by, const Lane& l) {
+__device__ __forceinline__ void scale_states(Accumulators& d, u32 last, float scale, const Scaling& by,
+                                             const Lane& l) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float before = by.unit, after = by.shrink;
 #if BOUNDED
     const u32 at = last + 4 * (l.channel + 8 * r);
-    if (l.token_half) before *= load_shared1(at + OFFSET(ChunkDecays, first_half));
-    else after *= load_shared1(at + OFFSET(ChunkDecays, second_half));
+    if (l.token_half)
+      before *= load_shared1(at + OFFSET(ChunkDecays, first_half));
+    else
+      after *= load_shared1(at + OFFSET(ChunkDecays, second_half));
 #endif
     const float fq = scale * by.shrink * before, fx = -by.shrink * before;
 #pragma unroll

@@ -5,11 +5,14 @@
 
 // Of dbeta the warp's 16 values' part, for token token_of(l) of its side, stays in the thread's
 // place.
-__device__ __forceinline__ void value_gradients(const ChunkBackwardParams& p, u32 shared, u32 unit, u32 scalars, const Lane& l) {
+__device__ __forceinline__ void value_gradients(const ChunkBackwardParams& p, u32 shared, u32 unit,
+                                                u32 scalars, const Lane& l) {
   Operand dr, v;
   const int row = 64 * l.channel_half + 16 * l.warp + (l.lane & 15);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) load_matrix4(dr[i], shared + OFFSET(SharedMemory, dr) + swizzled(row, 4 * l.token_half + 2 * i + (l.lane >> 4)));
+  for (int i = 0; i < 2; ++i)
+    load_matrix4(dr[i],
+                 shared + OFFSET(SharedMemory, dr) + swizzled(row, 4 * l.token_half + 2 * i + (l.lane >> 4)));
   load_own(v, shared + OFFSET(SharedMemory, v), l);
   const OfTokens beta = load_tokens(scalars, l);
   OfTokens sum = {};

@@ -23,7 +23,8 @@ KDA_KERNEL(THREADS, 1) groups(KDA_PARAM GroupsParams p) {
   if (row >= p.rows) return;
   const int h = (int)(row % p.H), group = p.HV / p.H;
   const long long token = row / p.H, batch = token / p.T, t = token - batch * p.T;
-  const float* part = reinterpret_cast<const float*>(p.part) + (token * p.HV + (long long)h * group) * K + 4 * lane;
+  const float* part =
+      reinterpret_cast<const float*>(p.part) + (token * p.HV + (long long)h * group) * K + 4 * lane;
   float d[4] = {};
   for (int i = 0; i < group; ++i) {
     const float4 x = *reinterpret_cast<const float4*>(part + i * K);

@@ -9,8 +9,11 @@ struct Rows {
   const unsigned char* at;
   int step;
 };
-__device__ __forceinline__ const unsigned char* row_at(const Rows& r, int row) { return r.at + (long long)row * r.step; }
-__device__ __forceinline__ Rows make_rows(const Unit& u, u64 base, long long sb, long long st, long long sh, int head, int size) {
+__device__ __forceinline__ const unsigned char* row_at(const Rows& r, int row) {
+  return r.at + (long long)row * r.step;
+}
+__device__ __forceinline__ Rows make_rows(const Unit& u, u64 base, long long sb, long long st, long long sh,
+                                          int head, int size) {
   const long long offset = u.batch * sb + u.first * st + head * sh;
   return {reinterpret_cast<const unsigned char*>(base) + offset * size, (int)(st * size)};
 }
@@ -26,7 +29,8 @@ __device__ __forceinline__ Gate make_gate(const ChunkBackwardParams& p, int hv) 
   return {p.gate, p.gate == GATE_SOFTPLUS ? -a : LN2 * reciprocal(p.lower_bound), -LOG2E * a, p.floor};
 }
 // dt_bias of a channel in the units of what it is added to.
-__device__ __forceinline__ float gate_bias(const ChunkBackwardParams& p, const Gate& gate, int hv, int channel) {
+__device__ __forceinline__ float gate_bias(const ChunkBackwardParams& p, const Gate& gate, int hv,
+                                           int channel) {
   const float factor = gate.kind == GATE_SOFTPLUS ? LOG2E : gate.slope;
   return p.dt_bias ? factor * load_scalar(p.dt_bias, (long long)hv * K + channel, p.bias_type) : 0.0f;
 }

@@ -31,7 +31,8 @@ static_assert(THREADS == C + ROWS_BYTES / 4, "a thread a row value");
 
 // Asks for g, k and q, and for v to be brought to L2; v's address and number of rows to shared
 // memory.
-__device__ __forceinline__ void fetch_inputs(const ChunkBackwardParams& p, const Unit& u, u32 shared, int thread) {
+__device__ __forceinline__ void fetch_inputs(const ChunkBackwardParams& p, const Unit& u, u32 shared,
+                                             int thread) {
   const Rows g = make_rows(u, p.g, p.g_sb, p.g_st, p.g_sh, u.hv, G_FLOAT ? 4 : 2);
   const Rows v = make_rows(u, p.v, p.v_sb, p.v_st, p.v_sh, u.hv, 2);
 #if G_FLOAT
@@ -39,8 +40,10 @@ __device__ __forceinline__ void fetch_inputs(const ChunkBackwardParams& p, const
 #else
   fetch_tile<THREADS>(shared + OFFSET(SharedMemory, raw_g), g, u.rows, thread);
 #endif
-  fetch_tile<THREADS>(shared + OFFSET(SharedMemory, k), make_rows(u, p.k, p.k_sb, p.k_st, p.k_sh, u.h, 2), u.rows, thread);
-  fetch_tile<THREADS>(shared + OFFSET(SharedMemory, q), make_rows(u, p.q, p.q_sb, p.q_st, p.q_sh, u.h, 2), u.rows, thread);
+  fetch_tile<THREADS>(shared + OFFSET(SharedMemory, k), make_rows(u, p.k, p.k_sb, p.k_st, p.k_sh, u.h, 2),
+                      u.rows, thread);
+  fetch_tile<THREADS>(shared + OFFSET(SharedMemory, q), make_rows(u, p.q, p.q_sb, p.q_st, p.q_sh, u.h, 2),
+                      u.rows, thread);
   copy_async_commit();
   prefetch_tile(v, u.rows, thread);
   if (thread == 0) {
@@ -50,7 +53,8 @@ __device__ __forceinline__ void fetch_inputs(const ChunkBackwardParams& p, const
 }
 
 // v to shared memory and aqk from it to the workspace, by half of the threads.
-__device__ __forceinline__ void fetch_values(const ChunkBackwardParams& p, u32 shared, int thread, int warp, int lane) {
+__device__ __forceinline__ void fetch_values(const ChunkBackwardParams& p, u32 shared, int thread, int warp,
+                                             int lane) {
   const uint4 from = load_shared_u4(shared + OFFSET(SharedMemory, value_rows));
   const Rows values = {reinterpret_cast<const unsigned char*>((u64)from.y << 32 | from.x), 2 * (int)p.v_st};
   fetch_tile<THREADS / 2>(shared + OFFSET(SharedMemory, v), values, (int)from.z, 32 * (warp >> 1) + lane);
@@ -91,11 +95,14 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
     if (thread < K) write_decays(p, shared, thread);
     if (!FOR_SEGMENTS && thread >= C) {
       const int i = thread - C;
-      reinterpret_cast<float*>(place_of(p.rows, ROWS_BYTES))[i] = load_shared1(shared + OFFSET(SharedMemory, beta) + 4 * i);
+      reinterpret_cast<float*>(place_of(p.rows, ROWS_BYTES))[i] =
+          load_shared1(shared + OFFSET(SharedMemory, beta) + 4 * i);
     }
     const u32 strip = shared + OFFSET(SharedMemory, strips) + warp * STRIP_BYTES;
-    if (s.half) make_operands<1>(p, shared, s, strip, x);
-    else make_operands<0>(p, shared, s, strip, x);
+    if (s.half)
+      make_operands<1>(p, shared, s, strip, x);
+    else
+      make_operands<0>(p, shared, s, strip, x);
   }
   sync_block();
 
@@ -136,7 +143,8 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
     // In halves, as the scan may load them: initcheck takes what a copy of 16 KB wrote for half
     // written.
     copy_out(place_of(p.u, TILE_BYTES), shared + OFFSET(SharedMemory, u), SQUARE_BYTES);
-    copy_out(place_of(p.u, TILE_BYTES) + SQUARE_BYTES, shared + OFFSET(SharedMemory, u) + SQUARE_BYTES, SQUARE_BYTES);
+    copy_out(place_of(p.u, TILE_BYTES) + SQUARE_BYTES, shared + OFFSET(SharedMemory, u) + SQUARE_BYTES,
+             SQUARE_BYTES);
     copy_out_commit();
     copy_out_wait_read<0>();
   }

@@ -41,7 +41,8 @@ __device__ __forceinline__ void apply_inverse(u32 shared, int warp, int lane, fl
     float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
     for (int part = 0; part < PARTS - 1; ++part) {
-      const float2 total = load_shared2(shared + OFFSET(SharedMemory, totals) + 4 * (K * part + 16 * warp + 8 * n + 2 * t));
+      const float2 total =
+          load_shared2(shared + OFFSET(SharedMemory, totals) + 4 * (K * part + 16 * warp + 8 * n + 2 * t));
       sum.x += total.x, sum.y += total.y;
       decay[part][n][0] = exp2_fast(sum.x);
       decay[part][n][1] = exp2_fast(sum.y);
@@ -54,10 +55,12 @@ __device__ __forceinline__ void apply_inverse(u32 shared, int warp, int lane, fl
       // Of the four roundings between v and the state, that of beta v is cheap to compensate, on
       // the inverse's diagonal.
       u32 v[4];
-      load_matrix4(v, shared + OFFSET(SharedMemory, v) + image * SQUARE_BYTES + tile_offset(16 * i + (lane & 15), piece + (lane >> 4)));
+      load_matrix4(v, shared + OFFSET(SharedMemory, v) + image * SQUARE_BYTES +
+                          tile_offset(16 * i + (lane & 15), piece + (lane >> 4)));
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float beta = load_shared1(shared + OFFSET(SharedMemory, beta) + 4 * (16 * i + 8 * h + (lane >> 2)));
+        const float beta =
+            load_shared1(shared + OFFSET(SharedMemory, beta) + 4 * (16 * i + 8 * h + (lane >> 2)));
 #pragma unroll
         for (int n = 0; n < 2; ++n) rounding_error(u[n][2 * h], u[n][2 * h + 1], v[2 * n + h], beta);
       }
@@ -77,18 +80,23 @@ __device__ __forceinline__ void apply_inverse(u32 shared, int warp, int lane, fl
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
 #pragma unroll
-        for (int part = 1; part <= i / BLOCKS_A_PART; ++part) w[0][n][e] += w[part][n][e] * decay[part - 1][n][e & 1];
+        for (int part = 1; part <= i / BLOCKS_A_PART; ++part)
+          w[0][n][e] += w[part][n][e] * decay[part - 1][n][e & 1];
         w[0][n][e] *= unit;
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) out[2 * n + h] = pack_bf16(w[0][n][2 * h], w[0][n][2 * h + 1]);
     }
-    store_matrix4(shared + OFFSET(SharedMemory, w) + image * SQUARE_BYTES + swizzled(16 * i + (lane & 15), piece + (lane >> 4)), out);
+    store_matrix4(shared + OFFSET(SharedMemory, w) + image * SQUARE_BYTES +
+                      swizzled(16 * i + (lane & 15), piece + (lane >> 4)),
+                  out);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) out[2 * n + h] = pack_bf16(u[n][2 * h], u[n][2 * h + 1]);
     }
-    store_matrix4_transposed(shared + OFFSET(SharedMemory, u) + swizzled(16 * warp + (lane & 7) + (lane >> 1 & 8), 2 * i + (lane >> 3 & 1)), out);
+    store_matrix4_transposed(shared + OFFSET(SharedMemory, u) +
+                                 swizzled(16 * warp + (lane & 7) + (lane >> 1 & 8), 2 * i + (lane >> 3 & 1)),
+                             out);
   }
 }

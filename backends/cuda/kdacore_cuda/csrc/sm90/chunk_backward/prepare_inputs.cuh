@@ -19,7 +19,9 @@ __device__ __forceinline__ void fetch_tile(u32 to, const Rows& from, int rows, i
 }
 
 // Gates in float32: 64 rows of 512 bytes, pieces swizzled so that rows 8 apart do not share a bank.
-__device__ __forceinline__ u32 gate_offset(int row, int piece) { return row * 512 + ((piece ^ (row >> 2 & 6)) << 4); }
+__device__ __forceinline__ u32 gate_offset(int row, int piece) {
+  return row * 512 + ((piece ^ (row >> 2 & 6)) << 4);
+}
 __device__ __forceinline__ void fetch_floats(u32 to, const Rows& from, int rows, int i) {
   const int piece = i & 31;
 #pragma unroll
@@ -36,12 +38,14 @@ __device__ __forceinline__ void prefetch_tile(const Rows& from, int rows, int i)
 
 // Reciprocal norms of 16 rows of q (even warps) or k (odd ones), and factors made of them. Sums of
 // squares are the diagonal of the rows' products with themselves.
-__device__ __forceinline__ void store_norms(const ChunkBackwardParams& p, u32 shared, int rows, int warp, int lane) {
+__device__ __forceinline__ void store_norms(const ChunkBackwardParams& p, u32 shared, int rows, int warp,
+                                            int lane) {
   const int first = 16 * (warp >> 1);
   const bool keys = warp & 1;
   float square[2] = {};
   if (p.flags & FLAG_L2NORM) {
-    const u32 at = shared + (keys ? OFFSET(SharedMemory, k) : OFFSET(SharedMemory, q)) + tile_offset(first + (lane & 15), lane >> 4);
+    const u32 at = shared + (keys ? OFFSET(SharedMemory, k) : OFFSET(SharedMemory, q)) +
+                   tile_offset(first + (lane & 15), lane >> 4);
     float d[2][4] = {};
 #pragma unroll
     for (int i = 0; i < K / 16; ++i) {
@@ -61,16 +65,20 @@ __device__ __forceinline__ void store_norms(const ChunkBackwardParams& p, u32 sh
     const float r = p.flags & FLAG_L2NORM && token < rows ? inverse_sqrt(square[i] + 1e-6f) : 1.0f;
     const u32 row = 4 * token;
     const float factor = keys ? load_shared1(shared + OFFSET(SharedMemory, beta) + row) : p.scale;
-    store_shared(shared + (keys ? OFFSET(SharedMemory, k_norm) : OFFSET(SharedMemory, q_norm)) + row, __float_as_uint(r));
-    store_shared(shared + (keys ? OFFSET(SharedMemory, kb_factor) : OFFSET(SharedMemory, q_factor)) + row, __float_as_uint(r * factor));
+    store_shared(shared + (keys ? OFFSET(SharedMemory, k_norm) : OFFSET(SharedMemory, q_norm)) + row,
+                 __float_as_uint(r));
+    store_shared(shared + (keys ? OFFSET(SharedMemory, kb_factor) : OFFSET(SharedMemory, q_factor)) + row,
+                 __float_as_uint(r * factor));
   }
 }
 
 // beta of each row by the first 64 threads, the gate's bias of each channel by the last 128.
-__device__ __forceinline__ void store_parameters(const ChunkBackwardParams& p, const Unit& u, u32 shared, const Gate& gate, int i) {
+__device__ __forceinline__ void store_parameters(const ChunkBackwardParams& p, const Unit& u, u32 shared,
+                                                 const Gate& gate, int i) {
   if (i >= THREADS - K) {
     const int channel = i - (THREADS - K);
-    store_shared(shared + OFFSET(SharedMemory, bias) + 4 * channel, __float_as_uint(gate_bias(p, gate, u.hv, channel)));
+    store_shared(shared + OFFSET(SharedMemory, bias) + 4 * channel,
+                 __float_as_uint(gate_bias(p, gate, u.hv, channel)));
   } else if (i < C) {
     const long long at = u.batch * p.beta_sb + (u.first + i) * p.beta_st + u.hv * p.beta_sh;
     const float beta = i < u.rows ? activate_beta(p, load_scalar(p.beta, at, p.beta_type)) : 0.0f;

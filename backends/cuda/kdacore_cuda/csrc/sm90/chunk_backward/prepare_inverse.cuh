@@ -44,7 +44,9 @@ __device__ __forceinline__ void merge_column(u32 shared, int c, int lane) {
   // Lane 8m + r names row r of a block's tile m, tiles row by row: a right operand, or transposed a
   // left one.
   const u32 lane_at = shared + swizzled((lane & 7) + (lane >> 1 & 8), lane >> 3 & 1);
-  const auto at = [&](int row_block, int column_block) { return (lane_at ^ column_block << 5) + 16 * IMAGE_ROW * row_block; };
+  const auto at = [&](int row_block, int column_block) {
+    return (lane_at ^ column_block << 5) + 16 * IMAGE_ROW * row_block;
+  };
   Split x[3];
   load_matrix4_transposed(x[0].high, at(c, c) + OFFSET(SharedMemory, inverse));
   load_matrix4_transposed(x[0].low, at(c, c) + OFFSET(SharedMemory, system_low));
@@ -53,9 +55,12 @@ __device__ __forceinline__ void merge_column(u32 shared, int c, int lane) {
     if (c + b > 3) break;
     float sum[2][4] = {};
 #pragma unroll
-    for (int m = 0; m < b; ++m) add_product(sum, x[m], at(c + b, c + m) + OFFSET(SharedMemory, system_high), at(c + b, c + m) + OFFSET(SharedMemory, system_low));
+    for (int m = 0; m < b; ++m)
+      add_product(sum, x[m], at(c + b, c + m) + OFFSET(SharedMemory, system_high),
+                  at(c + b, c + m) + OFFSET(SharedMemory, system_low));
     float negative[2][4] = {};
-    add_product(negative, split_tiles(sum[0], sum[1]), at(c + b, c + b) + OFFSET(SharedMemory, inverse), at(c + b, c + b) + OFFSET(SharedMemory, system_low));
+    add_product(negative, split_tiles(sum[0], sum[1]), at(c + b, c + b) + OFFSET(SharedMemory, inverse),
+                at(c + b, c + b) + OFFSET(SharedMemory, system_low));
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll

@@ -27,7 +27,8 @@ __device__ __forceinline__ Strip make_strip(int warp, int lane) {
 // This lane's gates of channel 8i + g of the strip.
 __device__ __forceinline__ void load_gates(float (&x)[8], u32 shared, const Strip& s, int i) {
 #if G_FLOAT
-  const u32 at = shared + OFFSET(SharedMemory, raw_g) + gate_offset(HALF * s.half + 8 * s.t, 8 * s.slice + 2 * i + (s.g >> 2)) + 4 * (s.g & 3);
+  const u32 at = shared + OFFSET(SharedMemory, raw_g) +
+                 gate_offset(HALF * s.half + 8 * s.t, 8 * s.slice + 2 * i + (s.g >> 2)) + 4 * (s.g & 3);
 #pragma unroll
   for (int j = 0; j < 8; ++j) x[j] = load_shared1(at + 512 * j);
 #else
@@ -42,7 +43,8 @@ __device__ __forceinline__ void load_gates(float (&x)[8], u32 shared, const Stri
 }
 
 // This lane's steps; 0 past the end.
-__device__ __forceinline__ void load_steps(float (&x)[4][8], u32 shared, const Strip& s, const Gate& gate, int rows) {
+__device__ __forceinline__ void load_steps(float (&x)[4][8], u32 shared, const Strip& s, const Gate& gate,
+                                           int rows) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) load_gates(x[i], shared, s, i);
   if (gate.kind == GATE_LOG) {
@@ -96,7 +98,8 @@ __device__ __forceinline__ void sum_strip(float (&x)[4][8], u32 shared, const St
     before += centre;
     const int part = BOUNDED ? s.half : 2 * s.half + (s.t >> 1);
     if ((BOUNDED ? s.t : s.t & 1) == 0) {
-      store_shared(shared + OFFSET(SharedMemory, totals) + 4 * (K * part + 32 * s.slice + 8 * i + s.g), __float_as_uint(total));
+      store_shared(shared + OFFSET(SharedMemory, totals) + 4 * (K * part + 32 * s.slice + 8 * i + s.g),
+                   __float_as_uint(total));
     }
 #pragma unroll
     for (int j = 0; j < 8; ++j) x[i][j] += before;
@@ -105,17 +108,21 @@ __device__ __forceinline__ void sum_strip(float (&x)[4][8], u32 shared, const St
 
 // Address in a strip's staging of row r of tile m at place i: pieces of 16 bytes. The pieces of one
 // token at all four places use different banks.
-__device__ __forceinline__ u32 staging_address(u32 strip, int i, int m, int r) { return strip + i * 512 + m * 128 + ((r ^ 2 * i) << 4); }
+__device__ __forceinline__ u32 staging_address(u32 strip, int i, int m, int r) {
+  return strip + i * 512 + m * 128 + ((r ^ 2 * i) << 4);
+}
 
 // 32 rows of 64 bytes from staging to a tile in device memory.
 __device__ __forceinline__ void flush_strip(u32 strip, const Strip& s, unsigned char* tile) {
   sync_warp();
   const int lane = opaque(s.lane);
   const int i = lane & 3, r = lane >> 2, piece = 4 * (s.slice & 1) + i;
-  unsigned char* to = tile + (s.slice >> 1) * SQUARE_BYTES + (HALF * s.half + 8 * (r >> 1) + (r & 1)) * IMAGE_ROW;
+  unsigned char* to =
+      tile + (s.slice >> 1) * SQUARE_BYTES + (HALF * s.half + 8 * (r >> 1) + (r & 1)) * IMAGE_ROW;
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
-    store_global(to + 2 * IMAGE_ROW * m + ((piece ^ (2 * m + (r & 1))) << 4), load_shared_u4(staging_address(strip, i, m, r)));
+    store_global(to + 2 * IMAGE_ROW * m + ((piece ^ (2 * m + (r & 1))) << 4),
+                 load_shared_u4(staging_address(strip, i, m, r)));
   }
   sync_warp();
 }
@@ -136,15 +143,16 @@ __device__ __forceinline__ void flush_kg(const ChunkBackwardParams& p, u32 strip
                       (HALF * s.half + 8 * (r >> 1) + (r & 1)) * IMAGE_ROW;
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
-    store_global(to + 2 * IMAGE_ROW * m + ((piece ^ (2 * m + (r & 1))) << 4), load_shared_u4(staging_address(strip, place, m, r)));
+    store_global(to + 2 * IMAGE_ROW * m + ((piece ^ (2 * m + (r & 1))) << 4),
+                 load_shared_u4(staging_address(strip, place, m, r)));
   }
   sync_warp();
 }
 
 // Stores kg of piece i and its rounding error, two pieces at a time. Inference does not need the
 // latter: four pieces at a time.
-__device__ __forceinline__ void store_kg(const ChunkBackwardParams& p, u32 strip, const Strip& s, int i, const u32 (&kg)[4],
-                                         const u32 (&low)[4]) {
+__device__ __forceinline__ void store_kg(const ChunkBackwardParams& p, u32 strip, const Strip& s, int i,
+                                         const u32 (&kg)[4], const u32 (&low)[4]) {
   if (FOR_SEGMENTS) {
     store_matrix4_transposed(staging_address(strip, i, s.lane >> 3, s.lane & 7), kg);
     if (i == 3) flush_strip(strip, s, place_of(p.kg, TILE_BYTES));
@@ -165,8 +173,10 @@ __device__ __forceinline__ void store_kg(const ChunkBackwardParams& p, u32 strip
 __device__ __forceinline__ void write_decays(const ChunkBackwardParams& p, u32 shared, int channel) {
   float total[PARTS];
 #pragma unroll
-  for (int i = 0; i < PARTS; ++i) total[i] = load_shared1(shared + OFFSET(SharedMemory, totals) + 4 * (K * i + channel));
-  const float first = BOUNDED ? total[0] : total[0] + total[1], second = BOUNDED ? total[1] : total[PARTS - 2] + total[PARTS - 1];
+  for (int i = 0; i < PARTS; ++i)
+    total[i] = load_shared1(shared + OFFSET(SharedMemory, totals) + 4 * (K * i + channel));
+  const float first = BOUNDED ? total[0] : total[0] + total[1],
+              second = BOUNDED ? total[1] : total[PARTS - 2] + total[PARTS - 1];
   float* to = reinterpret_cast<float*>(place_of(p.last, LAST_BYTES)) + channel;
   to[0] = exp2_fast(first + second);
   if (FOR_SEGMENTS) return;

@@ -19,8 +19,8 @@ __device__ __forceinline__ void flush_queries(u32 shared, const Strip& s, unsign
 // The strip's part of zq, zb, yk and sk to shared memory, of kg, kg_low and qg to device memory.
 // `x`: from sum_strip.
 template <int TOKEN_HALF>
-__device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 shared, const Strip& s, u32 strip,
-                                              const float (&x)[4][8]) {
+__device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 shared, const Strip& s,
+                                              u32 strip, const float (&x)[4][8]) {
   const u32 tokens = shared + 4 * (HALF * TOKEN_HALF + 8 * s.t);
   const float unit = exp2_fast(-p.centre);
   u32 qg[4][4];  // of the second half
@@ -29,7 +29,8 @@ __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 
     const u32 totals = shared + OFFSET(SharedMemory, totals) + 4 * (32 * s.slice + 8 * i + s.g);
     const float first = load_shared1(totals), second = load_shared1(totals + 4 * K);
     // The second half's q decays over the first half, the first half's k over the second.
-    const float other = exp2_fast(TOKEN_HALF ? first : second), end = exp2_fast((TOKEN_HALF ? second : first) + p.centre);
+    const float other = exp2_fast(TOKEN_HALF ? first : second),
+                end = exp2_fast((TOKEN_HALF ? second : first) + p.centre);
     const u32 at = (shared + s.at) ^ (i << 4);
     {
       u32 q[4];
@@ -48,7 +49,8 @@ __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 
     load_matrix4_transposed(k, at + OFFSET(SharedMemory, k));
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
-      const float2 rk = load_shared2(tokens + OFFSET(SharedMemory, k_norm) + 8 * m), kb = load_shared2(tokens + OFFSET(SharedMemory, kb_factor) + 8 * m);
+      const float2 rk = load_shared2(tokens + OFFSET(SharedMemory, k_norm) + 8 * m),
+                   kb = load_shared2(tokens + OFFSET(SharedMemory, kb_factor) + 8 * m);
       const float x0 = x[i][2 * m], x1 = x[i][2 * m + 1];
       const float k0 = bf16_low(k[m]), k1 = bf16_high(k[m]);
       const float y0 = k0 * rk.x * exp2_fast(-x0), y1 = k1 * rk.y * exp2_fast(-x1);
@@ -65,12 +67,15 @@ __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 
     store_matrix4_transposed(at + OFFSET(SharedMemory, k), k);
     store_matrix4_transposed(at + OFFSET(SharedMemory, yk), y);
     // Its images have 32 rows.
-    if (!TOKEN_HALF) store_matrix4_transposed(at + OFFSET(SharedMemory, sk) - (s.slice >> 1) * (SQUARE_BYTES - HALF_SQUARE), sk);
+    if (!TOKEN_HALF)
+      store_matrix4_transposed(at + OFFSET(SharedMemory, sk) - (s.slice >> 1) * (SQUARE_BYTES - HALF_SQUARE),
+                               sk);
     store_kg(p, strip, s, i, kg, low);
   }
   if (TOKEN_HALF) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) store_matrix4_transposed(staging_address(strip, i, s.lane >> 3, s.lane & 7), qg[i]);
+    for (int i = 0; i < 4; ++i)
+      store_matrix4_transposed(staging_address(strip, i, s.lane >> 3, s.lane & 7), qg[i]);
     flush_strip(strip, s, place_of(p.qg, TILE_BYTES));
   } else {
     flush_queries(shared, s, place_of(p.qg, TILE_BYTES), unit);

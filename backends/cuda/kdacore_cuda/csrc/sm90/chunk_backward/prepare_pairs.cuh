@@ -41,7 +41,8 @@ __device__ __forceinline__ void multiply_pairs(Pairs& out, u32 shared, u32 left,
       // Rows 16 further: their pieces are swapped with those two further.
       const u32 place = shared + ((b_at ^ ((i & 3) << 5) ^ (j & 1) << 6) + 16 * j * IMAGE_ROW);
       u32 b[4];
-      load_matrix4(b, place + (across<ROW_BLOCK>(j) ? EARLIER + (i >> 2) * WIDE : OFFSET(SharedMemory, yk) + (i >> 2) * SQUARE_BYTES));
+      load_matrix4(b, place + (across<ROW_BLOCK>(j) ? EARLIER + (i >> 2) * WIDE
+                                                    : OFFSET(SharedMemory, yk) + (i >> 2) * SQUARE_BYTES));
       mma_bf16(out.block[j][0], a, b[0], b[1]);
       mma_bf16(out.block[j][1], a, b[2], b[3]);
     }
@@ -79,7 +80,7 @@ __device__ __forceinline__ void store_image(const Pairs& pairs, u32 image, u32 o
   for (int j = 0; j < 4; ++j) {
     u32 r[4] = {};
     if (j <= ROW_BLOCK) {
-      const float(&x)[2][4] = pairs.block[j <= ROW_BLOCK ? j : 0];
+      const float (&x)[2][4] = pairs.block[j <= ROW_BLOCK ? j : 0];
       pack_tiles(x[0], x[1], r);
     } else {
       store_matrix4(block_at(other, ROW_BLOCK, j, lane), r);
@@ -97,10 +98,11 @@ __device__ __forceinline__ void store_system(const Pairs& pairs, u32 shared, int
     store_matrix4(block_at(shared + OFFSET(SharedMemory, system_high), ROW_BLOCK, j, lane), s.high);
     store_matrix4(block_at(shared + OFFSET(SharedMemory, system_low), ROW_BLOCK, j, lane), s.low);
   }
-  const u32 at = shared + OFFSET(SharedMemory, diagonal) + 4 * (DIAGONAL_PITCH * (16 * ROW_BLOCK + (lane >> 2)) + 2 * (lane & 3));
+  const u32 at = shared + OFFSET(SharedMemory, diagonal) +
+                 4 * (DIAGONAL_PITCH * (16 * ROW_BLOCK + (lane >> 2)) + 2 * (lane & 3));
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
-    const float(&x)[4] = pairs.block[ROW_BLOCK][n];
+    const float (&x)[4] = pairs.block[ROW_BLOCK][n];
     store_shared(at + 32 * n, x[0], x[1]);
     store_shared(at + 32 * n + 4 * 8 * DIAGONAL_PITCH, x[2], x[3]);
   }
@@ -118,11 +120,14 @@ __device__ __forceinline__ void make_pairs(Pairs& pairs, u32 shared, bool system
   }
   multiply_pairs<ROW_BLOCK>(pairs, shared, system ? OFFSET(SharedMemory, k) : OFFSET(SharedMemory, q), lane);
   finish_pairs<ROW_BLOCK>(pairs, lane, unit, system ? 0 : 1);
-  if (!system) store_image<ROW_BLOCK>(pairs, shared + OFFSET(SharedMemory, aqk), shared + OFFSET(SharedMemory, inverse), lane);
+  if (!system)
+    store_image<ROW_BLOCK>(pairs, shared + OFFSET(SharedMemory, aqk), shared + OFFSET(SharedMemory, inverse),
+                           lane);
 }
 
 // Row blocks are compile-time numbers, so that a warp's products stay in registers.
-__device__ __forceinline__ void make_pairs(int row_block, Pairs& pairs, u32 shared, bool system, int lane, float unit) {
+__device__ __forceinline__ void make_pairs(int row_block, Pairs& pairs, u32 shared, bool system, int lane,
+                                           float unit) {
   if (row_block == 0) make_pairs<0>(pairs, shared, system, lane, unit);
   if (row_block == 1) make_pairs<1>(pairs, shared, system, lane, unit);
   if (row_block == 2) make_pairs<2>(pairs, shared, system, lane, unit);

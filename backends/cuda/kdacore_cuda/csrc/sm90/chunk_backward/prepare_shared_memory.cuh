@@ -31,11 +31,11 @@
 
 constexpr int THREADS = 256;
 constexpr int PARTS = BOUNDED ? 2 : 4;
-constexpr int BLOCKS = BOUNDED ? 3 : 2;  // of a multiprocessor
+constexpr int BLOCKS = BOUNDED ? 3 : 2;        // of a multiprocessor
 constexpr u32 HALF_SQUARE = HALF * IMAGE_ROW;  // 64 channels of 32 tokens
 
 constexpr u32 DIAGONAL_PITCH = 24;  // floats a row of a 16 x 16 block on the system's diagonal
-struct Staging {  // of one warp's strip
+struct Staging {                    // of one warp's strip
   u16 x[32][32];
 };
 constexpr u32 STRIP_BYTES = sizeof(Staging);
@@ -87,7 +87,8 @@ struct SharedMemory {
   u32 value_rows[4];
 };
 static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "the host's shared memory size is too small");
-static_assert(BLOCKS * (SHARED_BYTES + 1024) <= 228 * 1024, "a multiprocessor has no room for so many blocks");
+static_assert(BLOCKS * (SHARED_BYTES + 1024) <= 228 * 1024,
+              "a multiprocessor has no room for so many blocks");
 
 // Offset of a 16-byte piece in an image of the kernel's own. Neither eight neighbouring rows nor
 // eight rows of a scan (rows 8t + 2m, 8t + 2m + 1 for t = 0..3) share a bank.

@@ -24,10 +24,12 @@
 
 __device__ __forceinline__ void init_barriers(u32 shared) {
   if (thread_index() < 2 * RINGS * MAX_STAGES) {
-    const bool empty = thread_index() / MAX_STAGES & 1, output_grads = thread_index() / MAX_STAGES == 2 * DO_RING;
+    const bool empty = thread_index() / MAX_STAGES & 1,
+               output_grads = thread_index() / MAX_STAGES == 2 * DO_RING;
     // Every lane of the warps that load d_o arrives, with its own pieces.
     const u32 full_count = output_grads ? 32 * OUTPUT_WARPS : 1;
-    barrier_init(shared + OFFSET(SharedMemory, barriers) + 8 * thread_index(), empty ? WARP_ARRIVALS * STATE_WARPS : full_count);
+    barrier_init(shared + OFFSET(SharedMemory, barriers) + 8 * thread_index(),
+                 empty ? WARP_ARRIVALS * STATE_WARPS : full_count);
   }
   fence_async_proxy();  // bulk copies use them
   sync_block();
@@ -44,8 +46,10 @@ KDA_KERNEL(THREADS, 1) scan(KDA_PARAM ChunkBackwardParams p) {
 #if WARPGROUPS == 2
     set_registers<STATE_REGISTERS, START_REGISTERS>();
 #endif
-    if (task.reverse) scan_reverse(p, task, make_lane(shared, warp));
-    else scan_forward(p, task, make_lane(shared, warp));
+    if (task.reverse)
+      scan_reverse(p, task, make_lane(shared, warp));
+    else
+      scan_forward(p, task, make_lane(shared, warp));
   } else {
 #if WARPGROUPS == 2
     set_registers<PRODUCER_REGISTERS, START_REGISTERS>();
@@ -53,7 +57,9 @@ KDA_KERNEL(THREADS, 1) scan(KDA_PARAM ChunkBackwardParams p) {
     const int part = warp - STATE_WARPS - 1;  // of d_o
     if (part >= 0) {
       if (task.reverse && part < OUTPUT_WARPS) produce_output_gradients(p, task, shared, part);
-    } else if (task.reverse) produce_reverse(p, task, shared);
-    else produce_forward(p, task, shared);
+    } else if (task.reverse)
+      produce_reverse(p, task, shared);
+    else
+      produce_forward(p, task, shared);
   }
 }

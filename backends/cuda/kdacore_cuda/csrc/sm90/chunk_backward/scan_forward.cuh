@@ -19,7 +19,8 @@ __device__ __forceinline__ void load_rows(float (&x)[2 * C_TILES][4], u32 from) 
   fence_registers(x);
 }
 
-__device__ __forceinline__ void scan_forward(const ChunkBackwardParams& p, const Task& task, const ScanLane& l) {
+__device__ __forceinline__ void scan_forward(const ChunkBackwardParams& p, const Task& task,
+                                             const ScanLane& l) {
   State state;
   read_state(state, l, task, p.h0, p.flags);
   Operand h;
@@ -29,7 +30,8 @@ __device__ __forceinline__ void scan_forward(const ChunkBackwardParams& p, const
   for (int c = 0; c < task.s.chunks; ++c) {
     const long long at = task.at + (long long)c * p.HV;
     const u32 stage = ring.stage();
-    const u64 w = operand_descriptor(stage + OFFSET(ForwardStage, w), 16, 1024), kg = operand_descriptor(stage + OFFSET(ForwardStage, kg), SQUARE_BYTES, 1024);
+    const u64 w = operand_descriptor(stage + OFFSET(ForwardStage, w), 16, 1024),
+              kg = operand_descriptor(stage + OFFSET(ForwardStage, kg), SQUARE_BYTES, 1024);
     ring.wait_full();
 
     float prediction[2 * C_TILES][4] = {};  // S w^T

@@ -17,7 +17,8 @@ __device__ __forceinline__ void produce_forward(const ChunkBackwardParams& p, co
     ring.wait_empty();
     barrier_expect(full, 2 * TILE_BYTES + U_BYTES + DECAY_BYTES);
     copy_in(stage + OFFSET(ForwardStage, w), image_of(p.w, at, TILE_BYTES), TILE_BYTES, full);
-    copy_in(stage + OFFSET(ForwardStage, u), image_of(p.u + task.part * U_BYTES, at, TILE_BYTES), U_BYTES, full);
+    copy_in(stage + OFFSET(ForwardStage, u), image_of(p.u + task.part * U_BYTES, at, TILE_BYTES), U_BYTES,
+            full);
     copy_in(stage + OFFSET(ForwardStage, decay), image_of(p.last, at, LAST_BYTES), DECAY_BYTES, full);
     copy_in(stage + OFFSET(ForwardStage, kg), image_of(p.kg, at, TILE_BYTES), TILE_BYTES, full);
     ring.next();
@@ -29,7 +30,8 @@ __device__ __forceinline__ void produce_forward(const ChunkBackwardParams& p, co
 // one after another.
 constexpr int ROW_LANES = DO_ROW / 16, ROWS_AT_ONCE = 32 / ROW_LANES, PART_ROWS = C / OUTPUT_WARPS;
 
-__device__ __forceinline__ void fetch_rows(u32 to, const unsigned char* from, long long token, int lane, int rows) {
+__device__ __forceinline__ void fetch_rows(u32 to, const unsigned char* from, long long token, int lane,
+                                           int rows) {
 #pragma unroll 8
   for (int row = lane / ROW_LANES; row < PART_ROWS; row += ROWS_AT_ONCE) {
     copy_async16(to + output_piece(row, lane % ROW_LANES), from, row < rows);
@@ -38,17 +40,20 @@ __device__ __forceinline__ void fetch_rows(u32 to, const unsigned char* from, lo
 }
 // These warps have a ring of their own: issuing so many copies takes long, and waiting for a stage
 // delays no other copies.
-__device__ __forceinline__ void produce_output_gradients(const ChunkBackwardParams& p, const Task& task, u32 shared, int part) {
+__device__ __forceinline__ void produce_output_gradients(const ChunkBackwardParams& p, const Task& task,
+                                                         u32 shared, int part) {
   const int lane = thread_index() & 31;
   OutputGradRing output_grads = {shared};
   const long long token = 2ll * p.HV * V;  // bytes from one to the next
-  const u64 first = p.d_o + (task.s.batch * p.T + task.s.first + part * PART_ROWS + lane / ROW_LANES) * token +
+  const u64 first = p.d_o +
+                    (task.s.batch * p.T + task.s.first + part * PART_ROWS + lane / ROW_LANES) * token +
                     2 * (task.hv * V + task.part * BLOCK_V) + lane % ROW_LANES * 16;
   for (int c = task.s.chunks - 1; c >= 0; --c) {
     const u32 to = output_grads.stage() + part * PART_ROWS * DO_ROW;
     output_grads.wait_empty();
     sync_warp();
-    fetch_rows(to, reinterpret_cast<const unsigned char*>(first + c * C * token), token, lane, task.s.length - c * C - part * PART_ROWS);
+    fetch_rows(to, reinterpret_cast<const unsigned char*>(first + c * C * token), token, lane,
+               task.s.length - c * C - part * PART_ROWS);
     copy_async_arrive(output_grads.full());
     output_grads.next();
   }

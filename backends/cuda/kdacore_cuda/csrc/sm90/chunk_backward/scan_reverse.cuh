@@ -11,7 +11,8 @@ __device__ __forceinline__ void load_output_gradient(TokenOperand& o, const Scan
   for (int kk = 0; kk < C_TILES; ++kk) load_matrix4_transposed(o.a[kk], from + 16 * kk * DO_ROW);
 }
 
-__device__ __forceinline__ void scan_reverse(const ChunkBackwardParams& p, const Task& task, const ScanLane& l) {
+__device__ __forceinline__ void scan_reverse(const ChunkBackwardParams& p, const Task& task,
+                                             const ScanLane& l) {
   State state;
   read_state(state, l, task, p.d_ht, p.flags);
   Operand dh;
@@ -33,8 +34,10 @@ __device__ __forceinline__ void scan_reverse(const ChunkBackwardParams& p, const
 #pragma unroll 1
   for (int c = first; c >= 0; --c, at -= p.HV) {
     const u32 stage = value_grad.stage(), rest = state_grad.stage();
-    const u64 kg = operand_descriptor(stage + OFFSET(ValueGradStage, kg), 16, 1024), w = operand_descriptor(rest + OFFSET(StateGradStage, w), SQUARE_BYTES, 1024);
-    const u64 aqk = operand_descriptor(stage + OFFSET(ValueGradStage, aqk), 16, 1024), qg = step(w, OFFSET(StateGradStage, qg)), inv = step(w, OFFSET(StateGradStage, inverse));
+    const u64 kg = operand_descriptor(stage + OFFSET(ValueGradStage, kg), 16, 1024),
+              w = operand_descriptor(rest + OFFSET(StateGradStage, w), SQUARE_BYTES, 1024);
+    const u64 aqk = operand_descriptor(stage + OFFSET(ValueGradStage, aqk), 16, 1024),
+              qg = step(w, OFFSET(StateGradStage, qg)), inv = step(w, OFFSET(StateGradStage, inverse));
     value_grad.wait_full();
 
     float dv[2 * C_TILES][4] = {};
@@ -46,7 +49,9 @@ __device__ __forceinline__ void scan_reverse(const ChunkBackwardParams& p, const
     for (int kk = 0; kk < K_TILES; ++kk) warpgroup_mma<0>(dv, dh.a[kk], along_channels(kg, kk), 1);
 #pragma unroll
     for (int kk = 0; kk < K_TILES; ++kk) {
-      warpgroup_mma<0>(dv, dh.a[kk], along_channels(step(kg, OFFSET(ValueGradStage, kg_low) - OFFSET(ValueGradStage, kg)), kk), 1);
+      warpgroup_mma<0>(
+          dv, dh.a[kk],
+          along_channels(step(kg, OFFSET(ValueGradStage, kg_low) - OFFSET(ValueGradStage, kg)), kk), 1);
     }
     warpgroup_commit();
 

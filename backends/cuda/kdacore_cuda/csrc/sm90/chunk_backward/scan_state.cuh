@@ -10,7 +10,9 @@ struct ScanLane {
   int lane, g, t;
   int row;  // this warp's first row among the block's
   u32 out;  // its part of OUT
-  u32 piece;  // of a 16-row tile: where lane 8i + r finds row r of matrix i in four that make 16 columns, the first ones
+  // In a 16-row tile: where lane 8i + r finds row r of matrix i of four that make the first 16
+  // columns.
+  u32 piece;
 };
 
 __device__ __forceinline__ ScanLane make_lane(u32 shared, int warp) {
@@ -30,16 +32,22 @@ __device__ __forceinline__ u64 state_at(u64 states, const Task& task, int flags)
   return states + task.nh * (K * V * (flags & FLAG_STATE_BF16 ? 2 : 4));
 }
 
-__device__ __forceinline__ int state_row(const ScanLane& l, const Task& task) { return task.part * BLOCK_V + l.row + l.g; }
+__device__ __forceinline__ int state_row(const ScanLane& l, const Task& task) {
+  return task.part * BLOCK_V + l.row + l.g;
+}
 
 // From an array of states, or zero where there is none.
-__device__ __forceinline__ void read_state(State& state, const ScanLane& l, const Task& task, u64 states, int flags) {
+__device__ __forceinline__ void read_state(State& state, const ScanLane& l, const Task& task, u64 states,
+                                           int flags) {
   read_state(state, state_row(l, task), l.t, states ? state_at(states, task, flags) : 0, flags);
 }
-__device__ __forceinline__ void write_state(State& state, const ScanLane& l, const Task& task, u64 states, int flags) {
+__device__ __forceinline__ void write_state(State& state, const ScanLane& l, const Task& task, u64 states,
+                                            int flags) {
   write_state(state, state_row(l, task), l.t, state_at(states, task, flags), flags);
 }
-__device__ __forceinline__ void decay_state(State& state, const ScanLane& l, u32 last) { decay_state(state, l.t, last); }
+__device__ __forceinline__ void decay_state(State& state, const ScanLane& l, u32 last) {
+  decay_state(state, l.t, last);
+}
 
 // Stores of rows of h or dh, and of v or dr: wait until earlier copies (all groups but the last N)
 // have read the staging rows, stage, fence, and copy as one group.
@@ -50,7 +58,8 @@ __device__ __forceinline__ void wait_stores(const ScanLane& l) {
 }
 __device__ __forceinline__ void stage_state(const ScanLane& l, const Operand& x) {
 #pragma unroll
-  for (int kk = 0; kk < K_TILES; ++kk) store_matrix4(l.out + (kk >> 2) * ROWS_OUT + (l.piece ^ (kk & 3) << 5), x.a[kk]);
+  for (int kk = 0; kk < K_TILES; ++kk)
+    store_matrix4(l.out + (kk >> 2) * ROWS_OUT + (l.piece ^ (kk & 3) << 5), x.a[kk]);
 }
 __device__ __forceinline__ void stage_rows(const ScanLane& l, const TokenOperand& x) {
 #pragma unroll
@@ -61,12 +70,14 @@ __device__ __forceinline__ void fence_staged() {
   sync_warp();
 }
 // To place `at`; one lane calls these.
-__device__ __forceinline__ void store_state_image(const ScanLane& l, const Task& task, u64 states, long long at) {
+__device__ __forceinline__ void store_state_image(const ScanLane& l, const Task& task, u64 states,
+                                                  long long at) {
   const u64 to = states + at * STATE_BYTES + (task.part * BLOCK_V + l.row) * IMAGE_ROW;
   copy_out(reinterpret_cast<void*>(to), l.out, ROWS_OUT);
   copy_out(reinterpret_cast<void*>(to + V * IMAGE_ROW), l.out + ROWS_OUT, ROWS_OUT);
 }
-__device__ __forceinline__ void store_rows_image(const ScanLane& l, const Task& task, u64 images, long long at) {
+__device__ __forceinline__ void store_rows_image(const ScanLane& l, const Task& task, u64 images,
+                                                 long long at) {
   const u64 to = images + at * TILE_BYTES + (task.part * BLOCK_V + l.row) * IMAGE_ROW;
   copy_out(reinterpret_cast<void*>(to), l.out + 2 * ROWS_OUT, ROWS_OUT);
 }

@@ -40,9 +40,11 @@ __device__ __forceinline__ void read_state(State& state, int row, int t, u64 bas
   if (!base) {
     each_element(state, row, t, flags, [&](float& x, int) { x = 0.0f; });
   } else if (flags & FLAG_STATE_BF16) {
-    each_element(state, row, t, flags, [&](float& x, int at) { x = bf16_low(reinterpret_cast<const u16*>(base)[at]); });
+    each_element(state, row, t, flags,
+                 [&](float& x, int at) { x = bf16_low(reinterpret_cast<const u16*>(base)[at]); });
   } else {
-    each_element(state, row, t, flags, [&](float& x, int at) { x = reinterpret_cast<const float*>(base)[at]; });
+    each_element(state, row, t, flags,
+                 [&](float& x, int at) { x = reinterpret_cast<const float*>(base)[at]; });
   }
 }
 
@@ -71,7 +73,7 @@ __device__ __forceinline__ void decay_state(State& state, int t, u32 last) {
 #pragma unroll
   for (int j = 0; j < 2 * K_TILES; ++j) {
     const float2 d = load_shared2(last + 4 * (8 * j + 2 * t));
-    float(&x)[4] = state.s[j];
+    float (&x)[4] = state.s[j];
     x[0] *= d.x, x[1] *= d.y, x[2] *= d.x, x[3] *= d.y;
   }
   fence_registers(state.s);
@@ -81,6 +83,8 @@ __device__ __forceinline__ void decay_state(State& state, int t, u32 last) {
 __device__ __forceinline__ u64 step(u64 descriptor, u32 bytes) { return descriptor + (bytes >> 4); }
 
 // Right operand of 64 tokens by 16 channels, of the k-tile kk.
-__device__ __forceinline__ u64 along_channels(u64 image, int kk) { return step(image, (kk >> 2) * SQUARE_BYTES + (kk & 3) * 32); }
+__device__ __forceinline__ u64 along_channels(u64 image, int kk) {
+  return step(image, (kk >> 2) * SQUARE_BYTES + (kk & 3) * 32);
+}
 // Right operand of 16 tokens, those of k-tile kk, by 64 tokens or 128 channels.
 __device__ __forceinline__ u64 over_tokens(u64 image, int kk) { return step(image, kk * 16 * IMAGE_ROW); }

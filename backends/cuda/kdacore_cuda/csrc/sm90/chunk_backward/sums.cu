@@ -12,7 +12,8 @@ constexpr int GROUPS = THREADS / K;
 constexpr int AHEAD = 4;  // loads in flight
 
 // The sum of part[slot * step] over slots first, first + stride, ...
-__device__ __forceinline__ float sum_slots(const float* part, long long step, int first, int stride, int slots) {
+__device__ __forceinline__ float sum_slots(const float* part, long long step, int first, int stride,
+                                           int slots) {
   float total = 0.0f;
   int slot = first;
   for (; slot + (AHEAD - 1) * stride < slots; slot += AHEAD * stride) {
@@ -33,7 +34,8 @@ KDA_KERNEL(THREADS, 1) sums(KDA_PARAM SumsParams p) {
   const int thread = thread_index(), channel = thread % K, group = thread / K, hv = block_index();
   if (p.d_bias) {
     const float* part = reinterpret_cast<const float*>(p.dbias_part) + (long long)hv * K + channel;
-    store_shared(shared + 4 * thread, __float_as_uint(sum_slots(part, (long long)p.HV * K, group, GROUPS, p.slots)));
+    store_shared(shared + 4 * thread,
+                 __float_as_uint(sum_slots(part, (long long)p.HV * K, group, GROUPS, p.slots)));
     sync_block();
     if (group == 0) {
       float total = 0.0f;

@@ -10,14 +10,18 @@
 // each.
 //
 //   kg, qg, w   [64 tokens, 128 channels]   two images of 8 KB
-//   kg_low      the same                    the rounding error of kg. Where keys are nearly equal, dr consists of differences
-//                                           between neighbouring tokens' kg dS, and rounding kg alone would cost 1.5e-2 of dv
-//   u, dr       [128 values, 64 tokens]     one image of 16 KB: transposed; the first half of V is its first 8 KB
+//   kg_low      the same                    the rounding error of kg. Where keys are nearly equal, dr
+//                                           consists of differences between neighbouring tokens'
+//                                           kg dS, and rounding kg alone would cost 1.5e-2 of dv
+//   u, dr       [128 values, 64 tokens]     one image of 16 KB, transposed; the first half of V is
+//                                           its first 8 KB
 //   aqk, inv    [64 tokens i, 64 tokens j]  one image of 8 KB
-//   h, dh       [128 values, 128 channels]  two images of 16 KB: the transposed state at the chunk's start, the transposed
-//                                           gradient of the state at its end
-//   last        float [3][128]              2^(all steps of the chunk), 2^(steps of its first half), of its second half
-//   rows        float [3][64]               beta as the recurrence uses it (0 past the end), 1 / |q|, 1 / |k| (1 without l2norm)
+//   h, dh       [128 values, 128 channels]  two images of 16 KB: the transposed state at the chunk's
+//                                           start, the transposed gradient of the state at its end
+//   last        float [3][128]              decays 2^(sum of steps) of the chunk, of its first half,
+//                                           of its second half
+//   rows        float [3][64]               beta as the recurrence uses it (0 past the end), 1 / |q|,
+//                                           1 / |k| (1 without l2norm)
 #pragma once
 
 #include "common/loads.cuh"
@@ -47,14 +51,15 @@ struct ChunkDecays {
 struct RowScalars {
   float beta[C], q_norm[C], k_norm[C];
 };
-constexpr u32 SQUARE_BYTES = sizeof(SquareImage), TILE_BYTES = sizeof(TileImage), STATE_BYTES = sizeof(StateImage);
+constexpr u32 SQUARE_BYTES = sizeof(SquareImage), TILE_BYTES = sizeof(TileImage),
+              STATE_BYTES = sizeof(StateImage);
 constexpr u32 LAST_BYTES = sizeof(ChunkDecays), ROWS_BYTES = sizeof(RowScalars);
 
 // One sequence.
 struct Sequence {
   long long batch, first;  // batch row, first token in it
   int length, chunks;
-  int slot;                // of its first chunk
+  int slot;  // of its first chunk
 };
 
 template <class Params>
@@ -99,8 +104,10 @@ __device__ __forceinline__ Unit find_unit(const ChunkBackwardParams& p, long lon
     const bool wide = p.flags & FLAG_CU64;
     while (beyond - n > 1) {
       const int middle = (n + beyond) >> 1;
-      if (load_index(p.cu_seqlens, middle, wide) / C + middle <= slot) n = middle;
-      else beyond = middle;
+      if (load_index(p.cu_seqlens, middle, wide) / C + middle <= slot)
+        n = middle;
+      else
+        beyond = middle;
     }
   }
   u.n = n;
@@ -111,4 +118,6 @@ __device__ __forceinline__ Unit find_unit(const ChunkBackwardParams& p, long lon
   u.rows = left <= 0 ? 0 : left < C ? left : C;
   return u;
 }
-__device__ __forceinline__ Unit find_unit(const ChunkBackwardParams& p, long long index) { return find_unit(p, index, 0, p.N); }
+__device__ __forceinline__ Unit find_unit(const ChunkBackwardParams& p, long long index) {
+  return find_unit(p, index, 0, p.N);
+}

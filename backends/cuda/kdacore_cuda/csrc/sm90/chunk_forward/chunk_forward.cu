@@ -9,7 +9,8 @@
 // state; all blocks prepare chunks, every CLUSTER-th one each.
 // Warps of a block, in this order:
 //   scan warps (SCAN_WARPS)     state and output: scan.cuh; a warpgroup carries 64 columns of V
-//   slice warps (SLICE_WARPS)   gate, operands and partial sums of the triangles: slices.cuh; a warp has 32 channels of half a chunk
+//   slice warps (SLICE_WARPS)   gate, operands and partial sums of the triangles: slices.cuh; each
+//                               has 32 channels of half a chunk
 //   solver warps (SOLVER_SLOTS) triangles and their inverse: triangles.cuh; two warps a chunk
 // Registers are moved from the preparing warps to the scan warps.
 //
@@ -23,7 +24,7 @@
 #include "sm90/chunk_forward/triangles.cuh"
 
 #if SCAN_REGISTERS
-static_assert(SCAN_WARPS % 4 == 0 && SLICE_WARPS % 4 == 0, "registers are traded by warpgroups");
+static_assert(SCAN_WARPS % 4 == 0 && SLICE_WARPS % 4 == 0, "registers are moved by warpgroups");
 constexpr int START_REGISTERS = 65536 / THREADS / 8 * 8;
 static_assert(SCAN_REGISTERS * SCAN_WARPS + SLICE_REGISTERS * SLICE_WARPS + SOLVE_REGISTERS * SOLVER_SLOTS <=
                   START_REGISTERS * (THREADS / 32),
@@ -39,9 +40,13 @@ static_assert(SCAN_REGISTERS * SCAN_WARPS + SLICE_REGISTERS * SLICE_WARPS + SOLV
 __device__ __forceinline__ void init_barriers(u32 shared) {
   if (thread_index() < STAGES) {
     barrier_init(shared + OFFSET(SharedMemory, full) + 8 * thread_index(), WARP_ARRIVALS);
-    barrier_init(shared + OFFSET(SharedMemory, empty) + 8 * thread_index(), WARP_ARRIVALS * SCANNERS * SCAN_WARPS);
-    if (thread_index() < SOLVERS) barrier_init(shared + OFFSET(SharedMemory, parts_ready) + 8 * thread_index(), WARP_ARRIVALS * 2 * SLICES);
-    if (thread_index() < GROUPS) barrier_init(shared + OFFSET(SharedMemory, parts_read) + 8 * thread_index(), WARP_ARRIVALS * 2);
+    barrier_init(shared + OFFSET(SharedMemory, empty) + 8 * thread_index(),
+                 WARP_ARRIVALS * SCANNERS * SCAN_WARPS);
+    if (thread_index() < SOLVERS)
+      barrier_init(shared + OFFSET(SharedMemory, parts_ready) + 8 * thread_index(),
+                   WARP_ARRIVALS * 2 * SLICES);
+    if (thread_index() < GROUPS)
+      barrier_init(shared + OFFSET(SharedMemory, parts_read) + 8 * thread_index(), WARP_ARRIVALS * 2);
 #if CLUSTER > 1
     fence_barrier_init();
 #endif
@@ -67,7 +72,8 @@ __device__ __forceinline__ void sync_group() {
 KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
-  const int warp = uniform(thread_index() >> 5), rank = block_index() % CLUSTER, cluster = block_index() / CLUSTER;
+  const int warp = uniform(thread_index() >> 5), rank = block_index() % CLUSTER,
+            cluster = block_index() / CLUSTER;
   init_barriers(shared);
   wait_for_inputs();
   if (warp == 0) {

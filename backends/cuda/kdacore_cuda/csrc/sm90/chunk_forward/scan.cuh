@@ -74,7 +74,8 @@ struct SolveOperands {
   u32 inverse[4], v[4];
 };
 
-__device__ __forceinline__ void load_solve_operands(SolveOperands& s, const ScanLane& l, u32 stage, int half, u32 values) {
+__device__ __forceinline__ void load_solve_operands(SolveOperands& s, const ScanLane& l, u32 stage, int half,
+                                                    u32 values) {
   load_matrix4_transposed(s.v, values + half * TILE_BYTES + l.tile);
   s.beta = columns(stage, OFFSET(TokenScalars, beta), half, l.t);
   s.r = columns(stage, OFFSET(TokenScalars, k_norm), half, l.t);
@@ -82,7 +83,8 @@ __device__ __forceinline__ void load_solve_operands(SolveOperands& s, const Scan
 }
 
 // A half's 16 x 16 triangle (or the one across) times w, added to tiles x and y.
-__device__ __forceinline__ void add_triangle(float (&x)[4], float (&y)[4], const u32 (&w)[4], const u32 (&b)[4]) {
+__device__ __forceinline__ void add_triangle(float (&x)[4], float (&y)[4], const u32 (&w)[4],
+                                             const u32 (&b)[4]) {
   mma_bf16(x, w, b[0], b[1]);
   mma_bf16(y, w, b[2], b[3]);
 }
@@ -125,14 +127,16 @@ __device__ __forceinline__ void pack_output(Output& out, const Tokens& tok, u32 
 // at `to`. Three functions, so that other work goes between.
 __device__ __forceinline__ void write_output(const Output& out, const ScanLane& l) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) store_matrix4_transposed(l.out + half * TILE_BYTES + l.tile, out.o[half]);
+  for (int half = 0; half < 2; ++half)
+    store_matrix4_transposed(l.out + half * TILE_BYTES + l.tile, out.o[half]);
 }
 __device__ __forceinline__ void read_output(uint4 (&rows)[2], const ScanLane& l) {
   sync_warp();
 #pragma unroll
   for (int half = 0; half < 2; ++half) rows[half] = load_shared_u4(l.out + half * TILE_BYTES + l.piece);
 }
-__device__ __forceinline__ void store_output(const uint4 (&rows)[2], unsigned char* to, long long half_step, int left) {
+__device__ __forceinline__ void store_output(const uint4 (&rows)[2], unsigned char* to, long long half_step,
+                                             int left) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (left > HALF * half) store_global(to + half * half_step, rows[half]);
@@ -141,12 +145,14 @@ __device__ __forceinline__ void store_output(const uint4 (&rows)[2], unsigned ch
 
 // One lane's 16 bytes of V of the chunk's tokens l / 2 and 16 + l / 2 into ring slot `slot`; zeros
 // past the end.
-__device__ __forceinline__ void fetch_values(const ScanLane& l, const unsigned char* from, long long half_step,
-                                             const unsigned char* unread_address, int slot, int left) {
+__device__ __forceinline__ void fetch_values(const ScanLane& l, const unsigned char* from,
+                                             long long half_step, const unsigned char* unread_address,
+                                             int slot, int left) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const bool real = left > HALF * half;
-    copy_async16(l.values + (2 * slot + half) * TILE_BYTES + l.piece, real ? from + half * half_step : unread_address, real);
+    copy_async16(l.values + (2 * slot + half) * TILE_BYTES + l.piece,
+                 real ? from + half * half_step : unread_address, real);
   }
 }
 
@@ -159,22 +165,27 @@ __device__ __forceinline__ void fetch_values(const ScanLane& l, const unsigned c
 struct CutStateSlot {
   u64 state, flag;
 };
-__device__ __forceinline__ CutStateSlot cut_state_slot(const ChunkForwardParams& p, int cluster, int rank, int warp, int lane) {
+__device__ __forceinline__ CutStateSlot cut_state_slot(const ChunkForwardParams& p, int cluster, int rank,
+                                                       int warp, int lane) {
   constexpr u32 BYTES = WARP_V * K * 4;
-  const u64 at = ((u64)cluster * SCANNERS + rank) * SCAN_WARPS + warp, flags = p.cut_states + (u64)p.clusters * SCANNERS * SCAN_WARPS * BYTES;
+  const u64 at = ((u64)cluster * SCANNERS + rank) * SCAN_WARPS + warp,
+            flags = p.cut_states + (u64)p.clusters * SCANNERS * SCAN_WARPS * BYTES;
   return {p.cut_states + at * BYTES + 16 * lane, flags + 8 * at};
 }
-__device__ __forceinline__ void send_cut_state(const ChunkForwardParams& p, const ScanState& state, const CutStateSlot& to, int lane) {
+__device__ __forceinline__ void send_cut_state(const ChunkForwardParams& p, const ScanState& state,
+                                               const CutStateSlot& to, int lane) {
 #pragma unroll
   for (int j = 0; j < 2 * K_TILES; ++j) {
-    const float(&x)[4] = state.s[j];
+    const float (&x)[4] = state.s[j];
     store_global(reinterpret_cast<void*>(to.state + 512 * j),
-                 make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])));
+                 make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
+                            __float_as_uint(x[3])));
   }
   sync_warp();
   if (lane == 0) set_flag(to.flag, p.launch);
 }
-__device__ __forceinline__ void receive_cut_state(const ChunkForwardParams& p, ScanState& state, const CutStateSlot& from, int lane) {
+__device__ __forceinline__ void receive_cut_state(const ChunkForwardParams& p, ScanState& state,
+                                                  const CutStateSlot& from, int lane) {
   if (lane == 0) wait_and_clear_flag(from.flag, p.launch);
   sync_warp();
 #pragma unroll
@@ -185,9 +196,7 @@ __device__ __forceinline__ void receive_cut_state(const ChunkForwardParams& p, S
   }
 }
 
-__device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank, int cluster) {
-  Task task = load_task(shared + OFFSET(SharedMemory, interval));
-  if (!advance_to_step(p, shared, task, 0)) return;
+__device__ __forceinline__ ScanLane make_scan_lane(u32 shared, int warp, int rank) {
   ScanLane l;
   l.lane = opaque(thread_index() & 31);
   l.g = l.lane >> 2;
@@ -200,14 +209,26 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
   l.out = opaque(shared + OFFSET(SharedMemory, out) + warp * 2 * TILE_BYTES);
   l.kq = operand_descriptor(shared + OFFSET(SharedMemory, stages) + OFFSET(ChunkImage, kq), 16, 1024);
   l.kg = operand_descriptor(shared + OFFSET(SharedMemory, stages) + OFFSET(ChunkImage, kg), ROWS_BYTES, 1024);
+  return l;
+}
+
+// All chunks of this cluster's tasks, 16 columns of V: waits for a prepared chunk, advances the state, stores
+// the chunk's output.
+__device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank,
+                                          int cluster) {
+  Task task = load_task(shared + OFFSET(SharedMemory, interval));
+  if (!advance_to_step(p, shared, task, 0)) return;
+  const ScanLane l = make_scan_lane(shared, warp, rank);
   const long long v_chunk = 2ll * C * p.v_st, o_chunk = 2ll * C * p.HV * V;
-  const unsigned char* unread_address = reinterpret_cast<const unsigned char*>(p.v);  // a valid address, not read
+  // A valid address, not read.
+  const unsigned char* unread_address = reinterpret_cast<const unsigned char*>(p.v);
   const long long matrix = (long long)K * V * (p.flags & FLAG_STATE_BF16 ? 2 : 4);
   const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;  // chunks between states written
   u32 slot = 0, parity = 0;
   const auto release = [&] {
 #if CLUSTER > 1
-    warp_arrive_remote(cluster_address(shared + OFFSET(SharedMemory, empty) + 8 * slot, slot % CLUSTER), l.lane);
+    warp_arrive_remote(cluster_address(shared + OFFSET(SharedMemory, empty) + 8 * slot, slot % CLUSTER),
+                       l.lane);
 #else
     warp_arrive(shared + OFFSET(SharedMemory, empty) + 8 * slot, l.lane);
 #endif
@@ -225,7 +246,8 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
     const SequenceHead& sequence = part.sequence;
     const int token = part.chunk * C + (l.lane >> 1), at_v = l.v0 + 8 * (l.lane & 1);
     v = reinterpret_cast<const unsigned char*>(
-        p.v + 2 * (sequence.batch * p.v_sb + (sequence.first + token) * p.v_st + sequence.hv * p.v_sh + at_v));
+        p.v +
+        2 * (sequence.batch * p.v_sb + (sequence.first + token) * p.v_st + sequence.hv * p.v_sh + at_v));
     o = reinterpret_cast<unsigned char*>(
         p.o + 2 * (((sequence.batch * p.T + sequence.first + token) * p.HV + sequence.hv) * V + at_v));
     left = part.tokens - token;
@@ -236,7 +258,9 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
       v += v_chunk;
     }
   };
-  const auto state_of = [&](u64 states, const SequenceHead& sequence) { return states + ((long long)sequence.n * p.HV + sequence.hv) * matrix; };
+  const auto state_of = [&](u64 states, const SequenceHead& sequence) {
+    return states + ((long long)sequence.n * p.HV + sequence.hv) * matrix;
+  };
   begin_task();
   bool more = true;
   while (more) {
@@ -248,7 +272,8 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
       read_state(state, l, state_of(p.h0, part.sequence), p.flags);
     }
     u64 ckpt = 0;
-    if (p.ckpt_every) ckpt = p.ckpt + (first_checkpoint(p, part.sequence, l.lane) * p.HV + part.sequence.hv) * matrix;
+    if (p.ckpt_every)
+      ckpt = p.ckpt + (first_checkpoint(p, part.sequence, l.lane) * p.HV + part.sequence.hv) * matrix;
     int ring = 0;
     Output out = {};  // of the chunk before, stored while the matrix unit works on the next
     int out_left = 0;
@@ -258,7 +283,8 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
       const int end = minimum(part.end, (c / block + 1) * block);
 #pragma unroll 1
       for (; c < end; ++c) {
-        const StageRef at = {slot, shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH, shared + OFFSET(SharedMemory, full) + 8 * slot, parity};
+        const StageRef at = {slot, shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH,
+                             shared + OFFSET(SharedMemory, full) + 8 * slot, parity};
         scan_chunk(
             state, out, l, at, l.values + ring * 2 * TILE_BYTES,
             [&](const uint4(&rows)[2]) {
@@ -269,7 +295,8 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
               sync_warp();
             },
             [&] {
-              fetch_values(l, v, v_chunk / 2, unread_address, ring == 0 ? V_DEPTH - 1 : ring - 1, left - (V_DEPTH - 1) * C);
+              fetch_values(l, v, v_chunk / 2, unread_address, ring == 0 ? V_DEPTH - 1 : ring - 1,
+                           left - (V_DEPTH - 1) * C);
               copy_async_commit();
               v += v_chunk;
               left -= C;

@@ -20,7 +20,8 @@ __device__ __forceinline__ void read_products(const ScanState& state, Tokens& to
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int at = kk + i;
-      warpgroup_mma<0>(tok.xo, a[i], kq + descriptor_step((at >> 2) * 2 * ROWS_BYTES + (at & 3) * 32), at > 0);
+      warpgroup_mma<0>(tok.xo, a[i], kq + descriptor_step((at >> 2) * 2 * ROWS_BYTES + (at & 3) * 32),
+                       at > 0);
     }
   }
   warpgroup_commit();
@@ -30,8 +31,9 @@ __device__ __forceinline__ void read_products(const ScanState& state, Tokens& to
 // output rows and waits for V; while_updating runs once V has been read. Both run while the matrix
 // unit works.
 template <class WhileReading, class WhileUpdating>
-__device__ __forceinline__ void scan_chunk(ScanState& state, Output& out, const ScanLane& l, const StageRef& at, u32 values,
-                                           WhileReading while_reading, WhileUpdating while_updating) {
+__device__ __forceinline__ void scan_chunk(ScanState& state, Output& out, const ScanLane& l,
+                                           const StageRef& at, u32 values, WhileReading while_reading,
+                                           WhileUpdating while_updating) {
   Tokens tok = {};
   const u64 step = descriptor_step(at.slot * STAGE_PITCH);
   write_output(out, l);

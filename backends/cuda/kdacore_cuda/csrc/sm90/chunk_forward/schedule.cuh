@@ -16,12 +16,13 @@
 #include "sm90/chunk_forward/shared_memory.cuh"
 #include "sm90/warp.cuh"
 
-constexpr bool ONE_TASK = CLUSTER > SCANNERS;  // some blocks only prepare: there are few heads, and a cluster for each
+constexpr bool ONE_TASK =
+    CLUSTER > SCANNERS;  // some blocks only prepare: there are few heads, and a cluster for each
 
 struct Task {
   int n, hv;
   int offset;  // where it lies in the interval: below 0 if it began in the one before
-  int stop;   // the step of this cluster after its last
+  int stop;    // the step of this cluster after its last
 };
 
 // The tasks of a cluster. Kept in shared memory.
@@ -35,7 +36,9 @@ static_assert(sizeof(Interval) <= INTERVAL_BYTES, "a interval does not fit");
 __device__ __forceinline__ int minimum(int x, int y) { return x < y ? x : y; }
 __device__ __forceinline__ int maximum(int x, int y) { return x > y ? x : y; }
 
-__device__ __forceinline__ int steps_of(const ChunkForwardParams& p, int n) { return maximum((opaque(length_of(p, n)) + C - 1) / C, 1); }
+__device__ __forceinline__ int steps_of(const ChunkForwardParams& p, int n) {
+  return maximum((opaque(length_of(p, n)) + C - 1) / C, 1);
+}
 
 // The chunks of a task of `steps` steps that belong to the interval: from `chunk` to `end`.
 struct Range {
@@ -113,7 +116,8 @@ __device__ __forceinline__ Interval find_interval(const ChunkForwardParams& p, i
     limit = equal - SEQUENCE_OVERHEAD_STEPS;
   }
   if (cluster < own) {
-    const FoundSequence found = find_sequence(p, cluster / p.HV, [&](int m) { return (int)(steps_of(p, m) > limit); });
+    const FoundSequence found =
+        find_sequence(p, cluster / p.HV, [&](int m) { return (int)(steps_of(p, m) > limit); });
     const int steps = steps_of(p, found.n);
     return {{found.n, cluster % p.HV, 0, steps}, steps + SEQUENCE_OVERHEAD_STEPS, limit};
   }
@@ -123,7 +127,8 @@ __device__ __forceinline__ Interval find_interval(const ChunkForwardParams& p, i
     const int steps = steps_of(p, m);
     return steps > limit ? 0 : steps + SEQUENCE_OVERHEAD_STEPS;
   });
-  const int steps = steps_of(p, found.n), hv = (from - p.HV * found.before) / (steps + SEQUENCE_OVERHEAD_STEPS);
+  const int steps = steps_of(p, found.n),
+            hv = (from - p.HV * found.before) / (steps + SEQUENCE_OVERHEAD_STEPS);
   Task first = {found.n, hv, p.HV * found.before + hv * (steps + SEQUENCE_OVERHEAD_STEPS) - from, 0};
   size = minimum(size, total - from);
   const Range range = range_of(first, steps, size);
@@ -131,7 +136,9 @@ __device__ __forceinline__ Interval find_interval(const ChunkForwardParams& p, i
   return {first, size, limit};
 }
 
-__device__ __forceinline__ void store_task(u32 to, const Task& task) { store_shared(to, task.n, task.hv, task.offset, task.stop); }
+__device__ __forceinline__ void store_task(u32 to, const Task& task) {
+  store_shared(to, task.n, task.hv, task.offset, task.stop);
+}
 __device__ __forceinline__ void store_interval(u32 to, const Interval& interval) {
   store_task(to, interval.first);
   store_shared(to + 16, interval.size, interval.limit, 0, 0);
@@ -143,7 +150,8 @@ __device__ __forceinline__ Task load_task(u32 from) {
 
 // Advances `task` to the one that step `step` of this cluster belongs to. False if there is no such
 // step.
-__device__ __forceinline__ bool advance_to_step(const ChunkForwardParams& p, u32 shared, Task& task, int step) {
+__device__ __forceinline__ bool advance_to_step(const ChunkForwardParams& p, u32 shared, Task& task,
+                                                int step) {
   if (ONE_TASK) return step < task.stop;
   const uint4 interval = load_shared_u4(shared + OFFSET(SharedMemory, interval) + 16);
   const int size = uniform(interval.x), limit = uniform(interval.y);
@@ -170,10 +178,12 @@ struct TaskPart {
   int shift;  // from a step of this cluster to the chunk
   __device__ __forceinline__ int chunk_of(int step) const { return step + shift; }
 };
-__device__ __forceinline__ TaskPart make_task_part(const ChunkForwardParams& p, u32 shared, const Task& task) {
+__device__ __forceinline__ TaskPart make_task_part(const ChunkForwardParams& p, u32 shared,
+                                                   const Task& task) {
   TaskPart part;
   part.sequence = make_sequence_head(p, task.n, task.hv, C);
-  const int chunks = part.sequence.chunks, size = uniform(__float_as_uint(load_shared1(shared + OFFSET(SharedMemory, interval) + 16)));
+  const int chunks = part.sequence.chunks,
+            size = uniform(__float_as_uint(load_shared1(shared + OFFSET(SharedMemory, interval) + 16)));
   const Range range = range_of(task, maximum(chunks, 1), size);
   part.chunk = range.chunk;
   part.end = minimum(range.end, chunks);

@@ -4,7 +4,8 @@
 // A chunk is two halves of 16 tokens. With G the log2 decay summed from a half's first row, D1 and
 // D2 the decays 2^G_last of the halves, S the state at the chunk's start, r the inverse norms of k,
 // and for the halves' own tokens
-//   T the inverse of I + tril(beta_i r_i r_j (k_i 2^(G_i - G_j)) . k_j, -1), Q_ij = (q_i 2^(G_i - G_j)) . k_j for j <= i,
+//   T the inverse of I + tril(beta_i r_i r_j (k_i 2^(G_i - G_j)) . k_j, -1),
+//   Q_ij = (q_i 2^(G_i - G_j)) . k_j for j <= i,
 // and across them (second half i, first half j)
 //   A21_ij = (k_i 2^G_i) . (k_j 2^(G_last - G_j)), Q21 alike with q,
 // the chunk is
@@ -28,15 +29,18 @@ constexpr int HALF = 16;
 constexpr int C = 2 * HALF;
 static_assert(C == STEP_TOKENS, "the host counts chunks of another size");
 constexpr int HALVES = K / 64;
-constexpr int SLICES = K / 32;                // of 32 channels, a warp each
-constexpr int SLICE_WARPS = GROUPS * SLICES * 2;  // a warp a half; a group takes every GROUPS-th chunk of its block
-constexpr int BLOCK_V = V / SCANNERS;         // the first SCANNERS blocks of a cluster carry the state, all prepare
+constexpr int SLICES = K / 32;  // of 32 channels, a warp each
+// A warp a half; a group takes every GROUPS-th chunk of its block.
+constexpr int SLICE_WARPS = GROUPS * SLICES * 2;
+// The first SCANNERS blocks of a cluster carry the state, all prepare.
+constexpr int BLOCK_V = V / SCANNERS;
 constexpr int SCAN_WARPS = BLOCK_V / 16;
 static_assert(BLOCK_V % 64 == 0, "a warpgroup carries 64 columns");
-constexpr int SOLVERS = 2 * GROUPS;           // pairs of warps, chunks alternate between them
+constexpr int SOLVERS = 2 * GROUPS;  // pairs of warps, chunks alternate between them
 static_assert(2 * SOLVERS == SOLVER_SLOTS, "two warps a solver");
 constexpr int THREADS = 32 * (SCAN_WARPS + SLICE_WARPS + SOLVER_SLOTS);
-constexpr int SOLVER_BARRIER = 1 + GROUPS * SLICES;  // first of the solvers' named barriers; those before are the slices'
+// First of the solvers' named barriers; those before are the slices'.
+constexpr int SOLVER_BARRIER = 1 + GROUPS * SLICES;
 static_assert(STAGES % CLUSTER == 0, "a stage belongs to one block of the cluster");
 // A group at chunk c has finished chunk c - GROUPS * CLUSTER, and before that the chunk STAGES
 // earlier was consumed. So the barrier it waits on is at most one phase behind, and a parity is
@@ -90,13 +94,14 @@ struct SharedMemory {
   float totals[GROUPS][SLICES][2][32];  // log2 decay of each half
   float scratch[SOLVERS][2][HALF][SCRATCH_PITCH];
   float bias[K];
-  u64 full[STAGES];           // barriers: the stage is prepared
-  u64 empty[STAGES];          // the stage is consumed
-  u64 parts_ready[SOLVERS];   // the slices of the solver's chunk are done
-  u64 parts_read[GROUPS];     // both warps of a solver have read the group's parts
+  u64 full[STAGES];             // barriers: the stage is prepared
+  u64 empty[STAGES];            // the stage is consumed
+  u64 parts_ready[SOLVERS];     // the slices of the solver's chunk are done
+  u64 parts_read[GROUPS];       // both warps of a solver have read the group's parts
   alignas(16) int interval[8];  // what this cluster works on: schedule.cuh
 };
 constexpr u32 SLICE_PARTS = sizeof(SliceParts), EXCHANGE_BYTES = sizeof(uint4[2][32]);
 constexpr u32 SCRATCH_BYTES = sizeof(float[HALF][SCRATCH_PITCH]), INTERVAL_BYTES = sizeof(int[8]);
-static_assert(sizeof(SharedMemory) - 1024 < SHARED_LIMIT && OFFSET(SharedMemory, interval) + INTERVAL_BYTES <= SHARED_LIMIT,
+// Without the padding that the alignment of stages adds.
+static_assert(OFFSET(SharedMemory, interval) + INTERVAL_BYTES <= SHARED_LIMIT,
               "the host's shared memory size is too small");

@@ -63,7 +63,8 @@ struct Place {
 
 // Sums over channels.
 struct Products {
-  float tile[4][4];    // bounded gates: k k and q k against even and odd tokens; else k k and q k by dyadic level
+  float tile[4]
+            [4];  // bounded gates: k k and q k against even and odd tokens; else k k and q k by dyadic level
   float square[2][2];  // of k and q, by token
 #if !BOUNDED
   float diagonal[2];
@@ -84,7 +85,8 @@ __device__ __forceinline__ u32 piece_offset(const Lane& l, int i, const Place& a
 
 // Decay of the whole chunk, in the order scan lanes read it: 4 floats (channels 2t, 2t+1, 2t+8,
 // 2t+9) a lane and 16 channels.
-__device__ __forceinline__ void store_decay(const Place& at, const Lane& l, const float (&total)[8], const float (&across)[8]) {
+__device__ __forceinline__ void store_decay(const Place& at, const Lane& l, const float (&total)[8],
+                                            const float (&across)[8]) {
 #if !FEW_REGISTERS
   if (l.g || at.half) return;
   const u32 to = at.stage + OFFSET(ChunkImage, decay) + 4 * (32 * at.slice + 16 * (l.t >> 1) + 2 * (l.t & 1));
@@ -104,8 +106,8 @@ __device__ __forceinline__ void store_decay(const Place& at, const Lane& l, cons
 }
 
 // This lane's channels of token i.
-__device__ __forceinline__ void store_rows(const Place& at, const Lane& l, int i, const u32 (&k)[4], const u32 (&q)[4],
-                                           const u32 (&kg)[4]) {
+__device__ __forceinline__ void store_rows(const Place& at, const Lane& l, int i, const u32 (&k)[4],
+                                           const u32 (&q)[4], const u32 (&kg)[4]) {
   const u32 to = piece_offset(l, i, at), wide = at.slice >> 1;
   const u32 kq = at.stage + OFFSET(ChunkImage, kq) + wide * 2 * ROWS_BYTES + to;
   store_shared(kq, k[0], k[1], k[2], k[3]);
@@ -119,7 +121,8 @@ __device__ __forceinline__ void send_keys(const Place& at, int i, const u32 (&kg
 }
 
 // Sums across the halves: rows k and q of the second, columns the first's tokens.
-__device__ __forceinline__ void add_across_products(Across& sums, const Place& at, const u32 (&k)[2][4], const u32 (&q)[2][4]) {
+__device__ __forceinline__ void add_across_products(Across& sums, const Place& at, const u32 (&k)[2][4],
+                                                    const u32 (&q)[2][4]) {
 #pragma unroll
   for (int tile = 0; tile < 2; ++tile) {
     const uint4 kg = load_shared_u4(at.exchange + 512 * tile);
@@ -139,7 +142,8 @@ __device__ __forceinline__ void add_across_products(Across& sums, const Place& a
 #include "sm90/chunk_forward/slices_unbounded.cuh"
 #endif
 
-__device__ __forceinline__ Source make_source(const ChunkForwardParams& p, const SequenceHead& w, const Lane& l, int slice, int token) {
+__device__ __forceinline__ Source make_source(const ChunkForwardParams& p, const SequenceHead& w,
+                                              const Lane& l, int slice, int token) {
   const long long g_size = G_FLOAT ? 4 : 2;
   const long long at = w.first + token;
   const int channel = 32 * slice + 8 * l.t;
@@ -147,36 +151,40 @@ __device__ __forceinline__ Source make_source(const ChunkForwardParams& p, const
   s.k_token = (int)(2 * p.k_st);
   s.q_token = (int)(2 * p.q_st);
   s.g_token = (int)(g_size * p.g_st);
-  s.k = reinterpret_cast<const unsigned char*>(p.k + 2 * (w.batch * p.k_sb + w.h * p.k_sh) + at * s.k_token + 2 * channel);
-  s.q = reinterpret_cast<const unsigned char*>(p.q + 2 * (w.batch * p.q_sb + w.h * p.q_sh) + at * s.q_token + 2 * channel);
-  s.g = reinterpret_cast<const unsigned char*>(p.g + g_size * (w.batch * p.g_sb + w.hv * p.g_sh) + at * s.g_token +
-                                               g_size * channel);
+  s.k = reinterpret_cast<const unsigned char*>(p.k + 2 * (w.batch * p.k_sb + w.h * p.k_sh) + at * s.k_token +
+                                               2 * channel);
+  s.q = reinterpret_cast<const unsigned char*>(p.q + 2 * (w.batch * p.q_sb + w.h * p.q_sh) + at * s.q_token +
+                                               2 * channel);
+  s.g = reinterpret_cast<const unsigned char*>(p.g + g_size * (w.batch * p.g_sb + w.hv * p.g_sh) +
+                                               at * s.g_token + g_size * channel);
   return s;
 }
 
 __device__ __forceinline__ void store_tiles(u32 to, const float (&tile)[4][4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float(&x)[4] = tile[i];
-    store_shared(to + i * PART_BYTES, __float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
+    const float (&x)[4] = tile[i];
+    store_shared(to + i * PART_BYTES, __float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
+                 __float_as_uint(x[3]));
   }
 }
 
 // This lane's sums, 16 bytes a part, where the solver's same lane reads them.
 __device__ __forceinline__ void store_parts(u32 to, const Products& sums) {
   store_tiles(to, sums.tile);
-  const float(&s)[2][2] = sums.square;
-  store_shared(to + 4 * PART_BYTES, __float_as_uint(s[0][0]), __float_as_uint(s[0][1]), __float_as_uint(s[1][0]),
-               __float_as_uint(s[1][1]));
+  const float (&s)[2][2] = sums.square;
+  store_shared(to + 4 * PART_BYTES, __float_as_uint(s[0][0]), __float_as_uint(s[0][1]),
+               __float_as_uint(s[1][0]), __float_as_uint(s[1][1]));
 #if !BOUNDED
-  store_shared(to + 5 * PART_BYTES, __float_as_uint(sums.diagonal[0]), __float_as_uint(sums.diagonal[1]), 0u, 0u);
+  store_shared(to + 5 * PART_BYTES, __float_as_uint(sums.diagonal[0]), __float_as_uint(sums.diagonal[1]), 0u,
+               0u);
 #endif
 }
 
 // The other half's decay of this lane's channels. `own_totals`: where this lane writes its own in
 // shared memory.
-__device__ __forceinline__ void exchange_totals(const Lane& l, const Place& at, u32 own_totals, const float (&total)[8],
-                                                float (&across)[8]) {
+__device__ __forceinline__ void exchange_totals(const Lane& l, const Place& at, u32 own_totals,
+                                                const float (&total)[8], float (&across)[8]) {
   if (l.g == 0) {
 #pragma unroll
     for (int e = 0; e < 8; e += 2) store_shared(own_totals + 4 * e, total[e], total[e + 1]);
@@ -205,8 +213,10 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
     const int pair = group * SLICES + at.slice;
     at.pair = 1 + pair;
     at.exchange = shared + OFFSET(SharedMemory, keys) + pair * EXCHANGE_BYTES + 16 * l.lane;
-    const u32 bias = shared + OFFSET(SharedMemory, bias) + 4 * (32 * at.slice + 8 * l.t), own_totals = shared + OFFSET(SharedMemory, totals) + pair * 256 + at.half * 128 + 32 * l.t;
-    const u32 parts = shared + OFFSET(SharedMemory, parts) + pair * SLICE_PARTS + at.half * PARTS * PART_BYTES + 16 * l.lane;
+    const u32 bias = shared + OFFSET(SharedMemory, bias) + 4 * (32 * at.slice + 8 * l.t),
+              own_totals = shared + OFFSET(SharedMemory, totals) + pair * 256 + at.half * 128 + 32 * l.t;
+    const u32 parts = shared + OFFSET(SharedMemory, parts) + pair * SLICE_PARTS +
+                      at.half * PARTS * PART_BYTES + 16 * l.lane;
     const TaskPart part = make_task_part(p, shared, task);
     const int token = part.chunk_of(c) * C + at.half * HALF + 2 * l.p;
     int left = part.tokens - token;  // of this lane: left, up to 2
@@ -218,7 +228,9 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
     // Both warps of a pair process the same task and share a bias.
     const int channel = 32 * at.slice + l.lane;
     sync_pair(at.pair);
-    if (!at.half) store_shared(shared + OFFSET(SharedMemory, bias) + 4 * channel, __float_as_uint(gate_bias(p, gate, task.hv, channel)));
+    if (!at.half)
+      store_shared(shared + OFFSET(SharedMemory, bias) + 4 * channel,
+                   __float_as_uint(gate_bias(p, gate, task.hv, channel)));
     sync_pair(at.pair);
 #pragma unroll 1
     for (; c < task.stop; c += STRIDE) {
@@ -229,7 +241,10 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
 #if !FEW_REGISTERS
       gate_steps(raw, gate, bias, sum);
 #else  // the address recomputed to save registers
-      gate_steps(raw, gate, opaque(own_totals) + (OFFSET(SharedMemory, bias) + 128 * at.slice - OFFSET(SharedMemory, totals) - pair * 256 - at.half * 128), sum);
+      gate_steps(raw, gate,
+                 opaque(own_totals) + (OFFSET(SharedMemory, bias) + 128 * at.slice -
+                                       OFFSET(SharedMemory, totals) - pair * 256 - at.half * 128),
+                 sum);
 #endif
       advance(from);
       left -= STRIDE * C;

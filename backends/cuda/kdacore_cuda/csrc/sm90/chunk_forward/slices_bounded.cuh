@@ -2,13 +2,14 @@
 // representable and one product gives all pairs. Part of slices.cuh.
 #pragma once
 
-__device__ __forceinline__ void sum_steps(const Raw&, float (&s)[2][8], float (&total)[8], const Lane& l, Products&) {
+__device__ __forceinline__ void sum_steps(const Raw&, float (&s)[2][8], float (&total)[8], const Lane& l,
+                                          Products&) {
   sum_steps(s, total, l);
 }
 
 __device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8], const float (&total)[8],
-                                              const float (&across)[8], const Lane& l, const Place& at, Products& sums,
-                                              Across& across_sums, const NextLoad& next) {
+                                              const float (&across)[8], const Lane& l, const Place& at,
+                                              Products& sums, Across& across_sums, const NextLoad& next) {
   float to_end[8];
 #pragma unroll
   for (int e = 0; e < 8; ++e) to_end[e] = exp2_fast(total[e] - SHIFT);

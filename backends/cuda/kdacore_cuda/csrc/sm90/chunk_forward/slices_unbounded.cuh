@@ -7,7 +7,9 @@
 
 // The triangles' operands are multiplied in 16 bits: their errors average out over the channels
 // summed.
-__device__ __forceinline__ u32 scaled(u32 x, float low, float high) { return multiply_bf16(x, pack_bf16(low, high)); }
+__device__ __forceinline__ u32 scaled(u32 x, float low, float high) {
+  return multiply_bf16(x, pack_bf16(low, high));
+}
 
 __device__ __forceinline__ void pair_products(const Raw& raw, const float (&s)[2][8], Products& sums) {
 #pragma unroll
@@ -24,8 +26,9 @@ __device__ __forceinline__ void pair_products(const Raw& raw, const float (&s)[2
 }
 
 // `s` holds sums within the lane's sub-block (half of this level's block), `total` the sub-block's.
-__device__ __forceinline__ void level_products(const Raw& raw, const float (&s)[2][8], const float (&total)[8], const Lane& l,
-                                               int level, Products& sums) {
+__device__ __forceinline__ void level_products(const Raw& raw, const float (&s)[2][8],
+                                               const float (&total)[8], const Lane& l, int level,
+                                               Products& sums) {
   const int bit = lane_bit(level);
   const bool right = l.lane & bit;
   const float base = right ? 0.0f : -1.0f;
@@ -57,7 +60,8 @@ __device__ __forceinline__ void level_products(const Raw& raw, const float (&s)[
 
 // Replaces steps by their inclusive sums from the half's first token; `total` gets the sum of the
 // half. Adds all pairs' products.
-__device__ __forceinline__ void sum_steps(const Raw& raw, float (&s)[2][8], float (&total)[8], const Lane& l, Products& sums) {
+__device__ __forceinline__ void sum_steps(const Raw& raw, float (&s)[2][8], float (&total)[8], const Lane& l,
+                                          Products& sums) {
   pair_products(raw, s, sums);
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
@@ -80,8 +84,8 @@ __device__ __forceinline__ void sum_steps(const Raw& raw, float (&s)[2][8], floa
 }
 
 __device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8], const float (&total)[8],
-                                              const float (&across)[8], const Lane& l, const Place& at, Products& sums,
-                                              Across& across_sums, const NextLoad& next) {
+                                              const float (&across)[8], const Lane& l, const Place& at,
+                                              Products& sums, Across& across_sums, const NextLoad& next) {
   u32 kp[2][4], qp[2][4];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

@@ -27,8 +27,10 @@ __device__ __forceinline__ void store_across(u32 stage, const Lane& l, const Acr
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const u32 to = stage + (j >> 3) * 256 + (2 * l.p + h) * 16 + (j & 7) * 2;
-      store_shared(to + OFFSET(ChunkImage, kk_across), pack_bf16(sums.tile[0][2 * h + c], sums.tile[1][2 * h + c]));
-      store_shared(to + OFFSET(ChunkImage, qk_across), pack_bf16(sums.tile[2][2 * h + c], sums.tile[3][2 * h + c]));
+      store_shared(to + OFFSET(ChunkImage, kk_across),
+                   pack_bf16(sums.tile[0][2 * h + c], sums.tile[1][2 * h + c]));
+      store_shared(to + OFFSET(ChunkImage, qk_across),
+                   pack_bf16(sums.tile[2][2 * h + c], sums.tile[3][2 * h + c]));
     }
   }
 }
@@ -59,7 +61,8 @@ __device__ __forceinline__ void copy_out(u32 stage, u32 full, u32 at, u32 bytes,
 #if CLUSTER > 1
 #pragma unroll
   for (int to = 0; to < SCANNERS; ++to) {
-    if (to != rank) copy_to_block(cluster_address(stage + at, to), stage + at, bytes, cluster_address(full, to));
+    if (to != rank)
+      copy_to_block(cluster_address(stage + at, to), stage + at, bytes, cluster_address(full, to));
   }
 #endif
 }
@@ -75,8 +78,10 @@ __device__ __forceinline__ void publish_operands(u32 stage, u32 full, int lane, 
 // complete earlier.
 __device__ __forceinline__ void publish(u32 stage, u32 full, int lane, int rank) {
   fence_async_proxy();
-  if (rank < SCANNERS) warp_arrive(full, lane);
-  else sync_warp();
+  if (rank < SCANNERS)
+    warp_arrive(full, lane);
+  else
+    sync_warp();
   if (lane == 0) {
 #if CLUSTER > 1
 #pragma unroll
@@ -126,13 +131,15 @@ __device__ __forceinline__ void solver_warp(const ChunkForwardParams& p, u32 sha
     const TaskPart part = make_task_part(p, shared, task);
     const int first = part.chunk_of(c) * C + HALF * half + 2 * l.p;
     int left = part.tokens - first;  // of this lane: left, up to 2
-    u64 from = p.beta + size * (part.sequence.batch * p.beta_sb + task.hv * p.beta_sh) + (part.sequence.first + first) * token;
+    u64 from = p.beta + size * (part.sequence.batch * p.beta_sb + task.hv * p.beta_sh) +
+               (part.sequence.first + first) * token;
     u32 beta[2];
     load_beta(p, from, token, left, beta);
 #pragma unroll 1
     for (; c < task.stop; c += STEPS) {
       const int slot = c % STAGES, i = c / CLUSTER, group = i % GROUPS;  // i: of the block's steps
-      const u32 stage = shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH, full = shared + OFFSET(SharedMemory, full) + 8 * slot;
+      const u32 stage = shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH,
+                full = shared + OFFSET(SharedMemory, full) + 8 * slot;
       const u32 parts = shared + OFFSET(SharedMemory, parts) + group * SLICES * SLICE_PARTS + 16 * l.lane;
       const u32 parts_read = shared + OFFSET(SharedMemory, parts_read) + 8 * group;
       barrier_wait(shared + OFFSET(SharedMemory, parts_ready) + 8 * pair, (u32)(i / SOLVERS & 1));
@@ -164,7 +171,8 @@ __device__ __forceinline__ void solver_warp(const ChunkForwardParams& p, u32 sha
       } else {
         Across across = {};
 #pragma unroll 2
-        for (int slice = 0; slice < SLICES; ++slice) add_tiles(across.tile, parts + slice * SLICE_PARTS + 2 * PARTS * PART_BYTES);
+        for (int slice = 0; slice < SLICES; ++slice)
+          add_tiles(across.tile, parts + slice * SLICE_PARTS + 2 * PARTS * PART_BYTES);
         warp_arrive(parts_read, l.lane);
         store_across(stage, l, across);
       }

@@ -40,7 +40,8 @@ __device__ __forceinline__ void store_strip(const Strip& d, u32 to, u32 bytes) {
 // Akk's blocks of columns 16m .. 16m + 15, on and below the diagonal.
 __device__ __forceinline__ void load_inverse(u32 (&a)[4][4], u32 at, int m, int lane) {
 #pragma unroll
-  for (int i = m; i < 4; ++i) load_matrix4(a[i], at + 16 * i * INVERSE_ROW + matrix_at<INVERSE_ROW>(2 * m, lane));
+  for (int i = m; i < 4; ++i)
+    load_matrix4(a[i], at + 16 * i * INVERSE_ROW + matrix_at<INVERSE_ROW>(2 * m, lane));
   a[m][2] = 0;  // right of the diagonal
 }
 
@@ -62,7 +63,8 @@ struct Gates {
 template <class S>
 __device__ __forceinline__ u32 gate_at(u32 shared, int token, int strip, int half, int lane) {
   const int g = lane >> 2;
-  return shared + S::G_AT + token * S::FLOAT_ROW + swizzled_piece(token, 4 * strip + 2 * half + (g >> 2)) + 4 * (g & 3);
+  return shared + S::G_AT + token * S::FLOAT_ROW + swizzled_piece(token, 4 * strip + 2 * half + (g >> 2)) +
+         4 * (g & 3);
 }
 template <class S>
 __device__ __forceinline__ Gates make_gates(u32 shared, int rows, int strip, int lane) {
@@ -85,7 +87,8 @@ __device__ __forceinline__ Decays load_decays(const Gates& g, int m) {
 #pragma unroll
   for (int x = 0; x < 4; ++x) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) r.x[x][i] = load_shared1(g.at[i][x >> 1] + (16 * m + 8 * (x & 1)) * S::FLOAT_ROW);
+    for (int i = 0; i < 2; ++i)
+      r.x[x][i] = load_shared1(g.at[i][x >> 1] + (16 * m + 8 * (x & 1)) * S::FLOAT_ROW);
   }
   return r;
 }
@@ -127,7 +130,8 @@ __device__ __forceinline__ void make_w(Strip& w, u32 shared, int strip, const Ga
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
       const float sum0 = sums.x[x][0], sum1 = sums.x[x][1];
-      const float y0 = half_low(k[x]) * exp2_fast(sum0) * beta.x[x & 1].x, y1 = half_high(k[x]) * exp2_fast(sum1) * beta.x[x & 1].y;
+      const float y0 = half_low(k[x]) * exp2_fast(sum0) * beta.x[x & 1].x,
+                  y1 = half_high(k[x]) * exp2_fast(sum1) * beta.x[x & 1].y;
       high[x] = pack_half(y0, y1);
       rest[x] = pack_half(y0 - half_low(high[x]), y1 - half_high(high[x]));
       k[x] = scaled(k[x], exp2_fast(gates.last[x >> 1] - sum0), exp2_fast(gates.last[x >> 1] - sum1));
@@ -160,13 +164,15 @@ __device__ __forceinline__ void make_qg(u32 shared, int strip, const Gates& gate
 }
 
 template <class S>
-__device__ __forceinline__ void recompute(const RecomputeParams& p, const Chunk& c, int part, bool kept, u32 shared) {
+__device__ __forceinline__ void recompute(const RecomputeParams& p, const Chunk& c, int part, bool kept,
+                                          u32 shared) {
   constexpr int STRIPS = S::WIDTH / 16 / WARPS;  // of a warp
   const int lane = thread_index() & 31, warp = thread_index() >> 5;
   fetch_chunk<S>(p, c, part, shared);
 
   const OutputRows output_rows = make_output_rows<S>(p, c, part, kept);
-  const u32 halves = shared + output_rows.row * S::HALF_ROW + swizzled_piece(output_rows.row, output_rows.piece);
+  const u32 halves =
+      shared + output_rows.row * S::HALF_ROW + swizzled_piece(output_rows.row, output_rows.piece);
   if (S::DECAYS_AFTER_REST) {
     copy_async_wait<0>();
     fetch_decays<S>(p, c, part, shared);
@@ -180,7 +186,8 @@ __device__ __forceinline__ void recompute(const RecomputeParams& p, const Chunk&
   const Result<S> u = load_result<S>(halves + S::V_AT, S::HALF_ROW);
   if (WITH_Q) {
     sync_block();
-    fetch_rows<S::HALF_ROW>(shared + S::V_AT, part_of<S, 2>(p.q, p.q_sb, p.q_st, p.q_sh, c, c.h, part), c.rows);
+    fetch_rows<S::HALF_ROW>(shared + S::V_AT, part_of<S, 2>(p.q, p.q_sb, p.q_st, p.q_sh, c, c.h, part),
+                            c.rows);
     copy_async_commit();
   }
   store_result<S>(u, p.u, output_rows, c.rows);
@@ -207,7 +214,9 @@ __device__ __forceinline__ void recompute(const RecomputeParams& p, const Chunk&
   store_result<S>(load_result<S>(halves + S::K_AT, S::HALF_ROW), p.kg, output_rows, c.rows);
   if (WITH_Q) store_result<S>(load_result<S>(halves + S::V_AT, S::HALF_ROW), p.qg, output_rows, c.rows);
   const int piece = piece_of_w(output_rows.piece >> 1, output_rows.piece & 1);
-  const Result<S> w = load_result<S>(shared + S::G_AT + output_rows.row * S::FLOAT_ROW + swizzled_piece(output_rows.row, piece), S::FLOAT_ROW);
+  const Result<S> w = load_result<S>(
+      shared + S::G_AT + output_rows.row * S::FLOAT_ROW + swizzled_piece(output_rows.row, piece),
+      S::FLOAT_ROW);
   store_result<S>(w, p.w, output_rows, c.rows);
 }
 
@@ -219,7 +228,8 @@ KDA_KERNEL(THREADS, 4) KDA_CLUSTER(2) recompute_hopper(KDA_PARAM RecomputeParams
   const bool kept = item >= p.kept;
   const Chunk c = make_chunk(p, item);
   if (!c.rows) return;  // a slot of a pack that no chunk fills
-  if (block < p.in_turn) pause(block * (past < 0 ? BlockLayout<1>::START_DELAY : BlockLayout<2>::START_DELAY));
+  if (block < p.in_turn)
+    pause(block * (past < 0 ? BlockLayout<1>::START_DELAY : BlockLayout<2>::START_DELAY));
   if (past < 0) {
     recompute<BlockLayout<1>>(p, c, 0, kept, shared);
   } else {

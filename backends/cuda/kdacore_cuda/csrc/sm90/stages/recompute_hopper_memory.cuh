@@ -21,20 +21,23 @@ struct BlockLayout {
   // little faster with fewer open requests. Blocks with half a chunk run when there is little to do
   // and request all at once.
   static constexpr bool DECAYS_AFTER_REST = PARTS == 1;
-  static constexpr int START_DELAY = PARTS == 1 ? 24 : 14;  // cycles in which memory delivers about what it loads
+  static constexpr int START_DELAY =
+      PARTS == 1 ? 24 : 14;  // cycles in which memory delivers about what it loads
   static constexpr u32 HALF_ROW = 2 * WIDTH, FLOAT_ROW = 4 * WIDTH;
   struct Memory {
-    u16 k[C][WIDTH];  // then kg
-    u16 v[C][WIDTH];  // then u, q and qg
+    u16 k[C][WIDTH];    // then kg
+    u16 v[C][WIDTH];    // then u, q and qg
     float g[C][WIDTH];  // then w
     u16 inverse[C][C];
     float beta[C];
   };
   static constexpr u32 K_AT = OFFSET(Memory, k), V_AT = OFFSET(Memory, v), G_AT = OFFSET(Memory, g);
   static constexpr u32 INVERSE_AT = OFFSET(Memory, inverse), BETA_AT = OFFSET(Memory, beta);
-  static_assert(sizeof(Memory) <= (PARTS == 1 ? SHARED_WHOLE : SHARED_HALF), "the host's shared memory size is too small");
+  static_assert(sizeof(Memory) <= (PARTS == 1 ? SHARED_WHOLE : SHARED_HALF),
+                "the host's shared memory size is too small");
   // Rows of a result that a thread stores; a warp stores whole rows.
-  static constexpr int ROW_LANES = 2 * WIDTH / 16, ROWS_AT_ONCE = THREADS / ROW_LANES, THREAD_ROWS = C / ROWS_AT_ONCE;
+  static constexpr int ROW_LANES = 2 * WIDTH / 16, ROWS_AT_ONCE = THREADS / ROW_LANES,
+                       THREAD_ROWS = C / ROWS_AT_ONCE;
   static_assert(ROWS_AT_ONCE % 8 == 0, "all its rows have their pieces in the same order");
 };
 
@@ -62,13 +65,15 @@ __device__ __forceinline__ void fetch_inverse(u32 to, const Rows& from, int rows
   for (int n = 0; n < C / ROWS_AT_ONCE; ++n) {
     const int row = first + n * ROWS_AT_ONCE;
     if (piece >> 1 > row >> 4) continue;
-    copy_async16(to + row * INVERSE_ROW + swizzled_piece(row, piece), row_at(from, row) + 16 * piece, row < rows);
+    copy_async16(to + row * INVERSE_ROW + swizzled_piece(row, piece), row_at(from, row) + 16 * piece,
+                 row < rows);
   }
 }
 
 // This block's channels, or values, of an array's rows; SIZE: bytes of one.
 template <class S, int SIZE>
-__device__ __forceinline__ Rows part_of(u64 base, long long sb, long long st, long long sh, const Chunk& c, int head, int part) {
+__device__ __forceinline__ Rows part_of(u64 base, long long sb, long long st, long long sh, const Chunk& c,
+                                        int head, int part) {
   Rows r = make_rows(base, sb, st, sh, SIZE, c, head);
   r.at += SIZE * S::WIDTH * part;
   return r;
@@ -76,7 +81,8 @@ __device__ __forceinline__ Rows part_of(u64 base, long long sb, long long st, lo
 
 template <class S>
 __device__ __forceinline__ void fetch_decays(const RecomputeParams& p, const Chunk& c, int part, u32 shared) {
-  fetch_rows<S::FLOAT_ROW>(shared + S::G_AT, part_of<S, 4>(p.g, p.g_sb, p.g_st, p.g_sh, c, c.hv, part), c.rows);
+  fetch_rows<S::FLOAT_ROW>(shared + S::G_AT, part_of<S, 4>(p.g, p.g_sb, p.g_st, p.g_sh, c, c.hv, part),
+                           c.rows);
   copy_async_commit();
 }
 
@@ -88,7 +94,8 @@ __device__ __forceinline__ void fetch_chunk(const RecomputeParams& p, const Chun
   // Not converted yet: that would wait for the load before everything else has been requested.
   const long long beta_at = c.batch * p.beta_sb + (c.first + i) * p.beta_st + c.hv * p.beta_sh;
   const u32 beta = i < c.rows ? load_bits(p.beta + type_size(p.beta_type) * beta_at, p.beta_type) : 0;
-  fetch_rows<S::HALF_ROW>(shared + S::V_AT, part_of<S, 2>(p.v, p.v_sb, p.v_st, p.v_sh, c, c.hv, part), c.rows);
+  fetch_rows<S::HALF_ROW>(shared + S::V_AT, part_of<S, 2>(p.v, p.v_sb, p.v_st, p.v_sh, c, c.hv, part),
+                          c.rows);
   fetch_inverse(shared + S::INVERSE_AT, make_rows(p.Akk, p.Akk_sb, p.Akk_st, p.Akk_sh, 2, c, c.hv), c.rows);
   if (!S::DECAYS_AFTER_REST) copy_async_commit();
   fetch_rows<S::HALF_ROW>(shared + S::K_AT, part_of<S, 2>(p.k, p.k_sb, p.k_st, p.k_sh, c, c.h, part), c.rows);
@@ -102,7 +109,9 @@ __device__ __forceinline__ void fetch_chunk(const RecomputeParams& p, const Chun
 
 // Strips of w, 16 channels, take two of the four pieces of their decays, chosen so that eight lanes
 // that read a row use different banks.
-__device__ __forceinline__ int piece_of_w(int strip, int half) { return 4 * strip + 2 * (strip >> 1 & 1) + half; }
+__device__ __forceinline__ int piece_of_w(int strip, int half) {
+  return 4 * strip + 2 * (strip >> 1 & 1) + half;
+}
 
 // The rows of a result that a thread stores: the first row, its 16 bytes of each, where they go,
 // and whether they stay in L2.
@@ -112,7 +121,8 @@ struct OutputRows {
   u64 policy;
 };
 template <class S>
-__device__ __forceinline__ OutputRows make_output_rows(const RecomputeParams& p, const Chunk& c, int part, bool kept) {
+__device__ __forceinline__ OutputRows make_output_rows(const RecomputeParams& p, const Chunk& c, int part,
+                                                       bool kept) {
   OutputRows r;
   r.row = thread_index() / S::ROW_LANES;
   r.piece = thread_index() % S::ROW_LANES;

@@ -19,8 +19,8 @@ constexpr int STAGES = 3;  // of A: two are loaded ahead
 struct SharedMemory {
   struct {
     StateImage high, low;
-  } right[STAGES];           // A
-  u16 left[2][2][ROWS][K];   // S in two parts, twice: one is written while the other is read
+  } right[STAGES];          // A
+  u16 left[2][2][ROWS][K];  // S in two parts, twice: one is written while the other is read
   u64 barriers[STAGES];
 };
 constexpr u32 PART_BYTES = sizeof(u16[ROWS][K]), RIGHT_BYTES = 2 * STATE_BYTES;
@@ -40,7 +40,8 @@ struct Lane {
 
 // Lane 8i + r: row r of matrix i in the four of 16 rows and 16 channels; `left`: images of 32 rows.
 __device__ __forceinline__ u32 left_at(u32 left, const Lane& l, int kk) {
-  return left + (kk >> 2) * (PART_BYTES / 2) + swizzled(16 * l.strip + (l.lane & 15), 2 * (kk & 3) + (l.lane >> 4));
+  return left + (kk >> 2) * (PART_BYTES / 2) +
+         swizzled(16 * l.strip + (l.lane & 15), 2 * (kk & 3) + (l.lane >> 4));
 }
 
 __device__ __forceinline__ void store_left(const Sums& sums, u32 left, const Lane& l) {
@@ -86,7 +87,8 @@ KDA_KERNEL(THREADS, 1) chain(KDA_PARAM SegmentParams p) {
   if (segments < 2) return;
   const int warp = uniform(thread_index() >> 5), lane = thread_index() & 31;
   const int strip = warp / GROUPS, group = warp % GROUPS;
-  const Lane l = {lane, strip, group, ROWS * part + 16 * strip + (lane >> 2), CHANNELS * group + 2 * (lane & 3)};
+  const Lane l = {lane, strip, group, ROWS * part + 16 * strip + (lane >> 2),
+                  CHANNELS * group + 2 * (lane & 3)};
   const u64 first = (u64)first_segment(p, n) * p.HV + (item - n * p.HV);
   const auto map_of = [&](int j) { return p.maps + (first + (u64)j * p.HV) * MAP_BYTES; };
   // A of segment j, of which there is none for the first and the last.
@@ -95,7 +97,8 @@ KDA_KERNEL(THREADS, 1) chain(KDA_PARAM SegmentParams p) {
     if (thread_index() || j >= segments - 1) return;
     const u32 bar = shared + OFFSET(SharedMemory, barriers) + 8 * stage_of(j);
     barrier_expect(bar, RIGHT_BYTES);
-    copy_in(shared + OFFSET(SharedMemory, right) + stage_of(j) * RIGHT_BYTES, reinterpret_cast<const void*>(map_of(j) + OFFSET(SegmentMap, a_high)), RIGHT_BYTES, bar);
+    copy_in(shared + OFFSET(SharedMemory, right) + stage_of(j) * RIGHT_BYTES,
+            reinterpret_cast<const void*>(map_of(j) + OFFSET(SegmentMap, a_high)), RIGHT_BYTES, bar);
   };
   if (thread_index() < STAGES) barrier_init(shared + OFFSET(SharedMemory, barriers) + 8 * thread_index(), 1);
   fence_async_proxy();
@@ -110,7 +113,8 @@ KDA_KERNEL(THREADS, 1) chain(KDA_PARAM SegmentParams p) {
     write_pairs(sums.x, l.row, l.channel, p.starts + (first + (u64)j * p.HV) * FULL_STATE_BYTES);
     if (j == segments - 1) break;
     next = after_next;
-    if (j + 1 < segments - 1) read_pairs(after_next.x, l.row, l.channel, map_of(j + 1) + OFFSET(SegmentMap, b));
+    if (j + 1 < segments - 1)
+      read_pairs(after_next.x, l.row, l.channel, map_of(j + 1) + OFFSET(SegmentMap, b));
     const u32 left = shared + OFFSET(SharedMemory, left) + (j & 1) * 2 * PART_BYTES;
     store_left(sums, left, l);
     sync_block();  // and all have used A of the previous segment

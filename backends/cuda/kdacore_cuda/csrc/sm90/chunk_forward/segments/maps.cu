@@ -28,7 +28,8 @@ __device__ __forceinline__ Task find_task(const SegmentParams& p, int block) {
   return task;
 }
 
-__device__ __forceinline__ void initial_state(State& state, const SegmentParams& p, const Task& task, const Lane& l) {
+__device__ __forceinline__ void initial_state(State& state, const SegmentParams& p, const Task& task,
+                                              const Lane& l) {
   if (!task.from_identity) {
     const u64 h0 = task.x.index ? 0 : matrix_at(p.h0, task.x.state, p.flags);
     return read_state(state, l.row + l.g, l.t, h0, p.flags);
@@ -36,7 +37,8 @@ __device__ __forceinline__ void initial_state(State& state, const SegmentParams&
 #pragma unroll
   for (int j = 0; j < 2 * K_TILES; ++j) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) state.s[j][e] = l.row + l.g + 8 * (e >> 1) == 8 * j + 2 * l.t + (e & 1) ? 1.0f : 0.0f;
+    for (int e = 0; e < 4; ++e)
+      state.s[j][e] = l.row + l.g + 8 * (e >> 1) == 8 * j + 2 * l.t + (e & 1) ? 1.0f : 0.0f;
   }
 }
 
@@ -57,13 +59,16 @@ __device__ __forceinline__ void store_map(const State& state, u64 map, u32 share
   if (l.lane) return;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    copy_out(reinterpret_cast<void*>(map + OFFSET(SegmentMap, a_high) + i * (STATE_BYTES / 2) + l.row * IMAGE_ROW), out + i * ROWS, ROWS);
+    copy_out(
+        reinterpret_cast<void*>(map + OFFSET(SegmentMap, a_high) + i * (STATE_BYTES / 2) + l.row * IMAGE_ROW),
+        out + i * ROWS, ROWS);
   }
   copy_out_commit();
   copy_out_wait_read<0>();
 }
 
-__device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task& task, u32 shared, const Lane& l) {
+__device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task& task, u32 shared,
+                                             const Lane& l) {
   State state;
   initial_state(state, p, task, l);
   Operand s;
@@ -82,7 +87,8 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task&
 #pragma unroll 1
   for (int c = task.x.begin; c < task.x.end; ++c) {
     const u32 stage = ring.stage();
-    const u64 w = operand_descriptor(stage + OFFSET(ChunkOperands, w), 16, 1024), kg = operand_descriptor(stage + OFFSET(ChunkOperands, kg), SQUARE_BYTES, 1024);
+    const u64 w = operand_descriptor(stage + OFFSET(ChunkOperands, w), 16, 1024),
+              kg = operand_descriptor(stage + OFFSET(ChunkOperands, kg), SQUARE_BYTES, 1024);
     ring.wait_full();
     float prediction[2 * C_TILES][4] = {};  // S w^T
     fence_registers(prediction);
@@ -106,8 +112,10 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task&
     ring.next();
   }
   const u64 map = p.maps + task.x.place * MAP_BYTES;
-  if (task.from_identity) store_map(state, map, shared, l);
-  else write_pairs(state.s, l.row + l.g, 2 * l.t, map + OFFSET(SegmentMap, b));
+  if (task.from_identity)
+    store_map(state, map, shared, l);
+  else
+    write_pairs(state.s, l.row + l.g, 2 * l.t, map + OFFSET(SegmentMap, b));
 }
 
 KDA_KERNEL(THREADS, 1) maps(KDA_PARAM SegmentParams p) {
@@ -123,6 +131,7 @@ KDA_KERNEL(THREADS, 1) maps(KDA_PARAM SegmentParams p) {
     scan_segment(p, task, shared, make_lane(warp));
   } else {
     set_role_registers<0>();
-    if (warp == STATE_WARPS && (thread_index() & 31) == 0) produce(p, task.x, shared, task.from_identity ? OFFSET(ChunkOperands, u) : OFFSET(ChunkOperands, qg));
+    if (warp == STATE_WARPS && (thread_index() & 31) == 0)
+      produce(p, task.x, shared, task.from_identity ? OFFSET(ChunkOperands, u) : OFFSET(ChunkOperands, qg));
   }
 }

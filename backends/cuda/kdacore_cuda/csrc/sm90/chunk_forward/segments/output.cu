@@ -26,17 +26,21 @@ __device__ __forceinline__ long long first_checkpoint(const SegmentParams& p, in
 
 // Staging of a chunk's o: 64 tokens by this warp's 16 values, 32 bytes a token. The two pieces of a
 // row are swizzled so that eight rows do not share a bank.
-__device__ __forceinline__ u32 staged(int token, int piece) { return token * 32 + ((piece ^ (token >> 2 & 1)) << 4); }
+__device__ __forceinline__ u32 staged(int token, int piece) {
+  return token * 32 + ((piece ^ (token >> 2 & 1)) << 4);
+}
 
 __device__ __forceinline__ void stage_output(const TokenOperand& o, u32 rows, const Lane& l) {
 #pragma unroll
   for (int kk = 0; kk < C_TILES; ++kk) {
-    store_matrix4_transposed(rows + staged(16 * kk + 8 * (l.lane >> 4) + (l.lane & 7), l.lane >> 3 & 1), o.a[kk]);
+    store_matrix4_transposed(rows + staged(16 * kk + 8 * (l.lane >> 4) + (l.lane & 7), l.lane >> 3 & 1),
+                             o.a[kk]);
   }
   sync_warp();
 }
 
-__device__ __forceinline__ void store_output(u32 rows, unsigned char* to, long long token_bytes, int tokens, const Lane& l) {
+__device__ __forceinline__ void store_output(u32 rows, unsigned char* to, long long token_bytes, int tokens,
+                                             const Lane& l) {
   uint4 x[4];
 #pragma unroll
   for (int n = 0; n < 4; ++n) x[n] = load_shared_u4(rows + staged(16 * n + (l.lane >> 1), l.lane & 1));
@@ -47,12 +51,15 @@ __device__ __forceinline__ void store_output(u32 rows, unsigned char* to, long l
   }
 }
 
-__device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segment& x, u32 shared, const Lane& l) {
+__device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segment& x, u32 shared,
+                                             const Lane& l) {
   const int row = l.row + l.g;
   State state;
-  if (x.index) read_pairs(state.s, row, 2 * l.t, p.starts + x.place * FULL_STATE_BYTES);
-  else read_state(state, row, l.t, matrix_at(p.h0, x.state, p.flags), p.flags);
-  const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;  // chunks between checkpoints
+  if (x.index)
+    read_pairs(state.s, row, 2 * l.t, p.starts + x.place * FULL_STATE_BYTES);
+  else
+    read_state(state, row, l.t, matrix_at(p.h0, x.state, p.flags), p.flags);
+  const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;            // chunks between checkpoints
   int wait = p.ckpt_every ? (block - x.begin % block) % block : 1 << 30;  // until the next one
   u64 checkpoint = 0;
   if (p.ckpt_every) {
@@ -61,7 +68,8 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
   }
   const long long token_bytes = 2ll * p.HV * V;
   unsigned char* to = reinterpret_cast<unsigned char*>(p.o) +
-                      (x.s.batch * p.T + x.s.first + (long long)x.begin * C) * token_bytes + 2 * (x.hv * V + l.row);
+                      (x.s.batch * p.T + x.s.first + (long long)x.begin * C) * token_bytes +
+                      2 * (x.hv * V + l.row);
   int left = x.s.length - x.begin * C;  // tokens from this chunk on
   Operand s;
   pack_state(s, state);
@@ -77,8 +85,10 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
     }
     --wait;
     const u32 stage = ring.stage(), rows = stage + OFFSET(ChunkOperands, u) + l.row * IMAGE_ROW;
-    const u64 w = operand_descriptor(stage + OFFSET(ChunkOperands, w), 16, 1024), kg = operand_descriptor(stage + OFFSET(ChunkOperands, kg), SQUARE_BYTES, 1024);
-    const u64 qg = step(w, OFFSET(ChunkOperands, qg) - OFFSET(ChunkOperands, w)), aqk = step(w, OFFSET(ChunkOperands, aqk) - OFFSET(ChunkOperands, w));
+    const u64 w = operand_descriptor(stage + OFFSET(ChunkOperands, w), 16, 1024),
+              kg = operand_descriptor(stage + OFFSET(ChunkOperands, kg), SQUARE_BYTES, 1024);
+    const u64 qg = step(w, OFFSET(ChunkOperands, qg) - OFFSET(ChunkOperands, w)),
+              aqk = step(w, OFFSET(ChunkOperands, aqk) - OFFSET(ChunkOperands, w));
     ring.wait_full();
     float prediction[2 * C_TILES][4] = {}, o[2 * C_TILES][4] = {};
     fence_registers(prediction);
@@ -136,12 +146,15 @@ KDA_KERNEL(THREADS, 1) output(KDA_PARAM SegmentParams p) {
     if (x.index && x.begin >= x.s.chunks) return;
   }
   make_barriers(shared);
-  const int block = opaque(block_index()) / PARTS, part = opaque(block_index()) % PARTS;  // each role finds its segment: the producer has few registers
+  const int block = opaque(block_index()) / PARTS,
+            part =
+                opaque(block_index()) % PARTS;  // each role finds its segment: the producer has few registers
   if (warp < STATE_WARPS) {
     set_role_registers<1>();
     scan_segment(p, find_block(p, block), shared, make_lane(warp, part));
   } else {
     set_role_registers<0>();
-    if (warp == STATE_WARPS && (thread_index() & 31) == 0) produce(p, find_block(p, block), shared, sizeof(ChunkOperands), part);
+    if (warp == STATE_WARPS && (thread_index() & 31) == 0)
+      produce(p, find_block(p, block), shared, sizeof(ChunkOperands), part);
   }
 }

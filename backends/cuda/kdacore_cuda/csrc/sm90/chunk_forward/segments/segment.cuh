@@ -6,8 +6,9 @@
 // sequence's first, both by place: slot * HV + hv. Those of sequence n begin at first_segment(n); a
 // slot that no segment fills is never read or written.
 //
-//   maps    float B [V][K]; A [K, K] as two state images (chunk_backward/workspace.cuh) each for two bfloat16 parts, together about 16 bits. The first
-//           segment of a sequence has no A: its B includes the initial state
+//   maps    float B [V][K]; A [K, K] as two state images (chunk_backward/workspace.cuh), the two
+//           bfloat16 parts of it, together about 16 bits. The first segment of a sequence has no A:
+//           its B includes the initial state
 //   starts  float [V][K]
 #pragma once
 
@@ -25,7 +26,8 @@ constexpr u32 MAP_BYTES = sizeof(SegmentMap);
 
 // Slot of the first segment of sequence n.
 __device__ __forceinline__ int first_segment(const SegmentParams& p, int n) {
-  return p.cu_seqlens ? (int)(load_index(p.cu_seqlens, n, p.flags & FLAG_CU64) / (C * p.segment)) + n : n * p.segments;
+  return p.cu_seqlens ? (int)(load_index(p.cu_seqlens, n, p.flags & FLAG_CU64) / (C * p.segment)) + n
+                      : n * p.segments;
 }
 
 // Which sequence has slot `slot`: the last whose slots begin at or before it.
@@ -33,19 +35,21 @@ __device__ __forceinline__ int sequence_of(const SegmentParams& p, int slot) {
   int n = 0, beyond = p.N;
   while (beyond - n > 1) {
     const int middle = (n + beyond) >> 1;
-    if (first_segment(p, middle) <= slot) n = middle;
-    else beyond = middle;
+    if (first_segment(p, middle) <= slot)
+      n = middle;
+    else
+      beyond = middle;
   }
   return n;
 }
 
 // Chunks begin .. end - 1 of sequence n and value head hv, or none.
 struct Segment {
-  int n, hv, index;     // index: among the sequence's
+  int n, hv, index;  // index: among the sequence's
   int begin, end;
   Sequence s;
-  long long state;      // place of the sequence's and head's states
-  long long place;      // in maps and starts
+  long long state;  // place of the sequence's and head's states
+  long long place;  // in maps and starts
   __device__ __forceinline__ bool last() const { return end >= s.chunks; }
 };
 

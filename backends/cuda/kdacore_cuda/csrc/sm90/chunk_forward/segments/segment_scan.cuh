@@ -9,12 +9,14 @@
 #include "sm90/ring.cuh"
 #include "sm90/warp.cuh"
 
-constexpr int STATE_WARPS = 4 * WARPGROUPS;  // warps with 16 rows of the state each; the warp after them copies
-constexpr int PARTS = 2 / WARPGROUPS;     // blocks of one state
+constexpr int STATE_WARPS =
+    4 * WARPGROUPS;                    // warps with 16 rows of the state each; the warp after them copies
+constexpr int PARTS = 2 / WARPGROUPS;  // blocks of one state
 #if WARPGROUPS == 2
 // Registers are moved by warpgroups, so the producer's has three idle warps.
 constexpr int THREADS = 384, START_REGISTERS = 168, STATE_REGISTERS = 232, PRODUCER_REGISTERS = 40;
-static_assert(2 * STATE_REGISTERS + PRODUCER_REGISTERS <= 3 * START_REGISTERS, "more registers than the block has");
+static_assert(2 * STATE_REGISTERS + PRODUCER_REGISTERS <= 3 * START_REGISTERS,
+              "more registers than the block has");
 #else
 constexpr int THREADS = 160;
 #endif
@@ -37,25 +39,31 @@ struct SharedMemory {
   Stage stages[STAGES];
   u64 full[STAGES], empty[STAGES];  // barriers
 };
-static_assert(OFFSET(SharedMemory, empty) + 8 * STAGES <= SHARED_BYTES, "the host's shared memory size is too small");
+static_assert(OFFSET(SharedMemory, empty) + 8 * STAGES <= SHARED_BYTES,
+              "the host's shared memory size is too small");
 
 using OperandRing = Ring<STAGES, STAGE_LEAD, STAGE_PITCH, OFFSET(SharedMemory, full), 8 * STAGES>;
 
 __device__ __forceinline__ void make_barriers(u32 shared) {
-  if (thread_index() < 2 * STAGES) barrier_init(shared + OFFSET(SharedMemory, full) + 8 * thread_index(), thread_index() < STAGES ? 1 : STATE_WARPS * WARP_ARRIVALS);
+  if (thread_index() < 2 * STAGES)
+    barrier_init(shared + OFFSET(SharedMemory, full) + 8 * thread_index(),
+                 thread_index() < STAGES ? 1 : STATE_WARPS * WARP_ARRIVALS);
   fence_async_proxy();  // bulk copies use them
   sync_block();
 }
 
 // One thread loads the first `bytes` of every chunk's operands; for a block that has half the rows,
 // of u only its own rows.
-__device__ __forceinline__ void produce(const SegmentParams& p, const Segment& x, u32 shared, u32 bytes, int part = 0) {
+__device__ __forceinline__ void produce(const SegmentParams& p, const Segment& x, u32 shared, u32 bytes,
+                                        int part = 0) {
   OperandRing ring = {shared};
   const u64 step = (u64)p.HV * sizeof(ChunkOperands);
   u64 from = p.chunk_operands + ((u64)(x.s.slot + x.begin) * p.HV + x.hv) * sizeof(ChunkOperands);
   for (int c = x.begin; c < x.end; ++c, from += step) {
     ring.wait_empty();
-    const auto copy = [&](u32 at, u32 size) { copy_in(ring.stage() + at, reinterpret_cast<const void*>(from + at), size, ring.full()); };
+    const auto copy = [&](u32 at, u32 size) {
+      copy_in(ring.stage() + at, reinterpret_cast<const void*>(from + at), size, ring.full());
+    };
     if (PARTS == 1) {
       barrier_expect(ring.full(), bytes);
       copy(0, bytes);
@@ -71,8 +79,10 @@ __device__ __forceinline__ void produce(const SegmentParams& p, const Segment& x
 
 struct Lane {
   int lane, g, t;
-  int row;    // this warp's first row of the state
-  u32 piece;  // of a 16-row tile: where lane 8i + r finds row r of matrix i in four that make 16 columns, the first ones
+  int row;  // this warp's first row of the state
+  // In a 16-row tile: where lane 8i + r finds row r of matrix i of four that make the first 16
+  // columns.
+  u32 piece;
 };
 __device__ __forceinline__ Lane make_lane(int warp, int part = 0) {
   const int lane = thread_index() & 31;
@@ -87,7 +97,8 @@ __device__ __forceinline__ void load_u(TokenOperand& u, const Lane& l, u32 stage
 }
 
 // v = u - S w^T, rounded.
-__device__ __forceinline__ void subtract(TokenOperand& v, const TokenOperand& u, const float (&prediction)[2 * C_TILES][4]) {
+__device__ __forceinline__ void subtract(TokenOperand& v, const TokenOperand& u,
+                                         const float (&prediction)[2 * C_TILES][4]) {
 #pragma unroll
   for (int kk = 0; kk < C_TILES; ++kk) {
 #pragma unroll
@@ -105,4 +116,6 @@ __device__ __forceinline__ void multiply_channels(float (&x)[2 * C_TILES][4], co
 }
 
 // This warp has finished reading a stage.
-__device__ __forceinline__ void release(const Lane& l, const OperandRing& ring) { warp_arrive(ring.empty(), l.lane); }
+__device__ __forceinline__ void release(const Lane& l, const OperandRing& ring) {
+  warp_arrive(ring.empty(), l.lane);
+}

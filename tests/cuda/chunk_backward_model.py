@@ -1,7 +1,7 @@
 """The three backward kernels as NumPy functions in float64: what each reads and what it must write to the workspace.
 
 Workspace arrays here are plain matrices ``[slots, HV, ...]``; :func:`to_images` and :func:`from_images` convert to and
-from the byte images of csrc/sm90/backward/chunk.cuh. Slots that no sequence fills are NaN.
+from the byte images of csrc/sm90/chunk_backward/workspace.cuh. Slots that no sequence fills are NaN.
 """
 
 from __future__ import annotations

@@ -54,7 +54,11 @@ def build(kernel: KernelSource, params: ParamStruct) -> ctypes.CDLL:
 def _build(kernel: KernelSource, params: ParamStruct, *more: str) -> ctypes.CDLL:
     offsets = ", ".join(f"offsetof({params.name}, {name})" for name, _ in params.fields)
     # Elsewhere left operands' arrays end before their products do: registers are the compiler's there.
-    stay = "true" if kernel.path.startswith(("sm90/backward/", "sm90/segments/")) else "false"
+    stay = (
+        "true"
+        if kernel.path.startswith(("sm90/chunk_backward/", "sm90/chunk_forward/segments/"))
+        else "false"
+    )
     text = _RUNNER.format(
         path=kernel.path, params=params.name, entry=kernel.entry, offsets=offsets, stay=stay
     )

@@ -47,7 +47,7 @@ def test_gates(emulated: list[str], gate: str) -> None:
 @pytest.mark.parametrize("gate", ["random", "slow", "fast", "mixed"])
 def test_gates_without_a_bound(emulated: list[str], gate: str) -> None:
     check(draw(150, gate=gate), **(MODEL if gate == "random" else {}))
-    assert "SAFE0" in emulated[0] and "SAFE0" in emulated[2]
+    assert "BOUNDED0" in emulated[0] and "BOUNDED0" in emulated[2]
 
 
 def test_pack_of_hard_lengths_with_states(emulated: list[str]) -> None:

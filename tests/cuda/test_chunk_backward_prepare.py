@@ -75,20 +75,20 @@ def test_gates(emulated: list[str], gate: str) -> None:
     raw = gate in ("random", "init")
     check(draw(150, gate=gate), **(BOUNDED_MODEL if raw else SAFE_LOG))
     assert len(emulated) == 1
-    assert ("G_FLOAT0-SAFE1" if raw else "G_FLOAT1-SAFE1") in emulated[0]
+    assert ("G_FLOAT0-BOUNDED1" if raw else "G_FLOAT1-BOUNDED1") in emulated[0]
 
 
 @pytest.mark.parametrize("gate", ["random", "init", "fast", "slow", "spread", "mixed"])
 def test_gates_without_a_bound(emulated: list[str], gate: str) -> None:
     raw = gate in ("random", "init")
     check(draw(150, gate=gate), **(MODEL if raw else {}))
-    assert ("G_FLOAT0-SAFE0" if raw else "G_FLOAT1-SAFE0") in emulated[0]
+    assert ("G_FLOAT0-BOUNDED0" if raw else "G_FLOAT1-BOUNDED0") in emulated[0]
 
 
 @pytest.mark.parametrize("lower_bound", [-8.0, -30.0])
 def test_sigmoid_with_a_low_bound(emulated: list[str], lower_bound: float) -> None:
     check(draw(70), **MODEL, lower_bound=lower_bound)
-    assert "SAFE0" in emulated[0]
+    assert "BOUNDED0" in emulated[0]
 
 
 def test_one_quarter_keeps_everything(emulated: list[str]) -> None:

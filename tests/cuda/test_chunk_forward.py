@@ -92,7 +92,7 @@ def test_bounded_gates(
     use_cluster(monkeypatch, cluster)
     options = BOUNDED_MODEL if gate in ("random", "init") else SAFE_LOG
     check(draw(1, 100, K=K, gate=gate), output_final_state=True, **options)
-    assert "SAFE1" in emulated[0]
+    assert "BOUNDED1" in emulated[0]
 
 
 @pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 2)])
@@ -103,7 +103,7 @@ def test_unbounded_gates(
     use_cluster(monkeypatch, cluster)
     options = MODEL if gate in ("random", "init") else {}
     check(draw(1, 100, K=K, gate=gate), output_final_state=True, **options)
-    assert "SAFE0" in emulated[0]
+    assert "BOUNDED0" in emulated[0]
 
 
 @pytest.mark.parametrize("bounded", [True, False])

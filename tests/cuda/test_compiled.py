@@ -29,9 +29,9 @@ EXHAUSTIVE = pytest.mark.exhaustive
 def products(kernel: KernelSource) -> set[str]:
     """The matrix instructions a kernel has to have: none, a warp's, a warpgroup's, or both."""
     folder, _, name = kernel.path.rpartition("/")
-    if name in ("decode.cu", "sums.cu", "groups.cu"):
+    if name in ("recurrent.cu", "sums.cu", "groups.cu"):
         return set()
-    if folder == "common":
+    if folder.startswith("common/"):
         return {WARP, WARPGROUP} if dict(kernel.defines).get("WARPGROUP") else {WARP}
     # Hopper's own. The triangles of a chunk, 16 or 32 rows high, are a warp's work; scans of prepared chunks have none.
     alone = {
@@ -88,7 +88,7 @@ def check_portable(kernel: KernelSource, arch: str, folder: Path) -> None:
     built = compile_kernel(kernel, arch)
     assert b"\0" + kernel.entry.encode() + b"\0" in built.cubin
     assert built.usage().spills <= allowed(kernel, arch)
-    if kernel.entry != "decode":
+    if kernel.entry != "recurrent":
         path = folder / "kernel.cubin"
         path.write_bytes(built.cubin)
         assert found(disassemble(path)) == {WARP}
@@ -133,7 +133,7 @@ FLOAT_GATE = [
 @pytest.mark.parametrize(("kernel", "arch"), FLOAT_GATE)
 def test_chunk_forward_with_a_float32_gate_elsewhere(kernel: KernelSource, arch: str) -> None:
     """Not packaged there: compiled at the first call."""
-    assert b"\0prefill\0" in compile_kernel(kernel, arch).cubin
+    assert b"\0chunk_forward\0" in compile_kernel(kernel, arch).cubin
 
 
 @EXHAUSTIVE

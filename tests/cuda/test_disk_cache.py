@@ -53,7 +53,7 @@ def test_unusable_cache_folder_is_a_miss(tmp_path: Path) -> None:
 
 
 def test_load_or_compile_uses_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = KernelSource("common/decode.cu", "decode", (*KERNEL.defines, ("UNPACKAGED", 1)))
+    kernel = KernelSource("common/recurrent/recurrent.cu", "recurrent", (*KERNEL.defines, ("UNPACKAGED", 1)))
     disk = DiskCache(tmp_path / "cuda")
     first = cubin_lookup.load_or_compile(kernel, "sm_90a", disk)
 

@@ -12,7 +12,7 @@ import pytest
 from kdacore_cuda.kernel_source import gather_headers
 
 _TOY = """
-#include "sm90/backward/bulk.cuh"
+#include "sm90/bulk_copies.cuh"
 {body}
 extern "C" void count_banks(bool on) {{ emu::counts_banks = on; }}
 extern "C" const char* run(int wrong, float* in, float* out, int threads, unsigned seed) {{

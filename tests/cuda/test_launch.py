@@ -16,7 +16,7 @@ from kdacore.errors import BackendBuildError
 from kdacore_cuda import kernel_parameters, launch, prepacked_launch, recurrent
 from kdacore_cuda.compiler import compile_text
 from kdacore_cuda.driver import Driver, DriverError
-from kdacore_cuda.kernel_parameters import DECODE, GROUPS, ParamStruct
+from kdacore_cuda.kernel_parameters import GROUPS, RECURRENT, ParamStruct
 from kdacore_cuda.recurrent_kernels import RecurrentMode, recurrent_kernel
 
 _STUB = """
@@ -27,7 +27,7 @@ int cuDevicePrimaryCtxRetain(void** context, int device) { *context = (void*)(0x
 int cuCtxSetCurrent(void* context) { current = context; return 0; }
 int cuLibraryLoadData(void** l, const void* code, void* a, void* b, unsigned c, void* d, void* e, unsigned f) {
   *l = (void*)code; ++loads; return 0; }
-int cuLibraryGetKernel(void** k, void* l, const char* name) { *k = (void*)0x77; return strcmp(name, "decode") != 0; }
+int cuLibraryGetKernel(void** k, void* l, const char* name) { *k = (void*)0x77; return strcmp(name, "recurrent") != 0; }
 int cuKernelSetAttribute(int what, int value, void* k, int device) { limit = value; return 0; }
 int cuGetErrorName(int code, const char** text) { *text = "CUDA_ERROR_STUB"; return 0; }
 int cuLaunchKernelEx(const unsigned* config, void* f, void** arguments, void** extra) {
@@ -45,7 +45,7 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("driver")
     (folder / "stub.c").write_text(_STUB)
     library = folder / "libcuda.so.1"
-    size = f"-DSIZE={DECODE.size}"
+    size = f"-DSIZE={RECURRENT.size}"
     subprocess.run(["gcc", "-shared", "-fPIC", size, folder / "stub.c", "-o", library], check=True)
     return library
 
@@ -58,7 +58,7 @@ def make(stub: Path, monkeypatch: pytest.MonkeyPatch, shared: int = 1000) -> lau
     monkeypatch.setattr(launch, "_handles", {})
     return launch.Launcher(
         recurrent_kernel(64, False, False, RecurrentMode.GENERAL),
-        DECODE,
+        RECURRENT,
         64,
         shared,
     )
@@ -66,11 +66,11 @@ def make(stub: Path, monkeypatch: pytest.MonkeyPatch, shared: int = 1000) -> lau
 
 def test_launch_passes_what_was_packed(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = make(stub, monkeypatch)
-    values = tuple(range(1, len(DECODE.fields) + 1))
+    values = tuple(range(1, len(RECURRENT.fields) + 1))
     launcher(7, 0, "sm_90a", 0x55, values)
     library = ctypes.CDLL(str(stub))
-    seen = bytes((ctypes.c_ubyte * DECODE.size).in_dll(library, "params"))
-    assert DECODE.packer.unpack(seen) == values
+    seen = bytes((ctypes.c_ubyte * RECURRENT.size).in_dll(library, "params"))
+    assert RECURRENT.packer.unpack(seen) == values
     assert ctypes.c_uint.in_dll(library, "grid").value == 7
     assert ctypes.c_uint.in_dll(library, "block").value == 64
     assert ctypes.c_void_p.in_dll(library, "on_stream").value == 0x55
@@ -78,7 +78,7 @@ def test_launch_passes_what_was_packed(stub: Path, monkeypatch: pytest.MonkeyPat
 
 def test_large_shared_memory_is_asked_for(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = make(stub, monkeypatch, shared=100_000)
-    launcher(1, 0, "sm_90a", 0, (0,) * len(DECODE.fields))
+    launcher(1, 0, "sm_90a", 0, (0,) * len(RECURRENT.fields))
     assert ctypes.c_int.in_dll(ctypes.CDLL(str(stub)), "limit").value == 100_000
 
 
@@ -88,7 +88,7 @@ def test_a_refused_launch_raises(stub: Path, monkeypatch: pytest.MonkeyPatch) ->
     flag.value = 3
     try:
         with pytest.raises(DriverError, match="CUDA_ERROR_STUB"):
-            launcher(1, 0, "sm_90a", 0, (0,) * len(DECODE.fields))
+            launcher(1, 0, "sm_90a", 0, (0,) * len(RECURRENT.fields))
     finally:
         flag.value = 0
 
@@ -98,7 +98,7 @@ def make_fixed(
 ) -> prepacked_launch.PrepackedLauncher:
     """One whose calls give the first fields."""
     plain = make(stub, monkeypatch)
-    names = [name for name, _ in DECODE.fields]
+    names = [name for name, _ in RECURRENT.fields]
     given, rest = tuple(names[: -len(last)]), names[-len(last) :]
     return prepacked_launch.PrepackedLauncher(plain, given, dict(zip(rest, last, strict=True)))
 
@@ -108,7 +108,7 @@ def test_a_thread_without_a_context_gets_torchs(
     stub: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """As autograd's threads are before something in them has used CUDA."""
-    values = tuple(range(1, len(DECODE.fields) + 1))
+    values = tuple(range(1, len(RECURRENT.fields) + 1))
     given = values if kind == "plain" else values[:16]
     launcher = make(stub, monkeypatch) if kind == "plain" else make_fixed(stub, monkeypatch, values[16:])
     library = ctypes.CDLL(str(stub))
@@ -119,8 +119,8 @@ def test_a_thread_without_a_context_gets_torchs(
         assert current.value == 0x100 + 2
     finally:
         nowhere.value, current.value = 0, None
-    seen = bytes((ctypes.c_ubyte * DECODE.size).in_dll(library, "params"))
-    assert DECODE.packer.unpack(seen) == values
+    seen = bytes((ctypes.c_ubyte * RECURRENT.size).in_dll(library, "params"))
+    assert RECURRENT.packer.unpack(seen) == values
 
 
 @pytest.mark.parametrize("kind", ["plain", "fixed"])
@@ -128,13 +128,13 @@ def test_a_thread_without_a_context_gets_torchs(
 def test_launches_may_begin_early_where_the_architecture_has_that(
     stub: Path, monkeypatch: pytest.MonkeyPatch, arch: str, attributes: int, kind: str
 ) -> None:
-    values = tuple(range(1, len(DECODE.fields) + 1))
+    values = tuple(range(1, len(RECURRENT.fields) + 1))
     launcher = make(stub, monkeypatch) if kind == "plain" else make_fixed(stub, monkeypatch, values[16:])
     library = ctypes.CDLL(str(stub))
     for grid, stream in ((7, 0x55), (9, 0x66)):
         launcher(grid, 0, arch, stream, values if kind == "plain" else values[:16])
-        seen = bytes((ctypes.c_ubyte * DECODE.size).in_dll(library, "params"))
-        assert DECODE.packer.unpack(seen) == values
+        seen = bytes((ctypes.c_ubyte * RECURRENT.size).in_dll(library, "params"))
+        assert RECURRENT.packer.unpack(seen) == values
         assert ctypes.c_uint.in_dll(library, "grid").value == grid
         assert ctypes.c_uint.in_dll(library, "block").value == 64
         assert ctypes.c_uint.in_dll(library, "shared_size").value == 1000
@@ -150,9 +150,9 @@ def test_a_call_may_give_fields_with_zeros_between(stub: Path, monkeypatch: pyte
     launcher = prepacked_launch.PrepackedLauncher(plain, given, fixed_values)
     for values in ((11, 12, 13), (2**47 + 1, 0, 3)):
         launcher(1, 0, "sm_90a", 0, values)
-        seen = bytes((ctypes.c_ubyte * DECODE.size).in_dll(ctypes.CDLL(str(stub)), "params"))
+        seen = bytes((ctypes.c_ubyte * RECURRENT.size).in_dll(ctypes.CDLL(str(stub)), "params"))
         want = dict(zip(given, values, strict=True)) | fixed_values
-        assert DECODE.packer.unpack(seen) == tuple(want.get(n, 0) for n, _ in DECODE.fields)
+        assert RECURRENT.packer.unpack(seen) == tuple(want.get(n, 0) for n, _ in RECURRENT.fields)
 
 
 @pytest.mark.parametrize(
@@ -168,9 +168,9 @@ def test_fields_out_of_order_or_fixed_between_are_refused(
 
 
 def test_launchers_of_one_kernel_share_its_code(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = tuple(range(1, len(DECODE.fields) + 1))
+    values = tuple(range(1, len(RECURRENT.fields) + 1))
     first = make_fixed(stub, monkeypatch, values[16:])
-    third = launch.Launcher(first.launcher.kernel, DECODE, 64, 1000)
+    third = launch.Launcher(first.launcher.kernel, RECURRENT, 64, 1000)
     second = prepacked_launch.PrepackedLauncher(third, first.per_call, first.fixed)
     loads = ctypes.c_int.in_dll(ctypes.CDLL(str(stub)), "loads")
     before = loads.value
@@ -180,7 +180,7 @@ def test_launchers_of_one_kernel_share_its_code(stub: Path, monkeypatch: pytest.
 
 
 def test_a_refused_launch_of_fixed_values_raises(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = tuple(range(1, len(DECODE.fields) + 1))
+    values = tuple(range(1, len(RECURRENT.fields) + 1))
     launcher = make_fixed(stub, monkeypatch, values[16:])
     flag = ctypes.c_int.in_dll(ctypes.CDLL(str(stub)), "fail")
     flag.value = 3
@@ -246,10 +246,10 @@ def test_values_are_packed_at_their_offsets(params: ParamStruct) -> None:
 
 def test_the_emulator_lays_structs_out_alike() -> None:
     kernel = recurrent_kernel(64, True, False, RecurrentMode.ONE_TOKEN)
-    library = emulator.build(kernel, DECODE)
+    library = emulator.build(kernel, RECURRENT)
     library.offset_of.restype = ctypes.c_size_t
-    found = [library.offset_of(i) for i in range(len(DECODE.fields))]
-    assert found == list(DECODE.offsets.values())
+    found = [library.offset_of(i) for i in range(len(RECURRENT.fields))]
+    assert found == list(RECURRENT.offsets.values())
 
 
 def test_holes_are_refused() -> None:

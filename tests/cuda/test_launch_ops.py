@@ -38,14 +38,14 @@ from kdacore_cuda import (
 from kdacore_cuda.chunk_forward_kernels import chunk_forward_shared_bytes, chunk_forward_threads
 from kdacore_cuda.driver import Driver
 from kdacore_cuda.kernel_parameters import (
-    BACKWARD,
-    DECODE,
+    CHUNK_BACKWARD,
+    CHUNK_FORWARD,
     FLAGS,
     GATES,
     GROUPS,
     INTRA,
-    PREFILL,
     RECOMPUTE,
+    RECURRENT,
     SEGMENTS,
     SUMS,
     TYPES,
@@ -53,12 +53,12 @@ from kdacore_cuda.kernel_parameters import (
 from kdacore_cuda.stages_kernels import hopper_recompute_shared_bytes
 
 PARAMS = {
-    "decode": DECODE,
-    "prefill": PREFILL,
+    "recurrent": RECURRENT,
+    "chunk_forward": CHUNK_FORWARD,
     "intra": INTRA,
     "recompute": RECOMPUTE,
     "recompute_hopper": RECOMPUTE,
-    **dict.fromkeys(("prepare", "scan", "grads"), BACKWARD),
+    **dict.fromkeys(("prepare", "scan", "grads"), CHUNK_BACKWARD),
     "sums": SUMS,
     "groups": GROUPS,
     **dict.fromkeys(("maps", "chain", "output"), SEGMENTS),
@@ -219,7 +219,7 @@ def test_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, K: int, 
     got = chunk_forward.forward(request, inputs)
     (x,) = seen()
     cluster = 3 if K == 128 else 1
-    assert (x.entry, x.grid) == ("prefill", N * HV * cluster)
+    assert (x.entry, x.grid) == ("chunk_forward", N * HV * cluster)
     assert (x.block, x.shared) == (
         chunk_forward_threads(K, cluster),
         chunk_forward_shared_bytes(K, cluster, True),
@@ -227,7 +227,7 @@ def test_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, K: int, 
     assert x.limit == x.shared
     named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")}
     holds(x.params, **named, cu_seqlens=inputs.cu_seqlens, o=got.o, h0=inputs.initial_state)
-    holds(x.params, ht=got.final_state, ckpt=got.checkpoints, handed=None, clusters=0)
+    holds(x.params, ht=got.final_state, ckpt=got.checkpoints, cut_states=None, clusters=0)
     holds(
         x.params,
         T=T,
@@ -289,7 +289,7 @@ def test_chunk_forward_in_segments(seen: Recorder, packed: bool) -> None:
         prepare.params, **named, cu_seqlens=inputs.cu_seqlens, T=T, N=N, H=H, HV=HV, NT=18, units=chunks * HV
     )
     strided(prepare.params, **{name: named[name] for name in ("q", "k", "v", "g")})
-    operands = rest[0].params["records"]
+    operands = rest[0].params["chunk_operands"]
     holds(
         prepare.params,
         **{name: operands + first for name, (first, _) in chunk_forward_segments.CHUNK_OPERANDS.items()},
@@ -299,7 +299,10 @@ def test_chunk_forward_in_segments(seen: Recorder, packed: bool) -> None:
         assert x.params == rest[0].params
         assert x.limit == x.shared
         holds(
-            x.params, records=operands, maps=maps, starts=maps + slots * HV * chunk_forward_segments.MAP_BYTES
+            x.params,
+            chunk_operands=operands,
+            maps=maps,
+            starts=maps + slots * HV * chunk_forward_segments.MAP_BYTES,
         )
         holds(x.params, cu_seqlens=inputs.cu_seqlens, o=got.o, h0=inputs.initial_state, ht=got.final_state)
         holds(x.params, ckpt=got.checkpoints, T=T, N=N, HV=HV, NT=18, segment=16, segments=2, ckpt_every=128)
@@ -402,7 +405,7 @@ def test_recurrent(seen: Recorder) -> None:
     request = on_hopper(request_of("fused_recurrent_kda", inputs, **options))
     got = recurrent.forward(request, inputs)
     (x,) = seen()
-    assert x.entry == "decode"
+    assert x.entry == "recurrent"
     named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")}
     holds(x.params, **named, o=got.o, h0=inputs.initial_state, ht=inputs.initial_state)
     holds(x.params, indices=inputs.state_indices, accepted=None, cu_seqlens=None, T=1, H=H, HV=HV)
@@ -412,7 +415,7 @@ def test_recurrent(seen: Recorder) -> None:
     assert x.grid % (N * HV) == 0
 
 
-FRESH = {"o", "ht", "launch", "records", "maps", "starts", "kg", "qg", "w", "u", "aqk", "last"}
+FRESH = {"o", "ht", "launch", "chunk_operands", "maps", "starts", "kg", "qg", "w", "u", "aqk", "last"}
 """Parameters that are memory of the call's own, and the number of a launch."""
 
 
@@ -454,8 +457,9 @@ def test_cached_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, f
             [x.params[k] - x.params["last"] for k in ("kg", "qg", "w", "u", "aqk")]
             for x in (again[0], first[0])
         ]
-        assert places[0] == places[1] and again[0].params["last"] == again[-1].params["records"]
+        assert places[0] == places[1] and again[0].params["last"] == again[-1].params["chunk_operands"]
         sizes = [
-            [x.params[k] - x.params["records"] for k in ("maps", "starts")] for x in (again[-1], first[-1])
+            [x.params[k] - x.params["chunk_operands"] for k in ("maps", "starts")]
+            for x in (again[-1], first[-1])
         ]
         assert sizes[0] == sizes[1]

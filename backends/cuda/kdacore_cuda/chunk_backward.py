@@ -27,7 +27,7 @@ from kdacore_cuda.chunk_backward_kernels import (
     scan_warpgroups,
     sums_kernel,
 )
-from kdacore_cuda.kernel_parameters import BACKWARD, GATES, GROUPS, SUMS, TYPES
+from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, GATES, GROUPS, SUMS, TYPES
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.request_encoding import chunk_flags, contiguous_token_strides, has_bounded_gate, type_code
@@ -122,7 +122,7 @@ plan_of = PlanCache(_make_plan)
 @cache
 def launcher(kernel: ChunkBackwardKernel) -> Launcher:
     """The launcher of one kernel. All of them take the same parameters."""
-    return Launcher(kernel.source, BACKWARD, kernel.threads, kernel.shared)
+    return Launcher(kernel.source, CHUNK_BACKWARD, kernel.threads, kernel.shared)
 
 
 def make_workspace(plan: ChunkBackwardPlan, like: torch.Tensor, *names: str) -> Arrays:
@@ -158,7 +158,7 @@ def launch(kernel: ChunkBackwardKernel, plan: ChunkBackwardPlan, inputs: ChunkIn
     )
     named = dict(zip(_TOKENS, addresses, strict=True)) | dict(zip(_STRIDES, strides, strict=True))
     named |= {name: x.data_ptr() for name, x in (small | arrays).items()} | plan.sizes
-    values = tuple(named.get(name, 0) for name, _ in BACKWARD.fields)
+    values = tuple(named.get(name, 0) for name, _ in CHUNK_BACKWARD.fields)
     like = inputs.q
     torch_launch.launch(launcher(kernel), plan.grid(kernel, like.device.index), plan.arch, like, values)
     del kept, small  # copies live until the launch is queued

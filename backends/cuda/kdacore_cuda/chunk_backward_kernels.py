@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from kdacore_cuda.kernel_source import KernelSource
 
-_SOURCES = "sm90/backward"
+_SOURCES = "sm90/chunk_backward"
 
 
 class ChunkBackwardKernel(NamedTuple):
     """One launch of the chunk backward. All take
-    :data:`kdacore_cuda.kernel_parameters.BACKWARD`."""
+    :data:`kdacore_cuda.kernel_parameters.CHUNK_BACKWARD`."""
 
     source: KernelSource
     threads: int
@@ -86,11 +86,11 @@ def prepare_kernel(float_gate: bool, bounded: bool = True, for_segments: bool = 
     shared = _PREPARE_SHARED[bounded]
     defines: tuple[tuple[str, int], ...] = (
         ("G_FLOAT", int(float_gate)),
-        ("SAFE", int(bounded)),
+        ("BOUNDED", int(bounded)),
         ("SHARED_BYTES", shared),
     )
     if for_segments:
-        defines += (("RECORDS", 1),)
+        defines += (("FOR_SEGMENTS", 1),)
     return ChunkBackwardKernel(
         KernelSource(f"{_SOURCES}/prepare.cu", "prepare", defines),
         256,
@@ -110,7 +110,7 @@ def grads_kernel(float_gate: bool, grouped: bool, bounded: bool = True) -> Chunk
         bounded: every log decay lies in [-5, 0], so that one exponent anchor serves half a chunk.
     """
     shared = 232448
-    flags = {"G_FLOAT": float_gate, "GROUPED": grouped, "SAFE": bounded, "SHARED_LIMIT": shared}
+    flags = {"G_FLOAT": float_gate, "GROUPED": grouped, "BOUNDED": bounded, "SHARED_LIMIT": shared}
     defines = tuple((name, int(x)) for name, x in flags.items())
     source = KernelSource(f"{_SOURCES}/grads.cu", "grads", defines)
     return ChunkBackwardKernel(

@@ -24,7 +24,7 @@ from kdacore_cuda.chunk_forward_kernels import (
     resident_clusters,
 )
 from kdacore_cuda.chunk_forward_segments_kernels import use_segments
-from kdacore_cuda.kernel_parameters import GATES, PREFILL, TYPES
+from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, GATES, TYPES
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.request_encoding import chunk_flags, contiguous_token_strides, has_bounded_gate, type_code
@@ -93,7 +93,7 @@ plan_of = PlanCache(_make_plan)
 def _launcher(K: int, cluster: int, bounded: bool, float_gate: bool, arch: str) -> Launcher:
     return Launcher(
         chunk_forward_kernel(K, cluster, bounded, float_gate, arch),
-        PREFILL,
+        CHUNK_FORWARD,
         chunk_forward_threads(K, cluster, arch),
         chunk_forward_shared_bytes(K, cluster, bounded, arch),
     )

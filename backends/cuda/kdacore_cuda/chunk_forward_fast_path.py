@@ -11,7 +11,7 @@ import torch
 from kdacore.arrays.torch.private import Empty, allocator
 from kdacore.types import ChunkInputs, FastCall, Request
 from kdacore_cuda import chunk_forward, chunk_forward_segments, torch_launch
-from kdacore_cuda.kernel_parameters import PREFILL, SEGMENTS
+from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, SEGMENTS
 from kdacore_cuda.prepacked_launch import PrepackedLauncher
 from kdacore_cuda.request_encoding import contiguous_strides
 from kdacore_cuda.torch_arguments import ALIGNMENT, strides_without_copies
@@ -75,8 +75,8 @@ def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
 
 def _fused_launch(request: Request, strides: tuple[int, ...], index: int, empty: Empty) -> Launch:
     plan = chunk_forward.plan_of(request)
-    per_call = (*_TOKENS, "o", "h0", "ht", "handed", "launch")
-    packed = PrepackedLauncher(plan.launcher, per_call, PREFILL.last(*strides, *plan.sizes))
+    per_call = (*_TOKENS, "o", "h0", "ht", "cut_states", "launch")
+    packed = PrepackedLauncher(plan.launcher, per_call, CHUNK_FORWARD.last(*strides, *plan.sizes))
     start = torch_launch.prepacked_start(packed, plan.grid, plan.arch, index)
     size, numbers = plan.cut_states_size, chunk_forward.LAUNCH_NUMBERS
     shape, unit_stride = (size,), (1,)
@@ -95,7 +95,7 @@ def _segments_launch(request: Request, strides: tuple[int, ...], index: int, emp
     fixed = {**plan.chunks.sizes, **dict(zip(_STRIDES, strides, strict=True))}
     packed = PrepackedLauncher(prepare, (*_TOKENS, *_OPERANDS), fixed)
     start_prepare = torch_launch.prepacked_start(packed, units, arch, index)
-    per_call = ("cu_seqlens", "o", "h0", "ht", "records", "maps", "starts")
+    per_call = ("cu_seqlens", "o", "h0", "ht", "chunk_operands", "maps", "starts")
     sizes = SEGMENTS.last(*plan.sizes)
     start_others = [
         torch_launch.prepacked_start(PrepackedLauncher(launcher, per_call, sizes), grid, arch, index)

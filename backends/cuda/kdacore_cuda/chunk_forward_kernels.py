@@ -9,7 +9,7 @@ from itertools import product
 from typing import NamedTuple
 
 from kdacore_cuda.architectures import CLUSTER_ARCHS, HEAD_DIMS, HOPPER, SHARED_LIMITS
-from kdacore_cuda.kernel_parameters import STEP_TOKENS, TURN_STEPS
+from kdacore_cuda.kernel_parameters import SEQUENCE_OVERHEAD_STEPS, STEP_TOKENS
 from kdacore_cuda.kernel_source import KernelSource
 
 
@@ -52,7 +52,7 @@ def resident_clusters(K: int, cluster: int, items: int, multiprocessors: int, ar
 def cuts_items(T: int, items: int, clusters: int) -> bool:
     """Whether ``clusters`` equal parts of ``items`` sequences of ``T`` tokens cut one of them in
     two."""
-    cost = max(1, -(-T // STEP_TOKENS)) + TURN_STEPS
+    cost = max(1, -(-T // STEP_TOKENS)) + SEQUENCE_OVERHEAD_STEPS
     return -(-items * cost // clusters) % cost != 0
 
 
@@ -65,7 +65,7 @@ def cut_states_size(clusters: int) -> int:
 def chunk_forward_kernel(
     K: int, cluster: int, bounded: bool, float_gate: bool, arch: str = HOPPER
 ) -> KernelSource:
-    """The chunk forward kernel. Takes :data:`kdacore_cuda.kernel_parameters.PREFILL`.
+    """The chunk forward kernel. Takes :data:`kdacore_cuda.kernel_parameters.CHUNK_FORWARD`.
 
     Args:
         K: head dim, K = V.
@@ -79,12 +79,16 @@ def chunk_forward_kernel(
         ("K_DIM", K),
         ("V_DIM", K),
         ("CLUSTER", cluster),
-        ("SAFE", int(bounded)),
+        ("BOUNDED", int(bounded)),
         ("G_FLOAT", int(float_gate)),
         ("SHARED_LIMIT", chunk_forward_shared_bytes(K, cluster, bounded, arch)),
         *(_hopper_defines(cluster, bounded) if own else _portable_defines(K, cluster, bounded, arch)),
     )
-    return KernelSource("sm90/prefill.cu" if own else "common/prefill.cu", "prefill", defines)
+    return KernelSource(
+        "sm90/chunk_forward/chunk_forward.cu" if own else "common/chunk_forward/chunk_forward.cu",
+        "chunk_forward",
+        defines,
+    )
 
 
 def chunk_forward_threads(K: int, cluster: int, arch: str = HOPPER) -> int:

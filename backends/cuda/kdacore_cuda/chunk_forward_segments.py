@@ -26,7 +26,7 @@ from kdacore_cuda.chunk_forward_segments_kernels import (
     output_blocks,
     output_kernel,
 )
-from kdacore_cuda.kernel_parameters import BACKWARD, SEGMENTS
+from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, SEGMENTS
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.torch_arguments import address, contiguous, token_arguments
@@ -38,7 +38,7 @@ CHUNK_OPERANDS_BYTES = sum(size for _, size in _ORDER)
 MAP_BYTES, START_BYTES = 128 * 1024, 64 * 1024
 """Bytes of the map and of the starting state of one segment and value head."""
 
-_FIELD = {name: i for i, (name, _) in enumerate(BACKWARD.fields)}
+_FIELD = {name: i for i, (name, _) in enumerate(CHUNK_BACKWARD.fields)}
 _TOKEN_FIELDS = tuple(_FIELD[name] for name in ("q", "k", "v", "g", "beta"))
 _STRIDE_FIELDS = slice(_FIELD["q_sb"], _FIELD["q_sb"] + 15)
 
@@ -98,7 +98,7 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
     return ChunkForwardSegmentsPlan(
         chunks=chunks,
         launches=tuple(launches),
-        prepare_values=tuple(chunks.sizes.get(name, 0) for name, _ in BACKWARD.fields),
+        prepare_values=tuple(chunks.sizes.get(name, 0) for name, _ in CHUNK_BACKWARD.fields),
         units=units,
         segment_chunks=segment_chunks,
         slots=slots,

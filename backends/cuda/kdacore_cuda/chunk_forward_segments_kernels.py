@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kdacore_cuda.chunk_backward_kernels import prepare_kernel
 from kdacore_cuda.kernel_source import KernelSource
 
-_SOURCES = "sm90/segments"
+_SOURCES = "sm90/chunk_forward/segments"
 
 
 class SegmentsKernel(NamedTuple):

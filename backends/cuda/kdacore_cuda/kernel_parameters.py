@@ -66,14 +66,14 @@ _INPUTS: tuple[tuple[str, FieldType], ...] = tuple(
     (name, "ptr") for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "o")
 )
 
-PREFILL = ParamStruct(
-    "PrefillParams",
+CHUNK_FORWARD = ParamStruct(
+    "ChunkForwardParams",
     (
         *_INPUTS,
         ("h0", "ptr"),
         ("ht", "ptr"),
         ("ckpt", "ptr"),
-        ("handed", "ptr"),
+        ("cut_states", "ptr"),
         ("launch", "i64"),
         *_strided("q", "k", "v", "g", "beta"),
         ("T", "i64"),
@@ -90,28 +90,29 @@ PREFILL = ParamStruct(
         ("lower_bound", "f32"),
     ),
 )
-"""Parameters of the prefill kernels. Strides and sizes in elements; ``flags`` are the ``FLAG_*`` bits. ``clusters``:
-how many share all sequences and heads, or 0: one each; ``handed``: room for states of those cut in two and, behind it,
-flags that say which are there; ``launch``: what a raised flag holds, another number for every launch."""
+"""Parameters of the chunk forward kernels. Strides and sizes in elements; ``flags`` are the ``FLAG_*`` bits.
+``clusters``: how many clusters share all sequences and heads; 0: each has a cluster of its own. ``cut_states``: room
+for the states of sequences that two clusters share and, behind them, one flag a warp that says its part is written.
+``launch``: the value of a raised flag, different for every launch."""
 
-DECODE = ParamStruct(
-    "DecodeParams",
+RECURRENT = ParamStruct(
+    "RecurrentParams",
     (
         *_INPUTS,
         *((name, "ptr") for name in ("h0", "ht", "indices", "accepted")),
         *((name, "i64") for name in ("h0_row", "ht_row", "indices_row")),
         *_strided("q", "k", "v", "g", "beta"),
         *((name, "i64") for name in ("hv_factor", "group_factor")),
-        *((name, "i32") for name in ("T", "H", "HV", "hv_shift", "group_shift", "many")),
+        *((name, "i32") for name in ("T", "H", "HV", "hv_shift", "group_shift", "fills_device")),
         *((name, "i32") for name in ("gate", "flags")),
         *((name, "i32") for name in ("qkv_type", "g_type", "beta_type", "bias_type")),
         ("scale", "f32"),
         ("lower_bound", "f32"),
     ),
 )
-"""Parameters of the decode kernels; what changes from call to call comes first. ``i / HV`` is
-``i * hv_factor >> hv_shift``, and so for ``HV / H``, the group. ``many``: there are blocks for the whole device, so the
-next launch may be placed before this one begins."""
+"""Parameters of the recurrent kernels; what changes from call to call comes first. ``i / HV`` is computed as
+``i * hv_factor >> hv_shift``, and ``i / (HV / H)`` with ``group_factor`` and ``group_shift``. ``fills_device``: the
+grid occupies the whole device, so the next launch may be placed before this one begins."""
 
 INTRA = ParamStruct(
     "IntraParams",
@@ -150,8 +151,8 @@ RECOMPUTE = ParamStruct(
 """Parameters of the stage ``kda_recompute_w_u``; ``q`` and ``qg`` are 0 when q is not given. ``whole``, ``in_turn``,
 ``kept``: see :class:`kdacore_cuda.stages_kernels.RecomputeGrid`; 0 where it does not apply."""
 
-BACKWARD = ParamStruct(
-    "BackwardParams",
+CHUNK_BACKWARD = ParamStruct(
+    "ChunkBackwardParams",
     (
         *((name, "ptr") for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "d_o")),
         *((name, "ptr") for name in ("h0", "d_ht", "d_h0")),
@@ -167,21 +168,25 @@ BACKWARD = ParamStruct(
         *((name, "f32") for name in ("scale", "lower_bound", "floor", "centre")),
     ),
 )
-"""Parameters of the backward kernels, one struct for all; csrc/sm90/backward/chunk.cuh says what the workspace (kg to
-dr) holds. ``d_o`` ``[B, T, HV, V]`` and all gradients are contiguous. ``units``: slots times HV; ``NT``: chunks of a
-dense sequence. ``floor``: the lowest log2 decay of a step; ``centre``: an integer near half of what 32 steps there add
-up to. ``dA_part`` is float32 ``[units]``, ``dbias_part`` float32 ``[units, K]``."""
+"""Parameters of the backward kernels, one struct for all. csrc/sm90/chunk_backward/workspace.cuh describes the
+workspace (``kg`` to ``dr``). ``d_o`` ``[B, T, HV, V]`` and all gradients are contiguous. ``units``: chunk slots times
+HV; ``NT``: chunks of a dense sequence. ``floor``: the lowest log2 decay of a step; ``centre``: an integer near half of
+the sum of 32 such steps. ``dA_part`` is float32 ``[units]``, ``dbias_part`` float32 ``[units, K]``."""
 
 SEGMENTS = ParamStruct(
     "SegmentParams",
     (
-        *((name, "ptr") for name in ("cu_seqlens", "o", "h0", "ht", "ckpt", "records", "maps", "starts")),
+        *(
+            (name, "ptr")
+            for name in ("cu_seqlens", "o", "h0", "ht", "ckpt", "chunk_operands", "maps", "starts")
+        ),
         ("T", "i64"),
         *((name, "i32") for name in ("N", "HV", "NT", "segment", "segments", "ckpt_every", "flags")),
     ),
 )
-"""Parameters of the kernels that scan a call in segments; csrc/sm90/segments says what records, maps and starts hold.
-``NT`` and ``segments``: chunks and segments of a dense sequence; ``segment``: chunks of a segment."""
+"""Parameters of the kernels that process a call in segments; csrc/sm90/chunk_forward/segments describes
+``chunk_operands``, ``maps`` and ``starts``. ``NT`` and ``segments``: chunks and segments of a dense sequence;
+``segment``: chunks of a segment."""
 
 SUMS = ParamStruct(
     "SumsParams",
@@ -229,13 +234,12 @@ GATES: dict[str, int] = {"log": 0, "softplus": 1, "sigmoid": 2}
 TYPES: dict[str, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
-STEP_TOKENS, TURN_STEPS = 32, 2
-"""Hopper's prefill: tokens of a chunk; what a sequence costs beside its chunks, in chunks, as measured."""
+STEP_TOKENS, SEQUENCE_OVERHEAD_STEPS = 32, 2
+"""Chunk forward on Hopper: tokens of a chunk; the fixed cost of a sequence, in chunks, as measured."""
 
 
-def _guarded(name: str, text: str) -> str:
-    guard = f"KDACORE_{name.upper()}_CUH"
-    return f"#ifndef {guard}\n#define {guard}\n{text}#endif\n"
+def _once(text: str) -> str:
+    return "#pragma once\n" + text
 
 
 def constants_header() -> str:
@@ -251,15 +255,16 @@ def constants_header() -> str:
 def generated_headers() -> dict[str, str]:
     """Include name -> text of every header made from this file."""
     return {
-        "generated/params.cuh": _guarded("params", PREFILL.header()),
-        "generated/decode_params.cuh": _guarded("decode_params", DECODE.header()),
-        "generated/stage_params.cuh": _guarded("stage_params", INTRA.header() + RECOMPUTE.header()),
-        "generated/backward_params.cuh": _guarded(
-            "backward_params", BACKWARD.header() + SUMS.header() + GROUPS.header()
+        "generated/chunk_forward_params.cuh": _once(CHUNK_FORWARD.header()),
+        "generated/recurrent_params.cuh": _once(RECURRENT.header()),
+        "generated/stage_params.cuh": _once(INTRA.header() + RECOMPUTE.header()),
+        "generated/chunk_backward_params.cuh": _once(
+            CHUNK_BACKWARD.header() + SUMS.header() + GROUPS.header()
         ),
-        "generated/segment_params.cuh": _guarded("segment_params", SEGMENTS.header()),
-        "generated/steps.cuh": _guarded(
-            "steps", f"constexpr int STEP_TOKENS = {STEP_TOKENS};\nconstexpr int TURN_STEPS = {TURN_STEPS};\n"
+        "generated/segment_params.cuh": _once(SEGMENTS.header()),
+        "generated/steps.cuh": _once(
+            f"constexpr int STEP_TOKENS = {STEP_TOKENS};\n"
+            f"constexpr int SEQUENCE_OVERHEAD_STEPS = {SEQUENCE_OVERHEAD_STEPS};\n"
         ),
-        "generated/constants.cuh": _guarded("constants", constants_header()),
+        "generated/constants.cuh": _once(constants_header()),
     }

@@ -10,7 +10,7 @@ import torch
 from kdacore.types import Outputs, RecurrentInputs, Request
 from kdacore_cuda import torch_launch
 from kdacore_cuda.architectures import build_arch
-from kdacore_cuda.kernel_parameters import DECODE, FLAGS, GATES
+from kdacore_cuda.kernel_parameters import FLAGS, GATES, RECURRENT
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.prepacked_launch import PrepackedLauncher
@@ -21,7 +21,7 @@ from kdacore_cuda.torch_arguments import ALIGNMENT, contiguous, token_arguments
 FULL_DEVICE_ITEMS = 128
 """Sequences and heads from which the next launch may be placed before this one starts. With fewer,
 several launches would wait on the device at once, which was slower."""
-PER_CALL = tuple(name for name, _ in DECODE.fields[:16])
+PER_CALL = tuple(name for name, _ in RECURRENT.fields[:16])
 """Parameters that change from call to call: addresses, and the row strides of states and
 indices."""
 
@@ -82,7 +82,7 @@ def _make_launch(r: Request, strides: tuple[int, ...], mode: RecurrentMode) -> R
     bf16_state = r.state_dtype == "bfloat16"
     tile = recurrent_tile(r.K, r.state_v_first, bf16_state, mode)
     (hv_factor, hv_shift), (group_factor, group_shift) = division(r.HV), division(r.HV // r.H)
-    fixed = DECODE.last(
+    fixed = RECURRENT.last(
         *(*strides, hv_factor, group_factor),
         *(r.T, r.H, r.HV, hv_shift, group_shift, r.N * r.HV >= FULL_DEVICE_ITEMS),
         *(GATES[r.gate], flags),
@@ -90,7 +90,7 @@ def _make_launch(r: Request, strides: tuple[int, ...], mode: RecurrentMode) -> R
         *(r.scale, r.lower_bound or 0.0),
     )
     kernel = recurrent_kernel(r.K, r.state_v_first, bf16_state, mode)
-    plain = Launcher(kernel, DECODE, tile.threads, tile.shared_bytes(r.K, r.state_v_first))
+    plain = Launcher(kernel, RECURRENT, tile.threads, tile.shared_bytes(r.K, r.state_v_first))
     return RecurrentLaunch(PrepackedLauncher(plain, PER_CALL, fixed), r.N * r.HV * (r.V // tile.columns))
 
 

@@ -92,7 +92,7 @@ def recurrent_mode(r: Request) -> RecurrentMode:
 def recurrent_kernel(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> KernelSource:
     """The recurrent kernel for one head dim, state layout, state dtype and mode.
 
-    Takes :data:`kdacore_cuda.kernel_parameters.DECODE`. Arguments as of :func:`recurrent_tile`.
+    Takes :data:`kdacore_cuda.kernel_parameters.RECURRENT`. Arguments as of :func:`recurrent_tile`.
     """
     tile = recurrent_tile(K, v_first, bf16_state, mode)
     defines = (
@@ -105,7 +105,7 @@ def recurrent_kernel(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMod
         ("STATE_BF16", int(bf16_state)),
         ("MODE", int(mode)),
     )
-    return KernelSource("common/decode.cu", "decode", defines)
+    return KernelSource("common/recurrent/recurrent.cu", "recurrent", defines)
 
 
 def packaged_recurrent_kernels() -> Iterator[KernelSource]:

@@ -26,7 +26,7 @@ def intra_kernel(K: int, float16: bool) -> KernelSource:
         ("MIN_BLOCKS", 4),
         ("SHARED_LIMIT", intra_shared_bytes(K)),
     )
-    return KernelSource("common/intra.cu", "intra", defines)
+    return KernelSource("common/stages/intra.cu", "intra", defines)
 
 
 def intra_shared_bytes(K: int) -> int:
@@ -49,7 +49,7 @@ def recompute_kernel(K: int, V: int, float16: bool) -> KernelSource:
         ("MIN_BLOCKS", 3),
         ("SHARED_LIMIT", recompute_shared_bytes(K, V)),
     )
-    return KernelSource("common/recompute.cu", "recompute", defines)
+    return KernelSource("common/stages/recompute.cu", "recompute", defines)
 
 
 def recompute_shared_bytes(K: int, V: int) -> int:
@@ -88,7 +88,7 @@ def hopper_recompute_kernel(float16: bool, with_q: bool) -> KernelSource:
         ("SHARED_WHOLE", hopper_recompute_shared_bytes(1)),
         ("SHARED_HALF", hopper_recompute_shared_bytes(2)),
     )
-    return KernelSource("sm90/recompute/recompute_hopper.cu", "recompute_hopper", defines)
+    return KernelSource("sm90/stages/recompute_hopper.cu", "recompute_hopper", defines)
 
 
 def hopper_recompute_shared_bytes(blocks_per_item: int) -> int:

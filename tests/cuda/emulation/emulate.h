@@ -58,7 +58,7 @@ inline int grid_blocks() { return emu::grid; }
 
 inline int opaque(int x) { return x; }
 inline void wait_for_inputs() {}
-inline void let_next_start() {}
+inline void launch_dependents() {}
 inline void pause(u32) {}
 inline float exp2_fast(float x) { return emu::flush(exp2f(emu::flush(x))); }
 inline float log2_fast(float x) { return emu::flush(log2f(emu::flush(x))); }
@@ -80,7 +80,7 @@ inline u32 shuffle_xor(u32 x, int mask) { return emu::exchange({{x}})[(emu::me->
 inline int shuffle_xor(int x, int mask) { return (int)emu::exchange({{(u32)x}})[(emu::me->thread & 31) ^ mask].w[0]; }
 inline float shuffle(float x, int lane) { return emu::as_float(emu::exchange({{emu::as_u32(x)}})[lane & 31].w[0]); }
 inline int shuffle(int x, int lane) { return (int)emu::exchange({{(u32)x}})[lane & 31].w[0]; }
-inline u32 largest_of_warp(u32 x) {
+inline u32 warp_max(u32 x) {
   const auto all = emu::exchange({{x}});
   for (int lane = 0; lane < 32; ++lane) x = std::max(x, all[lane].w[0]);
   return x;
@@ -124,8 +124,8 @@ inline void store_global(void* p, uint4 v, u64 kept = 0) {
 }
 
 inline uint4 load_written(u64 p) { uint4 r; memcpy(&r, (const void*)p, 16); return r; }
-inline void raise_flag(u64 flag, u64 value) { *(u64*)flag = value; }
-inline void take_flag(u64 flag, u64 value) {
+inline void set_flag(u64 flag, u64 value) { *(u64*)flag = value; }
+inline void wait_and_clear_flag(u64 flag, u64 value) {
   while (*(u64*)flag != value) emu::block_while((const u32*)flag, ~0u, *(u32*)flag, "flag", (u32)flag);
   *(u64*)flag = 0;
 }

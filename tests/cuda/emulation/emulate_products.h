@@ -57,9 +57,9 @@ inline void warpgroup_commit() { emu::commit(); }
 template <int N>
 inline void warpgroup_wait() { emu::wait(N); }
 template <int N>
-inline void hold(float (&)[N][4]) {}
+inline void fence_registers(float (&)[N][4]) {}
 template <int N>
-inline void hold(u32 (&)[N][4]) {}
+inline void fence_registers(u32 (&)[N][4]) {}
 template <int TRANSPOSED, int N>
 inline void warpgroup_mma(float (&d)[N][4], const u32 (&a)[4], u64 b, int add) {
   emu::issue(&d[0][0], a, b, N, TRANSPOSED, add, false);

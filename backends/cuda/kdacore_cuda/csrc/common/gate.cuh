@@ -1,14 +1,13 @@
 // From the raw gate input to the decay of one token and channel, in log2, in float32 throughout.
-#ifndef KDACORE_GATE_CUH
-#define KDACORE_GATE_CUH
+#pragma once
 
 #include "common/ptx.cuh"
 #include "generated/constants.cuh"
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
-// One step may not fall below this log2 decay: 2^-126 is the smallest normal float, so anything smaller is zero anyway,
-// and sums over a chunk stay exact enough.
+// Lowest log2 decay of one step. 2^-126 is the smallest normal float32, so anything smaller is zero
+// anyway; the limit keeps sums over a chunk accurate.
 constexpr float LOWEST_STEP = -126.0f;
 
 // log(1 + e) for e in [0, 1], relative error 2e-7. lg2(1 + e) would lose the small e of slow gates.
@@ -31,7 +30,7 @@ __device__ __forceinline__ float softplus(float x) {
   return fmaxf(x, 0.0f) + log1p_unit(e);
 }
 
-// softplus in units of log(2): log2(1 + 2^y), relative error 1.4e-6 of what it adds to max(y, 0).
+// softplus in units of log(2): log2(1 + 2^y), relative error 1.4e-6 of its distance from max(y, 0).
 __device__ __forceinline__ float softplus2(float y) {
   const float e = exp2_fast(-fabsf(y));
   float p = 0.020401183f;
@@ -46,5 +45,3 @@ __device__ __forceinline__ float softplus2(float y) {
 
 // 1 / (1 + exp(-x))
 __device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.0f + exp2_fast(-LOG2E * x)); }
-
-#endif

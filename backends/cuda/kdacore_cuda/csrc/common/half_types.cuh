@@ -1,6 +1,6 @@
-// The 16-bit type of a training stage, HALF_F16 = 0 for bfloat16 and 1 for float16: packing, unpacking, products.
-#ifndef KDACORE_HALF_TYPES_CUH
-#define KDACORE_HALF_TYPES_CUH
+// The 16-bit type of a training stage, HALF_F16 = 0 for bfloat16 and 1 for float16: packing,
+// unpacking, products.
+#pragma once
 
 #include "common/ptx.cuh"
 
@@ -15,8 +15,7 @@ __device__ __forceinline__ u32 pack_f16(float low, float high) {
 }
 // d[16x8] += a[16x16] b[16x8], float16 operands, float32 sums.
 __device__ __forceinline__ void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -29,8 +28,10 @@ __device__ __forceinline__ void load_eight(u32 (&r)[2], const void* p, bool real
 __device__ __forceinline__ void store_eight(u64 address, u32 x, u32 y) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(x), "r"(y) : "memory");
 }
-// Asks for the 128 bytes around `p` to be brought to L2.
-__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+// Prefetches the 128 bytes around `p` to L2.
+__device__ __forceinline__ void prefetch_l2(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
 __device__ __forceinline__ int shuffle_int(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
 #endif  // KDACORE_EMULATE
@@ -64,15 +65,19 @@ __device__ __forceinline__ void mma_half(float (&d)[4], const u32 (&a)[4], u32 b
 #endif
 }
 
-__device__ __forceinline__ u32 word_of(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
+__device__ __forceinline__ u32 word_of(const uint4& x, int i) {
+  return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+}
 // Both halves of a word scaled.
-__device__ __forceinline__ u32 scaled(u32 x, float a, float b) { return pack_half(half_low(x) * a, half_high(x) * b); }
+__device__ __forceinline__ u32 scaled(u32 x, float a, float b) {
+  return pack_half(half_low(x) * a, half_high(x) * b);
+}
 // Element e (0..7) of eight 16-bit values.
 __device__ __forceinline__ float half_of(const uint4& x, int e) {
   const u32 w = word_of(x, e >> 1);
   return e & 1 ? half_high(w) : half_low(w);
 }
 // Element e (0..7) of eight floats.
-__device__ __forceinline__ float float_of(const uint4 (&x)[2], int e) { return __uint_as_float(word_of(x[e >> 2], e & 3)); }
-
-#endif
+__device__ __forceinline__ float float_of(const uint4 (&x)[2], int e) {
+  return __uint_as_float(word_of(x[e >> 2], e & 3));
+}

@@ -1,15 +1,17 @@
 // Typed loads of a few elements as float, the type known only at run time (uniform over the grid).
-#ifndef KDACORE_LOADS_CUH
-#define KDACORE_LOADS_CUH
+#pragma once
 
 #include "common/ptx.cuh"
 #include "generated/constants.cuh"
 
 __device__ __forceinline__ u32 load_bits(u64 address, int type) {
-  return type == TYPE_FLOAT32 ? *reinterpret_cast<const u32*>(address) : *reinterpret_cast<const u16*>(address);
+  return type == TYPE_FLOAT32 ? *reinterpret_cast<const u32*>(address)
+                              : *reinterpret_cast<const u16*>(address);
 }
 __device__ __forceinline__ float from_bits(u32 bits, int type) {
-  return type == TYPE_FLOAT32 ? __uint_as_float(bits) : type == TYPE_BFLOAT16 ? bf16_low(bits) : half_to_float((u16)bits);
+  return type == TYPE_FLOAT32    ? __uint_as_float(bits)
+         : type == TYPE_BFLOAT16 ? bf16_low(bits)
+                                 : half_to_float((u16)bits);
 }
 __device__ __forceinline__ float load_scalar(u64 base, long long index, int type) {
   return from_bits(load_bits(base + (type == TYPE_FLOAT32 ? 4 : 2) * index, type), type);
@@ -42,7 +44,6 @@ __device__ __forceinline__ void store_four(u64 base, long long index, int type, 
 }
 
 __device__ __forceinline__ long long load_index(u64 base, long long index, bool wide) {
-  return wide ? reinterpret_cast<const long long*>(base)[index] : (long long)reinterpret_cast<const int*>(base)[index];
+  return wide ? reinterpret_cast<const long long*>(base)[index]
+              : (long long)reinterpret_cast<const int*>(base)[index];
 }
-
-#endif

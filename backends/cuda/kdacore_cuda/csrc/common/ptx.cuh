@@ -1,11 +1,20 @@
-// Every PTX instruction the kernels use, one small function each. The CPU emulator of the tests provides the same
-// functions under KDACORE_EMULATE, so the kernels themselves run unchanged without a GPU.
-#ifndef KDACORE_PTX_CUH
-#define KDACORE_PTX_CUH
+// Every PTX instruction the kernels use, one small function each. The CPU emulator of the tests
+// provides the same functions under KDACORE_EMULATE, so the kernels themselves run unchanged
+// without a GPU.
+#pragma once
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
+
+// Byte offset of a field of a structure that describes shared memory. An address in shared memory
+// is a 32-bit number here, as ldmatrix, mbarrier, wgmma and bulk copies take it; the structures
+// give the layout, the sizes and the types.
+#ifdef KDACORE_EMULATE
+#define OFFSET(structure, field) ((u32)offsetof(structure, field))
+#else  // NVRTC has no offsetof of its own
+#define OFFSET(structure, field) ((u32)__INTADDR__(&((structure*)0)->field))
+#endif
 
 #ifdef KDACORE_EMULATE
 #include <emulate.h>
@@ -20,23 +29,25 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvt
 __device__ __forceinline__ int thread_index() { return (int)threadIdx.x; }
 __device__ __forceinline__ int block_index() { return (int)blockIdx.x; }
 
-// --- order of launches --------------------------------------------------------------------------------------------
+// --- order of launches ---------------------------------------------------------------------------
 
-// A launch may begin while the one before it in the stream still runs: every thread of every kernel waits here before it reads
-// or writes device memory, that of blocks without work too (the launch after theirs waits for them alone).
+// A launch may begin while the previous one in the stream still runs, so every thread of every
+// kernel waits here before it reads or writes device memory. Blocks without work wait too, as the
+// next launch waits for this one alone.
 __device__ __forceinline__ void wait_for_inputs() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// The next launch of the stream may take what room this one leaves; it waits for the end all the same.
-__device__ __forceinline__ void let_next_start() {
+// Lets the next launch of the stream use free multiprocessors; it still waits for this one in
+// wait_for_inputs.
+__device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
-// For so many cycles of this multiprocessor.
+// Waits for this many cycles of the multiprocessor's clock.
 __device__ __forceinline__ void pause(u32 cycles) {
   u32 begin, now;
   asm volatile("mov.u32 %0, %%clock;" : "=r"(begin)::"memory");
@@ -45,7 +56,7 @@ __device__ __forceinline__ void pause(u32 cycles) {
   } while (now - begin < cycles);
 }
 
-// --- arithmetic ---------------------------------------------------------------------------------------------------
+// --- arithmetic ----------------------------------------------------------------------------------
 
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
@@ -86,15 +97,18 @@ __device__ __forceinline__ u16 float_to_half(float x) {
   return y;
 }
 
-// The same value, its origin hidden from the compiler: what depends on it is not hoisted out of a loop into registers.
+// The same value with its origin hidden from the compiler, so that what depends on it is not
+// hoisted out of a loop into registers.
 __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-// --- lanes --------------------------------------------------------------------------------------------------------
+// --- lanes ---------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+__device__ __forceinline__ float shuffle_xor(float x, int mask) {
+  return __shfl_xor_sync(0xffffffffu, x, mask);
+}
 __device__ __forceinline__ u32 shuffle_xor(u32 x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 __device__ __forceinline__ int shuffle_xor(int x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 __device__ __forceinline__ float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
@@ -102,18 +116,19 @@ __device__ __forceinline__ int shuffle(int x, int lane) { return __shfl_sync(0xf
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
 __device__ __forceinline__ void sync_block() { __syncthreads(); }
 
-// --- shared memory ------------------------------------------------------------------------------------------------
+// --- shared memory -------------------------------------------------------------------------------
 
 __device__ __forceinline__ void store_shared(u32 a, u32 x, u32 y, u32 z, u32 w) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w)
+               : "memory");
 }
 __device__ __forceinline__ void store_shared(u32 a, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(a), "f"(x), "f"(y) : "memory");
 }
-// Where `not_here` is 0; without a branch.
+// Stores if `not_here` is 0, without a branch.
 __device__ __forceinline__ void store_shared_unless(int not_here, u32 a, float x, float y) {
-  asm volatile("{ .reg .pred p; setp.eq.b32 p, %3, 0; @p st.shared.v2.f32 [%0], {%1, %2}; }" ::"r"(a), "f"(x), "f"(y),
-               "r"(not_here)
+  asm volatile("{ .reg .pred p; setp.eq.b32 p, %3, 0; @p st.shared.v2.f32 [%0], {%1, %2}; }" ::"r"(a), "f"(x),
+               "f"(y), "r"(not_here)
                : "memory");
 }
 __device__ __forceinline__ void store_shared(u32 a, u32 x) {
@@ -124,7 +139,10 @@ __device__ __forceinline__ void store_shared16(u32 a, u32 x) {
 }
 __device__ __forceinline__ float4 load_shared4(u32 a) {
   float4 r;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "r"(a) : "memory");
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w)
+               : "r"(a)
+               : "memory");
   return r;
 }
 __device__ __forceinline__ float load_shared1(u32 a) {
@@ -139,23 +157,27 @@ __device__ __forceinline__ float2 load_shared2(u32 a) {
 }
 __device__ __forceinline__ uint4 load_shared_u4(u32 a) {
   uint4 r;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(a) : "memory");
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "r"(a)
+               : "memory");
   return r;
 }
 
-// --- global memory ------------------------------------------------------------------------------------------------
+// --- global memory -------------------------------------------------------------------------------
 
-// 16 bytes; `r` keeps its value when `real` is false. Not L1::no_allocate, though few are read again: processes with it ran prefill
-// 0.4 to 5 % slower.
+// Loads 16 bytes; `r` keeps its value when `real` is false. Without L1::no_allocate, though few are
+// read again: with it chunk forward was 0.4 to 5 % slower.
 __device__ __forceinline__ void load_sixteen(uint4& r, const void* p, bool real) {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4]; }"
                : "+r"(r.x), "+r"(r.y), "+r"(r.z), "+r"(r.w)
                : "l"(p), "r"((int)real));
 }
 __device__ __forceinline__ void store_global(void* p, uint4 v) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
 }
-// Of a write: its line stays in L2 longer than others (`kept`), or like others.
+// Cache policy of a store: its line stays in L2 longer than others (`kept`) or not.
 __device__ __forceinline__ u64 write_policy(bool kept) {
   u64 policy;
   if (kept) {
@@ -166,22 +188,26 @@ __device__ __forceinline__ u64 write_policy(bool kept) {
   return policy;
 }
 __device__ __forceinline__ void store_global(void* p, uint4 v, u64 policy) {
-  asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w),
-               "l"(policy)
+  asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(p), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w), "l"(policy)
                : "memory");
 }
 
-// 16 bytes that another block may have written.
+// Loads 16 bytes that another block may have written.
 __device__ __forceinline__ uint4 load_written(u64 p) {
   uint4 r;
-  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "l"(p)
+               : "memory");
   return r;
 }
-// Tells another block, by a value, that all that was written before is there; waits for that and sets the flag to zero.
-__device__ __forceinline__ void raise_flag(u64 flag, u64 value) {
+// Sets a flag to `value`, after all earlier writes of this thread; waits for that value and clears
+// the flag.
+__device__ __forceinline__ void set_flag(u64 flag, u64 value) {
   asm volatile("st.release.gpu.global.b64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
-__device__ __forceinline__ void take_flag(u64 flag, u64 value) {
+__device__ __forceinline__ void wait_and_clear_flag(u64 flag, u64 value) {
   u64 found;
   do {
     asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(found) : "l"(flag) : "memory");
@@ -189,9 +215,11 @@ __device__ __forceinline__ void take_flag(u64 flag, u64 value) {
   asm volatile("st.global.b64 [%0], 0;" ::"l"(flag) : "memory");
 }
 
-// 16 bytes global to shared, asynchronously; zeros when `real` is false (then `src` is not read).
+// Copies 16 bytes from device to shared memory, asynchronously; zeros when `real` is false (then
+// `src` is not read).
 __device__ __forceinline__ void copy_async16(u32 dst, const void* src, bool real) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(real ? 16 : 0) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(real ? 16 : 0)
+               : "memory");
 }
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
@@ -199,7 +227,7 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// --- matrix unit --------------------------------------------------------------------------------------------------
+// --- matrix unit ---------------------------------------------------------------------------------
 
 __device__ __forceinline__ void load_matrix4(u32 (&r)[4], u32 a) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -213,11 +241,12 @@ __device__ __forceinline__ void load_matrix4_transposed(u32 (&r)[4], u32 a) {
                : "r"(a)
                : "memory");
 }
-// Four 8x8 tiles held one row pair a lane, stored transposed; lane 8i + r gives the address of stored row r of tile i.
+// Stores four 8x8 tiles transposed, of which each lane holds a row pair; lane 8i + r gives the
+// address of stored row r of tile i.
 __device__ __forceinline__ void store_matrix4_transposed(u32 a, const u32 (&r)[4]) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(r[0]), "r"(r[1]),
-               "r"(r[2]), "r"(r[3])
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 #else
   const int lane = threadIdx.x & 31;
@@ -231,14 +260,13 @@ __device__ __forceinline__ void store_matrix4_transposed(u32 a, const u32 (&r)[4
 }
 // d[16x8] += a[16x16] b[16x8], bf16 operands, float32 sums.
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// --- barriers in shared memory ------------------------------------------------------------------------------------
+// --- barriers in shared memory -------------------------------------------------------------------
 
 __device__ __forceinline__ void barrier_init(u32 bar, u32 count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
@@ -249,11 +277,10 @@ __device__ __forceinline__ void barrier_arrive(u32 bar) {
 __device__ __forceinline__ bool barrier_try(u32 bar, u32 parity) {
   u32 done;
 #if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-      : "=r"(done)
-      : "r"(bar), "r"(parity)
-      : "memory");
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(done)
+               : "r"(bar), "r"(parity)
+               : "memory");
 #else
   asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
                : "=r"(done)
@@ -267,10 +294,11 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
   }
 }
 
-// --- clusters -----------------------------------------------------------------------------------------------------
-// Arrivals name no scope: a cluster-scope release costs a device-wide memory barrier and a cluster-scope wait flushes L1.
-// Nothing in device memory is handed over: what one block hands another travels as a bulk copy that the barrier itself
-// counts, and what a remote arrival announces is that shared memory has been read.
+// --- clusters ------------------------------------------------------------------------------------
+// Arrivals name no scope: a cluster-scope release costs a device-wide memory barrier and a
+// cluster-scope wait flushes L1. They need none, as blocks of a cluster exchange nothing through
+// device memory: data goes from block to block as bulk copies that the barrier counts, and a remote
+// arrival says only that shared memory has been read.
 
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ u32 cluster_address(u32 a, u32 rank) {
@@ -285,22 +313,30 @@ __device__ __forceinline__ void barrier_expect_remote(u32 bar, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
                : "memory");
 }
-// Bytes from this block's shared memory to another's; completion is counted by the destination's barrier.
+// Copies bytes from this block's shared memory to another's; the destination's barrier counts them.
 __device__ __forceinline__ void copy_to_block(u32 dst, u32 src, u32 bytes, u32 bar) {
-  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
-               "r"(src), "r"(bytes), "r"(bar)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          dst),
+      "r"(src), "r"(bytes), "r"(bar)
+      : "memory");
 }
-__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 __device__ __forceinline__ void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
 }
 #endif
 
-// --- registers ----------------------------------------------------------------------------------------------------
+// --- registers -----------------------------------------------------------------------------------
 
-// Warpgroups trade registers: from the block's START each to N. sm_90a and its like only.
+// Changes the registers of a warpgroup's threads from the block's START to N (sm_90a and later
+// architecture-specific targets).
 template <int N, int START>
 __device__ __forceinline__ void set_registers() {
   if constexpr (N > START) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
@@ -308,4 +344,3 @@ __device__ __forceinline__ void set_registers() {
 }
 
 #endif  // KDACORE_EMULATE
-#endif

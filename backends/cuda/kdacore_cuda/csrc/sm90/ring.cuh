@@ -1,11 +1,12 @@
-// A ring of stages in shared memory, each with a barrier that says it is full and one that says it is empty.
-#ifndef KDACORE_RING_CUH
-#define KDACORE_RING_CUH
+// A ring of stages in shared memory. Each stage has two barriers: one completes when it is full,
+// one when it is empty.
+#pragma once
 
 #include "common/ptx.cuh"
 
-// Where one side of it stands. Stages lie PITCH bytes apart from AT on; the first is full as the barrier at FULL_AT says, the next as
-// that after it, and the barriers of empty ones lie EMPTY bytes after those of full ones. Filled for the first time at parity 0.
+// The position of a producer or a consumer. Stages begin at offset AT, PITCH bytes apart. The
+// barriers for full begin at FULL_AT, 8 bytes apart, those for empty EMPTY bytes after them. Stages
+// are filled for the first time at parity 0.
 template <int STAGES, u32 AT, u32 PITCH, u32 FULL_AT, u32 EMPTY>
 struct Ring {
   u32 shared;
@@ -22,5 +23,3 @@ struct Ring {
     }
   }
 };
-
-#endif

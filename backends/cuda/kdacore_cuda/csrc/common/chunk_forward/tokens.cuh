@@ -1,0 +1,176 @@
+// Two tokens by eight channels of the inputs in a lane's registers; gates, beta and norms.
+//
+// Lane (g, t) = (lane / 4, lane % 4) holds tokens 2p and 2p + 1 of 16, where p is g with bits 0 and
+// 1 swapped, and 8 channels (8t ..) of a slice of 32. Those are the lane's elements of mma
+// fragments under a permutation of channels, which does not change sums over channels; the swap
+// keeps 16-byte stores to a swizzled operand free of bank conflicts.
+#pragma once
+
+#include "common/gate.cuh"
+#include "common/loads.cuh"
+#include "generated/chunk_forward_params.cuh"
+
+constexpr int G_VECTORS = G_FLOAT ? 2 : 1;
+
+struct Raw {
+  uint4 k[2], q[2], g[2][G_VECTORS];
+};
+
+struct Gate {
+  int kind;
+  // log2 decay of one unit of the gate (of softplus2 for the softplus); its inverse for the sigmoid.
+  float unit;
+  float slope;  // sigmoid: -log2(e) exp(A_log)
+  u32 closed;   // bits of an input that means no decay
+};
+
+__device__ __forceinline__ int token_pair_of(int g) { return (g & 4) | (g & 1) << 1 | (g & 2) >> 1; }
+
+// Tokens past the end: zero inputs, no decay.
+__device__ __forceinline__ void clear_past_end(Raw& raw, int left, u32 closed) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (i < left) continue;
+    raw.k[i] = raw.q[i] = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int j = 0; j < G_VECTORS; ++j) raw.g[i][j] = make_uint4(closed, closed, closed, closed);
+  }
+}
+
+__device__ __forceinline__ u32 word(const uint4& x, int i) {
+  return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+}
+__device__ __forceinline__ float element(const uint4& x, int e) {
+  const u32 w = word(x, e >> 1);
+  return e & 1 ? bf16_high(w) : bf16_low(w);
+}
+__device__ __forceinline__ float gate_input(const Raw& raw, int i, int e) {
+#if G_FLOAT
+  return __uint_as_float(word(raw.g[i][e >> 2], e & 3));
+#else
+  return element(raw.g[i][0], e);
+#endif
+}
+
+// log2 decays of both tokens.
+__device__ __forceinline__ void gate_steps(const Raw& raw, const Gate& gate, u32 bias_at, float (&s)[2][8]) {
+  if (gate.kind == GATE_LOG) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      s[0][e] = gate_input(raw, 0, e) * LOG2E;
+      s[1][e] = gate_input(raw, 1, e) * LOG2E;
+    }
+    return;
+  }
+  const float4 b0 = load_shared4(bias_at), b1 = load_shared4(bias_at + 16);
+  const float bias[8] = {b0.x, b0.y, b0.z, b0.w, b1.x, b1.y, b1.z, b1.w};
+#if !BOUNDED
+  if (gate.kind == GATE_SOFTPLUS) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) s[i][e] = softplus2(gate_input(raw, i, e) * LOG2E + bias[e]) * gate.unit;
+    }
+    return;
+  }
+#endif
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      s[i][e] = reciprocal(exp2_fast(gate_input(raw, i, e) * gate.slope + bias[e]) * gate.unit + gate.unit);
+    }
+  }
+}
+
+struct Lane {
+  int lane, g, t, p;
+  float bit[3];  // the bits of p, as factors
+};
+
+__device__ __forceinline__ Lane make_lane() {
+  Lane l;
+  l.lane = opaque(thread_index() & 31);
+  l.g = l.lane >> 2;
+  l.t = l.lane & 3;
+  l.p = token_pair_of(l.g);
+#pragma unroll
+  for (int i = 0; i < 3; ++i) l.bit[i] = (float)(l.p >> i & 1);
+  return l;
+}
+
+// Replaces steps by their inclusive sums from the first of 16 tokens; `total` gets the sum of all.
+// Sums of earlier tokens never depend on later ones.
+__device__ __forceinline__ void sum_steps(float (&s)[2][8], float (&total)[8], const Lane& l) {
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    float sum = s[0][e] + s[1][e];
+    float other = shuffle_xor(sum, 8);
+    float before = other * l.bit[0];
+    sum += other;
+    other = shuffle_xor(sum, 4);
+    before += other * l.bit[1];
+    sum += other;
+    other = shuffle_xor(sum, 16);
+    before += other * l.bit[2];
+    total[e] = sum + other;
+    s[0][e] += before;
+    s[1][e] += s[0][e];
+  }
+}
+
+// Of the lane's two tokens: beta, inverse norm of k, scale over norm of q.
+struct Scalars {
+  float beta[2], k_norm[2], q_factor[2];
+};
+
+// From the lane's sums of squares; four lanes share a token.
+__device__ __forceinline__ void set_norms(const ChunkForwardParams& p, const float (&k_square)[2],
+                                          const float (&q_square)[2], Scalars& s) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    s.k_norm[i] = 1.0f;
+    s.q_factor[i] = p.scale;
+    if (p.flags & FLAG_L2NORM) {
+      float kk = k_square[i], qq = q_square[i];
+      kk += shuffle_xor(kk, 1);
+      qq += shuffle_xor(qq, 1);
+      kk += shuffle_xor(kk, 2);
+      qq += shuffle_xor(qq, 2);
+      s.k_norm[i] = inverse_sqrt(kk + 1e-6f);
+      s.q_factor[i] *= inverse_sqrt(qq + 1e-6f);
+    }
+  }
+}
+
+// Bits of beta of both of a lane's tokens (`token` bytes apart; `left` are real), not converted
+// yet: that would wait for the load.
+__device__ __forceinline__ void load_beta(const ChunkForwardParams& p, u64 from, long long token, int left,
+                                          u32 (&beta)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    beta[i] = 0;
+    if (i < left) beta[i] = load_bits(from + i * token, p.beta_type);
+  }
+}
+
+__device__ __forceinline__ float activate_beta(const ChunkForwardParams& p, u32 bits, bool real) {
+  float beta = from_bits(bits, p.beta_type);
+  if (p.flags & FLAG_BETA_SIGMOID) beta = sigmoid(beta);
+  if (p.flags & FLAG_NEG_EIGVAL) beta *= 2.0f;
+  return real ? beta : 0.0f;
+}
+
+__device__ __forceinline__ Gate make_gate(const ChunkForwardParams& p, int hv) {
+  const float a = p.A_log ? exp2_fast(LOG2E * reinterpret_cast<const float*>(p.A_log)[hv]) : 1.0f;
+  const float unit = p.gate == GATE_SOFTPLUS ? -a : LN2 / p.lower_bound;
+  // A very negative float32, or two of bfloat16.
+  const u32 closed = p.gate == GATE_LOG ? 0u : (G_FLOAT ? 0xf149f2cau : 0xf149f149u);
+  return {p.gate, unit, -LOG2E * a, closed};
+}
+
+// What gate_steps adds to channel c: the bias in the units of what it is added to.
+__device__ __forceinline__ float gate_bias(const ChunkForwardParams& p, const Gate& gate, int hv, int c) {
+  const float b = p.dt_bias ? load_scalar(p.dt_bias, (long long)hv * K_DIM + c, p.bias_type) : 0.0f;
+  return (gate.kind == GATE_SIGMOID ? gate.slope : LOG2E) * b;
+}

@@ -1,0 +1,178 @@
+// Device memory accesses of the recurrent kernels: state rows in 16-byte pieces, token arrays with
+// their own types.
+#pragma once
+
+#include "common/loads.cuh"
+#include "common/ptx.cuh"
+
+// What a kernel assumes about a call. PLAIN: bfloat16 q, k and v, no float16, a gate for each
+// channel; q, k, v, g and beta contiguous, with fewer than 2^31 elements; not packed; rows of
+// states on 16 bytes. ONE: besides that one token a sequence, bfloat16 g and beta, float32 dt_bias,
+// a pool with one row a sequence. HEAD: as ONE, but a gate for each head, and g, beta and dt_bias
+// bfloat16 or float32.
+constexpr bool PLAIN = MODE > 0, ONE = MODE > 1, HEAD = MODE > 2;
+
+#ifdef KDACORE_EMULATE
+
+inline float multiply_add(float x, float y, float z) { return std::fma(x, y, z); }
+inline u32 load_global2(u64 a) { return *reinterpret_cast<const u16*>(a); }
+inline u32 load_global4(u64 a) { return *reinterpret_cast<const u32*>(a); }
+inline uint2 load_global8(u64 a) {
+  if (a % 8) emu::fail("misaligned global address", (u32)a);
+  return *reinterpret_cast<const uint2*>(a);
+}
+inline uint4 load_global16(u64 a) {
+  uint4 r;
+  load_sixteen(r, reinterpret_cast<const void*>(a), true);
+  return r;
+}
+inline uint4 zero_bits() { return {0, 0, 0, 0}; }
+inline void store_state_bits(u64 address, const uint4& x) {
+  store_global(reinterpret_cast<void*>(address), x);
+}
+
+#else
+
+// Explicit, so that all kernels of this family round alike whatever code surrounds it.
+__device__ __forceinline__ float multiply_add(float x, float y, float z) { return __fmaf_rn(x, y, z); }
+
+// Loads by width. Volatile, so that they are issued in program order.
+__device__ __forceinline__ u32 load_global2(u64 a) {
+  u16 r;
+  asm volatile("ld.global.b16 %0, [%1];" : "=h"(r) : "l"(a));
+  return r;
+}
+__device__ __forceinline__ u32 load_global4(u64 a) {
+  u32 r;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(r) : "l"(a));
+  return r;
+}
+__device__ __forceinline__ uint2 load_global8(u64 a) {
+  uint2 r;
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(a));
+  return r;
+}
+__device__ __forceinline__ uint4 load_global16(u64 a) {
+  uint4 r;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "l"(a));
+  return r;
+}
+
+// Zeros that are written only on the path that needs them.
+__device__ __forceinline__ uint4 zero_bits() {
+  uint4 r;
+  asm volatile("mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w));
+  return r;
+}
+// 16 bytes of a state row.
+__device__ __forceinline__ void store_state_bits(u64 address, const uint4& x) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x.x), "r"(x.y), "r"(x.z),
+               "r"(x.w)
+               : "memory");
+}
+
+#endif
+
+// N neighbouring elements of a token array in their own type; 16-bit types use half of the words.
+// Converting them here would wait for the load.
+template <int N>
+struct Bits {
+  u32 w[N];
+};
+
+// `index` is a multiple of N, and the array is aligned to 16 bytes where N > 1.
+template <int N, typename Index>
+__device__ __forceinline__ Bits<N> load_elements(u64 base, Index index, int type) {
+  Bits<N> r;
+  const u64 at = base + (u64)index * (type == TYPE_FLOAT32 ? 4 : 2);
+  if (type == TYPE_FLOAT32) {
+    if constexpr (N == 1) r.w[0] = load_global4(at);
+#pragma unroll
+    for (int i = 0; i + 3 < N; i += 4) {
+      const uint4 x = load_global16(at + 4 * i);
+      r.w[i] = x.x, r.w[i + 1] = x.y, r.w[i + 2] = x.z, r.w[i + 3] = x.w;
+    }
+  } else if constexpr (N == 1) {
+    r.w[0] = load_global2(at);
+  } else if constexpr (N == 4) {
+    const uint2 x = load_global8(at);
+    r.w[0] = x.x, r.w[1] = x.y;
+  } else {
+    const uint4 x = load_global16(at);
+    r.w[0] = x.x, r.w[1] = x.y, r.w[2] = x.z, r.w[3] = x.w;
+  }
+  return r;
+}
+
+template <int N>
+__device__ __forceinline__ void to_floats(float (&y)[N], const Bits<N>& x, int type) {
+  if (type == TYPE_FLOAT32) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = __uint_as_float(x.w[i]);
+  } else if (PLAIN || type == TYPE_BFLOAT16) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = i & 1 ? bf16_high(x.w[i / 2]) : bf16_low(x.w[i / 2]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = half_to_float((u16)(x.w[i / 2] >> 16 * (i & 1)));
+  }
+}
+__device__ __forceinline__ float to_float(const Bits<1>& x, int type) {
+  float y[1];
+  to_floats(y, x, type);
+  return y[0];
+}
+
+template <int N>
+__device__ __forceinline__ void store_elements(u64 base, long long index, int type, const float (&x)[N]) {
+  if constexpr (N == 1) {
+    store_scalar(base, index, type, x[0]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i += 4)
+      store_four(base, index + i, type, make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]));
+  }
+}
+
+// A 16-byte piece of state: VECTOR elements.
+constexpr int VECTOR = STATE_BF16 ? 8 : 4;
+constexpr int STATE_BYTES = STATE_BF16 ? 2 : 4;
+
+// The same for rows that need not start on 16 bytes.
+__device__ __forceinline__ uint4 load_state_elements(u64 a) {
+  u32 w[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    w[i] = STATE_BF16 ? load_global2(a + 4 * i) | load_global2(a + 4 * i + 2) << 16 : load_global4(a + 4 * i);
+  return make_uint4(w[0], w[1], w[2], w[3]);
+}
+__device__ __forceinline__ void store_state_elements(u64 a, const uint4& x) {
+  const u32 w[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i) {
+    if constexpr (STATE_BF16) {
+      reinterpret_cast<u16*>(a)[i] = (u16)(w[i / 2] >> 16 * (i & 1));
+    } else {
+      reinterpret_cast<u32*>(a)[i] = w[i % 4];
+    }
+  }
+}
+
+__device__ __forceinline__ void unpack_state(float (&y)[VECTOR], const uint4& x) {
+  const u32 w[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i) {
+    y[i] = !STATE_BF16 ? __uint_as_float(w[i % 4]) : i & 1 ? bf16_high(w[i / 2]) : bf16_low(w[i / 2]);
+  }
+}
+__device__ __forceinline__ uint4 pack_state(const float (&x)[VECTOR]) {
+  if constexpr (STATE_BF16) {
+    return make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[VECTOR - 4], x[VECTOR - 3]),
+                      pack_bf16(x[VECTOR - 2], x[VECTOR - 1]));
+  }
+  return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
+                    __float_as_uint(x[3]));
+}

@@ -1,0 +1,120 @@
+// fused_recurrent_kda: the recurrence token by token, the state in registers, read and written
+// once. For each token:
+//
+//   S = diag(2^g) S;   u = beta r_k (v - r_k k S);   S = S + k u^T;   o = scale r_q q S
+//
+// with r_q, r_k the inverse norms of q and k (1 without l2norm).
+//
+// Grid: a block takes one sequence and value head and COLUMNS columns of V. How lanes hold the
+// state follows its layout in memory, so that a warp always reads whole 128-byte lines:
+// state_v_first.cuh, where warps share nothing, and state_k_first.cuh, where warps add their sums
+// through shared memory with one barrier a token.
+//
+// The time depends on how soon every block has issued all its loads, so these come in this order:
+// the pool index, what does not depend on it while that is loaded, the state as soon as the index
+// is there. Gates and norms are computed while the state is loaded.
+#include "common/recurrent/token.cuh"
+
+// Macros from the host: K_DIM, WARPS, ROWS, MIN_BLOCKS, COLUMNS, V_FIRST, STATE_BF16, MODE
+// (memory.cuh).
+#if V_FIRST
+#include "common/recurrent/state_v_first.cuh"
+#else
+#include "common/recurrent/state_k_first.cuh"
+#endif
+
+using Raw = RawToken<TOKEN_CHANNELS>;
+
+// Whether all rows of an array of states start on 16 bytes. The host sends others to the kernel
+// with MODE 0.
+__device__ __forceinline__ bool whole_rows(u64 base, long long row) {
+  return MODE > 0 || ((base | STATE_BYTES * row) & 15) == 0;
+}
+
+__device__ __forceinline__ void store_state(const float (&s)[ROWS][VECTOR], u64 to, bool whole) {
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    const u64 at = to + STATE_BYTES * PITCH * i;
+    if (whole) {
+      store_state_bits(at, pack_state(s[i]));
+    } else {
+      store_state_elements(at, pack_state(s[i]));
+    }
+  }
+}
+
+KDA_KERNEL(WARPS * 32, MIN_BLOCKS) recurrent(KDA_PARAM RecurrentParams p) {
+  KDA_SHARED(memory);
+  constexpr u32 slices = V / COLUMNS;
+  const u32 block = block_index(), slice = block % slices;
+  if (p.fills_device) launch_dependents();
+  wait_for_inputs();
+  if (!p.fills_device) launch_dependents();
+  Item it;
+  it.n = (int)((u64)(block / slices) * p.hv_factor >> p.hv_shift);  // (block / slices) / HV
+  it.zero = (int)((u64)thread_index() >> p.hv_shift);               // the shift is 31 or more
+  const Start start = start_of(p, it);
+  locate(p, block / slices, it);
+  const LanePosition at = make_position(slice * COLUMNS, shared_address(memory));
+  const long long own = (long long)it.hv * (K * V) + first_element(at);  // of a pool row
+
+  // 1. Issue all loads: the first token, the gate's parameters, the state.
+  Raw raw;
+  Bits<OUT> raw_v;
+  if (it.length > 0) {
+    raw = load_token<TOKEN_CHANNELS>(p, it, at.channel);
+    raw_v = load_elements<OUT>(p.v, it.v + at.v, qkv_type(p));
+  }
+  const RawGate<TOKEN_CHANNELS> raw_gate = load_gate<TOKEN_CHANNELS>(p, it, at.channel);
+
+  const int from = row_of(p, start);
+  uint4 bits[ROWS];
+  if (from >= 0) {
+    const u64 source = p.h0 + STATE_BYTES * ((long long)from * p.h0_row + own);
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+      const u64 piece = source + STATE_BYTES * PITCH * i;
+      bits[i] = whole_rows(p.h0, p.h0_row) ? load_global16(piece) : load_state_elements(piece);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) bits[i] = zero_bits();
+  }
+
+  // 2. Gate and norms of the first token, while the state is loaded.
+  const Gate<TOKEN_CHANNELS> gate = finish_gate(p, raw_gate);
+  Tokens tokens;
+  stage_token(tokens, at, finish_token(p, raw, gate), 0);
+  float s[ROWS][VECTOR];
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) unpack_state(s[i], bits[i]);
+
+  // 3. The recurrence; each token's inputs are loaded while the one before it is processed.
+  const u64 target = p.ht + STATE_BYTES * own;
+  const bool whole = whole_rows(p.ht, p.ht_row), scatter = !ONE && p.flags & FLAG_SCATTER_TOKENS;
+#pragma unroll 1
+  for (int t = 0; t < it.length; ++t) {
+    float v[OUT], o[OUT];
+    to_floats(v, raw_v, qkv_type(p));
+    const bool more = !ONE && t + 1 < it.length;
+    if (more) {
+      next_token(p, it);
+      raw = load_token<TOKEN_CHANNELS>(p, it, at.channel);
+      raw_v = load_elements<OUT>(p.v, it.v + at.v, qkv_type(p));
+    }
+    step(p, s, at, tokens, v, o, t & 1, [&] {
+      if (more) stage_token(tokens, at, finish_token(p, raw, gate), ~t & 1);
+    });
+    if (at.writes) store_elements(p.o, (long long)(it.o + at.v), qkv_type(p), o);
+    if (!ONE) it.o += p.HV * V;
+    if (scatter) {
+      const int to = load_number(p.indices, it.n * p.indices_row + t, p.flags & FLAG_INDEX64);
+      if (to >= 0) store_state(s, target + STATE_BYTES * ((long long)to * p.ht_row), whole);
+    }
+  }
+
+  // 4. The final state.
+  if (!p.ht || scatter) return;
+  const int to = p.flags & FLAG_INDEXED_OUT ? from : it.n;
+  if (to >= 0) store_state(s, target + STATE_BYTES * ((long long)to * p.ht_row), whole);
+}

@@ -1,0 +1,166 @@
+// State [K, V]: a block holds COLUMNS columns of V, its warps split K between them. A lane holds
+// VECTOR neighbouring columns of ROWS channels; a load of a warp is GROUPS pieces of COLUMNS
+// elements. Sums over K are completed in shared memory, with one barrier a token. Part of
+// recurrent.cu.
+#pragma once
+
+constexpr int LANES = COLUMNS / VECTOR;  // lanes along V
+constexpr int GROUPS = 32 / LANES;       // channels side by side
+constexpr int WARP_K = K / WARPS;        // channels of a warp
+static_assert(ROWS * GROUPS == WARP_K && ROWS % 4 == 0 && WARP_K <= 32,
+              "a lane a channel, four channels a read");
+
+constexpr int TOKEN_CHANNELS = 1;
+constexpr int OUT = VECTOR;  // outputs of a lane
+
+// A token's inputs, and each warp's sums over its channels of k S, q S, and q q, k k, q k.
+struct TokenInputs {
+  float q[K], k[K], decay[K];
+};
+struct WarpSums {
+  float k[COLUMNS], q[COLUMNS], norms[4];
+};
+struct TokenMemory {
+  TokenInputs inputs;
+  WarpSums sums[WARPS];
+};
+struct SharedMemory {
+  TokenMemory tokens[2];  // even and odd ones
+};
+constexpr u32 TOKEN_BYTES = sizeof(TokenInputs), SUM_BYTES = sizeof(WarpSums),
+              HALF_BYTES = sizeof(TokenMemory);
+
+struct LanePosition {
+  int lane;
+  int v;        // first of this lane's columns
+  bool writes;  // does this lane write the output of its columns?
+  int channel;  // this lane's channel of the token
+  int first;    // first channel of its part of the state
+  u32 shared;
+};
+
+__device__ __forceinline__ LanePosition make_position(int first, u32 shared) {
+  const int lane = thread_index() & 31, warp = thread_index() >> 5;
+  return {lane,
+          first + VECTOR * (lane % LANES),
+          warp == 0 && lane < LANES,
+          warp * WARP_K + lane % WARP_K,
+          warp * WARP_K + lane / LANES * ROWS,
+          shared};
+}
+
+// Offset in elements of a lane's first piece of state, and from each piece to the next.
+__device__ __forceinline__ int first_element(const LanePosition& at) { return at.first * V + at.v; }
+constexpr int PITCH = V;
+
+// This warp's part of a token; the rest is in shared memory.
+struct Tokens {
+  float qq, kk, qk, beta;
+};
+
+__device__ __forceinline__ void stage_token(Tokens& tokens, const LanePosition& at, const Token<1>& x,
+                                            int odd) {
+  const u32 to = at.shared + odd * HALF_BYTES + 4 * at.channel;
+  sync_warp();  // every lane has used the token before last
+  if (at.lane < WARP_K) {
+    store_shared(to, __float_as_uint(x.q[0]));
+    store_shared(to + OFFSET(TokenInputs, k), __float_as_uint(x.k[0]));
+    store_shared(to + OFFSET(TokenInputs, decay), __float_as_uint(x.d[0]));
+  }
+  tokens = {sum_lanes<WARP_K>(x.qq), sum_lanes<WARP_K>(x.kk), sum_lanes<WARP_K>(x.qk), x.beta};
+  sync_warp();
+}
+
+__device__ __forceinline__ void store_vector(u32 to, const float (&x)[VECTOR]) {
+#pragma unroll
+  for (int c = 0; c < VECTOR; c += 4) {
+    store_shared(to + 4 * c, __float_as_uint(x[c]), __float_as_uint(x[c + 1]), __float_as_uint(x[c + 2]),
+                 __float_as_uint(x[c + 3]));
+  }
+}
+__device__ __forceinline__ void add_vector(float (&x)[VECTOR], u32 from) {
+#pragma unroll
+  for (int c = 0; c < VECTOR; c += 4) {
+    const float4 y = load_shared4(from + 4 * c);
+    x[c] += y.x, x[c + 1] += y.y, x[c + 2] += y.z, x[c + 3] += y.w;
+  }
+}
+
+// One token: decay, delta rule; the output of the lane's columns. `prepare_next` prepares the next
+// token.
+template <typename Next>
+__device__ __forceinline__ void step(const RecurrentParams& p, float (&s)[ROWS][VECTOR],
+                                     const LanePosition& at, Tokens& tokens, const float (&v)[OUT],
+                                     float (&o)[OUT], int odd, Next prepare_next) {
+  const u32 token = at.shared + odd * HALF_BYTES + 4 * at.first,
+            sums = at.shared + odd * HALF_BYTES + TOKEN_BYTES;
+  const u32 lane_offset = 4 * VECTOR * (at.lane % LANES);
+  float ks[VECTOR] = {}, qs[VECTOR] = {};
+#pragma unroll
+  for (int i = 0; i < ROWS; i += 4) {
+    const float4 q4 = load_shared4(token + 4 * i), k4 = load_shared4(token + 4 * (K + i)),
+                 d4 = load_shared4(token + 4 * (2 * K + i));
+    const float q[4] = {q4.x, q4.y, q4.z, q4.w}, k[4] = {k4.x, k4.y, k4.z, k4.w},
+                d[4] = {d4.x, d4.y, d4.z, d4.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int c = 0; c < VECTOR; ++c) {
+        s[i + j][c] *= d[j];
+        ks[c] = multiply_add(k[j], s[i + j][c], ks[c]);
+        qs[c] = multiply_add(q[j], s[i + j][c], qs[c]);
+      }
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < VECTOR; ++c) {
+#pragma unroll
+    for (int mask = 16; mask >= LANES; mask >>= 1) {
+      ks[c] += shuffle_xor(ks[c], mask);
+      qs[c] += shuffle_xor(qs[c], mask);
+    }
+  }
+  const u32 own_sums = sums + (thread_index() >> 5) * SUM_BYTES;
+  if (at.lane < LANES) {
+    store_vector(own_sums + lane_offset, ks);
+    store_vector(own_sums + OFFSET(WarpSums, q) + lane_offset, qs);
+  }
+  if (at.lane == 0) {
+    store_shared(own_sums + OFFSET(WarpSums, norms), __float_as_uint(tokens.qq), __float_as_uint(tokens.kk),
+                 __float_as_uint(tokens.qk), 0);
+  }
+  const float beta = tokens.beta;
+  prepare_next();
+  sync_block();
+  float norms[4] = {};
+#pragma unroll
+  for (int c = 0; c < VECTOR; ++c) ks[c] = 0.0f;
+#pragma unroll
+  for (int w = 0; w < WARPS; ++w) {
+    const float4 y = load_shared4(sums + w * SUM_BYTES + OFFSET(WarpSums, norms));
+    norms[0] += y.x, norms[1] += y.y, norms[2] += y.z;
+    add_vector(ks, sums + w * SUM_BYTES + lane_offset);
+  }
+  const Factors f = factors_of(p, norms[0], norms[1]);
+  float u[VECTOR];
+#pragma unroll
+  for (int c = 0; c < VECTOR; ++c) u[c] = f.k * beta * multiply_add(-f.k, ks[c], v[c]);
+#pragma unroll
+  for (int i = 0; i < ROWS; i += 4) {
+    const float4 k4 = load_shared4(token + 4 * (K + i));
+    const float k[4] = {k4.x, k4.y, k4.z, k4.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int c = 0; c < VECTOR; ++c) s[i + j][c] = multiply_add(k[j], u[c], s[i + j][c]);
+    }
+  }
+  if (at.writes) {
+#pragma unroll
+    for (int c = 0; c < VECTOR; ++c) qs[c] = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) add_vector(qs, sums + w * SUM_BYTES + OFFSET(WarpSums, q) + lane_offset);
+#pragma unroll
+    for (int c = 0; c < VECTOR; ++c) o[c] = f.q * multiply_add(norms[2], u[c], qs[c]);
+  }
+}

@@ -1,0 +1,115 @@
+// The gate forward and backward.
+#pragma once
+
+#include "sm90/chunk_backward/grads_loads.cuh"
+
+// dt_bias and exp(A_log) of unit n of the block: loaded early, stored to shared memory later by the
+// same thread.
+struct GateLoads {
+  float x;
+};
+__device__ __forceinline__ GateLoads load_gate(const ChunkBackwardParams& p, int hv, const Lane& l) {
+  GateLoads r = {l.thread < K ? 0.0f : 1.0f};
+  if (l.thread < K && p.dt_bias) r.x = load_scalar(p.dt_bias, (long long)hv * K + l.thread, p.bias_type);
+  if (l.thread == K && p.A_log) r.x = exp2_fast(LOG2E * reinterpret_cast<const float*>(p.A_log)[hv]);
+  return r;
+}
+__device__ __forceinline__ void store_gate_parameters(const GateLoads& gate, u32 to, const Lane& l) {
+  if (l.thread <= K) store_shared(to + 4 * l.thread, __float_as_uint(gate.x));
+}
+
+// g + dt_bias of every element.
+__device__ __forceinline__ void load_gate_inputs(float (&x)[4][4], u32 gate, u32 shared, const Lane& l) {
+  const float bias[2] = {load_shared1(gate + 4 * l.channel), load_shared1(gate + 4 * l.channel + 32)};
+#if G_FLOAT
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    // Rows 8 further have the same order of pieces, and the channel 8 further is two pieces on.
+    const u32 piece = gate_piece(HALF * l.token_half + 2 * l.t + (e & 1), l.channel >> 2) ^ 32 * (e >> 1);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      x[j][e] =
+          load_shared1(shared + OFFSET(SharedMemory, g) + piece + 4 * (l.channel & 3) + 8 * GATE_ROW * j) +
+          bias[e >> 1];
+  }
+#else
+  Operand g;
+  load_own(g, shared + OFFSET(SharedMemory, g), l);
+  each([&](int j, int e) { x[j][e] = element(g, j, e) + bias[e >> 1]; });
+#endif
+}
+
+// With P the log2 decay from the first token that shares its anchor: up = 2^(P + centre) of every
+// element, and at the end of each anchor's tokens of the lane's two channels. Sums use earlier
+// tokens only: later ones must not change their last bits.
+__device__ __forceinline__ void decays(float (&up)[4][4], float (&end)[2][ANCHORS],
+                                       const ChunkBackwardParams& p, u32 gate, int rows, u32 shared,
+                                       const Lane& l) {
+  load_gate_inputs(up, gate, shared, l);
+  if (p.gate == GATE_SIGMOID) {
+    const float rate = -LOG2E * load_shared1(gate + OFFSET(GateParameters, rate)),
+                bound = p.lower_bound * LOG2E;
+    each([&](int j, int e) { up[j][e] = bound * reciprocal(1.0f + exp2_fast(rate * up[j][e])); });
+  } else if (!BOUNDED && p.gate == GATE_SOFTPLUS) {
+    const float rate = load_shared1(gate + OFFSET(GateParameters, rate));
+    each([&](int j, int e) { up[j][e] = -rate * softplus2(LOG2E * up[j][e]); });
+  } else {
+    each([&](int j, int e) { up[j][e] *= LOG2E; });
+  }
+  each([&](int j, int e) { up[j][e] = fmaxf(up[j][e], p.floor); });
+  if (rows < C) {
+    const int left = rows - HALF * l.token_half - 2 * l.t;
+    each([&](int j, int e) { up[j][e] = 8 * j + (e & 1) < left ? up[j][e] : 0.0f; });
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float carry = p.centre;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const QuadSums sums = scan_quad<false>(up[j][2 * r] + up[j][2 * r + 1], l);
+      const float first = sums.aside + up[j][2 * r];
+      up[j][2 * r + 1] = exp2_fast(carry + (first + up[j][2 * r + 1]));
+      up[j][2 * r] = exp2_fast(carry + first);
+      carry += sums.all;
+      if (j == 3 || (!BOUNDED && j == 1)) {
+        end[r][anchor_of(j)] = exp2_fast(carry);
+        carry = p.centre;
+      }
+    }
+  }
+}
+
+// Gradients of the raw gate from those of the decays (of the natural logarithm, `grow` smaller;
+// replaced), and sums for dt_bias. Returns the sum for A_log.
+__device__ __forceinline__ float gate_backward(float (&d)[4][4], float (&dbias)[2],
+                                               const ChunkBackwardParams& p, u32 gate, float grow, int rows,
+                                               u32 shared, const Lane& l) {
+  float x[4][4];
+  load_gate_inputs(x, gate, shared, l);
+  if (rows < C) {
+    const int left = rows - HALF * l.token_half - 2 * l.t;
+    each([&](int j, int e) { d[j][e] = 8 * j + (e & 1) < left ? d[j][e] : 0.0f; });
+  }
+  const float a = load_shared1(gate + OFFSET(GateParameters, rate));
+  float rate_sum = 0.0f;
+  if (p.gate == GATE_SIGMOID) {
+    const float rate = -LOG2E * a, slope = p.lower_bound * a * grow, bound = p.lower_bound * LOG2E;
+    each([&](int j, int e) {
+      const float s = reciprocal(1.0f + exp2_fast(rate * x[j][e]));
+      if (!BOUNDED) d[j][e] = bound * s >= p.floor ? d[j][e] : 0.0f;
+      d[j][e] *= slope * (s * (1.0f - s));
+      rate_sum += d[j][e] * x[j][e];
+    });
+  } else if (!BOUNDED && p.gate == GATE_SOFTPLUS) {
+    each([&](int j, int e) {
+      const float step = -a * softplus2(LOG2E * x[j][e]), dstep = step >= p.floor ? d[j][e] * grow : 0.0f;
+      d[j][e] = dstep * (-a * sigmoid(x[j][e]));
+      rate_sum += dstep * (LN2 * step);
+    });
+  } else {
+    each([&](int j, int e) { d[j][e] = LOG2E * x[j][e] >= p.floor ? d[j][e] * grow : 0.0f; });
+  }
+  dbias[0] = dbias[1] = 0.0f;
+  each([&](int j, int e) { dbias[e >> 1] += d[j][e]; });
+  return rate_sum;
+}

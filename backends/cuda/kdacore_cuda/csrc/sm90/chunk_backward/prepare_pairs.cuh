@@ -1,0 +1,141 @@
+// Products of pairs of rows: of queries and keys (aqk), of keys (the system). A warp has one of the
+// two and 16 rows i, in blocks of 16 columns j up to the diagonal. Within a part both lie under its
+// anchor; across, keys have been decayed to the start of the later part.
+#pragma once
+
+#include "common/mma_operands.cuh"
+#include "sm90/chunk_backward/prepare_shared_memory.cuh"
+
+// Blocks 0 .. ROW_BLOCK (of the warp's rows) of a row of blocks: 16 x 16, columns 8n + 2t, + 1,
+// rows g and g + 8.
+struct Pairs {
+  float block[4][2][4];
+};
+
+// Whether block (ROW_BLOCK, j) lies across parts.
+template <int ROW_BLOCK>
+__device__ __forceinline__ constexpr bool across(int j) {
+  return BOUNDED ? ROW_BLOCK >= 2 && j < 2 : j < ROW_BLOCK;
+}
+
+template <int ROW_BLOCK>
+__device__ __forceinline__ void multiply_pairs(Pairs& out, u32 shared, u32 left, int lane) {
+  // Left: rows lane % 8, then + 8, of channels 0-7, then 8-15. Right: channels 0-7, then 8-15, of
+  // rows lane % 8, then + 8.
+#if BOUNDED
+  constexpr u32 EARLIER = OFFSET(SharedMemory, sk);
+#else
+  constexpr u32 EARLIER = ROW_BLOCK < 2    ? OFFSET(SharedMemory, sk)
+                          : ROW_BLOCK == 2 ? OFFSET(SharedMemory, sk_third)
+                                           : OFFSET(SharedMemory, sk_fourth);
+#endif
+  constexpr u32 WIDE = !BOUNDED && ROW_BLOCK == 3 ? SQUARE_BYTES : HALF_SQUARE;
+  const u32 a_at = shared + left + tile_offset(16 * ROW_BLOCK + (lane & 15), lane >> 4);
+  const u32 b_at = tile_offset((lane & 7) + (lane >> 1 & 8), lane >> 3 & 1);
+#pragma unroll
+  for (int i = 0; i < K / 16; ++i) {
+    u32 a[4];
+    load_matrix4(a, (a_at ^ ((i & 3) << 5)) + (i >> 2) * SQUARE_BYTES);
+#pragma unroll
+    for (int j = 0; j <= ROW_BLOCK; ++j) {
+      // Rows 16 further: their pieces are swapped with those two further.
+      const u32 place = shared + ((b_at ^ ((i & 3) << 5) ^ (j & 1) << 6) + 16 * j * IMAGE_ROW);
+      u32 b[4];
+      load_matrix4(b, place + (across<ROW_BLOCK>(j) ? EARLIER + (i >> 2) * WIDE
+                                                    : OFFSET(SharedMemory, yk) + (i >> 2) * SQUARE_BYTES));
+      mma_bf16(out.block[j][0], a, b[0], b[1]);
+      mma_bf16(out.block[j][1], a, b[2], b[3]);
+    }
+  }
+}
+
+// Applies the anchor's factor to blocks across parts, and zeros above the diagonal.
+template <int ROW_BLOCK>
+__device__ __forceinline__ void finish_pairs(Pairs& out, int lane, float unit, int diagonal) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+#pragma unroll
+      for (int j = 0; j < ROW_BLOCK; ++j) {
+        if (across<ROW_BLOCK>(j)) out.block[j][n][e] *= unit;
+      }
+      float& x = out.block[ROW_BLOCK][n][e];
+      const int row = (lane >> 2) + 8 * (e >> 1), column = 8 * n + 2 * (lane & 3) + (e & 1);
+      x = column < row + diagonal ? x : 0.0f;
+    }
+  }
+}
+
+// Where lane 8m + r puts row r of tile m of block (row_block, j) of a square image; tiles in the
+// order of a left operand.
+__device__ __forceinline__ u32 block_at(u32 image, int row_block, int j, int lane) {
+  return image + swizzled(16 * row_block + (lane & 15), 2 * j + (lane >> 4));
+}
+
+// Rounded to an image; zeros right of the diagonal, there and in `other`.
+template <int ROW_BLOCK>
+__device__ __forceinline__ void store_image(const Pairs& pairs, u32 image, u32 other, int lane) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    u32 r[4] = {};
+    if (j <= ROW_BLOCK) {
+      const float (&x)[2][4] = pairs.block[j <= ROW_BLOCK ? j : 0];
+      pack_tiles(x[0], x[1], r);
+    } else {
+      store_matrix4(block_at(other, ROW_BLOCK, j, lane), r);
+    }
+    store_matrix4(block_at(image, ROW_BLOCK, j, lane), r);
+  }
+}
+
+// The system's rows: the block on the diagonal in float32, those before it in two parts.
+template <int ROW_BLOCK>
+__device__ __forceinline__ void store_system(const Pairs& pairs, u32 shared, int lane) {
+#pragma unroll
+  for (int j = 0; j < ROW_BLOCK; ++j) {
+    const Split s = split_tiles(pairs.block[j][0], pairs.block[j][1]);
+    store_matrix4(block_at(shared + OFFSET(SharedMemory, system_high), ROW_BLOCK, j, lane), s.high);
+    store_matrix4(block_at(shared + OFFSET(SharedMemory, system_low), ROW_BLOCK, j, lane), s.low);
+  }
+  const u32 at = shared + OFFSET(SharedMemory, diagonal) +
+                 4 * (DIAGONAL_PITCH * (16 * ROW_BLOCK + (lane >> 2)) + 2 * (lane & 3));
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const float (&x)[4] = pairs.block[ROW_BLOCK][n];
+    store_shared(at + 32 * n, x[0], x[1]);
+    store_shared(at + 32 * n + 4 * 8 * DIAGONAL_PITCH, x[2], x[3]);
+  }
+}
+
+template <int ROW_BLOCK>
+__device__ __forceinline__ void make_pairs(Pairs& pairs, u32 shared, bool system, int lane, float unit) {
+#pragma unroll
+  for (int j = 0; j <= ROW_BLOCK; ++j) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) pairs.block[j][n][e] = 0.0f;
+    }
+  }
+  multiply_pairs<ROW_BLOCK>(pairs, shared, system ? OFFSET(SharedMemory, k) : OFFSET(SharedMemory, q), lane);
+  finish_pairs<ROW_BLOCK>(pairs, lane, unit, system ? 0 : 1);
+  if (!system)
+    store_image<ROW_BLOCK>(pairs, shared + OFFSET(SharedMemory, aqk), shared + OFFSET(SharedMemory, inverse),
+                           lane);
+}
+
+// Row blocks are compile-time numbers, so that a warp's products stay in registers.
+__device__ __forceinline__ void make_pairs(int row_block, Pairs& pairs, u32 shared, bool system, int lane,
+                                           float unit) {
+  if (row_block == 0) make_pairs<0>(pairs, shared, system, lane, unit);
+  if (row_block == 1) make_pairs<1>(pairs, shared, system, lane, unit);
+  if (row_block == 2) make_pairs<2>(pairs, shared, system, lane, unit);
+  if (row_block == 3) make_pairs<3>(pairs, shared, system, lane, unit);
+}
+__device__ __forceinline__ void store_system(int row_block, const Pairs& pairs, u32 shared, int lane) {
+  if (row_block == 0) store_system<0>(pairs, shared, lane);
+  if (row_block == 1) store_system<1>(pairs, shared, lane);
+  if (row_block == 2) store_system<2>(pairs, shared, lane);
+  if (row_block == 3) store_system<3>(pairs, shared, lane);
+}

@@ -1,0 +1,97 @@
+// chunk_kda without gradients on Hopper, K = V = 128: one launch, nothing but inputs and outputs in
+// device memory.
+//
+// A chunk is 32 tokens, two halves of 16. shared_memory.cuh has the formulas and what a prepared
+// chunk looks like.
+//
+// Grid: clusters of CLUSTER blocks. A cluster takes a sequence and value head at a time, all of it
+// or a part (schedule.cuh). Each of the first SCANNERS blocks carries V / SCANNERS columns of the
+// state; all blocks prepare chunks, every CLUSTER-th one each.
+// Warps of a block, in this order:
+//   scan warps (SCAN_WARPS)     state and output: scan.cuh; a warpgroup carries 64 columns of V
+//   slice warps (SLICE_WARPS)   gate, operands and partial sums of the triangles: slices.cuh; each
+//                               has 32 channels of half a chunk
+//   solver warps (SOLVER_SLOTS) triangles and their inverse: triangles.cuh; two warps a chunk
+// Registers are moved from the preparing warps to the scan warps.
+//
+// Synchronisation: prepared chunks go through a ring of stages in shared memory, and as bulk copies
+// to the other scanning block. A stage is full when its solver has published it and empty when the
+// scan warps of all scanning blocks have read it. Slices hand their partial sums to a solver
+// through parts_ready and get their room back through parts_read. The ring runs on from one
+// sequence to the next. A cluster waits for another only where a sequence was cut, and then for one
+// that started before it.
+#include "sm90/chunk_forward/scan.cuh"
+#include "sm90/chunk_forward/triangles.cuh"
+
+#if SCAN_REGISTERS
+static_assert(SCAN_WARPS % 4 == 0 && SLICE_WARPS % 4 == 0, "registers are moved by warpgroups");
+constexpr int START_REGISTERS = 65536 / THREADS / 8 * 8;
+static_assert(SCAN_REGISTERS * SCAN_WARPS + SLICE_REGISTERS * SLICE_WARPS + SOLVE_REGISTERS * SOLVER_SLOTS <=
+                  START_REGISTERS * (THREADS / 32),
+              "more registers than there are");
+#endif
+
+#if CLUSTER > 1
+#define CLUSTER_ATTRIBUTE KDA_CLUSTER(CLUSTER)
+#else
+#define CLUSTER_ATTRIBUTE
+#endif
+
+__device__ __forceinline__ void init_barriers(u32 shared) {
+  if (thread_index() < STAGES) {
+    barrier_init(shared + OFFSET(SharedMemory, full) + 8 * thread_index(), WARP_ARRIVALS);
+    barrier_init(shared + OFFSET(SharedMemory, empty) + 8 * thread_index(),
+                 WARP_ARRIVALS * SCANNERS * SCAN_WARPS);
+    if (thread_index() < SOLVERS)
+      barrier_init(shared + OFFSET(SharedMemory, parts_ready) + 8 * thread_index(),
+                   WARP_ARRIVALS * 2 * SLICES);
+    if (thread_index() < GROUPS)
+      barrier_init(shared + OFFSET(SharedMemory, parts_read) + 8 * thread_index(), WARP_ARRIVALS * 2);
+#if CLUSTER > 1
+    fence_barrier_init();
+#endif
+  }
+}
+
+// Moves registers between warpgroups; 0 leaves them as they are.
+template <int REGISTERS>
+__device__ __forceinline__ void set_role_registers() {
+#if SCAN_REGISTERS
+  set_registers<REGISTERS, START_REGISTERS>();
+#endif
+}
+
+// All threads, of all blocks of a cluster if there is more than one.
+__device__ __forceinline__ void sync_group() {
+  sync_block();
+#if CLUSTER > 1
+  sync_cluster();
+#endif
+}
+
+KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardParams p) {
+  KDA_SHARED(memory);
+  const u32 shared = shared_address(memory);
+  const int warp = uniform(thread_index() >> 5), rank = block_index() % CLUSTER,
+            cluster = block_index() / CLUSTER;
+  init_barriers(shared);
+  wait_for_inputs();
+  if (warp == 0) {
+    const Interval found = find_interval(p, cluster);
+    if (thread_index() == 0) store_interval(shared + OFFSET(SharedMemory, interval), found);
+  }
+  sync_group();
+  if (warp < SCAN_WARPS) {
+    set_role_registers<SCAN_REGISTERS>();
+    if (rank < SCANNERS) scan_warp(p, shared, warp, rank, cluster);
+  } else if (warp < SCAN_WARPS + SLICE_WARPS) {
+    set_role_registers<SLICE_REGISTERS>();
+    slice_warp(p, shared, warp - SCAN_WARPS, rank);
+  } else {
+    set_role_registers<SOLVE_REGISTERS>();
+    solver_warp(p, shared, warp - SCAN_WARPS - SLICE_WARPS, rank);
+  }
+#if CLUSTER > 1
+  sync_cluster();  // no block may exit while another still writes to its shared memory
+#endif
+}

@@ -1,0 +1,126 @@
+// chunk_kda in segments on Hopper, third launch: the state at the start of every segment, S' = S A
+// + B, one segment after another.
+//
+// S and A are split in two bfloat16 parts each and multiplied in three products, about 16 bits, as
+// every later segment builds on this.
+// Grid: 128 / ROWS blocks a sequence and value head, with 16 or 32 value rows each: a row of S'
+// needs all channels of its row of S, but no other row. Warps: eight (or four each) share the
+// channels of 16 rows.
+// Synchronisation: A of the next two segments is loaded ahead by bulk copies that a barrier a stage
+// counts; a barrier of the block separates writing S from reading it, and one segment from the
+// next.
+//
+// Macros from the host: ROWS, SHARED_BYTES.
+#include "sm90/chunk_forward/segments/segment.cuh"
+#include "sm90/warp.cuh"
+
+constexpr int THREADS = 256, BLOCKS_V = V / ROWS;
+constexpr int STAGES = 3;  // of A: two are loaded ahead
+struct SharedMemory {
+  struct {
+    StateImage high, low;
+  } right[STAGES];          // A
+  u16 left[2][2][ROWS][K];  // S in two parts, twice: one is written while the other is read
+  u64 barriers[STAGES];
+};
+constexpr u32 PART_BYTES = sizeof(u16[ROWS][K]), RIGHT_BYTES = 2 * STATE_BYTES;
+static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "the host's shared memory size is too small");
+
+constexpr int GROUPS = 128 / ROWS;                          // of channels: warps of 16 rows
+constexpr int CHANNELS = K / GROUPS, TILES = CHANNELS / 8;  // of a warp
+struct Sums {
+  float x[TILES][4];
+};
+
+struct Lane {
+  int lane;
+  int strip, group;  // 16 rows of the block, CHANNELS channels
+  int row, channel;  // of this lane's first numbers in a float [V][K]
+};
+
+// Lane 8i + r: row r of matrix i in the four of 16 rows and 16 channels; `left`: images of 32 rows.
+__device__ __forceinline__ u32 left_at(u32 left, const Lane& l, int kk) {
+  return left + (kk >> 2) * (PART_BYTES / 2) +
+         swizzled(16 * l.strip + (l.lane & 15), 2 * (kk & 3) + (l.lane >> 4));
+}
+
+__device__ __forceinline__ void store_left(const Sums& sums, u32 left, const Lane& l) {
+#pragma unroll
+  for (int m = 0; m < TILES / 2; ++m) {
+    const Split s = split_tiles(sums.x[2 * m], sums.x[2 * m + 1]);
+    const u32 to = left_at(left, l, TILES / 2 * l.group + m);
+    store_matrix4(to, s.high);
+    store_matrix4(to + PART_BYTES, s.low);
+  }
+}
+
+// sums += S A, without terms below 2^-16 of it.
+__device__ __forceinline__ void multiply(Sums& sums, u32 left, u32 right, const Lane& l) {
+  // Rows 0-7, then 8-15, of eight channels, then of the next.
+  const int piece = TILES * l.group % 8 + (l.lane >> 4);
+  const u32 image = right + (TILES * l.group >> 3) * (STATE_BYTES / 2);
+#pragma unroll
+  for (int kk = 0; kk < K_TILES; ++kk) {
+    Split a;
+    load_matrix4(a.high, left_at(left, l, kk));
+    load_matrix4(a.low, left_at(left, l, kk) + PART_BYTES);
+#pragma unroll
+    for (int m = 0; m < TILES / 2; ++m) {
+      const u32 at = image + swizzled(16 * kk + (l.lane & 15), piece + 2 * m);
+      u32 b[4], b_low[4];
+      load_matrix4_transposed(b, at);
+      load_matrix4_transposed(b_low, at + STATE_BYTES);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        mma_split(sums.x[2 * m + n], a, b[2 * n], b[2 * n + 1], b_low[2 * n], b_low[2 * n + 1]);
+      }
+    }
+  }
+}
+
+KDA_KERNEL(THREADS, 1) chain(KDA_PARAM SegmentParams p) {
+  KDA_SHARED(memory);
+  const u32 shared = shared_address(memory);
+  wait_for_inputs();
+  const int item = block_index() / BLOCKS_V, part = block_index() % BLOCKS_V, n = item / p.HV;
+  const int segments = (find_sequence(p, n).chunks + p.segment - 1) / p.segment;
+  if (segments < 2) return;
+  const int warp = uniform(thread_index() >> 5), lane = thread_index() & 31;
+  const int strip = warp / GROUPS, group = warp % GROUPS;
+  const Lane l = {lane, strip, group, ROWS * part + 16 * strip + (lane >> 2),
+                  CHANNELS * group + 2 * (lane & 3)};
+  const u64 first = (u64)first_segment(p, n) * p.HV + (item - n * p.HV);
+  const auto map_of = [&](int j) { return p.maps + (first + (u64)j * p.HV) * MAP_BYTES; };
+  // A of segment j, of which there is none for the first and the last.
+  const auto stage_of = [](int j) { return (j - 1) % STAGES; };
+  const auto fetch = [&](int j) {
+    if (thread_index() || j >= segments - 1) return;
+    const u32 bar = shared + OFFSET(SharedMemory, barriers) + 8 * stage_of(j);
+    barrier_expect(bar, RIGHT_BYTES);
+    copy_in(shared + OFFSET(SharedMemory, right) + stage_of(j) * RIGHT_BYTES,
+            reinterpret_cast<const void*>(map_of(j) + OFFSET(SegmentMap, a_high)), RIGHT_BYTES, bar);
+  };
+  if (thread_index() < STAGES) barrier_init(shared + OFFSET(SharedMemory, barriers) + 8 * thread_index(), 1);
+  fence_async_proxy();
+  sync_block();
+  fetch(1);
+  fetch(2);
+  Sums sums, next, after_next;  // B of the next segment is loaded ahead too
+  read_pairs(sums.x, l.row, l.channel, map_of(0) + OFFSET(SegmentMap, b));
+  if (segments > 2) read_pairs(after_next.x, l.row, l.channel, map_of(1) + OFFSET(SegmentMap, b));
+#pragma unroll 1
+  for (int j = 1;; ++j) {
+    write_pairs(sums.x, l.row, l.channel, p.starts + (first + (u64)j * p.HV) * FULL_STATE_BYTES);
+    if (j == segments - 1) break;
+    next = after_next;
+    if (j + 1 < segments - 1)
+      read_pairs(after_next.x, l.row, l.channel, map_of(j + 1) + OFFSET(SegmentMap, b));
+    const u32 left = shared + OFFSET(SharedMemory, left) + (j & 1) * 2 * PART_BYTES;
+    store_left(sums, left, l);
+    sync_block();  // and all have used A of the previous segment
+    fetch(j + 2);
+    barrier_wait(shared + OFFSET(SharedMemory, barriers) + 8 * stage_of(j), (j - 1) / STAGES & 1);
+    multiply(next, left, shared + OFFSET(SharedMemory, right) + stage_of(j) * RIGHT_BYTES, l);
+    sums = next;
+  }
+}

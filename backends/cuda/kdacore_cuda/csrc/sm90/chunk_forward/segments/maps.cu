@@ -1,0 +1,137 @@
+// chunk_kda in segments on Hopper, second launch: how each segment changes the state, S' = S A + B.
+// For each chunk, with its matrices of chunk_operands.cuh,
+//
+//   v = u - S w^T;   S' = S diag(last) + v kg
+//
+// Starting from S = 0 (or the initial state) this gives B; from the unit matrix, without u, it
+// gives A.
+//
+// Grid: two blocks a segment and value head, one for A and one for B, 128 rows each. Warps, rings
+// and synchronisation: segment_scan.cuh.
+#include "sm90/chunk_forward/segments/chunk_operands.cuh"
+constexpr u32 STAGED_BYTES = OFFSET(ChunkOperands, qg);  // the part that is loaded
+#include "sm90/chunk_forward/segments/segment_scan.cuh"
+
+// A block's segment, and whether it computes A. Later segments come first: their operands were
+// written last, and the blocks for A of first segments, which have nothing to do, cost nothing at
+// the end.
+struct Task {
+  Segment x;
+  bool from_identity, idle;
+};
+__device__ __forceinline__ Task find_task(const SegmentParams& p, int block) {
+  const int index = grid_blocks() - 1 - block, m = index >> 1, slot = m / p.HV, hv = m - slot * p.HV;
+  int n, j;
+  find_slot_segment(p, slot, [&](int sequence, int segment) { n = sequence, j = segment; });
+  Task task = {find_segment(p, n, j, hv), (index & 1) == 0, false};
+  task.idle = task.x.last() || (task.from_identity && task.x.index == 0);
+  return task;
+}
+
+__device__ __forceinline__ void initial_state(State& state, const SegmentParams& p, const Task& task,
+                                              const Lane& l) {
+  if (!task.from_identity) {
+    const u64 h0 = task.x.index ? 0 : matrix_at(p.h0, task.x.state, p.flags);
+    return read_state(state, l.row + l.g, l.t, h0, p.flags);
+  }
+#pragma unroll
+  for (int j = 0; j < 2 * K_TILES; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      state.s[j][e] = l.row + l.g + 8 * (e >> 1) == 8 * j + 2 * l.t + (e & 1) ? 1.0f : 0.0f;
+  }
+}
+
+// Stores A in two bfloat16 parts, staged in the ring, which is no longer in use.
+__device__ __forceinline__ void store_map(const State& state, u64 map, u32 shared, const Lane& l) {
+  sync_threads(1, 32 * STATE_WARPS);
+  constexpr u32 ROWS = 16 * IMAGE_ROW;
+  const u32 out = shared + l.row / 16 * 4 * ROWS;
+#pragma unroll
+  for (int kk = 0; kk < K_TILES; ++kk) {
+    const Split s = split_tiles(state.s[2 * kk], state.s[2 * kk + 1]);
+    const u32 to = out + (kk >> 2) * ROWS + (l.piece ^ (kk & 3) << 5);
+    store_matrix4(to, s.high);
+    store_matrix4(to + 2 * ROWS, s.low);
+  }
+  fence_async_proxy();
+  sync_warp();
+  if (l.lane) return;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    copy_out(
+        reinterpret_cast<void*>(map + OFFSET(SegmentMap, a_high) + i * (STATE_BYTES / 2) + l.row * IMAGE_ROW),
+        out + i * ROWS, ROWS);
+  }
+  copy_out_commit();
+  copy_out_wait_read<0>();
+}
+
+__device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task& task, u32 shared,
+                                             const Lane& l) {
+  State state;
+  initial_state(state, p, task, l);
+  Operand s;
+  pack_state(s, state);
+  if (task.from_identity) {
+    // Without u: these rows of the stages stay zero.
+#pragma unroll
+    for (int i = 0; i < STAGES; ++i) {
+      const u32 rows = shared + i * STAGE_PITCH + STAGE_LEAD + OFFSET(ChunkOperands, u) + l.row * IMAGE_ROW;
+#pragma unroll
+      for (int n = 0; n < 4; ++n) store_shared(rows + 512 * n + 16 * l.lane, 0, 0, 0, 0);
+    }
+    sync_warp();
+  }
+  OperandRing ring = {shared};
+#pragma unroll 1
+  for (int c = task.x.begin; c < task.x.end; ++c) {
+    const u32 stage = ring.stage();
+    const u64 w = operand_descriptor(stage + OFFSET(ChunkOperands, w), 16, 1024),
+              kg = operand_descriptor(stage + OFFSET(ChunkOperands, kg), SQUARE_BYTES, 1024);
+    ring.wait_full();
+    float prediction[2 * C_TILES][4] = {};  // S w^T
+    fence_registers(prediction);
+    warpgroup_fence();
+    multiply_channels(prediction, s, w);
+    warpgroup_commit();
+    TokenOperand u, v;
+    load_u(u, l, stage);
+    decay_state(state, l.t, stage + OFFSET(ChunkOperands, last));
+    warpgroup_wait<0>();
+    fence_registers(prediction);
+    subtract(v, u, prediction);
+    warpgroup_fence();
+#pragma unroll
+    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, v.a[kk], over_tokens(kg, kk), 1);
+    warpgroup_commit();
+    warpgroup_wait<0>();
+    fence_registers(state.s);
+    pack_state(s, state);
+    release(l, ring);
+    ring.next();
+  }
+  const u64 map = p.maps + task.x.place * MAP_BYTES;
+  if (task.from_identity)
+    store_map(state, map, shared, l);
+  else
+    write_pairs(state.s, l.row + l.g, 2 * l.t, map + OFFSET(SegmentMap, b));
+}
+
+KDA_KERNEL(THREADS, 1) maps(KDA_PARAM SegmentParams p) {
+  KDA_SHARED(memory);
+  const u32 shared = shared_address(memory);
+  wait_for_inputs();
+  const int warp = uniform(thread_index() >> 5);
+  const Task task = find_task(p, block_index());
+  if (task.idle) return;
+  make_barriers(shared);
+  if (warp < STATE_WARPS) {
+    set_role_registers<1>();
+    scan_segment(p, task, shared, make_lane(warp));
+  } else {
+    set_role_registers<0>();
+    if (warp == STATE_WARPS && (thread_index() & 31) == 0)
+      produce(p, task.x, shared, task.from_identity ? OFFSET(ChunkOperands, u) : OFFSET(ChunkOperands, qg));
+  }
+}

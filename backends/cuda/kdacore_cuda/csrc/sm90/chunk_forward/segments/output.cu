@@ -1,0 +1,160 @@
+// chunk_kda in segments on Hopper, last launch: every segment from its own start state. With S the
+// state (V by K) and for each chunk its matrices of chunk_operands.cuh:
+//
+//   v = u - S w^T;   o = S qg^T + v aqk^T;   S' = S diag(last) + v kg
+//
+// Grid: a block a segment and value head (WARPGROUPS 2), or two with half of the state's rows each.
+// Warps, rings and synchronisation: segment_scan.cuh. o is computed transposed (V by tokens) and
+// stored one chunk later, while the matrix unit works, through the next chunk's rows of u, which no
+// other warp reads.
+#include "sm90/chunk_forward/segments/chunk_operands.cuh"
+constexpr u32 STAGED_BYTES = sizeof(ChunkOperands);
+#include "sm90/chunk_forward/segments/segment_scan.cuh"
+
+__device__ __forceinline__ Segment find_block(const SegmentParams& p, int block) {
+  const int slot = block / p.HV, hv = block - slot * p.HV;
+  return find_slot_segment(p, slot, [&](int n, int index) { return find_segment(p, n, index, hv); });
+}
+
+// Row of the first checkpoint of sequence n; all lanes.
+__device__ __forceinline__ long long first_checkpoint(const SegmentParams& p, int n) {
+  if (!p.cu_seqlens) return n * ((p.T + p.ckpt_every - 1) / p.ckpt_every);
+  long long rows = 0;
+  for (int m = 0; m < n; ++m) rows += (find_sequence(p, m).length + p.ckpt_every - 1) / p.ckpt_every;
+  return rows;
+}
+
+// Staging of a chunk's o: 64 tokens by this warp's 16 values, 32 bytes a token. The two pieces of a
+// row are swizzled so that eight rows do not share a bank.
+__device__ __forceinline__ u32 staged(int token, int piece) {
+  return token * 32 + ((piece ^ (token >> 2 & 1)) << 4);
+}
+
+__device__ __forceinline__ void stage_output(const TokenOperand& o, u32 rows, const Lane& l) {
+#pragma unroll
+  for (int kk = 0; kk < C_TILES; ++kk) {
+    store_matrix4_transposed(rows + staged(16 * kk + 8 * (l.lane >> 4) + (l.lane & 7), l.lane >> 3 & 1),
+                             o.a[kk]);
+  }
+  sync_warp();
+}
+
+__device__ __forceinline__ void store_output(u32 rows, unsigned char* to, long long token_bytes, int tokens,
+                                             const Lane& l) {
+  uint4 x[4];
+#pragma unroll
+  for (int n = 0; n < 4; ++n) x[n] = load_shared_u4(rows + staged(16 * n + (l.lane >> 1), l.lane & 1));
+  to += (l.lane >> 1) * token_bytes + 16 * (l.lane & 1);
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    if (16 * n + (l.lane >> 1) < tokens) store_global(to + 16 * n * token_bytes, x[n]);
+  }
+}
+
+__device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segment& x, u32 shared,
+                                             const Lane& l) {
+  const int row = l.row + l.g;
+  State state;
+  if (x.index)
+    read_pairs(state.s, row, 2 * l.t, p.starts + x.place * FULL_STATE_BYTES);
+  else
+    read_state(state, row, l.t, matrix_at(p.h0, x.state, p.flags), p.flags);
+  const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;            // chunks between checkpoints
+  int wait = p.ckpt_every ? (block - x.begin % block) % block : 1 << 30;  // until the next one
+  u64 checkpoint = 0;
+  if (p.ckpt_every) {
+    const long long i = first_checkpoint(p, x.n) + (x.begin + wait) / block;
+    checkpoint = matrix_at(p.ckpt, i * p.HV + x.hv, p.flags);
+  }
+  const long long token_bytes = 2ll * p.HV * V;
+  unsigned char* to = reinterpret_cast<unsigned char*>(p.o) +
+                      (x.s.batch * p.T + x.s.first + (long long)x.begin * C) * token_bytes +
+                      2 * (x.hv * V + l.row);
+  int left = x.s.length - x.begin * C;  // tokens from this chunk on
+  Operand s;
+  pack_state(s, state);
+  TokenOperand out = {};  // of the chunk before
+  int out_tokens = 0;
+  OperandRing ring = {shared};
+#pragma unroll 1
+  for (int c = x.begin; c < x.end; ++c) {
+    if (wait == 0) {
+      write_state(state, row, l.t, checkpoint, p.flags);
+      checkpoint += (u64)p.HV * matrix_bytes(p.flags);
+      wait = block;
+    }
+    --wait;
+    const u32 stage = ring.stage(), rows = stage + OFFSET(ChunkOperands, u) + l.row * IMAGE_ROW;
+    const u64 w = operand_descriptor(stage + OFFSET(ChunkOperands, w), 16, 1024),
+              kg = operand_descriptor(stage + OFFSET(ChunkOperands, kg), SQUARE_BYTES, 1024);
+    const u64 qg = step(w, OFFSET(ChunkOperands, qg) - OFFSET(ChunkOperands, w)),
+              aqk = step(w, OFFSET(ChunkOperands, aqk) - OFFSET(ChunkOperands, w));
+    ring.wait_full();
+    float prediction[2 * C_TILES][4] = {}, o[2 * C_TILES][4] = {};
+    fence_registers(prediction);
+    fence_registers(o);
+    warpgroup_fence();
+    multiply_channels(prediction, s, w);
+    warpgroup_commit();
+    multiply_channels(o, s, qg);
+    warpgroup_commit();
+    TokenOperand u, v;
+    load_u(u, l, stage);
+    stage_output(out, rows, l);
+    decay_state(state, l.t, stage + OFFSET(ChunkOperands, last));
+    warpgroup_wait<1>();
+    fence_registers(prediction);
+    subtract(v, u, prediction);
+    warpgroup_fence();
+#pragma unroll
+    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, v.a[kk], over_tokens(kg, kk), 1);
+    warpgroup_commit();
+#pragma unroll
+    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(o, v.a[kk], step(aqk, kk * 32), 1);
+    warpgroup_commit();
+    store_output(rows, to - C * token_bytes, token_bytes, out_tokens, l);
+    fence_async_proxy();  // a bulk copy will overwrite what was staged
+    warpgroup_wait<1>();
+    fence_registers(state.s);
+    pack_state(s, state);
+    fence_registers(s.a);
+    warpgroup_wait<0>();
+    fence_registers(o);
+    release(l, ring);
+    ring.next();
+    pack_rows(out, o);
+    out_tokens = left < C ? left : C;
+    left -= C;
+    to += C * token_bytes;
+  }
+  // The producer uses no stage any more.
+  if (x.begin < x.end) {
+    const u32 rows = shared + STAGE_LEAD + OFFSET(ChunkOperands, u) + l.row * IMAGE_ROW;
+    stage_output(out, rows, l);
+    store_output(rows, to - C * token_bytes, token_bytes, out_tokens, l);
+  }
+  if (p.ht && x.last()) write_state(state, row, l.t, matrix_at(p.ht, x.state, p.flags), p.flags);
+}
+
+KDA_KERNEL(THREADS, 1) output(KDA_PARAM SegmentParams p) {
+  KDA_SHARED(memory);
+  const u32 shared = shared_address(memory);
+  wait_for_inputs();
+  const int warp = uniform(thread_index() >> 5);
+  {
+    const Segment x = find_block(p, block_index() / PARTS);
+    if (x.index && x.begin >= x.s.chunks) return;
+  }
+  make_barriers(shared);
+  const int block = opaque(block_index()) / PARTS,
+            part =
+                opaque(block_index()) % PARTS;  // each role finds its segment: the producer has few registers
+  if (warp < STATE_WARPS) {
+    set_role_registers<1>();
+    scan_segment(p, find_block(p, block), shared, make_lane(warp, part));
+  } else {
+    set_role_registers<0>();
+    if (warp == STATE_WARPS && (thread_index() & 31) == 0)
+      produce(p, find_block(p, block), shared, sizeof(ChunkOperands), part);
+  }
+}

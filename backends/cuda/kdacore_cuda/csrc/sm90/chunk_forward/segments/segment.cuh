@@ -1,0 +1,105 @@
+// A sequence is cut into segments of p.segment chunks from its start, whatever its length, so that
+// later tokens do not move a border.
+//
+// Over a segment the state (V by K) changes by an affine map, S' = S A + B. `maps` holds A and B of
+// every segment but a sequence's last, `starts` the state at the start of every segment but a
+// sequence's first, both by place: slot * HV + hv. Those of sequence n begin at first_segment(n); a
+// slot that no segment fills is never read or written.
+//
+//   maps    float B [V][K]; A [K, K] as two state images (chunk_backward/workspace.cuh), the two
+//           bfloat16 parts of it, together about 16 bits. The first segment of a sequence has no A:
+//           its B includes the initial state
+//   starts  float [V][K]
+#pragma once
+
+#include "generated/segment_params.cuh"
+#include "sm90/chunk_backward/state.cuh"
+#include "sm90/chunk_forward/segments/chunk_operands.cuh"
+
+constexpr u32 FULL_STATE_BYTES = 4 * V * K;
+// An affine map S' = S A + B.
+struct SegmentMap {
+  float b[V][K];
+  StateImage a_high, a_low;
+};
+constexpr u32 MAP_BYTES = sizeof(SegmentMap);
+
+// Slot of the first segment of sequence n.
+__device__ __forceinline__ int first_segment(const SegmentParams& p, int n) {
+  return p.cu_seqlens ? (int)(load_index(p.cu_seqlens, n, p.flags & FLAG_CU64) / (C * p.segment)) + n
+                      : n * p.segments;
+}
+
+// Which sequence has slot `slot`: the last whose slots begin at or before it.
+__device__ __forceinline__ int sequence_of(const SegmentParams& p, int slot) {
+  int n = 0, beyond = p.N;
+  while (beyond - n > 1) {
+    const int middle = (n + beyond) >> 1;
+    if (first_segment(p, middle) <= slot)
+      n = middle;
+    else
+      beyond = middle;
+  }
+  return n;
+}
+
+// Chunks begin .. end - 1 of sequence n and value head hv, or none.
+struct Segment {
+  int n, hv, index;  // index: among the sequence's
+  int begin, end;
+  Sequence s;
+  long long state;  // place of the sequence's and head's states
+  long long place;  // in maps and starts
+  __device__ __forceinline__ bool last() const { return end >= s.chunks; }
+};
+
+__device__ __forceinline__ Segment find_segment(const SegmentParams& p, int n, int index, int hv) {
+  Segment x;
+  x.n = n;
+  x.hv = hv;
+  x.index = index;
+  x.s = find_sequence(p, n);
+  x.begin = index * p.segment;
+  x.end = x.begin + p.segment < x.s.chunks ? x.begin + p.segment : x.s.chunks;
+  x.state = (long long)n * p.HV + hv;
+  x.place = (long long)(first_segment(p, n) + index) * p.HV + hv;
+  return x;
+}
+
+// Calls f(n, index) for the segment of a slot. In a pack those are the slots of maps and starts;
+// for dense sequences the first segments of all come first, then the second ones.
+template <class F>
+__device__ __forceinline__ auto find_slot_segment(const SegmentParams& p, int slot, F f) {
+  if (!p.cu_seqlens) {
+    const int index = slot / p.N;
+    return f(slot - index * p.N, index);
+  }
+  const int n = sequence_of(p, slot);
+  return f(n, slot - first_segment(p, n));
+}
+
+// Bytes of a state as the caller has it, and where one of an array is; 0 without an array.
+__device__ __forceinline__ u32 matrix_bytes(int flags) { return K * V * (flags & FLAG_STATE_BF16 ? 2 : 4); }
+__device__ __forceinline__ u64 matrix_at(u64 states, long long place, int flags) {
+  return states ? states + place * matrix_bytes(flags) : 0;
+}
+
+// TILES of 8 channels of rows `row` and row + 8 of a float [V][K], two neighbouring channels at
+// once; `channel`: the lane's first.
+template <int TILES, class F>
+__device__ __forceinline__ void each_pair(float (&x)[TILES][4], int row, int channel, u64 base, F f) {
+  float2* at = reinterpret_cast<float2*>(base) + (row * K + channel) / 2;
+#pragma unroll
+  for (int j = 0; j < TILES; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) f(x[j][2 * i], x[j][2 * i + 1], at[(8 * i * K + 8 * j) / 2]);
+  }
+}
+template <int TILES>
+__device__ __forceinline__ void read_pairs(float (&x)[TILES][4], int row, int channel, u64 base) {
+  each_pair(x, row, channel, base, [](float& x, float& y, const float2& from) { x = from.x, y = from.y; });
+}
+template <int TILES>
+__device__ __forceinline__ void write_pairs(float (&x)[TILES][4], int row, int channel, u64 base) {
+  each_pair(x, row, channel, base, [](float& x, float& y, float2& to) { to = make_float2(x, y); });
+}

@@ -1,0 +1,121 @@
+// Blocks that scan the chunks of a segment: one or two warpgroups with 64 rows of a state each, and
+// a producer warp that copies the chunks' operands into a ring of stages ahead of them. A stage's
+// barriers count the bytes that arrive (full) and the warps that have read it (empty). Macros from
+// the host: WARPGROUPS, SHARED_BYTES.
+#pragma once
+
+#include "common/warp_arrivals.cuh"
+#include "sm90/chunk_forward/segments/segment.cuh"
+#include "sm90/ring.cuh"
+#include "sm90/warp.cuh"
+
+constexpr int STATE_WARPS =
+    4 * WARPGROUPS;                    // warps with 16 rows of the state each; the warp after them copies
+constexpr int PARTS = 2 / WARPGROUPS;  // blocks of one state
+#if WARPGROUPS == 2
+// Registers are moved by warpgroups, so the producer's has three idle warps.
+constexpr int THREADS = 384, START_REGISTERS = 168, STATE_REGISTERS = 232, PRODUCER_REGISTERS = 40;
+static_assert(2 * STATE_REGISTERS + PRODUCER_REGISTERS <= 3 * START_REGISTERS,
+              "more registers than the block has");
+#else
+constexpr int THREADS = 160;
+#endif
+template <int STATE>
+__device__ __forceinline__ void set_role_registers() {
+#if WARPGROUPS == 2
+  set_registers<STATE ? STATE_REGISTERS : PRODUCER_REGISTERS, START_REGISTERS>();
+#endif
+}
+
+// A stage holds the first bytes of a chunk's operands. Its lead places their images on 1024 bytes,
+// as products want them.
+constexpr u32 STAGE_LEAD = 1024 - OFFSET(ChunkOperands, kg);
+struct alignas(1024) Stage {
+  unsigned char lead[STAGE_LEAD], operands[STAGED_BYTES];
+};
+constexpr int STAGES = STAGED_BYTES == sizeof(ChunkOperands) ? 3 : 4;
+constexpr u32 STAGE_PITCH = sizeof(Stage);
+struct SharedMemory {
+  Stage stages[STAGES];
+  u64 full[STAGES], empty[STAGES];  // barriers
+};
+static_assert(OFFSET(SharedMemory, empty) + 8 * STAGES <= SHARED_BYTES,
+              "the host's shared memory size is too small");
+
+using OperandRing = Ring<STAGES, STAGE_LEAD, STAGE_PITCH, OFFSET(SharedMemory, full), 8 * STAGES>;
+
+__device__ __forceinline__ void make_barriers(u32 shared) {
+  if (thread_index() < 2 * STAGES)
+    barrier_init(shared + OFFSET(SharedMemory, full) + 8 * thread_index(),
+                 thread_index() < STAGES ? 1 : STATE_WARPS * WARP_ARRIVALS);
+  fence_async_proxy();  // bulk copies use them
+  sync_block();
+}
+
+// One thread loads the first `bytes` of every chunk's operands; for a block that has half the rows,
+// of u only its own rows.
+__device__ __forceinline__ void produce(const SegmentParams& p, const Segment& x, u32 shared, u32 bytes,
+                                        int part = 0) {
+  OperandRing ring = {shared};
+  const u64 step = (u64)p.HV * sizeof(ChunkOperands);
+  u64 from = p.chunk_operands + ((u64)(x.s.slot + x.begin) * p.HV + x.hv) * sizeof(ChunkOperands);
+  for (int c = x.begin; c < x.end; ++c, from += step) {
+    ring.wait_empty();
+    const auto copy = [&](u32 at, u32 size) {
+      copy_in(ring.stage() + at, reinterpret_cast<const void*>(from + at), size, ring.full());
+    };
+    if (PARTS == 1) {
+      barrier_expect(ring.full(), bytes);
+      copy(0, bytes);
+    } else {
+      barrier_expect(ring.full(), bytes - SQUARE_BYTES);
+      copy(0, OFFSET(ChunkOperands, u));
+      copy(OFFSET(ChunkOperands, u) + part * SQUARE_BYTES, SQUARE_BYTES);
+      copy(OFFSET(ChunkOperands, qg), bytes - OFFSET(ChunkOperands, qg));
+    }
+    ring.next();
+  }
+}
+
+struct Lane {
+  int lane, g, t;
+  int row;  // this warp's first row of the state
+  // In a 16-row tile: where lane 8i + r finds row r of matrix i of four that make the first 16
+  // columns.
+  u32 piece;
+};
+__device__ __forceinline__ Lane make_lane(int warp, int part = 0) {
+  const int lane = thread_index() & 31;
+  return {lane, lane >> 2, lane & 3, 64 * part + 16 * warp, swizzled(lane & 15, lane >> 4)};
+}
+
+// This warp's rows of u.
+__device__ __forceinline__ void load_u(TokenOperand& u, const Lane& l, u32 stage) {
+  const u32 from = stage + OFFSET(ChunkOperands, u) + l.row * IMAGE_ROW + l.piece;
+#pragma unroll
+  for (int kk = 0; kk < C_TILES; ++kk) load_matrix4(u.a[kk], from ^ kk << 5);
+}
+
+// v = u - S w^T, rounded.
+__device__ __forceinline__ void subtract(TokenOperand& v, const TokenOperand& u,
+                                         const float (&prediction)[2 * C_TILES][4]) {
+#pragma unroll
+  for (int kk = 0; kk < C_TILES; ++kk) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* x = &prediction[2 * kk + (i >> 1)][2 * (i & 1)];
+      v.a[kk][i] = pack_bf16(bf16_low(u.a[kk][i]) - x[0], bf16_high(u.a[kk][i]) - x[1]);
+    }
+  }
+}
+
+// x (+)= S m^T, 64 tokens by the channels of m.
+__device__ __forceinline__ void multiply_channels(float (&x)[2 * C_TILES][4], const Operand& s, u64 m) {
+#pragma unroll
+  for (int kk = 0; kk < K_TILES; ++kk) warpgroup_mma<0>(x, s.a[kk], along_channels(m, kk), kk > 0);
+}
+
+// This warp has finished reading a stage.
+__device__ __forceinline__ void release(const Lane& l, const OperandRing& ring) {
+  warp_arrive(ring.empty(), l.lane);
+}

@@ -1,0 +1,107 @@
+// What one prepared chunk of 32 tokens looks like in shared memory, and the constants that
+// preparing and scanning warps share.
+//
+// A chunk is two halves of 16 tokens. With G the log2 decay summed from a half's first row, D1 and
+// D2 the decays 2^G_last of the halves, S the state at the chunk's start, r the inverse norms of k,
+// and for the halves' own tokens
+//   T the inverse of I + tril(beta_i r_i r_j (k_i 2^(G_i - G_j)) . k_j, -1),
+//   Q_ij = (q_i 2^(G_i - G_j)) . k_j for j <= i,
+// and across them (second half i, first half j)
+//   A21_ij = (k_i 2^G_i) . (k_j 2^(G_last - G_j)), Q21 alike with q,
+// the chunk is
+//   X1 = (k 2^G) S; W1 = r T1 beta (V1 - r X1); O1 = c ((q 2^G) S + Q1 W1)
+//   X2 = (k 2^G D1) S + A21 W1; W2 = r T2 beta (V2 - r X2); O2 = c ((q 2^G D1) S + Q21 W1 + Q2 W2)
+//   S' = D1 D2 S + (k 2^(G_last - G) D2)^T W1 + (k 2^(G_last - G))^T W2
+// with c = scale / |q|. Norms are not applied to the 16-bit operands; they only scale rows of
+// float32 sums. W is v_new times r.
+#pragma once
+
+#include "common/chunk_forward/tiles.cuh"
+#include "common/ptx.cuh"
+#include "common/swizzle.cuh"
+#include "generated/steps.cuh"
+
+// Macros from the host: K_DIM, V_DIM, CLUSTER, SCANNERS, STAGES, GROUPS, SOLVER_SLOTS, BOUNDED,
+// G_FLOAT, SHARED_LIMIT, SCAN_REGISTERS, SLICE_REGISTERS, SOLVE_REGISTERS.
+constexpr int K = K_DIM;
+constexpr int V = V_DIM;
+constexpr int HALF = 16;
+constexpr int C = 2 * HALF;
+static_assert(C == STEP_TOKENS, "the host counts chunks of another size");
+constexpr int HALVES = K / 64;
+constexpr int SLICES = K / 32;  // of 32 channels, a warp each
+// A warp a half; a group takes every GROUPS-th chunk of its block.
+constexpr int SLICE_WARPS = GROUPS * SLICES * 2;
+// The first SCANNERS blocks of a cluster carry the state, all prepare.
+constexpr int BLOCK_V = V / SCANNERS;
+constexpr int SCAN_WARPS = BLOCK_V / 16;
+static_assert(BLOCK_V % 64 == 0, "a warpgroup carries 64 columns");
+constexpr int SOLVERS = 2 * GROUPS;  // pairs of warps, chunks alternate between them
+static_assert(2 * SOLVERS == SOLVER_SLOTS, "two warps a solver");
+constexpr int THREADS = 32 * (SCAN_WARPS + SLICE_WARPS + SOLVER_SLOTS);
+// First of the solvers' named barriers; those before are the slices'.
+constexpr int SOLVER_BARRIER = 1 + GROUPS * SLICES;
+static_assert(STAGES % CLUSTER == 0, "a stage belongs to one block of the cluster");
+// A group at chunk c has finished chunk c - GROUPS * CLUSTER, and before that the chunk STAGES
+// earlier was consumed. So the barrier it waits on is at most one phase behind, and a parity is
+// enough to tell the phase.
+static_assert(GROUPS * CLUSTER <= STAGES, "a parity could be a full ring old");
+
+constexpr u32 ROWS_BYTES = C * 128;  // 64 channels of the chunk's tokens
+
+// One float a token: beta, r and c.
+struct TokenScalars {
+  float beta[C], k_norm[C], q_factor[C];
+};
+
+// A prepared chunk. Operand rows are 128 bytes (64 channels), their 16-byte pieces swizzled by row
+// as wgmma reads them.
+struct ChunkImage {
+  u16 kq[HALVES][2][C][64];  // k 2^G, then q 2^G
+  u16 kg[HALVES][C][64];
+  Triangle inverse[2];  // r T, below the diagonal
+  Triangle qk[2];       // Q
+  Triangle qk_across;   // Q21
+  Triangle kk_across;   // A21
+  float decay[K];       // in the order scan lanes read it
+  TokenScalars scalars;
+};
+constexpr u32 IMAGE_BYTES = sizeof(ChunkImage);
+struct alignas(1024) Stage {
+  ChunkImage image;
+};
+constexpr u32 STAGE_PITCH = sizeof(Stage);
+
+constexpr int V_DEPTH = 3;  // chunks of V in flight
+
+// Partial sums over a slice's channels, from slice warps to the solver: 16 bytes a lane and part.
+constexpr int PARTS = BOUNDED ? 5 : 6;
+struct Part {
+  float x[32][4];
+};
+constexpr u32 PART_BYTES = sizeof(Part);
+struct SliceParts {
+  Part half[2][PARTS];
+  Part across[4];
+};
+
+struct SharedMemory {
+  Stage stages[STAGES];
+  ValueTile values[SCAN_WARPS][V_DEPTH][2];
+  ValueTile out[SCAN_WARPS][2];
+  SliceParts parts[GROUPS][SLICES];
+  uint4 keys[GROUPS][SLICES][2][32];    // k 2^(G_last - G) of the first half, for the second half's warp
+  float totals[GROUPS][SLICES][2][32];  // log2 decay of each half
+  float scratch[SOLVERS][2][HALF][SCRATCH_PITCH];
+  float bias[K];
+  u64 full[STAGES];             // barriers: the stage is prepared
+  u64 empty[STAGES];            // the stage is consumed
+  u64 parts_ready[SOLVERS];     // the slices of the solver's chunk are done
+  u64 parts_read[GROUPS];       // both warps of a solver have read the group's parts
+  alignas(16) int interval[8];  // what this cluster works on: schedule.cuh
+};
+constexpr u32 SLICE_PARTS = sizeof(SliceParts), EXCHANGE_BYTES = sizeof(uint4[2][32]);
+constexpr u32 SCRATCH_BYTES = sizeof(float[HALF][SCRATCH_PITCH]), INTERVAL_BYTES = sizeof(int[8]);
+// Without the padding that the alignment of stages adds.
+static_assert(OFFSET(SharedMemory, interval) + INTERVAL_BYTES <= SHARED_LIMIT,
+              "the host's shared memory size is too small");

@@ -1,0 +1,276 @@
+// Slice warps turn 32 channels of one half of a chunk's q, k and g into their part of the image,
+// and give the sums over those channels to a solver warp (triangles.cuh). The warps of the two
+// halves of a slice exchange their decays, and the second gets the first's keys for the products
+// across the halves.
+#pragma once
+
+#include "common/chunk_forward/bounded_triangles.cuh"
+#include "common/chunk_forward/dyadic_triangles.cuh"
+#include "common/warp_arrivals.cuh"
+#include "sm90/chunk_forward/schedule.cuh"
+
+// If gates are unbounded, slice warps need all of their 120 registers; in clusters of three they
+// have 128.
+#define FEW_REGISTERS (!BOUNDED && CLUSTER == SCANNERS)
+
+// Addresses of this lane's channels of token 2p of the next chunk to load; byte strides between
+// tokens.
+struct Source {
+  const unsigned char *k, *q, *g;
+  int k_token, q_token, g_token;
+};
+
+// Steps from one chunk of a group to its next.
+constexpr int STRIDE = GROUPS * CLUSTER;
+
+__device__ __forceinline__ void advance(Source& s) {
+  s.k += (long long)STRIDE * C * s.k_token;
+  s.q += (long long)STRIDE * C * s.q_token;
+  s.g += (long long)STRIDE * C * s.g_token;
+}
+
+// The next load, into the same registers as soon as they have been used: the chunk at `from`, of
+// which this lane has `left` tokens. Registers of tokens past the end keep their values.
+struct NextLoad {
+  const Source& from;
+  int left;
+};
+
+__device__ __forceinline__ void load_gate(Raw& raw, const NextLoad& r) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int j = 0; j < G_VECTORS; ++j) {
+      load_sixteen(raw.g[i][j], r.from.g + i * r.from.g_token + 16 * j, i < r.left);
+    }
+  }
+}
+
+__device__ __forceinline__ void load_rows(Raw& raw, const NextLoad& r) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    load_sixteen(raw.k[i], r.from.k + i * r.from.k_token, i < r.left);
+    load_sixteen(raw.q[i], r.from.q + i * r.from.q_token, i < r.left);
+  }
+}
+
+// What a slice warp works on.
+struct Place {
+  int slice, half;
+  u32 stage, exchange;  // exchange: this lane's 16 bytes of the pair's
+  int pair;             // the pair's barrier
+};
+
+// Sums over channels.
+struct Products {
+  float tile[4]
+            [4];  // bounded gates: k k and q k against even and odd tokens; else k k and q k by dyadic level
+  float square[2][2];  // of k and q, by token
+#if !BOUNDED
+  float diagonal[2];
+#endif
+};
+
+// Of the second half against the first: k k and q k, against even and odd tokens.
+struct Across {
+  float tile[4][4];
+};
+
+// Where this lane's 8 channels of its slice go in 64 channels of an operand, for token i of its
+// half.
+__device__ __forceinline__ u32 piece_offset(const Lane& l, int i, const Place& at) {
+  const u32 even = swizzled(HALF * at.half + 2 * l.p, (at.slice & 1) * 4 + l.t);
+  return i ? (opaque(even) ^ 16) + 128 : even;  // derived from the other to save registers
+}
+
+// Decay of the whole chunk, in the order scan lanes read it: 4 floats (channels 2t, 2t+1, 2t+8,
+// 2t+9) a lane and 16 channels.
+__device__ __forceinline__ void store_decay(const Place& at, const Lane& l, const float (&total)[8],
+                                            const float (&across)[8]) {
+#if !FEW_REGISTERS
+  if (l.g || at.half) return;
+  const u32 to = at.stage + OFFSET(ChunkImage, decay) + 4 * (32 * at.slice + 16 * (l.t >> 1) + 2 * (l.t & 1));
+#pragma unroll
+  for (int e = 0; e < 8; e += 2) {
+    store_shared(to + 8 * e, exp2_fast(total[e]) * across[e], exp2_fast(total[e + 1]) * across[e + 1]);
+  }
+#else  // a branch would cost one register too many
+  const int t = opaque(l.t);
+  const u32 to = at.stage + OFFSET(ChunkImage, decay) + 4 * (32 * at.slice + 16 * (t >> 1) + 2 * (t & 1));
+#pragma unroll
+  for (int e = 0; e < 8; e += 2) {
+    const float x = exp2_fast(total[e]) * across[e], y = exp2_fast(total[e + 1]) * across[e + 1];
+    store_shared_unless(l.g | at.half, to + 8 * e, x, y);
+  }
+#endif
+}
+
+// This lane's channels of token i.
+__device__ __forceinline__ void store_rows(const Place& at, const Lane& l, int i, const u32 (&k)[4],
+                                           const u32 (&q)[4], const u32 (&kg)[4]) {
+  const u32 to = piece_offset(l, i, at), wide = at.slice >> 1;
+  const u32 kq = at.stage + OFFSET(ChunkImage, kq) + wide * 2 * ROWS_BYTES + to;
+  store_shared(kq, k[0], k[1], k[2], k[3]);
+  store_shared(kq + ROWS_BYTES, q[0], q[1], q[2], q[3]);
+  store_shared(at.stage + OFFSET(ChunkImage, kg) + wide * ROWS_BYTES + to, kg[0], kg[1], kg[2], kg[3]);
+}
+
+// The first half's k 2^(G_last - G), each lane to the second half's same lane.
+__device__ __forceinline__ void send_keys(const Place& at, int i, const u32 (&kg)[4]) {
+  store_shared(at.exchange + 512 * i, kg[0], kg[1], kg[2], kg[3]);
+}
+
+// Sums across the halves: rows k and q of the second, columns the first's tokens.
+__device__ __forceinline__ void add_across_products(Across& sums, const Place& at, const u32 (&k)[2][4],
+                                                    const u32 (&q)[2][4]) {
+#pragma unroll
+  for (int tile = 0; tile < 2; ++tile) {
+    const uint4 kg = load_shared_u4(at.exchange + 512 * tile);
+#pragma unroll
+    for (int w = 0; w < 4; w += 2) {
+      const u32 a[4] = {k[0][w], k[1][w], k[0][w + 1], k[1][w + 1]};
+      const u32 b[4] = {q[0][w], q[1][w], q[0][w + 1], q[1][w + 1]};
+      mma_bf16(sums.tile[tile], a, word(kg, w), word(kg, w + 1));
+      mma_bf16(sums.tile[2 + tile], b, word(kg, w), word(kg, w + 1));
+    }
+  }
+}
+
+#if BOUNDED
+#include "sm90/chunk_forward/slices_bounded.cuh"
+#else
+#include "sm90/chunk_forward/slices_unbounded.cuh"
+#endif
+
+__device__ __forceinline__ Source make_source(const ChunkForwardParams& p, const SequenceHead& w,
+                                              const Lane& l, int slice, int token) {
+  const long long g_size = G_FLOAT ? 4 : 2;
+  const long long at = w.first + token;
+  const int channel = 32 * slice + 8 * l.t;
+  Source s;
+  s.k_token = (int)(2 * p.k_st);
+  s.q_token = (int)(2 * p.q_st);
+  s.g_token = (int)(g_size * p.g_st);
+  s.k = reinterpret_cast<const unsigned char*>(p.k + 2 * (w.batch * p.k_sb + w.h * p.k_sh) + at * s.k_token +
+                                               2 * channel);
+  s.q = reinterpret_cast<const unsigned char*>(p.q + 2 * (w.batch * p.q_sb + w.h * p.q_sh) + at * s.q_token +
+                                               2 * channel);
+  s.g = reinterpret_cast<const unsigned char*>(p.g + g_size * (w.batch * p.g_sb + w.hv * p.g_sh) +
+                                               at * s.g_token + g_size * channel);
+  return s;
+}
+
+__device__ __forceinline__ void store_tiles(u32 to, const float (&tile)[4][4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float (&x)[4] = tile[i];
+    store_shared(to + i * PART_BYTES, __float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
+                 __float_as_uint(x[3]));
+  }
+}
+
+// This lane's sums, 16 bytes a part, where the solver's same lane reads them.
+__device__ __forceinline__ void store_parts(u32 to, const Products& sums) {
+  store_tiles(to, sums.tile);
+  const float (&s)[2][2] = sums.square;
+  store_shared(to + 4 * PART_BYTES, __float_as_uint(s[0][0]), __float_as_uint(s[0][1]),
+               __float_as_uint(s[1][0]), __float_as_uint(s[1][1]));
+#if !BOUNDED
+  store_shared(to + 5 * PART_BYTES, __float_as_uint(sums.diagonal[0]), __float_as_uint(sums.diagonal[1]), 0u,
+               0u);
+#endif
+}
+
+// The other half's decay of this lane's channels. `own_totals`: where this lane writes its own in
+// shared memory.
+__device__ __forceinline__ void exchange_totals(const Lane& l, const Place& at, u32 own_totals,
+                                                const float (&total)[8], float (&across)[8]) {
+  if (l.g == 0) {
+#pragma unroll
+    for (int e = 0; e < 8; e += 2) store_shared(own_totals + 4 * e, total[e], total[e + 1]);
+  }
+  sync_pair(at.pair);
+  const u32 other = opaque(own_totals) + (at.half ? -128 : 128);  // recomputed to save registers
+#pragma unroll
+  for (int e = 0; e < 8; e += 4) {
+    const float4 x = load_shared4(other + 4 * e);
+    across[e] = exp2_fast(x.x);
+    across[e + 1] = exp2_fast(x.y);
+    across[e + 2] = exp2_fast(x.z);
+    across[e + 3] = exp2_fast(x.w);
+  }
+}
+
+__device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
+  const int group = warp / (2 * SLICES);
+  int c = group * CLUSTER + rank;  // of the cluster's steps
+  Task task = load_task(shared + OFFSET(SharedMemory, interval));
+  while (advance_to_step(p, shared, task, c)) {
+    const Lane l = make_lane();
+    Place at;
+    at.half = warp / SLICES % 2;
+    at.slice = warp % SLICES;
+    const int pair = group * SLICES + at.slice;
+    at.pair = 1 + pair;
+    at.exchange = shared + OFFSET(SharedMemory, keys) + pair * EXCHANGE_BYTES + 16 * l.lane;
+    const u32 bias = shared + OFFSET(SharedMemory, bias) + 4 * (32 * at.slice + 8 * l.t),
+              own_totals = shared + OFFSET(SharedMemory, totals) + pair * 256 + at.half * 128 + 32 * l.t;
+    const u32 parts = shared + OFFSET(SharedMemory, parts) + pair * SLICE_PARTS +
+                      at.half * PARTS * PART_BYTES + 16 * l.lane;
+    const TaskPart part = make_task_part(p, shared, task);
+    const int token = part.chunk_of(c) * C + at.half * HALF + 2 * l.p;
+    int left = part.tokens - token;  // of this lane: left, up to 2
+    Source from = make_source(p, part.sequence, l, at.slice, token);
+    Raw raw = {};
+    load_gate(raw, {from, left});
+    load_rows(raw, {from, left});
+    const Gate gate = make_gate(p, task.hv);
+    // Both warps of a pair process the same task and share a bias.
+    const int channel = 32 * at.slice + l.lane;
+    sync_pair(at.pair);
+    if (!at.half)
+      store_shared(shared + OFFSET(SharedMemory, bias) + 4 * channel,
+                   __float_as_uint(gate_bias(p, gate, task.hv, channel)));
+    sync_pair(at.pair);
+#pragma unroll 1
+    for (; c < task.stop; c += STRIDE) {
+      const int slot = c % STAGES, i = c / CLUSTER;  // i: of the block's steps
+      at.stage = shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH;
+      if (left < 2) clear_past_end(raw, left, gate.closed);
+      float sum[2][8], total[8], across[8];
+#if !FEW_REGISTERS
+      gate_steps(raw, gate, bias, sum);
+#else  // the address recomputed to save registers
+      gate_steps(raw, gate,
+                 opaque(own_totals) + (OFFSET(SharedMemory, bias) + 128 * at.slice -
+                                       OFFSET(SharedMemory, totals) - pair * 256 - at.half * 128),
+                 sum);
+#endif
+      advance(from);
+      left -= STRIDE * C;
+#if BOUNDED
+      load_gate(raw, {from, left});
+#else
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        sum[0][e] = fmaxf(sum[0][e], LOWEST_STEP);
+        sum[1][e] = fmaxf(sum[1][e], LOWEST_STEP);
+      }
+#endif
+      Products sums = {};
+      sum_steps(raw, sum, total, l, sums);
+#if !BOUNDED
+      load_gate(raw, {from, left});
+#endif
+      exchange_totals(l, at, own_totals, total, across);
+      barrier_wait(shared + OFFSET(SharedMemory, empty) + 8 * slot, (u32)(c / STAGES & 1) ^ 1);
+      Across across_sums = {};
+      store_decay(at, l, total, across);
+      prepare_slice(raw, sum, total, across, l, at, sums, across_sums, {from, left});
+      barrier_wait(shared + OFFSET(SharedMemory, parts_read) + 8 * group, (u32)(i / GROUPS & 1) ^ 1);
+      store_parts(parts, sums);
+      if (at.half) store_tiles(parts + PARTS * PART_BYTES, across_sums.tile);
+      warp_arrive(shared + OFFSET(SharedMemory, parts_ready) + 8 * (i % SOLVERS), l.lane);
+    }
+  }
+}

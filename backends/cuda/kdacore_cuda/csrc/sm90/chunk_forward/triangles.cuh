@@ -1,0 +1,184 @@
+// Solver warps finish a chunk image: they add up the slices' partial sums, scale them, invert the
+// triangles and publish the stage.
+#pragma once
+
+#include "common/unit_triangle_inverse.cuh"
+#include "sm90/chunk_forward/slices.cuh"
+
+#if BOUNDED
+#include "sm90/chunk_forward/triangles_bounded.cuh"
+#else
+#include "sm90/chunk_forward/triangles_unbounded.cuh"
+#endif
+
+__device__ __forceinline__ void store_scalars(u32 stage, int half, const Lane& l, const Scalars& s) {
+  if (l.t) return;
+  const u32 to = stage + OFFSET(ChunkImage, scalars) + 4 * (HALF * half + 2 * l.p);
+  store_shared(to + OFFSET(TokenScalars, beta), s.beta[0], s.beta[1]);
+  store_shared(to + OFFSET(TokenScalars, k_norm), s.k_norm[0], s.k_norm[1]);
+  store_shared(to + OFFSET(TokenScalars, q_factor), s.q_factor[0], s.q_factor[1]);
+}
+
+// Row i = 2p + h of the second half against tokens 2n and 2n + 1 of each column pair of the first.
+__device__ __forceinline__ void store_across(u32 stage, const Lane& l, const Across& sums) {
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    const int j = 2 * token_pair_of(2 * l.t + c);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const u32 to = stage + (j >> 3) * 256 + (2 * l.p + h) * 16 + (j & 7) * 2;
+      store_shared(to + OFFSET(ChunkImage, kk_across),
+                   pack_bf16(sums.tile[0][2 * h + c], sums.tile[1][2 * h + c]));
+      store_shared(to + OFFSET(ChunkImage, qk_across),
+                   pack_bf16(sums.tile[2][2 * h + c], sums.tile[3][2 * h + c]));
+    }
+  }
+}
+
+// Columns of T = inverse of I + A, one a lane (16 lanes a half), by float32 substitution; r T below
+// the diagonal goes to the image.
+__device__ __forceinline__ void store_inverse(u32 stage, u32 scratch, int lane) {
+  const int j = lane & 15, half = lane >> 4;
+  const u32 a_at = scratch + half * SCRATCH_BYTES;
+  float x[HALF];
+  invert_column(x, j, [&](int i, int m) { return a_at + 4 * (SCRATCH_PITCH * i + m); });
+  const u32 norms = stage + OFFSET(ChunkImage, scalars) + OFFSET(TokenScalars, k_norm) + 4 * HALF * half;
+  const u32 to = stage + OFFSET(ChunkImage, inverse) + TRIANGLE_BYTES * half + (j >> 3) * 256 + (j & 7) * 2;
+#pragma unroll
+  for (int i = 0; i < HALF; i += 4) {
+    const float4 y = load_shared4(norms + 4 * i);
+    const float r[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      store_shared16(to + 16 * (i + n), pack_bf16(i + n > j ? r[n] * x[i + n] : 0.0f, 0.0f));
+    }
+  }
+}
+
+// A finished part of a stage to the other scanning blocks of the cluster; their barriers count its
+// bytes.
+__device__ __forceinline__ void copy_out(u32 stage, u32 full, u32 at, u32 bytes, int rank) {
+#if CLUSTER > 1
+#pragma unroll
+  for (int to = 0; to < SCANNERS; ++to) {
+    if (to != rank)
+      copy_to_block(cluster_address(stage + at, to), stage + at, bytes, cluster_address(full, to));
+  }
+#endif
+}
+
+// The slices' operands are complete when their sums are: they are copied while the solver works.
+__device__ __forceinline__ void publish_operands(u32 stage, u32 full, int lane, int rank) {
+  fence_async_proxy();
+  sync_warp();
+  if (lane == 0) copy_out(stage, full, 0, OFFSET(ChunkImage, inverse), rank);
+}
+
+// The rest of the image. Only now are the barriers told how many bytes to expect, so they cannot
+// complete earlier.
+__device__ __forceinline__ void publish(u32 stage, u32 full, int lane, int rank) {
+  fence_async_proxy();
+  if (rank < SCANNERS)
+    warp_arrive(full, lane);
+  else
+    sync_warp();
+  if (lane == 0) {
+#if CLUSTER > 1
+#pragma unroll
+    for (int to = 0; to < SCANNERS; ++to) {
+      if (to != rank) warp_expect_remote(cluster_address(full, to), IMAGE_BYTES);
+    }
+#endif
+    copy_out(stage, full, OFFSET(ChunkImage, inverse), IMAGE_BYTES - OFFSET(ChunkImage, inverse), rank);
+  }
+}
+
+__device__ __forceinline__ void add_tiles(float (&x)[4][4], u32 from) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float4 y = load_shared4(from + i * PART_BYTES);
+    x[i][0] += y.x, x[i][1] += y.y, x[i][2] += y.z, x[i][3] += y.w;
+  }
+}
+
+// The slices' sums, always added in the same order.
+__device__ __forceinline__ void add_parts(Products& sums, u32 from) {
+#pragma unroll 2  // to save registers
+  for (int slice = 0; slice < SLICES; ++slice) {
+    const u32 at = from + slice * SLICE_PARTS;
+    add_tiles(sums.tile, at);
+    const float4 y = load_shared4(at + 4 * PART_BYTES);
+    sums.square[0][0] += y.x, sums.square[0][1] += y.y, sums.square[1][0] += y.z, sums.square[1][1] += y.w;
+#if !BOUNDED
+    const float4 d = load_shared4(at + 5 * PART_BYTES);
+    sums.diagonal[0] += d.x, sums.diagonal[1] += d.y;
+#endif
+  }
+}
+
+// Two warps finish a chunk, a half each, because a stage is occupied for as long as this lasts and
+// stages are scarce. The first adds up the products across the halves while the second inverts both
+// triangles at once, a column a lane.
+__device__ __forceinline__ void solver_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
+  const Lane l = make_lane();
+  const int pair = warp >> 1, half = warp & 1;
+  const u32 scratch = shared + OFFSET(SharedMemory, scratch) + pair * 2 * SCRATCH_BYTES;
+  constexpr int STEPS = SOLVERS * CLUSTER;  // to this pair's next
+  const long long size = type_size(p.beta_type), token = size * p.beta_st;
+  int c = pair * CLUSTER + rank;  // of the cluster's steps
+  Task task = load_task(shared + OFFSET(SharedMemory, interval));
+  while (advance_to_step(p, shared, task, c)) {
+    const TaskPart part = make_task_part(p, shared, task);
+    const int first = part.chunk_of(c) * C + HALF * half + 2 * l.p;
+    int left = part.tokens - first;  // of this lane: left, up to 2
+    u64 from = p.beta + size * (part.sequence.batch * p.beta_sb + task.hv * p.beta_sh) +
+               (part.sequence.first + first) * token;
+    u32 beta[2];
+    load_beta(p, from, token, left, beta);
+#pragma unroll 1
+    for (; c < task.stop; c += STEPS) {
+      const int slot = c % STAGES, i = c / CLUSTER, group = i % GROUPS;  // i: of the block's steps
+      const u32 stage = shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH,
+                full = shared + OFFSET(SharedMemory, full) + 8 * slot;
+      const u32 parts = shared + OFFSET(SharedMemory, parts) + group * SLICES * SLICE_PARTS + 16 * l.lane;
+      const u32 parts_read = shared + OFFSET(SharedMemory, parts_read) + 8 * group;
+      barrier_wait(shared + OFFSET(SharedMemory, parts_ready) + 8 * pair, (u32)(i / SOLVERS & 1));
+      if (half) publish_operands(stage, full, l.lane, rank);
+      Scalars s;
+#pragma unroll
+      for (int n = 0; n < 2; ++n) s.beta[n] = activate_beta(p, beta[n], left > n);
+      Products sums = {};
+      add_parts(sums, parts + half * PARTS * PART_BYTES);
+      if (half) {
+        warp_arrive(parts_read, l.lane);
+      }
+      set_norms(p, sums.square[0], sums.square[1], s);
+      store_scalars(stage, half, l, s);
+#if !BOUNDED
+      sync_warp();
+#endif
+      Lane here = l;
+#if !BOUNDED  // offsets recomputed to save registers
+      here.p = opaque(l.p);
+      here.t = opaque(l.t);
+#endif
+      store_triangles(stage, scratch + half * SCRATCH_BYTES, half, here, s, sums);
+      left -= STEPS * C;
+      from += STEPS * C * token;
+      sync_pair(SOLVER_BARRIER + pair);
+      if (half) {
+        store_inverse(stage, scratch, l.lane);
+      } else {
+        Across across = {};
+#pragma unroll 2
+        for (int slice = 0; slice < SLICES; ++slice)
+          add_tiles(across.tile, parts + slice * SLICE_PARTS + 2 * PARTS * PART_BYTES);
+        warp_arrive(parts_read, l.lane);
+        store_across(stage, l, across);
+      }
+      sync_pair(SOLVER_BARRIER + pair);
+      load_beta(p, from, token, left, beta);
+      if (half) publish(stage, full, l.lane, rank);
+    }
+  }
+}

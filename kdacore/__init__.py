@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from kdacore import stages
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from kdacore.api import (
     chunk_gated_delta_rule,
     chunk_kda,
@@ -14,8 +16,7 @@ from kdacore.api import (
     fused_recurrent_kda,
     kda_gate,
 )
-from kdacore.arrays import ShapeDtype
-from kdacore.dispatch.call import record_selections, use_backend
+from kdacore.dispatch.plan import record_selections, use_backend
 from kdacore.errors import (
     BackendBuildError,
     ConfigError,
@@ -27,7 +28,10 @@ from kdacore.errors import (
 from kdacore.registry import REGISTRY
 from kdacore.types import BackendInfo, Selection
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from kdacore import stages
+    from kdacore.arrays.specs import ShapeDtype
+    from kdacore.version import __version__ as __version__
 
 __all__ = [
     "BackendBuildError",
@@ -61,3 +65,20 @@ def backends() -> tuple[BackendInfo, ...]:
         True
     """
     return REGISTRY.infos()
+
+
+_LATER = {"stages": "kdacore.stages", "ShapeDtype": "kdacore.arrays.specs", "__version__": "kdacore.version"}
+"""Public names whose modules are imported when the name is first used: most calls do without them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'kdacore' has no attribute {name!r}")
+    module = import_module(_LATER[name])
+    value = module if name == "stages" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

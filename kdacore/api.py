@@ -457,12 +457,10 @@ def _public(name: str) -> Callable[..., Any]:
 
 
 def _chunk(opdef: Any, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
-    result = dispatch.call(opdef, arrays, options, backend)
-    if result[2] is None:
-        return result[0], result[1]
-    return result[0], result[1], result[2]
+    o, final_state, checkpoints = dispatch.call(opdef, arrays, options, backend)[:3]
+    return (o, final_state) if checkpoints is None else (o, final_state, checkpoints)
 
 
 def _recurrent(opdef: Any, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
-    result = dispatch.call(opdef, arrays, options, backend)
-    return result[0], result[1]
+    o, final_state = dispatch.call(opdef, arrays, options, backend)[:2]
+    return o, final_state

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kdacore import api, stages
-from kdacore.arrays import ShapeDtype
+from kdacore.arrays.specs import ShapeDtype
 from kdacore.dispatch import validate
 from kdacore.errors import ContractError
 from kdacore.ops import OPS, OpDef

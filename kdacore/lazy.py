@@ -1,4 +1,4 @@
-"""What a backend's plugin declares without importing it: functions of its modules, and packages it needs."""
+"""For plugin modules, which must import quickly: functions and probes that import nothing until they are used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,20 @@ from typing import Any
 
 
 def lazy_function(package: str, module: str, function: str) -> Callable[..., Any]:
-    """``package.module.function``, imported by its first call."""
+    """A function that imports ``package.module`` at its first call and then calls its ``function``.
+
+    Args:
+        package: the backend's own package, for example ``"kdacore_example"``.
+        module: a module of it, for example ``"scan"``; dots are allowed.
+        function: the name of a function there.
+
+    Returns:
+        A function that takes the positional arguments of that one and returns its result. It serves as
+        ``forward``, ``backward``, ``fast_path``, ``cost`` and verifiers alike.
+
+    Raises:
+        ImportError, AttributeError: at the first call, when there is no such module or function.
+    """
     found: list[Callable[..., Any]] = []
 
     def call(*args: Any) -> Any:
@@ -22,7 +35,10 @@ def lazy_function(package: str, module: str, function: str) -> Callable[..., Any
 
 
 def package_probe(package: str) -> Callable[[], str | None]:
-    """A requirement's probe for a top-level package. A folder of that name on the path is none: it has no origin."""
+    """A requirement's probe for an importable top-level package. Nothing is imported.
+
+    A folder of that name without an ``__init__.py`` does not count.
+    """
 
     def probe() -> str | None:
         spec = find_spec(package)

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import kdacore
+from kdacore.version import __version__
 
 CHILD_SECONDS = 120.0
 DISTRIBUTIONS = (
@@ -104,7 +104,7 @@ def driver_version(device_type: str) -> str:
 
 def versions() -> tuple[Row, ...]:
     """kdacore, its interpreter, every distribution a backend may use, and the peers the bench times."""
-    rows = [Row("kdacore", kdacore.__version__), Row("python", platform.python_version())]
+    rows = [Row("kdacore", __version__), Row("python", platform.python_version())]
     return (*rows, *(Row(name, version_of(name) or "not installed") for name in DISTRIBUTIONS))
 
 

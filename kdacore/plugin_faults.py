@@ -1,4 +1,4 @@
-"""Third parties' code, called so that its failures are findings and never the end of the host."""
+"""Failures of plugins: reported once as a warning, kept for ``kdacore doctor``; they must not crash the process."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import warnings
 from dataclasses import dataclass
 
 FAULTS = (Exception, SystemExit)
-"""What a plugin's code may end in while its host goes on; not KeyboardInterrupt, which is the user's."""
+"""What is caught when a plugin's code is called. KeyboardInterrupt is not: it is the user's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Code of a plugin that went wrong on the way of a call: a problem of the doctor's report."""
+    """A failure of a plugin's code during a call; ``kdacore doctor`` reports it as a problem."""
 
     where: str
     what: str
-    """What raised, what it raised, and the traceback; or what nonsense it answered."""
+    """What raised, the error and its traceback; or the invalid answer."""
 
 
 _faults: dict[tuple[str, str, str], Fault] = {}
@@ -23,7 +23,7 @@ _warned: set[tuple[str, str, str]] = set()
 
 
 def report(where: str, what: str, error: BaseException) -> None:
-    """Warn of an error that was caught, once for each kind of error, and keep it for the doctor.
+    """Warn of an error that was caught, once for each type of error, and keep it for the doctor.
 
     Args:
         where: the backend or plugin whose code it is.
@@ -38,24 +38,24 @@ def report(where: str, what: str, error: BaseException) -> None:
 
 
 def complain(where: str, what: str, kind: str, said: str) -> None:
-    """Warn, once for these three words, of code that answered nonsense, and keep it for the doctor."""
+    """Warn once of an invalid answer, and keep it for the doctor."""
     _faults.setdefault((where, what, kind), Fault(where, f"{what} {said}"))
     warn_once(where, what, kind, f"{what} {said}")
 
 
 def warn_once(where: str, what: str, kind: str, text: str) -> None:
-    """A RuntimeWarning, the first time for these three words."""
+    """Give a RuntimeWarning the first time it is called with these ``where``, ``what`` and ``kind``."""
     if (where, what, kind) not in _warned:
         _warned.add((where, what, kind))
         warnings.warn(f"{where}: {text}", RuntimeWarning, stacklevel=3)
 
 
 def faults() -> tuple[Fault, ...]:
-    """What was reported since the set of plugins changed."""
+    """The failures reported since the set of plugins last changed."""
     return tuple(_faults.values())
 
 
 def clear() -> None:
-    """Forget everything: the plugins are others now, or loaded anew."""
+    """Forget all failures; called when the set of plugins changes."""
     _faults.clear()
     _warned.clear()

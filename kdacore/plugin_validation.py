@@ -1,7 +1,8 @@
-"""Is what a plugin declares of the right types? Asked once, when it is taken in: what is wrong there breaks no call."""
+"""Validate plugin declarations, once, when a plugin is loaded: a wrong one must break no call."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Set
 from typing import Any, get_args
 
@@ -11,11 +12,16 @@ from kdacore.types import ArrayKind, Backend, OpImpl, Requirement
 
 Check = Callable[[Any], bool]
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_NAME_WANTED = (
+    "at most 64 letters, digits, '.', '_' and '-', a letter or digit first: it becomes part of file names"
+)
+
 
 def objection(backend: Backend) -> str:
     """The first field of the wrong type, in words; empty when there is none."""
-    if not isinstance(backend.name, str) or not backend.name:
-        return f"declares a backend whose name is {_shown(backend.name)}; wanted a str"
+    if not isinstance(backend.name, str) or not _NAME.fullmatch(backend.name):
+        return f"declares a backend whose name is {_shown(backend.name)}; wanted {_NAME_WANTED}"
     found = _first(backend, _BACKEND)
     if not found and (unknown := [op for op in backend.ops if op not in OPS]):
         found = f"declares unknown ops: {list_names(map(str, unknown))}"
@@ -95,6 +101,7 @@ _BACKEND: dict[str, tuple[Check, str]] = {
 _OP: dict[str, tuple[Check, str]] = {
     "forward": (callable, "a function"),
     "backward": _FUNCTION_OR_NONE,
+    "serves": (lambda names: isinstance(names, Set) and _names(names), "a frozenset of str"),
     "verifiers": (_functions, "a tuple of functions"),
     "cost": _FUNCTION_OR_NONE,
     "verified_archs": (lambda archs: isinstance(archs, Set) and _names(archs), "a frozenset of str"),

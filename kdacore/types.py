@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-API_VERSION = 1
+API_VERSION = 2
 """Version of the plugin interface in this file. A backend declares the one it was written for."""
 
 Array = Any
@@ -100,6 +100,14 @@ class Request:
     read_only_state: bool = False
     chunk_size: int = 64
     """Stage ops only."""
+    features: frozenset[str] = frozenset()
+    """Names of the features this call uses; dispatch compares them with :attr:`OpImpl.serves`."""
+    options: tuple[tuple[str, Any], ...] = ()
+    """Options that have no field above and differ from their defaults, by public name."""
+
+    def option(self, name: str, default: Any = None) -> Any:
+        """The value of an option that has no field of its own; ``default`` where it was left at its default."""
+        return dict(self.options).get(name, default)
 
     def has(self, name: str) -> bool:
         """Was this array argument given?"""
@@ -337,7 +345,7 @@ For ``kda_gate``: ``backward(request, inputs, dlog) -> GateGrads``.
 """
 
 Cost = Callable[[Request], "float | None"]
-"""Predicted seconds for this request, None when unknown."""
+"""Predicted seconds for this request, not negative; None when unknown."""
 
 FastCall = Callable[[tuple[Any, ...]], "tuple[Any, ...] | None"]
 """A call that was made before, with other values: arrays in the order of the op's inputs to results in the order of its
@@ -350,7 +358,12 @@ class OpImpl:
 
     forward: Forward
     backward: Backward | None = None
+    serves: frozenset[str] = frozenset()
+    """Features this implementation serves beyond the plain call: ``packed``, ``initial_state``, ``gate.bounded``, ...
+    The page for authors lists them. A call that uses a feature not listed here is declined by the front end with reason
+    code ``option``; so is one that uses an option that did not exist when the backend was written."""
     verifiers: tuple[Verifier, ...] = ()
+    """What else has to hold: shapes, hardware, dtype pairs, memory. :mod:`kdacore.verifiers` has the common ones."""
     cost: Cost | None = None
     verified_archs: frozenset[str] = frozenset()
     """Architectures this op's tests have run on for real; ``"*"`` for portable code. Others are *compiled only*."""
@@ -360,10 +373,11 @@ class OpImpl:
     """Declared, JAX only: ``forward`` compiles what it runs, so an eager call's concrete arrays are handed to it as
     they are. Otherwise it is traced into a program of its own."""
     fast_path: Callable[[Request, Any], FastCall | None] | None = None
-    """Optional: saves host time on repeated calls. ``fast_path(request, inputs)`` may return a :data:`FastCall` that does
-    what ``forward`` would do, for calls without gradients whose arrays have the shapes, dtypes, device and *strides* of
-    these; addresses and their alignment may differ. It must not keep the arrays. For torch it may be called under
-    ``autocast``, which ``forward`` never is: it launches kernels, and does no arithmetic with torch's own ops."""
+    """Optional, to save host time. ``fast_path(request, inputs)`` may return a :data:`FastCall`
+    that does what ``forward`` would do, for calls without gradients whose arrays have the shapes,
+    dtypes, device and *strides* of these; addresses and their alignment may differ. It must not
+    keep the arrays. For torch it may be called under ``autocast``, which ``forward`` never is: it
+    launches kernels, and does no arithmetic with torch's own ops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,7 +390,7 @@ class Requirement:
     remedy: str
     """The line that would make it so, for example a pip command."""
     hardware: bool = False
-    """It belongs to the machine (a driver, say): no package brings it. ``explain`` leaves it out of the choice where
+    """It is part of the machine (a driver, say), not of a package. ``explain`` leaves it out of the choice where
     hardware is assumed, and says so."""
 
 
@@ -385,13 +399,16 @@ class Backend:
     """A backend: data plus functions. Yielded by the ``kdacore_backends`` hook."""
 
     name: str
+    """At most 64 letters, digits, ``.``, ``_`` and ``-``, beginning with a letter or digit: it
+    becomes part of file names."""
     version: str
     kinds: tuple[ArrayKind, ...]
     ops: Mapping[str, OpImpl] = field(hash=False)
     summary: str = ""
     requirements: tuple[Requirement, ...] = ()
     rank: int = 0
-    """Orders the capable when no measured cost decides; higher wins."""
+    """Orders the backends that can serve a call and whose cost for it is not known; higher comes
+    first. Those whose cost is known come before them, the lowest cost first."""
     api_version: int = API_VERSION
     device_types: tuple[str, ...] = ("*",)
     """Device types this backend can ever serve; doctor and the reasons use it."""

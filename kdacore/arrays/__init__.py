@@ -5,30 +5,33 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from kdacore.arrays.base import Adapter
-from kdacore.arrays.specs import ShapeDtype
+from kdacore.arrays.base import ADAPTERS, Adapter
 
-__all__ = ["Adapter", "ShapeDtype", "adapter_of"]
-
-_by_type: dict[type, Adapter] = {}
+__all__ = ["Adapter", "adapter_of", "is_spec"]
 
 
 def adapter_of(x: Any) -> Adapter | None:
-    """The adapter of an array (or of a :class:`ShapeDtype`), or None when it is no array kdacore knows."""
-    found = _by_type.get(type(x))
+    """The adapter of an array (or of a :class:`kdacore.ShapeDtype`), or None when it is no array kdacore knows."""
+    found = ADAPTERS.get(type(x))
     if found is None:
         found = _resolve(x)
-        # Not cached: a spec, whose kind is its own; torch, which adds its plain types itself when its adapter is
+        # Not cached: specs, of which each has its own kind; torch, whose adapter adds its plain types itself when it is
         # imported, because this line may be running inside a torch.compile trace.
-        if found is not None and found.kind != "torch" and not isinstance(x, ShapeDtype):
-            _by_type[type(x)] = found
+        if found is not None and found.kind != "torch" and not is_spec(x):
+            ADAPTERS[type(x)] = found
     return found
+
+
+def is_spec(x: Any) -> bool:
+    """Is it a :class:`kdacore.ShapeDtype`? There is none before its module has been imported."""
+    specs = sys.modules.get("kdacore.arrays.specs")
+    return specs is not None and isinstance(x, specs.ShapeDtype)
 
 
 def _resolve(x: Any) -> Adapter | None:
     import numpy as np
 
-    if isinstance(x, ShapeDtype):
+    if is_spec(x):
         from kdacore.arrays.specs import SPEC_ADAPTERS
 
         return SPEC_ADAPTERS[x.kind]

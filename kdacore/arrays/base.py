@@ -1,16 +1,38 @@
-"""What the front end asks of an array library."""
+"""What the front end asks of an array library, and what an array library is told of a call."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
 
-from kdacore.types import ArrayKind, Device, TensorSpec
+from kdacore.types import ArrayKind, Backend, Device, OpImpl, Request, TensorSpec
 
-if TYPE_CHECKING:
-    from kdacore.dispatch.call import Plan
-    from kdacore.dispatch.fast_path import RecentCalls
-    from kdacore.ops import OpDef
+ArrayTest = Callable[[dict[str, Any], bool], "tuple[str, dict[str, Any]] | None"]
+"""Arrays by argument name, and whether strides count, to a Python expression in those names and the values it uses. The
+expression is true of arrays that validation and selection cannot tell from these: same type, dtype, device, shape, and
+strides if they count (those of arrays that a call may write always count). None for arrays that must take the ordinary
+path."""
+
+
+class Plan(Protocol):
+    """A validated call and the implementation selected for it, as an adapter sees it."""
+
+    request: Request
+    inputs: type
+    """The named tuple of the op's arrays."""
+    backend: Backend
+    impl: OpImpl
+    forward: Callable[[Request, Any], Any]
+    joined: Any
+    """For the adapter: what it built to join this plan to its library's differentiation."""
+
+    def backward(self, inputs: Any, *rest: Any) -> Any:
+        """The gradients: ``backward(inputs, saved, grads)``, or ``backward(inputs, dlog)`` of ``kda_gate``."""
+        ...
+
+
+Run = Callable[[Any, Any], Any]
+"""``run(plan, inputs)``: runs a plan's forward, joined to the array library's differentiation."""
 
 
 class Adapter(Protocol):
@@ -23,13 +45,22 @@ class Adapter(Protocol):
     """False where :meth:`needs_grad` can only say that a gradient may be asked for later."""
 
     through_operators: bool
-    """True where calls must go through :meth:`call_compiled` even outside a trace (torch subclasses)."""
+    """True where calls must go through ``torch.library`` operators even outside a trace (torch subclasses)."""
 
-    recent: RecentCalls | None
-    """Finds the plan of a call faster than its key would, where the library offers a way."""
+    fast_path: Any
+    """For dispatch: its memory of calls with these arrays. None until it is needed."""
 
-    def call_compiled(self, opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
-        """Serve a call through operators the library can trace."""
+    @property
+    def array_test(self) -> ArrayTest | None:
+        """The library's part of recognising a call that was made before; None where calls are not recognised."""
+        ...
+
+    def grad_enabled(self) -> bool:
+        """Whether the library records gradients now."""
+        ...
+
+    def runner(self, plan: Any, inputs: Any) -> Run:
+        """The function that runs this call and those recognised as the same."""
         ...
 
     def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
@@ -72,6 +103,10 @@ class Adapter(Protocol):
         """Address, shape, strides and item size in bytes; None where there is none to speak of. No sync."""
         ...
 
-    def run(self, plan: Plan, inputs: Any) -> Any:
+    def run(self, plan: Any, inputs: Any) -> Any:
         """Run the selected implementation, joined to the library's differentiation."""
         ...
+
+
+ADAPTERS: dict[type, Adapter] = {}
+"""The adapter of each type of array met so far."""

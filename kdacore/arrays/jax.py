@@ -18,9 +18,7 @@ from kdacore.ops import OPS
 from kdacore.types import ArrayKind, Device, GateInputs, OutputGrads, Outputs, TensorSpec
 
 if TYPE_CHECKING:
-    from kdacore.dispatch.call import Plan
-    from kdacore.dispatch.fast_path import RecentCalls
-    from kdacore.ops import OpDef
+    from kdacore.arrays.base import Plan, Run
 
 
 class _JaxAdapter:
@@ -28,10 +26,14 @@ class _JaxAdapter:
     immutable = True
     knows_grad = False
     through_operators = False
-    recent: RecentCalls | None = None
+    array_test = None
+    fast_path: Any = None
 
-    def call_compiled(self, opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
-        raise RuntimeError("unreachable: JAX traces through ordinary calls")
+    def grad_enabled(self) -> bool:
+        return True
+
+    def runner(self, plan: Plan, inputs: Any) -> Run:
+        return self.run
 
     def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
         for name, x in zip(OPS[op].arrays, arrays, strict=True):
@@ -143,7 +145,7 @@ def _join(plan: Plan, inputs: Any) -> Any:
 
 def _join_whole(plan: Plan) -> Any:
     """The four whole ops as a ``custom_vjp`` function of their arrays (absent ones None)."""
-    request, forward, backward = plan.request, plan.forward, plan.impl.backward
+    request, forward = plan.request, plan.forward
     undifferentiated = dataclasses.replace(request, needs_grad=False)
 
     @jax.custom_vjp
@@ -157,7 +159,7 @@ def _join_whole(plan: Plan) -> Any:
     def op_backward(residuals: Any, cotangents: Any) -> Any:
         arrays, saved = residuals
         inputs = plan.inputs(*arrays)
-        grads = backward(request, inputs, saved, OutputGrads(cotangents[0], cotangents[1]))  # type: ignore[misc]
+        grads = plan.backward(inputs, saved, OutputGrads(cotangents[0], cotangents[1]))
         return _cotangents(arrays, grads)
 
     op.defvjp(op_forward, op_backward)
@@ -165,7 +167,7 @@ def _join_whole(plan: Plan) -> Any:
 
 
 def _join_gate(plan: Plan) -> Any:
-    request, forward, backward = plan.request, plan.forward, plan.impl.backward
+    request, forward = plan.request, plan.forward
 
     @jax.custom_vjp
     def op(*arrays: Any) -> Any:
@@ -175,7 +177,7 @@ def _join_gate(plan: Plan) -> Any:
         return forward(request, plan.inputs(*arrays)), arrays
 
     def op_backward(arrays: Any, dlog: Any) -> Any:
-        return _cotangents(arrays, backward(request, plan.inputs(*arrays), dlog))  # type: ignore[misc]
+        return _cotangents(arrays, plan.backward(plan.inputs(*arrays), dlog))
 
     op.defvjp(op_forward, op_backward)
     return jax.jit(op)  # an eager caller would otherwise dispatch, and compile, every primitive by itself

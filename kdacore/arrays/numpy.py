@@ -7,14 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kdacore.dispatch.fast_path import RecentCalls
 from kdacore.ops import WRITABLE_ARGUMENTS
-from kdacore.registry import REGISTRY
 from kdacore.types import ArrayKind, Device, TensorSpec
 
 if TYPE_CHECKING:
-    from kdacore.dispatch.call import Plan
-    from kdacore.ops import OpDef
+    from kdacore.arrays.base import Plan, Run
 
 _CPU = Device("cpu")
 
@@ -25,14 +22,16 @@ class _NumpyAdapter:
     knows_grad = True
     through_operators = False
 
-    def __init__(self) -> None:
-        # bool() is False: there are no gradients
-        recent = RecentCalls(_array_test, bool, lambda plan, inputs: plan.run)
-        REGISTRY.on_change(recent.clear)
-        self.recent: RecentCalls | None = recent
+    fast_path: Any = None
 
-    def call_compiled(self, opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
-        raise RuntimeError("unreachable: these arrays are never compiled")
+    def array_test(self, arrays: dict[str, Any], same_strides: bool) -> tuple[str, dict[str, Any]] | None:
+        return _array_test(arrays, same_strides)
+
+    def grad_enabled(self) -> bool:
+        return False
+
+    def runner(self, plan: Plan, inputs: Any) -> Run:
+        return _run
 
     def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
         return
@@ -74,8 +73,12 @@ class _NumpyAdapter:
         return plan.forward(plan.request, inputs)
 
 
+def _run(plan: Plan, inputs: Any) -> Any:
+    return plan.forward(plan.request, inputs)
+
+
 def _array_test(arrays: dict[str, Any], same_strides: bool) -> tuple[str, dict[str, Any]] | None:
-    """See :data:`kdacore.dispatch.fast_path.ArrayTest`. NumPy has one object for each native dtype; another one, of
+    """See :data:`kdacore.arrays.base.ArrayTest`. NumPy has one object for each native dtype; another one, of
     the other byte order say, is never that object and takes the ordinary path."""
     if not all(type(x) is np.ndarray for x in arrays.values()):
         return None

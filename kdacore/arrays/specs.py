@@ -7,17 +7,11 @@ import re
 import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kdacore import config
 from kdacore.errors import ContractError
 from kdacore.types import ArrayKind, Device, TensorSpec
-
-if TYPE_CHECKING:
-    from kdacore.dispatch.call import Plan
-    from kdacore.dispatch.fast_path import RecentCalls
-    from kdacore.ops import OpDef
-
 
 DEVICE = re.compile(r"[a-z]+(:\d+)?")
 """A device in words: its type, and perhaps its index after a colon."""
@@ -76,15 +70,19 @@ class _SpecAdapter:
     """Reads :class:`ShapeDtype`; can explain, cannot run."""
 
     through_operators = False
-    recent: RecentCalls | None = None
+    array_test = None
+    fast_path: Any = None
     knows_grad = True
 
     def __init__(self, kind: ArrayKind) -> None:
         self.kind: ArrayKind = kind
         self.immutable = kind == "jax"
 
-    def call_compiled(self, opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
-        raise RuntimeError("unreachable: these arrays are never compiled")
+    def grad_enabled(self) -> bool:
+        return True
+
+    def runner(self, plan: Any, inputs: Any) -> Any:
+        return self.run
 
     def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
         return
@@ -118,7 +116,7 @@ class _SpecAdapter:
     def memory(self, x: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int] | None:
         return None
 
-    def run(self, plan: Plan, inputs: Any) -> Any:
+    def run(self, plan: Any, inputs: Any) -> Any:
         raise ContractError(plan.request.op, "q", "a ShapeDtype", "an array (specs are for explain only)")
 
 

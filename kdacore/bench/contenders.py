@@ -12,7 +12,7 @@ from kdacore.bench.arrays import Arrays, options
 from kdacore.bench.cases import Case
 from kdacore.bench.peers import PEERS, Peer
 from kdacore.callspec import CallSpec
-from kdacore.dispatch.call import record_selections
+from kdacore.dispatch.plan import record_selections
 from kdacore.features import arch_of
 from kdacore.machine import Accelerator, version_of
 from kdacore.registry import REGISTRY

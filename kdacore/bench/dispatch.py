@@ -16,6 +16,7 @@ from kdacore.bench.clock import summary
 from kdacore.bench.results import Figure, Results, Row
 from kdacore.hookspecs import hookimpl
 from kdacore.machine import version_of
+from kdacore.ops import FEATURES
 from kdacore.registry import REGISTRY
 from kdacore.selfcheck.inputs import to_kind
 from kdacore.types import ArrayKind, Backend, InputGrads, OpImpl, Outputs
@@ -23,7 +24,7 @@ from kdacore.types import ArrayKind, Backend, InputGrads, OpImpl, Outputs
 LIMITS = {"numpy": 5e-6, "torch": 10e-6}
 """Seconds."""
 CALLS = 4000
-NAME = "null (benchmark)"
+NAME = "null-benchmark"
 
 
 class NullPlugin:
@@ -42,7 +43,7 @@ class NullPlugin:
 
     @hookimpl
     def kdacore_backends(self) -> list[Backend]:
-        op = OpImpl(self._forward, self._backward, verified_archs=frozenset({"*"}))
+        op = OpImpl(self._forward, self._backward, serves=FEATURES, verified_archs=frozenset({"*"}))
         return [
             Backend(
                 name=NAME,

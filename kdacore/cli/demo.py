@@ -21,7 +21,7 @@ import numpy as np
 
 from kdacore import api
 from kdacore.cli import report
-from kdacore.dispatch import call as dispatch
+from kdacore.dispatch.plan import record_selections
 from kdacore.ops import OPS
 from kdacore.selfcheck.check import relative_error
 from kdacore.types import ChunkInputs, Selection
@@ -182,7 +182,7 @@ def prefill(
     """``chunk_kda`` over tokens ``start`` to ``stop``: the run, the output and the final state."""
     outputs = []
     begun = time.perf_counter()
-    with dispatch.record_selections() as ran:
+    with record_selections() as ran:
         for low in range(start, stop, BLOCK):
             part = _tokens(x, low, min(low + BLOCK, stop))
             o, state = api.chunk_kda(
@@ -199,7 +199,7 @@ def decode(x: Arrays, start: int, state: Any, backend: str | None) -> tuple[Run,
     outputs = []
     stop = x["q"].shape[1]
     begun = time.perf_counter()
-    with dispatch.record_selections() as ran:
+    with record_selections() as ran:
         for t in range(start, stop):
             o, _ = api.fused_recurrent_kda(
                 **_tokens(x, t, t + 1), initial_state=state, inplace_state=True, backend=backend, **OPTIONS

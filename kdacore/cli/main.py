@@ -8,8 +8,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from kdacore import __version__
 from kdacore.errors import BackendBuildError, ConfigError, ContractError, UnsupportedError
+from kdacore.version import __version__
 
 COMMANDS = {
     "demo": ("kdacore.cli.demo", "run KDA over a real text and check it against the oracle"),

@@ -1,4 +1,4 @@
-"""Memory that a call writes: no two of its elements may be one, and nothing the call reads may lie in it.
+"""Arrays that a call writes: their elements must not overlap, nor overlap anything that the call reads.
 
 Kernels read and write in an order of their own, so either would give wrong numbers without an error. Addresses and
 strides are looked at, never values.
@@ -20,7 +20,7 @@ _MOST_WORK: Any = 10_000
 
 
 class Memory(NamedTuple):
-    """Where an array's elements lie, in bytes."""
+    """The bytes an array occupies."""
 
     address: int
     shape: tuple[int, ...]

@@ -1,10 +1,10 @@
-"""Recognising a call that was made before, where the host's time counts.
+"""Serving a call that was made before, in as little host time as possible.
 
 The ordinary path makes a key of what validation and selection read from a call, and looks its plan up. Making and
-hashing the key takes longer than all else the front end does. The last few calls of an op are therefore kept with a
-test written out for each, whose array part is the array library's own; a call that passes it has that call's plan.
-Where the backend offers a shorter way for arrays that lie in memory alike (``OpImpl.fast_path``), the test looks at
-strides as well.
+hashing the key takes longer than all else the front end does. The last few calls of an op are therefore kept, each with
+a test that is generated as Python source; its array part is the array library's own. A call that passes the test has
+that call's plan. Where the backend offers a fast path for arrays of equal strides (``OpImpl.fast_path``), the test
+compares strides as well.
 """
 
 from __future__ import annotations
@@ -14,40 +14,36 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kdacore.dispatch.call import Plan
+    from kdacore.arrays.base import Adapter, ArrayTest, Run
+    from kdacore.dispatch.plan import Plan
     from kdacore.types import FastCall
 
-ArrayTest = Callable[[dict[str, Any], bool], "tuple[str, dict[str, Any]] | None"]
-"""Arrays by argument name to an expression in those names that is true of arrays a key would not tell from these (when
-told so, with these strides; arrays that a call may write always with theirs), and the values the expression uses. None
-when such arrays must take the ordinary path."""
-
 _PLAIN_OPTIONS = (type(None), bool, int, float)
-_ENTRIES = 4
-"""Calls remembered for each op: a model has few shapes at a time, and every entry is one more to look through."""
+_MAX_CALLS = 4
+"""Calls kept for each op: a model has few shapes at a time, and every one is tested in turn."""
 
 
-_STEPS = 2
-"""Ways for arrays of certain strides kept for one plan; the strides beyond share the plan alone."""
+_MAX_FAST_CALLS = 2
+"""Backend fast paths kept for one plan, each for arrays of certain strides; other strides share the plan alone."""
 
 Matcher = Callable[[tuple[Any, ...], tuple[Any, ...]], bool]
-Run = Callable[["Plan", Any], Any]
 
 
-class Known:
-    """One call: what it was asked with, the test of its arguments, the plan that serves it, and the shortest way."""
+class SeenCall:
+    """One call: how its backend was chosen, the test of its arguments, the plan that serves it, and the backend's own
+    fast path, if any."""
 
-    __slots__ = ("asked", "grad", "matches", "plan", "run", "step")
+    __slots__ = ("asked", "fast_call", "grad", "matches", "plan", "run")
 
     def __init__(
-        self, plan: Plan, run: Run, step: FastCall | None, matches: Matcher, asked: Any, grad: bool
+        self, plan: Plan, run: Run, fast_call: FastCall | None, matches: Matcher, asked: Any, grad: bool
     ) -> None:
         self.matches = matches
         self.asked = asked
         self.grad = grad
         self.plan = plan
         self.run = run
-        self.step = step
+        self.fast_call = fast_call
 
 
 def _matcher(
@@ -85,51 +81,50 @@ def _is_plain(option: Any) -> bool:
     return type(option) in _PLAIN_OPTIONS and (type(option) is not float or math.isfinite(option))
 
 
-class RecentCalls:
-    """The last few calls of every op. A call is remembered when it comes again soon after it was missed.
+class FastPath:
+    """The last few calls of every op with arrays of one kind. A call is kept when it comes a second time.
 
     Args:
-        array_test: the array library's part of a test.
-        grad_enabled: whether the library records gradients now.
-        way: ``way(plan, inputs)``: what runs such calls, as :meth:`Adapter.run` would.
+        adapter: of these arrays.
     """
 
-    def __init__(
-        self, array_test: ArrayTest, grad_enabled: Callable[[], bool], way: Callable[[Plan, Any], Run]
-    ) -> None:
-        self._array_test = array_test
-        self._way = way
-        self._grad_enabled = grad_enabled
-        self._entries: dict[str, tuple[Known, ...]] = {}
-        self._missed: dict[str, tuple[Plan, ...]] = {}
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+        self._grad_enabled = adapter.grad_enabled
+        self._calls: dict[str, tuple[SeenCall, ...]] = {}
+        self._once: dict[str, tuple[Plan, ...]] = {}
+        """Plans whose call has come once."""
 
     def clear(self) -> None:
         """Forget every call (the backends or the configuration changed)."""
-        self._entries.clear()
-        self._missed.clear()
+        self._calls.clear()
+        self._once.clear()
 
-    def find(self, op: str, arrays: tuple[Any, ...], options: tuple[Any, ...], asked: Any) -> Known | None:
+    def find(self, op: str, arrays: tuple[Any, ...], options: tuple[Any, ...], asked: Any) -> SeenCall | None:
         """An earlier call like this one, None when there was none."""
-        for entry in self._entries.get(op, ()):
-            if asked == entry.asked and self._grad_enabled() is entry.grad and entry.matches(arrays, options):
-                return entry
+        for seen in self._calls.get(op, ()):
+            if asked == seen.asked and self._grad_enabled() is seen.grad and seen.matches(arrays, options):
+                return seen
         return None
 
     def note(self, op: str, inputs: Any, options: tuple[Any, ...], asked: Any, plan: Plan) -> None:
-        """A call was served by ``plan`` the ordinary way. Lengths that change with every call leave no trace."""
-        missed = self._missed.get(op, ())
-        if not any(plan is m for m in missed):
-            self._missed[op] = (plan, *missed[: _ENTRIES - 1])
+        """Take note of a call that ``plan`` served the ordinary way."""
+        once = self._once.get(op, ())
+        if not any(plan is p for p in once):
+            self._once[op] = (plan, *once[: _MAX_CALLS - 1])
             return
-        kept = self._entries.get(op, ())[: _ENTRIES - 1]
-        step = None
-        if plan.fast_path is not None and sum(plan is e.plan for e in kept) < _STEPS:
-            step = plan.fast_path(plan.request, inputs)
-        matches = _matcher(inputs, options, self._array_test, step is not None)
+        kept = self._calls.get(op, ())[: _MAX_CALLS - 1]
+        fast_call = None
+        if plan.fast_path is not None and sum(plan is seen.plan for seen in kept) < _MAX_FAST_CALLS:
+            fast_call = plan.fast_path(plan.request, inputs)
+        array_test = self._adapter.array_test
+        matches = array_test and _matcher(inputs, options, array_test, fast_call is not None)
         if matches is None:
             return
-        entry = Known(plan, self._way(plan, inputs), step, matches, asked, self._grad_enabled())
-        # One that takes any strides must not hide those that know a shorter way for some.
-        longer = 1 + max((i for i, e in enumerate(kept) if e.plan is plan), default=-1)
-        place = longer if step is None else 0
-        self._entries[op] = (*kept[:place], entry, *kept[place:])
+        seen = SeenCall(
+            plan, self._adapter.runner(plan, inputs), fast_call, matches, asked, self._grad_enabled()
+        )
+        # A test that accepts any strides must come after those with a fast path for particular strides.
+        behind = 1 + max((i for i, other in enumerate(kept) if other.plan is plan), default=-1)
+        place = behind if fast_call is None else 0
+        self._calls[op] = (*kept[:place], seen, *kept[place:])

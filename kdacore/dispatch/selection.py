@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import threading
 import warnings
 from dataclasses import dataclass
@@ -75,9 +74,12 @@ def decide(request: Request, policy: Policy, *, run_selfchecks: bool, assumed: b
     """Ask every backend and choose. Runs nothing but, when allowed, the one-time self-checks; those that ran count."""
     for name in filter(None, (policy.forced, *policy.preferred)):
         REGISTRY.get(name, request.op, "backend" if policy.forced else policy.source)
-    candidates = tuple(judge(r, request, assumed) for r in REGISTRY.backends().values())
+    candidates = tuple([judge(r, request, assumed) for r in REGISTRY.backends().values()])
     if policy.forced:
         return _forced(request, policy, candidates)
+    choices = sum(c.supported and _auto_may_choose(REGISTRY.get(c.backend), request) for c in candidates)
+    if choices > 1 or not run_selfchecks:  # a call that leaves no choice needs no costs
+        candidates = with_costs(request, candidates)
     able = {c.backend: c for c in candidates if c.supported}
     for name in policy.preferred:
         if name in able:
@@ -98,7 +100,7 @@ def decide(request: Request, policy: Policy, *, run_selfchecks: bool, assumed: b
 
 
 def judge(registered: Registered, request: Request, assumed: bool = False) -> Candidate:
-    """Every reason one backend has against a request, and its predicted cost.
+    """Every reason one backend has against a request.
 
     Args:
         registered: the backend.
@@ -114,14 +116,25 @@ def judge(registered: Registered, request: Request, assumed: bool = False) -> Ca
         return Candidate(backend.name, tuple(reasons), None, backend.rank, False)
     # jax.export's symbolic sizes do not compare as numbers do: only who can be traced has to know about them.
     known = backend.traceable or request.kind != "jax" or isinstance(request.B * request.T * request.N, int)
-    for verifier in impl.verifiers if known else ():
+    # Verifiers are asked about arrays and devices of the backend's own only.
+    elsewhere = any(reason.code in ("array_kind", "device") for reason in reasons)
+    for verifier in impl.verifiers if known and not elsewhere else ():
         reason = _ask(registered, verifier, request)
         if reason is not None:
             reasons.append(reason)
     archs = impl.verified_archs
     verified = PORTABLE in archs or request.device.arch in archs
-    cost = None if reasons else _cost(registered, request, impl)
-    return Candidate(backend.name, tuple(reasons), cost, backend.rank, verified, lacking)
+    return Candidate(backend.name, tuple(reasons), None, backend.rank, verified, lacking)
+
+
+def with_costs(request: Request, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    """The candidates, those that can serve the call with their predicted costs."""
+    return tuple(
+        [
+            dataclasses.replace(c, cost=_cost(REGISTRY.get(c.backend), request)) if c.supported else c
+            for c in candidates
+        ]
+    )
 
 
 def _ask(registered: Registered, verifier: Verifier, request: Request) -> Reason | None:
@@ -161,7 +174,16 @@ def _general_reasons(
         )
     if impl is None:
         reasons.append(Reason("op", f"does not implement {request.op}", request.op, list_names(backend.ops)))
-    elif request.needs_grad and impl.backward is None:
+    elif unserved := request.features - impl.serves:
+        reasons.append(
+            Reason(
+                "option",
+                f"does not serve {list_names(sorted(unserved))}",
+                list_names(sorted(request.features)),
+                f"no features but {list_names(sorted(impl.serves))}",
+            )
+        )
+    if impl is not None and request.needs_grad and impl.backward is None:
         reasons.append(
             Reason("gradients", "has no backward for this op", "inputs that require grad", "no gradients")
         )
@@ -170,12 +192,13 @@ def _general_reasons(
     return reasons
 
 
-def _cost(registered: Registered, request: Request, impl: OpImpl) -> float | None:
+def _cost(registered: Registered, request: Request) -> float | None:
+    impl = registered.backend.ops[request.op]
     if impl.cost is not None:
         try:
             seconds = impl.cost(request)
-            if seconds is not None and math.isnan(seconds):
-                raise ValueError("a cost is seconds or None, not NaN")
+            if seconds is not None and not (isinstance(seconds, int | float) and seconds >= 0):
+                raise ValueError(f"a cost is seconds, 0 or more, or None; got {seconds!r}")
         except plugin_faults.FAULTS as error:  # a backend of unknown speed is still a backend
             plugin_faults.report(f"backend {registered.backend.name}", f"cost of {request.op}", error)
             return None
@@ -199,14 +222,13 @@ def _ranked(request: Request, able: list[Candidate]) -> list[tuple[str, str]]:
     unproven = _unproven(request, able)
     by_rank = sorted(able, key=lambda c: (c.backend in unproven, -c.rank))
     highest = f"highest rank of those tested on {request.device.arch}" if unproven else "highest rank"
-    # A backend of unknown speed is judged by rank; once the best-ranked one is measured, measurements decide.
-    if by_rank[0].cost is not None:
-        measured = sorted((c for c in able if c.cost is not None), key=lambda c: (c.cost or 0.0, -c.rank))
-        rest = [c for c in by_rank if c.cost is None]
-        order = [(c.backend, "lowest measured cost" if len(measured) > 1 else highest) for c in measured]
-        order += [(c.backend, highest) for c in rest]
-    else:
-        order = [(c.backend, highest if len(able) > 1 else "the only one that can") for c in by_rank]
+    # Backends whose cost is known come first, by cost; the others follow by rank.
+    by_cost = sorted([c for c in by_rank if c.cost is not None], key=lambda c: c.cost or 0.0)
+    why_first = "lowest cost" if len(by_cost) > 1 else "the only one of known cost"
+    order = [(c.backend, why_first) for c in by_cost]
+    order += [(c.backend, highest) for c in by_rank if c.cost is None]
+    if len(able) == 1:
+        order = [(able[0].backend, "the only one that can")]
     if chosen is not None:
         if chosen not in [c.backend for c in able]:
             asked = REGISTRY.hooks().kdacore_choose.get_hookimpls()

@@ -7,6 +7,7 @@ between. Residuals beyond the inputs are not kept: their shapes would depend on 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,27 +15,23 @@ import torch
 
 from kdacore.arrays.torch.eager import TORCH, double_backward_error
 from kdacore.arrays.torch.modes import as_given, refuse_tangents
-from kdacore.dispatch import call as dispatch
 from kdacore.dispatch import selection, validate
 from kdacore.dispatch.aliasing import check_memory
+from kdacore.dispatch.plan import Plan, cached_plan, current_policy, execute, plan_for
 from kdacore.errors import ContractError, UnsupportedError, contract_text
-from kdacore.ops import CHUNK_OPTIONS, FLAGS, HOST_ARGUMENTS, OPS, RECURRENT_OPTIONS, OpDef
+from kdacore.ops import HOST_ARGUMENTS, OPS, OpDef, Option
 from kdacore.types import GateInputs, InputGrads, OutputGrads, Outputs
 
-_NUMBERS: dict[str, type] = {"scale": float, "lower_bound": float, "checkpoint_every": int}
-_WHOLE_GRADS = InputGrads._fields
-_ARRAYS = {
-    "chunk": OPS["chunk_kda"].arrays,
-    "recurrent": OPS["fused_recurrent_kda"].arrays,
-    "gate": GateInputs._fields,
-}
+_FAMILIES = {"chunk": OPS["chunk_kda"], "recurrent": OPS["fused_recurrent_kda"], "gate": OPS["kda_gate"]}
+"""An op of each family: all ops of a family take the same arguments."""
+_ARRAYS = {family: opdef.arrays for family, opdef in _FAMILIES.items()}
 _OPTIONS = {
-    "chunk": tuple(o for o in CHUNK_OPTIONS if o != "cp"),
-    "recurrent": RECURRENT_OPTIONS,
-    "gate": ("lower_bound",),
+    family: tuple([o for o in opdef.option_arguments if o.kind != "reserved"])
+    for family, opdef in _FAMILIES.items()
 }
-_REQUIRED = frozenset({"q", "k", "v", "g", "beta"})
-_INITIAL_STATE, _OUT = (OPS["fused_recurrent_kda"].arrays.index(name) for name in ("initial_state", "out"))
+_SCHEMA_TYPES = {"flag": "bool", "number": "float?", "count": "int?"}
+_NUMBERS: dict[str, type] = {"number": float, "count": int}
+_WHOLE_GRADS = InputGrads._fields
 _ASKED = "bool needs_grad, str forced, str preferred, str source"
 
 _library = torch.library.Library("kdacore", "DEF")
@@ -42,15 +39,12 @@ _library = torch.library.Library("kdacore", "DEF")
 
 def _schema(family: str, *, mutable: bool = False) -> str:
     parts = ["str op"]
-    for name in _ARRAYS[family]:
-        kind = "Tensor" if name in _REQUIRED else "Tensor?"
-        if mutable and name in ("initial_state", "out"):
-            kind = f"Tensor({name[0]}!)?"
-        parts.append(f"{kind} {name}")
-    parts += [
-        f"{_NUMBERS[name].__name__}? {name}" if name in _NUMBERS else f"bool {name}"
-        for name in _OPTIONS[family]
-    ]
+    for array in _FAMILIES[family].array_arguments:
+        kind = "Tensor" if array.required else "Tensor?"
+        if mutable and array.writable:
+            kind = f"Tensor({array.name[0]}!)?"
+        parts.append(f"{kind} {array.name}")
+    parts += [f"{_SCHEMA_TYPES[option.kind]} {option.name}" for option in _OPTIONS[family]]
     return ", ".join([*parts, _ASKED])
 
 
@@ -73,17 +67,17 @@ class _Bound:
         self.opdef: OpDef = OPS[args[0]]
         at = 1 + len(arrays)
         self.inputs = self.opdef.inputs(*args[1:at])
-        values = args[at : at + len(options)]
-        self.options = (*values, None) if family == "chunk" else tuple(values)  # cp is None here
+        values = dict(zip([o.name for o in options], args[at : at + len(options)], strict=True))
+        self.options = tuple([values.get(name) for name in self.opdef.options])
         at += len(options)
         self.needs_grad, forced, preferred, source = args[at : at + 4]
         self.policy = selection.Policy(forced, tuple(filter(None, preferred.split(","))), source)
         self.rest = args[at + 4 :]
 
-    def plan(self) -> dispatch.Plan:
+    def plan(self) -> Plan:
         """The plan of a real call (tensors with values)."""
         refuse_tangents(self.opdef.name, self.inputs)
-        return dispatch.cached_plan(
+        return cached_plan(
             TORCH,
             self.opdef,
             self.inputs,
@@ -97,15 +91,15 @@ class _Bound:
         return validate.build_request(self.opdef, self.inputs, self.options, needs_grad=self.needs_grad)[0]
 
 
-def _plan_of_operator(opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any) -> dispatch.Plan:
+def _plan_of_operator(opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any) -> Plan:
     policy, needs_grad = asked
-    return dispatch.plan_for(opdef, inputs, options, policy, needs_grad)
+    return plan_for(opdef, inputs, options, policy, needs_grad)
 
 
 @torch.compiler.assume_constant_result
 def _asked_of_dispatch(op: str, backend: str | None) -> tuple[str, str, str]:
     """What was asked of dispatch while the graph was traced; it becomes part of the graph."""
-    policy = dispatch.current_policy(OPS[op], backend)
+    policy = current_policy(OPS[op], backend)
     return policy.forced, ",".join(policy.preferred), policy.source
 
 
@@ -113,7 +107,7 @@ def _check_asked(bound: _Bound) -> None:
     """A graph keeps the preference it was traced under; running it under another must not pass unnoticed."""
     if bound.policy.forced:
         return
-    now = dispatch.current_policy(bound.opdef, None)
+    now = current_policy(bound.opdef, None)
     if now != bound.policy:
         raise UnsupportedError(
             bound.opdef.name,
@@ -138,94 +132,111 @@ def _obstacle(
     """
     for name, x in zip(opdef.arrays, inputs, strict=True):
         if x is None:
-            if name in _REQUIRED:
+            if name in opdef.required:
                 return name, "None", "an array"
         elif not isinstance(x, (torch.Tensor, np.ndarray) if name in HOST_ARGUMENTS else torch.Tensor):
             return name, type(x).__name__, "a torch.Tensor, as every array of a compiled call"
-    for name, value in zip(opdef.options, options, strict=True):
-        want = _wanted_instead(name, value)
+    for option, value in zip(opdef.option_arguments, options, strict=True):
+        want = _wanted_instead(option, value)
         if want is not None:
-            return name, type(value).__name__, want
+            return option.name, type(value).__name__, want
     if backend is not None and not (isinstance(backend, str) and backend):
         return "backend", type(backend).__name__, "None or the name of a backend"
     return None
 
 
-def _wanted_instead(name: str, value: Any) -> str | None:
+def _wanted_instead(option: Option, value: Any) -> str | None:
     """What an option would have to be; None when it is."""
-    if name in FLAGS:
+    if option.kind == "flag":
         return None if isinstance(value, bool) else "True or False"
     if value is None:
         return None
-    if name not in _NUMBERS:
+    if option.kind == "reserved":
         return "None"
-    if isinstance(value, bool) or not isinstance(value, (int, _NUMBERS[name])):
+    if isinstance(value, bool) or not isinstance(value, (int, _NUMBERS[option.kind])):
         return "a Python number: torch.compile makes an array of NumPy's"
     return None
 
 
 def _leave_graph(
-    opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object, obstacle: tuple[str, str, str]
+    eager_call: Callable[..., Any],
+    opdef: OpDef,
+    inputs: Any,
+    options: tuple[Any, ...],
+    backend: object,
+    obstacle: tuple[str, str, str],
 ) -> Any:
     """An eager call serves it or says what is wrong; where a graph may not break, Dynamo says this instead."""
     torch._dynamo.graph_break(msg=contract_text(opdef.name, *obstacle))
-    return _eager_call(opdef, tuple(inputs), options, backend)
+    return _outside_graph(eager_call, opdef, tuple(inputs), options, backend)
 
 
 @torch.compiler.disable
-def _eager_call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: object) -> Any:
+def _outside_graph(
+    eager_call: Callable[..., Any],
+    opdef: OpDef,
+    arrays: tuple[Any, ...],
+    options: tuple[Any, ...],
+    backend: object,
+) -> Any:
     # A NumPy scalar that Dynamo has traced over comes out of the graph as an array without axes.
-    options = tuple(x[()] if isinstance(x, np.ndarray) and not x.ndim else x for x in options)
-    return dispatch.call(opdef, arrays, options, backend)
+    options = tuple([x[()] if isinstance(x, np.ndarray) and not x.ndim else x for x in options])
+    return eager_call(opdef, arrays, options, backend)
 
 
 def _as_numbers(opdef: OpDef, options: tuple[Any, ...]) -> tuple[Any, ...]:
     """With the numbers of other libraries as Python's: the schemas know no other."""
     return tuple(
-        x if x is None or name not in _NUMBERS else _NUMBERS[name](x)
-        for name, x in zip(opdef.options, options, strict=True)
+        [
+            x if x is None or option.kind not in _NUMBERS else _NUMBERS[option.kind](x)
+            for option, x in zip(opdef.option_arguments, options, strict=True)
+        ]
     )
 
 
-def call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
-    """Serve a public call through the operators."""
+def call(
+    opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object, eager_call: Callable[..., Any]
+) -> Any:
+    """Serve a public call through the operators; by ``eager_call`` where no graph can hold it."""
     if opdef.family == "stage":
         _fail(opdef.name, opdef.arrays[0], "a tensor being compiled", "an eager call: stages are eager")
     if torch.compiler.is_dynamo_compiling():
         obstacle = _obstacle(opdef, inputs, options, backend)
         if obstacle is not None:
-            return _leave_graph(opdef, inputs, options, backend, obstacle)
+            return _leave_graph(eager_call, opdef, inputs, options, backend, obstacle)
     else:
         validate.build_request(opdef, opdef.inputs(*inputs), options)
         options = _as_numbers(opdef, options)
-    arrays = tuple(
-        torch.as_tensor(x) if n == "cu_seqlens_cpu" and x is not None else x
+    arrays = {
+        n: torch.as_tensor(x) if n in HOST_ARGUMENTS and x is not None else x
         for n, x in zip(opdef.arrays, inputs, strict=True)
+    }
+    given = dict(zip(opdef.options, options, strict=True))
+    needs_grad = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in arrays.values())
+    flat = (
+        opdef.name,
+        *arrays.values(),
+        *[given[option.name] for option in _OPTIONS[opdef.family]],
+        needs_grad,
+        *_asked_of_dispatch(opdef.name, backend),
     )
-    needs_grad = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in arrays)
-    asked = (needs_grad, *_asked_of_dispatch(opdef.name, backend))
     if opdef.family == "gate":
-        return torch.ops.kdacore.gate(opdef.name, *arrays, *options, *asked)
+        return torch.ops.kdacore.gate(*flat)
+    wants_state = given["output_final_state"]
     if opdef.family == "chunk":
-        o, state, checkpoints = torch.ops.kdacore.chunk(opdef.name, *arrays, *options[:-1], *asked)
-        wants_state, wants_checkpoints = options[1], options[-2] is not None
+        o, state, checkpoints = torch.ops.kdacore.chunk(*flat)
+        wants_checkpoints = given["checkpoint_every"] is not None
         return Outputs(o, state if wants_state else None, checkpoints if wants_checkpoints else None)
-    return _call_recurrent(opdef, inputs, arrays, options, asked)
-
-
-def _call_recurrent(opdef: OpDef, inputs: Any, arrays: Any, options: tuple[Any, ...], asked: Any) -> Outputs:
-    inplace, wants_state = options[RECURRENT_OPTIONS.index("inplace_state")], options[1]
-    initial_state, out = inputs[_INITIAL_STATE], inputs[_OUT]
-    if inplace or out is not None:
-        o, state = torch.ops.kdacore.recurrent_(opdef.name, *arrays, *options, *asked)
-        o = out if out is not None else o
-        state = initial_state if inplace else state
+    if given["inplace_state"] or arrays["out"] is not None:
+        o, state = torch.ops.kdacore.recurrent_(*flat)
+        o = arrays["out"] if arrays["out"] is not None else o
+        state = arrays["initial_state"] if given["inplace_state"] else state
     else:
-        o, state = torch.ops.kdacore.recurrent(opdef.name, *arrays, *options, *asked)
+        o, state = torch.ops.kdacore.recurrent(*flat)
     return Outputs(o, state if wants_state else None)
 
 
-def _forward(plan: dispatch.Plan, inputs: Any) -> Any:
+def _forward(plan: Plan, inputs: Any) -> Any:
     with as_given(inputs[0]):
         return plan.forward(plan.request, inputs)
 
@@ -238,7 +249,7 @@ def _result(x: Any, like: torch.Tensor) -> torch.Tensor:
 def _chunk(*args: Any) -> Any:
     bound = _Bound("chunk", args)
     _check_asked(bound)
-    out = dispatch.execute(bound.plan(), bound.inputs, _forward)
+    out = execute(bound.plan(), bound.inputs, _forward)
     v = bound.inputs.v
     return _result(out.o, v), _result(out.final_state, v), _result(out.checkpoints, v)
 
@@ -249,7 +260,7 @@ def _recurrent(*args: Any) -> Any:
     plan = bound.plan()
     if plan.writes:
         check_memory(plan.request, bound.inputs, TORCH)
-    out = dispatch.execute(plan, bound.inputs, _forward)
+    out = execute(plan, bound.inputs, _forward)
     v = bound.inputs.v
     aliased = bound.inputs.out is not None
     state = None if plan.request.inplace_state else out.final_state
@@ -259,7 +270,7 @@ def _recurrent(*args: Any) -> Any:
 def _gate(*args: Any) -> Any:
     bound = _Bound("gate", args)
     _check_asked(bound)
-    return _result(dispatch.execute(bound.plan(), bound.inputs, _forward), bound.inputs.g)
+    return _result(execute(bound.plan(), bound.inputs, _forward), bound.inputs.g)
 
 
 def _whole_backward(family: str, args: tuple[Any, ...]) -> list[torch.Tensor]:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from kdacore.arrays import Adapter
-from kdacore.dispatch.validate import (
+from kdacore.dispatch.checks import (
     FLOATS,
     STATES,
-    Call,
+    Arguments,
     check_gate_arrays,
     check_lower_bound,
     check_packing,
@@ -24,10 +24,9 @@ _COMPUTED = FLOATS
 Sizes = dict[str, int]
 
 
-def build_stage(call: Call) -> tuple[Request, Adapter]:
+def build_stage(call: Arguments) -> tuple[Request, Adapter]:
     """Check one stage call and describe it."""
-    required = tuple(n for n in call.opdef.arrays if n not in call.opdef.inputs._field_defaults)  # type: ignore[attr-defined]
-    adapter, device = call.read_arrays(required)
+    adapter, device = call.read_arrays(call.opdef.required)
     chunk = call.integer("chunk_size")
     if chunk not in CHUNK_SIZES:
         raise call.fail("chunk_size", call.options["chunk_size"], "16, 32 or 64")
@@ -46,7 +45,7 @@ def build_stage(call: Call) -> tuple[Request, Adapter]:
     return Request(**fields), adapter
 
 
-def _gate(call: Call, chunk: int) -> tuple[Sizes, dict[str, Any]]:
+def _gate(call: Arguments, chunk: int) -> tuple[Sizes, dict[str, Any]]:
     B, T, HV, K = call.rank("g", "B, T, HV, K")
     check_gate_arrays(call, HV, K)
     lower_bound = call.real("lower_bound")
@@ -59,7 +58,7 @@ def _gate(call: Call, chunk: int) -> tuple[Sizes, dict[str, Any]]:
     return sizes, {"gate": gate, "lower_bound": lower_bound}
 
 
-def _intra(call: Call, chunk: int) -> tuple[Sizes, dict[str, Any]]:
+def _intra(call: Arguments, chunk: int) -> tuple[Sizes, dict[str, Any]]:
     B, T, H, K = call.rank("q", "B, T, H, K")
     call.shape("k", (B, T, H, K), "B, T, H, K")
     if call.specs["k"].dtype != call.dtype("q", FLOATS):
@@ -73,7 +72,7 @@ def _intra(call: Call, chunk: int) -> tuple[Sizes, dict[str, Any]]:
     )
 
 
-def _recompute(call: Call, chunk: int) -> tuple[Sizes, dict[str, Any]]:
+def _recompute(call: Arguments, chunk: int) -> tuple[Sizes, dict[str, Any]]:
     B, T, H, K = call.rank("k", "B, T, H, K")
     HV = _value_heads(call, "gc", B, T, H, K)
     V = call.rank("v", "B, T, HV, V")[3]
@@ -88,7 +87,7 @@ def _recompute(call: Call, chunk: int) -> tuple[Sizes, dict[str, Any]]:
     return {"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V}, {}
 
 
-def _state(call: Call, chunk: int) -> tuple[Sizes, dict[str, Any]]:
+def _state(call: Arguments, chunk: int) -> tuple[Sizes, dict[str, Any]]:
     B, T, HV, K = call.rank("kg", "B, T, HV, K")
     call.shape("w", (B, T, HV, K), "B, T, HV, K")
     call.shape("gc", (B, T, HV, K), "B, T, HV, K")
@@ -103,7 +102,7 @@ def _state(call: Call, chunk: int) -> tuple[Sizes, dict[str, Any]]:
     )
 
 
-def _output(call: Call, chunk: int) -> tuple[Sizes, dict[str, Any]]:
+def _output(call: Arguments, chunk: int) -> tuple[Sizes, dict[str, Any]]:
     B, T, H, K = call.rank("q", "B, T, H, K")
     HV = _value_heads(call, "gc", B, T, H, K)
     V = call.rank("v_new", "B, T, HV, V")[3]
@@ -118,7 +117,7 @@ def _output(call: Call, chunk: int) -> tuple[Sizes, dict[str, Any]]:
     )
 
 
-def _value_heads(call: Call, name: str, B: int, T: int, H: int, K: int) -> int:
+def _value_heads(call: Arguments, name: str, B: int, T: int, H: int, K: int) -> int:
     HV = call.rank(name, "B, T, HV, K")[2]
     call.shape(name, (B, T, HV, K), "B, T, HV, K")
     call.dtype(name, ("float32", "float64"))
@@ -127,12 +126,12 @@ def _value_heads(call: Call, name: str, B: int, T: int, H: int, K: int) -> int:
     return HV
 
 
-def _beta(call: Call, B: int, T: int, HV: int) -> None:
+def _beta(call: Arguments, B: int, T: int, HV: int) -> None:
     call.shape("beta", (B, T, HV), "B, T, HV")
     call.dtype("beta", FLOATS)
 
 
-def _check_initial_state(call: Call, fields: dict[str, Any]) -> None:
+def _check_initial_state(call: Arguments, fields: dict[str, Any]) -> None:
     if "initial_state" not in call.arrays:
         return
     fields["state_dtype"] = call.dtype("initial_state", STATES)
@@ -142,13 +141,13 @@ def _check_initial_state(call: Call, fields: dict[str, Any]) -> None:
     call.shape("initial_state", (fields["N"], fields["HV"], *tail), letters)
 
 
-def _check_h(call: Call, fields: dict[str, Any]) -> None:
+def _check_h(call: Arguments, fields: dict[str, Any]) -> None:
     request = Request(**fields)
     want = (fields["B"], request.num_chunks, fields["HV"], fields["K"], fields["V"])
     call.shape("h", want, "B, NT, HV, K, V")
 
 
-_CHECKS: dict[str, Callable[[Call, int], tuple[Sizes, dict[str, Any]]]] = {
+_CHECKS: dict[str, Callable[[Arguments, int], tuple[Sizes, dict[str, Any]]]] = {
     "kda_chunk_gate": _gate,
     "kda_chunk_intra": _intra,
     "kda_recompute_w_u": _recompute,

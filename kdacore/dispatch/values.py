@@ -8,14 +8,14 @@ import numpy as np
 
 from kdacore.arrays import Adapter, adapter_of
 from kdacore.dispatch.aliasing import check_memory
-from kdacore.dispatch.validate import MAX_VERIFY_TOKENS
+from kdacore.dispatch.checks import MAX_VERIFY_TOKENS
 from kdacore.errors import ContractError
 from kdacore.ops import INDEX_ARGUMENTS, OPS
 from kdacore.types import Request
 
 
 def check_values(request: Request, inputs: Any, adapter: Adapter) -> None:
-    """Check offsets, index ranges, finiteness, the ``safe_gate`` promise, and that what is written lies apart.
+    """Check offsets, index ranges, finiteness, the ``safe_gate`` promise, and that written arrays overlap nothing.
 
     Raises:
         ContractError: naming the argument, before anything ran.

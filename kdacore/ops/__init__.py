@@ -1,91 +1,169 @@
-"""The ops as data: which arrays each takes, which options, and which of them it can differentiate."""
+"""The ops: one definition each. Everything that says what arguments an op takes derives from these.
+
+To add an option to an op: CONTRIBUTING.md, "Adding an option".
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kdacore import types as t
+from kdacore.ops.definition import ArrayArgument, OpDef, Option
 
-_SHARED_OPTIONS = (
-    "scale",
-    "output_final_state",
-    "use_qk_l2norm_in_kernel",
-    "use_gate_in_kernel",
-    "use_beta_sigmoid_in_kernel",
-    "allow_neg_eigval",
-    "safe_gate",
-    "lower_bound",
-    "state_v_first",
+__all__ = [
+    "DIFFERENTIABLE",
+    "FEATURES",
+    "HOST_ARGUMENTS",
+    "INDEX_ARGUMENTS",
+    "OPS",
+    "STAGES",
+    "WRITABLE_ARGUMENTS",
+    "ArrayArgument",
+    "OpDef",
+    "Option",
+]
+
+# --- arguments that several ops share -----------------------------------------------------------------------------
+
+_A_LOG = ArrayArgument("A_log", differentiable=True)
+_DT_BIAS = ArrayArgument("dt_bias", differentiable=True)
+_PACKED = (
+    ArrayArgument("cu_seqlens", feature="packed", index=True),
+    ArrayArgument("cu_seqlens_cpu", host=True, index=True),
 )
-CHUNK_OPTIONS = (*_SHARED_OPTIONS, "disable_recompute", "checkpoint_every", "cp")
-RECURRENT_OPTIONS = (*_SHARED_OPTIONS, "inplace_state", "read_only_state")
-FLAGS = frozenset(
-    {
-        "output_final_state",
-        "use_qk_l2norm_in_kernel",
-        "use_gate_in_kernel",
-        "use_beta_sigmoid_in_kernel",
-        "allow_neg_eigval",
-        "safe_gate",
-        "state_v_first",
-        "disable_recompute",
-        "inplace_state",
-        "read_only_state",
-    }
+_SCALE = Option("scale", "number", field="scale")
+_LOWER_BOUND = Option("lower_bound", "number", field="lower_bound")
+_CHUNK_SIZE = Option("chunk_size", "count", 64, field="chunk_size")
+_STATE_V_FIRST = Option("state_v_first", "flag", False, "state_v_first", "state_v_first")
+
+
+def _required(*names: str, differentiable: bool = False) -> tuple[ArrayArgument, ...]:
+    return tuple([ArrayArgument(name, required=True, differentiable=differentiable) for name in names])
+
+
+_WHOLE_ARRAYS = (
+    *_required("q", "k", "v", "g", "beta", differentiable=True),
+    _A_LOG,
+    _DT_BIAS,
+    ArrayArgument("initial_state", feature="initial_state", writable=True, differentiable=True),
+    *_PACKED,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class OpDef:
-    """One op: the tuple its arrays travel in, and the names of its options in their fixed order."""
-
-    name: str
-    inputs: type
-    options: tuple[str, ...]
-    family: str
-    """``chunk``, ``recurrent``, ``gate`` or ``stage``."""
-    scalar_gate: bool = False
-    outputs: type | None = t.Outputs
-    """What ``forward`` returns; None: one array."""
-
-    @property
-    def arrays(self) -> tuple[str, ...]:
-        fields: tuple[str, ...] = self.inputs._fields  # type: ignore[attr-defined]
-        return fields
-
-
-_DEFS = (
-    OpDef("chunk_kda", t.ChunkInputs, CHUNK_OPTIONS, "chunk"),
-    OpDef("chunk_gated_delta_rule", t.ChunkInputs, CHUNK_OPTIONS, "chunk", scalar_gate=True),
-    OpDef("fused_recurrent_kda", t.RecurrentInputs, RECURRENT_OPTIONS, "recurrent"),
-    OpDef(
-        "fused_recurrent_gated_delta_rule",
-        t.RecurrentInputs,
-        RECURRENT_OPTIONS,
-        "recurrent",
-        scalar_gate=True,
-    ),
-    OpDef("kda_gate", t.GateInputs, ("lower_bound",), "gate", outputs=None),
-    OpDef("kda_chunk_gate", t.ChunkGateInputs, ("lower_bound", "chunk_size"), "stage", outputs=None),
-    OpDef("kda_chunk_intra", t.IntraInputs, ("scale", "chunk_size"), "stage", outputs=t.IntraOutputs),
-    OpDef("kda_recompute_w_u", t.RecomputeInputs, ("chunk_size",), "stage", outputs=t.RecomputeOutputs),
-    OpDef(
-        "delta_rule_chunk_state",
-        t.ChunkStateInputs,
-        ("chunk_size", "state_v_first"),
-        "stage",
-        outputs=t.ChunkStateOutputs,
-    ),
-    OpDef("kda_chunk_output", t.ChunkOutputInputs, ("scale", "chunk_size"), "stage", outputs=None),
+_WHOLE_OPTIONS = (
+    _SCALE,
+    Option("output_final_state", "flag", False, "final_state", "output_final_state"),
+    Option("use_qk_l2norm_in_kernel", "flag", False, "qk_l2norm", "qk_l2norm"),
+    Option("use_gate_in_kernel", "flag", False, field="gate"),  # its feature is the gate's
+    Option("use_beta_sigmoid_in_kernel", "flag", False, "beta_sigmoid", "beta_sigmoid"),
+    Option("allow_neg_eigval", "flag", False, "neg_eigval", "neg_eigval"),
+    Option("safe_gate", "flag", False, None, "safe_gate"),  # a promise about the values of g
+    _LOWER_BOUND,
+    _STATE_V_FIRST,
 )
 
-OPS: dict[str, OpDef] = {d.name: d for d in _DEFS}
-STAGES: tuple[str, ...] = tuple(d.name for d in _DEFS if d.family == "stage")
+_CHUNK_OPTIONS = (
+    *_WHOLE_OPTIONS,
+    Option("disable_recompute", "flag", False, None, "disable_recompute"),  # a hint: the same results
+    Option("checkpoint_every", "count", None, "checkpoints", "checkpoint_every"),
+    Option("cp", "reserved", None, "context_parallel"),
+)
 
-STATE_ARGUMENTS = frozenset({"initial_state", "final_state"})
-HOST_ARGUMENTS = frozenset({"cu_seqlens_cpu"})
-"""Arguments that live on the host whatever the device of the others."""
-INDEX_ARGUMENTS = frozenset({"cu_seqlens", "cu_seqlens_cpu", "state_indices", "num_accepted_tokens"})
-WRITABLE_ARGUMENTS = frozenset({"initial_state", "out"})
-"""Arguments that a call may be asked to write: their strides are always part of what it is recognised by."""
-DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+_RECURRENT_ARRAYS = (
+    *_WHOLE_ARRAYS,
+    ArrayArgument("state_indices", feature="state_pool", index=True),
+    ArrayArgument("num_accepted_tokens", feature="accepted_tokens", index=True),
+    ArrayArgument("out", feature="out", writable=True),
+)
+_RECURRENT_OPTIONS = (
+    *_WHOLE_OPTIONS,
+    Option("inplace_state", "flag", False, "inplace_state", "inplace_state"),
+    Option("read_only_state", "flag", False, "read_only_state", "read_only_state"),
+)
+
+# --- the ops ------------------------------------------------------------------------------------------------------
+
+
+def _chunk(name: str, scalar_gate: bool) -> OpDef:
+    return OpDef(name, "chunk", t.ChunkInputs, _WHOLE_ARRAYS, _CHUNK_OPTIONS, t.Outputs, scalar_gate)
+
+
+def _recurrent(name: str, scalar_gate: bool) -> OpDef:
+    return OpDef(
+        name, "recurrent", t.RecurrentInputs, _RECURRENT_ARRAYS, _RECURRENT_OPTIONS, t.Outputs, scalar_gate
+    )
+
+
+def _stage(
+    name: str,
+    inputs: type,
+    arrays: tuple[ArrayArgument, ...],
+    options: tuple[Option, ...],
+    outputs: type | None = None,
+) -> OpDef:
+    return OpDef(name, "stage", inputs, (*arrays, *_PACKED), options, outputs)
+
+
+OPS: dict[str, OpDef] = {
+    definition.name: definition
+    for definition in (
+        _chunk("chunk_kda", scalar_gate=False),
+        _chunk("chunk_gated_delta_rule", scalar_gate=True),
+        _recurrent("fused_recurrent_kda", scalar_gate=False),
+        _recurrent("fused_recurrent_gated_delta_rule", scalar_gate=True),
+        OpDef(
+            "kda_gate",
+            "gate",
+            t.GateInputs,
+            (*_required("g", differentiable=True), _A_LOG, _DT_BIAS),
+            (_LOWER_BOUND,),
+        ),
+        _stage(
+            "kda_chunk_gate",
+            t.ChunkGateInputs,
+            (*_required("g"), _A_LOG, _DT_BIAS),
+            (_LOWER_BOUND, _CHUNK_SIZE),
+        ),
+        _stage(
+            "kda_chunk_intra",
+            t.IntraInputs,
+            _required("q", "k", "gc", "beta"),
+            (_SCALE, _CHUNK_SIZE),
+            t.IntraOutputs,
+        ),
+        _stage(
+            "kda_recompute_w_u",
+            t.RecomputeInputs,
+            (*_required("k", "v", "beta", "gc", "Akk"), ArrayArgument("q", feature="q")),
+            (_CHUNK_SIZE,),
+            t.RecomputeOutputs,
+        ),
+        _stage(
+            "delta_rule_chunk_state",
+            t.ChunkStateInputs,
+            (*_required("kg", "w", "u", "gc"), ArrayArgument("initial_state", feature="initial_state")),
+            (_CHUNK_SIZE, _STATE_V_FIRST),
+            t.ChunkStateOutputs,
+        ),
+        _stage(
+            "kda_chunk_output",
+            t.ChunkOutputInputs,
+            _required("q", "v_new", "gc", "Aqk", "h"),
+            (_SCALE, _CHUNK_SIZE),
+        ),
+    )
+}
+"""Every op by its public name."""
+
+FEATURES: frozenset[str] = frozenset().union(*[definition.features for definition in OPS.values()])
+"""Every feature that a call of any op can use."""
+
+STAGES: tuple[str, ...] = tuple([name for name, definition in OPS.items() if definition.family == "stage"])
+
+
+def _names(property_name: str) -> tuple[str, ...]:
+    """Arrays of any op that have a property, in the order of the ops' arguments."""
+    arguments = [a for definition in OPS.values() for a in definition.array_arguments]
+    return tuple(dict.fromkeys([a.name for a in arguments if getattr(a, property_name)]))
+
+
+HOST_ARGUMENTS = frozenset(_names("host"))
+INDEX_ARGUMENTS = frozenset(_names("index"))
+WRITABLE_ARGUMENTS = frozenset(_names("writable"))
+DIFFERENTIABLE = _names("differentiable")

@@ -17,10 +17,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import kdacore
 from kdacore import config, plugin_faults
 from kdacore.registry import REGISTRY, Registered
 from kdacore.types import ArrayKind, Device, Reason, Request
+from kdacore.version import __version__
 
 if TYPE_CHECKING:
     from kdacore.selfcheck.small_call import Pair
@@ -185,7 +185,7 @@ def _versions(registered: Registered, request: Request) -> list[str]:
     from kdacore import machine
 
     backend, settings = registered.backend, config.get()
-    found = [kdacore.__version__, backend.name, backend.version, machine.version_of(registered.distribution)]
+    found = [__version__, backend.name, backend.version, machine.version_of(registered.distribution)]
     found += [machine.version_of(name) for name in _LIBRARIES[request.kind]]
     found.append(machine.driver_version(request.device.type))
     return [*found, f"{settings.cuda_every_lane}", f"{settings.pallas_interpret}"]  # other kernels

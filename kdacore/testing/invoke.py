@@ -14,7 +14,6 @@ from kdacore.registry import REGISTRY
 from kdacore.testing.cases import Case
 from kdacore.testing.compare import Findings
 from kdacore.testing.expected import named_results
-from kdacore.testing.signature import default_option
 from kdacore.types import OutputGrads
 
 Arrays = dict[str, Any]
@@ -158,7 +157,7 @@ def _direct(
     opdef = OPS[case.op]
     inputs = opdef.inputs(*(arrays.get(n) for n in opdef.arrays))
     given = dict(case.options)
-    values = tuple(given.get(n, default_option(n)) for n in opdef.options)
+    values = tuple({**opdef.defaults, **given}.values())
     request, _ = validate.build_request(opdef, inputs, values, needs_grad=True)
     chosen = selection.select(request, selection.Policy(case.backend, (), "backend="))
     impl = REGISTRY.get(chosen.backend).backend.ops[case.op]

@@ -9,9 +9,9 @@ import sys
 from typing import Any
 
 from kdacore import device as probes
-from kdacore.arrays import ShapeDtype
+from kdacore.arrays.specs import ShapeDtype
 from kdacore.dispatch import selection, validate
-from kdacore.ops import FLAGS, HOST_ARGUMENTS, OPS
+from kdacore.ops import HOST_ARGUMENTS, OPS
 from kdacore.registry import REGISTRY
 from kdacore.testing.cases import DIFFERENTIATES, Case
 from kdacore.testing.parts import parts_of
@@ -142,15 +142,9 @@ def request_of(case: Case) -> Request:
     opdef = OPS[case.op]
     inputs = opdef.inputs(*(found.get(n) for n in opdef.arrays))
     given = dict(case.options)
-    values = tuple(given.get(n, default_option(n)) for n in opdef.options)
+    values = tuple({**opdef.defaults, **given}.values())
     request, _ = validate.build_request(opdef, inputs, values, needs_grad=needs_grad(case))
     return _as_traced(case, request)
-
-
-def default_option(option: str) -> Any:
-    if option in FLAGS:
-        return False
-    return STAGE_CHUNK if option == "chunk_size" else None
 
 
 def needs_grad(case: Case) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kdacore import plugin_faults
-from kdacore.errors import UnsupportedError
+from kdacore.errors import PluginError, UnsupportedError
 from kdacore.testing.cases import Case
 from kdacore.testing.checks import CHECKS
 from kdacore.testing.compare import Finding, Findings
@@ -57,6 +57,9 @@ def run_case(case: Case) -> Result:
         CHECKS[case.check](case, findings)
     except UnsupportedError as error:
         return _declined(case, reasons, error, time.perf_counter() - start)
+    except PluginError as error:  # what dispatch found wrong with the results
+        seconds = time.perf_counter() - start
+        return Result(case, "failed", tuple(findings.items), reasons, str(error), seconds)
     except plugin_faults.FAULTS:  # a backend may fail in any way; the failure is the result
         seconds = time.perf_counter() - start
         return Result(case, "failed", tuple(findings.items), reasons, traceback.format_exc(), seconds)

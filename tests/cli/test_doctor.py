@@ -17,11 +17,11 @@ from kdacore import callspec, config, machine
 from kdacore.cli import doctor, doctor_selfcheck, report
 from kdacore.cli import main as cli
 from kdacore.cli.doctor_text import render
-from kdacore.dispatch import call as dispatch
-from kdacore.dispatch import cost
+from kdacore.dispatch import cost, plan
 from kdacore.features import Place
 from kdacore.hookspecs import hookimpl
 from kdacore.machine import Machine, Row
+from kdacore.ops import FEATURES
 from kdacore.registry import REGISTRY
 from kdacore.types import Backend, OpImpl, Outputs, Reason, Request, Requirement
 
@@ -118,7 +118,7 @@ def test_text_and_json_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Requirement("a quantum unit", lambda: "no quantum unit", "pip install quantum")
     chunk = dataclasses.replace(reference_op("chunk_kda"), verified_archs=frozenset({"q1"}))
     add(name="quantum", requirements=(gpu,), ops={"chunk_kda": chunk}, summary="for another day")
-    add(name="wrong", ops={"chunk_kda": OpImpl(_copies_values)})
+    add(name="wrong", ops={"chunk_kda": OpImpl(_copies_values, serves=FEATURES)})
     _add_checks([("kernels", False, "3 kernels are stale"), ("tables", True, "fresh")])
     found = doctor.collect(call=callspec.CallSpec(kind="numpy"))
     text = io.StringIO()
@@ -150,7 +150,7 @@ UNREADABLE = "x" * 300
 def _a_call() -> None:
     """One whose plan is not cached yet, as in a fresh process."""
     cost.table.cache_clear()
-    dispatch.clear()
+    plan.clear()
     x = np.zeros((1, 4, 1, 8), np.float32)
     kdacore.chunk_kda(x, x, x, x, x[..., 0])
 
@@ -209,7 +209,7 @@ def no_state(request: Request) -> Reason | None:
     ],
 )
 def test_wrong_results(forward: Callable[..., Outputs], status: str, said: str, capsys: Capture) -> None:
-    add(name="liar", ops={"chunk_kda": OpImpl(forward, verifiers=(no_state,))})
+    add(name="liar", ops={"chunk_kda": OpImpl(forward, serves=FEATURES, verifiers=(no_state,))})
     found = diagnose(capsys)
     rows = [c for c in found["selfchecks"] if c["backend"] == "liar"]
     assert rows and {c["status"] for c in rows} == {status}
@@ -242,7 +242,7 @@ def test_wrong_states(
     forward: Callable[..., Outputs], verifiers: tuple[Any, ...], said: str, capsys: Capture
 ) -> None:
     """Also of a backend so narrow that none of the plain calls it serves asks for a state."""
-    add(name="liar", ops={"chunk_kda": OpImpl(forward, verifiers=verifiers)})
+    add(name="liar", ops={"chunk_kda": OpImpl(forward, serves=FEATURES, verifiers=verifiers)})
     assert said in only_problem(diagnose(capsys))
 
 
@@ -274,7 +274,7 @@ def test_a_verifier_that_raises(capsys: Capture) -> None:
     def verifier(request: Request) -> Reason | None:
         raise KeyError("arch")
 
-    add(name="broken", ops={"kda_gate": OpImpl(print, verifiers=(verifier,))})
+    add(name="broken", ops={"kda_gate": OpImpl(print, serves=FEATURES, verifiers=(verifier,))})
     found = diagnose(capsys, "--no-selfcheck")
     assert "raised KeyError('arch')" in only_problem(found)
     answers = {a["answer"] for a in found["features"] if a["backend"] == "broken"}
@@ -408,7 +408,7 @@ def test_a_name_clash_names_both(distribution: Any, capsys: Capture) -> None:
 def test_the_wrong_api_version(distribution: Any, capsys: Capture) -> None:
     distribution("old-one", GOOD.format(name="old", more=", api_version=0"))
     found = diagnose(capsys, "--no-selfcheck")
-    assert "was written for plugin API 0; this kdacore has 1" in only_problem(found)
+    assert "was written for plugin API 0; this kdacore has 2" in only_problem(found)
 
 
 def test_a_disabled_plugin_is_no_problem(
@@ -472,7 +472,8 @@ CRASHES = """
         os.abort()
     @hookimpl
     def kdacore_backends():
-        return [Backend(name="crash", version="1.0", kinds=("numpy",), ops={"kda_gate": OpImpl(forward)})]
+        gate = OpImpl(forward, serves=frozenset({"gate.bounded", "gate.unbounded"}))
+        return [Backend(name="crash", version="1.0", kinds=("numpy",), ops={"kda_gate": gate})]
 """
 
 

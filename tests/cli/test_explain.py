@@ -13,7 +13,7 @@ from kdacore.callspec import CallSpec
 from kdacore.cli import main as cli
 from kdacore.dispatch import selection
 from kdacore.hookspecs import hookimpl
-from kdacore.ops import OPS
+from kdacore.ops import FEATURES, OPS
 from kdacore.registry import REGISTRY, Registered
 from kdacore.types import Backend, OpImpl, Requirement
 
@@ -83,7 +83,12 @@ def test_what_is_asked_for_reaches_the_request() -> None:
 
 
 def test_nobody_can_serve_it(capsys: pytest.CaptureFixture[str]) -> None:
-    narrow = Backend(name="narrow", version="1", kinds=("torch",), ops={"chunk_kda": OpImpl(forward=print)})
+    narrow = Backend(
+        name="narrow",
+        version="1",
+        kinds=("torch",),
+        ops={"chunk_kda": OpImpl(forward=print, serves=FEATURES)},
+    )
 
     class Plugin:
         @hookimpl
@@ -108,7 +113,7 @@ def fast_on_cuda() -> Iterator[None]:
         name="fast",
         version="1",
         kinds=("torch",),
-        ops={"chunk_kda": OpImpl(forward=print)},
+        ops={"chunk_kda": OpImpl(forward=print, serves=FEATURES)},
         requirements=needs,
         rank=1000,
     )
@@ -150,7 +155,7 @@ def test_a_package_that_is_missing_is_missing_wherever() -> None:
         name="bare",
         version="1",
         kinds=("torch",),
-        ops={"chunk_kda": OpImpl(forward=print)},
+        ops={"chunk_kda": OpImpl(forward=print, serves=FEATURES)},
         requirements=(Requirement("library", lambda: "no library", "pip install library"),),
         rank=1000,
     )
@@ -197,7 +202,7 @@ def test_a_gate_as_a_stage(words: list[str], capsys: pytest.CaptureFixture[str])
 
 
 def test_a_device_that_a_backend_brings(capsys: pytest.CaptureFixture[str]) -> None:
-    ops = {"chunk_kda": OpImpl(forward=print)}
+    ops = {"chunk_kda": OpImpl(forward=print, serves=FEATURES)}
     own = Backend(name="own", version="1", kinds=("torch",), ops=ops, device_types=("abacus",))
 
     class Plugin:

@@ -18,7 +18,7 @@ NUMPY_ONLY = Machine((), (), ("numpy",))
 
 
 def backend_of(verifier: Any, **fields: Any) -> Registered:
-    ops = {name: OpImpl(print, print, verifiers=(verifier,)) for name in OPS}
+    ops = {name: OpImpl(print, print, serves=OPS[name].features, verifiers=(verifier,)) for name in OPS}
     return Registered(
         Backend(name="asked", version="1", kinds=("numpy", "torch", "jax"), ops=ops, **fields), "", ""
     )

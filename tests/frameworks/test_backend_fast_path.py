@@ -14,10 +14,11 @@ from kdacore import config
 from kdacore.arrays.torch import fast_path as torch_recent
 from kdacore.arrays.torch.private import _public, allocator
 from kdacore.hookspecs import hookimpl
+from kdacore.ops import FEATURES
 from kdacore.registry import REGISTRY
-from kdacore.types import Backend, OpImpl, Outputs
+from kdacore.types import Backend, InputGrads, OpImpl, Outputs
 
-NAME = "shorter (test)"
+NAME = "with-fast-path"
 pytestmark = pytest.mark.skipif(torch_recent.TensorGuards is None, reason="this torch has no such check")
 
 
@@ -33,7 +34,9 @@ class Plugin:
         return Outputs(2 * inputs.v, inputs.initial_state if request.output_final_state else None)
 
     def _backward(self, request: Any, inputs: Any, saved: Any, grads: Any) -> Any:
-        return (None, None, 2 * grads.o)
+        return InputGrads(
+            *map(torch.zeros_like, inputs[:2]), 2 * grads.o, *map(torch.zeros_like, inputs[3:5])
+        )
 
     def _repeat(self, request: Any, inputs: Any) -> Any:
         self.went.append("repeat")
@@ -47,7 +50,13 @@ class Plugin:
 
     @hookimpl
     def kdacore_backends(self) -> list[Backend]:
-        op = OpImpl(self._forward, self._backward, verified_archs=frozenset({"*"}), repeat=self._repeat)
+        op = OpImpl(
+            self._forward,
+            self._backward,
+            serves=FEATURES,
+            verified_archs=frozenset({"*"}),
+            fast_path=self._repeat,
+        )
         ops = {"fused_recurrent_kda": op}
         return [Backend(name=NAME, version="0", kinds=("torch",), ops=ops, auto_kinds=())]
 

@@ -15,7 +15,7 @@ from kdacore.arrays.torch import fast_path as torch_recent
 from kdacore.arrays.torch.eager import TORCH
 from kdacore.arrays.torch.fast_path import tensor_test
 from kdacore.dispatch import call as dispatch
-from kdacore.dispatch.fast_path import RecentCalls
+from kdacore.dispatch.fast_path import FastPath
 from kdacore.errors import ContractError
 from kdacore.registry import REGISTRY
 from kdacore.types import ChunkInputs
@@ -37,7 +37,7 @@ class FakePlan:
 PLAN: Any = FakePlan()
 
 
-def plan_found(memory: RecentCalls, op: str, inputs: Any, options: Any = OPTIONS, asked: Any = ASKED) -> Any:
+def plan_found(memory: FastPath, op: str, inputs: Any, options: Any = OPTIONS, asked: Any = ASKED) -> Any:
     known = memory.find(op, tuple(inputs), options, asked)
     return None if known is None else known.plan
 
@@ -47,12 +47,12 @@ def arrays(T: int = 4) -> ChunkInputs:
     return ChunkInputs(q, k, v, -g, torch.ones(1, T, 2), A_log=torch.zeros(2))
 
 
-def of_torch() -> RecentCalls:
-    return RecentCalls(tensor_test, torch.is_grad_enabled, lambda plan, inputs: plan.run)
+def of_torch() -> FastPath:
+    return FastPath(tensor_test, torch.is_grad_enabled, lambda plan, inputs: plan.run)
 
 
 @pytest.fixture
-def memory() -> RecentCalls:
+def memory() -> FastPath:
     """Remembers one call."""
     made = of_torch()
     for _ in range(2):
@@ -60,12 +60,12 @@ def memory() -> RecentCalls:
     return made
 
 
-def test_the_same_call_is_found(memory: RecentCalls) -> None:
+def test_the_same_call_is_found(memory: FastPath) -> None:
     assert plan_found(memory, "op", arrays()) is PLAN
     assert memory.find("other", arrays(), OPTIONS, ASKED) is None
 
 
-def test_strides_and_offsets_do_not_matter(memory: RecentCalls) -> None:
+def test_strides_and_offsets_do_not_matter(memory: FastPath) -> None:
     wide = torch.ones(1, 2, 8, 8)[:, :, 1:5].transpose(1, 2)
     assert wide.shape == (1, 4, 2, 8) and not wide.is_contiguous()
     assert plan_found(memory, "op", arrays()._replace(v=wide)) is PLAN
@@ -88,7 +88,7 @@ CHANGES: dict[str, Callable[[ChunkInputs], ChunkInputs]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_of_an_array_is_seen(memory: RecentCalls, change: str) -> None:
+def test_a_change_of_an_array_is_seen(memory: FastPath, change: str) -> None:
     assert memory.find("op", CHANGES[change](arrays()), OPTIONS, ASKED) is None
 
 
@@ -103,22 +103,22 @@ def test_a_change_of_an_array_is_seen(memory: RecentCalls, change: str) -> None:
     ],
     ids=["given", "1 for True", "0.0 for False", "value", "a tensor"],
 )
-def test_a_change_of_an_option_is_seen(memory: RecentCalls, options: tuple[Any, ...]) -> None:
+def test_a_change_of_an_option_is_seen(memory: FastPath, options: tuple[Any, ...]) -> None:
     assert memory.find("op", arrays(), options, ASKED) is None
 
 
-def test_what_was_asked_of_dispatch_is_seen(memory: RecentCalls) -> None:
+def test_what_was_asked_of_dispatch_is_seen(memory: FastPath) -> None:
     assert memory.find("op", arrays(), OPTIONS, (None, None)) is None
 
 
-def test_grad_mode_is_seen(memory: RecentCalls) -> None:
+def test_grad_mode_is_seen(memory: FastPath) -> None:
     with torch.no_grad():
         assert memory.find("op", arrays(), OPTIONS, ASKED) is None
     with torch.inference_mode():
         assert memory.find("op", arrays(), OPTIONS, ASKED) is None
 
 
-def test_autocast_is_seen(memory: RecentCalls) -> None:
+def test_autocast_is_seen(memory: FastPath) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert memory.find("op", arrays(), OPTIONS, ASKED) is None
         other: Any = FakePlan()
@@ -160,11 +160,13 @@ def widened(by: int) -> ChunkInputs:
     return x._replace(v=torch.ones(1, 4, 2, 8 + by)[..., :8])
 
 
-def steps(memory: RecentCalls, bys: list[int]) -> list[Any]:
+def steps(memory: FastPath, bys: list[int]) -> list[Any]:
     """What the step of each would return, None where there is none."""
     found = [memory.find("op", tuple(widened(by)), OPTIONS, ASKED) for by in bys]
     assert all(known is not None for known in found)
-    return [known.step(()) if known is not None and known.step is not None else None for known in found]
+    return [
+        known.fast_call(()) if known is not None and known.fast_call is not None else None for known in found
+    ]
 
 
 def test_a_step_serves_its_strides_only() -> None:
@@ -193,7 +195,7 @@ def test_a_backend_may_have_no_step() -> None:
 
 
 def test_numpy_strides_are_seen_where_they_matter() -> None:
-    memory = RecentCalls(_array_test, bool, lambda plan, inputs: plan.run)
+    memory = FastPath(_array_test, bool, lambda plan, inputs: plan.run)
     plan: Any = FakePlan(lambda request, inputs: lambda arrays: ())
     for _ in range(2):
         memory.note("op", numpy_arrays(), OPTIONS, ASKED, plan)
@@ -220,11 +222,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         seen.append(opdef.name)
         return ordinary(adapter, opdef, *rest)
 
-    assert TORCH.recent is not None
-    TORCH.recent.clear()
+    assert TORCH.fast_path is not None
+    TORCH.fast_path.clear()
     monkeypatch.setattr(dispatch, "cached_plan", counted)
     yield seen
-    TORCH.recent.clear()
+    TORCH.fast_path.clear()
 
 
 def chunk(**options: Any) -> Any:
@@ -291,8 +293,8 @@ def numpy_arrays(T: int = 4) -> ChunkInputs:
     return ChunkInputs(*(None if x is None else x.numpy() for x in arrays(T)))
 
 
-def remembered(inputs: ChunkInputs) -> RecentCalls:
-    memory = RecentCalls(_array_test, bool, lambda plan, inputs: plan.run)
+def remembered(inputs: ChunkInputs) -> FastPath:
+    memory = FastPath(_array_test, bool, lambda plan, inputs: plan.run)
     for _ in range(2):
         memory.note("op", inputs, OPTIONS, ASKED, PLAN)
     return memory
@@ -337,8 +339,8 @@ def test_the_third_numpy_call_skips_the_ordinary_path(monkeypatch: pytest.Monkey
     seen = []
     ordinary = dispatch.cached_plan
     monkeypatch.setattr(dispatch, "cached_plan", lambda *a: seen.append(1) or ordinary(*a))
-    assert NUMPY.recent is not None
-    NUMPY.recent.clear()
+    assert NUMPY.fast_path is not None
+    NUMPY.fast_path.clear()
     results = [kdacore.chunk_kda(*numpy_arrays()[:5])[0] for _ in range(5)]
     assert len(seen) == 2 and all(np.array_equal(o, results[0]) for o in results)
     with pytest.raises(ContractError, match="output_final_state"):

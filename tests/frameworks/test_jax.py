@@ -169,12 +169,12 @@ def test_forcing_a_backend_that_cannot_be_traced() -> None:
 
 def test_when_nothing_can_serve_a_tracer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with the reference alone: the error says that tracing is the obstacle."""
-    from kdacore.dispatch import call as dispatch
+    from kdacore.dispatch import plan
     from kdacore.registry import REGISTRY
 
     only = {"reference": REGISTRY.backends()["reference"]}
     monkeypatch.setattr(REGISTRY, "_backends", only)
-    dispatch.clear()
+    plan.clear()
     with pytest.raises(kdacore.UnsupportedError, match=r"(?s)no backend can serve.*\[traced\]"):
         jax.jit(lambda x: kdacore.chunk_kda(**x, scale=0.125)[0])(call())
 

@@ -19,6 +19,7 @@ from kdacore import machine, plugin_faults, registry
 from kdacore.cli import doctor
 from kdacore.hookspecs import hookimpl
 from kdacore.machine import Machine, Row
+from kdacore.ops import FEATURES
 from kdacore.registry import REGISTRY
 from kdacore.types import Backend, OpImpl, Outputs, Request, Requirement
 
@@ -41,7 +42,9 @@ def forward(request: Request, inputs: Any) -> Outputs:
 
 
 def backend(name: str = "bad", op: dict[str, Any] | None = None, **fields: Any) -> Backend:
-    impl = OpImpl(**{"forward": forward, "verified_archs": frozenset({"*"}), **(op or {})})
+    impl = OpImpl(
+        **{"forward": forward, "serves": FEATURES, "verified_archs": frozenset({"*"}), **(op or {})}
+    )
     return Backend(
         **{"name": name, "version": "1", "kinds": ("numpy",), "ops": {"chunk_kda": impl}, **fields}
     )
@@ -191,7 +194,7 @@ def _array_of(library: str, x: Any) -> Any:
 
 @pytest.mark.parametrize("answer", [None, (1,)])
 def test_a_gate_that_returns_no_array(answer: Any) -> None:
-    add(backend(ops={"kda_gate": OpImpl(lambda request, inputs: answer)}))
+    add(backend(ops={"kda_gate": OpImpl(lambda request, inputs: answer, serves=FEATURES)}))
     said = f"'bad': forward of kda_gate returned {type(answer).__name__}; wanted an array"
     with pytest.raises(kdacore.errors.PluginError, match=said):
         kdacore.kda_gate(np.ones((1, 2, 2, 4), np.float32), lower_bound=-5.0, backend="bad")
@@ -324,7 +327,7 @@ def test_a_change_of_plugins_forgets_what_was_reported() -> None:
         ({"ops": {3: OpImpl(forward)}}, "declares unknown ops: 3"),
         ({"kinds": "numpy"}, "has kinds = 'numpy'; wanted a tuple of str"),
         ({"kinds": ("numpy", "pytorch")}, "declares unknown kinds: pytorch; there are numpy, torch, jax"),
-        ({"name": 7}, "declares a backend whose name is 7; wanted a str"),
+        ({"name": 7}, "declares a backend whose name is 7; wanted at most 64 letters"),
         ({"version": 1}, "has version = 1; wanted a str"),
         ({"device_types": "cpu"}, "has device_types = 'cpu'; wanted a tuple of str"),
         ({"auto_kinds": "numpy"}, "has auto_kinds = 'numpy'; wanted a tuple of str, or None"),

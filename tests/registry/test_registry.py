@@ -14,6 +14,7 @@ import pytest
 import kdacore
 from kdacore import config, registry
 from kdacore.hookspecs import hookimpl
+from kdacore.ops import FEATURES
 from kdacore.registry import REGISTRY
 from kdacore.types import Backend, OpImpl, Outputs, Reason, Request, Requirement
 
@@ -24,7 +25,12 @@ def _forward(request: Request, inputs: Any) -> Outputs:
 
 def make_plugin(name: str = "seven", **fields: Any) -> Any:
     """A plugin object with one backend that answers 7."""
-    impl = OpImpl(forward=_forward, verifiers=fields.pop("verifiers", ()), verified_archs=frozenset({"*"}))
+    impl = OpImpl(
+        forward=_forward,
+        serves=fields.pop("serves", FEATURES),
+        verifiers=fields.pop("verifiers", ()),
+        verified_archs=frozenset({"*"}),
+    )
 
     class Plugin:
         @hookimpl
@@ -240,12 +246,21 @@ def test_all_reasons_are_collected() -> None:
     def nor_this(request: Request) -> Reason:
         return Reason("nor_this", "neither")
 
-    REGISTRY.register(make_plugin(verifiers=(never, nor_this), device_types=("tpu",)), "picky")
-    answer = kdacore.explain("chunk_kda", **_call()).candidate("seven")
-    assert [r.code for r in answer.reasons] == ["device", "never", "nor_this"]
+    REGISTRY.register(make_plugin(verifiers=(never, nor_this), serves=frozenset()), "picky")
+    wanted = ["option", "never", "nor_this"]
+    answer = kdacore.explain("chunk_kda", **_call(), output_final_state=True).candidate("seven")
+    assert [r.code for r in answer.reasons] == wanted
     with pytest.raises(kdacore.UnsupportedError) as caught:
-        kdacore.chunk_kda(**_call(), backend="seven")
-    assert [r.code for r in caught.value.reasons["seven"]] == ["device", "never", "nor_this"]
+        kdacore.chunk_kda(**_call(), output_final_state=True, backend="seven")
+    assert [r.code for r in caught.value.reasons["seven"]] == wanted
+
+
+def test_verifiers_are_not_asked_about_devices_of_others() -> None:
+    asked: list[Request] = []
+    verifiers = (lambda request: asked.append(request),)
+    REGISTRY.register(make_plugin(verifiers=verifiers, device_types=("tpu",)), "tpus only")
+    answer = kdacore.explain("chunk_kda", **_call()).candidate("seven")
+    assert [r.code for r in answer.reasons] == ["device"] and not asked
 
 
 def test_a_verifier_that_raises_rejects_loudly() -> None:

@@ -14,6 +14,7 @@ import kdacore
 from kdacore import config
 from kdacore.dispatch import selection
 from kdacore.hookspecs import hookimpl
+from kdacore.ops import FEATURES
 from kdacore.registry import REGISTRY
 from kdacore.types import Backend, Device, OpImpl, Outputs, Reason, Request, Selection
 
@@ -24,6 +25,7 @@ def _answer(value: float) -> Any:
 
 def plugin(name: str, value: float, hooks: dict[str, Any] | None = None, **fields: Any) -> Any:
     op = OpImpl(
+        serves=FEATURES,
         forward=_answer(value),
         cost=fields.pop("cost", None),
         verifiers=fields.pop("verifiers", ()),
@@ -121,18 +123,32 @@ def test_measured_cost_decides_before_rank() -> None:
     REGISTRY.register(plugin("quick", 2, rank=5, cost=lambda r: 1e-3 if r.T < 8 else 9e-3), "quick")
     assert ran() == "quick"
     assert kdacore.explain("chunk_kda", **call(T=16)).backend == "ranked"
-    assert kdacore.explain("chunk_kda", **call()).why == "lowest measured cost"
+    assert kdacore.explain("chunk_kda", **call()).why == "lowest cost"
 
 
-def test_without_a_measurement_rank_decides() -> None:
-    REGISTRY.register(plugin("unknown", 1, rank=10), "unknown")
-    REGISTRY.register(plugin("quick", 2, rank=5, cost=lambda r: 1e-9), "quick")
-    assert ran() == "unknown"
+def test_known_costs_come_first_and_ranks_order_the_rest() -> None:
+    REGISTRY.register(plugin("slow", 1, rank=1, cost=lambda r: 1e-2), "slow")
+    REGISTRY.register(plugin("quick", 2, rank=-5, cost=lambda r: 1e-9), "quick")
+    REGISTRY.register(plugin("low", 3, rank=5), "low")
+    REGISTRY.register(plugin("high", 4, rank=10), "high")
+    order = []
+    for name in ("quick", "slow", "high", "low"):
+        order.append((kdacore.explain("chunk_kda", **call()).backend, ran()))
+        REGISTRY.unregister(name)
+    assert order == [(name, name) for name in ("quick", "slow", "high", "low")]
+    assert ran() == "reference"
+
+
+@pytest.mark.parametrize("cost", [-1e-9, float("nan"), "1 ms"])
+def test_a_cost_that_is_no_duration_is_the_plugins_fault(cost: Any) -> None:
+    REGISTRY.register(plugin("odd", 1, rank=10, cost=lambda r: cost), "odd")
+    with pytest.warns(RuntimeWarning, match="cost of chunk_kda raised"):
+        assert kdacore.explain("chunk_kda", **call()).candidate("odd").cost is None
 
 
 def test_what_is_neither_tested_here_nor_measured_goes_behind_what_is_tested() -> None:
     for name, rank, archs in (("tested", 5, frozenset({"q1"})), ("untested", 10, frozenset[str]())):
-        op = OpImpl(_answer(1), verified_archs=archs)
+        op = OpImpl(_answer(1), serves=FEATURES, verified_archs=archs)
         REGISTRY.register(plugin(name, 1, rank=rank, ops={"chunk_kda": op}), name)
 
     def decide(arch: str) -> Selection:

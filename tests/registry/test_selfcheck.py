@@ -14,6 +14,7 @@ import pytest
 import kdacore
 from kdacore import config, machine
 from kdacore.hookspecs import hookimpl
+from kdacore.ops import FEATURES
 from kdacore.registry import REGISTRY
 from kdacore.selfcheck import check as selfcheck
 from kdacore.selfcheck import small_call as twin
@@ -50,7 +51,7 @@ def unverified(change: Any = None, calls: list[int] | None = None, whole: Any = 
                 return out
             return change(out) if op == "kda_gate" else out._replace(o=change(out.o))
 
-        return OpImpl(forward=forward, backward=reference[op].backward)
+        return OpImpl(forward=forward, backward=reference[op].backward, serves=FEATURES)
 
     class Plugin:
         @hookimpl

@@ -48,6 +48,24 @@ def _version(number: int) -> str:
 
 _lazy = partial(lazy_function, "kdacore_cuda")
 
+WHOLE = frozenset(
+    {
+        "beta_sigmoid",
+        "final_state",
+        "gate.bounded",
+        "gate.unbounded",
+        "grouped_value_heads",
+        "initial_state",
+        "neg_eigval",
+        "packed",
+        "qk_l2norm",
+        "state_v_first",
+    }
+)
+"""Features of the chunked and the recurrent ops that are served beyond the plain call."""
+POOL = frozenset({"accepted_tokens", "inplace_state", "out", "read_only_state", "state_pool"})
+"""Those of the recurrent ops alone."""
+
 
 _COMMON = (
     verifiers.architecture,
@@ -70,9 +88,10 @@ _STAGE = (
 )
 
 
-def _stage(function: str) -> OpImpl:
+def _stage(function: str, *features: str) -> OpImpl:
     return OpImpl(
         forward=_lazy("stages", function),
+        serves=frozenset({"grouped_value_heads", "packed", *features}),
         verifiers=_STAGE,
         verified_archs=VERIFIED,
         batch_invariant=True,
@@ -84,12 +103,14 @@ def make_backend() -> Backend:
     prefill = OpImpl(
         forward=_lazy("prefill", "forward"),
         backward=_lazy("backward", "backward"),
+        serves=WHOLE | {"checkpoints"},
         verifiers=(*_COMMON, verifiers.prefill_dtype, verifiers.prefill_length, verifiers.gradients),
         fast_path=_lazy("prefill_repeat", "repeat"),
         verified_archs=VERIFIED,
     )
     recurrent = OpImpl(
         forward=_lazy("decode", "forward"),
+        serves=WHOLE | POOL,
         verifiers=(*_COMMON, verifiers.recurrent_dtype),
         cost=costs.recurrent,
         fast_path=_lazy("decode", "repeat"),
@@ -105,7 +126,7 @@ def make_backend() -> Backend:
             "fused_recurrent_kda": recurrent,
             "fused_recurrent_gated_delta_rule": recurrent,
             "kda_chunk_intra": _stage("chunk_intra"),
-            "kda_recompute_w_u": _stage("recompute_w_u"),
+            "kda_recompute_w_u": _stage("recompute_w_u", "q"),
         },
         summary="hand-written kernels: bfloat16 prefill, its backward on Hopper, recurrent decode, two training stages",
         requirements=(

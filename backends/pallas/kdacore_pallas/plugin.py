@@ -14,7 +14,7 @@ VERSION = "0.1.0"
 MINIMUM_JAX = (0, 10)
 VERIFIED = frozenset({""})
 """CPUs, where the conformance suite has run in full. On an H200 six of 501 tests have not ended, so a GPU counts as
-compiled only until they have (docs/performance/pallas.md)."""
+compiled only until they have (docs/lab/pallas.md)."""
 
 
 def _probe_jax() -> str | None:
@@ -33,12 +33,33 @@ JAX = Requirement("jax", _probe_jax, "pip install 'kdacore[pallas]'")
 
 _lazy = partial(lazy_function, "kdacore_pallas")
 
+WHOLE = frozenset(
+    {
+        "beta_sigmoid",
+        "final_state",
+        "gate.bounded",
+        "gate.unbounded",
+        "grouped_value_heads",
+        "initial_state",
+        "neg_eigval",
+        "packed",
+        "qk_l2norm",
+        "state_v_first",
+    }
+)
+"""Features of the chunked and the recurrent ops that are served beyond the plain call."""
+POOL = frozenset({"accepted_tokens", "inplace_state", "out", "read_only_state", "state_pool"})
+"""Those of the recurrent ops alone."""
+GATES = frozenset({"gate.bounded", "gate.unbounded"})
+STAGE = frozenset({"grouped_value_heads", "packed"})
 
-def _xla_op(forward: str, backward: str | None, compiles: bool = False) -> OpImpl:
+
+def _xla_op(forward: str, backward: str | None, serves: frozenset[str], compiles: bool = False) -> OpImpl:
     module = "calls"
     return OpImpl(
         forward=_lazy(module, forward),
         backward=None if backward is None else _lazy(module, backward),
+        serves=serves,
         verifiers=(checks.no_float64, checks.host_arrays_on_cpu, checks.not_captured),
         verified_archs=VERIFIED,
         compiles=compiles,
@@ -47,8 +68,8 @@ def _xla_op(forward: str, backward: str | None, compiles: bool = False) -> OpImp
 
 def make_xla() -> Backend:
     """Plain JAX: every op, any platform, traceable; NumPy and torch-CPU arrays when asked for by name."""
-    chunk = _xla_op("chunk_forward", "chunk_backward", compiles=True)
-    recurrent = _xla_op("recurrent_forward", "recurrent_backward")
+    chunk = _xla_op("chunk_forward", "chunk_backward", WHOLE | {"checkpoints"}, compiles=True)
+    recurrent = _xla_op("recurrent_forward", "recurrent_backward", WHOLE | POOL)
     return Backend(
         name="xla",
         version=VERSION,
@@ -59,12 +80,14 @@ def make_xla() -> Backend:
             "chunk_gated_delta_rule": chunk,
             "fused_recurrent_kda": recurrent,
             "fused_recurrent_gated_delta_rule": recurrent,
-            "kda_gate": _xla_op("gate_forward", "gate_backward"),
-            "kda_chunk_gate": _xla_op("chunk_gate", None),
-            "kda_chunk_intra": _xla_op("chunk_intra", None),
-            "kda_recompute_w_u": _xla_op("recompute_w_u", None),
-            "delta_rule_chunk_state": _xla_op("chunk_state", None),
-            "kda_chunk_output": _xla_op("chunk_output", None),
+            "kda_gate": _xla_op("gate_forward", "gate_backward", GATES),
+            "kda_chunk_gate": _xla_op("chunk_gate", None, GATES | {"packed"}),
+            "kda_chunk_intra": _xla_op("chunk_intra", None, STAGE),
+            "kda_recompute_w_u": _xla_op("recompute_w_u", None, STAGE | {"q"}),
+            "delta_rule_chunk_state": _xla_op(
+                "chunk_state", None, frozenset({"initial_state", "packed", "state_v_first"})
+            ),
+            "kda_chunk_output": _xla_op("chunk_output", None, STAGE),
         },
         summary="plain JAX on any platform; float32 arithmetic; jit, grad, vmap, shard_map",
         requirements=(JAX,),
@@ -79,11 +102,13 @@ def make_pallas() -> Backend:
     chunk = OpImpl(
         forward=_lazy(module, "chunk_forward"),
         backward=_lazy(module, "chunk_backward"),
+        serves=WHOLE,
         verifiers=pallas_checks.CHUNK_CHECKS,
     )
     recurrent = OpImpl(
         forward=_lazy(module, "recurrent_forward"),
         backward=_lazy(module, "recurrent_backward"),
+        serves=WHOLE | POOL - {"out"},
         verifiers=pallas_checks.DECODE_CHECKS,
     )
     return Backend(

@@ -44,12 +44,43 @@ def has_values(request: Request) -> Reason | None:
 _lazy = partial(lazy_function, "kdacore_reference")
 
 
+WHOLE = frozenset(
+    {
+        "beta_sigmoid",
+        "final_state",
+        "gate.bounded",
+        "gate.unbounded",
+        "grouped_value_heads",
+        "initial_state",
+        "neg_eigval",
+        "packed",
+        "qk_l2norm",
+        "state_v_first",
+    }
+)
+"""Features of the chunked and the recurrent ops that are served beyond the plain call."""
+POOL = frozenset({"accepted_tokens", "inplace_state", "out", "read_only_state", "state_pool"})
+"""Those of the recurrent ops alone."""
+GATES = frozenset({"gate.bounded", "gate.unbounded"})
+STAGES = {
+    "kda_chunk_gate": GATES | {"packed"},
+    "kda_chunk_intra": frozenset({"grouped_value_heads", "packed"}),
+    "kda_recompute_w_u": frozenset({"grouped_value_heads", "packed", "q"}),
+    "delta_rule_chunk_state": frozenset({"initial_state", "packed", "state_v_first"}),
+    "kda_chunk_output": frozenset({"grouped_value_heads", "packed"}),
+}
+
+
 def _op(
-    forward: Callable[..., Any], backward: Callable[..., Any] | None = None, batch_invariant: bool = False
+    forward: Callable[..., Any],
+    serves: frozenset[str],
+    backward: Callable[..., Any] | None = None,
+    batch_invariant: bool = False,
 ) -> OpImpl:
     return OpImpl(
         forward=forward,
         backward=backward,
+        serves=serves,
         verifiers=(not_traced, has_values),
         verified_archs=frozenset({"*"}),
         batch_invariant=batch_invariant,
@@ -59,23 +90,22 @@ def _op(
 def make_backend() -> Backend:
     """The backend named ``reference``: every op, every array kind, any device."""
     chunk_backward = _lazy("chunk_backward", "chunk_backward")
-    chunk = _op(_lazy("chunk_forward", "chunk_forward"), chunk_backward, batch_invariant=True)
-    recurrent = _op(_lazy("recurrent", "recurrent_forward"), chunk_backward)
+    chunk = _op(
+        _lazy("chunk_forward", "chunk_forward"),
+        WHOLE | {"checkpoints"},
+        chunk_backward,
+        batch_invariant=True,
+    )
+    recurrent = _op(_lazy("recurrent", "recurrent_forward"), WHOLE | POOL, chunk_backward)
+    gate_backward = _lazy("gate_op", "kda_gate_backward")
     ops = {
         "chunk_kda": chunk,
         "chunk_gated_delta_rule": chunk,
         "fused_recurrent_kda": recurrent,
         "fused_recurrent_gated_delta_rule": recurrent,
-        "kda_gate": _op(_lazy("gate_op", "kda_gate_forward"), _lazy("gate_op", "kda_gate_backward")),
+        "kda_gate": _op(_lazy("gate_op", "kda_gate_forward"), GATES, gate_backward),
+        **{stage: _op(_lazy("stages", stage), serves) for stage, serves in STAGES.items()},
     }
-    stages = (
-        "kda_chunk_gate",
-        "kda_chunk_intra",
-        "kda_recompute_w_u",
-        "delta_rule_chunk_state",
-        "kda_chunk_output",
-    )
-    ops.update((stage, _op(_lazy("stages", stage))) for stage in stages)
     return Backend(
         name="reference",
         version="0.1.0",

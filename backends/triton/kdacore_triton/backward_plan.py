@@ -29,7 +29,7 @@ WIDE_KEYS = 128
 """One anchor serves at most so many channels of k; more go level by level."""
 TF32_KEYS = 64
 """Chunk calls of float16 inputs take tf32 operands up to so many channels of k. With more, training would take twice
-as long (docs/performance/triton-backward.md) for a sum that bfloat16 inputs do not get better either."""
+as long (docs/lab/triton-backward.md) for a sum that bfloat16 inputs do not get better either."""
 EXACT_CHUNK = 64
 """Rows of a chunk where exponents go level by level instead."""
 SMALL_CHUNK = 32

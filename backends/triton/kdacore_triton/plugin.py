@@ -19,9 +19,32 @@ VERIFIED = frozenset({"sm_90"})
 _lazy = partial(lazy_function, "kdacore_triton")
 
 
+WHOLE = frozenset(
+    {
+        "beta_sigmoid",
+        "final_state",
+        "gate.bounded",
+        "gate.unbounded",
+        "grouped_value_heads",
+        "initial_state",
+        "neg_eigval",
+        "packed",
+        "qk_l2norm",
+        "state_v_first",
+    }
+)
+"""Features of the chunked and the recurrent ops that are served beyond the plain call."""
+POOL = frozenset({"accepted_tokens", "inplace_state", "out", "read_only_state", "state_pool"})
+"""Those of the recurrent ops alone."""
+GATES = frozenset({"gate.bounded", "gate.unbounded"})
+STAGE = frozenset({"grouped_value_heads", "packed"})
+STATE_STAGE = frozenset({"initial_state", "packed", "state_v_first"})
+
+
 def _op(
     forward: Callable[..., Any],
     *more: Verifier,
+    serves: frozenset[str],
     backward: Callable[..., Any] | None = None,
     batch_invariant: bool = False,
     fast_path: Callable[..., Any] | None = None,
@@ -29,6 +52,7 @@ def _op(
     return OpImpl(
         forward=forward,
         backward=backward,
+        serves=serves,
         verifiers=(verifiers.hardware, verifiers.dtypes, verifiers.size, *more),
         verified_archs=VERIFIED,
         batch_invariant=batch_invariant,
@@ -40,10 +64,11 @@ def make_backend() -> Backend:
     """The backend named ``triton``: every op, torch tensors, forward and backward."""
     whole = (verifiers.head_dims, verifiers.state, verifiers.compiler)
     chunk_backward = _lazy("chunk_backward", "backward")
-    chunk = _op(_lazy("forward", "forward"), *whole, backward=chunk_backward)
+    chunk = _op(_lazy("forward", "forward"), *whole, serves=WHOLE | {"checkpoints"}, backward=chunk_backward)
     recurrent = _op(
         _lazy("recurrent", "forward"),
         *whole,
+        serves=WHOLE | POOL,
         backward=chunk_backward,
         fast_path=_lazy("recurrent", "repeat"),
     )
@@ -56,12 +81,20 @@ def make_backend() -> Backend:
             "chunk_gated_delta_rule": chunk,
             "fused_recurrent_kda": recurrent,
             "fused_recurrent_gated_delta_rule": recurrent,
-            "kda_gate": _op(_lazy("gate", "forward"), backward=_lazy("gate", "backward")),
-            "kda_chunk_gate": _op(_lazy("stages", "chunk_gate"), verifiers.key_dim),
-            "kda_chunk_intra": _op(_lazy("stages", "chunk_intra"), verifiers.key_dim),
-            "kda_recompute_w_u": _op(_lazy("stages", "recompute_w_u"), verifiers.head_dims),
-            "delta_rule_chunk_state": _op(_lazy("stages", "chunk_state"), *whole),
-            "kda_chunk_output": _op(_lazy("stages", "chunk_output"), verifiers.head_dims),
+            "kda_gate": _op(_lazy("gate", "forward"), serves=GATES, backward=_lazy("gate", "backward")),
+            "kda_chunk_gate": _op(
+                _lazy("stages", "chunk_gate"), verifiers.key_dim, serves=GATES | {"packed"}
+            ),
+            "kda_chunk_intra": _op(_lazy("stages", "chunk_intra"), verifiers.key_dim, serves=STAGE),
+            "kda_recompute_w_u": _op(
+                _lazy("stages", "recompute_w_u"), verifiers.head_dims, serves=STAGE | {"q"}
+            ),
+            "delta_rule_chunk_state": _op(
+                _lazy("stages", "chunk_state"),
+                *whole,
+                serves=frozenset({"initial_state", "packed", "state_v_first"}),
+            ),
+            "kda_chunk_output": _op(_lazy("stages", "chunk_output"), verifiers.head_dims, serves=STAGE),
         },
         summary="portable GPU kernels: training, prefill and decode; CPU tensors with TRITON_INTERPRET=1",
         requirements=(

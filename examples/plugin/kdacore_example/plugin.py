@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from kdacore import verifiers
 from kdacore.hookspecs import hookimpl
 from kdacore.types import Backend, InputGrads, OpImpl, OutputGrads, Outputs, Request
-from kdacore_example import checks
+
+SERVES = frozenset({"final_state", "grouped_value_heads", "initial_state", "state_v_first"})
+"""What a call may use beyond q, k, v, g and beta. Every other option, today's and tomorrow's, is
+declined by kdacore for this backend: packed sequences, gates computed in the call, checkpoints, pools."""
+VERIFIERS = (verifiers.dtypes("float32", "float64"),)
+"""What the list above cannot say: NumPy has no bfloat16, and this example does not widen."""
 
 
 def _forward(request: Request, inputs: Any) -> Outputs:
@@ -33,12 +39,14 @@ def make_backend() -> Backend:
             "chunk_kda": OpImpl(
                 forward=_forward,
                 backward=_backward,
-                verifiers=(*checks.COMMON, checks.no_checkpoints),
+                serves=SERVES,
+                verifiers=VERIFIERS,
                 verified_archs=everywhere,
             ),
             "fused_recurrent_kda": OpImpl(
                 forward=_forward,
-                verifiers=(*checks.COMMON, checks.no_pool),
+                serves=SERVES | {"out"},
+                verifiers=VERIFIERS,
                 verified_archs=everywhere,
             ),
         },

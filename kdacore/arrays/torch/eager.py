@@ -13,17 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kdacore import device as probes
-from kdacore.arrays import _by_type
+from kdacore.arrays.base import ADAPTERS
 from kdacore.arrays.torch.fast_path import tensor_test
 from kdacore.arrays.torch.modes import as_given, autocasts, refuse_transforms, refuse_wrapped
-from kdacore.dispatch.fast_path import RecentCalls
 from kdacore.errors import UnsupportedError
-from kdacore.registry import REGISTRY
 from kdacore.types import ArrayKind, Device, GateInputs, OutputGrads, Outputs, TensorSpec
 
 if TYPE_CHECKING:
-    from kdacore.dispatch.call import Plan
-    from kdacore.ops import OpDef
+    from kdacore.arrays.base import Plan, Run
 
 _DTYPES = {
     torch.float32: "float32",
@@ -44,14 +41,12 @@ class _TorchAdapter:
 
     def __init__(self, through_operators: bool) -> None:
         self.through_operators = through_operators
-        recent = RecentCalls(tensor_test, _grad_enabled, _way)
-        REGISTRY.on_change(recent.clear)
-        self.recent: RecentCalls | None = recent
+        self.array_test = tensor_test
+        self.fast_path: Any = None
+        self.grad_enabled = _grad_enabled
 
-    def call_compiled(self, opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> Any:
-        from kdacore.dispatch import torch_operators
-
-        return torch_operators.call(opdef, inputs, options, backend)
+    def runner(self, plan: Plan, inputs: Any) -> Run:
+        return _runner(plan, inputs)
 
     def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
         refuse_transforms(op, arrays)
@@ -107,10 +102,10 @@ class _TorchAdapter:
         return address, tuple(x.shape), tuple([size * s for s in x.stride()]), size
 
     def run(self, plan: Plan, inputs: Any) -> Any:
-        return _way(plan, inputs)(plan, inputs)
+        return _runner(plan, inputs)(plan, inputs)
 
 
-def _way(plan: Plan, inputs: Any) -> Callable[[Plan, Any], Any]:
+def _runner(plan: Plan, inputs: Any) -> Run:
     """How to run a call under the caller's ``autocast``. Calls recognised as this one are under it too: the check that
     recognises them compares dispatch keys, and autocast is one."""
     return _run_as_given if autocasts(inputs[0]) else _run
@@ -134,7 +129,7 @@ TORCH_SUBCLASS = _TorchAdapter(through_operators=True)
 """For tensor subclasses (fake tensors, DTensor, ...): only torch's own dispatcher knows how to run them."""
 
 
-_by_type.update(dict.fromkeys(_PLAIN, TORCH))
+ADAPTERS.update(dict.fromkeys(_PLAIN, TORCH))
 
 
 def adapter_for(x: torch.Tensor) -> _TorchAdapter:
@@ -178,7 +173,7 @@ class _Whole(torch.autograd.Function):
         arrays = [ctx.others.get(i, x) for i, x in enumerate(kept[: ctx.count])]
         plan = ctx.plan
         with torch.no_grad(), as_given(arrays[0]):
-            grads = plan.impl.backward(plan.request, plan.inputs(*arrays), saved, OutputGrads(do, dstate))
+            grads = plan.backward(plan.inputs(*arrays), saved, OutputGrads(do, dstate))
         grads = _needed(ctx, grads, len(arrays))
         if torch.is_grad_enabled():  # create_graph=True
             grads = _refuse_twice(grads, arrays)
@@ -200,7 +195,7 @@ class _Gate(torch.autograd.Function):
         refuse_wrapped(ctx.plan.request.op, (dlog,))
         arrays, plan = ctx.saved_tensors, ctx.plan
         with torch.no_grad(), as_given(arrays[0]):
-            grads = plan.impl.backward(plan.request, plan.inputs(*arrays), dlog)
+            grads = plan.backward(plan.inputs(*arrays), dlog)
         grads = _needed(ctx, grads, len(arrays))
         if torch.is_grad_enabled():
             grads = _refuse_twice(grads, arrays)

@@ -21,7 +21,7 @@ except ImportError:
 
 
 def tensor_test(arrays: dict[str, Any], same_strides: bool) -> tuple[str, dict[str, Any]] | None:
-    """See :data:`kdacore.dispatch.fast_path.ArrayTest`."""
+    """See :data:`kdacore.arrays.base.ArrayTest`."""
     if TensorGuards is None or not all(
         type(x) in (torch.Tensor, torch.nn.Parameter) for x in arrays.values()
     ):

@@ -24,7 +24,7 @@ Array = Any
 
 def make_math(request: Request, inverse: str = "substitution", chunk: int = CHUNK) -> Math:
     """float32 inputs: six passes everywhere. bfloat16 inputs: three, because one pass loses the state's accuracy
-    on near-collinear keys (measured against the oracle; docs/performance/pallas.md)."""
+    on near-collinear keys (measured against the oracle; docs/lab/pallas.md)."""
     passes = Passes.EXACT if request.dtype == "float32" else Passes.SPLIT
     return Math(
         request.gate,

@@ -2,7 +2,7 @@
 
 A block that is moved by the pipeline has two buffers; scratch has one. The last two axes of anything in VMEM are
 rounded up to a register. What the compiler adds for spilled registers was read from its own reports over a grid of
-shapes (docs/performance/pallas.md) and is covered by a multiple of one ``[128, max(K, V)]`` float32 array.
+shapes (docs/lab/pallas.md) and is covered by a multiple of one ``[128, max(K, V)]`` float32 array.
 """
 
 from __future__ import annotations

@@ -1,0 +1,173 @@
+"""Host time of two checkouts, interleaved: what a change of the front end costs or saves.
+
+    python -m benchmarks.host_pair BEFORE AFTER [--device cuda] [--rounds 9] [--json out.json]
+
+``BEFORE`` and ``AFTER`` are folders of kdacore checkouts. Every round starts a fresh process for each
+checkout and each quantity, in alternating order. Only public calls are made, so the two may have any
+internal structure. Reported: the median over rounds of each, in microseconds, and their ratio.
+
+Quantities: ``import kdacore``; the first NumPy call of a process (without imports); dispatch of a call
+seen before whose backend does nothing (NumPy, torch, torch with gradients); on a GPU the host time of
+a decode and of a prefill call, and the first call of a process, on the CUDA backend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+_NUMPY = """
+rng = np.random.default_rng(0)
+q, k, v, g = (rng.standard_normal((1, 64, 2, 16), dtype=np.float32) for _ in range(4))
+x = dict(q=q, k=k, v=v, g=-np.abs(g), beta=np.full((1, 64, 2), 0.5, np.float32))
+"""
+_FIXED = """
+from kdacore.bench.dispatch import NAME, NullPlugin
+from kdacore.registry import REGISTRY
+REGISTRY.register(NullPlugin(), NAME)
+def call(): return kdacore.chunk_kda(**x, backend=NAME)
+"""
+_REPEAT = """
+for _ in range(50): call()
+best = []
+for _ in range(60):
+    start = time.perf_counter()
+    for _ in range(COUNT): call()
+    best.append((time.perf_counter() - start) / COUNT)
+print(sorted(best)[len(best) // 4])
+"""
+_TORCH = "import torch\nx = {n: torch.from_numpy(a) for n, a in x.items()}\n"
+_CUDA = """
+import torch, torch.nn.functional
+def rand(*s): return torch.randn(*s, device="cuda", dtype=torch.bfloat16)
+options = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+               safe_gate=True, lower_bound=-5.0, backend="cuda")
+def tokens(B, T, H):
+    x = dict(q=rand(B, T, H, 128), k=rand(B, T, H, 128), v=rand(B, T, H, 128), g=rand(B, T, H, 128), beta=rand(B, T, H))
+    return dict(x, A_log=torch.zeros(H, device="cuda"))
+"""
+_DECODE = """
+x = tokens(8, 1, 32)
+pool = torch.zeros(16, 32, 128, 128, device="cuda")
+rows = torch.arange(8, device="cuda", dtype=torch.int32)
+def call():
+    return kdacore.fused_recurrent_kda(**x, initial_state=pool, state_indices=rows, inplace_state=True, **options)
+torch.set_grad_enabled(False)
+"""
+_PREFILL = """
+x = tokens(1, 512, 8)
+def call(): return kdacore.chunk_kda(**x, output_final_state=True, **options)
+torch.set_grad_enabled(False)
+"""
+_WAIT = "torch.cuda.synchronize(); start = time.perf_counter()\n"
+_HEAD = "import time\nimport numpy as np\n"
+_TAKEN = "print(time.perf_counter() - start)"
+
+
+def _quantities(device: str) -> dict[str, str]:
+    """Python code of each quantity; it prints seconds."""
+    found = {
+        "import kdacore": "import time\nstart = time.perf_counter()\nimport kdacore\n" + _TAKEN,
+        "first NumPy call": _HEAD
+        + "import kdacore"
+        + _NUMPY
+        + "start = time.perf_counter()\nkdacore.chunk_kda(**x)\n"
+        + _TAKEN,
+        "dispatch, NumPy": _HEAD + "import kdacore" + _NUMPY + _FIXED + _REPEAT.replace("COUNT", "200"),
+        "dispatch, torch": _HEAD
+        + "import kdacore"
+        + _NUMPY
+        + _TORCH
+        + _FIXED
+        + _REPEAT.replace("COUNT", "200"),
+        "dispatch, torch with gradients": _HEAD
+        + "import kdacore"
+        + _NUMPY
+        + _TORCH
+        + "x = {n: a.requires_grad_() for n, a in x.items()}\n"
+        + _FIXED
+        + _REPEAT.replace("COUNT", "100"),
+    }
+    if device == "cuda":
+        repeat = _REPEAT.replace("COUNT", "50").replace(
+            "    start = time.perf_counter()\n",
+            "    torch.cuda.synchronize()\n    start = time.perf_counter()\n",
+        )
+        start = _HEAD + _CUDA
+        found["decode B8 H32, host"] = start + "import kdacore\n" + _DECODE + repeat
+        found["prefill B1 T512 H8, host"] = start + "import kdacore\n" + _PREFILL + repeat
+        found["first CUDA prefill of a process"] = (
+            start
+            + "rand(8, 8) @ rand(8, 8)\n"
+            + _WAIT
+            + "import kdacore\n"
+            + _PREFILL
+            + "call()\ntorch.cuda.synchronize()\n"
+            + _TAKEN
+        )
+    return found
+
+
+def _measure(checkout: Path, code: str) -> float:
+    folders = [
+        checkout,
+        *(checkout / "backends" / name for name in ("reference", "triton", "cuda", "pallas")),
+    ]
+    path = os.pathsep.join(
+        [*map(str, folders), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{checkout}: {done.stderr[-2000:]}")
+    return float(done.stdout.split()[-1])
+
+
+def main() -> int:
+    """Measure, print the table, write the record."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("before", type=Path)
+    parser.add_argument("after", type=Path)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = []
+    for name, code in _quantities(args.device).items():
+        seconds: dict[str, list[float]] = {"before": [], "after": []}
+        for i in range(args.rounds + 1):
+            sides = [("before", args.before), ("after", args.after)]
+            for side, checkout in sides if i % 2 else sides[::-1]:
+                taken = _measure(checkout.resolve(), code)
+                if i:  # the first round compiles bytecode
+                    seconds[side].append(taken * 1e6)
+        medians = {side: statistics.median(values) for side, values in seconds.items()}
+        ratio = medians["after"] / medians["before"]
+        rows.append({"quantity": name, "unit": "us", **medians, "ratio": ratio, "samples": seconds})
+        print(f"{name:32} {medians['before']:12.2f} {medians['after']:12.2f} us  {ratio:.3f} x", flush=True)
+    if args.json:
+        record = {
+            "what": "benchmarks.host_pair",
+            "device": args.device,
+            "machine": platform.processor() or platform.machine(),
+            "python": platform.python_version(),
+            "rounds": args.rounds,
+            "rows": rows,
+        }
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""The plan of a call: everything that validation and selection decide, cached by what they read.
+
+They read only what :meth:`Adapter.key` returns (shapes, dtypes, devices, gradient needs), the options and the policy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kdacore import config
+from kdacore.arrays import Adapter
+from kdacore.dispatch import results, selection, validate
+from kdacore.errors import ConfigError, ContractError
+from kdacore.ops import OpDef
+from kdacore.registry import REGISTRY
+from kdacore.types import Backend, OpImpl, Request, Selection
+
+
+class Plan:
+    """A validated, selected call: what runs, and on which request."""
+
+    __slots__ = (
+        "_grads_checked",
+        "adapter",
+        "backend",
+        "fast_path",
+        "forward",
+        "impl",
+        "inputs",
+        "joined",
+        "request",
+        "results_checked",
+        "run",
+        "selection",
+        "validate",
+        "writes",
+    )
+
+    def __init__(self, opdef: OpDef, request: Request, chosen: Selection, adapter: Adapter) -> None:
+        registered = REGISTRY.get(chosen.backend)
+        self.inputs = opdef.inputs
+        self.request = request
+        self.selection = chosen
+        self.adapter = adapter
+        self.backend: Backend = registered.backend
+        self.impl: OpImpl = registered.backend.ops[request.op]
+        self.forward = results.typed_forward(chosen.backend, request.op)
+        self.run: Callable[[Plan, Any], Any] = adapter.run
+        self.validate = config.get().validate_values
+        self.fast_path = None if request.needs_grad or self.validate else self.impl.fast_path
+        self.writes = not adapter.immutable and (request.inplace_state or request.has("out"))
+        self.joined: Any = None
+        """For an adapter: what it built for this plan (a ``custom_vjp`` function)."""
+        self.results_checked = False
+        self._grads_checked = False
+
+    def backward(self, inputs: Any, *rest: Any) -> Any:
+        """The gradients from the backend, held to the request the first time."""
+        grads = self.impl.backward(self.request, inputs, *rest)  # type: ignore[misc]
+        if not self._grads_checked:
+            results.check_gradients(self, inputs, grads)
+            self._grads_checked = True
+        return grads
+
+
+REGISTRY.on_change(results.typed_forward.cache_clear)
+
+_AUTO = selection.Policy()
+PREFERENCE: contextvars.ContextVar[selection.Policy | None] = contextvars.ContextVar(
+    "kdacore_policy", default=None
+)
+"""What the innermost :func:`use_backend` prefers."""
+RECORDS: contextvars.ContextVar[tuple[list[Selection], ...]] = contextvars.ContextVar(
+    "kdacore_records", default=()
+)
+"""Lists that selections are recorded in, one for each enclosing :func:`record_selections`."""
+_plans: dict[Any, Plan] = {}
+_lock = threading.Lock()
+_MAX_PLANS = 8192
+
+
+def clear() -> None:
+    """Forget every plan."""
+    global _default_policy
+    with _lock:
+        _plans.clear()
+        _default_policy = None
+
+
+_default_policy: selection.Policy | None = None
+REGISTRY.on_change(clear)
+
+
+def _environment_policy() -> selection.Policy:
+    global _default_policy
+    if _default_policy is None:
+        names = config.get().backend
+        for name in names:
+            try:
+                REGISTRY.get(name)
+            except ContractError as error:  # no caller passed it: the environment variable is wrong
+                raise ConfigError("KDACORE_BACKEND", name, error.want) from None
+        _default_policy = selection.Policy("", names, "KDACORE_BACKEND") if names else _AUTO
+    return _default_policy
+
+
+def current_policy(opdef: OpDef, backend: object) -> selection.Policy:
+    """``backend=`` over ``use_backend`` over ``KDACORE_BACKEND`` over auto."""
+    if backend is None:
+        return PREFERENCE.get() or _environment_policy()
+    if not isinstance(backend, str) or not backend:
+        raise ContractError(opdef.name, "backend", repr(backend), "None or the name of a backend")
+    return selection.Policy(backend, (), "backend=")
+
+
+def plan_for(
+    opdef: OpDef,
+    inputs: Any,
+    options: tuple[Any, ...],
+    policy: selection.Policy,
+    needs_grad: bool | None = None,
+) -> Plan:
+    """Validate and select, whatever it costs."""
+    request, adapter = validate.build_request(opdef, inputs, options, needs_grad=needs_grad)
+    return Plan(opdef, request, selection.select(request, policy), adapter)
+
+
+Make = Callable[[OpDef, Any, tuple[Any, ...], Any], Plan]
+
+
+def cached_plan(
+    adapter: Adapter, opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any, make: Make
+) -> Plan:
+    """The plan of a call of this shape; the first time from ``make(opdef, inputs, options, asked)``.
+
+    ``asked``: what was asked of dispatch, in whatever form ``make`` takes it.
+    """
+    array_key = adapter.key(inputs)
+    if array_key is None:
+        return make(opdef, inputs, options, asked)
+    # Types too: True == 1 == 1.0 as dictionary keys, but not as arguments.
+    key = (opdef.name, array_key, options, tuple(map(type, options)), asked)
+    try:
+        found = _plans.get(key)
+    except TypeError:  # an unhashable option: validation names it
+        return make(opdef, inputs, options, asked)
+    if found is None:
+        found = make(opdef, inputs, options, asked)
+        if len(_plans) >= _MAX_PLANS:
+            clear()
+        _plans[key] = found
+    return found
+
+
+def execute(plan: Plan, inputs: Any, run: Callable[[Plan, Any], Any]) -> Any:
+    """Run a plan: check values when asked to, record it, and go."""
+    if plan.validate:
+        from kdacore.dispatch.values import check_values
+
+        check_values(plan.request, inputs, plan.adapter)
+    for records in RECORDS.get():
+        records.append(plan.selection)
+    if plan.results_checked:
+        return run(plan, inputs)
+    outputs = run(plan, inputs)
+    results.check_results(plan, inputs, outputs)
+    plan.results_checked = True
+    return outputs
+
+
+@contextlib.contextmanager
+def use_backend(*names: str) -> Iterator[None]:
+    """Prefer these backends, in this order, for the calls made inside the ``with`` block (this thread or task).
+
+    The first that can serve a call runs it; when none can, dispatch is automatic again and ``explain`` says so.
+    Use ``backend=`` on a call to force one backend or get an error.
+
+    Args:
+        names: names of backends, best first.
+
+    Raises:
+        ContractError: no name, or a name that no backend has.
+
+    Examples:
+        >>> import kdacore
+        >>> with kdacore.use_backend("reference"):
+        ...     pass
+    """
+    if not names:
+        raise ContractError("use_backend", "names", "no name", "at least one name of a backend")
+    for name in names:
+        if not isinstance(name, str):
+            raise ContractError("use_backend", "names", repr(name), "names of backends")
+        REGISTRY.get(name, "use_backend", "names")
+    token = PREFERENCE.set(selection.Policy("", tuple(names), "use_backend"))
+    try:
+        yield
+    finally:
+        PREFERENCE.reset(token)
+
+
+@contextlib.contextmanager
+def record_selections() -> Iterator[list[Selection]]:
+    """Collect what really ran, in order: one :class:`~kdacore.types.Selection` for each call inside the block.
+
+    Examples:
+        >>> import kdacore
+        >>> with kdacore.record_selections() as ran:
+        ...     pass
+        >>> ran
+        []
+    """
+    records: list[Selection] = []
+    token = RECORDS.set((*RECORDS.get(), records))  # blocks outside this one see its calls too
+    try:
+        yield records
+    finally:
+        RECORDS.reset(token)

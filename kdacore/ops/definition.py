@@ -1,0 +1,114 @@
+"""What an op definition consists of: arrays, options, results and features."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Family = Literal["chunk", "recurrent", "gate", "stage"]
+OptionKind = Literal["flag", "number", "count", "reserved"]
+"""``flag``: True or False. ``number``: a finite real number, or None. ``count``: an integer, or None. ``reserved``:
+None only, until a later version gives it a meaning."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayArgument:
+    """One array argument of an op."""
+
+    name: str
+    required: bool = False
+    feature: str | None = None
+    """What a backend lists in :attr:`kdacore.types.OpImpl.serves` to be given calls with this array.
+    None for arrays that every implementation takes, and for hints that change no result."""
+    host: bool = False
+    """Lives on the host, whatever the device of the others."""
+    index: bool = False
+    """Holds int32 or int64 offsets, row numbers or counts."""
+    writable: bool = False
+    """A call may ask for it to be written, so the fast path compares its strides."""
+    differentiable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One keyword option of an op."""
+
+    name: str
+    kind: OptionKind
+    default: Any = None
+    feature: str | None = None
+    """What a backend lists in :attr:`kdacore.types.OpImpl.serves` to be given calls with another
+    value than the default. None for options that every implementation honours, and for hints that
+    change no result."""
+    field: str = ""
+    """The field of :class:`kdacore.types.Request` that it sets. Without one, a value other than the
+    default is found by :meth:`kdacore.types.Request.option`."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpDef:
+    """One op: argument order, option names, defaults and results, written once.
+
+    Signatures, operator schemas, command-line switches and tables derive from it or are held to it
+    by a test.
+    """
+
+    name: str
+    family: Family
+    inputs: type
+    """The named tuple that a backend receives the arrays in, in the order of ``array_arguments``."""
+    array_arguments: tuple[ArrayArgument, ...]
+    option_arguments: tuple[Option, ...]
+    outputs: type | None = None
+    """The named tuple that ``forward`` returns; None for one array."""
+    scalar_gate: bool = False
+    """One decay per head: ``g`` is ``[B, T, HV]``."""
+
+    arrays: tuple[str, ...] = field(init=False)
+    """Names of the array arguments, in the order of ``inputs``."""
+    required: tuple[str, ...] = field(init=False)
+    """Names of the arrays that must be given."""
+    options: tuple[str, ...] = field(init=False)
+    """Names of the options, in the order in which option values travel."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "arrays", tuple([a.name for a in self.array_arguments]))
+        object.__setattr__(self, "required", tuple([a.name for a in self.array_arguments if a.required]))
+        object.__setattr__(self, "options", tuple([o.name for o in self.option_arguments]))
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Default of each option."""
+        return {o.name: o.default for o in self.option_arguments}
+
+    @property
+    def features(self) -> frozenset[str]:
+        """Every feature that a call of this op can use."""
+        named = {a.feature for a in self.array_arguments} | {o.feature for o in self.option_arguments}
+        gates = GATE_FEATURES.values() if "g" in self.arrays else ()
+        return frozenset([name for name in (*named, *gates, GROUPED_VALUE_HEADS) if name is not None])
+
+    def features_used(
+        self, arrays: Iterable[str], options: Mapping[str, Any], gate: str, grouped: bool
+    ) -> frozenset[str]:
+        """The features that one call uses.
+
+        Args:
+            arrays: names of the arrays that were given.
+            options: the options' values by name.
+            gate: :attr:`kdacore.types.Request.gate`.
+            grouped: whether there are more value heads than heads of q and k.
+        """
+        given = frozenset(arrays)
+        used = {a.feature for a in self.array_arguments if a.name in given}
+        used |= {o.feature for o in self.option_arguments if o.feature and options[o.name] != o.default}
+        used.add(GATE_FEATURES.get(gate) if "g" in given else None)
+        if grouped:
+            used.add(GROUPED_VALUE_HEADS)
+        return frozenset([name for name in used if name is not None])
+
+
+GROUPED_VALUE_HEADS = "grouped_value_heads"
+GATE_FEATURES = {"softplus": "gate.unbounded", "sigmoid": "gate.bounded"}
+"""Feature of a call that computes its gate, by :attr:`kdacore.types.Request.gate`."""

@@ -1,0 +1,50 @@
+"""docs/performance.md and the README's headline say what the committed results say."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+INPUTS = (
+    "benchmarks/*.py",
+    "benchmarks/results/*/*.json",
+    "docs/performance.md",
+    "docs/images/*",
+    "README.md",
+)
+
+
+def _check(root: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.performance_page", "--check"]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+
+
+def test_the_page_is_what_the_script_would_write() -> None:
+    ran = _check(ROOT)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_the_pages_show_every_picture_of_the_script() -> None:
+    pages = (ROOT / "README.md").read_text() + (ROOT / "docs/performance.md").read_text()
+    images = ROOT / "docs" / "images"
+    pictures = [images / "headline.svg", *images.glob("performance-*.svg")]
+    assert [p.name for p in pictures if f"images/{p.name})" not in pages] == []
+
+
+def test_check_names_what_is_out_of_date(tmp_path: Path) -> None:
+    for pattern in INPUTS:
+        for file in ROOT.glob(pattern):
+            copy = tmp_path / file.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, copy)
+    page, picture = tmp_path / "docs/performance.md", tmp_path / "docs/images/headline.svg"
+    page.write_text(page.read_text().replace("**0.353**", "**0.153**"))
+    picture.unlink()
+    before = page.read_bytes()
+    ran = _check(tmp_path)
+    assert ran.returncode == 1
+    assert ran.stdout.splitlines() == ["stale: docs/performance.md", "stale: docs/images/headline.svg"]
+    assert page.read_bytes() == before, "--check writes nothing"

@@ -48,7 +48,7 @@ def chunk_kda(
 ) -> Any:
     """Kimi Delta Attention over whole sequences, chunk by chunk: training and prefill.
 
-    For each sequence and value head, with a state ``S[K, V]`` kept in at least float32::
+    For each sequence and value head, with a state ``S[K, V]`` kept in at least float32:
 
         S   = exp(g_t)[:, None] * S                      # per-channel decay, natural log, g_t <= 0
         S   = S + beta_t * outer(k_t, v_t - k_t @ S)     # delta rule

@@ -19,7 +19,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # In these folders kernels are compiled, interpreted or emulated, or whole programs run, in nearly every test: all files
 # are slow except those named.
 QUICK_FILES = {
-    "conformance": {"test_docs.py", "test_parts.py"},
+    "conformance": {"test_docs.py"},
     "cuda": {"test_costs.py", "test_driver_version.py", "test_verifiers.py"},
     "examples": set(),
     "packaging": set(),

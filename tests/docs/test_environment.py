@@ -15,7 +15,9 @@ SOURCES = [*ROOT.glob("kdacore/**/*.py"), *ROOT.glob("backends/*/kdacore_*/**/*.
 
 
 def test_docs_and_code_name_the_same_variables() -> None:
-    rows = re.findall(r"^\| `(KDACORE_\w+)` \|", (ROOT / "docs/guide/environment.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(KDACORE_\w+)` \|", (ROOT / "docs/guide/environment.md").read_text(), re.MULTILINE
+    )
     assert rows == list(config.VARIABLES)
 
 

@@ -27,9 +27,25 @@ QUICK_FILES = {
     "triton": {"test_configs.py", "test_gate.py", "test_plugin.py"},
 }
 
+# Slow tests of the other folders, by function.
+SLOW_TESTS = {
+    "test_activation_checkpointing",
+    "test_batch_invariance",
+    "test_compiled_autograd_does_not_trace_through_the_backend",
+    "test_compiling_may_be_the_first_thing_a_process_does",
+    "test_fake_tensors_and_export",
+    "test_later_tokens_in_jax",
+    "test_saved_tensors_are_unpacked_once",
+    "test_what_no_graph_can_hold_is_named_and_called_eagerly",
+    "test_wrong_results",
+    "test_wrong_states",
+}
+
 
 def _is_slow(item: pytest.Item) -> bool:
     if item.get_closest_marker("exhaustive"):  # `-m "not slow"` replaces the option that leaves these out
+        return True
+    if getattr(item, "originalname", item.name) in SLOW_TESTS:
         return True
     folder, file = item.path.parent.name, item.path.name
     quick = QUICK_FILES.get(folder)

@@ -59,7 +59,7 @@ __all__ = [
 def backends() -> tuple[BackendInfo, ...]:
     """Every backend there is: what it serves, whether it can run here, and what would make it so.
 
-    Example:
+    Examples:
         >>> import kdacore
         >>> "reference" in [info.name for info in kdacore.backends()]
         True

@@ -48,7 +48,7 @@ def chunk_kda(
 ) -> Any:
     """Kimi Delta Attention over whole sequences, chunk by chunk: training and prefill.
 
-    For each sequence and value head, with a state ``S[K, V]`` kept in at least float32::
+    For each sequence and value head, with a state ``S[K, V]`` kept in at least float32:
 
         S   = exp(g_t)[:, None] * S                      # per-channel decay, natural log, g_t <= 0
         S   = S + beta_t * outer(k_t, v_t - k_t @ S)     # delta rule
@@ -100,7 +100,7 @@ def chunk_kda(
 
     Source: arXiv 2510.26692, section 3.
 
-    Example:
+    Examples:
         >>> import numpy as np, kdacore
         >>> rng = np.random.default_rng(0)
         >>> q, k, v = (rng.standard_normal((1, 100, 2, 16), dtype=np.float32) for _ in range(3))
@@ -167,7 +167,7 @@ def chunk_gated_delta_rule(
 
     Source: arXiv 2412.06464.
 
-    Example:
+    Examples:
         >>> import numpy as np, kdacore
         >>> rng = np.random.default_rng(0)
         >>> q, k, v = (rng.standard_normal((1, 70, 2, 16), dtype=np.float32) for _ in range(3))
@@ -254,7 +254,7 @@ def fused_recurrent_kda(
 
     Source: arXiv 2510.26692, section 3.
 
-    Example:
+    Examples:
         >>> import numpy as np, kdacore
         >>> rng = np.random.default_rng(0)
         >>> pool = np.zeros((4, 2, 16, 16), np.float32)
@@ -337,7 +337,7 @@ def fused_recurrent_gated_delta_rule(
 
     Source: arXiv 2412.06464.
 
-    Example:
+    Examples:
         >>> import numpy as np, kdacore
         >>> rng = np.random.default_rng(0)
         >>> q, k, v = (rng.standard_normal((2, 1, 2, 16), dtype=np.float32) for _ in range(3))
@@ -408,7 +408,7 @@ def kda_gate(
 
     Source: arXiv 2510.26692, section 3.
 
-    Example:
+    Examples:
         >>> import numpy as np, kdacore
         >>> decay = kdacore.kda_gate(np.zeros((1, 3, 2, 16), np.float32), lower_bound=-5.0)
         >>> float(decay[0, 0, 0, 0])
@@ -433,7 +433,7 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Selectio
         ContractError: the call breaks the contract, or there is no such op.
         TypeError: an unknown keyword.
 
-    Example:
+    Examples:
         >>> import kdacore
         >>> x = kdacore.ShapeDtype((1, 64, 2, 16))
         >>> beta = kdacore.ShapeDtype((1, 64, 2))

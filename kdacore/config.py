@@ -1,7 +1,7 @@
 """Every environment variable kdacore reads, parsed and validated in one place.
 
 The environment is read once, at the first use; call :func:`refresh` after changing it in a running process.
-docs/environment.md lists the same variables, and a test holds the two together.
+docs/guide/environment.md lists the same variables, and a test holds the two together.
 """
 
 from __future__ import annotations

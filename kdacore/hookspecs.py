@@ -24,7 +24,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 def kdacore_backends() -> Iterable[Backend]:  # type: ignore[empty-body]
     """The backends this plugin brings. Import nothing heavy here.
 
-    Example:
+    Examples:
         >>> from kdacore.hookspecs import hookimpl
         >>> from kdacore.types import Backend, OpImpl, Outputs, Reason
         >>> def only_small(request):
@@ -46,7 +46,7 @@ def kdacore_backends() -> Iterable[Backend]:  # type: ignore[empty-body]
 def kdacore_doctor_checks() -> Iterable[tuple[str, bool, str]]:  # type: ignore[empty-body]
     """Rows this plugin adds to ``kdacore doctor``: name, passed, detail. A False makes the doctor exit 1.
 
-    Example:
+    Examples:
         >>> from kdacore.hookspecs import hookimpl
         >>> class Plugin:
         ...     @hookimpl
@@ -61,7 +61,7 @@ def kdacore_doctor_checks() -> Iterable[tuple[str, bool, str]]:  # type: ignore[
 def kdacore_selected(request: Request, selection: Selection) -> None:
     """Telemetry: called once for each newly selected call shape, not once a call. An error here stops no call.
 
-    Example:
+    Examples:
         >>> from kdacore.hookspecs import hookimpl
         >>> class Plugin:
         ...     seen = []
@@ -78,7 +78,7 @@ def kdacore_choose(request: Request, candidates: tuple[Candidate, ...]) -> str |
     Asked only when nothing else was asked for (no ``backend=``, ``use_backend`` or ``KDACORE_BACKEND``). The plugin
     registered last is asked first; one that raises is passed over with a warning.
 
-    Example:
+    Examples:
         >>> from kdacore.hookspecs import hookimpl
         >>> class Plugin:
         ...     @hookimpl

@@ -318,7 +318,7 @@ class ChunkStateOutputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a backend cannot serve a call. ``code`` is stable and documented in docs/adding-a-backend.md."""
+    """Why a backend cannot serve a call. ``code`` is stable and documented in docs/guide/writing-a-backend.md."""
 
     code: str
     message: str

@@ -4,7 +4,7 @@ Each function here returns a verifier: a function of a :class:`~kdacore.types.Re
 None, or the :class:`~kdacore.types.Reason` why the backend cannot serve it. Options and features
 need no verifier: list those that are served in :attr:`kdacore.types.OpImpl.serves`.
 
-Example:
+Examples:
     >>> from kdacore import verifiers
     >>> from kdacore.types import OpImpl
     >>> checks = (verifiers.dtypes("bfloat16"), verifiers.head_dims((64, 128), equal=True))

@@ -1,4 +1,7 @@
-"""Two cores are shared by two test workers, so array libraries use one thread each."""
+"""Two cores are shared by two test workers, so array libraries use one thread each.
+
+The slow tests are named here, in one place: ``pytest -m "not slow"`` is the inner loop.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,47 @@ if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+# In these folders kernels are compiled, interpreted or emulated, or whole programs run, in nearly every test: all files
+# are slow except those named.
+QUICK_FILES = {
+    "conformance": {"test_docs.py"},
+    "cuda": {"test_costs.py", "test_driver_version.py", "test_verifiers.py"},
+    "examples": set(),
+    "packaging": set(),
+    "pallas": {"test_verifiers.py"},
+    "triton": {"test_configs.py", "test_gate.py", "test_plugin.py"},
+}
+
+# Slow tests of the other folders, by function.
+SLOW_TESTS = {
+    "test_activation_checkpointing",
+    "test_batch_invariance",
+    "test_compiled_autograd_does_not_trace_through_the_backend",
+    "test_compiling_may_be_the_first_thing_a_process_does",
+    "test_fake_tensors_and_export",
+    "test_later_tokens_in_jax",
+    "test_saved_tensors_are_unpacked_once",
+    "test_what_no_graph_can_hold_is_named_and_called_eagerly",
+    "test_wrong_results",
+    "test_wrong_states",
+}
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    if item.get_closest_marker("exhaustive"):  # `-m "not slow"` replaces the option that leaves these out
+        return True
+    if getattr(item, "originalname", item.name) in SLOW_TESTS:
+        return True
+    folder, file = item.path.parent.name, item.path.name
+    quick = QUICK_FILES.get(folder)
+    return quick is not None and file not in quick
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` run where there is one; their record from the hardware is in benchmarks/results."""
+    """Mark the slow tests. Tests marked ``gpu`` run where there is one; their record is in benchmarks/results."""
+    for item in items:
+        if _is_slow(item):
+            item.add_marker(pytest.mark.slow)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -193,7 +193,7 @@ def use_backend(*names: str) -> Iterator[None]:
     Raises:
         ContractError: no name, or a name that no backend has.
 
-    Example:
+    Examples:
         >>> import kdacore
         >>> with kdacore.use_backend("reference"):
         ...     pass
@@ -215,7 +215,7 @@ def use_backend(*names: str) -> Iterator[None]:
 def record_selections() -> Iterator[list[Selection]]:
     """Collect what really ran, in order: one :class:`~kdacore.types.Selection` for each call inside the block.
 
-    Example:
+    Examples:
         >>> import kdacore
         >>> with kdacore.record_selections() as ran:
         ...     pass

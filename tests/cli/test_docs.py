@@ -1,4 +1,4 @@
-"""Every example of docs/command-line.md runs, and every command stands in it."""
+"""Every example of docs/guide/command-line.md runs, and every command stands in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kdacore.bench.cases import PRESETS, SPECIAL
 from kdacore.cli import main as cli
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = (ROOT / "docs" / "command-line.md").read_text()
+TEXT = (ROOT / "docs" / "guide" / "command-line.md").read_text()
 EXAMPLES = re.findall(r"^\$ kdacore (.+)$", TEXT, re.MULTILINE)
 
 

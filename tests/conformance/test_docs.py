@@ -1,4 +1,4 @@
-"""docs/adding-a-backend.md and the code say the same: reason codes, checks, commands."""
+"""docs/guide/writing-a-backend.md and the code say the same: reason codes, checks, commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from kdacore.testing.checks import CHECKS
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "adding-a-backend.md").read_text()
+PAGE = (ROOT / "docs" / "guide" / "writing-a-backend.md").read_text()
 
 
 def _rows(header: str) -> list[str]:

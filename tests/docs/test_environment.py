@@ -1,4 +1,4 @@
-"""docs/environment.md and kdacore.config name the same variables, and nothing else reads the environment."""
+"""docs/guide/environment.md and kdacore.config name the same variables, and nothing else reads the environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ SOURCES = [*ROOT.glob("kdacore/**/*.py"), *ROOT.glob("backends/*/kdacore_*/**/*.
 
 
 def test_docs_and_code_name_the_same_variables() -> None:
-    rows = re.findall(r"^\| `(KDACORE_\w+)` \|", (ROOT / "docs/environment.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(KDACORE_\w+)` \|", (ROOT / "docs/guide/environment.md").read_text(), re.MULTILINE
+    )
     assert rows == list(config.VARIABLES)
 
 

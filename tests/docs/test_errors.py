@@ -1,4 +1,4 @@
-"""docs/calling.md lists every error a call can raise, and the README what the tests need besides Python."""
+"""docs/guide/calling.md lists every error a call can raise, and the README what the tests need besides Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_every_error_is_in_the_table() -> None:
     sources = [*ROOT.glob("kdacore/**/*.py"), *ROOT.glob("backends/*/kdacore_*/**/*.py")]
     defined = re.compile(r"^class (\w+)\(\w*(?:Error|Exception)\)", re.MULTILINE)
     ours = {name for f in sources for name in defined.findall(f.read_text())} - ELSEWHERE
-    rows = re.findall(r"^\| `(\w+)`", (ROOT / "docs/calling.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)`", (ROOT / "docs/guide/calling.md").read_text(), re.MULTILINE)
     assert ours <= set(rows)
 
 

@@ -97,7 +97,7 @@ def test_shard_map_over_the_batch(want: dict[str, Any], check_vma: bool) -> None
 
 @pytest.mark.exhaustive
 def test_second_derivatives() -> None:
-    """What works and what does not, as docs/jax.md says; where it fails, it does so while tracing."""
+    """What works and what does not, as docs/guide/jax.md says; where it fails, it does so while tracing."""
     x = {n: a[:, :3] if n in NAMES[:5] else a for n, a in arrays().items()}
     q, v = x.pop("q"), x["v"]
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from kdacore import api
 from kdacore.bench.cases import Case
+from kdacore.calls.values import offsets, to_kind
 from kdacore.dispatch import validate
 from kdacore.ops import OPS
-from kdacore.selfcheck.inputs import offsets, to_kind
 from kdacore.types import Request
 
 Arrays = dict[str, Any]

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kdacore.arrays import adapter_of
+from kdacore.calls.values import Arrays, Shape, normalise, offsets, tensors, to_kind
 from kdacore.ops import OPS
 from kdacore.selfcheck.bounds import Quantity
-from kdacore.selfcheck.inputs import Arrays, Shape, normalise, offsets, tensors, to_kind
 from kdacore.types import OutputGrads, Request
 
 

@@ -70,6 +70,8 @@ _UNBOUNDED = {"use_gate_in_kernel": True, "lower_bound": None, "safe_gate": None
 _SAFE = {"use_gate_in_kernel": True, "lower_bound": -5.0, "safe_gate": True}
 
 _USUAL_SIZES = Shape(B=1, T=256, H=2, HV=2, K=128, V=128)
+_PARAMETERS = {"A_log": True, "dt_bias": "matrix"}
+"""What asks the stage of the gate to compute it."""
 _POOL = {"pool": "indexed", "pool_rows": 8}
 
 
@@ -89,6 +91,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature("log decay given", {"use_gate_in_kernel": None, "lower_bound": None, "safe_gate": None}),
     Feature("bounded gate", {"lower_bound": -5.0}, ("gate",)),
     Feature("unbounded gate", {"lower_bound": None}, ("gate",)),
+    Feature("bounded gate", {**_PARAMETERS, "lower_bound": -5.0}, ("stage",), ops=("kda_chunk_gate",)),
+    Feature("unbounded gate", _PARAMETERS, ("stage",), ops=("kda_chunk_gate",)),
     Feature("q and k normalised", {"use_qk_l2norm_in_kernel": True}),
     Feature("beta logits", {"use_beta_sigmoid_in_kernel": True}),
     Feature("negative eigenvalues", {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}),
@@ -97,10 +101,22 @@ FEATURES: tuple[Feature, ...] = (
     Feature("packed sequences", {"B": 1, "lengths": (100, 0, 156)}, ("chunk", "stage")),
     Feature("packed sequences", {"B": 1, "T": 3, "lengths": (1, 0, 2)}, ("recurrent",)),
     Feature("gradients", {"requires_grad": True}, ("chunk", "recurrent", "gate"), ("torch",)),
-    Feature("jit, vmap and grad", {"traced": True, "requires_grad": True}, ("chunk", "recurrent", "gate"), ("jax",)),
+    Feature(
+        "jit, vmap and grad",
+        {"traced": True, "requires_grad": True},
+        ("chunk", "recurrent", "gate"),
+        ("jax",),
+    ),
     Feature("initial state", {"initial_state": True}),
     Feature("bfloat16 state", {"initial_state": True, "state_dtype": "bfloat16"}),
     Feature("state_v_first", {"state_v_first": True, "initial_state": True}),
+    Feature("initial state", {"initial_state": True}, ("stage",), ops=("delta_rule_chunk_state",)),
+    Feature(
+        "state_v_first",
+        {"state_v_first": True, "initial_state": True},
+        ("stage",),
+        ops=("delta_rule_chunk_state",),
+    ),
     Feature("checkpoints", {"checkpoint_every": 64}, ("chunk",)),
     Feature("disable_recompute", {"disable_recompute": True, "requires_grad": True}, ("chunk",), ("torch",)),
     Feature("16 tokens a sequence", {"T": 16}, ("recurrent",)),

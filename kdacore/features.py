@@ -8,8 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kdacore import callspec, config
-from kdacore.callspec import CallSpec
+from kdacore import config
+from kdacore.calls import description
+from kdacore.calls.description import CallDescription
+from kdacore.calls.values import Shape
 from kdacore.dispatch import selection
 from kdacore.machine import Accelerator, Machine
 from kdacore.ops import OPS
@@ -34,7 +36,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Something a call may ask for, as a change to a plain call."""
+    """Something a call may ask for, as a change to a plain call (:meth:`CallDescription.changed`)."""
 
     name: str
     change: dict[str, Any] = field(hash=False)
@@ -64,41 +66,67 @@ class Answer:
 
 _ALL = ("chunk", "recurrent", "gate", "stage")
 _HEADED = ("kda_chunk_intra", "kda_recompute_w_u", "delta_rule_chunk_state", "kda_chunk_output")
-_UNBOUNDED = {"gate": "softplus", "lower_bound": None, "safe_gate": False}
-_SAFE = {"gate": "sigmoid", "lower_bound": -5.0, "safe_gate": True}
+_UNBOUNDED = {"use_gate_in_kernel": True, "lower_bound": None, "safe_gate": None}
+_SAFE = {"use_gate_in_kernel": True, "lower_bound": -5.0, "safe_gate": True}
+
+_USUAL_SIZES = Shape(B=1, T=256, H=2, HV=2, K=128, V=128)
+_PARAMETERS = {"A_log": True, "dt_bias": "matrix"}
+"""What asks the stage of the gate to compute it."""
+_POOL = {"pool": "indexed", "pool_rows": 8}
+
+
+def _all_in(dtype: str) -> dict[str, Any]:
+    """q, k, v, g and beta of one dtype."""
+    return {"dtype": dtype, "gate_dtype": dtype, "beta_dtype": dtype}
+
 
 FEATURES: tuple[Feature, ...] = (
-    Feature("bfloat16", {"dtype": "bfloat16"}, _ALL),
-    Feature("float16", {"dtype": "float16"}, _ALL),
-    Feature("float32", {"dtype": "float32"}, _ALL),
-    Feature("float64", {"dtype": "float64"}, _ALL),
+    Feature("bfloat16", _all_in("bfloat16"), _ALL),
+    Feature("float16", _all_in("float16"), _ALL),
+    Feature("float32", _all_in("float32"), _ALL),
+    Feature("float64", _all_in("float64"), _ALL),
     Feature("safe gate", _SAFE),
     Feature("unbounded gate", _UNBOUNDED),
-    Feature("bounded gate below -5", {**_SAFE, "lower_bound": -20.0, "safe_gate": False}),
-    Feature("log decay given", {"gate": "log", "lower_bound": None, "safe_gate": False}),
-    Feature("bounded gate", {"gate": "sigmoid", "lower_bound": -5.0}, ("gate",)),
-    Feature("unbounded gate", {"gate": "softplus", "lower_bound": None}, ("gate",)),
-    Feature("q and k normalised", {"l2norm": True}),
-    Feature("beta logits", {"beta_sigmoid": True}),
-    Feature("negative eigenvalues", {"beta_sigmoid": True, "neg_eigval": True}),
+    Feature("bounded gate below -5", {**_SAFE, "lower_bound": -20.0, "safe_gate": None}),
+    Feature("log decay given", {"use_gate_in_kernel": None, "lower_bound": None, "safe_gate": None}),
+    Feature("bounded gate", {"lower_bound": -5.0}, ("gate",)),
+    Feature("unbounded gate", {"lower_bound": None}, ("gate",)),
+    Feature("bounded gate", {**_PARAMETERS, "lower_bound": -5.0}, ("stage",), ops=("kda_chunk_gate",)),
+    Feature("unbounded gate", _PARAMETERS, ("stage",), ops=("kda_chunk_gate",)),
+    Feature("q and k normalised", {"use_qk_l2norm_in_kernel": True}),
+    Feature("beta logits", {"use_beta_sigmoid_in_kernel": True}),
+    Feature("negative eigenvalues", {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}),
     Feature("grouped heads (GVA)", {"HV": 4}, ("chunk", "recurrent")),
     Feature("grouped heads (GVA)", {"HV": 4}, ("stage",), ops=_HEADED[:2] + _HEADED[3:]),
-    Feature("packed sequences", {"B": 1, "sequences": 3}, ("chunk", "recurrent", "stage")),
-    Feature("gradients", {"grad": True}, ("chunk", "recurrent", "gate"), ("torch",)),
-    Feature("jit, vmap and grad", {"traced": True}, ("chunk", "recurrent", "gate"), ("jax",)),
-    Feature("initial state", {"initial_state": "float32"}),
-    Feature("bfloat16 state", {"initial_state": "bfloat16"}),
-    Feature("state_v_first", {"state_v_first": True, "initial_state": "float32"}),
+    Feature("packed sequences", {"B": 1, "lengths": (100, 0, 156)}, ("chunk", "stage")),
+    Feature("packed sequences", {"B": 1, "T": 3, "lengths": (1, 0, 2)}, ("recurrent",)),
+    Feature("gradients", {"requires_grad": True}, ("chunk", "recurrent", "gate"), ("torch",)),
+    Feature(
+        "jit, vmap and grad",
+        {"traced": True, "requires_grad": True},
+        ("chunk", "recurrent", "gate"),
+        ("jax",),
+    ),
+    Feature("initial state", {"initial_state": True}),
+    Feature("bfloat16 state", {"initial_state": True, "state_dtype": "bfloat16"}),
+    Feature("state_v_first", {"state_v_first": True, "initial_state": True}),
+    Feature("initial state", {"initial_state": True}, ("stage",), ops=("delta_rule_chunk_state",)),
+    Feature(
+        "state_v_first",
+        {"state_v_first": True, "initial_state": True},
+        ("stage",),
+        ops=("delta_rule_chunk_state",),
+    ),
     Feature("checkpoints", {"checkpoint_every": 64}, ("chunk",)),
-    Feature("disable_recompute", {"disable_recompute": True, "grad": True}, ("chunk",), ("torch",)),
+    Feature("disable_recompute", {"disable_recompute": True, "requires_grad": True}, ("chunk",), ("torch",)),
     Feature("16 tokens a sequence", {"T": 16}, ("recurrent",)),
     Feature("long sequences", {"T": 1024}, ("recurrent",)),
-    Feature("state pool", {"pool": 8}, ("recurrent",)),
-    Feature("in-place pool", {"pool": 8, "inplace_state": True}, ("recurrent",)),
-    Feature("accepted tokens", {"T": 4, "pool": 32, "accepted": True, "inplace_state": True}, ("recurrent",)),
+    Feature("state pool", _POOL, ("recurrent",)),
+    Feature("in-place pool", {**_POOL, "inplace_state": True}, ("recurrent",)),
+    Feature("accepted tokens", {"T": 4, "pool": "accepted", "inplace_state": True}, ("recurrent",)),
     Feature(
         "read-only pool",
-        {"T": 4, "pool": 8, "read_only_state": True, "final_state": False},
+        {"T": 4, **_POOL, "read_only_state": True, "output_final_state": None},
         ("recurrent",),
     ),
     Feature("out given", {"out": True}, ("recurrent",), ("numpy", "torch")),
@@ -107,28 +135,37 @@ FEATURES: tuple[Feature, ...] = (
     *(Feature(f"chunks of {n}", {"chunk_size": n}, ("stage",)) for n in (16, 32, 64)),
 )
 
+_MODEL = {
+    **_SAFE,
+    "use_qk_l2norm_in_kernel": True,
+    "use_beta_sigmoid_in_kernel": True,
+    "output_final_state": True,
+}
 _PLAIN: dict[str, tuple[dict[str, Any], ...]] = {
     # A backend may be narrow: a feature counts as served when any of these plain calls with it is.
     "chunk": (
-        {**_SAFE, "dtype": "bfloat16", "l2norm": True, "beta_sigmoid": True, "final_state": True},
-        {**_SAFE, "dtype": "float32", "l2norm": True, "beta_sigmoid": True, "final_state": True},
-        {"dtype": "bfloat16"},
-        {"dtype": "float32"},
+        {**_MODEL, **_all_in("bfloat16")},
+        _MODEL,
+        _all_in("bfloat16"),
+        {},
     ),
     "gate": (
-        {"gate": "sigmoid", "lower_bound": -5.0},
-        {"gate": "sigmoid", "lower_bound": -5.0, "dtype": "bfloat16"},
+        {"lower_bound": -5.0},
+        {"lower_bound": -5.0, "dtype": "bfloat16"},
     ),
-    "stage": ({"dtype": "bfloat16"}, {"dtype": "float32"}),
+    "stage": (_all_in("bfloat16"), {}),
 }
 
 
-def plain_calls(op: str) -> tuple[CallSpec, ...]:
+def plain_calls(op: str) -> tuple[CallDescription, ...]:
     """Calls of an op that ask for nothing special."""
     family = OPS[op].family
+    first = CallDescription(op=op, shape=_USUAL_SIZES, index_dtype="int32")
+    if family == "stage":  # the gate stage sums decays that are given
+        first = first.changed(A_log=False, dt_bias="")
     if family == "recurrent":
-        return tuple(CallSpec(op=op, B=4, T=1, **{"final_state": True, **c}) for c in _PLAIN["chunk"])
-    return tuple(CallSpec(op=op, **c) for c in _PLAIN[family])
+        first = first.changed(B=4, T=1, output_final_state=True)
+    return tuple(first.changed(**c) for c in _PLAIN["chunk" if family == "recurrent" else family])
 
 
 def places_of(backend: Backend, machine: Machine) -> tuple[Place, ...]:
@@ -150,15 +187,14 @@ def arch_of(device: str, kind: str, accelerators: Iterable[Accelerator]) -> str:
     return (here or [config.get().arch or USUAL_ARCH.get(device, "")])[0]
 
 
-def at(call: CallSpec, place: Place) -> CallSpec:
+def at(call: CallDescription, place: Place) -> CallDescription:
     """The call, at a place."""
     return dataclasses.replace(call, kind=place.kind, device=place.device, arch=place.arch)
 
 
-def request_of(call: CallSpec) -> Request:
+def request_of(call: CallDescription) -> Request:
     """The call's request; a traced call is one that JAX may go on to differentiate."""
-    request = callspec.request(call)
-    return dataclasses.replace(request, traced=True) if call.traced else request
+    return description.request_of(call)
 
 
 def capable(registered: Registered) -> Registered:
@@ -184,10 +220,7 @@ def _ask(able: Registered, op: str, feature: Feature, places: tuple[Place, ...],
     on: list[str] = []
     codes: list[str] = []
     for place in asked:
-        refusals = [
-            _refusal(able, at(dataclasses.replace(c, **feature.change), place), raised)
-            for c in plain_calls(op)
-        ]
+        refusals = [_refusal(able, at(c.changed(**feature.change), place), raised) for c in plain_calls(op)]
         if any(not refusal for refusal in refusals):
             on.append(str(place))
         else:
@@ -199,7 +232,7 @@ def _ask(able: Registered, op: str, feature: Feature, places: tuple[Place, ...],
     return Answer(op, feature.name, name, tuple(on), tuple(codes), text)
 
 
-def _refusal(able: Registered, call: CallSpec, raised: list[str]) -> list[str]:
+def _refusal(able: Registered, call: CallDescription, raised: list[str]) -> list[str]:
     """Reason codes, none when the backend serves the call."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a raising verifier is reported by its reason below

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import numpy as np
 
-from kdacore import api
 from kdacore.bench.cases import Case
-from kdacore.dispatch import validate
-from kdacore.ops import OPS
-from kdacore.selfcheck.inputs import offsets, to_kind
+from kdacore.calls.description import CallDescription, request_with, specs
+from kdacore.calls.description import options as described
+from kdacore.calls.values import Shape, offsets, to_kind
 from kdacore.types import Request
 
 Arrays = dict[str, Any]
@@ -35,27 +33,50 @@ def options(case: Case) -> dict[str, Any]:
     return given
 
 
+def call_of(case: Case, device: str, arch: str = "") -> CallDescription:
+    """The case's call, described as everywhere else."""
+    decode = case.op == "fused_recurrent_kda"
+    return CallDescription(
+        op=case.op,
+        kind=case.kind,
+        device=device,
+        arch=arch,
+        shape=Shape(case.B, case.T, case.H, case.value_heads, case.K, case.V, case.lengths),
+        dtype=case.dtype,
+        gate_dtype=case.dtype,
+        beta_dtype=case.dtype,
+        index_dtype="int32" if decode else "int64",
+        requires_grad=case.phase == "training",
+        pool="inplace" if decode else "",
+        pool_rows=case.N if decode else 0,
+        options=described(**options(case)),
+        seed=SEED,
+    )
+
+
 def make(case: Case, gates: str, device: str) -> Arrays:
-    """The array arguments of the public call, of the case's kind and dtype, on ``device``."""
-    B, T, H, HV, K, V = case.B, case.T, case.H, case.value_heads, case.K, case.V
+    """The array arguments of the public call, of the case's kind and dtype, on ``device``.
+
+    The shapes and dtypes are those of the described call; the numbers are drawn where they are used.
+    """
+    wanted = specs(call_of(case, device))
     normal = _torch_normal(case, device) if case.kind == "torch" else _numpy_normal(case, device)
-    spread = 0.5 if gates == "init" else 1.0
-    x = {
-        "q": normal((B, T, H, K), 1.0),
-        "k": normal((B, T, H, K), 1.0),
-        "v": normal((B, T, HV, V), 1.0),
-        "g": normal((B, T, HV, K), spread),
-        "beta": normal((B, T, HV), 1.0),
-    }
     rng = np.random.default_rng(SEED)
-    x["A_log"] = to_kind(np.log(rng.uniform(1, 16, HV)), case.kind, "float32", device)
-    x["dt_bias"] = to_kind(_bias(rng, gates, (HV, K)), case.kind, "float32", device)
-    if case.lengths:
-        x["cu_seqlens"] = to_kind(offsets(case.lengths), case.kind, "int64", device)
-    if case.op == "fused_recurrent_kda":
-        state = rng.standard_normal((1, HV, K, V)).astype(np.float32)
-        x["initial_state"] = to_kind(np.repeat(state, case.N, axis=0), case.kind, "float32", device)
-        x["state_indices"] = to_kind(np.arange(case.N), case.kind, "int32", device)
+    spread = {"g": 0.5 if gates == "init" else 1.0}
+    x = {name: normal(wanted[name].shape, spread.get(name, 1.0)) for name in ("q", "k", "v", "g", "beta")}
+
+    def convert(name: str, values: Any) -> None:
+        x[name] = to_kind(values, case.kind, wanted[name].dtype, device)
+
+    convert("A_log", np.log(rng.uniform(1, 16, wanted["A_log"].shape)))
+    convert("dt_bias", _bias(rng, gates, wanted["dt_bias"].shape))
+    if "cu_seqlens" in wanted:
+        convert("cu_seqlens", offsets(case.lengths))
+    if "initial_state" in wanted:
+        rows, *one = wanted["initial_state"].shape
+        state = rng.standard_normal((1, *one)).astype(np.float32)
+        convert("initial_state", np.repeat(state, rows, axis=0))
+        convert("state_indices", np.arange(rows))
     return x
 
 
@@ -90,11 +111,7 @@ def _numpy_normal(case: Case, device: str) -> Any:
 
 def request(op: str, case: Case, arrays: Arrays) -> Request:
     """The validated request of the case's call of ``op``, without gradients."""
-    opdef = OPS[op]
-    given = options(case)
-    parameters = inspect.signature(getattr(api, op)).parameters
-    values = tuple(given.get(name, parameters[name].default) for name in opdef.options)
-    return validate.build_request(opdef, opdef.inputs(**arrays), values)[0]
+    return request_with(op, {**arrays, **options(case)})
 
 
 def output_gradient(case: Case, arrays: Arrays) -> Any:

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kdacore import api, callspec
-from kdacore.bench.arrays import Arrays, options
+from kdacore import api
+from kdacore.bench.arrays import Arrays, call_of, options
 from kdacore.bench.cases import Case
 from kdacore.bench.peers import PEERS, Peer
-from kdacore.callspec import CallSpec
+from kdacore.calls import description
+from kdacore.calls.description import CallDescription
 from kdacore.dispatch.plan import record_selections
 from kdacore.features import arch_of
 from kdacore.machine import Accelerator, version_of
@@ -41,7 +42,7 @@ class Contender:
 def kdacore_contenders(case: Case, device: str, only: tuple[str, ...]) -> list[Contender]:
     """One for each backend; the reference is timed on an accelerator only when it is named."""
     found = []
-    selection = callspec.explain(_spec(case, device))
+    selection = description.explain(_described(case, device))
     for candidate in selection.candidates:
         name = candidate.backend
         if only and name not in only:
@@ -77,35 +78,10 @@ def _through(case: Case, backend: str, ran: list[str]) -> Callable[[Arrays], Res
     return call
 
 
-def _spec(case: Case, device: str) -> CallSpec:
+def _described(case: Case, device: str) -> CallDescription:
     """The case as dispatch sees it."""
-    kind = device.partition(":")[0]
-    given = options(case)
-    decode = case.op == "fused_recurrent_kda"
-    return CallSpec(
-        op=case.op,
-        B=case.B,
-        T=case.T,
-        H=case.H,
-        HV=case.value_heads,
-        K=case.K,
-        V=case.V,
-        dtype=case.dtype,
-        kind=case.kind,
-        device=device,
-        arch=arch_of(kind, case.kind, present(case)),
-        grad=case.phase == "training",
-        gate=case.gate,
-        lower_bound=given.get("lower_bound"),
-        safe_gate=given.get("safe_gate", False),
-        l2norm=True,
-        beta_sigmoid=True,
-        final_state=True,
-        sequences=len(case.lengths),
-        disable_recompute=case.disable_recompute,
-        pool=case.N if decode else 0,
-        inplace_state=decode,
-    )
+    arch = arch_of(device.partition(":")[0], case.kind, present(case))
+    return call_of(case, device, arch)
 
 
 def present(case: Case) -> tuple[Accelerator, ...]:

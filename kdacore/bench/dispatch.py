@@ -14,11 +14,11 @@ import numpy as np
 from kdacore import api
 from kdacore.bench.clock import summary
 from kdacore.bench.results import Figure, Results, Row
+from kdacore.calls.values import to_kind
 from kdacore.hookspecs import hookimpl
 from kdacore.machine import version_of
 from kdacore.ops import FEATURES
 from kdacore.registry import REGISTRY
-from kdacore.selfcheck.inputs import to_kind
 from kdacore.types import ArrayKind, Backend, InputGrads, OpImpl, Outputs
 
 LIMITS = {"numpy": 5e-6, "torch": 10e-6}

@@ -15,17 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from kdacore import callspec, stages
+from kdacore import stages
 from kdacore.bench.arrays import SEED
 from kdacore.bench.cases import is_wanted
 from kdacore.bench.clock import Budget, Step, Timing, clock_for, interleave
 from kdacore.bench.peers import fla
 from kdacore.bench.results import Figure, Results, Row
-from kdacore.callspec import CallSpec
+from kdacore.calls import description
+from kdacore.calls.description import CallDescription
+from kdacore.calls.values import Shape, offsets, to_kind
 from kdacore.features import arch_of
 from kdacore.machine import version_of
 from kdacore.selfcheck.check import relative_error
-from kdacore.selfcheck.inputs import offsets, to_kind
 
 PRESET = "h200-stages"
 PEER = fla.PEER.distribution
@@ -224,7 +225,7 @@ def _contenders(
 ) -> Iterator[tuple[str, str, Callable[[], Any]]]:
     """Name, why it is not timed (or nothing), and one call."""
     ops = ("kda_chunk_intra", "kda_recompute_w_u") if work == BOTH else ("kda_recompute_w_u",)
-    answers = [callspec.explain(_spec(case, op, device)) for op in ops]
+    answers = [description.explain(_spec(case, op, device)) for op in ops]
     for candidate in answers[0].candidates:
         name = candidate.backend
         if only and name not in only:
@@ -285,14 +286,14 @@ def _copy(work: str, x: Arrays) -> Callable[[], Any]:
     return lambda: target.copy_(source)
 
 
-def _spec(case: StageCase, op: str, device: str) -> CallSpec:
+def _spec(case: StageCase, op: str, device: str) -> CallDescription:
     from kdacore.bench.cases import Case
     from kdacore.bench.contenders import present
 
     kind = device.partition(":")[0]
-    return CallSpec(
-        op=op, B=case.B, T=case.T, H=case.H, HV=case.HV, K=case.K, V=case.K, dtype="bfloat16", kind="torch",
-        device=device, arch=arch_of(kind, "torch", present(Case(name=""))), sequences=len(case.lengths),
+    return CallDescription(
+        op=op, shape=Shape(case.B, case.T, case.H, case.HV, case.K, case.K, case.lengths), dtype="bfloat16",
+        beta_dtype="bfloat16", kind="torch", device=device, arch=arch_of(kind, "torch", present(Case(name=""))),
     )  # fmt: skip
 
 

@@ -10,14 +10,19 @@ from typing import Any
 
 from kdacore import features
 from kdacore.arrays.specs import DEVICE
-from kdacore.callspec import CallSpec
+from kdacore.calls.description import CallDescription, options
+from kdacore.calls.values import Shape
 from kdacore.device import TYPES
 from kdacore.errors import ContractError
 from kdacore.ops import OPS
 from kdacore.registry import REGISTRY
-from kdacore.types import Gate, Selection
+from kdacore.types import Selection
 
 SIZES = "B,T,H,HV,K,V"
+NOT_SWITCHES = frozenset({"cp"})
+"""Options that are objects of a running program, which no command line can name."""
+OPTIONS = tuple(dict.fromkeys(name for op in OPS.values() for name in op.options if name not in NOT_SWITCHES))
+"""Options of all ops, each a switch of the same name."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
@@ -51,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
     add("--inplace-state", action="store_true")
     add("--read-only-state", action="store_true")
     add("--out", action="store_true", help="a preallocated output")
-    add("--chunk-size", type=at_least(1), default=64, help="stage ops")
+    add("--chunk-size", type=at_least(1), default=None, help="stage ops (default 64)")
+    add("--scale", type=float, default=None, metavar="X", help="of q (default K ** -0.5)")
+    add("--cu-seqlens-cpu", action="store_true", help="give the offsets on the host too")
 
 
 def device(text: str) -> str:
@@ -100,48 +107,63 @@ def shape(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def call_of(args: argparse.Namespace) -> CallSpec:
-    """The call the arguments describe."""
-    B, T, H, HV, K, V = args.shape or (1, 4096, 16, 16, 128, 128)
-    lower_bound = -5.0 if args.lower_bound is None and args.safe_gate else args.lower_bound
+def call_of(args: argparse.Namespace) -> CallDescription:
+    """The call the arguments describe.
+
+    Raises:
+        ContractError: the arguments contradict each other, or the op has none for what they ask for.
+    """
     op = args.op or "chunk_kda"
     if args.arch and args.device in ("cpu", "meta"):
         raise ContractError(op, "arch", repr(args.arch), f"none: {args.device} has no architectures")
-    gate: Gate = "log"
-    if args.use_gate_in_kernel or OPS[op].family == "gate":
-        gate = "softplus" if lower_bound is None else "sigmoid"
-    return CallSpec(
+    shape = _sizes_of(args, op)
+    asked = {name: value for name in OPTIONS if (value := getattr(args, name)) not in (None, False)}
+    if args.safe_gate:
+        asked.setdefault("lower_bound", -5.0)
+    gated = args.use_gate_in_kernel or OPS[op].family == "gate"
+    if "A_log" in OPS[op].arrays and "use_gate_in_kernel" not in OPS[op].options:
+        asked.pop("use_gate_in_kernel", None)  # the parameters alone ask for the gate
+    return CallDescription(
         op=op,
-        B=B,
-        T=T,
-        H=H,
-        HV=HV,
-        K=K,
-        V=V,
-        dtype=args.dtype,
-        device=args.device,
         kind=args.kind,
+        device=args.device,
         arch=args.arch or features.arch_of(args.device.partition(":")[0], args.kind, ()),
-        grad=args.requires_grad,
-        gate=gate,
-        lower_bound=lower_bound,
-        safe_gate=args.safe_gate,
-        l2norm=args.use_qk_l2norm_in_kernel,
-        beta_sigmoid=args.use_beta_sigmoid_in_kernel,
-        neg_eigval=args.allow_neg_eigval,
-        initial_state=args.initial_state,
-        final_state=args.output_final_state,
-        state_v_first=args.state_v_first,
-        sequences=args.cu_seqlens,
-        checkpoint_every=args.checkpoint_every,
-        disable_recompute=args.disable_recompute,
-        pool=args.state_indices,
-        accepted=args.num_accepted_tokens,
-        inplace_state=args.inplace_state,
-        read_only_state=args.read_only_state,
+        shape=shape,
+        dtype=args.dtype,
+        gate_dtype=args.dtype,
+        beta_dtype=args.dtype,
+        state_dtype=args.initial_state or "float32",
+        index_dtype="int32",
+        requires_grad=args.requires_grad,
+        A_log=gated,
+        dt_bias="matrix" if gated else "",
+        initial_state=bool(args.initial_state),
+        pool=_pool_of(args, op),
+        pool_rows=args.state_indices,
+        host_offsets=args.cu_seqlens_cpu,
         out=args.out,
-        chunk_size=args.chunk_size,
+        options=options(**asked),
     )
+
+
+def _sizes_of(args: argparse.Namespace, op: str) -> Shape:
+    """The sizes, the tokens shared out evenly where they are packed."""
+    B, T, H, HV, K, V = args.shape or (1, 4096, 16, 16, 128, 128)
+    N = args.cu_seqlens
+    if N < 0:
+        raise ContractError(op, "cu_seqlens", f"{N} sequences", "1 or more")
+    if args.cu_seqlens_cpu and not N:
+        raise ContractError(op, "cu_seqlens_cpu", "no cu_seqlens beside it", "both or neither")
+    lengths = tuple(T * (n + 1) // N - T * n // N for n in range(N))
+    return Shape(B, T, H, HV, K, V, lengths)
+
+
+def _pool_of(args: argparse.Namespace, op: str) -> str:
+    if args.num_accepted_tokens:
+        if not args.state_indices:
+            raise ContractError(op, "num_accepted_tokens", "no state_indices beside it", "both or neither")
+        return "accepted"
+    return "indexed" if args.state_indices else ""
 
 
 def given(args: argparse.Namespace) -> list[str]:

@@ -22,7 +22,9 @@ from typing import Any
 
 from rich.console import Console
 
-from kdacore import callspec, config, features, machine, plugin_faults
+from kdacore import config, features, machine, plugin_faults
+from kdacore.calls import description
+from kdacore.calls.description import CallDescription
 from kdacore.cli import call_arguments, doctor_selfcheck, report
 from kdacore.dispatch import selection
 from kdacore.errors import ConfigError, list_names
@@ -147,7 +149,7 @@ def _import_in_child(distribution: str, name: str) -> str:
 
 
 def collect(
-    *, selfchecks: bool = True, call: callspec.CallSpec | None = None, backend: str | None = None
+    *, selfchecks: bool = True, call: CallDescription | None = None, backend: str | None = None
 ) -> Report:
     """Look at everything. ``problems`` is empty exactly when ``exit`` is 0."""
     problems: list[dict[str, str]] = []
@@ -337,10 +339,10 @@ def _selfchecks(usable: list[Registered], where: Machine, problem: Any) -> list[
     return [dataclasses.asdict(row) for row in rows]
 
 
-def _call(call: callspec.CallSpec, backend: str | None) -> dict[str, Any]:
+def _call(call: CallDescription, backend: str | None) -> dict[str, Any]:
     """The selection for one call; a call that breaks the contract is an error of the command line."""
     try:
-        return call_arguments.selection_dict(callspec.explain(call, backend))
+        return call_arguments.selection_dict(description.explain(call, backend))
     except ConfigError as error:
         return {"text": str(error)}  # the variable is among the problems already
 

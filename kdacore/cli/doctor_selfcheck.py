@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kdacore import machine
-from kdacore.callspec import CallSpec
+from kdacore.calls.description import CallDescription
 from kdacore.dispatch import selection
 from kdacore.features import Place, arch_of, at, places_of, plain_calls, request_of
 from kdacore.machine import Machine, version_of
@@ -26,22 +26,24 @@ _MARK = "kdacore-selfcheck "
 _CHILD = "from kdacore.cli.doctor_selfcheck import child; child()"
 _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "chunk": (
-        {"grad": True, "initial_state": "float32", "final_state": True},
+        {"requires_grad": True, "initial_state": True, "output_final_state": True},
         {
-            "final_state": True,
-            "gate": "softplus",
+            "output_final_state": True,
+            "use_gate_in_kernel": True,
             "lower_bound": None,
-            "safe_gate": False,
+            "safe_gate": None,
             "HV": 4,
-            "sequences": 3,
+            "lengths": (100, 0, 156),
             "dtype": "float32",
+            "gate_dtype": "float32",
+            "beta_dtype": "float32",
         },
     ),
     "recurrent": (
-        {"initial_state": "float32"},
-        {"T": 4, "pool": 8, "inplace_state": True, "HV": 4, "state_v_first": True},
+        {"initial_state": True},
+        {"T": 4, "pool": "indexed", "pool_rows": 8, "inplace_state": True, "HV": 4, "state_v_first": True},
     ),
-    "gate": ({}, {"gate": "softplus", "lower_bound": None}),
+    "gate": ({}, {"lower_bound": None}),
 }
 
 
@@ -125,13 +127,18 @@ def _first_served(registered: Registered, op: str, place: Place, change: dict[st
     # What few backends lack is let go of first, so that a narrow backend is still asked for the rest.
     tried = [
         {name: value for name, value in change.items() if name not in without}
-        for without in ((), ("final_state",), ("grad",), ("grad", "final_state"))
+        for without in (
+            (),
+            ("output_final_state",),
+            ("requires_grad",),
+            ("requires_grad", "output_final_state"),
+        )
     ]
     for extra in tried:
-        if extra.get("grad") and place.kind == "numpy":
+        if extra.get("requires_grad") and place.kind == "numpy":
             continue
         for call in plain_calls(op):
-            asked = at(dataclasses.replace(call, **extra), place)
+            asked = at(call.changed(**extra), place)
             if not _expressible(asked):
                 continue
             request = request_of(asked)
@@ -140,11 +147,11 @@ def _first_served(registered: Registered, op: str, place: Place, change: dict[st
     return []
 
 
-def _expressible(call: CallSpec) -> bool:
+def _expressible(call: CallDescription) -> bool:
     """NumPy itself has no bfloat16; ml_dtypes, which brings it, is not a base dependency."""
     return (
         call.kind != "numpy"
-        or "bfloat16" not in (call.dtype, call.initial_state)
+        or "bfloat16" not in (call.dtype, call.state_dtype)
         or bool(version_of("ml-dtypes"))
     )
 

@@ -1,4 +1,4 @@
-"""A request's small twin: the same options, dtypes and head dims on few tokens, with inputs and oracle results."""
+"""The small call of a request with its inputs, and its results beside the oracle's."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kdacore.arrays import adapter_of
+from kdacore.calls.arrays import host_values
+from kdacore.calls.description import CallDescription
+from kdacore.calls.small_call import call_of_request
+from kdacore.calls.values import to_kind
 from kdacore.ops import OPS
 from kdacore.selfcheck.bounds import Quantity
-from kdacore.selfcheck.inputs import Arrays, Shape, normalise, offsets, tensors, to_kind
 from kdacore.types import OutputGrads, Request
 
 
@@ -41,74 +44,45 @@ def small_call(request: Request, tokens: int, seed: int = 0) -> tuple[Request, A
     Returns:
         The small request and its arrays, of the request's kind and on its device.
     """
-    small, shape = _sized(request, tokens)
-    raw = request.gate != "log"
-    x = tensors(shape, seed, raw_gate=raw, raw_beta=request.beta_sigmoid, scalar_gate=request.scalar_gate)
-    if not request.qk_l2norm:
-        x = normalise(x) if "q" in x else x
-    if request.safe_gate and not raw and request.lower_bound is not None:
-        x["g"] = np.maximum(x["g"], request.lower_bound)
-    rng = np.random.default_rng(seed + 1)
-    arrays = {name: _convert(request, name, x[name]) for name in x if request.has(name)}
-    arrays.update(_states(request, shape, rng))
-    if request.packed:
-        arrays["cu_seqlens"] = _convert(request, "cu_seqlens", offsets(shape.lengths))
-    if request.has("out"):
-        arrays["out"] = _convert(request, "out", np.zeros((shape.B, shape.T, shape.HV, shape.V)))
+    call = call_of_request(request, tokens, seed)
+    values = host_values(call)
+    if call.pool:  # the whole pool is compared, so the rows that no sequence names are numbers too
+        values["initial_state"] = np.nan_to_num(values["initial_state"])
+    # By the request's own dtypes: it may have one for each of its indices.
+    arrays = {name: _convert(request, name, x) for name, x in values.items()}
     specs = tuple(
         (n, dataclasses.replace(s, shape=tuple(arrays[n].shape))) for n, s in request.tensors if n in arrays
     )
-    small = dataclasses.replace(small, tensors=specs)
+    small = dataclasses.replace(_sized(request, call), tensors=specs)
     return small, OPS[request.op].inputs(**arrays)
 
 
 def identity(request: Request, tokens: int) -> str:
     """Equal for two requests only if :func:`small_call` makes the same call of both. Makes no array."""
-    small, _ = _sized(request, tokens)
+    small = _sized(request, call_of_request(request, tokens))
     # The small shapes follow from the sizes and the options, so the dtypes are what is left to tell apart.
     specs = tuple((n, dataclasses.replace(s, shape=())) for n, s in request.tensors)
     return repr(dataclasses.replace(small, tensors=specs))
 
 
-def _sized(request: Request, tokens: int) -> tuple[Request, Shape]:
-    """The request with the twin's sizes, its tensors as they were; what to draw for it."""
-    group = request.HV // request.H
-    heads = min(request.H, 2)
-    T = min(request.T, tokens) if request.op.startswith("fused_recurrent") and not request.packed else tokens
-    lengths = (T - 1, 0, 1) if request.packed else ()
-    shape = Shape(1 if lengths else min(request.B, 2), T, heads, heads * group, request.K, request.V, lengths)
-    small = dataclasses.replace(
+def _sized(request: Request, call: CallDescription) -> Request:
+    """The request with the sizes of its small call, its tensors as they were."""
+    shape = call.shape
+    return dataclasses.replace(
         request,
         B=shape.B,
         T=shape.T,
         H=shape.H,
         HV=shape.HV,
         N=shape.N,
-        pool_size=shape.N + 2 if request.pool_size else 0,
+        pool_size=call.state_rows if request.pool_size else 0,
         traced=False,
     )
-    return small, shape
 
 
 def _convert(request: Request, name: str, x: Any) -> Any:
     device = "cuda" if request.device.type == "rocm" else request.device.type
     return to_kind(x, request.kind, request.spec(name).dtype, device)
-
-
-def _states(request: Request, shape: Shape, rng: Any) -> Arrays:
-    if not request.has("initial_state"):
-        return {}
-    rows = shape.N + 2 if request.pool_size else shape.N
-    state = rng.standard_normal((rows, shape.HV, *request.state_tail))
-    found = {"initial_state": _convert(request, "initial_state", state)}
-    if request.state_indices_ndim == 1:
-        found["state_indices"] = _convert(request, "state_indices", rng.permutation(rows)[: shape.N])
-    elif request.state_indices_ndim == 2:
-        width = max(shape.T, 1)
-        rows_of = np.tile(rng.permutation(rows)[: shape.N, None], (1, width))
-        found["state_indices"] = _convert(request, "state_indices", rows_of)
-        found["num_accepted_tokens"] = _convert(request, "num_accepted_tokens", np.ones(shape.N, np.int64))
-    return found
 
 
 def forward_pairs(request: Request, inputs: Any, result: Any) -> list[Pair]:

@@ -8,11 +8,12 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
+from kdacore.calls.description import Options, options
+from kdacore.calls.values import Shape
 from kdacore.ops import OPS
 from kdacore.registry import REGISTRY
-from kdacore.selfcheck.inputs import Shape
-from kdacore.testing.cases import MODEL, UNBOUNDED_MODEL, Case, Options, options
-from kdacore.testing.signature import device_of, frameworks, judge
+from kdacore.testing.cases import MODEL, UNBOUNDED_MODEL, Case
+from kdacore.testing.serving import device_of, frameworks, judge
 from kdacore.types import ArrayKind
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -64,7 +65,15 @@ def _attempts(first: Case) -> Iterator[Case]:
 
 def start(backend: str, op: str, kind: ArrayKind, device: str, dtype: str) -> Case:
     """The plainest call there is, whether served or not."""
-    case = Case("accuracy", backend, op, kind, device, dtype=dtype, seed=sum(map(ord, op)))
+    case = Case(
+        check="accuracy",
+        backend=backend,
+        op=op,
+        kind=kind,
+        device=device,
+        dtype=dtype,
+        seed=sum(map(ord, op)),
+    )
     case = replace(case, shape=Shape(1, _TOKENS[case.family], 2, 2, 16, 16), options=_presets(case)[0])
     if kind == "jax":
         case = replace(case, index_dtype="int32")

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kdacore.calls.arrays import Values, host_values, rounded
 from kdacore.ops import OPS
 from kdacore.testing.cases import Case
-from kdacore.testing.data import Values, host_values, rounded
-from kdacore.testing.signature import request_of
+from kdacore.testing.serving import request_of
 from kdacore.types import OutputGrads, Request
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import kdacore
-from kdacore import stages
-from kdacore.dispatch import selection, validate
+from kdacore.calls import description
+from kdacore.dispatch import selection
 from kdacore.ops import DIFFERENTIABLE, OPS
 from kdacore.registry import REGISTRY
 from kdacore.testing.cases import Case
@@ -17,11 +17,6 @@ from kdacore.testing.expected import named_results
 from kdacore.types import OutputGrads
 
 Arrays = dict[str, Any]
-
-
-def public_function(case: Case) -> Callable[..., Any]:
-    """The public function of the case's op."""
-    return getattr(kdacore, case.op, None) or getattr(stages, case.op)  # type: ignore[no-any-return]
 
 
 def forward(case: Case, arrays: Arrays) -> dict[str, Any]:
@@ -48,7 +43,7 @@ def _autocast(case: Case) -> contextlib.AbstractContextManager[Any]:
 
 
 def _plain(case: Case, arrays: Arrays) -> dict[str, Any]:
-    result = public_function(case)(**arrays, **dict(case.options), backend=case.backend)
+    result = description.public(case.op)(**arrays, **dict(case.options), backend=case.backend)
     return _named(case, result)
 
 
@@ -74,7 +69,7 @@ def _compiled(case: Case, arrays: Arrays) -> dict[str, Any]:
     import torch
 
     torch.compiler.reset()  # each case is a program of its own, not a recompilation of the last one's
-    function, given = public_function(case), {**dict(case.options), "backend": case.backend}
+    function, given = description.public(case.op), {**dict(case.options), "backend": case.backend}
 
     def call(arrays: Arrays) -> Any:
         return function(**arrays, **given)
@@ -156,9 +151,7 @@ def _direct(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     opdef = OPS[case.op]
     inputs = opdef.inputs(*(arrays.get(n) for n in opdef.arrays))
-    given = dict(case.options)
-    values = tuple({**opdef.defaults, **given}.values())
-    request, _ = validate.build_request(opdef, inputs, values, needs_grad=True)
+    request = description.request_with(case.op, {**arrays, **dict(case.options)}, needs_grad=True)
     chosen = selection.select(request, selection.Policy(case.backend, (), "backend="))
     impl = REGISTRY.get(chosen.backend).backend.ops[case.op]
     outcome = impl.forward(request, inputs)

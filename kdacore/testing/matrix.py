@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from kdacore.calls.pools import POOLS
 from kdacore.ops import OPS
 from kdacore.registry import REGISTRY
 from kdacore.testing.capabilities import (
@@ -21,7 +22,6 @@ from kdacore.testing.capabilities import (
     representable,
 )
 from kdacore.testing.cases import DIFFERENTIATES, Case
-from kdacore.testing.pools import POOLS
 from kdacore.testing.variations import Variation, variations_of
 from kdacore.types import ArrayKind
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from kdacore.calls.arrays import Values, host_values
+from kdacore.calls.description import specs
+from kdacore.calls.pools import POOLS
+from kdacore.calls.values import to_kind
 from kdacore.ops import HOST_ARGUMENTS, INDEX_ARGUMENTS
-from kdacore.selfcheck.inputs import to_kind
 from kdacore.testing.cases import Case, Layout
 from kdacore.testing.compare import Findings, bits
-from kdacore.testing.data import Values, host_values
-from kdacore.testing.pools import POOLS
-from kdacore.testing.signature import signature
 
 _GUARD = 256
 """Guard sizes are a multiple of this, so that a contiguous array stays as aligned as a fresh one."""
@@ -55,8 +55,8 @@ class Placed:
 def place(case: Case, values: Values | None = None) -> dict[str, Placed]:
     """The case's arrays, of its kind, on its device, laid out as it says."""
     values = host_values(case) if values is None else values
-    specs = signature(case)
-    return {name: place_one(case, name, x, specs[name].dtype) for name, x in values.items()}
+    wanted = specs(case)
+    return {name: place_one(case, name, x, wanted[name].dtype) for name, x in values.items()}
 
 
 def place_one(case: Case, name: str, x: Any, dtype: str) -> Placed:

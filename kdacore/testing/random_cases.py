@@ -10,6 +10,7 @@ from typing import Any, Literal, TextIO, get_args
 
 import numpy as np
 
+from kdacore.calls.pools import POOLS
 from kdacore.ops import OPS
 from kdacore.registry import REGISTRY
 from kdacore.testing import random_stages
@@ -23,9 +24,8 @@ from kdacore.testing.capabilities import (
 )
 from kdacore.testing.cases import Case
 from kdacore.testing.matrix import Level
-from kdacore.testing.pools import POOLS
 from kdacore.testing.random_parts import draw_memory, index_dtype, pick, usable_dtypes
-from kdacore.testing.signature import judge
+from kdacore.testing.serving import judge
 from kdacore.testing.suite import Result, run_case
 from kdacore.types import ArrayKind
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kdacore.selfcheck.inputs import GATES
+from kdacore.calls.values import GATES
 from kdacore.testing.capabilities import representable
 from kdacore.testing.cases import Case
 from kdacore.testing.matrix import Level

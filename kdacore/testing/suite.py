@@ -15,7 +15,7 @@ from kdacore.errors import PluginError, UnsupportedError
 from kdacore.testing.cases import Case
 from kdacore.testing.checks import CHECKS
 from kdacore.testing.compare import Finding, Findings
-from kdacore.testing.signature import judge
+from kdacore.testing.serving import judge
 from kdacore.types import Reason
 
 Status = Literal["served", "declined", "failed"]

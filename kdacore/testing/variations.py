@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from kdacore.calls.pools import POOLS
 from kdacore.testing.cases import MODEL, UNBOUNDED_MODEL
-from kdacore.testing.pools import POOLS
 
 Where = Literal["everywhere", "kind", "dtype", "once", "full"]
 

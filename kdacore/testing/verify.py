@@ -161,7 +161,7 @@ def verify(
     from kdacore.testing.capabilities import has_device
     from kdacore.testing.matrix import plan
     from kdacore.testing.random_cases import NothingServedError, calls_of
-    from kdacore.testing.signature import device_of
+    from kdacore.testing.serving import device_of
     from kdacore.testing.suite import coverage_problems
 
     registered = REGISTRY.get(backend)

@@ -14,7 +14,6 @@ from kdacore.bench import arrays as made
 from kdacore.bench import (
     cases,
     clock,
-    command,
     cpu,
     dispatch,
     gate,
@@ -453,7 +452,7 @@ def test_check_fails_on_a_missed_figure(
 
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(command, "version_of", lambda name: "")
+    monkeypatch.setattr(bench_command, "version_of", lambda name: "")
     assert cli.main(["bench", "--samples", "3"]) == 0, "quick takes what there is"
     assert "kdacore reference" in capsys.readouterr().out
     assert cli.main(["bench", "h200-decode"]) == 2

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import kdacore
-from kdacore import callspec, config, machine
+from kdacore import config, machine
+from kdacore.calls.description import CallDescription
 from kdacore.cli import doctor, doctor_selfcheck, report
 from kdacore.cli import main as cli
 from kdacore.cli.doctor_text import render
@@ -120,7 +121,7 @@ def test_text_and_json_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     add(name="quantum", requirements=(gpu,), ops={"chunk_kda": chunk}, summary="for another day")
     add(name="wrong", ops={"chunk_kda": OpImpl(_copies_values, serves=FEATURES)})
     _add_checks([("kernels", False, "3 kernels are stale"), ("tables", True, "fresh")])
-    found = doctor.collect(call=callspec.CallSpec(kind="numpy"))
+    found = doctor.collect(call=CallDescription(kind="numpy"))
     text = io.StringIO()
     render(found, report.console(text))
     lost = [leaf for leaf in _leaves(found) if not any(form in text.getvalue() for form in leaf)]

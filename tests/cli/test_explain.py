@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 import kdacore
-from kdacore import callspec
-from kdacore.callspec import CallSpec
+from kdacore.calls.description import CallDescription, options, request_of
+from kdacore.calls.values import Shape
 from kdacore.cli import main as cli
 from kdacore.dispatch import selection
 from kdacore.hookspecs import hookimpl
@@ -74,11 +74,15 @@ def test_switches_of_fused_recurrent_kda(words: list[str], capsys: pytest.Captur
 
 
 def test_what_is_asked_for_reaches_the_request() -> None:
-    call = CallSpec(
-        op="fused_recurrent_kda", B=3, T=4, H=2, HV=4, K=16, V=32, gate="softplus", pool=9, accepted=True
+    call = CallDescription(
+        op="fused_recurrent_kda",
+        shape=Shape(B=3, T=4, H=2, HV=4, K=16, V=32),
+        pool="accepted",
+        pool_rows=17,
+        options=options(use_gate_in_kernel=True),
     )
-    request = callspec.request(call)
-    assert (request.N, request.pool_size, request.state_indices_ndim) == (3, 9, 2)
+    request = request_of(call)
+    assert (request.N, request.pool_size, request.state_indices_ndim) == (3, 17, 2)
     assert (request.gate, request.HV, request.V) == ("softplus", 4, 32)
 
 
@@ -159,8 +163,8 @@ def test_a_package_that_is_missing_is_missing_wherever() -> None:
         requirements=(Requirement("library", lambda: "no library", "pip install library"),),
         rank=1000,
     )
-    call = CallSpec(device="cuda", arch="sm_90", kind="torch", dtype="bfloat16")
-    judged = selection.judge(Registered(bare, "bare", "bare"), callspec.request(call), assumed=True)
+    call = CallDescription(device="cuda", arch="sm_90", kind="torch", dtype="bfloat16")
+    judged = selection.judge(Registered(bare, "bare", "bare"), request_of(call), assumed=True)
     assert [r.code for r in judged.reasons] == ["unavailable"]
 
 

@@ -30,7 +30,7 @@ def test_every_question_is_a_valid_call(op: str, kind: Any) -> None:
     for feature in FEATURES:
         if feature.applies(op) and kind in feature.kinds:
             for call in plain_calls(op):
-                request_of(at(dataclasses.replace(call, **feature.change), Place(kind)))
+                request_of(at(call.changed(**feature.change), Place(kind)))
 
 
 def test_the_reference_serves_everything_but_tracing() -> None:

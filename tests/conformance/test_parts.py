@@ -13,27 +13,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kdacore.calls.arrays import host_values, rounded
+from kdacore.calls.description import options, specs
+from kdacore.calls.pools import POOLS
+from kdacore.calls.values import GATES, Shape, to_kind
 from kdacore.errors import ContractError
 from kdacore.ops import OPS, STAGES
 from kdacore.selfcheck.bounds import bound, rounds_to_tf32
-from kdacore.selfcheck.inputs import GATES, Shape, to_kind
 from kdacore.testing import random_cases, random_parts, random_stages
 from kdacore.testing import verify as verification
-from kdacore.testing.cases import Case, options
+from kdacore.testing.cases import Case
 from kdacore.testing.checks import CHECKS
 from kdacore.testing.compare import Findings, bits
-from kdacore.testing.data import host_values, rounded
 from kdacore.testing.matrix import plan
 from kdacore.testing.place import place
-from kdacore.testing.pools import POOLS
 from kdacore.testing.random_cases import calls_of, random_case, run_random
-from kdacore.testing.signature import judge, request_of, signature
+from kdacore.testing.serving import judge, request_of
 from kdacore.testing.suite import run_case, summary
 from kdacore.testing.variations import variations_of
 from kdacore.testing.verify import Report, default_path, load_records, verify
 from kdacore.types import Device
 
-BASE = Case("accuracy", "reference", "chunk_kda", shape=Shape(2, 9, 1, 2, 8, 12), initial_state=True)
+BASE = Case(
+    check="accuracy", backend="reference", op="chunk_kda", shape=Shape(2, 9, 1, 2, 8, 12), initial_state=True
+)
 LAYOUTS = ("contiguous", "padded", "stepped", "transposed")
 
 
@@ -66,16 +69,16 @@ def test_values_are_shaped_as_the_signature_says(op: str) -> None:
     options_of = () if OPS[op].family != "gate" else options(lower_bound=-5.0)
     stage = OPS[op].family == "stage"
     case = Case(
-        "accuracy",
-        "reference",
-        op,
+        check="accuracy",
+        backend="reference",
+        op=op,
         shape=Shape(2, 20, 1, 2, 8, 12),
         options=options_of,
         A_log=not stage,
         dt_bias="",
     )
-    values, specs = host_values(case), signature(case)
-    assert {n: x.shape for n, x in values.items()} == {n: s.shape for n, s in specs.items()}
+    values, wanted = host_values(case), specs(case)
+    assert {n: x.shape for n, x in values.items()} == {n: s.shape for n, s in wanted.items()}
     assert request_of(case).op == op
 
 
@@ -83,7 +86,9 @@ def test_values_are_shaped_as_the_signature_says(op: str) -> None:
 def test_raw_gates_decay_as_their_name_says(gates: str) -> None:
     from kdacore.testing.expected import expected
 
-    case = Case("accuracy", "reference", "kda_gate", shape=Shape(1, 50, 1, 2, 8, 8), gates=gates)
+    case = Case(
+        check="accuracy", backend="reference", op="kda_gate", shape=Shape(1, 50, 1, 2, 8, 8), gates=gates
+    )
     decay = expected(case)["log_decay"]
     low, high = {
         "random": (-200.0, 0.0),
@@ -143,7 +148,11 @@ def test_of_an_output_only_the_surroundings_count() -> None:
 
 def test_rows_of_a_strided_pool_lie_apart() -> None:
     case = Case(
-        "pool", "reference", "fused_recurrent_kda", shape=Shape(4, 1, 1, 1, 8, 8), pool="inplace_strided"
+        check="pool",
+        backend="reference",
+        op="fused_recurrent_kda",
+        shape=Shape(4, 1, 1, 1, 8, 8),
+        pool="inplace_strided",
     )
     view = place(case)["initial_state"].view
     assert view.strides[0] > 2 * view[0].nbytes
@@ -151,7 +160,9 @@ def test_rows_of_a_strided_pool_lie_apart() -> None:
 
 @pytest.mark.parametrize("name", POOLS)
 def test_every_pool_names_each_row_once(name: str) -> None:
-    case = Case("pool", "reference", "fused_recurrent_kda", shape=Shape(5, 3, 1, 1, 8, 8), pool=name)
+    case = Case(
+        check="pool", backend="reference", op="fused_recurrent_kda", shape=Shape(5, 3, 1, 1, 8, 8), pool=name
+    )
     values = host_values(case)
     if "state_indices" in values:
         named = values["state_indices"][values["state_indices"] >= 0]
@@ -240,7 +251,7 @@ def test_a_seed_stands_for_one_call_of_a_stage() -> None:
     assert {c.stage_dtype for c in drawn} == {"", "float32"}
     lengths = {n for c in drawn for n in c.shape.lengths or (c.shape.T,)}
     assert lengths >= {0, 1, 63, 64, 65, 128}
-    given = {name: [name in signature(c) for c in drawn] for name in ("q", "initial_state", "dt_bias")}
+    given = {name: [name in specs(c) for c in drawn] for name in ("q", "initial_state", "dt_bias")}
     recompute, state, gate = (
         [x for x, c in zip(given[name], drawn, strict=True) if c.op == op]
         for name, op in (

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kdacore
-from kdacore.selfcheck.inputs import Shape, normalise, tensors, to_kind
+from kdacore.calls.values import Shape, normalise, tensors, to_kind
 
 SHAPE = Shape(B=2, T=20, H=2, HV=4, K=8, V=12)
 

@@ -203,7 +203,7 @@ READ_BY_THE_REFERENCE = (
 @pytest.mark.parametrize("kind", ["numpy", "torch", "jax"])
 @pytest.mark.parametrize("name", READ_BY_THE_REFERENCE)
 def test_the_reference_reads_indices_and_says_the_same_by_default(name: str, kind: str) -> None:
-    from kdacore.selfcheck.inputs import to_kind
+    from kdacore.calls.values import to_kind
 
     function, arguments, argument = BAD_VALUES[name]
     given = {

@@ -10,7 +10,7 @@ from emulated_backend import NAME, Plugin, run_emulated
 from kdacore.registry import REGISTRY
 from kdacore.testing import matrix
 from kdacore.testing.cases import Case
-from kdacore.testing.signature import judge
+from kdacore.testing.serving import judge
 
 QUICK = (
     "chunk_kda-gradients-collinear",  # kg in one part: dv beyond its bound

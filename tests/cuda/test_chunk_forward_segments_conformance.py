@@ -11,7 +11,7 @@ from emulated_backend import NAME, Plugin, run_emulated
 from kdacore.registry import REGISTRY
 from kdacore.testing import matrix
 from kdacore.testing.cases import Case
-from kdacore.testing.signature import judge
+from kdacore.testing.serving import judge
 from kdacore_cuda import chunk_forward, chunk_forward_segments
 
 QUICK = ("chunk_kda-causality_append-base", "chunk_kda-accuracy-collinear")

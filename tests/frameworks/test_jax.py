@@ -11,8 +11,8 @@ import pytest
 
 import kdacore
 from kdacore.arrays import jax as jax_arrays
+from kdacore.calls.values import Shape, normalise, offsets, tensors, to_kind
 from kdacore.errors import ContractError
-from kdacore.selfcheck.inputs import Shape, normalise, offsets, tensors, to_kind
 
 SHAPE = Shape(B=2, T=70, H=1, HV=2, K=8, V=8)
 

@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import kdacore
+from kdacore.calls.values import Shape, normalise, tensors, to_kind
 from kdacore.dispatch import torch_operators
-from kdacore.selfcheck.inputs import Shape, normalise, tensors, to_kind
 
 SHAPE = Shape(B=1, T=70, H=1, HV=2, K=8, V=8)
 GATE = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}

@@ -13,12 +13,12 @@ import pytest
 
 import kdacore
 from kdacore import config, machine
+from kdacore.calls.values import Shape, normalise, offsets, tensors, to_kind
 from kdacore.hookspecs import hookimpl
 from kdacore.ops import FEATURES
 from kdacore.registry import REGISTRY
 from kdacore.selfcheck import check as selfcheck
 from kdacore.selfcheck import small_call as twin
-from kdacore.selfcheck.inputs import Shape, normalise, offsets, tensors, to_kind
 from kdacore.types import Backend, OpImpl, Request
 
 OPS = ("chunk_kda", "fused_recurrent_kda", "kda_gate", "chunk_gated_delta_rule")

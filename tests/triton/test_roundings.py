@@ -9,8 +9,9 @@ import pytest
 import torch
 from gpu_roundings import cut_to_tf32, from_bf16, gpu_roundings, to_bf16
 
-from kdacore.selfcheck.inputs import Shape
-from kdacore.testing.cases import Case, options
+from kdacore.calls.description import options
+from kdacore.calls.values import Shape
+from kdacore.testing.cases import Case
 from kdacore.testing.suite import Result, run_case
 
 pytestmark = [
@@ -21,19 +22,22 @@ pytestmark = [
 ]
 
 FAST = Case(
-    "gradients", "triton", "fused_recurrent_kda", "torch", shape=Shape(2, 7, 3, 3, 60, 100), dtype="float16",
+    check="gradients", backend="triton", op="fused_recurrent_kda", kind="torch",
+    shape=Shape(2, 7, 3, 3, 60, 100), dtype="float16",
     index_dtype="int32", gates="floor", dt_bias="", factor=2.0, seed=3144,
     options=options(output_final_state=True, use_gate_in_kernel=True),
 )  # fmt: skip
 """Random call 3144: seven tokens that all decay by e^-5, in two sequences whose gradients of A_log nearly cancel."""
 TF32 = Case(
-    "gradients", "triton", "chunk_kda", "torch", shape=Shape(1, 26, 2, 2, 16, 16, (0, 7, 19, 0)), dtype="bfloat16",
+    check="gradients", backend="triton", op="chunk_kda", kind="torch",
+    shape=Shape(1, 26, 2, 2, 16, 16, (0, 7, 19, 0)), dtype="bfloat16",
     gate_dtype="float16", beta_dtype="bfloat16", gates="init", dt_bias="", initial_state=True, factor=2.0, seed=434,
     options=options(lower_bound=-1.0, output_final_state=True, use_gate_in_kernel=True),
 )  # fmt: skip
 """Random call 434, whose products are tf32 ones."""
 BF16 = Case(
-    "gradients", "triton", "chunk_kda", "torch", shape=Shape(1, 104, 2, 4, 128, 60, (33, 46, 15, 10)),
+    check="gradients", backend="triton", op="chunk_kda", kind="torch",
+    shape=Shape(1, 104, 2, 4, 128, 60, (33, 46, 15, 10)),
     dtype="bfloat16", beta_dtype="bfloat16", gates="floor", initial_state=True, factor=2.0, seed=859,
     options=options(lower_bound=-1.0, output_final_state=True, safe_gate=True, use_qk_l2norm_in_kernel=True),
 )  # fmt: skip

@@ -13,7 +13,7 @@ from kdacore.testing.compare import Findings
 from kdacore.testing.expected import expected
 from kdacore.testing.invoke import forward, watched
 from kdacore.testing.place import arrays, place
-from kdacore.testing.signature import device_of, request_of
+from kdacore.testing.serving import device_of, request_of
 from kdacore.types import Device
 
 _STATES = ("final_state", "checkpoints", "h")

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from kdacore.calls.arrays import Values, host_values, rounded
+from kdacore.calls.description import specs
 from kdacore.testing.cases import Case
 from kdacore.testing.checks.gradients import place_weights, run
 from kdacore.testing.compare import Findings, to_float64
-from kdacore.testing.data import Values, host_values, rounded
 from kdacore.testing.expected import Weights, weights
 from kdacore.testing.invoke import forward, watched
 from kdacore.testing.parts import cut_points, prefix
 from kdacore.testing.place import arrays, place
-from kdacore.testing.signature import signature
 
 PER_TOKEN = ("q", "k", "v", "g", "beta")
 
@@ -68,12 +68,12 @@ def gradient_causality_append(case: Case, findings: Findings) -> None:
 def _other_tokens(case: Case) -> Values:
     """Tokens of another draw, decaying harder, with larger values."""
     other = host_values(replace(case, seed=case.seed + 1000))
-    specs = signature(case)
+    wanted = specs(case)
     harder = other["g"] + 2.0 if case.raw_gate else np.maximum(8.0 * other["g"], _lowest(case))
     return {
         **other,
-        "v": rounded(4.0 * other["v"], specs["v"].dtype),
-        "g": rounded(harder, specs["g"].dtype),
+        "v": rounded(4.0 * other["v"], wanted["v"].dtype),
+        "g": rounded(harder, wanted["g"].dtype),
     }
 
 

@@ -12,7 +12,7 @@ from kdacore.testing.checks.accuracy import check_results, dtype_of
 from kdacore.testing.compare import Findings
 from kdacore.testing.expected import Weights, expected_gradients, weights
 from kdacore.testing.place import Placed, arrays, place, place_one
-from kdacore.testing.signature import device_of
+from kdacore.testing.serving import device_of
 from kdacore.types import OutputGrads
 
 

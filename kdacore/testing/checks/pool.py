@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from kdacore.calls.arrays import Values, host_values
+from kdacore.calls.pools import POOLS
 from kdacore.testing.cases import Case
 from kdacore.testing.checks.accuracy import check_result, result_bound
 from kdacore.testing.compare import Findings, bits, to_float64
-from kdacore.testing.data import Values, host_values
 from kdacore.testing.expected import expected
 from kdacore.testing.invoke import forward, watched
 from kdacore.testing.place import Placed, arrays, place
-from kdacore.testing.pools import POOLS
 
 
 def pool(case: Case, findings: Findings) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from kdacore.calls.arrays import host_values
 from kdacore.testing.cases import Case
 from kdacore.testing.checks.gradients import place_weights, run
 from kdacore.testing.compare import Findings, bits
-from kdacore.testing.data import host_values
 from kdacore.testing.expected import weights
 from kdacore.testing.invoke import forward, watched
 from kdacore.testing.parts import alone

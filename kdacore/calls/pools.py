@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kdacore.testing.cases import Case
+if TYPE_CHECKING:
+    from kdacore.calls.description import CallDescription
 
 
 @dataclass(frozen=True)
@@ -43,31 +44,18 @@ SPARE_ROWS = 3
 """Rows no sequence names; they hold NaN and must stay as they are."""
 
 
-def pool_width(case: Case) -> int:
-    """Columns of two-dimensional indices: one for each candidate token, and one to spare."""
-    return max(case.shape.lengths, default=case.shape.T) + 1
-
-
-def pool_rows(case: Case) -> int:
-    """Rows of the pool."""
-    pool, N = POOLS[case.pool], case.shape.N
-    if pool.indices == 0:
-        return N
-    return N * (pool_width(case) if pool.indices == 2 else 1) + SPARE_ROWS
-
-
-def index_tables(case: Case, rng: Any) -> dict[str, Any]:
+def index_tables(call: CallDescription, rng: Any) -> dict[str, Any]:
     """``state_indices`` and ``num_accepted_tokens``: permuted, each row named once, NumPy int64."""
-    pool, N = POOLS[case.pool], case.shape.N
+    pool, N = POOLS[call.pool], call.shape.N
     if pool.indices == 0:
         return {}
-    order = rng.permutation(pool_rows(case))
+    order = rng.permutation(call.state_rows)
     if pool.indices == 1:
         table = order[:N].copy()
         if pool.negatives:
             table[:: 2 if N > 1 else 1] = -1
         return {"state_indices": table}
-    width = pool_width(case)
+    width = call.pool_width
     table = order[: N * width].reshape(N, width).copy()
     accepted = np.arange(N) % (width + 1)
     if pool.negatives:
@@ -76,9 +64,9 @@ def index_tables(case: Case, rng: Any) -> dict[str, Any]:
     return {"state_indices": table, "num_accepted_tokens": accepted}
 
 
-def named_rows(case: Case, tables: dict[str, Any]) -> Any:
+def named_rows(call: CallDescription, tables: dict[str, Any]) -> Any:
     """Rows of the pool that some sequence names (read or written), sorted."""
     if not tables:
-        return np.arange(case.shape.N)
+        return np.arange(call.shape.N)
     table = tables["state_indices"]
     return np.unique(table[table >= 0])

@@ -1,0 +1,1 @@
+"""One call described as data, and the arrays made from the description."""

@@ -1,0 +1,75 @@
+"""The small call of a request: the same options, dtypes and head dims on few tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kdacore.calls.description import CallDescription, options
+from kdacore.calls.values import Shape
+from kdacore.ops import OPS
+from kdacore.types import Request
+
+
+def call_of_request(request: Request, tokens: int, seed: int = 0) -> CallDescription:
+    """A short call that exercises what ``request`` exercises.
+
+    Args:
+        request: the call to shrink.
+        tokens: tokens of each sequence; a ``fused_recurrent`` call keeps its own count when that is smaller.
+        seed: of the numbers.
+    """
+    opdef = OPS[request.op]
+    asked = {name: value for name, value in _options(request).items() if name in opdef.options}
+    dtypes = {name: spec.dtype for name, spec in request.tensors}
+    pool = ("", "indexed", "accepted")[request.state_indices_ndim]
+    shape = _shape(request, tokens)
+    return CallDescription(
+        op=request.op,
+        kind=request.kind,
+        device="cuda" if request.device.type == "rocm" else request.device.type,
+        shape=shape,
+        dtype=request.dtype,
+        gate_dtype=dtypes.get("g", "float32"),
+        beta_dtype=dtypes.get("beta", "float32"),
+        bias_dtype=dtypes.get("dt_bias", "float32"),
+        state_dtype=dtypes.get("initial_state", "float32"),
+        index_dtype=dtypes.get("state_indices", dtypes.get("cu_seqlens", "int64")),
+        requires_grad=request.needs_grad,
+        A_log="A_log" in dtypes,
+        dt_bias="matrix" if "dt_bias" in dtypes else "",
+        initial_state="initial_state" in dtypes,
+        pool=pool,
+        pool_rows=shape.N + 2 if pool == "indexed" else 0,
+        out="out" in dtypes,
+        options=options(**asked),
+        seed=seed,
+    )
+
+
+def _shape(request: Request, tokens: int) -> Shape:
+    recurrent = OPS[request.op].family == "recurrent"
+    T = min(request.T, tokens) if recurrent and not request.packed else tokens
+    lengths = (T - 1, 0, 1) if request.packed else ()
+    heads = min(request.H, 2)
+    values = heads * (request.HV // request.H)
+    return Shape(1 if lengths else min(request.B, 2), T, heads, values, request.K, request.V, lengths)
+
+
+def _options(request: Request) -> dict[str, Any]:
+    """The options that a request was made of, by their public names."""
+    return {
+        "scale": request.scale,
+        "output_final_state": request.output_final_state,
+        "use_qk_l2norm_in_kernel": request.qk_l2norm,
+        "use_gate_in_kernel": request.gate != "log",
+        "use_beta_sigmoid_in_kernel": request.beta_sigmoid,
+        "allow_neg_eigval": request.neg_eigval,
+        "safe_gate": request.safe_gate,
+        "lower_bound": request.lower_bound,
+        "state_v_first": request.state_v_first,
+        "disable_recompute": request.disable_recompute,
+        "checkpoint_every": request.checkpoint_every or None,
+        "inplace_state": request.inplace_state,
+        "read_only_state": request.read_only_state,
+        "chunk_size": request.chunk_size,
+    }

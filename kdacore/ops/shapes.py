@@ -1,0 +1,48 @@
+"""The shape of every array argument, written once for all ops.
+
+A shape is a list of axes: ``B`` rows, ``T`` tokens, ``H`` heads of q and k, ``HV`` value heads, ``K`` and ``V`` head
+dims, ``N`` sequences, ``C`` tokens of a chunk. Some axes stand for none, one or two sizes:
+
+- ``gate``: the channels of the gate; ``K``, or none where an op has one gate a head.
+- ``state``: the two axes of a state; ``K, V``, or ``V, K`` with ``state_v_first``.
+- ``rows``: the states given; the rows of the pool, else one for each sequence.
+- ``slots``: columns of two-dimensional ``state_indices``; none where they have one dimension.
+- ``chunks``: chunks of all sequences together; ``offsets``: ``N + 1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+Axis = Literal["B", "T", "H", "HV", "K", "V", "N", "C", "gate", "state", "rows", "slots", "chunks", "offsets"]
+AXES: tuple[Axis, ...] = get_args(Axis)
+
+SHAPES: dict[str, tuple[Axis, ...]] = {
+    "q": ("B", "T", "H", "K"),
+    "k": ("B", "T", "H", "K"),
+    "v": ("B", "T", "HV", "V"),
+    "g": ("B", "T", "HV", "gate"),
+    "beta": ("B", "T", "HV"),
+    "A_log": ("HV",),
+    "dt_bias": ("HV", "gate"),
+    "initial_state": ("rows", "HV", "state"),
+    "cu_seqlens": ("offsets",),
+    "cu_seqlens_cpu": ("offsets",),
+    "state_indices": ("N", "slots"),
+    "num_accepted_tokens": ("N",),
+    "out": ("B", "T", "HV", "V"),
+    "gc": ("B", "T", "HV", "K"),
+    "Aqk": ("B", "T", "HV", "C"),
+    "Akk": ("B", "T", "HV", "C"),
+    "kg": ("B", "T", "HV", "K"),
+    "w": ("B", "T", "HV", "K"),
+    "u": ("B", "T", "HV", "V"),
+    "v_new": ("B", "T", "HV", "V"),
+    "h": ("B", "chunks", "HV", "K", "V"),
+}
+
+
+def shape_of(argument: str, sizes: Mapping[Axis, tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape of one argument. ``sizes``: what each axis stands for in this call."""
+    return tuple(size for axis in SHAPES[argument] for size in sizes[axis])

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kdacore import machine
-from kdacore.bench.results import commit as checkout
+from kdacore.machine import commit as checkout
 from kdacore.testing.random_cases import Calls, calls_of
 from kdacore_cuda.kernel_source import EVERY_LANE
 

@@ -441,7 +441,7 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Selectio
         'reference'
     """
     opdef = dispatch.opdef_of(op)
-    bound = inspect.signature(_public(opdef.name)).bind(*args, **kwargs)
+    bound = inspect.signature(public_function(opdef.name)).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
     inputs = opdef.inputs(*(given.get(name) for name in opdef.arrays))
@@ -449,10 +449,11 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Selectio
     return dispatch.explain(opdef, inputs, options, given["backend"])
 
 
-def _public(name: str) -> Callable[..., Any]:
+def public_function(op: str) -> Callable[..., Any]:
+    """The public function of an op, by the op's name."""
     from kdacore import stages
 
-    function: Callable[..., Any] = globals()[name] if name in globals() else getattr(stages, name)
+    function: Callable[..., Any] = globals()[op] if op in globals() else getattr(stages, op)
     return function
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kdacore import forks
 from kdacore.errors import ConfigError
 
 VARIABLES: dict[str, str] = {
@@ -103,12 +102,21 @@ _lock = threading.Lock()
 _config: Config | None = None
 
 
+def renew_in_child(renew: Callable[[], None]) -> None:
+    """Call ``renew``, which replaces a lock by a new one, in every child that is forked from now on.
+
+    A thread that held the lock in the parent is not there to release it.
+    """
+    if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+        os.register_at_fork(after_in_child=renew)
+
+
 def _renew_lock() -> None:
     global _lock
     _lock = threading.Lock()
 
 
-forks.renew_in_child(_renew_lock)
+renew_in_child(_renew_lock)
 _listeners: list[Callable[[], None]] = []
 
 

@@ -8,15 +8,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kdacore import config
-from kdacore.calls import description
+from kdacore import api, config
+from kdacore.calls import description, requests
 from kdacore.calls.description import CallDescription
 from kdacore.calls.values import Shape
 from kdacore.dispatch import selection
 from kdacore.machine import Accelerator, Machine
 from kdacore.ops import OPS
 from kdacore.registry import Registered
-from kdacore.types import ArrayKind, Backend, Request
+from kdacore.types import ArrayKind, Backend, Request, Selection
+
+
+def explain_call(call: CallDescription, backend: str | None = None) -> Selection:
+    """What dispatch would do with a described call."""
+    return api.explain(call.op, **description.arguments(call), backend=backend)
+
 
 USUAL_ARCH = {"cuda": "sm_90", "rocm": "gfx942", "tpu": "v5e"}
 """Asked about when this machine has no such device and ``KDACORE_ARCH`` names none."""
@@ -194,7 +200,7 @@ def at(call: CallDescription, place: Place) -> CallDescription:
 
 def request_of(call: CallDescription) -> Request:
     """The call's request; a traced call is one that JAX may go on to differentiate."""
-    return description.request_of(call)
+    return requests.request_of(call)
 
 
 def capable(registered: Registered) -> Registered:

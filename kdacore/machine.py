@@ -11,6 +11,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kdacore.version import __version__
@@ -232,3 +233,20 @@ def _output(command: list[str]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"failed: {error}"
     return done.stdout.strip() or done.stderr.strip()
+
+
+def commit() -> str:
+    """The commit of the checkout kdacore runs from, ``+`` appended when files differ; empty for an installed one."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return ""
+    head = _git(root, "rev-parse", "HEAD")
+    return head + "+" * bool(_git(root, "status", "--porcelain", "--untracked-files=no"))
+
+
+def _git(root: Path, *words: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):  # no git here: the results say so by an empty commit
+        return ""
+    return done.stdout.strip()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from kdacore import config, forks, plugin_faults
+from kdacore import config, plugin_faults
 from kdacore.errors import ContractError, PluginError, list_names, shown
 from kdacore.types import API_VERSION, Backend, BackendInfo, OpImpl, Requirement
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "kdacore"
 BUILTIN_PLUGINS = (
-    "kdacore_reference.plugin",
-    "kdacore_triton.plugin",
-    "kdacore_cuda.plugin",
-    "kdacore_pallas.plugin",
+    "kdacore_reference",
+    "kdacore_triton",
+    "kdacore_cuda",
+    "kdacore_pallas",
 )
 OWN_DISTRIBUTION = "kdacore"
 BY_HAND = "(registered by hand)"
@@ -428,4 +428,4 @@ def implementation(registered: Registered, op: str) -> OpImpl:
 
 REGISTRY = Registry()
 config.on_refresh(REGISTRY.reset)
-forks.renew_in_child(REGISTRY.renew_lock)
+config.renew_in_child(REGISTRY.renew_lock)

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from kdacore.bench.cases import Case
-from kdacore.calls.description import CallDescription, request_with, specs
+from kdacore.calls.description import CallDescription, specs
 from kdacore.calls.description import options as described
+from kdacore.calls.requests import request_with
 from kdacore.calls.values import Shape, offsets, to_kind
 from kdacore.types import Request
 

@@ -11,10 +11,9 @@ from kdacore import api
 from kdacore.bench.arrays import Arrays, call_of, options
 from kdacore.bench.cases import Case
 from kdacore.bench.peers import PEERS, Peer
-from kdacore.calls import description
 from kdacore.calls.description import CallDescription
 from kdacore.dispatch.plan import record_selections
-from kdacore.features import arch_of
+from kdacore.features import arch_of, explain_call
 from kdacore.machine import Accelerator, version_of
 from kdacore.registry import REGISTRY
 
@@ -42,7 +41,7 @@ class Contender:
 def kdacore_contenders(case: Case, device: str, only: tuple[str, ...]) -> list[Contender]:
     """One for each backend; the reference is timed on an accelerator only when it is named."""
     found = []
-    selection = description.explain(_described(case, device))
+    selection = explain_call(_described(case, device))
     for candidate in selection.candidates:
         name = candidate.backend
         if only and name not in only:

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from kdacore import api
+from kdacore import api, contract
 from kdacore.bench.arrays import Arrays, options
 from kdacore.bench.cases import Case
-from kdacore.dispatch import validate
 from kdacore.ops import OPS
 from kdacore.selfcheck.check import relative_error
 from kdacore.types import OutputGrads
@@ -91,7 +90,7 @@ def expected(case: Case, arrays: Arrays, do: Any = None) -> Expected:
     inputs = opdef.inputs(**{name: x for name, x in _sliced(arrays, part).items() if name in opdef.arrays})
     parameters = inspect.signature(getattr(api, case.op)).parameters
     values = tuple(given.get(name, parameters[name].default) for name in opdef.options)
-    request, _ = validate.build_request(opdef, inputs, values)
+    request, _ = contract.build_request(opdef, inputs, values)
     result = oracle_forward(request, inputs)
     gradients = {}
     if do is not None and part.whole:

@@ -6,13 +6,11 @@ import dataclasses
 import datetime
 import json
 import os
-import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kdacore import machine
-from kdacore.cli import report
+from kdacore import machine, report
 
 SCHEMA = 1
 """Version of the results' layout; raised when a field changes its meaning or goes away."""
@@ -91,7 +89,7 @@ def document(
         "presets": presets,
         "complete": complete,
         "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(),
+        "commit": machine.commit(),
         "machine": {row.name: row.value for row in where.rows},
         "versions": {row.name: row.value for row in machine.versions()},
         "scheduling": scheduling(),
@@ -126,23 +124,6 @@ def scheduling() -> str:
     policies = {getattr(os, name): name for name in ("SCHED_OTHER", "SCHED_BATCH", "SCHED_FIFO", "SCHED_RR")}
     policy = policies.get(os.sched_getscheduler(0), "another policy")
     return f"{policy}, nice {os.getpriority(os.PRIO_PROCESS, 0)}"
-
-
-def commit() -> str:
-    """The commit of the checkout kdacore runs from, ``+`` appended when files differ; empty for an installed one."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return ""
-    head = _git(root, "rev-parse", "HEAD")
-    return head + "+" * bool(_git(root, "status", "--porcelain", "--untracked-files=no"))
-
-
-def _git(root: Path, *words: str) -> str:
-    try:
-        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):  # no git here: the results say so by an empty commit
-        return ""
-    return done.stdout.strip()
 
 
 # --- as text ------------------------------------------------------------------------------------------------------

@@ -21,10 +21,9 @@ from kdacore.bench.cases import is_wanted
 from kdacore.bench.clock import Budget, Step, Timing, clock_for, interleave
 from kdacore.bench.peers import fla
 from kdacore.bench.results import Figure, Results, Row
-from kdacore.calls import description
 from kdacore.calls.description import CallDescription
 from kdacore.calls.values import Shape, offsets, to_kind
-from kdacore.features import arch_of
+from kdacore.features import arch_of, explain_call
 from kdacore.machine import version_of
 from kdacore.selfcheck.check import relative_error
 
@@ -225,7 +224,7 @@ def _contenders(
 ) -> Iterator[tuple[str, str, Callable[[], Any]]]:
     """Name, why it is not timed (or nothing), and one call."""
     ops = ("kda_chunk_intra", "kda_recompute_w_u") if work == BOTH else ("kda_recompute_w_u",)
-    answers = [description.explain(_spec(case, op, device)) for op in ops]
+    answers = [explain_call(_spec(case, op, device)) for op in ops]
     for candidate in answers[0].candidates:
         name = candidate.backend
         if only and name not in only:

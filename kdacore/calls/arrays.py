@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from kdacore.calls.description import CallDescription, request_of, specs
+from kdacore.calls.description import CallDescription, specs
 from kdacore.calls.pools import index_tables, named_rows
+from kdacore.calls.requests import request_of
 from kdacore.calls.values import normalise, offsets, tensors, to_kind
 from kdacore.ops import HOST_ARGUMENTS, INDEX_ARGUMENTS, OPS
 

@@ -1,14 +1,14 @@
 """One call described as data: sizes, dtypes, optional arrays, options, and what its numbers are drawn from.
 
-The command line, the doctor's feature matrix, the self-check, the conformance suite and the benchmarks all describe
-their calls this way. :func:`specs` has the shape and dtype of each array, :func:`request_of` the validated request,
+The command line, the doctor's feature matrix, the self-check, the conformance suite and the benchmarks
+all describe their calls this way. :func:`specs` has the shape and dtype of each array,
+:func:`kdacore.calls.requests.request_of` the validated request, and
 :func:`kdacore.calls.arrays.make_arrays` the arrays themselves.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from kdacore.arrays.specs import ShapeDtype
 from kdacore.calls.pools import POOLS, SPARE_ROWS
 from kdacore.calls.values import Shape
-from kdacore.dispatch import validate
 from kdacore.errors import ContractError
 from kdacore.ops import HOST_ARGUMENTS, INDEX_ARGUMENTS, OPS
 from kdacore.ops.shapes import Axis, shape_of
-from kdacore.types import ArrayKind, Request, Selection, TensorSpec
+from kdacore.types import ArrayKind, TensorSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -252,37 +251,3 @@ def refuse_unknown(call: CallDescription) -> None:
             asked[name] = "given"
     for name, value in asked.items():
         raise ContractError(call.op, name, value, "nothing: the op has no such argument")
-
-
-def explain(call: CallDescription, backend: str | None = None) -> Selection:
-    """What dispatch would do with the call."""
-    from kdacore import api
-
-    return api.explain(call.op, **arguments(call), backend=backend)
-
-
-def public(op: str) -> Any:
-    """The public function of an op."""
-    from kdacore import api, stages
-
-    return getattr(api, op, None) or getattr(stages, op)
-
-
-def request_of(call: CallDescription) -> Request:
-    """The validated request of the call.
-
-    Raises:
-        ContractError: the call breaks the contract.
-    """
-    plain = replace(call, requires_grad=False)
-    built = request_with(call.op, arguments(plain), needs_grad=call.requires_grad)
-    return replace(built, traced=True) if call.traced else built
-
-
-def request_with(op: str, given: dict[str, Any], *, needs_grad: bool = False) -> Request:
-    """The validated request of a call with these keyword arguments, arrays and options alike."""
-    opdef = OPS[op]
-    parameters = inspect.signature(public(op)).parameters
-    inputs = opdef.inputs(*(given.get(name) for name in opdef.arrays))
-    values = tuple(given.get(name, parameters[name].default) for name in opdef.options)
-    return validate.build_request(opdef, inputs, values, needs_grad=needs_grad)[0]

@@ -11,12 +11,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kdacore import report
 from kdacore.bench import cases, plot, results, runner
 from kdacore.bench.cases import PRESETS, SPECIAL, Case, Goal
 from kdacore.bench.clock import Budget
 from kdacore.bench.peers import PEERS
 from kdacore.bench.results import Results
-from kdacore.cli import call_arguments, report
+from kdacore.cli import call_arguments
 from kdacore.files import writable
 from kdacore.machine import version_of
 from kdacore.registry import REGISTRY

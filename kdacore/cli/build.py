@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from kdacore.cli import report
+from kdacore import report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

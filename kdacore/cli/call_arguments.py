@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
-from collections.abc import Callable
 from typing import Any
 
 from kdacore import features
+from kdacore.argument_types import at_least
 from kdacore.arrays.specs import DEVICE
 from kdacore.calls.description import CallDescription, options
 from kdacore.calls.values import Shape
@@ -72,28 +71,6 @@ def _is_known(device_type: str) -> bool:
     return device_type in TYPES or any(
         device_type in r.backend.device_types for r in REGISTRY.backends().values()
     )
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """Whole numbers from ``least`` (0 or more) on. argparse turns the error into exit status 2."""
-
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} on")
-        return int(text)
-
-    return number
-
-
-def positive(text: str) -> float:
-    """A number above 0, infinity included. argparse turns the error into exit status 2."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return number
 
 
 def shape(text: str) -> tuple[int, ...]:

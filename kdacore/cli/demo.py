@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from kdacore import api
-from kdacore.cli import report
+from kdacore import api, report
 from kdacore.dispatch.plan import record_selections
 from kdacore.ops import OPS
 from kdacore.selfcheck.check import relative_error
@@ -212,7 +211,7 @@ def decode(x: Arrays, start: int, state: Any, backend: str | None) -> tuple[Run,
 
 def oracle(x: Arrays, tokens: int) -> Any:
     """The float64 recurrence over the first tokens."""
-    from kdacore.dispatch.validate import build_request
+    from kdacore.contract import build_request
     from kdacore_reference.oracle import oracle_forward
 
     opdef = OPS["chunk_kda"]

@@ -22,12 +22,12 @@ from typing import Any
 
 from rich.console import Console
 
-from kdacore import config, features, machine, plugin_faults
-from kdacore.calls import description
+from kdacore import config, features, machine, plugin_faults, report
 from kdacore.calls.description import CallDescription
-from kdacore.cli import call_arguments, doctor_selfcheck, report
+from kdacore.cli import call_arguments, doctor_selfcheck
 from kdacore.dispatch import selection
 from kdacore.errors import ConfigError, list_names
+from kdacore.features import explain_call
 from kdacore.machine import Machine
 from kdacore.registry import (
     BY_HAND,
@@ -342,7 +342,7 @@ def _selfchecks(usable: list[Registered], where: Machine, problem: Any) -> list[
 def _call(call: CallDescription, backend: str | None) -> dict[str, Any]:
     """The selection for one call; a call that breaks the contract is an error of the command line."""
     try:
-        return call_arguments.selection_dict(description.explain(call, backend))
+        return call_arguments.selection_dict(explain_call(call, backend))
     except ConfigError as error:
         return {"text": str(error)}  # the variable is among the problems already
 

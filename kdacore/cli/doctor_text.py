@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from kdacore.cli import report
+from kdacore import report
 
 Report = dict[str, Any]
 Rows = Sequence[Sequence[str]]

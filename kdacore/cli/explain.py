@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
-from kdacore.calls import description
-from kdacore.cli import call_arguments, report
+from kdacore import report
+from kdacore.cli import call_arguments
+from kdacore.features import explain_call
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 when some backend serves the call, 1 when none (or not the forced one) does."""
-    selection = description.explain(call_arguments.call_of(args), args.backend)
+    selection = explain_call(call_arguments.call_of(args), args.backend)
     if args.json:
         print(json.dumps(call_arguments.selection_dict(selection), indent=1))
     else:

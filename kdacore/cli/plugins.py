@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from kdacore.cli import report
+from kdacore import report
 from kdacore.registry import REGISTRY
 
 

@@ -13,8 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kdacore import report
 from kdacore.bench.clock import Budget
-from kdacore.cli import report
 from kdacore.device import torch_device
 from kdacore.files import writable
 from kdacore.types import Device

@@ -7,7 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from kdacore.cli import call_arguments, report
+from kdacore import report
+from kdacore.argument_types import at_least
 from kdacore.files import check_writable
 from kdacore.registry import REGISTRY, missing
 
@@ -19,12 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--level", default="quick", choices=("quick", "full"), help="how many cases (default quick)")
     add(
         "--random",
-        type=call_arguments.at_least(0),
+        type=at_least(0),
         default=0,
         metavar="N",
         help="also N random calls of whole ops, and N of stages",
     )
-    add("--seed", type=call_arguments.at_least(0), default=0, metavar="S", help="of the first random call")
+    add("--seed", type=at_least(0), default=0, metavar="S", help="of the first random call")
     add(
         "--kind",
         action="append",
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("numpy", "torch", "jax"),
         help="only these array kinds",
     )
-    add("--jobs", type=call_arguments.at_least(1), default=1, metavar="N", help="processes (default 1)")
+    add("--jobs", type=at_least(1), default=1, metavar="N", help="processes (default 1)")
     add("--folder", type=Path, default=None, help="where the records go (default: the cache folder)")
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from kdacore import contract
 from kdacore.arrays import Adapter, adapter_of, is_spec
 from kdacore.arrays.base import ADAPTERS
-from kdacore.dispatch import selection, validate
+from kdacore.dispatch import selection
 from kdacore.dispatch.plan import (
     PREFERENCE,
     RECORDS,
@@ -49,7 +50,7 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
     first = arrays[0]
     adapter = ADAPTERS.get(type(first)) or adapter_of(first)
     if adapter is None:
-        validate.build_request(opdef, opdef.inputs(*arrays), options)  # names the argument at fault
+        contract.build_request(opdef, opdef.inputs(*arrays), options)  # names the argument at fault
         raise ContractError(opdef.name, opdef.arrays[0], type(first).__name__, "an array")
     asked = (backend, PREFERENCE.get())
     fast_path: FastPath | None = adapter.fast_path
@@ -76,7 +77,7 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
         return seen.run(plan, inputs)
     plan = cached_plan(adapter, opdef, inputs, options, asked, _plan_of_call)
     if plan.writes:  # calls recognised as this one have the same strides in what they write
-        from kdacore.dispatch.aliasing import check_memory
+        from kdacore.contract.aliasing import check_memory
 
         check_memory(plan.request, inputs, adapter)
     if fast_path is not None:
@@ -104,7 +105,7 @@ def _plan_of_call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: An
 
 def explain(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object = None) -> Selection:
     """What dispatch would do with a call; nothing runs, a forced backend that cannot serve is reported, not raised."""
-    request, _ = validate.build_request(opdef, inputs, options)
+    request, _ = contract.build_request(opdef, inputs, options)
     policy = current_policy(opdef, backend)
     assumed = any(is_spec(x) for x in inputs)
     if policy.forced:

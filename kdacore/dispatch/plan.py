@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kdacore import config, forks
+from kdacore import config, contract
 from kdacore.arrays import Adapter
-from kdacore.dispatch import results, selection, validate
+from kdacore.dispatch import results, selection
 from kdacore.errors import ConfigError, ContractError, shown
 from kdacore.ops import OpDef
 from kdacore.registry import REGISTRY
@@ -88,7 +88,7 @@ def _renew_lock() -> None:
     _lock = threading.Lock()
 
 
-forks.renew_in_child(_renew_lock)
+config.renew_in_child(_renew_lock)
 
 
 def clear() -> None:
@@ -133,7 +133,7 @@ def plan_for(
     needs_grad: bool | None = None,
 ) -> Plan:
     """Validate and select, whatever it costs."""
-    request, adapter = validate.build_request(opdef, inputs, options, needs_grad=needs_grad)
+    request, adapter = contract.build_request(opdef, inputs, options, needs_grad=needs_grad)
     return Plan(opdef, request, selection.select(request, policy), adapter)
 
 
@@ -167,7 +167,7 @@ def cached_plan(
 def execute(plan: Plan, inputs: Any, run: Callable[[Plan, Any], Any]) -> Any:
     """Run a plan: check values when asked to, record it, and go."""
     if plan.validate:
-        from kdacore.dispatch.values import check_values
+        from kdacore.contract.values import check_values
 
         check_values(plan.request, inputs, plan.adapter)
     for records in RECORDS.get():

@@ -7,7 +7,7 @@ import threading
 import warnings
 from dataclasses import dataclass
 
-from kdacore import forks, plugin_faults
+from kdacore import config, plugin_faults
 from kdacore.errors import PerformanceWarning, UnsupportedError, list_names
 from kdacore.registry import REGISTRY, Registered, missing
 from kdacore.types import Candidate, OpImpl, Reason, Request, Selection, Verifier
@@ -35,7 +35,7 @@ def _renew_lock() -> None:
     _lock = threading.RLock()
 
 
-forks.renew_in_child(_renew_lock)
+config.renew_in_child(_renew_lock)
 
 
 def clear() -> None:

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from kdacore import contract
 from kdacore.arrays.torch.eager import TORCH, double_backward_error
 from kdacore.arrays.torch.modes import as_given, refuse_tangents
-from kdacore.dispatch import selection, validate
-from kdacore.dispatch.aliasing import check_memory
+from kdacore.contract.aliasing import check_memory
+from kdacore.dispatch import selection
 from kdacore.dispatch.plan import Plan, cached_plan, current_policy, execute, plan_for
 from kdacore.errors import ContractError, UnsupportedError, contract_text
 from kdacore.ops import HOST_ARGUMENTS, OPS, OpDef, Option
@@ -88,7 +89,7 @@ class _Bound:
 
     def request(self) -> Any:
         """The request of a call on fake tensors: validated, nothing selected."""
-        return validate.build_request(self.opdef, self.inputs, self.options, needs_grad=self.needs_grad)[0]
+        return contract.build_request(self.opdef, self.inputs, self.options, needs_grad=self.needs_grad)[0]
 
 
 def _plan_of_operator(opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any) -> Plan:
@@ -205,7 +206,7 @@ def call(
         if obstacle is not None:
             return _leave_graph(eager_call, opdef, inputs, options, backend, obstacle)
     else:
-        validate.build_request(opdef, opdef.inputs(*inputs), options)
+        contract.build_request(opdef, opdef.inputs(*inputs), options)
         options = _as_numbers(opdef, options)
     arrays = {
         n: torch.as_tensor(x) if n in HOST_ARGUMENTS and x is not None else x

@@ -29,8 +29,7 @@ from functools import partial
 from typing import Any
 
 from kdacore import machine
-from kdacore.bench.results import commit as checkout
-from kdacore.cli.call_arguments import at_least, positive
+from kdacore.argument_types import at_least, positive
 from kdacore.errors import ContractError
 from kdacore.files import writable
 from kdacore.registry import REGISTRY
@@ -205,7 +204,7 @@ def main(words: list[str] | None = None) -> int:
     start = time.perf_counter()
     with _Bar(task, len(seeds)) as show:
         rows = fuzz(task, seeds, asked.jobs, show, asked.seconds)
-    found = document(task, seeds, rows, time.perf_counter() - start, asked.commit or checkout())
+    found = document(task, seeds, rows, time.perf_counter() - start, asked.commit or machine.commit())
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(f"{found['served']} served, {found['declined']} declined, {found['failed']} failed")

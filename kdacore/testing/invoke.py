@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import kdacore
-from kdacore.calls import description
+from kdacore.api import public_function
+from kdacore.calls import requests
 from kdacore.dispatch import selection
 from kdacore.ops import DIFFERENTIABLE, OPS
 from kdacore.registry import REGISTRY
@@ -43,7 +44,7 @@ def _autocast(case: Case) -> contextlib.AbstractContextManager[Any]:
 
 
 def _plain(case: Case, arrays: Arrays) -> dict[str, Any]:
-    result = description.public(case.op)(**arrays, **dict(case.options), backend=case.backend)
+    result = public_function(case.op)(**arrays, **dict(case.options), backend=case.backend)
     return _named(case, result)
 
 
@@ -69,7 +70,7 @@ def _compiled(case: Case, arrays: Arrays) -> dict[str, Any]:
     import torch
 
     torch.compiler.reset()  # each case is a program of its own, not a recompilation of the last one's
-    function, given = description.public(case.op), {**dict(case.options), "backend": case.backend}
+    function, given = public_function(case.op), {**dict(case.options), "backend": case.backend}
 
     def call(arrays: Arrays) -> Any:
         return function(**arrays, **given)
@@ -151,7 +152,7 @@ def _direct(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     opdef = OPS[case.op]
     inputs = opdef.inputs(*(arrays.get(n) for n in opdef.arrays))
-    request = description.request_with(case.op, {**arrays, **dict(case.options)}, needs_grad=True)
+    request = requests.request_with(case.op, {**arrays, **dict(case.options)}, needs_grad=True)
     chosen = selection.select(request, selection.Policy(case.backend, (), "backend="))
     impl = REGISTRY.get(chosen.backend).backend.ops[case.op]
     outcome = impl.forward(request, inputs)

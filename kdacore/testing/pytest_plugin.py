@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _whole(text: str) -> int:
-    from kdacore.cli.call_arguments import at_least
+    from kdacore.argument_types import at_least
 
     return at_least(0)(text)
 

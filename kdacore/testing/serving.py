@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 
 from kdacore import device as probes
-from kdacore.calls import description
+from kdacore.calls import requests
 from kdacore.dispatch import selection
 from kdacore.registry import REGISTRY
 from kdacore.testing.cases import DIFFERENTIATES, Case
@@ -35,9 +35,7 @@ def request_of(case: Case) -> Request:
     where = device_of(case.kind, case.device)
     on = f"{where.type}:{where.index}".removesuffix(":0")
     traced, grad = _is_traced(case), needs_grad(case)
-    return description.request_of(
-        replace(case, device=on, arch=where.arch, requires_grad=grad, traced=traced)
-    )
+    return requests.request_of(replace(case, device=on, arch=where.arch, requires_grad=grad, traced=traced))
 
 
 def needs_grad(case: Case) -> bool:

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kdacore import config, files
+from kdacore import config, files, machine
 from kdacore.registry import REGISTRY, missing
 
 if TYPE_CHECKING:
@@ -200,7 +199,7 @@ def verify(
         seed=seed,
         started=started.isoformat(timespec="microseconds"),
         seconds=round(time.perf_counter() - start, 3),
-        commit=_commit(),
+        commit=machine.commit(),
         machine=_machine(),
         versions=_versions(),
         served=sum(r.status == "served" for r in results),
@@ -350,24 +349,6 @@ def _versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-def _commit() -> str:
-    """The checkout's commit; empty for an installed package or without git."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return ""
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 @contextlib.contextmanager

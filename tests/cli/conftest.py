@@ -20,7 +20,7 @@ def small_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[M
     for name in config.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("KDACORE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(registry, "BUILTIN_PLUGINS", ("kdacore_reference.plugin",))
+    monkeypatch.setattr(registry, "BUILTIN_PLUGINS", ("kdacore_reference",))
     monkeypatch.setattr(registry, "_third_parties", lambda: ())
     small = Machine((Row("system", "a test"),), (), ("numpy",))
     monkeypatch.setattr(machine, "probe", lambda: small)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import kdacore
-from kdacore import config, machine
+from kdacore import config, machine, report
 from kdacore.calls.description import CallDescription
-from kdacore.cli import doctor, doctor_selfcheck, report
+from kdacore.cli import doctor, doctor_selfcheck
 from kdacore.cli import main as cli
 from kdacore.cli.doctor_text import render
 from kdacore.dispatch import cost, plan

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 import kdacore
-from kdacore.calls.description import CallDescription, options, request_of
+from kdacore.calls.description import CallDescription, options
+from kdacore.calls.requests import request_of
 from kdacore.calls.values import Shape
 from kdacore.cli import main as cli
 from kdacore.dispatch import selection
@@ -262,4 +263,4 @@ def test_a_shape_that_is_none(shape: str, capsys: pytest.CaptureFixture[str]) ->
 def test_plugins(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plugins"]) == 0
     out = capsys.readouterr().out
-    assert "kdacore_reference.plugin" in out and "chunk_kda" in out
+    assert "kdacore_reference" in out and "chunk_kda" in out

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from kdacore import features
+from kdacore.api import public_function
 from kdacore.calls.arrays import make_arrays
-from kdacore.calls.description import CallDescription, public, request_of, shape_dtypes, specs
+from kdacore.calls.description import CallDescription, shape_dtypes, specs
 from kdacore.calls.pools import POOLS
+from kdacore.calls.requests import request_of
 from kdacore.calls.values import Shape
 from kdacore.cli import call_arguments
 from kdacore.errors import ContractError
@@ -79,7 +81,7 @@ def test_arrays_are_as_described(op: str) -> None:
     assert found == {name: (x.shape, x.dtype) for name, x in shape_dtypes(call).items()}
     request = request_of(call)
     assert (request.op, request.N) == (op, call.shape.N)
-    assert public(op).__name__ == op
+    assert public_function(op).__name__ == op
 
 
 @pytest.mark.parametrize("pool", POOLS)

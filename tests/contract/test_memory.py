@@ -12,7 +12,7 @@ import torch
 import kdacore
 from kdacore import config
 from kdacore.calls.values import to_kind
-from kdacore.dispatch.aliasing import Memory
+from kdacore.contract.aliasing import Memory
 
 B, T, H, K, V = 2, 3, 2, 16, 16
 BACKENDS = [("reference", "numpy"), ("reference", "torch"), ("triton", "torch"), ("xla", "numpy")]

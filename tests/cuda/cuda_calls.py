@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kdacore.dispatch import validate
+from kdacore import contract
 from kdacore.ops import OPS
 from kdacore.types import ChunkInputs, Outputs, RecurrentInputs, Request
 from kdacore_reference.oracle import oracle_forward, to_float64
@@ -22,7 +22,7 @@ def request_of(op: str, inputs: Any, **options: Any) -> Request:
     flags: dict[str, Any] = dict.fromkeys(opdef.options, False)
     flags |= dict.fromkeys(("scale", "lower_bound", "checkpoint_every", "cp"))
     flags |= options
-    return validate.build_request(opdef, inputs, tuple(flags[o] for o in opdef.options))[0]
+    return contract.build_request(opdef, inputs, tuple(flags[o] for o in opdef.options))[0]
 
 
 MODEL: dict[str, Any] = {

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import kdacore_cuda
 from kdacore.hookspecs import hookimpl
 from kdacore.testing.cases import Case
 from kdacore.testing.suite import run_case
 from kdacore.types import Backend, Device, OpImpl, Request
-from kdacore_cuda import plugin
 
 NAME = "emulated"
 HOPPER = Device("cuda", 0, "sm_90")
@@ -41,7 +41,7 @@ def _moved(op: OpImpl) -> OpImpl:
 
 def emulated_backend(*ops: str) -> Backend:
     """These ops of the cuda backend for CPU tensors."""
-    real = plugin.make_backend()
+    real = kdacore_cuda.make_backend()
     moved = {name: _moved(real.ops[name]) for name in ops}
     return dataclasses.replace(real, name=NAME, ops=moved, device_types=("cpu",), requirements=(), rank=-1)
 

@@ -8,8 +8,7 @@ import pytest
 
 from kdacore.dispatch import cost
 from kdacore.types import Device, Request, TensorSpec
-from kdacore_cuda import costs
-from kdacore_cuda.plugin import make_backend
+from kdacore_cuda import costs, make_backend
 
 
 def call(

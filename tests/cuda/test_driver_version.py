@@ -35,7 +35,7 @@ def run(folder: Path, version: int, status: int, *command: str) -> str:
     return subprocess.run(command, env=os.environ | env, capture_output=True, text=True, check=True).stdout
 
 
-PROBE = "from kdacore_cuda.plugin import make_backend; print(make_backend().requirements[0].probe())"
+PROBE = "from kdacore_cuda import make_backend; print(make_backend().requirements[0].probe())"
 
 
 @pytest.mark.parametrize(

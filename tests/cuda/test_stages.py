@@ -16,10 +16,9 @@ import kdacore
 from kdacore import stages as api
 from kdacore.errors import UnsupportedError
 from kdacore.types import ChunkInputs, Device, IntraInputs, IntraOutputs, RecomputeInputs, RecomputeOutputs
-from kdacore_cuda import torch_arguments, verifiers
+from kdacore_cuda import make_backend, torch_arguments, verifiers
 from kdacore_cuda.compiler import compile_kernel
 from kdacore_cuda.kernel_source import KernelSource
-from kdacore_cuda.plugin import make_backend
 from kdacore_cuda.stages_kernels import intra_kernel, recompute_kernel
 from kdacore_reference import oracle_stages as exact
 

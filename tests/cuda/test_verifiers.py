@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from cuda_calls import BOUNDED_MODEL, Draw, request_of
 
+import kdacore_cuda
 from kdacore import lazy
 from kdacore.cli import main as cli
 from kdacore.registry import missing
 from kdacore.types import ChunkInputs, Device, Request
-from kdacore_cuda import plugin, verifiers
-from kdacore_cuda.plugin import _driver_missing, make_backend
+from kdacore_cuda import _driver_missing, make_backend, verifiers
 
 BACKEND = make_backend()
 
@@ -111,18 +111,18 @@ def test_declaring_the_backend_imports_nothing_else() -> None:
     """No framework, and none of the backend's other modules."""
     code = """
 import sys
-from kdacore_cuda.plugin import make_backend
+from kdacore_cuda import make_backend
 make_backend()
 assert not {"torch", "cuda", "triton"} & set(sys.modules)
 ours = {name for name in sys.modules if name.startswith("kdacore_cuda")}
-assert ours == {"kdacore_cuda", "kdacore_cuda.plugin"}, ours
+assert ours == {"kdacore_cuda"}, ours
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_every_declared_function_exists() -> None:
     """They are named as text, and imported when they are first called."""
-    source = Path(plugin.__file__).read_text()
+    source = Path(kdacore_cuda.__file__).read_text()
     named = re.findall(r'_lazy\("(\w+)", "(\w+)"\)', source)
     named += [("verifiers", name) for name in re.findall(r'_verifier\("(\w+)"\)', source)]
     named += [("stages", name) for name in re.findall(r'_stage\("(\w+)"\)', source)]

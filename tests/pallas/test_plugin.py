@@ -8,25 +8,25 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kdacore_pallas.plugin import make_backends
+import kdacore_pallas
+from kdacore_pallas import make_backends
 
 
 def test_declaring_imports_no_other_module() -> None:
     code = (
-        "import sys, kdacore_pallas.plugin as p; p.make_backends();"
+        "import sys, kdacore_pallas as p; p.make_backends();"
         "print(sorted(m for m in sys.modules if m.startswith(('kdacore_pallas', 'jax', 'torch'))))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['kdacore_pallas', 'kdacore_pallas.plugin']"
+    assert done.stdout.strip() == "['kdacore_pallas']"
 
 
 def test_every_declared_function_exists() -> None:
     from kdacore_pallas.tpu import entry_points as tpu
     from kdacore_pallas.tpu import verifiers as tpu_verifiers
     from kdacore_pallas.xla import entry_points as xla
-    from kdacore_pallas.xla import verifiers as xla_verifiers
 
-    modules: dict[str, tuple[Any, Any]] = {"xla": (xla, xla_verifiers), "pallas": (tpu, tpu_verifiers)}
+    modules: dict[str, tuple[Any, Any]] = {"xla": (xla, kdacore_pallas), "pallas": (tpu, tpu_verifiers)}
     for backend in make_backends():
         entry_points, verifiers = modules[backend.name]
         for op in backend.ops.values():

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from kdacore.types import ChunkInputs, OutputGrads, RecurrentInputs, Request, TensorSpec
-from kdacore_pallas.plugin import make_pallas
+from kdacore_pallas import make_pallas
 from kdacore_pallas.tpu import report_calls
 from kdacore_pallas.tpu.entry_points import _backward, _forward, _recurrent
 from kdacore_pallas.tpu.report_calls import Size

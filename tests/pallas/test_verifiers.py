@@ -10,7 +10,7 @@ import pytest
 
 from kdacore.registry import REGISTRY
 from kdacore.types import Device, Reason, Request, TensorSpec
-from kdacore_pallas.plugin import make_pallas, make_xla
+from kdacore_pallas import make_pallas, make_xla
 from kdacore_pallas.tpu import report_calls, verifiers, vmem
 
 SIZE = report_calls.Size(T=256, H=4, HV=4)

@@ -46,7 +46,7 @@ def bounds() -> dict[str, dict[str, float]]:
 
 @pytest.fixture
 def backend() -> Backend:
-    from kdacore_reference.plugin import make_backend
+    from kdacore_reference import make_backend
 
     return make_backend()
 

@@ -29,7 +29,7 @@ ENDINGS = [KeyError("oops"), SystemExit("oops")]
 @pytest.fixture(autouse=True)
 def fresh_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The reference alone on a machine with NumPy alone, so that the doctor is quick."""
-    monkeypatch.setattr(registry, "BUILTIN_PLUGINS", ("kdacore_reference.plugin",))
+    monkeypatch.setattr(registry, "BUILTIN_PLUGINS", ("kdacore_reference",))
     monkeypatch.setattr(machine, "probe", lambda: Machine((Row("system", "a test"),), (), ("numpy",)))
     REGISTRY.reset()
     yield

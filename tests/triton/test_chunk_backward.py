@@ -16,7 +16,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from kdacore.dispatch import validate
+from kdacore import contract
 from kdacore.ops import OPS
 from kdacore.testing.random_cases import random_case
 from kdacore.testing.suite import run_case
@@ -146,7 +146,7 @@ def build(case: Case) -> tuple[Request, ChunkInputs, OutputGrads]:
     for absent in ("checkpoint_every", "cp"):
         if absent in flags:
             flags[absent] = None
-    request = validate.build_request(op, inputs, tuple(flags.values()))[0]
+    request = contract.build_request(op, inputs, tuple(flags.values()))[0]
     do = None if case.only_final else tensor(rng.standard_normal((B, T, HV, V)), case.dtype)
     d_final = tensor(0.3 * rng.standard_normal(state), case.state_dtype) if case.final else None
     return request, inputs, OutputGrads(do, d_final)

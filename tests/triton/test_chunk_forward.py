@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from kdacore.dispatch import validate
+from kdacore import contract
 from kdacore.ops import OPS
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_reference.oracle import oracle_forward, to_float64
@@ -32,7 +32,7 @@ def request_of(inputs: ChunkInputs, *, scalar: bool = False, **options: Any) -> 
     flags = dict.fromkeys(opdef.options, False) | {
         "scale": None, "lower_bound": None, "checkpoint_every": None, "cp": None,
     } | options  # fmt: skip
-    return validate.build_request(opdef, inputs, tuple(flags[o] for o in opdef.options))[0]
+    return contract.build_request(opdef, inputs, tuple(flags[o] for o in opdef.options))[0]
 
 
 def draw(

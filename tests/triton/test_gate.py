@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kdacore.dispatch import validate
+from kdacore import contract
 from kdacore.ops import OPS
 from kdacore.types import GateInputs, Request
 from kdacore_reference.oracle import oracle_gate, oracle_gate_backward, to_float64
@@ -17,7 +17,7 @@ DEVICE = "cuda" if GPU else "cpu"
 
 
 def request_of(inputs: GateInputs, lower_bound: float | None) -> Request:
-    return validate.build_request(OPS["kda_gate"], inputs, (lower_bound,))[0]
+    return contract.build_request(OPS["kda_gate"], inputs, (lower_bound,))[0]
 
 
 def error(got: torch.Tensor, want: np.ndarray) -> float:

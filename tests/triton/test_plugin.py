@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+import kdacore_triton
 from kdacore.types import Device, Request, TensorSpec
-from kdacore_triton import plugin, verifiers
+from kdacore_triton import verifiers
 
 H200 = Device("cuda", 0, "sm_90")
 CALL = Request("chunk_kda", "torch", H200, 1, 64, 2, 2, 128, 128, 1, "bfloat16", "float32")
-CHUNK = plugin.make_backend().ops["chunk_kda"]
+CHUNK = kdacore_triton.make_backend().ops["chunk_kda"]
 
 
 def codes(request: Request) -> list[str]:
@@ -107,7 +108,7 @@ def test_stages_without_values_mind_k_alone() -> None:
 
 def test_declaring_the_backend_imports_no_framework() -> None:
     code = (
-        "import sys; from kdacore_triton.plugin import make_backend; b = make_backend();"
+        "import sys; from kdacore_triton import make_backend; b = make_backend();"
         "assert [r.probe() for r in b.requirements] == [None, None];"
         "assert not {'torch', 'triton', 'jax'} & set(sys.modules)"
     )

@@ -13,7 +13,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from kdacore.dispatch import validate
+from kdacore import contract
 from kdacore.ops import OPS
 from kdacore.types import Outputs, RecurrentInputs, Request
 from kdacore_reference.oracle import oracle_forward, to_float64
@@ -29,7 +29,7 @@ BOUND = {torch.float32: 2e-5, torch.bfloat16: 4.5e-3, torch.float16: 4.5e-3}
 def request_of(inputs: RecurrentInputs, op: str = "fused_recurrent_kda", **options: Any) -> Request:
     opdef = OPS[op]
     flags = dict.fromkeys(opdef.options, False) | {"scale": None, "lower_bound": None} | options
-    return validate.build_request(opdef, inputs, tuple(flags[o] for o in opdef.options))[0]
+    return contract.build_request(opdef, inputs, tuple(flags[o] for o in opdef.options))[0]
 
 
 def draw(

@@ -11,7 +11,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from kdacore.dispatch import validate
+from kdacore import contract
 from kdacore.ops import OPS
 from kdacore.types import RecurrentInputs, Request
 from kdacore_triton import recurrent
@@ -42,7 +42,7 @@ def request_of(x: RecurrentInputs, **options: Any) -> Request:
         | {"scale": None, "lower_bound": -5.0}
     )
     given |= options
-    return validate.build_request(opdef, x, tuple(given[o] for o in opdef.options))[0]
+    return contract.build_request(opdef, x, tuple(given[o] for o in opdef.options))[0]
 
 
 def small_copy(x: RecurrentInputs, rows: torch.Tensor) -> RecurrentInputs:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from kdacore.dispatch import validate
+from kdacore import contract
 from kdacore.ops import OPS
 from kdacore.types import (
     ChunkGateInputs,
@@ -50,7 +50,7 @@ SMALL = [
 def request_of(op: str, inputs: Any, **options: Any) -> Request:
     opdef = OPS[op]
     flags = {"scale": None, "lower_bound": None, "chunk_size": 64, "state_v_first": False} | options
-    return validate.build_request(opdef, inputs, tuple(flags[o] for o in opdef.options))[0]
+    return contract.build_request(opdef, inputs, tuple(flags[o] for o in opdef.options))[0]
 
 
 class Drawn:

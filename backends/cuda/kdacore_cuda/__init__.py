@@ -1,4 +1,161 @@
-"""kdacore's CUDA backend: hand-written kernels, compiled by NVRTC or shipped as cubins. No build
-step at install."""
+"""The CUDA backend: hand-written kernels, packaged as machine code or compiled by NVRTC. This file
+declares it; the other modules are imported by the first call that needs them."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, partial
+
+from kdacore.hookspecs import hookimpl
+from kdacore.lazy import lazy_function, package_probe
+from kdacore.types import Backend, OpImpl, Requirement
+
+VERIFIED = frozenset({"sm_90"})
+"""Architectures the conformance suite has run on, all ops
+(benchmarks/results/h200/conformance-cuda.json); others are checked once, on the machine, before
+auto uses them."""
+
+
+DRIVER = 13000
+"""The oldest CUDA version a driver may be of, as ``cuDriverGetVersion`` writes it: 13.0.
+
+NVRTC 13 compiles the packaged cubins, and those compiled on the user's machine. A driver loads
+machine code from every minor version of its own major version and from older major versions, never
+from newer ones. So a 13.0 driver loads what NVRTC 13.0 and later compiled (this would not hold for
+PTX, of which we ship none), and a 12.x driver refuses all of it. Triton, which brings its own
+assembler, works there.
+"""
+
+
+@cache
+def _driver_missing() -> str | None:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        number = ctypes.c_int()
+        status = driver.cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError) as error:
+        return f"no CUDA driver: {error}"
+    if status:
+        return f"no CUDA driver: cuDriverGetVersion returned {status}"
+    if number.value < DRIVER:
+        return (
+            f"the driver is for CUDA {_version(number.value)}; the kernels need {_version(DRIVER)} or later"
+        )
+    return None
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
 
 __version__ = "0.1.0"
+
+_lazy = partial(lazy_function, "kdacore_cuda")
+
+WHOLE = frozenset(
+    {
+        "beta_sigmoid",
+        "final_state",
+        "gate.bounded",
+        "gate.unbounded",
+        "grouped_value_heads",
+        "initial_state",
+        "neg_eigval",
+        "packed",
+        "qk_l2norm",
+        "state_v_first",
+    }
+)
+"""Features of the chunked and the recurrent ops that are served beyond the plain call."""
+POOL = frozenset({"accepted_tokens", "inplace_state", "out", "read_only_state", "state_pool"})
+"""Those of the recurrent ops alone."""
+
+
+_verifier = partial(_lazy, "verifiers")
+
+_COMMON = (
+    _verifier("architecture"),
+    _verifier("compiler"),
+    _verifier("head_dims"),
+    _verifier("gate_dtypes"),
+    _verifier("state_dtype"),
+    _verifier("grid_size"),
+)
+
+_STAGE = (
+    _verifier("architecture"),
+    _verifier("compiler"),
+    _verifier("stage_head_dims"),
+    _verifier("stage_dtypes"),
+    _verifier("stage_chunk"),
+    _verifier("heads_per_group"),
+    _verifier("sequence_length"),
+    _verifier("stage_grid_size"),
+)
+
+
+def _stage(function: str, *features: str) -> OpImpl:
+    return OpImpl(
+        forward=_lazy("stages", function),
+        serves=frozenset({"grouped_value_heads", "packed", *features}),
+        verifiers=_STAGE,
+        verified_archs=VERIFIED,
+        batch_invariant=True,
+    )
+
+
+def make_backend() -> Backend:
+    """The backend named ``cuda``."""
+    chunk = OpImpl(
+        forward=_lazy("chunk_forward", "forward"),
+        backward=_lazy("chunk_backward", "backward"),
+        serves=WHOLE | {"checkpoints"},
+        verifiers=(
+            *_COMMON,
+            _verifier("chunk_forward_dtype"),
+            _verifier("sequence_length"),
+            _verifier("gradients"),
+        ),
+        fast_path=_lazy("chunk_forward_fast_path", "make_fast_call"),
+        verified_archs=VERIFIED,
+    )
+    recurrent = OpImpl(
+        forward=_lazy("recurrent", "forward"),
+        serves=WHOLE | POOL,
+        verifiers=(*_COMMON, _verifier("recurrent_dtype")),
+        cost=_lazy("costs", "recurrent"),
+        fast_path=_lazy("recurrent_fast_path", "make_fast_call"),
+        verified_archs=VERIFIED,
+        batch_invariant=True,
+    )
+    return Backend(
+        name="cuda",
+        version=__version__,
+        kinds=("torch",),
+        ops={
+            "chunk_kda": chunk,
+            "fused_recurrent_kda": recurrent,
+            "fused_recurrent_gated_delta_rule": recurrent,
+            "kda_chunk_intra": _stage("chunk_intra"),
+            "kda_recompute_w_u": _stage("recompute_w_u", "q"),
+        },
+        summary="hand-written kernels: bfloat16 chunk_kda, its backward on Hopper, recurrent ops, two training stages",
+        requirements=(
+            Requirement(
+                "CUDA driver",
+                _driver_missing,
+                "install an NVIDIA driver for CUDA 13 (580 or later)",
+                hardware=True,
+            ),
+            Requirement("torch", package_probe("torch"), "pip install 'kdacore[cuda]'"),
+        ),
+        rank=100,
+        device_types=("cuda",),
+        capturable=True,
+    )
+
+
+@hookimpl
+def kdacore_backends() -> list[Backend]:
+    """The hook kdacore finds this backend by."""
+    return [make_backend()]

@@ -1,1 +1,180 @@
-"""JAX backends of kdacore: ``xla`` (plain JAX, any platform) and ``pallas`` (TPU kernels)."""
+"""Declarations of the JAX backends, ``xla`` (any platform) and ``pallas`` (TPUs).
+
+No other module of the package is imported until a call needs it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from functools import partial
+
+from kdacore import config
+from kdacore.hookspecs import hookimpl
+from kdacore.lazy import lazy_function
+from kdacore.types import Backend, OpImpl, Reason, Request, Requirement, Verifier
+
+VERSION = "0.1.0"
+MINIMUM_JAX = (0, 10)
+VERIFIED = frozenset({""})
+"""CPUs, where the conformance suite has run in full. On an H200 six of 501 tests have not ended, so
+a GPU counts as compiled only until they have (docs/lab/pallas.md)."""
+
+
+def _probe_jax() -> str | None:
+    """Why no recent enough jax is installed, or None. Read from its metadata, so that nothing is
+    imported."""
+    try:
+        found = importlib.metadata.version("jax")
+    except importlib.metadata.PackageNotFoundError:
+        return "jax is not installed"
+    if tuple(int(p) for p in found.split(".")[:2]) < MINIMUM_JAX:
+        return f"jax {found} is older than {'.'.join(map(str, MINIMUM_JAX))}"
+    return None
+
+
+JAX = Requirement("jax", _probe_jax, "pip install 'kdacore[pallas]'")
+
+
+_lazy = partial(lazy_function, "kdacore_pallas")
+
+WHOLE = frozenset(
+    {
+        "beta_sigmoid",
+        "final_state",
+        "gate.bounded",
+        "gate.unbounded",
+        "grouped_value_heads",
+        "initial_state",
+        "neg_eigval",
+        "packed",
+        "qk_l2norm",
+        "state_v_first",
+    }
+)
+"""Features of the chunked and the recurrent ops that are served beyond the plain call."""
+POOL = frozenset({"accepted_tokens", "inplace_state", "out", "read_only_state", "state_pool"})
+"""Those of the recurrent ops alone."""
+GATES = frozenset({"gate.bounded", "gate.unbounded"})
+STAGE = frozenset({"grouped_value_heads", "packed"})
+
+
+def _tpu_verifiers(*names: str) -> tuple[Verifier, ...]:
+    """Functions of :mod:`kdacore_pallas.tpu.verifiers`, imported when they are first called."""
+    return tuple([_lazy("tpu.verifiers", name) for name in names])
+
+
+# --- verifiers of xla: here, as every NumPy call asks them ---------------------------------------
+
+
+def no_float64(request: Request) -> Reason | None:
+    """float64 needs JAX's x64 mode and gains nothing here: the reference backend serves it."""
+    used = {request.dtype, request.state_dtype}
+    used |= {spec.dtype for _, spec in request.tensors if spec.dtype.startswith("float")}
+    if "float64" in used:
+        return Reason("dtype", "float64 is not served", "float64", "float32, bfloat16 or float16")
+    return None
+
+
+def host_arrays_on_cpu(request: Request) -> Reason | None:
+    """NumPy and torch callers are served by JAX's CPU device, so their arrays must be there."""
+    if request.kind != "jax" and request.device.type != "cpu":
+        return Reason(
+            "device", f"{request.kind} arrays are served on the CPU only", str(request.device), "cpu"
+        )
+    return None
+
+
+def not_captured(request: Request) -> Reason | None:
+    """JAX cannot run inside another framework's trace."""
+    if request.kind == "torch" and request.traced:
+        return Reason("traced", "torch.compile cannot trace into JAX", "fake tensors", "eager torch tensors")
+    return None
+
+
+def _xla_op(forward: str, backward: str | None, serves: frozenset[str], compiles: bool = False) -> OpImpl:
+    module = "xla.entry_points"
+    return OpImpl(
+        forward=_lazy(module, forward),
+        backward=None if backward is None else _lazy(module, backward),
+        serves=serves,
+        verifiers=(no_float64, host_arrays_on_cpu, not_captured),
+        verified_archs=VERIFIED,
+        compiles=compiles,
+    )
+
+
+def make_xla() -> Backend:
+    """Plain JAX: every op, any platform, traceable; NumPy and torch-CPU arrays when asked for by
+    name."""
+    chunk = _xla_op("chunk_forward", "chunk_backward", WHOLE | {"checkpoints"}, compiles=True)
+    recurrent = _xla_op("recurrent_forward", "recurrent_backward", WHOLE | POOL)
+    return Backend(
+        name="xla",
+        version=VERSION,
+        kinds=("jax", "numpy", "torch"),
+        auto_kinds=("jax",),
+        ops={
+            "chunk_kda": chunk,
+            "chunk_gated_delta_rule": chunk,
+            "fused_recurrent_kda": recurrent,
+            "fused_recurrent_gated_delta_rule": recurrent,
+            "kda_gate": _xla_op("gate_forward", "gate_backward", GATES),
+            "kda_chunk_gate": _xla_op("chunk_gate", None, GATES | {"packed"}),
+            "kda_chunk_intra": _xla_op("chunk_intra", None, STAGE),
+            "kda_recompute_w_u": _xla_op("recompute_w_u", None, STAGE | {"q"}),
+            "delta_rule_chunk_state": _xla_op(
+                "chunk_state", None, frozenset({"initial_state", "packed", "state_v_first"})
+            ),
+            "kda_chunk_output": _xla_op("chunk_output", None, STAGE),
+        },
+        summary="plain JAX on any platform; float32 arithmetic; jit, grad, vmap, shard_map",
+        requirements=(JAX,),
+        rank=10,
+        traceable=True,
+    )
+
+
+def make_pallas() -> Backend:
+    """TPU kernels of the chunked ops, forward and backward, and of the recurrent ops over a state
+    pool."""
+    module = "tpu.entry_points"
+    common = ("on_tpu", "known_generation", "tpu_dtype", "tile_alignment")
+    chunk = OpImpl(
+        forward=_lazy(module, "chunk_forward"),
+        backward=_lazy(module, "chunk_backward"),
+        serves=WHOLE,
+        verifiers=_tpu_verifiers(*common, "chunk_vmem", "chunk_smem"),
+    )
+    recurrent = OpImpl(
+        forward=_lazy(module, "recurrent_forward"),
+        backward=_lazy(module, "recurrent_backward"),
+        serves=WHOLE | POOL - {"out"},
+        verifiers=_tpu_verifiers(*common, "recurrent_vmem", "recurrent_smem"),
+    )
+    return Backend(
+        name="pallas",
+        version=VERSION,
+        kinds=("jax",),
+        ops={
+            "chunk_kda": chunk,
+            "chunk_gated_delta_rule": chunk,
+            "fused_recurrent_kda": recurrent,
+            "fused_recurrent_gated_delta_rule": recurrent,
+        },
+        summary="Pallas TPU kernels (compiled by the TPU compiler, never yet run on a TPU)",
+        requirements=(JAX,),
+        rank=20,
+        device_types=("*",) if config.get().pallas_interpret else ("tpu",),
+        traceable=True,
+    )
+
+
+def make_backends() -> list[Backend]:
+    """The backends of this plugin."""
+    return [make_xla(), make_pallas()]
+
+
+@hookimpl
+def kdacore_backends() -> list[Backend]:
+    """The hook kdacore finds these backends by."""
+    return make_backends()

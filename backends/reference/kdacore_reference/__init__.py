@@ -1,6 +1,124 @@
-"""The reference backend: a float64 step-by-step oracle and a chunked implementation on the array
-API standard.
+"""The reference backend: a float64 recurrence (the oracle) and a chunked forward and backward on the
+array API. This file declares it; the other modules are imported by the first call that needs them."""
 
-Nothing heavy is imported here; :mod:`kdacore_reference.oracle` is the entry point for tests and
-benchmarks.
-"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kdacore.hookspecs import hookimpl
+from kdacore.lazy import lazy_function
+from kdacore.types import Backend, OpImpl, Reason, Request
+
+
+def not_traced(request: Request) -> Reason | None:
+    """Lengths, indices and gates are read as values, which a JAX tracer does not have."""
+    if request.kind == "jax" and request.traced:
+        return Reason(
+            "traced",
+            "needs concrete values: the reference backend cannot run inside jit/grad/vmap tracing",
+            got="a traced call",
+            want="concrete jax arrays",
+        )
+    return None
+
+
+_READ_ON_HOST = ("cu_seqlens", "state_indices", "num_accepted_tokens")
+
+
+def has_values(request: Request) -> Reason | None:
+    """Offsets and indices are read as values, which torch's meta tensors lack. All other arrays may
+    be meta tensors."""
+    if request.device.type != "meta":
+        return None
+    read = [n for n in _READ_ON_HOST if request.has(n) and not request.has(f"{n}_cpu")]
+    if not read:
+        return None
+    return Reason(
+        "meta",
+        "reads offsets and indices, which have no values on the meta device",
+        got=f"{', '.join(read)} on meta",
+        want="cu_seqlens_cpu" if read == ["cu_seqlens"] else "arrays with values",
+    )
+
+
+_lazy = partial(lazy_function, "kdacore_reference")
+
+
+WHOLE = frozenset(
+    {
+        "beta_sigmoid",
+        "final_state",
+        "gate.bounded",
+        "gate.unbounded",
+        "grouped_value_heads",
+        "initial_state",
+        "neg_eigval",
+        "packed",
+        "qk_l2norm",
+        "state_v_first",
+    }
+)
+"""Features of the chunked and the recurrent ops that are served beyond the plain call."""
+POOL = frozenset({"accepted_tokens", "inplace_state", "out", "read_only_state", "state_pool"})
+"""Those of the recurrent ops alone."""
+GATES = frozenset({"gate.bounded", "gate.unbounded"})
+STAGES = {
+    "kda_chunk_gate": GATES | {"packed"},
+    "kda_chunk_intra": frozenset({"grouped_value_heads", "packed"}),
+    "kda_recompute_w_u": frozenset({"grouped_value_heads", "packed", "q"}),
+    "delta_rule_chunk_state": frozenset({"initial_state", "packed", "state_v_first"}),
+    "kda_chunk_output": frozenset({"grouped_value_heads", "packed"}),
+}
+
+
+def _op(
+    forward: Callable[..., Any],
+    serves: frozenset[str],
+    backward: Callable[..., Any] | None = None,
+    batch_invariant: bool = False,
+) -> OpImpl:
+    return OpImpl(
+        forward=forward,
+        backward=backward,
+        serves=serves,
+        verifiers=(not_traced, has_values),
+        verified_archs=frozenset({"*"}),
+        batch_invariant=batch_invariant,
+    )
+
+
+def make_backend() -> Backend:
+    """The backend named ``reference``: every op, every array kind, any device."""
+    chunk_backward = _lazy("chunk_backward", "chunk_backward")
+    chunk = _op(
+        _lazy("chunk_forward", "chunk_forward"),
+        WHOLE | {"checkpoints"},
+        chunk_backward,
+        batch_invariant=True,
+    )
+    recurrent = _op(_lazy("recurrent", "recurrent_forward"), WHOLE | POOL, chunk_backward)
+    gate_backward = _lazy("gate", "kda_gate_backward")
+    ops = {
+        "chunk_kda": chunk,
+        "chunk_gated_delta_rule": chunk,
+        "fused_recurrent_kda": recurrent,
+        "fused_recurrent_gated_delta_rule": recurrent,
+        "kda_gate": _op(_lazy("gate", "kda_gate_forward"), GATES, gate_backward),
+        **{stage: _op(_lazy("stages", stage), serves) for stage, serves in STAGES.items()},
+    }
+    return Backend(
+        name="reference",
+        version="0.1.0",
+        kinds=("numpy", "torch", "jax"),
+        ops=ops,
+        summary="array API code for any machine; float32 arithmetic, float64 for float64 inputs",
+        rank=0,
+    )
+
+
+@hookimpl
+def kdacore_backends() -> list[Backend]:
+    """The hook kdacore finds this backend by."""
+    return [make_backend()]

@@ -16,7 +16,7 @@ import numpy as np
 from array_api_compat import array_namespace, device, is_numpy_array
 from numpy.typing import NDArray
 
-from kdacore import forks
+from kdacore import config
 from kdacore.types import Array, Request
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -50,7 +50,7 @@ def to_offsets(request: Request, cu_seqlens: Any, name: str = "cu_seqlens") -> I
     """The offsets of a packed call, checked against the contract. ``name`` is the argument they
     were passed as."""
     offsets = to_int64(cu_seqlens)
-    from kdacore.dispatch.values import check_offsets  # packed calls alone need it
+    from kdacore.contract.values import check_offsets  # packed calls alone need it
 
     check_offsets(request, name, offsets)
     return offsets
@@ -288,4 +288,4 @@ class SingleThreadedBlas:
 
 
 single_threaded_blas = SingleThreadedBlas()
-forks.renew_in_child(single_threaded_blas.renew_in_child)
+config.renew_in_child(single_threaded_blas.renew_in_child)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from array_api_compat import array_namespace
 
-from kdacore.dispatch.values import check_candidates, check_indices
+from kdacore.contract.values import check_candidates, check_indices
 from kdacore.types import Array, Outputs, RecurrentInputs, Request
 from kdacore_reference.arrays import (
     cast,

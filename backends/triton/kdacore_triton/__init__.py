@@ -1,1 +1,119 @@
-"""kdacore's Triton backend: chunked forward and backward, the recurrent op, the gate, and the five stage ops."""
+"""The Triton backend. This file declares it; the other modules are imported by the first call that needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from kdacore.hookspecs import hookimpl
+from kdacore.lazy import lazy_function, package_probe
+from kdacore.types import Backend, OpImpl, Requirement, Verifier
+
+VERSION = "0.1.0"
+VERIFIED = frozenset({"sm_90"})
+"""Architectures the GPU tests have run on; for the others the kernels compile."""
+
+_lazy = partial(lazy_function, "kdacore_triton")
+_NAMES = ("hardware", "dtypes", "size", "head_dims", "key_dim", "state", "compiler")
+_verify = SimpleNamespace(**{name: _lazy("verifiers", name) for name in _NAMES})
+"""The functions of :mod:`kdacore_triton.verifiers`, imported by the first request that reaches one of them."""
+
+
+WHOLE = frozenset(
+    {
+        "beta_sigmoid",
+        "final_state",
+        "gate.bounded",
+        "gate.unbounded",
+        "grouped_value_heads",
+        "initial_state",
+        "neg_eigval",
+        "packed",
+        "qk_l2norm",
+        "state_v_first",
+    }
+)
+"""Features of the chunked and the recurrent ops that are served beyond the plain call."""
+POOL = frozenset({"accepted_tokens", "inplace_state", "out", "read_only_state", "state_pool"})
+"""Those of the recurrent ops alone."""
+GATES = frozenset({"gate.bounded", "gate.unbounded"})
+STAGE = frozenset({"grouped_value_heads", "packed"})
+STATE_STAGE = frozenset({"initial_state", "packed", "state_v_first"})
+
+
+def _op(
+    forward: Callable[..., Any],
+    *more: Verifier,
+    serves: frozenset[str],
+    backward: Callable[..., Any] | None = None,
+    batch_invariant: bool = False,
+    fast_path: Callable[..., Any] | None = None,
+) -> OpImpl:
+    return OpImpl(
+        forward=forward,
+        backward=backward,
+        serves=serves,
+        verifiers=(_verify.hardware, _verify.dtypes, _verify.size, *more),
+        verified_archs=VERIFIED,
+        batch_invariant=batch_invariant,
+        fast_path=fast_path,
+    )
+
+
+def make_backend() -> Backend:
+    """The backend named ``triton``: every op, torch tensors, forward and backward."""
+    whole = (_verify.head_dims, _verify.state, _verify.compiler)
+    chunk_backward = _lazy("chunk_backward", "backward")
+    chunk = _op(
+        _lazy("chunk_forward", "forward"),
+        *whole,
+        serves=WHOLE | {"checkpoints"},
+        backward=chunk_backward,
+    )
+    recurrent = _op(
+        _lazy("recurrent", "forward"),
+        *whole,
+        serves=WHOLE | POOL,
+        backward=chunk_backward,
+        fast_path=_lazy("recurrent", "fast_path"),
+    )
+    return Backend(
+        name="triton",
+        version=VERSION,
+        kinds=("torch",),
+        ops={
+            "chunk_kda": chunk,
+            "chunk_gated_delta_rule": chunk,
+            "fused_recurrent_kda": recurrent,
+            "fused_recurrent_gated_delta_rule": recurrent,
+            "kda_gate": _op(_lazy("gate", "forward"), serves=GATES, backward=_lazy("gate", "backward")),
+            "kda_chunk_gate": _op(_lazy("stages", "chunk_gate"), _verify.key_dim, serves=GATES | {"packed"}),
+            "kda_chunk_intra": _op(_lazy("stages", "chunk_intra"), _verify.key_dim, serves=STAGE),
+            "kda_recompute_w_u": _op(
+                _lazy("stages", "recompute_w_u"), _verify.head_dims, serves=STAGE | {"q"}
+            ),
+            "delta_rule_chunk_state": _op(
+                _lazy("stages", "chunk_state"),
+                *whole,
+                serves=frozenset({"initial_state", "packed", "state_v_first"}),
+            ),
+            "kda_chunk_output": _op(_lazy("stages", "chunk_output"), _verify.head_dims, serves=STAGE),
+        },
+        summary="portable GPU kernels: training, prefill and decode; CPU tensors with TRITON_INTERPRET=1",
+        requirements=(
+            Requirement("torch", package_probe("torch"), "pip install 'kdacore[triton]'"),
+            Requirement("Triton", package_probe("triton"), "pip install 'kdacore[triton]'"),
+        ),
+        rank=50,
+        device_types=("cuda", "rocm", "cpu"),
+        auto_device_types=("cuda", "rocm"),
+        capturable=True,
+    )
+
+
+@hookimpl
+def kdacore_backends() -> list[Backend]:
+    """The hook kdacore finds this backend by."""
+    return [make_backend()]

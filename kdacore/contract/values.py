@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from kdacore.arrays import Adapter, adapter_of
-from kdacore.dispatch.aliasing import check_memory
-from kdacore.dispatch.checks import MAX_VERIFY_TOKENS
+from kdacore.contract.aliasing import check_memory
+from kdacore.contract.checks import MAX_VERIFY_TOKENS
 from kdacore.errors import ContractError
 from kdacore.ops import INDEX_ARGUMENTS, OPS
 from kdacore.types import Request

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kdacore.arrays import Adapter
-from kdacore.dispatch.checks import (
+from kdacore.contract.checks import (
     FLOATS,
     STATES,
     Arguments,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kdacore.arrays import Adapter
-from kdacore.dispatch.checks import (
+from kdacore.contract.checks import (
     FLOATS,
     INDICES,
     MAX_VERIFY_TOKENS,
@@ -44,7 +44,7 @@ def build_request(
     call = Arguments(opdef, inputs, options)
     flags, others = _check_options(call)
     if opdef.family == "stage":
-        from kdacore.dispatch.validate_stages import build_stage
+        from kdacore.contract.stages import build_stage
 
         request, adapter = build_stage(call)
     elif opdef.family == "gate":

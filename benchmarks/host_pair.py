@@ -1,6 +1,6 @@
 """Host time of two checkouts, interleaved: what a change of the front end costs or saves.
 
-    python -m benchmarks.host_pair BEFORE AFTER [--device cuda] [--rounds 9] [--json out.json]
+    python -m benchmarks.host_pair BEFORE AFTER [--device cuda] [--rounds 9] [--only TEXT] [--json out.json]
 
 ``BEFORE`` and ``AFTER`` are folders of kdacore checkouts. Every round starts a fresh process for each
 checkout and each quantity, in alternating order. Only public calls are made, so the two may have any
@@ -141,10 +141,12 @@ def main() -> int:
     parser.add_argument("after", type=Path)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", default="", help="only quantities whose name contains this")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = []
-    for name, code in _quantities(args.device).items():
+    wanted = {n: code for n, code in _quantities(args.device).items() if args.only in n}
+    for name, code in wanted.items():
         seconds: dict[str, list[float]] = {"before": [], "after": []}
         for i in range(args.rounds + 1):
             sides = [("before", args.before), ("after", args.after)]

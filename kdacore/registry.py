@@ -65,6 +65,7 @@ class Registry:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._listeners: list[Callable[[], None]] = []
+        self._skipped: frozenset[str] = frozenset()
         self._clear()
 
     def renew_lock(self) -> None:
@@ -161,6 +162,18 @@ class Registry:
             self._clear()
         self._changed()
 
+    @contextlib.contextmanager
+    def without(self, names: Iterable[str]) -> Iterator[None]:
+        """Inside the ``with`` block, plugins of these names are not loaded: plugins are found again without them."""
+        before = self._skipped
+        self._skipped = before | frozenset(names)
+        try:
+            if self._skipped != before:
+                self.reset()
+            yield
+        finally:
+            self._skipped = before
+
     def register(self, plugin: Any, name: str) -> None:
         """Add a plugin object by hand, for tests and notebooks. Raises :class:`PluginError` if it is unusable."""
         with self._lock:
@@ -197,7 +210,7 @@ class Registry:
                 return
             self._clear()  # an interrupt may have left an earlier attempt half done
             self._manager = _manager()
-            disabled = config.get().disabled_plugins
+            disabled = config.get().disabled_plugins | self._skipped
             for module in BUILTIN_PLUGINS:
                 self._load_one(module, OWN_DISTRIBUTION, functools.partial(importlib.import_module, module))
             entries, unreadable = third_parties()

@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kdacore import config, features, machine, plugin_faults, report
+from kdacore import config, features, machine, plugin_faults, registry, report
 from kdacore.calls.description import CallDescription
 from kdacore.cli import call_arguments, doctor_selfcheck
 from kdacore.dispatch import selection
@@ -36,7 +36,6 @@ from kdacore.registry import (
     PluginRecord,
     Registered,
     probe,
-    third_parties,
 )
 from kdacore.selfcheck import check as selfcheck
 
@@ -105,11 +104,10 @@ for distribution, entry in third_parties()[0]:
 
 
 @contextlib.contextmanager
-def _deadly_plugins_aside(problem: Any) -> Iterator[None]:
-    """Import each third party's plugin in a child first; those that end or hang it are named, and not loaded here."""
-    before = os.environ.get("KDACORE_DISABLE_PLUGINS")
+def _without_deadly_plugins(problem: Any) -> Iterator[None]:
+    """Import each third party's plugin in a child first; those that end or hang the child are not loaded here."""
     disabled = config.get().disabled_plugins
-    found = [] if "all" in disabled else third_parties()[0]
+    found = [] if "all" in disabled else registry.third_parties()[0]
     asked = [(where, entry.name) for where, entry in found if entry.name not in disabled]
     with ThreadPoolExecutor(4) as pool:
         said = list(pool.map(lambda pair: _import_in_child(*pair), asked))
@@ -119,17 +117,8 @@ def _deadly_plugins_aside(problem: Any) -> Iterator[None]:
             f"plugin {name} ({where})",
             f"its import, tried in a process of its own: {what}; it is not loaded here",
         )
-    try:
-        if deadly:
-            names = [before or "", *(name for _, name, _ in deadly)]
-            os.environ["KDACORE_DISABLE_PLUGINS"] = ",".join(names)
-            config.refresh()
+    with REGISTRY.without([name for _, name, _ in deadly]):
         yield
-    finally:
-        if deadly:
-            os.environ.pop("KDACORE_DISABLE_PLUGINS")
-            if before is not None:
-                os.environ["KDACORE_DISABLE_PLUGINS"] = before
 
 
 def _import_in_child(distribution: str, name: str) -> str:
@@ -160,7 +149,7 @@ def collect(
     with _readable_environment() as faults, contextlib.ExitStack() as inside:
         for fault in faults:
             problem(f"environment variable {fault.variable}", f"is {fault.got!r}; wanted {fault.want}")
-        inside.enter_context(_deadly_plugins_aside(problem))
+        inside.enter_context(_without_deadly_plugins(problem))
         where = machine.probe()
         for row in where.rows:
             if row.problem:

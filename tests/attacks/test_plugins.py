@@ -73,7 +73,7 @@ def test_doctor_names_a_plugin_that_ends_the_process(tmp_path: Path) -> None:
 import os
 from kdacore.cli import doctor
 said = []
-with doctor._deadly_plugins_aside(lambda where, what: said.append((where, what))):
+with doctor._without_deadly_plugins(lambda where, what: said.append((where, what))):
     with doctor._stdout_aside():
         from kdacore.registry import REGISTRY
         found = {p.name: p.disabled for p in REGISTRY.plugins()}

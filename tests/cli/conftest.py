@@ -21,7 +21,7 @@ def small_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[M
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("KDACORE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(registry, "BUILTIN_PLUGINS", ("kdacore_reference",))
-    monkeypatch.setattr(registry, "_third_parties", lambda: ())
+    monkeypatch.setattr(registry, "third_parties", lambda: ([], []))
     small = Machine((Row("system", "a test"),), (), ("numpy",))
     monkeypatch.setattr(machine, "probe", lambda: small)
     config.refresh()
@@ -40,7 +40,7 @@ def every_backend(small_machine: Machine, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.fixture
 def distribution(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> WriteDistribution:
     """Installs a distribution with one plugin: ``distribution(name, source, entry_point)``."""
-    monkeypatch.setattr(registry, "_third_parties", _real_third_parties)
+    monkeypatch.setattr(registry, "third_parties", _real_third_parties)
     root = tmp_path / "site"
     root.mkdir()
     monkeypatch.syspath_prepend(str(root))
@@ -57,5 +57,5 @@ def distribution(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> WriteDistri
     return write
 
 
-_real_third_parties = registry._third_parties
+_real_third_parties = registry.third_parties
 _real_plugins = registry.BUILTIN_PLUGINS

@@ -40,7 +40,7 @@ class Toy:
         """What the emulator says, and the results."""
         given, out = (ctypes.c_float * 4096)(*[i % 64 for i in range(4096)]), (ctypes.c_float * 512)()
         message = self.run(wrong, given, out, self.threads, seed)
-        return "" if message is None else message.recurrent_call(), list(out)
+        return "" if message is None else message.decode(), list(out)
 
 
 _PRODUCTS = """

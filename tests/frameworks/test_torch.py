@@ -386,8 +386,7 @@ def operator_arguments(family: str, arguments: dict[str, Any], needs_grad: bool)
     """The flat arguments of an operator."""
     op = {"chunk": "chunk_kda", "recurrent": "fused_recurrent_kda", "gate": "kda_gate"}[family]
     arrays = [arguments.get(n) for n in torch_operators._ARRAYS[family]]
-    defaults = {"scale": None, "lower_bound": None, "checkpoint_every": None}
-    options = [arguments.get(n, defaults.get(n, False)) for n in torch_operators._OPTIONS[family]]
+    options = [arguments.get(o.name, o.default) for o in torch_operators._OPTIONS[family]]
     return (op, *arrays, *options, needs_grad, "", "", "auto")
 
 

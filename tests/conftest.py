@@ -19,10 +19,17 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # In these folders kernels are compiled, interpreted or emulated, or whole programs run, in nearly every test: all files
 # are slow except those named.
 QUICK_FILES = {
-    "conformance": {"test_docs.py"},
-    "cuda": {"test_costs.py", "test_driver_version.py", "test_verifiers.py"},
-    "examples": set(),
-    "packaging": set(),
+    "conformance": {"test_calls.py", "test_docs.py"},
+    "cuda": {
+        "test_costs.py",
+        "test_emulator.py",
+        "test_launch.py",
+        "test_launch_ops.py",
+        "test_packaged_cubins.py",
+        "test_verifiers.py",
+    },
+    "examples": {"test_serving_loop.py"},
+    "packaging": {"test_layers.py"},
     "pallas": {"test_verifiers.py"},
     "triton": {"test_configs.py", "test_gate.py", "test_plugin.py"},
 }
@@ -30,12 +37,24 @@ QUICK_FILES = {
 # Slow tests of the other folders, by function.
 SLOW_TESTS = {
     "test_activation_checkpointing",
+    "test_adding_a_backend",
+    "test_an_eager_grad_compiles_once",
     "test_batch_invariance",
     "test_compiled_autograd_does_not_trace_through_the_backend",
     "test_compiling_may_be_the_first_thing_a_process_does",
+    "test_eager_calls_take_any_capable_backend",
     "test_fake_tensors_and_export",
+    "test_first_gradient_calls_of_many_threads",
+    "test_grad_matches_torch_on_the_reference",
+    "test_half_precision_loses_only_the_rounding_of_results",
     "test_later_tokens_in_jax",
+    "test_packed_offsets_may_be_traced",
+    "test_page",
     "test_saved_tensors_are_unpacked_once",
+    "test_stages_in_jax",
+    "test_torch_and_jax",
+    "test_vmap_and_checkpoint",
+    "test_what_is_no_tensor_after_calls_that_are_cached",
     "test_what_no_graph_can_hold_is_named_and_called_eagerly",
     "test_wrong_results",
     "test_wrong_states",

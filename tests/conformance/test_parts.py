@@ -269,6 +269,7 @@ def test_what_can_be_drawn_is_what_the_backend_has() -> None:
         random_case("pallas", 0, "cpu", calls="stages")
 
 
+@pytest.mark.exhaustive
 def test_random_calls_print_progress() -> None:
     out = io.StringIO()
     results = run_random("reference", 3, seed=100, stream=out)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kdacore.ops import OPS as DEFINITIONS
 from kdacore.registry import REGISTRY
 from kdacore.testing.matrix import plan
 from kdacore.testing.suite import run_case
@@ -21,9 +22,9 @@ def _plan():  # type: ignore[no-untyped-def]
 
 
 def _op_and_kind(op: str, kind: str) -> Any:
-    """JAX compiles for every case; the ops with one gate a head do so for what the others do too."""
-    again = kind == "jax" and op.endswith("gated_delta_rule")
-    return pytest.param(op, kind, marks=[pytest.mark.exhaustive] if again else [])
+    """The chunked and recurrent ops with JAX arrays take minutes, as JAX compiles for every case."""
+    slow = kind == "jax" and DEFINITIONS[op].family in ("chunk", "recurrent")
+    return pytest.param(op, kind, marks=[pytest.mark.exhaustive] if slow else [])
 
 
 @pytest.mark.parametrize(

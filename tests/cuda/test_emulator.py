@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from pathlib import Path
+from typing import Any
 
 import emulator
 import pytest
@@ -38,9 +39,17 @@ class Toy:
 
     def __call__(self, wrong: int, seed: int = 0) -> tuple[str, list[float]]:
         """What the emulator says, and the results."""
-        given, out = (ctypes.c_float * 4096)(*[i % 64 for i in range(4096)]), (ctypes.c_float * 512)()
+        given, out = _on_a_sector(4096), _on_a_sector(512)
+        given[:] = [i % 64 for i in range(4096)]
         message = self.run(wrong, given, out, self.threads, seed)
         return "" if message is None else message.decode(), list(out)
+
+
+def _on_a_sector(count: int) -> Any:
+    """Floats that begin at a multiple of 128 bytes, as device memory does: the emulator complains of copies that split
+    a sector of 32 bytes."""
+    raw = ctypes.create_string_buffer(4 * count + 128)
+    return (ctypes.c_float * count).from_buffer(raw, -ctypes.addressof(raw) % 128)
 
 
 _PRODUCTS = """

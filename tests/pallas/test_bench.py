@@ -3,9 +3,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from kdacore.cli import main as cli
 
 
+@pytest.mark.exhaustive
 def test_the_preset_times_four_contenders(tmp_path: Path) -> None:
     path = tmp_path / "xla.json"
     assert cli.main(["bench", "xla", "--tiny", "--samples", "3", "--json", str(path)]) == 0

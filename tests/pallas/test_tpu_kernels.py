@@ -51,7 +51,10 @@ def backward(request: Request, inputs: Any, grads: OutputGrads) -> Any:
     return chunk_backward.backward(request, inputs, (), grads, request.H, INTERPRET)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.exhaustive if n not in list(CASES)[:2] else ()) for n in CASES],
+)
 def test_forward_and_backward(name: str) -> None:
     request, inputs = build(CASES[name])
     check_forward(forward(request, to_jax(inputs)), request, inputs)

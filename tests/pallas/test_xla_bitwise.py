@@ -51,7 +51,8 @@ def test_later_tokens_change_no_bit(gates: str) -> None:
             assert np.array_equal(d[name], d2[name]), name
 
 
-@pytest.mark.parametrize("T", [pytest.param(T, marks=pytest.mark.exhaustive) for T in (64, 100)] + [128])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("T", [64, 100, 128])
 def test_gradients_do_not_depend_on_later_tokens(T: int) -> None:
     """Lengths below, at and above one and two segments; gradients of rows and parameters; grouped
     heads."""

@@ -63,6 +63,7 @@ def test_changing_later_tokens(
     _compare_changed(call, t, kind, backend)
 
 
+@pytest.mark.exhaustive
 def test_later_tokens_in_jax(make_call: Make, backend: Backend) -> None:
     """Changed and appended in one test: eager JAX compiles every primitive for every shape."""
     call = make_call(T=150, H=2, HV=4, K=16, V=16, output_final_state=False)

@@ -24,7 +24,7 @@ def results(*arguments: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("arch", ["sm_90", pytest.param("gfx942", marks=pytest.mark.exhaustive)])
 def test_representative_cases(arch: str) -> None:
     """One architecture of each vendor; the exhaustive run has them all."""
     found = results("--arch", arch)

@@ -7,7 +7,6 @@ docs/guide/environment.md lists the same variables, and a test holds the two tog
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -65,6 +64,8 @@ def _cache_dir(env: Mapping[str, str]) -> Path:
         # The XDG specification has relative folders ignored.
         return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kdacore"
     except RuntimeError:  # neither HOME nor an entry in the list of users, as in some containers
+        import tempfile  # here: it takes 4 ms to import
+
         return Path(tempfile.gettempdir()) / f"kdacore-{os.getuid()}"
 
 

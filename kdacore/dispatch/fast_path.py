@@ -90,18 +90,19 @@ class FastPath:
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
-        self._calls: dict[str, tuple[SeenCall, ...]] = {}
+        self.calls: dict[str, tuple[SeenCall, ...]] = {}
+        """Calls that are kept, by op, in the order in which they are tested."""
         self._once: dict[str, tuple[Plan, ...]] = {}
         """Plans whose call has come once."""
 
     def clear(self) -> None:
         """Forget every call (the backends or the configuration changed)."""
-        self._calls.clear()
+        self.calls.clear()
         self._once.clear()
 
     def find(self, op: str, arrays: tuple[Any, ...], options: tuple[Any, ...], asked: Any) -> SeenCall | None:
         """An earlier call like this one, None when there was none."""
-        for seen in self._calls.get(op, ()):
+        for seen in self.calls.get(op, ()):
             if asked == seen.asked and seen.matches(arrays, options):
                 return seen
         return None
@@ -112,7 +113,7 @@ class FastPath:
         if not any(plan is p for p in once):
             self._once[op] = (plan, *once[: _MAX_CALLS - 1])
             return
-        kept = self._calls.get(op, ())[: _MAX_CALLS - 1]
+        kept = self.calls.get(op, ())[: _MAX_CALLS - 1]
         fast_call = None
         if plan.fast_path is not None and sum(plan is seen.plan for seen in kept) < _MAX_FAST_CALLS:
             fast_call = plan.fast_path(plan.request, inputs)
@@ -124,4 +125,4 @@ class FastPath:
         # A test that accepts any strides must come after those with a fast path for particular strides.
         behind = 1 + max((i for i, other in enumerate(kept) if other.plan is plan), default=-1)
         place = behind if fast_call is None else 0
-        self._calls[op] = (*kept[:place], seen, *kept[place:])
+        self.calls[op] = (*kept[:place], seen, *kept[place:])

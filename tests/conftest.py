@@ -6,6 +6,7 @@ The slow tests are named here, in one place: ``pytest -m "not slow"`` is the inn
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,32 @@ SLOW_TESTS = {
 }
 
 
+# Tests of many cases that take minutes: the README's command runs the first cases, `-m exhaustive` the others.
+FIRST_CASES = {
+    "test_chunk_backward.py::test_head_dims": 2,
+    "test_chunk_backward.py::test_packed_sequences": 2,
+    "test_chunk_backward.py::test_value_heads_share_q_and_k": 2,
+    "test_chunk_forward.py::test_segments": 1,
+    "test_recurrent.py::test_later_tokens_change_no_earlier_bit": 2,
+    "test_stages_recompute_hopper.py::test_it_gives_the_bits_of_the_other_kernel": 12,
+    "test_warp_sums.py::test_decode": 0,
+    "test_xla_chunk.py::test_forward_and_backward": 3,
+    "test_xla_chunk_forward_gpu.py::test_lengths": 4,
+    "test_xla_chunk_forward_gpu.py::test_options": 4,
+    "test_xla_chunk_forward_threads.py::test_same_as_one_program": 1,
+}
+
+
+def _mark_later_cases(items: list[pytest.Item]) -> None:
+    seen: Counter[str] = Counter()
+    for item in items:
+        name = f"{item.path.name}::{getattr(item, 'originalname', item.name)}"
+        if name in FIRST_CASES:
+            seen[name] += 1
+            if seen[name] > FIRST_CASES[name]:
+                item.add_marker(pytest.mark.exhaustive)
+
+
 def _is_slow(item: pytest.Item) -> bool:
     if item.get_closest_marker("exhaustive"):  # `-m "not slow"` replaces the option that leaves these out
         return True
@@ -72,7 +99,11 @@ def _is_slow(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the slow tests. Tests marked ``gpu`` run where there is one; their record is in benchmarks/results."""
+    """Mark the exhaustive and the slow tests, and skip those for a GPU where there is none.
+
+    What the latter found on the hardware is in benchmarks/results.
+    """
+    _mark_later_cases(items)
     for item in items:
         if _is_slow(item):
             item.add_marker(pytest.mark.slow)

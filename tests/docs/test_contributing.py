@@ -121,3 +121,15 @@ def test_adding_a_backend(tree: Path) -> None:
     served = re.search(r"(\d+) served, (\d+) declined, 0 failed", suite)
     assert served and int(served[1]) > 10, suite
     assert "-> sixth" in explained, explained
+
+
+def test_the_tables_of_slow_tests_name_tests_that_exist() -> None:
+    """A renamed test would otherwise be quick again without anyone noticing."""
+    source = (ROOT / "tests" / "conftest.py").read_text()
+    files = {path: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    for name in re.findall(r'"(test_\w+)"', source):
+        assert any(f"def {name}(" in text for text in files.values()), name
+    for file, name in re.findall(r'"(test_\w+\.py)::(test_\w+)"', source):
+        assert any(path.name == file and f"def {name}(" in text for path, text in files.items()), (file, name)
+    for file in re.findall(r'"(test_\w+\.py)"', source):
+        assert any(path.name == file for path in files), file

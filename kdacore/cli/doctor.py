@@ -38,6 +38,7 @@ from kdacore.registry import (
     probe,
 )
 from kdacore.selfcheck import check as selfcheck
+from kdacore.types import Backend
 
 SCHEMA = 1
 """Version of the report's layout; raised when a field changes its meaning or goes away."""
@@ -244,7 +245,7 @@ def _backend(registered: Registered, where: Machine, problem: Any) -> dict[str, 
     for text in raised:
         problem(f"backend {backend.name}", text)
     status = "problem" if raised else "not available" if gone else "available"
-    arch = {a.arch for a in where.accelerators if a.type in backend.device_types}
+    arch = _architectures(backend, where)
     return {
         "name": backend.name,
         "version": backend.version,
@@ -258,11 +259,25 @@ def _backend(registered: Registered, where: Machine, problem: Any) -> dict[str, 
     }
 
 
+def _architectures(backend: Backend, where: Machine) -> set[str]:
+    """The architectures of this machine's devices that automatic choice may use the backend on; "" is the CPU's."""
+
+    def serves(device_type: str) -> bool:
+        kinds = (backend.device_types, backend.auto_device_types or ("*",))
+        return all("*" in types or device_type in types for types in kinds)
+
+    found = {a.arch for a in where.accelerators if serves(a.type)}
+    return found | {""} if serves("cpu") else found
+
+
+_ARCH_NAMES = {"*": "any hardware", "": "CPUs"}
+
+
 def _mark(verified: frozenset[str], here: set[str]) -> dict[str, Any]:
     """On which architectures something is verified, and what that says of those ``here``."""
     known = "*" in verified or (bool(here) and here <= verified)
     return {
-        "verified_on": sorted("any hardware" if arch == "*" else arch for arch in verified),
+        "verified_on": sorted(_ARCH_NAMES.get(arch, arch) for arch in verified),
         "here": "verified" if known else "compiled only" if here else "no device",
     }
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 TOKENS = 80
 """More than one chunk, and a ragged end."""
 MARGIN = 2.0
-"""The contract's bounds are for long calls of random numbers, and twice as wide in its hard cases. The twin is as hard:
-few tokens, so that one draw weighs, empty and short sequences in a pack, any head dims."""
+"""The contract's bounds are for long calls of random numbers, and twice as wide in its hard cases. The
+small call is as hard: few tokens, empty and short sequences in a pack, any head dims."""
 _LIBRARIES: dict[ArrayKind, tuple[str, ...]] = {
     "numpy": ("numpy", "ml-dtypes"),
     "torch": ("torch", "triton", "cuda-bindings", "nvidia-cuda-nvrtc"),
@@ -100,25 +100,25 @@ def _measure_outside(registered: Registered, request: Request) -> Record:
 
 
 def measure(registered: Registered, request: Request) -> Record:
-    """Run the call's small twin on the backend and on the oracle.
+    """Run a small call like this one on the backend and on the oracle.
 
     Returns:
         ``error`` and ``bound`` of the result nearest its bound (or farthest beyond); ``failure``: what was raised;
         ``misfit``: the results that are missing, unasked for, or of another dtype, which no error is small enough for.
     """
-    from kdacore.selfcheck import small_call as twin
+    from kdacore.selfcheck import small_call
 
-    small, inputs = twin.small_call(request, TOKENS)
+    small, inputs = small_call.small_call(request, TOKENS)
     impl = registered.backend.ops[request.op]
     whole = registered.backend.traceable and request.kind == "jax"
     forward = _compiled(impl.forward) if whole else impl.forward
     try:
         with _as_given(request, inputs):
             result = forward(small, inputs)
-            pairs = twin.forward_pairs(small, inputs, result)
+            pairs = small_call.forward_pairs(small, inputs, result)
             if impl.backward is not None and request.needs_grad:
                 backward = _compiled(impl.backward) if whole else impl.backward
-                pairs += twin.backward_pairs(small, inputs, backward)
+                pairs += small_call.backward_pairs(small, inputs, backward)
     except plugin_faults.FAULTS as error:  # a kernel may fail in any way; the failure is the finding
         return _finding(failure=repr(error)[:500])
     if misfits := [p.misfit for p in pairs if p.misfit]:
@@ -133,7 +133,7 @@ def _finding(error: float = float("inf"), bound: float = 0.0, failure: str = "",
 
 
 def _bound(request: Request, pair: Pair) -> float:
-    """The contract's, for this result of the twin."""
+    """The contract's, for this result of the small call."""
     from kdacore.selfcheck import bounds
 
     if request.op == "kda_gate" and pair.quantity == "o":  # float32 whatever its input, and no product in it
@@ -170,9 +170,9 @@ def relative_error(x: Any, ref: Any) -> float:
 
 def _record_path(registered: Registered, request: Request) -> Path:
     """One file for each small call that :func:`measure` can make, and for all it is made with."""
-    from kdacore.selfcheck import small_call as twin
+    from kdacore.selfcheck import small_call
 
-    what = json.dumps([*_versions(registered, request), twin.identity(request, TOKENS)])
+    what = json.dumps([*_versions(registered, request), small_call.identity(request, TOKENS)])
     digest = hashlib.sha256(what.encode()).hexdigest()[:20]
     folder = config.get().cache_dir / "selfcheck" / (request.device.arch or request.device.type)
     return folder / f"{registered.backend.name}-{request.op}-{digest}.json"

@@ -12,7 +12,7 @@ from kdacore.calls import requests
 from kdacore.dispatch import selection
 from kdacore.registry import REGISTRY
 from kdacore.testing.cases import DIFFERENTIATES, Case
-from kdacore.testing.parts import parts_of
+from kdacore.testing.derived_calls import parts_of
 from kdacore.types import ArrayKind, Device, Reason, Request
 
 

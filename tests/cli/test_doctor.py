@@ -255,7 +255,7 @@ def test_a_compiled_only_backend_is_marked(capsys: Capture) -> None:
     found = diagnose(capsys)
     assert {c["mark"] for c in found["selfchecks"] if c["backend"] == "untested"} == {"compiled only"}
     row = next(b for b in found["backends"] if b["name"] == "untested")
-    assert row["ops"]["kda_gate"] == {"verified_on": [], "here": "no device"}
+    assert row["ops"]["kda_gate"] == {"verified_on": [], "here": "compiled only"}
 
 
 def test_a_probe_that_raises(capsys: Capture) -> None:
@@ -550,3 +550,15 @@ def test_the_real_command_on_the_real_machine(tmp_path: Path) -> None:
         f"kdacore_{name}" for name in ("reference", "triton", "cuda", "pallas")
     ]
     assert {row["name"] for row in found["machine"]} >= {"system", "cpu", "torch", "jax", "nvidia driver"}
+
+
+def test_a_backend_verified_on_cpus_is_verified_on_a_cpu(
+    every_backend: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The suite of ``xla`` has passed on CPUs; ``pallas`` has run on no TPU, and there is none here."""
+    cli.main(["doctor", "--json", "--no-selfcheck"])
+    backends = {b["name"]: b["ops"]["chunk_kda"] for b in json.loads(capsys.readouterr().out)["backends"]}
+    assert backends["xla"] == {"verified_on": ["CPUs"], "here": "verified"}
+    assert backends["reference"] == {"verified_on": ["any hardware"], "here": "verified"}
+    assert backends["pallas"] == {"verified_on": [], "here": "no device"}
+    assert backends["triton"]["here"] == "no device"

@@ -18,7 +18,7 @@ from kdacore.hookspecs import hookimpl
 from kdacore.ops import FEATURES
 from kdacore.registry import REGISTRY
 from kdacore.selfcheck import check as selfcheck
-from kdacore.selfcheck import small_call as twin
+from kdacore.selfcheck import small_call
 from kdacore.types import Backend, OpImpl, Request
 
 OPS = ("chunk_kda", "fused_recurrent_kda", "kda_gate", "chunk_gated_delta_rule")
@@ -221,7 +221,7 @@ def test_a_corrupt_record_is_checked_again(own_cache: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["packed", "raw gate", "state", "torch gradients", "bfloat16", "decode", "gate", "gdn"]
 )
-def test_every_kind_of_call_has_a_twin(name: str) -> None:
+def test_every_kind_of_call_has_a_small_call(name: str) -> None:
     """A right kernel passes and a wrong one fails, whatever the call looks like."""
     x = call()
     function, arguments = kdacore.chunk_kda, x
@@ -319,7 +319,7 @@ def _differing_calls() -> dict[str, tuple[Any, dict[str, Any]]]:
     }
 
 
-def test_calls_whose_twins_differ_are_checked_each() -> None:
+def test_calls_whose_small_calls_differ_are_checked_each() -> None:
     calls: list[int] = []
     unverified(calls=calls)
     for name, (function, arguments) in _differing_calls().items():
@@ -334,8 +334,8 @@ def test_the_small_shapes_follow_from_what_is_compared() -> None:
     longer = [dataclasses.replace(r, T=r.T + 100, B=r.B + 3) for r in asked if r.op == "chunk_kda"]
     small: dict[str, set[Request]] = {}
     for request in asked + longer:
-        name = twin.identity(request, selfcheck.TOKENS)
-        small.setdefault(name, set()).add(twin.small_call(request, selfcheck.TOKENS)[0])
+        name = small_call.identity(request, selfcheck.TOKENS)
+        small.setdefault(name, set()).add(small_call.small_call(request, selfcheck.TOKENS)[0])
     assert len(small) == len(asked) and all(len(found) == 1 for found in small.values())
 
 

@@ -8,25 +8,24 @@ from __future__ import annotations
 
 from functools import cache
 
+from kdacore import verifiers as common
 from kdacore.types import Reason, Request
 from kdacore_cuda.architectures import BUILD_ARCHS, FIRST_ARCH, HEAD_DIMS
 
 STATE_DTYPES = ("float32", "bfloat16")
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 
-
-def architecture(request: Request) -> Reason | None:
-    """The kernels need bfloat16 products and asynchronous copies: compute capability 8.0."""
-    arch = request.device.arch
-    number = arch.removeprefix("sm_")
-    if arch == number or not number.isdigit() or int(number) < FIRST_ARCH:
-        return Reason(
-            "hardware",
-            "is built for NVIDIA GPUs of compute capability 8.0 and up",
-            arch or "none",
-            "sm_80 or later",
-        )
-    return None
+architecture = common.compute_capability(FIRST_ARCH)
+"""The kernels need bfloat16 products and asynchronous copies."""
+head_dims = common.head_dims(HEAD_DIMS, equal=True)
+"""Kernels are compiled for fixed head dims."""
+chunk_forward_dtype = common.dtypes("bfloat16")
+"""The chunk forward multiplies bfloat16."""
+recurrent_dtype = common.dtypes(*FLOAT_DTYPES)
+"""The recurrent kernel reads any 16- or 32-bit float."""
+state_dtype = common.state_dtypes(*STATE_DTYPES)
+sequence_length = common.lengths(2**30 - 1)
+"""Lengths inside a sequence are 32-bit."""
 
 
 @cache
@@ -49,45 +48,12 @@ def compiler(request: Request) -> Reason | None:
     )
 
 
-def head_dims(request: Request) -> Reason | None:
-    """Kernels are compiled for fixed head dims."""
-    if request.K != request.V or request.K not in HEAD_DIMS:
-        want = " or ".join(f"K = V = {d}" for d in HEAD_DIMS)
-        return Reason(
-            "head_dim", "has kernels for some head dims only", f"K={request.K}, V={request.V}", want
-        )
-    return None
-
-
-def chunk_forward_dtype(request: Request) -> Reason | None:
-    """The chunk forward multiplies bfloat16."""
-    if request.dtype != "bfloat16":
-        return Reason("dtype", "takes bfloat16 q, k, v in the chunk forward", request.dtype, "bfloat16")
-    return None
-
-
-def recurrent_dtype(request: Request) -> Reason | None:
-    """The recurrent kernel reads any 16- or 32-bit float."""
-    if request.dtype not in FLOAT_DTYPES:
-        return Reason("dtype", "takes 16- and 32-bit floats", request.dtype, " or ".join(FLOAT_DTYPES))
-    return None
-
-
 def gate_dtypes(request: Request) -> Reason | None:
     """Gates, betas and biases are 16- or 32-bit floats."""
     for name in ("g", "beta", "dt_bias"):
         if request.has(name) and request.spec(name).dtype not in FLOAT_DTYPES:
             got = f"{name}: {request.spec(name).dtype}"
             return Reason("dtype", "takes 16- and 32-bit floats", got, " or ".join(FLOAT_DTYPES))
-    return None
-
-
-def state_dtype(request: Request) -> Reason | None:
-    """States are float32 or bfloat16."""
-    if request.state_dtype not in STATE_DTYPES:
-        return Reason(
-            "state_dtype", "keeps states in these dtypes", request.state_dtype, " or ".join(STATE_DTYPES)
-        )
     return None
 
 
@@ -100,13 +66,6 @@ def grid_size(request: Request) -> Reason | None:
             f"N*HV={request.N * request.HV}",
             "< 2**27",
         )
-    return None
-
-
-def sequence_length(request: Request) -> Reason | None:
-    """Lengths inside a sequence are 32-bit."""
-    if request.T >= 2**30:
-        return Reason("too_large", "counts tokens in 32 bits", f"T={request.T}", "< 2**30")
     return None
 
 

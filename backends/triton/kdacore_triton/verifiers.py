@@ -6,11 +6,16 @@ import importlib.metadata
 import os
 from functools import cache
 
+from kdacore import verifiers as common
 from kdacore.types import Reason, Request
 
 FLOATS = ("float32", "bfloat16", "float16")
 STATES = ("float32", "bfloat16")
 MIN_DIM, MAX_DIM = 16, 256
+state = common.state_dtypes(*STATES)
+key_dim = common.key_dims(range(MIN_DIM, MAX_DIM + 1))
+"""A row of k is one tile."""
+head_dims = common.head_dims(range(MIN_DIM, MAX_DIM + 1))
 MAX_TOKENS = 2**30
 TENSOR_MEMORY = range(100, 120)
 """Architectures, sm_100 to sm_119, whose matrix products accumulate in tensor memory."""
@@ -80,30 +85,6 @@ def dtypes(request: Request) -> Reason | None:
     for name, spec in request.tensors:
         if spec.dtype == "float64":
             return Reason("dtype", f"takes no float64 {name}", str(spec), " or ".join(FLOATS))
-    return None
-
-
-def state(request: Request) -> Reason | None:
-    """States are kept in float32 or bfloat16."""
-    if request.state_dtype not in STATES:
-        return Reason("state_dtype", "keeps states in these dtypes", request.state_dtype, " or ".join(STATES))
-    return None
-
-
-def key_dim(request: Request) -> Reason | None:
-    """K is one tile: 16 to 256."""
-    if not MIN_DIM <= request.K <= MAX_DIM:
-        return Reason(
-            "head_dim", "holds a row of k in one tile", f"K={request.K}", f"{MIN_DIM} <= K <= {MAX_DIM}"
-        )
-    return None
-
-
-def head_dims(request: Request) -> Reason | None:
-    """K and V from 16 to 256, in any combination."""
-    if not (MIN_DIM <= request.K <= MAX_DIM and MIN_DIM <= request.V <= MAX_DIM):
-        want = f"{MIN_DIM} to {MAX_DIM} each"
-        return Reason("head_dim", "has tiles for some head dims only", f"K={request.K}, V={request.V}", want)
     return None
 
 

@@ -11,8 +11,8 @@ from kdacore.selfcheck.bounds import Quantity, bound
 from kdacore.testing.cases import Case
 from kdacore.testing.compare import Findings
 from kdacore.testing.expected import expected
-from kdacore.testing.invoke import forward, watched
-from kdacore.testing.place import arrays, place
+from kdacore.testing.poisoned_arrays import arrays, place
+from kdacore.testing.run_call import forward, watched
 from kdacore.testing.serving import device_of, request_of
 from kdacore.types import Device
 

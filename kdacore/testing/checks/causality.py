@@ -15,10 +15,10 @@ from kdacore.calls.description import specs
 from kdacore.testing.cases import Case
 from kdacore.testing.checks.gradients import place_weights, run
 from kdacore.testing.compare import Findings, to_float64
+from kdacore.testing.derived_calls import cut_points, prefix
 from kdacore.testing.expected import Weights, weights
-from kdacore.testing.invoke import forward, watched
-from kdacore.testing.parts import cut_points, prefix
-from kdacore.testing.place import arrays, place
+from kdacore.testing.poisoned_arrays import arrays, place
+from kdacore.testing.run_call import forward, watched
 
 PER_TOKEN = ("q", "k", "v", "g", "beta")
 

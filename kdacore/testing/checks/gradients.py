@@ -6,12 +6,12 @@ from typing import Any
 
 from kdacore.arrays import adapter_of
 from kdacore.selfcheck.bounds import bound
-from kdacore.testing import invoke
+from kdacore.testing import run_call
 from kdacore.testing.cases import Case
 from kdacore.testing.checks.accuracy import check_results, dtype_of
 from kdacore.testing.compare import Findings
 from kdacore.testing.expected import Weights, expected_gradients, weights
-from kdacore.testing.place import Placed, arrays, place, place_one
+from kdacore.testing.poisoned_arrays import Placed, arrays, place, place_one
 from kdacore.testing.serving import device_of
 from kdacore.types import OutputGrads
 
@@ -55,10 +55,10 @@ def run(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Results and gradients; sees to it that the case's backend computed them."""
     grads = OutputGrads(loss["do"].view, loss["dstate"].view if "dstate" in loss else None)
-    if invoke.is_direct(case, recompute):  # the selection is made by hand there, and forced
-        return invoke.gradients(case, arrays(placed), grads, recompute=recompute)
-    with invoke.watched(case, findings):
-        return invoke.gradients(case, arrays(placed), grads)
+    if run_call.is_direct(case, recompute):  # the selection is made by hand there, and forced
+        return run_call.gradients(case, arrays(placed), grads, recompute=recompute)
+    with run_call.watched(case, findings):
+        return run_call.gradients(case, arrays(placed), grads)
 
 
 def check_gradients(case: Case, placed: dict[str, Placed], found: dict[str, Any], findings: Findings) -> None:

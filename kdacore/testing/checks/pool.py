@@ -12,8 +12,8 @@ from kdacore.testing.cases import Case
 from kdacore.testing.checks.accuracy import check_result, result_bound
 from kdacore.testing.compare import Findings, bits, to_float64
 from kdacore.testing.expected import expected
-from kdacore.testing.invoke import forward, watched
-from kdacore.testing.place import Placed, arrays, place
+from kdacore.testing.poisoned_arrays import Placed, arrays, place
+from kdacore.testing.run_call import forward, watched
 
 
 def pool(case: Case, findings: Findings) -> None:

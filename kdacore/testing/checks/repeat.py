@@ -11,10 +11,10 @@ from kdacore.calls.arrays import host_values
 from kdacore.testing.cases import Case
 from kdacore.testing.checks.gradients import place_weights, run
 from kdacore.testing.compare import Findings, bits
+from kdacore.testing.derived_calls import alone
 from kdacore.testing.expected import weights
-from kdacore.testing.invoke import forward, watched
-from kdacore.testing.parts import alone
-from kdacore.testing.place import arrays, place
+from kdacore.testing.poisoned_arrays import arrays, place
+from kdacore.testing.run_call import forward, watched
 
 REPEATS = 3
 

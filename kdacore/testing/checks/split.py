@@ -11,10 +11,10 @@ from kdacore.testing.cases import Case
 from kdacore.testing.checks.accuracy import result_bound
 from kdacore.testing.checks.causality import PER_TOKEN
 from kdacore.testing.compare import Findings, to_float64
+from kdacore.testing.derived_calls import halves, prefill_and_decode, single_step
 from kdacore.testing.expected import expected
-from kdacore.testing.invoke import forward, watched
-from kdacore.testing.parts import halves, prefill_and_decode, single_step
-from kdacore.testing.place import arrays, place
+from kdacore.testing.poisoned_arrays import arrays, place
+from kdacore.testing.run_call import forward, watched
 
 
 def split(case: Case, findings: Findings) -> None:

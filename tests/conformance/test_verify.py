@@ -26,7 +26,7 @@ from kdacore.testing.cases import Case
 from kdacore.testing.checks import CHECKS
 from kdacore.testing.compare import Findings, bits
 from kdacore.testing.matrix import plan
-from kdacore.testing.place import place
+from kdacore.testing.poisoned_arrays import place
 from kdacore.testing.random_cases import calls_of, random_case, run_random
 from kdacore.testing.serving import judge, request_of
 from kdacore.testing.suite import run_case, summary

@@ -165,7 +165,7 @@ def main() -> int:
             "machine": platform.processor() or platform.machine(),
             "python": platform.python_version(),
             "rounds": args.rounds,
-            "rows": rows,
+            "pairs": rows,
         }
         args.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0

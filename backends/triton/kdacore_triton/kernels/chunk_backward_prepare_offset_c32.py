@@ -30,18 +30,10 @@ import triton
 import triton.language as tl
 
 from .chunk_backward_gate import activated_beta, gate_input, gate_rate, steps
-from .chunk_backward_io import (
-    ROW_BETA,
-    ROW_RK,
-    ROW_RQ,
-    load_vector,
-    reciprocal_norms,
-    store_half_decays,
-)
-from .chunk_backward_offset_operands import store_operands
-from .chunk_backward_w_u import store_w_u
-from .common import chunk_of_program, mma
-from .prefetch import prefetch_inputs
+from .chunk_backward_io import ROW_BETA, ROW_RK, ROW_RQ, load_rows, load_vector
+from .chunk_backward_sums import split_bf16, sum_rows, tf32_rounded
+from .common import chunk_of_slot, exp2, mma
+from .prefetch import prefetch_rows
 from .triangular_inverse import unit_lower_inverse_masked
 
 S = tl.constexpr(16)
@@ -59,20 +51,24 @@ def chunk_backward_prepare_offset_c32_kernel(
     DOT: tl.constexpr, INV_DOT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """See the module docstring. Grid: ``(slots * HV,)``. ``centre`` is an integer."""
-    pid, hv, start, rows = chunk_of_program(cu_seqlens, N, T, NT, HV, C, PACKED)
+    pid = tl.program_id(0)
+    slot = pid // HV
+    hv = pid - slot * HV
+    start, rows = chunk_of_slot(cu_seqlens, slot, N, T, NT, C, PACKED)
     if rows <= 0:
         return
     h = hv // (HV // H)
     chunk = pid.to(tl.int64)
     if ASM:
-        prefetch_inputs(q, k, g, v, start, rows, H, h, HV, hv, K, V, KP, VP, C)
+        prefetch_rows(q, start, rows, H * K, h * K, K, KP, C)
+        prefetch_rows(k, start, rows, H * K, h * K, K, KP, C)
+        prefetch_rows(g, start, rows, HV * K, hv * K, K, KP, C)
+        prefetch_rows(v, start, rows, HV * V, hv * V, V, VP, C)
     r = tl.arange(0, C)
     i = r[:, None]
     j = r[None, :]
     second = i >= S
     same_half = (i >= S) == (j >= S)
-    upto = same_half & (j <= i)
-    after_row = same_half & (j > i)
     wide = chunk * (C * KP) + i * KP
 
     b = activated_beta(load_vector(beta, start, rows, HV, hv, C), rows, C, BETA)
@@ -82,7 +78,16 @@ def chunk_backward_prepare_offset_c32_kernel(
     rq = tl.full([C], 1.0, tl.float32)
     rk = tl.full([C], 1.0, tl.float32)
     if L2NORM:
-        rq, rk = reciprocal_norms(q, k, start, rows, H * K, h * K, K, KP, BK, C)
+        sq = tl.zeros([C], tl.float32)
+        square_k = tl.zeros([C], tl.float32)
+        for first in range(0, KP, BK):
+            cols = first + tl.arange(0, BK)
+            qt = load_rows(q, start, rows, H * K, h * K, cols, K, C).to(tl.float32)
+            kt = load_rows(k, start, rows, H * K, h * K, cols, K, C).to(tl.float32)
+            sq += tl.sum(qt * qt, 1)
+            square_k += tl.sum(kt * kt, 1)
+        rq = 1.0 / tl.sqrt(sq + 1e-6)
+        rk = 1.0 / tl.sqrt(square_k + 1e-6)
         tl.store(row_values + ROW_RQ * C + r, rq)
         tl.store(row_values + ROW_RK * C + r, rk)
 
@@ -96,16 +101,36 @@ def chunk_backward_prepare_offset_c32_kernel(
         step = tl.maximum(steps(x, a_exp, lower_bound, inside, GATE, ASM), floor)
         d0 = tl.exp2(tl.sum(tl.where(second, 0.0, step), 0))
         d1 = tl.exp2(tl.sum(tl.where(second, step, 0.0), 0))
-        store_half_decays(last, chunk, cols, d0, d1, KP)
-        z_q, z_b, y, s = store_operands(
-            q, k, zq, zb, yk, sk, qg, kg, w, step, upto, after_row, b, rq, rk,
-            tl.where(second, d0[None, :], 1.0), tl.where(second, 1.0, d1[None, :]), scale, centre,
-            start, rows, H, h, K, cols, wide + cols[None, :], C, DOT, ASM,
-        )  # fmt: skip
-        y = tl.trans(y)
-        s = tl.trans(s)
-        Ak += tl.where(same_half, mma(z_b, y, DOT), unit * mma(z_b, s, DOT))
-        Aq += tl.where(same_half, mma(z_q, y, DOT), unit * mma(z_q, s, DOT))
+        at = chunk * (3 * KP) + cols
+        tl.store(last + at, d0 * d1)
+        tl.store(last + at + KP, d0)
+        tl.store(last + at + 2 * KP, d1)
+        hi, lo = split_bf16(step, DOT)
+        P = sum_rows(same_half & (j <= i), hi, lo, DOT) + centre
+        kt = load_rows(k, start, rows, H * K, h * K, cols, K, C).to(tl.float32) * rk[:, None]
+        kind = zb.dtype.element_ty
+        out = wide + cols[None, :]
+        y = tf32_rounded(kt * exp2(-P, ASM), DOT).to(kind)
+        tl.store(yk + out, y)
+        s = kt * exp2(sum_rows(same_half & (j > i), hi, lo, DOT), ASM)
+        tl.store(kg + out, (s * tl.where(second, 1.0, d1[None, :])).to(kind))
+        s = tf32_rounded(s, DOT).to(kind)
+        tl.store(sk + out, s)
+        f = exp2(P, ASM)
+        kt *= f * b[:, None]
+        z = tf32_rounded(kt, DOT).to(kind)
+        tl.store(zb + out, z)
+        before = tl.where(second, d0[None, :], 1.0) * unit
+        # beta k 2^gc waits in w's place until the inverse is there.
+        tl.store(w + out, (kt * before).to(kind))
+        yT = tl.trans(y)
+        sT = tl.trans(s)
+        Ak += tl.where(same_half, mma(z, yT, DOT), unit * mma(z, sT, DOT))
+        qt = load_rows(q, start, rows, H * K, h * K, cols, K, C).to(tl.float32) * rq[:, None]
+        z = tf32_rounded(qt * f, DOT).to(kind)
+        tl.store(zq + out, z)
+        tl.store(qg + out, (qt * f * before * scale).to(kind))
+        Aq += tl.where(same_half, mma(z, yT, DOT), unit * mma(z, sT, DOT))
 
     square = chunk * (C * C) + i * C + j
     tl.store(Aqk + square, tl.where(i >= j, scale * Aq, 0.0).to(Aqk.dtype.element_ty))
@@ -113,4 +138,12 @@ def chunk_backward_prepare_offset_c32_kernel(
     tl.store(inv + square, M)
 
     tl.debug_barrier()
-    store_w_u(M, w, uT, v, b, chunk, start, rows, HV, hv, V, KP, VP, BK, BV, C, DOT)
+    for first in range(0, KP, BK):
+        out = wide + first + tl.arange(0, BK)[None, :]
+        tl.store(w + out, mma(M, tl.load(w + out), DOT).to(w.dtype.element_ty))
+    MT = tl.trans(M)
+    for first in range(0, VP, BV):
+        cols = first + tl.arange(0, BV)
+        vt = load_rows(v, start, rows, HV * V, hv * V, cols, V, C).to(tl.float32) * b[:, None]
+        ut = mma(tl.trans(vt.to(uT.dtype.element_ty)), MT, DOT)
+        tl.store(uT + chunk * (VP * C) + cols[:, None] * C + j, ut.to(uT.dtype.element_ty))

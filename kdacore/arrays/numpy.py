@@ -67,7 +67,7 @@ class _NumpyAdapter:
         return (x.__array_interface__["data"][0], x.shape, x.strides, x.itemsize) if x.size else None
 
     def run(self, plan: Plan, inputs: Any) -> Any:
-        return plan.forward(plan.request, inputs)
+        return _run(plan, inputs)
 
 
 def _run(plan: Plan, inputs: Any) -> Any:

@@ -68,11 +68,6 @@ WRONG: list[tuple[Change, dict[str, Any], str]] = [
     (lambda out: out._replace(o=out.o.astype("float64")), {}, "o: got dtype float64; wanted float32"),
     (lambda out: out._replace(o=out.o.tolist()), {}, "o: got builtins.list; wanted a numpy array"),
     (
-        lambda out: out._replace(final_state=out.final_state.swapaxes(0, 1)),
-        {"output_final_state": True, "initial_state": np.zeros((2, 2, 16, 16), np.float32)},
-        "",
-    ),
-    (
         lambda out: out._replace(final_state=out.final_state[:1]),
         {"output_final_state": True},
         "final_state: got shape [1, 2, 16, 16]; wanted [2, 2, 16, 16]",
@@ -86,9 +81,6 @@ def test_a_wrong_result_names_the_backend_and_the_result(
     changed: Callable[..., None], change: Change, options: dict[str, Any], said: str
 ) -> None:
     changed(change)
-    if not said:  # a transpose of equal sizes cannot be told from the real thing by its shape
-        call(**options)
-        return
     with pytest.raises(kdacore.PluginError) as caught:
         call(**options)
     assert "backend 'changed'" in str(caught.value) and said in str(caught.value)

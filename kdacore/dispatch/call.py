@@ -43,7 +43,7 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
     """
     torch = sys.modules.get("torch")
     # Asked first: nothing that a traced graph would have to guard may come before.
-    if torch is not None and torch.compiler.is_compiling():
+    if torch is not None and torch.compiler.is_dynamo_compiling():
         from kdacore.dispatch import torch_operators
 
         return torch_operators.call(opdef, arrays, options, backend, eager_call=call)
@@ -56,7 +56,7 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
     fast_path: FastPath | None = adapter.fast_path
     seen = None
     if fast_path is not None:
-        for kept in fast_path.calls.get(opdef.name, ()):  # as FastPath.find, without the time of a call
+        for kept in fast_path.calls.get(opdef.name, ()):
             if asked == kept.asked and kept.matches(arrays, options):
                 seen = kept
                 break
@@ -67,12 +67,6 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
                 records.append(seen.plan.selection)
             return outputs
     inputs = _new_tuple(opdef.inputs, arrays)
-    if seen is None:  # a call that is recognised is not inside a transformation: the array test excludes that
-        adapter.refuse(opdef.name, arrays)
-    if adapter.through_operators:
-        from kdacore.dispatch import torch_operators
-
-        return torch_operators.call(opdef, inputs, options, backend, eager_call=call)
     if seen is not None:
         plan = seen.plan
         if plan.validate or not plan.results_checked:
@@ -80,6 +74,14 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
         for records in RECORDS.get():
             records.append(plan.selection)
         return seen.run(plan, inputs)
+    # A call that is recognised is neither traced nor inside a transformation: the array test excludes that.
+    exporting = torch is not None and torch.compiler.is_compiling()
+    if not exporting:
+        adapter.refuse(opdef.name, arrays)
+    if exporting or adapter.through_operators:
+        from kdacore.dispatch import torch_operators
+
+        return torch_operators.call(opdef, inputs, options, backend, eager_call=call)
     plan = cached_plan(adapter, opdef, inputs, options, asked, _plan_of_call)
     if plan.writes:  # calls recognised as this one have the same strides in what they write
         from kdacore.contract.aliasing import check_memory

@@ -100,13 +100,6 @@ class FastPath:
         self.calls.clear()
         self._once.clear()
 
-    def find(self, op: str, arrays: tuple[Any, ...], options: tuple[Any, ...], asked: Any) -> SeenCall | None:
-        """An earlier call like this one, None when there was none."""
-        for seen in self.calls.get(op, ()):
-            if asked == seen.asked and seen.matches(arrays, options):
-                return seen
-        return None
-
     def note(self, op: str, inputs: Any, options: tuple[Any, ...], asked: Any, plan: Plan) -> None:
         """Take note of a call that ``plan`` served the ordinary way."""
         once = self._once.get(op, ())

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from kdacore import contract
-from kdacore.arrays.torch.eager import TORCH, double_backward_error
+from kdacore.arrays.torch.autograd import double_backward_error
+from kdacore.arrays.torch.eager import TORCH
 from kdacore.arrays.torch.modes import as_given, refuse_tangents
 from kdacore.contract.aliasing import check_memory
 from kdacore.dispatch import selection

@@ -34,6 +34,7 @@ def tensor_test(arrays: dict[str, Any], same_strides: bool) -> tuple[str, dict[s
     guards = TensorGuards(*arrays.values(), dynamic_dims_sizes=None, dynamic_dims_strides=free)
     # Dual tensors look like others to the check, and it ends the process at a nested tensor, whose sizes raise in C++.
     nested = " or ".join(f"{name}.is_nested" for name in arrays)
-    modes = f"grad_enabled() is {torch.is_grad_enabled()} and forward_ad._current_level < 0"
-    test = f"{modes} and not ({nested}) and check({', '.join(arrays)})"
+    test = f"forward_ad._current_level < 0 and not ({nested}) and check({', '.join(arrays)})"
+    if any(x.requires_grad for x in arrays.values()):  # otherwise the mode decides nothing
+        test = f"grad_enabled() is {torch.is_grad_enabled()} and {test}"
     return test, {"check": guards.check, "forward_ad": forward_ad, "grad_enabled": torch.is_grad_enabled}

@@ -102,7 +102,7 @@ def test_first_gradient_calls_of_many_threads() -> None:
 
 
 def test_an_adapter_is_published_when_its_module_is_complete() -> None:
-    """The race of the test above, made certain: the first class after the adapter's types are known."""
+    """The race of the test above, made certain: no class of the module is made after the adapter's types are known."""
     pytest.importorskip("torch")
     code = """
 import builtins, kdacore.arrays as arrays
@@ -113,7 +113,7 @@ def spy(function, name, *bases, **words):
     return build(function, name, *bases, **words)
 builtins.__build_class__ = spy
 import kdacore.arrays.torch.eager
-assert len(seen) > 2 and len(arrays.ADAPTERS) == 2, seen
+assert seen and len(arrays.ADAPTERS) == 2, seen
 print({count for _, count in seen})
 """
     assert answer(code).strip() == "{0}"

@@ -126,11 +126,23 @@ def test_what_was_asked_of_dispatch_is_seen(memory: FastPath) -> None:
     assert find(memory, "op", arrays(), OPTIONS, (None, None)) is None
 
 
-def test_grad_mode_is_seen(memory: FastPath) -> None:
-    with torch.no_grad():
-        assert find(memory, "op", arrays(), OPTIONS, ASKED) is None
-    with torch.inference_mode():
-        assert find(memory, "op", arrays(), OPTIONS, ASKED) is None
+def test_grad_mode_is_seen_where_gradients_are_wanted() -> None:
+    wanted = arrays()
+    wanted.q.requires_grad_()
+    memory = of_torch()
+    for _ in range(2):
+        memory.note("op", wanted, OPTIONS, ASKED, PLAN)
+    assert plan_found(memory, "op", wanted) is PLAN
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert find(memory, "op", wanted) is None
+
+
+def test_grad_mode_decides_nothing_without_gradients(memory: FastPath) -> None:
+    given = arrays()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert plan_found(memory, "op", given) is PLAN
 
 
 def test_autocast_is_seen(memory: FastPath) -> None:
@@ -346,7 +358,7 @@ def test_the_same_numpy_call_is_found() -> None:
 @pytest.mark.parametrize("change", NUMPY_CHANGES)
 def test_a_change_of_a_numpy_array_is_seen(change: str) -> None:
     changed = NUMPY_CHANGES[change](numpy_arrays())
-    assert remembered(numpy_arrays()).find("op", changed, OPTIONS, ASKED) is None
+    assert find(remembered(numpy_arrays()), "op", changed, OPTIONS, ASKED) is None
 
 
 @pytest.mark.parametrize("change", ["byte order", "type", "a tensor"])

@@ -127,6 +127,7 @@ def test_maps(emulated: list[str], case: str) -> None:
     call, work = chunk_forward_segments.prepare_call(request, inputs), operands_of(request, inputs)
     view = model.views(request, call.workspace)
     model.put_operands(view.operands, work)
+    model.raise_flags(call, view)
     launch(call, "maps")
     got, want = model.get_maps(view.maps), model.maps(request, inputs, work)
     for mine, exact in zip(got, want, strict=True):
@@ -156,6 +157,7 @@ def test_chain(emulated: list[str], monkeypatch: pytest.MonkeyPatch, case: str, 
     B[~np.isnan(B)] = rng.standard_normal((~np.isnan(B)).sum())
     A[~np.isnan(A)] = rng.standard_normal((~np.isnan(A)).sum()) / 128**0.5
     model.put_maps(view.maps, B, A)
+    model.raise_flags(call, view)
     launch(call, "chain")
     got, want = model.to_float64(view.starts), model.chain(request, inputs, B, A)
     made = ~np.isnan(want)
@@ -177,6 +179,7 @@ def test_output(
     model.put_operands(view.operands, work)
     starts = model.chain(request, inputs, *model.maps(request, inputs, work))
     view.starts.copy_(torch.from_numpy(starts))
+    model.raise_flags(call, view)
     launch(call, "output")
     o, final, kept = model.output(request, inputs, work, starts)
     got = call.outputs

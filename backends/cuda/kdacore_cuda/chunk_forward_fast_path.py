@@ -91,11 +91,11 @@ def _fused_launch(request: Request, strides: tuple[int, ...], index: int, empty:
 
 def _segments_launch(request: Request, strides: tuple[int, ...], index: int, empty: Empty) -> Launch:
     plan, arch = chunk_forward_segments.plan_of(request), chunk_forward.plan_of(request).arch
-    (_, prepare, units), *others = plan.launches
-    fixed = {**plan.chunks.sizes, **dict(zip(_STRIDES, strides, strict=True))}
-    packed = PrepackedLauncher(prepare, (*_TOKENS, *_OPERANDS), fixed)
-    start_prepare = torch_launch.prepacked_start(packed, units, arch, index)
-    per_call = ("cu_seqlens", "o", "h0", "ht", "chunk_operands", "maps", "starts")
+    (_, prepare, blocks), *others = plan.launches
+    fixed = {**plan.prepare_sizes, **dict(zip(_STRIDES, strides, strict=True))}
+    packed = PrepackedLauncher(prepare, (*_TOKENS, *_OPERANDS, "ready", "launch"), fixed)
+    start_prepare = torch_launch.prepacked_start(packed, blocks, arch, index)
+    per_call = ("cu_seqlens", "o", "h0", "ht", "chunk_operands", "maps", "starts", "ready", "segment_flags", "launch")
     sizes = SEGMENTS.last(*plan.sizes)
     start_others = [
         torch_launch.prepacked_start(PrepackedLauncher(launcher, per_call, sizes), grid, arch, index)
@@ -103,13 +103,18 @@ def _segments_launch(request: Request, strides: tuple[int, ...], index: int, emp
     ]
     kg, qg, w, u, aqk, last = (chunk_forward_segments.CHUNK_OPERANDS[name][0] for name in _OPERANDS)
     maps_offset, starts_offset = plan.maps_offset, plan.starts_offset
-    shape, unit_stride = (plan.workspace_bytes,), (1,)
+    unit_flags_offset, segment_flags_offset = plan.unit_flags_offset, plan.segment_flags_offset
+    shape, unit_stride, numbers = (plan.workspace_bytes,), (1,), chunk_forward_segments.LAUNCH_NUMBERS
 
     def launch(stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int) -> None:
         workspace = empty(shape, unit_stride, torch.uint8)
-        at = workspace.data_ptr()
-        start_prepare(stream, tokens + (at + kg, at + qg, at + w, at + u, at + aqk, at + last))  # noqa: RUF005
-        values = (tokens[7], o, initial, final, at, at + maps_offset, at + starts_offset)
+        at, number = workspace.data_ptr(), next(numbers)
+        ready = at + unit_flags_offset
+        start_prepare(
+            stream, tokens + (at + kg, at + qg, at + w, at + u, at + aqk, at + last, ready, number)  # noqa: RUF005
+        )
+        flags = at + segment_flags_offset
+        values = (tokens[7], o, initial, final, at, at + maps_offset, at + starts_offset, ready, flags, number)
         for start in start_others:
             start(stream, values)
 

@@ -7,6 +7,9 @@
 #ifndef KDACORE_EMULATE
 
 __device__ __forceinline__ int grid_blocks() { return (int)gridDim.x; }
+// The lanes of a warp that say yes.
+__device__ __forceinline__ u32 warp_ballot(bool yes) { return __ballot_sync(0xffffffffu, yes); }
+__device__ __forceinline__ int count_bits(u32 x) { return __popc(x); }
 // The maximum over a warp, in all lanes.
 __device__ __forceinline__ u32 warp_max(u32 x) { return __reduce_max_sync(0xffffffffu, x); }
 // This thread arrives; the barrier's phase also waits for `bytes`.
@@ -48,6 +51,15 @@ __device__ __forceinline__ void copy_out_commit() {
 template <int N>
 __device__ __forceinline__ void copy_out_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+}
+// Waits until all groups of this thread have been written to device memory.
+__device__ __forceinline__ void copy_out_wait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+// Orders ordinary accesses of device memory, and what flags have made visible, before bulk copies
+// of this thread that follow.
+__device__ __forceinline__ void fence_async_proxy_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 // `count` threads, whole warps, meet at named barrier `id` (1 to 15).
 __device__ __forceinline__ void sync_threads(int id, int count) {

@@ -31,7 +31,7 @@
 
 constexpr int THREADS = 256;
 constexpr int PARTS = BOUNDED ? 2 : 4;
-constexpr int BLOCKS = BOUNDED ? 3 : 2;        // of a multiprocessor
+constexpr int BLOCKS = BOUNDED ? 3 : 2;        // of a multiprocessor; FOR_SEGMENTS: units side by side in one
 constexpr u32 HALF_SQUARE = HALF * IMAGE_ROW;  // 64 channels of 32 tokens
 
 constexpr u32 DIAGONAL_PITCH = 24;  // floats a row of a 16 x 16 block on the system's diagonal
@@ -83,11 +83,17 @@ struct SharedMemory {
   float kb_factor[C];                   // beta / |k|
   float totals[PARTS][K];               // log2 decay of each part
   float bias[K];
-  // Address of v's rows and their number; there are no registers for them.
+  // Address of v's rows and their number, and the unit's place in the workspace; there are no
+  // registers for them.
   u32 value_rows[4];
+#if FOR_SEGMENTS
+  int position[4];  // chunk_forward/segments/unit_order.cuh
+#endif
 };
-static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "the host's shared memory size is too small");
-static_assert(BLOCKS * (SHARED_BYTES + 1024) <= 228 * 1024,
+constexpr u32 UNIT_PITCH = (sizeof(SharedMemory) + 1023) / 1024 * 1024;
+static_assert((FOR_SEGMENTS ? BLOCKS * UNIT_PITCH : sizeof(SharedMemory)) <= SHARED_BYTES,
+              "the host's shared memory size is too small");
+static_assert(FOR_SEGMENTS || BLOCKS * (SHARED_BYTES + 1024) <= 228 * 1024,
               "a multiprocessor has no room for so many blocks");
 
 // Offset of a 16-byte piece in an image of the kernel's own. Neither eight neighbouring rows nor
@@ -96,10 +102,32 @@ __device__ __forceinline__ u32 tile_offset(int row, int piece) {
   return row * IMAGE_ROW + ((piece ^ (row & 7) ^ (row >> 2 & 6)) << 4);
 }
 
-// This block's unit in an array of the workspace, or its part of the unit's ChunkOperands.
+// A unit has THREADS threads and a part of shared memory: those of a block, or (FOR_SEGMENTS) of one
+// of several units that a block computes side by side.
+#if FOR_SEGMENTS
+// Computed anew wherever they are asked for: there are no registers to keep them.
+__device__ __forceinline__ int unit_in_block() { return opaque(thread_index()) / THREADS; }
+__device__ __forceinline__ int unit_thread() { return opaque(thread_index()) % THREADS; }
+__device__ __forceinline__ u32 unit_memory() {
+  KDA_SHARED(memory);
+  return shared_address(memory) + unit_in_block() * UNIT_PITCH;
+}
+__device__ __forceinline__ u32 unit_index() {
+  return __float_as_uint(load_shared1(unit_memory() + OFFSET(SharedMemory, value_rows[3])));
+}
+__device__ __forceinline__ void sync_unit() { sync_threads(1 + unit_in_block(), THREADS); }
+__device__ __forceinline__ void sync_half_unit() { sync_threads(1 + BLOCKS + unit_in_block(), THREADS / 2); }
+#else
+__device__ __forceinline__ int unit_thread() { return thread_index(); }
+__device__ __forceinline__ u32 unit_index() { return block_index(); }
+__device__ __forceinline__ void sync_unit() { sync_block(); }
+__device__ __forceinline__ void sync_half_unit() { sync_threads(1, THREADS / 2); }
+#endif
+
+// The unit in an array of the workspace, or its part of the unit's ChunkOperands.
 __device__ __forceinline__ unsigned char* place_of(u64 base, u32 bytes) {
 #if FOR_SEGMENTS
   bytes = sizeof(ChunkOperands);
 #endif
-  return reinterpret_cast<unsigned char*>(base) + (u64)block_index() * bytes;
+  return reinterpret_cast<unsigned char*>(base) + (u64)unit_index() * bytes;
 }

@@ -55,9 +55,16 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
                                              const Lane& l) {
   const int row = l.row + l.g;
   State state;
-  if (x.index)
+  if (x.index) {
+    // This block's rows of the start, by groups of 16.
+    if (l.row % 64 == 0 && (PARTS == 2 || l.row == 0)) {
+      if (l.lane < ROW_GROUPS / PARTS)
+        wait_and_clear_flag(
+            segment_flags(p, x.place) + OFFSET(SegmentFlags, start) + 8 * (l.row / 16 + l.lane), p.launch);
+    }
+    sync_threads(1, 32 * STATE_WARPS);
     read_pairs(state.s, row, 2 * l.t, p.starts + x.place * FULL_STATE_BYTES);
-  else
+  } else
     read_state(state, row, l.t, matrix_at(p.h0, x.state, p.flags), p.flags);
   const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;            // chunks between checkpoints
   int wait = p.ckpt_every ? (block - x.begin % block) % block : 1 << 30;  // until the next one
@@ -139,11 +146,11 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
 KDA_KERNEL(THREADS, 1) output(KDA_PARAM SegmentParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
-  wait_for_inputs();
+  launch_dependents();
   const int warp = uniform(thread_index() >> 5);
   {
     const Segment x = find_block(p, block_index() / PARTS);
-    if (x.index && x.begin >= x.s.chunks) return;
+    if (x.index && x.begin >= x.s.chunks) return end_after_earlier_launches();
   }
   make_barriers(shared);
   const int block = opaque(block_index()) / PARTS,
@@ -155,6 +162,8 @@ KDA_KERNEL(THREADS, 1) output(KDA_PARAM SegmentParams p) {
   } else {
     set_role_registers<0>();
     if (warp == STATE_WARPS && (thread_index() & 31) == 0)
-      produce(p, find_block(p, block), shared, sizeof(ChunkOperands), part);
+      produce(p, find_block(p, block), shared, sizeof(ChunkOperands), OFFSET(UnitFlags, output) + 8 * part,
+              part);
   }
+  end_after_earlier_launches();
 }

@@ -52,14 +52,16 @@ __device__ __forceinline__ void make_barriers(u32 shared) {
   sync_block();
 }
 
-// One thread loads the first `bytes` of every chunk's operands; for a block that has half the rows,
-// of u only its own rows.
+// One thread loads the first `bytes` of every chunk's operands, once they have been written; for a
+// block that has half the rows, of u only its own rows. `reader`: offset in UnitFlags.
 __device__ __forceinline__ void produce(const SegmentParams& p, const Segment& x, u32 shared, u32 bytes,
-                                        int part = 0) {
+                                        u32 reader, int part = 0) {
   OperandRing ring = {shared};
-  const u64 step = (u64)p.HV * sizeof(ChunkOperands);
-  u64 from = p.chunk_operands + ((u64)(x.s.slot + x.begin) * p.HV + x.hv) * sizeof(ChunkOperands);
-  for (int c = x.begin; c < x.end; ++c, from += step) {
+  u32 unit = (u32)(x.s.slot + x.begin) * p.HV + x.hv;
+  for (int c = x.begin; c < x.end; ++c, unit += p.HV) {
+    const u64 from = p.chunk_operands + (u64)unit * sizeof(ChunkOperands);
+    wait_and_clear_flag(p.ready + (u64)unit * UNIT_FLAGS_BYTES + reader, p.launch);
+    fence_async_proxy_global();
     ring.wait_empty();
     const auto copy = [&](u32 at, u32 size) {
       copy_in(ring.stage() + at, reinterpret_cast<const void*>(from + at), size, ring.full());

@@ -95,7 +95,18 @@ def _segments_launch(request: Request, strides: tuple[int, ...], index: int, emp
     fixed = {**plan.prepare_sizes, **dict(zip(_STRIDES, strides, strict=True))}
     packed = PrepackedLauncher(prepare, (*_TOKENS, *_OPERANDS, "ready", "launch"), fixed)
     start_prepare = torch_launch.prepacked_start(packed, blocks, arch, index)
-    per_call = ("cu_seqlens", "o", "h0", "ht", "chunk_operands", "maps", "starts", "ready", "segment_flags", "launch")
+    per_call = (
+        "cu_seqlens",
+        "o",
+        "h0",
+        "ht",
+        "chunk_operands",
+        "maps",
+        "starts",
+        "ready",
+        "segment_flags",
+        "launch",
+    )
     sizes = SEGMENTS.last(*plan.sizes)
     start_others = [
         torch_launch.prepacked_start(PrepackedLauncher(launcher, per_call, sizes), grid, arch, index)
@@ -111,10 +122,22 @@ def _segments_launch(request: Request, strides: tuple[int, ...], index: int, emp
         at, number = workspace.data_ptr(), next(numbers)
         ready = at + unit_flags_offset
         start_prepare(
-            stream, tokens + (at + kg, at + qg, at + w, at + u, at + aqk, at + last, ready, number)  # noqa: RUF005
+            stream,
+            tokens + (at + kg, at + qg, at + w, at + u, at + aqk, at + last, ready, number),  # noqa: RUF005
         )
         flags = at + segment_flags_offset
-        values = (tokens[7], o, initial, final, at, at + maps_offset, at + starts_offset, ready, flags, number)
+        values = (
+            tokens[7],
+            o,
+            initial,
+            final,
+            at,
+            at + maps_offset,
+            at + starts_offset,
+            ready,
+            flags,
+            number,
+        )
         for start in start_others:
             start(stream, values)
 

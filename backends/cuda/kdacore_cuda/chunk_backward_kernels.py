@@ -95,7 +95,7 @@ def prepare_kernel(float_gate: bool, bounded: bool = True, for_segments: bool = 
         defines += (("FOR_SEGMENTS", 1),)
     return ChunkBackwardKernel(
         KernelSource(f"{_SEGMENTS if for_segments else _SOURCES}/prepare.cu", "prepare", defines),
-        256 * units if for_segments else 256,
+        256 * units + 128 if for_segments else 256,
         shared,
         lambda units, heads, multiprocessors: units,
     )

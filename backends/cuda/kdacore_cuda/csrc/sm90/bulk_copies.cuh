@@ -12,6 +12,17 @@ __device__ __forceinline__ u32 warp_ballot(bool yes) { return __ballot_sync(0xff
 __device__ __forceinline__ int count_bits(u32 x) { return __popc(x); }
 // The maximum over a warp, in all lanes.
 __device__ __forceinline__ u32 warp_max(u32 x) { return __reduce_max_sync(0xffffffffu, x); }
+// Whether a barrier's phase has completed; does not wait.
+__device__ __forceinline__ bool barrier_test(u32 bar, u32 parity) {
+  u32 done;
+  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(done)
+               : "r"(bar), "r"(parity)
+               : "memory");
+  return done != 0;
+}
+// Leaves the multiprocessor to other warps for a while.
+__device__ __forceinline__ void sleep_briefly() { asm volatile("nanosleep.u32 100;" ::: "memory"); }
 // This thread arrives; the barrier's phase also waits for `bytes`.
 __device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
   asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared::cta.b64 t, [%0], %1; }" ::"r"(bar),

@@ -40,6 +40,14 @@ struct Staging {                    // of one warp's strip
 };
 constexpr u32 STRIP_BYTES = sizeof(Staging);
 
+// What a unit is made of, as the dispatcher of chunk_forward/segments/prepare.cu hands it out.
+struct alignas(16) UnitInputs {
+  u64 q, k, g, v;  // addresses of row 0
+  long long beta;  // element of row 0
+  int hv, rows;
+  u32 at, readers;  // place in the workspace; which flags are to be raised
+};
+
 struct SharedMemory {
   TileImage k;
   union {
@@ -87,7 +95,8 @@ struct SharedMemory {
   // registers for them.
   u32 value_rows[4];
 #if FOR_SEGMENTS
-  int position[4];  // chunk_forward/segments/unit_order.cuh
+  UnitInputs inputs[2];  // of this unit and of the next one
+  u64 given[2], done, freed;  // barriers: chunk_forward/segments/prepare.cu
 #endif
 };
 constexpr u32 UNIT_PITCH = (sizeof(SharedMemory) + 1023) / 1024 * 1024;
@@ -108,10 +117,11 @@ __device__ __forceinline__ u32 tile_offset(int row, int piece) {
 // Computed anew wherever they are asked for: there are no registers to keep them.
 __device__ __forceinline__ int unit_in_block() { return opaque(thread_index()) / THREADS; }
 __device__ __forceinline__ int unit_thread() { return opaque(thread_index()) % THREADS; }
-__device__ __forceinline__ u32 unit_memory() {
+__device__ __forceinline__ u32 place_memory(int place) {
   KDA_SHARED(memory);
-  return shared_address(memory) + unit_in_block() * UNIT_PITCH;
+  return shared_address(memory) + place * UNIT_PITCH;
 }
+__device__ __forceinline__ u32 unit_memory() { return place_memory(unit_in_block()); }
 __device__ __forceinline__ u32 unit_index() {
   return __float_as_uint(load_shared1(unit_memory() + OFFSET(SharedMemory, value_rows[3])));
 }

@@ -7,37 +7,34 @@
 
 static_assert(THREADS == C + ROWS_BYTES / 4, "a thread a row value");
 
-// 1. Asks for inputs: those whose place in shared memory the unit before leaves free first (k, and g
-// in bfloat16), the others, and v in L2; v's address and number of rows, and the unit's place, to
-// shared memory.
-__device__ __forceinline__ void fetch_gates(const ChunkBackwardParams& p, const Unit& u, u32 shared,
+// 1. Asks for inputs: first those whose place in shared memory the unit before leaves free early (k,
+// and g in bfloat16), then the others, and v in L2. v's address and number of rows, and the unit's
+// place, go to shared memory.
+__device__ __forceinline__ void fetch_gates(const ChunkBackwardParams& p, u64 g, int rows, u32 shared,
                                             int thread) {
-  const Rows g = make_rows(u, p.g, p.g_sb, p.g_st, p.g_sh, u.hv, G_FLOAT ? 4 : 2);
+  const Rows from = {reinterpret_cast<const unsigned char*>(g), (int)p.g_st * (G_FLOAT ? 4 : 2)};
 #if G_FLOAT
-  fetch_floats(shared + OFFSET(SharedMemory, raw_g), g, u.rows, thread);
+  fetch_floats(shared + OFFSET(SharedMemory, raw_g), from, rows, thread);
 #else
-  fetch_tile<THREADS>(shared + OFFSET(SharedMemory, raw_g), g, u.rows, thread);
+  fetch_tile<THREADS>(shared + OFFSET(SharedMemory, raw_g), from, rows, thread);
 #endif
 }
-__device__ __forceinline__ void fetch_first_inputs(const ChunkBackwardParams& p, const Unit& u, u32 shared,
-                                                   int thread) {
-  if (!G_FLOAT) fetch_gates(p, u, shared, thread);
-  fetch_tile<THREADS>(shared + OFFSET(SharedMemory, k), make_rows(u, p.k, p.k_sb, p.k_st, p.k_sh, u.h, 2),
-                      u.rows, thread);
+__device__ __forceinline__ Rows half_rows(u64 at, long long step) {
+  return {reinterpret_cast<const unsigned char*>(at), (int)step * 2};
 }
-__device__ __forceinline__ void fetch_other_inputs(const ChunkBackwardParams& p, const Unit& u, u32 shared,
-                                                   int thread, u32 mark = 0) {
-  if (G_FLOAT) fetch_gates(p, u, shared, thread);
-  fetch_tile<THREADS>(shared + OFFSET(SharedMemory, q), make_rows(u, p.q, p.q_sb, p.q_st, p.q_sh, u.h, 2),
-                      u.rows, thread);
+__device__ __forceinline__ void fetch_first_inputs(const ChunkBackwardParams& p, u64 k, u64 g, int rows,
+                                                   u32 shared, int thread) {
+  if (!G_FLOAT) fetch_gates(p, g, rows, shared, thread);
+  fetch_tile<THREADS>(shared + OFFSET(SharedMemory, k), half_rows(k, p.k_st), rows, thread);
+}
+__device__ __forceinline__ void fetch_other_inputs(const ChunkBackwardParams& p, u64 q, u64 g, u64 v, int rows,
+                                                   u32 at, u32 shared, int thread) {
+  if (G_FLOAT) fetch_gates(p, g, rows, shared, thread);
+  fetch_tile<THREADS>(shared + OFFSET(SharedMemory, q), half_rows(q, p.q_st), rows, thread);
   copy_async_commit();
-  const Rows v = make_rows(u, p.v, p.v_sb, p.v_st, p.v_sh, u.hv, 2);
-  prefetch_tile(v, u.rows, thread);
-  if (thread == 0) {
-    const u64 at = reinterpret_cast<u64>(v.at);
-    store_shared(shared + OFFSET(SharedMemory, value_rows), (u32)at, (u32)(at >> 32), (u32)u.rows | mark,
-                 (u32)u.at);
-  }
+  prefetch_tile(half_rows(v, p.v_st), rows, thread);
+  if (thread == 0)
+    store_shared(shared + OFFSET(SharedMemory, value_rows), (u32)v, (u32)(v >> 32), (u32)rows, at);
 }
 
 // v to shared memory and aqk from it to the workspace, by half of the threads.
@@ -45,32 +42,32 @@ __device__ __forceinline__ void fetch_values(const ChunkBackwardParams& p, u32 s
                                              int lane) {
   const uint4 from = load_shared_u4(shared + OFFSET(SharedMemory, value_rows));
   const Rows values = {reinterpret_cast<const unsigned char*>((u64)from.y << 32 | from.x), 2 * (int)p.v_st};
-  fetch_tile<THREADS / 2>(shared + OFFSET(SharedMemory, v), values, (int)(from.z & 0xff),
-                          32 * (warp >> 1) + lane);
+  fetch_tile<THREADS / 2>(shared + OFFSET(SharedMemory, v), values, (int)from.z, 32 * (warp >> 1) + lane);
   copy_async_commit();
   if (thread == 0) {
     copy_out(place_of(p.aqk, SQUARE_BYTES), shared + OFFSET(SharedMemory, aqk), SQUARE_BYTES);
     copy_out_commit();
-    copy_out_wait_read<0>();
+    // Who raises the unit's flags cannot wait for this copy.
+    if (FOR_SEGMENTS)
+      copy_out_wait();
+    else
+      copy_out_wait_read<0>();
   }
   copy_async_wait<0>();
 }
 
-// Steps 1 to 6 once inputs have been asked for, up to the copies of w and u to the workspace, which
-// the unit's first thread begins.
-__device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, const Unit& u, u32 shared) {
+// Steps 2 to 6, once inputs have been asked for: w and u are left in shared memory.
+__device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows, const Gate& gate, u32 shared) {
   const int thread = unit_thread(), lane = thread & 31, warp = uniform(thread >> 5);
   const Strip s = make_strip(warp, lane);
-  const Gate gate = make_gate(p, u.hv);
-  store_parameters(p, u, shared, gate, thread);
   copy_async_wait<0>();
   sync_unit();
 
   // 2. Norms of q and k, and decays from the gate.
-  store_norms(p, shared, u.rows, warp, lane);
+  store_norms(p, shared, rows, warp, lane);
   {
     float x[4][8];
-    load_steps(x, shared, s, gate, u.rows);
+    load_steps(x, shared, s, gate, rows);
     sum_strip(x, shared, s, p.centre);
     sync_unit();
 
@@ -121,13 +118,15 @@ __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, const Un
   apply_inverse(shared, warp, lane, unit);
   fence_async_proxy();
   sync_unit();
-  if (thread == 0) {
-    copy_out(place_of(p.w, TILE_BYTES), shared + OFFSET(SharedMemory, w), TILE_BYTES);
-    // In halves, as the scan may load them: initcheck takes what a copy of 16 KB wrote for half
-    // written.
-    copy_out(place_of(p.u, TILE_BYTES), shared + OFFSET(SharedMemory, u), SQUARE_BYTES);
-    copy_out(place_of(p.u, TILE_BYTES) + SQUARE_BYTES, shared + OFFSET(SharedMemory, u) + SQUARE_BYTES,
-             SQUARE_BYTES);
-    copy_out_commit();
-  }
+}
+
+// One thread: w and u to the workspace; `shared`: the unit's.
+__device__ __forceinline__ void store_values(unsigned char* w, unsigned char* u, u32 shared) {
+  copy_out(w, shared + OFFSET(SharedMemory, w), TILE_BYTES);
+  // In halves, as the scan may load them: initcheck takes what a copy of 16 KB wrote for half
+  // written.
+  copy_out(u, shared + OFFSET(SharedMemory, u), SQUARE_BYTES);
+  copy_out(u + SQUARE_BYTES, shared + OFFSET(SharedMemory, u) + SQUARE_BYTES, SQUARE_BYTES);
+  copy_out_commit();
+  copy_out_wait_read<0>();
 }

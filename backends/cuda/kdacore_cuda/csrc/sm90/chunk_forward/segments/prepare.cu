@@ -4,58 +4,133 @@
 // by side, which do not wait for each other, and leaves multiprocessors for the launches that read
 // its units while it goes on.
 //
-// Grid: at most as many blocks as the host wants to give multiprocessors to. Order of units:
-// unit_order.cuh. Synchronisation: barriers of a unit's threads; a unit's flags are raised once all
-// its copies have arrived in device memory, while the next unit's inputs come.
+// Grid: at most as many blocks as the host wants to give multiprocessors to. Warps: eight for each of
+// the places where a unit is computed, and one, the dispatcher, that hands the block's units out in
+// turns (unit_order.cuh), stores w and u, and raises a unit's flags once all of it has arrived in device
+// memory. So no unit waits for that, nor computes addresses.
+// Synchronisation: barriers of a unit's threads. Barriers in shared memory, each with one arrival:
+// given (the inputs of a place's next unit are known; one for each of two), done (w and u are made),
+// freed (they have been copied).
 //
 // Macros from the host: G_FLOAT, BOUNDED (gates are bounded), SHARED_BYTES, FOR_SEGMENTS.
 #include "common/half_types.cuh"
 #include "sm90/chunk_backward/prepare_unit.cuh"
 #include "sm90/chunk_forward/segments/unit_order.cuh"
 
-constexpr u32 READERS_SHIFT = 8;  // in value_rows, behind the number of rows
+constexpr u32 GIVEN = OFFSET(SharedMemory, given), DONE = OFFSET(SharedMemory, done),
+              FREED = OFFSET(SharedMemory, freed);
+constexpr int UNIT_THREADS = BLOCKS * THREADS;
+// Registers are moved by warpgroups, so the dispatcher's has three idle warps.
+constexpr int ALL_THREADS = UNIT_THREADS + 128, START_REGISTERS = 65536 / ALL_THREADS / 8 * 8;
+constexpr int UNIT_REGISTERS = BOUNDED ? 80 : 112, DISPATCHER_REGISTERS = 24;
+static_assert(2 * BLOCKS * UNIT_REGISTERS + DISPATCHER_REGISTERS <= (2 * BLOCKS + 1) * START_REGISTERS,
+              "more registers than the block has");
 
-__device__ __forceinline__ Position load_position(u32 shared) {
-  const uint4 x = load_shared_u4(shared + OFFSET(SharedMemory, position));
-  return {(int)x.x, (int)x.y, (int)x.z};
-}
-__device__ __forceinline__ void store_position(u32 shared, const Position& x) {
-  store_shared(shared + OFFSET(SharedMemory, position), (u32)x.at, (u32)x.chunk, (u32)x.before, 0);
-}
-
-KDA_KERNEL(BLOCKS * THREADS, 1) prepare(KDA_PARAM ChunkBackwardParams p) {
-  wait_for_inputs();
-  launch_dependents();
-  Position x = {unit_in_block() * grid_blocks() + block_index(), 0, 0};
-  OrderedUnit next = find_ordered_unit(p, x);
-  if (!next.u.rows) return;
-  {
+// One unit after another, by the threads of a place. Its inputs come while the unit before goes.
+__device__ __forceinline__ void make_units(const ChunkBackwardParams& p) {
+#pragma unroll 1
+  for (u32 turn = 0;; ++turn) {
     const u32 shared = unit_memory();
     const int thread = unit_thread();
-    if (thread == 0) store_position(shared, x);
-    fetch_first_inputs(p, next.u, shared, thread);
-    fetch_other_inputs(p, next.u, shared, thread, next.readers << READERS_SHIFT);
+    if (turn) {
+      sync_unit();  // no warp reads the unit before any more
+      if (thread == 0) barrier_arrive(shared + DONE);
+    }
+    barrier_wait(shared + GIVEN + 8 * (turn & 1), turn >> 1 & 1);
+    const u32 from = shared + OFFSET(SharedMemory, inputs) + (turn & 1) * sizeof(UnitInputs);
+    const uint4 qk = load_shared_u4(from), gv = load_shared_u4(from + 16), more = load_shared_u4(from + 32);
+    const auto wide = [](u32 low, u32 high) { return (u64)high << 32 | low; };
+    const int hv = (int)more.z, rows = (int)more.w;
+    if (!rows) return;
+    const Gate gate = make_gate(p, hv);
+    const u32 parameter = load_parameter(p, (long long)wide(more.x, more.y), rows, hv, thread);
+    const u64 g = wide(gv.x, gv.y);
+    fetch_first_inputs(p, wide(qk.z, qk.w), g, rows, shared, thread);
+    if (turn) barrier_wait(shared + FREED, turn - 1 & 1);
+    fetch_other_inputs(p, wide(qk.x, qk.y), g, wide(gv.z, gv.w), rows,
+                       __float_as_uint(load_shared1(from + OFFSET(UnitInputs, at))), shared, thread);
+    store_parameter(p, parameter, rows, shared, gate, thread);
+    make_unit(p, rows, gate, unit_memory());
+  }
+}
+
+// Hands the next unit to a place, or none, with 0 rows. Returns whether there is one.
+__device__ __forceinline__ bool give(const ChunkBackwardParams& p, Position& x, u32 shared, u32 turn) {
+  const OrderedUnit next = find_ordered_unit(p, x);
+  x.at += grid_blocks();
+  if ((thread_index() & 31) == 0) {
+    const Unit& u = next.u;
+    const u32 to = shared + OFFSET(SharedMemory, inputs) + (turn & 1) * sizeof(UnitInputs);
+    const auto store = [&](u32 at, u64 x, u64 y) {
+      store_shared(to + at, (u32)x, (u32)(x >> 32), (u32)y, (u32)(y >> 32));
+    };
+    const auto address = [&](u64 base, long long sb, long long st, long long sh, int head, int size) {
+      return reinterpret_cast<u64>(make_rows(u, base, sb, st, sh, head, size).at);
+    };
+    store(OFFSET(UnitInputs, q), address(p.q, p.q_sb, p.q_st, p.q_sh, u.h, 2),
+          address(p.k, p.k_sb, p.k_st, p.k_sh, u.h, 2));
+    store(OFFSET(UnitInputs, g), address(p.g, p.g_sb, p.g_st, p.g_sh, u.hv, G_FLOAT ? 4 : 2),
+          address(p.v, p.v_sb, p.v_st, p.v_sh, u.hv, 2));
+    const u64 beta = u.batch * p.beta_sb + u.first * p.beta_st + u.hv * p.beta_sh;
+    store_shared(to + OFFSET(UnitInputs, beta), (u32)beta, (u32)(beta >> 32), (u32)u.hv, (u32)u.rows);
+    store_shared(to + OFFSET(UnitInputs, at), (u32)u.at, next.readers, 0, 0);
+    barrier_arrive(shared + GIVEN + 8 * (turn & 1));
+  }
+  sync_warp();
+  return next.u.rows > 0;
+}
+
+// A unit is done: stores w and u, says that their place is free, and raises the unit's flags once all
+// of it has arrived.
+__device__ __forceinline__ void publish(const ChunkBackwardParams& p, u32 shared, u32 turn) {
+  const u32 from = shared + OFFSET(SharedMemory, inputs) + (turn & 1) * sizeof(UnitInputs);
+  const uint4 x = load_shared_u4(from + OFFSET(UnitInputs, at));
+  if ((thread_index() & 31) == 0) {
+    const u64 offset = (u64)x.x * sizeof(ChunkOperands);
+    store_values(reinterpret_cast<unsigned char*>(p.w + offset), reinterpret_cast<unsigned char*>(p.u + offset),
+                 shared);
+    barrier_arrive(shared + FREED);
+    copy_out_wait();
+  }
+  raise_flags(p.ready + (u64)x.x * UNIT_FLAGS_BYTES, x.y, p.launch);
+}
+
+// The last warp of the block.
+__device__ __forceinline__ void dispatch(const ChunkBackwardParams& p, u32 shared) {
+  Position x = {block_index(), 0, 0};
+  int open = 0;    // units handed out and not published
+  u32 odd = 0;     // places of which an odd number has been published, by bits
+#pragma unroll 1
+  for (u32 turn = 0; turn < 2; ++turn) {
+#pragma unroll 1
+    for (int i = 0; i < BLOCKS; ++i) open += give(p, x, shared + i * UNIT_PITCH, turn);
   }
 #pragma unroll 1
-  for (;;) {
-    make_unit(p, next.u, unit_memory());
-    const u32 shared = unit_memory();
-    const int thread = unit_thread();
-    const uint4 done = load_shared_u4(shared + OFFSET(SharedMemory, value_rows));
-    x = load_position(shared);
-    x.at += BLOCKS * grid_blocks();
-    next = find_ordered_unit(p, x);
-    if (next.u.rows) fetch_first_inputs(p, next.u, shared, thread);
-    if (thread == 0) copy_out_wait_read<0>();
-    sync_unit();  // and all have read what was written of this unit
-    if (next.u.rows) {
-      fetch_other_inputs(p, next.u, shared, thread, next.readers << READERS_SHIFT);
-      if (thread == 0) store_position(shared, x);
+  while (open) {
+#pragma unroll 1
+    for (int i = 0; i < BLOCKS; ++i) {
+      const u32 place = shared + i * UNIT_PITCH, turn = odd >> i & 1;
+      if (!shuffle((int)barrier_test(place + DONE, turn), 0)) continue;
+      publish(p, place, turn);
+      odd ^= 1 << i;
+      open += give(p, x, place, turn) - 1;
     }
-    if (thread < 32) {
-      if (thread == 0) copy_out_wait();
-      raise_flags(p.ready + (u64)done.w * UNIT_FLAGS_BYTES, done.z >> READERS_SHIFT, p.launch);
-    }
-    if (!next.u.rows) return;
+    sleep_briefly();
+  }
+}
+
+KDA_KERNEL(ALL_THREADS, 1) prepare(KDA_PARAM ChunkBackwardParams p) {
+  wait_for_inputs();
+  launch_dependents();
+  if (thread_index() < 4 * BLOCKS)
+    barrier_init(place_memory(thread_index() / 4) + GIVEN + 8 * (thread_index() % 4), 1);
+  fence_async_proxy();
+  sync_block();
+  if (thread_index() < UNIT_THREADS) {
+    set_registers<UNIT_REGISTERS, START_REGISTERS>();
+    make_units(p);
+  } else {
+    set_registers<DISPATCHER_REGISTERS, START_REGISTERS>();
+    if (thread_index() < UNIT_THREADS + 32) dispatch(p, place_memory(0));
   }
 }

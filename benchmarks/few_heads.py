@@ -36,7 +36,9 @@ class Choice:
         if chunks:
             self._stack.append(mock.patch.object(segments, "chunks_per_segment", lambda items: chunks))
         if blocks:
-            self._stack.append(mock.patch.object(segments, "output_blocks", lambda items, mps: blocks))
+            self._stack.append(
+                mock.patch.object(segments, "output_blocks", lambda items, segments, mps: blocks)
+            )
         if prepare:
             self._stack.append(
                 mock.patch.object(segments, "prepare_blocks", lambda items, blocks, mps: prepare)

@@ -200,7 +200,7 @@ def test_output(
 def test_lengths(emulated: list[str], T: int, options: dict[str, Any]) -> None:
     check(draw(T, B=1 + T % 2, seed=T), **options)
     names = [name.split("-")[0] for name in emulated]
-    assert names == (["prepare", "maps", "chain", "output"] if T > 128 else ["prepare", "output"])
+    assert names == (["prepare", "maps", "chain", "output_half"] if T > 128 else ["prepare", "output_half"])
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])

@@ -107,7 +107,7 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
     slots = r.T // (64 * segment_chunks) + r.N if r.packed else r.N * segments
     units = chunks.sizes["units"]
     prepare = prepare_kernel(chunks.float_gate, chunks.bounded, for_segments=True)
-    walkers = output_blocks(slots * r.HV, multiprocessors)
+    walkers = output_blocks(items, slots * r.HV, multiprocessors)
     blocks = min(units, prepare_blocks(items, walkers, multiprocessors))
     launches = [("prepare", chunk_backward.launcher(prepare), blocks)]
     if segments > 1:

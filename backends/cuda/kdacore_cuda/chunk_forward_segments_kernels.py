@@ -52,7 +52,9 @@ def chain_blocks(items: int, multiprocessors: int) -> int:
 def output_kernel(blocks: int = 1) -> SegmentsKernel:
     """Outputs, checkpoints and final states: ``blocks`` (1 or 2, same bits) per segment and value
     head."""
-    return _kernel("output", 384 if blocks == 1 else 160, 3 * 73 * 1024 + 48, WARPGROUPS=2 // blocks)
+    if blocks == 2:
+        return _kernel("output_half", 384, 220 * 1024)
+    return _kernel("output", 384, 3 * 73 * 1024 + 48, WARPGROUPS=2)
 
 
 _PREPARE_CYCLES = 10_000
@@ -75,9 +77,16 @@ def _cycles_per_chunk(items: int, blocks: int, multiprocessors: int) -> float:
     return max(items * _PREPARE_CYCLES / others, _WALK_CYCLES[blocks]) if others > 0 else float("inf")
 
 
-def output_blocks(items: int, multiprocessors: int) -> int:
-    """Blocks per segment and value head of :func:`output_kernel`, given how many of those there
-    are: 1 or 2, whichever is faster while prepare has the other multiprocessors."""
+def output_blocks(items: int, segments: int, multiprocessors: int) -> int:
+    """Blocks per segment and value head of :func:`output_kernel`: 1 or 2.
+
+    Args:
+        items: sequences times value heads.
+        segments: of all of them.
+        multiprocessors: of the device.
+    """
+    if chunks_per_segment(items) != WHOLE_SEQUENCES:
+        return 2 if 2 * segments <= multiprocessors else 1
     return min((1, 2), key=lambda blocks: (_cycles_per_chunk(items, blocks, multiprocessors), -blocks))
 
 
@@ -101,8 +110,8 @@ def use_segments(items: int, multiprocessors: int) -> bool:
     the tokens, and the number of tokens must not decide: appending tokens would then change the
     bits of those before.
     """
-    blocks = output_blocks(items, multiprocessors)
-    return _cycles_per_chunk(items, blocks, multiprocessors) <= 2 * _CYCLES_PER_FUSED_STEP
+    cycles = min(_cycles_per_chunk(items, blocks, multiprocessors) for blocks in (1, 2))
+    return cycles <= 2 * _CYCLES_PER_FUSED_STEP
 
 
 def chunks_per_segment(items: int) -> int:

@@ -1,0 +1,254 @@
+// chunk_kda in segments on Hopper, last launch where two blocks share a state: each carries 64 of its
+// value rows. As output.cu, for each chunk
+//
+//   v = u - S w^T;   o = S qg^T + v aqk^T;   S' = S diag(last) + v kg
+//
+// but of these only v and S' are a chain. One warpgroup has nothing else to do; another computes o
+// from copies of S (in bfloat16) and v that the first leaves in shared memory, and stores it.
+//
+// Grid: two blocks a segment and value head. Warps: four carry the state, four compute outputs, each for
+// the same 16 rows as one of the former; three load operands, each into a stage of its own, so that
+// waiting for one flag holds up no other chunk.
+// Synchronisation: a stage's barriers count the bytes that arrive (full) and the warps that have read it
+// (empty). For each pair of warps, barriers say that S or v has been written (full) or read (empty).
+//
+// Macros from the host: SHARED_BYTES.
+#include "common/warp_arrivals.cuh"
+#include "sm90/chunk_forward/segments/output_stores.cuh"
+#include "sm90/ring.cuh"
+#include "sm90/warp.cuh"
+
+constexpr int ROLE_WARPS = 4, THREADS = 384, START_REGISTERS = 168;
+constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;
+static_assert(2 * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * START_REGISTERS,
+              "more registers than the block has");
+
+// A chunk's operands with half of u. The lead places images on 1024 bytes, as products want them.
+struct HalfOperands {
+  float last[K];
+  TileImage kg, w;
+  SquareImage u;
+  TileImage qg;
+  SquareImage aqk;
+};
+constexpr u32 STAGE_LEAD = 1024 - OFFSET(HalfOperands, kg);
+struct alignas(1024) Stage {
+  unsigned char lead[STAGE_LEAD];
+  HalfOperands operands;
+};
+constexpr int STAGES = 3;
+// What a pair of warps hands on: their rows of S and v as left operands, as lanes have them. o is
+// staged in v's place on its way to device memory.
+struct Exchange {
+  uint4 s[K_TILES][32], v[C_TILES][32];
+};
+struct PairBarriers {
+  u64 s_full, s_empty, v_full, v_empty;
+};
+struct SharedMemory {
+  Stage stages[STAGES];
+  Exchange exchanges[ROLE_WARPS];
+  u64 full[STAGES], empty[STAGES];
+  PairBarriers pairs[ROLE_WARPS];
+};
+static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "the host's shared memory size is too small");
+using OperandRing = Ring<STAGES, STAGE_LEAD, sizeof(Stage), OFFSET(SharedMemory, full), 8 * STAGES>;
+
+__device__ __forceinline__ void make_barriers(u32 shared) {
+  const int i = thread_index();
+  if (i < 2 * STAGES) {
+    barrier_init(shared + OFFSET(SharedMemory, full) + 8 * i, i < STAGES ? 1 : 2 * ROLE_WARPS * WARP_ARRIVALS);
+  } else if (i < 2 * STAGES + 4 * ROLE_WARPS) {
+    barrier_init(shared + OFFSET(SharedMemory, pairs) + 8 * (i - 2 * STAGES), WARP_ARRIVALS);
+  }
+  fence_async_proxy();  // bulk copies use them
+  sync_block();
+}
+
+// One thread loads every third chunk.
+__device__ __forceinline__ void produce(const SegmentParams& p, const Segment& x, u32 shared, int own,
+                                        int part) {
+  OperandRing ring = {shared, (u32)own};
+  for (int c = x.begin + own; c < x.end; c += STAGES) {
+    const u64 unit = (u64)(x.s.slot + c) * p.HV + x.hv;
+    const u64 from = p.chunk_operands + unit * sizeof(ChunkOperands);
+    wait_and_clear_flag(p.ready + unit * UNIT_FLAGS_BYTES + OFFSET(UnitFlags, output) + 8 * part, p.launch);
+    fence_async_proxy_global();
+    ring.wait_empty();
+    barrier_expect(ring.full(), sizeof(HalfOperands));
+    const auto copy = [&](u32 to, u32 at, u32 size) {
+      copy_in(ring.stage() + to, reinterpret_cast<const void*>(from + at), size, ring.full());
+    };
+    copy(0, 0, OFFSET(HalfOperands, u));
+    copy(OFFSET(HalfOperands, u), OFFSET(ChunkOperands, u) + part * SQUARE_BYTES, SQUARE_BYTES);
+    copy(OFFSET(HalfOperands, qg), OFFSET(ChunkOperands, qg), TILE_BYTES + SQUARE_BYTES);
+    ring.parity ^= 1;
+  }
+}
+
+template <int N>
+__device__ __forceinline__ void hand_on(const u32 (&a)[N][4], u32 to, int lane) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) store_shared(to + 512 * i + 16 * lane, a[i][0], a[i][1], a[i][2], a[i][3]);
+}
+template <int N>
+__device__ __forceinline__ void take(u32 (&a)[N][4], u32 from, int lane) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const uint4 x = load_shared_u4(from + 512 * i + 16 * lane);
+    a[i][0] = x.x, a[i][1] = x.y, a[i][2] = x.z, a[i][3] = x.w;
+  }
+}
+
+// Where a warp's exchange and its barriers are.
+struct Pair {
+  u32 exchange, barriers;
+};
+__device__ __forceinline__ Pair find_pair(u32 shared, int own) {
+  return {shared + OFFSET(SharedMemory, exchanges) + own * (u32)sizeof(Exchange),
+          shared + OFFSET(SharedMemory, pairs) + own * (u32)sizeof(PairBarriers)};
+}
+
+__device__ __forceinline__ void carry_state(const SegmentParams& p, const Segment& x, u32 shared, int own,
+                                            const Lane& l, int part) {
+  const int row = l.row + l.g + 64 * part;
+  State state;
+  if (x.index) {
+    // This block's rows of the start, by groups of 16.
+    if (own == 0 && l.lane < ROW_GROUPS / 2)
+      wait_and_clear_flag(
+          segment_flags(p, x.place) + OFFSET(SegmentFlags, start) + 8 * (ROW_GROUPS / 2 * part + l.lane), p.launch);
+    sync_threads(1, 32 * ROLE_WARPS);
+    read_pairs(state.s, row, 2 * l.t, p.starts + x.place * FULL_STATE_BYTES);
+  } else {
+    read_state(state, row, l.t, matrix_at(p.h0, x.state, p.flags), p.flags);
+  }
+  const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;            // chunks between checkpoints
+  int wait = p.ckpt_every ? (block - x.begin % block) % block : 1 << 30;  // until the next one
+  u64 checkpoint = 0;
+  if (p.ckpt_every) {
+    const long long i = first_checkpoint(p, x.n) + (x.begin + wait) / block;
+    checkpoint = matrix_at(p.ckpt, i * p.HV + x.hv, p.flags);
+  }
+  const Pair pair = find_pair(shared, own);
+  Operand s;
+  pack_state(s, state);
+  OperandRing ring = {shared};
+  u32 parity = 0;
+#pragma unroll 1
+  for (int c = x.begin; c < x.end; ++c) {
+    if (wait == 0) {
+      write_state(state, row, l.t, checkpoint, p.flags);
+      checkpoint += (u64)p.HV * matrix_bytes(p.flags);
+      wait = block;
+    }
+    --wait;
+    const u32 stage = ring.stage();
+    const u64 w = operand_descriptor(stage + OFFSET(HalfOperands, w), 16, 1024),
+              kg = operand_descriptor(stage + OFFSET(HalfOperands, kg), SQUARE_BYTES, 1024);
+    ring.wait_full();
+    float prediction[2 * C_TILES][4] = {};
+    fence_registers(prediction);
+    warpgroup_fence();
+    multiply_channels(prediction, s, w);
+    warpgroup_commit();
+    barrier_wait(pair.barriers + OFFSET(PairBarriers, s_empty), parity ^ 1);
+    hand_on(s.a, pair.exchange, l.lane);
+    warp_arrive(pair.barriers + OFFSET(PairBarriers, s_full), l.lane);
+    TokenOperand u, v;
+    load_u(u, l, stage + OFFSET(HalfOperands, u));
+    decay_state(state, l.t, stage + OFFSET(HalfOperands, last));
+    warpgroup_wait<0>();
+    fence_registers(prediction);
+    subtract(v, u, prediction);
+    warpgroup_fence();
+#pragma unroll
+    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, v.a[kk], over_tokens(kg, kk), 1);
+    warpgroup_commit();
+    barrier_wait(pair.barriers + OFFSET(PairBarriers, v_empty), parity ^ 1);
+    hand_on(v.a, pair.exchange + OFFSET(Exchange, v), l.lane);
+    warp_arrive(pair.barriers + OFFSET(PairBarriers, v_full), l.lane);
+    parity ^= 1;
+    warpgroup_wait<0>();
+    fence_registers(state.s);
+    pack_state(s, state);
+    fence_registers(s.a);
+    warp_arrive(ring.empty(), l.lane);
+    ring.next();
+  }
+  if (p.ht && x.last()) write_state(state, row, l.t, matrix_at(p.ht, x.state, p.flags), p.flags);
+}
+
+__device__ __forceinline__ void make_outputs(const SegmentParams& p, const Segment& x, u32 shared, int own,
+                                             const Lane& l, int part) {
+  const long long token_bytes = 2ll * p.HV * V;
+  unsigned char* to = reinterpret_cast<unsigned char*>(p.o) +
+                      (x.s.batch * p.T + x.s.first + (long long)x.begin * C) * token_bytes +
+                      2 * (x.hv * V + 64 * part + l.row);
+  int left = x.s.length - x.begin * C;  // tokens from this chunk on
+  const Pair pair = find_pair(shared, own);
+  OperandRing ring = {shared};
+  u32 parity = 0;
+#pragma unroll 1
+  for (int c = x.begin; c < x.end; ++c) {
+    const u32 stage = ring.stage(), rows = pair.exchange + OFFSET(Exchange, v);
+    const u64 qg = operand_descriptor(stage + OFFSET(HalfOperands, qg), 16, 1024),
+              aqk = step(qg, OFFSET(HalfOperands, aqk) - OFFSET(HalfOperands, qg));
+    ring.wait_full();
+    Operand s;
+    barrier_wait(pair.barriers + OFFSET(PairBarriers, s_full), parity);
+    take(s.a, pair.exchange, l.lane);
+    warp_arrive(pair.barriers + OFFSET(PairBarriers, s_empty), l.lane);
+    float o[2 * C_TILES][4] = {};
+    fence_registers(o);
+    fence_registers(s.a);
+    warpgroup_fence();
+    multiply_channels(o, s, qg);
+    warpgroup_commit();
+    TokenOperand v, out;
+    barrier_wait(pair.barriers + OFFSET(PairBarriers, v_full), parity);
+    take(v.a, rows, l.lane);
+    fence_registers(v.a);
+    warpgroup_fence();
+#pragma unroll
+    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(o, v.a[kk], step(aqk, kk * 32), 1);
+    warpgroup_commit();
+    sync_warp();  // all lanes have taken v
+    warpgroup_wait<0>();
+    fence_registers(o);
+    warp_arrive(ring.empty(), l.lane);
+    ring.next();
+    pack_rows(out, o);
+    stage_output(out, rows, l);
+    store_output(rows, to, token_bytes, left < C ? left : C, l);
+    warp_arrive(pair.barriers + OFFSET(PairBarriers, v_empty), l.lane);
+    parity ^= 1;
+    left -= C;
+    to += C * token_bytes;
+  }
+}
+
+KDA_KERNEL(THREADS, 1) output_half(KDA_PARAM SegmentParams p) {
+  KDA_SHARED(memory);
+  const u32 shared = shared_address(memory);
+  const int warp = uniform(thread_index() >> 5);
+  {
+    const Segment x = find_block(p, block_index() / 2);
+    if (x.index && x.begin >= x.s.chunks) return end_after_earlier_launches();
+  }
+  make_barriers(shared);
+  const int block = opaque(block_index()) / 2,
+            part = opaque(block_index()) % 2;  // each role finds its segment: the producers have few registers
+  if (warp < ROLE_WARPS) {
+    set_registers<CONSUMER_REGISTERS, START_REGISTERS>();
+    carry_state(p, find_block(p, block), shared, warp, make_lane(warp), part);
+  } else if (warp < 2 * ROLE_WARPS) {
+    set_registers<CONSUMER_REGISTERS, START_REGISTERS>();
+    make_outputs(p, find_block(p, block), shared, warp - ROLE_WARPS, make_lane(warp - ROLE_WARPS), part);
+  } else {
+    set_registers<PRODUCER_REGISTERS, START_REGISTERS>();
+    if (warp < 2 * ROLE_WARPS + STAGES && (thread_index() & 31) == 0)
+      produce(p, find_block(p, block), shared, warp - 2 * ROLE_WARPS, part);
+  }
+  end_after_earlier_launches();
+}

@@ -96,7 +96,7 @@ struct SharedMemory {
   u32 value_rows[4];
 #if FOR_SEGMENTS
   UnitInputs inputs[2];  // of this unit and of the next one
-  u64 given[2], done, freed;  // barriers: chunk_forward/segments/prepare.cu
+  u64 given[2], written;  // barriers: chunk_forward/segments/prepare.cu
 #endif
 };
 constexpr u32 UNIT_PITCH = (sizeof(SharedMemory) + 1023) / 1024 * 1024;

@@ -47,21 +47,15 @@ __device__ __forceinline__ void fetch_values(const ChunkBackwardParams& p, u32 s
   if (thread == 0) {
     copy_out(place_of(p.aqk, SQUARE_BYTES), shared + OFFSET(SharedMemory, aqk), SQUARE_BYTES);
     copy_out_commit();
-    // Who raises the unit's flags cannot wait for this copy.
-    if (FOR_SEGMENTS)
-      copy_out_wait();
-    else
-      copy_out_wait_read<0>();
+    copy_out_wait_read<0>();
   }
   copy_async_wait<0>();
 }
 
-// Steps 2 to 6, once inputs have been asked for: w and u are left in shared memory.
+// Steps 2 to 6, once inputs are there: w and u are left in shared memory.
 __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows, const Gate& gate, u32 shared) {
   const int thread = unit_thread(), lane = thread & 31, warp = uniform(thread >> 5);
   const Strip s = make_strip(warp, lane);
-  copy_async_wait<0>();
-  sync_unit();
 
   // 2. Norms of q and k, and decays from the gate.
   store_norms(p, shared, rows, warp, lane);
@@ -120,13 +114,13 @@ __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows
   sync_unit();
 }
 
-// One thread: w and u to the workspace; `shared`: the unit's.
-__device__ __forceinline__ void store_values(unsigned char* w, unsigned char* u, u32 shared) {
-  copy_out(w, shared + OFFSET(SharedMemory, w), TILE_BYTES);
+// One thread: w and u to the workspace.
+__device__ __forceinline__ void store_values(const ChunkBackwardParams& p, u32 shared) {
+  copy_out(place_of(p.w, TILE_BYTES), shared + OFFSET(SharedMemory, w), TILE_BYTES);
   // In halves, as the scan may load them: initcheck takes what a copy of 16 KB wrote for half
   // written.
-  copy_out(u, shared + OFFSET(SharedMemory, u), SQUARE_BYTES);
-  copy_out(u + SQUARE_BYTES, shared + OFFSET(SharedMemory, u) + SQUARE_BYTES, SQUARE_BYTES);
+  copy_out(place_of(p.u, TILE_BYTES), shared + OFFSET(SharedMemory, u), SQUARE_BYTES);
+  copy_out(place_of(p.u, TILE_BYTES) + SQUARE_BYTES, shared + OFFSET(SharedMemory, u) + SQUARE_BYTES,
+           SQUARE_BYTES);
   copy_out_commit();
-  copy_out_wait_read<0>();
 }

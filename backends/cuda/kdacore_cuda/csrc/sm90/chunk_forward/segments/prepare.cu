@@ -6,19 +6,18 @@
 //
 // Grid: at most as many blocks as the host wants to give multiprocessors to. Warps: eight for each of
 // the places where a unit is computed, and one, the dispatcher, that hands the block's units out in
-// turns (unit_order.cuh), stores w and u, and raises a unit's flags once all of it has arrived in device
-// memory. So no unit waits for that, nor computes addresses.
+// turns (unit_order.cuh) and raises a unit's flags once it has arrived in device memory. So no unit
+// waits for that, nor computes addresses.
 // Synchronisation: barriers of a unit's threads. Barriers in shared memory, each with one arrival:
-// given (the inputs of a place's next unit are known; one for each of two), done (w and u are made),
-// freed (they have been copied).
+// given (the inputs of a place's next unit are known; one for each of two), written (all of a unit is in
+// device memory).
 //
 // Macros from the host: G_FLOAT, BOUNDED (gates are bounded), SHARED_BYTES, FOR_SEGMENTS.
 #include "common/half_types.cuh"
 #include "sm90/chunk_backward/prepare_unit.cuh"
 #include "sm90/chunk_forward/segments/unit_order.cuh"
 
-constexpr u32 GIVEN = OFFSET(SharedMemory, given), DONE = OFFSET(SharedMemory, done),
-              FREED = OFFSET(SharedMemory, freed);
+constexpr u32 GIVEN = OFFSET(SharedMemory, given), WRITTEN = OFFSET(SharedMemory, written);
 constexpr int UNIT_THREADS = BLOCKS * THREADS;
 // Registers are moved by warpgroups, so the dispatcher's has three idle warps.
 constexpr int ALL_THREADS = UNIT_THREADS + 128, START_REGISTERS = 65536 / ALL_THREADS / 8 * 8;
@@ -26,30 +25,38 @@ constexpr int UNIT_REGISTERS = BOUNDED ? 80 : 112, DISPATCHER_REGISTERS = 24;
 static_assert(2 * BLOCKS * UNIT_REGISTERS + DISPATCHER_REGISTERS <= (2 * BLOCKS + 1) * START_REGISTERS,
               "more registers than the block has");
 
-// One unit after another, by the threads of a place. Its inputs come while the unit before goes.
+// One unit after another, by the threads of a place. Its inputs come while the unit before leaves.
 __device__ __forceinline__ void make_units(const ChunkBackwardParams& p) {
 #pragma unroll 1
   for (u32 turn = 0;; ++turn) {
     const u32 shared = unit_memory();
     const int thread = unit_thread();
-    if (turn) {
-      sync_unit();  // no warp reads the unit before any more
-      if (thread == 0) barrier_arrive(shared + DONE);
-    }
+    if (turn && thread == 0) store_values(p, shared);
     barrier_wait(shared + GIVEN + 8 * (turn & 1), turn >> 1 & 1);
     const u32 from = shared + OFFSET(SharedMemory, inputs) + (turn & 1) * sizeof(UnitInputs);
     const uint4 qk = load_shared_u4(from), gv = load_shared_u4(from + 16), more = load_shared_u4(from + 32);
     const auto wide = [](u32 low, u32 high) { return (u64)high << 32 | low; };
     const int hv = (int)more.z, rows = (int)more.w;
-    if (!rows) return;
     const Gate gate = make_gate(p, hv);
-    const u32 parameter = load_parameter(p, (long long)wide(more.x, more.y), rows, hv, thread);
+    const u32 parameter = rows ? load_parameter(p, (long long)wide(more.x, more.y), rows, hv, thread) : 0;
     const u64 g = wide(gv.x, gv.y);
-    fetch_first_inputs(p, wide(qk.z, qk.w), g, rows, shared, thread);
-    if (turn) barrier_wait(shared + FREED, turn - 1 & 1);
-    fetch_other_inputs(p, wide(qk.x, qk.y), g, wide(gv.z, gv.w), rows,
-                       __float_as_uint(load_shared1(from + OFFSET(UnitInputs, at))), shared, thread);
-    store_parameter(p, parameter, rows, shared, gate, thread);
+    if (rows) fetch_first_inputs(p, wide(qk.z, qk.w), g, rows, shared, thread);
+    if (turn) {
+      if (thread == 0) copy_out_wait_read<0>();
+      sync_unit();  // the place of w and u is free
+    }
+    if (rows) {
+      fetch_other_inputs(p, wide(qk.x, qk.y), g, wide(gv.z, gv.w), rows,
+                         __float_as_uint(load_shared1(from + OFFSET(UnitInputs, at))), shared, thread);
+      store_parameter(p, parameter, rows, shared, gate, thread);
+      copy_async_wait<0>();
+    }
+    if (turn && thread == 0) {  // by now the unit before has arrived in device memory
+      copy_out_wait();
+      barrier_arrive(shared + WRITTEN);
+    }
+    if (!rows) return;
+    sync_unit();
     make_unit(p, rows, gate, unit_memory());
   }
 }
@@ -80,21 +87,6 @@ __device__ __forceinline__ bool give(const ChunkBackwardParams& p, Position& x, 
   return next.u.rows > 0;
 }
 
-// A unit is done: stores w and u, says that their place is free, and raises the unit's flags once all
-// of it has arrived.
-__device__ __forceinline__ void publish(const ChunkBackwardParams& p, u32 shared, u32 turn) {
-  const u32 from = shared + OFFSET(SharedMemory, inputs) + (turn & 1) * sizeof(UnitInputs);
-  const uint4 x = load_shared_u4(from + OFFSET(UnitInputs, at));
-  if ((thread_index() & 31) == 0) {
-    const u64 offset = (u64)x.x * sizeof(ChunkOperands);
-    store_values(reinterpret_cast<unsigned char*>(p.w + offset), reinterpret_cast<unsigned char*>(p.u + offset),
-                 shared);
-    barrier_arrive(shared + FREED);
-    copy_out_wait();
-  }
-  raise_flags(p.ready + (u64)x.x * UNIT_FLAGS_BYTES, x.y, p.launch);
-}
-
 // The last warp of the block.
 __device__ __forceinline__ void dispatch(const ChunkBackwardParams& p, u32 shared) {
   Position x = {block_index(), 0, 0};
@@ -110,10 +102,13 @@ __device__ __forceinline__ void dispatch(const ChunkBackwardParams& p, u32 share
 #pragma unroll 1
     for (int i = 0; i < BLOCKS; ++i) {
       const u32 place = shared + i * UNIT_PITCH, turn = odd >> i & 1;
-      if (!shuffle((int)barrier_test(place + DONE, turn), 0)) continue;
-      publish(p, place, turn);
+      if (!shuffle((int)barrier_test(place + WRITTEN, turn), 0)) continue;
+      const uint4 written =
+          load_shared_u4(place + OFFSET(SharedMemory, inputs) + turn * (u32)sizeof(UnitInputs) + OFFSET(UnitInputs, at));
+      sync_warp();
       odd ^= 1 << i;
       open += give(p, x, place, turn) - 1;
+      raise_flags(p.ready + (u64)written.x * UNIT_FLAGS_BYTES, written.y, p.launch);
     }
     sleep_briefly();
   }
@@ -122,8 +117,8 @@ __device__ __forceinline__ void dispatch(const ChunkBackwardParams& p, u32 share
 KDA_KERNEL(ALL_THREADS, 1) prepare(KDA_PARAM ChunkBackwardParams p) {
   wait_for_inputs();
   launch_dependents();
-  if (thread_index() < 4 * BLOCKS)
-    barrier_init(place_memory(thread_index() / 4) + GIVEN + 8 * (thread_index() % 4), 1);
+  if (thread_index() < 3 * BLOCKS)
+    barrier_init(place_memory(thread_index() / 3) + GIVEN + 8 * (thread_index() % 3), 1);
   fence_async_proxy();
   sync_block();
   if (thread_index() < UNIT_THREADS) {

@@ -169,11 +169,12 @@ KDA_KERNEL(THREADS, 1) chain(KDA_PARAM SegmentParams p) {
                  thread_index() < STAGES ? 1 : WARPS * WARP_ARRIVALS);
   fence_async_proxy();
   sync_block();
-  if (warp < WARPS)
+  if (warp < WARPS) {
     walk(p, task, shared, warp, lane);
-  else if (warp > WARPS)
+    end_after_earlier_launches();
+  } else if (warp > WARPS) {
     announce(p, task);
-  else if (lane == 0)
+  } else if (lane == 0) {
     produce(p, task, shared);
-  end_after_earlier_launches();
+  }
 }

@@ -133,11 +133,11 @@ KDA_KERNEL(THREADS, 1) maps(KDA_PARAM SegmentParams p) {
   if (warp < STATE_WARPS) {
     set_role_registers<1>();
     scan_segment(p, task, shared, make_lane(warp));
+    end_after_earlier_launches();
   } else {
     set_role_registers<0>();
     if (warp == STATE_WARPS && (thread_index() & 31) == 0)
       produce(p, task.x, shared, task.from_identity ? OFFSET(ChunkOperands, u) : OFFSET(ChunkOperands, qg),
               task.from_identity ? OFFSET(UnitFlags, map_a) : OFFSET(UnitFlags, map_b));
   }
-  end_after_earlier_launches();
 }

@@ -119,11 +119,11 @@ KDA_KERNEL(THREADS, 1) output(KDA_PARAM SegmentParams p) {
   if (warp < STATE_WARPS) {
     set_role_registers<1>();
     scan_segment(p, find_block(p, block), shared, make_lane(warp, part));
+    end_after_earlier_launches();
   } else {
     set_role_registers<0>();
     if (warp == STATE_WARPS && (thread_index() & 31) == 0)
       produce(p, find_block(p, block), shared, sizeof(ChunkOperands), OFFSET(UnitFlags, output) + 8 * part,
               part);
   }
-  end_after_earlier_launches();
 }

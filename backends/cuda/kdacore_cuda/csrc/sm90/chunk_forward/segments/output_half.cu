@@ -242,6 +242,7 @@ KDA_KERNEL(THREADS, 1) output_half(KDA_PARAM SegmentParams p) {
   if (warp < ROLE_WARPS) {
     set_registers<CONSUMER_REGISTERS, START_REGISTERS>();
     carry_state(p, find_block(p, block), shared, warp, make_lane(warp), part);
+    end_after_earlier_launches();
   } else if (warp < 2 * ROLE_WARPS) {
     set_registers<CONSUMER_REGISTERS, START_REGISTERS>();
     make_outputs(p, find_block(p, block), shared, warp - ROLE_WARPS, make_lane(warp - ROLE_WARPS), part);
@@ -250,5 +251,4 @@ KDA_KERNEL(THREADS, 1) output_half(KDA_PARAM SegmentParams p) {
     if (warp < 2 * ROLE_WARPS + STAGES && (thread_index() & 31) == 0)
       produce(p, find_block(p, block), shared, warp - 2 * ROLE_WARPS, part);
   }
-  end_after_earlier_launches();
 }

@@ -29,9 +29,11 @@ struct SegmentMap {
 };
 constexpr u32 MAP_BYTES = sizeof(SegmentMap);
 
-// At the end of every thread of a launch after prepare: it does not end before the one before it, so
-// that whoever waits for the call's last launch waits for all.
+// At the end of a block of a launch after prepare: it does not end before the one before it, so that
+// whoever waits for the call's last launch waits for all. By whole warps that have nothing else to do:
+// the instruction stops all lanes of a warp.
 __device__ __forceinline__ void end_after_earlier_launches() {
+  sync_warp();
   if (block_index() == grid_blocks() - 1) wait_for_inputs();
 }
 

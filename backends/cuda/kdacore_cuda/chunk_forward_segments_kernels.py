@@ -53,7 +53,7 @@ def output_kernel(blocks: int = 1) -> SegmentsKernel:
     """Outputs, checkpoints and final states: ``blocks`` (1 or 2, same bits) per segment and value
     head."""
     if blocks == 2:
-        return _kernel("output_half", 384, 220 * 1024)
+        return _kernel("output_half", 384, (3 * 65 + 17) * 1024)
     return _kernel("output", 384, 3 * 73 * 1024 + 48, WARPGROUPS=2)
 
 

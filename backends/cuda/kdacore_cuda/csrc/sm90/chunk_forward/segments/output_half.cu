@@ -3,14 +3,16 @@
 //
 //   v = u - S w^T;   o = S qg^T + v aqk^T;   S' = S diag(last) + v kg
 //
-// but of these only v and S' are a chain. One warpgroup has nothing else to do; another computes o
-// from copies of S (in bfloat16) and v that the first leaves in shared memory, and stores it.
+// in this order on the matrix unit: S w^T, S qg^T, v kg, v aqk^T, so that v is made while S qg^T is
+// multiplied, and the next left operand while v aqk^T is. o is handed to another warpgroup one chunk
+// later.
 //
-// Grid: two blocks a segment and value head. Warps: four carry the state, four compute outputs, each for
-// the same 16 rows as one of the former; three load operands, each into a stage of its own, so that
+// Grid: two blocks a segment and value head. Warps: four carry the state, four store outputs, each of the
+// same 16 rows as one of the former; three load operands, each into a stage of its own, so that
 // waiting for one flag holds up no other chunk.
 // Synchronisation: a stage's barriers count the bytes that arrive (full) and the warps that have read it
-// (empty). For each pair of warps, barriers say that S or v has been written (full) or read (empty).
+// (empty). For each pair of warps and of two places, barriers say that o has been handed on (full) or
+// stored (empty).
 //
 // Macros from the host: SHARED_BYTES.
 #include "common/warp_arrivals.cuh"
@@ -37,19 +39,19 @@ struct alignas(1024) Stage {
   HalfOperands operands;
 };
 constexpr int STAGES = 3;
-// What a pair of warps hands on: their rows of S and v as left operands, as lanes have them. o is
-// staged in v's place on its way to device memory.
-struct Exchange {
-  uint4 s[K_TILES][32], v[C_TILES][32];
+// o of a chunk as a warp that carries 16 rows hands it on, as left operands are laid out; it is staged
+// there on its way to device memory.
+struct Outputs {
+  uint4 o[C_TILES][32];
 };
-struct PairBarriers {
-  u64 s_full, s_empty, v_full, v_empty;
+struct Pair {
+  u64 full[2], empty[2];  // barriers
 };
 struct SharedMemory {
   Stage stages[STAGES];
-  Exchange exchanges[ROLE_WARPS];
+  Outputs outputs[ROLE_WARPS][2];
   u64 full[STAGES], empty[STAGES];
-  PairBarriers pairs[ROLE_WARPS];
+  Pair pairs[ROLE_WARPS];
 };
 static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "the host's shared memory size is too small");
 using OperandRing = Ring<STAGES, STAGE_LEAD, sizeof(Stage), OFFSET(SharedMemory, full), 8 * STAGES>;
@@ -57,7 +59,7 @@ using OperandRing = Ring<STAGES, STAGE_LEAD, sizeof(Stage), OFFSET(SharedMemory,
 __device__ __forceinline__ void make_barriers(u32 shared) {
   const int i = thread_index();
   if (i < 2 * STAGES) {
-    barrier_init(shared + OFFSET(SharedMemory, full) + 8 * i, i < STAGES ? 1 : 2 * ROLE_WARPS * WARP_ARRIVALS);
+    barrier_init(shared + OFFSET(SharedMemory, full) + 8 * i, i < STAGES ? 1 : ROLE_WARPS * WARP_ARRIVALS);
   } else if (i < 2 * STAGES + 4 * ROLE_WARPS) {
     barrier_init(shared + OFFSET(SharedMemory, pairs) + 8 * (i - 2 * STAGES), WARP_ARRIVALS);
   }
@@ -86,27 +88,25 @@ __device__ __forceinline__ void produce(const SegmentParams& p, const Segment& x
   }
 }
 
-template <int N>
-__device__ __forceinline__ void hand_on(const u32 (&a)[N][4], u32 to, int lane) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) store_shared(to + 512 * i + 16 * lane, a[i][0], a[i][1], a[i][2], a[i][3]);
-}
-template <int N>
-__device__ __forceinline__ void take(u32 (&a)[N][4], u32 from, int lane) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const uint4 x = load_shared_u4(from + 512 * i + 16 * lane);
-    a[i][0] = x.x, a[i][1] = x.y, a[i][2] = x.z, a[i][3] = x.w;
-  }
-}
-
-// Where a warp's exchange and its barriers are.
-struct Pair {
-  u32 exchange, barriers;
+// Where the two warps of a pair exchange o: two places in turns.
+struct Exchange {
+  u32 outputs, barriers, turn = 0;
+  __device__ __forceinline__ u32 place() const { return outputs + (turn & 1) * (u32)sizeof(Outputs); }
+  __device__ __forceinline__ u32 full() const { return barriers + OFFSET(Pair, full) + 8 * (turn & 1); }
+  __device__ __forceinline__ u32 empty() const { return barriers + OFFSET(Pair, empty) + 8 * (turn & 1); }
+  __device__ __forceinline__ u32 parity() const { return turn >> 1 & 1; }
 };
-__device__ __forceinline__ Pair find_pair(u32 shared, int own) {
-  return {shared + OFFSET(SharedMemory, exchanges) + own * (u32)sizeof(Exchange),
-          shared + OFFSET(SharedMemory, pairs) + own * (u32)sizeof(PairBarriers)};
+__device__ __forceinline__ Exchange find_exchange(u32 shared, int own) {
+  return {shared + OFFSET(SharedMemory, outputs) + own * 2 * (u32)sizeof(Outputs),
+          shared + OFFSET(SharedMemory, pairs) + own * (u32)sizeof(Pair)};
+}
+__device__ __forceinline__ void hand_on(const TokenOperand& o, Exchange& x, int lane) {
+  barrier_wait(x.empty(), x.parity() ^ 1);
+#pragma unroll
+  for (int i = 0; i < C_TILES; ++i)
+    store_shared(x.place() + 512 * i + 16 * lane, o.a[i][0], o.a[i][1], o.a[i][2], o.a[i][3]);
+  warp_arrive(x.full(), lane);
+  ++x.turn;
 }
 
 __device__ __forceinline__ void carry_state(const SegmentParams& p, const Segment& x, u32 shared, int own,
@@ -130,11 +130,11 @@ __device__ __forceinline__ void carry_state(const SegmentParams& p, const Segmen
     const long long i = first_checkpoint(p, x.n) + (x.begin + wait) / block;
     checkpoint = matrix_at(p.ckpt, i * p.HV + x.hv, p.flags);
   }
-  const Pair pair = find_pair(shared, own);
+  Exchange exchange = find_exchange(shared, own);
   Operand s;
   pack_state(s, state);
+  TokenOperand out;  // of the chunk before
   OperandRing ring = {shared};
-  u32 parity = 0;
 #pragma unroll 1
   for (int c = x.begin; c < x.end; ++c) {
     if (wait == 0) {
@@ -146,83 +146,69 @@ __device__ __forceinline__ void carry_state(const SegmentParams& p, const Segmen
     const u32 stage = ring.stage();
     const u64 w = operand_descriptor(stage + OFFSET(HalfOperands, w), 16, 1024),
               kg = operand_descriptor(stage + OFFSET(HalfOperands, kg), SQUARE_BYTES, 1024);
+    const u64 qg = step(w, OFFSET(HalfOperands, qg) - OFFSET(HalfOperands, w)),
+              aqk = step(w, OFFSET(HalfOperands, aqk) - OFFSET(HalfOperands, w));
     ring.wait_full();
-    float prediction[2 * C_TILES][4] = {};
+    float prediction[2 * C_TILES][4] = {}, o[2 * C_TILES][4] = {};
     fence_registers(prediction);
+    fence_registers(o);
     warpgroup_fence();
     multiply_channels(prediction, s, w);
     warpgroup_commit();
-    barrier_wait(pair.barriers + OFFSET(PairBarriers, s_empty), parity ^ 1);
-    hand_on(s.a, pair.exchange, l.lane);
-    warp_arrive(pair.barriers + OFFSET(PairBarriers, s_full), l.lane);
+    multiply_channels(o, s, qg);
+    warpgroup_commit();
+    if (c > x.begin) hand_on(out, exchange, l.lane);
     TokenOperand u, v;
     load_u(u, l, stage + OFFSET(HalfOperands, u));
     decay_state(state, l.t, stage + OFFSET(HalfOperands, last));
-    warpgroup_wait<0>();
+    warpgroup_wait<1>();
     fence_registers(prediction);
     subtract(v, u, prediction);
     warpgroup_fence();
 #pragma unroll
     for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, v.a[kk], over_tokens(kg, kk), 1);
     warpgroup_commit();
-    barrier_wait(pair.barriers + OFFSET(PairBarriers, v_empty), parity ^ 1);
-    hand_on(v.a, pair.exchange + OFFSET(Exchange, v), l.lane);
-    warp_arrive(pair.barriers + OFFSET(PairBarriers, v_full), l.lane);
-    parity ^= 1;
     warpgroup_wait<0>();
     fence_registers(state.s);
-    pack_state(s, state);
-    fence_registers(s.a);
-    warp_arrive(ring.empty(), l.lane);
-    ring.next();
-  }
-  if (p.ht && x.last()) write_state(state, row, l.t, matrix_at(p.ht, x.state, p.flags), p.flags);
-}
-
-__device__ __forceinline__ void make_outputs(const SegmentParams& p, const Segment& x, u32 shared, int own,
-                                             const Lane& l, int part) {
-  const long long token_bytes = 2ll * p.HV * V;
-  unsigned char* to = reinterpret_cast<unsigned char*>(p.o) +
-                      (x.s.batch * p.T + x.s.first + (long long)x.begin * C) * token_bytes +
-                      2 * (x.hv * V + 64 * part + l.row);
-  int left = x.s.length - x.begin * C;  // tokens from this chunk on
-  const Pair pair = find_pair(shared, own);
-  OperandRing ring = {shared};
-  u32 parity = 0;
-#pragma unroll 1
-  for (int c = x.begin; c < x.end; ++c) {
-    const u32 stage = ring.stage(), rows = pair.exchange + OFFSET(Exchange, v);
-    const u64 qg = operand_descriptor(stage + OFFSET(HalfOperands, qg), 16, 1024),
-              aqk = step(qg, OFFSET(HalfOperands, aqk) - OFFSET(HalfOperands, qg));
-    ring.wait_full();
-    Operand s;
-    barrier_wait(pair.barriers + OFFSET(PairBarriers, s_full), parity);
-    take(s.a, pair.exchange, l.lane);
-    warp_arrive(pair.barriers + OFFSET(PairBarriers, s_empty), l.lane);
-    float o[2 * C_TILES][4] = {};
     fence_registers(o);
-    fence_registers(s.a);
-    warpgroup_fence();
-    multiply_channels(o, s, qg);
-    warpgroup_commit();
-    TokenOperand v, out;
-    barrier_wait(pair.barriers + OFFSET(PairBarriers, v_full), parity);
-    take(v.a, rows, l.lane);
-    fence_registers(v.a);
-    warpgroup_fence();
 #pragma unroll
     for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(o, v.a[kk], step(aqk, kk * 32), 1);
     warpgroup_commit();
-    sync_warp();  // all lanes have taken v
+    pack_state(s, state);
+    fence_registers(s.a);
     warpgroup_wait<0>();
     fence_registers(o);
     warp_arrive(ring.empty(), l.lane);
     ring.next();
     pack_rows(out, o);
+  }
+  if (x.begin < x.end) hand_on(out, exchange, l.lane);
+  if (p.ht && x.last()) write_state(state, row, l.t, matrix_at(p.ht, x.state, p.flags), p.flags);
+}
+
+__device__ __forceinline__ void store_outputs(const SegmentParams& p, const Segment& x, u32 shared, int own,
+                                              const Lane& l, int part) {
+  const long long token_bytes = 2ll * p.HV * V;
+  unsigned char* to = reinterpret_cast<unsigned char*>(p.o) +
+                      (x.s.batch * p.T + x.s.first + (long long)x.begin * C) * token_bytes +
+                      2 * (x.hv * V + 64 * part + l.row);
+  int left = x.s.length - x.begin * C;  // tokens from this chunk on
+  Exchange exchange = find_exchange(shared, own);
+#pragma unroll 1
+  for (int c = x.begin; c < x.end; ++c) {
+    const u32 rows = exchange.place();
+    barrier_wait(exchange.full(), exchange.parity());
+    TokenOperand out;
+#pragma unroll
+    for (int i = 0; i < C_TILES; ++i) {
+      const uint4 o = load_shared_u4(rows + 512 * i + 16 * l.lane);
+      out.a[i][0] = o.x, out.a[i][1] = o.y, out.a[i][2] = o.z, out.a[i][3] = o.w;
+    }
+    sync_warp();  // all lanes have taken theirs
     stage_output(out, rows, l);
     store_output(rows, to, token_bytes, left < C ? left : C, l);
-    warp_arrive(pair.barriers + OFFSET(PairBarriers, v_empty), l.lane);
-    parity ^= 1;
+    warp_arrive(exchange.empty(), l.lane);
+    ++exchange.turn;
     left -= C;
     to += C * token_bytes;
   }
@@ -245,7 +231,7 @@ KDA_KERNEL(THREADS, 1) output_half(KDA_PARAM SegmentParams p) {
     end_after_earlier_launches();
   } else if (warp < 2 * ROLE_WARPS) {
     set_registers<CONSUMER_REGISTERS, START_REGISTERS>();
-    make_outputs(p, find_block(p, block), shared, warp - ROLE_WARPS, make_lane(warp - ROLE_WARPS), part);
+    store_outputs(p, find_block(p, block), shared, warp - ROLE_WARPS, make_lane(warp - ROLE_WARPS), part);
   } else {
     set_registers<PRODUCER_REGISTERS, START_REGISTERS>();
     if (warp < 2 * ROLE_WARPS + STAGES && (thread_index() & 31) == 0)

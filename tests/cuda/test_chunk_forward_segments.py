@@ -350,7 +350,7 @@ def test_the_benchmark_times_what_a_call_launches(emulated: list[str]) -> None:
 
 
 def test_blocks_share_states_while_multiprocessors_are_idle() -> None:
-    assert [chunk_forward_segments_kernels.output_blocks(n, 132) for n in (1, 66, 67, 128)] == [2, 2, 1, 1]
+    assert [chunk_forward_segments_kernels.output_blocks(8, n, 132) for n in (1, 66, 67, 128)] == [2, 2, 1, 1]
     assert [chunk_forward_segments_kernels.chain_blocks(n, 132) for n in (1, 16, 17, 27)] == [8, 8, 4, 4]
 
 

@@ -32,7 +32,7 @@ def _kernel(name: str, threads: int, shared: int, **defines: int) -> SegmentsKer
 def maps_kernel() -> SegmentsKernel:
     """How each segment maps the state at its start to the state at its end: two blocks per segment
     and value head."""
-    return _kernel("maps", 384, 4 * 49 * 1024 + 64, WARPGROUPS=2)
+    return _kernel("maps", 384, 4 * 49 * 1024 + 1024)
 
 
 @cache
@@ -54,7 +54,7 @@ def output_kernel(blocks: int = 1) -> SegmentsKernel:
     head."""
     if blocks == 2:
         return _kernel("output_half", 384, (3 * 65 + 17) * 1024)
-    return _kernel("output", 384, 3 * 73 * 1024 + 48, WARPGROUPS=2)
+    return _kernel("output", 384, (3 * 73 + 8) * 1024)
 
 
 _PREPARE_CYCLES = 10_000

@@ -11,6 +11,7 @@
 // and synchronisation: segment_scan.cuh.
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 constexpr u32 STAGED_BYTES = OFFSET(ChunkOperands, qg);  // the part that is loaded
+constexpr u32 STAGING_BYTES = 16;  // none is used
 #include "sm90/chunk_forward/segments/segment_scan.cuh"
 
 // A block's segment, and whether it computes A.
@@ -45,7 +46,7 @@ __device__ __forceinline__ void initial_state(State& state, const SegmentParams&
 __device__ __forceinline__ void store_map(const State& state, u64 map, u32 shared, const Lane& l) {
   sync_threads(1, 32 * STATE_WARPS);
   constexpr u32 ROWS = 16 * IMAGE_ROW;
-  const u32 out = shared + l.row / 16 * 4 * ROWS;
+  const u32 out = shared + 1024 + l.row / 16 * 4 * ROWS;
 #pragma unroll
   for (int kk = 0; kk < K_TILES; ++kk) {
     const Split s = split_tiles(state.s[2 * kk], state.s[2 * kk + 1]);

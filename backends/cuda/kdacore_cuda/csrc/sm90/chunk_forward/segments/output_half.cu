@@ -171,6 +171,7 @@ __device__ __forceinline__ void carry_state(const SegmentParams& p, const Segmen
     warpgroup_wait<0>();
     fence_registers(state.s);
     fence_registers(o);
+    warpgroup_fence();
 #pragma unroll
     for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(o, v.a[kk], step(aqk, kk * 32), 1);
     warpgroup_commit();
@@ -204,9 +205,7 @@ __device__ __forceinline__ void store_outputs(const SegmentParams& p, const Segm
       const uint4 o = load_shared_u4(rows + 512 * i + 16 * l.lane);
       out.a[i][0] = o.x, out.a[i][1] = o.y, out.a[i][2] = o.z, out.a[i][3] = o.w;
     }
-    sync_warp();  // all lanes have taken theirs
-    stage_output(out, rows, l);
-    store_output(rows, to, token_bytes, left < C ? left : C, l);
+    store_output(out, rows, to, token_bytes, left < C ? left : C, l);
     warp_arrive(exchange.empty(), l.lane);
     ++exchange.turn;
     left -= C;

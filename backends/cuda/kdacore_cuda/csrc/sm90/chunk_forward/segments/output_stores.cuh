@@ -16,26 +16,28 @@ __device__ __forceinline__ long long first_checkpoint(const SegmentParams& p, in
   return rows;
 }
 
-// Staging of a chunk's o: 64 tokens by this warp's 16 values, 32 bytes a token. The two pieces of a
-// row are swizzled so that eight rows do not share a bank.
+// o of a chunk: 16 values of the `tokens` first of its 64 tokens. Half of the tokens at a time are
+// staged at `rows`, 1 KB of the warp's own: 32 bytes a token, whose two pieces are swizzled so that
+// eight rows do not share a bank.
 __device__ __forceinline__ u32 staged(int token, int piece) {
   return token * 32 + ((piece ^ (token >> 2 & 1)) << 4);
 }
-
-__device__ __forceinline__ void stage_output(const TokenOperand& o, u32 rows, const Lane& l) {
-#pragma unroll
-  for (int kk = 0; kk < C_TILES; ++kk) {
-    store_matrix4_transposed(rows + staged(16 * kk + 8 * (l.lane >> 4) + (l.lane & 7), l.lane >> 3 & 1),
-                             o.a[kk]);
-  }
-  sync_warp();
-}
-
-__device__ __forceinline__ void store_output(u32 rows, unsigned char* to, long long token_bytes, int tokens,
-                                             const Lane& l) {
+__device__ __forceinline__ void store_output(const TokenOperand& o, u32 rows, unsigned char* to,
+                                             long long token_bytes, int tokens, const Lane& l) {
   uint4 x[4];
 #pragma unroll
-  for (int n = 0; n < 4; ++n) x[n] = load_shared_u4(rows + staged(16 * n + (l.lane >> 1), l.lane & 1));
+  for (int half = 0; half < 2; ++half) {
+    sync_warp();  // all lanes have read what was there
+#pragma unroll
+    for (int i = 0; i < C_TILES / 2; ++i) {
+      store_matrix4_transposed(rows + staged(16 * i + 8 * (l.lane >> 4) + (l.lane & 7), l.lane >> 3 & 1),
+                               o.a[C_TILES / 2 * half + i]);
+    }
+    sync_warp();
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+      x[2 * half + n] = load_shared_u4(rows + staged(16 * n + (l.lane >> 1), l.lane & 1));
+  }
   to += (l.lane >> 1) * token_bytes + 16 * (l.lane & 1);
 #pragma unroll
   for (int n = 0; n < 4; ++n) {

@@ -42,7 +42,7 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
   store_parameter(p, load_parameter(p, beta, u.rows, u.hv, thread), u.rows, shared, gate, thread);
   copy_async_wait<0>();
   sync_block();
-  make_unit(p, u.rows, gate, shared);
+  make_unit(p, u.rows, gate, shared, [] {});
   if (thread == 0) {
     store_values(p, shared);
     copy_out_wait_read<0>();

@@ -52,8 +52,10 @@ __device__ __forceinline__ void fetch_values(const ChunkBackwardParams& p, u32 s
   copy_async_wait<0>();
 }
 
-// Steps 2 to 6, once inputs are there: w and u are left in shared memory.
-__device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows, const Gate& gate, u32 shared) {
+// Steps 2 to 6, once inputs are there: w and u are left in shared memory. Calls f() after step 2.
+template <class F>
+__device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows, const Gate& gate, u32 shared,
+                                          F f) {
   const int thread = unit_thread(), lane = thread & 31, warp = uniform(thread >> 5);
   const Strip s = make_strip(warp, lane);
 
@@ -64,6 +66,7 @@ __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows
     load_steps(x, shared, s, gate, rows);
     sum_strip(x, shared, s, p.centre);
     sync_unit();
+    f();
 
     // 3. Operands; kg, qg, last and rows go to the workspace.
     if (thread < K) write_decays(p, shared, thread);

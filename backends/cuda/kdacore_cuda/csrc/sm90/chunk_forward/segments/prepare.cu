@@ -51,13 +51,15 @@ __device__ __forceinline__ void make_units(const ChunkBackwardParams& p) {
       store_parameter(p, parameter, rows, shared, gate, thread);
       copy_async_wait<0>();
     }
-    if (turn && thread == 0) {  // by now the unit before has arrived in device memory
-      copy_out_wait();
-      barrier_arrive(shared + WRITTEN);
-    }
-    if (!rows) return;
+    const auto end_unit_before = [&] {  // it should have arrived in device memory by now
+      if (turn && unit_thread() == 0) {
+        copy_out_wait();
+        barrier_arrive(unit_memory() + WRITTEN);
+      }
+    };
+    if (!rows) return end_unit_before();
     sync_unit();
-    make_unit(p, rows, gate, unit_memory());
+    make_unit(p, rows, gate, unit_memory(), end_unit_before);
   }
 }
 

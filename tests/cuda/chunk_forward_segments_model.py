@@ -18,7 +18,6 @@ from chunk_backward_model import F64, Chunk
 from kdacore.types import ChunkInputs, Request
 from kdacore_cuda import chunk_forward_segments
 from kdacore_cuda.chunk_forward_segments import CHUNK_OPERANDS
-from kdacore_cuda.kernel_parameters import SEGMENTS
 from kdacore_reference.oracle import to_float64
 
 
@@ -123,31 +122,22 @@ class Views(NamedTuple):
     operands: torch.Tensor
     maps: torch.Tensor
     starts: torch.Tensor
-    segment_flags: torch.Tensor
-    """``[slots, HV, 3, 8]``: A, B, start."""
-    unit_flags: torch.Tensor
-    """``[chunks, HV, 4]``: maps for A, for B, two blocks of output."""
 
 
 def views(request: Request, work: torch.Tensor) -> Views:
     plan, HV = chunk_forward_segments.plan_of(request), request.HV
-    ends = (plan.maps_offset, plan.starts_offset, plan.segment_flags_offset, plan.unit_flags_offset)
-    parts = (work[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True))
-    operands, maps, starts, segment_flags, unit_flags = parts
+    ends = np.cumsum(
+        [
+            plan.units * chunk_forward_segments.CHUNK_OPERANDS_BYTES,
+            plan.stored_segments * chunk_forward_segments.MAP_BYTES,
+        ]
+    )
+    operands, maps, starts = (work[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True))
     return Views(
         operands.view(-1, HV, chunk_forward_segments.CHUNK_OPERANDS_BYTES),
         maps.view(-1, HV, chunk_forward_segments.MAP_BYTES),
         starts.view(torch.float32).view(-1, HV, 128, 128),
-        segment_flags.view(torch.int64).view(-1, HV, 3, 8),
-        unit_flags.view(torch.int64).view(-1, HV, 4),
     )
-
-
-def raise_flags(call: chunk_forward_segments.SegmentsCall, view: Views) -> None:
-    """All of them: what a launch waits for has been put there."""
-    number = dict(zip((name for name, _ in SEGMENTS.fields), call.launches[-1][3], strict=True))["launch"]
-    view.unit_flags.fill_(number)
-    view.segment_flags.fill_(number)
 
 
 def put_operands(view: torch.Tensor, work: dict[str, F64]) -> None:

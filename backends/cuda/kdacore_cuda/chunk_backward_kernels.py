@@ -10,7 +10,6 @@ from typing import NamedTuple
 from kdacore_cuda.kernel_source import KernelSource
 
 _SOURCES = "sm90/chunk_backward"
-_SEGMENTS = "sm90/chunk_forward/segments"
 
 
 class ChunkBackwardKernel(NamedTuple):
@@ -84,8 +83,7 @@ def prepare_kernel(float_gate: bool, bounded: bool = True, for_segments: bool = 
         for_segments: the operands that :mod:`kdacore_cuda.chunk_forward_segments` needs, one block
             of memory per unit; else those of the backward, one array each.
     """
-    units, pitch = (3, 75 * 1024) if bounded else (2, 100 * 1024)
-    shared = units * pitch if for_segments else _PREPARE_SHARED[bounded]
+    shared = _PREPARE_SHARED[bounded]
     defines: tuple[tuple[str, int], ...] = (
         ("G_FLOAT", int(float_gate)),
         ("BOUNDED", int(bounded)),
@@ -94,8 +92,8 @@ def prepare_kernel(float_gate: bool, bounded: bool = True, for_segments: bool = 
     if for_segments:
         defines += (("FOR_SEGMENTS", 1),)
     return ChunkBackwardKernel(
-        KernelSource(f"{_SEGMENTS if for_segments else _SOURCES}/prepare.cu", "prepare", defines),
-        256 * units + 128 if for_segments else 256,
+        KernelSource(f"{_SOURCES}/prepare.cu", "prepare", defines),
+        256,
         shared,
         lambda units, heads, multiprocessors: units,
     )

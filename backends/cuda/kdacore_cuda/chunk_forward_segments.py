@@ -3,16 +3,13 @@ computed side by side.
 
 Four launches: prepare (operands of every chunk), maps (how each segment maps the state at its start
 to the state at its end), chain (the state at each segment's start), and output (every segment from
-its start). A sequence of one segment needs neither maps nor chain. The launches run side by side, on
-multiprocessors of their own, and hand results on through flags in the workspace. Nothing is read
-back from the device.
+its start). A sequence of one segment needs neither maps nor chain. Nothing is read back from the
+device.
 """
 
 from __future__ import annotations
 
-import secrets
 from functools import cache
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +25,6 @@ from kdacore_cuda.chunk_forward_segments_kernels import (
     maps_kernel,
     output_blocks,
     output_kernel,
-    prepare_blocks,
 )
 from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, SEGMENTS
 from kdacore_cuda.launch import Launcher
@@ -41,12 +37,6 @@ CHUNK_OPERANDS = {name: (sum(n for _, n in _ORDER[:i]), size) for i, (name, size
 CHUNK_OPERANDS_BYTES = sum(size for _, size in _ORDER)
 MAP_BYTES, START_BYTES = 128 * 1024, 64 * 1024
 """Bytes of the map and of the starting state of one segment and value head."""
-UNIT_FLAGS_BYTES, SEGMENT_FLAGS_BYTES = 4 * 8, 3 * 8 * 8
-"""Bytes of the flags of one chunk and value head, of one segment and value head
-(csrc/sm90/chunk_forward/segments/flags.cuh)."""
-LAUNCH_NUMBERS = count(secrets.randbits(62))
-"""A different number for every call, which uninitialised memory does not hold by chance. Flags in
-device memory count as raised when they hold it."""
 
 _FIELD = {name: i for i, (name, _) in enumerate(CHUNK_BACKWARD.fields)}
 _TOKEN_FIELDS = tuple(_FIELD[name] for name in ("q", "k", "v", "g", "beta"))
@@ -59,8 +49,8 @@ class ChunkForwardSegmentsPlan(NamedTuple):
     chunks: chunk_backward.ChunkBackwardPlan
     launches: tuple[tuple[str, Launcher, int], ...]
     """Name, launcher and blocks of each launch."""
-    prepare_sizes: dict[str, Any]
-    """The numbers among the first launch's parameters."""
+    prepare_values: tuple[Any, ...]
+    """Parameters of the first launch; those that a call changes are 0."""
     units: int
     """Chunk slots times value heads."""
     segment_chunks: int
@@ -81,22 +71,12 @@ class ChunkForwardSegmentsPlan(NamedTuple):
 
     @property
     def starts_offset(self) -> int:
-        """Byte of the workspace where starting states begin."""
+        """Byte of the workspace where starting states begin, which come last."""
         return self.maps_offset + self.stored_segments * MAP_BYTES
 
     @property
-    def segment_flags_offset(self) -> int:
-        """Byte of the workspace where the flags of segments begin."""
-        return self.starts_offset + self.stored_segments * START_BYTES
-
-    @property
-    def unit_flags_offset(self) -> int:
-        """Byte of the workspace where the flags of chunks begin, which come last."""
-        return self.segment_flags_offset + self.stored_segments * SEGMENT_FLAGS_BYTES
-
-    @property
     def workspace_bytes(self) -> int:
-        return self.unit_flags_offset + self.units * UNIT_FLAGS_BYTES
+        return self.starts_offset + self.stored_segments * START_BYTES
 
 
 def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
@@ -107,19 +87,18 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
     slots = r.T // (64 * segment_chunks) + r.N if r.packed else r.N * segments
     units = chunks.sizes["units"]
     prepare = prepare_kernel(chunks.float_gate, chunks.bounded, for_segments=True)
-    walkers = output_blocks(items, slots * r.HV, multiprocessors)
-    blocks = min(units, prepare_blocks(items, walkers, multiprocessors))
-    launches = [("prepare", chunk_backward.launcher(prepare), blocks)]
+    launches = [("prepare", chunk_backward.launcher(prepare), units)]
     if segments > 1:
         mapped = slots if r.packed else r.N * (segments - 1)
         launches.append(("maps", launcher(maps_kernel()), 2 * mapped * r.HV))
         blocks = chain_blocks(items, multiprocessors)
         launches.append(("chain", launcher(chain_kernel(blocks)), blocks * items))
-    launches.append(("output", launcher(output_kernel(walkers)), walkers * slots * r.HV))
+    blocks = output_blocks(slots * r.HV, multiprocessors)
+    launches.append(("output", launcher(output_kernel(blocks)), blocks * slots * r.HV))
     return ChunkForwardSegmentsPlan(
         chunks=chunks,
         launches=tuple(launches),
-        prepare_sizes=chunks.sizes | {"segment": segment_chunks, "output_blocks": walkers},
+        prepare_values=tuple(chunks.sizes.get(name, 0) for name, _ in CHUNK_BACKWARD.fields),
         units=units,
         segment_chunks=segment_chunks,
         slots=slots,
@@ -146,7 +125,7 @@ class SegmentsCall(NamedTuple):
     """Name, launcher, blocks and parameters of each."""
     outputs: Outputs
     workspace: torch.Tensor
-    """Bytes: the chunks' operands, the segments' maps, their starting states, flags."""
+    """Bytes: the chunks' operands, the segments' maps, their starting states."""
     kept: tuple[Any, ...]
     """Inputs, copies among them."""
 
@@ -168,10 +147,7 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> SegmentsCall:
     workspace = o.new_empty(plan.workspace_bytes, dtype=torch.uint8)
     operands = workspace.data_ptr()
 
-    launch = next(LAUNCH_NUMBERS)
-    prepare_values = [plan.prepare_sizes.get(name, 0) for name, _ in CHUNK_BACKWARD.fields]
-    prepare_values[_FIELD["ready"]] = operands + plan.unit_flags_offset
-    prepare_values[_FIELD["launch"]] = launch
+    prepare_values = list(plan.prepare_values)
     for field, value in zip(_TOKEN_FIELDS, addresses, strict=True):
         prepare_values[field] = value
     prepare_values[_STRIDE_FIELDS] = strides
@@ -183,11 +159,10 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> SegmentsCall:
     other_values: tuple[Any, ...] = (
         *(address(cu_seqlens), o.data_ptr(), address(h0), address(ht), address(checkpoints)),
         *(operands, operands + plan.maps_offset, operands + plan.starts_offset),
-        *(operands + plan.unit_flags_offset, operands + plan.segment_flags_offset, launch),
         *plan.sizes,
     )
     launches = tuple(
-        (*step, other_values if i else tuple(prepare_values)) for i, step in enumerate(plan.launches)
+        (*launch, other_values if i else tuple(prepare_values)) for i, launch in enumerate(plan.launches)
     )
     return SegmentsCall(
         launches, Outputs(o, ht, checkpoints), workspace, (inputs, kept, A_log, bias, cu_seqlens, h0)

@@ -166,36 +166,41 @@ CHUNK_BACKWARD = ParamStruct(
         ("T", "i64"),
         ("units", "i64"),
         *((name, "i32") for name in ("N", "H", "HV", "NT", "gate", "flags", "beta_type", "bias_type")),
-        *((name, "i32") for name in ("segment", "output_blocks")),
         *((name, "f32") for name in ("scale", "lower_bound", "floor", "centre")),
     ),
 )
 """Parameters of the backward kernels, one struct for all. csrc/sm90/chunk_backward/workspace.cuh describes the
 workspace (``kg`` to ``dr``). ``d_o`` ``[B, T, HV, V]`` and all gradients are contiguous. ``units``: chunk slots times
 HV; ``NT``: chunks of a dense sequence. ``floor``: the lowest log2 decay of a step; ``centre``: an integer near half of
-the sum of 32 such steps. ``dA_part`` is float32 ``[units]``, ``dbias_part`` float32 ``[units, K]``. Of the forward in
-segments alone (csrc/sm90/chunk_forward/segments/flags.cuh): ``ready``, the flags of units; ``launch``, the value of a
-raised one; ``segment``, chunks of a segment; ``output_blocks`` of one segment, 1 or 2."""
+the sum of 32 such steps. ``dA_part`` is float32 ``[units]``, ``dbias_part`` float32 ``[units, K]``. ``ready`` and
+``launch``: see :data:`WALK`."""
 
 SEGMENTS = ParamStruct(
     "SegmentParams",
     (
         *(
             (name, "ptr")
-            for name in (
-                *("cu_seqlens", "o", "h0", "ht", "ckpt", "chunk_operands", "maps", "starts"),
-                *("ready", "segment_flags"),
-            )
+            for name in ("cu_seqlens", "o", "h0", "ht", "ckpt", "chunk_operands", "maps", "starts")
         ),
-        ("launch", "i64"),
         ("T", "i64"),
         *((name, "i32") for name in ("N", "HV", "NT", "segment", "segments", "ckpt_every", "flags")),
     ),
 )
 """Parameters of the kernels that process a call in segments; csrc/sm90/chunk_forward/segments describes
-``chunk_operands``, ``maps`` and ``starts``, and the flags ``ready`` and ``segment_flags``; ``launch``: the value of a
-raised flag, different for every call. ``NT`` and ``segments``: chunks and segments of a dense sequence;
+``chunk_operands``, ``maps`` and ``starts``. ``NT`` and ``segments``: chunks and segments of a dense sequence;
 ``segment``: chunks of a segment."""
+
+WALK = ParamStruct(
+    "WalkParams",
+    (
+        *((name, "ptr") for name in ("o", "h0", "ht", "ckpt", "chunk_operands", "ready")),
+        ("launch", "i64"),
+        ("T", "i64"),
+        *((name, "i32") for name in ("N", "HV", "NT", "ckpt_every", "flags")),
+    ),
+)
+"""Parameters of the launch that walks every sequence and value head; csrc/sm90/chunk_forward/dataflow describes it.
+``ready``: the flags of units. ``launch``: the value of a raised one, different for every call."""
 
 SUMS = ParamStruct(
     "SumsParams",
@@ -271,6 +276,7 @@ def generated_headers() -> dict[str, str]:
             CHUNK_BACKWARD.header() + SUMS.header() + GROUPS.header()
         ),
         "generated/segment_params.cuh": _once(SEGMENTS.header()),
+        "generated/walk_params.cuh": _once(WALK.header()),
         "generated/steps.cuh": _once(
             f"constexpr int STEP_TOKENS = {STEP_TOKENS};\n"
             f"constexpr int SEQUENCE_OVERHEAD_STEPS = {SEQUENCE_OVERHEAD_STEPS};\n"

@@ -85,13 +85,6 @@ inline u32 warp_max(u32 x) {
   for (int lane = 0; lane < 32; ++lane) x = std::max(x, all[lane].w[0]);
   return x;
 }
-inline u32 warp_ballot(bool yes) {
-  const auto all = emu::exchange({{yes}});
-  u32 bits = 0;
-  for (int lane = 0; lane < 32; ++lane) bits |= all[lane].w[0] << lane;
-  return bits;
-}
-inline int count_bits(u32 x) { return __builtin_popcount(x); }
 inline int uniform(int x) { return x; }
 
 template <class T>

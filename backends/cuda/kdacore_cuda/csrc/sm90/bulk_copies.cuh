@@ -7,9 +7,6 @@
 #ifndef KDACORE_EMULATE
 
 __device__ __forceinline__ int grid_blocks() { return (int)gridDim.x; }
-// The lanes of a warp that say yes.
-__device__ __forceinline__ u32 warp_ballot(bool yes) { return __ballot_sync(0xffffffffu, yes); }
-__device__ __forceinline__ int count_bits(u32 x) { return __popc(x); }
 // The maximum over a warp, in all lanes.
 __device__ __forceinline__ u32 warp_max(u32 x) { return __reduce_max_sync(0xffffffffu, x); }
 // Whether a barrier's phase has completed; does not wait.

@@ -6,24 +6,24 @@
 // Starting from S = 0 (or the initial state) this gives B; from the unit matrix, without u, it
 // gives A.
 //
-// Grid: two blocks a segment and value head, one for A and one for B, 128 rows each, in the order in
-// which prepare writes what they read. Warps, rings
+// Grid: two blocks a segment and value head, one for A and one for B, 128 rows each. Warps, rings
 // and synchronisation: segment_scan.cuh.
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 constexpr u32 STAGED_BYTES = OFFSET(ChunkOperands, qg);  // the part that is loaded
-constexpr u32 STAGING_BYTES = 16;  // none is used
 #include "sm90/chunk_forward/segments/segment_scan.cuh"
 
-// A block's segment, and whether it computes A.
+// A block's segment, and whether it computes A. Later segments come first: their operands were
+// written last, and the blocks for A of first segments, which have nothing to do, cost nothing at
+// the end.
 struct Task {
   Segment x;
   bool from_identity, idle;
 };
 __device__ __forceinline__ Task find_task(const SegmentParams& p, int block) {
-  const int m = block >> 1, slot = m / p.HV, hv = m - slot * p.HV;
+  const int index = grid_blocks() - 1 - block, m = index >> 1, slot = m / p.HV, hv = m - slot * p.HV;
   int n, j;
   find_slot_segment(p, slot, [&](int sequence, int segment) { n = sequence, j = segment; });
-  Task task = {find_segment(p, n, j, hv), (block & 1) == 0, false};
+  Task task = {find_segment(p, n, j, hv), (index & 1) == 0, false};
   task.idle = task.x.last() || (task.from_identity && task.x.index == 0);
   return task;
 }
@@ -46,7 +46,7 @@ __device__ __forceinline__ void initial_state(State& state, const SegmentParams&
 __device__ __forceinline__ void store_map(const State& state, u64 map, u32 shared, const Lane& l) {
   sync_threads(1, 32 * STATE_WARPS);
   constexpr u32 ROWS = 16 * IMAGE_ROW;
-  const u32 out = shared + 1024 + l.row / 16 * 4 * ROWS;
+  const u32 out = shared + l.row / 16 * 4 * ROWS;
 #pragma unroll
   for (int kk = 0; kk < K_TILES; ++kk) {
     const Split s = split_tiles(state.s[2 * kk], state.s[2 * kk + 1]);
@@ -64,7 +64,7 @@ __device__ __forceinline__ void store_map(const State& state, u64 map, u32 share
         out + i * ROWS, ROWS);
   }
   copy_out_commit();
-  copy_out_wait();
+  copy_out_wait_read<0>();
 }
 
 __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task& task, u32 shared,
@@ -116,29 +116,22 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task&
     store_map(state, map, shared, l);
   else
     write_pairs(state.s, l.row + l.g, 2 * l.t, map + OFFSET(SegmentMap, b));
-  sync_threads(1, 32 * STATE_WARPS);
-  if (l.row) return;
-  raise_flags(segment_flags(p, task.x.place) +
-                  (task.from_identity ? OFFSET(SegmentFlags, a) : OFFSET(SegmentFlags, b)),
-              (1 << ROW_GROUPS) - 1, p.launch);
 }
 
 KDA_KERNEL(THREADS, 1) maps(KDA_PARAM SegmentParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
-  launch_dependents();
+  wait_for_inputs();
   const int warp = uniform(thread_index() >> 5);
   const Task task = find_task(p, block_index());
-  if (task.idle) return end_after_earlier_launches();
+  if (task.idle) return;
   make_barriers(shared);
   if (warp < STATE_WARPS) {
     set_role_registers<1>();
     scan_segment(p, task, shared, make_lane(warp));
-    end_after_earlier_launches();
   } else {
     set_role_registers<0>();
     if (warp == STATE_WARPS && (thread_index() & 31) == 0)
-      produce(p, task.x, shared, task.from_identity ? OFFSET(ChunkOperands, u) : OFFSET(ChunkOperands, qg),
-              task.from_identity ? OFFSET(UnitFlags, map_a) : OFFSET(UnitFlags, map_b));
+      produce(p, task.x, shared, task.from_identity ? OFFSET(ChunkOperands, u) : OFFSET(ChunkOperands, qg));
   }
 }

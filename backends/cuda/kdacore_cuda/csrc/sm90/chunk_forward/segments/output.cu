@@ -3,25 +3,35 @@
 //
 //   v = u - S w^T;   o = S qg^T + v aqk^T;   S' = S diag(last) + v kg
 //
-// Grid: a block a segment and value head; where two share a state: output_half.cu. Warps, rings and
-// synchronisation: segment_scan.cuh. o is computed transposed (V by tokens) and stored one chunk later,
-// while the matrix unit works.
+// Grid: a block a segment and value head (WARPGROUPS 2), or two with half of the state's rows each.
+// Warps, rings and synchronisation: segment_scan.cuh. o is computed transposed (V by tokens) and
+// stored one chunk later, while the matrix unit works, through the next chunk's rows of u, which no
+// other warp reads.
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 constexpr u32 STAGED_BYTES = sizeof(ChunkOperands);
-constexpr u32 STAGING_BYTES = 8 * 1024;  // 1 KB a warp
-#include "sm90/chunk_forward/segments/output_stores.cuh"
+#include "sm90/chunk_forward/segments/output_rows.cuh"
 #include "sm90/chunk_forward/segments/segment_scan.cuh"
+
+__device__ __forceinline__ Segment find_block(const SegmentParams& p, int block) {
+  const int slot = block / p.HV, hv = block - slot * p.HV;
+  return find_slot_segment(p, slot, [&](int n, int index) { return find_segment(p, n, index, hv); });
+}
+
+// Row of the first checkpoint of sequence n; all lanes.
+__device__ __forceinline__ long long first_checkpoint(const SegmentParams& p, int n) {
+  if (!p.cu_seqlens) return n * ((p.T + p.ckpt_every - 1) / p.ckpt_every);
+  long long rows = 0;
+  for (int m = 0; m < n; ++m) rows += (find_sequence(p, m).length + p.ckpt_every - 1) / p.ckpt_every;
+  return rows;
+}
 
 __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segment& x, u32 shared,
                                              const Lane& l) {
   const int row = l.row + l.g;
   State state;
-  if (x.index) {
-    if (l.row == 0 && l.lane < ROW_GROUPS)
-      wait_and_clear_flag(segment_flags(p, x.place) + OFFSET(SegmentFlags, start) + 8 * l.lane, p.launch);
-    sync_threads(1, 32 * STATE_WARPS);
+  if (x.index)
     read_pairs(state.s, row, 2 * l.t, p.starts + x.place * FULL_STATE_BYTES);
-  } else
+  else
     read_state(state, row, l.t, matrix_at(p.h0, x.state, p.flags), p.flags);
   const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;            // chunks between checkpoints
   int wait = p.ckpt_every ? (block - x.begin % block) % block : 1 << 30;  // until the next one
@@ -40,7 +50,6 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
   TokenOperand out = {};  // of the chunk before
   int out_tokens = 0;
   OperandRing ring = {shared};
-  const u32 rows = shared + OFFSET(SharedMemory, staging) + 1024 * (l.row / 16);
 #pragma unroll 1
   for (int c = x.begin; c < x.end; ++c) {
     if (wait == 0) {
@@ -49,7 +58,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
       wait = block;
     }
     --wait;
-    const u32 stage = ring.stage();
+    const u32 stage = ring.stage(), rows = stage + OFFSET(ChunkOperands, u) + l.row * IMAGE_ROW;
     const u64 w = operand_descriptor(stage + OFFSET(ChunkOperands, w), 16, 1024),
               kg = operand_descriptor(stage + OFFSET(ChunkOperands, kg), SQUARE_BYTES, 1024);
     const u64 qg = step(w, OFFSET(ChunkOperands, qg) - OFFSET(ChunkOperands, w)),
@@ -65,7 +74,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
     warpgroup_commit();
     TokenOperand u, v;
     load_u(u, l, stage + OFFSET(ChunkOperands, u));
-    store_output(out, rows, to - C * token_bytes, token_bytes, out_tokens, l);
+    stage_output(out, rows, l);
     decay_state(state, l.t, stage + OFFSET(ChunkOperands, last));
     warpgroup_wait<1>();
     fence_registers(prediction);
@@ -77,6 +86,8 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
 #pragma unroll
     for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(o, v.a[kk], step(aqk, kk * 32), 1);
     warpgroup_commit();
+    store_output(rows, to - C * token_bytes, token_bytes, out_tokens, l);
+    fence_async_proxy();  // a bulk copy will overwrite what was staged
     warpgroup_wait<1>();
     fence_registers(state.s);
     pack_state(s, state);
@@ -90,27 +101,34 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
     left -= C;
     to += C * token_bytes;
   }
-  if (x.begin < x.end) store_output(out, rows, to - C * token_bytes, token_bytes, out_tokens, l);
+  // The producer uses no stage any more.
+  if (x.begin < x.end) {
+    const u32 rows = shared + STAGE_LEAD + OFFSET(ChunkOperands, u) + l.row * IMAGE_ROW;
+    stage_output(out, rows, l);
+    store_output(rows, to - C * token_bytes, token_bytes, out_tokens, l);
+  }
   if (p.ht && x.last()) write_state(state, row, l.t, matrix_at(p.ht, x.state, p.flags), p.flags);
 }
 
 KDA_KERNEL(THREADS, 1) output(KDA_PARAM SegmentParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
+  wait_for_inputs();
   const int warp = uniform(thread_index() >> 5);
   {
-    const Segment x = find_block(p, block_index());
-    if (x.index && x.begin >= x.s.chunks) return end_after_earlier_launches();
+    const Segment x = find_block(p, block_index() / PARTS);
+    if (x.index && x.begin >= x.s.chunks) return;
   }
   make_barriers(shared);
-  const int block = opaque(block_index());  // each role finds its segment: the producer has few registers
+  const int block = opaque(block_index()) / PARTS,
+            part =
+                opaque(block_index()) % PARTS;  // each role finds its segment: the producer has few registers
   if (warp < STATE_WARPS) {
     set_role_registers<1>();
-    scan_segment(p, find_block(p, block), shared, make_lane(warp));
-    end_after_earlier_launches();
+    scan_segment(p, find_block(p, block), shared, make_lane(warp, part));
   } else {
     set_role_registers<0>();
     if (warp == STATE_WARPS && (thread_index() & 31) == 0)
-      produce(p, find_block(p, block), shared, sizeof(ChunkOperands), OFFSET(UnitFlags, output));
+      produce(p, find_block(p, block), shared, sizeof(ChunkOperands), part);
   }
 }

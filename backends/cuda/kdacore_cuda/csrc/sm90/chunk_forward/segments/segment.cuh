@@ -10,16 +10,11 @@
 //           bfloat16 parts of it, together about 16 bits. The first segment of a sequence has no A:
 //           its B includes the initial state
 //   starts  float [V][K]
-//
-// The launches after prepare do not wait for the one before them to end, but for flags (flags.cuh).
-// A launch begins when every block of the one before runs or has ended, so nobody waits for a block
-// that could be kept from running.
 #pragma once
 
 #include "generated/segment_params.cuh"
 #include "sm90/chunk_backward/state.cuh"
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
-#include "sm90/chunk_forward/segments/flags.cuh"
 
 constexpr u32 FULL_STATE_BYTES = 4 * V * K;
 // An affine map S' = S A + B.
@@ -28,18 +23,6 @@ struct SegmentMap {
   StateImage a_high, a_low;
 };
 constexpr u32 MAP_BYTES = sizeof(SegmentMap);
-
-// At the end of a block of a launch after prepare: it does not end before the one before it, so that
-// whoever waits for the call's last launch waits for all. By whole warps that have nothing else to do:
-// the instruction stops all lanes of a warp.
-__device__ __forceinline__ void end_after_earlier_launches() {
-  sync_warp();
-  if (block_index() == grid_blocks() - 1) wait_for_inputs();
-}
-
-__device__ __forceinline__ u64 segment_flags(const SegmentParams& p, long long place) {
-  return p.segment_flags + place * SEGMENT_FLAGS_BYTES;
-}
 
 // Slot of the first segment of sequence n.
 __device__ __forceinline__ int first_segment(const SegmentParams& p, int n) {

@@ -1,7 +1,7 @@
 // What a warp with 16 rows of a state does with a chunk's operands.
 #pragma once
 
-#include "sm90/chunk_forward/segments/segment.cuh"
+#include "sm90/chunk_backward/state.cuh"
 
 struct Lane {
   int lane, g, t;
@@ -15,9 +15,9 @@ __device__ __forceinline__ Lane make_lane(int warp, int part = 0) {
   return {lane, lane >> 2, lane & 3, 64 * part + 16 * warp, swizzled(lane & 15, lane >> 4)};
 }
 
-// This warp's rows of u, whose row 0 of the block is at `image`.
-__device__ __forceinline__ void load_u(TokenOperand& u, const Lane& l, u32 image) {
-  const u32 from = image + l.row * IMAGE_ROW + l.piece;
+// This warp's rows of u, the block's first one at `rows`.
+__device__ __forceinline__ void load_u(TokenOperand& u, const Lane& l, u32 rows) {
+  const u32 from = rows + l.row * IMAGE_ROW + l.piece;
 #pragma unroll
   for (int kk = 0; kk < C_TILES; ++kk) load_matrix4(u.a[kk], from ^ kk << 5);
 }

@@ -1,23 +1,31 @@
-// Blocks that scan the chunks of a segment: two warpgroups with 64 rows of a state each, and a
-// producer warp that copies the chunks' operands into a ring of stages ahead of them. A stage's
-// barriers count the bytes that arrive (full) and the warps that have read it (empty). Who includes
-// this defines STAGED_BYTES of a chunk and STAGING_BYTES of its own; macro from the host: SHARED_BYTES.
+// Blocks that scan the chunks of a segment: one or two warpgroups with 64 rows of a state each, and
+// a producer warp that copies the chunks' operands into a ring of stages ahead of them. A stage's
+// barriers count the bytes that arrive (full) and the warps that have read it (empty). Macros from
+// the host: WARPGROUPS, SHARED_BYTES.
 #pragma once
 
 #include "common/warp_arrivals.cuh"
+#include "sm90/chunk_forward/segments/segment.cuh"
 #include "sm90/chunk_forward/segments/segment_products.cuh"
 #include "sm90/ring.cuh"
 #include "sm90/warp.cuh"
 
-// Warps with 16 rows of the state each; the warp after them copies. Registers are moved by warpgroups,
-// so its warpgroup has three idle ones.
-constexpr int STATE_WARPS = 8;
+constexpr int STATE_WARPS =
+    4 * WARPGROUPS;                    // warps with 16 rows of the state each; the warp after them copies
+constexpr int PARTS = 2 / WARPGROUPS;  // blocks of one state
+#if WARPGROUPS == 2
+// Registers are moved by warpgroups, so the producer's has three idle warps.
 constexpr int THREADS = 384, START_REGISTERS = 168, STATE_REGISTERS = 232, PRODUCER_REGISTERS = 40;
 static_assert(2 * STATE_REGISTERS + PRODUCER_REGISTERS <= 3 * START_REGISTERS,
               "more registers than the block has");
+#else
+constexpr int THREADS = 160;
+#endif
 template <int STATE>
 __device__ __forceinline__ void set_role_registers() {
+#if WARPGROUPS == 2
   set_registers<STATE ? STATE_REGISTERS : PRODUCER_REGISTERS, START_REGISTERS>();
+#endif
 }
 
 // A stage holds the first bytes of a chunk's operands. Its lead places their images on 1024 bytes,
@@ -28,37 +36,44 @@ struct alignas(1024) Stage {
 };
 constexpr int STAGES = STAGED_BYTES == sizeof(ChunkOperands) ? 3 : 4;
 constexpr u32 STAGE_PITCH = sizeof(Stage);
-// The stages' barriers (full, empty) are in the first one's lead.
 struct SharedMemory {
   Stage stages[STAGES];
-  unsigned char staging[STAGING_BYTES];
+  u64 full[STAGES], empty[STAGES];  // barriers
 };
-static_assert(OFFSET(SharedMemory, staging) + STAGING_BYTES <= SHARED_BYTES,
+static_assert(OFFSET(SharedMemory, empty) + 8 * STAGES <= SHARED_BYTES,
               "the host's shared memory size is too small");
 
-using OperandRing = Ring<STAGES, STAGE_LEAD, STAGE_PITCH, 0, 8 * STAGES>;
+using OperandRing = Ring<STAGES, STAGE_LEAD, STAGE_PITCH, OFFSET(SharedMemory, full), 8 * STAGES>;
 
 __device__ __forceinline__ void make_barriers(u32 shared) {
   if (thread_index() < 2 * STAGES)
-    barrier_init(shared + 8 * thread_index(),
+    barrier_init(shared + OFFSET(SharedMemory, full) + 8 * thread_index(),
                  thread_index() < STAGES ? 1 : STATE_WARPS * WARP_ARRIVALS);
   fence_async_proxy();  // bulk copies use them
   sync_block();
 }
 
-// One thread loads the first `bytes` of every chunk's operands, once they have been written.
-// `reader`: offset in UnitFlags.
+// One thread loads the first `bytes` of every chunk's operands; for a block that has half the rows,
+// of u only its own rows.
 __device__ __forceinline__ void produce(const SegmentParams& p, const Segment& x, u32 shared, u32 bytes,
-                                        u32 reader) {
+                                        int part = 0) {
   OperandRing ring = {shared};
-  u32 unit = (u32)(x.s.slot + x.begin) * p.HV + x.hv;
-  for (int c = x.begin; c < x.end; ++c, unit += p.HV) {
-    const u64 from = p.chunk_operands + (u64)unit * sizeof(ChunkOperands);
-    wait_and_clear_flag(p.ready + (u64)unit * UNIT_FLAGS_BYTES + reader, p.launch);
-    fence_async_proxy_global();
+  const u64 step = (u64)p.HV * sizeof(ChunkOperands);
+  u64 from = p.chunk_operands + ((u64)(x.s.slot + x.begin) * p.HV + x.hv) * sizeof(ChunkOperands);
+  for (int c = x.begin; c < x.end; ++c, from += step) {
     ring.wait_empty();
-    barrier_expect(ring.full(), bytes);
-    copy_in(ring.stage(), reinterpret_cast<const void*>(from), bytes, ring.full());
+    const auto copy = [&](u32 at, u32 size) {
+      copy_in(ring.stage() + at, reinterpret_cast<const void*>(from + at), size, ring.full());
+    };
+    if (PARTS == 1) {
+      barrier_expect(ring.full(), bytes);
+      copy(0, bytes);
+    } else {
+      barrier_expect(ring.full(), bytes - SQUARE_BYTES);
+      copy(0, OFFSET(ChunkOperands, u));
+      copy(OFFSET(ChunkOperands, u) + part * SQUARE_BYTES, SQUARE_BYTES);
+      copy(OFFSET(ChunkOperands, qg), bytes - OFFSET(ChunkOperands, qg));
+    }
     ring.next();
   }
 }

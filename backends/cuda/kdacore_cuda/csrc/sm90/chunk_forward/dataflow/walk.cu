@@ -1,5 +1,6 @@
-// chunk_kda in segments on Hopper, last launch where two blocks share a state: each carries 64 of its
-// value rows. As output.cu, for each chunk
+// chunk_kda in two launches on Hopper that run side by side, second launch: every sequence and value
+// head from its start, chunk after chunk, as prepare_units writes them. With S the state (V by K) and
+// for each chunk its matrices of segments/chunk_operands.cuh,
 //
 //   v = u - S w^T;   o = S qg^T + v aqk^T;   S' = S diag(last) + v kg
 //
@@ -7,16 +8,23 @@
 // multiplied, and the next left operand while v aqk^T is. o is handed to another warpgroup one chunk
 // later.
 //
-// Grid: two blocks a segment and value head. Warps: four carry the state, four store outputs, each of the
-// same 16 rows as one of the former; three load operands, each into a stage of its own, so that
-// waiting for one flag holds up no other chunk.
+// This launch begins when every block of prepare_units is resident or has ended, and waits for flags of
+// that launch alone, so no block waits for one that could be kept from running. It ends after it, so
+// whoever waits for this launch waits for both.
+//
+// Grid: two blocks a sequence and value head, with 64 value rows each. Warps: four carry the state, four
+// store outputs, each of the same 16 rows as one of the former; three load operands, each into a stage of
+// its own, so that waiting for one flag holds up no other chunk.
 // Synchronisation: a stage's barriers count the bytes that arrive (full) and the warps that have read it
 // (empty). For each pair of warps and of two places, barriers say that o has been handed on (full) or
 // stored (empty).
 //
 // Macros from the host: SHARED_BYTES.
 #include "common/warp_arrivals.cuh"
-#include "sm90/chunk_forward/segments/output_stores.cuh"
+#include "generated/walk_params.cuh"
+#include "sm90/chunk_forward/dataflow/flags.cuh"
+#include "sm90/chunk_forward/segments/chunk_operands.cuh"
+#include "sm90/chunk_forward/segments/output_rows.cuh"
 #include "sm90/ring.cuh"
 #include "sm90/warp.cuh"
 
@@ -24,6 +32,21 @@ constexpr int ROLE_WARPS = 4, THREADS = 384, START_REGISTERS = 168;
 constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;
 static_assert(2 * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * START_REGISTERS,
               "more registers than the block has");
+
+// A block's sequence and value head, and which half of the value rows it has.
+struct Item {
+  int n, hv, part;
+};
+__device__ __forceinline__ Item find_item(const WalkParams& p) {
+  const int block = opaque(block_index()), item = block / 2, n = item / p.HV;  // each role finds it anew
+  return {n, item - n * p.HV, block % 2};
+}
+
+// Bytes of a state as the caller has it, and where one of an array is; 0 without an array.
+__device__ __forceinline__ u32 state_bytes(int flags) { return K * V * (flags & FLAG_STATE_BF16 ? 2 : 4); }
+__device__ __forceinline__ u64 state_at(u64 states, const WalkParams& p, long long row, int hv) {
+  return states ? states + (row * p.HV + hv) * state_bytes(p.flags) : 0;
+}
 
 // A chunk's operands with half of u. The lead places images on 1024 bytes, as products want them.
 struct HalfOperands {
@@ -68,13 +91,12 @@ __device__ __forceinline__ void make_barriers(u32 shared) {
 }
 
 // One thread loads every third chunk.
-__device__ __forceinline__ void produce(const SegmentParams& p, const Segment& x, u32 shared, int own,
-                                        int part) {
+__device__ __forceinline__ void produce(const WalkParams& p, const Item& x, u32 shared, int own) {
   OperandRing ring = {shared, (u32)own};
-  for (int c = x.begin + own; c < x.end; c += STAGES) {
-    const u64 unit = (u64)(x.s.slot + c) * p.HV + x.hv;
+  for (int c = own; c < p.NT; c += STAGES) {
+    const u64 unit = (u64)(x.n * p.NT + c) * p.HV + x.hv;
     const u64 from = p.chunk_operands + unit * sizeof(ChunkOperands);
-    wait_and_clear_flag(p.ready + unit * UNIT_FLAGS_BYTES + OFFSET(UnitFlags, output) + 8 * part, p.launch);
+    wait_and_clear_flag(p.ready + unit * UNIT_FLAGS_BYTES + 8 * x.part, p.launch);
     fence_async_proxy_global();
     ring.wait_empty();
     barrier_expect(ring.full(), sizeof(HalfOperands));
@@ -82,7 +104,7 @@ __device__ __forceinline__ void produce(const SegmentParams& p, const Segment& x
       copy_in(ring.stage() + to, reinterpret_cast<const void*>(from + at), size, ring.full());
     };
     copy(0, 0, OFFSET(HalfOperands, u));
-    copy(OFFSET(HalfOperands, u), OFFSET(ChunkOperands, u) + part * SQUARE_BYTES, SQUARE_BYTES);
+    copy(OFFSET(HalfOperands, u), OFFSET(ChunkOperands, u) + x.part * SQUARE_BYTES, SQUARE_BYTES);
     copy(OFFSET(HalfOperands, qg), OFFSET(ChunkOperands, qg), TILE_BYTES + SQUARE_BYTES);
     ring.parity ^= 1;
   }
@@ -109,37 +131,25 @@ __device__ __forceinline__ void hand_on(const TokenOperand& o, Exchange& x, int 
   ++x.turn;
 }
 
-__device__ __forceinline__ void carry_state(const SegmentParams& p, const Segment& x, u32 shared, int own,
-                                            const Lane& l, int part) {
-  const int row = l.row + l.g + 64 * part;
+__device__ __forceinline__ void carry_state(const WalkParams& p, const Item& x, u32 shared, int own,
+                                            const Lane& l) {
+  const int row = l.row + l.g + 64 * x.part;
   State state;
-  if (x.index) {
-    // This block's rows of the start, by groups of 16.
-    if (own == 0 && l.lane < ROW_GROUPS / 2)
-      wait_and_clear_flag(
-          segment_flags(p, x.place) + OFFSET(SegmentFlags, start) + 8 * (ROW_GROUPS / 2 * part + l.lane), p.launch);
-    sync_threads(1, 32 * ROLE_WARPS);
-    read_pairs(state.s, row, 2 * l.t, p.starts + x.place * FULL_STATE_BYTES);
-  } else {
-    read_state(state, row, l.t, matrix_at(p.h0, x.state, p.flags), p.flags);
-  }
-  const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;            // chunks between checkpoints
-  int wait = p.ckpt_every ? (block - x.begin % block) % block : 1 << 30;  // until the next one
-  u64 checkpoint = 0;
-  if (p.ckpt_every) {
-    const long long i = first_checkpoint(p, x.n) + (x.begin + wait) / block;
-    checkpoint = matrix_at(p.ckpt, i * p.HV + x.hv, p.flags);
-  }
+  read_state(state, row, l.t, state_at(p.h0, p, x.n, x.hv), p.flags);
+  const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;  // chunks between checkpoints
+  int wait = p.ckpt_every ? 0 : 1 << 30;                        // until the next one
+  u64 checkpoint =
+      p.ckpt_every ? state_at(p.ckpt, p, x.n * ((p.T + p.ckpt_every - 1) / p.ckpt_every), x.hv) : 0;
   Exchange exchange = find_exchange(shared, own);
   Operand s;
   pack_state(s, state);
   TokenOperand out;  // of the chunk before
   OperandRing ring = {shared};
 #pragma unroll 1
-  for (int c = x.begin; c < x.end; ++c) {
+  for (int c = 0; c < p.NT; ++c) {
     if (wait == 0) {
       write_state(state, row, l.t, checkpoint, p.flags);
-      checkpoint += (u64)p.HV * matrix_bytes(p.flags);
+      checkpoint += (u64)p.HV * state_bytes(p.flags);
       wait = block;
     }
     --wait;
@@ -157,7 +167,7 @@ __device__ __forceinline__ void carry_state(const SegmentParams& p, const Segmen
     warpgroup_commit();
     multiply_channels(o, s, qg);
     warpgroup_commit();
-    if (c > x.begin) hand_on(out, exchange, l.lane);
+    if (c) hand_on(out, exchange, l.lane);
     TokenOperand u, v;
     load_u(u, l, stage + OFFSET(HalfOperands, u));
     decay_state(state, l.t, stage + OFFSET(HalfOperands, last));
@@ -183,20 +193,19 @@ __device__ __forceinline__ void carry_state(const SegmentParams& p, const Segmen
     ring.next();
     pack_rows(out, o);
   }
-  if (x.begin < x.end) hand_on(out, exchange, l.lane);
-  if (p.ht && x.last()) write_state(state, row, l.t, matrix_at(p.ht, x.state, p.flags), p.flags);
+  if (p.NT) hand_on(out, exchange, l.lane);
+  if (p.ht) write_state(state, row, l.t, state_at(p.ht, p, x.n, x.hv), p.flags);
 }
 
-__device__ __forceinline__ void store_outputs(const SegmentParams& p, const Segment& x, u32 shared, int own,
-                                              const Lane& l, int part) {
+__device__ __forceinline__ void store_outputs(const WalkParams& p, const Item& x, u32 shared, int own,
+                                              const Lane& l) {
   const long long token_bytes = 2ll * p.HV * V;
   unsigned char* to = reinterpret_cast<unsigned char*>(p.o) +
-                      (x.s.batch * p.T + x.s.first + (long long)x.begin * C) * token_bytes +
-                      2 * (x.hv * V + 64 * part + l.row);
-  int left = x.s.length - x.begin * C;  // tokens from this chunk on
+                      x.n * p.T * token_bytes + 2 * (x.hv * V + 64 * x.part + l.row);
+  int left = (int)p.T;  // tokens from this chunk on
   Exchange exchange = find_exchange(shared, own);
 #pragma unroll 1
-  for (int c = x.begin; c < x.end; ++c) {
+  for (int c = 0; c < p.NT; ++c) {
     const u32 rows = exchange.place();
     barrier_wait(exchange.full(), exchange.parity());
     TokenOperand out;
@@ -205,7 +214,9 @@ __device__ __forceinline__ void store_outputs(const SegmentParams& p, const Segm
       const uint4 o = load_shared_u4(rows + 512 * i + 16 * l.lane);
       out.a[i][0] = o.x, out.a[i][1] = o.y, out.a[i][2] = o.z, out.a[i][3] = o.w;
     }
-    store_output(out, rows, to, token_bytes, left < C ? left : C, l);
+    sync_warp();  // all lanes have taken theirs
+    stage_output(out, rows, l);
+    store_output(rows, to, token_bytes, left < C ? left : C, l);
     warp_arrive(exchange.empty(), l.lane);
     ++exchange.turn;
     left -= C;
@@ -213,27 +224,23 @@ __device__ __forceinline__ void store_outputs(const SegmentParams& p, const Segm
   }
 }
 
-KDA_KERNEL(THREADS, 1) output_half(KDA_PARAM SegmentParams p) {
+KDA_KERNEL(THREADS, 1) walk(KDA_PARAM WalkParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
-  const int warp = uniform(thread_index() >> 5);
-  {
-    const Segment x = find_block(p, block_index() / 2);
-    if (x.index && x.begin >= x.s.chunks) return end_after_earlier_launches();
-  }
   make_barriers(shared);
-  const int block = opaque(block_index()) / 2,
-            part = opaque(block_index()) % 2;  // each role finds its segment: the producers have few registers
+  const int warp = uniform(thread_index() >> 5);
   if (warp < ROLE_WARPS) {
     set_registers<CONSUMER_REGISTERS, START_REGISTERS>();
-    carry_state(p, find_block(p, block), shared, warp, make_lane(warp), part);
-    end_after_earlier_launches();
+    carry_state(p, find_item(p), shared, warp, make_lane(warp));
+    // By whole warps that have nothing else to do, as it stops all lanes.
+    sync_warp();
+    if (block_index() == 0) wait_for_inputs();
   } else if (warp < 2 * ROLE_WARPS) {
     set_registers<CONSUMER_REGISTERS, START_REGISTERS>();
-    store_outputs(p, find_block(p, block), shared, warp - ROLE_WARPS, make_lane(warp - ROLE_WARPS), part);
+    store_outputs(p, find_item(p), shared, warp - ROLE_WARPS, make_lane(warp - ROLE_WARPS));
   } else {
     set_registers<PRODUCER_REGISTERS, START_REGISTERS>();
     if (warp < 2 * ROLE_WARPS + STAGES && (thread_index() & 31) == 0)
-      produce(p, find_block(p, block), shared, warp - 2 * ROLE_WARPS, part);
+      produce(p, find_item(p), shared, warp - 2 * ROLE_WARPS);
   }
 }

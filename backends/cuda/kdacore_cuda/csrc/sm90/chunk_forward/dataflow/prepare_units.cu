@@ -1,21 +1,23 @@
-// chunk_kda in segments on Hopper, first launch: the operands of every chunk, as one ChunkOperands a
-// unit (chunk_operands.cuh). A unit's threads do what those of a block of chunk_backward/prepare.cu
-// do; here a block lives as long as the launch, computes three units (two if gates are unbounded) side
-// by side, which do not wait for each other, and leaves multiprocessors for the launches that read
-// its units while it goes on.
+// chunk_kda in two launches on Hopper that run side by side, first launch: the operands of every
+// chunk, as one ChunkOperands a unit (segments/chunk_operands.cuh). A unit's threads do what those of a
+// block of chunk_backward/prepare.cu do; here a block lives as long as the launch, computes three units
+// (two if gates are unbounded) side by side, which do not wait for each other, and leaves
+// multiprocessors for walk, which reads units while this goes on. It waits for nobody.
 //
 // Grid: at most as many blocks as the host wants to give multiprocessors to. Warps: eight for each of
 // the places where a unit is computed, and one, the dispatcher, that hands the block's units out in
-// turns (unit_order.cuh) and raises a unit's flags once it has arrived in device memory. So no unit
-// waits for that, nor computes addresses.
+// turns and raises a unit's flags once it has arrived in device memory. So no unit waits for that, nor
+// computes addresses. First come the first chunks of all sequences and heads, then their second ones,
+// and so on, so that none of their walks waits long.
 // Synchronisation: barriers of a unit's threads. Barriers in shared memory, each with one arrival:
 // given (the inputs of a place's next unit are known; one for each of two), written (all of a unit is in
 // device memory).
 //
-// Macros from the host: G_FLOAT, BOUNDED (gates are bounded), SHARED_BYTES, FOR_SEGMENTS.
+// Macros from the host: G_FLOAT, BOUNDED (gates are bounded), SHARED_BYTES, FOR_SEGMENTS and SIDE_BY_SIDE
+// (both 1).
 #include "common/half_types.cuh"
 #include "sm90/chunk_backward/prepare_unit.cuh"
-#include "sm90/chunk_forward/segments/unit_order.cuh"
+#include "sm90/chunk_forward/dataflow/flags.cuh"
 
 constexpr u32 GIVEN = OFFSET(SharedMemory, given), WRITTEN = OFFSET(SharedMemory, written);
 constexpr int UNIT_THREADS = BLOCKS * THREADS;
@@ -63,12 +65,20 @@ __device__ __forceinline__ void make_units(const ChunkBackwardParams& p) {
   }
 }
 
+// The unit at a position of the order in which units are computed, with 0 rows past the end.
+__device__ __forceinline__ Unit find_ordered_unit(const ChunkBackwardParams& p, int position) {
+  const u32 items = (u32)(p.N * p.HV);
+  const int chunk = (int)((u32)position / items), item = position - chunk * (int)items;
+  if (chunk >= p.NT) return {};
+  const int n = (int)((u32)item / (u32)p.HV);
+  return find_unit(p, (long long)(n * p.NT + chunk) * p.HV + (item - n * p.HV));
+}
+
 // Hands the next unit to a place, or none, with 0 rows. Returns whether there is one.
-__device__ __forceinline__ bool give(const ChunkBackwardParams& p, Position& x, u32 shared, u32 turn) {
-  const OrderedUnit next = find_ordered_unit(p, x);
-  x.at += grid_blocks();
+__device__ __forceinline__ bool give(const ChunkBackwardParams& p, int& position, u32 shared, u32 turn) {
+  const Unit u = find_ordered_unit(p, position);
+  position += grid_blocks();
   if ((thread_index() & 31) == 0) {
-    const Unit& u = next.u;
     const u32 to = shared + OFFSET(SharedMemory, inputs) + (turn & 1) * sizeof(UnitInputs);
     const auto store = [&](u32 at, u64 x, u64 y) {
       store_shared(to + at, (u32)x, (u32)(x >> 32), (u32)y, (u32)(y >> 32));
@@ -82,22 +92,22 @@ __device__ __forceinline__ bool give(const ChunkBackwardParams& p, Position& x, 
           address(p.v, p.v_sb, p.v_st, p.v_sh, u.hv, 2));
     const u64 beta = u.batch * p.beta_sb + u.first * p.beta_st + u.hv * p.beta_sh;
     store_shared(to + OFFSET(UnitInputs, beta), (u32)beta, (u32)(beta >> 32), (u32)u.hv, (u32)u.rows);
-    store_shared(to + OFFSET(UnitInputs, at), (u32)u.at, next.readers, 0, 0);
+    store_shared(to + OFFSET(UnitInputs, at), (u32)u.at, 0, 0, 0);
     barrier_arrive(shared + GIVEN + 8 * (turn & 1));
   }
   sync_warp();
-  return next.u.rows > 0;
+  return u.rows > 0;
 }
 
 // The last warp of the block.
 __device__ __forceinline__ void dispatch(const ChunkBackwardParams& p, u32 shared) {
-  Position x = {block_index(), 0, 0};
-  int open = 0;    // units handed out and not published
-  u32 odd = 0;     // places of which an odd number has been published, by bits
+  int position = block_index();
+  int open = 0;  // units handed out and not published
+  u32 odd = 0;   // places of which an odd number has been published, by bits
 #pragma unroll 1
   for (u32 turn = 0; turn < 2; ++turn) {
 #pragma unroll 1
-    for (int i = 0; i < BLOCKS; ++i) open += give(p, x, shared + i * UNIT_PITCH, turn);
+    for (int i = 0; i < BLOCKS; ++i) open += give(p, position, shared + i * UNIT_PITCH, turn);
   }
 #pragma unroll 1
   while (open) {
@@ -105,18 +115,18 @@ __device__ __forceinline__ void dispatch(const ChunkBackwardParams& p, u32 share
     for (int i = 0; i < BLOCKS; ++i) {
       const u32 place = shared + i * UNIT_PITCH, turn = odd >> i & 1;
       if (!shuffle((int)barrier_test(place + WRITTEN, turn), 0)) continue;
-      const uint4 written =
-          load_shared_u4(place + OFFSET(SharedMemory, inputs) + turn * (u32)sizeof(UnitInputs) + OFFSET(UnitInputs, at));
+      const u32 written = __float_as_uint(load_shared1(place + OFFSET(SharedMemory, inputs) +
+                                                       turn * (u32)sizeof(UnitInputs) + OFFSET(UnitInputs, at)));
       sync_warp();
       odd ^= 1 << i;
-      open += give(p, x, place, turn) - 1;
-      raise_flags(p.ready + (u64)written.x * UNIT_FLAGS_BYTES, written.y, p.launch);
+      open += give(p, position, place, turn) - 1;
+      raise_flags(p.ready + (u64)written * UNIT_FLAGS_BYTES, p.launch);
     }
     sleep_briefly();
   }
 }
 
-KDA_KERNEL(ALL_THREADS, 1) prepare(KDA_PARAM ChunkBackwardParams p) {
+KDA_KERNEL(ALL_THREADS, 1) prepare_units(KDA_PARAM ChunkBackwardParams p) {
   wait_for_inputs();
   launch_dependents();
   if (thread_index() < 3 * BLOCKS)

@@ -20,7 +20,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (chunk_forward, chunk_backward):
         monkeypatch.setattr(module, "build_arch", lambda arch: "sm_90a")
     monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: False)
-    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda items, packed, multiprocessors: False)
+    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *args: False)
     monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda items: 2)
 
 
@@ -55,7 +55,7 @@ def test_the_shorter_way_gives_the_same_bits(
     if way == "side by side" and name == "packed, states":
         pytest.skip("packs go another way")
     monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: way == "segments")
-    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda items, packed, mps: way == "side by side")
+    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *args: way == "side by side")
     first, second = CASES[name](0), CASES[name](1)
     bare = first.A_log is None
     options = {**MODEL, "use_gate_in_kernel": False} if bare else BOUNDED_MODEL

@@ -487,7 +487,7 @@ FRESH = {
 def test_cached_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """What is packed once is what a first call packs."""
     monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: way == "segments")
-    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda items, packed, mps: way == "side by side")
+    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *args: way == "side by side")
     monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda items: 2)
     d, packed = Draw(0), way != "side by side"
     inputs = ChunkInputs(

@@ -64,7 +64,7 @@ def _make_plan(r: Request) -> ChunkForwardPlan:
     clusters = resident_clusters(r.K, cluster, items, multiprocessors, arch)
     cuts = clusters and (r.packed or cuts_items(r.T, items, clusters))
     hopper = has_hopper_kernel(r.K, arch)
-    in_dataflow = hopper and use_dataflow(items, r.packed, multiprocessors)
+    in_dataflow = hopper and use_dataflow(items, r.packed, has_bounded_gate(r), multiprocessors)
     return ChunkForwardPlan(
         launcher=_launcher(r.K, cluster, has_bounded_gate(r), type_code(r, "g") != TYPES["bfloat16"], arch),
         grid=(clusters or items) * cluster,

@@ -49,19 +49,25 @@ def walk_kernel() -> KernelSource:
     return KernelSource(f"{_SOURCES}/walk.cu", "walk", (("SHARED_BYTES", WALK_SHARED),))
 
 
-_LEAST_PART, _LARGEST_PART = 16.5 / 132, 27 / 132
-"""Of the multiprocessors: how many sequences and value heads are served."""
+_LEAST_PART = 16.5 / 132
+"""Of the multiprocessors: with fewer sequences and value heads, segments are as fast."""
+_LARGEST_PART = {True: 27.5 / 132, False: 22.5 / 132}
+"""With more, too few multiprocessors are left to prepare; by whether gates are bounded, as prepare
+takes longer if they are not."""
 
 
-def use_dataflow(items: int, packed: bool, multiprocessors: int) -> bool:
+def use_dataflow(items: int, packed: bool, bounded: bool, multiprocessors: int) -> bool:
     """Whether ``items`` sequences and value heads are served by these kernels.
 
-    With fewer, the walk takes longer than all launches in segments; with more, too few
-    multiprocessors are left to prepare, and the fused kernel is as fast. The sequences of a pack may
-    have any lengths, and a long one would be walked alone. All times grow with the tokens, and the
-    number of tokens must not decide: appending tokens would then change the bits of those before.
+    The sequences of a pack may have any lengths, and a long one would be walked alone. All times
+    grow with the tokens, and the number of tokens must not decide: appending tokens would then
+    change the bits of those before.
     """
-    return not packed and _LEAST_PART * multiprocessors < items <= _LARGEST_PART * multiprocessors
+    return (
+        not packed
+        and _LEAST_PART * multiprocessors < items
+        and items <= _LARGEST_PART[bounded] * multiprocessors
+    )
 
 
 def packaged_dataflow_kernels() -> Iterator[KernelSource]:

@@ -83,6 +83,13 @@ ALLOWED = (
         "three units at once leave 80 registers, and where a unit's memory begins is one more; few words, in no loop",
     ),
     Allowance(
+        12,
+        "sm_90a",
+        "sm90/chunk_forward/dataflow/walk.cu",
+        {},
+        "232 registers hold the state, its bfloat16 copy, two sums, u and decays; three words, while products run",
+    ),
+    Allowance(
         72,
         "sm_90a",
         "sm90/chunk_forward/chunk_forward.cu",

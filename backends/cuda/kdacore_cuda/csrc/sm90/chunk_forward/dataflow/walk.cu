@@ -131,6 +131,24 @@ __device__ __forceinline__ void hand_on(const TokenOperand& o, Exchange& x, int 
   ++x.turn;
 }
 
+// The chunk's decay of this lane's channels. Loaded before products are asked for: beside them, these
+// loads take as long as all of them.
+struct Decays {
+  float2 x[2 * K_TILES];
+};
+__device__ __forceinline__ void load_decays(Decays& d, int t, u32 last) {
+#pragma unroll
+  for (int j = 0; j < 2 * K_TILES; ++j) d.x[j] = load_shared2(last + 4 * (8 * j + 2 * t));
+}
+__device__ __forceinline__ void decay_state(State& state, const Decays& d) {
+#pragma unroll
+  for (int j = 0; j < 2 * K_TILES; ++j) {
+    float (&x)[4] = state.s[j];
+    x[0] *= d.x[j].x, x[1] *= d.x[j].y, x[2] *= d.x[j].x, x[3] *= d.x[j].y;
+  }
+  fence_registers(state.s);
+}
+
 __device__ __forceinline__ void carry_state(const WalkParams& p, const Item& x, u32 shared, int own,
                                             const Lane& l) {
   const int row = l.row + l.g + 64 * x.part;
@@ -159,6 +177,10 @@ __device__ __forceinline__ void carry_state(const WalkParams& p, const Item& x, 
     const u64 qg = step(w, OFFSET(HalfOperands, qg) - OFFSET(HalfOperands, w)),
               aqk = step(w, OFFSET(HalfOperands, aqk) - OFFSET(HalfOperands, w));
     ring.wait_full();
+    TokenOperand u, v;
+    Decays decays;
+    load_u(u, l, stage + OFFSET(HalfOperands, u));
+    load_decays(decays, l.t, stage + OFFSET(HalfOperands, last));
     float prediction[2 * C_TILES][4] = {}, o[2 * C_TILES][4] = {};
     fence_registers(prediction);
     fence_registers(o);
@@ -168,9 +190,7 @@ __device__ __forceinline__ void carry_state(const WalkParams& p, const Item& x, 
     multiply_channels(o, s, qg);
     warpgroup_commit();
     if (c) hand_on(out, exchange, l.lane);
-    TokenOperand u, v;
-    load_u(u, l, stage + OFFSET(HalfOperands, u));
-    decay_state(state, l.t, stage + OFFSET(HalfOperands, last));
+    decay_state(state, decays);
     warpgroup_wait<1>();
     fence_registers(prediction);
     subtract(v, u, prediction);

@@ -96,6 +96,14 @@ class Request:
     pool_size: int = 0
     """Rows of the state pool; 0 when ``state_indices`` was not given."""
     state_indices_ndim: int = 0
+    null_index: int = -1
+    """A row number that names no slot, besides the negative ones; -1 when there is none."""
+    write_indices_ndim: int = 0
+    """Dimensions of ``write_indices``; 0 when it was not given: states are then written to the rows read."""
+    write_pool_size: int = 0
+    """Rows of ``write_pool``; 0 when it was not given: states are then written to the pool read."""
+    checkpoint_count: int = 0
+    """Length of ``checkpoint_offsets``; 0 when it was not given."""
     inplace_state: bool = False
     read_only_state: bool = False
     chunk_size: int = 64
@@ -131,6 +139,18 @@ class Request:
         return (self.V, self.K) if self.state_v_first else (self.K, self.V)
 
     @property
+    def written_pool(self) -> str:
+        """The array that ``inplace_state`` writes states into."""
+        return "write_pool" if self.write_pool_size else "initial_state"
+
+    @property
+    def written_indices(self) -> str:
+        """The array with the rows that ``inplace_state`` writes; ``""`` where sequence n writes row n."""
+        if self.write_indices_ndim:
+            return "write_indices"
+        return "state_indices" if self.state_indices_ndim else ""
+
+    @property
     def checkpoint_shape(self) -> tuple[int, ...]:
         """Shape of the checkpoints: ``[B, ceil(T / every), HV, K, V]`` (last two swapped with ``state_v_first``).
 
@@ -164,6 +184,13 @@ class ChunkInputs(NamedTuple):
     initial_state: Array | None = None
     cu_seqlens: Array | None = None
     cu_seqlens_cpu: Array | None = None
+    state_indices: Array | None = None
+    has_initial_state: Array | None = None
+    write_indices: Array | None = None
+    write_pool: Array | None = None
+    checkpoint_offsets: Array | None = None
+    checkpoint_indices: Array | None = None
+    out: Array | None = None
 
 
 class RecurrentInputs(NamedTuple):
@@ -182,6 +209,9 @@ class RecurrentInputs(NamedTuple):
     state_indices: Array | None = None
     num_accepted_tokens: Array | None = None
     out: Array | None = None
+    has_initial_state: Array | None = None
+    write_indices: Array | None = None
+    write_pool: Array | None = None
 
 
 class GateInputs(NamedTuple):

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from array_api_compat import array_namespace
 
-from kdacore.contract.values import check_candidates, check_indices
+from kdacore.contract.state_rows import INDEX_VALUES
+from kdacore.contract.values import check_candidates, check_state_rows
 from kdacore.types import Array, Outputs, RecurrentInputs, Request
 from kdacore_reference.arrays import (
     cast,
@@ -67,10 +68,8 @@ def recurrent_forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     sequences = sequences_of(request, inputs)
     lengths = np.asarray([s.length for s in sequences])
     check_candidates(request, lengths)
-    if inputs.state_indices is not None:
-        counts = inputs.num_accepted_tokens
-        accepted = None if counts is None else to_int64(counts)
-        check_indices(request, to_int64(inputs.state_indices), accepted, lengths)
+    given = {name: getattr(inputs, name, None) for name in (*INDEX_VALUES, "cu_seqlens")}
+    check_state_rows(request, {n: to_int64(x) for n, x in given.items() if x is not None}, lengths)
     plan = plan_recurrent(sequences)
     writes = _StateWrites(request, inputs, plan)
     S, o = _run(request, inputs, plan, xp, writes)

@@ -77,7 +77,7 @@ def _op(
     forward: Callable[..., Any],
     serves: frozenset[str],
     backward: Callable[..., Any] | None = None,
-    batch_invariant: bool = False,
+    batch_invariant: bool = True,
 ) -> OpImpl:
     return OpImpl(
         forward=forward,

@@ -95,7 +95,6 @@ def _op(
     forward: Callable[..., Any],
     serves: frozenset[str],
     backward: Callable[..., Any] | None = None,
-    batch_invariant: bool = True,
 ) -> OpImpl:
     return OpImpl(
         forward=forward,
@@ -103,7 +102,7 @@ def _op(
         serves=serves,
         verifiers=(not_traced, has_values),
         verified_archs=frozenset({"*"}),
-        batch_invariant=batch_invariant,
+        batch_invariant=True,
     )
 
 
@@ -114,7 +113,6 @@ def make_backend() -> Backend:
         _lazy("chunk_forward", "chunk_forward"),
         WHOLE | POOL | {"checkpoint_offsets", "checkpoints"},
         chunk_backward,
-        batch_invariant=True,
     )
     decoding = WHOLE | POOL | {"accepted_tokens", "read_only_state"}
     recurrent = _op(_lazy("recurrent", "recurrent_forward"), decoding, chunk_backward)

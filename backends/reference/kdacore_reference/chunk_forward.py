@@ -256,9 +256,7 @@ class ForwardRun:
             from kdacore_reference import checkpoints  # here: few calls need it
 
             dtype = self.flat.dtype
-            self.pool_checkpoints = checkpoints.PoolCheckpoints(
-                request, inputs, self.given, self.rows, dtype
-            )
+            self.pool_checkpoints = checkpoints.PoolCheckpoints(request, inputs, self.given, self.rows, dtype)
         where = {"dtype": self.flat.dtype, "device": device_of(inputs.q)}
         self.save = save
         self.base = base_rows(request)

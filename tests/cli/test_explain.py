@@ -193,7 +193,6 @@ STRAY = [
     ("chunk_kda", ["--read-only-state"], "read_only_state"),
     ("chunk_kda", ["--num-accepted-tokens"], "num_accepted_tokens"),
     ("fused_recurrent_kda", ["--checkpoint-offsets", "3"], "checkpoint_offsets"),
-    ("kda_gate", ["--state-indices", "8"], "state_indices"),
     ("kda_gate", ["--out"], "out"),
     ("chunk_kda", ["--chunk-size", "32"], "chunk_size"),
     ("fused_recurrent_kda", ["--checkpoint-every", "64"], "checkpoint_every"),

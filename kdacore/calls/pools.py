@@ -113,7 +113,8 @@ def index_tables(call: CallDescription, rng: Any) -> dict[str, Any]:
     if pool.indices:
         tables |= _read_tables(call, pool, rows)
     if pool.has_state:
-        tables["has_initial_state"] = (np.arange(N) + call.seed) % 3 != 1
+        # In pairs, as every second sequence may have no slot.
+        tables["has_initial_state"] = (np.arange(N) // 2 + call.seed) % 2 == 0
     if pool.writes:
         tables["write_indices"] = _write_table(call, pool, tables, target)
     if pool.checkpoints:
@@ -162,12 +163,12 @@ def _write_table(call: CallDescription, pool: Pool, tables: dict[str, Any], rows
     N, names = call.shape.N, _no_slots(pool)
     if pool.writes == 2:
         table = _take(rows, N, call.pool_width)
-        for n in range(1, N, 2):
+        for n in range(N):
             table[n, n % call.pool_width] = names[n % len(names)]
         return table
     table = _take(rows, N)
     for n in range(N):
-        if n % 4 == 1:
+        if n // 2 % 3 == 1:
             table[n] = names[n % len(names)]
         elif n % 3 == 0 and pool.indices and not pool.separate:  # into the row it starts from
             own = _start_row(tables, n)

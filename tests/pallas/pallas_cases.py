@@ -122,7 +122,7 @@ def build(case: Case) -> tuple[Request, Any]:
         packed=cu is not None, checkpoint_every=case.checkpoint_every,
     )  # fmt: skip
     if "recurrent" in case.op:
-        inputs = RecurrentInputs(*inputs)
+        inputs = RecurrentInputs(*inputs[:10])  # those that both ops have
     return request, inputs
 
 

@@ -128,7 +128,7 @@ class RecurrentLaunch:
             r.device.arch,
             K=r.K,
             V=r.V,
-            rows=r.N * r.HV,
+            rows=configs.MANY if r.batch_invariant else r.N * r.HV,
             state=r.state_dtype,
             v_first=r.state_v_first,
         )

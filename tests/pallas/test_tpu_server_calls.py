@@ -22,9 +22,9 @@ steps = replace(small, op="fused_recurrent_kda", B=4, T=1)
 
 CHUNK = {
     "padded pack": ServerCase(pack, padding=21),
-    "slots of a pack, in place": ServerCase(pack, 3, [3, 5, -1, 2, 0], inplace=True),
+    "slots of a pack, in place": ServerCase(pack, 3, [3, 5, -1, 2, 0], inplace_state=True),
     "slots of dense inputs, written elsewhere": ServerCase(
-        dense, 0, [3, 8, 2], write_indices=[0, 6, 3], write_pool=True, inplace=True, null_index=8
+        dense, 0, [3, 8, 2], write_indices=[0, 6, 3], write_pool=True, inplace_state=True, null_index=8
     ),
     "slots of dense inputs, some start from zeros": ServerCase(
         replace(dense, T=128), 0, [3, 8, 2], has_initial_state=[True, True, False], null_index=8
@@ -32,23 +32,23 @@ CHUNK = {
 }
 RECURRENT = {
     "padded pack": ServerCase(replace(steps, B=1, lengths=(3, 0, 1, 0)), padding=4),
-    "a pack of padding": ServerCase(replace(steps, B=1, lengths=(0, 0)), 2, [3, 4], inplace=True),
-    "slots": ServerCase(steps, 0, [3, -1, 8, 2], has_initial_state=[1, 1, 1, 0], inplace=True, null_index=8),
+    "a pack of padding": ServerCase(replace(steps, B=1, lengths=(0, 0)), 2, [3, 4], inplace_state=True),
+    "slots": ServerCase(steps, 0, [3, -1, 8, 2], has_initial_state=[1, 1, 1, 0], inplace_state=True, null_index=8),
     "slots, fresh states": ServerCase(replace(steps, T=3), 0, [3, -1, 8, 2], null_index=8),
     "slots of a pack": ServerCase(replace(steps, B=1, lengths=(3, 2, 1, 0)), 3, [3, -1, 1, -2]),
     "a pool to write": ServerCase(
         replace(steps, v_first=True), 0, [3, 3, 1, -1], write_indices=[4, 5, 8, 6], write_pool=True,
-        inplace=True, null_index=8,
+        inplace_state=True, null_index=8,
     ),
     "a pool to write, zeros at first": ServerCase(
-        replace(steps, initial=False), write_indices=[4, 5, -1, 6], write_pool=True, inplace=True
+        replace(steps, initial=False), write_indices=[4, 5, -1, 6], write_pool=True, inplace_state=True
     ),
     "accepted": ServerCase(
-        replace(steps, B=3, T=2), 0, [[0, 1, 2], [3, 8, -1], [5, 6, -1]], [2, 0, 3], inplace=True, null_index=8
+        replace(steps, B=3, T=2), 0, [[0, 1, 2], [3, 8, -1], [5, 6, -1]], [2, 0, 3], inplace_state=True, null_index=8
     ),
     "accepted, a pack": ServerCase(
         replace(steps, B=1, lengths=(2, 1, 0)), 2, [[0, 1], [3, -1], [5, 6]], [1, 1, 2],
-        write_indices=[[2, 4], [7, 8], [5, 6]], write_pool=True, inplace=True,
+        write_indices=[[2, 4], [7, 8], [5, 6]], write_pool=True, inplace_state=True,
     ),
 }  # fmt: skip
 

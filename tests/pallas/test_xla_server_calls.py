@@ -11,11 +11,20 @@ import numpy as np
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
-from pallas_cases import Case, build, check_backward, error, output_grads, to_jax, with_grad
-from server_cases import ROWS, TOKENS, Call, ServerCase, check, expected, make
+from pallas_cases import Case, build, check_backward, check_forward, output_grads, to_jax, with_grad
+from server_cases import ROWS, TOKENS, Call, ServerCase, after, check, make, served
 
 import kdacore
-from kdacore.types import Device, IntraInputs, OutputGrads, Request
+from kdacore.types import (
+    ChunkGateInputs,
+    ChunkOutputInputs,
+    ChunkStateInputs,
+    Device,
+    IntraInputs,
+    OutputGrads,
+    RecomputeInputs,
+    Request,
+)
 from kdacore_pallas.xla import chunk_forward_gpu, entry_points, stages, state_pool
 
 GDN = "chunk_gated_delta_rule"
@@ -30,84 +39,84 @@ CHUNK = {
     "padded pack, nothing else": ServerCase(replace(small, lengths=(0, 0)), padding=5),
     "slots of a pack": ServerCase(pack, 7, [3, 5, -1, 2, -7]),
     "slots of dense inputs": ServerCase(dense, 0, [3, 8, 2], null_index=8),
-    "no slot at all": ServerCase(dense, 0, [-1, 8, -1], inplace=True, null_index=8),
+    "no slot at all": ServerCase(dense, 0, [-1, 8, -1], inplace_state=True, null_index=8),
     "some start from zeros": ServerCase(pack, 0, [3, 5, 1, 2, 4], has_initial_state=[1, 0, 0, 1, 1]),
     "states without a pool, some unread": ServerCase(dense, has_initial_state=[True, False, True]),
-    "in place": ServerCase(pack, 3, [3, 5, -1, 2, 0], inplace=True),
-    "in place without indices": ServerCase(dense, inplace=True),
+    "in place": ServerCase(pack, 3, [3, 5, -1, 2, 0], inplace_state=True),
+    "in place without indices": ServerCase(dense, inplace_state=True),
     "in place, V first, bfloat16 states": ServerCase(
-        replace(pack, v_first=True, state_dtype="bfloat16"), 3, [3, 5, -1, 2, 0], inplace=True
+        replace(pack, v_first=True, state_dtype="bfloat16"), 3, [3, 5, -1, 2, 0], inplace_state=True
     ),
     "rows to write": ServerCase(
-        pack, 0, [3, 3, 7, 2, 7], write_indices=[0, 7, 1, -1, 4], inplace=True, null_index=7
+        pack, 0, [3, 3, 7, 2, 7], write_indices=[0, 7, 1, -1, 4], inplace_state=True, null_index=7
     ),
-    "a pool to write": ServerCase(dense, 0, [3, 3, 6], write_indices=[0, 6, 3], write_pool=True, inplace=True),
-    "a pool to write, rows as read": ServerCase(dense, 0, [3, -1, 6], write_pool=True, inplace=True),
+    "a pool to write": ServerCase(dense, 0, [3, 3, 6], write_indices=[0, 6, 3], write_pool=True, inplace_state=True),
+    "a pool to write, rows as read": ServerCase(dense, 0, [3, -1, 6], write_pool=True, inplace_state=True),
     "a pool to write, zeros at first": ServerCase(
-        replace(pack, initial=False), 0, write_indices=[0, 6, -1, 3, 1], write_pool=True, inplace=True
+        replace(pack, initial=False), 0, write_indices=[0, 6, -1, 3, 1], write_pool=True, inplace_state=True
     ),
-    "a pool to write, given states": ServerCase(dense, write_indices=[0, 6, 3], write_pool=True, inplace=True),
+    "a pool to write, given states": ServerCase(dense, write_indices=[0, 6, 3], write_pool=True, inplace_state=True),
     "checkpoints": ServerCase(
-        replace(pack, lengths=(70, 0, 133, 16, 9)), 5, [3, 5, 1, 2, 0], inplace=True,
-        offsets=[102, 0, 70, 16, 64, 198, 86, 203],
+        replace(pack, lengths=(70, 0, 133, 16, 9)), 5, [3, 5, 1, 2, 0], inplace_state=True,
+        checkpoint_offsets=[102, 0, 70, 16, 64, 198, 86, 203],
         checkpoint_indices=[4, 6, 7, 8, -1, -1, -1, -1],
     ),
     "checkpoints in one chunk, some nowhere": ServerCase(
-        replace(small, T=150), 0, [3], inplace=True, write_indices=[-1], write_pool=True,
-        offsets=[48, 10**6, 32, 144, -5, 128, 32], checkpoint_indices=[0, -1, 7, 2, 8, 4, 5], null_index=8,
+        replace(small, T=150), 0, [3], inplace_state=True, write_indices=[-1], write_pool=True,
+        checkpoint_offsets=[48, 10**6, 32, 144, -5, 128, 32], checkpoint_indices=[0, -1, 7, 2, 8, 4, 5], null_index=8,
     ),
     "checkpoints of a sequence without a slot": ServerCase(
-        replace(pack, lengths=(33, 40, 20)), 0, [3, -1, 2], inplace=True,
-        offsets=[16, 33, 49, 73], checkpoint_indices=[0, 1, 4, 5],
+        replace(pack, lengths=(33, 40, 20)), 0, [3, -1, 2], inplace_state=True,
+        checkpoint_offsets=[16, 33, 49, 73], checkpoint_indices=[0, 1, 4, 5],
     ),
     "both kinds of checkpoints": ServerCase(
-        replace(pack, lengths=(200, 65), checkpoint_every=64), 0, [3, 4], inplace=True,
-        offsets=[192, 80, 264, 200], checkpoint_indices=[0, 1, 2, 5],
+        replace(pack, lengths=(200, 65), checkpoint_every=64), 0, [3, 4], inplace_state=True,
+        checkpoint_offsets=[192, 80, 264, 200], checkpoint_indices=[0, 1, 2, 5],
     ),
     "gdn": ServerCase(
-        replace(pack, op=GDN, HV=3), 2, [3, 5, -1, 2, 0], inplace=True,
-        offsets=[64, 48, 103], checkpoint_indices=[7, 8, 6],
+        replace(pack, op=GDN, HV=3), 2, [3, 5, -1, 2, 0], inplace_state=True,
+        checkpoint_offsets=[64, 48, 103], checkpoint_indices=[7, 8, 6],
     ),
     "bfloat16": ServerCase(
-        replace(pack, dtype="bfloat16", H=2, HV=4), 2, [3, 5, -1, 2, 0], inplace=True,
-        offsets=[64, 48, 103], checkpoint_indices=[7, 8, 6],
+        replace(pack, dtype="bfloat16", H=2, HV=4), 2, [3, 5, -1, 2, 0], inplace_state=True,
+        checkpoint_offsets=[64, 48, 103], checkpoint_indices=[7, 8, 6],
     ),
 }  # fmt: skip
 
 RECURRENT = {
     "padded pack": ServerCase(replace(steps, B=1, lengths=(3, 0, 1, 0)), padding=4),
-    "slots": ServerCase(steps, 0, [3, -1, 8, 2], inplace=True, null_index=8),
+    "slots": ServerCase(steps, 0, [3, -1, 8, 2], inplace_state=True, null_index=8),
     "slots, fresh states": ServerCase(replace(steps, T=3), 0, [3, -1, 8, 2], null_index=8),
-    "slots of a pack": ServerCase(replace(steps, B=1, lengths=(3, 2, 1, 0)), 3, [3, -1, 1, -2], inplace=True),
-    "some start from zeros": ServerCase(steps, 0, [3, 5, 1, -1], has_initial_state=[1, 0, 1, 1], inplace=True),
-    "rows to write": ServerCase(steps, 0, [3, 3, 1, 0], write_indices=[4, 5, -1, 0], inplace=True),
+    "slots of a pack": ServerCase(replace(steps, B=1, lengths=(3, 2, 1, 0)), 3, [3, -1, 1, -2], inplace_state=True),
+    "some start from zeros": ServerCase(steps, 0, [3, 5, 1, -1], has_initial_state=[1, 0, 1, 1], inplace_state=True),
+    "rows to write": ServerCase(steps, 0, [3, 3, 1, 0], write_indices=[4, 5, -1, 0], inplace_state=True),
     "a pool to write": ServerCase(
         replace(steps, v_first=True), 0, [3, 3, 1, -1], write_indices=[4, 5, 8, 6], write_pool=True,
-        inplace=True, null_index=8,
+        inplace_state=True, null_index=8,
     ),
     "a pool to write, zeros at first": ServerCase(
-        replace(steps, initial=False), write_indices=[4, 5, -1, 6], write_pool=True, inplace=True
+        replace(steps, initial=False), write_indices=[4, 5, -1, 6], write_pool=True, inplace_state=True
     ),
     "accepted": ServerCase(
-        replace(steps, B=3, T=2), 0, [[0, 1, 2], [3, 8, -1], [5, 6, -1]], [2, 0, 1], inplace=True, null_index=8
+        replace(steps, B=3, T=2), 0, [[0, 1, 2], [3, 8, -1], [5, 6, -1]], [2, 0, 1], inplace_state=True, null_index=8
     ),
     "accepted, no slot": ServerCase(
-        replace(steps, B=3, T=2), 0, [[0, 1, 2], [3, 8, -1], [5, 6, -1]], [2, 2, 3], inplace=True, null_index=8
+        replace(steps, B=3, T=2), 0, [[0, 1, 2], [3, 8, -1], [5, 6, -1]], [2, 2, 3], inplace_state=True, null_index=8
     ),
     "accepted, last states only": ServerCase(
         replace(steps, B=3, T=2), 0, [[0, 1, 2], [3, 8, -1], [5, 6, -1]], [1, 1, 2], write_indices=[0, 3, 7],
-        inplace=True,
+        inplace_state=True,
     ),
     "accepted, other rows": ServerCase(
         replace(steps, B=1, lengths=(2, 1, 0)), 2, [[0, 1], [3, -1], [5, 6]], [1, 1, 2],
-        write_indices=[[2, 4], [7, 8], [5, 6]], write_pool=True, inplace=True,
+        write_indices=[[2, 4], [7, 8], [5, 6]], write_pool=True, inplace_state=True,
     ),
     "a row for each token of a fixed slot": ServerCase(
-        replace(steps, B=2, T=3), 0, [0, 3], write_indices=[[0, 1, 2], [4, -1, 5]], inplace=True
+        replace(steps, B=2, T=3), 0, [0, 3], write_indices=[[0, 1, 2], [4, -1, 5]], inplace_state=True
     ),
     "gdn": ServerCase(
         replace(steps, op="fused_recurrent_gated_delta_rule", state_dtype="bfloat16"), 0, [3, -1, 8, 2],
-        inplace=True, null_index=8,
+        inplace_state=True, null_index=8,
     ),
 }  # fmt: skip
 
@@ -154,7 +163,9 @@ def test_chunk_of_host_arrays(name: str) -> None:
         _check_host(call, kind)
 
 
-@pytest.mark.parametrize("name", ["slots", "accepted, other rows", "accepted, last states only", "a pool to write"])
+@pytest.mark.parametrize(
+    "name", ["slots", "accepted, other rows", "accepted, last states only", "a pool to write"]
+)
 def test_recurrent_of_host_arrays(name: str) -> None:
     call = make(RECURRENT[name])
     for kind in ("numpy", "torch"):
@@ -163,11 +174,10 @@ def test_recurrent_of_host_arrays(name: str) -> None:
 
 def _check_host(call: Call, kind: str) -> None:
     arrays = call.of_kind(kind)
-    out = np.full_like(call.arrays["v"], 7)
-    out = out if kind == "numpy" else torch.from_numpy(out)
-    result = getattr(kdacore, call.op)(**arrays, **call.options, out=out, backend="xla")
+    out = call.out.copy() if kind == "numpy" else torch.from_numpy(call.out.copy())
+    result = served(call)[0](arrays, out=out)
     assert result[0] is out
-    check(call, result, out)
+    check(call, result, out=True)
     if call.request.inplace_state:
         assert result[1] is arrays[call.request.written_pool]
 
@@ -182,28 +192,19 @@ def test_host_pools_of_any_row_stride(kind: str) -> None:
     wide = wide if kind == "numpy" else torch.from_numpy(wide)
     wide[:, 1] = pool
     arrays["initial_state"] = wide[:, 1]
-    check(call, getattr(kdacore, call.op)(**arrays, **call.options, backend="xla"))
+    check(call, served(call)[0](arrays))
     assert (wide[:, ::2] == 5).all()
 
 
 def test_host_indices_are_checked() -> None:
-    call = make(ServerCase(dense, 0, [3, 5, 1], inplace=True))
+    call = make(ServerCase(dense, 0, [3, 5, 1], inplace_state=True))
     for name, changed in (("state_indices", [3, 5, ROWS]), ("state_indices", [3, 3, 1])):
         arrays = call.of_kind("numpy") | {name: np.array(changed)}
         with pytest.raises(kdacore.ContractError, match=name):
-            kdacore.chunk_kda(**arrays, **call.options, backend="xla")
+            served(call)[0](arrays)
 
 
 # --- under JAX's transformations ----------------------------------------------------------------------------
-
-
-def served(call: Call) -> tuple[Any, dict[str, Any]]:
-    """A function of the call's arrays, and those arrays."""
-
-    def run(arrays: dict[str, Any]) -> Any:
-        return getattr(kdacore, call.op)(**arrays, **call.options, backend="xla")
-
-    return run, call.of_kind("jax")
 
 
 def copies(text: str, shape: tuple[int, ...]) -> list[str]:
@@ -216,7 +217,7 @@ def copies(text: str, shape: tuple[int, ...]) -> list[str]:
     "server",
     [
         CHUNK["checkpoints"],
-        ServerCase(dense, 0, [3, -1, 6], write_indices=[0, 6, 3], write_pool=True, inplace=True),
+        ServerCase(dense, 0, [3, -1, 6], write_indices=[0, 6, 3], write_pool=True, inplace_state=True),
         RECURRENT["slots"],
         RECURRENT["accepted"],
     ],
@@ -241,7 +242,12 @@ def test_a_donated_pool_is_updated_in_its_own_memory(server: ServerCase) -> None
 
 def test_new_offsets_and_slots_run_the_same_program() -> None:
     servers = [
-        replace(CHUNK["checkpoints"], offsets=offsets, state_indices=slots, case=replace(pack, lengths=lengths))
+        replace(
+            CHUNK["checkpoints"],
+            checkpoint_offsets=offsets,
+            state_indices=slots,
+            case=replace(pack, lengths=lengths),
+        )
         for offsets, slots, lengths in (
             ([102, 0, 70, 16, 64, 198, 86, 203], [3, 5, 1, 2, 0], (70, 0, 133, 16, 9)),
             ([16, 48, 0, 32, -9, 0, 0, 999], [3, -1, 1, -1, 0], (80, 0, 83, 60, 5)),
@@ -267,7 +273,7 @@ def test_shard_map_over_heads() -> None:
 
 
 def test_vmap() -> None:
-    call = make(ServerCase(replace(dense, B=1, T=20), 0, [3], inplace=True))
+    call = make(ServerCase(replace(dense, B=1, T=20), 0, [3], inplace_state=True))
     run, arrays = served(call)
     both = {n: jnp.stack([x, x]) for n, x in arrays.items()}
     both["state_indices"] = jnp.array([[3], [-1]])
@@ -290,7 +296,9 @@ def test_the_program_for_gpus() -> None:
     bf16 = replace(pack, dtype="bfloat16", lengths=(70, 0, 133, 16, 9))
     for server in (
         replace(CHUNK["checkpoints"], case=bf16, state_indices=[3, 5, 1, 2, -1]),
-        ServerCase(replace(dense, dtype="bfloat16"), 0, [3, -1, 6], has_initial_state=[0, 1, 1], inplace=True),
+        ServerCase(
+            replace(dense, dtype="bfloat16"), 0, [3, -1, 6], has_initial_state=[0, 1, 1], inplace_state=True
+        ),
         ServerCase(replace(dense, dtype="bfloat16", l2norm=False), 0, [3, -1, 6]),
     ):
         call = make(server)
@@ -330,56 +338,49 @@ def test_padding_changes_no_bit() -> None:
 # --- padded packs train, and have stages --------------------------------------------------------------------
 
 
-def padded_training(case: Case, padding: int) -> tuple[Request, Any, OutputGrads, Any]:
-    """A pack and its output gradients with NaN after the last sequence, and the inputs without."""
+def padded_training(case: Case, padding: int) -> tuple[Request, Any, OutputGrads]:
+    """A pack and its output gradients with NaN after the last sequence."""
     request, inputs = build(case)
-    request = with_grad(request)
     grads = output_grads(request)
-    rows = {n: np.pad(getattr(inputs, n), _after(getattr(inputs, n), padding), constant_values=np.nan) for n in TOKENS}
-    do = np.pad(grads.o, _after(grads.o, padding), constant_values=np.nan)
-    padded = replace(request, T=request.T + padding)
-    return padded, inputs._replace(**rows), OutputGrads(do, grads.final_state), inputs
-
-
-def _after(x: Any, count: int) -> list[tuple[int, int]]:
-    return [(0, 0), (0, count), *[(0, 0)] * (x.ndim - 2)]
-
-
-def check_padded_backward(got: Any, request: Request, inputs: Any, grads: OutputGrads, T: int) -> None:
-    for n in TOKENS:
-        assert not np.asarray(getattr(got, n))[:, T:].any(), n
-    got = got._replace(**{n: getattr(got, n)[:, :T] for n in TOKENS})
-    check_backward(got, replace(request, T=T), inputs, OutputGrads(grads.o[:, :T], grads.final_state))
+    rows = {n: after(getattr(inputs, n), padding, np.nan) for n in TOKENS}
+    grads = OutputGrads(after(grads.o, padding, np.nan), grads.final_state)
+    return replace(with_grad(request), T=request.T + padding), inputs._replace(**rows), grads
 
 
 @pytest.mark.parametrize("op", ["chunk_kda", GDN, STEP])
 def test_gradients_of_a_padded_pack(op: str) -> None:
-    case = replace(pack, op=op, beta_sigmoid=True)
+    lengths = (3, 0, 2, 0) if op == STEP else pack.lengths
+    request, inputs, grads = padded_training(replace(pack, op=op, lengths=lengths, beta_sigmoid=True), 40)
+    arrays, d = to_jax(inputs), OutputGrads(*(jnp.asarray(x) for x in grads))
     if op == STEP:
-        case = replace(case, lengths=(3, 0, 2, 0))
-    request, inputs, grads, unpadded = padded_training(case, 40)
-    T = unpadded.q.shape[1]
-    d = OutputGrads(*(jnp.asarray(x) for x in grads))
-    if op == STEP:
-        got = entry_points.recurrent_backward(request, to_jax(inputs), (), d)
+        got = entry_points.recurrent_backward(request, arrays, (), d)
     else:
-        out = entry_points.chunk_forward(request, to_jax(inputs))
-        assert not out.o[:, T:].any()
-        got = entry_points.chunk_backward(request, to_jax(inputs), out.saved, d)
-    check_padded_backward(got, request, unpadded, grads, T)
+        out = entry_points.chunk_forward(request, arrays)
+        check_forward(out, request, inputs)
+        got = entry_points.chunk_backward(request, arrays, out.saved, d)
+    for n in TOKENS:
+        assert not np.asarray(getattr(got, n))[:, inputs.cu_seqlens[-1] :].any(), n
+    check_backward(got, request, inputs, grads)
 
 
 def test_stages_of_a_padded_pack() -> None:
-    """NaN after the last sequence: the rows before it are those of the pack alone."""
-    request, inputs = build(replace(pack, gate="log", gates="mixed"))
-    request = replace(request, op="kda_chunk_intra", chunk_size=64)
-    names = ("q", "k", "g", "beta")
-    padded = {n: np.pad(getattr(inputs, n), _after(getattr(inputs, n), 9), constant_values=np.nan) for n in names}
-    for fn, made in ((stages.chunk_intra, IntraInputs),):
-        alone = fn(request, made(*(jnp.asarray(getattr(inputs, n)) for n in names), jnp.asarray(inputs.cu_seqlens)))
-        both = fn(
-            replace(request, T=request.T + 9),
-            made(*(jnp.asarray(padded[n]) for n in names), jnp.asarray(inputs.cu_seqlens)),
-        )
-        for a, b in zip(alone, both, strict=True):
-            assert error(b[:, : request.T], a) < 1e-6 and not b[:, request.T :].any()
+    """The pipeline of all five; what each of them gives after the last sequence is zero."""
+    call = make(ServerCase(replace(pack, l2norm=False, gate="log"), padding=9))
+    given, end = call.inputs(), call.arrays["cu_seqlens"][-1]
+    request = replace(call.request, chunk_size=64)
+
+    @jax.jit
+    def pipeline(x: Any) -> Any:
+        cu = {"cu_seqlens": x.cu_seqlens}
+        gc = stages.chunk_gate(request, ChunkGateInputs(x.g, **cu))
+        pair = stages.chunk_intra(request, IntraInputs(x.q, x.k, gc, x.beta, **cu))
+        made = stages.recompute_w_u(request, RecomputeInputs(x.k, x.v, x.beta, gc, pair.Akk, **cu))
+        start = {"initial_state": x.initial_state}
+        h = stages.chunk_state(request, ChunkStateInputs(made.kg, made.w, made.u, gc, **start, **cu))
+        o = stages.chunk_output(request, ChunkOutputInputs(x.q, h.v_new, gc, pair.Aqk, h.h, **cu))
+        return (gc, *pair, *made[:3], h.v_new, o), h.final_state
+
+    per_token, state = pipeline(given)
+    for x in per_token:
+        assert not np.asarray(x)[:, end:].any()
+    check(call, (per_token[-1], state))

@@ -54,10 +54,8 @@ def on_host(request: Request, inputs: Inputs) -> HostCall:
     plain = replace(call.request, inplace_state=False, output_final_state=True)
     if rows.checkpoints is None:
         return HostCall(plain, call.inputs, rows.final)
-    kept = _checkpoint_rows(request, values, rows)
-    return HostCall(
-        plain, call.inputs._replace(checkpoint_indices=kept), np.concatenate([rows.final, kept])
-    )
+    written = np.concatenate([rows.final, rows.checkpoints])
+    return HostCall(plain, call.inputs._replace(checkpoint_indices=rows.checkpoints), written)
 
 
 def written_pool(inputs: Inputs) -> Array:
@@ -102,13 +100,6 @@ def _with_a_row_for_each_token(call: HostCall, pool: Array, per_token: Any) -> H
     )
     states = _rows_of(pool, np.full(written.size, ZEROS))
     return HostCall(request, call.inputs._replace(write_indices=table, write_pool=states), written)
-
-
-def _checkpoint_rows(request: Request, values: dict[str, Any], rows: StateRows) -> Any:
-    """``[C]`` rows of the checkpoints; none in a sequence without a slot."""
-    ends = values["cu_seqlens"][1:] if request.packed else np.asarray([request.T])
-    owner = np.minimum(np.searchsorted(ends, values["checkpoint_offsets"], side="right"), request.N - 1)
-    return np.where(rows.padding[owner], ZEROS, rows.checkpoints)
 
 
 def _rows_of(pool: Array, rows: Any) -> Array:

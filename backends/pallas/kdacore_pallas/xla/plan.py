@@ -45,9 +45,7 @@ class ChunkTable(NamedTuple):
     tokens of no sequence and of sequences without a slot."""
 
 
-def chunk_table(
-    cu_seqlens: Array, T: int, C: int, slots: int, no_slot: Array | None = None
-) -> ChunkTable:
+def chunk_table(cu_seqlens: Array, T: int, C: int, slots: int, no_slot: Array | None = None) -> ChunkTable:
     """The table of a pack, computed on the device: ``cu_seqlens`` may be a tracer.
 
     ``no_slot``: ``[N]`` bool, sequences whose tokens are not read; None when there are none.

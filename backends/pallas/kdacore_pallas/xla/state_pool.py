@@ -124,9 +124,7 @@ class Resolved(NamedTuple):
 
 def uses_pool(request: Request, inputs: ChunkInputs) -> bool:
     """Whether a chunked call has anything for :func:`resolve` to resolve."""
-    return (
-        request.inplace_state or inputs.state_indices is not None or inputs.has_initial_state is not None
-    )
+    return request.inplace_state or inputs.state_indices is not None or inputs.has_initial_state is not None
 
 
 def pool_arguments(inputs: ChunkInputs) -> ChunkInputs:

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import torch
-from pallas_cases import O_BOUND, STATE_BOUND, Case, build, error
+from pallas_cases import O_BOUND, STATE_BOUND, Case, build, error, output_grads, with_grad
 
 import kdacore
 from kdacore.calls.requests import request_with
 from kdacore.contract.state_rows import INDEX_VALUES, ZEROS, StateRows, state_rows
 from kdacore.ops import OPS
-from kdacore.types import Request
+from kdacore.types import OutputGrads, Request
 from kdacore_reference.oracle import oracle_forward
 
 TOKENS = ("q", "k", "v", "g", "beta")
@@ -146,6 +146,15 @@ def make(server: ServerCase, poison: bool = True) -> Call:
 def after(x: Any, count: int, value: float) -> Any:
     """``[1, T, ...]`` with ``count`` tokens of a value appended."""
     return np.concatenate([x, np.full((1, count, *x.shape[2:]), value, x.dtype)], 1)
+
+
+def padded_training(case: Case, padding: int) -> tuple[Request, Any, OutputGrads]:
+    """A pack and its output gradients with NaN after the last sequence."""
+    request, inputs = build(case)
+    grads = output_grads(request)
+    rows = {n: after(getattr(inputs, n), padding, np.nan) for n in TOKENS}
+    grads = OutputGrads(after(grads.o, padding, np.nan), grads.final_state)
+    return replace(with_grad(request), T=request.T + padding), inputs._replace(**rows), grads
 
 
 def _poison(call: Call) -> None:

@@ -6,11 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from pallas_cases import Case
-from server_cases import ServerCase, check, make
+from pallas_cases import Case, check_backward, to_jax
+from server_cases import TOKENS, ServerCase, check, make, padded_training
 
-from kdacore_pallas.tpu import chunk_forward, recurrent
+from kdacore.types import OutputGrads
+from kdacore_pallas.tpu import chunk_backward, chunk_forward, recurrent
 from kdacore_pallas.tpu.launch import Launch
 from kdacore_pallas.xla import state_pool
 
@@ -62,11 +65,30 @@ def run_chunk(request: Any, inputs: Any) -> Any:
     return kernel(request, inputs)
 
 
-def test_chunk() -> None:
-    for name, server in CHUNK.items():
-        call = make(server)
-        print(name)
-        check(call, jax.jit(run_chunk, static_argnums=0)(call.request, call.inputs()))
+LONG = [pytest.param(n, marks=() if n.endswith("in place") else pytest.mark.exhaustive) for n in CHUNK]
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_chunk(name: str) -> None:
+    call = make(CHUNK[name])
+    check(call, jax.jit(run_chunk, static_argnums=0)(call.request, call.inputs()))
+
+
+@pytest.mark.parametrize(
+    "op", ["chunk_gated_delta_rule", pytest.param("chunk_kda", marks=pytest.mark.exhaustive)]
+)
+def test_gradients_of_a_padded_pack(op: str) -> None:
+    case = replace(small, op=op, lengths=(20, 0, 5), HV=1, K=8, beta_sigmoid=True)
+    request, inputs, grads = padded_training(case, 9)
+    d = OutputGrads(*(jnp.asarray(x) for x in grads))
+
+    def backward(inputs: Any, d: OutputGrads) -> Any:
+        return chunk_backward.backward(request, inputs, (), d, request.H, INTERPRET)
+
+    got = jax.jit(backward)(to_jax(inputs), d)
+    for n in TOKENS:
+        assert not np.asarray(getattr(got, n))[:, 25:].any(), n
+    check_backward(got, request, inputs, grads)
 
 
 @pytest.mark.parametrize("name", RECURRENT)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
-from pallas_cases import Case, build, check_backward, check_forward, output_grads, to_jax, with_grad
-from server_cases import ROWS, TOKENS, Call, ServerCase, after, check, make, served
+from pallas_cases import Case, check_backward, check_forward, to_jax
+from server_cases import ROWS, TOKENS, Call, ServerCase, check, make, padded_training, served
 
 import kdacore
 from kdacore.types import (
@@ -336,15 +336,6 @@ def test_padding_changes_no_bit() -> None:
 
 
 # --- padded packs train, and have stages --------------------------------------------------------------------
-
-
-def padded_training(case: Case, padding: int) -> tuple[Request, Any, OutputGrads]:
-    """A pack and its output gradients with NaN after the last sequence."""
-    request, inputs = build(case)
-    grads = output_grads(request)
-    rows = {n: after(getattr(inputs, n), padding, np.nan) for n in TOKENS}
-    grads = OutputGrads(after(grads.o, padding, np.nan), grads.final_state)
-    return replace(with_grad(request), T=request.T + padding), inputs._replace(**rows), grads
 
 
 @pytest.mark.parametrize("op", ["chunk_kda", GDN, STEP])

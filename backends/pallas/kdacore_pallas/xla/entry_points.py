@@ -76,7 +76,7 @@ def _resolved_forward(key: Request, arrays: Any) -> Outputs:
 
 
 def _one_program(request: Request) -> Callable[[Request, Any], Outputs]:
-    return (chunk_forward_gpu if chunk_forward_gpu.serves(request) else chunk_forward_pass).forward
+    return chunk_forward_gpu.forward if chunk_forward_gpu.serves(request) else chunk_forward_pass.forward
 
 
 def _forward_around_pool(request: Request, inputs: Any) -> Outputs:

@@ -127,11 +127,20 @@ def uses_pool(request: Request, inputs: ChunkInputs) -> bool:
     return request.inplace_state or inputs.state_indices is not None or inputs.has_initial_state is not None
 
 
+_RESOLVED = (
+    "initial_state",
+    "cu_seqlens",
+    "state_indices",
+    "has_initial_state",
+    "write_indices",
+    "checkpoint_offsets",
+    "checkpoint_indices",
+)
+
+
 def pool_arguments(inputs: ChunkInputs) -> ChunkInputs:
     """The inputs that :func:`resolve` reads, and no others."""
-    read = ("initial_state", "cu_seqlens", "state_indices", "has_initial_state", "write_indices")
-    read += ("checkpoint_offsets", "checkpoint_indices")
-    return inputs._replace(**{n: None for n in inputs._fields if n not in read})
+    return inputs._replace(**{n: None for n in inputs._fields if n not in _RESOLVED})
 
 
 def resolve(request: Request, inputs: ChunkInputs) -> Resolved:

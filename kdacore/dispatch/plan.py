@@ -146,6 +146,18 @@ def asked_of(request: Request, policy: selection.Policy) -> Request:
     return dataclasses.replace(request, batch_invariant=True) if policy.batch_invariant else request
 
 
+def key_of(adapter: Adapter, opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any) -> Any:
+    """All that the plan of a call depends on. None when the call must not be cached.
+
+    Looking the key up raises TypeError where an option is not hashable.
+    """
+    array_key = adapter.key(inputs)
+    if array_key is None:
+        return None
+    # Types too: True == 1 == 1.0 as dictionary keys, but not as arguments.
+    return (opdef.name, array_key, options, tuple(map(type, options)), asked)
+
+
 Make = Callable[[OpDef, Any, tuple[Any, ...], Any], Plan]
 
 
@@ -156,11 +168,9 @@ def cached_plan(
 
     ``asked``: what was asked of dispatch, in whatever form ``make`` takes it.
     """
-    array_key = adapter.key(inputs)
-    if array_key is None:
+    key = key_of(adapter, opdef, inputs, options, asked)
+    if key is None:
         return make(opdef, inputs, options, asked)
-    # Types too: True == 1 == 1.0 as dictionary keys, but not as arguments.
-    key = (opdef.name, array_key, options, tuple(map(type, options)), asked)
     try:
         found = _plans.get(key)
     except TypeError:  # an unhashable option: validation names it

@@ -94,9 +94,7 @@ def chunk_kda(
         _check_chunk_size(op, chunk_size, (32, 64))
     if use_graph:
         _check_sequences(op, cu_seqlens, max_num_seqs)
-    A_log, dt_bias, safe_gate, lower_bound = _gate(
-        use_gate_in_kernel, A_log, dt_bias, safe_gate, lower_bound
-    )
+    A_log, dt_bias, safe_gate, lower_bound = _gate(use_gate_in_kernel, A_log, dt_bias, safe_gate, lower_bound)
     arguments = {
         "q": q,
         "k": k,
@@ -490,7 +488,9 @@ def fused_gdn_gate(
 def _by_former_name(op: str, state_v_first: bool, former: bool) -> bool:
     """``state_v_first``, given as ``transpose_state_layout``."""
     if state_v_first:
-        raise ContractError(op, "transpose_state_layout", repr(former), "state_v_first alone, its present name")
+        raise ContractError(
+            op, "transpose_state_layout", repr(former), "state_v_first alone, its present name"
+        )
     warnings.warn(
         "transpose_state_layout is the former name of state_v_first", DeprecationWarning, stacklevel=4
     )

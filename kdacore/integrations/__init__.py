@@ -38,6 +38,18 @@ _HOSTS: dict[str, _Host] = {
             "fused_recurrent_gated_delta_rule",
         ),
     ),
+    "sglang": _Host(("sglang",), ("extend", "decode", "packed_decode", "target_verify")),
+    "vllm": _Host(
+        ("vllm",),
+        (
+            "flashkda_prefill",
+            "chunk_kda_with_fused_gate",
+            "fused_recurrent_kda",
+            "fused_recurrent_kda_packed_decode",
+            "glm_chunk_kda_with_fused_gate",
+            "glm_fused_recurrent_kda",
+        ),
+    ),
 }
 
 
@@ -69,6 +81,25 @@ def activate(*names: str) -> tuple[str, ...]:
     for name in wanted:
         _module(name).activate()
     return wanted
+
+
+def activate_for(engine: str) -> tuple[str, ...]:
+    """What an engine's entry point does: activate it, and the libraries that its models use, if
+    ``KDACORE_INTEGRATIONS`` names them.
+
+    Returns:
+        The names of those that were activated.
+
+    Raises:
+        ImportError: a named library is not installed.
+        ConfigError: ``KDACORE_INTEGRATIONS`` names no integration.
+    """
+    named = config.get().integrations
+    wanted = tuple([name for name in (engine, *_LIBRARIES) if name in named])
+    return activate(*wanted) if wanted else ()
+
+
+_LIBRARIES = ("fla", "transformers")
 
 
 def deactivate(*names: str) -> None:

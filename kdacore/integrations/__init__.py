@@ -38,6 +38,15 @@ _HOSTS: dict[str, _Host] = {
             "fused_recurrent_gated_delta_rule",
         ),
     ),
+    "transformers": _Host(
+        ("transformers",),
+        (
+            "chunk_kda",
+            "fused_recurrent_kda",
+            "chunk_gated_delta_rule",
+            "fused_recurrent_gated_delta_rule",
+        ),
+    ),
 }
 
 

@@ -50,6 +50,15 @@ _HOSTS: dict[str, _Host] = {
             "glm_fused_recurrent_kda",
         ),
     ),
+    "transformers": _Host(
+        ("transformers",),
+        (
+            "chunk_kda",
+            "fused_recurrent_kda",
+            "chunk_gated_delta_rule",
+            "fused_recurrent_gated_delta_rule",
+        ),
+    ),
 }
 
 

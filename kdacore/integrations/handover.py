@@ -6,6 +6,7 @@ recognised by a test that is generated from the host's own arguments, before the
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import namedtuple
 from collections.abc import Callable
@@ -49,6 +50,8 @@ class Handover:
         self._translate = translate
         self.uncounted = compute
         self._split, self._arrays = _splitter(translate)
+        self.parameters = frozenset(inspect.signature(translate).parameters)
+        """Names of the host's arguments."""
         self._seen: tuple[tuple[object, Matcher, Verdict], ...] = ()
         self._refused: set[Any] = set()
         REGISTRY.on_change(self.forget)
@@ -129,18 +132,26 @@ def _why_the_reference(selection: Selection) -> str:
     return "; ".join(lines)
 
 
-def handed_over(handover: Handover, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that kdacore computes where it takes the call, and ``original`` where it does not.
+def compute_or_leave(
+    handover: Handover, args: tuple[Any, ...], kwargs: dict[str, Any], leave: Callable[[], Any]
+) -> Any:
+    """Compute a call with kdacore where it takes it, else return what ``leave`` does.
 
     In a traced graph every call is kdacore's, and none is counted: a verdict is made of what is not known there.
     """
+    if torch.compiler.is_compiling():
+        return handover.uncounted(*args, **kwargs)
+    if handover.verdict(args, kwargs)[0]:
+        return handover.compute(*args, **kwargs)
+    return leave()
 
+
+def handed_over(handover: Handover, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that kdacore computes where it takes the call, and ``original`` where it does not."""
+
+    @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return handover.uncounted(*args, **kwargs)
-        if handover.verdict(args, kwargs)[0]:
-            return handover.compute(*args, **kwargs)
-        return original(*args, **kwargs)
+        return compute_or_leave(handover, args, kwargs, lambda: original(*args, **kwargs))
 
     return function
 

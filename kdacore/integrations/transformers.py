@@ -137,7 +137,9 @@ def _taken(handover: Handover, original: Callable[..., Any], named_like: Callabl
 
     @functools.wraps(named_like)
     def function(*args: Any, **kwargs: Any) -> Any:
-        if not _active or torch.compiler.is_exporting():  # models export their own functions, never another package's
+        if (
+            not _active or torch.compiler.is_exporting()
+        ):  # models export their own functions, never another package's
             return original(*args, **kwargs)
         given = {name: x for name, x in kwargs.items() if name in handover.parameters}
         return compute_or_leave(handover, args, given, lambda: original(*args, **kwargs))

@@ -148,7 +148,18 @@ def test_vllm_prefill_into_the_buffers_of_flashkda(engines: None, checkpoints: A
         given = {"checkpoint_state": kept, "checkpoint_offsets": torch.tensor(checkpoints, dtype=torch.int32)}
     with kdacore.record_selections() as ran:
         o, got = module._flashkda_prefill(
-            *x.qkv, x.g, x.beta, x.A_log, x.dt_bias, BOUND, states, x.offsets, out, final, torch.empty(9), **given
+            *x.qkv,
+            x.g,
+            x.beta,
+            x.A_log,
+            x.dt_bias,
+            BOUND,
+            states,
+            x.offsets,
+            out,
+            final,
+            torch.empty(9),
+            **given,
         )
     assert len(ran) == 1 and o is out and got is final
     for n in range(2):
@@ -309,7 +320,9 @@ def test_sglang_decode_and_packed_decode(kernel: Any) -> None:
     other = paged_pool(6)
     other[1:] = before[1:]
     q, k, v = x.qkv
-    plain = kernel.decode(q, k, v, x.g.flatten(-2), x.beta, ssm_states=other, query_start_loc=x.offsets, **shared)
+    plain = kernel.decode(
+        q, k, v, x.g.flatten(-2), x.beta, ssm_states=other, query_start_loc=x.offsets, **shared
+    )
     for n in (0, 2):
         want, after = x.expected(n, before[rows[n]])
         for o, states in ((packed, pool), (plain, other)):

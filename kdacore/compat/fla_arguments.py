@@ -348,7 +348,8 @@ def fused_recurrent_kda_fwd(
     elif num_accepted_tokens is not None:
         raise ContractError(name, "num_accepted_tokens", "an array", "None, or ssm_state_indices with it")
     if torch.is_grad_enabled():
-        arguments.update({n: x.detach() for n, x in arguments.items() if isinstance(x, Tensor)})
+        arrays = {n: x for n, x in arguments.items() if isinstance(x, Tensor)}
+        arguments.update({n: x.detach() for n, x in arrays.items() if x.requires_grad})
     finish = (lambda result: (result[0], initial_state)) if inplace_final_state else None
     return Call(call.op, arguments, finish)
 

@@ -25,11 +25,19 @@ _FUNCTIONS = (
     "chunk_gated_delta_rule",
     "fused_recurrent_gated_delta_rule",
 )
-_HANDOVERS = {
-    name: Handover(getattr(fla_arguments, name), getattr(compat, name), Hook(name)) for name in _FUNCTIONS
-}
 _patches = Patches()
 _active = False
+
+
+def is_active() -> bool:
+    """Does flash-linear-attention hand calls to kdacore?"""
+    return _active and config.get().fla_kdacore
+
+
+_HANDOVERS = {
+    name: Handover(getattr(fla_arguments, name), getattr(compat, name), Hook(name), is_active)
+    for name in _FUNCTIONS
+}
 
 
 def activate() -> None:
@@ -59,11 +67,6 @@ def status() -> tuple[HookStatus, ...]:
     Calls inside a graph of ``torch.compile`` are not counted.
     """
     return tuple([handover.hook.status() for handover in _HANDOVERS.values()])
-
-
-def is_active() -> bool:
-    """Does flash-linear-attention hand calls to kdacore?"""
-    return _active and config.get().fla_kdacore
 
 
 # --- the registry -------------------------------------------------------------------------------------------------

@@ -43,10 +43,18 @@ class Handover:
             as tensors are arrays, the others options; those annotated as ``torch.dtype`` decide nothing here.
         compute: has the same signature and makes that call.
         hook: its counts.
+        is_active: whether the integration takes any call at present.
     """
 
-    def __init__(self, translate: Callable[..., Call], compute: Callable[..., Any], hook: Hook) -> None:
+    def __init__(
+        self,
+        translate: Callable[..., Call],
+        compute: Callable[..., Any],
+        hook: Hook,
+        is_active: Callable[[], bool],
+    ) -> None:
         self.hook = hook
+        self.is_active = is_active
         self._translate = translate
         self.uncounted = compute
         self._split, self._arrays = _splitter(translate)
@@ -139,6 +147,8 @@ def compute_or_leave(
 
     In a traced graph every call is kdacore's, and none is counted: a verdict is made of what is not known there.
     """
+    if not handover.is_active():
+        return leave()
     if torch.compiler.is_compiling():
         return handover.uncounted(*args, **kwargs)
     if handover.verdict(args, kwargs)[0]:

@@ -39,11 +39,18 @@ WITHOUT_EFFECT: dict[str, frozenset[str]] = {
 }
 """Keywords that SGLang passes for its other kernels, and that its Triton class passes over."""
 
+_active = False
+
+
+def is_active() -> bool:
+    """Does SGLang hand calls to kdacore?"""
+    return _active
+
+
 _HANDOVERS = {
-    name: Handover(translate := getattr(sglang_arguments, name), computed(translate), Hook(name))
+    name: Handover(translate := getattr(sglang_arguments, name), computed(translate), Hook(name), is_active)
     for name in METHODS
 }
-_active = False
 _registered = False
 
 
@@ -74,11 +81,6 @@ def deactivate() -> None:
     """Leave every call to SGLang again. The hooks stay and pass every call on."""
     global _active
     _active = False
-
-
-def is_active() -> bool:
-    """Does SGLang hand calls to kdacore?"""
-    return _active
 
 
 def status() -> tuple[HookStatus, ...]:

@@ -35,12 +35,20 @@ _IN_MODELS = {
 }
 """The function of ``fla`` that a model looks up, and the name that the model's own has."""
 
-_HANDOVERS = {
-    name: Handover(getattr(fla_arguments, name), getattr(compat, name), Hook(name)) for name in _IN_MODELS
-}
 _patches = Patches()
 _active = False
 _through_fla = False
+
+
+def is_active() -> bool:
+    """Do models of transformers hand calls to kdacore?"""
+    return _active
+
+
+_HANDOVERS = {
+    name: Handover(getattr(fla_arguments, name), getattr(compat, name), Hook(name), is_active)
+    for name in _IN_MODELS
+}
 
 
 def activate() -> None:
@@ -82,11 +90,6 @@ def status() -> tuple[HookStatus, ...]:
     counted.
     """
     return tuple([handover.hook.status() for handover in _HANDOVERS.values()])
-
-
-def is_active() -> bool:
-    """Do models of transformers hand calls to kdacore?"""
-    return _active
 
 
 # --- without fla --------------------------------------------------------------------------------------------------
@@ -137,9 +140,7 @@ def _taken(handover: Handover, original: Callable[..., Any], named_like: Callabl
 
     @functools.wraps(named_like)
     def function(*args: Any, **kwargs: Any) -> Any:
-        if (
-            not _active or torch.compiler.is_exporting()
-        ):  # models export their own functions, never another package's
+        if torch.compiler.is_exporting():  # models export their own functions, never another package's
             return original(*args, **kwargs)
         given = {name: x for name, x in kwargs.items() if name in handover.parameters}
         return compute_or_leave(handover, args, given, lambda: original(*args, **kwargs))

@@ -31,13 +31,20 @@ REPLACED: dict[str, dict[str, str]] = {
 }
 """By the module that they are looked up in: the functions that are replaced, and what translates their arguments."""
 
+_active = False
+
+
+def is_active() -> bool:
+    """Does vLLM hand calls to kdacore?"""
+    return _active
+
+
 _HANDOVERS = {
-    name: Handover(translate := getattr(vllm_arguments, name), computed(translate), Hook(name))
+    name: Handover(translate := getattr(vllm_arguments, name), computed(translate), Hook(name), is_active)
     for functions in REPLACED.values()
     for name in functions.values()
 }
 _patches = Patches()
-_active = False
 
 
 def plugin() -> None:
@@ -61,11 +68,6 @@ def deactivate() -> None:
     later_imports.forget(_replace)
     _patches.undo()
     _active = False
-
-
-def is_active() -> bool:
-    """Does vLLM hand calls to kdacore?"""
-    return _active
 
 
 def status() -> tuple[HookStatus, ...]:

@@ -208,8 +208,8 @@ def extend(
     """Prefill, from and into rows of the pool.
 
     Returns ``o`` ``[1, T, HV, V]``; with ``return_intermediate_states`` also the states at the start of every 64
-    tokens, ``[1, chunks, HV, V, K]``. ``track_state`` ``[N, HV, V, K]`` float32 receives the state at the start of chunk
-    ``track_chunk_idx[n]`` of sequence n, where there is such a chunk.
+    tokens, ``[1, chunks, HV, V, K]``. ``track_state`` ``[N, HV, V, K]`` float32 receives the state at the start of
+    chunk ``track_chunk_idx[n]`` of sequence n, where there is such a chunk.
     """
     arguments = {
         **_options(lower_bound, A_log, dt_bias),

@@ -1,5 +1,5 @@
-"""SGLang's and vLLM's calls, with their tensors, computed by kdacore: strided projections, paged pools, null slots, padded
-offsets. The engines themselves are packages made for the test that have the modules and functions kdacore hooks."""
+"""SGLang's and vLLM's calls, with their tensors, computed by kdacore: strided projections, paged pools, null slots,
+padded offsets. The engines are packages made for the test that have the modules and functions that kdacore hooks."""
 
 from __future__ import annotations
 
@@ -209,8 +209,7 @@ def test_vllm_speculative_decode_with_padded_graphs(kda: Any) -> None:
     assert len(ran) == 1
     for n, start in ((0, 2), (1, 4)):
         for t in range(x.lengths[n]):
-            want, after = x.expected(n, before[start], t + 1)
-            close(pool[rows[n, t]], after)
+            close(pool[rows[n, t]], x.expected(n, before[start], t + 1)[1])
         close(o[0, x.offsets[n] : x.offsets[n + 1]], x.expected(n, before[start])[0])
     assert not o[0, x.offsets[2] :].any() and pool[0].isnan().all()
     assert torch.equal(pool[[6, 7]], before[[6, 7]])
@@ -309,9 +308,12 @@ def test_sglang_decode_and_packed_decode(kernel: Any) -> None:
     x = Model((1, 1, 1))
     pool = paged_pool(6)
     before, rows = pool.clone(), torch.tensor([4, -1, 2], dtype=torch.int32)
-    shared: dict[str, Any] = dict(
-        A_log=x.A_log.view(1, 1, H, 1), dt_bias=x.dt_bias, cache_indices=rows, lower_bound=None
-    )
+    shared: dict[str, Any] = {
+        "A_log": x.A_log.view(1, 1, H, 1),
+        "dt_bias": x.dt_bias,
+        "cache_indices": rows,
+        "lower_bound": None,
+    }
     x.lower_bound = None
     packed = kernel.packed_decode(
         mixed_qkv=x.mixed, a=x.g.reshape(3, 1, H * K), b=x.beta.transpose(0, 1), scale=K**-0.5, num_v_heads=H,
@@ -336,11 +338,11 @@ def test_sglang_verify_writes_scratch_rows_alone(kernel: Any) -> None:
     pool, scratch = paged_pool(6), torch.full((5, 4, H, K, K), 7.0)
     before, rows, slots = pool.clone(), torch.tensor([4, 2]), torch.tensor([3, 0])
     q, k, v = x.qkv
-    given: dict[str, Any] = dict(
-        A_log=x.A_log, dt_bias=x.dt_bias, q=q, k=k, v=v, a=x.g, b=x.beta, ssm_states=pool, cache_indices=rows,
-        query_start_loc=x.offsets, intermediate_state_indices=slots, cache_steps=4, lower_bound=BOUND,
-        retrieve_parent_token=None,
-    )  # fmt: skip
+    given: dict[str, Any] = {
+        **{"A_log": x.A_log, "dt_bias": x.dt_bias, "q": q, "k": k, "v": v, "a": x.g, "b": x.beta},
+        **{"ssm_states": pool, "cache_indices": rows, "query_start_loc": x.offsets, "lower_bound": BOUND},
+        **{"intermediate_state_indices": slots, "cache_steps": 4, "retrieve_parent_token": None},
+    }
     o = kernel.target_verify(intermediate_states_buffer=scratch, **given)
     assert torch.equal(pool[1:], before[1:])
     for n, slot in enumerate(slots.tolist()):

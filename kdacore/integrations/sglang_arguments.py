@@ -11,12 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kdacore.compat.fla_arguments import Call
 from kdacore.errors import ContractError
 from kdacore.integrations.gates import bounded_gate
 
-Tensor = torch.Tensor
 _CHUNK = 64
 """Tokens of SGLang's chunks, at whose starts it keeps states for its prefix cache."""
 

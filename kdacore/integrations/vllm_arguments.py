@@ -11,12 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kdacore.compat.fla_arguments import Call
 from kdacore.errors import ContractError
 from kdacore.integrations.gates import bounded_gate
 
-Tensor = torch.Tensor
 NULL_BLOCK = 0
 """The row of the pool that vLLM gives to padding."""
 

@@ -339,9 +339,20 @@ def test_sglang_verify_writes_scratch_rows_alone(kernel: Any) -> None:
     before, rows, slots = pool.clone(), torch.tensor([4, 2]), torch.tensor([3, 0])
     q, k, v = x.qkv
     given: dict[str, Any] = {
-        **{"A_log": x.A_log, "dt_bias": x.dt_bias, "q": q, "k": k, "v": v, "a": x.g, "b": x.beta},
-        **{"ssm_states": pool, "cache_indices": rows, "query_start_loc": x.offsets, "lower_bound": BOUND},
-        **{"intermediate_state_indices": slots, "cache_steps": 4, "retrieve_parent_token": None},
+        "A_log": x.A_log,
+        "dt_bias": x.dt_bias,
+        "q": q,
+        "k": k,
+        "v": v,
+        "a": x.g,
+        "b": x.beta,
+        "ssm_states": pool,
+        "cache_indices": rows,
+        "query_start_loc": x.offsets,
+        "lower_bound": BOUND,
+        "intermediate_state_indices": slots,
+        "cache_steps": 4,
+        "retrieve_parent_token": None,
     }
     o = kernel.target_verify(intermediate_states_buffer=scratch, **given)
     assert torch.equal(pool[1:], before[1:])

@@ -1,22 +1,22 @@
 """The arguments of flash-linear-attention's functions, translated to kdacore's.
 
-Each function here has the signature of the function of the same name in flash-linear-attention 0.6. What that one reads
-from ``**kwargs`` is a keyword of its own, so that an unknown one is a TypeError. The result is a :class:`Call`: a public
-function of kdacore, its arguments, and what turns its result into theirs. Nothing here runs a kernel.
+Each function here has the signature of the function of the same name in flash-linear-attention 0.6. What that one
+reads from ``**kwargs`` is a keyword of its own, so that an unknown one is a TypeError. The result is a :class:`Call`:
+a public function of kdacore, its arguments, and what turns its result into theirs. Nothing here runs a kernel.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from kdacore.errors import ContractError
 
-Tensor = torch.Tensor
 _CHUNK_STATES_EVERY = 64
 
 
@@ -94,9 +94,7 @@ def chunk_kda(
         _check_chunk_size(op, chunk_size, (32, 64))
     if use_graph:
         _check_sequences(op, cu_seqlens, max_num_seqs)
-    A_log, dt_bias, safe_gate, lower_bound = _gate(
-        use_gate_in_kernel, A_log, dt_bias, safe_gate, lower_bound
-    )
+    A_log, dt_bias, safe_gate, lower_bound = _gate(use_gate_in_kernel, A_log, dt_bias, safe_gate, lower_bound)
     arguments = {
         "q": q,
         "k": k,
@@ -491,7 +489,9 @@ def fused_gdn_gate(
 def _by_former_name(op: str, state_v_first: bool, former: bool) -> bool:
     """``state_v_first``, given as ``transpose_state_layout``."""
     if state_v_first:
-        raise ContractError(op, "transpose_state_layout", repr(former), "state_v_first alone, its present name")
+        raise ContractError(
+            op, "transpose_state_layout", repr(former), "state_v_first alone, its present name"
+        )
     warnings.warn(
         "transpose_state_layout is the former name of state_v_first", DeprecationWarning, stacklevel=4
     )
@@ -564,10 +564,7 @@ def _with_chunk_states(result: Any, dtype: torch.dtype, offsets: Tensor | None) 
     o, final_state, h = result
     if offsets is not None:
         ends = offsets.tolist()
-        chunks = sum(
-            math.ceil((end - start) / _CHUNK_STATES_EVERY)
-            for start, end in zip(ends[:-1], ends[1:], strict=True)
-        )
+        chunks = sum(-(-(end - start) // _CHUNK_STATES_EVERY) for start, end in itertools.pairwise(ends))
         h = h[:chunks].unsqueeze(0)
     return o, final_state, h.to(dtype)
 

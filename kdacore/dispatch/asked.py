@@ -111,10 +111,9 @@ def _decide(opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any) -> 
 
 def copied(error: ContractError | UnsupportedError) -> ContractError | UnsupportedError:
     """The same error without its traceback, which would keep the arrays of the call alive."""
-    made: ContractError | UnsupportedError
-    kind, arguments = error.__reduce__()  # type: ignore[misc]
-    made = kind(*arguments)
-    return made
+    if isinstance(error, ContractError):
+        return ContractError(error.op, error.argument, error.got, error.want)
+    return UnsupportedError(error.op, error.message, error.reasons)
 
 
 def _recognise(

@@ -86,8 +86,8 @@ def deactivate() -> None:
 def status() -> tuple[HookStatus, ...]:
     """Each function that is hooked and how many of its calls in this process kdacore took and declined.
 
-    Where the calls go through ``fla``, its integration has the counts. Calls inside a graph of ``torch.compile`` are not
-    counted.
+    Where the calls go through ``fla``, its integration has the counts. Calls inside a graph of ``torch.compile`` are
+    not counted.
     """
     return tuple([handover.hook.status() for handover in _HANDOVERS.values()])
 

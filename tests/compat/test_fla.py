@@ -1,4 +1,4 @@
-"""kdacore.compat.fla computes what flash-linear-attention's functions do, with their habits in arguments and results."""
+"""kdacore.compat.fla computes what flash-linear-attention's functions do, and takes arguments as they do."""
 
 from __future__ import annotations
 
@@ -66,9 +66,7 @@ def test_gated_delta_rule_by_position() -> None:
     want = kdacore.fused_recurrent_gated_delta_rule(
         **x, scale=0.3, initial_state=state, output_final_state=True
     )
-    got = fla.fused_recurrent_gdn(
-        x["q"], x["k"], x["v"], x["g"], None, None, x["beta"], 0.3, state, True
-    )
+    got = fla.fused_recurrent_gdn(x["q"], x["k"], x["v"], x["g"], None, None, x["beta"], 0.3, state, True)
     assert_same(got, want)
 
 
@@ -208,7 +206,10 @@ def test_intermediate_states(state_v_first: bool) -> None:
         )
         first = {n: a[:, :64] for n, a in x.items()}
         _, middle = kdacore.chunk_kda(
-            **first, initial_state=given["initial_state"], output_final_state=True, state_v_first=state_v_first
+            **first,
+            initial_state=given["initial_state"],
+            output_final_state=True,
+            state_v_first=state_v_first,
         )
     assert torch.equal(o, want_o) and torch.equal(final, want_final)
     assert h.dtype is torch.bfloat16 and h.shape[:3] == (B, math.ceil(T / 64), HV)

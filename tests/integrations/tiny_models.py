@@ -74,7 +74,13 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
                 "n_routed_experts": 4,
                 "q_lora_rank": 8,
             },
-            "vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32},
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "num_heads": 2,
+                "intermediate_size": 16,
+                "out_hidden_size": 32,
+            },
         },
     ),
 }

@@ -13,7 +13,7 @@ from kdacore.arrays import adapter_of
 from kdacore.arrays.base import ADAPTERS
 from kdacore.dispatch import selection
 from kdacore.dispatch.fast_path import Matcher, matcher
-from kdacore.dispatch.plan import PREFERENCE, current_policy, key_of
+from kdacore.dispatch.plan import PREFERENCE, asked_of, current_policy, key_of
 from kdacore.errors import ContractError, UnsupportedError
 from kdacore.registry import REGISTRY
 
@@ -103,8 +103,9 @@ def _look_up(
 
 def _decide(opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any) -> Answer:
     try:
+        policy = current_policy(opdef, asked[0])
         request, _ = contract.build_request(opdef, inputs, options)
-        return Answer(selection.select(request, current_policy(opdef, asked[0]), warn=False))
+        return Answer(selection.select(asked_of(request, policy), policy, warn=False))
     except (ContractError, UnsupportedError) as error:
         return Answer(None, copied(error))
 

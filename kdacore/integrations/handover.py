@@ -124,9 +124,11 @@ def _verdict_on(found: Answer) -> Verdict:
 def left_to_the_reference(selection: Selection) -> bool:
     """On an accelerator, only the reference backend would serve, and nobody asked for it.
 
-    Every host has something faster there. On a CPU the hosts' Triton kernels do not run, so kdacore's reference serves.
+    Every host has something faster there. On a CPU the hosts' Triton kernels do not run, so kdacore's reference serves;
+    and under ``batch_invariant()`` it does, because the hosts do not promise as much.
     """
-    if selection.backend != "reference" or selection.request.device.type == "cpu":
+    request = selection.request
+    if selection.backend != "reference" or request.device.type == "cpu" or request.batch_invariant:
         return False
     return not selection.why.startswith(("forced", "preferred"))
 

@@ -14,7 +14,7 @@ import pytest
 from kdacore.compat import fla
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fla_signatures import SIGNATURES  # noqa: E402
+from fla_signatures import SIGNATURES
 
 sys.path.pop(0)
 

@@ -313,6 +313,8 @@ def test_on_an_accelerator_the_reference_is_no_reason_to_take_a_call() -> None:
     assert not handover.left_to_the_reference(dataclasses.replace(there, backend="triton"))
     asked_for = dataclasses.replace(there, why="preferred by use_backend")
     assert not handover.left_to_the_reference(asked_for)
+    invariant = dataclasses.replace(there, request=dataclasses.replace(there.request, batch_invariant=True))
+    assert not handover.left_to_the_reference(invariant)
 
 
 def test_no_committed_record_has_fla_faster() -> None:

@@ -19,8 +19,8 @@ from kdacore import integrations
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside this file
-from hidden_packages import hidden, shown  # noqa: E402
-from tiny_models import CONFIGURATIONS, VOCABULARY, build  # noqa: E402
+from hidden_packages import hidden, shown
+from tiny_models import CONFIGURATIONS, VOCABULARY, build
 
 sys.path.pop(0)
 

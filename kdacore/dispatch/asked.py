@@ -65,7 +65,7 @@ def answer(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], back
     first = arrays[0]
     adapter: Adapter | None = ADAPTERS.get(type(first)) or adapter_of(first)
     if adapter is None:
-        return Answer(None, ContractError(opdef.name, opdef.arrays[0], type(first).__name__, "an array"))
+        return _decide(opdef, opdef.inputs(*arrays), options, (backend, None))  # names the argument at fault
     asked = (backend, PREFERENCE.get())
     recent = _recent.get(adapter)
     if recent is not None:

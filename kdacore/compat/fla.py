@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 P = ParamSpec("P")
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "chunk_kda": api.chunk_kda,
     "chunk_gated_delta_rule": api.chunk_gated_delta_rule,
     "fused_recurrent_kda": api.fused_recurrent_kda,

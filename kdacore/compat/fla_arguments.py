@@ -1,22 +1,22 @@
 """The arguments of flash-linear-attention's functions, translated to kdacore's.
 
-Each function here has the signature of the function of the same name in flash-linear-attention 0.6. What that one reads
-from ``**kwargs`` is a keyword of its own, so that an unknown one is a TypeError. The result is a :class:`Call`: a public
-function of kdacore, its arguments, and what turns its result into theirs. Nothing here runs a kernel.
+Each function here has the signature of the function of the same name in flash-linear-attention 0.6. What that one
+reads from ``**kwargs`` is a keyword of its own, so that an unknown one is a TypeError. The result is a :class:`Call`:
+a public function of kdacore, its arguments, and what turns its result into theirs. Nothing here runs a kernel.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from kdacore.errors import ContractError
 
-Tensor = torch.Tensor
 _CHUNK_STATES_EVERY = 64
 
 
@@ -564,10 +564,7 @@ def _with_chunk_states(result: Any, dtype: torch.dtype, offsets: Tensor | None) 
     o, final_state, h = result
     if offsets is not None:
         ends = offsets.tolist()
-        chunks = sum(
-            math.ceil((end - start) / _CHUNK_STATES_EVERY)
-            for start, end in zip(ends[:-1], ends[1:], strict=True)
-        )
+        chunks = sum(-(-(end - start) // _CHUNK_STATES_EVERY) for start, end in itertools.pairwise(ends))
         h = h[:chunks].unsqueeze(0)
     return o, final_state, h.to(dtype)
 

@@ -65,7 +65,7 @@ def answer(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], back
     first = arrays[0]
     adapter: Adapter | None = ADAPTERS.get(type(first)) or adapter_of(first)
     if adapter is None:
-        return Answer(None, ContractError(opdef.name, opdef.arrays[0], type(first).__name__, "an array"))
+        return _decide(opdef, opdef.inputs(*arrays), options, (backend, None))  # names the argument at fault
     asked = (backend, PREFERENCE.get())
     recent = _recent.get(adapter)
     if recent is not None:
@@ -103,8 +103,8 @@ def _look_up(
 
 def _decide(opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any) -> Answer:
     try:
-        request, _ = contract.build_request(opdef, inputs, options)
         policy = current_policy(opdef, asked[0])
+        request, _ = contract.build_request(opdef, inputs, options)
         return Answer(selection.select(asked_of(request, policy), policy, warn=False))
     except (ContractError, UnsupportedError) as error:
         return Answer(None, copied(error))
@@ -112,10 +112,9 @@ def _decide(opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any) -> 
 
 def copied(error: ContractError | UnsupportedError) -> ContractError | UnsupportedError:
     """The same error without its traceback, which would keep the arrays of the call alive."""
-    made: ContractError | UnsupportedError
-    kind, arguments = error.__reduce__()  # type: ignore[misc]
-    made = kind(*arguments)
-    return made
+    if isinstance(error, ContractError):
+        return ContractError(error.op, error.argument, error.got, error.want)
+    return UnsupportedError(error.op, error.message, error.reasons)
 
 
 def _recognise(

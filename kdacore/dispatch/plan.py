@@ -141,11 +141,6 @@ def plan_for(
     return Plan(opdef, request, selection.select(request, policy), adapter)
 
 
-def asked_of(request: Request, policy: selection.Policy) -> Request:
-    """The request with what the policy asks of every implementation."""
-    return dataclasses.replace(request, batch_invariant=True) if policy.batch_invariant else request
-
-
 def key_of(adapter: Adapter, opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any) -> Any:
     """All that the plan of a call depends on. None when the call must not be cached.
 
@@ -156,6 +151,11 @@ def key_of(adapter: Adapter, opdef: OpDef, inputs: Any, options: tuple[Any, ...]
         return None
     # Types too: True == 1 == 1.0 as dictionary keys, but not as arguments.
     return (opdef.name, array_key, options, tuple(map(type, options)), asked)
+
+
+def asked_of(request: Request, policy: selection.Policy) -> Request:
+    """The request with what the policy asks of every implementation."""
+    return dataclasses.replace(request, batch_invariant=True) if policy.batch_invariant else request
 
 
 Make = Callable[[OpDef, Any, tuple[Any, ...], Any], Plan]

@@ -6,6 +6,7 @@ Importing a module here activates it. :func:`activate` does so by name, or for t
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from typing import Any
@@ -25,6 +26,19 @@ class _Host:
     """The host's distribution; of several the first that is installed."""
     functions: tuple[str, ...]
     """What it would hand over."""
+    place: Callable[[str], str]
+    """Where, by the host's version."""
+
+
+def _place_in_fla(version: str) -> str:
+    # Compared as numbers: a pre-release of 0.6 has its registry where 0.6 has it.
+    major, minor = (int(part) for part in version.split(".")[:2])
+    return "fla.backends" if (major, minor) >= (0, 6) else "fla.ops.backends"
+
+
+def _place_in_transformers(_: str) -> str:
+    installed = _installed(_HOSTS["fla"])
+    return "the registry of fla" if installed else "the functions of transformers.models"
 
 
 _HOSTS: dict[str, _Host] = {
@@ -37,6 +51,7 @@ _HOSTS: dict[str, _Host] = {
             "chunk_gated_delta_rule",
             "fused_recurrent_gated_delta_rule",
         ),
+        _place_in_fla,
     ),
     "sglang": _Host(("sglang",), ("extend", "decode", "packed_decode", "target_verify")),
     "vllm": _Host(
@@ -58,6 +73,7 @@ _HOSTS: dict[str, _Host] = {
             "chunk_gated_delta_rule",
             "fused_recurrent_gated_delta_rule",
         ),
+        _place_in_transformers,
     ),
 }
 
@@ -69,10 +85,13 @@ class IntegrationStatus:
     name: str
     host: str
     """The host's distribution and version; empty where it is not installed."""
+    place: str
+    """Where kdacore is hooked into the host, or would be."""
+    functions: tuple[str, ...]
+    """What is hooked there, or would be."""
     active: bool
     hooks: tuple[HookStatus, ...]
-    """Empty until the integration is imported: what it would hook is in ``functions``."""
-    functions: tuple[str, ...]
+    """The functions with their counts in this process; empty until the integration is imported."""
 
 
 def activate(*names: str) -> tuple[str, ...]:
@@ -119,7 +138,7 @@ def deactivate(*names: str) -> None:
     """
     for name in names or _HOSTS:
         _known(name)
-        if (module := sys.modules.get(f"{__name__}.{name}")) is not None:
+        if (module := _imported(name)) is not None:
             module.deactivate()
 
 
@@ -132,13 +151,16 @@ def status() -> tuple[IntegrationStatus, ...]:
 
 
 def _status(name: str, host: _Host) -> IntegrationStatus:
-    module: Any = sys.modules.get(f"{__name__}.{name}")
+    module = _imported(name)
     active = module is not None and module.is_active()
     hooks = () if module is None else module.status()
-    return IntegrationStatus(name, _installed(host), active, hooks, host.functions)
+    installed = _installed(host)
+    place = host.place(installed.split()[1]) if installed else ""
+    return IntegrationStatus(name, installed, place, host.functions, active, hooks)
 
 
 def _installed(host: _Host) -> str:
+    """The host's distribution and version; empty where it is not installed."""
     for distribution in host.distributions:
         try:
             return f"{distribution} {metadata.version(distribution)}"
@@ -150,6 +172,11 @@ def _installed(host: _Host) -> str:
 def _known(name: str) -> None:
     if name not in _HOSTS:
         raise ContractError("activate", "names", shown(name), f"names out of {', '.join(_HOSTS)}")
+
+
+def _imported(name: str) -> Any:
+    """An integration's module, if this process has imported it."""
+    return sys.modules.get(f"{__name__}.{name}")
 
 
 def _module(name: str) -> Any:

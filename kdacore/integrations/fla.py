@@ -82,11 +82,12 @@ def _backend_class(base: type) -> type:
         env_var = "FLA_KDACORE"
         priority = 1  # FlashKDA, the other CUDA backend, has 3
 
-        @classmethod
-        def is_available(cls) -> bool:
+        @staticmethod
+        def is_available() -> bool:
             return True
 
-        def is_enabled(self=None) -> bool:  # type: ignore[no-untyped-def, misc]  # before 0.6 it is called on the class
+        @staticmethod  # before 0.6 it is asked of the class
+        def is_enabled() -> bool:
             return is_active()
 
         def verify(self, function_name: str, /, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:

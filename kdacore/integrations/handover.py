@@ -1,7 +1,7 @@
 """One function of a host that kdacore takes over: whether it takes a call, and the call.
 
-Whether it does is decided on shapes, dtypes, devices and options alone, so it is remembered: calls like earlier ones are
-recognised by a test that is generated from the host's own arguments, before they are translated.
+Whether it does is decided on shapes, dtypes, devices and options alone, so it is remembered: calls like earlier ones
+are recognised by a test that is generated from the host's own arguments, before they are translated.
 """
 
 from __future__ import annotations
@@ -78,10 +78,11 @@ class Handover:
         asked = PREFERENCE.get()
         for of, matches, known in self._seen:
             if of == asked and matches(arrays, options):
+                verdict = known
                 break
         else:
-            known = self._judge(asked, arrays, options, args, kwargs)
-        return known if known is _TAKEN else self._declined(known[1] or "")
+            verdict = self._judge(asked, arrays, options, args, kwargs)
+        return verdict if verdict is _TAKEN else self._declined(verdict[1] or "")
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """Make a call that was taken."""
@@ -123,9 +124,11 @@ def _verdict_on(found: Answer) -> Verdict:
 def left_to_the_reference(selection: Selection) -> bool:
     """On an accelerator, only the reference backend would serve, and nobody asked for it.
 
-    Every host has something faster there. On a CPU the hosts' Triton kernels do not run, so kdacore's reference serves.
+    Every host has something faster there. On a CPU the hosts' Triton kernels do not run, so kdacore's reference serves;
+    and under ``batch_invariant()`` it does, because the hosts do not promise as much.
     """
-    if selection.backend != "reference" or selection.request.device.type == "cpu":
+    request = selection.request
+    if selection.backend != "reference" or request.device.type == "cpu" or request.batch_invariant:
         return False
     return not selection.why.startswith(("forced", "preferred"))
 
@@ -187,4 +190,4 @@ def _splitter(translate: Callable[..., Any]) -> tuple[Callable[..., tuple[Any, A
     ]
     made: dict[str, Any] = {"torch": torch}
     exec("\n".join(source), made)
-    return made[translate.__name__], namedtuple("Arrays", arrays)  # type: ignore[misc]
+    return made[translate.__name__], namedtuple("Arrays", arrays)

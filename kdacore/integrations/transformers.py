@@ -86,8 +86,8 @@ def deactivate() -> None:
 def status() -> tuple[HookStatus, ...]:
     """Each function that is hooked and how many of its calls in this process kdacore took and declined.
 
-    Where the calls go through ``fla``, its integration has the counts. Calls inside a graph of ``torch.compile`` are not
-    counted.
+    Where the calls go through ``fla``, its integration has the counts. Calls inside a graph of ``torch.compile`` are
+    not counted.
     """
     return tuple([handover.hook.status() for handover in _HANDOVERS.values()])
 
@@ -128,10 +128,11 @@ def _hook_imported_modules() -> None:
             continue
         for function, attribute in _IN_MODELS.items():
             if attribute in vars(module):
-                handover = _HANDOVERS[function]
-                _patches.replace(
-                    module, attribute, lambda original, h=handover: _taken(h, original, original)
-                )
+                _patches.replace(module, attribute, functools.partial(_in_place_of, _HANDOVERS[function]))
+
+
+def _in_place_of(handover: Handover, original: Callable[..., Any]) -> Any:
+    return _taken(handover, original, original)
 
 
 def _taken(handover: Handover, original: Callable[..., Any], named_like: Callable[..., Any]) -> Any:

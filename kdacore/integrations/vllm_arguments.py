@@ -287,12 +287,12 @@ def glm_fused_recurrent_kda(
         v,
         g,
         beta,
-        a_log if a_log is None else a_log.reshape(-1),  # type: ignore[arg-type]
+        a_log if a_log is None else a_log.reshape(-1),
         g_bias if g_bias is None else g_bias.reshape(-1),
         lower_bound,
-        initial_state,  # type: ignore[arg-type]
-        cu_seqlens,  # type: ignore[arg-type]
-        ssm_state_indices,  # type: ignore[arg-type]
+        initial_state,
+        cu_seqlens,
+        ssm_state_indices,
         num_accepted_tokens,
         out,
     )

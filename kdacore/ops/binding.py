@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kdacore.ops.definition import OpDef
+from kdacore.ops.foreign_keywords import unknown_keywords
 
 Binder = Callable[..., "tuple[tuple[Any, ...], tuple[Any, ...], object]"]
 """Takes the arguments of an op's public function. Returns its arrays and its options, each in the order of the op's
@@ -27,9 +28,10 @@ def _make(opdef: OpDef) -> Binder:
     optional = [f"{name}=None" for name in opdef.arrays if name not in opdef.required]
     optional += [f"{option.name}={option.default!r}" for option in opdef.option_arguments]
     source = [
-        f"def {opdef.name}({', '.join(opdef.required)}, *, {', '.join(optional)}, backend=None):",
+        f"def {opdef.name}({', '.join(opdef.required)}, *, {', '.join(optional)}, backend=None, **unknown):",
+        f"    if unknown: raise unknown_keywords({opdef.name!r}, unknown)",
         f"    return ({', '.join(opdef.arrays)},), ({''.join(f'{n}, ' for n in opdef.options)}), backend",
     ]
     made: dict[str, Binder] = {}
-    exec("\n".join(source), {"__name__": __name__}, made)
+    exec("\n".join(source), {"unknown_keywords": unknown_keywords}, made)
     return made[opdef.name]

@@ -1,4 +1,4 @@
-"""kdacore.compat.fla computes what flash-linear-attention's functions do, with their habits in arguments and results."""
+"""kdacore.compat.fla computes what flash-linear-attention's functions do, and takes arguments as they do."""
 
 from __future__ import annotations
 

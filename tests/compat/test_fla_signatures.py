@@ -14,7 +14,7 @@ import pytest
 from kdacore.compat import fla
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fla_signatures import SIGNATURES  # noqa: E402
+from fla_signatures import SIGNATURES
 
 sys.path.pop(0)
 
@@ -72,10 +72,9 @@ def _read_from_kwargs(function: ast.FunctionDef) -> set[str]:
     """Names in ``kwargs.get("x")``, ``kwargs.pop("x")`` and ``"x" in kwargs``."""
     found: set[str] = set()
     for node in ast.walk(function):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if isinstance(node.func.value, ast.Name) and node.func.value.id == "kwargs":
-                found.add(ast.literal_eval(node.args[0]))
-        if isinstance(node, ast.Compare) and isinstance(node.comparators[0], ast.Name):
-            if node.comparators[0].id == "kwargs":
-                found.add(ast.literal_eval(node.left))
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="kwargs")), args=[key, *_]):
+                found.add(ast.literal_eval(key))
+            case ast.Compare(left=key, ops=[ast.In()], comparators=[ast.Name(id="kwargs")]):
+                found.add(ast.literal_eval(key))
     return found

@@ -1,10 +1,11 @@
-"""flash-linear-attention, unmodified, on kdacore: its layers and functions on a CPU, where its own kernels do not run."""
+"""flash-linear-attention, unmodified, on kdacore: its layers and functions, on a CPU."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import importlib
+import itertools
 import json
 import warnings
 from collections.abc import Iterator
@@ -93,7 +94,7 @@ def naive(
     rows = [(b, slice(None)) for b in range(len(q))]
     if cu_seqlens is not None:
         ends = cu_seqlens.tolist()
-        rows = [(0, slice(start, end)) for start, end in zip(ends[:-1], ends[1:], strict=True)]
+        rows = [(0, slice(start, end)) for start, end in itertools.pairwise(ends)]
     outputs, finals = [], []
     for n, (b, tokens) in enumerate(rows):
         start = None if initial_state is None else initial_state[n : n + 1].transpose(2, 3)
@@ -245,12 +246,12 @@ def test_the_recurrent_gated_delta_rule_has_a_backward(integration: Any) -> None
     assert x["q"].grad is not None
 
 
-class Computed(Exception):
+class ComputedByFlaError(Exception):
     """flash-linear-attention has come to its own kernels."""
 
 
 def _own(*_: Any, **__: Any) -> None:
-    raise Computed
+    raise ComputedByFlaError
 
 
 def test_a_call_that_is_declined_gets_kdacores_reason(
@@ -261,7 +262,7 @@ def test_a_call_that_is_declined_gets_kdacores_reason(
     monkeypatch.setattr(chunk.ChunkKDAFunction, "apply", _own)
     before = hook(integration, "chunk_kda").declined
     for _ in range(4):  # a call seen before is declined as the first is
-        with pytest.raises(Computed):
+        with pytest.raises(ComputedByFlaError):
             chunk.chunk_kda(**{**call(), "v": call()["v"].bfloat16()})
     found = hook(integration, "chunk_kda")
     assert found.declined == before + 4
@@ -270,7 +271,7 @@ def test_a_call_that_is_declined_gets_kdacores_reason(
         ({"unheard_of": 1}, "unexpected keyword argument 'unheard_of'"),
         ({"chunk_size": 48}, "'chunk_size': got 48"),
     ):
-        with pytest.raises((Computed, ValueError)):
+        with pytest.raises((ComputedByFlaError, ValueError)):
             chunk.chunk_kda(**call(), **given)
         assert reason in hook(integration, "chunk_kda").reason
 
@@ -312,6 +313,8 @@ def test_on_an_accelerator_the_reference_is_no_reason_to_take_a_call() -> None:
     assert not handover.left_to_the_reference(dataclasses.replace(there, backend="triton"))
     asked_for = dataclasses.replace(there, why="preferred by use_backend")
     assert not handover.left_to_the_reference(asked_for)
+    invariant = dataclasses.replace(there, request=dataclasses.replace(there.request, batch_invariant=True))
+    assert not handover.left_to_the_reference(invariant)
 
 
 def test_no_committed_record_has_fla_faster() -> None:
@@ -358,7 +361,7 @@ def test_by_the_environment(integration: Any, refreshed: pytest.MonkeyPatch) -> 
             (chunk.chunk_kda, x["g"]),
             (fused_recurrent.fused_recurrent_gated_delta_rule, x["g"][..., 0]),
         ):
-            with pytest.raises(Computed):
+            with pytest.raises(ComputedByFlaError):
                 function(**{**x, "g": g})
     assert not ran and integration.status() == before
 

@@ -1,4 +1,4 @@
-"""Models of transformers, unmodified, on kdacore: the same logits, gradients and tokens as on the library's torch path."""
+"""Models of transformers, unmodified, on kdacore: logits, gradients and tokens of the library's torch path."""
 
 from __future__ import annotations
 

@@ -53,7 +53,11 @@ _HOSTS: dict[str, _Host] = {
         ),
         _place_in_fla,
     ),
-    "sglang": _Host(("sglang",), ("extend", "decode", "packed_decode", "target_verify")),
+    "sglang": _Host(
+        ("sglang",),
+        ("extend", "decode", "packed_decode", "target_verify"),
+        lambda _: "the kernel class TritonKDAKernel",
+    ),
     "vllm": _Host(
         ("vllm",),
         (
@@ -64,6 +68,7 @@ _HOSTS: dict[str, _Host] = {
             "glm_chunk_kda_with_fused_gate",
             "glm_fused_recurrent_kda",
         ),
+        lambda _: "vllm.models.kimi_k3 and vllm.models.glm5next",
     ),
     "transformers": _Host(
         ("transformers",),

@@ -58,6 +58,16 @@ _HOSTS: dict[str, _Host] = {
         ("extend", "decode", "packed_decode", "target_verify"),
         lambda _: "the kernel class TritonKDAKernel",
     ),
+    "transformers": _Host(
+        ("transformers",),
+        (
+            "chunk_kda",
+            "fused_recurrent_kda",
+            "chunk_gated_delta_rule",
+            "fused_recurrent_gated_delta_rule",
+        ),
+        _place_in_transformers,
+    ),
     "vllm": _Host(
         ("vllm",),
         (
@@ -69,16 +79,6 @@ _HOSTS: dict[str, _Host] = {
             "glm_fused_recurrent_kda",
         ),
         lambda _: "vllm.models.kimi_k3 and vllm.models.glm5next",
-    ),
-    "transformers": _Host(
-        ("transformers",),
-        (
-            "chunk_kda",
-            "fused_recurrent_kda",
-            "chunk_gated_delta_rule",
-            "fused_recurrent_gated_delta_rule",
-        ),
-        _place_in_transformers,
     ),
 }
 

@@ -43,8 +43,13 @@ def refuse_transforms(op: str, arrays: tuple[Any, ...]) -> None:
 
 def refuse_wrapped(op: str, arrays: tuple[Any, ...]) -> None:
     """The part about the tensors of ``torch.func`` and of ``is_grads_batched``."""
-    if any(isinstance(x, torch.Tensor) and any(test(x) for test in _WRAPPED) for x in arrays):
+    if any(isinstance(x, torch.Tensor) and is_wrapped(x) for x in arrays):
         raise _transform_error(op)
+
+
+def is_wrapped(x: torch.Tensor) -> bool:
+    """Is this a tensor of ``torch.func`` or of ``is_grads_batched``?"""
+    return any(test(x) for test in _WRAPPED)
 
 
 def _transform_error(op: str) -> UnsupportedError:

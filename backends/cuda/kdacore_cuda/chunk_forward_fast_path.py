@@ -12,6 +12,7 @@ from kdacore.arrays.torch.private import Empty, allocator
 from kdacore.types import ChunkInputs, FastCall, Request
 from kdacore_cuda import chunk_forward, chunk_forward_segments, torch_launch
 from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, SEGMENTS
+from kdacore_cuda.launch_sequence import LaunchSequence, PlannedLaunch
 from kdacore_cuda.prepacked_launch import PrepackedLauncher
 from kdacore_cuda.request_encoding import contiguous_strides
 from kdacore_cuda.torch_arguments import ALIGNMENT, strides_without_copies
@@ -91,26 +92,26 @@ def _fused_launch(request: Request, strides: tuple[int, ...], index: int, empty:
 
 def _segments_launch(request: Request, strides: tuple[int, ...], index: int, empty: Empty) -> Launch:
     plan, arch = chunk_forward_segments.plan_of(request), chunk_forward.plan_of(request).arch
-    (_, prepare, units), *others = plan.launches
+    (name, prepare, units), *others = plan.launches
     fixed = {**plan.chunks.sizes, **dict(zip(_STRIDES, strides, strict=True))}
-    packed = PrepackedLauncher(prepare, (*_TOKENS, *_OPERANDS), fixed)
-    start_prepare = torch_launch.prepacked_start(packed, units, arch, index)
-    per_call = ("cu_seqlens", "o", "h0", "ht", "chunk_operands", "maps", "starts")
+    offsets = {operand: place for operand, (place, _) in chunk_forward_segments.CHUNK_OPERANDS.items()}
+    workspace = {operand: ("workspace", offsets[operand]) for operand in _OPERANDS}
+    given = {array: (array, 0) for array in _TOKENS}
+    launches = [PlannedLaunch(name, prepare, units, {**given, **workspace}, fixed)]
+    segments = {
+        **{array: (array, 0) for array in ("cu_seqlens", "o", "h0", "ht")},
+        "chunk_operands": ("workspace", 0),
+        "maps": ("workspace", plan.maps_offset),
+        "starts": ("workspace", plan.starts_offset),
+    }
     sizes = SEGMENTS.last(*plan.sizes)
-    start_others = [
-        torch_launch.prepacked_start(PrepackedLauncher(launcher, per_call, sizes), grid, arch, index)
-        for _, launcher, grid in others
-    ]
-    kg, qg, w, u, aqk, last = (chunk_forward_segments.CHUNK_OPERANDS[name][0] for name in _OPERANDS)
-    maps_offset, starts_offset = plan.maps_offset, plan.starts_offset
+    launches += [PlannedLaunch(name, launcher, grid, segments, sizes) for name, launcher, grid in others]
+    sequence = LaunchSequence(launches, (*_TOKENS, "o", "h0", "ht", "workspace"))
+    start = torch_launch.sequence_start(sequence, arch, index)
     shape, unit_stride = (plan.workspace_bytes,), (1,)
 
     def launch(stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int) -> None:
         workspace = empty(shape, unit_stride, torch.uint8)
-        at = workspace.data_ptr()
-        start_prepare(stream, tokens + (at + kg, at + qg, at + w, at + u, at + aqk, at + last))  # noqa: RUF005
-        values = (tokens[7], o, initial, final, at, at + maps_offset, at + starts_offset)
-        for start in start_others:
-            start(stream, values)
+        start(stream, *tokens, o, initial, final, workspace.data_ptr())
 
     return launch

@@ -12,9 +12,9 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import TensorGuards
 
 from kdacore.arrays.base import Plan
+from kdacore.arrays.torch import fast_path
 from kdacore.arrays.torch.autograd import backward_of, never_traced
 from kdacore.arrays.torch.modes import is_wrapped, refuse_wrapped
 from kdacore.types import FastCall, FastGradients, InputGrads, Request
@@ -27,7 +27,10 @@ _Tensor, _grad_enabled = torch.Tensor, torch.is_grad_enabled
 
 def fast_gradients(plan: Plan, request: Request, inputs: Any) -> FastCall | None:
     """See :attr:`kdacore.arrays.base.Adapter.fast_gradients`."""
-    if any(x is not None and is_wrapped(x) for x in inputs):  # left over from a transform that has ended
+    if fast_path.TensorGuards is None:
+        return None
+    # Recognised calls have the dispatch keys of these. Wrapped tensors are left over from a transform that has ended.
+    if any(x is not None and (type(x) not in _PLAIN or is_wrapped(x)) for x in inputs):
         return None
     wanted = tuple([x is not None and x.requires_grad for x in inputs[:_COUNT]])
     make = plan.impl.fast_gradients
@@ -47,8 +50,9 @@ class _Joined:
         """Those of the op's arrays that a call has."""
         self.spread = itemgetter(*[given.index(i) if i in given else -1 for i in range(len(inputs))])
         """From these and a None, the op's arrays again."""
-        self.results = itemgetter(-1, *[i if i < _COUNT else -1 for i in given])
-        """From gradients and a None, what autograd is given: None for this object, and one for each given array."""
+        self.results = itemgetter(-1, -1, *[i if i < _COUNT else -1 for i in given])
+        """From gradients and a None, what autograd is given: None for this object and for the tuple of arrays, and one
+        for each given array."""
         self.layouts: list[Any] | None = None
         """Of what is saved. None before the first call."""
         self.same_layouts: Callable[..., bool] = lambda *kept: False
@@ -58,7 +62,7 @@ class _Joined:
         apply, given_of = _apply, self.given
 
         def call(arrays: tuple[Any, ...]) -> Any:
-            return apply(self, *given_of(arrays))
+            return apply(self, arrays, *given_of(arrays))
 
         self.call = call
 
@@ -68,7 +72,7 @@ class _Joined:
             return True
         if [_layout(x) for x in kept] != self.layouts:
             return True
-        guards = TensorGuards(*kept, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        guards = fast_path.TensorGuards(*kept, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         self.same_layouts = guards.check
         return False
 
@@ -82,12 +86,12 @@ class FastFunction(torch.autograd.Function):
     the backend declines."""
 
     @staticmethod
-    def forward(ctx: Any, joined: _Joined, *given: Any) -> Any:
-        results = joined.forward(joined.spread((*given, None)))
+    def forward(ctx: Any, joined: _Joined, arrays: tuple[Any, ...], *given: Any) -> Any:
+        results = joined.forward(arrays)
         if results is None:
             return None
         ctx.joined = joined
-        kept = given + results[3:]
+        kept = given + results[3:]  # the latter: nothing, unless the backend saves something
         if joined.layouts is None:
             joined.layouts = [_layout(x) for x in kept]
         ctx.save_for_backward(*kept)
@@ -119,7 +123,7 @@ class FastFunction(torch.autograd.Function):
         refuse_wrapped(joined.plan.request.op, (do, dstate))
         needed = (*joined.wanted, *([False] * (len(arrays) - _COUNT)))
         found = backward_of(joined.plan, arrays, kept[count:], do, dstate, needed)
-        return None, *joined.given(found)
+        return None, None, *joined.given(found)
 
 
 _apply: Callable[..., Any] = super(torch.autograd.Function, FastFunction).apply

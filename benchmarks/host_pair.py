@@ -132,7 +132,9 @@ def _quantities(device: str) -> dict[str, str]:
         found["decode B8 H32, host"] = start + "import kdacore\n" + _DECODE + repeat
         found["prefill B1 T512 H8, host"] = start + "import kdacore\n" + _PREFILL + repeat
         training = _TRAINING.replace("TOKENS", "512")
-        found |= {name: start + "import kdacore\n" + training + step + repeat for name, step in _STEPS.items()}
+        found |= {
+            name: start + "import kdacore\n" + training + step + repeat for name, step in _STEPS.items()
+        }
         found["first CUDA prefill of a process"] = (
             start
             + "rand(8, 8) @ rand(8, 8)\n"
@@ -147,7 +149,9 @@ def _quantities(device: str) -> dict[str, str]:
         start = stub + _HEAD + _ON[device] + _CUDA
         training = _TRAINING.replace("TOKENS", "64")
         repeat = _REPEAT.replace("COUNT", "100")
-        found |= {name: start + "import kdacore\n" + training + step + repeat for name, step in _STEPS.items()}
+        found |= {
+            name: start + "import kdacore\n" + training + step + repeat for name, step in _STEPS.items()
+        }
     return found
 
 

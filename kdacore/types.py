@@ -355,10 +355,10 @@ outputs, without ``saved``. None, with nothing done, sends the call through ``fo
 class FastGradients(NamedTuple):
     """A call that needs gradients and was made before, with other values."""
 
-    forward: Callable[[tuple[Any, ...]], "tuple[Any, ...] | None"]
+    forward: Callable[[tuple[Any, ...]], tuple[Any, ...] | None]
     """As a :data:`FastCall`; behind the three results follow the arrays that ``forward`` would leave in
     ``Outputs.saved``, if any."""
-    backward: Callable[[tuple[Any, ...], tuple[Any, ...], Any, Any], "tuple[Any, ...] | None"]
+    backward: Callable[[tuple[Any, ...], tuple[Any, ...], Any, Any], tuple[Any, ...] | None]
     """``backward(arrays, saved, do, dstate)``: the call's arrays, what was saved, and gradients of ``o`` and of
     ``final_state`` (either may be None, and have any strides), to gradients in the order of :class:`InputGrads`, None
     where none is wanted. None, with nothing done, sends it through the op's ``backward``."""

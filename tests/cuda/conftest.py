@@ -46,6 +46,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return lambda stream, values: launch(launcher, grid, arch, None, values)
 
     monkeypatch.setattr(torch_launch, "launch", launch)
+
     def sequence_start(sequence: Any, arch: str, index: int) -> Any:
         def start(stream: int, *addresses: int) -> None:
             for i, (planned, launcher) in enumerate(zip(sequence.launches, sequence.launchers, strict=True)):

@@ -73,7 +73,9 @@ def test_the_shorter_way_gives_the_same_bits(emulated: list[str], name: str) -> 
     same(got, wanted_gradients(second, do, dht, **options))
     assert emulated[len(launches) :] == launches
     assert got is not None and all(x is None or x.is_contiguous() for x in got)
-    assert len({x.untyped_storage().data_ptr() for x in got if x is not None}) == sum(x is not None for x in got)
+    assert len({x.untyped_storage().data_ptr() for x in got if x is not None}) == sum(
+        x is not None for x in got
+    )
 
 
 def test_gradients_of_the_results_in_any_form(emulated: list[str]) -> None:
@@ -158,7 +160,9 @@ def test_public_calls(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> N
     runs = []
     for _ in range(4):
         given = {
-            n: a.clone().requires_grad_(a.is_floating_point()) for n, a in x._asdict().items() if a is not None
+            n: a.clone().requires_grad_(a.is_floating_point())
+            for n, a in x._asdict().items()
+            if a is not None
         }
         o, state = kdacore.chunk_kda(**given, **options)
         torch.autograd.backward([o, state], [do, dht])

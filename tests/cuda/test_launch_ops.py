@@ -485,9 +485,7 @@ def test_cached_chunk_backward(seen: Recorder, packed: bool, groups: bool, float
         sizes |= {"dq": per_head, "dk": per_head}
     for x in (again[1], grads):  # what these two take exists at the same time
         places = sorted((x.params[name], size) for name, size in sizes.items() if x.params[name])
-        assert all(
-            at + size <= other for (at, size), (other, _) in itertools.pairwise(places)
-        )
+        assert all(at + size <= other for (at, size), (other, _) in itertools.pairwise(places))
         assert not any(at % 16 for at, _ in places)
 
 

@@ -1,5 +1,5 @@
-"""A backend's shorter way with gradients (``OpImpl.fast_gradients``): when it is taken, that everything else is refused or
-served as without it, and that gradients are the same."""
+"""A backend's shorter way with gradients (``OpImpl.fast_gradients``): when it is taken, that everything else is refused
+or served as without it, and that gradients are the same."""
 
 from __future__ import annotations
 
@@ -360,7 +360,9 @@ def test_activation_checkpointing(plugin: Plugin) -> None:
         x = arrays(i)
         names = list(x)
         out = checkpoint(
-            lambda *xs, names=names: call(dict(zip(names, xs, strict=True)))[0], *x.values(), use_reentrant=False
+            lambda *xs, names=names: call(dict(zip(names, xs, strict=True)))[0],
+            *x.values(),
+            use_reentrant=False,
         )
         out.sum().backward()
         assert torch.equal(x["v"].grad, torch.full(SHAPE, 2.0))
@@ -462,9 +464,7 @@ def test_compiled_autograd_does_not_trace_through_the_backend(plugin: Plugin) ->
     assert plugin.went[0] == "fast forward" and torch.equal(x["v"].grad, torch.full(SHAPE, 2.0))
 
 
-def test_without_torchs_check_every_call_is_ordinary(
-    plugin: Plugin, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_torchs_check_every_call_is_ordinary(plugin: Plugin, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_fast_path, "TensorGuards", None)
     for _ in range(4):
         call(arrays())[0].sum().backward()

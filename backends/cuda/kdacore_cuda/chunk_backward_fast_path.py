@@ -49,14 +49,10 @@ def _make_backward(launches: BackwardLaunches, inputs: ChunkInputs, wanted: Inpu
             torch_launch.sequence_start(LaunchSequence(group, names), launches.arch, index)
             for group, names in ((launches.first, FIRST_ARRAYS), (launches.second, SECOND_ARRAYS))
         )
-    results: list[Any] = [
-        (shape, contiguous_strides(shape), x.dtype) if is_wanted else None
-        for x, is_wanted in zip(inputs, wanted, strict=False)
-        for shape in [None if x is None else tuple(x.shape)]
-    ]
-    make_q, make_k, make_v, make_g, make_beta, make_A, make_bias, make_h0 = results
-    o_shape = tuple(inputs.v.shape)
-    make_o = o_shape, contiguous_strides(o_shape), inputs.v.dtype
+    make_q, make_k, make_v, make_g, make_beta, make_A, make_bias, make_h0 = (
+        _form(x) if is_wanted else None for x, is_wanted in zip(inputs, wanted, strict=False)
+    )
+    make_o = _form(inputs.v)
     both_shape, first_shape, second_shape = (
         (size,) for size in (launches.both_bytes, launches.first_bytes, launches.second_bytes)
     )
@@ -117,3 +113,9 @@ def _make_backward(launches: BackwardLaunches, inputs: ChunkInputs, wanted: Inpu
         return dq, dk, dv, dg, d_beta, d_A, d_bias, d_h0
 
     return backward
+
+
+def _form(x: torch.Tensor) -> tuple[Any, ...]:
+    """Shape, strides and dtype of a contiguous tensor like this one."""
+    shape = tuple(x.shape)
+    return shape, contiguous_strides(shape), x.dtype

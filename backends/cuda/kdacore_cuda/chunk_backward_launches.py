@@ -104,7 +104,7 @@ def launches_of(request: Request, strides: tuple[int, ...], wanted: InputGrads) 
         last.append(_sums(r, parts))
     return BackwardLaunches(
         first=(
-            planned("prepare", prepare_kernel(plan.float_gate, plan.bounded), work),
+            planned("prepare", prepare_kernel(plan.float_gate, plan.bounded), work, flows),
             planned("scan", chunk_backward.scan_of(r, index), work, flows),
         ),
         second=tuple(last),

@@ -13,12 +13,11 @@ from kdacore.types import ChunkInputs, FastCall, Request
 from kdacore_cuda import chunk_forward, chunk_forward_segments, torch_launch
 from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, SEGMENTS
 from kdacore_cuda.launch_sequence import LaunchSequence, PlannedLaunch
-from kdacore_cuda.prepacked_launch import PrepackedLauncher
 from kdacore_cuda.request_encoding import contiguous_strides
 from kdacore_cuda.torch_arguments import ALIGNMENT, strides_without_copies
 
-Launch = Callable[[int, tuple[int, ...], int, int, int], None]
-"""``launch(stream, tokens, o, initial_state, final_state)`` makes a call's launches. All but the
+Launch = Callable[..., None]
+"""``launch(stream, *tokens, o, initial_state, final_state)`` makes a call's launches. All but the
 stream are addresses, 0 for an absent array; ``tokens`` are those of ``_TOKENS``."""
 
 _TOKENS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")
@@ -61,10 +60,8 @@ def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
         state = empty(state_shape, state_strides, state_dtype) if returns_state else None
         launch(
             current_stream(index),
-            (
-                q_at, k_at, v_at, g_at, beta.data_ptr(), 0 if A_log is None else A_log.data_ptr(),
-                0 if bias is None else bias.data_ptr(), 0 if cu_seqlens is None else cu_seqlens.data_ptr(),
-            ),
+            q_at, k_at, v_at, g_at, beta.data_ptr(), 0 if A_log is None else A_log.data_ptr(),
+            0 if bias is None else bias.data_ptr(), 0 if cu_seqlens is None else cu_seqlens.data_ptr(),
             o.data_ptr(),
             0 if initial is None else initial.data_ptr(),
             0 if state is None else state.data_ptr(),
@@ -76,16 +73,17 @@ def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
 
 def _fused_launch(request: Request, strides: tuple[int, ...], index: int, empty: Empty) -> Launch:
     plan = chunk_forward.plan_of(request)
-    per_call = (*_TOKENS, "o", "h0", "ht", "cut_states", "launch")
-    packed = PrepackedLauncher(plan.launcher, per_call, CHUNK_FORWARD.last(*strides, *plan.sizes))
-    start = torch_launch.prepacked_start(packed, plan.grid, plan.arch, index)
+    names = (*_TOKENS, "o", "h0", "ht", "cut_states", "launch")
+    fixed = CHUNK_FORWARD.last(*strides, *plan.sizes)
+    planned = PlannedLaunch("fused", plan.launcher, plan.grid, {name: (name, 0) for name in names}, fixed)
+    start = torch_launch.sequence_start(LaunchSequence([planned], names), plan.arch, index)
     size, numbers = plan.cut_states_size, chunk_forward.LAUNCH_NUMBERS
     shape, unit_stride = (size,), (1,)
 
-    def launch(stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int) -> None:
+    def launch(stream: int, *addresses: int) -> None:
         cut_states = empty(shape, unit_stride, torch.float32) if size else None
         at = 0 if cut_states is None else cut_states.data_ptr()
-        start(stream, tokens + (o, initial, final, at, next(numbers)))  # noqa: RUF005  # (*a, b) makes a list first
+        start(stream, *addresses, at, next(numbers))
 
     return launch
 
@@ -110,8 +108,8 @@ def _segments_launch(request: Request, strides: tuple[int, ...], index: int, emp
     start = torch_launch.sequence_start(sequence, arch, index)
     shape, unit_stride = (plan.workspace_bytes,), (1,)
 
-    def launch(stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int) -> None:
+    def launch(stream: int, *addresses: int) -> None:
         workspace = empty(shape, unit_stride, torch.uint8)
-        start(stream, *tokens, o, initial, final, workspace.data_ptr())
+        start(stream, *addresses, workspace.data_ptr())
 
     return launch

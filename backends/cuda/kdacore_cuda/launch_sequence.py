@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kdacore_cuda.launch import STREAM_OFFSET, Launcher, put_stream
-from kdacore_cuda.prepacked_launch import Prepacked, PrepackedLauncher
+from kdacore_cuda.prepacked_launch import PrepackedLauncher
 
 StartAll = Callable[..., None]
 """``start(stream, *addresses)`` makes all launches of a sequence on a stream."""
@@ -34,7 +34,8 @@ class PlannedLaunch(NamedTuple):
 
 
 class LaunchSequence:
-    """Launches in the order in which they are made.
+    """Launches in the order in which they are made. One that takes the parameters of the one before
+    it shares them.
 
     Args:
         launches: what they are.
@@ -67,22 +68,25 @@ class LaunchSequence:
         here. Raises BackendBuildError or DriverError; the function raises DriverError.
         """
         lines: list[str] = []
-        kept: list[Prepacked] = []
+        kept: list[Any] = []
+        configs: list[Any] = []
         used: dict[str, Any] = {"lock": threading.Lock(), "device": device, "there": None}
         for i, (planned, launcher) in enumerate(zip(self.launches, self.launchers, strict=True)):
-            prepared = launcher.prepare(planned.grid, device, arch)
-            chosen, (handle, _, config_address, _), buffer, offset, pack, pointers = prepared
-            kept.append(prepared)
-            used |= {f"pack{i}": pack, f"buffer{i}": buffer}
+            chosen, loaded, buffer, offset, pack, pointers = launcher.prepare(planned.grid, device, arch)
             used |= {"launch": chosen.launch, "recover": chosen.recover}
-            given = [_sum(*planned.arrays[field]) for field in launcher.per_call]
-            arguments = f"{config_address}, {handle}, {ctypes.addressof(pointers)}, None"
+            if not i or not _same_parameters(planned, self.launches[i - 1]):
+                address = ctypes.addressof(pointers)
+                given = [_sum(*planned.arrays[field]) for field in launcher.per_call]
+                used |= {f"pack{i}": pack, f"buffer{i}": buffer}
+                kept += [buffer, pointers]
+                lines.append(f"        pack{i}(buffer{i}, {offset}, {', '.join(given)})")
+            arguments = f"{loaded.config_address}, {loaded.handle}, {address}, None"
             lines += [
-                f"        pack{i}(buffer{i}, {offset}, {', '.join(given)})",
                 f"        code = launch({arguments})",
                 f"        if code: recover(code, device, {arguments})",
             ]
-        configs = [x.loaded.config for x in kept]
+            kept.append(loaded)
+            configs.append(loaded.config)
 
         def put_streams(stream: int) -> None:
             for config in configs:
@@ -90,7 +94,7 @@ class LaunchSequence:
 
         used["put_streams"] = put_streams
         source = [
-            f"def start(stream, {', '.join(self.names)}):",
+            f"def start({', '.join(('stream', *map(_argument, self.names)))}):",
             "    global there",
             "    with lock:",  # the driver has copied the buffers when a call of it returns
             "        if stream != there:",
@@ -113,5 +117,14 @@ def _in_order(launch: PlannedLaunch) -> tuple[str, ...]:
     return fields
 
 
+def _same_parameters(a: PlannedLaunch, b: PlannedLaunch) -> bool:
+    return (a.launcher.params, a.arrays, a.fixed) == (b.launcher.params, b.arrays, b.fixed)
+
+
+def _argument(name: str) -> str:
+    """An array's name in the function written: no other name begins like it."""
+    return f"at_{name}"
+
+
 def _sum(name: str, offset: int) -> str:
-    return f"{name} + {offset}" if offset else name
+    return f"{_argument(name)} + {offset}" if offset else _argument(name)

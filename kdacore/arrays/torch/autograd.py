@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kdacore.arrays.base import Plan
 
 
-def never_traced(backward: Callable[..., Any]) -> Callable[..., Any]:
+def _never_traced(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Compiled autograd would trace through what a backend does, which takes half a minute where it can be done."""
     eager = torch.compiler.disable(backward)
 
@@ -47,7 +47,7 @@ class WholeFunction(torch.autograd.Function):
         return outputs.o, outputs.final_state, outputs.checkpoints
 
     @staticmethod
-    @never_traced
+    @_never_traced
     def backward(ctx: Any, do: Any, dstate: Any, _: Any) -> Any:
         refuse_wrapped(ctx.plan.request.op, (do, dstate))
         kept = ctx.saved_tensors  # once: every look unpacks them all, and checkpoint() allows no second
@@ -74,7 +74,7 @@ class GateFunction(torch.autograd.Function):
         return plan.forward(plan.request, plan.inputs(*arrays))
 
     @staticmethod
-    @never_traced
+    @_never_traced
     def backward(ctx: Any, dlog: Any) -> Any:
         refuse_wrapped(ctx.plan.request.op, (dlog,))
         arrays, plan = ctx.saved_tensors, ctx.plan

@@ -15,7 +15,7 @@ import torch
 
 from kdacore.arrays.base import Plan
 from kdacore.arrays.torch import fast_path
-from kdacore.arrays.torch.autograd import backward_of, never_traced
+from kdacore.arrays.torch.autograd import backward_of
 from kdacore.arrays.torch.modes import is_wrapped, refuse_wrapped
 from kdacore.types import FastCall, FastGradients, InputGrads, Request
 
@@ -23,6 +23,7 @@ _COUNT = len(InputGrads._fields)
 """Gradients of a whole op: those of its first inputs, in their order."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _Tensor, _grad_enabled = torch.Tensor, torch.is_grad_enabled
+_is_tracing = torch.compiler.is_dynamo_compiling
 
 
 def fast_gradients(plan: Plan, request: Request, inputs: Any) -> FastCall | None:
@@ -101,8 +102,9 @@ class FastFunction(torch.autograd.Function):
         return results[:3]
 
     @staticmethod
-    @never_traced
     def backward(ctx: Any, do: Any, dstate: Any, _: Any) -> Any:
+        if _is_tracing():
+            return _untraced(ctx, do, dstate)
         joined: _Joined = ctx.joined
         kept = ctx.saved_tensors  # once: every look unpacks them all, and checkpoint() allows no second
         count = joined.count
@@ -126,5 +128,16 @@ class FastFunction(torch.autograd.Function):
         return None, None, *joined.given(found)
 
 
+@torch.compiler.disable
+def _untraced(ctx: Any, do: Any, dstate: Any) -> Any:
+    """See :func:`kdacore.arrays.torch.autograd._never_traced`, which takes one more call of Python."""
+    return FastFunction.backward(ctx, do, dstate, None)
+
+
 _apply: Callable[..., Any] = super(torch.autograd.Function, FastFunction).apply
 """``FastFunction.apply`` without looking for transforms of ``torch.func``, in which no call is recognised."""
+_node: Any = getattr(FastFunction, "_backward_cls", None)
+if _node is not None:
+    _node.apply = (
+        FastFunction.backward
+    )  # the engine calls this; torch's own first asks which function it is to call

@@ -96,10 +96,21 @@ class Request:
     pool_size: int = 0
     """Rows of the state pool; 0 when ``state_indices`` was not given."""
     state_indices_ndim: int = 0
+    null_index: int = -1
+    """A row number that names no slot, besides the negative ones; -1 when there is none."""
+    write_indices_ndim: int = 0
+    """Dimensions of ``write_indices``; 0 when it was not given: states are then written to the rows read."""
+    write_pool_size: int = 0
+    """Rows of ``write_pool``; 0 when it was not given: states are then written to the pool read."""
+    checkpoint_count: int = 0
+    """Length of ``checkpoint_offsets``; 0 when it was not given."""
     inplace_state: bool = False
     read_only_state: bool = False
     chunk_size: int = 64
     """Stage ops only."""
+    batch_invariant: bool = False
+    """A sequence must give the same bits alone, in a batch and in a pack: nothing that its results depend on may be
+    chosen by the number of sequences or the tokens of others."""
     features: frozenset[str] = frozenset()
     """Names of the features this call uses; dispatch compares them with :attr:`OpImpl.serves`."""
     options: tuple[tuple[str, Any], ...] = ()
@@ -129,6 +140,18 @@ class Request:
     def state_tail(self) -> tuple[int, int]:
         """``(K, V)``, or ``(V, K)`` with ``state_v_first``."""
         return (self.V, self.K) if self.state_v_first else (self.K, self.V)
+
+    @property
+    def written_pool(self) -> str:
+        """The array that ``inplace_state`` writes states into."""
+        return "write_pool" if self.write_pool_size else "initial_state"
+
+    @property
+    def written_indices(self) -> str:
+        """The array with the rows that ``inplace_state`` writes; ``""`` where sequence n writes row n."""
+        if self.write_indices_ndim:
+            return "write_indices"
+        return "state_indices" if self.state_indices_ndim else ""
 
     @property
     def checkpoint_shape(self) -> tuple[int, ...]:
@@ -164,6 +187,13 @@ class ChunkInputs(NamedTuple):
     initial_state: Array | None = None
     cu_seqlens: Array | None = None
     cu_seqlens_cpu: Array | None = None
+    state_indices: Array | None = None
+    has_initial_state: Array | None = None
+    write_indices: Array | None = None
+    write_pool: Array | None = None
+    checkpoint_offsets: Array | None = None
+    checkpoint_indices: Array | None = None
+    out: Array | None = None
 
 
 class RecurrentInputs(NamedTuple):
@@ -182,6 +212,9 @@ class RecurrentInputs(NamedTuple):
     state_indices: Array | None = None
     num_accepted_tokens: Array | None = None
     out: Array | None = None
+    has_initial_state: Array | None = None
+    write_indices: Array | None = None
+    write_pool: Array | None = None
 
 
 class GateInputs(NamedTuple):
@@ -380,7 +413,9 @@ class OpImpl:
     verified_archs: frozenset[str] = frozenset()
     """Architectures this op's tests have run on for real; ``"*"`` for portable code. Others are *compiled only*."""
     batch_invariant: bool = False
-    """Declared: a sequence gives the same bits alone and packed with others."""
+    """Declared: a sequence gives the same bits, of results and gradients, alone, in a batch and in a pack whenever
+    :attr:`Request.batch_invariant` asks for it. Other implementations are declined then, reason code
+    ``batch_invariance``."""
     compiles: bool = False
     """Declared, JAX only: ``forward`` compiles what it runs, so an eager call's concrete arrays are handed to it as
     they are. Otherwise it is traced into a program of its own."""

@@ -150,7 +150,7 @@ def expected_results(request: Request, inputs: Any) -> Iterator[Expected]:
     else:
         yield Expected("o", (*whole, r.V), (r.dtype,))
         if r.output_final_state:
-            shape = r.spec("initial_state").shape if r.inplace_state else r.state_shape
+            shape = r.spec(r.written_pool).shape if r.inplace_state else r.state_shape
             yield Expected("final_state", shape, (r.state_dtype,))
         if r.checkpoint_every:
             yield Expected("checkpoints", r.checkpoint_shape, (r.state_dtype,))

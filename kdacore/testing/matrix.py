@@ -21,7 +21,7 @@ from kdacore.testing.capabilities import (
     plainest_trained,
     representable,
 )
-from kdacore.testing.cases import DIFFERENTIATES, Case
+from kdacore.testing.cases import BATCH_INVARIANCE_CHECKS, DIFFERENTIATES, Case
 from kdacore.testing.variations import Variation, variations_of
 from kdacore.types import ArrayKind
 
@@ -114,7 +114,7 @@ def _wanted(backend: str, op: str, level: Level, primary: bool, first: bool) -> 
     if impl.backward is None:  # one refusal says it all
         found = [v for v in found if v.check not in DIFFERENTIATES or (v.check, v.note) == ("gradients", "")]
     if not impl.batch_invariant:
-        found = [v for v in found if v.check != "batch_invariance"]
+        found = [v for v in found if v.check not in BATCH_INVARIANCE_CHECKS]
     if level == "full":
         return found
     there = {

@@ -60,7 +60,7 @@ def _make_backward(launches: BackwardLaunches, inputs: ChunkInputs, wanted: Inpu
     has_second, has_zeroed = launches.second_bytes > 0, launches.zeroed_floats > 0
 
     def backward(arrays: tuple[Any, ...], saved: tuple[Any, ...], d_o: Any, d_ht: Any) -> Any:
-        q, k, v, g, beta, A_log, bias, initial, cu_seqlens, _ = arrays
+        q, k, v, g, beta, A_log, bias, initial, cu_seqlens = arrays[:9]
         q_at, k_at, v_at, g_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr()
         if (q_at | k_at | v_at | g_at) % ALIGNMENT or current_device() != index:
             return None

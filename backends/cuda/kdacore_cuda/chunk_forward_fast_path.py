@@ -52,7 +52,7 @@ def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
     o_dtype, state_dtype, returns_state = inputs.v.dtype, plan.state_dtype, r.output_final_state
 
     def fast_call(arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        q, k, v, g, beta, A_log, bias, initial, cu_seqlens, _ = arrays
+        q, k, v, g, beta, A_log, bias, initial, cu_seqlens = arrays[:9]
         q_at, k_at, v_at, g_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr()
         if (q_at | k_at | v_at | g_at) % ALIGNMENT or current_device() != index:
             return None

@@ -115,7 +115,7 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     """
     plan = plan_of(request)
     addresses, strides, kept = token_arguments(inputs, request.scalar_gate, plan.strides)
-    _, _, v, _, _, A_log, bias, initial, cu_seqlens, _, indices, accepted, out = inputs
+    _, _, v, _, _, A_log, bias, initial, cu_seqlens, _, indices, accepted, out, *_ = inputs
     o: Any = out
     if out is None:
         o = torch.empty_like(v) if not kept else v.new_empty(plan.o_shape)

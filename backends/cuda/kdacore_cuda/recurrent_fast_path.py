@@ -24,7 +24,7 @@ def make_fast_call(request: Request, inputs: RecurrentInputs) -> FastCall | None
     Raises BackendBuildError or DriverError.
     """
     r, plan = request, recurrent.plan_of(request)
-    q, _, v, _, _, A_log, bias, source, cu_seqlens, _, indices, accepted, out = inputs
+    q, _, v, _, _, A_log, bias, source, cu_seqlens, _, indices, accepted, out, *_ = inputs
     small = (A_log, bias, cu_seqlens, indices, accepted, out)
     strides = strides_without_copies(inputs, r.scalar_gate, plan.strides, small)
     if strides is None:
@@ -51,7 +51,7 @@ def make_fast_call(request: Request, inputs: RecurrentInputs) -> FastCall | None
     returns_state = r.output_final_state
 
     def fast_call(arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        q, k, v, g, beta, A_log, bias, state, cu_seqlens, _, indices, accepted, o = arrays
+        q, k, v, g, beta, A_log, bias, state, cu_seqlens, _, indices, accepted, o, *_ = arrays
         q_at, k_at, v_at, g_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr()
         bias_at = 0 if bias is None else bias.data_ptr()
         state_at = written_at = 0 if state is None else state.data_ptr()

@@ -48,7 +48,6 @@ def _op(
     *more: Verifier,
     serves: frozenset[str],
     backward: Callable[..., Any] | None = None,
-    batch_invariant: bool = False,
     fast_path: Callable[..., Any] | None = None,
 ) -> OpImpl:
     return OpImpl(
@@ -57,7 +56,7 @@ def _op(
         serves=serves,
         verifiers=(_verify.hardware, _verify.dtypes, _verify.size, *more),
         verified_archs=VERIFIED,
-        batch_invariant=batch_invariant,
+        batch_invariant=True,
         fast_path=fast_path,
     )
 

@@ -52,8 +52,9 @@ class ChunkForwardPlan:
         self.request = r
         family = gate_family(r)
         half = has_narrow_operands(r)
+        heads, T = (configs.MANY, configs.MANY) if r.batch_invariant else (r.N * r.HV, r.T)
         config = configs.get(
-            "chunk_forward", r.device.arch, gate=family, K=r.K, V=r.V, half=half, heads=r.N * r.HV, T=r.T
+            "chunk_forward", r.device.arch, gate=family, K=r.K, V=r.V, half=half, heads=heads, T=T
         )
         C: int = min(config["C"], MAX_BOUNDED_ROWS) if family == "bounded" else config["C"]
         BK, BV = max(16, next_power_of_2(r.K)), max(16, next_power_of_2(r.V))

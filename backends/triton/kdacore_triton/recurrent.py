@@ -38,7 +38,7 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     launch = plan.launch_for(inputs)
     if launch.copied:
         inputs = inputs._replace(**{name: getattr(inputs, name).contiguous() for name in launch.copied})
-    q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, _, indices, accepted, out = inputs
+    q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, _, indices, accepted, out, *_ = inputs
     if not launch.fresh_o:
         o = out
     elif launch.v_is_dense:
@@ -75,7 +75,7 @@ class RecurrentPlan:
 
     def launch_for(self, inputs: RecurrentInputs) -> RecurrentLaunch:
         """The launch for the strides of these inputs."""
-        q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, _, indices, accepted, out = inputs
+        q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, _, indices, accepted, out, *_ = inputs
         key = (
             q.stride(),
             k.stride(),
@@ -128,7 +128,7 @@ class RecurrentLaunch:
             r.device.arch,
             K=r.K,
             V=r.V,
-            rows=r.N * r.HV,
+            rows=configs.MANY if r.batch_invariant else r.N * r.HV,
             state=r.state_dtype,
             v_first=r.state_v_first,
         )
@@ -192,7 +192,7 @@ def fast_path(request: Request, inputs: RecurrentInputs) -> FastCall | None:
     empty = allocator(inputs.v.device.type)
 
     def step(arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        q, k, v, g, beta, rate, bias, state, offsets, _, indices, accepted, o = arrays
+        q, k, v, g, beta, rate, bias, state, offsets, _, indices, accepted, o, *_ = arrays
         a, b, c, d, s = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), state.data_ptr()
         bias_at = 0 if bias is None else bias.data_ptr()
         if (a | b | c | d | s | bias_at) & _UNALIGNED or device != current_device():

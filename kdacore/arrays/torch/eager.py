@@ -33,6 +33,7 @@ _DTYPES = {
     torch.float64: "float64",
     torch.int32: "int32",
     torch.int64: "int64",
+    torch.bool: "bool",
 }
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _grad_enabled = torch.is_grad_enabled

@@ -30,6 +30,8 @@ workspace."""
 
 Places = dict[str, tuple[str, int]]
 """Field of a kernel's parameters to the name of an array and an offset in it, in bytes."""
+KernelLaunch = tuple[str, ChunkBackwardKernel, int]
+"""Name, kernel and blocks of a launch."""
 _READ_BY_SCAN_ONLY = frozenset({"kg", "kg_low", "qg", "w", "aqk", "inv"})
 """Arrays of the workspace that the gradients kernel does not read."""
 _STRIDES = tuple(f"{name}_{axis}" for name in INPUTS[:5] for axis in ("sb", "st", "sh"))
@@ -70,11 +72,13 @@ def launches_of(request: Request, strides: tuple[int, ...], wanted: InputGrads) 
     """
     r, plan = request, chunk_backward.plan_of(request)
     index, units = r.device.index, plan.sizes["units"]
+    scans, scan_workspace = _scan_launches(r)
     first, both, second, zeroed = (_Buffer(name) for name in ("first", "both", "second", "zeroed"))
     work = {
         name: (first if name in _READ_BY_SCAN_ONLY else both).add(units * elements * dtype.itemsize)
         for name, (elements, dtype) in chunk_backward.WORKSPACE.items()
     }
+    work |= {name: first.add(size) for name, size in scan_workspace.items()}
     sums = zeroed if r.packed else both  # no kernel writes those of a pack's unused slots
     parts = {
         part: sums.add(units * 4 * width)
@@ -87,13 +91,17 @@ def launches_of(request: Request, strides: tuple[int, ...], wanted: InputGrads) 
     flows = {name: (name, 0) for name in ("d_o", "d_ht", "d_h0") if name != "d_h0" or wanted.initial_state}
     fixed: dict[str, Any] = {**plan.sizes, **dict(zip(_STRIDES, strides, strict=True))}
 
-    def planned(name: str, kernel: ChunkBackwardKernel, *arrays: Places) -> PlannedLaunch:
+    def planned(launch: KernelLaunch, *arrays: Places) -> PlannedLaunch:
         given = {field: place for group in (inputs, *arrays) for field, place in group.items()}
-        return PlannedLaunch(name, chunk_backward.launcher(kernel), plan.grid(kernel, index), given, fixed)
+        name, kernel, blocks = launch
+        return PlannedLaunch(name, chunk_backward.launcher(kernel), blocks, given, fixed)
 
+    prepare = prepare_kernel(plan.float_gate, plan.bounded)
     grads = grads_kernel(plan.float_gate, plan.grouped, plan.bounded)
     kept = {name: place for name, place in work.items() if place[0] == "both"}
-    last = [planned("grads", grads, kept, gradients, parts, {"d_o": ("d_o", 0)})]
+    last = [
+        planned(("grads", grads, plan.grid(grads, index)), kept, gradients, parts, {"d_o": ("d_o", 0)}),
+    ]
     if plan.grouped:
         last += [
             _group(r, x, strides[3 * i : 3 * i + 3], gradients[f"d{x}"])
@@ -103,9 +111,9 @@ def launches_of(request: Request, strides: tuple[int, ...], wanted: InputGrads) 
     if parts:
         last.append(_sums(r, parts))
     return BackwardLaunches(
-        first=(
-            planned("prepare", prepare_kernel(plan.float_gate, plan.bounded), work, flows),
-            planned("scan", chunk_backward.scan_of(r, index), work, flows),
+        first=tuple(
+            planned(launch, work, flows)
+            for launch in (("prepare", prepare, plan.grid(prepare, index)), *scans)
         ),
         second=tuple(last),
         both_bytes=both.bytes,
@@ -114,6 +122,13 @@ def launches_of(request: Request, strides: tuple[int, ...], wanted: InputGrads) 
         zeroed_floats=zeroed.bytes // 4,
         arch=plan.arch,
     )
+
+
+def _scan_launches(r: Request) -> tuple[tuple[KernelLaunch, ...], dict[str, int]]:
+    """What is launched between prepare and gradients, with the parameters of prepare; bytes of the
+    arrays that it needs beside the common workspace, by field."""
+    kernel = chunk_backward.scan_of(r, r.device.index)
+    return (("scan", kernel, chunk_backward.plan_of(r).grid(kernel, r.device.index)),), {}
 
 
 def _places_of_gradients(r: Request, grouped: bool, wanted: InputGrads, second: _Buffer) -> Places:

@@ -12,12 +12,12 @@ from kdacore.arrays.torch.private import Empty, allocator
 from kdacore.types import ChunkInputs, FastCall, Request
 from kdacore_cuda import chunk_forward, chunk_forward_segments, torch_launch
 from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, SEGMENTS
-from kdacore_cuda.launch_sequence import LaunchSequence, PlannedLaunch
+from kdacore_cuda.prepacked_launch import PrepackedLauncher
 from kdacore_cuda.request_encoding import contiguous_strides
 from kdacore_cuda.torch_arguments import ALIGNMENT, strides_without_copies
 
-Launch = Callable[..., None]
-"""``launch(stream, *tokens, o, initial_state, final_state)`` makes a call's launches. All but the
+Launch = Callable[[int, tuple[int, ...], int, int, int], None]
+"""``launch(stream, tokens, o, initial_state, final_state)`` makes a call's launches. All but the
 stream are addresses, 0 for an absent array; ``tokens`` are those of ``_TOKENS``."""
 
 _TOKENS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")
@@ -52,7 +52,7 @@ def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
     o_dtype, state_dtype, returns_state = inputs.v.dtype, plan.state_dtype, r.output_final_state
 
     def fast_call(arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        q, k, v, g, beta, A_log, bias, initial, cu_seqlens = arrays[:9]
+        q, k, v, g, beta, A_log, bias, initial, cu_seqlens, *_ = arrays
         q_at, k_at, v_at, g_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr()
         if (q_at | k_at | v_at | g_at) % ALIGNMENT or current_device() != index:
             return None
@@ -60,8 +60,10 @@ def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
         state = empty(state_shape, state_strides, state_dtype) if returns_state else None
         launch(
             current_stream(index),
-            q_at, k_at, v_at, g_at, beta.data_ptr(), 0 if A_log is None else A_log.data_ptr(),
-            0 if bias is None else bias.data_ptr(), 0 if cu_seqlens is None else cu_seqlens.data_ptr(),
+            (
+                q_at, k_at, v_at, g_at, beta.data_ptr(), 0 if A_log is None else A_log.data_ptr(),
+                0 if bias is None else bias.data_ptr(), 0 if cu_seqlens is None else cu_seqlens.data_ptr(),
+            ),
             o.data_ptr(),
             0 if initial is None else initial.data_ptr(),
             0 if state is None else state.data_ptr(),
@@ -73,43 +75,42 @@ def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
 
 def _fused_launch(request: Request, strides: tuple[int, ...], index: int, empty: Empty) -> Launch:
     plan = chunk_forward.plan_of(request)
-    names = (*_TOKENS, "o", "h0", "ht", "cut_states", "launch")
-    fixed = CHUNK_FORWARD.last(*strides, *plan.sizes)
-    planned = PlannedLaunch("fused", plan.launcher, plan.grid, {name: (name, 0) for name in names}, fixed)
-    start = torch_launch.sequence_start(LaunchSequence([planned], names), plan.arch, index)
+    per_call = (*_TOKENS, "o", "h0", "ht", "cut_states", "launch")
+    packed = PrepackedLauncher(plan.launcher, per_call, CHUNK_FORWARD.last(*strides, *plan.sizes))
+    start = torch_launch.prepacked_start(packed, plan.grid, plan.arch, index)
     size, numbers = plan.cut_states_size, chunk_forward.LAUNCH_NUMBERS
     shape, unit_stride = (size,), (1,)
 
-    def launch(stream: int, *addresses: int) -> None:
+    def launch(stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int) -> None:
         cut_states = empty(shape, unit_stride, torch.float32) if size else None
         at = 0 if cut_states is None else cut_states.data_ptr()
-        start(stream, *addresses, at, next(numbers))
+        start(stream, tokens + (o, initial, final, at, next(numbers)))  # noqa: RUF005  # (*a, b) makes a list first
 
     return launch
 
 
 def _segments_launch(request: Request, strides: tuple[int, ...], index: int, empty: Empty) -> Launch:
     plan, arch = chunk_forward_segments.plan_of(request), chunk_forward.plan_of(request).arch
-    (name, prepare, units), *others = plan.launches
+    (_, prepare, units), *others = plan.launches
     fixed = {**plan.chunks.sizes, **dict(zip(_STRIDES, strides, strict=True))}
-    offsets = {operand: place for operand, (place, _) in chunk_forward_segments.CHUNK_OPERANDS.items()}
-    workspace = {operand: ("workspace", offsets[operand]) for operand in _OPERANDS}
-    given = {array: (array, 0) for array in _TOKENS}
-    launches = [PlannedLaunch(name, prepare, units, {**given, **workspace}, fixed)]
-    segments = {
-        **{array: (array, 0) for array in ("cu_seqlens", "o", "h0", "ht")},
-        "chunk_operands": ("workspace", 0),
-        "maps": ("workspace", plan.maps_offset),
-        "starts": ("workspace", plan.starts_offset),
-    }
+    packed = PrepackedLauncher(prepare, (*_TOKENS, *_OPERANDS), fixed)
+    start_prepare = torch_launch.prepacked_start(packed, units, arch, index)
+    per_call = ("cu_seqlens", "o", "h0", "ht", "chunk_operands", "maps", "starts")
     sizes = SEGMENTS.last(*plan.sizes)
-    launches += [PlannedLaunch(name, launcher, grid, segments, sizes) for name, launcher, grid in others]
-    sequence = LaunchSequence(launches, (*_TOKENS, "o", "h0", "ht", "workspace"))
-    start = torch_launch.sequence_start(sequence, arch, index)
+    start_others = [
+        torch_launch.prepacked_start(PrepackedLauncher(launcher, per_call, sizes), grid, arch, index)
+        for _, launcher, grid in others
+    ]
+    kg, qg, w, u, aqk, last = (chunk_forward_segments.CHUNK_OPERANDS[name][0] for name in _OPERANDS)
+    maps_offset, starts_offset = plan.maps_offset, plan.starts_offset
     shape, unit_stride = (plan.workspace_bytes,), (1,)
 
-    def launch(stream: int, *addresses: int) -> None:
+    def launch(stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int) -> None:
         workspace = empty(shape, unit_stride, torch.uint8)
-        start(stream, *addresses, workspace.data_ptr())
+        at = workspace.data_ptr()
+        start_prepare(stream, tokens + (at + kg, at + qg, at + w, at + u, at + aqk, at + last))  # noqa: RUF005
+        values = (tokens[7], o, initial, final, at, at + maps_offset, at + starts_offset)
+        for start in start_others:
+            start(stream, values)
 
     return launch

@@ -28,6 +28,7 @@ class _JaxAdapter:
     through_operators = False
     array_test = None
     fast_path: Any = None
+    fast_gradients = None
 
     def runner(self, plan: Plan, inputs: Any) -> Run:
         return self.run

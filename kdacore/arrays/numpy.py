@@ -23,6 +23,7 @@ class _NumpyAdapter:
     through_operators = False
 
     fast_path: Any = None
+    fast_gradients = None
 
     def array_test(self, arrays: dict[str, Any], same_strides: bool) -> tuple[str, dict[str, Any]] | None:
         return _array_test(arrays, same_strides)

@@ -72,6 +72,7 @@ class _SpecAdapter:
     through_operators = False
     array_test = None
     fast_path: Any = None
+    fast_gradients = None
     knows_grad = True
 
     def __init__(self, kind: ArrayKind) -> None:

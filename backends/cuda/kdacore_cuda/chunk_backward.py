@@ -199,10 +199,10 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
     d_h0 = None if x.initial_state is None else x.initial_state.new_empty(x.initial_state.shape)
 
     work = make_workspace(plan, x.q, *WORKSPACE)
-    launch(prepare_kernel(plan.float_gate, plan.bounded), plan, x, work)
-    scan_arrays = work | given_arrays(d_o=d_o, d_ht=d_ht, d_h0=d_h0)
-    launch(scan_of(request, x.q.device.index), plan, x, scan_arrays)
-    del scan_arrays
+    first = work | given_arrays(d_o=d_o, d_ht=d_ht, d_h0=d_h0)  # for both: prepare reads fewer
+    launch(prepare_kernel(plan.float_gate, plan.bounded), plan, x, first)
+    launch(scan_of(request, x.q.device.index), plan, x, first)
+    del first
     for name in ("kg", "kg_low", "qg", "w", "aqk", "inv"):  # grads does not read them
         del work[name]
 

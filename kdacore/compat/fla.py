@@ -15,9 +15,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
-from kdacore import api
 from kdacore.compat import fla_arguments
-from kdacore.compat.fla_arguments import Call
+from kdacore.compat.call import Call, run
 
 __all__ = [
     "chunk_gated_delta_rule",
@@ -32,13 +31,6 @@ __all__ = [
 ]
 
 P = ParamSpec("P")
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "chunk_kda": api.chunk_kda,
-    "chunk_gated_delta_rule": api.chunk_gated_delta_rule,
-    "fused_recurrent_kda": api.fused_recurrent_kda,
-    "fused_recurrent_gated_delta_rule": api.fused_recurrent_gated_delta_rule,
-    "kda_gate": api.kda_gate,
-}
 
 
 def computed(translate: Callable[P, Call]) -> Callable[P, Any]:
@@ -46,9 +38,7 @@ def computed(translate: Callable[P, Call]) -> Callable[P, Any]:
 
     @functools.wraps(translate)
     def function(*args: P.args, **kwargs: P.kwargs) -> Any:
-        op, arguments, finish = translate(*args, **kwargs)
-        result = _FUNCTIONS[op](**arguments)
-        return result if finish is None else finish(result)
+        return run(translate(*args, **kwargs))
 
     function.__module__ = __name__
     return function

@@ -1,32 +1,24 @@
 """The arguments of flash-linear-attention's functions, translated to kdacore's.
 
 Each function here has the signature of the function of the same name in flash-linear-attention 0.6. What that one
-reads from ``**kwargs`` is a keyword of its own, so that an unknown one is a TypeError. The result is a :class:`Call`:
-a public function of kdacore, its arguments, and what turns its result into theirs. Nothing here runs a kernel.
+reads from ``**kwargs`` is a keyword of its own, so that an unknown one is a TypeError. The result is a
+:class:`~kdacore.compat.call.Call`: a public function of kdacore, its arguments, and what turns its result into theirs.
+Nothing here runs a kernel.
 """
 
 from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kdacore.compat.call import Call
 from kdacore.errors import ContractError
 
 _CHUNK_STATES_EVERY = 64
-
-
-class Call(NamedTuple):
-    """A call of a public function of kdacore."""
-
-    op: str
-    arguments: dict[str, Any]
-    finish: Callable[[Any], Any] | None = None
-    """Makes flash-linear-attention's result of kdacore's; None where the two are alike."""
 
 
 def chunk_kda(

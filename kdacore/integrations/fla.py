@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 from kdacore import config
-from kdacore.compat import fla as compat
 from kdacore.compat import fla_arguments
 from kdacore.integrations.handover import Handover, handed_over
 from kdacore.integrations.hooks import Hook, HookStatus, Patches
@@ -34,10 +33,7 @@ def is_active() -> bool:
     return _active and config.get().fla_kdacore
 
 
-_HANDOVERS = {
-    name: Handover(getattr(fla_arguments, name), getattr(compat, name), Hook(name), is_active)
-    for name in _FUNCTIONS
-}
+_HANDOVERS = {name: Handover(getattr(fla_arguments, name), Hook(name), is_active) for name in _FUNCTIONS}
 
 
 def activate() -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kdacore.arrays.torch.fast_path import tensor_test
+from kdacore.compat.call import Call, run
 from kdacore.dispatch.asked import Answer, answer
 from kdacore.dispatch.fast_path import Matcher, matcher
 from kdacore.dispatch.plan import PREFERENCE
@@ -25,7 +26,6 @@ from kdacore.ops.binding import binder
 from kdacore.registry import REGISTRY
 
 if TYPE_CHECKING:
-    from kdacore.compat.fla_arguments import Call
     from kdacore.types import Selection
 
 Verdict = tuple[bool, "str | None"]
@@ -41,7 +41,6 @@ class Handover:
     Args:
         translate: has the host's signature and returns the call of kdacore that does the same. Parameters annotated
             as tensors are arrays, the others options; those annotated as ``torch.dtype`` decide nothing here.
-        compute: has the same signature and makes that call.
         hook: its counts.
         is_active: whether the integration takes any call at present.
     """
@@ -49,14 +48,12 @@ class Handover:
     def __init__(
         self,
         translate: Callable[..., Call],
-        compute: Callable[..., Any],
         hook: Hook,
         is_active: Callable[[], bool],
     ) -> None:
         self.hook = hook
         self.is_active = is_active
-        self._translate = translate
-        self.uncounted = compute
+        self.translate = translate
         self._split, self._arrays = _splitter(translate)
         self.parameters = frozenset(inspect.signature(translate).parameters)
         """Names of the host's arguments."""
@@ -87,7 +84,7 @@ class Handover:
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """Make a call that was taken."""
         self.hook.served += 1
-        return self.uncounted(*args, **kwargs)
+        return run(self.translate(*args, **kwargs))
 
     def _declined(self, reason: str) -> Verdict:
         self.hook.declined += 1
@@ -96,7 +93,7 @@ class Handover:
 
     def _judge(self, asked: object, arrays: Any, options: Any, args: Any, kwargs: Any) -> Verdict:
         try:
-            call = self._translate(*args, **kwargs)
+            call = self.translate(*args, **kwargs)
         except (ContractError, TypeError) as error:
             again = options in self._refused
             self._refused.add(options)
@@ -153,7 +150,7 @@ def compute_or_leave(
     if not handover.is_active():
         return leave()
     if torch.compiler.is_compiling():
-        return handover.uncounted(*args, **kwargs)
+        return run(handover.translate(*args, **kwargs))
     if handover.verdict(args, kwargs)[0]:
         return handover.compute(*args, **kwargs)
     return leave()

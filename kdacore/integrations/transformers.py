@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from kdacore.compat import fla as compat
 from kdacore.compat import fla_arguments
 from kdacore.integrations.handover import Handover, compute_or_leave
 from kdacore.integrations.hooks import Hook, HookStatus, Patches
@@ -45,10 +44,7 @@ def is_active() -> bool:
     return _active
 
 
-_HANDOVERS = {
-    name: Handover(getattr(fla_arguments, name), getattr(compat, name), Hook(name), is_active)
-    for name in _IN_MODELS
-}
+_HANDOVERS = {name: Handover(getattr(fla_arguments, name), Hook(name), is_active) for name in _IN_MODELS}
 
 
 def activate() -> None:

@@ -246,6 +246,17 @@ def test_the_recurrent_gated_delta_rule_has_a_backward(integration: Any) -> None
     assert x["q"].grad is not None
 
 
+def test_the_recurrent_gated_delta_rule_can_be_compiled(integration: Any) -> None:
+    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+
+    x = {n: a[:, :5] for n, a in call().items()}
+    x["g"] = x["g"][..., 0]
+    compiled = torch.compile(fused_recurrent_gated_delta_rule, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        want = kdacore.fused_recurrent_gated_delta_rule(**x)[0]
+        assert torch.equal(compiled(**x)[0], want)
+
+
 class ComputedByFlaError(Exception):
     """flash-linear-attention has come to its own kernels."""
 
@@ -287,7 +298,7 @@ def test_calls_seen_before_are_recognised_before_they_are_translated(
     def untouched(**_: Any) -> None:
         raise AssertionError("translated again")
 
-    monkeypatch.setattr(handed, "_translate", untouched)
+    monkeypatch.setattr(handed, "translate", untouched)
     assert handed.verdict((), {n: a.clone() for n, a in x.items()}) == (True, None)
     for other in ({"scale": 0.5}, {"g": x["g"].bfloat16()}, {"q": x["q"][:, :3]}):
         with pytest.raises(AssertionError, match="translated again"):

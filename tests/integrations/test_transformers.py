@@ -164,6 +164,18 @@ def test_a_call_that_kdacore_declines_is_computed_by_the_model(activated: None) 
     assert "chunk_kda: argument 'v': got dtype bfloat16" in integration.status()[0].reason
 
 
+def test_a_compiled_model_has_kdacore_in_its_graph(activated: None) -> None:
+    module = modeling("kimi_linear")
+    q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    arguments = {"g": -torch.rand(1, 5, 2, 8), "beta": torch.rand(1, 5, 2), "use_cache": False}
+    compiled = torch.compile(module.chunk_kimi_delta_attention, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        with kdacore.record_selections() as ran:
+            o, _ = compiled(q, k, v, **arguments)
+        assert [selection.request.op for selection in ran] == ["chunk_kda"]
+        assert torch.equal(o, module.chunk_kimi_delta_attention(q, k, v, **arguments)[0])
+
+
 def test_deactivating_puts_the_models_functions_back(on_torch: dict[str, Outcome]) -> None:
     from transformers.integrations import hub_kernels
 

@@ -52,7 +52,7 @@ def _leave_out_unread(request: Request, values: dict[str, Any], lengths: Any) ->
         read = ~state_rows(request, values, lengths).padding
     if not request.packed and read.all():
         return
-    tokens = np.zeros(request.B * request.T, bool)
+    tokens: Any = np.zeros(request.B * request.T, bool)
     tokens[: int(lengths.sum())] = np.repeat(read, lengths)
     if tokens.all():
         return

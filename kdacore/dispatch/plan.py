@@ -120,12 +120,17 @@ def _environment_policy() -> selection.Policy:
 
 def current_policy(opdef: OpDef, backend: object) -> selection.Policy:
     """``backend=`` over ``use_backend`` over ``KDACORE_BACKEND`` over auto."""
-    around = PREFERENCE.get() or _environment_policy()
     if backend is None:
-        return around
+        return PREFERENCE.get() or _environment_policy()
     if not isinstance(backend, str) or not backend:
         raise ContractError(opdef.name, "backend", shown(backend), "None or the name of a backend")
-    return selection.Policy(backend, (), "backend=", around.batch_invariant)
+    return selection.Policy(backend, (), "backend=", _asks_batch_invariance())
+
+
+def _asks_batch_invariance() -> bool:
+    """What the innermost block asks, else the environment. Reads no other variable: those may be wrong."""
+    around = PREFERENCE.get()
+    return config.get().batch_invariant if around is None else around.batch_invariant
 
 
 def plan_for(
@@ -213,8 +218,7 @@ def use_backend(*names: str) -> Iterator[None]:
         if not isinstance(name, str):
             raise ContractError("use_backend", "names", shown(name), "names of backends")
         REGISTRY.get(name, "use_backend", "names")
-    around = PREFERENCE.get() or _environment_policy()
-    token = PREFERENCE.set(selection.Policy("", tuple(names), "use_backend", around.batch_invariant))
+    token = PREFERENCE.set(selection.Policy("", tuple(names), "use_backend", _asks_batch_invariance()))
     try:
         yield
     finally:

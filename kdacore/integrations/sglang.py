@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from kdacore import integrations
-from kdacore.compat.fla import computed
 from kdacore.integrations import sglang_arguments
 from kdacore.integrations.handover import Handover, compute_or_leave
 from kdacore.integrations.hooks import Hook, HookStatus
@@ -47,10 +46,7 @@ def is_active() -> bool:
     return _active
 
 
-_HANDOVERS = {
-    name: Handover(translate := getattr(sglang_arguments, name), computed(translate), Hook(name), is_active)
-    for name in METHODS
-}
+_HANDOVERS = {name: Handover(getattr(sglang_arguments, name), Hook(name), is_active) for name in METHODS}
 _registered = False
 
 

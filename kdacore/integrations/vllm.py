@@ -12,7 +12,6 @@ from functools import partial
 from types import ModuleType
 
 from kdacore import integrations
-from kdacore.compat.fla import computed
 from kdacore.integrations import later_imports, vllm_arguments
 from kdacore.integrations.handover import Handover, handed_over
 from kdacore.integrations.hooks import Hook, HookStatus, Patches
@@ -40,7 +39,7 @@ def is_active() -> bool:
 
 
 _HANDOVERS = {
-    name: Handover(translate := getattr(vllm_arguments, name), computed(translate), Hook(name), is_active)
+    name: Handover(getattr(vllm_arguments, name), Hook(name), is_active)
     for functions in REPLACED.values()
     for name in functions.values()
 }

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kdacore.compat.fla_arguments import Call
+from kdacore.compat.call import Call
 from kdacore.errors import ContractError
 from kdacore.integrations.gates import bounded_gate
 

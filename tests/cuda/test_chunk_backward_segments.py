@@ -66,3 +66,24 @@ def test_lengths(emulated: list[str], T: int) -> None:
     check(draw(T, B=1 + T % 2, seed=T + 1, initial_state=state(1 + T % 2, 1)), **BOUNDED_MODEL)
     names = [name.split("-")[0] for name in emulated][1:-2]
     assert names == (["segment_maps", "segment_chain", "scan"] if T > 128 else ["scan"])
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 100])
+@pytest.mark.parametrize("options", [SAFE_LOG, {}], ids=["bounded", "unbounded"])
+def test_near_collinear_keys(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], chunks: int
+) -> None:
+    """Gradients of rows that nearly cancel. kg is in one part in the walks that give B'."""
+    use_segments(monkeypatch, chunks)
+    d = Draw(3)
+    inputs = draw(300, gate="slow", initial_state=d.normal(1, 1, 128, 128, dtype=torch.float32))
+    keys = d.normal(1, 1, 1, 128, dtype=torch.float32) + 1e-2 * d.normal(1, 300, 1, 128, dtype=torch.float32)
+    unit = torch.nn.functional.normalize(keys, dim=-1).to(torch.bfloat16)
+    check(inputs._replace(k=unit, beta=torch.full((1, 300, 1), 0.9975)), **options)
+
+
+@pytest.mark.parametrize("gate", ["init", "slow", "fast", "spread", "mixed"])
+def test_gates(emulated: list[str], gate: str) -> None:
+    """Slow ones: what a segment hands on is most of the next one's state."""
+    options = (BOUNDED_MODEL if gate == "init" else SAFE_LOG) if gate != "mixed" else {}
+    check(draw(300, gate=gate, initial_state=state(1, 1)), **options)

@@ -13,23 +13,24 @@
 // Warps: state warps hold 16 rows of the state each in float32 accumulators, four warps a
 // warpgroup. The bfloat16 copy of these is both the left operand of the next products and what is
 // stored as h or dh. One producer warp copies the chunks' operands into rings of stages ahead of
-// them, two more load d_o.
+// them, two more load d_o, and one stores what the state warps have staged.
 // Synchronisation: each stage has a barrier that counts what arrives (full) and one that counts the
-// state warps that are done with it (empty). Results go through shared memory as bulk copies, so
-// that no product waits for a store.
+// warps that are done with it (empty). Results go through shared memory as bulk copies, so that no
+// product waits for a store.
 // Shared memory: scan_shared_memory.cuh.
 #include "sm90/chunk_backward/scan_forward.cuh"
 #include "sm90/chunk_backward/scan_producer.cuh"
 #include "sm90/chunk_backward/scan_reverse.cuh"
+#include "sm90/chunk_backward/scan_stores.cuh"
 
 __device__ __forceinline__ void init_barriers(u32 shared) {
   if (thread_index() < 2 * RINGS * MAX_STAGES) {
-    const bool empty = thread_index() / MAX_STAGES & 1,
-               output_grads = thread_index() / MAX_STAGES == 2 * DO_RING;
+    const int ring = thread_index() / (2 * MAX_STAGES);
+    const bool empty = thread_index() / MAX_STAGES & 1, out = ring >= OUT_RINGS;
     // Every lane of the warps that load d_o arrives, with its own pieces.
-    const u32 full_count = output_grads ? 32 * OUTPUT_WARPS : 1;
+    const u32 one = ring == DO_RING && !empty ? 32 * OUTPUT_WARPS : 1;
     barrier_init(shared + OFFSET(SharedMemory, barriers) + 8 * thread_index(),
-                 empty ? WARP_ARRIVALS * STATE_WARPS : full_count);
+                 empty != out ? WARP_ARRIVALS * STATE_WARPS : one);
   }
   fence_async_proxy();  // bulk copies use them
   sync_block();
@@ -52,9 +53,13 @@ KDA_KERNEL(THREADS, 1) scan(KDA_PARAM ChunkBackwardParams p) {
   } else {
     set_role_registers<0>();
     const int part = warp - STATE_WARPS - 1;  // of d_o
-    if (part >= 0) {
-      if (task.reverse && part < OUTPUT_WARPS)
-        produce_output_gradients(p, task, OutputGradRing{shared}, 0, part);
+    if (part == OUTPUT_WARPS) {
+      if (task.reverse)
+        store_reverse(p, task, shared);
+      else
+        store_forward(p, task, shared);
+    } else if (part >= 0) {
+      if (task.reverse) produce_output_gradients(p, task, OutputGradRing{shared}, 0, part);
     } else if (task.reverse)
       produce_reverse(p, task, shared);
     else

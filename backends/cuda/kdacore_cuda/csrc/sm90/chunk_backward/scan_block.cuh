@@ -12,11 +12,11 @@ static_assert(WARPGROUPS == 1 || WARPGROUPS == 2, "64 rows of V a warpgroup");
 constexpr int BLOCKS_V = 2 / WARPGROUPS;  // blocks that share a state
 constexpr int BLOCK_V = 64 * WARPGROUPS;
 constexpr int STATE_WARPS =
-    4 * WARPGROUPS;  // warps with 16 rows of the state each; the warp after them copies, two more d_o
+    4 * WARPGROUPS;  // warps with 16 rows of the state each; of the four after them one copies, two
+                     // load d_o, and one may store
 constexpr int OUTPUT_WARPS = 2;
-// Registers are moved by warpgroups, so the producers' has an idle warp; a single state warpgroup
-// has enough anyway.
-constexpr int THREADS = WARPGROUPS == 2 ? 384 : 32 * (STATE_WARPS + 1 + OUTPUT_WARPS);
+// Registers are moved by warpgroups; a single state warpgroup has enough anyway.
+constexpr int THREADS = 128 * (WARPGROUPS + 1);
 constexpr int START_REGISTERS = 168, STATE_REGISTERS = 232, PRODUCER_REGISTERS = 40;
 static_assert(2 * STATE_REGISTERS + PRODUCER_REGISTERS <= 3 * START_REGISTERS,
               "more registers than the block has");

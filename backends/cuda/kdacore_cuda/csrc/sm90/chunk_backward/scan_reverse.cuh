@@ -14,6 +14,8 @@ __device__ __forceinline__ void scan_reverse(const ChunkBackwardParams& p, const
   ValueGradRing value_grad = {l.shared};
   StateGradRing state_grad = {l.shared};
   OutputGradRing output_grads = {l.shared};
+  StateOutRing states_out = {l.shared};
+  RowsOutRing rows_out = {l.shared};
   TokenOperand o;
   const auto load_output_gradients = [&] {
     output_grads.wait_full();
@@ -23,9 +25,8 @@ __device__ __forceinline__ void scan_reverse(const ChunkBackwardParams& p, const
   };
   const int first = task.end - 1;
   if (first >= task.begin) load_output_gradients();
-  long long at = task.at + (long long)first * p.HV;
 #pragma unroll 1
-  for (int c = first; c >= task.begin; --c, at -= p.HV) {
+  for (int c = first; c >= task.begin; --c) {
     const u32 stage = value_grad.stage(), rest = state_grad.stage();
     const u64 kg = operand_descriptor(stage + OFFSET(ValueGradStage, kg), 16, 1024),
               w = operand_descriptor(rest + OFFSET(StateGradStage, w), SQUARE_BYTES, 1024);
@@ -48,18 +49,17 @@ __device__ __forceinline__ void scan_reverse(const ChunkBackwardParams& p, const
     }
     warpgroup_commit();
 
-    // Meanwhile: dh and the previous chunk's dr are stored; the state decays.
+    // Meanwhile: dh and the previous chunk's dr (of the first, zeros that nobody stores) are handed
+    // over; the state decays.
     TokenOperand before;
     pack_rows(before, dr);
-    wait_stores<0>(l);
-    stage_rows(l, before);
-    stage_state(l, dh);
-    fence_staged();
-    if (l.lane == 0) {
-      if (c < first) store_rows_image(l, task, p.dr, at + p.HV);
-      store_state_image(l, task, p.dh, at);
-      copy_out_commit();
-    }
+    rows_out.wait_empty();
+    states_out.wait_empty();
+    stage_rows(l, rows_out, before);
+    stage_state(l, states_out, dh);
+    fence_async_proxy();
+    hand_over(l, rows_out);
+    hand_over(l, states_out);
     decay_state(state, l, decays_of(value_grad));
 
     // Products that do not need dv keep the matrix unit busy while dv is rounded.
@@ -95,14 +95,10 @@ __device__ __forceinline__ void scan_reverse(const ChunkBackwardParams& p, const
   if (first >= task.begin) {
     TokenOperand before;
     pack_rows(before, dr);
-    wait_stores<0>(l);
-    stage_rows(l, before);
-    fence_staged();
-    if (l.lane == 0) {
-      store_rows_image(l, task, p.dr, at + p.HV);
-      copy_out_commit();
-    }
+    rows_out.wait_empty();
+    stage_rows(l, rows_out, before);
+    fence_async_proxy();
+    hand_over(l, rows_out);
   }
   if (p.d_h0 && task.begin == 0) write_state(state, l, task, p.d_h0, p.flags);
-  wait_stores<0>(l);
 }

@@ -25,15 +25,17 @@ struct StateGradStage {
 constexpr u32 FORWARD_BYTES = sizeof(ForwardStage), VALUE_GRAD_BYTES = sizeof(ValueGradStage),
               STATE_GRAD_BYTES = sizeof(StateGradStage);
 
-constexpr u32 ROWS_OUT = 16 * IMAGE_ROW;  // a warp's rows in 64 columns of an image
-// What a warp stores: its rows of h or dh in two halves, and of v or dr.
-struct OutputStaging {
-  u16 state[2][16][64], rows[16][64];
+// Results on their way out, this block's rows of an image: h or dh, and v or dr.
+struct StateOut {
+  u16 half[2][BLOCK_V][64];
+};
+struct RowsOut {
+  u16 rows[BLOCK_V][64];
 };
 
-constexpr int FORWARD_STAGES = WARPGROUPS == 2 ? 3 : 4, DO_STAGES = WARPGROUPS == 2 ? 1 : 3,
-              VALUE_GRAD_STAGES = 2, STATE_GRAD_STAGES = 2;
-constexpr int MAX_STAGES = 4, RINGS = 3, DO_RING = 2;
+constexpr int FORWARD_STAGES = WARPGROUPS == 2 ? 3 : 4, DO_STAGES = WARPGROUPS == 2 ? 1 : 2,
+              VALUE_GRAD_STAGES = 2, STATE_GRAD_STAGES = 2, OUT_STAGES = WARPGROUPS == 2 ? 1 : 2;
+constexpr int MAX_STAGES = 4, RINGS = 5, DO_RING = 2, OUT_RINGS = 3;
 struct SharedMemory {
   union {
     Aligned<ForwardStage> forward[FORWARD_STAGES];
@@ -44,10 +46,11 @@ struct SharedMemory {
       float decays[VALUE_GRAD_STAGES][K];  // beside the operands of dv
     };
   };
-  OutputStaging out[STATE_WARPS];
+  StateOut state_out[OUT_STAGES];
+  RowsOut rows_out[OUT_STAGES];
   u64 barriers[RINGS][2][MAX_STAGES];  // full, then empty
 };
-constexpr u32 OUT_BYTES = sizeof(OutputStaging), RING_BARRIERS = sizeof(u64[2][MAX_STAGES]);
+constexpr u32 RING_BARRIERS = sizeof(u64[2][MAX_STAGES]), HALF_OUT_BYTES = sizeof(RowsOut);
 static_assert(OFFSET(SharedMemory, barriers) + RINGS * RING_BARRIERS <= SHARED_BYTES,
               "the host's shared memory size is too small");
 
@@ -78,6 +81,8 @@ using ForwardRing = ScanRing<FORWARD_STAGES, ForwardStage, OFFSET(SharedMemory, 
 using ValueGradRing = ScanRing<VALUE_GRAD_STAGES, ValueGradStage, OFFSET(SharedMemory, value_grad), 0>;
 using StateGradRing = ScanRing<STATE_GRAD_STAGES, StateGradStage, OFFSET(SharedMemory, state_grad), 1>;
 using OutputGradRing = ScanRing<DO_STAGES, OutputGradStage, OFFSET(SharedMemory, output_grad), DO_RING>;
+using StateOutRing = ScanRing<OUT_STAGES, StateOut, OFFSET(SharedMemory, state_out), OUT_RINGS>;
+using RowsOutRing = ScanRing<OUT_STAGES, RowsOut, OFFSET(SharedMemory, rows_out), OUT_RINGS + 1>;
 static_assert(FORWARD_STAGES <= MAX_STAGES && DO_STAGES <= MAX_STAGES && VALUE_GRAD_STAGES <= MAX_STAGES,
               "no barriers for so many");
 __device__ __forceinline__ u32 decays_of(const ValueGradRing& ring) {

@@ -40,29 +40,37 @@ KDA_KERNEL(THREADS, 1) scan(KDA_PARAM ChunkBackwardParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   wait_for_inputs();
-  const int warp = uniform(thread_index() >> 5);
-  const Task task = find_task(p, block_index());
-  if (IN_SEGMENTS && task.idle) return;
+#if IN_SEGMENTS
+  if (find_task(p, block_index()).idle) return;
+#endif
   init_barriers(shared);
-  if (warp < STATE_WARPS) {
+  // Each role finds its warp and its task: those that load have few registers.
+  if (uniform(thread_index() >> 5) < STATE_WARPS) {
     set_role_registers<1>();
+    const int warp = uniform(opaque(thread_index()) >> 5);
+    const Task task = find_task(p, opaque(block_index()));
     if (task.reverse)
       scan_reverse(p, task, make_lane(shared, warp));
     else
       scan_forward(p, task, make_lane(shared, warp));
   } else {
     set_role_registers<0>();
-    const int part = warp - STATE_WARPS - 1;  // of d_o
-    if (part == OUTPUT_WARPS) {
+    const int part = uniform(opaque(thread_index()) >> 5) - STATE_WARPS - 1;  // of d_o
+    if (part < 0) {
+      const Task task = find_task(p, opaque(block_index()));
+      if (task.reverse)
+        produce_reverse(p, task, shared);
+      else
+        produce_forward(p, task, shared);
+    } else if (part < OUTPUT_WARPS) {
+      const Task task = find_task(p, opaque(block_index()));
+      if (task.reverse) produce_output_gradients(p, task, OutputGradRing{shared}, 0, part);
+    } else {
+      const Task task = find_task(p, opaque(block_index()));
       if (task.reverse)
         store_reverse(p, task, shared);
       else
         store_forward(p, task, shared);
-    } else if (part >= 0) {
-      if (task.reverse) produce_output_gradients(p, task, OutputGradRing{shared}, 0, part);
-    } else if (task.reverse)
-      produce_reverse(p, task, shared);
-    else
-      produce_forward(p, task, shared);
+    }
   }
 }

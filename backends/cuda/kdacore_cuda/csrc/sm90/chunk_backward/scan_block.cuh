@@ -97,15 +97,15 @@ __device__ __forceinline__ void produce_output_gradients(const ChunkBackwardPara
                                                          Ring ring, u32 rows_at, int part) {
   const int lane = thread_index() & 31;
   const long long token = 2ll * p.HV * V;  // bytes from one to the next
-  const u64 first = p.d_o +
-                    (task.s.batch * p.T + task.s.first + part * PART_ROWS + lane / ROW_LANES) * token +
-                    2 * (task.hv * V + task.part * BLOCK_V) + lane % ROW_LANES * 16;
-  for (int c = task.end - 1; c >= task.begin; --c) {
+  const int last = (task.end - 1) * C + part * PART_ROWS;  // first row of the part of the last chunk
+  u64 from = p.d_o + (task.s.batch * p.T + task.s.first + last + lane / ROW_LANES) * token +
+             2 * (task.hv * V + task.part * BLOCK_V) + lane % ROW_LANES * 16;
+  int rows = task.s.length - last;
+  for (int c = task.end; c > task.begin; --c, from -= C * token, rows += C) {
     const u32 to = ring.stage() + rows_at + part * PART_ROWS * DO_ROW;
     ring.wait_empty();
     sync_warp();
-    fetch_rows(to, reinterpret_cast<const unsigned char*>(first + c * C * token), token, lane,
-               task.s.length - c * C - part * PART_ROWS);
+    fetch_rows(to, reinterpret_cast<const unsigned char*>(from), token, lane, rows);
     copy_async_arrive(ring.full());
     ring.next();
   }

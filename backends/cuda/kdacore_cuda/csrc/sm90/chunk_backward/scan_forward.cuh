@@ -29,7 +29,7 @@ __device__ __forceinline__ void scan_forward(const ChunkBackwardParams& p, const
   StateOutRing states_out = {l.shared};
   RowsOutRing rows_out = {l.shared};
 #pragma unroll 1
-  for (int c = task.begin; c < task.end; ++c) {
+  for (int left = task.end - task.begin; left > 0; --left) {
     const u32 stage = ring.stage();
     const u64 w = operand_descriptor(stage + OFFSET(ForwardStage, w), 16, 1024),
               kg = operand_descriptor(stage + OFFSET(ForwardStage, kg), SQUARE_BYTES, 1024);

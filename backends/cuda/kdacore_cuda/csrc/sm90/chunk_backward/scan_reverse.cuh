@@ -23,10 +23,10 @@ __device__ __forceinline__ void scan_reverse(const ChunkBackwardParams& p, const
     release(l, output_grads.empty());
     output_grads.next();
   };
-  const int first = task.end - 1;
-  if (first >= task.begin) load_output_gradients();
+  const int chunks = task.end - task.begin;
+  if (chunks > 0) load_output_gradients();
 #pragma unroll 1
-  for (int c = first; c >= task.begin; --c) {
+  for (int left = chunks; left > 0; --left) {
     const u32 stage = value_grad.stage(), rest = state_grad.stage();
     const u64 kg = operand_descriptor(stage + OFFSET(ValueGradStage, kg), 16, 1024),
               w = operand_descriptor(rest + OFFSET(StateGradStage, w), SQUARE_BYTES, 1024);
@@ -85,14 +85,14 @@ __device__ __forceinline__ void scan_reverse(const ChunkBackwardParams& p, const
     warpgroup_wait<1>();
     fence_registers(state.s);
     pack_state(dh, state);
-    if (c > task.begin) load_output_gradients();
+    if (left > 1) load_output_gradients();
     // No product may be open at the loop's end: the compiler would serialise all of them.
     warpgroup_wait<0>();
     fence_registers(dr);
     release(l, state_grad.empty());
     state_grad.next();
   }
-  if (first >= task.begin) {
+  if (chunks > 0) {
     TokenOperand before;
     pack_rows(before, dr);
     rows_out.wait_empty();

@@ -11,15 +11,17 @@ struct ForwardStage {
   u16 u[BLOCK_V][64];  // this block's rows
   float decay[K];      // of the whole chunk
 };
-// Reverse: three parts, each with a ring of its own, as they are used at different times. d_o
+// Reverse: four parts, each with a ring of its own, as they are used at different times. d_o
 // (OutputGradStage) goes to registers before its chunk begins; then come the operands of dv, then
-// those of the state's gradient and dr.
+// those of the state's gradient; the inverse, for dr, is used while the next chunk begins.
 struct ValueGradStage {
   TileImage kg, kg_low;
   SquareImage aqk;
 };
 struct StateGradStage {
   TileImage w, qg;
+};
+struct InverseStage {
   SquareImage inverse;
 };
 constexpr u32 FORWARD_BYTES = sizeof(ForwardStage), VALUE_GRAD_BYTES = sizeof(ValueGradStage),
@@ -34,14 +36,16 @@ struct RowsOut {
 };
 
 constexpr int FORWARD_STAGES = WARPGROUPS == 2 ? 3 : 4, DO_STAGES = WARPGROUPS == 2 ? 1 : 2,
-              VALUE_GRAD_STAGES = 2, STATE_GRAD_STAGES = 2, OUT_STAGES = WARPGROUPS == 2 ? 1 : 2;
-constexpr int MAX_STAGES = 4, RINGS = 5, DO_RING = 2, OUT_RINGS = 3;
+              VALUE_GRAD_STAGES = 2, STATE_GRAD_STAGES = 2, INVERSE_STAGES = 2,
+              OUT_STAGES = WARPGROUPS == 2 ? 1 : 2;
+constexpr int MAX_STAGES = 4, RINGS = 6, DO_RING = 3, OUT_RINGS = 4;
 struct SharedMemory {
   union {
     Aligned<ForwardStage> forward[FORWARD_STAGES];
     struct {
       Aligned<ValueGradStage> value_grad[VALUE_GRAD_STAGES];
       Aligned<StateGradStage> state_grad[STATE_GRAD_STAGES];
+      Aligned<InverseStage> inverse[INVERSE_STAGES];
       Aligned<OutputGradStage> output_grad[DO_STAGES];
       float decays[VALUE_GRAD_STAGES][K];  // beside the operands of dv
     };
@@ -80,6 +84,7 @@ using ScanRing = Ring<STAGES, AT, sizeof(Aligned<T>), OFFSET(SharedMemory, barri
 using ForwardRing = ScanRing<FORWARD_STAGES, ForwardStage, OFFSET(SharedMemory, forward), 0>;
 using ValueGradRing = ScanRing<VALUE_GRAD_STAGES, ValueGradStage, OFFSET(SharedMemory, value_grad), 0>;
 using StateGradRing = ScanRing<STATE_GRAD_STAGES, StateGradStage, OFFSET(SharedMemory, state_grad), 1>;
+using InverseRing = ScanRing<INVERSE_STAGES, InverseStage, OFFSET(SharedMemory, inverse), 2>;
 using OutputGradRing = ScanRing<DO_STAGES, OutputGradStage, OFFSET(SharedMemory, output_grad), DO_RING>;
 using StateOutRing = ScanRing<OUT_STAGES, StateOut, OFFSET(SharedMemory, state_out), OUT_RINGS>;
 using RowsOutRing = ScanRing<OUT_STAGES, RowsOut, OFFSET(SharedMemory, rows_out), OUT_RINGS + 1>;

@@ -19,7 +19,7 @@ from kdacore.bench import results
 from kdacore.bench.cases import Case
 from kdacore.bench.clock import Budget, CudaClock, Step, interleave
 from kdacore.bench.results import Figure, Results, Row
-from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
+from kdacore.types import ChunkInputs, Gate, InputGrads, OutputGrads, Request
 from kdacore_cuda import (
     chunk_backward,
     chunk_backward_segments,
@@ -48,15 +48,19 @@ def hold(what: str, got: InputGrads, want: InputGrads) -> None:
         raise AssertionError(f"{what}: {found}")
 
 
-def gate(case: Case, chunks: list[int]) -> None:
-    """Raises AssertionError where a gradient is wrong."""
+def gate_oracle(gate: Gate) -> None:
+    """Raises AssertionError where a gradient of a short call is wrong."""
     # The gradient of "init" gates is a handful of large numbers, whose rounding does not average out.
-    short = Case(name="short", phase="training", T=1500, H=2, gate=case.gate)
-    request, inputs, grads = call_of(short, "random")
+    request, inputs, grads = call_of(Case(name="short", phase="training", T=1500, H=2, gate=gate), "random")
     on_cpu = OutputGrads(None if grads.o is None else grads.o.cpu(), None)
     want = oracle_backward(request, on_host(inputs), on_cpu)
-    for each in (1, 2):
-        hold(f"segments of {each} against the oracle", backward(replace(request), inputs, grads, each), want)
+    for each in (0, 1, 2):
+        name = f"segments of {each}" if each else "chains"
+        hold(f"{name} against the oracle", backward(replace(request), inputs, grads, each), want)
+
+
+def gate_chains(case: Case, chunks: list[int]) -> None:
+    """Raises AssertionError where gradients of the timed call in segments are far from those in chains."""
     request, inputs, grads = call_of(case, "random")
     want = backward(replace(request), inputs, grads, 0)
     for each in chunks:
@@ -67,6 +71,10 @@ def contenders(case: Case, chunks: list[int]) -> dict[str, Step]:
     """By name: the launches and the whole backward, in chains and in segments, and the forward."""
     request, inputs, grads = call_of(case, "init")
     steps: dict[str, Step] = {"cuda forward": lambda: chunk_forward.forward(request, inputs)}
+
+    def whole(request: Request, each: int) -> Step:
+        return lambda: backward(request, inputs, grads, each)
+
     for each in (0, *chunks):
         name = f"segments-of-{each}" if each else "chains"
         mine = replace(request)  # plans are kept by request
@@ -79,7 +87,7 @@ def contenders(case: Case, chunks: list[int]) -> dict[str, Step]:
             launches = cuda_steps(mine, inputs, grads)
         wanted = ("maps", "chain", "scan") if each else ("prepare", "scan", "gradients")
         steps |= {f"{name} {launch}": launches[launch] for launch in wanted if launch in launches}
-        steps[f"{name} all"] = lambda mine=mine, each=each: backward(mine, inputs, grads, each)
+        steps[f"{name} all"] = whole(mine, each)
     return steps
 
 
@@ -95,12 +103,13 @@ def main() -> None:
     load = results.load()
     rows: list[Row] = []
     figures: list[Figure] = []
+    gate_oracle(args.gate)
     with torch.no_grad():
         for tokens in args.tokens:
             for heads in args.heads:
                 case = Case(name="timed", phase="training", T=tokens, H=heads, gate=args.gate)
                 chunks = args.chunks or [chunk_backward_segments_kernels.chunks_per_segment(heads)]
-                gate(case, chunks)
+                gate_chains(case, chunks)
                 found = interleave(contenders(case, chunks), CudaClock(), Budget(args.samples, 30.0))
                 shape = f"B1 T{tokens} H{heads} K128 V128 {case.gate}"
                 rows += [row(PRESET, shape, case, name, "cuda", t) for name, t in found.items()]

@@ -47,9 +47,9 @@ SCAN_SHARED = 231680
 
 
 def state_threads(warpgroups: int) -> int:
-    """Threads of a block that carries a state: warpgroups with 64 of its rows each, and four warps
-    that load and store."""
-    return 128 * (warpgroups + 1)
+    """Threads of a block that carries a state: warpgroups with 64 of its rows each, and warps that
+    load."""
+    return 384 if warpgroups == 2 else 224
 
 
 @cache

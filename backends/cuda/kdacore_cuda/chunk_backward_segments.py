@@ -69,7 +69,8 @@ def _make_plan(r: Request) -> ChunkBackwardSegmentsPlan:
     launches = []
     if segments > 1:
         walks = 3 * (slots if r.packed else r.N * (segments - 1)) * r.HV
-        warpgroups = walk_warpgroups(walks, multiprocessors)
+        idle = 0 if r.packed else items  # first segments have no A
+        warpgroups = walk_warpgroups(walks - idle, multiprocessors)
         launches.append(ScanLaunch("maps", segment_maps_kernel(warpgroups), 2 // warpgroups * walks))
         blocks = chain_blocks(items, multiprocessors)
         launches.append(ScanLaunch("chain", segment_chain_kernel(blocks), 2 * blocks * items))

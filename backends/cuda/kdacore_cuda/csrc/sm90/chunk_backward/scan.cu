@@ -13,24 +13,23 @@
 // Warps: state warps hold 16 rows of the state each in float32 accumulators, four warps a
 // warpgroup. The bfloat16 copy of these is both the left operand of the next products and what is
 // stored as h or dh. One producer warp copies the chunks' operands into rings of stages ahead of
-// them, two more load d_o, and one stores what the state warps have staged.
+// them, two more load d_o.
 // Synchronisation: each stage has a barrier that counts what arrives (full) and one that counts the
-// warps that are done with it (empty). Results go through shared memory as bulk copies, so that no
-// product waits for a store.
+// state warps that are done with it (empty). Results go through shared memory as bulk copies, so
+// that no product waits for a store.
 // Shared memory: scan_shared_memory.cuh.
 #include "sm90/chunk_backward/scan_forward.cuh"
 #include "sm90/chunk_backward/scan_producer.cuh"
 #include "sm90/chunk_backward/scan_reverse.cuh"
-#include "sm90/chunk_backward/scan_stores.cuh"
 
 __device__ __forceinline__ void init_barriers(u32 shared) {
   if (thread_index() < 2 * RINGS * MAX_STAGES) {
-    const int ring = thread_index() / (2 * MAX_STAGES);
-    const bool empty = thread_index() / MAX_STAGES & 1, out = ring >= OUT_RINGS;
+    const bool empty = thread_index() / MAX_STAGES & 1,
+               output_grads = thread_index() / MAX_STAGES == 2 * DO_RING;
     // Every lane of the warps that load d_o arrives, with its own pieces.
-    const u32 one = ring == DO_RING && !empty ? 32 * OUTPUT_WARPS : 1;
+    const u32 full_count = output_grads ? 32 * OUTPUT_WARPS : 1;
     barrier_init(shared + OFFSET(SharedMemory, barriers) + 8 * thread_index(),
-                 empty != out ? WARP_ARRIVALS * STATE_WARPS : one);
+                 empty ? WARP_ARRIVALS * STATE_WARPS : full_count);
   }
   fence_async_proxy();  // bulk copies use them
   sync_block();
@@ -40,37 +39,25 @@ KDA_KERNEL(THREADS, 1) scan(KDA_PARAM ChunkBackwardParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   wait_for_inputs();
-#if IN_SEGMENTS
-  if (find_task(p, block_index()).idle) return;
-#endif
+  const int warp = uniform(thread_index() >> 5);
+  const Task task = find_task(p, block_index());
+  if (IN_SEGMENTS && task.idle) return;
   init_barriers(shared);
-  // Each role finds its warp and its task: those that load have few registers.
-  if (uniform(thread_index() >> 5) < STATE_WARPS) {
+  if (warp < STATE_WARPS) {
     set_role_registers<1>();
-    const int warp = uniform(opaque(thread_index()) >> 5);
-    const Task task = find_task(p, opaque(block_index()));
     if (task.reverse)
       scan_reverse(p, task, make_lane(shared, warp));
     else
       scan_forward(p, task, make_lane(shared, warp));
   } else {
     set_role_registers<0>();
-    const int part = uniform(opaque(thread_index()) >> 5) - STATE_WARPS - 1;  // of d_o
-    if (part < 0) {
-      const Task task = find_task(p, opaque(block_index()));
-      if (task.reverse)
-        produce_reverse(p, task, shared);
-      else
-        produce_forward(p, task, shared);
-    } else if (part < OUTPUT_WARPS) {
-      const Task task = find_task(p, opaque(block_index()));
-      if (task.reverse) produce_output_gradients(p, task, OutputGradRing{shared}, 0, part);
-    } else {
-      const Task task = find_task(p, opaque(block_index()));
-      if (task.reverse)
-        store_reverse(p, task, shared);
-      else
-        store_forward(p, task, shared);
-    }
+    const int part = warp - STATE_WARPS - 1;  // of d_o
+    if (part >= 0) {
+      if (task.reverse && part < OUTPUT_WARPS)
+        produce_output_gradients(p, task, OutputGradRing{shared}, 0, part);
+    } else if (task.reverse)
+      produce_reverse(p, task, shared);
+    else
+      produce_forward(p, task, shared);
   }
 }

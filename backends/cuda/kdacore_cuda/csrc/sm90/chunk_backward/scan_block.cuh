@@ -12,11 +12,11 @@ static_assert(WARPGROUPS == 1 || WARPGROUPS == 2, "64 rows of V a warpgroup");
 constexpr int BLOCKS_V = 2 / WARPGROUPS;  // blocks that share a state
 constexpr int BLOCK_V = 64 * WARPGROUPS;
 constexpr int STATE_WARPS =
-    4 * WARPGROUPS;  // warps with 16 rows of the state each; of the four after them one copies, two
-                     // load d_o, and one may store
+    4 * WARPGROUPS;  // warps with 16 rows of the state each; the warp after them copies, two more d_o
 constexpr int OUTPUT_WARPS = 2;
-// Registers are moved by warpgroups; a single state warpgroup has enough anyway.
-constexpr int THREADS = 128 * (WARPGROUPS + 1);
+// Registers are moved by warpgroups, so the producers' has an idle warp; a single state warpgroup
+// has enough anyway.
+constexpr int THREADS = WARPGROUPS == 2 ? 384 : 32 * (STATE_WARPS + 1 + OUTPUT_WARPS);
 constexpr int START_REGISTERS = 168, STATE_REGISTERS = 232, PRODUCER_REGISTERS = 40;
 static_assert(2 * STATE_REGISTERS + PRODUCER_REGISTERS <= 3 * START_REGISTERS,
               "more registers than the block has");
@@ -97,15 +97,15 @@ __device__ __forceinline__ void produce_output_gradients(const ChunkBackwardPara
                                                          Ring ring, u32 rows_at, int part) {
   const int lane = thread_index() & 31;
   const long long token = 2ll * p.HV * V;  // bytes from one to the next
-  const int last = (task.end - 1) * C + part * PART_ROWS;  // first row of the part of the last chunk
-  u64 from = p.d_o + (task.s.batch * p.T + task.s.first + last + lane / ROW_LANES) * token +
-             2 * (task.hv * V + task.part * BLOCK_V) + lane % ROW_LANES * 16;
-  int rows = task.s.length - last;
-  for (int c = task.end; c > task.begin; --c, from -= C * token, rows += C) {
+  const u64 first = p.d_o +
+                    (task.s.batch * p.T + task.s.first + part * PART_ROWS + lane / ROW_LANES) * token +
+                    2 * (task.hv * V + task.part * BLOCK_V) + lane % ROW_LANES * 16;
+  for (int c = task.end - 1; c >= task.begin; --c) {
     const u32 to = ring.stage() + rows_at + part * PART_ROWS * DO_ROW;
     ring.wait_empty();
     sync_warp();
-    fetch_rows(to, reinterpret_cast<const unsigned char*>(from), token, lane, rows);
+    fetch_rows(to, reinterpret_cast<const unsigned char*>(first + c * C * token), token, lane,
+               task.s.length - c * C - part * PART_ROWS);
     copy_async_arrive(ring.full());
     ring.next();
   }

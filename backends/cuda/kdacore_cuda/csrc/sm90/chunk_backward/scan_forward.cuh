@@ -26,10 +26,9 @@ __device__ __forceinline__ void scan_forward(const ChunkBackwardParams& p, const
   Operand h;
   pack_state(h, state);
   ForwardRing ring = {l.shared};
-  StateOutRing states_out = {l.shared};
-  RowsOutRing rows_out = {l.shared};
 #pragma unroll 1
-  for (int left = task.end - task.begin; left > 0; --left) {
+  for (int c = task.begin; c < task.end; ++c) {
+    const long long at = task.at + (long long)c * p.HV;
     const u32 stage = ring.stage();
     const u64 w = operand_descriptor(stage + OFFSET(ForwardStage, w), 16, 1024),
               kg = operand_descriptor(stage + OFFSET(ForwardStage, kg), SQUARE_BYTES, 1024);
@@ -42,14 +41,18 @@ __device__ __forceinline__ void scan_forward(const ChunkBackwardParams& p, const
     for (int kk = 0; kk < K_TILES; ++kk) warpgroup_mma<0>(prediction, h.a[kk], along_channels(w, kk), kk > 0);
     warpgroup_commit();
 
-    // Meanwhile: u is loaded, the state decays, h is handed over.
+    // Meanwhile: u is loaded, the state decays, h is stored. Groups of copies alternate between h
+    // and v, so waiting for all but the last one is enough.
     float u[2 * C_TILES][4];
     load_rows(u, stage + OFFSET(ForwardStage, u) + l.row * IMAGE_ROW + l.piece);
     decay_state(state, l, stage + OFFSET(ForwardStage, decay));
-    states_out.wait_empty();
-    stage_state(l, states_out, h);
-    fence_async_proxy();
-    hand_over(l, states_out);
+    wait_stores<1>(l);
+    stage_state(l, h);
+    fence_staged();
+    if (l.lane == 0) {
+      store_state_image(l, task, p.h, at);
+      copy_out_commit();
+    }
     warpgroup_wait<0>();
     fence_registers(prediction);
 
@@ -64,14 +67,18 @@ __device__ __forceinline__ void scan_forward(const ChunkBackwardParams& p, const
 #pragma unroll
     for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, v.a[kk], over_tokens(kg, kk), 1);
     warpgroup_commit();
-    rows_out.wait_empty();
-    stage_rows(l, rows_out, v);
-    fence_async_proxy();
-    hand_over(l, rows_out);
+    wait_stores<1>(l);
+    stage_rows(l, v);
+    fence_staged();
+    if (l.lane == 0) {
+      store_rows_image(l, task, p.u, at);
+      copy_out_commit();
+    }
     warpgroup_wait<0>();
     fence_registers(state.s);
     pack_state(h, state);
     release(l, ring.empty());
     ring.next();
   }
+  wait_stores<0>(l);
 }

@@ -25,7 +25,6 @@ __device__ __forceinline__ void produce_reverse(const ChunkBackwardParams& p, co
   if (thread_index() & 31) return;
   ValueGradRing value_grad = {shared};
   StateGradRing state_grad = {shared};
-  InverseRing inverse = {shared};
   for (int c = task.end - 1; c >= task.begin; --c) {
     const long long at = task.at + (long long)c * p.HV;
     const u32 stage = value_grad.stage(), full = value_grad.full();
@@ -41,10 +40,7 @@ __device__ __forceinline__ void produce_reverse(const ChunkBackwardParams& p, co
     barrier_expect(bar, STATE_GRAD_BYTES);
     copy_in(to + OFFSET(StateGradStage, qg), image_of(p.qg, at, TILE_BYTES), TILE_BYTES, bar);
     copy_in(to + OFFSET(StateGradStage, w), image_of(p.w, at, TILE_BYTES), TILE_BYTES, bar);
+    copy_in(to + OFFSET(StateGradStage, inverse), image_of(p.inv, at, SQUARE_BYTES), SQUARE_BYTES, bar);
     state_grad.next();
-    inverse.wait_empty();
-    barrier_expect(inverse.full(), SQUARE_BYTES);
-    copy_in(inverse.stage(), image_of(p.inv, at, SQUARE_BYTES), SQUARE_BYTES, inverse.full());
-    inverse.next();
   }
 }

@@ -11,50 +11,43 @@ struct ForwardStage {
   u16 u[BLOCK_V][64];  // this block's rows
   float decay[K];      // of the whole chunk
 };
-// Reverse: four parts, each with a ring of its own, as they are used at different times. d_o
+// Reverse: three parts, each with a ring of its own, as they are used at different times. d_o
 // (OutputGradStage) goes to registers before its chunk begins; then come the operands of dv, then
-// those of the state's gradient; the inverse, for dr, is used while the next chunk begins.
+// those of the state's gradient and dr.
 struct ValueGradStage {
   TileImage kg, kg_low;
   SquareImage aqk;
 };
 struct StateGradStage {
   TileImage w, qg;
-};
-struct InverseStage {
   SquareImage inverse;
 };
 constexpr u32 FORWARD_BYTES = sizeof(ForwardStage), VALUE_GRAD_BYTES = sizeof(ValueGradStage),
               STATE_GRAD_BYTES = sizeof(StateGradStage);
 
-// Results on their way out, this block's rows of an image: h or dh, and v or dr.
-struct StateOut {
-  u16 half[2][BLOCK_V][64];
-};
-struct RowsOut {
-  u16 rows[BLOCK_V][64];
+constexpr u32 ROWS_OUT = 16 * IMAGE_ROW;  // a warp's rows in 64 columns of an image
+// What a warp stores: its rows of h or dh in two halves, and of v or dr.
+struct OutputStaging {
+  u16 state[2][16][64], rows[16][64];
 };
 
-constexpr int FORWARD_STAGES = WARPGROUPS == 2 ? 3 : 4, DO_STAGES = WARPGROUPS == 2 ? 1 : 2,
-              VALUE_GRAD_STAGES = 2, STATE_GRAD_STAGES = 2, INVERSE_STAGES = 2,
-              OUT_STAGES = WARPGROUPS == 2 ? 1 : 2;
-constexpr int MAX_STAGES = 4, RINGS = 6, DO_RING = 3, OUT_RINGS = 4;
+constexpr int FORWARD_STAGES = WARPGROUPS == 2 ? 3 : 4, DO_STAGES = WARPGROUPS == 2 ? 1 : 3,
+              VALUE_GRAD_STAGES = 2, STATE_GRAD_STAGES = 2;
+constexpr int MAX_STAGES = 4, RINGS = 3, DO_RING = 2;
 struct SharedMemory {
   union {
     Aligned<ForwardStage> forward[FORWARD_STAGES];
     struct {
       Aligned<ValueGradStage> value_grad[VALUE_GRAD_STAGES];
       Aligned<StateGradStage> state_grad[STATE_GRAD_STAGES];
-      Aligned<InverseStage> inverse[INVERSE_STAGES];
       Aligned<OutputGradStage> output_grad[DO_STAGES];
       float decays[VALUE_GRAD_STAGES][K];  // beside the operands of dv
     };
   };
-  StateOut state_out[OUT_STAGES];
-  RowsOut rows_out[OUT_STAGES];
+  OutputStaging out[STATE_WARPS];
   u64 barriers[RINGS][2][MAX_STAGES];  // full, then empty
 };
-constexpr u32 RING_BARRIERS = sizeof(u64[2][MAX_STAGES]), HALF_OUT_BYTES = sizeof(RowsOut);
+constexpr u32 OUT_BYTES = sizeof(OutputStaging), RING_BARRIERS = sizeof(u64[2][MAX_STAGES]);
 static_assert(OFFSET(SharedMemory, barriers) + RINGS * RING_BARRIERS <= SHARED_BYTES,
               "the host's shared memory size is too small");
 
@@ -84,10 +77,7 @@ using ScanRing = Ring<STAGES, AT, sizeof(Aligned<T>), OFFSET(SharedMemory, barri
 using ForwardRing = ScanRing<FORWARD_STAGES, ForwardStage, OFFSET(SharedMemory, forward), 0>;
 using ValueGradRing = ScanRing<VALUE_GRAD_STAGES, ValueGradStage, OFFSET(SharedMemory, value_grad), 0>;
 using StateGradRing = ScanRing<STATE_GRAD_STAGES, StateGradStage, OFFSET(SharedMemory, state_grad), 1>;
-using InverseRing = ScanRing<INVERSE_STAGES, InverseStage, OFFSET(SharedMemory, inverse), 2>;
 using OutputGradRing = ScanRing<DO_STAGES, OutputGradStage, OFFSET(SharedMemory, output_grad), DO_RING>;
-using StateOutRing = ScanRing<OUT_STAGES, StateOut, OFFSET(SharedMemory, state_out), OUT_RINGS>;
-using RowsOutRing = ScanRing<OUT_STAGES, RowsOut, OFFSET(SharedMemory, rows_out), OUT_RINGS + 1>;
 static_assert(FORWARD_STAGES <= MAX_STAGES && DO_STAGES <= MAX_STAGES && VALUE_GRAD_STAGES <= MAX_STAGES,
               "no barriers for so many");
 __device__ __forceinline__ u32 decays_of(const ValueGradRing& ring) {

@@ -1,5 +1,5 @@
-// Loads and stores of a warp's rows of a state; its bfloat16 copy and a chunk's rows of v or dr on
-// their way out.
+// Loads and stores of a warp's rows of a state, of their bfloat16 copy and of a chunk's rows of v
+// or dr.
 #pragma once
 
 #include "sm90/chunk_backward/scan_shared_memory.cuh"
@@ -9,6 +9,7 @@ struct ScanLane {
   u32 shared;
   int lane, g, t;
   int row;  // this warp's first row among the block's
+  u32 out;  // its part of OUT
   // In a 16-row tile: where lane 8i + r finds row r of matrix i of four that make the first 16
   // columns.
   u32 piece;
@@ -21,6 +22,7 @@ __device__ __forceinline__ ScanLane make_lane(u32 shared, int warp) {
   l.g = l.lane >> 2;
   l.t = l.lane & 3;
   l.row = 16 * warp;
+  l.out = shared + OFFSET(SharedMemory, out) + warp * OUT_BYTES;
   l.piece = swizzled(l.lane & 15, l.lane >> 4);
   return l;
 }
@@ -51,23 +53,37 @@ __device__ __forceinline__ void decay_state(State& state, const ScanLane& l, u32
   decay_state(state, l.t, last);
 }
 
-// This warp's rows of h or dh, and of v or dr, to where the storing warp takes them from.
-__device__ __forceinline__ void stage_state(const ScanLane& l, const StateOutRing& ring, const Operand& x) {
-  const u32 to = ring.stage() + l.row * IMAGE_ROW + l.piece;
+// Stores of rows of h or dh, and of v or dr: wait until earlier copies (all groups but the last N)
+// have read the staging rows, stage, fence, and copy as one group.
+template <int N>
+__device__ __forceinline__ void wait_stores(const ScanLane& l) {
+  if (l.lane == 0) copy_out_wait_read<N>();
+  sync_warp();
+}
+__device__ __forceinline__ void stage_state(const ScanLane& l, const Operand& x) {
 #pragma unroll
   for (int kk = 0; kk < K_TILES; ++kk)
-    store_matrix4(to + (kk >> 2) * HALF_OUT_BYTES ^ (kk & 3) << 5, x.a[kk]);
+    store_matrix4(l.out + (kk >> 2) * ROWS_OUT + (l.piece ^ (kk & 3) << 5), x.a[kk]);
 }
-__device__ __forceinline__ void stage_rows(const ScanLane& l, const RowsOutRing& ring, const TokenOperand& x) {
-  const u32 to = ring.stage() + l.row * IMAGE_ROW + l.piece;
+__device__ __forceinline__ void stage_rows(const ScanLane& l, const TokenOperand& x) {
 #pragma unroll
-  for (int kk = 0; kk < C_TILES; ++kk) store_matrix4(to ^ kk << 5, x.a[kk]);
+  for (int kk = 0; kk < C_TILES; ++kk) store_matrix4(l.out + 2 * ROWS_OUT + (l.piece ^ kk << 5), x.a[kk]);
 }
-// What this warp has staged may be stored; fence_async_proxy comes before.
-template <class Ring>
-__device__ __forceinline__ void hand_over(const ScanLane& l, Ring& ring) {
-  warp_arrive(ring.full(), l.lane);
-  ring.next();
+__device__ __forceinline__ void fence_staged() {
+  fence_async_proxy();
+  sync_warp();
+}
+// To place `at`; one lane calls these.
+__device__ __forceinline__ void store_state_image(const ScanLane& l, const Task& task, u64 states,
+                                                  long long at) {
+  const u64 to = states + at * STATE_BYTES + (task.part * BLOCK_V + l.row) * IMAGE_ROW;
+  copy_out(reinterpret_cast<void*>(to), l.out, ROWS_OUT);
+  copy_out(reinterpret_cast<void*>(to + V * IMAGE_ROW), l.out + ROWS_OUT, ROWS_OUT);
+}
+__device__ __forceinline__ void store_rows_image(const ScanLane& l, const Task& task, u64 images,
+                                                 long long at) {
+  const u64 to = images + at * TILE_BYTES + (task.part * BLOCK_V + l.row) * IMAGE_ROW;
+  copy_out(reinterpret_cast<void*>(to), l.out + 2 * ROWS_OUT, ROWS_OUT);
 }
 
 // This warp has finished reading the stage of this barrier.

@@ -1,7 +1,7 @@
 """The launches of the backward in segments as NumPy functions in float64, and what they leave for one another.
 
-``work`` holds plain matrices by chunk slot and value head, as :mod:`chunk_backward_model` makes them; A, starts and ends
-are by segment slot and value head. What no kernel writes is NaN.
+``work`` holds plain matrices by chunk slot and value head, as :mod:`chunk_backward_model` makes them; A, starts and
+ends are by segment slot and value head. What no kernel writes is NaN.
 """
 
 from __future__ import annotations

@@ -108,15 +108,16 @@ def _register_a_backend_that_does_nothing() -> Callable[[str], None]:
 
 
 def _in_turns(
-    contenders: dict[str, Callable[[], Any]], rounds: int, switch: Callable[[str], None], count: int = 400
+    contenders: dict[str, Callable[[], Any]], rounds: int, switch: Callable[[str], None], count: int = 50
 ) -> dict[str, list[float]]:
-    """Microseconds of a call, the least of five runs, once a round for each."""
+    """Microseconds of a call, the least of many short runs, which others' work seldom interrupts, once a round for
+    each."""
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(-1, rounds):
         for name, call in contenders.items():
             switch(name)
             best = float("inf")
-            for _ in range(5):
+            for _ in range(100):
                 start = time.perf_counter()
                 for _ in range(count):
                     call()

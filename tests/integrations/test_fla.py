@@ -377,6 +377,19 @@ def test_by_the_environment(integration: Any, refreshed: pytest.MonkeyPatch) -> 
     assert not ran and integration.status() == before
 
 
+def test_by_the_variable_that_switches_off_every_backend_of_fla(
+    integration: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    integration.deactivate()
+    monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "1")
+    with pytest.warns(RuntimeWarning, match="asks no backend"):
+        integration.activate()
+    assert not integration.is_active()
+    monkeypatch.undo()
+    integration.activate()
+    assert integration.is_active()
+
+
 def test_by_hand(integration: Any) -> None:
     from fla.ops.gated_delta_rule import fused_recurrent
 

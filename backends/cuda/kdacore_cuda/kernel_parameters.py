@@ -99,20 +99,22 @@ RECURRENT = ParamStruct(
     "RecurrentParams",
     (
         *_INPUTS,
-        *((name, "ptr") for name in ("h0", "ht", "indices", "accepted")),
-        *((name, "i64") for name in ("h0_row", "ht_row", "indices_row")),
+        *((name, "ptr") for name in ("h0", "ht", "indices", "accepted", "has_initial", "writes")),
+        *((name, "i64") for name in ("h0_row", "ht_row")),
         *_strided("q", "k", "v", "g", "beta"),
-        *((name, "i64") for name in ("hv_factor", "group_factor")),
-        *((name, "i32") for name in ("T", "H", "HV", "hv_shift", "group_shift", "fills_device")),
-        *((name, "i32") for name in ("gate", "flags")),
+        *((name, "i64") for name in ("hv_factor", "group_factor", "indices_row", "writes_row")),
+        *((name, "i32") for name in ("N", "T", "H", "HV", "hv_shift", "group_shift", "fills_device")),
+        *((name, "i32") for name in ("null_index", "gate", "flags")),
         *((name, "i32") for name in ("qkv_type", "g_type", "beta_type", "bias_type")),
         ("scale", "f32"),
         ("lower_bound", "f32"),
     ),
 )
 """Parameters of the recurrent kernels; what changes from call to call comes first. ``i / HV`` is computed as
-``i * hv_factor >> hv_shift``, and ``i / (HV / H)`` with ``group_factor`` and ``group_shift``. ``fills_device``: the
-grid occupies the whole device, so the next launch may be placed before this one begins."""
+``i * hv_factor >> hv_shift``, and ``i / (HV / H)`` with ``group_factor`` and ``group_shift``. ``indices``: pool rows
+that are read; ``writes``: those that are written, 0 where sequence n writes row n; ``has_initial``: one byte a
+sequence, 0 if all have. ``fills_device``: the grid occupies the whole device, so the next launch may be placed before
+this one begins."""
 
 INTRA = ParamStruct(
     "IntraParams",
@@ -224,11 +226,14 @@ FLAGS: dict[str, int] = {
             "SCATTER_TOKENS",
             "INDEXED_OUT",
             "SCALAR_GATE",
+            "WRITES64",
+            "CLEAR_TAIL",
         )
     )
 }
-"""Bits of ``flags``. ``INDEXED_OUT``: the final state goes to the pool row it came from. ``SCATTER_TOKENS``: the state
-after every token goes to its own pool row. ``SCALAR_GATE``: one decay per head, ``g [B, T, HV]``."""
+"""Bits of ``flags``. ``INDEXED_OUT``: final states go to the pool rows that ``writes`` names. ``SCATTER_TOKENS``: the
+state after every token goes to its own pool row. ``SCALAR_GATE``: one decay per head, ``g [B, T, HV]``.
+``CLEAR_TAIL``: rows of ``o`` beyond the last offset of a pack are to be zero."""
 
 GATES: dict[str, int] = {"log": 0, "softplus": 1, "sigmoid": 2}
 TYPES: dict[str, int] = {"float32": 0, "bfloat16": 1, "float16": 2}

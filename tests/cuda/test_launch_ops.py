@@ -245,7 +245,7 @@ def test_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, K: int, 
         beta_type=TYPES["bfloat16"],
         bias_type=TYPES["float32"],
     )
-    flags = FLAGS["L2NORM"] | FLAGS["BETA_SIGMOID"] | FLAGS["CU64"] * packed
+    flags = FLAGS["L2NORM"] | FLAGS["BETA_SIGMOID"] | (FLAGS["CU64"] | FLAGS["CLEAR_TAIL"]) * packed
     assert x.params["flags"] == flags
     strided(x.params, **{name: named[name] for name in ("q", "k", "v", "g")})
     chunk_forward.forward(request, inputs)

@@ -66,6 +66,12 @@ _INPUTS: tuple[tuple[str, FieldType], ...] = tuple(
     (name, "ptr") for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "o")
 )
 
+_STATE_ROWS: tuple[tuple[str, FieldType], ...] = tuple(
+    (name, "ptr") for name in ("reads", "has_initial", "writes")
+)
+_STATE_STRIDES: tuple[tuple[str, FieldType], ...] = (("h0_row", "i64"), ("ht_row", "i64"))
+"""Which rows of pools are read and written: csrc/common/state_rows.cuh."""
+
 CHUNK_FORWARD = ParamStruct(
     "ChunkForwardParams",
     (
@@ -74,7 +80,9 @@ CHUNK_FORWARD = ParamStruct(
         ("ht", "ptr"),
         ("ckpt", "ptr"),
         ("cut_states", "ptr"),
+        *_STATE_ROWS,
         ("launch", "i64"),
+        *_STATE_STRIDES,
         *_strided("q", "k", "v", "g", "beta"),
         ("T", "i64"),
         ("N", "i32"),
@@ -82,6 +90,7 @@ CHUNK_FORWARD = ParamStruct(
         ("HV", "i32"),
         ("clusters", "i32"),
         ("ckpt_every", "i32"),
+        ("null_index", "i32"),
         ("gate", "i32"),
         ("flags", "i32"),
         ("beta_type", "i32"),
@@ -182,8 +191,11 @@ SEGMENTS = ParamStruct(
             (name, "ptr")
             for name in ("cu_seqlens", "o", "h0", "ht", "ckpt", "chunk_operands", "maps", "starts")
         ),
+        *_STATE_ROWS,
+        *_STATE_STRIDES,
         ("T", "i64"),
-        *((name, "i32") for name in ("N", "HV", "NT", "segment", "segments", "ckpt_every", "flags")),
+        *((name, "i32") for name in ("N", "HV", "NT", "segment", "segments", "ckpt_every", "null_index")),
+        ("flags", "i32"),
     ),
 )
 """Parameters of the kernels that process a call in segments; csrc/sm90/chunk_forward/segments describes

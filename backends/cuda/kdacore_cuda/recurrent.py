@@ -16,7 +16,7 @@ from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.prepacked_launch import PrepackedLauncher
 from kdacore_cuda.recurrent_kernels import RecurrentMode, recurrent_kernel, recurrent_mode, recurrent_tile
 from kdacore_cuda.request_encoding import contiguous_token_strides, is_int64, token_flags, type_code
-from kdacore_cuda.torch_arguments import ALIGNMENT, address, contiguous, token_arguments
+from kdacore_cuda.torch_arguments import ALIGNMENT, address, contiguous, contiguous_rows, token_arguments
 
 FULL_DEVICE_ITEMS = 128
 """Sequences and heads from which the next launch may be placed before this one starts. With fewer,
@@ -100,7 +100,9 @@ def _make_launch(r: Request, strides: tuple[int, ...], mode: RecurrentMode) -> R
 
 def _width(r: Request, name: str) -> int:
     """Rows that an index array names for each sequence; 0 if it was not given."""
-    return (r.spec(name).shape + (1,))[1] if name and r.has(name) else 0
+    if not name or not r.has(name):
+        return 0
+    return r.spec(name).shape[1] if len(r.spec(name).shape) == 2 else 1
 
 
 plan_of = PlanCache(RecurrentPlan)
@@ -132,14 +134,14 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
         o = v.new_empty(plan.o_shape)
         if request.packed:
             o.copy_(out)  # rows that belong to no sequence are not written
-    source, source_row = _rows(plan, initial)
+    source, source_row = contiguous_rows(initial, plan.state_row)
     written, written_row = source, source_row
     if not request.inplace_state:
         written, written_row = None, plan.state_row
         if request.output_final_state:
             written = o.new_empty(request.state_shape, dtype=plan.state_dtype)
     elif pool is not None:
-        written, written_row = _rows(plan, pool)
+        written, written_row = contiguous_rows(pool, plan.state_row)
     A_log_at = bias_at = 0
     if A_log is not None:
         A_log = A_log if A_log.is_contiguous() else A_log.contiguous()
@@ -175,13 +177,3 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
             given.copy_(written)
             written = given
     return Outputs(o, written if request.output_final_state else None)
-
-
-def _rows(plan: RecurrentPlan, states: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
-    """States whose rows are contiguous each, a copy where they are not, and the elements from one
-    row to the next."""
-    if states is None or states.is_contiguous():
-        return states, plan.state_row
-    if states[:1].is_contiguous():  # rows may have any stride
-        return states, states.stride(0)
-    return states.contiguous(), plan.state_row

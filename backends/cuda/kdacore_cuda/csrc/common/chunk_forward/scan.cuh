@@ -193,10 +193,10 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, const Seq
     copy_async_commit();
     v += v_chunk;
   }
-  const int state_size = p.flags & FLAG_STATE_BF16 ? 2 : 4;
-  const long long matrix = (long long)K * V * state_size;
+  const long long matrix = (long long)K * V * state_size(p);
   ScanState state = {};
-  if (p.h0) read_state(state, l, p.h0 + ((long long)sequence.n * p.HV + sequence.hv) * matrix, p.flags);
+  if (const u64 from = initial_state_at(p, sequence.n, sequence.hv, K * V))
+    read_state(state, l, from, p.flags);
   u64 ckpt = 0;
   if (p.ckpt_every) ckpt = p.ckpt + (first_checkpoint(p, sequence, l.lane) * p.HV + sequence.hv) * matrix;
   u32 slot = 0, parity = 0;
@@ -205,7 +205,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, const Seq
   while (true) {
     u64 to = 0;
     if (c == sequence.chunks) {
-      if (p.ht) to = p.ht + ((long long)sequence.n * p.HV + sequence.hv) * matrix;
+      to = final_state_at(p, sequence.n, sequence.hv, K * V);
     } else {
       to = ckpt;
       ckpt += p.ckpt_every ? p.HV * matrix : 0;

@@ -60,7 +60,7 @@ __device__ __forceinline__ Number load_row_written(const RecurrentParams& p, con
 }
 
 // The rows of a pack that belong to no sequence, by all blocks together.
-__device__ __forceinline__ void clear_unused_rows(const RecurrentParams& p) {
+__device__ __forceinline__ void clear_rows_beyond(const RecurrentParams& p) {
   if (PLAIN) return;
   const long long row_bytes = (long long)p.HV * V * type_size(qkv_type(p));
   const u32 threads = WARPS * 32;
@@ -165,5 +165,5 @@ KDA_KERNEL(WARPS * 32, MIN_BLOCKS) recurrent(KDA_PARAM RecurrentParams p) {
     if (!indexed || (is_slot(p, to) && !padding))
       store_state(s, target + STATE_BYTES * (to * p.ht_row), whole);
   }
-  clear_unused_rows(p);
+  clear_rows_beyond(p);
 }

@@ -258,9 +258,6 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
       v += v_chunk;
     }
   };
-  const auto state_of = [&](u64 states, const SequenceHead& sequence) {
-    return states + ((long long)sequence.n * p.HV + sequence.hv) * matrix;
-  };
   begin_task();
   bool more = true;
   while (more) {
@@ -268,8 +265,8 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
     ScanState state = {};
     if (c) {
       receive_cut_state(p, state, cut_state_slot(p, cluster - 1, rank, warp, l.lane), l.lane);
-    } else if (p.h0) {
-      read_state(state, l, state_of(p.h0, part.sequence), p.flags);
+    } else if (const u64 from = initial_state_at(p, part.sequence.n, part.sequence.hv, K * V)) {
+      read_state(state, l, from, p.flags);
     }
     u64 ckpt = 0;
     if (p.ckpt_every)
@@ -320,8 +317,8 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
     if (more) begin_task();  // its first values are loaded while this state is written
     if (done.end < done.sequence.chunks) {
       send_cut_state(p, state, cut_state_slot(p, cluster, rank, warp, l.lane), l.lane);
-    } else if (p.ht) {
-      write_state(state, l, state_of(p.ht, done.sequence), p.flags);
+    } else if (const u64 to = final_state_at(p, done.sequence.n, done.sequence.hv, K * V)) {
+      write_state(state, l, to, p.flags);
     }
   }
   copy_async_wait<0>();

@@ -16,7 +16,7 @@ from kdacore.api import (
     fused_recurrent_kda,
     kda_gate,
 )
-from kdacore.dispatch.plan import record_selections, use_backend
+from kdacore.dispatch.plan import batch_invariant, record_selections, use_backend
 from kdacore.errors import (
     BackendBuildError,
     ConfigError,
@@ -44,6 +44,7 @@ __all__ = [
     "ShapeDtype",
     "UnsupportedError",
     "backends",
+    "batch_invariant",
     "chunk_gated_delta_rule",
     "chunk_kda",
     "explain",

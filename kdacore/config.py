@@ -17,6 +17,7 @@ from kdacore.errors import ConfigError
 VARIABLES: dict[str, str] = {
     "KDACORE_BACKEND": "preference order of backends, comma-separated; the first that can serve a call runs it",
     "KDACORE_DISABLE_PLUGINS": "plugins not to load, comma-separated (entry-point names); 'all' for every third party",
+    "KDACORE_BATCH_INVARIANT": "'1': only implementations that give a sequence the same bits alone and with others",
     "KDACORE_VALIDATE": "'shapes' (default) or 'values': also read and check tensor contents, which syncs the device",
     "KDACORE_CACHE_DIR": "folder for built kernels, self-check records and those of kdacore verify",
     "KDACORE_ARCH": "architecture to assume when none can be probed, for example sm_90 or v5e",
@@ -33,6 +34,7 @@ class Config:
 
     backend: tuple[str, ...]
     disabled_plugins: frozenset[str]
+    batch_invariant: bool
     validate_values: bool
     cache_dir: Path
     arch: str
@@ -84,6 +86,7 @@ def parse(env: Mapping[str, str]) -> Config:
     return Config(
         backend=_names(env.get("KDACORE_BACKEND", "")),
         disabled_plugins=frozenset(_names(env.get("KDACORE_DISABLE_PLUGINS", ""))),
+        batch_invariant=_flag(env, "KDACORE_BATCH_INVARIANT", "0"),
         validate_values=validate == "values",
         cache_dir=_cache_dir(env),
         arch=env.get("KDACORE_ARCH", "").strip(),

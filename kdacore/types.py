@@ -108,6 +108,9 @@ class Request:
     read_only_state: bool = False
     chunk_size: int = 64
     """Stage ops only."""
+    batch_invariant: bool = False
+    """A sequence must give the same bits alone, in a batch and in a pack: nothing that its results depend on may be
+    chosen by the number of sequences or the tokens of others."""
     features: frozenset[str] = frozenset()
     """Names of the features this call uses; dispatch compares them with :attr:`OpImpl.serves`."""
     options: tuple[tuple[str, Any], ...] = ()
@@ -398,7 +401,9 @@ class OpImpl:
     verified_archs: frozenset[str] = frozenset()
     """Architectures this op's tests have run on for real; ``"*"`` for portable code. Others are *compiled only*."""
     batch_invariant: bool = False
-    """Declared: a sequence gives the same bits alone and packed with others."""
+    """Declared: a sequence gives the same bits, of results and gradients, alone, in a batch and in a pack whenever
+    :attr:`Request.batch_invariant` asks for it. Other implementations are declined then, reason code
+    ``batch_invariance``."""
     compiles: bool = False
     """Declared, JAX only: ``forward`` compiles what it runs, so an eager call's concrete arrays are handed to it as
     they are. Otherwise it is traced into a program of its own."""

@@ -33,6 +33,7 @@ QUICK_FILES = {
     "packaging": {"test_layers.py"},
     "pallas": {"test_verifiers.py"},
     "triton": {"test_configs.py", "test_gate.py", "test_plugin.py"},
+    "typing": set(),
 }
 
 # Slow tests of the other folders, by function.

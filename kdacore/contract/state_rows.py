@@ -39,6 +39,8 @@ class StateRows(NamedTuple):
     """``[N, W]``: the rows that the states after each token are written to; None where only final states are."""
     checkpoints: Any
     """``[C]``: the row of each checkpoint at ``checkpoint_offsets``; None without."""
+    checkpoint_sequences: Any
+    """``[C]``: the sequence that holds each of these offsets; of no meaning where no row is written."""
 
 
 def state_rows(request: Request, values: Mapping[str, Any], lengths: Any) -> StateRows:
@@ -61,10 +63,12 @@ def state_rows(request: Request, values: Mapping[str, Any], lengths: Any) -> Sta
     if table.ndim == 2:  # columns past a sequence's end are not written
         per_token = np.where(np.arange(table.shape[1]) < lengths[:, None], table, ZEROS)
         table = np.full(request.N, ZEROS)
-    checkpoints = None
+    checkpoints = holders = None
     if request.checkpoint_count:
-        checkpoints = slots(request, values["checkpoint_indices"])
-    return StateRows(read, padding, table, per_token, checkpoints)
+        holders = np.searchsorted(np.cumsum(lengths), values["checkpoint_offsets"], side="right")
+        holders = np.minimum(holders, request.N - 1)
+        checkpoints = np.where(padding[holders], ZEROS, slots(request, values["checkpoint_indices"]))
+    return StateRows(read, padding, table, per_token, checkpoints, holders)
 
 
 def slots(request: Request, indices: Any) -> Any:

@@ -13,6 +13,7 @@ from kdacore.dispatch.plan import (
     PREFERENCE,
     RECORDS,
     Plan,
+    asked_of,
     cached_plan,
     current_policy,
     execute,
@@ -114,6 +115,7 @@ def explain(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object
     """What dispatch would do with a call; nothing runs, a forced backend that cannot serve is reported, not raised."""
     request, _ = contract.build_request(opdef, inputs, options)
     policy = current_policy(opdef, backend)
+    request = asked_of(request, policy)
     assumed = any(is_spec(x) for x in inputs)
     if policy.forced:
         REGISTRY.get(policy.forced, opdef.name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -112,17 +113,19 @@ def _environment_policy() -> selection.Policy:
                 REGISTRY.get(name)
             except ContractError as error:  # no caller passed it: the environment variable is wrong
                 raise ConfigError("KDACORE_BACKEND", name, error.want) from None
-        _default_policy = selection.Policy("", names, "KDACORE_BACKEND") if names else _AUTO
+        source = "KDACORE_BACKEND" if names else _AUTO.source
+        _default_policy = selection.Policy("", names, source, config.get().batch_invariant)
     return _default_policy
 
 
 def current_policy(opdef: OpDef, backend: object) -> selection.Policy:
     """``backend=`` over ``use_backend`` over ``KDACORE_BACKEND`` over auto."""
+    around = PREFERENCE.get() or _environment_policy()
     if backend is None:
-        return PREFERENCE.get() or _environment_policy()
+        return around
     if not isinstance(backend, str) or not backend:
         raise ContractError(opdef.name, "backend", shown(backend), "None or the name of a backend")
-    return selection.Policy(backend, (), "backend=")
+    return selection.Policy(backend, (), "backend=", around.batch_invariant)
 
 
 def plan_for(
@@ -134,7 +137,13 @@ def plan_for(
 ) -> Plan:
     """Validate and select, whatever it costs."""
     request, adapter = contract.build_request(opdef, inputs, options, needs_grad=needs_grad)
+    request = asked_of(request, policy)
     return Plan(opdef, request, selection.select(request, policy), adapter)
+
+
+def asked_of(request: Request, policy: selection.Policy) -> Request:
+    """The request with what the policy asks of every implementation."""
+    return dataclasses.replace(request, batch_invariant=True) if policy.batch_invariant else request
 
 
 Make = Callable[[OpDef, Any, tuple[Any, ...], Any], Plan]
@@ -204,7 +213,30 @@ def use_backend(*names: str) -> Iterator[None]:
         if not isinstance(name, str):
             raise ContractError("use_backend", "names", shown(name), "names of backends")
         REGISTRY.get(name, "use_backend", "names")
-    token = PREFERENCE.set(selection.Policy("", tuple(names), "use_backend"))
+    around = PREFERENCE.get() or _environment_policy()
+    token = PREFERENCE.set(selection.Policy("", tuple(names), "use_backend", around.batch_invariant))
+    try:
+        yield
+    finally:
+        PREFERENCE.reset(token)
+
+
+@contextlib.contextmanager
+def batch_invariant() -> Iterator[None]:
+    """A sequence gives the same bits alone, in a batch and in a pack, for the calls made inside the ``with`` block.
+
+    Results and gradients of a sequence then do not depend on what it is computed with. Implementations that do not
+    promise that are declined, reason code ``batch_invariance``; the others may run more slowly than otherwise.
+    ``KDACORE_BATCH_INVARIANT=1`` asks for it everywhere. Gradients of what sequences share (``A_log``, ``dt_bias``) are
+    sums over them and depend on all.
+
+    Examples:
+        >>> import kdacore
+        >>> with kdacore.batch_invariant():
+        ...     pass
+    """
+    around = PREFERENCE.get() or _environment_policy()
+    token = PREFERENCE.set(dataclasses.replace(around, batch_invariant=True))
     try:
         yield
     finally:

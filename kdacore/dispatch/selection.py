@@ -22,6 +22,7 @@ class Policy:
     forced: str = ""
     preferred: tuple[str, ...] = ()
     source: str = "auto"
+    batch_invariant: bool = False
 
 
 _cache: dict[tuple[Request, Policy], Selection] = {}
@@ -189,6 +190,15 @@ def _general_reasons(
                 f"does not serve {list_names(sorted(unserved))}",
                 list_names(sorted(request.features)),
                 f"no features but {list_names(sorted(impl.serves))}",
+            )
+        )
+    if impl is not None and request.batch_invariant and not impl.batch_invariant:
+        reasons.append(
+            Reason(
+                "batch_invariance",
+                "a sequence's bits may depend on what else is in the batch",
+                "a call under batch_invariant()",
+                "OpImpl.batch_invariant",
             )
         )
     if impl is not None and request.needs_grad and impl.backward is None:

@@ -34,7 +34,7 @@ _OPTIONS = {
 _SCHEMA_TYPES = {"flag": "bool", "number": "float?", "count": "int?"}
 _NUMBERS: dict[str, type] = {"number": float, "count": int}
 _WHOLE_GRADS = InputGrads._fields
-_ASKED = "bool needs_grad, str forced, str preferred, str source"
+_ASKED = "bool needs_grad, str forced, str preferred, str source, bool batch_invariant"
 
 _library = torch.library.Library("kdacore", "DEF")
 
@@ -73,9 +73,9 @@ class _Bound:
         values = dict(zip([o.name for o in options], args[at : at + len(options)], strict=True))
         self.options = tuple([values.get(name) for name in self.opdef.options])
         at += len(options)
-        self.needs_grad, forced, preferred, source = args[at : at + 4]
-        self.policy = selection.Policy(forced, tuple(filter(None, preferred.split(","))), source)
-        self.rest = args[at + 4 :]
+        self.needs_grad, forced, preferred, source, invariant = args[at : at + 5]
+        self.policy = selection.Policy(forced, tuple(filter(None, preferred.split(","))), source, invariant)
+        self.rest = args[at + 5 :]
 
     def plan(self) -> Plan:
         """The plan of a real call (tensors with values)."""
@@ -100,17 +100,22 @@ def _plan_of_operator(opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked
 
 
 @torch.compiler.assume_constant_result
-def _asked_of_dispatch(op: str, backend: str | None) -> tuple[str, str, str]:
+def _asked_of_dispatch(op: str, backend: str | None) -> tuple[str, str, str, bool]:
     """What was asked of dispatch while the graph was traced; it becomes part of the graph."""
     policy = current_policy(OPS[op], backend)
-    return policy.forced, ",".join(policy.preferred), policy.source
+    return policy.forced, ",".join(policy.preferred), policy.source, policy.batch_invariant
 
 
 def _check_asked(bound: _Bound) -> None:
     """A graph keeps the preference it was traced under; running it under another must not pass unnoticed."""
-    if bound.policy.forced:
-        return
-    now = current_policy(bound.opdef, None)
+    now = current_policy(bound.opdef, bound.policy.forced or None)
+    if now.batch_invariant != bound.policy.batch_invariant:
+        was, given = ("inside" if p.batch_invariant else "outside" for p in (bound.policy, now))
+        raise UnsupportedError(
+            bound.opdef.name,
+            f"this compiled graph was traced {was} batch_invariant() and is run {given}; compile it where it is run",
+            {},
+        )
     if now != bound.policy:
         raise UnsupportedError(
             bound.opdef.name,

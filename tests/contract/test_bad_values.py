@@ -223,7 +223,7 @@ def test_values_are_not_read_by_default() -> None:
 
 
 @pytest.mark.parametrize("op", [chunk, recurrent, stages.kda_chunk_gate])
-@pytest.mark.parametrize("wrong", [[1, 3, T], [0, 3, T - 1], [0, T + 4, T]])
+@pytest.mark.parametrize("wrong", [[1, 3, T], [0, 3, T + 1], [0, T + 4, T]])
 def test_offsets_that_are_read_anyway_are_checked(op: Callable[..., Any], wrong: list[int]) -> None:
     """The reference reads them on the host: with ``KDACORE_VALIDATE`` or without."""
     call = {"g": _call()["g"]} if op is stages.kda_chunk_gate else _call()

@@ -119,7 +119,7 @@ def make_backend() -> Backend:
     chunk = OpImpl(
         forward=_lazy("chunk_forward", "forward"),
         backward=_lazy("chunk_backward", "backward"),
-        serves=WHOLE | {"checkpoints"},
+        serves=WHOLE | POOL | {"checkpoints"},
         verifiers=(
             *_COMMON,
             _verifier("chunk_forward_dtype"),
@@ -128,6 +128,7 @@ def make_backend() -> Backend:
         ),
         fast_path=_lazy("chunk_forward_fast_path", "make_fast_call"),
         verified_archs=VERIFIED,
+        batch_invariant=True,
     )
     recurrent = OpImpl(
         forward=_lazy("recurrent", "forward"),

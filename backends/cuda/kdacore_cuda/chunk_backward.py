@@ -30,7 +30,13 @@ from kdacore_cuda.chunk_backward_kernels import (
 from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, GATES, GROUPS, SUMS, TYPES
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.plan_cache import PlanCache
-from kdacore_cuda.request_encoding import chunk_flags, contiguous_token_strides, has_bounded_gate, type_code
+from kdacore_cuda.request_encoding import (
+    chunk_flags,
+    contiguous_token_strides,
+    has_bounded_gate,
+    items_for_choice,
+    type_code,
+)
 from kdacore_cuda.torch_arguments import address, aligned, contiguous, token_arguments
 
 CHUNK, HALF, QUARTER = 64, 32, 16
@@ -166,8 +172,7 @@ def launch(kernel: ChunkBackwardKernel, plan: ChunkBackwardPlan, inputs: ChunkIn
 
 def scan_of(request: Request, index: int) -> ChunkBackwardKernel:
     """The scan that this call uses on device ``index``."""
-    heads = request.N * request.HV
-    return scan_kernel(scan_warpgroups(heads, torch_launch.multiprocessors(index)))
+    return scan_kernel(scan_warpgroups(items_for_choice(request), torch_launch.multiprocessors(index)))
 
 
 def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grads: OutputGrads) -> InputGrads:

@@ -28,7 +28,13 @@ from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, GATES, TYPES
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.pool_arguments import pool_arguments, returned
-from kdacore_cuda.request_encoding import chunk_flags, contiguous_token_strides, has_bounded_gate, type_code
+from kdacore_cuda.request_encoding import (
+    chunk_flags,
+    contiguous_token_strides,
+    has_bounded_gate,
+    items_for_choice,
+    type_code,
+)
 from kdacore_cuda.torch_arguments import address, contiguous, token_arguments
 
 LAUNCH_NUMBERS = count(secrets.randbits(62))
@@ -58,7 +64,7 @@ class ChunkForwardPlan(NamedTuple):
 def _make_plan(r: Request) -> ChunkForwardPlan:
     arch = build_arch(r.device.arch)
     items, multiprocessors = r.N * r.HV, torch_launch.multiprocessors(r.device.index)
-    cluster = cluster_size(r.K, items, multiprocessors, arch)
+    cluster = cluster_size(r.K, items_for_choice(r), multiprocessors, arch)
     clusters = resident_clusters(r.K, cluster, items, multiprocessors, arch)
     cuts = clusters and (r.packed or cuts_items(r.T, items, clusters))
     return ChunkForwardPlan(
@@ -84,7 +90,7 @@ def _make_plan(r: Request) -> ChunkForwardPlan:
         ),
         state_dtype=getattr(torch, r.state_dtype),
         widen_gate=type_code(r, "g") == TYPES["float16"],
-        in_segments=has_hopper_kernel(r.K, arch) and use_segments(items, multiprocessors),
+        in_segments=has_hopper_kernel(r.K, arch) and use_segments(items_for_choice(r), multiprocessors),
     )
 
 

@@ -64,3 +64,15 @@ def contiguous_token_strides(r: Request) -> tuple[int, ...]:
     g = (r.T * r.HV, r.HV, 1) if r.scalar_gate else (r.T * r.HV * r.K, r.HV * r.K, r.K)
     qk = (r.T * r.H * r.K, r.H * r.K, r.K)
     return (*qk, *qk, r.T * r.HV * r.V, r.HV * r.V, r.V, *g, r.T * r.HV, r.HV, 1)
+
+
+MANY = 1 << 20
+"""More sequences and heads than a device computes at once."""
+
+
+def items_for_choice(request: Request) -> int:
+    """Sequences times value heads, as far as kernels may be chosen by them.
+
+    Where a sequence's bits must not depend on others, every call is computed as one of many.
+    """
+    return MANY if request.batch_invariant else request.N * request.HV

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, Draw, error, request_of
-from server_model import Expected, expected, poison_unused
+from pool_checks import check_pools, pool_of
+from server_model import Expected, expected
 
 from kdacore.types import RecurrentInputs
 from kdacore_cuda import recurrent, recurrent_fast_path
@@ -38,76 +39,9 @@ def draw_head_gate(N: int, K: int = 64, **more: Any) -> RecurrentInputs:
     return RecurrentInputs(q=q, k=k, v=v, beta=d.normal(N, 1, 2), **gate, **more)
 
 
-def pool_of(P: int, K: int = 64, dtype: torch.dtype = torch.float32, seed: int = 1) -> torch.Tensor:
-    """Rows that are not next to one another, with NaN between them."""
-    memory = torch.full((P, 3, 2, K, K), NAN, dtype=dtype)
-    memory[:, 1] = 0.3 * Draw(seed).normal(P, 2, K, K, dtype=dtype)
-    return memory[:, 1]
-
-
-def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()]
-    return torch.equal(x.contiguous().view(whole), y.contiguous().view(whole))
-
-
 def check(inputs: RecurrentInputs, op: str = KDA, **options: Any) -> Expected:
-    """Against the model, with NaN in what is not read; the fast path gives the same bits."""
     options = (MODEL if op == GDN else BOUNDED_MODEL) | options
-    request = request_of(op, inputs, **options)
-    want = expected(request, inputs, options)
-    inputs = poison_unused(request, inputs)
-    before = {
-        name: None if getattr(inputs, name) is None else getattr(inputs, name).clone()
-        for name in ("initial_state", "write_pool", "out")
-    }
-
-    def restore() -> None:
-        for name, x in before.items():
-            if x is not None:
-                getattr(inputs, name).copy_(x)
-
-    def verify(o: torch.Tensor, final: torch.Tensor | None) -> None:
-        assert error(o[~unused(request, inputs)], want.o[~unused(request, inputs)]) < O_BOUND
-        check_unused_rows(request, inputs, o, before["out"])
-        if request.inplace_state:
-            pool = getattr(inputs, request.written_pool)
-            assert final is None or final is pool
-            rows = torch.from_numpy(want.written)
-            assert error(pool[rows], want.pool[want.written]) < O_BOUND
-            assert same_bits(pool[~rows], before[request.written_pool][~rows])
-        elif final is not None:
-            assert error(final, want.final) < O_BOUND
-        if request.write_pool_size and inputs.initial_state is not None:
-            assert same_bits(inputs.initial_state, before["initial_state"])
-
-    got = recurrent.forward(request, inputs)
-    verify(got.o, got.final_state)
-    first = got.o.clone()
-    restore()
-    step = recurrent_fast_path.make_fast_call(request, inputs)
-    assert step is not None
-    again = step(tuple(inputs))
-    assert again is not None
-    verify(again[0], again[1])
-    assert same_bits(again[0], first)
-    return want
-
-
-def unused(request: Any, inputs: RecurrentInputs) -> torch.Tensor:
-    """``[B, T]``: rows beyond the last offset of a pack."""
-    rows = torch.arange(request.T).expand(request.B, -1)
-    return rows >= inputs.cu_seqlens[-1] if request.packed else torch.zeros_like(rows, dtype=torch.bool)
-
-
-def check_unused_rows(
-    request: Any, inputs: RecurrentInputs, o: torch.Tensor, out: torch.Tensor | None
-) -> None:
-    rows = unused(request, inputs)
-    if out is None:
-        assert not o[rows].any()
-    else:
-        assert o is inputs.out
-        assert same_bits(o[rows], out[rows])
+    return check_pools(recurrent, recurrent_fast_path, op, inputs, (O_BOUND, O_BOUND), options)
 
 
 @pytest.mark.parametrize("K", [64, 128])

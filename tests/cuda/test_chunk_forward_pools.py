@@ -164,3 +164,74 @@ def test_outputs_and_pools_that_are_copied(emulated: list[str], way: str) -> Non
     assert (out[:, 23:] == 7.0).all()
     assert same_bits(out[:, :23], want.o[:, :23])
     assert error(states, want.final_state) == 0.0
+
+
+CHOSEN = [16, 0, 144, 64, 96, 48, 80, 112, 99, 176, 147, 999, 32]
+"""In a pack of 128, 19, 0 and 40 tokens: starts of sequences, of steps of every size, between them; rows without a
+slot may have any position."""
+
+
+@pytest.mark.parametrize("gate", ["bounded", "unbounded", "log"])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_checkpoints_at_chosen_tokens(emulated: list[str], way: str, gate: str, v_first: bool) -> None:
+    options = {"bounded": BOUNDED_MODEL, "unbounded": MODEL, "log": {}}[gate]
+    lengths = (128, 19, 0, 40)
+    inputs = draw(way, lengths, 9)
+    if gate == "log":
+        d = Draw(3)
+        shape = inputs.g.shape
+        inputs = inputs._replace(
+            **d.gate("spread", 1, *shape[1:]),
+            **{name: d.unit(*getattr(inputs, name).shape) for name in ("q", "k")},
+            A_log=None,
+            dt_bias=None,
+            beta=d.uniform(*inputs.beta.shape),
+        )
+    rows = [7, 8, 9, 10, 11, 12, 13, 14, -1, 15, 16, 0, 17]
+    inputs = inputs._replace(
+        initial_state=pool(way, 20),
+        state_indices=torch.tensor([3, 4, 5, 6]),
+        checkpoint_offsets=torch.tensor(CHOSEN),
+        checkpoint_indices=torch.tensor(rows, dtype=torch.int32),
+    )
+    inputs.checkpoint_offsets[10] = 163  # 16 tokens into the last sequence
+    bounds = (2 * O_BOUND, 2 * STATE_BOUND)
+    more = options | {"inplace_state": True, "null_index": 0, "state_v_first": v_first}
+    want = check_pools(chunk_forward, chunk_forward_fast_path, "chunk_kda", inputs, bounds, more)
+    assert want.written.sum() == 4 + 10
+    assert any(name.startswith("checkpoint_tail") for name in emulated) == (way != "portable")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checkpoints_beside_others(emulated: list[str], way: str, dtype: torch.dtype) -> None:
+    """Of padding there are none; in another pool, beside those of every block, of strided tokens."""
+    inputs = draw(way, (70, 33, 0, 64), 9)
+    wide = torch.stack([inputs.k, inputs.v[:, :, :1]], 2).flatten(2, 3)
+    inputs = inputs._replace(
+        k=wide[:, :, :1],
+        initial_state=pool(way, 5, dtype),
+        state_indices=torch.tensor([3, -1, 2, 4], dtype=torch.int32),
+        has_initial_state=torch.tensor([True, True, True, False]),
+        write_pool=pool(way, 9, dtype, seed=4),
+        checkpoint_offsets=torch.tensor([48, 70, 86, 103, 119, 151], dtype=torch.int32),
+        checkpoint_indices=torch.tensor([0, 1, 5, 6, 7, 8]),
+    )
+    options = {"inplace_state": True, "checkpoint_every": 64, "output_final_state": True}
+    want = check(inputs, **options)
+    assert want.written.tolist() == [True, False, True, True, True, False, True, True, True]
+
+
+def test_checkpoints_do_not_change_a_bit(emulated: list[str], way: str) -> None:
+    inputs = draw(way, (150, 40), initial_state=pool(way, 9), state_indices=torch.tensor([3, 1]))
+    options = BOUNDED_MODEL | {"inplace_state": True}
+    before = inputs.initial_state.clone()
+    first = chunk_forward.forward(request_of("chunk_kda", inputs, **options), inputs).o
+    pool_after = inputs.initial_state.clone()
+    inputs.initial_state.copy_(before)
+    marked = inputs._replace(
+        checkpoint_offsets=torch.tensor([96, 16, 150]), checkpoint_indices=torch.tensor([5, 6, 7])
+    )
+    second = chunk_forward.forward(request_of("chunk_kda", marked, **options), marked).o
+    assert same_bits(first, second)
+    assert same_bits(inputs.initial_state[:5], pool_after[:5])
+    assert same_bits(inputs.initial_state[7], before[1])

@@ -119,7 +119,7 @@ def make_backend() -> Backend:
     chunk = OpImpl(
         forward=_lazy("chunk_forward", "forward"),
         backward=_lazy("chunk_backward", "backward"),
-        serves=WHOLE | POOL | {"checkpoints"},
+        serves=WHOLE | POOL | {"checkpoints", "checkpoint_offsets"},
         verifiers=(
             *_COMMON,
             _verifier("chunk_forward_dtype"),

@@ -17,6 +17,12 @@ import torch
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda import chunk_backward, torch_launch
 from kdacore_cuda.chunk_backward_kernels import prepare_kernel
+from kdacore_cuda.chunk_forward_checkpoints import (
+    SEGMENT_STEP_TOKENS,
+    Marks,
+    finish_checkpoints,
+    make_marks,
+)
 from kdacore_cuda.chunk_forward_segments_kernels import (
     SegmentsKernel,
     chain_blocks,
@@ -106,7 +112,7 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
         stored_segments=slots * r.HV if segments > 1 else 0,
         sizes=(
             *(r.T, r.N, r.HV, NT, segment_chunks, segments),
-            *(r.checkpoint_every, r.null_index, chunks.sizes["flags"]),
+            *(r.checkpoint_every, r.null_index, r.checkpoint_count, chunks.sizes["flags"]),
         ),
         state_dtype=getattr(torch, r.state_dtype),
     )
@@ -130,6 +136,7 @@ class SegmentsCall(NamedTuple):
     outputs: Outputs
     """As kernels write them; :func:`kdacore_cuda.pool_arguments.returned` has what the caller gets."""
     pools: PoolArguments
+    marks: Marks
     workspace: torch.Tensor
     """Bytes: the chunks' operands, the segments' maps, their starting states."""
     kept: tuple[Any, ...]
@@ -149,6 +156,7 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> SegmentsCall:
     pools = pool_arguments(request, inputs, plan.state_dtype)
     o = pools.o
     checkpoints = make_checkpoints(request, o, plan.state_dtype)
+    marks = make_marks(request, inputs, o, True)
     workspace = o.new_empty(plan.workspace_bytes, dtype=torch.uint8)
     operands = workspace.data_ptr()
 
@@ -164,14 +172,14 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> SegmentsCall:
     other_values: tuple[Any, ...] = (
         *(address(cu_seqlens), o.data_ptr(), address(pools.initial), address(pools.written)),
         *(address(checkpoints), operands, operands + plan.maps_offset, operands + plan.starts_offset),
-        *(*pools.rows, *pools.strides),
+        *(*pools.rows, *marks.addresses, *pools.strides),
         *plan.sizes,
     )
     launches = tuple(
         (*launch, other_values if i else tuple(prepare_values)) for i, launch in enumerate(plan.launches)
     )
     return SegmentsCall(
-        *(launches, Outputs(o, pools.written, checkpoints), pools, workspace),
+        *(launches, Outputs(o, pools.written, checkpoints), pools, marks, workspace),
         (inputs, kept, A_log, bias, cu_seqlens),
     )
 
@@ -194,6 +202,7 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     o, arch = call.outputs.o, plan_of(request).chunks.arch
     for _, launcher, grid, values in call.launches:
         torch_launch.launch(launcher, grid, arch, o, values)
+    finish_checkpoints(request, arch, inputs, call.pools, call.marks, SEGMENT_STEP_TOKENS)
     return Outputs(*returned(request, inputs, call.pools), call.outputs.checkpoints)
 
 

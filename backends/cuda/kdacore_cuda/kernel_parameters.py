@@ -71,6 +71,10 @@ _STATE_ROWS: tuple[tuple[str, FieldType], ...] = tuple(
 )
 _STATE_STRIDES: tuple[tuple[str, FieldType], ...] = (("h0_row", "i64"), ("ht_row", "i64"))
 """Which rows of pools are read and written: csrc/common/state_rows.cuh."""
+_MARKS: tuple[tuple[str, FieldType], ...] = tuple(
+    (name, "ptr") for name in ("mark_offsets", "mark_rows", "mark_states")
+)
+"""Checkpoints at chosen tokens: csrc/common/chunk_forward/marks.cuh."""
 
 CHUNK_FORWARD = ParamStruct(
     "ChunkForwardParams",
@@ -81,6 +85,7 @@ CHUNK_FORWARD = ParamStruct(
         ("ckpt", "ptr"),
         ("cut_states", "ptr"),
         *_STATE_ROWS,
+        *_MARKS,
         ("launch", "i64"),
         *_STATE_STRIDES,
         *_strided("q", "k", "v", "g", "beta"),
@@ -91,6 +96,7 @@ CHUNK_FORWARD = ParamStruct(
         ("clusters", "i32"),
         ("ckpt_every", "i32"),
         ("null_index", "i32"),
+        ("marks", "i32"),
         ("gate", "i32"),
         ("flags", "i32"),
         ("beta_type", "i32"),
@@ -192,15 +198,31 @@ SEGMENTS = ParamStruct(
             for name in ("cu_seqlens", "o", "h0", "ht", "ckpt", "chunk_operands", "maps", "starts")
         ),
         *_STATE_ROWS,
+        *_MARKS,
         *_STATE_STRIDES,
         ("T", "i64"),
         *((name, "i32") for name in ("N", "HV", "NT", "segment", "segments", "ckpt_every", "null_index")),
-        ("flags", "i32"),
+        *((name, "i32") for name in ("marks", "flags")),
     ),
 )
 """Parameters of the kernels that process a call in segments; csrc/sm90/chunk_forward/segments describes
 ``chunk_operands``, ``maps`` and ``starts``. ``NT`` and ``segments``: chunks and segments of a dense sequence;
 ``segment``: chunks of a segment."""
+
+CHECKPOINT_TAIL = ParamStruct(
+    "CheckpointTailParams",
+    (
+        *((name, "ptr") for name in ("k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "ht", "reads")),
+        *_MARKS,
+        ("ht_row", "i64"),
+        *_strided("k", "v", "g", "beta"),
+        ("T", "i64"),
+        *((name, "i32") for name in ("N", "H", "HV", "step", "null_index", "marks", "gate", "flags")),
+        *((name, "i32") for name in ("g_type", "beta_type", "bias_type")),
+        ("lower_bound", "f32"),
+    ),
+)
+"""Parameters of the launch that brings checkpoints from the start of a step, of ``step`` tokens, to their token."""
 
 SUMS = ParamStruct(
     "SumsParams",
@@ -240,6 +262,8 @@ FLAGS: dict[str, int] = {
             "SCALAR_GATE",
             "WRITES64",
             "CLEAR_TAIL",
+            "MARK_OFFSETS64",
+            "MARK_ROWS64",
         )
     )
 }
@@ -279,6 +303,7 @@ def generated_headers() -> dict[str, str]:
             CHUNK_BACKWARD.header() + SUMS.header() + GROUPS.header()
         ),
         "generated/segment_params.cuh": _once(SEGMENTS.header()),
+        "generated/checkpoint_tail_params.cuh": _once(CHECKPOINT_TAIL.header()),
         "generated/steps.cuh": _once(
             f"constexpr int STEP_TOKENS = {STEP_TOKENS};\n"
             f"constexpr int SEQUENCE_OVERHEAD_STEPS = {SEQUENCE_OVERHEAD_STEPS};\n"

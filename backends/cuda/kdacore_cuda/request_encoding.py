@@ -49,6 +49,8 @@ def chunk_flags(r: Request) -> int:
         | FLAGS["STATE_BF16"] * (r.state_dtype == "bfloat16")
         | FLAGS["INDEX64"] * is_int64(r, "state_indices")
         | FLAGS["WRITES64"] * is_int64(r, r.written_indices)
+        | FLAGS["MARK_OFFSETS64"] * is_int64(r, "checkpoint_offsets")
+        | FLAGS["MARK_ROWS64"] * is_int64(r, "checkpoint_indices")
         | FLAGS["CLEAR_TAIL"] * (r.packed and not r.has("out"))
     )
 

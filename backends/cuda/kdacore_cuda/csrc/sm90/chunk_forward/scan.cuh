@@ -3,6 +3,7 @@
 // product's left operand as it is; tokens are the product's short dimension.
 #pragma once
 
+#include "common/chunk_forward/marks.cuh"
 #include "common/chunk_forward/solve.cuh"
 #include "common/warp_arrivals.cuh"
 #include "sm90/chunk_forward/schedule.cuh"
@@ -277,7 +278,18 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
     o -= o_chunk;
     while (c < part.end) {
       if (ckpt && c % block == 0) write_state(state, l, ckpt + c / block * p.HV * matrix, p.flags);
-      const int end = minimum(part.end, (c / block + 1) * block);
+      int mark = 1 << 30;
+      if (p.marks) {
+        // Found again for every block, so that nothing of it takes registers in the loop over chunks.
+        const SequenceHead x = make_sequence_head(p, opaque(part.sequence.n), part.sequence.hv, C);
+        mark = next_mark<C>(p, x.first, x.length, c);
+        if (c == mark) {
+          each_mark<C>(p, x.first, x.length, c, x.hv, K * V,
+                       [&](u64 to, int flags) { write_state(state, l, to, flags); });
+          mark = next_mark<C>(p, x.first, x.length, c + 1);
+        }
+      }
+      const int end = minimum(minimum(part.end, (c / block + 1) * block), mark);
 #pragma unroll 1
       for (; c < end; ++c) {
         const StageRef at = {slot, shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH,

@@ -7,6 +7,7 @@
 // Warps, rings and synchronisation: segment_scan.cuh. o is computed transposed (V by tokens) and
 // stored one chunk later, while the matrix unit works, through the next chunk's rows of u, which no
 // other warp reads.
+#include "common/chunk_forward/marks.cuh"
 #include "common/clear_rows.cuh"
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 constexpr u32 STAGED_BYTES = sizeof(ChunkOperands);
@@ -67,6 +68,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
     const long long i = first_checkpoint(p, x.n) + (x.begin + wait) / block;
     checkpoint = matrix_at(p.ckpt, i * p.HV + x.hv, p.flags);
   }
+  int mark = p.marks ? next_mark<C>(p, x.s.first, x.s.length, x.begin) : 1 << 30;
   const long long token_bytes = 2ll * p.HV * V;
   unsigned char* to = reinterpret_cast<unsigned char*>(p.o) +
                       (x.s.batch * p.T + x.s.first + (long long)x.begin * C) * token_bytes +
@@ -85,6 +87,11 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
       wait = block;
     }
     --wait;
+    if (c == mark) {
+      each_mark<C>(p, x.s.first, x.s.length, c, x.hv, K * V,
+                   [&](u64 at, int flags) { write_state(state, row, l.t, at, flags); });
+      mark = next_mark<C>(p, x.s.first, x.s.length, c + 1);
+    }
     const u32 stage = ring.stage(), rows = stage + OFFSET(ChunkOperands, u) + l.row * IMAGE_ROW;
     const u64 w = operand_descriptor(stage + OFFSET(ChunkOperands, w), 16, 1024),
               kg = operand_descriptor(stage + OFFSET(ChunkOperands, kg), SQUARE_BYTES, 1024);

@@ -48,6 +48,7 @@ __device__ __forceinline__ void each_mark(const Params& p, long long first, int 
     if (token < 0 || token >= length || token / STEP != step) continue;
     u64 to = p.mark_states + 4ull * ((u64)i * p.HV + hv) * matrix;
     int flags = p.flags & ~FLAG_STATE_BF16;
+    if (token % STEP && !p.mark_states) continue;  // against the contract
     if (token % STEP == 0) {
       flags = p.flags;
       to = state_at(p, p.ht, slot_at(p, p.mark_rows, i, flags & FLAG_MARK_ROWS64), p.ht_row, hv, matrix);

@@ -34,6 +34,7 @@ from kdacore_cuda import (
     launch,
     prepacked_launch,
     recurrent,
+    recurrent_fast_path,
     stages,
     torch_launch,
 )
@@ -246,7 +247,7 @@ def test_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, K: int, 
         beta_type=TYPES["bfloat16"],
         bias_type=TYPES["float32"],
     )
-    flags = FLAGS["L2NORM"] | FLAGS["BETA_SIGMOID"] | FLAGS["CU64"] * packed
+    flags = FLAGS["L2NORM"] | FLAGS["BETA_SIGMOID"] | (FLAGS["CU64"] | FLAGS["CLEAR_TAIL"]) * packed
     assert x.params["flags"] == flags
     strided(x.params, **{name: named[name] for name in ("q", "k", "v", "g")})
     chunk_forward.forward(request, inputs)
@@ -413,6 +414,7 @@ def test_recurrent(seen: Recorder) -> None:
     holds(x.params, indices=inputs.state_indices, accepted=None, cu_seqlens=None, T=1, H=H, HV=HV)
     holds(x.params, h0_row=HV * K * K, ht_row=HV * K * K, scale=K**-0.5, lower_bound=-5.0)
     strided(x.params, **{name: named[name] for name in ("q", "k", "v", "g")})
+    holds(x.params, writes=inputs.state_indices, writes_row=1, has_initial=None, null_index=-1, N=N)
     assert x.params["flags"] & FLAGS["INDEX64"] and x.params["flags"] & FLAGS["INDEXED_OUT"]
     assert x.grid % (N * HV) == 0
 
@@ -513,6 +515,35 @@ def test_cached_chunk_backward_of_some_gradients(seen: Recorder) -> None:
         assert [bool(grads.params[name]) for name in ("dA_part", "dbias_part")] == list(wanted[5:7])
         if "sums" in entries:
             holds(launches[-1].params, d_A=got[5], d_bias=got[6])
+
+
+def test_recurrent_reads_one_pool_and_writes_another(seen: Recorder) -> None:
+    d, N, HV, K = Draw(0), 3, 4, 128
+    inputs = RecurrentInputs(
+        q=d.normal(N, 2, 2, K),
+        k=d.normal(N, 2, 2, K),
+        v=d.normal(N, 2, HV, K),
+        beta=d.normal(N, 2, HV),
+        **d.gate("random", N, 2, HV, K),
+        initial_state=d.normal(7, HV, K, K, dtype=torch.float32),
+        state_indices=torch.tensor([5, 0, 2], dtype=torch.int32),
+        has_initial_state=torch.tensor([True, False, True]),
+        write_indices=torch.zeros(N, 5, dtype=torch.int64),
+        write_pool=d.normal(9, 2 * HV, K, K, dtype=torch.float32)[:, :HV],
+    )
+    options = BOUNDED_MODEL | {"inplace_state": True, "output_final_state": True, "null_index": 0}
+    request = on_hopper(request_of("fused_recurrent_kda", inputs, **options))
+    assert recurrent.forward(request, inputs).final_state is inputs.write_pool
+    step = recurrent_fast_path.make_fast_call(request, inputs)
+    assert step is not None and step(tuple(inputs)) is not None
+    first, second = seen()
+    for x in (first, second):
+        holds(x.params, h0=inputs.initial_state, ht=inputs.write_pool, null_index=0)
+        holds(x.params, h0_row=HV * K * K, ht_row=2 * HV * K * K, indices_row=1, writes_row=5)
+        holds(x.params, indices=inputs.state_indices, writes=inputs.write_indices)
+        holds(x.params, has_initial=inputs.has_initial_state)
+        flags = FLAGS["L2NORM"] | FLAGS["BETA_SIGMOID"] | FLAGS["WRITES64"] | FLAGS["SCATTER_TOKENS"]
+        assert x.params["flags"] == flags
 
 
 FRESH = {"o", "ht", "launch", "chunk_operands", "maps", "starts", "kg", "qg", "w", "u", "aqk", "last"}

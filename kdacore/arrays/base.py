@@ -73,6 +73,10 @@ class Adapter(Protocol):
         """The function that runs this call and those recognised as the same."""
         ...
 
+    def unwrapped(self, arrays: Any) -> Any:
+        """An op's inputs with arrays in place of objects that stand for one. Asked where ``immutable``."""
+        ...
+
     def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
         """Raise :class:`UnsupportedError` where the call is inside something that would go wrong unnoticed."""
         ...

@@ -31,6 +31,9 @@ class _NumpyAdapter:
     def runner(self, plan: Plan, inputs: Any) -> Run:
         return _run
 
+    def unwrapped(self, arrays: Any) -> Any:
+        return arrays
+
     def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
         return
 

@@ -27,6 +27,7 @@ _MAX_FAST_CALLS = 2
 """Backend fast paths kept for one plan, each for arrays of certain strides; other strides share the plan alone."""
 
 Matcher = Callable[[tuple[Any, ...], tuple[Any, ...]], bool]
+"""Arrays and options of an op, in the order of its definition, to: are they those of the call it was made for?"""
 
 
 class SeenCall:
@@ -45,7 +46,7 @@ class SeenCall:
         self.fast_call = fast_call
 
 
-def _matcher(
+def matcher(
     inputs: Any, options: tuple[Any, ...], array_test: ArrayTest, same_strides: bool
 ) -> Matcher | None:
     """A function of an op's arrays and options: are they like these? Written out, since a loop would take as long."""
@@ -111,7 +112,7 @@ class FastPath:
         if plan.fast_path is not None and sum(plan is seen.plan for seen in kept) < _MAX_FAST_CALLS:
             fast_call = plan.fast_path(plan.request, inputs)
         array_test = self._adapter.array_test
-        matches = array_test and _matcher(inputs, options, array_test, fast_call is not None)
+        matches = array_test and matcher(inputs, options, array_test, fast_call is not None)
         if matches is None:
             return
         seen = SeenCall(plan, self._adapter.runner(plan, inputs), fast_call, matches, asked)

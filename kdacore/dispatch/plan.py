@@ -128,12 +128,17 @@ def _environment_policy() -> selection.Policy:
 
 def current_policy(opdef: OpDef, backend: object) -> selection.Policy:
     """``backend=`` over ``use_backend`` over ``KDACORE_BACKEND`` over auto."""
-    around = PREFERENCE.get() or _environment_policy()
     if backend is None:
-        return around
+        return PREFERENCE.get() or _environment_policy()
     if not isinstance(backend, str) or not backend:
         raise ContractError(opdef.name, "backend", shown(backend), "None or the name of a backend")
-    return selection.Policy(backend, (), "backend=", around.batch_invariant)
+    return selection.Policy(backend, (), "backend=", _asks_batch_invariance())
+
+
+def _asks_batch_invariance() -> bool:
+    """What the innermost block asks, else the environment. Reads no other variable: those may be wrong."""
+    around = PREFERENCE.get()
+    return config.get().batch_invariant if around is None else around.batch_invariant
 
 
 def plan_for(
@@ -147,6 +152,18 @@ def plan_for(
     request, adapter = contract.build_request(opdef, inputs, options, needs_grad=needs_grad)
     request = asked_of(request, policy)
     return Plan(opdef, request, selection.select(request, policy), adapter)
+
+
+def key_of(adapter: Adapter, opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any) -> Any:
+    """All that the plan of a call depends on. None when the call must not be cached.
+
+    Looking the key up raises TypeError where an option is not hashable.
+    """
+    array_key = adapter.key(inputs)
+    if array_key is None:
+        return None
+    # Types too: True == 1 == 1.0 as dictionary keys, but not as arguments.
+    return (opdef.name, array_key, options, tuple(map(type, options)), asked)
 
 
 def asked_of(request: Request, policy: selection.Policy) -> Request:
@@ -164,11 +181,9 @@ def cached_plan(
 
     ``asked``: what was asked of dispatch, in whatever form ``make`` takes it.
     """
-    array_key = adapter.key(inputs)
-    if array_key is None:
+    key = key_of(adapter, opdef, inputs, options, asked)
+    if key is None:
         return make(opdef, inputs, options, asked)
-    # Types too: True == 1 == 1.0 as dictionary keys, but not as arguments.
-    key = (opdef.name, array_key, options, tuple(map(type, options)), asked)
     try:
         found = _plans.get(key)
     except TypeError:  # an unhashable option: validation names it
@@ -221,8 +236,7 @@ def use_backend(*names: str) -> Iterator[None]:
         if not isinstance(name, str):
             raise ContractError("use_backend", "names", shown(name), "names of backends")
         REGISTRY.get(name, "use_backend", "names")
-    around = PREFERENCE.get() or _environment_policy()
-    token = PREFERENCE.set(selection.Policy("", tuple(names), "use_backend", around.batch_invariant))
+    token = PREFERENCE.set(selection.Policy("", tuple(names), "use_backend", _asks_batch_invariance()))
     try:
         yield
     finally:

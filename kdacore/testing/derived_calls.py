@@ -56,7 +56,9 @@ def alone(case: Case) -> tuple[Case, ...]:
     if not shape.lengths:
         return (replace(case, shape=replace(shape, B=1)),) * shape.B
     return tuple(
-        replace(case, shape=replace(shape, T=n, lengths=()), host_offsets=False) for n in shape.lengths if n
+        replace(case, shape=replace(shape, T=n, lengths=(), padding=0), host_offsets=False)
+        for n in shape.lengths
+        if n
     )
 
 

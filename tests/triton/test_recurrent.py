@@ -28,7 +28,11 @@ BOUND = {torch.float32: 2e-5, torch.bfloat16: 4.5e-3, torch.float16: 4.5e-3}
 
 def request_of(inputs: RecurrentInputs, op: str = "fused_recurrent_kda", **options: Any) -> Request:
     opdef = OPS[op]
-    flags = dict.fromkeys(opdef.options, False) | {"scale": None, "lower_bound": None} | options
+    flags = (
+        dict.fromkeys(opdef.options, False)
+        | {"scale": None, "lower_bound": None, "null_index": None}
+        | options
+    )
     return contract.build_request(opdef, inputs, tuple(flags[o] for o in opdef.options))[0]
 
 

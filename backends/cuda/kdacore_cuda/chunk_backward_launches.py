@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kdacore.types import InputGrads, Request
-from kdacore_cuda import chunk_backward
+from kdacore_cuda import chunk_backward, chunk_backward_segments
 from kdacore_cuda.chunk_backward_kernels import (
     GROUPS_THREADS,
     ChunkBackwardKernel,
@@ -127,8 +127,9 @@ def launches_of(request: Request, strides: tuple[int, ...], wanted: InputGrads) 
 def _scan_launches(r: Request) -> tuple[tuple[KernelLaunch, ...], dict[str, int]]:
     """What is launched between prepare and gradients, with the parameters of prepare; bytes of the
     arrays that it needs beside the common workspace, by field."""
-    kernel = chunk_backward.scan_of(r, r.device.index)
-    return (("scan", kernel, chunk_backward.plan_of(r).grid(kernel, r.device.index)),), {}
+    launches, segments = chunk_backward.scan_launches(r, r.device.index)
+    bytes_of = {} if segments is None else chunk_backward_segments.workspace_bytes(segments, r.HV)
+    return launches, bytes_of
 
 
 def _places_of_gradients(r: Request, grouped: bool, wanted: InputGrads, second: _Buffer) -> Places:

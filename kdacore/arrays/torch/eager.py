@@ -52,6 +52,9 @@ class _TorchAdapter:
     def runner(self, plan: Plan, inputs: Any) -> Run:
         return _runner(plan, inputs)
 
+    def unwrapped(self, arrays: Any) -> Any:
+        return arrays
+
     def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
         refuse_transforms(op, arrays)
         if any(isinstance(x, torch.Tensor) and type(x) not in _PLAIN for x in arrays):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kdacore.testing.cases import Case
-from kdacore.testing.checks.accuracy import accuracy, graph, uninitialised
+from kdacore.testing.checks.accuracy import accuracy, uninitialised
 from kdacore.testing.checks.batch_invariance import batch_invariance, gradient_batch_invariance
 from kdacore.testing.checks.causality import (
     causality,
@@ -14,6 +14,7 @@ from kdacore.testing.checks.causality import (
     gradient_causality_append,
 )
 from kdacore.testing.checks.gradients import gradients, recomputed_gradients
+from kdacore.testing.checks.graphs import graph
 from kdacore.testing.checks.pool import pool
 from kdacore.testing.checks.repeat import determinism, gradient_determinism
 from kdacore.testing.checks.split import drift, split, split_decode

@@ -28,6 +28,7 @@ from kdacore.types import (
 from kdacore_cuda import (
     chunk_backward,
     chunk_backward_fast_path,
+    chunk_backward_segments,
     chunk_forward,
     chunk_forward_fast_path,
     chunk_forward_segments,
@@ -61,7 +62,7 @@ PARAMS = {
     "intra": INTRA,
     "recompute": RECOMPUTE,
     "recompute_hopper": RECOMPUTE,
-    **dict.fromkeys(("prepare", "scan", "grads"), CHUNK_BACKWARD),
+    **dict.fromkeys(("prepare", "segment_maps", "segment_chain", "scan", "grads"), CHUNK_BACKWARD),
     "sums": SUMS,
     "groups": GROUPS,
     **dict.fromkeys(("maps", "chain", "output"), SEGMENTS),
@@ -436,9 +437,13 @@ RESULTS = {"dq", "dk", "dv", "dg", "dbeta", "d_h0", "d_A", "d_bias", "part", "ou
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("groups", [False, True])
-@pytest.mark.parametrize("float_gate", [False, True])
-def test_cached_chunk_backward(seen: Recorder, packed: bool, groups: bool, float_gate: bool) -> None:
+@pytest.mark.parametrize("float_gate, cut", [(False, False), (True, False), (False, True)])
+def test_cached_chunk_backward(
+    seen: Recorder, monkeypatch: pytest.MonkeyPatch, packed: bool, groups: bool, float_gate: bool, cut: bool
+) -> None:
     """What is packed once is what a first call packs; arrays of the workspace do not overlap."""
+    monkeypatch.setattr(chunk_backward, "use_segments", lambda items, multiprocessors: cut)
+    monkeypatch.setattr(chunk_backward_segments, "chunks_per_segment", lambda items: 1)
     request, inputs = backward_call(packed, groups, float_gate)
     do = torch.randn_like(inputs.v)
     dht = torch.randn(3, 4, 128, 128) if packed else None
@@ -450,9 +455,10 @@ def test_cached_chunk_backward(seen: Recorder, packed: bool, groups: bool, float
     want = chunk_backward.backward(request, inputs, (), OutputGrads(do, dht))
     calls = seen()
     again, first = calls[: len(calls) // 2], calls[len(calls) // 2 :]
-    entries = ["prepare", "scan", "grads", *(["groups"] * 2 if groups else []), "sums"]
+    scan = ["segment_maps", "segment_chain", "scan"] if cut else ["scan"]
+    entries = ["prepare", *scan, "grads", *(["groups"] * 2 if groups else []), "sums"]
     assert [x.entry for x in again] == [x.entry for x in first] == entries
-    memory = WORKSPACE | RESULTS
+    memory = WORKSPACE | RESULTS | set(chunk_backward_segments.WORKSPACE)
     for x, y in zip(again, first, strict=True):
         assert x._replace(params={}) == y._replace(params={})
         same = [{k: v for k, v in z.params.items() if k not in memory} for z in (x, y)]
@@ -462,6 +468,9 @@ def test_cached_chunk_backward(seen: Recorder, packed: bool, groups: bool, float
     for a, b in zip(got, want, strict=True):
         assert (a is None) == (b is None)
         assert a is None or (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+    for x in again[1 : 1 + len(scan)]:
+        assert x.params == again[0].params
+    del again[2 : 1 + len(scan)]
     grads, *groups_of, sums = again[2:]
     holds(again[1].params, d_h0=got[7], d_o=do, d_ht=dht)
     holds(grads.params, dv=got[2], dg=got[3], dbeta=got[4])
@@ -483,6 +492,11 @@ def test_cached_chunk_backward(seen: Recorder, packed: bool, groups: bool, float
     per_head = 4 * 128 * inputs.v.numel() // 128 if groups else None
     sizes = {name: n * dtype.itemsize * units for name, (n, dtype) in chunk_backward.WORKSPACE.items()}
     sizes |= {"dA_part": 4 * units, "dbias_part": 4 * 128 * units}
+    if cut:
+        stored = 4 * (300 // 64 + 3 if packed else 2 * 5)  # heads, and segments of one chunk
+        for name, (n, dtype) in chunk_backward_segments.WORKSPACE.items():
+            sizes[name] = n * dtype.itemsize * stored
+            assert again[1].params[name]
     if per_head:
         sizes |= {"dq": per_head, "dk": per_head}
     for x in (again[1], grads):  # what these two take exists at the same time

@@ -29,7 +29,7 @@ VARIABLES: dict[str, str] = {
     "FLA_KDACORE": "'1' (default) or '0': whether the integration with flash-linear-attention takes any call",
 }
 
-INTEGRATIONS = ("fla", "transformers")
+INTEGRATIONS = ("fla", "sglang", "transformers", "vllm")
 """Names that ``KDACORE_INTEGRATIONS`` may hold: modules of ``kdacore.integrations``."""
 
 

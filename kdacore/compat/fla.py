@@ -34,7 +34,7 @@ __all__ = [
 P = ParamSpec("P")
 
 
-def _computed(translate: Callable[P, Call]) -> Callable[P, Any]:
+def computed(translate: Callable[P, Call]) -> Callable[P, Any]:
     """The function that runs the call which ``translate`` makes of its arguments."""
 
     @functools.wraps(translate)
@@ -47,12 +47,12 @@ def _computed(translate: Callable[P, Call]) -> Callable[P, Any]:
     return function
 
 
-chunk_kda = _computed(fla_arguments.chunk_kda)
-chunk_gated_delta_rule = chunk_gdn = _computed(fla_arguments.chunk_gated_delta_rule)
-fused_recurrent_kda = _computed(fla_arguments.fused_recurrent_kda)
-fused_recurrent_kda_fwd = _computed(fla_arguments.fused_recurrent_kda_fwd)
-fused_recurrent_gated_delta_rule = fused_recurrent_gdn = _computed(
+chunk_kda = computed(fla_arguments.chunk_kda)
+chunk_gated_delta_rule = chunk_gdn = computed(fla_arguments.chunk_gated_delta_rule)
+fused_recurrent_kda = computed(fla_arguments.fused_recurrent_kda)
+fused_recurrent_kda_fwd = computed(fla_arguments.fused_recurrent_kda_fwd)
+fused_recurrent_gated_delta_rule = fused_recurrent_gdn = computed(
     fla_arguments.fused_recurrent_gated_delta_rule
 )
-fused_kda_gate = _computed(fla_arguments.fused_kda_gate)
-fused_gdn_gate = _computed(fla_arguments.fused_gdn_gate)
+fused_kda_gate = computed(fla_arguments.fused_kda_gate)
+fused_gdn_gate = computed(fla_arguments.fused_gdn_gate)

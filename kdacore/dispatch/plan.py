@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,7 +53,10 @@ class Plan:
         self.forward = results.typed_forward(chosen.backend, request.op)
         self.run: Callable[[Plan, Any], Any] = adapter.run
         self.validate = config.get().validate_values
-        self.fast_path = None if request.needs_grad or self.validate else self.impl.fast_path
+        self.fast_path = None if self.validate else self.impl.fast_path
+        if request.needs_grad:
+            joined = None if self.validate or self.impl.fast_gradients is None else adapter.fast_gradients
+            self.fast_path = None if joined is None else functools.partial(joined, self)
         self.writes = not adapter.immutable and (request.inplace_state or request.has("out"))
         self.joined: Any = None
         """For an adapter: what it built for this plan (a ``custom_vjp`` function)."""
@@ -66,6 +70,10 @@ class Plan:
             results.check_gradients(self, inputs, grads)
             self._grads_checked = True
         return grads
+
+    def check_gradients(self, inputs: Any, grads: Any, wanted: tuple[bool, ...]) -> None:
+        """Hold gradients of another origin than :meth:`backward` to the request. PluginError."""
+        results.check_gradients(self, inputs, grads, wanted)
 
 
 REGISTRY.on_change(results.typed_forward.cache_clear)
@@ -120,12 +128,17 @@ def _environment_policy() -> selection.Policy:
 
 def current_policy(opdef: OpDef, backend: object) -> selection.Policy:
     """``backend=`` over ``use_backend`` over ``KDACORE_BACKEND`` over auto."""
-    around = PREFERENCE.get() or _environment_policy()
     if backend is None:
-        return around
+        return PREFERENCE.get() or _environment_policy()
     if not isinstance(backend, str) or not backend:
         raise ContractError(opdef.name, "backend", shown(backend), "None or the name of a backend")
-    return selection.Policy(backend, (), "backend=", around.batch_invariant)
+    return selection.Policy(backend, (), "backend=", _asks_batch_invariance())
+
+
+def _asks_batch_invariance() -> bool:
+    """What the innermost block asks, else the environment. Reads no other variable: those may be wrong."""
+    around = PREFERENCE.get()
+    return config.get().batch_invariant if around is None else around.batch_invariant
 
 
 def plan_for(
@@ -223,8 +236,7 @@ def use_backend(*names: str) -> Iterator[None]:
         if not isinstance(name, str):
             raise ContractError("use_backend", "names", shown(name), "names of backends")
         REGISTRY.get(name, "use_backend", "names")
-    around = PREFERENCE.get() or _environment_policy()
-    token = PREFERENCE.set(selection.Policy("", tuple(names), "use_backend", around.batch_invariant))
+    token = PREFERENCE.set(selection.Policy("", tuple(names), "use_backend", _asks_batch_invariance()))
     try:
         yield
     finally:

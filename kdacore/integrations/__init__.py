@@ -57,6 +57,11 @@ _HOSTS: dict[str, _Host] = {
         ),
         _place_in_fla,
     ),
+    "sglang": _Host(
+        ("sglang",),
+        ("extend", "decode", "packed_decode", "target_verify"),
+        lambda _: "the kernel class TritonKDAKernel",
+    ),
     "transformers": _Host(
         ("transformers",),
         (
@@ -66,6 +71,18 @@ _HOSTS: dict[str, _Host] = {
             "fused_recurrent_gated_delta_rule",
         ),
         _place_in_transformers,
+    ),
+    "vllm": _Host(
+        ("vllm",),
+        (
+            "flashkda_prefill",
+            "chunk_kda_with_fused_gate",
+            "fused_recurrent_kda",
+            "fused_recurrent_kda_packed_decode",
+            "glm_chunk_kda_with_fused_gate",
+            "glm_fused_recurrent_kda",
+        ),
+        lambda _: "vllm.models.kimi_k3 and vllm.models.glm5next",
     ),
 }
 
@@ -101,6 +118,25 @@ def activate(*names: str) -> tuple[str, ...]:
     for name in wanted:
         _module(name).activate()
     return wanted
+
+
+def activate_for(engine: str) -> tuple[str, ...]:
+    """What an engine's entry point does: activate it, and the libraries that its models use, if
+    ``KDACORE_INTEGRATIONS`` names them.
+
+    Returns:
+        The names of those that were activated.
+
+    Raises:
+        ImportError: a named library is not installed.
+        ConfigError: ``KDACORE_INTEGRATIONS`` names no integration.
+    """
+    named = config.get().integrations
+    wanted = tuple([name for name in (engine, *_LIBRARIES) if name in named])
+    return activate(*wanted) if wanted else ()
+
+
+_LIBRARIES = ("fla", "transformers")
 
 
 def deactivate(*names: str) -> None:

@@ -63,7 +63,9 @@ def test_the_environment_names_what_is_activated(
 def test_names_that_may_be_set_are_those_there_are() -> None:
     assert tuple(status.name for status in integrations.status()) == config.INTEGRATIONS
     for use in (integrations.activate, integrations.deactivate):
-        with pytest.raises(kdacore.ContractError, match="'flaa'; wanted names out of fla, transformers"):
+        with pytest.raises(
+            kdacore.ContractError, match="'flaa'; wanted names out of fla, sglang, transformers, vllm"
+        ):
             use("flaa")
 
 

@@ -281,6 +281,8 @@ def test_a_call_that_is_declined_gets_kdacores_reason(
     for given, reason in (
         ({"unheard_of": 1}, "unexpected keyword argument 'unheard_of'"),
         ({"chunk_size": 48}, "'chunk_size': got 48"),
+        ({"chunk_size": 48, "scale": []}, "'chunk_size': got 48"),
+        ({"scale": []}, "'scale': got list []"),
     ):
         with pytest.raises((ComputedByFlaError, ValueError)):
             chunk.chunk_kda(**call(), **given)

@@ -9,6 +9,7 @@ the host finds by an entry point calls :func:`activate` without a name, so that 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,9 +36,8 @@ class _Host:
 
 
 def _place_in_fla(version: str) -> str:
-    # Compared as numbers: a pre-release of 0.6 has its registry where 0.6 has it.
-    major, minor = (int(part) for part in version.split(".")[:2])
-    return "fla.backends" if (major, minor) >= (0, 6) else "fla.ops.backends"
+    before = re.match(r"0\.[0-5](\D|$)", version)  # a pre-release of 0.6 has its registry where 0.6 has it
+    return "fla.ops.backends" if before else "fla.backends"
 
 
 def _place_in_transformers(_: str) -> str:

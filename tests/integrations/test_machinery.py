@@ -69,6 +69,21 @@ def test_names_that_may_be_set_are_those_there_are() -> None:
             use("flaa")
 
 
+@pytest.mark.parametrize(
+    ("version", "place"),
+    [
+        ("0.5", "fla.ops.backends"),
+        ("0.5.2", "fla.ops.backends"),
+        ("0.6rc1", "fla.backends"),
+        ("0.6.0", "fla.backends"),
+        ("0.10.0", "fla.backends"),
+        ("1.0.dev3+g1234", "fla.backends"),
+    ],
+)
+def test_the_place_of_the_registry_by_version(version: str, place: str) -> None:
+    assert integrations._HOSTS["fla"].place(version) == place
+
+
 def test_without_the_host_activating_is_an_import_error() -> None:
     with hidden("fla"), hidden("kdacore.integrations.fla"):
         del sys.modules["kdacore.integrations.fla"]

@@ -89,17 +89,22 @@ def test_integrations(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
             raise integrations.metadata.PackageNotFoundError(name)
         return versions[name]
 
+    def found() -> list[dict[str, Any]]:
+        rows = {row["name"]: row for row in diagnose(capsys, "--no-selfcheck")["integrations"]}
+        assert tuple(rows) == tuple(sorted(config.INTEGRATIONS))
+        return [rows["fla"], rows["transformers"]]
+
     monkeypatch.setattr(integrations.metadata, "version", version)
     monkeypatch.setattr(integrations, "_imported", lambda name: None)
-    fla, transformers = diagnose(capsys, "--no-selfcheck")["integrations"]
+    fla, transformers = found()
     assert (fla["host"], fla["place"], fla["status"]) == ("fla-core 0.6.1", "fla.backends", "not active")
     assert "chunk_kda" in fla["functions"] and fla["hooks"] == []
     assert (transformers["host"], transformers["status"]) == ("", "host not installed")
     versions.update({"fla-core": "0.5.2", "transformers": "5.24.0"})
-    fla, transformers = diagnose(capsys, "--no-selfcheck")["integrations"]
+    fla, transformers = found()
     assert fla["place"] == "fla.ops.backends" and transformers["place"] == "the registry of fla"
     del versions["fla-core"]
-    _, transformers = diagnose(capsys, "--no-selfcheck")["integrations"]
+    _, transformers = found()
     assert transformers["place"] == "the functions of transformers.models"
     monkeypatch.setenv("KDACORE_INTEGRATIONS", "fla")
     config.refresh()

@@ -6,7 +6,7 @@ Source of the operation: Kimi Linear, arXiv 2510.26692 (KDA); Gated Delta Networ
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kdacore.dispatch import call as dispatch
@@ -54,6 +54,7 @@ def chunk_kda(
     checkpoint_every: int | None = None,
     cp: None = None,
     backend: str | None = None,
+    **unknown: object,
 ) -> Any:
     """Kimi Delta Attention over whole sequences, chunk by chunk: training and prefill.
 
@@ -138,6 +139,8 @@ def chunk_kda(
         >>> o.shape, state.shape
         ((1, 100, 2, 16), (1, 2, 16, 16))
     """
+    if unknown:
+        raise _unknown_keywords("chunk_kda", unknown)
     return _chunk(
         _CHUNK_KDA,
         (
@@ -213,6 +216,7 @@ def chunk_gated_delta_rule(
     checkpoint_every: int | None = None,
     cp: None = None,
     backend: str | None = None,
+    **unknown: object,
 ) -> Any:
     """The gated delta rule over whole sequences: :func:`chunk_kda` with one decay for each head.
 
@@ -233,6 +237,8 @@ def chunk_gated_delta_rule(
         >>> o.shape
         (1, 70, 2, 16)
     """
+    if unknown:
+        raise _unknown_keywords("chunk_gated_delta_rule", unknown)
     return _chunk(
         _CHUNK_GDN,
         (
@@ -305,6 +311,7 @@ def fused_recurrent_kda(
     read_only_state: bool = False,
     out: Array | None = None,
     backend: str | None = None,
+    **unknown: object,
 ) -> Any:
     """Kimi Delta Attention token by token, for decoding: a few tokens, one launch, states in a pool.
 
@@ -354,6 +361,8 @@ def fused_recurrent_kda(
         >>> [bool(pool[i].any()) for i in range(4)]
         [False, True, False, True]
     """
+    if unknown:
+        raise _unknown_keywords("fused_recurrent_kda", unknown)
     return _recurrent(
         _RECURRENT_KDA,
         (
@@ -423,6 +432,7 @@ def fused_recurrent_gated_delta_rule(
     read_only_state: bool = False,
     out: Array | None = None,
     backend: str | None = None,
+    **unknown: object,
 ) -> Any:
     """The gated delta rule token by token: :func:`fused_recurrent_kda` with one decay for each head.
 
@@ -443,6 +453,8 @@ def fused_recurrent_gated_delta_rule(
         >>> o.shape, state.shape
         ((2, 1, 2, 16), (2, 2, 16, 16))
     """
+    if unknown:
+        raise _unknown_keywords("fused_recurrent_gated_delta_rule", unknown)
     return _recurrent(
         _RECURRENT_GDN,
         (
@@ -488,6 +500,7 @@ def kda_gate(
     dt_bias: Array | None = None,
     lower_bound: float | None = None,
     backend: str | None = None,
+    **unknown: object,
 ) -> Array:
     """The gate alone: the log decay (natural log, <= 0) of a raw gate input, in float32.
 
@@ -515,6 +528,8 @@ def kda_gate(
         >>> float(decay[0, 0, 0, 0])
         -2.5
     """
+    if unknown:
+        raise _unknown_keywords("kda_gate", unknown)
     return dispatch.call(_GATE, (g, A_log, dt_bias), (lower_bound,), backend)
 
 
@@ -545,6 +560,8 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Selectio
     bound = inspect.signature(public_function(opdef.name)).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
+    if unknown := given.get("unknown"):
+        raise _unknown_keywords(opdef.name, unknown)
     inputs = opdef.inputs(*(given.get(name) for name in opdef.arrays))
     options = tuple(given[name] for name in opdef.options)
     return dispatch.explain(opdef, inputs, options, given["backend"])
@@ -556,6 +573,12 @@ def public_function(op: str) -> Callable[..., Any]:
 
     function: Callable[..., Any] = globals()[op] if op in globals() else getattr(stages, op)
     return function
+
+
+def _unknown_keywords(op: str, names: Iterable[str]) -> TypeError:
+    from kdacore.ops.foreign_keywords import unknown_keywords  # here: few calls have any
+
+    return unknown_keywords(op, names)
 
 
 def _chunk(opdef: Any, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:

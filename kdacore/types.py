@@ -385,6 +385,18 @@ FastCall = Callable[[tuple[Any, ...]], "tuple[Any, ...] | None"]
 outputs, without ``saved``. None, with nothing done, sends the call through ``forward``."""
 
 
+class FastGradients(NamedTuple):
+    """A call that needs gradients and was made before, with other values."""
+
+    forward: Callable[[tuple[Any, ...]], tuple[Any, ...] | None]
+    """As a :data:`FastCall`; behind the three results follow the arrays that ``forward`` would leave in
+    ``Outputs.saved``, if any."""
+    backward: Callable[[tuple[Any, ...], tuple[Any, ...], Any, Any], tuple[Any, ...] | None]
+    """``backward(arrays, saved, do, dstate)``: the call's arrays, what was saved, and gradients of ``o`` and of
+    ``final_state`` (either may be None, and have any strides), to gradients in the order of :class:`InputGrads`, None
+    where none is wanted. None, with nothing done, sends it through the op's ``backward``."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpImpl:
     """One op of one backend."""
@@ -413,6 +425,12 @@ class OpImpl:
     dtypes, device and *strides* of these; addresses and their alignment may differ. It must not
     keep the arrays. For torch it may be called under ``autocast``, which ``forward`` never is: it
     launches kernels, and does no arithmetic with torch's own ops."""
+    fast_gradients: Callable[[Request, Any, tuple[bool, ...]], FastGradients | None] | None = None
+    """Optional, torch only, for the four whole ops: the same for calls that need gradients.
+    ``fast_gradients(request, inputs, wanted)`` may return :class:`FastGradients` that do what
+    ``forward`` and ``backward`` would do; ``wanted`` says for each field of :class:`InputGrads`
+    whether its gradient is asked for. A backward may come through ``backward`` where the forward
+    came through this, and the other way round."""
 
 
 @dataclass(frozen=True, slots=True)

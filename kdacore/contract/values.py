@@ -13,6 +13,7 @@ from kdacore.contract.checks import CHECKPOINT_STEP, MAX_VERIFY_TOKENS
 from kdacore.contract.state_rows import ZEROS, StateRows, slots, state_rows
 from kdacore.errors import ContractError
 from kdacore.ops import INDEX_ARGUMENTS, MASK_ARGUMENTS, OPS
+from kdacore.ops.shapes import SHAPES
 from kdacore.types import Request
 
 
@@ -35,12 +36,31 @@ def check_values(request: Request, inputs: Any, adapter: Adapter) -> None:
     lengths = _lengths(request, values)
     check_candidates(request, lengths)
     check_state_rows(request, values, lengths)
+    _leave_out_unread(request, values, lengths)
     for name, x in values.items():
         if name == "initial_state" and ("state_indices" in values or "has_initial_state" in values):
             _finite_rows(request, x, state_rows(request, values, lengths).read)
         elif name not in INDEX_ARGUMENTS | MASK_ARGUMENTS | {"write_pool"}:
             _finite(request, name, x)
     _gate(request, values)
+
+
+def _leave_out_unread(request: Request, values: dict[str, Any], lengths: Any) -> None:
+    """Zeros in place of tokens that no sequence has, or one without a slot: they may hold anything."""
+    read = np.ones(request.N, bool)
+    if request.pool_size:
+        read = ~state_rows(request, values, lengths).padding
+    if not request.packed and read.all():
+        return
+    tokens: Any = np.zeros(request.B * request.T, bool)
+    tokens[: int(lengths.sum())] = np.repeat(read, lengths)
+    if tokens.all():
+        return
+    tokens = tokens.reshape(request.B, request.T)
+    for name, axes in SHAPES.items():
+        if name in values and axes[:2] == ("B", "T"):
+            values[name] = np.array(values[name])
+            values[name][~tokens] = 0
 
 
 def _finite(request: Request, name: str, x: Any) -> None:

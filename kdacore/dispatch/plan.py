@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,7 +53,10 @@ class Plan:
         self.forward = results.typed_forward(chosen.backend, request.op)
         self.run: Callable[[Plan, Any], Any] = adapter.run
         self.validate = config.get().validate_values
-        self.fast_path = None if request.needs_grad or self.validate else self.impl.fast_path
+        self.fast_path = None if self.validate else self.impl.fast_path
+        if request.needs_grad:
+            joined = None if self.validate or self.impl.fast_gradients is None else adapter.fast_gradients
+            self.fast_path = None if joined is None else functools.partial(joined, self)
         self.writes = not adapter.immutable and (request.inplace_state or request.has("out"))
         self.joined: Any = None
         """For an adapter: what it built for this plan (a ``custom_vjp`` function)."""
@@ -66,6 +70,10 @@ class Plan:
             results.check_gradients(self, inputs, grads)
             self._grads_checked = True
         return grads
+
+    def check_gradients(self, inputs: Any, grads: Any, wanted: tuple[bool, ...]) -> None:
+        """Hold gradients of another origin than :meth:`backward` to the request. PluginError."""
+        results.check_gradients(self, inputs, grads, wanted)
 
 
 REGISTRY.on_change(results.typed_forward.cache_clear)
@@ -120,12 +128,17 @@ def _environment_policy() -> selection.Policy:
 
 def current_policy(opdef: OpDef, backend: object) -> selection.Policy:
     """``backend=`` over ``use_backend`` over ``KDACORE_BACKEND`` over auto."""
-    around = PREFERENCE.get() or _environment_policy()
     if backend is None:
-        return around
+        return PREFERENCE.get() or _environment_policy()
     if not isinstance(backend, str) or not backend:
         raise ContractError(opdef.name, "backend", shown(backend), "None or the name of a backend")
-    return selection.Policy(backend, (), "backend=", around.batch_invariant)
+    return selection.Policy(backend, (), "backend=", _asks_batch_invariance())
+
+
+def _asks_batch_invariance() -> bool:
+    """What the innermost block asks, else the environment. Reads no other variable: those may be wrong."""
+    around = PREFERENCE.get()
+    return config.get().batch_invariant if around is None else around.batch_invariant
 
 
 def plan_for(
@@ -139,6 +152,18 @@ def plan_for(
     request, adapter = contract.build_request(opdef, inputs, options, needs_grad=needs_grad)
     request = asked_of(request, policy)
     return Plan(opdef, request, selection.select(request, policy), adapter)
+
+
+def key_of(adapter: Adapter, opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any) -> Any:
+    """All that the plan of a call depends on. None when the call must not be cached.
+
+    Looking the key up raises TypeError where an option is not hashable.
+    """
+    array_key = adapter.key(inputs)
+    if array_key is None:
+        return None
+    # Types too: True == 1 == 1.0 as dictionary keys, but not as arguments.
+    return (opdef.name, array_key, options, tuple(map(type, options)), asked)
 
 
 def asked_of(request: Request, policy: selection.Policy) -> Request:
@@ -156,11 +181,9 @@ def cached_plan(
 
     ``asked``: what was asked of dispatch, in whatever form ``make`` takes it.
     """
-    array_key = adapter.key(inputs)
-    if array_key is None:
+    key = key_of(adapter, opdef, inputs, options, asked)
+    if key is None:
         return make(opdef, inputs, options, asked)
-    # Types too: True == 1 == 1.0 as dictionary keys, but not as arguments.
-    key = (opdef.name, array_key, options, tuple(map(type, options)), asked)
     try:
         found = _plans.get(key)
     except TypeError:  # an unhashable option: validation names it
@@ -213,8 +236,7 @@ def use_backend(*names: str) -> Iterator[None]:
         if not isinstance(name, str):
             raise ContractError("use_backend", "names", shown(name), "names of backends")
         REGISTRY.get(name, "use_backend", "names")
-    around = PREFERENCE.get() or _environment_policy()
-    token = PREFERENCE.set(selection.Policy("", tuple(names), "use_backend", around.batch_invariant))
+    token = PREFERENCE.set(selection.Policy("", tuple(names), "use_backend", _asks_batch_invariance()))
     try:
         yield
     finally:

@@ -92,7 +92,7 @@ def bits_of(request: Request) -> tuple[object, ...]:
     items = items_for_choice(request)
     plan = ChunkForwardPlan(request)
     cuda = kernels.cluster_size(128, items, 132, "sm_90a"), use_segments(items, 132)
-    return (*cuda, plan.record_size, plan.segments is None)
+    return (*cuda, *sorted(plan.config.items()))
 
 
 @pytest.mark.parametrize("heads", [1, 4, 16, 40])

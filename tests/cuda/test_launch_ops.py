@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ from kdacore.types import (
 )
 from kdacore_cuda import (
     chunk_backward,
+    chunk_backward_fast_path,
+    chunk_backward_segments,
     chunk_forward,
     chunk_forward_checkpoints,
     chunk_forward_fast_path,
@@ -61,7 +64,7 @@ PARAMS = {
     "intra": INTRA,
     "recompute": RECOMPUTE,
     "recompute_hopper": RECOMPUTE,
-    **dict.fromkeys(("prepare", "scan", "grads"), CHUNK_BACKWARD),
+    **dict.fromkeys(("prepare", "segment_maps", "segment_chain", "scan", "grads"), CHUNK_BACKWARD),
     "sums": SUMS,
     "groups": GROUPS,
     "checkpoint_tail": CHECKPOINT_TAIL,
@@ -419,6 +422,117 @@ def test_recurrent(seen: Recorder) -> None:
     holds(x.params, writes=inputs.state_indices, writes_row=1, has_initial=None, null_index=-1, N=N)
     assert x.params["flags"] & FLAGS["INDEX64"] and x.params["flags"] & FLAGS["INDEXED_OUT"]
     assert x.grid % (N * HV) == 0
+
+
+def backward_call(packed: bool, groups: bool, float_gate: bool) -> tuple[Request, ChunkInputs]:
+    more: dict[str, Any] = {}
+    if packed:
+        more = {"cu_seqlens": pack(10, 200, 90), "initial_state": torch.randn(3, 4, 128, 128)}
+    inputs = draw(300, 2 if groups else 4, 4, B=1 if packed else 2, **more)
+    if float_gate:
+        inputs = inputs._replace(g=inputs.g.float())
+    request = request_of("chunk_kda", inputs, output_final_state=packed, **BOUNDED_MODEL)
+    return on_hopper(dataclasses.replace(request, needs_grad=True)), inputs
+
+
+WORKSPACE = {*chunk_backward.WORKSPACE, "dA_part", "dbias_part"}
+RESULTS = {"dq", "dk", "dv", "dg", "dbeta", "d_h0", "d_A", "d_bias", "part", "out"}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("float_gate, cut", [(False, False), (True, False), (False, True)])
+def test_cached_chunk_backward(
+    seen: Recorder, monkeypatch: pytest.MonkeyPatch, packed: bool, groups: bool, float_gate: bool, cut: bool
+) -> None:
+    """What is packed once is what a first call packs; arrays of the workspace do not overlap."""
+    monkeypatch.setattr(chunk_backward, "use_segments", lambda items, multiprocessors: cut)
+    monkeypatch.setattr(chunk_backward_segments, "chunks_per_segment", lambda items: 1)
+    request, inputs = backward_call(packed, groups, float_gate)
+    do = torch.randn_like(inputs.v)
+    dht = torch.randn(3, 4, 128, 128) if packed else None
+    wanted = tuple(x is not None for x in inputs[:8])
+    made = chunk_backward_fast_path.make_fast_gradients(request, inputs, wanted)
+    assert made is not None and not seen()
+    got = made.backward(tuple(inputs), (), do, dht)
+    assert got is not None
+    want = chunk_backward.backward(request, inputs, (), OutputGrads(do, dht))
+    calls = seen()
+    again, first = calls[: len(calls) // 2], calls[len(calls) // 2 :]
+    scan = ["segment_maps", "segment_chain", "scan"] if cut else ["scan"]
+    entries = ["prepare", *scan, "grads", *(["groups"] * 2 if groups else []), "sums"]
+    assert [x.entry for x in again] == [x.entry for x in first] == entries
+    memory = WORKSPACE | RESULTS | set(chunk_backward_segments.WORKSPACE)
+    for x, y in zip(again, first, strict=True):
+        assert x._replace(params={}) == y._replace(params={})
+        same = [{k: v for k, v in z.params.items() if k not in memory} for z in (x, y)]
+        assert same[0] == same[1]
+        given = [{k for k in memory & set(z.params) if z.params[k]} for z in (x, y)]
+        assert given[0] == given[1]
+    for a, b in zip(got, want, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+    for x in again[1 : 1 + len(scan)]:
+        assert x.params == again[0].params
+    del again[2 : 1 + len(scan)]
+    grads, *groups_of, sums = again[2:]
+    holds(again[1].params, d_h0=got[7], d_o=do, d_ht=dht)
+    holds(grads.params, dv=got[2], dg=got[3], dbeta=got[4])
+    holds(sums.params, d_A=got[5], d_bias=got[6])
+    for name in ("dA_part", "dbias_part"):
+        assert sums.params[name] == grads.params[name]
+    if groups:
+        for x, name, out in zip(groups_of, ("dq", "dk"), got[:2], strict=True):
+            holds(x.params, part=grads.params[name], out=out)
+    else:
+        holds(grads.params, dq=got[0], dk=got[1])
+    for x, y, handed in (
+        (again[0], again[1], ("kg", "qg", "w", "u", "aqk", "last")),
+        (again[1], grads, ("h", "dh", "u", "dr", "last", "rows")),
+    ):
+        for name in handed:
+            assert x.params[name] == y.params[name] != 0, name
+    units = grads.params["units"]
+    per_head = 4 * 128 * inputs.v.numel() // 128 if groups else None
+    sizes = {name: n * dtype.itemsize * units for name, (n, dtype) in chunk_backward.WORKSPACE.items()}
+    sizes |= {"dA_part": 4 * units, "dbias_part": 4 * 128 * units}
+    if cut:
+        stored = 4 * (300 // 64 + 3 if packed else 2 * 5)  # heads, and segments of one chunk
+        for name, (n, dtype) in chunk_backward_segments.WORKSPACE.items():
+            sizes[name] = n * dtype.itemsize * stored
+            assert again[1].params[name]
+    if per_head:
+        sizes |= {"dq": per_head, "dk": per_head}
+    for x in (again[1], grads):  # what these two take exists at the same time
+        places = sorted((x.params[name], size) for name, size in sizes.items() if x.params[name])
+        assert all(at + size <= other for (at, size), (other, _) in itertools.pairwise(places))
+        assert not any(at % 16 for at, _ in places)
+
+
+def test_cached_chunk_backward_of_some_gradients(seen: Recorder) -> None:
+    """Sums that nobody asks for are left out; the kernel's own results go where they may be forgotten."""
+    request, inputs = backward_call(True, True, False)
+    do = torch.randn_like(inputs.v)
+    for unwanted, entries in (
+        ("dt_bias", "prepare scan grads groups groups sums"),
+        ("A_log", "prepare scan grads groups groups sums"),
+        ("A_log dt_bias initial_state", "prepare scan grads groups groups"),
+        ("q v g beta", "prepare scan grads groups sums"),
+    ):
+        before = len(seen())
+        wanted = tuple(name not in unwanted.split() for name in inputs._fields[:8])
+        made = chunk_backward_fast_path.make_fast_gradients(request, inputs, wanted)
+        assert made is not None
+        got = made.backward(tuple(inputs), (), do, None)
+        assert got is not None and tuple(x is not None for x in got) == wanted
+        launches = seen()[before:]
+        assert " ".join(x.entry for x in launches) == entries
+        scan, grads = launches[1], launches[2]
+        holds(scan.params, d_h0=got[7], d_ht=None)
+        assert all(grads.params[name] for name in ("dq", "dk", "dv", "dg", "dbeta"))
+        assert [bool(grads.params[name]) for name in ("dA_part", "dbias_part")] == list(wanted[5:7])
+        if "sums" in entries:
+            holds(launches[-1].params, d_A=got[5], d_bias=got[6])
 
 
 def test_recurrent_reads_one_pool_and_writes_another(seen: Recorder) -> None:

@@ -127,6 +127,7 @@ def make_backend() -> Backend:
             _verifier("gradients"),
         ),
         fast_path=_lazy("chunk_forward_fast_path", "make_fast_call"),
+        fast_gradients=_lazy("chunk_backward_fast_path", "make_fast_gradients"),
         verified_archs=VERIFIED,
         batch_invariant=True,
     )

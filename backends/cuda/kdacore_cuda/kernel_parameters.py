@@ -178,17 +178,21 @@ CHUNK_BACKWARD = ParamStruct(
             for name in ("kg", "kg_low", "qg", "w", "u", "aqk", "inv", "last", "rows", "h", "dh", "dr")
         ),
         *((name, "ptr") for name in ("dq", "dk", "dv", "dg", "dbeta", "dA_part", "dbias_part")),
+        *((name, "ptr") for name in ("maps", "starts", "ends")),
         *_strided("q", "k", "v", "g", "beta"),
         ("T", "i64"),
         ("units", "i64"),
         *((name, "i32") for name in ("N", "H", "HV", "NT", "gate", "flags", "beta_type", "bias_type")),
+        *((name, "i32") for name in ("segment", "segments")),
         *((name, "f32") for name in ("scale", "lower_bound", "floor", "centre")),
     ),
 )
 """Parameters of the backward kernels, one struct for all. csrc/sm90/chunk_backward/workspace.cuh describes the
 workspace (``kg`` to ``dr``). ``d_o`` ``[B, T, HV, V]`` and all gradients are contiguous. ``units``: chunk slots times
 HV; ``NT``: chunks of a dense sequence. ``floor``: the lowest log2 decay of a step; ``centre``: an integer near half of
-the sum of 32 such steps. ``dA_part`` is float32 ``[units]``, ``dbias_part`` float32 ``[units, K]``."""
+the sum of 32 such steps. ``dA_part`` is float32 ``[units]``, ``dbias_part`` float32 ``[units, K]``. ``maps``,
+``starts``, ``ends``: see csrc/sm90/chunk_backward/segments.cuh; ``segment``: chunks of a segment; ``segments``: those
+of a dense sequence."""
 
 SEGMENTS = ParamStruct(
     "SegmentParams",

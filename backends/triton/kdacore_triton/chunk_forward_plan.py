@@ -210,7 +210,7 @@ class ChunkForwardPlan:
             {
                 "K": r.K, "V": r.V, "BK": BK, "BVP": BV, "BV": wide, "C": C, "FAMILY": FAMILIES[self.family],
                 "GATE": GATES[r.gate], "L2NORM": r.qk_l2norm, "PACKED": r.packed,
-                "FULL": "tf32x3" if on_nvidia(r) else "ieee", "ASM": on_nvidia(r), **target,
+                "DOT": full_precision(r), "ASM": on_nvidia(r), **target,
             },
             4,
         )  # fmt: skip

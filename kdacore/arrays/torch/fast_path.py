@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from kdacore.ops import WRITABLE_ARGUMENTS
 
 try:
-    from torch._C._dynamo.guards import TensorGuards
+    from torch._C._dynamo.guards import TensorGuards as TensorGuards
 except ImportError:
     TensorGuards = None  # type: ignore[assignment, misc]
 

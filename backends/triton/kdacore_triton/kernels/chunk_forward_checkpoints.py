@@ -17,6 +17,7 @@ from .chunk_forward_prepare import SCALAR, load_gate, load_rows
 from .common import exp2, gate_decay, mma, mma_acc, rnorm, sequence_span
 from .gate_and_beta import load_gate_bias, load_gate_rate
 from .state_rows import load_slot, pool_cell
+from .step_sums import step_operand, sum_steps
 
 
 @triton.jit
@@ -41,7 +42,7 @@ def chunk_forward_checkpoints_kernel(
     k_ptr, g_ptr, a_log_ptr, bias_ptr, cu_ptr, rec_ptr, mids_ptr, pool_ptr, indices_ptr, offsets_ptr, kept_ptr,
     T, NT, N, H, HV, lower_bound, target_row, target_h, null,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BVP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    FAMILY: tl.constexpr, GATE: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, FULL: tl.constexpr,
+    FAMILY: tl.constexpr, GATE: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
     ASM: tl.constexpr, TARGET_K: tl.constexpr, TARGET_V: tl.constexpr,
 ):  # fmt: skip
     """Grid: checkpoints * HV * (BVP // BV). ``mids_ptr``: ``[checkpoints, HV, BVP, BK]`` float32, from the scan."""
@@ -94,10 +95,11 @@ def chunk_forward_checkpoints_kernel(
             k *= exp2(tl.sum(tl.where(later, steps[None, :], 0.0), 1), ASM)[:, None]
             decay = exp2(tl.sum(steps, 0), ASM)
         else:
-            k *= exp2(mma(tl.where(later, 1.0, 0.0), steps, FULL), ASM)
-            decay = exp2(tl.sum(steps, 0), ASM)[None, :]
-        r = ut - mma(s, tl.trans(w), FULL)
-        s = mma_acc(tl.where(inside[None, :], r, 0.0), k, s * decay, FULL)
+            steps = step_operand(steps, DOT)
+            k *= exp2(sum_steps(later, steps, DOT), ASM)
+            decay = exp2(tl.sum(steps.to(tl.float32), 0), ASM)[None, :]
+        r = ut - mma(s, tl.trans(w), DOT)
+        s = mma_acc(tl.where(inside[None, :], r, 0.0), k, s * decay, DOT)
     real = (vv < V)[:, None] & (d < K)[None, :]
     at = goal * target_row + hv * target_h + pool_cell(d, vv, TARGET_K, TARGET_V, BK, BVP)
     tl.store(pool_ptr + at, s.to(pool_ptr.dtype.element_ty), mask=real)

@@ -239,12 +239,12 @@ def chunk_forward_scan_kernel(
             if stop < end:
                 nth = key - stop.to(tl.int64) * count
                 if mids_ptr is None:
-                    at = load_slot(kept_ptr + nth, null) * target_row + hv * target_h
-                    at += pool_cell(d, vv, TARGET_K, TARGET_V, BK, BVP)
-                    tl.store(st_ptr + at, s.to(st_ptr.dtype.element_ty), mask=real)
+                    kept = load_slot(kept_ptr + nth, null) * target_row + hv * target_h
+                    kept += pool_cell(d, vv, TARGET_K, TARGET_V, BK, BVP)
+                    tl.store(st_ptr + kept, s.to(st_ptr.dtype.element_ty), mask=real)
                 else:
-                    at = (nth * HV + hv) * (BVP * BK)
-                    tl.store(mids_ptr + at + vv[:, None] * BK + d[None, :], s)
+                    mid = (nth * HV + hv) * (BVP * BK)
+                    tl.store(mids_ptr + mid + vv[:, None] * BK + d[None, :], s)
                 key = next_checkpoint(offsets_ptr, kept_ptr, count, null, bos, length, key, C, 128)
             now = stop
 

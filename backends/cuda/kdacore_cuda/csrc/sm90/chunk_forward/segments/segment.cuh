@@ -27,13 +27,15 @@ struct SegmentMap {
 constexpr u32 MAP_BYTES = sizeof(SegmentMap);
 
 // Slot of the first segment of sequence n.
-__device__ __forceinline__ int first_segment(const SegmentParams& p, int n) {
+template <class Params>
+__device__ __forceinline__ int first_segment(const Params& p, int n) {
   return p.cu_seqlens ? (int)(load_index(p.cu_seqlens, n, p.flags & FLAG_CU64) / (C * p.segment)) + n
                       : n * p.segments;
 }
 
 // Which sequence has slot `slot`: the last whose slots begin at or before it.
-__device__ __forceinline__ int sequence_of(const SegmentParams& p, int slot) {
+template <class Params>
+__device__ __forceinline__ int sequence_of(const Params& p, int slot) {
   int n = 0, beyond = p.N;
   while (beyond - n > 1) {
     const int middle = (n + beyond) >> 1;
@@ -54,7 +56,11 @@ struct Segment {
   __device__ __forceinline__ bool last() const { return end >= s.chunks; }
 };
 
-// Sequence n; without chunks if it is padding.
+// Sequence n; without chunks if it is padding, which only calls without gradients have.
+template <class Params>
+__device__ __forceinline__ Sequence find_read_sequence(const Params& p, int n) {
+  return find_sequence(p, n);
+}
 __device__ __forceinline__ Sequence find_read_sequence(const SegmentParams& p, int n) {
   const int read = !is_padding(p, n);
   Sequence s = find_sequence(p, n);
@@ -66,7 +72,8 @@ __device__ __forceinline__ Sequence find_read_sequence(const SegmentParams& p, i
 // Whether the first segment's initial state is kept in `starts`.
 __device__ __forceinline__ bool keeps_initial_state(const SegmentParams& p) { return p.h0 && p.h0 == p.ht; }
 
-__device__ __forceinline__ Segment find_segment(const SegmentParams& p, int n, int index, int hv) {
+template <class Params>
+__device__ __forceinline__ Segment find_segment(const Params& p, int n, int index, int hv) {
   Segment x;
   x.n = n;
   x.hv = hv;
@@ -80,8 +87,8 @@ __device__ __forceinline__ Segment find_segment(const SegmentParams& p, int n, i
 
 // Calls f(n, index) for the segment of a slot. In a pack those are the slots of maps and starts;
 // for dense sequences the first segments of all come first, then the second ones.
-template <class F>
-__device__ __forceinline__ auto find_slot_segment(const SegmentParams& p, int slot, F f) {
+template <class Params, class F>
+__device__ __forceinline__ auto find_slot_segment(const Params& p, int slot, F f) {
   if (!p.cu_seqlens) {
     const int index = slot / p.N;
     return f(slot - index * p.N, index);

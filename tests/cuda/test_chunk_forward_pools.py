@@ -220,6 +220,18 @@ def test_checkpoints_beside_others(emulated: list[str], way: str, dtype: torch.d
     assert want.written.tolist() == [True, False, True, True, True, False, True, True, True]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_checkpoints_with_gates_of_other_types(emulated: list[str], way: str, dtype: torch.dtype) -> None:
+    inputs = draw(way, (70,), 3, initial_state=pool(way, 5), state_indices=torch.tensor([1]))
+    inputs = inputs._replace(
+        g=inputs.g.to(dtype),
+        dt_bias=inputs.dt_bias.to(torch.bfloat16),
+        checkpoint_offsets=torch.tensor([16, 48]),
+        checkpoint_indices=torch.tensor([3, 4]),
+    )
+    check(inputs, inplace_state=True)
+
+
 def test_checkpoints_do_not_change_a_bit(emulated: list[str], way: str) -> None:
     inputs = draw(way, (150, 40), initial_state=pool(way, 9), state_indices=torch.tensor([3, 1]))
     options = BOUNDED_MODEL | {"inplace_state": True}

@@ -30,6 +30,7 @@ from kdacore_cuda import (
     chunk_backward_fast_path,
     chunk_backward_segments,
     chunk_forward,
+    chunk_forward_checkpoints,
     chunk_forward_fast_path,
     chunk_forward_segments,
     launch,
@@ -42,6 +43,7 @@ from kdacore_cuda import (
 from kdacore_cuda.chunk_forward_kernels import chunk_forward_shared_bytes, chunk_forward_threads
 from kdacore_cuda.driver import Driver
 from kdacore_cuda.kernel_parameters import (
+    CHECKPOINT_TAIL,
     CHUNK_BACKWARD,
     CHUNK_FORWARD,
     FLAGS,
@@ -65,6 +67,7 @@ PARAMS = {
     **dict.fromkeys(("prepare", "segment_maps", "segment_chain", "scan", "grads"), CHUNK_BACKWARD),
     "sums": SUMS,
     "groups": GROUPS,
+    "checkpoint_tail": CHECKPOINT_TAIL,
     **dict.fromkeys(("maps", "chain", "output"), SEGMENTS),
 }
 """Entry -> the struct it takes."""
@@ -158,6 +161,7 @@ def seen(stub: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     makers = (
         *(
             chunk_forward._launcher,
+            chunk_forward_checkpoints._launcher,
             stages._intra_launcher,
             stages._recompute_launcher,
             stages._hopper_recompute_launcher,
@@ -560,12 +564,57 @@ def test_recurrent_reads_one_pool_and_writes_another(seen: Recorder) -> None:
         assert x.params["flags"] == flags
 
 
+def test_chosen_checkpoints(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch that follows takes up what the others kept."""
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: False)
+    d = Draw(0)
+    wide = d.normal(1, 300, 4, 256)
+    inputs = ChunkInputs(
+        q=d.normal(1, 300, 2, 128),
+        k=wide[:, :, :2, :128],
+        v=wide[..., 128:],
+        beta=d.normal(1, 300, 4),
+        **d.gate("random", 1, 300, 4, 128),
+        initial_state=d.normal(3, 4, 128, 128, dtype=torch.float32),
+        cu_seqlens=pack(10, 200, 70),
+        state_indices=torch.tensor([2, 0, 1]),
+        checkpoint_offsets=torch.tensor([42, 0, 16, 10], dtype=torch.int32),
+        checkpoint_indices=torch.tensor([0, -1, 1, 2]),
+    )
+    request = on_hopper(request_of("chunk_kda", inputs, inplace_state=True, **BOUNDED_MODEL))
+    assert chunk_forward_fast_path.make_fast_call(request, inputs) is None
+    chunk_forward.forward(request, inputs)
+    main, tail = seen()
+    assert (main.entry, tail.entry, tail.grid, tail.block) == (
+        "chunk_forward",
+        "checkpoint_tail",
+        4 * 4 * 4,
+        128,
+    )
+    assert tail.limit == tail.shared > 48 * 1024
+    for x in (main, tail):
+        holds(x.params, mark_offsets=inputs.checkpoint_offsets, mark_rows=inputs.checkpoint_indices, marks=4)
+        assert x.params["mark_states"] == main.params["mark_states"] != 0
+        assert x.params["flags"] & FLAGS["MARK_ROWS64"] and not x.params["flags"] & FLAGS["MARK_OFFSETS64"]
+    named = {
+        name: getattr(inputs, name) for name in ("k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")
+    }
+    holds(tail.params, **named, ht=inputs.initial_state, reads=inputs.state_indices, ht_row=4 * 128 * 128)
+    holds(
+        tail.params, T=300, N=3, H=2, HV=4, step=32, null_index=-1, lower_bound=-5.0, g_type=TYPES["bfloat16"]
+    )
+    strided(tail.params, **{name: named[name] for name in ("k", "v", "g")})
+
+
 FRESH = {"o", "ht", "launch", "chunk_operands", "maps", "starts", "kg", "qg", "w", "u", "aqk", "last"}
 """Parameters that are memory of the call's own, and the number of a launch."""
 
 
 @pytest.mark.parametrize("few", [False, True])
-def test_cached_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, few: bool) -> None:
+@pytest.mark.parametrize("pools", [False, True])
+def test_cached_chunk_forward(
+    seen: Recorder, monkeypatch: pytest.MonkeyPatch, few: bool, pools: bool
+) -> None:
     """What is packed once is what a first call packs."""
     monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: few)
     monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda items: 2)
@@ -579,7 +628,17 @@ def test_cached_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, f
         initial_state=d.normal(3, 4, 128, 128, dtype=torch.float32),
         cu_seqlens=pack(10, 200, 90),
     )
-    request = on_hopper(request_of("chunk_kda", inputs, output_final_state=True, **BOUNDED_MODEL))
+    options = BOUNDED_MODEL | {"output_final_state": True}
+    if pools:
+        inputs = inputs._replace(
+            state_indices=torch.tensor([2, 0, 1], dtype=torch.int32),
+            has_initial_state=torch.tensor([True, True, False]),
+            write_indices=torch.tensor([1, 4, 0]),
+            write_pool=d.normal(5, 8, 128, 128, dtype=torch.float32)[:, 2:6],
+            out=torch.empty_like(inputs.v),
+        )
+        options |= {"inplace_state": True, "null_index": 0}
+    request = on_hopper(request_of("chunk_kda", inputs, **options))
     step = chunk_forward_fast_path.make_fast_call(request, inputs)
     assert step is not None
     got = step(tuple(inputs))
@@ -596,7 +655,17 @@ def test_cached_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, f
         assert {k for k in FRESH & set(x.params) if x.params[k]} == {
             k for k in FRESH & set(y.params) if y.params[k]
         }
-    holds(again[-1].params, o=got[0], ht=got[1])
+    holds(again[-1].params, o=got[0], ht=got[1], h0=inputs.initial_state, marks=0)
+    rows = {"reads": "state_indices", "has_initial": "has_initial_state", "writes": "write_indices"}
+    holds(again[-1].params, **{name: getattr(inputs, given) for name, given in rows.items()})
+    size = 4 * 128 * 128
+    holds(again[-1].params, h0_row=size, ht_row=2 * size if pools else size, null_index=0 if pools else -1)
+    if pools:
+        assert got[0] is inputs.out and got[1] is inputs.write_pool
+        assert (
+            again[-1].params["flags"] & FLAGS["WRITES64"] and not again[-1].params["flags"] & FLAGS["INDEX64"]
+        )
+    assert bool(again[-1].params["flags"] & FLAGS["CLEAR_TAIL"]) != pools
     if few:
         places = [
             [x.params[k] - x.params["last"] for k in ("kg", "qg", "w", "u", "aqk")]

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from kdacore.types import ChunkInputs, Request
 from kdacore_cuda import torch_launch
-from kdacore_cuda.kernel_parameters import CHECKPOINT_TAIL, GATES
-from kdacore_cuda.kernel_source import KernelSource
+from kdacore_cuda.chunk_forward_kernels import TAIL_BLOCKS, TAIL_SHARED, TAIL_THREADS, checkpoint_tail_kernel
+from kdacore_cuda.kernel_parameters import CHECKPOINT_TAIL, GATES, TYPES
 from kdacore_cuda.launch import Launcher
-from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.pool_arguments import PoolArguments
 from kdacore_cuda.request_encoding import chunk_flags, type_code
 from kdacore_cuda.torch_arguments import address, contiguous
 
-_THREADS, _SHARED, _PARTS = 128, 64 * (2 * 128 + 32 + 2) * 4, 4
 SEGMENT_STEP_TOKENS = 64
 """Tokens of a step of the launches in segments."""
 
@@ -51,28 +49,9 @@ def make_marks(request: Request, inputs: ChunkInputs, o: torch.Tensor, between_s
     return Marks(contiguous(inputs.checkpoint_offsets), contiguous(inputs.checkpoint_indices), states)
 
 
-def tail_kernel() -> KernelSource:
-    """From the state at the start of a step to the one before a token in it. Takes
-    :data:`kdacore_cuda.kernel_parameters.CHECKPOINT_TAIL`."""
-    return KernelSource(
-        "sm90/chunk_forward/checkpoint_tail.cu", "checkpoint_tail", (("SHARED_BYTES", _SHARED),)
-    )
-
-
 @cache
 def _launcher() -> Launcher:
-    return Launcher(tail_kernel(), CHECKPOINT_TAIL, _THREADS, _SHARED)
-
-
-def _sizes(r: Request) -> tuple[Any, ...]:
-    return (
-        *(r.null_index, r.checkpoint_count, GATES[r.gate], chunk_flags(r)),
-        *(type_code(r, name) for name in ("g", "beta", "dt_bias")),
-        r.lower_bound or 0.0,
-    )
-
-
-_sizes_of = PlanCache(_sizes)
+    return Launcher(checkpoint_tail_kernel(), CHECKPOINT_TAIL, TAIL_THREADS, TAIL_SHARED)
 
 
 def finish_checkpoints(
@@ -101,8 +80,9 @@ def finish_checkpoints(
         *(address(A_log), address(bias), address(cu_seqlens), address(pools.written), pools.rows[0]),
         *(*marks.addresses, pools.strides[1]),
         *(*k.stride()[:3], *v.stride()[:3], *g.stride()[:3], *beta.stride()),
-        *(r.T, r.N, r.H, r.HV, step),
-        *_sizes_of(r),
+        *(r.T, r.N, r.H, r.HV, step, r.null_index, r.checkpoint_count, GATES[r.gate], chunk_flags(r)),
+        TYPES[str(g.dtype).removeprefix("torch.")],  # where it was widened, not the request's
+        *(type_code(r, "beta"), type_code(r, "dt_bias"), r.lower_bound or 0.0),
     )
-    grid = r.checkpoint_count * r.HV * _PARTS
+    grid = r.checkpoint_count * r.HV * TAIL_BLOCKS
     torch_launch.launch(_launcher(), grid, arch, pools.o, values)

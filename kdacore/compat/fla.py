@@ -12,6 +12,7 @@ flash-linear-attention itself is not needed. The arguments are described in :mod
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
@@ -41,6 +42,8 @@ def computed(translate: Callable[P, Call]) -> Callable[P, Any]:
         return run(translate(*args, **kwargs))
 
     function.__module__ = __name__
+    signature = inspect.signature(translate)
+    function.__signature__ = signature.replace(return_annotation=Any)  # type: ignore[attr-defined]
     return function
 
 

@@ -12,7 +12,7 @@ from kdacore import contract
 from kdacore.arrays import adapter_of
 from kdacore.arrays.base import ADAPTERS
 from kdacore.dispatch import selection
-from kdacore.dispatch.fast_path import Matcher, matcher
+from kdacore.dispatch.fast_path import Matcher, is_plain, matcher
 from kdacore.dispatch.plan import PREFERENCE, asked_of, current_policy, key_of
 from kdacore.errors import ContractError, UnsupportedError
 from kdacore.registry import REGISTRY
@@ -84,12 +84,11 @@ def _look_up(
         return Answer(None, error)
     inputs = opdef.inputs(*arrays)
     key = key_of(adapter, opdef, inputs, options, asked)
-    try:
-        found = None if key is None else _answers.get(key)
-    except TypeError:  # an unhashable option: validation names it
-        key = found = None
-    if key is None:
+    if key is None or not all(
+        is_plain(x) for x in options
+    ):  # validation names the option; a key would keep it
         return _decide(opdef, inputs, options, asked)
+    found = _answers.get(key)
     if found is None:
         found = _decide(opdef, inputs, options, asked)
         if len(_answers) >= _MAX_ANSWERS:

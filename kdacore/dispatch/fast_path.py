@@ -52,7 +52,7 @@ def matcher(
     """A function of an op's arrays and options: are they like these? Written out, since a loop would take as long."""
     arrays = {name: x for name, x in zip(inputs._fields, inputs, strict=True) if x is not None}
     found = array_test(arrays, same_strides)
-    if found is None or not all(_is_plain(x) for x in options):
+    if found is None or not all(is_plain(x) for x in options):
         return None
     expression, values = found
     names = [f"option_{i}" for i in range(len(options))]
@@ -77,7 +77,7 @@ def _is(name: str, value: Any) -> str:
     return f"type({name}) is {type(value).__name__} and {name} == {value!r}"
 
 
-def _is_plain(option: Any) -> bool:
+def is_plain(option: Any) -> bool:
     """Can it be written out? Not-a-number and infinity cannot."""
     return type(option) in _PLAIN_OPTIONS and (type(option) is not float or math.isfinite(option))
 

@@ -1,6 +1,10 @@
 """Other projects that compute with kdacore, their code and their callers' unchanged: one module for each.
 
 Importing a module here activates it. :func:`activate` does so by name, or for the names in ``KDACORE_INTEGRATIONS``.
+
+To add one: a module here with ``activate``, ``deactivate``, ``is_active`` and ``status``, made of the parts in
+``hooks.py`` and ``handover.py``; its row in ``_HOSTS``; its name in :data:`kdacore.config.INTEGRATIONS`. A plugin that
+the host finds by an entry point calls :func:`activate` without a name, so that it does nothing unless it is asked for.
 """
 
 from __future__ import annotations

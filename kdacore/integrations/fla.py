@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +46,10 @@ def activate() -> None:
     """
     global _active
     if _active:
+        return
+    if os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") == "1":
+        text = "FLA_DISABLE_BACKEND_DISPATCH=1: flash-linear-attention asks no backend, so kdacore is not activated"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
         return
     _register()
     _replace_recurrent_gdn()

@@ -17,7 +17,7 @@ import torch
 from kdacore.arrays.torch.fast_path import tensor_test
 from kdacore.compat.call import Call, run
 from kdacore.dispatch.asked import Answer, answer
-from kdacore.dispatch.fast_path import Matcher, matcher
+from kdacore.dispatch.fast_path import Matcher, is_plain, matcher
 from kdacore.dispatch.plan import PREFERENCE
 from kdacore.errors import ContractError
 from kdacore.integrations.hooks import Hook
@@ -33,6 +33,7 @@ Verdict = tuple[bool, "str | None"]
 
 _TAKEN: Verdict = True, None
 _MAX_SEEN = 8
+_MAX_REFUSED = 1024
 
 
 class Handover:
@@ -95,12 +96,21 @@ class Handover:
         try:
             call = self.translate(*args, **kwargs)
         except (ContractError, TypeError) as error:
-            again = options in self._refused
-            self._refused.add(options)
-            return self._keep(asked, arrays, options, (False, str(error)), again)
+            return self._keep(asked, arrays, options, (False, str(error)), self._refused_before(options))
         opdef = OPS[call.op]
         found = answer(opdef, *binder(opdef)(**call.arguments))
         return self._keep(asked, arrays, options, _verdict_on(found), found.repeated)
+
+    def _refused_before(self, options: tuple[Any, ...]) -> bool:
+        """Were options like these refused by the translation before?"""
+        if not all(is_plain(x) for x in options):
+            return False
+        if options in self._refused:
+            return True
+        if len(self._refused) >= _MAX_REFUSED:
+            self._refused.clear()
+        self._refused.add(options)
+        return False
 
     def _keep(self, asked: object, arrays: Any, options: Any, verdict: Verdict, repeated: bool) -> Verdict:
         """Recognise calls like this one from now on, if it has come twice."""

@@ -108,6 +108,21 @@ def test_refusals_do_not_keep_arrays_alive() -> None:
     assert kept() is None
 
 
+def test_options_that_are_no_plain_values_are_not_kept() -> None:
+    scale = torch.ones(())
+    kept = weakref.ref(scale)
+    before = len(asked._answers)
+    for _ in range(3):
+        with pytest.raises(kdacore.ContractError, match="'scale'"):
+            kdacore.selection_of("chunk_kda", **call(scale=scale))
+        with pytest.raises(kdacore.ContractError, match="'scale'"):
+            kdacore.selection_of("chunk_kda", **call(scale=float("nan")))
+    assert len(asked._answers) == before
+    del scale
+    gc.collect()
+    assert kept() is None
+
+
 def test_answers_are_forgotten_when_the_backends_change() -> None:
     before = kdacore.selection_of("chunk_kda", **call())
     REGISTRY.reset()

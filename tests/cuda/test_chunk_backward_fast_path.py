@@ -17,7 +17,13 @@ import kdacore
 from kdacore.arrays.torch.eager import TORCH
 from kdacore.registry import REGISTRY
 from kdacore.types import ChunkInputs, FastGradients, OutputGrads
-from kdacore_cuda import chunk_backward, chunk_backward_fast_path, chunk_forward, chunk_forward_segments
+from kdacore_cuda import (
+    chunk_backward,
+    chunk_backward_fast_path,
+    chunk_backward_segments,
+    chunk_forward,
+    chunk_forward_segments,
+)
 
 EVERY = (True,) * 8
 
@@ -76,6 +82,20 @@ def test_the_shorter_way_gives_the_same_bits(emulated: list[str], name: str) -> 
     assert len({x.untyped_storage().data_ptr() for x in got if x is not None}) == sum(
         x is not None for x in got
     )
+
+
+def test_the_same_bits_in_segments(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three launches in the place of the scan, with workspaces of their own."""
+    monkeypatch.setattr(chunk_backward_segments, "chunks_per_segment", lambda items: 1)
+    first, second = draw(T=130, seed=0), draw(T=130, seed=1)
+    step = made(first)
+    assert step is not None
+    do = torch.randn_like(second.v)
+    emulated.clear()
+    got = step.backward(tuple(second), (), do, None)
+    launches = list(emulated)
+    same(got, wanted_gradients(second, do, None))
+    assert emulated[len(launches) :] == launches and len(launches) == 6
 
 
 def test_gradients_of_the_results_in_any_form(emulated: list[str]) -> None:

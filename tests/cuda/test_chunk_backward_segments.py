@@ -405,7 +405,7 @@ def test_the_suites_gradients_in_short_segments(emulated: list[str], monkeypatch
 def test_few_heads_go_in_segments() -> None:
     """Whatever their length, as a choice by length would change bits when tokens are appended."""
     choose = chunk_backward_segments_kernels.use_segments
-    assert [choose(n, 132) for n in (1, 8, 10, 11, 16, 64)] == [True] * 3 + [False] * 3
+    assert [choose(n, 132) for n in (1, 8, 12, 13, 16, 64)] == [True] * 3 + [False] * 3
     assert not choose(8, 66)
     for T in (1, 5000):
         inputs = draw(T)
@@ -415,7 +415,7 @@ def test_few_heads_go_in_segments() -> None:
 
 
 def test_segments_depend_on_heads_alone() -> None:
-    assert [chunk_backward_segments_kernels.chunks_per_segment(n) for n in (1, 6, 7, 10)] == [16, 16, 32, 32]
+    assert [chunk_backward_segments_kernels.chunks_per_segment(n) for n in (1, 6, 7, 12)] == [16, 16, 32, 32]
 
 
 @pytest.mark.parametrize(

@@ -281,6 +281,8 @@ def test_a_call_that_is_declined_gets_kdacores_reason(
     for given, reason in (
         ({"unheard_of": 1}, "unexpected keyword argument 'unheard_of'"),
         ({"chunk_size": 48}, "'chunk_size': got 48"),
+        ({"chunk_size": 48, "scale": []}, "'chunk_size': got 48"),
+        ({"scale": []}, "'scale': got list []"),
     ):
         with pytest.raises((ComputedByFlaError, ValueError)):
             chunk.chunk_kda(**call(), **given)
@@ -375,6 +377,19 @@ def test_by_the_environment(integration: Any, refreshed: pytest.MonkeyPatch) -> 
             with pytest.raises(ComputedByFlaError):
                 function(**{**x, "g": g})
     assert not ran and integration.status() == before
+
+
+def test_by_the_variable_that_switches_off_every_backend_of_fla(
+    integration: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    integration.deactivate()
+    monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "1")
+    with pytest.warns(RuntimeWarning, match="asks no backend"):
+        integration.activate()
+    assert not integration.is_active()
+    monkeypatch.undo()
+    integration.activate()
+    assert integration.is_active()
 
 
 def test_by_hand(integration: Any) -> None:

@@ -23,7 +23,6 @@ from kdacore.types import (
     IntraInputs,
     OutputGrads,
     RecomputeInputs,
-    Request,
 )
 from kdacore_pallas.xla import chunk_forward_gpu, entry_points, stages, state_pool
 
@@ -121,21 +120,14 @@ RECURRENT = {
 }  # fmt: skip
 
 
-QUICK = (
-    "padded pack",
-    "no slot at all",
-    "some start from zeros",
-    "rows to write",
-    "a pool to write, zeros at first",
-    "checkpoints",
-    "checkpoints in one chunk, some nowhere",
-    "gdn",
-)
-"""The others of the chunked op take a minute."""
+def some(names: Any, quick: tuple[str, ...]) -> list[Any]:
+    """Parameters of a test; those that are not ``quick`` run with the exhaustive tests."""
+    return [pytest.param(n, marks=() if n in quick else pytest.mark.exhaustive) for n in names]
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.exhaustive) for n in CHUNK]
+    "name",
+    some(CHUNK, ("no slot at all", "rows to write", "a pool to write, zeros at first", "checkpoints", "gdn")),
 )
 def test_chunk(name: str) -> None:
     call = make(CHUNK[name])
@@ -155,7 +147,7 @@ def test_recurrent(name: str) -> None:
 # --- NumPy and torch callers --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["in place", "checkpoints", "rows to write", "padded pack"])
+@pytest.mark.parametrize("name", some(("in place", "checkpoints", "padded pack"), ("checkpoints",)))
 def test_chunk_of_host_arrays(name: str) -> None:
     """Rows go to the caller's own arrays, and out is not written where there is no sequence."""
     call = make(CHUNK[name])
@@ -217,7 +209,10 @@ def copies(text: str, shape: tuple[int, ...]) -> list[str]:
     "server",
     [
         CHUNK["checkpoints"],
-        ServerCase(dense, 0, [3, -1, 6], write_indices=[0, 6, 3], write_pool=True, inplace_state=True),
+        pytest.param(
+            ServerCase(dense, 0, [3, -1, 6], write_indices=[0, 6, 3], write_pool=True, inplace_state=True),
+            marks=pytest.mark.exhaustive,
+        ),
         RECURRENT["slots"],
         RECURRENT["accepted"],
     ],
@@ -291,24 +286,29 @@ def test_x64_mode_and_strict_promotion() -> None:
             assert got.shape == want.shape and got.dtype == want.dtype == "float32"
 
 
-def test_the_program_for_gpus() -> None:
+BF16 = replace(dense, dtype="bfloat16")
+GPU = {
+    "pack": ServerCase(
+        replace(pack, dtype="bfloat16", lengths=(70, 0, 133, 16, 9)), 5, [3, 5, 1, 2, -1], inplace_state=True,
+        checkpoint_offsets=[102, 0, 70, 16, 64, 198, 86, 203],
+        checkpoint_indices=[4, 6, 7, 8, -1, -1, -1, -1],
+    ),
+    "dense": ServerCase(BF16, 0, [3, -1, 6], has_initial_state=[0, 1, 1], inplace_state=True),
+    "dense, not normalised": ServerCase(replace(BF16, l2norm=False), 0, [3, -1, 6]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", some(GPU, ("pack",)))
+def test_the_program_for_gpus(name: str) -> None:
     """Run on a CPU."""
-    bf16 = replace(pack, dtype="bfloat16", lengths=(70, 0, 133, 16, 9))
-    for server in (
-        replace(CHUNK["checkpoints"], case=bf16, state_indices=[3, 5, 1, 2, -1]),
-        ServerCase(
-            replace(dense, dtype="bfloat16"), 0, [3, -1, 6], has_initial_state=[0, 1, 1], inplace_state=True
-        ),
-        ServerCase(replace(dense, dtype="bfloat16", l2norm=False), 0, [3, -1, 6]),
-    ):
-        call = make(server)
-        request = replace(call.request, device=Device("cuda", 0, "sm_90"))
-        assert chunk_forward_gpu.serves(request)
+    call = make(GPU[name])
+    request = replace(call.request, device=Device("cuda", 0, "sm_90"))
+    assert chunk_forward_gpu.serves(request)
 
-        def forward(inputs: Any, request: Request = request) -> Any:
-            return tuple(state_pool.around(chunk_forward_gpu.forward, request, inputs)[:2])
+    def forward(inputs: Any) -> Any:
+        return tuple(state_pool.around(chunk_forward_gpu.forward, request, inputs)[:2])
 
-        check(call, jax.jit(forward)(call.inputs()))
+    check(call, jax.jit(forward)(call.inputs()))
 
 
 # --- what must not depend on what ---------------------------------------------------------------------------
@@ -338,7 +338,7 @@ def test_padding_changes_no_bit() -> None:
 # --- padded packs train, and have stages --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", ["chunk_kda", GDN, STEP])
+@pytest.mark.parametrize("op", some(("chunk_kda", GDN, STEP), ("chunk_kda",)))
 def test_gradients_of_a_padded_pack(op: str) -> None:
     lengths = (3, 0, 2, 0) if op == STEP else pack.lengths
     request, inputs, grads = padded_training(replace(pack, op=op, lengths=lengths, beta_sigmoid=True), 40)

@@ -62,18 +62,19 @@ def use_segments(items: int, multiprocessors: int) -> bool:
     """Whether ``items`` sequences and value heads are few enough for segments to be faster than one
     chain per head.
 
-    A chunk of all heads takes 1.1 us in one chain per head, and 0.1 us for each head in segments
-    (132 multiprocessors). The number of tokens must not decide: appending tokens would then change
-    the bits of the gradients of those before.
+    A chunk of all heads takes 1.35 us in one chain per head, and 0.1 us for each head in segments
+    (132 multiprocessors, 65536 tokens). The number of tokens must not decide: appending tokens
+    would then change the bits of the gradients of those before.
     """
-    return 13 * items <= multiprocessors
+    return 11 * items <= multiprocessors
 
 
 def chunks_per_segment(items: int) -> int:
     """Chunks of 64 tokens in a segment, for ``items`` sequences and value heads.
 
-    Longer segments leave fewer maps to chain and to make, shorter ones occupy more multiprocessors:
-    64 segments of 8192 tokens are walked at once in both directions, two blocks each.
+    Longer segments leave fewer maps to make and to chain, shorter ones occupy more
+    multiprocessors: at 8192 tokens, 4 heads of 16 chunks or 8 of 32 are 32 segments, which are
+    walked at once in both directions, by two blocks each.
     """
     return 32 if items > 6 else 16
 

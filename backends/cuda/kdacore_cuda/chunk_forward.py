@@ -13,6 +13,7 @@ import torch
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda import chunk_forward_segments, torch_launch
 from kdacore_cuda.architectures import build_arch
+from kdacore_cuda.chunk_forward_checkpoints import finish_checkpoints, make_marks
 from kdacore_cuda.chunk_forward_kernels import (
     chunk_forward_kernel,
     chunk_forward_shared_bytes,
@@ -24,9 +25,10 @@ from kdacore_cuda.chunk_forward_kernels import (
     resident_clusters,
 )
 from kdacore_cuda.chunk_forward_segments_kernels import use_segments
-from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, GATES, TYPES
+from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, GATES, STEP_TOKENS, TYPES
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.plan_cache import PlanCache
+from kdacore_cuda.pool_arguments import pool_arguments, returned
 from kdacore_cuda.request_encoding import (
     chunk_flags,
     contiguous_token_strides,
@@ -79,6 +81,8 @@ def _make_plan(r: Request) -> ChunkForwardPlan:
             r.HV,
             clusters,
             r.checkpoint_every,
+            r.null_index,
+            r.checkpoint_count,
             GATES[r.gate],
             chunk_flags(r),
             type_code(r, "beta"),
@@ -113,8 +117,9 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
         inputs: its arrays, shaped as :class:`kdacore.types.ChunkInputs` says.
 
     Returns:
-        ``o`` ``[B, T, HV, V]``; the final state (``request.state_shape``) and the checkpoints
-        (``request.checkpoint_shape``) where the request asks for them.
+        ``o`` ``[B, T, HV, V]``; the final state (``request.state_shape``, or the pool itself where
+        states are written in place) and the checkpoints (``request.checkpoint_shape``) where the
+        request asks for them.
 
     Raises:
         BackendBuildError: a kernel had to be compiled and could not be.
@@ -127,18 +132,20 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
         inputs = inputs._replace(g=inputs.g.float())
     addresses, strides, kept = token_arguments(inputs, False, plan.strides)
     A_log, bias, cu_seqlens = map(contiguous, (inputs.A_log, inputs.dt_bias, inputs.cu_seqlens))
-    h0 = contiguous(inputs.initial_state)
-    o = inputs.v.new_empty((request.B, request.T, request.HV, request.V))
-    ht = o.new_empty(request.state_shape, dtype=plan.state_dtype) if request.output_final_state else None
+    pools = pool_arguments(request, inputs, plan.state_dtype)
+    o = pools.o
     checkpoints = chunk_forward_segments.make_checkpoints(request, o, plan.state_dtype)
+    marks = make_marks(request, inputs, o, has_hopper_kernel(request.K, plan.arch))
     cut_states = o.new_empty(plan.cut_states_size, dtype=torch.float32) if plan.cut_states_size else None
     values = (
         *addresses,
         *(address(A_log), address(bias), address(cu_seqlens), o.data_ptr()),
-        *(address(h0), address(ht), address(checkpoints), address(cut_states), next(LAUNCH_NUMBERS)),
+        *(address(pools.initial), address(pools.written), address(checkpoints), address(cut_states)),
+        *(*pools.rows, *marks.addresses, next(LAUNCH_NUMBERS), *pools.strides),
         *strides,
         *plan.sizes,
     )
     torch_launch.launch(plan.launcher, plan.grid, plan.arch, o, values)
+    finish_checkpoints(request, plan.arch, inputs, pools, marks, STEP_TOKENS)
     del kept  # copies live until the launch is queued
-    return Outputs(o, ht, checkpoints)
+    return Outputs(*returned(request, inputs, pools), checkpoints)

@@ -41,12 +41,17 @@ def token_flags(r: Request) -> int:
 
 
 def chunk_flags(r: Request) -> int:
-    """Bits of ``flags`` of a chunk call: :func:`token_flags`, and the layout and dtype of its
-    states."""
+    """Bits of ``flags`` of a chunk call: :func:`token_flags`, the layout and dtype of its states
+    and of the indices into pools, and whether it clears rows that belong to no sequence."""
     return (
         token_flags(r)
         | FLAGS["V_FIRST"] * r.state_v_first
         | FLAGS["STATE_BF16"] * (r.state_dtype == "bfloat16")
+        | FLAGS["INDEX64"] * is_int64(r, "state_indices")
+        | FLAGS["WRITES64"] * is_int64(r, r.written_indices)
+        | FLAGS["MARK_OFFSETS64"] * is_int64(r, "checkpoint_offsets")
+        | FLAGS["MARK_ROWS64"] * is_int64(r, "checkpoint_indices")
+        | FLAGS["CLEAR_TAIL"] * (r.packed and not r.has("out"))
     )
 
 

@@ -137,7 +137,5 @@ def _untraced(ctx: Any, do: Any, dstate: Any) -> Any:
 _apply: Callable[..., Any] = super(torch.autograd.Function, FastFunction).apply
 """``FastFunction.apply`` without looking for transforms of ``torch.func``, in which no call is recognised."""
 _node: Any = getattr(FastFunction, "_backward_cls", None)
-if _node is not None:
-    _node.apply = (
-        FastFunction.backward
-    )  # the engine calls this; torch's own first asks which function it is to call
+if _node is not None:  # the engine calls this; torch's own first asks which function it is to call
+    _node.apply = FastFunction.backward

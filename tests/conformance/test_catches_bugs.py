@@ -84,6 +84,8 @@ def test_an_unchanged_backend_passes(register: Any) -> None:
 def later_anchor(f: Any, request: Any, x: Any) -> Outputs:
     """Right to the last bits, which depend on the last row: what an exponent anchored there does."""
     out = f(request, x)
+    if request.has("out"):
+        return out
     anchor = np.float32(1.0 + abs(float(np.nan_to_num(np.asarray(x.g, np.float32)[:, -1]).mean())) / 3)
     return out._replace(o=((out.o * anchor) / anchor).astype(out.o.dtype))
 

@@ -41,6 +41,9 @@ _through_fla = False
 
 def is_active() -> bool:
     """Do models of transformers hand calls to kdacore?"""
+    if _active and _through_fla:
+        reached: bool = importlib.import_module("kdacore.integrations.fla").is_active()
+        return reached
     return _active
 
 

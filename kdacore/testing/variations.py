@@ -177,6 +177,15 @@ _SERVED = {"lengths": (70, 0, 17, 130, 33, 5, 0), "padding": 11}
 """What a server prefills: prompts of any length, empty ones, and padding."""
 
 
+_PARTS: Mapping[str, frozenset[str]] = {
+    "chunk": frozenset(
+        {"indexed", "indexed_negative", "inplace", "inplace_negative", "fresh", "checkpoints"}
+    ),
+    "recurrent": frozenset(),
+}
+"""Ways of using pools that are parts of others: the full suite has them."""
+
+
 def _pools(family: str, shape: Mapping[str, Any], *each_kind: str, **rest: Any) -> list[Variation]:
     """Every way of using pools that ops of a family have, those of ``each_kind`` with each array kind."""
     return [
@@ -194,7 +203,7 @@ def _pools(family: str, shape: Mapping[str, Any], *each_kind: str, **rest: Any) 
         )
         for name, pool in POOLS.items()
         if pool.suits(family)
-        for where in ("kind" if name in each_kind else "once",)
+        for where in ("kind" if name in each_kind else "full" if name in _PARTS[family] else "once",)
         for suffix in ("", "_v_first")
     ]
 

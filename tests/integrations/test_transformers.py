@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,6 +189,21 @@ def test_deactivating_puts_the_models_functions_back(on_torch: dict[str, Outcome
     assert after == before and all(x is not y for x, y in zip(during, before, strict=True))
     outcome = run("kimi_linear")
     assert outcome.ran == [] and torch.equal(outcome.logits, on_torch["kimi_linear"].logits)
+
+
+def test_through_fla_the_integration_is_as_active_as_that_of_fla(
+    on_torch: dict[str, Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kdacore.integrations import transformers as integration
+
+    for reached in (True, False):
+        fla = SimpleNamespace(is_active=lambda reached=reached: reached)
+        monkeypatch.setitem(sys.modules, "kdacore.integrations.fla", fla)
+        monkeypatch.setattr(integration, "_through_fla", True)
+        monkeypatch.setattr(integration, "_active", True)
+        assert integration.is_active() is reached
+        monkeypatch.setattr(integration, "_active", False)
+        assert not integration.is_active()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="flash-linear-attention is not installed")

@@ -36,6 +36,7 @@ from kdacore_triton.chunk_forward_plan import (
     pool_strides,
 )
 from kdacore_triton.kernel_options import dense
+from kdacore_triton.stand_ins import staged, written_back
 
 
 def forward(request: Request, inputs: ChunkInputs) -> Outputs:
@@ -53,7 +54,7 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     records = torch.empty(plan.records * plan.record_size, dtype=plan.record_dtype, device=device)
     decay = torch.empty(plan.records * plan.decay_size, dtype=torch.float32, device=device)
     out = inputs.out
-    o = torch.empty_like(v) if out is None else _staged(out, v.dtype)
+    o = torch.empty_like(v) if out is None else staged(out, v.dtype)
     checkpoints = None
     if request.checkpoint_every:
         # Some rows may stay unused: behind those of a pack, and those of a sequence that is padding.
@@ -68,7 +69,7 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     else:
         final = _scan(plan, plan.plain, dense(inputs.initial_state), work)
     if out is not None:
-        o = _written_back(out, o)
+        o = written_back(out, o)
     elif plan.upcast:
         o = o.to(torch.bfloat16)
     if plan.round_state and checkpoints is not None:
@@ -115,7 +116,7 @@ def _scan_pools(
     if pool is None and r.output_final_state:
         target = torch.empty(r.state_shape, dtype=plan.state_dtype, device=o.device)
     elif plan.round_state and pool is not None:
-        target = _staged(pool, torch.float32)
+        target = staged(pool, torch.float32)
     rows = (x.state_indices, x.has_initial_state, x.write_indices, x.checkpoint_offsets, x.checkpoint_indices)
     indices, filled, _, offsets, kept = rows = tuple([dense(a) for a in rows])
     launches = plan.launches_for(pool_strides(r, initial, target))
@@ -129,24 +130,8 @@ def _scan_pools(
         launches.checkpoints(*keys, cu_seqlens, records, mids, target, numbers=(indices, offsets, kept))
     if pool is None:
         return target.to(torch.bfloat16) if target is not None and plan.round_state else target
-    final = _written_back(pool, target)
+    final = written_back(pool, target)
     return final if r.output_final_state else None
-
-
-def _staged(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What a kernel writes in the place of ``x``: itself, if it is dense and, in the interpreter, not bfloat16."""
-    return x.to(dtype).contiguous()
-
-
-def _written_back(x: torch.Tensor, staged: torch.Tensor) -> torch.Tensor:
-    """``x``, with what was written to its stand-in; elements that were not written keep their bits."""
-    if staged is x:
-        return x
-    if staged.dtype == x.dtype:
-        return x.copy_(staged)
-    # A conversion there and back may change the bits of a NaN.
-    kept = staged.view(torch.int32) == x.to(staged.dtype).contiguous().view(torch.int32)
-    return x.copy_(torch.where(kept, x, staged.to(x.dtype)))
 
 
 def _segment_starts(

@@ -7,6 +7,7 @@ strides. It is computed once and kept; a later call costs the host one allocatio
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from kdacore.arrays.torch.private import allocator
 from kdacore.types import FastCall, Outputs, RecurrentInputs, Request
 from kdacore_triton import configs
 from kdacore_triton.gate_families import GATES
+from kdacore_triton.kernel_options import INTERPRETING
 from kdacore_triton.kernels import recurrent as kernels
 from kdacore_triton.launch import Grid, Launcher, cdiv, current_device, next_power_of_2
+from kdacore_triton.stand_ins import staged, written_back
 
 launcher = Launcher(kernels.recurrent_kernel)
 
@@ -35,6 +38,8 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     Nothing syncs with the device, so the call can be captured in a CUDA graph once it has run outside of one.
     """
     plan = _plan(request)
+    if plan.rounds_after:
+        return _rounded(request, inputs)
     launch = plan.launch_for(inputs)
     if launch.copied:
         inputs = inputs._replace(**{name: getattr(inputs, name).contiguous() for name in launch.copied})
@@ -62,11 +67,26 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     return Outputs(o, target if plan.returns_state else None)
 
 
+def _rounded(request: Request, inputs: RecurrentInputs) -> Outputs:
+    """:func:`forward` with bfloat16 states in the interpreter, which would not round them to nearest."""
+    name = request.written_pool
+    wide = inputs
+    if request.inplace_state:
+        wide = inputs._replace(**{name: staged(getattr(inputs, name), torch.float32)})
+    o, final, *_ = forward(replace(request, state_dtype="float32"), wide)
+    if request.inplace_state:
+        final = written_back(getattr(inputs, name), getattr(wide, name))
+    elif final is not None:
+        final = final.to(torch.bfloat16)
+    return Outputs(o, final if request.output_final_state else None)
+
+
 class RecurrentPlan:
     """What a request determines, with one :class:`RecurrentLaunch` per set of strides seen."""
 
     __slots__ = (
-        "device", "inplace", "launches", "o_shape", "request", "returns_state", "state_dtype", "state_shape",
+        "device", "inplace", "launches", "o_shape", "request", "returns_state", "rounds_after", "state_dtype",
+        "state_shape",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
@@ -75,6 +95,7 @@ class RecurrentPlan:
         self.o_shape = (request.B, request.T, request.HV, request.V)
         self.state_shape = request.state_shape
         self.state_dtype = getattr(torch, request.state_dtype)
+        self.rounds_after = INTERPRETING and request.state_dtype == "bfloat16"
         self.inplace = request.inplace_state
         self.returns_state = request.output_final_state
         self.launches: dict[Any, RecurrentLaunch] = {}

@@ -14,6 +14,7 @@ from kdacore.types import ChunkInputs, InputGrads, OutputGrads
 from kdacore_cuda import chunk_backward
 from kdacore_reference.oracle import oracle_backward
 
+MORE = pytest.mark.exhaustive
 BOUND = 8e-3
 """Contract section 4, gradients of 16-bit inputs; twice that on calls as short as these."""
 SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
@@ -60,9 +61,9 @@ def test_pack_of_hard_lengths_with_states(emulated: list[str]) -> None:
     assert got.initial_state is not None
 
 
-@pytest.mark.parametrize("lengths", [(70, 0, 33), (0, 0), (1, 63, 0, 0)])
+@pytest.mark.parametrize("lengths", [(70, 0, 33), (0, 0), pytest.param((1, 63, 0, 0), marks=MORE)])
 @pytest.mark.parametrize("HV", [1, 2])
-@pytest.mark.parametrize("gate", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("gate", [torch.bfloat16, pytest.param(torch.float32, marks=MORE)], ids=str)
 def test_rows_behind_a_pack(
     emulated: list[str], lengths: tuple[int, ...], HV: int, gate: torch.dtype
 ) -> None:

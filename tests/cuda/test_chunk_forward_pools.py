@@ -16,6 +16,7 @@ from kdacore.types import ChunkInputs
 from kdacore_cuda import chunk_forward, chunk_forward_fast_path, chunk_forward_segments
 
 NAN = float("nan")
+MORE = pytest.mark.exhaustive
 WAYS = ("portable", "clusters of two", "shared", "clusters of three", "segments")
 
 
@@ -68,7 +69,7 @@ def ran(way: str, launched: list[str]) -> None:
     assert all(f"-CLUSTER{cluster}-" in name and "SCANNERS" in name for name in launched) or cluster == 1
 
 
-@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("v_first", [True, pytest.param(False, marks=MORE)])
 def test_everything_at_once(emulated: list[str], way: str, v_first: bool) -> None:
     """Two pools of strided rows, sequences without slots, new ones, and rows behind the pack."""
     states, other = pool(way, 8), pool(way, 9, seed=2)
@@ -89,7 +90,7 @@ def test_everything_at_once(emulated: list[str], way: str, v_first: bool) -> Non
     ran(way, emulated)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=MORE)])
 def test_one_pool_in_place(emulated: list[str], way: str, dtype: torch.dtype) -> None:
     """Rows are read and written again, those of empty sequences too; ``out`` is not written behind the pack."""
     indices = torch.tensor([3, 5, -4, 1], dtype=torch.int32)
@@ -101,8 +102,11 @@ def test_one_pool_in_place(emulated: list[str], way: str, dtype: torch.dtype) ->
     ran(way, emulated)
 
 
-@pytest.mark.parametrize("lengths", [(0, 0), (1, 63, 64), (15, 16, 17, 0, 0)])
-@pytest.mark.parametrize("gate", ["bounded", "unbounded"])
+@pytest.mark.parametrize(
+    "lengths",
+    [(15, 16, 17, 0, 0), pytest.param((0, 0), marks=MORE), pytest.param((1, 63, 64), marks=MORE)],
+)
+@pytest.mark.parametrize("gate", ["bounded", pytest.param("unbounded", marks=MORE)])
 def test_padded_packs(emulated: list[str], way: str, lengths: tuple[int, ...], gate: str) -> None:
     inputs = draw(way, lengths, 70)
     options = BOUNDED_MODEL if gate == "bounded" else MODEL
@@ -171,8 +175,10 @@ CHOSEN = [16, 0, 144, 64, 96, 48, 80, 112, 99, 179, 163, 999, 32]
 slot may have any position."""
 
 
-@pytest.mark.parametrize("gate", ["bounded", "unbounded", "log"])
-@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize(
+    "gate", ["bounded", pytest.param("unbounded", marks=MORE), pytest.param("log", marks=MORE)]
+)
+@pytest.mark.parametrize("v_first", [False, pytest.param(True, marks=MORE)])
 def test_checkpoints_at_chosen_tokens(emulated: list[str], way: str, gate: str, v_first: bool) -> None:
     options = {"bounded": BOUNDED_MODEL, "unbounded": MODEL, "log": {}}[gate]
     lengths = (128, 19, 0, 40)
@@ -201,7 +207,7 @@ def test_checkpoints_at_chosen_tokens(emulated: list[str], way: str, gate: str, 
     assert any(name.startswith("checkpoint_tail") for name in emulated) == (way != "portable")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=MORE)])
 def test_checkpoints_beside_others(emulated: list[str], way: str, dtype: torch.dtype) -> None:
     """Of padding there are none; in another pool, beside those of every block, of strided tokens."""
     inputs = draw(way, (70, 33, 0, 64), 9)
@@ -220,7 +226,7 @@ def test_checkpoints_beside_others(emulated: list[str], way: str, dtype: torch.d
     assert want.written.tolist() == [True, False, True, True, True, False, True, True, True]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=MORE)], ids=str)
 def test_checkpoints_with_gates_of_other_types(emulated: list[str], way: str, dtype: torch.dtype) -> None:
     inputs = draw(way, (70,), 3, initial_state=pool(way, 5), state_indices=torch.tensor([1]))
     inputs = inputs._replace(

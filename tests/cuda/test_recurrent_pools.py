@@ -47,7 +47,7 @@ def check(inputs: RecurrentInputs, op: str = KDA, **options: Any) -> Expected:
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("index", [torch.int32, pytest.param(torch.int64, marks=pytest.mark.exhaustive)])
 def test_a_decode_step_with_every_argument(
     emulated: list[str], K: int, v_first: bool, state_dtype: torch.dtype, index: torch.dtype
 ) -> None:

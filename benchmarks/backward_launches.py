@@ -73,16 +73,19 @@ def cuda_steps(request: Request, inputs: ChunkInputs, grads: OutputGrads) -> dic
     work |= {name: inputs.q.new_empty(wide, dtype=parts) for name in ("dq", "dk")}
     work |= {f"d{name}": torch.empty_like(getattr(inputs, name)) for name in ("v", "g", "beta")}
     work |= chunk_backward.make_partial_sums(request, plan, inputs)
-    launches = {
-        "prepare": chunk_backward_kernels.prepare_kernel(plan.float_gate, plan.bounded),
-        "scan": chunk_backward.scan_of(request, inputs.q.device.index),
-        "gradients": chunk_backward_kernels.grads_kernel(plan.float_gate, plan.grouped, plan.bounded),
+    scan = chunk_backward.scan_of(request, inputs.q)
+    work |= scan.workspace
+    prepare = chunk_backward_kernels.prepare_kernel(plan.float_gate, plan.bounded)
+    gradients = chunk_backward_kernels.grads_kernel(plan.float_gate, plan.grouped, plan.bounded)
+
+    def step(kernel: chunk_backward_kernels.ChunkBackwardKernel, blocks: int | None = None) -> Step:
+        return lambda: chunk_backward.launch(kernel, plan, inputs, work, blocks)
+
+    steps = {
+        "prepare": step(prepare),
+        **{name: step(kernel, blocks) for name, kernel, blocks in scan.launches},
+        "gradients": step(gradients),
     }
-
-    def step(kernel: chunk_backward_kernels.ChunkBackwardKernel) -> Step:
-        return lambda: chunk_backward.launch(kernel, plan, inputs, work)
-
-    steps = {name: step(kernel) for name, kernel in launches.items()}
     for run in steps.values():
         run()
     return {**steps, "all": lambda: chunk_backward.backward(request, inputs, (), grads)}

@@ -1,6 +1,6 @@
 """Host time of two checkouts, interleaved: what a change of the front end costs or saves.
 
-    python -m benchmarks.host_pair BEFORE AFTER [--device cuda] [--rounds 9] [--only TEXT] [--json out.json]
+    python -m benchmarks.host_pair BEFORE AFTER [--device cuda|stub] [--rounds 9] [--only TEXT] [--json out.json]
 
 ``BEFORE`` and ``AFTER`` are folders of kdacore checkouts. Every round starts a fresh process for each
 checkout and each quantity, in alternating order. Only public calls are made, so the two may have any
@@ -8,7 +8,11 @@ internal structure. Reported: the median over rounds of each, in microseconds, a
 
 Quantities: ``import kdacore``; the first NumPy call of a process (without imports); dispatch of a call
 seen before whose backend does nothing (NumPy, torch, torch with gradients); on a GPU the host time of
-a decode and of a prefill call, and the first call of a process, on the CUDA backend.
+a decode and of a prefill call, of a training step (forward, and forward with backward, seven arrays that
+want gradients, nothing waited for) and of a training step of a function that does nothing, below which
+none can get, and the first call of a process, on the CUDA backend. ``--device stub`` measures the training
+steps with a driver that does nothing, on CPU tensors, and so without autograd's thread for CUDA tensors; it
+reports the processor's time.
 """
 
 from __future__ import annotations
@@ -43,14 +47,15 @@ for _ in range(60):
 print(sorted(best)[len(best) // 4])
 """
 _TORCH = "import torch\nx = {n: torch.from_numpy(a) for n, a in x.items()}\n"
+_ON = {"cuda": 'device, backend = "cuda", "cuda"\n', "stub": 'device, backend = "cpu", "stub"\n'}
 _CUDA = """
 import torch, torch.nn.functional
-def rand(*s): return torch.randn(*s, device="cuda", dtype=torch.bfloat16)
+def rand(*s): return torch.randn(*s, device=device, dtype=torch.bfloat16)
 options = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
-               safe_gate=True, lower_bound=-5.0, backend="cuda")
+               safe_gate=True, lower_bound=-5.0, backend=backend)
 def tokens(B, T, H):
     x = dict(q=rand(B, T, H, 128), k=rand(B, T, H, 128), v=rand(B, T, H, 128), g=rand(B, T, H, 128), beta=rand(B, T, H))
-    return dict(x, A_log=torch.zeros(H, device="cuda"))
+    return dict(x, A_log=torch.zeros(H, device=device))
 """
 _DECODE = """
 x = tokens(8, 1, 32)
@@ -65,6 +70,31 @@ x = tokens(1, 512, 8)
 def call(): return kdacore.chunk_kda(**x, output_final_state=True, **options)
 torch.set_grad_enabled(False)
 """
+_TRAINING = """
+names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
+x = dict(tokens(1, TOKENS, 8), dt_bias=torch.zeros(8, 128, device=device))
+x = {n: x[n].requires_grad_() for n in names}
+leaves = list(x.values())
+weight = torch.ones_like(x["v"])
+def forward(): return kdacore.chunk_kda(**x, **options)[0]
+class Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *arrays):
+        ctx.save_for_backward(*arrays)
+        return torch.empty_like(arrays[2])
+    @staticmethod
+    def backward(ctx, grad):
+        return tuple([torch.empty_like(y) for y in ctx.saved_tensors])
+def nothing(): return Nothing.apply(*leaves)
+def both(step):
+    step().backward(weight)
+    for y in leaves: y.grad = None
+"""
+_STEPS = {
+    "training B1 H8, forward": "def call(): return forward()\n",
+    "training B1 H8, forward and backward": "def call(): return both(forward)\n",
+    "the same of a function that does nothing": "def call(): return both(nothing)\n",
+}
 _WAIT = "torch.cuda.synchronize(); start = time.perf_counter()\n"
 _HEAD = "import time\nimport numpy as np\n"
 _TAKEN = "print(time.perf_counter() - start)"
@@ -99,9 +129,13 @@ def _quantities(device: str) -> dict[str, str]:
             "    start = time.perf_counter()\n",
             "    torch.cuda.synchronize()\n    start = time.perf_counter()\n",
         )
-        start = _HEAD + _CUDA
+        start = _HEAD + _ON[device] + _CUDA
         found["decode B8 H32, host"] = start + "import kdacore\n" + _DECODE + repeat
         found["prefill B1 T512 H8, host"] = start + "import kdacore\n" + _PREFILL + repeat
+        training = _TRAINING.replace("TOKENS", "512")
+        found |= {
+            name: start + "import kdacore\n" + training + step + repeat for name, step in _STEPS.items()
+        }
         found["first CUDA prefill of a process"] = (
             start
             + "rand(8, 8) @ rand(8, 8)\n"
@@ -111,6 +145,15 @@ def _quantities(device: str) -> dict[str, str]:
             + "call()\ntorch.cuda.synchronize()\n"
             + _TAKEN
         )
+    if device == "stub":
+        stub = f"{Path(__file__).with_name('stub_cuda.py').read_text()}\ninstall()\n"
+        start = stub + _HEAD + _ON[device] + _CUDA
+        training = _TRAINING.replace("TOKENS", "64")
+        # All of it is this process's own work, which other processes on the machine interrupt.
+        repeat = _REPEAT.replace("COUNT", "100").replace("perf_counter", "process_time")
+        found |= {
+            name: start + "import kdacore\n" + training + step + repeat for name, step in _STEPS.items()
+        }
     return found
 
 
@@ -139,7 +182,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda", "stub"), default="cpu")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default="", help="only quantities whose name contains this")
     parser.add_argument("--json", type=Path)

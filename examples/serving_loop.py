@@ -1,4 +1,7 @@
-"""A serving loop on one KDA layer: continuous batching over a state pool, a prefix cache, speculative decoding.
+"""A serving loop on one KDA layer: continuous batching over a pool of states, as serving engines do it.
+
+Prompts are prefilled in pieces from the pool and into it, states of their prefixes are kept for later requests, drafted
+bytes are verified without copying a state, and every call has shapes that do not change.
 
     python examples/serving_loop.py                     # eight requests, three slots
     python examples/serving_loop.py --requests 20 --slots 4 --drafts 4
@@ -18,8 +21,12 @@ import numpy as np
 
 import kdacore
 
-HEADS, WIDTH, BLOCK = 2, 32, 64
-"""``BLOCK``: tokens between the states that a prefill leaves in the prefix cache."""
+HEADS, WIDTH = 2, 32
+BUDGET, BLOCK, GRID = 96, 64, 16
+"""Tokens of a prefill call; tokens between the states that it leaves in the prefix cache; and the multiple at which a
+prompt may be cut, so that these states lie where the op can keep them."""
+NO_SLOT = 0
+"""A row that nobody owns."""
 OPTIONS: dict[str, Any] = {
     "use_qk_l2norm_in_kernel": True,
     "use_gate_in_kernel": True,
@@ -65,7 +72,13 @@ class Request:
 
     prompt: bytes
     wanted: int
+    computed: int = 0
+    """Tokens of the prompt whose state is in the slot's row."""
     written: list[int] = field(default_factory=list)
+
+    @property
+    def in_prompt(self) -> bool:
+        return self.computed < len(self.prompt)
 
     @property
     def done(self) -> bool:
@@ -73,87 +86,134 @@ class Request:
 
 
 class Server:
-    """Slots of a state pool, each holding the rows of one running request.
+    """Requests that share one pool of states. Every call has the same shapes whatever there is to do, as one that is
+    captured into a CUDA graph must have: empty sequences, padding tokens and row 0, which is no slot, fill it up.
 
-    A slot owns ``drafts + 1`` rows: one verification step leaves the state after each of its tokens in a row of its
-    own, and the next step starts from the row of the last token that was accepted. Rejecting costs nothing.
+    A slot owns ``drafts + 2`` rows: the state it stands at, and one for each token that a verification step tries.
+    That step reads the first and writes the others; accepting a token makes its row the one the slot stands at.
     """
 
-    def __init__(self, model: Model, slots: int, drafts: int) -> None:
-        self.model, self.width = model, drafts + 1
-        self.pool = np.zeros((slots * self.width, HEADS, WIDTH, WIDTH), np.float32)
-        self.rows = np.arange(slots * self.width).reshape(slots, self.width)
+    def __init__(self, model: Model, slots: int, drafts: int, cached: int = 16) -> None:
+        self.model, self.slots, self.width = model, slots, drafts + 1
+        owned = slots * (self.width + 1)
+        self.pool = np.zeros((1 + owned + cached, HEADS, WIDTH, WIDTH), np.float32)
+        self.rows = np.arange(1, 1 + owned).reshape(slots, self.width + 1)
+        """Rows of each slot; the first is where it stands."""
         self.running: list[Request | None] = [None] * slots
-        self.accepted = np.zeros(slots, np.int64)
-        self.prefixes: dict[bytes, Any] = {}
+        self.prefixes: dict[bytes, int] = {}
+        """Row of the state after each known prefix, the oldest first."""
+        self.free = list(range(1 + owned, len(self.pool)))
+        self.out = np.empty((1, BUDGET, HEADS, WIDTH), np.float32)
         self.calls = self.reused = self.steps = self.kept = 0
 
     def serve(self, requests: list[Request]) -> None:
         """Run until every request is done; new ones enter as slots fall free."""
         waiting = deque(requests)
         while waiting or any(self.running):
-            free = [i for i, r in enumerate(self.running) if r is None]
-            admitted = [(slot, waiting.popleft()) for slot in free[: len(waiting)]]
-            if admitted:
-                self.prefill(admitted)
-            self.decode()
+            for slot, request in enumerate(self.running):
+                if request is None and waiting:
+                    self.running[slot] = waiting.popleft()
+            if any(r is not None and r.in_prompt for r in self.running):
+                self.prefill()
+            if any(r is not None and not r.in_prompt for r in self.running):
+                self.decode()
             self.running = [None if r is None or r.done else r for r in self.running]
 
-    def prefill(self, admitted: list[tuple[int, Request]]) -> None:
-        """All new prompts in one packed call, each from the longest prefix whose state is known."""
-        starts = [self.known_prefix(r.prompt) for _, r in admitted]
-        rest = [np.frombuffer(r.prompt, np.uint8)[n:] for (_, r), n in zip(admitted, starts, strict=True)]
-        offsets = np.concatenate([[0], np.cumsum([len(x) for x in rest])])
-        zeros = np.zeros(self.pool.shape[1:], np.float32)
-        begin = [self.prefixes.get(r.prompt[:n], zeros) for (_, r), n in zip(admitted, starts, strict=True)]
-        o, states, blocks = kdacore.chunk_kda(
-            **self.model.inputs(np.concatenate(rest)[None]),
-            initial_state=np.stack(begin),
-            output_final_state=True,
-            cu_seqlens=offsets,
-            checkpoint_every=BLOCK,
+    def prefill(self) -> None:
+        """The next ``BUDGET`` tokens of all prompts that are not through, packed into one padded call."""
+        reads, fresh = np.full(self.slots, NO_SLOT), np.zeros(self.slots, bool)
+        lengths, tokens = np.zeros(self.slots, np.int64), np.zeros(BUDGET, np.int64)
+        kept: list[tuple[int, bytes]] = []  # a token of the pack, and the prefix before it
+        for slot, request in enumerate(self.running):
+            start = int(lengths.sum())
+            if request is None or not request.in_prompt:
+                continue
+            reads[slot] = self.rows[slot, 0]
+            if request.computed == 0:
+                fresh[slot] = True
+                known = self.known_prefix(request.prompt)
+                if known:
+                    reads[slot], fresh[slot] = self.prefixes[request.prompt[:known]], False
+                    request.computed = known
+                    self.reused += known
+            left = len(request.prompt) - request.computed
+            n = left if left <= BUDGET - start else (BUDGET - start) // GRID * GRID
+            piece = request.prompt[request.computed : request.computed + n]
+            lengths[slot], tokens[start : start + n] = n, list(piece)
+            first = max(BLOCK, -(-request.computed // BLOCK) * BLOCK)
+            for at in range(first, request.computed + n, BLOCK):
+                prefix = request.prompt[:at]
+                if prefix not in self.prefixes and prefix not in [p for _, p in kept]:
+                    kept.append((start + at - request.computed, prefix))
+        offsets, to = self.place(kept, in_use=set(reads.tolist()))
+        kdacore.chunk_kda(
+            **self.model.inputs(tokens[None]),
+            cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]),
+            initial_state=self.pool,
+            state_indices=reads,
+            has_initial_state=~fresh,
+            write_indices=self.rows[:, 0],
+            checkpoint_offsets=offsets,
+            checkpoint_indices=to,
+            inplace_state=True,
+            null_index=NO_SLOT,
+            out=self.out,
         )
-        following = self.model.next_bytes(o)[0, offsets[1:] - 1]
-        at = 0
-        for i, (slot, request) in enumerate(admitted):
-            self.running[slot] = request
-            self.pool[self.rows[slot, 0]] = states[i]
-            self.accepted[slot] = 1
-            request.written.append(int(following[i]))
-            for n in range(starts[i], len(request.prompt), BLOCK):
-                self.prefixes[request.prompt[:n]] = blocks[at]
-                at += 1
-            self.reused += starts[i]
         self.calls += 1
+        following = self.model.next_bytes(self.out)[0]
+        ends = np.cumsum(lengths)
+        for slot, request in enumerate(self.running):
+            if request is not None and request.in_prompt:
+                request.computed += int(lengths[slot])
+                if not request.in_prompt:
+                    request.written.append(int(following[ends[slot] - 1]))
 
     def known_prefix(self, prompt: bytes) -> int:
         """Tokens of the prompt whose state is in the cache; at least one is left to compute."""
         blocks = range((len(prompt) - 1) // BLOCK * BLOCK, 0, -BLOCK)
         return next((n for n in blocks if prompt[:n] in self.prefixes), 0)
 
+    def place(self, kept: list[tuple[int, bytes]], in_use: set[int]) -> tuple[Any, Any]:
+        """Offsets and rows of the states that the call leaves in the cache, always as many: ``NO_SLOT`` fills up.
+
+        The oldest states make room, except those that the call starts from.
+        """
+        most = BUDGET // BLOCK + self.slots
+        offsets, rows = np.zeros(most, np.int64), np.full(most, NO_SLOT)
+        for i, (offset, prefix) in enumerate(kept):
+            if not self.free:
+                old = next((p for p, row in self.prefixes.items() if row not in in_use), None)
+                if old is None:
+                    break
+                self.free.append(self.prefixes.pop(old))
+            offsets[i], rows[i] = offset, self.free.pop()
+            self.prefixes[prefix] = int(rows[i])
+            in_use.add(int(rows[i]))
+        return offsets, rows
+
     def decode(self) -> None:
         """One step for every slot: its last byte and drafted ones, of which the right ones are kept."""
-        tokens = np.zeros((len(self.running), self.width), np.int64)
-        indices = np.full(self.rows.shape, -1)  # a slot without a request reads zeros and writes nothing
+        tokens = np.zeros((self.slots, self.width), np.int64)
+        reads = np.full(self.slots, NO_SLOT)
         for slot, request in enumerate(self.running):
-            if request is not None:
+            if request is not None and not request.in_prompt:
                 tokens[slot] = [request.written[-1], *self.draft(request)]
-                indices[slot] = self.rows[slot]
+                reads[slot] = self.rows[slot, 0]
         o, _ = kdacore.fused_recurrent_kda(
             **self.model.inputs(tokens),
             initial_state=self.pool,
-            state_indices=indices,
-            num_accepted_tokens=self.accepted,
+            state_indices=reads,
+            write_indices=self.rows[:, 1:],
             inplace_state=True,
+            null_index=NO_SLOT,
         )
         following = self.model.next_bytes(o)
-        for slot, request in enumerate(self.running):
-            if request is None:
-                continue
+        for slot in np.flatnonzero(reads != NO_SLOT):
+            request = self.running[slot]
             right = tokens[slot, 1:] == following[slot, :-1]
             good = 1 + int(np.cumprod(right).sum())
             request.written += following[slot, :good].tolist()
-            self.accepted[slot] = good
+            self.rows[slot, [0, good]] = self.rows[slot, [good, 0]]  # stand at the last token that was right
             self.kept += good
             self.steps += 1
 
@@ -207,9 +267,8 @@ def main(arguments: list[str] | None = None) -> int:
     backends = ", ".join(sorted({f"{s.op} on {s.backend}" for s in ran}))
     prompts = sum(len(r.prompt) for r in requests)
     print(f"{len(requests)} requests through {options.slots} slots ({backends})")
-    print(
-        f"{server.calls} packed prefills; {server.reused} of {prompts} prompt bytes came from the prefix cache"
-    )
+    reused = f"{server.reused} of {prompts} prompt bytes came from the prefix cache"
+    print(f"{server.calls} prefills of {BUDGET} tokens; {reused}")
     print(f"{server.kept / server.steps:.2f} bytes kept a decoding step, of {1 + options.drafts} tried")
     wrong = [i for i, r in enumerate(requests) if r.written[: r.wanted] != alone(model, r.prompt, r.wanted)]
     print("each request got the bytes it gets alone" if not wrong else f"requests {wrong} got other bytes")

@@ -16,7 +16,7 @@ from kdacore.api import (
     fused_recurrent_kda,
     kda_gate,
 )
-from kdacore.dispatch.plan import record_selections, use_backend
+from kdacore.dispatch.plan import batch_invariant, record_selections, use_backend
 from kdacore.errors import (
     BackendBuildError,
     ConfigError,
@@ -31,6 +31,7 @@ from kdacore.types import BackendInfo, Selection
 if TYPE_CHECKING:
     from kdacore import stages
     from kdacore.arrays.specs import ShapeDtype
+    from kdacore.selections import selection_of
     from kdacore.version import __version__ as __version__
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "ShapeDtype",
     "UnsupportedError",
     "backends",
+    "batch_invariant",
     "chunk_gated_delta_rule",
     "chunk_kda",
     "explain",
@@ -51,6 +53,7 @@ __all__ = [
     "fused_recurrent_kda",
     "kda_gate",
     "record_selections",
+    "selection_of",
     "stages",
     "use_backend",
 ]
@@ -67,7 +70,12 @@ def backends() -> tuple[BackendInfo, ...]:
     return REGISTRY.infos()
 
 
-_LATER = {"stages": "kdacore.stages", "ShapeDtype": "kdacore.arrays.specs", "__version__": "kdacore.version"}
+_LATER = {
+    "stages": "kdacore.stages",
+    "ShapeDtype": "kdacore.arrays.specs",
+    "selection_of": "kdacore.selections",
+    "__version__": "kdacore.version",
+}
 """Public names whose modules are imported when the name is first used: most calls do without them."""
 
 

@@ -6,7 +6,7 @@ Source of the operation: Kimi Linear, arXiv 2510.26692 (KDA); Gated Delta Networ
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kdacore.dispatch import call as dispatch
@@ -41,10 +41,20 @@ def chunk_kda(
     state_v_first: bool = False,
     cu_seqlens: Array | None = None,
     cu_seqlens_cpu: Array | None = None,
+    state_indices: Array | None = None,
+    has_initial_state: Array | None = None,
+    inplace_state: bool = False,
+    null_index: int | None = None,
+    write_indices: Array | None = None,
+    write_pool: Array | None = None,
+    checkpoint_offsets: Array | None = None,
+    checkpoint_indices: Array | None = None,
+    out: Array | None = None,
     disable_recompute: bool = False,
     checkpoint_every: int | None = None,
     cp: None = None,
     backend: str | None = None,
+    **unknown: object,
 ) -> Any:
     """Kimi Delta Attention over whole sequences, chunk by chunk: training and prefill.
 
@@ -76,10 +86,28 @@ def chunk_kda(
             of the model, not a speed switch.
         lower_bound: the bound, in ``[-5, 0)`` with ``safe_gate``, else any negative number of 1e-30 to 1e30 in size.
         state_v_first: states are ``[N, HV, V, K]``.
-        cu_seqlens: ``[N+1]`` int32 or int64 offsets of packed sequences, from 0 to T; then ``B == 1``. Sequences
-            may be empty.
+        cu_seqlens: ``[N+1]`` int32 or int64 offsets of packed sequences, from 0 to at most T; then ``B == 1``.
+            Sequences may be empty. Tokens from ``cu_seqlens[-1]`` on are padding and belong to no sequence: they
+            are not read, their rows of a new ``o`` and their gradients are zero, and ``out`` is not written there.
         cu_seqlens_cpu: the same values on the host (NumPy, or the kind of the others), for backends that plan
             with them.
+        state_indices: ``[N]`` int32 or int64: ``initial_state`` is a pool ``[P, HV, K, V]`` whose rows may have any
+            stride, and sequence n starts from this row. A negative index, or ``null_index``, is no slot: the
+            sequence is padding; its ``o`` and final state are zero and nothing is written for it.
+        has_initial_state: ``[N]`` bool; sequences where it is False start from zeros, whatever their row holds.
+        inplace_state: write final states into the pool: into row ``write_indices[n]`` of ``write_pool``. Rows not
+            named stay bitwise as they were. JAX arrays cannot be written: there the updated pool is returned as the
+            final state.
+        null_index: a row number, besides the negative ones, that names no slot.
+        write_indices: ``[N]`` int32 or int64 rows that are written, ``state_indices`` by default. Entries that name
+            no slot write nothing. A row that one sequence writes must not be read or written by another.
+        write_pool: ``[P', HV, K, V]``, dtype of the states: the pool that is written, ``initial_state`` by default.
+        checkpoint_offsets: ``[C]`` int32 or int64 positions of tokens in the pack (``B == 1``), each a multiple of 16
+            from the start of the sequence that holds it: the state before that token is written to the pool, with
+            ``inplace_state``.
+        checkpoint_indices: ``[C]`` int32 or int64 rows for these states; an entry that names no slot writes nothing.
+        out: ``[B, T, HV, V]`` in v's dtype, written and returned as ``o``. Neither it nor a pool that is written may
+            overlap itself or another argument.
         disable_recompute: a backend may keep what its backward would otherwise recompute: the same results in more
             memory, and faster where that pays. No backend that ships with kdacore does: for them it changes nothing.
         checkpoint_every: also return the state at the start of every block of this many tokens, a multiple of 64.
@@ -89,9 +117,10 @@ def chunk_kda(
     Returns:
         ``(o, final_state)``, or ``(o, final_state, checkpoints)`` with ``checkpoint_every``. ``o`` is
         ``[B, T, HV, V]`` in v's dtype. ``final_state`` has the shape and dtype of ``initial_state`` (float32
-        without one), or is None unless asked for. Checkpoints are ``[B, ceil(T / every), HV, K, V]``; packed,
+        without one), or is None unless asked for; with ``inplace_state`` it is the pool that was written.
+        Checkpoints are ``[B, ceil(T / every), HV, K, V]``; packed,
         ``[T // every + N, HV, K, V]``, the sequences' blocks one after another, unused rows zero. They carry no
-        gradient.
+        gradient. Gradients flow when no pool, in-place or ``out`` argument is used.
 
     Raises:
         ContractError: an argument breaks the contract; the message names it.
@@ -110,9 +139,29 @@ def chunk_kda(
         >>> o.shape, state.shape
         ((1, 100, 2, 16), (1, 2, 16, 16))
     """
+    if unknown:
+        raise _unknown_keywords("chunk_kda", unknown)
     return _chunk(
         _CHUNK_KDA,
-        (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu),
+        (
+            q,
+            k,
+            v,
+            g,
+            beta,
+            A_log,
+            dt_bias,
+            initial_state,
+            cu_seqlens,
+            cu_seqlens_cpu,
+            state_indices,
+            has_initial_state,
+            write_indices,
+            write_pool,
+            checkpoint_offsets,
+            checkpoint_indices,
+            out,
+        ),
         (
             scale,
             output_final_state,
@@ -126,6 +175,8 @@ def chunk_kda(
             disable_recompute,
             checkpoint_every,
             cp,
+            inplace_state,
+            null_index,
         ),
         backend,
     )
@@ -152,10 +203,20 @@ def chunk_gated_delta_rule(
     state_v_first: bool = False,
     cu_seqlens: Array | None = None,
     cu_seqlens_cpu: Array | None = None,
+    state_indices: Array | None = None,
+    has_initial_state: Array | None = None,
+    inplace_state: bool = False,
+    null_index: int | None = None,
+    write_indices: Array | None = None,
+    write_pool: Array | None = None,
+    checkpoint_offsets: Array | None = None,
+    checkpoint_indices: Array | None = None,
+    out: Array | None = None,
     disable_recompute: bool = False,
     checkpoint_every: int | None = None,
     cp: None = None,
     backend: str | None = None,
+    **unknown: object,
 ) -> Any:
     """The gated delta rule over whole sequences: :func:`chunk_kda` with one decay for each head.
 
@@ -176,9 +237,29 @@ def chunk_gated_delta_rule(
         >>> o.shape
         (1, 70, 2, 16)
     """
+    if unknown:
+        raise _unknown_keywords("chunk_gated_delta_rule", unknown)
     return _chunk(
         _CHUNK_GDN,
-        (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu),
+        (
+            q,
+            k,
+            v,
+            g,
+            beta,
+            A_log,
+            dt_bias,
+            initial_state,
+            cu_seqlens,
+            cu_seqlens_cpu,
+            state_indices,
+            has_initial_state,
+            write_indices,
+            write_pool,
+            checkpoint_offsets,
+            checkpoint_indices,
+            out,
+        ),
         (
             scale,
             output_final_state,
@@ -192,6 +273,8 @@ def chunk_gated_delta_rule(
             disable_recompute,
             checkpoint_every,
             cp,
+            inplace_state,
+            null_index,
         ),
         backend,
     )
@@ -220,10 +303,15 @@ def fused_recurrent_kda(
     cu_seqlens_cpu: Array | None = None,
     state_indices: Array | None = None,
     num_accepted_tokens: Array | None = None,
+    has_initial_state: Array | None = None,
     inplace_state: bool = False,
+    null_index: int | None = None,
+    write_indices: Array | None = None,
+    write_pool: Array | None = None,
     read_only_state: bool = False,
     out: Array | None = None,
     backend: str | None = None,
+    **unknown: object,
 ) -> Any:
     """Kimi Delta Attention token by token, for decoding: a few tokens, one launch, states in a pool.
 
@@ -232,20 +320,28 @@ def fused_recurrent_kda(
     Args:
         initial_state: the states ``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``state_v_first``), or with
             ``state_indices`` a pool ``[P, HV, K, V]`` whose rows may have any stride.
-        state_indices: int32 or int64. ``[N]``: the pool row of each sequence; negative means no slot: it reads
-            zeros and writes nothing. ``[N, W]`` with ``num_accepted_tokens``: a row for each candidate token.
+        state_indices: int32 or int64. ``[N]``: the pool row of each sequence. ``[N, W]`` with
+            ``num_accepted_tokens``: a row for each candidate token. A sequence that would start from a negative
+            index, or from ``null_index``, has no slot and is padding: its ``o`` and final state are zero and nothing
+            is written for it.
         num_accepted_tokens: ``[N]`` int32 or int64, for speculative decoding: sequence n starts from the state
-            in row ``state_indices[n, num_accepted_tokens[n] - 1]`` (from zeros for 0), and with
-            ``inplace_state`` the state after its token t is written to row ``state_indices[n, t]``.
-        inplace_state: write final states into ``initial_state``; rows not named stay bitwise as they were. JAX
-            arrays cannot be written: there the updated pool is returned as the final state.
+            in row ``state_indices[n, num_accepted_tokens[n] - 1]`` (from zeros for 0).
+        has_initial_state: ``[N]`` bool; sequences where it is False start from zeros, whatever their row holds.
+        inplace_state: write final states into the pool; rows not named stay bitwise as they were. JAX arrays cannot
+            be written: there the updated pool is returned as the final state.
+        null_index: a row number, besides the negative ones, that names no slot.
+        write_indices: int32 or int64 rows that ``inplace_state`` writes, ``state_indices`` by default. ``[N]``: the
+            final state of each sequence. ``[N, W]``: the state after token t goes to row ``write_indices[n, t]``.
+            Entries that name no slot write nothing. A row that one sequence writes must not be read or written by
+            another.
+        write_pool: ``[P', HV, K, V]``, dtype of the states: the pool that is written, ``initial_state`` by default.
         read_only_state: compute outputs for 1 to 16 candidate tokens and write no state anywhere.
         out: ``[B, T, HV, V]`` in v's dtype, written and returned as ``o``. Neither it nor a pool written in place may
             overlap itself or another argument.
 
     Returns:
         ``(o, final_state)``. ``final_state`` is None unless ``output_final_state``; with ``inplace_state`` it is
-        ``initial_state`` itself.
+        the pool that was written.
 
     Gradients flow when no pool, in-place or ``out`` option is used.
 
@@ -265,6 +361,8 @@ def fused_recurrent_kda(
         >>> [bool(pool[i].any()) for i in range(4)]
         [False, True, False, True]
     """
+    if unknown:
+        raise _unknown_keywords("fused_recurrent_kda", unknown)
     return _recurrent(
         _RECURRENT_KDA,
         (
@@ -281,6 +379,9 @@ def fused_recurrent_kda(
             state_indices,
             num_accepted_tokens,
             out,
+            has_initial_state,
+            write_indices,
+            write_pool,
         ),
         (
             scale,
@@ -293,6 +394,7 @@ def fused_recurrent_kda(
             lower_bound,
             state_v_first,
             inplace_state,
+            null_index,
             read_only_state,
         ),
         backend,
@@ -322,10 +424,15 @@ def fused_recurrent_gated_delta_rule(
     cu_seqlens_cpu: Array | None = None,
     state_indices: Array | None = None,
     num_accepted_tokens: Array | None = None,
+    has_initial_state: Array | None = None,
     inplace_state: bool = False,
+    null_index: int | None = None,
+    write_indices: Array | None = None,
+    write_pool: Array | None = None,
     read_only_state: bool = False,
     out: Array | None = None,
     backend: str | None = None,
+    **unknown: object,
 ) -> Any:
     """The gated delta rule token by token: :func:`fused_recurrent_kda` with one decay for each head.
 
@@ -346,6 +453,8 @@ def fused_recurrent_gated_delta_rule(
         >>> o.shape, state.shape
         ((2, 1, 2, 16), (2, 2, 16, 16))
     """
+    if unknown:
+        raise _unknown_keywords("fused_recurrent_gated_delta_rule", unknown)
     return _recurrent(
         _RECURRENT_GDN,
         (
@@ -362,6 +471,9 @@ def fused_recurrent_gated_delta_rule(
             state_indices,
             num_accepted_tokens,
             out,
+            has_initial_state,
+            write_indices,
+            write_pool,
         ),
         (
             scale,
@@ -374,6 +486,7 @@ def fused_recurrent_gated_delta_rule(
             lower_bound,
             state_v_first,
             inplace_state,
+            null_index,
             read_only_state,
         ),
         backend,
@@ -387,6 +500,7 @@ def kda_gate(
     dt_bias: Array | None = None,
     lower_bound: float | None = None,
     backend: str | None = None,
+    **unknown: object,
 ) -> Array:
     """The gate alone: the log decay (natural log, <= 0) of a raw gate input, in float32.
 
@@ -414,6 +528,8 @@ def kda_gate(
         >>> float(decay[0, 0, 0, 0])
         -2.5
     """
+    if unknown:
+        raise _unknown_keywords("kda_gate", unknown)
     return dispatch.call(_GATE, (g, A_log, dt_bias), (lower_bound,), backend)
 
 
@@ -444,6 +560,8 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Selectio
     bound = inspect.signature(public_function(opdef.name)).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
+    if unknown := given.get("unknown"):
+        raise _unknown_keywords(opdef.name, unknown)
     inputs = opdef.inputs(*(given.get(name) for name in opdef.arrays))
     options = tuple(given[name] for name in opdef.options)
     return dispatch.explain(opdef, inputs, options, given["backend"])
@@ -455,6 +573,12 @@ def public_function(op: str) -> Callable[..., Any]:
 
     function: Callable[..., Any] = globals()[op] if op in globals() else getattr(stages, op)
     return function
+
+
+def _unknown_keywords(op: str, names: Iterable[str]) -> TypeError:
+    from kdacore.ops.foreign_keywords import unknown_keywords  # here: few calls have any
+
+    return unknown_keywords(op, names)
 
 
 def _chunk(opdef: Any, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:

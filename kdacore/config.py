@@ -17,6 +17,7 @@ from kdacore.errors import ConfigError
 VARIABLES: dict[str, str] = {
     "KDACORE_BACKEND": "preference order of backends, comma-separated; the first that can serve a call runs it",
     "KDACORE_DISABLE_PLUGINS": "plugins not to load, comma-separated (entry-point names); 'all' for every third party",
+    "KDACORE_BATCH_INVARIANT": "'1': only implementations that give a sequence the same bits alone and with others",
     "KDACORE_VALIDATE": "'shapes' (default) or 'values': also read and check tensor contents, which syncs the device",
     "KDACORE_CACHE_DIR": "folder for built kernels, self-check records and those of kdacore verify",
     "KDACORE_ARCH": "architecture to assume when none can be probed, for example sm_90 or v5e",
@@ -24,7 +25,12 @@ VARIABLES: dict[str, str] = {
     "KDACORE_PLUGIN_IMPORT_LIMIT": "seconds a plugin may take to import before the doctor reports it (default 2)",
     "KDACORE_CUDA_EVERY_LANE": "'1' compiles CUDA kernels whose every lane arrives at barriers, for racecheck",
     "KDACORE_PALLAS_INTERPRET": "'1' lets backend='pallas' run on any device in interpret mode ('0' by default)",
+    "KDACORE_INTEGRATIONS": "integrations to activate where their host asks its plugins, comma-separated",
+    "FLA_KDACORE": "'1' (default) or '0': whether the integration with flash-linear-attention takes any call",
 }
+
+INTEGRATIONS = ("fla", "sglang", "transformers", "vllm")
+"""Names that ``KDACORE_INTEGRATIONS`` may hold: modules of ``kdacore.integrations``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,7 @@ class Config:
 
     backend: tuple[str, ...]
     disabled_plugins: frozenset[str]
+    batch_invariant: bool
     validate_values: bool
     cache_dir: Path
     arch: str
@@ -40,6 +47,8 @@ class Config:
     plugin_import_limit: float
     cuda_every_lane: bool
     pallas_interpret: bool
+    integrations: tuple[str, ...]
+    fla_kdacore: bool
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -51,6 +60,14 @@ def _flag(env: Mapping[str, str], name: str, default: str) -> bool:
     if text not in ("0", "1"):
         raise ConfigError(name, text, "'0' or '1'")
     return text == "1"
+
+
+def _integrations(env: Mapping[str, str]) -> tuple[str, ...]:
+    text = env.get("KDACORE_INTEGRATIONS", "")
+    names = _names(text)
+    if not set(names) <= set(INTEGRATIONS):
+        raise ConfigError("KDACORE_INTEGRATIONS", text, f"names out of {', '.join(INTEGRATIONS)}")
+    return names
 
 
 def _cache_dir(env: Mapping[str, str]) -> Path:
@@ -84,6 +101,7 @@ def parse(env: Mapping[str, str]) -> Config:
     return Config(
         backend=_names(env.get("KDACORE_BACKEND", "")),
         disabled_plugins=frozenset(_names(env.get("KDACORE_DISABLE_PLUGINS", ""))),
+        batch_invariant=_flag(env, "KDACORE_BATCH_INVARIANT", "0"),
         validate_values=validate == "values",
         cache_dir=_cache_dir(env),
         arch=env.get("KDACORE_ARCH", "").strip(),
@@ -91,6 +109,8 @@ def parse(env: Mapping[str, str]) -> Config:
         plugin_import_limit=limit,
         cuda_every_lane=_flag(env, "KDACORE_CUDA_EVERY_LANE", "0"),
         pallas_interpret=_flag(env, "KDACORE_PALLAS_INTERPRET", "0"),
+        integrations=_integrations(env),
+        fla_kdacore=_flag(env, "FLA_KDACORE", "1"),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from kdacore import api, config
 from kdacore.calls import description, requests
 from kdacore.calls.description import CallDescription
+from kdacore.calls.pools import Pool
 from kdacore.calls.values import Shape
 from kdacore.dispatch import selection
 from kdacore.machine import Accelerator, Machine
@@ -79,6 +80,7 @@ _USUAL_SIZES = Shape(B=1, T=256, H=2, HV=2, K=128, V=128)
 _PARAMETERS = {"A_log": True, "dt_bias": "matrix"}
 """What asks the stage of the gate to compute it."""
 _POOL = {"pool": "indexed", "pool_rows": 8}
+_INPLACE = {"inplace_state": True, "output_final_state": True}
 
 
 def _all_in(dtype: str) -> dict[str, Any]:
@@ -127,15 +129,27 @@ FEATURES: tuple[Feature, ...] = (
     Feature("disable_recompute", {"disable_recompute": True, "requires_grad": True}, ("chunk",), ("torch",)),
     Feature("16 tokens a sequence", {"T": 16}, ("recurrent",)),
     Feature("long sequences", {"T": 1024}, ("recurrent",)),
-    Feature("state pool", _POOL, ("recurrent",)),
-    Feature("in-place pool", {**_POOL, "inplace_state": True}, ("recurrent",)),
+    Feature("state pool", _POOL),
+    Feature("in-place pool", {**_POOL, **_INPLACE}),
+    Feature("null slots", {**_POOL, "null_index": 0}),
+    Feature("states from zeros (has_initial_state)", {"pool": "fresh_whole"}),
+    Feature("rows to write", {**_POOL, **_INPLACE, "pool": Pool(writes=1)}),
+    Feature(
+        "rows to write, one a token", {"T": 4, **_POOL, **_INPLACE, "pool": Pool(writes=2)}, ("recurrent",)
+    ),
+    Feature("pool to write", {**_INPLACE, "pool": "written_only", "write_pool_rows": 8}),
+    Feature(
+        "checkpoints at chosen tokens",
+        {**_POOL, **_INPLACE, "pool": "checkpoints", "pool_rows": 16},
+        ("chunk",),
+    ),
     Feature("accepted tokens", {"T": 4, "pool": "accepted", "inplace_state": True}, ("recurrent",)),
     Feature(
         "read-only pool",
         {"T": 4, **_POOL, "read_only_state": True, "output_final_state": None},
         ("recurrent",),
     ),
-    Feature("out given", {"out": True}, ("recurrent",), ("numpy", "torch")),
+    Feature("out given", {"out": True}, kinds=("numpy", "torch")),
     *(Feature(f"K = V = {n}", {"K": n, "V": n}) for n in (16, 64, 128, 256)),
     Feature("K = 60, V = 100", {"K": 60, "V": 100}),
     *(Feature(f"chunks of {n}", {"chunk_size": n}, ("stage",)) for n in (16, 32, 64)),

@@ -108,6 +108,7 @@ _OP: dict[str, tuple[Check, str]] = {
     "batch_invariant": _FLAG,
     "compiles": _FLAG,
     "fast_path": _FUNCTION_OR_NONE,
+    "fast_gradients": _FUNCTION_OR_NONE,
 }
 _REQUIREMENT: dict[str, tuple[Check, str]] = {
     "name": _TEXT,

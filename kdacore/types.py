@@ -96,10 +96,21 @@ class Request:
     pool_size: int = 0
     """Rows of the state pool; 0 when ``state_indices`` was not given."""
     state_indices_ndim: int = 0
+    null_index: int = -1
+    """A row number that names no slot, besides the negative ones; -1 when there is none."""
+    write_indices_ndim: int = 0
+    """Dimensions of ``write_indices``; 0 when it was not given: states are then written to the rows read."""
+    write_pool_size: int = 0
+    """Rows of ``write_pool``; 0 when it was not given: states are then written to the pool read."""
+    checkpoint_count: int = 0
+    """Length of ``checkpoint_offsets``; 0 when it was not given."""
     inplace_state: bool = False
     read_only_state: bool = False
     chunk_size: int = 64
     """Stage ops only."""
+    batch_invariant: bool = False
+    """A sequence must give the same bits alone, in a batch and in a pack: nothing that its results depend on may be
+    chosen by the number of sequences or the tokens of others."""
     features: frozenset[str] = frozenset()
     """Names of the features this call uses; dispatch compares them with :attr:`OpImpl.serves`."""
     options: tuple[tuple[str, Any], ...] = ()
@@ -129,6 +140,18 @@ class Request:
     def state_tail(self) -> tuple[int, int]:
         """``(K, V)``, or ``(V, K)`` with ``state_v_first``."""
         return (self.V, self.K) if self.state_v_first else (self.K, self.V)
+
+    @property
+    def written_pool(self) -> str:
+        """The array that ``inplace_state`` writes states into."""
+        return "write_pool" if self.write_pool_size else "initial_state"
+
+    @property
+    def written_indices(self) -> str:
+        """The array with the rows that ``inplace_state`` writes; ``""`` where sequence n writes row n."""
+        if self.write_indices_ndim:
+            return "write_indices"
+        return "state_indices" if self.state_indices_ndim else ""
 
     @property
     def checkpoint_shape(self) -> tuple[int, ...]:
@@ -164,6 +187,13 @@ class ChunkInputs(NamedTuple):
     initial_state: Array | None = None
     cu_seqlens: Array | None = None
     cu_seqlens_cpu: Array | None = None
+    state_indices: Array | None = None
+    has_initial_state: Array | None = None
+    write_indices: Array | None = None
+    write_pool: Array | None = None
+    checkpoint_offsets: Array | None = None
+    checkpoint_indices: Array | None = None
+    out: Array | None = None
 
 
 class RecurrentInputs(NamedTuple):
@@ -182,6 +212,9 @@ class RecurrentInputs(NamedTuple):
     state_indices: Array | None = None
     num_accepted_tokens: Array | None = None
     out: Array | None = None
+    has_initial_state: Array | None = None
+    write_indices: Array | None = None
+    write_pool: Array | None = None
 
 
 class GateInputs(NamedTuple):
@@ -352,6 +385,18 @@ FastCall = Callable[[tuple[Any, ...]], "tuple[Any, ...] | None"]
 outputs, without ``saved``. None, with nothing done, sends the call through ``forward``."""
 
 
+class FastGradients(NamedTuple):
+    """A call that needs gradients and was made before, with other values."""
+
+    forward: Callable[[tuple[Any, ...]], tuple[Any, ...] | None]
+    """As a :data:`FastCall`; behind the three results follow the arrays that ``forward`` would leave in
+    ``Outputs.saved``, if any."""
+    backward: Callable[[tuple[Any, ...], tuple[Any, ...], Any, Any], tuple[Any, ...] | None]
+    """``backward(arrays, saved, do, dstate)``: the call's arrays, what was saved, and gradients of ``o`` and of
+    ``final_state`` (either may be None, and have any strides), to gradients in the order of :class:`InputGrads`, None
+    where none is wanted. None, with nothing done, sends it through the op's ``backward``."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpImpl:
     """One op of one backend."""
@@ -368,7 +413,9 @@ class OpImpl:
     verified_archs: frozenset[str] = frozenset()
     """Architectures this op's tests have run on for real; ``"*"`` for portable code. Others are *compiled only*."""
     batch_invariant: bool = False
-    """Declared: a sequence gives the same bits alone and packed with others."""
+    """Declared: a sequence gives the same bits, of results and gradients, alone, in a batch and in a pack whenever
+    :attr:`Request.batch_invariant` asks for it. Other implementations are declined then, reason code
+    ``batch_invariance``."""
     compiles: bool = False
     """Declared, JAX only: ``forward`` compiles what it runs, so an eager call's concrete arrays are handed to it as
     they are. Otherwise it is traced into a program of its own."""
@@ -378,6 +425,12 @@ class OpImpl:
     dtypes, device and *strides* of these; addresses and their alignment may differ. It must not
     keep the arrays. For torch it may be called under ``autocast``, which ``forward`` never is: it
     launches kernels, and does no arithmetic with torch's own ops."""
+    fast_gradients: Callable[[Request, Any, tuple[bool, ...]], FastGradients | None] | None = None
+    """Optional, torch only, for the four whole ops: the same for calls that need gradients.
+    ``fast_gradients(request, inputs, wanted)`` may return :class:`FastGradients` that do what
+    ``forward`` and ``backward`` would do; ``wanted`` says for each field of :class:`InputGrads`
+    whether its gradient is asked for. A backward may come through ``backward`` where the forward
+    came through this, and the other way round."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ QUICK_FILES = {
     "packaging": {"test_layers.py"},
     "pallas": {"test_verifiers.py"},
     "triton": {"test_configs.py", "test_gate.py", "test_plugin.py"},
+    "typing": set(),
 }
 
 # Slow tests of the other folders, by function.
@@ -64,18 +65,31 @@ SLOW_TESTS = {
 
 # Tests of many cases that take minutes: the README's command runs the first cases, `-m exhaustive` the others.
 FIRST_CASES = {
+    "test_aot.py::test_representative_cases": 0,
+    "test_aot.py::test_the_checks_can_fail": 0,
     "test_chunk_backward.py::test_head_dims": 2,
     "test_chunk_backward.py::test_packed_sequences": 2,
     "test_chunk_backward.py::test_value_heads_share_q_and_k": 2,
     "test_chunk_forward.py::test_segments": 1,
     "test_recurrent.py::test_later_tokens_change_no_earlier_bit": 2,
+    "test_tpu_kernels.py::test_forward_and_backward": 1,
+    "test_tpu_kernels.py::test_later_tokens_change_no_bit": 0,
+    "test_tpu_races.py::test_chunk": 0,
     "test_stages_recompute_hopper.py::test_it_gives_the_bits_of_the_other_kernel": 12,
     "test_warp_sums.py::test_decode": 0,
+    "test_xla_bitwise.py::test_later_tokens_change_no_bit": 0,
+    "test_xla_bitwise.py::test_twice_gives_the_same_bits": 0,
+    "test_xla_chunk.py::test_backward_without_what_the_forward_saved": 0,
     "test_xla_chunk.py::test_forward_and_backward": 3,
+    "test_xla_chunk_forward_gpu.py::test_later_tokens_change_no_bit": 0,
     "test_xla_chunk_forward_gpu.py::test_lengths": 4,
     "test_xla_chunk_forward_gpu.py::test_options": 4,
     "test_xla_chunk_forward_threads.py::test_same_as_one_program": 1,
+    "test_xla_host_arrays.py::test_a_process_that_ends_right_after_a_torch_call": 0,
+    "test_xla_stages.py::test_each_stage": 1,
 }
+# Single cases of the same kind: JAX compiles each operation of the reference for itself.
+LATER_CASES = {"test_batch_invariance[jax-chunk_kda]"}
 
 
 def _mark_later_cases(items: list[pytest.Item]) -> None:
@@ -86,6 +100,8 @@ def _mark_later_cases(items: list[pytest.Item]) -> None:
             seen[name] += 1
             if seen[name] > FIRST_CASES[name]:
                 item.add_marker(pytest.mark.exhaustive)
+        elif item.name in LATER_CASES:
+            item.add_marker(pytest.mark.exhaustive)
 
 
 def _is_slow(item: pytest.Item) -> bool:

@@ -46,7 +46,9 @@ def _resolve(x: Any) -> Adapter | None:
 
         return adapter_for(x)
     jax = sys.modules.get("jax")
-    if jax is not None and isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
+    if jax is not None and (
+        isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) or hasattr(type(x), "__jax_array__")
+    ):
         from kdacore.arrays.jax import JAX
 
         return JAX

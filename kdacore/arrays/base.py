@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
-from kdacore.types import ArrayKind, Backend, Device, OpImpl, Request, TensorSpec
+from kdacore.types import ArrayKind, Backend, Device, FastCall, OpImpl, Request, TensorSpec
 
 ArrayTest = Callable[[dict[str, Any], bool], "tuple[str, dict[str, Any]] | None"]
 """Arrays by argument name, and whether strides count, to a Python expression in those names and the values it uses. The
 expression is true of arrays that validation and selection cannot tell from these: same type, dtype, device, shape, and
 strides if they count (those of arrays that a call may write always count). None for arrays that must take the ordinary
 path."""
+
+
+FastGradientsOf = Callable[[Any, Request, Any], "FastCall | None"]
+"""``fast_gradients(plan, request, inputs)``."""
 
 
 class Plan(Protocol):
@@ -28,6 +32,10 @@ class Plan(Protocol):
 
     def backward(self, inputs: Any, *rest: Any) -> Any:
         """The gradients: ``backward(inputs, saved, grads)``, or ``backward(inputs, dlog)`` of ``kda_gate``."""
+        ...
+
+    def check_gradients(self, inputs: Any, grads: Any, wanted: tuple[bool, ...]) -> None:
+        """Raise PluginError where gradients that a backend returned, None where not wanted, do not fit the request."""
         ...
 
 
@@ -55,8 +63,18 @@ class Adapter(Protocol):
         """The library's part of recognising a call that was made before; None where calls are not recognised."""
         ...
 
+    @property
+    def fast_gradients(self) -> FastGradientsOf | None:
+        """The ``fast_path`` of plans with gradients: the backend's, joined to the library's differentiation. None where
+        the library has none."""
+        ...
+
     def runner(self, plan: Any, inputs: Any) -> Run:
         """The function that runs this call and those recognised as the same."""
+        ...
+
+    def unwrapped(self, arrays: Any) -> Any:
+        """An op's inputs with arrays in place of objects that stand for one. Asked where ``immutable``."""
         ...
 
     def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:

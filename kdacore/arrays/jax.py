@@ -21,6 +21,18 @@ if TYPE_CHECKING:
     from kdacore.arrays.base import Plan, Run
 
 
+_PLAIN: set[type] = {type(None)}
+"""Types of arrays met so far that stand for no other array."""
+
+
+def _array_of(x: Any) -> Any:
+    """The array that an object with JAX's method ``__jax_array__`` stands for; anything else as it is."""
+    if isinstance(x, jax.Array):  # tracers too, which have that method
+        _PLAIN.add(type(x))
+        return x
+    return x.__jax_array__() if hasattr(type(x), "__jax_array__") else x
+
+
 class _JaxAdapter:
     kind: ArrayKind = "jax"
     immutable = True
@@ -28,6 +40,7 @@ class _JaxAdapter:
     through_operators = False
     array_test = None
     fast_path: Any = None
+    fast_gradients = None
 
     def runner(self, plan: Plan, inputs: Any) -> Run:
         return self.run
@@ -38,6 +51,12 @@ class _JaxAdapter:
                 raise ContractError(
                     op, name, "a jax.ShapeDtypeStruct", "an array; kdacore.explain takes shapes"
                 )
+
+    def unwrapped(self, arrays: Any) -> Any:
+        for x in arrays:
+            if type(x) not in _PLAIN:
+                return type(arrays)._make([_array_of(x) for x in arrays])
+        return arrays
 
     def key(self, inputs: tuple[Any, ...]) -> Hashable | None:
         parts: list[Any] = [get_abstract_mesh()]  # which decides about arrays on a mesh

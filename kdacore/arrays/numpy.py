@@ -23,12 +23,16 @@ class _NumpyAdapter:
     through_operators = False
 
     fast_path: Any = None
+    fast_gradients = None
 
     def array_test(self, arrays: dict[str, Any], same_strides: bool) -> tuple[str, dict[str, Any]] | None:
         return _array_test(arrays, same_strides)
 
     def runner(self, plan: Plan, inputs: Any) -> Run:
         return _run
+
+    def unwrapped(self, arrays: Any) -> Any:
+        return arrays
 
     def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
         return

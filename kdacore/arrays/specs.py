@@ -72,6 +72,7 @@ class _SpecAdapter:
     through_operators = False
     array_test = None
     fast_path: Any = None
+    fast_gradients = None
     knows_grad = True
 
     def __init__(self, kind: ArrayKind) -> None:
@@ -80,6 +81,9 @@ class _SpecAdapter:
 
     def runner(self, plan: Any, inputs: Any) -> Any:
         return self.run
+
+    def unwrapped(self, arrays: Any) -> Any:
+        return arrays
 
     def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
         return

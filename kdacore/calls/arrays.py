@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 
 from kdacore.calls.description import CallDescription, specs
-from kdacore.calls.pools import index_tables, named_rows
+from kdacore.calls.pools import index_tables
 from kdacore.calls.requests import request_of
-from kdacore.calls.values import normalise, offsets, tensors, to_kind
-from kdacore.ops import HOST_ARGUMENTS, INDEX_ARGUMENTS, OPS
+from kdacore.calls.values import PER_TOKEN, normalise, offsets, tensors, to_kind
+from kdacore.contract.state_rows import ZEROS, StateRows, state_rows
+from kdacore.ops import HOST_ARGUMENTS, INDEX_ARGUMENTS, MASK_ARGUMENTS, OPS
 
 Values = dict[str, Any]
-"""Host values by argument: float64 (already rounded to the argument's dtype) or int64 NumPy arrays."""
+"""Host values by argument: NumPy arrays of float64 (already rounded to the argument's dtype), int64 or bool."""
+_STAGE_TOKENS = (*PER_TOKEN, "gc", "Aqk", "Akk", "w", "u", "kg", "v_new")
+"""Arguments of the stages that have a row for each token."""
 
 
 def rounded(x: Any, dtype: str) -> Any:
@@ -33,8 +36,17 @@ def host_values(call: CallDescription) -> Values:
     found: Values = {}
     for name, spec in wanted.items():
         x = np.asarray(made[name]).reshape(spec.shape)
-        found[name] = x.astype(np.int64) if name in INDEX_ARGUMENTS else rounded(x, spec.dtype)
+        if name in MASK_ARGUMENTS:
+            found[name] = x.astype(bool)
+        else:
+            found[name] = x.astype(np.int64) if name in INDEX_ARGUMENTS else rounded(x, spec.dtype)
     return found
+
+
+def rows_of(call: CallDescription, values: Values) -> StateRows:
+    """The pool rows that the call reads and writes. ``values``: the index tables, others may be among them."""
+    plain = replace(call, kind="numpy", device="cpu", arch="", traced=False, requires_grad=False)
+    return state_rows(request_of(plain), values, np.asarray(call.shape.sequence_lengths))
 
 
 def make_arrays(call: CallDescription, values: Values | None = None) -> dict[str, Any]:
@@ -69,6 +81,8 @@ def _whole_values(call: CallDescription) -> Values:
     if not call.raw_gate and call.option("safe_gate", False):
         x["g"] = np.maximum(x["g"], lower)
     rng = np.random.default_rng(call.seed + 1)
+    for name in PER_TOKEN:
+        x[name][:, call.shape.used :] = np.nan
     x["out"] = np.full(x["v"].shape, np.nan)
     x.update(_offset_values(call))
     x.update(_state_values(call, rng))
@@ -83,14 +97,16 @@ def _offset_values(call: CallDescription) -> Values:
 def _state_values(call: CallDescription, rng: Any) -> Values:
     s = call.shape
     tail = (s.HV, s.K, s.V)
-    if not call.pool:
+    if call.pool_use is None:
         return {"initial_state": _laid_out(call, rng.standard_normal((s.N, *tail)))}
-    tables = index_tables(call, rng)
-    rows = call.state_rows
-    pool = np.full((rows, *tail), np.nan)  # rows that nobody names must be neither read nor written
-    named = named_rows(call, tables)
-    pool[named] = rng.standard_normal((len(named), *tail))
-    return {"initial_state": _laid_out(call, pool), **tables}
+    found = index_tables(call, rng)
+    read = np.unique(rows_of(call, found).read)
+    read = read[read != ZEROS]
+    pool = np.full((call.state_rows, *tail), np.nan)  # rows that are not to be read
+    pool[read] = rng.standard_normal((len(read), *tail))
+    found["initial_state"] = _laid_out(call, pool)
+    found["write_pool"] = _laid_out(call, np.full((call.write_rows, *tail), np.nan))
+    return found
 
 
 def _laid_out(call: CallDescription, state: Any) -> Any:
@@ -108,7 +124,7 @@ def _stage_values(call: CallDescription) -> Values:
     x.update(_offset_values(call))
     x.update(_state_values(call, rng))
     if raw:
-        return x
+        return _without_padding(call, x)
     state = x["initial_state"] if call.initial_state else None
     taken = OPS["delta_rule_chunk_state"].options
     kept = tuple((name, value) for name, value in call.options if name in taken)
@@ -124,4 +140,12 @@ def _stage_values(call: CallDescription) -> Values:
     x.update(w=wu.w, u=wu.u, kg=wu.kg)
     states = o.oracle_chunk_state(request, t.ChunkStateInputs(wu.kg, wu.w, wu.u, x["gc"], state, cu))
     x.update(h=states.h, v_new=states.v_new)
+    return _without_padding(call, x)
+
+
+def _without_padding(call: CallDescription, x: Values) -> Values:
+    """NaN in the rows of no sequence: a stage does not read them, nor write them for the next."""
+    for name in _STAGE_TOKENS:
+        if name in x:
+            x[name][:, call.shape.used :] = np.nan
     return x

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from kdacore.arrays.specs import ShapeDtype
-from kdacore.calls.pools import POOLS, SPARE_ROWS
+from kdacore.calls.pools import POOLS, SPARE_ROWS, Pool, checkpoints_of
 from kdacore.calls.values import Shape
 from kdacore.errors import ContractError
-from kdacore.ops import HOST_ARGUMENTS, INDEX_ARGUMENTS, OPS
+from kdacore.ops import HOST_ARGUMENTS, INDEX_ARGUMENTS, MASK_ARGUMENTS, OPS
 from kdacore.ops.shapes import Axis, shape_of
 from kdacore.types import ArrayKind, TensorSpec
 
@@ -72,10 +72,15 @@ class CallDescription:
     """Give ``q`` to the stage ``kda_recompute_w_u``, which does without it too."""
     host_offsets: bool = False
     """Give ``cu_seqlens_cpu`` too."""
-    pool: str = ""
-    """How the state pool is used; a key of :data:`kdacore.calls.pools.POOLS`. Empty: no pool."""
+    pool: str | Pool = ""
+    """How pools of states are used: a :class:`~kdacore.calls.pools.Pool`, or a key of
+    :data:`kdacore.calls.pools.POOLS`. Empty: no pool."""
     pool_rows: int = 0
-    """Rows of the pool; 0 for as many as its use needs and a few to spare."""
+    """Rows of the pool that is read; 0 for as many as its use needs and a few to spare."""
+    write_pool_rows: int = 0
+    """Rows of ``write_pool``; 0 for as many as its use needs and a few to spare."""
+    checkpoint_count: int = 0
+    """Checkpoints at chosen tokens; 0 for as many as there are in the tables of the pool."""
     out: bool = False
     options: Options = ()
     """Options of the public call by name; those left out have their defaults."""
@@ -138,26 +143,63 @@ class CallDescription:
         return max(self.shape.lengths, default=self.shape.T) + 1
 
     @property
+    def pool_use(self) -> Pool | None:
+        """How pools are used; None where none is."""
+        if isinstance(self.pool, str):
+            return POOLS[self.pool] if self.pool else None
+        return self.pool
+
+    @property
+    def checkpoints(self) -> int:
+        """Length of ``checkpoint_offsets``."""
+        return self.checkpoint_count or checkpoints_of(self.shape.N)
+
+    @property
     def state_rows(self) -> int:
         """Rows of ``initial_state``."""
-        N = self.shape.N
-        if not self.pool or POOLS[self.pool].indices == 0:
-            return N
-        named = N * (self.pool_width if POOLS[self.pool].indices == 2 else 1)
-        return self.pool_rows or named + SPARE_ROWS
+        pool = self.pool_use
+        if pool is None or pool.indices == 0:
+            return self.shape.N
+        named = self._rows(pool.indices) + (0 if pool.separate else self._written_rows)
+        return self.pool_rows or named + SPARE_ROWS + pool.null
+
+    @property
+    def write_rows(self) -> int:
+        """Rows of ``write_pool``."""
+        pool = self.pool_use
+        first = self.state_rows if pool is not None and not pool.writes else 0
+        return self.write_pool_rows or first + self._written_rows + SPARE_ROWS + bool(pool and pool.null)
+
+    def _rows(self, dimensions: int) -> int:
+        """Rows named by a table of so many dimensions."""
+        return self.shape.N * (0, 1, self.pool_width)[dimensions]
+
+    @property
+    def _written_rows(self) -> int:
+        """Rows that are written and that ``state_indices`` does not name."""
+        pool = self.pool_use
+        if pool is None:
+            return 0
+        return self._rows(pool.writes) + (self.checkpoints if pool.checkpoints else 0)
 
     def gives(self, argument: str) -> bool:
         """Does the call give this array, as far as its op has one?"""
-        indices = POOLS[self.pool].indices if self.pool else 0
+        pool = self.pool_use
+        used = pool or Pool(indices=0, reads=False)
         optional = {
             "q": self.q_given or self.op != "kda_recompute_w_u",
             "A_log": self.raw_gate and self.A_log,
             "dt_bias": self.raw_gate and bool(self.dt_bias),
-            "initial_state": self.initial_state or bool(self.pool),
+            "initial_state": self.initial_state if pool is None else pool.reads,
             "cu_seqlens": bool(self.shape.lengths),
             "cu_seqlens_cpu": self.host_offsets and bool(self.shape.lengths),
-            "state_indices": indices > 0,
-            "num_accepted_tokens": indices == 2,
+            "state_indices": used.indices > 0,
+            "num_accepted_tokens": used.indices == 2,
+            "has_initial_state": used.has_state,
+            "write_indices": used.writes > 0,
+            "write_pool": used.separate,
+            "checkpoint_offsets": used.checkpoints,
+            "checkpoint_indices": used.checkpoints,
             "out": self.out,
         }
         return optional.get(argument, True)
@@ -166,7 +208,8 @@ class CallDescription:
 _FIELDS = frozenset(f.name for f in dataclasses.fields(CallDescription))
 _SIZES = frozenset(f.name for f in dataclasses.fields(Shape))
 OPTIONAL_ARRAYS = ("A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu", "state_indices",
-                   "num_accepted_tokens", "out")  # fmt: skip
+                   "num_accepted_tokens", "has_initial_state", "write_indices", "write_pool",
+                   "checkpoint_offsets", "checkpoint_indices", "out")  # fmt: skip
 """Arrays that the whole ops do without."""
 
 
@@ -185,7 +228,7 @@ def specs(call: CallDescription) -> dict[str, TensorSpec]:
 
 def _sizes(call: CallDescription) -> dict[Axis, tuple[int, ...]]:
     s, C = call.shape, call.chunk_size
-    two = bool(call.pool) and POOLS[call.pool].indices == 2
+    pool = call.pool_use or Pool()
     return {
         "B": (s.B,),
         "T": (s.T,),
@@ -198,7 +241,10 @@ def _sizes(call: CallDescription) -> dict[Axis, tuple[int, ...]]:
         "gate": () if call.scalar_gate else (s.K,),
         "state": call.state_tail,
         "rows": (call.state_rows,),
-        "slots": (call.pool_width,) if two else (),
+        "slots": (call.pool_width,) if pool.indices == 2 else (),
+        "write_slots": (call.pool_width,) if pool.writes == 2 else (),
+        "write_rows": (call.write_rows,),
+        "checkpoints": (call.checkpoints,),
         "chunks": (s.T // C + s.N if s.lengths else -(-s.T // C),),
         "offsets": (s.N + 1,),
     }
@@ -207,11 +253,18 @@ def _sizes(call: CallDescription) -> dict[Axis, tuple[int, ...]]:
 def _dtype(call: CallDescription, name: str) -> str:
     if name in INDEX_ARGUMENTS:
         return call.index_dtype
+    if name in MASK_ARGUMENTS:
+        return "bool"
     if name in _WIDE:
         return "float64" if call.dtype == "float64" else "float32"
     if name in _STAGE_ARRAYS:
         return call.stage_dtype or call.dtype
-    own = {"beta": call.beta_dtype, "dt_bias": call.bias_dtype, "initial_state": call.state_dtype}
+    own = {
+        "beta": call.beta_dtype,
+        "dt_bias": call.bias_dtype,
+        "initial_state": call.state_dtype,
+        "write_pool": call.state_dtype,
+    }
     if name == "g" and call.family in ("chunk", "recurrent"):
         return call.gate_dtype
     return own.get(name, call.dtype)

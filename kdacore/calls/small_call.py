@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kdacore.calls.description import CallDescription, options
+from kdacore.calls.pools import Pool
 from kdacore.calls.values import Shape
 from kdacore.ops import OPS
 from kdacore.types import Request
@@ -21,7 +22,7 @@ def call_of_request(request: Request, tokens: int, seed: int = 0) -> CallDescrip
     opdef = OPS[request.op]
     asked = {name: value for name, value in _options(request).items() if name in opdef.options}
     dtypes = {name: spec.dtype for name, spec in request.tensors}
-    pool = ("", "indexed", "accepted")[request.state_indices_ndim]
+    pool = _pool(request)
     shape = _shape(request, tokens)
     return CallDescription(
         op=request.op,
@@ -32,18 +33,33 @@ def call_of_request(request: Request, tokens: int, seed: int = 0) -> CallDescrip
         gate_dtype=dtypes.get("g", "float32"),
         beta_dtype=dtypes.get("beta", "float32"),
         bias_dtype=dtypes.get("dt_bias", "float32"),
-        state_dtype=dtypes.get("initial_state", "float32"),
+        state_dtype=dtypes.get("initial_state", dtypes.get("write_pool", "float32")),
         index_dtype=dtypes.get("state_indices", dtypes.get("cu_seqlens", "int64")),
         requires_grad=request.needs_grad,
         A_log="A_log" in dtypes,
         dt_bias="matrix" if "dt_bias" in dtypes else "",
         initial_state="initial_state" in dtypes,
         pool=pool,
-        pool_rows=shape.N + 2 if pool == "indexed" else 0,
         out="out" in dtypes,
         options=options(**asked),
         seed=seed,
     )
+
+
+def _pool(request: Request) -> Pool | str:
+    """How the call uses pools, all its sequences having slots."""
+    pool = Pool(
+        indices=request.state_indices_ndim,
+        inplace=request.inplace_state,
+        read_only=request.read_only_state,
+        reads=request.has("initial_state"),
+        null=request.null_index >= 0,
+        has_state=request.has("has_initial_state"),
+        writes=request.write_indices_ndim,
+        separate=bool(request.write_pool_size),
+        checkpoints=bool(request.checkpoint_count),
+    )
+    return pool if pool.indices or pool.has_state or pool.writes else ""
 
 
 def _shape(request: Request, tokens: int) -> Shape:
@@ -71,5 +87,6 @@ def _options(request: Request) -> dict[str, Any]:
         "checkpoint_every": request.checkpoint_every or None,
         "inplace_state": request.inplace_state,
         "read_only_state": request.read_only_state,
+        "null_index": 0 if request.null_index >= 0 else None,
         "chunk_size": request.chunk_size,
     }

@@ -19,7 +19,7 @@ initialised, slow decay; ``slow``: log decays about -1e-3; ``zero``: about 0; ``
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a call; ``lengths`` makes it a pack (then B is 1 and T their sum)."""
+    """Sizes of a call; ``lengths`` makes it a pack (then B is 1 and T their sum and ``padding``)."""
 
     B: int = 1
     T: int = 64
@@ -28,10 +28,22 @@ class Shape:
     K: int = 16
     V: int = 16
     lengths: tuple[int, ...] = ()
+    padding: int = 0
+    """Tokens of a pack behind its last sequence, which belong to none."""
 
     @property
     def N(self) -> int:
         return len(self.lengths) or self.B
+
+    @property
+    def sequence_lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence."""
+        return self.lengths or (self.T,) * self.B
+
+    @property
+    def used(self) -> int:
+        """Rows of the token axis that belong to a sequence: the first ones."""
+        return self.T - self.padding
 
 
 def tensors(
@@ -115,6 +127,10 @@ def normalise(x: Arrays) -> Arrays:
     for name in ("q", "k"):
         out[name] = x[name] / np.sqrt((x[name] ** 2).sum(-1, keepdims=True) + 1e-6)
     return out
+
+
+PER_TOKEN = ("q", "k", "v", "g", "beta")
+"""Arguments of the whole ops that have a row for each token."""
 
 
 def offsets(lengths: tuple[int, ...]) -> Any:

@@ -10,6 +10,7 @@ from kdacore import features
 from kdacore.argument_types import at_least
 from kdacore.arrays.specs import DEVICE
 from kdacore.calls.description import CallDescription, options
+from kdacore.calls.pools import Pool
 from kdacore.calls.values import Shape
 from kdacore.device import TYPES
 from kdacore.errors import ContractError
@@ -52,7 +53,24 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
     add("--disable-recompute", action="store_true")
     add("--state-indices", type=int, default=0, metavar="P", help="a state pool of P rows")
     add("--num-accepted-tokens", action="store_true")
+    add("--has-initial-state", action="store_true", help="some sequences start from zeros")
     add("--inplace-state", action="store_true")
+    add("--null-index", type=int, default=None, metavar="ROW", help="a row that is no slot")
+    add(
+        "--write-indices",
+        type=int,
+        choices=(1, 2),
+        default=0,
+        help="rows to write: 1 a sequence, or 2: 1 a token",
+    )
+    add("--write-pool", type=at_least(1), default=0, metavar="P", help="another pool of P rows to write")
+    add(
+        "--checkpoint-offsets",
+        type=at_least(1),
+        default=0,
+        metavar="C",
+        help="states at C tokens, to the pool",
+    )
     add("--read-only-state", action="store_true")
     add("--out", action="store_true", help="a preallocated output")
     add("--chunk-size", type=at_least(1), default=None, help="stage ops (default 64)")
@@ -117,6 +135,8 @@ def call_of(args: argparse.Namespace) -> CallDescription:
         initial_state=bool(args.initial_state),
         pool=_pool_of(args, op),
         pool_rows=args.state_indices,
+        write_pool_rows=args.write_pool,
+        checkpoint_count=args.checkpoint_offsets,
         host_offsets=args.cu_seqlens_cpu,
         out=args.out,
         options=options(**asked),
@@ -135,12 +155,18 @@ def _sizes_of(args: argparse.Namespace, op: str) -> Shape:
     return Shape(B, T, H, HV, K, V, lengths)
 
 
-def _pool_of(args: argparse.Namespace, op: str) -> str:
-    if args.num_accepted_tokens:
-        if not args.state_indices:
-            raise ContractError(op, "num_accepted_tokens", "no state_indices beside it", "both or neither")
-        return "accepted"
-    return "indexed" if args.state_indices else ""
+def _pool_of(args: argparse.Namespace, op: str) -> Pool | str:
+    if args.num_accepted_tokens and not args.state_indices:
+        raise ContractError(op, "num_accepted_tokens", "no state_indices beside it", "both or neither")
+    pool = Pool(
+        indices=(2 if args.num_accepted_tokens else 1) if args.state_indices else 0,
+        reads=bool(args.state_indices or args.initial_state),
+        has_state=args.has_initial_state,
+        writes=args.write_indices,
+        separate=bool(args.write_pool),
+        checkpoints=bool(args.checkpoint_offsets),
+    )
+    return "" if pool == Pool(indices=0, reads=pool.reads) else pool
 
 
 def given(args: argparse.Namespace) -> list[str]:

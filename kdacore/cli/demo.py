@@ -216,9 +216,7 @@ def oracle(x: Arrays, tokens: int) -> Any:
 
     opdef = OPS["chunk_kda"]
     inputs = ChunkInputs(**_tokens(x, 0, tokens))
-    options = {**dict.fromkeys(opdef.options), **OPTIONS, "output_final_state": True}
-    for name in ("allow_neg_eigval", "state_v_first", "disable_recompute"):
-        options[name] = False
+    options = {**opdef.defaults, **OPTIONS, "output_final_state": True}
     request, _ = build_request(opdef, inputs, tuple(options[name] for name in opdef.options))
     return oracle_forward(request, inputs)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kdacore import config, features, machine, plugin_faults, registry, report
+from kdacore import config, features, integrations, machine, plugin_faults, registry, report
 from kdacore.calls.description import CallDescription
 from kdacore.cli import call_arguments, doctor_selfcheck
 from kdacore.dispatch import selection
@@ -160,6 +160,7 @@ def collect(
             "machine": [dataclasses.asdict(row) for row in where.rows],
             "versions": [dataclasses.asdict(row) for row in machine.versions()],
             "environment": _environment({f.variable: f for f in faults}, problem),
+            "integrations": _integrations(problem),
             "plugins": [_plugin(p, problem) for p in REGISTRY.plugins()],
         }
         registered = list(REGISTRY.backends().values())
@@ -219,6 +220,20 @@ def _environment(faults: dict[str, ConfigError], problem: Any) -> list[dict[str,
         )
     unknown = list(config.unknown())
     rows += [{"name": n, "value": os.environ[n], "meaning": "not a variable kdacore reads"} for n in unknown]
+    return rows
+
+
+def _integrations(problem: Any) -> list[dict[str, Any]]:
+    """Each integration; counts of calls are this process's, so there are none unless it has imported one."""
+    rows = []
+    for found in integrations.status():
+        row = dataclasses.asdict(found)
+        row["status"] = "active" if found.active else "not active" if found.host else "host not installed"
+        rows.append(row)
+        if not found.host and found.name in config.get().integrations:
+            problem(
+                "environment variable KDACORE_INTEGRATIONS", f"names {found.name!r}, which is not installed"
+            )
     return rows
 
 

@@ -22,6 +22,7 @@ def render(found: Report, out: Console) -> None:
     if found["environment"]:
         rows: Rows = [(r["name"], r["value"], r["meaning"]) for r in found["environment"]]
         _section(out, "environment", ("variable", "value", "meaning"), rows)
+    _integrations(out, found["integrations"])
     _plugins(out, found["plugins"])
     _backends(out, found["backends"])
     _features(out, found["features"])
@@ -53,6 +54,23 @@ def _section(out: Console, title: str, headers: tuple[str, ...], rows: Rows) -> 
 
 def _facts(out: Console, title: str, rows: list[dict[str, str]]) -> None:
     _section(out, title, ("", ""), [(r["name"], r["value"]) for r in rows])
+
+
+def _integrations(out: Console, rows: list[Report]) -> None:
+    shown = [(r["name"], r["host"] or "not installed", r["status"], r["place"]) for r in rows]
+    _section(out, "integrations", ("integration", "host", "status here", "hooked into, once imported"), shown)
+    for row in rows:
+        if row["hooks"]:
+            counts = [
+                (h["function"], h["place"], str(h["served"]), str(h["declined"]), h["reason"])
+                for h in row["hooks"]
+            ]
+            headers = ("function", "hooked into", "calls taken", "declined", "why the last was")
+            out.print(report.table(headers, counts))
+        elif row["host"]:
+            out.print(f"  {row['name']}: import kdacore.integrations.{row['name']} hands over")
+            out.print(f"    {', '.join(row['functions'])}")
+    out.print("  how often each was called in your process: kdacore.integrations.status()\n")
 
 
 def _plugins(out: Console, plugins: list[Report]) -> None:

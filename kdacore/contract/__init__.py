@@ -12,8 +12,6 @@ from typing import Any
 from kdacore.arrays import Adapter
 from kdacore.contract.checks import (
     FLOATS,
-    INDICES,
-    MAX_VERIFY_TOKENS,
     MISSING,
     STATES,
     Arguments,
@@ -22,6 +20,7 @@ from kdacore.contract.checks import (
     check_packing,
     common_fields,
 )
+from kdacore.contract.pools import check_pools
 from kdacore.errors import ContractError, shown
 from kdacore.ops import OpDef, Option
 from kdacore.types import Gate, Request
@@ -122,8 +121,7 @@ def _build_whole(call: Arguments) -> tuple[Request, Adapter]:
     )
     if call.opdef.family == "chunk":
         _check_chunk_options(call, fields)
-    else:
-        _check_pool(call, fields, adapter)
+    check_pools(call, fields, adapter)
     fields["state_dtype"] = _check_state(call, fields)
     return Request(**fields), adapter
 
@@ -182,85 +180,31 @@ def _check_chunk_options(call: Arguments, fields: dict[str, Any]) -> None:
     fields["checkpoint_every"] = every or 0
 
 
-# --- states and state pools ---------------------------------------------------------------------------------------
+# --- states -------------------------------------------------------------------------------------------------------
 
 
 def _check_state(call: Arguments, fields: dict[str, Any]) -> str:
-    """``initial_state`` (a pool when indices are given). Returns the dtype of every state of the call."""
+    """``initial_state`` and ``write_pool``. Returns the dtype of every state of the call."""
     default = "float64" if fields["dtype"] == "float64" else "float32"
-    if "initial_state" not in call.arrays:
-        return default
-    dtype = call.dtype("initial_state", STATES if default == "float64" else STATES[:2])
+    allowed = STATES if default == "float64" else STATES[:2]
     tail = (fields["V"], fields["K"]) if fields["state_v_first"] else (fields["K"], fields["V"])
     letters = "HV, V, K" if fields["state_v_first"] else "HV, K, V"
-    rows = fields.get("pool_size") or fields["N"]
-    call.shape(
-        "initial_state", (rows, fields["HV"], *tail), f"{'P' if fields.get('pool_size') else 'N'}, {letters}"
-    )
-    return dtype
+    found = default
+    if "write_pool" in call.arrays:
+        found = call.dtype("write_pool", allowed)
+        rows = fields["write_pool_size"]
+        call.shape("write_pool", (rows, fields["HV"], *tail), f"P, {letters}")
+    if "initial_state" in call.arrays:
+        if "write_pool" in call.arrays:
+            call.dtype("initial_state", (found,), ", as write_pool has")
+        found = call.dtype("initial_state", allowed)
+        rows = fields.get("pool_size") or fields["N"]
+        axis = "P" if fields.get("pool_size") else "N"
+        call.shape("initial_state", (rows, fields["HV"], *tail), f"{axis}, {letters}")
+    return found
 
 
-def _check_pool(call: Arguments, fields: dict[str, Any], adapter: Adapter) -> None:
-    inplace, read_only = call.flag("inplace_state"), call.flag("read_only_state")
-    for name, flag in (("inplace_state", inplace), ("read_only_state", read_only)):
-        if flag and "initial_state" not in call.arrays:
-            raise call.fail(name, "True", "an initial_state with it")
-    if read_only:
-        _check_read_only(call, fields, inplace)
-    if "state_indices" in call.arrays:
-        _check_indices(call, fields)
-    elif "num_accepted_tokens" in call.arrays:
-        raise call.fail("num_accepted_tokens", "an array", "None, or state_indices [N, T] with it")
-    if "out" in call.arrays:
-        if adapter.immutable:
-            raise call.fail("out", f"a {adapter.kind} array", "None: these arrays cannot be written")
-        call.shape("out", (fields["B"], fields["T"], fields["HV"], fields["V"]), "B, T, HV, V")
-        call.dtype("out", (call.specs["v"].dtype,), ", as v has")
-    if inplace and adapter.immutable and not fields["output_final_state"]:
-        raise call.fail(
-            "inplace_state",
-            "True with output_final_state=False",
-            f"output_final_state=True: {adapter.kind} arrays cannot be written, the new pool is returned",
-        )
-
-
-def _check_read_only(call: Arguments, fields: dict[str, Any], inplace: bool) -> None:
-    if inplace:
-        raise call.fail("read_only_state", "True with inplace_state=True", "one of the two")
-    if fields["output_final_state"]:
-        raise call.fail("read_only_state", "True with output_final_state=True", "output_final_state=False")
-    sequences = fields["N"] if fields["packed"] else 1
-    if fields["T"] > MAX_VERIFY_TOKENS * sequences:
-        raise call.fail(
-            "read_only_state",
-            f"T={fields['T']}",
-            f"1 to {MAX_VERIFY_TOKENS} candidate tokens for each sequence",
-        )
-
-
-def _check_indices(call: Arguments, fields: dict[str, Any]) -> None:
-    call.dtype("state_indices", INDICES)
-    if "initial_state" not in call.arrays:
-        raise call.fail("state_indices", "an array", "None, or the state pool as initial_state with it")
-    got, N = call.specs["state_indices"].shape, fields["N"]
-    if len(got) not in (1, 2) or got[0] != N:
-        raise call.fail("state_indices", f"shape {list(got)}", f"shape [N] or [N, T] with N={N}")
-    if len(got) == 2:
-        if "num_accepted_tokens" not in call.arrays:
-            raise call.fail("num_accepted_tokens", MISSING, "an array [N]: state_indices [N, T] needs it")
-        if not fields["packed"] and got[1] < fields["T"]:
-            raise call.fail(
-                "state_indices", f"shape {list(got)}", f"a column for each of T={fields['T']} tokens"
-            )
-        if got[1] < 1:
-            raise call.fail("state_indices", f"shape {list(got)}", "positive sizes [N, T]")
-    if "num_accepted_tokens" in call.arrays:
-        if len(got) != 2:
-            raise call.fail("num_accepted_tokens", "an array", "None, or state_indices [N, T] with it")
-        call.dtype("num_accepted_tokens", INDICES)
-        call.shape("num_accepted_tokens", (N,), "N")
-    pool = call.rank("initial_state", "P, HV, V, K" if fields["state_v_first"] else "P, HV, K, V")
-    fields["pool_size"], fields["state_indices_ndim"] = pool[0], len(got)
+_INFERENCE_ARRAYS = ("state_indices", "has_initial_state", "write_indices", "write_pool", "out")
 
 
 def _not_differentiable(call: Arguments) -> ContractError | None:
@@ -268,7 +212,7 @@ def _not_differentiable(call: Arguments) -> ContractError | None:
     if call.opdef.family == "stage":
         want = "no gradients: call stages under torch.no_grad()"
         return call.fail(call.opdef.arrays[0], "inputs that require grad", want)
-    for name in ("state_indices", "out"):
+    for name in _INFERENCE_ARRAYS:
         if name in call.arrays:
             want = "None, or torch.no_grad() around it"
             return call.fail(name, "an array, with inputs that require grad", want)

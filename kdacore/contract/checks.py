@@ -18,6 +18,9 @@ STATES = ("float32", "bfloat16", "float64")
 MAX_VERIFY_TOKENS = 16
 """Candidate tokens a ``read_only_state`` call may carry (contract, section 2)."""
 
+CHECKPOINT_STEP = 16
+"""``checkpoint_offsets`` lie a multiple of this many tokens from the start of their sequence."""
+
 MISSING = "None"
 _SIZES = 1e-30, 1e30
 """Smallest and largest size of a number other than 0: backends multiply and divide by it in float32."""

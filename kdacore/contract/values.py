@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from kdacore.arrays import Adapter, adapter_of
 from kdacore.contract.aliasing import check_memory
-from kdacore.contract.checks import MAX_VERIFY_TOKENS
+from kdacore.contract.checks import CHECKPOINT_STEP, MAX_VERIFY_TOKENS
+from kdacore.contract.state_rows import ZEROS, StateRows, slots, state_rows
 from kdacore.errors import ContractError
-from kdacore.ops import INDEX_ARGUMENTS, OPS
+from kdacore.ops import INDEX_ARGUMENTS, MASK_ARGUMENTS, OPS
+from kdacore.ops.shapes import SHAPES
 from kdacore.types import Request
 
 
@@ -32,14 +35,32 @@ def check_values(request: Request, inputs: Any, adapter: Adapter) -> None:
     _offsets(request, values)
     lengths = _lengths(request, values)
     check_candidates(request, lengths)
-    if "state_indices" in values:
-        check_indices(request, values["state_indices"], values.get("num_accepted_tokens"), lengths)
+    check_state_rows(request, values, lengths)
+    _leave_out_unread(request, values, lengths)
     for name, x in values.items():
-        if name == "initial_state" and "state_indices" in values:
-            _finite_rows(request, x, _started_from(values))
-        elif name not in INDEX_ARGUMENTS:
+        if name == "initial_state" and ("state_indices" in values or "has_initial_state" in values):
+            _finite_rows(request, x, state_rows(request, values, lengths).read)
+        elif name not in INDEX_ARGUMENTS | MASK_ARGUMENTS | {"write_pool"}:
             _finite(request, name, x)
     _gate(request, values)
+
+
+def _leave_out_unread(request: Request, values: dict[str, Any], lengths: Any) -> None:
+    """Zeros in place of tokens that no sequence has, or one without a slot: they may hold anything."""
+    read = np.ones(request.N, bool)
+    if request.pool_size:
+        read = ~state_rows(request, values, lengths).padding
+    if not request.packed and read.all():
+        return
+    tokens: Any = np.zeros(request.B * request.T, bool)
+    tokens[: int(lengths.sum())] = np.repeat(read, lengths)
+    if tokens.all():
+        return
+    tokens = tokens.reshape(request.B, request.T)
+    for name, axes in SHAPES.items():
+        if name in values and axes[:2] == ("B", "T"):
+            values[name] = np.array(values[name])
+            values[name][~tokens] = 0
 
 
 def _finite(request: Request, name: str, x: Any) -> None:
@@ -49,19 +70,8 @@ def _finite(request: Request, name: str, x: Any) -> None:
         raise ContractError(request.op, name, f"{x[where]} at {list(where)}", "finite values")
 
 
-def _started_from(values: dict[str, Any]) -> Any:
-    """The rows of a pool that are read. The others may hold anything."""
-    indices, accepted = values["state_indices"], values.get("num_accepted_tokens")
-    if accepted is not None:
-        last = np.take_along_axis(indices, np.maximum(accepted - 1, 0)[:, None], 1)[:, 0]
-        rows = np.where(accepted > 0, last, -1)
-    else:
-        rows = indices if indices.ndim == 1 else indices[:, 0]
-    return rows[rows >= 0]
-
-
 def _finite_rows(request: Request, pool: Any, rows: Any) -> None:
-    for row in rows.tolist():
+    for row in rows[rows != ZEROS].tolist():
         if not np.isfinite(pool[row]).all():
             raise ContractError(
                 request.op, "initial_state", f"row {row}, which is not finite", "finite states"
@@ -74,7 +84,7 @@ def _lengths(request: Request, values: dict[str, Any]) -> Any:
 
 
 def check_offsets(request: Request, name: str, offsets: Any) -> None:
-    """What a backend that reads the offsets on the host checks too: they part the tokens, all of them.
+    """What a backend that reads the offsets on the host checks too: they rise from 0 to T at most.
 
     Args:
         request: of a packed call.
@@ -83,8 +93,8 @@ def check_offsets(request: Request, name: str, offsets: Any) -> None:
     """
     if offsets[0] != 0:
         raise ContractError(request.op, name, f"first offset {offsets[0]}", "0")
-    if offsets[-1] != request.T:
-        raise ContractError(request.op, name, f"last offset {offsets[-1]}", f"T={request.T}")
+    if offsets[-1] > request.T:
+        raise ContractError(request.op, name, f"last offset {offsets[-1]}", f"at most T={request.T}")
     if (np.diff(offsets) < 0).any():
         raise ContractError(request.op, name, f"{offsets.tolist()}", "offsets that never decrease")
 
@@ -116,48 +126,107 @@ def check_candidates(request: Request, lengths: Any) -> None:
         )
 
 
-def check_indices(request: Request, indices: Any, accepted: Any, lengths: Any) -> None:
-    """What a backend that reads the indices on the host checks too: no row and no column that is not there, and none
-    that is written twice.
+def check_state_rows(request: Request, values: Mapping[str, Any], lengths: Any) -> None:
+    """What a backend that reads the indices on the host checks too: they name rows, columns and tokens that are there,
+    and no row that one sequence writes is written or read by another.
 
     Args:
-        request: of a call with ``state_indices``.
-        indices: ``state_indices``, NumPy.
-        accepted: ``num_accepted_tokens``, NumPy, or None.
+        request: of any op; those without pools pass.
+        values: NumPy arrays by argument, those of :data:`kdacore.contract.state_rows.INDEX_VALUES` that were given,
+            and ``cu_seqlens``.
         lengths: tokens of each sequence, NumPy.
+
+    Raises:
+        ContractError: naming the argument.
     """
-    if (indices >= request.pool_size).any():
-        raise ContractError(
-            request.op, "state_indices", f"index {indices.max()}", f"indices below P={request.pool_size}"
-        )
-    if accepted is not None:
-        _accepted(request, accepted, indices.shape[1], int(lengths.max(initial=0)))
+    if OPS[request.op].family not in ("chunk", "recurrent"):
+        return
+    written_rows = request.write_pool_size or request.pool_size
+    sizes = {
+        "state_indices": request.pool_size,
+        "write_indices": written_rows,
+        "checkpoint_indices": written_rows,
+    }
+    for name, size in sizes.items():
+        if name in values and (values[name] >= size).any():
+            raise ContractError(request.op, name, f"index {values[name].max()}", f"indices below P={size}")
+    if "num_accepted_tokens" in values:
+        _accepted(request, values["num_accepted_tokens"], values["state_indices"].shape[1])
     if request.inplace_state:
-        _written_once(request, indices, lengths)
+        _columns(request, values, int(lengths.max(initial=0)))
+        rows = state_rows(request, values, lengths)
+        _written_once(request, rows)
+        if not request.write_pool_size:
+            _not_read_by_others(request, rows)
+    if request.checkpoint_count:
+        _checkpoint_offsets(request, values)
 
 
-def _accepted(request: Request, accepted: Any, width: int, longest: int) -> None:
+def _accepted(request: Request, accepted: Any, width: int) -> None:
     if ((accepted < 0) | (accepted > width)).any():
         raise ContractError(
             request.op, "num_accepted_tokens", f"{accepted.tolist()}", f"0 to {width} for each sequence"
         )
-    if request.inplace_state and longest > width:
+
+
+def _columns(request: Request, values: Mapping[str, Any], longest: int) -> None:
+    name = request.written_indices
+    if name and values[name].ndim == 2 and longest > values[name].shape[1]:
         raise ContractError(
             request.op,
-            "state_indices",
-            f"{width} columns",
+            name,
+            f"{values[name].shape[1]} columns",
             f"a column for each of a sequence's {longest} tokens",
         )
 
 
-def _written_once(request: Request, indices: Any, lengths: Any) -> None:
-    if indices.ndim == 2:  # a column for each token: those past a sequence's end are not written
-        indices = np.where(np.arange(indices.shape[1]) < lengths[:, None], indices, -1)
-    named = indices[indices >= 0]
+def _written_once(request: Request, rows: StateRows) -> None:
+    named = _named(rows.final if rows.per_token is None else rows.per_token)
+    name = request.written_indices or "initial_state"
     if len(np.unique(named)) != named.size:
+        raise ContractError(request.op, name, "a row named twice", "each row at most once with inplace_state")
+    if rows.checkpoints is not None:
+        kept = np.concatenate([named, _named(rows.checkpoints)])
+        if len(np.unique(kept)) != kept.size:
+            want = "rows that nothing else of the call writes"
+            raise ContractError(request.op, "checkpoint_indices", "a row that is written twice", want)
+
+
+def _not_read_by_others(request: Request, rows: StateRows) -> None:
+    """In one pool, no sequence may write a row that another starts from, in whatever order they run."""
+    written = rows.final[:, None] if rows.per_token is None else rows.per_token
+    readers = {int(row): n for n, row in enumerate(rows.read) if row != ZEROS}
+    for n, table in enumerate(written):
+        for row in _named(table).tolist():
+            if readers.get(row, n) != n:
+                got = f"row {row} for sequence {n}, which sequence {readers[row]} starts from"
+                want = "rows that no other sequence starts from"
+                raise ContractError(request.op, request.written_indices, got, want)
+    if rows.checkpoints is not None:
+        for row in _named(rows.checkpoints).tolist():
+            if row in readers:
+                got = f"row {row}, which sequence {readers[row]} starts from"
+                raise ContractError(
+                    request.op, "checkpoint_indices", got, "rows that no sequence starts from"
+                )
+
+
+def _named(rows: Any) -> Any:
+    return rows[rows != ZEROS]
+
+
+def _checkpoint_offsets(request: Request, values: Mapping[str, Any]) -> None:
+    """Those that are written lie on tokens, a multiple of 16 from their sequence's start."""
+    ends = values["cu_seqlens"] if request.packed else np.asarray([0, request.T])
+    offsets = values["checkpoint_offsets"][slots(request, values["checkpoint_indices"]) != ZEROS]
+    if ((offsets < 0) | (offsets >= ends[-1])).any():
         raise ContractError(
-            request.op, "state_indices", "a row named twice", "each row at most once with inplace_state"
+            request.op, "checkpoint_offsets", f"{offsets.tolist()}", f"positions of tokens, below {ends[-1]}"
         )
+    starts = ends[np.searchsorted(ends, offsets, side="right") - 1]
+    if ((offsets - starts) % CHECKPOINT_STEP).any():
+        want = f"multiples of {CHECKPOINT_STEP} from the start of their sequence"
+        raise ContractError(request.op, "checkpoint_offsets", f"{offsets.tolist()}", want)
 
 
 def _gate(request: Request, values: dict[str, Any]) -> None:

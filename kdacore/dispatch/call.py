@@ -13,6 +13,7 @@ from kdacore.dispatch.plan import (
     PREFERENCE,
     RECORDS,
     Plan,
+    asked_of,
     cached_plan,
     current_policy,
     execute,
@@ -74,6 +75,8 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
         for records in RECORDS.get():
             records.append(plan.selection)
         return seen.run(plan, inputs)
+    if adapter.immutable:  # JAX
+        inputs = arrays = adapter.unwrapped(inputs)
     # A call that is recognised is neither traced nor inside a transformation: the array test excludes that.
     exporting = torch is not None and torch.compiler.is_compiling()
     if not exporting:
@@ -112,8 +115,14 @@ def _plan_of_call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: An
 
 def explain(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object = None) -> Selection:
     """What dispatch would do with a call; nothing runs, a forced backend that cannot serve is reported, not raised."""
+    for x in inputs:
+        adapter = None if x is None or is_spec(x) else adapter_of(x)
+        if adapter is not None and adapter.immutable:  # JAX
+            inputs = adapter.unwrapped(inputs)
+            break
     request, _ = contract.build_request(opdef, inputs, options)
     policy = current_policy(opdef, backend)
+    request = asked_of(request, policy)
     assumed = any(is_spec(x) for x in inputs)
     if policy.forced:
         REGISTRY.get(policy.forced, opdef.name)

@@ -27,6 +27,7 @@ _MAX_FAST_CALLS = 2
 """Backend fast paths kept for one plan, each for arrays of certain strides; other strides share the plan alone."""
 
 Matcher = Callable[[tuple[Any, ...], tuple[Any, ...]], bool]
+"""Arrays and options of an op, in the order of its definition, to: are they those of the call it was made for?"""
 
 
 class SeenCall:
@@ -45,13 +46,13 @@ class SeenCall:
         self.fast_call = fast_call
 
 
-def _matcher(
+def matcher(
     inputs: Any, options: tuple[Any, ...], array_test: ArrayTest, same_strides: bool
 ) -> Matcher | None:
     """A function of an op's arrays and options: are they like these? Written out, since a loop would take as long."""
     arrays = {name: x for name, x in zip(inputs._fields, inputs, strict=True) if x is not None}
     found = array_test(arrays, same_strides)
-    if found is None or not all(_is_plain(x) for x in options):
+    if found is None or not all(is_plain(x) for x in options):
         return None
     expression, values = found
     names = [f"option_{i}" for i in range(len(options))]
@@ -76,7 +77,7 @@ def _is(name: str, value: Any) -> str:
     return f"type({name}) is {type(value).__name__} and {name} == {value!r}"
 
 
-def _is_plain(option: Any) -> bool:
+def is_plain(option: Any) -> bool:
     """Can it be written out? Not-a-number and infinity cannot."""
     return type(option) in _PLAIN_OPTIONS and (type(option) is not float or math.isfinite(option))
 
@@ -111,7 +112,7 @@ class FastPath:
         if plan.fast_path is not None and sum(plan is seen.plan for seen in kept) < _MAX_FAST_CALLS:
             fast_call = plan.fast_path(plan.request, inputs)
         array_test = self._adapter.array_test
-        matches = array_test and _matcher(inputs, options, array_test, fast_call is not None)
+        matches = array_test and matcher(inputs, options, array_test, fast_call is not None)
         if matches is None:
             return
         seen = SeenCall(plan, self._adapter.runner(plan, inputs), fast_call, matches, asked)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -51,7 +53,10 @@ class Plan:
         self.forward = results.typed_forward(chosen.backend, request.op)
         self.run: Callable[[Plan, Any], Any] = adapter.run
         self.validate = config.get().validate_values
-        self.fast_path = None if request.needs_grad or self.validate else self.impl.fast_path
+        self.fast_path = None if self.validate else self.impl.fast_path
+        if request.needs_grad:
+            joined = None if self.validate or self.impl.fast_gradients is None else adapter.fast_gradients
+            self.fast_path = None if joined is None else functools.partial(joined, self)
         self.writes = not adapter.immutable and (request.inplace_state or request.has("out"))
         self.joined: Any = None
         """For an adapter: what it built for this plan (a ``custom_vjp`` function)."""
@@ -65,6 +70,10 @@ class Plan:
             results.check_gradients(self, inputs, grads)
             self._grads_checked = True
         return grads
+
+    def check_gradients(self, inputs: Any, grads: Any, wanted: tuple[bool, ...]) -> None:
+        """Hold gradients of another origin than :meth:`backward` to the request. PluginError."""
+        results.check_gradients(self, inputs, grads, wanted)
 
 
 REGISTRY.on_change(results.typed_forward.cache_clear)
@@ -112,7 +121,8 @@ def _environment_policy() -> selection.Policy:
                 REGISTRY.get(name)
             except ContractError as error:  # no caller passed it: the environment variable is wrong
                 raise ConfigError("KDACORE_BACKEND", name, error.want) from None
-        _default_policy = selection.Policy("", names, "KDACORE_BACKEND") if names else _AUTO
+        source = "KDACORE_BACKEND" if names else _AUTO.source
+        _default_policy = selection.Policy("", names, source, config.get().batch_invariant)
     return _default_policy
 
 
@@ -122,7 +132,13 @@ def current_policy(opdef: OpDef, backend: object) -> selection.Policy:
         return PREFERENCE.get() or _environment_policy()
     if not isinstance(backend, str) or not backend:
         raise ContractError(opdef.name, "backend", shown(backend), "None or the name of a backend")
-    return selection.Policy(backend, (), "backend=")
+    return selection.Policy(backend, (), "backend=", _asks_batch_invariance())
+
+
+def _asks_batch_invariance() -> bool:
+    """What the innermost block asks, else the environment. Reads no other variable: those may be wrong."""
+    around = PREFERENCE.get()
+    return config.get().batch_invariant if around is None else around.batch_invariant
 
 
 def plan_for(
@@ -134,7 +150,25 @@ def plan_for(
 ) -> Plan:
     """Validate and select, whatever it costs."""
     request, adapter = contract.build_request(opdef, inputs, options, needs_grad=needs_grad)
+    request = asked_of(request, policy)
     return Plan(opdef, request, selection.select(request, policy), adapter)
+
+
+def key_of(adapter: Adapter, opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any) -> Any:
+    """All that the plan of a call depends on. None when the call must not be cached.
+
+    Looking the key up raises TypeError where an option is not hashable.
+    """
+    array_key = adapter.key(inputs)
+    if array_key is None:
+        return None
+    # Types too: True == 1 == 1.0 as dictionary keys, but not as arguments.
+    return (opdef.name, array_key, options, tuple(map(type, options)), asked)
+
+
+def asked_of(request: Request, policy: selection.Policy) -> Request:
+    """The request with what the policy asks of every implementation."""
+    return dataclasses.replace(request, batch_invariant=True) if policy.batch_invariant else request
 
 
 Make = Callable[[OpDef, Any, tuple[Any, ...], Any], Plan]
@@ -147,11 +181,9 @@ def cached_plan(
 
     ``asked``: what was asked of dispatch, in whatever form ``make`` takes it.
     """
-    array_key = adapter.key(inputs)
-    if array_key is None:
+    key = key_of(adapter, opdef, inputs, options, asked)
+    if key is None:
         return make(opdef, inputs, options, asked)
-    # Types too: True == 1 == 1.0 as dictionary keys, but not as arguments.
-    key = (opdef.name, array_key, options, tuple(map(type, options)), asked)
     try:
         found = _plans.get(key)
     except TypeError:  # an unhashable option: validation names it
@@ -204,7 +236,29 @@ def use_backend(*names: str) -> Iterator[None]:
         if not isinstance(name, str):
             raise ContractError("use_backend", "names", shown(name), "names of backends")
         REGISTRY.get(name, "use_backend", "names")
-    token = PREFERENCE.set(selection.Policy("", tuple(names), "use_backend"))
+    token = PREFERENCE.set(selection.Policy("", tuple(names), "use_backend", _asks_batch_invariance()))
+    try:
+        yield
+    finally:
+        PREFERENCE.reset(token)
+
+
+@contextlib.contextmanager
+def batch_invariant() -> Iterator[None]:
+    """A sequence gives the same bits alone, in a batch and in a pack, for the calls made inside the ``with`` block.
+
+    Results and gradients of a sequence then do not depend on what it is computed with. Implementations that do not
+    promise that are declined, reason code ``batch_invariance``; the others may run more slowly than otherwise.
+    ``KDACORE_BATCH_INVARIANT=1`` asks for it everywhere. Gradients of what sequences share (``A_log``, ``dt_bias``) are
+    sums over them and depend on all.
+
+    Examples:
+        >>> import kdacore
+        >>> with kdacore.batch_invariant():
+        ...     pass
+    """
+    around = PREFERENCE.get() or _environment_policy()
+    token = PREFERENCE.set(dataclasses.replace(around, batch_invariant=True))
     try:
         yield
     finally:

@@ -66,8 +66,9 @@ def check_results(plan: Any, inputs: Any, results: Any) -> None:
             _check(plan, "forward", name, x, expected.get(name))
 
 
-def check_gradients(plan: Any, inputs: Any, grads: Any) -> None:
-    """Check what a plan's backward returned: each gradient shaped and typed like its input, None where that is None.
+def check_gradients(plan: Any, inputs: Any, grads: Any, needed: tuple[bool, ...] | None = None) -> None:
+    """Check what a plan's backward returned: each gradient shaped and typed like its input, None where that is None
+    and, if ``needed`` is given, where that says so.
 
     Raises:
         PluginError: naming the backend and the gradient.
@@ -80,9 +81,9 @@ def check_gradients(plan: Any, inputs: Any, grads: Any) -> None:
             f"backend {plan.backend.name!r}: backward of {request.op} returned {got}; "
             f"wanted kdacore.types.{wanted.__name__}"
         )
-    for name, grad in zip(grads._fields, grads, strict=True):
+    for i, (name, grad) in enumerate(zip(grads._fields, grads, strict=True)):
         x = getattr(inputs, name)
-        spec = None if x is None else request.spec(name)
+        spec = None if x is None or not (needed is None or needed[i]) else request.spec(name)
         expected = None if spec is None else Expected(name, spec.shape, (spec.dtype,))
         _check(plan, "backward", f"gradient of {name}", grad, expected)
 
@@ -149,7 +150,7 @@ def expected_results(request: Request, inputs: Any) -> Iterator[Expected]:
     else:
         yield Expected("o", (*whole, r.V), (r.dtype,))
         if r.output_final_state:
-            shape = r.spec("initial_state").shape if r.inplace_state else r.state_shape
+            shape = r.spec(r.written_pool).shape if r.inplace_state else r.state_shape
             yield Expected("final_state", shape, (r.state_dtype,))
         if r.checkpoint_every:
             yield Expected("checkpoints", r.checkpoint_shape, (r.state_dtype,))

@@ -22,6 +22,7 @@ class Policy:
     forced: str = ""
     preferred: tuple[str, ...] = ()
     source: str = "auto"
+    batch_invariant: bool = False
 
 
 _cache: dict[tuple[Request, Policy], Selection] = {}
@@ -49,8 +50,14 @@ def clear() -> None:
 REGISTRY.on_change(clear)
 
 
-def select(request: Request, policy: Policy) -> Selection:
+def select(request: Request, policy: Policy, *, warn: bool = True) -> Selection:
     """The cached selection for a request.
+
+    Args:
+        request: the call.
+        policy: what the caller asked for.
+        warn: False where nothing is about to run. A selection that calls for a warning is not kept then, so that the
+            first call that does run warns.
 
     Raises:
         UnsupportedError: the forced backend (or, for a traced call, every backend) cannot serve it.
@@ -69,6 +76,8 @@ def select(request: Request, policy: Policy) -> Selection:
                         "no backend can serve this call",
                         {c.backend: c.reasons for c in found.candidates},
                     )
+                if not warn and is_slow(found):
+                    return found
                 if len(_cache) >= _MAX_CACHED:
                     _cache.clear()
                 _cache[key] = found
@@ -191,6 +200,15 @@ def _general_reasons(
                 f"no features but {list_names(sorted(impl.serves))}",
             )
         )
+    if impl is not None and request.batch_invariant and not impl.batch_invariant:
+        reasons.append(
+            Reason(
+                "batch_invariance",
+                "a sequence's bits may depend on what else is in the batch",
+                "a call under batch_invariant()",
+                "OpImpl.batch_invariant",
+            )
+        )
     if impl is not None and request.needs_grad and impl.backward is None:
         reasons.append(
             Reason("gradients", "has no backward for this op", "inputs that require grad", "no gradients")
@@ -269,11 +287,18 @@ def _with_reason(candidate: Candidate, reason: Reason) -> Candidate:
     return dataclasses.replace(candidate, reasons=(*candidate.reasons, reason))
 
 
+def is_slow(selection: Selection) -> bool:
+    """The reference on an accelerator, unless it was forced: correct, and slow."""
+    if selection.backend != "reference" or selection.request.device.type == "cpu":
+        return False
+    return not selection.why.startswith("forced")
+
+
 def _warn_if_slow(selection: Selection) -> None:
-    """The reference on an accelerator is correct and slow: say what was missed, once for each reason."""
-    request = selection.request
-    if selection.backend != "reference" or request.device.type == "cpu" or selection.why.startswith("forced"):
+    """Say what was missed where a call runs slowly, once for each reason."""
+    if not is_slow(selection):
         return
+    request = selection.request
     lines = []
     for c in selection.candidates:
         if c.backend == "reference" or any(r.code in ("array_kind", "device") for r in c.reasons):

@@ -34,7 +34,7 @@ _OPTIONS = {
 _SCHEMA_TYPES = {"flag": "bool", "number": "float?", "count": "int?"}
 _NUMBERS: dict[str, type] = {"number": float, "count": int}
 _WHOLE_GRADS = InputGrads._fields
-_ASKED = "bool needs_grad, str forced, str preferred, str source"
+_ASKED = "bool needs_grad, str forced, str preferred, str source, bool batch_invariant"
 
 _library = torch.library.Library("kdacore", "DEF")
 
@@ -51,6 +51,7 @@ def _schema(family: str, *, mutable: bool = False) -> str:
 
 
 _library.define(f"chunk({_schema('chunk')}) -> (Tensor, Tensor, Tensor)")
+_library.define(f"chunk_({_schema('chunk', mutable=True)}) -> (Tensor, Tensor, Tensor)")
 _library.define(f"recurrent({_schema('recurrent')}) -> (Tensor, Tensor)")
 _library.define(f"recurrent_({_schema('recurrent', mutable=True)}) -> (Tensor, Tensor)")
 _library.define(f"gate({_schema('gate')}) -> Tensor")
@@ -72,9 +73,9 @@ class _Bound:
         values = dict(zip([o.name for o in options], args[at : at + len(options)], strict=True))
         self.options = tuple([values.get(name) for name in self.opdef.options])
         at += len(options)
-        self.needs_grad, forced, preferred, source = args[at : at + 4]
-        self.policy = selection.Policy(forced, tuple(filter(None, preferred.split(","))), source)
-        self.rest = args[at + 4 :]
+        self.needs_grad, forced, preferred, source, invariant = args[at : at + 5]
+        self.policy = selection.Policy(forced, tuple(filter(None, preferred.split(","))), source, invariant)
+        self.rest = args[at + 5 :]
 
     def plan(self) -> Plan:
         """The plan of a real call (tensors with values)."""
@@ -99,17 +100,22 @@ def _plan_of_operator(opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked
 
 
 @torch.compiler.assume_constant_result
-def _asked_of_dispatch(op: str, backend: str | None) -> tuple[str, str, str]:
+def _asked_of_dispatch(op: str, backend: str | None) -> tuple[str, str, str, bool]:
     """What was asked of dispatch while the graph was traced; it becomes part of the graph."""
     policy = current_policy(OPS[op], backend)
-    return policy.forced, ",".join(policy.preferred), policy.source
+    return policy.forced, ",".join(policy.preferred), policy.source, policy.batch_invariant
 
 
 def _check_asked(bound: _Bound) -> None:
     """A graph keeps the preference it was traced under; running it under another must not pass unnoticed."""
-    if bound.policy.forced:
-        return
-    now = current_policy(bound.opdef, None)
+    now = current_policy(bound.opdef, bound.policy.forced or None)
+    if now.batch_invariant != bound.policy.batch_invariant:
+        was, given = ("inside" if p.batch_invariant else "outside" for p in (bound.policy, now))
+        raise UnsupportedError(
+            bound.opdef.name,
+            f"this compiled graph was traced {was} batch_invariant() and is run {given}; compile it where it is run",
+            {},
+        )
     if now != bound.policy:
         raise UnsupportedError(
             bound.opdef.name,
@@ -225,17 +231,18 @@ def call(
     if opdef.family == "gate":
         return torch.ops.kdacore.gate(*flat)
     wants_state = given["output_final_state"]
+    operators = torch.ops.kdacore
+    writes = given["inplace_state"] or arrays["out"] is not None
+    checkpoints = None
     if opdef.family == "chunk":
-        o, state, checkpoints = torch.ops.kdacore.chunk(*flat)
-        wants_checkpoints = given["checkpoint_every"] is not None
-        return Outputs(o, state if wants_state else None, checkpoints if wants_checkpoints else None)
-    if given["inplace_state"] or arrays["out"] is not None:
-        o, state = torch.ops.kdacore.recurrent_(*flat)
-        o = arrays["out"] if arrays["out"] is not None else o
-        state = arrays["initial_state"] if given["inplace_state"] else state
+        o, state, checkpoints = (operators.chunk_ if writes else operators.chunk)(*flat)
     else:
-        o, state = torch.ops.kdacore.recurrent(*flat)
-    return Outputs(o, state if wants_state else None)
+        o, state = (operators.recurrent_ if writes else operators.recurrent)(*flat)
+    o = o if arrays["out"] is None else arrays["out"]
+    if given["inplace_state"]:
+        state = arrays["initial_state"] if arrays["write_pool"] is None else arrays["write_pool"]
+    wants_checkpoints = given.get("checkpoint_every") is not None
+    return Outputs(o, state if wants_state else None, checkpoints if wants_checkpoints else None)
 
 
 def _forward(plan: Plan, inputs: Any) -> Any:
@@ -248,25 +255,18 @@ def _result(x: Any, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(0) if x is None else x.contiguous()
 
 
-def _chunk(*args: Any) -> Any:
-    bound = _Bound("chunk", args)
-    _check_asked(bound)
-    out = execute(bound.plan(), bound.inputs, _forward)
-    v = bound.inputs.v
-    return _result(out.o, v), _result(out.final_state, v), _result(out.checkpoints, v)
-
-
-def _recurrent(*args: Any) -> Any:
-    bound = _Bound("recurrent", args)
+def _whole(family: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    bound = _Bound(family, args)
     _check_asked(bound)
     plan = bound.plan()
     if plan.writes:
         check_memory(plan.request, bound.inputs, TORCH)
     out = execute(plan, bound.inputs, _forward)
     v = bound.inputs.v
-    aliased = bound.inputs.out is not None
-    state = None if plan.request.inplace_state else out.final_state
-    return _result(None if aliased else out.o, v), _result(state, v)
+    # An operator must not return what it was given: call() puts arrays that were written in these places.
+    o = _result(None if bound.inputs.out is not None else out.o, v)
+    state = _result(None if plan.request.inplace_state else out.final_state, v)
+    return (o, state, _result(out.checkpoints, v)) if family == "chunk" else (o, state)
 
 
 def _gate(*args: Any) -> Any:
@@ -303,7 +303,7 @@ def _gate_backward(*args: Any) -> list[torch.Tensor]:
 def _fake_whole(family: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     bound = _Bound(family, args)
     request, v = bound.request(), bound.inputs.v
-    o = v.new_empty(0) if getattr(bound.inputs, "out", None) is not None else v.new_empty(v.shape)
+    o = v.new_empty(0) if bound.inputs.out is not None else v.new_empty(v.shape)
     state_dtype = getattr(torch, request.state_dtype)
     state = v.new_empty(0)
     if request.output_final_state and not request.inplace_state:
@@ -366,9 +366,10 @@ def _refuse(ctx: Any, *grads: Any) -> Any:
 
 
 def _register() -> None:
-    forwards = {"chunk": _chunk, "recurrent": _recurrent, "recurrent_": _recurrent, "gate": _gate}
-    for name, function in forwards.items():
-        _library.impl(name, function, "CompositeExplicitAutograd")
+    for family in ("chunk", "recurrent"):
+        for name in (family, f"{family}_"):
+            _library.impl(name, lambda *a, f=family: _whole(f, a), "CompositeExplicitAutograd")
+    _library.impl("gate", _gate, "CompositeExplicitAutograd")
     _library.impl("chunk_backward", lambda *a: _whole_backward("chunk", a), "CompositeExplicitAutograd")
     _library.impl(
         "recurrent_backward", lambda *a: _whole_backward("recurrent", a), "CompositeExplicitAutograd"
@@ -376,9 +377,9 @@ def _register() -> None:
     _library.impl("gate_backward", _gate_backward, "CompositeExplicitAutograd")
 
     fake = torch.library.register_fake
-    fake("kdacore::chunk", lambda *a: _fake_whole("chunk", a), lib=_library)
-    fake("kdacore::recurrent", lambda *a: _fake_whole("recurrent", a), lib=_library)
-    fake("kdacore::recurrent_", lambda *a: _fake_whole("recurrent", a), lib=_library)
+    for family in ("chunk", "recurrent"):
+        for name in (family, f"{family}_"):
+            fake(f"kdacore::{name}", lambda *a, f=family: _fake_whole(f, a), lib=_library)
     fake("kdacore::gate", _fake_gate, lib=_library)
     for family, names in (("chunk", _WHOLE_GRADS), ("recurrent", _WHOLE_GRADS), ("gate", GateInputs._fields)):
         fake(f"kdacore::{family}_backward", lambda *a, f=family, n=names: _fake_grads(f, n, a), lib=_library)

@@ -13,6 +13,7 @@ __all__ = [
     "FEATURES",
     "HOST_ARGUMENTS",
     "INDEX_ARGUMENTS",
+    "MASK_ARGUMENTS",
     "OPS",
     "STAGES",
     "WRITABLE_ARGUMENTS",
@@ -46,6 +47,21 @@ _WHOLE_ARRAYS = (
     ArrayArgument("initial_state", feature="initial_state", writable=True, differentiable=True),
     *_PACKED,
 )
+_HAS_INITIAL_STATE = ArrayArgument("has_initial_state", feature="has_initial_state", mask=True)
+_WRITES = (
+    ArrayArgument("write_indices", feature="write_indices", index=True),
+    ArrayArgument("write_pool", feature="write_pool", writable=True),
+)
+_OUT = ArrayArgument("out", feature="out", writable=True)
+_CHUNK_ARRAYS = (
+    *_WHOLE_ARRAYS,
+    ArrayArgument("state_indices", feature="state_pool", index=True),
+    _HAS_INITIAL_STATE,
+    *_WRITES,
+    ArrayArgument("checkpoint_offsets", feature="checkpoint_offsets", index=True),
+    ArrayArgument("checkpoint_indices", feature="checkpoint_offsets", index=True),
+    _OUT,
+)
 _WHOLE_OPTIONS = (
     _SCALE,
     Option("output_final_state", "flag", False, "final_state", "output_final_state"),
@@ -58,22 +74,30 @@ _WHOLE_OPTIONS = (
     _STATE_V_FIRST,
 )
 
+_POOL_OPTIONS = (
+    Option("inplace_state", "flag", False, "inplace_state", "inplace_state"),
+    Option("null_index", "count", None, "null_index", "null_index"),
+)
+
 _CHUNK_OPTIONS = (
     *_WHOLE_OPTIONS,
     Option("disable_recompute", "flag", False, None, "disable_recompute"),  # a hint: the same results
     Option("checkpoint_every", "count", None, "checkpoints", "checkpoint_every"),
     Option("cp", "reserved", None, "context_parallel"),
+    *_POOL_OPTIONS,
 )
 
 _RECURRENT_ARRAYS = (
     *_WHOLE_ARRAYS,
     ArrayArgument("state_indices", feature="state_pool", index=True),
     ArrayArgument("num_accepted_tokens", feature="accepted_tokens", index=True),
-    ArrayArgument("out", feature="out", writable=True),
+    _OUT,
+    _HAS_INITIAL_STATE,
+    *_WRITES,
 )
 _RECURRENT_OPTIONS = (
     *_WHOLE_OPTIONS,
-    Option("inplace_state", "flag", False, "inplace_state", "inplace_state"),
+    *_POOL_OPTIONS,
     Option("read_only_state", "flag", False, "read_only_state", "read_only_state"),
 )
 
@@ -81,7 +105,7 @@ _RECURRENT_OPTIONS = (
 
 
 def _chunk(name: str, scalar_gate: bool) -> OpDef:
-    return OpDef(name, "chunk", t.ChunkInputs, _WHOLE_ARRAYS, _CHUNK_OPTIONS, t.Outputs, scalar_gate)
+    return OpDef(name, "chunk", t.ChunkInputs, _CHUNK_ARRAYS, _CHUNK_OPTIONS, t.Outputs, scalar_gate)
 
 
 def _recurrent(name: str, scalar_gate: bool) -> OpDef:
@@ -165,5 +189,6 @@ def _names(property_name: str) -> tuple[str, ...]:
 
 HOST_ARGUMENTS = frozenset(_names("host"))
 INDEX_ARGUMENTS = frozenset(_names("index"))
+MASK_ARGUMENTS = frozenset(_names("mask"))
 WRITABLE_ARGUMENTS = frozenset(_names("writable"))
 DIFFERENTIABLE = _names("differentiable")

@@ -25,6 +25,8 @@ class ArrayArgument:
     """Lives on the host, whatever the device of the others."""
     index: bool = False
     """Holds int32 or int64 offsets, row numbers or counts."""
+    mask: bool = False
+    """Holds bools."""
     writable: bool = False
     """A call may ask for it to be written, so the fast path compares its strides."""
     differentiable: bool = False

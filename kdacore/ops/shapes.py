@@ -7,6 +7,8 @@ dims, ``N`` sequences, ``C`` tokens of a chunk. Some axes stand for none, one or
 - ``state``: the two axes of a state; ``K, V``, or ``V, K`` with ``state_v_first``.
 - ``rows``: the states given; the rows of the pool, else one for each sequence.
 - ``slots``: columns of two-dimensional ``state_indices``; none where they have one dimension.
+- ``write_slots``: the same of ``write_indices``; ``write_rows``: rows of ``write_pool``.
+- ``checkpoints``: states kept at chosen tokens.
 - ``chunks``: chunks of all sequences together; ``offsets``: ``N + 1``.
 """
 
@@ -15,7 +17,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-Axis = Literal["B", "T", "H", "HV", "K", "V", "N", "C", "gate", "state", "rows", "slots", "chunks", "offsets"]
+Axis = Literal[
+    "B", "T", "H", "HV", "K", "V", "N", "C", "gate", "state", "rows", "slots", "write_slots", "write_rows",
+    "checkpoints", "chunks", "offsets",
+]  # fmt: skip
 AXES: tuple[Axis, ...] = get_args(Axis)
 
 SHAPES: dict[str, tuple[Axis, ...]] = {
@@ -32,6 +37,11 @@ SHAPES: dict[str, tuple[Axis, ...]] = {
     "state_indices": ("N", "slots"),
     "num_accepted_tokens": ("N",),
     "out": ("B", "T", "HV", "V"),
+    "has_initial_state": ("N",),
+    "write_indices": ("N", "write_slots"),
+    "write_pool": ("write_rows", "HV", "state"),
+    "checkpoint_offsets": ("checkpoints",),
+    "checkpoint_indices": ("checkpoints",),
     "gc": ("B", "T", "HV", "K"),
     "Aqk": ("B", "T", "HV", "C"),
     "Akk": ("B", "T", "HV", "C"),

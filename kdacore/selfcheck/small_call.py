@@ -47,7 +47,9 @@ def small_call(request: Request, tokens: int, seed: int = 0) -> tuple[Request, A
     call = call_of_request(request, tokens, seed)
     values = host_values(call)
     if call.pool:  # the whole pool is compared, so the rows that no sequence names are numbers too
-        values["initial_state"] = np.nan_to_num(values["initial_state"])
+        for name in ("initial_state", "write_pool"):
+            if name in values:
+                values[name] = np.nan_to_num(values[name])
     # By the request's own dtypes: it may have one for each of its indices.
     arrays = {name: _convert(request, name, x) for name, x in values.items()}
     specs = tuple(
@@ -76,6 +78,9 @@ def _sized(request: Request, call: CallDescription) -> Request:
         HV=shape.HV,
         N=shape.N,
         pool_size=call.state_rows if request.pool_size else 0,
+        null_index=min(request.null_index, 0),
+        write_pool_size=call.write_rows if request.write_pool_size else 0,
+        checkpoint_count=call.checkpoints if request.checkpoint_count else 0,
         traced=False,
     )
 
@@ -101,8 +106,9 @@ def forward_pairs(request: Request, inputs: Any, result: Any) -> list[Pair]:
         request, "checkpoints", "state", request.state_dtype, result.checkpoints, expected.checkpoints
     )
     if request.inplace_state and not request.output_final_state:  # the pool was written where it lay
-        pool = inputs.initial_state
-        pairs += _pair(request, "initial_state", "state", request.state_dtype, pool, expected.final_state)
+        name = request.written_pool
+        pool = getattr(inputs, name)
+        pairs += _pair(request, name, "state", request.state_dtype, pool, expected.final_state)
     return pairs
 
 

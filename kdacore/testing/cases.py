@@ -22,10 +22,13 @@ DIFFERENTIATES = frozenset(
         "recomputed_gradients",
         "gradient_causality",
         "gradient_causality_append",
+        "gradient_batch_invariance",
         "gradient_determinism",
     }
 )
 """Checks whose call must be differentiable."""
+BATCH_INVARIANCE_CHECKS = frozenset({"batch_invariance", "gradient_batch_invariance"})
+"""Checks of what ``OpImpl.batch_invariant`` declares."""
 
 MODEL = {
     "use_qk_l2norm_in_kernel": True,

@@ -51,10 +51,14 @@ def single_step(case: Case) -> Case:
 
 
 def alone(case: Case) -> tuple[Case, ...]:
-    """Each non-empty sequence of a pack in a call of its own."""
+    """Each non-empty sequence of a pack, or row of a batch, in a call of its own."""
     shape = case.shape
+    if not shape.lengths:
+        return (replace(case, shape=replace(shape, B=1)),) * shape.B
     return tuple(
-        replace(case, shape=replace(shape, T=n, lengths=()), host_offsets=False) for n in shape.lengths if n
+        replace(case, shape=replace(shape, T=n, lengths=(), padding=0), host_offsets=False)
+        for n in shape.lengths
+        if n
     )
 
 
@@ -69,6 +73,7 @@ _PARTS: dict[str, Callable[[Case], tuple[Case, ...]]] = {
     "split_decode": prefill_and_decode,
     "drift": lambda case: (single_step(case),),
     "batch_invariance": lambda case: (case, *alone(case)),
+    "gradient_batch_invariance": lambda case: (case, *alone(case)),
 }
 
 

@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from kdacore.calls.pools import POOLS
 from kdacore.ops import OPS
 from kdacore.registry import REGISTRY
 from kdacore.testing.capabilities import (
@@ -21,7 +20,7 @@ from kdacore.testing.capabilities import (
     plainest_trained,
     representable,
 )
-from kdacore.testing.cases import DIFFERENTIATES, Case
+from kdacore.testing.cases import BATCH_INVARIANCE_CHECKS, DIFFERENTIATES, Case
 from kdacore.testing.variations import Variation, variations_of
 from kdacore.types import ArrayKind
 
@@ -114,7 +113,7 @@ def _wanted(backend: str, op: str, level: Level, primary: bool, first: bool) -> 
     if impl.backward is None:  # one refusal says it all
         found = [v for v in found if v.check not in DIFFERENTIATES or (v.check, v.note) == ("gradients", "")]
     if not impl.batch_invariant:
-        found = [v for v in found if v.check != "batch_invariance"]
+        found = [v for v in found if v.check not in BATCH_INVARIANCE_CHECKS]
     if level == "full":
         return found
     there = {
@@ -134,16 +133,16 @@ def apply(base: Case, v: Variation) -> Case | None:
     if sizes.get("V") == "2K":
         sizes["V"] = 2 * sizes.get("K", case.shape.K)
     if "lengths" in sizes:
-        sizes.update(B=1, T=sum(sizes["lengths"]))
+        sizes.update(B=1, T=sum(sizes["lengths"]) + sizes.get("padding", 0))
     case = replace(case, shape=replace(case.shape, **sizes)).having(**_options(case, v))
     return case if is_meaningful(case) else None
 
 
 def _options(case: Case, v: Variation) -> dict[str, Any]:
     changes = dict(v.options)
-    if case.pool:
-        pool = POOLS[case.pool]
-        changes.update(inplace_state=pool.inplace or None, read_only_state=pool.read_only or None)
+    pool = case.pool_use
+    if pool is not None:
+        changes.update(pool.options)
         if pool.read_only:
             changes["output_final_state"] = None
     if case.check in ("gradient_causality", "gradient_causality_append"):
@@ -165,11 +164,12 @@ def is_meaningful(case: Case) -> bool:
         return False
     if case.stage_dtype and case.dtype == "float64":  # narrower, not wider
         return False
+    pool = case.pool_use
     if case.kind == "jax":
-        unasked = case.pool and POOLS[case.pool].inplace and not case.option("output_final_state", False)
+        unasked = pool is not None and pool.inplace and not case.option("output_final_state", False)
         if case.layout != "contiguous" or case.out or unasked or case.check == "uninitialised":
             return False
-        if case.pool and POOLS[case.pool].strided:
+        if pool is not None and pool.strided:
             return False
         return case.mode in ("eager", "jit") and case.check != "graph"
     if case.mode == "jit":

@@ -10,15 +10,16 @@ import numpy as np
 
 from kdacore.calls.arrays import Values, host_values
 from kdacore.calls.description import specs
-from kdacore.calls.pools import POOLS
 from kdacore.calls.values import to_kind
-from kdacore.ops import HOST_ARGUMENTS, INDEX_ARGUMENTS
+from kdacore.ops import HOST_ARGUMENTS, INDEX_ARGUMENTS, MASK_ARGUMENTS
 from kdacore.testing.cases import Case, Layout
 from kdacore.testing.compare import Findings, bits
 
 _GUARD = 256
 """Guard sizes are a multiple of this, so that a contiguous array stays as aligned as a fresh one."""
 _MOST_GUARD = 1 << 16
+_POOLS = {"initial_state": 3, "write_pool": 2}
+"""Arguments that may be pools, and how many rows apart the rows of a strided one are."""
 
 
 @dataclass
@@ -66,8 +67,8 @@ def place_one(case: Case, name: str, x: Any, dtype: str) -> Placed:
         view = to_kind(x, "numpy" if host else "jax", dtype, case.device)
         return Placed(name, view, None, bits(view), None)
     layout: Layout = case.layout if x.ndim > 1 and name not in INDEX_ARGUMENTS else "contiguous"
-    if name == "initial_state" and case.pool:
-        shape, take = _pool_memory(x.shape, case)
+    if name in _POOLS and case.pool_use is not None:
+        shape, take = _pool_memory(x.shape, name) if case.pool_use.strided else _memory(x.shape, "contiguous")
     else:
         shape, take = _memory(x.shape, layout)
     memory = _poison(shape, name, dtype)
@@ -79,6 +80,8 @@ def place_one(case: Case, name: str, x: Any, dtype: str) -> Placed:
 
 def _poison(shape: tuple[int, ...], name: str, dtype: str) -> Any:
     """NaN and huge numbers in turn; for indices a valid number, since a wild one would end the process."""
+    if name in MASK_ARGUMENTS:
+        return np.ones(shape, bool)
     if name in INDEX_ARGUMENTS:
         return np.full(shape, 2, np.int64)
     memory = np.full(math.prod(shape), np.nan)
@@ -102,12 +105,10 @@ def _memory(shape: tuple[int, ...], layout: Layout) -> tuple[tuple[int, ...], An
     return (size + 2 * guard,), lambda m: m[guard : guard + size].reshape(shape)
 
 
-def _pool_memory(shape: tuple[int, ...], case: Case) -> tuple[tuple[int, ...], Any]:
-    """A pool: rows one after another, or with another cache's memory between them."""
-    if not POOLS[case.pool].strided:
-        return _memory(shape, "contiguous")
+def _pool_memory(shape: tuple[int, ...], name: str) -> tuple[tuple[int, ...], Any]:
+    """A pool with another cache's memory between its rows."""
     row = math.prod(shape[1:])
-    wide = 3 * row + 5
+    wide = _POOLS[name] * row + 5
     return (shape[0] + 1, wide), lambda m: m[: shape[0], 5 : 5 + row].reshape(shape)
 
 

@@ -10,7 +10,6 @@ from typing import Any, Literal, TextIO, get_args
 
 import numpy as np
 
-from kdacore.calls.pools import POOLS
 from kdacore.ops import OPS
 from kdacore.registry import REGISTRY
 from kdacore.testing import random_stages
@@ -25,6 +24,7 @@ from kdacore.testing.capabilities import (
 from kdacore.testing.cases import Case
 from kdacore.testing.matrix import Level
 from kdacore.testing.random_parts import draw_memory, index_dtype, pick, usable_dtypes
+from kdacore.testing.random_pools import draw_pool
 from kdacore.testing.serving import judge
 from kdacore.testing.suite import Result, run_case
 from kdacore.types import ArrayKind
@@ -128,7 +128,10 @@ def _packing(case: Case, rng: Any, level: Level) -> Case:
     if case.family == "gate" or rng.random() < 0.5:
         return case
     lengths = rng.multinomial(case.shape.T, rng.dirichlet(np.ones(int(rng.integers(1, 8)))))
-    packed = replace(case.shape, B=1, lengths=tuple(int(n) for n in lengths))
+    padding = pick(rng, 0, int(rng.integers(1, 80)))
+    packed = replace(
+        case.shape, B=1, T=case.shape.T + padding, lengths=tuple(int(n) for n in lengths), padding=padding
+    )
     return replace(case, shape=packed, host_offsets=bool(rng.random() < 0.3))
 
 
@@ -189,29 +192,10 @@ _CHANGES = (_sizes, _packing, _gate, _norms, _dtypes, _state, draw_memory)
 
 def _check(case: Case, rng: Any, differentiable: bool) -> Case:
     """What is measured: a pool call, gradients where the base has them, or the forward results."""
-    if case.family == "recurrent" and rng.random() < 0.5:
-        name = pick(rng, *(n for n, p in POOLS.items() if case.kind != "jax" or not p.strided))
-        pool = POOLS[name]
-        changes: dict[str, Any] = {
-            "inplace_state": pool.inplace or None,
-            "read_only_state": pool.read_only or None,
-        }
-        if pool.read_only:
-            case = replace(case, shape=_at_most(case, 16))
-            changes["output_final_state"] = None
-        elif case.kind == "jax":
-            changes["output_final_state"] = True
-        return replace(case.having(**changes), check="pool", pool=name)
+    if rng.random() < {"recurrent": 0.5, "chunk": 0.4}.get(case.family, 0.0):
+        return draw_pool(case, rng)
     differentiable = differentiable and rng.random() < 0.6
     return replace(case, check="gradients" if differentiable else "accuracy")
-
-
-def _at_most(case: Case, tokens: int) -> Any:
-    shape = case.shape
-    if shape.lengths:
-        lengths = tuple(min(n, tokens) for n in shape.lengths)
-        return replace(shape, lengths=lengths, T=sum(lengths)) if sum(lengths) else shape
-    return replace(shape, T=min(shape.T, tokens))
 
 
 def run_random(

@@ -42,7 +42,8 @@ def draw_pack(case: Case, rng: Any, level: Level) -> Case:
         lengths.append(min(wanted, _most(level) - sum(lengths)))
     if not sum(lengths):
         lengths.append(1)
-    packed = replace(case.shape, B=1, T=sum(lengths), lengths=tuple(lengths))
+    padding = pick(rng, 0, int(rng.integers(1, 80)))
+    packed = replace(case.shape, B=1, T=sum(lengths) + padding, lengths=tuple(lengths), padding=padding)
     return replace(case, shape=packed, host_offsets=bool(rng.random() < 0.3))
 
 

@@ -10,6 +10,7 @@ import kdacore
 from kdacore.api import public_function
 from kdacore.calls import requests
 from kdacore.dispatch import selection
+from kdacore.dispatch.plan import asked_of, current_policy
 from kdacore.ops import DIFFERENTIABLE, OPS
 from kdacore.registry import REGISTRY
 from kdacore.testing.cases import Case
@@ -153,7 +154,9 @@ def _direct(
     opdef = OPS[case.op]
     inputs = opdef.inputs(*(arrays.get(n) for n in opdef.arrays))
     request = requests.request_with(case.op, {**arrays, **dict(case.options)}, needs_grad=True)
-    chosen = selection.select(request, selection.Policy(case.backend, (), "backend="))
+    policy = current_policy(opdef, case.backend)
+    request = asked_of(request, policy)
+    chosen = selection.select(request, policy)
     impl = REGISTRY.get(chosen.backend).backend.ops[case.op]
     outcome = impl.forward(request, inputs)
     if impl.backward is None:

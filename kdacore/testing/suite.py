@@ -12,7 +12,7 @@ from typing import Literal
 
 from kdacore import plugin_faults
 from kdacore.errors import PluginError, UnsupportedError
-from kdacore.testing.cases import Case
+from kdacore.testing.cases import BATCH_INVARIANCE_CHECKS, Case
 from kdacore.testing.checks import CHECKS
 from kdacore.testing.compare import Finding, Findings
 from kdacore.testing.serving import judge
@@ -104,7 +104,7 @@ def coverage_problems(answers: Iterable[tuple[Case, bool, tuple[str, ...]]]) -> 
     served: Counter[str] = Counter()
     refused: dict[str, Counter[str]] = {}
     for case, serves, codes in answers:
-        promised = [f"batch_invariant of {case.op}"] if case.check == "batch_invariance" else []
+        promised = [f"batch_invariant of {case.op}"] if case.check in BATCH_INVARIANCE_CHECKS else []
         for group in (case.op, f"{case.kind} arrays", *promised):
             served[group] += serves
             refused.setdefault(group, Counter()).update(codes)

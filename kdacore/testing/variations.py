@@ -129,6 +129,39 @@ _PACKS = [
     *_both("pack_host_offsets", gradients="full", shape={"lengths": (17, 0, 30)}, host_offsets=True, **HARD),
     *_both("pack_no_state", "full", "full", shape={"lengths": MIXED_LENGTHS}, **HARD),
     *_both(
+        "pack_padded",
+        "kind",
+        "kind",
+        shape={"lengths": MIXED_LENGTHS, "padding": 21},
+        initial_state=True,
+        **HARD,
+    ),
+    *_both(
+        "pack_padded_model",
+        shape={"lengths": (5, 0, 34, 0, 0), "padding": 70, "HV": 4},
+        options=_SIGMOID,
+        **HARD,
+    ),
+    *_both(
+        "pack_padded_softplus",
+        gradients="full",
+        shape={"lengths": (17,), "padding": 1},
+        options=_SOFTPLUS,
+        **HARD,
+    ),
+    *_both("pack_of_padding", shape={"lengths": (0, 0), "padding": 9}, initial_state=True, **HARD),
+    *_both(
+        "pack_padded_host_offsets",
+        "full",
+        "full",
+        shape={"lengths": (17, 0, 30), "padding": 5},
+        host_offsets=True,
+        **HARD,
+    ),
+    _v("pack_padded_out", shape={"lengths": (3, 0, 14), "padding": 6}, out=True, **HARD),
+    _v("out", "once", out=True),
+    _v("out_padded", "full", out=True, layout="padded"),
+    *_both(
         "pack_model",
         "full",
         "full",
@@ -140,6 +173,41 @@ _PACKS = [
 ]
 
 _TWO_CHUNKS = {"T": 135}
+_SERVED = {"lengths": (70, 0, 17, 130, 33, 5, 0), "padding": 11}
+"""What a server prefills: prompts of any length, empty ones, and padding."""
+
+
+_PARTS: Mapping[str, frozenset[str]] = {
+    "chunk": frozenset(
+        {"indexed", "indexed_negative", "inplace", "inplace_negative", "fresh", "checkpoints"}
+    ),
+    "recurrent": frozenset(),
+}
+"""Ways of using pools that are parts of others: the full suite has them."""
+
+
+def _pools(family: str, shape: Mapping[str, Any], *each_kind: str, **rest: Any) -> list[Variation]:
+    """Every way of using pools that ops of a family have, those of ``each_kind`` with each array kind."""
+    return [
+        _v(
+            name + suffix,
+            where if not suffix else "full",
+            "pool",
+            pool=name,
+            shape={**shape, **({"V": "2K"} if suffix else {})},
+            options={
+                "output_final_state": None if pool.read_only else True,
+                "state_v_first": True if suffix else None,
+            },
+            **rest,
+        )
+        for name, pool in POOLS.items()
+        if pool.suits(family)
+        for where in ("kind" if name in each_kind else "full" if name in _PARTS[family] else "once",)
+        for suffix in ("", "_v_first")
+    ]
+
+
 CHUNK = [
     *_both("", "everywhere", "everywhere"),
     *_PACKS,
@@ -162,8 +230,18 @@ CHUNK = [
     ),
     _v("checkpoints_bf16", "full", shape={"T": 200}, options={"checkpoint_every": 64}, initial_state=True,
        state_dtype="bfloat16"),
+    *_pools("chunk", _SERVED, "checkpoints_moved", **HARD),
+    _v("moved_batch", "once", "pool", pool="moved", shape={"B": 4, "T": 35}),
+    _v("checkpoints_alone", "once", "pool", pool="checkpoints", shape={"T": 150}, options={"checkpoint_every": 64}),
+    _v("checkpoints_model", "once", "pool", pool="checkpoints_moved", shape={**_SERVED, "HV": 4, "V": "2K"},
+       options={**MODEL, "state_v_first": True}, state_dtype="bfloat16", index_dtype="int32", **HARD),
+    _v("checkpoints_out", "once", "pool", pool="checkpoints_other_pool", shape=_SERVED, out=True, **HARD),
+    _v("checkpoints_no_state_asked", "once", "pool", pool="checkpoints_moved", shape=_SERVED,
+       options={"output_final_state": None}, **HARD),
     _v("", "kind", "recomputed_gradients", initial_state=True),
     _v("pack", "once", "recomputed_gradients", shape={"lengths": (0, 1, 17, 65)}, initial_state=True, **HARD),
+    _v("pack_padded", "once", "recomputed_gradients", shape={"lengths": (0, 1, 17, 65), "padding": 40},
+       initial_state=True, **HARD),
     _v("", "kind", "causality", shape=_TWO_CHUNKS),
     _v("mixed", "once", "causality", shape=_TWO_CHUNKS, gates="mixed", options=_LOG),
     _v("model", "once", "causality", shape=_TWO_CHUNKS, options=MODEL, initial_state=True),
@@ -188,14 +266,25 @@ CHUNK = [
     _v("", "once", "gradient_determinism", shape={"B": 2, "T": 135, "HV": 4}, options=_SOFTPLUS),
     _v("pack", "full", "gradient_determinism", shape={"lengths": MIXED_LENGTHS}, initial_state=True),
     _v("", "kind", "batch_invariance", shape={"lengths": (65, 0, 1, 17, 64)}, initial_state=True),
+    _v("batch", "once", "batch_invariance", shape={"B": 3, "T": 70, "HV": 2}, initial_state=True),
+    _v("", "once", "gradient_batch_invariance", shape={"lengths": (65, 0, 1, 17, 64)}, options=MODEL),
     _v("", "once", "uninitialised", shape={"lengths": MIXED_LENGTHS}, options={"checkpoint_every": 64}, **HARD),
+    _v("pack_padded", "once", "uninitialised", shape={"lengths": (0, 1, 17, 65), "padding": 40},
+       options={"checkpoint_every": 64}, **HARD),
     _v("jit", "everywhere", mode="jit"),
     _v("jit_pack", "kind", mode="jit", shape={"lengths": MIXED_LENGTHS}, initial_state=True, **HARD),
+    _v("jit_pack_padded", "kind", mode="jit", shape=_SERVED, initial_state=True, **HARD),
     _v("jit", "kind", "gradients", mode="jit", options=MODEL),
+    _v("jit_pack_padded", "full", "gradients", mode="jit", shape=_SERVED, options=MODEL, **HARD),
+    _v("jit_pool", "kind", "pool", mode="jit", pool="checkpoints_moved", shape=_SERVED, **HARD),
     _v("compile", "full", mode="compile"),
+    _v("compile_pool", "full", "pool", mode="compile", pool="checkpoints_moved", shape=_SERVED, **HARD),
+    _v("autocast_pool", "full", "pool", mode="autocast", pool="checkpoints_moved", shape=_SERVED, **HARD),
     _v("compile", "once", "gradients", mode="compile", options=MODEL, initial_state=True),
     *_both("autocast", "kind", "kind", mode="autocast"),
     _v("", "once", "graph"),
+    _v("pack_padded", "once", "graph", shape=_SERVED, initial_state=True, **HARD),
+    _v("pool", "once", "graph", pool="checkpoints_moved", shape=_SERVED, **HARD),
     *_both(
         "long", "full", "full",
         shape={"T": 2048, "H": 2, "HV": 2, "K": 128, "V": 128}, options={**_UNBOUNDED}, slow=True,
@@ -212,6 +301,7 @@ CHUNK = [
 ]  # fmt: skip
 
 _DECODE = {"B": 4, "T": 1}
+_SERVED_TOKENS = {"lengths": (3, 0, 1, 5, 2, 2), "padding": 4}
 RECURRENT = [
     *_both("", "everywhere", "kind"),
     _v("decode", "dtype", shape=_DECODE, initial_state=True),
@@ -223,18 +313,12 @@ RECURRENT = [
     *_STATES,
     *_HEADS,
     *[_v(f"T{T}", "full", shape={"T": T}) for T in (2, 3, 16, 17, 70)],
-    _v("out", "once", out=True),
-    _v("out_padded", "full", out=True, layout="padded"),
-    *[
-        _v(name, "kind" if name == "inplace_negative" else "once", "pool", pool=name, shape={"B": 5, "T": 3},
-           options={"output_final_state": None if pool.read_only else True})
-        for name, pool in POOLS.items()
-    ],
-    *[
-        _v(f"{name}_v_first", "full", "pool", pool=name, shape={"B": 5, "T": 3, "V": "2K"},
-           options={"output_final_state": None if pool.read_only else True, "state_v_first": True})
-        for name, pool in POOLS.items()
-    ],
+    *_pools("recurrent", {"B": 6, "T": 3}, "inplace_negative", "candidates_moved"),
+    _v("moved_out", "once", "pool", pool="moved", shape=_SERVED_TOKENS, out=True),
+    _v("moved_pack", "once", "pool", pool="moved", shape=_SERVED_TOKENS, index_dtype="int32"),
+    _v("candidates_pack", "once", "pool", pool="candidates_moved", shape=_SERVED_TOKENS),
+    _v("candidates_other_pack", "full", "pool", pool="candidates_other_pool", shape=_SERVED_TOKENS),
+    _v("indexed_pack", "once", "pool", pool="indexed_null", shape=_SERVED_TOKENS),
     _v("inplace_decode", "dtype", "pool", pool="inplace_negative", shape={"B": 5, "T": 1},
        options={**MODEL, "output_final_state": True}, state_dtype="float32"),
     _v("inplace_no_state_asked", "once", "pool", pool="inplace", shape={"B": 5, "T": 1},
@@ -257,13 +341,18 @@ RECURRENT = [
     _v("", "once", "determinism", shape={"B": 3, "T": 7}),
     _v("decode", "kind", "determinism", shape=_DECODE, initial_state=True),
     _v("", "kind", "batch_invariance", shape={"lengths": (3, 0, 1, 5)}, initial_state=True),
+    _v("batch", "once", "batch_invariance", shape={"B": 3, "T": 2}, initial_state=True),
     _v("", "once", "uninitialised", shape={"lengths": (3, 0, 1, 5)}, initial_state=True, **HARD),
     _v("jit", "everywhere", mode="jit", initial_state=True),
     _v("jit_pool", "kind", "pool", mode="jit", pool="inplace_negative", shape={"B": 5, "T": 2}),
+    _v("jit_candidates", "kind", "pool", mode="jit", pool="candidates_moved", shape=_SERVED_TOKENS),
     _v("compile", "full", mode="compile"),
+    _v("compile_pool", "full", "pool", mode="compile", pool="moved", shape={"B": 4, "T": 2}),
     _v("autocast", "kind", mode="autocast", initial_state=True),
     _v("autocast_pool", "kind", "pool", mode="autocast", pool="inplace_negative", shape={"B": 5, "T": 2}),
     _v("", "once", "graph", shape=_DECODE, initial_state=True),
+    _v("decode_pool", "once", "graph", pool="inplace_null", shape={"B": 6, "T": 1}),
+    _v("candidates", "once", "graph", pool="candidates_moved", shape=_SERVED_TOKENS),
 ]  # fmt: skip
 
 _BOUNDED = {"lower_bound": -5.0}
@@ -293,6 +382,7 @@ GATE = [
 STAGE = [
     _v("", "everywhere"),
     _v("pack", "kind", shape={"lengths": MIXED_LENGTHS}, **HARD),
+    _v("pack_padded", "once", shape={"lengths": (0, 1, 17, 65, 0), "padding": 70}, **HARD),
     _v("gva", shape={"B": 2, "HV": 4, "V": "2K"}),
     *[_v(f"C{C}", options={"chunk_size": C}) for C in (16, 32)],
     _v("wide_intermediates", "dtype", stage_dtype="float32"),

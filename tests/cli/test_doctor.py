@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import kdacore
-from kdacore import config, machine, report
+from kdacore import config, integrations, machine, report
 from kdacore.calls.description import CallDescription
 from kdacore.cli import doctor, doctor_selfcheck
 from kdacore.cli import main as cli
@@ -21,6 +23,7 @@ from kdacore.cli.doctor_text import render
 from kdacore.dispatch import cost, plan
 from kdacore.features import Place
 from kdacore.hookspecs import hookimpl
+from kdacore.integrations.hooks import HookStatus
 from kdacore.machine import Machine, Row
 from kdacore.ops import FEATURES
 from kdacore.registry import REGISTRY
@@ -72,9 +75,51 @@ def test_a_healthy_machine(capsys: Capture) -> None:
 
 
 def test_the_report_has_every_section(capsys: Capture) -> None:
-    sections = "schema machine versions environment plugins backends features caches checks problems exit"
+    sections = "schema machine versions environment integrations plugins backends features caches checks problems exit"
     checked = {"selfchecks", "selfchecks_run", "refusals"}
     assert set(diagnose(capsys, "--no-selfcheck")) == {*sections.split(), *checked}
+
+
+def test_integrations(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each host is told of kdacore, found without importing one; the doctor's own process calls none."""
+    versions = {"fla-core": "0.6.1"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise integrations.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    def found() -> list[dict[str, Any]]:
+        rows = {row["name"]: row for row in diagnose(capsys, "--no-selfcheck")["integrations"]}
+        assert tuple(rows) == tuple(sorted(config.INTEGRATIONS))
+        return [rows["fla"], rows["transformers"]]
+
+    monkeypatch.setattr(integrations.metadata, "version", version)
+    monkeypatch.setattr(integrations, "_imported", lambda name: None)
+    fla, transformers = found()
+    assert (fla["host"], fla["place"], fla["status"]) == ("fla-core 0.6.1", "fla.backends", "not active")
+    assert "chunk_kda" in fla["functions"] and fla["hooks"] == []
+    assert (transformers["host"], transformers["status"]) == ("", "host not installed")
+    versions.update({"fla-core": "0.5.2", "transformers": "5.24.0"})
+    fla, transformers = found()
+    assert fla["place"] == "fla.ops.backends" and transformers["place"] == "the registry of fla"
+    del versions["fla-core"]
+    _, transformers = found()
+    assert transformers["place"] == "the functions of transformers.models"
+    monkeypatch.setenv("KDACORE_INTEGRATIONS", "fla")
+    config.refresh()
+    assert only_problem(diagnose(capsys, "--no-selfcheck")) == (
+        "environment variable KDACORE_INTEGRATIONS: names 'fla', which is not installed"
+    )
+
+
+def test_calls_of_integrations_are_shown() -> None:
+    found = doctor.collect(selfchecks=False)
+    hook = HookStatus("chunk_kda", "fla.backends, registry of chunk_kda", 41, 2, "K=300")
+    found["integrations"][0]["hooks"] = [dataclasses.asdict(hook)]
+    text = io.StringIO()
+    render(found, Console(file=text, width=200))
+    assert re.search(r"chunk_kda +fla.backends, registry of chunk_kda +41 +2 +K=300", text.getvalue())
 
 
 def test_absence_is_not_a_failure(capsys: Capture) -> None:

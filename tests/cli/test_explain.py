@@ -66,12 +66,25 @@ def test_switches_of_chunk_kda(words: list[str], capsys: pytest.CaptureFixture[s
         ["--state-indices", "8", "--inplace-state"],
         ["--state-indices", "8", "--read-only-state"],
         ["--state-indices", "8", "--num-accepted-tokens", "--inplace-state"],
+        ["--state-indices", "8", "--null-index", "0", "--has-initial-state"],
+        ["--state-indices", "8", "--inplace-state", "--write-indices", "2"],
+        ["--write-pool", "8", "--inplace-state", "--write-indices", "1"],
         ["--out"],
     ],
 )
 def test_switches_of_fused_recurrent_kda(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "fused_recurrent_kda", "--shape", "2,4,2,2,32,32", *CPU, *words]) == 0
     capsys.readouterr()
+
+
+def test_switches_of_a_server_s_prefill(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--cu-seqlens", "3", "--state-indices", "8", "--inplace-state", "--null-index", "0", "--out"]
+    words += ["--has-initial-state", "--write-indices", "1", "--write-pool", "9", "--checkpoint-offsets", "5"]
+    assert cli.main(["explain", "chunk_kda", "--shape", "1,70,2,2,32,32", *CPU, *words, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["backend"] == "reference"
+    assert cli.main(["explain", "kda_gate", "--shape", "1,70,2,2,32,32", *CPU, "--write-pool", "9"]) == 2
+    assert "write_pool" in capsys.readouterr().err
 
 
 def test_what_is_asked_for_reaches_the_request() -> None:
@@ -178,9 +191,9 @@ def test_a_cpu_has_no_architecture(arch: str, capsys: pytest.CaptureFixture[str]
 STRAY = [
     ("chunk_kda", ["--inplace-state"], "inplace_state"),
     ("chunk_kda", ["--read-only-state"], "read_only_state"),
-    ("chunk_kda", ["--state-indices", "8"], "state_indices"),
     ("chunk_kda", ["--num-accepted-tokens"], "num_accepted_tokens"),
-    ("chunk_kda", ["--out"], "out"),
+    ("fused_recurrent_kda", ["--checkpoint-offsets", "3"], "checkpoint_offsets"),
+    ("kda_gate", ["--out"], "out"),
     ("chunk_kda", ["--chunk-size", "32"], "chunk_size"),
     ("fused_recurrent_kda", ["--checkpoint-every", "64"], "checkpoint_every"),
     ("fused_recurrent_kda", ["--disable-recompute"], "disable_recompute"),

@@ -40,6 +40,10 @@ def test_the_reference_serves_everything_but_tracing() -> None:
     assert {(a.feature, a.text) for a in answers if a.text != "yes"} == {("jit, vmap and grad", "no: traced")}
 
 
+def writes_elsewhere(request: Request) -> bool:
+    return bool(request.write_indices_ndim or request.write_pool_size or request.checkpoint_count)
+
+
 @pytest.mark.parametrize(
     ("feature", "refuses"),
     [
@@ -49,7 +53,16 @@ def test_the_reference_serves_everything_but_tracing() -> None:
         ("packed sequences", lambda r: r.packed),
         ("bfloat16 state", lambda r: r.state_dtype == "bfloat16"),
         ("checkpoints", lambda r: bool(r.checkpoint_every)),
-        ("in-place pool", lambda r: r.inplace_state and r.state_indices_ndim == 1),
+        (
+            "in-place pool",
+            lambda r: r.inplace_state and r.state_indices_ndim == 1 and not writes_elsewhere(r),
+        ),
+        ("null slots", lambda r: r.null_index == 0),
+        ("states from zeros (has_initial_state)", lambda r: r.has("has_initial_state")),
+        ("rows to write", lambda r: r.write_indices_ndim == 1 and not r.write_pool_size),
+        ("rows to write, one a token", lambda r: r.write_indices_ndim == 2),
+        ("pool to write", lambda r: bool(r.write_pool_size)),
+        ("checkpoints at chosen tokens", lambda r: bool(r.checkpoint_count)),
         ("accepted tokens", lambda r: r.state_indices_ndim == 2),
         ("read-only pool", lambda r: r.read_only_state),
         ("K = V = 256", lambda r: r.K == 256),

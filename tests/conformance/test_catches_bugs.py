@@ -84,7 +84,9 @@ def test_an_unchanged_backend_passes(register: Any) -> None:
 def later_anchor(f: Any, request: Any, x: Any) -> Outputs:
     """Right to the last bits, which depend on the last row: what an exponent anchored there does."""
     out = f(request, x)
-    anchor = np.float32(1.0 + abs(float(np.asarray(x.g, np.float32)[:, -1].mean())) / 3)
+    if request.has("out"):
+        return out
+    anchor = np.float32(1.0 + abs(float(np.nan_to_num(np.asarray(x.g, np.float32)[:, -1]).mean())) / 3)
     return out._replace(o=((out.o * anchor) / anchor).astype(out.o.dtype))
 
 
@@ -288,11 +290,11 @@ def test_a_broken_promise_of_batch_invariance_fails(register: Any) -> None:
 
 
 def test_a_promise_of_batch_invariance_that_nothing_shows_fails(register: Any) -> None:
-    def unpacked(request: Any) -> Reason | None:
-        return Reason("packed", "no packs") if request.packed else None
+    def one_sequence(request: Any) -> Reason | None:
+        return Reason("packed", "one sequence") if request.N > 1 else None
 
-    register(CHUNK, verifiers=(unpacked,), batch_invariant=True)
-    said = "batch_invariant of chunk_kda: declared, but every case is declined (packed 1x)"
+    register(CHUNK, verifiers=(one_sequence,), batch_invariant=True)
+    said = "batch_invariant of chunk_kda: declared, but every case is declined (packed 3x)"
     assert coverage_problems(judged(plan(NAME).cases)) == [said]
 
 
@@ -319,7 +321,7 @@ def nan_under_strong_decay(f: Any, request: Any, x: Any, *rest: Any) -> InputGra
 
 def gradient_of_a_later_row(f: Any, request: Any, x: Any, *rest: Any) -> InputGrads:
     grads = f(request, x, *rest)
-    anchor = np.float32(1.0 + abs(float(np.asarray(x.k, np.float32)[:, -1].mean())) / 3)
+    anchor = np.float32(1.0 + abs(float(np.nan_to_num(np.asarray(x.k, np.float32)[:, -1]).mean())) / 3)
     return grads._replace(k=((grads.k * anchor) / anchor).astype(grads.k.dtype))
 
 
@@ -426,6 +428,205 @@ POOL = [
 def test_a_wrong_use_of_the_pool_fails(register: Any, mutation: Wrap) -> None:
     register(DECODE, forward=mutation)
     assert "pool" in failures("pool")
+
+
+# --- what servers ask for --------------------------------------------------------------------------------------------
+
+
+def ignores_null_index(f: Any, request: Any, x: Any) -> Outputs:
+    return f(dataclasses.replace(request, null_index=-1), x)
+
+
+def without_slot(request: Any, x: Any) -> Any:
+    """Which sequences are padding, by one index each."""
+    named = np.asarray(x.state_indices)
+    return (named < 0) | (named == request.null_index)
+
+
+def tokens_of(request: Any, x: Any, sequences: Any) -> Any:
+    """``[T]`` bool of a pack: the tokens of these sequences."""
+    found, starts = np.zeros(request.T, bool), np.asarray(x.cu_seqlens)
+    for n in np.flatnonzero(sequences):
+        found[starts[n] : starts[n + 1]] = True
+    return found
+
+
+def computes_what_has_no_slot(f: Any, request: Any, x: Any) -> Outputs:
+    """From zeros, as if its tokens were wanted."""
+    out = f(request, x)
+    if request.state_indices_ndim == 1 and request.packed:
+        there = tokens_of(request, x, without_slot(request, x))
+        out.o[:, there] = 1e-6 * x.v[:, there]
+    return out
+
+
+def computes_the_padding(f: Any, request: Any, x: Any) -> Outputs:
+    out = f(request, x)
+    if request.packed and x.out is None:
+        out.o[:, int(x.cu_seqlens[-1]) :] = 1e-20
+    return out
+
+
+def multiplies_the_padding_by_zero(f: Any, request: Any, x: Any) -> Outputs:
+    """A tile that is masked by a product, not by a load that leaves it out."""
+    out = f(request, x)
+    if request.packed and x.out is None:
+        rows = slice(int(x.cu_seqlens[-1]), None)
+        out.o[:, rows] = out.o.dtype.type(0) * x.v[:, rows]
+    return out
+
+
+def writes_the_padding_of_out(f: Any, request: Any, x: Any) -> Outputs:
+    out = f(request, x)
+    if request.packed and x.out is not None:
+        out.o[:, int(x.cu_seqlens[-1]) :] = 0.0
+    return out
+
+
+def reads_rows_that_hold_no_state(f: Any, request: Any, x: Any) -> Outputs:
+    if x.has_initial_state is None:
+        return f(request, x)
+    return f(request, x._replace(has_initial_state=np.ones(request.N, bool)))
+
+
+def masks_rows_by_a_product(f: Any, request: Any, x: Any) -> Outputs:
+    """``state * has_initial_state``: NaN stays NaN."""
+    if x.has_initial_state is None or request.state_indices_ndim != 1 or not request.packed:
+        return f(request, x)
+    rows = np.where(without_slot(request, x), 0, np.asarray(x.state_indices))
+    stale = ~np.asarray(x.has_initial_state) & ~without_slot(request, x)
+    nan = stale & np.isnan(x.initial_state[rows]).any((1, 2, 3))
+    out = f(request, x)
+    out.o[:, tokens_of(request, x, nan)] = np.nan
+    return out
+
+
+def checkpoints_one_token_late(f: Any, request: Any, x: Any) -> Outputs:
+    """The state after the chosen token."""
+    if not request.checkpoint_count or not request.packed or request.gate != "log":
+        return f(request, x)
+    before = np.array(x.initial_state)
+    out = f(request, x)
+    pool, starts = getattr(x, request.written_pool), np.asarray(x.cu_seqlens)
+    for offset, row in zip(x.checkpoint_offsets.tolist(), x.checkpoint_indices.tolist(), strict=True):
+        n = int(np.searchsorted(starts, offset, "right")) - 1
+        if row < 0 or row == request.null_index or without_slot(request, x)[n]:
+            continue
+        here = {name: getattr(x, name)[:, starts[n] : offset + 1] for name in ("q", "k", "v", "g", "beta")}
+        if x.has_initial_state is None or x.has_initial_state[n]:
+            here["initial_state"] = before[[int(x.state_indices[n])]]
+        options = {"output_final_state": True, "state_v_first": request.state_v_first}
+        pool[row] = kdacore.chunk_kda(**here, **options, backend="reference")[1][0]
+    return out
+
+
+def writes_the_null_row(f: Any, request: Any, x: Any) -> Outputs:
+    """A row to throw states away into."""
+    out = f(request, x)
+    if request.inplace_state and request.null_index == 0:
+        getattr(x, request.written_pool)[0] = 0.0
+    return out
+
+
+def writes_for_what_has_no_slot(f: Any, request: Any, x: Any) -> Outputs:
+    out = f(request, x)
+    if request.write_indices_ndim == 1 and request.state_indices_ndim == 1:
+        for n in np.flatnonzero(without_slot(request, x)):
+            row = int(x.write_indices[n])
+            if row > 0:
+                getattr(x, request.written_pool)[row] = 0.0
+    return out
+
+
+def writes_where_it_reads(f: Any, request: Any, x: Any) -> Outputs:
+    if not request.write_indices_ndim or not request.state_indices_ndim:
+        return f(request, x)
+    return f(dataclasses.replace(request, write_indices_ndim=0), x._replace(write_indices=None))
+
+
+def keeps_the_last_candidate(f: Any, request: Any, x: Any) -> Outputs:
+    """Every candidate's row gets the state after the first candidates of all."""
+    out = f(request, x)
+    if request.write_indices_ndim == 2:
+        pool, table = getattr(x, request.written_pool), np.asarray(x.write_indices)
+        if (table[:, :2] > 0).all(1).any():
+            n = int(np.flatnonzero((table[:, :2] > 0).all(1))[0])
+            pool[table[n, 1]] = pool[table[n, 0]]
+    return out
+
+
+SERVER = [
+    (CHUNK, ignores_null_index, "not finite"),
+    (DECODE, ignores_null_index, "not finite"),
+    (CHUNK, computes_what_has_no_slot, "o of tokens that are not read: "),
+    (DECODE, computes_what_has_no_slot, "o of tokens that are not read: "),
+    (CHUNK, computes_the_padding, "o of tokens that are not read: "),
+    (DECODE, computes_the_padding, "o of tokens that are not read: "),
+    (CHUNK, multiplies_the_padding_by_zero, "not finite"),
+    (CHUNK, writes_the_padding_of_out, "out behind the last sequence: "),
+    (DECODE, writes_the_padding_of_out, "out behind the last sequence: "),
+    (CHUNK, reads_rows_that_hold_no_state, "not finite"),
+    (DECODE, reads_rows_that_hold_no_state, "not finite"),
+    (CHUNK, masks_rows_by_a_product, "not finite"),
+    (CHUNK, checkpoints_one_token_late, "rows written: "),
+    (CHUNK, writes_the_null_row, "pool row 0 untouched: "),
+    (DECODE, writes_the_null_row, "pool row 0 untouched: "),
+    (CHUNK, writes_for_what_has_no_slot, "untouched: "),
+    (CHUNK, writes_where_it_reads, "untouched: "),
+    (DECODE, writes_where_it_reads, "untouched: "),
+    (DECODE, keeps_the_last_candidate, "rows written: "),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "mutation", "said"), SERVER, ids=[f"{op}-{m.__name__}" for op, m, _ in SERVER]
+)
+def test_a_wrong_answer_to_a_server_fails(register: Any, op: str, mutation: Wrap, said: str) -> None:
+    register(op, forward=mutation)
+    cases = [c for c in plan(NAME).cases if c.pool_use or c.shape.padding]
+    message = next(r.message for c in cases if (r := run_case(c)).status == "failed")
+    assert "Traceback" not in message and said in message, message
+
+
+def gradients_of_padding(f: Any, request: Any, x: Any, *rest: Any) -> InputGrads:
+    grads = f(request, x, *rest)
+    if request.packed:
+        grads.k[:, int(x.cu_seqlens[-1]) :] = 1e-20
+    return grads
+
+
+def sums_the_padding(f: Any, request: Any, x: Any, saved: Any, grads: Any) -> InputGrads:
+    """Into the gradient of the gate's parameters."""
+    found = f(request, x, saved, grads)
+    if request.packed and found.A_log is not None:
+        found = found._replace(A_log=found.A_log + 0 * x.g[0, int(x.cu_seqlens[-1]) :, :, 0].sum(0))
+    return found
+
+
+@pytest.mark.parametrize("mutation", [gradients_of_padding, sums_the_padding])
+def test_a_gradient_of_padding_fails(register: Any, mutation: Wrap) -> None:
+    register(CHUNK, backward=mutation)
+    cases = [c for c in plan(NAME).cases if c.check == "gradients" and c.shape.padding]
+    assert any(run_case(c).status == "failed" for c in cases)
+
+
+def test_a_backend_that_does_not_serve_it_declines_by_its_features(register: Any) -> None:
+    """Code ``option``, for whatever the backend does not list."""
+    new = {
+        "state_pool",
+        "has_initial_state",
+        "null_index",
+        "write_indices",
+        "write_pool",
+        "checkpoint_offsets",
+        "out",
+    }
+    served = REGISTRY.get("reference").backend.ops[CHUNK].serves - new
+    register(CHUNK, serves=served)
+    results = [run_case(c) for c in plan(NAME).cases if c.check == "pool" or c.out]
+    declined = [r for r in results if r.status == "declined"]
+    assert len(declined) >= len(results) - 1 and {r.codes for r in declined} == {("option",)}
+    assert not [r for r in results if r.status == "failed"]
 
 
 def test_a_state_rounded_at_every_step_drifts(register: Any) -> None:

@@ -15,7 +15,6 @@ import pytest
 
 from kdacore.calls.arrays import host_values, rounded
 from kdacore.calls.description import options, specs
-from kdacore.calls.pools import POOLS
 from kdacore.calls.values import GATES, Shape, to_kind
 from kdacore.errors import ContractError
 from kdacore.ops import OPS, STAGES
@@ -156,19 +155,6 @@ def test_rows_of_a_strided_pool_lie_apart() -> None:
     )
     view = place(case)["initial_state"].view
     assert view.strides[0] > 2 * view[0].nbytes
-
-
-@pytest.mark.parametrize("name", POOLS)
-def test_every_pool_names_each_row_once(name: str) -> None:
-    case = Case(
-        check="pool", backend="reference", op="fused_recurrent_kda", shape=Shape(5, 3, 1, 1, 8, 8), pool=name
-    )
-    values = host_values(case)
-    if "state_indices" in values:
-        named = values["state_indices"][values["state_indices"] >= 0]
-        assert len(set(named.tolist())) == named.size
-        assert POOLS[name].negatives == bool((values["state_indices"] < 0).any())
-        assert np.isnan(values["initial_state"]).all(axis=(1, 2, 3)).sum() >= 3
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch", "jax"])

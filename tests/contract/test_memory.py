@@ -69,6 +69,20 @@ WRONG: dict[str, Callable[[str], tuple[dict[str, Any], str, str]]] = {
         "out",
         "'initial_state'",
     ),
+    "the pool to write is the pool": lambda kind: (
+        _call(kind)
+        | _pool(kind, pool := _zeros(kind, 4, H, K, V), inplace_state=True)
+        | {"write_pool": pool},
+        "write_pool",
+        "'initial_state'",
+    ),
+    "pool to write expanded": lambda kind: (
+        _call(kind)
+        | _pool(kind, _zeros(kind, 4, H, K, V), inplace_state=True)
+        | {"write_pool": _expanded(_zeros(kind, 1, H, K, V), 4, H, K, V)},
+        "write_pool",
+        "itself",
+    ),
     "out in a pool that is read": lambda kind: (
         _call(kind)
         | _pool(kind, pool := _zeros(kind, 4, H, K, V))
@@ -95,16 +109,14 @@ def test_overlap_is_refused(name: str, backend: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("backend", "kind"), BACKENDS)
-@pytest.mark.parametrize("name", ["out expanded", "pool expanded"])
+@pytest.mark.parametrize("name", ["out expanded", "pool expanded", "pool to write expanded"])
 def test_an_overlap_of_itself_is_refused_however_often_such_calls_were_made(
     name: str, backend: str, kind: str
 ) -> None:
     call, _, _ = WRONG[name](kind)
-    sound = {n: x for n, x in call.items() if n not in ("out", "initial_state")}
-    if "out" in call:
-        sound["out"] = _zeros(kind, B, T, H, V)
-    else:
-        sound["initial_state"] = _zeros(kind, 4, H, K, V)
+    sound = dict(call)
+    written = next(n for n in ("out", "write_pool", "initial_state") if n in call)
+    sound[written] = _zeros(kind, *call[written].shape)
     for _ in range(4):
         kdacore.fused_recurrent_kda(**sound, backend=backend)
     for _ in range(2):

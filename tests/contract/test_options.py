@@ -13,7 +13,7 @@ import pytest
 import kdacore
 from kdacore import ops, stages
 from kdacore.dispatch import call as dispatch
-from kdacore.ops import OPS, OpDef, Option
+from kdacore.ops import OPS, OpDef, Option, foreign_keywords
 from kdacore.registry import REGISTRY
 from kdacore.types import Backend
 
@@ -87,13 +87,65 @@ def test_a_new_option_is_checked_by_its_definition(chunk_with_a_new_option: OpDe
 @pytest.mark.parametrize("op", OPS)
 def test_public_signatures_are_those_of_the_definitions(op: str) -> None:
     definition, parameters = OPS[op], inspect.signature(public(op)).parameters
-    assert set(parameters) == {*definition.arrays, *definition.options, "backend"}
-    for name, parameter in parameters.items():
+    named = {name: p for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
+    assert set(named) == {*definition.arrays, *definition.options, "backend"}
+    for name, parameter in named.items():
         required = name in definition.required
         kind = parameter.POSITIONAL_OR_KEYWORD if required else parameter.KEYWORD_ONLY
         assert parameter.kind is kind, name
         assert parameter.default == (parameter.empty if required else definition.defaults.get(name)), name
     assert tuple(parameters)[: len(definition.required)] == definition.required
+
+
+WHOLE_OPS = [op for op, definition in OPS.items() if definition.family in ("chunk", "recurrent")]
+
+
+@pytest.mark.parametrize("op", [*WHOLE_OPS, "kda_gate"])
+def test_unknown_keywords_are_type_errors(op: str) -> None:
+    arguments = [None] * len(OPS[op].required)
+    asks: tuple[Any, ...] = (
+        public(op),
+        lambda *args, **kwargs: kdacore.explain(op, *args, **kwargs),
+        lambda *args, **kwargs: kdacore.selection_of(op, *args, **kwargs),
+    )
+    for ask in asks:
+        with pytest.raises(TypeError, match=rf"^{op}\(\) got an unexpected keyword argument 'audit'$"):
+            ask(*arguments, audit=True)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("ssm_state_indices", "state_indices"),
+        ("inplace_final_state", "inplace_state"),
+        ("transpose_state_layout", "state_v_first"),
+        ("initial_state_source", "initial_state"),
+        ("pad_slot_id", "null_index"),
+    ],
+)
+@pytest.mark.parametrize("op", WHOLE_OPS)
+def test_keywords_of_other_libraries_are_type_errors_that_name_ours(op: str, theirs: str, ours: str) -> None:
+    with pytest.raises(TypeError, match=rf"'{theirs}': kdacore's name is '{ours}'"):
+        public(op)(*[None] * 5, **{theirs: None})
+
+
+def test_names_are_given_only_where_the_op_has_them() -> None:
+    with pytest.raises(TypeError, match="'cp_context': kdacore's name is 'cp'"):
+        kdacore.chunk_kda(*[None] * 5, cp_context=None)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="argument 'cp_context'$"):
+        kdacore.fused_recurrent_kda(*[None] * 5, cp_context=None)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="'head_first': arrays are"):
+        kdacore.chunk_kda(*[None] * 5, head_first=False)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="'use_graph'.*; .*'max_num_seqs'"):
+        kdacore.chunk_kda(*[None] * 5, use_graph=True, max_num_seqs=1)  # type: ignore[call-overload]
+
+
+def test_the_names_given_exist() -> None:
+    names = {name for definition in OPS.values() for name in (*definition.arrays, *definition.options)}
+    assert set(foreign_keywords._OURS.values()) <= names
+    assert not (set(foreign_keywords._OURS) | set(foreign_keywords._WITHOUT_COUNTERPART)) & names - {
+        "chunk_size"
+    }
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -40,6 +40,7 @@ def launch(
     given: dict[str, model.F64],
     wanted: dict[str, tuple[tuple[int, ...], torch.dtype] | None],
     device: str = "cpu",
+    blocks: int | None = None,
     **arrays: torch.Tensor,
 ) -> dict[str, model.F64]:
     """One launch, in the emulator where a test asks for it.
@@ -49,6 +50,7 @@ def launch(
         wanted: arrays that the kernel writes, by name; None: an array of the workspace, else shape and dtype. All
             begin as NaN.
         device: where it runs; everything is copied there first.
+        blocks: of the grid; None: as many as the kernel says.
         arrays: other tensors it reads, by the name of their parameter.
 
     Returns:
@@ -68,7 +70,7 @@ def launch(
             out[name] = work.pop(name) if name in work else fresh.fill_(float("nan"))
         else:
             out[name] = torch.full(made[0], float("nan"), dtype=made[1], device=device)
-    chunk_backward.launch(kernel, plan, inputs, {**work, **out, **arrays})
+    chunk_backward.launch(kernel, plan, inputs, {**work, **out, **arrays}, blocks)
     return {name: _matrices(name, x) if wanted[name] is None else to_float64(x) for name, x in out.items()}
 
 

@@ -46,7 +46,16 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return lambda stream, values: launch(launcher, grid, arch, None, values)
 
     monkeypatch.setattr(torch_launch, "launch", launch)
+
+    def sequence_start(sequence: Any, arch: str, index: int) -> Any:
+        def start(stream: int, *addresses: int) -> None:
+            for i, (planned, launcher) in enumerate(zip(sequence.launches, sequence.launchers, strict=True)):
+                launch(launcher.launcher, planned.grid, arch, None, sequence.values(i, addresses))
+
+        return start
+
     monkeypatch.setattr(torch_launch, "prepacked_start", prepacked_start)
+    monkeypatch.setattr(torch_launch, "sequence_start", sequence_start)
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(torch_launch, "current_device", lambda: -1)  # CPU tensors say they are there
     monkeypatch.setattr(torch_launch, "current_stream", lambda index: 0)

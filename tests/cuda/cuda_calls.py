@@ -20,7 +20,7 @@ def request_of(op: str, inputs: Any, **options: Any) -> Request:
     """The validated Request of a call."""
     opdef = OPS[op]
     flags: dict[str, Any] = dict.fromkeys(opdef.options, False)
-    flags |= dict.fromkeys(("scale", "lower_bound", "checkpoint_every", "cp"))
+    flags |= dict.fromkeys(("scale", "lower_bound", "checkpoint_every", "cp", "null_index"))
     flags |= options
     return contract.build_request(opdef, inputs, tuple(flags[o] for o in opdef.options))[0]
 

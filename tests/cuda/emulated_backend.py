@@ -30,7 +30,7 @@ def on_hopper(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _moved(op: OpImpl) -> OpImpl:
-    functions = {name: getattr(op, name) for name in ("forward", "backward", "fast_path")}
+    functions = {name: getattr(op, name) for name in ("forward", "backward", "fast_path", "fast_gradients")}
     return dataclasses.replace(
         op,
         **{name: on_hopper(f) for name, f in functions.items() if f is not None},

@@ -14,6 +14,7 @@ from kdacore.types import ChunkInputs, InputGrads, OutputGrads
 from kdacore_cuda import chunk_backward
 from kdacore_reference.oracle import oracle_backward
 
+MORE = pytest.mark.exhaustive
 BOUND = 8e-3
 """Contract section 4, gradients of 16-bit inputs; twice that on calls as short as these."""
 SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
@@ -58,6 +59,40 @@ def test_pack_of_hard_lengths_with_states(emulated: list[str]) -> None:
     inputs = draw(sum(lengths), cu_seqlens=cu, initial_state=state, seed=1)
     got = check(inputs, state_v_first=True, **BOUNDED_MODEL)
     assert got.initial_state is not None
+
+
+@pytest.mark.parametrize("lengths", [(70, 0, 33), (0, 0), pytest.param((1, 63, 0, 0), marks=MORE)])
+@pytest.mark.parametrize("HV", [1, 2])
+@pytest.mark.parametrize("gate", [torch.bfloat16, pytest.param(torch.float32, marks=MORE)], ids=str)
+def test_rows_behind_a_pack(
+    emulated: list[str], lengths: tuple[int, ...], HV: int, gate: torch.dtype
+) -> None:
+    """NaN there, in inputs and in the gradient of the output, reaches nothing; gradients there are zero."""
+    T, end, d = sum(lengths) + 90, sum(lengths), Draw(3)
+    cu = torch.tensor(np.cumsum([0, *lengths]))
+    inputs = draw(T, 1, HV, cu_seqlens=cu, seed=2)
+    inputs = inputs._replace(g=inputs.g.to(gate))
+    do, beyond = d.normal(*inputs.v.shape), {}
+    tokens = ("q", "k", "v", "g", "beta")
+    for name in tokens:
+        beyond[name] = getattr(inputs, name).clone()
+        beyond[name][:, end:] = float("nan")
+    poisoned = inputs._replace(**beyond)
+    do[:, end:] = float("nan")
+    request = request_of("chunk_kda", poisoned, **BOUNDED_MODEL)
+    got = chunk_backward.backward(request, poisoned, (), OutputGrads(do, None))
+    for name in tokens:
+        assert not getattr(got, name)[:, end:].any(), name
+    if not end:
+        assert not got.A_log.any() and not got.dt_bias.any()
+        return
+    short = inputs._replace(**{name: getattr(inputs, name)[:, :end].contiguous() for name in tokens})
+    request = request_of("chunk_kda", short, **BOUNDED_MODEL)
+    want = chunk_backward.backward(request, short, (), OutputGrads(do[:, :end].contiguous(), None))
+    for name in tokens:
+        assert torch.equal(getattr(got, name)[:, :end], getattr(want, name)), name
+    assert error(got.A_log, want.A_log.numpy()) < 1e-5
+    assert error(got.dt_bias, want.dt_bias.numpy()) < 1e-5
 
 
 def test_grouped_heads_float32_gates_and_strides(emulated: list[str]) -> None:

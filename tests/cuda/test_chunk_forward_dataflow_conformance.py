@@ -22,14 +22,14 @@ QUICK = ("chunk_kda-causality_append-base", "chunk_kda-accuracy-collinear")
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every dense call of K = V = 128 side by side."""
-    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda items, packed, *rest: not packed)
+    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *args: True)
     REGISTRY.register(Plugin(), NAME)
     yield
     REGISTRY.reset()
 
 
 def served() -> list[Case]:
-    """The cases with the head dim that this serves, but packs."""
+    """The cases with the head dim that this serves, but packs and pools."""
     cases = matrix.plan(NAME, device="cpu", kinds=("torch",)).cases
     plain = [
         c for c in cases if c.op == "chunk_kda" and c.check not in matrix.DIFFERENTIATES and c.mode == "eager"

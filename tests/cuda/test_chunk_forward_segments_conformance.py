@@ -14,7 +14,11 @@ from kdacore.testing.cases import Case
 from kdacore.testing.serving import judge
 from kdacore_cuda import chunk_forward, chunk_forward_segments
 
-QUICK = ("chunk_kda-causality_append-base", "chunk_kda-accuracy-collinear")
+QUICK = (
+    "chunk_kda-causality_append-base",
+    "chunk_kda-accuracy-collinear",
+    "chunk_kda-pool-checkpoints_moved",
+)
 """Cases that are run always; the others with the exhaustive tests."""
 
 

@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import emulator
 import pytest
@@ -17,6 +18,7 @@ from kdacore_cuda import kernel_parameters, launch, prepacked_launch, recurrent
 from kdacore_cuda.compiler import compile_text
 from kdacore_cuda.driver import Driver, DriverError
 from kdacore_cuda.kernel_parameters import GROUPS, RECURRENT, ParamStruct
+from kdacore_cuda.launch_sequence import LaunchSequence, PlannedLaunch
 from kdacore_cuda.recurrent_kernels import RecurrentMode, recurrent_kernel
 
 _STUB = """
@@ -189,6 +191,67 @@ def test_a_refused_launch_of_fixed_values_raises(stub: Path, monkeypatch: pytest
             launcher(1, 0, "sm_90a", 0, values[:16])
     finally:
         flag.value = 0
+
+
+def make_sequence(stub: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> LaunchSequence:
+    """Two launches of 3 and 5 blocks, and one of none."""
+    plain = make(stub, monkeypatch)
+    first = PlannedLaunch("first", plain, 3, {"q": ("q", 0), "o": ("work", 64)}, {"T": 5, "scale": 0.5})
+    second = PlannedLaunch("second", plain, 5, {"k": ("q", 16), "h0": ("work", 0)}, {"T": 6})
+    none = PlannedLaunch("none", plain, 0, {"k": ("q", 0)}, {})
+    return LaunchSequence((first, second._replace(**changes), none), ("q", "work"))
+
+
+def test_a_sequence_makes_its_launches_in_order(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stub keeps the last launch: it is refused from there on, so that each is the last once."""
+    library = ctypes.CDLL(str(stub))
+    fail, grid = ctypes.c_int.in_dll(library, "fail"), ctypes.c_uint.in_dll(library, "grid")
+    sequence = make_sequence(stub, monkeypatch)
+    assert [x.name for x in sequence.launches] == ["first", "second"]
+    start = sequence.start_for(0, "sm_90a")
+    q, work = 2**47 + 16, 2**46
+    wanted: tuple[dict[str, float], ...] = (
+        {"q": q, "o": work + 64, "T": 5, "scale": 0.5}, {"k": q + 16, "h0": work, "T": 6}
+    )  # fmt: skip
+    for stream in (0x55, 0x55, 0x66, 0):
+        for i, code in enumerate((3, 0)):
+            fail.value = code
+            try:
+                if code:
+                    with pytest.raises(DriverError, match="CUDA_ERROR_STUB"):
+                        start(stream, q, work)
+                else:
+                    start(stream, q, work)
+            finally:
+                fail.value = 0
+            seen = bytes((ctypes.c_ubyte * RECURRENT.size).in_dll(library, "params"))
+            values = tuple(wanted[i].get(name, 0) for name, _ in RECURRENT.fields)
+            assert RECURRENT.packer.unpack(seen) == values == sequence.values(i, (q, work))
+            assert grid.value == (3, 5)[i]
+            assert (ctypes.c_void_p.in_dll(library, "on_stream").value or 0) == stream
+            q += 32
+            wanted[0]["q"], wanted[1]["k"] = q, q + 16
+
+
+def test_a_sequence_in_a_thread_without_a_context(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = ctypes.CDLL(str(stub))
+    nowhere, current = ctypes.c_int.in_dll(library, "nowhere"), ctypes.c_void_p.in_dll(library, "current")
+    start = make_sequence(stub, monkeypatch).start_for(2, "sm_90a")
+    nowhere.value = 1
+    try:
+        start(0, 16, 32)
+        assert current.value == 0x100 + 2
+    finally:
+        nowhere.value, current.value = 0, None
+
+
+def test_sequences_of_unknown_arrays_and_fields_are_refused(
+    stub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="no call gives: other"):
+        make_sequence(stub, monkeypatch, arrays={"k": ("other", 0)})
+    with pytest.raises(ValueError, match="second: no such fields: kk"):
+        make_sequence(stub, monkeypatch, arrays={"kk": ("q", 0)})
 
 
 @pytest.mark.parametrize("divisor", [1, 2, 3, 7, 32, 48, 96, 1000, 2**16 + 1])

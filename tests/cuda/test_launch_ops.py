@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -26,19 +27,24 @@ from kdacore.types import (
 )
 from kdacore_cuda import (
     chunk_backward,
+    chunk_backward_fast_path,
+    chunk_backward_segments,
     chunk_forward,
+    chunk_forward_checkpoints,
     chunk_forward_dataflow,
     chunk_forward_fast_path,
     chunk_forward_segments,
     launch,
     prepacked_launch,
     recurrent,
+    recurrent_fast_path,
     stages,
     torch_launch,
 )
 from kdacore_cuda.chunk_forward_kernels import chunk_forward_shared_bytes, chunk_forward_threads
 from kdacore_cuda.driver import Driver
 from kdacore_cuda.kernel_parameters import (
+    CHECKPOINT_TAIL,
     CHUNK_BACKWARD,
     CHUNK_FORWARD,
     FLAGS,
@@ -60,9 +66,12 @@ PARAMS = {
     "intra": INTRA,
     "recompute": RECOMPUTE,
     "recompute_hopper": RECOMPUTE,
-    **dict.fromkeys(("prepare", "prepare_units", "scan", "grads"), CHUNK_BACKWARD),
+    **dict.fromkeys(
+        ("prepare", "prepare_units", "segment_maps", "segment_chain", "scan", "grads"), CHUNK_BACKWARD
+    ),
     "sums": SUMS,
     "groups": GROUPS,
+    "checkpoint_tail": CHECKPOINT_TAIL,
     **dict.fromkeys(("maps", "chain", "output"), SEGMENTS),
     "walk": WALK,
 }
@@ -157,6 +166,7 @@ def seen(stub: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     makers = (
         *(
             chunk_forward._launcher,
+            chunk_forward_checkpoints._launcher,
             stages._intra_launcher,
             stages._recompute_launcher,
             stages._hopper_recompute_launcher,
@@ -248,7 +258,7 @@ def test_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, K: int, 
         beta_type=TYPES["bfloat16"],
         bias_type=TYPES["float32"],
     )
-    flags = FLAGS["L2NORM"] | FLAGS["BETA_SIGMOID"] | FLAGS["CU64"] * packed
+    flags = FLAGS["L2NORM"] | FLAGS["BETA_SIGMOID"] | (FLAGS["CU64"] | FLAGS["CLEAR_TAIL"]) * packed
     assert x.params["flags"] == flags
     strided(x.params, **{name: named[name] for name in ("q", "k", "v", "g")})
     chunk_forward.forward(request, inputs)
@@ -461,8 +471,191 @@ def test_recurrent(seen: Recorder) -> None:
     holds(x.params, indices=inputs.state_indices, accepted=None, cu_seqlens=None, T=1, H=H, HV=HV)
     holds(x.params, h0_row=HV * K * K, ht_row=HV * K * K, scale=K**-0.5, lower_bound=-5.0)
     strided(x.params, **{name: named[name] for name in ("q", "k", "v", "g")})
+    holds(x.params, writes=inputs.state_indices, writes_row=1, has_initial=None, null_index=-1, N=N)
     assert x.params["flags"] & FLAGS["INDEX64"] and x.params["flags"] & FLAGS["INDEXED_OUT"]
     assert x.grid % (N * HV) == 0
+
+
+def backward_call(packed: bool, groups: bool, float_gate: bool) -> tuple[Request, ChunkInputs]:
+    more: dict[str, Any] = {}
+    if packed:
+        more = {"cu_seqlens": pack(10, 200, 90), "initial_state": torch.randn(3, 4, 128, 128)}
+    inputs = draw(300, 2 if groups else 4, 4, B=1 if packed else 2, **more)
+    if float_gate:
+        inputs = inputs._replace(g=inputs.g.float())
+    request = request_of("chunk_kda", inputs, output_final_state=packed, **BOUNDED_MODEL)
+    return on_hopper(dataclasses.replace(request, needs_grad=True)), inputs
+
+
+WORKSPACE = {*chunk_backward.WORKSPACE, "dA_part", "dbias_part"}
+RESULTS = {"dq", "dk", "dv", "dg", "dbeta", "d_h0", "d_A", "d_bias", "part", "out"}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("float_gate, cut", [(False, False), (True, False), (False, True)])
+def test_cached_chunk_backward(
+    seen: Recorder, monkeypatch: pytest.MonkeyPatch, packed: bool, groups: bool, float_gate: bool, cut: bool
+) -> None:
+    """What is packed once is what a first call packs; arrays of the workspace do not overlap."""
+    monkeypatch.setattr(chunk_backward, "use_segments", lambda items, multiprocessors: cut)
+    monkeypatch.setattr(chunk_backward_segments, "chunks_per_segment", lambda items: 1)
+    request, inputs = backward_call(packed, groups, float_gate)
+    do = torch.randn_like(inputs.v)
+    dht = torch.randn(3, 4, 128, 128) if packed else None
+    wanted = tuple(x is not None for x in inputs[:8])
+    made = chunk_backward_fast_path.make_fast_gradients(request, inputs, wanted)
+    assert made is not None and not seen()
+    got = made.backward(tuple(inputs), (), do, dht)
+    assert got is not None
+    want = chunk_backward.backward(request, inputs, (), OutputGrads(do, dht))
+    calls = seen()
+    again, first = calls[: len(calls) // 2], calls[len(calls) // 2 :]
+    scan = ["segment_maps", "segment_chain", "scan"] if cut else ["scan"]
+    entries = ["prepare", *scan, "grads", *(["groups"] * 2 if groups else []), "sums"]
+    assert [x.entry for x in again] == [x.entry for x in first] == entries
+    memory = WORKSPACE | RESULTS | set(chunk_backward_segments.WORKSPACE)
+    for x, y in zip(again, first, strict=True):
+        assert x._replace(params={}) == y._replace(params={})
+        same = [{k: v for k, v in z.params.items() if k not in memory} for z in (x, y)]
+        assert same[0] == same[1]
+        given = [{k for k in memory & set(z.params) if z.params[k]} for z in (x, y)]
+        assert given[0] == given[1]
+    for a, b in zip(got, want, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+    for x in again[1 : 1 + len(scan)]:
+        assert x.params == again[0].params
+    del again[2 : 1 + len(scan)]
+    grads, *groups_of, sums = again[2:]
+    holds(again[1].params, d_h0=got[7], d_o=do, d_ht=dht)
+    holds(grads.params, dv=got[2], dg=got[3], dbeta=got[4])
+    holds(sums.params, d_A=got[5], d_bias=got[6])
+    for name in ("dA_part", "dbias_part"):
+        assert sums.params[name] == grads.params[name]
+    if groups:
+        for x, name, out in zip(groups_of, ("dq", "dk"), got[:2], strict=True):
+            holds(x.params, part=grads.params[name], out=out)
+    else:
+        holds(grads.params, dq=got[0], dk=got[1])
+    for x, y, handed in (
+        (again[0], again[1], ("kg", "qg", "w", "u", "aqk", "last")),
+        (again[1], grads, ("h", "dh", "u", "dr", "last", "rows")),
+    ):
+        for name in handed:
+            assert x.params[name] == y.params[name] != 0, name
+    units = grads.params["units"]
+    per_head = 4 * 128 * inputs.v.numel() // 128 if groups else None
+    sizes = {name: n * dtype.itemsize * units for name, (n, dtype) in chunk_backward.WORKSPACE.items()}
+    sizes |= {"dA_part": 4 * units, "dbias_part": 4 * 128 * units}
+    if cut:
+        stored = 4 * (300 // 64 + 3 if packed else 2 * 5)  # heads, and segments of one chunk
+        for name, (n, dtype) in chunk_backward_segments.WORKSPACE.items():
+            sizes[name] = n * dtype.itemsize * stored
+            assert again[1].params[name]
+    if per_head:
+        sizes |= {"dq": per_head, "dk": per_head}
+    for x in (again[1], grads):  # what these two take exists at the same time
+        places = sorted((x.params[name], size) for name, size in sizes.items() if x.params[name])
+        assert all(at + size <= other for (at, size), (other, _) in itertools.pairwise(places))
+        assert not any(at % 16 for at, _ in places)
+
+
+def test_cached_chunk_backward_of_some_gradients(seen: Recorder) -> None:
+    """Sums that nobody asks for are left out; the kernel's own results go where they may be forgotten."""
+    request, inputs = backward_call(True, True, False)
+    do = torch.randn_like(inputs.v)
+    for unwanted, entries in (
+        ("dt_bias", "prepare scan grads groups groups sums"),
+        ("A_log", "prepare scan grads groups groups sums"),
+        ("A_log dt_bias initial_state", "prepare scan grads groups groups"),
+        ("q v g beta", "prepare scan grads groups sums"),
+    ):
+        before = len(seen())
+        wanted = tuple(name not in unwanted.split() for name in inputs._fields[:8])
+        made = chunk_backward_fast_path.make_fast_gradients(request, inputs, wanted)
+        assert made is not None
+        got = made.backward(tuple(inputs), (), do, None)
+        assert got is not None and tuple(x is not None for x in got) == wanted
+        launches = seen()[before:]
+        assert " ".join(x.entry for x in launches) == entries
+        scan, grads = launches[1], launches[2]
+        holds(scan.params, d_h0=got[7], d_ht=None)
+        assert all(grads.params[name] for name in ("dq", "dk", "dv", "dg", "dbeta"))
+        assert [bool(grads.params[name]) for name in ("dA_part", "dbias_part")] == list(wanted[5:7])
+        if "sums" in entries:
+            holds(launches[-1].params, d_A=got[5], d_bias=got[6])
+
+
+def test_recurrent_reads_one_pool_and_writes_another(seen: Recorder) -> None:
+    d, N, HV, K = Draw(0), 3, 4, 128
+    inputs = RecurrentInputs(
+        q=d.normal(N, 2, 2, K),
+        k=d.normal(N, 2, 2, K),
+        v=d.normal(N, 2, HV, K),
+        beta=d.normal(N, 2, HV),
+        **d.gate("random", N, 2, HV, K),
+        initial_state=d.normal(7, HV, K, K, dtype=torch.float32),
+        state_indices=torch.tensor([5, 0, 2], dtype=torch.int32),
+        has_initial_state=torch.tensor([True, False, True]),
+        write_indices=torch.zeros(N, 5, dtype=torch.int64),
+        write_pool=d.normal(9, 2 * HV, K, K, dtype=torch.float32)[:, :HV],
+    )
+    options = BOUNDED_MODEL | {"inplace_state": True, "output_final_state": True, "null_index": 0}
+    request = on_hopper(request_of("fused_recurrent_kda", inputs, **options))
+    assert recurrent.forward(request, inputs).final_state is inputs.write_pool
+    step = recurrent_fast_path.make_fast_call(request, inputs)
+    assert step is not None and step(tuple(inputs)) is not None
+    first, second = seen()
+    for x in (first, second):
+        holds(x.params, h0=inputs.initial_state, ht=inputs.write_pool, null_index=0)
+        holds(x.params, h0_row=HV * K * K, ht_row=2 * HV * K * K, indices_row=1, writes_row=5)
+        holds(x.params, indices=inputs.state_indices, writes=inputs.write_indices)
+        holds(x.params, has_initial=inputs.has_initial_state)
+        flags = FLAGS["L2NORM"] | FLAGS["BETA_SIGMOID"] | FLAGS["WRITES64"] | FLAGS["SCATTER_TOKENS"]
+        assert x.params["flags"] == flags
+
+
+def test_chosen_checkpoints(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch that follows takes up what the others kept."""
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: False)
+    d = Draw(0)
+    wide = d.normal(1, 300, 4, 256)
+    inputs = ChunkInputs(
+        q=d.normal(1, 300, 2, 128),
+        k=wide[:, :, :2, :128],
+        v=wide[..., 128:],
+        beta=d.normal(1, 300, 4),
+        **d.gate("random", 1, 300, 4, 128),
+        initial_state=d.normal(3, 4, 128, 128, dtype=torch.float32),
+        cu_seqlens=pack(10, 200, 70),
+        state_indices=torch.tensor([2, 0, 1]),
+        checkpoint_offsets=torch.tensor([42, 0, 16, 10], dtype=torch.int32),
+        checkpoint_indices=torch.tensor([0, -1, 1, 2]),
+    )
+    request = on_hopper(request_of("chunk_kda", inputs, inplace_state=True, **BOUNDED_MODEL))
+    assert chunk_forward_fast_path.make_fast_call(request, inputs) is None
+    chunk_forward.forward(request, inputs)
+    main, tail = seen()
+    assert (main.entry, tail.entry, tail.grid, tail.block) == (
+        "chunk_forward",
+        "checkpoint_tail",
+        4 * 4 * 4,
+        128,
+    )
+    assert tail.limit == tail.shared > 48 * 1024
+    for x in (main, tail):
+        holds(x.params, mark_offsets=inputs.checkpoint_offsets, mark_rows=inputs.checkpoint_indices, marks=4)
+        assert x.params["mark_states"] == main.params["mark_states"] != 0
+        assert x.params["flags"] & FLAGS["MARK_ROWS64"] and not x.params["flags"] & FLAGS["MARK_OFFSETS64"]
+    named = {
+        name: getattr(inputs, name) for name in ("k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")
+    }
+    holds(tail.params, **named, ht=inputs.initial_state, reads=inputs.state_indices, ht_row=4 * 128 * 128)
+    holds(
+        tail.params, T=300, N=3, H=2, HV=4, step=32, null_index=-1, lower_bound=-5.0, g_type=TYPES["bfloat16"]
+    )
+    strided(tail.params, **{name: named[name] for name in ("k", "v", "g")})
 
 
 FRESH = {
@@ -483,23 +676,35 @@ FRESH = {
 """Parameters that are memory of the call's own, and the number of a launch."""
 
 
-@pytest.mark.parametrize("way", ["fused", "segments", "side by side"])
-def test_cached_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("pools", [False, True])
+def test_cached_chunk_forward(
+    seen: Recorder, monkeypatch: pytest.MonkeyPatch, few: bool, pools: bool
+) -> None:
     """What is packed once is what a first call packs."""
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: way == "segments")
-    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *args: way == "side by side")
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: few)
     monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda items: 2)
-    d, packed = Draw(0), way != "side by side"
+    d = Draw(0)
     inputs = ChunkInputs(
         q=d.normal(1, 300, 2, 128),
         k=d.normal(1, 300, 2, 128),
         v=d.normal(1, 300, 4, 128),
         beta=d.normal(1, 300, 4),
         **d.gate("random", 1, 300, 4, 128),
-        initial_state=d.normal(3 if packed else 1, 4, 128, 128, dtype=torch.float32),
-        cu_seqlens=pack(10, 200, 90) if packed else None,
+        initial_state=d.normal(3, 4, 128, 128, dtype=torch.float32),
+        cu_seqlens=pack(10, 200, 90),
     )
-    request = on_hopper(request_of("chunk_kda", inputs, output_final_state=True, **BOUNDED_MODEL))
+    options = BOUNDED_MODEL | {"output_final_state": True}
+    if pools:
+        inputs = inputs._replace(
+            state_indices=torch.tensor([2, 0, 1], dtype=torch.int32),
+            has_initial_state=torch.tensor([True, True, False]),
+            write_indices=torch.tensor([1, 4, 0]),
+            write_pool=d.normal(5, 8, 128, 128, dtype=torch.float32)[:, 2:6],
+            out=torch.empty_like(inputs.v),
+        )
+        options |= {"inplace_state": True, "null_index": 0}
+    request = on_hopper(request_of("chunk_kda", inputs, **options))
     step = chunk_forward_fast_path.make_fast_call(request, inputs)
     assert step is not None
     got = step(tuple(inputs))
@@ -507,7 +712,7 @@ def test_cached_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, w
     chunk_forward.forward(request, inputs)
     calls = seen()
     again, first = calls[: len(calls) // 2], calls[len(calls) // 2 :]
-    assert len(first) == {"fused": 1, "segments": 4, "side by side": 2}[way]
+    assert len(first) == (4 if few else 1)
     for x, y in zip(again, first, strict=True):
         assert x._replace(params={}) == y._replace(params={})
         assert {k: v for k, v in x.params.items() if k not in FRESH} == {
@@ -516,8 +721,18 @@ def test_cached_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, w
         assert {k for k in FRESH & set(x.params) if x.params[k]} == {
             k for k in FRESH & set(y.params) if y.params[k]
         }
-    holds(again[-1].params, o=got[0], ht=got[1])
-    if way == "segments":
+    holds(again[-1].params, o=got[0], ht=got[1], h0=inputs.initial_state, marks=0)
+    rows = {"reads": "state_indices", "has_initial": "has_initial_state", "writes": "write_indices"}
+    holds(again[-1].params, **{name: getattr(inputs, given) for name, given in rows.items()})
+    size = 4 * 128 * 128
+    holds(again[-1].params, h0_row=size, ht_row=2 * size if pools else size, null_index=0 if pools else -1)
+    if pools:
+        assert got[0] is inputs.out and got[1] is inputs.write_pool
+        assert (
+            again[-1].params["flags"] & FLAGS["WRITES64"] and not again[-1].params["flags"] & FLAGS["INDEX64"]
+        )
+    assert bool(again[-1].params["flags"] & FLAGS["CLEAR_TAIL"]) != pools
+    if few:
         places = [
             [x.params[k] - x.params["last"] for k in ("kg", "qg", "w", "u", "aqk")]
             for x in (again[0], first[0])
@@ -528,3 +743,28 @@ def test_cached_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, w
             for x in (again[-1], first[-1])
         ]
         assert sizes[0] == sizes[1]
+
+
+def test_cached_chunk_forward_side_by_side(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same of its two launches."""
+    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *args: True)
+    inputs = draw(130, 1, 2, B=2, initial_state=torch.randn(2, 2, 128, 128))
+    request = on_hopper(request_of("chunk_kda", inputs, output_final_state=True, **BOUNDED_MODEL))
+    step = chunk_forward_fast_path.make_fast_call(request, inputs)
+    assert step is not None
+    got = step(tuple(inputs))
+    assert got is not None
+    chunk_forward.forward(request, inputs)
+    again, first = seen()[:2], seen()[2:]
+    assert [x.entry for x in again] == [x.entry for x in first] == ["prepare_units", "walk"]
+    for x, y in zip(again, first, strict=True):
+        assert x._replace(params={}) == y._replace(params={})
+        assert {k: v for k, v in x.params.items() if k not in FRESH} == {
+            k: v for k, v in y.params.items() if k not in FRESH
+        }
+        assert {k for k in FRESH & set(x.params) if x.params[k]} == {
+            k for k in FRESH & set(y.params) if y.params[k]
+        }
+    holds(again[1].params, o=got[0], ht=got[1], h0=inputs.initial_state)
+    assert again[0].params["ready"] == again[1].params["ready"]
+    assert again[0].params["last"] == again[1].params["chunk_operands"]

@@ -16,7 +16,7 @@ import kdacore
 from kdacore import stages as api
 from kdacore.errors import UnsupportedError
 from kdacore.types import ChunkInputs, Device, IntraInputs, IntraOutputs, RecomputeInputs, RecomputeOutputs
-from kdacore_cuda import make_backend, torch_arguments, verifiers
+from kdacore_cuda import make_backend, stages, torch_arguments, verifiers
 from kdacore_cuda.compiler import compile_kernel
 from kdacore_cuda.kernel_source import KernelSource
 from kdacore_cuda.stages_kernels import intra_kernel, recompute_kernel
@@ -101,6 +101,38 @@ def test_later_rows_change_no_bit_of_earlier_ones(emulated: list[str], t: int, g
     for changed in (spliced, short):
         for a, b in zip(intra(changed), whole, strict=True):
             assert torch.equal(a[:, :t], b[:, :t])
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+def test_rows_behind_a_pack(emulated: list[str], monkeypatch: pytest.MonkeyPatch, hopper: bool) -> None:
+    """They are not read and not written; the others' bits are those of a pack without them."""
+    monkeypatch.setattr(stages, "has_hopper_recompute", lambda *call: hopper)
+    K = 128 if hopper else 64
+    lengths = [70, 0, 3, 0]
+    long, short = Drawn(lengths=[*lengths, 90], K=K, V=K), Drawn(lengths=lengths, K=K, V=K)
+    made: list[torch.Tensor] = []
+
+    def marked(like: torch.Tensor, *size: Any, make: Any = torch.Tensor.new_empty, **more: Any) -> Any:
+        made.append(make(like, *size, **more).fill_(7.0))
+        return made[-1]
+
+    for stage, arrays in ((intra, "intra"), (recompute, "recompute")):
+        x, y = getattr(long, arrays)(), getattr(short, arrays)()
+        tokens = {
+            name: torch.cat([a, torch.full_like(b[:, 73:], float("nan"))], 1)
+            for (name, b), a in zip(x._asdict().items(), y, strict=True)
+            if b is not None and b.ndim > 1
+        }
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "new_empty", marked)
+            patched.setattr(torch, "empty_like", lambda like: marked(like, like.shape))
+            got = stage(y._replace(**tokens))
+        for a, b in zip(got, stage(y), strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert torch.equal(a[:, :73], b)
+                assert (a[:, 73:] == 7.0).all()
+    assert made
 
 
 def test_rows_of_w_and_u_do_not_depend_on_later_ones(emulated: list[str]) -> None:

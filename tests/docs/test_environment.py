@@ -16,13 +16,13 @@ SOURCES = [*ROOT.glob("kdacore/**/*.py"), *ROOT.glob("backends/*/kdacore_*/**/*.
 
 def test_docs_and_code_name_the_same_variables() -> None:
     rows = re.findall(
-        r"^\| `(KDACORE_\w+)` \|", (ROOT / "docs/guide/environment.md").read_text(), re.MULTILINE
+        r"^\| `((?:KDACORE|FLA)_\w+)` \|", (ROOT / "docs/guide/environment.md").read_text(), re.MULTILINE
     )
     assert rows == list(config.VARIABLES)
 
 
 def test_every_variable_in_the_sources_is_declared() -> None:
-    named = {v for f in SOURCES for v in re.findall(r"\bKDACORE_[A-Z_]+\b", f.read_text())}
+    named = {v for f in SOURCES for v in re.findall(r"\b(?:FLA_KDACORE|KDACORE_[A-Z_]+)\b", f.read_text())}
     assert named <= set(config.VARIABLES)
 
 
@@ -58,6 +58,8 @@ def test_nobody_s_home(monkeypatch: pytest.MonkeyPatch) -> None:
         ("KDACORE_VALIDATE", "all"),
         ("KDACORE_SELFCHECK", "yes"),
         ("KDACORE_PALLAS_INTERPRET", "2"),
+        ("KDACORE_INTEGRATIONS", "fla,vlm"),
+        ("FLA_KDACORE", "yes"),
         ("KDACORE_PLUGIN_IMPORT_LIMIT", "soon"),
         ("KDACORE_PLUGIN_IMPORT_LIMIT", "0"),
     ],

@@ -33,6 +33,21 @@ def test_a_shared_prefix_is_computed_once(serving_loop: ModuleType) -> None:
     assert server.reused == 128
 
 
+@pytest.mark.parametrize("cached", [1, 3])
+def test_prompts_in_pieces_in_a_pool_of_garbage(serving_loop: ModuleType, cached: int) -> None:
+    """Nothing is read that was not written, row 0 never is, and a small cache gives up its oldest states."""
+    model = serving_loop.Model()
+    prompts = [b"p" * 250, b"q" * 70 + b"r" * 30, b"p" * 129, b"q" * 80, b"s" * 17]
+    server = serving_loop.Server(model, slots=2, drafts=1, cached=cached)
+    server.pool[...] = np.nan
+    requests = [serving_loop.Request(prompt, wanted=4) for prompt in prompts]
+    server.serve(requests)
+    for request in requests:
+        assert request.written[:4] == serving_loop.alone(model, request.prompt, 4)
+    assert np.isnan(server.pool[0]).all() and len(server.prefixes) == cached
+    assert server.calls >= 5 and server.reused >= 64 * (cached > 1)
+
+
 def test_right_drafts_are_kept_and_wrong_ones_leave_no_trace(serving_loop: ModuleType) -> None:
     model = serving_loop.Model()
     right = serving_loop.alone(model, b"a prompt", 12)

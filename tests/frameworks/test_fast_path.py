@@ -126,6 +126,20 @@ def test_what_was_asked_of_dispatch_is_seen(memory: FastPath) -> None:
     assert find(memory, "op", arrays(), OPTIONS, (None, None)) is None
 
 
+def test_one_tensor_in_two_places_is_recognised() -> None:
+    """Torch's check refuses a tensor that comes twice; a server names the rows it reads and writes by one array."""
+    memory, one = of_torch(), arrays()
+    twice = one._replace(k=one.q)
+    for _ in range(2):
+        memory.note("chunk_kda", twice, OPTIONS, ASKED, PLAN)
+    other = arrays()
+    assert plan_found(memory, "chunk_kda", other._replace(k=other.q)) is PLAN
+    assert plan_found(memory, "chunk_kda", other) is None
+    assert plan_found(memory, "chunk_kda", other._replace(k=other.v)) is None
+    longer = arrays(5)
+    assert plan_found(memory, "chunk_kda", longer._replace(k=longer.q)) is None
+
+
 def test_grad_mode_is_seen_where_gradients_are_wanted() -> None:
     wanted = arrays()
     wanted.q.requires_grad_()

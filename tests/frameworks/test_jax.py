@@ -41,6 +41,41 @@ def test_what_is_no_array_of_numbers_is_named() -> None:
         kdacore.chunk_kda(**call() | {"beta": keys})
 
 
+class Parameter:
+    """As flax's: no array, but JAX takes the array that it stands for."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __jax_array__(self) -> Any:
+        return self.value
+
+
+def test_objects_that_stand_for_arrays() -> None:
+    x = call()
+    A_log = jnp.zeros(2)
+    gated = {"use_gate_in_kernel": True, "backend": "xla"}
+    want = kdacore.fused_recurrent_kda(**x, A_log=A_log, **gated)[0]
+    for given in ({"A_log": Parameter(A_log)}, {"q": Parameter(x["q"]), "A_log": A_log}):
+        got = kdacore.fused_recurrent_kda(**{**x, **given}, **gated)[0]
+        assert jnp.array_equal(got, want)
+        assert kdacore.explain("fused_recurrent_kda", **{**x, **given}, **gated).backend == "xla"
+
+    def loss(A_log: Any, wrap: Any) -> Any:
+        return kdacore.fused_recurrent_kda(**x, A_log=wrap(A_log), **gated)[0].sum()
+
+    one, two = (jax.jit(jax.grad(lambda a, w=w: loss(a, w)))(A_log) for w in (Parameter, jnp.asarray))
+    assert one.any() and jnp.array_equal(one, two)
+
+
+def test_what_such_an_object_stands_for_is_checked() -> None:
+    x = call()
+    with pytest.raises(ContractError, match="'beta'.*shape"):
+        kdacore.chunk_kda(**x | {"beta": Parameter(x["beta"][:, 1:])})
+    with pytest.raises(ContractError, match="'k'.*jax array.*numpy"):
+        kdacore.chunk_kda(**{n: np.asarray(a) for n, a in x.items()} | {"k": Parameter(x["k"])})
+
+
 def test_eager_calls_take_any_capable_backend() -> None:
     for backend in ("reference", "xla"):
         with kdacore.record_selections() as ran:

@@ -15,6 +15,9 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import kdacore
+from kdacore.calls.arrays import make_arrays
+from kdacore.calls.description import CallDescription, options
+from kdacore.calls.pools import POOLS
 from kdacore.calls.values import Shape, normalise, tensors, to_kind
 from kdacore.dispatch import torch_operators
 
@@ -208,6 +211,26 @@ def test_inference_options_refuse_gradients(option: str) -> None:
         kdacore.fused_recurrent_kda(**arguments, **GATE, **{option: given})
 
 
+@pytest.mark.parametrize(
+    "option", ["state_indices", "has_initial_state", "write_pool", "write_indices", "out", "inplace_state"]
+)
+def test_a_server_s_prefill_refuses_gradients(option: str) -> None:
+    arguments = call(shape=Shape(B=1, T=4, H=1, HV=2, K=8, V=8))
+    rows = torch.tensor([0])
+    asked: dict[str, Any] = {
+        "state_indices": {"state_indices": rows},
+        "has_initial_state": {"has_initial_state": torch.tensor([True])},
+        "write_pool": {"write_pool": torch.zeros(1, 2, 8, 8), "write_indices": rows, "inplace_state": True},
+        "write_indices": {"state_indices": rows, "write_indices": rows, "inplace_state": True},
+        "out": {"out": torch.empty(1, 4, 2, 8)},
+        "inplace_state": {"inplace_state": True},
+    }[option]
+    with pytest.raises(kdacore.ContractError, match="no_grad"):
+        kdacore.chunk_kda(**arguments, **GATE, **asked)
+    with torch.no_grad():
+        kdacore.chunk_kda(**arguments, **GATE, **asked)
+
+
 def test_stages_refuse_gradients() -> None:
     with pytest.raises(kdacore.ContractError, match="no_grad"):
         kdacore.stages.kda_chunk_gate(torch.randn(1, 4, 2, 8, requires_grad=True))
@@ -387,7 +410,7 @@ def operator_arguments(family: str, arguments: dict[str, Any], needs_grad: bool)
     op = {"chunk": "chunk_kda", "recurrent": "fused_recurrent_kda", "gate": "kda_gate"}[family]
     arrays = [arguments.get(n) for n in torch_operators._ARRAYS[family]]
     options = [arguments.get(o.name, o.default) for o in torch_operators._OPTIONS[family]]
-    return (op, *arrays, *options, needs_grad, "", "", "auto")
+    return (op, *arrays, *options, needs_grad, "", "", "auto", False)
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -411,6 +434,32 @@ def test_opcheck_recurrent_in_place() -> None:
     arguments["out"] = torch.empty(2, 3, 2, 8)
     torch.library.opcheck(
         torch.ops.kdacore.recurrent_.default, operator_arguments("recurrent", arguments, False)
+    )
+
+
+def prefill(kind: str, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A server's prefill, everything it may use: arrays and options."""
+    made = CallDescription(
+        kind="torch",
+        shape=Shape(1, 75, 1, 2, 8, 8, (35, 0, 17, 20), 3),
+        pool=POOLS[kind],
+        out=True,
+        seed=seed,
+        options=options(output_final_state=True),
+    )
+    made = made.having(**made.pool_use.options)  # type: ignore[union-attr]
+    arrays = make_arrays(made)
+    for name in ("q", "k", "v", "g", "beta", "initial_state", "write_pool", "out"):
+        if name in arrays:
+            arrays[name].nan_to_num_(nan=7.0)  # comparable; the oracle's tests are elsewhere
+    return arrays, dict(made.options)
+
+
+@pytest.mark.parametrize("kind", ["checkpoints_moved", "checkpoints_other_pool"])
+def test_opcheck_chunk_in_place(kind: str) -> None:
+    arrays, given = prefill(kind)
+    torch.library.opcheck(
+        torch.ops.kdacore.chunk_.default, operator_arguments("chunk", {**arrays, **given}, False)
     )
 
 
@@ -493,6 +542,49 @@ def test_compile_in_place_decode() -> None:
     torch.testing.assert_close(outs[0], outs[1])
     torch.testing.assert_close(o, outs[1])
     torch.testing.assert_close(state, pools[1])
+
+
+@pytest.mark.parametrize("kind", ["checkpoints_moved", "checkpoints_other_pool"])
+def test_compile_in_place_prefill(kind: str) -> None:
+    """Through ``chunk_``: the caller's pools and ``out`` are written, and a graph serves other rows and lengths."""
+    arrays, given = prefill(kind)
+
+    def step(x: dict[str, Any]) -> Any:
+        return kdacore.chunk_kda(**x, **given)
+
+    graph = compiled(step)
+    written = "write_pool" if "write_pool" in arrays else "initial_state"
+    for seed in (0, 1):
+        (ours, _), (theirs, _) = prefill(kind, seed), prefill(kind, seed)
+        before = ours[written].clone()
+        with kdacore.record_selections() as ran:
+            o, state = graph(ours)
+        assert [s.backend for s in ran] == ["reference"]
+        expected_o, expected_state = step(theirs)
+        assert expected_state is theirs[written]
+        for name in arrays:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=0, msg=name)
+        torch.testing.assert_close(o, expected_o)
+        torch.testing.assert_close(state, theirs[written])
+        changed = (ours[written] != before).flatten(1).any(1)
+        assert changed.any() and not changed.all()
+
+
+def test_compile_a_padded_pack_with_gradients() -> None:
+    """Offsets that end before the tokens do: an input of the graph, which serves any."""
+
+    def total(cu: Any, x: dict[str, Any]) -> Any:
+        return kdacore.chunk_kda(**x, cu_seqlens=cu)[0].square().sum()
+
+    function = compiled(total)
+    for end in (70, 41, 0):
+        eager, graph = ({n: x.requires_grad_() for n, x in plain().items()} for _ in range(2))
+        offsets = torch.tensor([0, end // 2, end])
+        total(offsets, eager).backward()
+        function(offsets, graph).backward()
+        for name, x in graph.items():
+            torch.testing.assert_close(x.grad, eager[name].grad, msg=name)
+            assert not x.grad[:, end:].any()
 
 
 def test_compile_gate_and_gdn() -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from kdacore.types import ChunkInputs, Device, OutputGrads, RecurrentInputs, Request
+from kdacore.types import ChunkInputs, Device, OutputGrads, RecurrentInputs, Request, TensorSpec
 from kdacore_reference.oracle import oracle_backward, oracle_forward
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -120,9 +120,10 @@ def build(case: Case) -> tuple[Request, Any]:
         lower_bound=case.lower_bound, scale=K**-0.5, qk_l2norm=case.l2norm, beta_sigmoid=case.beta_sigmoid,
         neg_eigval=case.neg_eigval, state_v_first=case.v_first, output_final_state=case.final,
         packed=cu is not None, checkpoint_every=case.checkpoint_every,
+        tensors=tuple((n, TensorSpec(x.shape, str(x.dtype))) for n, x in inputs._asdict().items() if x is not None),
     )  # fmt: skip
     if "recurrent" in case.op:
-        inputs = RecurrentInputs(*inputs)
+        inputs = RecurrentInputs(*inputs[:10])  # those that both ops have
     return request, inputs
 
 

@@ -16,6 +16,7 @@ PICKED = (
     "chunk_kda-accuracy-floor_gates-jax-float32",
     "chunk_kda-causality-mixed-jax-float32",
     "chunk_kda-split_decode-base-jax-float32",
+    "chunk_kda-pool-checkpoints_moved-jax-float32",
     "chunk_gated_delta_rule-gradients-collinear-jax-float32",
     "fused_recurrent_kda-pool-indexed_negative-jax-float32",
     "fused_recurrent_gated_delta_rule-drift-neg_eigval-jax-float32",

@@ -93,6 +93,23 @@ def test_recurrent(name: str) -> None:
     lowers(lambda x: _recurrent(request, x)[:2], inputs)
 
 
+def test_state_pools() -> None:
+    """A pool that is written and another that is read; slots of a padded pack."""
+    request = report_calls.recurrent_request(GENERATION, B=8, H=8, pool=16)
+    inputs = report_calls.recurrent_inputs(request, spec)
+    pool, rows = spec("float32", 12, *request.state_shape[1:]), spec("int32", 8)
+    request = replace(request, write_pool_size=12, write_indices_ndim=1, null_index=0)
+    served(request)
+    lowers(lambda x: _recurrent(request, x)[:2], inputs._replace(write_pool=pool, write_indices=rows))
+
+    chunk, arrays = chunk_call(Size(T=300, H=8, HV=8), packed=3, initial=True)
+    chunk = replace(chunk, pool_size=12, state_indices_ndim=1, inplace_state=True)
+    served(chunk)
+    lowers(
+        lambda x: _forward(chunk, x)[:2], arrays._replace(initial_state=pool, state_indices=spec("int32", 3))
+    )
+
+
 def test_in_other_modes_of_jax() -> None:
     """In x64 mode Python integers have 64 bits; under strict promotion masks are not numbers.
     Neither may affect the kernels."""

@@ -92,9 +92,9 @@ class Call:
     rng: np.random.Generator
 
     def replaced(self, request: dict[str, Any] | None = None, **arrays: Any) -> Call:
-        return Call(
-            dataclasses.replace(self.request, **(request or {})), self.inputs._replace(**arrays), self.rng
-        )
+        inputs = self.inputs._replace(**arrays)
+        fields = {"tensors": specs_of(inputs), **(request or {})}
+        return Call(dataclasses.replace(self.request, **fields), inputs, self.rng)
 
     def of_kind(self, kind: str) -> Call:
         """The same values as torch tensors or JAX arrays."""
@@ -109,6 +109,12 @@ class Call:
         if not r.output_final_state:
             return OutputGrads(do)
         return OutputGrads(do, self.rng.standard_normal(r.state_shape).astype(state))
+
+
+def specs_of(inputs: Any) -> tuple[tuple[str, TensorSpec], ...]:
+    """``Request.tensors`` of these arrays."""
+    given = ((name, a) for name, a in inputs._asdict().items() if a is not None)
+    return tuple((name, TensorSpec(tuple(a.shape), str(a.dtype))) for name, a in given)
 
 
 def convert(array: np.ndarray, kind: str) -> Any:
@@ -211,7 +217,4 @@ def build_call(
         initial_state=state,
         cu_seqlens=None if lengths is None else np.cumsum([0, *lengths]).astype(np.int32),
     )
-    given = tuple(
-        (name, TensorSpec(a.shape, str(a.dtype))) for name, a in inputs._asdict().items() if a is not None
-    )
-    return Call(dataclasses.replace(request, tensors=given), inputs, rng)
+    return Call(dataclasses.replace(request, tensors=specs_of(inputs)), inputs, rng)

@@ -58,7 +58,7 @@ def test_in_place_pool_with_indices(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pool_read_only_by_default(kind: str, make_call: Make, backend: Backend, error: Error) -> None:
-    """Without ``inplace_state`` the states come back fresh, that of "no slot" computed from zeros."""
+    """Without ``inplace_state`` the states come back fresh, that of "no slot" zero, as its output."""
     call = pool_call(make_call).replaced(state_indices=np.array([5, -3, 0, 2], dtype=np.int64))
     expected = oracle_forward(call.request, call.inputs)
     before = call.inputs.initial_state.copy()
@@ -67,6 +67,7 @@ def test_pool_read_only_by_default(kind: str, make_call: Make, backend: Backend,
     np.testing.assert_array_equal(to_numpy(call.inputs.initial_state), before)
     assert tuple(out.final_state.shape) == call.request.state_shape
     assert error(out.o, expected.o) < 2e-5 and error(out.final_state, expected.final_state) < 2e-5
+    assert not to_numpy(out.o)[1].any() and not to_numpy(out.final_state)[1].any()
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
@@ -99,8 +100,11 @@ def test_accepted_tokens(kind: str, make_call: Make, backend: Backend, error: Er
     # The same from single-token calls without any pool.
     want = pool.astype(np.float64)
     for n in range(N):
-        start = table[n, accepted[n] - 1] if accepted[n] else -1
-        S = pool[start][None] if start >= 0 else np.zeros_like(pool[:1])
+        start = table[n, accepted[n] - 1]
+        S = pool[start][None] if accepted[n] else np.zeros_like(pool[:1])
+        if accepted[n] and start < 0:  # no slot: padding
+            assert not expected.o[n].any()
+            continue
         for t in range(T):
             cut = {
                 name: getattr(call.inputs, name)[n : n + 1, t : t + 1]
@@ -120,7 +124,7 @@ def test_accepted_tokens(kind: str, make_call: Make, backend: Backend, error: Er
 
     call = call.of_kind(kind)
     out = forward(backend, call)
-    untouched = [4, 12, 13, 14, 15]
+    untouched = [3, 4, 5, 12, 13, 14, 15]
     np.testing.assert_array_equal(to_numpy(out.final_state)[untouched], pool[untouched])
     assert error(out.o, expected.o) < 2e-5 and error(out.final_state, expected.final_state) < 2e-5
 

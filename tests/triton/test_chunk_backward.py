@@ -63,6 +63,8 @@ class Case:
     v_first: bool = False
     state_dtype: torch.dtype = torch.float32
     lengths: tuple[int, ...] = ()
+    padding: int = 0
+    """Tokens of NaN behind a pack."""
     collinear: bool = False
     only_final: bool = False
     seed: int = 0
@@ -92,7 +94,7 @@ def build(case: Case) -> tuple[Request, ChunkInputs, OutputGrads]:
     """The request, its inputs and the gradients that reach it, on DEVICE."""
     rng = np.random.default_rng(case.seed)
     B, H, HV, K, V = case.B, case.H, case.HV, case.K, case.V
-    T, N = (sum(case.lengths), len(case.lengths)) if case.lengths else (case.T, B)
+    T, N = (sum(case.lengths) + case.padding, len(case.lengths)) if case.lengths else (case.T, B)
 
     def tensor(x: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return torch.as_tensor(np.ascontiguousarray(x)).to(device=DEVICE, dtype=dtype)
@@ -143,12 +145,16 @@ def build(case: Case) -> tuple[Request, ChunkInputs, OutputGrads]:
     op = OPS["chunk_gated_delta_rule" if case.scalar else "chunk_kda"]
     flags = dict.fromkeys(op.options, False) | {"scale": None, "lower_bound": None} | options
     flags = {o: flags[o] for o in op.options}
-    for absent in ("checkpoint_every", "cp"):
+    for absent in ("checkpoint_every", "cp", "null_index"):
         if absent in flags:
             flags[absent] = None
     request = contract.build_request(op, inputs, tuple(flags.values()))[0]
     do = None if case.only_final else tensor(rng.standard_normal((B, T, HV, V)), case.dtype)
     d_final = tensor(0.3 * rng.standard_normal(state), case.state_dtype) if case.final else None
+    if case.padding:
+        for x in (*inputs[:5], do):
+            if x is not None:
+                x[:, sum(case.lengths) :] = float("nan")
     return request, inputs, OutputGrads(do, d_final)
 
 
@@ -197,6 +203,24 @@ def check(case: Case, call: tuple[Request, ChunkInputs, OutputGrads] | None = No
 
 BOUNDED = {"gate": "sigmoid", "lower_bound": -5.0}
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 0)
+
+
+FORMS = [
+    pytest.param({}, id="levels"),
+    pytest.param(BOUNDED, id="offset"),
+    pytest.param({"scalar": True, "gate": "softplus"}, id="scalar"),
+    pytest.param({"H": 1, "HV": 2, **BOUNDED, "V": 24}, id="grouped"),
+    pytest.param({"H": 1, "HV": 2, "K": 20}, id="grouped-levels"),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("lengths", "padding"), [((0, 17, 1, 0, 33, 0), 40), ((17,), 3), ((0, 0), 5)], ids=str
+)
+def test_tokens_behind_a_pack(form: dict[str, Any], lengths: tuple[int, ...], padding: int) -> None:
+    """They hold NaN, and get gradients of zero; those of A_log and dt_bias are the sequences' alone."""
+    check(Case(lengths=lengths, padding=padding, **form))
 
 
 @pytest.mark.parametrize("gates", ["random", "slow", "zero", "floor", "mixed"])

@@ -30,7 +30,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16] if GPU else [torch.float
 def request_of(inputs: ChunkInputs, *, scalar: bool = False, **options: Any) -> Request:
     opdef = OPS["chunk_gated_delta_rule" if scalar else "chunk_kda"]
     flags = dict.fromkeys(opdef.options, False) | {
-        "scale": None, "lower_bound": None, "checkpoint_every": None, "cp": None,
+        "scale": None, "lower_bound": None, "checkpoint_every": None, "cp": None, "null_index": None,
     } | options  # fmt: skip
     return contract.build_request(opdef, inputs, tuple(flags[o] for o in opdef.options))[0]
 
@@ -323,7 +323,7 @@ def segmented() -> Iterator[None]:
 
 
 def launches(request: Request) -> int:
-    return 2 if chunk_forward.plan_for(request).segments is None else 4
+    return 2 if chunk_forward.plan_for(request).plain.segments is None else 4
 
 
 SLOW = [

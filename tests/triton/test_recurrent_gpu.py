@@ -39,7 +39,7 @@ def request_of(x: RecurrentInputs, **options: Any) -> Request:
     given = (
         dict.fromkeys(opdef.options, False)
         | dict.fromkeys(fused, True)
-        | {"scale": None, "lower_bound": -5.0}
+        | {"scale": None, "lower_bound": -5.0, "null_index": None}
     )
     given |= options
     return contract.build_request(opdef, x, tuple(given[o] for o in opdef.options))[0]

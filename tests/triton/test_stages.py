@@ -251,3 +251,46 @@ def test_bfloat16_is_right_in_the_interpreter_too() -> None:
     r = request_of("kda_chunk_intra", inputs)
     got, want = stages.chunk_intra(r, inputs), exact.oracle_chunk_intra(r, inputs)
     assert error(got.Aqk, want.Aqk) <= BOUND[torch.bfloat16]
+
+
+STAGES = [
+    pytest.param("kda_chunk_gate", stages.chunk_gate, id="gate"),
+    pytest.param("kda_chunk_intra", stages.chunk_intra_by_token, id="intra-token"),
+    pytest.param("kda_chunk_intra", stages.chunk_intra_by_chunk, id="intra-chunk"),
+    pytest.param("kda_recompute_w_u", stages.recompute_w_u, id="recompute"),
+    pytest.param("delta_rule_chunk_state", stages.chunk_state, id="state"),
+    pytest.param("kda_chunk_output", stages.chunk_output, id="output"),
+]
+
+
+@pytest.mark.parametrize(("op", "run"), STAGES)
+def test_tokens_behind_a_pack(op: str, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not read, and nothing is written for them."""
+    x = Drawn(lengths=[3, 0, 17], chunk_size=32)
+    Akk, h = (torch.randn(shape, device=DEVICE) for shape in ((1, 20, 1, 32), (1, 3, 1, 16, 16)))
+    given = {
+        "kda_chunk_gate": ChunkGateInputs(x.g, cu_seqlens=x.cu),
+        "kda_chunk_intra": IntraInputs(x.q, x.k, x.gc, x.beta, x.cu),
+        "kda_recompute_w_u": RecomputeInputs(x.k, x.v, x.beta, x.gc, Akk, x.q, x.cu),
+        "delta_rule_chunk_state": ChunkStateInputs(x.k, x.k, x.v, x.gc, cu_seqlens=x.cu),
+        "kda_chunk_output": ChunkOutputInputs(x.q, x.v, x.gc, Akk, h, x.cu),
+    }[op]
+    padded = type(given)(*(
+        torch.cat([a, torch.full_like(a[:, :11], float("nan"))], 1)
+        if a is not None and a.ndim > 1 and a.shape[1] == 20
+        else a
+        for a in given
+    ))  # fmt: skip
+
+    def outputs(inputs: Any) -> list[torch.Tensor]:
+        found = run(request_of(op, inputs, **x.options), inputs)
+        return [found] if isinstance(found, torch.Tensor) else list(found)
+
+    want = outputs(given)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **b: empty(*a, **b).fill_(7.0))
+    for got, alone in zip(outputs(padded), want, strict=True):
+        if alone.shape[:2] == (1, 20):
+            assert torch.equal(got[:, :20], alone) and bool((got[:, 20:] == 7.0).all())
+        else:
+            assert torch.equal(got, alone)

@@ -67,8 +67,18 @@ WHOLE = frozenset(
     }
 )
 """Features of the chunked and the recurrent ops that are served beyond the plain call."""
-POOL = frozenset({"accepted_tokens", "inplace_state", "out", "read_only_state", "state_pool"})
-"""Those of the recurrent ops alone."""
+POOL = frozenset(
+    {
+        "has_initial_state",
+        "inplace_state",
+        "null_index",
+        "out",
+        "state_pool",
+        "write_indices",
+        "write_pool",
+    }
+)
+"""Those of servers."""
 
 
 _verifier = partial(_lazy, "verifiers")
@@ -109,7 +119,7 @@ def make_backend() -> Backend:
     chunk = OpImpl(
         forward=_lazy("chunk_forward", "forward"),
         backward=_lazy("chunk_backward", "backward"),
-        serves=WHOLE | {"checkpoints"},
+        serves=WHOLE | POOL | {"checkpoints", "checkpoint_offsets"},
         verifiers=(
             *_COMMON,
             _verifier("chunk_forward_dtype"),
@@ -117,11 +127,13 @@ def make_backend() -> Backend:
             _verifier("gradients"),
         ),
         fast_path=_lazy("chunk_forward_fast_path", "make_fast_call"),
+        fast_gradients=_lazy("chunk_backward_fast_path", "make_fast_gradients"),
         verified_archs=VERIFIED,
+        batch_invariant=True,
     )
     recurrent = OpImpl(
         forward=_lazy("recurrent", "forward"),
-        serves=WHOLE | POOL,
+        serves=WHOLE | POOL | {"accepted_tokens", "read_only_state"},
         verifiers=(*_COMMON, _verifier("recurrent_dtype")),
         cost=_lazy("costs", "recurrent"),
         fast_path=_lazy("recurrent_fast_path", "make_fast_call"),

@@ -1,9 +1,9 @@
 """Host side of the backward of ``chunk_kda`` on Hopper.
 
 Everything is recomputed from the inputs, in these launches: prepare (operands of each chunk), scan
-(states forward and their gradients in reverse, side by side in one grid), grads (every input
-gradient of each chunk), and sums (over the value heads of a group, and over chunks). Nothing is
-read back from the device.
+(states forward and their gradients in reverse, side by side in one grid; with few heads in
+segments, :mod:`kdacore_cuda.chunk_backward_segments`), grads (every input gradient of each chunk),
+and sums (over the value heads of a group, and over chunks). Nothing is read back from the device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
-from kdacore_cuda import torch_launch
+from kdacore_cuda import chunk_backward_segments, torch_launch
 from kdacore_cuda.architectures import build_arch
 from kdacore_cuda.chunk_backward_kernels import (
     GROUPS_THREADS,
@@ -27,10 +27,18 @@ from kdacore_cuda.chunk_backward_kernels import (
     scan_warpgroups,
     sums_kernel,
 )
+from kdacore_cuda.chunk_backward_segments import ChunkBackwardSegmentsPlan, ScanLaunch
+from kdacore_cuda.chunk_backward_segments_kernels import use_segments
 from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, GATES, GROUPS, SUMS, TYPES
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.plan_cache import PlanCache
-from kdacore_cuda.request_encoding import chunk_flags, contiguous_token_strides, has_bounded_gate, type_code
+from kdacore_cuda.request_encoding import (
+    chunk_flags,
+    contiguous_token_strides,
+    has_bounded_gate,
+    items_for_choice,
+    type_code,
+)
 from kdacore_cuda.torch_arguments import address, aligned, contiguous, token_arguments
 
 CHUNK, HALF, QUARTER = 64, 32, 16
@@ -104,6 +112,7 @@ def _make_plan(r: Request) -> ChunkBackwardPlan:
             "H": r.H,
             "HV": r.HV,
             "NT": NT,
+            **chunk_backward_segments.segment_sizes(r),
             "gate": GATES[r.gate],
             "flags": chunk_flags(r),
             "beta_type": type_code(r, "beta"),
@@ -137,7 +146,13 @@ def given_arrays(**arrays: torch.Tensor | None) -> Arrays:
     return {name: x for name, x in arrays.items() if x is not None}
 
 
-def launch(kernel: ChunkBackwardKernel, plan: ChunkBackwardPlan, inputs: ChunkInputs, arrays: Arrays) -> None:
+def launch(
+    kernel: ChunkBackwardKernel,
+    plan: ChunkBackwardPlan,
+    inputs: ChunkInputs,
+    arrays: Arrays,
+    blocks: int | None = None,
+) -> None:
     """Launch one kernel.
 
     Args:
@@ -146,6 +161,7 @@ def launch(kernel: ChunkBackwardKernel, plan: ChunkBackwardPlan, inputs: ChunkIn
         inputs: the call's arrays.
         arrays: the workspace, outputs and gradients that the kernel takes, by field name; other
             fields are 0.
+        blocks: of the grid; None: as many as the kernel says.
 
     Raises BackendBuildError or DriverError.
     """
@@ -160,14 +176,39 @@ def launch(kernel: ChunkBackwardKernel, plan: ChunkBackwardPlan, inputs: ChunkIn
     named |= {name: x.data_ptr() for name, x in (small | arrays).items()} | plan.sizes
     values = tuple(named.get(name, 0) for name, _ in CHUNK_BACKWARD.fields)
     like = inputs.q
-    torch_launch.launch(launcher(kernel), plan.grid(kernel, like.device.index), plan.arch, like, values)
+    if blocks is None:
+        blocks = plan.grid(kernel, like.device.index)
+    torch_launch.launch(launcher(kernel), blocks, plan.arch, like, values)
     del kept, small  # copies live until the launch is queued
 
 
-def scan_of(request: Request, index: int) -> ChunkBackwardKernel:
-    """The scan that this call uses on device ``index``."""
-    heads = request.N * request.HV
-    return scan_kernel(scan_warpgroups(heads, torch_launch.multiprocessors(index)))
+class Scan(NamedTuple):
+    """The launches between prepare and gradients, to be made in order."""
+
+    launches: tuple[ScanLaunch, ...]
+    workspace: Arrays
+    """What they need beside :data:`WORKSPACE`."""
+
+
+def scan_launches(
+    request: Request, index: int
+) -> tuple[tuple[ScanLaunch, ...], ChunkBackwardSegmentsPlan | None]:
+    """The launches of the scan that this call uses on device ``index``, and their plan if it is cut
+    in segments."""
+    heads, multiprocessors = items_for_choice(request), torch_launch.multiprocessors(index)
+    if use_segments(heads, multiprocessors):
+        segments = chunk_backward_segments.plan_of(request)
+        return segments.launches, segments
+    kernel = scan_kernel(scan_warpgroups(heads, multiprocessors))
+    return (ScanLaunch("scan", kernel, plan_of(request).grid(kernel, index)),), None
+
+
+def scan_of(request: Request, like: torch.Tensor) -> Scan:
+    """The scan that this call uses on ``like``'s device. Allocates its workspace."""
+    launches, segments = scan_launches(request, like.device.index)
+    if segments is None:
+        return Scan(launches, {})
+    return Scan(launches, chunk_backward_segments.make_workspace(segments, request.HV, like))
 
 
 def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grads: OutputGrads) -> InputGrads:
@@ -194,10 +235,13 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
     d_h0 = None if x.initial_state is None else x.initial_state.new_empty(x.initial_state.shape)
 
     work = make_workspace(plan, x.q, *WORKSPACE)
-    launch(prepare_kernel(plan.float_gate, plan.bounded), plan, x, work)
-    scan_arrays = work | given_arrays(d_o=d_o, d_ht=d_ht, d_h0=d_h0)
-    launch(scan_of(request, x.q.device.index), plan, x, scan_arrays)
-    del scan_arrays
+    scan = scan_of(request, x.q)
+    # For all of them: prepare reads fewer.
+    first = work | scan.workspace | given_arrays(d_o=d_o, d_ht=d_ht, d_h0=d_h0)
+    launch(prepare_kernel(plan.float_gate, plan.bounded), plan, x, first)
+    for _, kernel, blocks in scan.launches:
+        launch(kernel, plan, x, first, blocks)
+    del scan, first
     for name in ("kg", "kg_low", "qg", "w", "aqk", "inv"):  # grads does not read them
         del work[name]
 

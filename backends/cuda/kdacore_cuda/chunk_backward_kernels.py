@@ -42,8 +42,14 @@ def groups_kernel() -> KernelSource:
     return KernelSource(f"{_SOURCES}/groups.cu", "groups", (("THREADS", GROUPS_THREADS),))
 
 
-_SCAN_SHARED = 231680
+SCAN_SHARED = 231680
 """Bytes: the ring buffers' stages, the staging area of stores, barriers."""
+
+
+def state_threads(warpgroups: int) -> int:
+    """Threads of a block that carries a state: warpgroups with 64 of its rows each, and warps that
+    load."""
+    return 384 if warpgroups == 2 else 224
 
 
 @cache
@@ -54,11 +60,11 @@ def scan_kernel(warpgroups: int = 2) -> ChunkBackwardKernel:
         warpgroups: per block. 2: a block carries a whole state; 1: two blocks share one, see
             :func:`scan_warpgroups`.
     """
-    defines = (("WARPGROUPS", warpgroups), ("SHARED_BYTES", _SCAN_SHARED))
+    defines = (("WARPGROUPS", warpgroups), ("SHARED_BYTES", SCAN_SHARED))
     return ChunkBackwardKernel(
         KernelSource(f"{_SOURCES}/scan.cu", "scan", defines),
-        384 if warpgroups == 2 else 224,
-        _SCAN_SHARED,
+        state_threads(warpgroups),
+        SCAN_SHARED,
         lambda units, heads, multiprocessors: 4 // warpgroups * heads,
     )
 

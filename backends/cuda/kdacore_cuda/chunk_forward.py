@@ -13,6 +13,7 @@ import torch
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda import chunk_forward_dataflow, chunk_forward_segments, torch_launch
 from kdacore_cuda.architectures import build_arch
+from kdacore_cuda.chunk_forward_checkpoints import finish_checkpoints, make_marks
 from kdacore_cuda.chunk_forward_dataflow_kernels import use_dataflow
 from kdacore_cuda.chunk_forward_kernels import (
     chunk_forward_kernel,
@@ -25,10 +26,17 @@ from kdacore_cuda.chunk_forward_kernels import (
     resident_clusters,
 )
 from kdacore_cuda.chunk_forward_segments_kernels import use_segments
-from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, GATES, TYPES
+from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, GATES, STEP_TOKENS, TYPES
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.plan_cache import PlanCache
-from kdacore_cuda.request_encoding import chunk_flags, contiguous_token_strides, has_bounded_gate, type_code
+from kdacore_cuda.pool_arguments import pool_arguments, returned
+from kdacore_cuda.request_encoding import (
+    chunk_flags,
+    contiguous_token_strides,
+    has_bounded_gate,
+    items_for_choice,
+    type_code,
+)
 from kdacore_cuda.torch_arguments import address, contiguous, token_arguments
 
 LAUNCH_NUMBERS = count(secrets.randbits(62))
@@ -60,11 +68,15 @@ class ChunkForwardPlan(NamedTuple):
 def _make_plan(r: Request) -> ChunkForwardPlan:
     arch = build_arch(r.device.arch)
     items, multiprocessors = r.N * r.HV, torch_launch.multiprocessors(r.device.index)
-    cluster = cluster_size(r.K, items, multiprocessors, arch)
+    cluster = cluster_size(r.K, items_for_choice(r), multiprocessors, arch)
     clusters = resident_clusters(r.K, cluster, items, multiprocessors, arch)
     cuts = clusters and (r.packed or cuts_items(r.T, items, clusters))
     hopper = has_hopper_kernel(r.K, arch)
-    in_dataflow = hopper and use_dataflow(items, r.packed, has_bounded_gate(r), multiprocessors)
+    in_dataflow = (
+        hopper
+        and chunk_forward_dataflow.serves(r)
+        and use_dataflow(items_for_choice(r), has_bounded_gate(r), multiprocessors)
+    )
     return ChunkForwardPlan(
         launcher=_launcher(r.K, cluster, has_bounded_gate(r), type_code(r, "g") != TYPES["bfloat16"], arch),
         grid=(clusters or items) * cluster,
@@ -78,6 +90,8 @@ def _make_plan(r: Request) -> ChunkForwardPlan:
             r.HV,
             clusters,
             r.checkpoint_every,
+            r.null_index,
+            r.checkpoint_count,
             GATES[r.gate],
             chunk_flags(r),
             type_code(r, "beta"),
@@ -88,7 +102,7 @@ def _make_plan(r: Request) -> ChunkForwardPlan:
         state_dtype=getattr(torch, r.state_dtype),
         widen_gate=type_code(r, "g") == TYPES["float16"],
         in_dataflow=in_dataflow,
-        in_segments=hopper and not in_dataflow and use_segments(items, multiprocessors),
+        in_segments=hopper and not in_dataflow and use_segments(items_for_choice(r), multiprocessors),
     )
 
 
@@ -113,8 +127,9 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
         inputs: its arrays, shaped as :class:`kdacore.types.ChunkInputs` says.
 
     Returns:
-        ``o`` ``[B, T, HV, V]``; the final state (``request.state_shape``) and the checkpoints
-        (``request.checkpoint_shape``) where the request asks for them.
+        ``o`` ``[B, T, HV, V]``; the final state (``request.state_shape``, or the pool itself where
+        states are written in place) and the checkpoints (``request.checkpoint_shape``) where the
+        request asks for them.
 
     Raises:
         BackendBuildError: a kernel had to be compiled and could not be.
@@ -129,18 +144,20 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
         inputs = inputs._replace(g=inputs.g.float())
     addresses, strides, kept = token_arguments(inputs, False, plan.strides)
     A_log, bias, cu_seqlens = map(contiguous, (inputs.A_log, inputs.dt_bias, inputs.cu_seqlens))
-    h0 = contiguous(inputs.initial_state)
-    o = inputs.v.new_empty((request.B, request.T, request.HV, request.V))
-    ht = o.new_empty(request.state_shape, dtype=plan.state_dtype) if request.output_final_state else None
+    pools = pool_arguments(request, inputs, plan.state_dtype)
+    o = pools.o
     checkpoints = chunk_forward_segments.make_checkpoints(request, o, plan.state_dtype)
+    marks = make_marks(request, inputs, o, has_hopper_kernel(request.K, plan.arch))
     cut_states = o.new_empty(plan.cut_states_size, dtype=torch.float32) if plan.cut_states_size else None
     values = (
         *addresses,
         *(address(A_log), address(bias), address(cu_seqlens), o.data_ptr()),
-        *(address(h0), address(ht), address(checkpoints), address(cut_states), next(LAUNCH_NUMBERS)),
+        *(address(pools.initial), address(pools.written), address(checkpoints), address(cut_states)),
+        *(*pools.rows, *marks.addresses, next(LAUNCH_NUMBERS), *pools.strides),
         *strides,
         *plan.sizes,
     )
     torch_launch.launch(plan.launcher, plan.grid, plan.arch, o, values)
+    finish_checkpoints(request, plan.arch, inputs, pools, marks, STEP_TOKENS)
     del kept  # copies live until the launch is queued
-    return Outputs(o, ht, checkpoints)
+    return Outputs(*returned(request, inputs, pools), checkpoints)

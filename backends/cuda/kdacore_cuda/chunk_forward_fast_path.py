@@ -15,14 +15,16 @@ from kdacore_cuda.chunk_forward_segments import CHUNK_OPERANDS
 from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, SEGMENTS, WALK
 from kdacore_cuda.prepacked_launch import PrepackedLauncher
 from kdacore_cuda.request_encoding import contiguous_strides
-from kdacore_cuda.torch_arguments import ALIGNMENT, strides_without_copies
+from kdacore_cuda.torch_arguments import ALIGNMENT, contiguous_rows, strides_without_copies
 
-Launch = Callable[[int, tuple[int, ...], int, int, int], None]
-"""``launch(stream, tokens, o, initial_state, final_state)`` makes a call's launches. All but the
-stream are addresses, 0 for an absent array; ``tokens`` are those of ``_TOKENS``."""
+Launch = Callable[[int, tuple[int, ...], int, int, int, tuple[int, int, int]], None]
+"""``launch(stream, tokens, o, initial_state, final_state, rows)`` makes a call's launches. All but
+the stream are addresses, 0 for an absent array; ``tokens`` are those of ``_TOKENS``, ``rows`` those
+of :class:`kdacore_cuda.pool_arguments.PoolArguments`."""
 
 _TOKENS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")
 _STRIDES = tuple(f"{name}_{axis}" for name in _TOKENS[:5] for axis in ("sb", "st", "sh"))
+_ROWS = ("reads", "has_initial", "writes")
 _OPERANDS = ("kg", "qg", "w", "u", "aqk", "last")
 
 
@@ -38,26 +40,45 @@ def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
     Raises BackendBuildError or DriverError.
     """
     r, plan = request, chunk_forward.plan_of(request)
-    small = (inputs.A_log, inputs.dt_bias, inputs.initial_state, inputs.cu_seqlens)
+    _, _, _, _, _, A_log, bias, initial, cu_seqlens, _, reads, mask, writes, pool, offsets, _, out = inputs
+    small = (A_log, bias, cu_seqlens, reads, mask, writes, out)
     strides = strides_without_copies(inputs, False, plan.strides, small)
-    if strides is None or plan.widen_gate or r.checkpoint_every or not plan.grid:
+    if strides is None or plan.widen_gate or r.checkpoint_every or offsets is not None or not plan.grid:
         return None
+    if any(x is not None and not x[:1].is_contiguous() for x in (initial, pool)):
+        return None
+    row = r.HV * r.K * r.V
+    initial_row, pool_row = (contiguous_rows(x, row)[1] for x in (initial, pool))
+    if plan.in_dataflow and initial_row != row:
+        return None
+    in_place = r.inplace_state
+    written_row = row if not in_place else initial_row if pool is None else pool_row
     index = inputs.q.get_device()
     current_device, current_stream = torch_launch.current_device, torch_launch.current_stream
     empty = allocator(inputs.v.device.type)
     with torch.cuda.device(index):  # kernels are loaded here, for the current context
-        launch = _launch_maker(plan)(request, strides, index, empty)
+        launch = _launch_maker(plan)(request, strides, (initial_row, written_row), index, empty)
     o_shape, state_shape = (r.B, r.T, r.HV, r.V), r.state_shape
     o_strides, state_strides = contiguous_strides(o_shape), contiguous_strides(state_shape)
-    o_dtype, state_dtype, returns_state = inputs.v.dtype, plan.state_dtype, r.output_final_state
+    o_dtype, state_dtype = inputs.v.dtype, plan.state_dtype
+    returns_state, fresh = r.output_final_state, r.output_final_state and not in_place
 
     def fast_call(arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        q, k, v, g, beta, A_log, bias, initial, cu_seqlens, _ = arrays
+        q, k, v, g, beta, A_log, bias, initial, cu_seqlens, _, reads, mask, writes, pool, _, _, o = arrays
         q_at, k_at, v_at, g_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr()
         if (q_at | k_at | v_at | g_at) % ALIGNMENT or current_device() != index:
             return None
-        o = empty(o_shape, o_strides, o_dtype)
-        state = empty(state_shape, state_strides, state_dtype) if returns_state else None
+        if o is None:
+            o = empty(o_shape, o_strides, o_dtype)
+        elif o.data_ptr() % ALIGNMENT:
+            return None
+        state, rows = None, _NO_ROWS
+        if fresh:
+            state = empty(state_shape, state_strides, state_dtype)
+        elif in_place:
+            state = initial if pool is None else pool
+        if reads is not None or mask is not None or writes is not None:
+            rows = _rows(reads, mask, writes, in_place)
         launch(
             current_stream(index),
             (
@@ -67,10 +88,20 @@ def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
             o.data_ptr(),
             0 if initial is None else initial.data_ptr(),
             0 if state is None else state.data_ptr(),
+            rows,
         )  # fmt: skip
-        return o, state, None
+        return o, state if returns_state else None, None
 
     return fast_call
+
+
+_NO_ROWS = (0, 0, 0)
+
+
+def _rows(reads: Any, mask: Any, writes: Any, in_place: bool) -> tuple[int, int, int]:
+    reads_at = 0 if reads is None else reads.data_ptr()
+    writes_at = 0 if not in_place else reads_at if writes is None else writes.data_ptr()
+    return reads_at, 0 if mask is None else mask.data_ptr(), writes_at
 
 
 def _launch_maker(plan: chunk_forward.ChunkForwardPlan) -> Callable[..., Launch]:
@@ -79,23 +110,30 @@ def _launch_maker(plan: chunk_forward.ChunkForwardPlan) -> Callable[..., Launch]
     return _segments_launch if plan.in_segments else _fused_launch
 
 
-def _fused_launch(request: Request, strides: tuple[int, ...], index: int, empty: Empty) -> Launch:
+def _fused_launch(
+    request: Request, strides: tuple[int, ...], state_strides: tuple[int, int], index: int, empty: Empty
+) -> Launch:
     plan = chunk_forward.plan_of(request)
-    per_call = (*_TOKENS, "o", "h0", "ht", "cut_states", "launch")
-    packed = PrepackedLauncher(plan.launcher, per_call, CHUNK_FORWARD.last(*strides, *plan.sizes))
+    per_call = (*_TOKENS, "o", "h0", "ht", "cut_states", *_ROWS, "launch")
+    fixed = CHUNK_FORWARD.last(*state_strides, *strides, *plan.sizes)
+    packed = PrepackedLauncher(plan.launcher, per_call, fixed)
     start = torch_launch.prepacked_start(packed, plan.grid, plan.arch, index)
     size, numbers = plan.cut_states_size, chunk_forward.LAUNCH_NUMBERS
     shape, unit_stride = (size,), (1,)
 
-    def launch(stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int) -> None:
+    def launch(
+        stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int, rows: tuple[int, int, int]
+    ) -> None:
         cut_states = empty(shape, unit_stride, torch.float32) if size else None
         at = 0 if cut_states is None else cut_states.data_ptr()
-        start(stream, tokens + (o, initial, final, at, next(numbers)))  # noqa: RUF005  # (*a, b) makes a list first
+        start(stream, tokens + (o, initial, final, at, *rows, next(numbers)))  # noqa: RUF005  # (*a, b) makes a list first
 
     return launch
 
 
-def _dataflow_launch(request: Request, strides: tuple[int, ...], index: int, empty: Empty) -> Launch:
+def _dataflow_launch(
+    request: Request, strides: tuple[int, ...], state_strides: tuple[int, int], index: int, empty: Empty
+) -> Launch:
     plan = chunk_forward_dataflow.plan_of(request)
     fixed = {**plan.chunks.sizes, **dict(zip(_STRIDES, strides, strict=True))}
     prepare = PrepackedLauncher(plan.prepare, (*_TOKENS, *_OPERANDS, "ready", "launch"), fixed)
@@ -107,7 +145,9 @@ def _dataflow_launch(request: Request, strides: tuple[int, ...], index: int, emp
     flags_offset, numbers = plan.flags_offset, chunk_forward_dataflow.LAUNCH_NUMBERS
     shape, unit_stride = (plan.workspace_bytes,), (1,)
 
-    def launch(stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int) -> None:
+    def launch(
+        stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int, rows: tuple[int, int, int]
+    ) -> None:
         workspace = empty(shape, unit_stride, torch.uint8)
         at, number = workspace.data_ptr(), next(numbers)
         ready = at + flags_offset
@@ -118,14 +158,16 @@ def _dataflow_launch(request: Request, strides: tuple[int, ...], index: int, emp
     return launch
 
 
-def _segments_launch(request: Request, strides: tuple[int, ...], index: int, empty: Empty) -> Launch:
+def _segments_launch(
+    request: Request, strides: tuple[int, ...], state_strides: tuple[int, int], index: int, empty: Empty
+) -> Launch:
     plan, arch = chunk_forward_segments.plan_of(request), chunk_forward.plan_of(request).arch
     (_, prepare, units), *others = plan.launches
     fixed = {**plan.chunks.sizes, **dict(zip(_STRIDES, strides, strict=True))}
     packed = PrepackedLauncher(prepare, (*_TOKENS, *_OPERANDS), fixed)
     start_prepare = torch_launch.prepacked_start(packed, units, arch, index)
-    per_call = ("cu_seqlens", "o", "h0", "ht", "chunk_operands", "maps", "starts")
-    sizes = SEGMENTS.last(*plan.sizes)
+    per_call = ("cu_seqlens", "o", "h0", "ht", "chunk_operands", "maps", "starts", *_ROWS)
+    sizes = SEGMENTS.last(*state_strides, *plan.sizes)
     start_others = [
         torch_launch.prepacked_start(PrepackedLauncher(launcher, per_call, sizes), grid, arch, index)
         for _, launcher, grid in others
@@ -134,11 +176,13 @@ def _segments_launch(request: Request, strides: tuple[int, ...], index: int, emp
     maps_offset, starts_offset = plan.maps_offset, plan.starts_offset
     shape, unit_stride = (plan.workspace_bytes,), (1,)
 
-    def launch(stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int) -> None:
+    def launch(
+        stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int, rows: tuple[int, int, int]
+    ) -> None:
         workspace = empty(shape, unit_stride, torch.uint8)
         at = workspace.data_ptr()
         start_prepare(stream, tokens + (at + kg, at + qg, at + w, at + u, at + aqk, at + last))  # noqa: RUF005
-        values = (tokens[7], o, initial, final, at, at + maps_offset, at + starts_offset)
+        values = (tokens[7], o, initial, final, at, at + maps_offset, at + starts_offset, *rows)
         for start in start_others:
             start(stream, values)
 

@@ -91,6 +91,19 @@ def chunk_forward_kernel(
     )
 
 
+TAIL_THREADS, TAIL_SHARED, TAIL_BLOCKS = 128, 64 * (2 * 128 + 32 + 2) * 4, 4
+"""Of :func:`checkpoint_tail_kernel`: block size, bytes of shared memory, blocks a checkpoint and
+value head."""
+
+
+def checkpoint_tail_kernel() -> KernelSource:
+    """From the state at the start of a step to the one before a token in it, on Hopper, K = V = 128.
+    Takes :data:`kdacore_cuda.kernel_parameters.CHECKPOINT_TAIL`."""
+    return KernelSource(
+        "sm90/chunk_forward/checkpoint_tail.cu", "checkpoint_tail", (("SHARED_BYTES", TAIL_SHARED),)
+    )
+
+
 def chunk_forward_threads(K: int, cluster: int, arch: str = HOPPER) -> int:
     """Block size of :func:`chunk_forward_kernel`."""
     if has_hopper_kernel(K, arch):

@@ -17,6 +17,12 @@ import torch
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda import chunk_backward, torch_launch
 from kdacore_cuda.chunk_backward_kernels import prepare_kernel
+from kdacore_cuda.chunk_forward_checkpoints import (
+    SEGMENT_STEP_TOKENS,
+    Marks,
+    finish_checkpoints,
+    make_marks,
+)
 from kdacore_cuda.chunk_forward_segments_kernels import (
     SegmentsKernel,
     chain_blocks,
@@ -29,6 +35,7 @@ from kdacore_cuda.chunk_forward_segments_kernels import (
 from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, SEGMENTS
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.plan_cache import PlanCache
+from kdacore_cuda.pool_arguments import PoolArguments, pool_arguments, returned
 from kdacore_cuda.torch_arguments import address, contiguous, token_arguments
 
 _ORDER = (("last", 512), ("kg", 16384), ("w", 16384), ("u", 16384), ("qg", 16384), ("aqk", 8192))
@@ -103,7 +110,10 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
         segment_chunks=segment_chunks,
         slots=slots,
         stored_segments=slots * r.HV if segments > 1 else 0,
-        sizes=(r.T, r.N, r.HV, NT, segment_chunks, segments, r.checkpoint_every, chunks.sizes["flags"]),
+        sizes=(
+            *(r.T, r.N, r.HV, NT, segment_chunks, segments),
+            *(r.checkpoint_every, r.null_index, r.checkpoint_count, chunks.sizes["flags"]),
+        ),
         state_dtype=getattr(torch, r.state_dtype),
     )
 
@@ -124,6 +134,9 @@ class SegmentsCall(NamedTuple):
     launches: tuple[tuple[str, Launcher, int, tuple[Any, ...]], ...]
     """Name, launcher, blocks and parameters of each."""
     outputs: Outputs
+    """As kernels write them; :func:`kdacore_cuda.pool_arguments.returned` has what the caller gets."""
+    pools: PoolArguments
+    marks: Marks
     workspace: torch.Tensor
     """Bytes: the chunks' operands, the segments' maps, their starting states."""
     kept: tuple[Any, ...]
@@ -140,10 +153,10 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> SegmentsCall:
         inputs = inputs._replace(g=inputs.g.float())
     addresses, strides, kept = token_arguments(inputs, False, plan.chunks.strides)
     A_log, bias, cu_seqlens = map(contiguous, (inputs.A_log, inputs.dt_bias, inputs.cu_seqlens))
-    h0 = contiguous(inputs.initial_state)
-    o = inputs.v.new_empty((request.B, request.T, request.HV, request.V))
-    ht = o.new_empty(request.state_shape, dtype=plan.state_dtype) if request.output_final_state else None
+    pools = pool_arguments(request, inputs, plan.state_dtype)
+    o = pools.o
     checkpoints = make_checkpoints(request, o, plan.state_dtype)
+    marks = make_marks(request, inputs, o, True)
     workspace = o.new_empty(plan.workspace_bytes, dtype=torch.uint8)
     operands = workspace.data_ptr()
 
@@ -157,15 +170,17 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> SegmentsCall:
         prepare_values[_FIELD[name]] = operands + offset
 
     other_values: tuple[Any, ...] = (
-        *(address(cu_seqlens), o.data_ptr(), address(h0), address(ht), address(checkpoints)),
-        *(operands, operands + plan.maps_offset, operands + plan.starts_offset),
+        *(address(cu_seqlens), o.data_ptr(), address(pools.initial), address(pools.written)),
+        *(address(checkpoints), operands, operands + plan.maps_offset, operands + plan.starts_offset),
+        *(*pools.rows, *marks.addresses, *pools.strides),
         *plan.sizes,
     )
     launches = tuple(
         (*launch, other_values if i else tuple(prepare_values)) for i, launch in enumerate(plan.launches)
     )
     return SegmentsCall(
-        launches, Outputs(o, ht, checkpoints), workspace, (inputs, kept, A_log, bias, cu_seqlens, h0)
+        *(launches, Outputs(o, pools.written, checkpoints), pools, marks, workspace),
+        (inputs, kept, A_log, bias, cu_seqlens),
     )
 
 
@@ -187,15 +202,17 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     o, arch = call.outputs.o, plan_of(request).chunks.arch
     for _, launcher, grid, values in call.launches:
         torch_launch.launch(launcher, grid, arch, o, values)
-    return call.outputs
+    finish_checkpoints(request, arch, inputs, call.pools, call.marks, SEGMENT_STEP_TOKENS)
+    return Outputs(*returned(request, inputs, call.pools), call.outputs.checkpoints)
 
 
 def make_checkpoints(request: Request, o: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """An array for checkpoints (``request.checkpoint_shape``), None when the request asks for none.
 
-    Uninitialised, except of a pack: no kernel writes the unused rows there, so all are zero.
+    Uninitialised, except of a pack or where sequences may be padding: no kernel writes the unused
+    rows there, so all are zero.
     """
     if not request.checkpoint_every:
         return None
-    make = o.new_zeros if request.packed else o.new_empty
+    make = o.new_zeros if request.packed or request.pool_size else o.new_empty
     return make(request.checkpoint_shape, dtype=dtype)

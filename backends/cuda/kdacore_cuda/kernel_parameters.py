@@ -66,6 +66,16 @@ _INPUTS: tuple[tuple[str, FieldType], ...] = tuple(
     (name, "ptr") for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "o")
 )
 
+_STATE_ROWS: tuple[tuple[str, FieldType], ...] = tuple(
+    (name, "ptr") for name in ("reads", "has_initial", "writes")
+)
+_STATE_STRIDES: tuple[tuple[str, FieldType], ...] = (("h0_row", "i64"), ("ht_row", "i64"))
+"""Which rows of pools are read and written: csrc/common/state_rows.cuh."""
+_MARKS: tuple[tuple[str, FieldType], ...] = tuple(
+    (name, "ptr") for name in ("mark_offsets", "mark_rows", "mark_states")
+)
+"""Checkpoints at chosen tokens: csrc/common/chunk_forward/marks.cuh."""
+
 CHUNK_FORWARD = ParamStruct(
     "ChunkForwardParams",
     (
@@ -74,7 +84,10 @@ CHUNK_FORWARD = ParamStruct(
         ("ht", "ptr"),
         ("ckpt", "ptr"),
         ("cut_states", "ptr"),
+        *_STATE_ROWS,
+        *_MARKS,
         ("launch", "i64"),
+        *_STATE_STRIDES,
         *_strided("q", "k", "v", "g", "beta"),
         ("T", "i64"),
         ("N", "i32"),
@@ -82,6 +95,8 @@ CHUNK_FORWARD = ParamStruct(
         ("HV", "i32"),
         ("clusters", "i32"),
         ("ckpt_every", "i32"),
+        ("null_index", "i32"),
+        ("marks", "i32"),
         ("gate", "i32"),
         ("flags", "i32"),
         ("beta_type", "i32"),
@@ -99,20 +114,22 @@ RECURRENT = ParamStruct(
     "RecurrentParams",
     (
         *_INPUTS,
-        *((name, "ptr") for name in ("h0", "ht", "indices", "accepted")),
-        *((name, "i64") for name in ("h0_row", "ht_row", "indices_row")),
+        *((name, "ptr") for name in ("h0", "ht", "indices", "accepted", "has_initial", "writes")),
+        *((name, "i64") for name in ("h0_row", "ht_row")),
         *_strided("q", "k", "v", "g", "beta"),
-        *((name, "i64") for name in ("hv_factor", "group_factor")),
-        *((name, "i32") for name in ("T", "H", "HV", "hv_shift", "group_shift", "fills_device")),
-        *((name, "i32") for name in ("gate", "flags")),
+        *((name, "i64") for name in ("hv_factor", "group_factor", "indices_row", "writes_row")),
+        *((name, "i32") for name in ("N", "T", "H", "HV", "hv_shift", "group_shift", "fills_device")),
+        *((name, "i32") for name in ("null_index", "gate", "flags")),
         *((name, "i32") for name in ("qkv_type", "g_type", "beta_type", "bias_type")),
         ("scale", "f32"),
         ("lower_bound", "f32"),
     ),
 )
 """Parameters of the recurrent kernels; what changes from call to call comes first. ``i / HV`` is computed as
-``i * hv_factor >> hv_shift``, and ``i / (HV / H)`` with ``group_factor`` and ``group_shift``. ``fills_device``: the
-grid occupies the whole device, so the next launch may be placed before this one begins."""
+``i * hv_factor >> hv_shift``, and ``i / (HV / H)`` with ``group_factor`` and ``group_shift``. ``indices``: pool rows
+that are read; ``writes``: those that are written, 0 where sequence n writes row n; ``has_initial``: one byte a
+sequence, 0 if all have. ``fills_device``: the grid occupies the whole device, so the next launch may be placed before
+this one begins."""
 
 INTRA = ParamStruct(
     "IntraParams",
@@ -160,20 +177,23 @@ CHUNK_BACKWARD = ParamStruct(
             (name, "ptr")
             for name in ("kg", "kg_low", "qg", "w", "u", "aqk", "inv", "last", "rows", "h", "dh", "dr")
         ),
-        *((name, "ptr") for name in ("dq", "dk", "dv", "dg", "dbeta", "dA_part", "dbias_part", "ready")),
+        *((name, "ptr") for name in ("dq", "dk", "dv", "dg", "dbeta", "dA_part", "dbias_part")),
+        *((name, "ptr") for name in ("maps", "starts", "ends", "ready")),
         ("launch", "i64"),
         *_strided("q", "k", "v", "g", "beta"),
         ("T", "i64"),
         ("units", "i64"),
         *((name, "i32") for name in ("N", "H", "HV", "NT", "gate", "flags", "beta_type", "bias_type")),
+        *((name, "i32") for name in ("segment", "segments")),
         *((name, "f32") for name in ("scale", "lower_bound", "floor", "centre")),
     ),
 )
 """Parameters of the backward kernels, one struct for all. csrc/sm90/chunk_backward/workspace.cuh describes the
 workspace (``kg`` to ``dr``). ``d_o`` ``[B, T, HV, V]`` and all gradients are contiguous. ``units``: chunk slots times
 HV; ``NT``: chunks of a dense sequence. ``floor``: the lowest log2 decay of a step; ``centre``: an integer near half of
-the sum of 32 such steps. ``dA_part`` is float32 ``[units]``, ``dbias_part`` float32 ``[units, K]``. ``ready`` and
-``launch``: see :data:`WALK`."""
+the sum of 32 such steps. ``dA_part`` is float32 ``[units]``, ``dbias_part`` float32 ``[units, K]``. ``maps``,
+``starts``, ``ends``: see csrc/sm90/chunk_backward/segments.cuh; ``segment``: chunks of a segment; ``segments``: those
+of a dense sequence. ``ready`` and ``launch``: see :data:`WALK`."""
 
 SEGMENTS = ParamStruct(
     "SegmentParams",
@@ -182,8 +202,12 @@ SEGMENTS = ParamStruct(
             (name, "ptr")
             for name in ("cu_seqlens", "o", "h0", "ht", "ckpt", "chunk_operands", "maps", "starts")
         ),
+        *_STATE_ROWS,
+        *_MARKS,
+        *_STATE_STRIDES,
         ("T", "i64"),
-        *((name, "i32") for name in ("N", "HV", "NT", "segment", "segments", "ckpt_every", "flags")),
+        *((name, "i32") for name in ("N", "HV", "NT", "segment", "segments", "ckpt_every", "null_index")),
+        *((name, "i32") for name in ("marks", "flags")),
     ),
 )
 """Parameters of the kernels that process a call in segments; csrc/sm90/chunk_forward/segments describes
@@ -201,6 +225,21 @@ WALK = ParamStruct(
 )
 """Parameters of the launch that walks every sequence and value head; csrc/sm90/chunk_forward/dataflow describes it.
 ``ready``: the flags of units. ``launch``: the value of a raised one, different for every call."""
+
+CHECKPOINT_TAIL = ParamStruct(
+    "CheckpointTailParams",
+    (
+        *((name, "ptr") for name in ("k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "ht", "reads")),
+        *_MARKS,
+        ("ht_row", "i64"),
+        *_strided("k", "v", "g", "beta"),
+        ("T", "i64"),
+        *((name, "i32") for name in ("N", "H", "HV", "step", "null_index", "marks", "gate", "flags")),
+        *((name, "i32") for name in ("g_type", "beta_type", "bias_type")),
+        ("lower_bound", "f32"),
+    ),
+)
+"""Parameters of the launch that brings checkpoints from the start of a step, of ``step`` tokens, to their token."""
 
 SUMS = ParamStruct(
     "SumsParams",
@@ -238,11 +277,16 @@ FLAGS: dict[str, int] = {
             "SCATTER_TOKENS",
             "INDEXED_OUT",
             "SCALAR_GATE",
+            "WRITES64",
+            "CLEAR_TAIL",
+            "MARK_OFFSETS64",
+            "MARK_ROWS64",
         )
     )
 }
-"""Bits of ``flags``. ``INDEXED_OUT``: the final state goes to the pool row it came from. ``SCATTER_TOKENS``: the state
-after every token goes to its own pool row. ``SCALAR_GATE``: one decay per head, ``g [B, T, HV]``."""
+"""Bits of ``flags``. ``INDEXED_OUT``: final states go to the pool rows that ``writes`` names. ``SCATTER_TOKENS``: the
+state after every token goes to its own pool row. ``SCALAR_GATE``: one decay per head, ``g [B, T, HV]``.
+``CLEAR_TAIL``: rows of ``o`` beyond the last offset of a pack are to be zero."""
 
 GATES: dict[str, int] = {"log": 0, "softplus": 1, "sigmoid": 2}
 TYPES: dict[str, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -277,6 +321,7 @@ def generated_headers() -> dict[str, str]:
         ),
         "generated/segment_params.cuh": _once(SEGMENTS.header()),
         "generated/walk_params.cuh": _once(WALK.header()),
+        "generated/checkpoint_tail_params.cuh": _once(CHECKPOINT_TAIL.header()),
         "generated/steps.cuh": _once(
             f"constexpr int STEP_TOKENS = {STEP_TOKENS};\n"
             f"constexpr int SEQUENCE_OVERHEAD_STEPS = {SEQUENCE_OVERHEAD_STEPS};\n"

@@ -7,13 +7,26 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from kdacore_cuda.driver import driver
-from kdacore_cuda.launch import STREAM_OFFSET, Launcher, put_stream
+from kdacore_cuda.driver import Driver, driver
+from kdacore_cuda.launch import STREAM_OFFSET, Launcher, Loaded, put_stream
 
 Start = Callable[[int, tuple[Any, ...]], None]
 """``start(stream, values)`` launches on a stream, with the values that change from call to call."""
+
+
+class Prepacked(NamedTuple):
+    """Everything that a launch hands to the driver, in memory that stays where it is."""
+
+    driver: Driver
+    loaded: Loaded
+    buffer: ctypes.Array[ctypes.c_char]
+    """The parameters. Those of a call are written at ``offset`` by ``pack(buffer, offset, *values)``."""
+    offset: int
+    pack: Callable[..., None]
+    pointers: ctypes.Array[ctypes.c_void_p]
+    """To the buffer; the driver reads it at every launch."""
 
 
 class PrepackedLauncher:
@@ -58,13 +71,21 @@ class PrepackedLauncher:
         named = {**self.fixed, **dict(zip(self.per_call, values, strict=True))}
         return tuple(named.get(name, 0) for name, _ in self.launcher.params.fields)
 
-    def _make_start(self, grid: int, device: int, arch: str) -> Start:
-        chosen, loaded = driver(), self.launcher.load(device, arch, grid)
-        handle, config, config_address, _ = loaded
+    def prepare(self, grid: int, device: int, arch: str) -> Prepacked:
+        """The launch of ``grid`` blocks with the parameters that stay in place.
+
+        Raises as :meth:`__call__`.
+        """
+        loaded = self.launcher.load(device, arch, grid)
         packed = self.launcher.params.packer.pack(*self.all_values((0,) * len(self.per_call)))
         buffer = ctypes.create_string_buffer(packed, len(packed))
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         pack, offset = self._packer(packed)
+        return Prepacked(driver(), loaded, buffer, offset, pack, pointers)
+
+    def _make_start(self, grid: int, device: int, arch: str) -> Start:
+        prepared = self.prepare(grid, device, arch)
+        chosen, (handle, config, config_address, _), buffer, offset, pack, pointers = prepared
         launch, lock, pointers_address = chosen.launch, threading.Lock(), ctypes.addressof(pointers)
 
         def start(stream: int, values: tuple[Any, ...]) -> None:
@@ -75,7 +96,7 @@ class PrepackedLauncher:
                 if code:
                     chosen.recover(code, device, config_address, handle, pointers_address, None)
 
-        start.kept = (pointers, loaded)  # type: ignore[attr-defined]  # the driver reads them at every launch
+        start.kept = prepared  # type: ignore[attr-defined]  # the driver reads it at every launch
         return start
 
     def _packer(self, packed: bytes) -> tuple[Callable[..., None], int]:

@@ -16,14 +16,13 @@ from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.prepacked_launch import PrepackedLauncher
 from kdacore_cuda.recurrent_kernels import RecurrentMode, recurrent_kernel, recurrent_mode, recurrent_tile
 from kdacore_cuda.request_encoding import contiguous_token_strides, is_int64, token_flags, type_code
-from kdacore_cuda.torch_arguments import ALIGNMENT, contiguous, token_arguments
+from kdacore_cuda.torch_arguments import ALIGNMENT, address, contiguous, contiguous_rows, token_arguments
 
 FULL_DEVICE_ITEMS = 128
 """Sequences and heads from which the next launch may be placed before this one starts. With fewer,
 several launches would wait on the device at once, which was slower."""
-PER_CALL = tuple(name for name, _ in RECURRENT.fields[:16])
-"""Parameters that change from call to call: addresses, and the row strides of states and
-indices."""
+PER_CALL = tuple(name for name, _ in RECURRENT.fields[:17])
+"""Parameters that change from call to call: addresses, and the row strides of states."""
 
 
 def division(divisor: int) -> tuple[int, int]:
@@ -45,8 +44,8 @@ class RecurrentPlan:
     strides seen so far."""
 
     __slots__ = (
-        *("_launches", "arch", "contiguous_launch", "indices_row", "o_shape", "request", "state_dtype"),
-        *("state_row", "state_size", "strides"),
+        *("_launches", "arch", "contiguous_launch", "o_shape", "request", "state_dtype", "state_row"),
+        *("state_size", "strides", "written_indices"),
     )
 
     def __init__(self, r: Request) -> None:
@@ -57,7 +56,7 @@ class RecurrentPlan:
         self.state_size = self.state_dtype.itemsize
         self.o_shape = (r.B, r.T, r.HV, r.V)
         self.state_row = r.HV * r.K * r.V
-        self.indices_row = r.spec("state_indices").shape[1] if r.state_indices_ndim == 2 else 1
+        self.written_indices = r.written_indices if r.inplace_state else ""
         self._launches: dict[tuple[int, ...], RecurrentLaunch] = {}
         self.contiguous_launch = _make_launch(r, self.strides, recurrent_mode(r))
 
@@ -71,27 +70,39 @@ class RecurrentPlan:
 
 
 def _make_launch(r: Request, strides: tuple[int, ...], mode: RecurrentMode) -> RecurrentLaunch:
+    written = r.written_indices if r.inplace_state else ""
+    rows_read, rows_written = _width(r, "state_indices"), _width(r, written)
+    scatter = rows_written > 0 and r.spec(written).shape[1:] != () and (r.packed or r.T > 1)
     flags = (
         token_flags(r)
         | FLAGS["SCALAR_GATE"] * r.scalar_gate
         | FLAGS["INDEX64"] * is_int64(r, "state_indices")
         | FLAGS["ACCEPTED64"] * is_int64(r, "num_accepted_tokens")
-        | FLAGS["INDEXED_OUT"] * (r.inplace_state and r.state_indices_ndim == 1)
-        | FLAGS["SCATTER_TOKENS"] * (r.inplace_state and r.state_indices_ndim == 2)
+        | FLAGS["WRITES64"] * is_int64(r, written)
+        | FLAGS["INDEXED_OUT"] * (rows_written > 0 and not scatter)
+        | FLAGS["SCATTER_TOKENS"] * scatter
+        | FLAGS["CLEAR_TAIL"] * (r.packed and not r.has("out"))
     )
     bf16_state = r.state_dtype == "bfloat16"
     tile = recurrent_tile(r.K, r.state_v_first, bf16_state, mode)
     (hv_factor, hv_shift), (group_factor, group_shift) = division(r.HV), division(r.HV // r.H)
     fixed = RECURRENT.last(
-        *(*strides, hv_factor, group_factor),
-        *(r.T, r.H, r.HV, hv_shift, group_shift, r.N * r.HV >= FULL_DEVICE_ITEMS),
-        *(GATES[r.gate], flags),
+        *(*strides, hv_factor, group_factor, rows_read, rows_written),
+        *(r.N, r.T, r.H, r.HV, hv_shift, group_shift, r.N * r.HV >= FULL_DEVICE_ITEMS),
+        *(r.null_index, GATES[r.gate], flags),
         *(type_code(r, name) for name in ("v", "g", "beta", "dt_bias")),
         *(r.scale, r.lower_bound or 0.0),
     )
     kernel = recurrent_kernel(r.K, r.state_v_first, bf16_state, mode)
     plain = Launcher(kernel, RECURRENT, tile.threads, tile.shared_bytes(r.K, r.state_v_first))
     return RecurrentLaunch(PrepackedLauncher(plain, PER_CALL, fixed), r.N * r.HV * (r.V // tile.columns))
+
+
+def _width(r: Request, name: str) -> int:
+    """Rows that an index array names for each sequence; 0 if it was not given."""
+    if not name or not r.has(name):
+        return 0
+    return r.spec(name).shape[1] if len(r.spec(name).shape) == 2 else 1
 
 
 plan_of = PlanCache(RecurrentPlan)
@@ -115,23 +126,23 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     """
     plan = plan_of(request)
     addresses, strides, kept = token_arguments(inputs, request.scalar_gate, plan.strides)
-    _, _, v, _, _, A_log, bias, initial, cu_seqlens, _, indices, accepted, out = inputs
+    _, _, v, _, _, A_log, bias, initial, cu_seqlens, _, indices, accepted, out, has_initial, _, pool = inputs
     o: Any = out
     if out is None:
         o = torch.empty_like(v) if not kept else v.new_empty(plan.o_shape)
     elif not out.is_contiguous() or out.data_ptr() % ALIGNMENT:
         o = v.new_empty(plan.o_shape)
-    source = written = initial
-    source_row = plan.state_row
-    if source is not None and not source.is_contiguous():
-        if not source[:1].is_contiguous():
-            source = written = source.contiguous()  # rows may have any stride; a row itself is contiguous
-        source_row = source.stride(0)
+        if request.packed:
+            o.copy_(out)  # rows that belong to no sequence are not written
+    source, source_row = contiguous_rows(initial, plan.state_row)
+    written, written_row = source, source_row
     if not request.inplace_state:
-        written = (
-            o.new_empty(request.state_shape, dtype=plan.state_dtype) if request.output_final_state else None
-        )
-    A_log_at = bias_at = source_at = written_at = written_row = indices_at = 0
+        written, written_row = None, plan.state_row
+        if request.output_final_state:
+            written = o.new_empty(request.state_shape, dtype=plan.state_dtype)
+    elif pool is not None:
+        written, written_row = contiguous_rows(pool, plan.state_row)
+    A_log_at = bias_at = 0
     if A_log is not None:
         A_log = A_log if A_log.is_contiguous() else A_log.contiguous()
         A_log_at = A_log.data_ptr()
@@ -141,32 +152,28 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
         if bias_at % ALIGNMENT:
             bias = bias.clone()
             bias_at = bias.data_ptr()
-    if source is not None:
-        source_at = source.data_ptr()
-    if written is source:
-        written_at, written_row = source_at, source_row
-    elif written is not None:
-        written_at, written_row = written.data_ptr(), plan.state_row
-    if indices is not None:
-        indices = indices if indices.is_contiguous() else indices.contiguous()
-        indices_at = indices.data_ptr()
+    source_at, written_at = address(source), address(written)
+    indices, has_initial = contiguous(indices), contiguous(has_initial)
     cu_seqlens, accepted = contiguous(cu_seqlens), contiguous(accepted)
-    launch = plan.contiguous_launch
-    if strides is not plan.strides or (source_at | source_row * plan.state_size) % ALIGNMENT:
+    named = plan.written_indices
+    writes = indices if named == "state_indices" else contiguous(getattr(inputs, named)) if named else None
+    launch, size = plan.contiguous_launch, plan.state_size
+    aligned_states = (source_at | source_row * size | written_at | written_row * size) % ALIGNMENT == 0
+    if strides is not plan.strides or not aligned_states:
         launch = plan.launch_for(strides)
     values = (
         *addresses,
-        *(A_log_at, bias_at, 0 if cu_seqlens is None else cu_seqlens.data_ptr(), o.data_ptr()),
-        *(source_at, written_at, indices_at, 0 if accepted is None else accepted.data_ptr()),
-        *(source_row, written_row, plan.indices_row),
+        *(A_log_at, bias_at, address(cu_seqlens), o.data_ptr()),
+        *(source_at, written_at, address(indices), address(accepted), address(has_initial), address(writes)),
+        *(source_row, written_row),
     )
     torch_launch.launch(launch.launcher, launch.grid, plan.arch, o, values)
     del kept  # copies live until the launch is queued; the allocator reuses them in stream order
     if out is not None and o is not out:
         o = out.copy_(o)
     if request.inplace_state:
-        pool: Any = initial
-        if written is not pool:
-            pool.copy_(written)
-            written = pool
+        given: Any = initial if pool is None else pool
+        if written is not given:
+            given.copy_(written)
+            written = given
     return Outputs(o, written if request.output_final_state else None)

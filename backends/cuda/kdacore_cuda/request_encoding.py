@@ -41,12 +41,17 @@ def token_flags(r: Request) -> int:
 
 
 def chunk_flags(r: Request) -> int:
-    """Bits of ``flags`` of a chunk call: :func:`token_flags`, and the layout and dtype of its
-    states."""
+    """Bits of ``flags`` of a chunk call: :func:`token_flags`, the layout and dtype of its states
+    and of the indices into pools, and whether it clears rows that belong to no sequence."""
     return (
         token_flags(r)
         | FLAGS["V_FIRST"] * r.state_v_first
         | FLAGS["STATE_BF16"] * (r.state_dtype == "bfloat16")
+        | FLAGS["INDEX64"] * is_int64(r, "state_indices")
+        | FLAGS["WRITES64"] * is_int64(r, r.written_indices)
+        | FLAGS["MARK_OFFSETS64"] * is_int64(r, "checkpoint_offsets")
+        | FLAGS["MARK_ROWS64"] * is_int64(r, "checkpoint_indices")
+        | FLAGS["CLEAR_TAIL"] * (r.packed and not r.has("out"))
     )
 
 
@@ -61,3 +66,15 @@ def contiguous_token_strides(r: Request) -> tuple[int, ...]:
     g = (r.T * r.HV, r.HV, 1) if r.scalar_gate else (r.T * r.HV * r.K, r.HV * r.K, r.K)
     qk = (r.T * r.H * r.K, r.H * r.K, r.K)
     return (*qk, *qk, r.T * r.HV * r.V, r.HV * r.V, r.V, *g, r.T * r.HV, r.HV, 1)
+
+
+MANY = 1 << 20
+"""More sequences and heads than a device computes at once."""
+
+
+def items_for_choice(request: Request) -> int:
+    """Sequences times value heads, as far as kernels may be chosen by them.
+
+    Where a sequence's bits must not depend on others, every call is computed as one of many.
+    """
+    return MANY if request.batch_invariant else request.N * request.HV

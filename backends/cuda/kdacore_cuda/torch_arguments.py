@@ -82,6 +82,16 @@ def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
     return x if x is None or x.is_contiguous() else x.contiguous()
 
 
+def contiguous_rows(states: torch.Tensor | None, row: int) -> tuple[torch.Tensor | None, int]:
+    """States ``[P, HV, K, V]`` whose rows are contiguous each (a copy where they are not), and the elements from one
+    row to the next; ``row`` where they lie side by side."""
+    if states is None or states.is_contiguous():
+        return states, row
+    if states[:1].is_contiguous():
+        return states, states.stride(0)
+    return states.contiguous(), row
+
+
 def address(x: torch.Tensor | None) -> int:
     """Device address; 0 for None."""
     return 0 if x is None else int(x.data_ptr())

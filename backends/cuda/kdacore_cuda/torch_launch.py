@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kdacore_cuda.launch import Launcher
+from kdacore_cuda.launch_sequence import LaunchSequence, StartAll
 from kdacore_cuda.prepacked_launch import PrepackedLauncher, Start
 
 if TYPE_CHECKING:
@@ -54,6 +55,15 @@ def prepacked_start(launcher: PrepackedLauncher, grid: int, arch: str, index: in
     if not grid:
         return lambda stream, values: None
     return launcher.start_for(grid, index, arch)
+
+
+def sequence_start(sequence: LaunchSequence, arch: str, index: int) -> StartAll:
+    """The function that makes all launches of a sequence on device ``index``, which must be
+    current.
+
+    Raises BackendBuildError or DriverError.
+    """
+    return sequence.start_for(index, arch)
 
 
 @cache

@@ -52,7 +52,13 @@ WHOLE = frozenset(
     }
 )
 """Features of the chunked and the recurrent ops that are served beyond the plain call."""
-POOL = frozenset({"accepted_tokens", "inplace_state", "out", "read_only_state", "state_pool"})
+POOL = frozenset(
+    {"has_initial_state", "inplace_state", "null_index", "state_pool", "write_indices", "write_pool"}
+)
+"""State pools, in both."""
+CHUNK = frozenset({"checkpoint_offsets", "checkpoints", "out"})
+"""Those of the chunked ops alone that XLA serves."""
+RECURRENT = frozenset({"accepted_tokens", "out", "read_only_state"})
 """Those of the recurrent ops alone."""
 GATES = frozenset({"gate.bounded", "gate.unbounded"})
 STAGE = frozenset({"grouped_value_heads", "packed"})
@@ -106,8 +112,8 @@ def _xla_op(forward: str, backward: str | None, serves: frozenset[str], compiles
 def make_xla() -> Backend:
     """Plain JAX: every op, any platform, traceable; NumPy and torch-CPU arrays when asked for by
     name."""
-    chunk = _xla_op("chunk_forward", "chunk_backward", WHOLE | {"checkpoints"}, compiles=True)
-    recurrent = _xla_op("recurrent_forward", "recurrent_backward", WHOLE | POOL)
+    chunk = _xla_op("chunk_forward", "chunk_backward", WHOLE | POOL | CHUNK, compiles=True)
+    recurrent = _xla_op("recurrent_forward", "recurrent_backward", WHOLE | POOL | RECURRENT)
     return Backend(
         name="xla",
         version=VERSION,
@@ -142,13 +148,13 @@ def make_pallas() -> Backend:
     chunk = OpImpl(
         forward=_lazy(module, "chunk_forward"),
         backward=_lazy(module, "chunk_backward"),
-        serves=WHOLE,
+        serves=WHOLE | POOL,
         verifiers=_tpu_verifiers(*common, "chunk_vmem", "chunk_smem"),
     )
     recurrent = OpImpl(
         forward=_lazy(module, "recurrent_forward"),
         backward=_lazy(module, "recurrent_backward"),
-        serves=WHOLE | POOL - {"out"},
+        serves=WHOLE | POOL | RECURRENT - {"out"},
         verifiers=_tpu_verifiers(*common, "recurrent_vmem", "recurrent_smem"),
     )
     return Backend(

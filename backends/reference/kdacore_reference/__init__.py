@@ -24,7 +24,15 @@ def not_traced(request: Request) -> Reason | None:
     return None
 
 
-_READ_ON_HOST = ("cu_seqlens", "state_indices", "num_accepted_tokens")
+_READ_ON_HOST = (
+    "cu_seqlens",
+    "state_indices",
+    "num_accepted_tokens",
+    "has_initial_state",
+    "write_indices",
+    "checkpoint_offsets",
+    "checkpoint_indices",
+)
 
 
 def has_values(request: Request) -> Reason | None:
@@ -61,8 +69,18 @@ WHOLE = frozenset(
     }
 )
 """Features of the chunked and the recurrent ops that are served beyond the plain call."""
-POOL = frozenset({"accepted_tokens", "inplace_state", "out", "read_only_state", "state_pool"})
-"""Those of the recurrent ops alone."""
+POOL = frozenset(
+    {
+        "has_initial_state",
+        "inplace_state",
+        "null_index",
+        "out",
+        "state_pool",
+        "write_indices",
+        "write_pool",
+    }
+)
+"""Those of both that serving engines need."""
 GATES = frozenset({"gate.bounded", "gate.unbounded"})
 STAGES = {
     "kda_chunk_gate": GATES | {"packed"},
@@ -77,7 +95,6 @@ def _op(
     forward: Callable[..., Any],
     serves: frozenset[str],
     backward: Callable[..., Any] | None = None,
-    batch_invariant: bool = False,
 ) -> OpImpl:
     return OpImpl(
         forward=forward,
@@ -85,7 +102,7 @@ def _op(
         serves=serves,
         verifiers=(not_traced, has_values),
         verified_archs=frozenset({"*"}),
-        batch_invariant=batch_invariant,
+        batch_invariant=True,
     )
 
 
@@ -94,11 +111,11 @@ def make_backend() -> Backend:
     chunk_backward = _lazy("chunk_backward", "chunk_backward")
     chunk = _op(
         _lazy("chunk_forward", "chunk_forward"),
-        WHOLE | {"checkpoints"},
+        WHOLE | POOL | {"checkpoint_offsets", "checkpoints"},
         chunk_backward,
-        batch_invariant=True,
     )
-    recurrent = _op(_lazy("recurrent", "recurrent_forward"), WHOLE | POOL, chunk_backward)
+    decoding = WHOLE | POOL | {"accepted_tokens", "read_only_state"}
+    recurrent = _op(_lazy("recurrent", "recurrent_forward"), decoding, chunk_backward)
     gate_backward = _lazy("gate", "kda_gate_backward")
     ops = {
         "chunk_kda": chunk,

@@ -227,14 +227,6 @@ def write_rows(target: Array, rows: Sequence[int], values: Array) -> Array:
     return target
 
 
-def write_all(target: Array, values: Array) -> Array:
-    """``target`` holding ``values``; in place where the array kind allows it."""
-    if is_jax(target):
-        return cast(values, target.dtype)
-    plain(target)[...] = cast(values, target.dtype)
-    return target
-
-
 class Blas(NamedTuple):
     """Read and set the number of threads of a BLAS."""
 

@@ -25,6 +25,7 @@ from kdacore_reference.chunk_forward import (
     BLOCKS,
     Saved,
     Tokens,
+    beta_rows,
     chunk_saved,
     flatten,
     gate_slices,
@@ -37,13 +38,14 @@ from kdacore_reference.intra_backward import IntraGrads, interact_backward
 from kdacore_reference.slabs import (
     Slab,
     Unit,
-    empty_rows,
     flat_rows,
+    gaps_between,
     gather,
     index,
     mask_of,
     masked,
     plan_units,
+    result_rows,
     run_units,
     scatter,
     sequences_of,
@@ -97,15 +99,20 @@ class BackwardRun:
         self.request, self.inputs = request, inputs
         self.saved = Saved(*(plain(x) for x in saved))
         xp = self.xp = namespace(inputs.q)
-        self.flat = flat = flatten(request, inputs)
         self.sequences = sequences_of(request, inputs)
+        self.gaps = gaps_between(request, self.sequences)
+        self.flat = flat = flatten(request, inputs, self.gaps)
         self.do = None if grads.o is None else flat_rows(grads.o)
-        self.dq = empty_rows(request, flat.q, request.H, request.K)
-        self.dk = empty_rows(request, flat.k, request.H, request.K)
-        self.dv = empty_rows(request, flat.v, request.HV, request.V)
         self.gate_width = 1 if request.scalar_gate else request.K
-        self.dg = empty_rows(request, flat.g, request.HV, self.gate_width)
-        self.dbeta = empty_rows(request, flat.beta, request.HV, 1)
+
+        def empty(like: Array, heads: int, width: int) -> Array:
+            return result_rows(request, like, heads, width, self.gaps)
+
+        self.dq = empty(flat.q, request.H, request.K)
+        self.dk = empty(flat.k, request.H, request.K)
+        self.dv = empty(flat.v, request.HV, request.V)
+        self.dg = empty(flat.g, request.HV, self.gate_width)
+        self.dbeta = empty(flat.beta, request.HV, 1)
         where = {"dtype": flat.dtype, "device": device_of(inputs.q)}
         self.dstate = xp.zeros((request.N, request.HV, request.K, request.V), **where)
         if grads.final_state is not None:
@@ -252,7 +259,7 @@ class BackwardRun:
         def like(grad: Array, given: Array) -> Array:
             return cast(xp.reshape(grad, given.shape), given.dtype)
 
-        beta = cast(flat_rows(inputs.beta), self.flat.dtype)
+        beta = beta_rows(inputs.beta, self.flat.dtype, self.gaps)
         dbeta = beta_backward(beta, self.dbeta[..., 0], request)
         A_log, bias, state = inputs.A_log, inputs.dt_bias, inputs.initial_state
         return InputGrads(

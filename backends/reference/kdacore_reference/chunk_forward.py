@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kdacore.types import Array, ChunkInputs, Outputs, Request
 from kdacore_reference.arrays import (
@@ -39,17 +39,25 @@ from kdacore_reference.slabs import (
     Slab,
     Unit,
     chunk_count,
-    empty_rows,
     flat_rows,
+    gaps_between,
     gather,
     index,
+    last_row,
     mask_of,
     masked,
     plan_units,
+    result_rows,
     run_units,
     scatter_sum,
     sequences_of,
+    write_output,
+    zero_rows,
 )
+from kdacore_reference.states import checked_state_rows, read_states, with_slots, write_states
+
+if TYPE_CHECKING:
+    from kdacore_reference.checkpoints import PoolCheckpoints
 
 BLOCKS = 64
 """Chunks times value heads in a slab: small enough for the cache, large enough to amortise the cost
@@ -74,7 +82,8 @@ class Flat(NamedTuple):
     """The compute dtype."""
 
 
-def flatten(request: Request, inputs: Any) -> Flat:
+def flatten(request: Request, inputs: Any, gaps: list[slice]) -> Flat:
+    """``gaps``: rows that are not read."""
     xp = namespace(inputs.q)
     dtype = compute_dtype(xp, request)
     a, bias = gate_parameters(request, inputs.A_log, inputs.dt_bias, dtype)
@@ -84,11 +93,18 @@ def flatten(request: Request, inputs: Any) -> Flat:
         k=flat_rows(inputs.k),
         v=flat_rows(inputs.v),
         g=flat_rows(inputs.g),
-        beta=beta_forward(cast(flat_rows(inputs.beta), dtype), request),
+        beta=beta_forward(beta_rows(inputs.beta, dtype, gaps), request),
         a=None if a is None else xp.reshape(a, tail),
         bias=None if bias is None else xp.reshape(bias, tail),
         dtype=dtype,
     )
+
+
+def beta_rows(beta: Array, dtype: Any, gaps: list[slice]) -> Array:
+    """``beta`` as ``[B*T, HV]`` in ``dtype``, with zeros in rows that are not read: they may hold
+    anything."""
+    flat = cast(flat_rows(beta), dtype)
+    return zero_rows(namespace(flat).asarray(flat, copy=True), gaps) if gaps else flat
 
 
 class Tokens(NamedTuple):
@@ -182,9 +198,15 @@ def chunk_forward(request: Request, inputs: ChunkInputs) -> Outputs:
     gradients are wanted."""
     run = ForwardRun(request, inputs, save=request.needs_grad)
     run.run()
+    o = plain(run.xp.reshape(run.o, (request.B, request.T, request.HV, request.V)))
+    o = write_output(inputs, o, last_row(request, run.given))
+    pool = run.write_pool() if request.inplace_state else None
+    final = None
+    if request.output_final_state:
+        final = pool if request.inplace_state else run.final_state()
     return Outputs(
-        o=plain(run.xp.reshape(run.o, (request.B, request.T, request.HV, request.V))),
-        final_state=run.final_state() if request.output_final_state else None,
+        o=o,
+        final_state=final,
         checkpoints=run.checkpoints() if request.checkpoint_every else None,
         saved=tuple(run.saved) if run.save else (),
     )
@@ -222,10 +244,19 @@ class ForwardRun:
     def __init__(self, request: Request, inputs: ChunkInputs, save: bool) -> None:
         self.request, self.inputs = request, inputs
         xp = self.xp = namespace(inputs.q)
-        self.flat = flatten(request, inputs)
-        self.sequences = sequences_of(request, inputs)
-        self.o = empty_rows(request, plain(inputs.v), request.HV, request.V)
-        self.final = start_states(request, inputs, self.flat)
+        self.given = sequences_of(request, inputs)
+        self.rows = checked_state_rows(request, inputs, self.given)
+        self.sequences = with_slots(self.given, self.rows)
+        gaps = gaps_between(request, self.sequences)
+        self.flat = flatten(request, inputs, gaps)
+        self.o = result_rows(request, plain(inputs.v), request.HV, request.V, gaps)
+        self.final = read_states(request, inputs, self.rows.read, self.flat.dtype)
+        self.pool_checkpoints: PoolCheckpoints | None = None
+        if request.checkpoint_count:
+            from kdacore_reference import checkpoints  # here: few calls need it
+
+            dtype = self.flat.dtype
+            self.pool_checkpoints = checkpoints.PoolCheckpoints(request, inputs, self.given, self.rows, dtype)
         where = {"dtype": self.flat.dtype, "device": device_of(inputs.q)}
         self.save = save
         self.base = base_rows(request)
@@ -235,9 +266,9 @@ class ForwardRun:
         if request.checkpoint_every:
             rows = math.prod(request.checkpoint_shape[:-3])
             self.checkpoint_rows = xp.zeros((rows, request.HV, request.K, request.V), **where)
-            counts = [-(-s.length // request.checkpoint_every) for s in self.sequences]
+            counts = [-(-s.length // request.checkpoint_every) for s in self.given]
             self.first_block = dict(
-                zip((s.n for s in self.sequences), accumulate(counts, initial=0), strict=False)
+                zip((s.n for s in self.given), accumulate(counts, initial=0), strict=False)
             )
 
     def run(self) -> None:
@@ -285,7 +316,7 @@ class ForwardRun:
             count = blocks.stop - blocks.start
             if count < S.shape[0]:
                 S = self._store_finished(unit, S, count)
-            if self.save or self.request.checkpoint_every:
+            if self.save or self.request.checkpoint_every or self.pool_checkpoints:
                 self._record(unit, slab, chunk, blocks, S)
             reads = store(reads, blocks, xp.matmul, starts[blocks, ...], S)
             errors = store(errors, blocks, xp.add, u[blocks, ...], reads[blocks, ..., 0::2, :])
@@ -305,7 +336,7 @@ class ForwardRun:
 
     def _record(self, unit: Unit, slab: Slab, chunk: int, blocks: slice, S: Array) -> None:
         """Save the states at a chunk's start: for the backward, and as checkpoints where a
-        checkpoint block starts."""
+        checkpoint block starts or one for the pool is near."""
         every = self.request.checkpoint_every // CHUNK
         states = self.xp.reshape(S, (S.shape[0], -1, *S.shape[3:]))
         if self.save:
@@ -314,6 +345,8 @@ class ForwardRun:
         if every and chunk % every == 0:
             rows = [self.first_block[s.n] + chunk // every for s in unit.sequences[: S.shape[0]]]
             self.checkpoint_rows = put(self.checkpoint_rows, (index_array(rows, S), unit.value_heads), states)
+        if self.pool_checkpoints:
+            self.pool_checkpoints.record(unit, chunk, states)
 
     def _save_slab(self, unit: Unit, slab: Slab, errors: Array, intra: Intra) -> None:
         where = (index(slab.slots, errors), unit.value_heads)
@@ -332,6 +365,15 @@ class ForwardRun:
         given = self.inputs.initial_state
         return getattr(self.xp, self.request.state_dtype) if given is None else given.dtype
 
+    def write_pool(self) -> Array:
+        """The caller's pool with the final states and the checkpoints at chosen tokens; for JAX an
+        updated one."""
+        pool = getattr(self.inputs, self.request.written_pool)
+        pool = write_states(self.request, pool, self.rows.final, self.final)
+        if self.pool_checkpoints:
+            pool = write_states(self.request, pool, self.rows.checkpoints, self.pool_checkpoints.states())
+        return pool
+
     def final_state(self) -> Array:
         return cast(state_layout(self.final, self.request), self._state_dtype())
 
@@ -340,14 +382,3 @@ class ForwardRun:
             state_layout(self.checkpoint_rows, self.request), self.request.checkpoint_shape
         )
         return cast(blocks, self._state_dtype())
-
-
-def start_states(request: Request, inputs: Any, flat: Flat) -> Array:
-    """The initial states as a new ``[N, HV, K, V]`` in the compute dtype, to be written to."""
-    xp = namespace(inputs.q)
-    shape = (request.N, request.HV, request.K, request.V)
-    state = xp.zeros(shape, dtype=flat.dtype, device=device_of(inputs.q))
-    if inputs.initial_state is None:
-        return state
-    given = cast(inputs.initial_state, flat.dtype)
-    return put(state, (...,), state_layout(given, request))

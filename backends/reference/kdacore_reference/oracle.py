@@ -8,7 +8,7 @@ Written to be read next to the equations, with no matrix library in between::
 
 Every function takes the :class:`~kdacore.types.Request` and inputs of any array kind and returns
 float64 NumPy. Packed sequences are laid side by side and padded with tokens that change nothing
-(``g = 0, beta = 0``).
+(``g = 0, beta = 0``). Tokens that belong to no sequence, or to one without a slot, are not read.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kdacore.contract.state_rows import INDEX_VALUES, ZEROS, StateRows, state_rows
 from kdacore.types import GateGrads, GateInputs, InputGrads, OutputGrads, Outputs, Request
 from kdacore_reference.arrays import F64, I64, to_float64, to_int64, to_offsets
 from kdacore_reference.oracle_inputs import (
@@ -47,17 +48,47 @@ class Tokens(NamedTuple):
     beta: F64
 
 
-def sequence_rows(request: Request, cu_seqlens: Any) -> tuple[I64, I64]:
-    """Row of every token in the flattened ``[B*T]`` axis, ``[N, L]`` with -1 for padding, and the
-    lengths ``[N]``."""
+_PER_TOKEN = ("q", "k", "v", "g", "beta")
+
+
+class Layout(NamedTuple):
+    """Where the tokens and the states of a call are."""
+
+    tokens: I64
+    """``[N, L]``: row of each token in the flattened ``[B*T]`` axis; -1 where there is none to
+    read."""
+    lengths: I64
+    """``[N]``: tokens of each sequence, those without a slot included."""
+    states: StateRows
+
+
+def layout_of(request: Request, inputs: Any) -> Layout:
+    """The layout of a call of a whole op."""
     if request.packed:
-        bounds = to_offsets(request, cu_seqlens)
+        bounds = to_offsets(request, inputs.cu_seqlens)
     else:
         bounds = np.arange(request.B + 1) * request.T
     lengths = np.diff(bounds)
-    offset = np.arange(int(lengths.max(initial=0)))
-    rows = np.where(offset < lengths[:, None], bounds[:-1, None] + offset, -1)
-    return rows, lengths
+    given = {name: getattr(inputs, name, None) for name in INDEX_VALUES}
+    values = {name: to_int64(x) for name, x in given.items() if x is not None}
+    states = state_rows(request, values, lengths)
+    read = np.where(states.padding, 0, lengths)
+    offset = np.arange(int(read.max(initial=0)))
+    tokens = np.where(offset < read[:, None], bounds[:-1, None] + offset, -1)
+    return Layout(tokens, lengths, states)
+
+
+def _only_read(inputs: Any, tokens: I64) -> Any:
+    """The inputs with zeros, in float64, in place of tokens that are not read: they may hold
+    anything."""
+    kept = {}
+    for name in _PER_TOKEN:
+        whole = to_float64(getattr(inputs, name))
+        flat = np.zeros_like(whole).reshape(-1, *whole.shape[2:])
+        rows = tokens[tokens >= 0]
+        flat[rows] = whole.reshape(flat.shape)[rows]
+        kept[name] = flat.reshape(whole.shape)
+    return inputs._replace(**kept)
 
 
 def _gather(array: F64, rows: I64, fill: float = 0.0) -> F64:
@@ -119,25 +150,10 @@ def _to_kv(state: F64, request: Request) -> F64:
     return np.swapaxes(state, -1, -2) if request.state_v_first else state
 
 
-def start_rows(request: Request, inputs: Any) -> I64:
-    """Row of ``initial_state`` each sequence starts from, ``[N]``; -1 means zeros."""
-    if inputs.initial_state is None:
-        return np.full(request.N, -1)
-    indices = getattr(inputs, "state_indices", None)
-    if indices is None:
-        return np.arange(request.N)
-    table = to_int64(indices)
-    if table.ndim == 1:
-        return table
-    accepted = to_int64(inputs.num_accepted_tokens)
-    chosen = table[np.arange(request.N), np.maximum(accepted - 1, 0)]
-    return np.where(accepted > 0, chosen, -1)
-
-
-def _initial(request: Request, inputs: Any) -> F64:
-    rows = start_rows(request, inputs)
+def _initial(request: Request, inputs: Any, rows: I64) -> F64:
+    """``[N, HV, K, V]`` from the rows of ``initial_state`` that are read."""
     state = np.zeros((request.N, request.HV, request.K, request.V))
-    named = rows >= 0
+    named = rows != ZEROS
     if named.any():
         state[named] = _to_kv(to_float64(inputs.initial_state), request)[rows[named]]
     return state
@@ -149,19 +165,20 @@ def oracle_forward(request: Request, inputs: Any) -> Outputs:
     Args: request: the validated call. inputs: :class:`ChunkInputs` or :class:`RecurrentInputs` of
         any array kind; never written to.
 
-    Returns: ``o`` ``[B, T, HV, V]``; ``final_state`` when asked for, and always with
-        ``inplace_state``, where it is the whole pool (or the whole ``initial_state``) as it should
-        be afterwards; ``checkpoints`` when asked for.
+    Returns: ``o`` ``[B, T, HV, V]``, zero at tokens that are not read; ``final_state`` when asked
+        for, and always with ``inplace_state``, where it is the whole pool that is written
+        (``write_pool``, or the whole ``initial_state``) as it should be afterwards;
+        ``checkpoints`` when asked for.
     """
-    rows, lengths = sequence_rows(request, inputs.cu_seqlens)
-    x = _prepare(request, inputs, rows)
+    rows, lengths, states = layout_of(request, inputs)
+    x = _prepare(request, _only_read(inputs, rows), rows)
     o = np.zeros(x.v.shape)
-    S = _initial(request, inputs)
+    S = _initial(request, inputs, states.read)
     checkpoints = _Checkpoints(request, lengths)
-    pool = _Pool(request, inputs, lengths)
+    pool = _Pool(request, inputs, lengths, states)
     for t, before, after, o_t in _steps(S, x):
         checkpoints.record(t, before)
-        pool.record(t, after)
+        pool.record(t, before, after)
         o[:, t] = request.scale * o_t
         S = after
     final = None
@@ -196,27 +213,31 @@ class _Checkpoints:
 
 
 class _Pool:
-    """The state pool as it should be after an in-place call."""
+    """The pool that is written as it should be after an in-place call."""
 
-    def __init__(self, request: Request, inputs: Any, lengths: I64) -> None:
-        self.request, self.lengths = request, lengths
+    def __init__(self, request: Request, inputs: Any, lengths: I64, rows: StateRows) -> None:
+        self.request, self.rows = request, rows
         if request.inplace_state:
-            self.pool = to_float64(inputs.initial_state)
-            indices = getattr(inputs, "state_indices", None)
-            self.table = np.arange(request.N) if indices is None else to_int64(indices)
+            self.pool = to_float64(getattr(inputs, request.written_pool))
+        if request.checkpoint_count:
+            starts = np.cumsum(lengths) - lengths
+            self.checkpoint_tokens = to_int64(inputs.checkpoint_offsets) - starts[rows.checkpoint_sequences]
 
-    def record(self, t: int, after: F64) -> None:
-        """With 2-D indices the state after every token has its own row."""
-        if self.request.inplace_state and self.table.ndim == 2:
-            self._write(np.where(self.lengths > t, self.table[:, t], -1), after)
+    def record(self, t: int, before: F64, after: F64) -> None:
+        """The states around token ``t``: those after candidate tokens, and checkpoints before
+        chosen ones."""
+        if self.rows.per_token is not None:
+            self._write(self.rows.per_token[:, t], after)
+        if self.request.checkpoint_count:
+            here = self.checkpoint_tokens == t
+            self._write(self.rows.checkpoints[here], before[self.rows.checkpoint_sequences[here]])
 
     def finish(self, final: F64) -> F64:
-        if self.table.ndim == 1:
-            self._write(self.table, final)
+        self._write(self.rows.final, final)
         return self.pool
 
     def _write(self, rows: I64, states: F64) -> None:
-        named = rows >= 0
+        named = rows != ZEROS
         self.pool[rows[named]] = _to_kv(states, self.request)[named]
 
 
@@ -230,9 +251,11 @@ def oracle_backward(request: Request, inputs: Any, grads: OutputGrads) -> InputG
         grads: gradients of ``o`` and of ``final_state``, either may be None.
 
     Returns:
-        One float64 gradient per input, shaped like it; None where the input is None.
+        One float64 gradient per input, shaped like it, zero at tokens of no sequence; None where
+        the input is None.
     """
-    rows, _ = sequence_rows(request, inputs.cu_seqlens)
+    rows, _, states = layout_of(request, inputs)
+    inputs = _only_read(inputs, rows)
     x = _prepare(request, inputs, rows)
     do = np.zeros(x.v.shape) if grads.o is None else request.scale * _gather(to_float64(grads.o), rows)
     dS = np.zeros((request.N, request.HV, request.K, request.V))
@@ -240,7 +263,8 @@ def oracle_backward(request: Request, inputs: Any, grads: OutputGrads) -> InputG
         dS += _to_kv(to_float64(grads.final_state), request)
 
     dx = Tokens(*(np.zeros_like(a) for a in x))
-    starts = {t: before for t, before, _, _ in _steps(_initial(request, inputs), x) if t % SEGMENT == 0}
+    initial = _initial(request, inputs, states.read)
+    starts = {t: before for t, before, _, _ in _steps(initial, x) if t % SEGMENT == 0}
     for start in sorted(starts, reverse=True):
         segment = Tokens(*(a[:, start : start + SEGMENT] for a in x))
         for t, before, after, _ in reversed(list(_steps(starts[start], segment))):

@@ -3,26 +3,25 @@ pool."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 from array_api_compat import array_namespace
 
-from kdacore.contract.values import check_candidates, check_indices
+from kdacore.contract.state_rows import StateRows
 from kdacore.types import Array, Outputs, RecurrentInputs, Request
 from kdacore_reference.arrays import (
     cast,
     compute_dtype,
     device_of,
-    host_ints,
     index_array,
     plain,
-    to_int64,
-    write_all,
-    write_rows,
+    put,
+    state_layout,
 )
 from kdacore_reference.gate import beta_forward, gate_forward, gate_parameters, qk_l2norm_scale
-from kdacore_reference.slabs import Sequence, sequences_of
+from kdacore_reference.slabs import Sequence, last_row, sequences_of, write_output
+from kdacore_reference.states import checked_state_rows, read_states, with_slots, write_states
 
 
 class RecurrentPlan(NamedTuple):
@@ -65,26 +64,40 @@ def recurrent_forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     """
     xp = array_namespace(inputs.q)
     sequences = sequences_of(request, inputs)
-    lengths = np.asarray([s.length for s in sequences])
-    check_candidates(request, lengths)
-    if inputs.state_indices is not None:
-        counts = inputs.num_accepted_tokens
-        accepted = None if counts is None else to_int64(counts)
-        check_indices(request, to_int64(inputs.state_indices), accepted, lengths)
-    plan = plan_recurrent(sequences)
-    writes = _StateWrites(request, inputs, plan)
-    S, o = _run(request, inputs, plan, xp, writes)
+    rows = checked_state_rows(request, inputs, sequences)
+    plan = plan_recurrent(with_slots(sequences, rows))
+    starts = [rows.read[s.n] for s in plan.sequences]
+    S = read_states(request, inputs, starts, compute_dtype(xp, request))
+    writes = _StateWrites(request, inputs, plan, rows)
+    S, o = run_tokens(request, inputs, plan, S, writes.after_token)
     o = xp.reshape(o, (request.B, request.T, request.HV, request.V))
-    o = cast(o, inputs.v.dtype) if inputs.out is None else write_all(inputs.out, o)
+    o = write_output(inputs, o, last_row(request, sequences))
     final = writes.finish(S)
     return Outputs(o=o, final_state=final if request.output_final_state else None)
 
 
-def _run(
-    request: Request, inputs: RecurrentInputs, plan: RecurrentPlan, xp: Any, writes: _StateWrites
+def run_tokens(
+    request: Request,
+    inputs: Any,
+    plan: RecurrentPlan,
+    S: Array,
+    after_token: Callable[[int, int, Array], None] = lambda t, n, S: None,
 ) -> tuple[Any, Any]:
-    """The loop. Returns the last states, in the order of ``plan.sequences``, and ``o`` by row,
-    ``[B*T, HV, V]``."""
+    """The loop.
+
+    Args:
+        request: of a chunked or recurrent op.
+        inputs: its arrays.
+        plan: the tokens.
+        S: ``[N, HV, K, V]``, the states in the order of ``plan.sequences``.
+        after_token: called with each step, the number of sequences that have a token there, and
+            their new states ``[n, H, G, K, V]``.
+
+    Returns:
+        The last states, ``[N, H, G, K, V]``, and ``o`` by row, ``[B*T, HV, V]``, zero in rows that
+        are not in the plan.
+    """
+    xp = array_namespace(inputs.q)
     dtype = compute_dtype(xp, request)
     H, G = request.H, request.HV // request.H
     order = index_array(plan.rows, inputs.q)
@@ -103,7 +116,6 @@ def _run(
     log_decay = gate_forward(request, g, *gate_parameters(request, inputs.A_log, inputs.dt_bias, dtype))
     decay = xp.reshape(xp.exp(log_decay), (-1, H, G, 1 if request.scalar_gate else request.K, 1))
 
-    S = _start_states(request, inputs, plan, xp, dtype)
     S = xp.reshape(S, (-1, H, G, request.K, request.V))
     outputs = []
     first = 0
@@ -116,9 +128,14 @@ def _run(
         S_t = S_t + xp.matrix_transpose(k_t) * error
         outputs.append(q[here, ...] @ S_t)
         S = S_t if n == S.shape[0] else xp.concat([S_t, S[n:, ...]], axis=0)
-        writes.after_token(t, n, S_t)
-    if not outputs:
-        return S, xp.zeros((0, request.HV, request.V), dtype=dtype, device=device_of(inputs.q))
+        after_token(t, n, S_t)
+    if len(plan.rows) < request.B * request.T or not outputs:
+        shape = (request.B * request.T, request.HV, request.V)
+        o = xp.zeros(shape, dtype=dtype, device=device_of(inputs.q))
+        if outputs:
+            by_step = xp.reshape(xp.concat(outputs, axis=0), (-1, request.HV, request.V))
+            o = put(o, (index_array(plan.rows, o),), by_step)
+        return S, o
     by_step = xp.reshape(xp.concat(outputs, axis=0), (-1, request.HV, request.V))
     inverse = [0] * len(plan.rows)
     for position, row in enumerate(plan.rows):
@@ -126,72 +143,35 @@ def _run(
     return S, xp.take(by_step, index_array(inverse, by_step), axis=0)
 
 
-def _start_states(
-    request: Request, inputs: RecurrentInputs, plan: RecurrentPlan, xp: Any, dtype: Any
-) -> Array:
-    """``[N, HV, K, V]`` in the order of ``plan.sequences``; only the rows named are read."""
-    shape = (request.HV, request.K, request.V)
-    zeros = xp.zeros(shape, dtype=dtype, device=device_of(inputs.q))
-    if inputs.initial_state is None or request.N == 0:
-        return xp.zeros((request.N, *shape), dtype=dtype, device=device_of(inputs.q))
-    source = plain(inputs.initial_state)
-    states = []
-    for row in start_rows(request, inputs, plan):
-        if row < 0:
-            states.append(zeros)
-            continue
-        state = cast(source[row, ...], dtype)
-        states.append(xp.matrix_transpose(state) if request.state_v_first else state)
-    return xp.stack(states, axis=0)
-
-
-def start_rows(request: Request, inputs: RecurrentInputs, plan: RecurrentPlan) -> list[int]:
-    """Row of ``initial_state`` each sequence starts from, negative for zeros."""
-    numbers = [s.n for s in plan.sequences]
-    if inputs.state_indices is None:
-        return numbers
-    if request.state_indices_ndim == 1:
-        table = host_ints(inputs.state_indices)
-        return [table[n] for n in numbers]
-    grid = to_int64(inputs.state_indices)
-    accepted = host_ints(inputs.num_accepted_tokens)
-    return [int(grid[n, accepted[n] - 1]) if accepted[n] > 0 else -1 for n in numbers]
-
-
 class _StateWrites:
     """Writes the states: not at all, to a new array, or to rows of the caller's."""
 
-    def __init__(self, request: Request, inputs: RecurrentInputs, plan: RecurrentPlan) -> None:
+    def __init__(
+        self, request: Request, inputs: RecurrentInputs, plan: RecurrentPlan, rows: StateRows
+    ) -> None:
         self.request = request
-        self.target = inputs.initial_state
-        self.per_token = None
-        if request.state_indices_ndim == 2 and request.inplace_state:
-            self.per_token = to_int64(inputs.state_indices)
-        numbers = [s.n for s in plan.sequences]
-        table = host_ints(inputs.state_indices) if request.state_indices_ndim == 1 else list(range(request.N))
-        self.final_rows = [table[n] for n in numbers]
-        self.numbers = numbers
+        self.like = inputs.initial_state
+        self.target = getattr(inputs, request.written_pool)
+        self.numbers = [s.n for s in plan.sequences]
+        self.rows = rows
 
-    def _layout(self, S: Array) -> Array:
-        xp = array_namespace(S)
-        S = xp.reshape(S, (-1, self.request.HV, self.request.K, self.request.V))
-        return xp.matrix_transpose(S) if self.request.state_v_first else S
+    def _states(self, S: Array) -> Array:
+        return array_namespace(S).reshape(S, (-1, self.request.HV, self.request.K, self.request.V))
 
     def after_token(self, t: int, n: int, S: Array) -> None:
-        if self.per_token is not None:
-            rows = [int(self.per_token[number, t]) for number in self.numbers[:n]]
-            self.target = write_rows(self.target, rows, self._layout(S))
+        if self.rows.per_token is not None:
+            rows = [int(self.rows.per_token[number, t]) for number in self.numbers[:n]]
+            self.target = write_states(self.request, self.target, rows, self._states(S))
 
     def finish(self, S: Array) -> Array | None:
         """Write the final states that are not written yet. Returns the array for ``final_state``."""
         if self.request.inplace_state:
-            if self.per_token is None:
-                self.target = write_rows(self.target, self.final_rows, self._layout(S))
-            return self.target
+            rows = [int(self.rows.final[n]) for n in self.numbers]
+            return write_states(self.request, self.target, rows, self._states(S))
         if not self.request.output_final_state:
             return None
         xp = array_namespace(S)
         positions = sorted(range(len(self.numbers)), key=lambda i: self.numbers[i])
-        ordered = xp.take(self._layout(S), index_array(positions, S), axis=0)
-        dtype = getattr(xp, self.request.state_dtype, None) if self.target is None else self.target.dtype
+        ordered = xp.take(state_layout(self._states(S), self.request), index_array(positions, S), axis=0)
+        dtype = getattr(xp, self.request.state_dtype, None) if self.like is None else self.like.dtype
         return cast(ordered, dtype)

@@ -62,6 +62,12 @@ def sequences_of(request: Request, inputs: Any) -> list[Sequence]:
     return [Sequence(n, a, b - a) for n, (a, b) in enumerate(pairwise(bounds.tolist()))]
 
 
+def last_row(request: Request, sequences: list[Sequence]) -> int:
+    """Rows of the flattened ``[B*T]`` axis that belong to a sequence: all, or the first ones of a
+    padded pack."""
+    return sequences[-1].start + sequences[-1].length if request.packed else request.B * request.T
+
+
 @dataclass(frozen=True, slots=True)
 class Slab:
     """Some consecutive chunks of every sequence of a unit. Blocks are ordered by chunk, then by
@@ -235,11 +241,41 @@ def index(numbers: Any, like: Array) -> Any:
     return namespace(like).asarray(numbers, device=device_of(like))
 
 
-def empty_rows(request: Request, like: Array, heads: int, width: int) -> Array:
-    """Empty ``[B*T, heads, width]``, with the device and dtype of ``like``. Every row belongs to
-    some sequence."""
+def result_rows(request: Request, like: Array, heads: int, width: int, gaps: list[slice]) -> Array:
+    """``[B*T, heads, width]`` for a result, with the device and dtype of ``like``: zero in the
+    ``gaps``, empty in all other rows."""
     shape = (request.B * request.T, heads, width)
-    return namespace(like).empty(shape, dtype=like.dtype, device=device_of(like))
+    rows = namespace(like).empty(shape, dtype=like.dtype, device=device_of(like))
+    return zero_rows(rows, gaps)
+
+
+def gaps_between(request: Request, sequences: list[Sequence]) -> list[slice]:
+    """Rows of the flattened ``[B*T]`` axis that belong to none of these sequences."""
+    gaps, row = [], 0
+    for s in sequences:
+        if s.length and s.start > row:
+            gaps.append(slice(row, s.start))
+        row = s.start + s.length if s.length else row
+    end = request.B * request.T
+    return [*gaps, slice(row, end)] if row < end else gaps
+
+
+def zero_rows(rows: Array, gaps: list[slice]) -> Array:
+    """``rows`` with zeros in the ``gaps``, written in place where the array kind allows it."""
+    for gap in gaps:
+        rows = put(rows, gap, 0)
+    return rows
+
+
+def write_output(inputs: Any, o: Array, rows: int) -> Array:
+    """``o`` ``[B, T, HV, V]`` in the dtype of ``v``; in ``out``, where it is given, its first
+    ``rows`` rows."""
+    if inputs.out is None:
+        return cast(o, plain(inputs.v).dtype)
+    memory = plain(inputs.out)
+    here = (slice(None), slice(rows)) if o.shape[0] == 1 else ...  # only a pack has rows of no sequence
+    memory[here] = cast(o[here], memory.dtype)
+    return inputs.out
 
 
 def mask_of(slab: Slab, like: Array) -> Array | None:

@@ -45,7 +45,7 @@ class ChunkGrid(NamedTuple):
     real: Array
     """``[chunks, C]``: False at padding."""
     first: list[int]
-    """Index of each row of ``[B*T]`` among the ``chunks * C`` rows."""
+    """Index of each row of ``[B*T]`` among the ``chunks * C`` rows; -1 for rows of no sequence."""
     slots: list[int]
     """Place of each chunk on the flattened ``[B*NT]`` axis."""
     of_sequence: list[list[int]]
@@ -61,7 +61,7 @@ def chunk_grid(request: Request, inputs: Any, like: Array) -> ChunkGrid:
     real: list[bool] = []
     slots: list[int] = []
     of_sequence = []
-    first = [0] * (request.B * request.T)
+    first = [-1] * (request.B * request.T)
     for s in sequences_of(request, inputs):
         count = -(-s.length // C)
         base = len(slots) if request.packed else s.n * request.num_chunks
@@ -90,11 +90,17 @@ def _cut(array: Array, grid: ChunkGrid, dtype: Any, zero: bool = True) -> Array:
 
 
 def _paste(blocks: Array, grid: ChunkGrid, request: Request) -> Array:
-    """``[chunks, heads, C, X]`` to ``[B, T, heads, X]``."""
+    """``[chunks, heads, C, X]`` to ``[B, T, heads, X]``, zero in rows of no sequence."""
     xp = array_namespace(blocks)
     _, heads, _, width = blocks.shape
     by_row = xp.reshape(xp.permute_dims(blocks, (0, 2, 1, 3)), (-1, heads, width))
-    out = xp.take(by_row, index_array(grid.first, blocks), axis=0)
+    first = grid.first
+    if -1 in first:
+        by_row = xp.concat(
+            [by_row, xp.zeros((1, heads, width), dtype=blocks.dtype, device=device_of(blocks))], axis=0
+        )
+        first = [by_row.shape[0] - 1 if i < 0 else i for i in first]
+    out = xp.take(by_row, index_array(first, blocks), axis=0)
     return plain(xp.reshape(out, (request.B, request.T, heads, width)))
 
 

@@ -36,8 +36,18 @@ WHOLE = frozenset(
     }
 )
 """Features of the chunked and the recurrent ops that are served beyond the plain call."""
-POOL = frozenset({"accepted_tokens", "inplace_state", "out", "read_only_state", "state_pool"})
-"""Those of the recurrent ops alone."""
+POOL = frozenset(
+    {
+        "has_initial_state",
+        "inplace_state",
+        "null_index",
+        "out",
+        "state_pool",
+        "write_indices",
+        "write_pool",
+    }
+)
+"""What servers ask of both."""
 GATES = frozenset({"gate.bounded", "gate.unbounded"})
 STAGE = frozenset({"grouped_value_heads", "packed"})
 STATE_STAGE = frozenset({"initial_state", "packed", "state_v_first"})
@@ -48,7 +58,6 @@ def _op(
     *more: Verifier,
     serves: frozenset[str],
     backward: Callable[..., Any] | None = None,
-    batch_invariant: bool = False,
     fast_path: Callable[..., Any] | None = None,
 ) -> OpImpl:
     return OpImpl(
@@ -57,7 +66,7 @@ def _op(
         serves=serves,
         verifiers=(_verify.hardware, _verify.dtypes, _verify.size, *more),
         verified_archs=VERIFIED,
-        batch_invariant=batch_invariant,
+        batch_invariant=True,
         fast_path=fast_path,
     )
 
@@ -69,13 +78,13 @@ def make_backend() -> Backend:
     chunk = _op(
         _lazy("chunk_forward", "forward"),
         *whole,
-        serves=WHOLE | {"checkpoints"},
+        serves=WHOLE | POOL | {"checkpoint_offsets", "checkpoints"},
         backward=chunk_backward,
     )
     recurrent = _op(
         _lazy("recurrent", "forward"),
         *whole,
-        serves=WHOLE | POOL,
+        serves=WHOLE | POOL | {"accepted_tokens", "read_only_state"},
         backward=chunk_backward,
         fast_path=_lazy("recurrent", "fast_path"),
     )

@@ -164,7 +164,7 @@ def _run_grads(
     states = tuple(work[n] for n in ("row_values", "hT", "dhT", "uT", "drT"))
     outputs = (dq, dk, dv, dg, dbeta, dA_part, dbias_part)
     scalars = (r.scale, float(r.lower_bound or 0.0))
-    grid = (p.slots * r.HV, 1, 1)
+    grid = ((p.slots + r.packed) * r.HV, 1, 1)  # the slot without a chunk: see kernels.pack_tail
     options = {
         **p.options, "KP": p.KP, "VP": p.VP, "BV": t.grads_bv, "ROWS": p.row_values, "DOT": p.dot,
         "num_warps": t.grads_warps, **_registers(t.grads_regs),
@@ -187,7 +187,7 @@ def _run_grads(
             BK=t.grads_bk, L2NORM=r.qk_l2norm, **options,
         )  # fmt: skip
     if grouped or p.separate_norm:
-        dq, dk = _sum_groups(r, p, x.q, dq), _sum_groups(r, p, x.k, dk)
+        dq, dk = (_sum_groups(r, p, a, part, x.cu_seqlens) for a, part in ((x.q, dq), (x.k, dk)))
     dA = dbias = None
     if x.A_log is not None:
         dA = _sum_chunks(r, p, dA_part, x.A_log, 1, 1)
@@ -217,14 +217,16 @@ def _sum_chunks(
 
 
 def _sum_groups(
-    request: Request, plan: ChunkBackwardPlan, x: torch.Tensor, part: torch.Tensor
+    request: Request, plan: ChunkBackwardPlan, x: torch.Tensor, part: torch.Tensor, cu_seqlens: Any
 ) -> torch.Tensor:
     """Sum the value heads of each group; with ``separate_norm``, take the sum through the l2norm."""
     in_place = part.shape == x.shape and part.dtype == x.dtype
     out, rows = part if in_place else torch.empty_like(x), 2048 // plan.KP
     _sum_group(
         (cdiv(request.B * request.T, rows), request.H, 1),
-        x, part, out, request.B * request.T, request.H, request.HV, request.K,
+        x, part, out, cu_seqlens if plan.separate_norm else None,
+        request.B * request.T, request.H, request.HV, request.K,
+        request.N if request.packed and plan.separate_norm else None,
         KP=plan.KP, ROWS=rows, GROUP=request.HV // request.H, L2NORM=plan.separate_norm, num_warps=4,
     )  # fmt: skip
     return out

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 
-from kdacore.types import ChunkInputs, Device, Request
+from kdacore.types import ChunkInputs, Device, Request, TensorSpec
 from kdacore_triton import configs
 from kdacore_triton.aot import AotCase, record
 from kdacore_triton.chunk_forward import forward
@@ -45,12 +46,40 @@ def aot_cases(arch: str) -> list[AotCase]:
                     max_spills=_SPILLS if tuned else _UNTUNED_SPILLS,
                     slow=not tuned,
                 )
+    for gate, heads in (("bounded", 12), ("bounded", 64), ("bounded", 8), ("scalar", 12)):
+        call = _server_call(*_meta_call(arch, gate, 128, torch.bfloat16, heads))
+        name = f"chunk forward {gate} H{heads} as a server calls it"
+        spills = _SPILLS if gate != "scalar" else _UNTUNED_SPILLS
+        cases += record(
+            name, partial(forward, *call), max_spills=spills, slow=(gate, heads) != ("bounded", 12)
+        )
     return cases
 
 
-def _meta_call(arch: str, gate: str, K: int, dtype: torch.dtype) -> tuple[Request, ChunkInputs]:
+def _server_call(request: Request, x: ChunkInputs) -> tuple[Request, ChunkInputs]:
+    """The same call as a server makes it: a pack, states in a pool, a checkpoint, an output that is there."""
+
+    def numbers(dtype: torch.dtype = torch.int32, size: int = 1) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    pool = torch.empty(32, *request.state_shape[1:], device="meta")
+    x = x._replace(
+        initial_state=pool, cu_seqlens=numbers(size=2), state_indices=numbers(), has_initial_state=numbers(torch.bool),
+        write_indices=numbers(), write_pool=pool, checkpoint_offsets=numbers(), checkpoint_indices=numbers(),
+        out=torch.empty_like(x.v),
+    )  # fmt: skip
+    given = zip(ChunkInputs._fields, x, strict=True)
+    tensors = tuple((n, TensorSpec(tuple(t.shape), str(t.dtype)[6:])) for n, t in given if t is not None)
+    request = replace(
+        request, packed=True, tensors=tensors, pool_size=32, state_indices_ndim=1, inplace_state=True, null_index=0,
+        write_indices_ndim=1, write_pool_size=32, checkpoint_count=1,
+    )  # fmt: skip
+    return request, x
+
+
+def _meta_call(arch: str, gate: str, K: int, dtype: torch.dtype, H: int = 32) -> tuple[Request, ChunkInputs]:
     """A call with everything fused, long enough for segments, on ``meta`` tensors."""
-    B, T, H = 1, 4096, 32
+    B, T = 1, 4096
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from kdacore_triton import configs
 from kdacore_triton.fixed_launch import FixedLaunch, PlanCache
 from kdacore_triton.gate_families import FAMILIES, GATES, gate_family
 from kdacore_triton.kernel_options import INTERPRETING, full_precision, has_narrow_operands, on_nvidia
+from kdacore_triton.kernels.chunk_forward_checkpoints import chunk_forward_checkpoints_kernel
 from kdacore_triton.kernels.chunk_forward_prepare import chunk_forward_prepare_kernel
 from kdacore_triton.kernels.chunk_forward_scan import chunk_forward_scan_kernel
 from kdacore_triton.kernels.chunk_forward_segments import (
@@ -28,11 +29,28 @@ MAX_BOUNDED_ROWS = 32
 MAX_SEGMENTED = 128
 """The widest head whose segment map fits shared memory."""
 
+CHECKPOINT_ROWS = 16
+"""Checkpoints at chosen tokens lie a multiple of this behind their sequence's start: in chunks of as many rows, at a
+chunk's start."""
+
 _LOG2E = 1.4426950408889634
 _PREPARE = Launcher(chunk_forward_prepare_kernel)
 _SCAN = Launcher(chunk_forward_scan_kernel)
 _SEGMENT_MAPS = Launcher(chunk_forward_segment_maps_kernel)
 _SEGMENT_STARTS = Launcher(chunk_forward_segment_starts_kernel)
+_CHECKPOINTS = Launcher(chunk_forward_checkpoints_kernel)
+_MAX_STRIDES = 64
+"""Sets of pool strides that are kept for one request."""
+
+
+class PoolStrides(NamedTuple):
+    """Strides over rows, heads, K and V of the states that are read and written; zeros where there are none."""
+
+    source: tuple[int, int, int, int]
+    target: tuple[int, int, int, int]
+
+
+NO_POOL = PoolStrides((0, 0, 0, 0), (0, 0, 0, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +63,34 @@ class SegmentLaunches:
     starts: FixedLaunch
 
 
+@dataclass(frozen=True, slots=True)
+class StateLaunches:
+    """The launches that read or write states."""
+
+    scan: FixedLaunch
+    segments: SegmentLaunches | None
+    checkpoints: FixedLaunch | None
+    """Only where a checkpoint at a chosen token may lie inside a chunk."""
+    mids_size: int
+    """float32 values that the scan leaves for that launch."""
+
+
 class ChunkForwardPlan:
     """The launches of a request, and the sizes and dtypes of their outputs."""
 
     def __init__(self, r: Request) -> None:
         self.request = r
-        family = gate_family(r)
+        self.family = gate_family(r)
         half = has_narrow_operands(r)
-        config = configs.get(
-            "chunk_forward", r.device.arch, gate=family, K=r.K, V=r.V, half=half, heads=r.N * r.HV, T=r.T
+        heads, T = (configs.MANY, configs.MANY) if r.batch_invariant else (r.N * r.HV, r.T)
+        self.config = config = configs.get(
+            "chunk_forward", r.device.arch, gate=self.family, K=r.K, V=r.V, half=half, heads=heads, T=T
         )
-        C: int = min(config["C"], MAX_BOUNDED_ROWS) if family == "bounded" else config["C"]
+        C: int = min(config["C"], MAX_BOUNDED_ROWS) if self.family == "bounded" else config["C"]
         BK, BV = max(16, next_power_of_2(r.K)), max(16, next_power_of_2(r.V))
         NT = cdiv(r.T, C)
         slots = r.T // C + r.N if r.packed else r.B * NT
+        self.C, self.BK, self.BV, self.NT = C, BK, BV, NT
         self.upcast = INTERPRETING and r.dtype == "bfloat16"
         self.round_state = INTERPRETING and r.state_dtype == "bfloat16"
         self.record_dtype = torch.bfloat16 if half else torch.float32
@@ -66,76 +98,140 @@ class ChunkForwardPlan:
         self.record_size = C * (3 * BK + BV + C)
         self.decay_size = 1 if r.scalar_gate else BK
         self.state_dtype = torch.float32 if self.round_state else getattr(torch, r.state_dtype)
-        device = -1 if INTERPRETING else r.device.index
-        bound = r.lower_bound or 0.0
-        dots = dot_precision(r, half)
-        shared = {"K": r.K, "V": r.V, "BK": BK, "C": C}
-        self.levels = C if family == "unbounded" else 0
-        self.levels_dtype = torch.float16 if dots["DOT"] in ("bf16", "tf32") else torch.float32
+        self.device = -1 if INTERPRETING else r.device.index
+        self.bound = r.lower_bound or 0.0
+        self.dots = dot_precision(r, half)
+        self.levels = C if self.family == "unbounded" else 0
+        self.levels_dtype = torch.float16 if self.dots["DOT"] in ("bf16", "tf32") else torch.float32
+        self.zeroes_tail = r.packed and not r.has("out")
+        """Does prepare set rows behind the pack to zero? It then takes the output as its last tensor."""
         self.prepare = FixedLaunch(
             _PREPARE,
-            device,
-            (self.records, 1, 1),
-            (r.T, NT, r.N, r.H, r.HV, r.scale, bound, exponent_offset(bound, C)),
+            self.device,
+            (self.records + (r.HV if self.zeroes_tail else 0), 1, 1),
+            (
+                *(() if self.zeroes_tail else (None,)),
+                *(r.T, NT, r.N, r.H, r.HV, r.scale, self.bound, exponent_offset(self.bound, C)),
+            ),
             {
-                **shared, "BV": BV, "BU": min(config["BU"], BV),
-                "LEVELS": C.bit_length() - 1, "FAMILY": FAMILIES[family], "GATE": GATES[r.gate],
+                "K": r.K, "V": r.V, "BK": BK, "C": C, "BV": BV, "BU": min(config["BU"], BV),
+                "LEVELS": C.bit_length() - 1, "FAMILY": FAMILIES[self.family], "GATE": GATES[r.gate],
                 "L2NORM": r.qk_l2norm, "BETA_SIGMOID": r.beta_sigmoid,
-                "BETA_FACTOR": 2.0 if r.neg_eigval else 1.0, "PACKED": r.packed, **dots, "ASM": on_nvidia(r),
+                "BETA_FACTOR": 2.0 if r.neg_eigval else 1.0, "PACKED": r.packed, **self.dots, "ASM": on_nvidia(r),
             },
             config["prepare_warps"],
         )  # fmt: skip
+        self.pooled = bool(r.inplace_state or r.state_indices_ndim or r.has("has_initial_state"))
+        """Are states read or written by rows? Then :meth:`launches_for` has the launches, by strides."""
+        self.plain = None if self.pooled else self._state_launches(NO_POOL)
+        self._by_strides: dict[PoolStrides, StateLaunches] = {}
+
+    def launches_for(self, strides: PoolStrides) -> StateLaunches:
+        """The launches of a call with pools of these strides."""
+        found = self._by_strides.get(strides)
+        if found is None:
+            if len(self._by_strides) >= _MAX_STRIDES:
+                self._by_strides.clear()
+            found = self._by_strides[strides] = self._state_launches(strides)
+        return found
+
+    def _state_launches(self, strides: PoolStrides) -> StateLaunches:
+        r, config, C, BK, BV, NT = self.request, self.config, self.C, self.BK, self.BV, self.NT
         block = min(config["BV"], BV)
         columns = {
             "K": r.K, "V": r.V, "BK": BK, "BVP": BV, "V_FIRST": r.state_v_first, "PACKED": r.packed,
         }  # fmt: skip
         scan_options = {
-            **columns, "BV": block, "C": C, "SCALAR": r.scalar_gate, "DOT": dots["DOT"],
+            **columns, "BV": block, "C": C, "SCALAR": r.scalar_gate, "DOT": self.dots["DOT"],
             "STAGES": config["scan_stages"],
         }  # fmt: skip
-        launch = (config["scan_warps"], config["scan_stages"])
         # The number of segments may depend on T, but not where they start.
         segment = config["segment"] if BK <= MAX_SEGMENTED and config["segment"] < r.T else 0
         NS = cdiv(r.T, segment) if segment else 1
         starts = (r.T // segment + r.N if r.packed else r.B * NS) if segment else r.N
-        self.scan = FixedLaunch(
+        sizes = (r.T, NT, r.HV, r.N, NS)
+        null = r.null_index if r.null_index >= 0 else None
+        read, written, kept = (strides.source[:2], strides.target[:2], r.checkpoint_count) if self.pooled else (
+            (None, None), (None, None), None
+        )  # fmt: skip
+        source = {"POOL": self.pooled, "SOURCE_K": strides.source[2], "SOURCE_V": strides.source[3]}
+        target = {"TARGET_K": strides.target[2], "TARGET_V": strides.target[3]}
+        launch = (config["scan_warps"], config["scan_stages"])
+        scan = FixedLaunch(
             _SCAN,
-            device,
+            self.device,
             (starts * r.HV * (BV // block), 1, 1),
-            (r.T, NT, r.HV, r.N, NS),
-            {**scan_options, "SEGMENT": segment, "EVERY": r.checkpoint_every},
+            (*_absent(6, self.pooled), *sizes, *read, *written, kept, null),
+            {
+                **scan_options, "SEGMENT": segment, "EVERY": r.checkpoint_every, **source, **target,
+                "INPLACE": r.inplace_state,
+            },
             *launch,
-        )
-        self.segments: SegmentLaunches | None = None
+        )  # fmt: skip
+        segments = None
         if segment:
             tile = starts * r.HV * BK
-            self.segments = SegmentLaunches(
+            segments = SegmentLaunches(
                 tile * BV,
                 tile * (BV + BK),
                 FixedLaunch(
                     _SEGMENT_MAPS,
-                    device,
+                    self.device,
                     (starts * r.HV * (BV // block + cdiv(BK, block)), 1, 1),
-                    (r.T, NT, r.HV, r.N, NS),
-                    {**scan_options, "SEGMENT": segment},
+                    (*_absent(2, self.pooled), *sizes, *read, null),
+                    {**scan_options, "SEGMENT": segment, **source},
                     *launch,
                 ),
                 FixedLaunch(
                     _SEGMENT_STARTS,
-                    device,
+                    self.device,
                     (r.N * r.HV * (BV // 16), 1, 1),
-                    (r.T, r.HV, NS),
+                    (*_absent(2, self.pooled), r.T, r.HV, NS, *read, null),
                     {
                         **columns,
                         "BV": 16,
                         "SEGMENT": segment,
-                        "DOT": dots["DOT"],
+                        "DOT": self.dots["DOT"],
                         "FULL": "tf32x3" if on_nvidia(r) else "ieee",
+                        **source,
                     },
                     8,
                     2,
                 ),
             )
+        if not r.checkpoint_count or C == CHECKPOINT_ROWS:
+            return StateLaunches(scan, segments, None, 0)
+        wide = min(BV, 32)
+        checkpoints = FixedLaunch(
+            _CHECKPOINTS,
+            self.device,
+            (r.checkpoint_count * r.HV * (BV // wide), 1, 1),
+            (r.T, NT, r.N, r.H, r.HV, self.bound, *written, null),
+            {
+                "K": r.K, "V": r.V, "BK": BK, "BVP": BV, "BV": wide, "C": C, "FAMILY": FAMILIES[self.family],
+                "GATE": GATES[r.gate], "L2NORM": r.qk_l2norm, "PACKED": r.packed,
+                "DOT": full_precision(r), "ASM": on_nvidia(r), **target,
+            },
+            4,
+        )  # fmt: skip
+        return StateLaunches(scan, segments, checkpoints, r.checkpoint_count * r.HV * BV * BK)
+
+
+def _absent(tensors: int, pooled: bool) -> tuple[None, ...]:
+    """In the place of tensors that only calls with pools pass: a launch then looks at none of them."""
+    return () if pooled else (None,) * tensors
+
+
+def pool_strides(r: Request, source: torch.Tensor | None, target: torch.Tensor | None) -> PoolStrides:
+    """The strides of the states that a call reads and writes."""
+    return PoolStrides(_state_strides(r, source), _state_strides(r, target))
+
+
+def _state_strides(r: Request, states: torch.Tensor | None) -> tuple[int, int, int, int]:
+    if states is None:
+        return (0, 0, 0, 0)
+    row, head, a, b = states.stride()
+    return (row, head, b, a) if r.state_v_first else (row, head, a, b)
 
 
 def exponent_offset(bound: float, rows: int) -> float:

@@ -37,8 +37,12 @@ class FixedLaunch:
         self._options = {"num_warps": num_warps, "num_stages": num_stages}
         self._prepared: Prepared | None = None
 
-    def __call__(self, *tensors: torch.Tensor | None) -> None:
-        """Launch on the current stream. Each tensor keeps the dtype it had in the first call."""
+    def __call__(self, *tensors: torch.Tensor | None, numbers: tuple[torch.Tensor | None, ...] = ()) -> None:
+        """Launch on the current stream. Each tensor keeps the dtype it had in the first call.
+
+        ``numbers``: tensors after the others that the kernel reads by single numbers and is not compiled for the
+        alignment of.
+        """
         bits = 0
         pointers: list[int | None] = []
         for x in tensors:
@@ -48,12 +52,14 @@ class FixedLaunch:
                 address = x.data_ptr()
                 bits |= address
                 pointers.append(address)
+        for x in numbers:
+            pointers.append(None if x is None else x.data_ptr())
         aligned = not bits & _UNALIGNED
         if self._prepared is not None and aligned and self._device == current_device():
             self._prepared(self._grid, *pointers, *self._scalars)
             return
         prepared = self._launcher.prepare(
-            self._grid, *tensors, *self._scalars, **self._options, **self._constexprs
+            self._grid, *tensors, *numbers, *self._scalars, **self._options, **self._constexprs
         )
         if aligned:
             self._prepared = prepared

@@ -7,6 +7,7 @@ strides. It is computed once and kept; a later call costs the host one allocatio
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from kdacore.arrays.torch.private import allocator
 from kdacore.types import FastCall, Outputs, RecurrentInputs, Request
 from kdacore_triton import configs
 from kdacore_triton.gate_families import GATES
+from kdacore_triton.kernel_options import INTERPRETING
 from kdacore_triton.kernels import recurrent as kernels
 from kdacore_triton.launch import Grid, Launcher, cdiv, current_device, next_power_of_2
+from kdacore_triton.stand_ins import staged, written_back
 
 launcher = Launcher(kernels.recurrent_kernel)
 
@@ -35,32 +38,55 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     Nothing syncs with the device, so the call can be captured in a CUDA graph once it has run outside of one.
     """
     plan = _plan(request)
+    if plan.rounds_after:
+        return _rounded(request, inputs)
     launch = plan.launch_for(inputs)
     if launch.copied:
         inputs = inputs._replace(**{name: getattr(inputs, name).contiguous() for name in launch.copied})
-    q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, _, indices, accepted, out = inputs
+    q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, _, indices, accepted, out, filled, goals, pool = (
+        inputs
+    )
     if not launch.fresh_o:
         o = out
+    elif out is not None:
+        o = out.contiguous()  # rows behind a pack keep what they hold
     elif launch.v_is_dense:
         o = torch.empty_like(v)  # cheaper on the host than spelling the same thing out
     else:
         o = torch.empty(plan.o_shape, dtype=v.dtype, device=v.device)
     target = None
     if plan.inplace:
-        target = state
+        target = state if pool is None else pool
     elif plan.returns_state:
         target = torch.empty(plan.state_shape, dtype=plan.state_dtype, device=v.device)
-    launch.run(q, k, v, g, o, dt_bias, state, target, beta, A_log, cu_seqlens, indices, accepted)
+    launch.run(
+        q, k, v, g, o, dt_bias, state, target, beta, A_log, cu_seqlens, indices, accepted, filled, goals
+    )
     if out is not None and launch.fresh_o:
         o = out.copy_(o)
     return Outputs(o, target if plan.returns_state else None)
+
+
+def _rounded(request: Request, inputs: RecurrentInputs) -> Outputs:
+    """:func:`forward` with bfloat16 states in the interpreter, which would not round them to nearest."""
+    name = request.written_pool
+    wide = inputs
+    if request.inplace_state:
+        wide = inputs._replace(**{name: staged(getattr(inputs, name), torch.float32)})
+    o, final, *_ = forward(replace(request, state_dtype="float32"), wide)
+    if request.inplace_state:
+        final = written_back(getattr(inputs, name), getattr(wide, name))
+    elif final is not None:
+        final = final.to(torch.bfloat16)
+    return Outputs(o, final if request.output_final_state else None)
 
 
 class RecurrentPlan:
     """What a request determines, with one :class:`RecurrentLaunch` per set of strides seen."""
 
     __slots__ = (
-        "device", "inplace", "launches", "o_shape", "request", "returns_state", "state_dtype", "state_shape",
+        "device", "inplace", "launches", "o_shape", "request", "returns_state", "rounds_after", "state_dtype",
+        "state_shape",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
@@ -69,13 +95,31 @@ class RecurrentPlan:
         self.o_shape = (request.B, request.T, request.HV, request.V)
         self.state_shape = request.state_shape
         self.state_dtype = getattr(torch, request.state_dtype)
+        self.rounds_after = INTERPRETING and request.state_dtype == "bfloat16"
         self.inplace = request.inplace_state
         self.returns_state = request.output_final_state
         self.launches: dict[Any, RecurrentLaunch] = {}
 
     def launch_for(self, inputs: RecurrentInputs) -> RecurrentLaunch:
         """The launch for the strides of these inputs."""
-        q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, _, indices, accepted, out = inputs
+        (
+            q,
+            k,
+            v,
+            g,
+            beta,
+            A_log,
+            dt_bias,
+            state,
+            cu_seqlens,
+            _,
+            indices,
+            accepted,
+            out,
+            filled,
+            goals,
+            pool,
+        ) = inputs
         key = (
             q.stride(),
             k.stride(),
@@ -89,6 +133,9 @@ class RecurrentPlan:
             A_log is None or A_log.is_contiguous(),
             cu_seqlens is None or cu_seqlens.is_contiguous(),
             accepted is None or accepted.is_contiguous(),
+            filled is None or filled.is_contiguous(),
+            goals is None or goals.stride(),
+            pool is None or pool.stride(),
         )
         launch = self.launches.get(key)
         if launch is None:
@@ -128,20 +175,22 @@ class RecurrentLaunch:
             r.device.arch,
             K=r.K,
             V=r.V,
-            rows=r.N * r.HV,
+            rows=configs.MANY if r.batch_invariant else r.N * r.HV,
             state=r.state_dtype,
             v_first=r.state_v_first,
         )
         BV = min(config["BV"], next_power_of_2(r.V))
         programs = r.HV * cdiv(r.V, BV)
-        flat = r.N > _MAX_GRID_Y
-        self.grid: Grid = (programs * r.N, 1, 1) if flat else (programs, r.N, 1)
+        tail = r.packed and x.out is None
+        rows = r.N + tail
+        flat = rows > _MAX_GRID_Y
+        self.grid: Grid = (programs * rows, 1, 1) if flat else (programs, rows, 1)
         self.options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"]}
         o_strides = (
             x.out.stride() if x.out is not None and not self.fresh_o else _contiguous_strides(plan.o_shape)
         )
         source = _state_strides(r, x.initial_state)
-        target = source if r.inplace_state else _state_strides(r, None)
+        target = _state_strides(r, getattr(x, r.written_pool) if r.inplace_state else None)
         self.scalars = (
             *(r.scale, r.lower_bound or 0.0, r.T, r.HV, r.HV // r.H),
             *(s for t in (x.q, x.k, x.v, x.g, x.beta) for s in t.stride()[:3]),
@@ -149,6 +198,8 @@ class RecurrentLaunch:
             *source[:2],
             *target[:2],
             0 if x.state_indices is None else x.state_indices.stride(0),
+            None if x.write_indices is None else x.write_indices.stride(0),
+            r.null_index if r.null_index >= 0 else None,
         )
         inputs_reach = [_reach(t.shape, t.stride()) for t in (x.q, x.k, x.v, x.g, x.beta)]
         self.constexprs = {
@@ -158,6 +209,7 @@ class RecurrentLaunch:
             "SIGMOID": r.beta_sigmoid, "BETA_MAX": 2.0 if r.neg_eigval else 1.0,
             "READ": _read_mode(r, x), "WRITE": _write_mode(r), "PACKED": r.packed, "ONE": one,
             "WIDE": max(_reach(plan.o_shape, o_strides), *inputs_reach) > _INT32_MAX, "FLAT": flat,
+            "TAIL": tail,
         }  # fmt: skip
 
     def run(self, *tensors: torch.Tensor | None) -> None:
@@ -192,10 +244,12 @@ def fast_path(request: Request, inputs: RecurrentInputs) -> FastCall | None:
     empty = allocator(inputs.v.device.type)
 
     def step(arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        q, k, v, g, beta, rate, bias, state, offsets, _, indices, accepted, o = arrays
-        a, b, c, d, s = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), state.data_ptr()
+        q, k, v, g, beta, rate, bias, state, offsets, _, indices, accepted, o, filled, goals, pool = arrays
+        a, b, c, d = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr()
+        s = 0 if state is None else state.data_ptr()
+        target, t = (state, s) if pool is None else (pool, pool.data_ptr())
         bias_at = 0 if bias is None else bias.data_ptr()
-        if (a | b | c | d | s | bias_at) & _UNALIGNED or device != current_device():
+        if (a | b | c | d | s | t | bias_at) & _UNALIGNED or device != current_device():
             return None
         if o is None:
             o = empty(o_shape, o_strides, dtype)
@@ -204,11 +258,12 @@ def fast_path(request: Request, inputs: RecurrentInputs) -> FastCall | None:
             return None
         # Absent tensors are constants of the compiled kernel, so any number will do.
         run([
-            a, b, c, d, e, bias_at, s, s, beta.data_ptr(),
+            a, b, c, d, e, bias_at, s, t, beta.data_ptr(),
             0 if rate is None else rate.data_ptr(), 0 if offsets is None else offsets.data_ptr(),
             0 if indices is None else indices.data_ptr(), 0 if accepted is None else accepted.data_ptr(),
+            0 if filled is None else filled.data_ptr(), 0 if goals is None else goals.data_ptr(),
         ])  # fmt: skip
-        return o, state if returns_state else None, None
+        return o, target if returns_state else None, None
 
     return step
 
@@ -244,11 +299,12 @@ def _to_copy(r: Request, x: RecurrentInputs) -> tuple[str, ...]:
     """The inputs that the kernel cannot read where they lie."""
     rows = ["q", "k", "v"] if r.scalar_gate else ["q", "k", "v", "g"]
     bad = [name for name in rows if getattr(x, name).stride(-1) != 1]
-    for name in ("A_log", "dt_bias", "cu_seqlens", "num_accepted_tokens"):
+    for name in ("A_log", "dt_bias", "cu_seqlens", "num_accepted_tokens", "has_initial_state"):
         if getattr(x, name) is not None and not getattr(x, name).is_contiguous():
             bad.append(name)
-    if x.state_indices is not None and x.state_indices.stride(-1) != 1:
-        bad.append("state_indices")
+    for name in ("state_indices", "write_indices"):
+        if getattr(x, name) is not None and getattr(x, name).stride(-1) != 1:
+            bad.append(name)
     return tuple(bad)
 
 
@@ -278,5 +334,5 @@ def _read_mode(r: Request, x: RecurrentInputs) -> int:
 
 def _write_mode(r: Request) -> int:
     if r.inplace_state:
-        return {0: 1, 1: 2, 2: 3}[r.state_indices_ndim]
+        return {0: 1, 1: 2, 2: 3}[r.write_indices_ndim or r.state_indices_ndim]
     return 1 if r.output_final_state else 0

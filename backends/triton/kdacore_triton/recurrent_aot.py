@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,26 @@ def aot_cases(arch: str) -> list[AotCase]:
             slow = (K, state, T) != (128, "float32", 1) or "rows" in choice.when
             with configs.override("recurrent", config):
                 cases += record(name, partial(forward, *call), slow=slow)
+    for T in (1, 4):
+        call = _with_own_rows(*_meta_call(arch, T, "float32", False))
+        cases += record(f"recurrent T{T}, rows written in another pool", partial(forward, *call), slow=True)
     return cases
+
+
+def _with_own_rows(request: Request, x: RecurrentInputs) -> tuple[Request, RecurrentInputs]:
+    """The same call as a server verifies candidates: the state after each token goes to a row of its own."""
+    N, T = request.N, request.T
+
+    def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    x = x._replace(
+        state_indices=numbers(N, T), num_accepted_tokens=numbers(N), has_initial_state=numbers(N, dtype=torch.bool),
+        write_indices=numbers(N, T), write_pool=x.initial_state,
+    )  # fmt: skip
+    rows = request.pool_size
+    request = replace(request, state_indices_ndim=2, write_indices_ndim=2, write_pool_size=rows, null_index=0)
+    return request, x
 
 
 def _shapes(when: Any) -> Iterator[tuple[int, str, bool, int]]:

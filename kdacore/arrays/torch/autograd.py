@@ -51,15 +51,17 @@ class WholeFunction(torch.autograd.Function):
     def backward(ctx: Any, do: Any, dstate: Any, _: Any) -> Any:
         refuse_wrapped(ctx.plan.request.op, (do, dstate))
         kept = ctx.saved_tensors  # once: every look unpacks them all, and checkpoint() allows no second
-        saved = kept[ctx.count :]
         arrays = [ctx.others.get(i, x) for i, x in enumerate(kept[: ctx.count])]
-        plan = ctx.plan
-        with torch.no_grad(), as_given(arrays[0]):
-            grads = plan.backward(plan.inputs(*arrays), saved, OutputGrads(do, dstate))
-        grads = _needed(ctx, grads, len(arrays))
-        if torch.is_grad_enabled():  # create_graph=True
-            grads = _refuse_twice(grads, arrays)
-        return None, *grads
+        return None, *backward_of(ctx.plan, arrays, kept[ctx.count :], do, dstate, ctx.needs_input_grad[1:])
+
+
+def backward_of(
+    plan: Plan, arrays: Any, saved: tuple[Any, ...], do: Any, dstate: Any, needed: tuple[bool, ...]
+) -> list[Any]:
+    """The backend's backward of a whole op: one gradient for each array, None where none is ``needed``."""
+    with torch.no_grad(), as_given(arrays[0]):
+        grads = plan.backward(plan.inputs(*arrays), saved, OutputGrads(do, dstate))
+    return _returned(grads, arrays, needed)
 
 
 class GateFunction(torch.autograd.Function):
@@ -78,16 +80,14 @@ class GateFunction(torch.autograd.Function):
         arrays, plan = ctx.saved_tensors, ctx.plan
         with torch.no_grad(), as_given(arrays[0]):
             grads = plan.backward(plan.inputs(*arrays), dlog)
-        grads = _needed(ctx, grads, len(arrays))
-        if torch.is_grad_enabled():
-            grads = _refuse_twice(grads, arrays)
-        return None, *grads
+        return None, *_returned(grads, arrays, ctx.needs_input_grad[1:])
 
 
-def _needed(ctx: Any, grads: Any, count: int) -> list[Any]:
+def _returned(grads: Any, arrays: Any, needed: tuple[bool, ...]) -> list[Any]:
     """One gradient for each array input, None where none was asked for."""
-    padded = [*grads, *([None] * (count - len(grads)))]
-    return [g if ctx.needs_input_grad[1 + i] else None for i, g in enumerate(padded)]
+    padded = [*grads, *([None] * (len(arrays) - len(grads)))]
+    found = [g if is_needed else None for g, is_needed in zip(padded, needed, strict=True)]
+    return _refuse_twice(found, arrays) if torch.is_grad_enabled() else found  # enabled: create_graph=True
 
 
 def _refuse_twice(grads: list[Any], arrays: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from kdacore.arrays.torch.modes import (
     refuse_transforms,
 )
 from kdacore.ops import OPS
-from kdacore.types import ArrayKind, Device, GateInputs, Outputs, TensorSpec
+from kdacore.types import ArrayKind, Device, FastCall, GateInputs, Outputs, Request, TensorSpec
 
 if TYPE_CHECKING:
     from kdacore.arrays.base import Plan, Run
@@ -33,6 +33,7 @@ _DTYPES = {
     torch.float64: "float64",
     torch.int32: "int32",
     torch.int64: "int64",
+    torch.bool: "bool",
 }
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _grad_enabled = torch.is_grad_enabled
@@ -50,6 +51,9 @@ class _TorchAdapter:
 
     def runner(self, plan: Plan, inputs: Any) -> Run:
         return _runner(plan, inputs)
+
+    def unwrapped(self, arrays: Any) -> Any:
+        return arrays
 
     def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
         refuse_transforms(op, arrays)
@@ -105,6 +109,11 @@ class _TorchAdapter:
             return None
         size = x.element_size()
         return address, tuple(x.shape), tuple([size * s for s in x.stride()]), size
+
+    def fast_gradients(self, plan: Plan, request: Request, inputs: Any) -> FastCall | None:
+        from kdacore.arrays.torch import fast_gradients  # here: as for autograd in _run
+
+        return fast_gradients.fast_gradients(plan, request, inputs)
 
     def run(self, plan: Plan, inputs: Any) -> Any:
         return _runner(plan, inputs)(plan, inputs)

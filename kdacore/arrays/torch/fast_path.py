@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from kdacore.ops import WRITABLE_ARGUMENTS
 
 try:
-    from torch._C._dynamo.guards import TensorGuards
+    from torch._C._dynamo.guards import TensorGuards as TensorGuards
 except ImportError:
     TensorGuards = None  # type: ignore[assignment, misc]
 
@@ -26,6 +26,14 @@ def tensor_test(arrays: dict[str, Any], same_strides: bool) -> tuple[str, dict[s
         type(x) in (torch.Tensor, torch.nn.Parameter) for x in arrays.values()
     ):
         return None
+    # The check takes no tensor twice, and calls may: one index array for the rows that are read and written, say.
+    again = {
+        name: first
+        for i, (name, x) in enumerate(arrays.items())
+        if (first := next((n for n, y in list(arrays.items())[:i] if y is x), None)) is not None
+    }
+    same = "".join([f"{name} is {first} and " for name, first in again.items()])
+    arrays = {name: x for name, x in arrays.items() if name not in again}
     free: Any = None
     if not same_strides:
         free = [
@@ -34,7 +42,7 @@ def tensor_test(arrays: dict[str, Any], same_strides: bool) -> tuple[str, dict[s
     guards = TensorGuards(*arrays.values(), dynamic_dims_sizes=None, dynamic_dims_strides=free)
     # Dual tensors look like others to the check, and it ends the process at a nested tensor, whose sizes raise in C++.
     nested = " or ".join(f"{name}.is_nested" for name in arrays)
-    test = f"forward_ad._current_level < 0 and not ({nested}) and check({', '.join(arrays)})"
+    test = f"{same}forward_ad._current_level < 0 and not ({nested}) and check({', '.join(arrays)})"
     if any(x.requires_grad for x in arrays.values()):  # otherwise the mode decides nothing
         test = f"grad_enabled() is {torch.is_grad_enabled()} and {test}"
     return test, {"check": guards.check, "forward_ad": forward_ad, "grad_enabled": torch.is_grad_enabled}

@@ -20,11 +20,8 @@ _can_autocast = functools.cache(torch.amp.is_autocast_available)
 
 _transforming = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _functorch = torch._C._functorch
-_WRAPPED = [
-    getattr(_functorch, name)
-    for name in ("is_functorch_wrapped_tensor", "is_legacy_batchedtensor")
-    if hasattr(_functorch, name)
-]
+_is_functorch_tensor = getattr(_functorch, "is_functorch_wrapped_tensor", lambda x: False)
+_is_batched_gradient = getattr(_functorch, "is_legacy_batchedtensor", lambda x: False)
 _BACKWARD = "differentiate with backward() or torch.autograd.grad()"
 
 
@@ -43,8 +40,13 @@ def refuse_transforms(op: str, arrays: tuple[Any, ...]) -> None:
 
 def refuse_wrapped(op: str, arrays: tuple[Any, ...]) -> None:
     """The part about the tensors of ``torch.func`` and of ``is_grads_batched``."""
-    if any(isinstance(x, torch.Tensor) and any(test(x) for test in _WRAPPED) for x in arrays):
+    if any(isinstance(x, torch.Tensor) and is_wrapped(x) for x in arrays):
         raise _transform_error(op)
+
+
+def is_wrapped(x: torch.Tensor) -> bool:
+    """Is this a tensor of ``torch.func`` or of ``is_grads_batched``?"""
+    return bool(_is_functorch_tensor(x) or _is_batched_gradient(x))
 
 
 def _transform_error(op: str) -> UnsupportedError:

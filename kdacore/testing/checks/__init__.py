@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kdacore.testing.cases import Case
-from kdacore.testing.checks.accuracy import accuracy, graph, uninitialised
+from kdacore.testing.checks.accuracy import accuracy, uninitialised
+from kdacore.testing.checks.batch_invariance import batch_invariance, gradient_batch_invariance
 from kdacore.testing.checks.causality import (
     causality,
     causality_append,
@@ -13,8 +14,9 @@ from kdacore.testing.checks.causality import (
     gradient_causality_append,
 )
 from kdacore.testing.checks.gradients import gradients, recomputed_gradients
+from kdacore.testing.checks.graphs import graph
 from kdacore.testing.checks.pool import pool
-from kdacore.testing.checks.repeat import batch_invariance, determinism, gradient_determinism
+from kdacore.testing.checks.repeat import determinism, gradient_determinism
 from kdacore.testing.checks.split import drift, split, split_decode
 from kdacore.testing.compare import Findings
 
@@ -37,4 +39,5 @@ CHECKS: dict[str, Check] = {
     "determinism": determinism,
     "gradient_determinism": gradient_determinism,
     "batch_invariance": batch_invariance,
+    "gradient_batch_invariance": gradient_batch_invariance,
 }

@@ -12,6 +12,7 @@ import numpy as np
 
 from kdacore.calls.arrays import Values, host_values, rounded
 from kdacore.calls.description import specs
+from kdacore.calls.values import PER_TOKEN
 from kdacore.testing.cases import Case
 from kdacore.testing.checks.gradients import place_weights, run
 from kdacore.testing.compare import Findings, to_float64
@@ -19,8 +20,6 @@ from kdacore.testing.derived_calls import cut_points, prefix
 from kdacore.testing.expected import Weights, weights
 from kdacore.testing.poisoned_arrays import arrays, place
 from kdacore.testing.run_call import forward, watched
-
-PER_TOKEN = ("q", "k", "v", "g", "beta")
 
 
 def causality(case: Case, findings: Findings) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from kdacore.arrays import adapter_of
+from kdacore.calls.values import PER_TOKEN
 from kdacore.selfcheck.bounds import bound
 from kdacore.testing import run_call
 from kdacore.testing.cases import Case
 from kdacore.testing.checks.accuracy import check_results, dtype_of
-from kdacore.testing.compare import Findings
+from kdacore.testing.compare import Findings, to_float64
 from kdacore.testing.expected import Weights, expected_gradients, weights
 from kdacore.testing.poisoned_arrays import Placed, arrays, place, place_one
 from kdacore.testing.serving import device_of
@@ -39,7 +42,9 @@ def _measure(case: Case, findings: Findings, *, recompute: bool) -> None:
 def place_weights(case: Case, w: Weights) -> dict[str, Placed]:
     """The loss's weights as arrays, poison around them too."""
     dtype = case.dtype if case.family != "gate" or case.dtype == "float64" else "float32"
-    placed = {"do": place_one(case, "do", w.o, dtype)}
+    do = np.array(w.o)
+    do[:, do.shape[1] - case.shape.padding :] = np.nan  # of tokens of no sequence: not read
+    placed = {"do": place_one(case, "do", do, dtype)}
     if w.final_state is not None:
         placed["dstate"] = place_one(case, "dstate", w.final_state, case.state_dtype)
     return placed
@@ -79,3 +84,6 @@ def check_gradients(case: Case, placed: dict[str, Placed], found: dict[str, Any]
         )
         allowed = case.factor * bound("gradient", where, case.dtype, dtype)
         findings.close(f"gradient of {name}", got, want, allowed, dtype)
+        if case.shape.padding and name in PER_TOKEN:
+            zero = not to_float64(got)[:, case.shape.used :].any()
+            findings.require(f"gradient of {name} behind the last sequence", zero, "it is not zero")

@@ -1,17 +1,14 @@
-"""The same call gives the same bits, for good; where declared, so does a sequence alone and packed with others."""
+"""The same call gives the same bits, for good."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from kdacore.calls.arrays import host_values
 from kdacore.testing.cases import Case
 from kdacore.testing.checks.gradients import place_weights, run
 from kdacore.testing.compare import Findings, bits
-from kdacore.testing.derived_calls import alone
 from kdacore.testing.expected import weights
 from kdacore.testing.poisoned_arrays import arrays, place
 from kdacore.testing.run_call import forward, watched
@@ -47,30 +44,3 @@ def _measure(case: Case, findings: Findings, call: Callable[[Case], dict[str, An
         findings.require(f"{name} repeats", repeats, "other bits the next time")
         stays = all(bits(results[name]) == was[name] for results, was in runs)
         findings.require(f"{name} stays", stays, "a later call changed it")
-
-
-def batch_invariance(case: Case, findings: Findings) -> None:
-    """Each sequence of a pack in a call of its own: the same bits."""
-    values = host_values(case)
-    with watched(case, findings):
-        packed = forward(case, arrays(place(case, values)))
-    starts = values["cu_seqlens"]
-    singles = iter(alone(case))
-    for n, (start, end) in enumerate(itertools.pairwise(starts)):
-        if start == end:
-            continue
-        here = {
-            name: x[:, start:end] if name in ("q", "k", "v", "g", "beta") else x
-            for name, x in values.items()
-            if name != "cu_seqlens"
-        }
-        if "initial_state" in here:
-            here["initial_state"] = here["initial_state"][n : n + 1]
-        single = next(singles)
-        with watched(single, findings):
-            results = forward(single, arrays(place(single, here)))
-        findings.same(f"o of sequence {n} alone", results["o"], packed["o"][:, start:end])
-        if "final_state" in results:
-            findings.same(
-                f"state of sequence {n} alone", results["final_state"], packed["final_state"][n : n + 1]
-            )

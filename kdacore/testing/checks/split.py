@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from kdacore.calls.arrays import Values, host_values
+from kdacore.calls.values import PER_TOKEN
 from kdacore.testing.cases import Case
 from kdacore.testing.checks.accuracy import result_bound
-from kdacore.testing.checks.causality import PER_TOKEN
 from kdacore.testing.compare import Findings, to_float64
 from kdacore.testing.derived_calls import halves, prefill_and_decode, single_step
 from kdacore.testing.expected import expected

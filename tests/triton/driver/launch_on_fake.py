@@ -2,6 +2,7 @@
 
 import ctypes
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -20,6 +21,7 @@ import triton.language as tl  # noqa: E402
 
 from kdacore.types import Device, Outputs, RecurrentInputs, Request  # noqa: E402
 from kdacore_triton import recurrent  # noqa: E402
+from kdacore_triton.fixed_launch import FixedLaunch  # noqa: E402
 from kdacore_triton.launch import TRITON, Launcher  # noqa: E402
 
 
@@ -31,6 +33,11 @@ class Last(ctypes.Structure):
 
 
 lib.fake_last.restype = ctypes.POINTER(Last)
+
+
+@triton.jit(do_not_specialize=["n", "m"], do_not_specialize_on_alignment=["rows"])
+def rows_kernel(out, rows, absent, n, m, SIZE: tl.constexpr):
+    tl.store(out + tl.arange(0, SIZE), (tl.load(rows + n) + m).to(tl.float32))
 
 
 @triton.jit
@@ -100,24 +107,36 @@ def prefers_l1() -> None:
 prefers_l1()
 
 
-def decode(given_out: bool, norm: bool) -> None:
-    """The fast path passes the same arguments as the ordinary path, and leaves unusual arrays to it."""
+def decode(given_out: bool, norm: bool, rows: bool = False) -> None:
+    """The fast path passes the same arguments as the ordinary path, and leaves unusual arrays to it.
+
+    ``rows``: states go to other rows of another pool, one row is no slot, and some sequences start from zeros.
+    """
     B, H, K = 2, 2, 64
-    rows = [torch.randn(B, 1, H, K).bfloat16() for _ in range(4)]
+    tokens = [torch.randn(B, 1, H, K).bfloat16() for _ in range(4)]
     pool, index = torch.zeros(4, H, K, K), torch.tensor([2, 0], dtype=torch.int32)
     out = torch.empty(B, 1, H, K, dtype=torch.bfloat16) if given_out else None
-    x = RecurrentInputs(*rows, beta=torch.rand(B, 1, H), initial_state=pool, state_indices=index, out=out)
+    x = RecurrentInputs(*tokens, beta=torch.rand(B, 1, H), initial_state=pool, state_indices=index, out=out)
     r = Request(
         op="fused_recurrent_kda", kind="torch", device=Device("cuda", DEVICE, "sm_90"), B=B, T=1, H=H, HV=H, K=K,
         V=K, N=B, dtype="bfloat16", state_dtype="float32", scale=0.1, qk_l2norm=norm, pool_size=4,
         state_indices_ndim=1, inplace_state=True, output_final_state=given_out,
     )  # fmt: skip
     made: list[Outputs] = []
+    target = pool
+    if rows:
+        target = torch.zeros(6, H, K, K)
+        x = x._replace(
+            write_indices=torch.zeros(B + 1, dtype=torch.int32)[1:], write_pool=target,
+            has_initial_state=torch.ones(B + 1, dtype=torch.bool)[1:],
+        )  # fmt: skip
+        r = replace(r, null_index=0, write_indices_ndim=1, write_pool_size=6)
 
     def call(inputs: RecurrentInputs = x) -> None:
         made.append(recurrent.forward(r, inputs))
 
-    sizes = [P] * 9 + [I32] * 27  # two floats among them; what is absent or 1 is compiled in
+    # Two floats among them; what is absent or 1 is compiled in.
+    sizes = [P] * (9 + 2 * rows) + [I32] * (27 + 2 * rows)
     lib.fake_expect(len(sizes), (ctypes.c_int * len(sizes))(*sizes))
     call()
     short = recurrent.fast_path(r, x)
@@ -128,7 +147,7 @@ def decode(given_out: bool, norm: bool) -> None:
     for i, (short_way, long_way) in enumerate(zip(quick[4], plain[4], strict=True)):
         assert short_way == long_way or (i == 4 and not given_out), i  # 4: a fresh output each time
     for outputs in made:
-        assert (outputs.final_state is pool) == given_out and (outputs.o is out) == given_out
+        assert (outputs.final_state is target) == given_out and (outputs.o is out) == given_out
     wide = torch.randn(B, 1, H, 2 * K).bfloat16()[..., :K]
     assert recurrent.fast_path(r, x._replace(q=wide)) is None, "never launched so"
     assert short(x._replace(k=torch.randn(B * H * K + 1).bfloat16()[1:].view(B, 1, H, K))) is None
@@ -143,5 +162,21 @@ def decode(given_out: bool, norm: bool) -> None:
 
 decode(False, True)
 decode(True, False)
+decode(True, False, rows=True)
+
+
+def server_prefill() -> None:
+    """Row numbers may lie at any address: they are not what a kernel is compiled for the alignment of."""
+    out, rows = torch.zeros(64), torch.zeros(9, dtype=torch.int32)
+    lib.fake_expect(4, (ctypes.c_int * 4)(P, P, I32, I32))
+    launch = FixedLaunch(Launcher(rows_kernel), DEVICE, (1, 1, 1), (None, 5, 7), {"SIZE": 64}, 4)
+    for numbers in (rows[:8], rows[1:], rows[1:]):
+        got = launched(lambda n=numbers: launch(out, numbers=(n,)))
+        assert got[4][:4] == (out.data_ptr(), numbers.data_ptr(), 5, 7), got[4][:4]
+    assert launch._prepared is not None
+    assert len(launch._launcher.bind(SIZE=64, num_warps=4)._cache) == 1
+
+
+server_prefill()
 print("ok", triton.__version__)
 sys.exit(0)

@@ -40,7 +40,8 @@ def backward(
     dq, dk, dv = (
         summed_like(plan.scatter(table, d[n]), a) for n, a in zip(("dq", "dk", "dv"), inputs, strict=False)
     )
-    dbeta = gate.beta_backward(request, inputs.beta.astype(F32), _tokens(request, table, d["dbeta"]))
+    dbeta = _tokens(request, table, d["dbeta"])
+    dbeta = gate.beta_backward(request, _of_sequences(table, inputs.beta).astype(F32), dbeta)
     dg, dA, dbias = _gate_grads(request, inputs, table, d)
     dinitial = d.get("dinitial")
     if dinitial is not None:
@@ -56,12 +57,20 @@ def _tokens(request: Request, table: ChunkTable | None, per_head: Array) -> Arra
     return rows[:, : request.T] if table is None else plan.scatter(table, rows)
 
 
+def _of_sequences(table: ChunkTable | None, x: Array) -> Array:
+    """``[B, T, ...]`` with zeros in tokens of no sequence, which may hold NaN."""
+    if table is None:
+        return x
+    belongs = table.slot_of_token < table.rows.size
+    return jnp.where(belongs.reshape(1, -1, *[1] * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
+
+
 def _gate_grads(
     request: Request, inputs: ChunkInputs, table: ChunkTable | None, d: dict[str, Array]
 ) -> tuple[Array, Array | None, Array | None]:
     """Gradients of g, A_log and dt_bias."""
     if request.scalar_gate:
-        raw = GateInputs(inputs.g, inputs.A_log, inputs.dt_bias)
+        raw = GateInputs(_of_sequences(table, inputs.g), inputs.A_log, inputs.dt_bias)
         found = gate.kda_gate_backward(request, raw, _tokens(request, table, d["dg"]))
         return found.g, found.A_log, found.dt_bias
     dA = dbias = None

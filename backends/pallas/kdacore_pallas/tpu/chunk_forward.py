@@ -11,36 +11,47 @@ from kdacore_pallas.tpu import chunk_forward_kernel, plan
 from kdacore_pallas.tpu.launch import Launch
 from kdacore_pallas.tpu.options import kernel_options
 from kdacore_pallas.tpu.plan import ChunkGrid, ChunkSchedule
+from kdacore_pallas.xla import state_pool
 from kdacore_pallas.xla.plan import ChunkTable
 
 Array = Any
 
 
 def chunk_schedule(
-    request: Request, x: ChunkGrid, cu_seqlens: Array | None
+    request: Request, x: ChunkGrid, cu_seqlens: Array | None, no_slot: Array | None = None
 ) -> tuple[ChunkSchedule, ChunkTable | None]:
+    """``no_slot``: ``[N]`` bool, sequences whose tokens are masked; None when there are none."""
     if cu_seqlens is None:
-        return plan.dense_schedule(x), None
-    table = plan.packed_table(request, x, cu_seqlens)
+        return plan.dense_schedule(x, no_slot), None
+    table = plan.packed_table(request, x, cu_seqlens, no_slot)
     return plan.packed_schedule(table), table
 
 
-def with_empty_sequences(rows: Array, empty: Array | None, cu_seqlens: Array) -> Array:
-    """State rows of a pack; those of empty sequences, which no chunk writes, are taken from
-    ``empty`` or zero."""
-    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+def with_empty_sequences(
+    rows: Array, empty: Array | None, cu_seqlens: Array, no_slot: Array | None = None
+) -> Array:
+    """State rows of a pack; those of sequences which no chunk writes, as they are empty or have no
+    slot, are taken from ``empty`` or zero."""
+    unwritten = cu_seqlens[1:] == cu_seqlens[:-1]
+    if no_slot is not None:
+        unwritten = unwritten | no_slot
     other = jnp.zeros_like(rows) if empty is None else empty.astype(rows.dtype)
-    return jnp.where((lengths == 0)[:, None, None, None], other, rows)
+    return jnp.where(unwritten[:, None, None, None], other, rows)
 
 
 def forward(request: Request, inputs: ChunkInputs, hb: int, launch: Launch) -> Outputs:
-    """Outputs of the op by one kernel; a grid step has ``hb`` q/k heads."""
-    x = plan.make_chunk_grid(request, hb)
-    schedule, table = chunk_schedule(request, x, inputs.cu_seqlens)
+    """Outputs of the op by one kernel; a grid step has ``hb`` q/k heads.
+
+    The pool arguments of a call have been resolved (:mod:`kdacore_pallas.xla.state_pool`): the kernel
+    reads and writes states ``[N, ...]``.
+    """
+    no_slot = state_pool.no_slot(inputs)
+    x = plan.make_chunk_grid(request, hb, rows_without_slot=no_slot is not None)
+    schedule, table = chunk_schedule(request, x, inputs.cu_seqlens, no_slot)
     want = ("o", "final") if request.output_final_state else ("o",)
     options = kernel_options(request)
     outs = chunk_forward_kernel.chunk_forward(request, inputs, x, options, schedule, table, launch, want)
     final = outs.get("final")
     if final is not None and table is not None:
-        final = with_empty_sequences(final[:-1], inputs.initial_state, inputs.cu_seqlens)
+        final = with_empty_sequences(final[:-1], inputs.initial_state, inputs.cu_seqlens, no_slot)
     return Outputs(plan.scatter(table, outs["o"]), final)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from kdacore.types import InputGrads, OutputGrads, Outputs, RecurrentInputs, Request
+from kdacore.types import InputGrads, OutputGrads, Outputs, Request
 from kdacore_pallas.program_cache import compiled_program
 from kdacore_pallas.tpu import chunk_backward as chunk_backward_pass
 from kdacore_pallas.tpu import chunk_forward as chunk_forward_pass
@@ -16,6 +16,7 @@ from kdacore_pallas.tpu.launch import Launch
 from kdacore_pallas.tpu.verifiers import interpreted
 from kdacore_pallas.xla import chunk_backward as xla_backward
 from kdacore_pallas.xla import recurrent as xla_recurrent
+from kdacore_pallas.xla import state_pool
 
 Array = Any
 
@@ -31,12 +32,16 @@ def _run(fn: Callable[..., Any], request: Request, inputs: Any, *more: Any) -> A
     # The dtype of g decides a block's size; nothing else of the tensors matters to compilation.
     tensors = tuple((n, s) for n, s in request.tensors if n in ("g", "initial_state"))
     inputs = inputs._replace(cu_seqlens_cpu=None)
-    if isinstance(inputs, RecurrentInputs):
-        inputs = inputs._replace(out=None)
     return compiled_program(fn, replace(request, tensors=tensors, traced=False))(inputs, *more)
 
 
 def _forward(request: Request, inputs: Any) -> Outputs:
+    if state_pool.uses_pool(request, inputs):
+        return state_pool.around(_kernel_forward, request, inputs)
+    return _kernel_forward(request, inputs)
+
+
+def _kernel_forward(request: Request, inputs: Any) -> Outputs:
     hb = vmem.heads_per_step(request)
     return chunk_forward_pass.forward(
         request, inputs, hb, launch(request, vmem.chunk_forward_bytes(request, hb))

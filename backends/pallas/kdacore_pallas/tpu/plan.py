@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from kdacore.types import Request
 from kdacore_pallas.tpu.sizes import CHUNK
-from kdacore_pallas.xla.plan import ChunkTable, chunk_table
+from kdacore_pallas.xla.plan import ChunkTable, chunk_table, take_or_zero
 
 Array = Any
 FIRST, LAST = 1, 2
@@ -52,10 +52,11 @@ def chunks(request: Request) -> int:
     return request.T // CHUNK + request.N if request.packed else -(-request.T // CHUNK)
 
 
-def make_chunk_grid(request: Request, hb: int) -> ChunkGrid:
+def make_chunk_grid(request: Request, hb: int, rows_without_slot: bool = False) -> ChunkGrid:
+    """The grid of a call. ``rows_without_slot``: the tokens of some sequences may be masked."""
     NC = chunks(request)
     T = NC * CHUNK if request.packed else request.T
-    ragged = request.packed or request.T % CHUNK != 0
+    ragged = request.packed or request.T % CHUNK != 0 or rows_without_slot
     return ChunkGrid(request.B, T, NC, CHUNK, request.H, request.HV, request.K, request.V, hb, ragged)
 
 
@@ -79,18 +80,20 @@ def _flags(first: Array, last: Array) -> Array:
     return FIRST * first.astype(jnp.int32) + LAST * last.astype(jnp.int32)
 
 
-def dense_schedule(grid: ChunkGrid) -> ChunkSchedule:
+def dense_schedule(grid: ChunkGrid, no_slot: Array | None = None) -> ChunkSchedule:
+    """The chunks of dense inputs. ``no_slot``: ``[B]`` bool, sequences none of whose rows are tokens."""
     c = jnp.tile(jnp.arange(grid.NC, dtype=jnp.int32), grid.B)
     flags = _flags(c == 0, c == grid.NC - 1)
-    return ChunkSchedule(
-        jnp.repeat(jnp.arange(grid.B, dtype=jnp.int32), grid.NC),
-        flags,
-        jnp.minimum(grid.T - c * grid.C, grid.C),
-    )
+    valid = jnp.minimum(grid.T - c * grid.C, grid.C)
+    if no_slot is not None:
+        valid = jnp.where(jnp.repeat(no_slot, grid.NC), 0, valid)
+    return ChunkSchedule(jnp.repeat(jnp.arange(grid.B, dtype=jnp.int32), grid.NC), flags, valid)
 
 
-def packed_table(request: Request, grid: ChunkGrid, cu_seqlens: Array) -> ChunkTable:
-    return chunk_table(cu_seqlens, request.T, grid.C, grid.NC)
+def packed_table(
+    request: Request, grid: ChunkGrid, cu_seqlens: Array, no_slot: Array | None = None
+) -> ChunkTable:
+    return chunk_table(cu_seqlens, request.T, grid.C, grid.NC, no_slot)
 
 
 def packed_schedule(table: ChunkTable) -> ChunkSchedule:
@@ -98,11 +101,10 @@ def packed_schedule(table: ChunkTable) -> ChunkSchedule:
 
 
 def gather(table: ChunkTable | None, x: Array) -> Array:
-    """``[1, T, ...]`` with every sequence moved to the start of a chunk; other rows repeat some
-    token."""
-    return x if table is None else jnp.take(x, table.rows.reshape(-1), axis=1)
+    """``[1, T, ...]`` with every sequence moved to the start of a chunk; other rows are zero."""
+    return x if table is None else take_or_zero(x, table.rows.reshape(-1), 1)
 
 
 def scatter(table: ChunkTable | None, x: Array) -> Array:
-    """The reverse of :func:`gather`."""
-    return x if table is None else jnp.take(x, table.slot_of_token, axis=1)
+    """The reverse of :func:`gather`; tokens that were not gathered get zeros."""
+    return x if table is None else take_or_zero(x, table.slot_of_token, 1)

@@ -10,14 +10,16 @@ from kdacore.types import Outputs, RecurrentInputs, Request
 from kdacore_pallas.tpu.launch import Launch
 from kdacore_pallas.tpu.options import kernel_options
 from kdacore_pallas.tpu.recurrent_kernel import RecurrentPlan, make_recurrent_plan, recurrent_kernel
+from kdacore_pallas.xla import state_pool
 from kdacore_pallas.xla.numerics import required
-from kdacore_pallas.xla.recurrent import read_rows, write_rows
+from kdacore_pallas.xla.state_pool import RowsRead
 
 Array = Any
 
 
 def token_owners(request: Request, cu_seqlens: Array | None) -> tuple[Array, Array, Array]:
-    """Per token, int32 ``[B * T]``: its sequence, its place in it, and the length of that sequence."""
+    """Per token, int32 ``[B * T]``: its sequence, its place in it, and the length of that sequence.
+    A token of no sequence has a place past the end of the last one."""
     token = jnp.arange(request.B * request.T, dtype=jnp.int32)
     if cu_seqlens is None:
         return token // request.T, token % request.T, jnp.full_like(token, request.T)
@@ -26,39 +28,60 @@ def token_owners(request: Request, cu_seqlens: Array | None) -> tuple[Array, Arr
     return seq, token - cu[seq], (cu[1:] - cu[:-1])[seq]
 
 
-def plan_recurrent(request: Request, inputs: RecurrentInputs) -> RecurrentPlan:
-    """The rows that each token's state is read from and written to."""
+def plan_recurrent(request: Request, inputs: RecurrentInputs, read: RowsRead) -> RecurrentPlan:
+    """The rows that each token's state is read from and written to; none for tokens of no sequence
+    and of sequences without a slot."""
     seq, place, length = token_owners(request, inputs.cu_seqlens)
-    rows = -1 if inputs.initial_state is None else read_rows(request, inputs)[seq]
     last = place == length - 1
     if request.inplace_state:
-        table = write_rows(request, inputs)
+        table = state_pool.rows_written(request, inputs, read.no_slot)
         write = table[seq, place] if table.ndim == 2 else jnp.where(last, table[seq], -1)
     else:
         write = jnp.where(last & request.output_final_state, seq, -1)
-    return make_recurrent_plan(place == 0, jnp.broadcast_to(rows, seq.shape), write)
+    first = place == 0
+    if request.packed:
+        first, write = first & (place < length), jnp.where(place < length, write, -1)
+    if read.no_slot is not None:
+        write = jnp.where(read.no_slot[seq], -1, write)
+    return make_recurrent_plan(first, read.rows[seq], write)
 
 
 def forward(request: Request, inputs: RecurrentInputs, launch: Launch) -> Outputs:
     """Outputs token by token; ``final_state`` is the updated pool with ``inplace_state``."""
     options = kernel_options(request)
     if request.inplace_state:
-        rows = required(inputs.initial_state).shape[0]
+        rows = state_pool.written_pool(inputs).shape[0]
     else:
         rows = request.N if request.output_final_state else 0
-    o, states = recurrent_kernel(request, inputs, options, plan_recurrent(request, inputs), rows, launch)
-    if states is not None and request.packed and not request.inplace_state:
-        states = _with_empty(request, inputs, states)
+    read = state_pool.rows_read(request, inputs)
+    plan = plan_recurrent(request, inputs, read)
+    o, states = recurrent_kernel(request, inputs, options, plan, rows, launch)
+    o = _without_padding(request, inputs, read.no_slot, o)
+    if states is not None and not request.inplace_state:
+        states = _with_unwritten(request, inputs, read, states)
     return Outputs(o, states)
 
 
-def _with_empty(request: Request, inputs: RecurrentInputs, states: Array) -> Array:
-    """Empty sequences have no token: their final state is their start state."""
-    cu = required(inputs.cu_seqlens)
-    lengths = cu[1:] - cu[:-1]
+def _without_padding(request: Request, inputs: RecurrentInputs, no_slot: Array | None, o: Array) -> Array:
+    """``o`` with zeros for tokens of no sequence and of sequences without a slot."""
+    if not request.packed and no_slot is None:
+        return o
+    seq, place, length = token_owners(request, inputs.cu_seqlens)
+    padding = place >= length
+    if no_slot is not None:
+        padding = padding | no_slot[seq]
+    return jnp.where(padding.reshape(request.B, request.T, 1, 1), jnp.zeros((), o.dtype), o)
+
+
+def _with_unwritten(request: Request, inputs: RecurrentInputs, read: RowsRead, states: Array) -> Array:
+    """Sequences that are empty or have no slot write no state: theirs is the state they start from."""
+    if not request.packed and read.no_slot is None:
+        return states
+    unwritten = jnp.zeros(request.N, bool) if read.no_slot is None else read.no_slot
+    if request.packed:
+        cu = required(inputs.cu_seqlens)
+        unwritten = unwritten | (cu[1:] == cu[:-1])
     start = jnp.zeros_like(states)
     if inputs.initial_state is not None:
-        rows = read_rows(request, inputs)
-        rows = jnp.where(rows < 0, inputs.initial_state.shape[0], rows)
-        start = jnp.take(inputs.initial_state, rows, axis=0, mode="fill", fill_value=0)
-    return jnp.where((lengths == 0)[:, None, None, None], start.astype(states.dtype), states)
+        start = state_pool.states_read(inputs.initial_state, read.rows).astype(states.dtype)
+    return jnp.where(unwritten[:, None, None, None], start, states)

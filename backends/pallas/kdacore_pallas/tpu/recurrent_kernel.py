@@ -222,6 +222,8 @@ def recurrent_kernel(
         named.append(("pool", inputs.initial_state, any_space))
     tail = request.state_tail
     dtype = jnp.dtype(request.state_dtype)
+    if inputs.write_pool is not None:
+        named.append(("write_pool", inputs.write_pool, any_space))
     values = [x for _, x, _ in named]
     out_shape = [out_struct((tokens, HV, V), inputs.v.dtype, *values)]
     out_specs = [pl.BlockSpec((1, HV, V), lambda i, *_: (i, 0, 0))]
@@ -232,7 +234,7 @@ def recurrent_kernel(
         out_specs.append(any_space)
     scratch = _scratch(request, dtype, inputs.initial_state is not None, rows_out > 0)
     names = [*NAMES, *(n for n, _, _ in named), *made, *(n for n, _ in scratch)]
-    pool_at = len(NAMES) + len(named) - 1
+    pool_at = len(NAMES) + len(named) - 1  # the written pool
     limit = {} if launch.vmem_bytes is None else {"vmem_limit_bytes": launch.vmem_bytes}
     kernel = pl.pallas_call(
         lambda *refs: _kernel(request, options, names, tokens, *refs),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_pallas.xla import segment
+from kdacore_pallas.xla import checkpoint_offsets, segment, state_pool
 from kdacore_pallas.xla.intra import packed
 from kdacore_pallas.xla.numerics import (
     F32,
@@ -38,6 +38,8 @@ class Flags(NamedTuple):
     seq: Array | None
     checkpoint: Array | None
     """Row of the checkpoint buffer for the chunk's start state; None when none are wanted."""
+    at_offset: Array | None = None
+    """The same for the buffer of chunks that hold a token of ``checkpoint_offsets``."""
 
 
 class Buffers(NamedTuple):
@@ -47,6 +49,9 @@ class Buffers(NamedTuple):
     """``[N+1, H, R, K, V]`` of a pack."""
     checkpoints: Array | None
     """``[rows+1, B*H, R, K, V]``."""
+    at_offsets: Array | None = None
+    """``[count+1, H, R, K, V]``: start states of the chunks that hold a token of
+    ``checkpoint_offsets``."""
 
 
 def with_channels(request: Request, inputs: ChunkInputs) -> ChunkInputs:
@@ -108,9 +113,18 @@ def sequence_flags(plan: ChunkPlan, s: Array) -> Flags:
     return Flags(first, last, seq, None)
 
 
-def flags(request: Request, plan: ChunkPlan, s: Array, cu_seqlens: Array | None) -> Flags:
+def flags(
+    request: Request,
+    plan: ChunkPlan,
+    s: Array,
+    cu_seqlens: Array | None,
+    at: checkpoint_offsets.Places | None = None,
+) -> Flags:
     """Flags of segment ``s``, with the checkpoint rows when the call wants them."""
     flag = sequence_flags(plan, s)
+    if at is not None:
+        chunks = s * plan.G + jnp.arange(plan.G, dtype=jnp.int32)
+        flag = flag._replace(at_offset=checkpoint_offsets.buffer_rows(at, chunks))
     every = request.checkpoint_every // plan.C
     if not every:
         return flag
@@ -138,18 +152,15 @@ def chunk_start(state: Array, flag: Flags, initial: Array) -> Array:
 
 def record_states(buffers: Buffers, flag: Flags, start: Array, end: Array) -> Buffers:
     """Write a chunk's start and end states to the rows that its flags name."""
-    final, checkpoints = buffers
+    final, checkpoints, at_offsets = buffers
     if final is not None:
         row = jnp.where(flag.last, flag.seq, final.shape[0] - 1)
         final = lax.dynamic_update_index_in_dim(final, end, row, 0)
     if checkpoints is not None:
         checkpoints = lax.dynamic_update_index_in_dim(checkpoints, start, flag.checkpoint, 0)
-    return Buffers(final, checkpoints)
-
-
-def next_state(state: Array, v_new: Array, kg: Array, total: Array, precision: lax.Precision) -> Array:
-    """The state after a chunk: decayed, plus its corrections."""
-    return state * jnp.swapaxes(total, -1, -2) + dot("...ck,...cv->...kv", kg, v_new, precision)
+    if at_offsets is not None:
+        at_offsets = lax.dynamic_update_index_in_dim(at_offsets, start, flag.at_offset, 0)
+    return Buffers(final, checkpoints, at_offsets)
 
 
 class StateParts(NamedTuple):
@@ -189,7 +200,7 @@ def scan_states(
         (w, u, kg, total), new, at = x
         start = chunk_start(running, at, initial)
         new = u - dot("...ck,...kv->...cv", w, start, precision) if new is None else new
-        end = next_state(start, new, kg, total, precision)
+        end = segment.next_state(start, new, kg, total, precision)
         return (end, record_states(rows, at, start, end)), SegmentStates(start, new)
 
     xs = jax.tree.map(plan.per_chunk, (parts, v_new))
@@ -215,7 +226,7 @@ def _segment_forward(
         # Two products of C rows: one of 2 C needs a copy of both operands first, and is no faster.
         v_new = u - dot("...ck,...kv->...cv", w, start, precision)
         o = dot("...ck,...kv->...cv", qg, start, precision) + dot("...ij,...jv->...iv", qk, v_new, precision)
-        end = next_state(start, v_new, kg, total, precision)
+        end = segment.next_state(start, v_new, kg, total, precision)
         return (end, record_states(rows, at, start, end)), (o, v_new)
 
     parts = (prep.w, prep.qg, prep.u, prep.kg, prep.pair.qk, prep.decay.total)
@@ -232,14 +243,19 @@ def start_state(plan: ChunkPlan, initial: Array) -> Array:
 
 
 def state_buffers(request: Request, plan: ChunkPlan, initial: Array) -> Buffers:
-    final = checkpoints = None
+    final = checkpoints = at_offsets = None
+
+    def rows_of_states(count: int) -> Array:
+        one = jnp.zeros_like(start_state(plan, initial))
+        return jnp.broadcast_to(one, (count, *one.shape))
+
     if request.packed and request.output_final_state:
         final = jnp.concatenate([initial, jnp.zeros_like(initial[:1])])
     if request.checkpoint_every:
-        rows = request.checkpoint_shape[0 if request.packed else 1] + 1
-        one = jnp.zeros_like(start_state(plan, initial))
-        checkpoints = jnp.broadcast_to(one, (rows, *one.shape))
-    return Buffers(final, checkpoints)
+        checkpoints = rows_of_states(request.checkpoint_shape[0 if request.packed else 1] + 1)
+    if request.checkpoint_count:
+        at_offsets = rows_of_states(request.checkpoint_count + 1)
+    return Buffers(final, checkpoints, at_offsets)
 
 
 def outputs(request: Request, plan: ChunkPlan, o: Array, state: Array, buffers: Buffers) -> Outputs:
@@ -252,6 +268,12 @@ def outputs(request: Request, plan: ChunkPlan, o: Array, state: Array, buffers: 
         rows = states_out(request, kept, kept.shape[0], request.B)
         checkpoints = rows[:, 0] if request.packed else jnp.moveaxis(rows, 1, 0)
     return Outputs(plan.unload(o, request.HV, request.V), final, checkpoints)
+
+
+def with_states_at_offsets(request: Request, out: Outputs, states: Array) -> Outputs:
+    """``out`` with the states at ``checkpoint_offsets`` after its last states."""
+    rows = states_out(request, states, states.shape[0])
+    return out._replace(final_state=jnp.concatenate([required(out.final_state), rows]))
 
 
 def saved_layout(
@@ -273,12 +295,17 @@ def forward(request: Request, inputs: ChunkInputs, head_range: HeadRange | None 
     """Outputs of the chunked op, or of a range of its heads: ``request`` then describes a call of
     those heads.
 
+    The pool arguments of a call have been resolved (:mod:`.state_pool`): states ``[N, ...]`` come in,
+    the last states and after them those at ``checkpoint_offsets`` go out.
+
     When gradients are wanted, ``saved`` holds the buffers of :func:`saved_layout`.
     """
     axes = mesh_axes(*inputs)
-    plan = make_plan(request, inputs.cu_seqlens, head_range=head_range)
+    no_slot = state_pool.no_slot(inputs)
+    plan = make_plan(request, inputs.cu_seqlens, head_range=head_range, no_slot=no_slot)
     precision = product_precision(request)
     inputs, plan = select_heads(inputs, plan)
+    at = checkpoint_offsets.places(plan, inputs)
     params = segment.gate_params(inputs, plan)
     arrays = padded(request, with_channels(request, inputs), plan)
     initial = states_in(request, plan, inputs.initial_state, axes)
@@ -289,7 +316,7 @@ def forward(request: Request, inputs: ChunkInputs, head_range: HeadRange | None 
         state, buffers, saved = carry
         rows = segment.recurrence_rows(request, segment.load(request, arrays, plan, s), params)
         prep = segment.prepare(rows, precision)
-        flag = flags(request, plan, s, inputs.cu_seqlens)
+        flag = flags(request, plan, s, inputs.cu_seqlens, at)
         end, buffers, o, v_new = _segment_forward(plan, prep, state, buffers, flag, initial, precision)
         if layout is not None:
             saved = layout.store(saved, s, (state, *packed(prep.pair), v_new))
@@ -298,4 +325,9 @@ def forward(request: Request, inputs: ChunkInputs, head_range: HeadRange | None 
     saved = {} if layout is None else layout.new_buffers(axes)
     carry = (start_state(plan, initial), state_buffers(request, plan, initial), saved)
     (state, buffers, saved), o = segment.scan_segments(request, plan, body, carry, axes)
-    return outputs(request, plan, o, state, buffers)._replace(saved=tuple(saved.values()))
+    out = outputs(request, plan, o, state, buffers)._replace(saved=tuple(saved.values()))
+    if at is None:
+        return out
+    starts = required(buffers.at_offsets)
+    states = checkpoint_offsets.states(request, arrays, plan, at, starts, precision, axes)
+    return with_states_at_offsets(request, out, states)

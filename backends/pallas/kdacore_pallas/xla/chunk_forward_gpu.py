@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_pallas.xla import chunk_forward, gate, segment
+from kdacore_pallas.xla import checkpoint_offsets, chunk_forward, gate, segment, state_pool
 from kdacore_pallas.xla.intra_gpu import F16, decay_sums, interactions, operands
-from kdacore_pallas.xla.numerics import F32, dot, mesh_axes, product_precision, total, varying
+from kdacore_pallas.xla.numerics import F32, dot, mesh_axes, product_precision, required, total, varying
 from kdacore_pallas.xla.plan import ChunkPlan, make_plan
 
 Array = Any
@@ -86,6 +86,8 @@ def _prepare(
     q, k = plan.arranged(q_rows), plan.arranged(k_rows)
     if request.qk_l2norm:
         q, k, own = q * q_inverse, k * k_inverse, own * q_inverse * k_inverse
+    if plan.no_slot is not None:  # elsewhere rows that are no tokens are zeros
+        q, own = tokens(q), tokens(own)
     k = tokens(k)
     v = tokens(plan.load(inputs.v, s))
     beta = tokens(gate.beta_forward(request, plan.load(inputs.beta, s).astype(F32))[..., None])
@@ -103,9 +105,12 @@ def _prepare(
 
 
 def forward(request: Request, inputs: ChunkInputs) -> Outputs:
-    """Outputs of the chunked op for a request that :func:`serves` accepts."""
+    """Outputs of the chunked op for a request that :func:`serves` accepts, pool arguments resolved
+    as for :func:`.chunk_forward.forward`."""
     axes = mesh_axes(*inputs)
-    plan = make_plan(request, inputs.cu_seqlens, CHUNK, max_chunks=SEGMENT)
+    no_slot = state_pool.no_slot(inputs)
+    plan = make_plan(request, inputs.cu_seqlens, CHUNK, max_chunks=SEGMENT, no_slot=no_slot)
+    at = checkpoint_offsets.places(plan, inputs)
     precision = product_precision(request)
     params = segment.gate_params(inputs, plan)
     arrays = chunk_forward.padded(request, chunk_forward.with_channels(request, inputs), plan)
@@ -114,16 +119,16 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     def body(carry: Carry, s: Array) -> tuple[Carry, Array]:
         state, buffers, starts = carry
         prep = _prepare(request, arrays, plan, params, s)
-        flag = chunk_forward.flags(request, plan, s, inputs.cu_seqlens)
+        flag = chunk_forward.flags(request, plan, s, inputs.cu_seqlens, at)
         Kk, Kv, total = (plan.per_chunk(x) for x in (prep.Kk, prep.Kv, prep.total))
         # A product cannot read a slice of an array: this copies all slices in one pass.
         Kk = lax.optimization_barrier([Kk[n] for n in range(plan.G)])
         for n in range(plan.G):
-            at = chunk_forward.Flags(*(None if x is None else x[n] for x in flag))
-            start = chunk_forward.chunk_start(state, at, initial)
+            own = chunk_forward.Flags(*(None if x is None else x[n] for x in flag))
+            start = chunk_forward.chunk_start(state, own, initial)
             change = Kv[n] - dot("...ij,...jv->...iv", Kk[n].astype(F32), start, precision)
             state = start * jnp.swapaxes(total[n], -1, -2) + change
-            buffers = chunk_forward.record_states(buffers, at, start, state)
+            buffers = chunk_forward.record_states(buffers, own, start, state)
             starts = lax.dynamic_update_index_in_dim(starts, start.astype(BF16), n, 0)
         start = starts.reshape(plan.M, *state.shape[1:]).astype(F32)
         o = dot("...ik,...kv->...iv", prep.P.astype(F32), start, precision) + prep.Qv
@@ -133,4 +138,9 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     starts = varying(jnp.zeros((plan.G, *state.shape), BF16), axes)
     carry = (state, chunk_forward.state_buffers(request, plan, initial), starts)
     (state, buffers, _), o = lax.scan(body, carry, jnp.arange(plan.segments, dtype=jnp.int32))
-    return chunk_forward.outputs(request, plan, o, state, buffers)
+    out = chunk_forward.outputs(request, plan, o, state, buffers)
+    if at is None:
+        return out
+    starts = required(buffers.at_offsets)
+    states = checkpoint_offsets.states(request, arrays, plan, at, starts, precision, axes)
+    return chunk_forward.with_states_at_offsets(request, out, states)

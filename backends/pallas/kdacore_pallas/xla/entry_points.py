@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from kdacore.types import GateGrads, InputGrads, OutputGrads, Outputs, RecurrentInputs, Request
+from kdacore.types import GateGrads, InputGrads, OutputGrads, Outputs, Request
 from kdacore_pallas.program_cache import compiled_program
 from kdacore_pallas.xla import chunk_backward as chunk_backward_pass
 from kdacore_pallas.xla import chunk_forward as chunk_forward_pass
@@ -16,8 +16,10 @@ from kdacore_pallas.xla import (
     chunk_forward_threads,
     gate,
     host_arrays,
+    host_pools,
     recurrent,
     stages,
+    state_pool,
 )
 
 Array = Any
@@ -36,25 +38,53 @@ def _run(fn: Callable[..., Any], request: Request, inputs: Any, *more: Any) -> A
 
 def _to_jax(request: Request, inputs: Any) -> Any:
     """Convert the inputs, without those that are read or written on the host only."""
-    if "cu_seqlens_cpu" in type(inputs)._fields:
-        inputs = inputs._replace(cu_seqlens_cpu=None)
-    if isinstance(inputs, RecurrentInputs):
-        inputs = inputs._replace(out=None)
+    for name in ("cu_seqlens_cpu", "out"):
+        if name in type(inputs)._fields:
+            inputs = inputs._replace(**{name: None})
     return host_arrays.to_jax(request, inputs)
 
 
 def chunk_forward(request: Request, inputs: Any) -> Outputs:
-    """``chunk_kda`` and ``chunk_gated_delta_rule``: by threads, by the GPU program, or by one
-    program."""
+    """``chunk_kda`` and ``chunk_gated_delta_rule``."""
+    if request.kind != "jax":
+        call = host_pools.on_host(request, inputs)
+        found = _resolved_forward(_traced_request(call.request), _to_jax(request, call.inputs))
+        return host_pools.write_back(request, inputs, call.written, host_arrays.from_jax(request, found))
     arrays, key = _to_jax(request, inputs), _traced_request(request)
+    if not state_pool.uses_pool(request, arrays):
+        return _resolved_forward(key, arrays)
+    if chunk_forward_threads.thread_count(key, arrays) == 1:
+        out: Outputs = compiled_program(_forward_around_pool, key)(arrays)
+        return out
+    resolved = compiled_program(state_pool.resolve, key)(state_pool.pool_arguments(arrays))
+    out = _resolved_forward(state_pool.without_pool(key), state_pool.resolved_inputs(arrays, resolved))
+    if resolved.written is None:
+        return out
+    pool = state_pool.written_pool(arrays)
+    stored = compiled_program(_store, key)(pool, resolved.written, out.final_state)
+    return out._replace(final_state=stored)
+
+
+def _resolved_forward(key: Request, arrays: Any) -> Outputs:
+    """A chunked call without pools, or whose pool arguments have been resolved: by threads, by the GPU
+    program, or by one program."""
     threads = chunk_forward_threads.thread_count(key, arrays)
     if threads > 1:
-        found = chunk_forward_threads.forward(key, arrays, threads)
-    else:
-        on_gpu = chunk_forward_gpu.serves(request)
-        found = compiled_program((chunk_forward_gpu if on_gpu else chunk_forward_pass).forward, key)(arrays)
-    result: Outputs = host_arrays.from_jax(request, found)
-    return result
+        return chunk_forward_threads.forward(key, arrays, threads)
+    out: Outputs = compiled_program(_one_program(key), key)(arrays)
+    return out
+
+
+def _one_program(request: Request) -> Callable[[Request, Any], Outputs]:
+    return chunk_forward_gpu.forward if chunk_forward_gpu.serves(request) else chunk_forward_pass.forward
+
+
+def _forward_around_pool(request: Request, inputs: Any) -> Outputs:
+    return state_pool.around(_one_program(request), request, inputs)
+
+
+def _store(request: Request, pool: Array, rows: Array, states: Array) -> Array:
+    return state_pool.store(pool, rows, states)
 
 
 def chunk_backward(request: Request, inputs: Any, saved: tuple[Array, ...], grads: OutputGrads) -> InputGrads:
@@ -68,8 +98,11 @@ def chunk_backward(request: Request, inputs: Any, saved: tuple[Array, ...], grad
 
 def recurrent_forward(request: Request, inputs: Any) -> Outputs:
     """``fused_recurrent_kda`` and its GDN form."""
-    out = host_arrays.from_jax(request, _run(recurrent.forward, request, inputs))
-    return host_arrays.write_back(request, inputs, out)
+    if request.kind == "jax":
+        return _run(recurrent.forward, request, inputs)  # type: ignore[no-any-return]
+    call = host_pools.on_host(request, inputs)
+    out = host_arrays.from_jax(request, _run(recurrent.forward, call.request, call.inputs))
+    return host_pools.write_back(request, inputs, call.written, out)
 
 
 def recurrent_backward(

@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kdacore.types import Outputs, RecurrentInputs, Request
-from kdacore_pallas.xla.numerics import required
+from kdacore.types import Request
 
 Array = Any
 
@@ -36,6 +35,8 @@ def _from_numpy(x: Array) -> Array:
 def _from_torch(x: Array) -> Array:
     import torch
 
+    if isinstance(x, np.ndarray):  # row numbers, which the host has made
+        return _from_numpy(x)
     x = x.detach().contiguous()
     if x.dtype == torch.bfloat16:  # NumPy's bfloat16 is a dtype of ml_dtypes
         return _from_numpy(x.view(torch.int16).numpy().view(jnp.bfloat16))
@@ -77,22 +78,3 @@ def from_jax(request: Request, results: Any) -> Any:
         return results
     # Wait until nothing reads the inputs: the caller may write to them as soon as this returns.
     return jax.tree.map(CONVERTERS[request.kind].from_jax, jax.block_until_ready(results))
-
-
-def write_back(request: Request, inputs: RecurrentInputs, outputs: Outputs) -> Outputs:
-    """Write ``out`` and in-place states into the NumPy or torch caller's arrays, row by row."""
-    if request.kind == "jax":
-        return outputs
-    o, state = outputs.o, outputs.final_state
-    if inputs.out is not None:
-        inputs.out[...] = o
-        o = inputs.out
-    if request.inplace_state:
-        pool: Array = inputs.initial_state
-        rows = slice(None)
-        if inputs.state_indices is not None:
-            named = np.asarray(inputs.state_indices).reshape(-1)
-            rows = named[named >= 0].tolist()
-        pool[rows] = required(state)[rows]
-        state = pool if request.output_final_state else None
-    return outputs._replace(o=o, final_state=state)

@@ -29,7 +29,7 @@ class ChunkTable(NamedTuple):
     valid row."""
 
     rows: Array
-    """``[M, C]`` int32 token index of each row, clipped into range."""
+    """``[M, C]`` int32 token index of each row, ``T`` (which reads as zeros) where there is no token."""
     valid: Array
     """``[M, C]`` bool."""
     seq: Array
@@ -41,14 +41,21 @@ class ChunkTable(NamedTuple):
     local: Array
     """``[M]`` int32 index of the chunk within its sequence."""
     slot_of_token: Array
-    """``[T]`` int32 flat row (chunk * C + row) of each token."""
+    """``[T]`` int32 flat row (chunk * C + row) of each token; ``M * C`` (which reads as zeros) for the
+    tokens of no sequence and of sequences without a slot."""
 
 
-def chunk_table(cu_seqlens: Array, T: int, C: int, slots: int) -> ChunkTable:
-    """The table of a pack, computed on the device: ``cu_seqlens`` may be a tracer."""
+def chunk_table(cu_seqlens: Array, T: int, C: int, slots: int, no_slot: Array | None = None) -> ChunkTable:
+    """The table of a pack, computed on the device: ``cu_seqlens`` may be a tracer.
+
+    ``no_slot``: ``[N]`` bool, sequences whose tokens are not read; None when there are none.
+    """
     cu = cu_seqlens.astype(jnp.int32)
     N = cu.shape[0] - 1
-    chunks = (cu[1:] - cu[:-1] + C - 1) // C
+    lengths = cu[1:] - cu[:-1]
+    if no_slot is not None:
+        lengths = jnp.where(no_slot, 0, lengths)
+    chunks = (lengths + C - 1) // C
     ends = jnp.cumsum(chunks)
     starts = ends - chunks
     slot = jnp.arange(slots, dtype=jnp.int32)
@@ -59,16 +66,25 @@ def chunk_table(cu_seqlens: Array, T: int, C: int, slots: int) -> ChunkTable:
     row = cu[at][:, None] + local[:, None] * C + jnp.arange(C, dtype=jnp.int32)
     valid = used[:, None] & (row < cu[at + 1][:, None])
     token = jnp.arange(T, dtype=jnp.int32)
-    owner = jnp.minimum(jnp.searchsorted(cu[1:], token, side="right"), N - 1).astype(jnp.int32)
+    owner = jnp.searchsorted(cu[1:], token, side="right").astype(jnp.int32)
+    read = owner < N
+    owner = jnp.minimum(owner, N - 1)
+    if no_slot is not None:
+        read = read & ~no_slot[owner]
     return ChunkTable(
-        rows=jnp.clip(row, 0, max(T - 1, 0)),
+        rows=jnp.where(valid, row, T),
         valid=valid,
         seq=seq,
         first=~used | (local == 0),
         last=~used | (local == chunks[at] - 1),
         local=local,
-        slot_of_token=starts[owner] * C + token - cu[owner],
+        slot_of_token=jnp.where(read, starts[owner] * C + token - cu[owner], slots * C),
     )
+
+
+def take_or_zero(x: Array, index: Array, axis: int) -> Array:
+    """``jnp.take`` that gives zeros where an index is too large."""
+    return jnp.take(x, index, axis=axis, mode="fill", fill_value=0)
 
 
 def slice_start(*at: Array | int) -> tuple[Any, ...]:
@@ -109,6 +125,8 @@ class ChunkPlan:
     used_segments: int = 1
     """Number of leading segments that may hold a token."""
     always_masked: bool = False
+    no_slot: Array | None = None
+    """Dense inputs: ``[B]`` bool, sequences whose tokens are not read; None when there are none."""
 
     @property
     def slots(self) -> int:
@@ -128,7 +146,7 @@ class ChunkPlan:
     @property
     def masked(self) -> bool:
         """Whether a mask marks the rows that are tokens."""
-        return self.always_masked or self.padded or self.table is not None
+        return self.always_masked or self.padded or self.table is not None or self.no_slot is not None
 
     def pad(self, x: Array | None) -> Array | None:
         """Dense inputs with zero tokens appended up to whole segments; packed ones as they are."""
@@ -154,7 +172,7 @@ class ChunkPlan:
             start = slice_start(0, s * (self.G * self.C), first, *(0,) * (x.ndim - 3))
             return lax.dynamic_slice(x, start, (self.B, self.G * self.C, heads, *x.shape[3:]))
         index = lax.dynamic_slice_in_dim(self.table.rows, s * self.G, self.G)
-        return lax.dynamic_slice_in_dim(jnp.take(x[0], index, axis=0), first, heads, axis=2)
+        return lax.dynamic_slice_in_dim(take_or_zero(x[0], index, 0), first, heads, axis=2)
 
     def arranged(self, rows: Array) -> Array:
         """Values computed from :meth:`rows`, one per row, as ``[M, R, C, ...]``."""
@@ -183,7 +201,11 @@ class ChunkPlan:
             valid = (row < self.T).reshape(self.G, self.C)
         else:
             valid = lax.dynamic_slice_in_dim(self.table.valid, s * self.G, self.G)
-        valid = jnp.broadcast_to(valid[:, None, :, None], (self.G, self.B * self.H, self.C, 1))
+        if self.no_slot is None:
+            valid = jnp.broadcast_to(valid[:, None, :, None], (self.G, self.B * self.H, self.C, 1))
+        else:
+            read = valid[:, None, None, :] & ~self.no_slot[:, None, None]
+            valid = jnp.broadcast_to(read, (self.G, self.B, self.H, self.C))
         return valid.reshape(self.M, 1, self.C, 1)
 
     def per_chunk(self, x: Array) -> Array:
@@ -205,7 +227,7 @@ class ChunkPlan:
         flat = rows.reshape(self.B, self.slots * self.C, *tail)
         if self.table is None:
             return flat[:, : self.T]
-        return jnp.take(flat, self.table.slot_of_token, axis=1)
+        return take_or_zero(flat, self.table.slot_of_token, 1)
 
 
 def segment_chunks(request: Request) -> int:
@@ -225,8 +247,10 @@ def make_plan(
     C: int = CHUNK,
     head_range: HeadRange | None = None,
     max_chunks: int | None = None,
+    no_slot: Array | None = None,
 ) -> ChunkPlan:
-    """The plan of a call, with at most ``max_chunks`` chunks in a segment.
+    """The plan of a call, with at most ``max_chunks`` chunks in a segment, that does not read the
+    tokens of the sequences in ``no_slot``, ``[N]`` bool.
 
     Only the values inside the chunk table depend on more than the request's shapes. With a
     ``head_range`` the request describes a call of those heads alone.
@@ -240,8 +264,10 @@ def make_plan(
     # loop of one.
     cpu = request.device.type == "cpu"
     segments = max(used, 2) if cpu else used
-    table = chunk_table(cu_seqlens, request.T, C, G * segments) if request.packed else None
+    table = chunk_table(cu_seqlens, request.T, C, G * segments, no_slot) if request.packed else None
     groups = request.HV // request.H
+    dense_no_slot = None if request.packed else no_slot
     return ChunkPlan(
-        request.B, request.T, request.N, request.H, groups, C, G, segments, table, head_range, used, cpu
-    )
+        request.B, request.T, request.N, request.H, groups, C, G, segments, table, head_range, used, cpu,
+        dense_no_slot,
+    )  # fmt: skip

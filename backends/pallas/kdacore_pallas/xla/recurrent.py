@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, RecurrentInputs, Request
-from kdacore_pallas.xla import chunk_backward, gate
+from kdacore_pallas.xla import chunk_backward, gate, state_pool
 from kdacore_pallas.xla.numerics import F32, dot, mesh_axes, required, varying
 
 Array = Any
@@ -58,32 +58,6 @@ def _step(state: Array, x: Tokens) -> tuple[Array, Array]:
     return state, dot("nhk,nhrkv->nhrv", x.q[:, :, 0], state, precision)
 
 
-def read_rows(request: Request, inputs: RecurrentInputs) -> Array:
-    """Row of ``initial_state`` each sequence starts from, int32 ``[N]``; negative for zeros."""
-    indices = inputs.state_indices
-    if indices is None:
-        return jnp.arange(request.N, dtype=jnp.int32)
-    table = indices.astype(jnp.int32)
-    if table.ndim == 1:
-        return table
-    accepted = required(inputs.num_accepted_tokens).astype(jnp.int32)
-    at = jnp.maximum(accepted - 1, 0)[:, None]
-    return jnp.where(accepted > 0, jnp.take_along_axis(table, at, axis=1)[:, 0], -1)
-
-
-def write_rows(request: Request, inputs: RecurrentInputs) -> Array:
-    """Rows written in place: ``[N]`` for the last state, ``[N, W]`` for the state after each token;
-    negative: none."""
-    if inputs.state_indices is None:
-        return jnp.arange(request.N, dtype=jnp.int32)
-    return inputs.state_indices.astype(jnp.int32)
-
-
-def _drop_negative(rows: Array, size: int) -> Array:
-    """Negative rows moved past the end: gathers fill zeros there, and scatters are dropped."""
-    return jnp.where(rows < 0, size, rows)
-
-
 def _from_pool(request: Request, states: Array) -> Array:
     """Pool rows as float32 ``[N, H, R, K, V]``."""
     states = states.astype(F32)
@@ -99,14 +73,12 @@ def _to_pool(request: Request, states: Array, dtype: Any) -> Array:
     return states.reshape(-1, request.HV, *request.state_tail).astype(dtype)
 
 
-def _start(request: Request, inputs: RecurrentInputs, axes: frozenset[str]) -> Array:
+def _start(request: Request, inputs: RecurrentInputs, rows: Array, axes: frozenset[str]) -> Array:
     pool = inputs.initial_state
     if pool is None:
         shape = (request.N, request.H, request.HV // request.H, request.K, request.V)
         return varying(jnp.zeros(shape, F32), axes)
-    rows = _drop_negative(read_rows(request, inputs), pool.shape[0])
-    rows = jnp.take(pool, rows, axis=0, mode="fill", fill_value=0)
-    return varying(_from_pool(request, rows), axes)
+    return varying(_from_pool(request, state_pool.states_read(pool, rows)), axes)
 
 
 class LoopState(NamedTuple):
@@ -117,11 +89,16 @@ class LoopState(NamedTuple):
     """``[B*T, H, R, V]``."""
 
 
-def _run(request: Request, inputs: RecurrentInputs, start: Array, axes: frozenset[str]) -> LoopState:
-    """All tokens of all sequences."""
+def _run(
+    request: Request,
+    inputs: RecurrentInputs,
+    start: Array,
+    no_slot: Array | None,
+    written: Array | None,
+    axes: frozenset[str],
+) -> LoopState:
+    """All tokens of all sequences. ``written``: the rows that the state after each token goes to."""
     x = _tokens(request, inputs)
-    table = write_rows(request, inputs)
-    per_token = request.inplace_state and table.ndim == 2
     if request.packed:
         cu = required(inputs.cu_seqlens).astype(jnp.int32)
         first, length = cu[:-1], cu[1:] - cu[:-1]
@@ -130,6 +107,8 @@ def _run(request: Request, inputs: RecurrentInputs, start: Array, axes: frozense
         first = jnp.arange(request.N, dtype=jnp.int32) * request.T
         length = jnp.full((request.N,), request.T, jnp.int32)
         steps = request.T
+    if no_slot is not None:
+        length = jnp.where(no_slot, 0, length)
 
     def body(t: Array, carry: LoopState) -> LoopState:
         alive = t < length
@@ -139,13 +118,13 @@ def _run(request: Request, inputs: RecurrentInputs, start: Array, axes: frozense
         if request.packed:
             state = jnp.where(alive[:, None, None, None, None], state, carry.state)
         pool: Array = carry.pool
-        if per_token:
-            column = lax.dynamic_index_in_dim(table, t, 1, keepdims=False)
-            rows = _drop_negative(jnp.where(alive, column, -1), pool.shape[0])
-            pool = pool.at[rows].set(_to_pool(request, state, pool.dtype), mode="drop")
+        if written is not None:
+            column = lax.dynamic_index_in_dim(written, t, 1, keepdims=False)
+            rows = jnp.where(alive, column, -1)
+            pool = state_pool.states_written(pool, rows, _to_pool(request, state, pool.dtype))
         return LoopState(state, pool, carry.o.at[row].set(o, mode="drop"))
 
-    pool = varying(inputs.initial_state, axes) if per_token else None
+    pool = None if written is None else varying(state_pool.written_pool(inputs), axes)
     o = varying(jnp.zeros((request.B * request.T, *start.shape[1:3], request.V), F32), axes)
     done: LoopState = lax.fori_loop(0, steps, body, LoopState(start, pool, o))
     return done
@@ -154,17 +133,22 @@ def _run(request: Request, inputs: RecurrentInputs, start: Array, axes: frozense
 def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     """Outputs token by token. With ``inplace_state``, ``final_state`` is the updated pool."""
     axes = mesh_axes(*inputs)
-    done = _run(request, inputs, _start(request, inputs, axes), axes)
+    read = state_pool.rows_read(request, inputs)
+    written = state_pool.rows_written(request, inputs, read.no_slot) if request.inplace_state else None
+    each = written if written is not None and written.ndim == 2 else None
+    done = _run(request, inputs, _start(request, inputs, read.rows, axes), read.no_slot, each, axes)
     o = done.o.reshape(request.B, request.T, request.HV, request.V).astype(inputs.v.dtype)
-    if request.inplace_state:
-        pool = done.pool
-        if pool is None:
-            pool = varying(inputs.initial_state, axes)
-            rows = _drop_negative(write_rows(request, inputs), pool.shape[0])
-            pool = pool.at[rows].set(_to_pool(request, done.state, pool.dtype), mode="drop")
-        return Outputs(o, pool)
+    if each is not None:
+        return Outputs(o, done.pool)
+    if written is not None:
+        pool = varying(state_pool.written_pool(inputs), axes)
+        states = _to_pool(request, done.state, pool.dtype)
+        return Outputs(o, state_pool.states_written(pool, written, states))
     if request.output_final_state:
-        return Outputs(o, _to_pool(request, done.state, request.state_dtype))
+        state = done.state
+        if read.no_slot is not None:
+            state = jnp.where(read.no_slot[:, None, None, None, None], 0.0, state)
+        return Outputs(o, _to_pool(request, state, request.state_dtype))
     return Outputs(o)
 
 
@@ -172,5 +156,5 @@ def backward(
     request: Request, inputs: RecurrentInputs, saved: tuple[Array, ...], grads: OutputGrads
 ) -> InputGrads:
     """Backward by the chunked op: the same function of the same inputs (no pool here)."""
-    fields = ChunkInputs._fields
+    fields = [n for n in ChunkInputs._fields if n in inputs._fields]
     return chunk_backward.backward(request, ChunkInputs(**{n: getattr(inputs, n) for n in fields}), (), grads)

@@ -119,6 +119,11 @@ def prepare(rows: Rows, precision: lax.Precision, saved: Interactions | None = N
     return Prepared(decay, pair, w, u, rows.q * decay.prefix, rows.k * decay.suffix)
 
 
+def next_state(state: Array, v_new: Array, kg: Array, total: Array, precision: lax.Precision) -> Array:
+    """The state after a chunk: decayed, plus its corrections."""
+    return state * jnp.swapaxes(total, -1, -2) + dot("...ck,...cv->...kv", kg, v_new, precision)
+
+
 def scan_segments(
     request: Request,
     plan: ChunkPlan,

@@ -36,7 +36,16 @@ import triton
 import triton.language as tl
 
 from .chunk_backward_gate import gate_grads, gate_rate, gate_tile, has_gradient, steps, store_beta_grad
-from .chunk_backward_io import ROW_BETA, ROW_DBETA, ROW_DIAGONAL, ROW_RK, ROW_RQ, load_rows, store_rows
+from .chunk_backward_io import (
+    ROW_BETA,
+    ROW_DBETA,
+    ROW_DIAGONAL,
+    ROW_RK,
+    ROW_RQ,
+    load_rows,
+    store_rows,
+    store_zero_grads,
+)
 from .chunk_backward_levels import S, block, level_grads, store_block
 from .chunk_backward_sums import rounded, split_bf16, sum_tokens, sum_tokens_exact
 from .common import chunk_of_program, exp2, mma, mma_acc, product
@@ -174,13 +183,17 @@ def chunk_backward_grads_kernel(
     L2NORM: tl.constexpr, BETA: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """See the module docstring. Grid: ``(slots * HV,)``.
+    """See the module docstring. Grid: ``(slots * HV,)``, with one slot more than chunks need when packed.
 
     ``dq`` and ``dk`` have HV heads. With L2NORM they are gradients of the normalised q and k: no program has all the
     channels of a row.
     """
     pid, hv, start, rows = chunk_of_program(cu_seqlens, N, T, NT, HV, C, PACKED)
     if rows <= 0:
+        if PACKED:
+            store_zero_grads(
+                dq, dk, dv, dg, dbeta, cu_seqlens, N, pid // HV, T, HV, hv, K, V, KP, VP, False, C
+            )
         return
     h = hv // (HV // H)
     tile = pid.to(tl.int64)

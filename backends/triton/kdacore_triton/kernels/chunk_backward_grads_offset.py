@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from .chunk_backward_gate import gate_grads, gate_rate, gate_tile, steps, store_beta_grad
-from .chunk_backward_io import ROW_BETA, ROW_RK, ROW_RQ, load_rows, store_rows
+from .chunk_backward_io import ROW_BETA, ROW_RK, ROW_RQ, load_rows, store_rows, store_zero_grads
 from .chunk_backward_sums import split_bf16, sum_tokens, sum_tokens_exact
 from .common import chunk_of_program, exp2, mma, mma_acc, product
 from .prefetch import prefetch_rows, prefetch_tile
@@ -168,7 +168,7 @@ def chunk_backward_grads_offset_kernel(
     GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr, BETA: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """See the module docstring. Grid: ``(slots * HV,)``.
+    """See the module docstring. Grid: ``(slots * HV,)``, with one slot more than chunks need when packed.
 
     ``dq`` and ``dk`` have HV heads. NORM: they are gradients of q and k before the l2norm.
     """
@@ -176,6 +176,10 @@ def chunk_backward_grads_offset_kernel(
     WIDE_OPERANDS: tl.constexpr = DOT != "bf16"
     pid, hv, start, rows = chunk_of_program(cu_seqlens, N, T, NT, HV, C, PACKED)
     if rows <= 0:
+        if PACKED:
+            store_zero_grads(
+                dq, dk, dv, dg, dbeta, cu_seqlens, N, pid // HV, T, HV, hv, K, V, KP, VP, False, C
+            )
         return
     h = hv // (HV // H)
     chunk = pid.to(tl.int64)

@@ -13,7 +13,16 @@ import triton
 import triton.language as tl
 
 from .chunk_backward_gate import beta_grad, gate_grads, gate_input_scalar, gate_rate, has_gradient, steps
-from .chunk_backward_io import ROW_BETA, ROW_RK, ROW_RQ, load_rows, load_vector, store_rows, store_vector
+from .chunk_backward_io import (
+    ROW_BETA,
+    ROW_RK,
+    ROW_RQ,
+    load_rows,
+    load_vector,
+    store_rows,
+    store_vector,
+    store_zero_grads,
+)
 from .common import chunk_of_program, mma, mma_acc, operand, product
 
 
@@ -95,13 +104,17 @@ def chunk_backward_grads_scalar_kernel(
     L2NORM: tl.constexpr, BETA: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, ASM: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """See the module docstring. Grid: ``(slots * HV,)``.
+    """See the module docstring. Grid: ``(slots * HV,)``, with one slot more than chunks need when packed.
 
     ``dq`` and ``dk`` have HV heads. With L2NORM and channels in several blocks they are gradients of the normalised q
     and k, otherwise they are through the norm.
     """
     pid, hv, start, rows = chunk_of_program(cu_seqlens, N, T, NT, HV, C, PACKED)
     if rows <= 0:
+        if PACKED:
+            store_zero_grads(
+                dq, dk, dv, dg, dbeta, cu_seqlens, N, pid // HV, T, HV, hv, K, V, KP, VP, True, C
+            )
         return
     h = hv // (HV // H)
     at_chunk = pid.to(tl.int64)

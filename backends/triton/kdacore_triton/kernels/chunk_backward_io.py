@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .pack_tail import first_row_past, store_zero_rows
+
 # Rows of ``row_values``, C float32 each: values with one number per token and value head.
 ROW_BETA = tl.constexpr(0)
 """beta as the recurrence uses it."""
@@ -76,3 +78,20 @@ def store_vector(x, value, start, rows, row_stride, first, SIZE: tl.constexpr):
     r = tl.arange(0, SIZE)
     at = start * row_stride + first + r * row_stride
     tl.store(x + at, value.to(x.dtype.element_ty), mask=r < rows)
+
+
+@triton.jit
+def store_zero_grads(
+    dq, dk, dv, dg, dbeta, cu_seqlens, N, slot, T, HV, hv, K, V,
+    KP: tl.constexpr, VP: tl.constexpr, SCALAR: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """For a program without a chunk: zeros in its share of the rows behind the pack."""
+    first = first_row_past(cu_seqlens, N, slot, C)
+    store_zero_rows(dq, first, T, HV * K, hv * K, K, KP, C)
+    store_zero_rows(dk, first, T, HV * K, hv * K, K, KP, C)
+    store_zero_rows(dv, first, T, HV * V, hv * V, V, VP, C)
+    if SCALAR:
+        store_zero_rows(dg, first, T, HV, hv, 1, 1, C)
+    else:
+        store_zero_rows(dg, first, T, HV * K, hv * K, K, KP, C)
+    store_zero_rows(dbeta, first, T, HV, hv, 1, 1, C)

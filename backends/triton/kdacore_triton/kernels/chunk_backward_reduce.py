@@ -21,14 +21,15 @@ def sum_slots_kernel(part, out, slots, HV, K, KP: tl.constexpr, ROWS: tl.constex
     tl.store(out + hv * K + cols, total.to(out.dtype.element_ty), mask=cols < K)
 
 
-@triton.jit(do_not_specialize=["H", "HV", "rows"])
+@triton.jit(do_not_specialize=["H", "HV", "rows", "N"])
 def sum_group_kernel(
-    x, part, dx, rows, H, HV, K,
+    x, part, dx, cu_seqlens, rows, H, HV, K, N,
     KP: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, L2NORM: tl.constexpr,
 ):  # fmt: skip
     """``dx[t, h]``: the group's gradients ``part`` of ``x[t, h]`` summed. L2NORM: they are those of the normalised x.
 
     ``x``, ``dx``: ``[rows, H, K]``; ``part``: ``[rows, HV, K]``, which may be ``dx``. Grid: ``(ceil(rows / ROWS), H)``.
+    ``cu_seqlens``: offsets of N packed sequences where x is read; rows of x behind them may hold anything.
     """
     h = tl.program_id(1)
     t = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -40,7 +41,11 @@ def sum_group_kernel(
         total += tl.load(part + at, mask=mask, other=0.0).to(tl.float32)
     at = (t * H + h)[:, None] * K + cols[None, :]
     if L2NORM:
-        xt = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        if cu_seqlens is None:
+            given = mask
+        else:
+            given = mask & (t < tl.load(cu_seqlens + N))[:, None]
+        xt = tl.load(x + at, mask=given, other=0.0).to(tl.float32)
         rn = rnorm(xt, 1)
         inner = tl.sum(product(total, xt), 1) * rn * rn
         total = rn[:, None] * (total - xt * inner[:, None])

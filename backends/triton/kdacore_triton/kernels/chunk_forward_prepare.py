@@ -17,6 +17,7 @@ import triton.language as tl
 from .chunk_forward_pair_products import bounded_products, scalar_products, unbounded_products
 from .common import GATE_LOG, chunk_of_slot, exp2, gate_decay, mma, operand, rnorm
 from .gate_and_beta import load_beta, load_gate_bias, load_gate_rate
+from .pack_tail import first_row_past, store_zero_rows
 from .step_sums import step_operand
 from .triangular_inverse import unit_lower_inverse
 
@@ -26,7 +27,7 @@ SCALAR = tl.constexpr(2)
 
 
 @triton.jit
-def _load_gate(g_ptr, row, inside, d, K: tl.constexpr, FAMILY: tl.constexpr, GATE: tl.constexpr):
+def load_gate(g_ptr, row, inside, d, K: tl.constexpr, FAMILY: tl.constexpr, GATE: tl.constexpr):
     """Raw gates in float32; past the end a value that gives no decay, so that no mask is needed afterwards."""
     NONE: tl.constexpr = 0.0 if GATE == GATE_LOG else float("-inf")
     if FAMILY == SCALAR:
@@ -38,7 +39,7 @@ def _load_gate(g_ptr, row, inside, d, K: tl.constexpr, FAMILY: tl.constexpr, GAT
 
 
 @triton.jit
-def _load_rows(ptr, row, inside, d, K: tl.constexpr):
+def load_rows(ptr, row, inside, d, K: tl.constexpr):
     return tl.load(ptr + row[:, None] + d[None, :], mask=inside[:, None] & (d < K)[None, :], other=0.0)
 
 
@@ -55,6 +56,7 @@ def chunk_forward_prepare_kernel(
     levels_ptr,
     rec_ptr,
     decay_ptr,
+    o_ptr,
     T,
     NT,
     N,
@@ -83,7 +85,8 @@ def chunk_forward_prepare_kernel(
     """Grid: slots * HV. ``BU``: channels of v per block; ``C = 2^LEVELS``.
 
     ``offset`` (BOUNDED): an integer near half of C steps at the bound, in log2. With SCALAR, g is ``[tokens, HV]``,
-    dt_bias ``[HV]`` and decay one number a record.
+    dt_bias ``[HV]`` and decay one number a record. ``o_ptr``: the output, whose rows behind a pack the programs without
+    a chunk set to zero; then the grid has one slot more. None where they must stay as they are.
     """
     pid = tl.program_id(0)
     slot = pid // HV
@@ -91,6 +94,9 @@ def chunk_forward_prepare_kernel(
     h = hv // (HV // H)
     start, rows = chunk_of_slot(cu_ptr, slot, N, T, NT, C, PACKED)
     if rows <= 0:
+        if PACKED and o_ptr is not None:
+            past = first_row_past(cu_ptr, N, slot, C)
+            store_zero_rows(o_ptr, past, T, HV * V, hv * V, V, BV, C)
         return
 
     i = tl.arange(0, C)
@@ -107,11 +113,11 @@ def chunk_forward_prepare_kernel(
             bias = tl.load(bias_ptr + hv).to(tl.float32)
     else:
         bias = load_gate_bias(bias_ptr, hv, d, K, BK)
-    raw = _load_gate(g_ptr, row, inside, d, K, FAMILY, GATE)
-    k = _load_rows(k_ptr, qk_row, inside, d, K).to(tl.float32)
-    q = _load_rows(q_ptr, qk_row, inside, d, K).to(tl.float32)
+    raw = load_gate(g_ptr, row, inside, d, K, FAMILY, GATE)
+    k = load_rows(k_ptr, qk_row, inside, d, K).to(tl.float32)
+    q = load_rows(q_ptr, qk_row, inside, d, K).to(tl.float32)
     beta = load_beta(beta_ptr, row, inside, BETA_SIGMOID, BETA_FACTOR)
-    v = _load_rows(v_ptr, row * V, inside, u, V)
+    v = load_rows(v_ptr, row * V, inside, u, V)
 
     tile = pid.to(tl.int64)
     if L2NORM:
@@ -148,6 +154,6 @@ def chunk_forward_prepare_kernel(
     by_beta = operand(inverse * beta[None, :], DOT)
     for c0 in tl.static_range(0, BV, BU):
         if c0 > 0:
-            v = _load_rows(v_ptr, row * V, inside, c0 + u, V)
+            v = load_rows(v_ptr, row * V, inside, c0 + u, V)
         ut = mma(by_beta, operand(v, DOT), DOT)
         tl.store(rec + 3 * C * BK + (c0 + u)[None, :] * C + i[:, None], ut.to(kind))

@@ -28,6 +28,7 @@ from .common import (
     sequence_span,
     state_cell,
 )
+from .state_rows import load_pool_state, pool_cell, rows_of_sequence
 
 
 @triton.jit
@@ -70,16 +71,21 @@ def apply_map(s, ptr, b, cell, BK: tl.constexpr, DOT: tl.constexpr, FULL: tl.con
     return r
 
 
-@triton.jit(do_not_specialize=["T", "NT", "HV", "N", "NS"])
+@triton.jit(
+    do_not_specialize=["T", "NT", "HV", "N", "NS", "null"],
+    do_not_specialize_on_alignment=["indices_ptr", "filled_ptr"],
+)
 def chunk_forward_segment_maps_kernel(
-    rec_ptr, decay_ptr, s0_ptr, maps_ptr, cu_ptr, T, NT, HV, N, NS,
+    rec_ptr, decay_ptr, s0_ptr, maps_ptr, cu_ptr, indices_ptr, filled_ptr, T, NT, HV, N, NS,
+    source_row, source_h, null,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BVP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     SEGMENT: tl.constexpr, SCALAR: tl.constexpr, V_FIRST: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, STAGES: tl.constexpr,
+    POOL: tl.constexpr, SOURCE_K: tl.constexpr, SOURCE_V: tl.constexpr,
 ):  # fmt: skip
     """Grid: segment slots * HV * (BVP // BV + cdiv(BK, BV)). Writes ``[BVP + BK, BK]`` a slot and head, transposed:
     B first, then M, with bfloat16 dots as the two halves of :func:`store_map`. The first segment has no M: its B
-    already holds the initial state. The last has neither."""
+    already holds the initial state. The last has neither. ``POOL``: as in the scan."""
     COLUMNS: tl.constexpr = BVP // BV
     BLOCKS: tl.constexpr = COLUMNS + (BK + BV - 1) // BV
     pid = tl.program_id(0)
@@ -100,7 +106,12 @@ def chunk_forward_segment_maps_kernel(
     if s0_ptr is not None:  # noqa: SIM102  (a constexpr test, then one of values)
         if j == 0:
             given = (vv < V)[:, None] & (d < K)[None, :]
-            s = load_state(s0_ptr, n, HV, hv, state_cell(d, vv, K, V, V_FIRST), given, K, V)
+            if POOL:
+                source, _ = rows_of_sequence(n, indices_ptr, filled_ptr, null)
+                cell = pool_cell(d, vv, SOURCE_K, SOURCE_V, BK, BVP)
+                s = load_pool_state(s0_ptr, source, source_row, hv, source_h, cell, given, vv, True)
+            else:
+                s = load_state(s0_ptr, n, HV, hv, state_cell(d, vv, K, V, V_FIRST), given, K, V)
     krow = i[:, None] * BK + d[None, :]
     ucell = vv[:, None] * C + i[None, :]
     chunk = first + j * (SEGMENT // C)
@@ -123,13 +134,17 @@ def chunk_forward_segment_maps_kernel(
         tl.store(out + vv[:, None] * BK + d[None, :], s)
 
 
-@triton.jit(do_not_specialize=["T", "HV", "NS"])
+@triton.jit(
+    do_not_specialize=["T", "HV", "NS", "null"], do_not_specialize_on_alignment=["indices_ptr", "filled_ptr"]
+)
 def chunk_forward_segment_starts_kernel(
-    maps_ptr, s0_ptr, starts_ptr, cu_ptr, T, HV, NS,
+    maps_ptr, s0_ptr, starts_ptr, cu_ptr, indices_ptr, filled_ptr, T, HV, NS, source_row, source_h, null,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BVP: tl.constexpr, BV: tl.constexpr, SEGMENT: tl.constexpr,
     V_FIRST: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, FULL: tl.constexpr,
+    POOL: tl.constexpr, SOURCE_K: tl.constexpr, SOURCE_V: tl.constexpr,
 ):  # fmt: skip
-    """Grid: N * HV * (BVP // BV). Writes the state each segment starts from: ``[BVP, BK]`` a slot and head."""
+    """Grid: N * HV * (BVP // BV). Writes the state each segment starts from: ``[BVP, BK]`` a slot and head.
+    ``POOL``: as in the scan."""
     pid = tl.program_id(0)
     v0 = (pid % (BVP // BV)) * BV
     head = pid // (BVP // BV)
@@ -144,7 +159,12 @@ def chunk_forward_segment_starts_kernel(
         s = tl.zeros([BV, BK], tl.float32)
     else:
         real = (vv < V)[:, None] & (d < K)[None, :]
-        s = load_state(s0_ptr, n, HV, hv, state_cell(d, vv, K, V, V_FIRST), real, K, V)
+        if POOL:
+            source, _ = rows_of_sequence(n, indices_ptr, filled_ptr, null)
+            cell = pool_cell(d, vv, SOURCE_K, SOURCE_V, BK, BVP)
+            s = load_pool_state(s0_ptr, source, source_row, hv, source_h, cell, real, vv, True)
+        else:
+            s = load_state(s0_ptr, n, HV, hv, state_cell(d, vv, K, V, V_FIRST), real, K, V)
     tile = slot.to(tl.int64) * HV + hv
     tl.store(starts_ptr + tile * (BVP * BK) + here, s)
     segments = (length + SEGMENT - 1) // SEGMENT

@@ -10,23 +10,26 @@ import triton
 import triton.language as tl
 
 from .common import log2_decay, product, sigmoid
+from .state_rows import load_slot
 
 READ_NONE = tl.constexpr(0)
 """The state starts at zero."""
 READ_SEQUENCE = tl.constexpr(1)
 """Sequence n starts from row n."""
 READ_INDEXED = tl.constexpr(2)
-"""Sequence n starts from row ``indices[n]``, from zero when negative."""
+"""Sequence n starts from row ``indices[n]``; it is padding when that is no slot."""
 READ_ACCEPTED = tl.constexpr(3)
-"""Sequence n starts from row ``indices[n, accepted[n] - 1]``, from zero when either is negative."""
+"""Sequence n starts from row ``indices[n, accepted[n] - 1]``; it is padding when that is no slot, and starts from zero
+when ``accepted[n]`` is 0."""
 
 WRITE_NONE = tl.constexpr(0)
 WRITE_SEQUENCE = tl.constexpr(1)
 """The final state goes to row n."""
 WRITE_INDEXED = tl.constexpr(2)
-"""The final state goes to row ``indices[n]``; nowhere when negative."""
+"""The final state goes to row ``goals[n]``, or ``indices[n]`` without ``goals``; nowhere when that is no slot."""
 WRITE_EACH = tl.constexpr(3)
-"""The state after token t goes to row ``indices[n, t]``; nowhere when negative."""
+"""The state after token t goes to row ``goals[n, t]``, or ``indices[n, t]`` without ``goals``; nowhere when that is no
+slot."""
 
 
 @triton.jit
@@ -142,34 +145,51 @@ def advance(S, xv, q, k, decay, beta, qk, SCALAR: tl.constexpr):
     return S + k[:, None] * delta[None, :], qS + qk * delta
 
 
+@triton.jit
+def zero_rows_past(o, end, T, o_t, iv, mv):
+    """Zeros in rows ``end`` to ``T`` of one head's output: tokens behind the last sequence of a pack."""
+    i = tl.arange(0, 16)
+    for t in range(end, T, 16):
+        row = (t + i).to(tl.int64)
+        at = row[:, None] * o_t + iv[None, :]
+        tl.store(o + at, tl.zeros(at.shape, o.dtype.element_ty), mask=(row < T)[:, None] & mv[None, :])
+
+
 @triton.jit(
-    do_not_specialize=["T", "HV", "beta_b", "beta_t", "beta_h", "index_row"],
-    do_not_specialize_on_alignment=["beta", "A_log", "cu_seqlens", "indices", "accepted"],
+    do_not_specialize=["T", "HV", "beta_b", "beta_t", "beta_h", "index_row", "goal_row", "null"],
+    do_not_specialize_on_alignment=["beta", "A_log", "cu_seqlens", "indices", "accepted", "filled", "goals"],
 )
 def recurrent_kernel(
-    q, k, v, g, o, dt_bias, source, target, beta, A_log, cu_seqlens, indices, accepted,
+    q, k, v, g, o, dt_bias, source, target, beta, A_log, cu_seqlens, indices, accepted, filled, goals,
     scale, lower_bound,
     T, HV, GROUP,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, o_b, o_t, o_h,
-    source_row, source_h, target_row, target_h, index_row,
+    source_row, source_h, target_row, target_h, index_row, goal_row, null,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SOURCE_K: tl.constexpr, SOURCE_V: tl.constexpr, TARGET_K: tl.constexpr, TARGET_V: tl.constexpr,
     GATE: tl.constexpr, SCALAR: tl.constexpr, NORM: tl.constexpr, SIGMOID: tl.constexpr, BETA_MAX: tl.constexpr,
     READ: tl.constexpr, WRITE: tl.constexpr,
-    PACKED: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr, FLAT: tl.constexpr,
+    PACKED: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr, FLAT: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (ceil(V / BV) * HV, N, 1), or (ceil(V / BV) * HV * N, 1, 1) when ``FLAT``: a state's parts lie together.
 
     ``x_b, x_t, x_h`` are strides over batch, token and head, the last dimension being contiguous; ``source`` and
     ``target`` are the state read and written, with strides ``_row``, ``_h`` and constants ``_K``, ``_V``. ``GROUP``
     value heads share one query/key head. ``ONE``: exactly one token per sequence, not packed. ``WIDE``: some offset to
-    a sequence or head of q, k, v, g, beta or o needs 64 bits.
+    a sequence or head of q, k, v, g, beta or o needs 64 bits. ``TAIL`` (packed): one more sequence in the grid, whose
+    programs write zeros to the rows of ``o`` behind the pack.
+
+    Rows are counted in ``indices``, ``goals`` (``write_indices``), ``accepted`` and ``filled`` (``has_initial_state``),
+    each None where the call has none; ``index_row`` and ``goal_row`` are strides over sequences; ``null`` is the row
+    that names no slot, besides negative ones. A sequence that is padding is computed like any other from whatever its
+    tokens hold, and zeros are written in the place of its results.
     """
     PARTS: tl.constexpr = (V + BV - 1) // BV
     MASK_K: tl.constexpr = BK != K
     MASK_V: tl.constexpr = V % BV != 0
     MASK_S: tl.constexpr = MASK_K or MASK_V
-    MAYBE_NO_SOURCE: tl.constexpr = READ >= READ_INDEXED
+    MAYBE_PADDING: tl.constexpr = READ >= READ_INDEXED
+    MAYBE_NO_SOURCE: tl.constexpr = MAYBE_PADDING or filled is not None
     MAYBE_NO_TARGET: tl.constexpr = WRITE >= WRITE_INDEXED
     pid = tl.program_id(0)
     if FLAT:
@@ -184,13 +204,30 @@ def recurrent_kernel(
     mk = ik < K
     mv = iv < V
 
+    if TAIL:
+        if FLAT:
+            sequences = tl.num_programs(0) // (PARTS * HV) - 1
+        else:
+            sequences = tl.num_programs(1) - 1
+        if n == sequences:
+            zero_rows_past(o + hv.to(tl.int64) * o_h, tl.load(cu_seqlens + n).to(tl.int32), T, o_t, iv, mv)
+            return
+
+    # ``row``: where the state is read; ``own``: the slot of the sequence, negative when it is padding.
     n64 = n.to(tl.int64)
     row = n64
+    own = n64
     if READ == READ_INDEXED:
-        row = tl.load(indices + n).to(tl.int64)
+        row = load_slot(indices + n, null)
+        own = row
     if READ == READ_ACCEPTED:
         count = tl.load(accepted + n).to(tl.int64)
         row = tl.load(indices + n64 * index_row + count - 1, mask=count > 0, other=-1).to(tl.int64)
+        if null is not None:
+            row = tl.where(row == null, -1, row)
+        own = tl.where(count > 0, row, 0)
+    if filled is not None:
+        row = tl.where(tl.load(filled + n), row, -1)
 
     length = T
     if PACKED:
@@ -228,10 +265,16 @@ def recurrent_kernel(
         S = load_state(source, jk, mk[:, None], mv[None, :], row, MAYBE_NO_SOURCE, MASK_S)
     # Where the state after the first token goes, or the final one.
     goal = n64
-    if WRITE == WRITE_INDEXED:
-        goal = row
-    if WRITE == WRITE_EACH:
-        goal = tl.load(indices + n64 * index_row).to(tl.int64)
+    if WRITE == WRITE_INDEXED and goals is None:
+        goal = own
+    elif MAYBE_NO_TARGET:
+        if goals is None:
+            table = indices + n64 * index_row
+        else:
+            table = goals + n64 * goal_row
+        goal = load_slot(table, null)
+        if MAYBE_PADDING:
+            goal = tl.where(own < 0, -1, goal)
     if WRITE != WRITE_NONE:
         target += hv.to(tl.int64) * target_h + jk * TARGET_K + jv * TARGET_V
 
@@ -250,6 +293,8 @@ def recurrent_kernel(
             xq, xk, xg, xb, bias, a_exp, scale, lower_bound, GATE, NORM, SIGMOID, BETA_MAX
         )
         S, y = advance(S, xv, yq, yk, decay, yb, qk, SCALAR)
+        if MAYBE_PADDING:
+            y = tl.where(positive(iv, own + 1), y, 0.0)
         if MASK_V:
             tl.store(o + iv, y.to(o.dtype.element_ty), mask=mv)
         else:
@@ -269,13 +314,19 @@ def recurrent_kernel(
                 xq, xk, xg, xb, bias, a_exp, scale, lower_bound, GATE, NORM, SIGMOID, BETA_MAX
             )
             S, y = advance(S, xv, yq, yk, decay, yb, qk, SCALAR)
+            if MAYBE_PADDING:
+                y = tl.where(positive(iv, own + 1), y, 0.0)
             tl.store(o + iv, y.to(o.dtype.element_ty), mask=mv)
             o += o_t
             if WRITE == WRITE_EACH:
-                goal = tl.load(indices + n64 * index_row + t).to(tl.int64)
+                goal = load_slot(table + t, null)
+                if MAYBE_PADDING:
+                    goal = tl.where(own < 0, -1, goal)
                 p = target + goal * target_row
                 store_state(p, S, jk, mk[:, None], mv[None, :], goal, True, MASK_S)
             xq, xk, xv, xg, xb = nq, nk, nv, ng, nb
+    if MAYBE_PADDING and WRITE == WRITE_SEQUENCE:
+        S = tl.where(positive(jk + jv, own + 1), S, 0.0)
     if WRITE != WRITE_NONE and (ONE or WRITE != WRITE_EACH):
         p = target + goal * target_row
         store_state(p, S, jk, mk[:, None], mv[None, :], goal, MAYBE_NO_TARGET, MASK_S)

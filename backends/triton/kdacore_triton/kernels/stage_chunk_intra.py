@@ -61,6 +61,9 @@ def intra_token_kernel(
     """
     blocks = (HV + BH - 1) // BH
     token = (tl.program_id(0) // blocks).to(tl.int64)
+    if PACKED:  # noqa: SIM102  (a constexpr test, then one of values)
+        if token >= tl.load(cu_ptr + N):  # behind the pack
+            return
     hv = (tl.program_id(0) % blocks) * BH + tl.arange(0, BH)
     h = hv // (HV // H)
     if PACKED:

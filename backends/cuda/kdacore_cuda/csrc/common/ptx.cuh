@@ -28,6 +28,7 @@ typedef unsigned short u16;
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ int thread_index() { return (int)threadIdx.x; }
 __device__ __forceinline__ int block_index() { return (int)blockIdx.x; }
+__device__ __forceinline__ int grid_blocks() { return (int)gridDim.x; }
 
 // --- order of launches ---------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@
 
 #ifndef KDACORE_EMULATE
 
-__device__ __forceinline__ int grid_blocks() { return (int)gridDim.x; }
 // The maximum over a warp, in all lanes.
 __device__ __forceinline__ u32 warp_max(u32 x) { return __reduce_max_sync(0xffffffffu, x); }
 // Whether a barrier's phase has completed; does not wait.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/chunk_forward/bounded_triangles.cuh"
+#include "common/clear_rows.cuh"
 #include "common/chunk_forward/dyadic_triangles.cuh"
 #include "common/chunk_forward/sequences.cuh"
 #include "common/chunk_forward/shared_memory.cuh"
@@ -228,4 +229,7 @@ __device__ __forceinline__ void prepare_warp(const ChunkForwardParams& p, const 
     load_beta(p, from.beta, from.beta_token, left - STRIDE * C, beta);
     publish(stage, shared + OFFSET(SharedMemory, full) + 8 * slot, l.lane, rank);
   }
+  const u32 number = block_index() * PREPARE_WARPS + warp;
+  clear_unused_rows(p, 2ll * p.HV * V,
+                    {32 * number + (thread_index() & 31), 32u * grid_blocks() * PREPARE_WARPS});
 }

@@ -3,6 +3,7 @@
 // operand as it is; tokens are the product's short dimension.
 #pragma once
 
+#include "common/chunk_forward/marks.cuh"
 #include "common/chunk_forward/sequences.cuh"
 #include "common/chunk_forward/shared_memory.cuh"
 #include "common/chunk_forward/solve.cuh"
@@ -193,26 +194,36 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, const Seq
     copy_async_commit();
     v += v_chunk;
   }
-  const int state_size = p.flags & FLAG_STATE_BF16 ? 2 : 4;
-  const long long matrix = (long long)K * V * state_size;
+  const long long matrix = (long long)K * V * state_size(p);
   ScanState state = {};
-  if (p.h0) read_state(state, l, p.h0 + ((long long)sequence.n * p.HV + sequence.hv) * matrix, p.flags);
+  if (const u64 from = initial_state_at(p, sequence.n, sequence.hv, K * V))
+    read_state(state, l, from, p.flags);
   u64 ckpt = 0;
   if (p.ckpt_every) ckpt = p.ckpt + (first_checkpoint(p, sequence, l.lane) * p.HV + sequence.hv) * matrix;
   u32 slot = 0, parity = 0;
   int ring = 0, c = 0;
-  const int block = p.ckpt_every ? p.ckpt_every / C : sequence.chunks;  // chunks between states written
+  const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;  // chunks between states written
+  const auto mark_from = [&](int step) {
+    return p.marks ? next_mark<C>(p, sequence.first, sequence.length, step) : 1 << 30;
+  };
+  int next = 0, mark = mark_from(0);  // chunks where a state is written
   while (true) {
     u64 to = 0;
     if (c == sequence.chunks) {
-      if (p.ht) to = p.ht + ((long long)sequence.n * p.HV + sequence.hv) * matrix;
-    } else {
+      to = final_state_at(p, sequence.n, sequence.hv, K * V);
+    } else if (c == next) {
       to = ckpt;
       ckpt += p.ckpt_every ? p.HV * matrix : 0;
+      next += block;
     }
     if (to) write_state(state, l, to, p.flags);
     if (c == sequence.chunks) break;
-    const int end = sequence.chunks - c < block ? sequence.chunks : c + block;
+    if (c == mark) {
+      each_mark<C>(p, sequence.first, sequence.length, c, sequence.hv, K * V,
+                   [&](u64 at, int flags) { write_state(state, l, at, flags); });
+      mark = mark_from(c + 1);
+    }
+    const int stop = next < mark ? next : mark, end = sequence.chunks < stop ? sequence.chunks : stop;
 #pragma unroll 1
     for (; c < end; ++c) {
       copy_async_wait<V_DEPTH - 2>();

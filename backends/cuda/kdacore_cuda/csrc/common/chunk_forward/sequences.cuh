@@ -1,7 +1,7 @@
 // A sequence and value head, and which sequence a cluster of blocks takes.
 #pragma once
 
-#include "common/loads.cuh"
+#include "common/state_rows.cuh"
 #include "generated/chunk_forward_params.cuh"
 
 constexpr int SORT_LIMIT = 256;  // packs of more sequences are processed in order
@@ -14,10 +14,14 @@ struct SequenceHead {
 };
 
 // Tokens of sequence n.
-__device__ __forceinline__ int length_of(const ChunkForwardParams& p, int n) {
+__device__ __forceinline__ int tokens_of(const ChunkForwardParams& p, int n) {
   if (!p.cu_seqlens) return (int)p.T;
   const bool wide = p.flags & FLAG_CU64;
   return (int)(load_index(p.cu_seqlens, n + 1, wide) - load_index(p.cu_seqlens, n, wide));
+}
+// Those that are read: none of padding.
+__device__ __forceinline__ int length_of(const ChunkForwardParams& p, int n) {
+  return is_padding(p, n) ? 0 : tokens_of(p, n);
 }
 
 // The sequence that is number `place` in descending order of length, so that no long one starts
@@ -48,7 +52,7 @@ __device__ __forceinline__ SequenceHead make_sequence_head(const ChunkForwardPar
   w.h = hv / (opaque(p.HV) / p.H);
   w.batch = p.cu_seqlens ? 0 : n;
   w.first = p.cu_seqlens ? load_index(p.cu_seqlens, n, p.flags & FLAG_CU64) : 0;
-  w.length = length_of(p, n);
+  w.length = opaque(length_of(p, n));
   w.chunks = (w.length + chunk - 1) / chunk;
   return w;
 }
@@ -59,7 +63,7 @@ __device__ __forceinline__ long long first_checkpoint(const ChunkForwardParams& 
   if (!p.cu_seqlens) return sequence.n * ((p.T + p.ckpt_every - 1) / p.ckpt_every);
   int rows = 0;
   for (int m = lane; m < sequence.n; m += 32)
-    rows += (int)((length_of(p, m) + p.ckpt_every - 1ll) / p.ckpt_every);
+    rows += (int)((tokens_of(p, m) + p.ckpt_every - 1ll) / p.ckpt_every);
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1) rows += shuffle_xor(rows, mask);
   return rows;

@@ -15,6 +15,7 @@ constexpr bool PLAIN = MODE > 0, ONE = MODE > 1, HEAD = MODE > 2;
 #ifdef KDACORE_EMULATE
 
 inline float multiply_add(float x, float y, float z) { return std::fma(x, y, z); }
+inline u32 load_global1(u64 a) { return *reinterpret_cast<const unsigned char*>(a); }
 inline u32 load_global2(u64 a) { return *reinterpret_cast<const u16*>(a); }
 inline u32 load_global4(u64 a) { return *reinterpret_cast<const u32*>(a); }
 inline uint2 load_global8(u64 a) {
@@ -37,6 +38,11 @@ inline void store_state_bits(u64 address, const uint4& x) {
 __device__ __forceinline__ float multiply_add(float x, float y, float z) { return __fmaf_rn(x, y, z); }
 
 // Loads by width. Volatile, so that they are issued in program order.
+__device__ __forceinline__ u32 load_global1(u64 a) {
+  u32 r;
+  asm volatile("ld.global.u8 %0, [%1];" : "=r"(r) : "l"(a));
+  return r;
+}
 __device__ __forceinline__ u32 load_global2(u64 a) {
   u16 r;
   asm volatile("ld.global.b16 %0, [%1];" : "=h"(r) : "l"(a));

@@ -3,7 +3,8 @@
 //
 //   S = diag(2^g) S;   u = beta r_k (v - r_k k S);   S = S + k u^T;   o = scale r_q q S
 //
-// with r_q, r_k the inverse norms of q and k (1 without l2norm).
+// with r_q, r_k the inverse norms of q and k (1 without l2norm). kdacore/contract/state_rows.py says
+// which pool rows are read and written. A sequence without a slot is padding: its output is zero.
 //
 // Grid: a block takes one sequence and value head and COLUMNS columns of V. How lanes hold the
 // state follows its layout in memory, so that a warp always reads whole 128-byte lines:
@@ -13,6 +14,7 @@
 // The time depends on how soon every block has issued all its loads, so these come in this order:
 // the pool index, what does not depend on it while that is loaded, the state as soon as the index
 // is there. Gates and norms are computed while the state is loaded.
+#include "common/clear_rows.cuh"
 #include "common/recurrent/token.cuh"
 
 // Macros from the host: K_DIM, WARPS, ROWS, MIN_BLOCKS, COLUMNS, V_FIRST, STATE_BF16, MODE
@@ -43,6 +45,28 @@ __device__ __forceinline__ void store_state(const float (&s)[ROWS][VECTOR], u64 
   }
 }
 
+// Zeros for the output of all tokens of a sequence.
+__device__ __forceinline__ void store_zeros(const RecurrentParams& p, Item it, const LanePosition& at) {
+  const float zeros[OUT] = {};
+#pragma unroll 1
+  for (int t = 0; t < it.length; ++t, it.o += p.HV * V) {
+    if (at.writes) store_elements(p.o, (long long)(it.o + at.v), qkv_type(p), zeros);
+  }
+}
+
+// The row of a sequence's final state, not yet converted.
+__device__ __forceinline__ Number load_row_written(const RecurrentParams& p, const Item& it) {
+  return load_number_bits(p.writes, (it.n + it.zero) * p.writes_row, p.flags & FLAG_WRITES64);
+}
+
+// The rows of a pack that belong to no sequence, by all blocks together.
+__device__ __forceinline__ void clear_rows_beyond(const RecurrentParams& p) {
+  if (PLAIN) return;
+  const long long row_bytes = (long long)p.HV * V * type_size(qkv_type(p));
+  const u32 threads = WARPS * 32;
+  clear_tail(p, row_bytes, {block_index() * threads + thread_index(), grid_blocks() * threads});
+}
+
 KDA_KERNEL(WARPS * 32, MIN_BLOCKS) recurrent(KDA_PARAM RecurrentParams p) {
   KDA_SHARED(memory);
   constexpr u32 slices = V / COLUMNS;
@@ -68,8 +92,16 @@ KDA_KERNEL(WARPS * 32, MIN_BLOCKS) recurrent(KDA_PARAM RecurrentParams p) {
   const RawGate<TOKEN_CHANNELS> raw_gate = load_gate<TOKEN_CHANNELS>(p, it, at.channel);
 
   const int from = row_of(p, start);
+  // Padding goes the way of all sequences, with zeros for the state. Of one token the result is not
+  // used; a loop over tokens is not entered.
+  const bool padding = !start.known && !is_slot(p, from);
+  bool writes = at.writes;
+  if (!ONE && padding) {
+    store_zeros(p, it, at);
+    writes = false;
+  }
   uint4 bits[ROWS];
-  if (from >= 0) {
+  if (from >= 0 && !padding && start.has_initial) {
     const u64 source = p.h0 + STATE_BYTES * ((long long)from * p.h0_row + own);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
@@ -85,13 +117,18 @@ KDA_KERNEL(WARPS * 32, MIN_BLOCKS) recurrent(KDA_PARAM RecurrentParams p) {
   const Gate<TOKEN_CHANNELS> gate = finish_gate(p, raw_gate);
   Tokens tokens;
   stage_token(tokens, at, finish_token(p, raw, gate), 0);
+  // The row of the final state. Of one token it is loaded ahead; in a loop it would take registers.
+  const bool indexed = p.flags & FLAG_INDEXED_OUT;
+  Number to_bits;
+  if (ONE && indexed) to_bits = load_row_written(p, it);
   float s[ROWS][VECTOR];
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) unpack_state(s[i], bits[i]);
 
-  // 3. The recurrence; each token's inputs are loaded while the one before it is processed.
   const u64 target = p.ht + STATE_BYTES * own;
-  const bool whole = whole_rows(p.ht, p.ht_row), scatter = !ONE && p.flags & FLAG_SCATTER_TOKENS;
+  const bool whole = whole_rows(p.ht, p.ht_row), scatter = !ONE && !padding && p.flags & FLAG_SCATTER_TOKENS;
+
+  // 3. The recurrence; each token's inputs are loaded while the one before it is processed.
 #pragma unroll 1
   for (int t = 0; t < it.length; ++t) {
     float v[OUT], o[OUT];
@@ -105,16 +142,28 @@ KDA_KERNEL(WARPS * 32, MIN_BLOCKS) recurrent(KDA_PARAM RecurrentParams p) {
     step(p, s, at, tokens, v, o, t & 1, [&] {
       if (more) stage_token(tokens, at, finish_token(p, raw, gate), ~t & 1);
     });
-    if (at.writes) store_elements(p.o, (long long)(it.o + at.v), qkv_type(p), o);
+    if (ONE && padding) {
+#pragma unroll
+      for (int i = 0; i < OUT; ++i) o[i] = 0.0f;
+    }
+    if (writes) store_elements(p.o, (long long)(it.o + at.v), qkv_type(p), o);
     if (!ONE) it.o += p.HV * V;
-    if (scatter) {
-      const int to = load_number(p.indices, it.n * p.indices_row + t, p.flags & FLAG_INDEX64);
-      if (to >= 0) store_state(s, target + STATE_BYTES * ((long long)to * p.ht_row), whole);
+    if (scatter && t < p.writes_row) {
+      const int row = load_number(p.writes, it.n * p.writes_row + t, p.flags & FLAG_WRITES64);
+      if (is_slot(p, row)) store_state(s, target + STATE_BYTES * (row * p.ht_row), whole);
     }
   }
 
-  // 4. The final state.
-  if (!p.ht || scatter) return;
-  const int to = p.flags & FLAG_INDEXED_OUT ? from : it.n;
-  if (to >= 0) store_state(s, target + STATE_BYTES * ((long long)to * p.ht_row), whole);
+  // 4. The final state, and what no sequence writes.
+  if (p.ht && (ONE || !(p.flags & FLAG_SCATTER_TOKENS))) {
+    if (!ONE && indexed) to_bits = load_row_written(p, it);
+    const int to = indexed ? number_of(to_bits, p.flags & FLAG_WRITES64) : it.n;
+    if (padding) {
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) unpack_state(s[i], zero_bits());
+    }
+    if (!indexed || (is_slot(p, to) && !padding))
+      store_state(s, target + STATE_BYTES * (to * p.ht_row), whole);
+  }
+  clear_rows_beyond(p);
 }

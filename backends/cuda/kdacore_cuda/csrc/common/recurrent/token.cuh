@@ -26,22 +26,22 @@ __device__ __forceinline__ bool scalar_gate(const RecurrentParams& p) {
 
 // An element of an integer array of 32 or 64 bits.
 struct Number {
-  u32 narrow;
-  uint2 wide;
+  u32 low, high;  // high: of 64 bits only
 };
 __device__ __forceinline__ Number load_number_bits(u64 base, long long index, bool wide) {
   Number r;
   const u64 at = base + index * (wide ? 8 : 4);
   if (wide) {
-    r.wide = load_global8(at);
+    const uint2 x = load_global8(at);
+    r = {x.x, x.y};
   } else {
-    r.narrow = load_global4(at);
+    r.low = load_global4(at);
   }
   return r;
 }
 // Negative numbers stay negative.
 __device__ __forceinline__ int number_of(const Number& x, bool wide) {
-  return wide ? (int)x.wide.y < 0 ? -1 : (int)x.wide.x : (int)x.narrow;
+  return wide && (int)x.high < 0 ? -1 : (int)x.low;
 }
 __device__ __forceinline__ int load_number(u64 base, long long index, bool wide) {
   return number_of(load_number_bits(base, index, wide), wide);
@@ -105,31 +105,41 @@ __device__ __forceinline__ void next_token(const RecurrentParams& p, Item& it) {
   it.beta += p.beta_st;
 }
 
-// The pool row a sequence starts from: loaded but not yet converted, or known.
+// Whether a pool row that an index names exists.
+__device__ __forceinline__ bool is_slot(const RecurrentParams& p, int row) {
+  return row >= 0 && row != p.null_index;
+}
+
+// The pool row a sequence starts from: loaded but not yet converted, or known. `has_initial` is 0
+// if it starts from zeros whatever the row holds.
 struct Start {
   Number bits;
   int row;
+  u32 has_initial;
   bool known;
 };
 
 __device__ __forceinline__ Start start_of(const RecurrentParams& p, const Item& it) {
   Start s;
+  s.has_initial = 1;
   s.known = !ONE && (!p.h0 || !p.indices);
   s.row = p.h0 ? it.n : -1;
-  if (s.known) return s;
-  const bool wide = p.flags & FLAG_INDEX64;
-  long long at = (it.n + it.zero) * p.indices_row;
-  if (!ONE && p.accepted) {
-    const int accepted = load_number(p.accepted, it.n + it.zero, p.flags & FLAG_ACCEPTED64);
-    s.known = accepted <= 0;
-    s.row = -1;
-    if (s.known) return s;
-    at += accepted - 1;
+  if (!s.known) {
+    const bool wide = p.flags & FLAG_INDEX64;
+    long long at = (it.n + it.zero) * p.indices_row;
+    if (!ONE && p.accepted) {
+      const int accepted = load_number(p.accepted, it.n + it.zero, p.flags & FLAG_ACCEPTED64);
+      s.known = accepted <= 0;
+      s.row = -1;
+      at += accepted - 1;
+    }
+    if (!s.known) s.bits = load_number_bits(p.indices, at, wide);
   }
-  s.bits = load_number_bits(p.indices, at, wide);
+  if (p.has_initial) s.has_initial = load_global1(p.has_initial + it.n + it.zero);
   return s;
 }
-// The row; negative for zeros.
+// The row. No slot: the sequence is padding, except that a negative row that is known stands for
+// zeros.
 __device__ __forceinline__ int row_of(const RecurrentParams& p, const Start& s) {
   return s.known ? s.row : number_of(s.bits, p.flags & FLAG_INDEX64);
 }

@@ -23,6 +23,7 @@
 // unit's arrays are requested as soon as their place is free: the workspace's images and d_o once
 // the states have been read, v, q, k and g as each warp is done with its own part.
 #include "sm90/chunk_backward/grads_stores.cuh"
+#include "sm90/chunk_backward/grads_tail.cuh"
 #include "sm90/chunk_backward/grads_values.cuh"
 
 // Loads of the arrays of unit n, if there is one, each group as soon as its place is free: the
@@ -212,4 +213,6 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
     store_partial_sums(p, shared, unit_at(shared, n - 1), l);
   }
   copy_async_wait<0>();
+  clear_gradient_tail(p, GROUPED ? 4 : 2, G_FLOAT ? 4 : 2,
+                      {(u32)(block_index() * THREADS + thread_index()), (u32)(grid_blocks() * THREADS)});
 }

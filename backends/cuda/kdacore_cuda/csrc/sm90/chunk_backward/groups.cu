@@ -33,7 +33,9 @@ KDA_KERNEL(THREADS, 1) groups(KDA_PARAM GroupsParams p) {
     d[2] += x.z;
     d[3] += x.w;
   }
-  if (p.flags & FLAG_L2NORM) {
+  // A gradient of zero stays zero whatever x holds: rows beyond a pack's last offset are not read.
+  const bool zero = d[0] == 0.0f && d[1] == 0.0f && d[2] == 0.0f && d[3] == 0.0f;
+  if (p.flags & FLAG_L2NORM && sum_lanes(zero ? 0.0f : 1.0f) != 0.0f) {
     const long long at = batch * p.x_sb + t * p.x_st + h * p.x_sh + 4 * lane;
     const uint2 raw = *reinterpret_cast<const uint2*>(p.x + 2 * at);
     const float x[4] = {bf16_low(raw.x), bf16_high(raw.x), bf16_low(raw.y), bf16_high(raw.y)};

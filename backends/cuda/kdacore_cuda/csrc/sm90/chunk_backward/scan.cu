@@ -7,9 +7,9 @@
 //
 // Neither needs the other, so each has blocks of its own.
 //
-// Grid: for each sequence, value head and direction one block (WARPGROUPS 2) or two that have 64
-// rows of V each (WARPGROUPS 1). One block reads kg, qg and w once for all of V; two are for few
-// heads, so that warpgroups do not share a matrix unit.
+// Grid: for each sequence (IN_SEGMENTS: for each segment, segments.cuh), value head and direction
+// one block (WARPGROUPS 2) or two that have 64 rows of V each (WARPGROUPS 1). One block reads kg,
+// qg and w once for all of V; two are for few heads, so that warpgroups do not share a matrix unit.
 // Warps: state warps hold 16 rows of the state each in float32 accumulators, four warps a
 // warpgroup. The bfloat16 copy of these is both the left operand of the next products and what is
 // stored as h or dh. One producer warp copies the chunks' operands into rings of stages ahead of
@@ -41,22 +41,20 @@ KDA_KERNEL(THREADS, 1) scan(KDA_PARAM ChunkBackwardParams p) {
   wait_for_inputs();
   const int warp = uniform(thread_index() >> 5);
   const Task task = find_task(p, block_index());
+  if (IN_SEGMENTS && task.idle) return;
   init_barriers(shared);
   if (warp < STATE_WARPS) {
-#if WARPGROUPS == 2
-    set_registers<STATE_REGISTERS, START_REGISTERS>();
-#endif
+    set_role_registers<1>();
     if (task.reverse)
       scan_reverse(p, task, make_lane(shared, warp));
     else
       scan_forward(p, task, make_lane(shared, warp));
   } else {
-#if WARPGROUPS == 2
-    set_registers<PRODUCER_REGISTERS, START_REGISTERS>();
-#endif
+    set_role_registers<0>();
     const int part = warp - STATE_WARPS - 1;  // of d_o
     if (part >= 0) {
-      if (task.reverse && part < OUTPUT_WARPS) produce_output_gradients(p, task, shared, part);
+      if (task.reverse && part < OUTPUT_WARPS)
+        produce_output_gradients(p, task, OutputGradRing{shared}, 0, part);
     } else if (task.reverse)
       produce_reverse(p, task, shared);
     else

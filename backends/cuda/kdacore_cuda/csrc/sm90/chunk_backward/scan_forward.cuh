@@ -27,7 +27,7 @@ __device__ __forceinline__ void scan_forward(const ChunkBackwardParams& p, const
   pack_state(h, state);
   ForwardRing ring = {l.shared};
 #pragma unroll 1
-  for (int c = 0; c < task.s.chunks; ++c) {
+  for (int c = task.begin; c < task.end; ++c) {
     const long long at = task.at + (long long)c * p.HV;
     const u32 stage = ring.stage();
     const u64 w = operand_descriptor(stage + OFFSET(ForwardStage, w), 16, 1024),

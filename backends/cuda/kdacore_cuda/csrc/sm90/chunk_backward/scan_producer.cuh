@@ -4,14 +4,10 @@
 
 #include "sm90/chunk_backward/scan_shared_memory.cuh"
 
-__device__ __forceinline__ const void* image_of(u64 array, long long at, u32 bytes) {
-  return reinterpret_cast<const void*>(array + at * bytes);
-}
-
 __device__ __forceinline__ void produce_forward(const ChunkBackwardParams& p, const Task& task, u32 shared) {
   if (thread_index() & 31) return;
   ForwardRing ring = {shared};
-  for (int c = 0; c < task.s.chunks; ++c) {
+  for (int c = task.begin; c < task.end; ++c) {
     const long long at = task.at + (long long)c * p.HV;
     const u32 stage = ring.stage(), full = ring.full();
     ring.wait_empty();
@@ -25,45 +21,11 @@ __device__ __forceinline__ void produce_forward(const ChunkBackwardParams& p, co
   }
 }
 
-// Warp `part` of OUTPUT_WARPS: its part of a chunk's rows of d_o; zeros from row `rows` on. `from`:
-// this lane's 16 bytes of the part's first row. Not bulk copies: a warp issues those of single rows
-// one after another.
-constexpr int ROW_LANES = DO_ROW / 16, ROWS_AT_ONCE = 32 / ROW_LANES, PART_ROWS = C / OUTPUT_WARPS;
-
-__device__ __forceinline__ void fetch_rows(u32 to, const unsigned char* from, long long token, int lane,
-                                           int rows) {
-#pragma unroll 8
-  for (int row = lane / ROW_LANES; row < PART_ROWS; row += ROWS_AT_ONCE) {
-    copy_async16(to + output_piece(row, lane % ROW_LANES), from, row < rows);
-    from += ROWS_AT_ONCE * token;
-  }
-}
-// These warps have a ring of their own: issuing so many copies takes long, and waiting for a stage
-// delays no other copies.
-__device__ __forceinline__ void produce_output_gradients(const ChunkBackwardParams& p, const Task& task,
-                                                         u32 shared, int part) {
-  const int lane = thread_index() & 31;
-  OutputGradRing output_grads = {shared};
-  const long long token = 2ll * p.HV * V;  // bytes from one to the next
-  const u64 first = p.d_o +
-                    (task.s.batch * p.T + task.s.first + part * PART_ROWS + lane / ROW_LANES) * token +
-                    2 * (task.hv * V + task.part * BLOCK_V) + lane % ROW_LANES * 16;
-  for (int c = task.s.chunks - 1; c >= 0; --c) {
-    const u32 to = output_grads.stage() + part * PART_ROWS * DO_ROW;
-    output_grads.wait_empty();
-    sync_warp();
-    fetch_rows(to, reinterpret_cast<const unsigned char*>(first + c * C * token), token, lane,
-               task.s.length - c * C - part * PART_ROWS);
-    copy_async_arrive(output_grads.full());
-    output_grads.next();
-  }
-}
-
 __device__ __forceinline__ void produce_reverse(const ChunkBackwardParams& p, const Task& task, u32 shared) {
   if (thread_index() & 31) return;
   ValueGradRing value_grad = {shared};
   StateGradRing state_grad = {shared};
-  for (int c = task.s.chunks - 1; c >= 0; --c) {
+  for (int c = task.end - 1; c >= task.begin; --c) {
     const long long at = task.at + (long long)c * p.HV;
     const u32 stage = value_grad.stage(), full = value_grad.full();
     value_grad.wait_empty();

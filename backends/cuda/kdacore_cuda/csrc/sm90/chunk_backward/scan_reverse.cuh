@@ -4,13 +4,6 @@
 
 #include "sm90/chunk_backward/scan_state.cuh"
 
-// A chunk's rows of d_o, transposed: this warp's 16 values by 64 tokens.
-__device__ __forceinline__ void load_output_gradient(TokenOperand& o, const ScanLane& l, u32 rows) {
-  const u32 from = rows + output_piece((l.lane >> 4) * 8 + (l.lane & 7), l.row / 8 + (l.lane >> 3 & 1));
-#pragma unroll
-  for (int kk = 0; kk < C_TILES; ++kk) load_matrix4_transposed(o.a[kk], from + 16 * kk * DO_ROW);
-}
-
 __device__ __forceinline__ void scan_reverse(const ChunkBackwardParams& p, const Task& task,
                                              const ScanLane& l) {
   State state;
@@ -24,15 +17,15 @@ __device__ __forceinline__ void scan_reverse(const ChunkBackwardParams& p, const
   TokenOperand o;
   const auto load_output_gradients = [&] {
     output_grads.wait_full();
-    load_output_gradient(o, l, output_grads.stage());
+    load_output_gradient(o, l.lane, l.row, output_grads.stage());
     release(l, output_grads.empty());
     output_grads.next();
   };
-  const int first = task.s.chunks - 1;
-  if (first >= 0) load_output_gradients();
+  const int first = task.end - 1;
+  if (first >= task.begin) load_output_gradients();
   long long at = task.at + (long long)first * p.HV;
 #pragma unroll 1
-  for (int c = first; c >= 0; --c, at -= p.HV) {
+  for (int c = first; c >= task.begin; --c, at -= p.HV) {
     const u32 stage = value_grad.stage(), rest = state_grad.stage();
     const u64 kg = operand_descriptor(stage + OFFSET(ValueGradStage, kg), 16, 1024),
               w = operand_descriptor(rest + OFFSET(StateGradStage, w), SQUARE_BYTES, 1024);
@@ -92,14 +85,14 @@ __device__ __forceinline__ void scan_reverse(const ChunkBackwardParams& p, const
     warpgroup_wait<1>();
     fence_registers(state.s);
     pack_state(dh, state);
-    if (c > 0) load_output_gradients();
+    if (c > task.begin) load_output_gradients();
     // No product may be open at the loop's end: the compiler would serialise all of them.
     warpgroup_wait<0>();
     fence_registers(dr);
     release(l, state_grad.empty());
     state_grad.next();
   }
-  if (first >= 0) {
+  if (first >= task.begin) {
     TokenOperand before;
     pack_rows(before, dr);
     wait_stores<0>(l);
@@ -110,6 +103,6 @@ __device__ __forceinline__ void scan_reverse(const ChunkBackwardParams& p, const
       copy_out_commit();
     }
   }
-  if (p.d_h0) write_state(state, l, task, p.d_h0, p.flags);
+  if (p.d_h0 && task.begin == 0) write_state(state, l, task, p.d_h0, p.flags);
   wait_stores<0>(l);
 }

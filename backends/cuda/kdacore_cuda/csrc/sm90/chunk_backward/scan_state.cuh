@@ -36,10 +36,14 @@ __device__ __forceinline__ int state_row(const ScanLane& l, const Task& task) {
   return task.part * BLOCK_V + l.row + l.g;
 }
 
-// From an array of states, or zero where there is none.
+// What the task begins with: a segment's state, else one of the caller's array of them, or zero
+// where there is none.
 __device__ __forceinline__ void read_state(State& state, const ScanLane& l, const Task& task, u64 states,
                                            int flags) {
-  read_state(state, state_row(l, task), l.t, states ? state_at(states, task, flags) : 0, flags);
+  if (IN_SEGMENTS && task.given)
+    read_pairs(state.s, state_row(l, task), 2 * l.t, task.given);
+  else
+    read_state(state, state_row(l, task), l.t, states ? state_at(states, task, flags) : 0, flags);
 }
 __device__ __forceinline__ void write_state(State& state, const ScanLane& l, const Task& task, u64 states,
                                             int flags) {

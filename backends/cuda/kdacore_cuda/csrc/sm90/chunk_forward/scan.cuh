@@ -3,6 +3,7 @@
 // product's left operand as it is; tokens are the product's short dimension.
 #pragma once
 
+#include "common/chunk_forward/marks.cuh"
 #include "common/chunk_forward/solve.cuh"
 #include "common/warp_arrivals.cuh"
 #include "sm90/chunk_forward/schedule.cuh"
@@ -258,9 +259,6 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
       v += v_chunk;
     }
   };
-  const auto state_of = [&](u64 states, const SequenceHead& sequence) {
-    return states + ((long long)sequence.n * p.HV + sequence.hv) * matrix;
-  };
   begin_task();
   bool more = true;
   while (more) {
@@ -268,8 +266,8 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
     ScanState state = {};
     if (c) {
       receive_cut_state(p, state, cut_state_slot(p, cluster - 1, rank, warp, l.lane), l.lane);
-    } else if (p.h0) {
-      read_state(state, l, state_of(p.h0, part.sequence), p.flags);
+    } else if (const u64 from = initial_state_at(p, part.sequence.n, part.sequence.hv, K * V)) {
+      read_state(state, l, from, p.flags);
     }
     u64 ckpt = 0;
     if (p.ckpt_every)
@@ -280,7 +278,18 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
     o -= o_chunk;
     while (c < part.end) {
       if (ckpt && c % block == 0) write_state(state, l, ckpt + c / block * p.HV * matrix, p.flags);
-      const int end = minimum(part.end, (c / block + 1) * block);
+      int mark = 1 << 30;
+      if (p.marks) {
+        // Found again for every block, so that nothing of it takes registers in the loop over chunks.
+        const SequenceHead x = make_sequence_head(p, opaque(part.sequence.n), part.sequence.hv, C);
+        mark = next_mark<C>(p, x.first, x.length, c);
+        if (c == mark) {
+          each_mark<C>(p, x.first, x.length, c, x.hv, K * V,
+                       [&](u64 to, int flags) { write_state(state, l, to, flags); });
+          mark = next_mark<C>(p, x.first, x.length, c + 1);
+        }
+      }
+      const int end = minimum(minimum(part.end, (c / block + 1) * block), mark);
 #pragma unroll 1
       for (; c < end; ++c) {
         const StageRef at = {slot, shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH,
@@ -320,8 +329,8 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
     if (more) begin_task();  // its first values are loaded while this state is written
     if (done.end < done.sequence.chunks) {
       send_cut_state(p, state, cut_state_slot(p, cluster, rank, warp, l.lane), l.lane);
-    } else if (p.ht) {
-      write_state(state, l, state_of(p.ht, done.sequence), p.flags);
+    } else if (const u64 to = final_state_at(p, done.sequence.n, done.sequence.hv, K * V)) {
+      write_state(state, l, to, p.flags);
     }
   }
   copy_async_wait<0>();

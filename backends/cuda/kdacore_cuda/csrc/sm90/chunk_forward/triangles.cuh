@@ -2,6 +2,7 @@
 // triangles and publish the stage.
 #pragma once
 
+#include "common/clear_rows.cuh"
 #include "common/unit_triangle_inverse.cuh"
 #include "sm90/chunk_forward/slices.cuh"
 
@@ -181,4 +182,8 @@ __device__ __forceinline__ void solver_warp(const ChunkForwardParams& p, u32 sha
       if (half) publish(stage, full, l.lane, rank);
     }
   }
+  // These warps are done first.
+  const u32 number = block_index() * SOLVER_SLOTS + warp;
+  clear_unused_rows(p, 2ll * p.HV * V,
+                    {32 * number + (thread_index() & 31), 32u * grid_blocks() * SOLVER_SLOTS});
 }

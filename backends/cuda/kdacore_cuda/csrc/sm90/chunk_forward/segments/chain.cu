@@ -11,79 +11,14 @@
 // next.
 //
 // Macros from the host: ROWS, SHARED_BYTES.
-#include "sm90/chunk_forward/segments/segment.cuh"
-#include "sm90/warp.cuh"
-
-constexpr int THREADS = 256, BLOCKS_V = V / ROWS;
-constexpr int STAGES = 3;  // of A: two are loaded ahead
-struct SharedMemory {
-  struct {
-    StateImage high, low;
-  } right[STAGES];          // A
-  u16 left[2][2][ROWS][K];  // S in two parts, twice: one is written while the other is read
-  u64 barriers[STAGES];
-};
-constexpr u32 PART_BYTES = sizeof(u16[ROWS][K]), RIGHT_BYTES = 2 * STATE_BYTES;
-static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "the host's shared memory size is too small");
-
-constexpr int GROUPS = 128 / ROWS;                          // of channels: warps of 16 rows
-constexpr int CHANNELS = K / GROUPS, TILES = CHANNELS / 8;  // of a warp
-struct Sums {
-  float x[TILES][4];
-};
-
-struct Lane {
-  int lane;
-  int strip, group;  // 16 rows of the block, CHANNELS channels
-  int row, channel;  // of this lane's first numbers in a float [V][K]
-};
-
-// Lane 8i + r: row r of matrix i in the four of 16 rows and 16 channels; `left`: images of 32 rows.
-__device__ __forceinline__ u32 left_at(u32 left, const Lane& l, int kk) {
-  return left + (kk >> 2) * (PART_BYTES / 2) +
-         swizzled(16 * l.strip + (l.lane & 15), 2 * (kk & 3) + (l.lane >> 4));
-}
-
-__device__ __forceinline__ void store_left(const Sums& sums, u32 left, const Lane& l) {
-#pragma unroll
-  for (int m = 0; m < TILES / 2; ++m) {
-    const Split s = split_tiles(sums.x[2 * m], sums.x[2 * m + 1]);
-    const u32 to = left_at(left, l, TILES / 2 * l.group + m);
-    store_matrix4(to, s.high);
-    store_matrix4(to + PART_BYTES, s.low);
-  }
-}
-
-// sums += S A, without terms below 2^-16 of it.
-__device__ __forceinline__ void multiply(Sums& sums, u32 left, u32 right, const Lane& l) {
-  // Rows 0-7, then 8-15, of eight channels, then of the next.
-  const int piece = TILES * l.group % 8 + (l.lane >> 4);
-  const u32 image = right + (TILES * l.group >> 3) * (STATE_BYTES / 2);
-#pragma unroll
-  for (int kk = 0; kk < K_TILES; ++kk) {
-    Split a;
-    load_matrix4(a.high, left_at(left, l, kk));
-    load_matrix4(a.low, left_at(left, l, kk) + PART_BYTES);
-#pragma unroll
-    for (int m = 0; m < TILES / 2; ++m) {
-      const u32 at = image + swizzled(16 * kk + (l.lane & 15), piece + 2 * m);
-      u32 b[4], b_low[4];
-      load_matrix4_transposed(b, at);
-      load_matrix4_transposed(b_low, at + STATE_BYTES);
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        mma_split(sums.x[2 * m + n], a, b[2 * n], b[2 * n + 1], b_low[2 * n], b_low[2 * n + 1]);
-      }
-    }
-  }
-}
+#include "sm90/chunk_forward/segments/chain_step.cuh"
 
 KDA_KERNEL(THREADS, 1) chain(KDA_PARAM SegmentParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   wait_for_inputs();
   const int item = block_index() / BLOCKS_V, part = block_index() % BLOCKS_V, n = item / p.HV;
-  const int segments = (find_sequence(p, n).chunks + p.segment - 1) / p.segment;
+  const int segments = (find_read_sequence(p, n).chunks + p.segment - 1) / p.segment;
   if (segments < 2) return;
   const int warp = uniform(thread_index() >> 5), lane = thread_index() & 31;
   const int strip = warp / GROUPS, group = warp % GROUPS;

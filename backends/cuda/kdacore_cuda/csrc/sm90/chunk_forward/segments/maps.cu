@@ -31,7 +31,7 @@ __device__ __forceinline__ Task find_task(const SegmentParams& p, int block) {
 __device__ __forceinline__ void initial_state(State& state, const SegmentParams& p, const Task& task,
                                               const Lane& l) {
   if (!task.from_identity) {
-    const u64 h0 = task.x.index ? 0 : matrix_at(p.h0, task.x.state, p.flags);
+    const u64 h0 = task.x.index ? 0 : initial_state_at(p, task.x.n, task.x.hv, K * V);
     return read_state(state, l.row + l.g, l.t, h0, p.flags);
   }
 #pragma unroll
@@ -118,13 +118,24 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task&
     write_pairs(state.s, l.row + l.g, 2 * l.t, map + OFFSET(SegmentMap, b));
 }
 
+// Of a first segment, whose block for A has nothing else to do.
+__device__ __forceinline__ void keep_initial_state(const SegmentParams& p, int warp) {
+  if (warp >= STATE_WARPS || !keeps_initial_state(p)) return;
+  const Task task = find_task(p, opaque(block_index()));
+  if (task.x.last()) return;
+  const Lane l = make_lane(warp);
+  State state;
+  read_state(state, l.row + l.g, l.t, initial_state_at(p, task.x.n, task.x.hv, K * V), p.flags);
+  write_pairs(state.s, l.row + l.g, 2 * l.t, p.starts + task.x.place * FULL_STATE_BYTES);
+}
+
 KDA_KERNEL(THREADS, 1) maps(KDA_PARAM SegmentParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   wait_for_inputs();
   const int warp = uniform(thread_index() >> 5);
   const Task task = find_task(p, block_index());
-  if (task.idle) return;
+  if (task.idle) return keep_initial_state(p, warp);
   make_barriers(shared);
   if (warp < STATE_WARPS) {
     set_role_registers<1>();

@@ -7,6 +7,8 @@
 // Warps, rings and synchronisation: segment_scan.cuh. o is computed transposed (V by tokens) and
 // stored one chunk later, while the matrix unit works, through the next chunk's rows of u, which no
 // other warp reads.
+#include "common/chunk_forward/marks.cuh"
+#include "common/clear_rows.cuh"
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 constexpr u32 STAGED_BYTES = sizeof(ChunkOperands);
 #include "sm90/chunk_forward/segments/output_rows.cuh"
@@ -29,10 +31,10 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
                                              const Lane& l) {
   const int row = l.row + l.g;
   State state;
-  if (x.index)
+  if (x.index || (!x.last() && keeps_initial_state(p)))
     read_pairs(state.s, row, 2 * l.t, p.starts + x.place * FULL_STATE_BYTES);
   else
-    read_state(state, row, l.t, matrix_at(p.h0, x.state, p.flags), p.flags);
+    read_state(state, row, l.t, initial_state_at(p, x.n, x.hv, K * V), p.flags);
   const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;            // chunks between checkpoints
   int wait = p.ckpt_every ? (block - x.begin % block) % block : 1 << 30;  // until the next one
   u64 checkpoint = 0;
@@ -40,6 +42,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
     const long long i = first_checkpoint(p, x.n) + (x.begin + wait) / block;
     checkpoint = matrix_at(p.ckpt, i * p.HV + x.hv, p.flags);
   }
+  int mark = p.marks ? next_mark<C>(p, x.s.first, x.s.length, x.begin) : 1 << 30;
   const long long token_bytes = 2ll * p.HV * V;
   unsigned char* to = reinterpret_cast<unsigned char*>(p.o) +
                       (x.s.batch * p.T + x.s.first + (long long)x.begin * C) * token_bytes +
@@ -58,6 +61,11 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
       wait = block;
     }
     --wait;
+    if (c == mark) {
+      each_mark<C>(p, x.s.first, x.s.length, c, x.hv, K * V,
+                   [&](u64 at, int flags) { write_state(state, row, l.t, at, flags); });
+      mark = next_mark<C>(p, x.s.first, x.s.length, c + 1);
+    }
     const u32 stage = ring.stage(), rows = stage + OFFSET(ChunkOperands, u) + l.row * IMAGE_ROW;
     const u64 w = operand_descriptor(stage + OFFSET(ChunkOperands, w), 16, 1024),
               kg = operand_descriptor(stage + OFFSET(ChunkOperands, kg), SQUARE_BYTES, 1024);
@@ -107,7 +115,16 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
     stage_output(out, rows, l);
     store_output(rows, to - C * token_bytes, token_bytes, out_tokens, l);
   }
-  if (p.ht && x.last()) write_state(state, row, l.t, matrix_at(p.ht, x.state, p.flags), p.flags);
+  if (!x.last()) return;
+  if (const u64 final = final_state_at(p, x.n, x.hv, K * V)) write_state(state, row, l.t, final, p.flags);
+}
+
+// Rows of o that no sequence writes, by the warps that hold no state.
+__device__ __forceinline__ void clear_share(const SegmentParams& p, int warp) {
+  constexpr u32 WARPS = THREADS / 32 - STATE_WARPS;
+  if (warp < STATE_WARPS) return;
+  const u32 number = block_index() * WARPS + (warp - STATE_WARPS);
+  clear_unused_rows(p, 2ll * p.HV * V, {32 * number + (thread_index() & 31), 32 * WARPS * grid_blocks()});
 }
 
 KDA_KERNEL(THREADS, 1) output(KDA_PARAM SegmentParams p) {
@@ -117,7 +134,7 @@ KDA_KERNEL(THREADS, 1) output(KDA_PARAM SegmentParams p) {
   const int warp = uniform(thread_index() >> 5);
   {
     const Segment x = find_block(p, block_index() / PARTS);
-    if (x.index && x.begin >= x.s.chunks) return;
+    if (x.index && x.begin >= x.s.chunks) return clear_share(p, warp);
   }
   make_barriers(shared);
   const int block = opaque(block_index()) / PARTS,
@@ -130,5 +147,7 @@ KDA_KERNEL(THREADS, 1) output(KDA_PARAM SegmentParams p) {
     set_role_registers<0>();
     if (warp == STATE_WARPS && (thread_index() & 31) == 0)
       produce(p, find_block(p, block), shared, sizeof(ChunkOperands), part);
+    sync_warp();
+    clear_share(p, warp);
   }
 }

@@ -9,9 +9,11 @@
 //   maps    float B [V][K]; A [K, K] as two state images (chunk_backward/workspace.cuh), the two
 //           bfloat16 parts of it, together about 16 bits. The first segment of a sequence has no A:
 //           its B includes the initial state
-//   starts  float [V][K]
+//   starts  float [V][K]. That of a sequence's first segment is there only where the initial state
+//           is in the row that the final state goes to, which then is written too early for some
 #pragma once
 
+#include "common/state_rows.cuh"
 #include "generated/segment_params.cuh"
 #include "sm90/chunk_backward/state.cuh"
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
@@ -25,13 +27,15 @@ struct SegmentMap {
 constexpr u32 MAP_BYTES = sizeof(SegmentMap);
 
 // Slot of the first segment of sequence n.
-__device__ __forceinline__ int first_segment(const SegmentParams& p, int n) {
+template <class Params>
+__device__ __forceinline__ int first_segment(const Params& p, int n) {
   return p.cu_seqlens ? (int)(load_index(p.cu_seqlens, n, p.flags & FLAG_CU64) / (C * p.segment)) + n
                       : n * p.segments;
 }
 
 // Which sequence has slot `slot`: the last whose slots begin at or before it.
-__device__ __forceinline__ int sequence_of(const SegmentParams& p, int slot) {
+template <class Params>
+__device__ __forceinline__ int sequence_of(const Params& p, int slot) {
   int n = 0, beyond = p.N;
   while (beyond - n > 1) {
     const int middle = (n + beyond) >> 1;
@@ -48,28 +52,43 @@ struct Segment {
   int n, hv, index;  // index: among the sequence's
   int begin, end;
   Sequence s;
-  long long state;  // place of the sequence's and head's states
   long long place;  // in maps and starts
   __device__ __forceinline__ bool last() const { return end >= s.chunks; }
 };
 
-__device__ __forceinline__ Segment find_segment(const SegmentParams& p, int n, int index, int hv) {
+// Sequence n; without chunks if it is padding, which only calls without gradients have.
+template <class Params>
+__device__ __forceinline__ Sequence find_read_sequence(const Params& p, int n) {
+  return find_sequence(p, n);
+}
+__device__ __forceinline__ Sequence find_read_sequence(const SegmentParams& p, int n) {
+  const int read = !is_padding(p, n);
+  Sequence s = find_sequence(p, n);
+  s.length *= read;
+  s.chunks *= read;
+  return s;
+}
+
+// Whether the first segment's initial state is kept in `starts`.
+__device__ __forceinline__ bool keeps_initial_state(const SegmentParams& p) { return p.h0 && p.h0 == p.ht; }
+
+template <class Params>
+__device__ __forceinline__ Segment find_segment(const Params& p, int n, int index, int hv) {
   Segment x;
   x.n = n;
   x.hv = hv;
   x.index = index;
-  x.s = find_sequence(p, n);
+  x.s = find_read_sequence(p, n);
   x.begin = index * p.segment;
   x.end = x.begin + p.segment < x.s.chunks ? x.begin + p.segment : x.s.chunks;
-  x.state = (long long)n * p.HV + hv;
   x.place = (long long)(first_segment(p, n) + index) * p.HV + hv;
   return x;
 }
 
 // Calls f(n, index) for the segment of a slot. In a pack those are the slots of maps and starts;
 // for dense sequences the first segments of all come first, then the second ones.
-template <class F>
-__device__ __forceinline__ auto find_slot_segment(const SegmentParams& p, int slot, F f) {
+template <class Params, class F>
+__device__ __forceinline__ auto find_slot_segment(const Params& p, int slot, F f) {
   if (!p.cu_seqlens) {
     const int index = slot / p.N;
     return f(slot - index * p.N, index);

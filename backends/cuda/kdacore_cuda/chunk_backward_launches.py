@@ -1,0 +1,184 @@
+"""The launches of the chunk backward as data, for cached calls to prepack: what each is given, and
+where in the workspace its arrays lie."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from kdacore.types import InputGrads, Request
+from kdacore_cuda import chunk_backward, chunk_backward_segments
+from kdacore_cuda.chunk_backward_kernels import (
+    GROUPS_THREADS,
+    ChunkBackwardKernel,
+    grads_kernel,
+    prepare_kernel,
+)
+from kdacore_cuda.kernel_parameters import TYPES
+from kdacore_cuda.launch_sequence import PlannedLaunch
+
+INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "h0")
+FIRST_ARRAYS = (*INPUTS, "d_o", "d_ht", "d_h0", "both", "first")
+"""Arrays that the first launches may take; ``both`` and ``first`` are buffers of the workspace."""
+SECOND_ARRAYS = (
+    *(*INPUTS, "d_o", "both", "second", "zeroed"),
+    *("dq", "dk", "dv", "dg", "dbeta", "d_A", "d_bias"),
+)
+"""Arrays that the other launches may take; ``second`` and ``zeroed`` are buffers of the
+workspace."""
+
+Places = dict[str, tuple[str, int]]
+"""Field of a kernel's parameters to the name of an array and an offset in it, in bytes."""
+KernelLaunch = tuple[str, ChunkBackwardKernel, int]
+"""Name, kernel and blocks of a launch."""
+_READ_BY_SCAN_ONLY = frozenset({"kg", "kg_low", "qg", "w", "aqk", "inv"})
+"""Arrays of the workspace that the gradients kernel does not read."""
+_STRIDES = tuple(f"{name}_{axis}" for name in INPUTS[:5] for axis in ("sb", "st", "sh"))
+
+
+class BackwardLaunches(NamedTuple):
+    """The launches of a backward in two groups, so that memory of the first can become gradients.
+
+    ``arch`` is the architecture whose kernels are loaded. Buffers are in bytes, 0 where there is
+    none.
+    """
+
+    first: tuple[PlannedLaunch, ...]
+    """With :data:`FIRST_ARRAYS`."""
+    second: tuple[PlannedLaunch, ...]
+    """With :data:`SECOND_ARRAYS`; they write the gradients."""
+    both_bytes: int
+    """Of the buffer that lives through both groups."""
+    first_bytes: int
+    """Of the buffer that is freed when the first group is queued."""
+    second_bytes: int
+    """Of the buffer that is allocated after that."""
+    zeroed_floats: int
+    """Float32 numbers of another such, which begins as zeros."""
+    arch: str
+
+
+def launches_of(request: Request, strides: tuple[int, ...], wanted: InputGrads) -> BackwardLaunches:
+    """The launches of :func:`kdacore_cuda.chunk_backward.backward`.
+
+    Args:
+        request: the call; g is not float16.
+        strides: batch, token and head strides of q, k, v, g and beta.
+        wanted: for each gradient whether a call returns it. Parts of the others may be left out.
+
+    The values of their parameters are those of that function, except that sums for gradients of
+    A_log and dt_bias, and the gradient of the initial state, are 0 where they are not wanted.
+    """
+    r, plan = request, chunk_backward.plan_of(request)
+    index, units = r.device.index, plan.sizes["units"]
+    scans, scan_workspace = _scan_launches(r)
+    first, both, second, zeroed = (_Buffer(name) for name in ("first", "both", "second", "zeroed"))
+    work = {
+        name: (first if name in _READ_BY_SCAN_ONLY else both).add(units * elements * dtype.itemsize)
+        for name, (elements, dtype) in chunk_backward.WORKSPACE.items()
+    }
+    work |= {name: first.add(size) for name, size in scan_workspace.items()}
+    sums = zeroed if r.packed else both  # no kernel writes those of a pack's unused slots
+    parts = {
+        part: sums.add(units * 4 * width)
+        for part, width, is_wanted in (("dbias_part", r.K, wanted.dt_bias), ("dA_part", 1, wanted.A_log))
+        if is_wanted
+    }
+    gradients = _places_of_gradients(r, plan.grouped, wanted, second)
+
+    inputs = {name: (name, 0) for name in INPUTS if r.has("initial_state" if name == "h0" else name)}
+    flows = {name: (name, 0) for name in ("d_o", "d_ht", "d_h0") if name != "d_h0" or wanted.initial_state}
+    fixed: dict[str, Any] = {**plan.sizes, **dict(zip(_STRIDES, strides, strict=True))}
+
+    def planned(launch: KernelLaunch, *arrays: Places) -> PlannedLaunch:
+        given = {field: place for group in (inputs, *arrays) for field, place in group.items()}
+        name, kernel, blocks = launch
+        return PlannedLaunch(name, chunk_backward.launcher(kernel), blocks, given, fixed)
+
+    prepare = prepare_kernel(plan.float_gate, plan.bounded)
+    grads = grads_kernel(plan.float_gate, plan.grouped, plan.bounded)
+    kept = {name: place for name, place in work.items() if place[0] == "both"}
+    last = [
+        planned(("grads", grads, plan.grid(grads, index)), kept, gradients, parts, {"d_o": ("d_o", 0)}),
+    ]
+    if plan.grouped:
+        last += [
+            _group(r, x, strides[3 * i : 3 * i + 3], gradients[f"d{x}"])
+            for i, x in enumerate(("q", "k"))
+            if getattr(wanted, x)
+        ]
+    if parts:
+        last.append(_sums(r, parts))
+    return BackwardLaunches(
+        first=tuple(
+            planned(launch, work, flows)
+            for launch in (("prepare", prepare, plan.grid(prepare, index)), *scans)
+        ),
+        second=tuple(last),
+        both_bytes=both.bytes,
+        first_bytes=first.bytes,
+        second_bytes=second.bytes,
+        zeroed_floats=zeroed.bytes // 4,
+        arch=plan.arch,
+    )
+
+
+def _scan_launches(r: Request) -> tuple[tuple[KernelLaunch, ...], dict[str, int]]:
+    """What is launched between prepare and gradients, with the parameters of prepare; bytes of the
+    arrays that it needs beside the common workspace, by field."""
+    launches, segments = chunk_backward.scan_launches(r, r.device.index)
+    bytes_of = {} if segments is None else chunk_backward_segments.workspace_bytes(segments, r.HV)
+    return launches, bytes_of
+
+
+def _places_of_gradients(r: Request, grouped: bool, wanted: InputGrads, second: _Buffer) -> Places:
+    """Where the gradients kernel writes: to a call's results, or to the buffer where they are yet
+    to be summed (dq and dk of each value head, float32) or not wanted."""
+    places: Places = {}
+    for x, width in (("q", r.K), ("k", r.K), ("v", r.V), ("g", r.K), ("beta", 1)):
+        summed = grouped and x in ("q", "k")
+        if summed or not getattr(wanted, x):
+            size = 4 if summed else getattr(torch, r.spec(x).dtype).itemsize
+            places[f"d{x}"] = second.add(r.B * r.T * r.HV * width * size)
+        else:
+            places[f"d{x}"] = (f"d{x}", 0)
+    return places
+
+
+class _Buffer:
+    """Arrays one after another, each at a multiple of 256 bytes from the buffer's start."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.bytes = name, 0
+
+    def add(self, size: int) -> tuple[str, int]:
+        """The place of an array of ``size`` bytes: this buffer's name, and an offset."""
+        place = self.name, self.bytes
+        self.bytes += -(-size // 256) * 256
+        return place
+
+
+def _group(r: Request, x: str, strides: tuple[int, ...], part: tuple[str, int]) -> PlannedLaunch:
+    rows = r.B * r.T * r.H
+    sizes = chunk_backward.plan_of(r).sizes
+    fixed = dict(zip(("x_sb", "x_st", "x_sh"), strides, strict=True))
+    fixed |= {"rows": rows, **{name: sizes[name] for name in ("T", "H", "HV", "flags")}}
+    return PlannedLaunch(
+        f"groups of {x}",
+        chunk_backward._groups_launcher(),
+        -(-rows // (GROUPS_THREADS // 32)),
+        {"x": (x, 0), "part": part, "out": (f"d{x}", 0)},
+        fixed,
+    )
+
+
+def _sums(r: Request, parts: Places) -> PlannedLaunch:
+    results = {"dA_part": ("d_A", "A_type", "A_log"), "dbias_part": ("d_bias", "bias_type", "dt_bias")}
+    fixed = {"slots": chunk_backward.plan_of(r).slots, "HV": r.HV}
+    arrays = dict(parts)
+    for part in parts:
+        field, kind, name = results[part]
+        arrays[field] = (field, 0)
+        fixed[kind] = TYPES[r.spec(name).dtype]
+    return PlannedLaunch("sums", chunk_backward._sums_launcher(), r.HV, arrays, fixed)

@@ -1,0 +1,104 @@
+"""Host side of the scan of the chunk backward in segments, for few heads on Hopper: segments of a
+sequence are walked side by side, in both directions.
+
+Three launches take the place of the scan's one: maps (how each segment changes the state and its
+gradient), chain (the state at each segment's start, its gradient at each end), and scan (every
+segment from there). A call whose sequences have one segment needs the last alone. Nothing is read
+back from the device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kdacore.types import Request
+from kdacore_cuda import torch_launch
+from kdacore_cuda.chunk_backward_kernels import ChunkBackwardKernel
+from kdacore_cuda.chunk_backward_segments_kernels import (
+    chain_blocks,
+    chunks_per_segment,
+    segment_chain_kernel,
+    segment_maps_kernel,
+    segment_scan_kernel,
+    walk_warpgroups,
+)
+from kdacore_cuda.plan_cache import PlanCache
+
+CHUNK = 64
+STATE = 128 * 128
+WORKSPACE: dict[str, tuple[int, torch.dtype]] = {
+    "maps": (2 * STATE, torch.bfloat16),
+    "starts": (STATE, torch.float32),
+    "ends": (STATE, torch.float32),
+}
+"""Elements and dtype of each array, for one segment and value head. The header
+csrc/sm90/chunk_backward/segments.cuh says what they hold."""
+
+
+class ScanLaunch(NamedTuple):
+    """One launch of the scan."""
+
+    name: str
+    kernel: ChunkBackwardKernel
+    blocks: int
+
+
+class ChunkBackwardSegmentsPlan(NamedTuple):
+    """What the request alone determines."""
+
+    launches: tuple[ScanLaunch, ...]
+    """To be made in order, between prepare and gradients. All take
+    :data:`kdacore_cuda.kernel_parameters.CHUNK_BACKWARD`, with the same values."""
+    stored_segments: int
+    """Segments of one value head in the workspace; 0 if no sequence can have more than one."""
+
+
+def segment_sizes(r: Request) -> dict[str, int]:
+    """The parameters ``segment`` (chunks of a segment) and ``segments`` (those of a dense
+    sequence)."""
+    segment = chunks_per_segment(r.N * r.HV)
+    return {"segment": segment, "segments": -(-r.T // (CHUNK * segment))}
+
+
+def _make_plan(r: Request) -> ChunkBackwardSegmentsPlan:
+    items, multiprocessors = r.N * r.HV, torch_launch.multiprocessors(r.device.index)
+    segment, segments = segment_sizes(r).values()
+    slots = r.T // (CHUNK * segment) + r.N if r.packed else r.N * segments
+    launches = []
+    if segments > 1:
+        walks = 3 * (slots if r.packed else r.N * (segments - 1)) * r.HV
+        idle = 0 if r.packed else items  # first segments have no A
+        warpgroups = walk_warpgroups(walks - idle, multiprocessors)
+        launches.append(ScanLaunch("maps", segment_maps_kernel(warpgroups), 2 // warpgroups * walks))
+        blocks = chain_blocks(items, multiprocessors)
+        launches.append(ScanLaunch("chain", segment_chain_kernel(blocks), 2 * blocks * items))
+    walks = 2 * slots * r.HV
+    warpgroups = walk_warpgroups(walks, multiprocessors)
+    launches.append(ScanLaunch("scan", segment_scan_kernel(warpgroups), 2 // warpgroups * walks))
+    return ChunkBackwardSegmentsPlan(
+        launches=tuple(launches),
+        stored_segments=slots if segments > 1 else 0,
+    )
+
+
+plan_of = PlanCache(_make_plan)
+
+
+def workspace_bytes(plan: ChunkBackwardSegmentsPlan, HV: int) -> dict[str, int]:
+    """Bytes of each array of :func:`make_workspace`."""
+    if not plan.stored_segments:
+        return {}
+    return {
+        name: plan.stored_segments * HV * size * dtype.itemsize for name, (size, dtype) in WORKSPACE.items()
+    }
+
+
+def make_workspace(plan: ChunkBackwardSegmentsPlan, HV: int, like: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Uninitialised arrays of :data:`WORKSPACE` ``[segments, HV, elements]`` on ``like``'s device;
+    none if no sequence can have more than one segment."""
+    if not plan.stored_segments:
+        return {}
+    lead = plan.stored_segments, HV
+    return {name: like.new_empty((*lead, size), dtype=dtype) for name, (size, dtype) in WORKSPACE.items()}

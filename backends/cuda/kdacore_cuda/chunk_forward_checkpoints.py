@@ -1,0 +1,88 @@
+"""Checkpoints of ``chunk_kda`` at chosen tokens: what the kernels take, and the launch that follows them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from kdacore.types import ChunkInputs, Request
+from kdacore_cuda import torch_launch
+from kdacore_cuda.chunk_forward_kernels import TAIL_BLOCKS, TAIL_SHARED, TAIL_THREADS, checkpoint_tail_kernel
+from kdacore_cuda.kernel_parameters import CHECKPOINT_TAIL, GATES, TYPES
+from kdacore_cuda.launch import Launcher
+from kdacore_cuda.pool_arguments import PoolArguments
+from kdacore_cuda.request_encoding import chunk_flags, type_code
+from kdacore_cuda.torch_arguments import address, contiguous
+
+SEGMENT_STEP_TOKENS = 64
+"""Tokens of a step of the launches in segments."""
+
+
+class Marks(NamedTuple):
+    """Offsets and rows of a call's checkpoints, and memory for the states at the starts of steps."""
+
+    offsets: torch.Tensor | None
+    rows: torch.Tensor | None
+    states: torch.Tensor | None
+    """Float32 ``[C, HV, K * V]``; None where no checkpoint lies between two steps."""
+
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        """0 for an absent array."""
+        return address(self.offsets), address(self.rows), address(self.states)
+
+
+NO_MARKS = Marks(None, None, None)
+
+
+def make_marks(request: Request, inputs: ChunkInputs, o: torch.Tensor, between_steps: bool) -> Marks:
+    """The marks of a call, on the device of ``o``. ``between_steps``: its kernels take more than 16
+    tokens in a step."""
+    if not request.checkpoint_count:
+        return NO_MARKS
+    states = None
+    if between_steps:
+        shape = (request.checkpoint_count, request.HV, request.K * request.V)
+        states = o.new_empty(shape, dtype=torch.float32)
+    return Marks(contiguous(inputs.checkpoint_offsets), contiguous(inputs.checkpoint_indices), states)
+
+
+@cache
+def _launcher() -> Launcher:
+    return Launcher(checkpoint_tail_kernel(), CHECKPOINT_TAIL, TAIL_THREADS, TAIL_SHARED)
+
+
+def finish_checkpoints(
+    request: Request, arch: str, inputs: ChunkInputs, pools: PoolArguments, marks: Marks, step: int
+) -> None:
+    """Bring the states that a call's launches kept in ``marks.states`` to their tokens.
+
+    Args:
+        request: the call; K = V = 128.
+        arch: the real architecture to load the kernel for.
+        inputs: its arrays. Each token's row must be contiguous.
+        pools: where the kernels read and write.
+        marks: as the kernels took them.
+        step: tokens of a step of theirs, 64 at most.
+
+    Raises BackendBuildError or DriverError.
+    """
+    if marks.states is None:
+        return
+    r = request
+    k, v, g = (x if x.stride(-1) == 1 else x.contiguous() for x in (inputs.k, inputs.v, inputs.g))
+    A_log, bias, cu_seqlens = map(contiguous, (inputs.A_log, inputs.dt_bias, inputs.cu_seqlens))
+    beta = inputs.beta
+    values = (
+        *(k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr()),
+        *(address(A_log), address(bias), address(cu_seqlens), address(pools.written), pools.rows[0]),
+        *(*marks.addresses, pools.strides[1]),
+        *(*k.stride()[:3], *v.stride()[:3], *g.stride()[:3], *beta.stride()),
+        *(r.T, r.N, r.H, r.HV, step, r.null_index, r.checkpoint_count, GATES[r.gate], chunk_flags(r)),
+        TYPES[str(g.dtype).removeprefix("torch.")],  # where it was widened, not the request's
+        *(type_code(r, "beta"), type_code(r, "dt_bias"), r.lower_bound or 0.0),
+    )
+    grid = r.checkpoint_count * r.HV * TAIL_BLOCKS
+    torch_launch.launch(_launcher(), grid, arch, pools.o, values)

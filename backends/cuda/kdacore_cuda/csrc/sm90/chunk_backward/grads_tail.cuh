@@ -1,0 +1,24 @@
+// Zeros for the gradients of rows that belong to no sequence: those beyond a pack's last offset.
+#pragma once
+
+#include "common/clear_rows.cuh"
+#include "sm90/chunk_backward/workspace.cuh"
+
+// By all threads of the grid. `qk_size` and `g_size`: bytes of an element of dq and dk, and of dg.
+__device__ __forceinline__ void clear_gradient_tail(const ChunkBackwardParams& p, int qk_size, int g_size,
+                                                    const Share& own) {
+  if (!(p.flags & FLAG_CLEAR_TAIL)) return;
+  const long long end = load_index(p.cu_seqlens, p.N, p.flags & FLAG_CU64);
+  if (end >= p.T) return;
+  const auto clear = [&](u64 array, long long row_bytes) {
+    clear_bytes(array + end * row_bytes, array + p.T * row_bytes, own);
+  };
+  const long long row = (long long)p.HV * K;
+  clear(p.dq, row * qk_size);
+  clear(p.dk, row * qk_size);
+  clear(p.dv, row * 2);
+  clear(p.dg, row * g_size);
+#pragma unroll 1
+  for (long long i = end * p.HV + own.thread; i < p.T * p.HV; i += own.threads)
+    store_scalar(p.dbeta, i, p.beta_type, 0.0f);
+}

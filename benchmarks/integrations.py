@@ -1,0 +1,275 @@
+"""What the integrations cost and save: the hook in flash-linear-attention, a layer of it, a model of transformers.
+
+    python -m benchmarks.integrations [hook] [layer] [model] [--rounds 9] [--json out.json]
+
+Needs flash-linear-attention and transformers. ``hook`` runs anywhere, the other two on a GPU.
+
+- ``hook``: host time of a call seen before whose backend does nothing, in turns: made directly; through
+  flash-linear-attention's registry; through it to a backend of its own that does nothing, which is what its dispatch
+  takes; and of the question alone whether kdacore takes the call.
+- ``layer``: a KDA layer of flash-linear-attention (hidden 2304, 32 heads, 8192 tokens), forward and
+  backward: GPU time in a captured graph and peak memory, flash-linear-attention's kernels and kdacore's in turns.
+- ``model``: four layers of Kimi-Linear-48B's widths: tokens a second in training and in decoding, host
+  time included, flash-linear-attention's kernels and kdacore's in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kdacore
+from kdacore import integrations
+from kdacore.bench.dispatch import NAME, NullPlugin
+from kdacore.registry import REGISTRY
+
+SIDES = ("fla", "kdacore")
+Rows = list[dict[str, Any]]
+
+
+def _switch(side: str) -> None:
+    if side == "kdacore":
+        integrations.activate("fla")
+    else:
+        integrations.deactivate("fla")
+
+
+def _row(what: str, samples: dict[str, list[float]], unit: str) -> dict[str, Any]:
+    medians = {side: statistics.median(values) for side, values in samples.items()}
+    print(what, {side: f"{value:.4g} {unit}" for side, value in medians.items()}, flush=True)
+    return {"what": what, "unit": unit, "median": medians, "samples": samples}
+
+
+# --- the hook -----------------------------------------------------------------------------------------------------
+
+
+def hook(rounds: int) -> Rows:
+    """Host microseconds of calls with the arguments that a layer passes."""
+    from fla.ops.kda import chunk_kda, fused_recurrent_kda
+
+    from kdacore.integrations import fla as integration
+
+    REGISTRY.register(NullPlugin(), NAME)
+    switch = _register_a_backend_that_does_nothing()
+    rows: Rows = []
+    flags = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
+    x = {name: torch.zeros(1, 64, 2, 16) for name in "qkvg"}
+    x.update(beta=torch.zeros(1, 64, 2), A_log=torch.zeros(2), dt_bias=torch.zeros(32))
+    given = {**x, **dict.fromkeys(flags, True)}
+    asked = {"chunk_kda": given, "fused_recurrent_kda_fwd": {**given, "inplace_final_state": False}}
+    for theirs, hooked in ((chunk_kda, "chunk_kda"), (fused_recurrent_kda, "fused_recurrent_kda_fwd")):
+        op = theirs.__name__
+        question = integration._HANDOVERS[hooked].verdict
+        contenders: dict[str, Callable[[], Any]] = {
+            "kdacore, direct": lambda op=op: getattr(kdacore, op)(**given),
+            "fla to kdacore": lambda theirs=theirs: theirs(**given),
+            "fla to a backend that does nothing": lambda theirs=theirs: theirs(**given),
+            "the question": lambda question=question, hooked=hooked: question((), asked[hooked]),
+        }
+        with kdacore.use_backend(NAME), torch.no_grad():
+            rows.append(_row(f"host time, {op}", _in_turns(contenders, rounds, switch), "us"))
+    REGISTRY.unregister(NAME)
+    switch("")
+    return rows
+
+
+def _register_a_backend_that_does_nothing() -> Callable[[str], None]:
+    """What flash-linear-attention's own dispatch takes. Returns the switch: on for the contender that is named so."""
+    from fla.backends import BaseBackend, register
+    from fla.ops.kda.chunk import chunk_kda
+
+    state = {"on": False}
+
+    class Nothing(BaseBackend):
+        backend_type, priority = "nothing", 0
+
+        def is_enabled(self) -> bool:
+            return state["on"]
+
+        def verify(self, *_: Any, **__: Any) -> tuple[bool, None]:
+            return True, None
+
+        def chunk_kda(self, *_: Any, **__: Any) -> tuple[None, None]:
+            return None, None
+
+        fused_recurrent_kda_fwd = chunk_kda
+
+    register(chunk_kda)(Nothing)
+    register("kda")(Nothing)
+    return lambda contender: state.update(on="nothing" in contender)
+
+
+def _in_turns(
+    contenders: dict[str, Callable[[], Any]], rounds: int, switch: Callable[[str], None], count: int = 50
+) -> dict[str, list[float]]:
+    """Microseconds of a call, the least of many short runs, which others' work seldom interrupts, once a round for
+    each."""
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(-1, rounds):
+        for name, call in contenders.items():
+            switch(name)
+            best = float("inf")
+            for _ in range(100):
+                start = time.perf_counter()
+                for _ in range(count):
+                    call()
+                best = min(best, (time.perf_counter() - start) / count)
+            if number >= 0:
+                samples[name].append(best * 1e6)
+    return samples
+
+
+# --- a layer ------------------------------------------------------------------------------------------------------
+
+
+def layer(rounds: int) -> Rows:
+    """GPU milliseconds of forward and backward, by replaying a graph of each side in turns; and peak GiB."""
+    from fla.layers.kda import KimiDeltaAttention
+
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        module = KimiDeltaAttention(hidden_size=2304, head_dim=128, num_heads=32, layer_idx=0).bfloat16()
+        module.A_log.data = module.A_log.data.float()
+        module.dt_bias.data = module.dt_bias.data.float()
+        x = torch.randn(1, 8192, 2304, dtype=torch.bfloat16, requires_grad=True)
+    graphs, peaks, results = {}, {}, {}
+    for side in SIDES:
+        _switch(side)
+        graphs[side], peaks[side], results[side] = _captured(module, x)
+    error = (results["kdacore"] - results["fla"]).float().norm() / results["fla"].float().norm()
+    samples: dict[str, list[float]] = {side: [] for side in SIDES}
+    for _ in range(rounds):
+        for side in SIDES:
+            samples[side].append(_milliseconds(graphs[side].replay))
+    row = _row("layer, hidden 2304 H32 T8192, forward and backward", samples, "ms")
+    return [{**row, "peak_GiB": peaks, "difference_of_results": float(error)}]
+
+
+def _captured(module: Any, x: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, float, torch.Tensor]:
+    def step() -> torch.Tensor:
+        module.zero_grad(set_to_none=True)
+        x.grad = None
+        o = module(x)[0]
+        o.float().square().mean().backward()
+        return o
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # kernels are tuned and built outside the graph
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph, peak, o.detach().clone()
+
+
+def _milliseconds(replay: Callable[[], None]) -> float:
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    replay()
+    start.record()
+    for _ in range(5):
+        replay()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / 5
+
+
+# --- a model ------------------------------------------------------------------------------------------------------
+
+
+def model(rounds: int, tokens: int = 4096, decoded: int = 64) -> Rows:
+    """Tokens a second as a user has them: eager, with the host's time."""
+    from transformers import KimiLinearConfig, KimiLinearForCausalLM
+
+    layers = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+    configuration = KimiLinearConfig(
+        num_hidden_layers=4,
+        layer_types=layers,
+        mlp_layer_types=["dense"] * 4,  # experts cost both sides the same, and are not what is compared
+        vocab_size=32768,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        network = KimiLinearForCausalLM(configuration).bfloat16()
+        x = torch.randint(3, 32768, (1, tokens))
+
+    def train() -> None:
+        network.train()
+        network.zero_grad(set_to_none=True)
+        network(x, labels=x).loss.backward()
+
+    def decode() -> None:
+        network.eval()
+        network.generate(x[:, :128], max_new_tokens=decoded, min_new_tokens=decoded, do_sample=False)
+
+    rows: Rows = []
+    for what, step, count in (("training", train, tokens), ("decoding", decode, decoded)):
+        samples: dict[str, list[float]] = {side: [] for side in SIDES}
+        for counted in (False, False, *[True] * rounds):
+            for side in SIDES:
+                _switch(side)
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                step()
+                torch.cuda.synchronize()
+                if counted:
+                    samples[side].append(count / (time.perf_counter() - start))
+        rows.append(_row(f"model, {what}", samples, "tokens/s"))
+    return rows
+
+
+PARTS = {"hook": hook, "layer": layer, "model": model}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", default=list(PARTS), choices=[*PARTS, []])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of other packages
+        integrations.activate("fla")
+        rows = [row for part in args.parts for row in PARTS[part](args.rounds)]
+    counts = [f"{h.function}: {h.served} taken, {h.declined} declined {h.reason}" for h in _fla_hooks()]
+    print(*counts, sep="\n")
+    if args.json:
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        record = {"device": device, "versions": _versions(), "rows": rows, "counts": counts}
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _fla_hooks() -> tuple[Any, ...]:
+    return next(status.hooks for status in integrations.status() if status.name == "fla")
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("torch", "triton", "fla-core", "transformers")}
+
+
+if __name__ == "__main__":
+    main()

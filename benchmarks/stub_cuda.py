@@ -1,0 +1,89 @@
+"""A backend named ``stub``: ``chunk_kda`` of the cuda backend for CPU tensors, whose launches do nothing.
+
+Host times of the launch paths without a GPU. ``benchmarks.host_pair --device stub`` runs this text in checkouts older
+than itself, so it uses only names that those have. What a GPU adds is missing: the driver's part of a launch (2 to
+3 us), torch's CUDA allocator, and the thread in which autograd runs the backward of CUDA tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kdacore_cuda
+from kdacore.hookspecs import hookimpl
+from kdacore.registry import REGISTRY
+from kdacore.types import Backend, Device, OpImpl, Request
+from kdacore_cuda import launch, prepacked_launch, torch_launch
+from kdacore_cuda.driver import Driver
+
+NAME = "stub"
+_HOPPER = Device("cuda", 0, "sm_90")
+_SOURCE = """
+int cuLibraryLoadData(void** l, const void* code, void* a, void* b, unsigned c, void* d, void* e, unsigned f) {
+  *l = (void*)1; return 0; }
+int cuLibraryGetKernel(void** k, void* l, const char* name) { *k = (void*)1; return 0; }
+int cuKernelSetAttribute(int what, int value, void* k, int device) { return 0; }
+int cuGetErrorName(int code, const char** text) { *text = "CUDA_ERROR_STUB"; return 0; }
+int cuDevicePrimaryCtxRetain(void** context, int device) { return 1; }
+int cuCtxSetCurrent(void* context) { return 1; }
+int cuLaunchKernelEx(const unsigned* config, void* f, void** arguments, void** extra) { return 0; }
+"""
+
+
+def _on_hopper(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` of a request on a Hopper GPU, the same object for the same request."""
+    there: dict[int, tuple[Request, Request]] = {}
+
+    def call(request: Request, *rest: Any) -> Any:
+        found = there.get(id(request))
+        if found is None or found[0] is not request:
+            there[id(request)] = found = (request, dataclasses.replace(request, device=_HOPPER))
+        return function(found[1], *rest)
+
+    return call
+
+
+def _moved(op: OpImpl) -> OpImpl:
+    functions = {f.name: getattr(op, f.name) for f in dataclasses.fields(op)}
+    return dataclasses.replace(
+        op,
+        **{name: _on_hopper(f) for name, f in functions.items() if callable(f)},
+        verifiers=tuple(_on_hopper(v) for v in op.verifiers),
+        verified_archs=frozenset({"*"}),
+    )
+
+
+class _Plugin:
+    @hookimpl
+    def kdacore_backends(self) -> list[Backend]:
+        real = kdacore_cuda.make_backend()
+        ops = {"chunk_kda": _moved(real.ops["chunk_kda"])}
+        return [
+            dataclasses.replace(real, name=NAME, ops=ops, device_types=("cpu",), requirements=(), rank=-1)
+        ]
+
+
+def install() -> None:
+    """Compile the driver that does nothing, put it in the place of the system's, and register the backend."""
+    folder = Path(tempfile.mkdtemp())
+    (folder / "stub.c").write_text(_SOURCE)
+    library = folder / "libcuda.so.1"
+    command = ["gcc", "-O2", "-shared", "-fPIC", "-w", str(folder / "stub.c"), "-o", str(library)]
+    subprocess.run(command, check=True)
+    driver: Any = Driver(str(library))
+    changes: list[tuple[Any, str, Any]] = [
+        (launch, "driver", lambda: driver),
+        (prepacked_launch, "driver", lambda: driver),
+        (launch, "load_or_compile", lambda kernel, arch: b""),
+        (torch_launch, "multiprocessors", lambda index: 132),
+        (torch_launch, "current_device", lambda: -1),  # where CPU tensors say they are
+        (torch_launch, "current_stream", lambda index: 0),
+    ]
+    for module, name, value in changes:
+        setattr(module, name, value)
+    REGISTRY.register(_Plugin(), NAME)

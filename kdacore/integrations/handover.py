@@ -1,0 +1,200 @@
+"""One function of a host that kdacore takes over: whether it takes a call, and the call.
+
+Whether it does is decided on shapes, dtypes, devices and options alone, so it is remembered: calls like earlier ones
+are recognised by a test that is generated from the host's own arguments, before they are translated.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import namedtuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kdacore.arrays.torch.fast_path import tensor_test
+from kdacore.compat.call import Call, run
+from kdacore.dispatch.asked import Answer, answer
+from kdacore.dispatch.fast_path import Matcher, is_plain, matcher
+from kdacore.dispatch.plan import PREFERENCE
+from kdacore.errors import ContractError
+from kdacore.integrations.hooks import Hook
+from kdacore.ops import OPS
+from kdacore.ops.binding import binder
+from kdacore.registry import REGISTRY
+
+if TYPE_CHECKING:
+    from kdacore.types import Selection
+
+Verdict = tuple[bool, "str | None"]
+"""Whether kdacore takes a call, and if not, why."""
+
+_TAKEN: Verdict = True, None
+_MAX_SEEN = 8
+_MAX_REFUSED = 1024
+
+
+class Handover:
+    """A function of a host.
+
+    Args:
+        translate: has the host's signature and returns the call of kdacore that does the same. Parameters annotated
+            as tensors are arrays, the others options; those annotated as ``torch.dtype`` decide nothing here.
+        hook: its counts.
+        is_active: whether the integration takes any call at present.
+    """
+
+    def __init__(
+        self,
+        translate: Callable[..., Call],
+        hook: Hook,
+        is_active: Callable[[], bool],
+    ) -> None:
+        self.hook = hook
+        self.is_active = is_active
+        self.translate = translate
+        self._split, self._arrays = _splitter(translate)
+        self.parameters = frozenset(inspect.signature(translate).parameters)
+        """Names of the host's arguments."""
+        self._seen: tuple[tuple[object, Matcher, Verdict], ...] = ()
+        self._refused: set[Any] = set()
+        REGISTRY.on_change(self.forget)
+
+    def forget(self) -> None:
+        """Forget every verdict (the set of backends or the configuration changed)."""
+        self._seen = ()
+        self._refused = set()
+
+    def verdict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict:
+        """Does kdacore take the call of these arguments? The reason it gives is kdacore's own."""
+        try:
+            arrays, options = self._split(*args, **kwargs)
+        except TypeError as error:
+            return self._declined(str(error))
+        asked = PREFERENCE.get()
+        for of, matches, known in self._seen:
+            if of == asked and matches(arrays, options):
+                verdict = known
+                break
+        else:
+            verdict = self._judge(asked, arrays, options, args, kwargs)
+        return verdict if verdict is _TAKEN else self._declined(verdict[1] or "")
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        """Make a call that was taken."""
+        self.hook.served += 1
+        return run(self.translate(*args, **kwargs))
+
+    def _declined(self, reason: str) -> Verdict:
+        self.hook.declined += 1
+        self.hook.reason = reason
+        return False, reason
+
+    def _judge(self, asked: object, arrays: Any, options: Any, args: Any, kwargs: Any) -> Verdict:
+        try:
+            call = self.translate(*args, **kwargs)
+        except (ContractError, TypeError) as error:
+            return self._keep(asked, arrays, options, (False, str(error)), self._refused_before(options))
+        opdef = OPS[call.op]
+        found = answer(opdef, *binder(opdef)(**call.arguments))
+        return self._keep(asked, arrays, options, _verdict_on(found), found.repeated)
+
+    def _refused_before(self, options: tuple[Any, ...]) -> bool:
+        """Were options like these refused by the translation before?"""
+        if not all(is_plain(x) for x in options):
+            return False
+        if options in self._refused:
+            return True
+        if len(self._refused) >= _MAX_REFUSED:
+            self._refused.clear()
+        self._refused.add(options)
+        return False
+
+    def _keep(self, asked: object, arrays: Any, options: Any, verdict: Verdict, repeated: bool) -> Verdict:
+        """Recognise calls like this one from now on, if it has come twice."""
+        test = matcher(self._arrays(*arrays), options, tensor_test, False) if repeated else None
+        if test is not None:
+            self._seen = ((asked, test, verdict), *self._seen[: _MAX_SEEN - 1])
+        return verdict
+
+
+def _verdict_on(found: Answer) -> Verdict:
+    if found.selection is None:
+        return False, str(found.error)
+    if left_to_the_reference(found.selection):
+        return False, _why_the_reference(found.selection)
+    return _TAKEN
+
+
+def left_to_the_reference(selection: Selection) -> bool:
+    """On an accelerator, only the reference backend would serve, and nobody asked for it.
+
+    Every host has something faster there. On a CPU the hosts' Triton kernels do not run, so kdacore's reference serves;
+    and under ``batch_invariant()`` it does, because the hosts do not promise as much.
+    """
+    request = selection.request
+    if selection.backend != "reference" or request.device.type == "cpu" or request.batch_invariant:
+        return False
+    return not selection.why.startswith(("forced", "preferred"))
+
+
+def _why_the_reference(selection: Selection) -> str:
+    where = selection.request.device
+    lines = [f"only kdacore's slow reference backend would serve this call on {where}"]
+    for candidate in selection.candidates:
+        reasons = [r for r in candidate.reasons if r.code not in ("array_kind", "device")]
+        if candidate.backend != "reference" and len(reasons) == len(candidate.reasons):
+            lines += [f"{candidate.backend}: {reason}" for reason in reasons]
+    return "; ".join(lines)
+
+
+def compute_or_leave(
+    handover: Handover, args: tuple[Any, ...], kwargs: dict[str, Any], leave: Callable[[], Any]
+) -> Any:
+    """Compute a call with kdacore where it takes it, else return what ``leave`` does.
+
+    In a traced graph every call is kdacore's, and none is counted: a verdict is made of what is not known there.
+    """
+    if not handover.is_active():
+        return leave()
+    if torch.compiler.is_compiling():
+        return run(handover.translate(*args, **kwargs))
+    if handover.verdict(args, kwargs)[0]:
+        return handover.compute(*args, **kwargs)
+    return leave()
+
+
+def handed_over(handover: Handover, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that kdacore computes where it takes the call, and ``original`` where it does not."""
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return compute_or_leave(handover, args, kwargs, lambda: original(*args, **kwargs))
+
+    return function
+
+
+def _splitter(translate: Callable[..., Any]) -> tuple[Callable[..., tuple[Any, Any]], Any]:
+    """A generated function with the signature of ``translate`` that returns its arrays and its options; and a named
+    tuple of the arrays."""
+    parameters = inspect.signature(translate).parameters.values()
+    arrays = [p.name for p in parameters if "Tensor" in str(p.annotation)]
+    options = []
+    for p in parameters:
+        if p.name not in arrays and p.annotation != "torch.dtype":
+            # What must be None is anything else otherwise: its presence decides.
+            options.append(f"{p.name} is not None" if p.annotation == "None" else p.name)
+    declared = []
+    for p in parameters:
+        if p.kind is p.KEYWORD_ONLY and "*" not in declared:
+            declared.append("*")
+        declared.append(p.name if p.default is p.empty else f"{p.name}={p.default!r}")
+    source = [
+        f"def {translate.__name__}({', '.join(declared)}):",
+        f"    return ({', '.join(arrays)},), ({''.join(f'{o}, ' for o in options)})",
+    ]
+    made: dict[str, Any] = {"torch": torch}
+    exec("\n".join(source), made)
+    return made[translate.__name__], namedtuple("Arrays", arrays)

@@ -1,0 +1,47 @@
+"""What callers of other libraries call an argument, and what it is called here: for the message of a TypeError."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kdacore.ops import OPS
+
+_OURS = {
+    # flash-linear-attention
+    "cp_context": "cp",
+    "inplace_final_state": "inplace_state",
+    "return_intermediate_states": "checkpoint_every",
+    "ssm_state_indices": "state_indices",
+    "transpose_state_layout": "state_v_first",
+    # SGLang and vLLM
+    "cache_indices": "state_indices",
+    "initial_state_indices": "state_indices",
+    "initial_state_source": "initial_state",
+    "null_block_id": "null_index",
+    "pad_slot_id": "null_index",
+}
+_WITHOUT_COUNTERPART = {
+    "chunk_indices": "it is derived from cu_seqlens",
+    "chunk_size": "a backend chooses its own",
+    "gk": "the g of the kda ops has one decay for each channel",
+    "head_first": "arrays are [B, T, H, ...]",
+    "max_num_seqs": "cu_seqlens is never read on the host, so any call can be captured",
+    "output_dtype": "the result is float32",
+    "use_graph": "cu_seqlens is never read on the host, so any call can be captured",
+}
+
+
+def unknown_keywords(op: str, names: Iterable[str]) -> TypeError:
+    """The TypeError for a call of ``op`` with keywords that it does not have."""
+    opdef = OPS[op]
+    has = (*opdef.arrays, *opdef.options)
+    return TypeError("; ".join([_message(op, name, has) for name in names]))
+
+
+def _message(op: str, name: str, has: tuple[str, ...]) -> str:
+    message = f"{op}() got an unexpected keyword argument {name!r}"
+    if _OURS.get(name) in has:
+        return f"{message}: kdacore's name is {_OURS[name]!r}"
+    if name in _WITHOUT_COUNTERPART:
+        return f"{message}: {_WITHOUT_COUNTERPART[name]}"
+    return message

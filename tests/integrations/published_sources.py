@@ -1,0 +1,104 @@
+"""What published wheels of serving engines say of the functions that kdacore replaces, read without importing them.
+
+``python tests/integrations/published_sources.py FOLDER`` writes ``published_signatures.json`` from the wheels in a
+folder, which ``pip download --no-deps sglang vllm`` fills.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+FACTS = Path(__file__).with_name("published_signatures.json")
+
+_VLLM_KDA = "vllm/models/{}/nvidia/ops/third_party/kda/{}.py"
+_SGLANG_CLASS = "sglang/srt/layers/attention/linear/kernels/kda_triton.py"
+FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
+    "vllm": {
+        _VLLM_KDA.format("kimi_k3", "chunk"): ("chunk_kda_with_fused_gate",),
+        _VLLM_KDA.format("kimi_k3", "fused_recurrent"): (
+            "fused_recurrent_kda",
+            "fused_recurrent_kda_packed_decode",
+        ),
+        _VLLM_KDA.format("glm5next", "kernels"): ("chunk_kda_with_fused_gate", "fused_recurrent_kda"),
+        "vllm/models/kimi_k3/nvidia/kda.py": ("_flashkda_prefill",),
+    },
+    "sglang": {
+        _SGLANG_CLASS: tuple(
+            f"TritonKDAKernel.{name}" for name in ("extend", "decode", "packed_decode", "target_verify")
+        ),
+        "sglang/srt/plugins/hook_registry.py": ("HookRegistry.register",),
+    },
+}
+"""Functions by the file that defines them."""
+CONSTANTS = {
+    "vllm": {
+        "vllm/v1/attention/backends/utils.py": ("NULL_BLOCK_ID",),
+        "vllm/plugins/__init__.py": ("DEFAULT_PLUGINS_GROUP",),
+    },
+    "sglang": {
+        "sglang/srt/plugins/__init__.py": ("GENERAL_PLUGINS_GROUP",),
+        "sglang/srt/plugins/hook_registry.py": ("HookType.AROUND",),
+    },
+}
+
+
+def read(wheel: Path) -> dict[str, Any]:
+    """The version of a wheel, and the signatures and constants above as its sources have them."""
+    engine, version = wheel.name.split("-")[:2]
+    found: dict[str, Any] = {"version": version, "functions": {}, "constants": {}}
+    with zipfile.ZipFile(wheel) as archive:
+        for file, names in FUNCTIONS[engine].items():
+            tree = ast.parse(archive.read(file))
+            for name in names:
+                found["functions"][f"{file}::{name}"] = _signature(_definition(tree, name))
+        for file, names in CONSTANTS[engine].items():
+            tree = ast.parse(archive.read(file))
+            for name in names:
+                found["constants"][f"{file}::{name}"] = _constant(tree, name)
+    return found
+
+
+def _definition(tree: ast.Module, name: str) -> ast.FunctionDef:
+    body: list[ast.stmt] = tree.body
+    *classes, function = name.split(".")
+    for wanted in classes:
+        body = next(n for n in body if isinstance(n, ast.ClassDef) and n.name == wanted).body
+    return next(n for n in body if isinstance(n, ast.FunctionDef) and n.name == function)
+
+
+def _signature(definition: ast.FunctionDef) -> list[list[str]]:
+    """Each parameter: its kind, its name, and its default as written (empty when there is none)."""
+    a = definition.args
+    positional = [*a.posonlyargs, *a.args]
+    defaults = [None] * (len(positional) - len(a.defaults)) + list(a.defaults)
+    rows = [["positional", p.arg, _text(d)] for p, d in zip(positional, defaults, strict=True)]
+    rows += [["keyword", p.arg, _text(d)] for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True)]
+    if a.kwarg:
+        rows.append(["others", a.kwarg.arg, ""])
+    return [row for row in rows if row[1] not in ("self", "cls")]
+
+
+def _text(node: ast.expr | None) -> str:
+    return "" if node is None else ast.unparse(node)
+
+
+def _constant(tree: ast.Module, name: str) -> str:
+    body: list[ast.stmt] = tree.body
+    *classes, constant = name.split(".")
+    for wanted in classes:
+        body = next(n for n in body if isinstance(n, ast.ClassDef) and n.name == wanted).body
+    for node in body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(t, ast.Name) and t.id == constant for t in targets):
+            return _text(node.value)  # type: ignore[union-attr]
+    raise LookupError(name)
+
+
+if __name__ == "__main__":
+    wheels = [w for w in sorted(Path(sys.argv[1]).glob("*.whl")) if w.name.split("-")[0] in FUNCTIONS]
+    FACTS.write_text(json.dumps({w.name.split("-")[0]: read(w) for w in wheels}, indent=1) + "\n")

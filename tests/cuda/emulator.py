@@ -56,7 +56,9 @@ def _build(kernel: KernelSource, params: ParamStruct, *more: str) -> ctypes.CDLL
     # Elsewhere left operands' arrays end before their products do: registers are the compiler's there.
     stay = (
         "true"
-        if kernel.path.startswith(("sm90/chunk_backward/", "sm90/chunk_forward/segments/"))
+        if kernel.path.startswith(
+            ("sm90/chunk_backward/", "sm90/chunk_forward/dataflow/", "sm90/chunk_forward/segments/")
+        )
         else "false"
     )
     text = _RUNNER.format(

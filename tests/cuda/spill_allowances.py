@@ -90,6 +90,20 @@ ALLOWED = (
         "as above, with an anchor for each quarter of a chunk, and decays kept in shared memory",
     ),
     Allowance(
+        24,
+        "sm_90a",
+        "sm90/chunk_forward/dataflow/prepare_units.cu",
+        {"BOUNDED": 1},
+        "three units at once leave 80 registers, and where a unit's memory begins is one more; few words, in no loop",
+    ),
+    Allowance(
+        12,
+        "sm_90a",
+        "sm90/chunk_forward/dataflow/walk.cu",
+        {},
+        "232 registers hold the state, its bfloat16 copy, two sums, u and decays; three words, while products run",
+    ),
+    Allowance(
         64,
         "sm_90a",
         "sm90/chunk_forward/chunk_forward.cu",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from disassembly import disassemble
-from launch_order import waits_first
+from launch_order import waits_first, waits_last
 from spill_allowances import allowed
 
 from kdacore_cuda.architectures import HEAD_DIMS, HOPPER, PACKAGED_ARCHS
@@ -35,8 +35,8 @@ def products(kernel: KernelSource) -> set[str]:
         return {WARP, WARPGROUP} if dict(kernel.defines).get("WARPGROUP") else {WARP}
     # Hopper's own. The triangles of a chunk, 16 or 32 rows high, are a warp's work; scans of prepared chunks have none.
     alone = {
-        WARP: ("prepare.cu", "chain.cu", "recompute_hopper.cu"),
-        WARPGROUP: ("scan.cu", "maps.cu", "output.cu"),
+        WARP: ("prepare.cu", "prepare_units.cu", "chain.cu", "recompute_hopper.cu"),
+        WARPGROUP: ("scan.cu", "maps.cu", "output.cu", "walk.cu"),
     }
     return next(({unit} for unit, names in alone.items() if name in names), {WARP, WARPGROUP})
 
@@ -75,7 +75,8 @@ def test_packaged_kernels_use_the_matrix_unit_and_wait_for_their_inputs(
     row = read_manifest()[row_name(kernel, arch)]
     code = disassemble(FOLDER / row["file"])
     assert found(code) == products(kernel)
-    assert waits_first(code)
+    # walk begins after every block of its call's first launch has waited, and waits for the end of that one.
+    assert waits_last(code) if kernel.entry == "walk" else waits_first(code)
 
 
 def test_every_kernel_waits_for_its_inputs() -> None:

@@ -31,6 +31,7 @@ from kdacore_cuda import (
     chunk_backward_segments,
     chunk_forward,
     chunk_forward_checkpoints,
+    chunk_forward_dataflow,
     chunk_forward_fast_path,
     chunk_forward_segments,
     launch,
@@ -55,6 +56,7 @@ from kdacore_cuda.kernel_parameters import (
     SEGMENTS,
     SUMS,
     TYPES,
+    WALK,
 )
 from kdacore_cuda.stages_kernels import hopper_recompute_shared_bytes
 
@@ -64,11 +66,14 @@ PARAMS = {
     "intra": INTRA,
     "recompute": RECOMPUTE,
     "recompute_hopper": RECOMPUTE,
-    **dict.fromkeys(("prepare", "segment_maps", "segment_chain", "scan", "grads"), CHUNK_BACKWARD),
+    **dict.fromkeys(
+        ("prepare", "prepare_units", "segment_maps", "segment_chain", "scan", "grads"), CHUNK_BACKWARD
+    ),
     "sums": SUMS,
     "groups": GROUPS,
     "checkpoint_tail": CHECKPOINT_TAIL,
     **dict.fromkeys(("maps", "chain", "output"), SEGMENTS),
+    "walk": WALK,
 }
 """Entry -> the struct it takes."""
 _STUB = """
@@ -171,6 +176,7 @@ def seen(stub: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
             chunk_backward._sums_launcher,
             chunk_backward._groups_launcher,
             chunk_forward_segments.launcher,
+            chunk_forward_dataflow.walk_launcher,
         ),
     )
     for maker in makers:
@@ -315,6 +321,52 @@ def test_chunk_forward_in_segments(seen: Recorder, packed: bool) -> None:
         holds(x.params, cu_seqlens=inputs.cu_seqlens, o=got.o, h0=inputs.initial_state, ht=got.final_state)
         holds(x.params, ckpt=got.checkpoints, T=T, N=N, HV=HV, NT=18, segment=16, segments=2, ckpt_every=128)
         assert x.params["flags"] == prepare.params["flags"]
+
+
+def test_chunk_forward_side_by_side(seen: Recorder) -> None:
+    """Operands lie one after another, their flags behind them; both launches have the same number, which no other
+    call has."""
+    d = Draw(0)
+    B, T, H, HV = 3, 200, 4, 8
+    inputs = ChunkInputs(
+        q=d.normal(B, T, H, 128),
+        k=d.normal(B, T, H, 128),
+        v=d.normal(B, T, HV, 128),
+        beta=d.normal(B, T, HV),
+        **d.gate("random", B, T, HV, 128),
+        initial_state=d.normal(B, HV, 128, 128, dtype=torch.float32),
+    )
+    options = BOUNDED_MODEL | {"output_final_state": True, "checkpoint_every": 128}
+    request = on_hopper(request_of("chunk_kda", inputs, **options))
+    got = chunk_forward.forward(request, inputs)
+    chunk_forward.forward(request, inputs)
+    prepare, walk, *again = seen()
+    assert [x.entry for x in (prepare, walk, *again)] == ["prepare_units", "walk"] * 2
+    assert [prepare.grid, walk.grid] == [132 - 2 * B * HV, 2 * B * HV]
+    units = B * 4 * HV
+    named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")}
+    holds(prepare.params, **named, cu_seqlens=None, T=T, N=B, H=H, HV=HV, NT=4, units=units)
+    strided(prepare.params, **{name: named[name] for name in ("q", "k", "v", "g")})
+    operands = walk.params["chunk_operands"]
+    ready = operands + units * chunk_forward_segments.CHUNK_OPERANDS_BYTES
+    holds(
+        prepare.params,
+        ready=ready,
+        **{name: operands + first for name, (first, _) in chunk_forward_segments.CHUNK_OPERANDS.items()},
+    )
+    holds(
+        walk.params, o=got.o, h0=inputs.initial_state, ht=got.final_state, ckpt=got.checkpoints, ready=ready
+    )
+    holds(walk.params, T=T, N=B, HV=HV, NT=4, ckpt_every=128)
+    for x in (prepare, walk):
+        assert x.limit == x.shared
+    assert walk.params["flags"] == prepare.params["flags"]
+    assert (
+        walk.params["launch"]
+        == prepare.params["launch"]
+        != again[0].params["launch"]
+        == again[1].params["launch"]
+    )
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -610,23 +662,42 @@ FRESH = {"o", "ht", "launch", "chunk_operands", "maps", "starts", "kg", "qg", "w
 """Parameters that are memory of the call's own, and the number of a launch."""
 
 
-@pytest.mark.parametrize("few", [False, True])
-@pytest.mark.parametrize("pools", [False, True])
-def test_cached_chunk_forward(
-    seen: Recorder, monkeypatch: pytest.MonkeyPatch, few: bool, pools: bool
-) -> None:
+FRESH = {
+    "o",
+    "ht",
+    "launch",
+    "chunk_operands",
+    "ready",
+    "maps",
+    "starts",
+    "kg",
+    "qg",
+    "w",
+    "u",
+    "aqk",
+    "last",
+}
+"""Parameters that are memory of the call's own, and the number of a launch."""
+
+
+@pytest.mark.parametrize(
+    ("way", "pools"),
+    [("fused", False), ("fused", True), ("segments", False), ("segments", True), ("side by side", False)],
+)
+def test_cached_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, way: str, pools: bool) -> None:
     """What is packed once is what a first call packs."""
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: few)
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: way == "segments")
+    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *args: way == "side by side")
     monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda items: 2)
-    d = Draw(0)
+    d, packed = Draw(0), way != "side by side"
     inputs = ChunkInputs(
         q=d.normal(1, 300, 2, 128),
         k=d.normal(1, 300, 2, 128),
         v=d.normal(1, 300, 4, 128),
         beta=d.normal(1, 300, 4),
         **d.gate("random", 1, 300, 4, 128),
-        initial_state=d.normal(3, 4, 128, 128, dtype=torch.float32),
-        cu_seqlens=pack(10, 200, 90),
+        initial_state=d.normal(3 if packed else 1, 4, 128, 128, dtype=torch.float32),
+        cu_seqlens=pack(10, 200, 90) if packed else None,
     )
     options = BOUNDED_MODEL | {"output_final_state": True}
     if pools:
@@ -646,7 +717,7 @@ def test_cached_chunk_forward(
     chunk_forward.forward(request, inputs)
     calls = seen()
     again, first = calls[: len(calls) // 2], calls[len(calls) // 2 :]
-    assert len(first) == (4 if few else 1)
+    assert len(first) == {"fused": 1, "segments": 4, "side by side": 2}[way]
     for x, y in zip(again, first, strict=True):
         assert x._replace(params={}) == y._replace(params={})
         assert {k: v for k, v in x.params.items() if k not in FRESH} == {
@@ -655,18 +726,23 @@ def test_cached_chunk_forward(
         assert {k for k in FRESH & set(x.params) if x.params[k]} == {
             k for k in FRESH & set(y.params) if y.params[k]
         }
-    holds(again[-1].params, o=got[0], ht=got[1], h0=inputs.initial_state, marks=0)
-    rows = {"reads": "state_indices", "has_initial": "has_initial_state", "writes": "write_indices"}
-    holds(again[-1].params, **{name: getattr(inputs, given) for name, given in rows.items()})
-    size = 4 * 128 * 128
-    holds(again[-1].params, h0_row=size, ht_row=2 * size if pools else size, null_index=0 if pools else -1)
-    if pools:
-        assert got[0] is inputs.out and got[1] is inputs.write_pool
-        assert (
-            again[-1].params["flags"] & FLAGS["WRITES64"] and not again[-1].params["flags"] & FLAGS["INDEX64"]
+    holds(again[-1].params, o=got[0], ht=got[1], h0=inputs.initial_state)
+    if way != "side by side":  # which takes no pools
+        holds(again[-1].params, marks=0)
+        rows = {"reads": "state_indices", "has_initial": "has_initial_state", "writes": "write_indices"}
+        holds(again[-1].params, **{name: getattr(inputs, given) for name, given in rows.items()})
+        size = 4 * 128 * 128
+        holds(
+            again[-1].params, h0_row=size, ht_row=2 * size if pools else size, null_index=0 if pools else -1
         )
-    assert bool(again[-1].params["flags"] & FLAGS["CLEAR_TAIL"]) != pools
-    if few:
+        if pools:
+            assert got[0] is inputs.out and got[1] is inputs.write_pool
+            assert (
+                again[-1].params["flags"] & FLAGS["WRITES64"]
+                and not again[-1].params["flags"] & FLAGS["INDEX64"]
+            )
+        assert bool(again[-1].params["flags"] & FLAGS["CLEAR_TAIL"]) != pools
+    if way == "segments":
         places = [
             [x.params[k] - x.params["last"] for k in ("kg", "qg", "w", "u", "aqk")]
             for x in (again[0], first[0])

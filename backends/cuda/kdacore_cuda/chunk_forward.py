@@ -1,5 +1,5 @@
-"""Host side of the chunk forward: ``chunk_kda`` in one fused launch, or in segments where there are
-few heads."""
+"""Host side of the chunk forward: ``chunk_kda`` in one fused launch, in segments where there are few
+heads, or in two launches side by side between the two."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_cuda import chunk_forward_segments, torch_launch
+from kdacore_cuda import chunk_forward_dataflow, chunk_forward_segments, torch_launch
 from kdacore_cuda.architectures import build_arch
 from kdacore_cuda.chunk_forward_checkpoints import finish_checkpoints, make_marks
+from kdacore_cuda.chunk_forward_dataflow_kernels import use_dataflow
 from kdacore_cuda.chunk_forward_kernels import (
     chunk_forward_kernel,
     chunk_forward_shared_bytes,
@@ -35,6 +36,7 @@ from kdacore_cuda.request_encoding import (
     has_bounded_gate,
     items_for_choice,
     type_code,
+    uses_pools,
 )
 from kdacore_cuda.torch_arguments import address, contiguous, token_arguments
 
@@ -58,6 +60,8 @@ class ChunkForwardPlan(NamedTuple):
     state_dtype: Any
     widen_gate: bool
     """g is float16, which the kernel takes as float32."""
+    in_dataflow: bool
+    """The call is served by :mod:`kdacore_cuda.chunk_forward_dataflow`."""
     in_segments: bool
     """The call is served by :mod:`kdacore_cuda.chunk_forward_segments`."""
 
@@ -68,6 +72,12 @@ def _make_plan(r: Request) -> ChunkForwardPlan:
     cluster = cluster_size(r.K, items_for_choice(r), multiprocessors, arch)
     clusters = resident_clusters(r.K, cluster, items, multiprocessors, arch)
     cuts = clusters and (r.packed or cuts_items(r.T, items, clusters))
+    hopper = has_hopper_kernel(r.K, arch)
+    in_dataflow = (
+        hopper
+        and use_dataflow(items_for_choice(r), r.packed, has_bounded_gate(r), multiprocessors)
+        and not uses_pools(r)
+    )
     return ChunkForwardPlan(
         launcher=_launcher(r.K, cluster, has_bounded_gate(r), type_code(r, "g") != TYPES["bfloat16"], arch),
         grid=(clusters or items) * cluster,
@@ -92,7 +102,8 @@ def _make_plan(r: Request) -> ChunkForwardPlan:
         ),
         state_dtype=getattr(torch, r.state_dtype),
         widen_gate=type_code(r, "g") == TYPES["float16"],
-        in_segments=has_hopper_kernel(r.K, arch) and use_segments(items_for_choice(r), multiprocessors),
+        in_dataflow=in_dataflow,
+        in_segments=hopper and not in_dataflow and use_segments(items_for_choice(r), multiprocessors),
     )
 
 
@@ -126,6 +137,8 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
         DriverError: the driver refused a launch.
     """
     plan = plan_of(request)
+    if plan.in_dataflow:
+        return chunk_forward_dataflow.forward(request, inputs)
     if plan.in_segments:
         return chunk_forward_segments.forward(request, inputs)
     if plan.widen_gate:

@@ -10,8 +10,9 @@ import torch
 
 from kdacore.arrays.torch.private import Empty, allocator
 from kdacore.types import ChunkInputs, FastCall, Request
-from kdacore_cuda import chunk_forward, chunk_forward_segments, torch_launch
-from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, SEGMENTS
+from kdacore_cuda import chunk_forward, chunk_forward_dataflow, chunk_forward_segments, torch_launch
+from kdacore_cuda.chunk_forward_segments import CHUNK_OPERANDS
+from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, SEGMENTS, WALK
 from kdacore_cuda.prepacked_launch import PrepackedLauncher
 from kdacore_cuda.request_encoding import contiguous_strides
 from kdacore_cuda.torch_arguments import ALIGNMENT, contiguous_rows, strides_without_copies
@@ -54,8 +55,7 @@ def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
     current_device, current_stream = torch_launch.current_device, torch_launch.current_stream
     empty = allocator(inputs.v.device.type)
     with torch.cuda.device(index):  # kernels are loaded here, for the current context
-        make_launch = _segments_launch if plan.in_segments else _fused_launch
-        launch = make_launch(request, strides, (initial_row, written_row), index, empty)
+        launch = _launch_maker(plan)(request, strides, (initial_row, written_row), index, empty)
     o_shape, state_shape = (r.B, r.T, r.HV, r.V), r.state_shape
     o_strides, state_strides = contiguous_strides(o_shape), contiguous_strides(state_shape)
     o_dtype, state_dtype = inputs.v.dtype, plan.state_dtype
@@ -102,6 +102,12 @@ def _rows(reads: Any, mask: Any, writes: Any, in_place: bool) -> tuple[int, int,
     return reads_at, 0 if mask is None else mask.data_ptr(), writes_at
 
 
+def _launch_maker(plan: chunk_forward.ChunkForwardPlan) -> Callable[..., Launch]:
+    if plan.in_dataflow:
+        return _dataflow_launch
+    return _segments_launch if plan.in_segments else _fused_launch
+
+
 def _fused_launch(
     request: Request, strides: tuple[int, ...], state_strides: tuple[int, int], index: int, empty: Empty
 ) -> Launch:
@@ -123,6 +129,33 @@ def _fused_launch(
     return launch
 
 
+def _dataflow_launch(
+    request: Request, strides: tuple[int, ...], state_strides: tuple[int, int], index: int, empty: Empty
+) -> Launch:
+    plan = chunk_forward_dataflow.plan_of(request)
+    fixed = {**plan.chunks.sizes, **dict(zip(_STRIDES, strides, strict=True))}
+    prepare = PrepackedLauncher(plan.prepare, (*_TOKENS, *_OPERANDS, "ready", "launch"), fixed)
+    start_prepare = torch_launch.prepacked_start(prepare, plan.prepare_grid, plan.chunks.arch, index)
+    per_call = ("o", "h0", "ht", "chunk_operands", "ready", "launch")
+    walk = PrepackedLauncher(chunk_forward_dataflow.walk_launcher(), per_call, WALK.last(*plan.walk_sizes))
+    start_walk = torch_launch.prepacked_start(walk, plan.walk_grid, plan.chunks.arch, index)
+    kg, qg, w, u, aqk, last = (CHUNK_OPERANDS[name][0] for name in _OPERANDS)
+    flags_offset, numbers = plan.flags_offset, chunk_forward_dataflow.LAUNCH_NUMBERS
+    shape, unit_stride = (plan.workspace_bytes,), (1,)
+
+    def launch(
+        stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int, rows: tuple[int, int, int]
+    ) -> None:
+        workspace = empty(shape, unit_stride, torch.uint8)
+        at, number = workspace.data_ptr(), next(numbers)
+        ready = at + flags_offset
+        operands = (at + kg, at + qg, at + w, at + u, at + aqk, at + last)
+        start_prepare(stream, tokens + operands + (ready, number))
+        start_walk(stream, (o, initial, final, at, ready, number))
+
+    return launch
+
+
 def _segments_launch(
     request: Request, strides: tuple[int, ...], state_strides: tuple[int, int], index: int, empty: Empty
 ) -> Launch:
@@ -137,7 +170,7 @@ def _segments_launch(
         torch_launch.prepacked_start(PrepackedLauncher(launcher, per_call, sizes), grid, arch, index)
         for _, launcher, grid in others
     ]
-    kg, qg, w, u, aqk, last = (chunk_forward_segments.CHUNK_OPERANDS[name][0] for name in _OPERANDS)
+    kg, qg, w, u, aqk, last = (CHUNK_OPERANDS[name][0] for name in _OPERANDS)
     maps_offset, starts_offset = plan.maps_offset, plan.starts_offset
     shape, unit_stride = (plan.workspace_bytes,), (1,)
 

@@ -177,8 +177,9 @@ CHUNK_BACKWARD = ParamStruct(
             (name, "ptr")
             for name in ("kg", "kg_low", "qg", "w", "u", "aqk", "inv", "last", "rows", "h", "dh", "dr")
         ),
-        *((name, "ptr") for name in ("dq", "dk", "dv", "dg", "dbeta", "dA_part", "dbias_part")),
+        *((name, "ptr") for name in ("dq", "dk", "dv", "dg", "dbeta", "dA_part", "dbias_part", "ready")),
         *((name, "ptr") for name in ("maps", "starts", "ends")),
+        ("launch", "i64"),
         *_strided("q", "k", "v", "g", "beta"),
         ("T", "i64"),
         ("units", "i64"),
@@ -192,7 +193,7 @@ workspace (``kg`` to ``dr``). ``d_o`` ``[B, T, HV, V]`` and all gradients are co
 HV; ``NT``: chunks of a dense sequence. ``floor``: the lowest log2 decay of a step; ``centre``: an integer near half of
 the sum of 32 such steps. ``dA_part`` is float32 ``[units]``, ``dbias_part`` float32 ``[units, K]``. ``maps``,
 ``starts``, ``ends``: see csrc/sm90/chunk_backward/segments.cuh; ``segment``: chunks of a segment; ``segments``: those
-of a dense sequence."""
+of a dense sequence. ``ready`` and ``launch``: see :data:`WALK`."""
 
 SEGMENTS = ParamStruct(
     "SegmentParams",
@@ -227,6 +228,18 @@ CHECKPOINT_TAIL = ParamStruct(
     ),
 )
 """Parameters of the launch that brings checkpoints from the start of a step, of ``step`` tokens, to their token."""
+
+WALK = ParamStruct(
+    "WalkParams",
+    (
+        *((name, "ptr") for name in ("o", "h0", "ht", "ckpt", "chunk_operands", "ready")),
+        ("launch", "i64"),
+        ("T", "i64"),
+        *((name, "i32") for name in ("N", "HV", "NT", "ckpt_every", "flags")),
+    ),
+)
+"""Parameters of the launch that walks every sequence and value head; csrc/sm90/chunk_forward/dataflow describes it.
+``ready``: the flags of units. ``launch``: the value of a raised one, different for every call."""
 
 SUMS = ParamStruct(
     "SumsParams",
@@ -308,6 +321,7 @@ def generated_headers() -> dict[str, str]:
         ),
         "generated/segment_params.cuh": _once(SEGMENTS.header()),
         "generated/checkpoint_tail_params.cuh": _once(CHECKPOINT_TAIL.header()),
+        "generated/walk_params.cuh": _once(WALK.header()),
         "generated/steps.cuh": _once(
             f"constexpr int STEP_TOKENS = {STEP_TOKENS};\n"
             f"constexpr int SEQUENCE_OVERHEAD_STEPS = {SEQUENCE_OVERHEAD_STEPS};\n"

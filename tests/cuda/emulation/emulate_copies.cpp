@@ -119,6 +119,12 @@ void barrier_wait(u32 bar, u32 parity) {
   emu::block_while(&b.phase, 1, parity, parity ? "barrier, parity 1," : "barrier, parity 0,", bar);
   emu::acquire(b.done);
 }
+bool barrier_test(u32 bar, u32 parity) {
+  const emu::Barrier& b = emu::barrier(bar);
+  if ((b.phase & 1) == parity) return false;
+  emu::acquire(b.done);
+  return true;
+}
 void barrier_arrive_remote(u32 bar) { emu::arrive(bar); }
 void barrier_expect_remote(u32 bar, u32 bytes) {
   emu::barrier(bar).bytes += bytes;

@@ -23,6 +23,8 @@ void copy_async_arrive(u32 bar);
 void barrier_init(u32 bar, u32 count);
 void barrier_arrive(u32 bar);
 void barrier_wait(u32 bar, u32 parity);
+bool barrier_test(u32 bar, u32 parity);
+inline void sleep_briefly() { emu::yield(); }
 void barrier_expect(u32 bar, u32 bytes);
 inline u32 cluster_address(u32 a, u32 rank) { return (a & 0xffffff) | rank << 24; }
 void barrier_arrive_remote(u32 bar);
@@ -34,7 +36,9 @@ void copy_out(void* dst, u32 src, u32 bytes);
 void copy_out_commit();
 template <int N>
 inline void copy_out_wait_read() { emu::wait_out(N); }
+inline void copy_out_wait() { emu::wait_out(0); }
 void fence_async_proxy();
+inline void fence_async_proxy_global() {}
 inline void fence_barrier_init() { ++emu::me->barrier_fences; }
 
 #endif

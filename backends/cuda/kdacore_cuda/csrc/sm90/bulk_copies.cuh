@@ -8,6 +8,17 @@
 
 // The maximum over a warp, in all lanes.
 __device__ __forceinline__ u32 warp_max(u32 x) { return __reduce_max_sync(0xffffffffu, x); }
+// Whether a barrier's phase has completed; does not wait.
+__device__ __forceinline__ bool barrier_test(u32 bar, u32 parity) {
+  u32 done;
+  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(done)
+               : "r"(bar), "r"(parity)
+               : "memory");
+  return done != 0;
+}
+// Leaves the multiprocessor to other warps for a while.
+__device__ __forceinline__ void sleep_briefly() { asm volatile("nanosleep.u32 100;" ::: "memory"); }
 // This thread arrives; the barrier's phase also waits for `bytes`.
 __device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
   asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared::cta.b64 t, [%0], %1; }" ::"r"(bar),
@@ -47,6 +58,15 @@ __device__ __forceinline__ void copy_out_commit() {
 template <int N>
 __device__ __forceinline__ void copy_out_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+}
+// Waits until all groups of this thread have been written to device memory.
+__device__ __forceinline__ void copy_out_wait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+// Orders ordinary accesses of device memory, and what flags have made visible, before bulk copies
+// of this thread that follow.
+__device__ __forceinline__ void fence_async_proxy_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 // `count` threads, whole warps, meet at named barrier `id` (1 to 15).
 __device__ __forceinline__ void sync_threads(int id, int count) {

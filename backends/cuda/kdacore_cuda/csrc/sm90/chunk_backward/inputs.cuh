@@ -29,10 +29,12 @@ __device__ __forceinline__ Gate make_gate(const ChunkBackwardParams& p, int hv) 
   return {p.gate, p.gate == GATE_SOFTPLUS ? -a : LN2 * reciprocal(p.lower_bound), -LOG2E * a, p.floor};
 }
 // dt_bias of a channel in the units of what it is added to.
+__device__ __forceinline__ float gate_bias(const Gate& gate, float bias) {
+  return (gate.kind == GATE_SOFTPLUS ? LOG2E : gate.slope) * bias;
+}
 __device__ __forceinline__ float gate_bias(const ChunkBackwardParams& p, const Gate& gate, int hv,
                                            int channel) {
-  const float factor = gate.kind == GATE_SOFTPLUS ? LOG2E : gate.slope;
-  return p.dt_bias ? factor * load_scalar(p.dt_bias, (long long)hv * K + channel, p.bias_type) : 0.0f;
+  return p.dt_bias ? gate_bias(gate, load_scalar(p.dt_bias, (long long)hv * K + channel, p.bias_type)) : 0.0f;
 }
 __device__ __forceinline__ float log_step(const Gate& gate, float x) { return fmaxf(x * LOG2E, gate.floor); }
 __device__ __forceinline__ float sigmoid_step(const Gate& gate, float x, float bias) {

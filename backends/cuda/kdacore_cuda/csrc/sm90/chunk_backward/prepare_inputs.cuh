@@ -72,16 +72,25 @@ __device__ __forceinline__ void store_norms(const ChunkBackwardParams& p, u32 sh
   }
 }
 
-// beta of each row by the first 64 threads, the gate's bias of each channel by the last 128.
-__device__ __forceinline__ void store_parameters(const ChunkBackwardParams& p, const Unit& u, u32 shared,
-                                                 const Gate& gate, int i) {
+// beta of each row by the first 64 threads, the gate's bias of each channel by the last 128; first
+// what is in device memory, then what it stands for. `beta`: element of row 0.
+__device__ __forceinline__ u32 load_parameter(const ChunkBackwardParams& p, long long beta, int rows, int hv,
+                                              int i) {
+  if (i >= THREADS - K)
+    return p.dt_bias ? load_bits(p.dt_bias + (long long)(hv * K + i - (THREADS - K)) * type_size(p.bias_type),
+                                 p.bias_type)
+                     : 0;
+  return i < rows && i < C
+             ? load_bits(p.beta + (beta + i * p.beta_st) * type_size(p.beta_type), p.beta_type)
+             : 0;
+}
+__device__ __forceinline__ void store_parameter(const ChunkBackwardParams& p, u32 bits, int rows, u32 shared,
+                                                const Gate& gate, int i) {
   if (i >= THREADS - K) {
-    const int channel = i - (THREADS - K);
-    store_shared(shared + OFFSET(SharedMemory, bias) + 4 * channel,
-                 __float_as_uint(gate_bias(p, gate, u.hv, channel)));
+    const float bias = p.dt_bias ? gate_bias(gate, from_bits(bits, p.bias_type)) : 0.0f;
+    store_shared(shared + OFFSET(SharedMemory, bias) + 4 * (i - (THREADS - K)), __float_as_uint(bias));
   } else if (i < C) {
-    const long long at = u.batch * p.beta_sb + (u.first + i) * p.beta_st + u.hv * p.beta_sh;
-    const float beta = i < u.rows ? activate_beta(p, load_scalar(p.beta, at, p.beta_type)) : 0.0f;
+    const float beta = i < rows ? activate_beta(p, from_bits(bits, p.beta_type)) : 0.0f;
     store_shared(shared + OFFSET(SharedMemory, beta) + 4 * i, __float_as_uint(beta));
   }
 }

@@ -25,13 +25,16 @@
 #ifndef FOR_SEGMENTS
 #define FOR_SEGMENTS 0
 #endif
+#ifndef SIDE_BY_SIDE
+#define SIDE_BY_SIDE 0
+#endif
 #if FOR_SEGMENTS
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 #endif
 
 constexpr int THREADS = 256;
 constexpr int PARTS = BOUNDED ? 2 : 4;
-constexpr int BLOCKS = BOUNDED ? 3 : 2;        // of a multiprocessor
+constexpr int BLOCKS = BOUNDED ? 3 : 2;  // of a multiprocessor, or (SIDE_BY_SIDE) units of a block at once
 constexpr u32 HALF_SQUARE = HALF * IMAGE_ROW;  // 64 channels of 32 tokens
 
 constexpr u32 DIAGONAL_PITCH = 24;  // floats a row of a 16 x 16 block on the system's diagonal
@@ -39,6 +42,14 @@ struct Staging {                    // of one warp's strip
   u16 x[32][32];
 };
 constexpr u32 STRIP_BYTES = sizeof(Staging);
+
+// What a unit is made of, as the dispatcher of chunk_forward/dataflow/prepare_units.cu hands it out.
+struct alignas(16) UnitInputs {
+  u64 q, k, g, v;  // addresses of row 0
+  long long beta;  // element of row 0
+  int hv, rows;
+  u32 at;  // place in the workspace
+};
 
 struct SharedMemory {
   TileImage k;
@@ -83,11 +94,18 @@ struct SharedMemory {
   float kb_factor[C];                   // beta / |k|
   float totals[PARTS][K];               // log2 decay of each part
   float bias[K];
-  // Address of v's rows and their number; there are no registers for them.
+  // Address of v's rows and their number, and the unit's place in the workspace; there are no
+  // registers for them.
   u32 value_rows[4];
+#if SIDE_BY_SIDE
+  UnitInputs inputs[2];   // of this unit and of the next one
+  u64 given[2], written;  // barriers
+#endif
 };
-static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "the host's shared memory size is too small");
-static_assert(BLOCKS * (SHARED_BYTES + 1024) <= 228 * 1024,
+constexpr u32 UNIT_PITCH = (sizeof(SharedMemory) + 1023) / 1024 * 1024;
+static_assert((SIDE_BY_SIDE ? BLOCKS * UNIT_PITCH : sizeof(SharedMemory)) <= SHARED_BYTES,
+              "the host's shared memory size is too small");
+static_assert(SIDE_BY_SIDE || BLOCKS * (SHARED_BYTES + 1024) <= 228 * 1024,
               "a multiprocessor has no room for so many blocks");
 
 // Offset of a 16-byte piece in an image of the kernel's own. Neither eight neighbouring rows nor
@@ -96,10 +114,33 @@ __device__ __forceinline__ u32 tile_offset(int row, int piece) {
   return row * IMAGE_ROW + ((piece ^ (row & 7) ^ (row >> 2 & 6)) << 4);
 }
 
-// This block's unit in an array of the workspace, or its part of the unit's ChunkOperands.
+// A unit has THREADS threads and a part of shared memory: those of a block, or (SIDE_BY_SIDE) of one
+// of several units that a block computes at once.
+#if SIDE_BY_SIDE
+// Computed anew wherever they are asked for: there are no registers to keep them.
+__device__ __forceinline__ int unit_in_block() { return opaque(thread_index()) / THREADS; }
+__device__ __forceinline__ int unit_thread() { return opaque(thread_index()) % THREADS; }
+__device__ __forceinline__ u32 place_memory(int place) {
+  KDA_SHARED(memory);
+  return shared_address(memory) + place * UNIT_PITCH;
+}
+__device__ __forceinline__ u32 unit_memory() { return place_memory(unit_in_block()); }
+__device__ __forceinline__ u32 unit_index() {
+  return __float_as_uint(load_shared1(unit_memory() + OFFSET(SharedMemory, value_rows[3])));
+}
+__device__ __forceinline__ void sync_unit() { sync_threads(1 + unit_in_block(), THREADS); }
+__device__ __forceinline__ void sync_half_unit() { sync_threads(1 + BLOCKS + unit_in_block(), THREADS / 2); }
+#else
+__device__ __forceinline__ int unit_thread() { return thread_index(); }
+__device__ __forceinline__ u32 unit_index() { return block_index(); }
+__device__ __forceinline__ void sync_unit() { sync_block(); }
+__device__ __forceinline__ void sync_half_unit() { sync_threads(1, THREADS / 2); }
+#endif
+
+// The unit in an array of the workspace, or its part of the unit's ChunkOperands.
 __device__ __forceinline__ unsigned char* place_of(u64 base, u32 bytes) {
 #if FOR_SEGMENTS
   bytes = sizeof(ChunkOperands);
 #endif
-  return reinterpret_cast<unsigned char*>(base) + (u64)block_index() * bytes;
+  return reinterpret_cast<unsigned char*>(base) + (u64)unit_index() * bytes;
 }

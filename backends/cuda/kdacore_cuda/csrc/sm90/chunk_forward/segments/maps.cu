@@ -96,7 +96,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task&
     multiply_channels(prediction, s, w);
     warpgroup_commit();
     TokenOperand u, v;
-    load_u(u, l, stage);
+    load_u(u, l, stage + OFFSET(ChunkOperands, u));
     decay_state(state, l.t, stage + OFFSET(ChunkOperands, last));
     warpgroup_wait<0>();
     fence_registers(prediction);

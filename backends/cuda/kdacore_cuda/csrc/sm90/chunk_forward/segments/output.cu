@@ -11,6 +11,7 @@
 #include "common/clear_rows.cuh"
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 constexpr u32 STAGED_BYTES = sizeof(ChunkOperands);
+#include "sm90/chunk_forward/segments/output_rows.cuh"
 #include "sm90/chunk_forward/segments/segment_scan.cuh"
 
 __device__ __forceinline__ Segment find_block(const SegmentParams& p, int block) {
@@ -24,33 +25,6 @@ __device__ __forceinline__ long long first_checkpoint(const SegmentParams& p, in
   long long rows = 0;
   for (int m = 0; m < n; ++m) rows += (find_sequence(p, m).length + p.ckpt_every - 1) / p.ckpt_every;
   return rows;
-}
-
-// Staging of a chunk's o: 64 tokens by this warp's 16 values, 32 bytes a token. The two pieces of a
-// row are swizzled so that eight rows do not share a bank.
-__device__ __forceinline__ u32 staged(int token, int piece) {
-  return token * 32 + ((piece ^ (token >> 2 & 1)) << 4);
-}
-
-__device__ __forceinline__ void stage_output(const TokenOperand& o, u32 rows, const Lane& l) {
-#pragma unroll
-  for (int kk = 0; kk < C_TILES; ++kk) {
-    store_matrix4_transposed(rows + staged(16 * kk + 8 * (l.lane >> 4) + (l.lane & 7), l.lane >> 3 & 1),
-                             o.a[kk]);
-  }
-  sync_warp();
-}
-
-__device__ __forceinline__ void store_output(u32 rows, unsigned char* to, long long token_bytes, int tokens,
-                                             const Lane& l) {
-  uint4 x[4];
-#pragma unroll
-  for (int n = 0; n < 4; ++n) x[n] = load_shared_u4(rows + staged(16 * n + (l.lane >> 1), l.lane & 1));
-  to += (l.lane >> 1) * token_bytes + 16 * (l.lane & 1);
-#pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    if (16 * n + (l.lane >> 1) < tokens) store_global(to + 16 * n * token_bytes, x[n]);
-  }
 }
 
 __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segment& x, u32 shared,
@@ -107,7 +81,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
     multiply_channels(o, s, qg);
     warpgroup_commit();
     TokenOperand u, v;
-    load_u(u, l, stage);
+    load_u(u, l, stage + OFFSET(ChunkOperands, u));
     stage_output(out, rows, l);
     decay_state(state, l.t, stage + OFFSET(ChunkOperands, last));
     warpgroup_wait<1>();

@@ -1,0 +1,133 @@
+// What the threads of a unit do, in steps that sync_unit() separates. Which warps do what: prepare.cu.
+#pragma once
+
+#include "sm90/chunk_backward/prepare_apply_inverse.cuh"
+#include "sm90/chunk_backward/prepare_inverse.cuh"
+#include "sm90/chunk_backward/prepare_operands.cuh"
+
+static_assert(THREADS == C + ROWS_BYTES / 4, "a thread a row value");
+
+// 1. Asks for inputs: first those whose place in shared memory the unit before leaves free early (k,
+// and g in bfloat16), then the others, and v in L2. v's address and number of rows, and the unit's
+// place, go to shared memory.
+__device__ __forceinline__ void fetch_gates(const ChunkBackwardParams& p, u64 g, int rows, u32 shared,
+                                            int thread) {
+  const Rows from = {reinterpret_cast<const unsigned char*>(g), (int)p.g_st * (G_FLOAT ? 4 : 2)};
+#if G_FLOAT
+  fetch_floats(shared + OFFSET(SharedMemory, raw_g), from, rows, thread);
+#else
+  fetch_tile<THREADS>(shared + OFFSET(SharedMemory, raw_g), from, rows, thread);
+#endif
+}
+__device__ __forceinline__ Rows half_rows(u64 at, long long step) {
+  return {reinterpret_cast<const unsigned char*>(at), (int)step * 2};
+}
+__device__ __forceinline__ void fetch_first_inputs(const ChunkBackwardParams& p, u64 k, u64 g, int rows,
+                                                   u32 shared, int thread) {
+  if (!G_FLOAT) fetch_gates(p, g, rows, shared, thread);
+  fetch_tile<THREADS>(shared + OFFSET(SharedMemory, k), half_rows(k, p.k_st), rows, thread);
+}
+__device__ __forceinline__ void fetch_other_inputs(const ChunkBackwardParams& p, u64 q, u64 g, u64 v, int rows,
+                                                   u32 at, u32 shared, int thread) {
+  if (G_FLOAT) fetch_gates(p, g, rows, shared, thread);
+  fetch_tile<THREADS>(shared + OFFSET(SharedMemory, q), half_rows(q, p.q_st), rows, thread);
+  copy_async_commit();
+  prefetch_tile(half_rows(v, p.v_st), rows, thread);
+  if (thread == 0)
+    store_shared(shared + OFFSET(SharedMemory, value_rows), (u32)v, (u32)(v >> 32), (u32)rows, at);
+}
+
+// v to shared memory and aqk from it to the workspace, by half of the threads.
+__device__ __forceinline__ void fetch_values(const ChunkBackwardParams& p, u32 shared, int thread, int warp,
+                                             int lane) {
+  const uint4 from = load_shared_u4(shared + OFFSET(SharedMemory, value_rows));
+  const Rows values = {reinterpret_cast<const unsigned char*>((u64)from.y << 32 | from.x), 2 * (int)p.v_st};
+  fetch_tile<THREADS / 2>(shared + OFFSET(SharedMemory, v), values, (int)from.z, 32 * (warp >> 1) + lane);
+  copy_async_commit();
+  if (thread == 0) {
+    copy_out(place_of(p.aqk, SQUARE_BYTES), shared + OFFSET(SharedMemory, aqk), SQUARE_BYTES);
+    copy_out_commit();
+    copy_out_wait_read<0>();
+  }
+  copy_async_wait<0>();
+}
+
+// Steps 2 to 6, once inputs are there: w and u are left in shared memory. Calls f() after step 2.
+template <class F>
+__device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows, const Gate& gate, u32 shared,
+                                          F f) {
+  const int thread = unit_thread(), lane = thread & 31, warp = uniform(thread >> 5);
+  const Strip s = make_strip(warp, lane);
+
+  // 2. Norms of q and k, and decays from the gate.
+  store_norms(p, shared, rows, warp, lane);
+  {
+    float x[4][8];
+    load_steps(x, shared, s, gate, rows);
+    sum_strip(x, shared, s, p.centre);
+    sync_unit();
+    f();
+
+    // 3. Operands; kg, qg, last and rows go to the workspace.
+    if (thread < K) write_decays(p, shared, thread);
+    if (!FOR_SEGMENTS && thread >= C) {
+      const int i = thread - C;
+      reinterpret_cast<float*>(place_of(p.rows, ROWS_BYTES))[i] =
+          load_shared1(shared + OFFSET(SharedMemory, beta) + 4 * i);
+    }
+    const u32 strip = shared + OFFSET(SharedMemory, strips) + warp * STRIP_BYTES;
+    if (s.half)
+      make_operands<1>(p, shared, s, strip, x);
+    else
+      make_operands<0>(p, shared, s, strip, x);
+  }
+  sync_unit();
+
+  // 4. Products of token pairs: aqk by even warps, the triangular system by odd ones; rows so that
+  // all schedulers have as many.
+  const int own_warp = uniform(opaque(unit_thread()) >> 5);  // recomputed to save registers
+  const bool system = own_warp & 1;
+  const int row_block = own_warp >> 1 ^ (own_warp >> 2);
+  const float unit = exp2_fast(-p.centre);
+#if SIDE_BY_SIDE
+  Pairs pairs = {};  // or what is not set would be kept in registers from the unit before
+#else
+  Pairs pairs;
+#endif
+  make_pairs(row_block, pairs, shared, system, lane, unit);
+  fence_async_proxy();  // a bulk copy will read aqk
+  sync_unit();          // the system takes the place of zq
+
+  // 5. The inverse; meanwhile v is loaded and aqk stored.
+  if (system) {
+    store_system(row_block, pairs, shared, lane);
+    sync_warp();
+    invert_diagonal(shared, row_block, lane);
+    sync_half_unit();
+    merge_column(shared, row_block, lane);
+    fence_async_proxy();
+  } else {
+    fetch_values(p, shared, thread, warp, lane);
+  }
+  sync_unit();
+
+  // 6. w and u.
+  if (!FOR_SEGMENTS && thread == 0) {
+    copy_out(place_of(p.inv, SQUARE_BYTES), shared + OFFSET(SharedMemory, inverse), SQUARE_BYTES);
+    copy_out_commit();
+  }
+  apply_inverse(shared, warp, lane, unit);
+  fence_async_proxy();
+  sync_unit();
+}
+
+// One thread: w and u to the workspace.
+__device__ __forceinline__ void store_values(const ChunkBackwardParams& p, u32 shared) {
+  copy_out(place_of(p.w, TILE_BYTES), shared + OFFSET(SharedMemory, w), TILE_BYTES);
+  // In halves, as the scan may load them: initcheck takes what a copy of 16 KB wrote for half
+  // written.
+  copy_out(place_of(p.u, TILE_BYTES), shared + OFFSET(SharedMemory, u), SQUARE_BYTES);
+  copy_out(place_of(p.u, TILE_BYTES) + SQUARE_BYTES, shared + OFFSET(SharedMemory, u) + SQUARE_BYTES,
+           SQUARE_BYTES);
+  copy_out_commit();
+}

@@ -1,0 +1,31 @@
+// How a warp's 16 values of a chunk's o get to device memory.
+#pragma once
+
+#include "sm90/chunk_forward/segments/segment_products.cuh"
+
+// Staging of a chunk's o: 64 tokens by this warp's 16 values, 32 bytes a token. The two pieces of a
+// row are swizzled so that eight rows do not share a bank.
+__device__ __forceinline__ u32 staged(int token, int piece) {
+  return token * 32 + ((piece ^ (token >> 2 & 1)) << 4);
+}
+
+__device__ __forceinline__ void stage_output(const TokenOperand& o, u32 rows, const Lane& l) {
+#pragma unroll
+  for (int kk = 0; kk < C_TILES; ++kk) {
+    store_matrix4_transposed(rows + staged(16 * kk + 8 * (l.lane >> 4) + (l.lane & 7), l.lane >> 3 & 1),
+                             o.a[kk]);
+  }
+  sync_warp();
+}
+
+__device__ __forceinline__ void store_output(u32 rows, unsigned char* to, long long token_bytes, int tokens,
+                                             const Lane& l) {
+  uint4 x[4];
+#pragma unroll
+  for (int n = 0; n < 4; ++n) x[n] = load_shared_u4(rows + staged(16 * n + (l.lane >> 1), l.lane & 1));
+  to += (l.lane >> 1) * token_bytes + 16 * (l.lane & 1);
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    if (16 * n + (l.lane >> 1) < tokens) store_global(to + 16 * n * token_bytes, x[n]);
+  }
+}

@@ -1,0 +1,216 @@
+"""``chunk_kda`` in two launches side by side, emulated on the CPU: records, flags, the whole against the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import emulator
+import pytest
+import torch
+from chunk_backward_calls import draw
+from cuda_calls import BOUNDED_MODEL, MODEL, Draw, check_outputs, oracle, request_of
+
+from kdacore.types import ChunkInputs, Outputs
+from kdacore_cuda import (
+    chunk_forward,
+    chunk_forward_dataflow,
+    chunk_forward_dataflow_kernels,
+    chunk_forward_segments,
+    torch_launch,
+)
+from kdacore_cuda.compiler import compile_kernel
+from kdacore_cuda.kernel_source import EVERY_LANE
+
+SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
+BOTH = pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
+TOKENS = ("q", "k", "v", "g", "beta")
+
+
+@pytest.fixture(autouse=True)
+def poison() -> Iterator[None]:
+    """Memory that a call gets is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=[5, 132], ids=["few multiprocessors", "many"])
+def multiprocessors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """With few, a block computes many units one after another."""
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: request.param)
+    return int(request.param)
+
+
+def state(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return Draw(17).normal(*shape, 128, 128, dtype=dtype)
+
+
+def run(inputs: ChunkInputs, **options: Any) -> Outputs:
+    return chunk_forward_dataflow.forward(request_of("chunk_kda", inputs, **options), inputs)
+
+
+def check(inputs: ChunkInputs, loose: float = 2.0, **options: Any) -> Outputs:
+    """Run, compare with the oracle, return what was computed. Short sequences: the contract's hard-case factor."""
+    request = request_of("chunk_kda", inputs, output_final_state=True, **options)
+    got = chunk_forward_dataflow.forward(request, inputs)
+    check_outputs(got, oracle(request, inputs), loose)
+    return got
+
+
+def launch(call: Any, at: int) -> None:
+    _, launcher, grid, values = call.launches[at]
+    torch_launch.launch(launcher, grid, "sm_90a", call.outputs.o, values)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "gate", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.exhaustive)], ids=str
+)
+def test_records_are_those_of_segments(
+    emulated: list[str], multiprocessors: int, gate: torch.dtype, options: dict[str, Any]
+) -> None:
+    """Bit for bit, where each unit has a block of its own; and each raises its flags, which the walk clears."""
+    inputs = draw(330, 1, 2, B=2)
+    inputs = inputs._replace(g=inputs.g.to(gate))
+    request = request_of("chunk_kda", inputs, **options)
+    call = chunk_forward_dataflow.prepare_call(request, inputs)
+    other = chunk_forward_segments.prepare_call(request, inputs)
+    launch(call, 0)
+    launch(other, 0)
+    plan = chunk_forward_dataflow.plan_of(request)
+    assert plan.prepare_grid == (1 if multiprocessors == 5 else 24)
+    records = call.workspace[: plan.flags_offset]
+    assert torch.equal(records, other.workspace[: plan.flags_offset])
+    flags = call.workspace[plan.flags_offset :].view(torch.int64)
+    assert len(flags) == 24 * chunk_forward_dataflow_kernels.WALK_BLOCKS
+    assert (flags == call.launches[1][3][6]).all()
+    launch(call, 1)
+    assert not flags.any()
+
+
+@BOTH
+@pytest.mark.parametrize("T", [1, 15, 16, 17, 63, 64, 65, 127, 129, 257])
+def test_lengths(emulated: list[str], T: int, options: dict[str, Any]) -> None:
+    check(draw(T, B=1 + T % 2, seed=T), **options)
+    assert [name.split("-")[0] for name in emulated] == ["prepare_units", "walk"]
+
+
+def test_longer_than_two_rings(emulated: list[str], multiprocessors: int) -> None:
+    """Of stages, of places for outputs, of units by turns."""
+    check(draw(64 * 8 + 3, B=2), 1.5, **BOUNDED_MODEL)
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states(emulated: list[str], v_first: bool, dtype: torch.dtype) -> None:
+    inputs = draw(200, 1, 2, B=2, initial_state=state(2, 2, dtype=dtype))
+    got = check(inputs, checkpoint_every=128 if v_first else 64, state_v_first=v_first, **BOUNDED_MODEL)
+    assert got.final_state is not None
+    assert got.final_state.dtype == dtype
+
+
+@pytest.mark.parametrize("gate", ["init", "slow", "fast", "spread", "mixed"])
+def test_gates(emulated: list[str], gate: str) -> None:
+    options = (BOUNDED_MODEL if gate == "init" else SAFE_LOG) if gate != "mixed" else {}
+    check(draw(300, gate=gate, initial_state=state(1, 1)), **options)
+
+
+def test_grouped_values_and_strides(emulated: list[str]) -> None:
+    wide = torch.randn(1, 140, 2, 3 * 128).to(torch.bfloat16)
+    inputs = draw(140, 2, 4)._replace(q=wide[..., :128], k=wide[..., 256:])
+    check(inputs, **BOUNDED_MODEL)
+
+
+def test_gate_and_beta_in_float16(emulated: list[str]) -> None:
+    inputs = draw(140)
+    assert inputs.dt_bias is not None
+    half = {name: getattr(inputs, name).half() for name in ("g", "beta", "dt_bias")}
+    check(inputs._replace(**half), allow_neg_eigval=True, scale=0.2, **BOUNDED_MODEL)
+
+
+@BOTH
+def test_later_tokens_change_no_bit(emulated: list[str], options: dict[str, Any]) -> None:
+    """Changed or appended."""
+    inputs, noise = draw(270), draw(270, seed=7)
+    whole = run(inputs, checkpoint_every=64, **options)
+    for cut in (40, 128, 200):
+        kept = {n: getattr(inputs, n)[:, :cut].contiguous() for n in TOKENS}
+        short = run(inputs._replace(**kept), checkpoint_every=64, **options)
+        assert torch.equal(short.o, whole.o[:, :cut])
+        assert short.checkpoints is not None
+        assert whole.checkpoints is not None
+        assert torch.equal(short.checkpoints, whole.checkpoints[:, : -(-cut // 64)])
+    mixed = {n: torch.cat([getattr(inputs, n)[:, :200], getattr(noise, n)[:, 200:]], 1) for n in TOKENS}
+    assert torch.equal(run(inputs._replace(**mixed), **options).o[:, :200], whole.o[:, :200])
+
+
+def test_nan_of_another_sequence_reaches_nothing(emulated: list[str], multiprocessors: int) -> None:
+    inputs = draw(150, B=2)
+    want = run(inputs, **BOUNDED_MODEL).o[0]
+    for n in TOKENS:
+        getattr(inputs, n)[1] = float("nan")
+    assert torch.equal(run(inputs, **BOUNDED_MODEL).o[0], want)
+
+
+@pytest.mark.exhaustive
+def test_with_an_arrival_for_each_lane(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As racecheck is given the kernels: the same bits."""
+    inputs = draw(270)
+    want = run(inputs, **BOUNDED_MODEL).o
+    monkeypatch.setenv(EVERY_LANE, "1")
+    assert torch.equal(run(inputs, **BOUNDED_MODEL).o, want)
+
+
+def test_same_bits_in_any_order(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, multiprocessors: int
+) -> None:
+    """Of threads and copies."""
+    inputs, plain = draw(270, B=2), emulator.run
+    found = []
+    for seed in range(3):
+        monkeypatch.setattr(emulator, "run", lambda *a, seed=seed, **k: plain(*a, **{**k, "seed": seed}))
+        found.append(run(inputs, output_final_state=True, **BOUNDED_MODEL))
+    assert all(
+        torch.equal(x.o, found[0].o) and torch.equal(x.final_state, found[0].final_state) for x in found
+    )
+
+
+@pytest.mark.exhaustive
+@BOTH
+@pytest.mark.parametrize("gate", ["random", "init"])
+def test_the_contract_s_length(emulated: list[str], gate: str, options: dict[str, Any]) -> None:
+    check(draw(2048, gate=gate), 1.0 if gate == "random" else 2.0, **options)
+
+
+# --- which calls, and what is compiled -----------------------------------------------------------------------------
+
+
+def test_which_calls(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By sequences and heads alone, whatever their length, as a choice by length would change bits when tokens are
+    appended. Packs may have one long sequence."""
+    monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
+    for T in (1, 70):
+        inputs = draw(T, 1, 17)
+        emulated.clear()
+        chunk_forward.forward(request_of("chunk_kda", inputs, **BOUNDED_MODEL), inputs)
+        assert emulated[-1].startswith("walk")
+    use = chunk_forward_dataflow_kernels.use_dataflow
+    found = {bounded: [n for n in range(100) if use(n, False, bounded, 132)] for bounded in (True, False)}
+    assert found == {True: [*range(17, 28)], False: [*range(17, 23)]}
+    assert not any(use(n, True, True, 132) for n in range(100))
+
+
+def test_every_block_finds_a_multiprocessor() -> None:
+    kernel = chunk_forward_dataflow_kernels.prepare_units_kernel(False, True)
+    for heads in range(17, 28):
+        assert kernel.grid(10**6, heads, 132) + 2 * heads == 132
+    assert kernel.grid(3, 17, 132) == 3
+    assert kernel.grid(10**6, 2, 3) == 1
+
+
+def test_products_overlap() -> None:
+    """The compiler says when it makes each product wait for the one before, or ignores the trade of registers."""
+    log = compile_kernel(chunk_forward_dataflow_kernels.walk_kernel(), "sm_90a").log
+    assert "serialized" not in log
+    assert "setmaxnreg ignored" not in log

@@ -161,7 +161,7 @@ def main() -> None:
             rows += [row(PRESET, shape, case, name, "cuda", t) for name, t in found.items()]
             multiprocessors = torch_launch.multiprocessors(0)
             chosen = chunk_forward_dataflow_kernels.use_dataflow(
-                heads, False, args.gate == "sigmoid", multiprocessors
+                heads, args.gate == "sigmoid", multiprocessors
             )
             times = ", ".join(f"{name} {1e6 * t.median:.1f}" for name, t in found.items())
             print(f"{shape}: {times} us{', side by side is chosen' if chosen else ''}")

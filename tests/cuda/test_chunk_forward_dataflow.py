@@ -196,9 +196,35 @@ def test_which_calls(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> No
         chunk_forward.forward(request_of("chunk_kda", inputs, **BOUNDED_MODEL), inputs)
         assert emulated[-1].startswith("walk")
     use = chunk_forward_dataflow_kernels.use_dataflow
-    found = {bounded: [n for n in range(100) if use(n, False, bounded, 132)] for bounded in (True, False)}
+    found = {bounded: [n for n in range(100) if use(n, bounded, 132)] for bounded in (True, False)}
     assert found == {True: [*range(17, 28)], False: [*range(17, 23)]}
-    assert not any(use(n, True, True, 132) for n in range(100))
+
+
+def test_what_goes_another_way(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packs, which may have one long sequence, and what the kernels do not have."""
+    monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *args: True)
+    plain = draw(70, initial_state=state(1, 1))
+    indices = torch.zeros(1, dtype=torch.int32)
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "pack": ({"cu_seqlens": torch.tensor([0, 70])}, {}),
+        "in place": ({}, {"inplace_state": True}),
+        "rows": ({"state_indices": indices}, {"inplace_state": True}),
+        "mask": ({"has_initial_state": torch.tensor([True])}, {}),
+    }
+    for name, (arrays, options) in {"plain": ({}, {}), **cases}.items():
+        inputs = plain._replace(**arrays)
+        request = request_of("chunk_kda", inputs, output_final_state=True, **options, **BOUNDED_MODEL)
+        assert chunk_forward._make_plan(request).in_dataflow == (name == "plain"), name
+
+
+def test_outputs_of_the_caller(emulated: list[str]) -> None:
+    inputs = draw(70)
+    want = run(inputs, **BOUNDED_MODEL)
+    out = torch.empty_like(want.o)
+    got = run(inputs._replace(out=out), **BOUNDED_MODEL)
+    assert got.o is out
+    assert torch.equal(out, want.o)
 
 
 def test_every_block_finds_a_multiprocessor() -> None:

@@ -96,7 +96,7 @@ def test_every_call_gives_the_same_bits(H: int, options: dict[str, Any]) -> None
 def test_appended_tokens_change_no_bit() -> None:
     """Through the backend's own choice."""
     inputs = draw(3000, 20)
-    assert use_dataflow(20, False, True, torch_launch.multiprocessors(0))
+    assert use_dataflow(20, True, torch_launch.multiprocessors(0))
     whole = chunk_forward.forward(request(inputs, **BOUNDED_MODEL), inputs)
     assert same(whole, chunk_forward_dataflow.forward(request(inputs, **BOUNDED_MODEL), inputs))
     for T in (1, 64, 1025, 2000):

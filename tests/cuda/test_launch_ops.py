@@ -658,10 +658,6 @@ def test_chosen_checkpoints(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> 
     strided(tail.params, **{name: named[name] for name in ("k", "v", "g")})
 
 
-FRESH = {"o", "ht", "launch", "chunk_operands", "maps", "starts", "kg", "qg", "w", "u", "aqk", "last"}
-"""Parameters that are memory of the call's own, and the number of a launch."""
-
-
 FRESH = {
     "o",
     "ht",
@@ -680,24 +676,23 @@ FRESH = {
 """Parameters that are memory of the call's own, and the number of a launch."""
 
 
-@pytest.mark.parametrize(
-    ("way", "pools"),
-    [("fused", False), ("fused", True), ("segments", False), ("segments", True), ("side by side", False)],
-)
-def test_cached_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, way: str, pools: bool) -> None:
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("pools", [False, True])
+def test_cached_chunk_forward(
+    seen: Recorder, monkeypatch: pytest.MonkeyPatch, few: bool, pools: bool
+) -> None:
     """What is packed once is what a first call packs."""
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: way == "segments")
-    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *args: way == "side by side")
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: few)
     monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda items: 2)
-    d, packed = Draw(0), way != "side by side"
+    d = Draw(0)
     inputs = ChunkInputs(
         q=d.normal(1, 300, 2, 128),
         k=d.normal(1, 300, 2, 128),
         v=d.normal(1, 300, 4, 128),
         beta=d.normal(1, 300, 4),
         **d.gate("random", 1, 300, 4, 128),
-        initial_state=d.normal(3 if packed else 1, 4, 128, 128, dtype=torch.float32),
-        cu_seqlens=pack(10, 200, 90) if packed else None,
+        initial_state=d.normal(3, 4, 128, 128, dtype=torch.float32),
+        cu_seqlens=pack(10, 200, 90),
     )
     options = BOUNDED_MODEL | {"output_final_state": True}
     if pools:
@@ -717,7 +712,7 @@ def test_cached_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, w
     chunk_forward.forward(request, inputs)
     calls = seen()
     again, first = calls[: len(calls) // 2], calls[len(calls) // 2 :]
-    assert len(first) == {"fused": 1, "segments": 4, "side by side": 2}[way]
+    assert len(first) == (4 if few else 1)
     for x, y in zip(again, first, strict=True):
         assert x._replace(params={}) == y._replace(params={})
         assert {k: v for k, v in x.params.items() if k not in FRESH} == {
@@ -726,23 +721,18 @@ def test_cached_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, w
         assert {k for k in FRESH & set(x.params) if x.params[k]} == {
             k for k in FRESH & set(y.params) if y.params[k]
         }
-    holds(again[-1].params, o=got[0], ht=got[1], h0=inputs.initial_state)
-    if way != "side by side":  # which takes no pools
-        holds(again[-1].params, marks=0)
-        rows = {"reads": "state_indices", "has_initial": "has_initial_state", "writes": "write_indices"}
-        holds(again[-1].params, **{name: getattr(inputs, given) for name, given in rows.items()})
-        size = 4 * 128 * 128
-        holds(
-            again[-1].params, h0_row=size, ht_row=2 * size if pools else size, null_index=0 if pools else -1
+    holds(again[-1].params, o=got[0], ht=got[1], h0=inputs.initial_state, marks=0)
+    rows = {"reads": "state_indices", "has_initial": "has_initial_state", "writes": "write_indices"}
+    holds(again[-1].params, **{name: getattr(inputs, given) for name, given in rows.items()})
+    size = 4 * 128 * 128
+    holds(again[-1].params, h0_row=size, ht_row=2 * size if pools else size, null_index=0 if pools else -1)
+    if pools:
+        assert got[0] is inputs.out and got[1] is inputs.write_pool
+        assert (
+            again[-1].params["flags"] & FLAGS["WRITES64"] and not again[-1].params["flags"] & FLAGS["INDEX64"]
         )
-        if pools:
-            assert got[0] is inputs.out and got[1] is inputs.write_pool
-            assert (
-                again[-1].params["flags"] & FLAGS["WRITES64"]
-                and not again[-1].params["flags"] & FLAGS["INDEX64"]
-            )
-        assert bool(again[-1].params["flags"] & FLAGS["CLEAR_TAIL"]) != pools
-    if way == "segments":
+    assert bool(again[-1].params["flags"] & FLAGS["CLEAR_TAIL"]) != pools
+    if few:
         places = [
             [x.params[k] - x.params["last"] for k in ("kg", "qg", "w", "u", "aqk")]
             for x in (again[0], first[0])
@@ -753,3 +743,28 @@ def test_cached_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, w
             for x in (again[-1], first[-1])
         ]
         assert sizes[0] == sizes[1]
+
+
+def test_cached_chunk_forward_side_by_side(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same of its two launches."""
+    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *args: True)
+    inputs = draw(130, 1, 2, B=2, initial_state=torch.randn(2, 2, 128, 128))
+    request = on_hopper(request_of("chunk_kda", inputs, output_final_state=True, **BOUNDED_MODEL))
+    step = chunk_forward_fast_path.make_fast_call(request, inputs)
+    assert step is not None
+    got = step(tuple(inputs))
+    assert got is not None
+    chunk_forward.forward(request, inputs)
+    again, first = seen()[:2], seen()[2:]
+    assert [x.entry for x in again] == [x.entry for x in first] == ["prepare_units", "walk"]
+    for x, y in zip(again, first, strict=True):
+        assert x._replace(params={}) == y._replace(params={})
+        assert {k: v for k, v in x.params.items() if k not in FRESH} == {
+            k: v for k, v in y.params.items() if k not in FRESH
+        }
+        assert {k for k in FRESH & set(x.params) if x.params[k]} == {
+            k for k in FRESH & set(y.params) if y.params[k]
+        }
+    holds(again[1].params, o=got[0], ht=got[1], h0=inputs.initial_state)
+    assert again[0].params["ready"] == again[1].params["ready"]
+    assert again[0].params["last"] == again[1].params["chunk_operands"]

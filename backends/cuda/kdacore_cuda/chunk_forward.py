@@ -36,7 +36,6 @@ from kdacore_cuda.request_encoding import (
     has_bounded_gate,
     items_for_choice,
     type_code,
-    uses_pools,
 )
 from kdacore_cuda.torch_arguments import address, contiguous, token_arguments
 
@@ -75,8 +74,8 @@ def _make_plan(r: Request) -> ChunkForwardPlan:
     hopper = has_hopper_kernel(r.K, arch)
     in_dataflow = (
         hopper
-        and use_dataflow(items_for_choice(r), r.packed, has_bounded_gate(r), multiprocessors)
-        and not uses_pools(r)
+        and chunk_forward_dataflow.serves(r)
+        and use_dataflow(items_for_choice(r), has_bounded_gate(r), multiprocessors)
     )
     return ChunkForwardPlan(
         launcher=_launcher(r.K, cluster, has_bounded_gate(r), type_code(r, "g") != TYPES["bfloat16"], arch),

@@ -28,6 +28,7 @@ from kdacore_cuda.chunk_forward_segments import CHUNK_OPERANDS, CHUNK_OPERANDS_B
 from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, WALK
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.plan_cache import PlanCache
+from kdacore_cuda.pool_arguments import PoolArguments, pool_arguments, returned
 from kdacore_cuda.torch_arguments import address, contiguous, token_arguments
 
 UNIT_FLAGS_BYTES = 8 * WALK_BLOCKS
@@ -81,6 +82,19 @@ def _make_plan(r: Request) -> ChunkForwardDataflowPlan:
 plan_of = PlanCache(_make_plan)
 
 
+def serves(request: Request) -> bool:
+    """Whether the kernels have what a request asks for: no pack, no rows of a pool, states neither
+    in place nor masked, no checkpoints at chosen tokens."""
+    r = request
+    return not (
+        r.packed
+        or r.inplace_state
+        or r.state_indices_ndim
+        or r.checkpoint_count
+        or r.has("has_initial_state")
+    )
+
+
 @cache
 def walk_launcher() -> Launcher:
     """The launcher of the second launch."""
@@ -94,6 +108,8 @@ class DataflowCall(NamedTuple):
     launches: tuple[tuple[str, Launcher, int, tuple[Any, ...]], ...]
     """Name, launcher, blocks and parameters of each."""
     outputs: Outputs
+    """As kernels write them; :func:`kdacore_cuda.pool_arguments.returned` has what the caller gets."""
+    pools: PoolArguments
     workspace: torch.Tensor
     """Bytes: the chunks' operands, their flags."""
     kept: tuple[Any, ...]
@@ -110,8 +126,8 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> DataflowCall:
         inputs = inputs._replace(g=inputs.g.float())
     addresses, strides, kept = token_arguments(inputs, False, plan.chunks.strides)
     A_log, bias, h0 = map(contiguous, (inputs.A_log, inputs.dt_bias, inputs.initial_state))
-    o = inputs.v.new_empty((request.B, request.T, request.HV, request.V))
-    ht = o.new_empty(request.state_shape, dtype=plan.state_dtype) if request.output_final_state else None
+    pools = pool_arguments(request, inputs, plan.state_dtype)
+    o, ht = pools.o, pools.written
     every = request.checkpoint_every
     checkpoints = o.new_empty(request.checkpoint_shape, dtype=plan.state_dtype) if every else None
     workspace = o.new_empty(plan.workspace_bytes, dtype=torch.uint8)
@@ -134,14 +150,15 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> DataflowCall:
         ("prepare", plan.prepare, plan.prepare_grid, tuple(values)),
         ("walk", walk_launcher(), plan.walk_grid, walk_values),
     )
-    return DataflowCall(launches, Outputs(o, ht, checkpoints), workspace, (inputs, kept, A_log, bias, h0))
+    outputs, kept = Outputs(o, ht, checkpoints), (inputs, kept, A_log, bias, h0)
+    return DataflowCall(launches, outputs, pools, workspace, kept)
 
 
 def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     """``chunk_kda`` without gradients on CUDA tensors of a Hopper GPU.
 
     Args:
-        request: bfloat16 q, k and v, K = V = 128, no ``cu_seqlens``.
+        request: bfloat16 q, k and v, K = V = 128, as :func:`serves` says.
         inputs: its arrays, shaped as :class:`kdacore.types.ChunkInputs` says.
 
     Returns:
@@ -155,4 +172,4 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     o, arch = call.outputs.o, plan_of(request).chunks.arch
     for _, launcher, grid, values in call.launches:
         torch_launch.launch(launcher, grid, arch, o, values)
-    return call.outputs
+    return Outputs(*returned(request, inputs, call.pools), call.outputs.checkpoints)

@@ -56,18 +56,13 @@ _LARGEST_PART = {True: 27.5 / 132, False: 22.5 / 132}
 takes longer if they are not."""
 
 
-def use_dataflow(items: int, packed: bool, bounded: bool, multiprocessors: int) -> bool:
+def use_dataflow(items: int, bounded: bool, multiprocessors: int) -> bool:
     """Whether ``items`` sequences and value heads are served by these kernels.
 
-    The sequences of a pack may have any lengths, and a long one would be walked alone. All times
-    grow with the tokens, and the number of tokens must not decide: appending tokens would then
-    change the bits of those before.
+    All times grow with the tokens, and the number of tokens must not decide: appending tokens would
+    then change the bits of those before.
     """
-    return (
-        not packed
-        and _LEAST_PART * multiprocessors < items
-        and items <= _LARGEST_PART[bounded] * multiprocessors
-    )
+    return _LEAST_PART * multiprocessors < items <= _LARGEST_PART[bounded] * multiprocessors
 
 
 def packaged_dataflow_kernels() -> Iterator[KernelSource]:

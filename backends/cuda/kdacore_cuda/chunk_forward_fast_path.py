@@ -49,6 +49,8 @@ def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
         return None
     row = r.HV * r.K * r.V
     initial_row, pool_row = (contiguous_rows(x, row)[1] for x in (initial, pool))
+    if plan.in_dataflow and initial_row != row:
+        return None
     in_place = r.inplace_state
     written_row = row if not in_place else initial_row if pool is None else pool_row
     index = inputs.q.get_device()

@@ -177,8 +177,8 @@ CHUNK_BACKWARD = ParamStruct(
             (name, "ptr")
             for name in ("kg", "kg_low", "qg", "w", "u", "aqk", "inv", "last", "rows", "h", "dh", "dr")
         ),
-        *((name, "ptr") for name in ("dq", "dk", "dv", "dg", "dbeta", "dA_part", "dbias_part", "ready")),
-        *((name, "ptr") for name in ("maps", "starts", "ends")),
+        *((name, "ptr") for name in ("dq", "dk", "dv", "dg", "dbeta", "dA_part", "dbias_part")),
+        *((name, "ptr") for name in ("maps", "starts", "ends", "ready")),
         ("launch", "i64"),
         *_strided("q", "k", "v", "g", "beta"),
         ("T", "i64"),
@@ -214,6 +214,18 @@ SEGMENTS = ParamStruct(
 ``chunk_operands``, ``maps`` and ``starts``. ``NT`` and ``segments``: chunks and segments of a dense sequence;
 ``segment``: chunks of a segment."""
 
+WALK = ParamStruct(
+    "WalkParams",
+    (
+        *((name, "ptr") for name in ("o", "h0", "ht", "ckpt", "chunk_operands", "ready")),
+        ("launch", "i64"),
+        ("T", "i64"),
+        *((name, "i32") for name in ("N", "HV", "NT", "ckpt_every", "flags")),
+    ),
+)
+"""Parameters of the launch that walks every sequence and value head; csrc/sm90/chunk_forward/dataflow describes it.
+``ready``: the flags of units. ``launch``: the value of a raised one, different for every call."""
+
 CHECKPOINT_TAIL = ParamStruct(
     "CheckpointTailParams",
     (
@@ -228,18 +240,6 @@ CHECKPOINT_TAIL = ParamStruct(
     ),
 )
 """Parameters of the launch that brings checkpoints from the start of a step, of ``step`` tokens, to their token."""
-
-WALK = ParamStruct(
-    "WalkParams",
-    (
-        *((name, "ptr") for name in ("o", "h0", "ht", "ckpt", "chunk_operands", "ready")),
-        ("launch", "i64"),
-        ("T", "i64"),
-        *((name, "i32") for name in ("N", "HV", "NT", "ckpt_every", "flags")),
-    ),
-)
-"""Parameters of the launch that walks every sequence and value head; csrc/sm90/chunk_forward/dataflow describes it.
-``ready``: the flags of units. ``launch``: the value of a raised one, different for every call."""
 
 SUMS = ParamStruct(
     "SumsParams",
@@ -320,8 +320,8 @@ def generated_headers() -> dict[str, str]:
             CHUNK_BACKWARD.header() + SUMS.header() + GROUPS.header()
         ),
         "generated/segment_params.cuh": _once(SEGMENTS.header()),
-        "generated/checkpoint_tail_params.cuh": _once(CHECKPOINT_TAIL.header()),
         "generated/walk_params.cuh": _once(WALK.header()),
+        "generated/checkpoint_tail_params.cuh": _once(CHECKPOINT_TAIL.header()),
         "generated/steps.cuh": _once(
             f"constexpr int STEP_TOKENS = {STEP_TOKENS};\n"
             f"constexpr int SEQUENCE_OVERHEAD_STEPS = {SEQUENCE_OVERHEAD_STEPS};\n"

@@ -28,6 +28,6 @@ def packaged_kernels(arch: str) -> Iterator[KernelSource]:
         yield from packaged_chunk_backward_kernels()
         yield from chunk_backward_segments_kernels.packaged_segments_kernels()
         yield from packaged_segments_kernels()
-        yield checkpoint_tail_kernel()
         yield from packaged_dataflow_kernels()
+        yield checkpoint_tail_kernel()
     yield from packaged_chunk_forward_kernels(arch)

@@ -78,10 +78,3 @@ def items_for_choice(request: Request) -> int:
     Where a sequence's bits must not depend on others, every call is computed as one of many.
     """
     return MANY if request.batch_invariant else request.N * request.HV
-
-
-def uses_pools(request: Request) -> bool:
-    """Whether a chunk call names rows of states, writes what it was given, or keeps states at chosen
-    tokens."""
-    given = ("state_indices", "has_initial_state", "write_pool", "out")
-    return request.inplace_state or bool(request.checkpoint_count) or any(request.has(x) for x in given)

@@ -8,9 +8,9 @@
 // multiplied, and the next left operand while v aqk^T is. o is handed to another warpgroup one chunk
 // later.
 //
-// This launch begins when every block of prepare_units is resident or has ended, and waits for flags of
-// that launch alone, so no block waits for one that could be kept from running. It ends after it, so
-// whoever waits for this launch waits for both.
+// This launch begins when every block of prepare_units is resident or has ended, and each of those has
+// waited for all earlier launches. It waits for flags of that launch alone, so no block waits for one
+// that could be kept from running. It ends after it, so whoever waits for this launch waits for both.
 //
 // Grid: two blocks a sequence and value head, with 64 value rows each. Warps: four carry the state, four
 // store outputs, each of the same 16 rows as one of the former; three load operands, each into a stage of

@@ -20,7 +20,6 @@ from kdacore.contract.checks import (
     check_packing,
     common_fields,
 )
-from kdacore.contract.pools import check_pools
 from kdacore.errors import ContractError, shown
 from kdacore.ops import OpDef, Option
 from kdacore.types import Gate, Request
@@ -121,9 +120,33 @@ def _build_whole(call: Arguments) -> tuple[Request, Adapter]:
     )
     if call.opdef.family == "chunk":
         _check_chunk_options(call, fields)
-    check_pools(call, fields, adapter)
+    if _uses_pools(call):
+        from kdacore.contract.pools import check_pools  # here: a call for training does without
+
+        check_pools(call, fields, adapter)
     fields["state_dtype"] = _check_state(call, fields)
     return Request(**fields), adapter
+
+
+_POOL_ARRAYS = frozenset(
+    {
+        "state_indices",
+        "num_accepted_tokens",
+        "has_initial_state",
+        "write_indices",
+        "write_pool",
+        "checkpoint_offsets",
+        "checkpoint_indices",
+        "out",
+    }
+)
+
+
+def _uses_pools(call: Arguments) -> bool:
+    """Does the call give anything that :mod:`kdacore.contract.pools` checks?"""
+    options = call.options
+    asked = options.get("inplace_state") or options.get("read_only_state")
+    return bool(asked) or options.get("null_index") is not None or not _POOL_ARRAYS.isdisjoint(call.arrays)
 
 
 def _check_qkv(call: Arguments) -> dict[str, int]:

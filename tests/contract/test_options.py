@@ -109,8 +109,8 @@ def test_unknown_keywords_are_type_errors(op: str) -> None:
         lambda *args, **kwargs: kdacore.selection_of(op, *args, **kwargs),
     )
     for ask in asks:
-        with pytest.raises(TypeError, match=rf"^{op}\(\) got an unexpected keyword argument 'audit'$"):
-            ask(*arguments, audit=True)
+        with pytest.raises(TypeError, match=rf"^{op}\(\) got an unexpected keyword argument 'audits'$"):
+            ask(*arguments, audits=True)
 
 
 @pytest.mark.parametrize(

@@ -132,32 +132,42 @@ ALLOWED = (
         "twelve warps leave 168 registers; a float32 g in twice the registers",
     ),
     Allowance(
-        28,
+        52,
         "sm_80",
         "common/recurrent/recurrent.cu",
         {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 0, "MODE": RecurrentMode.CONTIGUOUS},
         "as for sm_90a; compiled only",
     ),
     Allowance(
-        36,
+        228,
         "sm_80",
         "common/recurrent/recurrent.cu",
         {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 1, "MODE": RecurrentMode.CONTIGUOUS},
         "as for sm_90a; compiled only",
     ),
     Allowance(
-        56,
+        72,
         "sm_120",
         "common/recurrent/recurrent.cu",
         {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 0, "MODE": RecurrentMode.CONTIGUOUS},
         "as for sm_90a; compiled only",
     ),
     Allowance(
-        12,
+        60,
         "sm_120",
         "common/recurrent/recurrent.cu",
         {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 0, "MODE": RecurrentMode.GENERAL},
         "as for sm_100f; compiled only",
+    ),
+    *(
+        Allowance(
+            8,
+            "sm_120",
+            "common/recurrent/recurrent.cu",
+            {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 0, "MODE": mode},
+            "three blocks of 256 threads leave 80 registers; rows of the pools; compiled only",
+        )
+        for mode in (RecurrentMode.ONE_TOKEN, RecurrentMode.ONE_TOKEN_HEAD_GATE)
     ),
     Allowance(
         52,

@@ -78,7 +78,7 @@ def test_a_first_call_imports_few_modules() -> None:
         "print(*sorted(m.rpartition('.')[2] for m in sys.modules if m.startswith('kdacore_reference')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    modules = "arrays chunk_forward gate intra kdacore_reference slabs states"
+    modules = "arrays chunk_forward gate intra kdacore_reference slabs"
     assert done.stdout.strip() == modules
 
 

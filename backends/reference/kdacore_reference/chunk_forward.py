@@ -54,7 +54,6 @@ from kdacore_reference.slabs import (
     write_output,
     zero_rows,
 )
-from kdacore_reference.states import checked_state_rows, read_states, with_slots, write_states
 
 if TYPE_CHECKING:
     from kdacore_reference.checkpoints import PoolCheckpoints
@@ -245,12 +244,17 @@ class ForwardRun:
         self.request, self.inputs = request, inputs
         xp = self.xp = namespace(inputs.q)
         self.given = sequences_of(request, inputs)
-        self.rows = checked_state_rows(request, inputs, self.given)
-        self.sequences = with_slots(self.given, self.rows)
+        self.sequences, starts = self.given, None
+        if request.inplace_state or request.pool_size or request.has("has_initial_state"):
+            from kdacore_reference import states  # here: a call for training does without
+
+            self.rows = states.checked_state_rows(request, inputs, self.given)
+            self.sequences = states.with_slots(self.given, self.rows)
+            starts = self.rows.read
         gaps = gaps_between(request, self.sequences)
         self.flat = flatten(request, inputs, gaps)
         self.o = result_rows(request, plain(inputs.v), request.HV, request.V, gaps)
-        self.final = read_states(request, inputs, self.rows.read, self.flat.dtype)
+        self.final = start_states(request, inputs, self.flat.dtype, starts)
         self.pool_checkpoints: PoolCheckpoints | None = None
         if request.checkpoint_count:
             from kdacore_reference import checkpoints  # here: few calls need it
@@ -368,6 +372,8 @@ class ForwardRun:
     def write_pool(self) -> Array:
         """The caller's pool with the final states and the checkpoints at chosen tokens; for JAX an
         updated one."""
+        from kdacore_reference.states import write_states
+
         pool = getattr(self.inputs, self.request.written_pool)
         pool = write_states(self.request, pool, self.rows.final, self.final)
         if self.pool_checkpoints:
@@ -382,3 +388,20 @@ class ForwardRun:
             state_layout(self.checkpoint_rows, self.request), self.request.checkpoint_shape
         )
         return cast(blocks, self._state_dtype())
+
+
+def start_states(request: Request, inputs: Any, dtype: Any, rows: Any | None) -> Array:
+    """The states to start from as a new ``[N, HV, K, V]`` of ``dtype``, to be written to.
+
+    ``rows``: of a pool, or None where ``initial_state`` has one state for each sequence.
+    """
+    if rows is not None:
+        from kdacore_reference.states import read_states
+
+        return read_states(request, inputs, rows, dtype)
+    xp = namespace(inputs.q)
+    shape = (request.N, request.HV, request.K, request.V)
+    state = xp.zeros(shape, dtype=dtype, device=device_of(inputs.q))
+    if inputs.initial_state is None:
+        return state
+    return put(state, (...,), state_layout(cast(inputs.initial_state, dtype), request))

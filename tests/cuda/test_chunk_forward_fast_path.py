@@ -109,3 +109,18 @@ def test_what_takes_the_longer_way(emulated: list[str]) -> None:
     assert made(inputs._replace(g=inputs.g.half())) is None
     assert made(inputs._replace(initial_state=state)) is None
     assert made(inputs, checkpoint_every=64) is None
+
+
+def test_states_between_others_go_the_longer_way_side_by_side(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels find a sequence's state by its number alone."""
+    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *args: True)
+    apart = torch.randn(2, 3, 128, 128)[:, 1:2]
+    assert made(draw(2, T=10, initial_state=apart.contiguous())) is not None
+    inputs = draw(2, T=10, initial_state=apart)
+    assert made(inputs) is None
+    request = request_of("chunk_kda", inputs, output_final_state=True, **BOUNDED_MODEL)
+    got = chunk_forward.forward(request, inputs)
+    want = chunk_forward.forward(request, inputs._replace(initial_state=apart.contiguous()))
+    assert torch.equal(got.o, want.o)

@@ -78,11 +78,13 @@ def answer(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], back
 def _look_up(
     opdef: OpDef, adapter: Adapter, arrays: tuple[Any, ...], options: tuple[Any, ...], asked: Any
 ) -> Answer:
+    inputs = opdef.inputs(*arrays)
+    if adapter.immutable:  # JAX
+        inputs = adapter.unwrapped(inputs)
     try:
-        adapter.refuse(opdef.name, arrays)
+        adapter.refuse(opdef.name, inputs)
     except UnsupportedError as error:
         return Answer(None, error)
-    inputs = opdef.inputs(*arrays)
     key = key_of(adapter, opdef, inputs, options, asked)
     if key is None or not all(
         is_plain(x) for x in options

@@ -60,6 +60,7 @@ def test_objects_that_stand_for_arrays() -> None:
         got = kdacore.fused_recurrent_kda(**{**x, **given}, **gated)[0]
         assert jnp.array_equal(got, want)
         assert kdacore.explain("fused_recurrent_kda", **{**x, **given}, **gated).backend == "xla"
+        assert kdacore.selection_of("fused_recurrent_kda", **{**x, **given}, **gated).backend == "xla"
 
     def loss(A_log: Any, wrap: Any) -> Any:
         return kdacore.fused_recurrent_kda(**x, A_log=wrap(A_log), **gated)[0].sum()

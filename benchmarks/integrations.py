@@ -4,9 +4,9 @@
 
 Needs flash-linear-attention and transformers. ``hook`` runs anywhere, the other two on a GPU.
 
-- ``hook``: host time of a call seen before whose backend does nothing, in turns: made directly; through
-  flash-linear-attention's registry; through it to a backend of its own that does nothing, which is what its dispatch
-  takes; and of the question alone whether kdacore takes the call.
+- ``hook``: host time of a repeated call to a backend that does nothing. Four timings, interleaved: kdacore called
+  directly; kdacore through flash-linear-attention's registry; an empty backend registered there (the cost of its own
+  dispatch); and only the check whether kdacore takes the call.
 - ``layer``: a KDA layer of flash-linear-attention (hidden 2304, 32 heads, 8192 tokens), forward and
   backward: GPU time in a captured graph and peak memory, flash-linear-attention's kernels and kdacore's in turns.
 - ``model``: four layers of Kimi-Linear-48B's widths: tokens a second in training and in decoding, host
@@ -131,7 +131,7 @@ def _in_turns(
 
 
 def layer(rounds: int) -> Rows:
-    """GPU milliseconds of forward and backward, by replaying a graph of each side in turns; and peak GiB."""
+    """GPU milliseconds of forward and backward, from CUDA graphs of both sides replayed alternately; peak GiB."""
     from fla.layers.kda import KimiDeltaAttention
 
     torch.manual_seed(0)

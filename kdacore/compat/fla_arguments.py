@@ -324,9 +324,9 @@ def fused_recurrent_kda_fwd(
         state_v_first,
         cu_seqlens,
     )
+    if num_accepted_tokens is not None and ssm_state_indices is None:
+        raise ContractError(name, "num_accepted_tokens", "an array", "None, or ssm_state_indices with it")
     if not (inplace_final_state or ssm_state_indices is not None or out is not None):
-        if num_accepted_tokens is not None:
-            raise ContractError(name, "num_accepted_tokens", "an array", "None, or ssm_state_indices with it")
         return call
     arguments = call.arguments
     arguments["out"] = out
@@ -337,8 +337,6 @@ def fused_recurrent_kda_fwd(
             arguments["initial_state"] = initial_state
         accepted = _accepted(name, arguments, ssm_state_indices, num_accepted_tokens)
         arguments.update(state_indices=ssm_state_indices, num_accepted_tokens=accepted)
-    elif num_accepted_tokens is not None:
-        raise ContractError(name, "num_accepted_tokens", "an array", "None, or ssm_state_indices with it")
     if torch.is_grad_enabled():
         arrays = {n: x for n, x in arguments.items() if isinstance(x, Tensor)}
         arguments.update({n: x.detach() for n, x in arrays.items() if x.requires_grad})

@@ -72,7 +72,7 @@ class StateLaunches:
     checkpoints: FixedLaunch | None
     """Only where a checkpoint at a chosen token may lie inside a chunk."""
     mids_size: int
-    """float32 values that the scan leaves for that launch."""
+    """float32 values that the scan stores for the launch that writes the checkpoints."""
 
 
 class ChunkForwardPlan:

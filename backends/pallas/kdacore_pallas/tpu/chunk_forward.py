@@ -30,8 +30,8 @@ def chunk_schedule(
 def with_empty_sequences(
     rows: Array, empty: Array | None, cu_seqlens: Array, no_slot: Array | None = None
 ) -> Array:
-    """State rows of a pack; those of sequences which no chunk writes, as they are empty or have no
-    slot, are taken from ``empty`` or zero."""
+    """The final states of a pack. No chunk writes the state of an empty sequence or of one without a
+    slot: those rows are taken from ``empty``, or are zero if it is None."""
     unwritten = cu_seqlens[1:] == cu_seqlens[:-1]
     if no_slot is not None:
         unwritten = unwritten | no_slot

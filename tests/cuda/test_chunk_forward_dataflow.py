@@ -10,6 +10,12 @@ import pytest
 import torch
 from chunk_backward_calls import draw
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw, check_outputs, oracle, request_of
+from forward_checks import (
+    TOKENS,
+    check_gate_and_beta_in_float16,
+    check_grouped_values_and_strides,
+    check_later_tokens_change_no_bit,
+)
 
 from kdacore.types import ChunkInputs, Outputs
 from kdacore_cuda import (
@@ -24,7 +30,6 @@ from kdacore_cuda.kernel_source import EVERY_LANE
 
 SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
 BOTH = pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
-TOKENS = ("q", "k", "v", "g", "beta")
 
 
 @pytest.fixture(autouse=True)
@@ -117,32 +122,16 @@ def test_gates(emulated: list[str], gate: str) -> None:
 
 
 def test_grouped_values_and_strides(emulated: list[str]) -> None:
-    wide = torch.randn(1, 140, 2, 3 * 128).to(torch.bfloat16)
-    inputs = draw(140, 2, 4)._replace(q=wide[..., :128], k=wide[..., 256:])
-    check(inputs, **BOUNDED_MODEL)
+    check_grouped_values_and_strides(check)
 
 
 def test_gate_and_beta_in_float16(emulated: list[str]) -> None:
-    inputs = draw(140)
-    assert inputs.dt_bias is not None
-    half = {name: getattr(inputs, name).half() for name in ("g", "beta", "dt_bias")}
-    check(inputs._replace(**half), allow_neg_eigval=True, scale=0.2, **BOUNDED_MODEL)
+    check_gate_and_beta_in_float16(check)
 
 
 @BOTH
 def test_later_tokens_change_no_bit(emulated: list[str], options: dict[str, Any]) -> None:
-    """Changed or appended."""
-    inputs, noise = draw(270), draw(270, seed=7)
-    whole = run(inputs, checkpoint_every=64, **options)
-    for cut in (40, 128, 200):
-        kept = {n: getattr(inputs, n)[:, :cut].contiguous() for n in TOKENS}
-        short = run(inputs._replace(**kept), checkpoint_every=64, **options)
-        assert torch.equal(short.o, whole.o[:, :cut])
-        assert short.checkpoints is not None
-        assert whole.checkpoints is not None
-        assert torch.equal(short.checkpoints, whole.checkpoints[:, : -(-cut // 64)])
-    mixed = {n: torch.cat([getattr(inputs, n)[:, :200], getattr(noise, n)[:, 200:]], 1) for n in TOKENS}
-    assert torch.equal(run(inputs._replace(**mixed), **options).o[:, :200], whole.o[:, :200])
+    check_later_tokens_change_no_bit(run, options)
 
 
 def test_nan_of_another_sequence_reaches_nothing(emulated: list[str], multiprocessors: int) -> None:

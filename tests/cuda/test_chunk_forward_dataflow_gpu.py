@@ -14,9 +14,9 @@ from cuda_calls import (
     STATE_BOUND,
     Draw,
     error,
-    oracle,
     request_of,
 )
+from forward_checks import TOKENS, check_against_the_oracle
 
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda import chunk_forward, chunk_forward_dataflow, torch_launch
@@ -24,7 +24,6 @@ from kdacore_cuda.chunk_forward_dataflow_kernels import use_dataflow
 
 pytestmark = pytest.mark.gpu
 GATES = pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
-TOKENS = ("q", "k", "v", "g", "beta")
 
 
 def draw(T: int, H: int, HV: int | None = None, *, B: int = 1, gate: str = "init") -> ChunkInputs:
@@ -60,14 +59,7 @@ def same(a: Outputs, b: Outputs) -> bool:
 @GATES
 @pytest.mark.parametrize("name", CASES)
 def test_against_the_oracle(name: str, options: dict[str, Any]) -> None:
-    inputs = CASES[name]()
-    r = request(inputs, checkpoint_every=192, **options)
-    got = chunk_forward_dataflow.forward(r, inputs)
-    host = ChunkInputs(*(None if x is None else x.cpu() for x in inputs))
-    want = oracle(request(host, checkpoint_every=192, **options), host)
-    assert error(got.o, want.o) < 2 * O_BOUND
-    assert error(got.final_state, want.final_state) < 2 * STATE_BOUND
-    assert error(got.checkpoints, want.checkpoints) < 2 * STATE_BOUND
+    check_against_the_oracle(chunk_forward_dataflow.forward, request, CASES[name](), options)
 
 
 @GATES

@@ -14,6 +14,11 @@ import torch
 from chunk_backward_calls import draw, filled, worst
 from chunk_backward_model import F64
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw, check_outputs, error, oracle, request_of
+from forward_checks import (
+    check_gate_and_beta_in_float16,
+    check_grouped_values_and_strides,
+    check_later_tokens_change_no_bit,
+)
 
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda import (
@@ -245,31 +250,17 @@ def test_near_collinear_keys(emulated: list[str], options: dict[str, Any]) -> No
 
 
 def test_grouped_values_and_strides(emulated: list[str]) -> None:
-    wide = torch.randn(1, 140, 2, 3 * 128).to(torch.bfloat16)
-    inputs = draw(140, 2, 4)._replace(q=wide[..., :128], k=wide[..., 256:])
-    check(inputs, **BOUNDED_MODEL)
+    check_grouped_values_and_strides(check)
 
 
 def test_gate_and_beta_in_float16(emulated: list[str]) -> None:
-    inputs = draw(140)
-    assert inputs.dt_bias is not None
-    half = {name: getattr(inputs, name).half() for name in ("g", "beta", "dt_bias")}
-    check(inputs._replace(**half), allow_neg_eigval=True, scale=0.2, **BOUNDED_MODEL)
+    check_gate_and_beta_in_float16(check)
 
 
 @BOTH
 def test_later_tokens_change_no_bit(emulated: list[str], options: dict[str, Any]) -> None:
-    """Changed or appended, also where they make a segment the last no more."""
-    inputs, noise = draw(270), draw(270, seed=7)
-    whole = run(inputs, checkpoint_every=64, **options)
-    names = ("q", "k", "v", "g", "beta")
-    for cut in (40, 128, 200):
-        kept = {n: getattr(inputs, n)[:, :cut].contiguous() for n in names}
-        short = run(inputs._replace(**kept), checkpoint_every=64, **options)
-        assert torch.equal(short.o, whole.o[:, :cut])
-        assert torch.equal(short.checkpoints, whole.checkpoints[:, : -(-cut // 64)])
-    mixed = {n: torch.cat([getattr(inputs, n)[:, :200], getattr(noise, n)[:, 200:]], 1) for n in names}
-    assert torch.equal(run(inputs._replace(**mixed), **options).o[:, :200], whole.o[:, :200])
+    """Also where they make a segment the last no more."""
+    check_later_tokens_change_no_bit(run, options)
 
 
 def test_a_sequence_alone_and_in_a_pack(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

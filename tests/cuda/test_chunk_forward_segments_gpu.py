@@ -9,7 +9,8 @@ import chunk_forward_segments_model as model
 import numpy as np
 import pytest
 import torch
-from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, STATE_BOUND, Draw, error, oracle, request_of
+from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, STATE_BOUND, Draw, error, request_of
+from forward_checks import check_against_the_oracle
 
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda import chunk_forward, chunk_forward_segments, chunk_forward_segments_kernels, torch_launch
@@ -96,14 +97,7 @@ def test_each_launch_on_what_the_one_before_left(name: str, options: dict[str, A
 @GATES
 @pytest.mark.parametrize("name", CASES)
 def test_against_the_oracle(name: str, options: dict[str, Any]) -> None:
-    inputs = CASES[name]()
-    r = request(inputs, checkpoint_every=192, **options)
-    got = chunk_forward_segments.forward(r, inputs)
-    host = ChunkInputs(*(None if x is None else x.cpu() for x in inputs))
-    want = oracle(request(host, checkpoint_every=192, **options), host)
-    assert error(got.o, want.o) < 2 * O_BOUND
-    assert error(got.final_state, want.final_state) < 2 * STATE_BOUND
-    assert error(got.checkpoints, want.checkpoints) < 2 * STATE_BOUND
+    check_against_the_oracle(chunk_forward_segments.forward, request, CASES[name](), options)
 
 
 @GATES

@@ -11,9 +11,9 @@ struct ForwardStage {
   u16 u[BLOCK_V][64];  // this block's rows
   float decay[K];      // of the whole chunk
 };
-// Reverse: three parts, each with a ring of its own, as they are used at different times. d_o
-// (OutputGradStage) goes to registers before its chunk begins; then come the operands of dv, then
-// those of the state's gradient and dr.
+// Reverse: the operands of a chunk are loaded in three parts, which are used one after another, so
+// each part has a ring of its own: d_o (OutputGradStage), copied to registers before its chunk
+// begins; the operands of dv; and those of the state's gradient and dr.
 struct ValueGradStage {
   TileImage kg, kg_low;
   SquareImage aqk;

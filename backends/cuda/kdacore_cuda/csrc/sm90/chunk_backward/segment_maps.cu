@@ -17,6 +17,7 @@
 // Macros from the host: WARPGROUPS, SHARED_BYTES.
 #include "common/warp_arrivals.cuh"
 #include "sm90/chunk_backward/scan_block.cuh"
+#include "sm90/chunk_backward/segment_map.cuh"
 #include "sm90/ring.cuh"
 
 struct ForwardStage {
@@ -103,36 +104,13 @@ __device__ __forceinline__ void begin_walk(State& state, const ChunkBackwardPara
     const u64 from = walk.task.nh < 0 ? 0 : matrix_at(given, walk.task.nh, p.flags);
     return read_state(state, row, l.t, from, p.flags);
   }
-#pragma unroll
-  for (int j = 0; j < 2 * K_TILES; ++j) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-      state.s[j][e] = row + 8 * (e >> 1) == 8 * j + 2 * l.t + (e & 1) ? 1.0f : 0.0f;
-  }
+  unit_state(state, row, l.t);
 }
 
-// Stores A in two bfloat16 parts, staged in the ring, which is no longer in use.
+// The stages of the ring, which are no longer in use, hold A on its way.
 __device__ __forceinline__ void store_map(const State& state, u64 map, u32 shared, const Lane& l) {
   sync_threads(1, 32 * STATE_WARPS);
-  constexpr u32 ROWS = 16 * IMAGE_ROW;
-  const u32 out = shared + l.row / 16 * 4 * ROWS;
-#pragma unroll
-  for (int kk = 0; kk < K_TILES; ++kk) {
-    const Split s = split_tiles(state.s[2 * kk], state.s[2 * kk + 1]);
-    const u32 to = out + (kk >> 2) * ROWS + (l.piece ^ (kk & 3) << 5);
-    store_matrix4(to, s.high);
-    store_matrix4(to + 2 * ROWS, s.low);
-  }
-  fence_async_proxy();
-  sync_warp();
-  if (l.lane) return;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    copy_out(reinterpret_cast<void*>(map + i * (STATE_BYTES / 2) + (l.above + l.row) * IMAGE_ROW),
-             out + i * ROWS, ROWS);
-  }
-  copy_out_commit();
-  copy_out_wait_read<0>();
+  store_map_rows(state, map, l.above + l.row, shared + l.row * 4 * IMAGE_ROW, l.piece, l.lane);
 }
 
 __device__ __forceinline__ void end_walk(State& state, const Walk& walk, u32 shared, const Lane& l) {

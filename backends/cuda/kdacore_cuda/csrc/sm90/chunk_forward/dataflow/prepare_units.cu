@@ -2,7 +2,8 @@
 // chunk, as one ChunkOperands a unit (segments/chunk_operands.cuh). A unit's threads do what those of a
 // block of chunk_backward/prepare.cu do; here a block lives as long as the launch, computes three units
 // (two if gates are unbounded) side by side, which do not wait for each other, and leaves
-// multiprocessors for walk, which reads units while this goes on. It waits for nobody.
+// multiprocessors to the second launch (walk.cu), which reads finished units while others are still
+// computed. No block of this launch waits for another block.
 //
 // Grid: at most as many blocks as the host wants to give multiprocessors to. Warps: eight for each of
 // the places where a unit is computed, and one, the dispatcher, that hands the block's units out in

@@ -9,8 +9,9 @@
 // later.
 //
 // This launch begins when every block of prepare_units is resident or has ended, and each of those has
-// waited for all earlier launches. It waits for flags of that launch alone, so no block waits for one
-// that could be kept from running. It ends after it, so whoever waits for this launch waits for both.
+// waited for all earlier launches. Its blocks wait only for flags that prepare_units raises, whose blocks
+// are then all running or done, so there is no deadlock. It ends after prepare_units, so a later launch
+// that waits for this one has waited for both.
 //
 // Grid: two blocks a sequence and value head, with 64 value rows each. Warps: four carry the state, four
 // store outputs, each of the same 16 rows as one of the former; three load operands, each into a stage of
@@ -110,7 +111,7 @@ __device__ __forceinline__ void produce(const WalkParams& p, const Item& x, u32 
   }
 }
 
-// Where the two warps of a pair exchange o: two places in turns.
+// Double buffer in which a state warp hands o to the store warp of the same rows.
 struct Exchange {
   u32 outputs, barriers, turn = 0;
   __device__ __forceinline__ u32 place() const { return outputs + (turn & 1) * (u32)sizeof(Outputs); }

@@ -10,6 +10,7 @@
 // and synchronisation: segment_scan.cuh.
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 constexpr u32 STAGED_BYTES = OFFSET(ChunkOperands, qg);  // the part that is loaded
+#include "sm90/chunk_backward/segment_map.cuh"
 #include "sm90/chunk_forward/segments/segment_scan.cuh"
 
 // A block's segment, and whether it computes A. Later segments come first: their operands were
@@ -34,37 +35,14 @@ __device__ __forceinline__ void initial_state(State& state, const SegmentParams&
     const u64 h0 = task.x.index ? 0 : initial_state_at(p, task.x.n, task.x.hv, K * V);
     return read_state(state, l.row + l.g, l.t, h0, p.flags);
   }
-#pragma unroll
-  for (int j = 0; j < 2 * K_TILES; ++j) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-      state.s[j][e] = l.row + l.g + 8 * (e >> 1) == 8 * j + 2 * l.t + (e & 1) ? 1.0f : 0.0f;
-  }
+  unit_state(state, l.row + l.g, l.t);
 }
 
-// Stores A in two bfloat16 parts, staged in the ring, which is no longer in use.
+// The stages of the ring, which are no longer in use, hold A on its way.
 __device__ __forceinline__ void store_map(const State& state, u64 map, u32 shared, const Lane& l) {
   sync_threads(1, 32 * STATE_WARPS);
-  constexpr u32 ROWS = 16 * IMAGE_ROW;
-  const u32 out = shared + l.row / 16 * 4 * ROWS;
-#pragma unroll
-  for (int kk = 0; kk < K_TILES; ++kk) {
-    const Split s = split_tiles(state.s[2 * kk], state.s[2 * kk + 1]);
-    const u32 to = out + (kk >> 2) * ROWS + (l.piece ^ (kk & 3) << 5);
-    store_matrix4(to, s.high);
-    store_matrix4(to + 2 * ROWS, s.low);
-  }
-  fence_async_proxy();
-  sync_warp();
-  if (l.lane) return;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    copy_out(
-        reinterpret_cast<void*>(map + OFFSET(SegmentMap, a_high) + i * (STATE_BYTES / 2) + l.row * IMAGE_ROW),
-        out + i * ROWS, ROWS);
-  }
-  copy_out_commit();
-  copy_out_wait_read<0>();
+  store_map_rows(state, map + OFFSET(SegmentMap, a_high), l.row, shared + l.row * 4 * IMAGE_ROW, l.piece,
+                 l.lane);
 }
 
 __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task& task, u32 shared,

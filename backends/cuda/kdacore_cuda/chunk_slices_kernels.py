@@ -1,0 +1,122 @@
+"""The kernels for slices of a row that several ranks share (context parallelism) on Hopper,
+K = V = 128, and how long their segments are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from kdacore_cuda.chunk_backward_kernels import ChunkBackwardKernel, state_threads
+from kdacore_cuda.chunk_backward_segments_kernels import SEGMENT_MAPS_SHARED, no_grid
+from kdacore_cuda.chunk_forward_segments_kernels import MAPS_SHARED, MAPS_THREADS, SegmentsKernel
+from kdacore_cuda.kernel_source import KernelSource
+
+_FORWARD, _BACKWARD = "sm90/chunk_forward/segments", "sm90/chunk_backward"
+_COMPOSE_THREADS = 256
+
+
+@cache
+def maps_kernel() -> SegmentsKernel:
+    """Forward: :func:`kdacore_cuda.chunk_forward_segments_kernels.maps_kernel` from an unknown
+    state; two blocks per segment and value head."""
+    defines = (("WARPGROUPS", 2), ("SHARED_BYTES", MAPS_SHARED), ("OF_SLICE", 1))
+    return SegmentsKernel(KernelSource(f"{_FORWARD}/maps.cu", "maps", defines), MAPS_THREADS, MAPS_SHARED)
+
+
+def _compose_source(folder: str, name: str, blocks: int) -> tuple[KernelSource, int]:
+    """A kernel whose ``blocks`` (4 or 8, same bits) share the rows of a state, and its shared memory in
+    bytes."""
+    shared = 3 * 64 * 1024 + 128 * 1024 // blocks + 24
+    return KernelSource(f"{folder}/{name}.cu", name, (("ROWS", 128 // blocks), ("SHARED_BYTES", shared))), shared
+
+
+@cache
+def transition_kernel(blocks: int) -> SegmentsKernel:
+    """Forward: a slice's M and C from the maps of its segments; ``blocks`` per result, value head, and
+    M or C. Takes :data:`kdacore_cuda.kernel_parameters.TRANSITION`."""
+    source, shared = _compose_source(_FORWARD, "transition", blocks)
+    return SegmentsKernel(source, _COMPOSE_THREADS, shared)
+
+
+@cache
+def forward_chain_kernel(blocks: int) -> SegmentsKernel:
+    """Forward: the state at the start of every segment; ``blocks`` per sequence and value head."""
+    source, shared = _compose_source(_FORWARD, "slice_chain", blocks)
+    return SegmentsKernel(source, _COMPOSE_THREADS, shared)
+
+
+@cache
+def segment_maps_kernel(warpgroups: int) -> ChunkBackwardKernel:
+    """Backward: :func:`kdacore_cuda.chunk_backward_segments_kernels.segment_maps_kernel` from an
+    unknown gradient."""
+    shared = SEGMENT_MAPS_SHARED[warpgroups]
+    defines = (("WARPGROUPS", warpgroups), ("SHARED_BYTES", shared), ("OF_SLICE", 1))
+    source = KernelSource(f"{_BACKWARD}/segment_maps.cu", "segment_maps", defines)
+    return ChunkBackwardKernel(source, state_threads(warpgroups), shared, no_grid)
+
+
+@cache
+def slice_gradient_kernel(blocks: int) -> ChunkBackwardKernel:
+    """Backward: the gradient of the state at the slice's start, as far as this rank knows it;
+    ``blocks`` per result and value head."""
+    source, shared = _compose_source(_BACKWARD, "slice_gradient", blocks)
+    return ChunkBackwardKernel(source, _COMPOSE_THREADS, shared, no_grid)
+
+
+@cache
+def backward_chain_kernel(blocks: int) -> ChunkBackwardKernel:
+    """Backward: the state at the start of every segment and its gradient at every end; ``blocks`` per
+    sequence, value head and direction."""
+    source, shared = _compose_source(_BACKWARD, "slice_chain", blocks)
+    return ChunkBackwardKernel(source, _COMPOSE_THREADS, shared, no_grid)
+
+
+def compose_blocks(states: int, multiprocessors: int) -> int:
+    """Blocks per state of the kernels that compose maps, for so many states: 8 where each finds a
+    multiprocessor of its own."""
+    return 8 if 8 * states <= multiprocessors else 4
+
+
+_CYCLES_PER_MAP = 1300
+"""Of a block, to apply the map of a segment to its rows of a state."""
+
+
+def chunks_per_segment(chunks: int, heads: int, multiprocessors: int, cycles: tuple[tuple[int, int], ...]) -> int:
+    """Chunks of 64 tokens in a segment of a slice: 8, 16, 32 or 64, whichever is fastest.
+
+    Long segments leave fewer maps to apply one after another, twice in each pass; short ones occupy
+    the multiprocessors evenly. Unlike in a call without ranks, the number of tokens may decide: it
+    moves the borders of the slices anyway.
+
+    Args:
+        chunks: of the slice.
+        heads: batch rows times value heads.
+        multiprocessors: of the device.
+        cycles: blocks per segment and head of each launch that walks over segments, and cycles of
+            such a block for a chunk.
+    """
+
+    def cost(size: int) -> int:
+        segments = -(-chunks // size)
+        waves = sum(-(-blocks * segments * heads // multiprocessors) * each for blocks, each in cycles)
+        return waves * min(size, chunks) + 2 * segments * _CYCLES_PER_MAP
+
+    return min((8, 16, 32, 64), key=cost)
+
+
+FORWARD_CYCLES = ((2, 1300), (1, 2100))
+"""Of maps and of output, see :func:`chunks_per_segment`."""
+BACKWARD_CYCLES = ((3, 1700), (2, 3400))
+"""Of the backward's maps and of its scan."""
+
+
+def packaged_slices_kernels() -> Iterator[KernelSource]:
+    """The kernels shipped: all there are."""
+    yield maps_kernel().source
+    for warpgroups in (1, 2):
+        yield segment_maps_kernel(warpgroups).source
+    for blocks in (4, 8):
+        yield transition_kernel(blocks).source
+        yield forward_chain_kernel(blocks).source
+        yield slice_gradient_kernel(blocks).source
+        yield backward_chain_kernel(blocks).source

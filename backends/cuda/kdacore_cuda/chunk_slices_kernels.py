@@ -39,9 +39,9 @@ def transition_kernel(blocks: int) -> SegmentsKernel:
 
 
 @cache
-def forward_chain_kernel(blocks: int) -> SegmentsKernel:
+def starts_kernel(blocks: int) -> SegmentsKernel:
     """Forward: the state at the start of every segment; ``blocks`` per sequence and value head."""
-    source, shared = _compose_source(_FORWARD, "slice_chain", blocks)
+    source, shared = _compose_source(_FORWARD, "slice_starts", blocks)
     return SegmentsKernel(source, _COMPOSE_THREADS, shared)
 
 
@@ -64,7 +64,7 @@ def slice_gradient_kernel(blocks: int) -> ChunkBackwardKernel:
 
 
 @cache
-def backward_chain_kernel(blocks: int) -> ChunkBackwardKernel:
+def chain_kernel(blocks: int) -> ChunkBackwardKernel:
     """Backward: the state at the start of every segment and its gradient at every end; ``blocks`` per
     sequence, value head and direction."""
     source, shared = _compose_source(_BACKWARD, "slice_chain", blocks)
@@ -117,6 +117,6 @@ def packaged_slices_kernels() -> Iterator[KernelSource]:
         yield segment_maps_kernel(warpgroups).source
     for blocks in (4, 8):
         yield transition_kernel(blocks).source
-        yield forward_chain_kernel(blocks).source
+        yield starts_kernel(blocks).source
         yield slice_gradient_kernel(blocks).source
-        yield backward_chain_kernel(blocks).source
+        yield chain_kernel(blocks).source

@@ -8,7 +8,7 @@
 // Macros from the host: ROWS, SHARED_BYTES.
 #include "sm90/chunk_forward/segments/compose.cuh"
 
-KDA_KERNEL(THREADS, 1) slice_chain(KDA_PARAM SegmentParams p) {
+KDA_KERNEL(THREADS, 1) slice_starts(KDA_PARAM SegmentParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   wait_for_inputs();

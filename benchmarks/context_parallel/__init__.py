@@ -1,0 +1,1 @@
+"""Context parallelism of ``chunk_kda`` and ``chunk_gated_delta_rule``: checked, then timed."""

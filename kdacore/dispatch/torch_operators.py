@@ -28,7 +28,7 @@ _FAMILIES = {"chunk": OPS["chunk_kda"], "recurrent": OPS["fused_recurrent_kda"],
 """An op of each family: all ops of a family take the same arguments."""
 _ARRAYS = {family: opdef.arrays for family, opdef in _FAMILIES.items()}
 _OPTIONS = {
-    family: tuple([o for o in opdef.option_arguments if o.kind != "reserved"])
+    family: tuple([o for o in opdef.option_arguments if o.kind != "ranks"])
     for family, opdef in _FAMILIES.items()
 }
 _SCHEMA_TYPES = {"flag": "bool", "number": "float?", "count": "int?"}
@@ -159,7 +159,7 @@ def _wanted_instead(option: Option, value: Any) -> str | None:
         return None if isinstance(value, bool) else "True or False"
     if value is None:
         return None
-    if option.kind == "reserved":
+    if option.kind == "ranks":
         return "None"
     if isinstance(value, bool) or not isinstance(value, (int, _NUMBERS[option.kind])):
         return "a Python number: torch.compile makes an array of NumPy's"

@@ -64,8 +64,12 @@ class Row:
             )
             request = request_of("chunk_kda", local, **local_options)
             if request.device.type == "cpu":
-                request = dataclasses.replace(request, device=dataclasses.replace(request.device, arch="sm_90"))
-            self.ranks.append(Rank(request, local._replace(initial_state=None), r, T, None if cu is None else cu.cpu()))
+                request = dataclasses.replace(
+                    request, device=dataclasses.replace(request.device, arch="sm_90")
+                )
+            self.ranks.append(
+                Rank(request, local._replace(initial_state=None), r, T, None if cu is None else cu.cpu())
+            )
 
     def forward(self) -> list[tuple[Outputs, torch.Tensor]]:
         """Of every rank: its results and the states that its parts start from."""
@@ -129,10 +133,15 @@ class Row:
         for rank, start in zip(self.ranks, starts, strict=True):
             mine = torch.where(self.ends_here(rank)[:, None, None, None].to(d_final.device), d_final, 0.0)
             own = OutputGrads(
-                None if grads.o is None else grads.o[:, rank.rows], None if grads.final_state is None else mine
+                None if grads.o is None else grads.o[:, rank.rows],
+                None if grads.final_state is None else mine,
             )
             begun.append(
-                (own, mine, *chunk_backward_slices.backward_begin(rank.request, rank.inputs, (), own, start, None))
+                (
+                    own,
+                    mine,
+                    *chunk_backward_slices.backward_begin(rank.request, rank.inputs, (), own, start, None),
+                )
             )
         found = [None] * len(self.ranks)
         carried = torch.zeros_like(self.initial, dtype=torch.float64)  # of the state at the next rank's start
@@ -149,9 +158,9 @@ class Row:
             through = known.double()
             if rank.offsets is None:
                 through = through + self.transitions[r].double().mT @ carried
-            elif rank.part_with(rank.rows.start) is not None and rank.part_with(rank.rows.start) == rank.part_with(
-                rank.rows.stop - 1
-            ):
+            elif rank.part_with(rank.rows.start) is not None and rank.part_with(
+                rank.rows.start
+            ) == rank.part_with(rank.rows.stop - 1):
                 through = through + self.transitions[r].double().mT @ self.parts(carried, rank, -1)
             self.check_start(rank, got, through)
             d_initial = self.add_begun(d_initial, rank, got, ends)
@@ -173,7 +182,7 @@ class Row:
     def add_begun(
         self, d_initial: torch.Tensor, rank: Rank, got: InputGrads, ends: torch.Tensor
     ) -> torch.Tensor:
-        """With the gradients of initial states of the sequences that begin on this rank; of empty ones, on the first."""
+        """With the gradients of the initial states of sequences that begin here; of empty ones, on the first rank."""
         assert got.initial_state is not None
         if rank.offsets is None:
             begins = torch.full((self.N,), rank.number == 0)

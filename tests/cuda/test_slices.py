@@ -1,4 +1,4 @@
-"""``chunk_kda`` on slices of a row that several ranks share, emulated on the CPU, against the oracle on the whole row."""
+"""``chunk_kda`` on slices of a row that ranks share, emulated on the CPU, against the oracle on the whole row."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ SKIPPING = [3, 700, 65]
 """On 4 ranks of 192: one that has the second and third rank whole, and ends inside the last."""
 
 DENSE = pytest.mark.parametrize(
-    ("T", "B", "H", "HV", "ranks"), [(640, 1, 1, 1, 2), (396, 2, 1, 2, 3)], ids=["one head", "two rows, grouped"]
+    ("T", "B", "H", "HV", "ranks"),
+    [(640, 1, 1, 1, 2), (396, 2, 1, 2, 3)],
+    ids=["one head", "two rows, grouped"],
 )
 BOTH = pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
 
@@ -102,9 +104,13 @@ def test_forward(emulated: list[str], T: int, B: int, H: int, HV: int, ranks: in
 
 @BOTH
 @pytest.mark.parametrize(
-    ("lengths", "ranks"), [(CROSSING, 3), (SKIPPING, 4), ([40], 2)], ids=["crossing", "skipping", "mostly padding"]
+    ("lengths", "ranks"),
+    [(CROSSING, 3), (SKIPPING, 4), ([40], 2)],
+    ids=["crossing", "skipping", "mostly padding"],
 )
-def test_forward_of_packs(emulated: list[str], lengths: list[int], ranks: int, options: dict[str, Any]) -> None:
+def test_forward_of_packs(
+    emulated: list[str], lengths: list[int], ranks: int, options: dict[str, Any]
+) -> None:
     index = torch.int32 if ranks == 3 else torch.int64
     check_forward(pack(lengths, 192 * ranks if ranks != 3 else 768, index), ranks, **options)
 
@@ -145,7 +151,9 @@ def test_gradients(emulated: list[str], T: int, B: int, H: int, HV: int, ranks: 
     [(CROSSING, 3, BOUNDED_MODEL), (SKIPPING, 4, MODEL), ([40], 2, BOUNDED_MODEL)],
     ids=["crossing", "skipping", "mostly padding"],
 )
-def test_gradients_of_packs(emulated: list[str], lengths: list[int], ranks: int, options: dict[str, Any]) -> None:
+def test_gradients_of_packs(
+    emulated: list[str], lengths: list[int], ranks: int, options: dict[str, Any]
+) -> None:
     # Drawn so that the gradient of A_log, one number here, is not what is left of terms that cancel.
     check_gradients(pack(lengths, 192 * ranks if ranks != 3 else 768, seed=len(lengths)), ranks, **options)
 

@@ -20,7 +20,6 @@ from kdacore_cuda.chunk_backward import Arrays, ChunkBackwardPlan, given_arrays
 from kdacore_cuda.chunk_backward_kernels import prepare_kernel
 from kdacore_cuda.chunk_backward_segments import CHUNK, WORKSPACE, ScanLaunch
 from kdacore_cuda.chunk_backward_segments_kernels import segment_scan_kernel, walk_warpgroups
-from kdacore_cuda.chunk_forward_slices import BATCH_INVARIANT_CHUNKS
 from kdacore_cuda.chunk_slices_kernels import (
     BACKWARD_CYCLES,
     chain_kernel,
@@ -48,16 +47,9 @@ class ChunkBackwardSlicesPlan(NamedTuple):
     scan: ScanLaunch
 
 
-def segment_chunks(r: Request, multiprocessors: int) -> int:
-    """Chunks of a segment of this call."""
-    if r.batch_invariant:
-        return BATCH_INVARIANT_CHUNKS
-    return chunks_per_segment(-(-r.T // CHUNK), r.B * r.HV, multiprocessors, BACKWARD_CYCLES)
-
-
 def _make_plan(r: Request) -> ChunkBackwardSlicesPlan:
     plan, multiprocessors = chunk_backward.plan_of(r), torch_launch.multiprocessors(r.device.index)
-    segment = segment_chunks(r, multiprocessors)
+    segment = chunks_per_segment(-(-r.T // CHUNK), r.B * r.HV, multiprocessors, BACKWARD_CYCLES)
     segments = -(-plan.sizes["NT"] // segment)
     slots = r.T // (CHUNK * segment) + r.N if r.packed else r.N * segments
     results, items = 1 if r.packed else r.B, r.N * r.HV

@@ -29,8 +29,8 @@ from kdacore_cuda.chunk_slices_kernels import (
     FORWARD_CYCLES,
     chunks_per_segment,
     compose_blocks,
-    starts_kernel,
     maps_kernel,
+    starts_kernel,
     transition_kernel,
 )
 from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, TRANSITION
@@ -39,8 +39,6 @@ from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.torch_arguments import address, contiguous, token_arguments
 
 CHUNK = 64
-BATCH_INVARIANT_CHUNKS = 32
-"""Chunks of a segment where they must not be chosen by what else is in the call."""
 
 
 class ChunkForwardSlicesPlan(NamedTuple):
@@ -73,7 +71,7 @@ def _make_plan(r: Request) -> ChunkForwardSlicesPlan:
     NT, units, flags = (chunks.sizes[name] for name in ("NT", "units", "flags"))
     items, multiprocessors = r.N * r.HV, torch_launch.multiprocessors(r.device.index)
     results = 1 if r.packed else r.B
-    segment = segment_chunks(r, multiprocessors)
+    segment = chunks_per_segment(-(-r.T // CHUNK), r.B * r.HV, multiprocessors, FORWARD_CYCLES)
     segments = -(-NT // segment)
     slots = r.T // (CHUNK * segment) + r.N if r.packed else r.N * segments
     prepare = prepare_kernel(chunks.float_gate, chunks.bounded, for_segments=True)
@@ -97,13 +95,6 @@ def _make_plan(r: Request) -> ChunkForwardSlicesPlan:
         starts_offset=starts_offset,
         workspace_bytes=starts_offset + slots * r.HV * START_BYTES,
     )
-
-
-def segment_chunks(r: Request, multiprocessors: int) -> int:
-    """Chunks of a segment of this call."""
-    if r.batch_invariant:
-        return BATCH_INVARIANT_CHUNKS
-    return chunks_per_segment(-(-r.T // CHUNK), r.B * r.HV, multiprocessors, FORWARD_CYCLES)
 
 
 plan_of = PlanCache(_make_plan)
@@ -151,7 +142,10 @@ def begin(request: Request, inputs: ChunkInputs, leaving: torch.Tensor | None) -
     M, C = (like.new_empty((plan.results, request.HV, 128, 128), dtype=torch.float32) for _ in range(2))
     operands, cu_seqlens = workspace.data_ptr(), small[2]
     _launch(
-        plan, plan.prepare, like, fill_prepare_values(plan.prepare_values, addresses, strides, small, operands)
+        plan,
+        plan.prepare,
+        like,
+        fill_prepare_values(plan.prepare_values, addresses, strides, small, operands),
     )
     _launch(plan, plan.maps, like, _segment_values(plan, cu_seqlens, operands, 0, 0, 0, 0))
     values = (address(cu_seqlens), operands + plan.maps_offset, M.data_ptr(), C.data_ptr())

@@ -27,7 +27,9 @@ def _compose_source(folder: str, name: str, blocks: int) -> tuple[KernelSource, 
     """A kernel whose ``blocks`` (4 or 8, same bits) share the rows of a state, and its shared memory in
     bytes."""
     shared = 3 * 64 * 1024 + 128 * 1024 // blocks + 24
-    return KernelSource(f"{folder}/{name}.cu", name, (("ROWS", 128 // blocks), ("SHARED_BYTES", shared))), shared
+    return KernelSource(
+        f"{folder}/{name}.cu", name, (("ROWS", 128 // blocks), ("SHARED_BYTES", shared))
+    ), shared
 
 
 @cache
@@ -81,7 +83,9 @@ _CYCLES_PER_MAP = 1300
 """Of a block, to apply the map of a segment to its rows of a state."""
 
 
-def chunks_per_segment(chunks: int, heads: int, multiprocessors: int, cycles: tuple[tuple[int, int], ...]) -> int:
+def chunks_per_segment(
+    chunks: int, heads: int, multiprocessors: int, cycles: tuple[tuple[int, int], ...]
+) -> int:
     """Chunks of 64 tokens in a segment of a slice: 8, 16, 32 or 64, whichever is fastest.
 
     Long segments leave fewer maps to apply one after another, twice in each pass; short ones occupy

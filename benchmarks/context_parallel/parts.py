@@ -25,7 +25,6 @@ from kdacore.parallel import fold
 from kdacore.parallel.local_call import choose, slice_request
 from kdacore.types import ChunkInputs, OutputGrads
 
-
 Timer = Callable[[str, Step], None]
 
 

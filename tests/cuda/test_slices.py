@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -10,10 +12,20 @@ import pytest
 import torch
 from chunk_backward_calls import draw
 from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, STATE_BOUND, Draw, error, request_of
+from emulated_backend import NAME, Plugin
 from slice_ranks import TOKENS, Row
 
+import kdacore
+from kdacore.parallel import local_group
+from kdacore.registry import REGISTRY
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads
-from kdacore_cuda import chunk_backward_slices, chunk_forward_slices, chunk_slices_kernels, slices
+from kdacore_cuda import (
+    chunk_backward_slices,
+    chunk_forward_slices,
+    chunk_slices_kernels,
+    slices,
+    torch_launch,
+)
 from kdacore_cuda.compiler import compile_kernel
 from kdacore_cuda.kernel_source import KernelSource
 from kdacore_reference.oracle import oracle_backward, oracle_forward
@@ -174,8 +186,6 @@ def test_longer_than_two_rings(emulated: list[str], monkeypatch: pytest.MonkeyPa
 def test_blocks_that_share_states_give_the_same_bits(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kdacore_cuda import torch_launch
-
     inputs, found = draw(512, initial_state=state(1, 1)), []
     for multiprocessors in (1, 1000):
         monkeypatch.setattr(torch_launch, "multiprocessors", lambda index, n=multiprocessors: n)
@@ -194,6 +204,58 @@ def test_later_tokens_change_no_bit(emulated: list[str]) -> None:
     for n in TOKENS:
         getattr(changed, n)[:, 300:] = getattr(changed, n)[:, 300:].flip(1)
     assert torch.equal(Row(changed, 2, **options).outputs()[0][:, :300], before[:, :300])
+
+
+def test_calls_with_cp(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the public function, ranks as threads: a pack with bfloat16 states, and its gradients."""
+    REGISTRY.register(Plugin(), NAME)
+    plain, one_at_a_time = torch_launch.launch, threading.Lock()
+
+    def launch(*args: Any) -> None:
+        with one_at_a_time:  # the emulator serves one
+            plain(*args)
+
+    monkeypatch.setattr(torch_launch, "launch", launch)
+    inputs = pack(CROSSING, 768, torch.int64)
+    assert inputs.initial_state is not None
+    inputs = inputs._replace(initial_state=inputs.initial_state.mT.bfloat16().contiguous())
+    options = {**BOUNDED_MODEL, "state_v_first": True, "output_final_state": True}
+    request = request_of("chunk_kda", inputs, **options)
+    d = Draw(3)
+    do, d_final = d.normal(*inputs.v.shape), d.normal(*request.state_shape)
+    do[:, sum(CROSSING) :] = 0
+    group = local_group(3)
+
+    def run(rank: int) -> list[torch.Tensor]:
+        rows = slice(256 * rank, 256 * rank + 256)
+        names = [n for n, x in inputs._asdict().items() if x is not None and x.is_floating_point()]
+        leaves = {
+            n: (getattr(inputs, n)[:, rows] if n in TOKENS else getattr(inputs, n)).clone().requires_grad_()
+            for n in names
+        }
+        with kdacore.record_selections() as selections, torch.autograd.set_multithreading_enabled(False):
+            o, final = kdacore.chunk_kda(
+                **leaves, cu_seqlens=inputs.cu_seqlens, **options, cp=group[rank], backend=NAME
+            )
+            given = d_final if rank == 1 else torch.zeros_like(d_final)
+            grads = torch.autograd.grad([o, final], list(leaves.values()), [do[:, rows], given])
+        assert [s.backend for s in selections] == [NAME]
+        return [o.detach(), final.detach(), *grads]
+
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(run, range(3)))
+    finally:
+        REGISTRY.reset()
+    assert {name.split("-")[0] for name in emulated} >= {"transition", "slice_starts", "slice_gradient"}
+    want, exact = oracle_forward(request, inputs), oracle_backward(request, inputs, OutputGrads(do, d_final))
+    assert error(torch.cat([x[0] for x in found], 1), want.o) < 2 * O_BOUND
+    assert all(error(x[1], want.final_state) < 2 * STATE_BOUND for x in found)
+    names = [n for n, x in inputs._asdict().items() if x is not None and x.is_floating_point()]
+    for i, name in enumerate(names, 2):
+        parts = [x[i].float() for x in found]
+        whole = torch.cat(parts, 1) if name in TOKENS else torch.stack(parts).sum(0)
+        assert error(whole, getattr(exact, name)) < 2 * GRADIENT_BOUND, name
 
 
 def test_which_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,6 @@ Source: the chunk form of arXiv 2510.26692, section 3, with a chunk of any lengt
 
 from __future__ import annotations
 
-from typing import Any
-
 from kdacore.arrays import adapter_of
 from kdacore.errors import ContractError
 from kdacore.types import Array

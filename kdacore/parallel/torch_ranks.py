@@ -15,6 +15,9 @@ from kdacore.parallel.local_ranks import LocalRanks
 _WANTED = "a torch.distributed.ProcessGroup or a DeviceMesh of one dimension"
 _HOST_ONLY, _CUDA_ONLY = ("gloo", "mpi"), ("nccl",)
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Renamed in torch 2.13."""
+
 
 class TorchRanks(Ranks, Protocol):
     """The ranks of a torch call."""
@@ -46,7 +49,7 @@ class ProcessRanks:
     def all_gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
         x = x.contiguous()
         gathered = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        work = dist.all_gather_into_tensor(gathered, x, group=self.group, async_op=True)
+        work = _all_gather(gathered, x, group=self.group, async_op=True)
 
         def wait() -> torch.Tensor:
             work.wait()  # of NCCL: the current stream waits, not the host
@@ -135,7 +138,7 @@ def ranks_of_name(name: str) -> TorchRanks:
     if local is not None:
         return local
     found = _known.get(name)
-    group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]
+    group = dist.distributed_c10d._resolve_process_group(name)
     if found is None or found.group is not group:
         found = _known[name] = ProcessRanks(group)
     return found

@@ -121,11 +121,10 @@ class SliceCall:
         except ContractError as error:
             problem = error
         found = self.ranks.exchange((problem, offsets))
-        for rank, (error, others) in enumerate(found):
-            if error is not None:
-                raise ContractError(
-                    self.opdef.name, error.argument, f"{error.got}, on rank {rank}", error.want
-                )
+        for rank, (wrong, others) in enumerate(found):
+            if wrong is not None:
+                got = f"{wrong.got}, on rank {rank}"
+                raise ContractError(self.opdef.name, wrong.argument, got, wrong.want)
             if others != found[0][1]:
                 got = f"{list(found[0][1])} on rank 0, {list(others)} on rank {rank}"
                 raise ContractError(self.opdef.name, "cu_seqlens", got, "the same on every rank of cp")

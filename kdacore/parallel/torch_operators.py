@@ -24,7 +24,7 @@ from kdacore.ops import OPS, OpDef
 from kdacore.parallel import torch_call
 from kdacore.parallel.exchange import Residuals
 from kdacore.parallel.local_call import without_cp
-from kdacore.parallel.torch_ranks import TorchRanks, ranks_of_name
+from kdacore.parallel.torch_ranks import WANTED, TorchRanks, ranks_of_name
 from kdacore.types import InputGrads, Outputs
 
 _library = torch.library.Library("kdacore", "FRAGMENT")
@@ -48,7 +48,7 @@ def traced_call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...],
     if isinstance(cp, DeviceMesh) and cp.ndim == 1:
         group = cp.get_group()
     if not isinstance(group, ProcessGroup):
-        text = contract_text(opdef.name, "cp", "no process group", "one, or a DeviceMesh of one dimension")
+        text = contract_text(opdef.name, "cp", type(cp).__name__, WANTED)
         torch._dynamo.graph_break(msg=text)
         return _outside_graph(opdef, arrays, options, backend)
     name, size = group.group_name, group.size()

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from kdacore.dispatch import selection
-from kdacore.dispatch.plan import Plan, asked_of, current_policy
+from kdacore.dispatch.plan import Plan, asked_of
 from kdacore.errors import ContractError, UnsupportedError, shown
 from kdacore.ops import OpDef
 from kdacore.parallel import slices
@@ -87,37 +87,47 @@ def slice_request(request: Request) -> Request:
     )
 
 
-def choose(opdef: OpDef, request: Request, backend: object) -> tuple[Selection, SliceFunctions]:
+def choose(request: Request, policy: selection.Policy) -> tuple[Selection, SliceFunctions]:
     """The backend for a slice, and its functions: the one that dispatch prefers, if it can serve a slice.
 
+    Args:
+        request: of the slice.
+        policy: what the caller asked of dispatch.
+
     Raises:
-        ContractError, ConfigError: there is no backend of the name asked for.
+        ContractError: there is no backend of the name asked for.
         UnsupportedError: no backend, or not the one asked for by ``backend=``, can.
     """
-    policy = current_policy(opdef, backend)
     request = asked_of(request, policy)
     check_request(request)
-    chosen = selection.select(request, policy)
-    refused: list[tuple[str, UnsupportedError]] = []
+    return serving(selection.select(request, policy), policy)
+
+
+def serving(
+    chosen: Selection, policy: selection.Policy, *, asked_only: bool = False
+) -> tuple[Selection, SliceFunctions]:
+    """A selection for a slice's request, its backend replaced where that can serve no slice, and the functions.
+
+    Args:
+        asked_only: as for :func:`kdacore.parallel.slices.slice_functions`.
+
+    Raises:
+        UnsupportedError: as :func:`choose`.
+    """
+    request, refused = chosen.request, {}
     for candidate in _in_order(chosen):
         try:
-            functions = slices.slice_functions(candidate.backend, request)
+            functions = slices.slice_functions(candidate.backend, request, asked_only=asked_only)
         except UnsupportedError as error:
             if policy.forced:
                 raise
-            refused.append((candidate.backend, error))
+            refused[candidate.backend] = error.reasons.get(candidate.backend, ())
             continue
         if refused:
-            names = ", ".join([name for name, _ in refused])
-            chosen = dataclasses.replace(
-                chosen, backend=candidate.backend, why=f"{names} would be chosen, but can serve no slice"
-            )
+            why = f"{', '.join(refused)} would be chosen, but can serve no slice"
+            chosen = dataclasses.replace(chosen, backend=candidate.backend, why=why)
         return chosen, functions
-    raise UnsupportedError(
-        request.op,
-        "cp: no backend can serve a slice of this call",
-        {n: e.reasons.get(n, ()) for n, e in refused},
-    )
+    raise UnsupportedError(request.op, "cp: no backend can serve a slice of this call", refused)
 
 
 def _in_order(chosen: Selection) -> list[Candidate]:

@@ -27,19 +27,20 @@ from kdacore.types import (
 )
 
 
-def slice_functions(backend: str, request: Request) -> SliceFunctions:
+def slice_functions(backend: str, request: Request, *, asked_only: bool = False) -> SliceFunctions:
     """The functions that serve a slice: the backend's own, or composed ones.
 
     Args:
         backend: can serve ``request``.
         request: the slice's own call, as :class:`kdacore.types.SliceFunctions` describes it.
+        asked_only: nothing will run: hardware need not be here, and nothing is self-checked.
 
     Raises:
         UnsupportedError: the backend has no functions for a slice, and cannot serve the calls they are composed of.
     """
     impl = REGISTRY.get(backend).backend.ops[request.op]
     own = None if impl.slices is None else impl.slices(request)
-    return composed(backend, request) if own is None else own
+    return composed(backend, request, asked_only=asked_only) if own is None else own
 
 
 def is_composed(backend: str, request: Request) -> bool:
@@ -48,7 +49,7 @@ def is_composed(backend: str, request: Request) -> bool:
     return slices is None or slices(request) is None
 
 
-def composed(backend: str, request: Request) -> SliceFunctions:
+def composed(backend: str, request: Request, *, asked_only: bool = False) -> SliceFunctions:
     """As :func:`slice_functions`, whatever the backend offers itself."""
     registered = REGISTRY.get(backend)
     impl = registered.backend.ops[request.op]
@@ -60,7 +61,7 @@ def composed(backend: str, request: Request) -> SliceFunctions:
     )
     maps = {width: _with_states(inference, width, request.packed, count) for width in (request.V, request.K)}
     for asked in (whole, *maps.values()):
-        _require(backend, asked)
+        _require(backend, asked, asked_only)
 
     def begin(_: Request, inputs: Any, leaving: Any) -> SliceForward:
         xp, v = array_namespace(inputs.q), inputs.v
@@ -128,12 +129,12 @@ def _with_states(request: Request, width: int, packed: bool, count: int) -> Requ
     )
 
 
-def _require(backend: str, request: Request) -> None:
+def _require(backend: str, request: Request, asked_only: bool) -> None:
     """Raise UnsupportedError where a backend cannot serve one of the calls that a slice is composed of."""
     registered = REGISTRY.get(backend)
-    candidate = selection.judge(registered, request)
+    candidate = selection.judge(registered, request, assumed=asked_only)
     reasons = candidate.reasons
-    if not reasons and not candidate.verified:
+    if not reasons and not candidate.verified and not asked_only:
         from kdacore.selfcheck import check  # here, as in dispatch
 
         problem = check.problem(registered, request, run=True)

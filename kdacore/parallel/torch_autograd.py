@@ -27,7 +27,7 @@ class RanksFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if outputs.checkpoints is not None:
             ctx.mark_non_differentiable(outputs.checkpoints)
-        return outputs[:3]
+        return outputs.o, outputs.final_state, outputs.checkpoints
 
     @staticmethod
     @never_traced

@@ -9,11 +9,14 @@ import torch
 
 from kdacore import config, contract
 from kdacore.arrays import adapter_of
+from kdacore.arrays.torch.eager import TORCH
 from kdacore.arrays.torch.modes import as_given
 from kdacore.contract.values import check_offsets, check_values
 from kdacore.dispatch import results
 from kdacore.dispatch.call import call as plain_call
-from kdacore.dispatch.plan import PREFERENCE, RECORDS, Plan
+from kdacore.dispatch.fast_path import is_plain
+from kdacore.dispatch.plan import PREFERENCE, RECORDS, Plan, current_policy
+from kdacore.dispatch.selection import Policy
 from kdacore.errors import ContractError, UnsupportedError
 from kdacore.ops import OpDef
 from kdacore.parallel import exchange
@@ -118,11 +121,10 @@ class SliceCall:
         except ContractError as error:
             problem = error
         found = self.ranks.exchange((problem, offsets))
-        for rank, (error, others) in enumerate(found):
-            if error is not None:
-                raise ContractError(
-                    self.opdef.name, error.argument, f"{error.got}, on rank {rank}", error.want
-                )
+        for rank, (wrong, others) in enumerate(found):
+            if wrong is not None:
+                got = f"{wrong.got}, on rank {rank}"
+                raise ContractError(self.opdef.name, wrong.argument, got, wrong.want)
             if others != found[0][1]:
                 got = f"{list(found[0][1])} on rank 0, {list(others)} on rank {rank}"
                 raise ContractError(self.opdef.name, "cu_seqlens", got, "the same on every rank of cp")
@@ -141,7 +143,7 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
         from kdacore.parallel import torch_operators
 
         return torch_operators.call(opdef, inputs, options, backend, ranks)
-    return run(slice_call(opdef, inputs, options, backend, ranks), inputs)
+    return run(slice_call(opdef, inputs, options, (backend, PREFERENCE.get()), ranks), inputs)
 
 
 def run(found: SliceCall, inputs: Any) -> Outputs:
@@ -167,7 +169,7 @@ def slice_call(
     opdef: OpDef,
     inputs: Any,
     options: tuple[Any, ...],
-    backend: object,
+    asked: Any,
     ranks: TorchRanks,
     needs_grad: bool | None = None,
 ) -> SliceCall:
@@ -175,36 +177,36 @@ def slice_call(
 
     Args:
         options: without ``cp``.
+        asked: what was asked of dispatch: a policy, or ``backend`` and the preference around the call.
         needs_grad: overrides what the tensors say.
 
     Raises:
         ContractError, UnsupportedError: as the call would.
     """
-    from kdacore.arrays.torch.eager import TORCH
-
-    array_key = TORCH.key(
-        tuple([None if n == "cu_seqlens_cpu" else x for n, x in zip(opdef.arrays, inputs, strict=True)])
-    )
-    # With the ranks themselves, not their name: names come again.
-    key = None
-    if array_key is not None and all(isinstance(x, (bool, int, float, type(None))) for x in options):
+    # A host copy of the offsets may be a NumPy array.
+    key = TORCH.key(inputs._replace(cu_seqlens_cpu=None))
+    if key is not None and all(
+        is_plain(x) for x in options
+    ):  # validation names the option; a key would keep it
         host = inputs.cu_seqlens_cpu
-        host_key = (
-            None
-            if host is None
-            else (type(host), tuple(getattr(host, "shape", ())), getattr(host, "dtype", None))
+        spec = (
+            None if host is None else (type(host), getattr(host, "shape", ()), getattr(host, "dtype", None))
         )
-        asked = backend if isinstance(backend, str) else None, PREFERENCE.get(), needs_grad, backend is None
-        key = opdef.name, array_key, host_key, options, tuple(map(type, options)), asked, ranks
-    found = None if key is None else _calls.get(key)
-    if found is None:
-        found = _made(opdef, inputs, options, backend, ranks, needs_grad)
-        if key is not None:
-            if len(_calls) >= _MOST:
-                _calls.clear()
-            _calls[key] = found
-    elif config.get().cp_check_always:
-        agree(ranks, found.description)
+        # The ranks themselves, not their name: names come again.
+        key = opdef.name, key, spec, options, tuple(map(type, options)), asked, needs_grad, ranks
+        try:
+            found = _calls.get(key)
+        except TypeError:  # something that is no name of a backend
+            return _made(opdef, inputs, options, asked, ranks, needs_grad)
+        if found is not None:
+            if config.get().cp_check_always:
+                agree(ranks, found.description)
+            return found
+    found = _made(opdef, inputs, options, asked, ranks, needs_grad)
+    if key is not None:
+        if len(_calls) >= _MOST:
+            _calls.clear()
+        _calls[key] = found
     return found
 
 
@@ -212,17 +214,18 @@ def _made(
     opdef: OpDef,
     inputs: Any,
     options: tuple[Any, ...],
-    backend: object,
+    asked: Any,
     ranks: TorchRanks,
     needs_grad: bool | None,
 ) -> SliceCall:
     try:
         check_arguments(opdef, inputs, options)
+        policy = asked if isinstance(asked, Policy) else current_policy(opdef, asked[0])
         request, adapter = contract.build_request(opdef, inputs, options, needs_grad=needs_grad)
         problem = ranks.obstacle(request.device.type)
         if problem is not None:
             raise ContractError(opdef.name, "cp", *problem)
-        chosen, functions = choose(opdef, slice_request(request), backend)
+        chosen, functions = choose(slice_request(request), policy)
     except ContractError as error:
         report(ranks, opdef.name, error)
         raise

@@ -101,10 +101,9 @@ SKIPPING = [3, 700, 65]
 
 DENSE = pytest.mark.parametrize(
     ("T", "B", "H", "HV", "ranks"),
-    [(640, 1, 1, 1, 2), (396, 2, 1, 2, 3)],
+    [(640, 1, 1, 1, 2), (280, 2, 1, 2, 2)],
     ids=["one head", "two rows, grouped"],
 )
-BOTH = pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
 
 
 @DENSE
@@ -114,10 +113,9 @@ def test_forward(emulated: list[str], T: int, B: int, H: int, HV: int, ranks: in
     assert names == ["prepare", "maps", "transition"] * ranks + ["slice_starts", "output"] * ranks
 
 
-@BOTH
 @pytest.mark.parametrize(
-    ("lengths", "ranks"),
-    [(CROSSING, 3), (SKIPPING, 4), ([40], 2)],
+    ("lengths", "ranks", "options"),
+    [(CROSSING, 3, BOUNDED_MODEL), (SKIPPING, 4, MODEL), ([40], 2, BOUNDED_MODEL)],
     ids=["crossing", "skipping", "mostly padding"],
 )
 def test_forward_of_packs(
@@ -174,7 +172,7 @@ def test_gradients_without_those_of_final_states(emulated: list[str]) -> None:
     check_gradients(draw(260, initial_state=state(1, 1)), 2, final=False, state_v_first=True, **BOUNDED_MODEL)
 
 
-@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("chunks", [1, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_longer_than_two_rings(emulated: list[str], monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
     """Of maps: who is a ring ahead must not mistake one phase for another."""
     use_segments(monkeypatch, chunks)

@@ -229,7 +229,9 @@ def later_calls_do_not_compare_arguments(here: Here) -> None:
 def ranks_that_disagree(here: Here) -> None:
     first = here.rank == 0
     call = kdacore.chunk_kda
-    with raises(kdacore.ContractError, "'q'", "float32[1, 40, 1, 16] on rank 0", "float32[1, 48, 1, 16] on rank 1"):
+    with raises(
+        kdacore.ContractError, "'q'", "float32[1, 40, 1, 16] on rank 0", "float32[1, 48, 1, 16] on rank 1"
+    ):
         call(*plain_arrays(here, 40 if first else 48), cp=here.group)
     with raises(kdacore.ContractError, "'q'", "bfloat16", "float32"):
         call(*plain_arrays(here, 40, torch.bfloat16 if first else torch.float32), cp=here.group)

@@ -36,7 +36,9 @@ def run(size: int, folder: Path, kind: str, timeout: float) -> tuple[list[int], 
             process.kill()
     print(*said, sep="\n")
     files = [folder / f"{rank}.json" for rank in range(size)]
-    return [process.returncode for process in started], [json.loads(f.read_text()) for f in files if f.exists()]
+    return [process.returncode for process in started], [
+        json.loads(f.read_text()) for f in files if f.exists()
+    ]
 
 
 def assert_all_pass(size: int, folder: Path, kind: str, at_least: int, timeout: float) -> None:

@@ -264,12 +264,11 @@ def test_which_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slices.slice_functions(wide) is None
 
 
-def test_segments_are_longer_where_there_are_many(emulated: list[str]) -> None:
+def test_segments_are_longer_where_there_are_many() -> None:
+    """The fastest that were measured, of 8 to 64 chunks."""
     choose = chunk_slices_kernels.chunks_per_segment
-    cycles = chunk_slices_kernels.FORWARD_CYCLES
-    found = [choose(T // 64, H, 132, cycles) for T, H in ((2048, 1), (65536, 4), (65536, 16), (262144, 32))]
-    assert found == sorted(found)
-    assert found[0] < found[-1]
+    found = [choose(T // 64, H, 132) for T, H in ((2048, 1), (16384, 16), (65536, 4), (65536, 16))]
+    assert found == [8, 64, 64, 128]
 
 
 @pytest.mark.parametrize("kernel", list(chunk_slices_kernels.packaged_slices_kernels()), ids=lambda k: k.name)

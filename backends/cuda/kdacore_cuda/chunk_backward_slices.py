@@ -21,7 +21,6 @@ from kdacore_cuda.chunk_backward_kernels import prepare_kernel
 from kdacore_cuda.chunk_backward_segments import CHUNK, WORKSPACE, ScanLaunch
 from kdacore_cuda.chunk_backward_segments_kernels import segment_scan_kernel, walk_warpgroups
 from kdacore_cuda.chunk_slices_kernels import (
-    BACKWARD_CYCLES,
     chain_kernel,
     chunks_per_segment,
     compose_blocks,
@@ -49,7 +48,7 @@ class ChunkBackwardSlicesPlan(NamedTuple):
 
 def _make_plan(r: Request) -> ChunkBackwardSlicesPlan:
     plan, multiprocessors = chunk_backward.plan_of(r), torch_launch.multiprocessors(r.device.index)
-    segment = chunks_per_segment(-(-r.T // CHUNK), r.B * r.HV, multiprocessors, BACKWARD_CYCLES)
+    segment = chunks_per_segment(-(-r.T // CHUNK), r.B * r.HV, multiprocessors)
     segments = -(-plan.sizes["NT"] // segment)
     slots = r.T // (CHUNK * segment) + r.N if r.packed else r.N * segments
     results, items = 1 if r.packed else r.B, r.N * r.HV

@@ -26,7 +26,6 @@ from kdacore_cuda.chunk_forward_segments import (
 )
 from kdacore_cuda.chunk_forward_segments_kernels import output_blocks, output_kernel
 from kdacore_cuda.chunk_slices_kernels import (
-    FORWARD_CYCLES,
     chunks_per_segment,
     compose_blocks,
     maps_kernel,
@@ -71,7 +70,7 @@ def _make_plan(r: Request) -> ChunkForwardSlicesPlan:
     NT, units, flags = (chunks.sizes[name] for name in ("NT", "units", "flags"))
     items, multiprocessors = r.N * r.HV, torch_launch.multiprocessors(r.device.index)
     results = 1 if r.packed else r.B
-    segment = chunks_per_segment(-(-r.T // CHUNK), r.B * r.HV, multiprocessors, FORWARD_CYCLES)
+    segment = chunks_per_segment(-(-r.T // CHUNK), r.B * r.HV, multiprocessors)
     segments = -(-NT // segment)
     slots = r.T // (CHUNK * segment) + r.N if r.packed else r.N * segments
     prepare = prepare_kernel(chunks.float_gate, chunks.bounded, for_segments=True)

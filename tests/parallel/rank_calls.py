@@ -168,7 +168,9 @@ def more_cases(ranks: int) -> list[Case]:
         for op in ("chunk_kda", "chunk_gated_delta_rule"):
             shape = Shape(T=1024, H=4, HV=4, K=64, V=64, lengths=lengths)
             note, plain = f"fla-{i}", {"use_qk_l2norm_in_kernel": True}
-            found.append(case(op, shape=shape, gates="init", dtype="float16", note=note, initial_state=False, **plain))
+            found.append(
+                case(op, shape=shape, gates="init", dtype="float16", note=note, initial_state=False, **plain)
+            )
     T = 96 * ranks
     rng = np.random.default_rng(ranks)
     for i in range(6):
@@ -179,6 +181,10 @@ def more_cases(ranks: int) -> list[Case]:
         gates = ("slow", "zero", "floor", "mixed", "init", "random")[i]
         found.append(case(shape=shape, gates=gates, seed=i, note=f"lengths-{i}", factor=2.0))
     wide = Shape(B=2, T=64 * ranks, H=2, HV=4, K=32, V=64)
-    found.append(case(shape=wide, dtype="bfloat16", state_dtype="bfloat16", gates="init", note="bf16", **BOUNDED))
-    found.append(case(shape=wide, dtype="float64", gates="zero", note="float64", use_qk_l2norm_in_kernel=True))
+    found.append(
+        case(shape=wide, dtype="bfloat16", state_dtype="bfloat16", gates="init", note="bf16", **BOUNDED)
+    )
+    found.append(
+        case(shape=wide, dtype="float64", gates="zero", note="float64", use_qk_l2norm_in_kernel=True)
+    )
     return found

@@ -7,6 +7,7 @@ from typing import Any
 from array_api_compat import array_namespace, device
 
 from kdacore.dispatch.call import call
+from kdacore.errors import ContractError
 from kdacore.ops import OPS
 from kdacore.types import Array
 
@@ -76,9 +77,13 @@ def segment_transition(
 
     def final_state(values: Any, initial_state: Any) -> Any:
         arrays = {"q": k, "k": k, "v": values, "g": g, "beta": beta, "initial_state": initial_state, **given}
-        return call(
-            opdef, tuple([arrays.get(name) for name in opdef.arrays]), tuple(options.values()), backend
-        )[1]
+        given_arrays = tuple([arrays.get(name) for name in opdef.arrays])
+        try:
+            return call(opdef, given_arrays, tuple(options.values()), backend)[1]
+        except ContractError as error:
+            if error.argument != "q":
+                raise
+            raise ContractError(error.op, "k", error.got, error.want) from None  # there is no other q
 
     # First: this names what is wrong with the arguments.
     C = final_state(v, None)

@@ -5,6 +5,7 @@ The processes of one number of ranks run all of its checks (``gloo_rank.py``), s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -20,20 +21,15 @@ def run(size: int, folder: Path, kind: str, timeout: float) -> tuple[list[int], 
     """Start the processes and wait. Returns their exit codes, the checks that passed on each, and what they said."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     logs = [folder / f"{rank}.log" for rank in range(size)]
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(RANK), str(rank), str(size), str(folder), kind],
-            env=environment,
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for rank, log in enumerate(logs)
-    ]
-    try:
+    with contextlib.ExitStack() as stack:
+        started = []
+        for rank, log in enumerate(logs):
+            command = [sys.executable, str(RANK), str(rank), str(size), str(folder), kind]
+            out = stack.enter_context(log.open("w"))
+            process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
+            stack.callback(process.kill)
+            started.append(process)
         codes = [process.wait(timeout=timeout) for process in started]
-    finally:
-        for process in started:
-            process.kill()
     files = [folder / f"{rank}.json" for rank in range(size)]
     passed = [json.loads(f.read_text()) for f in files if f.exists()]
     return codes, passed, "\n".join([log.read_text() for log in logs])

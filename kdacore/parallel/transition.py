@@ -57,8 +57,8 @@ def segment_transition(
     Examples:
         >>> import numpy as np
         >>> from kdacore.parallel import segment_transition
-        >>> k, v, beta = np.zeros((1, 2, 1, 16), np.float32), np.zeros((1, 2, 1, 16), np.float32), np.zeros((1, 2, 1))
-        >>> M, C = segment_transition(k, v, np.full((1, 2, 1), np.log(0.5)), beta)
+        >>> k, beta = np.zeros((1, 2, 1, 16), np.float32), np.zeros((1, 2, 1), np.float32)
+        >>> M, C = segment_transition(k, k, np.full_like(beta, np.log(0.5)), beta)
         >>> float(M[0, 0, 3, 3])  # no key: the state decays by half, twice
         0.25
     """

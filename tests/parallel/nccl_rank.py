@@ -76,7 +76,9 @@ def captured(rank: int) -> None:
 def compiled(rank: int) -> None:
     x = arrays_of(1024, rank, grad=True)
     group = dist.group.WORLD
-    call = torch.compile(lambda *a: kdacore.chunk_kda(*a, cp=group)[0] * 2, backend="aot_eager", fullgraph=True)
+    call = torch.compile(
+        lambda *a: kdacore.chunk_kda(*a, cp=group)[0] * 2, backend="aot_eager", fullgraph=True
+    )
     found, wanted = call(*x), kdacore.chunk_kda(*x, cp=group)[0] * 2
     assert torch.equal(found, wanted)
     for a, b in zip(

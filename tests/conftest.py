@@ -31,7 +31,7 @@ QUICK_FILES = {
     },
     "examples": {"test_serving_loop.py"},
     "packaging": {"test_layers.py"},
-    "parallel": {"test_pieces.py", "test_layout.py", "test_explain.py"},
+    "parallel": {"test_explain.py", "test_layout.py", "test_model.py", "test_pieces.py", "test_threads.py"},
     "pallas": {"test_verifiers.py"},
     "triton": {"test_configs.py", "test_gate.py", "test_plugin.py"},
     "typing": set(),

@@ -581,8 +581,16 @@ def _unknown_keywords(op: str, names: Iterable[str]) -> TypeError:
     return unknown_keywords(op, names)
 
 
+_CP = _CHUNK_KDA.options.index("cp")
+
+
 def _chunk(opdef: Any, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
-    result = dispatch.call(opdef, arrays, options, backend)
+    if options[_CP] is None:
+        result = dispatch.call(opdef, arrays, options, backend)
+    else:
+        from kdacore import parallel
+
+        result = parallel.call(opdef, arrays, options, backend)
     if result[2] is None:
         return result[0], result[1]
     return result[0], result[1], result[2]

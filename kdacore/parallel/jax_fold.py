@@ -54,7 +54,9 @@ def state_before(rank: Array, borders: Borders, M: Array, C: Array, initial: Arr
 
     ranks = jnp.arange(C.shape[0], dtype=jnp.int32)
     axes = varying_axes(rank, *borders, M, C, initial)
-    state, _ = lax.scan(after, as_varying(jnp.zeros_like(C[0]), axes), (ranks, borders.leaving, borders.passes, M, C))
+    state, _ = lax.scan(
+        after, as_varying(jnp.zeros_like(C[0]), axes), (ranks, borders.leaving, borders.passes, M, C)
+    )
     return state
 
 

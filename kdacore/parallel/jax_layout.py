@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 
 Array = Any
 
@@ -91,6 +90,44 @@ def pack_of_one(offsets: Array, sequence: Array) -> Array:
     return jnp.concatenate([jnp.zeros_like(offsets[:1]), offsets[sequence], offsets[sequence + 1]])
 
 
-def rank_of(axis: str) -> Array:
-    """This rank's number along the axis, int32."""
-    return lax.axis_index(axis).astype(jnp.int32)
+class Place(NamedTuple):
+    """Where a rank lies in the row."""
+
+    rank: Array
+    """int32."""
+    borders: Borders
+    part: Part | None
+    """None for rows that are one sequence each."""
+
+    def entering(self) -> Array:
+        """``[N]`` (or one for all rows): the sequences that began on a rank before."""
+        return self.rank > 0 if self.part is None else of_states(self.part.entering)
+
+    def begins(self) -> Array:
+        """The same: those whose first token is here."""
+        return self.rank == 0 if self.part is None else of_states(self.part.begins)
+
+    def ends(self) -> Array:
+        """The same: those whose last token is here."""
+        last = self.borders.passes.shape[0] - 1
+        return self.rank == last if self.part is None else of_states(self.part.ends)
+
+    def leaves(self) -> Array:
+        """The same: those that go on on the next rank."""
+        continues = self.borders.continues[self.rank]
+        if self.part is None:
+            return continues
+        N = self.part.begins.shape[0]
+        return of_states(continues & (jnp.arange(N, dtype=jnp.int32) == self.part.last))
+
+
+def of_states(of_sequences: Array) -> Array:
+    """``[N]`` so that it broadcasts against states."""
+    return of_sequences[:, None, None, None]
+
+
+def place_of(rank: Array, ranks: int, T: int, cu_seqlens: Array | None) -> Place:
+    """Where a rank lies in a row of ``ranks * T`` tokens with these offsets; None: each row is one sequence."""
+    if cu_seqlens is None:
+        return Place(rank, borders_of_rows(ranks), None)
+    return Place(rank, borders_of_pack(cu_seqlens, T, ranks), part_of_pack(cu_seqlens, T, rank))

@@ -1,5 +1,5 @@
-"""The functions of a slice (:class:`kdacore.types.SliceFunctions`) composed of a backend's ``forward`` and ``backward``,
-for JAX arrays.
+"""The functions of a slice (:class:`kdacore.types.SliceFunctions`), composed of calls of a backend's ``forward`` and
+``backward`` on JAX arrays.
 
 The map of a slice comes from one forward: columns of values do not mix, so the values ``[v | 0]`` from the state
 ``[0 | I]`` end in ``[C | M]``. Where the backend cannot serve ``V + K`` columns, two calls give one each.
@@ -18,10 +18,10 @@ import jax.numpy as jnp
 
 from kdacore.parallel.jax_layout import pack_of_one
 from kdacore.types import (
-    Backward,
     ChunkInputs,
     Forward,
     InputGrads,
+    OpImpl,
     OutputGrads,
     Outputs,
     Request,
@@ -42,7 +42,7 @@ def started(request: Request, N: int | None = None) -> Request:
 
 
 def whole_request(request: Request) -> Request:
-    """The slice's call with starts, and with final states: their gradients come from other ranks, if not from callers."""
+    """The slice's call with starts, and with final states: where no caller has gradients for them, other ranks have."""
     features = request.features | {"final_state"}
     return started(dataclasses.replace(request, output_final_state=True, features=features))
 
@@ -70,16 +70,15 @@ def map_request(request: Request, V: int) -> Request:
     return started(with_specs(request, **specs), 2 if request.packed else None)
 
 
-def composed(
-    request: Request, forward: Forward, backward: Backward, serves: Callable[[Request], bool]
-) -> SliceFunctions:
+def composed(request: Request, impl: OpImpl, serves: Callable[[Request], bool]) -> SliceFunctions:
     """The functions of a slice from those of a whole call.
 
     Args:
         request: the slice's own call.
-        forward, backward: the backend's.
+        impl: the backend's op, with a backward.
         serves: whether the backend can serve a request.
     """
+    forward, backward = impl.forward, impl.backward
     wide = serves(map_request(request, request.K + request.V))
 
     def begin(request: Request, inputs: ChunkInputs, leaving: Array | None) -> SliceForward:
@@ -99,8 +98,11 @@ def composed(
     def whole_backward(
         request: Request, inputs: ChunkInputs, saved: tuple[Array, ...], do: Array, starts: Array, ends: Any
     ) -> InputGrads:
+        ends = jnp.zeros_like(starts) if ends is None else ends
         inputs = inputs._replace(initial_state=starts)
-        grads: InputGrads = backward(whole_request(request), inputs, saved, OutputGrads(do, ends))
+        grads: InputGrads = backward(  # type: ignore[misc]
+            whole_request(request), inputs, saved, OutputGrads(do, ends)
+        )
         return grads
 
     def backward_begin(
@@ -131,7 +133,7 @@ def composed(
 def _end(
     request: Request, part: ChunkInputs, forward: Forward, columns_of_v: bool, columns_of_one: bool
 ) -> Array:
-    """The end of a part, of each row: from zero by the values, from the identity by zero values, or both side by side."""
+    """What each part ends in: from zero by the values, from the identity by values of zero, or both side by side."""
     K, V = request.K, request.V
     widths = (V * columns_of_v, K * columns_of_one)
     call = map_request(request, sum(widths))

@@ -433,8 +433,8 @@ class SliceFunctions(NamedTuple):
     backward_begin: Callable[[Request, Any, tuple[Array, ...], OutputGrads, Any, Any], tuple[Array, Any]]
     """``backward_begin(request, inputs, saved, grads, starts, entering)``: the gradient ``[G, HV, K, V]`` with respect
     to the state at the start of the entering part, as far as it comes from this slice, and something pending.
-    ``grads.final_state [N, HV, K, V]`` (or None) is zero for sequences that do not end here. ``saved`` may be ``()``, as
-    for every backward."""
+    ``grads.final_state [N, HV, K, V]`` (or None) is zero for sequences that do not end here. ``saved`` may be ``()``,
+    as for every backward."""
     backward_finish: Callable[[Request, Any, tuple[Array, ...], Any, OutputGrads, Any, Any], InputGrads]
     """``backward_finish(request, inputs, saved, pending, grads, starts, ends)``: the gradients, with
     ``ends [N, HV, K, V]`` (in place of ``grads.final_state``) the gradient of the state that each local part ends in.

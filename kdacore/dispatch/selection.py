@@ -94,14 +94,14 @@ def decide(request: Request, policy: Policy, *, run_selfchecks: bool, assumed: b
     candidates = tuple([judge(r, request, assumed) for r in REGISTRY.backends().values()])
     if policy.forced:
         return _forced(request, policy, candidates)
-    choices = sum(c.supported and _auto_may_choose(REGISTRY.get(c.backend), request) for c in candidates)
+    choices = sum(c.supported and auto_may_choose(c.backend, request) for c in candidates)
     if choices > 1 or not run_selfchecks:  # a call that leaves no choice needs no costs
         candidates = with_costs(request, candidates)
     able = {c.backend: c for c in candidates if c.supported}
     for name in policy.preferred:
         if name in able:
             return Selection(request, name, f"preferred by {policy.source}", candidates)
-    eligible = [c for name, c in able.items() if _auto_may_choose(REGISTRY.get(name), request)]
+    eligible = [c for name, c in able.items() if auto_may_choose(name, request)]
     for name, why in _ranked(request, eligible):
         if not able[name].verified:
             from kdacore.selfcheck import check as selfcheck  # here and below: `import kdacore` stays light
@@ -234,8 +234,10 @@ def _cost(registered: Registered, request: Request) -> float | None:
     return cost.predict(registered.backend.name, request)
 
 
-def _auto_may_choose(registered: Registered, request: Request) -> bool:
-    kinds, devices = registered.backend.auto_kinds, registered.backend.auto_device_types
+def auto_may_choose(name: str, request: Request) -> bool:
+    """Whether a backend may be chosen that nobody asked for."""
+    backend = REGISTRY.get(name).backend
+    kinds, devices = backend.auto_kinds, backend.auto_device_types
     return (kinds is None or request.kind in kinds) and (devices is None or request.device.type in devices)
 
 

@@ -1,20 +1,29 @@
-"""Context parallelism: rows whose tokens are split over ranks, each of which computes its slice."""
+"""One row of tokens on several ranks: the calls with ``cp=``, and the pieces that they are made of.
+
+A framework with communication of its own (a pipeline's, an all-to-all) builds what it needs of
+:func:`segment_transition`, :func:`compose` and :func:`fold`; :func:`local_group` makes ranks of threads.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from kdacore.arrays import adapter_of
-from kdacore.errors import ContractError
-from kdacore.ops import OpDef
+from kdacore.parallel.fold import compose, fold
+from kdacore.parallel.transition import segment_transition
+
+if TYPE_CHECKING:
+    from kdacore.parallel.local_ranks import LocalRanks as LocalRanks
+    from kdacore.parallel.local_ranks import local_group
+
+__all__ = ["compose", "fold", "local_group", "segment_transition"]
+
+_LATER = {"local_group": "kdacore.parallel.local_ranks"}
+"""Names whose modules import torch."""
 
 
-def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: object) -> Any:
-    """Run one public call with ``cp=``."""
-    adapter = adapter_of(arrays[0])
-    cp = options[opdef.options.index("cp")]
-    if adapter is not None and adapter.kind == "jax":
-        from kdacore.parallel import jax_ranks
-
-        return jax_ranks.call(opdef, adapter.unwrapped(opdef.inputs(*arrays)), options, cp, backend)
-    raise ContractError(opdef.name, "cp", type(cp).__name__, "None: for these arrays it is reserved")
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'kdacore.parallel' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LATER[name]), name)
+    return value

@@ -18,6 +18,7 @@ from jax import lax
 from kdacore.arrays import jax_meshes
 from kdacore.parallel import jax_fold
 from kdacore.parallel.jax_layout import Place, of_states, place_of
+from kdacore.parallel.local_call import states_in, states_out
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, Request, SliceFunctions
 
 Array = Any
@@ -61,21 +62,21 @@ class SliceCall:
         part = self.slices.begin(own, local, None if place.part is None else place.part.last)
         maps = self.across.gathered(jnp.concatenate([part.M, part.C], -1))
         M, C = maps[..., : request.K], maps[..., request.K :]
-        initial = _inside(request, inputs.initial_state)
+        initial = states_in(request, inputs.initial_state)
         before = jax_fold.state_before(place.rank, place.borders, M, C, initial)
         if initial is None:
             initial = jnp.zeros(own.state_shape, before.dtype)
         starts = jnp.where(place.entering(), before, initial)
         out = self.slices.finish(own, local, part.pending, starts)
-        final = _outside(request, out.final_state)
-        return Outputs(out.o, final, _outside(request, out.checkpoints), (starts, M, out.saved))
+        final = states_out(request, out.final_state)
+        return Outputs(out.o, final, states_out(request, out.checkpoints), (starts, M, out.saved))
 
     def backward(self, request: Request, inputs: ChunkInputs, saved: Any, grads: OutputGrads) -> InputGrads:
         """The gradients; of what all ranks hold, this rank's share."""
         starts, M, kept = saved
         place = self.across.place(request.T, inputs.cu_seqlens)
         local, first = _local(inputs, place), None if place.part is None else place.part.first
-        grads = OutputGrads(grads.o, _inside(request, grads.final_state))
+        grads = OutputGrads(grads.o, states_in(request, grads.final_state))
         before, pending = self.slices.backward_begin(self.own, local, kept, grads, starts, first)
         behind = jax_fold.gradient_behind(place.rank, place.borders, M, self.across.gathered(before))
         here = jnp.zeros_like(starts) if grads.final_state is None else grads.final_state
@@ -83,7 +84,7 @@ class SliceCall:
         d = self.slices.backward_finish(self.own, local, kept, pending, grads, starts, ends)
         if inputs.initial_state is None:
             return d._replace(initial_state=None)
-        share = _outside(request, jnp.where(place.begins(), d.initial_state, 0.0))
+        share = states_out(request, jnp.where(place.begins(), d.initial_state, 0.0))
         return d._replace(initial_state=jax_meshes.summed_like(share, inputs.initial_state))
 
 
@@ -101,17 +102,3 @@ def _local(inputs: ChunkInputs, place: Place) -> ChunkInputs:
     """The arrays of the slice's own call."""
     inputs = inputs._replace(initial_state=None, cu_seqlens_cpu=None)
     return inputs if place.part is None else inputs._replace(cu_seqlens=place.part.offsets)
-
-
-def _inside(request: Request, states: Array | None) -> Array | None:
-    """Callers' states as float32, K-first."""
-    if states is None:
-        return None
-    return (jnp.swapaxes(states, -1, -2) if request.state_v_first else states).astype(jnp.float32)
-
-
-def _outside(request: Request, states: Array | None) -> Array | None:
-    """The reverse of :func:`_inside`."""
-    if states is None:
-        return None
-    return (jnp.swapaxes(states, -1, -2) if request.state_v_first else states).astype(request.state_dtype)

@@ -12,50 +12,43 @@ from typing import Any
 from jax import lax
 
 from kdacore import contract
-from kdacore.arrays import Adapter, jax_meshes
+from kdacore.arrays import Adapter, adapter_of, jax_meshes
 from kdacore.dispatch import call as dispatch
-from kdacore.dispatch import selection
 from kdacore.dispatch.plan import Plan, asked_of, current_policy, execute
-from kdacore.errors import ContractError, UnsupportedError, shown
+from kdacore.errors import ContractError, shown
 from kdacore.ops import OpDef
-from kdacore.parallel import jax_slices
 from kdacore.parallel.jax_exchange import Across, SliceCall, final_states
-from kdacore.registry import REGISTRY
-from kdacore.types import ChunkInputs, OpImpl, Outputs, Request, Selection, TensorSpec
-
-_POOL_ARRAYS = (
-    "state_indices",
-    "has_initial_state",
-    "write_indices",
-    "write_pool",
-    "checkpoint_offsets",
-    "checkpoint_indices",
-    "out",
-)
+from kdacore.parallel.local_call import check_arguments, check_request, choose, slice_request, without_cp
+from kdacore.types import ChunkInputs, Outputs, Request, Selection, TensorSpec
 
 
 def call(
-    opdef: OpDef, inputs: ChunkInputs, options: tuple[Any, ...], axis: object, backend: object
+    opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], axis: object, backend: object
 ) -> Outputs:
     """Run one public call on this rank's rows.
 
     Args:
         opdef: the op.
-        inputs: its arrays; ``cu_seqlens`` and ``initial_state`` those of the whole row.
+        arrays: its arrays; ``cu_seqlens`` and ``initial_state`` those of the whole row.
         options: its options, ``cp`` among them.
         axis: the name of the mesh axis.
         backend: as in every call.
 
     Raises:
-        ContractError: the call breaks the contract, ``axis`` names no axis here, or ``cp`` does not go with
-            something else that was asked for.
+        ContractError: the call breaks the contract, ``axis`` names no axis here, or something else that was asked for
+            has no meaning on several ranks.
         UnsupportedError: no backend can serve it.
     """
     across = Across(str(axis), ranks_of(opdef, axis))
-    values = dict(zip(opdef.options, options, strict=True))
-    alone = tuple([None if name == "cp" else value for name, value in values.items()])
+    inputs: ChunkInputs = opdef.inputs(*arrays)
+    adapter = adapter_of(inputs.q)
+    if adapter is not None:
+        inputs = adapter.unwrapped(inputs)
+    _, alone = without_cp(opdef, options)
     request, adapter = contract.build_request(opdef, inputs, alone, needs_grad=True)
-    _refuse(request, inputs, across.axis)
+    check_arguments(opdef, inputs, alone)
+    check_request(request)
+    check_replication(request, inputs, across.axis)
     if across.ranks == 1:
         out: Outputs = dispatch.call(opdef, inputs, alone, backend)
         final = out.final_state
@@ -64,10 +57,25 @@ def call(
     out = execute(plan, inputs, plan.run)
     if out.final_state is None:
         return out
-    return out._replace(final_state=final_states(plan.request, inputs, across, out.final_state))
+    return out._replace(final_state=final_states(request, inputs, across, out.final_state))
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+def explain(
+    opdef: OpDef, inputs: ChunkInputs, options: tuple[Any, ...], axis: object, backend: object
+) -> Selection:
+    """What a call would do, inside ``jax.shard_map`` as the call itself. Nothing runs.
+
+    Args and errors: as :func:`call`.
+    """
+    from kdacore.parallel.explain import explain_on  # which imports this module
+
+    ranks, (_, alone) = ranks_of(opdef, axis), without_cp(opdef, options)
+    adapter = adapter_of(inputs.q)
+    if adapter is not None:
+        inputs = adapter.unwrapped(inputs)
+    if ranks == 1:
+        return dispatch.explain(opdef, inputs, alone, backend)
+    return explain_on(opdef, inputs, alone, ranks, backend)
 
 
 def ranks_of(opdef: OpDef, axis: object) -> int:
@@ -81,74 +89,48 @@ def ranks_of(opdef: OpDef, axis: object) -> int:
         raise ContractError(opdef.name, "cp", f"{axis!r}, no axis that is bound here", want) from None
 
 
-def _refuse(request: Request, inputs: ChunkInputs, axis: str) -> None:
-    def fail(name: str, got: str, want: str) -> ContractError:
-        return ContractError(request.op, name, got, f"{want} with cp={axis!r}")
+def check_replication(request: Request, inputs: ChunkInputs, axis: str) -> None:
+    """Refuse rows that are the same on every rank and offsets that are not, where JAX keeps track of that.
 
-    for name in _POOL_ARRAYS:
-        if getattr(inputs, name) is not None:
-            raise fail(name, "an array", "None: pools and out are not served")
-    if request.inplace_state:
-        raise fail("inplace_state", "True", "False: pools are not served")
-    every = request.checkpoint_every
-    if every and request.packed:
-        want = "None for a pack, as blocks would cross the borders between ranks,"
-        raise fail("checkpoint_every", str(every), want)
-    if every and request.T % every:
-        want = (
-            f"a divisor of a rank's T={request.T} tokens, as blocks may not cross the borders between ranks,"
-        )
-        raise fail("checkpoint_every", str(every), want)
+    It does not under ``check_vma=False``, nor for the axis of a ``vmap``.
+
+    Raises:
+        ContractError: naming the argument.
+    """
     if axis not in jax_meshes.varying_axes(lax.axis_index(axis)):
-        return  # replication is not tracked: under check_vma=False, and vmap
+        return
     if inputs.cu_seqlens is not None and axis in jax_meshes.varying_axes(inputs.cu_seqlens):
-        want = "the offsets of the whole row, the same on every rank (in_specs P()),"
-        raise fail("cu_seqlens", f"an array that differs along {axis!r}", want)
+        got, want = (
+            f"an array that differs along {axis!r}",
+            "the whole row's, the same on every rank: in_specs P()",
+        )
+        raise ContractError(request.op, "cu_seqlens", got, want)
     if not any(axis in jax_meshes.varying_axes(x) for x in inputs[:5]):
-        want = f"each rank's own rows (in_specs with {axis!r} at axis 1)"
-        raise fail("q", f"the same array on every rank of {axis!r}", want)
-
-
-# --- the plan ---------------------------------------------------------------------------------------------------------
+        got, want = (
+            f"the same array on every rank of {axis!r}",
+            f"each rank's rows: in_specs P(None, {axis!r})",
+        )
+        raise ContractError(request.op, "q", got, want)
 
 
 def _plan(opdef: OpDef, request: Request, adapter: Adapter, across: Across, backend: object) -> SlicePlan:
     """Select a backend that can serve all calls that a slice of this call makes."""
     policy = current_policy(opdef, backend)
+    # Arrays with values too are traced here: inside shard_map, and with gradients that may be asked for later.
     request = asked_of(dataclasses.replace(request, traced=True), policy)
+    own = _own_request(request)
+    chosen, functions = choose(own, policy)
+    slice_call = SliceCall(chosen.request, across, chosen.backend, functions)
+    return SlicePlan(opdef, request, chosen, adapter, slice_call)
+
+
+def _own_request(request: Request) -> Request:
+    """The request of the slice. Its offsets are computed on the device, as int32."""
     own = slice_request(request)
-    chosen = selection.select(jax_slices.whole_request(own), policy)
-    registered = REGISTRY.get(chosen.backend)
-    impl: OpImpl = registered.backend.ops[opdef.name]
-
-    def serves(call: Request) -> bool:
-        return selection.judge(registered, call).supported
-
-    slices = None if impl.slices is None else impl.slices(own)
-    if slices is None:
-        square = selection.judge(registered, jax_slices.map_request(own, own.K))
-        if not square.supported:
-            raise UnsupportedError(
-                opdef.name,
-                f"backend {chosen.backend!r} cannot compute the transition of a slice, which cp={across.axis!r} needs",
-                {chosen.backend: square.reasons},
-            )
-        slices = jax_slices.composed(own, impl, serves)
-    return SlicePlan(opdef, request, chosen, adapter, SliceCall(own, across, chosen.backend, slices))
-
-
-def slice_request(request: Request) -> Request:
-    """The call of a slice: float32 states, K-first, which come and go apart."""
-    tensors = tuple((n, spec) for n, spec in request.tensors if n not in ("initial_state", "cu_seqlens_cpu"))
-    features = request.features - {"initial_state", "state_v_first"}
+    specs = {name: spec for name, spec in own.tensors if name != "cu_seqlens_cpu"}
     if request.packed:
-        at = TensorSpec(request.spec("cu_seqlens").shape, "int32")
-        tensors = tuple((n, at if n == "cu_seqlens" else spec) for n, spec in tensors)
-    return jax_slices.started(
-        dataclasses.replace(
-            request, state_dtype="float32", state_v_first=False, tensors=tensors, features=features
-        )
-    )
+        specs["cu_seqlens"] = TensorSpec(specs["cu_seqlens"].shape, "int32")
+    return dataclasses.replace(own, tensors=tuple(specs.items()))
 
 
 class SlicePlan(Plan):

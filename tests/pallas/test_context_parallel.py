@@ -264,6 +264,20 @@ def test_it_is_recorded() -> None:
     assert [s.backend for s in ran] == ["xla"]
 
 
+def test_explain_inside_shard_map() -> None:
+    x, _ = plain(replace(SMALL, lengths=None))
+    shown: list[str] = []
+
+    def local(x: dict[str, Any]) -> Any:
+        shown.append(str(kdacore.explain("chunk_kda", **x, output_final_state=True, cp=AXIS)))
+        return x["q"]
+
+    specs = dict.fromkeys(x, SPLIT) | {"initial_state": P()}
+    jax.eval_shape(jax.shard_map(local, mesh=mesh(4), in_specs=(specs,), out_specs=SPLIT), x)
+    assert re.search("ranks: 4, each with T=16 of 64 tokens", shown[0])
+    assert re.search(r"-> xla: supported", shown[0])
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 SMALL = Case(T=64, K=8, V=8, lengths=(30, 34))
@@ -307,13 +321,13 @@ def test_axes_that_are_none() -> None:
 
 def test_what_does_not_go_with_ranks() -> None:
     rows = jnp.zeros(2, jnp.int32)
-    refused("state_indices", "pools.*cp='seq'", state_indices=rows)
-    refused("has_initial_state", "pools", has_initial_state=rows > 0)
-    refused("inplace_state", "pools", inplace_state=True, output_final_state=True)
-    refused("checkpoint_every", "pack.*borders", checkpoint_every=64)
+    refused("state_indices", "no pool", state_indices=rows)
+    refused("has_initial_state", "no pool", has_initial_state=rows > 0)
+    refused("inplace_state", "no pool", inplace_state=True, output_final_state=True)
+    refused("checkpoint_every", "with cu_seqlens and cp.*border", checkpoint_every=64)
     refused(
         "checkpoint_every",
-        "divisor.*T=32 tokens.*borders",
+        "T=32 tokens a rank.*border.*divisor",
         checkpoint_every=64,
         drop=("cu_seqlens", "initial_state"),
     )
@@ -325,7 +339,7 @@ def test_what_does_not_go_with_ranks() -> None:
 def test_what_must_be_alike_and_what_must_not() -> None:
     refused("cu_seqlens", "differs along 'seq'.*whole row", cu_seqlens=jnp.array([0, 30, 64, 64]),
             specs={"cu_seqlens": P(AXIS)}, drop=("initial_state",))  # fmt: skip
-    refused("q", "same array on every rank.*axis 1", specs=dict.fromkeys(TOKENS, P()))
+    refused("q", "same array on every rank.*in_specs", specs=dict.fromkeys(TOKENS, P()))
     # The rest of the contract, of the rank's own call.
     refused("beta", "shape", beta=jnp.zeros((1, 60, 2)))
     refused("initial_state", "shape", initial_state=jnp.zeros((3, 2, 8, 8)), check_vma=False)

@@ -153,6 +153,7 @@ def make_pallas() -> Backend:
         backward=_lazy(module, "chunk_backward"),
         serves=WHOLE | POOL,
         verifiers=_tpu_verifiers(*common, "chunk_vmem", "chunk_smem"),
+        slices=_lazy("tpu.slices", "slice_functions"),
     )
     recurrent = OpImpl(
         forward=_lazy(module, "recurrent_forward"),

@@ -52,7 +52,7 @@ def leaving_part(request: Request, inputs: ChunkInputs, leaving: Array | None) -
     return replace(call, N=2), inputs._replace(cu_seqlens=offsets)
 
 
-def joint_columns(request: Request, inputs: ChunkInputs) -> tuple[Request, ChunkInputs]:
+def with_columns_of_one(request: Request, inputs: ChunkInputs) -> tuple[Request, ChunkInputs]:
     """The call with values ``[v | 0]`` from the states ``[0 | I]``."""
     K, V = request.K, request.V
     v = jnp.concatenate([inputs.v, jnp.zeros((*inputs.v.shape[:-1], K), inputs.v.dtype)], -1)
@@ -63,7 +63,7 @@ def joint_columns(request: Request, inputs: ChunkInputs) -> tuple[Request, Chunk
 
 def begin(request: Request, inputs: ChunkInputs, leaving: Array | None) -> SliceForward:
     """The map of the leaving part. Not by the program for GPUs, some of whose products are 16-bit."""
-    call, arrays = joint_columns(*leaving_part(request, inputs, leaving))
+    call, arrays = with_columns_of_one(*leaving_part(request, inputs, leaving))
     ends = chunk_forward.forward(call, arrays._replace(cu_seqlens_cpu=None)).final_state
     return map_of(request, ends)
 
@@ -97,11 +97,11 @@ def backward_begin(
     entering: Array | None,
 ) -> tuple[Array, None]:
     """The gradient of the state before the slice, by the reverse scan alone."""
-    d = _start_gradients(request, inputs._replace(initial_state=starts), saved, grads)
+    d = start_gradients(request, inputs._replace(initial_state=starts), saved, grads)
     return (d if entering is None else d[entering]), None
 
 
-def _start_gradients(
+def start_gradients(
     request: Request, inputs: ChunkInputs, saved: tuple[Array, ...], grads: OutputGrads
 ) -> Array:
     """``[N, HV, K, V]`` gradients of ``inputs.initial_state``, as far as they come from the slice."""

@@ -24,7 +24,7 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
     if torch is not None and torch.compiler.is_dynamo_compiling():
         from kdacore.parallel import torch_operators
 
-        return torch_operators.traced_call(opdef, arrays, options, backend)
+        return torch_operators.traced_call(opdef, arrays, options, backend, eager_call=call)
     kind = kind_of(opdef, arrays, options)
     if kind == "jax":
         from kdacore.parallel import jax_ranks

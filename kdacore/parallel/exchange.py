@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from array_api_compat import array_namespace, device
 
-from kdacore.parallel.fold import folded, narrowed, product, widened
+from kdacore.parallel.fold import applied, folded, narrowed, widened
 from kdacore.parallel.layout import Layout
 from kdacore.types import Array, InputGrads, OutputGrads, Outputs, Request, SliceFunctions
 
@@ -161,7 +161,7 @@ def _ends(
         B = xp.where(_column(xp, within, B), B, xp.zeros_like(B))
     state = B[count - 1, ...]
     for q in reversed(range(count - 1)):
-        state = product(xp.matrix_transpose(M[q, ...]), state) + B[q, ...]
+        state = applied(xp.matrix_transpose(M[q, ...]), state, B[q, ...])
     state = narrowed(state, own)
     return state if place is None else _with_row(xp, own, place.leaving, place.leaves, state)
 

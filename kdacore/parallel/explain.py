@@ -68,7 +68,8 @@ def explain(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object
     elif kind == "jax":
         from kdacore.parallel import jax_ranks
 
-        return jax_ranks.explain(opdef, inputs, options, cp, backend)
+        found: Selection = jax_ranks.explain(opdef, inputs, options, cp, backend)
+        return found
     else:
         from kdacore.parallel.torch_ranks import ranks_of
 

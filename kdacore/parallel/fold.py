@@ -72,10 +72,20 @@ def fold(M: Array, C: Array, state: Array | None = None) -> Array:
 def folded(M: Array, C: Array, state: Array | None) -> Array:
     """As :func:`fold`, on arrays as :func:`widened` returns them."""
     for q in range(M.shape[0]):
-        state = C[q] if state is None else product(M[q], state) + C[q]
+        state = C[q] if state is None else applied(M[q], state, C[q])
     if state is None:
         raise ContractError("fold", "M", "no slice and no state", "one of the two")
     return state
+
+
+def applied(M: Array, state: Array, C: Array) -> Array:
+    """``M @ state + C`` of arrays as :func:`widened` returns them."""
+    if _kind(M) == "torch":  # one launch
+        import torch
+
+        flat = [x.reshape(-1, *x.shape[-2:]) for x in (C, M, state)]
+        return torch.baddbmm(*flat).reshape(C.shape)
+    return product(M, state) + C
 
 
 def product(a: Array, b: Array) -> Array:

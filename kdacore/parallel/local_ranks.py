@@ -75,6 +75,10 @@ class LocalRanks:
     def obstacle(self, device: str) -> tuple[str, str] | None:
         return None
 
+    def leave(self) -> None:
+        """End the group: the others raise where they wait for this rank. For a rank that has failed."""
+        self._meeting.barrier.abort()
+
     def _meet(self) -> None:
         try:
             self._meeting.barrier.wait()

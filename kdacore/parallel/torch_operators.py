@@ -7,6 +7,7 @@ its backward stays out of the graph; the states of slices and the transitions, w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ from kdacore.dispatch.call import call as plain_call
 from kdacore.dispatch.plan import RECORDS
 from kdacore.errors import contract_text
 from kdacore.ops import OPS, OpDef
-from kdacore.parallel import torch_call
 from kdacore.parallel.exchange import Residuals
 from kdacore.parallel.local_call import without_cp
-from kdacore.parallel.torch_ranks import TorchRanks, ranks_of_name
+from kdacore.parallel.torch_ranks import WANTED, TorchRanks, ranks_of_name
+from kdacore.parallel.torch_slice import SliceCall, slice_call
 from kdacore.types import InputGrads, Outputs
 
 _library = torch.library.Library("kdacore", "FRAGMENT")
@@ -40,31 +41,37 @@ _library.define(
 )
 
 
-def traced_call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: object) -> Any:
-    """A public call that Dynamo traces."""
+def traced_call(
+    opdef: OpDef,
+    arrays: tuple[Any, ...],
+    options: tuple[Any, ...],
+    backend: object,
+    eager_call: Callable[..., Any],
+) -> Any:
+    """A public call that Dynamo traces; served by ``eager_call`` where no graph can hold it."""
     cp, given = without_cp(opdef, options)
     # Dynamo knows these two by a few attributes each, and fails at the question whether they have others.
     group = cp
     if isinstance(cp, DeviceMesh) and cp.ndim == 1:
         group = cp.get_group()
     if not isinstance(group, ProcessGroup):
-        text = contract_text(opdef.name, "cp", "no process group", "one, or a DeviceMesh of one dimension")
+        text = contract_text(opdef.name, "cp", type(cp).__name__, WANTED)
         torch._dynamo.graph_break(msg=text)
-        return _outside_graph(opdef, arrays, options, backend)
+        return _outside_graph(eager_call, opdef, arrays, options, backend)
     name, size = group.group_name, group.size()
     if size == 1:
         return plain.call(opdef, arrays, given, backend, eager_call=plain_call)
     obstacle = plain.obstacle_of(opdef, arrays, given, backend)
     if obstacle is not None:
         torch._dynamo.graph_break(msg=contract_text(opdef.name, *obstacle))
-        return _outside_graph(opdef, arrays, options, backend)
+        return _outside_graph(eager_call, opdef, arrays, options, backend)
     return _run(opdef, arrays, given, backend, name)
 
 
 @torch.compiler.disable
-def _outside_graph(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: object) -> Any:
+def _outside_graph(eager_call: Callable[..., Any], *call: Any) -> Any:
     """An eager call serves it, or says what is wrong."""
-    return torch_call.call(opdef, arrays, options, backend)
+    return eager_call(*call)
 
 
 def call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object, ranks: TorchRanks) -> Any:
@@ -83,11 +90,9 @@ def _run(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object, n
     )
 
 
-def _call_of(bound: plain.Bound) -> torch_call.SliceCall:
+def _call_of(bound: plain.Bound) -> SliceCall:
     ranks = ranks_of_name(bound.rest[0])
-    return torch_call.slice_call(
-        bound.opdef, bound.inputs, bound.options, bound.policy, ranks, bound.needs_grad
-    )
+    return slice_call(bound.opdef, bound.inputs, bound.options, bound.policy, ranks, bound.needs_grad)
 
 
 def _forward(*args: Any) -> tuple[torch.Tensor, ...]:

@@ -12,7 +12,7 @@ from kdacore.errors import ContractError
 from kdacore.parallel.exchange import Ranks
 from kdacore.parallel.local_ranks import LocalRanks
 
-_WANTED = "a torch.distributed.ProcessGroup or a DeviceMesh of one dimension"
+WANTED = "a torch.distributed.ProcessGroup or a DeviceMesh of one dimension"
 _HOST_ONLY, _CUDA_ONLY = ("gloo", "mpi"), ("nccl",)
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -107,24 +107,25 @@ def ranks_of(op: str, cp: Any) -> TorchRanks:
         if cp.ndim != 1:
             names = f" {cp.mesh_dim_names}" if cp.mesh_dim_names else ""
             raise ContractError(
-                op, "cp", f"a DeviceMesh of {cp.ndim} dimensions{names}", f"{_WANTED}, mesh['cp'] say"
+                op, "cp", f"a DeviceMesh of {cp.ndim} dimensions{names}", f"{WANTED}, mesh['cp'] say"
             )
         group = cp.get_group()
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ContractError(op, "cp", "a group that this process does not belong to", _WANTED)
+        raise ContractError(op, "cp", "a group that this process does not belong to", WANTED)
     if not isinstance(group, dist.ProcessGroup):
-        raise ContractError(op, "cp", _described(cp), _WANTED)
+        raise ContractError(op, "cp", _described(cp), WANTED)
     found = _known.get(group.group_name)
     if found is None or found.group is not group:
         if dist.get_rank(group) < 0:
-            raise ContractError(op, "cp", "a group that this process does not belong to", _WANTED)
+            raise ContractError(op, "cp", "a group that this process does not belong to", WANTED)
         found = _known[group.group_name] = ProcessRanks(group)
     return found
 
 
 def _described(cp: Any) -> str:
     """What was passed in place of a group. Contexts of other libraries may name a layout that is not served."""
-    got = f"{type(cp).__module__}.{type(cp).__qualname__}"
+    kind = type(cp)
+    got = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     named = [name for name in ("layout", "zigzag") if getattr(cp, name, None)]
     if named:
         got += " with " + ", ".join(f"{name}={getattr(cp, name)!r}" for name in named)

@@ -7,6 +7,7 @@ from typing import Any
 from array_api_compat import array_namespace, device
 
 from kdacore.dispatch.call import call
+from kdacore.errors import ContractError
 from kdacore.ops import OPS
 from kdacore.types import Array
 
@@ -56,8 +57,8 @@ def segment_transition(
     Examples:
         >>> import numpy as np
         >>> from kdacore.parallel import segment_transition
-        >>> k, v, beta = np.zeros((1, 2, 1, 16), np.float32), np.zeros((1, 2, 1, 16), np.float32), np.zeros((1, 2, 1))
-        >>> M, C = segment_transition(k, v, np.full((1, 2, 1), np.log(0.5)), beta)
+        >>> k, beta = np.zeros((1, 2, 1, 16), np.float32), np.zeros((1, 2, 1), np.float32)
+        >>> M, C = segment_transition(k, k, np.full_like(beta, np.log(0.5)), beta)
         >>> float(M[0, 0, 3, 3])  # no key: the state decays by half, twice
         0.25
     """
@@ -76,9 +77,13 @@ def segment_transition(
 
     def final_state(values: Any, initial_state: Any) -> Any:
         arrays = {"q": k, "k": k, "v": values, "g": g, "beta": beta, "initial_state": initial_state, **given}
-        return call(
-            opdef, tuple([arrays.get(name) for name in opdef.arrays]), tuple(options.values()), backend
-        )[1]
+        given_arrays = tuple([arrays.get(name) for name in opdef.arrays])
+        try:
+            return call(opdef, given_arrays, tuple(options.values()), backend)[1]
+        except ContractError as error:
+            if error.argument != "q":
+                raise
+            raise ContractError(error.op, "k", error.got, error.want) from None  # there is no other q
 
     # First: this names what is wrong with the arguments.
     C = final_state(v, None)

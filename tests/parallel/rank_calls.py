@@ -78,10 +78,10 @@ def run_rank(
     leaves: list[Any] = [o]
     grads: list[Any] = [do]
     if state is not None:
-        # Each rank's copy gets a part of the gradient: the parts are to be added up.
+        # Each rank's copy gets a part of the gradient, by powers of two: the parts are to be added up.
         part = torch.as_tensor(w.final_state, device=device).to(state.dtype)
         leaves.append(state)
-        grads.append(part * (0.5 if rank == 0 else 0.5 / (ranks - 1)))
+        grads.append(part * 0.5 ** min(rank + 1, ranks - 1))
     torch.autograd.backward(leaves, grads)
     found = {"o": o, "final_state": state, **{f"d{name}": arrays[name].grad for name in learned}}
     if len(results) > 2:
@@ -154,4 +154,37 @@ def cases(ranks: int) -> list[Case]:
         case("chunk_gated_delta_rule", shape=row(HV=4), note="gdn", **BOUNDED),
         case("chunk_gated_delta_rule", shape=crossing, note="gdn-crossing", use_qk_l2norm_in_kernel=True),
     ]  # fmt: skip
+    return found
+
+
+def more_cases(ranks: int) -> list[Case]:
+    """Longer and wider calls, and those of flash-linear-attention's own tests of context parallelism: T = 1024."""
+    found = []
+    fla = {
+        2: ((300, 400, 324), (512, 512), (100, 150, 200, 250, 124, 100, 100)),
+        4: ((700, 324), (1024,)),
+    }
+    for i, lengths in enumerate(fla.get(ranks, ())):
+        for op in ("chunk_kda", "chunk_gated_delta_rule"):
+            shape = Shape(T=1024, H=4, HV=4, K=64, V=64, lengths=lengths)
+            note, plain = f"fla-{i}", {"use_qk_l2norm_in_kernel": True}
+            found.append(
+                case(op, shape=shape, gates="init", dtype="float16", note=note, initial_state=False, **plain)
+            )
+    T = 96 * ranks
+    rng = np.random.default_rng(ranks)
+    for i in range(6):
+        lengths = []
+        while sum(lengths) < T:
+            lengths.append(min(int(rng.choice((0, 1, 15, 16, 17, 63, 64, 65, 96, 200))), T - sum(lengths)))
+        shape = Shape(T=T, H=1, HV=2, K=20, V=12, lengths=tuple(lengths))
+        gates = ("slow", "zero", "floor", "mixed", "init", "random")[i]
+        found.append(case(shape=shape, gates=gates, seed=i, note=f"lengths-{i}", factor=2.0))
+    wide = Shape(B=2, T=64 * ranks, H=2, HV=4, K=32, V=64)
+    found.append(
+        case(shape=wide, dtype="bfloat16", state_dtype="bfloat16", gates="init", note="bf16", **BOUNDED)
+    )
+    found.append(
+        case(shape=wide, dtype="float64", gates="zero", note="float64", use_qk_l2norm_in_kernel=True)
+    )
     return found

@@ -19,6 +19,7 @@ from rank_cases import AXIS, SPLIT, TOKENS, Ranks, Split, mesh, options_of, spli
 
 import kdacore
 from kdacore.errors import ContractError, UnsupportedError
+from kdacore.parallel import compose, fold, segment_transition, slices
 
 PACK = (3, 0, 40, 0, 21, 0, 1, 15, 32)
 """112 tokens of eight ranks of 16; the last holds padding alone. Sequences that lie in several ranks and in one, that
@@ -89,6 +90,34 @@ def test_what_is_in_one_sequence_stays_there(pack: Split) -> None:
     assert np.array_equal(results[1][of_others], clean[1][of_others])
     for name in TOKENS:
         assert np.isfinite(grads[name][:, ~inside]).all(), name
+
+
+@pytest.mark.exhaustive
+def test_the_pieces_under_jax() -> None:
+    """Two halves, their maps composed and folded under ``jit``, and the gradient through all of it."""
+    case = Case(T=80, K=16, V=8, H=1, HV=2)
+    x, run = plain(case)
+    initial, rest = x.pop("initial_state"), {n: x[n] for n in ("k", "v", "g", "beta")}
+
+    def maps(x: dict[str, Any]) -> Any:
+        halves = [{n: a[:, part] for n, a in x.items()} for part in (slice(0, 30), slice(30, 80))]
+        return [segment_transition(**half, use_qk_l2norm_in_kernel=True, backend="xla") for half in halves]
+
+    @jax.jit
+    def end(x: dict[str, Any]) -> Any:
+        one, two = maps(x)
+        M, C = compose(one, two)
+        by_fold = fold(jnp.stack([one[0], two[0]]), jnp.stack([one[1], two[1]]), initial)
+        return M @ initial + C, by_fold
+
+    want = run({**x, "initial_state": initial})[1]
+    for state in end(rest):
+        alike(state, want, 2e-5)
+    got = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(end(x)[1]))))(rest)
+    plainly = jax.jit(jax.grad(lambda y: jnp.sum(jnp.sin(run({**x, **y, "initial_state": initial})[1]))))(
+        rest
+    )
+    alike(got, plainly, 5e-5)
 
 
 # --- what is exchanged ------------------------------------------------------------------------------------------------
@@ -403,6 +432,18 @@ def test_the_tpu_kernels(lengths: tuple[int, ...] | None, monkeypatch: pytest.Mo
     kdacore.config.refresh()
     case = Case(T=40, K=16, V=24, lengths=lengths, gate="softplus")
     Split(case, Ranks(2, check_vma=False, backend="pallas")).check()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
+def test_slices_that_are_composed_of_whole_calls(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a backend that has no functions for a slice."""
+    monkeypatch.setenv("KDACORE_PALLAS_INTERPRET", "1")
+    monkeypatch.setattr(slices, "slice_functions", lambda name, request, **_: slices.composed(name, request))
+    kdacore.config.refresh()
+    for lengths in (None, (3, 0, 30, 7)):
+        case = Case(T=40, K=16, V=16, lengths=lengths, gate="softplus", H=2, HV=2)
+        Split(case, Ranks(2, check_vma=False, backend=backend)).check()
 
 
 @pytest.mark.exhaustive

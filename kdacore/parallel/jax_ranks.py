@@ -39,11 +39,8 @@ def call(
             has no meaning on several ranks.
         UnsupportedError: no backend can serve it.
     """
-    across = Across(str(axis), ranks_of(opdef, axis))
-    inputs: ChunkInputs = opdef.inputs(*arrays)
-    adapter = adapter_of(inputs.q)
-    if adapter is not None:
-        inputs = adapter.unwrapped(inputs)
+    across = Across(str(axis), axis_size(opdef, axis))
+    inputs = unwrapped(opdef.inputs(*arrays))
     _, alone = without_cp(opdef, options)
     request, adapter = contract.build_request(opdef, inputs, alone, needs_grad=True)
     check_arguments(opdef, inputs, alone)
@@ -60,25 +57,13 @@ def call(
     return out._replace(final_state=final_states(request, inputs, across, out.final_state))
 
 
-def explain(
-    opdef: OpDef, inputs: ChunkInputs, options: tuple[Any, ...], axis: object, backend: object
-) -> Selection:
-    """What a call would do, inside ``jax.shard_map`` as the call itself. Nothing runs.
-
-    Args and errors: as :func:`call`.
-    """
-    from kdacore.parallel.explain import explain_on  # which imports this module
-
-    ranks, (_, alone) = ranks_of(opdef, axis), without_cp(opdef, options)
+def unwrapped(inputs: ChunkInputs) -> ChunkInputs:
+    """An op's arrays in place of objects that stand for them."""
     adapter = adapter_of(inputs.q)
-    if adapter is not None:
-        inputs = adapter.unwrapped(inputs)
-    if ranks == 1:
-        return dispatch.explain(opdef, inputs, alone, backend)
-    return explain_on(opdef, inputs, alone, ranks, backend)
+    return inputs if adapter is None else adapter.unwrapped(inputs)
 
 
-def ranks_of(opdef: OpDef, axis: object) -> int:
+def axis_size(opdef: OpDef, axis: object) -> int:
     """The number of ranks along a mesh axis. ContractError where that is none."""
     want = "the name of one axis of the mesh of the jax.shard_map around the call"
     if not isinstance(axis, str):

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from kdacore import config, features, integrations, machine, plugin_faults, registry, report
 from kdacore.calls.description import CallDescription
-from kdacore.cli import call_arguments, doctor_selfcheck
+from kdacore.cli import call_arguments, doctor_costs, doctor_selfcheck
 from kdacore.dispatch import selection
 from kdacore.errors import ConfigError, list_names
 from kdacore.features import explain_call
@@ -167,6 +167,7 @@ def collect(
         found["backends"] = [_backend(r, where, problem) for r in registered]
         found["features"] = _features(registered, where, problem)
         found["caches"] = _caches()
+        found["costs"] = doctor_costs.rows(where, problem)
         available = {b["name"] for b in found["backends"] if b["status"] == "available"}
         usable = [r for r in registered if r.backend.name in available]
         found["selfchecks"] = _selfchecks(usable, where, problem) if selfchecks else []

@@ -50,6 +50,10 @@ class TableError(ValueError):
     """A file that is no cost table, or one that cannot be used here. The message says why."""
 
 
+class StaleTableError(TableError):
+    """A whole table, measured with other versions of the backends than those that are here."""
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """Measured times, and where they were measured."""
@@ -140,6 +144,12 @@ def shipped(arch: str) -> Table | None:
     )
 
 
+def shipped_archs() -> tuple[str, ...]:
+    """The architectures that a table ships for."""
+    names = (f.name for f in resources.files("kdacore.dispatch").joinpath("profiles").iterdir())
+    return tuple(sorted(name.removesuffix(".json") for name in names if name.endswith(".json")))
+
+
 def read(path: Path) -> Table:
     """A device's own table. TableError, or OSError, when it cannot be used."""
     try:
@@ -153,7 +163,7 @@ def read(path: Path) -> Table:
     for name, version in table.backends.items():
         now = registered[name].backend.version if name in registered else "not installed"
         if now != version:
-            raise TableError(f"it was measured with {name} {version}; here it is {now}")
+            raise StaleTableError(f"it was measured with {name} {version}; here it is {now}")
     return table
 
 
@@ -165,6 +175,8 @@ class Found:
     table: Table | None
     problem: str
     """Why it is not used anywhere; empty where nothing is wrong with it."""
+    damaged: bool = False
+    """It cannot be read; otherwise it is merely out of date."""
 
 
 def own_tables(arch: str = "") -> Iterator[Found]:
@@ -179,7 +191,7 @@ def own_tables(arch: str = "") -> Iterator[Found]:
         try:
             yield Found(path, read(path), "")
         except (TableError, OSError) as error:
-            yield Found(path, None, str(error))
+            yield Found(path, None, str(error), not isinstance(error, StaleTableError))
 
 
 PARTIAL = ".partial.json"

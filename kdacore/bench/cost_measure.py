@@ -172,4 +172,5 @@ def hold_together(case: Case, results: dict[str, list[Any]]) -> None:
 
 def _relative_difference(one: Any, another: Any) -> float:
     """The norm of the difference over that of the first, computed where the tensors lie."""
-    return float((one.float() - another.float()).norm() / one.float().norm().clamp_min(1e-30))
+    a, b = one.detach().float(), another.detach().float()
+    return float((a - b).norm() / a.norm().clamp_min(1e-30))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from kdacore import files, report
 from kdacore.bench.cases import Case
-from kdacore.bench.clock import Budget
-from kdacore.cli.tune_device import complain, device_of, progress_bar
+from kdacore.bench.clock import Budget, CudaClock
+from kdacore.cli.tune_device import complain, device_of, name_of, progress_bar, torch_name
 from kdacore.dispatch import cost_tables
 from kdacore.types import Device
 
@@ -41,24 +41,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace, cases: list[Case], device: Device) -> int:
-    import torch
-
     from kdacore.bench import cost_measure
-    from kdacore.bench.clock import CudaClock
 
-    path = args.out or cost_tables.path_of(device.arch, torch.cuda.get_device_name(device.index))
+    name = name_of(device)
+    path = args.out or cost_tables.path_of(device.arch, name)
     partial = path.with_name(path.stem + cost_tables.PARTIAL)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    measured = cost_measure.Measured(partial, device, torch.cuda.get_device_name(device.index))
+    measured = cost_measure.Measured(partial, device, name)
     out = report.console()
     if not args.fresh and measured.load():
         out.print(f"going on from {partial}: {len(measured.seconds)} calls are measured")
     budget = Budget(args.samples or SAMPLES, args.seconds or SECONDS)
     limit = 60 * (args.minutes or MINUTES)
-    where = f"cuda:{device.index}"
-    with torch.cuda.device(device.index), progress_bar() as progress:
+    with progress_bar() as progress:
         task = progress.add_task("tune", total=len(cases), completed=_done(measured, cases))
-        for case in cost_measure.measure(measured, cases, where, budget, CudaClock, limit):
+        for case in cost_measure.measure(measured, cases, torch_name(device), budget, CudaClock, limit):
             progress.update(task, description=case.name, completed=_done(measured, cases))
     if measured.disagreements:
         for said in measured.disagreements:

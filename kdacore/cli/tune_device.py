@@ -30,6 +30,21 @@ def device_of(name: str) -> Device | None:
     return torch_device("cuda", index)
 
 
+def name_of(device: Device) -> str:
+    """The GPU's name for itself, as ``NVIDIA H200``."""
+    import torch
+
+    return torch.cuda.get_device_name(device.index)
+
+
+def torch_name(device: Device) -> str:
+    """The device as torch names it, made the current one."""
+    import torch
+
+    torch.cuda.set_device(device.index)
+    return f"cuda:{device.index}"
+
+
 def progress_bar() -> Progress:
     """On standard error; gone when it is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

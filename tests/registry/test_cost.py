@@ -24,7 +24,9 @@ from kdacore.types import Device, Request, TensorSpec
 
 DEVICE = Device("cuda", 0, "sm_x")
 NAME = "NVIDIA X1"
-CALL = Request("chunk_kda", "torch", DEVICE, 1, 8192, 64, 64, 128, 128, 1, "bfloat16", "float32", gate="sigmoid")
+CALL = Request(
+    "chunk_kda", "torch", DEVICE, 1, 8192, 64, 64, 128, 128, 1, "bfloat16", "float32", gate="sigmoid"
+)
 GROUP = Group("chunk_kda", "torch", "bfloat16", False, 128, 128)
 PLAIN = (("gate", "bounded"), ("initial_state", False), ("packed", False))
 STATE = (("gate", "bounded"), ("initial_state", True), ("packed", False))
@@ -84,7 +86,9 @@ def test_what_is_no_table_is_refused(change: dict[str, Any], said: str) -> None:
         cost_tables.parse(text)
 
 
-@pytest.mark.parametrize("point", [[0, 64, 1.0], [16, 64, -1.0], [16, 64, float("nan")], [16, 64, float("inf")], [16]])
+@pytest.mark.parametrize(
+    "point", [[0, 64, 1.0], [16, 64, -1.0], [16, 64, float("nan")], [16, 64, float("inf")], [16]]
+)
 def test_points_are_positive(point: list[Any]) -> None:
     data = json.loads(cost_tables.dump(table()))
     data["times"][0]["points"].append(point)
@@ -123,7 +127,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"T": 2048, "gate": "log"}, 4.0, "interpolated from calls with gate=bounded"),
     ],
 )
-def test_sizes_between_measured_ones_are_interpolated(change: dict[str, Any], seconds: float, how: str) -> None:
+def test_sizes_between_measured_ones_are_interpolated(
+    change: dict[str, Any], seconds: float, how: str
+) -> None:
     found = cost.predict("reference", call(**change))
     assert found is not None
     assert found.seconds == pytest.approx(seconds)
@@ -136,14 +142,19 @@ def test_a_call_from_a_state_has_times_of_its_own_where_there_are_any() -> None:
     near, far = (cost.predict("reference", call(T=T, tensors=state)) for T in (16, 2048))
     assert near is not None and far is not None
     assert (near.seconds, near.source.partition(" (")[0]) == (0.5, "measured")
-    assert (far.seconds, far.source.partition(" (")[0]) == (4.0, "interpolated from calls with initial_state=False")
+    assert (far.seconds, far.source.partition(" (")[0]) == (
+        4.0,
+        "interpolated from calls with initial_state=False",
+    )
 
 
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize(
     "change",
-    [{"T": 200}, {"T": 20000}, {"HV": 7}, {"HV": 257}, {"K": 64}, {"dtype": "float16"}, {"needs_grad": True}]
-    + [{"kind": "jax"}],
+    [
+        *({"T": 200}, {"T": 20000}, {"HV": 7}, {"HV": 257}),
+        *({"K": 64}, {"dtype": "float16"}, {"needs_grad": True}, {"kind": "jax"}),
+    ],
 )
 def test_nothing_near_predicts_nothing(change: dict[str, Any]) -> None:
     assert cost.predict("reference", call(**{"T": 4096, **change})) is None

@@ -149,7 +149,13 @@ def judge(registered: Registered, request: Request, assumed: bool = False) -> Ca
 
 
 def with_costs(request: Request, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-    """The candidates, those that can serve the call with their predicted costs."""
+    """The candidates, those that can serve the call with their predicted costs.
+
+    None are predicted where a sequence's bits must not depend on what else is in the batch: costs depend on that, and
+    backends do not give the same bits.
+    """
+    if request.batch_invariant:
+        return candidates
     return tuple([_with_cost(c, request) if c.supported else c for c in candidates])
 
 

@@ -202,11 +202,12 @@ PARTIAL = ".partial.json"
 def table_for(arch: str, device: str) -> Table | None:
     """The table that counts on a device of this name; where it is not known, of an architecture.
 
-    Warns of a table of the device's own that cannot be used.
+    Warns of a table of the device's own that cannot be used. Where the device is not known, the only table of its
+    architecture that ``kdacore tune`` left counts.
     """
     found = list(own_tables(arch)) if arch else []
     for one in found:
-        if one.problem and (not device or one.path == path_of(arch, device)):
+        if one.problem and device and one.path == path_of(arch, device):
             warnings.warn(
                 f"cost table {one.path} is ignored: {one.problem}. `kdacore tune` measures it again",
                 PerformanceWarning,

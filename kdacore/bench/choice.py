@@ -29,7 +29,7 @@ def figures(rows: Iterable[Row]) -> list[Figure]:
         *found,
         Figure(
             preset=PRESET,
-            name=f"of {len(found)} calls within {ALIKE - 1:.0%} of the fastest backend",
+            name=f"choices within {ALIKE - 1:.0%} of the fastest backend, of {len(found)} calls",
             value=100 * share,
             unit="%",
             want=f">= {100 * SHARE:g} %",

@@ -34,7 +34,7 @@ def name_of(device: Device) -> str:
     """The GPU's name for itself, as ``NVIDIA H200``."""
     import torch
 
-    return torch.cuda.get_device_name(device.index)
+    return str(torch.cuda.get_device_name(device.index))
 
 
 def torch_name(device: Device) -> str:

@@ -22,7 +22,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 QUICK_FILES = {
     "conformance": {"test_calls.py", "test_docs.py"},
     "cuda": {
-        "test_costs.py",
         "test_emulator.py",
         "test_launch.py",
         "test_launch_ops.py",

@@ -136,7 +136,6 @@ def make_backend() -> Backend:
         forward=_lazy("recurrent", "forward"),
         serves=WHOLE | POOL | {"accepted_tokens", "read_only_state"},
         verifiers=(*_COMMON, _verifier("recurrent_dtype")),
-        cost=_lazy("costs", "recurrent"),
         fast_path=_lazy("recurrent_fast_path", "make_fast_call"),
         verified_archs=VERIFIED,
         batch_invariant=True,

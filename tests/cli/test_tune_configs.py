@@ -1,4 +1,4 @@
-"""``kdacore tune``: what it lists, the data file it writes, and what it says where it cannot run."""
+"""``kdacore tune configs``: what it lists, the data file it writes, and what it says where it cannot run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GPU = torch.cuda.is_available()
 
 
 def test_list_names_every_shipped_rule(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["tune", "--list", "--arch", "sm_90"]) == 0
+    assert cli.main(["tune", "configs", "--list", "--arch", "sm_90"]) == 0
     out = capsys.readouterr().out
     assert all(op in out for op in tune_jobs.OPS) and "chunk_kda: everything else" in out
     rules = [c for c in configs.shipped_for("sm_90") if c.when]
@@ -32,9 +32,8 @@ def test_list_names_every_shipped_rule(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_list_of_one_op_and_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        cli.main(["tune", "--list", "--arch", "sm_90", "--op", "kda_chunk_intra", "--only", "float32"]) == 0
-    )
+    words = ["--list", "--arch", "sm_90", "--op", "kda_chunk_intra", "--only", "float32"]
+    assert cli.main(["tune", "configs", *words]) == 0
     assert capsys.readouterr().out.count("kda_chunk_intra") == 1
 
 
@@ -45,12 +44,13 @@ def test_list_of_one_op_and_text(capsys: pytest.CaptureFixture[str]) -> None:
         (["--samples", "0"], 2, "must be positive"),
         (["--arch", "sm_90"], 2, "--arch is for --list"),
         (["--device", "cuda:99"], 1, "no NVIDIA GPU"),
+        (["--fresh"], 2, "--fresh: for `kdacore tune costs`"),
     ],
 )
 def test_what_it_cannot_do(
     words: list[str], status: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["tune", *words]) == status
+    assert cli.main(["tune", "configs", *words]) == status
     assert said in capsys.readouterr().err
 
 
@@ -148,7 +148,18 @@ def test_an_illegal_outcome_is_not_written() -> None:
 @pytest.mark.skipif(not GPU, reason="needs a CUDA GPU")
 def test_gpu_one_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, measured = tmp_path / "data.json", tmp_path / "all.json"
-    words = ["tune", "--op", "kda_chunk_intra", "--only", "K <= 64", "--samples", "3", "--seconds", "1"]
+    words = [
+        "tune",
+        "configs",
+        "--op",
+        "kda_chunk_intra",
+        "--only",
+        "K <= 64",
+        "--samples",
+        "3",
+        "--seconds",
+        "1",
+    ]
     assert cli.main([*words, "--out", str(out), "--json", str(measured)]) == 0
     assert "chunk_intra" in json.loads(out.read_text())
     (rule,) = json.loads(measured.read_text())["rules"]

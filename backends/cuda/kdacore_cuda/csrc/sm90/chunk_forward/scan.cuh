@@ -6,7 +6,9 @@
 #include "common/chunk_forward/marks.cuh"
 #include "common/chunk_forward/solve.cuh"
 #include "common/warp_arrivals.cuh"
+#include "common/mma_operands.cuh"
 #include "sm90/chunk_forward/schedule.cuh"
+#include "sm90/state_tiles.cuh"
 #include "sm90/wgmma.cuh"
 
 constexpr int K_TILES = K / 16;
@@ -27,20 +29,19 @@ struct ScanLane {
 
 constexpr int WARP_V = 16;  // columns of V of a warp
 
-// Calls f(element, its offset) for every state element; offsets count elements of a [K, V] or [V,
-// K] matrix.
-template <class F>
-__device__ __forceinline__ void each_element(ScanState& state, const ScanLane& l, int flags, F f) {
-  const int k_step = opaque(flags & FLAG_V_FIRST ? 1 : V), v_step = opaque(flags & FLAG_V_FIRST ? K : 1);
-  const int first = 2 * l.t * k_step + (l.v0 + l.g) * v_step;
-#pragma unroll
-  for (int j = 0; j < 2 * K_TILES; ++j) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) f(state.s[j][e], first + (8 * j + (e & 1)) * k_step + 8 * (e >> 1) * v_step);
-  }
-}
+#include "common/chunk_forward/state_decay.cuh"
 
-#include "common/chunk_forward/state_io.cuh"
+__device__ __forceinline__ void read_state(ScanState& state, const ScanLane& l, u64 base, int flags) {
+  read_state_tiles<K, V>(state.s, l.lane, l.v0, base, flags);
+}
+// The state of which nothing is needed any more.
+__device__ __forceinline__ void write_last_state(ScanState& state, const ScanLane& l, u64 base, int flags) {
+  write_state_tiles<K, V>(state.s, l.lane, l.v0, base, flags);
+}
+__device__ __forceinline__ void write_state(ScanState& state, const ScanLane& l, u64 base, int flags) {
+  write_last_state(state, l, base, flags);
+  spread_neighbours(state.s, l.lane, flags);
+}
 
 // Left operand (16 columns of V by 16 channels) of k-tile kk.
 __device__ __forceinline__ void state_operand(const ScanState& state, int kk, u32 (&a)[4]) {
@@ -277,17 +278,20 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
     int out_left = 0;
     o -= o_chunk;
     while (c < part.end) {
-      if (ckpt && c % block == 0) write_state(state, l, ckpt + c / block * p.HV * matrix, p.flags);
+      const bool in_block = c % block;
       int mark = 1 << 30;
-      if (p.marks) {
+      if (ckpt || p.marks) {
         // Found again for every block, so that nothing of it takes registers in the loop over chunks.
         const SequenceHead x = make_sequence_head(p, opaque(part.sequence.n), part.sequence.hv, C);
-        mark = next_mark<C>(p, x.first, x.length, c);
-        if (c == mark) {
-          each_mark<C>(p, x.first, x.length, c, x.hv, K * V,
-                       [&](u64 to, int flags) { write_state(state, l, to, flags); });
-          mark = next_mark<C>(p, x.first, x.length, c + 1);
+        if (p.marks) mark = next_mark<C>(p, x.first, x.length, c);
+        const bool marked = c == mark;
+#pragma unroll 1
+        for (int i = ckpt && !in_block ? -1 : 0; i < (marked ? p.marks : 0); ++i) {
+          MarkedState to = {ckpt + c / block * p.HV * matrix, p.flags};
+          if (i < 0 || marked_state<C>(p, i, x.first, x.length, c, x.hv, K * V, to))
+            write_state(state, l, to.at, to.flags);
         }
+        if (marked) mark = next_mark<C>(p, x.first, x.length, c + 1);
       }
       const int end = minimum(minimum(part.end, (c / block + 1) * block), mark);
 #pragma unroll 1
@@ -330,7 +334,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
     if (done.end < done.sequence.chunks) {
       send_cut_state(p, state, cut_state_slot(p, cluster, rank, warp, l.lane), l.lane);
     } else if (const u64 to = final_state_at(p, done.sequence.n, done.sequence.hv, K * V)) {
-      write_state(state, l, to, p.flags);
+      write_last_state(state, l, to, p.flags);
     }
   }
   copy_async_wait<0>();

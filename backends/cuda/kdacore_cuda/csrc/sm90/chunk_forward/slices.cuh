@@ -232,8 +232,10 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
       store_shared(shared + OFFSET(SharedMemory, bias) + 4 * channel,
                    __float_as_uint(gate_bias(p, gate, task.hv, channel)));
     sync_pair(at.pair);
+    // A second half without tokens ends a sequence; it has next to nothing to do.
+    const bool ends_empty = at.half && part.chunk_of(task.stop - 1) * C + HALF >= part.tokens;
 #pragma unroll 1
-    for (; c < task.stop; c += STRIDE) {
+    for (const int stop = task.stop - ends_empty; c < stop; c += STRIDE) {
       const int slot = c % STAGES, i = c / CLUSTER;  // i: of the block's steps
       at.stage = shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH;
       if (left < 2) clear_past_end(raw, left, gate.closed);
@@ -271,6 +273,27 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
       store_parts(parts, sums);
       if (at.half) store_tiles(parts + PARTS * PART_BYTES, across_sums.tile);
       warp_arrive(shared + OFFSET(SharedMemory, parts_ready) + 8 * (i % SOLVERS), l.lane);
+    }
+    if (c < task.stop) {
+      const int i = c / CLUSTER;
+      at.stage = shared + OFFSET(SharedMemory, stages) + c % STAGES * STAGE_PITCH;
+      if (l.g == 0) {
+#pragma unroll
+        for (int e = 0; e < 8; e += 2) store_shared(own_totals + 4 * e, 0.0f, 0.0f);
+      }
+      sync_pair(at.pair);
+      barrier_wait(shared + OFFSET(SharedMemory, empty) + 8 * (c % STAGES), (u32)(c / STAGES & 1) ^ 1);
+      const u32 zeros[4] = {};
+#pragma unroll
+      for (int n = 0; n < 2; ++n) store_rows(at, l, n, zeros, zeros, zeros);
+      sync_pair(at.pair);
+      const Products none = {};
+      const Across none_across = {};
+      barrier_wait(shared + OFFSET(SharedMemory, parts_read) + 8 * group, (u32)(i / GROUPS & 1) ^ 1);
+      store_parts(parts, none);
+      store_tiles(parts + PARTS * PART_BYTES, none_across.tile);
+      warp_arrive(shared + OFFSET(SharedMemory, parts_ready) + 8 * (i % SOLVERS), l.lane);
+      c += STRIDE;
     }
   }
 }

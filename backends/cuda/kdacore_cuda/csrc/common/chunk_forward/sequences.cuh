@@ -43,13 +43,18 @@ __device__ __forceinline__ int sequence_by_length(const ChunkForwardParams& p, i
   return *picked;
 }
 
+// The head of q and k of value head hv. Without groups nothing is divided.
+__device__ __forceinline__ int key_head(const ChunkForwardParams& p, int hv) {
+  return p.H == p.HV ? hv : hv / (opaque(p.HV) / p.H);
+}
+
 // Sequence n and value head hv, in chunks of `chunk` tokens.
 __device__ __forceinline__ SequenceHead make_sequence_head(const ChunkForwardParams& p, int n, int hv,
                                                            int chunk) {
   SequenceHead w;
   w.n = n;
   w.hv = hv;
-  w.h = hv / (opaque(p.HV) / p.H);
+  w.h = key_head(p, hv);
   w.batch = p.cu_seqlens ? 0 : n;
   w.first = p.cu_seqlens ? load_index(p.cu_seqlens, n, p.flags & FLAG_CU64) : 0;
   w.length = opaque(length_of(p, n));

@@ -34,13 +34,12 @@ constexpr int WARP_V = 16;  // columns of V of a warp
 __device__ __forceinline__ void read_state(ScanState& state, const ScanLane& l, u64 base, int flags) {
   read_state_tiles<K, V>(state.s, l.lane, l.v0, base, flags);
 }
-// The state of which nothing is needed any more.
-__device__ __forceinline__ void write_last_state(ScanState& state, const ScanLane& l, u64 base, int flags) {
-  write_state_tiles<K, V>(state.s, l.lane, l.v0, base, flags);
+// Asks L2 for a state that is read soon.
+__device__ __forceinline__ void prefetch_state(const ScanLane& l, u64 base, int flags) {
+  prefetch_state_tiles<K, V>(l.lane, l.v0, base, flags);
 }
-__device__ __forceinline__ void write_state(ScanState& state, const ScanLane& l, u64 base, int flags) {
-  write_last_state(state, l, base, flags);
-  spread_neighbours(state.s, l.lane, flags);
+__device__ __forceinline__ void write_state(const ScanState& state, const ScanLane& l, u64 base, int flags) {
+  write_state_tiles<K, V>(state.s, l.lane, l.v0, base, flags);
 }
 
 // Left operand (16 columns of V by 16 channels) of k-tile kk.
@@ -239,12 +238,11 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
       parity ^= 1;
     }
   };
-  TaskPart part;
+  TaskPart part = make_task_part(p, shared, task);
   const unsigned char* v;  // this lane's 16 bytes of a chunk's V and o
   unsigned char* o;
   int left;  // real if positive
-  const auto begin_task = [&] {
-    part = make_task_part(p, shared, task);
+  const auto find_tokens = [&] {
     const SequenceHead& sequence = part.sequence;
     const int token = part.chunk * C + (l.lane >> 1), at_v = l.v0 + 8 * (l.lane & 1);
     v = reinterpret_cast<const unsigned char*>(
@@ -252,7 +250,9 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
         2 * (sequence.batch * p.v_sb + (sequence.first + token) * p.v_st + sequence.hv * p.v_sh + at_v));
     o = reinterpret_cast<unsigned char*>(
         p.o + 2 * (((sequence.batch * p.T + sequence.first + token) * p.HV + sequence.hv) * V + at_v));
-    left = part.tokens - token;
+  };
+  const auto fetch_first_values = [&] {
+    left = part.tokens - part.chunk * C - (l.lane >> 1);
 #pragma unroll
     for (int i = 0; i < V_DEPTH - 1; ++i) {
       fetch_values(l, v, v_chunk / 2, unread_address, i, left - i * C);
@@ -260,7 +260,8 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
       v += v_chunk;
     }
   };
-  begin_task();
+  find_tokens();
+  fetch_first_values();
   bool more = true;
   while (more) {
     int c = part.chunk;
@@ -269,6 +270,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
       receive_cut_state(p, state, cut_state_slot(p, cluster - 1, rank, warp, l.lane), l.lane);
     } else if (const u64 from = initial_state_at(p, part.sequence.n, part.sequence.hv, K * V)) {
       read_state(state, l, from, p.flags);
+      if (part.sequence.hv + 1 < p.HV) prefetch_state(l, from + matrix, p.flags);
     }
     u64 ckpt = 0;
     if (p.ckpt_every)
@@ -278,22 +280,22 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
     int out_left = 0;
     o -= o_chunk;
     while (c < part.end) {
-      const bool in_block = c % block;
-      int mark = 1 << 30;
+      int end = part.end;
       if (ckpt || p.marks) {
         // Found again for every block, so that nothing of it takes registers in the loop over chunks.
         const SequenceHead x = make_sequence_head(p, opaque(part.sequence.n), part.sequence.hv, C);
+        int mark = 1 << 30;
         if (p.marks) mark = next_mark<C>(p, x.first, x.length, c);
         const bool marked = c == mark;
 #pragma unroll 1
-        for (int i = ckpt && !in_block ? -1 : 0; i < (marked ? p.marks : 0); ++i) {
+        for (int i = ckpt && c % block == 0 ? -1 : 0; i < (marked ? p.marks : 0); ++i) {
           MarkedState to = {ckpt + c / block * p.HV * matrix, p.flags};
           if (i < 0 || marked_state<C>(p, i, x.first, x.length, c, x.hv, K * V, to))
             write_state(state, l, to.at, to.flags);
         }
         if (marked) mark = next_mark<C>(p, x.first, x.length, c + 1);
+        end = minimum(minimum(end, (c / block + 1) * block), mark);
       }
-      const int end = minimum(minimum(part.end, (c / block + 1) * block), mark);
 #pragma unroll 1
       for (; c < end; ++c) {
         const StageRef at = {slot, shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH,
@@ -329,12 +331,28 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
       barrier_wait(shared + OFFSET(SharedMemory, full) + 8 * slot, parity);
       release();
     }
-    more = advance_to_step(p, shared, task, task.stop);
-    if (more) begin_task();  // its first values are loaded while this state is written
+    const int step = task.stop;
+    const Move move = move_to_step(p, shared, task, step);
+    more = move != NO_STEP;
+    if (more) {  // the first values are loaded while this state is written
+      if (move == NEXT_HEAD) {
+        part.sequence.hv = task.hv;
+        part.end = part.sequence.chunks;
+        part.tokens = part.sequence.length;
+        part.shift = maximum(part.end, 1) - task.stop;
+        part.chunk = part.chunk_of(step);
+        v += 2 * p.v_sh + (part.chunk - done.end - (V_DEPTH - 1)) * v_chunk;
+        o += 2 * V + (part.chunk - done.end + 1) * o_chunk;
+      } else {
+        part = make_task_part(p, shared, task);
+        find_tokens();
+      }
+      fetch_first_values();
+    }
     if (done.end < done.sequence.chunks) {
       send_cut_state(p, state, cut_state_slot(p, cluster, rank, warp, l.lane), l.lane);
     } else if (const u64 to = final_state_at(p, done.sequence.n, done.sequence.hv, K * V)) {
-      write_last_state(state, l, to, p.flags);
+      write_state(state, l, to, p.flags);
     }
   }
   copy_async_wait<0>();

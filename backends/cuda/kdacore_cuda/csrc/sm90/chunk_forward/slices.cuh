@@ -29,6 +29,14 @@ __device__ __forceinline__ void advance(Source& s) {
   s.g += (long long)STRIDE * C * s.g_token;
 }
 
+// By so many tokens, heads and value heads.
+__device__ __forceinline__ void advance(Source& s, const ChunkForwardParams& p, int tokens, int heads,
+                                        int value_heads) {
+  s.k += (long long)tokens * s.k_token + 2 * heads * p.k_sh;
+  s.q += (long long)tokens * s.q_token + 2 * heads * p.q_sh;
+  s.g += (long long)tokens * s.g_token + (G_FLOAT ? 4 : 2) * value_heads * p.g_sh;
+}
+
 // The next load, into the same registers as soon as they have been used: the chunk at `from`, of
 // which this lane has `left` tokens. Registers of tokens past the end keep their values.
 struct NextLoad {
@@ -205,35 +213,49 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
   const int group = warp / (2 * SLICES);
   int c = group * CLUSTER + rank;  // of the cluster's steps
   Task task = load_task(shared + OFFSET(SharedMemory, interval));
-  while (advance_to_step(p, shared, task, c)) {
-    const Lane l = make_lane();
-    Place at;
-    at.half = warp / SLICES % 2;
-    at.slice = warp % SLICES;
-    const int pair = group * SLICES + at.slice;
-    at.pair = 1 + pair;
-    at.exchange = shared + OFFSET(SharedMemory, keys) + pair * EXCHANGE_BYTES + 16 * l.lane;
-    const u32 bias = shared + OFFSET(SharedMemory, bias) + 4 * (32 * at.slice + 8 * l.t),
-              own_totals = shared + OFFSET(SharedMemory, totals) + pair * 256 + at.half * 128 + 32 * l.t;
-    const u32 parts = shared + OFFSET(SharedMemory, parts) + pair * SLICE_PARTS +
-                      at.half * PARTS * PART_BYTES + 16 * l.lane;
-    const TaskPart part = make_task_part(p, shared, task);
-    const int token = part.chunk_of(c) * C + at.half * HALF + 2 * l.p;
-    int left = part.tokens - token;  // of this lane: left, up to 2
-    Source from = make_source(p, part.sequence, l, at.slice, token);
+  if (!advance_to_step(p, shared, task, c)) return;
+  const Lane l = make_lane();
+  Place at;
+  at.half = warp / SLICES % 2;
+  at.slice = warp % SLICES;
+  const int pair = group * SLICES + at.slice;
+  at.pair = 1 + pair;
+  at.exchange = shared + OFFSET(SharedMemory, keys) + pair * EXCHANGE_BYTES + 16 * l.lane;
+  const u32 bias = shared + OFFSET(SharedMemory, bias) + 4 * (32 * at.slice + 8 * l.t),
+            own_totals = shared + OFFSET(SharedMemory, totals) + pair * 256 + at.half * 128 + 32 * l.t;
+  const u32 parts = shared + OFFSET(SharedMemory, parts) + pair * SLICE_PARTS +
+                    at.half * PARTS * PART_BYTES + 16 * l.lane;
+  int shift, left;  // from a step to its chunk; of this lane's tokens from the next load on
+  Source from;
+  const auto first_token = [&] { return (c + shift) * C + at.half * HALF + 2 * l.p; };
+  int stopped = 0, heads = 0, value_heads = 0;
+  Move move = NEXT_SEQUENCE;
+  do {
+    int tokens;
+    if (move == NEXT_SEQUENCE) {
+      const TaskPart part = make_task_part(p, shared, task);
+      shift = part.shift;
+      tokens = part.tokens;
+      from = make_source(p, part.sequence, l, at.slice, first_token());
+    } else {
+      shift = shift_to_end(p, task);
+      tokens = length_of(p, task.n);
+      advance(from, p, (c + shift - stopped) * C, heads, value_heads);
+    }
+    left = tokens - first_token();
+    // What comes from the caches is asked for before what comes from memory, as answers come in order.
+    const Gate gate = make_gate(p, task.hv);
+    const int channel = 32 * at.slice + l.lane;
+    const float own_bias = at.half ? 0.0f : gate_bias(p, gate, task.hv, channel);
     Raw raw = {};
     load_gate(raw, {from, left});
     load_rows(raw, {from, left});
-    const Gate gate = make_gate(p, task.hv);
     // Both warps of a pair process the same task and share a bias.
-    const int channel = 32 * at.slice + l.lane;
     sync_pair(at.pair);
-    if (!at.half)
-      store_shared(shared + OFFSET(SharedMemory, bias) + 4 * channel,
-                   __float_as_uint(gate_bias(p, gate, task.hv, channel)));
+    if (!at.half) store_shared(shared + OFFSET(SharedMemory, bias) + 4 * channel, __float_as_uint(own_bias));
     sync_pair(at.pair);
     // A second half without tokens ends a sequence; it has next to nothing to do.
-    const bool ends_empty = at.half && part.chunk_of(task.stop - 1) * C + HALF >= part.tokens;
+    const bool ends_empty = at.half && (task.stop - 1 + shift) * C + HALF >= tokens;
 #pragma unroll 1
     for (const int stop = task.stop - ends_empty; c < stop; c += STRIDE) {
       const int slot = c % STAGES, i = c / CLUSTER;  // i: of the block's steps
@@ -274,6 +296,7 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
       if (at.half) store_tiles(parts + PARTS * PART_BYTES, across_sums.tile);
       warp_arrive(shared + OFFSET(SharedMemory, parts_ready) + 8 * (i % SOLVERS), l.lane);
     }
+    stopped = c + shift;
     if (c < task.stop) {
       const int i = c / CLUSTER;
       at.stage = shared + OFFSET(SharedMemory, stages) + c % STAGES * STAGE_PITCH;
@@ -295,5 +318,13 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
       warp_arrive(shared + OFFSET(SharedMemory, parts_ready) + 8 * (i % SOLVERS), l.lane);
       c += STRIDE;
     }
-  }
+    const int hv = task.hv;
+#if FEW_REGISTERS  // addresses that stay from task to task would cost three
+    move = advance_to_step(p, shared, task, c) ? NEXT_SEQUENCE : NO_STEP;
+#else
+    move = move_to_step(p, shared, task, c);
+#endif
+    heads = key_head(p, task.hv) - key_head(p, hv);
+    value_heads = task.hv - hv;
+  } while (move != NO_STEP);
 }

@@ -128,12 +128,23 @@ __device__ __forceinline__ void solver_warp(const ChunkForwardParams& p, u32 sha
   const long long size = type_size(p.beta_type), token = size * p.beta_st;
   int c = pair * CLUSTER + rank;  // of the cluster's steps
   Task task = load_task(shared + OFFSET(SharedMemory, interval));
-  while (advance_to_step(p, shared, task, c)) {
-    const TaskPart part = make_task_part(p, shared, task);
-    const int first = part.chunk_of(c) * C + HALF * half + 2 * l.p;
-    int left = part.tokens - first;  // of this lane: left, up to 2
-    u64 from = p.beta + size * (part.sequence.batch * p.beta_sb + task.hv * p.beta_sh) +
-               (part.sequence.first + first) * token;
+  int shift, left;  // from a step to its chunk; of this lane's tokens from the next load on
+  u64 from;
+  const auto first_token = [&] { return (c + shift) * C + HALF * half + 2 * l.p; };
+  int stopped = 0, heads = 0;
+  Move move = advance_to_step(p, shared, task, c) ? NEXT_SEQUENCE : NO_STEP;
+  while (move != NO_STEP) {
+    if (move == NEXT_SEQUENCE) {
+      const TaskPart part = make_task_part(p, shared, task);
+      shift = part.shift;
+      left = part.tokens - first_token();
+      from = p.beta + size * (part.sequence.batch * p.beta_sb + task.hv * p.beta_sh) +
+             (part.sequence.first + first_token()) * token;
+    } else {
+      shift = shift_to_end(p, task);
+      left = length_of(p, task.n) - first_token();
+      from += (c + shift - stopped) * C * token + size * heads * p.beta_sh;
+    }
     u32 beta[2];
     load_beta(p, from, token, left, beta);
 #pragma unroll 1
@@ -181,6 +192,10 @@ __device__ __forceinline__ void solver_warp(const ChunkForwardParams& p, u32 sha
       load_beta(p, from, token, left, beta);
       if (half) publish(stage, full, l.lane, rank);
     }
+    stopped = c + shift;
+    const int hv = task.hv;
+    move = move_to_step(p, shared, task, c);
+    heads = task.hv - hv;
   }
   // These warps are done first.
   const u32 number = block_index() * SOLVER_SLOTS + warp;

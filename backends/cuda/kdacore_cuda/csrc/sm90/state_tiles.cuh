@@ -110,7 +110,7 @@ __device__ __forceinline__ void prefetch_state_tiles(int lane, int column, u64 b
     prefetch_l2(reinterpret_cast<const void*>(at));
     if (size == 4) prefetch_l2(reinterpret_cast<const void*>(at + 128 * 32));
   } else {
-    const u64 at = base + size * (lane * V + column);
+    const u64 at = base + size * (opaque(lane) * V + column);  // not kept from one state to the next
 #pragma unroll
     for (int i = 0; i < K / 32; ++i) prefetch_l2(reinterpret_cast<const void*>(at + i * size * 32 * V));
   }

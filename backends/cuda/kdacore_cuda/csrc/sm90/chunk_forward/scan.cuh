@@ -224,7 +224,6 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
   // A valid address, not read.
   const unsigned char* unread_address = reinterpret_cast<const unsigned char*>(p.v);
   const long long matrix = (long long)K * V * (p.flags & FLAG_STATE_BF16 ? 2 : 4);
-  const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;  // chunks between states written
   u32 slot = 0, parity = 0;
   const auto release = [&] {
 #if CLUSTER > 1
@@ -266,11 +265,14 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
   while (more) {
     int c = part.chunk;
     ScanState state = {};
+    bool zero = false;
     if (c) {
       receive_cut_state(p, state, cut_state_slot(p, cluster - 1, rank, warp, l.lane), l.lane);
     } else if (const u64 from = initial_state_at(p, part.sequence.n, part.sequence.hv, K * V)) {
       read_state(state, l, from, p.flags);
       if (part.sequence.hv + 1 < p.HV) prefetch_state(l, from + matrix, p.flags);
+    } else {
+      zero = true;
     }
     u64 ckpt = 0;
     if (p.ckpt_every)
@@ -284,6 +286,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
       if (ckpt || p.marks) {
         // Found again for every block, so that nothing of it takes registers in the loop over chunks.
         const SequenceHead x = make_sequence_head(p, opaque(part.sequence.n), part.sequence.hv, C);
+        const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;  // chunks between states written
         int mark = 1 << 30;
         if (p.marks) mark = next_mark<C>(p, x.first, x.length, c);
         const bool marked = c == mark;
@@ -301,7 +304,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
         const StageRef at = {slot, shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH,
                              shared + OFFSET(SharedMemory, full) + 8 * slot, parity};
         scan_chunk(
-            state, out, l, at, l.values + ring * 2 * TILE_BYTES,
+            state, out, l, at, l.values + ring * 2 * TILE_BYTES, zero, part.tokens - c * C > HALF,
             [&](const uint4(&rows)[2]) {
               store_output(rows, o, o_chunk / 2, out_left);
               o += o_chunk;
@@ -318,6 +321,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
               ring = ring + 1 == V_DEPTH ? 0 : ring + 1;
             });
         release();
+        zero = false;
       }
     }
     uint4 rows[2];

@@ -36,6 +36,7 @@ static_assert(sizeof(Interval) <= INTERVAL_BYTES, "a interval does not fit");
 __device__ __forceinline__ int minimum(int x, int y) { return x < y ? x : y; }
 __device__ __forceinline__ int maximum(int x, int y) { return x > y ? x : y; }
 
+__device__ __forceinline__ int steps_of_length(int length) { return maximum((u32)(length + C - 1) / C, 1); }
 __device__ __forceinline__ int steps_of(const ChunkForwardParams& p, int n) {
   return maximum((opaque(length_of(p, n)) + C - 1) / C, 1);
 }
@@ -195,15 +196,16 @@ __device__ __forceinline__ TaskPart make_task_part(const ChunkForwardParams& p, 
 // What move_to_step found.
 enum Move { NO_STEP, NEXT_HEAD, NEXT_SEQUENCE };
 
-// From a finished task to that of step `step`. Most tasks have a neighbour of the same sequence. What
+// From a finished task, of a sequence of `length` tokens, to that of step `step`. Most tasks have a neighbour of the same sequence. What
 // follows from that takes a tenth of make_task_part's instructions: with short sequences those of all roles
 // have to fit into the instruction cache together.
-__device__ __forceinline__ Move move_to_step(const ChunkForwardParams& p, u32 shared, Task& task, int step) {
+__device__ __forceinline__ Move move_to_step(const ChunkForwardParams& p, u32 shared, Task& task, int length,
+                                             int step) {
   if (ONE_TASK) return NO_STEP;
-  const int steps = uniform(steps_of(p, task.n)),
+  const int steps = steps_of_length(length),
             size = uniform(__float_as_uint(load_shared1(shared + OFFSET(SharedMemory, interval) + 16)));
   while (step >= task.stop) {
-    if (task.hv + 1 == p.HV) return advance_to_step(p, shared, task, step) ? NEXT_SEQUENCE : NO_STEP;
+    if (rarely(task.hv + 1 == p.HV)) return advance_to_step(p, shared, task, step) ? NEXT_SEQUENCE : NO_STEP;
     task.offset += steps + SEQUENCE_OVERHEAD_STEPS;
     if (task.offset >= size) return NO_STEP;
     ++task.hv;
@@ -212,6 +214,6 @@ __device__ __forceinline__ Move move_to_step(const ChunkForwardParams& p, u32 sh
   return NEXT_HEAD;
 }
 // The shift of such a neighbour, which is done to its end.
-__device__ __forceinline__ int shift_to_end(const ChunkForwardParams& p, const Task& task) {
-  return uniform(steps_of(p, task.n)) - task.stop;
+__device__ __forceinline__ int shift_to_end(const Task& task, int length) {
+  return steps_of_length(length) - task.stop;
 }

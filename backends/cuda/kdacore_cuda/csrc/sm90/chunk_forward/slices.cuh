@@ -225,21 +225,22 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
             own_totals = shared + OFFSET(SharedMemory, totals) + pair * 256 + at.half * 128 + 32 * l.t;
   const u32 parts = shared + OFFSET(SharedMemory, parts) + pair * SLICE_PARTS +
                     at.half * PARTS * PART_BYTES + 16 * l.lane;
-  int shift, left;  // from a step to its chunk; of this lane's tokens from the next load on
+  int length, shift, left;  // of the sequence; from a step to its chunk; this lane's tokens from the next load on
   Source from;
   const auto first_token = [&] { return (c + shift) * C + at.half * HALF + 2 * l.p; };
   int stopped = 0, heads = 0, value_heads = 0;
   Move move = NEXT_SEQUENCE;
   do {
     int tokens;
-    if (move == NEXT_SEQUENCE) {
+    if (rarely(move == NEXT_SEQUENCE)) {
       const TaskPart part = make_task_part(p, shared, task);
+      length = uniform(part.sequence.length);
       shift = part.shift;
       tokens = part.tokens;
       from = make_source(p, part.sequence, l, at.slice, first_token());
     } else {
-      shift = shift_to_end(p, task);
-      tokens = length_of(p, task.n);
+      shift = shift_to_end(task, length);
+      tokens = length;
       advance(from, p, (c + shift - stopped) * C, heads, value_heads);
     }
     left = tokens - first_token();
@@ -322,7 +323,7 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
 #if FEW_REGISTERS  // addresses that stay from task to task would cost three
     move = advance_to_step(p, shared, task, c) ? NEXT_SEQUENCE : NO_STEP;
 #else
-    move = move_to_step(p, shared, task, c);
+    move = move_to_step(p, shared, task, length, c);
 #endif
     heads = key_head(p, task.hv) - key_head(p, hv);
     value_heads = task.hv - hv;

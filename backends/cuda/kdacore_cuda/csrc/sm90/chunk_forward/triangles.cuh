@@ -128,21 +128,22 @@ __device__ __forceinline__ void solver_warp(const ChunkForwardParams& p, u32 sha
   const long long size = type_size(p.beta_type), token = size * p.beta_st;
   int c = pair * CLUSTER + rank;  // of the cluster's steps
   Task task = load_task(shared + OFFSET(SharedMemory, interval));
-  int shift, left;  // from a step to its chunk; of this lane's tokens from the next load on
+  int length, shift, left;  // of the sequence; from a step to its chunk; this lane's tokens from the next load on
   u64 from;
   const auto first_token = [&] { return (c + shift) * C + HALF * half + 2 * l.p; };
   int stopped = 0, heads = 0;
   Move move = advance_to_step(p, shared, task, c) ? NEXT_SEQUENCE : NO_STEP;
   while (move != NO_STEP) {
-    if (move == NEXT_SEQUENCE) {
+    if (rarely(move == NEXT_SEQUENCE)) {
       const TaskPart part = make_task_part(p, shared, task);
+      length = uniform(part.sequence.length);
       shift = part.shift;
       left = part.tokens - first_token();
       from = p.beta + size * (part.sequence.batch * p.beta_sb + task.hv * p.beta_sh) +
              (part.sequence.first + first_token()) * token;
     } else {
-      shift = shift_to_end(p, task);
-      left = length_of(p, task.n) - first_token();
+      shift = shift_to_end(task, length);
+      left = length - first_token();
       from += (c + shift - stopped) * C * token + size * heads * p.beta_sh;
     }
     u32 beta[2];
@@ -194,7 +195,7 @@ __device__ __forceinline__ void solver_warp(const ChunkForwardParams& p, u32 sha
     }
     stopped = c + shift;
     const int hv = task.hv;
-    move = move_to_step(p, shared, task, c);
+    move = move_to_step(p, shared, task, length, c);
     heads = task.hv - hv;
   }
   // These warps are done first.

@@ -213,6 +213,15 @@ __device__ __forceinline__ ScanLane make_scan_lane(u32 shared, int warp, int ran
   return l;
 }
 
+// Tells the block that prepares a stage that this warp has read it.
+__device__ __forceinline__ void warp_arrive_empty(u32 shared, u32 slot, int lane) {
+#if CLUSTER > 1
+  warp_arrive_remote(cluster_address(shared + OFFSET(SharedMemory, empty) + 8 * slot, slot % CLUSTER), lane);
+#else
+  warp_arrive(shared + OFFSET(SharedMemory, empty) + 8 * slot, lane);
+#endif
+}
+
 // All chunks of this cluster's tasks, 16 columns of V: waits for a prepared chunk, advances the state, stores
 // the chunk's output.
 __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank,
@@ -226,12 +235,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
   const long long matrix = (long long)K * V * (p.flags & FLAG_STATE_BF16 ? 2 : 4);
   u32 slot = 0, parity = 0;
   const auto release = [&] {
-#if CLUSTER > 1
-    warp_arrive_remote(cluster_address(shared + OFFSET(SharedMemory, empty) + 8 * slot, slot % CLUSTER),
-                       l.lane);
-#else
-    warp_arrive(shared + OFFSET(SharedMemory, empty) + 8 * slot, l.lane);
-#endif
+    warp_arrive_empty(shared, slot, l.lane);
     if (++slot == STAGES) {
       slot = 0;
       parity ^= 1;

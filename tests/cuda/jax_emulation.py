@@ -7,6 +7,7 @@ import hashlib
 import shutil
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,8 +79,13 @@ class Device:
         self.failed: list[BaseException] = []
         self._kernels: list[KernelSource] = []
         self._params: dict[KernelSource, ParamStruct] = {}
+        # XLA's threads take denormal numbers for zero.
+        self._thread = ThreadPoolExecutor(1)
+        self._thread.submit(int).result()
         self._callback = _OnLaunch(self._on_launch)
-        ctypes.c_void_p.in_dll(self.library, "on_launch").value = ctypes.cast(self._callback, ctypes.c_void_p).value
+        ctypes.c_void_p.in_dll(self.library, "on_launch").value = ctypes.cast(
+            self._callback, ctypes.c_void_p
+        ).value
 
     def number(self, name: str) -> ctypes.c_int:
         """A variable of the driver library."""
@@ -104,13 +110,16 @@ class Device:
         self.launched.append(launched)
         try:
             self.run(launched)
-        except BaseException as error:  # a C caller has no use for it
+        except BaseException as error:  # noqa: BLE001  # a C caller has no use for it
             self.failed.append(error)
             return 999
         return 0
 
     def emulate(self, launched: Launched) -> None:
         """Run a launch in the emulator."""
+        self._thread.submit(self._emulate, launched).result()
+
+    def _emulate(self, launched: Launched) -> None:
         emulator.run(
             *(launched.kernel, self._params[launched.kernel], launched.values),
             grid=launched.grid,

@@ -22,6 +22,7 @@ from kdacore_cuda.driver import Driver
 from kdacore_cuda.kernel_parameters import ParamStruct
 from kdacore_cuda.kernel_source import KernelSource
 from kdacore_cuda.packaged_handlers import find_handler
+from kdacore_cuda.xla_interface import Handler
 
 MULTIPROCESSORS = 132
 _SOURCE = """
@@ -29,7 +30,7 @@ _SOURCE = """
 #include <stddef.h>
 typedef int on_launch_t(const unsigned* config, void* kernel, void* parameters);
 on_launch_t* on_launch;
-int multiprocessors = 132, capability = 90, device, loads, limits, modes, cleared; void* current;
+int multiprocessors = 132, capability = 90, device, loads, limits, modes, cleared, refuses; void* current;
 int cuCtxGetCurrent(void** c) { *c = current; return 0; }
 int cuCtxGetDevice(int* d) { *d = device; return 0; }
 int cuCtxPushCurrent_v2(void* c) { current = c; return 0; }
@@ -48,7 +49,7 @@ int cuMemsetD8Async(void* at, unsigned char value, size_t size, void* stream) {
 int cuStreamGetCtx(void* s, void** c) { *c = (void*)0x100; return 0; }
 int cuThreadExchangeStreamCaptureMode(int* mode) { ++modes; return 0; }
 int cuLaunchKernelEx(const unsigned* config, void* f, void** arguments, void** extra) {
-  return on_launch(config, f, arguments[0]); }
+  return refuses ? refuses : on_launch(config, f, arguments[0]); }
 """
 _OnLaunch = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_uint), ctypes.c_void_p, ctypes.c_void_p)
 
@@ -86,6 +87,14 @@ class Device:
         ctypes.c_void_p.in_dll(self.library, "on_launch").value = ctypes.cast(
             self._callback, ctypes.c_void_p
         ).value
+
+    def reset(self) -> None:
+        """Forget what was launched; launches do nothing."""
+        self.launched.clear()
+        self.failed.clear()
+        self.run = lambda launched: None
+        for name, value in (("multiprocessors", MULTIPROCESSORS), ("capability", 90), ("refuses", 0)):
+            self.number(name).value = value
 
     def number(self, name: str) -> ctypes.c_int:
         """A variable of the driver library."""
@@ -129,9 +138,9 @@ class Device:
         )
 
 
-def install(monkeypatch: Any, device: Device, handler: xla_handler.Handler, target: str) -> None:
+def install(monkeypatch: Any, device: Device, handler: Handler, target: str) -> None:
     """Calls from JAX on the CPU go to ``device`` through ``handler``, which is registered as ``target``."""
-    from kdacore_cuda import jax_devices, multiprocessors  # noqa: F401
+    from kdacore_cuda import jax_devices
 
     pack = launch_program._kernel_words
 
@@ -146,21 +155,21 @@ def install(monkeypatch: Any, device: Device, handler: xla_handler.Handler, targ
     monkeypatch.setattr(xla_handler, "register", lambda: handler)
 
 
-def native_handler(device: Device) -> xla_handler.Handler:
+def native_handler(device: Device) -> Handler:
     """The packaged handler, for XLA's CPU device."""
     found = find_handler()
     assert isinstance(found, Path), found
     handler = xla_handler.load_native(found, str(device.path), "kdacore_ffi_execute_without_stream")
-    assert isinstance(handler, xla_handler.Handler), handler
+    assert isinstance(handler, Handler), handler
     return handler
 
 
-def python_handler(device: Device) -> xla_handler.Handler:
+def python_handler(device: Device) -> Handler:
     """The handler in Python, for XLA's CPU device."""
     return ffi_callback.make_handler(Driver(str(device.path)), has_stream=False)
 
 
-def register(handler: xla_handler.Handler, target: str) -> None:
+def register(handler: Handler, target: str) -> None:
     """Make a handler known to XLA, once in a process."""
     jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler.execute), platform="cpu")
 

@@ -103,7 +103,7 @@ def _by_kind(torch: Forward, jax: Forward) -> Forward:
 
 _COMMON = (
     _verifier("known_sizes"),
-    _verifier("xla_interface"),
+    _lazy("xla_interface", "known_version"),
     _verifier("architecture"),
     _verifier("compiler"),
     _verifier("head_dims"),

@@ -19,7 +19,7 @@ from kdacore_cuda import launch_program as programs
 from kdacore_cuda.driver import Driver
 from kdacore_cuda.launch import STATIC_SHARED, launch_attribute, launch_config
 from kdacore_cuda.packaged_cubins import FOLDER
-from kdacore_cuda.xla_handler import Handler
+from kdacore_cuda.xla_interface import Handler
 
 _P, _I64, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t, ctypes.c_int
 _METADATA_EXTENSION, _EXECUTE, _ARRAY, _S64 = 1, 3, 1, 5

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.ffi
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 
 from kdacore.arrays.jax_meshes import mesh_axes, out_struct, varying
 from kdacore.types import Device, Request
@@ -64,12 +65,19 @@ def make_launches(
     aliases = {names.index(x): tuple(results).index(name) for name, x in (in_place or {}).items()}
     call = jax.ffi.ffi_call(
         xla_handler.TARGET,
-        [out_struct(shape, jnp.dtype(dtype), *given) for shape, dtype in results.values()],
+        [_result(form, given) for form in results.values()],
         input_output_aliases=aliases,
         vmap_method="sequential",
     )
     made = call(*(varying(x, axes) for x in given), program=program.words)
     return dict(zip(results, made, strict=True))
+
+
+def _result(form: Form, given: tuple[Any, ...]) -> jax.ShapeDtypeStruct:
+    """A result that varies over the mesh axes that the arguments vary over."""
+    struct = out_struct(form[0], jnp.dtype(form[1]), *given)
+    mesh = get_abstract_mesh()
+    return struct if mesh.empty else struct.update(sharding=NamedSharding(mesh, PartitionSpec()))
 
 
 def _bytes(form: Form) -> int:

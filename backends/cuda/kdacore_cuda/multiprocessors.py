@@ -18,7 +18,7 @@ else:
 def multiprocessors(kind: ArrayKind, index: int) -> int:
     """Multiprocessors of the CUDA device that arrays of ``kind`` call ``index``."""
     library = jax_devices if kind == "jax" else torch_launch
-    return library.multiprocessors(index)
+    return int(library.multiprocessors(index))
 
 
 def multiprocessors_of(request: Request) -> int:

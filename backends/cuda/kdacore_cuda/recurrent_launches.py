@@ -8,7 +8,9 @@ from kdacore_cuda.launch_sequence import PlannedLaunch
 
 _ARGUMENTS = {
     **{name: name for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")},
-    "h0": "initial_state", "indices": "state_indices", "accepted": "num_accepted_tokens",
+    "h0": "initial_state",
+    "indices": "state_indices",
+    "accepted": "num_accepted_tokens",
     "has_initial": "has_initial_state",
 }
 """Field of the kernels' parameters -> argument."""

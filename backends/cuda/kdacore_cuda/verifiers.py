@@ -28,18 +28,6 @@ sequence_length = common.lengths(2**30 - 1)
 """Lengths inside a sequence are 32-bit."""
 
 
-def xla_interface(request: Request) -> Reason | None:
-    """Calls from JAX go through XLA's interface to handlers, whose versions are not interchangeable."""
-    if request.kind != "jax":
-        return None
-    from kdacore_cuda import xla_handler
-
-    problem = xla_handler.problem()
-    if problem is None:
-        return None
-    return Reason("unavailable", "does not know this version of XLA's interface", *problem)
-
-
 def known_sizes(request: Request) -> Reason | None:
     """Grids are computed while a call is traced, from numbers, not from symbols of jax.export."""
     if isinstance(request.B * request.T * request.N, int):

@@ -4,55 +4,20 @@ Python."""
 from __future__ import annotations
 
 import ctypes
-import re
 import secrets
 import threading
 import warnings
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import jax.ffi
 
 from kdacore.errors import PerformanceWarning
-from kdacore_cuda import driver, packaged_cubins, packaged_handlers
+from kdacore_cuda import driver, ffi_callback, packaged_cubins, packaged_handlers
+from kdacore_cuda.xla_interface import Handler
 
 TARGET = "kdacore_cuda.launch.1"
 """What XLA knows the handler by. The number is the format of the programs that it is given."""
-API_VERSIONS = ((0, 3), (0, 4))
-"""Versions of XLA's interface to handlers (xla/ffi/api/c_api.h) that the handler was read against:
-those of jaxlib 0.10 to 0.11."""
-_VERSION = re.compile(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)")
-
-
-class Handler(NamedTuple):
-    """A handler in this process."""
-
-    execute: object
-    """Its address, as ``jax.ffi.pycapsule`` takes it."""
-    add_kernel: Callable[[int, bytes], None]
-    """Makes the cubin with that id known to it."""
-
-
-@cache
-def api_version() -> tuple[int, int] | None:
-    """The version of XLA's interface that this jaxlib has, as its header says; None if it does not."""
-    try:
-        header = (Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h").read_text()
-    except OSError:
-        return None
-    found = {name: int(number) for name, number in _VERSION.findall(header)}
-    return (found["MAJOR"], found["MINOR"]) if len(found) == 2 else None
-
-
-def problem() -> tuple[str, str] | None:
-    """Why no handler can be registered with this jaxlib: what it has, what is wanted."""
-    found = api_version()
-    if found in API_VERSIONS:
-        return None
-    wanted = "XLA FFI " + " or ".join(f"{major}.{minor}" for major, minor in API_VERSIONS)
-    return (f"XLA FFI {found[0]}.{found[1]}" if found else "a jaxlib without its FFI headers"), wanted
 
 
 def load_native(
@@ -89,8 +54,6 @@ def load() -> Handler:
     native = found if isinstance(found, str) else load_native(found)
     if isinstance(native, Handler):
         return native
-    from kdacore_cuda import ffi_callback
-
     warnings.warn(
         f"kdacore's native XLA handler does not load ({native}); calls from JAX are launched by Python, "
         "tens of microseconds each and milliseconds beside a busy Python thread",

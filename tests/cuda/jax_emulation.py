@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from kdacore_cuda import ffi_callback, launch_program, xla_handler
+from kdacore_cuda import driver, ffi_callback, launch_program, xla_handler
 from kdacore_cuda.driver import Driver
 from kdacore_cuda.kernel_parameters import ParamStruct
 from kdacore_cuda.kernel_source import KernelSource
@@ -78,6 +78,8 @@ class Device:
         self.run: Callable[[Launched], None] = lambda launched: None
         """What a launch does."""
         self.failed: list[BaseException] = []
+        self.raw: list[int] = []
+        """Handles that are none of :meth:`cubin`: the first 8 bytes of what was loaded."""
         self._kernels: list[KernelSource] = []
         self._params: dict[KernelSource, ParamStruct] = {}
         # XLA's threads take denormal numbers for zero.
@@ -93,7 +95,12 @@ class Device:
         self.launched.clear()
         self.failed.clear()
         self.run = lambda launched: None
-        for name, value in (("multiprocessors", MULTIPROCESSORS), ("capability", 90), ("refuses", 0)):
+        for name, value in (
+            ("multiprocessors", MULTIPROCESSORS),
+            ("capability", 90),
+            ("refuses", 0),
+            ("device", 0),
+        ):
             self.number(name).value = value
 
     def number(self, name: str) -> ctypes.c_int:
@@ -112,6 +119,9 @@ class Device:
         self._params[step.launcher.kernel] = step.launcher.params
 
     def _on_launch(self, config: Any, handle: int, parameters: int) -> int:
+        if not 0 < handle <= len(self._kernels):
+            self.raw.append(handle)
+            return 0
         kernel = self._kernels[handle - 1]
         params = self._params[kernel]
         values = params.packer.unpack(ctypes.string_at(parameters, params.size))
@@ -153,6 +163,7 @@ def install(monkeypatch: Any, device: Device, handler: Handler, target: str) -> 
     monkeypatch.setattr(jax_devices, "multiprocessors", lambda index: MULTIPROCESSORS)
     monkeypatch.setattr(xla_handler, "TARGET", target)
     monkeypatch.setattr(xla_handler, "register", lambda: handler)
+    monkeypatch.setattr(driver, "has_library", lambda: True)
 
 
 def native_handler(device: Device) -> Handler:

@@ -67,22 +67,26 @@ _lock = threading.Lock()
 _registered: list[Handler] = []
 
 
-def register(platform: str = "CUDA") -> Handler:
+def register() -> Handler:
     """The handler, registered with XLA at the first call.
 
-    Programs that were exported with :mod:`jax.export` need this before they run, where no call of
-    kdacore has been made: the public way to it is any call with arrays on the GPU.
+    Raises OSError where there is no driver.
     """
     with _lock:
         if not _registered:
             handler = load()
-            jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler.execute), platform=platform)
+            jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler.execute), platform="CUDA")
             _registered.append(handler)
     return _registered[0]
 
 
 def add_kernels(cubins: Mapping[int, bytes]) -> None:
-    """Make these cubins known to the handler, by id."""
-    handler = register()
-    for identity, cubin in cubins.items():
-        handler.add_kernel(identity, cubin)
+    """Make these cubins known to the handler, by id.
+
+    Without a driver nothing can run here, and the call is being exported: the handler of the process
+    that runs it takes them from its own package.
+    """
+    if driver.has_library():
+        handler = register()
+        for identity, cubin in cubins.items():
+            handler.add_kernel(identity, cubin)

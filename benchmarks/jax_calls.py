@@ -40,6 +40,8 @@ BOUNDED = OPTIONS | {"safe_gate": True, "lower_bound": -5.0}
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
 MUST = {"forward": 0.45e-3, "forward and backward": 2.4e-3, "decode": 60e-6, "host": 60e-6}
 """Seconds, by what is timed."""
+BOUND = 4.5e-3
+"""Of the relative error of outputs, for bfloat16; twice that for a few tokens (contract, section 4)."""
 BACKEND = "cuda"
 """Which backend calls are to have, unasked."""
 FORWARD: list[dict[str, int]] = [
@@ -128,13 +130,10 @@ def check_forward() -> int:
                 got = jax.jit(run)(in_jax(arrays))
             assert [r.backend for r in ran] == [BACKEND], ran
             same(f"forward {case}", got, run(in_torch(arrays)))
+            bound = BOUND if case["T"] > 65 else 2 * BOUND
             rounded = {name: on_host(x) for name, x in in_jax(arrays).items()}
-            near(
-                f"forward {case}",
-                got,
-                chunk(rounded, options, output_final_state=True, backend="reference"),
-                4.5e-3,
-            )
+            want = chunk(rounded, options, output_final_state=True, backend="reference")
+            near(f"forward {case}", got, want, bound)
             count += 1
     arrays = draw(50, 1, 700, 6)
     ends = np.array([0, 1, 1, 66, 400, 700], np.int32)
@@ -214,7 +213,7 @@ def check_transformations() -> int:
     tokens = {name: stacked[name] for name in NAMES[:5]}
     got = jax.jit(jax.vmap(one))(tokens)
     for i, x in enumerate(layers):
-        near("vmap", [got[i]], [on_host(one({n: x[n] for n in NAMES[:5]}))], 4.5e-3)
+        near("vmap", [got[i]], [on_host(one({n: x[n] for n in NAMES[:5]}))], BOUND)
 
     def layer(v: Any, x: dict[str, Any]) -> Any:
         o = chunk({**x, "v": v}, OPTIONS)[0]

@@ -24,9 +24,11 @@ QUICK_FILES = {
     "cuda": {
         "test_costs.py",
         "test_emulator.py",
+        "test_jax_launches.py",
         "test_launch.py",
         "test_launch_ops.py",
         "test_packaged_cubins.py",
+        "test_packaged_handlers.py",
         "test_verifiers.py",
     },
     "examples": {"test_serving_loop.py"},

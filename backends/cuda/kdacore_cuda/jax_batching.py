@@ -31,6 +31,11 @@ class Run(Protocol):
         ...
 
 
+def has_pools(request: Request) -> bool:
+    """Whether a call's rows are not one after another in its arrays: it has a pack or a pool."""
+    return any(request.has(name) for name in _POOLS)
+
+
 def run_batched(run: Run, request: Request, arrays: Arrays) -> dict[str, Any]:
     """``run`` on these arrays, so that it can be mapped over by ``jax.vmap``."""
     results = _mappable(run, request, tuple(arrays), 1)(*arrays.values())
@@ -80,7 +85,7 @@ def _loop(call: Callable[..., Any], is_mapped: list[bool], arrays: tuple[Any, ..
 def _merged(request: Request, size: int, axes: Mapping[str, bool]) -> Request | None:
     """The request of one call in the place of ``size``; None where there is none."""
     r = request
-    if any(r.has(name) for name in _POOLS) or any(on for name, on in axes.items() if name in SHARED):
+    if has_pools(r) or any(on for name, on in axes.items() if name in SHARED):
         return None
     tensors = tuple(
         (name, spec if name in SHARED else TensorSpec((size * spec.shape[0], *spec.shape[1:]), spec.dtype))

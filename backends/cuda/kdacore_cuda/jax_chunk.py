@@ -4,6 +4,7 @@ programs through the handler."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from kdacore_cuda import chunk_backward, chunk_backward_launches, chunk_forward_
 from kdacore_cuda.chunk_backward_launches import INPUTS
 from kdacore_cuda.jax_batching import run_batched
 from kdacore_cuda.jax_launch import Arrays, Form, given_arrays, make_launches, planned, state_results
+from kdacore_cuda.jax_partitioning import run_partitioned
 from kdacore_cuda.launch_sequence import PlannedLaunch
 
 
@@ -30,7 +32,7 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     Raises:
         BackendBuildError: a kernel had to be compiled and could not be.
     """
-    found = run_batched(_run_forward, planned(request), _given(inputs))
+    found = run_batched(partial(run_partitioned, _run_forward), planned(request), _given(request, inputs))
     final = found.get("final_state") if request.output_final_state else None
     return Outputs(found["o"], final, found.get("checkpoints"))
 
@@ -41,17 +43,19 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
     Arguments, results and errors as of :func:`kdacore_cuda.chunk_backward.backward`. A gradient of an
     array that is the same on all devices of a ``shard_map`` axis is the sum over it.
     """
-    arrays = _given(inputs) | {"d_o": jnp.zeros_like(inputs.v) if grads.o is None else grads.o}
+    arrays = _given(request, inputs) | {"d_o": jnp.zeros_like(inputs.v) if grads.o is None else grads.o}
     if grads.final_state is not None:
         arrays["d_ht"] = grads.final_state
-    found = run_batched(_run_backward, planned(request), arrays)
+    found = run_batched(partial(run_partitioned, _run_backward), planned(request), arrays)
+    if "dt_bias" in found:
+        found["dt_bias"] = found["dt_bias"].reshape(inputs.dt_bias.shape)  # type: ignore[union-attr]
     names = InputGrads._fields
     return InputGrads(*(summed_like(found[x], getattr(inputs, x)) if x in found else None for x in names))
 
 
-def _given(inputs: ChunkInputs) -> Arrays:
+def _given(request: Request, inputs: ChunkInputs) -> Arrays:
     """The arrays of a call that kernels read; g not as float16, which they do not take."""
-    given = given_arrays(inputs)
+    given = given_arrays(request, inputs)
     if given["g"].dtype == jnp.float16:
         given["g"] = given["g"].astype(jnp.float32)
     return given

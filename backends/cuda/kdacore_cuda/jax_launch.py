@@ -88,10 +88,14 @@ _READ_NEVER = frozenset({"cu_seqlens_cpu", "out"})
 """Arguments that kernels do not take; JAX arrays cannot be written, so there is no ``out``."""
 
 
-def given_arrays(inputs: Any) -> Arrays:
-    """The arrays of a call that kernels read, by the name of the argument."""
+def given_arrays(request: Request, inputs: Any) -> Arrays:
+    """The arrays of a call that kernels read, by the name of the argument. A dt_bias of heads and
+    channels in one axis has two here, so that it can be split by heads."""
     fields = zip(inputs._fields, inputs, strict=True)
-    return {name: x for name, x in fields if x is not None and name not in _READ_NEVER}
+    given = {name: x for name, x in fields if x is not None and name not in _READ_NEVER}
+    if "dt_bias" in given and not request.scalar_gate:
+        given["dt_bias"] = given["dt_bias"].reshape(request.HV, request.K)
+    return given
 
 
 def state_results(r: Request, arrays: Mapping[str, Any]) -> tuple[dict[str, Form], dict[str, str]]:

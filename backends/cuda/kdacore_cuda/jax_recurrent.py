@@ -3,12 +3,14 @@ handler."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from kdacore.types import Outputs, RecurrentInputs, Request
 from kdacore_cuda import recurrent, recurrent_launches
 from kdacore_cuda.jax_batching import run_batched
 from kdacore_cuda.jax_launch import Arrays, Form, given_arrays, make_launches, planned, state_results
+from kdacore_cuda.jax_partitioning import run_partitioned
 
 
 def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
@@ -25,7 +27,7 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     Raises:
         BackendBuildError: a kernel had to be compiled and could not be.
     """
-    found = run_batched(_run, planned(request), given_arrays(inputs))
+    found = run_batched(partial(run_partitioned, _run), planned(request), given_arrays(request, inputs))
     return Outputs(found["o"], found.get("final_state") if request.output_final_state else None)
 
 

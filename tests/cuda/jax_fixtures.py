@@ -11,6 +11,10 @@ from emulated_backend import NAME, Plugin
 from kdacore.registry import REGISTRY
 from kdacore_cuda.xla_interface import Handler
 
+OPS = (
+    *("chunk_kda", "fused_recurrent_kda", "fused_recurrent_gated_delta_rule"),
+    *("kda_chunk_intra", "kda_recompute_w_u"),
+)
 HANDLERS = {"native": emulation.native_handler, "python": emulation.python_handler}
 _made: dict[str, tuple[emulation.Device, Handler]] = {}
 """By name of the handler: XLA keeps what was registered for as long as the process lives."""
@@ -32,9 +36,7 @@ def installed(
     device, handler = made(name, folder)
     device.reset()
     emulation.install(monkeypatch, device, handler, f"test.{name}")
-    REGISTRY.register(
-        Plugin("chunk_kda", "fused_recurrent_kda", "fused_recurrent_gated_delta_rule", kind="jax"), NAME
-    )
+    REGISTRY.register(Plugin(*OPS, kind="jax"), NAME)
     yield device
     REGISTRY.reset()
     device.reset()

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import stages_calls
 import torch
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw, request_of
 from emulated_backend import on_hopper
@@ -17,8 +18,10 @@ from jax.sharding import PartitionSpec as P
 from jax_emulation import Device, to_jax, to_torch
 
 import kdacore
+import kdacore.stages
+from kdacore.errors import UnsupportedError
 from kdacore.types import ChunkInputs, OutputGrads, RecurrentInputs
-from kdacore_cuda import chunk_backward, chunk_forward, recurrent
+from kdacore_cuda import chunk_backward, chunk_forward, recurrent, stages
 
 BACKEND = "emulated"
 
@@ -315,3 +318,34 @@ def test_shard_map(from_jax: Device, checked: bool) -> None:
     want = jax.jit(jax.grad(lambda x: run(x)[0].astype(jnp.float32).sum()))(x)
     for n, a in got.items():
         assert np.array_equal(a.astype(jnp.float32), want[n].astype(jnp.float32)), n
+
+
+STAGES = {"dense": {"T": 40, "H": 1, "HV": 2, "B": 2}, "pack": {"lengths": [0, 1, 17, 64, 15]}}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_the_stages(emulated: list[str], from_jax: Device, name: str) -> None:
+    drawn = stages_calls.Drawn(**STAGES[name])
+    for op, inputs in (
+        ("kda_chunk_intra", drawn.intra()),
+        ("kda_recompute_w_u", drawn.recompute()),
+        ("kda_recompute_w_u", drawn.recompute(with_q=False)),
+    ):
+        x = arrays_of(inputs)
+        scale = {"scale": 0.25} if op == "kda_chunk_intra" else {}
+
+        def run(x: Any, op: str = op, scale: Any = scale) -> Any:
+            return getattr(kdacore.stages, op)(**x, **scale, backend=BACKEND)
+
+        got = jax.block_until_ready(jax.jit(run)(x))
+        forward = stages.chunk_intra if op == "kda_chunk_intra" else stages.recompute_w_u
+        want = on_hopper(forward)(stages_calls.stage_request(op, inputs, **scale), inputs)
+        rows = slice(0, None if inputs.cu_seqlens is None else int(inputs.cu_seqlens[-1]))
+        check(*([None if a is None else a[:, rows] for a in some] for some in (got, want)))
+
+
+def test_pools_are_not_differentiated(from_jax: Device) -> None:
+    inputs, options = RECURRENT["pool"]
+    run = function("fused_recurrent_kda", inputs, options, {})
+    with pytest.raises(UnsupportedError, match="has no gradients of pools and stages"):
+        jax.jit(jax.grad(lambda x: run(x)[0].astype(jnp.float32).sum(), allow_int=True))(arrays_of(inputs))

@@ -113,7 +113,7 @@ _COMMON = (
 )
 
 _STAGE = (
-    _verifier("torch_arrays"),
+    _lazy("xla_interface", "known_version"),
     _verifier("architecture"),
     _verifier("compiler"),
     _verifier("stage_head_dims"),
@@ -127,7 +127,7 @@ _STAGE = (
 
 def _stage(function: str, *features: str) -> OpImpl:
     return OpImpl(
-        forward=_lazy("stages", function),
+        forward=_by_kind(_lazy("stages", function), _lazy("jax_stages", function)),
         serves=frozenset({"grouped_value_heads", "packed", *features}),
         verifiers=_STAGE,
         verified_archs=VERIFIED,

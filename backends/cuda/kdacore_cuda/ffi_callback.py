@@ -11,7 +11,7 @@ import secrets
 import struct
 import threading
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -82,8 +82,11 @@ _Create = ctypes.CFUNCTYPE(_P, ctypes.POINTER(_ErrorArgs))
 _GetStream = ctypes.CFUNCTYPE(_P, ctypes.POINTER(_StreamArgs))
 
 
-class _RefusedError(Exception):
-    """A call that cannot be made: the code of XLA's error, and its text."""
+class _Refusal(NamedTuple):
+    """Why a call is not made: the code of XLA's error, and its text."""
+
+    code: int
+    text: str
 
 
 class _Launches:
@@ -100,15 +103,15 @@ class _Launches:
     def add_kernel(self, identity: int, cubin: bytes) -> None:
         self.cubins.setdefault(identity, cubin)
 
-    def run(self, words: list[int], addresses: list[int], arguments: int, stream: int) -> None:
+    def run(self, words: list[int], addresses: list[int], arguments: int, stream: int) -> _Refusal | None:
         if len(words) < programs.HEADER_WORDS or words[0] != programs.MAGIC << 8 | programs.FORMAT:
-            raise _RefusedError(_INVALID_ARGUMENT, "the call was compiled by another version of kdacore")
+            return _Refusal(_INVALID_ARGUMENT, "the call was compiled by another version of kdacore")
         if words[3:5] != [arguments, len(addresses) - arguments]:
-            raise _RefusedError(_INVALID_ARGUMENT, "the program is of another call")
+            return _Refusal(_INVALID_ARGUMENT, "the program is of another call")
         device = self.driver.current_device()
         found = self.driver.capability(device), self.driver.multiprocessors(device)
         if found != tuple(words[1:3]):
-            raise _RefusedError(
+            return _Refusal(
                 _FAILED_PRECONDITION,
                 f"compiled for sm_{words[1]} with {words[2]} multiprocessors, "
                 f"but GPU {device} is sm_{found[0]} with {found[1]}",
@@ -119,10 +122,14 @@ class _Launches:
             at += words[at + 1]
             if step[0] == programs.CLEAR:
                 self.driver.clear(addresses[step[2]] + step[3], step[4], stream)
+            elif (handle := self._handle(step, device)) is None:
+                text = f"no machine code {step[2] & (2**64 - 1):016x} in this version of kdacore"
+                return _Refusal(_INVALID_ARGUMENT, text)
             else:
-                self._launch(step, addresses, device, stream, number)
+                self._launch(step, handle, addresses, stream, number)
+        return None
 
-    def _launch(self, step: list[int], addresses: list[int], device: int, stream: int, number: int) -> None:
+    def _launch(self, step: list[int], handle: int, addresses: list[int], stream: int, number: int) -> None:
         places = step[programs.KERNEL_WORDS : programs.KERNEL_WORDS + 2 * step[12]]
         values = step[programs.KERNEL_WORDS + 2 * step[12] :]
         for place, offset in zip(places[::2], places[1::2], strict=True):
@@ -133,10 +140,11 @@ class _Launches:
         pointers = (_P * 1)(ctypes.addressof(buffer))
         attribute = launch_attribute()
         config = launch_config(step[7], step[8], step[9], stream, attribute, bool(step[10]))
-        arguments = (ctypes.addressof(config), self._handle(step, device), ctypes.addressof(pointers), None)
+        arguments = (ctypes.addressof(config), handle, ctypes.addressof(pointers), None)
         self.driver.check("cuLaunchKernelEx", self.driver.launch(*arguments))
 
-    def _handle(self, step: list[int], device: int) -> int:
+    def _handle(self, step: list[int], device: int) -> int | None:
+        """The kernel of a step, which may then use its shared memory; None where there is no code."""
         identity, shared = step[2] & (2**64 - 1), step[9]
         with self._lock:
             handle = self._handles.get(identity)
@@ -144,7 +152,7 @@ class _Launches:
                 cubin = self.cubins.get(identity)
                 path = FOLDER / f"{identity:016x}.cubin"
                 if cubin is None and not path.is_file():
-                    raise _RefusedError(_INVALID_ARGUMENT, f"no machine code {identity:016x} in this version")
+                    return None
                 entry = struct.pack("<4q", *step[3:7]).rstrip(b"\0").decode()
                 handle = self.driver.load_kernel(path.read_bytes() if cubin is None else cubin, entry)
                 self._handles[identity] = handle
@@ -173,12 +181,10 @@ def make_handler(driver: Driver, has_stream: bool = True) -> Handler:
                 addresses = [
                     x.items[i].contents.data or 0 for x in (frame.args, frame.rets) for i in range(x.size)
                 ]
-                launches.run(_program(frame.attrs), addresses, frame.args.size, stream)
-        except _RefusedError as error:
-            return _error(frame, *error.args)
+                refusal = launches.run(_program(frame.attrs), addresses, frame.args.size, stream)
         except BaseException as error:  # noqa: BLE001  # what passes here is printed, and the call succeeds
-            return _error(frame, _INTERNAL, str(error) or repr(error))
-        return None
+            refusal = _Refusal(_INTERNAL, str(error) or repr(error))
+        return None if refusal is None else _error(frame, refusal)
 
     callback = _Call(execute)
     return Handler(callback, launches.add_kernel)
@@ -197,7 +203,7 @@ def _stream(frame: Any) -> int:
     args = _StreamArgs(ctypes.sizeof(_StreamArgs), None, frame.ctx, None)
     error = ctypes.cast(frame.api.contents.get_stream, _GetStream)(args)
     if error:
-        raise _RefusedError(_INTERNAL, "XLA has no stream for this call")
+        raise RuntimeError("XLA has no stream for this call")
     return int(args.stream or 0)
 
 
@@ -208,9 +214,10 @@ def _program(attrs: Any) -> list[int]:
             array = ctypes.cast(attrs.items[i], ctypes.POINTER(_Array)).contents
             if array.dtype == _S64:
                 return list((_I64 * array.size).from_address(array.data))
-    raise _RefusedError(_INVALID_ARGUMENT, "the call has no program")
+    raise ValueError("the call has no program")
 
 
-def _error(frame: Any, code: int, text: str) -> int:
-    args = _ErrorArgs(ctypes.sizeof(_ErrorArgs), None, f"kdacore_cuda: {text}".encode(), code)
+def _error(frame: Any, refusal: _Refusal) -> int:
+    text = f"kdacore_cuda: {refusal.text}".encode()
+    args = _ErrorArgs(ctypes.sizeof(_ErrorArgs), None, text, refusal.code)
     return int(ctypes.cast(frame.api.contents.create_error, _Create)(args) or 0)

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from kdacore.types import Request, TensorSpec
+from kdacore.errors import UnsupportedError
+from kdacore.types import Reason, Request, TensorSpec
 from kdacore_cuda import verifiers
 
 SHARED = frozenset({"A_log", "dt_bias"})
@@ -37,8 +38,20 @@ def has_pools(request: Request) -> bool:
 
 
 def run_batched(run: Run, request: Request, arrays: Arrays) -> dict[str, Any]:
-    """``run`` on these arrays, so that it can be mapped over by ``jax.vmap``."""
-    results = _mappable(run, request, tuple(arrays), 1)(*arrays.values())
+    """``run`` on these arrays, so that it can be mapped over by ``jax.vmap``.
+
+    Who differentiates what comes back gets an UnsupportedError: gradients are joined around it, where
+    there are any.
+    """
+    call = jax.custom_vjp(_mappable(run, request, tuple(arrays), 1))
+
+    def refuse(*_: Any) -> Any:
+        got, want = "a call that JAX differentiates", "no gradients, or backend='xla'"
+        reason = Reason("gradients", "has no gradients of pools and stages", got, want)
+        raise UnsupportedError(request.op, "the call cannot be differentiated", {"cuda": (reason,)})
+
+    call.defvjp(refuse, refuse)
+    results = call(*arrays.values())
     return {name: x[0] if name in SHARED else x for name, x in results.items()}
 
 

@@ -63,7 +63,7 @@ def _make_plan(r: Request) -> StagePlan:
     return StagePlan(launcher, d.grid, arch, (*sizes, d.whole, d.staggered, d.first_in_l2))
 
 
-_plan_of = PlanCache(_make_plan)
+plan_of = PlanCache(_make_plan)
 
 
 @cache
@@ -98,7 +98,7 @@ def chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:
         BackendBuildError: a kernel had to be compiled and could not be.
         DriverError: the driver refused a launch.
     """
-    r, plan = request, _plan_of(request)
+    r, plan = request, plan_of(request)
     q, k, gc = aligned(inputs.q), aligned(inputs.k), aligned(inputs.gc)
     beta, cu_seqlens = inputs.beta, contiguous(inputs.cu_seqlens)
     Aqk = q.new_empty((r.B, r.T, r.HV, r.chunk_size))
@@ -126,7 +126,7 @@ def recompute_w_u(request: Request, inputs: RecomputeInputs) -> RecomputeOutputs
         BackendBuildError: a kernel had to be compiled and could not be.
         DriverError: the driver refused a launch.
     """
-    r, plan = request, _plan_of(request)
+    r, plan = request, plan_of(request)
     k, v, gc = aligned(inputs.k), aligned(inputs.v), aligned(inputs.gc)
     Akk = aligned(inputs.Akk)
     q = None if inputs.q is None else aligned(inputs.q)

@@ -36,13 +36,6 @@ def known_sizes(request: Request) -> Reason | None:
     return Reason("traced", "needs sizes that are known while tracing", got, "numbers")
 
 
-def torch_arrays(request: Request) -> Reason | None:
-    """The stages are launched for torch only."""
-    if request.kind == "torch":
-        return None
-    return Reason("array_kind", "has its stages for torch only", request.kind, "torch")
-
-
 @cache
 def _has_compiler() -> bool:
     from kdacore.machine import version_of

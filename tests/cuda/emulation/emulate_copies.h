@@ -14,6 +14,8 @@ void wait_out(size_t open);
 }  // namespace emu
 
 void copy_async16(u32 dst, const void* src, bool real, KDA_SITE);
+inline u64 read_once_policy() { return 0; }
+inline void copy_async16(u32 dst, const void* src, bool real, u64, KDA_SITE) { copy_async16(dst, src, real, site); }
 inline void copy_async16_of_line(u32 dst, const void* src, bool real) { copy_async16(dst, src, real); }
 void copy_async_commit();
 template <int N>

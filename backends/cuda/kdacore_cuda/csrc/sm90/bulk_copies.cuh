@@ -40,6 +40,17 @@ __device__ __forceinline__ void copy_async16_of_line(u32 dst, const void* src, b
                "r"(real ? 16 : 0)
                : "memory");
 }
+// Cache policy of a read: its line leaves L2 before others.
+__device__ __forceinline__ u64 read_once_policy() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void copy_async16(u32 dst, const void* src, bool real, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(dst), "l"(src),
+               "r"(real ? 16 : 0), "l"(policy)
+               : "memory");
+}
 // This thread arrives once all its copy_async16 so far have landed; barrier_init counts that
 // arrival.
 __device__ __forceinline__ void copy_async_arrive(u32 bar) {

@@ -39,27 +39,37 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
     if (!u.rows) return;
 
     // 1. Inputs to shared memory, g first; v to L2.
-    const Rows g = make_rows(u, p.g, p.g_sb, p.g_st, p.g_sh, u.hv, G_FLOAT ? 4 : 2),
-               k = make_rows(u, p.k, p.k_sb, p.k_st, p.k_sh, u.h, 2),
-               q = make_rows(u, p.q, p.q_sb, p.q_st, p.q_sh, u.h, 2),
-               v = make_rows(u, p.v, p.v_sb, p.v_st, p.v_sh, u.hv, 2);
-    fetch_gates(shared, g.at, g.step, u.rows, warp, lane);
+    const int g_size = G_FLOAT ? 4 : 2;
+    fetch_gates(shared, first_row(u, p.g, p.g_sb, p.g_st, p.g_sh, u.hv, g_size), (int)p.g_st * g_size, u.rows,
+                warp, lane);
     copy_async_commit();
-    fetch_tile<THREADS, SQUARE_BYTES>(shared + OFFSET(SharedMemory, k), k.at, k.step, u.rows, thread);
-    fetch_tile<THREADS, SQUARE_BYTES>(shared + OFFSET(SharedMemory, q), q.at, q.step, u.rows, thread);
+    u32 bias_bits[4];
+    load_biases(p, bias_bits, u.hv * K + 32 * s.slice + s.g);
+    u32 beta_bits = 0;
+    if (thread < u.rows) {
+      const int size = type_size(p.beta_type);
+      beta_bits = load_bits(reinterpret_cast<u64>(first_row(u, p.beta, p.beta_sb, p.beta_st, p.beta_sh, u.hv, size)) +
+                                (u64)(u32)thread * (u64)p.beta_st * size,
+                            p.beta_type);
+    }
+    fetch_tile<THREADS, SQUARE_BYTES>(shared + OFFSET(SharedMemory, k),
+                                      first_row(u, p.k, p.k_sb, p.k_st, p.k_sh, u.h, 2), (int)p.k_st * 2,
+                                      u.rows, thread);
+    fetch_tile<THREADS, SQUARE_BYTES>(shared + OFFSET(SharedMemory, q),
+                                      first_row(u, p.q, p.q_sb, p.q_st, p.q_sh, u.h, 2), (int)p.q_st * 2,
+                                      u.rows, thread);
     copy_async_commit();
+    const unsigned char* const v = first_row(u, p.v, p.v_sb, p.v_st, p.v_sh, u.hv, 2);
+    if (thread < 2 * u.rows)
+      prefetch_l2(v + (long long)(thread >> 1) * ((int)p.v_st * 2) + (thread & 1) * IMAGE_ROW);
+    if (thread == 0)
+      store_shared(shared + OFFSET(SharedMemory, value_rows), (u32) reinterpret_cast<u64>(v),
+                   (u32)(reinterpret_cast<u64>(v) >> 32), (u32)u.rows, 0);
     const Gate gate = make_gate(p, u.hv);
     float bias[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) bias[i] = gate_bias(p, gate, u.hv, 32 * s.slice + 8 * i + s.g);
-    if (thread < C) {
-      const long long at = u.batch * p.beta_sb + (u.first + thread) * p.beta_st + u.hv * p.beta_sh;
-      store_beta(shared, thread < u.rows ? activate_beta(p, load_scalar(p.beta, at, p.beta_type)) : 0.0f, thread);
-    }
-    if (thread < 2 * u.rows) prefetch_l2(row_at(v, thread >> 1) + (thread & 1) * IMAGE_ROW);
-    if (thread == 0)
-      store_shared(shared + OFFSET(SharedMemory, value_rows), (u32)reinterpret_cast<u64>(v.at),
-                   (u32)(reinterpret_cast<u64>(v.at) >> 32), (u32)u.rows, 0);
+    convert_biases(p, bias, bias_bits, gate);
+    if (thread < C)
+      store_beta(shared, thread < u.rows ? activate_beta(p, from_bits(beta_bits, p.beta_type)) : 0.0f, thread);
 
     // 2. Decays from the gate, norms of q and k.
     copy_async_wait<1>();
@@ -84,11 +94,21 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
   sync_block();
 
   // 4. Products of token pairs.
+#if KG_BULK
+  if (thread == 0) {
+    copy_out(record + OFFSET(ChunkOperands, kg), shared + OFFSET(SharedMemory, kg), TILE_BYTES);
+    copy_out_commit();
+  }
+#endif
   const bool system = warp >> 2;
   const int row_block = warp & 3;
   float pairs[PAIR_TILES][4];
   multiply_pairs(pairs, shared, system);
   if (!system) {
+#if KG_BULK
+    if (thread == 0) copy_out_wait_read<0>();
+    sync_threads(3, THREADS / 2);  // aqk takes the place of kg
+#endif
     store_aqk(row_block, pairs, shared, lane, unit);
     fence_async_proxy();  // a bulk copy will read aqk
   }
@@ -105,7 +125,7 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
     const uint4 from = load_shared_u4(shared + OFFSET(SharedMemory, value_rows));
     fetch_tile<THREADS / 2, KEYS_BYTES>(shared + keys_offset(0),
                                         reinterpret_cast<const unsigned char*>((u64)from.y << 32 | from.x),
-                                        2 * p.v_st, (int)from.z, thread);
+                                        2 * (int)p.v_st, (int)from.z, thread);
     copy_async_commit();
     if (thread == 0) {
       copy_out(record + OFFSET(ChunkOperands, aqk), shared + OFFSET(SharedMemory, aqk), SQUARE_BYTES);

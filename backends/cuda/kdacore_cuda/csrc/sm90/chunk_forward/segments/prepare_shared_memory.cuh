@@ -21,6 +21,9 @@
 #include "sm90/bulk_copies.cuh"
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 
+#ifndef KG_BULK
+#define KG_BULK 1
+#endif
 constexpr int THREADS = 256, BLOCKS = 3;         // of a multiprocessor
 constexpr u32 HALF_SQUARE = HALF * IMAGE_ROW;  // 64 channels of 32 tokens
 
@@ -52,6 +55,7 @@ struct SharedMemory {
   Keys keys[2];
   union {
     Staging strips[8];
+    TileImage kg;
     struct {
       SquareImage aqk, inverse;
     };

@@ -115,6 +115,28 @@ __device__ __forceinline__ void flush_strip(u32 strip, const Strip& s, unsigned 
   sync_warp();
 }
 
+// 32 rows of 64 bytes from this strip's place in an image to a tile in device memory, times a power of
+// two.
+template <bool SCALED>
+__device__ __forceinline__ void flush_image(u32 image, const Strip& s, unsigned char* tile, float unit) {
+  sync_warp();
+  const int lane = opaque(s.lane);
+  const u32 units = pack_bf16(unit, unit);
+  // Rows n, n + 4, n + 8, ...: in this order they use different banks.
+  const u32 first = (s.slice >> 1) * SQUARE_BYTES +
+                    swizzled(HALF * s.half + (lane & 4) + 8 * (lane >> 3), 4 * (s.slice & 1) + (lane & 3));
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const u32 at = first ^ n * (IMAGE_ROW + 16);
+    uint4 x = load_shared_u4(image + at);
+    if (SCALED) {
+      x.x = multiply_bf16(x.x, units), x.y = multiply_bf16(x.y, units);
+      x.z = multiply_bf16(x.z, units), x.w = multiply_bf16(x.w, units);
+    }
+    store_global(tile + at, x);
+  }
+}
+
 // qg of the first half: zq without its anchor, a power of two and so exact.
 __device__ __forceinline__ void flush_queries(u32 shared, const Strip& s, unsigned char* tile, float unit) {
   const int lane = opaque(s.lane);
@@ -142,7 +164,7 @@ __device__ __forceinline__ void make_operands(float centre, u32 shared, const St
   constexpr u32 NORM = OFFSET(SharedMemory, k_norm) - OFFSET(SharedMemory, q_factor);
   const u32 tile = shared + (s.slice >> 1) * SQUARE_BYTES, keys = shared + (s.slice >> 1) * KEYS_BYTES;
   const float unit = exp2_fast(-centre);
-  u32 qg[4][4];  // of the second half
+  u32 kept[4][4];  // qg of the second half, or kg
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const u32 totals = shared + OFFSET(SharedMemory, totals) + 4 * (32 * s.slice + 8 * i + s.g);
@@ -151,7 +173,7 @@ __device__ __forceinline__ void make_operands(float centre, u32 shared, const St
     const float other = exp2_fast(TOKEN_HALF ? first : second),
                 end = exp2_fast((TOKEN_HALF ? second : first) + centre);
     const u32 at = s.at ^ (i << 4);
-    u32 q[4], k[4], y[4], kg[4], sk[4];
+    u32 q[4], k[4], y[4], kg[4], sk[4], qg[4];
     load_matrix4_transposed(q, tile + at + OFFSET(SharedMemory, q));
     load_matrix4_transposed(k, tile + at + OFFSET(SharedMemory, k));
 #pragma unroll
@@ -161,7 +183,7 @@ __device__ __forceinline__ void make_operands(float centre, u32 shared, const St
       const float x0 = x[i][2 * m], x1 = x[i][2 * m + 1], up0 = exp2_fast(x0), up1 = exp2_fast(x1);
       const float z0 = bf16_low(q[m]) * rq.x * up0, z1 = bf16_high(q[m]) * rq.y * up1;
       q[m] = pack_bf16(z0, z1);
-      if (TOKEN_HALF) qg[i][m] = pack_bf16(z0 * (unit * other), z1 * (unit * other));
+      if (TOKEN_HALF) qg[m] = pack_bf16(z0 * (unit * other), z1 * (unit * other));
       const float k0 = bf16_low(k[m]) * rk.x, k1 = bf16_high(k[m]) * rk.y;
       const float y0 = k0 * exp2_fast(-x0), y1 = k1 * exp2_fast(-x1);
       const float s0 = y0 * end, s1 = y1 * end;
@@ -178,18 +200,44 @@ __device__ __forceinline__ void make_operands(float centre, u32 shared, const St
     store_matrix4_transposed(tile + at + OFFSET(SharedMemory, k), k);
     store_matrix4_transposed(keys + at + keys_offset(0), y);
     if (!TOKEN_HALF) store_matrix4_transposed(keys + at + keys_offset(0) + SQUARE_BYTES, sk);
+#if KG_BULK
+    if (TOKEN_HALF) {
+      store_matrix4_transposed(tile + at + OFFSET(SharedMemory, kg), qg);
+#pragma unroll
+      for (int m = 0; m < 4; ++m) kept[i][m] = kg[m];
+    } else {
+      store_matrix4_transposed(tile + at + OFFSET(SharedMemory, kg), kg);
+    }
+  }
+  if (TOKEN_HALF) {
+    // qg first takes kg's place on its way.
+    flush_image<false>(shared + OFFSET(SharedMemory, kg), s, record + OFFSET(ChunkOperands, qg), 1.0f);
+    sync_warp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      store_matrix4_transposed(tile + (s.at ^ (i << 4)) + OFFSET(SharedMemory, kg), kept[i]);
+  } else {
+    flush_image<true>(shared + OFFSET(SharedMemory, q), s, record + OFFSET(ChunkOperands, qg), unit);
+  }
+}
+#else
     store_matrix4_transposed(staging_address(strip, i, s.lane >> 3, s.lane & 7), kg);
+    if (TOKEN_HALF) {
+#pragma unroll
+      for (int m = 0; m < 4; ++m) kept[i][m] = qg[m];
+    }
   }
   flush_strip(strip, s, record + OFFSET(ChunkOperands, kg));
   if (TOKEN_HALF) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      store_matrix4_transposed(staging_address(strip, i, s.lane >> 3, s.lane & 7), qg[i]);
+      store_matrix4_transposed(staging_address(strip, i, s.lane >> 3, s.lane & 7), kept[i]);
     flush_strip(strip, s, record + OFFSET(ChunkOperands, qg));
   } else {
     flush_queries(shared, s, record + OFFSET(ChunkOperands, qg), unit);
   }
 }
+#endif
 
 // The chunk's decay to the record, the first half's to shared memory.
 __device__ __forceinline__ void write_decays(u32 shared, int channel, unsigned char* record) {

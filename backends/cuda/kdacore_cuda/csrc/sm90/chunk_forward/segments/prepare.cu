@@ -94,25 +94,16 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
   sync_block();
 
   // 4. Products of token pairs.
-#if KG_BULK
   if (thread == 0) {
     copy_out(record + OFFSET(ChunkOperands, kg), shared + OFFSET(SharedMemory, kg), TILE_BYTES);
     copy_out_commit();
   }
-#endif
   const bool system = warp >> 2;
   const int row_block = warp & 3;
   float pairs[PAIR_TILES][4];
   multiply_pairs(pairs, shared, system);
-  if (!system) {
-#if KG_BULK
-    if (thread == 0) copy_out_wait_read<0>();
-    sync_threads(3, THREADS / 2);  // aqk takes the place of kg
-#endif
-    store_aqk(row_block, pairs, shared, lane, unit);
-    fence_async_proxy();  // a bulk copy will read aqk
-  }
-  sync_block();  // the system takes the place of zq, v that of yk
+  if (thread == 0) copy_out_wait_read<0>();
+  sync_block();  // aqk takes the place of kg, the system that of zq, v that of yk
 
   // 5. The inverse; meanwhile v is loaded and aqk stored.
   if (system) {
@@ -127,6 +118,9 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
                                         reinterpret_cast<const unsigned char*>((u64)from.y << 32 | from.x),
                                         2 * (int)p.v_st, (int)from.z, thread);
     copy_async_commit();
+    store_aqk(row_block, pairs, shared, lane, unit);
+    fence_async_proxy();
+    sync_threads(2, THREADS / 2);
     if (thread == 0) {
       copy_out(record + OFFSET(ChunkOperands, aqk), shared + OFFSET(SharedMemory, aqk), SQUARE_BYTES);
       copy_out_commit();

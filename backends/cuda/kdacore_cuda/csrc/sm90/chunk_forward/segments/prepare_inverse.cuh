@@ -40,13 +40,30 @@ __device__ __forceinline__ void invert_diagonal(u32 shared, int block, int lane)
   }
 }
 
+// Sums of a 16 x 16 product, of its terms high by high, low by high and high by low apart, so that
+// none waits for another.
+struct SplitSums {
+  float term[3][2][4];
+};
+
 // d += x y^T.
-__device__ __forceinline__ void add_product(float (&d)[2][4], const Split& x, u32 y_high, u32 y_low) {
+__device__ __forceinline__ void add_product(SplitSums& d, const Split& x, u32 y_high, u32 y_low) {
   u32 high[4], low[4];
   load_matrix4(high, y_high);
   load_matrix4(low, y_low);
 #pragma unroll
-  for (int n = 0; n < 2; ++n) mma_split(d[n], x, high[2 * n], high[2 * n + 1], low[2 * n], low[2 * n + 1]);
+  for (int n = 0; n < 2; ++n) {
+    mma_bf16(d.term[0][n], x.high, high[2 * n], high[2 * n + 1]);
+    mma_bf16(d.term[1][n], x.low, high[2 * n], high[2 * n + 1]);
+    mma_bf16(d.term[2][n], x.high, low[2 * n], low[2 * n + 1]);
+  }
+}
+__device__ __forceinline__ void join(float (&sum)[2][4], const SplitSums& d) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sum[n][e] = d.term[0][n][e] + (d.term[1][n][e] + d.term[2][n][e]);
+  }
 }
 
 // Lane 8m + r names row r of a block's tile m, tiles row by row: a right operand, or transposed a
@@ -60,14 +77,17 @@ template <int B>
 __device__ __forceinline__ void merge_block(Split (&x)[3], u32 shared, u32 lane_at, int c, int lane,
                                             const float (&column_factor)[2]) {
   constexpr u32 HIGH = OFFSET(SharedMemory, system_high), LOW = OFFSET(SharedMemory, system_low);
-  float sum[2][4] = {}, found[2][4] = {};
+  SplitSums sums = {}, products = {};
 #pragma unroll
   for (int m = 0; m < B; ++m) {
     const u32 at = merged_block(lane_at, c + B, c + m);
-    add_product(sum, x[m], at + HIGH, at + LOW);
+    add_product(sums, x[m], at + HIGH, at + LOW);
   }
+  float sum[2][4], found[2][4];
+  join(sum, sums);
   const u32 diagonal = merged_block(lane_at, c + B, c + B);
-  add_product(found, split_tiles(sum[0], sum[1]), diagonal + HIGH, diagonal + LOW);  // the inverse's, negative
+  add_product(products, split_tiles(sum[0], sum[1]), diagonal + HIGH, diagonal + LOW);
+  join(found, products);  // the inverse's, negative
   const u32 rows = shared + OFFSET(SharedMemory, ratio) + 4 * (16 * (c + B) + 2 * (lane & 3));
   u32 rounded[4];
 #pragma unroll

@@ -10,8 +10,8 @@
 //   q        q           zq              the system in two parts   w
 //   rows     g           yk              v                         v
 //   earlier  g if float  sk              the system's diagonal     u, values 64 on
-//   aqk      g if float  staging of kg,  aqk                       u, values 0 to 63
-//   inverse              then of qg      inverse                   inverse
+//   aqk      g if float  qg on its way,  aqk                       u, values 0 to 63
+//   inverse              then kg         inverse                   inverse
 //
 // zq = q 2^(P + centre), zb = k 2^(P + centre), yk = k 2^(-P - centre), sk = k 2^(P_end - P), the last
 // of the first half only: q with its norm and scale, k with its norm, P the log2 decay from the start
@@ -21,17 +21,10 @@
 #include "sm90/bulk_copies.cuh"
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 
-#ifndef KG_BULK
-#define KG_BULK 1
-#endif
 constexpr int THREADS = 256, BLOCKS = 3;         // of a multiprocessor
 constexpr u32 HALF_SQUARE = HALF * IMAGE_ROW;  // 64 channels of 32 tokens
 
 constexpr u32 DIAGONAL_PITCH = 24;  // floats a row of a 16 x 16 block on the system's diagonal
-struct Staging {                    // of one warp's strip
-  u16 x[32][32];
-};
-constexpr u32 STRIP_BYTES = sizeof(Staging);
 
 // 64 channels of keys: a right operand of 96 rows.
 struct Keys {
@@ -54,7 +47,6 @@ struct SharedMemory {
   };
   Keys keys[2];
   union {
-    Staging strips[8];
     TileImage kg;
     struct {
       SquareImage aqk, inverse;

@@ -96,25 +96,6 @@ __device__ __forceinline__ void sum_strip(float (&x)[4][8], u32 shared, const St
   }
 }
 
-// Address in a strip's staging of row r of matrix m at place i: pieces of 16 bytes. The pieces of one
-// token at all four places use different banks.
-__device__ __forceinline__ u32 staging_address(u32 strip, int i, int m, int r) {
-  return strip + i * 512 + m * 128 + ((r ^ 2 * i) << 4);
-}
-
-// 32 rows of 64 bytes from staging to a tile in device memory.
-__device__ __forceinline__ void flush_strip(u32 strip, const Strip& s, unsigned char* tile) {
-  sync_warp();
-  const int lane = opaque(s.lane);
-  const int i = lane & 3, r = lane >> 2, t = r >> 1;
-  const u32 first = (s.slice >> 1) * SQUARE_BYTES +
-                    swizzled(HALF * s.half + 8 * t + 2 * t + (r & 1), 4 * (s.slice & 1) + i);
-#pragma unroll
-  for (int m = 0; m < 4; ++m)  // row 8t + 2 (m ^ t) + (r & 1)
-    store_global(tile + (first ^ m * (2 * IMAGE_ROW + 32)), load_shared_u4(staging_address(strip, i, m, r)));
-  sync_warp();
-}
-
 // 32 rows of 64 bytes from this strip's place in an image to a tile in device memory, times a power of
 // two.
 template <bool SCALED>
@@ -137,29 +118,11 @@ __device__ __forceinline__ void flush_image(u32 image, const Strip& s, unsigned 
   }
 }
 
-// qg of the first half: zq without its anchor, a power of two and so exact.
-__device__ __forceinline__ void flush_queries(u32 shared, const Strip& s, unsigned char* tile, float unit) {
-  const int lane = opaque(s.lane);
-  const u32 units = pack_bf16(unit, unit);
-  // Rows n, n + 4, n + 8, ...: in this order they use different banks.
-  const u32 first = (s.slice >> 1) * SQUARE_BYTES +
-                    swizzled((lane & 4) + 8 * (lane >> 3), 4 * (s.slice & 1) + (lane & 3));
-#pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    const u32 at = first ^ n * (IMAGE_ROW + 16);
-    uint4 x = load_shared_u4(shared + OFFSET(SharedMemory, q) + at);
-    x.x = multiply_bf16(x.x, units), x.y = multiply_bf16(x.y, units);
-    x.z = multiply_bf16(x.z, units), x.w = multiply_bf16(x.w, units);
-    store_global(tile + at, x);
-  }
-}
-
 // The strip's part of zq, zb, yk and sk to shared memory, of kg and qg to the record. `x`: from
 // sum_strip.
 template <int TOKEN_HALF>
 __device__ __forceinline__ void make_operands(float centre, u32 shared, const Strip& s, const float (&x)[4][8],
                                               unsigned char* record) {
-  const u32 strip = shared + OFFSET(SharedMemory, strips) + (4 * TOKEN_HALF + s.slice) * STRIP_BYTES;
   const u32 pairs = shared + OFFSET(SharedMemory, q_factor) + 4 * HALF * TOKEN_HALF + 40 * s.t;  // pair m: ^ 8 m
   constexpr u32 NORM = OFFSET(SharedMemory, k_norm) - OFFSET(SharedMemory, q_factor);
   const u32 tile = shared + (s.slice >> 1) * SQUARE_BYTES, keys = shared + (s.slice >> 1) * KEYS_BYTES;
@@ -200,7 +163,6 @@ __device__ __forceinline__ void make_operands(float centre, u32 shared, const St
     store_matrix4_transposed(tile + at + OFFSET(SharedMemory, k), k);
     store_matrix4_transposed(keys + at + keys_offset(0), y);
     if (!TOKEN_HALF) store_matrix4_transposed(keys + at + keys_offset(0) + SQUARE_BYTES, sk);
-#if KG_BULK
     if (TOKEN_HALF) {
       store_matrix4_transposed(tile + at + OFFSET(SharedMemory, kg), qg);
 #pragma unroll
@@ -220,24 +182,6 @@ __device__ __forceinline__ void make_operands(float centre, u32 shared, const St
     flush_image<true>(shared + OFFSET(SharedMemory, q), s, record + OFFSET(ChunkOperands, qg), unit);
   }
 }
-#else
-    store_matrix4_transposed(staging_address(strip, i, s.lane >> 3, s.lane & 7), kg);
-    if (TOKEN_HALF) {
-#pragma unroll
-      for (int m = 0; m < 4; ++m) kept[i][m] = qg[m];
-    }
-  }
-  flush_strip(strip, s, record + OFFSET(ChunkOperands, kg));
-  if (TOKEN_HALF) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      store_matrix4_transposed(staging_address(strip, i, s.lane >> 3, s.lane & 7), kept[i]);
-    flush_strip(strip, s, record + OFFSET(ChunkOperands, qg));
-  } else {
-    flush_queries(shared, s, record + OFFSET(ChunkOperands, qg), unit);
-  }
-}
-#endif
 
 // The chunk's decay to the record, the first half's to shared memory.
 __device__ __forceinline__ void write_decays(u32 shared, int channel, unsigned char* record) {

@@ -34,7 +34,9 @@ void barrier_expect_remote(u32 bar, u32 bytes);
 
 void copy_to_block(u32 dst, u32 src, u32 bytes, u32 bar);
 void copy_in(u32 dst, const void* src, u32 bytes, u32 bar);
+inline void copy_in(u32 dst, const void* src, u32 bytes, u32 bar, u64) { copy_in(dst, src, bytes, bar); }
 void copy_out(void* dst, u32 src, u32 bytes);
+inline void copy_out(void* dst, u32 src, u32 bytes, u64) { copy_out(dst, src, bytes); }
 void copy_out_commit();
 template <int N>
 inline void copy_out_wait_read() { emu::wait_out(N); }

@@ -12,6 +12,7 @@
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 constexpr u32 STAGED_BYTES = sizeof(ChunkOperands);
 #include "sm90/chunk_forward/segments/output_rows.cuh"
+#define LAST_READ 1
 #include "sm90/chunk_forward/segments/segment_scan.cuh"
 
 __device__ __forceinline__ Segment find_block(const SegmentParams& p, int block) {
@@ -53,6 +54,9 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
   TokenOperand out = {};  // of the chunk before
   int out_tokens = 0;
   OperandRing ring = {shared};
+#if STAGGER && WARPGROUPS == 2
+  if (l.row >= 64) pause(STAGGER);
+#endif
 #pragma unroll 1
   for (int c = x.begin; c < x.end; ++c) {
     if (wait == 0) {

@@ -85,17 +85,22 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
   // 3. Operands; kg, qg and last go to the record.
   unsigned char* const record =
       reinterpret_cast<unsigned char*>(p.last) + (u64)(u32)block_index() * sizeof(ChunkOperands);
+#if KEEP_MASK
+  const u64 policy = (u32)block_index() / (u32)p.HV & KEEP_MASK ? read_once_policy() : write_policy(true);
+#else
+  const u64 policy = write_policy(false);
+#endif
   if (thread < K) write_decays(shared, thread, record);
   if (s.half)
-    make_operands<1>(p.centre, shared, s, x, record);
+    make_operands<1>(p.centre, shared, s, x, record, policy);
   else
-    make_operands<0>(p.centre, shared, s, x, record);
+    make_operands<0>(p.centre, shared, s, x, record, policy);
   fence_async_proxy();
   sync_block();
 
   // 4. Products of token pairs.
   if (thread == 0) {
-    copy_out(record + OFFSET(ChunkOperands, kg), shared + OFFSET(SharedMemory, kg), TILE_BYTES);
+    copy_out(record + OFFSET(ChunkOperands, kg), shared + OFFSET(SharedMemory, kg), TILE_BYTES, policy);
     copy_out_commit();
   }
   const bool system = warp >> 2;
@@ -122,7 +127,7 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
     fence_async_proxy();
     sync_threads(2, THREADS / 2);
     if (thread == 0) {
-      copy_out(record + OFFSET(ChunkOperands, aqk), shared + OFFSET(SharedMemory, aqk), SQUARE_BYTES);
+      copy_out(record + OFFSET(ChunkOperands, aqk), shared + OFFSET(SharedMemory, aqk), SQUARE_BYTES, policy);
       copy_out_commit();
       copy_out_wait_read<0>();
     }
@@ -141,11 +146,11 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
   if ((thread & (THREADS / 2 - 1)) == 0) {
     if (system) {
       unsigned char* const u = record + OFFSET(ChunkOperands, u);
-      copy_out(u, shared + OFFSET(SharedMemory, aqk), SQUARE_BYTES);
-      copy_out(u + SQUARE_BYTES, shared + keys_offset(0) + SQUARE_BYTES, HALF_SQUARE);
-      copy_out(u + SQUARE_BYTES + HALF_SQUARE, shared + keys_offset(1) + SQUARE_BYTES, HALF_SQUARE);
+      copy_out(u, shared + OFFSET(SharedMemory, aqk), SQUARE_BYTES, policy);
+      copy_out(u + SQUARE_BYTES, shared + keys_offset(0) + SQUARE_BYTES, HALF_SQUARE, policy);
+      copy_out(u + SQUARE_BYTES + HALF_SQUARE, shared + keys_offset(1) + SQUARE_BYTES, HALF_SQUARE, policy);
     } else {
-      copy_out(record + OFFSET(ChunkOperands, w), shared + OFFSET(SharedMemory, w), TILE_BYTES);
+      copy_out(record + OFFSET(ChunkOperands, w), shared + OFFSET(SharedMemory, w), TILE_BYTES, policy);
     }
     copy_out_commit();
     copy_out_wait_read<0>();

@@ -99,7 +99,7 @@ __device__ __forceinline__ void sum_strip(float (&x)[4][8], u32 shared, const St
 // 32 rows of 64 bytes from this strip's place in an image to a tile in device memory, times a power of
 // two.
 template <bool SCALED>
-__device__ __forceinline__ void flush_image(u32 image, const Strip& s, unsigned char* tile, float unit) {
+__device__ __forceinline__ void flush_image(u32 image, const Strip& s, unsigned char* tile, float unit, u64 policy) {
   sync_warp();
   const int lane = opaque(s.lane);
   const u32 units = pack_bf16(unit, unit);
@@ -114,7 +114,7 @@ __device__ __forceinline__ void flush_image(u32 image, const Strip& s, unsigned 
       x.x = multiply_bf16(x.x, units), x.y = multiply_bf16(x.y, units);
       x.z = multiply_bf16(x.z, units), x.w = multiply_bf16(x.w, units);
     }
-    store_global(tile + at, x);
+    store_global(tile + at, x, policy);
   }
 }
 
@@ -122,7 +122,7 @@ __device__ __forceinline__ void flush_image(u32 image, const Strip& s, unsigned 
 // sum_strip.
 template <int TOKEN_HALF>
 __device__ __forceinline__ void make_operands(float centre, u32 shared, const Strip& s, const float (&x)[4][8],
-                                              unsigned char* record) {
+                                              unsigned char* record, u64 policy) {
   const u32 pairs = shared + OFFSET(SharedMemory, q_factor) + 4 * HALF * TOKEN_HALF + 40 * s.t;  // pair m: ^ 8 m
   constexpr u32 NORM = OFFSET(SharedMemory, k_norm) - OFFSET(SharedMemory, q_factor);
   const u32 tile = shared + (s.slice >> 1) * SQUARE_BYTES, keys = shared + (s.slice >> 1) * KEYS_BYTES;
@@ -173,13 +173,13 @@ __device__ __forceinline__ void make_operands(float centre, u32 shared, const St
   }
   if (TOKEN_HALF) {
     // qg first takes kg's place on its way.
-    flush_image<false>(shared + OFFSET(SharedMemory, kg), s, record + OFFSET(ChunkOperands, qg), 1.0f);
+    flush_image<false>(shared + OFFSET(SharedMemory, kg), s, record + OFFSET(ChunkOperands, qg), 1.0f, policy);
     sync_warp();
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       store_matrix4_transposed(tile + (s.at ^ (i << 4)) + OFFSET(SharedMemory, kg), kept[i]);
   } else {
-    flush_image<true>(shared + OFFSET(SharedMemory, q), s, record + OFFSET(ChunkOperands, qg), unit);
+    flush_image<true>(shared + OFFSET(SharedMemory, q), s, record + OFFSET(ChunkOperands, qg), unit, policy);
   }
 }
 

@@ -14,8 +14,6 @@ void wait_out(size_t open);
 }  // namespace emu
 
 void copy_async16(u32 dst, const void* src, bool real, KDA_SITE);
-inline u64 read_once_policy() { return 0; }
-inline void copy_async16(u32 dst, const void* src, bool real, u64, KDA_SITE) { copy_async16(dst, src, real, site); }
 inline void copy_async16_of_line(u32 dst, const void* src, bool real) { copy_async16(dst, src, real); }
 void copy_async_commit();
 template <int N>
@@ -34,9 +32,7 @@ void barrier_expect_remote(u32 bar, u32 bytes);
 
 void copy_to_block(u32 dst, u32 src, u32 bytes, u32 bar);
 void copy_in(u32 dst, const void* src, u32 bytes, u32 bar);
-inline void copy_in(u32 dst, const void* src, u32 bytes, u32 bar, u64) { copy_in(dst, src, bytes, bar); }
 void copy_out(void* dst, u32 src, u32 bytes);
-inline void copy_out(void* dst, u32 src, u32 bytes, u64) { copy_out(dst, src, bytes); }
 void copy_out_commit();
 template <int N>
 inline void copy_out_wait_read() { emu::wait_out(N); }

@@ -33,29 +33,11 @@ __device__ __forceinline__ void copy_in(u32 dst, const void* src, u32 bytes, u32
       "l"(src), "r"(bytes), "r"(bar)
       : "memory");
 }
-__device__ __forceinline__ void copy_in(u32 dst, const void* src, u32 bytes, u32 bar, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-          "r"(dst),
-      "l"(src), "r"(bytes), "r"(bar), "l"(policy)
-      : "memory");
-}
 // copy_async16 that also loads the 128 bytes around `src` to L2, where other warps need the rest of
 // them.
 __device__ __forceinline__ void copy_async16_of_line(u32 dst, const void* src, bool real) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
                "r"(real ? 16 : 0)
-               : "memory");
-}
-// Cache policy of a read: its line leaves L2 before others.
-__device__ __forceinline__ u64 read_once_policy() {
-  u64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-__device__ __forceinline__ void copy_async16(u32 dst, const void* src, bool real, u64 policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(dst), "l"(src),
-               "r"(real ? 16 : 0), "l"(policy)
                : "memory");
 }
 // This thread arrives once all its copy_async16 so far have landed; barrier_init counts that
@@ -67,11 +49,6 @@ __device__ __forceinline__ void copy_async_arrive(u32 bar) {
 // fence_async_proxy() and a barrier come between the writes of these bytes and this call.
 __device__ __forceinline__ void copy_out(void* dst, u32 src, u32 bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void copy_out(void* dst, u32 src, u32 bytes, u64 policy) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(dst),
-               "r"(src), "r"(bytes), "l"(policy)
                : "memory");
 }
 __device__ __forceinline__ void copy_out_commit() {

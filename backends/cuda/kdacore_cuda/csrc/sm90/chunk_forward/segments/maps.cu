@@ -11,7 +11,6 @@
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 constexpr u32 STAGED_BYTES = OFFSET(ChunkOperands, qg);  // the part that is loaded
 #include "sm90/chunk_backward/segment_map.cuh"
-#define LAST_READ 0
 #include "sm90/chunk_forward/segments/segment_scan.cuh"
 
 // A block's segment, and whether it computes A. Later segments come first: their operands were
@@ -63,9 +62,6 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task&
     sync_warp();
   }
   OperandRing ring = {shared};
-#if STAGGER && WARPGROUPS == 2
-  if (l.row >= 64) pause(STAGGER);
-#endif
 #pragma unroll 1
   for (int c = task.x.begin; c < task.x.end; ++c) {
     const u32 stage = ring.stage();
@@ -77,6 +73,9 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task&
     warpgroup_fence();
     multiply_channels(prediction, s, w);
     warpgroup_commit();
+#if ORDER
+    ring.wait_full();
+#endif
     TokenOperand u, v;
     load_u(u, l, stage + OFFSET(ChunkOperands, u));
     decay_state(state, l.t, stage + OFFSET(ChunkOperands, last));

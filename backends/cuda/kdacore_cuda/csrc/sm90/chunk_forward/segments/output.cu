@@ -12,7 +12,6 @@
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 constexpr u32 STAGED_BYTES = sizeof(ChunkOperands);
 #include "sm90/chunk_forward/segments/output_rows.cuh"
-#define LAST_READ 1
 #include "sm90/chunk_forward/segments/segment_scan.cuh"
 
 __device__ __forceinline__ Segment find_block(const SegmentParams& p, int block) {
@@ -54,9 +53,6 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
   TokenOperand out = {};  // of the chunk before
   int out_tokens = 0;
   OperandRing ring = {shared};
-#if STAGGER && WARPGROUPS == 2
-  if (l.row >= 64) pause(STAGGER);
-#endif
 #pragma unroll 1
   for (int c = x.begin; c < x.end; ++c) {
     if (wait == 0) {
@@ -84,6 +80,9 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
     warpgroup_commit();
     multiply_channels(o, s, qg);
     warpgroup_commit();
+#if ORDER
+    ring.wait_full();
+#endif
     TokenOperand u, v;
     load_u(u, l, stage + OFFSET(ChunkOperands, u));
     stage_output(out, rows, l);
@@ -104,6 +103,9 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
     fence_registers(state.s);
     pack_state(s, state);
     fence_registers(s.a);
+#if ORDER
+    ring.wait_full();
+#endif
     warpgroup_wait<0>();
     fence_registers(o);
     release(l, ring);

@@ -4,35 +4,17 @@
 #include "sm90/chunk_backward/inputs.cuh"
 #include "sm90/chunk_forward/segments/prepare_shared_memory.cuh"
 
-#ifndef READ_ONCE
-#define READ_ONCE 1
-#endif
-__device__ __forceinline__ void fetch_piece(u32 to, const void* from, bool real) {
-#if READ_ONCE
-  copy_async16(to, from, real, read_once_policy());
-#else
-  copy_async16(to, from, real);
-#endif
-}
-
-// Row 0 of a unit's input.
-__device__ __forceinline__ const unsigned char* first_row(const Unit& u, u64 base, long long sb, long long st,
-                                                          long long sh, int head, int size) {
-  const u64 at = (u64)(u32)u.batch * (u64)sb + (u64)(u32)u.first * (u64)st + (u64)(u32)head * (u64)sh;
-  return reinterpret_cast<const unsigned char*>(base + at * size);
-}
-
 // 64 rows of 128 bfloat16 by `COUNT` threads, this the `i`-th, to images `DISTANCE` apart; zeros
 // past the end.
 template <int COUNT, u32 DISTANCE>
-__device__ __forceinline__ void fetch_tile(u32 to, const unsigned char* from, int step, int rows, int i) {
+__device__ __forceinline__ void fetch_tile(u32 to, u64 from, int step, int rows, int i) {
   const int piece = i & 15, row = i >> 4;
   constexpr int ROWS = COUNT / 16;  // at a time; a multiple of 8
   const u32 place = to + (piece >> 3) * DISTANCE + swizzled(row, piece & 7);
-  const unsigned char* at = from + (long long)row * step + 16 * piece;
+  const unsigned char* at = reinterpret_cast<const unsigned char*>(from) + (long long)row * step + 16 * piece;
 #pragma unroll
   for (int n = 0; n < C / ROWS; ++n) {
-    fetch_piece(place + n * ROWS * IMAGE_ROW, at, row + n * ROWS < rows);
+    copy_async16(place + n * ROWS * IMAGE_ROW, at, row + n * ROWS < rows);
     at += (long long)ROWS * step;
   }
 }
@@ -43,7 +25,7 @@ __device__ __forceinline__ u32 gate_offset(int row, int piece) {
 }
 
 // A warp's strip of g, which no other warp reads.
-__device__ __forceinline__ void fetch_gates(u32 shared, const unsigned char* g, int step, int rows,
+__device__ __forceinline__ void fetch_strip(u32 shared, const unsigned char* g, int step, int rows,
                                             int warp, int lane) {
   const int half = warp >> 2, slice = warp & 3;
 #if G_FLOAT
@@ -51,7 +33,7 @@ __device__ __forceinline__ void fetch_gates(u32 shared, const unsigned char* g, 
   const unsigned char* at = g + (long long)row * step + 16 * piece;
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
-    fetch_piece(shared + RAW_G + gate_offset(row + 4 * n, piece), at, row + 4 * n < rows);
+    copy_async16(shared + RAW_G + gate_offset(row + 4 * n, piece), at, row + 4 * n < rows);
     at += 4ll * step;
   }
 #else
@@ -60,36 +42,41 @@ __device__ __forceinline__ void fetch_gates(u32 shared, const unsigned char* g, 
   const unsigned char* at = g + (long long)row * step + 64 * slice + 16 * (lane & 3);
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
-    fetch_piece(place + 8 * n * IMAGE_ROW, at, row + 8 * n < rows);
+    copy_async16(place + 8 * n * IMAGE_ROW, at, row + 8 * n < rows);
     at += 8ll * step;
   }
 #endif
 }
 
-// The gate's biases of channels 8 apart, as they lie in memory. One branch for all, so that no load
-// waits for another.
-__device__ __forceinline__ void load_biases(const ChunkBackwardParams& p, u32 (&bits)[4], int first) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) bits[i] = 0;
-  if (!p.dt_bias) return;
-  if (p.bias_type == TYPE_FLOAT32) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) bits[i] = reinterpret_cast<const u32*>(p.dt_bias)[first + 8 * i];
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) bits[i] = reinterpret_cast<const u16*>(p.dt_bias)[first + 8 * i];
-  }
+// beta of token i, and what makes its rounding good again: see prepare_inverse.cuh.
+__device__ __forceinline__ void store_beta(u32 shared, float beta, int i) {
+  const float rounded = bf16_low(pack_bf16(beta, 0.0f));
+  const bool none = fabsf(rounded) < 1e-30f;
+  store_shared(shared + OFFSET(SharedMemory, beta) + 4 * i, __float_as_uint(beta));
+  store_shared(shared + OFFSET(SharedMemory, ratio) + 4 * i,
+               __float_as_uint(none ? 1.0f : rounded * reciprocal(beta)));
+  store_shared(shared + OFFSET(SharedMemory, row_factor) + 4 * i,
+               __float_as_uint(none ? 1.0f : beta * reciprocal(rounded)));
 }
 
-// In the units of what they are added to.
-__device__ __forceinline__ void convert_biases(const ChunkBackwardParams& p, float (&bias)[4],
-                                               const u32 (&bits)[4], const Gate& gate) {
-  const bool wide = p.bias_type == TYPE_FLOAT32, brain = p.bias_type == TYPE_BFLOAT16;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float half = half_to_float((u16)bits[i]);
-    bias[i] = gate_bias(gate, wide ? __uint_as_float(bits[i]) : brain ? bf16_low(bits[i]) : half);
-  }
+// beta of a token each by the first 64 threads, and the gate's bias of a channel each by a warp's lanes,
+// for their strip; first what is in device memory, then what it stands for. `beta`: element of row 0.
+struct Parameter {
+  u32 beta, bias;
+};
+__device__ __forceinline__ Parameter load_parameter(const ChunkBackwardParams& p, long long beta, int rows,
+                                                    int hv, int i) {
+  const int channel = hv * K + (i & K - 1);
+  return {i < rows && i < C
+              ? load_bits(p.beta + (beta + i * p.beta_st) * type_size(p.beta_type), p.beta_type)
+              : 0,
+          p.dt_bias ? load_bits(p.dt_bias + (long long)channel * type_size(p.bias_type), p.bias_type) : 0};
+}
+__device__ __forceinline__ void store_parameter(const ChunkBackwardParams& p, const Parameter& x, int rows,
+                                                u32 shared, const Gate& gate, int i) {
+  const float bias = p.dt_bias ? gate_bias(gate, from_bits(x.bias, p.bias_type)) : 0.0f;
+  store_shared(shared + OFFSET(SharedMemory, totals) + 4 * i, __float_as_uint(bias));
+  if (i < C) store_beta(shared, i < rows ? activate_beta(p, from_bits(x.beta, p.beta_type)) : 0.0f, i);
 }
 
 // Reciprocal norms of 16 rows of q (even warps) or k (odd ones). Sums of squares are the diagonal of
@@ -122,15 +109,4 @@ __device__ __forceinline__ void store_norms(const ChunkBackwardParams& p, u32 sh
     store_shared(shared + (keys ? OFFSET(SharedMemory, k_norm) : OFFSET(SharedMemory, q_factor)) + 4 * token,
                  __float_as_uint(keys ? r : r * p.scale));
   }
-}
-
-// beta of token i, and what makes its rounding good again: see prepare_inverse.cuh.
-__device__ __forceinline__ void store_beta(u32 shared, float beta, int i) {
-  const float rounded = bf16_low(pack_bf16(beta, 0.0f));
-  const bool none = fabsf(rounded) < 1e-30f;
-  store_shared(shared + OFFSET(SharedMemory, beta) + 4 * i, __float_as_uint(beta));
-  store_shared(shared + OFFSET(SharedMemory, ratio) + 4 * i,
-               __float_as_uint(none ? 1.0f : rounded * reciprocal(beta)));
-  store_shared(shared + OFFSET(SharedMemory, row_factor) + 4 * i,
-               __float_as_uint(none ? 1.0f : beta * reciprocal(rounded)));
 }

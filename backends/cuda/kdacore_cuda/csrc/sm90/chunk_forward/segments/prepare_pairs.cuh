@@ -22,8 +22,15 @@ __device__ __forceinline__ void multiply_pairs(float (&sums)[PAIR_TILES][4], u32
   fence_registers(sums);
   warpgroup_fence();
 #pragma unroll
-  for (int kk = 0; kk < K / 16; ++kk)
-    warpgroup_mma_shared<0>(sums, over_channels(rows, kk, SQUARE_BYTES), over_channels(keys, kk, KEYS_BYTES), kk > 0);
+  for (int kk = 0; kk < K / 16; ++kk) {
+    const u64 a = over_channels(rows, kk, SQUARE_BYTES), b = over_channels(keys, kk, KEYS_BYTES);
+#if SIDE_BY_SIDE  // one product needs two registers more than the block begins with
+    warpgroup_mma_shared<0>(reinterpret_cast<float (&)[8][4]>(sums[0]), a, b, kk > 0);
+    warpgroup_mma_shared<0>(reinterpret_cast<float (&)[4][4]>(sums[8]), a, b + (SQUARE_BYTES >> 4), kk > 0);
+#else
+    warpgroup_mma_shared<0>(sums, a, b, kk > 0);
+#endif
+  }
   warpgroup_commit();
   warpgroup_wait<0>();
   fence_registers(sums);

@@ -19,9 +19,11 @@
 #pragma once
 
 #include "sm90/bulk_copies.cuh"
+#include "sm90/chunk_backward/prepare_unit_inputs.cuh"
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 
-constexpr int THREADS = 256, BLOCKS = 3;         // of a multiprocessor
+constexpr int THREADS = 256;
+constexpr int BLOCKS = 3;  // of a multiprocessor, or (SIDE_BY_SIDE) units of a block at once
 constexpr u32 HALF_SQUARE = HALF * IMAGE_ROW;  // 64 channels of 32 tokens
 
 constexpr u32 DIAGONAL_PITCH = 24;  // floats a row of a 16 x 16 block on the system's diagonal
@@ -57,14 +59,28 @@ struct SharedMemory {
   float beta[C];          // as the recurrence uses it, 0 past the end
   float ratio[C];         // beta rounded to bfloat16, over beta
   float row_factor[C];    // the inverse of ratio
-  float totals[2][K];     // log2 decay of each half
+  float totals[2][K];     // log2 decay of each half; before that, a copy of the gate's bias for each
   float first_decay[K];   // decay of the first half
-  // Address of v's rows and their number; there are no registers for them.
+  // Address of v's rows and their number, and the unit's place in the workspace; there are no
+  // registers for them.
   u32 value_rows[4];
+#if SIDE_BY_SIDE
+  UnitInputs inputs[2];   // of this unit and of the next one
+  u64 given[2], written;  // barriers
+#endif
 };
-static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "the host's shared memory size is too small");
-static_assert(BLOCKS * (SHARED_BYTES + 1024) <= 228 * 1024,
+constexpr u32 UNIT_PITCH = (sizeof(SharedMemory) + 1023) / 1024 * 1024;
+static_assert((SIDE_BY_SIDE ? BLOCKS * UNIT_PITCH : sizeof(SharedMemory)) <= SHARED_BYTES,
+              "the host's shared memory size is too small");
+static_assert(SIDE_BY_SIDE || BLOCKS * (SHARED_BYTES + 1024) <= 228 * 1024,
               "a multiprocessor has no room for so many blocks");
+
+#include "sm90/chunk_backward/prepare_places.cuh"
+
+// The unit's record.
+__device__ __forceinline__ unsigned char* record_of(const ChunkBackwardParams& p) {
+  return reinterpret_cast<unsigned char*>(p.last) + (u64)unit_index() * sizeof(ChunkOperands);
+}
 
 // The input g is where keys and aqk will be.
 constexpr u32 RAW_G = OFFSET(SharedMemory, keys);

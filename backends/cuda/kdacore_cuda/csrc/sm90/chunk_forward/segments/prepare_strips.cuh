@@ -40,7 +40,7 @@ __device__ __forceinline__ void load_gates(float (&x)[8], u32 shared, const Stri
 
 // This lane's steps; 0 past the end.
 __device__ __forceinline__ void load_steps(float (&x)[4][8], u32 shared, const Strip& s, const Gate& gate,
-                                           const float (&bias)[4], int rows) {
+                                           int rows) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) load_gates(x[i], shared, s, i);
   if (gate.kind == GATE_LOG) {
@@ -52,8 +52,10 @@ __device__ __forceinline__ void load_steps(float (&x)[4][8], u32 shared, const S
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+const float bias =
+          load_shared1(shared + OFFSET(SharedMemory, totals) + 4 * (K * s.half + 32 * s.slice + 8 * i + s.g));
 #pragma unroll
-      for (int j = 0; j < 8; ++j) x[i][j] = sigmoid_step(gate, x[i][j], bias[i]);
+      for (int j = 0; j < 8; ++j) x[i][j] = sigmoid_step(gate, x[i][j], bias);
     }
   }
   if (rows == C) return;
@@ -99,7 +101,7 @@ __device__ __forceinline__ void sum_strip(float (&x)[4][8], u32 shared, const St
 // 32 rows of 64 bytes from this strip's place in an image to a tile in device memory, times a power of
 // two.
 template <bool SCALED>
-__device__ __forceinline__ void flush_image(u32 image, const Strip& s, unsigned char* tile, float unit, u64 policy) {
+__device__ __forceinline__ void flush_image(u32 image, const Strip& s, unsigned char* tile, float unit) {
   sync_warp();
   const int lane = opaque(s.lane);
   const u32 units = pack_bf16(unit, unit);
@@ -114,7 +116,7 @@ __device__ __forceinline__ void flush_image(u32 image, const Strip& s, unsigned 
       x.x = multiply_bf16(x.x, units), x.y = multiply_bf16(x.y, units);
       x.z = multiply_bf16(x.z, units), x.w = multiply_bf16(x.w, units);
     }
-    store_global(tile + at, x, policy);
+    store_global(tile + at, x);
   }
 }
 
@@ -122,7 +124,7 @@ __device__ __forceinline__ void flush_image(u32 image, const Strip& s, unsigned 
 // sum_strip.
 template <int TOKEN_HALF>
 __device__ __forceinline__ void make_operands(float centre, u32 shared, const Strip& s, const float (&x)[4][8],
-                                              unsigned char* record, u64 policy) {
+                                              unsigned char* record) {
   const u32 pairs = shared + OFFSET(SharedMemory, q_factor) + 4 * HALF * TOKEN_HALF + 40 * s.t;  // pair m: ^ 8 m
   constexpr u32 NORM = OFFSET(SharedMemory, k_norm) - OFFSET(SharedMemory, q_factor);
   const u32 tile = shared + (s.slice >> 1) * SQUARE_BYTES, keys = shared + (s.slice >> 1) * KEYS_BYTES;
@@ -173,13 +175,13 @@ __device__ __forceinline__ void make_operands(float centre, u32 shared, const St
   }
   if (TOKEN_HALF) {
     // qg first takes kg's place on its way.
-    flush_image<false>(shared + OFFSET(SharedMemory, kg), s, record + OFFSET(ChunkOperands, qg), 1.0f, policy);
+    flush_image<false>(shared + OFFSET(SharedMemory, kg), s, record + OFFSET(ChunkOperands, qg), 1.0f);
     sync_warp();
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       store_matrix4_transposed(tile + (s.at ^ (i << 4)) + OFFSET(SharedMemory, kg), kept[i]);
   } else {
-    flush_image<true>(shared + OFFSET(SharedMemory, q), s, record + OFFSET(ChunkOperands, qg), unit, policy);
+    flush_image<true>(shared + OFFSET(SharedMemory, q), s, record + OFFSET(ChunkOperands, qg), unit);
   }
 }
 

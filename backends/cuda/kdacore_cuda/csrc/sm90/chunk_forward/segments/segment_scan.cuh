@@ -62,15 +62,8 @@ __device__ __forceinline__ void produce(const SegmentParams& p, const Segment& x
   u64 from = p.chunk_operands + ((u64)(x.s.slot + x.begin) * p.HV + x.hv) * sizeof(ChunkOperands);
   for (int c = x.begin; c < x.end; ++c, from += step) {
     ring.wait_empty();
-#if KEEP_MASK
-    const u64 policy = LAST_READ || x.s.slot + c & KEEP_MASK ? read_once_policy() : write_policy(true);
-#endif
     const auto copy = [&](u32 at, u32 size) {
-#if KEEP_MASK
-      copy_in(ring.stage() + at, reinterpret_cast<const void*>(from + at), size, ring.full(), policy);
-#else
       copy_in(ring.stage() + at, reinterpret_cast<const void*>(from + at), size, ring.full());
-#endif
     };
     if (PARTS == 1) {
       barrier_expect(ring.full(), bytes);

@@ -79,29 +79,37 @@ __device__ __forceinline__ void store_aqk(float (&x)[PAIR_TILES][4], u32 shared,
   }
 }
 
-// The system's rows: the block on the diagonal in float32, those before it in two parts.
+// The system's rows, in two steps: the block on the diagonal in float32, then those before it in two
+// parts.
+__device__ __forceinline__ float2 row_betas(u32 shared, int row_block, int lane) {
+  const u32 beta = shared + OFFSET(SharedMemory, beta) + 4 * (16 * row_block + (lane >> 2));
+  return make_float2(load_shared1(beta), load_shared1(beta + 32));
+}
 template <int ROW_BLOCK>
-__device__ __forceinline__ void store_system(float (&x)[PAIR_TILES][4], u32 shared, int lane, float unit) {
+__device__ __forceinline__ void store_diagonal(float (&x)[PAIR_TILES][4], u32 shared, int lane, float unit) {
   finish_pairs<ROW_BLOCK>(x, lane, unit, 0);
-  const u32 beta = shared + OFFSET(SharedMemory, beta) + 4 * (16 * ROW_BLOCK + (lane >> 2));
-  const float factor[2] = {load_shared1(beta), load_shared1(beta + 32)};
-#pragma unroll
-  for (int n = 0; n < 2 * ROW_BLOCK + 2; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) x[n][e] *= factor[e >> 1];
-  }
-#pragma unroll
-  for (int j = 0; j < ROW_BLOCK; ++j) {
-    const Split s = split_tiles(x[2 * j], x[2 * j + 1]);
-    store_matrix4(block_at(shared + OFFSET(SharedMemory, system_high), ROW_BLOCK, j, lane), s.high);
-    store_matrix4(block_at(shared + OFFSET(SharedMemory, system_low), ROW_BLOCK, j, lane), s.low);
-  }
+  const float2 beta = row_betas(shared, ROW_BLOCK, lane);
   const u32 at = shared + diagonal_offset(ROW_BLOCK) + 4 * (DIAGONAL_PITCH * (lane >> 2) + 2 * (lane & 3));
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     const float (&y)[4] = x[2 * ROW_BLOCK + n];
-    store_shared(at + 32 * n, y[0], y[1]);
-    store_shared(at + 32 * n + 4 * 8 * DIAGONAL_PITCH, y[2], y[3]);
+    store_shared(at + 32 * n, y[0] * beta.x, y[1] * beta.x);
+    store_shared(at + 32 * n + 4 * 8 * DIAGONAL_PITCH, y[2] * beta.y, y[3] * beta.y);
+  }
+}
+template <int ROW_BLOCK>
+__device__ __forceinline__ void store_earlier(float (&x)[PAIR_TILES][4], u32 shared, int lane) {
+  const float2 beta = row_betas(shared, ROW_BLOCK, lane);
+#pragma unroll
+  for (int j = 0; j < ROW_BLOCK; ++j) {
+#pragma unroll
+    for (int n = 2 * j; n < 2 * j + 2; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[n][e] *= e < 2 ? beta.x : beta.y;
+    }
+    const Split s = split_tiles(x[2 * j], x[2 * j + 1]);
+    store_matrix4(block_at(shared + OFFSET(SharedMemory, system_high), ROW_BLOCK, j, lane), s.high);
+    store_matrix4(block_at(shared + OFFSET(SharedMemory, system_low), ROW_BLOCK, j, lane), s.low);
   }
 }
 
@@ -113,10 +121,15 @@ __device__ __forceinline__ void store_aqk(int row_block, float (&x)[PAIR_TILES][
   if (row_block == 2) store_aqk<2>(x, shared, lane, unit);
   if (row_block == 3) store_aqk<3>(x, shared, lane, unit);
 }
-__device__ __forceinline__ void store_system(int row_block, float (&x)[PAIR_TILES][4], u32 shared, int lane,
-                                             float unit) {
-  if (row_block == 0) store_system<0>(x, shared, lane, unit);
-  if (row_block == 1) store_system<1>(x, shared, lane, unit);
-  if (row_block == 2) store_system<2>(x, shared, lane, unit);
-  if (row_block == 3) store_system<3>(x, shared, lane, unit);
+__device__ __forceinline__ void store_diagonal(int row_block, float (&x)[PAIR_TILES][4], u32 shared, int lane,
+                                               float unit) {
+  if (row_block == 0) store_diagonal<0>(x, shared, lane, unit);
+  if (row_block == 1) store_diagonal<1>(x, shared, lane, unit);
+  if (row_block == 2) store_diagonal<2>(x, shared, lane, unit);
+  if (row_block == 3) store_diagonal<3>(x, shared, lane, unit);
+}
+__device__ __forceinline__ void store_earlier(int row_block, float (&x)[PAIR_TILES][4], u32 shared, int lane) {
+  if (row_block == 1) store_earlier<1>(x, shared, lane);
+  if (row_block == 2) store_earlier<2>(x, shared, lane);
+  if (row_block == 3) store_earlier<3>(x, shared, lane);
 }

@@ -38,7 +38,7 @@ __device__ __forceinline__ void fetch_other_inputs(const ChunkBackwardParams& p,
     store_shared(shared + OFFSET(SharedMemory, value_rows), (u32)v, (u32)(v >> 32), (u32)rows, at);
 }
 
-// v to shared memory by half of the threads.
+// v to shared memory by half of the threads; thread: of that half.
 __device__ __forceinline__ void fetch_values(const ChunkBackwardParams& p, u32 shared, int thread) {
   const uint4 from = load_shared_u4(shared + OFFSET(SharedMemory, value_rows));
   fetch_tile<THREADS / 2, KEYS_BYTES>(shared + keys_offset(0), (u64)from.y << 32 | from.x, 2 * (int)p.v_st,
@@ -91,24 +91,29 @@ __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows
   if (first) copy_out_wait_read<0>();
   sync_unit();  // aqk takes the place of kg, the system that of zq, v that of yk
 
-  // 5. The inverse; meanwhile v is loaded and aqk stored.
+  // 5. The inverse, its diagonal blocks by the first warps while the others store the rest of the
+  // system and load v; aqk is stored while block columns are merged.
+  if (system) store_diagonal(row_block, pairs, shared, lane, unit);
+  sync_unit();
   if (system) {
-    store_system(row_block, pairs, shared, lane, unit);
-    sync_warp();
-    invert_diagonal(shared, row_block, lane);
-    sync_half_unit(1);
-    merge_column(shared, row_block, lane);
+    fetch_values(p, shared, unit_thread() & THREADS / 2 - 1);
+    store_earlier(row_block, pairs, shared, lane);
   } else {
-    fetch_values(p, shared, unit_thread());
+    invert_diagonal(shared, row_block, lane);
+  }
+  sync_unit();
+  if (system) {
+    merge_column(shared, row_block, lane);
+    copy_async_wait<0>();
+  } else {
     store_aqk(row_block, pairs, shared, lane, unit);
     fence_async_proxy();
-    sync_half_unit(0);
+    sync_half_unit();
     if (first) {
       copy_out(record_of(p) + OFFSET(ChunkOperands, aqk), shared + OFFSET(SharedMemory, aqk), SQUARE_BYTES);
       copy_out_commit();
       copy_out_wait_read<0>();
     }
-    copy_async_wait<0>();
   }
   fence_async_proxy();
   sync_unit();

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kdacore.lazy import lazy_module
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda import chunk_backward
-from kdacore_cuda.chunk_backward_kernels import prepare_kernel
 from kdacore_cuda.chunk_forward_checkpoints import (
     SEGMENT_STEP_TOKENS,
     Marks,
@@ -30,6 +29,7 @@ from kdacore_cuda.chunk_forward_segments_kernels import (
     maps_kernel,
     output_blocks,
     output_kernel,
+    segments_prepare_kernel,
 )
 from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, SEGMENTS
 from kdacore_cuda.launch import Launcher
@@ -100,7 +100,7 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
     segments = -(-NT // segment_chunks)
     slots = r.T // (64 * segment_chunks) + r.N if r.packed else r.N * segments
     units = chunks.sizes["units"]
-    prepare = prepare_kernel(chunks.float_gate, chunks.bounded, for_segments=True)
+    prepare = segments_prepare_kernel(chunks.float_gate, chunks.bounded)
     launches = [("prepare", chunk_backward.launcher(prepare), units)]
     if segments > 1:
         mapped = slots if r.packed else r.N * (segments - 1)

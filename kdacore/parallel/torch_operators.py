@@ -102,7 +102,7 @@ def _forward(*args: Any) -> tuple[torch.Tensor, ...]:
     for records in RECORDS.get():
         records.append(found.plan.selection)
     with torch.no_grad(), as_given(v):
-        outputs, residuals = found.forward(bound.inputs)
+        outputs, residuals, _ = found.forward(bound.inputs)
     starts = transitions = None
     if bound.needs_grad:
         starts, transitions = residuals[:2]

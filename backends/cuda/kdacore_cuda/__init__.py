@@ -128,6 +128,7 @@ def make_backend() -> Backend:
         ),
         fast_path=_lazy("chunk_forward_fast_path", "make_fast_call"),
         fast_gradients=_lazy("chunk_backward_fast_path", "make_fast_gradients"),
+        slices=_lazy("slices", "slice_functions"),
         verified_archs=VERIFIED,
         batch_invariant=True,
     )

@@ -160,15 +160,9 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> SegmentsCall:
     workspace = o.new_empty(plan.workspace_bytes, dtype=torch.uint8)
     operands = workspace.data_ptr()
 
-    prepare_values = list(plan.prepare_values)
-    for field, value in zip(_TOKEN_FIELDS, addresses, strict=True):
-        prepare_values[field] = value
-    prepare_values[_STRIDE_FIELDS] = strides
-    for name, array in (("A_log", A_log), ("dt_bias", bias), ("cu_seqlens", cu_seqlens)):
-        prepare_values[_FIELD[name]] = address(array)
-    for name, (offset, _) in CHUNK_OPERANDS.items():
-        prepare_values[_FIELD[name]] = operands + offset
-
+    prepare_values = fill_prepare_values(
+        plan.prepare_values, addresses, strides, (A_log, bias, cu_seqlens), operands
+    )
     other_values: tuple[Any, ...] = (
         *(address(cu_seqlens), o.data_ptr(), address(pools.initial), address(pools.written)),
         *(address(checkpoints), operands, operands + plan.maps_offset, operands + plan.starts_offset),
@@ -176,12 +170,39 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> SegmentsCall:
         *plan.sizes,
     )
     launches = tuple(
-        (*launch, other_values if i else tuple(prepare_values)) for i, launch in enumerate(plan.launches)
+        (*launch, other_values if i else prepare_values) for i, launch in enumerate(plan.launches)
     )
     return SegmentsCall(
         *(launches, Outputs(o, pools.written, checkpoints), pools, marks, workspace),
         (inputs, kept, A_log, bias, cu_seqlens),
     )
+
+
+def fill_prepare_values(
+    values: tuple[Any, ...],
+    addresses: tuple[int, ...],
+    strides: tuple[int, ...],
+    small: tuple[torch.Tensor | None, ...],
+    operands: int,
+) -> tuple[Any, ...]:
+    """Parameters of prepare.
+
+    Args:
+        values: those that the request determines, others 0.
+        addresses: of q, k, v, g and beta.
+        strides: batch, token and head stride of each.
+        small: ``A_log``, ``dt_bias`` and ``cu_seqlens``, contiguous.
+        operands: the address of the chunks' operands.
+    """
+    filled = list(values)
+    for field, value in zip(_TOKEN_FIELDS, addresses, strict=True):
+        filled[field] = value
+    filled[_STRIDE_FIELDS] = strides
+    for name, array in zip(("A_log", "dt_bias", "cu_seqlens"), small, strict=True):
+        filled[_FIELD[name]] = address(array)
+    for name, (offset, _) in CHUNK_OPERANDS.items():
+        filled[_FIELD[name]] = operands + offset
+    return tuple(filled)
 
 
 def forward(request: Request, inputs: ChunkInputs) -> Outputs:

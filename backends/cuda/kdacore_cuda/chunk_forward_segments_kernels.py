@@ -12,6 +12,8 @@ from kdacore_cuda.chunk_backward_kernels import prepare_kernel
 from kdacore_cuda.kernel_source import KernelSource
 
 _SOURCES = "sm90/chunk_forward/segments"
+MAPS_THREADS, MAPS_SHARED = 384, 4 * 49 * 1024 + 64
+"""Threads of a block of maps, and its shared memory in bytes."""
 
 
 class SegmentsKernel(NamedTuple):
@@ -32,7 +34,7 @@ def _kernel(name: str, threads: int, shared: int, **defines: int) -> SegmentsKer
 def maps_kernel() -> SegmentsKernel:
     """How each segment maps the state at its start to the state at its end: two blocks per segment
     and value head."""
-    return _kernel("maps", 384, 4 * 49 * 1024 + 64, WARPGROUPS=2)
+    return _kernel("maps", MAPS_THREADS, MAPS_SHARED, WARPGROUPS=2)
 
 
 @cache

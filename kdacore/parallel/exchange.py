@@ -47,8 +47,9 @@ class Slice(NamedTuple):
 class Residuals(NamedTuple):
     """What a backward needs besides the inputs."""
 
-    starts: torch.Tensor
-    """``[N, HV, K, V]``: the state that each local part starts from."""
+    start: torch.Tensor
+    """``[G, HV, K, V]``: the state that the entering part of each row starts from. The others start from their initial
+    states, so they are not kept."""
     transitions: torch.Tensor
     """``[size - 1 - rank, G, HV, K, K]``: M of the ranks behind this one."""
     saved: tuple[torch.Tensor, ...] = ()
@@ -79,9 +80,9 @@ def forward(
     wait = ranks.all_gather(torch.cat([M, C], dim=-1))
     initial = _zero_states(request, inputs.q) if initial_state is None else initial_state
     maps = wait()
-    starts = _starts(slice, maps, initial, rows)
-    outputs = functions.finish(request, inputs, pending, starts)
-    residuals = Residuals(starts, maps[ranks.rank + 1 :, ..., : request.K], outputs.saved)
+    start = _start(slice, maps, initial, rows)
+    outputs = functions.finish(request, inputs, pending, _all_starts(initial, start, rows))
+    residuals = Residuals(start, maps[ranks.rank + 1 :, ..., : request.K], outputs.saved)
     if not request.output_final_state:
         return outputs._replace(saved=()), residuals
     final = _of_sequences(slice, rows, ends_here, ranks.size - 1, outputs.final_state)
@@ -89,17 +90,22 @@ def forward(
 
 
 def backward(
-    slice: Slice, inputs: Any, rows: Rows | None, residuals: Residuals, grads: OutputGrads
+    slice: Slice,
+    inputs: Any,
+    rows: Rows | None,
+    initial_state: torch.Tensor | None,
+    residuals: Residuals,
+    grads: OutputGrads,
 ) -> InputGrads:
     """The gradients of one rank's slice. That of ``initial_state`` is the rank's share, for all N sequences.
 
     Args:
-        slice, inputs, rows: as in :func:`forward`.
+        slice, inputs, rows, initial_state: as in :func:`forward`.
         residuals: that it returned.
         grads: that reached this rank's copies of the results; ``final_state`` as the local one.
     """
     request, functions, ranks = slice
-    starts, transitions, saved = residuals
+    start, transitions, saved = residuals
     dfinal = None
     if (
         request.output_final_state
@@ -113,20 +119,25 @@ def backward(
         dfinal = _of_sequences(slice, rows, ends_here, ranks.size - 1, ranks.all_reduce(mine))
     grads = OutputGrads(grads.o, dfinal)
     entering = None if rows is None else rows.place.entering
+    initial = _zero_states(request, inputs.q) if initial_state is None else initial_state
+    starts = _all_starts(initial, start, rows)
     dstart, pending = functions.backward_begin(request, inputs, saved, grads, starts, entering)
     behind = ranks.all_gather(dstart)()[ranks.rank + 1 :]
     ends = _zero_states(request, inputs.q) if dfinal is None else dfinal
     ends = _ends(slice, transitions, behind, ends, rows)
     found = functions.backward_finish(request, inputs, saved, pending, grads, starts, ends)
+    if initial_state is None:
+        return found
     return found._replace(initial_state=_of_sequences(slice, rows, starts_here, 0, found.initial_state))
 
 
-def _starts(slice: Slice, maps: torch.Tensor, initial: torch.Tensor, rows: Rows | None) -> torch.Tensor:
-    """The state that each local part starts from: the initial state, or what the ranks before make of it."""
+def _start(slice: Slice, maps: torch.Tensor, initial: torch.Tensor, rows: Rows | None) -> torch.Tensor:
+    """The state that the entering part of each row starts from: what the ranks before make of its initial state, or
+    that itself."""
     (request, _, ranks), K = slice, slice.request.K
     rank = ranks.rank
     if rank == 0:
-        return initial
+        return initial if rows is None else initial.index_select(0, rows.place.entering)
     maps = maps[:rank]
     if rows is None:
         maps = widened(maps)
@@ -138,7 +149,12 @@ def _starts(slice: Slice, maps: torch.Tensor, initial: torch.Tensor, rows: Rows 
         maps = torch.where(_column(ends_of_ranks > place.begins[0], maps), maps, nothing)
     maps, before = widened(maps), initial.index_select(0, place.entering)
     state = narrowed(folded(maps[..., :K], maps[..., K:], widened(before)), initial)
-    return _with_row(initial, place.entering, place.enters, state, before)
+    return torch.where(place.enters[:, None, None, None], state, before)
+
+
+def _all_starts(initial: torch.Tensor, start: torch.Tensor, rows: Rows | None) -> torch.Tensor:
+    """``[N, HV, K, V]``: the state that each local part starts from."""
+    return start if rows is None else initial.index_copy(0, rows.place.entering.long(), start)
 
 
 def _ends(
@@ -165,7 +181,8 @@ def _ends(
         return narrowed(state, ends)
     place = rows.place
     own = ends.index_select(0, place.leaving)
-    return _with_row(ends, place.leaving, place.leaves, narrowed(state, ends), own)
+    end = torch.where(place.leaves[:, None, None, None], narrowed(state, ends), own)
+    return ends.index_copy(0, place.leaving.long(), end)
 
 
 def _zero_states(request: Request, like: torch.Tensor) -> torch.Tensor:
@@ -184,13 +201,6 @@ def _of_sequences(
         return states if slice.ranks.rank == rank else torch.zeros_like(states)
     kept = here(rows.cu_seqlens, slice.ranks.rank, slice.request.T)
     return torch.where(kept[:, None, None, None], states, 0.0)
-
-
-def _with_row(
-    states: torch.Tensor, number: torch.Tensor, wanted: torch.Tensor, row: torch.Tensor, own: torch.Tensor
-) -> torch.Tensor:
-    """The states ``[N, ...]`` with ``row [1, ...]`` for that of one sequence, if wanted; ``own`` is what it has."""
-    return states.index_copy(0, number.long(), torch.where(wanted[:, None, None, None], row, own))
 
 
 def _multiples(first: int, end: int, step: int, like: torch.Tensor) -> torch.Tensor:

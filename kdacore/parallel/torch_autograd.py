@@ -26,7 +26,7 @@ class RanksFunction(torch.autograd.Function):
         transitions = residuals.transitions.contiguous()
         place = () if rows is None else (rows.cu_seqlens, *rows.place)
         ctx.packed = rows is not None
-        ctx.save_for_backward(*tensors, residuals.starts, transitions, *place, *residuals.saved)
+        ctx.save_for_backward(*tensors, residuals.start, transitions, *place, *residuals.saved)
         ctx.set_materialize_grads(False)
         if outputs.checkpoints is not None:
             ctx.mark_non_differentiable(outputs.checkpoints)
@@ -39,14 +39,14 @@ class RanksFunction(torch.autograd.Function):
         refuse_wrapped(call.opdef.name, (do, dstate))
         kept = ctx.saved_tensors  # once: every look unpacks them all, and checkpoint() allows no second
         arrays = [ctx.others.get(i, x) for i, x in enumerate(kept[: ctx.count])]
-        starts, transitions, *rest = kept[ctx.count :]
+        start, transitions, *rest = kept[ctx.count :]
         rows, saved = None, rest
         if ctx.packed:
             fields = 1 + len(Layout._fields)
             rows, saved = Rows(rest[0], Layout(*rest[1:fields])), rest[fields:]
         inputs = call.opdef.inputs(*arrays)
         with torch.no_grad(), as_given(inputs.q):
-            grads = call.backward(inputs, Residuals(starts, transitions, tuple(saved)), do, dstate, rows)
+            grads = call.backward(inputs, Residuals(start, transitions, tuple(saved)), do, dstate, rows)
         padded = [*grads, *([None] * (len(arrays) - len(grads)))]
         found = [g if needed else None for g, needed in zip(padded, ctx.needs_input_grad[1:], strict=True)]
         return None, *(refuse_twice(found, arrays) if torch.is_grad_enabled() else found)

@@ -79,9 +79,7 @@ class SliceCall:
         local, rows = self.local(inputs)
         if self.plan.validate:
             self._check_values(inputs, local)
-        initial = states_in(self.request, inputs.initial_state)
-        initial = None if initial is None else initial.contiguous()
-        outputs, residuals = exchange.forward(self.slice, local, rows, initial)
+        outputs, residuals = exchange.forward(self.slice, local, rows, self._initial(inputs))
         if not self.plan.results_checked:
             results.check_results(self.plan, local, outputs)
             self.plan.results_checked = True
@@ -100,15 +98,19 @@ class SliceCall:
         else:
             local = self._with_offsets(inputs, rows)
         dstate = states_in(self.request, dstate)
-        grads = exchange.backward(self.slice, local, rows, residuals, OutputGrads(do, dstate))
+        initial, given = self._initial(inputs), OutputGrads(do, dstate)
+        grads = exchange.backward(self.slice, local, rows, initial, residuals, given)
         if not self.gradients_checked:
-            self.plan.check_gradients(
-                local._replace(initial_state=residuals.starts), grads, (True,) * len(InputGrads._fields)
-            )
+            every = (True,) * len(InputGrads._fields)
+            self.plan.check_gradients(local._replace(initial_state=inputs.q), grads, every)  # given, as all else
             self.gradients_checked = True
         if inputs.initial_state is None:
             return grads._replace(initial_state=None)
         return grads._replace(initial_state=states_out(self.request, grads.initial_state).contiguous())
+
+    def _initial(self, inputs: Any) -> Any:
+        states = states_in(self.request, inputs.initial_state)
+        return None if states is None else states.contiguous()
 
     def _check_values(self, inputs: Any, local: Any) -> None:
         """The values of every rank, and that offsets are the same on all. What is wrong on one is an error on all."""

@@ -102,7 +102,9 @@ class SliceCall:
         grads = exchange.backward(self.slice, local, rows, initial, residuals, given)
         if not self.gradients_checked:
             every = (True,) * len(InputGrads._fields)
-            self.plan.check_gradients(local._replace(initial_state=inputs.q), grads, every)  # given, as all else
+            self.plan.check_gradients(
+                local._replace(initial_state=inputs.q), grads, every
+            )  # given, as all else
             self.gradients_checked = True
         if inputs.initial_state is None:
             return grads._replace(initial_state=None)

@@ -303,6 +303,8 @@ def what_has_no_meaning_on_ranks(here: Here) -> None:
             call(*arrays, cp=bad)
     with raises(kdacore.ContractError, "'cp'", "zigzag", "contiguous"):
         call(*arrays, cp=type("Context", (), {"layout": "zigzag"})())
+    with raises(kdacore.ContractError, "'cp'", "its group", "whole row"):
+        call(*arrays, cp=type("Context", (), {"layout": "contiguous", "group": cp})())
     with raises(kdacore.ContractError, "'cp'", "numpy"):
         call(*[x.numpy() for x in arrays], cp=cp)
     with raises(kdacore.UnsupportedError, "batch_invariant"), kdacore.batch_invariant():

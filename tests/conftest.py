@@ -22,11 +22,12 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 QUICK_FILES = {
     "conformance": {"test_calls.py", "test_docs.py"},
     "cuda": {
-        "test_costs.py",
         "test_emulator.py",
+        "test_jax_launches.py",
         "test_launch.py",
         "test_launch_ops.py",
         "test_packaged_cubins.py",
+        "test_packaged_handlers.py",
         "test_verifiers.py",
     },
     "examples": {"test_serving_loop.py"},
@@ -91,6 +92,7 @@ FIRST_CASES = {
     "test_recurrent.py::test_later_tokens_change_no_earlier_bit": 2,
     "test_tpu_kernels.py::test_forward_and_backward": 1,
     "test_tpu_kernels.py::test_later_tokens_change_no_bit": 0,
+    "test_tpu_lowering.py::test_ranks": 1,
     "test_tpu_races.py::test_chunk": 0,
     "test_stages_recompute_hopper.py::test_it_gives_the_bits_of_the_other_kernel": 12,
     "test_warp_sums.py::test_decode": 0,

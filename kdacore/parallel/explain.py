@@ -66,10 +66,9 @@ def explain(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object
     if isinstance(cp, int) and not isinstance(cp, bool) and cp > 0:
         ranks = cp
     elif kind == "jax":
-        from kdacore.parallel import jax_ranks
+        from kdacore.parallel.jax_ranks import axis_size, unwrapped
 
-        found: Selection = jax_ranks.explain(opdef, inputs, options, cp, backend)
-        return found
+        inputs, ranks = unwrapped(inputs), axis_size(opdef, cp)
     else:
         from kdacore.parallel.torch_ranks import ranks_of
 

@@ -10,13 +10,11 @@ device.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
+from kdacore.lazy import lazy_module
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_cuda import chunk_backward, torch_launch
-from kdacore_cuda.chunk_backward_kernels import prepare_kernel
+from kdacore_cuda import chunk_backward
 from kdacore_cuda.chunk_forward_checkpoints import (
     SEGMENT_STEP_TOKENS,
     Marks,
@@ -31,12 +29,21 @@ from kdacore_cuda.chunk_forward_segments_kernels import (
     maps_kernel,
     output_blocks,
     output_kernel,
+    segments_prepare_kernel,
 )
 from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, SEGMENTS
 from kdacore_cuda.launch import Launcher
+from kdacore_cuda.multiprocessors import multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.pool_arguments import PoolArguments, pool_arguments, returned
-from kdacore_cuda.torch_arguments import address, contiguous, token_arguments
+from kdacore_cuda.torch_arguments import address, contiguous, token_arguments, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+    from kdacore_cuda import torch_launch
+else:  # plans are made for JAX too, where torch need not be installed
+    torch, torch_launch = lazy_module("torch"), lazy_module("kdacore_cuda.torch_launch")
 
 _ORDER = (("last", 512), ("kg", 16384), ("w", 16384), ("u", 16384), ("qg", 16384), ("aqk", 8192))
 CHUNK_OPERANDS = {name: (sum(n for _, n in _ORDER[:i]), size) for i, (name, size) in enumerate(_ORDER)}
@@ -88,12 +95,12 @@ class ChunkForwardSegmentsPlan(NamedTuple):
 
 def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
     chunks = chunk_backward.plan_of(r)
-    items, multiprocessors = r.N * r.HV, torch_launch.multiprocessors(r.device.index)
+    items, multiprocessors = r.N * r.HV, multiprocessors_of(r)
     NT, segment_chunks = chunks.sizes["NT"], chunks_per_segment(items)
     segments = -(-NT // segment_chunks)
     slots = r.T // (64 * segment_chunks) + r.N if r.packed else r.N * segments
     units = chunks.sizes["units"]
-    prepare = prepare_kernel(chunks.float_gate, chunks.bounded, for_segments=True)
+    prepare = segments_prepare_kernel(chunks.float_gate, chunks.bounded)
     launches = [("prepare", chunk_backward.launcher(prepare), units)]
     if segments > 1:
         mapped = slots if r.packed else r.N * (segments - 1)
@@ -114,7 +121,7 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
             *(r.T, r.N, r.HV, NT, segment_chunks, segments),
             *(r.checkpoint_every, r.null_index, r.checkpoint_count, chunks.sizes["flags"]),
         ),
-        state_dtype=getattr(torch, r.state_dtype),
+        state_dtype=torch_dtype(r, r.state_dtype),
     )
 
 

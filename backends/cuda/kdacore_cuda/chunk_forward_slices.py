@@ -16,7 +16,6 @@ import torch
 
 from kdacore.types import ChunkInputs, Outputs, Request, SliceForward
 from kdacore_cuda import chunk_backward, torch_launch
-from kdacore_cuda.chunk_backward_kernels import prepare_kernel
 from kdacore_cuda.chunk_forward_segments import (
     CHUNK_OPERANDS_BYTES,
     MAP_BYTES,
@@ -24,7 +23,11 @@ from kdacore_cuda.chunk_forward_segments import (
     fill_prepare_values,
     launcher,
 )
-from kdacore_cuda.chunk_forward_segments_kernels import output_blocks, output_kernel
+from kdacore_cuda.chunk_forward_segments_kernels import (
+    output_blocks,
+    output_kernel,
+    segments_prepare_kernel,
+)
 from kdacore_cuda.chunk_slices_kernels import (
     chunks_per_segment,
     compose_blocks,
@@ -73,7 +76,7 @@ def _make_plan(r: Request) -> ChunkForwardSlicesPlan:
     segment = chunks_per_segment(-(-r.T // CHUNK), r.B * r.HV, multiprocessors)
     segments = -(-NT // segment)
     slots = r.T // (CHUNK * segment) + r.N if r.packed else r.N * segments
-    prepare = prepare_kernel(chunks.float_gate, chunks.bounded, for_segments=True)
+    prepare = segments_prepare_kernel(chunks.float_gate, chunks.bounded)
     blocks = compose_blocks(2 * results * r.HV, multiprocessors)
     start_blocks = compose_blocks(items, multiprocessors)
     outputs = output_blocks(slots * r.HV, multiprocessors)

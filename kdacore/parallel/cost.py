@@ -76,7 +76,10 @@ def seconds_on_ranks(request: Request, backend: str, ranks: int, composed: bool)
 
 
 def seconds_alone(request: Request, backend: str, ranks: int) -> float | None:
-    """Predicted seconds of the whole row on one device; None where unknown."""
+    """Predicted seconds of the whole row on one device; None where unknown.
+
+    Where the row is longer than anything measured, the slice's times the ranks: long rows take their time by the token.
+    """
     tokens = ("q", "k", "v", "g", "beta")
     specs = tuple(
         [
@@ -84,7 +87,10 @@ def seconds_alone(request: Request, backend: str, ranks: int) -> float | None:
             for n, s in request.tensors
         ]
     )
-    return _cost(dataclasses.replace(request, T=ranks * request.T, tensors=specs), backend)
+    found = _cost(dataclasses.replace(request, T=ranks * request.T, tensors=specs), backend)
+    if found is None and (slice := _cost(request, backend)) is not None:
+        return ranks * slice
+    return found
 
 
 def _cost(request: Request, backend: str) -> float | None:

@@ -535,6 +535,8 @@ class Candidate:
     verified: bool
     lacking: tuple[str, ...] = ()
     """Hardware it needs that is not here, where the choice was asked for assumed hardware."""
+    cost_source: str = ""
+    """Where ``cost`` comes from, in words; empty where it is not known."""
 
     @property
     def supported(self) -> bool:
@@ -572,6 +574,7 @@ class Selection:
                 lines.append(
                     f"{mark} {c.backend}: supported, {cost}" + ("" if c.verified else ", compiled only")
                 )
+                lines += [f"     cost {c.cost_source}"] if c.cost_source else []
                 lines += [f"     assumed, not here: {what}" for what in c.lacking]
             else:
                 lines.append(f"{mark} {c.backend}: not supported")

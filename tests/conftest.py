@@ -22,11 +22,12 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 QUICK_FILES = {
     "conformance": {"test_calls.py", "test_docs.py"},
     "cuda": {
-        "test_costs.py",
         "test_emulator.py",
+        "test_jax_launches.py",
         "test_launch.py",
         "test_launch_ops.py",
         "test_packaged_cubins.py",
+        "test_packaged_handlers.py",
         "test_verifiers.py",
     },
     "examples": {"test_serving_loop.py"},

@@ -1,10 +1,8 @@
-"""JAX arrays on a mesh.
+"""JAX arrays on a mesh: which the backends cannot take, and the axes that an array varies over inside ``shard_map``.
 
-With Explicit axes every operation has to say how its result is split. The backends' do not: they are
+On a mesh with Explicit axes every operation has to say how its result is split. Those of the backends do not: they are
 written for one device, or for arrays that XLA or the caller splits. Only what is whole on every device, inside
 ``jax.set_mesh``, needs no word.
-
-Inside ``jax.shard_map`` JAX keeps track of the axes that a value varies over, unless it is told ``check_vma=False``.
 """
 
 from __future__ import annotations
@@ -38,8 +36,8 @@ def obstacle(x: Any) -> tuple[str, str] | None:
     return None
 
 
-def varying_axes(*arrays: Any) -> frozenset[str]:
-    """The axes of a ``shard_map`` mesh that any of the arrays (None: no array) is known to vary over."""
+def mesh_axes(*arrays: Any) -> frozenset[str]:
+    """Axes of a ``shard_map`` mesh over which any of the arrays varies."""
     axes: frozenset[str] = frozenset()
     for x in arrays:
         if x is not None:
@@ -50,13 +48,23 @@ def varying_axes(*arrays: Any) -> frozenset[str]:
     return axes
 
 
-def as_varying(x: Any, axes: frozenset[str]) -> Any:
-    """``x`` marked as varying over ``axes``, as a scan's carry has to be from the start."""
-    missing = tuple(sorted(axes - varying_axes(x)))
+def out_struct(shape: tuple[int, ...], dtype: Any, *arrays: Any) -> jax.ShapeDtypeStruct:
+    """Shape of a kernel's output, varying over the mesh axes that any of its inputs varies over."""
+    kind = getattr(jax.typeof(arrays[0]), "manual_axis_type", None)
+    if kind is None:
+        return jax.ShapeDtypeStruct(shape, dtype)
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=type(kind)(varying=mesh_axes(*arrays)))
+
+
+def varying(x: Any, axes: frozenset[str]) -> Any:
+    """``x`` marked as varying over ``axes``, so that a scan may carry it together with sharded values."""
+    missing = tuple(sorted(axes - mesh_axes(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def summed_like(grad: Any, primal: Any) -> Any:
-    """A gradient summed over the axes that it varies over and what it belongs to does not."""
-    extra = tuple(sorted(varying_axes(grad) - varying_axes(primal)))
-    return lax.psum(grad, extra) if extra else grad
+    """``grad`` in the dtype of ``primal``, summed over the mesh axes along which ``primal`` is replicated."""
+    extra = tuple(sorted(mesh_axes(grad) - mesh_axes(primal)))
+    if extra:
+        grad = lax.psum(grad, extra)
+    return grad.astype(primal.dtype)

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from kdacore.arrays.jax_meshes import as_varying, varying_axes
+from kdacore.arrays.jax_meshes import mesh_axes, varying
 from kdacore.parallel.jax_layout import Borders
 
 Array = Any
@@ -53,9 +53,9 @@ def state_before(rank: Array, borders: Borders, M: Array, C: Array, initial: Arr
         return jnp.where(q < rank, S_out, S), None
 
     ranks = jnp.arange(C.shape[0], dtype=jnp.int32)
-    axes = varying_axes(rank, *borders, M, C, initial)
+    axes = mesh_axes(rank, *borders, M, C, initial)
     state, _ = lax.scan(
-        after, as_varying(jnp.zeros_like(C[0]), axes), (ranks, borders.leaving, borders.passes, M, C)
+        after, varying(jnp.zeros_like(C[0]), axes), (ranks, borders.leaving, borders.passes, M, C)
     )
     return state
 
@@ -81,6 +81,6 @@ def gradient_behind(rank: Array, borders: Borders, M: Array, B: Array) -> Array:
 
     ranks = jnp.arange(B.shape[0], dtype=jnp.int32)
     scanned = (ranks, borders.passes, borders.continues, M, B)
-    axes = varying_axes(rank, *borders, M, B)
-    D, _ = lax.scan(before, as_varying(jnp.zeros_like(B[0]), axes), scanned, reverse=True)
+    axes = mesh_axes(rank, *borders, M, B)
+    D, _ = lax.scan(before, varying(jnp.zeros_like(B[0]), axes), scanned, reverse=True)
     return jnp.where(borders.continues[rank], D, 0.0)

@@ -82,15 +82,15 @@ def check_replication(request: Request, inputs: ChunkInputs, axis: str) -> None:
     Raises:
         ContractError: naming the argument.
     """
-    if axis not in jax_meshes.varying_axes(lax.axis_index(axis)):
+    if axis not in jax_meshes.mesh_axes(lax.axis_index(axis)):
         return
-    if inputs.cu_seqlens is not None and axis in jax_meshes.varying_axes(inputs.cu_seqlens):
+    if inputs.cu_seqlens is not None and axis in jax_meshes.mesh_axes(inputs.cu_seqlens):
         got, want = (
             f"an array that differs along {axis!r}",
             "the whole row's, the same on every rank: in_specs P()",
         )
         raise ContractError(request.op, "cu_seqlens", got, want)
-    if not any(axis in jax_meshes.varying_axes(x) for x in inputs[:5]):
+    if not any(axis in jax_meshes.mesh_axes(x) for x in inputs[:5]):
         got, want = (
             f"the same array on every rank of {axis!r}",
             f"each rank's rows: in_specs P(None, {axis!r})",

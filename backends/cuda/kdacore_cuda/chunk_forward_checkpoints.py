@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
+from kdacore.lazy import lazy_module
 from kdacore.types import ChunkInputs, Request
-from kdacore_cuda import torch_launch
 from kdacore_cuda.chunk_forward_kernels import TAIL_BLOCKS, TAIL_SHARED, TAIL_THREADS, checkpoint_tail_kernel
 from kdacore_cuda.kernel_parameters import CHECKPOINT_TAIL, GATES, TYPES
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.pool_arguments import PoolArguments
 from kdacore_cuda.request_encoding import chunk_flags, type_code
 from kdacore_cuda.torch_arguments import address, contiguous
+
+if TYPE_CHECKING:
+    import torch
+
+    from kdacore_cuda import torch_launch
+else:  # plans are made for JAX too, where torch need not be installed
+    torch, torch_launch = lazy_module("torch"), lazy_module("kdacore_cuda.torch_launch")
 
 SEGMENT_STEP_TOKENS = 64
 """Tokens of a step of the launches in segments."""
@@ -43,15 +48,35 @@ def make_marks(request: Request, inputs: ChunkInputs, o: torch.Tensor, between_s
     if not request.checkpoint_count:
         return NO_MARKS
     states = None
-    if between_steps:
+    if needs_tail(request, between_steps):
         shape = (request.checkpoint_count, request.HV, request.K * request.V)
         states = o.new_empty(shape, dtype=torch.float32)
     return Marks(contiguous(inputs.checkpoint_offsets), contiguous(inputs.checkpoint_indices), states)
 
 
+def needs_tail(request: Request, between_steps: bool) -> bool:
+    """Whether :func:`finish_checkpoints` has something to do; ``between_steps`` as of
+    :func:`make_marks`."""
+    return bool(request.checkpoint_count) and between_steps
+
+
 @cache
-def _launcher() -> Launcher:
+def tail_launcher() -> Launcher:
+    """The launcher of :func:`finish_checkpoints`."""
     return Launcher(checkpoint_tail_kernel(), CHECKPOINT_TAIL, TAIL_THREADS, TAIL_SHARED)
+
+
+def tail_grid(r: Request) -> int:
+    """Blocks of that launch."""
+    return r.checkpoint_count * r.HV * TAIL_BLOCKS
+
+
+def tail_sizes(r: Request, step: int, g_type: str) -> tuple[float, ...]:
+    """The numbers among its parameters, for steps of ``step`` tokens and a g of that dtype."""
+    return (
+        *(r.T, r.N, r.H, r.HV, step, r.null_index, r.checkpoint_count, GATES[r.gate], chunk_flags(r)),
+        *(TYPES[g_type], type_code(r, "beta"), type_code(r, "dt_bias"), r.lower_bound or 0.0),
+    )
 
 
 def finish_checkpoints(
@@ -80,9 +105,7 @@ def finish_checkpoints(
         *(address(A_log), address(bias), address(cu_seqlens), address(pools.written), pools.rows[0]),
         *(*marks.addresses, pools.strides[1]),
         *(*k.stride()[:3], *v.stride()[:3], *g.stride()[:3], *beta.stride()),
-        *(r.T, r.N, r.H, r.HV, step, r.null_index, r.checkpoint_count, GATES[r.gate], chunk_flags(r)),
-        TYPES[str(g.dtype).removeprefix("torch.")],  # where it was widened, not the request's
-        *(type_code(r, "beta"), type_code(r, "dt_bias"), r.lower_bound or 0.0),
+        # g's dtype where it was widened, not the request's.
+        *tail_sizes(r, step, str(g.dtype).removeprefix("torch.")),
     )
-    grid = r.checkpoint_count * r.HV * TAIL_BLOCKS
-    torch_launch.launch(_launcher(), grid, arch, pools.o, values)
+    torch_launch.launch(tail_launcher(), tail_grid(r), arch, pools.o, values)

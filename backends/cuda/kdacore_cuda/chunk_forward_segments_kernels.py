@@ -12,6 +12,8 @@ from kdacore_cuda.chunk_backward_kernels import ChunkBackwardKernel, prepare_ker
 from kdacore_cuda.kernel_source import KernelSource
 
 _SOURCES = "sm90/chunk_forward/segments"
+MAPS_THREADS, MAPS_SHARED = 384, 4 * 49 * 1024 + 64
+"""Threads of a block of maps, and its shared memory in bytes."""
 _PREPARE_SHARED = 76560
 """Bytes: three blocks per multiprocessor."""
 
@@ -49,7 +51,7 @@ def segments_prepare_kernel(float_gate: bool, bounded: bool) -> ChunkBackwardKer
 def maps_kernel() -> SegmentsKernel:
     """How each segment maps the state at its start to the state at its end: two blocks per segment
     and value head."""
-    return _kernel("maps", 384, 4 * 49 * 1024 + 64, WARPGROUPS=2)
+    return _kernel("maps", MAPS_THREADS, MAPS_SHARED, WARPGROUPS=2)
 
 
 @cache

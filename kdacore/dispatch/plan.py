@@ -314,6 +314,8 @@ def batch_invariant() -> Iterator[None]:
 def record_selections() -> Iterator[list[Selection]]:
     """Collect what really ran, in order: one :class:`~kdacore.types.Selection` for each call inside the block.
 
+    A second one follows where JAX differentiates a call that another backend serves then.
+
     Examples:
         >>> import kdacore
         >>> with kdacore.record_selections() as ran:

@@ -179,7 +179,7 @@ def _plan_of_trace(opdef: OpDef, request: Request, policy: selection.Policy, ada
     """
     backends = REGISTRY.backends().values()
     lacking = {r.backend.name for r in backends if _lacks_backward_only(selection.judge(r, request).reasons)}
-    if lacking:
+    if lacking and opdef.family != "gate":
         plain = dataclasses.replace(request, needs_grad=False)
         chosen = selection.select(plain, policy)
         if chosen.backend in lacking:

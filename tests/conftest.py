@@ -22,7 +22,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 QUICK_FILES = {
     "conformance": {"test_calls.py", "test_docs.py"},
     "cuda": {
-        "test_costs.py",
         "test_emulator.py",
         "test_jax_launches.py",
         "test_launch.py",
@@ -33,6 +32,7 @@ QUICK_FILES = {
     },
     "examples": {"test_serving_loop.py"},
     "packaging": {"test_layers.py"},
+    "parallel": {"test_explain.py", "test_layout.py", "test_model.py", "test_pieces.py", "test_threads.py"},
     "pallas": {"test_verifiers.py"},
     "triton": {"test_configs.py", "test_gate.py", "test_plugin.py"},
     "typing": set(),
@@ -67,7 +67,7 @@ SLOW_TESTS = {
     "test_page",
     "test_plugins_come_and_go_while_others_call",
     "test_saved_tensors_are_unpacked_once",
-    "test_stages_and_cp_say_why_they_cannot_be_compiled",
+    "test_stages_and_what_is_no_group_say_why_they_cannot_be_compiled",
     "test_stages_do_not_read_the_padding",
     "test_stages_in_jax",
     "test_states_that_are_returned",
@@ -92,6 +92,7 @@ FIRST_CASES = {
     "test_recurrent.py::test_later_tokens_change_no_earlier_bit": 2,
     "test_tpu_kernels.py::test_forward_and_backward": 1,
     "test_tpu_kernels.py::test_later_tokens_change_no_bit": 0,
+    "test_tpu_lowering.py::test_ranks": 1,
     "test_tpu_races.py::test_chunk": 0,
     "test_stages_recompute_hopper.py::test_it_gives_the_bits_of_the_other_kernel": 12,
     "test_warp_sums.py::test_decode": 0,

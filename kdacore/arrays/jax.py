@@ -75,7 +75,7 @@ class _JaxAdapter:
 
     def device(self, x: Any) -> Device:
         if not self.placed(x):
-            return _default_device()
+            return _expected_device()
         devices = sorted(x.devices(), key=lambda d: d.id)
         return probes.jax_device(devices[0])
 
@@ -145,6 +145,15 @@ def _keep(plan: Plan) -> None:
         oldest = _kept.popleft()
         oldest.joined = None
         _met.pop(_made_of(oldest), None)
+
+
+def _expected_device() -> Device:
+    """Where what is traced will run: on the devices of the mesh around it, which need not be of this host, or on the
+    default device."""
+    # Absent outside a mesh, and of meshes that were made without devices.
+    abstract = getattr(get_abstract_mesh(), "abstract_device", None)
+    found = None if abstract is None else probes.jax_mesh_device(abstract)
+    return _default_device() if found is None else found
 
 
 def _default_device() -> Device:

@@ -81,11 +81,15 @@ class Plan:
 
     def backward(self, inputs: Any, *rest: Any) -> Any:
         """The gradients from the backend, held to the request the first time."""
-        grads = self.impl.backward(self.request, inputs, *rest)  # type: ignore[misc]
+        grads = self.gradients(inputs, *rest)
         if not self._grads_checked:
             results.check_gradients(self, inputs, grads)
             self._grads_checked = True
         return grads
+
+    def gradients(self, inputs: Any, *rest: Any) -> Any:
+        """The gradients from the backend."""
+        return self.impl.backward(self.request, inputs, *rest)  # type: ignore[misc]
 
     def check_gradients(self, inputs: Any, grads: Any, wanted: tuple[bool, ...]) -> None:
         """Hold gradients of another origin than :meth:`backward` to the request. PluginError."""

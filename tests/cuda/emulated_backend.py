@@ -10,7 +10,7 @@ import kdacore_cuda
 from kdacore.hookspecs import hookimpl
 from kdacore.testing.cases import Case
 from kdacore.testing.suite import run_case
-from kdacore.types import ArrayKind, Backend, Device, OpImpl, Request
+from kdacore.types import ArrayKind, Backend, Device, OpImpl, Request, SliceFunctions
 
 NAME = "emulated"
 HOPPER = Device("cuda", 0, "sm_90")
@@ -29,11 +29,24 @@ def on_hopper(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def slices_on_hopper(
+    slices: Callable[[Request], SliceFunctions | None],
+) -> Callable[..., SliceFunctions | None]:
+    """The functions for slices of a request from there."""
+
+    def functions(request: Request) -> SliceFunctions | None:
+        found = on_hopper(slices)(request)
+        return None if found is None else SliceFunctions(*map(on_hopper, found))
+
+    return functions
+
+
 def _moved(op: OpImpl) -> OpImpl:
     functions = {name: getattr(op, name) for name in ("forward", "backward", "fast_path", "fast_gradients")}
     return dataclasses.replace(
         op,
         **{name: on_hopper(f) for name, f in functions.items() if f is not None},
+        slices=None if op.slices is None else slices_on_hopper(op.slices),
         verifiers=tuple(on_hopper(v) for v in op.verifiers),
         verified_archs=frozenset({"*"}),
     )

@@ -149,6 +149,7 @@ def make_backend() -> Backend:
         ),
         fast_path=_lazy("chunk_forward_fast_path", "make_fast_call"),
         fast_gradients=_lazy("chunk_backward_fast_path", "make_fast_gradients"),
+        slices=_lazy("slices", "slice_functions"),
         verified_archs=VERIFIED,
         batch_invariant=True,
     )
@@ -156,7 +157,6 @@ def make_backend() -> Backend:
         forward=_by_kind(_lazy("recurrent", "forward"), _lazy("jax_recurrent", "forward")),
         serves=WHOLE | POOL | {"accepted_tokens", "read_only_state"},
         verifiers=(*_COMMON, _verifier("recurrent_dtype")),
-        cost=_lazy("costs", "recurrent"),
         fast_path=_lazy("recurrent_fast_path", "make_fast_call"),
         verified_archs=VERIFIED,
         batch_invariant=True,

@@ -259,6 +259,24 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
     for name in ("kg", "kg_low", "qg", "w", "aqk", "inv"):  # grads does not read them
         del work[name]
 
+    found = finish(request, plan, x, work, d_o)
+    return found._replace(g=found.g.to(inputs.g.dtype), initial_state=d_h0)
+
+
+def finish(
+    request: Request, plan: ChunkBackwardPlan, x: ChunkInputs, work: Arrays, d_o: torch.Tensor
+) -> InputGrads:
+    """The launches behind the scan: gradients of every input but the initial state.
+
+    Args:
+        request: the call.
+        plan: its plan.
+        x: its arrays, g as the kernels take it.
+        work: what the scan leaves, the names of :data:`WORKSPACE` that gradients are made of.
+        d_o: the gradient of ``o``.
+
+    Raises BackendBuildError or DriverError.
+    """
     out = _make_gradients(request, plan, x)
     sums = make_partial_sums(request, plan, x)
     grads_arrays = work | out | sums | {"d_o": d_o}
@@ -267,7 +285,7 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
     if plan.grouped:
         dq, dk = _sum_group(plan, x.q, dq), _sum_group(plan, x.k, dk)
     d_A, d_bias = _sum_chunks(plan, x, sums)
-    return InputGrads(dq, dk, out["dv"], out["dg"].to(inputs.g.dtype), out["dbeta"], d_A, d_bias, d_h0)
+    return InputGrads(dq, dk, out["dv"], out["dg"], out["dbeta"], d_A, d_bias)
 
 
 def _make_gradients(request: Request, plan: ChunkBackwardPlan, x: ChunkInputs) -> Arrays:

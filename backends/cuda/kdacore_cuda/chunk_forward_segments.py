@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kdacore.lazy import lazy_module
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda import chunk_backward
-from kdacore_cuda.chunk_backward_kernels import prepare_kernel
 from kdacore_cuda.chunk_forward_checkpoints import (
     SEGMENT_STEP_TOKENS,
     Marks,
@@ -30,6 +29,7 @@ from kdacore_cuda.chunk_forward_segments_kernels import (
     maps_kernel,
     output_blocks,
     output_kernel,
+    segments_prepare_kernel,
 )
 from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, SEGMENTS
 from kdacore_cuda.launch import Launcher
@@ -100,7 +100,7 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
     segments = -(-NT // segment_chunks)
     slots = r.T // (64 * segment_chunks) + r.N if r.packed else r.N * segments
     units = chunks.sizes["units"]
-    prepare = prepare_kernel(chunks.float_gate, chunks.bounded, for_segments=True)
+    prepare = segments_prepare_kernel(chunks.float_gate, chunks.bounded)
     launches = [("prepare", chunk_backward.launcher(prepare), units)]
     if segments > 1:
         mapped = slots if r.packed else r.N * (segments - 1)
@@ -167,15 +167,9 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> SegmentsCall:
     workspace = o.new_empty(plan.workspace_bytes, dtype=torch.uint8)
     operands = workspace.data_ptr()
 
-    prepare_values = list(plan.prepare_values)
-    for field, value in zip(_TOKEN_FIELDS, addresses, strict=True):
-        prepare_values[field] = value
-    prepare_values[_STRIDE_FIELDS] = strides
-    for name, array in (("A_log", A_log), ("dt_bias", bias), ("cu_seqlens", cu_seqlens)):
-        prepare_values[_FIELD[name]] = address(array)
-    for name, (offset, _) in CHUNK_OPERANDS.items():
-        prepare_values[_FIELD[name]] = operands + offset
-
+    prepare_values = fill_prepare_values(
+        plan.prepare_values, addresses, strides, (A_log, bias, cu_seqlens), operands
+    )
     other_values: tuple[Any, ...] = (
         *(address(cu_seqlens), o.data_ptr(), address(pools.initial), address(pools.written)),
         *(address(checkpoints), operands, operands + plan.maps_offset, operands + plan.starts_offset),
@@ -183,12 +177,39 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> SegmentsCall:
         *plan.sizes,
     )
     launches = tuple(
-        (*launch, other_values if i else tuple(prepare_values)) for i, launch in enumerate(plan.launches)
+        (*launch, other_values if i else prepare_values) for i, launch in enumerate(plan.launches)
     )
     return SegmentsCall(
         *(launches, Outputs(o, pools.written, checkpoints), pools, marks, workspace),
         (inputs, kept, A_log, bias, cu_seqlens),
     )
+
+
+def fill_prepare_values(
+    values: tuple[Any, ...],
+    addresses: tuple[int, ...],
+    strides: tuple[int, ...],
+    small: tuple[torch.Tensor | None, ...],
+    operands: int,
+) -> tuple[Any, ...]:
+    """Parameters of prepare.
+
+    Args:
+        values: those that the request determines, others 0.
+        addresses: of q, k, v, g and beta.
+        strides: batch, token and head stride of each.
+        small: ``A_log``, ``dt_bias`` and ``cu_seqlens``, contiguous.
+        operands: the address of the chunks' operands.
+    """
+    filled = list(values)
+    for field, value in zip(_TOKEN_FIELDS, addresses, strict=True):
+        filled[field] = value
+    filled[_STRIDE_FIELDS] = strides
+    for name, array in zip(("A_log", "dt_bias", "cu_seqlens"), small, strict=True):
+        filled[_FIELD[name]] = address(array)
+    for name, (offset, _) in CHUNK_OPERANDS.items():
+        filled[_FIELD[name]] = operands + offset
+    return tuple(filled)
 
 
 def forward(request: Request, inputs: ChunkInputs) -> Outputs:

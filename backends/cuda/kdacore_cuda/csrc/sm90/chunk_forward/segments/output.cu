@@ -80,6 +80,9 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
     warpgroup_commit();
     multiply_channels(o, s, qg);
     warpgroup_commit();
+#if ORDER
+    ring.wait_full();
+#endif
     TokenOperand u, v;
     load_u(u, l, stage + OFFSET(ChunkOperands, u));
     stage_output(out, rows, l);
@@ -94,12 +97,16 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
 #pragma unroll
     for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(o, v.a[kk], step(aqk, kk * 32), 1);
     warpgroup_commit();
-    store_output(rows, to - C * token_bytes, token_bytes, out_tokens, l);
-    fence_async_proxy();  // a bulk copy will overwrite what was staged
+    const OutputRows output = read_output(rows, l);
+    fence_async_proxy();  // a bulk copy will overwrite what was staged; before stores, or it waits for them
+    store_output(output, to - C * token_bytes, token_bytes, out_tokens, l);
     warpgroup_wait<1>();
     fence_registers(state.s);
     pack_state(s, state);
     fence_registers(s.a);
+#if ORDER
+    ring.wait_full();
+#endif
     warpgroup_wait<0>();
     fence_registers(o);
     release(l, ring);
@@ -113,7 +120,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
   if (x.begin < x.end) {
     const u32 rows = shared + STAGE_LEAD + OFFSET(ChunkOperands, u) + l.row * IMAGE_ROW;
     stage_output(out, rows, l);
-    store_output(rows, to - C * token_bytes, token_bytes, out_tokens, l);
+    store_output(read_output(rows, l), to - C * token_bytes, token_bytes, out_tokens, l);
   }
   if (!x.last()) return;
   if (const u64 final = final_state_at(p, x.n, x.hv, K * V)) write_state(state, row, l.t, final, p.flags);

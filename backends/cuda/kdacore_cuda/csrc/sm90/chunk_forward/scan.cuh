@@ -224,8 +224,7 @@ __device__ __forceinline__ void warp_arrive_empty(u32 shared, u32 slot, int lane
 
 // All chunks of this cluster's tasks, 16 columns of V: waits for a prepared chunk, advances the state, stores
 // the chunk's output.
-__device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank,
-                                          int cluster) {
+__device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
   Task task = load_task(shared + OFFSET(SharedMemory, interval));
   if (!advance_to_step(p, shared, task, 0)) return;
   const ScanLane l = make_scan_lane(shared, warp, rank);
@@ -271,7 +270,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
     ScanState state = {};
     bool zero = false;
     if (rarely(c)) {
-      receive_cut_state(p, state, cut_state_slot(p, cluster - 1, rank, warp, l.lane), l.lane);
+      receive_cut_state(p, state, cut_state_slot(p, opaque(block_index()) / CLUSTER - 1, rank, warp, l.lane), l.lane);
     } else if (const u64 from = initial_state_at(p, part.sequence.n, part.sequence.hv, K * V)) {
       read_state(state, l, from, p.flags);
       if (part.sequence.hv + 1 < p.HV) prefetch_state(l, from + matrix, p.flags);
@@ -358,7 +357,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
       fetch_first_values();
     }
     if (rarely(done.end < done.sequence.chunks)) {
-      send_cut_state(p, state, cut_state_slot(p, cluster, rank, warp, l.lane), l.lane);
+      send_cut_state(p, state, cut_state_slot(p, opaque(block_index()) / CLUSTER, rank, warp, l.lane), l.lane);
     } else if (const u64 to = final_state_at(p, done.sequence.n, done.sequence.hv, K * V)) {
       write_state(state, l, to, p.flags);
     }

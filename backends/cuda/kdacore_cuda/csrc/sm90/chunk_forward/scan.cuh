@@ -269,7 +269,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
     int c = part.chunk;
     ScanState state = {};
     bool zero = false;
-    if (rarely(c)) {
+    if (c) {
       receive_cut_state(p, state, cut_state_slot(p, opaque(block_index()) / CLUSTER - 1, rank, warp, l.lane), l.lane);
     } else if (const u64 from = initial_state_at(p, part.sequence.n, part.sequence.hv, K * V)) {
       read_state(state, l, from, p.flags);
@@ -278,7 +278,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
       zero = true;
     }
     u64 ckpt = 0;
-    if (rarely(p.ckpt_every))
+    if (p.ckpt_every)
       ckpt = p.ckpt + (first_checkpoint(p, part.sequence, l.lane) * p.HV + part.sequence.hv) * matrix;
     int ring = 0;
     Output out = {};  // of the chunk before, stored while the matrix unit works on the next
@@ -286,7 +286,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
     o -= o_chunk;
     while (c < part.end) {
       int end = part.end;
-      if (rarely(ckpt || p.marks)) {
+      if (ckpt || p.marks) {
         // Found again for every block, so that nothing of it takes registers in the loop over chunks.
         const SequenceHead x = make_sequence_head(p, opaque(part.sequence.n), part.sequence.hv, C);
         const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;  // chunks between states written
@@ -334,7 +334,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
     copy_async_wait<0>();
     sync_warp();
     const TaskPart done = part;
-    if (rarely(!done.sequence.chunks)) {
+    if (!done.sequence.chunks) {
       barrier_wait(shared + OFFSET(SharedMemory, full) + 8 * slot, parity);
       release();
     }
@@ -342,7 +342,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
     const Move move = move_to_step(p, shared, task, uniform(part.sequence.length), step);
     more = move != NO_STEP;
     if (more) {  // the first values are loaded while this state is written
-      if (!rarely(move == NEXT_SEQUENCE)) {
+      if (move == NEXT_HEAD) {
         part.sequence.hv = task.hv;
         part.end = part.sequence.chunks;
         part.tokens = part.sequence.length;
@@ -356,7 +356,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
       }
       fetch_first_values();
     }
-    if (rarely(done.end < done.sequence.chunks)) {
+    if (done.end < done.sequence.chunks) {
       send_cut_state(p, state, cut_state_slot(p, opaque(block_index()) / CLUSTER, rank, warp, l.lane), l.lane);
     } else if (const u64 to = final_state_at(p, done.sequence.n, done.sequence.hv, K * V)) {
       write_state(state, l, to, p.flags);

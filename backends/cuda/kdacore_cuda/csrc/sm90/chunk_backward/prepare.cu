@@ -1,5 +1,6 @@
-// Backward of chunk_kda on Hopper, first launch: the operands of every chunk. The forward in segments
-// computes them alike (chunk_forward/segments/prepare.cu).
+// Backward of chunk_kda on Hopper, first launch: the operands of every chunk. With FOR_SEGMENTS also
+// the first launch of the forward in segments if gates are unbounded; bounded ones have
+// chunk_forward/segments/prepare.cu there.
 //
 // For a unit (64 tokens of one sequence and value head), with gc the log2 decay summed from the
 // chunk's start, q and k normalised, beta activated (workspace.cuh lists what is written):

@@ -42,6 +42,12 @@ class Slice(NamedTuple):
     """As :class:`kdacore.types.SliceFunctions` takes it."""
     functions: SliceFunctions
     ranks: Ranks
+    mark: float = 0.0
+    """A number that stands for the call: travels with the maps, so that each rank sees whether the others make it."""
+
+
+MARKS = 4
+"""Times that the mark is written behind the maps, to keep what follows aligned."""
 
 
 class Residuals(NamedTuple):
@@ -75,14 +81,18 @@ def forward(
         rows: the sequences on this rank; None of rows that are not packed.
         initial_state: ``[N, HV, K, V]`` of all sequences; zeros when None.
     """
-    request, functions, ranks = slice
+    request, functions, ranks, _ = slice
     M, C, pending = functions.begin(request, inputs, None if rows is None else rows.place.leaving)
-    wait = ranks.all_gather(torch.cat([M, C], dim=-1))
+    wait = ranks.all_gather(torch.cat([M.reshape(-1), C.reshape(-1), M.new_full((MARKS,), slice.mark)]))
     initial = _zero_states(request, inputs.q) if initial_state is None else initial_state
-    maps = wait()
-    start = _start(slice, maps, initial, rows)
+    gathered = wait()
+    transitions = gathered[:, : M.numel()].view(-1, *M.shape)
+    states = gathered[:, M.numel() : -MARKS].view(-1, *C.shape)
+    start = _start(slice, transitions, states, initial, rows)
+    # Not a number where another rank makes another call: nothing may pass for a result then.
+    start = torch.where((gathered[:, -MARKS:] == slice.mark).all(), start, torch.nan)
     outputs = functions.finish(request, inputs, pending, _all_starts(initial, start, rows))
-    residuals = Residuals(start, maps[ranks.rank + 1 :, ..., : request.K], outputs.saved)
+    residuals = Residuals(start, transitions[ranks.rank + 1 :], outputs.saved)
     if not request.output_final_state:
         return outputs._replace(saved=()), residuals
     final = _of_sequences(slice, rows, ends_here, ranks.size - 1, outputs.final_state)
@@ -104,18 +114,13 @@ def backward(
         residuals: that it returned.
         grads: that reached this rank's copies of the results; ``final_state`` as the local one.
     """
-    request, functions, ranks = slice
+    request, functions, ranks, _ = slice
     start, transitions, saved = residuals
     dfinal = None
-    if (
-        request.output_final_state
-    ):  # whether or not a gradient reached this rank's copy: others may wait for it
+    if request.output_final_state:
+        # Whether or not a gradient reached this rank's copy: it may have reached others'.
         given = grads.final_state
-        mine = (
-            _zero_states(request, inputs.q)
-            if given is None
-            else given.clone(memory_format=torch.contiguous_format)
-        )
+        mine = _zero_states(request, inputs.q) if given is None else given.clone()
         dfinal = _of_sequences(slice, rows, ends_here, ranks.size - 1, ranks.all_reduce(mine))
     grads = OutputGrads(grads.o, dfinal)
     entering = None if rows is None else rows.place.entering
@@ -131,25 +136,24 @@ def backward(
     return found._replace(initial_state=_of_sequences(slice, rows, starts_here, 0, found.initial_state))
 
 
-def _start(slice: Slice, maps: torch.Tensor, initial: torch.Tensor, rows: Rows | None) -> torch.Tensor:
+def _start(
+    slice: Slice, M: torch.Tensor, C: torch.Tensor, initial: torch.Tensor, rows: Rows | None
+) -> torch.Tensor:
     """The state that the entering part of each row starts from: what the ranks before make of its initial state, or
     that itself."""
-    (request, _, ranks), K = slice, slice.request.K
-    rank = ranks.rank
+    rank = slice.ranks.rank
+    before = initial if rows is None else initial.index_select(0, rows.place.entering)
     if rank == 0:
-        return initial if rows is None else initial.index_select(0, rows.place.entering)
-    maps = maps[:rank]
-    if rows is None:
-        maps = widened(maps)
-        return narrowed(folded(maps[..., :K], maps[..., K:], widened(initial)), initial)
-    place = rows.place
-    if rank > 1:  # ranks before the one where the sequence begins hold others: as if they were not there
-        ends_of_ranks = _multiples(1, rank + 1, request.T, place.begins)
-        nothing = torch.eye(*maps.shape[-2:], dtype=maps.dtype, device=maps.device)
-        maps = torch.where(_column(ends_of_ranks > place.begins[0], maps), maps, nothing)
-    maps, before = widened(maps), initial.index_select(0, place.entering)
-    state = narrowed(folded(maps[..., :K], maps[..., K:], widened(before)), initial)
-    return torch.where(place.enters[:, None, None, None], state, before)
+        return before
+    M, C = M[:rank], C[:rank]
+    if rows is not None and rank > 1:  # ranks before the one where the sequence begins hold others
+        place = rows.place
+        within = _multiples(1, rank + 1, slice.request.T, place.begins) > place.begins[0]
+        unchanged = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
+        M = torch.where(_column(within, M), M, unchanged)
+        C = torch.where(_column(within, C), C, 0.0)
+    state = narrowed(folded(widened(M), widened(C), widened(before)), initial)
+    return state if rows is None else torch.where(rows.place.enters[:, None, None, None], state, before)
 
 
 def _all_starts(initial: torch.Tensor, start: torch.Tensor, rows: Rows | None) -> torch.Tensor:

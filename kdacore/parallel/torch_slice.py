@@ -19,7 +19,7 @@ from kdacore.dispatch.selection import Policy
 from kdacore.errors import ContractError, UnsupportedError
 from kdacore.ops import OpDef
 from kdacore.parallel import exchange
-from kdacore.parallel.agreement import agree, description, report
+from kdacore.parallel.agreement import agree, description, mark_of, report
 from kdacore.parallel.exchange import Residuals, Rows, Slice
 from kdacore.parallel.layout import layout, local_offsets
 from kdacore.parallel.local_call import (
@@ -53,8 +53,8 @@ class SliceCall:
         self.ranks = ranks
         self.plan = plan
         """Of the slice: its backend, and what results are held to."""
-        self.slice = Slice(plan.request, functions, ranks)
         self.description = description(opdef, request, options)
+        self.slice = Slice(plan.request, functions, ranks, mark_of(self.description))
         self.gradients_checked = False
 
     def local(self, inputs: Any) -> tuple[Any, Rows | None]:

@@ -20,7 +20,8 @@
 // ones invert the system while the even ones load v; in step 6 each has 16 channels of w and 16
 // values of u. Barriers of the block separate the steps; v arrives by asynchronous copies.
 //
-// Macros from the host: G_FLOAT, BOUNDED (gates are bounded), SHARED_BYTES.
+// Macros from the host: G_FLOAT, BOUNDED (gates are bounded), SHARED_BYTES; LEAVING_ONLY, of a pack the
+// operands of the sequence that goes on behind the slice, the one that ends at T.
 #include "common/half_types.cuh"
 #include "sm90/chunk_backward/prepare_unit.cuh"
 
@@ -30,6 +31,9 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
   wait_for_inputs();
   const Unit u = find_unit(p, block_index());
   if (!u.rows) return;
+#if LEAVING_ONLY
+  if (load_index(p.cu_seqlens, u.n + 1, p.flags & FLAG_CU64) != p.T) return;
+#endif
   const int thread = thread_index();
   const auto address = [&](u64 base, long long sb, long long st, long long sh, int head, int size) {
     return reinterpret_cast<u64>(make_rows(u, base, sb, st, sh, head, size).at);

@@ -20,7 +20,8 @@
 // rows, the first four warps of aqk and w, the others of the triangular system and u. Step 5: the
 // latter invert the system while the former load v. Barriers of the block separate the steps.
 //
-// Macros from the host: G_FLOAT, SHARED_BYTES.
+// Macros from the host: G_FLOAT, SHARED_BYTES; LEAVING_ONLY, of a pack the operands of the sequence that
+// goes on behind the slice, the one that ends at T.
 #include "common/half_types.cuh"
 #include "sm90/chunk_forward/segments/prepare_unit.cuh"
 
@@ -30,6 +31,9 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
   wait_for_inputs();
   const Unit u = find_unit(p, block_index());
   if (!u.rows) return;
+#if LEAVING_ONLY
+  if (load_index(p.cu_seqlens, u.n + 1, p.flags & FLAG_CU64) != p.T) return;
+#endif
   const int thread = thread_index();
   const auto address = [&](u64 base, long long sb, long long st, long long sh, int head, int size) {
     return base + ((u64)(u32)u.batch * (u64)sb + (u64)(u32)u.first * (u64)st + (u64)(u32)head * (u64)sh) * size;

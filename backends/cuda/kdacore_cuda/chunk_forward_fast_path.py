@@ -10,10 +10,9 @@ import torch
 
 from kdacore.arrays.torch.private import Empty, allocator
 from kdacore.types import ChunkInputs, FastCall, Request
-from kdacore_cuda import chunk_forward, chunk_forward_dataflow, chunk_forward_segments, torch_launch
-from kdacore_cuda.chunk_forward_segments import CHUNK_OPERANDS
-from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, SEGMENTS, WALK
-from kdacore_cuda.prepacked_launch import PrepackedLauncher
+from kdacore_cuda import chunk_forward, chunk_forward_dataflow, torch_launch
+from kdacore_cuda.chunk_forward_launches import ForwardLaunches, launches_of
+from kdacore_cuda.prepacked_launch import PrepackedLauncher, Start
 from kdacore_cuda.request_encoding import contiguous_strides
 from kdacore_cuda.torch_arguments import ALIGNMENT, contiguous_rows, strides_without_copies
 
@@ -23,7 +22,6 @@ the stream are addresses, 0 for an absent array; ``tokens`` are those of ``_TOKE
 of :class:`kdacore_cuda.pool_arguments.PoolArguments`."""
 
 _TOKENS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")
-_STRIDES = tuple(f"{name}_{axis}" for name in _TOKENS[:5] for axis in ("sb", "st", "sh"))
 _ROWS = ("reads", "has_initial", "writes")
 _OPERANDS = ("kg", "qg", "w", "u", "aqk", "last")
 
@@ -110,15 +108,22 @@ def _launch_maker(plan: chunk_forward.ChunkForwardPlan) -> Callable[..., Launch]
     return _segments_launch if plan.in_segments else _fused_launch
 
 
+def _starts(made: ForwardLaunches, index: int, *per_call: tuple[str, ...]) -> list[Start]:
+    """The functions that make a call's launches, given for each the fields that change."""
+    return [
+        torch_launch.prepacked_start(
+            *(PrepackedLauncher(x.launcher, fields, x.fixed), x.grid, made.arch, index)
+        )
+        for x, fields in zip(made.launches, per_call, strict=True)
+    ]
+
+
 def _fused_launch(
     request: Request, strides: tuple[int, ...], state_strides: tuple[int, int], index: int, empty: Empty
 ) -> Launch:
-    plan = chunk_forward.plan_of(request)
-    per_call = (*_TOKENS, "o", "h0", "ht", "cut_states", *_ROWS, "launch")
-    fixed = CHUNK_FORWARD.last(*state_strides, *strides, *plan.sizes)
-    packed = PrepackedLauncher(plan.launcher, per_call, fixed)
-    start = torch_launch.prepacked_start(packed, plan.grid, plan.arch, index)
-    size, numbers = plan.cut_states_size, chunk_forward.LAUNCH_NUMBERS
+    made = launches_of(request, strides, state_strides)
+    (start,) = _starts(made, index, (*_TOKENS, "o", "h0", "ht", "cut_states", *_ROWS, "launch"))
+    size, numbers = made.workspace_bytes // 4, chunk_forward.LAUNCH_NUMBERS
     shape, unit_stride = (size,), (1,)
 
     def launch(
@@ -134,16 +139,15 @@ def _fused_launch(
 def _dataflow_launch(
     request: Request, strides: tuple[int, ...], state_strides: tuple[int, int], index: int, empty: Empty
 ) -> Launch:
-    plan = chunk_forward_dataflow.plan_of(request)
-    fixed = {**plan.chunks.sizes, **dict(zip(_STRIDES, strides, strict=True))}
-    prepare = PrepackedLauncher(plan.prepare, (*_TOKENS, *_OPERANDS, "ready", "launch"), fixed)
-    start_prepare = torch_launch.prepacked_start(prepare, plan.prepare_grid, plan.chunks.arch, index)
-    per_call = ("o", "h0", "ht", "chunk_operands", "ready", "launch")
-    walk = PrepackedLauncher(chunk_forward_dataflow.walk_launcher(), per_call, WALK.last(*plan.walk_sizes))
-    start_walk = torch_launch.prepacked_start(walk, plan.walk_grid, plan.chunks.arch, index)
-    kg, qg, w, u, aqk, last = (CHUNK_OPERANDS[name][0] for name in _OPERANDS)
-    flags_offset, numbers = plan.flags_offset, chunk_forward_dataflow.LAUNCH_NUMBERS
-    shape, unit_stride = (plan.workspace_bytes,), (1,)
+    made = launches_of(request, strides, state_strides)
+    start_prepare, start_walk = _starts(
+        *(made, index, (*_TOKENS, *_OPERANDS, "ready", "launch")),
+        ("o", "h0", "ht", "chunk_operands", "ready", "launch"),
+    )
+    places = made.launches[0].arrays
+    kg, qg, w, u, aqk, last = (places[name][1] for name in _OPERANDS)
+    flags_offset, numbers = places["ready"][1], chunk_forward_dataflow.LAUNCH_NUMBERS
+    shape, unit_stride = (made.workspace_bytes,), (1,)
 
     def launch(
         stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int, rows: tuple[int, int, int]
@@ -161,20 +165,14 @@ def _dataflow_launch(
 def _segments_launch(
     request: Request, strides: tuple[int, ...], state_strides: tuple[int, int], index: int, empty: Empty
 ) -> Launch:
-    plan, arch = chunk_forward_segments.plan_of(request), chunk_forward.plan_of(request).arch
-    (_, prepare, units), *others = plan.launches
-    fixed = {**plan.chunks.sizes, **dict(zip(_STRIDES, strides, strict=True))}
-    packed = PrepackedLauncher(prepare, (*_TOKENS, *_OPERANDS), fixed)
-    start_prepare = torch_launch.prepacked_start(packed, units, arch, index)
+    made = launches_of(request, strides, state_strides)
     per_call = ("cu_seqlens", "o", "h0", "ht", "chunk_operands", "maps", "starts", *_ROWS)
-    sizes = SEGMENTS.last(*state_strides, *plan.sizes)
-    start_others = [
-        torch_launch.prepacked_start(PrepackedLauncher(launcher, per_call, sizes), grid, arch, index)
-        for _, launcher, grid in others
-    ]
-    kg, qg, w, u, aqk, last = (CHUNK_OPERANDS[name][0] for name in _OPERANDS)
-    maps_offset, starts_offset = plan.maps_offset, plan.starts_offset
-    shape, unit_stride = (plan.workspace_bytes,), (1,)
+    others = (per_call,) * (len(made.launches) - 1)
+    start_prepare, *start_others = _starts(made, index, (*_TOKENS, *_OPERANDS), *others)
+    places = {**made.launches[0].arrays, **made.launches[-1].arrays}
+    kg, qg, w, u, aqk, last = (places[name][1] for name in _OPERANDS)
+    maps_offset, starts_offset = places["maps"][1], places["starts"][1]
+    shape, unit_stride = (made.workspace_bytes,), (1,)
 
     def launch(
         stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int, rows: tuple[int, int, int]

@@ -80,9 +80,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
     warpgroup_commit();
     multiply_channels(o, s, qg);
     warpgroup_commit();
-#if ORDER
-    ring.wait_full();
-#endif
+    end_basic_block(ring);
     TokenOperand u, v;
     load_u(u, l, stage + OFFSET(ChunkOperands, u));
     stage_output(out, rows, l);
@@ -104,9 +102,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
     fence_registers(state.s);
     pack_state(s, state);
     fence_registers(s.a);
-#if ORDER
-    ring.wait_full();
-#endif
+    end_basic_block(ring);
     warpgroup_wait<0>();
     fence_registers(o);
     release(l, ring);

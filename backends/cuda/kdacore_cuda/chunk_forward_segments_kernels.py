@@ -15,7 +15,7 @@ _SOURCES = "sm90/chunk_forward/segments"
 
 
 class SegmentsKernel(NamedTuple):
-    """One launch after prepare. All take :data:`kdacore_cuda.kernel_parameters.SEGMENTS`."""
+    """One launch. Those after prepare take :data:`kdacore_cuda.kernel_parameters.SEGMENTS`."""
 
     source: KernelSource
     threads: int
@@ -26,6 +26,20 @@ class SegmentsKernel(NamedTuple):
 def _kernel(name: str, threads: int, shared: int, **defines: int) -> SegmentsKernel:
     macros = (*defines.items(), ("SHARED_BYTES", shared))
     return SegmentsKernel(KernelSource(f"{_SOURCES}/{name}.cu", name, macros), threads, shared)
+
+
+@cache
+def prepare_marked_kernel(float_gate: bool, bounded: bool) -> SegmentsKernel:
+    """Operands of every chunk, and of chunks cut off at checkpoints: one block each. Takes
+    :data:`kdacore_cuda.kernel_parameters.PREPARE_MARKED`.
+
+    Args:
+        float_gate: ``g`` is float32, not bfloat16.
+        bounded: every log decay lies in [-5, 0].
+    """
+    plain = prepare_kernel(float_gate, bounded, for_segments=True)
+    source = KernelSource(f"{_SOURCES}/prepare_marked.cu", "prepare_marked", plain.source.defines)
+    return SegmentsKernel(source, plain.threads, plain.shared)
 
 
 @cache
@@ -94,5 +108,6 @@ def packaged_segments_kernels() -> Iterator[KernelSource]:
     """The segments kernels shipped: all there are."""
     for float_gate, bounded in product((False, True), repeat=2):
         yield prepare_kernel(float_gate, bounded, for_segments=True).source
+        yield prepare_marked_kernel(float_gate, bounded).source
     for kernel in (maps_kernel(), chain_kernel(4), chain_kernel(8), output_kernel(1), output_kernel(2)):
         yield kernel.source

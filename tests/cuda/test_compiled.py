@@ -35,7 +35,10 @@ def products(kernel: KernelSource) -> set[str]:
         return {WARP, WARPGROUP} if dict(kernel.defines).get("WARPGROUP") else {WARP}
     # Hopper's own. The triangles of a chunk, 16 or 32 rows high, are a warp's work; scans of prepared chunks have none.
     alone = {
-        WARP: ("prepare.cu", "prepare_units.cu", "chain.cu", "segment_chain.cu", "recompute_hopper.cu"),
+        WARP: (
+            *("prepare.cu", "prepare_marked.cu", "prepare_units.cu", "chain.cu", "segment_chain.cu"),
+            "recompute_hopper.cu",
+        ),
         WARPGROUP: ("scan.cu", "maps.cu", "segment_maps.cu", "output.cu", "walk.cu"),
     }
     return next(({unit} for unit, names in alone.items() if name in names), {WARP, WARPGROUP})

@@ -26,7 +26,7 @@ from kdacore_cuda.chunk_forward_kernels import (
     resident_clusters,
 )
 from kdacore_cuda.chunk_forward_segments_kernels import use_segments
-from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, GATES, STEP_TOKENS, TYPES
+from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, GATES, TYPES
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.pool_arguments import pool_arguments, returned
@@ -158,6 +158,7 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
         *plan.sizes,
     )
     torch_launch.launch(plan.launcher, plan.grid, plan.arch, o, values)
-    finish_checkpoints(request, plan.arch, inputs, pools, marks, STEP_TOKENS)
+    gate_type = TYPES[str(inputs.g.dtype).removeprefix("torch.")]  # where it was widened, not the request's
+    finish_checkpoints(request, plan.arch, values, pools, marks, gate_type)
     del kept  # copies live until the launch is queued
     return Outputs(*returned(request, inputs, pools), checkpoints)

@@ -198,9 +198,15 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> SegmentsCall:
         prepare_values[:0] = (*plan.marked, *given_marks)
 
     other_values: tuple[Any, ...] = (
-        *(address(cu_seqlens), o.data_ptr(), address(pools.initial), address(pools.written), address(checkpoints)),
+        *(
+            address(cu_seqlens),
+            o.data_ptr(),
+            address(pools.initial),
+            address(pools.written),
+            address(checkpoints),
+        ),
         *(at + plan.operands_offset, at + plan.maps_offset, at + plan.starts_offset),
-        *(*pools.rows, *given_marks, at, *pools.strides),
+        *(*pools.rows, *given_marks, at if plan.marked else 0, *pools.strides),
         *plan.sizes,
     )
     launches = tuple(

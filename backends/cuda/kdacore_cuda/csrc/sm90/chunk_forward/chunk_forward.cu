@@ -76,6 +76,7 @@ KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardPar
             cluster = block_index() / CLUSTER;
   init_barriers(shared);
   wait_for_inputs();
+  if (p.marks) launch_dependents();  // of checkpoint_tail.cu, whose blocks follow as these end
   if (warp == 0) {
     const Interval found = find_interval(p, cluster);
     if (thread_index() == 0) store_interval(shared + OFFSET(SharedMemory, interval), found);

@@ -32,8 +32,9 @@ from kdacore.bench.dispatch import NAME, NullPlugin
 from kdacore.registry import REGISTRY
 
 SIDES = ("fla", "kdacore")
-AGREE = 2e-2
-"""Largest relative difference of two results in bfloat16."""
+AGREE, MODEL_AGREES = 2e-2, 5e-2
+"""Largest relative difference of two results in bfloat16: of a layer, and of the logits behind four layers, each of
+which passes on the differences of those before."""
 Rows = list[dict[str, Any]]
 
 
@@ -194,11 +195,11 @@ def _milliseconds(replay: Callable[[], None]) -> float:
     return start.elapsed_time(stop) / 5
 
 
-def _hold(what: str, apart: float) -> None:
+def _hold(what: str, apart: float, allowed: float = AGREE) -> None:
     """Raises AssertionError where the two sides' results are apart: nothing wrong is timed."""
     print(f"{what}: {apart:.2e} apart", flush=True)
-    if not apart < AGREE:
-        raise AssertionError(f"{what}: {apart} apart, allowed {AGREE}")
+    if not apart < allowed:
+        raise AssertionError(f"{what}: {apart} apart, allowed {allowed}")
 
 
 # --- a model ------------------------------------------------------------------------------------------------------
@@ -241,7 +242,7 @@ def model(rounds: int, tokens: int = 4096, decoded: int = 64) -> Rows:
         del found
     _hold("model, loss", abs(losses["kdacore"] - losses["fla"]) / losses["fla"])
     difference = float((logits["kdacore"] - logits["fla"]).norm() / logits["fla"].norm())
-    _hold("model, logits", difference)
+    _hold("model, logits", difference, MODEL_AGREES)
     del logits
 
     rows: Rows = []

@@ -256,6 +256,28 @@ def test_checkpoints_do_not_change_a_bit(emulated: list[str], way: str) -> None:
     assert same_bits(inputs.initial_state[7], before[1])
 
 
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=MORE)])
+def test_checkpoints_of_one_row_in_a_pool_that_begins_anywhere(
+    emulated: list[str], way: str, dtype: torch.dtype, v_first: bool
+) -> None:
+    """Without offsets of sequences; the pool's first element is not aligned to more than itself."""
+    inputs = draw(way, (100,))
+    K = inputs.q.shape[-1]
+    memory = torch.zeros(9 * (2 * K * K + 3) + 1, dtype=dtype)
+    states = memory.as_strided((9, 2, K, K), (2 * K * K + 3, K * K, K, 1), 1)
+    states.copy_(pool(way, 9, dtype))
+    inputs = inputs._replace(
+        cu_seqlens=None,
+        initial_state=states,
+        state_indices=torch.tensor([1]),
+        checkpoint_offsets=torch.tensor([16, 48, 64, 80, 0]),
+        checkpoint_indices=torch.tensor([3, 4, 5, 7, 8]),
+    )
+    want = check(inputs, inplace_state=True, state_v_first=v_first)
+    assert want.written.sum() == 6
+
+
 @pytest.mark.parametrize("way", ["segments"], indirect=True)
 @pytest.mark.parametrize("gate", ["bounded", pytest.param("unbounded", marks=MORE)])
 @pytest.mark.parametrize("segment_chunks", [1, 3])

@@ -208,17 +208,19 @@ __device__ __forceinline__ void read_columns(Columns& x, u64 from, int column, i
         x[0] = z.x, x[1] = z.y, x[2] = z.z, x[3] = z.w;
       });
 }
+// To a row of a pool, which may begin at any element.
 __device__ __forceinline__ void write_columns(Columns& x, u64 to, int column, int part, int flags) {
   const int type = flags & FLAG_STATE_BF16 ? TYPE_BFLOAT16 : TYPE_FLOAT32;
   each_piece(
       x, column, part, flags & FLAG_V_FIRST,
       [&](float& x, float& y, int i) {
-        if (type == TYPE_FLOAT32)
-          *reinterpret_cast<float2*>(to + 4 * i) = make_float2(x, y);
-        else
-          *reinterpret_cast<u32*>(to + 2 * i) = pack_bf16(x, y);
+        store_scalar(to, i, type, x);
+        store_scalar(to, i + 1, type, y);
       },
-      [&](float (&x)[4], int i) { store_four(to, i, type, make_float4(x[0], x[1], x[2], x[3])); });
+      [&](float (&x)[4], int i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) store_scalar(to, i + e, type, x[e]);
+      });
 }
 
 // Channels 32 j and on of a row in shared memory, this lane's four.

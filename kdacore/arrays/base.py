@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
+from kdacore.errors import UnsupportedError
 from kdacore.types import ArrayKind, Backend, Device, FastCall, OpImpl, Request, TensorSpec
 
 ArrayTest = Callable[[dict[str, Any], bool], "tuple[str, dict[str, Any]] | None"]
@@ -29,6 +30,16 @@ class Plan(Protocol):
     forward: Callable[[Request, Any], Any]
     joined: Any
     """For the adapter: what it built to join this plan to its library's differentiation."""
+
+    @property
+    def differentiated(self) -> Plan | UnsupportedError | None:
+        """Where the call may be differentiated and ``backend`` has no backward for it: the plan that then serves it, or
+        the error to raise."""
+        ...
+
+    def record(self) -> None:
+        """Note that the plan runs, for those who asked which did."""
+        ...
 
     def backward(self, inputs: Any, *rest: Any) -> Any:
         """The gradients: ``backward(inputs, saved, grads)``, or ``backward(inputs, dlog)`` of ``kda_gate``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,7 +13,7 @@ from jax.sharding import get_abstract_mesh
 
 from kdacore import device as probes
 from kdacore.arrays import jax_meshes
-from kdacore.errors import ContractError
+from kdacore.errors import ContractError, UnsupportedError
 from kdacore.ops import OPS
 from kdacore.types import ArrayKind, Device, GateInputs, OutputGrads, Outputs, TensorSpec
 
@@ -75,7 +75,7 @@ class _JaxAdapter:
 
     def device(self, x: Any) -> Device:
         if not self.placed(x):
-            return _default_device()
+            return _expected_device()
         devices = sorted(x.devices(), key=lambda d: d.id)
         return probes.jax_device(devices[0])
 
@@ -120,7 +120,8 @@ class _JaxAdapter:
             joined = plan.joined = _join(plan, inputs)
             _keep(plan)
         result = joined(*inputs)
-        return Outputs(*result) if plan.request.needs_grad and not isinstance(inputs, GateInputs) else result
+        joins_gradients = plan.request.needs_grad or plan.differentiated is not None
+        return Outputs(*result) if joins_gradients and not isinstance(inputs, GateInputs) else result
 
 
 JAX = _JaxAdapter()
@@ -135,7 +136,11 @@ _met: dict[Hashable, Plan] = {}
 
 def _made_of(plan: Plan) -> Hashable:
     """What the function of a traced call depends on."""
-    return plan.request, plan.forward, plan.impl.backward
+    other = plan.differentiated
+    made_of = (plan.request, plan.forward, plan.impl.backward)
+    if other is None:
+        return made_of
+    return made_of, str(other) if isinstance(other, UnsupportedError) else _made_of(other)
 
 
 def _keep(plan: Plan) -> None:
@@ -146,6 +151,15 @@ def _keep(plan: Plan) -> None:
         _met.pop(_made_of(oldest), None)
 
 
+def _expected_device() -> Device:
+    """Where what is traced will run: on the devices of the mesh around it, which need not be of this host, or on the
+    default device."""
+    # Absent outside a mesh, and of meshes that were made without devices.
+    abstract = getattr(get_abstract_mesh(), "abstract_device", None)
+    found = None if abstract is None else probes.jax_mesh_device(abstract)
+    return _default_device() if found is None else found
+
+
 def _default_device() -> Device:
     chosen = jax.config.jax_default_device
     if chosen is None or isinstance(chosen, str):
@@ -154,6 +168,8 @@ def _default_device() -> Device:
 
 
 def _join(plan: Plan, inputs: Any) -> Any:
+    if plan.differentiated is not None:
+        return _join_two(plan, plan.differentiated)
     if not plan.request.needs_grad:  # eager, or an op for inference: JAX differentiates the latter's own code
         return jax.jit(lambda *arrays: plan.forward(plan.request, plan.inputs(*arrays)))
     return _join_gate(plan) if isinstance(inputs, GateInputs) else _join_whole(plan)
@@ -161,14 +177,39 @@ def _join(plan: Plan, inputs: Any) -> Any:
 
 def _join_whole(plan: Plan) -> Any:
     """The four whole ops as a ``custom_vjp`` function of their arrays (absent ones None)."""
-    request, forward = plan.request, plan.forward
-    undifferentiated = dataclasses.replace(request, needs_grad=False)
+    undifferentiated = dataclasses.replace(plan.request, needs_grad=False)
 
-    @jax.custom_vjp
-    def op(*arrays: Any) -> Any:  # traced when nobody differentiates, else op_forward is
-        return tuple(forward(undifferentiated, plan.inputs(*arrays))[:3])
+    def primal(*arrays: Any) -> Any:  # traced when nobody differentiates, else op_forward is
+        return tuple(plan.forward(undifferentiated, plan.inputs(*arrays))[:3])
+
+    return _join_vjp(primal, plan)
+
+
+def _join_two(plan: Plan, differentiated: Plan | UnsupportedError) -> Any:
+    """The same, by one plan while nobody differentiates and by another one, or an error, when somebody does."""
+
+    def primal(*arrays: Any) -> Any:
+        return tuple(plan.forward(plan.request, plan.inputs(*arrays))[:3])
+
+    if not isinstance(differentiated, UnsupportedError):
+        return _join_vjp(primal, differentiated, record=True)
+
+    def refuse(*_: Any) -> Any:
+        raise UnsupportedError(differentiated.op, differentiated.message, differentiated.reasons)
+
+    op = jax.custom_vjp(primal)
+    op.defvjp(refuse, refuse)
+    return jax.jit(op)
+
+
+def _join_vjp(primal: Callable[..., Any], plan: Plan, record: bool = False) -> Any:
+    """``primal``, differentiated by ``plan``, which is recorded then if asked."""
+    request, forward = plan.request, plan.forward
+    op = jax.custom_vjp(primal)
 
     def op_forward(*arrays: Any) -> Any:
+        if record:
+            plan.record()
         outputs = forward(request, plan.inputs(*arrays))
         return tuple(outputs[:3]), (arrays, outputs.saved)
 

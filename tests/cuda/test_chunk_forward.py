@@ -298,6 +298,44 @@ def test_clusters_share_more_sequences_than_lanes(
     same_in_shares(monkeypatch, inputs, 5, output_final_state=True, **MODEL)
 
 
+# Of the kernel's own way for many short sequences: at most 128 tokens, 8 sequences and heads a cluster or more.
+@pytest.mark.parametrize("T", [1, 15, 16, 17, 31, 32, 33, 49, 64, 97, 128])
+def test_many_short_sequences(emulated: list[str], monkeypatch: pytest.MonkeyPatch, T: int) -> None:
+    same_in_shares(monkeypatch, draw(6, T, 3, 3, seed=T), 2, output_final_state=True, **BOUNDED_MODEL)
+
+
+@pytest.mark.parametrize("T", [16, 40])
+@pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_short_sequences_with_states(
+    emulated: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    T: int,
+    options: dict[str, Any],
+    v_first: bool,
+    dtype: torch.dtype,
+) -> None:
+    """Grouped value heads, states read and written, some of them only masked out."""
+    state = torch.randn(5, 4, 128, 128).to(dtype)
+    inputs = draw(
+        5, T, 2, 4, initial_state=state, has_initial_state=torch.tensor([True, False, True, True, False])
+    )
+    same_in_shares(monkeypatch, inputs, 2, output_final_state=True, state_v_first=v_first, **options)
+
+
+def test_many_short_sequences_are_as_long_ones_begin(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """129 tokens do not go that way: their first 128, 40 and 16 are the same bits."""
+    whole_fraction(monkeypatch, 2)
+    long = draw(16, 129)
+    want = run(long, **BOUNDED_MODEL).o
+    for T in (128, 40, 16, 1):
+        cut = {n: getattr(long, n)[:, :T].contiguous() for n in ("q", "k", "v", "g", "beta")}
+        assert torch.equal(run(long._replace(**cut), **BOUNDED_MODEL).o, want[:, :T])
+
+
 def test_clusters_share_nothing(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """More clusters than steps: some have nothing to do."""
     inputs = draw(1, 40, cu_seqlens=torch.tensor([0, 40]))

@@ -36,8 +36,9 @@ def products(kernel: KernelSource) -> set[str]:
     # Hopper's own. The triangles of a chunk, 16 or 32 rows high, are a warp's work; scans of prepared chunks have none.
     alone = {
         WARP: (
-            *("prepare.cu", "prepare_marked.cu", "prepare_units.cu", "chain.cu", "segment_chain.cu"),
-            "recompute_hopper.cu",
+            *("prepare_marked.cu",),
+            *("prepare.cu", "prepare_units.cu", "chain.cu", "segment_chain.cu", "recompute_hopper.cu"),
+            *("transition.cu", "slice_starts.cu", "slice_gradient.cu", "slice_chain.cu"),
         ),
         WARPGROUP: ("scan.cu", "maps.cu", "segment_maps.cu", "output.cu", "walk.cu"),
     }

@@ -43,6 +43,7 @@ from kdacore_cuda import (
 )
 from kdacore_cuda.chunk_forward_kernels import chunk_forward_shared_bytes, chunk_forward_threads
 from kdacore_cuda.driver import Driver
+from kdacore_cuda.element_sizes import ITEM_SIZES
 from kdacore_cuda.kernel_parameters import (
     CHECKPOINT_TAIL,
     CHUNK_BACKWARD,
@@ -549,12 +550,12 @@ def test_cached_chunk_backward(
             assert x.params[name] == y.params[name] != 0, name
     units = grads.params["units"]
     per_head = 4 * 128 * inputs.v.numel() // 128 if groups else None
-    sizes = {name: n * dtype.itemsize * units for name, (n, dtype) in chunk_backward.WORKSPACE.items()}
+    sizes = {name: n * ITEM_SIZES[dtype] * units for name, (n, dtype) in chunk_backward.WORKSPACE.items()}
     sizes |= {"dA_part": 4 * units, "dbias_part": 4 * 128 * units}
     if cut:
         stored = 4 * (300 // 64 + 3 if packed else 2 * 5)  # heads, and segments of one chunk
         for name, (n, dtype) in chunk_backward_segments.WORKSPACE.items():
-            sizes[name] = n * dtype.itemsize * stored
+            sizes[name] = n * ITEM_SIZES[dtype] * stored
             assert again[1].params[name]
     if per_head:
         sizes |= {"dq": per_head, "dk": per_head}

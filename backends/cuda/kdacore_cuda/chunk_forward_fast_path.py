@@ -21,7 +21,7 @@ from kdacore_cuda.chunk_forward_kernels import has_hopper_kernel
 from kdacore_cuda.chunk_forward_segments import CHUNK_OPERANDS
 from kdacore_cuda.kernel_parameters import CHECKPOINT_TAIL, CHUNK_FORWARD, SEGMENTS, WALK
 from kdacore_cuda.prepacked_launch import PrepackedLauncher
-from kdacore_cuda.request_encoding import contiguous_strides, type_code
+from kdacore_cuda.request_encoding import contiguous_strides
 from kdacore_cuda.torch_arguments import ALIGNMENT, contiguous_rows, strides_without_copies
 
 Launch = Callable[[int, tuple[int, ...], int, int, int, tuple[int, ...]], None]
@@ -173,7 +173,7 @@ def _fused_marked_launch(
     start = torch_launch.prepacked_start(packed, plan.grid, plan.arch, index)
     start_tail = None
     if has_hopper_kernel(request.K, plan.arch):
-        tail_sizes = chunk_forward_checkpoints.tail_sizes(request, type_code(request, "g"))
+        tail_sizes = chunk_forward_checkpoints.tail_sizes(request, request.spec("g").dtype)
         tail_call = (*_TOKENS[1:], "ht", "reads", *_MARKS, "mark_states")
         tail = PrepackedLauncher(
             chunk_forward_checkpoints.tail_launcher(),

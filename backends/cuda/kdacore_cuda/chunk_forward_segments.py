@@ -10,13 +10,11 @@ device.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
+from kdacore.lazy import lazy_module
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_cuda import chunk_backward, torch_launch
-from kdacore_cuda.chunk_backward_kernels import prepare_kernel
+from kdacore_cuda import chunk_backward
 from kdacore_cuda.chunk_forward_checkpoints import Marks, make_marks
 from kdacore_cuda.chunk_forward_segments_kernels import (
     SegmentsKernel,
@@ -27,12 +25,21 @@ from kdacore_cuda.chunk_forward_segments_kernels import (
     output_blocks,
     output_kernel,
     prepare_marked_kernel,
+    segments_prepare_kernel,
 )
 from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, PREPARE_MARKED, SEGMENTS
 from kdacore_cuda.launch import Launcher
+from kdacore_cuda.multiprocessors import multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.pool_arguments import PoolArguments, pool_arguments, returned
-from kdacore_cuda.torch_arguments import address, contiguous, token_arguments
+from kdacore_cuda.torch_arguments import address, contiguous, token_arguments, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+    from kdacore_cuda import torch_launch
+else:  # plans are made for JAX too, where torch need not be installed
+    torch, torch_launch = lazy_module("torch"), lazy_module("kdacore_cuda.torch_launch")
 
 _ORDER = (("last", 512), ("kg", 16384), ("w", 16384), ("u", 16384), ("qg", 16384), ("aqk", 8192))
 CHUNK_OPERANDS = {name: (sum(n for _, n in _ORDER[:i]), size) for i, (name, size) in enumerate(_ORDER)}
@@ -60,7 +67,7 @@ class ChunkForwardSegmentsPlan(NamedTuple):
     units: int
     """Chunk slots times value heads."""
     marked_units: int
-    """Checkpoints times value heads."""
+    """Checkpoints at chosen tokens times value heads."""
     segment_chunks: int
     """Chunks of one segment."""
     slots: int
@@ -100,7 +107,7 @@ class ChunkForwardSegmentsPlan(NamedTuple):
 
 def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
     chunks = chunk_backward.plan_of(r)
-    items, multiprocessors = r.N * r.HV, torch_launch.multiprocessors(r.device.index)
+    items, multiprocessors = r.N * r.HV, multiprocessors_of(r)
     NT, segment_chunks = chunks.sizes["NT"], chunks_per_segment(items)
     segments = -(-NT // segment_chunks)
     slots = r.T // (64 * segment_chunks) + r.N if r.packed else r.N * segments
@@ -108,8 +115,7 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
     if marked_units:
         prepare = marked_launcher(prepare_marked_kernel(chunks.float_gate, chunks.bounded))
     else:
-        plain = prepare_kernel(chunks.float_gate, chunks.bounded, for_segments=True)
-        prepare = chunk_backward.launcher(plain)
+        prepare = chunk_backward.launcher(segments_prepare_kernel(chunks.float_gate, chunks.bounded))
     launches = [("prepare", prepare, marked_units + units)]
     if segments > 1:
         mapped = slots if r.packed else r.N * (segments - 1)
@@ -132,7 +138,7 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
             *(r.T, r.N, r.HV, NT, segment_chunks, segments),
             *(r.checkpoint_every, r.null_index, r.checkpoint_count, chunks.sizes["flags"]),
         ),
-        state_dtype=getattr(torch, r.state_dtype),
+        state_dtype=torch_dtype(r, r.state_dtype),
     )
 
 
@@ -183,39 +189,53 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> SegmentsCall:
     checkpoints = make_checkpoints(request, o, plan.state_dtype)
     marks = make_marks(request, inputs, o, False)
     workspace = o.new_empty(plan.workspace_bytes, dtype=torch.uint8)
-    at = workspace.data_ptr()
+    at, given_marks = workspace.data_ptr(), marks.addresses[:2]
 
-    prepare_values = list(plan.prepare_values)
-    for field, value in zip(_TOKEN_FIELDS, addresses, strict=True):
-        prepare_values[field] = value
-    prepare_values[_STRIDE_FIELDS] = strides
-    for name, array in (("A_log", A_log), ("dt_bias", bias), ("cu_seqlens", cu_seqlens)):
-        prepare_values[_FIELD[name]] = address(array)
-    for name, (offset, _) in CHUNK_OPERANDS.items():
-        prepare_values[_FIELD[name]] = at + plan.records_offset + offset
-    given_marks = marks.addresses[:2]
+    prepare_values = fill_prepare_values(
+        plan.prepare_values, addresses, strides, (A_log, bias, cu_seqlens), at + plan.records_offset
+    )
     if plan.marked:
-        prepare_values[:0] = (*plan.marked, *given_marks)
-
+        prepare_values = (*plan.marked, *given_marks, *prepare_values)
     other_values: tuple[Any, ...] = (
-        *(
-            address(cu_seqlens),
-            o.data_ptr(),
-            address(pools.initial),
-            address(pools.written),
-            address(checkpoints),
-        ),
-        *(at + plan.operands_offset, at + plan.maps_offset, at + plan.starts_offset),
+        *(address(cu_seqlens), o.data_ptr(), address(pools.initial), address(pools.written)),
+        *(address(checkpoints), at + plan.operands_offset, at + plan.maps_offset, at + plan.starts_offset),
         *(*pools.rows, *given_marks, at if plan.marked else 0, *pools.strides),
         *plan.sizes,
     )
     launches = tuple(
-        (*launch, other_values if i else tuple(prepare_values)) for i, launch in enumerate(plan.launches)
+        (*launch, other_values if i else prepare_values) for i, launch in enumerate(plan.launches)
     )
     return SegmentsCall(
         *(launches, Outputs(o, pools.written, checkpoints), pools, marks, workspace),
         (inputs, kept, A_log, bias, cu_seqlens),
     )
+
+
+def fill_prepare_values(
+    values: tuple[Any, ...],
+    addresses: tuple[int, ...],
+    strides: tuple[int, ...],
+    small: tuple[torch.Tensor | None, ...],
+    operands: int,
+) -> tuple[Any, ...]:
+    """Parameters of prepare.
+
+    Args:
+        values: those that the request determines, others 0.
+        addresses: of q, k, v, g and beta.
+        strides: batch, token and head stride of each.
+        small: ``A_log``, ``dt_bias`` and ``cu_seqlens``, contiguous.
+        operands: the address of the chunks' operands.
+    """
+    filled = list(values)
+    for field, value in zip(_TOKEN_FIELDS, addresses, strict=True):
+        filled[field] = value
+    filled[_STRIDE_FIELDS] = strides
+    for name, array in zip(("A_log", "dt_bias", "cu_seqlens"), small, strict=True):
+        filled[_FIELD[name]] = address(array)
+    for name, (offset, _) in CHUNK_OPERANDS.items():
+        filled[_FIELD[name]] = operands + offset
+    return tuple(filled)
 
 
 def forward(request: Request, inputs: ChunkInputs) -> Outputs:

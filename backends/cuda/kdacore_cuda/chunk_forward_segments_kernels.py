@@ -8,10 +8,14 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
-from kdacore_cuda.chunk_backward_kernels import prepare_kernel
+from kdacore_cuda.chunk_backward_kernels import ChunkBackwardKernel, prepare_kernel
 from kdacore_cuda.kernel_source import KernelSource
 
 _SOURCES = "sm90/chunk_forward/segments"
+MAPS_THREADS, MAPS_SHARED = 384, 4 * 49 * 1024 + 64
+"""Threads of a block of maps, and its shared memory in bytes."""
+_PREPARE_SHARED = 76560
+"""Bytes: three blocks per multiprocessor."""
 
 
 class SegmentsKernel(NamedTuple):
@@ -29,16 +33,32 @@ def _kernel(name: str, threads: int, shared: int, **defines: int) -> SegmentsKer
 
 
 @cache
+def segments_prepare_kernel(float_gate: bool, bounded: bool) -> ChunkBackwardKernel:
+    """The operands of every chunk, one block per unit.
+
+    Args:
+        float_gate: ``g`` is float32, not bfloat16.
+        bounded: every log decay lies in [-5, 0]. Else the backward's kernel does it.
+    """
+    if not bounded:
+        return prepare_kernel(float_gate, bounded, for_segments=True)
+    macros = (("G_FLOAT", int(float_gate)), ("SHARED_BYTES", _PREPARE_SHARED))
+    source = KernelSource(f"{_SOURCES}/prepare.cu", "prepare", macros)
+    return ChunkBackwardKernel(source, 256, _PREPARE_SHARED, lambda units, heads, multiprocessors: units)
+
+
+@cache
 def prepare_marked_kernel(float_gate: bool, bounded: bool) -> SegmentsKernel:
     """Operands of every chunk, and of chunks cut off at checkpoints: one block each. Takes
     :data:`kdacore_cuda.kernel_parameters.PREPARE_MARKED`.
 
     Args:
         float_gate: ``g`` is float32, not bfloat16.
-        bounded: every log decay lies in [-5, 0].
+        bounded: every log decay lies in [-5, 0]. Else it does what the backward's kernel does.
     """
-    plain = prepare_kernel(float_gate, bounded, for_segments=True)
-    source = KernelSource(f"{_SOURCES}/prepare_marked.cu", "prepare_marked", plain.source.defines)
+    plain = segments_prepare_kernel(float_gate, bounded)
+    macros = {**dict(plain.source.defines), "BOUNDED": int(bounded)}
+    source = KernelSource(f"{_SOURCES}/prepare_marked.cu", "prepare_marked", tuple(macros.items()))
     return SegmentsKernel(source, plain.threads, plain.shared)
 
 
@@ -46,7 +66,7 @@ def prepare_marked_kernel(float_gate: bool, bounded: bool) -> SegmentsKernel:
 def maps_kernel() -> SegmentsKernel:
     """How each segment maps the state at its start to the state at its end: two blocks per segment
     and value head."""
-    return _kernel("maps", 384, 4 * 49 * 1024 + 64, WARPGROUPS=2)
+    return _kernel("maps", MAPS_THREADS, MAPS_SHARED, WARPGROUPS=2)
 
 
 @cache
@@ -107,7 +127,7 @@ def chunks_per_segment(items: int) -> int:
 def packaged_segments_kernels() -> Iterator[KernelSource]:
     """The segments kernels shipped: all there are."""
     for float_gate, bounded in product((False, True), repeat=2):
-        yield prepare_kernel(float_gate, bounded, for_segments=True).source
+        yield segments_prepare_kernel(float_gate, bounded).source
         yield prepare_marked_kernel(float_gate, bounded).source
     for kernel in (maps_kernel(), chain_kernel(4), chain_kernel(8), output_kernel(1), output_kernel(2)):
         yield kernel.source

@@ -228,6 +228,17 @@ SEGMENTS = ParamStruct(
 ``chunk_operands``, ``maps``, ``starts`` and ``mark_states``. ``NT`` and ``segments``: chunks and segments of a dense
 sequence; ``segment``: chunks of a segment."""
 
+TRANSITION = ParamStruct(
+    "TransitionParams",
+    (
+        *((name, "ptr") for name in ("cu_seqlens", "maps", "M", "C")),
+        ("T", "i64"),
+        *((name, "i32") for name in ("N", "HV", "NT", "segment", "segments", "flags")),
+    ),
+)
+"""Parameters of the launch that composes the maps of segments, for context parallelism. ``M`` and ``C`` are float32
+``[G, HV, 128, 128]``: of each sequence, or of the last one of a pack."""
+
 WALK = ParamStruct(
     "WalkParams",
     (
@@ -337,6 +348,7 @@ def generated_headers() -> dict[str, str]:
             '#include "generated/chunk_backward_params.cuh"\n' + UNIT_MARKS.header() + PREPARE_MARKED.header()
         ),
         "generated/segment_params.cuh": _once(SEGMENTS.header()),
+        "generated/transition_params.cuh": _once(TRANSITION.header()),
         "generated/walk_params.cuh": _once(WALK.header()),
         "generated/checkpoint_tail_params.cuh": _once(CHECKPOINT_TAIL.header()),
         "generated/steps.cuh": _once(

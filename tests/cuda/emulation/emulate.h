@@ -57,6 +57,7 @@ inline int block_index() { return emu::me->block->index; }
 inline int grid_blocks() { return emu::grid; }
 
 inline int opaque(int x) { return x; }
+#define rarely(x) (x)
 inline void wait_for_inputs() {}
 inline void launch_dependents() {}
 inline void pause(u32) {}
@@ -113,6 +114,29 @@ inline void load_sixteen(uint4& r, const void* p, bool real) {
   if (!real) return;
   if ((uintptr_t)p % 16) emu::fail("misaligned global address", (u32)(uintptr_t)p);
   memcpy(&r, p, 16);
+}
+inline void prefetch_l2(const void*) {}
+template <class T>
+inline T load_global(u64 a) {
+  if (a % sizeof(T)) emu::fail("misaligned global address", (u32)a);
+  return *(const T*)a;
+}
+template <class T>
+inline void store_global_as(u64 a, const T& x) {
+  if (a % sizeof(T)) emu::fail("misaligned global address", (u32)a);
+  *(T*)a = x;
+}
+inline u32 load_global2(u64 a) { return load_global<u16>(a); }
+inline u32 load_global4(u64 a) { return load_global<u32>(a); }
+inline uint2 load_global8(u64 a) {
+  if (a % 8) emu::fail("misaligned global address", (u32)a);
+  return {load_global4(a), load_global4(a + 4)};
+}
+inline void store_global2(u64 a, u32 x) { store_global_as(a, (u16)x); }
+inline void store_global4(u64 a, u32 x) { store_global_as(a, x); }
+inline void store_global8(u64 a, u32 x, u32 y) {
+  if (a % 8) emu::fail("misaligned global address", (u32)a);
+  store_global4(a, x), store_global4(a + 4, y);
 }
 // A policy is whether the line is kept; a test asks for how many bytes were written so.
 namespace emu { inline size_t kept_bytes = 0; }

@@ -17,6 +17,5 @@ inline void store_eight(u64 address, u32 x, u32 y) {
   const u32 v[2] = {x, y};
   memcpy((void*)address, v, 8);
 }
-inline void prefetch_l2(const void*) {}
 
 #endif

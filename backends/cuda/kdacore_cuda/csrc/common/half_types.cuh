@@ -28,10 +28,6 @@ __device__ __forceinline__ void load_eight(u32 (&r)[2], const void* p, bool real
 __device__ __forceinline__ void store_eight(u64 address, u32 x, u32 y) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(x), "r"(y) : "memory");
 }
-// Prefetches the 128 bytes around `p` to L2.
-__device__ __forceinline__ void prefetch_l2(const void* p) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
-}
 __device__ __forceinline__ int shuffle_int(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
 #endif  // KDACORE_EMULATE

@@ -105,6 +105,11 @@ __device__ __forceinline__ int opaque(int x) {
   return x;
 }
 
+// Of a condition: what follows from it is placed behind the usual way's instructions, which then lie side
+// by side. Where several roles share the instruction cache, a jump that misses costs 200 cycles.
+// A macro, as the compiler forgets what a function of its own said.
+#define rarely(x) __builtin_expect(!!(x), 0)
+
 // --- lanes ---------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float shuffle_xor(float x, int mask) {
@@ -177,6 +182,35 @@ __device__ __forceinline__ void load_sixteen(uint4& r, const void* p, bool real)
 __device__ __forceinline__ void store_global(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
+}
+// Prefetches the 128 bytes around `p` to L2.
+__device__ __forceinline__ void prefetch_l2(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+// Loads and stores by width; volatile, so that they are issued in program order.
+__device__ __forceinline__ u32 load_global2(u64 a) {
+  u16 r;
+  asm volatile("ld.global.b16 %0, [%1];" : "=h"(r) : "l"(a));
+  return r;
+}
+__device__ __forceinline__ u32 load_global4(u64 a) {
+  u32 r;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(r) : "l"(a));
+  return r;
+}
+__device__ __forceinline__ uint2 load_global8(u64 a) {
+  uint2 r;
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(a));
+  return r;
+}
+__device__ __forceinline__ void store_global2(u64 a, u32 x) {
+  asm volatile("st.global.b16 [%0], %1;" ::"l"(a), "h"((u16)x) : "memory");
+}
+__device__ __forceinline__ void store_global4(u64 a, u32 x) {
+  asm volatile("st.global.b32 [%0], %1;" ::"l"(a), "r"(x) : "memory");
+}
+__device__ __forceinline__ void store_global8(u64 a, u32 x, u32 y) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(a), "r"(x), "r"(y) : "memory");
 }
 // Cache policy of a store: its line stays in L2 longer than others (`kept`) or not.
 __device__ __forceinline__ u64 write_policy(bool kept) {

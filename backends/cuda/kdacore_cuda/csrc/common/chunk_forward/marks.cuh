@@ -37,22 +37,34 @@ __device__ __forceinline__ int next_mark(const Params& p, long long first, int l
   return next;
 }
 
-// Calls f(address, flags) for where the state at the start of a step goes for each mark in it; `flags` have
-// its dtype and layout.
+// Where the state at the start of a step goes for a mark in it, and with which dtype and layout.
+struct MarkedState {
+  u64 at;
+  int flags;
+};
+
+// Whether mark `i` lies in a step; then `to` is where its state goes.
+template <int STEP, class Params>
+__device__ __forceinline__ bool marked_state(const Params& p, int i, long long first, int length, int step,
+                                             int hv, int matrix, MarkedState& to) {
+  const int token = mark_token(p, i, first);
+  if (token < 0 || token >= length || token / STEP != step) return false;
+  if (token % STEP == 0) {
+    to = {state_at(p, p.ht, slot_at(p, p.mark_rows, i, p.flags & FLAG_MARK_ROWS64), p.ht_row, hv, matrix),
+          p.flags};
+    return true;
+  }
+  to = {p.mark_states + 4ull * ((u64)i * p.HV + hv) * matrix, p.flags & ~FLAG_STATE_BF16};
+  return p.mark_states;  // always there, unless the contract was broken
+}
+
+// Calls f(address, flags) for each mark in a step.
 template <int STEP, class Params, class F>
 __device__ __forceinline__ void each_mark(const Params& p, long long first, int length, int step, int hv,
                                           int matrix, F f) {
 #pragma unroll 1
   for (int i = 0; i < p.marks; ++i) {
-    const int token = mark_token(p, i, first);
-    if (token < 0 || token >= length || token / STEP != step) continue;
-    u64 to = p.mark_states + 4ull * ((u64)i * p.HV + hv) * matrix;
-    int flags = p.flags & ~FLAG_STATE_BF16;
-    if (token % STEP && !p.mark_states) continue;  // against the contract
-    if (token % STEP == 0) {
-      flags = p.flags;
-      to = state_at(p, p.ht, slot_at(p, p.mark_rows, i, flags & FLAG_MARK_ROWS64), p.ht_row, hv, matrix);
-    }
-    f(to, flags);
+    MarkedState to;
+    if (marked_state<STEP>(p, i, first, length, step, hv, matrix, to)) f(to.at, to.flags);
   }
 }

@@ -45,6 +45,7 @@ __device__ __forceinline__ void each_element(ScanState& state, const ScanLane& l
   }
 }
 
+#include "common/chunk_forward/state_decay.cuh"
 #include "common/chunk_forward/state_io.cuh"
 
 // Left operand (16 columns of V by 16 channels) of k-tile kk.

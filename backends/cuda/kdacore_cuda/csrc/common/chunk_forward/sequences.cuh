@@ -15,9 +15,11 @@ struct SequenceHead {
 
 // Tokens of sequence n.
 __device__ __forceinline__ int tokens_of(const ChunkForwardParams& p, int n) {
-  if (!p.cu_seqlens) return (int)p.T;
-  const bool wide = p.flags & FLAG_CU64;
-  return (int)(load_index(p.cu_seqlens, n + 1, wide) - load_index(p.cu_seqlens, n, wide));
+  if (rarely(p.cu_seqlens)) {
+    const bool wide = p.flags & FLAG_CU64;
+    return (int)(load_index(p.cu_seqlens, n + 1, wide) - load_index(p.cu_seqlens, n, wide));
+  }
+  return (int)p.T;
 }
 // Those that are read: none of padding.
 __device__ __forceinline__ int length_of(const ChunkForwardParams& p, int n) {
@@ -43,15 +45,24 @@ __device__ __forceinline__ int sequence_by_length(const ChunkForwardParams& p, i
   return *picked;
 }
 
+// The head of q and k of value head hv. Without groups nothing is divided.
+__device__ __forceinline__ int key_head(const ChunkForwardParams& p, int hv) {
+  return rarely(p.H != p.HV) ? hv / (opaque(p.HV) / p.H) : hv;
+}
+
 // Sequence n and value head hv, in chunks of `chunk` tokens.
 __device__ __forceinline__ SequenceHead make_sequence_head(const ChunkForwardParams& p, int n, int hv,
                                                            int chunk) {
   SequenceHead w;
   w.n = n;
   w.hv = hv;
-  w.h = hv / (opaque(p.HV) / p.H);
-  w.batch = p.cu_seqlens ? 0 : n;
-  w.first = p.cu_seqlens ? load_index(p.cu_seqlens, n, p.flags & FLAG_CU64) : 0;
+  w.h = key_head(p, hv);
+  w.batch = n;
+  w.first = 0;
+  if (rarely(p.cu_seqlens)) {
+    w.batch = 0;
+    w.first = load_index(p.cu_seqlens, n, p.flags & FLAG_CU64);
+  }
   w.length = opaque(length_of(p, n));
   w.chunks = (w.length + chunk - 1) / chunk;
   return w;

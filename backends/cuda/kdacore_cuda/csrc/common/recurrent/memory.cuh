@@ -16,12 +16,6 @@ constexpr bool PLAIN = MODE > 0, ONE = MODE > 1, HEAD = MODE > 2;
 
 inline float multiply_add(float x, float y, float z) { return std::fma(x, y, z); }
 inline u32 load_global1(u64 a) { return *reinterpret_cast<const unsigned char*>(a); }
-inline u32 load_global2(u64 a) { return *reinterpret_cast<const u16*>(a); }
-inline u32 load_global4(u64 a) { return *reinterpret_cast<const u32*>(a); }
-inline uint2 load_global8(u64 a) {
-  if (a % 8) emu::fail("misaligned global address", (u32)a);
-  return *reinterpret_cast<const uint2*>(a);
-}
 inline uint4 load_global16(u64 a) {
   uint4 r;
   load_sixteen(r, reinterpret_cast<const void*>(a), true);
@@ -41,21 +35,6 @@ __device__ __forceinline__ float multiply_add(float x, float y, float z) { retur
 __device__ __forceinline__ u32 load_global1(u64 a) {
   u32 r;
   asm volatile("ld.global.u8 %0, [%1];" : "=r"(r) : "l"(a));
-  return r;
-}
-__device__ __forceinline__ u32 load_global2(u64 a) {
-  u16 r;
-  asm volatile("ld.global.b16 %0, [%1];" : "=h"(r) : "l"(a));
-  return r;
-}
-__device__ __forceinline__ u32 load_global4(u64 a) {
-  u32 r;
-  asm volatile("ld.global.b32 %0, [%1];" : "=r"(r) : "l"(a));
-  return r;
-}
-__device__ __forceinline__ uint2 load_global8(u64 a) {
-  uint2 r;
-  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(a));
   return r;
 }
 __device__ __forceinline__ uint4 load_global16(u64 a) {

@@ -1,5 +1,5 @@
 // Backward of chunk_kda on Hopper, first launch: the operands of every chunk. The forward in segments
-// computes them alike, with FOR_SEGMENTS, or by chunk_forward/segments/prepare_marked.cu.
+// computes them alike (chunk_forward/segments/prepare.cu).
 //
 // For a unit (64 tokens of one sequence and value head), with gc the log2 decay summed from the
 // chunk's start, q and k normalised, beta activated (workspace.cuh lists what is written):

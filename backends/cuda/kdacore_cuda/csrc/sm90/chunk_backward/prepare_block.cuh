@@ -15,8 +15,6 @@ __device__ __forceinline__ void make_only_unit(const ChunkBackwardParams& p, con
   const Gate gate = make_gate(p, u.hv);
   const long long beta = u.batch * p.beta_sb + u.first * p.beta_st + u.hv * p.beta_sh;
   store_parameter(p, load_parameter(p, beta, u.rows, u.hv, thread), u.rows, shared, gate, thread);
-  copy_async_wait<0>();
-  sync_block();
   make_unit(p, u.rows, gate, shared, [] {});
   if (thread == 0) {
     store_values(p, shared);

@@ -20,8 +20,7 @@
 // through parts_ready and get their room back through parts_read. The ring runs on from one
 // sequence to the next. A cluster waits for another only where a sequence was cut, and then for one
 // that started before it.
-#include "sm90/chunk_forward/scan.cuh"
-#include "sm90/chunk_forward/triangles.cuh"
+#include "sm90/chunk_forward/short_sequences.cuh"
 
 #if SCAN_REGISTERS
 static_assert(SCAN_WARPS % 4 == 0 && SLICE_WARPS % 4 == 0, "registers are moved by warpgroups");
@@ -77,20 +76,33 @@ KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardPar
   init_barriers(shared);
   wait_for_inputs();
   if (p.marks) launch_dependents();  // of checkpoint_tail.cu, whose blocks follow as these end
-  if (warp == 0) {
+  const bool many_short = is_short(p);
+  if (warp == 0 && !many_short) {
     const Interval found = find_interval(p, cluster);
     if (thread_index() == 0) store_interval(shared + OFFSET(SharedMemory, interval), found);
   }
   sync_group();
   if (warp < SCAN_WARPS) {
     set_role_registers<SCAN_REGISTERS>();
-    if (rank < SCANNERS) scan_warp(p, shared, warp, rank, cluster);
+    if (many_short) {
+      short_scan_warp(p, shared, warp, rank, cluster);
+    } else if (rank < SCANNERS) {
+      scan_warp(p, shared, warp, rank, cluster);
+    }
   } else if (warp < SCAN_WARPS + SLICE_WARPS) {
     set_role_registers<SLICE_REGISTERS>();
-    slice_warp(p, shared, warp - SCAN_WARPS, rank);
+    if (many_short) {
+      short_slice_warp(p, shared, warp - SCAN_WARPS, rank, cluster);
+    } else {
+      slice_warp(p, shared, warp - SCAN_WARPS, rank);
+    }
   } else {
     set_role_registers<SOLVE_REGISTERS>();
-    solver_warp(p, shared, warp - SCAN_WARPS - SLICE_WARPS, rank);
+    if (many_short) {
+      short_solver_warp(p, shared, warp - SCAN_WARPS - SLICE_WARPS, rank, cluster);
+    } else {
+      solver_warp(p, shared, warp - SCAN_WARPS - SLICE_WARPS, rank);
+    }
   }
 #if CLUSTER > 1
   sync_cluster();  // no block may exit while another still writes to its shared memory

@@ -6,7 +6,9 @@
 #include "common/chunk_forward/marks.cuh"
 #include "common/chunk_forward/solve.cuh"
 #include "common/warp_arrivals.cuh"
+#include "common/mma_operands.cuh"
 #include "sm90/chunk_forward/schedule.cuh"
+#include "sm90/state_tiles.cuh"
 #include "sm90/wgmma.cuh"
 
 constexpr int K_TILES = K / 16;
@@ -27,20 +29,18 @@ struct ScanLane {
 
 constexpr int WARP_V = 16;  // columns of V of a warp
 
-// Calls f(element, its offset) for every state element; offsets count elements of a [K, V] or [V,
-// K] matrix.
-template <class F>
-__device__ __forceinline__ void each_element(ScanState& state, const ScanLane& l, int flags, F f) {
-  const int k_step = opaque(flags & FLAG_V_FIRST ? 1 : V), v_step = opaque(flags & FLAG_V_FIRST ? K : 1);
-  const int first = 2 * l.t * k_step + (l.v0 + l.g) * v_step;
-#pragma unroll
-  for (int j = 0; j < 2 * K_TILES; ++j) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) f(state.s[j][e], first + (8 * j + (e & 1)) * k_step + 8 * (e >> 1) * v_step);
-  }
-}
+#include "common/chunk_forward/state_decay.cuh"
 
-#include "common/chunk_forward/state_io.cuh"
+__device__ __forceinline__ void read_state(ScanState& state, const ScanLane& l, u64 base, int flags) {
+  read_state_tiles<K, V>(state.s, l.lane, l.v0, base, flags);
+}
+// Asks L2 for a state that is read soon.
+__device__ __forceinline__ void prefetch_state(const ScanLane& l, u64 base, int flags) {
+  prefetch_state_tiles<K, V>(l.lane, l.v0, base, flags);
+}
+__device__ __forceinline__ void write_state(const ScanState& state, const ScanLane& l, u64 base, int flags) {
+  write_state_tiles<K, V>(state.s, l.lane, l.v0, base, flags);
+}
 
 // Left operand (16 columns of V by 16 channels) of k-tile kk.
 __device__ __forceinline__ void state_operand(const ScanState& state, int kk, u32 (&a)[4]) {
@@ -213,6 +213,15 @@ __device__ __forceinline__ ScanLane make_scan_lane(u32 shared, int warp, int ran
   return l;
 }
 
+// Tells the block that prepares a stage that this warp has read it.
+__device__ __forceinline__ void warp_arrive_empty(u32 shared, u32 slot, int lane) {
+#if CLUSTER > 1
+  warp_arrive_remote(cluster_address(shared + OFFSET(SharedMemory, empty) + 8 * slot, slot % CLUSTER), lane);
+#else
+  warp_arrive(shared + OFFSET(SharedMemory, empty) + 8 * slot, lane);
+#endif
+}
+
 // All chunks of this cluster's tasks, 16 columns of V: waits for a prepared chunk, advances the state, stores
 // the chunk's output.
 __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank,
@@ -224,26 +233,19 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
   // A valid address, not read.
   const unsigned char* unread_address = reinterpret_cast<const unsigned char*>(p.v);
   const long long matrix = (long long)K * V * (p.flags & FLAG_STATE_BF16 ? 2 : 4);
-  const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;  // chunks between states written
   u32 slot = 0, parity = 0;
   const auto release = [&] {
-#if CLUSTER > 1
-    warp_arrive_remote(cluster_address(shared + OFFSET(SharedMemory, empty) + 8 * slot, slot % CLUSTER),
-                       l.lane);
-#else
-    warp_arrive(shared + OFFSET(SharedMemory, empty) + 8 * slot, l.lane);
-#endif
+    warp_arrive_empty(shared, slot, l.lane);
     if (++slot == STAGES) {
       slot = 0;
       parity ^= 1;
     }
   };
-  TaskPart part;
+  TaskPart part = make_task_part(p, shared, task);
   const unsigned char* v;  // this lane's 16 bytes of a chunk's V and o
   unsigned char* o;
   int left;  // real if positive
-  const auto begin_task = [&] {
-    part = make_task_part(p, shared, task);
+  const auto find_tokens = [&] {
     const SequenceHead& sequence = part.sequence;
     const int token = part.chunk * C + (l.lane >> 1), at_v = l.v0 + 8 * (l.lane & 1);
     v = reinterpret_cast<const unsigned char*>(
@@ -251,7 +253,9 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
         2 * (sequence.batch * p.v_sb + (sequence.first + token) * p.v_st + sequence.hv * p.v_sh + at_v));
     o = reinterpret_cast<unsigned char*>(
         p.o + 2 * (((sequence.batch * p.T + sequence.first + token) * p.HV + sequence.hv) * V + at_v));
-    left = part.tokens - token;
+  };
+  const auto fetch_first_values = [&] {
+    left = part.tokens - part.chunk * C - (l.lane >> 1);
 #pragma unroll
     for (int i = 0; i < V_DEPTH - 1; ++i) {
       fetch_values(l, v, v_chunk / 2, unread_address, i, left - i * C);
@@ -259,43 +263,52 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
       v += v_chunk;
     }
   };
-  begin_task();
+  find_tokens();
+  fetch_first_values();
   bool more = true;
   while (more) {
     int c = part.chunk;
     ScanState state = {};
-    if (c) {
+    bool zero = false;
+    if (rarely(c)) {
       receive_cut_state(p, state, cut_state_slot(p, cluster - 1, rank, warp, l.lane), l.lane);
     } else if (const u64 from = initial_state_at(p, part.sequence.n, part.sequence.hv, K * V)) {
       read_state(state, l, from, p.flags);
+      if (part.sequence.hv + 1 < p.HV) prefetch_state(l, from + matrix, p.flags);
+    } else {
+      zero = true;
     }
     u64 ckpt = 0;
-    if (p.ckpt_every)
+    if (rarely(p.ckpt_every))
       ckpt = p.ckpt + (first_checkpoint(p, part.sequence, l.lane) * p.HV + part.sequence.hv) * matrix;
     int ring = 0;
     Output out = {};  // of the chunk before, stored while the matrix unit works on the next
     int out_left = 0;
     o -= o_chunk;
     while (c < part.end) {
-      if (ckpt && c % block == 0) write_state(state, l, ckpt + c / block * p.HV * matrix, p.flags);
-      int mark = 1 << 30;
-      if (p.marks) {
+      int end = part.end;
+      if (rarely(ckpt || p.marks)) {
         // Found again for every block, so that nothing of it takes registers in the loop over chunks.
         const SequenceHead x = make_sequence_head(p, opaque(part.sequence.n), part.sequence.hv, C);
-        mark = next_mark<C>(p, x.first, x.length, c);
-        if (c == mark) {
-          each_mark<C>(p, x.first, x.length, c, x.hv, K * V,
-                       [&](u64 to, int flags) { write_state(state, l, to, flags); });
-          mark = next_mark<C>(p, x.first, x.length, c + 1);
+        const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;  // chunks between states written
+        int mark = 1 << 30;
+        if (p.marks) mark = next_mark<C>(p, x.first, x.length, c);
+        const bool marked = c == mark;
+#pragma unroll 1
+        for (int i = ckpt && c % block == 0 ? -1 : 0; i < (marked ? p.marks : 0); ++i) {
+          MarkedState to = {ckpt + c / block * p.HV * matrix, p.flags};
+          if (i < 0 || marked_state<C>(p, i, x.first, x.length, c, x.hv, K * V, to))
+            write_state(state, l, to.at, to.flags);
         }
+        if (marked) mark = next_mark<C>(p, x.first, x.length, c + 1);
+        end = minimum(minimum(end, (c / block + 1) * block), mark);
       }
-      const int end = minimum(minimum(part.end, (c / block + 1) * block), mark);
 #pragma unroll 1
       for (; c < end; ++c) {
         const StageRef at = {slot, shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH,
                              shared + OFFSET(SharedMemory, full) + 8 * slot, parity};
         scan_chunk(
-            state, out, l, at, l.values + ring * 2 * TILE_BYTES,
+            state, out, l, at, l.values + ring * 2 * TILE_BYTES, zero, part.tokens - c * C > HALF,
             [&](const uint4(&rows)[2]) {
               store_output(rows, o, o_chunk / 2, out_left);
               o += o_chunk;
@@ -312,6 +325,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
               ring = ring + 1 == V_DEPTH ? 0 : ring + 1;
             });
         release();
+        zero = false;
       }
     }
     uint4 rows[2];
@@ -321,13 +335,29 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
     copy_async_wait<0>();
     sync_warp();
     const TaskPart done = part;
-    if (!done.sequence.chunks) {
+    if (rarely(!done.sequence.chunks)) {
       barrier_wait(shared + OFFSET(SharedMemory, full) + 8 * slot, parity);
       release();
     }
-    more = advance_to_step(p, shared, task, task.stop);
-    if (more) begin_task();  // its first values are loaded while this state is written
-    if (done.end < done.sequence.chunks) {
+    const int step = task.stop;
+    const Move move = move_to_step(p, shared, task, uniform(part.sequence.length), step);
+    more = move != NO_STEP;
+    if (more) {  // the first values are loaded while this state is written
+      if (!rarely(move == NEXT_SEQUENCE)) {
+        part.sequence.hv = task.hv;
+        part.end = part.sequence.chunks;
+        part.tokens = part.sequence.length;
+        part.shift = maximum(part.end, 1) - task.stop;
+        part.chunk = part.chunk_of(step);
+        v += 2 * p.v_sh + (part.chunk - done.end - (V_DEPTH - 1)) * v_chunk;
+        o += 2 * V + (part.chunk - done.end + 1) * o_chunk;
+      } else {
+        part = make_task_part(p, shared, task);
+        find_tokens();
+      }
+      fetch_first_values();
+    }
+    if (rarely(done.end < done.sequence.chunks)) {
       send_cut_state(p, state, cut_state_slot(p, cluster, rank, warp, l.lane), l.lane);
     } else if (const u64 to = final_state_at(p, done.sequence.n, done.sequence.hv, K * V)) {
       write_state(state, l, to, p.flags);

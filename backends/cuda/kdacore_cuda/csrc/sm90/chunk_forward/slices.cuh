@@ -29,6 +29,14 @@ __device__ __forceinline__ void advance(Source& s) {
   s.g += (long long)STRIDE * C * s.g_token;
 }
 
+// By so many tokens, heads and value heads.
+__device__ __forceinline__ void advance(Source& s, const ChunkForwardParams& p, int tokens, int heads,
+                                        int value_heads) {
+  s.k += (long long)tokens * s.k_token + 2 * heads * p.k_sh;
+  s.q += (long long)tokens * s.q_token + 2 * heads * p.q_sh;
+  s.g += (long long)tokens * s.g_token + (G_FLOAT ? 4 : 2) * value_heads * p.g_sh;
+}
+
 // The next load, into the same registers as soon as they have been used: the chunk at `from`, of
 // which this lane has `left` tokens. Registers of tokens past the end keep their values.
 struct NextLoad {
@@ -201,76 +209,159 @@ __device__ __forceinline__ void exchange_totals(const Lane& l, const Place& at, 
   }
 }
 
+// What a slice warp keeps for as long as it runs.
+struct SliceWarp {
+  Lane l;
+  Place at;
+  int group, pair;
+  u32 bias, own_totals, parts;  // in shared memory, of this lane
+};
+__device__ __forceinline__ SliceWarp make_slice_warp(u32 shared, int warp) {
+  SliceWarp w;
+  w.l = make_lane();
+  w.group = warp / (2 * SLICES);
+  w.at.half = warp / SLICES % 2;
+  w.at.slice = warp % SLICES;
+  w.pair = w.group * SLICES + w.at.slice;
+  w.at.pair = 1 + w.pair;
+  w.at.exchange = shared + OFFSET(SharedMemory, keys) + w.pair * EXCHANGE_BYTES + 16 * w.l.lane;
+  w.bias = shared + OFFSET(SharedMemory, bias) + 4 * (32 * w.at.slice + 8 * w.l.t);
+  w.own_totals = shared + OFFSET(SharedMemory, totals) + w.pair * 256 + w.at.half * 128 + 32 * w.l.t;
+  w.parts = shared + OFFSET(SharedMemory, parts) + w.pair * SLICE_PARTS + w.at.half * PARTS * PART_BYTES +
+            16 * w.l.lane;
+  return w;
+}
+
+// Both warps of a pair process the same task and share a bias.
+__device__ __forceinline__ void store_bias(const SliceWarp& w, u32 shared, float own_bias) {
+  sync_pair(w.at.pair);
+  if (!w.at.half)
+    store_shared(shared + OFFSET(SharedMemory, bias) + 4 * (32 * w.at.slice + w.l.lane),
+                 __float_as_uint(own_bias));
+  sync_pair(w.at.pair);
+}
+
+// Waits until a step's stage may be written.
+__device__ __forceinline__ void wait_for_stage(u32 shared, int c) {
+  barrier_wait(shared + OFFSET(SharedMemory, empty) + 8 * (c % STAGES), (u32)(c / STAGES & 1) ^ 1);
+}
+
+// Hands sums to the solver of step c.
+__device__ __forceinline__ void hand_over(const SliceWarp& w, u32 shared, int c, const Products& sums,
+                                          const Across& across_sums) {
+  const int i = c / CLUSTER;  // of the block's steps
+  barrier_wait(shared + OFFSET(SharedMemory, parts_read) + 8 * w.group, (u32)(i / GROUPS & 1) ^ 1);
+  store_parts(w.parts, sums);
+  if (w.at.half) store_tiles(w.parts + PARTS * PART_BYTES, across_sums.tile);
+  warp_arrive(shared + OFFSET(SharedMemory, parts_ready) + 8 * (i % SOLVERS), w.l.lane);
+}
+
+// This warp's part of step c, whose inputs are in `raw`. `to_next` moves `from` and `left` to the next load.
+template <class F>
+__device__ __forceinline__ void slice_step(SliceWarp& w, u32 shared, const Gate& gate, Raw& raw, int c,
+                                           const Source& from, int& left, F to_next) {
+  w.at.stage = shared + OFFSET(SharedMemory, stages) + c % STAGES * STAGE_PITCH;
+  if (left < 2) clear_past_end(raw, left, gate.closed);
+  float sum[2][8], total[8], across[8];
+#if !FEW_REGISTERS
+  gate_steps(raw, gate, w.bias, sum);
+#else  // the address recomputed to save registers
+  gate_steps(raw, gate,
+             opaque(w.own_totals) + (OFFSET(SharedMemory, bias) + 128 * w.at.slice -
+                                     OFFSET(SharedMemory, totals) - w.pair * 256 - w.at.half * 128),
+             sum);
+#endif
+  to_next();
+#if BOUNDED
+  load_gate(raw, {from, left});
+#else
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    sum[0][e] = fmaxf(sum[0][e], LOWEST_STEP);
+    sum[1][e] = fmaxf(sum[1][e], LOWEST_STEP);
+  }
+#endif
+  Products sums = {};
+  sum_steps(raw, sum, total, w.l, sums);
+#if !BOUNDED
+  load_gate(raw, {from, left});
+#endif
+  exchange_totals(w.l, w.at, w.own_totals, total, across);
+  wait_for_stage(shared, c);
+  Across across_sums = {};
+  store_decay(w.at, w.l, total, across);
+  prepare_slice(raw, sum, total, across, w.l, w.at, sums, across_sums, {from, left});
+  hand_over(w, shared, c, sums, across_sums);
+}
+
+// The same for a second half without tokens, with which a sequence may end.
+__device__ __forceinline__ void empty_half_step(SliceWarp& w, u32 shared, int c) {
+  w.at.stage = shared + OFFSET(SharedMemory, stages) + c % STAGES * STAGE_PITCH;
+  if (w.l.g == 0) {
+#pragma unroll
+    for (int e = 0; e < 8; e += 2) store_shared(w.own_totals + 4 * e, 0.0f, 0.0f);
+  }
+  sync_pair(w.at.pair);
+  wait_for_stage(shared, c);
+  const u32 zeros[4] = {};
+#pragma unroll
+  for (int n = 0; n < 2; ++n) store_rows(w.at, w.l, n, zeros, zeros, zeros);
+  sync_pair(w.at.pair);
+  const Products none = {};
+  const Across none_across = {};
+  hand_over(w, shared, c, none, none_across);
+}
+
 __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
-  const int group = warp / (2 * SLICES);
-  int c = group * CLUSTER + rank;  // of the cluster's steps
+  int c = warp / (2 * SLICES) * CLUSTER + rank;  // of the cluster's steps
   Task task = load_task(shared + OFFSET(SharedMemory, interval));
-  while (advance_to_step(p, shared, task, c)) {
-    const Lane l = make_lane();
-    Place at;
-    at.half = warp / SLICES % 2;
-    at.slice = warp % SLICES;
-    const int pair = group * SLICES + at.slice;
-    at.pair = 1 + pair;
-    at.exchange = shared + OFFSET(SharedMemory, keys) + pair * EXCHANGE_BYTES + 16 * l.lane;
-    const u32 bias = shared + OFFSET(SharedMemory, bias) + 4 * (32 * at.slice + 8 * l.t),
-              own_totals = shared + OFFSET(SharedMemory, totals) + pair * 256 + at.half * 128 + 32 * l.t;
-    const u32 parts = shared + OFFSET(SharedMemory, parts) + pair * SLICE_PARTS +
-                      at.half * PARTS * PART_BYTES + 16 * l.lane;
-    const TaskPart part = make_task_part(p, shared, task);
-    const int token = part.chunk_of(c) * C + at.half * HALF + 2 * l.p;
-    int left = part.tokens - token;  // of this lane: left, up to 2
-    Source from = make_source(p, part.sequence, l, at.slice, token);
+  if (!advance_to_step(p, shared, task, c)) return;
+  SliceWarp w = make_slice_warp(shared, warp);
+  int length, shift, left;  // of the sequence; from a step to its chunk; this lane's tokens from the next load on
+  Source from;
+  const auto first_token = [&] { return (c + shift) * C + w.at.half * HALF + 2 * w.l.p; };
+  int stopped = 0, heads = 0, value_heads = 0;
+  Move move = NEXT_SEQUENCE;
+  do {
+    int tokens;
+    if (rarely(move == NEXT_SEQUENCE)) {
+      const TaskPart part = make_task_part(p, shared, task);
+      length = uniform(part.sequence.length);
+      shift = part.shift;
+      tokens = part.tokens;
+      from = make_source(p, part.sequence, w.l, w.at.slice, first_token());
+    } else {
+      shift = shift_to_end(task, length);
+      tokens = length;
+      advance(from, p, (c + shift - stopped) * C, heads, value_heads);
+    }
+    left = tokens - first_token();
+    // What comes from the caches is asked for before what comes from memory, as answers come in order.
+    const Gate gate = make_gate(p, task.hv);
+    const float own_bias = w.at.half ? 0.0f : gate_bias(p, gate, task.hv, 32 * w.at.slice + w.l.lane);
     Raw raw = {};
     load_gate(raw, {from, left});
     load_rows(raw, {from, left});
-    const Gate gate = make_gate(p, task.hv);
-    // Both warps of a pair process the same task and share a bias.
-    const int channel = 32 * at.slice + l.lane;
-    sync_pair(at.pair);
-    if (!at.half)
-      store_shared(shared + OFFSET(SharedMemory, bias) + 4 * channel,
-                   __float_as_uint(gate_bias(p, gate, task.hv, channel)));
-    sync_pair(at.pair);
+    store_bias(w, shared, own_bias);
+    const bool ends_empty = w.at.half && (task.stop - 1 + shift) * C + HALF >= tokens;
 #pragma unroll 1
-    for (; c < task.stop; c += STRIDE) {
-      const int slot = c % STAGES, i = c / CLUSTER;  // i: of the block's steps
-      at.stage = shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH;
-      if (left < 2) clear_past_end(raw, left, gate.closed);
-      float sum[2][8], total[8], across[8];
-#if !FEW_REGISTERS
-      gate_steps(raw, gate, bias, sum);
-#else  // the address recomputed to save registers
-      gate_steps(raw, gate,
-                 opaque(own_totals) + (OFFSET(SharedMemory, bias) + 128 * at.slice -
-                                       OFFSET(SharedMemory, totals) - pair * 256 - at.half * 128),
-                 sum);
-#endif
-      advance(from);
-      left -= STRIDE * C;
-#if BOUNDED
-      load_gate(raw, {from, left});
-#else
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        sum[0][e] = fmaxf(sum[0][e], LOWEST_STEP);
-        sum[1][e] = fmaxf(sum[1][e], LOWEST_STEP);
-      }
-#endif
-      Products sums = {};
-      sum_steps(raw, sum, total, l, sums);
-#if !BOUNDED
-      load_gate(raw, {from, left});
-#endif
-      exchange_totals(l, at, own_totals, total, across);
-      barrier_wait(shared + OFFSET(SharedMemory, empty) + 8 * slot, (u32)(c / STAGES & 1) ^ 1);
-      Across across_sums = {};
-      store_decay(at, l, total, across);
-      prepare_slice(raw, sum, total, across, l, at, sums, across_sums, {from, left});
-      barrier_wait(shared + OFFSET(SharedMemory, parts_read) + 8 * group, (u32)(i / GROUPS & 1) ^ 1);
-      store_parts(parts, sums);
-      if (at.half) store_tiles(parts + PARTS * PART_BYTES, across_sums.tile);
-      warp_arrive(shared + OFFSET(SharedMemory, parts_ready) + 8 * (i % SOLVERS), l.lane);
+    for (const int stop = task.stop - ends_empty; c < stop; c += STRIDE)
+      slice_step(w, shared, gate, raw, c, from, left, [&] {
+        advance(from);
+        left -= STRIDE * C;
+      });
+    stopped = c + shift;
+    if (c < task.stop) {
+      empty_half_step(w, shared, c);
+      c += STRIDE;
     }
-  }
+    const int hv = task.hv;
+#if FEW_REGISTERS  // addresses that stay from task to task would cost three
+    move = advance_to_step(p, shared, task, c) ? NEXT_SEQUENCE : NO_STEP;
+#else
+    move = move_to_step(p, shared, task, length, c);
+#endif
+    heads = key_head(p, task.hv) - key_head(p, hv);
+    value_heads = task.hv - hv;
+  } while (move != NO_STEP);
 }

@@ -120,70 +120,108 @@ __device__ __forceinline__ void add_parts(Products& sums, u32 from) {
 // Two warps finish a chunk, a half each, because a stage is occupied for as long as this lasts and
 // stages are scarce. The first adds up the products across the halves while the second inverts both
 // triangles at once, a column a lane.
-__device__ __forceinline__ void solver_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
-  const Lane l = make_lane();
-  const int pair = warp >> 1, half = warp & 1;
-  const u32 scratch = shared + OFFSET(SharedMemory, scratch) + pair * 2 * SCRATCH_BYTES;
-  constexpr int STEPS = SOLVERS * CLUSTER;  // to this pair's next
-  const long long size = type_size(p.beta_type), token = size * p.beta_st;
-  int c = pair * CLUSTER + rank;  // of the cluster's steps
-  Task task = load_task(shared + OFFSET(SharedMemory, interval));
-  while (advance_to_step(p, shared, task, c)) {
-    const TaskPart part = make_task_part(p, shared, task);
-    const int first = part.chunk_of(c) * C + HALF * half + 2 * l.p;
-    int left = part.tokens - first;  // of this lane: left, up to 2
-    u64 from = p.beta + size * (part.sequence.batch * p.beta_sb + task.hv * p.beta_sh) +
-               (part.sequence.first + first) * token;
-    u32 beta[2];
-    load_beta(p, from, token, left, beta);
-#pragma unroll 1
-    for (; c < task.stop; c += STEPS) {
-      const int slot = c % STAGES, i = c / CLUSTER, group = i % GROUPS;  // i: of the block's steps
-      const u32 stage = shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH,
-                full = shared + OFFSET(SharedMemory, full) + 8 * slot;
-      const u32 parts = shared + OFFSET(SharedMemory, parts) + group * SLICES * SLICE_PARTS + 16 * l.lane;
-      const u32 parts_read = shared + OFFSET(SharedMemory, parts_read) + 8 * group;
-      barrier_wait(shared + OFFSET(SharedMemory, parts_ready) + 8 * pair, (u32)(i / SOLVERS & 1));
-      if (half) publish_operands(stage, full, l.lane, rank);
-      Scalars s;
+struct SolverWarp {
+  Lane l;
+  int pair, half;
+  u32 scratch;
+};
+constexpr int SOLVER_STRIDE = SOLVERS * CLUSTER;  // steps to a pair's next
+
+// This warp's part of step c, whose beta is in `beta`. `to_next` moves on and loads the next.
+template <class F>
+__device__ __forceinline__ void solver_step(const ChunkForwardParams& p, const SolverWarp& w, u32 shared, int c,
+                                            int rank, u32 (&beta)[2], int left, F to_next) {
+  const Lane& l = w.l;
+  const int slot = c % STAGES, i = c / CLUSTER, group = i % GROUPS;  // i: of the block's steps
+  const u32 stage = shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH,
+            full = shared + OFFSET(SharedMemory, full) + 8 * slot;
+  const u32 parts = shared + OFFSET(SharedMemory, parts) + group * SLICES * SLICE_PARTS + 16 * l.lane;
+  const u32 parts_read = shared + OFFSET(SharedMemory, parts_read) + 8 * group;
+  barrier_wait(shared + OFFSET(SharedMemory, parts_ready) + 8 * w.pair, (u32)(i / SOLVERS & 1));
+  if (w.half) publish_operands(stage, full, l.lane, rank);
+  Scalars s;
 #pragma unroll
-      for (int n = 0; n < 2; ++n) s.beta[n] = activate_beta(p, beta[n], left > n);
-      Products sums = {};
-      add_parts(sums, parts + half * PARTS * PART_BYTES);
-      if (half) {
-        warp_arrive(parts_read, l.lane);
-      }
-      set_norms(p, sums.square[0], sums.square[1], s);
-      store_scalars(stage, half, l, s);
-#if !BOUNDED
-      sync_warp();
-#endif
-      Lane here = l;
-#if !BOUNDED  // offsets recomputed to save registers
-      here.p = opaque(l.p);
-      here.t = opaque(l.t);
-#endif
-      store_triangles(stage, scratch + half * SCRATCH_BYTES, half, here, s, sums);
-      left -= STEPS * C;
-      from += STEPS * C * token;
-      sync_pair(SOLVER_BARRIER + pair);
-      if (half) {
-        store_inverse(stage, scratch, l.lane);
-      } else {
-        Across across = {};
-#pragma unroll 2
-        for (int slice = 0; slice < SLICES; ++slice)
-          add_tiles(across.tile, parts + slice * SLICE_PARTS + 2 * PARTS * PART_BYTES);
-        warp_arrive(parts_read, l.lane);
-        store_across(stage, l, across);
-      }
-      sync_pair(SOLVER_BARRIER + pair);
-      load_beta(p, from, token, left, beta);
-      if (half) publish(stage, full, l.lane, rank);
-    }
+  for (int n = 0; n < 2; ++n) s.beta[n] = activate_beta(p, beta[n], left > n);
+  Products sums = {};
+  add_parts(sums, parts + w.half * PARTS * PART_BYTES);
+  if (w.half) {
+    warp_arrive(parts_read, l.lane);
   }
-  // These warps are done first.
+  set_norms(p, sums.square[0], sums.square[1], s);
+  store_scalars(stage, w.half, l, s);
+#if !BOUNDED
+  sync_warp();
+#endif
+  Lane here = l;
+#if !BOUNDED  // offsets recomputed to save registers
+  here.p = opaque(l.p);
+  here.t = opaque(l.t);
+#endif
+  store_triangles(stage, w.scratch + w.half * SCRATCH_BYTES, w.half, here, s, sums);
+  sync_pair(SOLVER_BARRIER + w.pair);
+  if (w.half) {
+    store_inverse(stage, w.scratch, l.lane);
+  } else {
+    Across across = {};
+#pragma unroll 2
+    for (int slice = 0; slice < SLICES; ++slice)
+      add_tiles(across.tile, parts + slice * SLICE_PARTS + 2 * PARTS * PART_BYTES);
+    warp_arrive(parts_read, l.lane);
+    store_across(stage, l, across);
+  }
+  sync_pair(SOLVER_BARRIER + w.pair);
+  to_next();
+  if (w.half) publish(stage, full, l.lane, rank);
+}
+
+__device__ __forceinline__ SolverWarp make_solver_warp(u32 shared, int warp) {
+  const int pair = warp >> 1;
+  return {make_lane(), pair, warp & 1, shared + OFFSET(SharedMemory, scratch) + pair * 2 * SCRATCH_BYTES};
+}
+
+// Solver warps are done first: this one's part of the rows that no sequence writes.
+__device__ __forceinline__ void clear_rows(const ChunkForwardParams& p, int warp) {
   const u32 number = block_index() * SOLVER_SLOTS + warp;
   clear_unused_rows(p, 2ll * p.HV * V,
                     {32 * number + (thread_index() & 31), 32u * grid_blocks() * SOLVER_SLOTS});
+}
+
+__device__ __forceinline__ void solver_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
+  const SolverWarp w = make_solver_warp(shared, warp);
+  const long long size = type_size(p.beta_type), token = size * p.beta_st;
+  int c = w.pair * CLUSTER + rank;  // of the cluster's steps
+  Task task = load_task(shared + OFFSET(SharedMemory, interval));
+  int length, shift, left;  // of the sequence; from a step to its chunk; this lane's tokens from the next load on
+  u64 from;
+  const auto first_token = [&] { return (c + shift) * C + HALF * w.half + 2 * w.l.p; };
+  int stopped = 0, heads = 0;
+  Move move = advance_to_step(p, shared, task, c) ? NEXT_SEQUENCE : NO_STEP;
+  while (move != NO_STEP) {
+    if (rarely(move == NEXT_SEQUENCE)) {
+      const TaskPart part = make_task_part(p, shared, task);
+      length = uniform(part.sequence.length);
+      shift = part.shift;
+      left = part.tokens - first_token();
+      from = p.beta + size * (part.sequence.batch * p.beta_sb + task.hv * p.beta_sh) +
+             (part.sequence.first + first_token()) * token;
+    } else {
+      shift = shift_to_end(task, length);
+      left = length - first_token();
+      from += (c + shift - stopped) * C * token + size * heads * p.beta_sh;
+    }
+    u32 beta[2];
+    load_beta(p, from, token, left, beta);
+#pragma unroll 1
+    for (; c < task.stop; c += SOLVER_STRIDE)
+      solver_step(p, w, shared, c, rank, beta, left, [&] {
+        left -= SOLVER_STRIDE * C;
+        from += SOLVER_STRIDE * C * token;
+        load_beta(p, from, token, left, beta);
+      });
+    stopped = c + shift;
+    const int hv = task.hv;
+    move = move_to_step(p, shared, task, length, c);
+    heads = task.hv - hv;
+  }
+  clear_rows(p, warp);
 }

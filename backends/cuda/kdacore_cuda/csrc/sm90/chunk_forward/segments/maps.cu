@@ -8,10 +8,18 @@
 //
 // Grid: two blocks a segment and value head, one for A and one for B, 128 rows each. Warps, rings
 // and synchronisation: segment_scan.cuh.
+//
+// Macro: OF_SLICE, for a slice of a row that several ranks share. What a sequence begins with is then
+// not known: B of first segments is from zero, and they have an A. The sequence that goes on behind
+// the slice, the one that the last token belongs to, has both of its last segment, too.
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 constexpr u32 STAGED_BYTES = OFFSET(ChunkOperands, qg);  // the part that is loaded
 #include "sm90/chunk_backward/segment_map.cuh"
 #include "sm90/chunk_forward/segments/segment_scan.cuh"
+
+#ifndef OF_SLICE
+#define OF_SLICE 0
+#endif
 
 // A block's segment, and whether it computes A. Later segments come first: their operands were
 // written last, and the blocks for A of first segments, which have nothing to do, cost nothing at
@@ -25,7 +33,12 @@ __device__ __forceinline__ Task find_task(const SegmentParams& p, int block) {
   int n, j;
   find_slot_segment(p, slot, [&](int sequence, int segment) { n = sequence, j = segment; });
   Task task = {find_segment(p, n, j, hv), (index & 1) == 0, false};
+#if OF_SLICE
+  const Sequence& s = task.x.s;
+  task.idle = task.x.last() && (s.first + s.length != p.T || task.x.begin >= s.chunks);
+#else
   task.idle = task.x.last() || (task.from_identity && task.x.index == 0);
+#endif
   return task;
 }
 
@@ -73,6 +86,9 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task&
     warpgroup_fence();
     multiply_channels(prediction, s, w);
     warpgroup_commit();
+#if ORDER
+    ring.wait_full();
+#endif
     TokenOperand u, v;
     load_u(u, l, stage + OFFSET(ChunkOperands, u));
     decay_state(state, l.t, stage + OFFSET(ChunkOperands, last));

@@ -104,8 +104,9 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, u32 shared,
 #pragma unroll
       for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(o, v.a[kk], step(aqk, kk * 32), 1);
       warpgroup_commit();
-      store_output(rows, to - C * token_bytes, token_bytes, out_tokens, l);
-      fence_async_proxy();  // a bulk copy will overwrite what was staged
+      const OutputRows output = read_output(rows, l);
+      fence_async_proxy();  // a bulk copy will overwrite what was staged; before stores, or it waits for them
+      store_output(output, to - C * token_bytes, token_bytes, out_tokens, l);
       warpgroup_wait<1>();
       fence_registers(state.s);
       pack_state(s, state);
@@ -124,8 +125,9 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, u32 shared,
     if (out_tokens <= 0) return;
     const u32 rows = stage + OFFSET(ChunkOperands, u) + l.row * IMAGE_ROW;
     stage_output(out, rows, l);
-    store_output(rows, to - C * token_bytes, token_bytes, out_tokens, l);
+    const OutputRows output = read_output(rows, l);
     fence_async_proxy();
+    store_output(output, to - C * token_bytes, token_bytes, out_tokens, l);
     out_tokens = 0;
   };
   const Segment own = find_own();

@@ -1,16 +1,20 @@
-// chunk_kda in segments on Hopper, first launch of calls with checkpoints at chosen tokens: what
-// chunk_backward/prepare.cu does for every chunk, and for each mark inside a chunk a record more, of that
-// chunk cut off at the mark. So the state at a mark is the one after a step of the cut chunk, which output.cu
+// chunk_kda in segments on Hopper, first launch of calls with checkpoints at chosen tokens: what prepare.cu
+// (chunk_backward/prepare.cu if gates are unbounded) does for every chunk, and for each mark inside a chunk
+// a record more, of that chunk cut off at the mark. So the state at a mark is the one after a step of the cut chunk, which output.cu
 // takes (inner_marks.cuh).
 //
 // Grid: a block a mark and value head, which begin with more loads that depend on each other, then one a
 // unit. Records come in the same order: that of mark i and head hv at place i * HV + hv, then the units'.
 //
-// Macros from the host: those of chunk_backward/prepare.cu, FOR_SEGMENTS (1).
+// Macros from the host: BOUNDED (gates are bounded), and those of that kernel.
 #include "common/chunk_forward/marks.cuh"
 #include "common/half_types.cuh"
 #include "generated/prepare_marked_params.cuh"
+#if BOUNDED
+#include "sm90/chunk_forward/segments/prepare_block.cuh"
+#else
 #include "sm90/chunk_backward/prepare_block.cuh"
+#endif
 
 // The last sequence that begins at or before a position of the pack: the one that has it, if any.
 __device__ __forceinline__ int sequence_at(const PrepareMarkedParams& p, int position) {

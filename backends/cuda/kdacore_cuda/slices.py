@@ -1,0 +1,21 @@
+"""Which calls on a slice of a row that continues on other ranks have kernels of their own."""
+
+from __future__ import annotations
+
+from kdacore.types import Request, SliceFunctions
+from kdacore_cuda import chunk_backward_slices, chunk_forward_slices
+from kdacore_cuda.architectures import build_arch
+from kdacore_cuda.chunk_forward_kernels import has_hopper_kernel
+
+_FUNCTIONS = SliceFunctions(
+    chunk_forward_slices.begin,
+    chunk_forward_slices.finish,
+    chunk_backward_slices.backward_begin,
+    chunk_backward_slices.backward_finish,
+)
+
+
+def slice_functions(request: Request) -> SliceFunctions | None:
+    """The functions that serve a slice of ``chunk_kda`` by kernels for slices: on Hopper with
+    K = V = 128, for any number of heads. None elsewhere: such a slice is composed of whole calls."""
+    return _FUNCTIONS if has_hopper_kernel(request.K, build_arch(request.device.arch)) else None

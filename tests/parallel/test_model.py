@@ -1,0 +1,24 @@
+"""The model of a row on 2 to 64 GPUs, and its table and picture in the guide."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import context_parallel_model as model
+
+
+def test_the_table_and_the_picture_are_what_the_script_makes() -> None:
+    text = model.PAGE.read_text(encoding="utf-8")
+    assert text == model.page(text)
+    assert model.PICTURE.read_text(encoding="utf-8") == model.picture()
+
+
+def test_more_ranks_never_beat_their_number() -> None:
+    for on in (model.FORWARD, model.TRAINING):
+        for T in model.TOKENS:
+            one = model.seconds(on, T, model.HEADS, 1)
+            for ranks in model.RANKS:
+                assert 0 < one / model.seconds(on, T, model.HEADS, ranks) < ranks

@@ -53,7 +53,10 @@ def exchange_of(request: Request, ranks: int) -> Exchange:
     r, size = request, _SIZES[request.state_dtype]
     rows = 1 if r.packed else r.B
     state = r.HV * r.K * r.V * size
-    forward = (ranks - 1) * rows * r.HV * r.K * (r.K + r.V) * size
+    marks = (
+        4 if r.kind == "torch" else 0
+    )  # numbers by which each rank sees whether the others make the same call
+    forward = (ranks - 1) * (rows * r.HV * r.K * (r.K + r.V) + marks) * size
     backward = (ranks - 1) * rows * state if r.needs_grad else 0
     # A ring sums in two rounds, each of which brings (ranks - 1) / ranks of the array.
     summed = 2 * (ranks - 1) * r.N * state // ranks if r.output_final_state else 0
@@ -76,7 +79,10 @@ def seconds_on_ranks(request: Request, backend: str, ranks: int, composed: bool)
 
 
 def seconds_alone(request: Request, backend: str, ranks: int) -> float | None:
-    """Predicted seconds of the whole row on one device; None where unknown."""
+    """Predicted seconds of the whole row on one device; None where unknown.
+
+    Where the row is longer than anything measured, the slice's times the ranks: long rows take their time by the token.
+    """
     tokens = ("q", "k", "v", "g", "beta")
     specs = tuple(
         [
@@ -84,7 +90,10 @@ def seconds_alone(request: Request, backend: str, ranks: int) -> float | None:
             for n, s in request.tensors
         ]
     )
-    return _cost(dataclasses.replace(request, T=ranks * request.T, tensors=specs), backend)
+    found = _cost(dataclasses.replace(request, T=ranks * request.T, tensors=specs), backend)
+    if found is None and (slice := _cost(request, backend)) is not None:
+        return ranks * slice
+    return found
 
 
 def _cost(request: Request, backend: str) -> float | None:

@@ -1,9 +1,10 @@
-"""One of several processes with a GPU each, over NCCL: ``python nccl_rank.py <rank> <size> <folder>``."""
+"""One of several processes with a GPU each, over NCCL: ``python nccl_rank.py <rank> <size> <folder> [check ...]``."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,20 +19,18 @@ from test_gpu import cases
 import kdacore
 
 
-def results(rank: int, size: int) -> None:
-    for backend in ("cuda", "triton"):
-        for whole in cases(size, backend):
-            arrays = rank_calls.share(whole, size, rank, "cuda")
-            options = dict(whole.options)
-            if not kdacore.explain(whole.op, **arrays, **options, cp=size, backend=backend).backend:
-                continue
-            begun = time.perf_counter()
-            shares: list[Any] = [None] * size
-            mine = rank_calls.run_rank(whole, dist.group.WORLD, size, rank, "cuda")
-            dist.all_gather_object(shares, mine)
-            if rank == 0:
-                rank_calls.check(whole, shares)
-                print(backend, whole.note, f"passed, {time.perf_counter() - begun:.1f} s", flush=True)
+def results(rank: int, size: int, backend: str) -> None:
+    for whole in cases(size, backend):
+        arrays = rank_calls.share(whole, size, rank, "cuda")
+        if not kdacore.explain(whole.op, **arrays, **dict(whole.options), cp=size, backend=backend).backend:
+            continue
+        begun = time.perf_counter()
+        shares: list[Any] = [None] * size
+        mine = rank_calls.run_rank(whole, dist.group.WORLD, size, rank, "cuda")
+        dist.all_gather_object(shares, mine)
+        if rank == 0:
+            rank_calls.check(whole, shares)
+            print(backend, whole.note, f"{time.perf_counter() - begun:.1f} s", flush=True)
 
 
 def arrays_of(T: int, seed: int, grad: bool = False) -> list[Any]:
@@ -119,20 +118,29 @@ def groups_and_devices(rank: int, size: int) -> None:
         raise AssertionError("no error")
 
 
-def main(rank: int, size: int, folder: Path) -> None:
+CHECKS: dict[str, Callable[[int, int], None]] = {
+    "groups": groups_and_devices,
+    "synchronisation": lambda rank, size: no_synchronisation(rank),
+    "captured": lambda rank, size: captured(rank),
+    "compiled": lambda rank, size: compiled(rank),
+    "cuda": lambda rank, size: results(rank, size, "cuda"),
+    "triton": lambda rank, size: results(rank, size, "triton"),
+}
+
+
+def main(rank: int, size: int, folder: Path, names: list[str]) -> None:
     torch.cuda.set_device(rank)
     store = dist.FileStore(str(folder / "store"), size)
     where = torch.device("cuda", rank)
     dist.init_process_group(
         "nccl", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60), device_id=where
     )
-    results(rank, size)
-    groups_and_devices(rank, size)
-    no_synchronisation(rank)
-    captured(rank)
-    compiled(rank)
+    for name in names or CHECKS:
+        CHECKS[name](rank, size)
+        if rank == 0:
+            print(name, "passed", flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

@@ -27,8 +27,8 @@ def explain(T: int = 65536, cp: Any = 4, **options: Any) -> Any:
 def test_ranks_bytes_and_times_are_shown() -> None:
     found = explain()
     assert isinstance(found, RanksSelection) and found.backend == "cuda" and found.ranks == 4
-    # Three other ranks' transitions and states, 16 heads of 128 x 256 float32.
-    assert found.exchange == cost.Exchange(3 * 16 * 128 * 256 * 4, 0, 0, 1)
+    # Three other ranks' transitions and states, 16 heads of 128 x 256 float32, and 16 bytes that mark the call.
+    assert found.exchange == cost.Exchange(3 * (16 * 128 * 256 * 4 + 16), 0, 0, 1)
     text = str(found)
     assert "ranks: 4, each with T=65536 of 262144 tokens" in text
     assert f"each rank receives {found.exchange.total} bytes in 1 collectives" in text

@@ -10,17 +10,9 @@ import torch
 
 from kdacore.arrays.torch.private import Empty, allocator
 from kdacore.types import ChunkInputs, FastCall, Request
-from kdacore_cuda import (
-    chunk_forward,
-    chunk_forward_checkpoints,
-    chunk_forward_dataflow,
-    chunk_forward_segments,
-    torch_launch,
-)
-from kdacore_cuda.chunk_forward_kernels import has_hopper_kernel
-from kdacore_cuda.chunk_forward_segments import CHUNK_OPERANDS
-from kdacore_cuda.kernel_parameters import CHECKPOINT_TAIL, CHUNK_FORWARD, SEGMENTS, WALK
-from kdacore_cuda.prepacked_launch import PrepackedLauncher
+from kdacore_cuda import chunk_forward, chunk_forward_dataflow, torch_launch
+from kdacore_cuda.chunk_forward_launches import ForwardLaunches, launches_of
+from kdacore_cuda.prepacked_launch import PrepackedLauncher, Start
 from kdacore_cuda.request_encoding import contiguous_strides
 from kdacore_cuda.torch_arguments import ALIGNMENT, contiguous_rows, strides_without_copies
 
@@ -30,7 +22,6 @@ the stream are addresses, 0 for an absent array; ``tokens`` are those of ``_TOKE
 of ``_ROWS``, and of ``_MARKS`` in calls with checkpoints at chosen tokens."""
 
 _TOKENS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")
-_STRIDES = tuple(f"{name}_{axis}" for name in _TOKENS[:5] for axis in ("sb", "st", "sh"))
 _ROWS, _MARKS = ("reads", "has_initial", "writes"), ("mark_offsets", "mark_rows")
 _OPERANDS = ("kg", "qg", "w", "u", "aqk", "last")
 
@@ -47,10 +38,8 @@ def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
     Raises BackendBuildError or DriverError.
     """
     r, plan = request, chunk_forward.plan_of(request)
-    _, _, _, _, _, A_log, bias, initial, cu_seqlens, _, reads, mask, writes, pool, offsets, marked, out = (
-        inputs
-    )
-    small = (A_log, bias, cu_seqlens, reads, mask, writes, offsets, marked, out)
+    _, _, _, _, _, A_log, bias, initial, cu_seqlens, _, reads, mask, writes, pool, offsets, at, out = inputs
+    small = (A_log, bias, cu_seqlens, reads, mask, writes, offsets, at, out)
     strides = strides_without_copies(inputs, False, plan.strides, small)
     if strides is None or plan.widen_gate or r.checkpoint_every or not plan.grid:
         return None
@@ -66,32 +55,18 @@ def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
     current_device, current_stream = torch_launch.current_device, torch_launch.current_stream
     empty = allocator(inputs.v.device.type)
     with torch.cuda.device(index):  # kernels are loaded here, for the current context
-        launch = _launch_maker(plan)(request, strides, (initial_row, written_row), index, empty)
+        launch = _launch_maker(plan, offsets is not None)(
+            request, strides, (initial_row, written_row), index, empty
+        )
     o_shape, state_shape = (r.B, r.T, r.HV, r.V), r.state_shape
     o_strides, state_strides = contiguous_strides(o_shape), contiguous_strides(state_shape)
     o_dtype, state_dtype = inputs.v.dtype, plan.state_dtype
     returns_state, fresh = r.output_final_state, r.output_final_state and not in_place
 
     def fast_call(arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        (
-            q,
-            k,
-            v,
-            g,
-            beta,
-            A_log,
-            bias,
-            initial,
-            cu_seqlens,
-            _,
-            reads,
-            mask,
-            writes,
-            pool,
-            offsets,
-            marked,
-            o,
-        ) = arrays
+        q, k, v, g, beta, A_log, bias, initial, cu_seqlens, _, reads, mask, writes, pool, marks, to, o = (
+            arrays
+        )
         q_at, k_at, v_at, g_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr()
         if (q_at | k_at | v_at | g_at) % ALIGNMENT or current_device() != index:
             return None
@@ -106,8 +81,8 @@ def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
             state = initial if pool is None else pool
         if reads is not None or mask is not None or writes is not None:
             rows = _rows(reads, mask, writes, in_place)
-        if offsets is not None:
-            rows += (offsets.data_ptr(), marked.data_ptr())
+        if marks is not None:
+            rows += (marks.data_ptr(), to.data_ptr())
         launch(
             current_stream(index),
             (
@@ -133,23 +108,30 @@ def _rows(reads: Any, mask: Any, writes: Any, in_place: bool) -> tuple[int, ...]
     return reads_at, 0 if mask is None else mask.data_ptr(), writes_at
 
 
-def _launch_maker(plan: chunk_forward.ChunkForwardPlan) -> Callable[..., Launch]:
+def _launch_maker(plan: chunk_forward.ChunkForwardPlan, marked: bool) -> Callable[..., Launch]:
     if plan.in_dataflow:
         return _dataflow_launch
-    return _segments_launch if plan.in_segments else _fused_launch
+    if plan.in_segments:
+        return _segments_launch
+    return _fused_marked_launch if marked else _fused_launch
+
+
+def _starts(made: ForwardLaunches, index: int, *per_call: tuple[str, ...]) -> list[Start]:
+    """The functions that make a call's launches, given for each the fields that change."""
+    return [
+        torch_launch.prepacked_start(
+            *(PrepackedLauncher(x.launcher, fields, x.fixed), x.grid, made.arch, index)
+        )
+        for x, fields in zip(made.launches, per_call, strict=True)
+    ]
 
 
 def _fused_launch(
     request: Request, strides: tuple[int, ...], state_strides: tuple[int, int], index: int, empty: Empty
 ) -> Launch:
-    plan = chunk_forward.plan_of(request)
-    if request.checkpoint_count:
-        return _fused_marked_launch(request, strides, state_strides, index, empty)
-    per_call = (*_TOKENS, "o", "h0", "ht", "cut_states", *_ROWS, "launch")
-    fixed = CHUNK_FORWARD.last(*state_strides, *strides, *plan.sizes)
-    packed = PrepackedLauncher(plan.launcher, per_call, fixed)
-    start = torch_launch.prepacked_start(packed, plan.grid, plan.arch, index)
-    size, numbers = plan.cut_states_size, chunk_forward.LAUNCH_NUMBERS
+    made = launches_of(request, strides, state_strides)
+    (start,) = _starts(made, index, (*_TOKENS, "o", "h0", "ht", "cut_states", *_ROWS, "launch"))
+    size, numbers = made.workspace_bytes // 4, chunk_forward.LAUNCH_NUMBERS
     shape, unit_stride = (size,), (1,)
 
     def launch(
@@ -166,37 +148,23 @@ def _fused_marked_launch(
     request: Request, strides: tuple[int, ...], state_strides: tuple[int, int], index: int, empty: Empty
 ) -> Launch:
     """With checkpoints at chosen tokens, and the launch that they need where a step has more than 16 tokens."""
-    plan = chunk_forward.plan_of(request)
-    per_call = (*_TOKENS, "o", "h0", "ht", "cut_states", *_ROWS, *_MARKS, "mark_states", "launch")
-    fixed = CHUNK_FORWARD.last(*state_strides, *strides, *plan.sizes)
-    packed = PrepackedLauncher(plan.launcher, per_call, fixed)
-    start = torch_launch.prepacked_start(packed, plan.grid, plan.arch, index)
-    start_tail = None
-    if has_hopper_kernel(request.K, plan.arch):
-        tail_sizes = chunk_forward_checkpoints.tail_sizes(request, request.spec("g").dtype)
-        tail_call = (*_TOKENS[1:], "ht", "reads", *_MARKS, "mark_states")
-        tail = PrepackedLauncher(
-            chunk_forward_checkpoints.tail_launcher(),
-            tail_call,
-            CHECKPOINT_TAIL.last(state_strides[1], *strides[3:], *tail_sizes),
-        )
-        start_tail = torch_launch.prepacked_start(
-            tail, chunk_forward_checkpoints.tail_grid(request), plan.arch, index
-        )
-    size, numbers = plan.cut_states_size, chunk_forward.LAUNCH_NUMBERS
-    shape, unit_stride = (size,), (1,)
-    states_shape = (request.checkpoint_count * request.HV * request.K * request.V,)
+    made = launches_of(request, strides, state_strides)
+    fields = (*_TOKENS, "o", "h0", "ht", "cut_states", *_ROWS, *_MARKS, "mark_states", "launch")
+    tail_fields = ((*_TOKENS[1:], "ht", "reads", *_MARKS, "mark_states"),) * (len(made.launches) - 1)
+    start, *start_tail = _starts(made, index, fields, *tail_fields)
+    places, numbers = made.launches[0].arrays, chunk_forward.LAUNCH_NUMBERS
+    shape, unit_stride = (made.workspace_bytes,), (1,)
+    cuts, states_offset = "cut_states" in places, places.get("mark_states", ("", 0))[1]
 
     def launch(
         stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int, rows: tuple[int, ...]
     ) -> None:
-        cut_states = empty(shape, unit_stride, torch.float32) if size else None
-        states = empty(states_shape, unit_stride, torch.float32) if start_tail else None
-        cut_at = 0 if cut_states is None else cut_states.data_ptr()
-        states_at = 0 if states is None else states.data_ptr()
-        start(stream, (*tokens, o, initial, final, cut_at, *rows, states_at, next(numbers)))
-        if start_tail:
-            start_tail(stream, (*tokens[1:], final, rows[0], rows[3], rows[4], states_at))
+        workspace = empty(shape, unit_stride, torch.uint8)
+        at = workspace.data_ptr()
+        states = at + states_offset
+        start(stream, (*tokens, o, initial, final, at if cuts else 0, *rows, states, next(numbers)))
+        for start_after in start_tail:
+            start_after(stream, (*tokens[1:], final, rows[0], *rows[3:], states))
 
     return launch
 
@@ -204,16 +172,15 @@ def _fused_marked_launch(
 def _dataflow_launch(
     request: Request, strides: tuple[int, ...], state_strides: tuple[int, int], index: int, empty: Empty
 ) -> Launch:
-    plan = chunk_forward_dataflow.plan_of(request)
-    fixed = {**plan.chunks.sizes, **dict(zip(_STRIDES, strides, strict=True))}
-    prepare = PrepackedLauncher(plan.prepare, (*_TOKENS, *_OPERANDS, "ready", "launch"), fixed)
-    start_prepare = torch_launch.prepacked_start(prepare, plan.prepare_grid, plan.chunks.arch, index)
-    per_call = ("o", "h0", "ht", "chunk_operands", "ready", "launch")
-    walk = PrepackedLauncher(chunk_forward_dataflow.walk_launcher(), per_call, WALK.last(*plan.walk_sizes))
-    start_walk = torch_launch.prepacked_start(walk, plan.walk_grid, plan.chunks.arch, index)
-    kg, qg, w, u, aqk, last = (CHUNK_OPERANDS[name][0] for name in _OPERANDS)
-    flags_offset, numbers = plan.flags_offset, chunk_forward_dataflow.LAUNCH_NUMBERS
-    shape, unit_stride = (plan.workspace_bytes,), (1,)
+    made = launches_of(request, strides, state_strides)
+    start_prepare, start_walk = _starts(
+        *(made, index, (*_TOKENS, *_OPERANDS, "ready", "launch")),
+        ("o", "h0", "ht", "chunk_operands", "ready", "launch"),
+    )
+    places = made.launches[0].arrays
+    kg, qg, w, u, aqk, last = (places[name][1] for name in _OPERANDS)
+    flags_offset, numbers = places["ready"][1], chunk_forward_dataflow.LAUNCH_NUMBERS
+    shape, unit_stride = (made.workspace_bytes,), (1,)
 
     def launch(
         stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int, rows: tuple[int, ...]
@@ -231,27 +198,18 @@ def _dataflow_launch(
 def _segments_launch(
     request: Request, strides: tuple[int, ...], state_strides: tuple[int, int], index: int, empty: Empty
 ) -> Launch:
-    plan, arch = chunk_forward_segments.plan_of(request), chunk_forward.plan_of(request).arch
-    (_, prepare, units), *others = plan.launches
-    fixed = {**plan.chunks.sizes, **dict(zip(_STRIDES, strides, strict=True))}
+    made = launches_of(request, strides, state_strides)
+    marked = bool(request.checkpoint_count)
     per_unit: tuple[str, ...] = (*_TOKENS, *_OPERANDS)
-    if plan.marked:
-        fixed |= dict(zip(("marks", "null_index"), plan.marked, strict=True))
-        per_unit = (*_MARKS, *per_unit)
-    packed = PrepackedLauncher(prepare, per_unit, fixed)
-    start_prepare = torch_launch.prepacked_start(packed, units, arch, index)
     per_call: tuple[str, ...] = ("cu_seqlens", "o", "h0", "ht", "chunk_operands", "maps", "starts", *_ROWS)
-    if plan.marked:
-        per_call += (*_MARKS, "mark_states")
-    sizes = SEGMENTS.last(*state_strides, *plan.sizes)
-    start_others = [
-        torch_launch.prepacked_start(PrepackedLauncher(launcher, per_call, sizes), grid, arch, index)
-        for _, launcher, grid in others
-    ]
-    kg, qg, w, u, aqk, last = (plan.records_offset + CHUNK_OPERANDS[name][0] for name in _OPERANDS)
-    operands_offset, maps_offset, starts_offset = plan.operands_offset, plan.maps_offset, plan.starts_offset
-    marked = bool(plan.marked)
-    shape, unit_stride = (plan.workspace_bytes,), (1,)
+    if marked:
+        per_unit, per_call = (*_MARKS, *per_unit), (*per_call, *_MARKS, "mark_states")
+    others = (per_call,) * (len(made.launches) - 1)
+    start_prepare, *start_others = _starts(made, index, per_unit, *others)
+    places = {**made.launches[0].arrays, **made.launches[-1].arrays}
+    kg, qg, w, u, aqk, last = (places[name][1] for name in _OPERANDS)
+    chunks, maps, starts = (places[name][1] for name in ("chunk_operands", "maps", "starts"))
+    shape, unit_stride = (made.workspace_bytes,), (1,)
 
     def launch(
         stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int, rows: tuple[int, ...]
@@ -259,10 +217,8 @@ def _segments_launch(
         workspace = empty(shape, unit_stride, torch.uint8)
         at = workspace.data_ptr()
         operands = (at + kg, at + qg, at + w, at + u, at + aqk, at + last)
-        start_prepare(stream, rows[3:] + tokens + operands if marked else tokens + operands)
-        values = (
-            tokens[7], o, initial, final, at + operands_offset, at + maps_offset, at + starts_offset, *rows,
-        )  # fmt: skip
+        start_prepare(stream, rows[3:] + tokens + operands)
+        values = (tokens[7], o, initial, final, at + chunks, at + maps, at + starts, *rows)
         if marked:
             values += (at,)
         for start in start_others:

@@ -16,6 +16,9 @@ _FUNCTIONS = SliceFunctions(
 
 
 def slice_functions(request: Request) -> SliceFunctions | None:
-    """The functions that serve a slice of ``chunk_kda`` by kernels for slices: on Hopper with
-    K = V = 128, for any number of heads. None elsewhere: such a slice is composed of whole calls."""
-    return _FUNCTIONS if has_hopper_kernel(request.K, build_arch(request.device.arch)) else None
+    """The functions that serve a slice of ``chunk_kda`` by kernels for slices: of torch tensors on
+    Hopper with K = V = 128, for any number of heads. None elsewhere: such a slice is composed of
+    whole calls."""
+    if request.kind != "torch" or not has_hopper_kernel(request.K, build_arch(request.device.arch)):
+        return None
+    return _FUNCTIONS

@@ -87,7 +87,7 @@ KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardPar
     if (many_short) {
       short_scan_warp(p, shared, warp, rank, cluster);
     } else if (rank < SCANNERS) {
-      scan_warp(p, shared, warp, rank, cluster);
+      scan_warp(p, shared, warp, rank);
     }
   } else if (warp < SCAN_WARPS + SLICE_WARPS) {
     set_role_registers<SLICE_REGISTERS>();

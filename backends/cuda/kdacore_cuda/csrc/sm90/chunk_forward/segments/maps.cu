@@ -86,9 +86,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task&
     warpgroup_fence();
     multiply_channels(prediction, s, w);
     warpgroup_commit();
-#if ORDER
-    ring.wait_full();
-#endif
+    end_basic_block(ring);
     TokenOperand u, v;
     load_u(u, l, stage + OFFSET(ChunkOperands, u));
     decay_state(state, l.t, stage + OFFSET(ChunkOperands, last));

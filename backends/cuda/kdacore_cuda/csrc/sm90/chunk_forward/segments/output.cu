@@ -90,6 +90,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, u32 shared,
       warpgroup_commit();
       multiply_channels(o, s, qg);
       warpgroup_commit();
+      end_basic_block(ring);
       TokenOperand u, v;
       load_u(u, l, stage + OFFSET(ChunkOperands, u));
       stage_output(out, rows, l);
@@ -111,6 +112,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, u32 shared,
       fence_registers(state.s);
       pack_state(s, state);
       fence_registers(s.a);
+      end_basic_block(ring);
       warpgroup_wait<0>();
       fence_registers(o);
       release(l, ring);

@@ -89,3 +89,8 @@ __device__ __forceinline__ void produce(const SegmentParams& p, const Segment& x
 __device__ __forceinline__ void release(const Lane& l, const OperandRing& ring) {
   warp_arrive(ring.empty(), l.lane);
 }
+
+// A wait for what has come already. It ends a basic block: the assembler would move loads of shared
+// memory, and what needs them, between products that are asked for one after another, or operands of
+// the next chunk behind products that they do not need.
+__device__ __forceinline__ void end_basic_block(const OperandRing& ring) { ring.wait_full(); }

@@ -260,8 +260,8 @@ def from_images(images: torch.Tensor, rows: int, columns: int) -> F64:
 
 
 def to_tiles(states: F64) -> F64:
-    """``[..., 128, 128]`` in the order in which states lie between launches: ``[V / 16, K / 8, 8, 4, 2, 2]``, row 16 a +
-    c + 8 e and channel 8 b + 2 d + f at ``[a, b, c, d, e, f]``; the same shape as before."""
+    """States ``[..., 128, 128]`` as they lie between launches, in the same shape: row 16 a + c + 8 e and channel
+    8 b + 2 d + f at ``[a, b, c, d, e, f]`` of ``[V / 16, K / 8, 8, 4, 2, 2]``."""
     *outer, V, K = states.shape
     x = np.moveaxis(states.reshape(*outer, V // 16, 2, 8, K // 8, 4, 2), (-5, -4, -3, -2), (-2, -4, -5, -3))
     return np.ascontiguousarray(x).reshape(states.shape)

@@ -91,29 +91,31 @@ __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows
   if (first) copy_out_wait_read<0>();
   sync_unit();  // aqk takes the place of kg, the system that of zq, v that of yk
 
-  // 5. The inverse, its diagonal blocks by the first warps while the others store the rest of the
-  // system and load v; aqk is stored while block columns are merged.
-  if (system) store_diagonal(row_block, pairs, shared, lane, unit);
+  // 5. aqk and the diagonal of the system. Then the inverse, its diagonal blocks by the first warps
+  // while the others store the rest of the system and load v.
+  if (system) {
+    store_diagonal(row_block, pairs, shared, lane, unit);
+  } else {
+    store_aqk(row_block, pairs, shared, lane, unit);
+    fence_async_proxy();
+  }
   sync_unit();
   if (system) {
     fetch_values(p, shared, unit_thread() & THREADS / 2 - 1);
     store_earlier(row_block, pairs, shared, lane);
   } else {
+    if (first) {
+      copy_out(record_of(p) + OFFSET(ChunkOperands, aqk), shared + OFFSET(SharedMemory, aqk), SQUARE_BYTES);
+      copy_out_commit();
+    }
     invert_diagonal(shared, row_block, lane);
   }
   sync_unit();
   if (system) {
     merge_column(shared, row_block, lane);
     copy_async_wait<0>();
-  } else {
-    store_aqk(row_block, pairs, shared, lane, unit);
-    fence_async_proxy();
-    sync_half_unit();
-    if (first) {
-      copy_out(record_of(p) + OFFSET(ChunkOperands, aqk), shared + OFFSET(SharedMemory, aqk), SQUARE_BYTES);
-      copy_out_commit();
-      copy_out_wait_read<0>();
-    }
+  } else if (first) {
+    copy_out_wait_read<0>();
   }
   fence_async_proxy();
   sync_unit();

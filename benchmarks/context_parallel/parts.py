@@ -20,6 +20,7 @@ from benchmarks.context_parallel.rows import (
 from kdacore.bench import arrays as made
 from kdacore.bench.clock import Budget, CudaClock, Step, Timing, interleave
 from kdacore.calls.requests import request_with
+from kdacore.dispatch.plan import current_policy
 from kdacore.ops import OPS as DEFINITIONS
 from kdacore.parallel import fold
 from kdacore.parallel.local_call import choose, slice_request
@@ -69,7 +70,7 @@ def _time_parts(
         local["cu_seqlens"] = place.offsets.to(mine["cu_seqlens"].dtype)
     options = made.options(case.case) | {"output_final_state": False}
     request = slice_request(request_with(OPS[case.op], {**local, **options}))
-    chosen, functions = choose(DEFINITIONS[OPS[case.op]], request, case.backend)
+    chosen, functions = choose(request, current_policy(DEFINITIONS[OPS[case.op]], case.backend))
     request = chosen.request
     inputs = ChunkInputs(**{n: local.get(n) for n in ChunkInputs._fields})
     leaving, entering = (None, None) if place is None else (place.leaving, place.entering)

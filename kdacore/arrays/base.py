@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
-from kdacore.errors import UnsupportedError
 from kdacore.types import ArrayKind, Backend, Device, FastCall, OpImpl, Request, TensorSpec
 
 ArrayTest = Callable[[dict[str, Any], bool], "tuple[str, dict[str, Any]] | None"]
@@ -17,6 +16,14 @@ path."""
 
 FastGradientsOf = Callable[[Any, Request, Any], "FastCall | None"]
 """``fast_gradients(plan, request, inputs)``."""
+
+
+class Differentiated(Protocol):
+    """A call once it is known that it is differentiated. Hashable."""
+
+    def plan(self) -> Plan:
+        """Its plan. UnsupportedError where no backend serves it."""
+        ...
 
 
 class Plan(Protocol):
@@ -32,13 +39,8 @@ class Plan(Protocol):
     """For the adapter: what it built to join this plan to its library's differentiation."""
 
     @property
-    def differentiated(self) -> Plan | UnsupportedError | None:
-        """Where the call may be differentiated and ``backend`` has no backward for it: the plan that then serves it, or
-        the error to raise."""
-        ...
-
-    def record(self) -> None:
-        """Note that the plan runs, for those who asked which did."""
+    def differentiated(self) -> Differentiated | None:
+        """Where the call may be differentiated and ``backend`` has no backward for it: what serves it then."""
         ...
 
     def backward(self, inputs: Any, *rest: Any) -> Any:

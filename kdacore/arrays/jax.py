@@ -13,7 +13,7 @@ from jax.sharding import get_abstract_mesh
 
 from kdacore import device as probes
 from kdacore.arrays import jax_meshes
-from kdacore.errors import ContractError, UnsupportedError
+from kdacore.errors import ContractError
 from kdacore.ops import OPS
 from kdacore.types import ArrayKind, Device, GateInputs, OutputGrads, Outputs, TensorSpec
 
@@ -136,11 +136,7 @@ _met: dict[Hashable, Plan] = {}
 
 def _made_of(plan: Plan) -> Hashable:
     """What the function of a traced call depends on."""
-    other = plan.differentiated
-    made_of = (plan.request, plan.forward, plan.impl.backward)
-    if other is None:
-        return made_of
-    return made_of, str(other) if isinstance(other, UnsupportedError) else _made_of(other)
+    return plan.request, plan.forward, plan.impl.backward, plan.differentiated
 
 
 def _keep(plan: Plan) -> None:
@@ -169,7 +165,10 @@ def _default_device() -> Device:
 
 def _join(plan: Plan, inputs: Any) -> Any:
     if plan.differentiated is not None:
-        return _join_two(plan, plan.differentiated)
+        return _join_vjp(
+            lambda *arrays: tuple(plan.forward(plan.request, plan.inputs(*arrays))[:3]),
+            plan.differentiated.plan,
+        )
     if not plan.request.needs_grad:  # eager, or an op for inference: JAX differentiates the latter's own code
         return jax.jit(lambda *arrays: plan.forward(plan.request, plan.inputs(*arrays)))
     return _join_gate(plan) if isinstance(inputs, GateInputs) else _join_whole(plan)
@@ -179,42 +178,26 @@ def _join_whole(plan: Plan) -> Any:
     """The four whole ops as a ``custom_vjp`` function of their arrays (absent ones None)."""
     undifferentiated = dataclasses.replace(plan.request, needs_grad=False)
 
-    def primal(*arrays: Any) -> Any:  # traced when nobody differentiates, else op_forward is
+    def op(*arrays: Any) -> Any:  # traced when nobody differentiates, else op_forward is
         return tuple(plan.forward(undifferentiated, plan.inputs(*arrays))[:3])
 
-    return _join_vjp(primal, plan)
+    return _join_vjp(op, lambda: plan)
 
 
-def _join_two(plan: Plan, differentiated: Plan | UnsupportedError) -> Any:
-    """The same, by one plan while nobody differentiates and by another one, or an error, when somebody does."""
-
-    def primal(*arrays: Any) -> Any:
-        return tuple(plan.forward(plan.request, plan.inputs(*arrays))[:3])
-
-    if not isinstance(differentiated, UnsupportedError):
-        return _join_vjp(primal, differentiated, record=True)
-
-    def refuse(*_: Any) -> Any:
-        raise UnsupportedError(differentiated.op, differentiated.message, differentiated.reasons)
-
+def _join_vjp(primal: Callable[..., Any], plan_of_gradients: Callable[[], Plan]) -> Any:
+    """``primal``, differentiated by a plan that is asked for then."""
     op = jax.custom_vjp(primal)
-    op.defvjp(refuse, refuse)
-    return jax.jit(op)
-
-
-def _join_vjp(primal: Callable[..., Any], plan: Plan, record: bool = False) -> Any:
-    """``primal``, differentiated by ``plan``, which is recorded then if asked."""
-    request, forward = plan.request, plan.forward
-    op = jax.custom_vjp(primal)
+    found: list[Plan] = []
 
     def op_forward(*arrays: Any) -> Any:
-        if record:
-            plan.record()
-        outputs = forward(request, plan.inputs(*arrays))
+        found[:] = found or [plan_of_gradients()]
+        (plan,) = found
+        outputs = plan.forward(plan.request, plan.inputs(*arrays))
         return tuple(outputs[:3]), (arrays, outputs.saved)
 
     def op_backward(residuals: Any, cotangents: Any) -> Any:
         arrays, saved = residuals
+        (plan,) = found
         inputs = plan.inputs(*arrays)
         grads = plan.backward(inputs, saved, OutputGrads(cotangents[0], cotangents[1]))
         return _cotangents(arrays, grads)

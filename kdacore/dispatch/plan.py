@@ -16,7 +16,7 @@ from typing import Any
 from kdacore import config, contract
 from kdacore.arrays import Adapter
 from kdacore.dispatch import results, selection
-from kdacore.errors import ConfigError, ContractError, UnsupportedError, shown
+from kdacore.errors import ConfigError, ContractError, shown
 from kdacore.ops import OpDef
 from kdacore.registry import REGISTRY
 from kdacore.types import Backend, OpImpl, Reason, Request, Selection
@@ -49,7 +49,7 @@ class Plan:
         request: Request,
         chosen: Selection,
         adapter: Adapter,
-        differentiated: Plan | UnsupportedError | None = None,
+        differentiated: Differentiated | None = None,
     ) -> None:
         registered = REGISTRY.get(chosen.backend)
         self.inputs = opdef.inputs
@@ -69,8 +69,8 @@ class Plan:
         self.joined: Any = None
         """For an adapter: what it built for this plan (a ``custom_vjp`` function)."""
         self.differentiated = differentiated
-        """Where the call may be differentiated, and its own backend has no backward for it: the plan that
-        serves it then, or why there is none."""
+        """Where the call may be differentiated, and its own backend has no backward for it: what serves it
+        then."""
         self.results_checked = False
         self._grads_checked = False
 
@@ -181,27 +181,35 @@ def _plan_of_trace(opdef: OpDef, request: Request, policy: selection.Policy, ada
 
     A backend that lacks nothing but a backward may serve it for as long as it is not.
     """
-    differentiated: Plan | UnsupportedError
-    try:
-        chosen = selection.select(request, policy)
-    except UnsupportedError as error:
-        if not any(map(_lacks_backward_only, error.reasons.values())):
-            raise
-        differentiated = error.with_traceback(None)
-    else:
-        differentiated = Plan(opdef, request, chosen, adapter)
-        if not any(_lacks_backward_only(c.reasons) for c in chosen.candidates):
-            return differentiated
-    request = dataclasses.replace(request, needs_grad=False)
-    inference = selection.select(request, policy)
-    if isinstance(differentiated, Plan) and inference.backend == differentiated.selection.backend:
-        return differentiated
-    return Plan(opdef, request, inference, adapter, differentiated)
+    backends = REGISTRY.backends().values()
+    lacking = {r.backend.name for r in backends if _lacks_backward_only(selection.judge(r, request).reasons)}
+    if lacking and opdef.family != "gate":
+        plain = dataclasses.replace(request, needs_grad=False)
+        chosen = selection.select(plain, policy)
+        if chosen.backend in lacking:
+            return Plan(opdef, plain, chosen, adapter, Differentiated(opdef, request, policy, adapter))
+    return Plan(opdef, request, selection.select(request, policy), adapter)
+
+
+@dataclasses.dataclass(frozen=True)
+class Differentiated:
+    """A call once it is known that it is differentiated."""
+
+    opdef: OpDef
+    request: Request
+    policy: selection.Policy
+    adapter: Adapter
+
+    def plan(self) -> Plan:
+        """Its plan, which is recorded. UnsupportedError where no backend serves it."""
+        chosen = selection.select(self.request, self.policy)
+        plan = Plan(self.opdef, self.request, chosen, self.adapter)
+        plan.record()
+        return plan
 
 
 def _lacks_backward_only(reasons: Iterable[Reason]) -> bool:
-    codes = {reason.code for reason in reasons}
-    return codes == {"gradients"}
+    return {reason.code for reason in reasons} == {"gradients"}
 
 
 def key_of(adapter: Adapter, opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any) -> Any:
@@ -317,6 +325,8 @@ def batch_invariant() -> Iterator[None]:
 @contextlib.contextmanager
 def record_selections() -> Iterator[list[Selection]]:
     """Collect what really ran, in order: one :class:`~kdacore.types.Selection` for each call inside the block.
+
+    A second one follows where JAX differentiates a call that another backend serves then.
 
     Examples:
         >>> import kdacore

@@ -3,10 +3,12 @@
 Every rank describes its call, shapes and dtypes and options without values, and the descriptions are compared on each.
 A difference is a ContractError on every rank that names the argument and what each rank has. This waits for all ranks
 on the host, so it is done for the first call of a kind alone, or for every call under ``KDACORE_CP_CHECK=always``.
+Every call besides carries a mark of its description with what it exchanges; where marks differ, results are NaN.
 """
 
 from __future__ import annotations
 
+import zlib
 from typing import Any, NamedTuple
 
 from kdacore import config
@@ -37,6 +39,11 @@ def description(opdef: OpDef, request: Request, options: tuple[Any, ...]) -> Des
     arrays = [(name, str(specs.get(name))) for name in opdef.arrays]
     given = [(name, repr(x)) for name, x in zip(opdef.options, options, strict=True) if name != "cp"]
     return Description(opdef.name, (*arrays, *given, ("requires_grad", str(request.needs_grad))))
+
+
+def mark_of(own: Description) -> float:
+    """A number for a description, whole and below 2**24, so that float32 holds it."""
+    return float(1 + zlib.crc32(repr(own).encode()) % (2**24 - 1))
 
 
 def agree(ranks: Any, own: Description) -> None:

@@ -1,4 +1,4 @@
-"""A call on one rank: which parts are computed, what is exchanged, and how the states of slices are found.
+"""A torch call on one rank: which parts are computed, what is exchanged, and how the states of slices are found.
 
 Forward: every rank finds the map of its leaving part; one gather; every rank folds the maps of the ranks before it into
 the state that its entering part starts from. Backward: no gradient flows through the maps. Every rank finds what its
@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from array_api_compat import array_namespace, device
+import torch
 
 from kdacore.parallel.fold import applied, folded, narrowed, widened
-from kdacore.parallel.layout import Layout
-from kdacore.types import Array, InputGrads, OutputGrads, Outputs, Request, SliceFunctions
+from kdacore.parallel.layout import Layout, ends_here, starts_here
+from kdacore.types import InputGrads, OutputGrads, Outputs, Request, SliceFunctions
 
 
 class Ranks(Protocol):
@@ -26,11 +26,11 @@ class Ranks(Protocol):
     size: int
     rank: int
 
-    def all_gather(self, x: Array) -> Callable[[], Array]:
+    def all_gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start gathering an array of every rank, in their order. The result waits for it: ``[size, *x.shape]``."""
         ...
 
-    def all_reduce(self, x: Array) -> Array:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks. ``x`` may be overwritten."""
         ...
 
@@ -42,151 +42,176 @@ class Slice(NamedTuple):
     """As :class:`kdacore.types.SliceFunctions` takes it."""
     functions: SliceFunctions
     ranks: Ranks
+    mark: float = 0.0
+    """A number that stands for the call: travels with the maps, so that each rank sees whether the others make it."""
+
+
+MARKS = 4
+"""Times that the mark is written behind the maps, to keep what follows aligned."""
 
 
 class Residuals(NamedTuple):
     """What a backward needs besides the inputs."""
 
-    starts: Array
-    """``[N, HV, K, V]``: the state that each local part starts from."""
-    transitions: Array
+    start: torch.Tensor
+    """``[G, HV, K, V]``: the state that the entering part of each row starts from. The others start from their initial
+    states, so they are not kept."""
+    transitions: torch.Tensor
     """``[size - 1 - rank, G, HV, K, K]``: M of the ranks behind this one."""
-    saved: tuple[Array, ...] = ()
+    saved: tuple[torch.Tensor, ...] = ()
     """The backend's own."""
 
 
+class Rows(NamedTuple):
+    """A packed row on one rank."""
+
+    cu_seqlens: torch.Tensor
+    """Over the whole row, in a dtype that holds its length."""
+    place: Layout
+
+
 def forward(
-    slice: Slice, inputs: Any, place: Layout | None, initial_state: Array | None
+    slice: Slice, inputs: Any, rows: Rows | None, initial_state: torch.Tensor | None
 ) -> tuple[Outputs, Residuals]:
     """Run one rank's slice. ``final_state``, where asked for, is that of every sequence, on every rank.
 
     Args:
         slice: of this rank.
         inputs: its arrays; packed, with local offsets.
-        place: of the sequences on this rank; None of a row that is not packed.
+        rows: the sequences on this rank; None of rows that are not packed.
         initial_state: ``[N, HV, K, V]`` of all sequences; zeros when None.
     """
-    request, functions, ranks = slice
-    xp = array_namespace(inputs.q)
-    M, C, pending = functions.begin(request, inputs, None if place is None else place.leaving)
-    wait = ranks.all_gather(xp.concat([M, C], axis=-1))
-    # Until the maps are there: what the fold needs besides.
-    starts = _zero_states(request, inputs.q) if initial_state is None else initial_state
+    request, functions, ranks, _ = slice
+    M, C, pending = functions.begin(request, inputs, None if rows is None else rows.place.leaving)
+    wait = ranks.all_gather(torch.cat([M.reshape(-1), C.reshape(-1), M.new_full((MARKS,), slice.mark)]))
+    initial = _zero_states(request, inputs.q) if initial_state is None else initial_state
     gathered = wait()
-    M, C = gathered[..., : request.K], gathered[..., request.K :]
-    starts = _starts(ranks, M, C, starts, place)
-    outputs = functions.finish(request, inputs, pending, starts)
-    residuals = Residuals(starts, M[ranks.rank + 1 :, ...], outputs.saved)
+    transitions = gathered[:, : M.numel()].view(-1, *M.shape)
+    states = gathered[:, M.numel() : -MARKS].view(-1, *C.shape)
+    start = _start(slice, transitions, states, initial, rows)
+    # Not a number where another rank makes another call: nothing may pass for a result then.
+    start = torch.where((gathered[:, -MARKS:] == slice.mark).all(), start, torch.nan)
+    outputs = functions.finish(request, inputs, pending, _all_starts(initial, start, rows))
+    residuals = Residuals(start, transitions[ranks.rank + 1 :], outputs.saved)
     if not request.output_final_state:
         return outputs._replace(saved=()), residuals
-    final = outputs.final_state
-    if place is not None:
-        final = _kept(xp, place.ends_here, final)
-    elif ranks.rank < ranks.size - 1:
-        final = xp.zeros_like(final)
+    final = _of_sequences(slice, rows, ends_here, ranks.size - 1, outputs.final_state)
     return outputs._replace(final_state=ranks.all_reduce(final), saved=()), residuals
 
 
 def backward(
-    slice: Slice, inputs: Any, place: Layout | None, residuals: Residuals, grads: OutputGrads
+    slice: Slice,
+    inputs: Any,
+    rows: Rows | None,
+    initial_state: torch.Tensor | None,
+    residuals: Residuals,
+    grads: OutputGrads,
 ) -> InputGrads:
     """The gradients of one rank's slice. That of ``initial_state`` is the rank's share, for all N sequences.
 
     Args:
-        slice, inputs, place: as in :func:`forward`.
+        slice, inputs, rows, initial_state: as in :func:`forward`.
         residuals: that it returned.
         grads: that reached this rank's copies of the results; ``final_state`` as the local one.
     """
-    request, functions, ranks = slice
-    starts, transitions, saved = residuals
-    xp = array_namespace(inputs.q)
+    request, functions, ranks, _ = slice
+    start, transitions, saved = residuals
     dfinal = None
-    if (
-        request.output_final_state
-    ):  # whether or not a gradient reached this rank's copy: others may wait for it
-        dfinal = ranks.all_reduce(
-            _zero_states(request, inputs.q)
-            if grads.final_state is None
-            else xp.asarray(grads.final_state, copy=True)
-        )
-        if place is not None:
-            dfinal = _kept(xp, place.ends_here, dfinal)
-        elif ranks.rank < ranks.size - 1:
-            dfinal = None
+    if request.output_final_state:
+        # Whether or not a gradient reached this rank's copy: it may have reached others'.
+        given = grads.final_state
+        mine = _zero_states(request, inputs.q) if given is None else given.clone()
+        dfinal = _of_sequences(slice, rows, ends_here, ranks.size - 1, ranks.all_reduce(mine))
     grads = OutputGrads(grads.o, dfinal)
-    entering = None if place is None else place.entering
+    entering = None if rows is None else rows.place.entering
+    initial = _zero_states(request, inputs.q) if initial_state is None else initial_state
+    starts = _all_starts(initial, start, rows)
     dstart, pending = functions.backward_begin(request, inputs, saved, grads, starts, entering)
-    behind = ranks.all_gather(dstart)()[ranks.rank + 1 :, ...]
-    ends = _ends(slice, transitions, behind, dfinal, place, inputs.q)
+    behind = ranks.all_gather(dstart)()[ranks.rank + 1 :]
+    ends = _zero_states(request, inputs.q) if dfinal is None else dfinal
+    ends = _ends(slice, transitions, behind, ends, rows)
     found = functions.backward_finish(request, inputs, saved, pending, grads, starts, ends)
-    if place is not None:
-        share = _kept(xp, place.starts_here, found.initial_state)
-    else:
-        share = found.initial_state if ranks.rank == 0 else xp.zeros_like(found.initial_state)
-    return found._replace(initial_state=share)
+    if initial_state is None:
+        return found
+    return found._replace(initial_state=_of_sequences(slice, rows, starts_here, 0, found.initial_state))
 
 
-def _starts(ranks: Ranks, M: Array, C: Array, initial: Array, place: Layout | None) -> Array:
-    """The state that each local part starts from: the initial state, or what the ranks before make of it."""
-    rank = ranks.rank
+def _start(
+    slice: Slice, M: torch.Tensor, C: torch.Tensor, initial: torch.Tensor, rows: Rows | None
+) -> torch.Tensor:
+    """The state that the entering part of each row starts from: what the ranks before make of its initial state, or
+    that itself."""
+    rank = slice.ranks.rank
+    before = initial if rows is None else initial.index_select(0, rows.place.entering)
     if rank == 0:
-        return initial
-    before = widened(M[:rank, ...]), widened(C[:rank, ...])
-    if place is None:
-        return narrowed(folded(*before, widened(initial)), C)
-    xp = array_namespace(M)
-    # Ranks before the one where the sequence begins hold others: as if they were not there.
-    within = _column(xp, _ranks(xp, 0, rank, M) >= place.first_rank, M)
-    eye = xp.eye(M.shape[-1], dtype=before[0].dtype, device=device(M))
-    M, C = xp.where(within, before[0], eye), xp.where(within, before[1], xp.zeros_like(before[1]))
-    state = narrowed(folded(M, C, widened(xp.take(initial, place.entering, axis=0))), initial)
-    return _with_row(xp, initial, place.entering, place.enters, state)
+        return before
+    M, C = M[:rank], C[:rank]
+    if rows is not None and rank > 1:  # ranks before the one where the sequence begins hold others
+        place = rows.place
+        within = _multiples(1, rank + 1, slice.request.T, place.begins) > place.begins[0]
+        unchanged = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
+        M = torch.where(_column(within, M), M, unchanged)
+        C = torch.where(_column(within, C), C, 0.0)
+    state = narrowed(folded(widened(M), widened(C), widened(before)), initial)
+    return state if rows is None else torch.where(rows.place.enters[:, None, None, None], state, before)
+
+
+def _all_starts(initial: torch.Tensor, start: torch.Tensor, rows: Rows | None) -> torch.Tensor:
+    """``[N, HV, K, V]``: the state that each local part starts from."""
+    return start if rows is None else initial.index_copy(0, rows.place.entering.long(), start)
 
 
 def _ends(
-    slice: Slice, transitions: Array, behind: Array, dfinal: Array | None, place: Layout | None, like: Array
-) -> Array:
-    """The gradient of the state that each local part ends in: of its final state, or from the ranks behind."""
-    request, _, ranks = slice
-    own = _zero_states(request, like) if dfinal is None else dfinal
-    first, count = ranks.rank + 1, int(behind.shape[0])
+    slice: Slice, transitions: torch.Tensor, behind: torch.Tensor, ends: torch.Tensor, rows: Rows | None
+) -> torch.Tensor:
+    """The gradient of the state that each local part ends in: of its final state, or from the ranks behind.
+
+    ``ends``: those of final states.
+    """
+    ranks, count = slice.ranks, behind.shape[0]
     if not count:
-        return own
-    xp = array_namespace(behind)
+        return ends
+    if rows is not None and count > 1:  # ranks behind the one where the sequence ends hold others
+        end = rows.place.ends[1]
+        begins_of_ranks = _multiples(ranks.rank + 1, ranks.size + 1, slice.request.T, end)
+        within = begins_of_ranks < end
+        behind = torch.where(_column(within[:-1], behind), behind, 0.0)
+        transitions = torch.where(_column(within[1:], transitions), transitions, 0.0)
     M, B = widened(transitions), widened(behind)
-    if place is not None:
-        number = _ranks(xp, first, ranks.size, behind)
-        through, within = number < place.last_rank, number <= place.last_rank
-        M = xp.where(_column(xp, through, M), M, xp.zeros_like(M))
-        B = xp.where(_column(xp, within, B), B, xp.zeros_like(B))
-    state = B[count - 1, ...]
+    state = B[-1]
     for q in reversed(range(count - 1)):
-        state = applied(xp.matrix_transpose(M[q, ...]), state, B[q, ...])
-    state = narrowed(state, own)
-    return state if place is None else _with_row(xp, own, place.leaving, place.leaves, state)
+        state = applied(M[q].mT, state, B[q])
+    if rows is None:
+        return narrowed(state, ends)
+    place = rows.place
+    own = ends.index_select(0, place.leaving)
+    end = torch.where(place.leaves[:, None, None, None], narrowed(state, ends), own)
+    return ends.index_copy(0, place.leaving.long(), end)
 
 
-def _zero_states(request: Request, like: Array) -> Array:
-    xp = array_namespace(like)
+def _zero_states(request: Request, like: torch.Tensor) -> torch.Tensor:
     shape = (request.N, request.HV, request.K, request.V)
-    return xp.zeros(shape, dtype=getattr(xp, request.state_dtype), device=device(like))
+    return torch.zeros(shape, dtype=getattr(torch, request.state_dtype), device=like.device)
 
 
-def _kept(xp: Any, kept: Array, states: Array) -> Array:
-    """The states of some sequences, and zeros for the others. A choice, not a product: the others may be NaN."""
-    return xp.where(kept[:, None, None, None], states, xp.zeros_like(states))
+def _of_sequences(
+    slice: Slice, rows: Rows | None, here: Callable[..., torch.Tensor], rank: int, states: torch.Tensor
+) -> torch.Tensor:
+    """The states of the sequences that are ``here``, and zeros for the others; not packed, all are on one rank.
+
+    A choice, not a product: the others may be NaN.
+    """
+    if rows is None:
+        return states if slice.ranks.rank == rank else torch.zeros_like(states)
+    kept = here(rows.cu_seqlens, slice.ranks.rank, slice.request.T)
+    return torch.where(kept[:, None, None, None], states, 0.0)
 
 
-def _with_row(xp: Any, states: Array, number: Array, wanted: Array, row: Array) -> Array:
-    """The states ``[N, ...]`` with ``row [1, ...]`` in place of that of one sequence, if that is wanted."""
-    here = (xp.arange(states.shape[0], dtype=number.dtype, device=device(states)) == number) & wanted
-    return xp.where(here[:, None, None, None], row, states)
+def _multiples(first: int, end: int, step: int, like: torch.Tensor) -> torch.Tensor:
+    """``[first * step, ..., (end - 1) * step]``."""
+    return torch.arange(first * step, end * step, step, dtype=like.dtype, device=like.device)
 
 
-def _ranks(xp: Any, first: int, end: int, like: Array) -> Array:
-    return xp.arange(first, end, dtype=xp.int32, device=device(like))
-
-
-def _column(xp: Any, flags: Array, like: Array) -> Array:
+def _column(flags: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Flags ``[R]`` that broadcast against ``like [R, ...]``."""
-    return xp.reshape(flags, (flags.shape[0], *([1] * (len(like.shape) - 1))))
+    return flags.reshape(-1, *[1] * (like.dim() - 1))

@@ -36,7 +36,7 @@ _library.define(
     f"ranks_chunk({plain.schema('chunk')}, str ranks) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define(
-    f"ranks_chunk_backward({plain.schema('chunk')}, str ranks, Tensor starts, Tensor transitions, "
+    f"ranks_chunk_backward({plain.schema('chunk')}, str ranks, Tensor start, Tensor transitions, "
     "Tensor? do, Tensor? dstate) -> Tensor[]"
 )
 
@@ -102,22 +102,22 @@ def _forward(*args: Any) -> tuple[torch.Tensor, ...]:
     for records in RECORDS.get():
         records.append(found.plan.selection)
     with torch.no_grad(), as_given(v):
-        outputs, residuals = found.forward(bound.inputs)
-    starts = transitions = None
+        outputs, residuals, _ = found.forward(bound.inputs)
+    start = transitions = None
     if bound.needs_grad:
-        starts, transitions = residuals[:2]
+        start, transitions = residuals[:2]
         given = bound.inputs.initial_state
-        if given is not None and starts.data_ptr() == given.data_ptr():
-            starts = starts.clone()  # an operator must not return what it was given
-    return tuple([plain.as_result(x, v) for x in (*outputs[:3], starts, transitions)])
+        if given is not None and start.data_ptr() == given.data_ptr():
+            start = start.clone()  # an operator must not return what it was given
+    return tuple([plain.as_result(x, v) for x in (*outputs[:3], start, transitions)])
 
 
 def _backward(*args: Any) -> list[torch.Tensor]:
     bound = plain.Bound("chunk", args)
     found = _call_of(bound)
-    _, starts, transitions, do, dstate = bound.rest
+    _, start, transitions, do, dstate = bound.rest
     with torch.no_grad(), as_given(bound.inputs.q):
-        grads = found.backward(bound.inputs, Residuals(starts, transitions), do, dstate)
+        grads = found.backward(bound.inputs, Residuals(start, transitions), do, dstate)
     return [plain.as_result(g, bound.inputs.q) for g in grads]
 
 
@@ -129,14 +129,14 @@ def _fake(*args: Any) -> tuple[torch.Tensor, ...]:
     checkpoints = none
     if request.checkpoint_every:
         checkpoints = v.new_empty(request.checkpoint_shape, dtype=state_dtype)
-    starts = transitions = v.new_empty(0)
+    start = transitions = v.new_empty(0)
     if bound.needs_grad:
         dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
         N, HV, K, V = request.N, request.HV, request.K, request.V
-        starts = v.new_empty((N, HV, K, V), dtype=dtype)
-        shape = ranks.size - 1 - ranks.rank, 1 if request.packed else N, HV, K, K
-        transitions = v.new_empty(shape, dtype=dtype)
-    return v.new_empty(v.shape), state, checkpoints, starts, transitions
+        G = 1 if request.packed else N
+        start = v.new_empty((G, HV, K, V), dtype=dtype)
+        transitions = v.new_empty((ranks.size - 1 - ranks.rank, G, HV, K, K), dtype=dtype)
+    return v.new_empty(v.shape), state, checkpoints, start, transitions
 
 
 def _fake_backward(*args: Any) -> list[torch.Tensor]:
@@ -153,10 +153,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _join(ctx: Any, *grads: Any) -> Any:
-    *arrays, starts, transitions = ctx.saved_tensors
-    found = torch.ops.kdacore.ranks_chunk_backward(
-        ctx.op, *arrays, *ctx.rest, starts, transitions, *grads[:2]
-    )
+    *arrays, start, transitions = ctx.saved_tensors
+    found = torch.ops.kdacore.ranks_chunk_backward(ctx.op, *arrays, *ctx.rest, start, transitions, *grads[:2])
     by_name = dict(zip(_GRADS, found, strict=True))
     needed = ctx.needs_input_grad[1 : 1 + len(_ARRAYS)]
     out = [by_name.get(n) if need else None for n, need in zip(_ARRAYS, needed, strict=True)]

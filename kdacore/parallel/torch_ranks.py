@@ -113,7 +113,7 @@ def ranks_of(op: str, cp: Any) -> TorchRanks:
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ContractError(op, "cp", "a group that this process does not belong to", WANTED)
     if not isinstance(group, dist.ProcessGroup):
-        raise ContractError(op, "cp", _described(cp), WANTED)
+        raise _no_group(op, cp)
     found = _known.get(group.group_name)
     if found is None or found.group is not group:
         if dist.get_rank(group) < 0:
@@ -122,15 +122,19 @@ def ranks_of(op: str, cp: Any) -> TorchRanks:
     return found
 
 
-def _described(cp: Any) -> str:
-    """What was passed in place of a group. Contexts of other libraries may name a layout that is not served."""
+def _no_group(op: str, cp: Any) -> ContractError:
+    """The error for something in place of a group. Contexts of other libraries may have a layout that is not served."""
     kind = type(cp)
     got = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    named = [name for name in ("layout", "zigzag") if getattr(cp, name, None)]
-    if named:
-        got += " with " + ", ".join(f"{name}={getattr(cp, name)!r}" for name in named)
-        got += "; only contiguous slices are served, rank r holding tokens [r*T, (r+1)*T)"
-    return got
+    layout = getattr(cp, "layout", "contiguous")
+    if layout != "contiguous":
+        got += f" with layout {layout!r}"
+        return ContractError(
+            op, "cp", got, "contiguous slices: rank r holds tokens [r*T, (r+1)*T) of the whole row"
+        )
+    if isinstance(getattr(cp, "group", None), dist.ProcessGroup):
+        return ContractError(op, "cp", got, "its group, with cu_seqlens over the whole row")
+    return ContractError(op, "cp", got, WANTED)
 
 
 def ranks_of_name(name: str) -> TorchRanks:

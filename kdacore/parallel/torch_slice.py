@@ -19,8 +19,8 @@ from kdacore.dispatch.selection import Policy
 from kdacore.errors import ContractError, UnsupportedError
 from kdacore.ops import OpDef
 from kdacore.parallel import exchange
-from kdacore.parallel.agreement import agree, description, report
-from kdacore.parallel.exchange import Residuals, Slice
+from kdacore.parallel.agreement import agree, description, mark_of, report
+from kdacore.parallel.exchange import Residuals, Rows, Slice
 from kdacore.parallel.layout import layout, local_offsets
 from kdacore.parallel.local_call import (
     check_arguments,
@@ -53,31 +53,33 @@ class SliceCall:
         self.ranks = ranks
         self.plan = plan
         """Of the slice: its backend, and what results are held to."""
-        self.slice = Slice(plan.request, functions, ranks)
         self.description = description(opdef, request, options)
+        self.slice = Slice(plan.request, functions, ranks, mark_of(self.description))
         self.gradients_checked = False
 
-    def local(self, inputs: Any) -> tuple[Any, Any]:
+    def local(self, inputs: Any) -> tuple[Any, Rows | None]:
         """The slice's own arrays, and the place of its sequences."""
         cu, T, ranks = inputs.cu_seqlens, self.request.T, self.ranks
         if cu is None:
             return inputs._replace(initial_state=None), None
-        place = layout(cu.long() if ranks.size * T >= 2**31 else cu, ranks.rank, T)
+        wide = cu.long() if ranks.size * T >= 2**31 else cu
+        rows = Rows(wide, layout(wide, ranks.rank, T))
+        return self._with_offsets(inputs, rows), rows
+
+    def _with_offsets(self, inputs: Any, rows: Rows) -> Any:
         host = inputs.cu_seqlens_cpu
         return inputs._replace(
             initial_state=None,
-            cu_seqlens=place.offsets.to(cu.dtype),
-            cu_seqlens_cpu=None if host is None else local_offsets(host, ranks.rank, T),
-        ), place
+            cu_seqlens=rows.place.offsets.to(inputs.cu_seqlens.dtype),
+            cu_seqlens_cpu=None if host is None else local_offsets(host, self.ranks.rank, self.request.T),
+        )
 
-    def forward(self, inputs: Any) -> tuple[Outputs, Residuals]:
+    def forward(self, inputs: Any) -> tuple[Outputs, Residuals, Rows | None]:
         """The results as the caller has them, and what the backward needs."""
-        local, place = self.local(inputs)
+        local, rows = self.local(inputs)
         if self.plan.validate:
             self._check_values(inputs, local)
-        initial = states_in(self.request, inputs.initial_state)
-        initial = None if initial is None else initial.contiguous()
-        outputs, residuals = exchange.forward(self.slice, local, place, initial)
+        outputs, residuals = exchange.forward(self.slice, local, rows, self._initial(inputs))
         if not self.plan.results_checked:
             results.check_results(self.plan, local, outputs)
             self.plan.results_checked = True
@@ -85,21 +87,32 @@ class SliceCall:
             None if x is None else states_out(self.request, x).contiguous()
             for x in (outputs.final_state, outputs.checkpoints)
         )
-        return Outputs(outputs.o, final, checkpoints), residuals
+        return Outputs(outputs.o, final, checkpoints), residuals, rows
 
-    def backward(self, inputs: Any, residuals: Residuals, do: Any, dstate: Any) -> InputGrads:
-        """This rank's gradients, as the caller has them."""
-        local, place = self.local(inputs)
+    def backward(
+        self, inputs: Any, residuals: Residuals, do: Any, dstate: Any, rows: Rows | None = None
+    ) -> InputGrads:
+        """This rank's gradients, as the caller has them. ``rows``: those of the forward, else found again."""
+        if rows is None:
+            local, rows = self.local(inputs)
+        else:
+            local = self._with_offsets(inputs, rows)
         dstate = states_in(self.request, dstate)
-        grads = exchange.backward(self.slice, local, place, residuals, OutputGrads(do, dstate))
+        initial, given = self._initial(inputs), OutputGrads(do, dstate)
+        grads = exchange.backward(self.slice, local, rows, initial, residuals, given)
         if not self.gradients_checked:
+            every = (True,) * len(InputGrads._fields)
             self.plan.check_gradients(
-                local._replace(initial_state=residuals.starts), grads, (True,) * len(InputGrads._fields)
-            )
+                local._replace(initial_state=inputs.q), grads, every
+            )  # given, as all else
             self.gradients_checked = True
         if inputs.initial_state is None:
             return grads._replace(initial_state=None)
         return grads._replace(initial_state=states_out(self.request, grads.initial_state).contiguous())
+
+    def _initial(self, inputs: Any) -> Any:
+        states = states_in(self.request, inputs.initial_state)
+        return None if states is None else states.contiguous()
 
     def _check_values(self, inputs: Any, local: Any) -> None:
         """The values of every rank, and that offsets are the same on all. What is wrong on one is an error on all."""

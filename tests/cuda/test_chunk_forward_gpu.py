@@ -99,3 +99,25 @@ def test_host_time() -> None:
     took = time.perf_counter() - start
     torch.cuda.synchronize()
     assert took / 300 < 50e-6
+
+
+@GATES
+def test_many_short_sequences(options: dict[str, Any]) -> None:
+    """A way of their own through the same kernel: the bits of a pack and of a longer call's start."""
+    B, H = 300, 4
+    d = Draw(1, device="cuda")
+    tokens = {name: d.normal(B, 150, H, 128) for name in ("q", "k", "v")}
+    gate = {name: x.cuda() for name, x in d.gate("init", B, 150, H, 128).items()}
+    whole = ChunkInputs(**tokens, beta=d.normal(B, 150, H), **gate)
+    want = run(whole, **options).o
+    for T in (1, 15, 16, 17, 33, 64, 128):
+        cut = {n: getattr(whole, n)[:, :T].contiguous() for n in ("q", "k", "v", "g", "beta")}
+        batch = whole._replace(**cut)
+        got = run(batch, **options)
+        assert torch.equal(got.o, want[:, :T])
+        packed = {n: x.flatten(0, 1)[None] for n, x in cut.items()}
+        offsets = T * torch.arange(B + 1, device="cuda")
+        other = run(batch._replace(**packed, cu_seqlens=offsets), **options)
+        assert torch.equal(other.o.reshape(got.o.shape), got.o)
+        assert torch.equal(other.final_state, got.final_state)
+        assert all(same(run(batch, **options), got) for _ in range(20))

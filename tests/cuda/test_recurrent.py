@@ -104,11 +104,14 @@ def mode_of(name: str) -> int:
     return int(name[-1])
 
 
+@pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-def test_every_mode_gives_the_same_bits(emulated: list[str], v_first: bool, state_dtype: torch.dtype) -> None:
-    pool = torch.randn(3, 4, 64, 64).to(state_dtype)
-    several = draw(2, 3, H=2, HV=4, initial_state=pool, state_indices=torch.tensor([2, 0]))
+def test_every_mode_gives_the_same_bits(
+    emulated: list[str], K: int, v_first: bool, state_dtype: torch.dtype
+) -> None:
+    pool = torch.randn(3, 4, K, K).to(state_dtype)
+    several = draw(2, 3, H=2, HV=4, K=K, initial_state=pool, state_indices=torch.tensor([2, 0]))
     tokens = {name: getattr(several, name)[:, :1] for name in ("q", "k", "v", "g", "beta")}
     one = several._replace(**{name: x.contiguous() for name, x in tokens.items()})
     strided = several._replace(**tokens)
@@ -116,6 +119,22 @@ def test_every_mode_gives_the_same_bits(emulated: list[str], v_first: bool, stat
     assert [mode_of(name) for name in emulated] == [2, 2, 1, 1, 0, 0]  # each by the shorter way too
     assert torch.equal(first[0], first[1])
     assert torch.equal(first[0], first[2])
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+def test_several_tokens_are_as_many_calls(emulated: list[str], v_first: bool) -> None:
+    """Bit for bit, outputs and state, whatever kernel serves one token and whatever several."""
+    several = draw(2, 5, H=2, HV=4, K=128, initial_state=torch.randn(2, 4, 128, 128))
+    want = check(several, state_v_first=v_first, output_final_state=True, **BOUNDED_MODEL)
+    state = several.initial_state
+    for t in range(5):
+        tokens = {n: getattr(several, n)[:, t : t + 1].contiguous() for n in ("q", "k", "v", "g", "beta")}
+        one = several._replace(**tokens, initial_state=state, state_indices=torch.tensor([0, 1]))
+        got = check(one, state_v_first=v_first, output_final_state=True, **BOUNDED_MODEL)
+        assert torch.equal(got.o[:, 0], want.o[:, t])
+        state = got.final_state
+    assert torch.equal(state, want.final_state)
+    assert {mode_of(name) for name in emulated} == {1, 2}
 
 
 @pytest.mark.parametrize("name", ["g", "beta", "dt_bias", "no pool", "int32"])

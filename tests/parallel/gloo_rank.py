@@ -207,7 +207,7 @@ def without_gradients_there_is_one_exchange(here: Here) -> None:
     kdacore.chunk_kda(*arrays, cp=here.group)
     with counted() as found:
         kdacore.chunk_kda(*arrays, cp=here.group)
-    assert found == [(here.size - 1) * 16 * (16 + 16) * 4]
+    assert found == [(here.size - 1) * (16 * (16 + 16) * 4 + 16)]
 
 
 def later_calls_do_not_compare_arguments(here: Here) -> None:
@@ -245,9 +245,10 @@ def ranks_that_disagree(here: Here) -> None:
             call(*arrays, cp=here.group)
         else:
             kdacore.chunk_gated_delta_rule(*arrays[:3], arrays[3][..., 0], arrays[4], cp=here.group)
-    # Shapes that either rank has agreed to before.
+    # Shapes that either rank has agreed to before: not compared again, but nothing passes for a result.
     for T in (50, 51):
-        call(*plain_arrays(here, T), cp=here.group)
+        assert call(*plain_arrays(here, T), cp=here.group)[0].isfinite().all()
+    assert call(*plain_arrays(here, 50 if first else 51), cp=here.group)[0].isnan().all()
     with environment(KDACORE_CP_CHECK="always"), raises(kdacore.ContractError, "'q'", "50", "51"):
         call(*plain_arrays(here, 50 if first else 51), cp=here.group)
 
@@ -303,6 +304,8 @@ def what_has_no_meaning_on_ranks(here: Here) -> None:
             call(*arrays, cp=bad)
     with raises(kdacore.ContractError, "'cp'", "zigzag", "contiguous"):
         call(*arrays, cp=type("Context", (), {"layout": "zigzag"})())
+    with raises(kdacore.ContractError, "'cp'", "its group", "whole row"):
+        call(*arrays, cp=type("Context", (), {"layout": "contiguous", "group": cp})())
     with raises(kdacore.ContractError, "'cp'", "numpy"):
         call(*[x.numpy() for x in arrays], cp=cp)
     with raises(kdacore.UnsupportedError, "batch_invariant"), kdacore.batch_invariant():

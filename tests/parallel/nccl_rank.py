@@ -1,9 +1,14 @@
-"""One of several processes with a GPU each, over NCCL: ``python nccl_rank.py <rank> <size> <folder>``."""
+"""One of several processes with a GPU each, over NCCL: ``python nccl_rank.py <rank> <size> <folder> [check ...]``.
+
+With ``fake`` among the checks, the others' tensors are pretended to be this process's: what a rank does can so be
+captured and compiled on one GPU.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,20 +23,18 @@ from test_gpu import cases
 import kdacore
 
 
-def results(rank: int, size: int) -> None:
-    for backend in ("cuda", "triton"):
-        for whole in cases(size, backend):
-            arrays = rank_calls.share(whole, size, rank, "cuda")
-            options = dict(whole.options)
-            if not kdacore.explain(whole.op, **arrays, **options, cp=size, backend=backend).backend:
-                continue
-            begun = time.perf_counter()
-            shares: list[Any] = [None] * size
-            mine = rank_calls.run_rank(whole, dist.group.WORLD, size, rank, "cuda")
-            dist.all_gather_object(shares, mine)
-            if rank == 0:
-                rank_calls.check(whole, shares)
-                print(backend, whole.note, f"passed, {time.perf_counter() - begun:.1f} s", flush=True)
+def results(rank: int, size: int, backend: str) -> None:
+    for whole in cases(size, backend):
+        arrays = rank_calls.share(whole, size, rank, "cuda")
+        if not kdacore.explain(whole.op, **arrays, **dict(whole.options), cp=size, backend=backend).backend:
+            continue
+        begun = time.perf_counter()
+        shares: list[Any] = [None] * size
+        mine = rank_calls.run_rank(whole, dist.group.WORLD, size, rank, "cuda")
+        dist.all_gather_object(shares, mine)
+        if rank == 0:
+            rank_calls.check(whole, shares)
+            print(backend, whole.note, f"{time.perf_counter() - begun:.1f} s", flush=True)
 
 
 def arrays_of(T: int, seed: int, grad: bool = False) -> list[Any]:
@@ -69,8 +72,6 @@ def captured(rank: int) -> None:
     graph.replay()
     for found, wanted in zip(results, step(fresh), strict=True):
         assert torch.equal(found, wanted)
-    if rank == 0:
-        print("captured", flush=True)
 
 
 def compiled(rank: int) -> None:
@@ -85,8 +86,6 @@ def compiled(rank: int) -> None:
         torch.autograd.grad(found.float().sum(), x), torch.autograd.grad(wanted.float().sum(), x), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
-    if rank == 0:
-        print("compiled", flush=True)
 
 
 def no_synchronisation(rank: int) -> None:
@@ -119,20 +118,43 @@ def groups_and_devices(rank: int, size: int) -> None:
         raise AssertionError("no error")
 
 
-def main(rank: int, size: int, folder: Path) -> None:
+CHECKS: dict[str, Callable[[int, int], None]] = {
+    "groups": groups_and_devices,
+    "synchronisation": lambda rank, size: no_synchronisation(rank),
+    "captured": lambda rank, size: captured(rank),
+    "compiled": lambda rank, size: compiled(rank),
+    "cuda": lambda rank, size: results(rank, size, "cuda"),
+    "triton": lambda rank, size: results(rank, size, "triton"),
+}
+
+
+def start(rank: int, size: int, folder: Path, fake: bool) -> None:
+    """Join the group: over NCCL, or a pretended one, in which every rank's tensors are this one's."""
+    if fake:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        return
     torch.cuda.set_device(rank)
-    store = dist.FileStore(str(folder / "store"), size)
-    where = torch.device("cuda", rank)
     dist.init_process_group(
-        "nccl", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60), device_id=where
+        "nccl",
+        store=dist.FileStore(str(folder / "store"), size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+        device_id=torch.device("cuda", rank),
     )
-    results(rank, size)
-    groups_and_devices(rank, size)
-    no_synchronisation(rank)
-    captured(rank)
-    compiled(rank)
+
+
+def main(rank: int, size: int, folder: Path, names: list[str]) -> None:
+    fake = "fake" in names
+    start(rank, size, folder, fake)
+    for name in [name for name in names if name != "fake"] or CHECKS:
+        CHECKS[name](rank, size)
+        if rank == 0 or fake:
+            print(name, "passed", flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.context_parallel import __main__ as command
-from benchmarks.context_parallel import check, picture, rows
+from benchmarks.context_parallel import check, command, picture, rows
 from benchmarks.context_parallel.ranks import Rank
 from benchmarks.context_parallel.rows import RowCase
 from kdacore.bench.clock import Timing

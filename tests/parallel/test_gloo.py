@@ -41,7 +41,7 @@ def assert_all_pass(size: int, folder: Path, kind: str, at_least: int, timeout: 
     assert len(passed) == size and all(len(names) >= at_least for names in passed)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.exhaustive), 4])
+@pytest.mark.parametrize("size", [2, *[pytest.param(n, marks=pytest.mark.exhaustive) for n in (3, 4)]])
 def test_ranks(size: int, tmp_path: Path) -> None:
     assert_all_pass(size, tmp_path, "all", at_least=11, timeout=240)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kdacore.parallel.layout import layout, local_offsets
+from kdacore.parallel.layout import ends_here, layout, local_offsets, starts_here
 
 
 def counted(offsets: Any, rank: int, T: int) -> dict[str, Any]:
@@ -18,14 +18,14 @@ def counted(offsets: Any, rank: int, T: int) -> dict[str, Any]:
     mine = holder[rank * T : (rank + 1) * T]
     first, last = mine[0], mine[-1]
     ranks_of = {n: [t // T for t, m in enumerate(holder) if m == n] or [0] for n in range(N)}
+    edge = {n: (offsets[n], offsets[n + 1]) for n in range(N)}
     return {
         "lengths": [mine.count(n) for n in range(N)],
         "entering": first,
         "leaving": last,
         "enters": first is not None and ranks_of[first][0] < rank,
         "leaves": last is not None and ranks_of[last][-1] > rank,
-        "first_rank": None if first is None else ranks_of[first][0],
-        "last_rank": None if last is None else ranks_of[last][-1],
+        "edges": [edge.get(first), edge.get(last)],
         "starts_here": [ranks_of[n][0] == rank for n in range(N)],
         "ends_here": [ranks_of[n][-1] == rank for n in range(N)],
     }
@@ -46,27 +46,24 @@ PACKS = (
 def test_every_rank(pack: tuple[int, ...], dtype: str) -> None:
     T = 8
     for rank in range(5):
-        found = layout(torch.tensor(pack, dtype=getattr(torch, dtype)), rank, T)
+        offsets = torch.tensor(pack, dtype=getattr(torch, dtype))
+        found = layout(offsets, rank, T)
         wanted = counted(pack, rank, T)
         assert np.diff(found.offsets.numpy()).tolist() == wanted["lengths"]
         assert 0 <= int(found.offsets[0]) <= int(found.offsets[-1]) <= T
-        for name in ("enters", "leaves", "starts_here", "ends_here"):
-            assert getattr(found, name).tolist() == np.atleast_1d(wanted[name]).tolist(), (rank, name)
-        for name, rank_name in (("entering", "first_rank"), ("leaving", "last_rank")):
+        for name in ("enters", "leaves"):
+            assert getattr(found, name).tolist() == [wanted[name]], (rank, name)
+        assert starts_here(offsets, rank, T).tolist() == wanted["starts_here"], rank
+        assert ends_here(offsets, rank, T).tolist() == wanted["ends_here"], rank
+        for i, name in enumerate(("entering", "leaving")):
             number = getattr(found, name)
-            assert number.shape == (1,) and 0 <= int(number) < len(pack) - 1
+            assert number.shape == (1,) and number.dtype is torch.int32 and 0 <= int(number) < len(pack) - 1
             if wanted[name] is not None:  # else padding: any sequence
                 assert int(number) == wanted[name]
-                assert int(getattr(found, rank_name)) == wanted[rank_name]
+                assert (int(found.begins[i]), int(found.ends[i])) == wanted["edges"][i]
 
 
 def test_offsets_in_any_library() -> None:
     offsets = [0, 3, 9, 20]
     for array in (np.array(offsets), torch.tensor(offsets)):
         assert local_offsets(array, 1, 8).tolist() == [0, 0, 1, 8]
-
-
-def test_rows_of_no_token() -> None:
-    found = layout(torch.tensor([0, 0, 0]), 1, 0)
-    assert found.ends_here.tolist() == found.starts_here.tolist() == [False, False]
-    assert not found.enters and not found.leaves

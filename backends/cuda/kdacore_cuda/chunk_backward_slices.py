@@ -116,7 +116,8 @@ def backward_begin(
     d_final = None if grads.final_state is None else grads.final_state.contiguous()
     lead = plan.slots, request.HV
     arrays = chunk_backward.make_workspace(plan.chunks, x.q, *chunk_backward.WORKSPACE)
-    arrays |= {n: x.q.new_empty((*lead, size), dtype=dtype) for n, (size, dtype) in WORKSPACE.items()}
+    forms = WORKSPACE.items()
+    arrays |= {n: x.q.new_empty((*lead, size), dtype=getattr(torch, dtype)) for n, (size, dtype) in forms}
     arrays |= {"d_o": d_o, "h0": starts.contiguous()}
     result = starts.new_empty((plan.results, request.HV, 128, 128))
     prepare = prepare_kernel(plan.chunks.float_gate, plan.chunks.bounded)

@@ -63,7 +63,7 @@ def _given(request: Request, inputs: ChunkInputs) -> Arrays:
 
 def _run_forward(request: Request, arrays: Any, groups: int) -> Arrays:
     r = request
-    made = chunk_forward_launches.launches_of(r, arrays["g"].dtype.name)
+    made = chunk_forward_launches.launches_of(r, g_type=arrays["g"].dtype.name)
     results: dict[str, Form] = {"o": ((r.B, r.T, r.HV, r.V), r.dtype)}
     states, in_place = state_results(r, arrays)
     results |= states

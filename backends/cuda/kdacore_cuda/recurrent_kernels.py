@@ -37,6 +37,8 @@ class RecurrentTile(NamedTuple):
     """Blocks that a multiprocessor must have registers for."""
     columns: int
     """Columns of V that a block computes."""
+    parts: int = 1
+    """Parts in which a warp adds up its channels."""
 
     @property
     def threads(self) -> int:
@@ -44,7 +46,7 @@ class RecurrentTile(NamedTuple):
 
     def shared_bytes(self, K: int, v_first: bool) -> int:
         """Dynamic shared memory in bytes. The kernel source has the layout."""
-        return 0 if v_first else 2 * (12 * K + self.warps * 4 * (2 * self.columns + 4))
+        return 0 if v_first else 2 * (12 * K + self.warps * self.parts * 4 * (2 * self.columns + 4))
 
 
 _TILES: dict[tuple[int, bool, bool], tuple[int, int, int, tuple[int, int, int]]] = {
@@ -60,6 +62,9 @@ _TILES: dict[tuple[int, bool, bool], tuple[int, int, int, tuple[int, int, int]]]
 """Head dim, V first, bfloat16 state -> warps, pieces per lane, columns, and blocks per
 multiprocessor of the first three modes; the fourth has the third's."""
 
+_SEVERAL_TOKENS = {(128, False, False): RecurrentTile(4, 16, 3, 64, parts=2)}
+"""The same -> the tile of the mode CONTIGUOUS where it is not the usual one. The order of sums is the same."""
+
 
 def recurrent_tile(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> RecurrentTile:
     """The tile of one kernel. It does not depend on the batch or the tokens, so neither changes the
@@ -72,6 +77,8 @@ def recurrent_tile(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode)
         bf16_state: states are bfloat16, not float32.
         mode: which calls it serves.
     """
+    if mode == RecurrentMode.CONTIGUOUS and (K, v_first, bf16_state) in _SEVERAL_TOKENS:
+        return _SEVERAL_TOKENS[K, v_first, bf16_state]
     warps, rows, columns, min_blocks = _TILES[K, v_first, bf16_state]
     return RecurrentTile(warps, rows, min_blocks[min(mode, RecurrentMode.ONE_TOKEN)], columns)
 
@@ -99,6 +106,7 @@ def recurrent_kernel(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMod
         ("K_DIM", K),
         ("WARPS", tile.warps),
         ("ROWS", tile.rows),
+        ("PARTS", tile.parts),
         ("MIN_BLOCKS", tile.min_blocks),
         ("COLUMNS", tile.columns),
         ("V_FIRST", int(v_first)),

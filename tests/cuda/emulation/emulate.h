@@ -57,7 +57,6 @@ inline int block_index() { return emu::me->block->index; }
 inline int grid_blocks() { return emu::grid; }
 
 inline int opaque(int x) { return x; }
-#define rarely(x) (x)
 inline void wait_for_inputs() {}
 inline void launch_dependents() {}
 inline void pause(u32) {}

@@ -105,11 +105,6 @@ __device__ __forceinline__ int opaque(int x) {
   return x;
 }
 
-// Of a condition: what follows from it is placed behind the usual way's instructions, which then lie side
-// by side. Where several roles share the instruction cache, a jump that misses costs 200 cycles.
-// A macro, as the compiler forgets what a function of its own said.
-#define rarely(x) __builtin_expect(!!(x), 0)
-
 // --- lanes ---------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float shuffle_xor(float x, int mask) {

@@ -24,7 +24,7 @@ __device__ __forceinline__ bool is_null(const Params& p, u64 rows, int index, bo
 // Whether sequence n has no slot: its tokens are not read, its output and final state are zero.
 template <class Params>
 __device__ __forceinline__ bool is_padding(const Params& p, int n) {
-  return rarely(p.reads) && is_null(p, p.reads, n, p.flags & FLAG_INDEX64);
+  return p.reads && is_null(p, p.reads, n, p.flags & FLAG_INDEX64);
 }
 
 // A row number, negative if it names no slot.
@@ -51,8 +51,8 @@ template <class Params>
 __device__ __forceinline__ u64 initial_state_at(const Params& p, int n, int hv, int matrix) {
   if (!p.h0) return 0;
   int row = n;
-  if (rarely(p.reads)) row = slot_at(p, p.reads, n, p.flags & FLAG_INDEX64);
-  if (rarely(p.has_initial) && !reinterpret_cast<const unsigned char*>(p.has_initial)[n]) row = -1;
+  if (p.reads) row = slot_at(p, p.reads, n, p.flags & FLAG_INDEX64);
+  if (p.has_initial && !reinterpret_cast<const unsigned char*>(p.has_initial)[n]) row = -1;
   return row < 0 ? 0 : state_at(p, p.h0, row, p.h0_row, hv, matrix);
 }
 
@@ -61,6 +61,6 @@ template <class Params>
 __device__ __forceinline__ u64 final_state_at(const Params& p, int n, int hv, int matrix) {
   if (!p.ht) return 0;
   int row = n;
-  if (rarely(p.writes)) row = is_padding(p, n) ? -1 : slot_at(p, p.writes, n, p.flags & FLAG_WRITES64);
+  if (p.writes) row = is_padding(p, n) ? -1 : slot_at(p, p.writes, n, p.flags & FLAG_WRITES64);
   return row < 0 ? 0 : state_at(p, p.ht, row, p.ht_row, hv, matrix);
 }

@@ -27,8 +27,8 @@ __device__ __forceinline__ void each_pair(S& s, int lane, int column, u64 base, 
 template <int K, int V, bool V_FIRST>
 __device__ __forceinline__ void read_state_layout(float (&s)[K / 8][4], int lane, int column, u64 base,
                                                   bool bf16) {
-  if (rarely(bf16)) {
-    if (V_FIRST && !rarely(base % 4)) {  // two in one access; pools may begin anywhere
+  if (bf16) {
+    if (V_FIRST && base % 4 == 0) {  // two in one access; pools may begin anywhere
       each_pair<K, V, V_FIRST, 2>(s, lane, column, base, [](float& x, float& y, u64 at, int) {
         const u32 pair = load_global4(at);
         x = bf16_low(pair), y = bf16_high(pair);
@@ -38,7 +38,7 @@ __device__ __forceinline__ void read_state_layout(float (&s)[K / 8][4], int lane
         x = bf16_low(load_global2(at)), y = bf16_low(load_global2(at + step));
       });
     }
-  } else if (V_FIRST && !rarely(base % 8)) {
+  } else if (V_FIRST && base % 8 == 0) {
     each_pair<K, V, V_FIRST, 4>(s, lane, column, base, [](float& x, float& y, u64 at, int) {
       const uint2 pair = load_global8(at);
       x = __uint_as_float(pair.x), y = __uint_as_float(pair.y);
@@ -53,8 +53,8 @@ __device__ __forceinline__ void read_state_layout(float (&s)[K / 8][4], int lane
 template <int K, int V, bool V_FIRST>
 __device__ __forceinline__ void write_state_layout(const float (&s)[K / 8][4], int lane, int column, u64 base,
                                                    bool bf16) {
-  if (rarely(bf16)) {
-    if (V_FIRST && !rarely(base % 4)) {  // two in one access; pools may begin anywhere
+  if (bf16) {
+    if (V_FIRST && base % 4 == 0) {  // two in one access; pools may begin anywhere
       each_pair<K, V, V_FIRST, 2>(s, lane, column, base, [](float x, float y, u64 at, int) {
         store_global4(at, pack_bf16(x, y));
       });
@@ -64,7 +64,7 @@ __device__ __forceinline__ void write_state_layout(const float (&s)[K / 8][4], i
         store_global2(at, pair), store_global2(at + step, pair >> 16);
       });
     }
-  } else if (V_FIRST && !rarely(base % 8)) {
+  } else if (V_FIRST && base % 8 == 0) {
     each_pair<K, V, V_FIRST, 4>(s, lane, column, base, [](float x, float y, u64 at, int) {
       store_global8(at, __float_as_uint(x), __float_as_uint(y));
     });
@@ -79,7 +79,7 @@ __device__ __forceinline__ void write_state_layout(const float (&s)[K / 8][4], i
 template <int K, int V>
 __device__ __forceinline__ void read_state_tiles(float (&s)[K / 8][4], int lane, int column, u64 base,
                                                  int flags) {
-  if (rarely(flags & FLAG_V_FIRST)) {
+  if (flags & FLAG_V_FIRST) {
     read_state_layout<K, V, true>(s, lane, column, base, flags & FLAG_STATE_BF16);
   } else {
     read_state_layout<K, V, false>(s, lane, column, base, flags & FLAG_STATE_BF16);
@@ -88,7 +88,7 @@ __device__ __forceinline__ void read_state_tiles(float (&s)[K / 8][4], int lane,
 template <int K, int V>
 __device__ __forceinline__ void write_state_tiles(const float (&s)[K / 8][4], int lane, int column, u64 base,
                                                   int flags) {
-  if (rarely(flags & FLAG_V_FIRST)) {
+  if (flags & FLAG_V_FIRST) {
     write_state_layout<K, V, true>(s, lane, column, base, flags & FLAG_STATE_BF16);
   } else {
     write_state_layout<K, V, false>(s, lane, column, base, flags & FLAG_STATE_BF16);

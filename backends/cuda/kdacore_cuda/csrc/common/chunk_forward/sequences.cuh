@@ -15,7 +15,7 @@ struct SequenceHead {
 
 // Tokens of sequence n.
 __device__ __forceinline__ int tokens_of(const ChunkForwardParams& p, int n) {
-  if (rarely(p.cu_seqlens)) {
+  if (p.cu_seqlens) {
     const bool wide = p.flags & FLAG_CU64;
     return (int)(load_index(p.cu_seqlens, n + 1, wide) - load_index(p.cu_seqlens, n, wide));
   }
@@ -47,7 +47,7 @@ __device__ __forceinline__ int sequence_by_length(const ChunkForwardParams& p, i
 
 // The head of q and k of value head hv. Without groups nothing is divided.
 __device__ __forceinline__ int key_head(const ChunkForwardParams& p, int hv) {
-  return rarely(p.H != p.HV) ? hv / (opaque(p.HV) / p.H) : hv;
+  return p.H != p.HV ? hv / (opaque(p.HV) / p.H) : hv;
 }
 
 // Sequence n and value head hv, in chunks of `chunk` tokens.
@@ -59,7 +59,7 @@ __device__ __forceinline__ SequenceHead make_sequence_head(const ChunkForwardPar
   w.h = key_head(p, hv);
   w.batch = n;
   w.first = 0;
-  if (rarely(p.cu_seqlens)) {
+  if (p.cu_seqlens) {
     w.batch = 0;
     w.first = load_index(p.cu_seqlens, n, p.flags & FLAG_CU64);
   }

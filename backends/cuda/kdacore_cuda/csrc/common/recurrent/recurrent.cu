@@ -17,7 +17,7 @@
 #include "common/clear_rows.cuh"
 #include "common/recurrent/token.cuh"
 
-// Macros from the host: K_DIM, WARPS, ROWS, MIN_BLOCKS, COLUMNS, V_FIRST, STATE_BF16, MODE
+// Macros from the host: K_DIM, WARPS, ROWS, PARTS, MIN_BLOCKS, COLUMNS, V_FIRST, STATE_BF16, MODE
 // (memory.cuh).
 #if V_FIRST
 #include "common/recurrent/state_v_first.cuh"
@@ -36,7 +36,7 @@ __device__ __forceinline__ bool whole_rows(u64 base, long long row) {
 __device__ __forceinline__ void store_state(const float (&s)[ROWS][VECTOR], u64 to, bool whole) {
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
-    const u64 at = to + STATE_BYTES * PITCH * i;
+    const u64 at = to + STATE_BYTES * piece_offset(i);
     if (whole) {
       store_state_bits(at, pack_state(s[i]));
     } else {
@@ -105,7 +105,7 @@ KDA_KERNEL(WARPS * 32, MIN_BLOCKS) recurrent(KDA_PARAM RecurrentParams p) {
     const u64 source = p.h0 + STATE_BYTES * ((long long)from * p.h0_row + own);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-      const u64 piece = source + STATE_BYTES * PITCH * i;
+      const u64 piece = source + STATE_BYTES * piece_offset(i);
       bits[i] = whole_rows(p.h0, p.h0_row) ? load_global16(piece) : load_state_elements(piece);
     }
   } else {

@@ -24,9 +24,9 @@ __device__ __forceinline__ LanePosition make_position(int first, u32) {
   return {lane, base + GROUPS * (own * ROWS / LANES), own % (LANES / ROWS) == 0, VECTOR * own, base};
 }
 
-// Offset in elements of a lane's first piece of state, and from each piece to the next.
+// Offset in elements of a lane's first piece of state, and from there to piece i.
 __device__ __forceinline__ int first_element(const LanePosition& at) { return at.first * K + at.channel; }
-constexpr int PITCH = GROUPS * K;
+__device__ __forceinline__ constexpr int piece_offset(int i) { return GROUPS * K * i; }
 
 // Sums x[i] over the lanes of each row, halving the number of rows at every step; x[0] becomes the
 // sum of the lane's own row. The order of the additions does not depend on ROWS.

@@ -224,8 +224,7 @@ __device__ __forceinline__ void warp_arrive_empty(u32 shared, u32 slot, int lane
 
 // All chunks of this cluster's tasks, 16 columns of V: waits for a prepared chunk, advances the state, stores
 // the chunk's output.
-__device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank,
-                                          int cluster) {
+__device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
   Task task = load_task(shared + OFFSET(SharedMemory, interval));
   if (!advance_to_step(p, shared, task, 0)) return;
   const ScanLane l = make_scan_lane(shared, warp, rank);
@@ -270,8 +269,8 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
     int c = part.chunk;
     ScanState state = {};
     bool zero = false;
-    if (rarely(c)) {
-      receive_cut_state(p, state, cut_state_slot(p, cluster - 1, rank, warp, l.lane), l.lane);
+    if (c) {
+      receive_cut_state(p, state, cut_state_slot(p, opaque(block_index()) / CLUSTER - 1, rank, warp, l.lane), l.lane);
     } else if (const u64 from = initial_state_at(p, part.sequence.n, part.sequence.hv, K * V)) {
       read_state(state, l, from, p.flags);
       if (part.sequence.hv + 1 < p.HV) prefetch_state(l, from + matrix, p.flags);
@@ -279,7 +278,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
       zero = true;
     }
     u64 ckpt = 0;
-    if (rarely(p.ckpt_every))
+    if (p.ckpt_every)
       ckpt = p.ckpt + (first_checkpoint(p, part.sequence, l.lane) * p.HV + part.sequence.hv) * matrix;
     int ring = 0;
     Output out = {};  // of the chunk before, stored while the matrix unit works on the next
@@ -287,7 +286,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
     o -= o_chunk;
     while (c < part.end) {
       int end = part.end;
-      if (rarely(ckpt || p.marks)) {
+      if (ckpt || p.marks) {
         // Found again for every block, so that nothing of it takes registers in the loop over chunks.
         const SequenceHead x = make_sequence_head(p, opaque(part.sequence.n), part.sequence.hv, C);
         const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;  // chunks between states written
@@ -335,7 +334,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
     copy_async_wait<0>();
     sync_warp();
     const TaskPart done = part;
-    if (rarely(!done.sequence.chunks)) {
+    if (!done.sequence.chunks) {
       barrier_wait(shared + OFFSET(SharedMemory, full) + 8 * slot, parity);
       release();
     }
@@ -343,7 +342,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
     const Move move = move_to_step(p, shared, task, uniform(part.sequence.length), step);
     more = move != NO_STEP;
     if (more) {  // the first values are loaded while this state is written
-      if (!rarely(move == NEXT_SEQUENCE)) {
+      if (move == NEXT_HEAD) {
         part.sequence.hv = task.hv;
         part.end = part.sequence.chunks;
         part.tokens = part.sequence.length;
@@ -357,8 +356,8 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
       }
       fetch_first_values();
     }
-    if (rarely(done.end < done.sequence.chunks)) {
-      send_cut_state(p, state, cut_state_slot(p, cluster, rank, warp, l.lane), l.lane);
+    if (done.end < done.sequence.chunks) {
+      send_cut_state(p, state, cut_state_slot(p, opaque(block_index()) / CLUSTER, rank, warp, l.lane), l.lane);
     } else if (const u64 to = final_state_at(p, done.sequence.n, done.sequence.hv, K * V)) {
       write_state(state, l, to, p.flags);
     }

@@ -205,7 +205,7 @@ __device__ __forceinline__ Move move_to_step(const ChunkForwardParams& p, u32 sh
   const int steps = steps_of_length(length),
             size = uniform(__float_as_uint(load_shared1(shared + OFFSET(SharedMemory, interval) + 16)));
   while (step >= task.stop) {
-    if (rarely(task.hv + 1 == p.HV)) return advance_to_step(p, shared, task, step) ? NEXT_SEQUENCE : NO_STEP;
+    if (task.hv + 1 == p.HV) return advance_to_step(p, shared, task, step) ? NEXT_SEQUENCE : NO_STEP;
     task.offset += steps + SEQUENCE_OVERHEAD_STEPS;
     if (task.offset >= size) return NO_STEP;
     ++task.hv;

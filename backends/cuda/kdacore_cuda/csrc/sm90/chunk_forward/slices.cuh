@@ -324,7 +324,7 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
   Move move = NEXT_SEQUENCE;
   do {
     int tokens;
-    if (rarely(move == NEXT_SEQUENCE)) {
+    if (move == NEXT_SEQUENCE) {
       const TaskPart part = make_task_part(p, shared, task);
       length = uniform(part.sequence.length);
       shift = part.shift;

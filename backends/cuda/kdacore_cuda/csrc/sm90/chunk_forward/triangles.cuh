@@ -197,7 +197,7 @@ __device__ __forceinline__ void solver_warp(const ChunkForwardParams& p, u32 sha
   int stopped = 0, heads = 0;
   Move move = advance_to_step(p, shared, task, c) ? NEXT_SEQUENCE : NO_STEP;
   while (move != NO_STEP) {
-    if (rarely(move == NEXT_SEQUENCE)) {
+    if (move == NEXT_SEQUENCE) {
       const TaskPart part = make_task_part(p, shared, task);
       length = uniform(part.sequence.length);
       shift = part.shift;

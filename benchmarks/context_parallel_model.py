@@ -1,9 +1,9 @@
 """A row on 2 to 64 GPUs, on paper: ``python -m benchmarks.context_parallel_model`` writes the table of
 docs/guide/long-context.md and draws its picture.
 
-The time of a rank is its share of the work, the exchange, and the fold of the other ranks' maps. The work is measured
-(one H200, benchmarks/results/h200 and docs/lab); bandwidths are assumed, and said to be. Points measured on several
-GPUs, where there are any in benchmarks/results, are printed beside the model's.
+The time of a rank is its share of the work, the exchange, and the fold of the other ranks' maps. The work, and the
+exchange of two ranks, are measured on two H100s; what is assumed says so. Points measured on several GPUs, where
+there are any in benchmarks/results, are printed beside the model's.
 """
 
 from __future__ import annotations
@@ -24,48 +24,42 @@ HEADS = 16
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass of the model costs."""
+    """What one pass of the model costs, at 16 heads of 128 channels in bfloat16, as measured on two H100s."""
 
     name: str
-    per_token_head: float
-    """Seconds for a token of one head, K = V = 128, bfloat16, at 16 heads."""
+    alone: float
+    """Seconds for a token of one head in a plain call."""
+    sliced: float
+    """The same in a slice, without the exchange."""
     fixed: float
     """Seconds that a call takes however short its row."""
-    overhead: float
-    """Work on a slice over that of a plain call on its rows: the map of the slice besides."""
     gathered: int
     """Bytes that a rank sends for each head."""
     collectives: int
 
 
 STATE = 128 * 128 * 4
-FORWARD = Pass("forward", 1.45e-9, 30e-6, 1.10, 2 * STATE, 1)
-TRAINING = Pass("forward + backward", 5.4e-9, 150e-6, 1.12, 3 * STATE, 2)
+FORWARD = Pass("forward", 1.66e-9, 1.60e-9, 30e-6, 2 * STATE, 1)
+TRAINING = Pass("forward + backward", 5.72e-9, 6.15e-9, 80e-6, 3 * STATE, 2)
 
-WITHIN_HOST, BETWEEN_HOSTS = 350e9, 300e9
-"""Bytes per second that a GPU receives in a gather: NVLink behind a switch; between hosts, the eight 400 Gbit/s
-adapters of a host together, each of which carries a part of what all its GPUs receive."""
+RATE, START = 75e9, 18e-6
+"""Bytes per second that a GPU receives in a gather of a few MiB, and seconds before it moves anything: measured between
+two H100s of one host, and assumed for any number of GPUs."""
 GPUS_OF_A_HOST = 8
-START, HOP = 20e-6, 5e-6
-"""Seconds before a collective moves anything, and more for each further host."""
+HOP = 5e-6
+"""Seconds more for each further host. Assumed."""
 FOLD = 8e-6
-"""Seconds for each rank whose map is applied: a product of a transition and a state for each head."""
-
-
-def work(on: Pass, T: int, heads: int) -> float:
-    """Seconds of a plain call."""
-    return max(on.per_token_head * T * heads, on.fixed)
+"""Seconds for each rank whose map is applied: a product of a transition and a state for each head. Assumed."""
 
 
 def seconds(on: Pass, T: int, heads: int, ranks: int) -> float:
     """Seconds of a row of T tokens on so many GPUs."""
     if ranks == 1:
-        return work(on, T, heads)
-    wide = ranks > GPUS_OF_A_HOST
-    rate = BETWEEN_HOSTS if wide else WITHIN_HOST
-    start = START + HOP * (ranks // GPUS_OF_A_HOST if wide else 0)
-    exchange = (ranks - 1) * on.gathered * heads / rate + on.collectives * start
-    return on.overhead * work(on, T // ranks, heads) + exchange + on.collectives * (ranks - 1) * FOLD
+        return on.fixed + on.alone * T * heads
+    start = START + HOP * (ranks // GPUS_OF_A_HOST if ranks > GPUS_OF_A_HOST else 0)
+    exchange = (ranks - 1) * on.gathered * heads / RATE + on.collectives * start
+    work = on.fixed + on.sliced * (T // ranks) * heads
+    return work + exchange + on.collectives * (ranks - 1) * FOLD
 
 
 def table(heads: int = HEADS) -> str:
@@ -109,7 +103,7 @@ def picture(heads: int = HEADS) -> str:
                 label = f"{ranks} GPUs: {one / taken:.1f}x, {taken * 1e3:.2f} ms"
                 bars.append(Bar(series, max(1.0, one / taken), label))
             groups.append(Group(f"{on.name}, T {T // 1024}k", tuple(bars)))
-    return draw(f"Model, not measured: {heads} heads, one row, times as fast as one H200", groups)
+    return draw(f"Model from two H100s: {heads} heads, one row, times as fast as one H100", groups)
 
 
 def measured() -> list[str]:

@@ -439,6 +439,9 @@ class SliceFunctions(NamedTuple):
     """``backward_finish(request, inputs, saved, pending, grads, starts, ends)``: the gradients, with
     ``ends [N, HV, K, V]`` (in place of ``grads.final_state``) the gradient of the state that each local part ends in.
     ``InputGrads.initial_state`` is that of ``starts``."""
+    seconds: float | None = None
+    """Predicted seconds of the slice's work: of the first two, and of all four where the request needs gradients. None
+    where unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,15 @@ from typing import NamedTuple
 
 from kdacore.dispatch import selection
 from kdacore.registry import REGISTRY
-from kdacore.types import Request, TensorSpec
+from kdacore.types import Request, SliceFunctions, TensorSpec
 
-LINK_BYTES = 350e9
-"""Bytes per second that a GPU receives in a gather."""
-LINK_START = 20e-6
-"""Seconds before a collective moves anything."""
+LINK_BYTES = 75e9
+"""Bytes per second that a GPU receives in a gather of a few MiB: two H100s, NCCL 2.28, NVLink."""
+LINK_START = 18e-6
+"""Seconds before a collective moves anything, there."""
 OWN_WORK = 1.1
-"""Work of a slice served by a backend's own functions, in units of the plain call on its rows."""
+"""Work of a slice served by a backend's own functions, in units of the plain call on its rows, where the backend does
+not say how long it takes."""
 COMPOSED_FORWARD, COMPOSED_BACKWARD = 3.0, 2.0
 """The same of composed functions: the calls that they consist of."""
 FORWARD_SHARE = 0.25
@@ -64,18 +65,23 @@ def exchange_of(request: Request, ranks: int) -> Exchange:
     return Exchange(forward, backward, summed * rounds, rounds * (1 + r.output_final_state))
 
 
-def seconds_on_ranks(request: Request, backend: str, ranks: int, composed: bool) -> float | None:
+def seconds_on_ranks(
+    request: Request, backend: str, ranks: int, functions: SliceFunctions, composed: bool
+) -> float | None:
     """Predicted seconds of one call on several ranks; None where the cost of a rank's rows is not known."""
-    work = _cost(request, backend)
+    work = functions.seconds
     if work is None:
-        return None
-    factor = OWN_WORK
-    if composed:
-        forward = FORWARD_SHARE if request.needs_grad else 1.0
-        factor = forward * COMPOSED_FORWARD + (1 - forward) * COMPOSED_BACKWARD
+        plain = _cost(request, backend)
+        if plain is None:
+            return None
+        factor = OWN_WORK
+        if composed:
+            forward = FORWARD_SHARE if request.needs_grad else 1.0
+            factor = forward * COMPOSED_FORWARD + (1 - forward) * COMPOSED_BACKWARD
+        work = factor * plain
     moved = exchange_of(request, ranks)
     link = moved.total / LINK_BYTES + moved.collectives * LINK_START if request.device.type == "cuda" else 0.0
-    return factor * work + link
+    return work + link
 
 
 def seconds_alone(request: Request, backend: str, ranks: int) -> float | None:

@@ -87,9 +87,10 @@ def explain_on(
     request = asked_of(slice_request(contract.build_request(opdef, inputs, options)[0]), policy)
     check_request(request)
     chosen = explain_request(request, policy, assumed=any(is_spec(x) for x in inputs))
+    functions = None
     if chosen.backend:
         try:
-            chosen, _ = serving(chosen, policy, asked_only=True)
+            chosen, functions = serving(chosen, policy, asked_only=True)
         except UnsupportedError as error:
             chosen = dataclasses.replace(
                 chosen,
@@ -107,7 +108,7 @@ def explain_on(
         ranks,
         cost.exchange_of(request, ranks),
         composed,
-        cost.seconds_on_ranks(request, name, ranks, composed) if name else None,
+        cost.seconds_on_ranks(request, name, ranks, functions, composed) if functions else None,
         cost.seconds_alone(request, name, ranks) if name else None,
     )
 

@@ -52,6 +52,14 @@ def test_times_grow_less_with_more_ranks_than_alone() -> None:
         assert slices_work > 0
 
 
+def test_many_heads_and_packs_gain_less() -> None:
+    """As measured on two H100s: one GPU takes a faster kernel there that has no slices."""
+    packed = kdacore.ShapeDtype((35,), "int64", "cuda", "torch", "sm_90")
+    few, pack = explain(131072, cp=2), explain(131072, cp=2, cu_seqlens=packed)
+    assert few.seconds == pytest.approx(3.42e-3, rel=0.02)
+    assert pack.seconds == pytest.approx(few.seconds)
+
+
 def test_one_rank_is_a_plain_call() -> None:
     assert type(explain(cp=1)) is kdacore.Selection
 

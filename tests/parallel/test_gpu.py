@@ -18,6 +18,7 @@ from kdacore.calls.values import Shape
 from kdacore.testing.cases import MODEL
 
 pytestmark = pytest.mark.gpu
+RANK = Path(__file__).with_name("nccl_rank.py")
 
 
 def cases(size: int, backend: str) -> list[Any]:
@@ -57,13 +58,20 @@ def test_threads(backend: str, at: int) -> None:
     rank_calls.check(whole, on_threads(3, work))
 
 
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_one_rank_of_a_pretended_group(rank: int, tmp_path: Path) -> None:
+    """It can be captured and compiled, and does not synchronise."""
+    checks = ("fake", "synchronisation", "captured", "compiled")
+    command = [sys.executable, str(RANK), str(rank), "3", str(tmp_path), *checks]
+    subprocess.run(command, check=True, timeout=300)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_processes_over_nccl(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("nccl_rank.py")
     size = min(torch.cuda.device_count(), 4)
     started = [
         subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(size), str(tmp_path)], env=os.environ.copy()
+            [sys.executable, str(RANK), str(rank), str(size), str(tmp_path)], env=os.environ.copy()
         )
         for rank in range(size)
     ]

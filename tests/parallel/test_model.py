@@ -16,9 +16,17 @@ def test_the_table_and_the_picture_are_what_the_script_makes() -> None:
     assert model.PICTURE.read_text(encoding="utf-8") == model.picture()
 
 
+def test_two_ranks_are_as_measured() -> None:
+    """On two H100s, T 262144, 16 heads: 6.98 and 3.42 ms forward, 24.0 and 13.0 ms forward and backward."""
+    for on, alone, two in ((model.FORWARD, 6.98e-3, 3.42e-3), (model.TRAINING, 24.0e-3, 12.98e-3)):
+        assert abs(model.seconds(on, 262144, 16, 1) / alone - 1) < 0.02
+        assert abs(model.seconds(on, 262144, 16, 2) / two - 1) < 0.02
+
+
 def test_more_ranks_never_beat_their_number() -> None:
+    """But by what a slice's kernels are faster."""
     for on in (model.FORWARD, model.TRAINING):
         for T in model.TOKENS:
             one = model.seconds(on, T, model.HEADS, 1)
             for ranks in model.RANKS:
-                assert 0 < one / model.seconds(on, T, model.HEADS, ranks) < ranks
+                assert 0 < one / model.seconds(on, T, model.HEADS, ranks) < 1.05 * ranks

@@ -33,16 +33,21 @@ def _kernel(name: str, threads: int, shared: int, **defines: int) -> SegmentsKer
 
 
 @cache
-def segments_prepare_kernel(float_gate: bool, bounded: bool) -> ChunkBackwardKernel:
+def segments_prepare_kernel(
+    float_gate: bool, bounded: bool, leaving_only: bool = False
+) -> ChunkBackwardKernel:
     """The operands of every chunk, one block per unit.
 
     Args:
         float_gate: ``g`` is float32, not bfloat16.
         bounded: every log decay lies in [-5, 0]. Else the backward's kernel does it.
+        leaving_only: of the sequence of a pack that ends at T alone.
     """
     if not bounded:
-        return prepare_kernel(float_gate, bounded, for_segments=True)
-    macros = (("G_FLOAT", int(float_gate)), ("SHARED_BYTES", _PREPARE_SHARED))
+        return prepare_kernel(float_gate, bounded, for_segments=True, leaving_only=leaving_only)
+    macros: tuple[tuple[str, int], ...] = (("G_FLOAT", int(float_gate)), ("SHARED_BYTES", _PREPARE_SHARED))
+    if leaving_only:
+        macros += (("LEAVING_ONLY", 1),)
     source = KernelSource(f"{_SOURCES}/prepare.cu", "prepare", macros)
     return ChunkBackwardKernel(source, 256, _PREPARE_SHARED, lambda units, heads, multiprocessors: units)
 

@@ -15,10 +15,18 @@ _FUNCTIONS = SliceFunctions(
 )
 
 
+SECONDS = {False: (30e-6, 1.60e-9), True: (80e-6, 6.15e-9)}
+"""Whether gradients are wanted -> seconds of a slice's work, fixed and for each token and value head:
+two H100s, 4 to 32 heads, packed or not (docs/guide/long-context.md)."""
+
+
 def slice_functions(request: Request) -> SliceFunctions | None:
     """The functions that serve a slice of ``chunk_kda`` by kernels for slices: of torch tensors on
     Hopper with K = V = 128, for any number of heads. None elsewhere: such a slice is composed of
     whole calls."""
     if request.kind != "torch" or not has_hopper_kernel(request.K, build_arch(request.device.arch)):
         return None
-    return _FUNCTIONS
+    if request.op != "chunk_kda":
+        return _FUNCTIONS
+    fixed, each = SECONDS[request.needs_grad]
+    return _FUNCTIONS._replace(seconds=fixed + each * request.B * request.T * request.HV)

@@ -1,5 +1,6 @@
-// Backward of chunk_kda on Hopper, first launch: the operands of every chunk. The forward in segments
-// computes them alike (chunk_forward/segments/prepare.cu).
+// Backward of chunk_kda on Hopper, first launch: the operands of every chunk. With FOR_SEGMENTS also
+// the first launch of the forward in segments if gates are unbounded; bounded ones have
+// chunk_forward/segments/prepare.cu there.
 //
 // For a unit (64 tokens of one sequence and value head), with gc the log2 decay summed from the
 // chunk's start, q and k normalised, beta activated (workspace.cuh lists what is written):
@@ -19,7 +20,8 @@
 // ones invert the system while the even ones load v; in step 6 each has 16 channels of w and 16
 // values of u. Barriers of the block separate the steps; v arrives by asynchronous copies.
 //
-// Macros from the host: G_FLOAT, BOUNDED (gates are bounded), SHARED_BYTES.
+// Macros from the host: G_FLOAT, BOUNDED (gates are bounded), SHARED_BYTES; LEAVING_ONLY, of a pack the
+// operands of the sequence that goes on behind the slice, the one that ends at T.
 #include "common/half_types.cuh"
 #include "sm90/chunk_backward/prepare_block.cuh"
 
@@ -28,5 +30,9 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
   const u32 shared = shared_address(memory);
   wait_for_inputs();
   const Unit u = find_unit(p, block_index());
-  if (u.rows) make_only_unit(p, u, shared);
+  if (!u.rows) return;
+#if LEAVING_ONLY
+  if (load_index(p.cu_seqlens, u.n + 1, p.flags & FLAG_CU64) != p.T) return;
+#endif
+  make_only_unit(p, u, shared);
 }

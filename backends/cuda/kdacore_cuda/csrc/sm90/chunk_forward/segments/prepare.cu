@@ -20,7 +20,8 @@
 // rows, the first four warps of aqk and w, the others of the triangular system and u. Step 5: the
 // latter invert the system while the former load v. Barriers of the block separate the steps.
 //
-// Macros from the host: G_FLOAT, SHARED_BYTES.
+// Macros from the host: G_FLOAT, SHARED_BYTES; LEAVING_ONLY, of a pack the operands of the sequence that
+// goes on behind the slice, the one that ends at T.
 #include "common/half_types.cuh"
 #include "sm90/chunk_forward/segments/prepare_block.cuh"
 
@@ -29,5 +30,9 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
   const u32 shared = shared_address(memory);
   wait_for_inputs();
   const Unit u = find_unit(p, block_index());
-  if (u.rows) make_only_unit(p, u, shared);
+  if (!u.rows) return;
+#if LEAVING_ONLY
+  if (load_index(p.cu_seqlens, u.n + 1, p.flags & FLAG_CU64) != p.T) return;
+#endif
+  make_only_unit(p, u, shared);
 }

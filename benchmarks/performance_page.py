@@ -48,6 +48,7 @@ SHOWN_STAGES = (
     "pack of 8, 65536 tokens HQK64",
 )
 """The record has 22 sizes; these are enough for the page."""
+NOT_MEASURED = "Not measured yet.\n"
 GATES_DIFFER = 0.02
 """Times on the two gate sets that differ by more than this are both shown."""
 
@@ -128,6 +129,8 @@ class Records:
         cases: dict[str, Case] = {}
         source: dict[tuple[str, str], str] = {}
         for name in names:
+            if not (RESULTS / f"{name}.json").exists():
+                continue
             for row in self.read(name, "")["rows"]:
                 if row["phase"] != phase or row["status"] not in ("ok", "wrong"):
                     continue
@@ -141,7 +144,8 @@ class Records:
                 time.peak = max(time.peak or 0, row["peak_bytes"] or 0) or None
         for (_, contender), name in source.items():
             self.read(name, f"{part} ({contender.removeprefix('kdacore ')})")
-        order = {row["case"]: i for name in names for i, row in enumerate(self.contents[name]["rows"])}
+        read = [self.contents[name] for name in names if name in self.contents]
+        order = {row["case"]: i for record in read for i, row in enumerate(record["rows"])}
         return dict(sorted(cases.items(), key=lambda item: order[item[0]]))
 
     def _contender(self, name: str) -> str:
@@ -194,6 +198,8 @@ def decode_bytes(case: Case) -> int:
 
 def compare(records: Records, cases: dict[str, Case], floors: dict[str, float], unit: float) -> str:
     """One row a case: the floor, ours, the peers, and both ratios."""
+    if not cases:
+        return NOT_MEASURED
     shown = [peer for peer in PEERS.values() if any(peer in case.times for case in cases.values())]
     lines = []
     for case in cases.values():
@@ -250,6 +256,8 @@ def stage_table(records: Records, cases: dict[str, Case]) -> str:
 
 def choice_table(records: Records) -> str:
     """How many choices were the fastest, and those that were not within 5 %."""
+    if not (RESULTS / f"{CHOICE}.json").exists():
+        return NOT_MEASURED
     record = records.read(CHOICE, "automatic choice")
     *choices, share, worst = [f for f in record["figures"] if f["preset"] == "h200-choice"]
     said = f"{share['name'][0].upper()}{share['name'][1:]}: {share['value']:.1f} %. Worst: {worst['value']:.2f}x.\n"

@@ -44,9 +44,9 @@ _PACK_TOKENS = (16, 64, 256, 1024)
 _PACK_ITEMS = ((4, 8), (4, 32), (16, 32), (64, 32), (256, 32))
 _TRAINING_TOKENS = (16, 64, 128, 512, 4096, 32768)
 _TRAINING_ITEMS = ((1, 4), (1, 8), (1, 16), (1, 32), (1, 64), (8, 32), (64, 32))
-_RECURRENT_TOKENS = (1, 2, 4, 8, 16)
-_RECURRENT_ITEMS = ((1, 8), (1, 32), (8, 32), (32, 32), (128, 32), (256, 32))
-_FEW_RECURRENT_ITEMS = ((1, 32), (32, 32), (256, 32))
+_RECURRENT_TOKENS = (1, 4, 16)
+_RECURRENT_ITEMS = ((1, 8), (1, 32), (8, 32), (32, 32), (256, 32))
+_FEW_RECURRENT_ITEMS = ((1, 32), (256, 32))
 
 
 def cases() -> list[Case]:

@@ -89,7 +89,8 @@ def prepare_kernel(
         float_gate: ``g`` is float32, not bfloat16.
         bounded: every log decay lies in [-5, 0], so that one exponent anchor serves half a chunk.
         for_segments: the operands that :mod:`kdacore_cuda.chunk_forward_segments` needs, one block
-            of memory per unit; else those of the backward, one array each.
+            of memory per unit; else those of the backward, one array each. For bounded gates
+            :func:`kdacore_cuda.chunk_forward_segments_kernels.segments_prepare_kernel` is faster.
         leaving_only: of the sequence of a pack that ends at T alone.
     """
     shared = _PREPARE_SHARED[bounded]

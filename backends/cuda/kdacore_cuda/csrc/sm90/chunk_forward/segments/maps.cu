@@ -136,7 +136,9 @@ KDA_KERNEL(THREADS, 1) maps(KDA_PARAM SegmentParams p) {
     scan_segment(p, task, shared, make_lane(warp));
   } else {
     set_role_registers<0>();
-    if (warp == STATE_WARPS && (thread_index() & 31) == 0)
-      produce(p, task.x, shared, task.from_identity ? OFFSET(ChunkOperands, u) : OFFSET(ChunkOperands, qg));
+    if (warp == STATE_WARPS && (thread_index() & 31) == 0) {
+      OperandRing ring = {shared};
+      produce(p, task.x, ring, task.from_identity ? OFFSET(ChunkOperands, u) : OFFSET(ChunkOperands, qg));
+    }
   }
 }

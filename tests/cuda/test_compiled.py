@@ -37,6 +37,8 @@ def products(kernel: KernelSource) -> set[str]:
         # The backward's, and what bounded gates have in the forward.
         forward = folder.endswith("segments") or (name != "prepare.cu" and dict(kernel.defines)["BOUNDED"])
         return {WARP, WARPGROUP} if forward else {WARP}
+    if name == "prepare_marked.cu":
+        return {WARP, WARPGROUP} if dict(kernel.defines)["BOUNDED"] else {WARP}
     # Hopper's own. The triangles of a chunk, 16 or 32 rows high, are a warp's work; scans of prepared chunks have none.
     alone = {
         WARP: (

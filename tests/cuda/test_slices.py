@@ -21,6 +21,7 @@ from kdacore.registry import REGISTRY
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads
 from kdacore_cuda import (
     chunk_backward_slices,
+    chunk_forward,
     chunk_forward_slices,
     chunk_slices_kernels,
     slices,
@@ -123,6 +124,34 @@ def test_forward_of_packs(
 ) -> None:
     index = torch.int32 if ranks == 3 else torch.int64
     check_forward(pack(lengths, 192 * ranks if ranks != 3 else 768, index), ranks, **options)
+
+
+@pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
+def test_packs_of_many_sequences(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Results by a call of their own; operands and maps of the sequence that goes on behind the slice alone."""
+    monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
+    lengths = [1, 40, 0, 200, 17, 150, 60]
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: len(lengths) // 4)
+    inputs = pack(lengths, 480, torch.int64 if options is MODEL else torch.int32)
+    check_forward(inputs, 2, **options)
+    names = [name.split("-")[0] for name in emulated]
+    assert names[:6] == ["prepare", "maps", "transition"] * 2
+    assert all("LEAVING_ONLY1" in name for name in emulated[:6] if "transition" not in name)
+    assert "slice_starts" not in names
+    assert [name for name in names[6:] if "chunk_forward" in name]
+    # Operands of the other sequences are not there.
+    rank = Row(inputs, 2, **options).ranks[0]
+    plan = chunk_forward_slices.plan_of(rank.request)
+    assert plan.as_whole
+    assert chunk_forward_slices.begin(rank.request, rank.inputs, None).pending is None
+
+
+def test_which_slices_finish_as_whole_calls() -> None:
+    finishes = chunk_slices_kernels.finishes_as_whole
+    assert [finishes(n, True, 132) for n in (16, 527, 528, 10_000)] == [False, False, True, True]
+    assert not finishes(10_000, False, 132)
 
 
 def test_forward_from_no_state_in_other_layout(emulated: list[str]) -> None:

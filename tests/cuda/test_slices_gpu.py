@@ -88,7 +88,9 @@ def test_the_whole_against_the_oracle(
 
 
 @pytest.mark.parametrize("H", [4, 32])
-@pytest.mark.parametrize("lengths", [(), (5000, 11000, 384)], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    "lengths", [(), (5000, 11000, 384), (140,) * 109], ids=["dense", "packed", "many sequences"]
+)
 def test_a_long_row_as_the_whole_call(H: int, lengths: tuple[int, ...]) -> None:
     """In segments as they are chosen; two computations of 16-bit inputs, each within its bounds."""
     d = Draw(7, device="cuda")

@@ -25,7 +25,7 @@ from kdacore_cuda.chunk_forward_kernels import (
     resident_clusters,
 )
 from kdacore_cuda.chunk_forward_segments_kernels import use_segments
-from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, GATES, STEP_TOKENS, TYPES
+from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, GATES, TYPES
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.multiprocessors import multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
@@ -165,6 +165,7 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
         *plan.sizes,
     )
     torch_launch.launch(plan.launcher, plan.grid, plan.arch, o, values)
-    finish_checkpoints(request, plan.arch, inputs, pools, marks, STEP_TOKENS)
+    g_type = str(inputs.g.dtype).removeprefix("torch.")  # where it was widened, not the request's
+    finish_checkpoints(request, plan.arch, values, pools, marks, g_type)
     del kept  # copies live until the launch is queued
     return Outputs(*returned(request, inputs, pools), checkpoints)

@@ -8,16 +8,10 @@ from typing import Any, NamedTuple
 
 from kdacore.types import Request
 from kdacore_cuda import chunk_forward, chunk_forward_dataflow, chunk_forward_segments
-from kdacore_cuda.chunk_forward_checkpoints import (
-    SEGMENT_STEP_TOKENS,
-    needs_tail,
-    tail_grid,
-    tail_launcher,
-    tail_sizes,
-)
+from kdacore_cuda.chunk_forward_checkpoints import tail_grid, tail_launcher, tail_sizes
 from kdacore_cuda.chunk_forward_kernels import has_hopper_kernel
 from kdacore_cuda.chunk_forward_segments import CHUNK_OPERANDS
-from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, SEGMENTS, STEP_TOKENS, WALK
+from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, PREPARE_MARKED, SEGMENTS, WALK
 from kdacore_cuda.launch_sequence import PlannedLaunch
 
 TOKENS = ("q", "k", "v", "g", "beta")
@@ -87,16 +81,12 @@ def launches_of(
             del places["cut_states"]
         launches = [PlannedLaunch("fused", plan.launcher, plan.grid, places, fixed)]
         used = 4 * plan.cut_states_size
-    if needs_tail(r, has_hopper_kernel(r.K, plan.arch)):
+    if r.checkpoint_count and has_hopper_kernel(r.K, plan.arch) and not plan.in_segments:
         used = -(-used // 256) * 256
         states = ("workspace", used)
         used += 4 * r.checkpoint_count * row
-        launches = [
-            x._replace(arrays={**x.arrays, "mark_states": states}) if "mark_offsets" in x.arrays else x
-            for x in launches
-        ]
-        step = SEGMENT_STEP_TOKENS if plan.in_segments else STEP_TOKENS
-        launches.append(_tail(r, arrays, states, rows[1], strides, step, g_type or r.spec("g").dtype))
+        launches = [x._replace(arrays={**x.arrays, "mark_states": states}) for x in launches]
+        launches.append(_tail(r, arrays, states, rows[1], strides, g_type or r.spec("g").dtype))
     return ForwardLaunches(tuple(launches), used, plan.arch)
 
 
@@ -110,10 +100,10 @@ def _prepare(chunks: Any, strides: tuple[int, ...]) -> dict[str, Any]:
     return {**chunks.sizes, **dict(zip(_STRIDES, strides, strict=True))}
 
 
-def _operands(arrays: Places) -> Places:
-    """What the launch that prepares chunks is given."""
+def _operands(arrays: Places, first: int = 0) -> Places:
+    """What the launch that prepares chunks is given; ``first``: where operands begin in the workspace."""
     tokens: Mapping[str, tuple[str, int]] = {x: arrays[x] for x in (*TOKENS, *_SMALL) if x in arrays}
-    return {**tokens, **{name: ("workspace", offset) for name, (offset, _) in CHUNK_OPERANDS.items()}}
+    return {**tokens, **{name: ("workspace", first + at) for name, (at, _) in CHUNK_OPERANDS.items()}}
 
 
 def _dataflow(r: Request, arrays: Places, strides: tuple[int, ...]) -> tuple[list[PlannedLaunch], int]:
@@ -142,10 +132,15 @@ def _segments(
     plan = chunk_forward_segments.plan_of(r)
     (name, prepare, units), *others = plan.launches
     given = _only(arrays, SEGMENTS, "cu_seqlens", "o", "h0", "ht", "ckpt", *_ROWS, *_MARKS)
-    given["chunk_operands"] = ("workspace", 0)
+    operands, prepared = _operands(arrays, plan.records_offset), _prepare(plan.chunks, strides)
+    if plan.marked:
+        operands |= _only(arrays, PREPARE_MARKED, *_MARKS)
+        prepared |= dict(zip(("marks", "null_index"), plan.marked, strict=True))
+        given["mark_states"] = ("workspace", 0)
+    given["chunk_operands"] = ("workspace", plan.operands_offset)
     given |= {"maps": ("workspace", plan.maps_offset), "starts": ("workspace", plan.starts_offset)}
     sizes = SEGMENTS.last(*rows, *plan.sizes)
-    launches = [PlannedLaunch(name, prepare, units, _operands(arrays), _prepare(plan.chunks, strides))]
+    launches = [PlannedLaunch(name, prepare, units, operands, prepared)]
     launches += [PlannedLaunch(name, launcher, grid, given, sizes) for name, launcher, grid in others]
     return launches, plan.workspace_bytes
 
@@ -156,10 +151,9 @@ def _tail(
     states: tuple[str, int],
     row: int,
     strides: tuple[int, ...],
-    step: int,
     g_type: str,
 ) -> PlannedLaunch:
     launcher = tail_launcher()
-    fixed = launcher.params.last(row, *strides[3:], *tail_sizes(r, step, g_type))  # of k, v, g and beta
+    fixed = launcher.params.last(row, *strides[3:], *tail_sizes(r, g_type))  # of k, v, g and beta
     places = _only(arrays, launcher.params) | {"mark_states": states}
     return PlannedLaunch("tail", launcher, tail_grid(r), places, fixed)

@@ -15,12 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kdacore.lazy import lazy_module
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda import chunk_backward
-from kdacore_cuda.chunk_forward_checkpoints import (
-    SEGMENT_STEP_TOKENS,
-    Marks,
-    finish_checkpoints,
-    make_marks,
-)
+from kdacore_cuda.chunk_forward_checkpoints import Marks, make_marks
 from kdacore_cuda.chunk_forward_segments_kernels import (
     SegmentsKernel,
     chain_blocks,
@@ -29,9 +24,10 @@ from kdacore_cuda.chunk_forward_segments_kernels import (
     maps_kernel,
     output_blocks,
     output_kernel,
+    prepare_marked_kernel,
     segments_prepare_kernel,
 )
-from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, SEGMENTS
+from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, PREPARE_MARKED, SEGMENTS
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.multiprocessors import multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
@@ -65,8 +61,13 @@ class ChunkForwardSegmentsPlan(NamedTuple):
     """Name, launcher and blocks of each launch."""
     prepare_values: tuple[Any, ...]
     """Parameters of the first launch; those that a call changes are 0."""
+    marked: tuple[int, ...]
+    """Number of checkpoints at chosen tokens and ``null_index``, which prepare takes first; empty
+    without."""
     units: int
     """Chunk slots times value heads."""
+    marked_units: int
+    """Checkpoints at chosen tokens times value heads."""
     segment_chunks: int
     """Chunks of one segment."""
     slots: int
@@ -79,9 +80,20 @@ class ChunkForwardSegmentsPlan(NamedTuple):
     state_dtype: torch.dtype
 
     @property
+    def records_offset(self) -> int:
+        """Byte of the workspace where prepare's operands begin: of chunks cut off at checkpoints, then of all. Before
+        them are the states that checkpoints inside chunks start from."""
+        return self.marked_units * START_BYTES
+
+    @property
+    def operands_offset(self) -> int:
+        """Byte of the workspace where the chunks' operands begin."""
+        return self.records_offset + self.marked_units * CHUNK_OPERANDS_BYTES
+
+    @property
     def maps_offset(self) -> int:
-        """Byte of the workspace where maps begin; the chunks' operands come first."""
-        return self.units * CHUNK_OPERANDS_BYTES
+        """Byte of the workspace where maps begin."""
+        return self.operands_offset + self.units * CHUNK_OPERANDS_BYTES
 
     @property
     def starts_offset(self) -> int:
@@ -99,9 +111,12 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
     NT, segment_chunks = chunks.sizes["NT"], chunks_per_segment(items)
     segments = -(-NT // segment_chunks)
     slots = r.T // (64 * segment_chunks) + r.N if r.packed else r.N * segments
-    units = chunks.sizes["units"]
-    prepare = segments_prepare_kernel(chunks.float_gate, chunks.bounded)
-    launches = [("prepare", chunk_backward.launcher(prepare), units)]
+    units, marked_units = chunks.sizes["units"], r.checkpoint_count * r.HV
+    if marked_units:
+        prepare = marked_launcher(prepare_marked_kernel(chunks.float_gate, chunks.bounded))
+    else:
+        prepare = chunk_backward.launcher(segments_prepare_kernel(chunks.float_gate, chunks.bounded))
+    launches = [("prepare", prepare, marked_units + units)]
     if segments > 1:
         mapped = slots if r.packed else r.N * (segments - 1)
         launches.append(("maps", launcher(maps_kernel()), 2 * mapped * r.HV))
@@ -113,7 +128,9 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
         chunks=chunks,
         launches=tuple(launches),
         prepare_values=tuple(chunks.sizes.get(name, 0) for name, _ in CHUNK_BACKWARD.fields),
+        marked=(r.checkpoint_count, r.null_index) if marked_units else (),
         units=units,
+        marked_units=marked_units,
         segment_chunks=segment_chunks,
         slots=slots,
         stored_segments=slots * r.HV if segments > 1 else 0,
@@ -134,6 +151,12 @@ def launcher(kernel: SegmentsKernel) -> Launcher:
     return Launcher(kernel.source, SEGMENTS, kernel.threads, kernel.shared)
 
 
+@cache
+def marked_launcher(kernel: SegmentsKernel) -> Launcher:
+    """The launcher of a prepare that also makes records of chunks cut off at checkpoints."""
+    return Launcher(kernel.source, PREPARE_MARKED, kernel.threads, kernel.shared)
+
+
 class SegmentsCall(NamedTuple):
     """The launches of a call, to be made in order, and the memory they need until they are
     queued."""
@@ -145,7 +168,8 @@ class SegmentsCall(NamedTuple):
     pools: PoolArguments
     marks: Marks
     workspace: torch.Tensor
-    """Bytes: the chunks' operands, the segments' maps, their starting states."""
+    """Bytes: states before checkpoints, the operands of chunks cut off at checkpoints and of all chunks, the
+    segments' maps, their starting states."""
     kept: tuple[Any, ...]
     """Inputs, copies among them."""
 
@@ -163,17 +187,19 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> SegmentsCall:
     pools = pool_arguments(request, inputs, plan.state_dtype)
     o = pools.o
     checkpoints = make_checkpoints(request, o, plan.state_dtype)
-    marks = make_marks(request, inputs, o, True)
+    marks = make_marks(request, inputs, o, False)
     workspace = o.new_empty(plan.workspace_bytes, dtype=torch.uint8)
-    operands = workspace.data_ptr()
+    at, given_marks = workspace.data_ptr(), marks.addresses[:2]
 
     prepare_values = fill_prepare_values(
-        plan.prepare_values, addresses, strides, (A_log, bias, cu_seqlens), operands
+        plan.prepare_values, addresses, strides, (A_log, bias, cu_seqlens), at + plan.records_offset
     )
+    if plan.marked:
+        prepare_values = (*plan.marked, *given_marks, *prepare_values)
     other_values: tuple[Any, ...] = (
         *(address(cu_seqlens), o.data_ptr(), address(pools.initial), address(pools.written)),
-        *(address(checkpoints), operands, operands + plan.maps_offset, operands + plan.starts_offset),
-        *(*pools.rows, *marks.addresses, *pools.strides),
+        *(address(checkpoints), at + plan.operands_offset, at + plan.maps_offset, at + plan.starts_offset),
+        *(*pools.rows, *given_marks, at if plan.marked else 0, *pools.strides),
         *plan.sizes,
     )
     launches = tuple(
@@ -230,7 +256,6 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     o, arch = call.outputs.o, plan_of(request).chunks.arch
     for _, launcher, grid, values in call.launches:
         torch_launch.launch(launcher, grid, arch, o, values)
-    finish_checkpoints(request, arch, inputs, call.pools, call.marks, SEGMENT_STEP_TOKENS)
     return Outputs(*returned(request, inputs, call.pools), call.outputs.checkpoints)
 
 

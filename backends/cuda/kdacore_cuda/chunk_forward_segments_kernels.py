@@ -19,7 +19,7 @@ _PREPARE_SHARED = 76560
 
 
 class SegmentsKernel(NamedTuple):
-    """One launch after prepare. All take :data:`kdacore_cuda.kernel_parameters.SEGMENTS`."""
+    """One launch. Those after prepare take :data:`kdacore_cuda.kernel_parameters.SEGMENTS`."""
 
     source: KernelSource
     threads: int
@@ -33,18 +33,38 @@ def _kernel(name: str, threads: int, shared: int, **defines: int) -> SegmentsKer
 
 
 @cache
-def segments_prepare_kernel(float_gate: bool, bounded: bool) -> ChunkBackwardKernel:
+def segments_prepare_kernel(
+    float_gate: bool, bounded: bool, leaving_only: bool = False
+) -> ChunkBackwardKernel:
     """The operands of every chunk, one block per unit.
 
     Args:
         float_gate: ``g`` is float32, not bfloat16.
         bounded: every log decay lies in [-5, 0]. Else the backward's kernel does it.
+        leaving_only: of the sequence of a pack that ends at T alone.
     """
     if not bounded:
-        return prepare_kernel(float_gate, bounded, for_segments=True)
-    macros = (("G_FLOAT", int(float_gate)), ("SHARED_BYTES", _PREPARE_SHARED))
+        return prepare_kernel(float_gate, bounded, for_segments=True, leaving_only=leaving_only)
+    macros: tuple[tuple[str, int], ...] = (("G_FLOAT", int(float_gate)), ("SHARED_BYTES", _PREPARE_SHARED))
+    if leaving_only:
+        macros += (("LEAVING_ONLY", 1),)
     source = KernelSource(f"{_SOURCES}/prepare.cu", "prepare", macros)
     return ChunkBackwardKernel(source, 256, _PREPARE_SHARED, lambda units, heads, multiprocessors: units)
+
+
+@cache
+def prepare_marked_kernel(float_gate: bool, bounded: bool) -> SegmentsKernel:
+    """Operands of every chunk, and of chunks cut off at checkpoints: one block each. Takes
+    :data:`kdacore_cuda.kernel_parameters.PREPARE_MARKED`.
+
+    Args:
+        float_gate: ``g`` is float32, not bfloat16.
+        bounded: every log decay lies in [-5, 0]. Else it does what the backward's kernel does.
+    """
+    plain = segments_prepare_kernel(float_gate, bounded)
+    macros = {**dict(plain.source.defines), "BOUNDED": int(bounded)}
+    source = KernelSource(f"{_SOURCES}/prepare_marked.cu", "prepare_marked", tuple(macros.items()))
+    return SegmentsKernel(source, plain.threads, plain.shared)
 
 
 @cache
@@ -113,5 +133,6 @@ def packaged_segments_kernels() -> Iterator[KernelSource]:
     """The segments kernels shipped: all there are."""
     for float_gate, bounded in product((False, True), repeat=2):
         yield segments_prepare_kernel(float_gate, bounded).source
+        yield prepare_marked_kernel(float_gate, bounded).source
     for kernel in (maps_kernel(), chain_kernel(4), chain_kernel(8), output_kernel(1), output_kernel(2)):
         yield kernel.source

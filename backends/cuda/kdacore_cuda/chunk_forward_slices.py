@@ -4,7 +4,8 @@ in segments (:mod:`kdacore_cuda.chunk_forward_segments`), cut where ranks exchan
 Before the exchange: prepare (operands of every chunk), maps (how each segment maps the state at its
 start to the state at its end), transition (the maps of the leaving part composed). After it: starts
 (the state at each segment's start), output (every segment from its start). What prepare and maps
-compute is kept in between. Nothing is read back from the device.
+compute is kept in between. Packs of many sequences compute operands and maps of the leaving part alone,
+and their results by a call of their own. Nothing is read back from the device.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kdacore.types import ChunkInputs, Outputs, Request, SliceForward
-from kdacore_cuda import chunk_backward, torch_launch
+from kdacore_cuda import chunk_backward, chunk_forward, torch_launch
 from kdacore_cuda.chunk_forward_segments import (
     CHUNK_OPERANDS_BYTES,
     MAP_BYTES,
@@ -31,6 +32,7 @@ from kdacore_cuda.chunk_forward_segments_kernels import (
 from kdacore_cuda.chunk_slices_kernels import (
     chunks_per_segment,
     compose_blocks,
+    finishes_as_whole,
     maps_kernel,
     starts_kernel,
     transition_kernel,
@@ -47,6 +49,8 @@ class ChunkForwardSlicesPlan(NamedTuple):
     """What the request alone determines. Launches come with their blocks."""
 
     chunks: chunk_backward.ChunkBackwardPlan
+    as_whole: bool
+    """The results come from :func:`kdacore_cuda.chunk_forward.forward`."""
     results: int
     """``G``: sequences whose transition is asked for."""
     prepare: tuple[Launcher, int]
@@ -76,7 +80,8 @@ def _make_plan(r: Request) -> ChunkForwardSlicesPlan:
     segment = chunks_per_segment(-(-r.T // CHUNK), r.B * r.HV, multiprocessors)
     segments = -(-NT // segment)
     slots = r.T // (CHUNK * segment) + r.N if r.packed else r.N * segments
-    prepare = segments_prepare_kernel(chunks.float_gate, chunks.bounded)
+    as_whole = finishes_as_whole(items, r.packed, multiprocessors)
+    prepare = segments_prepare_kernel(chunks.float_gate, chunks.bounded, as_whole)
     blocks = compose_blocks(2 * results * r.HV, multiprocessors)
     start_blocks = compose_blocks(items, multiprocessors)
     outputs = output_blocks(slots * r.HV, multiprocessors)
@@ -84,10 +89,11 @@ def _make_plan(r: Request) -> ChunkForwardSlicesPlan:
     starts_offset = maps_offset + slots * r.HV * MAP_BYTES
     return ChunkForwardSlicesPlan(
         chunks=chunks,
+        as_whole=as_whole,
         results=results,
         prepare=(chunk_backward.launcher(prepare), units),
         prepare_values=tuple(chunks.sizes.get(name, 0) for name, _ in CHUNK_BACKWARD.fields),
-        maps=(launcher(maps_kernel()), 2 * slots * r.HV),
+        maps=(launcher(maps_kernel(as_whole)), 2 * slots * r.HV),
         transition=(_transition_launcher(blocks), 2 * results * r.HV * blocks),
         transition_sizes=(r.T, r.N, r.HV, NT, segment, segments, flags),
         starts=(launcher(starts_kernel(start_blocks)), start_blocks * items) if segments > 1 else None,
@@ -152,10 +158,12 @@ def begin(request: Request, inputs: ChunkInputs, leaving: torch.Tensor | None) -
     _launch(plan, plan.maps, like, _segment_values(plan, cu_seqlens, operands, 0, 0, 0, 0))
     values = (address(cu_seqlens), operands + plan.maps_offset, M.data_ptr(), C.data_ptr())
     _launch(plan, plan.transition, like, (*values, *plan.transition_sizes))
+    if plan.as_whole:
+        return SliceForward(M, C)
     return SliceForward(M, C, Pending(workspace, cu_seqlens, (inputs, kept, small)))
 
 
-def finish(request: Request, inputs: ChunkInputs, pending: Pending, starts: torch.Tensor) -> Outputs:
+def finish(request: Request, inputs: ChunkInputs, pending: Pending | None, starts: torch.Tensor) -> Outputs:
     """The results of the slice.
 
     Args:
@@ -174,6 +182,8 @@ def finish(request: Request, inputs: ChunkInputs, pending: Pending, starts: torc
     """
     plan, like = plan_of(request), inputs.v
     starts = starts.contiguous()
+    if pending is None:
+        return chunk_forward.forward(request, inputs._replace(initial_state=starts))
     o = like.new_empty((request.B, request.T, request.HV, request.V))
     final = starts.new_empty(starts.shape) if request.output_final_state else None
     checkpoints = starts.new_empty(request.checkpoint_shape) if request.checkpoint_every else None

@@ -5,10 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 
 from kdacore_cuda.chunk_backward_kernels import ChunkBackwardKernel, state_threads
 from kdacore_cuda.chunk_backward_segments_kernels import SEGMENT_MAPS_SHARED, no_grid
-from kdacore_cuda.chunk_forward_segments_kernels import MAPS_SHARED, MAPS_THREADS, SegmentsKernel
+from kdacore_cuda.chunk_forward_segments_kernels import (
+    MAPS_SHARED,
+    MAPS_THREADS,
+    SegmentsKernel,
+    segments_prepare_kernel,
+)
 from kdacore_cuda.kernel_source import KernelSource
 
 _FORWARD, _BACKWARD = "sm90/chunk_forward/segments", "sm90/chunk_backward"
@@ -16,11 +22,28 @@ _COMPOSE_THREADS = 256
 
 
 @cache
-def maps_kernel() -> SegmentsKernel:
+def maps_kernel(leaving_only: bool) -> SegmentsKernel:
     """Forward: :func:`kdacore_cuda.chunk_forward_segments_kernels.maps_kernel` from an unknown
-    state; two blocks per segment and value head."""
-    defines = (("WARPGROUPS", 2), ("SHARED_BYTES", MAPS_SHARED), ("OF_SLICE", 1))
+    state; two blocks per segment and value head.
+
+    Args:
+        leaving_only: of the sequence that goes on behind the slice alone.
+    """
+    defines = (
+        *(("WARPGROUPS", 2), ("SHARED_BYTES", MAPS_SHARED), ("OF_SLICE", 1)),
+        ("LEAVING_ONLY", int(leaving_only)),
+    )
     return SegmentsKernel(KernelSource(f"{_FORWARD}/maps.cu", "maps", defines), MAPS_THREADS, MAPS_SHARED)
+
+
+def finishes_as_whole(items: int, packed: bool, multiprocessors: int) -> bool:
+    """Whether the results of a slice come from a call of its own, not from segments.
+
+    So it is for packs of many sequences, ``items`` of them times value heads: such a call takes half
+    the time of segments (0.6 ns a token and head), and the one sequence that goes on behind the slice is
+    then likely to be a small part of it. Of few long sequences the call would be one chain after another.
+    """
+    return packed and items >= 4 * multiprocessors
 
 
 def _compose_source(folder: str, name: str, blocks: int) -> tuple[KernelSource, int]:
@@ -100,7 +123,10 @@ def chunks_per_segment(chunks: int, heads: int, multiprocessors: int) -> int:
 
 def packaged_slices_kernels() -> Iterator[KernelSource]:
     """The kernels shipped: all there are."""
-    yield maps_kernel().source
+    for leaving_only in (False, True):
+        yield maps_kernel(leaving_only).source
+    for float_gate, bounded in product((False, True), repeat=2):
+        yield segments_prepare_kernel(float_gate, bounded, leaving_only=True).source
     for warpgroups in (1, 2):
         yield segment_maps_kernel(warpgroups).source
     for blocks in (4, 8):

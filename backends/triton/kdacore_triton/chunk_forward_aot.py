@@ -55,6 +55,9 @@ def aot_cases(arch: str) -> list[AotCase]:
             max_spills=_SPILLS if gate != "scalar" else _UNTUNED_SPILLS,
             slow=(gate, heads) != ("scalar", 12),
         )
+    call = _meta_call(arch, "scalar", 128, torch.float16)  # its products take tf32 operands
+    name = "chunk forward scalar K128 float16"
+    cases += record(name, partial(forward, *call), max_spills=_UNTUNED_SPILLS, slow=True)
     for gate, heads in (("bounded", 12), ("bounded", 64), ("bounded", 8), ("scalar", 12)):
         call = _server_call(*_meta_call(arch, gate, 128, torch.bfloat16, heads))
         name = f"chunk forward {gate} H{heads} as a server calls it"

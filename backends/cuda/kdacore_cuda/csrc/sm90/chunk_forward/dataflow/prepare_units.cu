@@ -1,6 +1,7 @@
 // chunk_kda in two launches on Hopper that run side by side, first launch: the operands of every
 // chunk, as one ChunkOperands a unit (segments/chunk_operands.cuh). A unit's threads do what those of a
-// block of chunk_backward/prepare.cu do; here a block lives as long as the launch, computes three units
+// block of the segments' prepare do (segments/prepare.cu, or chunk_backward/prepare.cu if gates are
+// unbounded); here a block lives as long as the launch, computes three units
 // (two if gates are unbounded) side by side, which do not wait for each other, and leaves
 // multiprocessors to the second launch (walk.cu), which reads finished units while others are still
 // computed. No block of this launch waits for another block.

@@ -9,9 +9,10 @@
 // Grid: two blocks a segment and value head, one for A and one for B, 128 rows each. Warps, rings
 // and synchronisation: segment_scan.cuh.
 //
-// Macro: OF_SLICE, for a slice of a row that several ranks share. What a sequence begins with is then
+// Macros: OF_SLICE, for a slice of a row that several ranks share. What a sequence begins with is then
 // not known: B of first segments is from zero, and they have an A. The sequence that goes on behind
-// the slice, the one that the last token belongs to, has both of its last segment, too.
+// the slice, the one that the last token belongs to, has both of its last segment, too;
+// LEAVING_ONLY, no other sequence has any.
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 constexpr u32 STAGED_BYTES = OFFSET(ChunkOperands, qg);  // the part that is loaded
 #include "sm90/chunk_backward/segment_map.cuh"
@@ -35,7 +36,8 @@ __device__ __forceinline__ Task find_task(const SegmentParams& p, int block) {
   Task task = {find_segment(p, n, j, hv), (index & 1) == 0, false};
 #if OF_SLICE
   const Sequence& s = task.x.s;
-  task.idle = task.x.last() && (s.first + s.length != p.T || task.x.begin >= s.chunks);
+  const bool leaves = s.first + s.length == p.T;
+  task.idle = task.x.begin >= s.chunks || (!leaves && (LEAVING_ONLY || task.x.last()));
 #else
   task.idle = task.x.last() || (task.from_identity && task.x.index == 0);
 #endif
@@ -134,7 +136,9 @@ KDA_KERNEL(THREADS, 1) maps(KDA_PARAM SegmentParams p) {
     scan_segment(p, task, shared, make_lane(warp));
   } else {
     set_role_registers<0>();
-    if (warp == STATE_WARPS && (thread_index() & 31) == 0)
-      produce(p, task.x, shared, task.from_identity ? OFFSET(ChunkOperands, u) : OFFSET(ChunkOperands, qg));
+    if (warp == STATE_WARPS && (thread_index() & 31) == 0) {
+      OperandRing ring = {shared};
+      produce(p, task.x, ring, task.from_identity ? OFFSET(ChunkOperands, u) : OFFSET(ChunkOperands, qg));
+    }
   }
 }

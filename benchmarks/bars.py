@@ -16,6 +16,8 @@ COLOURS = {
     "fla-core": "#e07a5f",
     "FlashKDA": "#81b29a",
     "cuDNN frontend": "#b08968",
+    "one host": "#1d5f8a",
+    "several hosts": "#6fa8cf",
 }
 
 

@@ -32,6 +32,9 @@ from kdacore.bench.dispatch import NAME, NullPlugin
 from kdacore.registry import REGISTRY
 
 SIDES = ("fla", "kdacore")
+AGREE, MODEL_AGREES = 2e-2, 5e-2
+"""Largest relative difference of two results in bfloat16: of a layer, and of the logits behind four layers, each of
+which passes on the differences of those before."""
 Rows = list[dict[str, Any]]
 
 
@@ -144,13 +147,14 @@ def layer(rounds: int) -> Rows:
     for side in SIDES:
         _switch(side)
         graphs[side], peaks[side], results[side] = _captured(module, x)
-    error = (results["kdacore"] - results["fla"]).float().norm() / results["fla"].float().norm()
+    error = float((results["kdacore"] - results["fla"]).float().norm() / results["fla"].float().norm())
+    _hold("layer, output", error)
     samples: dict[str, list[float]] = {side: [] for side in SIDES}
     for _ in range(rounds):
         for side in SIDES:
             samples[side].append(_milliseconds(graphs[side].replay))
     row = _row("layer, hidden 2304 H32 T8192, forward and backward", samples, "ms")
-    return [{**row, "peak_GiB": peaks, "difference_of_results": float(error)}]
+    return [{**row, "peak_GiB": peaks, "difference_of_results": error}]
 
 
 def _captured(module: Any, x: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, float, torch.Tensor]:
@@ -191,6 +195,13 @@ def _milliseconds(replay: Callable[[], None]) -> float:
     return start.elapsed_time(stop) / 5
 
 
+def _hold(what: str, apart: float, allowed: float = AGREE) -> None:
+    """Raises AssertionError where the two sides' results are apart: nothing wrong is timed."""
+    print(f"{what}: {apart:.2e} apart", flush=True)
+    if not apart < allowed:
+        raise AssertionError(f"{what}: {apart} apart, allowed {allowed}")
+
+
 # --- a model ------------------------------------------------------------------------------------------------------
 
 
@@ -222,6 +233,18 @@ def model(rounds: int, tokens: int = 4096, decoded: int = 64) -> Rows:
         network.eval()
         network.generate(x[:, :128], max_new_tokens=decoded, min_new_tokens=decoded, do_sample=False)
 
+    losses, logits = {}, {}
+    for side in SIDES:
+        _switch(side)
+        network.train()
+        found = network(x, labels=x)
+        losses[side], logits[side] = float(found.loss.detach()), found.logits.detach().float()
+        del found
+    _hold("model, loss", abs(losses["kdacore"] - losses["fla"]) / losses["fla"])
+    difference = float((logits["kdacore"] - logits["fla"]).norm() / logits["fla"].norm())
+    _hold("model, logits", difference, MODEL_AGREES)
+    del logits
+
     rows: Rows = []
     for what, step, count in (("training", train, tokens), ("decoding", decode, decoded)):
         samples: dict[str, list[float]] = {side: [] for side in SIDES}
@@ -234,7 +257,7 @@ def model(rounds: int, tokens: int = 4096, decoded: int = 64) -> Rows:
                 torch.cuda.synchronize()
                 if counted:
                     samples[side].append(count / (time.perf_counter() - start))
-        rows.append(_row(f"model, {what}", samples, "tokens/s"))
+        rows.append({**_row(f"model, {what}", samples, "tokens/s"), "difference_of_results": difference})
     return rows
 
 

@@ -26,6 +26,8 @@ IMAGES = ROOT / "docs" / "images"
 
 FORWARD = ("h200/bench-peers", "h200/bench-all-peers", "h200/bench-forward-training", "h200/bench-prefill")
 TRAINING = ("h200/bench-peers", "h200/training-peers", "h200/bench-forward-training")
+HEADS = ("h200/bench-heads",)
+CHOICE = "h200/bench-choice"
 DECODE = ("h200/decode",)
 STAGES = ("h200/stages-bench",)
 HOST = ("h200/bench", "h200/bench-ours", "h200/bench-host")
@@ -46,6 +48,7 @@ SHOWN_STAGES = (
     "pack of 8, 65536 tokens HQK64",
 )
 """The record has 22 sizes; these are enough for the page."""
+NOT_MEASURED = "Not measured yet.\n"
 GATES_DIFFER = 0.02
 """Times on the two gate sets that differ by more than this are both shown."""
 
@@ -126,6 +129,8 @@ class Records:
         cases: dict[str, Case] = {}
         source: dict[tuple[str, str], str] = {}
         for name in names:
+            if not (RESULTS / f"{name}.json").exists():
+                continue
             for row in self.read(name, "")["rows"]:
                 if row["phase"] != phase or row["status"] not in ("ok", "wrong"):
                     continue
@@ -139,7 +144,8 @@ class Records:
                 time.peak = max(time.peak or 0, row["peak_bytes"] or 0) or None
         for (_, contender), name in source.items():
             self.read(name, f"{part} ({contender.removeprefix('kdacore ')})")
-        order = {row["case"]: i for name in names for i, row in enumerate(self.contents[name]["rows"])}
+        read = [self.contents[name] for name in names if name in self.contents]
+        order = {row["case"]: i for record in read for i, row in enumerate(record["rows"])}
         return dict(sorted(cases.items(), key=lambda item: order[item[0]]))
 
     def _contender(self, name: str) -> str:
@@ -168,6 +174,13 @@ def forward_bytes(case: Case) -> int:
     return case.size("B") * case.size("T") * 2 * (2 * K * H + (2 * V + K + 1) * HV)
 
 
+def prompt_bytes(case: Case) -> int:
+    """The forward, and the float32 states that are written, and read where the prompt goes on from one."""
+    sequences = case.size("N") if " N" in case.shape else case.size("B")
+    states = 2 if case.name.endswith("from a state") else 1
+    return forward_bytes(case) + states * 4 * sequences * case.size("HV") * case.size("K") * case.size("V")
+
+
 def training_bytes(case: Case) -> int:
     """The forward, and the backward: the inputs and do read once, every gradient written once."""
     K, V, H, HV = (case.size(letter) for letter in ("K", "V", "H", "HV"))
@@ -185,6 +198,8 @@ def decode_bytes(case: Case) -> int:
 
 def compare(records: Records, cases: dict[str, Case], floors: dict[str, float], unit: float) -> str:
     """One row a case: the floor, ours, the peers, and both ratios."""
+    if not cases:
+        return NOT_MEASURED
     shown = [peer for peer in PEERS.values() if any(peer in case.times for case in cases.values())]
     lines = []
     for case in cases.values():
@@ -237,6 +252,18 @@ def stage_table(records: Records, cases: dict[str, Case]) -> str:
         copy = case.time("copy of as many bytes").text(1e-3)
         lines.append([name, _number(ours * 1e3), _number(peer * 1e3), copy, f"{peer / ours:.2f}"])
     return _table(["case", "cuda", records.heading("fla-core"), "copy", "fla-core over ours"], lines)
+
+
+def choice_table(records: Records) -> str:
+    """How many choices were the fastest, and those that were not within 5 %."""
+    if not (RESULTS / f"{CHOICE}.json").exists():
+        return NOT_MEASURED
+    record = records.read(CHOICE, "automatic choice")
+    *choices, share, worst = [f for f in record["figures"] if f["preset"] == "h200-choice"]
+    said = f"{share['name'][0].upper()}{share['name'][1:]}: {share['value']:.1f} %. Worst: {worst['value']:.2f}x.\n"
+    slower = sorted((c for c in choices if c["value"] > 1.05), key=lambda c: -c["value"])
+    lines = [[*c["name"].split(": ", 1), f"{c['value']:.2f}"] for c in slower]
+    return said + ("\n" + _table(["call", "", "chosen over fastest"], lines) if lines else "")
 
 
 def host_table(records: Records, host: dict[str, Case], first: dict[str, Case]) -> str:
@@ -425,6 +452,8 @@ def files() -> dict[Path, str]:
     for part, names, phase, count in (
         ("forward", FORWARD, "forward", forward_bytes),
         ("training", TRAINING, "training", training_bytes),
+        ("prompts", HEADS, "forward", prompt_bytes),
+        ("few heads", HEADS, "training", training_bytes),
         ("decode", DECODE, "decode", decode_bytes),
         ("decode in a graph", DECODE, "graph", decode_bytes),
     ):
@@ -432,16 +461,20 @@ def files() -> dict[Path, str]:
         parts[part] = Part(cases, {name: count(case) / rate for name, case in cases.items()})
     forward, training = parts["forward"], parts["training"]
     decode, graph = parts["decode"], parts["decode in a graph"]
+    prompts, heads = parts["prompts"], parts["few heads"]
     blocks = {
         "rate": f"Memory rate: {rate / 1e12:.2f} TB/s (`benchmarks/results/{MEMORY_RATE}.json`).\n",
         "forward": compare(records, forward.cases, forward.floors, 1e-3),
         "training": training_table(records, training.cases, training.floors),
+        "prompts": compare(records, prompts.cases, prompts.floors, 1e-3),
+        "heads": compare(records, heads.cases, heads.floors, 1e-3),
+        "choice": choice_table(records),
         "decode": compare(records, decode.cases, decode.floors, 1e-6),
         "graph": compare(records, graph.cases, graph.floors, 1e-6),
         "stages": stage_table(records, records.cases("stages", STAGES, "stage")),
         "host": host_table(
             records,
-            records.cases("host", HOST, "host"),
+            records.cases("host", HOST, "host") | records.cases("host", HEADS, "host-training"),
             records.cases("first call", FIRST_CALL, "first-call"),
         ),
         "jax": jax_table(records, forward.cases, forward.floors),

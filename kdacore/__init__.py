@@ -29,7 +29,7 @@ from kdacore.registry import REGISTRY
 from kdacore.types import BackendInfo, Selection
 
 if TYPE_CHECKING:
-    from kdacore import stages
+    from kdacore import parallel, stages
     from kdacore.arrays.specs import ShapeDtype
     from kdacore.selections import selection_of
     from kdacore.version import __version__ as __version__
@@ -52,6 +52,7 @@ __all__ = [
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_kda",
     "kda_gate",
+    "parallel",
     "record_selections",
     "selection_of",
     "stages",
@@ -71,6 +72,7 @@ def backends() -> tuple[BackendInfo, ...]:
 
 
 _LATER = {
+    "parallel": "kdacore.parallel",
     "stages": "kdacore.stages",
     "ShapeDtype": "kdacore.arrays.specs",
     "selection_of": "kdacore.selections",
@@ -83,7 +85,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module 'kdacore' has no attribute {name!r}")
     module = import_module(_LATER[name])
-    value = module if name == "stages" else getattr(module, name)
+    value = module if name in ("parallel", "stages") else getattr(module, name)
     globals()[name] = value
     return value
 

@@ -52,7 +52,7 @@ def chunk_kda(
     out: Array | None = None,
     disable_recompute: bool = False,
     checkpoint_every: int | None = None,
-    cp: None = None,
+    cp: Any = None,
     backend: str | None = None,
     **unknown: object,
 ) -> Any:
@@ -111,7 +111,12 @@ def chunk_kda(
         disable_recompute: a backend may keep what its backward would otherwise recompute: the same results in more
             memory, and faster where that pays. No backend that ships with kdacore does: for them it changes nothing.
         checkpoint_every: also return the state at the start of every block of this many tokens, a multiple of 64.
-        cp: reserved for context parallelism; must be None.
+        cp: the ranks that a row is split over, each of which makes this call with its own T tokens: rank r has tokens
+            ``[r*T, (r+1)*T)`` of the whole row. A ``torch.distributed`` process group or a ``DeviceMesh`` of one
+            dimension; with JAX, inside ``shard_map``, the name of a mesh axis. Then ``cu_seqlens`` are offsets over the
+            whole row, the same on every rank; ``initial_state`` and ``final_state`` are those of all N sequences on
+            every rank; and gradients of what every rank holds (``initial_state``, ``A_log``, ``dt_bias``) are each
+            rank's share of a sum. See docs/guide/long-context.md.
         backend: force one backend; see :func:`kdacore.explain` for what each can serve.
 
     Returns:
@@ -179,6 +184,7 @@ def chunk_kda(
             null_index,
         ),
         backend,
+        cp,
     )
 
 
@@ -214,7 +220,7 @@ def chunk_gated_delta_rule(
     out: Array | None = None,
     disable_recompute: bool = False,
     checkpoint_every: int | None = None,
-    cp: None = None,
+    cp: Any = None,
     backend: str | None = None,
     **unknown: object,
 ) -> Any:
@@ -277,6 +283,7 @@ def chunk_gated_delta_rule(
             null_index,
         ),
         backend,
+        cp,
     )
 
 
@@ -540,10 +547,11 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Selectio
 
     Args:
         op: an op's name, or the public function.
-        *args, **kwargs: the call's own arguments.
+        *args, **kwargs: the call's own arguments. ``cp`` may be a number of ranks here.
 
     Returns:
-        A :class:`~kdacore.types.Selection`; ``print`` it. ``backend`` is empty when nothing can serve the call.
+        A :class:`~kdacore.types.Selection`; ``print`` it. ``backend`` is empty when nothing can serve the call. With
+        ``cp``, that of one rank's slice, with what the ranks exchange and the predicted time with and without.
 
     Raises:
         ContractError: the call breaks the contract, or there is no such op.
@@ -564,6 +572,10 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Selectio
         raise _unknown_keywords(opdef.name, unknown)
     inputs = opdef.inputs(*(given.get(name) for name in opdef.arrays))
     options = tuple(given[name] for name in opdef.options)
+    if given.get("cp") is not None:
+        from kdacore.parallel import explain as on_ranks  # here: as in _chunk
+
+        return on_ranks.explain(opdef, inputs, options, given["backend"])
     return dispatch.explain(opdef, inputs, options, given["backend"])
 
 
@@ -581,8 +593,15 @@ def _unknown_keywords(op: str, names: Iterable[str]) -> TypeError:
     return unknown_keywords(op, names)
 
 
-def _chunk(opdef: Any, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
-    result = dispatch.call(opdef, arrays, options, backend)
+def _chunk(
+    opdef: Any, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None, cp: Any
+) -> Any:
+    if cp is None:
+        result = dispatch.call(opdef, arrays, options, backend)
+    else:
+        from kdacore.parallel import call  # here: most processes have no other ranks
+
+        result = call.call(opdef, arrays, options, backend)
     if result[2] is None:
         return result[0], result[1]
     return result[0], result[1], result[2]

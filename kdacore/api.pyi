@@ -42,7 +42,7 @@ def chunk_kda(
     out: Tensor | None = ...,
     disable_recompute: bool = ...,
     checkpoint_every: None = ...,
-    cp: None = ...,
+    cp: Any = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor | None]: ...
 @overload
@@ -78,7 +78,7 @@ def chunk_kda(
     out: Tensor | None = ...,
     disable_recompute: bool = ...,
     checkpoint_every: int,
-    cp: None = ...,
+    cp: Any = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor | None, Tensor]: ...
 @overload
@@ -114,7 +114,7 @@ def chunk_kda(
     out: NDArray[Any] | None = ...,
     disable_recompute: bool = ...,
     checkpoint_every: None = ...,
-    cp: None = ...,
+    cp: Any = ...,
     backend: str | None = ...,
 ) -> tuple[NDArray[Any], NDArray[Any] | None]: ...
 @overload
@@ -150,7 +150,7 @@ def chunk_kda(
     out: NDArray[Any] | None = ...,
     disable_recompute: bool = ...,
     checkpoint_every: int,
-    cp: None = ...,
+    cp: Any = ...,
     backend: str | None = ...,
 ) -> tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any]]: ...
 @overload
@@ -186,7 +186,7 @@ def chunk_kda(
     out: jax.Array | None = ...,
     disable_recompute: bool = ...,
     checkpoint_every: None = ...,
-    cp: None = ...,
+    cp: Any = ...,
     backend: str | None = ...,
 ) -> tuple[jax.Array, jax.Array | None]: ...
 @overload
@@ -222,7 +222,7 @@ def chunk_kda(
     out: jax.Array | None = ...,
     disable_recompute: bool = ...,
     checkpoint_every: int,
-    cp: None = ...,
+    cp: Any = ...,
     backend: str | None = ...,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]: ...
 @overload
@@ -258,7 +258,7 @@ def chunk_gated_delta_rule(
     out: Tensor | None = ...,
     disable_recompute: bool = ...,
     checkpoint_every: None = ...,
-    cp: None = ...,
+    cp: Any = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor | None]: ...
 @overload
@@ -294,7 +294,7 @@ def chunk_gated_delta_rule(
     out: Tensor | None = ...,
     disable_recompute: bool = ...,
     checkpoint_every: int,
-    cp: None = ...,
+    cp: Any = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor | None, Tensor]: ...
 @overload
@@ -330,7 +330,7 @@ def chunk_gated_delta_rule(
     out: NDArray[Any] | None = ...,
     disable_recompute: bool = ...,
     checkpoint_every: None = ...,
-    cp: None = ...,
+    cp: Any = ...,
     backend: str | None = ...,
 ) -> tuple[NDArray[Any], NDArray[Any] | None]: ...
 @overload
@@ -366,7 +366,7 @@ def chunk_gated_delta_rule(
     out: NDArray[Any] | None = ...,
     disable_recompute: bool = ...,
     checkpoint_every: int,
-    cp: None = ...,
+    cp: Any = ...,
     backend: str | None = ...,
 ) -> tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any]]: ...
 @overload
@@ -402,7 +402,7 @@ def chunk_gated_delta_rule(
     out: jax.Array | None = ...,
     disable_recompute: bool = ...,
     checkpoint_every: None = ...,
-    cp: None = ...,
+    cp: Any = ...,
     backend: str | None = ...,
 ) -> tuple[jax.Array, jax.Array | None]: ...
 @overload
@@ -438,7 +438,7 @@ def chunk_gated_delta_rule(
     out: jax.Array | None = ...,
     disable_recompute: bool = ...,
     checkpoint_every: int,
-    cp: None = ...,
+    cp: Any = ...,
     backend: str | None = ...,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]: ...
 @overload

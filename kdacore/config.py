@@ -19,6 +19,7 @@ VARIABLES: dict[str, str] = {
     "KDACORE_DISABLE_PLUGINS": "plugins not to load, comma-separated (entry-point names); 'all' for every third party",
     "KDACORE_BATCH_INVARIANT": "'1': only implementations that give a sequence the same bits alone and with others",
     "KDACORE_VALIDATE": "'shapes' (default) or 'values': also read and check tensor contents, which syncs the device",
+    "KDACORE_CP_CHECK": "'first' (default) or 'always': which calls with cp= compare their arguments across ranks",
     "KDACORE_CACHE_DIR": "folder for built kernels, self-check records and those of kdacore verify",
     "KDACORE_ARCH": "architecture to assume when none can be probed, for example sm_90 or v5e",
     "KDACORE_SELFCHECK": "'1' (default) or '0': self-check compiled-only kernels before auto may choose them",
@@ -41,6 +42,7 @@ class Config:
     disabled_plugins: frozenset[str]
     batch_invariant: bool
     validate_values: bool
+    cp_check_always: bool
     cache_dir: Path
     arch: str
     selfcheck: bool
@@ -91,6 +93,9 @@ def parse(env: Mapping[str, str]) -> Config:
     validate = env.get("KDACORE_VALIDATE", "shapes").strip()
     if validate not in ("shapes", "values"):
         raise ConfigError("KDACORE_VALIDATE", validate, "'shapes' or 'values'")
+    cp_check = env.get("KDACORE_CP_CHECK", "first").strip()
+    if cp_check not in ("first", "always"):
+        raise ConfigError("KDACORE_CP_CHECK", cp_check, "'first' or 'always'")
     limit_text = env.get("KDACORE_PLUGIN_IMPORT_LIMIT", "2").strip()
     try:
         limit = float(limit_text)
@@ -103,6 +108,7 @@ def parse(env: Mapping[str, str]) -> Config:
         disabled_plugins=frozenset(_names(env.get("KDACORE_DISABLE_PLUGINS", ""))),
         batch_invariant=_flag(env, "KDACORE_BATCH_INVARIANT", "0"),
         validate_values=validate == "values",
+        cp_check_always=cp_check == "always",
         cache_dir=_cache_dir(env),
         arch=env.get("KDACORE_ARCH", "").strip(),
         selfcheck=_flag(env, "KDACORE_SELFCHECK", "1"),

@@ -55,4 +55,13 @@ def jax_device(device: object) -> Device:
     return Device(platform, index)
 
 
+def jax_mesh_device(abstract: object) -> Device | None:
+    """The :class:`Device` that a ``jax.sharding.AbstractDevice`` describes; None where that does not tell."""
+    platform: str = getattr(abstract, "platform", None) or ""
+    kind: str = getattr(abstract, "device_kind", "")
+    if kind in _TPU_GENERATIONS:
+        return Device("tpu", 0, _TPU_GENERATIONS[kind])
+    return Device("cpu") if platform == "cpu" else None
+
+
 config.on_refresh(torch_device.cache_clear)

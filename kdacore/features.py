@@ -14,15 +14,25 @@ from kdacore.calls.description import CallDescription
 from kdacore.calls.pools import Pool
 from kdacore.calls.values import Shape
 from kdacore.dispatch import selection
+from kdacore.errors import ContractError
 from kdacore.machine import Accelerator, Machine
 from kdacore.ops import OPS
 from kdacore.registry import Registered
 from kdacore.types import ArrayKind, Backend, Request, Selection
 
 
-def explain_call(call: CallDescription, backend: str | None = None) -> Selection:
-    """What dispatch would do with a described call."""
-    return api.explain(call.op, **description.arguments(call), backend=backend)
+def explain_call(call: CallDescription, backend: str | None = None, ranks: int = 1) -> Selection:
+    """What dispatch would do with a described call, or on one of several ranks that each make it.
+
+    Raises:
+        ContractError: the call asks for something that its op has no argument for.
+    """
+    arguments = description.arguments(call)
+    if ranks > 1:
+        if "cp" not in OPS[call.op].options:
+            raise ContractError(call.op, "cp", ranks, "nothing: the op has no such argument")
+        arguments["cp"] = ranks
+    return api.explain(call.op, **arguments, backend=backend)
 
 
 USUAL_ARCH = {"cuda": "sm_90", "rocm": "gfx942", "tpu": "v5e"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 
@@ -32,6 +33,22 @@ def lazy_function(package: str, module: str, function: str) -> Callable[..., Any
 
     call.__name__ = call.__qualname__ = function
     return call
+
+
+class _LazyModule(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self.__name__), name)
+
+
+def lazy_module(name: str) -> Any:
+    """A stand-in for the module ``name``, which it imports when it is first asked for an attribute.
+
+    Attributes are read from the module each time, so one that is replaced there is seen.
+
+    Raises:
+        ImportError: at the first attribute, when there is no such module.
+    """
+    return _LazyModule(name)
 
 
 def package_probe(package: str) -> Callable[[], str | None]:

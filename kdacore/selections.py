@@ -7,6 +7,7 @@ from typing import Any
 
 from kdacore.dispatch.asked import answer, copied
 from kdacore.dispatch.call import opdef_of
+from kdacore.errors import UnsupportedError
 from kdacore.ops.binding import binder
 from kdacore.types import Selection
 
@@ -41,7 +42,15 @@ def selection_of(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Sel
         'reference'
     """
     opdef = opdef_of(op)
-    found = answer(opdef, *binder(opdef)(*args, **kwargs))
+    arrays, options, backend = binder(opdef)(*args, **kwargs)
+    if "cp" in opdef.options and options[opdef.options.index("cp")] is not None:
+        from kdacore.parallel.explain import explain  # here: few calls are spread over ranks
+
+        spread = explain(opdef, opdef.inputs(*arrays), options, backend)
+        if not spread.backend:
+            raise UnsupportedError(opdef.name, spread.why, {c.backend: c.reasons for c in spread.candidates})
+        return spread
+    found = answer(opdef, arrays, options, backend)
     if found.error is not None:
         raise copied(found.error)
     return found.selection  # type: ignore[return-value]

@@ -397,6 +397,53 @@ class FastGradients(NamedTuple):
     where none is wanted. None, with nothing done, sends it through the op's ``backward``."""
 
 
+class SliceForward(NamedTuple):
+    """What ``begin`` of :class:`SliceFunctions` returns. ``G`` is ``B``; 1 of a pack."""
+
+    M: Array
+    """``[G, HV, K, K]`` float32: the transition of the leaving part of each row, ``S_end = M @ S_start + C``, on states
+    ``S [K, V]`` whatever ``state_v_first`` says."""
+    C: Array
+    """``[G, HV, K, V]`` float32: the state that the leaving part ends in from a start of zeros."""
+    pending: Any = None
+    """The backend's own, handed to ``finish``: workspaces, prepared operands."""
+
+
+class SliceFunctions(NamedTuple):
+    """A call of the chunk ops on one slice of a row that continues on other ranks, cut where ranks exchange states.
+
+    ``request`` is the slice's own call: the local rows; packed, all N sequences of the whole row with local offsets, of
+    which many are empty and the last may end before T. Its states are K-first and float32 (float64 of float64 inputs),
+    it has an ``initial_state``, and neither pools nor ``out``; ``inputs.initial_state`` is None, since starts are given
+    apart. ``output_final_state`` and ``checkpoint_every`` are the caller's.
+
+    The *leaving* part of a row is that of the sequence that holds the last local token; the *entering* part, of the one
+    that holds the first. Both may be one. Packed, either is given as its sequence's number, an int32 array ``[1]`` on
+    the device (never read on the host); dense, None: every row is one part, leaving and entering. Where a rank has no
+    such part (padding), the number is that of some sequence, and what is returned for it is not used.
+
+    All indices and states stay on the device: nothing may synchronise with the host. No function sees other ranks.
+    """
+
+    begin: Callable[[Request, Any, Any], SliceForward]
+    """``begin(request, inputs, leaving)``: the map of the leaving part. M of an empty part is the identity, C zero."""
+    finish: Callable[[Request, Any, Any, Any], Outputs]
+    """``finish(request, inputs, pending, starts)``: the results, from ``starts [N, HV, K, V]``, the state that each
+    sequence's local part starts from. ``Outputs.saved`` is handed to the two below."""
+    backward_begin: Callable[[Request, Any, tuple[Array, ...], OutputGrads, Any, Any], tuple[Array, Any]]
+    """``backward_begin(request, inputs, saved, grads, starts, entering)``: the gradient ``[G, HV, K, V]`` with respect
+    to the state at the start of the entering part, as far as it comes from this slice, and something pending.
+    ``grads.final_state [N, HV, K, V]`` (or None) is zero for sequences that do not end here. ``saved`` may be ``()``,
+    as for every backward."""
+    backward_finish: Callable[[Request, Any, tuple[Array, ...], Any, OutputGrads, Any, Any], InputGrads]
+    """``backward_finish(request, inputs, saved, pending, grads, starts, ends)``: the gradients, with
+    ``ends [N, HV, K, V]`` (in place of ``grads.final_state``) the gradient of the state that each local part ends in.
+    ``InputGrads.initial_state`` is that of ``starts``."""
+    seconds: float | None = None
+    """Predicted seconds of the slice's work: of the first two, and of all four where the request needs gradients. None
+    where unknown."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpImpl:
     """One op of one backend."""
@@ -431,6 +478,11 @@ class OpImpl:
     ``forward`` and ``backward`` would do; ``wanted`` says for each field of :class:`InputGrads`
     whether its gradient is asked for. A backward may come through ``backward`` where the forward
     came through this, and the other way round."""
+    slices: Callable[[Request], SliceFunctions | None] | None = None
+    """Optional, for ``chunk_kda`` and ``chunk_gated_delta_rule``: ``slices(request)`` may return the functions that
+    serve a slice of a row under ``cp=``. Without them, or where it returns None, the front end composes them of calls
+    of ``forward`` and ``backward``. It reads no values, like a verifier, and does not depend on the slice's place:
+    every rank must get the same answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -486,6 +538,8 @@ class Candidate:
     verified: bool
     lacking: tuple[str, ...] = ()
     """Hardware it needs that is not here, where the choice was asked for assumed hardware."""
+    cost_source: str = ""
+    """Where ``cost`` comes from, in words; empty where it is not known."""
 
     @property
     def supported(self) -> bool:
@@ -523,6 +577,7 @@ class Selection:
                 lines.append(
                     f"{mark} {c.backend}: supported, {cost}" + ("" if c.verified else ", compiled only")
                 )
+                lines += [f"     cost {c.cost_source}"] if c.cost_source else []
                 lines += [f"     assumed, not here: {what}" for what in c.lacking]
             else:
                 lines.append(f"{mark} {c.backend}: not supported")

@@ -18,6 +18,14 @@ FastGradientsOf = Callable[[Any, Request, Any], "FastCall | None"]
 """``fast_gradients(plan, request, inputs)``."""
 
 
+class Differentiated(Protocol):
+    """A call once it is known that it is differentiated. Hashable."""
+
+    def plan(self) -> Plan:
+        """Its plan. UnsupportedError where no backend serves it."""
+        ...
+
+
 class Plan(Protocol):
     """A validated call and the implementation selected for it, as an adapter sees it."""
 
@@ -29,6 +37,11 @@ class Plan(Protocol):
     forward: Callable[[Request, Any], Any]
     joined: Any
     """For the adapter: what it built to join this plan to its library's differentiation."""
+
+    @property
+    def differentiated(self) -> Differentiated | None:
+        """Where the call may be differentiated and ``backend`` has no backward for it: what serves it then."""
+        ...
 
     def backward(self, inputs: Any, *rest: Any) -> Any:
         """The gradients: ``backward(inputs, saved, grads)``, or ``backward(inputs, dlog)`` of ``kda_gate``."""

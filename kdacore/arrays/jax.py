@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -75,7 +75,7 @@ class _JaxAdapter:
 
     def device(self, x: Any) -> Device:
         if not self.placed(x):
-            return _default_device()
+            return _expected_device()
         devices = sorted(x.devices(), key=lambda d: d.id)
         return probes.jax_device(devices[0])
 
@@ -120,7 +120,8 @@ class _JaxAdapter:
             joined = plan.joined = _join(plan, inputs)
             _keep(plan)
         result = joined(*inputs)
-        return Outputs(*result) if plan.request.needs_grad and not isinstance(inputs, GateInputs) else result
+        joins_gradients = plan.request.needs_grad or plan.differentiated is not None
+        return Outputs(*result) if joins_gradients and not isinstance(inputs, GateInputs) else result
 
 
 JAX = _JaxAdapter()
@@ -135,7 +136,7 @@ _met: dict[Hashable, Plan] = {}
 
 def _made_of(plan: Plan) -> Hashable:
     """What the function of a traced call depends on."""
-    return plan.request, plan.forward, plan.impl.backward
+    return plan.request, plan.forward, plan.impl.backward, plan.differentiated
 
 
 def _keep(plan: Plan) -> None:
@@ -146,6 +147,15 @@ def _keep(plan: Plan) -> None:
         _met.pop(_made_of(oldest), None)
 
 
+def _expected_device() -> Device:
+    """Where what is traced will run: on the devices of the mesh around it, which need not be of this host, or on the
+    default device."""
+    # Absent outside a mesh, and of meshes that were made without devices.
+    abstract = getattr(get_abstract_mesh(), "abstract_device", None)
+    found = None if abstract is None else probes.jax_mesh_device(abstract)
+    return _default_device() if found is None else found
+
+
 def _default_device() -> Device:
     chosen = jax.config.jax_default_device
     if chosen is None or isinstance(chosen, str):
@@ -154,6 +164,11 @@ def _default_device() -> Device:
 
 
 def _join(plan: Plan, inputs: Any) -> Any:
+    if plan.differentiated is not None:
+        return _join_vjp(
+            lambda *arrays: tuple(plan.forward(plan.request, plan.inputs(*arrays))[:3]),
+            plan.differentiated.plan,
+        )
     if not plan.request.needs_grad:  # eager, or an op for inference: JAX differentiates the latter's own code
         return jax.jit(lambda *arrays: plan.forward(plan.request, plan.inputs(*arrays)))
     return _join_gate(plan) if isinstance(inputs, GateInputs) else _join_whole(plan)
@@ -161,19 +176,28 @@ def _join(plan: Plan, inputs: Any) -> Any:
 
 def _join_whole(plan: Plan) -> Any:
     """The four whole ops as a ``custom_vjp`` function of their arrays (absent ones None)."""
-    request, forward = plan.request, plan.forward
-    undifferentiated = dataclasses.replace(request, needs_grad=False)
+    undifferentiated = dataclasses.replace(plan.request, needs_grad=False)
 
-    @jax.custom_vjp
     def op(*arrays: Any) -> Any:  # traced when nobody differentiates, else op_forward is
-        return tuple(forward(undifferentiated, plan.inputs(*arrays))[:3])
+        return tuple(plan.forward(undifferentiated, plan.inputs(*arrays))[:3])
+
+    return _join_vjp(op, lambda: plan)
+
+
+def _join_vjp(primal: Callable[..., Any], plan_of_gradients: Callable[[], Plan]) -> Any:
+    """``primal``, differentiated by a plan that is asked for then."""
+    op = jax.custom_vjp(primal)
+    found: list[Plan] = []
 
     def op_forward(*arrays: Any) -> Any:
-        outputs = forward(request, plan.inputs(*arrays))
+        found[:] = found or [plan_of_gradients()]
+        (plan,) = found
+        outputs = plan.forward(plan.request, plan.inputs(*arrays))
         return tuple(outputs[:3]), (arrays, outputs.saved)
 
     def op_backward(residuals: Any, cotangents: Any) -> Any:
         arrays, saved = residuals
+        (plan,) = found
         inputs = plan.inputs(*arrays)
         grads = plan.backward(inputs, saved, OutputGrads(cotangents[0], cotangents[1]))
         return _cotangents(arrays, grads)

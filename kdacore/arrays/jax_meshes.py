@@ -1,7 +1,8 @@
-"""JAX arrays on a mesh with Explicit axes, where every operation has to say how its result is split.
+"""JAX arrays on a mesh: which the backends cannot take, and the axes that an array varies over inside ``shard_map``.
 
-The backends' do not: they are written for one device, or for arrays that XLA or the caller splits. Only what is whole
-on every device, inside ``jax.set_mesh``, needs no word.
+On a mesh with Explicit axes every operation has to say how its result is split. Those of the backends do not: they are
+written for one device, or for arrays that XLA or the caller splits. Only what is whole on every device, inside
+``jax.set_mesh``, needs no word.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import AxisType, get_abstract_mesh
 
 WANTED = (
@@ -32,3 +34,37 @@ def obstacle(x: Any) -> tuple[str, str] | None:
     if where.mesh != get_abstract_mesh():
         return f"an array on a mesh with Explicit axes {axes}, outside jax.set_mesh", WANTED
     return None
+
+
+def mesh_axes(*arrays: Any) -> frozenset[str]:
+    """Axes of a ``shard_map`` mesh over which any of the arrays varies."""
+    axes: frozenset[str] = frozenset()
+    for x in arrays:
+        if x is not None:
+            kind = jax.typeof(x)
+            # jax 0.10 calls it manual_axis_type.varying, releases before it vma.
+            manual = getattr(kind, "manual_axis_type", None)
+            axes |= getattr(kind, "vma", frozenset()) if manual is None else manual.varying
+    return axes
+
+
+def out_struct(shape: tuple[int, ...], dtype: Any, *arrays: Any) -> jax.ShapeDtypeStruct:
+    """Shape of a kernel's output, varying over the mesh axes that any of its inputs varies over."""
+    kind = getattr(jax.typeof(arrays[0]), "manual_axis_type", None)
+    if kind is None:
+        return jax.ShapeDtypeStruct(shape, dtype)
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=type(kind)(varying=mesh_axes(*arrays)))
+
+
+def varying(x: Any, axes: frozenset[str]) -> Any:
+    """``x`` marked as varying over ``axes``, so that a scan may carry it together with sharded values."""
+    missing = tuple(sorted(axes - mesh_axes(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def summed_like(grad: Any, primal: Any) -> Any:
+    """``grad`` in the dtype of ``primal``, summed over the mesh axes along which ``primal`` is replicated."""
+    extra = tuple(sorted(mesh_axes(grad) - mesh_axes(primal)))
+    if extra:
+        grad = lax.psum(grad, extra)
+    return grad.astype(primal.dtype)

@@ -11,10 +11,16 @@ from kdacore.calls.description import CallDescription, specs
 from kdacore.calls.description import options as described
 from kdacore.calls.requests import request_with
 from kdacore.calls.values import Shape, offsets, to_kind
-from kdacore.types import Request
+from kdacore.ops import OPS
+from kdacore.types import Request, TensorSpec
 
 Arrays = dict[str, Any]
 SEED = 2510
+
+
+def has_pool(case: Case) -> bool:
+    """Do its states lie in a pool?"""
+    return case.pool and OPS[case.op].family == "recurrent"
 
 
 def options(case: Case) -> dict[str, Any]:
@@ -29,14 +35,16 @@ def options(case: Case) -> dict[str, Any]:
         given.update(safe_gate=True, lower_bound=-5.0)
     if case.disable_recompute:
         given["disable_recompute"] = True
-    if case.op == "fused_recurrent_kda":
+    if case.state_v_first:
+        given["state_v_first"] = True
+    if has_pool(case):
         given["inplace_state"] = True
     return given
 
 
 def call_of(case: Case, device: str, arch: str = "") -> CallDescription:
     """The case's call, described as everywhere else."""
-    decode = case.op == "fused_recurrent_kda"
+    pool = has_pool(case)
     return CallDescription(
         op=case.op,
         kind=case.kind,
@@ -44,12 +52,14 @@ def call_of(case: Case, device: str, arch: str = "") -> CallDescription:
         arch=arch,
         shape=Shape(case.B, case.T, case.H, case.value_heads, case.K, case.V, case.lengths),
         dtype=case.dtype,
-        gate_dtype=case.dtype,
+        gate_dtype=case.gate_dtype or case.dtype,
         beta_dtype=case.dtype,
-        index_dtype="int32" if decode else "int64",
-        requires_grad=case.phase == "training",
-        pool="inplace" if decode else "",
-        pool_rows=case.N if decode else 0,
+        index_dtype="int32" if pool else "int64",
+        state_dtype=case.state_dtype,
+        requires_grad=case.trains,
+        initial_state=case.initial_state,
+        pool="inplace" if pool else "",
+        pool_rows=case.N if pool else 0,
         options=described(**options(case)),
         seed=SEED,
     )
@@ -61,10 +71,10 @@ def make(case: Case, gates: str, device: str) -> Arrays:
     The shapes and dtypes are those of the described call; the numbers are drawn where they are used.
     """
     wanted = specs(call_of(case, device))
-    normal = _torch_normal(case, device) if case.kind == "torch" else _numpy_normal(case, device)
+    normal = _torch_normal(device) if case.kind == "torch" else _numpy_normal(case, device)
     rng = np.random.default_rng(SEED)
     spread = {"g": 0.5 if gates == "init" else 1.0}
-    x = {name: normal(wanted[name].shape, spread.get(name, 1.0)) for name in ("q", "k", "v", "g", "beta")}
+    x = {name: normal(wanted[name], spread.get(name, 1.0)) for name in ("q", "k", "v", "g", "beta")}
 
     def convert(name: str, values: Any) -> None:
         x[name] = to_kind(values, case.kind, wanted[name].dtype, device)
@@ -75,10 +85,16 @@ def make(case: Case, gates: str, device: str) -> Arrays:
         convert("cu_seqlens", offsets(case.lengths))
     if "initial_state" in wanted:
         rows, *one = wanted["initial_state"].shape
-        state = rng.standard_normal((1, *one)).astype(np.float32)
-        convert("initial_state", np.repeat(state, rows, axis=0))
+        convert("initial_state", rng.standard_normal((1, *one)).astype(np.float32))
+        x["initial_state"] = _repeated(x["initial_state"], rows, case.kind)
+    if "state_indices" in wanted:
         convert("state_indices", np.arange(rows))
     return x
+
+
+def _repeated(state: Any, rows: int, kind: str) -> Any:
+    """The same state for every sequence, copied where it lies."""
+    return state.repeat(rows, 1, 1, 1) if kind == "torch" else state.repeat(rows, axis=0)
 
 
 def _bias(rng: Any, gates: str, shape: tuple[int, ...]) -> Any:
@@ -88,14 +104,14 @@ def _bias(rng: Any, gates: str, shape: tuple[int, ...]) -> Any:
     return 0.5 * rng.standard_normal(shape)
 
 
-def _torch_normal(case: Case, device: str) -> Any:
+def _torch_normal(device: str) -> Any:
     import torch
 
     generator = torch.Generator(device).manual_seed(SEED)
-    dtype = getattr(torch, case.dtype)
 
-    def normal(shape: tuple[int, ...], spread: float) -> Any:
-        return (spread * torch.randn(shape, generator=generator, device=device)).to(dtype)
+    def normal(spec: TensorSpec, spread: float) -> Any:
+        values = torch.randn(spec.shape, generator=generator, device=device)
+        return (spread * values).to(getattr(torch, spec.dtype))
 
     return normal
 
@@ -103,9 +119,9 @@ def _torch_normal(case: Case, device: str) -> Any:
 def _numpy_normal(case: Case, device: str) -> Any:
     rng = np.random.default_rng(SEED)
 
-    def normal(shape: tuple[int, ...], spread: float) -> Any:
-        x = np.float32(spread) * rng.standard_normal(shape, dtype=np.float32)
-        return to_kind(x, case.kind, case.dtype, device)
+    def normal(spec: TensorSpec, spread: float) -> Any:
+        x = np.float32(spread) * rng.standard_normal(spec.shape, dtype=np.float32)
+        return to_kind(x, case.kind, spec.dtype, device)
 
     return normal
 

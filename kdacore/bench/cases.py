@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from kdacore.bench import choice_shapes as shapes
 from kdacore.types import ArrayKind, Gate
 
 PACK = (1300, 547, 2048, 963, 271, 3063)
@@ -28,9 +30,9 @@ class Goal:
 class Case:
     """One thing to time.
 
-    ``phase``: ``forward``, ``training`` (forward and backward), ``decode`` (one token a sequence, state pool in
-    place), ``graph`` (the same as launches of a CUDA graph), ``host`` (the time a call keeps the CPU busy) or
-    ``first-call`` (in a fresh process).
+    ``phase``: ``forward``, ``training`` (forward and backward), ``decode`` (a recurrent op, state pool in place),
+    ``graph`` (the same as launches of a CUDA graph), ``host`` (the time a call keeps the CPU busy), ``host-training``
+    (the same of forward and backward) or ``first-call`` (in a fresh process).
     """
 
     name: str
@@ -46,11 +48,23 @@ class Case:
     lengths: tuple[int, ...] = ()
     """Makes it a pack of these sequences."""
     dtype: str = "bfloat16"
+    gate_dtype: str = ""
+    """of g; that of q, k and v where empty."""
     kind: ArrayKind = "torch"
     gate: Gate = "sigmoid"
     """``sigmoid``: the safe gate, bounded by -5; ``softplus``: unbounded."""
     gate_sets: tuple[str, ...] = GATE_SETS
     disable_recompute: bool = False
+    initial_state: bool = False
+    """A state to start from, for each sequence."""
+    pool: bool = True
+    """Recurrent ops only: states lie in a pool and are written in place."""
+    state_dtype: str = "float32"
+    state_v_first: bool = False
+    oracle_tokens: int = 8192
+    """A longer sequence is checked on its first tokens (outputs only): what follows cannot change them."""
+    longest: float | None = None
+    """Seconds; a backend that is predicted to take longer is not timed."""
     goals: Mapping[str, Goal] = field(default_factory=dict)
     """By backend: each is held to its own."""
     memory: float | None = None
@@ -65,6 +79,11 @@ class Case:
     @property
     def N(self) -> int:
         return len(self.lengths) or self.B
+
+    @property
+    def trains(self) -> bool:
+        """Gradients are computed."""
+        return self.phase in ("training", "host-training")
 
 
 def _goals(unit: float, **figures: tuple[float, ...]) -> dict[str, Goal]:
@@ -210,14 +229,71 @@ _QUICK = (
     ),
 )
 
+_H200_HEADS = (
+    *(Case(name=f"B1 T8192 H{H}", H=H) for H in (3, 4, 6, 12, 24, 48)),
+    *(
+        Case(name=f"B1 T{T} H{H} from a state", T=T, H=H, initial_state=True)
+        for T in (2048, 4096)
+        for H in (8, 32)
+    ),
+    Case(name="packed 2 x 4096 H12", H=12, lengths=(4096,) * 2),
+    Case(name="packed 4 uneven H12", H=12, lengths=(1300, 547, 2048, 4297)),
+    Case(name="packed 8 uneven H12", H=12, lengths=(1300, 547, 2048, 963, 271, 1015, 2000, 48)),
+    Case(name="B64 T128 H32", B=64, T=128, H=32),
+    Case(name="B256 T16 H32", B=256, T=16, H=32),
+    *(Case(name=f"B1 T131072 H{H}", T=131072, H=H) for H in (4, 32)),
+    *(Case(name=f"B1 T8192 H{H}", phase="training", H=H) for H in (4, 24)),
+    *(Case(name=f"B1 T65536 H{H}", phase="training", T=65536, H=H) for H in (4, 8, 16, 24)),
+    Case(name="training step B1 T512 H8", phase="host-training", T=512, H=8),
+)
+"""Few heads, long and short sequences: what :data:`_H200_FORWARD` and :data:`_H200_TRAINING` leave out."""
+
+
+def _choice() -> Iterator[Case]:
+    """The calls of :mod:`kdacore.bench.choice_shapes`."""
+
+    def case(words: str, **fields: Any) -> Case:
+        c = Case(name="", gate_sets=("init",), oracle_tokens=512, longest=0.05, **fields)
+        grouped = f" HV{c.HV}" if c.HV else ""
+        pack = f"pack of {c.N}, {c.T} tokens, H{c.H}"
+        size = pack if c.lengths else f"B{c.B} T{c.T} H{c.H}{grouped}"
+        return dataclasses.replace(c, name=" ".join(filter(None, (size, words))))
+
+    def sizes(given: shapes.Sizes) -> dict[str, int]:
+        return dict(zip(("B", "T", "H", "HV"), given, strict=False))
+
+    for given in (*shapes.FORWARD, *shapes.GROUPED):
+        yield case("", **sizes(given))
+    for given in shapes.UNBOUNDED:
+        yield case("unbounded", gate="softplus", **sizes(given))
+    for given in shapes.FROM_STATE:
+        yield case("from a state", initial_state=True, **sizes(given))
+    for given in shapes.TRAINING:
+        yield case("training", phase="training", **sizes(given))
+    for given in shapes.TRAINING_UNBOUNDED:
+        yield case("training unbounded", phase="training", gate="softplus", **sizes(given))
+    for packs, phase, words in (
+        (shapes.PACKS, "forward", ""),
+        (shapes.TRAINING_PACKS, "training", "training"),
+    ):
+        for lengths, H in packs:
+            yield case(words, phase=phase, T=sum(lengths), H=H, lengths=lengths)
+    for B, T, H, dtype, v_first in shapes.RECURRENT:
+        words = f"recurrent {dtype}{' V first' if v_first else ''}"
+        options = {"op": "fused_recurrent_kda", "state_dtype": dtype, "state_v_first": v_first}
+        yield case(words, phase="decode", B=B, T=T, H=H, **options)
+
+
 PRESETS: dict[str, tuple[Case, ...]] = {
     "quick": _QUICK,
     "h200-forward": _H200_FORWARD,
     "h200-training": _H200_TRAINING,
+    "h200-heads": _H200_HEADS,
     "h200-decode": _H200_DECODE,
     "h200-decode-graph": _H200_DECODE_GRAPH,
     "h200-host": _H200_HOST,
     "h200-first-call": _H200_FIRST_CALL,
+    "h200-choice": tuple(_choice()),
 }
 SPECIAL = ("cpu", "xla", "dispatch", "import", "h200-stages")
 """Presets that are programs of their own: kdacore.bench.cpu, .xla, .dispatch, .imports and .stages."""

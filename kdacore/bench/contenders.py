@@ -41,7 +41,7 @@ class Contender:
 def kdacore_contenders(case: Case, device: str, only: tuple[str, ...]) -> list[Contender]:
     """One for each backend; the reference is timed on an accelerator only when it is named."""
     found = []
-    selection = explain_call(_described(case, device))
+    selection = explain_call(described(case, device))
     for candidate in selection.candidates:
         name = candidate.backend
         if only and name not in only:
@@ -51,6 +51,8 @@ def kdacore_contenders(case: Case, device: str, only: tuple[str, ...]) -> list[C
             refusal = "not timed on an accelerator unless named"
         if not refusal and case.phase == "graph" and not REGISTRY.get(name).backend.capturable:
             refusal = "cannot be captured into a CUDA graph"
+        if not refusal and case.longest is not None and (candidate.cost or 0.0) > case.longest:
+            refusal = f"predicted to take longer than {case.longest * 1e3:g} ms"
         chosen = name == selection.backend
         ran: list[str] = []
         call, bind = _through(case, name, ran), _binder(case, name)
@@ -77,7 +79,7 @@ def _through(case: Case, backend: str, ran: list[str]) -> Callable[[Arrays], Res
     return call
 
 
-def _described(case: Case, device: str) -> CallDescription:
+def described(case: Case, device: str) -> CallDescription:
     """The case as dispatch sees it."""
     arch = arch_of(device.partition(":")[0], case.kind, present(case))
     return call_of(case, device, arch)

@@ -42,7 +42,7 @@ def run_case(
     """
     contenders = [*kdacore_contenders(case, device, only), *peer_contenders(case, device, peers)]
     arrays = made.make(case, gates, device)
-    do = made.output_gradient(case, arrays) if case.phase == "training" else None
+    do = made.output_gradient(case, arrays) if case.trains else None
     want = gate.expected(case, arrays, do)
     about = {
         "preset": preset,
@@ -70,9 +70,9 @@ def run_case(
         if not verdict.ok:
             row.update(status="wrong", note=f"{verdict.what} is off")
             continue
-        own = _own(case, arrays)
+        own = own_arrays(case, arrays)
         try:
-            ready[c.name] = _step(case, c, c.call, own, do)
+            ready[c.name] = step_of(case, c, c.call, own, do)
         except Exception as error:  # noqa: BLE001  as above: a capture may fail in any way
             row.update(status="FAILED", note=repr(error)[:300])
             continue
@@ -95,15 +95,16 @@ def _check(
     case: Case, call: Callable[[Arrays], Any], arrays: Arrays, do: Any, want: gate.Expected, device: str
 ) -> tuple[gate.Verdict, int | None]:
     """One call on the very inputs to be timed, held against the oracle; and the memory it took."""
-    own = _own(case, arrays)
+    own = own_arrays(case, arrays)
     with _peak_memory(case, device) as peak:
-        o, state, gradients = _once(case, call, own, do)
+        o, state, gradients = run_once(case, call, own, do)
     return gate.judge(case, want, o, state, gradients), peak[0] if peak else None
 
 
-def _once(
+def run_once(
     case: Case, call: Callable[[Arrays], Any], arrays: Arrays, do: Any
 ) -> tuple[Any, Any, dict[str, Any]]:
+    """Output, final state and gradients of one call; no gradients where ``do`` is None."""
     if do is None:
         return (*call(arrays), {})
     import torch
@@ -114,21 +115,22 @@ def _once(
     return o.detach(), state, dict(zip(leaves, found, strict=True))
 
 
-def _step(case: Case, c: Contender, call: Callable[[Arrays], Any], arrays: Arrays, do: Any) -> Step:
+def step_of(case: Case, c: Contender, call: Callable[[Arrays], Any], arrays: Arrays, do: Any) -> Step:
+    """What is timed."""
     if case.phase == "graph":
         return graphs.capture(case, call, arrays)
     if case.phase == "host" and c.bind is not None:
         return c.bind(arrays)
-    return lambda: _once(case, call, arrays, do)
+    return lambda: run_once(case, call, arrays, do)
 
 
-def _own(case: Case, arrays: Arrays) -> Arrays:
+def own_arrays(case: Case, arrays: Arrays) -> Arrays:
     """What a contender may write to, or collect gradients on, is its own."""
     own = dict(arrays)
     if "initial_state" in own and case.kind != "jax":
         state = own["initial_state"]
         own["initial_state"] = state.clone() if case.kind == "torch" else state.copy()
-    if case.phase == "training":
+    if case.trains:
         for name in GRADIENTS:
             own[name] = own[name].detach().requires_grad_()
     return own
@@ -141,7 +143,7 @@ def _time(case: Case, steps: dict[str, Step], device: str, budget: Budget) -> di
     wait()
     if case.phase == "graph":
         return clock.interleave(steps, graphs.GraphClock(case), budget)
-    if case.phase == "host":
+    if case.phase in ("host", "host-training"):
         _settle(steps, wait)
         bursts = Budget(BURSTS * budget.samples, budget.seconds, budget.least)
         return clock.interleave(steps, lambda step: clock.busy_seconds(step, wait), bursts)

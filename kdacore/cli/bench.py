@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kdacore import report
-from kdacore.bench import cases, plot, results, runner
+from kdacore.bench import cases, choice, plot, results, runner
 from kdacore.bench.cases import PRESETS, SPECIAL, Case, Goal
 from kdacore.bench.clock import Budget
 from kdacore.bench.peers import PEERS
@@ -131,6 +131,8 @@ def _fill(found: Results, presets: list[str], args: argparse.Namespace) -> None:
             if preset.startswith("h200-"):
                 found.figures += runner.gate_dependence(preset, found.rows)
                 found.figures += runner.goals_of_other_cases(preset, PRESETS.get(preset, ()), found.rows)
+            if preset == choice.PRESET:
+                found.figures += choice.figures(found.rows)
 
 
 def _names(text: str) -> tuple[str, ...]:

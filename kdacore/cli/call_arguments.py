@@ -20,7 +20,7 @@ from kdacore.types import Selection
 
 SIZES = "B,T,H,HV,K,V"
 NOT_SWITCHES = frozenset({"cp"})
-"""Options that are objects of a running program, which no command line can name."""
+"""Options that are objects of a running program: ``explain`` alone has a switch, for the number of ranks."""
 OPTIONS = tuple(dict.fromkeys(name for op in OPS.values() for name in op.options if name not in NOT_SWITCHES))
 """Options of all ops, each a switch of the same name."""
 

@@ -24,9 +24,9 @@ from rich.console import Console
 
 from kdacore import config, features, integrations, machine, plugin_faults, registry, report
 from kdacore.calls.description import CallDescription
-from kdacore.cli import call_arguments, doctor_selfcheck
+from kdacore.cli import call_arguments, doctor_costs, doctor_selfcheck
 from kdacore.dispatch import selection
-from kdacore.errors import ConfigError, list_names
+from kdacore.errors import ConfigError, PerformanceWarning, list_names
 from kdacore.features import explain_call
 from kdacore.machine import Machine
 from kdacore.registry import (
@@ -167,6 +167,7 @@ def collect(
         found["backends"] = [_backend(r, where, problem) for r in registered]
         found["features"] = _features(registered, where, problem)
         found["caches"] = _caches()
+        found["costs"] = doctor_costs.rows(where, problem)
         available = {b["name"] for b in found["backends"] if b["status"] == "available"}
         usable = [r for r in registered if r.backend.name in available]
         found["selfchecks"] = _selfchecks(usable, where, problem) if selfchecks else []
@@ -370,7 +371,8 @@ def _choose(registered: list[Registered], where: Machine) -> None:
     """Let ``kdacore_choose`` decide a plain call at each place, so that a hook that raises is reported."""
     places = dict.fromkeys(place for r in registered for place in features.places_of(r.backend, where))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # it is a problem of the report
+        for listed in (RuntimeWarning, PerformanceWarning):  # the report says it too
+            warnings.simplefilter("ignore", listed)
         for place in places:
             for op in ("chunk_kda", "fused_recurrent_kda"):
                 request = features.request_of(features.at(features.plain_calls(op)[-1], place))

@@ -31,6 +31,8 @@ def render(found: Report, out: Console) -> None:
         for c in found["caches"]
     ]
     _section(out, "caches", ("folder", "state", "files", "size"), rows)
+    rows = [tuple(c[key] for key in ("table", "device", "when", "status")) for c in found["costs"]]
+    _section(out, "cost tables for automatic choice", ("table", "measured on", "on", "status"), rows)
     _selfchecks(out, found)
     rows = [tuple(r[key] for key in ("backend", "op", "arch", "found", "file")) for r in found["refusals"]]
     if rows:

@@ -18,7 +18,7 @@ COMMANDS = {
     "explain": ("kdacore.cli.explain", "say which backend would serve a call, and why not the others"),
     "verify": ("kdacore.cli.verify", "run the conformance suite on this machine and record it"),
     "build": ("kdacore.cli.build", "compile the CUDA kernels ahead of time"),
-    "tune": ("kdacore.cli.tune", "find the fastest launch configurations of the Triton kernels here"),
+    "tune": ("kdacore.cli.tune", "measure which backend and which launch configurations are fastest here"),
     "plugins": ("kdacore.cli.plugins", "list every plugin and the backends it brings"),
 }
 USAGE, FAILED, INTERRUPTED = 2, 1, 130

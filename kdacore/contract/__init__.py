@@ -80,17 +80,18 @@ def _check_options(call: Arguments) -> tuple[dict[str, Any], tuple[tuple[str, An
     return flags, tuple(others)
 
 
-def _check_reserved(call: Arguments, option: Option) -> None:
+def _check_ranks(call: Arguments, option: Option) -> None:
+    """Calls on several ranks are taken apart before they come here."""
     if call.options[option.name] is not None:
         got = type(call.options[option.name]).__name__
-        raise call.fail(option.name, got, "None: it is reserved for a later version")
+        raise call.fail(option.name, got, "None here: kdacore.parallel serves calls on several ranks")
 
 
 _CHECKS: dict[str, Callable[[Arguments, Option], Any]] = {
     "flag": lambda call, option: call.flag(option.name),
     "number": lambda call, option: call.real(option.name),
     "count": lambda call, option: call.integer(option.name),
-    "reserved": _check_reserved,
+    "ranks": _check_ranks,
 }
 
 

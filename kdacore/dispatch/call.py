@@ -22,7 +22,7 @@ from kdacore.dispatch.plan import (
 from kdacore.errors import ContractError, shown
 from kdacore.ops import OPS, OpDef
 from kdacore.registry import REGISTRY
-from kdacore.types import Selection
+from kdacore.types import Request, Selection
 
 if TYPE_CHECKING:
     from kdacore.dispatch.fast_path import FastPath
@@ -121,11 +121,14 @@ def explain(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object
             inputs = adapter.unwrapped(inputs)
             break
     request, _ = contract.build_request(opdef, inputs, options)
-    policy = current_policy(opdef, backend)
+    return explain_request(request, current_policy(opdef, backend), assumed=any(is_spec(x) for x in inputs))
+
+
+def explain_request(request: Request, policy: selection.Policy, assumed: bool) -> Selection:
+    """What dispatch would do with a request. ``assumed``: its hardware need not be here."""
     request = asked_of(request, policy)
-    assumed = any(is_spec(x) for x in inputs)
     if policy.forced:
-        REGISTRY.get(policy.forced, opdef.name)
+        REGISTRY.get(policy.forced, request.op)
         judged = tuple([selection.judge(r, request, assumed) for r in REGISTRY.backends().values()])
         candidates = selection.with_costs(request, judged)
         able = next(c for c in candidates if c.backend == policy.forced).supported

@@ -1,91 +1,153 @@
-"""Measured cost tables: how long each backend took for a call of a given class, and a prediction from them.
+"""Predicts how long a backend takes for a call, from the cost table in use (:mod:`kdacore.dispatch.cost_tables`).
 
-Tables ship as ``kdacore/dispatch/profiles/<arch>.json``. A prediction scales the nearest measured row, so it is
-trusted only near one.
+Between measured sizes times are interpolated: linearly in the tokens of a sequence, and in items, the sequences times
+value heads, whose chains of chunks a device computes side by side. How the tokens are shared out among the sequences
+of a pack is not known, so each counts as long as their mean.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 
+from kdacore.dispatch import cost_tables
+from kdacore.dispatch.cost_tables import Columns, Group, Variant
+from kdacore.ops import OPS
 from kdacore.types import Request
 
-SCHEMA = 1
-_FAR = math.log(4.0)
-"""A row more than four times away in tokens, heads or sequences says too little to decide anything."""
+REACH = 4.0
+"""Sizes more than this many times beyond what was measured are not predicted."""
 
 _LIKE = {"fused_recurrent_gated_delta_rule": "fused_recurrent_kda"}
-"""Op -> another whose rows tell of it too: both read and write the same states, which is what takes the time."""
+"""Op -> another whose times tell of it too: both read and write the same states, which is what takes the time."""
+
+_WEIGHTS = {"gate": 8, "v_first": 8, "state": 4, "packed": 4, "g": 2, "initial_state": 1, "pool": 1}
+"""What a difference between variants counts, where a call's own was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One measurement: ``seconds`` for ``tokens`` tokens in ``sequences`` sequences and ``heads`` value heads."""
+class Prediction:
+    """Seconds, and where they come from."""
 
-    backend: str
-    op: str
-    kind: str
-    dtype: str
-    grad: bool
-    K: int
-    V: int
-    tokens: int
-    sequences: int
-    heads: int
     seconds: float
+    source: str
 
 
-def parse(text: str) -> tuple[Row, ...]:
-    """Rows of a table. ValueError when it is not one this version understands."""
-    table = json.loads(text)
-    if table.get("schema") != SCHEMA:
-        raise ValueError(f"cost table schema {table.get('schema')!r}; wanted {SCHEMA}")
-    return tuple(Row(**row) for row in table["rows"])
+def group_of(request: Request) -> Group:
+    """The measured calls that a request may be compared with."""
+    r = request
+    return Group(r.op, r.kind, r.dtype, r.needs_grad, r.K, r.V)
 
 
-def dump(rows: tuple[Row, ...]) -> str:
-    """The table as text, one row a line."""
-    lines = ",\n".join("  " + json.dumps({f: getattr(r, f) for f in Row.__slots__}) for r in rows)
-    return f'{{"schema": {SCHEMA}, "rows": [\n{lines}\n]}}\n'
+def variant_of(request: Request) -> Variant:
+    """What beside its sizes the time of a call depends on."""
+    r = request
+    if OPS[r.op].family == "recurrent":
+        found = {
+            "state": r.state_dtype,
+            "v_first": r.state_v_first,
+            "g": r.spec("g").dtype if r.has("g") else r.dtype,
+            "packed": r.packed,
+            "pool": r.state_indices_ndim > 0,
+        }
+    else:
+        found = {
+            "gate": "bounded" if r.gate == "sigmoid" else "unbounded",
+            "packed": r.packed,
+            "initial_state": r.has("initial_state"),
+        }
+    return tuple(sorted(found.items()))
 
 
-@functools.cache
-def table(arch: str) -> tuple[Row, ...]:
-    """The table that ships for an architecture, else nothing."""
-    shipped = resources.files("kdacore.dispatch").joinpath("profiles", f"{arch or 'cpu'}.json")
-    return parse(shipped.read_text()) if shipped.is_file() else ()
+def tokens_of(request: Request) -> float:
+    """Tokens of a sequence, the mean of a pack."""
+    return request.B * request.T / request.N
 
 
-def predict(backend: str, request: Request) -> float | None:
-    """Predicted seconds, None when nothing near was measured."""
-    best: Row | None = None
-    nearest = math.inf
-    for row in table(request.device.arch):
-        if not _same_class(row, backend, request):
-            continue
-        apart = (
-            abs(math.log(row.tokens / (request.B * request.T))),
-            abs(math.log(row.heads / request.HV)),
-            abs(math.log(row.sequences / request.N)),
-        )
-        if max(apart) <= _FAR and sum(apart) < nearest:
-            best, nearest = row, sum(apart)
-    if best is None:
+def predict(backend: str, request: Request) -> Prediction | None:
+    """None where nothing similar was measured."""
+    table = cost_tables.in_use(request.device)
+    if table is None:
         return None
-    return best.seconds * (request.B * request.T * request.HV) / (best.tokens * best.heads)
+    own = group_of(request)
+    groups = [own, own._replace(op=_LIKE[own.op])] if own.op in _LIKE else [own]
+    for group in groups:
+        variants = table.times.get((backend, group))
+        if not variants:
+            continue
+        variant = variant_of(request)
+        found = _best(variants, variant, tokens_of(request), request.N * request.HV)
+        if found is not None:
+            seconds, how, measured = found
+            return Prediction(
+                seconds, f"{how}{_other(own, group, variant, measured)} ({table.device}; {table.source})"
+            )
+    return None
 
 
-def _same_class(row: Row, backend: str, request: Request) -> bool:
-    return (
-        row.backend == backend
-        and row.op in (request.op, _LIKE.get(request.op))
-        and row.kind == request.kind
-        and row.dtype == request.dtype
-        and row.grad == request.needs_grad
-        and row.K == request.K
-        and row.V == request.V
+def _best(
+    variants: Mapping[Variant, Columns], variant: Variant, tokens: float, items: int
+) -> tuple[float, str, Variant] | None:
+    """The nearest variant that was measured around the sizes, else the nearest that was measured near them."""
+    ordered = sorted(variants, key=lambda other: _difference(variant, other))
+    for reach in (1.0, REACH):
+        for other in ordered:
+            columns = variants[other]
+            if _covers(columns, tokens, items, reach):
+                exact = any(t == tokens for t, _ in columns.get(items, ()))
+                how = "measured" if exact else "interpolated" if reach == 1.0 else "extrapolated"
+                return _time(columns, tokens, items), how, other
+    return None
+
+
+def _difference(one: Variant, other: Variant) -> int:
+    known = dict(other)
+    return sum(_WEIGHTS.get(name, 1) for name, value in one if known.get(name) != value)
+
+
+def _other(own: Group, group: Group, variant: Variant, measured: Variant) -> str:
+    """Says what of the measured calls is not as in this one."""
+    other = [f"{name}={value}" for name, value in measured if dict(variant).get(name) != value]
+    if group.op != own.op:
+        other.insert(0, group.op)
+    return f" from calls with {', '.join(other)}" if other else ""
+
+
+def _around(columns: Columns, items: int) -> tuple[int, int]:
+    """The measured numbers of items below and above, the outermost one twice beyond it."""
+    counts = list(columns)
+    i = bisect_left(counts, items)
+    if i < len(counts) and counts[i] == items:
+        return items, items
+    return counts[max(i - 1, 0)], counts[min(i, len(counts) - 1)]
+
+
+def _covers(columns: Columns, tokens: float, items: int, reach: float) -> bool:
+    low, high = _around(columns, items)
+    return low / reach <= items <= high * reach and all(
+        columns[count][0][0] / reach <= tokens <= columns[count][-1][0] * reach for count in (low, high)
     )
+
+
+def _time(columns: Columns, tokens: float, items: int) -> float:
+    low, high = _around(columns, items)
+    below = _column(columns[low], tokens)
+    if low == high:  # beyond the most items time grows with them; the fewest do not fill the device
+        return below * max(items / high, 1.0)
+    above = _column(columns[high], tokens)
+    return below + (above - below) * (items - low) / (high - low)
+
+
+def _column(points: Sequence[tuple[float, float]], tokens: float) -> float:
+    """Seconds at so many tokens; the first time for fewer, for more along the last two."""
+    i = bisect_left(points, (tokens, 0.0))
+    if i == 0:
+        return points[0][1]
+    if len(points) == 1:
+        return points[0][1] * tokens / points[0][0]
+    (t0, s0), (t1, s1) = points[i - 1 : i + 1] if i < len(points) else points[-2:]
+    slope = (s1 - s0) / (t1 - t0)
+    if tokens > t1:
+        return s1 + max(slope, 0.0) * (tokens - t1)
+    return s0 + slope * (tokens - t0)

@@ -10,7 +10,7 @@ import contextvars
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from kdacore import config, contract
@@ -19,7 +19,7 @@ from kdacore.dispatch import results, selection
 from kdacore.errors import ConfigError, ContractError, shown
 from kdacore.ops import OpDef
 from kdacore.registry import REGISTRY
-from kdacore.types import Backend, OpImpl, Request, Selection
+from kdacore.types import Backend, OpImpl, Reason, Request, Selection
 
 
 class Plan:
@@ -29,6 +29,7 @@ class Plan:
         "_grads_checked",
         "adapter",
         "backend",
+        "differentiated",
         "fast_path",
         "forward",
         "impl",
@@ -42,7 +43,14 @@ class Plan:
         "writes",
     )
 
-    def __init__(self, opdef: OpDef, request: Request, chosen: Selection, adapter: Adapter) -> None:
+    def __init__(
+        self,
+        opdef: OpDef,
+        request: Request,
+        chosen: Selection,
+        adapter: Adapter,
+        differentiated: Differentiated | None = None,
+    ) -> None:
         registered = REGISTRY.get(chosen.backend)
         self.inputs = opdef.inputs
         self.request = request
@@ -60,16 +68,28 @@ class Plan:
         self.writes = not adapter.immutable and (request.inplace_state or request.has("out"))
         self.joined: Any = None
         """For an adapter: what it built for this plan (a ``custom_vjp`` function)."""
+        self.differentiated = differentiated
+        """Where the call may be differentiated, and its own backend has no backward for it: what serves it
+        then."""
         self.results_checked = False
         self._grads_checked = False
 
+    def record(self) -> None:
+        """Note the selection in every :func:`record_selections` around."""
+        for records in RECORDS.get():
+            records.append(self.selection)
+
     def backward(self, inputs: Any, *rest: Any) -> Any:
         """The gradients from the backend, held to the request the first time."""
-        grads = self.impl.backward(self.request, inputs, *rest)  # type: ignore[misc]
+        grads = self.gradients(inputs, *rest)
         if not self._grads_checked:
             results.check_gradients(self, inputs, grads)
             self._grads_checked = True
         return grads
+
+    def gradients(self, inputs: Any, *rest: Any) -> Any:
+        """The gradients from the backend."""
+        return self.impl.backward(self.request, inputs, *rest)  # type: ignore[misc]
 
     def check_gradients(self, inputs: Any, grads: Any, wanted: tuple[bool, ...]) -> None:
         """Hold gradients of another origin than :meth:`backward` to the request. PluginError."""
@@ -151,7 +171,45 @@ def plan_for(
     """Validate and select, whatever it costs."""
     request, adapter = contract.build_request(opdef, inputs, options, needs_grad=needs_grad)
     request = asked_of(request, policy)
+    if request.needs_grad and not adapter.knows_grad:
+        return _plan_of_trace(opdef, request, policy, adapter)
     return Plan(opdef, request, selection.select(request, policy), adapter)
+
+
+def _plan_of_trace(opdef: OpDef, request: Request, policy: selection.Policy, adapter: Adapter) -> Plan:
+    """The plan of a call of which it is not known yet whether it will be differentiated.
+
+    A backend that lacks nothing but a backward may serve it for as long as it is not.
+    """
+    backends = REGISTRY.backends().values()
+    lacking = {r.backend.name for r in backends if _lacks_backward_only(selection.judge(r, request).reasons)}
+    if lacking and opdef.family != "gate":
+        plain = dataclasses.replace(request, needs_grad=False)
+        chosen = selection.select(plain, policy)
+        if chosen.backend in lacking:
+            return Plan(opdef, plain, chosen, adapter, Differentiated(opdef, request, policy, adapter))
+    return Plan(opdef, request, selection.select(request, policy), adapter)
+
+
+@dataclasses.dataclass(frozen=True)
+class Differentiated:
+    """A call once it is known that it is differentiated."""
+
+    opdef: OpDef
+    request: Request
+    policy: selection.Policy
+    adapter: Adapter
+
+    def plan(self) -> Plan:
+        """Its plan, which is recorded. UnsupportedError where no backend serves it."""
+        chosen = selection.select(self.request, self.policy)
+        plan = Plan(self.opdef, self.request, chosen, self.adapter)
+        plan.record()
+        return plan
+
+
+def _lacks_backward_only(reasons: Iterable[Reason]) -> bool:
+    return {reason.code for reason in reasons} == {"gradients"}
 
 
 def key_of(adapter: Adapter, opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any) -> Any:
@@ -202,8 +260,7 @@ def execute(plan: Plan, inputs: Any, run: Callable[[Plan, Any], Any]) -> Any:
         from kdacore.contract.values import check_values
 
         check_values(plan.request, inputs, plan.adapter)
-    for records in RECORDS.get():
-        records.append(plan.selection)
+    plan.record()
     if plan.results_checked:
         return run(plan, inputs)
     outputs = run(plan, inputs)
@@ -268,6 +325,8 @@ def batch_invariant() -> Iterator[None]:
 @contextlib.contextmanager
 def record_selections() -> Iterator[list[Selection]]:
     """Collect what really ran, in order: one :class:`~kdacore.types.Selection` for each call inside the block.
+
+    A second one follows where JAX differentiates a call that another backend serves then.
 
     Examples:
         >>> import kdacore

@@ -6,11 +6,15 @@ import dataclasses
 import threading
 import warnings
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kdacore import config, plugin_faults
 from kdacore.errors import PerformanceWarning, UnsupportedError, list_names
 from kdacore.registry import REGISTRY, Registered, missing
 from kdacore.types import Candidate, OpImpl, Reason, Request, Selection, Verifier
+
+if TYPE_CHECKING:
+    from kdacore.dispatch.cost import Prediction
 
 PORTABLE = "*"
 
@@ -94,14 +98,14 @@ def decide(request: Request, policy: Policy, *, run_selfchecks: bool, assumed: b
     candidates = tuple([judge(r, request, assumed) for r in REGISTRY.backends().values()])
     if policy.forced:
         return _forced(request, policy, candidates)
-    choices = sum(c.supported and _auto_may_choose(REGISTRY.get(c.backend), request) for c in candidates)
+    choices = sum(c.supported and auto_may_choose(c.backend, request) for c in candidates)
     if choices > 1 or not run_selfchecks:  # a call that leaves no choice needs no costs
         candidates = with_costs(request, candidates)
     able = {c.backend: c for c in candidates if c.supported}
     for name in policy.preferred:
         if name in able:
             return Selection(request, name, f"preferred by {policy.source}", candidates)
-    eligible = [c for name, c in able.items() if _auto_may_choose(REGISTRY.get(name), request)]
+    eligible = [c for name, c in able.items() if auto_may_choose(name, request)]
     for name, why in _ranked(request, eligible):
         if not able[name].verified:
             from kdacore.selfcheck import check as selfcheck  # here and below: `import kdacore` stays light
@@ -145,13 +149,21 @@ def judge(registered: Registered, request: Request, assumed: bool = False) -> Ca
 
 
 def with_costs(request: Request, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-    """The candidates, those that can serve the call with their predicted costs."""
-    return tuple(
-        [
-            dataclasses.replace(c, cost=_cost(REGISTRY.get(c.backend), request)) if c.supported else c
-            for c in candidates
-        ]
-    )
+    """The candidates, those that can serve the call with their predicted costs.
+
+    None are predicted where a sequence's bits must not depend on what else is in the batch: costs depend on that, and
+    backends do not give the same bits.
+    """
+    if request.batch_invariant:
+        return candidates
+    return tuple([_with_cost(c, request) if c.supported else c for c in candidates])
+
+
+def _with_cost(candidate: Candidate, request: Request) -> Candidate:
+    found = _cost(REGISTRY.get(candidate.backend), request)
+    if found is None:
+        return candidate
+    return dataclasses.replace(candidate, cost=found.seconds, cost_source=found.source)
 
 
 def _ask(registered: Registered, verifier: Verifier, request: Request) -> Reason | None:
@@ -218,7 +230,9 @@ def _general_reasons(
     return reasons
 
 
-def _cost(registered: Registered, request: Request) -> float | None:
+def _cost(registered: Registered, request: Request) -> Prediction | None:
+    from kdacore.dispatch import cost  # not with `import kdacore`
+
     impl = registered.backend.ops[request.op]
     if impl.cost is not None:
         try:
@@ -228,14 +242,14 @@ def _cost(registered: Registered, request: Request) -> float | None:
         except plugin_faults.FAULTS as error:  # a backend of unknown speed is still a backend
             plugin_faults.report(f"backend {registered.backend.name}", f"cost of {request.op}", error)
             return None
-        return seconds
-    from kdacore.dispatch import cost
-
+        return None if seconds is None else cost.Prediction(seconds, "estimated by the backend itself")
     return cost.predict(registered.backend.name, request)
 
 
-def _auto_may_choose(registered: Registered, request: Request) -> bool:
-    kinds, devices = registered.backend.auto_kinds, registered.backend.auto_device_types
+def auto_may_choose(name: str, request: Request) -> bool:
+    """Whether a backend may be chosen that nobody asked for."""
+    backend = REGISTRY.get(name).backend
+    kinds, devices = backend.auto_kinds, backend.auto_device_types
     return (kinds is None or request.kind in kinds) and (devices is None or request.device.type in devices)
 
 

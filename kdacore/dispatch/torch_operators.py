@@ -28,7 +28,7 @@ _FAMILIES = {"chunk": OPS["chunk_kda"], "recurrent": OPS["fused_recurrent_kda"],
 """An op of each family: all ops of a family take the same arguments."""
 _ARRAYS = {family: opdef.arrays for family, opdef in _FAMILIES.items()}
 _OPTIONS = {
-    family: tuple([o for o in opdef.option_arguments if o.kind != "reserved"])
+    family: tuple([o for o in opdef.option_arguments if o.kind != "ranks"])
     for family, opdef in _FAMILIES.items()
 }
 _SCHEMA_TYPES = {"flag": "bool", "number": "float?", "count": "int?"}
@@ -39,7 +39,7 @@ _ASKED = "bool needs_grad, str forced, str preferred, str source, bool batch_inv
 _library = torch.library.Library("kdacore", "DEF")
 
 
-def _schema(family: str, *, mutable: bool = False) -> str:
+def schema(family: str, *, mutable: bool = False) -> str:
     parts = ["str op"]
     for array in _FAMILIES[family].array_arguments:
         kind = "Tensor" if array.required else "Tensor?"
@@ -50,17 +50,17 @@ def _schema(family: str, *, mutable: bool = False) -> str:
     return ", ".join([*parts, _ASKED])
 
 
-_library.define(f"chunk({_schema('chunk')}) -> (Tensor, Tensor, Tensor)")
-_library.define(f"chunk_({_schema('chunk', mutable=True)}) -> (Tensor, Tensor, Tensor)")
-_library.define(f"recurrent({_schema('recurrent')}) -> (Tensor, Tensor)")
-_library.define(f"recurrent_({_schema('recurrent', mutable=True)}) -> (Tensor, Tensor)")
-_library.define(f"gate({_schema('gate')}) -> Tensor")
-_library.define(f"chunk_backward({_schema('chunk')}, Tensor? do, Tensor? dstate) -> Tensor[]")
-_library.define(f"recurrent_backward({_schema('recurrent')}, Tensor? do, Tensor? dstate) -> Tensor[]")
-_library.define(f"gate_backward({_schema('gate')}, Tensor dlog) -> Tensor[]")
+_library.define(f"chunk({schema('chunk')}) -> (Tensor, Tensor, Tensor)")
+_library.define(f"chunk_({schema('chunk', mutable=True)}) -> (Tensor, Tensor, Tensor)")
+_library.define(f"recurrent({schema('recurrent')}) -> (Tensor, Tensor)")
+_library.define(f"recurrent_({schema('recurrent', mutable=True)}) -> (Tensor, Tensor)")
+_library.define(f"gate({schema('gate')}) -> Tensor")
+_library.define(f"chunk_backward({schema('chunk')}, Tensor? do, Tensor? dstate) -> Tensor[]")
+_library.define(f"recurrent_backward({schema('recurrent')}, Tensor? do, Tensor? dstate) -> Tensor[]")
+_library.define(f"gate_backward({schema('gate')}, Tensor dlog) -> Tensor[]")
 
 
-class _Bound:
+class Bound:
     """The flat arguments of an operator, taken apart again."""
 
     __slots__ = ("inputs", "needs_grad", "opdef", "options", "policy", "rest")
@@ -100,13 +100,13 @@ def _plan_of_operator(opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked
 
 
 @torch.compiler.assume_constant_result
-def _asked_of_dispatch(op: str, backend: str | None) -> tuple[str, str, str, bool]:
+def asked_of_dispatch(op: str, backend: str | None) -> tuple[str, str, str, bool]:
     """What was asked of dispatch while the graph was traced; it becomes part of the graph."""
     policy = current_policy(OPS[op], backend)
     return policy.forced, ",".join(policy.preferred), policy.source, policy.batch_invariant
 
 
-def _check_asked(bound: _Bound) -> None:
+def check_asked(bound: Bound) -> None:
     """A graph keeps the preference it was traced under; running it under another must not pass unnoticed."""
     now = current_policy(bound.opdef, bound.policy.forced or None)
     if now.batch_invariant != bound.policy.batch_invariant:
@@ -131,7 +131,7 @@ def _fail(op: str, argument: str, got: str, want: str) -> None:
     raise ContractError(op, argument, got, want)
 
 
-def _obstacle(
+def obstacle_of(
     opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object
 ) -> tuple[str, str, str] | None:
     """An argument that no graph can hold, what it is and what it would have to be.
@@ -159,14 +159,14 @@ def _wanted_instead(option: Option, value: Any) -> str | None:
         return None if isinstance(value, bool) else "True or False"
     if value is None:
         return None
-    if option.kind == "reserved":
+    if option.kind == "ranks":
         return "None"
     if isinstance(value, bool) or not isinstance(value, (int, _NUMBERS[option.kind])):
         return "a Python number: torch.compile makes an array of NumPy's"
     return None
 
 
-def _leave_graph(
+def leave_graph(
     eager_call: Callable[..., Any],
     opdef: OpDef,
     inputs: Any,
@@ -192,7 +192,7 @@ def _outside_graph(
     return eager_call(opdef, arrays, options, backend)
 
 
-def _as_numbers(opdef: OpDef, options: tuple[Any, ...]) -> tuple[Any, ...]:
+def as_numbers(opdef: OpDef, options: tuple[Any, ...]) -> tuple[Any, ...]:
     """With the numbers of other libraries as Python's: the schemas know no other."""
     return tuple(
         [
@@ -209,25 +209,15 @@ def call(
     if opdef.family == "stage":
         _fail(opdef.name, opdef.arrays[0], "a tensor being compiled", "an eager call: stages are eager")
     if torch.compiler.is_dynamo_compiling():
-        obstacle = _obstacle(opdef, inputs, options, backend)
+        obstacle = obstacle_of(opdef, inputs, options, backend)
         if obstacle is not None:
-            return _leave_graph(eager_call, opdef, inputs, options, backend, obstacle)
+            return leave_graph(eager_call, opdef, inputs, options, backend, obstacle)
     else:
         contract.build_request(opdef, opdef.inputs(*inputs), options)
-        options = _as_numbers(opdef, options)
-    arrays = {
-        n: torch.as_tensor(x) if n in HOST_ARGUMENTS and x is not None else x
-        for n, x in zip(opdef.arrays, inputs, strict=True)
-    }
+        options = as_numbers(opdef, options)
+    flat = flat_arguments(opdef, inputs, options, backend)
+    arrays = dict(zip(opdef.arrays, flat[1:], strict=False))
     given = dict(zip(opdef.options, options, strict=True))
-    needs_grad = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in arrays.values())
-    flat = (
-        opdef.name,
-        *arrays.values(),
-        *[given[option.name] for option in _OPTIONS[opdef.family]],
-        needs_grad,
-        *_asked_of_dispatch(opdef.name, backend),
-    )
     if opdef.family == "gate":
         return torch.ops.kdacore.gate(*flat)
     wants_state = given["output_final_state"]
@@ -245,63 +235,80 @@ def call(
     return Outputs(o, state if wants_state else None, checkpoints if wants_checkpoints else None)
 
 
+def flat_arguments(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> tuple[Any, ...]:
+    """The arguments of an operator: the op's name, its arrays, its options, and what was asked of dispatch."""
+    arrays = [
+        torch.as_tensor(x) if n in HOST_ARGUMENTS and x is not None else x
+        for n, x in zip(opdef.arrays, inputs, strict=True)
+    ]
+    given = dict(zip(opdef.options, options, strict=True))
+    needs_grad = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in arrays)
+    return (
+        opdef.name,
+        *arrays,
+        *[given[option.name] for option in _OPTIONS[opdef.family]],
+        needs_grad,
+        *asked_of_dispatch(opdef.name, backend),
+    )
+
+
 def _forward(plan: Plan, inputs: Any) -> Any:
     with as_given(inputs[0]):
         return plan.forward(plan.request, inputs)
 
 
-def _result(x: Any, like: torch.Tensor) -> torch.Tensor:
+def as_result(x: Any, like: torch.Tensor) -> torch.Tensor:
     """Contiguous, as the fake tensors below promise: a backend may return views."""
     return like.new_empty(0) if x is None else x.contiguous()
 
 
 def _whole(family: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    bound = _Bound(family, args)
-    _check_asked(bound)
+    bound = Bound(family, args)
+    check_asked(bound)
     plan = bound.plan()
     if plan.writes:
         check_memory(plan.request, bound.inputs, TORCH)
     out = execute(plan, bound.inputs, _forward)
     v = bound.inputs.v
     # An operator must not return what it was given: call() puts arrays that were written in these places.
-    o = _result(None if bound.inputs.out is not None else out.o, v)
-    state = _result(None if plan.request.inplace_state else out.final_state, v)
-    return (o, state, _result(out.checkpoints, v)) if family == "chunk" else (o, state)
+    o = as_result(None if bound.inputs.out is not None else out.o, v)
+    state = as_result(None if plan.request.inplace_state else out.final_state, v)
+    return (o, state, as_result(out.checkpoints, v)) if family == "chunk" else (o, state)
 
 
 def _gate(*args: Any) -> Any:
-    bound = _Bound("gate", args)
-    _check_asked(bound)
-    return _result(execute(bound.plan(), bound.inputs, _forward), bound.inputs.g)
+    bound = Bound("gate", args)
+    check_asked(bound)
+    return as_result(execute(bound.plan(), bound.inputs, _forward), bound.inputs.g)
 
 
 def _whole_backward(family: str, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    bound = _Bound(family, args)
+    bound = Bound(family, args)
     plan = bound.plan()
     backward = plan.impl.backward
     if backward is None:
         raise RuntimeError(f"{plan.selection.backend} was selected for a gradient it cannot compute")
     with as_given(bound.inputs.q):
         grads = backward(plan.request, bound.inputs, (), OutputGrads(*bound.rest))
-    return [_result(g, bound.inputs.q) for g in grads]
+    return [as_result(g, bound.inputs.q) for g in grads]
 
 
 def _gate_backward(*args: Any) -> list[torch.Tensor]:
-    bound = _Bound("gate", args)
+    bound = Bound("gate", args)
     plan = bound.plan()
     backward = plan.impl.backward
     if backward is None:
         raise RuntimeError(f"{plan.selection.backend} was selected for a gradient it cannot compute")
     with as_given(bound.inputs.g):
         grads = backward(plan.request, bound.inputs, *bound.rest)
-    return [_result(g, bound.inputs.g) for g in grads]
+    return [as_result(g, bound.inputs.g) for g in grads]
 
 
 # --- shapes and dtypes, for fake tensors ---------------------------------------------------------------------------
 
 
 def _fake_whole(family: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    bound = _Bound(family, args)
+    bound = Bound(family, args)
     request, v = bound.request(), bound.inputs.v
     o = v.new_empty(0) if bound.inputs.out is not None else v.new_empty(v.shape)
     state_dtype = getattr(torch, request.state_dtype)
@@ -317,14 +324,14 @@ def _fake_whole(family: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
 
 
 def _fake_gate(*args: Any) -> torch.Tensor:
-    bound = _Bound("gate", args)
+    bound = Bound("gate", args)
     bound.request()
     g = bound.inputs.g
     return g.new_empty(g.shape, dtype=torch.float64 if g.dtype == torch.float64 else torch.float32)
 
 
 def _fake_grads(family: str, names: tuple[str, ...], args: tuple[Any, ...]) -> list[torch.Tensor]:
-    bound = _Bound(family, args)
+    bound = Bound(family, args)
     first = bound.inputs[0]
     given = (getattr(bound.inputs, name) for name in names)
     return [first.new_empty(0) if x is None else x.new_empty(x.shape) for x in given]

@@ -83,7 +83,7 @@ _CHUNK_OPTIONS = (
     *_WHOLE_OPTIONS,
     Option("disable_recompute", "flag", False, None, "disable_recompute"),  # a hint: the same results
     Option("checkpoint_every", "count", None, "checkpoints", "checkpoint_every"),
-    Option("cp", "reserved", None, "context_parallel"),
+    Option("cp", "ranks"),  # no feature: the front end serves it with any backend
     *_POOL_OPTIONS,
 )
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Family = Literal["chunk", "recurrent", "gate", "stage"]
-OptionKind = Literal["flag", "number", "count", "reserved"]
-"""``flag``: True or False. ``number``: a finite real number, or None. ``count``: an integer, or None. ``reserved``:
-None only, until a later version gives it a meaning."""
+OptionKind = Literal["flag", "number", "count", "ranks"]
+"""``flag``: True or False. ``number``: a finite real number, or None. ``count``: an integer, or None. ``ranks``: the
+ranks that a call is spread over, or None; :mod:`kdacore.parallel` serves such calls, and makes others of them without
+it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ _OURS = {
 _WITHOUT_COUNTERPART = {
     "chunk_indices": "it is derived from cu_seqlens",
     "chunk_size": "a backend chooses its own",
+    "cp": "a step of decoding is one rank's; rows are spread over ranks by the chunk ops",
     "gk": "the g of the kda ops has one decay for each channel",
     "head_first": "arrays are [B, T, H, ...]",
     "max_num_seqs": "cu_seqlens is never read on the host, so any call can be captured",

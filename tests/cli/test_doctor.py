@@ -20,7 +20,7 @@ from kdacore.calls.description import CallDescription
 from kdacore.cli import doctor, doctor_selfcheck
 from kdacore.cli import main as cli
 from kdacore.cli.doctor_text import render
-from kdacore.dispatch import cost, plan
+from kdacore.dispatch import cost_tables, plan
 from kdacore.features import Place
 from kdacore.hookspecs import hookimpl
 from kdacore.integrations.hooks import HookStatus
@@ -75,9 +75,11 @@ def test_a_healthy_machine(capsys: Capture) -> None:
 
 
 def test_the_report_has_every_section(capsys: Capture) -> None:
-    sections = "schema machine versions environment integrations plugins backends features caches checks problems exit"
+    sections = (
+        "schema machine versions environment integrations plugins backends features caches costs checks"
+    )
     checked = {"selfchecks", "selfchecks_run", "refusals"}
-    assert set(diagnose(capsys, "--no-selfcheck")) == {*sections.split(), *checked}
+    assert set(diagnose(capsys, "--no-selfcheck")) == {*sections.split(), "problems", "exit", *checked}
 
 
 def test_integrations(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +197,7 @@ UNREADABLE = "x" * 300
 
 def _a_call() -> None:
     """One whose plan is not cached yet, as in a fresh process."""
-    cost.table.cache_clear()
+    cost_tables.forget()
     plan.clear()
     x = np.zeros((1, 4, 1, 8), np.float32)
     kdacore.chunk_kda(x, x, x, x, x[..., 0])

@@ -36,6 +36,16 @@ def test_it_says_what_the_python_function_says(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == f"{wanted}\n"
 
 
+def test_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    call = ["explain", "chunk_kda", "--shape", "1,65536,16,16,128,128", "--cp", "4"]
+    assert cli.main(call) == 0
+    assert "ranks: 4, each with T=65536 of 262144 tokens" in capsys.readouterr().out
+    assert cli.main([*call, "--json"]) == 0
+    assert "each rank receives" in json.loads(capsys.readouterr().out)["text"]
+    assert cli.main(["explain", "fused_recurrent_kda", "--cp", "2"]) == 2
+    assert "'cp'" in capsys.readouterr().err
+
+
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "chunk_kda", "--json", *CPU]) == 0
     found = json.loads(capsys.readouterr().out)

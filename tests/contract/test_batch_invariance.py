@@ -103,6 +103,15 @@ def test_choices_do_not_depend_on_the_batch(heads: int) -> None:
     assert bits_of(request) == bits_of(many)
 
 
+def test_costs_do_not_count_where_the_batch_must_not() -> None:
+    """Costs depend on the batch, and send calls to backends whose bits differ."""
+    assert call().candidate("cuda").cost is not None
+    with kdacore.batch_invariant():
+        found = call()
+    assert {c.cost for c in found.candidates} == {None}
+    assert found.backend == "cuda" and found.why == "highest rank of those tested on sm_90"
+
+
 def test_choices_depend_on_the_batch_otherwise() -> None:
     request = call(4).request
     assert bits_of(request) != bits_of(dataclasses.replace(request, B=64, N=64))

@@ -14,6 +14,7 @@ import kdacore
 from kdacore import ops, stages
 from kdacore.dispatch import call as dispatch
 from kdacore.ops import OPS, OpDef, Option, foreign_keywords
+from kdacore.parallel import call as parallel_call
 from kdacore.registry import REGISTRY
 from kdacore.types import Backend
 
@@ -143,8 +144,10 @@ def test_names_are_given_only_where_the_op_has_them() -> None:
 def test_the_names_given_exist() -> None:
     names = {name for definition in OPS.values() for name in (*definition.arrays, *definition.options)}
     assert set(foreign_keywords._OURS.values()) <= names
+    # These are names of other ops alone.
     assert not (set(foreign_keywords._OURS) | set(foreign_keywords._WITHOUT_COUNTERPART)) & names - {
-        "chunk_size"
+        "chunk_size",
+        "cp",
     }
 
 
@@ -159,6 +162,7 @@ def test_arguments_travel_in_the_order_of_the_definitions(op: str, monkeypatch: 
         return None, None, None
 
     monkeypatch.setattr(dispatch, "call", record)
+    monkeypatch.setattr(parallel_call, "call", record)
     public(op)(**marks, backend="<backend>")
     assert seen[0] is definition and seen[3] == "<backend>"
     assert tuple(seen[1]) == tuple(marks[n] for n in definition.arrays)
@@ -181,7 +185,7 @@ def test_our_backends_list_features_that_exist() -> None:
 
 def test_the_reference_serves_every_feature() -> None:
     for op, impl in REGISTRY.get("reference").backend.ops.items():
-        assert impl.serves == OPS[op].features - {"context_parallel"} - _NOT_IN_USE.get(op, set()), op
+        assert impl.serves == OPS[op].features - _NOT_IN_USE.get(op, set()), op
 
 
 _NOT_IN_USE: dict[str, set[str]] = {

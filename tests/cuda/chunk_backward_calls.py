@@ -75,7 +75,7 @@ def launch(
 
 
 def _image(name: str, matrices: model.F64) -> torch.Tensor:
-    if chunk_backward.WORKSPACE[name][1] == torch.float32:
+    if chunk_backward.WORKSPACE[name][1] == "float32":
         return torch.from_numpy(matrices).float().flatten(2)
     return model.to_images(matrices)
 

@@ -259,6 +259,21 @@ def from_images(images: torch.Tensor, rows: int, columns: int) -> F64:
     return np.moveaxis(x, -4, -3).reshape(*outer, rows, columns)
 
 
+def to_tiles(states: F64) -> F64:
+    """States ``[..., 128, 128]`` as they lie between launches, in the same shape: row 16 a + c + 8 e and channel
+    8 b + 2 d + f at ``[a, b, c, d, e, f]`` of ``[V / 16, K / 8, 8, 4, 2, 2]``."""
+    *outer, V, K = states.shape
+    x = np.moveaxis(states.reshape(*outer, V // 16, 2, 8, K // 8, 4, 2), (-5, -4, -3, -2), (-2, -4, -5, -3))
+    return np.ascontiguousarray(x).reshape(states.shape)
+
+
+def from_tiles(stored: F64) -> F64:
+    """The inverse of :func:`to_tiles`."""
+    *outer, V, K = stored.shape
+    x = stored.reshape(*outer, V // 16, K // 8, 8, 4, 2, 2)
+    return np.ascontiguousarray(np.moveaxis(x, (-2, -4, -5, -3), (-5, -4, -3, -2))).reshape(stored.shape)
+
+
 def _swizzle(x: F64) -> F64:
     """16-byte pieces ``[..., rows, 8, 8]`` of each row exchanged as in shared memory; its own inverse."""
     rows, pieces = np.arange(x.shape[-3])[:, None], np.arange(8)[None]

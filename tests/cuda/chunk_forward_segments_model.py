@@ -162,14 +162,15 @@ def get_operands(view: torch.Tensor) -> dict[str, F64]:
 def put_maps(view: torch.Tensor, B: F64, A: F64) -> None:
     high = torch.from_numpy(A).to(torch.bfloat16)
     low = torch.from_numpy(A - to_float64(high)).to(torch.bfloat16)
-    parts = [torch.from_numpy(B).float().contiguous().view(torch.uint8).flatten(2)]
+    parts = [torch.from_numpy(chunk_model.to_tiles(B)).float().contiguous().view(torch.uint8).flatten(2)]
     parts += [chunk_model.to_images(to_float64(x)).view(torch.uint8).flatten(2) for x in (high, low)]
     view.copy_(torch.cat(parts, -1))
 
 
 def get_maps(view: torch.Tensor) -> tuple[F64, F64]:
     host = view.cpu()
-    B = to_float64(host[..., : 64 * 1024].contiguous().view(torch.float32)).reshape(*host.shape[:2], 128, 128)
+    stored = to_float64(host[..., : 64 * 1024].contiguous().view(torch.float32))
+    B = chunk_model.from_tiles(stored.reshape(*host.shape[:2], 128, 128))
     A: Any = 0.0
     for i in (2, 3):
         part = host[..., i * 32 * 1024 : (i + 1) * 32 * 1024].contiguous().view(torch.bfloat16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +61,23 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch_launch, "current_device", lambda: -1)  # CPU tensors say they are there
     monkeypatch.setattr(torch_launch, "current_stream", lambda index: 0)
     return launched
+
+
+@pytest.fixture(params=["native", "python"])
+def either_handler(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
+    """Calls from JAX through each of the handlers; launches do nothing until told."""
+    import jax_fixtures
+
+    yield from jax_fixtures.installed(request.param, monkeypatch, tmp_path_factory)
+
+
+@pytest.fixture
+def from_jax(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Calls from JAX through the native handler, launched in the CPU emulator."""
+    import jax_fixtures
+
+    for device in jax_fixtures.installed("native", monkeypatch, tmp_path_factory):
+        device.run = device.emulate
+        yield device

@@ -10,7 +10,7 @@ import kdacore_cuda
 from kdacore.hookspecs import hookimpl
 from kdacore.testing.cases import Case
 from kdacore.testing.suite import run_case
-from kdacore.types import Backend, Device, OpImpl, Request
+from kdacore.types import ArrayKind, Backend, Device, OpImpl, Request, SliceFunctions
 
 NAME = "emulated"
 HOPPER = Device("cuda", 0, "sm_90")
@@ -29,30 +29,45 @@ def on_hopper(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def slices_on_hopper(
+    slices: Callable[[Request], SliceFunctions | None],
+) -> Callable[..., SliceFunctions | None]:
+    """The functions for slices of a request from there."""
+
+    def functions(request: Request) -> SliceFunctions | None:
+        found = on_hopper(slices)(request)
+        return None if found is None else SliceFunctions(*map(on_hopper, found))
+
+    return functions
+
+
 def _moved(op: OpImpl) -> OpImpl:
     functions = {name: getattr(op, name) for name in ("forward", "backward", "fast_path", "fast_gradients")}
     return dataclasses.replace(
         op,
         **{name: on_hopper(f) for name, f in functions.items() if f is not None},
+        slices=None if op.slices is None else slices_on_hopper(op.slices),
         verifiers=tuple(on_hopper(v) for v in op.verifiers),
         verified_archs=frozenset({"*"}),
     )
 
 
-def emulated_backend(*ops: str) -> Backend:
-    """These ops of the cuda backend for CPU tensors."""
+def emulated_backend(*ops: str, kind: ArrayKind = "torch") -> Backend:
+    """These ops of the cuda backend for CPU arrays of one kind."""
     real = kdacore_cuda.make_backend()
     moved = {name: _moved(real.ops[name]) for name in ops}
-    return dataclasses.replace(real, name=NAME, ops=moved, device_types=("cpu",), requirements=(), rank=-1)
+    return dataclasses.replace(
+        real, name=NAME, kinds=(kind,), ops=moved, device_types=("cpu",), requirements=(), rank=-1
+    )
 
 
 class Plugin:
-    def __init__(self, *ops: str) -> None:
-        self.ops = ops or ("chunk_kda",)
+    def __init__(self, *ops: str, kind: ArrayKind = "torch") -> None:
+        self.ops, self.kind = ops or ("chunk_kda",), kind
 
     @hookimpl
     def kdacore_backends(self) -> list[Backend]:
-        return [emulated_backend(*self.ops)]
+        return [emulated_backend(*self.ops, kind=self.kind)]
 
 
 def run_emulated(cases: list[Case], launched: list[str], kernel: str) -> None:

@@ -54,7 +54,7 @@ def check_pools(
     for name, x in before.items():
         getattr(inputs, name).copy_(x)
     step = fast_path.make_fast_call(request, inputs)
-    assert step is not None or request.checkpoint_count
+    assert step is not None or request.checkpoint_every or inputs.g.dtype == torch.float16
     if step is not None:
         again = step(tuple(inputs))
         assert again is not None

@@ -126,8 +126,13 @@ def test_maps(emulated: list[str], monkeypatch: pytest.MonkeyPatch, case: str, m
     want = model.maps(call.request, call.inputs, work, call.do, call.d_final)
     hold(model.get_maps(call.memory["maps"]), want.A, WALK_BOUND)
     for name, exact in (("starts", want.starts), ("ends", want.ends)):
-        hold(chunk_model.to_float64(call.memory[name]).reshape(exact.shape), exact, WALK_BOUND)
+        hold(states_in(call.memory[name], exact.shape), exact, WALK_BOUND)
     assert f"WARPGROUPS{1 if multiprocessors > 1 else 2}" in emulated[0]
+
+
+def states_in(memory: torch.Tensor, shape: tuple[int, ...]) -> chunk_model.F64:
+    """Of the workspace, as matrices."""
+    return chunk_model.from_tiles(chunk_model.to_float64(memory).reshape(shape))
 
 
 LONG = {"dense": lambda: draw(64 * 8 + 5, initial_state=state(1, 1)), "packed": packed}
@@ -145,11 +150,11 @@ def test_chain(emulated: list[str], monkeypatch: pytest.MonkeyPatch, case: str, 
     for x, size in zip(made, (128**-0.5, 1.0, 1.0), strict=True):
         x[~np.isnan(x)] = size * rng.standard_normal((~np.isnan(x)).sum())
     call.memory["maps"].copy_(model.put_maps(made.A))
-    call.memory["starts"].copy_(torch.from_numpy(made.starts).flatten(2))
-    call.memory["ends"].copy_(torch.from_numpy(made.ends).flatten(2))
+    call.memory["starts"].copy_(torch.from_numpy(chunk_model.to_tiles(made.starts)).flatten(2))
+    call.memory["ends"].copy_(torch.from_numpy(chunk_model.to_tiles(made.ends)).flatten(2))
     call.run("chain", {}, {})
     for name, exact in zip(("starts", "ends"), model.chain(call.request, call.inputs, made), strict=True):
-        hold(chunk_model.to_float64(call.memory[name]).reshape(exact.shape), exact, CHAIN_BOUND)
+        hold(states_in(call.memory[name], exact.shape), exact, CHAIN_BOUND)
 
 
 @MULTIPROCESSORS
@@ -161,8 +166,8 @@ def test_scan(emulated: list[str], monkeypatch: pytest.MonkeyPatch, case: str, m
     work = call.work()
     made = model.maps(call.request, call.inputs, work, call.do, call.d_final)
     starts, ends = model.chain(call.request, call.inputs, made)
-    call.memory["starts"].copy_(torch.from_numpy(starts).flatten(2))
-    call.memory["ends"].copy_(torch.from_numpy(ends).flatten(2))
+    call.memory["starts"].copy_(torch.from_numpy(chunk_model.to_tiles(starts)).flatten(2))
+    call.memory["ends"].copy_(torch.from_numpy(chunk_model.to_tiles(ends)).flatten(2))
     want, d_h0 = chunk_model.scan(call.request, call.inputs, work, call.do, call.d_final)
     assert call.inputs.initial_state is not None
     wanted: dict[str, Any] = dict.fromkeys(("h", "u", "dh", "dr"))

@@ -204,7 +204,9 @@ def test_checkpoints_at_chosen_tokens(emulated: list[str], way: str, gate: str, 
     more = options | {"inplace_state": True, "null_index": 0, "state_v_first": v_first}
     want = check_pools(chunk_forward, chunk_forward_fast_path, "chunk_kda", inputs, bounds, more)
     assert want.written.sum() == 4 + 11
-    assert any(name.startswith("checkpoint_tail") for name in emulated) == (way != "portable")
+    extra = {"portable": "", "segments": "prepare_marked"}.get(way, "checkpoint_tail")
+    for name in ("checkpoint_tail", "prepare_marked"):
+        assert any(x.startswith(name) for x in emulated) == (name == extra)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=MORE)])
@@ -252,3 +254,55 @@ def test_checkpoints_do_not_change_a_bit(emulated: list[str], way: str) -> None:
     assert same_bits(first, second)
     assert same_bits(inputs.initial_state[:5], pool_after[:5])
     assert same_bits(inputs.initial_state[7], before[1])
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=MORE)])
+def test_checkpoints_of_one_row_in_a_pool_that_begins_anywhere(
+    emulated: list[str], way: str, dtype: torch.dtype, v_first: bool
+) -> None:
+    """Without offsets of sequences; the pool's first element is not aligned to more than itself."""
+    inputs = draw(way, (100,))
+    K = inputs.q.shape[-1]
+    memory = torch.zeros(9 * (2 * K * K + 3) + 1, dtype=dtype)
+    states = memory.as_strided((9, 2, K, K), (2 * K * K + 3, K * K, K, 1), 1)
+    states.copy_(pool(way, 9, dtype))
+    inputs = inputs._replace(
+        cu_seqlens=None,
+        initial_state=states,
+        state_indices=torch.tensor([1]),
+        checkpoint_offsets=torch.tensor([16, 48, 64, 80, 0]),
+        checkpoint_indices=torch.tensor([3, 4, 5, 7, 8]),
+    )
+    want = check(inputs, inplace_state=True, state_v_first=v_first)
+    assert want.written.sum() == 6
+
+
+@pytest.mark.parametrize("way", ["segments"], indirect=True)
+@pytest.mark.parametrize("gate", ["bounded", pytest.param("unbounded", marks=MORE)])
+@pytest.mark.parametrize("segment_chunks", [1, 3])
+def test_checkpoints_in_segments_have_the_bits_of_a_call_that_ends_there(
+    emulated: list[str], way: str, gate: str, segment_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several inside one chunk, more of them than stages of the ring, and at a chunk's start."""
+    monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda items: segment_chunks)
+    options = {"bounded": BOUNDED_MODEL, "unbounded": MODEL}[gate] | {"inplace_state": True}
+    inputs = draw(way, (150,), initial_state=pool(way, 9), state_indices=torch.tensor([3]))
+    start, ends = inputs.initial_state[3:4].clone(), [48, 16, 80, 64, 32, 112, 144]
+    rows = [0, 1, 2, 4, 5, 6, 7]
+    marked = inputs._replace(
+        checkpoint_offsets=torch.tensor(ends), checkpoint_indices=torch.tensor(rows, dtype=torch.int32)
+    )
+    chunk_forward.forward(request_of("chunk_kda", marked, **options), marked)
+    ran(way, emulated)
+    for end, row in zip(ends, rows, strict=True):
+        tokens = {name: getattr(inputs, name)[:, :end] for name in ("q", "k", "v", "g", "beta")}
+        short = inputs._replace(
+            **tokens,
+            cu_seqlens=torch.tensor([0, end], dtype=torch.int32),
+            initial_state=start,
+            state_indices=None,
+        )
+        plain = options | {"inplace_state": False, "output_final_state": True}
+        got = chunk_forward.forward(request_of("chunk_kda", short, **plain), short)
+        assert same_bits(marked.initial_state[row], got.final_state[0]), end

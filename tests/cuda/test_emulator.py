@@ -145,6 +145,61 @@ def test_accumulators_read_early(products: Toy, wrong: int) -> None:
     assert all(math.isnan(x) for x in products(wrong)[1][:128])
 
 
+_SHARED_PRODUCTS = """
+#include "common/swizzle.cuh"
+// Both operands in shared memory: row r of the left one has a one in column r % 16, row n of the right one n + k in
+// column k.
+void toy(int wrong, float*, float* out) {
+  KDA_SHARED(memory);
+  const u32 shared = shared_address(memory);
+  const int thread = thread_index(), warp = thread >> 5;
+  for (int i = thread; i < 64 * 16; i += 128) {
+    const int row = i >> 4, k = i & 15;
+    const u32 at = shared + swizzled(row, k >> 3) + 2 * (k & 7);
+    store_shared16(at, pack_bf16(k == row % 16 ? 1.0f : 0.0f, 0.0f));
+    if (row < 32) store_shared16(at + 8192, pack_bf16(float(row + k), 0.0f));
+  }
+  if (wrong != 1) fence_async_proxy();
+  sync_block();
+  float d[4][4];
+  const u64 a = operand_descriptor(shared, 16, 1024), b = operand_descriptor(shared + 8192, 16, 1024);
+  if (wrong != 2) warpgroup_fence();
+  warpgroup_mma_shared<0>(d, a + (wrong == 3 && warp == 2 ? 64 : 0), b, 0);
+  warpgroup_commit();
+  if (wrong == 4 && thread == 40) store_shared(shared + 16 * 128, 0u);
+  if (wrong == 5 && thread == 40) store_shared(shared + 8192, 0u);
+  warpgroup_wait<0>();
+  out[thread] = d[1][2];
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def shared_products(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    return Toy(_SHARED_PRODUCTS, tmp_path_factory.mktemp("shared_products"), 128)
+
+
+def test_products_of_two_operands_in_shared_memory(shared_products: Toy) -> None:
+    message, out = shared_products(0)
+    assert not message
+    rows, columns = [lane // 4 + 8 for lane in range(32)], [8 + 2 * (lane % 4) for lane in range(32)]
+    assert out[:128] == [float(r + c) for r, c in zip(rows, columns, strict=True)] * 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        (1, "without fence_async_proxy"),
+        (2, "without warpgroup_fence"),
+        (3, "others in its warpgroup"),
+        (4, "left operand changed"),
+        (5, "right operand changed"),
+    ],
+)
+def test_mistakes_with_operands_in_shared_memory(shared_products: Toy, wrong: int, complaint: str) -> None:
+    assert complaint in shared_products(wrong)[0]
+
+
 _COPIES = """
 constexpr u32 BARRIER = 8192, OTHER = 8200;
 void toy(int wrong, float* in, float* out) {

@@ -43,6 +43,7 @@ from kdacore_cuda import (
 )
 from kdacore_cuda.chunk_forward_kernels import chunk_forward_shared_bytes, chunk_forward_threads
 from kdacore_cuda.driver import Driver
+from kdacore_cuda.element_sizes import ITEM_SIZES
 from kdacore_cuda.kernel_parameters import (
     CHECKPOINT_TAIL,
     CHUNK_BACKWARD,
@@ -51,6 +52,7 @@ from kdacore_cuda.kernel_parameters import (
     GATES,
     GROUPS,
     INTRA,
+    PREPARE_MARKED,
     RECOMPUTE,
     RECURRENT,
     SEGMENTS,
@@ -72,6 +74,7 @@ PARAMS = {
     "sums": SUMS,
     "groups": GROUPS,
     "checkpoint_tail": CHECKPOINT_TAIL,
+    "prepare_marked": PREPARE_MARKED,
     **dict.fromkeys(("maps", "chain", "output"), SEGMENTS),
     "walk": WALK,
 }
@@ -166,7 +169,7 @@ def seen(stub: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     makers = (
         *(
             chunk_forward._launcher,
-            chunk_forward_checkpoints._launcher,
+            chunk_forward_checkpoints.tail_launcher,
             stages._intra_launcher,
             stages._recompute_launcher,
             stages._hopper_recompute_launcher,
@@ -176,6 +179,7 @@ def seen(stub: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
             chunk_backward._sums_launcher,
             chunk_backward._groups_launcher,
             chunk_forward_segments.launcher,
+            chunk_forward_segments.marked_launcher,
             chunk_forward_dataflow.walk_launcher,
         ),
     )
@@ -546,12 +550,12 @@ def test_cached_chunk_backward(
             assert x.params[name] == y.params[name] != 0, name
     units = grads.params["units"]
     per_head = 4 * 128 * inputs.v.numel() // 128 if groups else None
-    sizes = {name: n * dtype.itemsize * units for name, (n, dtype) in chunk_backward.WORKSPACE.items()}
+    sizes = {name: n * ITEM_SIZES[dtype] * units for name, (n, dtype) in chunk_backward.WORKSPACE.items()}
     sizes |= {"dA_part": 4 * units, "dbias_part": 4 * 128 * units}
     if cut:
         stored = 4 * (300 // 64 + 3 if packed else 2 * 5)  # heads, and segments of one chunk
         for name, (n, dtype) in chunk_backward_segments.WORKSPACE.items():
-            sizes[name] = n * dtype.itemsize * stored
+            sizes[name] = n * ITEM_SIZES[dtype] * stored
             assert again[1].params[name]
     if per_head:
         sizes |= {"dq": per_head, "dk": per_head}
@@ -634,28 +638,65 @@ def test_chosen_checkpoints(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> 
         checkpoint_indices=torch.tensor([0, -1, 1, 2]),
     )
     request = on_hopper(request_of("chunk_kda", inputs, inplace_state=True, **BOUNDED_MODEL))
-    assert chunk_forward_fast_path.make_fast_call(request, inputs) is None
+    step = chunk_forward_fast_path.make_fast_call(request, inputs)
+    assert step is not None and step(tuple(inputs)) is not None
     chunk_forward.forward(request, inputs)
-    main, tail = seen()
-    assert (main.entry, tail.entry, tail.grid, tail.block) == (
-        "chunk_forward",
-        "checkpoint_tail",
-        4 * 4 * 4,
-        128,
-    )
-    assert tail.limit == tail.shared > 48 * 1024
-    for x in (main, tail):
-        holds(x.params, mark_offsets=inputs.checkpoint_offsets, mark_rows=inputs.checkpoint_indices, marks=4)
-        assert x.params["mark_states"] == main.params["mark_states"] != 0
-        assert x.params["flags"] & FLAGS["MARK_ROWS64"] and not x.params["flags"] & FLAGS["MARK_OFFSETS64"]
     named = {
         name: getattr(inputs, name) for name in ("k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")
     }
-    holds(tail.params, **named, ht=inputs.initial_state, reads=inputs.state_indices, ht_row=4 * 128 * 128)
-    holds(
-        tail.params, T=300, N=3, H=2, HV=4, step=32, null_index=-1, lower_bound=-5.0, g_type=TYPES["bfloat16"]
+    found = seen()
+    assert len(found) == 4
+    for main, tail in (found[:2], found[2:]):
+        assert (main.entry, tail.entry, tail.grid, tail.block) == (
+            "chunk_forward",
+            "checkpoint_tail",
+            4 * 4 * 4,
+            128,
+        )
+        for x in (main, tail):
+            marked = {"mark_offsets": inputs.checkpoint_offsets, "mark_rows": inputs.checkpoint_indices}
+            holds(x.params, **marked, marks=4)
+            assert x.params["mark_states"] == main.params["mark_states"] != 0
+            assert x.params["flags"] & FLAGS["MARK_ROWS64"]
+            assert not x.params["flags"] & FLAGS["MARK_OFFSETS64"]
+        holds(tail.params, **named, ht=inputs.initial_state, reads=inputs.state_indices, ht_row=4 * 128 * 128)
+        holds(tail.params, T=300, N=3, H=2, HV=4, step=32, null_index=-1, lower_bound=-5.0)
+        holds(tail.params, g_type=TYPES["bfloat16"])
+        strided(tail.params, **{name: named[name] for name in ("k", "v", "g")})
+
+
+def test_chosen_checkpoints_in_segments(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of states before checkpoints, of records of cut chunks, of those of whole chunks, in this order."""
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: True)
+    monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda items: 2)
+    d, HV = Draw(0), 4
+    inputs = ChunkInputs(
+        **{name: d.normal(1, 300, HV, 128) for name in ("q", "k", "v")},
+        beta=d.normal(1, 300, HV),
+        **d.gate("random", 1, 300, HV, 128),
+        initial_state=d.normal(3, HV, 128, 128, dtype=torch.float32),
+        cu_seqlens=pack(10, 200, 70),
+        state_indices=torch.tensor([2, 0, 1]),
+        checkpoint_offsets=torch.tensor([42, 0, 16, 10], dtype=torch.int32),
+        checkpoint_indices=torch.tensor([0, -1, 1, 2]),
     )
-    strided(tail.params, **{name: named[name] for name in ("k", "v", "g")})
+    request = on_hopper(request_of("chunk_kda", inputs, inplace_state=True, null_index=0, **BOUNDED_MODEL))
+    step = chunk_forward_fast_path.make_fast_call(request, inputs)
+    assert step is not None and step(tuple(inputs)) is not None
+    chunk_forward.forward(request, inputs)
+    found = seen()
+    entries = ["prepare_marked", "maps", "chain", "output"]
+    assert [x.entry for x in found] == 2 * entries
+    states, records, units = 4 * HV * 65536, 4 * HV * 74240, (300 // 64 + 3) * HV
+    for prepare, *others in (found[:4], found[4:]):
+        marked = {"mark_offsets": inputs.checkpoint_offsets, "mark_rows": inputs.checkpoint_indices}
+        holds(prepare.params, **marked, marks=4, null_index=0, units=units)
+        assert prepare.grid == 4 * HV + units
+        for x in others:
+            holds(x.params, **marked, marks=4, null_index=0)
+            assert prepare.params["last"] - x.params["mark_states"] == states
+            assert x.params["chunk_operands"] - prepare.params["last"] == records
+            assert x.params["maps"] - x.params["chunk_operands"] == 74240 * units
 
 
 FRESH = {

@@ -70,9 +70,11 @@ def test_without_nvrtc_only_packaged_architectures(monkeypatch: pytest.MonkeyPat
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lazy, "find_spec", lambda name: None)
-    assert ("torch", "torch is not installed", "pip install 'kdacore[cuda]'") in missing(
-        BACKEND, hardware=False
-    )
+    assert (
+        "torch or JAX",
+        "torch is not installed and jax is not installed",
+        "pip install 'kdacore[cuda]'",
+    ) in missing(BACKEND, hardware=False)
 
 
 def test_recurrent_takes_every_small_float() -> None:

@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
 MODULES = ["kdacore", "kdacore.api", "kdacore.dispatch.call", "kdacore.hookspecs", "kdacore.selections"]
+MODULES += [f"kdacore.parallel.{name}" for name in ("fold", "local_ranks", "transition")]
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

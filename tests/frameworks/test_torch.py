@@ -606,17 +606,17 @@ def test_a_contract_error_reaches_the_compiled_caller() -> None:
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
-def test_stages_and_cp_say_why_they_cannot_be_compiled(fullgraph: bool) -> None:
+def test_stages_and_what_is_no_group_say_why_they_cannot_be_compiled(fullgraph: bool) -> None:
     def stage(g: Any) -> Any:
         return kdacore.stages.kda_chunk_gate(g)
 
     def cp(g: Any) -> Any:
-        return kdacore.chunk_kda(g, g, g, -g.abs(), g[..., 0], cp=3)  # type: ignore[arg-type]
+        return kdacore.chunk_kda(g, g, g, -g.abs(), g[..., 0], cp=3)
 
     error = Exception if fullgraph else kdacore.ContractError  # where a graph may not break, Dynamo's own
     for function, message in (
         (stage, "kda_chunk_gate: argument 'g'.*stages are eager"),
-        (cp, "chunk_kda: argument 'cp': got int; wanted None"),
+        (cp, "chunk_kda: argument 'cp': got int; wanted a torch.distributed.ProcessGroup"),
     ):
         with pytest.raises(error, match=message):
             torch.compile(function, fullgraph=fullgraph, backend="aot_eager")(torch.ones(1, 4, 2, 8))

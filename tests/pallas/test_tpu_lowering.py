@@ -3,6 +3,7 @@ none."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import PartitionSpec as P
 
+import kdacore
 from kdacore.types import ChunkInputs, OutputGrads, RecurrentInputs, Request, TensorSpec
 from kdacore_pallas import make_pallas
 from kdacore_pallas.tpu import report_calls
@@ -71,6 +75,37 @@ def test_chunk(name: str) -> None:
     served(request)
     lowers(lambda x: _forward(request, x)[:2], inputs)
     lowers(lambda x, do: _backward(request, x, (), OutputGrads(do)), inputs, inputs.v)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("K", [128, 256])
+def test_ranks(packed: bool, K: int) -> None:
+    """``cp=`` on a mesh of TPUs that are not here: one exchange forward, one backward. With K = 256 the two parts of a
+    slice's map take a kernel each."""
+    chips = AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
+    mesh = AbstractMesh((4,), ("seq",), abstract_device=chips)
+    size = Size(T=512, H=8, HV=8, K=K, V=K)
+    inputs = report_calls.chunk_inputs(size, spec)
+    x = {n: a for n, a in inputs._asdict().items() if a is not None}
+    given = {"cu_seqlens": spec("int32", 4)} if packed else {}
+    split, tokens = P(None, "seq"), ("q", "k", "v", "g", "beta")
+    specs = {n: split if n in tokens else P() for n in (*x, *given)}
+
+    def local(x: dict[str, Any]) -> Any:
+        options = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True}
+        return kdacore.chunk_kda(**x, **options, cp="seq", backend="pallas")[0]
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=split)
+
+    def both(x: dict[str, Any], given: dict[str, Any]) -> Any:
+        o, vjp = jax.vjp(lambda x: run({**x, **given}), x)
+        return o, vjp(o)
+
+    exported = jax.export.export(jax.jit(both), platforms=["tpu"])(x, given)
+    program = exported.mlir_module()
+    assert program.count("stablehlo.all_gather") == 2
+    wanted = {"kdacore_chunk_forward", "kdacore_chunk_start_gradients", "kdacore_chunk_backward"}
+    assert set(re.findall(r"kdacore_chunk_[a-z_]+", program)) >= wanted
 
 
 RECURRENT_CALLS: dict[str, dict[str, Any]] = {

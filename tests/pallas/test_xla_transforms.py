@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from pallas_cases import Case, build, error
 
@@ -177,6 +177,28 @@ def test_the_device_of_a_traced_call(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(kdacore.ContractError, match="'v'.*on tpu:2.*on tpu:1.*as k is"):
             jax.eval_shape(lambda y: call({**x, **y, "v": other}), traced)
     assert [s.request.device.index for s in ran] == [1, 1, 3, 2]
+
+
+def test_the_device_of_a_call_on_a_mesh_of_others() -> None:
+    """Of a mesh that describes its devices, wherever the program is traced."""
+    found = []
+    for kind, platform in (
+        ("TPU v6 lite", "tpu"),
+        ("cpu", "cpu"),
+        ("NVIDIA H200", "cuda"),
+        ("of the future", ""),
+    ):
+        described = AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
+        mesh = AbstractMesh((2,), ("data",), abstract_device=described)
+
+        def local(x: Any) -> Any:
+            found.append(kdacore.explain("kda_gate", x, lower_bound=-5.0).request.device)
+            return x
+
+        run = jax.shard_map(local, mesh=mesh, in_specs=(P("data"),), out_specs=P("data"))
+        jax.eval_shape(run, jax.ShapeDtypeStruct((2, 8, 1, 8), jnp.float32))
+    cpu = Device("cpu")  # what is not known is taken for the default device
+    assert found == [Device("tpu", 0, "v6e"), cpu, cpu, cpu]
 
 
 @pytest.mark.parametrize("backend", ["xla", "reference"])

@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from kdacore.types import Request
-from kdacore_triton import chunk_backward_plan
+from kdacore_triton import chunk_backward_plan, chunk_forward, chunk_forward_plan
 from kdacore_triton.kernel_options import EXACT_KEYS
 
 Array = NDArray[Any]
@@ -90,7 +90,7 @@ def _precision(request: Request) -> str:
 
 @contextmanager
 def gpu_roundings() -> Iterator[None]:
-    """While this holds, backward calls are planned as on an NVIDIA GPU and round as there."""
+    """While this holds, chunk calls are planned as on an NVIDIA GPU and round as there."""
     build = InterpreterBuilder
     casts = (
         "cast_impl",
@@ -107,8 +107,10 @@ def gpu_roundings() -> Iterator[None]:
             patch.setattr(build, "create_fneg", _negate(build.create_fneg))
         patch.setattr(build, "binary_op", _arithmetic(build.binary_op))
         patch.setattr(build, "create_dot", _dot)
-        patch.setattr(chunk_backward_plan, "has_narrow_operands", _narrow)
-        patch.setattr(chunk_backward_plan, "full_precision", _precision)
+        for plans in (chunk_backward_plan, chunk_forward_plan):
+            patch.setattr(plans, "has_narrow_operands", _narrow)
+            patch.setattr(plans, "full_precision", _precision)
+        patch.setattr(chunk_forward, "plan_for", chunk_forward_plan.ChunkForwardPlan)
         chunk_backward_plan.plan_backward.cache_clear()
         try:
             yield

@@ -1,4 +1,4 @@
-"""The backward with the GPU's roundings, in Triton's interpreter."""
+"""Chunk calls with the GPU's roundings, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from gpu_roundings import cut_to_tf32, from_bf16, gpu_roundings, to_bf16
 
+import kdacore
 from kdacore.calls.description import options
 from kdacore.calls.values import Shape
 from kdacore.testing.cases import Case
@@ -74,6 +75,41 @@ def test_gradients_of_A_log_whose_parts_nearly_cancel(case: Case, most: float) -
 def test_errors_are_those_an_h200_recorded(case: Case, name: str, recorded: float) -> None:
     _, errors = gradients(case)
     assert errors[name] == pytest.approx(recorded, rel=0.05), errors
+
+
+@pytest.mark.parametrize(
+    ("T", "H", "HV", "K", "in_kernel"),
+    [
+        (512, 1, 1, 128, False),
+        (256, 1, 2, 64, True),
+        pytest.param(1500, 2, 2, 128, False, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_final_states_of_float16_with_one_gate_a_head(
+    T: int, H: int, HV: int, K: int, in_kernel: bool
+) -> None:
+    """Drawn as flash-linear-attention's tests do, which allow 5e-3: all keys point to one side, gates are slow."""
+    draw = torch.Generator().manual_seed(T)
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=draw)
+
+    q, k = (torch.nn.functional.normalize(rand(1, T, H, K), dim=-1).half() for _ in range(2))
+    g = rand(1, T, HV)
+    gate = {"use_gate_in_kernel": True, "A_log": torch.log(1 + 15 * rand(HV)), "dt_bias": rand(HV) - 4.0}
+    x = {
+        "q": q,
+        "k": k,
+        "v": rand(1, T, HV, K).half(),
+        "beta": rand(1, T, HV).sigmoid(),
+        **({"g": g.half(), **gate} if in_kernel else {"g": torch.nn.functional.logsigmoid(g) / 10}),
+    }
+    more = {"initial_state": torch.zeros(1, HV, K, K), "output_final_state": True, "scale": 0.1}
+    want = kdacore.chunk_gated_delta_rule(**x, **more, backend="reference")
+    with gpu_roundings():
+        got = kdacore.chunk_gated_delta_rule(**x, **more, backend="triton")
+    for found, exact in zip(got, want, strict=True):
+        assert float((found.double() - exact.double()).norm() / exact.double().norm()) < 2.5e-3
 
 
 def test_single_numbers() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache, partial
+from typing import Any
 
 from kdacore.hookspecs import hookimpl
 from kdacore.lazy import lazy_function, package_probe
-from kdacore.types import Backend, OpImpl, Requirement
+from kdacore.types import Backend, Forward, OpImpl, Request, Requirement
 
 VERIFIED = frozenset({"sm_90"})
 """Architectures the conformance suite has run on, all ops
@@ -83,7 +84,26 @@ POOL = frozenset(
 
 _verifier = partial(_lazy, "verifiers")
 
+
+def _array_library_missing() -> str | None:
+    """Torch or JAX: each is enough for calls with its own arrays."""
+    missing = [package_probe(name)() for name in ("torch", "jax")]
+    return None if None in missing else " and ".join(filter(None, missing))
+
+
+def _by_kind(torch: Forward, jax: Forward) -> Forward:
+    """The function for a call's kind of arrays."""
+
+    def call(request: Request, *rest: Any) -> Any:
+        return (jax if request.kind == "jax" else torch)(request, *rest)
+
+    call.__name__ = call.__qualname__ = torch.__name__
+    return call
+
+
 _COMMON = (
+    _verifier("known_sizes"),
+    _lazy("xla_interface", "known_version"),
     _verifier("architecture"),
     _verifier("compiler"),
     _verifier("head_dims"),
@@ -93,6 +113,7 @@ _COMMON = (
 )
 
 _STAGE = (
+    _lazy("xla_interface", "known_version"),
     _verifier("architecture"),
     _verifier("compiler"),
     _verifier("stage_head_dims"),
@@ -106,7 +127,7 @@ _STAGE = (
 
 def _stage(function: str, *features: str) -> OpImpl:
     return OpImpl(
-        forward=_lazy("stages", function),
+        forward=_by_kind(_lazy("stages", function), _lazy("jax_stages", function)),
         serves=frozenset({"grouped_value_heads", "packed", *features}),
         verifiers=_STAGE,
         verified_archs=VERIFIED,
@@ -117,8 +138,8 @@ def _stage(function: str, *features: str) -> OpImpl:
 def make_backend() -> Backend:
     """The backend named ``cuda``."""
     chunk = OpImpl(
-        forward=_lazy("chunk_forward", "forward"),
-        backward=_lazy("chunk_backward", "backward"),
+        forward=_by_kind(_lazy("chunk_forward", "forward"), _lazy("jax_chunk", "forward")),
+        backward=_by_kind(_lazy("chunk_backward", "backward"), _lazy("jax_chunk", "backward")),
         serves=WHOLE | POOL | {"checkpoints", "checkpoint_offsets"},
         verifiers=(
             *_COMMON,
@@ -128,14 +149,14 @@ def make_backend() -> Backend:
         ),
         fast_path=_lazy("chunk_forward_fast_path", "make_fast_call"),
         fast_gradients=_lazy("chunk_backward_fast_path", "make_fast_gradients"),
+        slices=_lazy("slices", "slice_functions"),
         verified_archs=VERIFIED,
         batch_invariant=True,
     )
     recurrent = OpImpl(
-        forward=_lazy("recurrent", "forward"),
+        forward=_by_kind(_lazy("recurrent", "forward"), _lazy("jax_recurrent", "forward")),
         serves=WHOLE | POOL | {"accepted_tokens", "read_only_state"},
         verifiers=(*_COMMON, _verifier("recurrent_dtype")),
-        cost=_lazy("costs", "recurrent"),
         fast_path=_lazy("recurrent_fast_path", "make_fast_call"),
         verified_archs=VERIFIED,
         batch_invariant=True,
@@ -143,7 +164,7 @@ def make_backend() -> Backend:
     return Backend(
         name="cuda",
         version=__version__,
-        kinds=("torch",),
+        kinds=("torch", "jax"),
         ops={
             "chunk_kda": chunk,
             "fused_recurrent_kda": recurrent,
@@ -159,11 +180,12 @@ def make_backend() -> Backend:
                 "install an NVIDIA driver for CUDA 13 (580 or later)",
                 hardware=True,
             ),
-            Requirement("torch", package_probe("torch"), "pip install 'kdacore[cuda]'"),
+            Requirement("torch or JAX", _array_library_missing, "pip install 'kdacore[cuda]'"),
         ),
         rank=100,
         device_types=("cuda",),
         capturable=True,
+        traceable=True,
     )
 
 

@@ -9,12 +9,11 @@ and sums (over the value heads of a group, and over chunks). Nothing is read bac
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
-from kdacore_cuda import chunk_backward_segments, torch_launch
+from kdacore.lazy import lazy_module
+from kdacore.types import ArrayKind, ChunkInputs, InputGrads, OutputGrads, Request
+from kdacore_cuda import chunk_backward_segments
 from kdacore_cuda.architectures import build_arch
 from kdacore_cuda.chunk_backward_kernels import (
     GROUPS_THREADS,
@@ -31,6 +30,7 @@ from kdacore_cuda.chunk_backward_segments import ChunkBackwardSegmentsPlan, Scan
 from kdacore_cuda.chunk_backward_segments_kernels import use_segments
 from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, GATES, GROUPS, SUMS, TYPES
 from kdacore_cuda.launch import Launcher
+from kdacore_cuda.multiprocessors import multiprocessors
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.request_encoding import (
     chunk_flags,
@@ -40,6 +40,13 @@ from kdacore_cuda.request_encoding import (
     type_code,
 )
 from kdacore_cuda.torch_arguments import address, aligned, contiguous, token_arguments
+
+if TYPE_CHECKING:
+    import torch
+
+    from kdacore_cuda import torch_launch
+else:  # plans are made for JAX too, where torch need not be installed
+    torch, torch_launch = lazy_module("torch"), lazy_module("kdacore_cuda.torch_launch")
 
 CHUNK, HALF, QUARTER = 64, 32, 16
 LOG2E = 1.4426950408889634
@@ -51,12 +58,12 @@ exp(g) is then at least 7e-5. A state that should have decayed further keeps tha
 far below what bfloat16 resolves. Tokens whose decay was raised to the floor have gradient 0.
 """
 
-WORKSPACE: dict[str, tuple[int, torch.dtype]] = {
-    **dict.fromkeys(("kg", "kg_low", "qg", "w", "u", "dr"), (64 * 128, torch.bfloat16)),
-    **dict.fromkeys(("aqk", "inv"), (64 * 64, torch.bfloat16)),
-    **dict.fromkeys(("h", "dh"), (128 * 128, torch.bfloat16)),
-    "last": (3 * 128, torch.float32),
-    "rows": (3 * 64, torch.float32),
+WORKSPACE: dict[str, tuple[int, str]] = {
+    **dict.fromkeys(("kg", "kg_low", "qg", "w", "u", "dr"), (64 * 128, "bfloat16")),
+    **dict.fromkeys(("aqk", "inv"), (64 * 64, "bfloat16")),
+    **dict.fromkeys(("h", "dh"), (128 * 128, "bfloat16")),
+    "last": (3 * 128, "float32"),
+    "rows": (3 * 64, "float32"),
 }
 """Elements and dtype of each array of the workspace, for one chunk and value head. The kernels'
 workspace header under csrc/sm90 says what they hold."""
@@ -64,7 +71,7 @@ workspace header under csrc/sm90 says what they hold."""
 _TOKENS = ("q", "k", "v", "g", "beta")
 _STRIDES = tuple(f"{name}_{axis}" for name in _TOKENS for axis in ("sb", "st", "sh"))
 
-Arrays = dict[str, torch.Tensor]
+Arrays = dict[str, "torch.Tensor"]
 """Tensors by the name of their field in the kernels' parameters."""
 
 
@@ -84,11 +91,13 @@ class ChunkBackwardPlan(NamedTuple):
     """Of contiguous q, k, v, g and beta."""
     sizes: dict[str, Any]
     """The parameters that are numbers."""
+    kind: ArrayKind = "torch"
+    """Of the call's arrays."""
 
     def grid(self, kernel: ChunkBackwardKernel, device: int) -> int:
         """Blocks of a launch."""
         s = self.sizes
-        return kernel.grid(s["units"], s["N"] * s["HV"], torch_launch.multiprocessors(device))
+        return kernel.grid(s["units"], s["N"] * s["HV"], multiprocessors(self.kind, device))
 
 
 def _make_plan(r: Request) -> ChunkBackwardPlan:
@@ -122,6 +131,7 @@ def _make_plan(r: Request) -> ChunkBackwardPlan:
             "floor": floor,
             "centre": float(round(-floor * (HALF if bounded else QUARTER) / 2)),
         },
+        kind=r.kind,
     )
 
 
@@ -138,7 +148,11 @@ def make_workspace(plan: ChunkBackwardPlan, like: torch.Tensor, *names: str) -> 
     """Uninitialised arrays of the workspace ``[slots, HV, elements]`` on ``like``'s device; see
     :data:`WORKSPACE`."""
     lead = plan.slots, plan.sizes["HV"]
-    return {name: like.new_empty((*lead, WORKSPACE[name][0]), dtype=WORKSPACE[name][1]) for name in names}
+    forms = {name: WORKSPACE[name] for name in names}
+    return {
+        name: like.new_empty((*lead, size), dtype=getattr(torch, dtype))
+        for name, (size, dtype) in forms.items()
+    }
 
 
 def given_arrays(**arrays: torch.Tensor | None) -> Arrays:
@@ -195,11 +209,11 @@ def scan_launches(
 ) -> tuple[tuple[ScanLaunch, ...], ChunkBackwardSegmentsPlan | None]:
     """The launches of the scan that this call uses on device ``index``, and their plan if it is cut
     in segments."""
-    heads, multiprocessors = items_for_choice(request), torch_launch.multiprocessors(index)
-    if use_segments(heads, multiprocessors):
+    heads, available = items_for_choice(request), multiprocessors(request.kind, index)
+    if use_segments(heads, available):
         segments = chunk_backward_segments.plan_of(request)
         return segments.launches, segments
-    kernel = scan_kernel(scan_warpgroups(heads, multiprocessors))
+    kernel = scan_kernel(scan_warpgroups(heads, available))
     return (ScanLaunch("scan", kernel, plan_of(request).grid(kernel, index)),), None
 
 
@@ -245,6 +259,24 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
     for name in ("kg", "kg_low", "qg", "w", "aqk", "inv"):  # grads does not read them
         del work[name]
 
+    found = finish(request, plan, x, work, d_o)
+    return found._replace(g=found.g.to(inputs.g.dtype), initial_state=d_h0)
+
+
+def finish(
+    request: Request, plan: ChunkBackwardPlan, x: ChunkInputs, work: Arrays, d_o: torch.Tensor
+) -> InputGrads:
+    """The launches behind the scan: gradients of every input but the initial state.
+
+    Args:
+        request: the call.
+        plan: its plan.
+        x: its arrays, g as the kernels take it.
+        work: what the scan leaves, the names of :data:`WORKSPACE` that gradients are made of.
+        d_o: the gradient of ``o``.
+
+    Raises BackendBuildError or DriverError.
+    """
     out = _make_gradients(request, plan, x)
     sums = make_partial_sums(request, plan, x)
     grads_arrays = work | out | sums | {"d_o": d_o}
@@ -253,7 +285,7 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
     if plan.grouped:
         dq, dk = _sum_group(plan, x.q, dq), _sum_group(plan, x.k, dk)
     d_A, d_bias = _sum_chunks(plan, x, sums)
-    return InputGrads(dq, dk, out["dv"], out["dg"].to(inputs.g.dtype), out["dbeta"], d_A, d_bias, d_h0)
+    return InputGrads(dq, dk, out["dv"], out["dg"], out["dbeta"], d_A, d_bias)
 
 
 def _make_gradients(request: Request, plan: ChunkBackwardPlan, x: ChunkInputs) -> Arrays:

@@ -80,14 +80,18 @@ _PREPARE_SHARED = {True: 76560, False: 102160}
 
 
 @cache
-def prepare_kernel(float_gate: bool, bounded: bool = True, for_segments: bool = False) -> ChunkBackwardKernel:
+def prepare_kernel(
+    float_gate: bool, bounded: bool = True, for_segments: bool = False, leaving_only: bool = False
+) -> ChunkBackwardKernel:
     """Operands of each chunk, one block per unit.
 
     Args:
         float_gate: ``g`` is float32, not bfloat16.
         bounded: every log decay lies in [-5, 0], so that one exponent anchor serves half a chunk.
         for_segments: the operands that :mod:`kdacore_cuda.chunk_forward_segments` needs, one block
-            of memory per unit; else those of the backward, one array each.
+            of memory per unit; else those of the backward, one array each. For bounded gates
+            :func:`kdacore_cuda.chunk_forward_segments_kernels.segments_prepare_kernel` is faster.
+        leaving_only: of the sequence of a pack that ends at T alone.
     """
     shared = _PREPARE_SHARED[bounded]
     defines: tuple[tuple[str, int], ...] = (
@@ -97,6 +101,8 @@ def prepare_kernel(float_gate: bool, bounded: bool = True, for_segments: bool = 
     )
     if for_segments:
         defines += (("FOR_SEGMENTS", 1),)
+    if leaving_only:
+        defines += (("LEAVING_ONLY", 1),)
     return ChunkBackwardKernel(
         KernelSource(f"{_SOURCES}/prepare.cu", "prepare", defines),
         256,

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-
 from kdacore.types import InputGrads, Request
 from kdacore_cuda import chunk_backward, chunk_backward_segments
 from kdacore_cuda.chunk_backward_kernels import (
@@ -15,6 +13,7 @@ from kdacore_cuda.chunk_backward_kernels import (
     grads_kernel,
     prepare_kernel,
 )
+from kdacore_cuda.element_sizes import ITEM_SIZES
 from kdacore_cuda.kernel_parameters import TYPES
 from kdacore_cuda.launch_sequence import PlannedLaunch
 
@@ -75,7 +74,7 @@ def launches_of(request: Request, strides: tuple[int, ...], wanted: InputGrads) 
     scans, scan_workspace = _scan_launches(r)
     first, both, second, zeroed = (_Buffer(name) for name in ("first", "both", "second", "zeroed"))
     work = {
-        name: (first if name in _READ_BY_SCAN_ONLY else both).add(units * elements * dtype.itemsize)
+        name: (first if name in _READ_BY_SCAN_ONLY else both).add(units * elements * ITEM_SIZES[dtype])
         for name, (elements, dtype) in chunk_backward.WORKSPACE.items()
     }
     work |= {name: first.add(size) for name, size in scan_workspace.items()}
@@ -139,7 +138,7 @@ def _places_of_gradients(r: Request, grouped: bool, wanted: InputGrads, second: 
     for x, width in (("q", r.K), ("k", r.K), ("v", r.V), ("g", r.K), ("beta", 1)):
         summed = grouped and x in ("q", "k")
         if summed or not getattr(wanted, x):
-            size = 4 if summed else getattr(torch, r.spec(x).dtype).itemsize
+            size = 4 if summed else ITEM_SIZES[r.spec(x).dtype]
             places[f"d{x}"] = second.add(r.B * r.T * r.HV * width * size)
         else:
             places[f"d{x}"] = (f"d{x}", 0)

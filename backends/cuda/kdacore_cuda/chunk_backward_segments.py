@@ -9,12 +9,10 @@ back from the device.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
+from kdacore.lazy import lazy_module
 from kdacore.types import Request
-from kdacore_cuda import torch_launch
 from kdacore_cuda.chunk_backward_kernels import ChunkBackwardKernel
 from kdacore_cuda.chunk_backward_segments_kernels import (
     chain_blocks,
@@ -24,14 +22,21 @@ from kdacore_cuda.chunk_backward_segments_kernels import (
     segment_scan_kernel,
     walk_warpgroups,
 )
+from kdacore_cuda.element_sizes import ITEM_SIZES
+from kdacore_cuda.multiprocessors import multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
+
+if TYPE_CHECKING:
+    import torch
+else:  # plans are made for JAX too, where torch need not be installed
+    torch = lazy_module("torch")
 
 CHUNK = 64
 STATE = 128 * 128
-WORKSPACE: dict[str, tuple[int, torch.dtype]] = {
-    "maps": (2 * STATE, torch.bfloat16),
-    "starts": (STATE, torch.float32),
-    "ends": (STATE, torch.float32),
+WORKSPACE: dict[str, tuple[int, str]] = {
+    "maps": (2 * STATE, "bfloat16"),
+    "starts": (STATE, "float32"),
+    "ends": (STATE, "float32"),
 }
 """Elements and dtype of each array, for one segment and value head. The header
 csrc/sm90/chunk_backward/segments.cuh says what they hold."""
@@ -63,7 +68,7 @@ def segment_sizes(r: Request) -> dict[str, int]:
 
 
 def _make_plan(r: Request) -> ChunkBackwardSegmentsPlan:
-    items, multiprocessors = r.N * r.HV, torch_launch.multiprocessors(r.device.index)
+    items, multiprocessors = r.N * r.HV, multiprocessors_of(r)
     segment, segments = segment_sizes(r).values()
     slots = r.T // (CHUNK * segment) + r.N if r.packed else r.N * segments
     launches = []
@@ -91,7 +96,8 @@ def workspace_bytes(plan: ChunkBackwardSegmentsPlan, HV: int) -> dict[str, int]:
     if not plan.stored_segments:
         return {}
     return {
-        name: plan.stored_segments * HV * size * dtype.itemsize for name, (size, dtype) in WORKSPACE.items()
+        name: plan.stored_segments * HV * size * ITEM_SIZES[dtype]
+        for name, (size, dtype) in WORKSPACE.items()
     }
 
 
@@ -101,4 +107,7 @@ def make_workspace(plan: ChunkBackwardSegmentsPlan, HV: int, like: torch.Tensor)
     if not plan.stored_segments:
         return {}
     lead = plan.stored_segments, HV
-    return {name: like.new_empty((*lead, size), dtype=dtype) for name, (size, dtype) in WORKSPACE.items()}
+    return {
+        name: like.new_empty((*lead, size), dtype=getattr(torch, dtype))
+        for name, (size, dtype) in WORKSPACE.items()
+    }

@@ -12,20 +12,25 @@ from kdacore_cuda.kernel_source import KernelSource
 _SOURCES = "sm90/chunk_backward"
 
 
-def _no_grid(units: int, heads: int, multiprocessors: int) -> int:
+SEGMENT_MAPS_SHARED = {1: 3 * 65 * 1024 + 64, 2: 3 * 73 * 1024 + 64}
+"""Shared memory of maps in bytes, by warpgroups of a block."""
+
+
+def no_grid(units: int, heads: int, multiprocessors: int) -> int:
+    """For launches whose blocks their caller counts. Raises TypeError."""
     raise TypeError("the grid depends on the number of segments")
 
 
 def _kernel(name: str, threads: int, shared: int, **defines: int) -> ChunkBackwardKernel:
     macros = (*defines.items(), ("SHARED_BYTES", shared))
-    return ChunkBackwardKernel(KernelSource(f"{_SOURCES}/{name}.cu", name, macros), threads, shared, _no_grid)
+    return ChunkBackwardKernel(KernelSource(f"{_SOURCES}/{name}.cu", name, macros), threads, shared, no_grid)
 
 
 @cache
 def segment_maps_kernel(warpgroups: int) -> ChunkBackwardKernel:
     """How each segment changes the state and its gradient: three walks per segment and value head,
     one block each (``warpgroups`` 2) or two."""
-    shared = {1: 3 * 65 * 1024 + 64, 2: 3 * 73 * 1024 + 64}[warpgroups]
+    shared = SEGMENT_MAPS_SHARED[warpgroups]
     return _kernel("segment_maps", state_threads(warpgroups), shared, WARPGROUPS=warpgroups)
 
 
@@ -43,7 +48,7 @@ def segment_scan_kernel(warpgroups: int) -> ChunkBackwardKernel:
     segment and value head, one block each (``warpgroups`` 2) or two."""
     defines = (("WARPGROUPS", warpgroups), ("IN_SEGMENTS", 1), ("SHARED_BYTES", SCAN_SHARED))
     source = KernelSource(f"{_SOURCES}/scan.cu", "scan", defines)
-    return ChunkBackwardKernel(source, state_threads(warpgroups), SCAN_SHARED, _no_grid)
+    return ChunkBackwardKernel(source, state_threads(warpgroups), SCAN_SHARED, no_grid)
 
 
 def chain_blocks(items: int, multiprocessors: int) -> int:

@@ -6,12 +6,11 @@ from __future__ import annotations
 import secrets
 from functools import cache
 from itertools import count
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
+from kdacore.lazy import lazy_module
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_cuda import chunk_forward_dataflow, chunk_forward_segments, torch_launch
+from kdacore_cuda import chunk_forward_dataflow, chunk_forward_segments
 from kdacore_cuda.architectures import build_arch
 from kdacore_cuda.chunk_forward_checkpoints import finish_checkpoints, make_marks
 from kdacore_cuda.chunk_forward_dataflow_kernels import use_dataflow
@@ -26,8 +25,9 @@ from kdacore_cuda.chunk_forward_kernels import (
     resident_clusters,
 )
 from kdacore_cuda.chunk_forward_segments_kernels import use_segments
-from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, GATES, STEP_TOKENS, TYPES
+from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, GATES, TYPES
 from kdacore_cuda.launch import Launcher
+from kdacore_cuda.multiprocessors import multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.pool_arguments import pool_arguments, returned
 from kdacore_cuda.request_encoding import (
@@ -37,7 +37,14 @@ from kdacore_cuda.request_encoding import (
     items_for_choice,
     type_code,
 )
-from kdacore_cuda.torch_arguments import address, contiguous, token_arguments
+from kdacore_cuda.torch_arguments import address, contiguous, token_arguments, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+    from kdacore_cuda import torch_launch
+else:  # plans are made for JAX too, where torch need not be installed
+    torch, torch_launch = lazy_module("torch"), lazy_module("kdacore_cuda.torch_launch")
 
 LAUNCH_NUMBERS = count(secrets.randbits(62))
 """A different number for every launch, which uninitialised memory does not hold by chance. Flags in
@@ -67,7 +74,7 @@ class ChunkForwardPlan(NamedTuple):
 
 def _make_plan(r: Request) -> ChunkForwardPlan:
     arch = build_arch(r.device.arch)
-    items, multiprocessors = r.N * r.HV, torch_launch.multiprocessors(r.device.index)
+    items, multiprocessors = r.N * r.HV, multiprocessors_of(r)
     cluster = cluster_size(r.K, items_for_choice(r), multiprocessors, arch)
     clusters = resident_clusters(r.K, cluster, items, multiprocessors, arch)
     cuts = clusters and (r.packed or cuts_items(r.T, items, clusters))
@@ -99,7 +106,7 @@ def _make_plan(r: Request) -> ChunkForwardPlan:
             r.scale,
             r.lower_bound or 0.0,
         ),
-        state_dtype=getattr(torch, r.state_dtype),
+        state_dtype=torch_dtype(r, r.state_dtype),
         widen_gate=type_code(r, "g") == TYPES["float16"],
         in_dataflow=in_dataflow,
         in_segments=hopper and not in_dataflow and use_segments(items_for_choice(r), multiprocessors),
@@ -158,6 +165,7 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
         *plan.sizes,
     )
     torch_launch.launch(plan.launcher, plan.grid, plan.arch, o, values)
-    finish_checkpoints(request, plan.arch, inputs, pools, marks, STEP_TOKENS)
+    g_type = str(inputs.g.dtype).removeprefix("torch.")  # where it was widened, not the request's
+    finish_checkpoints(request, plan.arch, values, pools, marks, g_type)
     del kept  # copies live until the launch is queued
     return Outputs(*returned(request, inputs, pools), checkpoints)

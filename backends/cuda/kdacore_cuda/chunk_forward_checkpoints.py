@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
+from kdacore.lazy import lazy_module
 from kdacore.types import ChunkInputs, Request
-from kdacore_cuda import torch_launch
 from kdacore_cuda.chunk_forward_kernels import TAIL_BLOCKS, TAIL_SHARED, TAIL_THREADS, checkpoint_tail_kernel
-from kdacore_cuda.kernel_parameters import CHECKPOINT_TAIL, GATES, TYPES
+from kdacore_cuda.kernel_parameters import CHECKPOINT_TAIL, CHUNK_FORWARD, GATES, STEP_TOKENS, TYPES
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.pool_arguments import PoolArguments
 from kdacore_cuda.request_encoding import chunk_flags, type_code
 from kdacore_cuda.torch_arguments import address, contiguous
 
-SEGMENT_STEP_TOKENS = 64
-"""Tokens of a step of the launches in segments."""
+if TYPE_CHECKING:
+    import torch
+
+    from kdacore_cuda import torch_launch
+else:  # plans are made for JAX too, where torch need not be installed
+    torch, torch_launch = lazy_module("torch"), lazy_module("kdacore_cuda.torch_launch")
 
 
 class Marks(NamedTuple):
@@ -43,46 +45,56 @@ def make_marks(request: Request, inputs: ChunkInputs, o: torch.Tensor, between_s
     if not request.checkpoint_count:
         return NO_MARKS
     states = None
-    if between_steps:
+    if needs_tail(request, between_steps):
         shape = (request.checkpoint_count, request.HV, request.K * request.V)
         states = o.new_empty(shape, dtype=torch.float32)
     return Marks(contiguous(inputs.checkpoint_offsets), contiguous(inputs.checkpoint_indices), states)
 
 
+def needs_tail(request: Request, between_steps: bool) -> bool:
+    """Whether :func:`finish_checkpoints` has something to do; ``between_steps`` as of
+    :func:`make_marks`."""
+    return bool(request.checkpoint_count) and between_steps
+
+
 @cache
-def _launcher() -> Launcher:
+def tail_launcher() -> Launcher:
+    """The launch that follows the fused kernel of Hopper."""
     return Launcher(checkpoint_tail_kernel(), CHECKPOINT_TAIL, TAIL_THREADS, TAIL_SHARED)
 
 
+def tail_grid(r: Request) -> int:
+    """Blocks of that launch."""
+    return r.checkpoint_count * r.HV * TAIL_BLOCKS
+
+
+def tail_sizes(r: Request, g_type: str) -> tuple[float, ...]:
+    """The numbers among its parameters. ``g_type``: dtype of the g that kernels are given."""
+    return (
+        *(r.T, r.N, r.H, r.HV, STEP_TOKENS, r.null_index, r.checkpoint_count, GATES[r.gate], chunk_flags(r)),
+        *(TYPES[g_type], type_code(r, "beta"), type_code(r, "dt_bias"), r.lower_bound or 0.0),
+    )
+
+
 def finish_checkpoints(
-    request: Request, arch: str, inputs: ChunkInputs, pools: PoolArguments, marks: Marks, step: int
+    request: Request, arch: str, main: tuple[Any, ...], pools: PoolArguments, marks: Marks, g_type: str
 ) -> None:
-    """Bring the states that a call's launches kept in ``marks.states`` to their tokens.
+    """Bring the states that the fused kernel of Hopper kept in ``marks.states`` to their tokens.
 
     Args:
         request: the call; K = V = 128.
         arch: the real architecture to load the kernel for.
-        inputs: its arrays. Each token's row must be contiguous.
+        main: the parameters of the launch ahead of it.
         pools: where the kernels read and write.
-        marks: as the kernels took them.
-        step: tokens of a step of theirs, 64 at most.
+        marks: as that launch took them.
+        g_type: dtype of g as that launch took it.
 
     Raises BackendBuildError or DriverError.
     """
     if marks.states is None:
         return
-    r = request
-    k, v, g = (x if x.stride(-1) == 1 else x.contiguous() for x in (inputs.k, inputs.v, inputs.g))
-    A_log, bias, cu_seqlens = map(contiguous, (inputs.A_log, inputs.dt_bias, inputs.cu_seqlens))
-    beta = inputs.beta
-    values = (
-        *(k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr()),
-        *(address(A_log), address(bias), address(cu_seqlens), address(pools.written), pools.rows[0]),
-        *(*marks.addresses, pools.strides[1]),
-        *(*k.stride()[:3], *v.stride()[:3], *g.stride()[:3], *beta.stride()),
-        *(r.T, r.N, r.H, r.HV, step, r.null_index, r.checkpoint_count, GATES[r.gate], chunk_flags(r)),
-        TYPES[str(g.dtype).removeprefix("torch.")],  # where it was widened, not the request's
-        *(type_code(r, "beta"), type_code(r, "dt_bias"), r.lower_bound or 0.0),
-    )
-    grid = r.checkpoint_count * r.HV * TAIL_BLOCKS
-    torch_launch.launch(_launcher(), grid, arch, pools.o, values)
+    named = dict(zip((name for name, _ in CHUNK_FORWARD.fields), main, strict=True))
+    sizes = tail_sizes(request, g_type)
+    taken = (name for name, _ in CHECKPOINT_TAIL.fields[: -len(sizes)])
+    values = (*(named[name] for name in taken), *sizes)
+    torch_launch.launch(tail_launcher(), tail_grid(request), arch, pools.o, values)

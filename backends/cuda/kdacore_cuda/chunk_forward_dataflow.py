@@ -11,12 +11,11 @@ from __future__ import annotations
 import secrets
 from functools import cache
 from itertools import count
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
+from kdacore.lazy import lazy_module
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_cuda import chunk_backward, torch_launch
+from kdacore_cuda import chunk_backward
 from kdacore_cuda.chunk_forward_dataflow_kernels import (
     WALK_BLOCKS,
     WALK_SHARED,
@@ -29,7 +28,14 @@ from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, WALK
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.pool_arguments import PoolArguments, pool_arguments, returned
-from kdacore_cuda.torch_arguments import address, contiguous, token_arguments
+from kdacore_cuda.torch_arguments import address, contiguous, token_arguments, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+    from kdacore_cuda import torch_launch
+else:  # plans are made for JAX too, where torch need not be installed
+    torch, torch_launch = lazy_module("torch"), lazy_module("kdacore_cuda.torch_launch")
 
 UNIT_FLAGS_BYTES = 8 * WALK_BLOCKS
 """Bytes of the flags of one chunk and value head: one for each block that walks it."""
@@ -75,7 +81,7 @@ def _make_plan(r: Request) -> ChunkForwardDataflowPlan:
         walk_grid=WALK_BLOCKS * r.N * r.HV,
         prepare_values=tuple(chunks.sizes.get(name, 0) for name, _ in CHUNK_BACKWARD.fields),
         walk_sizes=(r.T, r.N, r.HV, chunks.sizes["NT"], r.checkpoint_every, chunks.sizes["flags"]),
-        state_dtype=getattr(torch, r.state_dtype),
+        state_dtype=torch_dtype(r, r.state_dtype),
     )
 
 

@@ -10,21 +10,19 @@ import torch
 
 from kdacore.arrays.torch.private import Empty, allocator
 from kdacore.types import ChunkInputs, FastCall, Request
-from kdacore_cuda import chunk_forward, chunk_forward_dataflow, chunk_forward_segments, torch_launch
-from kdacore_cuda.chunk_forward_segments import CHUNK_OPERANDS
-from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, SEGMENTS, WALK
-from kdacore_cuda.prepacked_launch import PrepackedLauncher
+from kdacore_cuda import chunk_forward, chunk_forward_dataflow, torch_launch
+from kdacore_cuda.chunk_forward_launches import ForwardLaunches, launches_of
+from kdacore_cuda.prepacked_launch import PrepackedLauncher, Start
 from kdacore_cuda.request_encoding import contiguous_strides
 from kdacore_cuda.torch_arguments import ALIGNMENT, contiguous_rows, strides_without_copies
 
-Launch = Callable[[int, tuple[int, ...], int, int, int, tuple[int, int, int]], None]
+Launch = Callable[[int, tuple[int, ...], int, int, int, tuple[int, ...]], None]
 """``launch(stream, tokens, o, initial_state, final_state, rows)`` makes a call's launches. All but
 the stream are addresses, 0 for an absent array; ``tokens`` are those of ``_TOKENS``, ``rows`` those
-of :class:`kdacore_cuda.pool_arguments.PoolArguments`."""
+of ``_ROWS``, and of ``_MARKS`` in calls with checkpoints at chosen tokens."""
 
 _TOKENS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")
-_STRIDES = tuple(f"{name}_{axis}" for name in _TOKENS[:5] for axis in ("sb", "st", "sh"))
-_ROWS = ("reads", "has_initial", "writes")
+_ROWS, _MARKS = ("reads", "has_initial", "writes"), ("mark_offsets", "mark_rows")
 _OPERANDS = ("kg", "qg", "w", "u", "aqk", "last")
 
 
@@ -32,18 +30,18 @@ def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
     """:func:`kdacore_cuda.chunk_forward.forward` for calls of ``request`` whose arrays have the
     layout of ``inputs``.
 
-    None where an array would have to be copied, where g is float16, and where checkpoints are asked
-    for. The returned function takes a call's arrays in the order of
+    None where an array would have to be copied, where g is float16, and where checkpoints of every
+    block are asked for. The returned function takes a call's arrays in the order of
     :class:`kdacore.types.ChunkInputs` and returns None, having launched nothing, where q, k, v or g
     is not 16-byte aligned or another device is current.
 
     Raises BackendBuildError or DriverError.
     """
     r, plan = request, chunk_forward.plan_of(request)
-    _, _, _, _, _, A_log, bias, initial, cu_seqlens, _, reads, mask, writes, pool, offsets, _, out = inputs
-    small = (A_log, bias, cu_seqlens, reads, mask, writes, out)
+    _, _, _, _, _, A_log, bias, initial, cu_seqlens, _, reads, mask, writes, pool, offsets, at, out = inputs
+    small = (A_log, bias, cu_seqlens, reads, mask, writes, offsets, at, out)
     strides = strides_without_copies(inputs, False, plan.strides, small)
-    if strides is None or plan.widen_gate or r.checkpoint_every or offsets is not None or not plan.grid:
+    if strides is None or plan.widen_gate or r.checkpoint_every or not plan.grid:
         return None
     if any(x is not None and not x[:1].is_contiguous() for x in (initial, pool)):
         return None
@@ -57,14 +55,18 @@ def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
     current_device, current_stream = torch_launch.current_device, torch_launch.current_stream
     empty = allocator(inputs.v.device.type)
     with torch.cuda.device(index):  # kernels are loaded here, for the current context
-        launch = _launch_maker(plan)(request, strides, (initial_row, written_row), index, empty)
+        launch = _launch_maker(plan, offsets is not None)(
+            request, strides, (initial_row, written_row), index, empty
+        )
     o_shape, state_shape = (r.B, r.T, r.HV, r.V), r.state_shape
     o_strides, state_strides = contiguous_strides(o_shape), contiguous_strides(state_shape)
     o_dtype, state_dtype = inputs.v.dtype, plan.state_dtype
     returns_state, fresh = r.output_final_state, r.output_final_state and not in_place
 
     def fast_call(arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        q, k, v, g, beta, A_log, bias, initial, cu_seqlens, _, reads, mask, writes, pool, _, _, o = arrays
+        q, k, v, g, beta, A_log, bias, initial, cu_seqlens, _, reads, mask, writes, pool, marks, to, o = (
+            arrays
+        )
         q_at, k_at, v_at, g_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr()
         if (q_at | k_at | v_at | g_at) % ALIGNMENT or current_device() != index:
             return None
@@ -79,6 +81,8 @@ def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
             state = initial if pool is None else pool
         if reads is not None or mask is not None or writes is not None:
             rows = _rows(reads, mask, writes, in_place)
+        if marks is not None:
+            rows += (marks.data_ptr(), to.data_ptr())
         launch(
             current_stream(index),
             (
@@ -95,34 +99,43 @@ def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
     return fast_call
 
 
-_NO_ROWS = (0, 0, 0)
+_NO_ROWS: tuple[int, ...] = (0, 0, 0)
 
 
-def _rows(reads: Any, mask: Any, writes: Any, in_place: bool) -> tuple[int, int, int]:
+def _rows(reads: Any, mask: Any, writes: Any, in_place: bool) -> tuple[int, ...]:
     reads_at = 0 if reads is None else reads.data_ptr()
     writes_at = 0 if not in_place else reads_at if writes is None else writes.data_ptr()
     return reads_at, 0 if mask is None else mask.data_ptr(), writes_at
 
 
-def _launch_maker(plan: chunk_forward.ChunkForwardPlan) -> Callable[..., Launch]:
+def _launch_maker(plan: chunk_forward.ChunkForwardPlan, marked: bool) -> Callable[..., Launch]:
     if plan.in_dataflow:
         return _dataflow_launch
-    return _segments_launch if plan.in_segments else _fused_launch
+    if plan.in_segments:
+        return _segments_launch
+    return _fused_marked_launch if marked else _fused_launch
+
+
+def _starts(made: ForwardLaunches, index: int, *per_call: tuple[str, ...]) -> list[Start]:
+    """The functions that make a call's launches, given for each the fields that change."""
+    return [
+        torch_launch.prepacked_start(
+            *(PrepackedLauncher(x.launcher, fields, x.fixed), x.grid, made.arch, index)
+        )
+        for x, fields in zip(made.launches, per_call, strict=True)
+    ]
 
 
 def _fused_launch(
     request: Request, strides: tuple[int, ...], state_strides: tuple[int, int], index: int, empty: Empty
 ) -> Launch:
-    plan = chunk_forward.plan_of(request)
-    per_call = (*_TOKENS, "o", "h0", "ht", "cut_states", *_ROWS, "launch")
-    fixed = CHUNK_FORWARD.last(*state_strides, *strides, *plan.sizes)
-    packed = PrepackedLauncher(plan.launcher, per_call, fixed)
-    start = torch_launch.prepacked_start(packed, plan.grid, plan.arch, index)
-    size, numbers = plan.cut_states_size, chunk_forward.LAUNCH_NUMBERS
+    made = launches_of(request, strides, state_strides)
+    (start,) = _starts(made, index, (*_TOKENS, "o", "h0", "ht", "cut_states", *_ROWS, "launch"))
+    size, numbers = made.workspace_bytes // 4, chunk_forward.LAUNCH_NUMBERS
     shape, unit_stride = (size,), (1,)
 
     def launch(
-        stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int, rows: tuple[int, int, int]
+        stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int, rows: tuple[int, ...]
     ) -> None:
         cut_states = empty(shape, unit_stride, torch.float32) if size else None
         at = 0 if cut_states is None else cut_states.data_ptr()
@@ -131,22 +144,46 @@ def _fused_launch(
     return launch
 
 
+def _fused_marked_launch(
+    request: Request, strides: tuple[int, ...], state_strides: tuple[int, int], index: int, empty: Empty
+) -> Launch:
+    """With checkpoints at chosen tokens, and the launch that they need where a step has more than 16 tokens."""
+    made = launches_of(request, strides, state_strides)
+    fields = (*_TOKENS, "o", "h0", "ht", "cut_states", *_ROWS, *_MARKS, "mark_states", "launch")
+    tail_fields = ((*_TOKENS[1:], "ht", "reads", *_MARKS, "mark_states"),) * (len(made.launches) - 1)
+    start, *start_tail = _starts(made, index, fields, *tail_fields)
+    places, numbers = made.launches[0].arrays, chunk_forward.LAUNCH_NUMBERS
+    shape, unit_stride = (made.workspace_bytes,), (1,)
+    cuts, states_offset = "cut_states" in places, places.get("mark_states", ("", 0))[1]
+
+    def launch(
+        stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int, rows: tuple[int, ...]
+    ) -> None:
+        workspace = empty(shape, unit_stride, torch.uint8)
+        at = workspace.data_ptr()
+        states = at + states_offset
+        start(stream, (*tokens, o, initial, final, at if cuts else 0, *rows, states, next(numbers)))
+        for start_after in start_tail:
+            start_after(stream, (*tokens[1:], final, rows[0], *rows[3:], states))
+
+    return launch
+
+
 def _dataflow_launch(
     request: Request, strides: tuple[int, ...], state_strides: tuple[int, int], index: int, empty: Empty
 ) -> Launch:
-    plan = chunk_forward_dataflow.plan_of(request)
-    fixed = {**plan.chunks.sizes, **dict(zip(_STRIDES, strides, strict=True))}
-    prepare = PrepackedLauncher(plan.prepare, (*_TOKENS, *_OPERANDS, "ready", "launch"), fixed)
-    start_prepare = torch_launch.prepacked_start(prepare, plan.prepare_grid, plan.chunks.arch, index)
-    per_call = ("o", "h0", "ht", "chunk_operands", "ready", "launch")
-    walk = PrepackedLauncher(chunk_forward_dataflow.walk_launcher(), per_call, WALK.last(*plan.walk_sizes))
-    start_walk = torch_launch.prepacked_start(walk, plan.walk_grid, plan.chunks.arch, index)
-    kg, qg, w, u, aqk, last = (CHUNK_OPERANDS[name][0] for name in _OPERANDS)
-    flags_offset, numbers = plan.flags_offset, chunk_forward_dataflow.LAUNCH_NUMBERS
-    shape, unit_stride = (plan.workspace_bytes,), (1,)
+    made = launches_of(request, strides, state_strides)
+    start_prepare, start_walk = _starts(
+        *(made, index, (*_TOKENS, *_OPERANDS, "ready", "launch")),
+        ("o", "h0", "ht", "chunk_operands", "ready", "launch"),
+    )
+    places = made.launches[0].arrays
+    kg, qg, w, u, aqk, last = (places[name][1] for name in _OPERANDS)
+    flags_offset, numbers = places["ready"][1], chunk_forward_dataflow.LAUNCH_NUMBERS
+    shape, unit_stride = (made.workspace_bytes,), (1,)
 
     def launch(
-        stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int, rows: tuple[int, int, int]
+        stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int, rows: tuple[int, ...]
     ) -> None:
         workspace = empty(shape, unit_stride, torch.uint8)
         at, number = workspace.data_ptr(), next(numbers)
@@ -161,28 +198,29 @@ def _dataflow_launch(
 def _segments_launch(
     request: Request, strides: tuple[int, ...], state_strides: tuple[int, int], index: int, empty: Empty
 ) -> Launch:
-    plan, arch = chunk_forward_segments.plan_of(request), chunk_forward.plan_of(request).arch
-    (_, prepare, units), *others = plan.launches
-    fixed = {**plan.chunks.sizes, **dict(zip(_STRIDES, strides, strict=True))}
-    packed = PrepackedLauncher(prepare, (*_TOKENS, *_OPERANDS), fixed)
-    start_prepare = torch_launch.prepacked_start(packed, units, arch, index)
-    per_call = ("cu_seqlens", "o", "h0", "ht", "chunk_operands", "maps", "starts", *_ROWS)
-    sizes = SEGMENTS.last(*state_strides, *plan.sizes)
-    start_others = [
-        torch_launch.prepacked_start(PrepackedLauncher(launcher, per_call, sizes), grid, arch, index)
-        for _, launcher, grid in others
-    ]
-    kg, qg, w, u, aqk, last = (CHUNK_OPERANDS[name][0] for name in _OPERANDS)
-    maps_offset, starts_offset = plan.maps_offset, plan.starts_offset
-    shape, unit_stride = (plan.workspace_bytes,), (1,)
+    made = launches_of(request, strides, state_strides)
+    marked = bool(request.checkpoint_count)
+    per_unit: tuple[str, ...] = (*_TOKENS, *_OPERANDS)
+    per_call: tuple[str, ...] = ("cu_seqlens", "o", "h0", "ht", "chunk_operands", "maps", "starts", *_ROWS)
+    if marked:
+        per_unit, per_call = (*_MARKS, *per_unit), (*per_call, *_MARKS, "mark_states")
+    others = (per_call,) * (len(made.launches) - 1)
+    start_prepare, *start_others = _starts(made, index, per_unit, *others)
+    places = {**made.launches[0].arrays, **made.launches[-1].arrays}
+    kg, qg, w, u, aqk, last = (places[name][1] for name in _OPERANDS)
+    chunks, maps, starts = (places[name][1] for name in ("chunk_operands", "maps", "starts"))
+    shape, unit_stride = (made.workspace_bytes,), (1,)
 
     def launch(
-        stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int, rows: tuple[int, int, int]
+        stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int, rows: tuple[int, ...]
     ) -> None:
         workspace = empty(shape, unit_stride, torch.uint8)
         at = workspace.data_ptr()
-        start_prepare(stream, tokens + (at + kg, at + qg, at + w, at + u, at + aqk, at + last))  # noqa: RUF005
-        values = (tokens[7], o, initial, final, at, at + maps_offset, at + starts_offset, *rows)
+        operands = (at + kg, at + qg, at + w, at + u, at + aqk, at + last)
+        start_prepare(stream, rows[3:] + tokens + operands)
+        values = (tokens[7], o, initial, final, at + chunks, at + maps, at + starts, *rows)
+        if marked:
+            values += (at,)
         for start in start_others:
             start(stream, values)
 

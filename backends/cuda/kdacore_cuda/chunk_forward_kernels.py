@@ -91,7 +91,7 @@ def chunk_forward_kernel(
     )
 
 
-TAIL_THREADS, TAIL_SHARED, TAIL_BLOCKS = 128, 64 * (2 * 128 + 32 + 2) * 4, 4
+TAIL_THREADS, TAIL_SHARED, TAIL_BLOCKS = 128, 32 * (2 * 128 + 16) * 4 + 8 * (128 + 24) * 4, 4
 """Of :func:`checkpoint_tail_kernel`: block size, bytes of shared memory, blocks a checkpoint and
 value head."""
 

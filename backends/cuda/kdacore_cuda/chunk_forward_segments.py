@@ -10,19 +10,12 @@ device.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
+from kdacore.lazy import lazy_module
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_cuda import chunk_backward, torch_launch
-from kdacore_cuda.chunk_backward_kernels import prepare_kernel
-from kdacore_cuda.chunk_forward_checkpoints import (
-    SEGMENT_STEP_TOKENS,
-    Marks,
-    finish_checkpoints,
-    make_marks,
-)
+from kdacore_cuda import chunk_backward
+from kdacore_cuda.chunk_forward_checkpoints import Marks, make_marks
 from kdacore_cuda.chunk_forward_segments_kernels import (
     SegmentsKernel,
     chain_blocks,
@@ -31,12 +24,22 @@ from kdacore_cuda.chunk_forward_segments_kernels import (
     maps_kernel,
     output_blocks,
     output_kernel,
+    prepare_marked_kernel,
+    segments_prepare_kernel,
 )
-from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, SEGMENTS
+from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, PREPARE_MARKED, SEGMENTS
 from kdacore_cuda.launch import Launcher
+from kdacore_cuda.multiprocessors import multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.pool_arguments import PoolArguments, pool_arguments, returned
-from kdacore_cuda.torch_arguments import address, contiguous, token_arguments
+from kdacore_cuda.torch_arguments import address, contiguous, token_arguments, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+    from kdacore_cuda import torch_launch
+else:  # plans are made for JAX too, where torch need not be installed
+    torch, torch_launch = lazy_module("torch"), lazy_module("kdacore_cuda.torch_launch")
 
 _ORDER = (("last", 512), ("kg", 16384), ("w", 16384), ("u", 16384), ("qg", 16384), ("aqk", 8192))
 CHUNK_OPERANDS = {name: (sum(n for _, n in _ORDER[:i]), size) for i, (name, size) in enumerate(_ORDER)}
@@ -58,8 +61,13 @@ class ChunkForwardSegmentsPlan(NamedTuple):
     """Name, launcher and blocks of each launch."""
     prepare_values: tuple[Any, ...]
     """Parameters of the first launch; those that a call changes are 0."""
+    marked: tuple[int, ...]
+    """Number of checkpoints at chosen tokens and ``null_index``, which prepare takes first; empty
+    without."""
     units: int
     """Chunk slots times value heads."""
+    marked_units: int
+    """Checkpoints at chosen tokens times value heads."""
     segment_chunks: int
     """Chunks of one segment."""
     slots: int
@@ -72,9 +80,20 @@ class ChunkForwardSegmentsPlan(NamedTuple):
     state_dtype: torch.dtype
 
     @property
+    def records_offset(self) -> int:
+        """Byte of the workspace where prepare's operands begin: of chunks cut off at checkpoints, then of all. Before
+        them are the states that checkpoints inside chunks start from."""
+        return self.marked_units * START_BYTES
+
+    @property
+    def operands_offset(self) -> int:
+        """Byte of the workspace where the chunks' operands begin."""
+        return self.records_offset + self.marked_units * CHUNK_OPERANDS_BYTES
+
+    @property
     def maps_offset(self) -> int:
-        """Byte of the workspace where maps begin; the chunks' operands come first."""
-        return self.units * CHUNK_OPERANDS_BYTES
+        """Byte of the workspace where maps begin."""
+        return self.operands_offset + self.units * CHUNK_OPERANDS_BYTES
 
     @property
     def starts_offset(self) -> int:
@@ -88,13 +107,16 @@ class ChunkForwardSegmentsPlan(NamedTuple):
 
 def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
     chunks = chunk_backward.plan_of(r)
-    items, multiprocessors = r.N * r.HV, torch_launch.multiprocessors(r.device.index)
+    items, multiprocessors = r.N * r.HV, multiprocessors_of(r)
     NT, segment_chunks = chunks.sizes["NT"], chunks_per_segment(items)
     segments = -(-NT // segment_chunks)
     slots = r.T // (64 * segment_chunks) + r.N if r.packed else r.N * segments
-    units = chunks.sizes["units"]
-    prepare = prepare_kernel(chunks.float_gate, chunks.bounded, for_segments=True)
-    launches = [("prepare", chunk_backward.launcher(prepare), units)]
+    units, marked_units = chunks.sizes["units"], r.checkpoint_count * r.HV
+    if marked_units:
+        prepare = marked_launcher(prepare_marked_kernel(chunks.float_gate, chunks.bounded))
+    else:
+        prepare = chunk_backward.launcher(segments_prepare_kernel(chunks.float_gate, chunks.bounded))
+    launches = [("prepare", prepare, marked_units + units)]
     if segments > 1:
         mapped = slots if r.packed else r.N * (segments - 1)
         launches.append(("maps", launcher(maps_kernel()), 2 * mapped * r.HV))
@@ -106,7 +128,9 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
         chunks=chunks,
         launches=tuple(launches),
         prepare_values=tuple(chunks.sizes.get(name, 0) for name, _ in CHUNK_BACKWARD.fields),
+        marked=(r.checkpoint_count, r.null_index) if marked_units else (),
         units=units,
+        marked_units=marked_units,
         segment_chunks=segment_chunks,
         slots=slots,
         stored_segments=slots * r.HV if segments > 1 else 0,
@@ -114,7 +138,7 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
             *(r.T, r.N, r.HV, NT, segment_chunks, segments),
             *(r.checkpoint_every, r.null_index, r.checkpoint_count, chunks.sizes["flags"]),
         ),
-        state_dtype=getattr(torch, r.state_dtype),
+        state_dtype=torch_dtype(r, r.state_dtype),
     )
 
 
@@ -125,6 +149,12 @@ plan_of = PlanCache(_make_plan)
 def launcher(kernel: SegmentsKernel) -> Launcher:
     """The launcher of one of the launches after prepare. All take the same parameters."""
     return Launcher(kernel.source, SEGMENTS, kernel.threads, kernel.shared)
+
+
+@cache
+def marked_launcher(kernel: SegmentsKernel) -> Launcher:
+    """The launcher of a prepare that also makes records of chunks cut off at checkpoints."""
+    return Launcher(kernel.source, PREPARE_MARKED, kernel.threads, kernel.shared)
 
 
 class SegmentsCall(NamedTuple):
@@ -138,7 +168,8 @@ class SegmentsCall(NamedTuple):
     pools: PoolArguments
     marks: Marks
     workspace: torch.Tensor
-    """Bytes: the chunks' operands, the segments' maps, their starting states."""
+    """Bytes: states before checkpoints, the operands of chunks cut off at checkpoints and of all chunks, the
+    segments' maps, their starting states."""
     kept: tuple[Any, ...]
     """Inputs, copies among them."""
 
@@ -156,32 +187,55 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> SegmentsCall:
     pools = pool_arguments(request, inputs, plan.state_dtype)
     o = pools.o
     checkpoints = make_checkpoints(request, o, plan.state_dtype)
-    marks = make_marks(request, inputs, o, True)
+    marks = make_marks(request, inputs, o, False)
     workspace = o.new_empty(plan.workspace_bytes, dtype=torch.uint8)
-    operands = workspace.data_ptr()
+    at, given_marks = workspace.data_ptr(), marks.addresses[:2]
 
-    prepare_values = list(plan.prepare_values)
-    for field, value in zip(_TOKEN_FIELDS, addresses, strict=True):
-        prepare_values[field] = value
-    prepare_values[_STRIDE_FIELDS] = strides
-    for name, array in (("A_log", A_log), ("dt_bias", bias), ("cu_seqlens", cu_seqlens)):
-        prepare_values[_FIELD[name]] = address(array)
-    for name, (offset, _) in CHUNK_OPERANDS.items():
-        prepare_values[_FIELD[name]] = operands + offset
-
+    prepare_values = fill_prepare_values(
+        plan.prepare_values, addresses, strides, (A_log, bias, cu_seqlens), at + plan.records_offset
+    )
+    if plan.marked:
+        prepare_values = (*plan.marked, *given_marks, *prepare_values)
     other_values: tuple[Any, ...] = (
         *(address(cu_seqlens), o.data_ptr(), address(pools.initial), address(pools.written)),
-        *(address(checkpoints), operands, operands + plan.maps_offset, operands + plan.starts_offset),
-        *(*pools.rows, *marks.addresses, *pools.strides),
+        *(address(checkpoints), at + plan.operands_offset, at + plan.maps_offset, at + plan.starts_offset),
+        *(*pools.rows, *given_marks, at if plan.marked else 0, *pools.strides),
         *plan.sizes,
     )
     launches = tuple(
-        (*launch, other_values if i else tuple(prepare_values)) for i, launch in enumerate(plan.launches)
+        (*launch, other_values if i else prepare_values) for i, launch in enumerate(plan.launches)
     )
     return SegmentsCall(
         *(launches, Outputs(o, pools.written, checkpoints), pools, marks, workspace),
         (inputs, kept, A_log, bias, cu_seqlens),
     )
+
+
+def fill_prepare_values(
+    values: tuple[Any, ...],
+    addresses: tuple[int, ...],
+    strides: tuple[int, ...],
+    small: tuple[torch.Tensor | None, ...],
+    operands: int,
+) -> tuple[Any, ...]:
+    """Parameters of prepare.
+
+    Args:
+        values: those that the request determines, others 0.
+        addresses: of q, k, v, g and beta.
+        strides: batch, token and head stride of each.
+        small: ``A_log``, ``dt_bias`` and ``cu_seqlens``, contiguous.
+        operands: the address of the chunks' operands.
+    """
+    filled = list(values)
+    for field, value in zip(_TOKEN_FIELDS, addresses, strict=True):
+        filled[field] = value
+    filled[_STRIDE_FIELDS] = strides
+    for name, array in zip(("A_log", "dt_bias", "cu_seqlens"), small, strict=True):
+        filled[_FIELD[name]] = address(array)
+    for name, (offset, _) in CHUNK_OPERANDS.items():
+        filled[_FIELD[name]] = operands + offset
+    return tuple(filled)
 
 
 def forward(request: Request, inputs: ChunkInputs) -> Outputs:
@@ -202,7 +256,6 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     o, arch = call.outputs.o, plan_of(request).chunks.arch
     for _, launcher, grid, values in call.launches:
         torch_launch.launch(launcher, grid, arch, o, values)
-    finish_checkpoints(request, arch, inputs, call.pools, call.marks, SEGMENT_STEP_TOKENS)
     return Outputs(*returned(request, inputs, call.pools), call.outputs.checkpoints)
 
 

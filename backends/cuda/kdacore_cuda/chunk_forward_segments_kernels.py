@@ -8,14 +8,18 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
-from kdacore_cuda.chunk_backward_kernels import prepare_kernel
+from kdacore_cuda.chunk_backward_kernels import ChunkBackwardKernel, prepare_kernel
 from kdacore_cuda.kernel_source import KernelSource
 
 _SOURCES = "sm90/chunk_forward/segments"
+MAPS_THREADS, MAPS_SHARED = 384, 4 * 49 * 1024 + 64
+"""Threads of a block of maps, and its shared memory in bytes."""
+_PREPARE_SHARED = 76560
+"""Bytes: three blocks per multiprocessor."""
 
 
 class SegmentsKernel(NamedTuple):
-    """One launch after prepare. All take :data:`kdacore_cuda.kernel_parameters.SEGMENTS`."""
+    """One launch. Those after prepare take :data:`kdacore_cuda.kernel_parameters.SEGMENTS`."""
 
     source: KernelSource
     threads: int
@@ -29,10 +33,45 @@ def _kernel(name: str, threads: int, shared: int, **defines: int) -> SegmentsKer
 
 
 @cache
+def segments_prepare_kernel(
+    float_gate: bool, bounded: bool, leaving_only: bool = False
+) -> ChunkBackwardKernel:
+    """The operands of every chunk, one block per unit.
+
+    Args:
+        float_gate: ``g`` is float32, not bfloat16.
+        bounded: every log decay lies in [-5, 0]. Else the backward's kernel does it.
+        leaving_only: of the sequence of a pack that ends at T alone.
+    """
+    if not bounded:
+        return prepare_kernel(float_gate, bounded, for_segments=True, leaving_only=leaving_only)
+    macros: tuple[tuple[str, int], ...] = (("G_FLOAT", int(float_gate)), ("SHARED_BYTES", _PREPARE_SHARED))
+    if leaving_only:
+        macros += (("LEAVING_ONLY", 1),)
+    source = KernelSource(f"{_SOURCES}/prepare.cu", "prepare", macros)
+    return ChunkBackwardKernel(source, 256, _PREPARE_SHARED, lambda units, heads, multiprocessors: units)
+
+
+@cache
+def prepare_marked_kernel(float_gate: bool, bounded: bool) -> SegmentsKernel:
+    """Operands of every chunk, and of chunks cut off at checkpoints: one block each. Takes
+    :data:`kdacore_cuda.kernel_parameters.PREPARE_MARKED`.
+
+    Args:
+        float_gate: ``g`` is float32, not bfloat16.
+        bounded: every log decay lies in [-5, 0]. Else it does what the backward's kernel does.
+    """
+    plain = segments_prepare_kernel(float_gate, bounded)
+    macros = {**dict(plain.source.defines), "BOUNDED": int(bounded)}
+    source = KernelSource(f"{_SOURCES}/prepare_marked.cu", "prepare_marked", tuple(macros.items()))
+    return SegmentsKernel(source, plain.threads, plain.shared)
+
+
+@cache
 def maps_kernel() -> SegmentsKernel:
     """How each segment maps the state at its start to the state at its end: two blocks per segment
     and value head."""
-    return _kernel("maps", 384, 4 * 49 * 1024 + 64, WARPGROUPS=2)
+    return _kernel("maps", MAPS_THREADS, MAPS_SHARED, WARPGROUPS=2)
 
 
 @cache
@@ -93,6 +132,7 @@ def chunks_per_segment(items: int) -> int:
 def packaged_segments_kernels() -> Iterator[KernelSource]:
     """The segments kernels shipped: all there are."""
     for float_gate, bounded in product((False, True), repeat=2):
-        yield prepare_kernel(float_gate, bounded, for_segments=True).source
+        yield segments_prepare_kernel(float_gate, bounded).source
+        yield prepare_marked_kernel(float_gate, bounded).source
     for kernel in (maps_kernel(), chain_kernel(4), chain_kernel(8), output_kernel(1), output_kernel(2)):
         yield kernel.source

@@ -7,9 +7,12 @@ and taking the lock.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 LIBRARY = "libcuda.so.1"
+_MULTIPROCESSORS, _CAPABILITY = 16, (75, 76)  # of CUdevice_attribute; major and minor
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 NO_CONTEXT = 201
 """CUDA_ERROR_INVALID_CONTEXT: a launch in a thread that has not used CUDA yet, such as a new one of
@@ -71,6 +74,51 @@ class Driver:
         self.check("cuDevicePrimaryCtxRetain", code)
         self.check("cuCtxSetCurrent", self._dll.cuCtxSetCurrent(context))
 
+    def current_device(self) -> int:
+        """The device of the calling thread's context. DriverError if it has none."""
+        device = ctypes.c_int()
+        self.check("cuCtxGetDevice", self._dll.cuCtxGetDevice(ctypes.byref(device)))
+        return device.value
+
+    def _attribute(self, attribute: int, device: int) -> int:
+        value = ctypes.c_int()
+        code = self._dll.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+        self.check("cuDeviceGetAttribute", code)
+        return value.value
+
+    def multiprocessors(self, device: int) -> int:
+        """Multiprocessors of a device. DriverError if there is none of that number."""
+        return self._attribute(_MULTIPROCESSORS, device)
+
+    def capability(self, device: int) -> int:
+        """Compute capability of a device, times 10. DriverError if there is none of that number."""
+        major, minor = (self._attribute(x, device) for x in _CAPABILITY)
+        return 10 * major + minor
+
+    def clear(self, address: int, size: int, stream: int) -> None:
+        """Queue zeros for ``size`` bytes of device memory. DriverError if refused."""
+        if size:
+            code = self._dll.cuMemsetD8Async(
+                _P(address), ctypes.c_ubyte(0), ctypes.c_size_t(size), _P(stream)
+            )
+            self.check("cuMemsetD8Async", code)
+
+    @contextmanager
+    def context_of(self, stream: int | None) -> Iterator[int]:
+        """Makes the context of a stream current in the calling thread, and yields the stream. None:
+        the default stream of the context that is current already."""
+        if stream is None:
+            yield 0
+            return
+        context, before = _P(), _P()
+        self.check("cuStreamGetCtx", self._dll.cuStreamGetCtx(_P(stream), ctypes.byref(context)))
+        self._dll.cuCtxGetCurrent(ctypes.byref(before))
+        self.check("cuCtxSetCurrent", self._dll.cuCtxSetCurrent(context))
+        try:
+            yield stream
+        finally:
+            self._dll.cuCtxSetCurrent(before)
+
     def load_kernel(self, cubin: bytes, entry: str) -> int:
         """Handle of ``entry`` in ``cubin``, valid in every context, on every device of that
         architecture.
@@ -91,6 +139,16 @@ class Driver:
         DriverError if refused."""
         code = self._dll.cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, size, kernel, device)
         self.check("cuKernelSetAttribute", code)
+
+
+@cache
+def has_library() -> bool:
+    """Whether there is a driver."""
+    try:
+        ctypes.CDLL(LIBRARY)
+    except OSError:
+        return False
+    return True
 
 
 @cache

@@ -23,6 +23,8 @@ class ParamStruct:
 
     name: str
     fields: tuple[tuple[str, FieldType], ...]
+    parts: tuple[ParamStruct, ...] = ()
+    """Structs one after the other, whose fields these are; the C struct inherits from them."""
     packer: struct.Struct = field(init=False, repr=False, compare=False)
     offsets: dict[str, int] = field(init=False, repr=False, compare=False)
 
@@ -50,9 +52,11 @@ class ParamStruct:
 
     def header(self) -> str:
         """C++ text: the struct, and an assertion that the compiler laid it out as :attr:`packer` packs it."""
-        lines = [f"struct {self.name} {{"]
-        lines += [f"  {_C_NAMES[kind]} {name};" for name, kind in self.fields]
-        lines.append("};")
+        if self.parts:
+            lines = [f"struct {self.name} : {', '.join(part.name for part in self.parts)} {{}};"]
+        else:
+            fields = (f"  {_C_NAMES[kind]} {name};" for name, kind in self.fields)
+            lines = [f"struct {self.name} {{", *fields, "};"]
         lines.append(f'static_assert(sizeof({self.name}) == {self.size}, "{self.name} size");')
         return "\n".join(lines) + "\n"
 
@@ -195,6 +199,16 @@ the sum of 32 such steps. ``dA_part`` is float32 ``[units]``, ``dbias_part`` flo
 ``starts``, ``ends``: see csrc/sm90/chunk_backward/segments.cuh; ``segment``: chunks of a segment; ``segments``: those
 of a dense sequence. ``ready`` and ``launch``: see :data:`WALK`."""
 
+UNIT_MARKS = ParamStruct(
+    "UnitMarks",
+    (("marks", "i64"), ("null_index", "i64"), ("mark_offsets", "ptr"), ("mark_rows", "ptr")),
+)
+PREPARE_MARKED = ParamStruct(
+    "PrepareMarkedParams", (*UNIT_MARKS.fields, *CHUNK_BACKWARD.fields), (UNIT_MARKS, CHUNK_BACKWARD)
+)
+"""Parameters of the launch that also makes records of chunks cut off at checkpoints:
+csrc/sm90/chunk_forward/segments/prepare_marked.cu."""
+
 SEGMENTS = ParamStruct(
     "SegmentParams",
     (
@@ -211,8 +225,19 @@ SEGMENTS = ParamStruct(
     ),
 )
 """Parameters of the kernels that process a call in segments; csrc/sm90/chunk_forward/segments describes
-``chunk_operands``, ``maps`` and ``starts``. ``NT`` and ``segments``: chunks and segments of a dense sequence;
-``segment``: chunks of a segment."""
+``chunk_operands``, ``maps``, ``starts`` and ``mark_states``. ``NT`` and ``segments``: chunks and segments of a dense
+sequence; ``segment``: chunks of a segment."""
+
+TRANSITION = ParamStruct(
+    "TransitionParams",
+    (
+        *((name, "ptr") for name in ("cu_seqlens", "maps", "M", "C")),
+        ("T", "i64"),
+        *((name, "i32") for name in ("N", "HV", "NT", "segment", "segments", "flags")),
+    ),
+)
+"""Parameters of the launch that composes the maps of segments, for context parallelism. ``M`` and ``C`` are float32
+``[G, HV, 128, 128]``: of each sequence, or of the last one of a pack."""
 
 WALK = ParamStruct(
     "WalkParams",
@@ -319,7 +344,11 @@ def generated_headers() -> dict[str, str]:
         "generated/chunk_backward_params.cuh": _once(
             CHUNK_BACKWARD.header() + SUMS.header() + GROUPS.header()
         ),
+        "generated/prepare_marked_params.cuh": _once(
+            '#include "generated/chunk_backward_params.cuh"\n' + UNIT_MARKS.header() + PREPARE_MARKED.header()
+        ),
         "generated/segment_params.cuh": _once(SEGMENTS.header()),
+        "generated/transition_params.cuh": _once(TRANSITION.header()),
         "generated/walk_params.cuh": _once(WALK.header()),
         "generated/checkpoint_tail_params.cuh": _once(CHECKPOINT_TAIL.header()),
         "generated/steps.cuh": _once(

@@ -30,6 +30,31 @@ STREAM_OFFSET = 32
 _handles: dict[tuple[KernelSource, str], int] = {}
 
 
+def overlaps_launches(arch: str) -> bool:
+    """Whether a launch may start before the previous one has ended on this real architecture."""
+    return int("".join(filter(str.isdigit, arch))) >= _OVERLAP_ARCH
+
+
+def launch_attribute() -> ctypes.Array[ctypes.c_char]:
+    """The attribute of launches that may start before the previous one has ended."""
+    return ctypes.create_string_buffer(_ATTRIBUTE.pack(_PROGRAMMATIC_STREAM_SERIALIZATION, 1))
+
+
+def launch_config(
+    grid: int,
+    threads: int,
+    shared: int,
+    stream: int,
+    attribute: ctypes.Array[ctypes.c_char],
+    overlaps: bool,
+) -> ctypes.Array[ctypes.c_char]:
+    """A CUlaunchConfig, which points to ``attribute`` and counts it if the launch ``overlaps``."""
+    blocks = (grid, 1, 1, threads, 1, 1, shared)
+    return ctypes.create_string_buffer(
+        _CONFIG.pack(*blocks, stream, ctypes.addressof(attribute), int(overlaps))
+    )
+
+
 class Loaded(NamedTuple):
     """A kernel on one device, and the configuration of its launches."""
 
@@ -77,12 +102,9 @@ class Launcher:
             handle = _handles[key] = chosen.load_kernel(cubin, self.kernel.entry)
         if self.shared > STATIC_SHARED:
             chosen.allow_shared(handle, self.shared, device)
-        overlaps = int("".join(filter(str.isdigit, arch))) >= _OVERLAP_ARCH
-        attribute = ctypes.create_string_buffer(_ATTRIBUTE.pack(_PROGRAMMATIC_STREAM_SERIALIZATION, 1))
-        blocks = (grid, 1, 1, self.threads, 1, 1, self.shared)
-        config = ctypes.create_string_buffer(
-            _CONFIG.pack(*blocks, 0, ctypes.addressof(attribute), int(overlaps))
-        )
+        overlaps = overlaps_launches(arch)
+        attribute = launch_attribute()
+        config = launch_config(grid, self.threads, self.shared, 0, attribute, overlaps)
         return Loaded(handle, config, ctypes.addressof(config), attribute)
 
     def __call__(self, grid: int, device: int, arch: str, stream: int, values: tuple[Any, ...]) -> None:

@@ -10,6 +10,7 @@ from kdacore_cuda.chunk_backward_kernels import packaged_chunk_backward_kernels
 from kdacore_cuda.chunk_forward_dataflow_kernels import packaged_dataflow_kernels
 from kdacore_cuda.chunk_forward_kernels import checkpoint_tail_kernel, packaged_chunk_forward_kernels
 from kdacore_cuda.chunk_forward_segments_kernels import packaged_segments_kernels
+from kdacore_cuda.chunk_slices_kernels import packaged_slices_kernels
 from kdacore_cuda.kernel_source import KernelSource
 from kdacore_cuda.recurrent_kernels import packaged_recurrent_kernels
 from kdacore_cuda.stages_kernels import packaged_stages_kernels
@@ -29,5 +30,6 @@ def packaged_kernels(arch: str) -> Iterator[KernelSource]:
         yield from chunk_backward_segments_kernels.packaged_segments_kernels()
         yield from packaged_segments_kernels()
         yield from packaged_dataflow_kernels()
+        yield from packaged_slices_kernels()
         yield checkpoint_tail_kernel()
     yield from packaged_chunk_forward_kernels(arch)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kdacore.types import ChunkInputs, Request
 from kdacore_cuda.torch_arguments import ALIGNMENT, address, contiguous, contiguous_rows
+
+if TYPE_CHECKING:
+    import torch
 
 
 class PoolArguments(NamedTuple):

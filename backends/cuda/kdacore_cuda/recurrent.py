@@ -3,20 +3,33 @@ in one launch."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
+from kdacore.lazy import lazy_module
 from kdacore.types import Outputs, RecurrentInputs, Request
-from kdacore_cuda import torch_launch
 from kdacore_cuda.architectures import build_arch
+from kdacore_cuda.element_sizes import ITEM_SIZES
 from kdacore_cuda.kernel_parameters import FLAGS, GATES, RECURRENT
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.prepacked_launch import PrepackedLauncher
 from kdacore_cuda.recurrent_kernels import RecurrentMode, recurrent_kernel, recurrent_mode, recurrent_tile
 from kdacore_cuda.request_encoding import contiguous_token_strides, is_int64, token_flags, type_code
-from kdacore_cuda.torch_arguments import ALIGNMENT, address, contiguous, contiguous_rows, token_arguments
+from kdacore_cuda.torch_arguments import (
+    ALIGNMENT,
+    address,
+    contiguous,
+    contiguous_rows,
+    token_arguments,
+    torch_dtype,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from kdacore_cuda import torch_launch
+else:  # plans are made for JAX too, where torch need not be installed
+    torch, torch_launch = lazy_module("torch"), lazy_module("kdacore_cuda.torch_launch")
 
 FULL_DEVICE_ITEMS = 128
 """Sequences and heads from which the next launch may be placed before this one starts. With fewer,
@@ -52,8 +65,8 @@ class RecurrentPlan:
         self.request = r
         self.arch = build_arch(r.device.arch)
         self.strides = contiguous_token_strides(r)
-        self.state_dtype = getattr(torch, r.state_dtype)
-        self.state_size = self.state_dtype.itemsize
+        self.state_dtype = torch_dtype(r, r.state_dtype)
+        self.state_size = ITEM_SIZES[r.state_dtype]
         self.o_shape = (r.B, r.T, r.HV, r.V)
         self.state_row = r.HV * r.K * r.V
         self.written_indices = r.written_indices if r.inplace_state else ""

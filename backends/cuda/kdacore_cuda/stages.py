@@ -4,15 +4,14 @@ each."""
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
+from kdacore.lazy import lazy_module
 from kdacore.types import IntraInputs, IntraOutputs, RecomputeInputs, RecomputeOutputs, Request
-from kdacore_cuda import torch_launch
 from kdacore_cuda.architectures import build_arch
 from kdacore_cuda.kernel_parameters import FLAGS, INTRA, RECOMPUTE
 from kdacore_cuda.launch import Launcher
+from kdacore_cuda.multiprocessors import multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.request_encoding import is_int64, type_code
 from kdacore_cuda.stages_kernels import (
@@ -26,6 +25,13 @@ from kdacore_cuda.stages_kernels import (
     recompute_shared_bytes,
 )
 from kdacore_cuda.torch_arguments import address, aligned, contiguous
+
+if TYPE_CHECKING:
+    import torch
+
+    from kdacore_cuda import torch_launch
+else:  # plans are made for JAX too, where torch need not be installed
+    torch, torch_launch = lazy_module("torch"), lazy_module("kdacore_cuda.torch_launch")
 
 
 class StagePlan(NamedTuple):
@@ -52,12 +58,12 @@ def _make_plan(r: Request) -> StagePlan:
     # A pack has a slot for every chunk its tokens could fill; on average half of the sequences fill
     # their last one.
     empty = (r.num_chunks - -(-r.T // r.chunk_size)) // 2 * r.HV if r.packed else 0
-    d = recompute_grid(items, torch_launch.multiprocessors(r.device.index), empty, r.has("q"))
+    d = recompute_grid(items, multiprocessors_of(r), empty, r.has("q"))
     launcher = _hopper_recompute_launcher(float16, r.has("q"), d.shared)
     return StagePlan(launcher, d.grid, arch, (*sizes, d.whole, d.staggered, d.first_in_l2))
 
 
-_plan_of = PlanCache(_make_plan)
+plan_of = PlanCache(_make_plan)
 
 
 @cache
@@ -92,7 +98,7 @@ def chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:
         BackendBuildError: a kernel had to be compiled and could not be.
         DriverError: the driver refused a launch.
     """
-    r, plan = request, _plan_of(request)
+    r, plan = request, plan_of(request)
     q, k, gc = aligned(inputs.q), aligned(inputs.k), aligned(inputs.gc)
     beta, cu_seqlens = inputs.beta, contiguous(inputs.cu_seqlens)
     Aqk = q.new_empty((r.B, r.T, r.HV, r.chunk_size))
@@ -120,7 +126,7 @@ def recompute_w_u(request: Request, inputs: RecomputeInputs) -> RecomputeOutputs
         BackendBuildError: a kernel had to be compiled and could not be.
         DriverError: the driver refused a launch.
     """
-    r, plan = request, _plan_of(request)
+    r, plan = request, plan_of(request)
     k, v, gc = aligned(inputs.k), aligned(inputs.v), aligned(inputs.gc)
     Akk = aligned(inputs.Akk)
     q = None if inputs.q is None else aligned(inputs.q)

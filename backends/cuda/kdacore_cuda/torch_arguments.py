@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from kdacore.types import Request
+
 ALIGNMENT = 16
 """Bytes the kernels read at once; every row of q, k, v and g starts on a multiple of it."""
 _MAX_TOKEN_STRIDE = 2**27
@@ -90,6 +92,15 @@ def contiguous_rows(states: torch.Tensor | None, row: int) -> tuple[torch.Tensor
     if states[:1].is_contiguous():
         return states, states.stride(0)
     return states.contiguous(), row
+
+
+def torch_dtype(request: Request, name: str) -> Any:
+    """torch's dtype of that name; None for calls with other arrays, whose plans need none."""
+    if request.kind != "torch":
+        return None
+    import torch
+
+    return getattr(torch, name)
 
 
 def address(x: torch.Tensor | None) -> int:

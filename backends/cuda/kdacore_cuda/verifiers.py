@@ -28,6 +28,14 @@ sequence_length = common.lengths(2**30 - 1)
 """Lengths inside a sequence are 32-bit."""
 
 
+def known_sizes(request: Request) -> Reason | None:
+    """Grids are computed while a call is traced, from numbers, not from symbols of jax.export."""
+    if isinstance(request.B * request.T * request.N, int):
+        return None
+    got = f"B={request.B}, T={request.T}, N={request.N}"
+    return Reason("traced", "needs sizes that are known while tracing", got, "numbers")
+
+
 @cache
 def _has_compiler() -> bool:
     from kdacore.machine import version_of
@@ -59,7 +67,7 @@ def gate_dtypes(request: Request) -> Reason | None:
 
 def grid_size(request: Request) -> Reason | None:
     """A one-dimensional grid has at most 2**31 - 1 blocks."""
-    if request.N * request.HV * 16 >= 2**31:
+    if isinstance(request.N, int) and request.N * request.HV * 16 >= 2**31:
         return Reason(
             "too_large",
             "has too many sequences and heads for one launch",

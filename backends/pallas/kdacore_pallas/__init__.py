@@ -97,7 +97,9 @@ def not_captured(request: Request) -> Reason | None:
     return None
 
 
-def _xla_op(forward: str, backward: str | None, serves: frozenset[str], compiles: bool = False) -> OpImpl:
+def _xla_op(
+    forward: str, backward: str | None, serves: frozenset[str], compiles: bool = False, slices: bool = False
+) -> OpImpl:
     module = "xla.entry_points"
     return OpImpl(
         forward=_lazy(module, forward),
@@ -106,13 +108,14 @@ def _xla_op(forward: str, backward: str | None, serves: frozenset[str], compiles
         verifiers=(no_float64, host_arrays_on_cpu, not_captured),
         verified_archs=VERIFIED,
         compiles=compiles,
+        slices=_lazy("xla.slices", "slice_functions") if slices else None,
     )
 
 
 def make_xla() -> Backend:
     """Plain JAX: every op, any platform, traceable; NumPy and torch-CPU arrays when asked for by
     name."""
-    chunk = _xla_op("chunk_forward", "chunk_backward", WHOLE | POOL | CHUNK, compiles=True)
+    chunk = _xla_op("chunk_forward", "chunk_backward", WHOLE | POOL | CHUNK, compiles=True, slices=True)
     recurrent = _xla_op("recurrent_forward", "recurrent_backward", WHOLE | POOL | RECURRENT)
     return Backend(
         name="xla",
@@ -150,6 +153,7 @@ def make_pallas() -> Backend:
         backward=_lazy(module, "chunk_backward"),
         serves=WHOLE | POOL,
         verifiers=_tpu_verifiers(*common, "chunk_vmem", "chunk_smem"),
+        slices=_lazy("tpu.slices", "slice_functions"),
     )
     recurrent = OpImpl(
         forward=_lazy(module, "recurrent_forward"),

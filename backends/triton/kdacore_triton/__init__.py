@@ -59,6 +59,7 @@ def _op(
     serves: frozenset[str],
     backward: Callable[..., Any] | None = None,
     fast_path: Callable[..., Any] | None = None,
+    slices: Callable[..., Any] | None = None,
 ) -> OpImpl:
     return OpImpl(
         forward=forward,
@@ -68,6 +69,7 @@ def _op(
         verified_archs=VERIFIED,
         batch_invariant=True,
         fast_path=fast_path,
+        slices=slices,
     )
 
 
@@ -80,6 +82,7 @@ def make_backend() -> Backend:
         *whole,
         serves=WHOLE | POOL | {"checkpoint_offsets", "checkpoints"},
         backward=chunk_backward,
+        slices=_lazy("slices", "slice_functions"),
     )
     recurrent = _op(
         _lazy("recurrent", "forward"),

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from kdacore.types import ChunkInputs, Device, Request, TensorSpec
-from kdacore_triton import configs
+from kdacore_triton import chunk_forward_slices, configs
 from kdacore_triton.aot import AotCase, record
 from kdacore_triton.chunk_forward import forward
 from kdacore_triton.gate_families import EXAMPLE_OPTIONS
@@ -48,6 +48,16 @@ def aot_cases(arch: str) -> list[AotCase]:
                     max_spills=_SPILLS if tuned else _UNTUNED_SPILLS,
                     slow=not tuned,
                 )
+    for gate, heads in (("bounded", 12), ("scalar", 12), ("scalar", 32)):
+        cases += record(
+            f"chunk forward {gate} H{heads} of a slice",
+            partial(_slice, *_meta_call(arch, gate, 128, torch.bfloat16, heads)),
+            max_spills=_SPILLS if gate != "scalar" else _UNTUNED_SPILLS,
+            slow=(gate, heads) != ("scalar", 12),
+        )
+    call = _meta_call(arch, "scalar", 128, torch.float16)  # its products take tf32 operands
+    name = "chunk forward scalar K128 float16"
+    cases += record(name, partial(forward, *call), max_spills=_UNTUNED_SPILLS, slow=True)
     for gate, heads in (("bounded", 12), ("bounded", 64), ("bounded", 8), ("scalar", 12)):
         call = _server_call(*_meta_call(arch, gate, 128, torch.bfloat16, heads))
         name = f"chunk forward {gate} H{heads} as a server calls it"
@@ -56,6 +66,12 @@ def aot_cases(arch: str) -> list[AotCase]:
             name, partial(forward, *call), max_spills=spills, slow=(gate, heads) != ("bounded", 12)
         )
     return cases
+
+
+def _slice(request: Request, x: ChunkInputs) -> None:
+    """The same call on a slice that continues on other ranks."""
+    pending = chunk_forward_slices.begin(request, x, None).pending
+    chunk_forward_slices.finish(request, x, pending, torch.empty(request.state_shape, device="meta"))
 
 
 def _server_call(request: Request, x: ChunkInputs) -> tuple[Request, ChunkInputs]:

@@ -20,6 +20,7 @@ from kdacore_triton.kernels.chunk_forward_scan import chunk_forward_scan_kernel
 from kdacore_triton.kernels.chunk_forward_segments import (
     chunk_forward_segment_maps_kernel,
     chunk_forward_segment_starts_kernel,
+    chunk_forward_slice_transition_kernel,
 )
 from kdacore_triton.launch import Launcher, cdiv, next_power_of_2
 
@@ -28,6 +29,9 @@ MAX_BOUNDED_ROWS = 32
 
 MAX_SEGMENTED = 128
 """The widest head whose segment map fits shared memory."""
+
+SLICE_SEGMENT = 2048
+"""Tokens of a segment of a slice that continues on other ranks, where a whole call would have none."""
 
 CHECKPOINT_ROWS = 16
 """Checkpoints at chosen tokens lie a multiple of this behind their sequence's start: in chunks of as many rows, at a
@@ -38,6 +42,7 @@ _PREPARE = Launcher(chunk_forward_prepare_kernel)
 _SCAN = Launcher(chunk_forward_scan_kernel)
 _SEGMENT_MAPS = Launcher(chunk_forward_segment_maps_kernel)
 _SEGMENT_STARTS = Launcher(chunk_forward_segment_starts_kernel)
+_TRANSITION = Launcher(chunk_forward_slice_transition_kernel)
 _CHECKPOINTS = Launcher(chunk_forward_checkpoints_kernel)
 _MAX_STRIDES = 64
 """Sets of pool strides that are kept for one request."""
@@ -73,6 +78,8 @@ class StateLaunches:
     """Only where a checkpoint at a chosen token may lie inside a chunk."""
     mids_size: int
     """float32 values that the scan stores for the launch that writes the checkpoints."""
+    transition: FixedLaunch | None = None
+    """Of a slice that continues on other ranks."""
 
 
 class ChunkForwardPlan:
@@ -81,7 +88,7 @@ class ChunkForwardPlan:
     def __init__(self, r: Request) -> None:
         self.request = r
         self.family = gate_family(r)
-        half = has_narrow_operands(r)
+        half = has_narrow_operands(r) and not _keeps_float16(r)
         heads, T = (configs.MANY, configs.MANY) if r.batch_invariant else (r.N * r.HV, r.T)
         self.config = config = configs.get(
             "chunk_forward", r.device.arch, gate=self.family, K=r.K, V=r.V, half=half, heads=heads, T=T
@@ -135,7 +142,12 @@ class ChunkForwardPlan:
             found = self._by_strides[strides] = self._state_launches(strides)
         return found
 
-    def _state_launches(self, strides: PoolStrides) -> StateLaunches:
+    def slice_launches(self) -> StateLaunches:
+        """The launches of a slice that continues on other ranks: always in segments. K is at most
+        :data:`MAX_SEGMENTED`."""
+        return self._state_launches(NO_POOL, of_slice=True)
+
+    def _state_launches(self, strides: PoolStrides, of_slice: bool = False) -> StateLaunches:
         r, config, C, BK, BV, NT = self.request, self.config, self.C, self.BK, self.BV, self.NT
         block = min(config["BV"], BV)
         columns = {
@@ -147,6 +159,8 @@ class ChunkForwardPlan:
         }  # fmt: skip
         # The number of segments may depend on T, but not where they start.
         segment = config["segment"] if BK <= MAX_SEGMENTED and config["segment"] < r.T else 0
+        if of_slice:
+            segment = config["segment"] or SLICE_SEGMENT
         NS = cdiv(r.T, segment) if segment else 1
         starts = (r.T // segment + r.N if r.packed else r.B * NS) if segment else r.N
         sizes = (r.T, NT, r.HV, r.N, NS)
@@ -179,7 +193,7 @@ class ChunkForwardPlan:
                     self.device,
                     (starts * r.HV * (BV // block + cdiv(BK, block)), 1, 1),
                     (*_absent(2, self.pooled), *sizes, *read, null),
-                    {**scan_options, "SEGMENT": segment, **source},
+                    {**scan_options, "SEGMENT": segment, **source, "OF_SLICE": of_slice},
                     *launch,
                 ),
                 FixedLaunch(
@@ -194,11 +208,14 @@ class ChunkForwardPlan:
                         "DOT": self.dots["DOT"],
                         "FULL": "tf32x3" if on_nvidia(r) else "ieee",
                         **source,
+                        "OF_SLICE": of_slice,
                     },
                     8,
                     2,
                 ),
             )
+        if of_slice:
+            return StateLaunches(scan, segments, None, 0, self._transition(segment, NS))
         if not r.checkpoint_count or C == CHECKPOINT_ROWS:
             return StateLaunches(scan, segments, None, 0)
         wide = min(BV, 32)
@@ -215,6 +232,21 @@ class ChunkForwardPlan:
             4,
         )  # fmt: skip
         return StateLaunches(scan, segments, checkpoints, r.checkpoint_count * r.HV * BV * BK)
+
+    def _transition(self, segment: int, NS: int) -> FixedLaunch:
+        r, BK, BV = self.request, self.BK, self.BV
+        return FixedLaunch(
+            _TRANSITION,
+            self.device,
+            ((1 if r.packed else r.B) * r.HV * (BV + BK) // 16, 1, 1),
+            (r.T, r.HV, NS),
+            {
+                "K": r.K, "V": r.V, "BK": BK, "BVP": BV, "BV": 16, "SEGMENT": segment, "PACKED": r.packed,
+                "DOT": self.dots["DOT"], "FULL": "tf32x3" if on_nvidia(r) else "ieee",
+            },
+            8,
+            2,
+        )  # fmt: skip
 
 
 def _absent(tensors: int, pooled: bool) -> tuple[None, ...]:
@@ -239,8 +271,17 @@ def exponent_offset(bound: float, rows: int) -> float:
     return float(math.ceil(rows / 2 * -bound * _LOG2E))
 
 
+def _keeps_float16(r: Request) -> bool:
+    """Do the products of a call with 16-bit inputs take tf32 operands, which have float16's bits and float32's range?
+
+    With one gate a head and float16. Slow gates and keys that are nearly parallel gave final states with errors of
+    5e-3 to 6e-3 with bfloat16 operands, where flash-linear-attention, whose operands are float16, promises 5e-3.
+    """
+    return r.dtype == "float16" and r.scalar_gate
+
+
 def dot_precision(r: Request, half: bool) -> dict[str, Any]:
-    """How products round: bfloat16 operands for most 16-bit inputs (float16 lacks the range), else tf32 or float32.
+    """How products round: bfloat16 operands where ``half`` (float16 lacks the range), else tf32 or float32.
 
     The triangular inverse takes float16 operands when the keys are normalised in the kernel: its entries are then at
     most 2 in size. Otherwise tf32, with the same mantissa and float32's range.

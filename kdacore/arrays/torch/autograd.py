@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kdacore.arrays.base import Plan
 
 
-def _never_traced(backward: Callable[..., Any]) -> Callable[..., Any]:
+def never_traced(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Compiled autograd would trace through what a backend does, which takes half a minute where it can be done."""
     eager = torch.compiler.disable(backward)
 
@@ -47,7 +47,7 @@ class WholeFunction(torch.autograd.Function):
         return outputs.o, outputs.final_state, outputs.checkpoints
 
     @staticmethod
-    @_never_traced
+    @never_traced
     def backward(ctx: Any, do: Any, dstate: Any, _: Any) -> Any:
         refuse_wrapped(ctx.plan.request.op, (do, dstate))
         kept = ctx.saved_tensors  # once: every look unpacks them all, and checkpoint() allows no second
@@ -74,7 +74,7 @@ class GateFunction(torch.autograd.Function):
         return plan.forward(plan.request, plan.inputs(*arrays))
 
     @staticmethod
-    @_never_traced
+    @never_traced
     def backward(ctx: Any, dlog: Any) -> Any:
         refuse_wrapped(ctx.plan.request.op, (dlog,))
         arrays, plan = ctx.saved_tensors, ctx.plan
@@ -87,10 +87,10 @@ def _returned(grads: Any, arrays: Any, needed: tuple[bool, ...]) -> list[Any]:
     """One gradient for each array input, None where none was asked for."""
     padded = [*grads, *([None] * (len(arrays) - len(grads)))]
     found = [g if is_needed else None for g, is_needed in zip(padded, needed, strict=True)]
-    return _refuse_twice(found, arrays) if torch.is_grad_enabled() else found  # enabled: create_graph=True
+    return refuse_twice(found, arrays) if torch.is_grad_enabled() else found  # enabled: create_graph=True
 
 
-def _refuse_twice(grads: list[Any], arrays: Any) -> list[Any]:
+def refuse_twice(grads: list[Any], arrays: Any) -> list[Any]:
     """Let the gradients through, but make a backward through them an error that says why."""
     present = [g for g in grads if g is not None]
     sources = [x for x in arrays if isinstance(x, torch.Tensor) and x.requires_grad]

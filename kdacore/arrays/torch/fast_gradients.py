@@ -130,7 +130,7 @@ class FastFunction(torch.autograd.Function):
 
 @torch.compiler.disable
 def _untraced(ctx: Any, do: Any, dstate: Any) -> Any:
-    """See :func:`kdacore.arrays.torch.autograd._never_traced`, which takes one more call of Python."""
+    """See :func:`kdacore.arrays.torch.autograd.never_traced`, which takes one more call of Python."""
     return FastFunction.backward(ctx, do, dstate, None)
 
 

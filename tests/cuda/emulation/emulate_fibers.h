@@ -83,8 +83,9 @@ struct Out {
 // One lane's part of a warpgroup product on its way.
 struct Product {
   float* sums;
-  const u32* from;  // its left operand; none: the array has been taken by a later product
+  const u32* from;  // its left operand; none: the array has been taken by a later product, or it is in shared memory
   u32 a[4];         // what was there
+  u64 left;         // its left operand in shared memory; 0: in registers
   u64 b;
   int tiles;
   bool transposed, add, negative;

@@ -35,60 +35,89 @@ void check_registers(const void* at, u32 words, const char* what) {
   me->known.push_back({at, words});
   memcpy(me->known.back().x, at, 4 * words);
 }
-void issue(float* d, const u32 (&a)[4], u64 b, int tiles, bool transposed, bool add, bool negative) {
-  take_step(b * 0x9e3779b97f4a7c15ull ^ (u64)(tiles | transposed << 8 | add << 9 | negative << 10));
-  if (!me->fenced) fail("a warpgroup product without warpgroup_fence() since the last wait", 0);
-  Sums* sums = nullptr;
+// The sums of a product, which hold poison until they are waited for.
+void take_sums(float* d, int tiles) {
   for (Sums& s : me->sums) {
-    if (s.at == d) sums = &s;
+    if (s.at != d) continue;
+    if (!poisoned(s)) fail("accumulators written before their product was waited for", (u32)tiles);
+    return;
   }
+  check_registers(d, 4 * tiles, "accumulators written since warpgroup_fence()");
+  me->sums.push_back({d, tiles});
+  memcpy(me->sums.back().x, d, 16 * tiles);
+  for (int i = 0; i < 4 * tiles; ++i) memcpy(d + i, &POISON, 4);
+}
+void begin_product(u64 operands, int tiles, bool transposed, bool add, bool negative) {
+  take_step(operands * 0x9e3779b97f4a7c15ull ^ (u64)(tiles | transposed << 8 | add << 9 | negative << 10));
+  if (!me->fenced) fail("a warpgroup product without warpgroup_fence() since the last wait", 0);
+}
+void issue(float* d, const u32 (&a)[4], u64 b, int tiles, bool transposed, bool add, bool negative) {
+  begin_product(b, tiles, transposed, add, negative);
   check_registers(a, 4, "a left operand written since warpgroup_fence()");
-  if (!sums) {
-    check_registers(d, 4 * tiles, "accumulators written since warpgroup_fence()");
-    me->sums.push_back({d, tiles});
-    sums = &me->sums.back();
-    memcpy(sums->x, d, 16 * tiles);
-    for (int i = 0; i < 4 * tiles; ++i) memcpy(d + i, &POISON, 4);
-  } else if (!poisoned(*sums)) {
-    fail("accumulators written before their product was waited for", (u32)tiles);
-  }
+  take_sums(d, tiles);
   // A loop that is unrolled has other registers in each turn.
   for (Product& p : me->products) {
     if (p.from == a) p.from = nullptr;
   }
-  me->products.push_back({d, a, {a[0], a[1], a[2], a[3]}, b, tiles, transposed, add, negative, me->commits});
+  me->products.push_back({d, a, {a[0], a[1], a[2], a[3]}, 0, b, tiles, transposed, add, negative, me->commits});
 }
+void issue_shared(float* d, u64 a, u64 b, int tiles, bool transposed, bool add) {
+  begin_product(a * 31 + b, tiles, transposed, add, false);
+  take_sums(d, tiles);
+  me->products.push_back({d, nullptr, {}, a, b, tiles, transposed, add, false, me->commits});
+}
+u32 swizzled_place(u32 at) { return (u32)me->block->rank << 24 | (at ^ (at >> 7 & 7) << 4); }
+u32 start_of(u64 descriptor) { return (u32)(descriptor & 0x3fff) << 4; }
+u32 group_of(u64 descriptor) { return (u32)(descriptor >> 32 & 0x3fff) << 4; }
 // f(the address of eight numbers of the right operand, their row of the sum, their first column, whether they go along the sum).
 template <class F>
 inline void each_operand_piece(const Product& p, F f) {
-  const u32 start = (u32)(p.b & 0x3fff) << 4, column = (u32)(p.b >> 16 & 0x3fff) << 4, group = (u32)(p.b >> 32 & 0x3fff) << 4;
+  const u32 start = start_of(p.b), column = (u32)(p.b >> 16 & 0x3fff) << 4, group = group_of(p.b);
   for (int outer = 0; outer < (p.transposed ? 16 : 8 * p.tiles); ++outer) {
     for (int inner = 0; inner < (p.transposed ? 8 * p.tiles : 16); inner += 8) {
       const int k = p.transposed ? outer : inner, n = p.transposed ? inner : outer;
-      u32 at = p.transposed ? start + n / 64 * column + k / 8 * group + k % 8 * 128 + n % 64 * 2
-                            : start + n / 8 * group + n % 8 * 128 + k * 2;
-      at ^= (at >> 7 & 7) << 4;
-      f((u32)me->block->rank << 24 | at, k, n);
+      const u32 at = p.transposed ? start + n / 64 * column + k / 8 * group + k % 8 * 128 + n % 64 * 2
+                                  : start + n / 8 * group + n % 8 * 128 + k * 2;
+      f(swizzled_place(at), k, n);
     }
   }
+}
+// f(the address of eight numbers of the warp's rows of a left operand in shared memory, their row, their first place in the sum).
+template <class F>
+inline void each_left_piece(const Product& p, F f) {
+  if (!p.left) return;
+  for (int row = 0; row < 16; ++row) {
+    const int all = me->thread / 32 % 4 * 16 + row;
+    for (int k = 0; k < 16; k += 8)
+      f(swizzled_place(start_of(p.left) + all / 8 * group_of(p.left) + all % 8 * 128 + k * 2), row, k);
+  }
+}
+// Eight numbers that a product reads, which must not have changed since it was committed.
+void read_piece(const Product& p, u32 at, const char* what, double (&x)[8]) {
+  Piece& piece = piece_at(at);
+  if (piece.coming || piece.written > p.since) fail(what, at, piece.writer);
+  note_read(piece, at);
+  u16 raw[8];
+  memcpy(raw, memory(at, 16), 16);
+  for (int i = 0; i < 8; ++i) x[i] = bf16_low(raw[i]);
 }
 // One product, for all lanes of the warp.
 void multiply(Fiber* lanes, size_t index) {
   const Product& first = lanes[0].products[index];
-  double a[16][16], b[128][16];
-  for (int row = 0; row < 16; ++row) {
+  double a[16][16], b[128][16], x[8];
+  for (int row = 0; row < 16 && !first.left; ++row) {
     for (int k = 0; k < 16; ++k) {
-      const u32 x = lanes[4 * (row % 8) + k % 8 / 2].products[index].a[k / 8 * 2 + row / 8];
-      a[row][k] = (k % 2 ? bf16_high(x) : bf16_low(x)) * (first.negative ? -1.0 : 1.0);
+      const u32 word = lanes[4 * (row % 8) + k % 8 / 2].products[index].a[k / 8 * 2 + row / 8];
+      a[row][k] = (k % 2 ? bf16_high(word) : bf16_low(word)) * (first.negative ? -1.0 : 1.0);
     }
   }
+  each_left_piece(first, [&](u32 at, int row, int k) {
+    read_piece(first, at, "a left operand changed before its product was waited for", x);
+    for (int i = 0; i < 8; ++i) a[row][k + i] = x[i];
+  });
   each_operand_piece(first, [&](u32 at, int k, int n) {
-    Piece& piece = piece_at(at);
-    if (piece.coming || piece.written > first.since) fail("a right operand changed before its product was waited for", at, piece.writer);
-    note_read(piece, at);
-    u16 x[8];
-    memcpy(x, memory(at, 16), 16);
-    for (int i = 0; i < 8; ++i) (first.transposed ? b[n + i][k] : b[n][k + i]) = bf16_low(x[i]);
+    read_piece(first, at, "a right operand changed before its product was waited for", x);
+    for (int i = 0; i < 8; ++i) (first.transposed ? b[n + i][k] : b[n][k + i]) = x[i];
   });
   for (int lane = 0; lane < 32; ++lane) {
     float(*x)[4] = nullptr;
@@ -113,6 +142,7 @@ void commit() {
     for (Product& p : me->warp->lanes[0].products) {
       if (p.group != me->commits) continue;
       p.since = now;
+      each_left_piece(p, [](u32 at, int, int) { check_readable(at, 16); });
       each_operand_piece(p, [](u32 at, int, int) { check_readable(at, 16); });
     }
   });

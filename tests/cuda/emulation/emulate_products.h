@@ -43,6 +43,8 @@ void take_step(u64 what);
 
 // One lane's part of d[64 x 8 tiles] (+)= a[64 x 16] b[16 x 8 tiles].
 void issue(float* d, const u32 (&a)[4], u64 b, int tiles, bool transposed, bool add, bool negative);
+// The same with all 64 rows of a in shared memory.
+void issue_shared(float* d, u64 a, u64 b, int tiles, bool transposed, bool add);
 
 void fence();
 void commit();
@@ -63,6 +65,10 @@ inline void fence_registers(u32 (&)[N][4]) {}
 template <int TRANSPOSED, int N>
 inline void warpgroup_mma(float (&d)[N][4], const u32 (&a)[4], u64 b, int add) {
   emu::issue(&d[0][0], a, b, N, TRANSPOSED, add, false);
+}
+template <int TRANSPOSED, int N>
+inline void warpgroup_mma_shared(float (&d)[N][4], u64 a, u64 b, int add) {
+  emu::issue_shared(&d[0][0], a, b, N, TRANSPOSED, add);
 }
 inline void warpgroup_subtract(float (&d)[16][4], const u32 (&a)[4], u64 b) { emu::issue(&d[0][0], a, b, 16, true, true, true); }
 

@@ -51,6 +51,18 @@ def backward(
     return InputGrads(dq, dk, dv, dg, summed_like(dbeta, inputs.beta), dA, dbias, dinitial)
 
 
+def start_gradients(
+    request: Request, inputs: ChunkInputs, grads: OutputGrads, hb: int, launch: Launch
+) -> Array:
+    """``[N, HV, K, V]`` gradients of ``inputs.initial_state`` alone, by one kernel."""
+    x = plan.make_chunk_grid(request, hb)
+    schedule, table = chunk_schedule(request, x, inputs.cu_seqlens)
+    found = chunk_backward_kernel.start_gradients(
+        request, inputs, grads, x, kernel_options(request), schedule, table, launch
+    )
+    return found if table is None else with_empty_sequences(found[:-1], grads.final_state, inputs.cu_seqlens)
+
+
 def _tokens(request: Request, table: ChunkTable | None, per_head: Array) -> Array:
     """``[B, HV, NC * C]`` back to ``[B, T, HV]``."""
     rows = jnp.moveaxis(per_head, 2, 1)

@@ -7,7 +7,8 @@ value heads in scratch.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -17,7 +18,7 @@ from kdacore.types import ChunkInputs, OutputGrads, Request
 from kdacore_pallas.tpu import chunk_forward_kernel as forward
 from kdacore_pallas.tpu import chunk_step, gate, head_rows, tiles
 from kdacore_pallas.tpu.chunk_forward_kernel import Refs
-from kdacore_pallas.tpu.chunk_step_backward import chunk_step_backward
+from kdacore_pallas.tpu.chunk_step_backward import chunk_step_backward, state_backward
 from kdacore_pallas.tpu.launch import KernelOperands, Launch, call_chunk_kernel
 from kdacore_pallas.tpu.operands import F32, Operand, chunk_operands, lanes_spec, rows_spec, state_spec
 from kdacore_pallas.tpu.options import KernelOptions
@@ -52,6 +53,11 @@ def _write_outputs(x: ChunkGrid, refs: Refs, flag: Any, scalar: bool, v_first: b
     for name, (heads, D) in sizes.items():
         if name != "dg" or not scalar:
             refs[name][0] = head_rows.block(refs[name + "s"], x.C, heads, D).astype(refs[name].dtype)
+    _write_initial(refs, flag, v_first)
+
+
+def _write_initial(refs: Refs, flag: Any, v_first: bool) -> None:
+    """The gradient of a sequence's initial state, at its first chunk."""
     if "dinitial" in refs:
 
         @pl.when(flag & FIRST != 0)
@@ -60,21 +66,55 @@ def _write_outputs(x: ChunkGrid, refs: Refs, flag: Any, scalar: bool, v_first: b
             refs["dinitial"][0] = d if v_first else jnp.swapaxes(d, 1, 2)
 
 
-def _kernel(
-    x: ChunkGrid, options: KernelOptions, names: list[str], scalar: bool, v_first: bool, *refs_: Any
-) -> None:
+class Step(NamedTuple):
+    """A grid step that has begun: its chunk's rows are in scratch, and the state's gradient is that of its end."""
+
+    refs: Refs
+    flag: Any
+    valid_rows: Any
+    first_head: Any
+    token: Callable[[Array], Array]
+    """Zeros in rows that are not tokens."""
+
+
+def _begin_step(x: ChunkGrid, names: list[str], scalar: bool, v_first: bool, refs_: tuple[Any, ...]) -> Step:
     _, flags, valid, *rest = refs_
     refs = dict(zip(names, rest, strict=True))
     step = pl.program_id(2)
     at = pl.program_id(0) * x.NC + (x.NC - 1 - step)
     flag, valid_rows = flags[at], valid[at]
-    first_head = pl.program_id(1) * x.hvb
     _begin_chunk(refs, flag, step == 0, v_first)
     forward.stage_rows(refs, scalar)
     head_rows.fill(refs["dos"], refs["do"][0])
 
     def token(a: Array) -> Array:
         return jnp.where(tiles.row_index(*a.shape) < valid_rows, a, 0.0) if x.ragged else a
+
+    return Step(refs, flag, valid_rows, pl.program_id(1) * x.hvb, token)
+
+
+def _starts_kernel(
+    x: ChunkGrid, options: KernelOptions, names: list[str], scalar: bool, v_first: bool, *refs_: Any
+) -> None:
+    """The gradient of the initial state alone: no start states are read, and no rows written."""
+    refs, flag, valid_rows, first_head, token = _begin_step(x, names, scalar, v_first, refs_)
+
+    def one(h: Any, carry: None) -> None:
+        ready = forward.read_rows(x, options, refs, h, first_head + h, valid_rows, scalar)
+        do = token(head_rows.read(refs["dos"], h, x.C, x.hvb, x.V))
+        _, refs["dstate"][h] = state_backward(
+            options, chunk_step.prepare(options, ready), do, refs["dstate"][h]
+        )
+        return carry
+
+    lax.fori_loop(0, x.hvb, one, None)
+    _write_initial(refs, flag, v_first)
+
+
+def _kernel(
+    x: ChunkGrid, options: KernelOptions, names: list[str], scalar: bool, v_first: bool, *refs_: Any
+) -> None:
+    refs, flag, valid_rows, first_head, token = _begin_step(x, names, scalar, v_first, refs_)
 
     def one(h: Any, carry: None) -> None:
         own = h if x.R == 1 else lax.div(h, x.R)
@@ -123,6 +163,30 @@ def _gate_grads(
             refs[name][0, pl.ds(h, 1), :] += jnp.sum(d, axis=0, keepdims=True)
 
 
+def _read(
+    request: Request,
+    inputs: ChunkInputs,
+    grads: OutputGrads,
+    x: ChunkGrid,
+    table: ChunkTable | None,
+    at: Callable[[Any], Any],
+) -> list[Operand]:
+    """Inputs, the gradients that reach them, and no start states."""
+    given = chunk_operands(request, inputs, x, table, at)
+    do = jnp.zeros_like(inputs.v) if grads.o is None else grads.o
+    do = gather(table, do)
+    given.append(Operand("do", rows_spec(x, x.hvb, x.V, at), do.shape, do.dtype, do))
+    if grads.final_state is not None:
+        s = grads.final_state
+        given.append(Operand("dfinal", state_spec(x, s.shape[2:], s.shape[0], at), s.shape, s.dtype, s))
+    return given
+
+
+def _backwards(x: ChunkGrid) -> Callable[[Any], Any]:
+    """The chunk of a grid step: from last to first."""
+    return lambda c: x.NC - 1 - c
+
+
 def backward_operands(
     request: Request,
     inputs: ChunkInputs,
@@ -132,20 +196,42 @@ def backward_operands(
     table: ChunkTable | None,
 ) -> KernelOperands:
     """What the backward kernel reads and writes."""
-
-    def at(c: Any) -> Any:
-        return x.NC - 1 - c
-
-    given = chunk_operands(request, inputs, x, table, at)
-    do = jnp.zeros_like(inputs.v) if grads.o is None else grads.o
-    do = gather(table, do)
-    given.append(Operand("do", rows_spec(x, x.hvb, x.V, at), do.shape, do.dtype, do))
+    at = _backwards(x)
+    given = _read(request, inputs, grads, x, table, at)
     block = pl.BlockSpec((1, 1, x.hvb, x.V, x.K), lambda b, h, c, *_: (b, at(c), h, 0, 0))
     given.append(Operand("starts", block, starts.shape, jnp.dtype(F32), starts))
-    if grads.final_state is not None:
-        s = grads.final_state
-        given.append(Operand("dfinal", state_spec(x, s.shape[2:], s.shape[0], at), s.shape, s.dtype, s))
     return given, *_made(request, inputs, x, table, at)
+
+
+def start_gradients(
+    request: Request,
+    inputs: ChunkInputs,
+    grads: OutputGrads,
+    x: ChunkGrid,
+    options: KernelOptions,
+    schedule: ChunkSchedule,
+    table: ChunkTable | None,
+    launch: Launch,
+) -> Array:
+    """``dinitial`` of :func:`chunk_backward`, and nothing else."""
+    at, scalar = _backwards(x), request.scalar_gate
+    scratch = [("dstate", (x.hvb, x.V, x.K)), *forward.row_scratch(x, scalar)]
+    scratch.append(("dos", head_rows.shape(x.C, x.hvb, x.V)))
+
+    def body(names: list[str], *refs: Any) -> None:
+        _starts_kernel(x, options, names, scalar, request.state_v_first, *refs)
+
+    read = _read(request, inputs, grads, x, table, at)
+    written = [_initial(request, x, table, at)]
+    name = "kdacore_chunk_start_gradients"
+    found: Array = call_chunk_kernel(name, body, x, schedule, read, written, scratch, launch)[0]
+    return found
+
+
+def _initial(request: Request, x: ChunkGrid, table: ChunkTable | None, at: Callable[[Any], Any]) -> Operand:
+    sequences = request.N + (table is not None)
+    spec = state_spec(x, request.state_tail, sequences, at)
+    return Operand("dinitial", spec, (sequences, x.HV, *request.state_tail), jnp.dtype(F32))
 
 
 def chunk_backward(
@@ -198,7 +284,5 @@ def _made(
             Operand(n, sums, (x.B, x.HV, x.K), jnp.dtype(F32)) for n, given in wanted if given is not None
         ]
     if inputs.initial_state is not None:
-        sequences = request.N + (table is not None)
-        spec = state_spec(x, request.state_tail, sequences, at)
-        made.append(Operand("dinitial", spec, (sequences, x.HV, *request.state_tail), jnp.dtype(F32)))
+        made.append(_initial(request, x, table, at))
     return made, scratch

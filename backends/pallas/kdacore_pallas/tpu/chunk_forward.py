@@ -45,13 +45,26 @@ def forward(request: Request, inputs: ChunkInputs, hb: int, launch: Launch) -> O
     The pool arguments of a call have been resolved (:mod:`kdacore_pallas.xla.state_pool`): the kernel
     reads and writes states ``[N, ...]``.
     """
+    want = ("o", "final") if request.output_final_state else ("o",)
+    outs, table = _run(request, inputs, hb, launch, want)
+    return Outputs(plan.scatter(table, outs["o"]), outs.get("final"))
+
+
+def last_states(request: Request, inputs: ChunkInputs, hb: int, launch: Launch) -> Array:
+    """``[N, ...]`` last states of the op, by a kernel that writes nothing else."""
+    return _run(request, inputs, hb, launch, ("final",))[0]["final"]
+
+
+def _run(
+    request: Request, inputs: ChunkInputs, hb: int, launch: Launch, want: tuple[str, ...]
+) -> tuple[dict[str, Array], ChunkTable | None]:
+    """What the kernel writes of ``want``, the last states of all sequences; and the pack's table."""
     no_slot = state_pool.no_slot(inputs)
     x = plan.make_chunk_grid(request, hb, rows_without_slot=no_slot is not None)
     schedule, table = chunk_schedule(request, x, inputs.cu_seqlens, no_slot)
-    want = ("o", "final") if request.output_final_state else ("o",)
     options = kernel_options(request)
     outs = chunk_forward_kernel.chunk_forward(request, inputs, x, options, schedule, table, launch, want)
-    final = outs.get("final")
-    if final is not None and table is not None:
-        final = with_empty_sequences(final[:-1], inputs.initial_state, inputs.cu_seqlens, no_slot)
-    return Outputs(plan.scatter(table, outs["o"]), final)
+    if "final" in outs and table is not None:
+        rows = outs["final"][:-1]
+        outs["final"] = with_empty_sequences(rows, inputs.initial_state, inputs.cu_seqlens, no_slot)
+    return outs, table

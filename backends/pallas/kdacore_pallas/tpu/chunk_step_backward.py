@@ -34,16 +34,22 @@ def lower(C: int, strict: bool) -> Array:
     return i > j if strict else i >= j
 
 
+def state_backward(options: KernelOptions, x: Prepared, do: Array, dend: Array) -> tuple[Array, Array]:
+    """Gradients ``[C, V]`` of the corrected values and ``[V, K]`` of the chunk's start state."""
+    dv = product(x.qk, do, TN, options.values) + product(x.kg, dend, NT, options.state)
+    dstate = (
+        dend * x.tree.total[:1] + product(do, x.qg, TN, options.state) - product(dv, x.w, TN, options.state)
+    )
+    return dv, dstate
+
+
 def chunk_step_backward(
     options: KernelOptions, rows: Rows, x: Prepared, v_new: Array, state: Array, do: Array, dend: Array
 ) -> ChunkGrads:
     """``state`` is the chunk's start state, ``dend`` the gradient of its end state, both
     ``[V, K]``."""
     C = do.shape[0]
-    dv = product(x.qk, do, TN, options.values) + product(x.kg, dend, NT, options.state)
-    dstate = (
-        dend * x.tree.total[:1] + product(do, x.qg, TN, options.state) - product(dv, x.w, TN, options.state)
-    )
+    dv, dstate = state_backward(options, x, do, dend)
     dqg = product(do, state, NN, options.state)
     dw = -product(dv, state, NN, options.state)
     dkg = product(v_new, dend, NN, options.state)

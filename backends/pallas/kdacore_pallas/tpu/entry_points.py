@@ -11,7 +11,7 @@ from kdacore.types import InputGrads, OutputGrads, Outputs, Request
 from kdacore_pallas.program_cache import compiled_program
 from kdacore_pallas.tpu import chunk_backward as chunk_backward_pass
 from kdacore_pallas.tpu import chunk_forward as chunk_forward_pass
-from kdacore_pallas.tpu import recurrent, vmem
+from kdacore_pallas.tpu import partitioning, recurrent, vmem
 from kdacore_pallas.tpu.launch import Launch
 from kdacore_pallas.tpu.verifiers import interpreted
 from kdacore_pallas.xla import chunk_backward as xla_backward
@@ -56,26 +56,38 @@ def _backward(request: Request, inputs: Any, saved: tuple[Array, ...], grads: Ou
     return chunk_backward_pass.backward(request, inputs, saved, grads, hb, launch(request, need))
 
 
+def _split_forward(request: Request, inputs: Any) -> Outputs:
+    return partitioning.split_forward(_forward, request, inputs)
+
+
+def _split_backward(request: Request, inputs: Any, grads: OutputGrads) -> InputGrads:
+    return partitioning.split_backward(_backward, request, inputs, grads)
+
+
+def _split_recurrent(request: Request, inputs: Any) -> Outputs:
+    return partitioning.split_forward(_recurrent, request, inputs)
+
+
 def _recurrent(request: Request, inputs: Any) -> Outputs:
     return recurrent.forward(request, inputs, launch(request, vmem.recurrent_bytes(request)))
 
 
 def chunk_forward(request: Request, inputs: Any) -> Outputs:
     """``chunk_kda`` and ``chunk_gated_delta_rule`` by the forward kernel."""
-    out: Outputs = _run(_forward, request, inputs)
+    out: Outputs = _run(_split_forward, request, inputs)
     return out
 
 
 def chunk_backward(request: Request, inputs: Any, saved: tuple[Array, ...], grads: OutputGrads) -> InputGrads:
     """Gradients of the chunked ops, by the backward kernel or, where it needs too much VMEM, in
     plain JAX."""
-    out: InputGrads = _run(_backward, request, inputs, saved, grads)
+    out: InputGrads = _run(_split_backward, request, inputs, grads)
     return out
 
 
 def recurrent_forward(request: Request, inputs: Any) -> Outputs:
     """``fused_recurrent_kda`` and its GDN form by the recurrent kernel."""
-    out: Outputs = _run(_recurrent, request, inputs)
+    out: Outputs = _run(_split_recurrent, request, inputs)
     return out
 
 

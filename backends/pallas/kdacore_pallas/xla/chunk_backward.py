@@ -57,7 +57,7 @@ class StateGrads(NamedTuple):
     """``[M, R, C, V]``."""
 
 
-def _reverse(
+def reverse(
     plan: ChunkPlan,
     prep: segment.Prepared,
     do: Array,
@@ -214,6 +214,18 @@ def _segment_starts(
     return found
 
 
+def padded_gradient(request: Request, inputs: ChunkInputs, plan: ChunkPlan, do: Array | None) -> Array:
+    """The gradient of the outputs, zeros if it is None, in whole segments."""
+    do = jnp.zeros_like(inputs.v) if do is None else do
+    return fusion_barrier(request, plan.pad(do)) if plan.padded else do
+
+
+def segment_gradient(request: Request, plan: ChunkPlan, raw: segment.Raw, do: Array, s: Array) -> Array:
+    """Segment ``s`` of it, float32, zero in rows that are not tokens."""
+    rows = plan.load(do, s).astype(F32)
+    return jnp.where(raw.mask, rows, 0.0) if request.packed else rows
+
+
 def backward(
     request: Request, inputs: ChunkInputs, saved: tuple[Array, ...], grads: OutputGrads
 ) -> InputGrads:
@@ -230,8 +242,7 @@ def backward(
         buffers = dict(zip(layout.used, saved, strict=True))
     else:
         buffers = _segment_starts(request, plan, arrays, params, initial, layout)
-    do = jnp.zeros_like(inputs.v) if grads.o is None else grads.o
-    do = fusion_barrier(request, plan.pad(do)) if plan.padded else do
+    do = padded_gradient(request, inputs, plan, grads.o)
     dfinal = None
     if grads.final_state is not None:
         dfinal = chunk_forward.states_in(request, plan, grads.final_state, axes)
@@ -244,10 +255,8 @@ def backward(
         prep = segment.prepare(rows, precision, unpacked(*more[:2]) if more else None)
         flag = chunk_forward.sequence_flags(plan, s)
         _, states = _scan_states(plan, prep, start, flag, initial, precision, *more[2:])
-        do_ = plan.load(do, s).astype(F32)
-        if request.packed:
-            do_ = jnp.where(raw.mask, do_, 0.0)
-        dstate, dinitial, state_grads = _reverse(plan, prep, do_, dstate, dinitial, flag, dfinal, precision)
+        do_ = segment_gradient(request, plan, raw, do, s)
+        dstate, dinitial, state_grads = reverse(plan, prep, do_, dstate, dinitial, flag, dfinal, precision)
         d = _rows_backward(rows, prep, states, state_grads, do_, precision)
         draw, sums = _raw_backward(request, plan, raw, params, d, sums)
         out = _segment_gradients(plan, draw, inputs, axes)
@@ -258,7 +267,7 @@ def backward(
     for n, like in enumerate(inputs[:5]):
         if n not in buffers:
             buffers[n] = layout.new_buffer(n, _gradient_dtype(like, axes), axes)
-    carry = (*_reverse_carry(request, plan, inputs, dfinal, initial, axes), buffers)
+    carry = (*reverse_carry(request, plan, inputs, dfinal, initial, axes), buffers)
     order = jnp.arange(plan.segments, dtype=jnp.int32)
     (dstate, dinitial, sums, d), _ = lax.scan(body, carry, order, reverse=True)
     return _collect(request, plan, inputs, d, dstate, dinitial, dfinal, sums)
@@ -278,7 +287,7 @@ def _segment_gradients(
     return tuple(plan.in_order(varying(x, axes).astype(_gradient_dtype(like, axes))) for x, like in pairs)
 
 
-def _reverse_carry(
+def reverse_carry(
     request: Request,
     plan: ChunkPlan,
     inputs: ChunkInputs,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kdacore.arrays.jax_meshes import mesh_axes as mesh_axes
+from kdacore.arrays.jax_meshes import out_struct as out_struct
+from kdacore.arrays.jax_meshes import summed_like as summed_like
+from kdacore.arrays.jax_meshes import varying as varying
 from kdacore.types import Request
 
 Array = Any
@@ -57,39 +60,3 @@ def total(x: Array, axis: int) -> Array:
     """
     flat = jnp.sum(x.reshape(-1, *x.shape[-2:]), axis, keepdims=True)
     return flat.reshape(*x.shape[:-2], *flat.shape[-2:])
-
-
-def mesh_axes(*arrays: Array) -> frozenset[str]:
-    """Axes of a ``shard_map`` mesh over which any of the arrays varies."""
-    axes: frozenset[str] = frozenset()
-    for x in arrays:
-        if x is not None:
-            kind = jax.typeof(x)
-            # jax 0.10 calls it manual_axis_type.varying, releases before it vma.
-            manual = getattr(kind, "manual_axis_type", None)
-            axes |= getattr(kind, "vma", frozenset()) if manual is None else manual.varying
-    return axes
-
-
-def out_struct(shape: tuple[int, ...], dtype: Any, *arrays: Array) -> jax.ShapeDtypeStruct:
-    """Shape of a kernel's output, varying over the mesh axes that any of its inputs varies over."""
-    kind = getattr(jax.typeof(arrays[0]), "manual_axis_type", None)
-    if kind is None:
-        return jax.ShapeDtypeStruct(shape, dtype)
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=type(kind)(varying=mesh_axes(*arrays)))
-
-
-def varying(x: Array, axes: frozenset[str]) -> Array:
-    """``x`` marked as varying over ``axes``, so that a scan may carry it together with sharded
-    values."""
-    missing = tuple(sorted(axes - mesh_axes(x)))
-    return lax.pcast(x, missing, to="varying") if missing else x
-
-
-def summed_like(grad: Array, primal: Array) -> Array:
-    """``grad`` in the dtype of ``primal``, summed over the mesh axes along which ``primal`` is
-    replicated."""
-    extra = tuple(sorted(mesh_axes(grad) - mesh_axes(primal)))
-    if extra:
-        grad = lax.psum(grad, extra)
-    return grad.astype(primal.dtype)

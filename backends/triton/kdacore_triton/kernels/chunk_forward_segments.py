@@ -81,11 +81,14 @@ def chunk_forward_segment_maps_kernel(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BVP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     SEGMENT: tl.constexpr, SCALAR: tl.constexpr, V_FIRST: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, STAGES: tl.constexpr,
-    POOL: tl.constexpr, SOURCE_K: tl.constexpr, SOURCE_V: tl.constexpr,
+    POOL: tl.constexpr, SOURCE_K: tl.constexpr, SOURCE_V: tl.constexpr, OF_SLICE: tl.constexpr = False,
 ):  # fmt: skip
     """Grid: segment slots * HV * (BVP // BV + cdiv(BK, BV)). Writes ``[BVP + BK, BK]`` a slot and head, transposed:
     B first, then M, with bfloat16 dots as the two halves of :func:`store_map`. The first segment has no M: its B
-    already holds the initial state. The last has neither. ``POOL``: as in the scan."""
+    already holds the initial state. The last has neither. ``POOL``: as in the scan.
+
+    ``OF_SLICE``: of a slice of a row that several ranks share. What a sequence starts from is then not known: its first
+    segment has M, and B from zero. The sequence that goes on behind the slice has both of its last segment."""
     COLUMNS: tl.constexpr = BVP // BV
     BLOCKS: tl.constexpr = COLUMNS + (BK + BV - 1) // BV
     pid = tl.program_id(0)
@@ -93,10 +96,17 @@ def chunk_forward_segment_maps_kernel(
     slot = pid // BLOCKS // HV
     hv = (pid // BLOCKS - slot * HV).to(tl.int64)
     n, j = segment_of_slot(cu_ptr, slot, N, NS, SEGMENT, PACKED)
-    _, length, first = sequence_span(cu_ptr, n, T, NT, C, PACKED)
+    begin, length, first = sequence_span(cu_ptr, n, T, NT, C, PACKED)
     is_map = block >= COLUMNS
-    if (j + 1) * SEGMENT >= length or (is_map and j == 0):
-        return
+    if OF_SLICE:
+        goes_on = begin + length == T if PACKED else True
+        if j * SEGMENT >= length or ((j + 1) * SEGMENT >= length and not goes_on):
+            return
+        chunks = tl.minimum(tl.cdiv(length - j * SEGMENT, C), SEGMENT // C)
+    else:
+        if (j + 1) * SEGMENT >= length or (is_map and j == 0):
+            return
+        chunks = SEGMENT // C
     i = tl.arange(0, C)
     d = tl.arange(0, BK)
     at = tl.arange(0, BV)
@@ -115,7 +125,7 @@ def chunk_forward_segment_maps_kernel(
     krow = i[:, None] * BK + d[None, :]
     ucell = vv[:, None] * C + i[None, :]
     chunk = first + j * (SEGMENT // C)
-    for c in tl.range(0, SEGMENT // C, num_stages=STAGES):
+    for c in tl.range(0, chunks, num_stages=STAGES):
         tile = (chunk + c).to(tl.int64) * HV + hv
         rec = rec_ptr + tile * (C * (3 * BK + BVP + C))
         w = tl.load(rec + krow)
@@ -141,10 +151,10 @@ def chunk_forward_segment_starts_kernel(
     maps_ptr, s0_ptr, starts_ptr, cu_ptr, indices_ptr, filled_ptr, T, HV, NS, source_row, source_h, null,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BVP: tl.constexpr, BV: tl.constexpr, SEGMENT: tl.constexpr,
     V_FIRST: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, FULL: tl.constexpr,
-    POOL: tl.constexpr, SOURCE_K: tl.constexpr, SOURCE_V: tl.constexpr,
+    POOL: tl.constexpr, SOURCE_K: tl.constexpr, SOURCE_V: tl.constexpr, OF_SLICE: tl.constexpr = False,
 ):  # fmt: skip
     """Grid: N * HV * (BVP // BV). Writes the state each segment starts from: ``[BVP, BK]`` a slot and head.
-    ``POOL``: as in the scan."""
+    ``POOL``: as in the scan. ``OF_SLICE``: as in the maps, which then do not hold the initial state."""
     pid = tl.program_id(0)
     v0 = (pid % (BVP // BV)) * BV
     head = pid // (BVP // BV)
@@ -168,10 +178,54 @@ def chunk_forward_segment_starts_kernel(
     tile = slot.to(tl.int64) * HV + hv
     tl.store(starts_ptr + tile * (BVP * BK) + here, s)
     segments = (length + SEGMENT - 1) // SEGMENT
-    if segments > 1:
-        s = tl.load(maps_ptr + tile * ((BVP + BK) * BK) + here)
-        tl.store(starts_ptr + (tile + HV) * (BVP * BK) + here, s)
-    for j in tl.range(1, segments - 1):
+    if not OF_SLICE:  # noqa: SIM102  (a constexpr test, then one of values)
+        if segments > 1:
+            s = tl.load(maps_ptr + tile * ((BVP + BK) * BK) + here)
+            tl.store(starts_ptr + (tile + HV) * (BVP * BK) + here, s)
+    FIRST: tl.constexpr = 0 if OF_SLICE else 1
+    for j in tl.range(FIRST, segments - 1):
         map_ = maps_ptr + (tile + j * HV) * ((BVP + BK) * BK)
         s = apply_map(s, map_ + BVP * BK, tl.load(map_ + here), square, BK, DOT, FULL)
         tl.store(starts_ptr + (tile + (j + 1) * HV) * (BVP * BK) + here, s)
+
+
+@triton.jit(do_not_specialize=["T", "HV", "NS"], do_not_specialize_on_alignment=["leaving_ptr"])
+def chunk_forward_slice_transition_kernel(
+    maps_ptr, transition_ptr, end_ptr, cu_ptr, leaving_ptr, T, HV, NS,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BVP: tl.constexpr, BV: tl.constexpr, SEGMENT: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """The maps of a sequence's segments, one after another: M ``[G, HV, K, K]`` and C ``[G, HV, K, V]`` in float32, of
+    the sequence ``leaving_ptr`` names, or of each that is not packed.
+
+    Grid: G * HV * (BVP + BK) // BV, of which each program has BV rows of C and M transposed. The maps are those of
+    ``OF_SLICE``."""
+    COLUMNS: tl.constexpr = BVP // BV
+    BLOCKS: tl.constexpr = (BVP + BK) // BV
+    pid = tl.program_id(0)
+    block = pid % BLOCKS
+    head = pid // BLOCKS
+    n = head // HV
+    hv = (head - n * HV).to(tl.int64)
+    if PACKED:
+        n = tl.load(leaving_ptr)
+    _, length, slot = sequence_span(cu_ptr, n, T, NS, SEGMENT, PACKED)
+    is_map = block >= COLUMNS
+    d = tl.arange(0, BK)
+    row = block * BV + tl.arange(0, BV)
+    unit = row - BVP  # negative in the blocks of C
+    here = row[:, None] * BK + d[None, :]
+    square = tl.arange(0, BK)[:, None] * BK + d[None, :]
+    added = (row < BVP)[:, None] & (d >= 0)[None, :]
+    s = tl.where(unit[:, None] == d[None, :], 1.0, 0.0)
+    tile = slot.to(tl.int64) * HV + hv
+    for j in tl.range(0, (length + SEGMENT - 1) // SEGMENT):
+        map_ = maps_ptr + (tile + j * HV) * ((BVP + BK) * BK)
+        s = apply_map(s, map_ + BVP * BK, tl.load(map_ + here, mask=added, other=0.0), square, BK, DOT, FULL)
+    at = head.to(tl.int64)
+    if is_map:
+        real = (unit < K)[:, None] & (d < K)[None, :]
+        tl.store(transition_ptr + at * (K * K) + d[None, :] * K + unit[:, None], s, mask=real)
+    else:
+        real = (row < V)[:, None] & (d < K)[None, :]
+        tl.store(end_ptr + at * (K * V) + d[None, :] * V + row[:, None], s, mask=real)

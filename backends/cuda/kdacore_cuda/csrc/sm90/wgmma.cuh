@@ -20,11 +20,15 @@ __device__ __forceinline__ u64 operand_descriptor(u32 address, u32 column, u32 g
 #define KDA_TILES2(d, i) KDA_TILE(d, i), KDA_TILE(d, i + 1)
 #define KDA_TILES4(d, i) KDA_TILES2(d, i), KDA_TILES2(d, i + 2)
 #define KDA_TILES8(d, i) KDA_TILES4(d, i), KDA_TILES4(d, i + 4)
+#define KDA_TILES12(d, i) KDA_TILES8(d, i), KDA_TILES4(d, i + 8)
 #define KDA_TILES16(d, i) KDA_TILES8(d, i), KDA_TILES8(d, i + 8)
 #define KDA_NAMES8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define KDA_NAMES16 KDA_NAMES8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define KDA_NAMES32 \
   KDA_NAMES16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define KDA_NAMES48                                                                                      \
+  KDA_NAMES32                                                                                            \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define KDA_NAMES64                                                                                        \
   KDA_NAMES32                                                                                              \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
@@ -86,6 +90,33 @@ __device__ __forceinline__ void warpgroup_subtract(float (&d)[16][4], const u32 
                "}, {%64, %65, %66, %67}, %68, 1, -1, 1, 1;"
                : KDA_TILES16(d, 0)
                : KDA_LEFT(a), "l"(b));
+}
+
+
+// The same with the left operand in shared memory, 64 rows of it along the sum (not transposed).
+template <int TRANSPOSED>
+__device__ __forceinline__ void warpgroup_mma_shared(float (&d)[4][4], u64 a, u64 b, int add) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %18, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{" KDA_NAMES16 "}, %16, %17, p, 1, 1, 0, %19; }"
+      : KDA_TILES4(d, 0)
+      : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSED));
+}
+template <int TRANSPOSED>
+__device__ __forceinline__ void warpgroup_mma_shared(float (&d)[12][4], u64 a, u64 b, int add) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %50, 0; wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 "
+      "{" KDA_NAMES48 "}, %48, %49, p, 1, 1, 0, %51; }"
+      : KDA_TILES12(d, 0)
+      : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSED));
+}
+template <int TRANSPOSED>
+__device__ __forceinline__ void warpgroup_mma_shared(float (&d)[8][4], u64 a, u64 b, int add) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{" KDA_NAMES32 "}, %32, %33, p, 1, 1, 0, %35; }"
+      : KDA_TILES8(d, 0)
+      : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSED));
 }
 
 #endif

@@ -1,5 +1,6 @@
-// Backward of chunk_kda on Hopper, first launch: the operands of every chunk. The forward in segments
-// computes them alike (chunk_forward/segments/prepare.cu).
+// Backward of chunk_kda on Hopper, first launch: the operands of every chunk. With FOR_SEGMENTS also
+// the first launch of the forward in segments if gates are unbounded; bounded ones have
+// chunk_forward/segments/prepare.cu there.
 //
 // For a unit (64 tokens of one sequence and value head), with gc the log2 decay summed from the
 // chunk's start, q and k normalised, beta activated (workspace.cuh lists what is written):
@@ -19,9 +20,10 @@
 // ones invert the system while the even ones load v; in step 6 each has 16 channels of w and 16
 // values of u. Barriers of the block separate the steps; v arrives by asynchronous copies.
 //
-// Macros from the host: G_FLOAT, BOUNDED (gates are bounded), SHARED_BYTES.
+// Macros from the host: G_FLOAT, BOUNDED (gates are bounded), SHARED_BYTES; LEAVING_ONLY, of a pack the
+// operands of the sequence that goes on behind the slice, the one that ends at T.
 #include "common/half_types.cuh"
-#include "sm90/chunk_backward/prepare_unit.cuh"
+#include "sm90/chunk_backward/prepare_block.cuh"
 
 KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
   KDA_SHARED(memory);
@@ -29,22 +31,8 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
   wait_for_inputs();
   const Unit u = find_unit(p, block_index());
   if (!u.rows) return;
-  const int thread = thread_index();
-  const auto address = [&](u64 base, long long sb, long long st, long long sh, int head, int size) {
-    return reinterpret_cast<u64>(make_rows(u, base, sb, st, sh, head, size).at);
-  };
-  const u64 g = address(p.g, p.g_sb, p.g_st, p.g_sh, u.hv, G_FLOAT ? 4 : 2);
-  fetch_first_inputs(p, address(p.k, p.k_sb, p.k_st, p.k_sh, u.h, 2), g, u.rows, shared, thread);
-  fetch_other_inputs(p, address(p.q, p.q_sb, p.q_st, p.q_sh, u.h, 2), g,
-                     address(p.v, p.v_sb, p.v_st, p.v_sh, u.hv, 2), u.rows, (u32)u.at, shared, thread);
-  const Gate gate = make_gate(p, u.hv);
-  const long long beta = u.batch * p.beta_sb + u.first * p.beta_st + u.hv * p.beta_sh;
-  store_parameter(p, load_parameter(p, beta, u.rows, u.hv, thread), u.rows, shared, gate, thread);
-  copy_async_wait<0>();
-  sync_block();
-  make_unit(p, u.rows, gate, shared, [] {});
-  if (thread == 0) {
-    store_values(p, shared);
-    copy_out_wait_read<0>();
-  }
+#if LEAVING_ONLY
+  if (load_index(p.cu_seqlens, u.n + 1, p.flags & FLAG_CU64) != p.T) return;
+#endif
+  make_only_unit(p, u, shared);
 }

@@ -21,12 +21,9 @@
 #pragma once
 
 #include "sm90/bulk_copies.cuh"
-#include "sm90/chunk_backward/workspace.cuh"
+#include "sm90/chunk_backward/prepare_unit_inputs.cuh"
 #ifndef FOR_SEGMENTS
 #define FOR_SEGMENTS 0
-#endif
-#ifndef SIDE_BY_SIDE
-#define SIDE_BY_SIDE 0
 #endif
 #if FOR_SEGMENTS
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
@@ -42,14 +39,6 @@ struct Staging {                    // of one warp's strip
   u16 x[32][32];
 };
 constexpr u32 STRIP_BYTES = sizeof(Staging);
-
-// What a unit is made of, as the dispatcher of chunk_forward/dataflow/prepare_units.cu hands it out.
-struct alignas(16) UnitInputs {
-  u64 q, k, g, v;  // addresses of row 0
-  long long beta;  // element of row 0
-  int hv, rows;
-  u32 at;  // place in the workspace
-};
 
 struct SharedMemory {
   TileImage k;
@@ -114,28 +103,7 @@ __device__ __forceinline__ u32 tile_offset(int row, int piece) {
   return row * IMAGE_ROW + ((piece ^ (row & 7) ^ (row >> 2 & 6)) << 4);
 }
 
-// A unit has THREADS threads and a part of shared memory: those of a block, or (SIDE_BY_SIDE) of one
-// of several units that a block computes at once.
-#if SIDE_BY_SIDE
-// Computed anew wherever they are asked for: there are no registers to keep them.
-__device__ __forceinline__ int unit_in_block() { return opaque(thread_index()) / THREADS; }
-__device__ __forceinline__ int unit_thread() { return opaque(thread_index()) % THREADS; }
-__device__ __forceinline__ u32 place_memory(int place) {
-  KDA_SHARED(memory);
-  return shared_address(memory) + place * UNIT_PITCH;
-}
-__device__ __forceinline__ u32 unit_memory() { return place_memory(unit_in_block()); }
-__device__ __forceinline__ u32 unit_index() {
-  return __float_as_uint(load_shared1(unit_memory() + OFFSET(SharedMemory, value_rows[3])));
-}
-__device__ __forceinline__ void sync_unit() { sync_threads(1 + unit_in_block(), THREADS); }
-__device__ __forceinline__ void sync_half_unit() { sync_threads(1 + BLOCKS + unit_in_block(), THREADS / 2); }
-#else
-__device__ __forceinline__ int unit_thread() { return thread_index(); }
-__device__ __forceinline__ u32 unit_index() { return block_index(); }
-__device__ __forceinline__ void sync_unit() { sync_block(); }
-__device__ __forceinline__ void sync_half_unit() { sync_threads(1, THREADS / 2); }
-#endif
+#include "sm90/chunk_backward/prepare_places.cuh"
 
 // The unit in an array of the workspace, or its part of the unit's ChunkOperands.
 __device__ __forceinline__ unsigned char* place_of(u64 base, u32 bytes) {

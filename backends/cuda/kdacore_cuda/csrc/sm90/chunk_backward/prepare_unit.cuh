@@ -52,12 +52,14 @@ __device__ __forceinline__ void fetch_values(const ChunkBackwardParams& p, u32 s
   copy_async_wait<0>();
 }
 
-// Steps 2 to 6, once inputs are there: w and u are left in shared memory. Calls f() after step 2.
+// Steps 2 to 6, once inputs have been asked for and parameters stored: w and u are left in shared memory. Calls f() after step 2.
 template <class F>
 __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows, const Gate& gate, u32 shared,
                                           F f) {
   const int thread = unit_thread(), lane = thread & 31, warp = uniform(thread >> 5);
   const Strip s = make_strip(warp, lane);
+  copy_async_wait<0>();
+  sync_unit();
 
   // 2. Norms of q and k, and decays from the gate.
   store_norms(p, shared, rows, warp, lane);

@@ -14,11 +14,18 @@
 // Warps, registers: scan_block.cuh. Synchronisation: a ring of stages, each with a barrier that
 // counts what arrives and one that counts the state warps that have read it.
 //
-// Macros from the host: WARPGROUPS, SHARED_BYTES.
+// Macros from the host: WARPGROUPS, SHARED_BYTES; OF_SLICE, for a slice of a row that several ranks
+// share. The gradient at a sequence's end is then not known: B' of last segments is from zero. First
+// segments have an A and a B', too, where the state at the slice's start is another rank's, which is
+// so for the sequence that the slice's first token belongs to. B' lies at its own segment's place.
 #include "common/warp_arrivals.cuh"
 #include "sm90/chunk_backward/scan_block.cuh"
 #include "sm90/chunk_backward/segment_map.cuh"
 #include "sm90/ring.cuh"
+
+#ifndef OF_SLICE
+#define OF_SLICE 0
+#endif
 
 struct ForwardStage {
   TileImage kg, w;
@@ -69,16 +76,21 @@ __device__ __forceinline__ Walk find_walk(const ChunkBackwardParams& p, int bloc
   const int slot = m / p.HV, hv = m - slot * p.HV;
   const Segment x = find_slot_segment(p, slot, [&](int n, int j) {
     // Of dense sequences the grid leaves out the segments that have no B, or no B'.
-    return find_segment(p, n, reverse && !p.cu_seqlens ? j + 1 : j, hv);
+    return find_segment(p, n, !OF_SLICE && reverse && !p.cu_seqlens ? j + 1 : j, hv);
   });
   Task& task = walk.task;
   task = segment_task(p, x, reverse, part);
   const bool first = x.index == 0, last = x.last();
+#if OF_SLICE
+  const bool begun = first && x.s.first > 0;  // on this rank
+  task.idle = x.begin >= x.s.chunks || (reverse || walk.from_identity ? begun : last);
+#else
   task.idle = task.idle || (reverse ? first : last) || (walk.from_identity && first);
+#endif
   // Only a sequence's outermost segments begin with what the caller gave.
   task.nh = (reverse ? last : first) ? task.nh : -1;
   walk.to = walk.from_identity ? p.maps + x.place * MAP_IMAGES_BYTES
-            : reverse          ? p.ends + (x.place - p.HV) * FULL_STATE_BYTES
+            : reverse          ? p.ends + (x.place - (OF_SLICE ? 0 : p.HV)) * FULL_STATE_BYTES
                                : p.starts + (x.place + p.HV) * FULL_STATE_BYTES;
   return walk;
 }

@@ -75,6 +75,7 @@ KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardPar
             cluster = block_index() / CLUSTER;
   init_barriers(shared);
   wait_for_inputs();
+  if (p.marks) launch_dependents();  // of checkpoint_tail.cu, whose blocks follow as these end
   const bool many_short = is_short(p);
   if (warp == 0 && !many_short) {
     const Interval found = find_interval(p, cluster);

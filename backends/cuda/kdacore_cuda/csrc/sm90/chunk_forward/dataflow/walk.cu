@@ -237,7 +237,7 @@ __device__ __forceinline__ void store_outputs(const WalkParams& p, const Item& x
     }
     sync_warp();  // all lanes have taken theirs
     stage_output(out, rows, l);
-    store_output(rows, to, token_bytes, left < C ? left : C, l);
+    store_output(read_output(rows, l), to, token_bytes, left < C ? left : C, l);
     warp_arrive(exchange.empty(), l.lane);
     ++exchange.turn;
     left -= C;

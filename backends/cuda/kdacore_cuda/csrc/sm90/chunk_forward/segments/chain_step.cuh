@@ -49,12 +49,14 @@ __device__ __forceinline__ void store_left(const Sums& sums, u32 left, const Lan
   }
 }
 
-// sums += S A, or S A^T, without terms below 2^-16 of it.
+// sums += S A, or S A^T, without terms below 2^-16 of it. The products of low parts have sums of
+// their own, so that none waits for another.
 template <bool TRANSPOSED = false>
 __device__ __forceinline__ void multiply(Sums& sums, u32 left, u32 right, const Lane& l) {
   // Rows 0-7, then 8-15, of eight channels, then of the next.
   const int piece = TILES * l.group % 8 + (l.lane >> 4);
   const u32 image = right + (TILES * l.group >> 3) * (STATE_BYTES / 2);
+  Sums low_left = {}, low_right = {};
 #pragma unroll
   for (int kk = 0; kk < K_TILES; ++kk) {
     Split a;
@@ -76,8 +78,16 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 left, u32 right, const 
       }
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        mma_split(sums.x[2 * m + n], a, b[2 * n], b[2 * n + 1], b_low[2 * n], b_low[2 * n + 1]);
+        const int tile = 2 * m + n;
+        mma_bf16(sums.x[tile], a.high, b[2 * n], b[2 * n + 1]);
+        mma_bf16(low_left.x[tile], a.low, b[2 * n], b[2 * n + 1]);
+        mma_bf16(low_right.x[tile], a.high, b_low[2 * n], b_low[2 * n + 1]);
       }
     }
+  }
+#pragma unroll
+  for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sums.x[tile][e] += low_left.x[tile][e] + low_right.x[tile][e];
   }
 }

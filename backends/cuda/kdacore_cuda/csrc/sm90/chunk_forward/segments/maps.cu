@@ -8,10 +8,19 @@
 //
 // Grid: two blocks a segment and value head, one for A and one for B, 128 rows each. Warps, rings
 // and synchronisation: segment_scan.cuh.
+//
+// Macros: OF_SLICE, for a slice of a row that several ranks share. What a sequence begins with is then
+// not known: B of first segments is from zero, and they have an A. The sequence that goes on behind
+// the slice, the one that the last token belongs to, has both of its last segment, too;
+// LEAVING_ONLY, no other sequence has any.
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 constexpr u32 STAGED_BYTES = OFFSET(ChunkOperands, qg);  // the part that is loaded
 #include "sm90/chunk_backward/segment_map.cuh"
 #include "sm90/chunk_forward/segments/segment_scan.cuh"
+
+#ifndef OF_SLICE
+#define OF_SLICE 0
+#endif
 
 // A block's segment, and whether it computes A. Later segments come first: their operands were
 // written last, and the blocks for A of first segments, which have nothing to do, cost nothing at
@@ -25,7 +34,13 @@ __device__ __forceinline__ Task find_task(const SegmentParams& p, int block) {
   int n, j;
   find_slot_segment(p, slot, [&](int sequence, int segment) { n = sequence, j = segment; });
   Task task = {find_segment(p, n, j, hv), (index & 1) == 0, false};
+#if OF_SLICE
+  const Sequence& s = task.x.s;
+  const bool leaves = s.first + s.length == p.T;
+  task.idle = task.x.begin >= s.chunks || (!leaves && (LEAVING_ONLY || task.x.last()));
+#else
   task.idle = task.x.last() || (task.from_identity && task.x.index == 0);
+#endif
   return task;
 }
 
@@ -73,6 +88,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task&
     warpgroup_fence();
     multiply_channels(prediction, s, w);
     warpgroup_commit();
+    end_basic_block(ring);
     TokenOperand u, v;
     load_u(u, l, stage + OFFSET(ChunkOperands, u));
     decay_state(state, l.t, stage + OFFSET(ChunkOperands, last));
@@ -120,7 +136,9 @@ KDA_KERNEL(THREADS, 1) maps(KDA_PARAM SegmentParams p) {
     scan_segment(p, task, shared, make_lane(warp));
   } else {
     set_role_registers<0>();
-    if (warp == STATE_WARPS && (thread_index() & 31) == 0)
-      produce(p, task.x, shared, task.from_identity ? OFFSET(ChunkOperands, u) : OFFSET(ChunkOperands, qg));
+    if (warp == STATE_WARPS && (thread_index() & 31) == 0) {
+      OperandRing ring = {shared};
+      produce(p, task.x, ring, task.from_identity ? OFFSET(ChunkOperands, u) : OFFSET(ChunkOperands, qg));
+    }
   }
 }

@@ -7,12 +7,11 @@
 // Warps, rings and synchronisation: segment_scan.cuh. o is computed transposed (V by tokens) and
 // stored one chunk later, while the matrix unit works, through the next chunk's rows of u, which no
 // other warp reads.
-#include "common/chunk_forward/marks.cuh"
 #include "common/clear_rows.cuh"
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 constexpr u32 STAGED_BYTES = sizeof(ChunkOperands);
+#include "sm90/chunk_forward/segments/inner_marks.cuh"
 #include "sm90/chunk_forward/segments/output_rows.cuh"
-#include "sm90/chunk_forward/segments/segment_scan.cuh"
 
 __device__ __forceinline__ Segment find_block(const SegmentParams& p, int block) {
   const int slot = block / p.HV, hv = block - slot * p.HV;
@@ -27,22 +26,23 @@ __device__ __forceinline__ long long first_checkpoint(const SegmentParams& p, in
   return rows;
 }
 
-__device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segment& x, u32 shared,
-                                             const Lane& l) {
+// `block`: whose segment this is. What is needed only now and then is found again, so that it takes no
+// registers in the loop over chunks.
+__device__ __forceinline__ void scan_segment(const SegmentParams& p, u32 shared, const Lane& l) {
+  const auto find_own = [&] { return find_block(p, opaque(block_index()) / PARTS); };
+  const Segment x = find_own();
   const int row = l.row + l.g;
   State state;
   if (x.index || (!x.last() && keeps_initial_state(p)))
     read_pairs(state.s, row, 2 * l.t, p.starts + x.place * FULL_STATE_BYTES);
   else
     read_state(state, row, l.t, initial_state_at(p, x.n, x.hv, K * V), p.flags);
-  const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;            // chunks between checkpoints
-  int wait = p.ckpt_every ? (block - x.begin % block) % block : 1 << 30;  // until the next one
-  u64 checkpoint = 0;
+  const auto every = [&] { return opaque(p.ckpt_every) / C; };  // chunks between checkpoints
+  u64 checkpoint = 0;                                           // the next one
   if (p.ckpt_every) {
-    const long long i = first_checkpoint(p, x.n) + (x.begin + wait) / block;
+    const long long i = first_checkpoint(p, x.n) + (x.begin + every() - 1) / every();
     checkpoint = matrix_at(p.ckpt, i * p.HV + x.hv, p.flags);
   }
-  int mark = p.marks ? next_mark<C>(p, x.s.first, x.s.length, x.begin) : 1 << 30;
   const long long token_bytes = 2ll * p.HV * V;
   unsigned char* to = reinterpret_cast<unsigned char*>(p.o) +
                       (x.s.batch * p.T + x.s.first + (long long)x.begin * C) * token_bytes +
@@ -53,70 +53,91 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Segme
   TokenOperand out = {};  // of the chunk before
   int out_tokens = 0;
   OperandRing ring = {shared};
+  int c = x.begin;
 #pragma unroll 1
-  for (int c = x.begin; c < x.end; ++c) {
-    if (wait == 0) {
-      write_state(state, row, l.t, checkpoint, p.flags);
-      checkpoint += (u64)p.HV * matrix_bytes(p.flags);
-      wait = block;
+  while (c < x.end) {
+    int stop = x.end;
+    if (p.ckpt_every) {
+      if (c % every() == 0) {
+        write_state(state, row, l.t, checkpoint, p.flags);
+        checkpoint += (u64)p.HV * matrix_bytes(p.flags);
+      }
+      const int next = (c / every() + 1) * every();
+      stop = next < stop ? next : stop;
     }
-    --wait;
-    if (c == mark) {
-      each_mark<C>(p, x.s.first, x.s.length, c, x.hv, K * V,
-                   [&](u64 at, int flags) { write_state(state, row, l.t, at, flags); });
-      mark = next_mark<C>(p, x.s.first, x.s.length, c + 1);
+    if (p.marks) {
+      const Segment own = find_own();
+      int mark = next_mark<C>(p, own.s.first, own.s.length, c);
+      if (mark == c) {
+        keep_marked_states(p, own, c, state, l);
+        mark = next_mark<C>(p, own.s.first, own.s.length, c + 1);
+      }
+      stop = mark < stop ? mark : stop;
     }
-    const u32 stage = ring.stage(), rows = stage + OFFSET(ChunkOperands, u) + l.row * IMAGE_ROW;
-    const u64 w = operand_descriptor(stage + OFFSET(ChunkOperands, w), 16, 1024),
-              kg = operand_descriptor(stage + OFFSET(ChunkOperands, kg), SQUARE_BYTES, 1024);
-    const u64 qg = step(w, OFFSET(ChunkOperands, qg) - OFFSET(ChunkOperands, w)),
-              aqk = step(w, OFFSET(ChunkOperands, aqk) - OFFSET(ChunkOperands, w));
-    ring.wait_full();
-    float prediction[2 * C_TILES][4] = {}, o[2 * C_TILES][4] = {};
-    fence_registers(prediction);
-    fence_registers(o);
-    warpgroup_fence();
-    multiply_channels(prediction, s, w);
-    warpgroup_commit();
-    multiply_channels(o, s, qg);
-    warpgroup_commit();
-    TokenOperand u, v;
-    load_u(u, l, stage + OFFSET(ChunkOperands, u));
-    stage_output(out, rows, l);
-    decay_state(state, l.t, stage + OFFSET(ChunkOperands, last));
-    warpgroup_wait<1>();
-    fence_registers(prediction);
-    subtract(v, u, prediction);
-    warpgroup_fence();
+#pragma unroll 1
+    for (; c < stop; ++c) {
+      const u32 stage = ring.stage(), rows = stage + OFFSET(ChunkOperands, u) + l.row * IMAGE_ROW;
+      const u64 w = operand_descriptor(stage + OFFSET(ChunkOperands, w), 16, 1024),
+                kg = operand_descriptor(stage + OFFSET(ChunkOperands, kg), SQUARE_BYTES, 1024);
+      const u64 qg = step(w, OFFSET(ChunkOperands, qg) - OFFSET(ChunkOperands, w)),
+                aqk = step(w, OFFSET(ChunkOperands, aqk) - OFFSET(ChunkOperands, w));
+      ring.wait_full();
+      float prediction[2 * C_TILES][4] = {}, o[2 * C_TILES][4] = {};
+      fence_registers(prediction);
+      fence_registers(o);
+      warpgroup_fence();
+      multiply_channels(prediction, s, w);
+      warpgroup_commit();
+      multiply_channels(o, s, qg);
+      warpgroup_commit();
+      end_basic_block(ring);
+      TokenOperand u, v;
+      load_u(u, l, stage + OFFSET(ChunkOperands, u));
+      stage_output(out, rows, l);
+      decay_state(state, l.t, stage + OFFSET(ChunkOperands, last));
+      warpgroup_wait<1>();
+      fence_registers(prediction);
+      subtract(v, u, prediction);
+      warpgroup_fence();
 #pragma unroll
-    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, v.a[kk], over_tokens(kg, kk), 1);
-    warpgroup_commit();
+      for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, v.a[kk], over_tokens(kg, kk), 1);
+      warpgroup_commit();
 #pragma unroll
-    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(o, v.a[kk], step(aqk, kk * 32), 1);
-    warpgroup_commit();
-    store_output(rows, to - C * token_bytes, token_bytes, out_tokens, l);
-    fence_async_proxy();  // a bulk copy will overwrite what was staged
-    warpgroup_wait<1>();
-    fence_registers(state.s);
-    pack_state(s, state);
-    fence_registers(s.a);
-    warpgroup_wait<0>();
-    fence_registers(o);
-    release(l, ring);
-    ring.next();
-    pack_rows(out, o);
-    out_tokens = left < C ? left : C;
-    left -= C;
-    to += C * token_bytes;
+      for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(o, v.a[kk], step(aqk, kk * 32), 1);
+      warpgroup_commit();
+      const OutputRows output = read_output(rows, l);
+      fence_async_proxy();  // a bulk copy will overwrite what was staged; before stores, or it waits for them
+      store_output(output, to - C * token_bytes, token_bytes, out_tokens, l);
+      warpgroup_wait<1>();
+      fence_registers(state.s);
+      pack_state(s, state);
+      fence_registers(s.a);
+      end_basic_block(ring);
+      warpgroup_wait<0>();
+      fence_registers(o);
+      release(l, ring);
+      ring.next();
+      pack_rows(out, o);
+      out_tokens = left < C ? left : C;
+      left -= C;
+      to += C * token_bytes;
+    }
   }
-  // The producer uses no stage any more.
-  if (x.begin < x.end) {
-    const u32 rows = shared + STAGE_LEAD + OFFSET(ChunkOperands, u) + l.row * IMAGE_ROW;
+  const auto store_last_output = [&](u32 stage) {
+    if (out_tokens <= 0) return;
+    const u32 rows = stage + OFFSET(ChunkOperands, u) + l.row * IMAGE_ROW;
     stage_output(out, rows, l);
-    store_output(rows, to - C * token_bytes, token_bytes, out_tokens, l);
+    const OutputRows output = read_output(rows, l);
+    fence_async_proxy();
+    store_output(output, to - C * token_bytes, token_bytes, out_tokens, l);
+    out_tokens = 0;
+  };
+  const Segment own = find_own();
+  if (own.last()) {
+    if (const u64 final = final_state_at(p, own.n, own.hv, K * V)) write_state(state, row, l.t, final, p.flags);
   }
-  if (!x.last()) return;
-  if (const u64 final = final_state_at(p, x.n, x.hv, K * V)) write_state(state, row, l.t, final, p.flags);
+  if (p.marks) take_marked_steps(p, own, ring, l, store_last_output);
+  store_last_output(shared + STAGE_LEAD);  // if not before; then the producer uses no stage any more
 }
 
 // Rows of o that no sequence writes, by the warps that hold no state.
@@ -142,11 +163,15 @@ KDA_KERNEL(THREADS, 1) output(KDA_PARAM SegmentParams p) {
                 opaque(block_index()) % PARTS;  // each role finds its segment: the producer has few registers
   if (warp < STATE_WARPS) {
     set_role_registers<1>();
-    scan_segment(p, find_block(p, block), shared, make_lane(warp, part));
+    scan_segment(p, shared, make_lane(warp, part));
   } else {
     set_role_registers<0>();
-    if (warp == STATE_WARPS && (thread_index() & 31) == 0)
-      produce(p, find_block(p, block), shared, sizeof(ChunkOperands), part);
+    if (warp == STATE_WARPS && (thread_index() & 31) == 0) {
+      const Segment x = find_block(p, block);
+      OperandRing ring = {shared};
+      produce(p, x, ring, sizeof(ChunkOperands), part);
+      if (p.marks) produce_marks(p, x, ring, part);
+    }
     sync_warp();
     clear_share(p, warp);
   }

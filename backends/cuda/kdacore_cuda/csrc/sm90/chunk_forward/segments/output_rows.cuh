@@ -18,14 +18,21 @@ __device__ __forceinline__ void stage_output(const TokenOperand& o, u32 rows, co
   sync_warp();
 }
 
-__device__ __forceinline__ void store_output(u32 rows, unsigned char* to, long long token_bytes, int tokens,
-                                             const Lane& l) {
+// What a lane stores of it.
+struct OutputRows {
   uint4 x[4];
+};
+__device__ __forceinline__ OutputRows read_output(u32 rows, const Lane& l) {
+  OutputRows o;
 #pragma unroll
-  for (int n = 0; n < 4; ++n) x[n] = load_shared_u4(rows + staged(16 * n + (l.lane >> 1), l.lane & 1));
+  for (int n = 0; n < 4; ++n) o.x[n] = load_shared_u4(rows + staged(16 * n + (l.lane >> 1), l.lane & 1));
+  return o;
+}
+__device__ __forceinline__ void store_output(const OutputRows& o, unsigned char* to, long long token_bytes,
+                                             int tokens, const Lane& l) {
   to += (l.lane >> 1) * token_bytes + 16 * (l.lane & 1);
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
-    if (16 * n + (l.lane >> 1) < tokens) store_global(to + 16 * n * token_bytes, x[n]);
+    if (16 * n + (l.lane >> 1) < tokens) store_global(to + 16 * n * token_bytes, o.x[n]);
   }
 }

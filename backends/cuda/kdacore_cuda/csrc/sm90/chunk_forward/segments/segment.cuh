@@ -6,11 +6,12 @@
 // sequence's first, both by place: slot * HV + hv. Those of sequence n begin at first_segment(n); a
 // slot that no segment fills is never read or written.
 //
-//   maps    float B [V][K]; A [K, K] as two state images (chunk_backward/workspace.cuh), the two
+//   maps    B as starts; A [K, K] as two state images (chunk_backward/workspace.cuh), the two
 //           bfloat16 parts of it, together about 16 bits. The first segment of a sequence has no A:
 //           its B includes the initial state
-//   starts  float [V][K]. That of a sequence's first segment is there only where the initial state
-//           is in the row that the final state goes to, which then is written too early for some
+//   starts  float states in the order of read_pairs. That of a sequence's first segment is there only
+//           where the initial state is in the row that the final state goes to, which then is written
+//           too early for some
 #pragma once
 
 #include "common/state_rows.cuh"
@@ -21,7 +22,7 @@
 constexpr u32 FULL_STATE_BYTES = 4 * V * K;
 // An affine map S' = S A + B.
 struct SegmentMap {
-  float b[V][K];
+  float b[V][K];  // in the order of read_pairs
   StateImage a_high, a_low;
 };
 constexpr u32 MAP_BYTES = sizeof(SegmentMap);
@@ -103,22 +104,25 @@ __device__ __forceinline__ u64 matrix_at(u64 states, long long place, int flags)
   return states ? states + place * matrix_bytes(flags) : 0;
 }
 
-// TILES of 8 channels of rows `row` and row + 8 of a float [V][K], two neighbouring channels at
-// once; `channel`: the lane's first.
-template <int TILES, class F>
-__device__ __forceinline__ void each_pair(float (&x)[TILES][4], int row, int channel, u64 base, F f) {
-  float2* at = reinterpret_cast<float2*>(base) + (row * K + channel) / 2;
-#pragma unroll
-  for (int j = 0; j < TILES; ++j) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) f(x[j][2 * i], x[j][2 * i + 1], at[(8 * i * K + 8 * j) / 2]);
-  }
+// A state between launches, float [V / 16][K / 8][32 lanes][4]: what a lane holds of 16 rows and 8
+// channels lies together, so that a warp reads and writes 512 bytes in a row. TILES of 8 channels of
+// rows `row` and row + 8; `channel`: the lane's first.
+__device__ __forceinline__ float4* tile_at(u64 base, int row, int channel) {
+  const int lane = 4 * (row & 7) + (channel >> 1 & 3);
+  return reinterpret_cast<float4*>(base) + 32 * (K / 8 * (row >> 4) + (channel >> 3)) + lane;
 }
 template <int TILES>
 __device__ __forceinline__ void read_pairs(float (&x)[TILES][4], int row, int channel, u64 base) {
-  each_pair(x, row, channel, base, [](float& x, float& y, const float2& from) { x = from.x, y = from.y; });
+  const float4* from = tile_at(base, row, channel);
+#pragma unroll
+  for (int j = 0; j < TILES; ++j) {
+    const float4 y = from[32 * j];
+    x[j][0] = y.x, x[j][1] = y.y, x[j][2] = y.z, x[j][3] = y.w;
+  }
 }
 template <int TILES>
 __device__ __forceinline__ void write_pairs(float (&x)[TILES][4], int row, int channel, u64 base) {
-  each_pair(x, row, channel, base, [](float& x, float& y, float2& to) { to = make_float2(x, y); });
+  float4* to = tile_at(base, row, channel);
+#pragma unroll
+  for (int j = 0; j < TILES; ++j) to[32 * j] = make_float4(x[j][0], x[j][1], x[j][2], x[j][3]);
 }

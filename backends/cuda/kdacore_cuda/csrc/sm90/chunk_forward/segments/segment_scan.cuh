@@ -53,32 +53,44 @@ __device__ __forceinline__ void make_barriers(u32 shared) {
   sync_block();
 }
 
-// One thread loads the first `bytes` of every chunk's operands; for a block that has half the rows,
-// of u only its own rows.
-__device__ __forceinline__ void produce(const SegmentParams& p, const Segment& x, u32 shared, u32 bytes,
-                                        int part = 0) {
-  OperandRing ring = {shared};
-  const u64 step = (u64)p.HV * sizeof(ChunkOperands);
-  u64 from = p.chunk_operands + ((u64)(x.s.slot + x.begin) * p.HV + x.hv) * sizeof(ChunkOperands);
-  for (int c = x.begin; c < x.end; ++c, from += step) {
-    ring.wait_empty();
-    const auto copy = [&](u32 at, u32 size) {
-      copy_in(ring.stage() + at, reinterpret_cast<const void*>(from + at), size, ring.full());
-    };
-    if (PARTS == 1) {
-      barrier_expect(ring.full(), bytes);
-      copy(0, bytes);
-    } else {
-      barrier_expect(ring.full(), bytes - SQUARE_BYTES);
-      copy(0, OFFSET(ChunkOperands, u));
-      copy(OFFSET(ChunkOperands, u) + part * SQUARE_BYTES, SQUARE_BYTES);
-      copy(OFFSET(ChunkOperands, qg), bytes - OFFSET(ChunkOperands, qg));
-    }
-    ring.next();
+// Asks for the first `bytes` of a record in the next stage; by one thread. For a block that has half the
+// rows, of u only its own rows.
+__device__ __forceinline__ void load_record(OperandRing& ring, u64 from, u32 bytes, int part) {
+  ring.wait_empty();
+  const auto copy = [&](u32 at, u32 size) {
+    copy_in(ring.stage() + at, reinterpret_cast<const void*>(from + at), size, ring.full());
+  };
+  if (PARTS == 1) {
+    barrier_expect(ring.full(), bytes);
+    copy(0, bytes);
+  } else {
+    barrier_expect(ring.full(), bytes - SQUARE_BYTES);
+    copy(0, OFFSET(ChunkOperands, u));
+    copy(OFFSET(ChunkOperands, u) + part * SQUARE_BYTES, SQUARE_BYTES);
+    if (bytes > OFFSET(ChunkOperands, qg)) copy(OFFSET(ChunkOperands, qg), bytes - OFFSET(ChunkOperands, qg));
   }
+  ring.next();
+}
+
+// Bytes from a chunk's record to the next chunk's, and the record of a segment's first chunk.
+__device__ __forceinline__ u64 record_step(const SegmentParams& p) { return (u64)p.HV * sizeof(ChunkOperands); }
+__device__ __forceinline__ u64 first_record(const SegmentParams& p, const Segment& x) {
+  return p.chunk_operands + ((u64)(x.s.slot + x.begin) * p.HV + x.hv) * sizeof(ChunkOperands);
+}
+
+// One thread loads the first `bytes` of every chunk's operands.
+__device__ __forceinline__ void produce(const SegmentParams& p, const Segment& x, OperandRing& ring,
+                                        u32 bytes, int part = 0) {
+  u64 from = first_record(p, x);
+  for (int c = x.begin; c < x.end; ++c, from += record_step(p)) load_record(ring, from, bytes, part);
 }
 
 // This warp has finished reading a stage.
 __device__ __forceinline__ void release(const Lane& l, const OperandRing& ring) {
   warp_arrive(ring.empty(), l.lane);
 }
+
+// A wait for what has come already. It ends a basic block: the assembler would move loads of shared
+// memory, and what needs them, between products that are asked for one after another, or operands of
+// the next chunk behind products that they do not need.
+__device__ __forceinline__ void end_basic_block(const OperandRing& ring) { ring.wait_full(); }

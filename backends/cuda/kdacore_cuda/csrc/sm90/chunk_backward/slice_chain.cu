@@ -1,0 +1,48 @@
+// Backward of context parallelism on Hopper: the state at the start of every segment and its
+// gradient at the end of every segment, one segment after another (segments.cuh):
+//
+//   S_(j+1) = S_j A_j + B_j,   dS_(j-1) = dS_j A_j^T + B'_j
+//
+// from what `maps` leaves for a slice. B lies where its result belongs, B of the first segment includes
+// the state that the sequence has at the slice's start. B' lies at its own segment's place, and the
+// gradient at the slice's end, d_ht, float [K][V], is the one of the last segment.
+// Grid: for each sequence, value head and direction 128 / ROWS blocks, which have ROWS value rows
+// each. Warps and synchronisation: compose.cuh.
+//
+// Macros from the host: ROWS, SHARED_BYTES.
+#include "sm90/chunk_backward/segments.cuh"
+#include "sm90/chunk_forward/segments/compose.cuh"
+
+KDA_KERNEL(THREADS, 1) slice_chain(KDA_PARAM ChunkBackwardParams p) {
+  KDA_SHARED(memory);
+  const u32 shared = shared_address(memory);
+  wait_for_inputs();
+  const int each = grid_blocks() >> 1;
+  const bool reverse = block_index() < each;
+  const int index = reverse ? block_index() : block_index() - each;
+  const int item = index / BLOCKS_V, part = index % BLOCKS_V, n = item / p.HV;
+  const int segments = (find_sequence(p, n).chunks + p.segment - 1) / p.segment;
+  if (!segments || (!reverse && segments < 3)) return;  // the first two starts are there already
+  const Lane l = make_lane(part);
+  make_barriers(shared);
+  const u64 first = (u64)first_segment(p, n) * p.HV + (item - n * p.HV);
+  const auto map_of = [&](int j) { return p.maps + (first + (u64)j * p.HV) * MAP_IMAGES_BYTES; };
+  const auto state_of = [&](u64 states, int j) { return states + (first + (u64)j * p.HV) * FULL_STATE_BYTES; };
+  Sums sums = {};
+  if (reverse) {
+    const int last = segments - 1;
+    const auto keep = [&](int j) { write_pairs(sums.x, l.row, l.channel, state_of(p.ends, j)); };
+    if (p.d_ht) read_key_first(sums, l, p.d_ht + (u64)item * FULL_STATE_BYTES);
+    compose<true>(
+        sums, last, shared, l, [&](int i) { return map_of(last - i); },
+        [&](int i) { return state_of(p.ends, last - i); }, [&](int i) { keep(last - i); });
+    keep(0);
+  } else {
+    const auto keep = [&](int j) { write_pairs(sums.x, l.row, l.channel, state_of(p.starts, j)); };
+    read_pairs(sums.x, l.row, l.channel, state_of(p.starts, 1));
+    compose<false>(
+        sums, segments - 2, shared, l, [&](int i) { return map_of(i + 1); },
+        [&](int i) { return state_of(p.starts, i + 2); }, [&](int i) { keep(i + 1); });
+    keep(segments - 1);
+  }
+}

@@ -1,0 +1,97 @@
+// Shared memory of prepare, and how its matrices lie there.
+//
+// All matrices are images as in chunk_backward/workspace.cuh, so that products of a warpgroup read
+// them where they are. Regions serve several times; a barrier of the block stands between two
+// columns of this table, except for k and q: the warp that reads a strip (32 tokens, 32 channels) of
+// them writes the same strip.
+//
+//   region   raw rows    operands        pairs multiplied          end
+//   k        k           zb              zb                        zb
+//   q        q           zq              the system in two parts   w
+//   rows     g           yk              v                         v
+//   earlier  g if float  sk              the system's diagonal     u, values 64 on
+//   aqk      g if float  qg on its way,  aqk                       u, values 0 to 63
+//   inverse              then kg         inverse                   inverse
+//
+// zq = q 2^(P + centre), zb = k 2^(P + centre), yk = k 2^(-P - centre), sk = k 2^(P_end - P), the last
+// of the first half only: q with its norm and scale, k with its norm, P the log2 decay from the start
+// of the row's half, P_end that of the first half.
+#pragma once
+
+#include "sm90/bulk_copies.cuh"
+#include "sm90/chunk_backward/prepare_unit_inputs.cuh"
+#include "sm90/chunk_forward/segments/chunk_operands.cuh"
+
+constexpr int THREADS = 256;
+constexpr int BLOCKS = 3;  // of a multiprocessor, or (SIDE_BY_SIDE) units of a block at once
+constexpr u32 HALF_SQUARE = HALF * IMAGE_ROW;  // 64 channels of 32 tokens
+
+constexpr u32 DIAGONAL_PITCH = 24;  // floats a row of a 16 x 16 block on the system's diagonal
+
+// 64 channels of keys: a right operand of 96 rows.
+struct Keys {
+  SquareImage rows;
+  union {
+    u16 earlier[HALF][64];
+    float diagonal[2][16][DIAGONAL_PITCH];
+  };
+};
+constexpr u32 KEYS_BYTES = sizeof(Keys);
+
+struct SharedMemory {
+  TileImage k;
+  union {
+    TileImage q;
+    TileImage w;
+    struct {
+      SquareImage system_high, system_low;
+    };
+  };
+  Keys keys[2];
+  union {
+    TileImage kg;
+    struct {
+      SquareImage aqk, inverse;
+    };
+  };
+  float q_factor[C];      // scale / |q|
+  float k_norm[C];        // 1 / |k|
+  float beta[C];          // as the recurrence uses it, 0 past the end
+  float ratio[C];         // beta rounded to bfloat16, over beta
+  float row_factor[C];    // the inverse of ratio
+  float totals[2][K];     // log2 decay of each half; before that, a copy of the gate's bias for each
+  float first_decay[K];   // decay of the first half
+  // Address of v's rows and their number, and the unit's place in the workspace; there are no
+  // registers for them.
+  u32 value_rows[4];
+#if SIDE_BY_SIDE
+  UnitInputs inputs[2];   // of this unit and of the next one
+  u64 given[2], written;  // barriers
+#endif
+};
+constexpr u32 UNIT_PITCH = (sizeof(SharedMemory) + 1023) / 1024 * 1024;
+static_assert((SIDE_BY_SIDE ? BLOCKS * UNIT_PITCH : sizeof(SharedMemory)) <= SHARED_BYTES,
+              "the host's shared memory size is too small");
+static_assert(SIDE_BY_SIDE || BLOCKS * (SHARED_BYTES + 1024) <= 228 * 1024,
+              "a multiprocessor has no room for so many blocks");
+
+#include "sm90/chunk_backward/prepare_places.cuh"
+
+// The unit's record.
+__device__ __forceinline__ unsigned char* record_of(const ChunkBackwardParams& p) {
+  return reinterpret_cast<unsigned char*>(p.last) + (u64)unit_index() * sizeof(ChunkOperands);
+}
+
+// The input g is where keys and aqk will be.
+constexpr u32 RAW_G = OFFSET(SharedMemory, keys);
+
+// Image i of keys, from the first; of the diagonal's block i.
+__device__ __forceinline__ constexpr u32 keys_offset(int i) { return OFFSET(SharedMemory, keys) + i * KEYS_BYTES; }
+__device__ __forceinline__ u32 diagonal_offset(int block) {
+  return keys_offset(block >> 1) + SQUARE_BYTES + (block & 1) * 16 * DIAGONAL_PITCH * 4;
+}
+// 16 values of u, from 16 j on: 128 bytes each.
+__device__ __forceinline__ constexpr u32 u_offset(int j) {
+  return j < 4 ? OFFSET(SharedMemory, aqk) + 16 * IMAGE_ROW * j
+               : keys_offset((j >> 1) - 2) + SQUARE_BYTES + 16 * IMAGE_ROW * (j & 1);
+}

@@ -1,0 +1,194 @@
+// Decays from the gate, and operands from the decays. A warp has a strip: 32 tokens, a half, and 32
+// channels. A lane (g, t) = (lane / 4, lane % 4) of it has channels 8i + g, i = 0..3, and eight
+// tokens in a row from 8t on, so that running sums stay in a lane and its quad.
+//
+// Matrix m of a load or store has tokens 8t + 2 (m ^ t), + 1 for t = 0..3, whose pieces lie in
+// different banks; so pair m of a lane's tokens is pair m ^ t in time.
+#pragma once
+
+#include "sm90/chunk_forward/segments/prepare_inputs.cuh"
+#include "sm90/warp.cuh"
+
+struct Strip {
+  int half, slice, lane, g, t;
+  u32 at;  // in an image, of the row that this lane names, first of the strip's four pieces; piece i: ^ 16 i
+};
+
+__device__ __forceinline__ Strip make_strip(int warp, int lane) {
+  const int t = lane >> 1 & 3, row = HALF * (warp >> 2) + 8 * t + 2 * (lane >> 3 ^ t) + (lane & 1);
+  return {warp >> 2, warp & 3, lane, lane >> 2, lane & 3, swizzled(row, 4 * (warp & 1))};
+}
+
+// This lane's gates of channel 8i + g of the strip.
+__device__ __forceinline__ void load_gates(float (&x)[8], u32 shared, const Strip& s, int i) {
+#if G_FLOAT
+  const u32 at = shared + RAW_G + 4 * (s.g & 3);
+#pragma unroll
+  for (int j = 0; j < 8; ++j)
+    x[j] = load_shared1(at + gate_offset(HALF * s.half + 8 * s.t + 2 * (j >> 1 ^ s.t) + (j & 1),
+                                         8 * s.slice + 2 * i + (s.g >> 2)));
+#else
+  u32 raw[4];
+  load_matrix4_transposed(raw, (shared + RAW_G + (s.slice >> 1) * KEYS_BYTES + s.at) ^ (i << 4));
+#pragma unroll
+  for (int m = 0; m < 4; ++m) {
+    x[2 * m] = bf16_low(raw[m]);
+    x[2 * m + 1] = bf16_high(raw[m]);
+  }
+#endif
+}
+
+// This lane's steps; 0 past the end.
+__device__ __forceinline__ void load_steps(float (&x)[4][8], u32 shared, const Strip& s, const Gate& gate,
+                                           int rows) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) load_gates(x[i], shared, s, i);
+  if (gate.kind == GATE_LOG) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) x[i][j] = log_step(gate, x[i][j]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+const float bias =
+          load_shared1(shared + OFFSET(SharedMemory, totals) + 4 * (K * s.half + 32 * s.slice + 8 * i + s.g));
+#pragma unroll
+      for (int j = 0; j < 8; ++j) x[i][j] = sigmoid_step(gate, x[i][j], bias);
+    }
+  }
+  if (rows == C) return;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      x[i][j] = HALF * s.half + 8 * s.t + 2 * (j >> 1 ^ s.t) + (j & 1) < rows ? x[i][j] : 0.0f;
+  }
+}
+
+// Replaces steps by their sums from the half's first row, plus the centre; the halves' sums go to
+// shared memory. A sum never depends on a later row.
+__device__ __forceinline__ void sum_strip(float (&x)[4][8], u32 shared, const Strip& s, float centre) {
+  const bool odd = s.t & 1, upper = s.t & 2;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float pair[4];
+#pragma unroll
+    for (int m = 0; m < 4; ++m) pair[m] = x[i][2 * m] + x[i][2 * m + 1];
+    const float low = pair[0] + pair[1], high = pair[2] + pair[3], sum = low + high;
+    const float one = shuffle_xor(sum, 1);
+    float total = sum + one, before = odd ? one : 0.0f;
+    const float other = shuffle_xor(total, 2);
+    total += other;
+    before += upper ? other : 0.0f;
+    before += centre;
+    if (s.t == 0) {
+      store_shared(shared + OFFSET(SharedMemory, totals) + 4 * (K * s.half + 32 * s.slice + 8 * i + s.g),
+                   __float_as_uint(total));
+    }
+    // Before pairs 0 and 1, and before pairs 2 and 3, whichever come first in time.
+    const float before_low = upper ? before + high : before, before_high = upper ? before : before + low;
+    x[i][0] += odd ? before_low + pair[1] : before_low;
+    x[i][2] += odd ? before_low : before_low + pair[0];
+    x[i][4] += odd ? before_high + pair[3] : before_high;
+    x[i][6] += odd ? before_high : before_high + pair[2];
+#pragma unroll
+    for (int m = 0; m < 4; ++m) x[i][2 * m + 1] += x[i][2 * m];
+  }
+}
+
+// 32 rows of 64 bytes from this strip's place in an image to a tile in device memory, times a power of
+// two.
+template <bool SCALED>
+__device__ __forceinline__ void flush_image(u32 image, const Strip& s, unsigned char* tile, float unit) {
+  sync_warp();
+  const int lane = opaque(s.lane);
+  const u32 units = pack_bf16(unit, unit);
+  // Rows n, n + 4, n + 8, ...: in this order they use different banks.
+  const u32 first = (s.slice >> 1) * SQUARE_BYTES +
+                    swizzled(HALF * s.half + (lane & 4) + 8 * (lane >> 3), 4 * (s.slice & 1) + (lane & 3));
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const u32 at = first ^ n * (IMAGE_ROW + 16);
+    uint4 x = load_shared_u4(image + at);
+    if (SCALED) {
+      x.x = multiply_bf16(x.x, units), x.y = multiply_bf16(x.y, units);
+      x.z = multiply_bf16(x.z, units), x.w = multiply_bf16(x.w, units);
+    }
+    store_global(tile + at, x);
+  }
+}
+
+// The strip's part of zq, zb, yk and sk to shared memory, of kg and qg to the record. `x`: from
+// sum_strip.
+template <int TOKEN_HALF>
+__device__ __forceinline__ void make_operands(float centre, u32 shared, const Strip& s, const float (&x)[4][8],
+                                              unsigned char* record) {
+  const u32 pairs = shared + OFFSET(SharedMemory, q_factor) + 4 * HALF * TOKEN_HALF + 40 * s.t;  // pair m: ^ 8 m
+  constexpr u32 NORM = OFFSET(SharedMemory, k_norm) - OFFSET(SharedMemory, q_factor);
+  const u32 tile = shared + (s.slice >> 1) * SQUARE_BYTES, keys = shared + (s.slice >> 1) * KEYS_BYTES;
+  const float unit = exp2_fast(-centre);
+  u32 kept[4][4];  // qg of the second half, or kg
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const u32 totals = shared + OFFSET(SharedMemory, totals) + 4 * (32 * s.slice + 8 * i + s.g);
+    const float first = load_shared1(totals), second = load_shared1(totals + 4 * K);
+    // The second half's q decays over the first half, the first half's k over the second.
+    const float other = exp2_fast(TOKEN_HALF ? first : second),
+                end = exp2_fast((TOKEN_HALF ? second : first) + centre);
+    const u32 at = s.at ^ (i << 4);
+    u32 q[4], k[4], y[4], kg[4], sk[4], qg[4];
+    load_matrix4_transposed(q, tile + at + OFFSET(SharedMemory, q));
+    load_matrix4_transposed(k, tile + at + OFFSET(SharedMemory, k));
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const u32 pair = pairs ^ (m << 3);
+      const float2 rq = load_shared2(pair), rk = load_shared2(pair + NORM);
+      const float x0 = x[i][2 * m], x1 = x[i][2 * m + 1], up0 = exp2_fast(x0), up1 = exp2_fast(x1);
+      const float z0 = bf16_low(q[m]) * rq.x * up0, z1 = bf16_high(q[m]) * rq.y * up1;
+      q[m] = pack_bf16(z0, z1);
+      if (TOKEN_HALF) qg[m] = pack_bf16(z0 * (unit * other), z1 * (unit * other));
+      const float k0 = bf16_low(k[m]) * rk.x, k1 = bf16_high(k[m]) * rk.y;
+      const float y0 = k0 * exp2_fast(-x0), y1 = k1 * exp2_fast(-x1);
+      const float s0 = y0 * end, s1 = y1 * end;
+      k[m] = pack_bf16(k0 * up0, k1 * up1);
+      y[m] = pack_bf16(y0, y1);
+      if (TOKEN_HALF) {
+        kg[m] = pack_bf16(s0, s1);
+      } else {
+        sk[m] = pack_bf16(s0, s1);
+        kg[m] = pack_bf16(s0 * other, s1 * other);
+      }
+    }
+    store_matrix4_transposed(tile + at + OFFSET(SharedMemory, q), q);
+    store_matrix4_transposed(tile + at + OFFSET(SharedMemory, k), k);
+    store_matrix4_transposed(keys + at + keys_offset(0), y);
+    if (!TOKEN_HALF) store_matrix4_transposed(keys + at + keys_offset(0) + SQUARE_BYTES, sk);
+    if (TOKEN_HALF) {
+      store_matrix4_transposed(tile + at + OFFSET(SharedMemory, kg), qg);
+#pragma unroll
+      for (int m = 0; m < 4; ++m) kept[i][m] = kg[m];
+    } else {
+      store_matrix4_transposed(tile + at + OFFSET(SharedMemory, kg), kg);
+    }
+  }
+  if (TOKEN_HALF) {
+    // qg first takes kg's place on its way.
+    flush_image<false>(shared + OFFSET(SharedMemory, kg), s, record + OFFSET(ChunkOperands, qg), 1.0f);
+    sync_warp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      store_matrix4_transposed(tile + (s.at ^ (i << 4)) + OFFSET(SharedMemory, kg), kept[i]);
+  } else {
+    flush_image<true>(shared + OFFSET(SharedMemory, q), s, record + OFFSET(ChunkOperands, qg), unit);
+  }
+}
+
+// The chunk's decay to the record, the first half's to shared memory.
+__device__ __forceinline__ void write_decays(u32 shared, int channel, unsigned char* record) {
+  const u32 totals = shared + OFFSET(SharedMemory, totals) + 4 * channel;
+  const float first = load_shared1(totals), second = load_shared1(totals + 4 * K);
+  reinterpret_cast<float*>(record + OFFSET(ChunkOperands, last))[channel] = exp2_fast(first + second);
+  store_shared(shared + OFFSET(SharedMemory, first_decay) + 4 * channel, __float_as_uint(exp2_fast(first)));
+}

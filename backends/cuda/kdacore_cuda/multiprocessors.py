@@ -1,0 +1,26 @@
+"""Multiprocessors of the device that a call is planned for, whichever library holds its arrays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kdacore.lazy import lazy_module
+from kdacore.types import ArrayKind, Request
+
+if TYPE_CHECKING:
+    from kdacore_cuda import jax_devices, torch_launch
+else:
+    jax_devices, torch_launch = (
+        lazy_module(f"kdacore_cuda.{name}") for name in ("jax_devices", "torch_launch")
+    )
+
+
+def multiprocessors(kind: ArrayKind, index: int) -> int:
+    """Multiprocessors of the CUDA device that arrays of ``kind`` call ``index``."""
+    library = jax_devices if kind == "jax" else torch_launch
+    return int(library.multiprocessors(index))
+
+
+def multiprocessors_of(request: Request) -> int:
+    """Those of a request's device."""
+    return multiprocessors(request.kind, request.device.index)

@@ -1,0 +1,32 @@
+"""Which calls on a slice of a row that continues on other ranks have kernels of their own."""
+
+from __future__ import annotations
+
+from kdacore.types import Request, SliceFunctions
+from kdacore_cuda import chunk_backward_slices, chunk_forward_slices
+from kdacore_cuda.architectures import build_arch
+from kdacore_cuda.chunk_forward_kernels import has_hopper_kernel
+
+_FUNCTIONS = SliceFunctions(
+    chunk_forward_slices.begin,
+    chunk_forward_slices.finish,
+    chunk_backward_slices.backward_begin,
+    chunk_backward_slices.backward_finish,
+)
+
+
+SECONDS = {False: (30e-6, 1.60e-9), True: (80e-6, 6.15e-9)}
+"""Whether gradients are wanted -> seconds of a slice's work, fixed and for each token and value head:
+two H100s, 4 to 32 heads, packed or not (docs/guide/long-context.md)."""
+
+
+def slice_functions(request: Request) -> SliceFunctions | None:
+    """The functions that serve a slice of ``chunk_kda`` by kernels for slices: of torch tensors on
+    Hopper with K = V = 128, for any number of heads. None elsewhere: such a slice is composed of
+    whole calls."""
+    if request.kind != "torch" or not has_hopper_kernel(request.K, build_arch(request.device.arch)):
+        return None
+    if request.op != "chunk_kda":
+        return _FUNCTIONS
+    fixed, each = SECONDS[request.needs_grad]
+    return _FUNCTIONS._replace(seconds=fixed + each * request.B * request.T * request.HV)

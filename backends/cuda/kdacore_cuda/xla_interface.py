@@ -1,0 +1,47 @@
+"""XLA's interface to handlers: the versions of it that ours are written for, and what a handler is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from kdacore.types import Reason, Request
+
+API_VERSIONS = ((0, 3), (0, 4))
+"""Versions of XLA's interface to handlers (xla/ffi/api/c_api.h) that the handler was read against:
+those of jaxlib 0.10 to 0.11."""
+_VERSION = re.compile(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)")
+
+
+class Handler(NamedTuple):
+    """A handler in this process."""
+
+    execute: object
+    """Its address, as ``jax.ffi.pycapsule`` takes it."""
+    add_kernel: Callable[[int, bytes], None]
+    """Makes the cubin with that id known to it."""
+
+
+@cache
+def api_version() -> tuple[int, int] | None:
+    """The version of XLA's interface that this jaxlib has, as its header says; None if it does not."""
+    import jax.ffi
+
+    try:
+        header = (Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h").read_text()
+    except OSError:
+        return None
+    found = {name: int(number) for name, number in _VERSION.findall(header)}
+    return (found["MAJOR"], found["MINOR"]) if len(found) == 2 else None
+
+
+def known_version(request: Request) -> Reason | None:
+    """A verifier: calls from JAX go through this interface, whose versions are not interchangeable."""
+    if request.kind != "jax" or (found := api_version()) in API_VERSIONS:
+        return None
+    got = f"XLA FFI {found[0]}.{found[1]}" if found else "a jaxlib without the header"
+    want = "XLA FFI " + " or ".join(f"{major}.{minor}" for major, minor in API_VERSIONS)
+    return Reason("unavailable", "does not know this version of XLA's interface to handlers", got, want)

@@ -1,0 +1,194 @@
+"""How XLA splits a call of the kernels over the devices of a mesh, under plain ``jit``.
+
+XLA cannot see into a kernel, and by itself refuses to partition one. Sequences and heads are independent: a call whose
+arrays are split along batch or heads runs on each device on what that holds, and communicates nothing; only the
+gradients of ``A_log`` and ``dt_bias`` are summed over devices that hold other sequences. A row that is split along its
+tokens is refused. Inside ``shard_map`` the caller has split the arrays already.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh
+
+from kdacore.errors import ContractError
+from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, RecurrentInputs, Request
+
+Array = Any
+Run = Callable[[Request, dict[str, Array]], dict[str, Array]]
+"""A call on arrays by name, with results by name."""
+
+_SUMMED = ("A_log", "dt_bias")
+"""What all sequences share."""
+
+
+def split_forward(
+    run: Callable[..., Outputs], request: Request, inputs: ChunkInputs | RecurrentInputs
+) -> Outputs:
+    """``run(request, inputs)``, split over devices as its arrays are."""
+    states = ("final_state",) if request.output_final_state or request.inplace_state else ()
+
+    def call(request: Request, arrays: dict[str, Array]) -> dict[str, Array]:
+        out = run(request, type(inputs)(**arrays))
+        return {n: getattr(out, n) for n in ("o", *states)}
+
+    arrays = {n: x for n, x in inputs._asdict().items() if x is not None}
+    return Outputs(**_split(call, request, arrays, dict.fromkeys(("o", *states), 4)))
+
+
+def split_backward(
+    run: Callable[..., InputGrads], request: Request, inputs: ChunkInputs, grads: OutputGrads
+) -> InputGrads:
+    """``run(request, inputs, (), grads)``, split over devices as its arrays are."""
+    arrays = {n: x for n, x in inputs._asdict().items() if x is not None}
+    given = {n: x for n, x in grads._asdict().items() if x is not None}
+    wanted = {n: arrays[n].ndim for n in InputGrads._fields if n in arrays}
+
+    def call(request: Request, arrays: dict[str, Array]) -> dict[str, Array]:
+        own = OutputGrads(*(arrays.get(n) for n in OutputGrads._fields))
+        found = run(request, ChunkInputs(**{n: arrays[n] for n in arrays if n not in given}), (), own)
+        return {n: getattr(found, n) for n in wanted}
+
+    return InputGrads(**_split(call, request, arrays | given, wanted))
+
+
+def _split(run: Run, request: Request, arrays: dict[str, Array], results: dict[str, int]) -> dict[str, Array]:
+    """``run(request, arrays)`` as one operation that XLA may partition. ``results``: dimensions by name."""
+    if AxisType.Manual in get_abstract_mesh().axis_types:
+        return run(request, arrays)
+    names = tuple(arrays)
+
+    def whole(*values: Array) -> tuple[Array, ...]:
+        found = run(request, dict(zip(names, values, strict=True)))
+        return tuple(found[n] for n in results)
+
+    def partition(mesh: Any, given: Any, _: Any) -> Any:
+        place = _placed(request, dict(zip(names, given, strict=True)))
+
+        def local(*values: Array) -> tuple[Array, ...]:
+            found = run(place.local, dict(zip(names, values, strict=True)))
+            if place.batch is not None:
+                found |= {n: lax.psum(found[n], place.batch) for n in _SUMMED if n in found}
+            return tuple(found[n] for n in results)
+
+        def sharding(name: str, ndim: int) -> NamedSharding:
+            return NamedSharding(mesh, _spec(_axes(request, name, ndim), place))
+
+        into = tuple(sharding(n, len(x.shape)) for n, x in zip(names, given, strict=True))
+        return mesh, local, tuple(sharding(n, ndim) for n, ndim in results.items()), into
+
+    divided = custom_partitioning(whole)
+    rule = [_axes(request, n, x.ndim) for n, x in arrays.items()]
+    made = [_axes(request, n, ndim) for n, ndim in results.items()]
+    factors = dict.fromkeys(re.findall(r"\w+", " ".join((*rule, *made))))  # XLA wants them in this order
+    divisible = ("t", "h", "r") if _pooled(request) else ("b", "t", "h", "r")
+    divided.def_partition(
+        partition=partition,
+        sharding_rule=f"{', '.join(rule)} -> {', '.join(made)}",
+        need_replication_factors=tuple(f for f in factors if f not in divisible),
+        **({"r": request.HV // request.H} if request.HV > request.H else {}),
+    )
+    # A partitioned operation has no rule for vmap.
+    function = custom_vmap(divided)
+
+    @function.def_vmap
+    def mapped(size: int, batched: list[bool], *values: Array) -> Any:
+        axes = tuple(0 if b else None for b in batched)
+        return jax.vmap(whole, axes)(*values), (True,) * len(results)
+
+    return dict(zip(results, function(*arrays.values()), strict=True))
+
+
+def _pooled(request: Request) -> bool:
+    """Whether sequences find their states by number: then none may be taken from the others."""
+    return bool(request.pool_size or request.write_pool_size or request.inplace_state)
+
+
+def _axes(request: Request, name: str, ndim: int) -> str:
+    """The axes of an array: ``b`` batch, ``t`` tokens, ``h`` q/k heads and ``r`` value heads of each, ``k`` and ``w``
+    channels of keys and of values. Axes that have nothing in common with other arrays' are named after the array."""
+    heads = "(h r)" if request.HV > request.H else "h"
+    rows = f"{name}_rows" if request.packed or _pooled(request) else "b"
+    state = f"{rows} {heads} w k" if request.state_v_first else f"{rows} {heads} k w"
+    bias = f"({heads.strip('()')} k)" if ndim == 1 else f"{heads} k"
+    known = {
+        "q": "b t h k",
+        "k": "b t h k",
+        "v": f"b t {heads} w",
+        "o": f"b t {heads} w",
+        "g": f"b t {heads}" if request.scalar_gate else f"b t {heads} k",
+        "beta": f"b t {heads}",
+        "A_log": heads,
+        "dt_bias": heads if request.scalar_gate else bias,
+        "initial_state": state,
+        "write_pool": state,
+        "final_state": state,
+    }
+    return known.get(name) or " ".join(f"{name}_{n}" for n in range(ndim))
+
+
+class _Place(NamedTuple):
+    """What one device holds of a call."""
+
+    local: Request
+    """The call on what it holds."""
+    batch: Any
+    """Mesh axes that the batch is split over, or None."""
+    heads: Any
+    """The same of the heads."""
+
+
+def _placed(request: Request, given: dict[str, Any]) -> _Place:
+    """How a call is split, from the shardings of its arrays.
+
+    Raises:
+        ContractError: rows are split along their tokens.
+    """
+    for name, x in given.items():
+        axes = _axes(request, name, len(x.shape)).split()
+        spec = tuple(x.sharding.spec)
+        if axes[1:2] == ["t"] and len(spec) > 1 and spec[1]:
+            raise ContractError(
+                request.op,
+                name,
+                f"an array split along its tokens, over mesh axes {spec[1]!r}",
+                "whole rows: inside jax.shard_map, cp= computes rows that are split over a mesh axis",
+            )
+    mesh = given["q"].sharding.mesh
+    spec = (*given["q"].sharding.spec, None, None, None)
+    batch = None if _pooled(request) else spec[0]
+    batch, heads = _dividing(mesh, batch, request.B), _dividing(mesh, spec[2], request.H)
+    rows, parts = _count(mesh, batch), _count(mesh, heads)
+    local = replace(
+        request,
+        B=request.B // rows,
+        N=request.N if request.packed else request.N // rows,
+        H=request.H // parts,
+        HV=request.HV // parts,
+    )
+    return _Place(local, batch, heads)
+
+
+def _count(mesh: Any, axes: Any) -> int:
+    """The number of devices along mesh axes: a name, several, or None."""
+    return math.prod(mesh.shape[n] for n in ((axes,) if isinstance(axes, str) else axes or ()))
+
+
+def _dividing(mesh: Any, axes: Any, size: int) -> Any:
+    """The axes, or None where they do not divide a size evenly."""
+    return axes if axes and size % _count(mesh, axes) == 0 else None
+
+
+def _spec(axes: str, place: _Place) -> PartitionSpec:
+    """The spec of an array with these axes on that device."""
+    whole = re.sub(r"\((\w+)[^)]*\)", r"\1", axes).split()  # of several in one, the first is split
+    return PartitionSpec(*({"b": place.batch, "h": place.heads}.get(axis) for axis in whole))

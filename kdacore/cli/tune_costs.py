@@ -1,0 +1,81 @@
+"""``kdacore tune costs``: measure how long each backend takes on this device, for automatic choice."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kdacore import files, report
+from kdacore.bench.cases import Case
+from kdacore.bench.clock import Budget, CudaClock
+from kdacore.cli.tune_device import complain, device_of, name_of, progress_bar, torch_name
+from kdacore.dispatch import cost_tables
+from kdacore.types import Device
+
+if TYPE_CHECKING:
+    from kdacore.bench import cost_measure
+
+MINUTES = 4.8
+SAMPLES, SECONDS = 7, 1.0
+"""Timings of each backend, and seconds that one call may take."""
+
+
+def run(args: argparse.Namespace) -> int:
+    from kdacore.bench import cost_shapes
+
+    cases = [case for case in cost_shapes.cases() if args.only in case.name]
+    if not cases:
+        return complain("no call is left to measure (--only)", report.USAGE)
+    if args.list:
+        report.console().print(report.table(("call",), [(case.name,) for case in cases]))
+        return report.OK
+    if importlib.util.find_spec("torch") is None:
+        return complain("needs torch, which is not installed: pip install 'kdacore[cuda]'", report.BROKEN)
+    device = device_of(args.device)
+    if device is None:
+        why = f"no NVIDIA GPU that torch can use as {args.device!r}; --list shows what would be measured"
+        return complain(why, report.BROKEN)
+    return _measure(args, cases, device)
+
+
+def _measure(args: argparse.Namespace, cases: list[Case], device: Device) -> int:
+    from kdacore.bench import cost_measure
+
+    name = name_of(device)
+    path = args.out or cost_tables.path_of(device.arch, name)
+    partial = path.with_name(path.stem + cost_tables.PARTIAL)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    measured = cost_measure.Measured(partial, device, name)
+    out = report.console()
+    if not args.fresh and measured.load():
+        out.print(f"going on from {partial}: {len(measured.seconds)} calls are measured")
+    budget = Budget(args.samples or SAMPLES, args.seconds or SECONDS)
+    limit = 60 * (args.minutes or MINUTES)
+    with progress_bar() as progress:
+        task = progress.add_task("tune", total=len(cases), completed=_done(measured, cases))
+        for case in cost_measure.measure(measured, cases, torch_name(device), budget, CudaClock, limit):
+            progress.update(task, description=case.name, completed=_done(measured, cases))
+    if measured.disagreements:
+        for said in measured.disagreements:
+            complain(said, report.BROKEN)
+        why = "nothing is written where backends disagree; `kdacore verify` says which is wrong"
+        return complain(why, report.BROKEN)
+    missing = len(cases) - _done(measured, cases)
+    if missing:
+        why = f"{missing} of {len(cases)} calls are still to be measured; run it again to go on"
+        return complain(why, report.BROKEN)
+    return _write(path, partial, measured.table(cases))
+
+
+def _done(measured: cost_measure.Measured, cases: list[Case]) -> int:
+    return sum(case.name in measured.seconds for case in cases)
+
+
+def _write(path: Path, partial: Path, table: cost_tables.Table) -> int:
+    files.write_whole(path, cost_tables.dump(table))
+    partial.unlink(missing_ok=True)
+    cost_tables.forget()
+    report.console().print(f"written: {path}")
+    return report.OK

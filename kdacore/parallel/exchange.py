@@ -1,0 +1,217 @@
+"""A torch call on one rank: which parts are computed, what is exchanged, and how the states of slices are found.
+
+Forward: every rank finds the map of its leaving part; one gather; every rank folds the maps of the ranks before it into
+the state that its entering part starts from. Backward: no gradient flows through the maps. Every rank finds what its
+entering part contributes to the gradient of the state before it; one gather; every rank folds those of the ranks
+behind it, with the transitions of the forward, into the gradient of the state its leaving part ends in.
+
+States here are ``[N, HV, K, V]`` (K-first) in the dtype that a slice's request says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from kdacore.parallel.fold import applied, folded, narrowed, widened
+from kdacore.parallel.layout import Layout, ends_here, starts_here
+from kdacore.types import InputGrads, OutputGrads, Outputs, Request, SliceFunctions
+
+
+class Ranks(Protocol):
+    """The ranks that share a row, as one of them."""
+
+    size: int
+    rank: int
+
+    def all_gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start gathering an array of every rank, in their order. The result waits for it: ``[size, *x.shape]``."""
+        ...
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks. ``x`` may be overwritten."""
+        ...
+
+
+class Slice(NamedTuple):
+    """One rank's slice of a call."""
+
+    request: Request
+    """As :class:`kdacore.types.SliceFunctions` takes it."""
+    functions: SliceFunctions
+    ranks: Ranks
+    mark: float = 0.0
+    """A number that stands for the call: travels with the maps, so that each rank sees whether the others make it."""
+
+
+MARKS = 4
+"""Times that the mark is written behind the maps, to keep what follows aligned."""
+
+
+class Residuals(NamedTuple):
+    """What a backward needs besides the inputs."""
+
+    start: torch.Tensor
+    """``[G, HV, K, V]``: the state that the entering part of each row starts from. The others start from their initial
+    states, so they are not kept."""
+    transitions: torch.Tensor
+    """``[size - 1 - rank, G, HV, K, K]``: M of the ranks behind this one."""
+    saved: tuple[torch.Tensor, ...] = ()
+    """The backend's own."""
+
+
+class Rows(NamedTuple):
+    """A packed row on one rank."""
+
+    cu_seqlens: torch.Tensor
+    """Over the whole row, in a dtype that holds its length."""
+    place: Layout
+
+
+def forward(
+    slice: Slice, inputs: Any, rows: Rows | None, initial_state: torch.Tensor | None
+) -> tuple[Outputs, Residuals]:
+    """Run one rank's slice. ``final_state``, where asked for, is that of every sequence, on every rank.
+
+    Args:
+        slice: of this rank.
+        inputs: its arrays; packed, with local offsets.
+        rows: the sequences on this rank; None of rows that are not packed.
+        initial_state: ``[N, HV, K, V]`` of all sequences; zeros when None.
+    """
+    request, functions, ranks, _ = slice
+    M, C, pending = functions.begin(request, inputs, None if rows is None else rows.place.leaving)
+    wait = ranks.all_gather(torch.cat([M.reshape(-1), C.reshape(-1), M.new_full((MARKS,), slice.mark)]))
+    initial = _zero_states(request, inputs.q) if initial_state is None else initial_state
+    gathered = wait()
+    transitions = gathered[:, : M.numel()].view(-1, *M.shape)
+    states = gathered[:, M.numel() : -MARKS].view(-1, *C.shape)
+    start = _start(slice, transitions, states, initial, rows)
+    # Not a number where another rank makes another call: nothing may pass for a result then.
+    start = torch.where((gathered[:, -MARKS:] == slice.mark).all(), start, torch.nan)
+    outputs = functions.finish(request, inputs, pending, _all_starts(initial, start, rows))
+    residuals = Residuals(start, transitions[ranks.rank + 1 :], outputs.saved)
+    if not request.output_final_state:
+        return outputs._replace(saved=()), residuals
+    final = _of_sequences(slice, rows, ends_here, ranks.size - 1, outputs.final_state)
+    return outputs._replace(final_state=ranks.all_reduce(final), saved=()), residuals
+
+
+def backward(
+    slice: Slice,
+    inputs: Any,
+    rows: Rows | None,
+    initial_state: torch.Tensor | None,
+    residuals: Residuals,
+    grads: OutputGrads,
+) -> InputGrads:
+    """The gradients of one rank's slice. That of ``initial_state`` is the rank's share, for all N sequences.
+
+    Args:
+        slice, inputs, rows, initial_state: as in :func:`forward`.
+        residuals: that it returned.
+        grads: that reached this rank's copies of the results; ``final_state`` as the local one.
+    """
+    request, functions, ranks, _ = slice
+    start, transitions, saved = residuals
+    dfinal = None
+    if request.output_final_state:
+        # Whether or not a gradient reached this rank's copy: it may have reached others'.
+        given = grads.final_state
+        mine = _zero_states(request, inputs.q) if given is None else given.clone()
+        dfinal = _of_sequences(slice, rows, ends_here, ranks.size - 1, ranks.all_reduce(mine))
+    grads = OutputGrads(grads.o, dfinal)
+    entering = None if rows is None else rows.place.entering
+    initial = _zero_states(request, inputs.q) if initial_state is None else initial_state
+    starts = _all_starts(initial, start, rows)
+    dstart, pending = functions.backward_begin(request, inputs, saved, grads, starts, entering)
+    behind = ranks.all_gather(dstart)()[ranks.rank + 1 :]
+    ends = _zero_states(request, inputs.q) if dfinal is None else dfinal
+    ends = _ends(slice, transitions, behind, ends, rows)
+    found = functions.backward_finish(request, inputs, saved, pending, grads, starts, ends)
+    if initial_state is None:
+        return found
+    return found._replace(initial_state=_of_sequences(slice, rows, starts_here, 0, found.initial_state))
+
+
+def _start(
+    slice: Slice, M: torch.Tensor, C: torch.Tensor, initial: torch.Tensor, rows: Rows | None
+) -> torch.Tensor:
+    """The state that the entering part of each row starts from: what the ranks before make of its initial state, or
+    that itself."""
+    rank = slice.ranks.rank
+    before = initial if rows is None else initial.index_select(0, rows.place.entering)
+    if rank == 0:
+        return before
+    M, C = M[:rank], C[:rank]
+    if rows is not None and rank > 1:  # ranks before the one where the sequence begins hold others
+        place = rows.place
+        within = _multiples(1, rank + 1, slice.request.T, place.begins) > place.begins[0]
+        unchanged = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
+        M = torch.where(_column(within, M), M, unchanged)
+        C = torch.where(_column(within, C), C, 0.0)
+    state = narrowed(folded(widened(M), widened(C), widened(before)), initial)
+    return state if rows is None else torch.where(rows.place.enters[:, None, None, None], state, before)
+
+
+def _all_starts(initial: torch.Tensor, start: torch.Tensor, rows: Rows | None) -> torch.Tensor:
+    """``[N, HV, K, V]``: the state that each local part starts from."""
+    return start if rows is None else initial.index_copy(0, rows.place.entering.long(), start)
+
+
+def _ends(
+    slice: Slice, transitions: torch.Tensor, behind: torch.Tensor, ends: torch.Tensor, rows: Rows | None
+) -> torch.Tensor:
+    """The gradient of the state that each local part ends in: of its final state, or from the ranks behind.
+
+    ``ends``: those of final states.
+    """
+    ranks, count = slice.ranks, behind.shape[0]
+    if not count:
+        return ends
+    if rows is not None and count > 1:  # ranks behind the one where the sequence ends hold others
+        end = rows.place.ends[1]
+        begins_of_ranks = _multiples(ranks.rank + 1, ranks.size + 1, slice.request.T, end)
+        within = begins_of_ranks < end
+        behind = torch.where(_column(within[:-1], behind), behind, 0.0)
+        transitions = torch.where(_column(within[1:], transitions), transitions, 0.0)
+    M, B = widened(transitions), widened(behind)
+    state = B[-1]
+    for q in reversed(range(count - 1)):
+        state = applied(M[q].mT, state, B[q])
+    if rows is None:
+        return narrowed(state, ends)
+    place = rows.place
+    own = ends.index_select(0, place.leaving)
+    end = torch.where(place.leaves[:, None, None, None], narrowed(state, ends), own)
+    return ends.index_copy(0, place.leaving.long(), end)
+
+
+def _zero_states(request: Request, like: torch.Tensor) -> torch.Tensor:
+    shape = (request.N, request.HV, request.K, request.V)
+    return torch.zeros(shape, dtype=getattr(torch, request.state_dtype), device=like.device)
+
+
+def _of_sequences(
+    slice: Slice, rows: Rows | None, here: Callable[..., torch.Tensor], rank: int, states: torch.Tensor
+) -> torch.Tensor:
+    """The states of the sequences that are ``here``, and zeros for the others; not packed, all are on one rank.
+
+    A choice, not a product: the others may be NaN.
+    """
+    if rows is None:
+        return states if slice.ranks.rank == rank else torch.zeros_like(states)
+    kept = here(rows.cu_seqlens, slice.ranks.rank, slice.request.T)
+    return torch.where(kept[:, None, None, None], states, 0.0)
+
+
+def _multiples(first: int, end: int, step: int, like: torch.Tensor) -> torch.Tensor:
+    """``[first * step, ..., (end - 1) * step]``."""
+    return torch.arange(first * step, end * step, step, dtype=like.dtype, device=like.device)
+
+
+def _column(flags: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Flags ``[R]`` that broadcast against ``like [R, ...]``."""
+    return flags.reshape(-1, *[1] * (like.dim() - 1))

@@ -1,0 +1,110 @@
+"""The doctor's section on cost tables: which is used here, and why others are not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from kdacore import config, machine
+from kdacore.cli import main as cli
+from kdacore.dispatch import cost_tables
+from kdacore.dispatch.cost_tables import Group, Table
+from kdacore.machine import Accelerator, Machine
+
+GROUP = Group("chunk_kda", "torch", "bfloat16", False, 128, 128)
+TIMES = MappingProxyType({("reference", GROUP): {(("packed", False),): {64: ((16.0, 0.5),)}}})
+HERE = Accelerator("torch", "cuda", "sm_90", "NVIDIA H100 80GB HBM3")
+SHIPPED = "shipped for sm_90"
+
+
+@pytest.fixture
+def folder(small_machine: Machine) -> Path:
+    path = config.get().cache_dir / "costs"
+    path.mkdir(parents=True, mode=0o700)
+    return path
+
+
+def with_gpu(monkeypatch: pytest.MonkeyPatch, *accelerators: Accelerator) -> None:
+    found = Machine((), accelerators, ("numpy",))
+    monkeypatch.setattr(machine, "probe", lambda: found)
+
+
+def put(device: str = HERE.name, backends: dict[str, str] | None = None) -> Path:
+    table = Table("sm_90", device, "2026-11-25", backends or {"reference": "0.1.0"}, TIMES)
+    path = cost_tables.path_of("sm_90", device)
+    path.write_text(cost_tables.dump(table))
+    return path
+
+
+def diagnose(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    cli.main(["doctor", "--json", "--no-selfcheck"])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def statuses(found: dict[str, Any]) -> dict[str, str]:
+    return {row["table"]: row["status"] for row in found["costs"]}
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_shipped_table_is_used_where_there_is_no_other(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert statuses(diagnose(capsys)) == {SHIPPED: "not used here"}
+    with_gpu(monkeypatch, HERE)
+    found = diagnose(capsys)
+    assert statuses(found) == {SHIPPED: f"used for {HERE.name}"}
+    assert found["costs"][0]["device"] == "NVIDIA H200" and found["problems"] == []
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_table_of_this_device_is_used(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_gpu(monkeypatch, HERE)
+    own, other = put(), put("NVIDIA X2")
+    found = diagnose(capsys)
+    assert statuses(found) == {
+        str(own): "used",
+        str(other): "not used: no NVIDIA X2 here",
+        SHIPPED: "not used here",
+    }
+    assert found["problems"] == []
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_damaged_table_is_a_problem(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_gpu(monkeypatch, HERE)
+    path = put()
+    path.write_text("{")
+    found = diagnose(capsys)
+    assert statuses(found)[str(path)].startswith("ignored: it is not JSON")
+    assert statuses(found)[SHIPPED] == f"used for {HERE.name}"
+    (problem,) = found["problems"]
+    assert problem["where"] == f"cost table {path}" and "`kdacore tune` measures it again" in problem["what"]
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_table_of_another_version_is_no_problem(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_gpu(monkeypatch, HERE)
+    path = put(backends={"reference": "0.0.1"})
+    found = diagnose(capsys)
+    said = "ignored: it was measured with reference 0.0.1; here it is 0.1.0. `kdacore tune` measures it again"
+    assert statuses(found)[str(path)] == said
+    assert found["problems"] == []
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_text_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
+    put("NVIDIA X2")
+    assert cli.main(["doctor", "--no-selfcheck"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "cost tables for automatic choice" in said and "not used: no NVIDIA X2 here" in said

@@ -1,0 +1,115 @@
+"""Calls whose arrays plain jit splits over eight devices, in a process of its own: prints one line for each check.
+
+Run by test_jax_partitioning.py, which sets how many devices XLA's CPU backend has.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax_emulation as emulation
+import numpy as np
+from cuda_calls import MODEL, Draw
+from emulated_backend import NAME, Plugin
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from pytest import MonkeyPatch
+
+import kdacore
+from kdacore.registry import REGISTRY
+
+TOKENS = ("q", "k", "v", "g", "beta")
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+B, T, H, K = 4, 40, 2, 128
+MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "heads"))
+
+
+def call(x: dict[str, Any], op: str = "chunk_kda", **options: Any) -> Any:
+    others = {n: a for n, a in x.items() if n not in TOKENS}
+    return getattr(kdacore, op)(*(x[n] for n in TOKENS), **others, **MODEL, **options, backend=NAME)
+
+
+def draw(HV: int) -> dict[str, Any]:
+    d = Draw(0)
+    tokens = {"q": d.normal(B, T, H, K), "k": d.normal(B, T, H, K), "v": d.normal(B, T, HV, K)}
+    x = {**tokens, "beta": d.normal(B, T, HV), **d.gate("random", B, T, HV, K)}
+    return {n: emulation.to_jax(a) for n, a in x.items()}
+
+
+def place(x: dict[str, Any], rows: str | None, **others: Any) -> dict[str, Any]:
+    """Tokens split by rows and heads, parameters by heads."""
+    specs = {n: P(rows, None, "heads") if n in TOKENS else P("heads") for n in x} | others
+    return {n: jax.device_put(a, NamedSharding(MESH, specs[n])) for n, a in x.items()}
+
+
+def check(name: str, function: Callable[..., Any], split: Any, whole: Any) -> None:
+    """Print the collectives of the program for the split arrays, and whether results have one device's bits."""
+    program = jax.jit(function).lower(*split).compile()
+    found = {n: len(re.findall(rf"= .*{n}\(", program.as_text())) for n in COLLECTIVES}
+    got, want = program(*split), jax.jit(function)(*whole)
+    same = all(
+        np.array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    )
+    print(name, "same" if same else "DIFFERENT", *(f"{n}={count}" for n, count in found.items() if count))
+
+
+def run(HV: int) -> None:
+    x = draw(HV)
+    states = {
+        "initial_state": jnp.asarray(np.random.default_rng(0).standard_normal((B, HV, K, K)), jnp.float32)
+    }
+
+    def training(x: dict[str, Any]) -> Any:
+        def loss(x: dict[str, Any]) -> Any:
+            o, state = call(x, output_final_state=True)
+            return o.astype(jnp.float32).sum() + state.sum()
+
+        return call(x, output_final_state=True), jax.grad(loss)(x)
+
+    whole = x | states
+    check("training", training, [place(whole, "data", initial_state=P("data", "heads"))], [whole])
+
+    ends = jnp.array([0, 30, 30, T], jnp.int32)
+    row = {n: a[:1] if n in TOKENS else a for n, a in x.items()}
+
+    def pack(x: dict[str, Any], ends: Any) -> Any:
+        return call(x, cu_seqlens=ends, output_final_state=True, checkpoint_every=64)
+
+    check("pack", pack, [place(row, None), ends], [row, ends])
+
+    pool = jnp.asarray(np.random.default_rng(1).standard_normal((5, HV, K, K)), jnp.float32)
+    slots = jnp.array([4, 0, -1, 2], jnp.int32)
+    token = {n: a[:, :1] if n in TOKENS else a for n, a in x.items()}
+
+    def decode(pool: Any, x: dict[str, Any], slots: Any) -> Any:
+        pools = {
+            "initial_state": pool,
+            "state_indices": slots,
+            "inplace_state": True,
+            "output_final_state": True,
+        }
+        return call(x, "fused_recurrent_kda", **pools)
+
+    split = jax.device_put(pool, NamedSharding(MESH, P(None, "heads")))
+    check("decode", decode, [split, place(token, None), slots], [pool, token, slots])
+
+    flat = x | {"dt_bias": x["dt_bias"].reshape(-1)}
+    check("flat", lambda x: call(x)[0], [place(flat, "data")], [flat])
+
+
+if __name__ == "__main__":
+    device = emulation.Device(Path(tempfile.mkdtemp()))
+    handler = emulation.native_handler(device)
+    emulation.register(handler, "test.native")
+    emulation.install(MonkeyPatch(), device, handler, "test.native")
+    device.run = device.emulate
+    REGISTRY.register(Plugin("chunk_kda", "fused_recurrent_kda", kind="jax"), NAME)
+    run(int(sys.argv[1]))

@@ -1,0 +1,310 @@
+"""What calls from JAX hand to the driver, and what becomes of errors, through both handlers."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from cuda_calls import MODEL, request_of
+from emulated_backend import HOPPER
+from jax_emulation import Device
+
+import kdacore
+from kdacore.errors import UnsupportedError
+from kdacore.types import ChunkInputs, OutputGrads, RecurrentInputs, Request
+from kdacore_cuda import (
+    chunk_forward,
+    jax_chunk,
+    jax_launch,
+    jax_recurrent,
+    launch_program,
+    packaged_cubins,
+    recurrent,
+    xla_interface,
+)
+from kdacore_cuda.launch_program import Clear, make_program
+from kdacore_cuda.launch_sequence import PlannedLaunch
+
+B, T, H, K = 1, 40, 2, 128
+
+
+def arrays(B: int = B, T: int = T, H: int = H, K: int = K) -> dict[str, Any]:
+    tokens = {n: jnp.zeros((B, T, H, K), jnp.bfloat16) for n in ("q", "k", "v", "g")}
+    more = {"A_log": jnp.zeros(H), "dt_bias": jnp.zeros((H, K))}
+    return {**tokens, "beta": jnp.zeros((B, T, H), jnp.bfloat16), **more}
+
+
+def call(x: dict[str, Any], op: str = "chunk_kda", **more: Any) -> Any:
+    positional = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    keywords = {n: a for n, a in x.items() if n not in ("q", "k", "v", "g", "beta")}
+    return getattr(kdacore, op)(*positional, **keywords, **MODEL, **{"backend": "emulated", **more})
+
+
+def run(x: dict[str, Any], **more: Any) -> Any:
+    return jax.block_until_ready(jax.jit(lambda x: call(x, **more))(x))
+
+
+def test_parameters_are_those_of_the_plan(either_handler: Device) -> None:
+    run(arrays(H=30), output_final_state=True)
+    (launched,) = either_handler.launched
+    specs = ChunkInputs(
+        **{n: torch.zeros(a.shape, dtype=getattr(torch, a.dtype.name)) for n, a in arrays(H=30).items()}
+    )
+    request = request_of("chunk_kda", specs, **MODEL, output_final_state=True)
+    plan = chunk_forward._make_plan(dataclasses.replace(request, kind="jax", device=HOPPER))
+    assert (launched.grid, launched.threads, launched.shared) == (
+        *(plan.grid, plan.launcher.threads, plan.launcher.shared),
+    )
+    assert launched.kernel is plan.launcher.kernel and launched.overlaps
+    names = [name for name, _ in plan.launcher.params.fields]
+    row = 30 * 128 * 128
+    want = plan.launcher.params.last(row, row, *plan.strides, *plan.sizes)
+    got = dict(zip(names, launched.values, strict=True))
+    assert {n: got[n] for n in want} == {n: pytest.approx(x) for n, x in want.items()}
+    for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "o", "ht"):
+        assert got[name]
+    for name in ("h0", "cu_seqlens", "ckpt", "reads", "writes", "mark_states"):
+        assert not got[name]
+
+
+def test_every_call_has_a_launch_number_of_its_own(either_handler: Device) -> None:
+    step = jax.jit(lambda x: call(x))
+    for _ in range(3):
+        jax.block_until_ready(step(arrays(H=30)))
+    at = [name for name, _ in chunk_forward.CHUNK_FORWARD.fields].index("launch")
+    numbers = [x.values[at] for x in either_handler.launched]
+    assert len(set(numbers)) == 3 and min(numbers) > 0
+
+
+def test_kernels_are_loaded_once(either_handler: Device) -> None:
+    step = jax.jit(lambda x: call(x, lower_bound=-4.0, safe_gate=True))
+    jax.block_until_ready(step(arrays()))
+    loads, limits = (either_handler.number(name).value for name in ("loads", "limits"))
+    for _ in range(3):
+        jax.block_until_ready(step(arrays()))
+    assert (either_handler.number("loads").value, either_handler.number("limits").value) == (loads, limits)
+
+
+def test_unused_rows_of_checkpoints_are_cleared(either_handler: Device) -> None:
+    x = arrays() | {"cu_seqlens": jnp.array([0, 40], jnp.int32)}
+    _, _, checkpoints = run(x, checkpoint_every=64, output_final_state=True)
+    assert checkpoints.shape == (1, H, K, K) and not checkpoints.any()
+
+
+def test_a_refused_launch(either_handler: Device) -> None:
+    either_handler.number("refuses").value = 3
+    with pytest.raises(jax.errors.JaxRuntimeError, match="cuLaunchKernelEx failed: CUDA_ERROR_STUB"):
+        run(arrays())
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "value", "text"),
+    [
+        (5, "multiprocessors", 100, "132 multiprocessors, but GPU 5 is sm_90 with 100"),
+        (6, "capability", 103, "compiled for sm_90 with 132 multiprocessors, but GPU 6 is sm_103"),
+    ],
+)
+def test_a_device_of_another_kind(
+    either_handler: Device, device: int, name: str, value: int, text: str
+) -> None:
+    """Of several in a process, say: grids were planned for the first."""
+    either_handler.number("device").value = device
+    either_handler.number(name).value = value
+    with pytest.raises(jax.errors.JaxRuntimeError, match=text):
+        run(arrays())
+    assert not either_handler.launched
+
+
+def test_a_second_device_of_the_same_kind(either_handler: Device) -> None:
+    run(arrays())
+    loads, limits = (either_handler.number(name).value for name in ("loads", "limits"))
+    either_handler.number("device").value = 7
+    run(arrays())
+    assert either_handler.number("loads").value == loads  # code is loaded for all, limits are set for each
+    assert either_handler.number("limits").value == limits + 2
+    assert len(either_handler.launched) == 4
+
+
+def custom_call(words: Any, *given: Any) -> Any:
+    from kdacore_cuda import xla_handler
+
+    result = jax.ShapeDtypeStruct((4,), jnp.float32)
+    made = jax.ffi.ffi_call(xla_handler.TARGET, result, vmap_method="sequential")
+    return jax.block_until_ready(made(*given, program=words))
+
+
+def words(*steps: Any, arguments: int = 0) -> Any:
+    names = [f"x{i}" for i in range(arguments)]
+    return make_program(steps, names, ["y"], "sm_90a", 90, 132).words
+
+
+def test_memory_is_cleared(either_handler: Device) -> None:
+    assert not custom_call(words(Clear("y", 16))).any()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: w[:3],
+        lambda w: np.concatenate([w[:0], [w[0] + 1], w[1:]]),
+        lambda w: np.concatenate([w[:3], [1], w[4:]]),
+        lambda w: w.astype(np.int32),
+    ],
+    ids=["short", "format", "arrays", "dtype"],
+)
+def test_programs_of_another_version_are_refused(either_handler: Device, change: Any) -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match="another version|another call|no program"):
+        custom_call(change(words(Clear("y", 16))))
+
+
+def test_kernels_that_were_never_added_are_read_from_the_package(either_handler: Device) -> None:
+    """As those of a program that was exported elsewhere."""
+    rows = packaged_cubins.read_manifest()
+    name, row = next((n, r) for n, r in rows.items() if n.startswith("sums") and n.endswith("sm_90a"))
+    made = words(Clear("y", 16))
+    kernel = [launch_program.KERNEL, launch_program.KERNEL_WORDS + 1, int(row["file"][:16], 16)]
+    kernel = [x - 2**64 if x >= 2**63 else x for x in kernel]
+    entry = [int(x) for x in np.frombuffer(b"sums".ljust(32, b"\0"), np.int64)]
+    step = [*kernel, *entry, 1, 32, 0, 0, 8, 0, 5]
+    either_handler.raw.clear()
+    header = list(made[:5])
+    custom_call(np.array([*header, 1, *step], np.int64))
+    (handle,) = either_handler.raw
+    assert handle.to_bytes(8, "little")[:4] == b"\x7fELF", name
+
+
+def test_kernels_of_another_version_are_refused(either_handler: Device) -> None:
+    header = list(words()[:5])
+    step = [launch_program.KERNEL, launch_program.KERNEL_WORDS + 1, 0x1234, 0, 0, 0, 0, 1, 32, 0, 0, 8, 0, 5]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no machine code 0000000000001234"):
+        custom_call(np.array([*header, 1, *step], np.int64))
+
+
+def test_arrays_and_fields_that_do_not_exist() -> None:
+    r = dataclasses.replace(_request(), device=HOPPER)
+    plan = recurrent.RecurrentPlan(r)
+    launch, grid = plan.contiguous_launch
+    step = PlannedLaunch("step", launch.launcher, grid, {"q": ("x", 0)}, {})
+    with pytest.raises(ValueError, match="an array that no call has: x"):
+        make_program([step], ["q"], ["o"], "sm_90a", 90, 132)
+    with pytest.raises(ValueError, match="no such fields: nothing"):
+        make_program([step._replace(arrays={"nothing": ("q", 0)})], ["q"], ["o"], "sm_90a", 90, 132)
+
+
+def _request(op: str = "fused_recurrent_kda", **options: Any) -> Request:
+    inputs = RecurrentInputs if op != "chunk_kda" else ChunkInputs
+    return request_of(op, inputs(**arrays()), **MODEL, **options)
+
+
+def lowered(function: Any, *given: Any) -> str:
+    return str(jax.jit(function).trace(*given).lower(lowering_platforms=("cuda",)).as_text())
+
+
+def test_lowering_for_a_gpu_on_a_machine_without_one() -> None:
+    """The forward is one custom call, the backward are two; a pool is its own result."""
+    request = dataclasses.replace(_request("chunk_kda"), device=HOPPER, kind="jax")
+    given = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in arrays().items()}
+    text = lowered(lambda x: jax_chunk.forward(request, ChunkInputs(**x)).o, given)
+    assert text.count("custom_call @kdacore_cuda.launch.1") == 1 and "output_operand_alias" not in text
+    text = lowered(lambda x: jax_chunk.backward(request, ChunkInputs(**x), (), OutputGrads(x["v"])), given)
+    assert text.count("custom_call @kdacore_cuda.launch.1") == 2
+
+    given = {
+        n: jax.ShapeDtypeStruct((B, 1, *a.shape[2:]) if n in "qkvg beta" else a.shape, a.dtype)
+        for n, a in given.items()
+    }
+    given |= {"initial_state": jax.ShapeDtypeStruct((5, H, K, K), jnp.float32)}
+    given |= {"state_indices": jax.ShapeDtypeStruct((B,), jnp.int32)}
+    concrete = RecurrentInputs(**{n: jnp.zeros(a.shape, a.dtype) for n, a in given.items()})
+    options = MODEL | {"inplace_state": True, "output_final_state": True}
+    request = dataclasses.replace(request_of("fused_recurrent_kda", concrete, **options), device=HOPPER)
+    text = lowered(lambda x: jax_recurrent.forward(request, RecurrentInputs(**x)), given)
+    assert "output_operand_alias<output_tuple_indices = [1], operand_index = 7" in text
+
+
+def test_torch_is_not_needed() -> None:
+    """Neither to plan a call from JAX, nor to lower it."""
+    code = "\n".join(
+        [
+            "import sys",
+            "sys.modules['torch'] = None",
+            f"sys.path.insert(0, {str(Path(__file__).parent)!r})",
+            "import jax, jax.numpy as jnp",
+            "from kdacore.types import ChunkInputs, Device, OutputGrads, Request, TensorSpec",
+            "from kdacore_cuda import jax_chunk",
+            "x = {n: jax.ShapeDtypeStruct((1, 70, 2, 128), jnp.bfloat16) for n in 'qkvg'}",
+            "x['beta'] = jax.ShapeDtypeStruct((1, 70, 2), jnp.bfloat16)",
+            "hopper = Device('cuda', 0, 'sm_90')",
+            "r = Request('chunk_kda', 'jax', hopper, 1, 70, 2, 2, 128, 128, 1, 'bfloat16', 'float32',",
+            "  tuple((n, TensorSpec(a.shape, a.dtype.name)) for n, a in x.items()))",
+            "def f(x):",
+            "  o = jax_chunk.forward(r, ChunkInputs(**x)).o",
+            "  return o, jax_chunk.backward(r, ChunkInputs(**x), (), OutputGrads(o))",
+            "text = jax.jit(f).trace(x).lower(lowering_platforms=('cuda',)).as_text()",
+            "assert text.count('custom_call @kdacore_cuda') == 3",
+        ]
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_calls_are_differentiated_by_whom_has_a_backward(either_handler: Device) -> None:
+    """Head dim 64 and the recurrent op have none here."""
+    x = arrays(K=64) | {"dt_bias": jnp.zeros((H, 64))}
+    with kdacore.use_backend("emulated"), kdacore.record_selections() as ran:
+        jax.block_until_ready(jax.jit(lambda x: call(x, backend=None))(x))
+        jax.block_until_ready(
+            jax.jit(jax.grad(lambda x: call(x, backend=None)[0].astype(jnp.float32).sum()))(x)
+        )
+    assert [s.backend for s in ran] == ["emulated", "emulated", "xla"]
+    assert len(either_handler.launched) == 1
+
+
+@pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
+def test_a_forced_backend_refuses_to_be_differentiated(either_handler: Device, op: str) -> None:
+    x = arrays(K=64) | {"dt_bias": jnp.zeros((H, 64))}
+    run(x, op=op)
+    with pytest.raises(UnsupportedError, match=r"\[gradients\]"):
+        jax.jit(jax.grad(lambda x: call(x, op=op)[0].astype(jnp.float32).sum()))(x)
+
+
+def test_an_unknown_version_of_xlas_interface_is_declined(
+    either_handler: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert xla_interface.api_version() in xla_interface.API_VERSIONS
+    monkeypatch.setattr(xla_interface, "api_version", lambda: (1, 0))
+    with pytest.raises(UnsupportedError, match=r"XLA FFI 1\.0; wanted XLA FFI 0\.3"):
+        run(arrays(T=41))
+
+
+def test_sizes_that_are_symbols_are_declined() -> None:
+    from kdacore_cuda import verifiers
+
+    (symbol,) = jax.export.symbolic_shape("b")
+    reason = verifiers.known_sizes(dataclasses.replace(_request(), B=symbol, N=symbol))
+    assert reason is not None and reason.code == "traced"
+    assert verifiers.grid_size(dataclasses.replace(_request(), B=symbol, N=symbol)) is None
+
+
+def test_devices_are_counted_as_the_driver_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kdacore_cuda import jax_devices
+
+    class Gpu:
+        id, local_hardware_id, core_count = 9, 1, 148
+
+    monkeypatch.setattr(jax_devices, "_local_devices", lambda: [Gpu()])
+    for function in (jax_devices.ordinal, jax_devices.multiprocessors):
+        function.cache_clear()
+    assert jax_devices.ordinal(9) == 1 and jax_devices.multiprocessors(1) == 148
+    there = dataclasses.replace(_request(), device=dataclasses.replace(HOPPER, index=9))
+    assert jax_launch.planned(there).device.index == 1
+    for function in (jax_devices.ordinal, jax_devices.multiprocessors):
+        function.cache_clear()

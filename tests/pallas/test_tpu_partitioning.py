@@ -1,0 +1,178 @@
+"""Calls of the TPU kernels under plain ``jit`` with split arrays, interpreted on fake devices, against the oracle."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from pallas_cases import Case, build, check_backward, check_forward, error, output_grads
+
+import kdacore
+from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs
+from kdacore_pallas.tpu import entry_points
+
+HEADS = P(None, None, "heads")
+BOTH = P("data", None, "heads")
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDACORE_PALLAS_INTERPRET", "1")
+    kdacore.config.refresh()
+
+
+def mesh() -> Mesh:
+    return Mesh(np.asarray(jax.devices()[:8]).reshape(2, 4), ("data", "heads"))
+
+
+def on_mesh(x: Any, spec: P) -> Any:
+    return jax.device_put(jnp.asarray(x), NamedSharding(mesh(), spec))
+
+
+def collectives(program: Any) -> Counter[str]:
+    names = "all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter"
+    return Counter(re.findall(rf"\b({names})(?:-start)?\(", program.as_text()))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the arrays of a call are split."""
+
+    tokens: P
+    states: P
+
+    def of(self, name: str) -> P:
+        if name in ("A_log", "dt_bias"):
+            return P("heads")
+        if name in ("initial_state", "final_state"):
+            return self.states
+        return P() if name == "cu_seqlens" else self.tokens
+
+
+def forward_and_backward(case: Case, layout: Layout) -> Counter[str]:
+    """Check a call with its gradients. Returns the collectives of its program."""
+    request, inputs = build(case)
+    request = replace(request, needs_grad=True)
+    grads = output_grads(request)
+    x = {n: on_mesh(a, layout.of(n)) for n, a in inputs._asdict().items() if a is not None}
+    d = OutputGrads(on_mesh(grads.o, layout.tokens), on_mesh(grads.final_state, layout.states))
+
+    @jax.jit
+    def both(x: dict[str, Any], d: Any) -> Any:
+        given = ChunkInputs(**x)
+        out = entry_points.chunk_forward(request, given)
+        return out[:2], entry_points.chunk_backward(request, given, (), d)
+
+    program = both.lower(x, d).compile()
+    (o, final), found = program(x, d)
+    assert o.sharding.spec == layout.tokens and found.v.sharding.spec == layout.tokens
+    check_forward(Outputs(o, final), request, inputs)
+    check_backward(InputGrads(*found), request, inputs, grads)
+    return collectives(program)
+
+
+GRADIENTS = Case(B=2, T=40, H=4, HV=8, K=8, V=16, gate="softplus")
+
+
+def test_batch_and_heads() -> None:
+    """Grouped value heads. The one sum is that of the gradients that sequences share."""
+    assert forward_and_backward(GRADIENTS, Layout(BOTH, P("data", "heads"))) == {"all-reduce": 1}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"lengths": (3, 0, 20), "HV": 4},
+        {"lengths": (3, 0, 20), "op": "chunk_gated_delta_rule", "v_first": True},
+        {"op": "chunk_gated_delta_rule", "gate": "log"},
+        {"initial": False, "HV": 4, "gate": "sigmoid", "lower_bound": -5.0},
+    ],
+    ids=str,
+)
+def test_heads_alone(changed: dict[str, Any]) -> None:
+    assert not forward_and_backward(replace(GRADIENTS, **changed), Layout(HEADS, P(None, "heads")))
+
+
+@pytest.mark.exhaustive
+def test_what_cannot_be_split_is_gathered() -> None:
+    """Six heads over four devices, and channels."""
+    case = Case(B=2, T=24, H=6, HV=6, K=8, V=8)
+    request, inputs = build(case)
+    for spec in (HEADS, P(None, None, None, "heads")):
+        x = {n: on_mesh(a, P()) for n, a in inputs._asdict().items() if a is not None}
+
+        @jax.jit
+        def run(x: dict[str, Any], spec: P = spec) -> Any:
+            hint = NamedSharding(mesh(), spec)
+            x |= {n: jax.lax.with_sharding_constraint(x[n], hint) for n in "qk"}
+            return entry_points.chunk_forward(request, ChunkInputs(**x))[:2]
+
+        check_forward(Outputs(*run(x)), request, inputs)
+
+
+def test_rows_split_along_their_tokens_are_refused() -> None:
+    request, inputs = build(Case(B=2, T=24, H=4, HV=4, K=8, V=8))
+    x = {
+        n: on_mesh(a, P(None, "data") if n in "qkvg" else P())
+        for n, a in inputs._asdict().items()
+        if a is not None
+    }
+    run = jax.jit(lambda x: entry_points.chunk_forward(request, ChunkInputs(**x))[:2])
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match="argument 'q'.*along its tokens.*'data'.*shard_map, cp="
+    ):
+        run.lower(x).compile()
+
+
+@pytest.mark.exhaustive
+def test_decoding_from_a_pool() -> None:
+    """Heads split, the pool with them; sequences find their rows by number, so the batch is not."""
+    case = Case(B=2, T=1, H=4, HV=4, K=8, V=8, op="fused_recurrent_kda", initial=False)
+    _, inputs = build(case)
+    x = {n: jnp.asarray(getattr(inputs, n)) for n in ("q", "k", "v", "g", "beta")}
+    pool, rows = jax.random.normal(jax.random.key(0), (5, 4, 8, 8)), jnp.array([3, -1])
+
+    def step(x: dict[str, Any], pool: Any, backend: str) -> Any:
+        options = {"state_indices": rows, "inplace_state": True, "output_final_state": True}
+        return kdacore.fused_recurrent_kda(**x, initial_state=pool, **options, backend=backend)
+
+    split = {n: on_mesh(a, HEADS) for n, a in x.items()}
+    program = (
+        jax.jit(lambda x, pool: step(x, pool, "pallas"))
+        .lower(split, on_mesh(pool, P(None, "heads")))
+        .compile()
+    )
+    assert not collectives(program)
+    for got, want in zip(program(split, on_mesh(pool, P(None, "heads"))), step(x, pool, "xla"), strict=True):
+        assert error(got, want) < 1e-5
+
+
+@pytest.mark.exhaustive
+def test_vmap_and_remat() -> None:
+    """A partitioned operation has no rule of its own for either."""
+    case = Case(B=2, T=24, H=2, HV=2, K=8, V=8, initial=False)
+    x = {n: a for n, a in build(case)[1]._asdict().items() if a is not None}
+
+    def loss(x: dict[str, Any], backend: str) -> Any:
+        return jnp.sum(jnp.sin(kdacore.chunk_kda(**x, use_qk_l2norm_in_kernel=True, backend=backend)[0]))
+
+    def each(row: dict[str, Any], backend: str) -> Any:
+        return loss({n: a[None] for n, a in row.items()}, backend)
+
+    def mapped(x: dict[str, Any], backend: str) -> Any:
+        return jnp.sum(jax.vmap(lambda row: each(row, backend))(x))
+
+    want = jax.jit(jax.grad(lambda x: loss(x, "xla")))(x)
+    for function in (mapped, jax.checkpoint(loss, static_argnums=1)):
+        got = jax.jit(jax.grad(lambda x, f=function: f(x, "pallas")))(x)
+        for name, a in got.items():
+            assert error(a, want[name]) < 5e-5, name

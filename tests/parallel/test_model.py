@@ -1,0 +1,32 @@
+"""The model of a row on 2 to 64 GPUs, and its table and picture in the guide."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import context_parallel_model as model
+
+
+def test_the_table_and_the_picture_are_what_the_script_makes() -> None:
+    text = model.PAGE.read_text(encoding="utf-8")
+    assert text == model.page(text)
+    assert model.PICTURE.read_text(encoding="utf-8") == model.picture()
+
+
+def test_two_ranks_are_as_measured() -> None:
+    """On two H100s, T 262144, 16 heads: 6.98 and 3.42 ms forward, 24.0 and 13.0 ms forward and backward."""
+    for on, alone, two in ((model.FORWARD, 6.98e-3, 3.42e-3), (model.TRAINING, 24.0e-3, 12.98e-3)):
+        assert abs(model.seconds(on, 262144, 16, 1) / alone - 1) < 0.02
+        assert abs(model.seconds(on, 262144, 16, 2) / two - 1) < 0.02
+
+
+def test_more_ranks_never_beat_their_number() -> None:
+    """But by what a slice's kernels are faster."""
+    for on in (model.FORWARD, model.TRAINING):
+        for T in model.TOKENS:
+            one = model.seconds(on, T, model.HEADS, 1)
+            for ranks in model.RANKS:
+                assert 0 < one / model.seconds(on, T, model.HEADS, ranks) < 1.05 * ranks

@@ -212,8 +212,11 @@ def check_transformations() -> int:
 
     tokens = {name: stacked[name] for name in NAMES[:5]}
     got = jax.jit(jax.vmap(one))(tokens)
+    joined = {name: x.reshape(-1, *x.shape[2:]) for name, x in tokens.items()}
+    same("vmap, one call of all rows", [got.reshape(-1, *got.shape[2:])], [one(joined)])
     for i, x in enumerate(layers):
-        near("vmap", [got[i]], [on_host(one({n: x[n] for n in NAMES[:5]}))], BOUND)
+        rounded = {name: on_host(a) for name, a in {**x, **shared}.items()}
+        near("vmap", [got[i]], [chunk(rounded, OPTIONS, backend="reference")[0]], 2 * BOUND)
 
     def layer(v: Any, x: dict[str, Any]) -> Any:
         o = chunk({**x, "v": v}, OPTIONS)[0]

@@ -81,7 +81,7 @@ def from_torch(forward: Any, op: str, inputs: Any, options: dict[str, Any]) -> l
     return [x for x in (out.o, out.final_state, out.checkpoints) if x is not None]
 
 
-FORMS = {"segments": (1, 150, 2), "dataflow": (1, 70, 18), "fused": (1, 70, 30)}
+FORMS = {"segments": (1, 150, 2), "dataflow": (1, 33, 18), "fused": (1, 20, 30)}
 CASES: dict[str, tuple[ChunkInputs, dict[str, Any]]] = {
     "grouped": (draw(2, 65, 1, 2), BOUNDED_MODEL | {"output_final_state": True}),
     "states": (
@@ -146,7 +146,7 @@ def test_gradients(emulated: list[str], from_jax: Device, name: str) -> None:
     state = normal(1, 1, 128, 128)
     inputs, options = {
         "segments": (draw(1, 150, 1, initial_state=state), MODEL | {"output_final_state": True}),
-        "scan": (draw(1, 65, 13), MODEL),
+        "scan": (draw(1, 20, 13), MODEL),
         "grouped": (draw(2, 65, 1, 2), BOUNDED_MODEL),
         "pack": (draw(1, 100, 1, cu_seqlens=ints(0, 64, 64, 90)), MODEL),
     }[name]
@@ -236,10 +236,10 @@ def test_an_eager_call(emulated: list[str], from_jax: Device) -> None:
 
 def test_vmap_is_one_call_with_a_larger_batch(from_jax: Device) -> None:
     """Two axes, one of them not in front; results and gradients of one row after the other."""
-    x = arrays_of(draw(6, 33, 1, 2, initial_state=normal(6, 2, 128, 128)))
+    x = arrays_of(draw(4, 17, 1, 2, initial_state=normal(4, 2, 128, 128)))
     shared = {n: x.pop(n) for n in ("A_log", "dt_bias")}
     run = function("chunk_kda", None, MODEL | {"output_final_state": True}, {})
-    rows = {n: a.reshape(2, 3, 1, *a.shape[1:]) for n, a in x.items()}
+    rows = {n: a.reshape(2, 2, 1, *a.shape[1:]) for n, a in x.items()}
     # The second axis is mapped over from behind.
     moved = {n: jnp.moveaxis(a, 1, -1) for n, a in rows.items()}
 
@@ -255,13 +255,13 @@ def test_vmap_is_one_call_with_a_larger_batch(from_jax: Device) -> None:
     count = len(from_jax.launched)
     each = jax.jit(gradients)
     for i in range(2):
-        for j in range(3):
+        for j in range(2):
             want = jax.block_until_ready(each({n: a[i, j] for n, a in rows.items()}))
             flat, _ = jax.tree.flatten(jax.tree.map(lambda a: a[i, j], got))  # noqa: B023
             for a, b in zip(flat, jax.tree.leaves(want), strict=True):
                 assert a.dtype == b.dtype
                 assert np.allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=2e-2, atol=2e-2)
-    assert count < 2 * (len(from_jax.launched) - count) / 6 + 3
+    assert count < 2 * (len(from_jax.launched) - count) / 4
 
 
 def test_vmap_over_packs_and_parameters_is_a_loop(from_jax: Device) -> None:

@@ -256,21 +256,18 @@ def test_torch_is_not_needed() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_calls_are_differentiated_by_whom_has_a_backward(either_handler: Device) -> None:
-    """Head dim 64 and the recurrent op have none here."""
-    x = arrays(K=64) | {"dt_bias": jnp.zeros((H, 64))}
+def test_calls_are_differentiated_by_whom_has_a_backward(from_jax: Device) -> None:
+    """Head dim 64 has none here. Traced only: that compiles nothing."""
+    x = arrays(K=64)
     with kdacore.use_backend("emulated"), kdacore.record_selections() as ran:
-        jax.block_until_ready(jax.jit(lambda x: call(x, backend=None))(x))
-        jax.block_until_ready(
-            jax.jit(jax.grad(lambda x: call(x, backend=None)[0].astype(jnp.float32).sum()))(x)
-        )
+        jax.make_jaxpr(lambda x: call(x, backend=None))(x)
+        jax.make_jaxpr(jax.grad(lambda x: call(x, backend=None)[0].astype(jnp.float32).sum()))(x)
     assert [s.backend for s in ran] == ["emulated", "emulated", "xla"]
-    assert len(either_handler.launched) == 1
 
 
 @pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
 def test_a_forced_backend_refuses_to_be_differentiated(either_handler: Device, op: str) -> None:
-    x = arrays(K=64) | {"dt_bias": jnp.zeros((H, 64))}
+    x = arrays(K=64)
     run(x, op=op)
     with pytest.raises(UnsupportedError, match=r"\[gradients\]"):
         jax.jit(jax.grad(lambda x: call(x, op=op)[0].astype(jnp.float32).sum()))(x)

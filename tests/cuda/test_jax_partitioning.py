@@ -17,7 +17,7 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("heads", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_rows_and_heads_are_split(heads: int) -> None:
     """Results have the bits of one device alone. Gradients of parameters are added up over rows: one
     all-reduce. ``flat``: dt_bias with heads and channels in one axis."""

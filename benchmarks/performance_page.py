@@ -145,7 +145,8 @@ class Records:
         for (_, contender), name in source.items():
             self.read(name, f"{part} ({contender.removeprefix('kdacore ')})")
         read = [self.contents[name] for name in names if name in self.contents]
-        order = {row["case"]: i for record in read for i, row in enumerate(record["rows"])}
+        rows = [row for record in read for row in record["rows"] if row["phase"] == phase]
+        order = {row["case"]: i for i, row in enumerate(rows)}
         return dict(sorted(cases.items(), key=lambda item: order[item[0]]))
 
     def _contender(self, name: str) -> str:

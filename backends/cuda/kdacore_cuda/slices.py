@@ -17,7 +17,7 @@ _FUNCTIONS = SliceFunctions(
 
 SECONDS = {False: (30e-6, 1.60e-9), True: (80e-6, 6.15e-9)}
 """Whether gradients are wanted -> seconds of a slice's work, fixed and for each token and value head:
-two H100s, 4 to 32 heads, packed or not (docs/guide/long-context.md)."""
+two H100s, 4 to 32 heads, packed or not (benchmarks/results/h100/context-parallel-2.json)."""
 
 
 def slice_functions(request: Request) -> SliceFunctions | None:

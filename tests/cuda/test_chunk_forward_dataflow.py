@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import chunk_forward_segments_model as segments_model
 import emulator
 import pytest
 import torch
 from chunk_backward_calls import draw
-from cuda_calls import BOUNDED_MODEL, MODEL, Draw, check_outputs, oracle, request_of
+from cuda_calls import BOUNDED_MODEL, MODEL, Draw, check_outputs, error, oracle, request_of
 from forward_checks import (
     TOKENS,
     check_gate_and_beta_in_float16,
@@ -75,7 +76,8 @@ def launch(call: Any, at: int) -> None:
 def test_records_are_those_of_segments(
     emulated: list[str], multiprocessors: int, gate: torch.dtype, options: dict[str, Any]
 ) -> None:
-    """Bit for bit, where each unit has a block of its own; and each raises its flags, which the walk clears."""
+    """Bit for bit if gates are unbounded, else roundings apart, as the segments' prepare is another there; and each
+    raises its flags, which the walk clears."""
     inputs = draw(330, 1, 2, B=2)
     inputs = inputs._replace(g=inputs.g.to(gate))
     request = request_of("chunk_kda", inputs, **options)
@@ -85,8 +87,12 @@ def test_records_are_those_of_segments(
     launch(other, 0)
     plan = chunk_forward_dataflow.plan_of(request)
     assert plan.prepare_grid == (1 if multiprocessors == 5 else 24)
-    records = call.workspace[: plan.flags_offset]
-    assert torch.equal(records, other.workspace[: plan.flags_offset])
+    records, others = (x.workspace[: plan.flags_offset] for x in (call, other))
+    if options == MODEL:
+        assert torch.equal(records, others)
+    got, want = (segments_model.get_operands(x.view(12, 2, -1)) for x in (records, others))
+    for name, x in want.items():
+        assert error(got[name], x) < 5e-3, name
     flags = call.workspace[plan.flags_offset :].view(torch.int64)
     assert len(flags) == 24 * chunk_forward_dataflow_kernels.WALK_BLOCKS
     assert (flags == call.launches[1][3][6]).all()

@@ -33,16 +33,14 @@ def products(kernel: KernelSource) -> set[str]:
         return set()
     if folder.startswith("common/"):
         return {WARP, WARPGROUP} if dict(kernel.defines).get("WARPGROUP") else {WARP}
-    if name in ("prepare.cu", "prepare_units.cu"):
-        # The backward's, and what bounded gates have in the forward.
-        forward = folder.endswith("segments") or (name != "prepare.cu" and dict(kernel.defines)["BOUNDED"])
-        return {WARP, WARPGROUP} if forward else {WARP}
+    if name == "prepare.cu":  # that of segments, and the backward's
+        return {WARP, WARPGROUP} if folder.endswith("segments") else {WARP}
     if name == "prepare_marked.cu":
         return {WARP, WARPGROUP} if dict(kernel.defines)["BOUNDED"] else {WARP}
     # Hopper's own. The triangles of a chunk, 16 or 32 rows high, are a warp's work; scans of prepared chunks have none.
     alone = {
         WARP: (
-            *("chain.cu", "segment_chain.cu", "recompute_hopper.cu"),
+            *("prepare_units.cu", "chain.cu", "segment_chain.cu", "recompute_hopper.cu"),
             *("transition.cu", "slice_starts.cu", "slice_gradient.cu", "slice_chain.cu"),
         ),
         WARPGROUP: ("scan.cu", "maps.cu", "segment_maps.cu", "output.cu", "walk.cu"),

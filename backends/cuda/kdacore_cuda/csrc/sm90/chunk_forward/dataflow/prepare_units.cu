@@ -1,7 +1,6 @@
 // chunk_kda in two launches on Hopper that run side by side, first launch: the operands of every
 // chunk, as one ChunkOperands a unit (segments/chunk_operands.cuh). A unit's threads do what those of a
-// block of the segments' prepare do (segments/prepare.cu, or chunk_backward/prepare.cu if gates are
-// unbounded); here a block lives as long as the launch, computes three units
+// block of chunk_backward/prepare.cu do; here a block lives as long as the launch, computes three units
 // (two if gates are unbounded) side by side, which do not wait for each other, and leaves
 // multiprocessors to the second launch (walk.cu), which reads finished units while others are still
 // computed. No block of this launch waits for another block.
@@ -18,11 +17,7 @@
 // Macros from the host: G_FLOAT, BOUNDED (gates are bounded), SHARED_BYTES, FOR_SEGMENTS and SIDE_BY_SIDE
 // (both 1).
 #include "common/half_types.cuh"
-#if BOUNDED
-#include "sm90/chunk_forward/segments/prepare_unit.cuh"
-#else
 #include "sm90/chunk_backward/prepare_unit.cuh"
-#endif
 #include "sm90/chunk_forward/dataflow/flags.cuh"
 
 constexpr u32 GIVEN = OFFSET(SharedMemory, given), WRITTEN = OFFSET(SharedMemory, written);
@@ -46,7 +41,7 @@ __device__ __forceinline__ void make_units(const ChunkBackwardParams& p) {
     const auto wide = [](u32 low, u32 high) { return (u64)high << 32 | low; };
     const int hv = (int)more.z, rows = (int)more.w;
     const Gate gate = make_gate(p, hv);
-    const auto parameter = load_parameter(p, (long long)wide(more.x, more.y), rows, hv, thread);
+    const u32 parameter = rows ? load_parameter(p, (long long)wide(more.x, more.y), rows, hv, thread) : 0;
     const u64 g = wide(gv.x, gv.y);
     if (rows) fetch_first_inputs(p, wide(qk.z, qk.w), g, rows, shared, thread);
     if (turn) {

@@ -50,12 +50,11 @@ def test_no_table_is_measured_on_its_calls() -> None:
             assert not points & set(asked)
 
 
-def test_the_shipped_table_reaches_every_call() -> None:
-    """Both backends are predicted, from the same kind of calls."""
+def test_backends_are_predicted_from_the_same_kind_of_calls() -> None:
+    """Or none of them is: a time that was measured is not compared with one that is unknown."""
     for case in CASES:
-        said = [cost.predict(backend, request(case)) for backend in ("cuda", "triton")]
-        assert all(said), case.name
-        assert len({p.source for p in said if p}) == 1, (case.name, said)
+        cuda, triton = (cost.predict(backend, request(case)) for backend in ("cuda", "triton"))
+        assert (cuda and cuda.source) == (triton and triton.source), case.name
 
 
 @pytest.mark.parametrize("case", CASES[::9], ids=lambda case: case.name)

@@ -268,14 +268,11 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
   while (more) {
     int c = part.chunk;
     ScanState state = {};
-    bool zero = false;
     if (c) {
       receive_cut_state(p, state, cut_state_slot(p, opaque(block_index()) / CLUSTER - 1, rank, warp, l.lane), l.lane);
     } else if (const u64 from = initial_state_at(p, part.sequence.n, part.sequence.hv, K * V)) {
       read_state(state, l, from, p.flags);
       if (part.sequence.hv + 1 < p.HV) prefetch_state(l, from + matrix, p.flags);
-    } else {
-      zero = true;
     }
     u64 ckpt = 0;
     if (p.ckpt_every)
@@ -306,8 +303,8 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
       for (; c < end; ++c) {
         const StageRef at = {slot, shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH,
                              shared + OFFSET(SharedMemory, full) + 8 * slot, parity};
-        scan_chunk(
-            state, out, l, at, l.values + ring * 2 * TILE_BYTES, zero, part.tokens - c * C > HALF,
+        scan_chunk<false>(
+            state, out, l, at, l.values + ring * 2 * TILE_BYTES, false, true,
             [&](const uint4(&rows)[2]) {
               store_output(rows, o, o_chunk / 2, out_left);
               o += o_chunk;
@@ -324,7 +321,6 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
               ring = ring + 1 == V_DEPTH ? 0 : ring + 1;
             });
         release();
-        zero = false;
       }
     }
     uint4 rows[2];

@@ -27,11 +27,12 @@ __device__ __forceinline__ void read_products(const ScanState& state, Tokens& to
   warpgroup_commit();
 }
 
-// Advances the state by one chunk; its output goes to `out`. `zero`: the state is, so that nothing of it has
-// to be multiplied; `whole`: the chunk has tokens in its second half. while_reading gets the last chunk's
-// output rows and waits for V; while_updating runs once V has been read. Both run while the matrix unit
-// works.
-template <class WhileReading, class WhileUpdating>
+// Advances the state by one chunk; its output goes to `out`. while_reading gets the last chunk's output rows
+// and waits for V; while_updating runs once V has been read. Both run while the matrix unit works.
+//
+// `zero`: the state is, so that nothing of it has to be multiplied; `whole`: the chunk has tokens in its second
+// half. Only SHORT sequences gain by either test; in a long loop they delay what depends on the state.
+template <bool SHORT, class WhileReading, class WhileUpdating>
 __device__ __forceinline__ void scan_chunk(ScanState& state, Output& out, const ScanLane& l,
                                            const StageRef& at, u32 values, bool zero, bool whole,
                                            WhileReading while_reading, WhileUpdating while_updating) {
@@ -39,10 +40,10 @@ __device__ __forceinline__ void scan_chunk(ScanState& state, Output& out, const 
   const u64 step = descriptor_step(at.slot * STAGE_PITCH);
   write_output(out, l);
   barrier_wait(at.full, at.parity);
-  SolveOperands first;
-  u32 a21[4], q1[4], w[2][4] = {};
+  SolveOperands first, second;
+  u32 a21[4], q1[4], q21[4], q2[4], w[2][4] = {};
   uint4 rows[2];
-  if (zero) {
+  if (SHORT && zero) {
     read_output(rows, l);
     while_reading(rows);
     load_solve_operands(first, l, at.base, 0, values);
@@ -61,11 +62,13 @@ __device__ __forceinline__ void scan_chunk(ScanState& state, Output& out, const 
     warpgroup_wait<0>();
     fence_registers(tok.xo);
   }
-  load_matrix4(q1, at.base + OFFSET(ChunkImage, qk) + l.triangle);
-  if (whole) {
-    SolveOperands second;
-    u32 q21[4], q2[4];
+  if (SHORT && !whole) {
+    load_matrix4(q1, at.base + OFFSET(ChunkImage, qk) + l.triangle);
+    solve(tok, 0, first, w[0]);
+    add_triangle(tok.xo[4], tok.xo[5], w[0], q1);
+  } else {
     load_solve_operands(second, l, at.base, 1, values);
+    load_matrix4(q1, at.base + OFFSET(ChunkImage, qk) + l.triangle);
     load_matrix4(q21, at.base + OFFSET(ChunkImage, qk_across) + l.triangle);
     load_matrix4(q2, at.base + OFFSET(ChunkImage, qk) + TRIANGLE_BYTES + l.triangle);
     solve(tok, 0, first, w[0]);
@@ -74,9 +77,6 @@ __device__ __forceinline__ void scan_chunk(ScanState& state, Output& out, const 
     add_triangle(tok.xo[6], tok.xo[7], w[0], q21);
     solve(tok, 1, second, w[1]);
     add_triangle(tok.xo[6], tok.xo[7], w[1], q2);
-  } else {
-    solve(tok, 0, first, w[0]);
-    add_triangle(tok.xo[4], tok.xo[5], w[0], q1);
   }
   fence_registers(state.s);
   warpgroup_fence();

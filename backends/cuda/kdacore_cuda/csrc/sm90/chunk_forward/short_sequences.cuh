@@ -173,7 +173,7 @@ __device__ __forceinline__ void short_scan_warp(const ChunkForwardParams& p, u32
     }
     const StageRef at = {(u32)slot, shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH,
                          shared + OFFSET(SharedMemory, full) + 8 * slot, (u32)parity};
-    scan_chunk(
+    scan_chunk<true>(
         state, out, l, at, l.values + ring * 2 * TILE_BYTES, zero, (int)p.T - step.chunk * C > HALF,
         [&](const uint4(&rows)[2]) {
           store_output(rows, o, o_half, out_left);

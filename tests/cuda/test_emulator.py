@@ -157,11 +157,11 @@ void toy(int wrong, float*, float* out) {
     const int row = i >> 4, k = i & 15;
     const u32 at = shared + swizzled(row, k >> 3) + 2 * (k & 7);
     store_shared16(at, pack_bf16(k == row % 16 ? 1.0f : 0.0f, 0.0f));
-    if (row < 32) store_shared16(at + 8192, pack_bf16(float(row + k), 0.0f));
+    store_shared16(at + 8192, pack_bf16(float(row + k), 0.0f));
   }
   if (wrong != 1) fence_async_proxy();
   sync_block();
-  float d[4][4];
+  float d[8][4];
   const u64 a = operand_descriptor(shared, 16, 1024), b = operand_descriptor(shared + 8192, 16, 1024);
   if (wrong != 2) warpgroup_fence();
   warpgroup_mma_shared<0>(d, a + (wrong == 3 && warp == 2 ? 64 : 0), b, 0);

@@ -108,7 +108,7 @@ def chunk_forward_threads(K: int, cluster: int, arch: str = HOPPER) -> int:
     """Block size of :func:`chunk_forward_kernel`."""
     if has_hopper_kernel(K, arch):
         return 32 * (_SCAN_WARPS + _SLICE_WARPS + _SOLVER_SLOTS)
-    return 32 * (_scan_warps(K, cluster, arch) + _prepare_warps(K, cluster, arch))
+    return 32 * (_scan_warps(K, cluster) + _prepare_warps(K, cluster, arch))
 
 
 def chunk_forward_shared_bytes(K: int, cluster: int, bounded: bool, arch: str = HOPPER) -> int:
@@ -194,7 +194,7 @@ def _portable_stages(K: int, arch: str) -> int:
     return wanted if SHARED_LIMITS.get(arch, 99 * 1024) > 200 * 1024 else 4
 
 
-def _scan_warps(K: int, cluster: int, arch: str) -> int:
+def _scan_warps(K: int, cluster: int) -> int:
     """Warps of a block that carry the state: 16 columns of V each; 32 where a block has all 128."""
     columns = K // cluster
     return columns // 32 if columns == 128 else columns // 16
@@ -202,7 +202,7 @@ def _scan_warps(K: int, cluster: int, arch: str) -> int:
 
 def _prepare_warps(K: int, cluster: int, arch: str) -> int:
     """Warps of a block that prepare chunks, at most one per stage of the ring buffer."""
-    wanted = 8 if _scan_warps(K, cluster, arch) == 4 and cluster == 1 else 4
+    wanted = 8 if _scan_warps(K, cluster) == 4 and cluster == 1 else 4
     return min(wanted, _portable_stages(K, arch) // cluster)
 
 

@@ -92,16 +92,7 @@ __device__ __forceinline__ void warpgroup_subtract(float (&d)[16][4], const u32 
                : KDA_LEFT(a), "l"(b));
 }
 
-
 // The same with the left operand in shared memory, 64 rows of it along the sum (not transposed).
-template <int TRANSPOSED>
-__device__ __forceinline__ void warpgroup_mma_shared(float (&d)[4][4], u64 a, u64 b, int add) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %18, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-      "{" KDA_NAMES16 "}, %16, %17, p, 1, 1, 0, %19; }"
-      : KDA_TILES4(d, 0)
-      : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSED));
-}
 template <int TRANSPOSED>
 __device__ __forceinline__ void warpgroup_mma_shared(float (&d)[12][4], u64 a, u64 b, int add) {
   asm volatile(

@@ -177,7 +177,8 @@ __device__ __forceinline__ void step(const RecurrentParams& p, float (&s)[ROWS][
 #pragma unroll
     for (int c = 0; c < VECTOR; ++c) qs[c] = 0.0f;
 #pragma unroll
-    for (int w = 0; w < WARPS * PARTS; ++w) add_vector(qs, sums + w * SUM_BYTES + OFFSET(PartSums, q) + lane_offset);
+    for (int w = 0; w < WARPS * PARTS; ++w)
+      add_vector(qs, sums + w * SUM_BYTES + OFFSET(PartSums, q) + lane_offset);
 #pragma unroll
     for (int c = 0; c < VECTOR; ++c) o[c] = f.q * multiply_add(norms[2], u[c], qs[c]);
   }

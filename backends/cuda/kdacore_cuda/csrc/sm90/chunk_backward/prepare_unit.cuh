@@ -52,7 +52,8 @@ __device__ __forceinline__ void fetch_values(const ChunkBackwardParams& p, u32 s
   copy_async_wait<0>();
 }
 
-// Steps 2 to 6, once inputs have been asked for and parameters stored: w and u are left in shared memory. Calls f() after step 2.
+// Steps 2 to 6, once inputs have been asked for and parameters stored: w and u are left in shared
+// memory. Calls f() after step 2.
 template <class F>
 __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows, const Gate& gate, u32 shared,
                                           F f) {

@@ -22,8 +22,7 @@ struct StateGradStage {
   TileImage w, qg;
   SquareImage inverse;
 };
-constexpr u32 FORWARD_BYTES = sizeof(ForwardStage), VALUE_GRAD_BYTES = sizeof(ValueGradStage),
-              STATE_GRAD_BYTES = sizeof(StateGradStage);
+constexpr u32 VALUE_GRAD_BYTES = sizeof(ValueGradStage), STATE_GRAD_BYTES = sizeof(StateGradStage);
 
 constexpr u32 ROWS_OUT = 16 * IMAGE_ROW;  // a warp's rows in 64 columns of an image
 // What a warp stores: its rows of h or dh in two halves, and of v or dr.

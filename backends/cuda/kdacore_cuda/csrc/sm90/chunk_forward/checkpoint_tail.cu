@@ -1,9 +1,9 @@
 // chunk_kda on Hopper, after the launch that computes it: checkpoints at tokens between two steps. From the
 // state at the step's start, which that launch has kept, through the remaining tokens in float32:
 //
-//   S = diag(d) S;   S = S + r k (beta (v - r k S))^T     d the decays, r the inverse norm of k (1 without l2norm)
+//   S = diag(d) S;   S = S + r k (beta (v - r k S))^T
 //
-// by groups of four tokens. With products of d over tokens of the group, from its first one to i, between j and
+// with the decays d and the inverse norm r of k (1 without l2norm), by groups of four tokens. With products of d over tokens of the group, from its first one to i, between j and
 // i, and behind i,
 //
 //   x_i = (k_i d_1..d_i) S + sum over j < i of A_ij u_j,   A_ij = (k_i d_j+1..d_i) . k_j
@@ -11,9 +11,9 @@
 //
 // so only four sums over all channels follow one another for 16 tokens. All products are at most 1.
 //
-// Grid: four blocks a mark and value head, 32 columns of V each. Those whose mark lies at a step's start, or
-// has no row, have nothing to do. A warp prepares a group, four channels a lane, all of its loads at once; then a
-// warp holds 8 columns of the state, each lane 16 channels of two.
+// Grid: four blocks a mark and value head, 32 columns of V each. Those whose mark lies at a step's start,
+// or has no row, have nothing to do. A warp prepares a group, four channels a lane, all of its loads at
+// once; then a warp holds 8 columns of the state, each lane 16 channels of two.
 //
 // Macros from the host: SHARED_BYTES.
 #include "common/chunk_forward/marks.cuh"
@@ -97,11 +97,14 @@ __device__ __forceinline__ void prepare_group(const CheckpointTailParams& p, u32
   }
   uint2 v = {};
   if (real(lane >> 3))
-    v = *reinterpret_cast<const uint2*>(p.v + 2 * (at(lane >> 3) * p.v_st + hv * p.v_sh + column + 4 * (lane & 7)));
+    v = *reinterpret_cast<const uint2*>(p.v +
+                                        2 * (at(lane >> 3) * p.v_st + hv * p.v_sh + column + 4 * (lane & 7)));
   float beta = 0.0f;  // of the token that this lane's number names
-  if (lane < GROUP && real(lane)) beta = load_scalar(p.beta, at(lane) * p.beta_st + hv * p.beta_sh, p.beta_type);
+  if (lane < GROUP && real(lane))
+    beta = load_scalar(p.beta, at(lane) * p.beta_st + hv * p.beta_sh, p.beta_type);
 #pragma unroll
-  for (int e = 0; e < 4; ++e) bias[e] = p.dt_bias ? load_scalar(p.dt_bias, (long long)hv * K + c + e, p.bias_type) : 0.0f;
+  for (int e = 0; e < 4; ++e)
+    bias[e] = p.dt_bias ? load_scalar(p.dt_bias, (long long)hv * K + c + e, p.bias_type) : 0.0f;
   const float a = p.A_log ? exp2_fast(LOG2E * reinterpret_cast<const float*>(p.A_log)[hv]) : 1.0f;
 
   const auto store = [&](u32 to, const float (&x)[4]) {

@@ -269,7 +269,8 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
     int c = part.chunk;
     ScanState state = {};
     if (c) {
-      receive_cut_state(p, state, cut_state_slot(p, opaque(block_index()) / CLUSTER - 1, rank, warp, l.lane), l.lane);
+      receive_cut_state(p, state, cut_state_slot(p, opaque(block_index()) / CLUSTER - 1, rank, warp, l.lane),
+                        l.lane);
     } else if (const u64 from = initial_state_at(p, part.sequence.n, part.sequence.hv, K * V)) {
       read_state(state, l, from, p.flags);
       if (part.sequence.hv + 1 < p.HV) prefetch_state(l, from + matrix, p.flags);

@@ -196,9 +196,9 @@ __device__ __forceinline__ TaskPart make_task_part(const ChunkForwardParams& p, 
 // What move_to_step found.
 enum Move { NO_STEP, NEXT_HEAD, NEXT_SEQUENCE };
 
-// From a finished task, of a sequence of `length` tokens, to that of step `step`. Most tasks have a neighbour of the same sequence. What
-// follows from that takes a tenth of make_task_part's instructions: with short sequences those of all roles
-// have to fit into the instruction cache together.
+// From a finished task, of a sequence of `length` tokens, to that of step `step`. The next task is mostly
+// another head of the same sequence, which takes a tenth of make_task_part's instructions to find: with
+// short sequences the instructions of all roles have to fit into the cache together.
 __device__ __forceinline__ Move move_to_step(const ChunkForwardParams& p, u32 shared, Task& task, int length,
                                              int step) {
   if (ONE_TASK) return NO_STEP;

@@ -30,7 +30,8 @@ __device__ __forceinline__ float2 row_factors(u32 shared, int row_block, int lan
 }
 
 // Tiles 2j and 2j + 1 times the factors of their rows.
-__device__ __forceinline__ void pack_rows(const float (&x)[IMAGE_TILES][4], int j, float2 factor, u32 (&r)[4]) {
+__device__ __forceinline__ void pack_rows(const float (&x)[IMAGE_TILES][4], int j, float2 factor,
+                                          u32 (&r)[4]) {
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     const float (&y)[4] = x[2 * j + n];

@@ -6,17 +6,18 @@
 __device__ __forceinline__ void make_only_unit(const ChunkBackwardParams& p, const Unit& u, u32 shared) {
   const int thread = thread_index();
   const auto address = [&](u64 base, long long sb, long long st, long long sh, int head, int size) {
-    return base + ((u64)(u32)u.batch * (u64)sb + (u64)(u32)u.first * (u64)st + (u64)(u32)head * (u64)sh) * size;
+    return base +
+           ((u64)(u32)u.batch * (u64)sb + (u64)(u32)u.first * (u64)st + (u64)(u32)head * (u64)sh) * size;
   };
   const u64 g = address(p.g, p.g_sb, p.g_st, p.g_sh, u.hv, G_FLOAT ? 4 : 2);
   fetch_first_inputs(p, address(p.k, p.k_sb, p.k_st, p.k_sh, u.h, 2), g, u.rows, shared, thread);
-  const Parameter parameter =
-      load_parameter(p, (long long)address(0, p.beta_sb, p.beta_st, p.beta_sh, u.hv, 1), u.rows, u.hv, thread);
+  const long long beta = (long long)address(0, p.beta_sb, p.beta_st, p.beta_sh, u.hv, 1);
+  const Parameter parameter = load_parameter(p, beta, u.rows, u.hv, thread);
   fetch_other_inputs(p, address(p.q, p.q_sb, p.q_st, p.q_sh, u.h, 2), g,
                      address(p.v, p.v_sb, p.v_st, p.v_sh, u.hv, 2), u.rows, (u32)u.at, shared, thread);
   const Gate gate = make_gate(p, u.hv);
   store_parameter(p, parameter, u.rows, shared, gate, thread);
-  make_unit(p, u.rows, gate, shared, [] {});
+  make_unit(p, u.rows, gate, shared);
   if (thread == 0) {
     store_values(p, shared);
     copy_out_wait_read<0>();

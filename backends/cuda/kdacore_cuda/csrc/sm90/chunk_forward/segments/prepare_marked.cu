@@ -1,10 +1,11 @@
-// chunk_kda in segments on Hopper, first launch of calls with checkpoints at chosen tokens: what prepare.cu
-// (chunk_backward/prepare.cu if gates are unbounded) does for every chunk, and for each mark inside a chunk
-// a record more, of that chunk cut off at the mark. So the state at a mark is the one after a step of the cut chunk, which output.cu
-// takes (inner_marks.cuh).
+// chunk_kda in segments on Hopper, first launch of calls with checkpoints at chosen tokens: what
+// prepare.cu (chunk_backward/prepare.cu if gates are unbounded) does for every chunk, and for each mark
+// inside a chunk one more record, of the chunk cut off at the mark. output.cu takes a step with it, and
+// the state after that step is the checkpoint (inner_marks.cuh).
 //
-// Grid: a block a mark and value head, which begin with more loads that depend on each other, then one a
-// unit. Records come in the same order: that of mark i and head hv at place i * HV + hv, then the units'.
+// Grid: first a block for each mark and value head (these start first because they begin with more loads
+// that depend on each other), then a block for each unit. Records come in the same order: that of mark i
+// and head hv at place i * HV + hv, then the units'.
 //
 // Macros from the host: BOUNDED (gates are bounded), and those of that kernel.
 #include "common/chunk_forward/marks.cuh"

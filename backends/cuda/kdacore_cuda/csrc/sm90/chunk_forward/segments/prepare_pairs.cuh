@@ -24,12 +24,7 @@ __device__ __forceinline__ void multiply_pairs(float (&sums)[PAIR_TILES][4], u32
 #pragma unroll
   for (int kk = 0; kk < K / 16; ++kk) {
     const u64 a = over_channels(rows, kk, SQUARE_BYTES), b = over_channels(keys, kk, KEYS_BYTES);
-#if SIDE_BY_SIDE  // one product needs two registers more than the block begins with
-    warpgroup_mma_shared<0>(reinterpret_cast<float (&)[8][4]>(sums[0]), a, b, kk > 0);
-    warpgroup_mma_shared<0>(reinterpret_cast<float (&)[4][4]>(sums[8]), a, b + (SQUARE_BYTES >> 4), kk > 0);
-#else
     warpgroup_mma_shared<0>(sums, a, b, kk > 0);
-#endif
   }
   warpgroup_commit();
   warpgroup_wait<0>();
@@ -128,7 +123,8 @@ __device__ __forceinline__ void store_diagonal(int row_block, float (&x)[PAIR_TI
   if (row_block == 2) store_diagonal<2>(x, shared, lane, unit);
   if (row_block == 3) store_diagonal<3>(x, shared, lane, unit);
 }
-__device__ __forceinline__ void store_earlier(int row_block, float (&x)[PAIR_TILES][4], u32 shared, int lane) {
+__device__ __forceinline__ void store_earlier(int row_block, float (&x)[PAIR_TILES][4], u32 shared,
+                                              int lane) {
   if (row_block == 1) store_earlier<1>(x, shared, lane);
   if (row_block == 2) store_earlier<2>(x, shared, lane);
   if (row_block == 3) store_earlier<3>(x, shared, lane);

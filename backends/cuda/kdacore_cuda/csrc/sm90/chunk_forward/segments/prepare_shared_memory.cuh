@@ -23,7 +23,7 @@
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 
 constexpr int THREADS = 256;
-constexpr int BLOCKS = 3;  // of a multiprocessor, or (SIDE_BY_SIDE) units of a block at once
+constexpr int BLOCKS = 3;  // of a multiprocessor
 constexpr u32 HALF_SQUARE = HALF * IMAGE_ROW;  // 64 channels of 32 tokens
 
 constexpr u32 DIAGONAL_PITCH = 24;  // floats a row of a 16 x 16 block on the system's diagonal
@@ -64,16 +64,9 @@ struct SharedMemory {
   // Address of v's rows and their number, and the unit's place in the workspace; there are no
   // registers for them.
   u32 value_rows[4];
-#if SIDE_BY_SIDE
-  UnitInputs inputs[2];   // of this unit and of the next one
-  u64 given[2], written;  // barriers
-#endif
 };
-constexpr u32 UNIT_PITCH = (sizeof(SharedMemory) + 1023) / 1024 * 1024;
-static_assert((SIDE_BY_SIDE ? BLOCKS * UNIT_PITCH : sizeof(SharedMemory)) <= SHARED_BYTES,
-              "the host's shared memory size is too small");
-static_assert(SIDE_BY_SIDE || BLOCKS * (SHARED_BYTES + 1024) <= 228 * 1024,
-              "a multiprocessor has no room for so many blocks");
+static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "the host's shared memory size is too small");
+static_assert(BLOCKS * (SHARED_BYTES + 1024) <= 228 * 1024, "a multiprocessor has no room for so many blocks");
 
 #include "sm90/chunk_backward/prepare_places.cuh"
 
@@ -86,7 +79,9 @@ __device__ __forceinline__ unsigned char* record_of(const ChunkBackwardParams& p
 constexpr u32 RAW_G = OFFSET(SharedMemory, keys);
 
 // Image i of keys, from the first; of the diagonal's block i.
-__device__ __forceinline__ constexpr u32 keys_offset(int i) { return OFFSET(SharedMemory, keys) + i * KEYS_BYTES; }
+__device__ __forceinline__ constexpr u32 keys_offset(int i) {
+  return OFFSET(SharedMemory, keys) + i * KEYS_BYTES;
+}
 __device__ __forceinline__ u32 diagonal_offset(int block) {
   return keys_offset(block >> 1) + SQUARE_BYTES + (block & 1) * 16 * DIAGONAL_PITCH * 4;
 }

@@ -7,9 +7,9 @@
 
 static_assert(THREADS == 2 * K, "a thread a bias of each half");
 
-// 1. Asks for inputs: first those whose place in shared memory the unit before leaves free early (k,
-// and g in bfloat16), then the others, and v in L2; g is there before q. v's address and number of
-// rows, and the unit's place, go to shared memory.
+// 1. Asks for inputs: first k, and g in bfloat16, then (the block's parameters are asked for in between)
+// the others, and v in L2; g is there before q. v's address and number of rows, and the unit's place, go
+// to shared memory.
 __device__ __forceinline__ void fetch_gates(const ChunkBackwardParams& p, u64 g, int rows, u32 shared,
                                             int thread) {
   fetch_strip(shared, reinterpret_cast<const unsigned char*>(g), (int)p.g_st * (G_FLOAT ? 4 : 2), rows,
@@ -23,8 +23,8 @@ __device__ __forceinline__ void fetch_first_inputs(const ChunkBackwardParams& p,
   }
   fetch_tile<THREADS, SQUARE_BYTES>(shared + OFFSET(SharedMemory, k), k, 2 * (int)p.k_st, rows, thread);
 }
-__device__ __forceinline__ void fetch_other_inputs(const ChunkBackwardParams& p, u64 q, u64 g, u64 v, int rows,
-                                                   u32 at, u32 shared, int thread) {
+__device__ __forceinline__ void fetch_other_inputs(const ChunkBackwardParams& p, u64 q, u64 g, u64 v,
+                                                   int rows, u32 at, u32 shared, int thread) {
   if (G_FLOAT) {
     fetch_gates(p, g, rows, shared, thread);
     copy_async_commit();
@@ -47,10 +47,9 @@ __device__ __forceinline__ void fetch_values(const ChunkBackwardParams& p, u32 s
 }
 
 // Steps 2 to 6, once inputs have been asked for and parameters stored: w and u are left in shared
-// memory. Calls f() after step 2.
-template <class F>
-__device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows, const Gate& gate, u32 shared,
-                                          F f) {
+// memory.
+__device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows, const Gate& gate,
+                                          u32 shared) {
   const int thread = unit_thread(), lane = thread & 31, warp = uniform(thread >> 5);
   const float unit = exp2_fast(-p.centre);
   {
@@ -65,7 +64,6 @@ __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows
     store_norms(p, shared, rows, warp, lane);
     sum_strip(x, shared, s, p.centre);
     sync_unit();
-    f();
 
     // 3. Operands; kg, qg and last go to the record.
     unsigned char* const record = record_of(p);

@@ -43,8 +43,13 @@ class RowCase(NamedTuple):
     @property
     def case(self) -> Case:
         return Case(
-            name="row", op=OPS[self.op], T=self.T, H=self.H, lengths=self.lengths, gate=self.kind_of_gate,  # type: ignore[arg-type]
-        )  # fmt: skip
+            name="row",
+            op=OPS[self.op],
+            T=self.T,
+            H=self.H,
+            lengths=self.lengths,
+            gate=self.kind_of_gate,  # type: ignore[arg-type]
+        )
 
 
 def lengths_of_a_pack(T: int) -> tuple[int, ...]:

@@ -1,8 +1,11 @@
 """States across the ranks of a JAX mesh axis from the maps of their slices. Every rank computes all it needs itself.
 
 A slice maps the state of the sequence that leaves it by ``S_out = M S_in + C``; ``M [..., K, K]`` and states
-``[..., K, V]``, float32. Products are full float32: at slow gates M is near the identity times many tokens, and a
-product with bfloat16 operands loses the state.
+``[..., K, V]``, float32. Products are full float32: where decays are slow M is close to the identity over thousands of
+tokens, and a product in bfloat16 or TF32 would lose what the ranks before contributed.
+
+:mod:`kdacore.parallel.fold` composes as many maps as it is given. Here how many concern a rank depends on its number,
+a tracer, so every rank goes through the maps of all and keeps what concerns it.
 """
 
 from __future__ import annotations

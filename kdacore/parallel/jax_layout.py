@@ -1,7 +1,8 @@
 """Which part of which sequence a rank of a JAX mesh axis holds, computed on the device from the offsets of the row.
 
-Rank r of R holds tokens ``[r*T, (r+1)*T)`` of a row of ``R*T`` tokens. Offsets and the rank's number may be tracers;
-nothing here depends on their values but values.
+Rank r of R holds tokens ``[r*T, (r+1)*T)`` of a row of ``R*T`` tokens. :mod:`kdacore.parallel.layout` does the same in
+torch for one rank whose number is known. Here one program runs on every rank: the rank's number is a tracer, the
+offsets may be tracers, no shape and no branch depends on their values, and each rank computes the borders of all.
 """
 
 from __future__ import annotations
@@ -80,14 +81,6 @@ def part_of_pack(cu_seqlens: Array, T: int, rank: Array) -> Part:
         jnp.minimum(holder(cu, first), N - 1)[None],
         jnp.minimum(holder(cu, first + (T - 1)), N - 1)[None],
     )
-
-
-def pack_of_one(offsets: Array, sequence: Array) -> Array:
-    """The offsets ``[0, s, e]`` of two sequences, of which the second is one of those with ``offsets``.
-
-    ``sequence``: its number, int32 ``[1]``.
-    """
-    return jnp.concatenate([jnp.zeros_like(offsets[:1]), offsets[sequence], offsets[sequence + 1]])
 
 
 class Place(NamedTuple):

@@ -50,7 +50,6 @@ POOL = frozenset(
 """What servers ask of both."""
 GATES = frozenset({"gate.bounded", "gate.unbounded"})
 STAGE = frozenset({"grouped_value_heads", "packed"})
-STATE_STAGE = frozenset({"initial_state", "packed", "state_v_first"})
 
 
 def _op(

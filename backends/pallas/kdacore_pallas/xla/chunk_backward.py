@@ -270,7 +270,7 @@ def backward(
     carry = (*reverse_carry(request, plan, inputs, dfinal, initial, axes), buffers)
     order = jnp.arange(plan.segments, dtype=jnp.int32)
     (dstate, dinitial, sums, d), _ = lax.scan(body, carry, order, reverse=True)
-    return _collect(request, plan, inputs, d, dstate, dinitial, dfinal, sums)
+    return _collect(request, plan, inputs, d, dstate, dinitial, sums)
 
 
 def _gradient_dtype(like: Array, axes: frozenset[str]) -> Any:
@@ -315,7 +315,6 @@ def _collect(
     d: GradBuffers,
     dstate: Array,
     dinitial: Array | None,
-    dfinal: Array | None,
     sums: ParamGrads,
 ) -> InputGrads:
     q, k, v, g, beta = (

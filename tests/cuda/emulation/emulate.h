@@ -61,7 +61,6 @@ inline void wait_for_inputs() {}
 inline void launch_dependents() {}
 inline void pause(u32) {}
 inline float exp2_fast(float x) { return emu::flush(exp2f(emu::flush(x))); }
-inline float log2_fast(float x) { return emu::flush(log2f(emu::flush(x))); }
 inline float reciprocal(float x) { return emu::flush(1.0f / emu::flush(x)); }
 inline float inverse_sqrt(float x) { return emu::flush(1.0f / sqrtf(emu::flush(x))); }
 inline u32 pack_bf16(float low, float high) { return emu::round_bf16(low) | emu::round_bf16(high) << 16; }

@@ -372,6 +372,8 @@ def test_sharing_depends_on_shapes_alone() -> None:
 
 def test_cluster_size_depends_on_shapes_alone() -> None:
     assert cluster_size(128, 8, 132, "sm_90a") == 3
+    assert cluster_size(128, 36, 132, "sm_90a") == 3
+    assert cluster_size(128, 37, 132, "sm_90a") == 2
     assert cluster_size(128, 64, 132, "sm_90a") == 2
     assert cluster_size(128, 512, 132, "sm_90a") == 2
     assert cluster_size(128, 8, 148, "sm_100f") == 4

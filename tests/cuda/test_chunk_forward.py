@@ -324,6 +324,26 @@ def test_many_short_sequences_with_states(
     same_in_shares(monkeypatch, inputs, 2, output_final_state=True, state_v_first=v_first, **options)
 
 
+def test_many_short_sequences_have_a_kernel_of_their_own(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole_fraction(monkeypatch, 2)
+
+    def many_short(inputs: ChunkInputs, **options: Any) -> int:
+        plan = chunk_forward.plan_of(request_of("chunk_kda", inputs, **BOUNDED_MODEL, **options))
+        return dict(plan.launcher.kernel.defines)["MANY_SHORT"]
+
+    assert many_short(draw(16, 128)) == 1
+    assert many_short(draw(16, 129)) == 0
+    assert many_short(draw(7, 128)) == 0
+    assert many_short(draw(16, 128), checkpoint_every=64) == 0
+    assert many_short(draw(1, 128, cu_seqlens=torch.arange(17) * 8)) == 0
+    pool = torch.zeros(16, 1, 128, 128)
+    assert (
+        many_short(draw(16, 16, initial_state=pool, state_indices=torch.arange(16)), inplace_state=True) == 0
+    )
+
+
 def test_many_short_sequences_are_as_long_ones_begin(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,6 +372,8 @@ def test_sharing_depends_on_shapes_alone() -> None:
 
 def test_cluster_size_depends_on_shapes_alone() -> None:
     assert cluster_size(128, 8, 132, "sm_90a") == 3
+    assert cluster_size(128, 36, 132, "sm_90a") == 3
+    assert cluster_size(128, 37, 132, "sm_90a") == 2
     assert cluster_size(128, 64, 132, "sm_90a") == 2
     assert cluster_size(128, 512, 132, "sm_90a") == 2
     assert cluster_size(128, 8, 148, "sm_100f") == 4

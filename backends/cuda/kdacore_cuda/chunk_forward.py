@@ -15,6 +15,7 @@ from kdacore_cuda.architectures import build_arch
 from kdacore_cuda.chunk_forward_checkpoints import finish_checkpoints, make_marks
 from kdacore_cuda.chunk_forward_dataflow_kernels import use_dataflow
 from kdacore_cuda.chunk_forward_kernels import (
+    are_many_short,
     chunk_forward_kernel,
     chunk_forward_shared_bytes,
     chunk_forward_threads,
@@ -77,15 +78,19 @@ def _make_plan(r: Request) -> ChunkForwardPlan:
     items, multiprocessors = r.N * r.HV, multiprocessors_of(r)
     cluster = cluster_size(r.K, items_for_choice(r), multiprocessors, arch)
     clusters = resident_clusters(r.K, cluster, items, multiprocessors, arch)
-    cuts = clusters and (r.packed or cuts_items(r.T, items, clusters))
     hopper = has_hopper_kernel(r.K, arch)
+    looks_up = r.packed or r.has("state_indices") or r.checkpoint_every or r.checkpoint_count
+    many_short = hopper and not looks_up and are_many_short(r.T, items, cluster, clusters)
+    cuts = clusters and not many_short and (r.packed or cuts_items(r.T, items, clusters))
     in_dataflow = (
         hopper
         and chunk_forward_dataflow.serves(r)
         and use_dataflow(items_for_choice(r), has_bounded_gate(r), multiprocessors)
     )
     return ChunkForwardPlan(
-        launcher=_launcher(r.K, cluster, has_bounded_gate(r), type_code(r, "g") != TYPES["bfloat16"], arch),
+        launcher=_launcher(
+            *(r.K, cluster, has_bounded_gate(r), type_code(r, "g") != TYPES["bfloat16"], arch, many_short)
+        ),
         grid=(clusters or items) * cluster,
         cut_states_size=cut_states_size(clusters) if cuts else 0,
         arch=arch,
@@ -117,9 +122,9 @@ plan_of = PlanCache(_make_plan)
 
 
 @cache
-def _launcher(K: int, cluster: int, bounded: bool, float_gate: bool, arch: str) -> Launcher:
+def _launcher(K: int, cluster: int, bounded: bool, float_gate: bool, arch: str, many_short: bool) -> Launcher:
     return Launcher(
-        chunk_forward_kernel(K, cluster, bounded, float_gate, arch),
+        chunk_forward_kernel(K, cluster, bounded, float_gate, arch, many_short),
         CHUNK_FORWARD,
         chunk_forward_threads(K, cluster, arch),
         chunk_forward_shared_bytes(K, cluster, bounded, arch),

@@ -32,10 +32,12 @@ def cluster_size(K: int, items: int, multiprocessors: int, arch: str) -> int:
     device alone.
 
     A larger cluster shortens one item and costs throughput, so it pays while multiprocessors are
-    idle.
+    idle. A cluster lies within a part of the device, so larger ones leave some multiprocessors out:
+    of an H200's 132, clusters of three for 32 items ran at once, those for 40 one after the other.
     """
     sizes = cluster_sizes(K, arch)
-    return max(c for c in sizes if c == sizes[0] or items * c <= multiprocessors)
+    reached = {c: multiprocessors if c <= 2 else multiprocessors * 9 // 11 for c in sizes}
+    return max(c for c in sizes if c == sizes[0] or items * c <= reached[c])
 
 
 def resident_clusters(K: int, cluster: int, items: int, multiprocessors: int, arch: str) -> int:
@@ -62,8 +64,19 @@ def cut_states_size(clusters: int) -> int:
     return clusters * (128 * 128 + 2 * _SCANNERS * _SCAN_WARPS)
 
 
+SHORT_TOKENS, SHORT_ITEMS = 4 * STEP_TOKENS, 8
+"""Tokens of a short sequence, at most; sequences and heads of a cluster, at least, where many short
+ones go a way of their own, since uneven parts cost little there."""
+
+
+def are_many_short(T: int, items: int, cluster: int, clusters: int) -> bool:
+    """Whether ``clusters`` have a faster kernel for ``items`` sequences and heads of ``T`` tokens: the
+    same bits."""
+    return cluster == _SCANNERS and 0 < SHORT_ITEMS * clusters <= items and T <= SHORT_TOKENS
+
+
 def chunk_forward_kernel(
-    K: int, cluster: int, bounded: bool, float_gate: bool, arch: str = HOPPER
+    K: int, cluster: int, bounded: bool, float_gate: bool, arch: str = HOPPER, many_short: bool = False
 ) -> KernelSource:
     """The chunk forward kernel. Takes :data:`kdacore_cuda.kernel_parameters.CHUNK_FORWARD`.
 
@@ -73,6 +86,7 @@ def chunk_forward_kernel(
         bounded: every log decay lies in [-5, 0].
         float_gate: ``g`` is float32, not bfloat16.
         arch: the real architecture to compile for.
+        many_short: the way of many short sequences (:func:`are_many_short`).
     """
     own = has_hopper_kernel(K, arch)
     defines = (
@@ -82,7 +96,11 @@ def chunk_forward_kernel(
         ("BOUNDED", int(bounded)),
         ("G_FLOAT", int(float_gate)),
         ("SHARED_LIMIT", chunk_forward_shared_bytes(K, cluster, bounded, arch)),
-        *(_hopper_defines(cluster, bounded) if own else _portable_defines(K, cluster, bounded, arch)),
+        *(
+            _hopper_defines(cluster, bounded, many_short)
+            if own
+            else _portable_defines(K, cluster, bounded, arch)
+        ),
     )
     return KernelSource(
         "sm90/chunk_forward/chunk_forward.cu" if own else "common/chunk_forward/chunk_forward.cu",
@@ -124,6 +142,8 @@ def packaged_chunk_forward_kernels(arch: str) -> Iterator[KernelSource]:
     for K in HEAD_DIMS:
         for cluster, bounded, float_gate in product(cluster_sizes(K, arch), (False, True), float_gates):
             yield chunk_forward_kernel(K, cluster, bounded, float_gate, arch)
+            if has_hopper_kernel(K, arch) and cluster == _SCANNERS:
+                yield chunk_forward_kernel(K, cluster, bounded, float_gate, arch, many_short=True)
 
 
 # The Hopper kernel, K = V = 128. A block has 4 scan warps (64 columns of V), 8 slice warps (32
@@ -148,7 +168,7 @@ def _registers(cluster: int, bounded: bool) -> Registers:
     return Registers(184, 120, 88) if bounded or cluster == _SCANNERS else Registers(176, 128, 80)
 
 
-def _hopper_defines(cluster: int, bounded: bool) -> tuple[tuple[str, int], ...]:
+def _hopper_defines(cluster: int, bounded: bool, many_short: bool) -> tuple[tuple[str, int], ...]:
     registers = _registers(cluster, bounded)
     return (
         ("SCANNERS", _SCANNERS),
@@ -158,6 +178,7 @@ def _hopper_defines(cluster: int, bounded: bool) -> tuple[tuple[str, int], ...]:
         ("SCAN_REGISTERS", registers.scan),
         ("SLICE_REGISTERS", registers.slices),
         ("SOLVE_REGISTERS", registers.solve),
+        ("MANY_SHORT", int(many_short)),
     )
 
 

@@ -20,7 +20,15 @@
 // through parts_ready and get their room back through parts_read. The ring runs on from one
 // sequence to the next. A cluster waits for another only where a sequence was cut, and then for one
 // that started before it.
+//
+// Macros from the host, besides sizes: MANY_SHORT, the way of many short sequences of equal length
+// (short_sequences.cuh), which the host chooses. The same bits.
+#if MANY_SHORT
 #include "sm90/chunk_forward/short_sequences.cuh"
+#else
+#include "sm90/chunk_forward/scan.cuh"
+#include "sm90/chunk_forward/triangles.cuh"
+#endif
 
 #if SCAN_REGISTERS
 static_assert(SCAN_WARPS % 4 == 0 && SLICE_WARPS % 4 == 0, "registers are moved by warpgroups");
@@ -76,33 +84,34 @@ KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardPar
   init_barriers(shared);
   wait_for_inputs();
   if (p.marks) launch_dependents();  // of checkpoint_tail.cu, whose blocks follow as these end
-  const bool many_short = is_short(p);
-  if (warp == 0 && !many_short) {
+#if !MANY_SHORT
+  if (warp == 0) {
     const Interval found = find_interval(p, cluster);
     if (thread_index() == 0) store_interval(shared + OFFSET(SharedMemory, interval), found);
   }
+#endif
   sync_group();
   if (warp < SCAN_WARPS) {
     set_role_registers<SCAN_REGISTERS>();
-    if (many_short) {
-      short_scan_warp(p, shared, warp, rank, cluster);
-    } else if (rank < SCANNERS) {
-      scan_warp(p, shared, warp, rank);
-    }
+#if MANY_SHORT
+    short_scan_warp(p, shared, warp, rank, cluster);
+#else
+    if (rank < SCANNERS) scan_warp(p, shared, warp, rank);
+#endif
   } else if (warp < SCAN_WARPS + SLICE_WARPS) {
     set_role_registers<SLICE_REGISTERS>();
-    if (many_short) {
-      short_slice_warp(p, shared, warp - SCAN_WARPS, rank, cluster);
-    } else {
-      slice_warp(p, shared, warp - SCAN_WARPS, rank);
-    }
+#if MANY_SHORT
+    short_slice_warp(p, shared, warp - SCAN_WARPS, rank, cluster);
+#else
+    slice_warp(p, shared, warp - SCAN_WARPS, rank);
+#endif
   } else {
     set_role_registers<SOLVE_REGISTERS>();
-    if (many_short) {
-      short_solver_warp(p, shared, warp - SCAN_WARPS - SLICE_WARPS, rank, cluster);
-    } else {
-      solver_warp(p, shared, warp - SCAN_WARPS - SLICE_WARPS, rank);
-    }
+#if MANY_SHORT
+    short_solver_warp(p, shared, warp - SCAN_WARPS - SLICE_WARPS, rank, cluster);
+#else
+    solver_warp(p, shared, warp - SCAN_WARPS - SLICE_WARPS, rank);
+#endif
   }
 #if CLUSTER > 1
   sync_cluster();  // no block may exit while another still writes to its shared memory

@@ -10,17 +10,8 @@
 #include "sm90/chunk_forward/scan.cuh"
 #include "sm90/chunk_forward/triangles.cuh"
 
-constexpr int SHORT_STEPS = 4;  // of a sequence, at most
-// Sequences and heads of a cluster, at least: a sequence is never cut, so clusters with few of them would
-// have unequal work.
-constexpr int SHORT_ITEMS = 8;
-
-// Whether a call goes this way. Uniform over the grid.
-__device__ __forceinline__ bool is_short(const ChunkForwardParams& p) {
-  return !ONE_TASK && p.clusters && p.T <= SHORT_STEPS * C &&
-         (long long)p.N * p.HV >= SHORT_ITEMS * p.clusters && !p.cu_seqlens && !p.reads && !p.marks &&
-         !p.ckpt_every;
-}
+// Of such a call nothing is cut, packed, looked up in a pool or kept between steps (chunk_forward.py decides).
+static_assert(!ONE_TASK, "a cluster has several sequences and heads");
 
 // A step: chunk `chunk` of value head `hv` of sequence `n`.
 struct ShortStep {

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 
 from kdacore import config
-from kdacore.types import Device
+from kdacore.types import Device, Request
 
 TYPES = ("cpu", "cuda", "rocm", "tpu", "meta", "mps", "xpu")
 """Devices that arrays are on as the libraries come; a backend may declare others."""
@@ -22,6 +23,16 @@ _TPU_GENERATIONS = {
     "TPU7x": "tpu7x",
     "TPU v7x": "tpu7x",
 }
+
+_GPU_ARCHITECTURES = {
+    **dict.fromkeys(("A30", "A100", "A800"), "sm_80"),
+    **dict.fromkeys(("L4", "L20", "L40", "L40S"), "sm_89"),
+    **dict.fromkeys(("H20", "H100", "H200", "H800", "GH200"), "sm_90"),
+    **dict.fromkeys(("B200", "GB200"), "sm_100"),
+    **dict.fromkeys(("B300", "GB300"), "sm_103"),
+}
+"""NVIDIA's data centre GPUs by the name of the model in the driver's name for them. Compute capabilities are those of
+https://developer.nvidia.com/cuda-gpus."""
 
 
 @functools.cache
@@ -61,7 +72,24 @@ def jax_mesh_device(abstract: object) -> Device | None:
     kind: str = getattr(abstract, "device_kind", "")
     if kind in _TPU_GENERATIONS:
         return Device("tpu", 0, _TPU_GENERATIONS[kind])
+    if platform in ("gpu", "cuda"):
+        models = [_GPU_ARCHITECTURES[x] for x in re.findall(r"\w+", kind) if x in _GPU_ARCHITECTURES]
+        return Device("cuda", 0, models[0]) if models else None
     return Device("cpu") if platform == "cpu" else None
+
+
+def compiled_for_elsewhere(request: Request) -> bool:
+    """Whether a traced JAX call is for a kind of device that this process has none of: its program is compiled here,
+    and runs elsewhere."""
+    return request.kind == "jax" and request.traced and not _jax_has(request.device.type)
+
+
+@functools.cache
+def _jax_has(kind: str) -> bool:
+    try:
+        return bool(sys.modules["jax"].local_devices(backend="gpu" if kind == "cuda" else kind))
+    except RuntimeError:  # what JAX raises where it has no such devices
+        return False
 
 
 config.on_refresh(torch_device.cache_clear)

@@ -153,7 +153,8 @@ def _expected_device() -> Device:
     # Absent outside a mesh, and of meshes that were made without devices.
     abstract = getattr(get_abstract_mesh(), "abstract_device", None)
     found = None if abstract is None else probes.jax_mesh_device(abstract)
-    return _default_device() if found is None else found
+    local = _default_device()  # which also has the number that it has here
+    return local if found is None or (found.type, found.arch) == (local.type, local.arch) else found
 
 
 def _default_device() -> Device:

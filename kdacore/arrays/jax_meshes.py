@@ -7,11 +7,15 @@ written for one device, or for arrays that XLA or the caller splits. Only what i
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax import lax
 from jax.sharding import AxisType, get_abstract_mesh
+
+from kdacore.errors import ContractError
 
 WANTED = (
     "an array inside jax.shard_map or jax.sharding.auto_axes over these axes, "
@@ -34,6 +38,31 @@ def obstacle(x: Any) -> tuple[str, str] | None:
     if where.mesh != get_abstract_mesh():
         return f"an array on a mesh with Explicit axes {axes}, outside jax.set_mesh", WANTED
     return None
+
+
+def refuse_split_tokens(op: str, operands: Mapping[str, Any]) -> None:
+    """Refuse rows that plain ``jit`` splits along their tokens: each device would need the tokens before its own.
+
+    Args:
+        op: the op.
+        operands: what XLA partitions, by the name of the argument: anything with a ``sharding`` on a mesh.
+
+    Raises:
+        ContractError: q, k, v, g or beta has its axis of tokens, the second, on several devices.
+    """
+    for name in ("q", "k", "v", "g", "beta"):
+        if name not in operands:
+            continue
+        where = operands[name].sharding
+        over = (*where.spec, None, None)[1] or ()
+        if math.prod(where.mesh.shape[a] for a in ((over,) if isinstance(over, str) else over)) > 1:
+            raise ContractError(
+                op,
+                name,
+                f"an array split along its tokens, over mesh axes {over!r}",
+                "whole rows, by jax.lax.with_sharding_constraint before the call; or, "
+                "inside jax.shard_map, cp= computes rows that are split over a mesh axis",
+            )
 
 
 def mesh_axes(*arrays: Any) -> frozenset[str]:

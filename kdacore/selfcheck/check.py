@@ -12,10 +12,11 @@ import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kdacore import config, plugin_faults
+from kdacore import config, device, plugin_faults
 from kdacore.registry import REGISTRY, Registered
 from kdacore.selfcheck import records
 from kdacore.selfcheck.records import Record
@@ -51,6 +52,8 @@ def problem(registered: Registered, request: Request, *, run: bool = True) -> Re
     """
     if not config.get().selfcheck or request.op.startswith(("kda_chunk", "kda_recompute", "delta_rule")):
         return None
+    if device.compiled_for_elsewhere(request):
+        return _problem_elsewhere(registered, request, run)
     path = _record_path(registered, request)
     stored = records.read(path)
     known = stored or _measured.get(path)
@@ -78,6 +81,22 @@ def problem(registered: Registered, request: Request, *, run: bool = True) -> Re
             return Reason("selfcheck", said, known["misfit"], "what the call asks for")
         return Reason("selfcheck", said, f"{error:.2e}", f"< {bound:.2g}")
     return None
+
+
+def _problem_elsewhere(registered: Registered, request: Request, run: bool) -> Reason | None:
+    """The same where the call's device is of a kind that is not here. What is written for any device is taken as it is
+    on the CPU; what is not cannot be checked."""
+    if "*" in registered.backend.device_types:
+        cpu = Device("cpu")
+        tested = cpu.arch in registered.backend.ops[request.op].verified_archs
+        return None if tested else problem(registered, replace(request, device=cpu), run=run)
+    name = registered.backend.name
+    return Reason(
+        "selfcheck",
+        f"has not been tested on {request.device.arch or request.device.type}, and there is none here to check it on",
+        "a program compiled for another machine",
+        f"backend={name!r}, which uses it unchecked",
+    )
 
 
 def _capturing(request: Request) -> bool:

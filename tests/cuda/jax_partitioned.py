@@ -105,6 +105,48 @@ def run(HV: int) -> None:
     check("flat", lambda x: call(x)[0], [place(flat, "data")], [flat])
 
 
+def refusal(x: dict[str, Any], specs: dict[str, P]) -> str:
+    """What compiling a call says whose arrays are split like this, with its gradients."""
+    split = {n: jax.device_put(a, NamedSharding(MESH, specs.get(n, P()))) for n, a in x.items()}
+    loss = jax.jit(jax.value_and_grad(lambda x: call(x)[0].astype(jnp.float32).sum()))
+    try:
+        loss.lower(split).compile()
+    except jax.errors.JaxRuntimeError as error:
+        wanted = r"argument '(\w+)'.*along its tokens.*'data'.*with_sharding_constraint.*shard_map, cp="
+        return " ".join(re.findall(wanted, str(error))) or str(error)
+    return "nothing"
+
+
+def run_tokens() -> None:
+    """Rows split along their tokens are refused; results may be, and arrays over an axis of one device."""
+    x = draw(H)
+    rows = P(None, "data")
+    print("refused", refusal(x, dict.fromkeys(TOKENS, rows)), refusal(x, {"beta": rows}))
+
+    four = {n: a[:, :4] if n in TOKENS else a for n, a in x.items()}
+
+    def steps(x: dict[str, Any]) -> Any:
+        return call(x, "fused_recurrent_kda")[0]
+
+    def whole_first(x: dict[str, Any]) -> Any:
+        whole = NamedSharding(MESH, P(None, None, "heads"))
+        return steps(x | {n: jax.lax.with_sharding_constraint(x[n], whole) for n in TOKENS})
+
+    def split_after(x: dict[str, Any]) -> Any:
+        doubled = x | {n: 2 * x[n] for n in TOKENS}  # XLA decides how these are split
+        return jax.lax.with_sharding_constraint(steps(doubled), NamedSharding(MESH, rows))
+
+    def placed(spec: P, mesh: Mesh = MESH) -> dict[str, Any]:
+        return {
+            n: jax.device_put(a, NamedSharding(mesh, spec if n in TOKENS else P())) for n, a in four.items()
+        }
+
+    check("whole-first", whole_first, [placed(rows)], [four])
+    check("split-after", split_after, [placed(P())], [four])
+    one = Mesh(np.array(jax.devices()[:4]).reshape(4, 1), ("data", "tokens"))
+    check("axis-of-one", steps, [placed(P("data", "tokens"), one)], [four])
+
+
 if __name__ == "__main__":
     device = emulation.Device(Path(tempfile.mkdtemp()))
     handler = emulation.native_handler(device)
@@ -112,4 +154,7 @@ if __name__ == "__main__":
     emulation.install(MonkeyPatch(), device, handler, "test.native")
     device.run = device.emulate
     REGISTRY.register(Plugin("chunk_kda", "fused_recurrent_kda", kind="jax"), NAME)
-    run(int(sys.argv[1]))
+    if sys.argv[1] == "tokens":
+        run_tokens()
+    else:
+        run(int(sys.argv[1]))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from cuda_calls import MODEL, request_of
 from emulated_backend import HOPPER
+from jax.sharding import AbstractDevice, AbstractMesh
 from jax_emulation import Device
 
 import kdacore
@@ -28,6 +29,7 @@ from kdacore_cuda import (
     launch_program,
     packaged_cubins,
     recurrent,
+    xla_handler,
     xla_interface,
 )
 from kdacore_cuda.launch_program import Clear, make_program
@@ -280,6 +282,29 @@ def test_an_unknown_version_of_xlas_interface_is_declined(
     monkeypatch.setattr(xla_interface, "api_version", lambda: (1, 0))
     with pytest.raises(UnsupportedError, match=r"XLA FFI 1\.0; wanted XLA FFI 0\.3"):
         run(arrays(T=41))
+
+
+def test_export_for_a_gpu_that_is_not_here() -> None:
+    """Within a mesh that describes a Hopper GPU automatic choice takes these kernels, with gradients, and the programs
+    are those of the packaged machine code."""
+    chip = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    x = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in arrays().items()}
+    allowed = [jax.export.DisabledSafetyCheck.custom_call(xla_handler.TARGET)]
+
+    def both(x: dict[str, Any]) -> Any:
+        return jax.value_and_grad(lambda x: call(x, backend=None)[0].astype(jnp.float32).sum())(x)
+
+    def exported() -> str:
+        made = jax.export.export(jax.jit(both), platforms=["cuda"], disabled_checks=allowed)(x)
+        return str(made.mlir_module())
+
+    mesh = AbstractMesh((1,), ("one",), abstract_device=chip)
+    with jax.sharding.use_abstract_mesh(mesh), kdacore.record_selections() as chosen:
+        program = exported()
+    assert {(s.backend, s.request.device.arch) for s in chosen} == {("cuda", "sm_90")}
+    assert program.count(f"@{xla_handler.TARGET}(") == 3  # forward, and the two of the backward
+    if not any(d.platform == "gpu" for d in jax.local_devices()):
+        assert xla_handler.TARGET not in exported()
 
 
 def test_sizes_that_are_symbols_are_declined() -> None:

@@ -17,14 +17,27 @@ FLAGS = {
 }
 
 
+def run_script(which: str) -> dict[str, str]:
+    script = Path(__file__).parent / "jax_partitioned.py"
+    done = subprocess.run(
+        [sys.executable, str(script), which], capture_output=True, text=True, env=os.environ | FLAGS
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(line.split(" ", 1) for line in done.stdout.splitlines())
+
+
 @pytest.mark.parametrize("heads", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_rows_and_heads_are_split(heads: int) -> None:
     """Results have the bits of one device alone. Gradients of parameters are added up over rows: one
     all-reduce. ``flat``: dt_bias with heads and channels in one axis."""
-    script = Path(__file__).parent / "jax_partitioned.py"
-    done = subprocess.run(
-        [sys.executable, str(script), str(heads)], capture_output=True, text=True, env=os.environ | FLAGS
-    )
-    assert done.returncode == 0, done.stderr
-    found = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    found = run_script(str(heads))
     assert found == {"training": "same all-reduce=1", "pack": "same", "decode": "same", "flat": "same"}
+
+
+def test_rows_split_along_their_tokens_are_refused() -> None:
+    """Gathering them without a word is what ``cp=`` is there to avoid. What is asked for is served: arrays
+    made whole first (the gathers are the caller's), results that are split afterwards, an axis of one."""
+    found = run_script("tokens")
+    gathers = found.pop("whole-first")
+    assert gathers.startswith("same all-")
+    assert found == {"refused": "q beta", "split-after": "same", "axis-of-one": "same"}

@@ -108,6 +108,37 @@ def test_ranks(packed: bool, K: int) -> None:
     assert set(re.findall(r"kdacore_chunk_[a-z_]+", program)) >= wanted
 
 
+def test_export_for_a_device_that_is_not_here() -> None:
+    """Plain ``jit`` within a mesh that describes its devices: a forced backend is served, and automatic choice takes
+    no kernels that were never checked."""
+    chips = AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
+    mesh = AbstractMesh((1,), ("one",), abstract_device=chips)
+    inputs = report_calls.chunk_inputs(Size(T=128, H=2, HV=2), spec)
+    x = {n: a for n, a in inputs._asdict().items() if a is not None}
+    explained = []
+
+    def layer(x: dict[str, Any], backend: str | None) -> Any:
+        options = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True}
+        explained.append(kdacore.explain("chunk_kda", **x, **options))
+        return kdacore.chunk_kda(**x, **options, backend=backend)[0]
+
+    def exported(backend: str | None) -> str:
+        both = jax.jit(lambda x: jax.vjp(lambda x: layer(x, backend), x)[0])
+        return str(jax.export.export(both, platforms=["tpu"])(x).mlir_module())
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert "kdacore_chunk_forward" in exported("pallas")
+        with kdacore.record_selections() as chosen:
+            assert "tpu_custom_call" not in exported(None)
+    assert {s.backend for s in chosen} == {"xla"}
+    for selection in (chosen[0], explained[-1]):
+        (reason,) = next(c for c in selection.candidates if c.backend == "pallas").reasons
+        assert reason.code == "selfcheck" and selection.backend == "xla"
+        assert "none here to check" in str(reason) and "backend='pallas'" in str(reason)
+    with pytest.raises(kdacore.UnsupportedError, match="pallas"):
+        exported("pallas")  # outside the mesh
+
+
 RECURRENT_CALLS: dict[str, dict[str, Any]] = {
     "one token, pool in place": {},
     "verification of four tokens": {

@@ -128,9 +128,44 @@ def test_rows_split_along_their_tokens_are_refused() -> None:
     }
     run = jax.jit(lambda x: entry_points.chunk_forward(request, ChunkInputs(**x))[:2])
     with pytest.raises(
-        jax.errors.JaxRuntimeError, match="argument 'q'.*along its tokens.*'data'.*shard_map, cp="
+        jax.errors.JaxRuntimeError,
+        match="argument 'q'.*along its tokens.*'data'.*with_sharding_constraint.*shard_map, cp=",
     ):
         run.lower(x).compile()
+
+
+def test_results_may_be_split_along_their_tokens() -> None:
+    """And the gradients that come back to them: that is no reason to split the arguments, nor to refuse them. An axis
+    of one device splits nothing."""
+    case = Case(B=2, T=24, H=4, HV=4, K=8, V=8)
+    request, inputs = build(case)
+    request = replace(request, needs_grad=True)
+    grads = output_grads(request)
+    along = NamedSharding(mesh(), P(None, "data"))
+    x = {n: on_mesh(a, P()) for n, a in inputs._asdict().items() if a is not None}
+
+    @jax.jit
+    def both(x: dict[str, Any], d: Any) -> Any:
+        given = ChunkInputs(**x | {n: x[n] + 0 for n in "qkvg"})  # XLA decides how these are split
+        out = entry_points.chunk_forward(request, given)
+        found = entry_points.chunk_backward(request, given, (), d)
+        return (jax.lax.with_sharding_constraint(out.o, along), out.final_state), found
+
+    (o, final), found = both(
+        x, OutputGrads(on_mesh(grads.o, P(None, "data")), on_mesh(grads.final_state, P()))
+    )
+    assert o.sharding.spec == P(None, "data")
+    check_forward(Outputs(o, final), request, inputs)
+    check_backward(InputGrads(*found), request, inputs, grads)
+
+    one = Mesh(np.asarray(jax.devices()[:2]).reshape(2, 1), ("data", "tokens"))
+    placed = NamedSharding(one, P("data", "tokens"))
+    split = {
+        n: jax.device_put(a, placed if n in ("q", "k", "v", "g", "beta") else NamedSharding(one, P()))
+        for n, a in x.items()
+    }
+    out = jax.jit(lambda x: entry_points.chunk_forward(request, ChunkInputs(**x))[:2])(split)
+    check_forward(Outputs(*out), request, inputs)
 
 
 @pytest.mark.exhaustive

@@ -186,6 +186,8 @@ def test_the_device_of_a_call_on_a_mesh_of_others() -> None:
         ("TPU v6 lite", "tpu"),
         ("cpu", "cpu"),
         ("NVIDIA H200", "cuda"),
+        ("NVIDIA H100 80GB HBM3", "gpu"),
+        ("NVIDIA of the future", "cuda"),
         ("of the future", ""),
     ):
         described = AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
@@ -198,7 +200,8 @@ def test_the_device_of_a_call_on_a_mesh_of_others() -> None:
         run = jax.shard_map(local, mesh=mesh, in_specs=(P("data"),), out_specs=P("data"))
         jax.eval_shape(run, jax.ShapeDtypeStruct((2, 8, 1, 8), jnp.float32))
     cpu = Device("cpu")  # what is not known is taken for the default device
-    assert found == [Device("tpu", 0, "v6e"), cpu, cpu, cpu]
+    hopper = Device("cuda", 0, "sm_90")
+    assert found == [Device("tpu", 0, "v6e"), cpu, hopper, hopper, cpu, cpu]
 
 
 @pytest.mark.parametrize("backend", ["xla", "reference"])

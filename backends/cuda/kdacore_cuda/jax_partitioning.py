@@ -1,5 +1,5 @@
 """Calls on arrays that plain ``jit`` splits over devices: rows of a batch and heads are independent, so
-each device makes the call on its own part, and nothing is gathered.
+each device makes the call on its own part, and nothing is gathered. Rows split along their tokens are refused.
 
 Rows are split where a call has no pack and no pool. Query/key heads are split together with their
 value heads.
@@ -17,11 +17,15 @@ import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 
+from kdacore.arrays.jax_meshes import refuse_split_tokens
 from kdacore.types import Request, TensorSpec
 from kdacore_cuda.jax_batching import SHARED, Arrays, Run, has_pools
 
 ROWS, HEADS, GROUP = "rows", "heads", "group"
 """Axes of a call: its batch, its query/key heads, the value heads of one of those."""
+TOKENS, MOVED = "tokens", "movedtokens"
+"""The tokens of arguments, whose splits have to arrive here to be refused, and those of results and
+of gradients that are given. A split of the latter concerns no argument: XLA moves these arrays."""
 _WORD = re.compile(r"[a-z]+")
 
 Axes = tuple[str, ...]
@@ -43,9 +47,13 @@ def run_partitioned(run: Run, request: Request, arrays: Arrays, groups: int) -> 
 
     def axes(shapes: Sequence[Any], of: Sequence[str], leads: bool) -> list[Axes]:
         # Gradients of what rows share come with an axis of groups in front.
-        return [
+        found = [
             ("groups", *axes_of(request, x, s - 1)) if leads and x in SHARED else axes_of(request, x, s)
             for x, s in zip(of, shapes, strict=True)
+        ]
+        return [
+            tuple(MOVED if a == TOKENS and (leads or x == "d_o") else a for a in its)
+            for x, its in zip(of, found, strict=True)
         ]
 
     def rule(mesh: Mesh, operands: Any, produced: Any) -> tuple[str, dict[str, Any]]:
@@ -53,12 +61,13 @@ def run_partitioned(run: Run, request: Request, arrays: Arrays, groups: int) -> 
         made = axes([t.rank for t in produced], results, True)
         text = " -> ".join(", ".join(map(" ".join, x)) for x in (given, made))
         used = dict.fromkeys(_WORD.findall(text))  # in the order in which Shardy counts them
-        free = {ROWS, HEADS} if groups == 1 else {HEADS}
+        free = {ROWS, HEADS, TOKENS} if groups == 1 else {HEADS, TOKENS}
         held = [axis for axis in used if axis not in free]
         sizes = {GROUP: request.HV // request.H} if f"{HEADS} {GROUP})" in text else {}
         return text, {"need_replication_factors": tuple(held), **sizes}
 
     def partition(mesh: Mesh, operands: Any, produced: Any) -> Any:
+        refuse_split_tokens(request.op, dict(zip(names, operands, strict=True)))
         split = _split(request, groups, dict(zip(names, operands, strict=True)))
         given = axes([len(x.shape) for x in operands], names, False)
         made = axes([len(x.shape) for x in produced], results, True)
@@ -89,10 +98,10 @@ def axes_of(r: Request, name: str, rank: int) -> Axes:
     read = "pool" if pools else ROWS
     written = ("final" if pools else ROWS) if not r.inplace_state else "other" if r.write_pool_size else read
     known: dict[str, Axes] = {
-        **dict.fromkeys(("q", "k"), (rows, "tokens", HEADS, "keys")),
-        **dict.fromkeys(("v", "o", "d_o"), (rows, "tokens", heads, "values")),
-        "g": (rows, "tokens", heads, "keys")[:rank],
-        "beta": (rows, "tokens", heads),
+        **dict.fromkeys(("q", "k"), (rows, TOKENS, HEADS, "keys")),
+        **dict.fromkeys(("v", "o", "d_o"), (rows, TOKENS, heads, "values")),
+        "g": (rows, TOKENS, heads, "keys")[:rank],
+        "beta": (rows, TOKENS, heads),
         "A_log": (heads,),
         "dt_bias": (heads, "keys")[:rank],
         "initial_state": (read, *states),

@@ -20,7 +20,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh
 
-from kdacore.errors import ContractError
+from kdacore.arrays.jax_meshes import refuse_split_tokens
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, RecurrentInputs, Request
 
 Array = Any
@@ -89,6 +89,9 @@ def _split(run: Run, request: Request, arrays: dict[str, Array], results: dict[s
     divided = custom_partitioning(whole)
     rule = [_axes(request, n, x.ndim) for n, x in arrays.items()]
     made = [_axes(request, n, ndim) for n, ndim in results.items()]
+    # A split along the tokens of results, or of gradients that are given, concerns no argument: XLA moves these arrays.
+    rule = [_moved(axes) if n in OutputGrads._fields else axes for n, axes in zip(arrays, rule, strict=True)]
+    made = [_moved(axes) for axes in made]
     factors = dict.fromkeys(re.findall(r"\w+", " ".join((*rule, *made))))  # XLA wants them in this order
     divisible = ("t", "h", "r") if _pooled(request) else ("b", "t", "h", "r")
     divided.def_partition(
@@ -136,6 +139,11 @@ def _axes(request: Request, name: str, ndim: int) -> str:
     return known.get(name) or " ".join(f"{name}_{n}" for n in range(ndim))
 
 
+def _moved(axes: str) -> str:
+    """These axes, the tokens ``t`` by another name."""
+    return " ".join("moved_t" if axis == "t" else axis for axis in axes.split(" "))
+
+
 class _Place(NamedTuple):
     """What one device holds of a call."""
 
@@ -153,16 +161,7 @@ def _placed(request: Request, given: dict[str, Any]) -> _Place:
     Raises:
         ContractError: rows are split along their tokens.
     """
-    for name, x in given.items():
-        axes = _axes(request, name, len(x.shape)).split()
-        spec = tuple(x.sharding.spec)
-        if axes[1:2] == ["t"] and len(spec) > 1 and spec[1]:
-            raise ContractError(
-                request.op,
-                name,
-                f"an array split along its tokens, over mesh axes {spec[1]!r}",
-                "whole rows: inside jax.shard_map, cp= computes rows that are split over a mesh axis",
-            )
+    refuse_split_tokens(request.op, given)
     mesh = given["q"].sharding.mesh
     spec = (*given["q"].sharding.spec, None, None, None)
     batch = None if _pooled(request) else spec[0]

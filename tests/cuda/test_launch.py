@@ -269,7 +269,7 @@ HEADERS = kernel_parameters.generated_headers()
 
 def compile_offsets(params: ParamStruct, offsets: dict[str, int], arch: str) -> None:
     """NVRTC over the struct as kernels get it, with every field's place asserted. It has no ``offsetof`` of its own."""
-    (header,) = [name for name, text in HEADERS.items() if f"struct {params.name} {{" in text]
+    (header,) = [name for name, text in HEADERS.items() if re.search(rf"struct {params.name}\b[^;]*{{", text)]
     lines = [f'#include "{header}"\n']
     lines += [
         f'static_assert(__INTADDR__(&(({params.name}*)0)->{name}) == {offset}, "{name}");\n'
@@ -280,7 +280,7 @@ def compile_offsets(params: ParamStruct, offsets: dict[str, int], arch: str) -> 
 
 
 def test_every_header_is_of_a_struct_here() -> None:
-    found = {word for text in HEADERS.values() for word in re.findall(r"^struct (\w+) {", text, re.MULTILINE)}
+    found = {word for text in HEADERS.values() for word in re.findall(r"^struct (\w+)[^;{]*{", text, re.MULTILINE)}
     assert found == STRUCTS.keys()
     assert len(STRUCTS) >= 7
 

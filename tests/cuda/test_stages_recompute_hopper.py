@@ -54,7 +54,7 @@ def use(monkeypatch: pytest.MonkeyPatch, whole_fraction: float | None) -> None:
 
     monkeypatch.setattr(stages, "has_hopper_recompute", lambda *call: whole_fraction is not None)
     monkeypatch.setattr(stages, "recompute_grid", fixed)
-    monkeypatch.setattr(stages, "_plan_of", PlanCache(stages._make_plan))
+    monkeypatch.setattr(stages, "plan_of", PlanCache(stages._make_plan))
 
 
 def draw(**shape: Any) -> Drawn:
@@ -128,7 +128,7 @@ def test_the_length_of_a_call_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
         return seen[-1]
 
     monkeypatch.setattr(stages, "recompute_grid", noted)
-    monkeypatch.setattr(stages, "_plan_of", PlanCache(stages._make_plan))
+    monkeypatch.setattr(stages, "plan_of", PlanCache(stages._make_plan))
     for T in (64 * chunks, 64 * chunks + 1):
         inputs = draw(T=T).recompute(False)
         got = recompute(inputs)

@@ -97,9 +97,10 @@ class Split:
         arrays = {n: jnp.asarray(x) for n, x in (inputs or self.inputs)._asdict().items() if x is not None}
         given = {n: arrays.pop(n) for n in WHOLE if n in arrays}
         cotangents = tuple(
-            jnp.asarray(x) for x in (self.grads.o if do is None else do, self.grads.final_state)
+            jnp.asarray(x)
+            for x in (self.grads.o if do is None else do, self.grads.final_state)[: 1 + self.case.final]
         )
-        results, grads = self._program(arrays, given, cotangents[: 1 + self.case.final])
+        results, grads = self._program(arrays, given, cotangents)
         return [np.asarray(x) for x in results], {n: np.asarray(x) for n, x in grads.items()}
 
     def check(self, inputs: ChunkInputs | None = None) -> None:

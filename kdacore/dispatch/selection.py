@@ -8,7 +8,7 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kdacore import config, device, plugin_faults
+from kdacore import config, plugin_faults
 from kdacore.errors import PerformanceWarning, UnsupportedError, list_names
 from kdacore.registry import REGISTRY, Registered, missing
 from kdacore.types import Candidate, OpImpl, Reason, Request, Selection, Verifier
@@ -130,7 +130,10 @@ def judge(registered: Registered, request: Request, assumed: bool = False) -> Ca
             with a traced call whose program is compiled for another machine.
     """
     backend = registered.backend
-    assumed = assumed or device.compiled_for_elsewhere(request)
+    if not assumed and request.kind == "jax" and request.traced:
+        from kdacore import device  # here: other first calls load no more than they need
+
+        assumed = device.compiled_for_elsewhere(request)
     impl = backend.ops.get(request.op)
     gone = missing(backend, hardware=False) if assumed else missing(backend)
     lacking = tuple(what for _, what, _ in missing(backend, hardware=True)) if assumed else ()

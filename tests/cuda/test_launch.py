@@ -280,7 +280,9 @@ def compile_offsets(params: ParamStruct, offsets: dict[str, int], arch: str) -> 
 
 
 def test_every_header_is_of_a_struct_here() -> None:
-    found = {word for text in HEADERS.values() for word in re.findall(r"^struct (\w+)[^;{]*{", text, re.MULTILINE)}
+    found = {
+        word for text in HEADERS.values() for word in re.findall(r"^struct (\w+)[^;{]*{", text, re.MULTILINE)
+    }
     assert found == STRUCTS.keys()
     assert len(STRUCTS) >= 7
 

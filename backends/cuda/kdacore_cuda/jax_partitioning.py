@@ -94,6 +94,8 @@ def axes_of(r: Request, name: str, rank: int) -> Axes:
     pools = has_pools(r)
     rows = "packs" if pools else ROWS
     heads = HEADS if r.HV == r.H else f"({HEADS} {GROUP})"
+    if r.H == 1 < r.HV:  # XLA takes no product of axes of which one has size 1
+        heads = GROUP
     states = (heads, "values", "keys") if r.state_v_first else (heads, "keys", "values")
     read = "pool" if pools else ROWS
     written = ("final" if pools else ROWS) if not r.inplace_state else "other" if r.write_pool_size else read

@@ -98,7 +98,7 @@ def _split(run: Run, request: Request, arrays: dict[str, Array], results: dict[s
         partition=partition,
         sharding_rule=f"{', '.join(rule)} -> {', '.join(made)}",
         need_replication_factors=tuple(f for f in factors if f not in divisible),
-        **({"r": request.HV // request.H} if request.HV > request.H else {}),
+        **({"r": request.HV // request.H} if _value_heads(request) == "(h r)" else {}),
     )
     # A partitioned operation has no rule for vmap.
     function = custom_vmap(divided)
@@ -116,10 +116,17 @@ def _pooled(request: Request) -> bool:
     return bool(request.pool_size or request.write_pool_size or request.inplace_state)
 
 
+def _value_heads(request: Request) -> str:
+    """The axis of value heads. XLA takes no product of axes of which one has size 1."""
+    if request.HV == request.H:
+        return "h"
+    return "r" if request.H == 1 else "(h r)"
+
+
 def _axes(request: Request, name: str, ndim: int) -> str:
     """The axes of an array: ``b`` batch, ``t`` tokens, ``h`` q/k heads and ``r`` value heads of each, ``k`` and ``w``
     channels of keys and of values. Axes that have nothing in common with other arrays' are named after the array."""
-    heads = "(h r)" if request.HV > request.H else "h"
+    heads = _value_heads(request)
     rows = f"{name}_rows" if request.packed or _pooled(request) else "b"
     state = f"{rows} {heads} w k" if request.state_v_first else f"{rows} {heads} k w"
     bias = f"({heads.strip('()')} k)" if ndim == 1 else f"{heads} k"

@@ -40,7 +40,10 @@ def test_float32_logits_are_computed_by_the_models_own_functions(monkeypatch: py
     module = importlib.import_module("transformers.models.kimi_linear.modeling_kimi_linear")
     network = tiny_models.build(module, "kimi_linear")
     x = torch.arange(3, 40)[None]
-    with torch.no_grad(), integrations._torch_path(module):  # another test may have brought a library's functions
+    with (
+        torch.no_grad(),
+        integrations._torch_path(module),
+    ):  # another test may have brought a library's functions
         expected = network(x).logits
     own = module.chunk_kimi_delta_attention
 

@@ -6,7 +6,9 @@ The slow tests are named here, in one place: ``pytest -m "not slow"`` is the inn
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -109,6 +111,15 @@ FIRST_CASES = {
 }
 # Of these the cases with JAX arrays run later too: JAX compiles each operation of the reference for itself.
 LATER_WITH_JAX = {"test_batch_invariance", "test_gradients_of_padding_are_zero"}
+
+
+@pytest.fixture(autouse=True)
+def _configuration_of_this_test_alone() -> Iterator[None]:
+    """What a test read from the variables that it set goes with them: they are put back before this fixture ends."""
+    yield
+    config = sys.modules.get("kdacore.config")
+    if config is not None and config._config not in (None, config.parse(os.environ)):
+        config.refresh()
 
 
 def _mark_later_cases(items: list[pytest.Item]) -> None:

@@ -7,13 +7,13 @@ written for one device, or for arrays that XLA or the caller splits. Only what i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
-from jax.sharding import AxisType, get_abstract_mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 
 from kdacore.errors import ContractError
 
@@ -40,29 +40,47 @@ def obstacle(x: Any) -> tuple[str, str] | None:
     return None
 
 
-def refuse_split_tokens(op: str, operands: Mapping[str, Any]) -> None:
-    """Refuse rows that plain ``jit`` splits along their tokens: each device would need the tokens before its own.
+def partitioned(op: str, mesh: Mesh, operands: Mapping[str, Any]) -> tuple[Mesh, dict[str, Any]]:
+    """The mesh and the operands of a call that XLA partitions under plain ``jit``.
+
+    JAX may know no mesh (arrays without a sharding in a program for several devices, inside ``jax.set_mesh``). Then
+    the mesh here has one axis, over which nothing is split: every device computes the whole call.
 
     Args:
         op: the op.
-        operands: what XLA partitions, by the name of the argument: anything with a ``sharding`` on a mesh.
+        mesh: the mesh that JAX knows, or an empty one.
+        operands: what XLA partitions, by the name of the argument: anything with a shape, a dtype and a sharding.
+
+    Returns:
+        A mesh, and operands whose shardings are each a ``NamedSharding`` on it.
 
     Raises:
-        ContractError: q, k, v, g or beta has its axis of tokens, the second, on several devices.
+        ContractError: q, k, v, g or beta has its axis of tokens, the second, on several devices: each would need the
+            tokens before its own.
     """
     for name in ("q", "k", "v", "g", "beta"):
-        if name not in operands:
-            continue
-        where = operands[name].sharding
-        over = (*where.spec, None, None)[1] or ()
-        if math.prod(where.mesh.shape[a] for a in ((over,) if isinstance(over, str) else over)) > 1:
-            raise ContractError(
-                op,
-                name,
-                f"an array split along its tokens, over mesh axes {over!r}",
-                "whole rows, by jax.lax.with_sharding_constraint before the call; or, "
-                "inside jax.shard_map, cp= computes rows that are split over a mesh axis",
-            )
+        if name in operands:
+            _refuse_split_tokens(op, name, operands[name])
+    if not mesh.empty:
+        return mesh, dict(operands)
+    devices = sorted(next(iter(operands.values())).sharding.device_set, key=lambda device: device.id)
+    numbered = Mesh(np.asarray(devices), ("devices",))
+    whole = NamedSharding(numbered, PartitionSpec())
+    return numbered, {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for n, x in operands.items()}
+
+
+def _refuse_split_tokens(op: str, name: str, operand: Any) -> None:
+    where, shape = operand.sharding, tuple(operand.shape)
+    if where.shard_shape(shape)[1] == shape[1]:
+        return
+    named = isinstance(where, NamedSharding)
+    raise ContractError(
+        op,
+        name,
+        "an array split along its tokens" + (f", over mesh axes {where.spec[1]!r}" if named else ""),
+        "whole rows, by jax.lax.with_sharding_constraint before the call; or, "
+        "inside jax.shard_map, cp= computes rows that are split over a mesh axis",
+    )
 
 
 def mesh_axes(*arrays: Any) -> frozenset[str]:

@@ -134,6 +134,15 @@ def test_rows_split_along_their_tokens_are_refused() -> None:
         run.lower(x).compile()
 
 
+def test_arrays_without_a_sharding_in_a_program_for_several_devices() -> None:
+    """JAX knows no mesh for them inside set_mesh of one with Explicit axes: every device computes the whole call."""
+    request, inputs = build(Case(B=2, T=24, H=4, HV=4, K=8, V=8))
+    x = {n: jnp.asarray(a) for n, a in inputs._asdict().items() if a is not None}
+    with jax.set_mesh(jax.make_mesh((8,), ("data",))):
+        out = jax.jit(lambda x: entry_points.chunk_forward(request, ChunkInputs(**x))[:2])(x)
+    check_forward(Outputs(*out), request, inputs)
+
+
 def test_results_may_be_split_along_their_tokens() -> None:
     """And the gradients that come back to them: that is no reason to split the arguments, nor to refuse them. An axis
     of one device splits nothing."""

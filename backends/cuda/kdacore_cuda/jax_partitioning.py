@@ -17,7 +17,7 @@ import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 
-from kdacore.arrays.jax_meshes import refuse_split_tokens
+from kdacore.arrays.jax_meshes import partitioned
 from kdacore.types import Request, TensorSpec
 from kdacore_cuda.jax_batching import SHARED, Arrays, Run, has_pools
 
@@ -67,8 +67,8 @@ def run_partitioned(run: Run, request: Request, arrays: Arrays, groups: int) -> 
         return text, {"need_replication_factors": tuple(held), **sizes}
 
     def partition(mesh: Mesh, operands: Any, produced: Any) -> Any:
-        refuse_split_tokens(request.op, dict(zip(names, operands, strict=True)))
-        split = _split(request, groups, dict(zip(names, operands, strict=True)))
+        mesh, known = partitioned(request.op, mesh, dict(zip(names, operands, strict=True)))
+        split = _split(request, groups, known["v"].sharding)
         given = axes([len(x.shape) for x in operands], names, False)
         made = axes([len(x.shape) for x in produced], results, True)
         counts = {axis: math.prod(mesh.shape[a] for a in over) for axis, over in split.items()}
@@ -118,15 +118,14 @@ def axes_of(r: Request, name: str, rank: int) -> Axes:
     return tuple(f"{name.replace('_', '')}{'ab'[i]}" for i in range(rank))  # indices: [N] or [N, W]
 
 
-def _split(r: Request, groups: int, operands: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+def _split(r: Request, groups: int, v: NamedSharding) -> dict[str, tuple[str, ...]]:
     """Mesh axes over which rows and heads of a call can be split, given how its v is."""
     found: dict[str, tuple[str, ...]] = {ROWS: (), HEADS: ()}
-    v = operands["v"]
-    spec = (*v.sharding.spec, *(None,) * 4)
+    spec = (*v.spec, *(None,) * 4)
     for axis, at, size in ((ROWS, 0, r.B), (HEADS, 2, r.H)):
         over = spec[at] or ()
         over = over if isinstance(over, tuple) else (over,)
-        count = math.prod(v.sharding.mesh.shape[a] for a in over)
+        count = math.prod(v.mesh.shape[a] for a in over)
         allowed = axis == HEADS or (groups == 1 and not has_pools(r))
         found[axis] = over if allowed and size % count == 0 else ()
     return found

@@ -20,7 +20,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh
 
-from kdacore.arrays.jax_meshes import refuse_split_tokens
+from kdacore.arrays.jax_meshes import partitioned
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, RecurrentInputs, Request
 
 Array = Any
@@ -72,7 +72,8 @@ def _split(run: Run, request: Request, arrays: dict[str, Array], results: dict[s
         return tuple(found[n] for n in results)
 
     def partition(mesh: Any, given: Any, _: Any) -> Any:
-        place = _placed(request, dict(zip(names, given, strict=True)))
+        mesh, operands = partitioned(request.op, mesh, dict(zip(names, given, strict=True)))
+        place = _placed(request, operands["q"].sharding)
 
         def local(*values: Array) -> tuple[Array, ...]:
             found = run(place.local, dict(zip(names, values, strict=True)))
@@ -162,15 +163,9 @@ class _Place(NamedTuple):
     """The same of the heads."""
 
 
-def _placed(request: Request, given: dict[str, Any]) -> _Place:
-    """How a call is split, from the shardings of its arrays.
-
-    Raises:
-        ContractError: rows are split along their tokens.
-    """
-    refuse_split_tokens(request.op, given)
-    mesh = given["q"].sharding.mesh
-    spec = (*given["q"].sharding.spec, None, None, None)
+def _placed(request: Request, q: NamedSharding) -> _Place:
+    """How a call is split, from the sharding of its q."""
+    mesh, spec = q.mesh, (*q.spec, None, None, None)
     batch = None if _pooled(request) else spec[0]
     batch, heads = _dividing(mesh, batch, request.B), _dividing(mesh, spec[2], request.H)
     rows, parts = _count(mesh, batch), _count(mesh, heads)

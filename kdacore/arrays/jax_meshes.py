@@ -7,6 +7,7 @@ written for one device, or for arrays that XLA or the caller splits. Only what i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,10 +59,10 @@ def partitioned(op: str, mesh: Mesh, operands: Mapping[str, Any]) -> tuple[Mesh,
         ContractError: q, k, v, g or beta has its axis of tokens, the second, on several devices: each would need the
             tokens before its own.
     """
-    for name in ("q", "k", "v", "g", "beta"):
-        if name in operands:
-            _refuse_split_tokens(op, name, operands[name])
     if not mesh.empty:
+        for name in ("q", "k", "v", "g", "beta"):
+            if name in operands:
+                _refuse_split_tokens(op, name, operands[name].sharding)
         return mesh, dict(operands)
     devices = sorted(next(iter(operands.values())).sharding.device_set, key=lambda device: device.id)
     numbered = Mesh(np.asarray(devices), ("devices",))
@@ -69,18 +70,16 @@ def partitioned(op: str, mesh: Mesh, operands: Mapping[str, Any]) -> tuple[Mesh,
     return numbered, {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for n, x in operands.items()}
 
 
-def _refuse_split_tokens(op: str, name: str, operand: Any) -> None:
-    where, shape = operand.sharding, tuple(operand.shape)
-    if where.shard_shape(shape)[1] == shape[1]:
-        return
-    named = isinstance(where, NamedSharding)
-    raise ContractError(
-        op,
-        name,
-        "an array split along its tokens" + (f", over mesh axes {where.spec[1]!r}" if named else ""),
-        "whole rows, by jax.lax.with_sharding_constraint before the call; or, "
-        "inside jax.shard_map, cp= computes rows that are split over a mesh axis",
-    )
+def _refuse_split_tokens(op: str, name: str, where: NamedSharding) -> None:
+    over = (*where.spec, None, None)[1] or ()
+    if math.prod(where.mesh.shape[a] for a in ((over,) if isinstance(over, str) else over)) > 1:
+        raise ContractError(
+            op,
+            name,
+            f"an array split along its tokens, over mesh axes {over!r}",
+            "whole rows, by jax.lax.with_sharding_constraint before the call; or, "
+            "inside jax.shard_map, cp= computes rows that are split over a mesh axis",
+        )
 
 
 def mesh_axes(*arrays: Any) -> frozenset[str]:

@@ -24,7 +24,7 @@ CASES: dict[str, tuple[ChunkInputs, int, dict[str, Any]]] = {
     "grouped": (draw(280, 1, 2, B=2), 2, BOUNDED_MODEL | {"output_final_state": True}),
     "checkpoints": (draw(256), 2, MODEL | {"output_final_state": True, "checkpoint_every": 64}),
     "outputs only": (draw(300, gate="slow"), 2, {"safe_gate": True, "lower_bound": -5.0}),
-    "pack": (pack(CROSSING, 768, torch.int64), 3, BOUNDED_MODEL | {"output_final_state": True}),
+    "pack": (pack(CROSSING, 768), 3, BOUNDED_MODEL | {"output_final_state": True}),
     "float16 gate": (
         draw(200)._replace(g=-torch.rand(1, 200, 1, 128).half(), A_log=None, dt_bias=None), 2, {}
     ),
@@ -38,14 +38,9 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def middle_rank(inputs: ChunkInputs, ranks: int, options: dict[str, Any]) -> Rank:
-    """One into which a sequence goes on, on Hopper."""
+    """One into which a sequence goes on, its arrays contiguous as JAX's are."""
     rank = Row(inputs, ranks, **options).ranks[1]
-    # The front end gives offsets of slices as int32.
-    return rank._replace(inputs=rank.inputs._replace(**of_tokens(rank.inputs)))
-
-
-def of_tokens(inputs: ChunkInputs) -> dict[str, Any]:
-    return {n: x.contiguous() for n, x in inputs._asdict().items() if x is not None}
+    return rank._replace(inputs=ChunkInputs(*(None if x is None else x.contiguous() for x in rank.inputs)))
 
 
 def flows(rank: Rank) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
@@ -143,7 +138,8 @@ def test_packs_of_many_sequences(
     lengths = [1, 40, 0, 17, 60]
     for module in (jax_devices, torch_launch):
         monkeypatch.setattr(module, "multiprocessors", lambda index: len(lengths) // 4)
-    from_jax.number("multiprocessors").value = 1
+    for number, value in (("device", 11), ("multiprocessors", 1)):  # a device that no call asked about yet
+        from_jax.number(number).value = value
     rank = middle_rank(pack(lengths, 128, torch.int32), 2, BOUNDED_MODEL | {"output_final_state": True})
     (request, functions), wanted = in_jax(rank), slices.slice_functions(rank.request)
     assert chunk_forward_slices.plan_of(request).as_whole

@@ -36,7 +36,7 @@ def call(x: dict[str, Any], op: str = "chunk_kda", **options: Any) -> Any:
     return getattr(kdacore, op)(*(x[n] for n in TOKENS), **others, **MODEL, **options, backend=NAME)
 
 
-def draw(HV: int) -> dict[str, Any]:
+def draw(HV: int, H: int = H) -> dict[str, Any]:
     d = Draw(0)
     tokens = {"q": d.normal(B, T, H, K), "k": d.normal(B, T, H, K), "v": d.normal(B, T, HV, K)}
     x = {**tokens, "beta": d.normal(B, T, HV), **d.gate("random", B, T, HV, K)}
@@ -105,6 +105,68 @@ def run(HV: int) -> None:
     check("flat", lambda x: call(x)[0], [place(flat, "data")], [flat])
 
 
+def run_one_head() -> None:
+    """One query/key head for all value heads: its axis has size 1, which XLA takes into no product."""
+    x = draw(2, H=1)
+
+    def training(x: dict[str, Any]) -> Any:
+        def loss(x: dict[str, Any]) -> Any:
+            return call(x)[0].astype(jnp.float32).sum()
+
+        return call(x, output_final_state=True), jax.grad(loss)(x)
+
+    specs = {n: P("data") if n in TOKENS else P() for n in x}
+    split = {n: jax.device_put(a, NamedSharding(MESH, specs[n])) for n, a in x.items()}
+    check("training", training, [split], [x])
+
+
+def run_ranks() -> None:
+    """A row over two devices of shard_map, replication checked and unchecked; the bits of a mapped axis."""
+    x = {n: a[:1] for n, a in draw(1, H=1).items()}
+    d_o = jnp.asarray(np.random.default_rng(5).standard_normal(x["v"].shape), jnp.bfloat16)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("seq",))
+    specs = {n: P(None, "seq") if n in TOKENS else P() for n in x}
+
+    def rank(x: dict[str, Any], d_o: Any) -> Any:
+        def loss(x: dict[str, Any]) -> Any:
+            return (call(x, cp="seq")[0].astype(jnp.float32) * d_o).sum()
+
+        return call(x, cp="seq")[0], jax.grad(loss)(x)
+
+    def cut(a: Any) -> Any:
+        return jnp.stack(jnp.split(a, 2, axis=1))
+
+    def joined(a: Any) -> Any:
+        return jnp.concatenate([*a], axis=1)
+
+    mine = {n: cut(a) if n in TOKENS else a for n, a in x.items()}
+    axes = {n: 0 if n in TOKENS else None for n in x}
+    mapped = jax.jit(jax.vmap(rank, in_axes=(axes, 0), axis_name="seq"))(mine, cut(d_o))
+    want = joined(mapped[0]), {n: joined(a) if n in TOKENS else a.sum(0) for n, a in mapped[1].items()}
+    for checked in (True, False):
+        # Of what every rank holds, JAX adds the gradients up where it keeps track of that.
+        shares = {n: specs[n] if checked or n in TOKENS else P("seq") for n in x}
+        over = jax.shard_map(
+            rank,
+            mesh=mesh,
+            in_specs=(specs, P(None, "seq")),
+            out_specs=(P(None, "seq"), shares),
+            check_vma=checked,
+        )
+        program = jax.jit(over).lower(x, d_o).compile()
+        found = len(re.findall(r"= .*all-gather(?:-start)?\(", program.as_text()))
+        o, grads = program(x, d_o)
+        if not checked:
+            grads = {n: a if n in TOKENS else a.reshape(2, *x[n].shape).sum(0) for n, a in grads.items()}
+        same = all(
+            np.array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+            for a, b in zip(jax.tree.leaves((o, grads)), jax.tree.leaves(want), strict=True)
+        )
+        print("checked" if checked else "unchecked", "same" if same else "DIFFERENT", f"all-gather={found}")
+    names = {launched.kernel.name.split("-")[0] for launched in device.launched}
+    print("kernels", *sorted(names & {"transition", "slice_starts", "slice_gradient", "chunk_forward"}))
+
+
 def refusal(x: dict[str, Any], specs: dict[str, P]) -> str:
     """What compiling a call says whose arrays are split like this, with its gradients."""
     split = {n: jax.device_put(a, NamedSharding(MESH, specs.get(n, P()))) for n, a in x.items()}
@@ -156,5 +218,9 @@ if __name__ == "__main__":
     REGISTRY.register(Plugin("chunk_kda", "fused_recurrent_kda", kind="jax"), NAME)
     if sys.argv[1] == "tokens":
         run_tokens()
+    elif sys.argv[1] == "one-head":
+        run_one_head()
+    elif sys.argv[1] == "ranks":
+        run_ranks()
     else:
         run(int(sys.argv[1]))

@@ -241,7 +241,7 @@ def test_torch_is_not_needed() -> None:
             f"sys.path.insert(0, {str(Path(__file__).parent)!r})",
             "import jax, jax.numpy as jnp",
             "from kdacore.types import ChunkInputs, Device, OutputGrads, Request, TensorSpec",
-            "from kdacore_cuda import jax_chunk",
+            "from kdacore_cuda import jax_chunk, slices",
             "x = {n: jax.ShapeDtypeStruct((1, 70, 2, 128), jnp.bfloat16) for n in 'qkvg'}",
             "x['beta'] = jax.ShapeDtypeStruct((1, 70, 2), jnp.bfloat16)",
             "hopper = Device('cuda', 0, 'sm_90')",
@@ -249,9 +249,14 @@ def test_torch_is_not_needed() -> None:
             "  tuple((n, TensorSpec(a.shape, a.dtype.name)) for n, a in x.items()))",
             "def f(x):",
             "  o = jax_chunk.forward(r, ChunkInputs(**x)).o",
-            "  return o, jax_chunk.backward(r, ChunkInputs(**x), (), OutputGrads(o))",
+            "  cut, s, g = slices.slice_functions(r), jnp.zeros((1, 2, 128, 128)), OutputGrads(o)",
+            "  begun = cut.begin(r, ChunkInputs(**x), None)",
+            "  out = cut.finish(r, ChunkInputs(**x), begun.pending, s)",
+            "  d, pending = cut.backward_begin(r, ChunkInputs(**x), (), g, s, None)",
+            "  found = cut.backward_finish(r, ChunkInputs(**x), (), pending, g, s, s)",
+            "  return o, jax_chunk.backward(r, ChunkInputs(**x), (), g), begun.M, out.o, d, found",
             "text = jax.jit(f).trace(x).lower(lowering_platforms=('cuda',)).as_text()",
-            "assert text.count('custom_call @kdacore_cuda') == 3",
+            "assert text.count('custom_call @kdacore_cuda') == 3 + 5",
         ]
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

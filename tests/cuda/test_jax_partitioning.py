@@ -41,3 +41,19 @@ def test_rows_split_along_their_tokens_are_refused() -> None:
     gathers = found.pop("whole-first")
     assert gathers.startswith("same all-")
     assert found == {"refused": "q beta", "split-after": "same", "axis-of-one": "same"}
+
+
+def test_one_head_under_many_value_heads() -> None:
+    """Rows are split, and gradients of what they share added up, where the heads' axis has size 1."""
+    assert run_script("one-head") == {"training": "same all-reduce=1"}
+
+
+def test_ranks_of_shard_map() -> None:
+    """A row over two devices, by the kernels for slices: the maps of all ranks are gathered at once, and so are the
+    gradients of states."""
+    found = run_script("ranks")
+    assert found == {
+        "checked": "same all-gather=2",
+        "unchecked": "same all-gather=2",
+        "kernels": "slice_gradient transition",
+    }

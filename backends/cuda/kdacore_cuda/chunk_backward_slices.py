@@ -10,12 +10,11 @@ sums. What prepare and maps compute is kept in between. Nothing is read back fro
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
+from kdacore.lazy import lazy_module
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
-from kdacore_cuda import chunk_backward, torch_launch
+from kdacore_cuda import chunk_backward
 from kdacore_cuda.chunk_backward import Arrays, ChunkBackwardPlan, given_arrays
 from kdacore_cuda.chunk_backward_kernels import prepare_kernel
 from kdacore_cuda.chunk_backward_segments import CHUNK, WORKSPACE, ScanLaunch
@@ -27,8 +26,14 @@ from kdacore_cuda.chunk_slices_kernels import (
     segment_maps_kernel,
     slice_gradient_kernel,
 )
+from kdacore_cuda.multiprocessors import multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.torch_arguments import aligned
+
+if TYPE_CHECKING:
+    import torch
+else:  # plans are made for JAX too, where torch need not be installed
+    torch = lazy_module("torch")
 
 
 class ChunkBackwardSlicesPlan(NamedTuple):
@@ -47,7 +52,7 @@ class ChunkBackwardSlicesPlan(NamedTuple):
 
 
 def _make_plan(r: Request) -> ChunkBackwardSlicesPlan:
-    plan, multiprocessors = chunk_backward.plan_of(r), torch_launch.multiprocessors(r.device.index)
+    plan, multiprocessors = chunk_backward.plan_of(r), multiprocessors_of(r)
     segment = chunks_per_segment(-(-r.T // CHUNK), r.B * r.HV, multiprocessors)
     segments = -(-plan.sizes["NT"] // segment)
     slots = r.T // (CHUNK * segment) + r.N if r.packed else r.N * segments

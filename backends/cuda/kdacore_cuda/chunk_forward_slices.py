@@ -11,12 +11,11 @@ and their results by a call of their own. Nothing is read back from the device.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
+from kdacore.lazy import lazy_module
 from kdacore.types import ChunkInputs, Outputs, Request, SliceForward
-from kdacore_cuda import chunk_backward, chunk_forward, torch_launch
+from kdacore_cuda import chunk_backward, chunk_forward
 from kdacore_cuda.chunk_forward_segments import (
     CHUNK_OPERANDS_BYTES,
     MAP_BYTES,
@@ -39,8 +38,16 @@ from kdacore_cuda.chunk_slices_kernels import (
 )
 from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, TRANSITION
 from kdacore_cuda.launch import Launcher
+from kdacore_cuda.multiprocessors import multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.torch_arguments import address, contiguous, token_arguments
+
+if TYPE_CHECKING:
+    import torch
+
+    from kdacore_cuda import torch_launch
+else:  # plans are made for JAX too, where torch need not be installed
+    torch, torch_launch = lazy_module("torch"), lazy_module("kdacore_cuda.torch_launch")
 
 CHUNK = 64
 
@@ -75,7 +82,7 @@ class ChunkForwardSlicesPlan(NamedTuple):
 def _make_plan(r: Request) -> ChunkForwardSlicesPlan:
     chunks = chunk_backward.plan_of(r)
     NT, units, flags = (chunks.sizes[name] for name in ("NT", "units", "flags"))
-    items, multiprocessors = r.N * r.HV, torch_launch.multiprocessors(r.device.index)
+    items, multiprocessors = r.N * r.HV, multiprocessors_of(r)
     results = 1 if r.packed else r.B
     segment = chunks_per_segment(-(-r.T // CHUNK), r.B * r.HV, multiprocessors)
     segments = -(-NT // segment)

@@ -43,7 +43,19 @@ def run_batched(run: Run, request: Request, arrays: Arrays) -> dict[str, Any]:
     Who differentiates what comes back gets an UnsupportedError: gradients are joined around it, where
     there are any.
     """
-    call = jax.custom_vjp(_mappable(run, request, tuple(arrays), 1))
+    return _run_undifferentiated(_mappable(run, request, tuple(arrays), 1), request, arrays)
+
+
+def run_looped(run: Run, request: Request, arrays: Arrays) -> dict[str, Any]:
+    """As :func:`run_batched`, mapped over in a loop: for calls whose buffers outlive them, where the
+    buffer of a larger call would be no row of smaller ones."""
+    return _run_undifferentiated(_mappable(run, request, tuple(arrays), 1, joins=False), request, arrays)
+
+
+def _run_undifferentiated(
+    function: Callable[..., dict[str, Any]], request: Request, arrays: Arrays
+) -> dict[str, Any]:
+    call = jax.custom_vjp(function)
 
     def refuse(*_: Any) -> Any:
         got, want = "a call that JAX differentiates", "no gradients, or backend='xla'"
@@ -56,7 +68,7 @@ def run_batched(run: Run, request: Request, arrays: Arrays) -> dict[str, Any]:
 
 
 def _mappable(
-    run: Run, request: Request, names: tuple[str, ...], groups: int
+    run: Run, request: Request, names: tuple[str, ...], groups: int, joins: bool = True
 ) -> Callable[..., dict[str, Any]]:
     @custom_vmap
     def call(*arrays: Any) -> dict[str, Any]:
@@ -65,7 +77,7 @@ def _mappable(
     @call.def_vmap
     def mapped(size: int, is_mapped: list[bool], *arrays: Any) -> tuple[dict[str, Any], Any]:
         axes = dict(zip(names, is_mapped, strict=True))
-        merged = _merged(request, size, axes)
+        merged = _merged(request, size, axes) if joins else None
         if merged is None:
             results = _loop(call, is_mapped, arrays)
         else:

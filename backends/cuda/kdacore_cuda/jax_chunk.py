@@ -32,7 +32,9 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     Raises:
         BackendBuildError: a kernel had to be compiled and could not be.
     """
-    found = run_batched(partial(run_partitioned, _run_forward), planned(request), _given(request, inputs))
+    found = run_batched(
+        partial(run_partitioned, _run_forward), planned(request), given_to_kernels(request, inputs)
+    )
     final = found.get("final_state") if request.output_final_state else None
     return Outputs(found["o"], final, found.get("checkpoints"))
 
@@ -43,7 +45,9 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
     Arguments, results and errors as of :func:`kdacore_cuda.chunk_backward.backward`. A gradient of an
     array that is the same on all devices of a ``shard_map`` axis is the sum over it.
     """
-    arrays = _given(request, inputs) | {"d_o": jnp.zeros_like(inputs.v) if grads.o is None else grads.o}
+    arrays = given_to_kernels(request, inputs) | {
+        "d_o": jnp.zeros_like(inputs.v) if grads.o is None else grads.o
+    }
     if grads.final_state is not None:
         arrays["d_ht"] = grads.final_state
     found = run_batched(partial(run_partitioned, _run_backward), planned(request), arrays)
@@ -53,7 +57,7 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
     return InputGrads(*(summed_like(found[x], getattr(inputs, x)) if x in found else None for x in names))
 
 
-def _given(request: Request, inputs: ChunkInputs) -> Arrays:
+def given_to_kernels(request: Request, inputs: ChunkInputs) -> Arrays:
     """The arrays of a call that kernels read; g not as float16, which they do not take."""
     given = given_arrays(request, inputs)
     if given["g"].dtype == jnp.float16:
@@ -93,13 +97,33 @@ def _run_backward(request: Request, arrays: Any, groups: int) -> Arrays:
         "first": ((made.first_bytes,), "uint8"),
     }
     if "h0" in given:
-        results["d_h0"] = _form(given["h0"])
-    first = _present(made.first, {*inputs, *flows, *results})
+        results["d_h0"] = form_of(given["h0"])
+    first = present(made.first, {*inputs, *flows, *results})
     before = make_launches(r, made.arch, first, inputs | flows, results)
 
     arguments = inputs | {"d_o": given["d_o"], "both": before["both"]}
-    results = {f"d{x}": _form(given[x]) for x in ("q", "k", "v", "g", "beta")}
-    results["both, written"] = _form(before["both"])  # the gradients kernel leaves sums in it
+    gradients = gradients_behind_scan(r, made, arguments, groups)
+    if "h0" in given:
+        gradients["initial_state"] = before["d_h0"]
+    return gradients
+
+
+def gradients_behind_scan(
+    r: Request, made: chunk_backward_launches.BackwardLaunches, given: Arrays, groups: int
+) -> Arrays:
+    """The second group of a backward's launches.
+
+    Args:
+        r: the call.
+        made: its launches.
+        given: the arrays of the call, ``d_o`` and ``both``.
+        groups: as of :class:`kdacore_cuda.jax_batching.Run`.
+
+    Returns:
+        By name of the argument, the gradient of each but the initial state.
+    """
+    results: dict[str, Form] = {f"d{x}": form_of(given[x]) for x in ("q", "k", "v", "g", "beta")}
+    results["both, written"] = form_of(given["both"])  # the gradients kernel leaves sums in it
     buffers: dict[str, Form] = {
         "second": ((made.second_bytes,), "uint8"),
         "zeroed": ((made.zeroed_floats,), "float32"),
@@ -108,7 +132,7 @@ def _run_backward(request: Request, arrays: Any, groups: int) -> Arrays:
     shared = [x for x in ("A_log", "dt_bias") if x in given]
     second = list(made.second)
     if groups == 1:
-        results |= {_SUMS[x]: _form(given[x]) for x in shared}
+        results |= {_SUMS[x]: form_of(given[x]) for x in shared}
     else:  # a sum for each group, by XLA, of what the gradients kernel leaves for each chunk
         slots = chunk_backward.plan_of(r).slots
         results |= {_PARTS[x]: ((slots, given[x].size), "float32") for x in shared}
@@ -119,13 +143,11 @@ def _run_backward(request: Request, arrays: Any, groups: int) -> Arrays:
             if x.name != "sums"
         ]
     after = make_launches(
-        *(r, made.arch, _present(second, {*arguments, *results}), arguments, results),
+        *(r, made.arch, present(second, {*given, *results}), given, results),
         in_place={"both, written": "both"},
         cleared=["zeroed"] if "zeroed" in results else [],
     )
     gradients = {x: after[f"d{x}"] for x in ("q", "k", "v", "g", "beta")}
-    if "h0" in given:
-        gradients["initial_state"] = before["d_h0"]
     for x in shared:
         if groups == 1:
             gradients[x] = after[_SUMS[x]][None]
@@ -141,11 +163,12 @@ _SUMS = {"A_log": "d_A", "dt_bias": "d_bias"}
 """Argument -> the array of its gradient."""
 
 
-def _form(x: Any) -> Form:
+def form_of(x: Any) -> Form:
+    """That of an array."""
     return x.shape, x.dtype.name
 
 
-def _present(launches: Iterable[PlannedLaunch], names: set[str]) -> list[PlannedLaunch]:
+def present(launches: Iterable[PlannedLaunch], names: set[str]) -> list[PlannedLaunch]:
     """The launches without the arrays that this call does not have."""
     return [
         x._replace(arrays={field: place for field, place in x.arrays.items() if place[0] in names})

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from kdacore.lazy import lazy_function
 from kdacore.types import Request, SliceFunctions
 from kdacore_cuda import chunk_backward_slices, chunk_forward_slices
 from kdacore_cuda.architectures import build_arch
 from kdacore_cuda.chunk_forward_kernels import has_hopper_kernel
 
-_FUNCTIONS = SliceFunctions(
+_OF_TORCH = SliceFunctions(
     chunk_forward_slices.begin,
     chunk_forward_slices.finish,
     chunk_backward_slices.backward_begin,
     chunk_backward_slices.backward_finish,
 )
+_jax = partial(lazy_function, "kdacore_cuda", "jax_slices")
+_OF_JAX = SliceFunctions(_jax("begin"), _jax("finish"), _jax("backward_begin"), _jax("backward_finish"))
 
 
 SECONDS = {False: (30e-6, 1.60e-9), True: (80e-6, 6.15e-9)}
@@ -21,12 +26,12 @@ two H100s, 4 to 32 heads, packed or not (benchmarks/results/h100/context-paralle
 
 
 def slice_functions(request: Request) -> SliceFunctions | None:
-    """The functions that serve a slice of ``chunk_kda`` by kernels for slices: of torch tensors on
-    Hopper with K = V = 128, for any number of heads. None elsewhere: such a slice is composed of
-    whole calls."""
-    if request.kind != "torch" or not has_hopper_kernel(request.K, build_arch(request.device.arch)):
+    """The functions that serve a slice of ``chunk_kda`` by kernels for slices: on Hopper with
+    K = V = 128, for any number of heads. None elsewhere: such a slice is composed of whole calls."""
+    if not has_hopper_kernel(request.K, build_arch(request.device.arch)):
         return None
+    functions = _OF_JAX if request.kind == "jax" else _OF_TORCH
     if request.op != "chunk_kda":
-        return _FUNCTIONS
+        return functions
     fixed, each = SECONDS[request.needs_grad]
-    return _FUNCTIONS._replace(seconds=fixed + each * request.B * request.T * request.HV)
+    return functions._replace(seconds=fixed + each * request.B * request.T * request.HV)

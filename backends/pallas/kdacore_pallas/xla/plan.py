@@ -240,7 +240,7 @@ def segment_chunks(request: Request) -> int:
     It does not depend on T: the program inside a segment is then the same however many tokens
     follow, and so are the bits of its results.
     """
-    in_parallel = {"cpu": 8, "cuda": 1024, "rocm": 1024, "tpu": 16}.get(request.device.type, 256)
+    in_parallel = {"cpu": 8, "cuda": 1024, "rocm": 1024, "tpu": 8}.get(request.device.type, 256)
     return max(1, in_parallel // (request.B * request.HV))
 
 

@@ -35,7 +35,13 @@ BOTH_WAYS = {
     "plain, no state, short": Case(T=5, initial=False, final=False, l2norm=False),
     "batch, GVA, odd dims, softplus gate": Case(B=2, T=100, H=2, HV=4, K=60, V=100, gate="softplus"),
     "bounded gate without A_log, beta logits, several segments": Case(
-        T=1100, gate="sigmoid", lower_bound=-5.0, A_log=False, beta_sigmoid=True, neg_eigval=True, v_first=True
+        T=1100,
+        gate="sigmoid",
+        lower_bound=-5.0,
+        A_log=False,
+        beta_sigmoid=True,
+        neg_eigval=True,
+        v_first=True,
     ),
     "bf16, bf16 state": Case(
         dtype="bfloat16", gate="sigmoid", lower_bound=-4.0, state_dtype="bfloat16", K=64
@@ -47,7 +53,12 @@ BOTH_WAYS = {
 }
 
 
-@pytest.mark.parametrize("name", BOTH_WAYS)
+USUAL = ("bf16, bf16 state", "pack with a state", "gdn")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in USUAL else pytest.param(n, marks=pytest.mark.exhaustive) for n in BOTH_WAYS]
+)
 def test_forward_and_backward(name: str) -> None:
     request, inputs = on_tpu(BOTH_WAYS[name], needs_grad=True)
     out = forward(request, to_jax(inputs))
@@ -57,6 +68,7 @@ def test_forward_and_backward(name: str) -> None:
     check_backward(backward(request, to_jax(inputs), out.saved, d), request, inputs, grads)
 
 
+@pytest.mark.exhaustive
 def test_backward_without_what_the_forward_saved() -> None:
     request, inputs = on_tpu(Case(T=200, gate="softplus", needs_grad=True))
     arrays, grads = to_jax(inputs), output_grads(request)
@@ -66,6 +78,7 @@ def test_backward_without_what_the_forward_saved() -> None:
         assert one is two is None or error(one, two) < 2e-6
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("op", ["chunk_kda", GDN])
 @pytest.mark.parametrize("collinear", [False, True], ids=["", "collinear"])
@@ -92,12 +105,17 @@ def test_gates_without_a_bound(op: str) -> None:
     out = forward(request, to_jax(inputs))
     check_forward(out, request, inputs, factor=2)
     d = OutputGrads(*(jnp.asarray(x) for x in output_grads(request)))
-    assert all(bool(jnp.isfinite(x).all()) for x in backward(request, to_jax(inputs), out.saved, d) if x is not None)
+    assert all(
+        bool(jnp.isfinite(x).all()) for x in backward(request, to_jax(inputs), out.saved, d) if x is not None
+    )
 
 
 @pytest.mark.parametrize(
     "case",
-    [Case(B=2, T=330, checkpoint_every=128), Case(lengths=(0, 64, 65, 200), checkpoint_every=64, v_first=True)],
+    [
+        Case(B=2, T=330, checkpoint_every=128),
+        Case(lengths=(0, 64, 65, 200), checkpoint_every=64, v_first=True),
+    ],
     ids=["dense", "pack"],
 )
 def test_checkpoints(case: Case) -> None:
@@ -130,6 +148,22 @@ def cut_to_jax(request: Request, inputs: ChunkInputs, T: int) -> tuple[Request, 
     return request, to_jax(inputs)
 
 
+def test_another_sequence_changes_no_bit() -> None:
+    """NaN in a neighbour of a pack, whose rows a chunk may read and must not use."""
+    request, inputs = on_tpu(Case(lengths=(100, 60, 90)))
+    dirty = inputs._replace(
+        **{n: np.array(getattr(inputs, n)) for n in ROWS}, initial_state=np.array(inputs.initial_state)
+    )
+    for n in ROWS:
+        getattr(dirty, n)[:, 100:160] = np.nan
+    dirty.initial_state[1] = np.nan
+    one, two = (forward(request, to_jax(x)) for x in (inputs, dirty))
+    for part in (slice(0, 100), slice(160, 250)):
+        assert np.array_equal(np.asarray(one.o)[:, part], np.asarray(two.o)[:, part])
+    assert np.array_equal(np.asarray(one.final_state)[[0, 2]], np.asarray(two.final_state)[[0, 2]])
+
+
+@pytest.mark.exhaustive
 def test_shard_map_over_heads() -> None:
     """Loops carry arrays that vary over the mesh."""
     request, inputs = on_tpu(Case(B=1, T=100, H=2, HV=4, gate="softplus", needs_grad=True))

@@ -204,7 +204,9 @@ def _segment_starts(
     def body(carry: tuple[Array, GradBuffers], s: Array) -> tuple[tuple[Array, GradBuffers], None]:
         state, buffers = carry
         prep = segment.prepare(
-            request, segment.recurrence_rows(request, segment.load(request, arrays, plan, s), params), precision
+            request,
+            segment.recurrence_rows(request, segment.load(request, arrays, plan, s), params),
+            precision,
         )
         end, _ = _scan_states(plan, prep, state, chunk_forward.sequence_flags(plan, s), initial, precision)
         return (end, layout.store(buffers, s, (state,))), None

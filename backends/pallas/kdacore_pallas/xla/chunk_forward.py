@@ -322,7 +322,9 @@ def forward(request: Request, inputs: ChunkInputs, head_range: HeadRange | None 
         rows = segment.recurrence_rows(request, segment.load(request, arrays, plan, s), params)
         prep = segment.prepare(request, rows, precision)
         flag = flags(request, plan, s, inputs.cu_seqlens, at)
-        end, buffers, o, v_new = _segment_forward(request, plan, prep, state, buffers, flag, initial, precision)
+        end, buffers, o, v_new = _segment_forward(
+            request, plan, prep, state, buffers, flag, initial, precision
+        )
         if layout is not None:
             saved = layout.store(saved, s, (state, *packed(prep.pair), v_new))
         return (end, buffers, saved), plan.in_order(o.astype(inputs.v.dtype))

@@ -13,15 +13,13 @@ number for each pair.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from kdacore_pallas.xla.intra import Interactions, IntraGrads
-from kdacore_pallas.xla.numerics import F32, dot, total
+from kdacore_pallas.xla.numerics import F32, dot, mesh_axes, total, varying
 
 Array = Any
 FLOOR = -1e30
@@ -76,55 +74,43 @@ def interactions_backward(
     return found._replace(g=found.g + g)
 
 
-# --- sums over rows ----------------------------------------------------------------------------------------------------
+# --- sums over rows -----------------------------------------------------------------------------------------
 
 
-def _through(C: int) -> np.ndarray:
+def _through(C: int) -> Array:
     """``[C, C]``: each row sums the rows up to itself."""
-    return np.tri(C, dtype=np.float32)
+    return jnp.tri(C, dtype=F32)
 
 
-def _after(C: int) -> np.ndarray:
-    """``[C, C]``: each row sums the rows after itself."""
-    return np.tri(C, k=-1, dtype=np.float32).T
-
-
-def _through_and_after(C: int) -> np.ndarray:
-    """``[2 C, C]``: one below the other."""
-    return np.concatenate([_through(C), _after(C)])
+def _through_and_after(C: int) -> Array:
+    """``[2 C, C]``: the same, and below it each row sums the rows after itself."""
+    return jnp.concatenate([_through(C), jnp.tri(C, k=-1, dtype=F32).T])
 
 
 class Levels(NamedTuple):
     """The tree's levels, s = 1, 2, 4, ..., stacked along the first axis.
 
-    They are computed one after another in a loop: each is the same few operations, and the compiler needs 0.1 to 0.5 s
-    for a product. Computed inside the loop, the masks would be operations of their own.
+    They are computed one after another in a loop: each is the same few operations, and the compiler
+    needs 0.1 to 0.5 s for a product. Computed inside the loop, the masks would be operations of
+    their own. They are computed, not constants, because what XLA partitions may hold no constants.
     """
 
-    sums: np.ndarray
-    """``[levels, C, C]`` float32 zeros and ones: rows in right halves of blocks of ``2 s`` rows sum their half up to
-    themselves, those in left halves sum what follows them in theirs."""
-    pairs: np.ndarray
-    """``[levels, C, C]`` bool: row i lies in the right half and column j in the left half of the same block."""
-
-    @property
-    def pairs_twice(self) -> np.ndarray:
-        """``[levels, 2 C, C]``: the masks for two matrices, one below the other."""
-        return np.concatenate([self.pairs, self.pairs], 1)
+    sums: Array
+    """``[levels, C, C]`` float32 zeros and ones: rows in right halves of blocks of ``2 s`` rows sum
+    their half up to themselves, those in left halves sum what follows them in theirs."""
+    pairs: Array
+    """``[levels, C, C]`` bool: row i lies in the right half and column j in the left half of the
+    same block."""
 
 
-@lru_cache
 def levels(C: int) -> Levels:
     """The levels of a chunk of ``C`` rows, a power of two."""
-    row = np.arange(C)
-    sums, pairs = [], []
-    for s in (1 << n for n in range(C.bit_length() - 1)):
-        half, right = row // s, row // s % 2 == 1
-        same_half = half[:, None] == half
-        same_block = half[:, None] // 2 == half // 2
-        sums.append(np.where(right[:, None], _through(C), _after(C)) * same_half)
-        pairs.append(same_block & right[:, None] & ~right)
-    return Levels(np.stack(sums), np.stack(pairs))
+    shape = (C.bit_length() - 1, C, C)
+    n, i, j = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(3))
+    right = (i >> n) & 1 == 1
+    same_half = i >> n == j >> n
+    summed = same_half & jnp.where(right, j <= i, j > i)
+    return Levels(summed.astype(F32), ((i ^ j) >> n == 1) & (i > j))
 
 
 def _sums(which: Array, x: Array) -> Array:
@@ -132,7 +118,7 @@ def _sums(which: Array, x: Array) -> Array:
     return dot("ij,...jk->...ik", jnp.asarray(which, F32), x, lax.Precision.HIGHEST)
 
 
-# --- a decay for each channel ------------------------------------------------------------------------------------------
+# --- a decay for each channel -------------------------------------------------------------------------------
 
 
 def _scalar(decay: Decays) -> bool:
@@ -150,8 +136,11 @@ def _pairs(q: Array, k: Array, decay: Decays, precision: lax.Precision) -> tuple
         both = dot("...ik,...jk->...ij", jnp.concatenate([q * factor, columns], -2), columns, precision)
         return jnp.where(pairs, both, so_far), None
 
-    own = jnp.where(np.eye(C, dtype=bool), total(q * k, -1) + 0.0 * decay.prefix[..., :1], 0.0)
-    both, _ = lax.scan(level, jnp.concatenate([own, jnp.zeros_like(own)], -2), (levels(C).sums, levels(C).pairs_twice))
+    own = jnp.broadcast_to(total(q * k, -1), (*decay.log.shape[:-1], 1))
+    start = varying(jnp.where(jnp.eye(C, dtype=bool), own, 0.0), mesh_axes(q, k, decay.log))
+    sums, pairs = levels(C)
+    twice = jnp.concatenate([pairs, pairs], 1)
+    both, _ = lax.scan(level, jnp.concatenate([start, jnp.zeros_like(start)], -2), (sums, twice))
     return both[..., :C, :], both[..., C:, :]
 
 
@@ -175,19 +164,21 @@ def _pairs_backward(
         dg = dg + _sums(sums.T, rows * drows + columns * dcolumns)
         return IntraGrads(dq + drows * factor, dk + dcolumns * factor, dg), None
 
-    own = total(jnp.where(np.eye(C, dtype=bool), dqk, 0.0), -1)
-    start = IntraGrads(own * k, own * q, jnp.zeros_like(decay.log))
-    return lax.scan(level, start, (levels(C).sums, levels(C).pairs_twice))[0]
+    own = total(jnp.where(jnp.eye(C, dtype=bool), dqk, 0.0), -1)
+    axes = mesh_axes(q, k, decay.log, d)
+    start = IntraGrads(*(varying(x, axes) for x in (own * k, own * q, jnp.zeros_like(decay.log))))
+    sums, pairs = levels(C)
+    return lax.scan(level, start, (sums, jnp.concatenate([pairs, pairs], 1)))[0]
 
 
-# --- one decay for all channels ------------------------------------------------------------------------------------------
+# --- one decay for all channels -----------------------------------------------------------------------------
 
 
 def _pair_decays(decay: Decays) -> Array:
     """``[..., C, C]``: the decay from each row j to each row i >= j; zero where there is none."""
     C = decay.log.shape[-2]
-    log = _sums(_through(C), jnp.where(np.tri(C, k=-1, dtype=bool), decay.log, 0.0))
-    return jnp.where(np.tri(C, dtype=bool), jnp.exp(log), 0.0)
+    log = _sums(_through(C), jnp.where(jnp.tri(C, k=-1, dtype=bool), decay.log, 0.0))
+    return jnp.where(jnp.tri(C, dtype=bool), jnp.exp(log), 0.0)
 
 
 def _pairs_of_scalars(q: Array, k: Array, decay: Decays, precision: lax.Precision) -> tuple[Array, Array]:
@@ -195,7 +186,7 @@ def _pairs_of_scalars(q: Array, k: Array, decay: Decays, precision: lax.Precisio
     between = _pair_decays(decay)
     qk = dot("...ik,...jk->...ij", q, k, precision) * between
     kk = dot("...ik,...jk->...ij", k, k, precision) * between
-    return qk, jnp.where(np.tri(q.shape[-2], k=-1, dtype=bool), kk, 0.0)
+    return qk, jnp.where(jnp.tri(q.shape[-2], k=-1, dtype=bool), kk, 0.0)
 
 
 def _pairs_of_scalars_backward(
@@ -204,19 +195,21 @@ def _pairs_of_scalars_backward(
     """Gradients of :func:`_pairs_of_scalars`. A row's log decay is part of every pair from before it to itself or
     after."""
     C = q.shape[-2]
-    before = np.tri(C, k=-1, dtype=bool)
+    before = jnp.tri(C, k=-1, dtype=bool)
     between = _pair_decays(decay)
     dqk = dqk * between
     dkk = jnp.where(before, dkk * between, 0.0)
     dq = dot("...ij,...jk->...ik", dqk, k, precision)
     dk = dot("...ij,...ik->...jk", dqk, q, precision) + dot("...ij,...jk->...ik", dkk, k, precision)
     dk = dk + dot("...ij,...ik->...jk", dkk, k, precision)
-    pairs = dqk * dot("...ik,...jk->...ij", q, k, precision) + dkk * dot("...ik,...jk->...ij", k, k, precision)
+    pairs = dqk * dot("...ik,...jk->...ij", q, k, precision) + dkk * dot(
+        "...ik,...jk->...ij", k, k, precision
+    )
     dg = total(jnp.where(before, _sums(_through(C).T, pairs), 0.0), -1)
     return IntraGrads(dq, dk, dg)
 
 
-# --- the triangular inverse ----------------------------------------------------------------------------------------------
+# --- the triangular inverse ---------------------------------------------------------------------------------
 
 
 def _inverse(lower: Array) -> Array:

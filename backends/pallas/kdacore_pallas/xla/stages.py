@@ -70,7 +70,9 @@ def chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:
     plan = _plan(request, inputs.cu_seqlens)
     q, k, beta = (_load(plan, x) for x in (inputs.q, inputs.k, inputs.beta))
     decay = segment.within_chunks(request).decays(_log_decay(plan, inputs.gc))
-    pair = segment.within_chunks(request).interactions(q * request.scale, k, beta[..., None], decay, product_precision(request))
+    pair = segment.within_chunks(request).interactions(
+        q * request.scale, k, beta[..., None], decay, product_precision(request)
+    )
     return IntraOutputs(_unload(plan, pair.qk), _unload(plan, pair.inverse))
 
 

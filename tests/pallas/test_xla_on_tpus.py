@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_cases import Case, build, check_backward, check_forward, error, full_speed, output_grads, to_jax
 
 from kdacore.types import ChunkInputs, Device, OutputGrads, Request
-from kdacore_pallas.xla import chunk_backward, chunk_forward
+from kdacore_pallas.xla import chunk_backward, chunk_forward, parts
 
 GDN = "chunk_gated_delta_rule"
 EDGES = (0, 1, 15, 16, 17, 0, 63, 64, 65, 130, 0)
@@ -164,18 +164,19 @@ def test_another_sequence_changes_no_bit() -> None:
 
 
 @pytest.mark.exhaustive
-def test_shard_map_over_heads() -> None:
-    """Loops carry arrays that vary over the mesh."""
-    request, inputs = on_tpu(Case(B=1, T=100, H=2, HV=4, gate="softplus", needs_grad=True))
+@pytest.mark.parametrize("H", [2, 48])
+def test_shard_map_over_heads(H: int) -> None:
+    """Loops carry arrays that vary over the mesh, those over parts of the heads too."""
+    request, inputs = on_tpu(Case(B=1, T=70, H=H, HV=2 * H, K=8, V=8, gate="softplus", needs_grad=True))
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("heads",))
     x = to_jax(inputs)
     rows, state = P(None, None, "heads"), P(None, "heads")
     specs = ChunkInputs(*[rows] * 5, P("heads"), P("heads"), state)
-    local = replace(request, H=1, HV=2)
+    local = replace(request, H=H // 2, HV=H)
 
     def both(x: ChunkInputs, do: Any, ds: Any) -> Any:
-        out = chunk_forward.forward(local, x)
-        return out.o, out.final_state, chunk_backward.backward(local, x, out.saved, OutputGrads(do, ds))[:7]
+        out = parts.forward(local, x)
+        return out.o, out.final_state, parts.backward(local, x, out.saved, OutputGrads(do, ds))[:7]
 
     grads = output_grads(request)
     run = jax.shard_map(
@@ -187,3 +188,55 @@ def test_shard_map_over_heads() -> None:
     d = OutputGrads(*(jnp.asarray(x) for x in grads))
     for one, two in zip(found, backward(request, x, want.saved, d), strict=False):
         assert error(one, two) < 2e-6
+
+
+PARTS = {
+    "batch and heads, GVA": Case(B=3, T=70, H=32, HV=64, K=8, V=16, gate="softplus"),
+    "heads of a pack": Case(lengths=(3, 0, 70), H=40, HV=40, K=8, V=8, gate="softplus", v_first=True),
+    "rows of one q/k head": Case(B=2, T=20, H=1, HV=40, K=8, V=8),
+    "gdn, checkpoints": Case(op=GDN, B=4, T=130, H=16, HV=16, K=8, V=8, gate="softplus", checkpoint_every=64),
+}
+
+
+@pytest.mark.exhaustive
+def test_shard_map_over_the_batch_in_parts() -> None:
+    """Parameters that the devices share: their gradients do not vary over the mesh."""
+    request, inputs = on_tpu(Case(B=8, T=10, H=16, HV=16, K=8, V=8, gate="softplus", needs_grad=True))
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("data",))
+    x, local = to_jax(inputs), replace(request, B=4, N=4)
+    specs = ChunkInputs(*[P("data")] * 5, P(), P(), P("data"))
+    grads = OutputGrads(*(jnp.asarray(g) for g in output_grads(request)))
+
+    def gradients(x: ChunkInputs, do: Any, ds: Any) -> Any:
+        return parts.backward(local, x, (), OutputGrads(do, ds))[:7]
+
+    assert parts.parts_of(local).total > 1
+    where = (specs, P("data"), P("data"))
+    run = jax.shard_map(gradients, mesh=mesh, in_specs=where, out_specs=tuple(specs[:7]))
+    for one, two in zip(jax.jit(run)(x, *grads), backward(request, x, (), grads), strict=False):
+        assert error(one, two) < 2e-6
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n == "batch and heads, GVA" else pytest.param(n, marks=pytest.mark.exhaustive) for n in PARTS],
+)
+def test_many_heads_are_computed_in_parts(name: str) -> None:
+    request, inputs = on_tpu(PARTS[name], needs_grad=True)
+    assert parts.parts_of(request).total > 1
+    out = jax.jit(parts.forward, static_argnums=0)(request, to_jax(inputs))
+    check_forward(out, request, inputs)
+    grads = output_grads(request)
+    d = OutputGrads(*(jnp.asarray(x) for x in grads))
+    run = jax.jit(parts.backward, static_argnums=0)
+    check_backward(run(request, to_jax(inputs), out.saved, d), request, inputs, grads)
+    check_backward(run(request, to_jax(inputs), (), d), request, inputs, grads)
+
+
+def test_how_many_parts() -> None:
+    request = on_tpu(Case(B=8, T=4, H=6, HV=6, K=8, V=8))[0]
+    assert parts.parts_of(request) == (2, 1)
+    assert parts.parts_of(replace(request, B=1, N=1, H=96, HV=96)) == (1, 3)
+    assert parts.parts_of(replace(request, B=2, N=2, H=16, HV=64)) == (2, 2)
+    assert parts.parts_of(replace(request, B=1, N=1, H=32, HV=32)) == (1, 1)
+    assert parts.parts_of(replace(request, H=96, HV=96, device=Device("cpu"))) == (1, 1)

@@ -220,7 +220,7 @@ def compiled(program: Program) -> Row:
         fn = (_gradient if program.what == "gradient" else _call)(x, program.backend)
     mesh = Mesh(np.asarray(compiler.devices(program.generation)[: x.chips]), ("heads",))
     specs = {n: P() if axis is None else P(*[None] * axis, "heads") for n, (_, _, axis) in arrays.items()}
-    results = (P(None, None, "heads"), P(None, "heads"))
+    results: Any = (P(None, None, "heads"), P(None, "heads"))
     if program.what == "gradient":
         results = {n: spec for n, spec in specs.items() if n not in ("cu_seqlens", "rows")}
     run = jax.shard_map(fn, mesh=mesh, in_specs=(specs,), out_specs=results, check_vma=False)

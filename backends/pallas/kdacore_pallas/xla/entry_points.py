@@ -9,8 +9,6 @@ from typing import Any
 
 from kdacore.types import GateGrads, InputGrads, OutputGrads, Outputs, Request
 from kdacore_pallas.program_cache import compiled_program
-from kdacore_pallas.xla import chunk_backward as chunk_backward_pass
-from kdacore_pallas.xla import chunk_forward as chunk_forward_pass
 from kdacore_pallas.xla import (
     chunk_forward_gpu,
     chunk_forward_threads,
@@ -18,6 +16,7 @@ from kdacore_pallas.xla import (
     host_arrays,
     host_pools,
     partitioning,
+    parts,
     recurrent,
     stages,
     state_pool,
@@ -77,8 +76,7 @@ def _resolved_forward(key: Request, arrays: Any) -> Outputs:
 
 
 def _one_program(request: Request, inputs: Any) -> Outputs:
-    gpu = chunk_forward_gpu.serves(request)
-    forward = chunk_forward_gpu.forward if gpu else chunk_forward_pass.forward
+    forward = chunk_forward_gpu.forward if chunk_forward_gpu.serves(request) else parts.forward
     return partitioning.split_forward(forward, request, inputs)
 
 
@@ -87,7 +85,7 @@ def _forward_around_pool(request: Request, inputs: Any) -> Outputs:
 
 
 def _backward(request: Request, inputs: Any, saved: tuple[Array, ...], grads: OutputGrads) -> InputGrads:
-    return partitioning.split_backward(chunk_backward_pass.backward, request, inputs, saved, grads)
+    return partitioning.split_backward(parts.backward, request, inputs, saved, grads)
 
 
 def _recurrent_forward(request: Request, inputs: Any) -> Outputs:

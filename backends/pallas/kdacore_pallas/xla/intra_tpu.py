@@ -122,7 +122,7 @@ def _sums(which: Array, x: Array) -> Array:
 
 
 def _scalar(decay: Decays) -> bool:
-    return decay.log.shape[-1] == 1
+    return bool(decay.log.shape[-1] == 1)
 
 
 def _pairs(q: Array, k: Array, decay: Decays, precision: lax.Precision) -> tuple[Array, Array]:
@@ -168,7 +168,9 @@ def _pairs_backward(
     axes = mesh_axes(q, k, decay.log, d)
     start = IntraGrads(*(varying(x, axes) for x in (own * k, own * q, jnp.zeros_like(decay.log))))
     sums, pairs = levels(C)
-    return lax.scan(level, start, (sums, jnp.concatenate([pairs, pairs], 1)))[0]
+    grads: IntraGrads
+    grads, _ = lax.scan(level, start, (sums, jnp.concatenate([pairs, pairs], 1)))
+    return grads
 
 
 # --- one decay for all channels -----------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +25,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, RecurrentInputs, Request
+from kdacore_pallas.xla.call_axes import axes_of, batch_is_whole, open_sizes, part_of
 
 Array = Any
 Arrays = dict[str, Array]
@@ -51,7 +51,7 @@ def split_forward(
 
     found = _split(run, request, _given(inputs))
     saved = tuple(x for n, x in found.items() if n.startswith(_SAVED))
-    return Outputs(*(found.get(n) for n in Outputs._fields[:3]), saved=saved)
+    return Outputs(found["o"], found.get("final_state"), found.get("checkpoints"), saved)
 
 
 def split_backward(
@@ -99,12 +99,12 @@ def _split(run: Run, request: Request, arrays: Arrays) -> Arrays:
         return tuple(jax.core.eval_jaxpr(traced.jaxpr, values[at:], *values[:at]))
 
     def rule(mesh: Mesh, operands: Sequence[Any], made: Sequence[Any]) -> tuple[str, dict[str, Any]]:
-        given = [_axes(request, n, x.rank) for n, x in zip(names, operands, strict=True)]
-        found = [_axes(request, n, x.rank) for n, x in zip(results, made, strict=True)]
+        given = [axes_of(request, n, x.rank) for n, x in zip(names, operands, strict=True)]
+        found = [axes_of(request, n, x.rank) for n, x in zip(results, made, strict=True)]
         text = f"{', '.join(given)} -> {', '.join(found)}"
         factors = dict.fromkeys(re.findall(r"\w+", text))  # XLA wants them in this order
         held = tuple(f for f in factors if f not in ("b", "h"))
-        return text, {"need_replication_factors": held} | _sizes(request, text)
+        return text, {"need_replication_factors": held} | open_sizes(request, text)
 
     def partition(mesh: Mesh, operands: Sequence[Any], made: Sequence[Any]) -> Any:
         mesh, place = _placed(request, mesh, dict(zip(names, operands, strict=True)))
@@ -123,7 +123,7 @@ def _split(run: Run, request: Request, arrays: Arrays) -> Arrays:
 
         def shardings(named: Sequence[str], shapes: Sequence[Any]) -> tuple[NamedSharding, ...]:
             specs = (
-                _spec(_axes(request, n, len(x.shape)), place) for n, x in zip(named, shapes, strict=True)
+                _spec(axes_of(request, n, len(x.shape)), place) for n, x in zip(named, shapes, strict=True)
             )
             return tuple(NamedSharding(mesh, spec) for spec in specs)
 
@@ -135,7 +135,7 @@ def _split(run: Run, request: Request, arrays: Arrays) -> Arrays:
     return dict(zip(results, found, strict=True))
 
 
-def _with_whole_derivatives(divided: Callable[..., Any], whole: Callable[..., Any]) -> Callable[..., Any]:
+def _with_whole_derivatives(divided: Callable[..., Any], whole: Callable[..., Any]) -> Any:
     """``divided``, which JAX can neither map nor differentiate, with the batches and derivatives of ``whole``."""
     mapped = custom_vmap(divided)
 
@@ -151,56 +151,6 @@ def _with_whole_derivatives(divided: Callable[..., Any], whole: Callable[..., An
         return jax.jvp(whole, values, tangents)
 
     return call
-
-
-# --- axes ---------------------------------------------------------------------------------------------------
-
-
-def _batch_is_whole(request: Request) -> bool:
-    """Whether the batch cannot be split: of packs, and where sequences find their states by number."""
-    return bool(
-        request.packed
-        or request.pool_size
-        or request.write_pool_size
-        or request.inplace_state
-        or request.checkpoint_count
-    )
-
-
-def _value_heads(request: Request) -> str:
-    """The axis of value heads. XLA takes no product of axes of which one has size 1."""
-    if request.HV == request.H:
-        return "h"
-    return "r" if request.H == 1 else "(h r)"
-
-
-def _sizes(request: Request, rule: str) -> dict[str, int]:
-    """Sizes that the rule's text leaves open."""
-    return {"r": request.HV // request.H} if "(h r)" in rule else {}
-
-
-def _axes(request: Request, name: str, ndim: int) -> str:
-    """The axes of an array: ``b`` batch, ``t`` tokens, ``h`` q/k heads and ``r`` value heads of each, ``k`` and ``w``
-    channels of keys and of values. Axes that have nothing in common with other arrays' are named after the array."""
-    heads = _value_heads(request)
-    whole = _batch_is_whole(request)
-    rows = f"{name}_rows" if whole else "b"
-    states = f"{heads} w k" if request.state_v_first else f"{heads} k w"
-    bias = f"({heads.strip('()')} k)" if ndim == 1 else f"{heads} k"
-    batch = "batch" if whole else "b"
-    known = {
-        "q": f"{batch} t h k",
-        "k": f"{batch} t h k",
-        **dict.fromkeys(("v", "o", "d_o"), f"{batch} t {heads} w"),
-        "g": f"{batch} t {heads}" if ndim == 3 else f"{batch} t {heads} k",
-        "beta": f"{batch} t {heads}",
-        "A_log": heads,
-        "dt_bias": heads if request.scalar_gate else bias,
-        **dict.fromkeys(("initial_state", "final_state", "d_final_state", "write_pool"), f"{rows} {states}"),
-        "checkpoints": f"{name}_rows {states}" if ndim == 4 else f"{batch} {name}_rows {states}",
-        **({} if whole else dict.fromkeys(("state_indices", "has_initial_state"), "b")),
-    }
-    return known.get(name) or " ".join(f"{name}_{n}" for n in range(ndim))
 
 
 class _Place(NamedTuple):
@@ -225,12 +175,10 @@ def _placed(request: Request, mesh: Mesh, operands: dict[str, Any]) -> tuple[Mes
         devices = sorted(where.device_set, key=lambda device: device.id)
         return Mesh(np.asarray(devices), ("devices",)), _Place(request, None, None)
     spec = (*where.spec, None, None, None)
-    batch = None if _batch_is_whole(request) else _dividing(mesh, spec[0], request.B)
+    batch = None if batch_is_whole(request) else _dividing(mesh, spec[0], request.B)
     heads = _dividing(mesh, spec[2], request.H)
     rows, parts = _count(mesh, batch), _count(mesh, heads)
-    N = request.N if batch is None else request.N // rows
-    local = replace(request, B=request.B // rows, N=N, H=request.H // parts, HV=request.HV // parts)
-    return mesh, _Place(local, batch, heads)
+    return mesh, _Place(part_of(request, rows, parts), batch, heads)
 
 
 def _count(mesh: Mesh, axes: Any) -> int:

@@ -34,7 +34,7 @@ def layout_of(case: Case) -> tuple[SavedLayout, Any]:
     arrays = to_jax(inputs)
     plan = make_plan(request, None)
     initial = chunk_forward.states_in(request, plan, arrays.initial_state, frozenset())
-    return chunk_forward.saved_layout(plan, arrays, initial), arrays
+    return chunk_forward.saved_layout(request, plan, arrays, initial), arrays
 
 
 @pytest.mark.parametrize("name", CASES)

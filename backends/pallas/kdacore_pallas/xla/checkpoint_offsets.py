@@ -92,7 +92,7 @@ def states(
 
     def body(carry: tuple[()], s: Array) -> tuple[tuple[()], Array]:
         rows = segment.recurrence_rows(request, segment.load(request, arrays, own, s), params)
-        prep = segment.prepare(rows, precision)
+        prep = segment.prepare(request, rows, precision)
         before = lax.dynamic_slice_in_dim(start, s * own.M, own.M)
         v_new = prep.u - dot("...ck,...kv->...cv", prep.w, before, precision)
         return carry, segment.next_state(before, v_new, prep.kg, prep.decay.total, precision)

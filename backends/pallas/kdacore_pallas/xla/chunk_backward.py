@@ -14,10 +14,11 @@ from jax import lax
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
 from kdacore_pallas.xla import chunk_forward, gate, segment
-from kdacore_pallas.xla.intra import interactions_backward, unpacked
+from kdacore_pallas.xla.intra import unpacked
 from kdacore_pallas.xla.numerics import (
     F32,
     dot,
+    dots,
     fusion_barrier,
     mesh_axes,
     product_precision,
@@ -27,6 +28,7 @@ from kdacore_pallas.xla.numerics import (
     varying,
 )
 from kdacore_pallas.xla.plan import ChunkPlan, make_plan
+from kdacore_pallas.xla.saved_apart import SavedApart
 from kdacore_pallas.xla.saved_layout import GradBuffers, SavedLayout
 
 Array = Any
@@ -107,6 +109,7 @@ class RowGrads(NamedTuple):
 
 
 def _rows_backward(
+    request: Request,
     rows: segment.Rows,
     prep: segment.Prepared,
     states: chunk_forward.SegmentStates,
@@ -122,8 +125,6 @@ def _rows_backward(
     def channels(x: Array) -> Array:
         return total(x, -1) if scalar else x
 
-    # Separate products throughout: for a joint one a CPU would first copy the operands.
-    dqg = dot("...cv,...kv->...ck", do, states.start, precision)
     dkg = dot("...cv,...kv->...ck", states.v_new, grads.end, precision)
     dtotal = jnp.swapaxes(total(states.start * grads.end, -1), -1, -2) * decay.total
 
@@ -132,16 +133,17 @@ def _rows_backward(
     # Hence dright_w = -dright_u @ start^T and
     # dL = -dright_w @ w^T - dright_u @ u^T = -dright_u @ v_new^T.
     dright_u = dot("...ji,...jv->...iv", pair.inverse, grads.v_new, precision)
-    less_w = dot("...cv,...kv->...ck", dright_u, states.start, precision)  # -dright_w
+    both = (dright_u, do)
+    less_w, dqg = dots(request, "...cv,...kv->...ck", both, states.start, precision)  # -dright_w
+    dL, dqk = dots(request, "...iv,...jv->...ij", both, states.v_new, precision)
     lower = jnp.tril(jnp.ones((C, C), bool))
-    dL = -dot("...iv,...jv->...ij", dright_u, states.v_new, precision)
-    dL = jnp.where(jnp.tril(lower, -1), dL, 0.0)
-    dqk = jnp.where(lower, dot("...iv,...jv->...ij", do, states.v_new, precision), 0.0)
+    dL = jnp.where(jnp.tril(lower, -1), -dL, 0.0)
+    dqk = jnp.where(lower, dqk, 0.0)
 
     kp = rows.k * decay.prefix
     dbeta = total(dL * pair.kk, -1) + total(dright_u * rows.v, -1)
     dbeta -= total(less_w * kp, -1)
-    intra = interactions_backward(
+    intra = segment.within_chunks(request).interactions_backward(
         rows.q,
         rows.k,
         decay,
@@ -194,7 +196,7 @@ def _segment_starts(
     arrays: ChunkInputs,
     params: segment.Params,
     initial: Array,
-    layout: SavedLayout,
+    layout: SavedLayout | SavedApart,
 ) -> GradBuffers:
     """Buffers with the state at each segment's start, when the forward saved none."""
     precision = product_precision(request)
@@ -202,7 +204,9 @@ def _segment_starts(
     def body(carry: tuple[Array, GradBuffers], s: Array) -> tuple[tuple[Array, GradBuffers], None]:
         state, buffers = carry
         prep = segment.prepare(
-            segment.recurrence_rows(request, segment.load(request, arrays, plan, s), params), precision
+            request,
+            segment.recurrence_rows(request, segment.load(request, arrays, plan, s), params),
+            precision,
         )
         end, _ = _scan_states(plan, prep, state, chunk_forward.sequence_flags(plan, s), initial, precision)
         return (end, layout.store(buffers, s, (state,))), None
@@ -237,7 +241,7 @@ def backward(
     params = segment.gate_params(inputs, plan)
     arrays = chunk_forward.padded(request, chunk_forward.with_channels(request, inputs), plan)
     initial = chunk_forward.states_in(request, plan, inputs.initial_state, axes)
-    layout = chunk_forward.saved_layout(plan, inputs, initial, states_only=not saved)
+    layout = chunk_forward.saved_layout(request, plan, inputs, initial, states_only=not saved)
     if saved:
         buffers = dict(zip(layout.used, saved, strict=True))
     else:
@@ -252,12 +256,12 @@ def backward(
         start, *more = layout.load(buffers, s)
         raw = segment.load(request, arrays, plan, s)
         rows = segment.recurrence_rows(request, raw, params, in_backward=True)
-        prep = segment.prepare(rows, precision, unpacked(*more[:2]) if more else None)
+        prep = segment.prepare(request, rows, precision, unpacked(*more[:2]) if more else None)
         flag = chunk_forward.sequence_flags(plan, s)
         _, states = _scan_states(plan, prep, start, flag, initial, precision, *more[2:])
         do_ = segment_gradient(request, plan, raw, do, s)
         dstate, dinitial, state_grads = reverse(plan, prep, do_, dstate, dinitial, flag, dfinal, precision)
-        d = _rows_backward(rows, prep, states, state_grads, do_, precision)
+        d = _rows_backward(request, rows, prep, states, state_grads, do_, precision)
         draw, sums = _raw_backward(request, plan, raw, params, d, sums)
         out = _segment_gradients(plan, draw, inputs, axes)
         out = fusion_barrier(request, out) if plan.segments == 1 else out

@@ -16,6 +16,7 @@ from kdacore_pallas.xla.intra import packed
 from kdacore_pallas.xla.numerics import (
     F32,
     dot,
+    dots,
     fusion_barrier,
     mesh_axes,
     product_precision,
@@ -23,6 +24,7 @@ from kdacore_pallas.xla.numerics import (
     varying,
 )
 from kdacore_pallas.xla.plan import ChunkPlan, HeadRange, make_plan
+from kdacore_pallas.xla.saved_apart import SavedApart, make_saved_apart
 from kdacore_pallas.xla.saved_layout import SavedLayout, make_saved_layout
 
 Array = Any
@@ -209,6 +211,7 @@ def scan_states(
 
 
 def _segment_forward(
+    request: Request,
     plan: ChunkPlan,
     prep: segment.Prepared,
     state: Array,
@@ -223,9 +226,9 @@ def _segment_forward(
         running, rows = carry
         w, qg, u, kg, qk, total, at = x
         start = chunk_start(running, at, initial)
-        # Two products of C rows: one of 2 C needs a copy of both operands first, and is no faster.
-        v_new = u - dot("...ck,...kv->...cv", w, start, precision)
-        o = dot("...ck,...kv->...cv", qg, start, precision) + dot("...ij,...jv->...iv", qk, v_new, precision)
+        read, o = dots(request, "...ck,...kv->...cv", (w, qg), start, precision)
+        v_new = u - read
+        o = o + dot("...ij,...jv->...iv", qk, v_new, precision)
         end = segment.next_state(start, v_new, kg, total, precision)
         return (end, record_states(rows, at, start, end)), (o, v_new)
 
@@ -277,13 +280,15 @@ def with_states_at_offsets(request: Request, out: Outputs, states: Array) -> Out
 
 
 def saved_layout(
-    plan: ChunkPlan, inputs: ChunkInputs, initial: Array, states_only: bool = False
-) -> SavedLayout:
+    request: Request, plan: ChunkPlan, inputs: ChunkInputs, initial: Array, states_only: bool = False
+) -> SavedLayout | SavedApart:
     """Layout of the arrays that the forward saves: the state at each segment's start and, unless
     ``states_only``, the interactions as :func:`packed` and, if they fit as well, the corrected
     values.
     """
     state = (plan.B * plan.H, *initial.shape[2:])
+    if request.device.type == "tpu":
+        return make_saved_apart(plan, inputs, state, states_only)
     pair = (plan.M, plan.R, plan.C, plan.C)
     v_new = (plan.M, plan.R, plan.C, initial.shape[-1])
     if states_only:
@@ -310,14 +315,16 @@ def forward(request: Request, inputs: ChunkInputs, head_range: HeadRange | None 
     arrays = padded(request, with_channels(request, inputs), plan)
     initial = states_in(request, plan, inputs.initial_state, axes)
 
-    layout = saved_layout(plan, inputs, initial) if request.needs_grad else None
+    layout = saved_layout(request, plan, inputs, initial) if request.needs_grad else None
 
     def body(carry: Any, s: Array) -> tuple[Any, Array]:
         state, buffers, saved = carry
         rows = segment.recurrence_rows(request, segment.load(request, arrays, plan, s), params)
-        prep = segment.prepare(rows, precision)
+        prep = segment.prepare(request, rows, precision)
         flag = flags(request, plan, s, inputs.cu_seqlens, at)
-        end, buffers, o, v_new = _segment_forward(plan, prep, state, buffers, flag, initial, precision)
+        end, buffers, o, v_new = _segment_forward(
+            request, plan, prep, state, buffers, flag, initial, precision
+        )
         if layout is not None:
             saved = layout.store(saved, s, (state, *packed(prep.pair), v_new))
         return (end, buffers, saved), plan.in_order(o.astype(inputs.v.dtype))

@@ -9,14 +9,14 @@ from typing import Any
 
 from kdacore.types import GateGrads, InputGrads, OutputGrads, Outputs, Request
 from kdacore_pallas.program_cache import compiled_program
-from kdacore_pallas.xla import chunk_backward as chunk_backward_pass
-from kdacore_pallas.xla import chunk_forward as chunk_forward_pass
 from kdacore_pallas.xla import (
     chunk_forward_gpu,
     chunk_forward_threads,
     gate,
     host_arrays,
     host_pools,
+    partitioning,
+    parts,
     recurrent,
     stages,
     state_pool,
@@ -71,16 +71,31 @@ def _resolved_forward(key: Request, arrays: Any) -> Outputs:
     threads = chunk_forward_threads.thread_count(key, arrays)
     if threads > 1:
         return chunk_forward_threads.forward(key, arrays, threads)
-    out: Outputs = compiled_program(_one_program(key), key)(arrays)
+    out: Outputs = compiled_program(_one_program, key)(arrays)
     return out
 
 
-def _one_program(request: Request) -> Callable[[Request, Any], Outputs]:
-    return chunk_forward_gpu.forward if chunk_forward_gpu.serves(request) else chunk_forward_pass.forward
+def _one_program(request: Request, inputs: Any) -> Outputs:
+    forward = chunk_forward_gpu.forward if chunk_forward_gpu.serves(request) else parts.forward
+    return partitioning.split_forward(forward, request, inputs)
 
 
 def _forward_around_pool(request: Request, inputs: Any) -> Outputs:
-    return state_pool.around(_one_program(request), request, inputs)
+    return state_pool.around(_one_program, request, inputs)
+
+
+def _backward(request: Request, inputs: Any, saved: tuple[Array, ...], grads: OutputGrads) -> InputGrads:
+    return partitioning.split_backward(parts.backward, request, inputs, saved, grads)
+
+
+def _recurrent_forward(request: Request, inputs: Any) -> Outputs:
+    return partitioning.split_forward(recurrent.forward, request, inputs)
+
+
+def _recurrent_backward(
+    request: Request, inputs: Any, saved: tuple[Array, ...], grads: OutputGrads
+) -> InputGrads:
+    return partitioning.split_backward(recurrent.backward, request, inputs, saved, grads)
 
 
 def _store(request: Request, pool: Array, rows: Array, states: Array) -> Array:
@@ -90,18 +105,16 @@ def _store(request: Request, pool: Array, rows: Array, states: Array) -> Array:
 def chunk_backward(request: Request, inputs: Any, saved: tuple[Array, ...], grads: OutputGrads) -> InputGrads:
     """Gradients of the chunked ops."""
     more = host_arrays.to_jax(request, saved), host_arrays.to_jax(request, grads)
-    result: InputGrads = host_arrays.from_jax(
-        request, _run(chunk_backward_pass.backward, request, inputs, *more)
-    )
+    result: InputGrads = host_arrays.from_jax(request, _run(_backward, request, inputs, *more))
     return result
 
 
 def recurrent_forward(request: Request, inputs: Any) -> Outputs:
     """``fused_recurrent_kda`` and its GDN form."""
     if request.kind == "jax":
-        return _run(recurrent.forward, request, inputs)  # type: ignore[no-any-return]
+        return _run(_recurrent_forward, request, inputs)  # type: ignore[no-any-return]
     call = host_pools.on_host(request, inputs)
-    out = host_arrays.from_jax(request, _run(recurrent.forward, call.request, call.inputs))
+    out = host_arrays.from_jax(request, _run(_recurrent_forward, call.request, call.inputs))
     return host_pools.write_back(request, inputs, call.written, out)
 
 
@@ -110,7 +123,7 @@ def recurrent_backward(
 ) -> InputGrads:
     """Gradients of the recurrent ops."""
     d = host_arrays.to_jax(request, grads)
-    result: InputGrads = host_arrays.from_jax(request, _run(recurrent.backward, request, inputs, (), d))
+    result: InputGrads = host_arrays.from_jax(request, _run(_recurrent_backward, request, inputs, (), d))
     return result
 
 

@@ -125,6 +125,8 @@ class ChunkPlan:
     used_segments: int = 1
     """Number of leading segments that may hold a token."""
     always_masked: bool = False
+    apart: bool = False
+    """TPUs: results in token order keep heads and channels as two axes, because one would be another layout."""
     no_slot: Array | None = None
     """Dense inputs: ``[B]`` bool, sequences whose tokens are not read; None when there are none."""
 
@@ -219,7 +221,8 @@ class ChunkPlan:
         transposes everything at the end.
         """
         x = x.reshape(self.G, self.B, self.H * x.shape[1], self.C, -1)
-        return jnp.moveaxis(x, 2, 3).reshape(self.G, self.B, self.C, -1)
+        x = jnp.moveaxis(x, 2, 3)
+        return x if self.apart else x.reshape(self.G, self.B, self.C, -1)
 
     def unload(self, ys: Array, *tail: int) -> Array:
         """Stacked segments of :meth:`in_order`, of any shape, back to ``[B, T, *tail]``."""
@@ -237,7 +240,7 @@ def segment_chunks(request: Request) -> int:
     It does not depend on T: the program inside a segment is then the same however many tokens
     follow, and so are the bits of its results.
     """
-    in_parallel = {"cpu": 8, "cuda": 1024, "rocm": 1024, "tpu": 1024}.get(request.device.type, 256)
+    in_parallel = {"cpu": 8, "cuda": 1024, "rocm": 1024, "tpu": 8}.get(request.device.type, 256)
     return max(1, in_parallel // (request.B * request.HV))
 
 
@@ -269,5 +272,5 @@ def make_plan(
     dense_no_slot = None if request.packed else no_slot
     return ChunkPlan(
         request.B, request.T, request.N, request.H, groups, C, G, segments, table, head_range, used, cpu,
-        dense_no_slot,
+        request.device.type == "tpu", dense_no_slot,
     )  # fmt: skip

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, RecurrentInputs, Request
-from kdacore_pallas.xla import chunk_backward, gate, state_pool
+from kdacore_pallas.xla import gate, parts, state_pool
 from kdacore_pallas.xla.numerics import F32, dot, mesh_axes, required, varying
 
 Array = Any
@@ -157,4 +157,4 @@ def backward(
 ) -> InputGrads:
     """Backward by the chunked op: the same function of the same inputs (no pool here)."""
     fields = [n for n in ChunkInputs._fields if n in inputs._fields]
-    return chunk_backward.backward(request, ChunkInputs(**{n: getattr(inputs, n) for n in fields}), (), grads)
+    return parts.backward(request, ChunkInputs(**{n: getattr(inputs, n) for n in fields}), (), grads)

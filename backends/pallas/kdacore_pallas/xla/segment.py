@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kdacore.types import ChunkInputs, Request
-from kdacore_pallas.xla import gate
-from kdacore_pallas.xla.intra import Decays, Interactions, decays, interactions
+from kdacore_pallas.xla import gate, intra, intra_tpu
+from kdacore_pallas.xla.intra import Interactions
 from kdacore_pallas.xla.numerics import F32, dot, required, varying
 from kdacore_pallas.xla.plan import ChunkPlan
 
@@ -44,6 +44,11 @@ class Params(NamedTuple):
     dt_bias: Array | None
 
 
+def within_chunks(request: Request) -> Any:
+    """The module that computes decays, interactions and their gradients on the call's device."""
+    return intra_tpu if request.device.type == "tpu" else intra
+
+
 def gate_params(inputs: ChunkInputs, plan: ChunkPlan) -> Params:
     def spread(x: Array | None) -> Array | None:
         if x is None:
@@ -61,6 +66,8 @@ def load(request: Request, inputs: ChunkInputs, plan: ChunkPlan, s: Array) -> Ra
     raw = Raw(q, k, v, g, beta[..., None], plan.mask(s))
     if not request.qk_l2norm:
         return raw
+    if request.device.type == "tpu":  # there an array of one channel costs as much to arrange as one of 128
+        return raw._replace(q_inverse_norm=gate.inverse_norm(q), k_inverse_norm=gate.inverse_norm(k))
     q_inverse, k_inverse = (plan.load(x, s, gate.inverse_norm) for x in (inputs.q, inputs.k))
     return raw._replace(q_inverse_norm=q_inverse, k_inverse_norm=k_inverse)
 
@@ -98,7 +105,8 @@ def recurrence_rows(request: Request, raw: Raw, params: Params, in_backward: boo
 class Prepared(NamedTuple):
     """State-free products of a segment."""
 
-    decay: Decays
+    decay: Any
+    """Decay factors of :func:`within_chunks`."""
     pair: Interactions
     w: Array
     """Rows that read the state to form the correction: ``inverse (beta k prefix)``."""
@@ -110,10 +118,13 @@ class Prepared(NamedTuple):
     """``k suffix``."""
 
 
-def prepare(rows: Rows, precision: lax.Precision, saved: Interactions | None = None) -> Prepared:
+def prepare(
+    request: Request, rows: Rows, precision: lax.Precision, saved: Interactions | None = None
+) -> Prepared:
     """Products of a segment. ``saved``: the interactions, if the forward saved them."""
-    decay = decays(rows.g)
-    pair = interactions(rows.q, rows.k, rows.beta, decay, precision) if saved is None else saved
+    within = within_chunks(request)
+    decay = within.decays(rows.g)
+    pair = within.interactions(rows.q, rows.k, rows.beta, decay, precision) if saved is None else saved
     w = dot("...ij,...jk->...ik", pair.inverse, rows.beta * rows.k * decay.prefix, precision)
     u = dot("...ij,...jv->...iv", pair.inverse, rows.beta * rows.v, precision)
     return Prepared(decay, pair, w, u, rows.q * decay.prefix, rows.k * decay.suffix)

@@ -111,7 +111,7 @@ def start_gradients(
     params = segment.gate_params(inputs, plan)
     arrays = chunk_forward.padded(request, chunk_forward.with_channels(request, inputs), plan)
     initial = chunk_forward.states_in(request, plan, inputs.initial_state, axes)
-    layout = chunk_forward.saved_layout(plan, inputs, initial)
+    layout = chunk_forward.saved_layout(request, plan, inputs, initial)
     buffers = dict(zip(layout.used, saved, strict=True)) if saved else {}
     do = chunk_backward.padded_gradient(request, inputs, plan, grads.o)
     dfinal = None
@@ -122,7 +122,7 @@ def start_gradients(
         raw = segment.load(request, arrays, plan, s)
         rows = segment.recurrence_rows(request, raw, params, in_backward=True)
         pair = unpacked(*layout.load(buffers, s)[1:3]) if saved else None
-        prep = segment.prepare(rows, precision, pair)
+        prep = segment.prepare(request, rows, precision, pair)
         do_ = chunk_backward.segment_gradient(request, plan, raw, do, s)
         flag = chunk_forward.sequence_flags(plan, s)
         dstate, dinitial, _ = chunk_backward.reverse(

@@ -20,7 +20,6 @@ from kdacore.types import (
     Request,
 )
 from kdacore_pallas.xla import chunk_forward, gate, segment
-from kdacore_pallas.xla.intra import decays, interactions
 from kdacore_pallas.xla.numerics import F32, dot, mesh_axes, product_precision, required
 from kdacore_pallas.xla.plan import ChunkPlan, chunk_table
 
@@ -70,8 +69,10 @@ def chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:
     """``Aqk`` and ``Akk`` ``[B, T, HV, C]`` float32."""
     plan = _plan(request, inputs.cu_seqlens)
     q, k, beta = (_load(plan, x) for x in (inputs.q, inputs.k, inputs.beta))
-    decay = decays(_log_decay(plan, inputs.gc))
-    pair = interactions(q * request.scale, k, beta[..., None], decay, product_precision(request))
+    decay = segment.within_chunks(request).decays(_log_decay(plan, inputs.gc))
+    pair = segment.within_chunks(request).interactions(
+        q * request.scale, k, beta[..., None], decay, product_precision(request)
+    )
     return IntraOutputs(_unload(plan, pair.qk), _unload(plan, pair.inverse))
 
 
@@ -80,7 +81,7 @@ def recompute_w_u(request: Request, inputs: RecomputeInputs) -> RecomputeOutputs
     plan = _plan(request, inputs.cu_seqlens)
     precision = product_precision(request)
     k, v, beta, inverse = (_load(plan, x) for x in (inputs.k, inputs.v, inputs.beta, inputs.Akk))
-    decay = decays(_log_decay(plan, inputs.gc))
+    decay = segment.within_chunks(request).decays(_log_decay(plan, inputs.gc))
     beta = beta[..., None]
     w = dot("...ij,...jk->...ik", inverse, beta * k * decay.prefix, precision)
     u = dot("...ij,...jk->...ik", inverse, beta * v, precision)
@@ -93,7 +94,7 @@ def chunk_state(request: Request, inputs: ChunkStateInputs) -> ChunkStateOutputs
     last states."""
     plan = _plan(request, inputs.cu_seqlens)
     kg, w, u = (_load(plan, x) for x in (inputs.kg, inputs.w, inputs.u))
-    total = decays(_log_decay(plan, inputs.gc)).total
+    total = segment.within_chunks(request).decays(_log_decay(plan, inputs.gc)).total
     initial = chunk_forward.states_in(request, plan, inputs.initial_state, mesh_axes(*inputs))
     parts = chunk_forward.StateParts(w, u, kg, total)
     flag = chunk_forward.sequence_flags(plan, jnp.int32(0))
@@ -115,7 +116,7 @@ def chunk_output(request: Request, inputs: ChunkOutputInputs) -> Array:
     plan = _plan(request, inputs.cu_seqlens)
     precision = product_precision(request)
     q, v_new, Aqk = (_load(plan, x) for x in (inputs.q, inputs.v_new, inputs.Aqk))
-    prefix = decays(_log_decay(plan, inputs.gc)).prefix
+    prefix = segment.within_chunks(request).decays(_log_decay(plan, inputs.gc)).prefix
     h = jnp.moveaxis(inputs.h.astype(F32), 1, 0).reshape(plan.M, plan.R, request.K, request.V)
     o = dot("...ck,...kv->...cv", q * prefix * request.scale, h, precision)
     o = o + dot("...ij,...jv->...iv", Aqk, v_new, precision)

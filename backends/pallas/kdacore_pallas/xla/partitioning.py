@@ -1,0 +1,197 @@
+"""How XLA splits a call over the devices of a mesh, under plain ``jit``.
+
+Sequences and heads are independent, but the programs here put both, and chunks, in one axis, of which XLA can keep no
+split. So a call is one operation that tells XLA how it is split: along batch and heads each device makes the call on
+what it holds, and communicates nothing; only the gradients of ``A_log`` and ``dt_bias`` are summed over devices that
+hold other sequences. What is split in another way, along tokens for example, is gathered.
+
+On one device, inside ``shard_map``, under ``vmap`` and in derivatives of derivatives the call is the program that it
+would be without this.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
+
+from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, RecurrentInputs, Request
+from kdacore_pallas.xla.call_axes import axes_of, batch_is_whole, open_sizes, part_of
+
+Array = Any
+Arrays = dict[str, Array]
+Run = Callable[[Request, Arrays], Arrays]
+"""A call on arrays by name, with results by name."""
+_SHARED = ("A_log", "dt_bias")
+"""What all sequences have in common."""
+_SAVED = "saved_"
+"""How the names of the arrays that the forward saves begin."""
+_CONSTANT = "constant_"
+"""The same of the constants of a program."""
+
+
+def split_forward(
+    forward: Callable[[Request, Any], Outputs], request: Request, inputs: ChunkInputs | RecurrentInputs
+) -> Outputs:
+    """``forward(request, inputs)``, split over devices as its arrays are."""
+
+    def run(request: Request, arrays: Arrays) -> Arrays:
+        out = forward(request, type(inputs)(**arrays))
+        saved = {f"{_SAVED}{n}": x for n, x in enumerate(out.saved)}
+        return {n: x for n, x in zip(Outputs._fields[:3], out[:3], strict=True) if x is not None} | saved
+
+    found = _split(run, request, _given(inputs))
+    saved = tuple(x for n, x in found.items() if n.startswith(_SAVED))
+    return Outputs(found["o"], found.get("final_state"), found.get("checkpoints"), saved)
+
+
+def split_backward(
+    backward: Callable[..., InputGrads],
+    request: Request,
+    inputs: ChunkInputs | RecurrentInputs,
+    saved: tuple[Array, ...],
+    grads: OutputGrads,
+) -> InputGrads:
+    """``backward(request, inputs, saved, grads)``, split over devices as its arrays are."""
+    kept = {f"{_SAVED}{n}": x for n, x in enumerate(saved)}
+    cotangents = {f"d_{n}": x for n, x in _given(grads).items()}
+
+    def run(request: Request, arrays: Arrays) -> Arrays:
+        own = type(inputs)(**{n: x for n, x in arrays.items() if n not in kept and n not in cotangents})
+        d = OutputGrads(*(arrays.get(f"d_{n}") for n in OutputGrads._fields))
+        return _given(backward(request, own, tuple(arrays[n] for n in kept if n in arrays), d))
+
+    found = _split(run, request, _given(inputs) | kept | cotangents)
+    return InputGrads(*(found.get(n) for n in InputGrads._fields))
+
+
+def _given(arrays: Any) -> Arrays:
+    return {n: x for n, x in arrays._asdict().items() if x is not None}
+
+
+def _split(run: Run, request: Request, arrays: Arrays) -> Arrays:
+    """``run(request, arrays)`` as one operation that XLA may partition."""
+    if get_abstract_mesh().manual_axes:  # inside shard_map, whose arrays are one device's
+        return run(request, arrays)
+    results: list[str] = []
+
+    def whole(*values: Array) -> tuple[Array, ...]:
+        found = run(request, dict(zip(arrays, values, strict=True)))
+        results[:] = found
+        return tuple(found.values())
+
+    # JAX takes no function with arrays of constants in it: they become arguments.
+    traced = jax.make_jaxpr(whole)(*arrays.values())
+    constants = {f"{_CONSTANT}{n}": jnp.asarray(x) for n, x in enumerate(traced.consts)}
+    names = (*arrays, *constants)
+
+    def closed(*values: Array) -> tuple[Array, ...]:
+        at = len(arrays)
+        return tuple(jax.core.eval_jaxpr(traced.jaxpr, values[at:], *values[:at]))
+
+    def rule(mesh: Mesh, operands: Sequence[Any], made: Sequence[Any]) -> tuple[str, dict[str, Any]]:
+        given = [axes_of(request, n, x.rank) for n, x in zip(names, operands, strict=True)]
+        found = [axes_of(request, n, x.rank) for n, x in zip(results, made, strict=True)]
+        text = f"{', '.join(given)} -> {', '.join(found)}"
+        factors = dict.fromkeys(re.findall(r"\w+", text))  # XLA wants them in this order
+        held = tuple(f for f in factors if f not in ("b", "h"))
+        return text, {"need_replication_factors": held} | open_sizes(request, text)
+
+    def partition(mesh: Mesh, operands: Sequence[Any], made: Sequence[Any]) -> Any:
+        mesh, place = _placed(request, mesh, dict(zip(names, operands, strict=True)))
+
+        def local(*values: Array) -> tuple[Array, ...]:
+            # What the forward saves in programs for several devices is never read, so XLA removes it: its layout is
+            # that of the whole call, and the backward may be split in another way than the forward.
+            own = {
+                n: x for n, x in zip(names, values, strict=True) if n in arrays and not n.startswith(_SAVED)
+            }
+            found = run(place.local, own)
+            if place.batch is not None:
+                found |= {n: lax.psum(found[n], place.batch) for n in _SHARED if n in found}
+            unread = {n: jnp.zeros(x.shape, x.dtype) for n, x in zip(results, made, strict=True)}
+            return tuple(unread[n] if n.startswith(_SAVED) else found[n] for n in results)
+
+        def shardings(named: Sequence[str], shapes: Sequence[Any]) -> tuple[NamedSharding, ...]:
+            specs = (
+                _spec(axes_of(request, n, len(x.shape)), place) for n, x in zip(named, shapes, strict=True)
+            )
+            return tuple(NamedSharding(mesh, spec) for spec in specs)
+
+        return mesh, local, shardings(results, made), shardings(names, operands)
+
+    divided = custom_partitioning(closed)
+    divided.def_partition(partition=partition, sharding_rule=rule)
+    found = _with_whole_derivatives(divided, closed)(*arrays.values(), *constants.values())
+    return dict(zip(results, found, strict=True))
+
+
+def _with_whole_derivatives(divided: Callable[..., Any], whole: Callable[..., Any]) -> Any:
+    """``divided``, which JAX can neither map nor differentiate, with the batches and derivatives of ``whole``."""
+    mapped = custom_vmap(divided)
+
+    @mapped.def_vmap
+    def batches(size: int, batched: list[bool], *values: Array) -> Any:
+        found = jax.vmap(whole, tuple(0 if b else None for b in batched))(*values)
+        return found, jax.tree.map(lambda _: True, found)
+
+    call = jax.custom_jvp(lambda *values: mapped(*values))
+
+    @call.defjvp
+    def derivatives(values: tuple[Array, ...], tangents: tuple[Any, ...]) -> Any:
+        return jax.jvp(whole, values, tangents)
+
+    return call
+
+
+class _Place(NamedTuple):
+    """What one device holds of a call."""
+
+    local: Request
+    """The call on what it holds."""
+    batch: Any
+    """Mesh axes that the batch is split over, or None."""
+    heads: Any
+    """The same of the heads."""
+
+
+def _placed(request: Request, mesh: Mesh, operands: dict[str, Any]) -> tuple[Mesh, _Place]:
+    """The mesh, and how a call is split over it, from the sharding of its q.
+
+    JAX may know no mesh (arrays without a sharding in a program for several devices, inside ``jax.set_mesh``). Then
+    every device makes the whole call.
+    """
+    where = operands["q"].sharding
+    if mesh.empty:
+        devices = sorted(where.device_set, key=lambda device: device.id)
+        return Mesh(np.asarray(devices), ("devices",)), _Place(request, None, None)
+    spec = (*where.spec, None, None, None)
+    batch = None if batch_is_whole(request) else _dividing(mesh, spec[0], request.B)
+    heads = _dividing(mesh, spec[2], request.H)
+    rows, parts = _count(mesh, batch), _count(mesh, heads)
+    return mesh, _Place(part_of(request, rows, parts), batch, heads)
+
+
+def _count(mesh: Mesh, axes: Any) -> int:
+    """The number of devices along mesh axes: a name, several, or None."""
+    return math.prod(mesh.shape[n] for n in ((axes,) if isinstance(axes, str) else axes or ()))
+
+
+def _dividing(mesh: Mesh, axes: Any, size: int) -> Any:
+    """The axes, or None where they do not divide a size evenly."""
+    return axes if axes and size % _count(mesh, axes) == 0 else None
+
+
+def _spec(axes: str, place: _Place) -> PartitionSpec:
+    """The spec of an array with these axes on that device."""
+    whole = re.sub(r"\((\w+)[^)]*\)", r"\1", axes).split()  # of several in one, the first is split
+    return PartitionSpec(*({"b": place.batch, "h": place.heads}.get(axis) for axis in whole))

@@ -82,7 +82,9 @@ def test_no_pool_is_copied(jax_byte_lm: ModuleType, parts: Any) -> None:
     program = m.decode.lower(definition, parameters, jnp.zeros((2, 1), int), pool, jnp.arange(2)).compile()
     shape = f"f32[{','.join(map(str, pool.shape))}]"
     assert shape in program.as_text()
-    assert [x for x in program.as_text().splitlines() if " copy(" in x and shape in x.split(" copy(")[0]] == []
+    assert [
+        x for x in program.as_text().splitlines() if " copy(" in x and shape in x.split(" copy(")[0]
+    ] == []
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes >= pool.nbytes > memory.temp_size_in_bytes
 
@@ -95,6 +97,7 @@ def test_the_whole_example(jax_byte_lm: ModuleType, capsys: pytest.CaptureFixtur
     assert "the same after restoring: True" in printed
 
 
+@pytest.mark.exhaustive
 def test_missing_the_goal_is_an_exit_status(jax_byte_lm: ModuleType) -> None:
     with pytest.raises(SystemExit, match="wanted less than 1.0"):
         jax_byte_lm.main(["--steps", "1", "--batch", "2", "--length", "8", "--sample", "1", "--goal", "1"])

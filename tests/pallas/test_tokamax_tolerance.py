@@ -2,14 +2,15 @@
 
 Its shapes, distributions and limits: heads of 128 channels, standard-normal q, k, v, g, beta, A_log and dt_bias, packs
 with lengths off the chunk size, both gates; for o an element may differ by ``5e-3 + 2e-2 * abs(want)``, for states by
-``1e-2 + 2e-2 * abs(want)`` (openxla/tokamax, causal_conv1d_gated_delta_rule/kda_attention_test.py, 2026). That test has a
-convolution and a SiLU before KDA, left out here, so q, k and v are not its values. The published package (0.0.12) has
+``1e-2 + 2e-2 * abs(want)`` (openxla/tokamax, causal_conv1d_gated_delta_rule/kda_attention_test.py, 2026). That test has
+a convolution and a SiLU before KDA, left out here, so q, k and v are not its values. The published package (0.0.12) has
 no KDA, so nothing of it is imported. Its limits are wide for these inputs (o has an rms of 4e-3 to 7e-3), so results
 here have to stay within a thousandth of them; float32 rounding is near 3e-5 of them.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -53,7 +54,7 @@ def float32_recurrence(call: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     strength = 1 / (1 + np.exp(-beta[0]))
     o, states = np.zeros_like(v), []
     offsets = np.asarray(call["cu_seqlens"]).tolist()
-    for start, end in zip(offsets, offsets[1:], strict=False):
+    for start, end in pairwise(offsets):
         S = np.zeros((v.shape[2], k.shape[-1], v.shape[-1]), np.float32)
         for t in range(start, end):
             S = decay[t][:, :, None] * S

@@ -10,6 +10,7 @@ here have to stay within a thousandth of them; float32 rounding is near 3e-5 of 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +23,16 @@ import kdacore
 
 MARGIN = 1e-3
 PACKS = {"one prompt": [0, 256], "lengths off the chunk": [0, 65, 130, 131, 195]}
+
+
+@pytest.fixture
+def interpreted() -> Iterator[None]:
+    """Lets pallas run here, and only during the test: settings are read once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KDACORE_PALLAS_INTERPRET", "1")
+        kdacore.config.refresh()
+        yield
+    kdacore.config.refresh()
 
 
 def arguments(offsets: list[int], lower_bound: float | None, heads: int = 4) -> dict[str, Any]:
@@ -73,13 +84,11 @@ def share(got: Any, want: Any, absolute: float) -> float:
     return float((np.abs(got - want) / (absolute + 2e-2 * np.abs(want))).max())
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("lower_bound", [None, -5.0], ids=["unbounded", "bounded"])
 @pytest.mark.parametrize("pack", PACKS)
 @pytest.mark.parametrize("backend", ["xla", "pallas"])
-def test_shares_of_the_limits(
-    backend: str, pack: str, lower_bound: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KDACORE_PALLAS_INTERPRET", "1")
+def test_shares_of_the_limits(backend: str, pack: str, lower_bound: float | None) -> None:
     call = arguments(PACKS[pack], lower_bound)
     wide = {n: np.asarray(x) if isinstance(x, jax.Array) else x for n, x in call.items()}
     oracle = kdacore.fused_recurrent_kda(**wide, backend="reference")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 import jax
+import pytest
 import numpy as np
 
 
@@ -28,6 +29,7 @@ def test_it_computes_what_the_layer_in_flax_computes(
     )
 
 
+@pytest.mark.exhaustive
 def test_every_parameter_learns_and_the_error_falls(jax_equinox_layer: ModuleType) -> None:
     m = jax_equinox_layer
     errors = m.main(steps=20)

@@ -235,6 +235,40 @@ def check_transformations() -> int:
     return 2
 
 
+def check_slices() -> int:
+    """A row in two slices, the ranks those of a mapped axis on this one GPU: outputs and gradients near those of the
+    oracle's and of one call, each slice by the kernels for slices."""
+    arrays = draw(30, 1, 4096, 4)
+    weights = np.random.default_rng(31).standard_normal(arrays["v"].shape, np.float32)
+
+    def rank(x: dict[str, Any], w: Any) -> Any:
+        def loss(x: dict[str, Any]) -> Any:
+            o = chunk(x, OPTIONS, cp="seq")[0]
+            return (o.astype(jnp.float32) * w).sum(), o
+
+        grads, o = jax.grad(loss, has_aux=True)(x)
+        return o, grads
+
+    def cut(a: Any) -> Any:
+        return jnp.stack(jnp.split(a, 2, axis=1))
+
+    x = in_jax(arrays)
+    mine = {n: cut(a) if n in NAMES[:5] else a for n, a in x.items()}
+    axes = {n: 0 if n in NAMES[:5] else None for n in NAMES}
+    run = jax.jit(jax.vmap(rank, in_axes=(axes, 0), axis_name="seq"))
+    with kdacore.record_selections() as ran:
+        o, grads = run(mine, cut(jnp.asarray(weights)))
+    assert {r.backend for r in ran} == {BACKEND}, ran
+    rounded = {name: on_host(a) for name, a in x.items()}
+    o = jnp.concatenate([*o], axis=1)
+    near("slices", [o], [chunk(rounded, OPTIONS, backend="reference")[0]], BOUND)
+    alone = jax.jit(jax.grad(lambda x: (chunk(x, OPTIONS)[0].astype(jnp.float32) * weights).sum()))(x)
+    for n in NAMES:
+        got = jnp.concatenate([*grads[n]], axis=1) if n in NAMES[:5] else grads[n].sum(0)
+        near(f"slices, gradient of {n}", [got], [on_host(alone[n])], 2 * 8e-3)
+    return 1
+
+
 def per_call(step: Callable[[], Any], calls: int, repeats: int = 7) -> list[float]:
     """Seconds of one of ``calls`` calls that follow each other, without waiting between."""
     jax.block_until_ready(step())
@@ -365,7 +399,7 @@ def main() -> None:
     parser.add_argument("--only-check", action="store_true", help="time nothing")
     arguments = parser.parse_args()
     before = results.load()
-    checks = (check_forward, check_backward, check_decode, check_transformations)
+    checks = (check_forward, check_backward, check_decode, check_transformations, check_slices)
     for check in checks:
         start = time.perf_counter()
         count = check()

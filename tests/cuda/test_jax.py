@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -208,7 +209,10 @@ def test_a_donated_pool_is_updated_in_its_memory(from_jax: Device) -> None:
         return call({**x, "initial_state": pool})
 
     place = pool.unsafe_buffer_pointer()
-    o, after = jax.jit(step, donate_argnums=0)(pool, x)
+    program = jax.jit(step, donate_argnums=0).lower(pool, x).compile()
+    form = ",".join(map(str, pool.shape))
+    assert not re.findall(rf"f32\[{form}\]\S* copy\w*[-(]", program.as_text())
+    o, after = program(pool, x)
     assert after.unsafe_buffer_pointer() == place and pool.is_deleted()
     jax.block_until_ready(o)
     (launched,) = from_jax.launched

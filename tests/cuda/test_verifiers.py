@@ -14,9 +14,10 @@ import pytest
 from cuda_calls import BOUNDED_MODEL, Draw, request_of
 
 import kdacore_cuda
-from kdacore import lazy
+from kdacore import features, lazy
 from kdacore.cli import main as cli
-from kdacore.registry import missing
+from kdacore.ops import OPS
+from kdacore.registry import REGISTRY, missing
 from kdacore.types import ChunkInputs, Device, Request
 from kdacore_cuda import _driver_missing, make_backend, verifiers
 
@@ -140,3 +141,20 @@ def test_explaining_a_call_on_assumed_hardware_needs_no_driver(capsys: pytest.Ca
     assert "-> cuda: supported" in out
     driver = _driver_missing()
     assert (f"     assumed, not here: {driver}\n" in out) == (driver is not None)
+
+
+def test_jax_is_served_what_torch_is_served() -> None:
+    """Every feature of the doctor's matrix, on the same device, with gradients too."""
+    able = features.capable(REGISTRY.get("cuda"))
+    served: dict[str, set[tuple[str, str]]] = {"torch": set(), "jax": set()}
+    for kind in ("torch", "jax"):
+        place = features.Place(kind, "cuda", "sm_90")  # type: ignore[arg-type]
+        for op in (op for op in OPS if op in able.backend.ops):
+            for feature in (f for f in features.FEATURES if f.applies(op) and kind in f.kinds):
+                calls = [features.at(c.changed(**feature.change), place) for c in features.plain_calls(op)]
+                if any(not features._refusal(able, call, []) for call in calls):
+                    name = "gradients" if feature.name == "jit, vmap and grad" else feature.name
+                    served[kind].add((op, name))
+    only_torch = served["torch"] - served["jax"]
+    assert {name for _, name in only_torch} == {"out given", "disable_recompute"}  # JAX has neither
+    assert served["jax"] < served["torch"] and ("chunk_kda", "gradients") in served["jax"]

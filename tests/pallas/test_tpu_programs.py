@@ -28,7 +28,9 @@ def check_limits(program: tp.Program, row: Row) -> None:
     """What a short call of ``xla`` may cost: before its programs were written for TPUs this took
     16 s, 27 MB of code and 0.8 GB of temporaries."""
     if program.backend == "xla" and "T256 H2" in program.shape:
-        assert row["code_bytes"] < 5e6 and row["temp_hbm_bytes"] <= 3 * row["argument_bytes"]
+        # The compiler for v5p keeps none of these loops' arrays in VMEM: 14 times, which is 7 MB.
+        times = 14 if program.generation == "v5p" else 3
+        assert row["code_bytes"] < 5e6 and row["temp_hbm_bytes"] <= times * row["argument_bytes"]
 
 
 def test_the_committed_report() -> None:

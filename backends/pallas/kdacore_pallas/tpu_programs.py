@@ -264,6 +264,15 @@ def report(wanted: Sequence[Program]) -> dict[str, Any]:
     return {"schema": 1, "run_on_tpu": False, "versions": versions, "rows": rows}
 
 
+def with_rows(before: dict[str, Any], found: dict[str, Any]) -> list[Row]:
+    """The rows of a report, some of them compiled again, by the same versions, in the order of
+    :func:`programs`."""
+    if before["versions"] != found["versions"]:
+        raise SystemExit(f"the file is of {before['versions']}: compile all programs again")
+    rows = {tuple(row[n] for n in Program._fields): row for row in (*before["rows"], *found["rows"])}
+    return [rows[program] for program in programs() if program in rows]
+
+
 def line(row: Row) -> str:
     """A row of the report as text."""
     name = " ".join((row["generation"], row["backend"], row["what"], row["shape"]))
@@ -276,7 +285,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--cheap", action="store_true", help="only the programs that a test compiles each time"
     )
-    parser.add_argument("--only", default="", help="a part of the line that names a program")
+    parser.add_argument(
+        "--only", default="", help="a part of the line that names a program; other rows of the file are kept"
+    )
     parser.add_argument("--out", type=Path, help="write the JSON here")
     args = parser.parse_args(argv)
     try:
@@ -289,6 +300,8 @@ def main(argv: list[str] | None = None) -> int:
     wanted = [p for p in wanted if args.only in line(p._asdict())]
     found = report(wanted)
     if args.out is not None:
+        if args.only and args.out.exists():
+            found["rows"] = with_rows(json.loads(args.out.read_text()), found)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(found, indent=1) + "\n")
     return 0

@@ -4,12 +4,14 @@ All heads of a chunk are one batch of products, and the TPU compiler writes out 
 product: a forward of 32 heads takes it 5 s, one of 96 half a minute, a gradient several times that.
 So at most ``TOGETHER`` value heads, of as many rows of the batch as there is place for, are one
 program, in a loop. The loop reads its part of the caller's arrays and writes its part of the
-results, so nothing is copied beyond one part.
+results, so nothing is copied beyond one part. Nothing is saved for the backward, which computes
+again what it needs, part by part: saved arrays of all parts took 5 to 8 times the inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -56,11 +58,11 @@ def _divisor(size: int, most: int) -> int:
 
 
 def forward(request: Request, inputs: ChunkInputs) -> Outputs:
-    """:func:`kdacore_pallas.xla.chunk_forward.forward`. What is saved is stacked by parts."""
+    """:func:`kdacore_pallas.xla.chunk_forward.forward`, which saves nothing where there are parts."""
     parts = parts_of(request)
     if parts.total == 1:
         return chunk_forward.forward(request, inputs)
-    own = part_of(request, *parts)
+    own = replace(part_of(request, *parts), needs_grad=False)
     arrays = _given(inputs)
 
     def one(n: Array) -> Outputs:
@@ -70,14 +72,13 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
         found = zip(Outputs._fields[:3], out[:3], strict=True)
         return {name: x for name, x in found if x is not None}
 
-    def body(results: Arrays, n: Array) -> tuple[Arrays, tuple[Array, ...]]:
-        out = one(n)
-        return _with_part(request, parts, results, named(out), n), out.saved
+    def body(results: Arrays, n: Array) -> tuple[Arrays, None]:
+        return _with_part(request, parts, results, named(one(n)), n), None
 
     shapes = named(_shapes(one))
     room = _room(request, parts, shapes, dict.fromkeys(shapes, mesh_axes(*inputs)))
-    results, saved = lax.scan(body, room, _numbers(parts))
-    return Outputs(results["o"], results.get("final_state"), results.get("checkpoints"), saved)
+    results, _ = lax.scan(body, room, _numbers(parts))
+    return Outputs(results["o"], results.get("final_state"), results.get("checkpoints"))
 
 
 def backward(
@@ -90,18 +91,17 @@ def backward(
     own = part_of(request, *parts)
     arrays, cotangents = _given(inputs), {f"d_{name}": x for name, x in _given(grads).items()}
 
-    def one(n: Array, kept: tuple[Array, ...]) -> Arrays:
+    def one(n: Array) -> Arrays:
         d = _part(request, parts, cotangents, n)
         mine = ChunkInputs(**_part(request, parts, arrays, n))
         given = OutputGrads(*(d.get(f"d_{name}") for name in OutputGrads._fields))
-        return _given(chunk_backward.backward(own, mine, kept, given))
+        return _given(chunk_backward.backward(own, mine, (), given))
 
-    def body(results: Arrays, x: tuple[Array, tuple[Array, ...]]) -> tuple[Arrays, None]:
-        return _with_part(request, parts, results, one(*x), x[0]), None
+    def body(results: Arrays, n: Array) -> tuple[Arrays, None]:
+        return _with_part(request, parts, results, one(n), n), None
 
-    first = jax.tree.map(lambda x: x[0], saved)
-    room = _room(request, parts, _shapes(one, first), {name: mesh_axes(x) for name, x in arrays.items()})
-    results, _ = lax.scan(body, room, (_numbers(parts), saved))
+    room = _room(request, parts, _shapes(one), {name: mesh_axes(x) for name, x in arrays.items()})
+    results, _ = lax.scan(body, room, _numbers(parts))
     return InputGrads(*(results.get(name) for name in InputGrads._fields))
 
 
@@ -113,8 +113,8 @@ def _numbers(parts: Parts) -> Array:
     return jnp.arange(parts.total, dtype=jnp.int32)
 
 
-def _shapes(one: Callable[..., Any], *more: Any) -> Any:
-    return jax.eval_shape(one, jax.ShapeDtypeStruct((), jnp.int32), *more)
+def _shapes(one: Callable[[Array], Any]) -> Any:
+    return jax.eval_shape(one, jax.ShapeDtypeStruct((), jnp.int32))
 
 
 def _split_axes(request: Request, parts: Parts, name: str, ndim: int) -> list[tuple[int, int, bool]]:

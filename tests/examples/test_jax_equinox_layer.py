@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import ModuleType
 
 import jax
-import pytest
 import numpy as np
+import pytest
 
 
 def test_it_computes_what_the_layer_in_flax_computes(

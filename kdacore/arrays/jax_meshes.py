@@ -41,33 +41,39 @@ def obstacle(x: Any) -> tuple[str, str] | None:
     return None
 
 
-def partitioned(op: str, mesh: Mesh, operands: Mapping[str, Any]) -> tuple[Mesh, dict[str, Any]]:
+def on_known_mesh(mesh: Mesh, operands: Mapping[str, Any]) -> tuple[Mesh, dict[str, Any]]:
     """The mesh and the operands of a call that XLA partitions under plain ``jit``.
 
     JAX may know no mesh (arrays without a sharding in a program for several devices, inside ``jax.set_mesh``). Then
     the mesh here has one axis, over which nothing is split: every device computes the whole call.
 
     Args:
-        op: the op.
         mesh: the mesh that JAX knows, or an empty one.
         operands: what XLA partitions, by the name of the argument: anything with a shape, a dtype and a sharding.
 
     Returns:
         A mesh, and operands whose shardings are each a ``NamedSharding`` on it.
-
-    Raises:
-        ContractError: q, k, v, g or beta has its axis of tokens, the second, on several devices: each would need the
-            tokens before its own.
     """
     if not mesh.empty:
-        for name in ("q", "k", "v", "g", "beta"):
-            if name in operands:
-                _refuse_split_tokens(op, name, operands[name].sharding)
         return mesh, dict(operands)
     devices = sorted(next(iter(operands.values())).sharding.device_set, key=lambda device: device.id)
     numbered = Mesh(np.asarray(devices), ("devices",))
     whole = NamedSharding(numbered, PartitionSpec())
     return numbered, {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for n, x in operands.items()}
+
+
+def partitioned(op: str, mesh: Mesh, operands: Mapping[str, Any]) -> tuple[Mesh, dict[str, Any]]:
+    """:func:`on_known_mesh`, for a backend that takes whole rows only.
+
+    Raises:
+        ContractError: q, k, v, g or beta of ``op`` has its axis of tokens, the second, on several devices: each would
+            need the tokens before its own.
+    """
+    mesh, known = on_known_mesh(mesh, operands)
+    for name in ("q", "k", "v", "g", "beta"):
+        if name in known:
+            _refuse_split_tokens(op, name, known[name].sharding)
+    return mesh, known
 
 
 def _refuse_split_tokens(op: str, name: str, where: NamedSharding) -> None:

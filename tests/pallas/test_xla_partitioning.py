@@ -2,53 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from pallas_cases import Case, build, check_backward, check_forward, error, output_grads, to_jax
+from split_arrays import BOTH, HEADS, Layout, collectives, mesh, on_mesh
 
 import kdacore
 from kdacore.types import ChunkInputs, Device, InputGrads, OutputGrads, Outputs
 from kdacore_pallas.xla import entry_points
-
-HEADS = P(None, None, "heads")
-BOTH = P("data", None, "heads")
-
-
-def mesh() -> Mesh:
-    return Mesh(np.asarray(jax.devices()[:8]).reshape(2, 4), ("data", "heads"))
-
-
-def on_mesh(x: Any, spec: P) -> Any:
-    return jax.device_put(jnp.asarray(x), NamedSharding(mesh(), spec))
-
-
-def collectives(program: Any) -> Counter[str]:
-    names = "all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter"
-    return Counter(re.findall(rf"\b({names})(?:-start)?\(", program.as_text()))
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the arrays of a call are split."""
-
-    tokens: P
-    states: P
-
-    def of(self, name: str) -> P:
-        if name in ("A_log", "dt_bias"):
-            return P("heads")
-        if name in ("initial_state", "final_state"):
-            return self.states
-        return P() if name == "cu_seqlens" else self.tokens
 
 
 def forward_and_backward(case: Case, layout: Layout) -> Counter[str]:

@@ -8,20 +8,19 @@ tokens is refused. Inside ``shard_map`` the caller has split the arrays already.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh
+from jax.sharding import AxisType, NamedSharding, get_abstract_mesh
 
 from kdacore.arrays.jax_meshes import partitioned
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, RecurrentInputs, Request
+from kdacore_pallas.placement import part_of, place_of, spec_of
 
 Array = Any
 Run = Callable[[Request, dict[str, Array]], dict[str, Array]]
@@ -73,16 +72,18 @@ def _split(run: Run, request: Request, arrays: dict[str, Array], results: dict[s
 
     def partition(mesh: Any, given: Any, _: Any) -> Any:
         mesh, operands = partitioned(request.op, mesh, dict(zip(names, given, strict=True)))
-        place = _placed(request, operands["q"].sharding)
+        q = operands["q"].sharding
+        place = place_of(q, request.B, request.H, batch_is_whole=_pooled(request))
+        part = part_of(request, place.rows, place.parts)
 
         def local(*values: Array) -> tuple[Array, ...]:
-            found = run(place.local, dict(zip(names, values, strict=True)))
+            found = run(part, dict(zip(names, values, strict=True)))
             if place.batch is not None:
                 found |= {n: lax.psum(found[n], place.batch) for n in _SUMMED if n in found}
             return tuple(found[n] for n in results)
 
         def sharding(name: str, ndim: int) -> NamedSharding:
-            return NamedSharding(mesh, _spec(_axes(request, name, ndim), place))
+            return NamedSharding(mesh, spec_of(_axes(request, name, ndim), place))
 
         into = tuple(sharding(n, len(x.shape)) for n, x in zip(names, given, strict=True))
         return mesh, local, tuple(sharding(n, ndim) for n, ndim in results.items()), into
@@ -150,46 +151,3 @@ def _axes(request: Request, name: str, ndim: int) -> str:
 def _moved(axes: str) -> str:
     """These axes, the tokens ``t`` by another name."""
     return " ".join("moved_t" if axis == "t" else axis for axis in axes.split(" "))
-
-
-class _Place(NamedTuple):
-    """What one device holds of a call."""
-
-    local: Request
-    """The call on what it holds."""
-    batch: Any
-    """Mesh axes that the batch is split over, or None."""
-    heads: Any
-    """The same of the heads."""
-
-
-def _placed(request: Request, q: NamedSharding) -> _Place:
-    """How a call is split, from the sharding of its q."""
-    mesh, spec = q.mesh, (*q.spec, None, None, None)
-    batch = None if _pooled(request) else spec[0]
-    batch, heads = _dividing(mesh, batch, request.B), _dividing(mesh, spec[2], request.H)
-    rows, parts = _count(mesh, batch), _count(mesh, heads)
-    local = replace(
-        request,
-        B=request.B // rows,
-        N=request.N if request.packed else request.N // rows,
-        H=request.H // parts,
-        HV=request.HV // parts,
-    )
-    return _Place(local, batch, heads)
-
-
-def _count(mesh: Any, axes: Any) -> int:
-    """The number of devices along mesh axes: a name, several, or None."""
-    return math.prod(mesh.shape[n] for n in ((axes,) if isinstance(axes, str) else axes or ()))
-
-
-def _dividing(mesh: Any, axes: Any, size: int) -> Any:
-    """The axes, or None where they do not divide a size evenly."""
-    return axes if axes and size % _count(mesh, axes) == 0 else None
-
-
-def _spec(axes: str, place: _Place) -> PartitionSpec:
-    """The spec of an array with these axes on that device."""
-    whole = re.sub(r"\((\w+)[^)]*\)", r"\1", axes).split()  # of several in one, the first is split
-    return PartitionSpec(*({"b": place.batch, "h": place.heads}.get(axis) for axis in whole))

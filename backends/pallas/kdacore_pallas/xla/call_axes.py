@@ -6,9 +6,14 @@ of each, ``k`` and ``w`` channels of keys and of values; ``(h r)`` is one axis o
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 from kdacore.types import Request
+
+
+def arrays_of(arrays: Any) -> dict[str, Any]:
+    """The arrays of a named tuple that are not None, by name."""
+    return {name: x for name, x in arrays._asdict().items() if x is not None}
 
 
 def batch_is_whole(request: Request) -> bool:
@@ -56,9 +61,3 @@ def axes_of(request: Request, name: str, ndim: int) -> str:
         **({} if whole else dict.fromkeys(("state_indices", "has_initial_state"), "b")),
     }
     return known.get(name) or " ".join(f"{name}_{n}" for n in range(ndim))
-
-
-def part_of(request: Request, rows: int, heads: int) -> Request:
-    """The call of one part of ``rows`` equal parts of the batch and ``heads`` of the q/k heads."""
-    N = request.N if rows == 1 else request.N // rows
-    return replace(request, B=request.B // rows, N=N, H=request.H // heads, HV=request.HV // heads)

@@ -11,21 +11,21 @@ would be without this.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
+from jax.sharding import Mesh, NamedSharding, get_abstract_mesh
 
+from kdacore.arrays.jax_meshes import on_known_mesh
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, RecurrentInputs, Request
-from kdacore_pallas.xla.call_axes import axes_of, batch_is_whole, open_sizes, part_of
+from kdacore_pallas.placement import part_of, place_of, spec_of
+from kdacore_pallas.xla.call_axes import arrays_of, axes_of, batch_is_whole, open_sizes
 
 Array = Any
 Arrays = dict[str, Array]
@@ -49,7 +49,7 @@ def split_forward(
         saved = {f"{_SAVED}{n}": x for n, x in enumerate(out.saved)}
         return {n: x for n, x in zip(Outputs._fields[:3], out[:3], strict=True) if x is not None} | saved
 
-    found = _split(run, request, _given(inputs))
+    found = _split(run, request, arrays_of(inputs))
     saved = tuple(x for n, x in found.items() if n.startswith(_SAVED))
     return Outputs(found["o"], found.get("final_state"), found.get("checkpoints"), saved)
 
@@ -63,19 +63,15 @@ def split_backward(
 ) -> InputGrads:
     """``backward(request, inputs, saved, grads)``, split over devices as its arrays are."""
     kept = {f"{_SAVED}{n}": x for n, x in enumerate(saved)}
-    cotangents = {f"d_{n}": x for n, x in _given(grads).items()}
+    cotangents = {f"d_{n}": x for n, x in arrays_of(grads).items()}
 
     def run(request: Request, arrays: Arrays) -> Arrays:
         own = type(inputs)(**{n: x for n, x in arrays.items() if n not in kept and n not in cotangents})
         d = OutputGrads(*(arrays.get(f"d_{n}") for n in OutputGrads._fields))
-        return _given(backward(request, own, tuple(arrays[n] for n in kept if n in arrays), d))
+        return arrays_of(backward(request, own, tuple(arrays[n] for n in kept if n in arrays), d))
 
-    found = _split(run, request, _given(inputs) | kept | cotangents)
+    found = _split(run, request, arrays_of(inputs) | kept | cotangents)
     return InputGrads(*(found.get(n) for n in InputGrads._fields))
-
-
-def _given(arrays: Any) -> Arrays:
-    return {n: x for n, x in arrays._asdict().items() if x is not None}
 
 
 def _split(run: Run, request: Request, arrays: Arrays) -> Arrays:
@@ -107,7 +103,10 @@ def _split(run: Run, request: Request, arrays: Arrays) -> Arrays:
         return text, {"need_replication_factors": held} | open_sizes(request, text)
 
     def partition(mesh: Mesh, operands: Sequence[Any], made: Sequence[Any]) -> Any:
-        mesh, place = _placed(request, mesh, dict(zip(names, operands, strict=True)))
+        mesh, known = on_known_mesh(mesh, dict(zip(names, operands, strict=True)))
+        q = known["q"].sharding
+        place = place_of(q, request.B, request.H, batch_is_whole=batch_is_whole(request))
+        part = part_of(request, place.rows, place.parts)
 
         def local(*values: Array) -> tuple[Array, ...]:
             # What the forward saves in programs for several devices is never read, so XLA removes it: its layout is
@@ -115,7 +114,7 @@ def _split(run: Run, request: Request, arrays: Arrays) -> Arrays:
             own = {
                 n: x for n, x in zip(names, values, strict=True) if n in arrays and not n.startswith(_SAVED)
             }
-            found = run(place.local, own)
+            found = run(part, own)
             if place.batch is not None:
                 found |= {n: lax.psum(found[n], place.batch) for n in _SHARED if n in found}
             unread = {n: jnp.zeros(x.shape, x.dtype) for n, x in zip(results, made, strict=True)}
@@ -123,7 +122,7 @@ def _split(run: Run, request: Request, arrays: Arrays) -> Arrays:
 
         def shardings(named: Sequence[str], shapes: Sequence[Any]) -> tuple[NamedSharding, ...]:
             specs = (
-                _spec(axes_of(request, n, len(x.shape)), place) for n, x in zip(named, shapes, strict=True)
+                spec_of(axes_of(request, n, len(x.shape)), place) for n, x in zip(named, shapes, strict=True)
             )
             return tuple(NamedSharding(mesh, spec) for spec in specs)
 
@@ -151,47 +150,3 @@ def _with_whole_derivatives(divided: Callable[..., Any], whole: Callable[..., An
         return jax.jvp(whole, values, tangents)
 
     return call
-
-
-class _Place(NamedTuple):
-    """What one device holds of a call."""
-
-    local: Request
-    """The call on what it holds."""
-    batch: Any
-    """Mesh axes that the batch is split over, or None."""
-    heads: Any
-    """The same of the heads."""
-
-
-def _placed(request: Request, mesh: Mesh, operands: dict[str, Any]) -> tuple[Mesh, _Place]:
-    """The mesh, and how a call is split over it, from the sharding of its q.
-
-    JAX may know no mesh (arrays without a sharding in a program for several devices, inside ``jax.set_mesh``). Then
-    every device makes the whole call.
-    """
-    where = operands["q"].sharding
-    if mesh.empty:
-        devices = sorted(where.device_set, key=lambda device: device.id)
-        return Mesh(np.asarray(devices), ("devices",)), _Place(request, None, None)
-    spec = (*where.spec, None, None, None)
-    batch = None if batch_is_whole(request) else _dividing(mesh, spec[0], request.B)
-    heads = _dividing(mesh, spec[2], request.H)
-    rows, parts = _count(mesh, batch), _count(mesh, heads)
-    return mesh, _Place(part_of(request, rows, parts), batch, heads)
-
-
-def _count(mesh: Mesh, axes: Any) -> int:
-    """The number of devices along mesh axes: a name, several, or None."""
-    return math.prod(mesh.shape[n] for n in ((axes,) if isinstance(axes, str) else axes or ()))
-
-
-def _dividing(mesh: Mesh, axes: Any, size: int) -> Any:
-    """The axes, or None where they do not divide a size evenly."""
-    return axes if axes and size % _count(mesh, axes) == 0 else None
-
-
-def _spec(axes: str, place: _Place) -> PartitionSpec:
-    """The spec of an array with these axes on that device."""
-    whole = re.sub(r"\((\w+)[^)]*\)", r"\1", axes).split()  # of several in one, the first is split
-    return PartitionSpec(*({"b": place.batch, "h": place.heads}.get(axis) for axis in whole))

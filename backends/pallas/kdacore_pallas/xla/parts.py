@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, Request
+from kdacore_pallas.placement import first_of_each, part_of
 from kdacore_pallas.xla import chunk_backward, chunk_forward
-from kdacore_pallas.xla.call_axes import axes_of, batch_is_whole, part_of
+from kdacore_pallas.xla.call_axes import arrays_of, axes_of, batch_is_whole
 from kdacore_pallas.xla.numerics import mesh_axes, varying
 
 Array = Any
@@ -63,7 +64,7 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     if parts.total == 1:
         return chunk_forward.forward(request, inputs)
     own = replace(part_of(request, *parts), needs_grad=False)
-    arrays = _given(inputs)
+    arrays = arrays_of(inputs)
 
     def one(n: Array) -> Outputs:
         return chunk_forward.forward(own, ChunkInputs(**_part(request, parts, arrays, n)))
@@ -89,13 +90,13 @@ def backward(
     if parts.total == 1:
         return chunk_backward.backward(request, inputs, saved, grads)
     own = part_of(request, *parts)
-    arrays, cotangents = _given(inputs), {f"d_{name}": x for name, x in _given(grads).items()}
+    arrays, cotangents = arrays_of(inputs), {f"d_{name}": x for name, x in arrays_of(grads).items()}
 
     def one(n: Array) -> Arrays:
         d = _part(request, parts, cotangents, n)
         mine = ChunkInputs(**_part(request, parts, arrays, n))
         given = OutputGrads(*(d.get(f"d_{name}") for name in OutputGrads._fields))
-        return _given(chunk_backward.backward(own, mine, (), given))
+        return arrays_of(chunk_backward.backward(own, mine, (), given))
 
     def body(results: Arrays, n: Array) -> tuple[Arrays, None]:
         return _with_part(request, parts, results, one(n), n), None
@@ -103,10 +104,6 @@ def backward(
     room = _room(request, parts, _shapes(one), {name: mesh_axes(x) for name, x in arrays.items()})
     results, _ = lax.scan(body, room, _numbers(parts))
     return InputGrads(*(results.get(name) for name in InputGrads._fields))
-
-
-def _given(arrays: Any) -> Arrays:
-    return {name: x for name, x in arrays._asdict().items() if x is not None}
 
 
 def _numbers(parts: Parts) -> Array:
@@ -118,10 +115,10 @@ def _shapes(one: Callable[[Array], Any]) -> Any:
 
 
 def _split_axes(request: Request, parts: Parts, name: str, ndim: int) -> list[tuple[int, int, bool]]:
-    """Axes of an array that are in parts: which, in how many, and whether they are of the batch."""
+    """The axes along which an array is cut: each as its number, how many parts it is cut into, and whether it is the
+    batch (or else heads)."""
     split = []
-    words = axes_of(request, name, ndim).replace("(h r)", "h").replace("(h k)", "h")
-    for at, word in enumerate(words.replace("(h r k)", "h").split()):
+    for at, word in enumerate(first_of_each(axes_of(request, name, ndim))):
         if word == "b" and parts.rows > 1:
             split.append((at, parts.rows, True))
         if word == "h" and parts.heads > 1:

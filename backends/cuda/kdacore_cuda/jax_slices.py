@@ -1,8 +1,8 @@
 """``chunk_kda`` on a slice of a row that continues on other ranks, on JAX arrays: the launches of the
 torch calls, made by XLA's programs through the handler.
 
-What the first half of a call leaves for the second are buffers in the program; those that the second
-writes anew are the same memory.
+Each pass makes two calls, before and after the exchange. Buffers of the first are operands of the
+second; those that the second overwrites are aliased to its results, so they take memory once.
 """
 
 from __future__ import annotations

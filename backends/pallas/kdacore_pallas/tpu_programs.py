@@ -11,7 +11,6 @@ says about the kernels alone is in :mod:`kdacore_pallas.tpu.report`.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import re
 import sys
@@ -256,7 +255,7 @@ def compiled(program: Program) -> Row:
 
 def report(wanted: Sequence[Program]) -> dict[str, Any]:
     """All of them, as JSON-able data."""
-    versions = {n: importlib.metadata.version(n) for n in ("jax", "jaxlib", "libtpu")}
+    versions = compiler.versions()
     rows = []
     for program in wanted:
         rows.append(compiled(program))
@@ -290,10 +289,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, help="write the JSON here")
     args = parser.parse_args(argv)
-    try:
-        importlib.metadata.version("libtpu")
-    except importlib.metadata.PackageNotFoundError:
-        print("libtpu is not installed; to get it: pip install 'jax[tpu]'", file=sys.stderr)
+    if compiler.versions() is None:
+        print(compiler.MISSING, file=sys.stderr)
         return 2
     compiler.environment()
     wanted = CHEAP if args.cheap else programs()

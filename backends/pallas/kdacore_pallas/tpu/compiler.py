@@ -8,6 +8,7 @@ here. Times are not: nothing runs.
 from __future__ import annotations
 
 import glob
+import importlib.metadata
 import os
 import re
 import shutil
@@ -25,6 +26,17 @@ TOPOLOGIES = {
     "v6e": "v6e:2x2",
     "tpu7x": "tpu7x:2x2x1",
 }
+
+
+MISSING = "libtpu is not installed; to get it: pip install 'jax[tpu]'"
+
+
+def versions() -> dict[str, str] | None:
+    """Those of JAX and of the compiler; None where libtpu is not installed."""
+    try:
+        return {n: importlib.metadata.version(n) for n in ("jax", "jaxlib", "libtpu")}
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def environment(dumps: str | None = None) -> None:

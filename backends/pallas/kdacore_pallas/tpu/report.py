@@ -10,7 +10,6 @@ as JSON and as a table. Nothing is run and nothing is timed. Needs ``pip install
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import sys
 import tempfile
@@ -178,7 +177,7 @@ def report(generations: list[str], dumps: str) -> dict[str, Any]:
         rows += _alone(generation, dumps) + _four_chips(generation, dumps)
     for generation in [g for g in ("v5e", "v6e") if g in generations]:
         rows += _variants(generation, dumps)
-    versions = {n: importlib.metadata.version(n) for n in ("jax", "jaxlib", "libtpu")}
+    versions = compiler.versions()
     return {"schema": 1, "run_on_tpu": False, "versions": versions, "rows": rows}
 
 
@@ -199,10 +198,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, help="write the JSON here")
     args = parser.parse_args(argv)
-    try:
-        importlib.metadata.version("libtpu")
-    except importlib.metadata.PackageNotFoundError:
-        print("libtpu is not installed; to get it: pip install 'jax[tpu]'", file=sys.stderr)
+    if compiler.versions() is None:
+        print(compiler.MISSING, file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as dumps:
         compiler.environment(dumps)

@@ -102,9 +102,15 @@ def without_fla() -> Iterator[None]:
         for name in CONFIGURATIONS:
             imported_anew(name)
         yield
-        integrations.deactivate()
     for name in CONFIGURATIONS:
         forget(name)
+
+
+@pytest.fixture(autouse=True)
+def deactivated_afterwards(without_fla: None) -> Iterator[None]:
+    """Importing an integration activates it, so the first test that does would leave it active for the others."""
+    yield
+    integrations.deactivate()
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +122,8 @@ def on_torch(without_fla: None) -> dict[str, Outcome]:
 
 
 @pytest.fixture
-def activated(on_torch: dict[str, Outcome]) -> Iterator[None]:
+def activated(on_torch: dict[str, Outcome]) -> None:
     integrations.activate("transformers")
-    yield
-    integrations.deactivate("transformers")
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)

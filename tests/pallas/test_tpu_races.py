@@ -53,7 +53,7 @@ def test_chunk(name: str, seed: int) -> None:
     request, inputs = build(FOUR_CHUNKS[name])
     arrays, grads = to_jax(inputs), output_grads(request)
     d = OutputGrads(*(jnp.asarray(x) for x in grads))
-    out = jax.jit(lambda x: chunk_forward.forward(request, x, request.H, strict(seed)))(arrays)
+    out = jax.jit(lambda x: chunk_forward.forward(request, x, request.H, strict(seed), True))(arrays)
     check_forward(out, request, inputs)
     assert no_races()
     got = jax.jit(lambda x, d: chunk_backward.backward(request, x, (), d, request.H, strict(seed)))(arrays, d)

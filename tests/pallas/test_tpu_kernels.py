@@ -63,6 +63,31 @@ def test_forward_and_backward(name: str) -> None:
     check_backward(backward(request, to_jax(inputs), d), request, inputs, grads)
 
 
+HEADS = {
+    "whole registers": (Case(T=20, H=2, HV=4, K=128, V=128, dtype="bfloat16", gate="softplus", seed=41), 2),
+    "two head blocks": (Case(T=20, H=16, HV=16, K=16, V=8, gate="softplus", seed=42), 8),
+    "keys in whole registers": (Case(B=2, T=20, H=1, HV=2, K=128, V=64, beta_sigmoid=True, seed=43), 1),
+    "values in whole registers": (Case(lengths=(3, 0, 17), H=2, HV=2, K=40, V=128, gate="softplus", seed=44), 2),
+    "one gate a head, two head blocks": (Case(op=GDN, T=20, H=16, HV=32, K=16, V=16, seed=45), 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "whole registers" else pytest.mark.exhaustive) for n in HEADS]
+)
+def test_where_heads_lie_in_the_lanes(name: str) -> None:
+    """Heads that fill whole registers are read where they are, others from scratch; a grid step has some of them."""
+    case, hb = HEADS[name]
+    request, inputs = build(case)
+    check_forward(
+        jax.jit(lambda x: chunk_forward.forward(request, x, hb, INTERPRET))(to_jax(inputs)), request, inputs
+    )
+    grads = output_grads(request)
+    d = OutputGrads(*(jnp.asarray(x) for x in grads))
+    got = jax.jit(lambda x, d: chunk_backward.backward(request, x, (), d, hb, INTERPRET))(to_jax(inputs), d)
+    check_backward(got, request, inputs, grads)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("collinear", [False, True], ids=["", "collinear"])
 def test_hard_gates(dtype: str, collinear: bool) -> None:

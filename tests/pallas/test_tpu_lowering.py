@@ -64,6 +64,7 @@ CHUNKS: dict[str, dict[str, Any]] = {
     "production": {"size": Size(T=512, H=16, HV=16)},
     "float32, a ragged end": {"size": Size(B=2, T=200, H=2, HV=2, dtype="float32")},
     "pack, GVA, state, v first": {"size": Size(T=300, H=8, HV=16), "packed": 3, "initial": True, "v_first": True},
+    "many narrow heads": {"size": Size(T=128, H=32, HV=32, K=8, V=24, dtype="float32")},
     "narrow heads": {"size": Size(T=128, H=2, HV=2, K=24, V=40)},
     "wide heads": {"size": Size(T=128, H=1, HV=1, K=256, V=256)},
     "one gate a head": {"size": Size(T=256, H=8, HV=8), "scalar": True},

@@ -77,6 +77,14 @@ def test_the_vmem_reason_has_numbers() -> None:
     assert found["vmem"].want == "at most 16 MiB on v4"
 
 
+def test_a_step_takes_whole_registers_of_heads_and_channels() -> None:
+    """Of heads, for beta; of channels, as those of a step's heads lie side by side. Or all heads."""
+    assert vmem.head_blocks(32, 32, 128, 128) == [8, 16, 32]
+    assert vmem.head_blocks(16, 64, 64, 64) == [8, 16]
+    assert vmem.head_blocks(32, 32, 8, 24) == [16, 32]
+    assert vmem.head_blocks(6, 6, 128, 128) == [6]
+
+
 def test_recurrent_reasons() -> None:
     wide = report_calls.recurrent_request("v4", B=4, H=64, K=256)
     found = reasons(wide, RECURRENT)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 import time
@@ -43,6 +44,8 @@ class Shape:
     """Of the pool of a decode call."""
     chips: int = 1
     """Heads are split over them."""
+    flat: bool = False
+    """Rows are arguments, and results, ``[B, T, heads * K]``: as projections before and after the call have them."""
 
 
 def heads(n: int, **sizes: Any) -> Shape:
@@ -63,6 +66,13 @@ SHAPES: dict[str, Shape] = {
     "GVA 16/64": Shape(H=16, HV=64),
     "4 chips": Shape(chips=4),
 }
+FLAT = {
+    "T8192 H32, flat": Shape(flat=True),
+    "K64, flat": Shape(K=64, flat=True),
+    "pack of 37, flat": Shape(sequences=37, flat=True),
+    "GVA 16/64, flat": Shape(H=16, HV=64, flat=True),
+}
+"""The memory of these is that of the kernels: arrays ``[B, T, heads, K]`` at a program's border are copied."""
 STEPS: dict[str, Shape] = {
     "decode 256": Shape(T=1, B=256, slots=512),
     "decode 4096 slots": Shape(T=1, B=4096, slots=4096),
@@ -102,7 +112,8 @@ def programs() -> list[Program]:
                 found += [Program(shape, what, backend, generation) for what in whats for backend in BACKENDS]
                 if shape in KEPT:
                     found.append(Program(shape, "gradient, starts kept", "pallas", generation))
-    return found
+    whats = ("forward", "gradient")
+    return found + [Program(shape, what, "pallas", "v6e") for shape in FLAT for what in whats]
 
 
 CHEAP = [
@@ -130,6 +141,8 @@ def _arrays(x: Shape) -> dict[str, tuple[tuple[int, ...], str, int | None]]:
         "A_log": ((x.HV,), "float32", 0),
         "dt_bias": ((x.HV,) if scalar else (x.HV, x.K), "float32", 0),
     }
+    if x.flat:
+        found |= {n: ((*found[n][0][:2], math.prod(found[n][0][2:])), *found[n][1:]) for n in "qkvg"}
     if x.sequences:
         found["cu_seqlens"] = ((N + 1,), "int32", None)
     if x.slots:
@@ -151,7 +164,15 @@ def _call(x: Shape, backend: str, **more: Any) -> Callable[[dict[str, Array]], t
     if x.slots:
         options["inplace_state"] = True
     options |= more
-    return lambda arrays: op(**arrays, **options, backend=backend)[:2]
+
+    def call(arrays: dict[str, Array]) -> tuple[Array, Array]:
+        if not x.flat:
+            return op(**arrays, **options, backend=backend)[:2]  # type: ignore[no-any-return]
+        rows = {n: arrays[n].reshape(x.B, x.T, -1, x.K) for n in "qkvg"}
+        o, states = op(**arrays | rows, **options, backend=backend)[:2]
+        return o.reshape(arrays["v"].shape), states
+
+    return call
 
 
 def _gradient(x: Shape, backend: str, **more: Any) -> Callable[[dict[str, Array]], Any]:
@@ -217,7 +238,7 @@ def compiled(program: Program) -> Row:
 
     from kdacore.errors import UnsupportedError
 
-    x = (SHAPES | STEPS | MODEL)[program.shape]
+    x = (SHAPES | FLAT | STEPS | MODEL)[program.shape]
     gradient = program.what.startswith("gradient")
     if program.shape in MODEL:
         fn, arrays = _model(x, program.backend)

@@ -44,7 +44,8 @@ def backward(
         request, inputs, grads, starts, x, options, schedule, table, launch
     )
     dq, dk, dv = (
-        summed_like(plan.scatter(table, d[n]), a) for n, a in zip(("dq", "dk", "dv"), inputs, strict=False)
+        summed_like(plan.scatter(table, d[n]).reshape(a.shape), a)
+        for n, a in zip(("dq", "dk", "dv"), inputs, strict=False)
     )
     dbeta = _tokens(request, table, d["dbeta"])
     dbeta = gate.beta_backward(request, _of_sequences(table, inputs.beta).astype(F32), dbeta)
@@ -96,4 +97,5 @@ def _gate_grads(
         dA = summed_like(jnp.sum(d["dA"], (0, 2)), inputs.A_log)
     if inputs.dt_bias is not None:
         dbias = summed_like(jnp.sum(d["dbias"], 0).reshape(inputs.dt_bias.shape), inputs.dt_bias)
-    return summed_like(plan.scatter(table, d["dg"]), inputs.g), dA, dbias
+    dg = plan.scatter(table, d["dg"]).reshape(inputs.g.shape)
+    return summed_like(dg, inputs.g), dA, dbias

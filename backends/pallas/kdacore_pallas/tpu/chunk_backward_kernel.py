@@ -21,7 +21,7 @@ from kdacore_pallas.tpu import chunk_step, gate, head_rows, tiles
 from kdacore_pallas.tpu.chunk_forward_kernel import Refs
 from kdacore_pallas.tpu.chunk_step_backward import chunk_step_backward, state_backward
 from kdacore_pallas.tpu.launch import KernelOperands, Launch, call_chunk_kernel
-from kdacore_pallas.tpu.operands import F32, Operand, chunk_operands, lanes_spec, rows_spec, state_spec
+from kdacore_pallas.tpu.operands import F32, Operand, chunk_operands, flat, lanes_spec, rows_spec, state_spec
 from kdacore_pallas.tpu.options import KernelOptions
 from kdacore_pallas.tpu.plan import FIRST, LAST, ChunkGrid, ChunkSchedule, gather
 from kdacore_pallas.xla.plan import ChunkTable
@@ -50,10 +50,8 @@ def _begin_chunk(refs: Refs, flag: Any, at_start: Any, v_first: bool) -> None:
 
 def _write_outputs(x: ChunkGrid, refs: Refs, flag: Any, scalar: bool, v_first: bool) -> None:
     """Copy the gradients from scratch to the outputs."""
-    sizes = {"dq": (x.hb, x.K), "dk": (x.hb, x.K), "dv": (x.hvb, x.V), "dg": (x.hvb, x.K)}
-    for name, (heads, D) in sizes.items():
-        if name != "dg" or not scalar:
-            refs[name][0] = head_rows.block(refs[name + "s"], x.C, heads, D).astype(refs[name].dtype)
+    for name in ("dq", "dk", "dv") if scalar else ("dq", "dk", "dv", "dg"):
+        head_rows.flush(refs, name)
     _write_initial(refs, flag, v_first)
 
 
@@ -86,7 +84,7 @@ def _begin_step(x: ChunkGrid, names: list[str], scalar: bool, v_first: bool, ref
     flag, valid_rows = flags[at], valid[at]
     _begin_chunk(refs, flag, step == 0, v_first)
     forward.stage_rows(refs, scalar)
-    head_rows.fill(refs["dos"], refs["do"][0])
+    head_rows.fill(refs, "do")
 
     def token(a: Array) -> Array:
         return jnp.where(tiles.row_index(*a.shape) < valid_rows, a, 0.0) if x.ragged else a
@@ -102,7 +100,7 @@ def _starts_kernel(
 
     def one(h: Any, carry: None) -> None:
         ready = forward.read_rows(x, options, refs, h, first_head + h, valid_rows, scalar)
-        do = token(head_rows.read(refs["dos"], h, x.C, x.hvb, x.V))
+        do = token(head_rows.read(refs, "do", h, x.V))
         _, refs["dstate"][h] = state_backward(
             options, chunk_step.prepare(options, ready), do, refs["dstate"][h]
         )
@@ -123,28 +121,29 @@ def _kernel(
         prep = chunk_step.prepare(options, ready)
         state = refs["starts"][0, 0, h]
         v_new = chunk_step.corrected_values(options, prep, state)
-        do = token(head_rows.read(refs["dos"], h, x.C, x.hvb, x.V))
+        do = token(head_rows.read(refs, "do", h, x.V))
         d = chunk_step_backward(options, ready, prep, v_new, state, do, refs["dstate"][h])
         refs["dstate"][h] = d.state
         refs["dbeta"][0, pl.ds(h, 1), :] = tiles.to_row(token(d.beta))
-        head_rows.write(refs["dvs"], h, x.hvb, d.v)
+        head_rows.write(refs, "dv", h, d.v)
         _gate_grads(x, options, refs, h, first_head + h, token(d.g), token, scalar)
         for name, dx in (("q", d.q * options.scale), ("k", d.k)):
             if options.qk_l2norm:
-                raw = token(head_rows.read(refs[name + "s"], own, x.C, x.hb, x.K))
+                raw = token(head_rows.read(refs, name, own, x.K))
                 dx = gate.qk_l2norm_backward(raw, dx)
-            _accumulate(x, refs["d" + name + "s"], own, dx, h)
+            _accumulate(x, refs, "d" + name, own, dx, h)
         return carry
 
     lax.fori_loop(0, x.hvb, one, None)
     _write_outputs(x, refs, flag, scalar, v_first)
 
 
-def _accumulate(x: ChunkGrid, ref: Any, own: Any, d: Array, h: Any) -> None:
-    """Sum over the value heads of one q/k head; the first of them overwrites."""
+def _accumulate(x: ChunkGrid, refs: Refs, name: str, own: Any, d: Array, h: Any) -> None:
+    """Sum over the value heads of one q/k head, which follow each other, in float32; all of them write."""
     if x.R > 1:
-        d = d + jnp.where(lax.rem(h, x.R) == 0, 0.0, head_rows.read(ref, own, x.C, x.hb, x.K))
-    head_rows.write(ref, own, x.hb, d)
+        d = d + jnp.where(lax.rem(h, x.R) == 0, 0.0, refs[name + "_sum"][...])
+        refs[name + "_sum"][...] = d
+    head_rows.write(refs, name, own, d)
 
 
 def _gate_grads(
@@ -158,7 +157,7 @@ def _gate_grads(
         return
     raw, slope = forward.gate_input(x, refs, h, at, scalar)
     dx, dA = gate.log_decay_backward(options, token(raw), slope, dlog)
-    head_rows.write(refs["dgs"], h, x.hvb, dx)
+    head_rows.write(refs, "dg", h, dx)
     for name, d in (("dbias", dx), ("dA", dA)):
         if name in refs:
             refs[name][0, pl.ds(h, 1), :] += jnp.sum(d, axis=0, keepdims=True)
@@ -175,7 +174,7 @@ def _read(
     """Inputs, the gradients that reach them, and no start states."""
     given = chunk_operands(request, inputs, x, table, at)
     do = jnp.zeros_like(inputs.v) if grads.o is None else grads.o
-    do = gather(table, do)
+    do = gather(table, flat(do))
     given.append(Operand("do", rows_spec(x, x.hvb, x.V, at), do.shape, do.dtype, do))
     if grads.final_state is not None:
         s = grads.final_state
@@ -217,7 +216,7 @@ def start_gradients(
     """``dinitial`` of :func:`chunk_backward`, and nothing else."""
     at, scalar = _backwards(x), request.scalar_gate
     scratch = [("dstate", (x.hvb, x.V, x.K)), *forward.row_scratch(x, scalar)]
-    scratch.append(("dos", head_rows.shape(x.C, x.hvb, x.V)))
+    scratch += head_rows.scratch("do", x.C, x.hvb, x.V)
 
     def body(names: list[str], *refs: Any) -> None:
         _starts_kernel(x, options, names, scalar, request.state_v_first, *refs)
@@ -246,7 +245,7 @@ def chunk_backward(
     table: ChunkTable | None,
     launch: Launch,
 ) -> dict[str, Array]:
-    """Gradients as the kernel writes them: ``dq dk dv dg`` rows (``dg`` of a scalar gate
+    """Gradients as the kernel writes them: ``dq dk dv dg`` rows ``[B, T, heads * D]`` (``dg`` of a scalar gate
     ``[B, HV, NC * C]``), ``dbeta`` ``[B, HV, NC * C]`` of beta after its sigmoid, ``dA`` and
     ``dbias`` ``[B, HV, K]`` to be summed over B (and K), ``dinitial`` float32.
     """
@@ -266,19 +265,20 @@ def _made(
     scalar = request.scalar_gate
     lanes = (x.B, x.HV, x.NC * x.C)
     made = [
-        Operand("dq", rows_spec(x, x.hb, x.K, at), (x.B, x.T, x.H, x.K), inputs.q.dtype),
-        Operand("dk", rows_spec(x, x.hb, x.K, at), (x.B, x.T, x.H, x.K), inputs.k.dtype),
-        Operand("dv", rows_spec(x, x.hvb, x.V, at), (x.B, x.T, x.HV, x.V), inputs.v.dtype),
+        Operand("dq", rows_spec(x, x.hb, x.K, at), (x.B, x.T, x.H * x.K), inputs.q.dtype),
+        Operand("dk", rows_spec(x, x.hb, x.K, at), (x.B, x.T, x.H * x.K), inputs.k.dtype),
+        Operand("dv", rows_spec(x, x.hvb, x.V, at), (x.B, x.T, x.HV * x.V), inputs.v.dtype),
         Operand("dbeta", lanes_spec(x, x.hvb, at), lanes, jnp.dtype(F32)),
     ]
-    keys, values = head_rows.shape(x.C, x.hb, x.K), head_rows.shape(x.C, x.hvb, x.V)
-    scratch = [("dstate", (x.hvb, x.V, x.K)), *forward.row_scratch(x, scalar), ("dos", values)]
-    scratch += [("dqs", keys), ("dks", keys), ("dvs", values)]
+    scratch = [("dstate", (x.hvb, x.V, x.K)), *forward.row_scratch(x, scalar)]
+    sizes = [("do", x.hvb, x.V), ("dq", x.hb, x.K), ("dk", x.hb, x.K), ("dv", x.hvb, x.V)]
+    sizes += [] if scalar else [("dg", x.hvb, x.K)]
+    scratch += [found for name, heads, D in sizes for found in head_rows.scratch(name, x.C, heads, D)]
+    scratch += [("dq_sum", (x.C, x.K)), ("dk_sum", (x.C, x.K))] if x.R > 1 else []
     if scalar:
         made.append(Operand("dg", lanes_spec(x, x.hvb, at), lanes, jnp.dtype(F32)))
     else:
-        made.append(Operand("dg", rows_spec(x, x.hvb, x.K, at), (x.B, x.T, x.HV, x.K), inputs.g.dtype))
-        scratch.append(("dgs", head_rows.shape(x.C, x.hvb, x.K)))
+        made.append(Operand("dg", rows_spec(x, x.hvb, x.K, at), (x.B, x.T, x.HV * x.K), inputs.g.dtype))
         sums = pl.BlockSpec((1, x.hvb, x.K), lambda b, h, c, *_: (b, h, 0))
         wanted = (("dA", inputs.A_log), ("dbias", inputs.dt_bias))
         made += [

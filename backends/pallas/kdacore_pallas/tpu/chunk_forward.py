@@ -53,7 +53,8 @@ def forward(
     want = ("o", *("final",) * request.output_final_state, *("starts",) * keep_starts)
     outs, table = _run(request, inputs, hb, launch, want)
     saved = (outs["starts"],) if keep_starts else ()
-    return Outputs(plan.scatter(table, outs["o"]), outs.get("final"), saved=saved)
+    o = plan.scatter(table, outs["o"]).reshape(inputs.v.shape)
+    return Outputs(o, outs.get("final"), saved=saved)
 
 
 def last_states(request: Request, inputs: ChunkInputs, hb: int, launch: Launch) -> Array:

@@ -30,7 +30,7 @@ Refs = dict[str, Any]
 def stage_rows(refs: Refs, scalar: bool) -> None:
     """Copy the step's rows to scratch, where they can be read one head at a time."""
     for name in ("q", "k", "v") if scalar else ("q", "k", "v", "g"):
-        head_rows.fill(refs[name + "s"], refs[name][0])
+        head_rows.fill(refs, name)
 
 
 def gate_input(x: ChunkGrid, refs: Refs, h: Any, at: Any, scalar: bool) -> tuple[Array, Any]:
@@ -38,7 +38,7 @@ def gate_input(x: ChunkGrid, refs: Refs, h: Any, at: Any, scalar: bool) -> tuple
 
     ``h`` counts heads within the block, ``at`` within the call.
     """
-    g = refs["g"][0, pl.ds(h, 1), :] if scalar else head_rows.read(refs["gs"], h, x.C, x.hvb, x.K)
+    g = refs["g"][0, pl.ds(h, 1), :] if scalar else head_rows.read(refs, "g", h, x.K)
     if "bias" in refs:
         g = g + (refs["bias"][at] if scalar else refs["bias"][pl.ds(h, 1), :])
     return g, refs["slope"][at] if "slope" in refs else 1.0
@@ -50,8 +50,8 @@ def read_rows(
     """The recurrence's inputs of one value head; padding rows change nothing. Heads as in
     :func:`gate_input`."""
     own = h if x.R == 1 else lax.div(h, x.R)
-    q, k = (head_rows.read(refs[n], own, x.C, x.hb, x.K) for n in ("qs", "ks"))
-    v = head_rows.read(refs["vs"], h, x.C, x.hvb, x.V)
+    q, k = (head_rows.read(refs, n, own, x.K) for n in ("q", "k"))
+    v = head_rows.read(refs, "v", h, x.V)
     if options.qk_l2norm:
         q, k = gate.qk_l2norm(q), gate.qk_l2norm(k)
     q = q * options.scale
@@ -97,12 +97,12 @@ def _kernel(
             state = chunk_step.next_state(options, prep, v_new, state)
         refs["state"][h] = state
         if outs:
-            head_rows.write(refs["os"], h, x.hvb, jnp.concatenate(outs, axis=0))
+            head_rows.write(refs, "o", h, jnp.concatenate(outs, axis=0))
         return carry
 
     lax.fori_loop(0, x.hvb, one, None)
     if "o" in refs:
-        refs["o"][0] = head_rows.block(refs["os"], x.C, x.hvb, x.V).astype(refs["o"].dtype)
+        head_rows.flush(refs, "o")
     if "final" in refs:
 
         @pl.when(flag & LAST != 0)
@@ -114,9 +114,9 @@ def _kernel(
 
 def row_scratch(x: ChunkGrid, scalar: bool) -> Scratch:
     """Float32 copies of a step's rows."""
-    keys, values = head_rows.shape(x.C, x.hb, x.K), head_rows.shape(x.C, x.hvb, x.V)
-    found: Scratch = [("qs", keys), ("ks", keys), ("vs", values)]
-    return found if scalar else [*found, ("gs", head_rows.shape(x.C, x.hvb, x.K))]
+    sizes = [("q", x.hb, x.K), ("k", x.hb, x.K), ("v", x.hvb, x.V)]
+    sizes += [] if scalar else [("g", x.hvb, x.K)]
+    return [found for name, heads, D in sizes for found in head_rows.scratch(name, x.C, heads, D)]
 
 
 def forward_operands(
@@ -136,13 +136,13 @@ def forward_operands(
     final = state_spec(x, request.state_tail, sequences, at)
     starts = pl.BlockSpec((1, 1, x.hvb, x.V, x.K), lambda b, h, c, *_: (b, c, h, 0, 0))
     every = {
-        "o": Operand("o", rows_spec(x, x.hvb, x.V, at), (x.B, x.T, x.HV, x.V), inputs.v.dtype),
+        "o": Operand("o", rows_spec(x, x.hvb, x.V, at), (x.B, x.T, x.HV * x.V), inputs.v.dtype),
         "final": Operand("final", final, final_shape, jnp.dtype(request.state_dtype)),
         "starts": Operand("starts", starts, (x.B, x.NC, x.HV, x.V, x.K), jnp.dtype(F32)),
     }
     scratch: Scratch = [("state", (x.hvb, x.V, x.K)), *row_scratch(x, request.scalar_gate)]
     if "o" in want:
-        scratch.append(("os", head_rows.shape(x.C, x.hvb, x.V)))
+        scratch += head_rows.scratch("o", x.C, x.hvb, x.V)
     return given, [every[n] for n in want], scratch
 
 
@@ -156,7 +156,7 @@ def chunk_forward(
     launch: Launch,
     want: tuple[str, ...],
 ) -> dict[str, Array]:
-    """Run the kernel for the outputs in ``want``: ``o``, ``final`` (a pack has one more row,
+    """Run the kernel for the outputs in ``want``: ``o`` ``[B, T, HV * V]``, ``final`` (a pack has one more row,
     unused), ``starts`` (the state ``[V, K]`` each chunk starts from).
     """
     given, made, scratch = forward_operands(request, inputs, x, table, want)

@@ -1,8 +1,8 @@
 """Rows of many heads in VMEM, read and written one head at a time.
 
-A block of an array ``[B, T, heads, D]`` has heads in sublanes. One head's ``[C, D]`` is every
-``heads``-th row, which the hardware loads with a stride, but only from 32-bit rows of at most 128
-lanes: so rows are kept in float32 scratch ``[panels, C * heads, <= 128]``.
+A block of an array ``[B, T, heads * D]`` has the D channels of a head side by side in the lanes. Where D fills whole
+registers, a head's rows are a slice of the block's lanes, at a multiple of 128 that may depend on a loop's counter.
+Other heads begin within a register: they are first copied to float32 scratch ``[heads, C, D]``, at fixed places.
 """
 
 from __future__ import annotations
@@ -15,46 +15,51 @@ from jax.experimental import pallas as pl
 from kdacore_pallas.tpu.sizes import LANES
 
 Array = Any
+F32 = jnp.float32
 
 
-def shape(C: int, heads: int, D: int) -> tuple[int, int, int]:
-    """Shape of the scratch."""
-    return -(-D // LANES), C * heads, min(D, LANES)
+def whole_registers(D: int) -> bool:
+    """Whether a head's channels fill whole registers: then it needs no scratch."""
+    return D % LANES == 0
 
 
-def _panels(D: int) -> list[tuple[int, slice, int]]:
-    """Per panel: its number, its channels, how many."""
-    return [
-        (p, slice(first, min(first + LANES, D)), min(LANES, D - first))
-        for p, first in enumerate(range(0, D, LANES))
-    ]
+def scratch(name: str, C: int, heads: int, D: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Name and shape of the scratch for the block ``name``, where there is any."""
+    return [] if whole_registers(D) else [(name + "s", (heads, C, D))]
 
 
-def fill(ref: Any, block: Array) -> None:
-    """A whole block ``[C, heads, D]``."""
-    C, heads, D = block.shape
-    flat = block.astype(jnp.float32).reshape(C * heads, D)
-    for p, channels, width in _panels(D):
-        ref[p, :, :width] = flat[:, channels]
+def _lanes(h: Any, D: int) -> Any:
+    return pl.ds(pl.multiple_of(h * D, LANES), D)
 
 
-def block(ref: Any, C: int, heads: int, D: int) -> Array:
-    """The reverse of :func:`fill`, float32."""
-    parts = [ref[p, :, :width] for p, _, width in _panels(D)]
-    return jnp.concatenate(parts, axis=1).reshape(C, heads, D)
+def fill(refs: dict[str, Any], name: str) -> None:
+    """Copy the block ``name`` to its scratch, if it has any."""
+    if name + "s" in refs:
+        rows = refs[name + "s"]
+        heads, _, D = rows.shape
+        block = refs[name][0]
+        for h in range(heads):
+            rows[h] = block[:, h * D : (h + 1) * D].astype(F32)
 
 
-def read(ref: Any, h: Any, C: int, heads: int, D: int) -> Array:
-    """Head ``h``: ``[C, D]``."""
-    parts = [ref.at[p][pl.ds(h, C, heads), :][:, :width] for p, _, width in _panels(D)]
-    return jnp.concatenate(parts, axis=1)
+def read(refs: dict[str, Any], name: str, h: Any, D: int) -> Array:
+    """Head ``h`` of the block ``name``: float32 ``[C, D]``."""
+    if name + "s" in refs:
+        return refs[name + "s"][h]
+    return refs[name][0, :, _lanes(h, D)].astype(F32)
 
 
-def write(ref: Any, h: Any, heads: int, value: Array) -> None:
-    """Head ``h`` becomes ``value`` ``[C, D]``."""
-    C, D = value.shape
-    for p, channels, width in _panels(D):
-        part = value[:, channels]
-        if width < ref.shape[-1]:
-            part = jnp.concatenate([part, jnp.zeros((C, ref.shape[-1] - width), part.dtype)], axis=1)
-        ref.at[p][pl.ds(h, C, heads), :] = part
+def write(refs: dict[str, Any], name: str, h: Any, value: Array) -> None:
+    """Head ``h`` of the block ``name`` becomes ``value`` ``[C, D]``, after :func:`flush`."""
+    if name + "s" in refs:
+        refs[name + "s"][h] = value
+    else:
+        refs[name][0, :, _lanes(h, value.shape[1])] = value.astype(refs[name].dtype)
+
+
+def flush(refs: dict[str, Any], name: str) -> None:
+    """Copy the scratch of the block ``name`` to it, if it has any."""
+    if name + "s" in refs:
+        rows = refs[name + "s"]
+        heads = [rows[h].astype(refs[name].dtype) for h in range(rows.shape[0])]
+        refs[name][0] = jnp.concatenate(heads, axis=1)

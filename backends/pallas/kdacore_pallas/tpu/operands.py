@@ -31,8 +31,14 @@ class Operand:
 
 
 def rows_spec(x: ChunkGrid, heads: int, D: int, at: Callable[[Any], Any]) -> pl.BlockSpec:
-    """One chunk of some heads of a ``[B, T, heads, D]`` array."""
-    return pl.BlockSpec((1, x.C, heads, D), lambda b, h, c, *_: (b, at(c), h, 0))
+    """One chunk of some heads of a ``[B, T, heads * D]`` array."""
+    return pl.BlockSpec((1, x.C, heads * D), lambda b, h, c, *_: (b, at(c), h))
+
+
+def flat(rows: Array) -> Array:
+    """``[B, T, heads, D]`` as ``[B, T, heads * D]``: as a layer's projections leave it, and where T and the lanes are
+    tiled, so that no channels are padded."""
+    return rows.reshape(*rows.shape[:2], -1)
 
 
 def lanes_spec(x: ChunkGrid, heads: int, at: Callable[[Any], Any]) -> pl.BlockSpec:
@@ -64,7 +70,8 @@ def chunk_operands(
     def operand(name: str, value: Array, spec: pl.BlockSpec) -> Operand:
         return Operand(name, spec, value.shape, value.dtype, value)
 
-    q, k, v, g, beta = (gather(table, a) for a in inputs[:5])
+    q, k, v = (gather(table, flat(a)) for a in inputs[:3])
+    beta = gather(table, inputs.beta)
     found = [
         operand("q", q, rows_spec(x, x.hb, x.K, at)),
         operand("k", k, rows_spec(x, x.hb, x.K, at)),
@@ -72,9 +79,9 @@ def chunk_operands(
         operand("beta", along_lanes(x, beta), lanes_spec(x, x.hvb, at)),
     ]
     if request.scalar_gate:
-        found.append(operand("g", along_lanes(x, g), lanes_spec(x, x.hvb, at)))
+        found.append(operand("g", along_lanes(x, gather(table, inputs.g)), lanes_spec(x, x.hvb, at)))
     else:
-        found.append(operand("g", g, rows_spec(x, x.hvb, x.K, at)))
+        found.append(operand("g", gather(table, flat(inputs.g)), rows_spec(x, x.hvb, x.K, at)))
     whole = pl.BlockSpec(memory_space=pltpu.SMEM)
     if inputs.A_log is not None:
         found.append(operand("slope", jnp.exp(inputs.A_log.astype(F32)), whole))

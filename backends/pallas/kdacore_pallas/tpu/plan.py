@@ -1,6 +1,6 @@
 """Plan of a chunked call for the kernels: the grid, padding, and the chunk table.
 
-Dense inputs are not moved, ``[B, T, heads, D]``: a block is one chunk of some heads, and rows
+Dense inputs are not moved, ``[B, T, heads * D]``: a block is one chunk of some heads, and rows
 beyond the end are masked. Packed inputs are first gathered so that every sequence starts at a
 chunk.
 """

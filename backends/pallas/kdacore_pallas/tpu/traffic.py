@@ -55,15 +55,15 @@ def moved(kernel: KernelOperands, x: plan.ChunkGrid) -> int:
     return sum(_block_bytes(o) * _copies(o, grid, tables) for o in (*inputs, *outputs))
 
 
-def _built(make: Callable[[ChunkInputs], KernelOperands], inputs: ChunkInputs) -> KernelOperands:
+def _built(make: Callable[..., KernelOperands], *arrays: Any) -> KernelOperands:
     """The operands of a call, from shapes: nothing is computed."""
     found: list[KernelOperands] = []
 
-    def trace(given: ChunkInputs) -> int:
-        found.append(make(given))
+    def trace(*given: Any) -> int:
+        found.append(make(*given))
         return 0
 
-    jax.eval_shape(trace, inputs)
+    jax.eval_shape(trace, *arrays)
     return found[0]
 
 
@@ -86,7 +86,9 @@ def backward_traffic(request: Request, inputs: ChunkInputs, kept_starts: bool = 
     states = _built(lambda given: forward_operands(request, given, x, None, ("starts",)), inputs)
     starts = jax.ShapeDtypeStruct(states[1][0].shape, np.float32)
     do = OutputGrads(jax.ShapeDtypeStruct(inputs.v.shape, inputs.v.dtype))
-    chunks = _built(lambda given: backward_operands(request, given, do, starts, x, None), inputs)
+    chunks = _built(
+        lambda given, do, starts: backward_operands(request, given, do, starts, x, None), inputs, do, starts
+    )
     least = 2 * _once(*inputs) + _once(do.o)
     if kept_starts:
         return Traffic(moved(chunks, x), least + _once(starts))

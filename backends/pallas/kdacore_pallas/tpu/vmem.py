@@ -43,9 +43,9 @@ def _gate_dtype(request: Request) -> str:
 def _rows(request: Request, hb: int) -> Blocks:
     """Blocks of q, k, v, beta and g."""
     hvb = hb * (request.HV // request.H)
-    keys, values = (CHUNK, hb, request.K), (CHUNK, hvb, request.V)
+    keys, values = (CHUNK, hb * request.K), (CHUNK, hvb * request.V)
     per_token = (hvb, CHUNK)
-    g = (per_token, "float32") if request.scalar_gate else ((CHUNK, hvb, request.K), _gate_dtype(request))
+    g = (per_token, "float32") if request.scalar_gate else ((CHUNK, hvb * request.K), _gate_dtype(request))
     return [(keys, request.dtype), (keys, request.dtype), (values, request.dtype), (per_token, "float32"), g]
 
 
@@ -53,11 +53,16 @@ def _state(request: Request, hb: int) -> tuple[int, int, int]:
     return hb * (request.HV // request.H), request.V, request.K
 
 
+def _copy(heads: int, D: int) -> list[tuple[int, ...]]:
+    """The scratch for the rows of some heads, if they need any."""
+    return [] if D % LANES == 0 else [(heads, CHUNK, D)]
+
+
 def _row_copies(request: Request, hb: int) -> list[tuple[int, ...]]:
+    """Scratch for the rows of q, k, v and g."""
     hvb = hb * (request.HV // request.H)
-    keys, values = (CHUNK * hb, request.K), (CHUNK * hvb, request.V)
-    found: list[tuple[int, ...]] = [keys, keys, values]
-    return found if request.scalar_gate else [*found, (CHUNK * hvb, request.K)]
+    found = 2 * _copy(hb, request.K) + _copy(hvb, request.V)
+    return found if request.scalar_gate else found + _copy(hvb, request.K)
 
 
 def _total(request: Request, kernel: str, blocks: Blocks, scratch: list[tuple[int, ...]]) -> int:
@@ -79,7 +84,7 @@ def chunk_forward_bytes(request: Request, hb: int, keep_starts: bool = False) ->
         blocks.append((state, request.state_dtype))
     if keep_starts:
         blocks.append((state, "float32"))
-    scratch = [state, *_row_copies(request, hb), (CHUNK * state[0], request.V)]
+    scratch = [state, *_row_copies(request, hb), *_copy(state[0], request.V)]
     return _total(request, "forward", blocks, scratch)
 
 
@@ -93,7 +98,9 @@ def chunk_backward_bytes(request: Request, hb: int) -> int:
     if request.output_final_state:
         blocks.append((state, request.state_dtype))
     copies = _row_copies(request, hb)
-    scratch = [state, *copies, *copies, (CHUNK * state[0], request.V)]
+    scratch = [state, *copies, *copies, *_copy(state[0], request.V)]
+    if request.HV > request.H:
+        scratch += 2 * [(CHUNK, request.K)]  # the sums over value heads
     return _total(request, "backward", blocks, scratch)
 
 
@@ -118,17 +125,21 @@ def recurrent_bytes(request: Request) -> int:
     return _total(request, "recurrent", blocks, scratch) + buffers * padded(state, request.state_dtype)
 
 
-def head_blocks(H: int, HV: int) -> list[int]:
-    """Numbers of q/k heads a step may take, smallest first: whole registers of heads, or all of
+def head_blocks(H: int, HV: int, K: int, V: int) -> list[int]:
+    """Numbers of q/k heads a step may take, smallest first: whole registers of heads and of their channels, or all of
     them."""
     R = HV // H
-    fits = [hb for hb in range(HEADS, H, HEADS) if H % hb == 0 and (hb * R) % HEADS == 0]
-    return [*fits, H]
+
+    def whole(hb: int) -> bool:
+        lanes = (hb * K, hb * R * K, hb * R * V)
+        return H % hb == 0 and (hb * R) % HEADS == 0 and all(n % LANES == 0 for n in lanes)
+
+    return [*filter(whole, range(HEADS, H, HEADS)), H]
 
 
 def heads_per_step(request: Request) -> int:
     """q/k heads of a grid step: the fewest allowed, which suffices to amortise a step's fixed cost."""
-    return head_blocks(request.H, request.HV)[0]
+    return head_blocks(request.H, request.HV, request.K, request.V)[0]
 
 
 def limit(need: int, generation: str) -> int:

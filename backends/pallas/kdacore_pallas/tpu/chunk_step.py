@@ -32,6 +32,15 @@ class Rows(NamedTuple):
     beta: Array
 
 
+class Met(NamedTuple):
+    """What comes of a chunk's rows alone, before its system is solved."""
+
+    rows: Rows
+    tree: Tree
+    qk: Array
+    kk: Array
+
+
 class Prepared(NamedTuple):
     """The products of a chunk that need no state."""
 
@@ -47,15 +56,26 @@ class Prepared(NamedTuple):
     kg: Array
 
 
-def prepare(options: KernelOptions, rows: Rows) -> Prepared:
-    q, k, v, g, beta = rows
-    tree = decay_tree(g)
-    qk, kk = interactions(q, k, tree, options.pairs)
+def meet(options: KernelOptions, rows: Rows) -> Met:
+    """Decays and interactions."""
+    tree = decay_tree(rows.g)
+    return Met(rows, tree, *interactions(rows.q, rows.k, tree, options.pairs))
+
+
+def solve(options: KernelOptions, x: Met) -> Prepared:
+    """The inverse, and what is multiplied with it. Each of its products waits for the one before."""
+    (q, k, v, _, beta), tree, qk, kk = x
     inverse = INVERSES[options.inverse](beta * kk, options.solve)
     kp = k * tree.prefix
     w = product(inverse, beta * kp, NN, options.values)
     u = product(inverse, beta * v, NN, options.values)
     return Prepared(tree, qk, kk, inverse, kp, w, u, q * tree.prefix, k * tree.suffix)
+
+
+def pass_on(options: KernelOptions, x: Prepared, state: Array) -> tuple[Array, Array]:
+    """Output of the chunk, and the state after it."""
+    v_new = corrected_values(options, x, state)
+    return output(options, x, v_new, state), next_state(options, x, v_new, state)
 
 
 def corrected_values(options: KernelOptions, x: Prepared, state: Array) -> Array:

@@ -39,6 +39,11 @@ class ChunkGrid:
     """Whether a chunk may have rows that are not tokens."""
 
     @property
+    def together(self) -> int:
+        import os
+        return int(os.environ.get("U","4"))
+
+    @property
     def R(self) -> int:
         return self.HV // self.H
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from kdacore_pallas.tpu import inverse as inverses
 from kdacore_pallas.tpu.intra import Tree, decay_tree, interactions
 from kdacore_pallas.tpu.options import KernelOptions
@@ -67,8 +69,8 @@ def solve(options: KernelOptions, x: Met) -> Prepared:
     (q, k, v, _, beta), tree, qk, kk = x
     inverse = INVERSES[options.inverse](beta * kk, options.solve)
     kp = k * tree.prefix
-    w = product(inverse, beta * kp, NN, options.values)
-    u = product(inverse, beta * v, NN, options.values)
+    both = product(inverse, beta * jnp.concatenate([kp, v], axis=1), NN, options.values)
+    w, u = both[:, : k.shape[1]], both[:, k.shape[1] :]
     return Prepared(tree, qk, kk, inverse, kp, w, u, q * tree.prefix, k * tree.suffix)
 
 

@@ -76,8 +76,10 @@ def solve(options: KernelOptions, x: Met) -> Prepared:
 
 def pass_on(options: KernelOptions, x: Prepared, state: Array) -> tuple[Array, Array]:
     """Output of the chunk, and the state after it."""
-    v_new = corrected_values(options, x, state)
-    return output(options, x, v_new, state), next_state(options, x, v_new, state)
+    C = x.w.shape[0]
+    read = product(jnp.concatenate([x.w, x.qg], axis=0), state, NT, options.state)
+    v_new = x.u - read[:C]
+    return read[C:] + product(x.qk, v_new, NN, options.values), next_state(options, x, v_new, state)
 
 
 def corrected_values(options: KernelOptions, x: Prepared, state: Array) -> Array:

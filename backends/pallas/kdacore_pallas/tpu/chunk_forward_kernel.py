@@ -8,6 +8,7 @@ inputs and outputs only.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -66,6 +67,12 @@ def read_rows(
     return Rows(q, k, v, g, beta)
 
 
+def side_by_side(x: ChunkGrid, i: Any) -> tuple[list[Any], Any]:
+    """The ``i``-th heads of a block that are computed together, and their slice."""
+    first = i * x.together
+    return [first + j for j in range(x.together)], pl.ds(first, x.together)
+
+
 def stacked(heads: list[Any]) -> Any:
     """One tree of arrays with the heads along a first axis."""
     return jax.tree.map(lambda *a: jnp.stack(a), *heads)
@@ -91,8 +98,7 @@ def _kernel(
     stage_rows(refs, scalar)
 
     def some(i: Any, carry: None) -> None:
-        heads = [i * x.together + j for j in range(x.together)]
-        block = pl.ds(i * x.together, x.together)
+        heads, block = side_by_side(x, i)
         rows = [read_rows(x, options, refs, h, first_head + h, valid_rows, scalar) for h in heads]
         state, outs = refs["state"][block], []
         if "starts" in refs:
@@ -100,9 +106,7 @@ def _kernel(
         for first in range(0, x.C, options.chunk):
             cut = slice(first, first + options.chunk)
             met = [chunk_step.meet(options, Rows(*(a[cut] for a in r))) for r in rows]
-            o, state = jax.vmap(lambda m, s: chunk_step.pass_on(options, chunk_step.solve(options, m), s))(
-                stacked(met), state
-            )
+            o, state = jax.vmap(partial(chunk_step.forward_step, options))(stacked(met), state)
             outs.append(o)
         refs["state"][block] = state
         if "o" in refs:

@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 
 
 class Met(NamedTuple):
-    """What comes of a chunk's rows alone, before its system is solved."""
+    """What comes of a chunk's rows alone."""
 
     rows: Rows
     tree: Tree
@@ -43,19 +43,17 @@ class Met(NamedTuple):
     kk: Array
 
 
-class Prepared(NamedTuple):
-    """The products of a chunk that need no state."""
+class Keys(NamedTuple):
+    """What reads and writes the state, and the inverse between the two."""
 
-    tree: Tree
-    qk: Array
-    kk: Array
     inverse: Array
+    """``(I + diag(beta) kk)^-1``"""
     kp: Array
-    """``k prefix`` ``[C, K]``."""
-    w: Array
-    u: Array
+    """``k prefix`` ``[C, K]``: what the keys read the state with."""
     qg: Array
+    """``q prefix`` ``[C, K]``"""
     kg: Array
+    """``k suffix`` ``[C, K]``: what the keys write the state with."""
 
 
 def meet(options: KernelOptions, rows: Rows) -> Met:
@@ -64,33 +62,22 @@ def meet(options: KernelOptions, rows: Rows) -> Met:
     return Met(rows, tree, *interactions(rows.q, rows.k, tree, options.pairs))
 
 
-def solve(options: KernelOptions, x: Met) -> Prepared:
-    """The inverse, and what is multiplied with it. Each of its products waits for the one before."""
-    (q, k, v, _, beta), tree, qk, kk = x
-    inverse = INVERSES[options.inverse](beta * kk, options.solve)
-    kp = k * tree.prefix
-    both = product(inverse, beta * jnp.concatenate([kp, v], axis=1), NN, options.values)
-    w, u = both[:, : k.shape[1]], both[:, k.shape[1] :]
-    return Prepared(tree, qk, kk, inverse, kp, w, u, q * tree.prefix, k * tree.suffix)
+def keys(options: KernelOptions, x: Met) -> Keys:
+    """Of the inverse's products nearly all wait for the one before."""
+    q, k, beta = x.rows.q, x.rows.k, x.rows.beta
+    inverse = INVERSES[options.inverse](beta * x.kk, options.solve)
+    return Keys(inverse, k * x.tree.prefix, q * x.tree.prefix, k * x.tree.suffix)
 
 
-def pass_on(options: KernelOptions, x: Prepared, state: Array) -> tuple[Array, Array]:
-    """Output of the chunk, and the state after it."""
-    C = x.w.shape[0]
-    read = product(jnp.concatenate([x.w, x.qg], axis=0), state, NT, options.state)
-    v_new = x.u - read[:C]
-    return read[C:] + product(x.qk, v_new, NN, options.values), next_state(options, x, v_new, state)
+def written(options: KernelOptions, x: Met, s: Keys, state: Array) -> tuple[Array, Array]:
+    """``[C, V]`` values minus what their keys read from the state, and what is written at each token."""
+    error = x.rows.v - product(s.kp, state, NT, options.state)
+    return error, product(s.inverse, x.rows.beta * error, NN, options.values)
 
 
-def corrected_values(options: KernelOptions, x: Prepared, state: Array) -> Array:
-    """``v_new`` ``[C, V]``: values minus what the keys read from the state."""
-    return x.u - product(x.w, state, NT, options.state)
-
-
-def output(options: KernelOptions, x: Prepared, v_new: Array, state: Array) -> Array:
-    return product(x.qg, state, NT, options.state) + product(x.qk, v_new, NN, options.values)
-
-
-def next_state(options: KernelOptions, x: Prepared, v_new: Array, state: Array) -> Array:
-    """The state ``[V, K]`` after the chunk."""
-    return state * x.tree.total[:1] + product(v_new, x.kg, TN, options.state)
+def forward_step(options: KernelOptions, x: Met, state: Array) -> tuple[Array, Array]:
+    """Output ``[C, V]`` of the chunk, and the state ``[V, K]`` after it."""
+    s = keys(options, x)
+    _, v_new = written(options, x, s, state)
+    o = product(s.qg, state, NT, options.state) + product(x.qk, v_new, NN, options.values)
+    return o, state * x.tree.total[:1] + product(v_new, s.kg, TN, options.state)

@@ -77,7 +77,9 @@ def written(options: KernelOptions, x: Met, s: Keys, state: Array) -> tuple[Arra
 
 def forward_step(options: KernelOptions, x: Met, state: Array) -> tuple[Array, Array]:
     """Output ``[C, V]`` of the chunk, and the state ``[V, K]`` after it."""
+    C = x.qk.shape[0]
     s = keys(options, x)
-    _, v_new = written(options, x, s, state)
-    o = product(s.qg, state, NT, options.state) + product(x.qk, v_new, NN, options.values)
+    read = product(jnp.concatenate([s.kp, s.qg], axis=0), state, NT, options.state)
+    v_new = product(s.inverse, x.rows.beta * (x.rows.v - read[:C]), NN, options.values)
+    o = read[C:] + product(x.qk, v_new, NN, options.values)
     return o, state * x.tree.total[:1] + product(v_new, s.kg, TN, options.state)

@@ -41,7 +41,7 @@ class ChunkGrid:
     @property
     def together(self) -> int:
         import os
-        return int(os.environ.get("U","4"))
+        return int(os.environ.get("U","1"))
 
     @property
     def R(self) -> int:

@@ -4,6 +4,7 @@ none."""
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -75,6 +76,20 @@ def test_chunk(name: str) -> None:
     served(request)
     lowers(lambda x: _forward(request, x)[:2], inputs)
     lowers(lambda x, do: _backward(request, x, (), OutputGrads(do)), inputs, inputs.v)
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_chunk_with_kept_start_states(name: str) -> None:
+    """Whose backward is one kernel."""
+    request, inputs = chunk_call(**CHUNKS[name])
+
+    def both(x: ChunkInputs, do: Any) -> Any:
+        out = _forward(request, x, keep_starts=True)
+        return out[:2], _backward(request, x, out.saved, OutputGrads(do))
+
+    exported = jax.export.export(jax.jit(both), platforms=["tpu"])(inputs, inputs.v)
+    found = Counter(re.findall(r'kernel_name = "(kdacore_[a-z_]+)', exported.mlir_module()))
+    assert found == {"kdacore_chunk_forward": 1, "kdacore_chunk_backward": 1}
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -43,6 +43,18 @@ def test_backward_moves_its_states_too() -> None:
     assert found.moved <= 2 * found.least
 
 
+def test_kept_start_states_are_written_once_and_read_once() -> None:
+    size = Size(T=2048, H=16, HV=16)
+    request, inputs = report_calls.chunk_request(size, "v5e"), report_calls.chunk_inputs(size, spec)
+    starts = report_calls.kept_starts(size, spec)
+    states = starts.size * starts.dtype.itemsize
+    plain = traffic.forward_traffic(request, inputs), traffic.backward_traffic(request, inputs)
+    kept = traffic.forward_traffic(request, inputs, True), traffic.backward_traffic(request, inputs, True)
+    assert kept[0].moved == plain[0].moved + states
+    assert kept[1].moved < plain[1].moved - states
+    assert kept[1].least == plain[1].least + states <= kept[1].moved <= 1.3 * kept[1].least
+
+
 def test_traffic_is_linear_in_the_tokens() -> None:
     """Nothing is read again for a longer sequence."""
     size = replace(Size(), T=512, H=16, HV=16)

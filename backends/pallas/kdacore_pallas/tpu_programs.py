@@ -70,6 +70,8 @@ STEPS: dict[str, Shape] = {
     "recurrent T256 H2": heads(2, T=256, op="fused_recurrent_kda"),
 }
 MODEL = {"4 layers": heads(8, T=2048)}
+KEPT = ("T8192 H32", "4 chips")
+"""Shapes whose gradient is also compiled with the chunks' start states kept, on the backend that keeps them."""
 
 
 class Program(NamedTuple):
@@ -77,7 +79,8 @@ class Program(NamedTuple):
 
     shape: str
     what: str
-    """``forward``, ``gradient`` (the forward included) or ``step`` (of a decode)."""
+    """``forward``, ``gradient`` (the forward included), ``gradient, starts kept`` (with ``disable_recompute``) or
+    ``step`` (of a decode)."""
     backend: str
     generation: str
 
@@ -97,6 +100,8 @@ def programs() -> list[Program]:
                     else ("forward", "gradient")
                 )
                 found += [Program(shape, what, backend, generation) for what in whats for backend in BACKENDS]
+                if shape in KEPT:
+                    found.append(Program(shape, "gradient, starts kept", "pallas", generation))
     return found
 
 
@@ -133,7 +138,7 @@ def _arrays(x: Shape) -> dict[str, tuple[tuple[int, ...], str, int | None]]:
     return found
 
 
-def _call(x: Shape, backend: str) -> Callable[[dict[str, Array]], tuple[Array, Array]]:
+def _call(x: Shape, backend: str, **more: Any) -> Callable[[dict[str, Array]], tuple[Array, Array]]:
     import kdacore
 
     op = getattr(kdacore, "fused_recurrent_kda" if x.slots else x.op)
@@ -145,15 +150,16 @@ def _call(x: Shape, backend: str) -> Callable[[dict[str, Array]], tuple[Array, A
     }
     if x.slots:
         options["inplace_state"] = True
+    options |= more
     return lambda arrays: op(**arrays, **options, backend=backend)[:2]
 
 
-def _gradient(x: Shape, backend: str) -> Callable[[dict[str, Array]], Any]:
+def _gradient(x: Shape, backend: str, **more: Any) -> Callable[[dict[str, Array]], Any]:
     """Gradients of every array for a loss of the outputs."""
     import jax
     import jax.numpy as jnp
 
-    call = _call(x, backend)
+    call = _call(x, backend, **more)
 
     def loss(wanted: dict[str, Array], rest: dict[str, Array]) -> Array:
         return jnp.sum(jnp.square(call(wanted | rest)[0].astype(jnp.float32)))
@@ -212,15 +218,17 @@ def compiled(program: Program) -> Row:
     from kdacore.errors import UnsupportedError
 
     x = (SHAPES | STEPS | MODEL)[program.shape]
+    gradient = program.what.startswith("gradient")
     if program.shape in MODEL:
         fn, arrays = _model(x, program.backend)
     else:
         arrays = _arrays(x)
-        fn = (_gradient if program.what == "gradient" else _call)(x, program.backend)
+        kept = {"disable_recompute": True} if program.what.endswith("kept") else {}
+        fn = (_gradient if gradient else _call)(x, program.backend, **kept)
     mesh = Mesh(np.asarray(compiler.devices(program.generation)[: x.chips]), ("heads",))
     specs = {n: P() if axis is None else P(*[None] * axis, "heads") for n, (_, _, axis) in arrays.items()}
     results: Any = (P(None, None, "heads"), P(None, "heads"))
-    if program.what == "gradient":
+    if gradient:
         results = {n: spec for n, spec in specs.items() if n not in ("cu_seqlens", "rows")}
     run = jax.shard_map(fn, mesh=mesh, in_specs=(specs,), out_specs=results, check_vma=False)
     row: Row = program._asdict()

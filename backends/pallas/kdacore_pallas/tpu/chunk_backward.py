@@ -26,16 +26,22 @@ def backward(
     hb: int,
     launch: Launch,
 ) -> InputGrads:
-    """Gradients by two kernels: the states at each chunk's start, then the chunks from last to
-    first."""
+    """Gradients of the op, by a kernel that takes the chunks from last to first.
+
+    ``saved`` is what the forward kept of the same call: the state that each chunk starts from. If it is empty, the
+    forward kernel computes these states again and writes nothing else.
+    """
     x = plan.make_chunk_grid(request, hb)
     schedule, table = chunk_schedule(request, x, inputs.cu_seqlens)
     options = kernel_options(request)
-    states = chunk_forward_kernel.chunk_forward(
-        request, inputs, x, options, schedule, table, launch, ("starts",)
-    )
+    if saved:
+        (starts,) = saved
+    else:
+        starts = chunk_forward_kernel.chunk_forward(
+            request, inputs, x, options, schedule, table, launch, ("starts",)
+        )["starts"]
     d = chunk_backward_kernel.chunk_backward(
-        request, inputs, grads, states["starts"], x, options, schedule, table, launch
+        request, inputs, grads, starts, x, options, schedule, table, launch
     )
     dq, dk, dv = (
         summed_like(plan.scatter(table, d[n]), a) for n, a in zip(("dq", "dk", "dv"), inputs, strict=False)

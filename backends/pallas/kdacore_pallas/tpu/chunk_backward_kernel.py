@@ -1,6 +1,7 @@
 """The fused chunk backward: chunks from last to first, everything recomputed from the raw inputs.
 
-The state each chunk starts from comes from a forward pass that writes nothing else (``starts``).
+The state each chunk starts from (``starts``) was kept by the forward, or comes from a forward pass that
+writes nothing else.
 The gradient of the state stays in VMEM from chunk to chunk. q and k gradients are summed over their
 value heads in scratch.
 """

@@ -39,15 +39,21 @@ def with_empty_sequences(
     return jnp.where(unwritten[:, None, None, None], other, rows)
 
 
-def forward(request: Request, inputs: ChunkInputs, hb: int, launch: Launch) -> Outputs:
+def forward(
+    request: Request, inputs: ChunkInputs, hb: int, launch: Launch, keep_starts: bool = False
+) -> Outputs:
     """Outputs of the op by one kernel; a grid step has ``hb`` q/k heads.
 
     The pool arguments of a call have been resolved (:mod:`kdacore_pallas.xla.state_pool`): the kernel
     reads and writes states ``[N, ...]``.
+
+    ``keep_starts``: ``saved`` holds the state that each chunk starts from, float32 ``[B, NC, HV, V, K]``,
+    for :func:`kdacore_pallas.tpu.chunk_backward.backward`; else it is empty.
     """
-    want = ("o", "final") if request.output_final_state else ("o",)
+    want = ("o", *("final",) * request.output_final_state, *("starts",) * keep_starts)
     outs, table = _run(request, inputs, hb, launch, want)
-    return Outputs(plan.scatter(table, outs["o"]), outs.get("final"))
+    saved = (outs["starts"],) if keep_starts else ()
+    return Outputs(plan.scatter(table, outs["o"]), outs.get("final"), saved=saved)
 
 
 def last_states(request: Request, inputs: ChunkInputs, hb: int, launch: Launch) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kdacore.types import InputGrads, OutputGrads, Outputs, Request
@@ -35,33 +36,48 @@ def _run(fn: Callable[..., Any], request: Request, inputs: Any, *more: Any) -> A
     return compiled_program(fn, replace(request, tensors=tensors, traced=False))(inputs, *more)
 
 
-def _forward(request: Request, inputs: Any) -> Outputs:
+def _forward(request: Request, inputs: Any, keep_starts: bool = False) -> Outputs:
+    kernel = partial(_kernel_forward, keep_starts=keep_starts)
     if state_pool.uses_pool(request, inputs):
-        return state_pool.around(_kernel_forward, request, inputs)
-    return _kernel_forward(request, inputs)
+        return state_pool.around(kernel, request, inputs)
+    return kernel(request, inputs)
 
 
-def _kernel_forward(request: Request, inputs: Any) -> Outputs:
+def _backward_fits(request: Request) -> bool:
+    """Whether the backward kernel fits in VMEM. If it does, so does a forward that keeps the chunks' start states."""
+    need = vmem.chunk_backward_bytes(request, vmem.heads_per_step(request))
+    return need <= vmem.VMEM.get(request.device.arch, need)
+
+
+def _keeps_starts(request: Request) -> bool:
+    """Whether the forward keeps the chunks' start states: asked for, and for a backward kernel that reads them."""
+    return request.needs_grad and request.disable_recompute and _backward_fits(request)
+
+
+def _kernel_forward(request: Request, inputs: Any, keep_starts: bool) -> Outputs:
     hb = vmem.heads_per_step(request)
-    return chunk_forward_pass.forward(
-        request, inputs, hb, launch(request, vmem.chunk_forward_bytes(request, hb))
-    )
+    need = vmem.chunk_forward_bytes(request, hb, keep_starts)
+    return chunk_forward_pass.forward(request, inputs, hb, launch(request, need), keep_starts)
 
 
 def _backward(request: Request, inputs: Any, saved: tuple[Array, ...], grads: OutputGrads) -> InputGrads:
+    if not _backward_fits(request):
+        return xla_backward.backward(request, inputs, (), grads)
     hb = vmem.heads_per_step(request)
     need = vmem.chunk_backward_bytes(request, hb)
-    if need > vmem.VMEM.get(request.device.arch, need):
-        return xla_backward.backward(request, inputs, (), grads)
     return chunk_backward_pass.backward(request, inputs, saved, grads, hb, launch(request, need))
 
 
 def _split_forward(request: Request, inputs: Any) -> Outputs:
-    return partitioning.split_forward(_forward, request, inputs)
+    keep_starts = _keeps_starts(request)  # of the whole call: each of its parts does the same
+    run = partial(_forward, keep_starts=keep_starts)
+    return partitioning.split_forward(run, request, inputs, keep_starts)
 
 
-def _split_backward(request: Request, inputs: Any, grads: OutputGrads) -> InputGrads:
-    return partitioning.split_backward(_backward, request, inputs, grads)
+def _split_backward(
+    request: Request, inputs: Any, saved: tuple[Array, ...], grads: OutputGrads
+) -> InputGrads:
+    return partitioning.split_backward(_backward, request, inputs, saved, grads)
 
 
 def _split_recurrent(request: Request, inputs: Any) -> Outputs:
@@ -73,7 +89,8 @@ def _recurrent(request: Request, inputs: Any) -> Outputs:
 
 
 def chunk_forward(request: Request, inputs: Any) -> Outputs:
-    """``chunk_kda`` and ``chunk_gated_delta_rule`` by the forward kernel."""
+    """``chunk_kda`` and ``chunk_gated_delta_rule`` by the forward kernel. ``saved`` holds the state that each chunk
+    starts from if the call may be differentiated and has ``disable_recompute``, else nothing."""
     out: Outputs = _run(_split_forward, request, inputs)
     return out
 
@@ -81,7 +98,7 @@ def chunk_forward(request: Request, inputs: Any) -> Outputs:
 def chunk_backward(request: Request, inputs: Any, saved: tuple[Array, ...], grads: OutputGrads) -> InputGrads:
     """Gradients of the chunked ops, by the backward kernel or, where it needs too much VMEM, in
     plain JAX."""
-    out: InputGrads = _run(_split_backward, request, inputs, grads)
+    out: InputGrads = _run(_split_backward, request, inputs, saved, grads)
     return out
 
 

@@ -28,33 +28,52 @@ Run = Callable[[Request, dict[str, Array]], dict[str, Array]]
 
 _SUMMED = ("A_log", "dt_bias")
 """What all sequences share."""
+_STARTS = "starts"
+"""``[B, NC, HV, V, K]``: the states that chunks start from, of a forward that keeps them."""
 
 
 def split_forward(
-    run: Callable[..., Outputs], request: Request, inputs: ChunkInputs | RecurrentInputs
+    run: Callable[..., Outputs],
+    request: Request,
+    inputs: ChunkInputs | RecurrentInputs,
+    keep_starts: bool = False,
 ) -> Outputs:
-    """``run(request, inputs)``, split over devices as its arrays are."""
-    states = ("final_state",) if request.output_final_state or request.inplace_state else ()
+    """``run(request, inputs)``, split over devices as its arrays are. ``keep_starts``: what it saves is the chunks'
+    start states; else what it saves is dropped."""
+    wanted = {"o": 4}
+    if request.output_final_state or request.inplace_state:
+        wanted["final_state"] = 4
+    if keep_starts:
+        wanted[_STARTS] = 5
 
     def call(request: Request, arrays: dict[str, Array]) -> dict[str, Array]:
         out = run(request, type(inputs)(**arrays))
-        return {n: getattr(out, n) for n in ("o", *states)}
+        found = {n: x for n, x in out._asdict().items() if n in wanted}
+        return found | ({_STARTS: out.saved[0]} if keep_starts else {})
 
     arrays = {n: x for n, x in inputs._asdict().items() if x is not None}
-    return Outputs(**_split(call, request, arrays, dict.fromkeys(("o", *states), 4)))
+    found = _split(call, request, arrays, wanted)
+    return Outputs(found["o"], found.get("final_state"), saved=(found[_STARTS],) if keep_starts else ())
 
 
 def split_backward(
-    run: Callable[..., InputGrads], request: Request, inputs: ChunkInputs, grads: OutputGrads
+    run: Callable[..., InputGrads],
+    request: Request,
+    inputs: ChunkInputs,
+    saved: tuple[Array, ...],
+    grads: OutputGrads,
 ) -> InputGrads:
-    """``run(request, inputs, (), grads)``, split over devices as its arrays are."""
+    """``run(request, inputs, saved, grads)``, split over devices as its arrays are. ``saved``: the chunks' start
+    states, or nothing."""
     arrays = {n: x for n, x in inputs._asdict().items() if x is not None}
     given = {n: x for n, x in grads._asdict().items() if x is not None}
+    given |= {_STARTS: saved[0]} if saved else {}
     wanted = {n: arrays[n].ndim for n in InputGrads._fields if n in arrays}
 
     def call(request: Request, arrays: dict[str, Array]) -> dict[str, Array]:
         own = OutputGrads(*(arrays.get(n) for n in OutputGrads._fields))
-        found = run(request, ChunkInputs(**{n: arrays[n] for n in arrays if n not in given}), (), own)
+        kept = tuple(arrays[n] for n in (_STARTS,) if n in arrays)
+        found = run(request, ChunkInputs(**{n: arrays[n] for n in arrays if n not in given}), kept, own)
         return {n: getattr(found, n) for n in wanted}
 
     return InputGrads(**_split(call, request, arrays | given, wanted))
@@ -144,6 +163,7 @@ def _axes(request: Request, name: str, ndim: int) -> str:
         "initial_state": state,
         "write_pool": state,
         "final_state": state,
+        _STARTS: f"b chunks {heads} w k",
     }
     return known.get(name) or " ".join(f"{name}_{n}" for n in range(ndim))
 

@@ -42,7 +42,7 @@ def _row(what: str, generation: str, compiled: compiler.Compiled, dumps: str, ke
 
 
 def _alone(generation: str, dumps: str) -> list[Row]:
-    """Forward, backward and decode on one chip."""
+    """Forward and backward, with and without kept start states, and decode, on one chip."""
     from jax.sharding import SingleDeviceSharding
 
     from kdacore_pallas.tpu import report_calls, traffic, vmem
@@ -51,34 +51,30 @@ def _alone(generation: str, dumps: str) -> list[Row]:
     size = report_calls.Size()
     request, inputs = report_calls.chunk_request(size, generation), report_calls.chunk_inputs(size, spec)
     hb = vmem.heads_per_step(request)
+    forward, kept_forward = (vmem.chunk_forward_bytes(request, hb, keep) for keep in (False, True))
+    backward, pool = vmem.chunk_backward_bytes(request, hb), report_calls.recurrent_request(generation)
+    given, starts = (inputs, inputs.v), report_calls.kept_starts(size, spec)
     calls: list[Any] = [
+        ("forward", "chunk_forward", report_calls.forward_call(request), (inputs,), forward, hb),
+        ("backward", "chunk_backward", report_calls.backward_call(request), given, backward, hb),
         (
-            "forward",
-            "chunk_forward",
-            report_calls.forward_call(request),
-            (inputs,),
-            vmem.chunk_forward_bytes(request, hb),
-            hb,
+            "forward, starts kept", "chunk_forward", report_calls.forward_call(request, keep_starts=True),
+            (inputs,), kept_forward, hb,
         ),
         (
-            "backward",
-            "chunk_backward",
-            report_calls.backward_call(request),
-            (inputs, inputs.v),
-            vmem.chunk_backward_bytes(request, hb),
-            hb,
+            "backward from kept starts", "chunk_backward", report_calls.backward_call(request),
+            (*given, starts), backward, hb,
         ),
-    ]
-    pool = report_calls.recurrent_request(generation)
-    calls.append(
         (
-            "decode",
-            "recurrent",
-            report_calls.recurrent_call(pool),
-            (report_calls.recurrent_inputs(pool, spec),),
-            vmem.recurrent_bytes(pool),
-            0,
-        )
+            "decode", "recurrent", report_calls.recurrent_call(pool), (report_calls.recurrent_inputs(pool, spec),),
+            vmem.recurrent_bytes(pool), 0,
+        ),
+    ]  # fmt: skip
+    counts = (
+        traffic.forward_traffic(request, inputs),
+        traffic.backward_traffic(request, inputs),
+        traffic.forward_traffic(request, inputs, keep_starts=True),
+        traffic.backward_traffic(request, inputs, kept_starts=True),
     )
     rows = []
     for what, kernel, fn, args, need, heads in calls:
@@ -87,8 +83,7 @@ def _alone(generation: str, dumps: str) -> list[Row]:
         row |= {"vmem_need_bytes": need, "vmem_bytes": vmem.VMEM[generation]}
         rows.append(row)
     tokens = size.B * size.T * size.HV
-    for row, count in zip(rows, (traffic.forward_traffic, traffic.backward_traffic), strict=False):
-        found = count(request, inputs)
+    for row, found in zip(rows, counts, strict=False):
         row["hbm_bytes_per_token_head"] = round(found.moved / tokens, 1)
         row["least_bytes_per_token_head"] = round(found.least / tokens, 1)
     return rows

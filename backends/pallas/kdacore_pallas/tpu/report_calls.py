@@ -49,17 +49,31 @@ def chunk_inputs(size: Size, spec: Callable[..., Array]) -> ChunkInputs:
     return ChunkInputs(q, q, v, g, beta, spec("float32", HV), spec("float32", HV, K))
 
 
-def forward_call(request: Request) -> Callable[[ChunkInputs], Any]:
+def forward_call(request: Request, keep_starts: bool = False) -> Callable[[ChunkInputs], Any]:
     hb = vmem.heads_per_step(request)
-    limit = vmem.limit(vmem.chunk_forward_bytes(request, hb), request.device.arch)
-    return lambda inputs: chunk_forward.forward(request, inputs, hb, Launch(vmem_bytes=limit))[:2]
+    limit = vmem.limit(vmem.chunk_forward_bytes(request, hb, keep_starts), request.device.arch)
+    launch = Launch(vmem_bytes=limit)
+
+    def call(inputs: ChunkInputs) -> Any:
+        out = chunk_forward.forward(request, inputs, hb, launch, keep_starts)
+        return out.o, out.final_state, *out.saved
+
+    return call
 
 
-def backward_call(request: Request) -> Callable[[ChunkInputs, Array], Any]:
+def backward_call(request: Request) -> Callable[..., Any]:
+    """Of the inputs, the gradient of ``o`` and, where they were kept, the chunks' start states."""
     hb = vmem.heads_per_step(request)
     limit = vmem.limit(vmem.chunk_backward_bytes(request, hb), request.device.arch)
     launch = Launch(vmem_bytes=limit)
-    return lambda inputs, do: chunk_backward.backward(request, inputs, (), OutputGrads(do), hb, launch)
+    return lambda inputs, do, *saved: chunk_backward.backward(
+        request, inputs, saved, OutputGrads(do), hb, launch
+    )
+
+
+def kept_starts(size: Size, spec: Callable[..., Array]) -> Array:
+    """The shape of the chunks' start states."""
+    return spec("float32", size.B, -(-size.T // CHUNK), size.HV, size.V, size.K)
 
 
 def forward_variant(request: Request, inverse: str, rows: int) -> Callable[[ChunkInputs], Any]:

@@ -71,18 +71,23 @@ def _once(*arrays: Any) -> int:
     return sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in arrays if a is not None)
 
 
-def forward_traffic(request: Request, inputs: ChunkInputs) -> Traffic:
-    """Traffic of the forward kernel that writes ``o`` and the final state."""
+def forward_traffic(request: Request, inputs: ChunkInputs, keep_starts: bool = False) -> Traffic:
+    """Traffic of the forward kernel that writes ``o``, the final state and, to be kept, the chunks' start states."""
     x = plan.make_chunk_grid(request, vmem.heads_per_step(request))
-    build = _built(lambda given: forward_operands(request, given, x, None, ("o", "final")), inputs)
+    want = ("o", "final", *("starts",) * keep_starts)
+    build = _built(lambda given: forward_operands(request, given, x, None, want), inputs)
     return Traffic(moved(build, x), _once(*inputs) + _once(*build[1]))
 
 
-def backward_traffic(request: Request, inputs: ChunkInputs) -> Traffic:
-    """Traffic of the pass over the states and of the backward kernel."""
+def backward_traffic(request: Request, inputs: ChunkInputs, kept_starts: bool = False) -> Traffic:
+    """Traffic of the backward kernel, and of the pass over the states where the start states were not kept. These
+    count among the least bytes if they were."""
     x = plan.make_chunk_grid(request, vmem.heads_per_step(request))
     states = _built(lambda given: forward_operands(request, given, x, None, ("starts",)), inputs)
     starts = jax.ShapeDtypeStruct(states[1][0].shape, np.float32)
     do = OutputGrads(jax.ShapeDtypeStruct(inputs.v.shape, inputs.v.dtype))
     chunks = _built(lambda given: backward_operands(request, given, do, starts, x, None), inputs)
-    return Traffic(moved(states, x) + moved(chunks, x), 2 * _once(*inputs) + _once(do.o))
+    least = 2 * _once(*inputs) + _once(do.o)
+    if kept_starts:
+        return Traffic(moved(chunks, x), least + _once(starts))
+    return Traffic(moved(states, x) + moved(chunks, x), least)

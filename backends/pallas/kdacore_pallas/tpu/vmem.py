@@ -67,8 +67,9 @@ def _total(request: Request, kernel: str, blocks: Blocks, scratch: list[tuple[in
     return moved + kept + spills * padded((CHUNK, max(request.K, request.V)), "float32")
 
 
-def chunk_forward_bytes(request: Request, hb: int) -> int:
-    """VMEM of the forward kernel with ``hb`` q/k heads a step."""
+def chunk_forward_bytes(request: Request, hb: int, keep_starts: bool = False) -> int:
+    """VMEM of the forward kernel with ``hb`` q/k heads a step. ``keep_starts``: it also writes the states that
+    chunks start from."""
     state = _state(request, hb)
     blocks = _rows(request, hb)
     blocks.append((blocks[2][0], request.dtype))
@@ -76,6 +77,8 @@ def chunk_forward_bytes(request: Request, hb: int) -> int:
         blocks.append((state, request.state_dtype))
     if request.output_final_state:
         blocks.append((state, request.state_dtype))
+    if keep_starts:
+        blocks.append((state, "float32"))
     scratch = [state, *_row_copies(request, hb), (CHUNK * state[0], request.V)]
     return _total(request, "forward", blocks, scratch)
 

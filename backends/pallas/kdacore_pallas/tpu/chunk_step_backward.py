@@ -51,9 +51,7 @@ def state_backward(options: KernelOptions, x: Met, s: Keys, do: Array, dend: Arr
     dwritten = product(s.inverse, dv_new, TN, options.values)
     derror = x.rows.beta * dwritten
     rows, columns = jnp.concatenate([do, -derror], axis=0), jnp.concatenate([s.qg, s.kp], axis=0)
-    return FromState(
-        dwritten, derror, dend * x.tree.total[:1] + product(rows, columns, TN, options.state)
-    )
+    return FromState(dwritten, derror, dend * x.tree.total[:1] + product(rows, columns, TN, options.state))
 
 
 class BeforeTree(NamedTuple):

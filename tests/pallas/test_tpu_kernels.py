@@ -14,7 +14,7 @@ import pytest
 from pallas_cases import Case, build, check_backward, check_forward, error, output_grads, to_jax
 
 from kdacore.types import OutputGrads, RecurrentInputs, Request
-from kdacore_pallas.tpu import chunk_backward, chunk_forward, inverse, recurrent
+from kdacore_pallas.tpu import chunk_backward, chunk_forward, inverse, recurrent, vmem
 from kdacore_pallas.tpu.launch import Launch
 from kdacore_pallas.tpu.products import Passes
 from kdacore_reference.oracle import oracle_forward
@@ -41,14 +41,20 @@ CASES = {
 }
 
 
+def side_by_side(request: Request, kernel: str) -> Launch:
+    """As many heads together as the number of heads allows."""
+    return dataclasses.replace(INTERPRET, together=vmem.heads_together(request, kernel, request.H))
+
+
 @partial(jax.jit, static_argnums=0)
 def forward(request: Request, inputs: Any) -> Any:
-    return chunk_forward.forward(request, inputs, request.H, INTERPRET)
+    return chunk_forward.forward(request, inputs, request.H, side_by_side(request, "forward"))
 
 
 @partial(jax.jit, static_argnums=0)
 def backward(request: Request, inputs: Any, grads: OutputGrads) -> Any:
-    return chunk_backward.backward(request, inputs, (), grads, request.H, INTERPRET)
+    launch = side_by_side(request, "backward")
+    return chunk_backward.backward(request, inputs, (), grads, request.H, launch)
 
 
 @pytest.mark.parametrize(

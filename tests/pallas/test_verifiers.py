@@ -85,6 +85,20 @@ def test_a_step_takes_whole_registers_of_heads_and_channels() -> None:
     assert vmem.head_blocks(6, 6, 128, 128) == [6]
 
 
+@pytest.mark.parametrize(
+    ("generation", "heads", "forward", "backward"),
+    [("v6e", 32, 4, 2), ("v4", 32, 4, 2), ("v6e", 6, 2, 2), ("v6e", 3, 1, 1)],
+)
+def test_heads_side_by_side_divide_those_of_a_step_and_fit(
+    generation: str, heads: int, forward: int, backward: int
+) -> None:
+    request = report_calls.chunk_request(report_calls.Size(H=heads, HV=heads), generation)
+    hb = vmem.heads_per_step(request)
+    assert vmem.heads_together(request, "forward", hb) == forward
+    assert vmem.heads_together(request, "backward", hb) == backward
+    assert vmem.chunk_backward_bytes(request, hb, backward) <= vmem.VMEM[generation]
+
+
 def test_recurrent_reasons() -> None:
     wide = report_calls.recurrent_request("v4", B=4, H=64, K=256)
     found = reasons(wide, RECURRENT)

@@ -31,7 +31,7 @@ def backward(
     ``saved`` is what the forward kept of the same call: the state that each chunk starts from. If it is empty, the
     forward kernel computes these states again and writes nothing else.
     """
-    x = plan.make_chunk_grid(request, hb)
+    x = plan.make_chunk_grid(request, hb, launch.together)
     schedule, table = chunk_schedule(request, x, inputs.cu_seqlens)
     options = kernel_options(request)
     if saved:
@@ -62,7 +62,7 @@ def start_gradients(
     request: Request, inputs: ChunkInputs, grads: OutputGrads, hb: int, launch: Launch
 ) -> Array:
     """``[N, HV, K, V]`` gradients of ``inputs.initial_state`` alone, by one kernel."""
-    x = plan.make_chunk_grid(request, hb)
+    x = plan.make_chunk_grid(request, hb, launch.together)
     schedule, table = chunk_schedule(request, x, inputs.cu_seqlens)
     found = chunk_backward_kernel.start_gradients(
         request, inputs, grads, x, kernel_options(request), schedule, table, launch

@@ -9,8 +9,10 @@ value heads in scratch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -19,7 +21,8 @@ from kdacore.types import ChunkInputs, OutputGrads, Request
 from kdacore_pallas.tpu import chunk_forward_kernel as forward
 from kdacore_pallas.tpu import chunk_step, gate, head_rows, tiles
 from kdacore_pallas.tpu.chunk_forward_kernel import Refs
-from kdacore_pallas.tpu.chunk_step_backward import chunk_step_backward, state_backward
+from kdacore_pallas.tpu.chunk_step import Met
+from kdacore_pallas.tpu.chunk_step_backward import ChunkGrads, pairs_backward, state_backward, step_backward
 from kdacore_pallas.tpu.launch import KernelOperands, Launch, call_chunk_kernel
 from kdacore_pallas.tpu.operands import F32, Operand, chunk_operands, flat, lanes_spec, rows_spec, state_spec
 from kdacore_pallas.tpu.options import KernelOptions
@@ -98,15 +101,16 @@ def _starts_kernel(
     """The gradient of the initial state alone: no start states are read, and no rows written."""
     refs, flag, valid_rows, first_head, token = _begin_step(x, names, scalar, v_first, refs_)
 
-    def one(h: Any, carry: None) -> None:
-        ready = forward.read_rows(x, options, refs, h, first_head + h, valid_rows, scalar)
-        do = token(head_rows.read(refs, "do", h, x.V))
-        _, refs["dstate"][h] = state_backward(
-            options, chunk_step.prepare(options, ready), do, refs["dstate"][h]
-        )
+    def start(met: Met, do: Array, dend: Array) -> Array:
+        return state_backward(options, met, chunk_step.keys(options, met), do, dend).state
+
+    def some(i: Any, carry: None) -> None:
+        heads, block = forward.side_by_side(x, i)
+        met, do = _read_heads(x, options, refs, heads, first_head, valid_rows, token, scalar)
+        refs["dstate"][block] = jax.vmap(start)(forward.stacked(met), jnp.stack(do), refs["dstate"][block])
         return carry
 
-    lax.fori_loop(0, x.hvb, one, None)
+    lax.fori_loop(0, x.hvb // x.together, some, None)
     _write_initial(refs, flag, v_first)
 
 
@@ -115,27 +119,51 @@ def _kernel(
 ) -> None:
     refs, flag, valid_rows, first_head, token = _begin_step(x, names, scalar, v_first, refs_)
 
-    def one(h: Any, carry: None) -> None:
-        own = h if x.R == 1 else lax.div(h, x.R)
-        ready = forward.read_rows(x, options, refs, h, first_head + h, valid_rows, scalar)
-        prep = chunk_step.prepare(options, ready)
-        state = refs["starts"][0, 0, h]
-        v_new = chunk_step.corrected_values(options, prep, state)
-        do = token(head_rows.read(refs, "do", h, x.V))
-        d = chunk_step_backward(options, ready, prep, v_new, state, do, refs["dstate"][h])
-        refs["dstate"][h] = d.state
-        refs["dbeta"][0, pl.ds(h, 1), :] = tiles.to_row(token(d.beta))
-        head_rows.write(refs, "dv", h, d.v)
-        _gate_grads(x, options, refs, h, first_head + h, token(d.g), token, scalar)
-        for name, dx in (("q", d.q * options.scale), ("k", d.k)):
-            if options.qk_l2norm:
-                raw = token(head_rows.read(refs, name, own, x.K))
-                dx = gate.qk_l2norm_backward(raw, dx)
-            _accumulate(x, refs, "d" + name, own, dx, h)
+    def some(i: Any, carry: None) -> None:
+        heads, block = forward.side_by_side(x, i)
+        met, do = _read_heads(x, options, refs, heads, first_head, valid_rows, token, scalar)
+        found = jax.vmap(partial(step_backward, options))(
+            forward.stacked(met), refs["starts"][0, 0, block], jnp.stack(do), refs["dstate"][block]
+        )
+        refs["dstate"][block] = found.state
+        for j, h in enumerate(heads):
+            d = pairs_backward(options, met[j], jax.tree.map(lambda a, j=j: a[j], found))
+            _write_head(x, options, refs, h, first_head + h, d, token, scalar)
         return carry
 
-    lax.fori_loop(0, x.hvb, one, None)
+    lax.fori_loop(0, x.hvb // x.together, some, None)
     _write_outputs(x, refs, flag, scalar, v_first)
+
+
+def _read_heads(
+    x: ChunkGrid,
+    options: KernelOptions,
+    refs: Refs,
+    heads: list[Any],
+    first_head: Any,
+    valid_rows: Any,
+    token: Callable[[Array], Array],
+    scalar: bool,
+) -> tuple[list[Met], list[Array]]:
+    """Decays and interactions of each head, and the gradient of its output."""
+    rows = [forward.read_rows(x, options, refs, h, first_head + h, valid_rows, scalar) for h in heads]
+    do = [token(head_rows.read(refs, "do", h, x.V)) for h in heads]
+    return [chunk_step.meet(options, r) for r in rows], do
+
+
+def _write_head(
+    x: ChunkGrid, options: KernelOptions, refs: Refs, h: Any, at: Any, d: ChunkGrads, token: Any, scalar: bool
+) -> None:
+    """Gradients of a head, to scratch; those of q and k are added up. Heads as in :func:`forward.gate_input`."""
+    own = h if x.R == 1 else lax.div(h, x.R)
+    refs["dbeta"][0, pl.ds(h, 1), :] = tiles.to_row(token(d.beta))
+    head_rows.write(refs, "dv", h, d.v)
+    _gate_grads(x, options, refs, h, at, token(d.g), token, scalar)
+    for name, dx in (("q", d.q * options.scale), ("k", d.k)):
+        if options.qk_l2norm:
+            raw = token(head_rows.read(refs, name, own, x.K))
+            dx = gate.qk_l2norm_backward(raw, dx)
+        _accumulate(x, refs, "d" + name, own, dx, h)
 
 
 def _accumulate(x: ChunkGrid, refs: Refs, name: str, own: Any, d: Array, h: Any) -> None:

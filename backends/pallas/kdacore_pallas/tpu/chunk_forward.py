@@ -67,7 +67,7 @@ def _run(
 ) -> tuple[dict[str, Array], ChunkTable | None]:
     """What the kernel writes of ``want``, the last states of all sequences; and the pack's table."""
     no_slot = state_pool.no_slot(inputs)
-    x = plan.make_chunk_grid(request, hb, rows_without_slot=no_slot is not None)
+    x = plan.make_chunk_grid(request, hb, launch.together, rows_without_slot=no_slot is not None)
     schedule, table = chunk_schedule(request, x, inputs.cu_seqlens, no_slot)
     options = kernel_options(request)
     outs = chunk_forward_kernel.chunk_forward(request, inputs, x, options, schedule, table, launch, want)

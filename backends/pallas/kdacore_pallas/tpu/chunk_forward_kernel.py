@@ -8,8 +8,10 @@ inputs and outputs only.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -65,6 +67,17 @@ def read_rows(
     return Rows(q, k, v, g, beta)
 
 
+def side_by_side(x: ChunkGrid, i: Any) -> tuple[list[Any], Any]:
+    """The ``i``-th heads of a block that are computed together, and their slice."""
+    first = i * x.together
+    return [first + j for j in range(x.together)], pl.ds(first, x.together)
+
+
+def stacked(heads: list[Any]) -> Any:
+    """One tree of arrays with the heads along a first axis."""
+    return jax.tree.map(lambda *a: jnp.stack(a), *heads)
+
+
 def _kernel(
     x: ChunkGrid, options: KernelOptions, names: list[str], scalar: bool, v_first: bool, *refs_: Any
 ) -> None:
@@ -84,23 +97,25 @@ def _kernel(
 
     stage_rows(refs, scalar)
 
-    def one(h: Any, carry: None) -> None:
-        ready = read_rows(x, options, refs, h, first_head + h, valid_rows, scalar)
-        state, outs = refs["state"][h], []
+    def some(i: Any, carry: None) -> None:
+        heads, block = side_by_side(x, i)
+        rows = [read_rows(x, options, refs, h, first_head + h, valid_rows, scalar) for h in heads]
+        state, outs = refs["state"][block], []
         if "starts" in refs:
-            refs["starts"][0, 0, h] = state
+            refs["starts"][0, 0, block] = state
         for first in range(0, x.C, options.chunk):
-            prep = chunk_step.prepare(options, Rows(*(a[first : first + options.chunk] for a in ready)))
-            v_new = chunk_step.corrected_values(options, prep, state)
-            if "o" in refs:
-                outs.append(chunk_step.output(options, prep, v_new, state))
-            state = chunk_step.next_state(options, prep, v_new, state)
-        refs["state"][h] = state
-        if outs:
-            head_rows.write(refs, "o", h, jnp.concatenate(outs, axis=0))
+            cut = slice(first, first + options.chunk)
+            met = [chunk_step.meet(options, Rows(*(a[cut] for a in r))) for r in rows]
+            o, state = jax.vmap(partial(chunk_step.forward_step, options))(stacked(met), state)
+            outs.append(o)
+        refs["state"][block] = state
+        if "o" in refs:
+            o = jnp.concatenate(outs, axis=1)
+            for j, h in enumerate(heads):
+                head_rows.write(refs, "o", h, o[j])
         return carry
 
-    lax.fori_loop(0, x.hvb, one, None)
+    lax.fori_loop(0, x.hvb // x.together, some, None)
     if "o" in refs:
         head_rows.flush(refs, "o")
     if "final" in refs:

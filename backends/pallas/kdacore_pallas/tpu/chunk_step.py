@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from kdacore_pallas.tpu import inverse as inverses
 from kdacore_pallas.tpu.intra import Tree, decay_tree, interactions
 from kdacore_pallas.tpu.options import KernelOptions
@@ -32,41 +34,52 @@ class Rows(NamedTuple):
     beta: Array
 
 
-class Prepared(NamedTuple):
-    """The products of a chunk that need no state."""
+class Met(NamedTuple):
+    """What comes of a chunk's rows alone."""
 
+    rows: Rows
     tree: Tree
     qk: Array
     kk: Array
+
+
+class Keys(NamedTuple):
+    """What reads and writes the state, and the inverse between the two."""
+
     inverse: Array
+    """``(I + diag(beta) kk)^-1``"""
     kp: Array
-    """``k prefix`` ``[C, K]``."""
-    w: Array
-    u: Array
+    """``k prefix`` ``[C, K]``: what the keys read the state with."""
     qg: Array
+    """``q prefix`` ``[C, K]``"""
     kg: Array
+    """``k suffix`` ``[C, K]``: what the keys write the state with."""
 
 
-def prepare(options: KernelOptions, rows: Rows) -> Prepared:
-    q, k, v, g, beta = rows
-    tree = decay_tree(g)
-    qk, kk = interactions(q, k, tree, options.pairs)
-    inverse = INVERSES[options.inverse](beta * kk, options.solve)
-    kp = k * tree.prefix
-    w = product(inverse, beta * kp, NN, options.values)
-    u = product(inverse, beta * v, NN, options.values)
-    return Prepared(tree, qk, kk, inverse, kp, w, u, q * tree.prefix, k * tree.suffix)
+def meet(options: KernelOptions, rows: Rows) -> Met:
+    """Decays and interactions."""
+    tree = decay_tree(rows.g)
+    return Met(rows, tree, *interactions(rows.q, rows.k, tree, options.pairs))
 
 
-def corrected_values(options: KernelOptions, x: Prepared, state: Array) -> Array:
-    """``v_new`` ``[C, V]``: values minus what the keys read from the state."""
-    return x.u - product(x.w, state, NT, options.state)
+def keys(options: KernelOptions, x: Met) -> Keys:
+    """Of the inverse's products nearly all wait for the one before."""
+    q, k, beta = x.rows.q, x.rows.k, x.rows.beta
+    inverse = INVERSES[options.inverse](beta * x.kk, options.solve)
+    return Keys(inverse, k * x.tree.prefix, q * x.tree.prefix, k * x.tree.suffix)
 
 
-def output(options: KernelOptions, x: Prepared, v_new: Array, state: Array) -> Array:
-    return product(x.qg, state, NT, options.state) + product(x.qk, v_new, NN, options.values)
+def written(options: KernelOptions, x: Met, s: Keys, state: Array) -> tuple[Array, Array]:
+    """``[C, V]`` values minus what their keys read from the state, and what is written at each token."""
+    error = x.rows.v - product(s.kp, state, NT, options.state)
+    return error, product(s.inverse, x.rows.beta * error, NN, options.values)
 
 
-def next_state(options: KernelOptions, x: Prepared, v_new: Array, state: Array) -> Array:
-    """The state ``[V, K]`` after the chunk."""
-    return state * x.tree.total[:1] + product(v_new, x.kg, TN, options.state)
+def forward_step(options: KernelOptions, x: Met, state: Array) -> tuple[Array, Array]:
+    """Output ``[C, V]`` of the chunk, and the state ``[V, K]`` after it."""
+    C = x.qk.shape[0]
+    s = keys(options, x)
+    read = product(jnp.concatenate([s.kp, s.qg], axis=0), state, NT, options.state)
+    v_new = product(s.inverse, x.rows.beta * (x.rows.v - read[:C]), NN, options.values)
+    o = read[C:] + product(x.qk, v_new, NN, options.values)
+    return o, state * x.tree.total[:1] + product(v_new, s.kg, TN, options.state)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kdacore_pallas.tpu import tiles
-from kdacore_pallas.tpu.chunk_step import Prepared, Rows
+from kdacore_pallas.tpu.chunk_step import Keys, Met, keys, written
 from kdacore_pallas.tpu.intra_backward import TreeGrads, tree_backward
 from kdacore_pallas.tpu.options import KernelOptions
 from kdacore_pallas.tpu.products import NN, NT, TN, product
@@ -34,44 +34,66 @@ def lower(C: int, strict: bool) -> Array:
     return i > j if strict else i >= j
 
 
-def state_backward(options: KernelOptions, x: Prepared, do: Array, dend: Array) -> tuple[Array, Array]:
-    """Gradients ``[C, V]`` of the corrected values and ``[V, K]`` of the chunk's start state."""
-    dv = product(x.qk, do, TN, options.values) + product(x.kg, dend, NT, options.state)
-    dstate = (
-        dend * x.tree.total[:1] + product(do, x.qg, TN, options.state) - product(dv, x.w, TN, options.state)
-    )
-    return dv, dstate
+class FromState(NamedTuple):
+    """Gradients as far as the recurrence over chunks needs them."""
+
+    written: Array
+    """``[C, V]``, of what is written at each token, before the inverse: of ``beta error``."""
+    error: Array
+    """``[C, V]``, of the values minus what their keys read."""
+    state: Array
+    """``[V, K]``, of the state the chunk starts from."""
 
 
-def chunk_step_backward(
-    options: KernelOptions, rows: Rows, x: Prepared, v_new: Array, state: Array, do: Array, dend: Array
-) -> ChunkGrads:
-    """``state`` is the chunk's start state, ``dend`` the gradient of its end state, both
-    ``[V, K]``."""
-    C = do.shape[0]
-    dv, dstate = state_backward(options, x, do, dend)
-    dqg = product(do, state, NN, options.state)
-    dw = -product(dv, state, NN, options.state)
+def state_backward(options: KernelOptions, x: Met, s: Keys, do: Array, dend: Array) -> FromState:
+    """``do`` ``[C, V]`` is the gradient of the output, ``dend`` ``[V, K]`` that of the state after the chunk."""
+    dv_new = product(x.qk, do, TN, options.values) + product(s.kg, dend, NT, options.state)
+    dwritten = product(s.inverse, dv_new, TN, options.values)
+    derror = x.rows.beta * dwritten
+    rows, columns = jnp.concatenate([do, -derror], axis=0), jnp.concatenate([s.qg, s.kp], axis=0)
+    return FromState(dwritten, derror, dend * x.tree.total[:1] + product(rows, columns, TN, options.state))
+
+
+class BeforeTree(NamedTuple):
+    """Gradients that are complete, and what the backward of the tree starts from."""
+
+    v: Array
+    beta: Array
+    state: Array
+    qk: Array
+    kk: Array
+    tree: TreeGrads
+
+
+def step_backward(options: KernelOptions, x: Met, state: Array, do: Array, dend: Array) -> BeforeTree:
+    """Gradients of a chunk up to those of its interactions and decays. ``state`` is what the chunk starts from,
+    ``dend`` the gradient of what it ends with, both ``[V, K]``."""
+    C, (rows, tree) = do.shape[0], x[:2]
+    s = keys(options, x)
+    error, v_new = written(options, x, s, state)
+    d = state_backward(options, x, s, do, dend)
+    # written = inverse (beta error), inverse = (I + diag(beta) kk)^-1, error = v - kp state
+    both = jnp.concatenate([do, d.error], axis=0)
+    read = product(both, state, NN, options.state)
+    dqg, dkp = read[:C], -read[C:]
+    both = jnp.concatenate([do, -d.written], axis=0)
+    pairs = product(both, v_new, NT, options.values)
+    dqk = jnp.where(lower(C, False), pairs[:C], 0.0)
+    dL = jnp.where(lower(C, True), pairs[C:], 0.0)
     dkg = product(v_new, dend, NN, options.state)
-    dtotal = jnp.sum(state * dend, axis=0, keepdims=True) * x.tree.total[:1]
-
-    # w = inverse (beta kp), u = inverse (beta v), inverse = (I + diag(beta) kk)^-1
-    dright_w = product(x.inverse, dw, TN, options.values)
-    dright_u = product(x.inverse, dv, TN, options.values)
-    dL = product(dright_w, x.w, NT, options.values) + product(dright_u, x.u, NT, options.values)
-    dL = jnp.where(lower(C, True), -dL, 0.0)
-    dqk = jnp.where(lower(C, False), product(do, v_new, NT, options.values), 0.0)
-    dbeta = jnp.sum(dL * x.kk, axis=1, keepdims=True)
-    dbeta += jnp.sum(dright_u * rows.v, axis=1, keepdims=True)
-    dbeta += jnp.sum(dright_w * x.kp, axis=1, keepdims=True)
-
-    dkp = rows.beta * dright_w
+    dtotal = jnp.sum(state * dend, axis=0, keepdims=True) * tree.total[:1]
+    dbeta = jnp.sum(dL * x.kk, axis=1, keepdims=True) + jnp.sum(d.written * error, axis=1, keepdims=True)
     start = TreeGrads(
-        q=dqg * x.tree.prefix,
-        k=dkp * x.tree.prefix + dkg * x.tree.suffix,
-        inclusive=x.qg * dqg + x.kp * dkp,
-        exclusive=x.kg * dkg,
+        q=dqg * tree.prefix,
+        k=dkp * tree.prefix + dkg * tree.suffix,
+        inclusive=s.qg * dqg + s.kp * dkp,
+        exclusive=s.kg * dkg,
         final=jnp.broadcast_to(dtotal, rows.k.shape),
     )
-    dq, dk, dg = tree_backward(rows.q, rows.k, x.tree, dqk, rows.beta * dL, start, options.pairs)
-    return ChunkGrads(dq, dk, rows.beta * dright_u, dg, dbeta, dstate)
+    return BeforeTree(d.error, dbeta, d.state, dqk, rows.beta * dL, start)
+
+
+def pairs_backward(options: KernelOptions, x: Met, d: BeforeTree) -> ChunkGrads:
+    """The rest of the gradients."""
+    dq, dk, dg = tree_backward(x.rows.q, x.rows.k, x.tree, d.qk, d.kk, d.tree, options.pairs)
+    return ChunkGrads(dq, dk, d.v, dg, d.beta, d.state)

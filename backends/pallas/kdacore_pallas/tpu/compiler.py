@@ -92,10 +92,11 @@ class Bundles:
     matmuls: int
     spill_stores: int
 
-    def per_head(self, heads: int) -> int:
-        """Bundles for one head's 128 tokens: its part of the step, and one iteration of the loop
-        over heads."""
-        return round(self.by_depth.get(1, 0) / heads + self.by_depth.get(2, 0))
+    def per_head(self, heads: int, together: int) -> int:
+        """Bundles for one head's 128 tokens: its part of the step's, and of those of an iteration over
+        the step's ``heads``, which computes ``together``."""
+        step, loop = self.by_depth.get(1, 0), self.by_depth.get(2, 0)
+        return round(step / heads + loop / together)
 
 
 _BUNDLE = re.compile(r"\s*0?x?[0-9a-f]+\s*(?:LB|LH|LE|PB|PF|CT)?: ([> ]*)")

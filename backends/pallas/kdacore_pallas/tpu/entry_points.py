@@ -29,6 +29,14 @@ def launch(request: Request, need: int) -> Launch:
     return Launch(vmem_bytes=vmem.limit(need, request.device.arch))
 
 
+def chunk_launch(request: Request, kernel: str, keep_starts: bool = False) -> tuple[int, Launch]:
+    """q/k heads of a grid step of the ``forward`` or the ``backward`` kernel, and how to run it."""
+    hb = vmem.heads_per_step(request)
+    together = vmem.heads_together(request, kernel, hb, keep_starts)
+    need = vmem.chunk_bytes(request, kernel, hb, keep_starts, together)
+    return hb, replace(launch(request, need), together=together)
+
+
 def _run(fn: Callable[..., Any], request: Request, inputs: Any, *more: Any) -> Any:
     # The dtype of g decides a block's size; nothing else of the tensors matters to compilation.
     tensors = tuple((n, s) for n, s in request.tensors if n in ("g", "initial_state"))
@@ -55,17 +63,14 @@ def _keeps_starts(request: Request) -> bool:
 
 
 def _kernel_forward(request: Request, inputs: Any, keep_starts: bool) -> Outputs:
-    hb = vmem.heads_per_step(request)
-    need = vmem.chunk_forward_bytes(request, hb, keep_starts)
-    return chunk_forward_pass.forward(request, inputs, hb, launch(request, need), keep_starts)
+    hb, how = chunk_launch(request, "forward", keep_starts)
+    return chunk_forward_pass.forward(request, inputs, hb, how, keep_starts)
 
 
 def _backward(request: Request, inputs: Any, saved: tuple[Array, ...], grads: OutputGrads) -> InputGrads:
     if not _backward_fits(request):
         return xla_backward.backward(request, inputs, (), grads)
-    hb = vmem.heads_per_step(request)
-    need = vmem.chunk_backward_bytes(request, hb)
-    return chunk_backward_pass.backward(request, inputs, saved, grads, hb, launch(request, need))
+    return chunk_backward_pass.backward(request, inputs, saved, grads, *chunk_launch(request, "backward"))
 
 
 def _split_forward(request: Request, inputs: Any) -> Outputs:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jax.experimental.pallas import tpu as pltpu
 
 from kdacore_pallas.tpu import tiles
 from kdacore_pallas.tpu.products import NN, Passes, product
@@ -70,5 +69,5 @@ def _over_block(x: Array) -> Array:
         x = jnp.concatenate([x, jnp.zeros((tiles.TILE, LANES - C), x.dtype)], axis=1)
     at = tiles.lane(x.shape[1])
     for s in tiles.small_levels():
-        x = x + jnp.where(at & s != 0, pltpu.roll(x, s, 1), pltpu.roll(x, x.shape[1] - s, 1))
+        x = x + jnp.where(at & s != 0, tiles.rotate_lanes(x, s), tiles.rotate_lanes(x, -s))
     return x[:, :C]

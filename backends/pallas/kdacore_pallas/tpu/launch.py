@@ -27,6 +27,8 @@ class Launch:
 
     interpret: Any = False
     vmem_bytes: int | None = None
+    together: int = 1
+    """Value heads that the chunk kernels compute side by side; divides those of a step."""
 
     def call(self, kernel: Callable[..., Any], *arrays: Array) -> list[Array]:
         """Call a kernel with JAX's x64 mode off: in that mode Python integers have 64 bits, but a

@@ -35,6 +35,8 @@ class ChunkGrid:
     V: int
     hb: int
     """q/k heads per grid step."""
+    together: int
+    """Value heads of a step that are computed side by side."""
     ragged: bool
     """Whether a chunk may have rows that are not tokens."""
 
@@ -52,12 +54,15 @@ def chunks(request: Request) -> int:
     return request.T // CHUNK + request.N if request.packed else -(-request.T // CHUNK)
 
 
-def make_chunk_grid(request: Request, hb: int, rows_without_slot: bool = False) -> ChunkGrid:
+def make_chunk_grid(
+    request: Request, hb: int, together: int = 1, rows_without_slot: bool = False
+) -> ChunkGrid:
     """The grid of a call. ``rows_without_slot``: the tokens of some sequences may be masked."""
     NC = chunks(request)
     T = NC * CHUNK if request.packed else request.T
     ragged = request.packed or request.T % CHUNK != 0 or rows_without_slot
-    return ChunkGrid(request.B, T, NC, CHUNK, request.H, request.HV, request.K, request.V, hb, ragged)
+    H, HV, K, V = request.H, request.HV, request.K, request.V
+    return ChunkGrid(request.B, T, NC, CHUNK, H, HV, K, V, hb, together, ragged)
 
 
 @dataclass(frozen=True)

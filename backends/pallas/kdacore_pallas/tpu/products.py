@@ -50,4 +50,5 @@ def product(a: Array, b: Array, dims: Any, passes: Passes) -> Array:
         return _pass(ah, bh, dims)
     al = _half(a - ah.astype(jnp.float32))
     bl = _half(b - bh.astype(jnp.float32))
-    return _pass(ah, bh, dims) + (_pass(ah, bl, dims) + _pass(al, bh, dims))
+    (ca,), (cb,) = dims[0]
+    return _pass(jnp.concatenate([ah, ah, al], ca), jnp.concatenate([bh, bl, bh], cb), dims)

@@ -21,7 +21,15 @@ from kdacore_pallas.tpu import compiler
 Row = dict[str, Any]
 
 
-def _row(what: str, generation: str, compiled: compiler.Compiled, dumps: str, kernel: str, heads: int) -> Row:
+def _row(
+    what: str,
+    generation: str,
+    compiled: compiler.Compiled,
+    dumps: str,
+    kernel: str,
+    heads: tuple[int, int] | None,
+) -> Row:
+    """``heads``: those of a step, and how many of them are computed side by side."""
     row: Row = {
         "what": what,
         "generation": generation,
@@ -37,7 +45,8 @@ def _row(what: str, generation: str, compiled: compiler.Compiled, dumps: str, ke
             "spill_stores": bundles.spill_stores,
         }
         if heads:
-            row["bundles_per_head_and_128_tokens"] = bundles.per_head(heads)
+            row["heads_together"] = heads[1]
+            row["bundles_per_head_and_128_tokens"] = bundles.per_head(*heads)
     return row
 
 
@@ -50,24 +59,22 @@ def _alone(generation: str, dumps: str) -> list[Row]:
     spec = report_calls.on(SingleDeviceSharding(compiler.devices(generation)[0]))
     size = report_calls.Size()
     request, inputs = report_calls.chunk_request(size, generation), report_calls.chunk_inputs(size, spec)
-    hb = vmem.heads_per_step(request)
-    forward, kept_forward = (vmem.chunk_forward_bytes(request, hb, keep) for keep in (False, True))
-    backward, pool = vmem.chunk_backward_bytes(request, hb), report_calls.recurrent_request(generation)
+    pool = report_calls.recurrent_request(generation)
     given, starts = (inputs, inputs.v), report_calls.kept_starts(size, spec)
     calls: list[Any] = [
-        ("forward", "chunk_forward", report_calls.forward_call(request), (inputs,), forward, hb),
-        ("backward", "chunk_backward", report_calls.backward_call(request), given, backward, hb),
+        ("forward", "chunk_forward", report_calls.forward_call(request), (inputs,), False),
+        ("backward", "chunk_backward", report_calls.backward_call(request), given, False),
         (
             "forward, starts kept", "chunk_forward", report_calls.forward_call(request, keep_starts=True),
-            (inputs,), kept_forward, hb,
+            (inputs,), True,
         ),
         (
             "backward from kept starts", "chunk_backward", report_calls.backward_call(request),
-            (*given, starts), backward, hb,
+            (*given, starts), False,
         ),
         (
             "decode", "recurrent", report_calls.recurrent_call(pool), (report_calls.recurrent_inputs(pool, spec),),
-            vmem.recurrent_bytes(pool), 0,
+            False,
         ),
     ]  # fmt: skip
     counts = (
@@ -77,8 +84,14 @@ def _alone(generation: str, dumps: str) -> list[Row]:
         traffic.backward_traffic(request, inputs, kept_starts=True),
     )
     rows = []
-    for what, kernel, fn, args, need, heads in calls:
+    for what, kernel, fn, args, keep in calls:
         compiler.clear(dumps)
+        heads, need = None, vmem.recurrent_bytes(pool)
+        if kernel != "recurrent":
+            which = kernel.removeprefix("chunk_")
+            hb = vmem.heads_per_step(request)
+            heads = hb, vmem.heads_together(request, which, hb, keep)
+            need = vmem.chunk_bytes(request, which, hb, keep, heads[1])
         row = _row(what, generation, compiler.compile_for(fn, *args), dumps, f"kdacore_{kernel}", heads)
         row |= {"vmem_need_bytes": need, "vmem_bytes": vmem.VMEM[generation]}
         rows.append(row)
@@ -134,7 +147,7 @@ def _four_chips(generation: str, dumps: str) -> list[Row]:
         compiler.clear(dumps)
         sharded = jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
         compiled = compiler.compile_for(sharded, *args)
-        row = _row(f"{what}, 4 chips", generation, compiled, dumps, f"kdacore_{kernel}", 0)
+        row = _row(f"{what}, 4 chips", generation, compiled, dumps, f"kdacore_{kernel}", None)
         row["collectives"] = sum(
             compiled.hlo.count(f" {op}(") for op in ("all-reduce", "all-gather", "all-to-all")
         )
@@ -152,10 +165,11 @@ def _variants(generation: str, dumps: str) -> list[Row]:
     size = report_calls.Size()
     request, inputs = report_calls.chunk_request(size, generation), report_calls.chunk_inputs(size, spec)
     hb, rows = vmem.heads_per_step(request), []
+    heads = hb, vmem.heads_together(request, "forward", hb)
     for inverse, chunk in report_calls.VARIANTS:
         compiler.clear(dumps)
         compiled = compiler.compile_for(report_calls.forward_variant(request, inverse, chunk), inputs)
-        row = _row("forward variant", generation, compiled, dumps, "kdacore_chunk_forward", hb)
+        row = _row("forward variant", generation, compiled, dumps, "kdacore_chunk_forward", heads)
         row |= {"inverse": inverse, "chunk": chunk}
         cost = row.get("bundles_per_head_and_128_tokens")
         if cost is not None:

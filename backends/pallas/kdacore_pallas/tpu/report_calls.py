@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from kdacore.types import ChunkInputs, Device, OutputGrads, RecurrentInputs, Request, TensorSpec
-from kdacore_pallas.tpu import chunk_backward, chunk_forward, plan, recurrent, vmem
+from kdacore_pallas.tpu import chunk_backward, chunk_forward, entry_points, plan, recurrent, vmem
 from kdacore_pallas.tpu.chunk_forward_kernel import chunk_forward as forward_kernel
 from kdacore_pallas.tpu.launch import Launch
 from kdacore_pallas.tpu.options import kernel_options
@@ -50,9 +50,7 @@ def chunk_inputs(size: Size, spec: Callable[..., Array]) -> ChunkInputs:
 
 
 def forward_call(request: Request, keep_starts: bool = False) -> Callable[[ChunkInputs], Any]:
-    hb = vmem.heads_per_step(request)
-    limit = vmem.limit(vmem.chunk_forward_bytes(request, hb, keep_starts), request.device.arch)
-    launch = Launch(vmem_bytes=limit)
+    hb, launch = entry_points.chunk_launch(request, "forward", keep_starts)
 
     def call(inputs: ChunkInputs) -> Any:
         out = chunk_forward.forward(request, inputs, hb, launch, keep_starts)
@@ -63,9 +61,7 @@ def forward_call(request: Request, keep_starts: bool = False) -> Callable[[Chunk
 
 def backward_call(request: Request) -> Callable[..., Any]:
     """Of the inputs, the gradient of ``o`` and, where they were kept, the chunks' start states."""
-    hb = vmem.heads_per_step(request)
-    limit = vmem.limit(vmem.chunk_backward_bytes(request, hb), request.device.arch)
-    launch = Launch(vmem_bytes=limit)
+    hb, launch = entry_points.chunk_launch(request, "backward")
     return lambda inputs, do, *saved: chunk_backward.backward(
         request, inputs, saved, OutputGrads(do), hb, launch
     )
@@ -78,9 +74,9 @@ def kept_starts(size: Size, spec: Callable[..., Array]) -> Array:
 
 def forward_variant(request: Request, inverse: str, rows: int) -> Callable[[ChunkInputs], Any]:
     """The forward kernel with another inverse or chunk size."""
-    x = plan.make_chunk_grid(request, vmem.heads_per_step(request))
+    hb, launch = entry_points.chunk_launch(request, "forward")
+    x = plan.make_chunk_grid(request, hb, launch.together)
     options = kernel_options(request, inverse, rows)
-    launch = Launch(vmem_bytes=vmem.VMEM[request.device.arch])
     schedule = plan.dense_schedule(x)
     return lambda inputs: forward_kernel(request, inputs, x, options, schedule, None, launch, ("o", "final"))
 

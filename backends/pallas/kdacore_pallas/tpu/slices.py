@@ -33,9 +33,7 @@ def slice_functions(request: Request) -> SliceFunctions:
 
 
 def _ends(request: Request, inputs: ChunkInputs) -> Array:
-    hb = vmem.heads_per_step(request)
-    launch = entry_points.launch(request, vmem.chunk_forward_bytes(request, hb))
-    return chunk_forward.last_states(request, inputs, hb, launch)
+    return chunk_forward.last_states(request, inputs, *entry_points.chunk_launch(request, "forward"))
 
 
 def _fits(request: Request) -> bool:
@@ -75,7 +73,7 @@ def backward_begin(
     if need > vmem.VMEM.get(call.device.arch, need):
         d = slices.start_gradients(call, arrays, (), grads)
     else:
-        d = chunk_backward.start_gradients(call, arrays, grads, hb, entry_points.launch(call, need))
+        d = chunk_backward.start_gradients(call, arrays, grads, *entry_points.chunk_launch(call, "backward"))
     return (d if entering is None else d[entering]), None
 
 

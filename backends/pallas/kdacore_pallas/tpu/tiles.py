@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
@@ -46,6 +47,21 @@ def lane(width: int) -> Array:
 def rotate(tiles: Array, s: int) -> Array:
     """Rows of each ``[8, width]`` tile moved down by ``s``, around its end."""
     return pltpu.roll(tiles, s % TILE, 1)
+
+
+def rotate_lanes(x: Array, s: int) -> Array:
+    """Lanes moved up by ``s``, around the end. Under ``vmap``, for which ``pltpu.roll`` has no rule."""
+
+    @jax.custom_batching.custom_vmap
+    def rotated(x: Array) -> Array:
+        return pltpu.roll(x, s % x.shape[-1], x.ndim - 1)
+
+    @rotated.def_vmap
+    def _(size: int, batched: list[bool], x: Array) -> tuple[Array, bool]:
+        return pltpu.roll(x, s % x.shape[-1], x.ndim - 1), batched[0]
+
+    found: Array = rotated(x)
+    return found
 
 
 def as_tiles(x: Array) -> Array:

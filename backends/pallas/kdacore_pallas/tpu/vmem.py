@@ -16,15 +16,23 @@ from kdacore_pallas.tpu.sizes import CHUNK, HEADS, LANES, SUBLANES
 MIB = 1024 * 1024
 VMEM = {"v4": 16 * MIB, "v5e": 128 * MIB, "v5p": 64 * MIB, "v6e": 128 * MIB, "tpu7x": 64 * MIB}
 """Bytes of VMEM per TensorCore."""
+TOGETHER = {"forward": (4, 2, 1), "backward": (2, 1)}
+"""Value heads that a chunk kernel may compute side by side."""
 SPILLS = {
-    ("forward", 2): 32,
-    ("forward", 4): 32,
-    ("backward", 2): 70,
-    ("backward", 4): 130,
-    ("recurrent", 4): 8,
+    ("forward", 2, 1): 32,
+    ("forward", 2, 2): 64,
+    ("forward", 2, 4): 100,
+    ("forward", 4, 1): 32,
+    ("forward", 4, 2): 64,
+    ("forward", 4, 4): 128,
+    ("backward", 2, 1): 70,
+    ("backward", 2, 2): 140,
+    ("backward", 4, 1): 130,
+    ("backward", 4, 2): 260,
+    ("recurrent", 4, 1): 8,
 }
-"""Register spills by kernel and bytes of an input element, in arrays of ``[128, max(K, V)]``
-float32."""
+"""Register spills by kernel, bytes of an input element and heads side by side, in arrays of
+``[128, max(K, V)]`` float32."""
 Blocks = list[tuple[tuple[int, ...], str]]
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
@@ -65,16 +73,18 @@ def _row_copies(request: Request, hb: int) -> list[tuple[int, ...]]:
     return found if request.scalar_gate else found + _copy(hvb, request.K)
 
 
-def _total(request: Request, kernel: str, blocks: Blocks, scratch: list[tuple[int, ...]]) -> int:
+def _total(
+    request: Request, kernel: str, blocks: Blocks, scratch: list[tuple[int, ...]], together: int = 1
+) -> int:
     moved = sum(2 * padded(shape, dtype) for shape, dtype in blocks)
     kept = sum(padded(shape, "float32") for shape in scratch)
-    spills = SPILLS[kernel, 4 if kernel == "recurrent" else ITEM[request.dtype]]
+    spills = SPILLS[kernel, 4 if kernel == "recurrent" else ITEM[request.dtype], together]
     return moved + kept + spills * padded((CHUNK, max(request.K, request.V)), "float32")
 
 
-def chunk_forward_bytes(request: Request, hb: int, keep_starts: bool = False) -> int:
-    """VMEM of the forward kernel with ``hb`` q/k heads a step. ``keep_starts``: it also writes the states that
-    chunks start from."""
+def chunk_forward_bytes(request: Request, hb: int, keep_starts: bool = False, together: int = 1) -> int:
+    """VMEM of the forward kernel with ``hb`` q/k heads a step, ``together`` value heads side by side.
+    ``keep_starts``: it also writes the states that chunks start from."""
     state = _state(request, hb)
     blocks = _rows(request, hb)
     blocks.append((blocks[2][0], request.dtype))
@@ -85,11 +95,11 @@ def chunk_forward_bytes(request: Request, hb: int, keep_starts: bool = False) ->
     if keep_starts:
         blocks.append((state, "float32"))
     scratch = [state, *_row_copies(request, hb), *_copy(state[0], request.V)]
-    return _total(request, "forward", blocks, scratch)
+    return _total(request, "forward", blocks, scratch, together)
 
 
-def chunk_backward_bytes(request: Request, hb: int) -> int:
-    """VMEM of the backward kernel with ``hb`` q/k heads a step."""
+def chunk_backward_bytes(request: Request, hb: int, together: int = 1) -> int:
+    """VMEM of the backward kernel with ``hb`` q/k heads a step, ``together`` value heads side by side."""
     state = _state(request, hb)
     rows = _rows(request, hb)
     blocks = [*rows, *rows, (rows[2][0], request.dtype), (state, "float32")]
@@ -101,7 +111,7 @@ def chunk_backward_bytes(request: Request, hb: int) -> int:
     scratch = [state, *copies, *copies, *_copy(state[0], request.V)]
     if request.HV > request.H:
         scratch += 2 * [(CHUNK, request.K)]  # the sums over value heads
-    return _total(request, "backward", blocks, scratch)
+    return _total(request, "backward", blocks, scratch, together)
 
 
 def recurrent_bytes(request: Request) -> int:
@@ -140,6 +150,23 @@ def head_blocks(H: int, HV: int, K: int, V: int) -> list[int]:
 def heads_per_step(request: Request) -> int:
     """q/k heads of a grid step: the fewest allowed, which suffices to amortise a step's fixed cost."""
     return head_blocks(request.H, request.HV, request.K, request.V)[0]
+
+
+def chunk_bytes(request: Request, kernel: str, hb: int, keep_starts: bool, together: int) -> int:
+    """VMEM of the ``forward`` or the ``backward`` kernel."""
+    if kernel == "forward":
+        return chunk_forward_bytes(request, hb, keep_starts, together)
+    return chunk_backward_bytes(request, hb, together)
+
+
+def heads_together(request: Request, kernel: str, hb: int, keep_starts: bool = False) -> int:
+    """Value heads to compute side by side: the most that divide those of a step and fit in VMEM, or one."""
+    value_heads, have = hb * (request.HV // request.H), VMEM.get(request.device.arch)
+    for n in TOGETHER[kernel]:
+        fits = have is None or chunk_bytes(request, kernel, hb, keep_starts, n) <= have
+        if value_heads % n == 0 and fits:
+            return n
+    return 1
 
 
 def limit(need: int, generation: str) -> int:

@@ -609,3 +609,33 @@ def test_a_backend_verified_on_cpus_is_verified_on_a_cpu(
     assert backends["reference"] == {"verified_on": ["any hardware"], "here": "verified"}
     assert backends["pallas"] == {"verified_on": [], "here": "no device"}
     assert backends["triton"]["here"] == "no device"
+
+
+WITHOUT_FRAMEWORKS = """
+import sys
+from importlib.machinery import PathFinder
+
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        absent = name.partition(".")[0] in {"cuda", "jax", "jaxlib", "torch", "triton"}
+        return None if absent else super().find_spec(name, path, target)
+
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
+from kdacore.cli.main import main
+
+sys.exit(main(["doctor", "--no-selfcheck"]))
+"""
+
+
+def test_where_no_framework_is_installed(tmp_path: Path) -> None:
+    """As after ``pip install kdacore`` alone: missing packages are no problem of the backends."""
+    import os
+    import subprocess
+    import sys
+
+    env = {**os.environ, "KDACORE_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", WITHOUT_FRAMEWORKS], capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and "missing torch or JAX" in done.stdout, done.stdout + done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +28,10 @@ class Handler(NamedTuple):
 
 @cache
 def api_version() -> tuple[int, int] | None:
-    """The version of XLA's interface that this jaxlib has, as its header says; None if it does not."""
+    """The version of XLA's interface that this jaxlib has, as its header says; None if it does not, or if JAX is
+    not installed, as where the doctor asks about calls that could be made."""
+    if find_spec("jax") is None:
+        return None
     import jax.ffi
 
     try:
@@ -42,6 +46,6 @@ def known_version(request: Request) -> Reason | None:
     """A verifier: calls from JAX go through this interface, whose versions are not interchangeable."""
     if request.kind != "jax" or (found := api_version()) in API_VERSIONS:
         return None
-    got = f"XLA FFI {found[0]}.{found[1]}" if found else "a jaxlib without the header"
+    got = f"XLA FFI {found[0]}.{found[1]}" if found else "no jaxlib with the header"
     want = "XLA FFI " + " or ".join(f"{major}.{minor}" for major, minor in API_VERSIONS)
     return Reason("unavailable", "does not know this version of XLA's interface to handlers", got, want)

@@ -13,6 +13,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from kdacore.types import OutputGrads
+
 HEADS = P(None, None, "heads")
 BOTH = P("data", None, "heads")
 
@@ -43,3 +45,8 @@ class Layout:
         if name in ("initial_state", "final_state"):
             return self.states
         return P() if name == "cu_seqlens" else self.tokens
+
+    def place(self, inputs: Any, grads: OutputGrads) -> tuple[dict[str, Any], OutputGrads]:
+        """The arrays of a call by name, and the gradients of its outputs, on the mesh."""
+        x = {n: on_mesh(a, self.of(n)) for n, a in inputs._asdict().items() if a is not None}
+        return x, OutputGrads(on_mesh(grads.o, self.tokens), on_mesh(grads.final_state, self.states))

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_cases import Case, build, check_backward, check_forward, error, output_grads, to_jax
 from rank_cases import AXIS, SPLIT, TOKENS
 from server_cases import padded_training
-from split_arrays import BOTH, Layout, collectives, on_mesh
+from split_arrays import BOTH, Layout, collectives
 
 import kdacore
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, Request
@@ -151,8 +151,7 @@ def test_split_over_devices() -> None:
     request, inputs = build(Case(B=2, T=40, H=4, HV=8, K=8, V=16, gate="softplus", seed=38))
     request = replace(request, needs_grad=True, disable_recompute=True)
     grads, layout = output_grads(request), Layout(BOTH, P("data", "heads"))
-    x = {n: on_mesh(a, layout.of(n)) for n, a in inputs._asdict().items() if a is not None}
-    d = OutputGrads(on_mesh(grads.o, layout.tokens), on_mesh(grads.final_state, layout.states))
+    x, d = layout.place(inputs, grads)
 
     @jax.jit
     def both(x: dict[str, Any], d: Any) -> Any:

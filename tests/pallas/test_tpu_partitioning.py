@@ -31,8 +31,7 @@ def forward_and_backward(case: Case, layout: Layout) -> Counter[str]:
     request, inputs = build(case)
     request = replace(request, needs_grad=True)
     grads = output_grads(request)
-    x = {n: on_mesh(a, layout.of(n)) for n, a in inputs._asdict().items() if a is not None}
-    d = OutputGrads(on_mesh(grads.o, layout.tokens), on_mesh(grads.final_state, layout.states))
+    x, d = layout.place(inputs, grads)
 
     @jax.jit
     def both(x: dict[str, Any], d: Any) -> Any:

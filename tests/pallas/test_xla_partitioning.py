@@ -28,8 +28,7 @@ def forward_and_backward(case: Case, layout: Layout) -> Counter[str]:
     forward = entry_points.recurrent_forward if recurrent else entry_points.chunk_forward
     backward = entry_points.recurrent_backward if recurrent else entry_points.chunk_backward
     grads = output_grads(request)
-    x = {n: on_mesh(a, layout.of(n)) for n, a in inputs._asdict().items() if a is not None}
-    d = OutputGrads(on_mesh(grads.o, layout.tokens), on_mesh(grads.final_state, layout.states))
+    x, d = layout.place(inputs, grads)
 
     @jax.jit
     def both(x: dict[str, Any], d: Any) -> Any:

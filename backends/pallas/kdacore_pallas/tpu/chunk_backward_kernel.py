@@ -21,7 +21,7 @@ from kdacore.types import ChunkInputs, OutputGrads, Request
 from kdacore_pallas.tpu import chunk_forward_kernel as forward
 from kdacore_pallas.tpu import chunk_step, gate, head_rows, tiles
 from kdacore_pallas.tpu.chunk_forward_kernel import Refs
-from kdacore_pallas.tpu.chunk_step import Met
+from kdacore_pallas.tpu.chunk_step import WithinChunk
 from kdacore_pallas.tpu.chunk_step_backward import ChunkGrads, pairs_backward, state_backward, step_backward
 from kdacore_pallas.tpu.launch import KernelOperands, Launch, call_chunk_kernel
 from kdacore_pallas.tpu.operands import F32, Operand, chunk_operands, flat, lanes_spec, rows_spec, state_spec
@@ -101,13 +101,13 @@ def _starts_kernel(
     """The gradient of the initial state alone: no start states are read, and no rows written."""
     refs, flag, valid_rows, first_head, token = _begin_step(x, names, scalar, v_first, refs_)
 
-    def start(met: Met, do: Array, dend: Array) -> Array:
-        return state_backward(options, met, chunk_step.keys(options, met), do, dend).state
+    def start(within: WithinChunk, do: Array, dend: Array) -> Array:
+        return state_backward(options, within, chunk_step.keys(options, within), do, dend).state
 
     def some(i: Any, carry: None) -> None:
         heads, block = forward.side_by_side(x, i)
-        met, do = _read_heads(x, options, refs, heads, first_head, valid_rows, token, scalar)
-        refs["dstate"][block] = jax.vmap(start)(forward.stacked(met), jnp.stack(do), refs["dstate"][block])
+        within, do = _read_heads(x, options, refs, heads, first_head, valid_rows, token, scalar)
+        refs["dstate"][block] = jax.vmap(start)(forward.stacked(within), jnp.stack(do), refs["dstate"][block])
         return carry
 
     lax.fori_loop(0, x.hvb // x.together, some, None)
@@ -121,13 +121,13 @@ def _kernel(
 
     def some(i: Any, carry: None) -> None:
         heads, block = forward.side_by_side(x, i)
-        met, do = _read_heads(x, options, refs, heads, first_head, valid_rows, token, scalar)
+        within, do = _read_heads(x, options, refs, heads, first_head, valid_rows, token, scalar)
         found = jax.vmap(partial(step_backward, options))(
-            forward.stacked(met), refs["starts"][0, 0, block], jnp.stack(do), refs["dstate"][block]
+            forward.stacked(within), refs["starts"][0, 0, block], jnp.stack(do), refs["dstate"][block]
         )
         refs["dstate"][block] = found.state
         for j, h in enumerate(heads):
-            d = pairs_backward(options, met[j], jax.tree.map(lambda a, j=j: a[j], found))
+            d = pairs_backward(options, within[j], jax.tree.map(lambda a, j=j: a[j], found))
             _write_head(x, options, refs, h, first_head + h, d, token, scalar)
         return carry
 
@@ -144,11 +144,11 @@ def _read_heads(
     valid_rows: Any,
     token: Callable[[Array], Array],
     scalar: bool,
-) -> tuple[list[Met], list[Array]]:
+) -> tuple[list[WithinChunk], list[Array]]:
     """Decays and interactions of each head, and the gradient of its output."""
     rows = [forward.read_rows(x, options, refs, h, first_head + h, valid_rows, scalar) for h in heads]
     do = [token(head_rows.read(refs, "do", h, x.V)) for h in heads]
-    return [chunk_step.meet(options, r) for r in rows], do
+    return [chunk_step.within_chunk(options, r) for r in rows], do
 
 
 def _write_head(

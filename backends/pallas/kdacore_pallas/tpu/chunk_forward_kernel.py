@@ -105,8 +105,8 @@ def _kernel(
             refs["starts"][0, 0, block] = state
         for first in range(0, x.C, options.chunk):
             cut = slice(first, first + options.chunk)
-            met = [chunk_step.meet(options, Rows(*(a[cut] for a in r))) for r in rows]
-            o, state = jax.vmap(partial(chunk_step.forward_step, options))(stacked(met), state)
+            within = [chunk_step.within_chunk(options, Rows(*(a[cut] for a in r))) for r in rows]
+            o, state = jax.vmap(partial(chunk_step.forward_step, options))(stacked(within), state)
             outs.append(o)
         refs["state"][block] = state
         if "o" in refs:

@@ -34,7 +34,7 @@ class Rows(NamedTuple):
     beta: Array
 
 
-class Met(NamedTuple):
+class WithinChunk(NamedTuple):
     """What comes of a chunk's rows alone."""
 
     rows: Rows
@@ -56,26 +56,26 @@ class Keys(NamedTuple):
     """``k suffix`` ``[C, K]``: what the keys write the state with."""
 
 
-def meet(options: KernelOptions, rows: Rows) -> Met:
+def within_chunk(options: KernelOptions, rows: Rows) -> WithinChunk:
     """Decays and interactions."""
     tree = decay_tree(rows.g)
-    return Met(rows, tree, *interactions(rows.q, rows.k, tree, options.pairs))
+    return WithinChunk(rows, tree, *interactions(rows.q, rows.k, tree, options.pairs))
 
 
-def keys(options: KernelOptions, x: Met) -> Keys:
+def keys(options: KernelOptions, x: WithinChunk) -> Keys:
     """Of the inverse's products nearly all wait for the one before."""
     q, k, beta = x.rows.q, x.rows.k, x.rows.beta
     inverse = INVERSES[options.inverse](beta * x.kk, options.solve)
     return Keys(inverse, k * x.tree.prefix, q * x.tree.prefix, k * x.tree.suffix)
 
 
-def written(options: KernelOptions, x: Met, s: Keys, state: Array) -> tuple[Array, Array]:
+def written(options: KernelOptions, x: WithinChunk, s: Keys, state: Array) -> tuple[Array, Array]:
     """``[C, V]`` values minus what their keys read from the state, and what is written at each token."""
     error = x.rows.v - product(s.kp, state, NT, options.state)
     return error, product(s.inverse, x.rows.beta * error, NN, options.values)
 
 
-def forward_step(options: KernelOptions, x: Met, state: Array) -> tuple[Array, Array]:
+def forward_step(options: KernelOptions, x: WithinChunk, state: Array) -> tuple[Array, Array]:
     """Output ``[C, V]`` of the chunk, and the state ``[V, K]`` after it."""
     C = x.qk.shape[0]
     s = keys(options, x)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kdacore_pallas.tpu import tiles
-from kdacore_pallas.tpu.chunk_step import Keys, Met, keys, written
+from kdacore_pallas.tpu.chunk_step import Keys, WithinChunk, keys, written
 from kdacore_pallas.tpu.intra_backward import TreeGrads, tree_backward
 from kdacore_pallas.tpu.options import KernelOptions
 from kdacore_pallas.tpu.products import NN, NT, TN, product
@@ -45,7 +45,7 @@ class FromState(NamedTuple):
     """``[V, K]``, of the state the chunk starts from."""
 
 
-def state_backward(options: KernelOptions, x: Met, s: Keys, do: Array, dend: Array) -> FromState:
+def state_backward(options: KernelOptions, x: WithinChunk, s: Keys, do: Array, dend: Array) -> FromState:
     """``do`` ``[C, V]`` is the gradient of the output, ``dend`` ``[V, K]`` that of the state after the chunk."""
     dv_new = product(x.qk, do, TN, options.values) + product(s.kg, dend, NT, options.state)
     dwritten = product(s.inverse, dv_new, TN, options.values)
@@ -65,7 +65,7 @@ class BeforeTree(NamedTuple):
     tree: TreeGrads
 
 
-def step_backward(options: KernelOptions, x: Met, state: Array, do: Array, dend: Array) -> BeforeTree:
+def step_backward(options: KernelOptions, x: WithinChunk, state: Array, do: Array, dend: Array) -> BeforeTree:
     """Gradients of a chunk up to those of its interactions and decays. ``state`` is what the chunk starts from,
     ``dend`` the gradient of what it ends with, both ``[V, K]``."""
     C, (rows, tree) = do.shape[0], x[:2]
@@ -93,7 +93,7 @@ def step_backward(options: KernelOptions, x: Met, state: Array, do: Array, dend:
     return BeforeTree(d.error, dbeta, d.state, dqk, rows.beta * dL, start)
 
 
-def pairs_backward(options: KernelOptions, x: Met, d: BeforeTree) -> ChunkGrads:
+def pairs_backward(options: KernelOptions, x: WithinChunk, d: BeforeTree) -> ChunkGrads:
     """The rest of the gradients."""
     dq, dk, dg = tree_backward(x.rows.q, x.rows.k, x.tree, d.qk, d.kk, d.tree, options.pairs)
     return ChunkGrads(dq, dk, d.v, dg, d.beta, d.state)

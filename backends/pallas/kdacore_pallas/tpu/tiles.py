@@ -52,14 +52,11 @@ def rotate(tiles: Array, s: int) -> Array:
 def rotate_lanes(x: Array, s: int) -> Array:
     """Lanes moved up by ``s``, around the end. Under ``vmap``, for which ``pltpu.roll`` has no rule."""
 
-    @jax.custom_batching.custom_vmap
-    def rotated(x: Array) -> Array:
+    def roll(x: Array) -> Array:
         return pltpu.roll(x, s % x.shape[-1], x.ndim - 1)
 
-    @rotated.def_vmap
-    def _(size: int, batched: list[bool], x: Array) -> tuple[Array, bool]:
-        return pltpu.roll(x, s % x.shape[-1], x.ndim - 1), batched[0]
-
+    rotated = jax.custom_batching.custom_vmap(roll)
+    rotated.def_vmap(lambda size, batched, x: (roll(x), batched[0]))
     found: Array = rotated(x)
     return found
 

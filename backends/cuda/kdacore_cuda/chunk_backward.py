@@ -30,7 +30,8 @@ from kdacore_cuda.chunk_backward_kernels import (
 )
 from kdacore_cuda.chunk_backward_segments import ChunkBackwardSegmentsPlan, ScanLaunch
 from kdacore_cuda.chunk_backward_segments_kernels import use_segments
-from kdacore_cuda.chunk_backward_workspace import READ_BY_SCAN_ONLY, WORKSPACE
+from kdacore_cuda.chunk_backward_workspace import READ_BY_SCAN_ONLY
+from kdacore_cuda.chunk_backward_workspace import WORKSPACE as WORKSPACE
 from kdacore_cuda.chunk_kept import kept_arrays
 from kdacore_cuda.kernel_parameters import GATES, GROUPS, SUMS, TYPES
 from kdacore_cuda.launch import Launcher

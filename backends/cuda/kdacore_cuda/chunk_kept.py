@@ -72,6 +72,4 @@ def kept_arrays(buffer: torch.Tensor, units: int) -> dict[str, torch.Tensor]:
     """The buffer's arrays, as views of bytes. A buffer that lies off 16 bytes is copied."""
     if buffer.data_ptr() % ALIGNMENT:
         buffer = buffer.clone()
-    return {
-        name: buffer[at : at + units * _bytes(name)] for name, at in kept_places(units).items()
-    }
+    return {name: buffer[at : at + units * _bytes(name)] for name, at in kept_places(units).items()}

@@ -355,7 +355,9 @@ def generated_headers() -> dict[str, str]:
             '#include "generated/chunk_backward_params.cuh"\n' + UNIT_MARKS.header() + PREPARE_MARKED.header()
         ),
         "generated/scan_outputs_params.cuh": _once(
-            '#include "generated/chunk_backward_params.cuh"\n' + FORWARD_RESULTS.header() + SCAN_OUTPUTS.header()
+            '#include "generated/chunk_backward_params.cuh"\n'
+            + FORWARD_RESULTS.header()
+            + SCAN_OUTPUTS.header()
         ),
         "generated/segment_params.cuh": _once(SEGMENTS.header()),
         "generated/transition_params.cuh": _once(TRANSITION.header()),

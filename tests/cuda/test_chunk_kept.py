@@ -27,6 +27,7 @@ from kdacore_cuda import (
     chunk_forward,
     chunk_forward_kept,
     chunk_kept,
+    torch_launch,
 )
 from kdacore_cuda.chunk_backward_kernels import one_way_warpgroups, scan_kernel, scan_outputs_kernel
 from kdacore_cuda.compiler import compile_kernel
@@ -351,3 +352,24 @@ def test_on_the_device(monkeypatch: pytest.MonkeyPatch, T: int, H: int, HV: int,
 def test_grids() -> None:
     assert [one_way_warpgroups(heads, 132) for heads in (13, 64, 66, 67, 96)] == [1, 1, 1, 2, 2]
     assert [scan_outputs_kernel(n).grid(0, 64, 132) for n in (1, 2)] == [128, 64]
+
+
+def test_the_benchmark_launches_what_a_call_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import kept_training
+
+    seen: list[str] = []
+    monkeypatch.setattr(chunk_backward, "launch", lambda kernel, *rest: seen.append(kernel.source.name))
+    monkeypatch.setattr(chunk_backward, "_sum_chunks", lambda *rest: (None, None))
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
+    inputs = draw(70, 13, 13)
+    kept = kept_request(inputs)
+    plain = dataclasses.replace(kept, disable_recompute=False)
+    steps = kept_training.steps_of(plain, kept, inputs, OutputGrads(torch.zeros_like(inputs.v), None))
+    seen.clear()
+    steps["kept training"]()
+    prepare, outputs, reverse, grads = seen
+    assert prepare.startswith("prepare") and grads.startswith("grads")
+    for step, name in (("outputs", outputs), ("reverse", reverse)):
+        seen.clear()
+        steps[f"kept {step}, 1 warpgroups"]()
+        assert seen == [name]

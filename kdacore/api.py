@@ -109,8 +109,8 @@ def chunk_kda(
         out: ``[B, T, HV, V]`` in v's dtype, written and returned as ``o``. Neither it nor a pool that is written may
             overlap itself or another argument.
         disable_recompute: a backend may keep what its backward would otherwise recompute, in more memory: the same
-            results within the same bounds. Of ours the CUDA backend does, in eager torch calls with 13 or more sequences
-            times value heads: 2084 bytes a token and value head. For the others it changes nothing.
+            results within the same bounds. Of ours the CUDA backend does, in eager torch calls with 13 or more
+            sequences times value heads: 2084 bytes a token and value head. For the others it changes nothing.
         checkpoint_every: also return the state at the start of every block of this many tokens, a multiple of 64.
         cp: the ranks that a row is split over, each of which makes this call with its own T tokens: rank r has tokens
             ``[r*T, (r+1)*T)`` of the whole row. A ``torch.distributed`` process group or a ``DeviceMesh`` of one

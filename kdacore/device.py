@@ -81,12 +81,7 @@ def jax_mesh_device(abstract: object) -> Device | None:
 def compiled_for_elsewhere(request: Request) -> bool:
     """Whether a traced JAX call is for a kind of device that this process has none of: its program is compiled here,
     and runs elsewhere. Where JAX is not loaded (a call is only described), nothing is compiled."""
-    return (
-        request.kind == "jax"
-        and request.traced
-        and "jax" in sys.modules
-        and not _jax_has(request.device.type)
-    )
+    return request.kind == "jax" and request.traced and "jax" in sys.modules and not _jax_has(request.device.type)
 
 
 @functools.cache

@@ -71,6 +71,8 @@ class Bound:
         at = 1 + len(arrays)
         self.inputs = self.opdef.inputs(*args[1:at])
         values = dict(zip([o.name for o in options], args[at : at + len(options)], strict=True))
+        if "disable_recompute" in values:  # a graph has no place for what a forward may keep
+            values["disable_recompute"] = False
         self.options = tuple([values.get(name) for name in self.opdef.options])
         at += len(options)
         self.needs_grad, forced, preferred, source, invariant = args[at : at + 5]

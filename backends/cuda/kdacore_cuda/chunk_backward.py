@@ -1,6 +1,7 @@
 """Host side of the backward of ``chunk_kda`` on Hopper.
 
-Everything is recomputed from the inputs, in these launches: prepare (operands of each chunk), scan
+Everything is recomputed from the inputs (where the forward has kept nothing,
+:mod:`kdacore_cuda.chunk_kept`), in these launches: prepare (operands of each chunk), scan
 (states forward and their gradients in reverse, side by side in one grid; with few heads in
 segments, :mod:`kdacore_cuda.chunk_backward_segments`), grads (every input gradient of each chunk),
 and sums (over the value heads of a group, and over chunks). Nothing is read back from the device.
@@ -21,6 +22,7 @@ from kdacore_cuda.chunk_backward_kernels import (
     ChunkBackwardKernel,
     grads_kernel,
     groups_kernel,
+    one_way_warpgroups,
     prepare_kernel,
     scan_kernel,
     scan_warpgroups,
@@ -28,7 +30,10 @@ from kdacore_cuda.chunk_backward_kernels import (
 )
 from kdacore_cuda.chunk_backward_segments import ChunkBackwardSegmentsPlan, ScanLaunch
 from kdacore_cuda.chunk_backward_segments_kernels import use_segments
-from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, GATES, GROUPS, SUMS, TYPES
+from kdacore_cuda.chunk_backward_workspace import READ_BY_SCAN_ONLY
+from kdacore_cuda.chunk_backward_workspace import WORKSPACE as WORKSPACE
+from kdacore_cuda.chunk_kept import kept_arrays
+from kdacore_cuda.kernel_parameters import GATES, GROUPS, SUMS, TYPES
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.multiprocessors import multiprocessors
 from kdacore_cuda.plan_cache import PlanCache
@@ -57,16 +62,6 @@ quarter of a chunk.
 exp(g) is then at least 7e-5. A state that should have decayed further keeps that part of itself,
 far below what bfloat16 resolves. Tokens whose decay was raised to the floor have gradient 0.
 """
-
-WORKSPACE: dict[str, tuple[int, str]] = {
-    **dict.fromkeys(("kg", "kg_low", "qg", "w", "u", "dr"), (64 * 128, "bfloat16")),
-    **dict.fromkeys(("aqk", "inv"), (64 * 64, "bfloat16")),
-    **dict.fromkeys(("h", "dh"), (128 * 128, "bfloat16")),
-    "last": (3 * 128, "float32"),
-    "rows": (3 * 64, "float32"),
-}
-"""Elements and dtype of each array of the workspace, for one chunk and value head. The kernels'
-workspace header under csrc/sm90 says what they hold."""
 
 _TOKENS = ("q", "k", "v", "g", "beta")
 _STRIDES = tuple(f"{name}_{axis}" for name in _TOKENS for axis in ("sb", "st", "sh"))
@@ -140,8 +135,8 @@ plan_of = PlanCache(_make_plan)
 
 @cache
 def launcher(kernel: ChunkBackwardKernel) -> Launcher:
-    """The launcher of one kernel. All of them take the same parameters."""
-    return Launcher(kernel.source, CHUNK_BACKWARD, kernel.threads, kernel.shared)
+    """The launcher of one kernel."""
+    return Launcher(kernel.source, kernel.params, kernel.threads, kernel.shared)
 
 
 def make_workspace(plan: ChunkBackwardPlan, like: torch.Tensor, *names: str) -> Arrays:
@@ -188,7 +183,7 @@ def launch(
     )
     named = dict(zip(_TOKENS, addresses, strict=True)) | dict(zip(_STRIDES, strides, strict=True))
     named |= {name: x.data_ptr() for name, x in (small | arrays).items()} | plan.sizes
-    values = tuple(named.get(name, 0) for name, _ in CHUNK_BACKWARD.fields)
+    values = tuple(named.get(name, 0) for name, _ in kernel.params.fields)
     like = inputs.q
     if blocks is None:
         blocks = plan.grid(kernel, like.device.index)
@@ -217,6 +212,13 @@ def scan_launches(
     return (ScanLaunch("scan", kernel, plan_of(request).grid(kernel, index)),), None
 
 
+def reverse_launch(request: Request, index: int) -> ScanLaunch:
+    """The launch that takes the place of prepare and scan where the forward kept what they make:
+    gradients of the states alone. Of the scan's blocks the reverse ones come first."""
+    warpgroups = one_way_warpgroups(items_for_choice(request), multiprocessors(request.kind, index))
+    return ScanLaunch("scan", scan_kernel(warpgroups), 2 // warpgroups * request.N * request.HV)
+
+
 def scan_of(request: Request, like: torch.Tensor) -> Scan:
     """The scan that this call uses on ``like``'s device. Allocates its workspace."""
     launches, segments = scan_launches(request, like.device.index)
@@ -231,7 +233,8 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
     Args:
         request: the call that the forward served; bfloat16 q, k, v, K = V = 128.
         inputs: its arrays, shaped as :class:`kdacore.types.ChunkInputs` says.
-        saved: not used; everything is recomputed.
+        saved: what :func:`kdacore_cuda.chunk_forward_kept.forward` keeps, or nothing: then it is
+            recomputed, to the same bits.
         grads: those of ``o`` ``[B, T, HV, V]`` and of ``final_state`` (``request.state_shape``);
             either may be None.
 
@@ -248,6 +251,13 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
     d_ht = None if grads.final_state is None else grads.final_state.contiguous()
     d_h0 = None if x.initial_state is None else x.initial_state.new_empty(x.initial_state.shape)
 
+    if saved:
+        work = kept_arrays(saved[0], plan.sizes["units"]) | make_workspace(plan, x.q, "dh", "dr")
+        reverse = reverse_launch(request, x.q.device.index)
+        launch(reverse.kernel, plan, x, work | given_arrays(d_o=d_o, d_ht=d_ht, d_h0=d_h0), reverse.blocks)
+        found = finish(request, plan, x, work, d_o)
+        return found._replace(g=found.g.to(inputs.g.dtype), initial_state=d_h0)
+
     work = make_workspace(plan, x.q, *WORKSPACE)
     scan = scan_of(request, x.q)
     # For all of them: prepare reads fewer.
@@ -256,7 +266,7 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
     for _, kernel, blocks in scan.launches:
         launch(kernel, plan, x, first, blocks)
     del scan, first
-    for name in ("kg", "kg_low", "qg", "w", "aqk", "inv"):  # grads does not read them
+    for name in READ_BY_SCAN_ONLY:
         del work[name]
 
     found = finish(request, plan, x, work, d_o)

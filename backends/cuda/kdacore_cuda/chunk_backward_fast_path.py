@@ -9,8 +9,14 @@ import torch
 
 from kdacore.arrays.torch.private import allocator
 from kdacore.types import ChunkInputs, FastGradients, InputGrads, Request
-from kdacore_cuda import chunk_backward, chunk_forward_fast_path, torch_launch
+from kdacore_cuda import (
+    chunk_backward,
+    chunk_forward_fast_path,
+    chunk_forward_kept_fast_path,
+    torch_launch,
+)
 from kdacore_cuda.chunk_backward_launches import FIRST_ARRAYS, SECOND_ARRAYS, BackwardLaunches, launches_of
+from kdacore_cuda.chunk_kept import keeps
 from kdacore_cuda.launch_sequence import LaunchSequence
 from kdacore_cuda.request_encoding import contiguous_strides
 from kdacore_cuda.torch_arguments import ALIGNMENT, strides_without_copies
@@ -22,19 +28,25 @@ def make_fast_gradients(
     """:func:`kdacore_cuda.chunk_forward.forward` and :func:`kdacore_cuda.chunk_backward.backward`
     for calls of ``request`` whose arrays have the layout of ``inputs``.
 
-    None where :func:`kdacore_cuda.chunk_forward_fast_path.make_fast_call` is. The returned backward
-    returns None, having launched nothing, where q, k, v or g is not 16-byte aligned or another
-    device is current.
+    None where :func:`kdacore_cuda.chunk_forward_fast_path.make_fast_call` is (where something is
+    kept for the backward, :func:`kdacore_cuda.chunk_forward_kept_fast_path.make_fast_call`). The
+    returned backward returns None, having launched nothing, where q, k, v, g or what was kept is not
+    16-byte aligned, where nothing was kept, and where another device is current.
 
     Raises BackendBuildError or DriverError.
     """
-    forward = chunk_forward_fast_path.make_fast_call(request, inputs)
-    if forward is None:
+    kept = keeps(request)
+    forward = None if kept else chunk_forward_fast_path.make_fast_call(request, inputs)
+    if forward is None and not kept:
         return None
     small = (inputs.A_log, inputs.dt_bias, inputs.initial_state, inputs.cu_seqlens)
     strides = strides_without_copies(inputs, False, chunk_backward.plan_of(request).strides, small)
     if strides is None:
         return None
+    if forward is None:
+        forward = chunk_forward_kept_fast_path.make_fast_call(request, inputs, strides)
+        if forward is None:
+            return None
     needed = InputGrads(*wanted)
     return FastGradients(forward, _make_backward(launches_of(request, strides, needed), inputs, needed))
 
@@ -57,6 +69,7 @@ def _make_backward(launches: BackwardLaunches, inputs: ChunkInputs, wanted: Inpu
         (size,) for size in (launches.both_bytes, launches.first_bytes, launches.second_bytes)
     )
     zeroed_shape, unit, byte, float32 = (launches.zeroed_floats,), (1,), torch.uint8, torch.float32
+    takes_kept = launches.takes_kept
     has_second, has_zeroed = launches.second_bytes > 0, launches.zeroed_floats > 0
 
     def backward(arrays: tuple[Any, ...], saved: tuple[Any, ...], d_o: Any, d_ht: Any) -> Any:
@@ -64,6 +77,11 @@ def _make_backward(launches: BackwardLaunches, inputs: ChunkInputs, wanted: Inpu
         q_at, k_at, v_at, g_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr()
         if (q_at | k_at | v_at | g_at) % ALIGNMENT or current_device() != index:
             return None
+        kept_at = 0
+        if takes_kept:
+            kept_at = saved[0].data_ptr() if saved else 0
+            if not kept_at or kept_at % ALIGNMENT:
+                return None
         if d_o is None:
             d_o = empty(*make_o).zero_()
         elif not d_o.is_contiguous():
@@ -85,7 +103,7 @@ def _make_backward(launches: BackwardLaunches, inputs: ChunkInputs, wanted: Inpu
         start_first(
             stream, q_at, k_at, v_at, g_at, beta_at, A_at, bias_at, cu_at, h0_at,
             d_o_at, 0 if d_ht is None else d_ht.data_ptr(), 0 if d_h0 is None else d_h0.data_ptr(),
-            both_at, first.data_ptr(),
+            kept_at, both_at, first.data_ptr(),
         )  # fmt: skip
         del first  # queued: from here on its memory may become the gradients'
         second_at = zeroed_at = 0
@@ -104,7 +122,7 @@ def _make_backward(launches: BackwardLaunches, inputs: ChunkInputs, wanted: Inpu
         d_bias = None if make_bias is None else empty(*make_bias)
         start_second(
             stream, q_at, k_at, v_at, g_at, beta_at, A_at, bias_at, cu_at, h0_at,
-            d_o_at, both_at, second_at, zeroed_at,
+            d_o_at, kept_at, both_at, second_at, zeroed_at,
             0 if dq is None else dq.data_ptr(), 0 if dk is None else dk.data_ptr(),
             0 if dv is None else dv.data_ptr(), 0 if dg is None else dg.data_ptr(),
             0 if d_beta is None else d_beta.data_ptr(),

@@ -7,14 +7,14 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
+from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, SCAN_OUTPUTS, ParamStruct
 from kdacore_cuda.kernel_source import KernelSource
 
 _SOURCES = "sm90/chunk_backward"
 
 
 class ChunkBackwardKernel(NamedTuple):
-    """One launch of the chunk backward. All take
-    :data:`kdacore_cuda.kernel_parameters.CHUNK_BACKWARD`."""
+    """One launch of the chunk backward."""
 
     source: KernelSource
     threads: int
@@ -23,6 +23,7 @@ class ChunkBackwardKernel(NamedTuple):
     grid: Callable[[int, int, int], int]
     """Blocks, given the units (chunk slots times value heads), the sequences times value heads, and
     the multiprocessors."""
+    params: ParamStruct = CHUNK_BACKWARD
 
 
 SUMS_THREADS, GROUPS_THREADS = 512, 256
@@ -73,6 +74,28 @@ def scan_warpgroups(heads: int, multiprocessors: int) -> int:
     """Warpgroups per block for ``heads`` sequences times value heads: 1 where two blocks per state
     still find a multiprocessor each, forward and reverse."""
     return 1 if 4 * heads <= multiprocessors else 2
+
+
+@cache
+def scan_outputs_kernel(warpgroups: int) -> ChunkBackwardKernel:
+    """States and outputs of a forward that keeps what its backward would recompute.
+
+    Args:
+        warpgroups: per block, as in :func:`scan_kernel`; see :func:`one_way_warpgroups`.
+    """
+    defines = (("WARPGROUPS", warpgroups), ("SHARED_BYTES", SCAN_SHARED))
+    return ChunkBackwardKernel(
+        KernelSource(f"{_SOURCES}/scan_outputs.cu", "scan_outputs", defines),
+        state_threads(warpgroups),
+        SCAN_SHARED,
+        lambda units, heads, multiprocessors: 2 // warpgroups * heads,
+        SCAN_OUTPUTS,
+    )
+
+
+def one_way_warpgroups(heads: int, multiprocessors: int) -> int:
+    """:func:`scan_warpgroups` of a launch whose blocks all go in one direction."""
+    return 1 if 2 * heads <= multiprocessors else 2
 
 
 _PREPARE_SHARED = {True: 76560, False: 102160}
@@ -134,6 +157,7 @@ def packaged_chunk_backward_kernels() -> Iterator[KernelSource]:
     """The chunk backward kernels shipped: all there are."""
     for warpgroups in (1, 2):
         yield scan_kernel(warpgroups).source
+        yield scan_outputs_kernel(warpgroups).source
     for float_gate, bounded in product((False, True), repeat=2):
         yield prepare_kernel(float_gate, bounded).source
         for grouped in (False, True):

@@ -13,15 +13,18 @@ from kdacore_cuda.chunk_backward_kernels import (
     grads_kernel,
     prepare_kernel,
 )
+from kdacore_cuda.chunk_backward_workspace import READ_BY_SCAN_ONLY, WORKSPACE
+from kdacore_cuda.chunk_kept import keeps, kept_places
 from kdacore_cuda.element_sizes import ITEM_SIZES
 from kdacore_cuda.kernel_parameters import TYPES
 from kdacore_cuda.launch_sequence import PlannedLaunch
 
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "h0")
-FIRST_ARRAYS = (*INPUTS, "d_o", "d_ht", "d_h0", "both", "first")
-"""Arrays that the first launches may take; ``both`` and ``first`` are buffers of the workspace."""
+FIRST_ARRAYS = (*INPUTS, "d_o", "d_ht", "d_h0", "kept", "both", "first")
+"""Arrays that the first launches may take; ``both`` and ``first`` are buffers of the workspace,
+``kept`` is that of :mod:`kdacore_cuda.chunk_kept`."""
 SECOND_ARRAYS = (
-    *(*INPUTS, "d_o", "both", "second", "zeroed"),
+    *(*INPUTS, "d_o", "kept", "both", "second", "zeroed"),
     *("dq", "dk", "dv", "dg", "dbeta", "d_A", "d_bias"),
 )
 """Arrays that the other launches may take; ``second`` and ``zeroed`` are buffers of the
@@ -31,8 +34,6 @@ Places = dict[str, tuple[str, int]]
 """Field of a kernel's parameters to the name of an array and an offset in it, in bytes."""
 KernelLaunch = tuple[str, ChunkBackwardKernel, int]
 """Name, kernel and blocks of a launch."""
-_READ_BY_SCAN_ONLY = frozenset({"kg", "kg_low", "qg", "w", "aqk", "inv"})
-"""Arrays of the workspace that the gradients kernel does not read."""
 _STRIDES = tuple(f"{name}_{axis}" for name in INPUTS[:5] for axis in ("sb", "st", "sh"))
 
 
@@ -56,6 +57,8 @@ class BackwardLaunches(NamedTuple):
     zeroed_floats: int
     """Float32 numbers of another such, which begins as zeros."""
     arch: str
+    takes_kept: bool
+    """The forward's buffer is read; without it, these launches cannot serve a call."""
 
 
 def launches_of(request: Request, strides: tuple[int, ...], wanted: InputGrads) -> BackwardLaunches:
@@ -71,11 +74,15 @@ def launches_of(request: Request, strides: tuple[int, ...], wanted: InputGrads) 
     """
     r, plan = request, chunk_backward.plan_of(request)
     index, units = r.device.index, plan.sizes["units"]
-    scans, scan_workspace = _scan_launches(r)
+    takes_kept = keeps(r)
+    kept_at = kept_places(units) if takes_kept else {}
+    made, scan_workspace = _first_launches(r, plan, takes_kept)
     first, both, second, zeroed = (_Buffer(name) for name in ("first", "both", "second", "zeroed"))
-    work = {
-        name: (first if name in _READ_BY_SCAN_ONLY else both).add(units * elements * ITEM_SIZES[dtype])
-        for name, (elements, dtype) in chunk_backward.WORKSPACE.items()
+    work = {name: ("kept", offset) for name, offset in kept_at.items()}
+    work |= {
+        name: (first if name in READ_BY_SCAN_ONLY else both).add(units * elements * ITEM_SIZES[dtype])
+        for name, (elements, dtype) in WORKSPACE.items()
+        if name not in kept_at
     }
     work |= {name: first.add(size) for name, size in scan_workspace.items()}
     sums = zeroed if r.packed else both  # no kernel writes those of a pack's unused slots
@@ -95,11 +102,10 @@ def launches_of(request: Request, strides: tuple[int, ...], wanted: InputGrads) 
         name, kernel, blocks = launch
         return PlannedLaunch(name, chunk_backward.launcher(kernel), blocks, given, fixed)
 
-    prepare = prepare_kernel(plan.float_gate, plan.bounded)
     grads = grads_kernel(plan.float_gate, plan.grouped, plan.bounded)
-    kept = {name: place for name, place in work.items() if place[0] == "both"}
+    left = {name: work[name] for name in WORKSPACE if name not in READ_BY_SCAN_ONLY}
     last = [
-        planned(("grads", grads, plan.grid(grads, index)), kept, gradients, parts, {"d_o": ("d_o", 0)}),
+        planned(("grads", grads, plan.grid(grads, index)), left, gradients, parts, {"d_o": ("d_o", 0)}),
     ]
     if plan.grouped:
         last += [
@@ -110,25 +116,29 @@ def launches_of(request: Request, strides: tuple[int, ...], wanted: InputGrads) 
     if parts:
         last.append(_sums(r, parts))
     return BackwardLaunches(
-        first=tuple(
-            planned(launch, work, flows)
-            for launch in (("prepare", prepare, plan.grid(prepare, index)), *scans)
-        ),
+        first=tuple(planned(launch, work, flows) for launch in made),
         second=tuple(last),
         both_bytes=both.bytes,
         first_bytes=first.bytes,
         second_bytes=second.bytes,
         zeroed_floats=zeroed.bytes // 4,
         arch=plan.arch,
+        takes_kept=takes_kept,
     )
 
 
-def _scan_launches(r: Request) -> tuple[tuple[KernelLaunch, ...], dict[str, int]]:
-    """What is launched between prepare and gradients, with the parameters of prepare; bytes of the
-    arrays that it needs beside the common workspace, by field."""
-    launches, segments = chunk_backward.scan_launches(r, r.device.index)
+def _first_launches(
+    r: Request, plan: chunk_backward.ChunkBackwardPlan, takes_kept: bool
+) -> tuple[tuple[KernelLaunch, ...], dict[str, int]]:
+    """What is launched before the gradients; bytes of the arrays that it needs beside the common
+    workspace, by field."""
+    index = r.device.index
+    if takes_kept:
+        return (chunk_backward.reverse_launch(r, index),), {}
+    prepare = prepare_kernel(plan.float_gate, plan.bounded)
+    launches, segments = chunk_backward.scan_launches(r, index)
     bytes_of = {} if segments is None else chunk_backward_segments.workspace_bytes(segments, r.HV)
-    return launches, bytes_of
+    return (("prepare", prepare, plan.grid(prepare, index)), *launches), bytes_of
 
 
 def _places_of_gradients(r: Request, grouped: bool, wanted: InputGrads, second: _Buffer) -> Places:

@@ -1,5 +1,6 @@
 """Host side of the chunk forward: ``chunk_kda`` in one fused launch, in segments where there are few
-heads, or in two launches side by side between the two."""
+heads, or in two launches side by side between the two; calls that keep what their backward would recompute
+in launches of that backward."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kdacore.lazy import lazy_module
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_cuda import chunk_forward_dataflow, chunk_forward_segments
+from kdacore_cuda import chunk_forward_dataflow, chunk_forward_kept, chunk_forward_segments
 from kdacore_cuda.architectures import build_arch
 from kdacore_cuda.chunk_forward_checkpoints import finish_checkpoints, make_marks
 from kdacore_cuda.chunk_forward_dataflow_kernels import use_dataflow
@@ -26,6 +27,7 @@ from kdacore_cuda.chunk_forward_kernels import (
     resident_clusters,
 )
 from kdacore_cuda.chunk_forward_segments_kernels import use_segments
+from kdacore_cuda.chunk_kept import keeps
 from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, GATES, TYPES
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.multiprocessors import multiprocessors_of
@@ -132,7 +134,7 @@ def _launcher(K: int, cluster: int, bounded: bool, float_gate: bool, arch: str, 
 
 
 def forward(request: Request, inputs: ChunkInputs) -> Outputs:
-    """``chunk_kda`` without gradients on CUDA tensors. Nothing is read back from the device.
+    """``chunk_kda`` on CUDA tensors. Nothing is read back from the device.
 
     Args:
         request: bfloat16 q, k and v, K = V = 64 or 128.
@@ -141,12 +143,14 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     Returns:
         ``o`` ``[B, T, HV, V]``; the final state (``request.state_shape``, or the pool itself where
         states are written in place) and the checkpoints (``request.checkpoint_shape``) where the
-        request asks for them.
+        request asks for them; what :mod:`kdacore_cuda.chunk_kept` says in ``saved``.
 
     Raises:
         BackendBuildError: a kernel had to be compiled and could not be.
         DriverError: the driver refused a launch.
     """
+    if keeps(request):
+        return chunk_forward_kept.forward(request, inputs)
     plan = plan_of(request)
     if plan.in_dataflow:
         return chunk_forward_dataflow.forward(request, inputs)

@@ -199,6 +199,13 @@ the sum of 32 such steps. ``dA_part`` is float32 ``[units]``, ``dbias_part`` flo
 ``starts``, ``ends``: see csrc/sm90/chunk_backward/segments.cuh; ``segment``: chunks of a segment; ``segments``: those
 of a dense sequence. ``ready`` and ``launch``: see :data:`WALK`."""
 
+FORWARD_RESULTS = ParamStruct("ForwardResults", (("o", "ptr"), ("ht", "ptr")))
+SCAN_OUTPUTS = ParamStruct(
+    "ScanOutputsParams", (*FORWARD_RESULTS.fields, *CHUNK_BACKWARD.fields), (FORWARD_RESULTS, CHUNK_BACKWARD)
+)
+"""Parameters of the forward that keeps its workspace for the backward, csrc/sm90/chunk_backward/scan_outputs.cu. ``o``
+``[B, T, HV, V]`` is contiguous, ``ht`` the final states, 0 where nobody wants them."""
+
 UNIT_MARKS = ParamStruct(
     "UnitMarks",
     (("marks", "i64"), ("null_index", "i64"), ("mark_offsets", "ptr"), ("mark_rows", "ptr")),
@@ -346,6 +353,11 @@ def generated_headers() -> dict[str, str]:
         ),
         "generated/prepare_marked_params.cuh": _once(
             '#include "generated/chunk_backward_params.cuh"\n' + UNIT_MARKS.header() + PREPARE_MARKED.header()
+        ),
+        "generated/scan_outputs_params.cuh": _once(
+            '#include "generated/chunk_backward_params.cuh"\n'
+            + FORWARD_RESULTS.header()
+            + SCAN_OUTPUTS.header()
         ),
         "generated/segment_params.cuh": _once(SEGMENTS.header()),
         "generated/transition_params.cuh": _once(TRANSITION.header()),

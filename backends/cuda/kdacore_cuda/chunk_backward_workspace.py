@@ -1,0 +1,16 @@
+"""Arrays of the chunk backward's workspace."""
+
+from __future__ import annotations
+
+WORKSPACE: dict[str, tuple[int, str]] = {
+    **dict.fromkeys(("kg", "kg_low", "qg", "w", "u", "dr"), (64 * 128, "bfloat16")),
+    **dict.fromkeys(("aqk", "inv"), (64 * 64, "bfloat16")),
+    **dict.fromkeys(("h", "dh"), (128 * 128, "bfloat16")),
+    "last": (3 * 128, "float32"),
+    "rows": (3 * 64, "float32"),
+}
+"""Elements and dtype of each array of the workspace, for one chunk and value head. The kernels'
+workspace header under csrc/sm90 says what they hold."""
+
+READ_BY_SCAN_ONLY = frozenset({"kg", "kg_low", "qg", "w", "aqk", "inv"})
+"""Those that the gradients kernel does not read."""

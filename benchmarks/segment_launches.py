@@ -72,21 +72,57 @@ def launches(request: Request, inputs: ChunkInputs) -> dict[str, Step]:
     return steps
 
 
-def contenders(case: Case, gates: str) -> dict[str, Step]:
+def contenders(case: Case, gates: str, only_segments: bool = False) -> dict[str, Step]:
     """By name: the launches, all of them, the fused kernel (``main`` turns segments off), Triton."""
     request, inputs, _ = inputs_of(case, gates)
     steps = {f"segments {name}": step for name, step in launches(request, inputs).items()}
     steps["segments all"] = lambda: chunk_forward_segments.forward(request, inputs)
-    steps["fused all"] = lambda: chunk_forward.forward(request, inputs)
-    steps["triton all"] = lambda: triton.forward(request, inputs)
+    if not only_segments:
+        steps["fused all"] = lambda: chunk_forward.forward(request, inputs)
+        steps["triton all"] = lambda: triton.forward(request, inputs)
     return steps
+
+
+def timed(
+    case: Case, segment_chunks: int, only_segments: bool, budget: Budget
+) -> tuple[list[Row], list[Figure]]:
+    """Rows of one case, with segments of so many chunks, and how the others compare."""
+
+    def with_length(items: int) -> int:
+        return segment_chunks
+
+    with mock.patch.object(chunk_forward_segments, "chunks_per_segment", with_length):
+        gate(case)
+        found = interleave(contenders(case, "init", only_segments), CudaClock(), budget)
+    shape = f"B1 T{case.T} H{case.H} K128 V128 {case.gate}, segments of {segment_chunks} chunks"
+    rows = [
+        row(PRESET, shape, case, name, "triton" if name.startswith("triton") else "cuda", t)
+        for name, t in found.items()
+    ]
+    figures = [
+        Figure(
+            preset=PRESET, name=f"{shape}: {other} over segments",
+            value=found[f"{other} all"].median / found["segments all"].median, unit="x", want="", met=None,
+        )
+        for other in ("fused", "triton")
+        if f"{other} all" in found
+    ]  # fmt: skip
+    print(shape, "us:", ", ".join(f"{name} {1e6 * t.median:.1f}" for name, t in found.items()), flush=True)
+    return rows, figures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--heads", type=int, nargs="+", default=[8, 16, 32])
-    parser.add_argument("--chunks", type=int, default=0, help="of a segment; 0: as shipped")
+    parser.add_argument(
+        "--chunks",
+        type=int,
+        nargs="+",
+        default=[],
+        help="of a segment, one after the other; default: as shipped",
+    )
+    parser.add_argument("--only-segments", action="store_true", help="neither the fused kernel nor Triton")
     parser.add_argument("--gate", choices=("sigmoid", "softplus"), default="sigmoid")
     parser.add_argument("--samples", type=int, default=15)
     parser.add_argument("--json", type=Path)
@@ -97,31 +133,14 @@ def main() -> None:
     chosen = chunk_forward_segments_kernels.chunks_per_segment
     with (
         mock.patch.object(chunk_forward, "use_segments", lambda items, multiprocessors: False),
-        mock.patch.object(
-            chunk_forward_segments, "chunks_per_segment", lambda items: args.chunks or chosen(items)
-        ),
         torch.no_grad(),
     ):
         for heads in args.heads:
             case = Case(name="timed", T=args.tokens, H=heads, gate=args.gate)
-            gate(case)
-            found = interleave(contenders(case, "init"), CudaClock(), Budget(args.samples, 30.0))
-            each = args.chunks or chosen(heads)
-            shape = f"B1 T{case.T} H{heads} K128 V128 {case.gate}, segments of {each} chunks"
-            rows += [
-                row(PRESET, shape, case, name, "triton" if name.startswith("triton") else "cuda", t)
-                for name, t in found.items()
-            ]
-            figures += [
-                Figure(
-                    preset=PRESET, name=f"{shape}: {other} over segments",
-                    value=found[f"{other} all"].median / found["segments all"].median, unit="x", want="", met=None,
-                )
-                for other in ("fused", "triton")
-            ]  # fmt: skip
-            print(shape)
-            for contender, t in found.items():
-                print(f"  {contender:20} {1e3 * t.median:7.3f} ms")
+            for segment_chunks in args.chunks or [chosen(heads)]:
+                more = timed(case, segment_chunks, args.only_segments, Budget(args.samples, 30.0))
+                rows += more[0]
+                figures += more[1]
     if args.json:
         results.write(args.json, results.document(Results(rows, figures), [PRESET], load))
 

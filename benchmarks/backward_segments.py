@@ -35,7 +35,7 @@ def backward(request: Request, inputs: ChunkInputs, grads: OutputGrads, chunks: 
     """In segments of so many chunks; 0: in one chain per head."""
     with (
         mock.patch.object(chunk_backward, "use_segments", lambda items, multiprocessors: chunks > 0),
-        mock.patch.object(chunk_backward_segments, "chunks_per_segment", lambda items: chunks or 1),
+        mock.patch.object(chunk_backward_segments, "chunks_per_segment", lambda *given: chunks or 1),
     ):
         return chunk_backward.backward(request, inputs, (), grads)
 

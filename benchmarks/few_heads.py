@@ -1,144 +1,114 @@
-"""``chunk_kda`` in two launches side by side, in segments and fused: ``python -m benchmarks.few_heads``.
+"""The forms of ``chunk_kda`` for few heads, each forced in turn: ``python -m benchmarks.few_heads``.
 
-On a Hopper GPU, K = V = 128, bfloat16. Before anything is timed, outputs and final states are held against the float64
-oracle on short calls and against the fused kernel on long ones, and have to be the same bits every time, eager and
-replayed. Besides whole calls it times each launch alone: the walk on records that lie in L2, prepare on some or all
-multiprocessors.
+On a Hopper GPU, K = V = 128, no gradients: the fused kernel with clusters of two and of four blocks, segments, and
+Triton. Before anything is timed, outputs and final states are held against the float64 oracle on a short call; on the
+timed one clusters of four must have the bits of clusters of two, and segments must be near them.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
 import torch
 
 from benchmarks.launches import inputs_of, on_host, row
-from benchmarks.segment_launches import BOUND, hold
 from kdacore.bench import results
 from kdacore.bench.cases import Case
 from kdacore.bench.clock import Budget, CudaClock, Step, interleave
-from kdacore.bench.results import Figure, Results, Row
-from kdacore.types import ChunkInputs, Gate, Outputs, Request
-from kdacore_cuda import (
-    chunk_forward,
-    chunk_forward_dataflow,
-    chunk_forward_dataflow_kernels,
-    chunk_forward_segments,
-    torch_launch,
-)
-from kdacore_cuda.kernel_parameters import WALK
-from kdacore_reference.oracle import oracle_forward
+from kdacore.bench.results import Results, Row
+from kdacore.selfcheck.check import relative_error
+from kdacore.types import ChunkInputs, Outputs, Request
+from kdacore_cuda import chunk_forward
+from kdacore_reference.oracle import oracle_forward, to_float64
+from kdacore_triton import chunk_forward as triton
 
 PRESET = "few-heads"
+BOUND = 9e-3
+"""Twice the contract's bound on outputs of 16-bit inputs: its hard cases, and what two forms may be apart."""
+CLUSTERS = (2, 3, 4)
 
 
-def fused(request: Request, inputs: ChunkInputs) -> Outputs:
-    """The fused kernel, whatever would be chosen."""
+@contextmanager
+def forced(cluster: int, segments: bool, dataflow: bool = False) -> Iterator[None]:
+    """Plans made inside take this form."""
     with (
-        mock.patch.object(chunk_forward, "use_dataflow", lambda *args: False),
-        mock.patch.object(chunk_forward, "use_segments", lambda items, multiprocessors: False),
-        mock.patch.object(
-            chunk_forward, "plan_of", mock.Mock(side_effect=lambda r: chunk_forward._make_plan(r))
-        ),
-    ):
-        return chunk_forward.forward(request, inputs)
-
-
-def gate(gate_kind: Gate) -> None:
-    """Raises AssertionError where an output is wrong, or another one the second time."""
-    for heads, T in ((1, 40), (2, 1500), (18, 700)):
-        request, inputs, _ = inputs_of(Case(name="short", T=T, H=heads, gate=gate_kind), "init")
-        got = chunk_forward_dataflow.forward(request, inputs)
-        hold(f"H{heads} T{T} against the oracle", got, oracle_forward(request, on_host(inputs)), BOUND)
-    for heads in (4, 24):
-        request, inputs, _ = inputs_of(Case(name="long", T=8192, H=heads, gate=gate_kind), "random")
-        first = chunk_forward_dataflow.forward(request, inputs)
-        hold(f"H{heads} T8192 against the fused kernel", first, fused(request, inputs), BOUND)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            replayed = chunk_forward_dataflow.forward(request, inputs)
-        for _ in range(20):
-            replayed.o.zero_()
-            graph.replay()
-            again = chunk_forward_dataflow.forward(request, inputs)
-            if not (torch.equal(replayed.o, first.o) and torch.equal(again.o, first.o)):
-                raise AssertionError(f"H{heads}: other bits")
-
-
-def warm(step: Step) -> float:
-    """Seconds of a call that finds in L2 what the one before it left there."""
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    step()
-    torch.cuda._sleep(300_000)
-    start.record()
-    step()
-    stop.record()
-    stop.synchronize()
-    return float(start.elapsed_time(stop)) * 1e-3
-
-
-@contextlib.contextmanager
-def prepare_on(blocks: int) -> Iterator[None]:
-    """Prepare gets so many multiprocessors."""
-    kernels = chunk_forward_dataflow_kernels.prepare_units_kernel
-    with mock.patch.object(
-        chunk_forward_dataflow,
-        "prepare_units_kernel",
-        lambda *args: kernels(*args)._replace(grid=lambda units, heads, multiprocessors: min(units, blocks)),
+        mock.patch.object(chunk_forward, "cluster_size", lambda *given: cluster),
+        mock.patch.object(chunk_forward, "use_segments", lambda *given: segments),
+        mock.patch.object(chunk_forward, "use_dataflow", lambda *given: dataflow),
     ):
         yield
 
 
-def alone(request: Request, inputs: ChunkInputs, name: str) -> Step:
-    """One launch on what a whole call left. Flags are raised before the walk, which is part of its time."""
-    call = chunk_forward_dataflow.prepare_call(request, inputs)
-    plan = chunk_forward_dataflow.plan_of(request)
-    for _, launcher, grid, values in call.launches:
-        torch_launch.launch(launcher, grid, plan.chunks.arch, call.outputs.o, values)
-    flags = call.workspace[plan.flags_offset :].view(torch.int64)
-    number = dict(zip((n for n, _ in WALK.fields), call.launches[1][3], strict=True))["launch"]
-    ((_, launcher, grid, values),) = (x for x in call.launches if x[0] == name)
+def forms(request: Request, inputs: ChunkInputs) -> dict[str, Callable[[], Outputs]]:
+    """Calls by form. Each has a request of its own, since plans are kept by request."""
 
-    def step() -> None:
-        if name == "walk":
-            flags.fill_(number)
-        torch_launch.launch(launcher, grid, plan.chunks.arch, call.outputs.o, values)
+    def form(cluster: int, segments: bool, dataflow: bool = False) -> Callable[[], Outputs]:
+        own = dataclasses.replace(request)
+        with forced(cluster, segments, dataflow):
+            chunk_forward.plan_of(own)
+        return lambda: chunk_forward.forward(own, inputs)
 
-    return step
+    found = {f"cuda clusters of {size}": form(size, False) for size in CLUSTERS}
+    found["cuda segments"] = form(2, True)
+    found["cuda side-by-side"] = form(2, False, True)
+    return found
 
 
-def timed(step: Step, clock: Callable[[Step], float], samples: int) -> float:
-    return interleave({"": step}, clock, Budget(samples, 10.0))[""].median
+def hold(what: str, got: Outputs, want: Outputs) -> None:
+    """Raises AssertionError where they are apart."""
+    errors = {
+        name: relative_error(to_float64(getattr(got, name)), to_float64(getattr(want, name)))
+        for name in ("o", "final_state")
+        if getattr(want, name) is not None
+    }
+    print(f"{what}:", {k: f"{v:.1e}" for k, v in errors.items()})
+    if not all(v < BOUND for v in errors.values()):
+        raise AssertionError(f"{what}: {errors}")
 
 
-def parts(args: argparse.Namespace) -> list[Figure]:
-    """Seconds of a chunk of the walk, of a unit and multiprocessor of prepare."""
-    found = []
-    for heads in (4, 16):
-        times = []
-        for T in (1024, 2048):
-            request, inputs, _ = inputs_of(Case(name="walk", T=T, H=heads), "init")
-            times.append(timed(alone(request, inputs, "walk"), warm, args.samples))
-        found.append((f"walk H{heads}: a chunk", (times[1] - times[0]) / 16))
-    for blocks in (132, 100, 84):
-        with prepare_on(blocks):
-            request, inputs, _ = inputs_of(Case(name="prepare", T=8192, H=16), "init")
-            seconds = timed(alone(request, inputs, "prepare"), CudaClock(), args.samples)
-        found.append((f"prepare on {blocks}: a unit", seconds * blocks / (128 * 16)))
-    for name, seconds in found:
-        print(f"{name}: {1e6 * seconds:.3f} us")
-    return [Figure(preset=PRESET, name=n, value=x, unit="s", want="", met=None) for n, x in found]
+def gate(case: Case) -> None:
+    """Raises AssertionError where an output is wrong."""
+    for heads in (2, 33):
+        request, inputs, _ = inputs_of(dataclasses.replace(case, name="short", T=1100, H=heads), "random")
+        want = oracle_forward(request, on_host(inputs))
+        for name, call in forms(request, inputs).items():
+            hold(f"{name}, {heads} heads, against the oracle", call(), want)
+    request, inputs, _ = inputs_of(case, "random")
+    calls = forms(request, inputs)
+    want = calls["cuda clusters of 2"]()
+    for size in CLUSTERS[1:]:
+        got = calls[f"cuda clusters of {size}"]()
+        same = torch.equal(got.o, want.o) and (
+            want.final_state is None or torch.equal(got.final_state, want.final_state)
+        )
+        if not same:
+            raise AssertionError(f"{case.name}: clusters of {size} and of 2 have different bits")
+    hold("segments against the fused kernel", calls["cuda segments"](), want)
+
+
+def timed(case: Case, budget: Budget) -> list[Row]:
+    request, inputs, _ = inputs_of(case, "init")
+    steps: dict[str, Step] = {**forms(request, inputs), "triton all": lambda: triton.forward(request, inputs)}
+    found = interleave(steps, CudaClock(), budget)
+    shape = f"B1 T{case.T} H{case.H} K128 V128 {case.gate}"
+    print(
+        f"{shape:34}",
+        "  ".join(f"{name} {1e6 * t.median:.1f}" for name, t in found.items()),
+        "us",
+        flush=True,
+    )
+    return [row(PRESET, shape, case, name, name.split()[0], t) for name, t in found.items()]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--heads", type=int, nargs="+", default=[12, 16, 17, 20, 24, 27, 28, 32])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
+    parser.add_argument("--heads", type=int, nargs="+", default=[8, 12, 16, 20, 24, 28, 32, 36, 40])
     parser.add_argument("--gate", choices=("sigmoid", "softplus"), default="sigmoid")
     parser.add_argument("--samples", type=int, default=15)
     parser.add_argument("--json", type=Path)
@@ -146,27 +116,14 @@ def main() -> None:
     load = results.load()
     rows: list[Row] = []
     with torch.no_grad():
-        gate(args.gate)
-        figures = parts(args)
-        for heads in args.heads:
-            case = Case(name="timed", T=args.tokens, H=heads, gate=args.gate)
-            request, inputs, _ = inputs_of(case, "init")
-            ways = (chunk_forward_dataflow.forward, chunk_forward_segments.forward, fused)
-            steps: dict[str, Step] = {
-                f"{name} all": partial(way, request, inputs)
-                for name, way in zip(("side-by-side", "segments", "fused"), ways, strict=True)
-            }
-            found = interleave(steps, CudaClock(), Budget(args.samples, 30.0))
-            shape = f"B1 T{case.T} H{heads} K128 V128 {case.gate}"
-            rows += [row(PRESET, shape, case, name, "cuda", t) for name, t in found.items()]
-            multiprocessors = torch_launch.multiprocessors(0)
-            chosen = chunk_forward_dataflow_kernels.use_dataflow(
-                heads, args.gate == "sigmoid", multiprocessors
-            )
-            times = ", ".join(f"{name} {1e6 * t.median:.1f}" for name, t in found.items())
-            print(f"{shape}: {times} us{', side by side is chosen' if chosen else ''}")
+        gate(Case(name="gate", T=4096, H=33, gate=args.gate))
+        for tokens in args.tokens:
+            for heads in args.heads:
+                rows += timed(
+                    Case(name="timed", T=tokens, H=heads, gate=args.gate), Budget(args.samples, 30.0)
+                )
     if args.json:
-        results.write(args.json, results.document(Results(rows, figures), [PRESET], load))
+        results.write(args.json, results.document(Results(rows, []), [PRESET], load))
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def timed(
 ) -> tuple[list[Row], list[Figure]]:
     """Rows of one case, with segments of so many chunks, and how the others compare."""
 
-    def with_length(items: int) -> int:
+    def with_length(items: int, multiprocessors: int) -> int:
         return segment_chunks
 
     with mock.patch.object(chunk_forward_segments, "chunks_per_segment", with_length):
@@ -131,13 +131,14 @@ def main() -> None:
     rows: list[Row] = []
     figures: list[Figure] = []
     chosen = chunk_forward_segments_kernels.chunks_per_segment
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     with (
         mock.patch.object(chunk_forward, "use_segments", lambda items, multiprocessors: False),
         torch.no_grad(),
     ):
         for heads in args.heads:
             case = Case(name="timed", T=args.tokens, H=heads, gate=args.gate)
-            for segment_chunks in args.chunks or [chosen(heads)]:
+            for segment_chunks in args.chunks or [chosen(heads, multiprocessors)]:
                 more = timed(case, segment_chunks, args.only_segments, Budget(args.samples, 30.0))
                 rows += more[0]
                 figures += more[1]

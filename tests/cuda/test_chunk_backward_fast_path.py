@@ -34,7 +34,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (chunk_forward, chunk_backward):
         monkeypatch.setattr(module, "build_arch", lambda arch: "sm_90a")
     monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: False)
-    monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda items: 2)
+    monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda *given: 2)
 
 
 def made(inputs: ChunkInputs, wanted: tuple[bool, ...] = EVERY, **options: Any) -> FastGradients | None:
@@ -86,7 +86,7 @@ def test_the_shorter_way_gives_the_same_bits(emulated: list[str], name: str) -> 
 
 def test_the_same_bits_in_segments(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Three launches in the place of the scan, with workspaces of their own."""
-    monkeypatch.setattr(chunk_backward_segments, "chunks_per_segment", lambda items: 1)
+    monkeypatch.setattr(chunk_backward_segments, "chunks_per_segment", lambda *given: 1)
     first, second = draw(T=130, seed=0), draw(T=130, seed=1)
     step = made(first)
     assert step is not None

@@ -53,7 +53,7 @@ def poison() -> Iterator[None]:
 
 
 def use_segments(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
-    monkeypatch.setattr(chunk_backward_segments, "chunks_per_segment", lambda items: chunks)
+    monkeypatch.setattr(chunk_backward_segments, "chunks_per_segment", lambda *given: chunks)
 
 
 def state(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 17) -> torch.Tensor:

@@ -43,7 +43,7 @@ CASES = {
 
 @pytest.fixture
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_backward_segments, "chunks_per_segment", lambda items: 2)
+    monkeypatch.setattr(chunk_backward_segments, "chunks_per_segment", lambda *given: 2)
 
 
 def same(a: InputGrads, b: InputGrads) -> bool:

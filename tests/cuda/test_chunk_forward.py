@@ -70,7 +70,7 @@ def check(inputs: ChunkInputs, loose: float = 2.0, **options: Any) -> Outputs:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 2), (128, 3)])
+@pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 2), (128, 3), (128, 4)])
 def test_every_lane_arriving_changes_no_bit(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, K: int, cluster: int
 ) -> None:
@@ -84,7 +84,7 @@ def test_every_lane_arriving_changes_no_bit(
     assert torch.equal(got.final_state, want.final_state)
 
 
-@pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 2), (128, 3)])
+@pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 2), (128, 3), (128, 4)])
 @pytest.mark.parametrize("gate", ["random", "init", "fast", "slow"])
 def test_bounded_gates(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, K: int, cluster: int, gate: str
@@ -95,7 +95,7 @@ def test_bounded_gates(
     assert "BOUNDED1" in emulated[0]
 
 
-@pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 2)])
+@pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 2), (128, 4)])
 @pytest.mark.parametrize("gate", ["random", "init", "fast", "slow", "mixed"])
 def test_unbounded_gates(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, K: int, cluster: int, gate: str
@@ -120,7 +120,7 @@ def test_other_architectures(
     assert "WARPGROUP0" in emulated[0]
 
 
-@pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 2), (128, 3)])
+@pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 2), (128, 3), (128, 4)])
 def test_longer_than_two_rings(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, K: int, cluster: int
 ) -> None:
@@ -129,7 +129,7 @@ def test_longer_than_two_rings(
     check(draw(1, 450 if K == 128 else 700, K=K), 1.0, output_final_state=True, **BOUNDED_MODEL)
 
 
-@pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 3)])
+@pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 3), (128, 4)])
 def test_packs_of_hard_lengths(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, K: int, cluster: int
 ) -> None:
@@ -246,9 +246,11 @@ def same_in_shares(
     ],
 )
 @pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
+@pytest.mark.parametrize("cluster", [2, 4])
 def test_clusters_share_sequences(
     emulated: list[str],
     monkeypatch: pytest.MonkeyPatch,
+    cluster: int,
     options: dict[str, Any],
     B: int,
     T: int,
@@ -257,15 +259,17 @@ def test_clusters_share_sequences(
     cuts: bool,
 ) -> None:
     assert cuts_items(T, B * H, clusters) == cuts
+    use_cluster(monkeypatch, cluster)
     same_in_shares(monkeypatch, draw(B, T, H, H), clusters, output_final_state=True, **options)
 
 
 @pytest.mark.parametrize("clusters", [2, 3, 7])
-@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize(("v_first", "cluster"), [(False, 2), (True, 2), (True, 4)])
 def test_clusters_share_packs(
-    emulated: list[str], monkeypatch: pytest.MonkeyPatch, clusters: int, v_first: bool
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, clusters: int, v_first: bool, cluster: int
 ) -> None:
     """Cut sequences, empty ones at every place, states in and out and between."""
+    use_cluster(monkeypatch, cluster)
     lengths = [0, 1, 15, 0, 130, 17, 0, 64, 33, 0]
     cu = torch.tensor(np.cumsum([0, *lengths]))
     state = torch.randn(len(lengths), 2, 128, 128)

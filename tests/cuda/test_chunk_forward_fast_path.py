@@ -21,7 +21,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "build_arch", lambda arch: "sm_90a")
     monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: False)
     monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *args: False)
-    monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda items: 2)
+    monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda *given: 2)
 
 
 def draw(B: int = 1, T: int = 150, H: int = 1, HV: int = 1, seed: int = 0, **more: Any) -> ChunkInputs:

@@ -17,18 +17,18 @@ from kdacore_cuda import chunk_forward, chunk_forward_fast_path, chunk_forward_s
 
 NAN = float("nan")
 MORE = pytest.mark.exhaustive
-WAYS = ("portable", "clusters of two", "shared", "clusters of three", "segments")
+WAYS = ("portable", "clusters of two", "shared", "clusters of four", "clusters of four, shared", "segments")
 
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which kernels serve the call."""
     name: str = request.param
-    cluster = 3 if name == "clusters of three" else 2
-    shares = 3 if name == "shared" else 0
+    cluster = 4 if name.startswith("clusters of four") else 2
+    shares = 3 if name.endswith("shared") else 0
     monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
     monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: name == "segments")
-    monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda items: 1)
+    monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda *given: 1)
     if name != "portable":
         monkeypatch.setattr(chunk_forward, "cluster_size", lambda *given: cluster)
         monkeypatch.setattr(chunk_forward, "resident_clusters", lambda *given: shares)
@@ -285,7 +285,7 @@ def test_checkpoints_in_segments_have_the_bits_of_a_call_that_ends_there(
     emulated: list[str], way: str, gate: str, segment_chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several inside one chunk, more of them than stages of the ring, and at a chunk's start."""
-    monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda items: segment_chunks)
+    monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda *given: segment_chunks)
     options = {"bounded": BOUNDED_MODEL, "unbounded": MODEL}[gate] | {"inplace_state": True}
     inputs = draw(way, (150,), initial_state=pool(way, 9), state_indices=torch.tensor([3]))
     start, ends = inputs.initial_state[3:4].clone(), [48, 16, 80, 64, 32, 112, 144]

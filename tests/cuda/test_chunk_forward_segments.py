@@ -51,7 +51,7 @@ def poison() -> Iterator[None]:
 
 
 def use_segments(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
-    monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda items: chunks)
+    monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda *given: chunks)
 
 
 def state(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -360,7 +360,8 @@ def test_how_many_blocks_share_a_state_changes_no_bit(
 
 
 def test_segments_depend_on_heads_alone() -> None:
-    assert [chunk_forward_segments_kernels.chunks_per_segment(n) for n in (1, 6, 7, 27)] == [8, 8, 16, 16]
+    lengths = [chunk_forward_segments_kernels.chunks_per_segment(n, 132) for n in (1, 4, 8, 12, 16, 27)]
+    assert lengths == [10, 10, 16, 26, 32, 43]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ QUICK = (
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every call of K = V = 128 in segments of one chunk."""
     monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: True)
-    monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda items: 1)
+    monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda *given: 1)
     REGISTRY.register(Plugin(), NAME)
     yield
     REGISTRY.reset()

@@ -503,7 +503,7 @@ def test_cached_chunk_backward(
 ) -> None:
     """What is packed once is what a first call packs; arrays of the workspace do not overlap."""
     monkeypatch.setattr(chunk_backward, "use_segments", lambda items, multiprocessors: cut)
-    monkeypatch.setattr(chunk_backward_segments, "chunks_per_segment", lambda items: 1)
+    monkeypatch.setattr(chunk_backward_segments, "chunks_per_segment", lambda *given: 1)
     request, inputs = backward_call(packed, groups, float_gate)
     do = torch.randn_like(inputs.v)
     dht = torch.randn(3, 4, 128, 128) if packed else None
@@ -668,7 +668,7 @@ def test_chosen_checkpoints(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> 
 def test_chosen_checkpoints_in_segments(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of states before checkpoints, of records of cut chunks, of those of whole chunks, in this order."""
     monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: True)
-    monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda items: 2)
+    monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda *given: 2)
     d, HV = Draw(0), 4
     inputs = ChunkInputs(
         **{name: d.normal(1, 300, HV, 128) for name in ("q", "k", "v")},
@@ -724,7 +724,7 @@ def test_cached_chunk_forward(
 ) -> None:
     """What is packed once is what a first call packs."""
     monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: few)
-    monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda items: 2)
+    monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda *given: 2)
     d = Draw(0)
     inputs = ChunkInputs(
         q=d.normal(1, 300, 2, 128),

@@ -24,7 +24,7 @@ def cluster_sizes(K: int, arch: str) -> tuple[int, ...]:
     sharing was slower."""
     if K == 64 or arch not in CLUSTER_ARCHS:
         return (1,)
-    return (2, 3) if has_hopper_kernel(K, arch) else (1, 2, 4)
+    return (2, 3, 4) if has_hopper_kernel(K, arch) else (1, 2, 4)
 
 
 def cluster_size(K: int, items: int, multiprocessors: int, arch: str) -> int:
@@ -47,8 +47,10 @@ def resident_clusters(K: int, cluster: int, items: int, multiprocessors: int, ar
     As many as run at once, where there are more items than that and the kernel can cut an item in
     two.
     """
-    together = multiprocessors // cluster
-    return together if has_hopper_kernel(K, arch) and items > together else 0
+    if not has_hopper_kernel(K, arch):
+        return 0
+    together = multiprocessors // 44 * 10 if cluster == 4 else multiprocessors // cluster
+    return together if items > together else 0
 
 
 def cuts_items(T: int, items: int, clusters: int) -> bool:
@@ -165,7 +167,7 @@ class Registers(NamedTuple):
 def _registers(cluster: int, bounded: bool) -> Registers:
     """Counts with which nothing spills: reading a spilled word back waits for the loads queued
     before it."""
-    return Registers(184, 120, 88) if bounded or cluster == _SCANNERS else Registers(176, 128, 80)
+    return Registers(184, 120, 88) if bounded or cluster % _SCANNERS == 0 else Registers(176, 128, 80)
 
 
 def _hopper_defines(cluster: int, bounded: bool, many_short: bool) -> tuple[tuple[str, int], ...]:
@@ -186,7 +188,7 @@ def _hopper_shared(bounded: bool) -> int:
     stage = 2 * 3 * 4096 + 3072 + 4 * 128 + 512
     values_and_output = 4 * 4 * 1024
     slices = 4 * ((14 if bounded else 16) * 512 + 1024 + 256)
-    triangles, bias, barriers, share = 2 * 2560, 4 * 128, 8 * (2 * _STAGES + 4), 32
+    triangles, bias, barriers, share = 2 * 2560, 4 * 128, 8 * (3 * _STAGES + 4), 32
     return _STAGES * stage + values_and_output + slices + triangles + bias + barriers + share
 
 

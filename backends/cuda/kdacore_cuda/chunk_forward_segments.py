@@ -108,7 +108,7 @@ class ChunkForwardSegmentsPlan(NamedTuple):
 def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
     chunks = chunk_backward.plan_of(r)
     items, multiprocessors = r.N * r.HV, multiprocessors_of(r)
-    NT, segment_chunks = chunks.sizes["NT"], chunks_per_segment(items)
+    NT, segment_chunks = chunks.sizes["NT"], chunks_per_segment(items, multiprocessors)
     segments = -(-NT // segment_chunks)
     slots = r.T // (64 * segment_chunks) + r.N if r.packed else r.N * segments
     units, marked_units = chunks.sizes["units"], r.checkpoint_count * r.HV

@@ -119,14 +119,20 @@ def use_segments(items: int, multiprocessors: int) -> bool:
     return items * _CYCLES_PER_CHUNK_IN_SEGMENTS <= 2 * _CYCLES_PER_FUSED_STEP * multiprocessors
 
 
-def chunks_per_segment(items: int) -> int:
+_LEAST_CHUNKS, _MOST_CHUNKS, _REFERENCE_CHUNKS = 10, 43, 128
+
+
+def chunks_per_segment(items: int, multiprocessors: int) -> int:
     """Chunks of 64 tokens in a segment, for ``items`` sequences and value heads.
 
-    Longer segments leave fewer maps to chain (1300 cycles each), shorter ones give more blocks
-    (3700 cycles per chunk). Sixteen chunks make 128 blocks at 16 heads and 8192 tokens; with fewer
-    heads there are multiprocessors for twice as many segments.
+    Maps and output have up to two blocks for each segment and head, and with one block too many for the
+    multiprocessors they take twice as long. So segments are as long as it takes for all blocks of 8192 tokens to
+    run at once. Shorter ones than the least leave too many maps to chain (1300 cycles each); longer ones than the
+    most leave too few blocks. The number of tokens of a call must not decide: appending tokens would then change
+    the bits of those before.
     """
-    return 16 if items > 6 else 8
+    segments = max(1, multiprocessors // (2 * items))
+    return min(max(_LEAST_CHUNKS, -(-_REFERENCE_CHUNKS // segments)), _MOST_CHUNKS)
 
 
 def packaged_segments_kernels() -> Iterator[KernelSource]:

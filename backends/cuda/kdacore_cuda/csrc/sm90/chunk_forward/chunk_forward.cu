@@ -6,7 +6,7 @@
 //
 // Grid: clusters of CLUSTER blocks. A cluster takes a sequence and value head at a time, all of it
 // or a part (schedule.cuh). Each of the first SCANNERS blocks carries V / SCANNERS columns of the
-// state; all blocks prepare chunks, every CLUSTER-th one each.
+// state. All blocks prepare chunks in turn, or in clusters of four the others alone (stage_copies.cuh).
 // Warps of a block, in this order:
 //   scan warps (SCAN_WARPS)     state and output: scan.cuh; a warpgroup carries 64 columns of V
 //   slice warps (SLICE_WARPS)   gate, operands and partial sums of the triangles: slices.cuh; each
@@ -47,8 +47,12 @@ static_assert(SCAN_REGISTERS * SCAN_WARPS + SLICE_REGISTERS * SLICE_WARPS + SOLV
 __device__ __forceinline__ void init_barriers(u32 shared) {
   if (thread_index() < STAGES) {
     barrier_init(shared + OFFSET(SharedMemory, full) + 8 * thread_index(), WARP_ARRIVALS);
+#if CLUSTER == 2 * SCANNERS
+    init_copy_barriers(shared, thread_index());
+#else
     barrier_init(shared + OFFSET(SharedMemory, empty) + 8 * thread_index(),
                  WARP_ARRIVALS * SCANNERS * SCAN_WARPS);
+#endif
     if (thread_index() < SOLVERS)
       barrier_init(shared + OFFSET(SharedMemory, parts_ready) + 8 * thread_index(),
                    WARP_ARRIVALS * 2 * SLICES);
@@ -97,20 +101,27 @@ KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardPar
     short_scan_warp(p, shared, warp, rank, cluster);
 #else
     if (rank < SCANNERS) scan_warp(p, shared, warp, rank);
+#if CLUSTER == 2 * SCANNERS
+    if (rank >= SCANNERS && warp == 0) send_stages(p, shared, rank - SCANNERS);
+#endif
 #endif
   } else if (warp < SCAN_WARPS + SLICE_WARPS) {
     set_role_registers<SLICE_REGISTERS>();
 #if MANY_SHORT
     short_slice_warp(p, shared, warp - SCAN_WARPS, rank, cluster);
 #else
-    slice_warp(p, shared, warp - SCAN_WARPS, rank);
+    if (!SEPARATE || rank >= SCANNERS) slice_warp(p, shared, warp - SCAN_WARPS, rank);
+#if CLUSTER == 2 * SCANNERS
+    if (rank < SCANNERS && warp == SCAN_WARPS) acknowledge_stages(p, shared);
+#endif
 #endif
   } else {
     set_role_registers<SOLVE_REGISTERS>();
 #if MANY_SHORT
     short_solver_warp(p, shared, warp - SCAN_WARPS - SLICE_WARPS, rank, cluster);
 #else
-    solver_warp(p, shared, warp - SCAN_WARPS - SLICE_WARPS, rank);
+    if (!SEPARATE || rank >= SCANNERS) solver_warp(p, shared, warp - SCAN_WARPS - SLICE_WARPS, rank);
+    clear_rows(p, warp - SCAN_WARPS - SLICE_WARPS);
 #endif
   }
 #if CLUSTER > 1

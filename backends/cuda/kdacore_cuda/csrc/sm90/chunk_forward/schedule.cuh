@@ -16,8 +16,7 @@
 #include "sm90/chunk_forward/shared_memory.cuh"
 #include "sm90/warp.cuh"
 
-constexpr bool ONE_TASK =
-    CLUSTER > SCANNERS;  // some blocks only prepare: there are few heads, and a cluster for each
+constexpr bool ONE_TASK = CLUSTER > SCANNERS && !SEPARATE;  // there are few heads, and a cluster for each
 
 struct Task {
   int n, hv;

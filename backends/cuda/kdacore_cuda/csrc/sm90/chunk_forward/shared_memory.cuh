@@ -32,7 +32,10 @@ constexpr int HALVES = K / 64;
 constexpr int SLICES = K / 32;  // of 32 channels, a warp each
 // A warp a half; a group takes every GROUPS-th chunk of its block.
 constexpr int SLICE_WARPS = GROUPS * SLICES * 2;
-// The first SCANNERS blocks of a cluster carry the state, all prepare.
+// The first SCANNERS blocks of a cluster carry the state. All prepare, or in a cluster with twice as many blocks
+// the others alone, which then have a ring each for their own chunks (stage_copies.cuh).
+constexpr bool SEPARATE = CLUSTER == 2 * SCANNERS;
+constexpr int PREPARERS = SEPARATE ? SCANNERS : CLUSTER;
 constexpr int BLOCK_V = V / SCANNERS;
 constexpr int SCAN_WARPS = BLOCK_V / 16;
 static_assert(BLOCK_V % 64 == 0, "a warpgroup carries 64 columns");
@@ -41,11 +44,17 @@ static_assert(2 * SOLVERS == SOLVER_SLOTS, "two warps a solver");
 constexpr int THREADS = 32 * (SCAN_WARPS + SLICE_WARPS + SOLVER_SLOTS);
 // First of the solvers' named barriers; those before are the slices'.
 constexpr int SOLVER_BARRIER = 1 + GROUPS * SLICES;
-static_assert(STAGES % CLUSTER == 0, "a stage belongs to one block of the cluster");
-// A group at chunk c has finished chunk c - GROUPS * CLUSTER, and before that the chunk STAGES
+static_assert(STAGES % PREPARERS == 0, "a stage belongs to one block of the cluster");
+// A group at chunk c has finished chunk c - GROUPS * PREPARERS, and before that the chunk STAGES
 // earlier was consumed. So the barrier it waits on is at most one phase behind, and a parity is
 // enough to tell the phase.
-static_assert(GROUPS * CLUSTER <= STAGES, "a parity could be a full ring old");
+static_assert(GROUPS * PREPARERS <= STAGES, "a parity could be a full ring old");
+
+// Which of the blocks that prepare this one is.
+__device__ __forceinline__ int preparer_of(int rank) { return SEPARATE ? rank - SCANNERS : rank; }
+// The stage of step c in the block that prepares it, and how often that stage was used before.
+__device__ __forceinline__ int own_stage(int c) { return (SEPARATE ? c / PREPARERS : c) % STAGES; }
+__device__ __forceinline__ int own_use(int c) { return (SEPARATE ? c / PREPARERS : c) / STAGES; }
 
 constexpr u32 ROWS_BYTES = C * 128;  // 64 channels of the chunk's tokens
 
@@ -95,7 +104,10 @@ struct SharedMemory {
   float scratch[SOLVERS][2][HALF][SCRATCH_PITCH];
   float bias[K];
   u64 full[STAGES];             // barriers: the stage is prepared
-  u64 empty[STAGES];            // the stage is consumed
+  u64 empty[STAGES];            // the stage is consumed, or if SEPARATE, in the block that prepares, copied
+#if CLUSTER == 2 * SCANNERS
+  u64 room[STAGES];             // in the block that prepares: this stage of the scanning blocks is consumed
+#endif
   u64 parts_ready[SOLVERS];     // the slices of the solver's chunk are done
   u64 parts_read[GROUPS];       // both warps of a solver have read the group's parts
   alignas(16) int interval[8];  // what this cluster works on: schedule.cuh

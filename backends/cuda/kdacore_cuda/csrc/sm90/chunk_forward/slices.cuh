@@ -11,7 +11,7 @@
 
 // If gates are unbounded, slice warps need all of their 120 registers; in clusters of three they
 // have 128.
-#define FEW_REGISTERS (!BOUNDED && CLUSTER == SCANNERS)
+#define FEW_REGISTERS (!BOUNDED && CLUSTER % SCANNERS == 0)
 
 // Addresses of this lane's channels of token 2p of the next chunk to load; byte strides between
 // tokens.
@@ -21,7 +21,7 @@ struct Source {
 };
 
 // Steps from one chunk of a group to its next.
-constexpr int STRIDE = GROUPS * CLUSTER;
+constexpr int STRIDE = GROUPS * PREPARERS;
 
 __device__ __forceinline__ void advance(Source& s) {
   s.k += (long long)STRIDE * C * s.k_token;
@@ -243,13 +243,13 @@ __device__ __forceinline__ void store_bias(const SliceWarp& w, u32 shared, float
 
 // Waits until a step's stage may be written.
 __device__ __forceinline__ void wait_for_stage(u32 shared, int c) {
-  barrier_wait(shared + OFFSET(SharedMemory, empty) + 8 * (c % STAGES), (u32)(c / STAGES & 1) ^ 1);
+  barrier_wait(shared + OFFSET(SharedMemory, empty) + 8 * own_stage(c), (u32)(own_use(c) & 1) ^ 1);
 }
 
 // Hands sums to the solver of step c.
 __device__ __forceinline__ void hand_over(const SliceWarp& w, u32 shared, int c, const Products& sums,
                                           const Across& across_sums) {
-  const int i = c / CLUSTER;  // of the block's steps
+  const int i = c / PREPARERS;  // of the block's steps
   barrier_wait(shared + OFFSET(SharedMemory, parts_read) + 8 * w.group, (u32)(i / GROUPS & 1) ^ 1);
   store_parts(w.parts, sums);
   if (w.at.half) store_tiles(w.parts + PARTS * PART_BYTES, across_sums.tile);
@@ -260,7 +260,7 @@ __device__ __forceinline__ void hand_over(const SliceWarp& w, u32 shared, int c,
 template <class F>
 __device__ __forceinline__ void slice_step(SliceWarp& w, u32 shared, const Gate& gate, Raw& raw, int c,
                                            const Source& from, int& left, F to_next) {
-  w.at.stage = shared + OFFSET(SharedMemory, stages) + c % STAGES * STAGE_PITCH;
+  w.at.stage = shared + OFFSET(SharedMemory, stages) + own_stage(c) * STAGE_PITCH;
   if (left < 2) clear_past_end(raw, left, gate.closed);
   float sum[2][8], total[8], across[8];
 #if !FEW_REGISTERS
@@ -296,7 +296,7 @@ __device__ __forceinline__ void slice_step(SliceWarp& w, u32 shared, const Gate&
 
 // The same for a second half without tokens, with which a sequence may end.
 __device__ __forceinline__ void empty_half_step(SliceWarp& w, u32 shared, int c) {
-  w.at.stage = shared + OFFSET(SharedMemory, stages) + c % STAGES * STAGE_PITCH;
+  w.at.stage = shared + OFFSET(SharedMemory, stages) + own_stage(c) * STAGE_PITCH;
   if (w.l.g == 0) {
 #pragma unroll
     for (int e = 0; e < 8; e += 2) store_shared(w.own_totals + 4 * e, 0.0f, 0.0f);
@@ -313,7 +313,7 @@ __device__ __forceinline__ void empty_half_step(SliceWarp& w, u32 shared, int c)
 }
 
 __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
-  int c = warp / (2 * SLICES) * CLUSTER + rank;  // of the cluster's steps
+  int c = warp / (2 * SLICES) * PREPARERS + preparer_of(rank);  // of the cluster's steps
   Task task = load_task(shared + OFFSET(SharedMemory, interval));
   if (!advance_to_step(p, shared, task, c)) return;
   SliceWarp w = make_slice_warp(shared, warp);

@@ -70,6 +70,7 @@ __device__ __forceinline__ void copy_out(u32 stage, u32 full, u32 at, u32 bytes,
 
 // The slices' operands are complete when their sums are: they are copied while the solver works.
 __device__ __forceinline__ void publish_operands(u32 stage, u32 full, int lane, int rank) {
+  if (SEPARATE) return;  // stage_copies.cuh
   fence_async_proxy();
   sync_warp();
   if (lane == 0) copy_out(stage, full, 0, OFFSET(ChunkImage, inverse), rank);
@@ -78,6 +79,10 @@ __device__ __forceinline__ void publish_operands(u32 stage, u32 full, int lane, 
 // The rest of the image. Only now are the barriers told how many bytes to expect, so they cannot
 // complete earlier.
 __device__ __forceinline__ void publish(u32 stage, u32 full, int lane, int rank) {
+  if (SEPARATE) {
+    warp_arrive(full, lane);
+    return;
+  }
   fence_async_proxy();
   if (rank < SCANNERS)
     warp_arrive(full, lane);
@@ -125,14 +130,14 @@ struct SolverWarp {
   int pair, half;
   u32 scratch;
 };
-constexpr int SOLVER_STRIDE = SOLVERS * CLUSTER;  // steps to a pair's next
+constexpr int SOLVER_STRIDE = SOLVERS * PREPARERS;  // steps to a pair's next
 
 // This warp's part of step c, whose beta is in `beta`. `to_next` moves on and loads the next.
 template <class F>
 __device__ __forceinline__ void solver_step(const ChunkForwardParams& p, const SolverWarp& w, u32 shared, int c,
                                             int rank, u32 (&beta)[2], int left, F to_next) {
   const Lane& l = w.l;
-  const int slot = c % STAGES, i = c / CLUSTER, group = i % GROUPS;  // i: of the block's steps
+  const int slot = own_stage(c), i = c / PREPARERS, group = i % GROUPS;  // i: of the block's steps
   const u32 stage = shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH,
             full = shared + OFFSET(SharedMemory, full) + 8 * slot;
   const u32 parts = shared + OFFSET(SharedMemory, parts) + group * SLICES * SLICE_PARTS + 16 * l.lane;
@@ -189,7 +194,7 @@ __device__ __forceinline__ void clear_rows(const ChunkForwardParams& p, int warp
 __device__ __forceinline__ void solver_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
   const SolverWarp w = make_solver_warp(shared, warp);
   const long long size = type_size(p.beta_type), token = size * p.beta_st;
-  int c = w.pair * CLUSTER + rank;  // of the cluster's steps
+  int c = w.pair * PREPARERS + preparer_of(rank);  // of the cluster's steps
   Task task = load_task(shared + OFFSET(SharedMemory, interval));
   int length, shift, left;  // of the sequence; from a step to its chunk; this lane's tokens from the next load on
   u64 from;
@@ -223,5 +228,4 @@ __device__ __forceinline__ void solver_warp(const ChunkForwardParams& p, u32 sha
     move = move_to_step(p, shared, task, length, c);
     heads = task.hv - hv;
   }
-  clear_rows(p, warp);
 }

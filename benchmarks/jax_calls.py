@@ -97,6 +97,8 @@ def on_host(x: Any) -> np.ndarray[Any, Any]:
 
 
 def chunk(x: dict[str, Any], options: dict[str, Any], **more: Any) -> Any:
+    if isinstance(x["q"], torch.Tensor):  # choice may prefer another backend, whose bits are others
+        more = {"backend": BACKEND} | more
     return kdacore.chunk_kda(
         *(x[n] for n in NAMES[:5]), A_log=x["A_log"], dt_bias=x["dt_bias"], **options, **more
     )
@@ -173,6 +175,7 @@ def decode_step(pool: Any, x: dict[str, Any], slots: Any) -> Any:
     return kdacore.fused_recurrent_kda(
         *(x[n] for n in NAMES[:5]), A_log=x["A_log"], dt_bias=x["dt_bias"], initial_state=pool, state_indices=slots,
         inplace_state=True, output_final_state=True, **OPTIONS,
+        **({"backend": BACKEND} if isinstance(pool, torch.Tensor) else {}),
     )  # fmt: skip
 
 

@@ -36,6 +36,9 @@ constexpr int SLICE_WARPS = GROUPS * SLICES * 2;
 // the others alone, which then have a ring each for their own chunks (stage_copies.cuh).
 constexpr bool SEPARATE = CLUSTER == 2 * SCANNERS;
 constexpr int PREPARERS = SEPARATE ? SCANNERS : CLUSTER;
+// Chunks that a block prepares at a time. Blocks that only prepare have a shorter ring, whose other stages hold a
+// second set of the slices' sums: slices then do not wait until a solver has read those of the chunk before.
+constexpr int OWN_STAGES = SEPARATE ? 4 : STAGES, SUMS = SEPARATE ? 2 : 1;
 constexpr int BLOCK_V = V / SCANNERS;
 constexpr int SCAN_WARPS = BLOCK_V / 16;
 static_assert(BLOCK_V % 64 == 0, "a warpgroup carries 64 columns");
@@ -53,8 +56,8 @@ static_assert(GROUPS * PREPARERS <= STAGES, "a parity could be a full ring old")
 // Which of the blocks that prepare this one is.
 __device__ __forceinline__ int preparer_of(int rank) { return SEPARATE ? rank - SCANNERS : rank; }
 // The stage of step c in the block that prepares it, and how often that stage was used before.
-__device__ __forceinline__ int own_stage(int c) { return (SEPARATE ? c / PREPARERS : c) % STAGES; }
-__device__ __forceinline__ int own_use(int c) { return (SEPARATE ? c / PREPARERS : c) / STAGES; }
+__device__ __forceinline__ int own_stage(int c) { return (SEPARATE ? c / PREPARERS : c) % OWN_STAGES; }
+__device__ __forceinline__ int own_use(int c) { return (SEPARATE ? c / PREPARERS : c) / OWN_STAGES; }
 
 constexpr u32 ROWS_BYTES = C * 128;  // 64 channels of the chunk's tokens
 
@@ -109,11 +112,18 @@ struct SharedMemory {
   u64 room[STAGES];             // in the block that prepares: this stage of the scanning blocks is consumed
 #endif
   u64 parts_ready[SOLVERS];     // the slices of the solver's chunk are done
-  u64 parts_read[GROUPS];       // both warps of a solver have read the group's parts
+  u64 parts_read[GROUPS * SUMS];  // both warps of a solver have read the group's parts
   alignas(16) int interval[8];  // what this cluster works on: schedule.cuh
 };
 constexpr u32 SLICE_PARTS = sizeof(SliceParts), EXCHANGE_BYTES = sizeof(uint4[2][32]);
 constexpr u32 SCRATCH_BYTES = sizeof(float[HALF][SCRATCH_PITCH]), INTERVAL_BYTES = sizeof(int[8]);
+static_assert(SUMS == 1 || GROUPS * SLICES * SLICE_PARTS <= (STAGES - OWN_STAGES) * STAGE_PITCH,
+              "no room for a second set of sums");
+// From the slices' sums of one chunk of a block to those of the next, the block's i-th.
+__device__ __forceinline__ int sums_offset(int i) {
+  constexpr int SECOND = (int)(OFFSET(SharedMemory, stages) + OWN_STAGES * STAGE_PITCH) - (int)OFFSET(SharedMemory, parts);
+  return SUMS > 1 && (i & 1) ? SECOND : 0;
+}
 // Without the padding that the alignment of stages adds.
 static_assert(OFFSET(SharedMemory, interval) + INTERVAL_BYTES <= SHARED_LIMIT,
               "the host's shared memory size is too small");

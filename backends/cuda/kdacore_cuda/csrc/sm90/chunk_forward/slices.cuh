@@ -250,9 +250,11 @@ __device__ __forceinline__ void wait_for_stage(u32 shared, int c) {
 __device__ __forceinline__ void hand_over(const SliceWarp& w, u32 shared, int c, const Products& sums,
                                           const Across& across_sums) {
   const int i = c / PREPARERS;  // of the block's steps
-  barrier_wait(shared + OFFSET(SharedMemory, parts_read) + 8 * w.group, (u32)(i / GROUPS & 1) ^ 1);
-  store_parts(w.parts, sums);
-  if (w.at.half) store_tiles(w.parts + PARTS * PART_BYTES, across_sums.tile);
+  const u32 parts = w.parts + sums_offset(i);
+  barrier_wait(shared + OFFSET(SharedMemory, parts_read) + 8 * (SUMS * w.group + i % SUMS),
+               (u32)(i / (GROUPS * SUMS) & 1) ^ 1);
+  store_parts(parts, sums);
+  if (w.at.half) store_tiles(parts + PARTS * PART_BYTES, across_sums.tile);
   warp_arrive(shared + OFFSET(SharedMemory, parts_ready) + 8 * (i % SOLVERS), w.l.lane);
 }
 

@@ -167,7 +167,9 @@ class Registers(NamedTuple):
 def _registers(cluster: int, bounded: bool) -> Registers:
     """Counts with which nothing spills: reading a spilled word back waits for the loads queued
     before it."""
-    return Registers(184, 120, 88) if bounded or cluster % _SCANNERS == 0 else Registers(176, 128, 80)
+    if cluster == 2 * _SCANNERS:  # of blocks that scan, and of blocks that prepare
+        return Registers(184, 136, 88)
+    return Registers(184, 120, 88) if bounded or cluster == _SCANNERS else Registers(176, 128, 80)
 
 
 def _hopper_defines(cluster: int, bounded: bool, many_short: bool) -> tuple[tuple[str, int], ...]:

@@ -29,12 +29,21 @@
 #include "sm90/chunk_forward/scan.cuh"
 #include "sm90/chunk_forward/triangles.cuh"
 #endif
+#if CLUSTER == 2 * SCANNERS
+#include "sm90/chunk_forward/preparing_block.cuh"
+#endif
 
 #if SCAN_REGISTERS
 static_assert(SCAN_WARPS % 4 == 0 && SLICE_WARPS % 4 == 0, "registers are moved by warpgroups");
 constexpr int START_REGISTERS = 65536 / THREADS / 8 * 8;
-static_assert(SCAN_REGISTERS * SCAN_WARPS + SLICE_REGISTERS * SLICE_WARPS + SOLVE_REGISTERS * SOLVER_SLOTS <=
-                  START_REGISTERS * (THREADS / 32),
+constexpr int REGISTERS = START_REGISTERS * (THREADS / 32);
+static_assert(SEPARATE || SCAN_REGISTERS * SCAN_WARPS + SLICE_REGISTERS * SLICE_WARPS +
+                                  SOLVE_REGISTERS * SOLVER_SLOTS <=
+                              REGISTERS,
+              "more registers than there are");
+static_assert(!SEPARATE || (SCAN_REGISTERS * SCAN_WARPS + SOLVE_REGISTERS * (SLICE_WARPS + SOLVER_SLOTS) <= REGISTERS &&
+                            SLICE_REGISTERS * (SCAN_WARPS + SLICE_WARPS) + SOLVE_REGISTERS * SOLVER_SLOTS <=
+                                REGISTERS),
               "more registers than there are");
 #endif
 
@@ -95,35 +104,48 @@ KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardPar
   }
 #endif
   sync_group();
+#if CLUSTER == 2 * SCANNERS
+  if (rank < SCANNERS) {
+    if (warp < SCAN_WARPS) {
+      set_role_registers<SCAN_REGISTERS>();
+      scan_warp(p, shared, warp, rank);
+    } else {
+      set_role_registers<SOLVE_REGISTERS>();
+      if (warp == SCAN_WARPS) acknowledge_stages(p, shared);
+    }
+  } else if (warp < 2 * PAIRS) {
+    set_role_registers<SLICE_REGISTERS>();
+    preparing_slice_warp(p, shared, warp, preparer_of(rank));
+  } else {
+    set_role_registers<SOLVE_REGISTERS>();
+    solver_warp(p, shared, warp - SCAN_WARPS - SLICE_WARPS, rank);
+  }
+  if (warp >= SCAN_WARPS + SLICE_WARPS) clear_rows(p, warp - SCAN_WARPS - SLICE_WARPS);
+#else
   if (warp < SCAN_WARPS) {
     set_role_registers<SCAN_REGISTERS>();
 #if MANY_SHORT
     short_scan_warp(p, shared, warp, rank, cluster);
 #else
     if (rank < SCANNERS) scan_warp(p, shared, warp, rank);
-#if CLUSTER == 2 * SCANNERS
-    if (rank >= SCANNERS && warp == 0) send_stages(p, shared, rank - SCANNERS);
-#endif
 #endif
   } else if (warp < SCAN_WARPS + SLICE_WARPS) {
     set_role_registers<SLICE_REGISTERS>();
 #if MANY_SHORT
     short_slice_warp(p, shared, warp - SCAN_WARPS, rank, cluster);
 #else
-    if (!SEPARATE || rank >= SCANNERS) slice_warp(p, shared, warp - SCAN_WARPS, rank);
-#if CLUSTER == 2 * SCANNERS
-    if (rank < SCANNERS && warp == SCAN_WARPS) acknowledge_stages(p, shared);
-#endif
+    slice_warp(p, shared, warp - SCAN_WARPS, rank);
 #endif
   } else {
     set_role_registers<SOLVE_REGISTERS>();
 #if MANY_SHORT
     short_solver_warp(p, shared, warp - SCAN_WARPS - SLICE_WARPS, rank, cluster);
 #else
-    if (!SEPARATE || rank >= SCANNERS) solver_warp(p, shared, warp - SCAN_WARPS - SLICE_WARPS, rank);
+    solver_warp(p, shared, warp - SCAN_WARPS - SLICE_WARPS, rank);
     clear_rows(p, warp - SCAN_WARPS - SLICE_WARPS);
 #endif
   }
+#endif
 #if CLUSTER > 1
   sync_cluster();  // no block may exit while another still writes to its shared memory
 #endif

@@ -8,9 +8,6 @@
 #include "common/warp_arrivals.cuh"
 #include "common/mma_operands.cuh"
 #include "sm90/chunk_forward/schedule.cuh"
-#if CLUSTER == 2 * SCANNERS
-#include "sm90/chunk_forward/stage_copies.cuh"
-#endif
 #include "sm90/state_tiles.cuh"
 #include "sm90/wgmma.cuh"
 
@@ -219,7 +216,8 @@ __device__ __forceinline__ ScanLane make_scan_lane(u32 shared, int warp, int ran
 // Tells the block that prepares a stage that this warp has read it.
 __device__ __forceinline__ void warp_arrive_empty(u32 shared, u32 slot, int lane) {
 #if CLUSTER == 2 * SCANNERS
-  warp_arrive_room(shared, slot, lane);
+  warp_arrive_remote(
+      cluster_address(shared + OFFSET(SharedMemory, room) + 8 * slot, SCANNERS + slot % PREPARERS), lane);
 #elif CLUSTER > 1
   warp_arrive_remote(cluster_address(shared + OFFSET(SharedMemory, empty) + 8 * slot, slot % CLUSTER), lane);
 #else

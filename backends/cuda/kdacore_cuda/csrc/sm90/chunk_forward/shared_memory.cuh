@@ -46,7 +46,7 @@ constexpr int SOLVERS = 2 * GROUPS;  // pairs of warps, chunks alternate between
 static_assert(2 * SOLVERS == SOLVER_SLOTS, "two warps a solver");
 constexpr int THREADS = 32 * (SCAN_WARPS + SLICE_WARPS + SOLVER_SLOTS);
 // First of the solvers' named barriers; those before are the slices'.
-constexpr int SOLVER_BARRIER = 1 + GROUPS * SLICES;
+constexpr int SOLVER_BARRIER = SEPARATE ? 8 : 1 + GROUPS * SLICES;
 static_assert(STAGES % PREPARERS == 0, "a stage belongs to one block of the cluster");
 // A group at chunk c has finished chunk c - GROUPS * PREPARERS, and before that the chunk STAGES
 // earlier was consumed. So the barrier it waits on is at most one phase behind, and a parity is

@@ -11,7 +11,7 @@
 
 // If gates are unbounded, slice warps need all of their 120 registers; in clusters of three they
 // have 128.
-#define FEW_REGISTERS (!BOUNDED && CLUSTER % SCANNERS == 0)
+#define FEW_REGISTERS (!BOUNDED && CLUSTER == SCANNERS)
 
 // Addresses of this lane's channels of token 2p of the next chunk to load; byte strides between
 // tokens.
@@ -315,7 +315,7 @@ __device__ __forceinline__ void empty_half_step(SliceWarp& w, u32 shared, int c)
 }
 
 __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
-  int c = warp / (2 * SLICES) * PREPARERS + preparer_of(rank);  // of the cluster's steps
+  int c = warp / (2 * SLICES) * PREPARERS + rank;  // of the cluster's steps
   Task task = load_task(shared + OFFSET(SharedMemory, interval));
   if (!advance_to_step(p, shared, task, c)) return;
   SliceWarp w = make_slice_warp(shared, warp);

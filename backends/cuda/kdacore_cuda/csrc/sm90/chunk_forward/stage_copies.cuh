@@ -4,8 +4,8 @@
 // copies have arrived, and a stage of the scanning blocks only from then on until it has been read. In other
 // clusters a chunk takes the same stage of all blocks for both.
 //
-// Barriers: full (prepared; in scanning blocks, arrived), empty (in the block that prepares: copied), room (there
-// too: this stage of the scanning blocks has been read and its arrival noticed).
+// Barriers: full (in scanning blocks: arrived), empty (in the block that prepares: copied), room (there too: this
+// stage of the scanning blocks has been read and its arrival noticed).
 #pragma once
 
 #include "common/ptx.cuh"
@@ -17,28 +17,20 @@ __device__ __forceinline__ void init_copy_barriers(u32 shared, u32 stage) {
   barrier_init(shared + OFFSET(SharedMemory, room) + 8 * stage, WARP_ARRIVALS * SCANNERS * (SCAN_WARPS + 1));
 }
 
-// The block that prepares step c.
-__device__ __forceinline__ int block_of_step(u32 c) { return SCANNERS + c % PREPARERS; }
-
-// One warp of a block that prepares: copies every chunk to the scanning blocks, as soon as it is prepared and they
-// have room.
-__device__ __forceinline__ void send_stages(const ChunkForwardParams& p, u32 shared, int preparer) {
-  Task task = load_task(shared + OFFSET(SharedMemory, interval));
-#pragma unroll 1
-  for (int c = preparer; advance_to_step(p, shared, task, c); c += PREPARERS) {
-    const u32 from = shared + OFFSET(SharedMemory, stages) + own_stage(c) * STAGE_PITCH, slot = c % STAGES;
-    barrier_wait(shared + OFFSET(SharedMemory, full) + 8 * own_stage(c), (u32)(own_use(c) & 1));
-    barrier_wait(shared + OFFSET(SharedMemory, room) + 8 * slot, (u32)(c / STAGES & 1) ^ 1);
-    fence_async_proxy();
-    sync_warp();
-    if ((thread_index() & 31) == 0) {
-      const u32 at = shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH,
-                full = shared + OFFSET(SharedMemory, full) + 8 * slot;
+// Copies the prepared chunk of step c to the scanning blocks, as soon as they have room. All lanes of one warp.
+__device__ __forceinline__ void send_stage(u32 shared, int c, int lane) {
+  const u32 slot = c % STAGES;
+  barrier_wait(shared + OFFSET(SharedMemory, room) + 8 * slot, (u32)(c / STAGES & 1) ^ 1);
+  fence_async_proxy();
+  sync_warp();
+  if (lane == 0) {
+    const u32 from = shared + OFFSET(SharedMemory, stages) + own_stage(c) * STAGE_PITCH,
+              at = shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH,
+              full = shared + OFFSET(SharedMemory, full) + 8 * slot;
 #pragma unroll
-      for (int to = 0; to < SCANNERS; ++to) {
-        warp_expect_remote(cluster_address(full, to), IMAGE_BYTES);
-        copy_to_block(cluster_address(at, to), from, IMAGE_BYTES, cluster_address(full, to));
-      }
+    for (int to = 0; to < SCANNERS; ++to) {
+      warp_expect_remote(cluster_address(full, to), IMAGE_BYTES);
+      copy_to_block(cluster_address(at, to), from, IMAGE_BYTES, cluster_address(full, to));
     }
   }
 }
@@ -50,15 +42,9 @@ __device__ __forceinline__ void acknowledge_stages(const ChunkForwardParams& p, 
   Task task = load_task(shared + OFFSET(SharedMemory, interval));
 #pragma unroll 1
   for (int c = 0; advance_to_step(p, shared, task, c); ++c) {
-    const u32 slot = c % STAGES;
+    const u32 slot = c % STAGES, from = SCANNERS + c % PREPARERS;
     barrier_wait(shared + OFFSET(SharedMemory, full) + 8 * slot, (u32)(c / STAGES & 1));
-    warp_arrive_remote(
-        cluster_address(shared + OFFSET(SharedMemory, empty) + 8 * own_stage(c), block_of_step(c)), lane);
-    warp_arrive_remote(cluster_address(shared + OFFSET(SharedMemory, room) + 8 * slot, block_of_step(c)), lane);
+    warp_arrive_remote(cluster_address(shared + OFFSET(SharedMemory, empty) + 8 * own_stage(c), from), lane);
+    warp_arrive_remote(cluster_address(shared + OFFSET(SharedMemory, room) + 8 * slot, from), lane);
   }
-}
-
-// One scan warp has read stage `slot`.
-__device__ __forceinline__ void warp_arrive_room(u32 shared, u32 slot, int lane) {
-  warp_arrive_remote(cluster_address(shared + OFFSET(SharedMemory, room) + 8 * slot, block_of_step(slot)), lane);
 }

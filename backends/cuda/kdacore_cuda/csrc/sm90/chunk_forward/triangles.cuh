@@ -5,6 +5,9 @@
 #include "common/clear_rows.cuh"
 #include "common/unit_triangle_inverse.cuh"
 #include "sm90/chunk_forward/slices.cuh"
+#if CLUSTER == 2 * SCANNERS
+#include "sm90/chunk_forward/stage_copies.cuh"
+#endif
 
 #if BOUNDED
 #include "sm90/chunk_forward/triangles_bounded.cuh"
@@ -70,7 +73,6 @@ __device__ __forceinline__ void copy_out(u32 stage, u32 full, u32 at, u32 bytes,
 
 // The slices' operands are complete when their sums are: they are copied while the solver works.
 __device__ __forceinline__ void publish_operands(u32 stage, u32 full, int lane, int rank) {
-  if (SEPARATE) return;  // stage_copies.cuh
   fence_async_proxy();
   sync_warp();
   if (lane == 0) copy_out(stage, full, 0, OFFSET(ChunkImage, inverse), rank);
@@ -79,10 +81,6 @@ __device__ __forceinline__ void publish_operands(u32 stage, u32 full, int lane, 
 // The rest of the image. Only now are the barriers told how many bytes to expect, so they cannot
 // complete earlier.
 __device__ __forceinline__ void publish(u32 stage, u32 full, int lane, int rank) {
-  if (SEPARATE) {
-    warp_arrive(full, lane);
-    return;
-  }
   fence_async_proxy();
   if (rank < SCANNERS)
     warp_arrive(full, lane);
@@ -143,7 +141,7 @@ __device__ __forceinline__ void solver_step(const ChunkForwardParams& p, const S
   const u32 parts = shared + OFFSET(SharedMemory, parts) + group * SLICES * SLICE_PARTS + 16 * l.lane + sums_offset(i);
   const u32 parts_read = shared + OFFSET(SharedMemory, parts_read) + 8 * (SUMS * group + i % SUMS);
   barrier_wait(shared + OFFSET(SharedMemory, parts_ready) + 8 * w.pair, (u32)(i / SOLVERS & 1));
-  if (w.half) publish_operands(stage, full, l.lane, rank);
+  if (w.half && !SEPARATE) publish_operands(stage, full, l.lane, rank);
   Scalars s;
 #pragma unroll
   for (int n = 0; n < 2; ++n) s.beta[n] = activate_beta(p, beta[n], left > n);
@@ -176,7 +174,11 @@ __device__ __forceinline__ void solver_step(const ChunkForwardParams& p, const S
   }
   sync_pair(SOLVER_BARRIER + w.pair);
   to_next();
+#if CLUSTER == 2 * SCANNERS
+  if (w.half) send_stage(shared, c, l.lane);
+#else
   if (w.half) publish(stage, full, l.lane, rank);
+#endif
 }
 
 __device__ __forceinline__ SolverWarp make_solver_warp(u32 shared, int warp) {

@@ -32,7 +32,7 @@ from kdacore_cuda import (
     xla_handler,
     xla_interface,
 )
-from kdacore_cuda.launch_program import Clear, make_program
+from kdacore_cuda.launch_program import Clear, InPlace, make_program
 from kdacore_cuda.launch_sequence import PlannedLaunch
 
 B, T, H, K = 1, 40, 2, 128
@@ -150,6 +150,16 @@ def words(*steps: Any, arguments: int = 0) -> Any:
 
 def test_memory_is_cleared(either_handler: Device) -> None:
     assert not custom_call(words(Clear("y", 16))).any()
+
+
+def test_an_argument_in_other_memory_than_its_result_is_copied(either_handler: Device) -> None:
+    """As XLA hands over slices of larger arrays: what a launch is to change in place is in the result then, and
+    later steps find it there."""
+    x = jnp.arange(1.0, 5.0)
+    assert (custom_call(words(InPlace("x0", "y", 16), arguments=1), x) == x).all()
+    cleared = custom_call(words(InPlace("x0", "y", 16), Clear("x0", 8), arguments=1), x)
+    assert cleared.tolist() == [0.0, 0.0, 3.0, 4.0]
+    assert x.tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
 @pytest.mark.parametrize(

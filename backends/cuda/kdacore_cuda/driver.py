@@ -103,6 +103,12 @@ class Driver:
             )
             self.check("cuMemsetD8Async", code)
 
+    def copy(self, source: int, to: int, size: int, stream: int) -> None:
+        """Queue a copy of ``size`` bytes within device memory. DriverError if refused."""
+        if size:
+            code = self._dll.cuMemcpyDtoDAsync_v2(_P(to), _P(source), ctypes.c_size_t(size), _P(stream))
+            self.check("cuMemcpyDtoDAsync", code)
+
     @contextmanager
     def context_of(self, stream: int | None) -> Iterator[int]:
         """Makes the context of a stream current in the calling thread, and yields the stream. None:

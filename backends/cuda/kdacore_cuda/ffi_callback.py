@@ -122,6 +122,9 @@ class _Launches:
             at += words[at + 1]
             if step[0] == programs.CLEAR:
                 self.driver.clear(addresses[step[2]] + step[3], step[4], stream)
+            elif step[0] == programs.COPY:
+                if addresses[step[2]] != addresses[step[3]]:
+                    self.driver.copy(addresses[step[2]], addresses[step[3]], step[4], stream)
             elif (handle := self._handle(step, device)) is None:
                 text = f"no machine code {step[2] & (2**64 - 1):016x} in this version of kdacore"
                 return _Refusal(_INVALID_ARGUMENT, text)

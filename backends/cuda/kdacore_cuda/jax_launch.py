@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 from kdacore.arrays.jax_meshes import mesh_axes, out_struct, varying
 from kdacore.types import Device, Request
 from kdacore_cuda import jax_devices, xla_handler
-from kdacore_cuda.launch_program import Clear, Step, make_program
+from kdacore_cuda.launch_program import Clear, InPlace, Step, make_program
 from kdacore_cuda.multiprocessors import multiprocessors_of
 
 Form = tuple[tuple[int, ...], str]
@@ -48,17 +48,19 @@ def make_launches(
         steps: the launches, in order.
         arguments: arrays that they read, row-major as XLA hands them over.
         results: arrays that they write. XLA allocates them.
-        in_place: result -> argument whose memory it is. XLA copies an argument that is still used.
+        in_place: result -> argument whose memory it is. XLA copies an argument that is still used; the handler
+            copies one for which XLA has not kept to this.
         cleared: results that are zero before the first launch.
 
     Returns:
         The results by name.
     """
     names, given = tuple(arguments), tuple(arguments.values())
-    zeros = [Clear(name, _bytes(results[name])) for name in cleared]
+    first: list[Step] = [InPlace(x, name, _bytes(results[name])) for name, x in (in_place or {}).items()]
+    first += [Clear(name, _bytes(results[name])) for name in cleared]
     capability = int("".join(filter(str.isdigit, request.device.arch)))
     program = make_program(
-        *((*zeros, *steps), names, tuple(results), arch, capability, multiprocessors_of(request))
+        *((*first, *steps), names, tuple(results), arch, capability, multiprocessors_of(request))
     )
     xla_handler.add_kernels(program.cubins)
     axes = mesh_axes(*given)

@@ -3,14 +3,14 @@
 
 A program is a row of 64-bit words: a header of :data:`HEADER_WORDS`, then steps one after another.
 
-| header | steps that launch a kernel | steps that clear memory |
-|---|---|---|
-| :data:`MAGIC` and :data:`FORMAT` | :data:`KERNEL`, words of the step | :data:`CLEAR`, words of the step |
-| compute capability, times 10 | id and entry (4 words) of the kernel | array |
-| multiprocessors | blocks, threads, shared bytes | offset in bytes |
-| arguments of the call | 1 if it may start before the launch ahead has ended | bytes |
-| results of the call | bytes of its parameters, number of places | |
-| steps | places, two words each; the parameters | |
+| header | steps that launch a kernel | steps that clear memory | steps that copy an array |
+|---|---|---|---|
+| :data:`MAGIC` and :data:`FORMAT` | :data:`KERNEL`, words of the step | :data:`CLEAR`, words | :data:`COPY`, words |
+| compute capability, times 10 | id and entry (4 words) of the kernel | array | argument |
+| multiprocessors | blocks, threads, shared bytes | offset in bytes | result |
+| arguments of the call | 1 if it may start before the launch ahead has ended | bytes | bytes |
+| results of the call | bytes of its parameters, number of places | | |
+| steps | places, two words each; the parameters | | |
 
 A place says where in the parameters an address goes: byte and array (the upper 32 bits) in its first
 word, an offset in bytes in its second. Arrays are counted through the arguments and on through the
@@ -31,9 +31,9 @@ from kdacore_cuda.kernel_source import KernelSource
 from kdacore_cuda.launch import overlaps_launches
 from kdacore_cuda.launch_sequence import PlannedLaunch
 
-MAGIC, FORMAT = 0x6B6461636F7265, 1
-KERNEL, CLEAR = 1, 2
-HEADER_WORDS, KERNEL_WORDS, CLEAR_WORDS, ENTRY_BYTES = 6, 13, 5, 32
+MAGIC, FORMAT = 0x6B6461636F7265, 2
+KERNEL, CLEAR, COPY = 1, 2, 3
+HEADER_WORDS, KERNEL_WORDS, CLEAR_WORDS, COPY_WORDS, ENTRY_BYTES = 6, 13, 5, 5, 32
 LAUNCH_NUMBER = 0xFFFFFFFF
 LAUNCH_FIELD = "launch"
 """The array name that stands for the launch number in :attr:`PlannedLaunch.arrays`."""
@@ -46,7 +46,20 @@ class Clear(NamedTuple):
     size: int
 
 
-Step = PlannedLaunch | Clear
+class InPlace(NamedTuple):
+    """A step that copies an argument of ``size`` bytes to a result, unless they are the same memory. In later
+    steps the argument's name stands for the result.
+
+    XLA is told that they are to be the same, and they mostly are. Not so where it hands over slices of larger
+    arrays, as for a loop whose body it fuses with them: then it gives both their own memory and copies nothing.
+    """
+
+    argument: str
+    result: str
+    size: int
+
+
+Step = PlannedLaunch | Clear | InPlace
 
 
 class Program(NamedTuple):
@@ -99,6 +112,10 @@ def make_program(
     for step in steps:
         if isinstance(step, Clear):
             words = [CLEAR, CLEAR_WORDS, _number(numbers, step.array), 0, step.size]
+        elif isinstance(step, InPlace):
+            pair = _number(numbers, step.argument), _number(numbers, step.result)
+            words = [COPY, COPY_WORDS, *pair, step.size]
+            numbers[step.argument] = numbers[step.result]
         elif step.grid:
             identity, cubin = _cubin(step.launcher.kernel, arch)
             cubins[identity] = cubin

@@ -21,12 +21,14 @@
 enum {
   API_MAJOR = 0, /* of XLA's FFI, that this is written for */
   API_MINOR = 3,
-  FORMAT = 1,         /* of the program; launch_program.FORMAT */
+  FORMAT = 2,         /* of the program; launch_program.FORMAT */
   KERNEL = 1,         /* kinds of steps */
   CLEAR = 2,
+  COPY = 3,
   HEADER = 6,         /* words before the first step */
   KERNEL_HEADER = 13, /* words of a kernel step before its places */
   CLEAR_WORDS = 5,
+  COPY_WORDS = 5,
   ENTRY_BYTES = 32,
   PARAM_BYTES = 1024,
   DEVICES = 64,
@@ -72,6 +74,7 @@ static struct {
   int (*cuLaunchKernelEx)(const LaunchConfig*, void*, void**, void**);
   int (*cuLibraryGetKernel)(void**, void*, const char*);
   int (*cuLibraryLoadData)(void**, const void*, void*, void*, unsigned, void*, void*, unsigned);
+  int (*cuMemcpyDtoDAsync_v2)(void*, const void*, size_t, void*);
   int (*cuMemsetD8Async)(void*, unsigned char, size_t, void*);
   int (*cuStreamGetCtx)(void*, void**);
   int (*cuThreadExchangeStreamCaptureMode)(int*);
@@ -87,8 +90,8 @@ static const struct {
     DRIVER_FUNCTION(cuDeviceGetAttribute), DRIVER_FUNCTION(cuGetErrorName),
     DRIVER_FUNCTION(cuKernelSetAttribute), DRIVER_FUNCTION(cuLaunchKernelEx),
     DRIVER_FUNCTION(cuLibraryGetKernel),   DRIVER_FUNCTION(cuLibraryLoadData),
-    DRIVER_FUNCTION(cuMemsetD8Async),      DRIVER_FUNCTION(cuStreamGetCtx),
-    DRIVER_FUNCTION(cuThreadExchangeStreamCaptureMode),
+    DRIVER_FUNCTION(cuMemcpyDtoDAsync_v2), DRIVER_FUNCTION(cuMemsetD8Async),
+    DRIVER_FUNCTION(cuStreamGetCtx),       DRIVER_FUNCTION(cuThreadExchangeStreamCaptureMode),
 };
 
 /* --- state of the process -------------------------------------------------------------------- */
@@ -359,6 +362,17 @@ static XLA_FFI_Error* clear(const XLA_FFI_CallFrame* frame, const int64_t* step,
   return status ? refused(frame, "cuMemsetD8Async", status) : NULL;
 }
 
+/* An argument to a result that should be the same memory, where XLA has given it other memory. */
+static XLA_FFI_Error* copy(const XLA_FFI_CallFrame* frame, const int64_t* step, int64_t words, void* stream) {
+  uint64_t from = 0, to = 0;
+  if (words != COPY_WORDS) return malformed(frame, "the length of a step");
+  XLA_FFI_Error* error = address_of(frame, step[2], &from);
+  if (!error) error = address_of(frame, step[3], &to);
+  if (error || from == to || !step[4]) return error;
+  int status = driver.cuMemcpyDtoDAsync_v2((void*)(uintptr_t)to, (const void*)(uintptr_t)from, (size_t)step[4], stream);
+  return status ? refused(frame, "cuMemcpyDtoDAsync", status) : NULL;
+}
+
 static XLA_FFI_Error* run_here(const XLA_FFI_CallFrame* frame, const Program* program, void* stream) {
   int device = 0, status = driver.cuCtxGetDevice(&device);
   if (status) return refused(frame, "cuCtxGetDevice", status);
@@ -371,6 +385,7 @@ static XLA_FFI_Error* run_here(const XLA_FFI_CallFrame* frame, const Program* pr
     if (words < 2 || words > program->count - at) return malformed(frame, "the length of a step");
     if (step[0] == KERNEL) error = launch(frame, step, words, device, stream, number);
     else if (step[0] == CLEAR) error = clear(frame, step, words, stream);
+    else if (step[0] == COPY) error = copy(frame, step, words, stream);
     else error = malformed(frame, "an unknown step");
     at += words;
   }

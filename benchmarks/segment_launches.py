@@ -133,7 +133,7 @@ def main() -> None:
     chosen = chunk_forward_segments_kernels.chunks_per_segment
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     with (
-        mock.patch.object(chunk_forward, "use_segments", lambda items, multiprocessors: False),
+        mock.patch.object(chunk_forward, "use_segments", lambda *given: False),
         torch.no_grad(),
     ):
         for heads in args.heads:

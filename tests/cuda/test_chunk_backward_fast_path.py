@@ -33,7 +33,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors, kernels for sm_90a, the fused forward."""
     for module in (chunk_forward, chunk_backward):
         monkeypatch.setattr(module, "build_arch", lambda arch: "sm_90a")
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: False)
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: False)
     monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda *given: 2)
 
 

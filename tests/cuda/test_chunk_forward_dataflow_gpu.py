@@ -69,7 +69,7 @@ def test_large_calls_agree_with_the_fused_kernel(
     inputs = draw(16384, 24)
     got = chunk_forward_dataflow.forward(r := request(inputs, **options), inputs)
     monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *args: False)
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: False)
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: False)
     want = chunk_forward.forward(r, inputs)
     assert error(got.o, want.o.double().cpu()) < 3 * O_BOUND
     assert want.final_state is not None
@@ -88,12 +88,12 @@ def test_every_call_gives_the_same_bits(H: int, options: dict[str, Any]) -> None
 def test_appended_tokens_change_no_bit() -> None:
     """Through the backend's own choice."""
     inputs = draw(3000, 20)
-    assert use_dataflow(20, True, torch_launch.multiprocessors(0))
-    whole = chunk_forward.forward(request(inputs, **BOUNDED_MODEL), inputs)
-    assert same(whole, chunk_forward_dataflow.forward(request(inputs, **BOUNDED_MODEL), inputs))
+    assert use_dataflow(20, False, torch_launch.multiprocessors(0))
+    whole = chunk_forward.forward(request(inputs, **MODEL), inputs)
+    assert same(whole, chunk_forward_dataflow.forward(request(inputs, **MODEL), inputs))
     for T in (1, 64, 1025, 2000):
         cut = inputs._replace(**{n: getattr(inputs, n)[:, :T].contiguous() for n in TOKENS})
-        assert torch.equal(chunk_forward.forward(request(cut, **BOUNDED_MODEL), cut).o, whole.o[:, :T])
+        assert torch.equal(chunk_forward.forward(request(cut, **MODEL), cut).o, whole.o[:, :T])
 
 
 @GATES

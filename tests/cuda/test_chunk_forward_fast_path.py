@@ -19,7 +19,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors, kernels for sm_90a, segments of two chunks; in segments where a test asks for it."""
     for module in (chunk_forward, chunk_backward):
         monkeypatch.setattr(module, "build_arch", lambda arch: "sm_90a")
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: False)
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: False)
     monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *args: False)
     monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda *given: 2)
 
@@ -54,7 +54,7 @@ def test_the_shorter_way_gives_the_same_bits(
 ) -> None:
     if way == "side by side" and name == "packed, states":
         pytest.skip("packs go another way")
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: way == "segments")
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: way == "segments")
     monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *args: way == "side by side")
     first, second = CASES[name](0), CASES[name](1)
     bare = first.A_log is None

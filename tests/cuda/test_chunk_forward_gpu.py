@@ -21,7 +21,7 @@ HEADS = pytest.mark.parametrize("H", [4, 80], ids=["few heads", "many heads"])
 @pytest.fixture(autouse=True)
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where heads are few; those in segments have tests of their own."""
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: False)
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: False)
 
 
 def draw(T: int, H: int, K: int = 128) -> ChunkInputs:

@@ -27,7 +27,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     cluster = 4 if name.startswith("clusters of four") else 2
     shares = 3 if name.endswith("shared") else 0
     monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: name == "segments")
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: name == "segments")
     monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda *given: 1)
     if name != "portable":
         monkeypatch.setattr(chunk_forward, "cluster_size", lambda *given: cluster)
@@ -65,7 +65,7 @@ def ran(way: str, launched: list[str]) -> None:
     if way == "segments":
         assert any(name.startswith("output-") for name in launched)
         return
-    cluster = {"portable": 1, "clusters of three": 3}.get(way, 2)
+    cluster = 1 if way == "portable" else 4 if way.startswith("clusters of four") else 2
     assert all(f"-CLUSTER{cluster}-" in name and "SCANNERS" in name for name in launched) or cluster == 1
 
 

@@ -319,10 +319,10 @@ def test_few_heads_go_in_segments(emulated: list[str], monkeypatch: pytest.Monke
         emulated.clear()
         chunk_forward.forward(request_of("chunk_kda", inputs, **BOUNDED_MODEL), inputs)
         assert emulated[-1].startswith("output")
-    assert [chunk_forward_segments_kernels.use_segments(n, 132) for n in (1, 8, 16, 27, 28, 64)] == [
-        True
-    ] * 4 + [False] * 2
-    assert not chunk_forward_segments_kernels.use_segments(16, 66)
+    use = chunk_forward_segments_kernels.use_segments
+    assert [n for n in range(1, 100) if use(n, True, 132)] == [*range(1, 20)]
+    assert [n for n in range(1, 100) if use(n, False, 132)] == [*range(1, 23)]
+    assert not use(16, True, 66)
 
 
 def test_the_benchmark_times_what_a_call_launches(emulated: list[str]) -> None:

@@ -25,7 +25,7 @@ QUICK = (
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every call of K = V = 128 in segments of one chunk."""
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: True)
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: True)
     monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda *given: 1)
     REGISTRY.register(Plugin(), NAME)
     yield

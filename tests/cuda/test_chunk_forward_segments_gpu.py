@@ -109,7 +109,7 @@ def test_large_calls_agree_with_the_fused_kernel(
     """More blocks than run at once."""
     inputs = draw(16384, 16)
     got = chunk_forward_segments.forward(r := request(inputs, **options), inputs)
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: False)
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: False)
     want = chunk_forward.forward(r, inputs)
     assert error(got.o, want.o.double().cpu()) < 3 * O_BOUND
     assert error(got.final_state, want.final_state.double().cpu()) < 3 * STATE_BOUND
@@ -164,7 +164,7 @@ def test_host_time(T: int, bound: float) -> None:
 
 
 def test_few_heads_go_in_segments() -> None:
-    assert chunk_forward_segments_kernels.use_segments(16, torch_launch.multiprocessors(0))
+    assert chunk_forward_segments_kernels.use_segments(16, True, torch_launch.multiprocessors(0))
     inputs = draw(64, 16)
     got = chunk_forward.forward(r := request(inputs, **BOUNDED_MODEL), inputs)
     assert same(got, chunk_forward_segments.forward(r, inputs))

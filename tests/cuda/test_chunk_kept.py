@@ -44,7 +44,7 @@ def many_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (chunk_forward, chunk_backward):
         monkeypatch.setattr(module, "build_arch", lambda arch: "sm_90a")
     for module in (chunk_kept, chunk_backward):
-        monkeypatch.setattr(module, "use_segments", lambda items, multiprocessors: False)
+        monkeypatch.setattr(module, "use_segments", lambda *given: False)
 
 
 def kept_request(inputs: ChunkInputs, **options: Any) -> Request:

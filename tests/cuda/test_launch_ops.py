@@ -219,7 +219,7 @@ def pack(*lengths: int) -> torch.Tensor:
 @pytest.mark.parametrize("K", [64, 128])
 def test_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, K: int, packed: bool) -> None:
     """The fused kernel, also where heads are few."""
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: False)
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: False)
     d = Draw(0)
     B, T, H, HV, N = (1, 96, 2, 4, 3) if packed else (3, 96, 2, 4, 3)
     inputs = ChunkInputs(
@@ -270,7 +270,7 @@ def test_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, K: int, 
 
 
 def test_chunk_forward_of_strided_arrays(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: False)
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: False)
     d = Draw(0)
     wide = d.normal(2, 40, 6, 3 * 128)
     q, k, v = (wide[..., 128 * i : 128 * (i + 1)] for i in range(3))
@@ -622,7 +622,7 @@ def test_recurrent_reads_one_pool_and_writes_another(seen: Recorder) -> None:
 
 def test_chosen_checkpoints(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launch that follows takes up what the others kept."""
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: False)
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: False)
     d = Draw(0)
     wide = d.normal(1, 300, 4, 256)
     inputs = ChunkInputs(
@@ -667,7 +667,7 @@ def test_chosen_checkpoints(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_chosen_checkpoints_in_segments(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of states before checkpoints, of records of cut chunks, of those of whole chunks, in this order."""
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: True)
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: True)
     monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda *given: 2)
     d, HV = Draw(0), 4
     inputs = ChunkInputs(
@@ -723,7 +723,7 @@ def test_cached_chunk_forward(
     seen: Recorder, monkeypatch: pytest.MonkeyPatch, few: bool, pools: bool
 ) -> None:
     """What is packed once is what a first call packs."""
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda items, multiprocessors: few)
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: few)
     monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda *given: 2)
     d = Draw(0)
     inputs = ChunkInputs(

@@ -78,7 +78,9 @@ class ChunkForwardPlan(NamedTuple):
 def _make_plan(r: Request) -> ChunkForwardPlan:
     arch = build_arch(r.device.arch)
     items, multiprocessors = r.N * r.HV, multiprocessors_of(r)
-    cluster = cluster_size(r.K, items_for_choice(r), multiprocessors, arch)
+    # On Hopper clusters of every size give the same bits.
+    chosen_by = items if has_hopper_kernel(r.K, arch) else items_for_choice(r)
+    cluster = cluster_size(r.K, chosen_by, r.B * r.T // max(r.N, 1), multiprocessors, arch)
     clusters = resident_clusters(r.K, cluster, items, multiprocessors, arch)
     hopper = has_hopper_kernel(r.K, arch)
     looks_up = r.packed or r.has("state_indices") or r.checkpoint_every or r.checkpoint_count
@@ -116,7 +118,9 @@ def _make_plan(r: Request) -> ChunkForwardPlan:
         state_dtype=torch_dtype(r, r.state_dtype),
         widen_gate=type_code(r, "g") == TYPES["float16"],
         in_dataflow=in_dataflow,
-        in_segments=hopper and not in_dataflow and use_segments(items_for_choice(r), multiprocessors),
+        in_segments=hopper
+        and not in_dataflow
+        and use_segments(items_for_choice(r), has_bounded_gate(r), multiprocessors),
     )
 
 

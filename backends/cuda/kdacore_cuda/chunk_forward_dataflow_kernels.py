@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from itertools import product
 
 from kdacore_cuda.chunk_backward_kernels import ChunkBackwardKernel
 from kdacore_cuda.kernel_source import KernelSource
@@ -49,24 +48,23 @@ def walk_kernel() -> KernelSource:
     return KernelSource(f"{_SOURCES}/walk.cu", "walk", (("SHARED_BYTES", WALK_SHARED),))
 
 
-_LEAST_PART = 16.5 / 132
-"""Of the multiprocessors: with fewer sequences and value heads, segments are as fast."""
-_LARGEST_PART = {True: 27.5 / 132, False: 22.5 / 132}
-"""With more, too few multiprocessors are left to prepare; by whether gates are bounded, as prepare
-takes longer if they are not."""
+_LEAST_PART, _LARGEST_PART = 16.5 / 132, 22.5 / 132
+"""Of the multiprocessors: with fewer sequences and value heads segments are as fast, with more too few
+multiprocessors are left to prepare."""
 
 
 def use_dataflow(items: int, bounded: bool, multiprocessors: int) -> bool:
     """Whether ``items`` sequences and value heads are served by these kernels.
 
-    All times grow with the tokens, and the number of tokens must not decide: appending tokens would
+    If gates are bounded, segments or the fused kernel with clusters of four are faster for every number of
+    items, or as fast. All times grow with the tokens, and the number of tokens must not decide: appending tokens would
     then change the bits of those before.
     """
-    return _LEAST_PART * multiprocessors < items <= _LARGEST_PART[bounded] * multiprocessors
+    return not bounded and _LEAST_PART * multiprocessors < items <= _LARGEST_PART * multiprocessors
 
 
 def packaged_dataflow_kernels() -> Iterator[KernelSource]:
-    """The kernels shipped: all there are."""
-    for float_gate, bounded in product((False, True), repeat=2):
-        yield prepare_units_kernel(float_gate, bounded).source
+    """The kernels shipped: those that calls may use."""
+    for float_gate in (False, True):
+        yield prepare_units_kernel(float_gate, bounded=False).source
     yield walk_kernel()

@@ -4,7 +4,6 @@ share a call."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from itertools import product
 from typing import NamedTuple
 
@@ -24,20 +23,40 @@ def cluster_sizes(K: int, arch: str) -> tuple[int, ...]:
     sharing was slower."""
     if K == 64 or arch not in CLUSTER_ARCHS:
         return (1,)
-    return (2, 3, 4) if has_hopper_kernel(K, arch) else (1, 2, 4)
+    return (2, 4) if has_hopper_kernel(K, arch) else (1, 2, 4)
 
 
-def cluster_size(K: int, items: int, multiprocessors: int, arch: str) -> int:
+_LONG = 1024
+"""Tokens of a sequence from which on clusters of four pay that share more items than there are clusters."""
+
+
+def cluster_size(K: int, items: int, tokens: int, multiprocessors: int, arch: str) -> int:
     """Blocks that share an item (a sequence and value head) of ``items``. Depends on shapes and the
     device alone.
 
     A larger cluster shortens one item and costs throughput, so it pays while multiprocessors are
-    idle. A cluster lies within a part of the device, so larger ones leave some multiprocessors out:
-    of an H200's 132, clusters of three for 32 items ran at once, those for 40 one after the other.
+    idle. On Hopper clusters of four still pay where they share up to a third more items than run at
+    once, if sequences are long. Both sizes give the same bits there, so tokens may decide.
+
+    Args:
+        K: head dim.
+        items: sequences times value heads.
+        tokens: of a sequence, on average.
+        multiprocessors: of the device.
+        arch: the real architecture.
     """
     sizes = cluster_sizes(K, arch)
+    if has_hopper_kernel(K, arch):
+        together = _clusters_at_once(4, multiprocessors)
+        return 4 if items <= together or (3 * items <= 4 * together and tokens >= _LONG) else 2
     reached = {c: multiprocessors if c <= 2 else multiprocessors * 9 // 11 for c in sizes}
     return max(c for c in sizes if c == sizes[0] or items * c <= reached[c])
+
+
+def _clusters_at_once(cluster: int, multiprocessors: int) -> int:
+    """How many clusters run at once. A cluster lies within one of the parts that a device is made of, so clusters
+    of four leave some multiprocessors out: of an H200's 132 they have 120 (``cuOccupancyMaxActiveClusters``)."""
+    return multiprocessors * 10 // 44 if cluster == 4 else multiprocessors // cluster
 
 
 def resident_clusters(K: int, cluster: int, items: int, multiprocessors: int, arch: str) -> int:
@@ -49,7 +68,7 @@ def resident_clusters(K: int, cluster: int, items: int, multiprocessors: int, ar
     """
     if not has_hopper_kernel(K, arch):
         return 0
-    together = multiprocessors // 44 * 10 if cluster == 4 else multiprocessors // cluster
+    together = _clusters_at_once(cluster, multiprocessors)
     return together if items > together else 0
 
 
@@ -98,11 +117,7 @@ def chunk_forward_kernel(
         ("BOUNDED", int(bounded)),
         ("G_FLOAT", int(float_gate)),
         ("SHARED_LIMIT", chunk_forward_shared_bytes(K, cluster, bounded, arch)),
-        *(
-            _hopper_defines(cluster, bounded, many_short)
-            if own
-            else _portable_defines(K, cluster, bounded, arch)
-        ),
+        *(_hopper_defines(cluster, many_short) if own else _portable_defines(K, cluster, bounded, arch)),
     )
     return KernelSource(
         "sm90/chunk_forward/chunk_forward.cu" if own else "common/chunk_forward/chunk_forward.cu",
@@ -155,25 +170,22 @@ _SCANNERS, _SCAN_WARPS, _SLICE_WARPS, _SOLVER_SLOTS, _STAGES = 2, 4, 8, 4, 6
 
 
 class Registers(NamedTuple):
-    """Registers of one thread by its warp's task. The warpgroups (one scan, two slice, one solve)
-    have 512 in all."""
+    """Registers of one thread by its warp's task. The four warpgroups of a block have 512 in all: one scan, two slice
+    and one solve, or in clusters of four, three slice and one solve, or one scan and three of little use."""
 
     scan: int
     slices: int
     solve: int
 
 
-@cache
-def _registers(cluster: int, bounded: bool) -> Registers:
+def _registers(cluster: int) -> Registers:
     """Counts with which nothing spills: reading a spilled word back waits for the loads queued
     before it."""
-    if cluster == 2 * _SCANNERS:  # of blocks that scan, and of blocks that prepare
-        return Registers(184, 136, 88)
-    return Registers(184, 120, 88) if bounded or cluster == _SCANNERS else Registers(176, 128, 80)
+    return Registers(184, 120 if cluster == _SCANNERS else 136, 88)
 
 
-def _hopper_defines(cluster: int, bounded: bool, many_short: bool) -> tuple[tuple[str, int], ...]:
-    registers = _registers(cluster, bounded)
+def _hopper_defines(cluster: int, many_short: bool) -> tuple[tuple[str, int], ...]:
+    registers = _registers(cluster)
     return (
         ("SCANNERS", _SCANNERS),
         ("STAGES", _STAGES),

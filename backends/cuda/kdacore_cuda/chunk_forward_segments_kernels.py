@@ -100,14 +100,14 @@ def output_blocks(items: int, multiprocessors: int) -> int:
     return 2 if 2 * items <= multiprocessors else 1
 
 
-_CYCLES_PER_CHUNK_IN_SEGMENTS = 21_000
-"""Cycles of one multiprocessor for 64 tokens of one value head in segments, all launches
-together."""
-_CYCLES_PER_FUSED_STEP = 2_150
-"""Cycles of a step of 32 tokens of the fused kernel, whatever the number of heads."""
+_CYCLES_PER_CHUNK_IN_SEGMENTS = {True: 21_000, False: 23_800}
+"""By whether gates are bounded: cycles of one multiprocessor for 64 tokens of one value head in segments, all
+launches together."""
+_CYCLES_PER_FUSED_STEP = {True: 1_570, False: 2_040}
+"""Cycles of a step of 32 tokens of the fused kernel with clusters of four, for 20 heads."""
 
 
-def use_segments(items: int, multiprocessors: int) -> bool:
+def use_segments(items: int, bounded: bool, multiprocessors: int) -> bool:
     """Whether ``items`` sequences and value heads are few enough for segments to be faster than the
     fused kernel.
 
@@ -116,7 +116,8 @@ def use_segments(items: int, multiprocessors: int) -> bool:
     the tokens, and the number of tokens must not decide: appending tokens would then change the
     bits of those before.
     """
-    return items * _CYCLES_PER_CHUNK_IN_SEGMENTS <= 2 * _CYCLES_PER_FUSED_STEP * multiprocessors
+    in_segments, fused = _CYCLES_PER_CHUNK_IN_SEGMENTS[bounded], 2 * _CYCLES_PER_FUSED_STEP[bounded]
+    return items * in_segments <= fused * multiprocessors
 
 
 _LEAST_CHUNKS, _MOST_CHUNKS, _REFERENCE_CHUNKS = 10, 43, 128

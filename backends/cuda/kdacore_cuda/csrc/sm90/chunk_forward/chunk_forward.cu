@@ -29,7 +29,7 @@
 #include "sm90/chunk_forward/scan.cuh"
 #include "sm90/chunk_forward/triangles.cuh"
 #endif
-#if CLUSTER == 2 * SCANNERS
+#if SEPARATE_BLOCKS
 #include "sm90/chunk_forward/preparing_block.cuh"
 #endif
 
@@ -56,7 +56,7 @@ static_assert(!SEPARATE || (SCAN_REGISTERS * SCAN_WARPS + SOLVE_REGISTERS * (SLI
 __device__ __forceinline__ void init_barriers(u32 shared) {
   if (thread_index() < STAGES) {
     barrier_init(shared + OFFSET(SharedMemory, full) + 8 * thread_index(), WARP_ARRIVALS);
-#if CLUSTER == 2 * SCANNERS
+#if SEPARATE_BLOCKS
     init_copy_barriers(shared, thread_index());
 #else
     barrier_init(shared + OFFSET(SharedMemory, empty) + 8 * thread_index(),
@@ -104,7 +104,7 @@ KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardPar
   }
 #endif
   sync_group();
-#if CLUSTER == 2 * SCANNERS
+#if SEPARATE_BLOCKS
   if (rank < SCANNERS) {
     if (warp < SCAN_WARPS) {
       set_role_registers<SCAN_REGISTERS>();
@@ -127,7 +127,7 @@ KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardPar
 #if MANY_SHORT
     short_scan_warp(p, shared, warp, rank, cluster);
 #else
-    if (rank < SCANNERS) scan_warp(p, shared, warp, rank);
+    scan_warp(p, shared, warp, rank);
 #endif
   } else if (warp < SCAN_WARPS + SLICE_WARPS) {
     set_role_registers<SLICE_REGISTERS>();

@@ -215,7 +215,7 @@ __device__ __forceinline__ ScanLane make_scan_lane(u32 shared, int warp, int ran
 
 // Tells the block that prepares a stage that this warp has read it.
 __device__ __forceinline__ void warp_arrive_empty(u32 shared, u32 slot, int lane) {
-#if CLUSTER == 2 * SCANNERS
+#if SEPARATE_BLOCKS
   warp_arrive_remote(
       cluster_address(shared + OFFSET(SharedMemory, room) + 8 * slot, SCANNERS + slot % PREPARERS), lane);
 #elif CLUSTER > 1

@@ -16,8 +16,6 @@
 #include "sm90/chunk_forward/shared_memory.cuh"
 #include "sm90/warp.cuh"
 
-constexpr bool ONE_TASK = CLUSTER > SCANNERS && !SEPARATE;  // there are few heads, and a cluster for each
-
 struct Task {
   int n, hv;
   int offset;  // where it lies in the interval: below 0 if it began in the one before
@@ -85,7 +83,7 @@ constexpr int MAX_PASSES = 8;  // limit of the search for the long tasks
 
 // All lanes of one warp call this.
 __device__ __forceinline__ Interval find_interval(const ChunkForwardParams& p, int cluster) {
-  if (ONE_TASK || !p.clusters) {
+  if (!p.clusters) {
     const int n = cluster / p.HV, steps = steps_of(p, n);
     return {{n, cluster % p.HV, 0, steps}, steps + SEQUENCE_OVERHEAD_STEPS, steps};
   }
@@ -152,7 +150,6 @@ __device__ __forceinline__ Task load_task(u32 from) {
 // step.
 __device__ __forceinline__ bool advance_to_step(const ChunkForwardParams& p, u32 shared, Task& task,
                                                 int step) {
-  if (ONE_TASK) return step < task.stop;
   const uint4 interval = load_shared_u4(shared + OFFSET(SharedMemory, interval) + 16);
   const int size = uniform(interval.x), limit = uniform(interval.y);
   int steps = uniform(steps_of(p, task.n));
@@ -200,7 +197,6 @@ enum Move { NO_STEP, NEXT_HEAD, NEXT_SEQUENCE };
 // short sequences the instructions of all roles have to fit into the cache together.
 __device__ __forceinline__ Move move_to_step(const ChunkForwardParams& p, u32 shared, Task& task, int length,
                                              int step) {
-  if (ONE_TASK) return NO_STEP;
   const int steps = steps_of_length(length),
             size = uniform(__float_as_uint(load_shared1(shared + OFFSET(SharedMemory, interval) + 16)));
   while (step >= task.stop) {

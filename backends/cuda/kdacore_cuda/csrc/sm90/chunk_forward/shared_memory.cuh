@@ -32,10 +32,12 @@ constexpr int HALVES = K / 64;
 constexpr int SLICES = K / 32;  // of 32 channels, a warp each
 // A warp a half; a group takes every GROUPS-th chunk of its block.
 constexpr int SLICE_WARPS = GROUPS * SLICES * 2;
+#define SEPARATE_BLOCKS (CLUSTER == 2 * SCANNERS)
 // The first SCANNERS blocks of a cluster carry the state. All prepare, or in a cluster with twice as many blocks
 // the others alone, which then have a ring each for their own chunks (stage_copies.cuh).
-constexpr bool SEPARATE = CLUSTER == 2 * SCANNERS;
-constexpr int PREPARERS = SEPARATE ? SCANNERS : CLUSTER;
+constexpr bool SEPARATE = SEPARATE_BLOCKS;
+static_assert(SEPARATE || CLUSTER == SCANNERS, "as many blocks only prepare as scan, or none");
+constexpr int PREPARERS = SCANNERS;
 // Chunks that a block prepares at a time. Blocks that only prepare have a shorter ring, whose other stages hold a
 // second set of the slices' sums: slices then do not wait until a solver has read those of the chunk before.
 constexpr int OWN_STAGES = SEPARATE ? 4 : STAGES, SUMS = SEPARATE ? 2 : 1;
@@ -108,7 +110,7 @@ struct SharedMemory {
   float bias[K];
   u64 full[STAGES];             // barriers: the stage is prepared
   u64 empty[STAGES];            // the stage is consumed, or if SEPARATE, in the block that prepares, copied
-#if CLUSTER == 2 * SCANNERS
+#if SEPARATE_BLOCKS
   u64 room[STAGES];             // in the block that prepares: this stage of the scanning blocks is consumed
 #endif
   u64 parts_ready[SOLVERS];     // the slices of the solver's chunk are done

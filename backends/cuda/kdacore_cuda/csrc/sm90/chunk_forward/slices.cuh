@@ -9,8 +9,7 @@
 #include "common/warp_arrivals.cuh"
 #include "sm90/chunk_forward/schedule.cuh"
 
-// If gates are unbounded, slice warps need all of their 120 registers; in clusters of three they
-// have 128.
+// If gates are unbounded, slice warps need all of their 120 registers; those of blocks that only prepare have 136.
 #define FEW_REGISTERS (!BOUNDED && CLUSTER == SCANNERS)
 
 // Addresses of this lane's channels of token 2p of the next chunk to load; byte strides between

@@ -5,7 +5,7 @@
 #include "common/clear_rows.cuh"
 #include "common/unit_triangle_inverse.cuh"
 #include "sm90/chunk_forward/slices.cuh"
-#if CLUSTER == 2 * SCANNERS
+#if SEPARATE_BLOCKS
 #include "sm90/chunk_forward/stage_copies.cuh"
 #endif
 
@@ -82,10 +82,7 @@ __device__ __forceinline__ void publish_operands(u32 stage, u32 full, int lane, 
 // complete earlier.
 __device__ __forceinline__ void publish(u32 stage, u32 full, int lane, int rank) {
   fence_async_proxy();
-  if (rank < SCANNERS)
-    warp_arrive(full, lane);
-  else
-    sync_warp();
+  warp_arrive(full, lane);
   if (lane == 0) {
 #if CLUSTER > 1
 #pragma unroll
@@ -174,7 +171,7 @@ __device__ __forceinline__ void solver_step(const ChunkForwardParams& p, const S
   }
   sync_pair(SOLVER_BARRIER + w.pair);
   to_next();
-#if CLUSTER == 2 * SCANNERS
+#if SEPARATE_BLOCKS
   if (w.half) send_stage(shared, c, l.lane);
 #else
   if (w.half) publish(stage, full, l.lane, rank);

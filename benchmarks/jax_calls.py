@@ -174,8 +174,8 @@ def check_backward() -> int:
 def decode_step(pool: Any, x: dict[str, Any], slots: Any) -> Any:
     return kdacore.fused_recurrent_kda(
         *(x[n] for n in NAMES[:5]), A_log=x["A_log"], dt_bias=x["dt_bias"], initial_state=pool, state_indices=slots,
-        inplace_state=True, output_final_state=True, **OPTIONS,
-        **({"backend": BACKEND} if isinstance(pool, torch.Tensor) else {}),
+        inplace_state=True, output_final_state=True, backend=BACKEND if isinstance(pool, torch.Tensor) else None,
+        **OPTIONS,
     )  # fmt: skip
 
 
@@ -201,6 +201,33 @@ def check_decode() -> int:
     for _ in range(20):
         decode_step(theirs, tensors, torch.from_numpy(slots).cuda())
     same("decoding", [got], [theirs])
+    return 1
+
+
+def check_layers() -> int:
+    """Decoding through a scan over layers, each with a pool of its own in one array: the bits of torch's calls. XLA
+    hands over slices of that array, which a call is to change in place."""
+    arrays, layers = draw(3, 8, 1, 32), 3
+    pools = 0.1 * np.random.default_rng(4).standard_normal((layers, 11, 32, 128, 128), np.float32)
+    slots = np.array([3, 0, -1, 10, 7, 1, 2, 9], np.int32)
+
+    def step(pools: Any, x: dict[str, Any], slots: Any) -> Any:
+        def layer(v: Any, pool: Any) -> Any:
+            o, pool = decode_step(pool, {**x, "v": v}, slots)
+            return o, pool
+
+        return jax.lax.scan(layer, x["v"], pools)
+
+    run = jax.jit(step, donate_argnums=0)
+    kept, x = jnp.asarray(pools), in_jax(arrays)
+    for _ in range(3):
+        o, kept = run(kept, x, jnp.asarray(slots))
+    tensors, theirs = in_torch(arrays), torch.from_numpy(pools).cuda()
+    for _ in range(3):
+        v = tensors["v"]
+        for pool in theirs:
+            v, _ = decode_step(pool, {**tensors, "v": v}, torch.from_numpy(slots).cuda())
+    same("decoding through layers", [o, kept], [v, theirs])
     return 1
 
 
@@ -402,7 +429,7 @@ def main() -> None:
     parser.add_argument("--only-check", action="store_true", help="time nothing")
     arguments = parser.parse_args()
     before = results.load()
-    checks = (check_forward, check_backward, check_decode, check_transformations, check_slices)
+    checks = (check_forward, check_backward, check_decode, check_layers, check_transformations, check_slices)
     for check in checks:
         start = time.perf_counter()
         count = check()

@@ -25,7 +25,7 @@ def on_host(inputs: ChunkInputs) -> ChunkInputs:
 def row(preset: str, shape: str, case: Case, contender: str, backend: str, t: Timing) -> Row:
     """What one contender, named ``<whose> <launch>``, took on *init* gates."""
     return Row(
-        preset=preset, case=shape, phase=contender.split()[1], contender=contender, status="ok", backend=backend,
-        gates="init", shape=shape, dtype=case.dtype, device="cuda",
+        preset=preset, case=shape, phase=contender.split()[1].rstrip(","), contender=contender, status="ok",
+        backend=backend, gates="init", shape=shape, dtype=case.dtype, device="cuda",
         seconds=t.median, low=t.low, high=t.high, samples=t.samples,
     )  # fmt: skip

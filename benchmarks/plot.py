@@ -18,6 +18,8 @@ def main() -> None:
         record = json.loads(source.read_text(encoding="utf-8"))
         if record.get("rows") and all("before" in row for row in record["rows"]):
             contents = before_and_after(record)
+        elif record.get("presets") == ["context-parallel"]:
+            continue  # drawn as ratios by benchmarks.context_parallel.picture
         elif "presets" in record:
             contents = read(source)
         else:

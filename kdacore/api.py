@@ -111,7 +111,7 @@ def chunk_kda(
         disable_recompute: a backend may keep what its backward would otherwise recompute, in more memory: the same
             results within the same bounds, and faster where that pays. Of kdacore's own backends ``pallas`` does, and
             ``cuda`` in eager torch calls with 13 or more sequences times value heads (2084 bytes a token and value
-            head). For the others it changes nothing.
+            head; for when that pays see docs/guide/calling.md). For the others it changes nothing.
         checkpoint_every: also return the state at the start of every block of this many tokens, a multiple of 64.
         cp: the ranks that a row is split over, each of which makes this call with its own T tokens: rank r has tokens
             ``[r*T, (r+1)*T)`` of the whole row. A ``torch.distributed`` process group or a ``DeviceMesh`` of one

@@ -8,7 +8,10 @@ from typing import Any
 
 from kdacore.bench.results import duration
 
-COLOURS = ("#2a6f97", "#e07a5f", "#81b29a", "#b08968", "#6d597a", "#adb5bd")
+COLOURS = (
+    "#2a6f97", "#e07a5f", "#81b29a", "#b08968", "#6d597a", "#adb5bd", "#90c2e7",
+    "#f2b5a0", "#3d6b52", "#e3cfa8", "#c3a6cf", "#5f676e", "#8c2f39", "#d4a017",
+)  # fmt: skip
 WIDE_RANGE = 1000.0
 """Medians further apart than this are drawn on a logarithmic axis."""
 
@@ -70,9 +73,14 @@ def _library() -> tuple[Any, Any]:
 
 
 def _group(row: dict[str, Any]) -> str:
-    """What stands beside the bars of a row; training, decode and host rows of one name are not the same case."""
-    phase = "" if row["phase"] in ("forward", "stage") or row["phase"] in row["case"] else f", {row['phase']}"
-    name = f"{row['case']}{phase}"
+    """What stands beside the bars of a row; training, decode and host rows of one name are not the same case.
+
+    The launches of one call are one group: the contender, which the legend names, says which.
+    """
+    phase = row["phase"]
+    launch = phase not in ("backward", "training") and phase in row["contender"].split()
+    said = launch or phase in ("forward", "stage") or phase in row["case"]
+    name = row["case"] if said else f"{row['case']}, {phase}"
     return f"{name}\n{row['gates']} gates" if row["gates"] else name
 
 

@@ -538,6 +538,23 @@ def test_plot(tmp_path: Path) -> None:
         assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("phase", "contender", "group"),
+    [
+        ("maps", "segments maps", "B1 T64"),
+        ("outputs", "segments maps", "B1 T64, outputs"),
+        ("forward", "one forward", "B1 T64"),
+        ("training", "one training", "B1 T64, training"),
+        ("decode", "kdacore cuda", "B1 T64, decode"),
+    ],
+)
+def test_a_picture_groups_the_launches_of_a_call_and_keeps_passes_apart(
+    phase: str, contender: str, group: str
+) -> None:
+    row = {"case": "B1 T64", "phase": phase, "contender": contender, "gates": ""}
+    assert plot._group(row) == group
+
+
 def test_committed_results_can_be_read() -> None:
     files = sorted((ROOT / "benchmarks" / "results" / "cpu").glob("*.json"))
     assert {path.stem for path in files} >= {"reference", "dispatch", "import"}
@@ -564,6 +581,7 @@ def test_every_committed_picture_can_be_drawn_again(
         images / "headline.svg",
         *images.glob("performance-*.svg"),
         images / "context-parallel-model.svg",
+        images / "h100-context-parallel-2.svg",  # benchmarks.context_parallel.picture
     }
     assert set(drawn) == set(images.glob("*.svg")) - by_others
     capsys.readouterr()

@@ -6,6 +6,7 @@ import doctest
 import importlib
 import importlib.util
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,40 @@ MODULES += [f"kdacore.parallel.{name}" for name in ("fold", "local_ranks", "tran
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
+NEEDS = {"README.md": ("transformers",), "docs/guide/integrations.md": ("fla", "transformers")}
+INTEGRATIONS = [f"kdacore.integrations.{name}" for name in ("fla", "transformers")]
+
+
 def _pages() -> Iterator[Any]:
-    """The page on other projects needs them; they warn of their own where there is no GPU."""
-    others = [name for name in ("fla", "transformers") if importlib.util.find_spec(name) is None]
+    """Pages on other projects need them; they warn of their own where there is no GPU."""
     for page in PAGES:
-        needs = page == "docs/guide/integrations.md"
-        skip = pytest.mark.skipif(needs and bool(others), reason=f"not installed: {', '.join(others)}")
-        yield pytest.param(page, marks=[skip, *([pytest.mark.filterwarnings("ignore")] if needs else [])])
+        missing = [name for name in NEEDS.get(page, ()) if importlib.util.find_spec(name) is None]
+        skip = pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
+        yield pytest.param(
+            page, marks=[skip, *([pytest.mark.filterwarnings("ignore")] if page in NEEDS else [])]
+        )
+
+
+@pytest.fixture
+def integrations_not_imported() -> Iterator[None]:
+    """Importing an integration activates it, but only once a process: each page imports it as the first to do so, and
+    no later test finds it active."""
+    from kdacore import integrations
+
+    integrations.deactivate()
+    before = {name: sys.modules.pop(name) for name in INTEGRATIONS if name in sys.modules}
+    yield
+    integrations.deactivate()
+    for name in INTEGRATIONS:
+        sys.modules.pop(name, None)
+        vars(integrations).pop(name.rpartition(".")[2], None)
+    for name, module in before.items():
+        sys.modules[name] = module
+        setattr(integrations, name.rpartition(".")[2], module)
 
 
 @pytest.mark.parametrize("page", tuple(_pages()))
-def test_page(page: str) -> None:
+def test_page(page: str, integrations_not_imported: None) -> None:
     """A page's blocks run top to bottom in one namespace, as a reader would run them."""
     namespace: dict[str, object] = {"__name__": "example"}
     text = (ROOT / page).read_text()

@@ -19,8 +19,9 @@ from kdacore.errors import ContractError
 
 TIMEOUT = 10.0
 """Seconds, of the process group."""
-GRACE = 45.0
-"""Seconds more that a process may take to start, to notice and to end."""
+GRACE = 150.0
+"""Seconds more that a process may take to start, to notice and to end. NCCL's watchdog reports the collective at the
+timeout, and writes a dump before it ends the process."""
 
 
 def try_all(size: int) -> Iterator[str]:

@@ -76,13 +76,6 @@ ALLOWED = (
         "as above, with an anchor for each quarter of a chunk, and decays kept in shared memory",
     ),
     Allowance(
-        32,
-        "sm_90a",
-        "sm90/chunk_forward/dataflow/prepare_units.cu",
-        {"BOUNDED": 1},
-        "three units at once leave 80 registers, and where a unit's memory begins is one more; few words, in no loop",
-    ),
-    Allowance(
         12,
         "sm_90a",
         "sm90/chunk_forward/dataflow/walk.cu",
@@ -116,27 +109,6 @@ ALLOWED = (
         "sm90/chunk_forward/chunk_forward.cu",
         {"CLUSTER": 2, "BOUNDED": 0, "G_FLOAT": 1, "MANY_SHORT": 1},
         "as above, with a float32 g",
-    ),
-    Allowance(
-        52,
-        "sm_90a",
-        "sm90/chunk_forward/chunk_forward.cu",
-        {"CLUSTER": 3, "BOUNDED": 0, "G_FLOAT": 1},
-        "a float32 g, as with clusters of two",
-    ),
-    Allowance(
-        8,
-        "sm_90a",
-        "sm90/chunk_forward/chunk_forward.cu",
-        {"CLUSTER": 3, "BOUNDED": 0, "G_FLOAT": 0},
-        "two words of the scan, once a sequence and head, outside the loop over chunks",
-    ),
-    Allowance(
-        4,
-        "sm_90a",
-        "sm90/chunk_forward/chunk_forward.cu",
-        {"CLUSTER": 3, "BOUNDED": 1, "G_FLOAT": 1},
-        "as above",
     ),
     Allowance(
         4,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from chunk_backward_calls import draw
-from cuda_calls import BOUNDED_MODEL, Draw, request_of
+from cuda_calls import BOUNDED_MODEL, MODEL, Draw, request_of
 
 from kdacore.types import (
     ChunkInputs,
@@ -236,7 +236,7 @@ def test_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, K: int, 
     )
     got = chunk_forward.forward(request, inputs)
     (x,) = seen()
-    cluster = 3 if K == 128 else 1
+    cluster = 4 if K == 128 else 1
     assert (x.entry, x.grid) == ("chunk_forward", N * HV * cluster)
     assert (x.block, x.shared) == (
         chunk_forward_threads(K, cluster),
@@ -331,7 +331,7 @@ def test_chunk_forward_side_by_side(seen: Recorder) -> None:
     """Operands lie one after another, their flags behind them; both launches have the same number, which no other
     call has."""
     d = Draw(0)
-    B, T, H, HV = 3, 200, 4, 8
+    B, T, H, HV = 3, 400, 3, 6
     inputs = ChunkInputs(
         q=d.normal(B, T, H, 128),
         k=d.normal(B, T, H, 128),
@@ -340,16 +340,16 @@ def test_chunk_forward_side_by_side(seen: Recorder) -> None:
         **d.gate("random", B, T, HV, 128),
         initial_state=d.normal(B, HV, 128, 128, dtype=torch.float32),
     )
-    options = BOUNDED_MODEL | {"output_final_state": True, "checkpoint_every": 128}
+    options = MODEL | {"output_final_state": True, "checkpoint_every": 128}
     request = on_hopper(request_of("chunk_kda", inputs, **options))
     got = chunk_forward.forward(request, inputs)
     chunk_forward.forward(request, inputs)
     prepare, walk, *again = seen()
     assert [x.entry for x in (prepare, walk, *again)] == ["prepare_units", "walk"] * 2
     assert [prepare.grid, walk.grid] == [132 - 2 * B * HV, 2 * B * HV]
-    units = B * 4 * HV
+    units = B * 7 * HV
     named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")}
-    holds(prepare.params, **named, cu_seqlens=None, T=T, N=B, H=H, HV=HV, NT=4, units=units)
+    holds(prepare.params, **named, cu_seqlens=None, T=T, N=B, H=H, HV=HV, NT=7, units=units)
     strided(prepare.params, **{name: named[name] for name in ("q", "k", "v", "g")})
     operands = walk.params["chunk_operands"]
     ready = operands + units * chunk_forward_segments.CHUNK_OPERANDS_BYTES
@@ -361,7 +361,7 @@ def test_chunk_forward_side_by_side(seen: Recorder) -> None:
     holds(
         walk.params, o=got.o, h0=inputs.initial_state, ht=got.final_state, ckpt=got.checkpoints, ready=ready
     )
-    holds(walk.params, T=T, N=B, HV=HV, NT=4, ckpt_every=128)
+    holds(walk.params, T=T, N=B, HV=HV, NT=7, ckpt_every=128)
     for x in (prepare, walk):
         assert x.limit == x.shared
     assert walk.params["flags"] == prepare.params["flags"]
@@ -790,7 +790,7 @@ def test_cached_chunk_forward_side_by_side(seen: Recorder, monkeypatch: pytest.M
     """The same of its two launches."""
     monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *args: True)
     inputs = draw(130, 1, 2, B=2, initial_state=torch.randn(2, 2, 128, 128))
-    request = on_hopper(request_of("chunk_kda", inputs, output_final_state=True, **BOUNDED_MODEL))
+    request = on_hopper(request_of("chunk_kda", inputs, output_final_state=True, **MODEL))
     step = chunk_forward_fast_path.make_fast_call(request, inputs)
     assert step is not None
     got = step(tuple(inputs))

@@ -220,6 +220,27 @@ def whole_fraction(monkeypatch: pytest.MonkeyPatch, clusters: int) -> None:
     )
 
 
+@pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
+@pytest.mark.parametrize("lengths", [None, (0, 1, 15, 130, 17, 64, 33, 0)], ids=["dense", "pack"])
+def test_clusters_of_four_have_the_bits_of_two(
+    emulated: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: tuple[int, ...] | None,
+    options: dict[str, Any],
+) -> None:
+    """So tokens may decide between them, and calls where bits must not depend on the batch may use both."""
+    pack = {} if lengths is None else {"cu_seqlens": torch.tensor(np.cumsum([0, *lengths]))}
+    T, N = (260, 2) if lengths is None else (sum(lengths), len(lengths))
+    inputs = draw(2 if lengths is None else 1, T, 1, 2, initial_state=torch.randn(N, 2, 128, 128), **pack)
+    found = []
+    for size in (2, 4):
+        use_cluster(monkeypatch, size)
+        found.append(run(inputs, output_final_state=True, checkpoint_every=64, **options))
+    for name in ("o", "final_state", "checkpoints"):
+        assert torch.equal(getattr(found[0], name), getattr(found[1], name)), name
+    assert [f"-CLUSTER{n}-" in name for name, n in zip(emulated[-2:], (2, 4), strict=True)] == [True, True]
+
+
 def same_in_shares(
     monkeypatch: pytest.MonkeyPatch, inputs: ChunkInputs, clusters: int, **options: Any
 ) -> Outputs:

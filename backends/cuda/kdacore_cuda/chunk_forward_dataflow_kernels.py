@@ -48,7 +48,7 @@ def walk_kernel() -> KernelSource:
     return KernelSource(f"{_SOURCES}/walk.cu", "walk", (("SHARED_BYTES", WALK_SHARED),))
 
 
-_LEAST_PART, _LARGEST_PART = 16.5 / 132, 22.5 / 132
+_LEAST_PART, _LARGEST_PART = 15.5 / 132, 24.5 / 132
 """Of the multiprocessors: with fewer sequences and value heads segments are as fast, with more too few
 multiprocessors are left to prepare."""
 

@@ -37,13 +37,14 @@
 static_assert(SCAN_WARPS % 4 == 0 && SLICE_WARPS % 4 == 0, "registers are moved by warpgroups");
 constexpr int START_REGISTERS = 65536 / THREADS / 8 * 8;
 constexpr int REGISTERS = START_REGISTERS * (THREADS / 32);
-static_assert(SEPARATE || SCAN_REGISTERS * SCAN_WARPS + SLICE_REGISTERS * SLICE_WARPS +
-                                  SOLVE_REGISTERS * SOLVER_SLOTS <=
-                              REGISTERS,
+// Of the warps that can have scan's registers, and of those that can have the slices', in one block.
+constexpr int OTHERS = SLICE_WARPS + SOLVER_SLOTS, SLICING = SEPARATE ? SCAN_WARPS + SLICE_WARPS : SLICE_WARPS;
+static_assert(SCAN_REGISTERS * SCAN_WARPS +
+                      (SEPARATE ? SOLVE_REGISTERS * OTHERS
+                                : SLICE_REGISTERS * SLICE_WARPS + SOLVE_REGISTERS * SOLVER_SLOTS) <=
+                  REGISTERS,
               "more registers than there are");
-static_assert(!SEPARATE || (SCAN_REGISTERS * SCAN_WARPS + SOLVE_REGISTERS * (SLICE_WARPS + SOLVER_SLOTS) <= REGISTERS &&
-                            SLICE_REGISTERS * (SCAN_WARPS + SLICE_WARPS) + SOLVE_REGISTERS * SOLVER_SLOTS <=
-                                REGISTERS),
+static_assert(SLICE_REGISTERS * SLICING + SOLVE_REGISTERS * SOLVER_SLOTS <= REGISTERS,
               "more registers than there are");
 #endif
 

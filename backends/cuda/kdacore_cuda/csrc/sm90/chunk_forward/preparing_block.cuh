@@ -1,14 +1,17 @@
-// Slice warps of a block that only prepares (clusters of four): twelve, where a block that also scans has eight.
+// Slice warps of a block that only prepares (clusters of four): twelve, where a block that also scans
+// has eight.
 //
-// Six pairs of warps, a half of a chunk each, take turns with the four slices of one chunk after the other, so a
-// pair alternates between two slices. What a pair keeps in shared memory lies where other blocks have V and o.
+// Six pairs of warps, a half of a chunk each, take turns with the four slices of one chunk after the
+// other, so a pair alternates between two slices. What a pair keeps in shared memory lies where other
+// blocks have V and o.
 #pragma once
 
 #include "sm90/chunk_forward/slices.cuh"
 
 constexpr int PAIRS = 6;
-static_assert(2 * PAIRS == SCAN_WARPS + SLICE_WARPS, "the warps that scan in other blocks are slice warps here");
-static_assert(PAIRS % SLICES == 2 && SLICES == 4 && GROUPS == 1, "a pair alternates between slices two apart");
+static_assert(2 * PAIRS == SCAN_WARPS + SLICE_WARPS, "warps that scan in other blocks are slice warps here");
+static_assert(PAIRS % SLICES == 2 && SLICES == 4 && GROUPS == 1,
+              "a pair alternates between slices two apart");
 static_assert(SOLVER_BARRIER > PAIRS, "named barriers of pairs and solvers");
 
 struct PairMemory {
@@ -16,7 +19,8 @@ struct PairMemory {
   float totals[2][32], bias[2][32];  // bias: of the pair's two slices
 };
 constexpr u32 PAIR_BYTES = sizeof(PairMemory);
-static_assert(PAIRS * PAIR_BYTES <= sizeof(ValueTile[SCAN_WARPS][V_DEPTH][2]), "no room for the pairs' memory");
+static_assert(PAIRS * PAIR_BYTES <= sizeof(ValueTile[SCAN_WARPS][V_DEPTH][2]),
+              "no room for the pairs' memory");
 
 // A pair's next slice: two slices on in this chunk's place of the next chunk, or back in the one after it.
 struct SliceStep {

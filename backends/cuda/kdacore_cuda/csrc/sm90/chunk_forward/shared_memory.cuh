@@ -33,13 +33,14 @@ constexpr int SLICES = K / 32;  // of 32 channels, a warp each
 // A warp a half; a group takes every GROUPS-th chunk of its block.
 constexpr int SLICE_WARPS = GROUPS * SLICES * 2;
 #define SEPARATE_BLOCKS (CLUSTER == 2 * SCANNERS)
-// The first SCANNERS blocks of a cluster carry the state. All prepare, or in a cluster with twice as many blocks
-// the others alone, which then have a ring each for their own chunks (stage_copies.cuh).
+// The first SCANNERS blocks of a cluster carry the state. All prepare, or in a cluster with twice as
+// many blocks the others alone, which then have a ring each for their own chunks (stage_copies.cuh).
 constexpr bool SEPARATE = SEPARATE_BLOCKS;
 static_assert(SEPARATE || CLUSTER == SCANNERS, "as many blocks only prepare as scan, or none");
 constexpr int PREPARERS = SCANNERS;
-// Chunks that a block prepares at a time. Blocks that only prepare have a shorter ring, whose other stages hold a
-// second set of the slices' sums: slices then do not wait until a solver has read those of the chunk before.
+// Chunks that a block prepares at a time. Blocks that only prepare have a shorter ring, whose other
+// stages hold a second set of the slices' sums: slices then do not wait until a solver has read those
+// of the chunk before.
 constexpr int OWN_STAGES = SEPARATE ? 4 : STAGES, SUMS = SEPARATE ? 2 : 1;
 constexpr int BLOCK_V = V / SCANNERS;
 constexpr int SCAN_WARPS = BLOCK_V / 16;
@@ -123,8 +124,9 @@ static_assert(SUMS == 1 || GROUPS * SLICES * SLICE_PARTS <= (STAGES - OWN_STAGES
               "no room for a second set of sums");
 // From the slices' sums of one chunk of a block to those of the next, the block's i-th.
 __device__ __forceinline__ int sums_offset(int i) {
-  constexpr int SECOND = (int)(OFFSET(SharedMemory, stages) + OWN_STAGES * STAGE_PITCH) - (int)OFFSET(SharedMemory, parts);
-  return SUMS > 1 && (i & 1) ? SECOND : 0;
+  constexpr int FIRST = OFFSET(SharedMemory, parts),
+                SECOND = OFFSET(SharedMemory, stages) + OWN_STAGES * STAGE_PITCH;
+  return SUMS > 1 && (i & 1) ? SECOND - FIRST : 0;
 }
 // Without the padding that the alignment of stages adds.
 static_assert(OFFSET(SharedMemory, interval) + INTERVAL_BYTES <= SHARED_LIMIT,

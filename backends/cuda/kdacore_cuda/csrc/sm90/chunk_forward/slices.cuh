@@ -9,7 +9,8 @@
 #include "common/warp_arrivals.cuh"
 #include "sm90/chunk_forward/schedule.cuh"
 
-// If gates are unbounded, slice warps need all of their 120 registers; those of blocks that only prepare have 136.
+// If gates are unbounded, slice warps need all of their 120 registers; those of blocks that only
+// prepare have 136.
 #define FEW_REGISTERS (!BOUNDED && CLUSTER == SCANNERS)
 
 // Addresses of this lane's channels of token 2p of the next chunk to load; byte strides between

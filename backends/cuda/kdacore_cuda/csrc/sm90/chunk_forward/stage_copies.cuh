@@ -1,11 +1,11 @@
 // Clusters in which blocks either prepare or scan: how a prepared chunk gets from one to the others.
 //
-// A block that prepares every other chunk has a ring of its own for them. A stage of it is taken only until its
-// copies have arrived, and a stage of the scanning blocks only from then on until it has been read. In other
-// clusters a chunk takes the same stage of all blocks for both.
+// A block that prepares every other chunk has a ring of its own for them. A stage of it is taken only
+// until its copies have arrived, and a stage of the scanning blocks only from then on until it has been
+// read. In other clusters a chunk takes the same stage of all blocks for both.
 //
-// Barriers: full (in scanning blocks: arrived), empty (in the block that prepares: copied), room (there too: this
-// stage of the scanning blocks has been read and its arrival noticed).
+// Barriers: full (in scanning blocks: arrived), empty (in the block that prepares: copied), room (there
+// too: this stage of the scanning blocks has been read and its arrival noticed).
 #pragma once
 
 #include "common/ptx.cuh"
@@ -17,7 +17,8 @@ __device__ __forceinline__ void init_copy_barriers(u32 shared, u32 stage) {
   barrier_init(shared + OFFSET(SharedMemory, room) + 8 * stage, WARP_ARRIVALS * SCANNERS * (SCAN_WARPS + 1));
 }
 
-// Copies the prepared chunk of step c to the scanning blocks, as soon as they have room. All lanes of one warp.
+// Copies the prepared chunk of step c to the scanning blocks, as soon as they have room. All lanes of
+// one warp.
 __device__ __forceinline__ void send_stage(u32 shared, int c, int lane) {
   const u32 slot = c % STAGES;
   barrier_wait(shared + OFFSET(SharedMemory, room) + 8 * slot, (u32)(c / STAGES & 1) ^ 1);
@@ -35,8 +36,8 @@ __device__ __forceinline__ void send_stage(u32 shared, int c, int lane) {
   }
 }
 
-// One warp of a scanning block: tells the blocks that prepare when copies have arrived. It also counts among those
-// that have to be done with a stage, so that it never misses a phase of `full`.
+// One warp of a scanning block: tells the blocks that prepare when copies have arrived. It also counts
+// among those that have to be done with a stage, so that it never misses a phase of `full`.
 __device__ __forceinline__ void acknowledge_stages(const ChunkForwardParams& p, u32 shared) {
   const int lane = thread_index() & 31;
   Task task = load_task(shared + OFFSET(SharedMemory, interval));

@@ -135,7 +135,8 @@ __device__ __forceinline__ void solver_step(const ChunkForwardParams& p, const S
   const int slot = own_stage(c), i = c / PREPARERS, group = i % GROUPS;  // i: of the block's steps
   const u32 stage = shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH,
             full = shared + OFFSET(SharedMemory, full) + 8 * slot;
-  const u32 parts = shared + OFFSET(SharedMemory, parts) + group * SLICES * SLICE_PARTS + 16 * l.lane + sums_offset(i);
+  const u32 parts = shared + OFFSET(SharedMemory, parts) + group * SLICES * SLICE_PARTS + 16 * l.lane +
+                    sums_offset(i);
   const u32 parts_read = shared + OFFSET(SharedMemory, parts_read) + 8 * (SUMS * group + i % SUMS);
   barrier_wait(shared + OFFSET(SharedMemory, parts_ready) + 8 * w.pair, (u32)(i / SOLVERS & 1));
   if (w.half && !SEPARATE) publish_operands(stage, full, l.lane, rank);

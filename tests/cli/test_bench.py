@@ -569,6 +569,7 @@ def test_committed_results_can_be_read() -> None:
 def test_every_committed_picture_can_be_drawn_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.syspath_prepend(ROOT)
     spec = importlib.util.spec_from_file_location("benchmarks_plot", ROOT / "benchmarks" / "plot.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -39,8 +39,8 @@ class Pass:
 
 
 STATE = 128 * 128 * 4
-FORWARD = Pass("forward", 1.66e-9, 1.60e-9, 30e-6, 2 * STATE, 1)
-TRAINING = Pass("forward + backward", 5.72e-9, 6.15e-9, 80e-6, 3 * STATE, 2)
+FORWARD = Pass("forward", 1.58e-9, 1.58e-9, 30e-6, 2 * STATE, 1)
+TRAINING = Pass("forward + backward", 5.66e-9, 6.12e-9, 80e-6, 3 * STATE, 2)
 
 RATE, START = 75e9, 18e-6
 """Bytes per second that a GPU receives in a gather of a few MiB, and seconds before it moves anything: measured between
@@ -48,8 +48,9 @@ two H100s of one host, and assumed for any number of GPUs."""
 GPUS_OF_A_HOST = 8
 HOP = 5e-6
 """Seconds more for each further host. Assumed."""
-FOLD = 8e-6
-"""Seconds for each rank whose map is applied: a product of a transition and a state for each head. Assumed."""
+FOLD = 16e-6
+"""Seconds for each rank whose map is applied: a product of a transition and a state for each head. A third of what
+three take, measured on one H100; assumed for more."""
 
 
 def seconds(on: Pass, T: int, heads: int, ranks: int) -> float:

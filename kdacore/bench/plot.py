@@ -25,7 +25,7 @@ class PlotError(RuntimeError):
 
 def draw(document: dict[str, Any], path: Path) -> None:
     """Write an SVG of the timed rows of one results document."""
-    matplotlib, pyplot = _library()
+    matplotlib, pyplot = library()
     rows = [row for row in document["rows"] if row["seconds"] is not None]
     if not rows:
         raise PlotError("no row of these results was timed")
@@ -50,7 +50,7 @@ def draw(document: dict[str, Any], path: Path) -> None:
     axes.set_ylim(-0.8, y - 0.4)
     axes.invert_yaxis()
     axes.set_yticks(ticks, groups)
-    axes.set_xlabel(f"{unit}, median ({_where(document)})")
+    axes.set_xlabel(f"{unit}, median ({where(document)})")
     axes.spines[["top", "right"]].set_visible(False)
     if len(contenders) > 1:
         handles = [matplotlib.patches.Patch(color=colour[name], label=name) for name in contenders]
@@ -60,7 +60,7 @@ def draw(document: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _library() -> tuple[Any, Any]:
+def library() -> tuple[Any, Any]:
     """matplotlib and its pyplot, set up for SVG files that are the same each time."""
     try:
         matplotlib: Any = importlib.import_module("matplotlib")
@@ -84,7 +84,7 @@ def _group(row: dict[str, Any]) -> str:
     return f"{name}\n{row['gates']} gates" if row["gates"] else name
 
 
-def _where(document: dict[str, Any]) -> str:
+def where(document: dict[str, Any]) -> str:
     """The hardware, in a few words."""
     machine = document["machine"]
     driver = machine.get("nvidia driver", "")

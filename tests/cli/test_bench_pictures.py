@@ -1,0 +1,61 @@
+"""Pictures of records that are not bars of contenders by case."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import by_heads
+from benchmarks.plot import forms_apart
+
+SHORT, LONG = "B1 T512 H{} K128 V128 sigmoid", "B1 T8192 H{} K128 V128 sigmoid"
+
+
+def row(case: str, contender: str, seconds: float) -> dict[str, Any]:
+    return {"case": case, "contender": contender, "seconds": seconds}
+
+
+def test_lines_go_by_heads_and_panels_by_all_else() -> None:
+    rows = [
+        row(LONG.format(h), name, h * s) for h in (16, 4) for name, s in (("segments", 1.0), ("fused", 2.0))
+    ]
+    rows.append(row(SHORT.format(8), "segments", 0.5))
+    assert by_heads.series({"rows": rows}) == {
+        LONG.format(0).replace(" H0", ""): {
+            "segments": [(4, 4.0), (16, 16.0)],
+            "fused": [(4, 8.0), (16, 32.0)],
+        },
+        SHORT.format(0).replace(" H0", ""): {"segments": [(8, 0.5)]},
+    }
+
+
+def test_a_case_without_heads_is_named() -> None:
+    with pytest.raises(ValueError, match="B1 T512 K128"):
+        by_heads.series({"rows": [row("B1 T512 K128", "segments", 1.0)]})
+
+
+def test_lines_are_drawn_the_same_each_time(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [row(case.format(h), "segments", h * 1e-6) for case in (SHORT, LONG) for h in (4, 8)]
+    for name in ("a.svg", "b.svg"):
+        by_heads.draw_by_heads({"rows": rows, "machine": {"cpu": "a processor"}}, tmp_path / name)
+    drawn = (tmp_path / "a.svg").read_bytes()
+    assert b"<svg" in drawn and drawn == (tmp_path / "b.svg").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("contender", "case", "launch"),
+    [
+        ("segments-of-22 maps", "B1 T64, segments of 22 chunks", "maps"),
+        ("chains scan", "B1 T64, chains", "scan"),
+        ("cuda forward", "B1 T64, cuda", "forward"),
+    ],
+)
+def test_a_form_of_launches_is_a_case(contender: str, case: str, launch: str) -> None:
+    got = forms_apart({"rows": [row("B1 T64", contender, 1.0)], "machine": {}})
+    assert got == {"rows": [row(case, launch, 1.0)], "machine": {}}

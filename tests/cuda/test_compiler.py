@@ -19,7 +19,7 @@ from kdacore_cuda.recurrent_kernels import RecurrentMode, recurrent_kernel
 KERNELS = {
     "bounded": chunk_forward_kernel(128, 2, True, False),
     "unbounded": chunk_forward_kernel(128, 2, False, False),
-    "few heads": chunk_forward_kernel(128, 3, True, False),
+    "few heads": chunk_forward_kernel(128, 4, True, False),
     "head dim 64": chunk_forward_kernel(64, 1, True, False),
     "recurrent": recurrent_kernel(128, False, False, RecurrentMode.ONE_TOKEN),
     "recurrent V first": recurrent_kernel(128, True, False, RecurrentMode.ONE_TOKEN),

@@ -43,7 +43,7 @@ def products(kernel: KernelSource) -> set[str]:
             *("prepare_units.cu", "chain.cu", "segment_chain.cu", "recompute_hopper.cu"),
             *("transition.cu", "slice_starts.cu", "slice_gradient.cu", "slice_chain.cu"),
         ),
-        WARPGROUP: ("scan.cu", "maps.cu", "segment_maps.cu", "output.cu", "walk.cu"),
+        WARPGROUP: ("scan.cu", "scan_outputs.cu", "maps.cu", "segment_maps.cu", "output.cu", "walk.cu"),
     }
     return next(({unit} for unit, names in alone.items() if name in names), {WARP, WARPGROUP})
 

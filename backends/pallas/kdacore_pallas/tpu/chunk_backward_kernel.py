@@ -89,7 +89,7 @@ def _starts_kernel(
 ) -> None:
     """The gradient of the initial state alone: no start states are read, and no rows written."""
     step = _begin_step(x, names, v_first, refs_)
-    over_own_rows(step, CLOSES, (), partial(_step_to_start, x, options, step, scalar))
+    over_own_rows(x, step, CLOSES, (), partial(_step_to_start, x, options, step, scalar))
     _end_step(step, v_first)
 
 
@@ -114,7 +114,7 @@ def _kernel(
     x: ChunkGrid, options: KernelOptions, names: list[str], scalar: bool, v_first: bool, *refs_: Any
 ) -> None:
     step = _begin_step(x, names, v_first, refs_)
-    over_own_rows(step, CLOSES, ROWS, partial(_step_backward, x, options, step, scalar, v_first))
+    over_own_rows(x, step, CLOSES, ROWS, partial(_step_backward, x, options, step, scalar, v_first))
     _end_step(step, v_first)
 
 

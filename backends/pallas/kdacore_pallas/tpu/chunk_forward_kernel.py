@@ -136,7 +136,7 @@ def _kernel(
     step = read_step(x, names, refs_, _in_order)
     refs = step.refs
     _begin_step(x, step, v_first)
-    over_own_rows(step, OPENS, ("o",), partial(_step_forward, x, options, step, scalar))
+    over_own_rows(x, step, OPENS, ("o",), partial(_step_forward, x, options, step, scalar))
     if "final" in refs:
 
         @pl.when(step.has(LAST))

@@ -40,18 +40,20 @@ def read_step(x: ChunkGrid, names: list[str], refs: tuple[Any, ...], at: Callabl
     return Step(dict(zip(names, rest, strict=True)), flag, own, pl.program_id(1) * x.hvb)
 
 
-def over_own_rows(step: Step, opening: int, outputs: tuple[str, ...], compute: Callable[[], None]) -> None:
-    """``compute()``, which writes rows of ``outputs``. Of a pack only where the step has rows; the first step at a block,
-    which has the flag ``opening``, sets it to zero."""
+def over_own_rows(
+    x: ChunkGrid, step: Step, opening: int, outputs: tuple[str, ...], compute: Callable[[], None]
+) -> None:
+    """``compute()``, which writes rows of ``outputs``. Of a pack only where the step has rows; the first step at a
+    block, which has the flag ``opening``, sets it to zero if it has rows of others."""
     if not step.own.shared:
         compute()
         return
-    refs = step.refs
+    refs, first, end = step.refs, step.own.first, step.own.end
 
-    @pl.when(step.has(opening))
+    @pl.when(step.has(opening) & (end - first < x.C))
     def _() -> None:
         for name in outputs:
             if name in refs:
                 refs[name][...] = jnp.zeros_like(refs[name])
 
-    pl.when(step.own.first < step.own.end)(compute)
+    pl.when(first < end)(compute)

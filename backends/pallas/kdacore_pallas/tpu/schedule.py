@@ -1,8 +1,8 @@
 """What each step of a chunk kernel works on: a block of rows, the sequence, and which of the rows are its tokens.
 
-Rows stay where they are, ``[B, T, heads * D]``, in blocks of ``C``. Of dense inputs each block has a step. Of a pack each
-*visit* has one: a block may hold rows of several sequences and is visited once for each of them, in order, so that its
-visits follow one another and its outputs stay in VMEM between them.
+Rows stay where they are, ``[B, T, heads * D]``, in blocks of ``C``. Of dense inputs each block has a step. Of a pack
+each *visit* has one: a block may hold rows of several sequences and is visited once for each of them, in order, so that
+its visits follow one another and its outputs stay in VMEM between them.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ HEADS = 8
 
 
 def chunk_steps(request: Request) -> int:
-    """Grid steps of the chunk kernels over a row. Each border between two sequences of a pack may lie within a block, which
-    is then visited once more."""
+    """Grid steps of the chunk kernels over a row. Each border between two sequences of a pack may lie within a block,
+    which is then visited once more."""
     return -(-request.T // CHUNK) + (request.N - 1 if request.packed else 0)
 
 

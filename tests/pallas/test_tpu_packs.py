@@ -104,9 +104,9 @@ def test_offsets_that_break_the_contract_stay_within_the_arrays() -> None:
 EDGES = (0, 1, 15, 16, 17, 0, 63, 64, 65, 128, 0)
 CASES = {
     "GVA, v first": Case(
-        lengths=EDGES, H=1, HV=2, K=16, V=8, gate="softplus", beta_sigmoid=True, v_first=True, seed=71
-    ),
-    "whole registers, GVA": Case(lengths=(70, 0, 58, 129), H=1, HV=2, K=128, V=128, gate="softplus", seed=72),
+        lengths=EDGES, H=1, HV=2, K=128, V=8, gate="softplus", beta_sigmoid=True, v_first=True, seed=71
+    ),  # keys in whole registers, values not
+    "values in whole registers": Case(lengths=(70, 0, 58, 129), H=2, HV=2, K=16, V=128, gate="softplus", seed=72),
     "gdn, mixed gates": Case(
         op="chunk_gated_delta_rule", lengths=(1, 17, 110, 20), H=2, HV=2, K=8, V=16, gates="mixed", seed=73
     ),

@@ -59,8 +59,8 @@ def test_batch_and_heads() -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"lengths": (3, 0, 20), "HV": 4},
-        {"lengths": (3, 0, 20), "op": "chunk_gated_delta_rule", "v_first": True},
+        {"B": 1, "lengths": (3, 0, 20), "HV": 4},
+        {"B": 1, "lengths": (3, 0, 20), "op": "chunk_gated_delta_rule", "v_first": True},
         {"op": "chunk_gated_delta_rule", "gate": "log"},
         {"initial": False, "HV": 4, "gate": "sigmoid", "lower_bound": -5.0},
     ],

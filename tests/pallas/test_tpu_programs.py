@@ -49,6 +49,18 @@ def test_the_committed_report() -> None:
     assert not [row for row in COMMITTED["rows"] if row["backend"] == "xla" and "refused" in row]
 
 
+@pytest.mark.parametrize("kind", ["", ", flat"])
+@pytest.mark.parametrize("what", ["forward", "gradient"])
+def test_packs_need_no_more_memory_than_dense_calls(kind: str, what: str) -> None:
+    """Of equal size, but for the last states of each sequence, which a gradient's program does not return."""
+    rows = by_program(COMMITTED)
+    pack, dense = (rows[tp.Program(n + kind, what, "pallas", "v6e")] for n in ("pack of 37", "T8192 H32"))
+    x = tp.SHAPES["pack of 37"]
+    states = x.sequences * x.HV * x.K * x.K * 4 if what == "gradient" else 0
+    small = 2**20  # offsets, tables
+    assert pack["temp_hbm_bytes"] <= dense["temp_hbm_bytes"] + states + small
+
+
 def compile_again(folder: Path, *options: str) -> None:
     """In a process of its own, without this folder's flags, and compare with what is committed."""
     out = folder / "programs.json"

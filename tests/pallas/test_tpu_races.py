@@ -22,7 +22,7 @@ from kdacore_pallas.tpu.launch import Launch
 
 FOUR_CHUNKS = {
     "dense": Case(B=2, T=512 - 9, H=1, HV=1, K=8, V=8, gates="mixed"),
-    "pack": Case(lengths=(0, 1, 300, 130), H=1, HV=2, K=8, V=16, gate="softplus"),
+    "pack": Case(lengths=(0, 1, 300, 5, 125), H=1, HV=2, K=8, V=16, gate="softplus"),
 }
 
 

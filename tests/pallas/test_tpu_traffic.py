@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from kdacore_pallas.tpu import report_calls, traffic
@@ -65,3 +66,17 @@ def test_traffic_is_linear_in_the_tokens() -> None:
         report_calls.chunk_request(longer, "v5e"), report_calls.chunk_inputs(longer, spec)
     )
     assert 1.9 * once.moved < twice.moved < 2.1 * once.moved
+
+
+def test_packs_move_what_dense_calls_move() -> None:
+    """Blocks that sequences share are copied once; beyond that each sequence has states."""
+    size = Size(T=2048, H=16, HV=16)
+    lengths = (5, 0, 700, 128, 27, 900, 63, 65, 100)  # and padding
+    cu = jnp.asarray(np.cumsum([0, *lengths]), jnp.int32)
+    request, inputs = report_calls.chunk_request(size, "v5e"), report_calls.chunk_inputs(size, spec)
+    packed, given = replace(request, packed=True, N=len(lengths)), inputs._replace(cu_seqlens=cu)
+    state = 4 * size.HV * size.K * size.V
+    dense, pack = (traffic.forward_traffic(*call) for call in ((request, inputs), (packed, given)))
+    assert pack.moved == dense.moved + (len(lengths) - 1) * state
+    dense, pack = (traffic.backward_traffic(*call) for call in ((request, inputs), (packed, given)))
+    assert pack.moved == dense.moved

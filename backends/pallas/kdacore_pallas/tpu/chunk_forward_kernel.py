@@ -1,9 +1,9 @@
 """The fused chunk forward: gate, decays, interactions, inverse, recurrence and output in one
 kernel.
 
-Grid ``(batch, head block, chunk)``, chunks in order; the states of a head block stay in VMEM
-scratch from chunk to chunk and are initialised at the first chunk of each sequence. HBM holds
-inputs and outputs only.
+Grid ``(batch, head block, step)``: the chunks of a row in order, or the visits of a pack
+(:mod:`kdacore_pallas.tpu.schedule`). The states of a head block stay in VMEM scratch from step to
+step and are initialised at the first step of each sequence. HBM holds inputs and outputs only.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from jax.experimental import pallas as pl
 from kdacore.types import ChunkInputs, Request
 from kdacore_pallas.tpu import chunk_step, gate, head_rows, tiles
 from kdacore_pallas.tpu.chunk_step import Rows
+from kdacore_pallas.tpu.grid_step import Refs, Step, over_own_rows, read_step
 from kdacore_pallas.tpu.launch import KernelOperands, Launch, Scratch, call_chunk_kernel
-from kdacore_pallas.tpu.operands import F32, Operand, chunk_operands, rows_spec, state_spec
+from kdacore_pallas.tpu.operands import F32, Operand, block_states_spec, chunk_operands, rows_spec, state_spec
 from kdacore_pallas.tpu.options import KernelOptions
-from kdacore_pallas.tpu.plan import FIRST, LAST, ChunkGrid, ChunkSchedule
-from kdacore_pallas.xla.plan import ChunkTable
+from kdacore_pallas.tpu.own_rows import OwnRows
+from kdacore_pallas.tpu.plan import ChunkGrid
+from kdacore_pallas.tpu.schedule import FIRST, LAST, OPENS, ChunkSchedule
 
 Array = Any
-Refs = dict[str, Any]
 
 
 def stage_rows(refs: Refs, scalar: bool) -> None:
@@ -47,9 +48,9 @@ def gate_input(x: ChunkGrid, refs: Refs, h: Any, at: Any, scalar: bool) -> tuple
 
 
 def read_rows(
-    x: ChunkGrid, options: KernelOptions, refs: Refs, h: Any, at: Any, valid: Any, scalar: bool
+    x: ChunkGrid, options: KernelOptions, refs: Refs, h: Any, at: Any, own_rows: OwnRows, scalar: bool
 ) -> Rows:
-    """The recurrence's inputs of one value head; padding rows change nothing. Heads as in
+    """The recurrence's inputs of one value head; rows of others change nothing. Heads as in
     :func:`gate_input`."""
     own = h if x.R == 1 else lax.div(h, x.R)
     q, k = (head_rows.read(refs, n, own, x.K) for n in ("q", "k"))
@@ -62,9 +63,7 @@ def read_rows(
     beta = tiles.to_column(gate.beta_forward(options, refs["beta"][0, pl.ds(h, 1), :]))
     if scalar:
         g = jnp.broadcast_to(tiles.to_column(g), (x.C, x.K))
-    if x.ragged:
-        q, k, v, g, beta = (jnp.where(tiles.row_index(*a.shape) < valid, a, 0.0) for a in (q, k, v, g, beta))
-    return Rows(q, k, v, g, beta)
+    return Rows(*(own_rows.only(a) for a in (q, k, v, g, beta)))
 
 
 def side_by_side(x: ChunkGrid, i: Any) -> tuple[list[Any], Any]:
@@ -78,16 +77,17 @@ def stacked(heads: list[Any]) -> Any:
     return jax.tree.map(lambda *a: jnp.stack(a), *heads)
 
 
-def _kernel(
-    x: ChunkGrid, options: KernelOptions, names: list[str], scalar: bool, v_first: bool, *refs_: Any
-) -> None:
-    _seq, flags, valid, *rest = refs_
-    refs = dict(zip(names, rest, strict=True))
-    at = pl.program_id(0) * x.NC + pl.program_id(2)
-    flag, valid_rows = flags[at], valid[at]
-    first_head = pl.program_id(1) * x.hvb
+def _in_order(c: Any) -> Any:
+    """The step at a grid position."""
+    return c
 
-    @pl.when(flag & FIRST != 0)
+
+def _begin_step(x: ChunkGrid, step: Step, v_first: bool) -> None:
+    """Set the state at a sequence's start. A pack keeps the state at the first visit of a block: that of the sequence
+    which comes from the block before, or of the first sequence of the block."""
+    refs = step.refs
+
+    @pl.when(step.has(FIRST))
     def _() -> None:
         if "initial" in refs:
             state = refs["initial"][0].astype(F32)
@@ -95,13 +95,23 @@ def _kernel(
         else:
             refs["state"][...] = jnp.zeros_like(refs["state"])
 
+    if x.packed and "starts" in refs:
+
+        @pl.when(step.has(OPENS))
+        def _() -> None:
+            refs["starts"][0, 0] = refs["state"][...]
+
+
+def _step_forward(x: ChunkGrid, options: KernelOptions, step: Step, scalar: bool) -> None:
+    """Outputs of the step's rows, and the state after them."""
+    refs, _, own, first_head = step
     stage_rows(refs, scalar)
 
     def some(i: Any, carry: None) -> None:
         heads, block = side_by_side(x, i)
-        rows = [read_rows(x, options, refs, h, first_head + h, valid_rows, scalar) for h in heads]
+        rows = [read_rows(x, options, refs, h, first_head + h, own, scalar) for h in heads]
         state, outs = refs["state"][block], []
-        if "starts" in refs:
+        if "starts" in refs and not x.packed:
             refs["starts"][0, 0, block] = state
         for first in range(0, x.C, options.chunk):
             cut = slice(first, first + options.chunk)
@@ -112,15 +122,24 @@ def _kernel(
         if "o" in refs:
             o = jnp.concatenate(outs, axis=1)
             for j, h in enumerate(heads):
-                head_rows.write(refs, "o", h, o[j])
+                head_rows.write(refs, "o", h, o[j], own)
         return carry
 
     lax.fori_loop(0, x.hvb // x.together, some, None)
     if "o" in refs:
-        head_rows.flush(refs, "o")
+        head_rows.flush(refs, "o", own)
+
+
+def _kernel(
+    x: ChunkGrid, options: KernelOptions, names: list[str], scalar: bool, v_first: bool, *refs_: Any
+) -> None:
+    step = read_step(x, names, refs_, _in_order)
+    refs = step.refs
+    _begin_step(x, step, v_first)
+    over_own_rows(x, step, OPENS, ("o",), partial(_step_forward, x, options, step, scalar))
     if "final" in refs:
 
-        @pl.when(flag & LAST != 0)
+        @pl.when(step.has(LAST))
         def _() -> None:
             state = refs["state"][...]
             state = state if v_first else jnp.swapaxes(state, 1, 2)
@@ -135,25 +154,24 @@ def row_scratch(x: ChunkGrid, scalar: bool) -> Scratch:
 
 
 def forward_operands(
-    request: Request, inputs: ChunkInputs, x: ChunkGrid, table: ChunkTable | None, want: tuple[str, ...]
+    request: Request, inputs: ChunkInputs, x: ChunkGrid, want: tuple[str, ...]
 ) -> KernelOperands:
     """What the forward kernel reads and writes for the outputs in ``want``."""
 
-    def at(c: Any) -> Any:
-        return c
-
-    given = chunk_operands(request, inputs, x, table, at)
+    given = chunk_operands(request, inputs, x, _in_order)
     if inputs.initial_state is not None:
         s = inputs.initial_state
-        given.append(Operand("initial", state_spec(x, s.shape[2:], s.shape[0], at), s.shape, s.dtype, s))
-    sequences = request.N + (table is not None)
-    final_shape = (sequences, x.HV, *request.state_tail)
-    final = state_spec(x, request.state_tail, sequences, at)
-    starts = pl.BlockSpec((1, 1, x.hvb, x.V, x.K), lambda b, h, c, *_: (b, c, h, 0, 0))
+        given.append(
+            Operand("initial", state_spec(x, s.shape[2:], s.shape[0], _in_order), s.shape, s.dtype, s)
+        )
+    final_shape = (request.N, x.HV, *request.state_tail)
+    final = state_spec(x, request.state_tail, request.N, _in_order)
     every = {
-        "o": Operand("o", rows_spec(x, x.hvb, x.V, at), (x.B, x.T, x.HV * x.V), inputs.v.dtype),
+        "o": Operand("o", rows_spec(x, x.hvb, x.V, _in_order), (x.B, x.T, x.HV * x.V), inputs.v.dtype),
         "final": Operand("final", final, final_shape, jnp.dtype(request.state_dtype)),
-        "starts": Operand("starts", starts, (x.B, x.NC, x.HV, x.V, x.K), jnp.dtype(F32)),
+        "starts": Operand(
+            "starts", block_states_spec(x, _in_order), (x.B, x.blocks, x.HV, x.V, x.K), jnp.dtype(F32)
+        ),
     }
     scratch: Scratch = [("state", (x.hvb, x.V, x.K)), *row_scratch(x, request.scalar_gate)]
     if "o" in want:
@@ -167,14 +185,13 @@ def chunk_forward(
     x: ChunkGrid,
     options: KernelOptions,
     schedule: ChunkSchedule,
-    table: ChunkTable | None,
     launch: Launch,
     want: tuple[str, ...],
 ) -> dict[str, Array]:
-    """Run the kernel for the outputs in ``want``: ``o`` ``[B, T, HV * V]``, ``final`` (a pack has one more row,
-    unused), ``starts`` (the state ``[V, K]`` each chunk starts from).
+    """Run the kernel for the outputs in ``want``: ``o`` ``[B, T, HV * V]``, ``final``, ``starts`` (``[B, blocks,
+    HV, V, K]``: the state that each chunk starts from; of a pack, that at the first visit of each block of rows).
     """
-    given, made, scratch = forward_operands(request, inputs, x, table, want)
+    given, made, scratch = forward_operands(request, inputs, x, want)
 
     def body(names: list[str], *refs: Any) -> None:
         _kernel(x, options, names, request.scalar_gate, request.state_v_first, *refs)

@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from kdacore_pallas.tpu.own_rows import OwnRows
 from kdacore_pallas.tpu.sizes import LANES
 
 Array = Any
@@ -49,17 +50,27 @@ def read(refs: dict[str, Any], name: str, h: Any, D: int) -> Array:
     return refs[name][0, :, _lanes(h, D)].astype(F32)
 
 
-def write(refs: dict[str, Any], name: str, h: Any, value: Array) -> None:
-    """Head ``h`` of the block ``name`` becomes ``value`` ``[C, D]``, after :func:`flush`."""
+def write(refs: dict[str, Any], name: str, h: Any, value: Array, own: OwnRows) -> None:
+    """Head ``h`` of the block ``name`` becomes ``value`` ``[C, D]``, after :func:`flush`; of a shared block, its own
+    rows."""
     if name + "s" in refs:
         refs[name + "s"][h] = value
-    else:
-        refs[name][0, :, _lanes(h, value.shape[1])] = value.astype(refs[name].dtype)
+        return
+    if own.shared:
+        value = own.merged(value, read(refs, name, h, value.shape[1]))
+    refs[name][0, :, _lanes(h, value.shape[1])] = value.astype(refs[name].dtype)
 
 
-def flush(refs: dict[str, Any], name: str) -> None:
-    """Copy the scratch of the block ``name`` to it, if it has any."""
+def flush(refs: dict[str, Any], name: str, own: OwnRows) -> None:
+    """Copy the scratch of the block ``name`` to it, if it has any; of a shared block, its own rows."""
     if name + "s" in refs:
-        rows = refs[name + "s"]
-        heads = [rows[h].astype(refs[name].dtype) for h in range(rows.shape[0])]
-        refs[name][0] = jnp.concatenate(heads, axis=1)
+        rows, dtype = refs[name + "s"], refs[name].dtype
+        heads, _, D = rows.shape
+        block = refs[name][0] if own.shared else None
+
+        def value(h: int) -> Array:
+            if block is None:
+                return rows[h]
+            return own.merged(rows[h], block[:, h * D : (h + 1) * D].astype(F32))
+
+        refs[name][0] = jnp.concatenate([value(h).astype(dtype) for h in range(heads)], axis=1)

@@ -11,7 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kdacore_pallas.tpu.operands import F32, Operand
-from kdacore_pallas.tpu.plan import ChunkGrid, ChunkSchedule
+from kdacore_pallas.tpu.plan import ChunkGrid
+from kdacore_pallas.tpu.schedule import ChunkSchedule
 from kdacore_pallas.xla.numerics import out_struct
 
 Array = Any
@@ -52,13 +53,14 @@ def call_chunk_kernel(
 
     ``body(names, *refs)`` is called with its refs in the order of ``names``.
     """
+    tables = schedule.arrays()
     names = [o.name for o in (*inputs, *outputs)] + [n for n, _ in scratch]
     values = [o.value for o in inputs]
     limit = {} if launch.vmem_bytes is None else {"vmem_limit_bytes": launch.vmem_bytes}
     kernel = pl.pallas_call(
         lambda *refs: body(names, *refs),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=len(tables),
             grid=(x.B, x.H // x.hb, x.NC),
             in_specs=[o.spec for o in inputs],
             out_specs=[o.spec for o in outputs],
@@ -71,4 +73,4 @@ def call_chunk_kernel(
         interpret=launch.interpret,
         name=name,
     )
-    return launch.call(kernel, *schedule.arrays(), *values)
+    return launch.call(kernel, *tables, *values)

@@ -14,6 +14,7 @@ from kdacore_pallas.tpu import chunk_backward, chunk_forward, entry_points, plan
 from kdacore_pallas.tpu.chunk_forward_kernel import chunk_forward as forward_kernel
 from kdacore_pallas.tpu.launch import Launch
 from kdacore_pallas.tpu.options import kernel_options
+from kdacore_pallas.tpu.schedule import dense_schedule
 from kdacore_pallas.tpu.sizes import CHUNK
 
 Array = Any
@@ -77,8 +78,8 @@ def forward_variant(request: Request, inverse: str, rows: int) -> Callable[[Chun
     hb, launch = entry_points.chunk_launch(request, "forward")
     x = plan.make_chunk_grid(request, hb, launch.together)
     options = kernel_options(request, inverse, rows)
-    schedule = plan.dense_schedule(x)
-    return lambda inputs: forward_kernel(request, inputs, x, options, schedule, None, launch, ("o", "final"))
+    schedule = dense_schedule(x)
+    return lambda inputs: forward_kernel(request, inputs, x, options, schedule, launch, ("o", "final"))
 
 
 VARIANTS = [(inverse, rows) for rows in (CHUNK // 2, CHUNK) for inverse in ("merging", "substitution")]

@@ -19,6 +19,9 @@ from kdacore_pallas.tpu.chunk_backward_kernel import backward_operands
 from kdacore_pallas.tpu.chunk_forward_kernel import forward_operands
 from kdacore_pallas.tpu.launch import KernelOperands
 from kdacore_pallas.tpu.operands import Operand
+from kdacore_pallas.tpu.schedule import chunk_schedule
+
+Array = Any
 
 
 class Traffic(NamedTuple):
@@ -47,9 +50,9 @@ def _copies(operand: Operand, grid: tuple[int, int, int], tables: tuple[Any, ...
     return count
 
 
-def moved(kernel: KernelOperands, x: plan.ChunkGrid) -> int:
-    """Bytes moved by all steps of a dense call."""
-    tables = tuple(np.asarray(a) for a in plan.dense_schedule(x).arrays())
+def moved(kernel: KernelOperands, x: plan.ChunkGrid, cu_seqlens: Array | None = None) -> int:
+    """Bytes moved by all steps of a call, dense or of a pack with these offsets."""
+    tables = tuple(np.asarray(a) for a in chunk_schedule(x, cu_seqlens).arrays())
     grid = (x.B, x.H // x.hb, x.NC)
     inputs, outputs, _ = kernel
     return sum(_block_bytes(o) * _copies(o, grid, tables) for o in (*inputs, *outputs))
@@ -72,24 +75,26 @@ def _once(*arrays: Any) -> int:
 
 
 def forward_traffic(request: Request, inputs: ChunkInputs, keep_starts: bool = False) -> Traffic:
-    """Traffic of the forward kernel that writes ``o``, the final state and, to be kept, the chunks' start states."""
+    """Traffic of the forward kernel that writes ``o``, the final state and, to be kept, the chunks' start states. Of a
+    pack the offsets are values, everything else may be shapes."""
     x = plan.make_chunk_grid(request, vmem.heads_per_step(request))
     want = ("o", "final", *("starts",) * keep_starts)
-    build = _built(lambda given: forward_operands(request, given, x, None, want), inputs)
-    return Traffic(moved(build, x), _once(*inputs) + _once(*build[1]))
+    build = _built(lambda given: forward_operands(request, given, x, want), inputs)
+    return Traffic(moved(build, x, inputs.cu_seqlens), _once(*inputs) + _once(*build[1]))
 
 
 def backward_traffic(request: Request, inputs: ChunkInputs, kept_starts: bool = False) -> Traffic:
     """Traffic of the backward kernel, and of the pass over the states where the start states were not kept. These
     count among the least bytes if they were."""
     x = plan.make_chunk_grid(request, vmem.heads_per_step(request))
-    states = _built(lambda given: forward_operands(request, given, x, None, ("starts",)), inputs)
+    states = _built(lambda given: forward_operands(request, given, x, ("starts",)), inputs)
     starts = jax.ShapeDtypeStruct(states[1][0].shape, np.float32)
     do = OutputGrads(jax.ShapeDtypeStruct(inputs.v.shape, inputs.v.dtype))
     chunks = _built(
-        lambda given, do, starts: backward_operands(request, given, do, starts, x, None), inputs, do, starts
+        lambda given, do, starts: backward_operands(request, given, do, starts, x), inputs, do, starts
     )
     least = 2 * _once(*inputs) + _once(do.o)
+    backward = moved(chunks, x, inputs.cu_seqlens)
     if kept_starts:
-        return Traffic(moved(chunks, x), least + _once(starts))
-    return Traffic(moved(states, x) + moved(chunks, x), least)
+        return Traffic(backward, least + _once(starts))
+    return Traffic(moved(states, x, inputs.cu_seqlens) + backward, least)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from kdacore import config
 from kdacore.types import Reason, Request
 from kdacore_pallas.tpu import vmem
-from kdacore_pallas.tpu.sizes import CHUNK
+from kdacore_pallas.tpu.sizes import chunk_steps, step_words
 
 LARGEST = 256
 SMEM = 256 * 1024
@@ -72,9 +72,8 @@ def chunk_vmem(request: Request) -> Reason | None:
 
 
 def chunk_smem(request: Request) -> Reason | None:
-    """Three numbers a chunk, in scalar memory."""
-    chunks = request.T // CHUNK + request.N if request.packed else request.B * -(-request.T // CHUNK)
-    need = 12 * chunks
+    """The table of the grid's steps, in scalar memory."""
+    need = 4 * step_words(request) * request.B * chunk_steps(request)
     if need > SMEM:
         return Reason(
             "smem", "too many chunks for the table in scalar memory", f"{need} bytes", f"at most {SMEM}"

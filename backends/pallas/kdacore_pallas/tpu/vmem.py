@@ -105,6 +105,7 @@ def chunk_backward_bytes(request: Request, hb: int, together: int = 1) -> int:
     blocks = [*rows, *rows, (rows[2][0], request.dtype), (state, "float32")]
     if request.has("initial_state"):
         blocks.append((state, "float32"))
+        blocks += [(state, request.state_dtype)] * request.packed  # the states that sequences begin with
     if request.output_final_state:
         blocks.append((state, request.state_dtype))
     copies = _row_copies(request, hb)

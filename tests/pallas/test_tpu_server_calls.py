@@ -46,6 +46,17 @@ RECURRENT = {
     "a pool to write, zeros at first": ServerCase(
         replace(steps, initial=False), write_indices=[4, 5, -1, 6], write_pool=True, inplace_state=True
     ),
+    "empty sequences of a pack, moved": ServerCase(
+        replace(steps, B=1, lengths=(3, 0, 2, 0, 0)), 2, [3, 5, 1, 2, -1], write_indices=[4, 6, 1, 7, 0],
+        inplace_state=True,
+    ),
+    "empty sequences of a pack, some from zeros": ServerCase(
+        replace(steps, B=1, lengths=(0, 2, 0)), 0, [3, 1, 2], has_initial_state=[0, 1, 1], inplace_state=True
+    ),
+    "empty sequences of a pack, a pool to write": ServerCase(
+        replace(steps, B=1, lengths=(0, 1, 0)), 0, [3, 3, 1], write_indices=[4, 5, 2], write_pool=True,
+        inplace_state=True, null_index=8,
+    ),
     "accepted": ServerCase(
         replace(steps, B=3, T=2), 0, [[0, 1, 2], [3, 8, -1], [5, 6, -1]], [2, 0, 3], inplace_state=True, null_index=8
     ),

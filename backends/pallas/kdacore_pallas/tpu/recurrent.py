@@ -55,11 +55,32 @@ def forward(request: Request, inputs: RecurrentInputs, launch: Launch) -> Output
         rows = request.N if request.output_final_state else 0
     read = state_pool.rows_read(request, inputs)
     plan = plan_recurrent(request, inputs, read)
+    moved = _moved_by_empty_sequences(request, inputs, read)
     o, states = recurrent_kernel(request, inputs, options, plan, rows, launch)
     o = _without_padding(request, inputs, read.no_slot, o)
     if states is not None and not request.inplace_state:
         states = _with_unwritten(request, inputs, read, states)
+    if moved is not None:
+        states = state_pool.states_written(required(states), *moved)
     return Outputs(o, states)
+
+
+def _moved_by_empty_sequences(
+    request: Request, inputs: RecurrentInputs, read: RowsRead
+) -> tuple[Array, Array] | None:
+    """Rows ``[N]`` of the written pool, -1 for none, and states for them: where sequences without tokens, at which
+    the kernel could write, have to write what they start from. None if they write where they read, if at all."""
+    elsewhere = (inputs.write_indices, inputs.write_pool, inputs.has_initial_state)
+    if not (request.inplace_state and request.packed) or all(x is None for x in elsewhere):
+        return None
+    rows = state_pool.rows_written(request, inputs, read.no_slot)
+    if rows.ndim == 2:  # states after tokens, of which there are none
+        return None
+    cu = required(inputs.cu_seqlens)
+    empty = cu[1:] == cu[:-1]
+    pool = state_pool.written_pool(inputs) if inputs.initial_state is None else inputs.initial_state
+    starts = state_pool.states_read(pool, jnp.where(empty, read.rows, -1))
+    return jnp.where(empty, rows, -1), starts
 
 
 def _without_padding(request: Request, inputs: RecurrentInputs, no_slot: Array | None, o: Array) -> Array:

@@ -5,6 +5,7 @@ The slow tests are named here, in one place: ``pytest -m "not slow"`` is the inn
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections import Counter
@@ -192,6 +193,20 @@ def _configuration_of_this_test_alone() -> Iterator[None]:
     config = sys.modules.get("kdacore.config")
     if config is not None and config._config not in (None, config.parse(os.environ)):
         config.refresh()
+
+
+_MEMORY_MAPS = Path("/proc/self/maps")
+_MANY_MAPS = 20_000
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Each program that XLA compiles for the CPU takes some hundred memory maps of the process, of which Linux allows
+    65,530; beyond that its compiler crashes. So programs are dropped long before."""
+    if "jax" not in sys.modules or not _MEMORY_MAPS.exists():
+        return
+    if _MEMORY_MAPS.read_bytes().count(b"\n") > _MANY_MAPS:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
 
 
 def _mark_later_cases(items: list[pytest.Item]) -> None:

@@ -6,12 +6,9 @@ call and against each other on the timed one before anything is timed.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import torch
 
-from benchmarks.launches import inputs_of, on_host, row
+from benchmarks.launches import inputs_of, on_host, row, training_arguments
 from kdacore.bench import arrays as made
 from kdacore.bench import results
 from kdacore.bench.cases import Case
@@ -107,17 +104,7 @@ def triton_steps(request: Request, inputs: ChunkInputs, grads: OutputGrads) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--heads", type=int, default=64)
-    parser.add_argument("--value-heads", type=int, default=0)
-    parser.add_argument("--gate", choices=("sigmoid", "softplus"), default="sigmoid")
-    parser.add_argument("--samples", type=int, default=15)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    case = Case(
-        name="timed", phase="training", T=args.tokens, H=args.heads, HV=args.value_heads, gate=args.gate
-    )
+    args, case = training_arguments(__doc__)
     load = results.load()
     gate(case)
     steps = {

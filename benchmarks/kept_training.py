@@ -8,13 +8,11 @@ block.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-from pathlib import Path
 
 import torch
 
-from benchmarks.launches import inputs_of, on_host, row
+from benchmarks.launches import inputs_of, on_host, row, training_arguments
 from kdacore.bench import arrays as made
 from kdacore.bench import results
 from kdacore.bench.cases import Case
@@ -93,17 +91,7 @@ def steps_of(plain: Request, kept: Request, inputs: ChunkInputs, grads: OutputGr
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--heads", type=int, default=64)
-    parser.add_argument("--value-heads", type=int, default=0)
-    parser.add_argument("--gate", choices=("sigmoid", "softplus"), default="sigmoid")
-    parser.add_argument("--samples", type=int, default=15)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    case = Case(
-        name="timed", phase="training", T=args.tokens, H=args.heads, HV=args.value_heads, gate=args.gate
-    )
+    args, case = training_arguments(__doc__)
     load = results.load()
     gate(case, call_of(case, "random"))
     found = interleave(steps_of(*call_of(case, "init")), CudaClock(), Budget(args.samples, 60.0))

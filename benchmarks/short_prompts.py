@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import kdacore
-from benchmarks.segment_launches import BOUND
+from benchmarks.launches import FORWARD_BOUND
 from kdacore.bench import results
 from kdacore.bench.clock import Budget, CudaClock, Step, interleave
 from kdacore.bench.results import Results, Row
@@ -72,7 +72,7 @@ def hold(what: str, got: Any, want: Any) -> None:
         relative_error(to_float64(a[-len(b) :].cpu()), to_float64(b)) for a, b in zip(got, want, strict=True)
     ]
     print(f"{what}:", *(f"{e:.1e}" for e in found))
-    if max(found) > BOUND:
+    if max(found) > FORWARD_BOUND:
         raise AssertionError(f"{what}: {found}")
 
 

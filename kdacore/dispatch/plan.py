@@ -182,7 +182,7 @@ def _plan_of_trace(opdef: OpDef, request: Request, policy: selection.Policy, ada
     A backend that lacks nothing but a backward may serve it for as long as it is not.
     """
     backends = REGISTRY.backends().values()
-    lacking = {r.backend.name for r in backends if _lacks_backward_only(selection.judge(r, request).reasons)}
+    lacking = {r.backend.name for r in backends if lacks_backward_only(selection.judge(r, request).reasons)}
     if lacking and opdef.family != "gate":
         plain = dataclasses.replace(request, needs_grad=False)
         chosen = selection.select(plain, policy)
@@ -208,7 +208,8 @@ class Differentiated:
         return plan
 
 
-def _lacks_backward_only(reasons: Iterable[Reason]) -> bool:
+def lacks_backward_only(reasons: Iterable[Reason]) -> bool:
+    """Whether a backend with these reasons would serve the call if nobody differentiated it."""
     return {reason.code for reason in reasons} == {"gradients"}
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from kdacore import device as probes
 from kdacore.calls import requests
-from kdacore.dispatch import selection
+from kdacore.dispatch import plan, selection
 from kdacore.registry import REGISTRY
 from kdacore.testing.cases import DIFFERENTIATES, Case
 from kdacore.testing.derived_calls import parts_of
@@ -54,10 +54,20 @@ def _is_traced(case: Case) -> bool:
 def judge(case: Case) -> tuple[Reason, ...]:
     """The backend's own answer: its reasons against the first call of the case it declines, none when it serves all."""
     for part in parts_of(case):
-        reasons = selection.judge(REGISTRY.get(case.backend), request_of(part)).reasons
+        reasons = _reasons(part)
         if reasons:
             return reasons
     return ()
+
+
+def _reasons(case: Case) -> tuple[Reason, ...]:
+    registered, request = REGISTRY.get(case.backend), request_of(case)
+    reasons = selection.judge(registered, request).reasons
+    differentiated = case.check in DIFFERENTIATES or case.family == "gate"
+    if differentiated or not plan.lacks_backward_only(reasons):
+        return reasons
+    # A traced call that nobody differentiates is served without a backward.
+    return selection.judge(registered, replace(request, needs_grad=False)).reasons
 
 
 def frameworks() -> tuple[ArrayKind, ...]:

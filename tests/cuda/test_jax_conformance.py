@@ -11,8 +11,9 @@ from kdacore.testing.cases import Case
 from kdacore.testing.serving import judge
 from kdacore.testing.suite import run_case
 
-QUICK = ("chunk_kda-causality_append-base", "fused_recurrent_kda-pool")
-"""Cases that are run always, one of each; the others with the exhaustive tests."""
+QUICK = ("chunk_kda-accuracy-jit-", "chunk_kda-causality_append-base", "fused_recurrent_kda-pool")
+"""Cases that are run always, one of each; the others with the exhaustive tests. The first has heads for which there is
+no backward: traced, and differentiated by nobody, it is served."""
 
 
 def served() -> list[Case]:

@@ -71,17 +71,18 @@ def captured(rank: int) -> None:
             x.copy_(y)
     graph.replay()
     for found, wanted in zip(results, step(fresh), strict=True):
-        assert torch.equal(found, wanted)
+        assert found.isfinite().all() and torch.equal(found, wanted)
 
 
 def compiled(rank: int) -> None:
     x = arrays_of(1024, rank, grad=True)
     group = dist.group.WORLD
-    call = torch.compile(
-        lambda *a: kdacore.chunk_kda(*a, cp=group)[0] * 2, backend="aot_eager", fullgraph=True
-    )
-    found, wanted = call(*x), kdacore.chunk_kda(*x, cp=group)[0] * 2
-    assert torch.equal(found, wanted)
+
+    def call(*arrays: Any) -> Any:
+        return kdacore.chunk_kda(*arrays, use_qk_l2norm_in_kernel=True, cp=group)[0] * 2
+
+    found, wanted = torch.compile(call, backend="aot_eager", fullgraph=True)(*x), call(*x)
+    assert found.isfinite().all() and torch.equal(found, wanted)
     for a, b in zip(
         torch.autograd.grad(found.float().sum(), x), torch.autograd.grad(wanted.float().sum(), x), strict=True
     ):
@@ -90,12 +91,17 @@ def compiled(rank: int) -> None:
 
 def no_synchronisation(rank: int) -> None:
     x = arrays_of(1024, rank, grad=True)
+
+    def step() -> None:
+        o, _ = kdacore.chunk_kda(*x, use_qk_l2norm_in_kernel=True, cp=dist.group.WORLD)
+        o.float().sum().backward()
+
     for _ in range(2):
-        kdacore.chunk_kda(*x, cp=dist.group.WORLD)[0].float().sum().backward()
+        step()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        kdacore.chunk_kda(*x, cp=dist.group.WORLD)[0].float().sum().backward()
+        step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -120,6 +120,37 @@ def test_other_architectures(
     assert "WARPGROUP0" in emulated[0]
 
 
+@pytest.mark.parametrize(
+    ("arch", "K", "cluster"), [("sm_80", 64, 1), ("sm_100f", 128, 2), ("sm_90a", 128, 2), ("sm_90a", 128, 4)]
+)
+def test_the_slowest_gates_decay(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, arch: str, K: int, cluster: int
+) -> None:
+    """A chunk's log decay of 2e-6 would vanish beside the offset that keeps factors in range. Without beta a state only
+    decays; none of that may be lost over a million tokens."""
+    monkeypatch.setattr(chunk_forward, "build_arch", lambda name: arch)
+    use_cluster(monkeypatch, cluster)
+    T, step = 1024, -1.2e-7
+    state = torch.ones(1, 1, K, K)
+    inputs = draw(1, T, K=K, gate="slow", initial_state=state)
+    inputs = inputs._replace(g=torch.full_like(inputs.g, step), beta=torch.zeros_like(inputs.beta))
+    got = run(inputs, output_final_state=True, **SAFE_LOG)
+    decayed = 1 - got.final_state
+    assert torch.allclose(decayed, torch.full_like(decayed, -np.expm1(T * step)), rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize("cluster", [2, 4])
+@pytest.mark.parametrize("size", [1e-4, 1e6])
+def test_keys_and_queries_of_any_size(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, cluster: int, size: float
+) -> None:
+    """They are normalised, but their products with the decays are not."""
+    use_cluster(monkeypatch, cluster)
+    inputs = draw(1, 100, gate="fast")
+    inputs = inputs._replace(q=inputs.q * size, k=inputs.k * size)
+    check(inputs, output_final_state=True, use_qk_l2norm_in_kernel=True, **SAFE_LOG)
+
+
 @pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 2), (128, 4)])
 def test_longer_than_two_rings(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, K: int, cluster: int

@@ -181,7 +181,7 @@ class Registers(NamedTuple):
 def _registers(cluster: int) -> Registers:
     """Counts with which nothing spills: reading a spilled word back waits for the loads queued
     before it."""
-    return Registers(184, 120 if cluster == _SCANNERS else 136, 88)
+    return Registers(184, 120, 88) if cluster == _SCANNERS else Registers(232, 136, 88)
 
 
 def _hopper_defines(cluster: int, many_short: bool) -> tuple[tuple[str, int], ...]:

@@ -6,14 +6,12 @@
 #include "common/chunk_forward/tiles.cuh"
 #include "common/chunk_forward/tokens.cuh"
 
-// log2 of a factor of k 2^-G that keeps it from overflowing for G down to -116.
-constexpr float SHIFT = -64.0f;
-
-// `tile`: products of keys with even and odd tokens, then of queries with them. Row i = 2p + h
-// against tokens 2n and 2n + 1 of each column pair.
+// `tile`: products of keys with even and odd tokens, then of queries with them; they are multiplied by
+// `k_scale` and `q_scale`. Row i = 2p + h against tokens 2n and 2n + 1 of each column pair. What lies on
+// and right of the diagonal of the keys' triangle is not meant to be read.
 __device__ __forceinline__ void store_bounded_triangles(u32 image, u32 scratch, const Lane& l,
-                                                        const Scalars& s, const float (&tile)[4][4]) {
-  constexpr float INVERSE_SHIFT = 18446744073709551616.0f;  // 2^-SHIFT
+                                                        const Scalars& s, const float (&tile)[4][4],
+                                                        float k_scale, float q_scale) {
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
     const int n = 2 * l.t + c, j = 2 * token_pair_of(n);
@@ -21,12 +19,11 @@ __device__ __forceinline__ void store_bounded_triangles(u32 image, u32 scratch, 
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int i = 2 * l.p + h;
-      const float factor = INVERSE_SHIFT * s.beta[h] * s.k_norm[h];
-      const float a0 = j < i ? tile[0][2 * h + c] * factor * r0 : 0.0f;
-      const float a1 = j + 1 < i ? tile[1][2 * h + c] * factor * r1 : 0.0f;
-      store_shared(scratch + 4 * (SCRATCH_PITCH * i + j), a0, a1);
-      const float b0 = j <= i ? tile[2][2 * h + c] * INVERSE_SHIFT : 0.0f;
-      const float b1 = j + 1 <= i ? tile[3][2 * h + c] * INVERSE_SHIFT : 0.0f;
+      const float factor = k_scale * s.beta[h] * s.k_norm[h];
+      store_shared(scratch + 4 * (SCRATCH_PITCH * i + j), tile[0][2 * h + c] * factor * r0,
+                   tile[1][2 * h + c] * factor * r1);
+      const float b0 = j <= i ? tile[2][2 * h + c] * q_scale : 0.0f;
+      const float b1 = j + 1 <= i ? tile[3][2 * h + c] * q_scale : 0.0f;
       store_shared(image + (j >> 3) * 256 + i * 16 + (j & 7) * 2, pack_bf16(b0, b1));
     }
   }

@@ -2,14 +2,17 @@
 // representable and one product gives all pairs. Part of prepare.cuh.
 #pragma once
 
+// log2 of a factor of k 2^-G that keeps it from overflowing for G down to -116, and its inverse.
+constexpr float SHIFT = -64.0f, INVERSE_SHIFT = 18446744073709551616.0f;
+
 __device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8], const float (&total)[8],
                                               const Lane& l, int slice, u32 stage, Products& sums,
                                               const NextLoad& next) {
   float to_end[8], decay[8];
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
-    to_end[e] = exp2_fast(total[e] - SHIFT);
-    decay[e] = to_end[e] * 5.421010862427522e-20f;  // 2^SHIFT
+    decay[e] = exp2_fast(total[e]);  // of total - SHIFT it would lose the decays of slow gates
+    to_end[e] = decay[e] * INVERSE_SHIFT;
   }
   store_decay(stage, l, slice, decay);
   u32 kp[2][4], qp[2][4], km[2][4];
@@ -57,5 +60,6 @@ __device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8]
 
 __device__ __forceinline__ void store_triangles(u32 stage, u32 scratch, const Lane& l, const Scalars& s,
                                                 const Products& sums) {
-  store_bounded_triangles(stage + OFFSET(ChunkImage, qk), scratch, l, s, sums.tile);
+  store_bounded_triangles(stage + OFFSET(ChunkImage, qk), scratch, l, s, sums.tile, INVERSE_SHIFT,
+                          INVERSE_SHIFT);
 }

@@ -99,14 +99,15 @@ __device__ __forceinline__ Lane make_lane() {
   return l;
 }
 
-// Replaces steps by their inclusive sums from the first of 16 tokens; `total` gets the sum of all.
-// Sums of earlier tokens never depend on later ones.
-__device__ __forceinline__ void sum_steps(float (&s)[2][8], float (&total)[8], const Lane& l) {
+// Replaces steps by `start` and their inclusive sums from the first of 16 tokens; `total` gets the sum of
+// all. Sums of earlier tokens never depend on later ones.
+__device__ __forceinline__ void sum_steps(float (&s)[2][8], float (&total)[8], const Lane& l,
+                                          float start = 0.0f) {
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
     float sum = s[0][e] + s[1][e];
     float other = shuffle_xor(sum, 8);
-    float before = other * l.bit[0];
+    float before = other * l.bit[0] + start;
     sum += other;
     other = shuffle_xor(sum, 4);
     before += other * l.bit[1];

@@ -19,6 +19,11 @@ struct PairMemory {
   float totals[2][32], bias[2][32];  // bias: of the pair's two slices
 };
 constexpr u32 PAIR_BYTES = sizeof(PairMemory);
+// What the warps' gates are copied to lies behind the second set of sums.
+constexpr u32 GATES = OFFSET(SharedMemory, stages) + OWN_STAGES * STAGE_PITCH + GROUPS * SLICES * SLICE_PARTS,
+              GATE_BYTES = 2 * G_VECTORS * GATE_PITCH;
+static_assert(GATES + 2 * PAIRS * GATE_BYTES <= OFFSET(SharedMemory, stages) + STAGES * STAGE_PITCH,
+              "no room for gates");
 static_assert(PAIRS * PAIR_BYTES <= sizeof(ValueTile[SCAN_WARPS][V_DEPTH][2]),
               "no room for the pairs' memory");
 
@@ -55,9 +60,11 @@ __device__ __forceinline__ void preparing_slice_warp(const ChunkForwardParams& p
   w.group = 0;
   w.pair = pair;
   w.at.half = warp / PAIRS;
+  w.at.odd = pair & 1;
   w.at.pair = 1 + pair;
   w.at.exchange = memory + OFFSET(PairMemory, keys) + 16 * w.l.lane;
   w.own_totals = memory + OFFSET(PairMemory, totals) + w.at.half * 128 + 32 * w.l.t;
+  w.gate = shared + GATES + warp * GATE_BYTES + 16 * w.l.lane;
   set_slice(w, shared, memory, pair % SLICES);
   do {
     const TaskPart part = make_task_part(p, shared, task);
@@ -69,11 +76,10 @@ __device__ __forceinline__ void preparing_slice_warp(const ChunkForwardParams& p
     float bias[2] = {};
     if (!w.at.half) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        bias[i] = gate_bias(p, gate, task.hv, 64 * i + 32 * (pair & 1) + w.l.lane);
+      for (int i = 0; i < 2; ++i) bias[i] = gate_bias(p, gate, task.hv, 64 * i + 32 * (pair & 1) + w.l.lane);
     }
     Raw raw = {};
-    load_gate(raw, {from, left});
+    load_gate(raw, {from, left}, w.gate);
     load_rows(raw, {from, left});
     sync_pair(w.at.pair);
     if (!w.at.half) {

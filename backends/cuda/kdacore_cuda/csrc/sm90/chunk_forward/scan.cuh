@@ -75,9 +75,11 @@ struct SolveOperands {
   u32 inverse[4], v[4];
 };
 
-__device__ __forceinline__ void load_solve_operands(SolveOperands& s, const ScanLane& l, u32 stage, int half,
-                                                    u32 values) {
+__device__ __forceinline__ void load_values(SolveOperands& s, const ScanLane& l, int half, u32 values) {
   load_matrix4_transposed(s.v, values + half * TILE_BYTES + l.tile);
+}
+__device__ __forceinline__ void load_solve_operands(SolveOperands& s, const ScanLane& l, u32 stage,
+                                                    int half) {
   s.beta = columns(stage, OFFSET(TokenScalars, beta), half, l.t);
   s.r = columns(stage, OFFSET(TokenScalars, k_norm), half, l.t);
   load_matrix4(s.inverse, stage + OFFSET(ChunkImage, inverse) + half * TRIANGLE_BYTES + l.triangle);
@@ -111,14 +113,13 @@ struct Output {
   u32 o[2][4];
 };
 
-__device__ __forceinline__ void pack_output(Output& out, const Tokens& tok, u32 stage, int t) {
+__device__ __forceinline__ void pack_output(Output& out, const Tokens& tok, const Columns (&factor)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const Columns factor = columns(stage, OFFSET(TokenScalars, q_factor), half, t);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float* x = &tok.xo[4 + 2 * half + (i >> 1)][2 * (i & 1)];
-      out.o[half][i] = pack_bf16(x[0] * factor.c[i >> 1][0], x[1] * factor.c[i >> 1][1]);
+      out.o[half][i] = pack_bf16(x[0] * factor[half].c[i >> 1][0], x[1] * factor[half].c[i >> 1][1]);
     }
   }
 }
@@ -357,7 +358,8 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
       fetch_first_values();
     }
     if (done.end < done.sequence.chunks) {
-      send_cut_state(p, state, cut_state_slot(p, opaque(block_index()) / CLUSTER, rank, warp, l.lane), l.lane);
+      send_cut_state(p, state, cut_state_slot(p, opaque(block_index()) / CLUSTER, rank, warp, l.lane),
+                     l.lane);
     } else if (const u64 to = final_state_at(p, done.sequence.n, done.sequence.hv, K * V)) {
       write_state(state, l, to, p.flags);
     }

@@ -36,41 +36,69 @@ template <bool SHORT, class WhileReading, class WhileUpdating>
 __device__ __forceinline__ void scan_chunk(ScanState& state, Output& out, const ScanLane& l,
                                            const StageRef& at, u32 values, bool zero, bool whole,
                                            WhileReading while_reading, WhileUpdating while_updating) {
+  // Blocks that only scan have registers for all that a chunk needs from shared memory.
+  constexpr bool EARLY = SEPARATE && BOUNDED;
   Tokens tok = {};
   const u64 step = descriptor_step(at.slot * STAGE_PITCH);
   write_output(out, l);
   barrier_wait(at.full, at.parity);
   SolveOperands first, second;
   u32 a21[4], q1[4], q21[4], q2[4], w[2][4] = {};
+  Columns factor[2];
   uint4 rows[2];
+  const auto load_first = [&] {
+    load_solve_operands(first, l, at.base, 0);
+    load_matrix4(a21, at.base + OFFSET(ChunkImage, kk_across) + l.triangle);
+  };
+  const auto load_rest = [&] {
+    load_solve_operands(second, l, at.base, 1);
+    load_matrix4(q1, at.base + OFFSET(ChunkImage, qk) + l.triangle);
+    load_matrix4(q21, at.base + OFFSET(ChunkImage, qk_across) + l.triangle);
+    load_matrix4(q2, at.base + OFFSET(ChunkImage, qk) + TRIANGLE_BYTES + l.triangle);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      factor[half] = columns(at.base, OFFSET(TokenScalars, q_factor), half, l.t);
+  };
   if (SHORT && zero) {
     read_output(rows, l);
     while_reading(rows);
-    load_solve_operands(first, l, at.base, 0, values);
-    load_matrix4(a21, at.base + OFFSET(ChunkImage, kk_across) + l.triangle);
+    load_first();
+    load_values(first, l, 0, values);
   } else {
-    read_products(state, tok, l.kq + step);
     float4 decay[K_TILES];
+    const auto load_decays = [&] {
 #pragma unroll
-    for (int kk = 0; kk < K_TILES; ++kk) decay[kk] = load_decay(at.base, kk, l.t);
+      for (int kk = 0; kk < K_TILES; ++kk) decay[kk] = load_decay(at.base, kk, l.t);
+    };
+    if (EARLY) load_decays();  // the products read shared memory as fast as it is
+    read_products(state, tok, l.kq + step);
+    if (!EARLY) load_decays();
     read_output(rows, l);
+    if (EARLY) load_first();
 #pragma unroll
     for (int kk = 0; kk < K_TILES; ++kk) decay_state(state, kk, decay[kk]);
     while_reading(rows);
-    load_solve_operands(first, l, at.base, 0, values);
-    load_matrix4(a21, at.base + OFFSET(ChunkImage, kk_across) + l.triangle);
+    if (!EARLY) load_first();
+    load_values(first, l, 0, values);
+    if (EARLY) {
+      load_values(second, l, 1, values);
+      load_rest();
+    }
     warpgroup_wait<0>();
     fence_registers(tok.xo);
   }
   if (SHORT && !whole) {
     load_matrix4(q1, at.base + OFFSET(ChunkImage, qk) + l.triangle);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      factor[half] = columns(at.base, OFFSET(TokenScalars, q_factor), half, l.t);
     solve(tok, 0, first, w[0]);
     add_triangle(tok.xo[4], tok.xo[5], w[0], q1);
   } else {
-    load_solve_operands(second, l, at.base, 1, values);
-    load_matrix4(q1, at.base + OFFSET(ChunkImage, qk) + l.triangle);
-    load_matrix4(q21, at.base + OFFSET(ChunkImage, qk_across) + l.triangle);
-    load_matrix4(q2, at.base + OFFSET(ChunkImage, qk) + TRIANGLE_BYTES + l.triangle);
+    if (!EARLY) {
+      load_values(second, l, 1, values);
+      load_rest();
+    }
     solve(tok, 0, first, w[0]);
     add_triangle(tok.xo[2], tok.xo[3], w[0], a21);
     add_triangle(tok.xo[4], tok.xo[5], w[0], q1);
@@ -84,7 +112,7 @@ __device__ __forceinline__ void scan_chunk(ScanState& state, Output& out, const 
   warpgroup_mma<1>(state.s, w[1], l.kg + step + descriptor_step(HALF * 128), 1);
   warpgroup_commit();
   while_updating();
-  pack_output(out, tok, at.base, l.t);
+  pack_output(out, tok, factor);
   warpgroup_wait<0>();
   fence_registers(state.s);
 }

@@ -14,6 +14,8 @@
 //   S' = D1 D2 S + (k 2^(G_last - G) D2)^T W1 + (k 2^(G_last - G))^T W2
 // with c = scale / |q|. Norms are not applied to the 16-bit operands; they only scale rows of
 // float32 sums. W is v_new times r.
+//
+// k 2^G, q 2^G, A21, Q21, Q and beta are stored KQ_SCALE times as large, r and c as many times smaller.
 #pragma once
 
 #include "common/chunk_forward/tiles.cuh"
@@ -59,8 +61,14 @@ static_assert(GROUPS * PREPARERS <= STAGES, "a parity could be a full ring old")
 // Which of the blocks that prepare this one is.
 __device__ __forceinline__ int preparer_of(int rank) { return SEPARATE ? rank - SCANNERS : rank; }
 // The stage of step c in the block that prepares it, and how often that stage was used before.
-__device__ __forceinline__ int own_stage(int c) { return (SEPARATE ? c / PREPARERS : c) % OWN_STAGES; }
-__device__ __forceinline__ int own_use(int c) { return (SEPARATE ? c / PREPARERS : c) / OWN_STAGES; }
+__device__ __forceinline__ int own_stage(int c) {
+  return SEPARATE ? (u32)c / PREPARERS % OWN_STAGES : c % OWN_STAGES;
+}
+__device__ __forceinline__ int own_use(int c) {
+  return SEPARATE ? (u32)c / (PREPARERS * OWN_STAGES) : c / OWN_STAGES;
+}
+
+constexpr float KQ_SHIFT = BOUNDED ? 32.0f : 0.0f, KQ_SCALE = BOUNDED ? 4294967296.0f : 1.0f;  // 2^KQ_SHIFT
 
 constexpr u32 ROWS_BYTES = C * 128;  // 64 channels of the chunk's tokens
 
@@ -106,17 +114,17 @@ struct SharedMemory {
   ValueTile out[SCAN_WARPS][2];
   SliceParts parts[GROUPS][SLICES];
   uint4 keys[GROUPS][SLICES][2][32];    // k 2^(G_last - G) of the first half, for the second half's warp
-  float totals[GROUPS][SLICES][2][32];  // log2 decay of each half
+  float totals[GROUPS][SLICES][2][32];  // decay of each half, in log2 unless BOUNDED
   float scratch[SOLVERS][2][HALF][SCRATCH_PITCH];
   float bias[K];
-  u64 full[STAGES];             // barriers: the stage is prepared
-  u64 empty[STAGES];            // the stage is consumed, or if SEPARATE, in the block that prepares, copied
+  u64 full[STAGES];   // barriers: the stage is prepared
+  u64 empty[STAGES];  // the stage is consumed, or if SEPARATE, in the block that prepares, copied
 #if SEPARATE_BLOCKS
-  u64 room[STAGES];             // in the block that prepares: this stage of the scanning blocks is consumed
+  u64 room[STAGES];  // in the block that prepares: this stage of the scanning blocks is consumed
 #endif
-  u64 parts_ready[SOLVERS];     // the slices of the solver's chunk are done
+  u64 parts_ready[SOLVERS];       // the slices of the solver's chunk are done
   u64 parts_read[GROUPS * SUMS];  // both warps of a solver have read the group's parts
-  alignas(16) int interval[8];  // what this cluster works on: schedule.cuh
+  alignas(16) int interval[8];    // what this cluster works on: schedule.cuh
 };
 constexpr u32 SLICE_PARTS = sizeof(SliceParts), EXCHANGE_BYTES = sizeof(uint4[2][32]);
 constexpr u32 SCRATCH_BYTES = sizeof(float[HALF][SCRATCH_PITCH]), INTERVAL_BYTES = sizeof(int[8]);

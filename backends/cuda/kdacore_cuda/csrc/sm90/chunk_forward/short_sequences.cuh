@@ -70,7 +70,7 @@ __device__ __forceinline__ void short_slice_warp(const ChunkForwardParams& p, u3
   float own_bias = find_bias();
   find_inputs();
   Raw raw = {};
-  load_gate(raw, {from, left});
+  load_gate(raw, {from, left}, w.gate);
   load_rows(raw, {from, left});
   store_bias(w, shared, own_bias);
 #pragma unroll 1
@@ -84,7 +84,7 @@ __device__ __forceinline__ void short_slice_warp(const ChunkForwardParams& p, u3
     };
     if (empty) {
       to_next();
-      load_gate(raw, {from, left});
+      load_gate(raw, {from, left}, w.gate);
       load_rows(raw, {from, left});
       empty_half_step(w, shared, c);
     } else {

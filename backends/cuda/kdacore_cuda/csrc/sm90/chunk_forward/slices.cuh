@@ -44,14 +44,38 @@ struct NextLoad {
   int left;
 };
 
-__device__ __forceinline__ void load_gate(Raw& raw, const NextLoad& r) {
+constexpr u32 GATE_PITCH = 32 * 16;
+__device__ __forceinline__ void load_gate(Raw& raw, const NextLoad& r, u32 buffer) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
     for (int j = 0; j < G_VECTORS; ++j) {
-      load_sixteen(raw.g[i][j], r.from.g + i * r.from.g_token + 16 * j, i < r.left);
+      const unsigned char* from = r.from.g + i * r.from.g_token + 16 * j;
+#if SEPARATE_BLOCKS
+      if (i < r.left) copy_async16(buffer + GATE_PITCH * (G_VECTORS * i + j), from, true);
+#else
+      load_sixteen(raw.g[i][j], from, i < r.left);
+#endif
     }
   }
+#if SEPARATE_BLOCKS
+  copy_async_commit();
+#endif
+}
+
+// Waits for the gate. Where there is room it comes through shared memory (`buffer`: 16 bytes a lane): all loads to
+// registers are waited for by one counter, and then the gate, which is needed first, would wait for the keys and
+// queries too, which are asked for last.
+__device__ __forceinline__ void receive_gate(Raw& raw, u32 buffer) {
+#if SEPARATE_BLOCKS
+  copy_async_wait<0>();
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int j = 0; j < G_VECTORS; ++j)
+      raw.g[i][j] = load_shared_u4(buffer + GATE_PITCH * (G_VECTORS * i + j));
+  }
+#endif
 }
 
 __device__ __forceinline__ void load_rows(Raw& raw, const NextLoad& r) {
@@ -64,9 +88,9 @@ __device__ __forceinline__ void load_rows(Raw& raw, const NextLoad& r) {
 
 // What a slice warp works on.
 struct Place {
-  int slice, half;
-  u32 stage, exchange;  // exchange: this lane's 16 bytes of the pair's
-  int pair;             // the pair's barrier
+  int slice, odd, half;  // odd: of the slice, which never changes
+  u32 stage, exchange;   // exchange: this lane's 16 bytes of the pair's
+  int pair;              // the pair's barrier
 };
 
 // Sums over channels.
@@ -79,6 +103,11 @@ struct Products {
 #endif
 };
 
+// k 2^G and q 2^G from the half's start, of the lane's two tokens.
+struct Operands {
+  u32 k[2][4], q[2][4];
+};
+
 // Of the second half against the first: k k and q k, against even and odd tokens.
 struct Across {
   float tile[4][4];
@@ -87,9 +116,13 @@ struct Across {
 // Where this lane's 8 channels of its slice go in 64 channels of an operand, for token i of its
 // half.
 __device__ __forceinline__ u32 piece_offset(const Lane& l, int i, const Place& at) {
-  const u32 even = swizzled(HALF * at.half + 2 * l.p, (at.slice & 1) * 4 + l.t);
+  const u32 even = swizzled(HALF * at.half + 2 * l.p, at.odd * 4 + l.t);
   return i ? (opaque(even) ^ 16) + 128 : even;  // derived from the other to save registers
 }
+
+// sum_steps gives a half's decay, or in log2 if gates are unbounded.
+__device__ __forceinline__ float decay_of(float total) { return BOUNDED ? total : exp2_fast(total); }
+constexpr float NO_DECAY = BOUNDED ? 1.0f : 0.0f;
 
 // Decay of the whole chunk, in the order scan lanes read it: 4 floats (channels 2t, 2t+1, 2t+8,
 // 2t+9) a lane and 16 channels.
@@ -97,17 +130,18 @@ __device__ __forceinline__ void store_decay(const Place& at, const Lane& l, cons
                                             const float (&across)[8]) {
 #if !FEW_REGISTERS
   if (l.g || at.half) return;
-  const u32 to = at.stage + OFFSET(ChunkImage, decay) + 4 * (32 * at.slice + 16 * (l.t >> 1) + 2 * (l.t & 1));
+  const u32 to = at.stage + OFFSET(ChunkImage, decay) +
+                 4 * (64 * (at.slice >> 1) + 32 * at.odd + 16 * (l.t >> 1) + 2 * (l.t & 1));
 #pragma unroll
   for (int e = 0; e < 8; e += 2) {
-    store_shared(to + 8 * e, exp2_fast(total[e]) * across[e], exp2_fast(total[e + 1]) * across[e + 1]);
+    store_shared(to + 8 * e, decay_of(total[e]) * across[e], decay_of(total[e + 1]) * across[e + 1]);
   }
 #else  // a branch would cost one register too many
   const int t = opaque(l.t);
   const u32 to = at.stage + OFFSET(ChunkImage, decay) + 4 * (32 * at.slice + 16 * (t >> 1) + 2 * (t & 1));
 #pragma unroll
   for (int e = 0; e < 8; e += 2) {
-    const float x = exp2_fast(total[e]) * across[e], y = exp2_fast(total[e + 1]) * across[e + 1];
+    const float x = decay_of(total[e]) * across[e], y = decay_of(total[e + 1]) * across[e + 1];
     store_shared_unless(l.g | at.half, to + 8 * e, x, y);
   }
 #endif
@@ -129,8 +163,9 @@ __device__ __forceinline__ void send_keys(const Place& at, int i, const u32 (&kg
 }
 
 // Sums across the halves: rows k and q of the second, columns the first's tokens.
-__device__ __forceinline__ void add_across_products(Across& sums, const Place& at, const u32 (&k)[2][4],
-                                                    const u32 (&q)[2][4]) {
+__device__ __forceinline__ Across across_products(const Place& at, const Operands& operands) {
+  const u32(&k)[2][4] = operands.k, (&q)[2][4] = operands.q;
+  Across sums = {};
 #pragma unroll
   for (int tile = 0; tile < 2; ++tile) {
     const uint4 kg = load_shared_u4(at.exchange + 512 * tile);
@@ -142,6 +177,7 @@ __device__ __forceinline__ void add_across_products(Across& sums, const Place& a
       mma_bf16(sums.tile[2 + tile], b, word(kg, w), word(kg, w + 1));
     }
   }
+  return sums;
 }
 
 #if BOUNDED
@@ -202,10 +238,10 @@ __device__ __forceinline__ void exchange_totals(const Lane& l, const Place& at, 
 #pragma unroll
   for (int e = 0; e < 8; e += 4) {
     const float4 x = load_shared4(other + 4 * e);
-    across[e] = exp2_fast(x.x);
-    across[e + 1] = exp2_fast(x.y);
-    across[e + 2] = exp2_fast(x.z);
-    across[e + 3] = exp2_fast(x.w);
+    across[e] = decay_of(x.x);
+    across[e + 1] = decay_of(x.y);
+    across[e + 2] = decay_of(x.z);
+    across[e + 3] = decay_of(x.w);
   }
 }
 
@@ -214,7 +250,7 @@ struct SliceWarp {
   Lane l;
   Place at;
   int group, pair;
-  u32 bias, own_totals, parts;  // in shared memory, of this lane
+  u32 bias, own_totals, parts, gate;  // in shared memory, of this lane
 };
 __device__ __forceinline__ SliceWarp make_slice_warp(u32 shared, int warp) {
   SliceWarp w;
@@ -222,6 +258,7 @@ __device__ __forceinline__ SliceWarp make_slice_warp(u32 shared, int warp) {
   w.group = warp / (2 * SLICES);
   w.at.half = warp / SLICES % 2;
   w.at.slice = warp % SLICES;
+  w.at.odd = w.at.slice & 1;
   w.pair = w.group * SLICES + w.at.slice;
   w.at.pair = 1 + w.pair;
   w.at.exchange = shared + OFFSET(SharedMemory, keys) + w.pair * EXCHANGE_BYTES + 16 * w.l.lane;
@@ -229,6 +266,7 @@ __device__ __forceinline__ SliceWarp make_slice_warp(u32 shared, int warp) {
   w.own_totals = shared + OFFSET(SharedMemory, totals) + w.pair * 256 + w.at.half * 128 + 32 * w.l.t;
   w.parts = shared + OFFSET(SharedMemory, parts) + w.pair * SLICE_PARTS + w.at.half * PARTS * PART_BYTES +
             16 * w.l.lane;
+  w.gate = 0;
   return w;
 }
 
@@ -246,15 +284,19 @@ __device__ __forceinline__ void wait_for_stage(u32 shared, int c) {
   barrier_wait(shared + OFFSET(SharedMemory, empty) + 8 * own_stage(c), (u32)(own_use(c) & 1) ^ 1);
 }
 
-// Hands sums to the solver of step c.
+// Hands sums to the solver of step c. `across_halves` gives the second half's sums against the first.
+template <class F>
 __device__ __forceinline__ void hand_over(const SliceWarp& w, u32 shared, int c, const Products& sums,
-                                          const Across& across_sums) {
-  const int i = c / PREPARERS;  // of the block's steps
+                                          F across_halves) {
+  const u32 i = (u32)c / PREPARERS;  // of the block's steps
   const u32 parts = w.parts + sums_offset(i);
   barrier_wait(shared + OFFSET(SharedMemory, parts_read) + 8 * (SUMS * w.group + i % SUMS),
                (u32)(i / (GROUPS * SUMS) & 1) ^ 1);
   store_parts(parts, sums);
-  if (w.at.half) store_tiles(parts + PARTS * PART_BYTES, across_sums.tile);
+  if (w.at.half) {
+    const Across across = across_halves();
+    store_tiles(parts + PARTS * PART_BYTES, across.tile);
+  }
   warp_arrive(shared + OFFSET(SharedMemory, parts_ready) + 8 * (i % SOLVERS), w.l.lane);
 }
 
@@ -263,6 +305,7 @@ template <class F>
 __device__ __forceinline__ void slice_step(SliceWarp& w, u32 shared, const Gate& gate, Raw& raw, int c,
                                            const Source& from, int& left, F to_next) {
   w.at.stage = shared + OFFSET(SharedMemory, stages) + own_stage(c) * STAGE_PITCH;
+  receive_gate(raw, w.gate);
   if (left < 2) clear_past_end(raw, left, gate.closed);
   float sum[2][8], total[8], across[8];
 #if !FEW_REGISTERS
@@ -275,7 +318,7 @@ __device__ __forceinline__ void slice_step(SliceWarp& w, u32 shared, const Gate&
 #endif
   to_next();
 #if BOUNDED
-  load_gate(raw, {from, left});
+  load_gate(raw, {from, left}, w.gate);
 #else
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
@@ -286,14 +329,20 @@ __device__ __forceinline__ void slice_step(SliceWarp& w, u32 shared, const Gate&
   Products sums = {};
   sum_steps(raw, sum, total, w.l, sums);
 #if !BOUNDED
-  load_gate(raw, {from, left});
+  load_gate(raw, {from, left}, w.gate);
 #endif
   exchange_totals(w.l, w.at, w.own_totals, total, across);
   wait_for_stage(shared, c);
-  Across across_sums = {};
+  Operands operands;
   store_decay(w.at, w.l, total, across);
-  prepare_slice(raw, sum, total, across, w.l, w.at, sums, across_sums, {from, left});
-  hand_over(w, shared, c, sums, across_sums);
+  prepare_slice(raw, sum, total, across, w.l, w.at, sums, operands, {from, left});
+#if FEW_REGISTERS  // the operands would be kept for too long
+  Across sums_across = {};
+  if (w.at.half) sums_across = across_products(w.at, operands);
+  hand_over(w, shared, c, sums, [&] { return sums_across; });
+#else
+  hand_over(w, shared, c, sums, [&] { return across_products(w.at, operands); });
+#endif
 }
 
 // The same for a second half without tokens, with which a sequence may end.
@@ -301,7 +350,7 @@ __device__ __forceinline__ void empty_half_step(SliceWarp& w, u32 shared, int c)
   w.at.stage = shared + OFFSET(SharedMemory, stages) + own_stage(c) * STAGE_PITCH;
   if (w.l.g == 0) {
 #pragma unroll
-    for (int e = 0; e < 8; e += 2) store_shared(w.own_totals + 4 * e, 0.0f, 0.0f);
+    for (int e = 0; e < 8; e += 2) store_shared(w.own_totals + 4 * e, NO_DECAY, NO_DECAY);
   }
   sync_pair(w.at.pair);
   wait_for_stage(shared, c);
@@ -310,8 +359,7 @@ __device__ __forceinline__ void empty_half_step(SliceWarp& w, u32 shared, int c)
   for (int n = 0; n < 2; ++n) store_rows(w.at, w.l, n, zeros, zeros, zeros);
   sync_pair(w.at.pair);
   const Products none = {};
-  const Across none_across = {};
-  hand_over(w, shared, c, none, none_across);
+  hand_over(w, shared, c, none, [] { return Across{}; });
 }
 
 __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
@@ -319,7 +367,8 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
   Task task = load_task(shared + OFFSET(SharedMemory, interval));
   if (!advance_to_step(p, shared, task, c)) return;
   SliceWarp w = make_slice_warp(shared, warp);
-  int length, shift, left;  // of the sequence; from a step to its chunk; this lane's tokens from the next load on
+  int length, shift,
+      left;  // of the sequence; from a step to its chunk; this lane's tokens from the next load on
   Source from;
   const auto first_token = [&] { return (c + shift) * C + w.at.half * HALF + 2 * w.l.p; };
   int stopped = 0, heads = 0, value_heads = 0;
@@ -342,7 +391,7 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
     const Gate gate = make_gate(p, task.hv);
     const float own_bias = w.at.half ? 0.0f : gate_bias(p, gate, task.hv, 32 * w.at.slice + w.l.lane);
     Raw raw = {};
-    load_gate(raw, {from, left});
+    load_gate(raw, {from, left}, w.gate);
     load_rows(raw, {from, left});
     store_bias(w, shared, own_bias);
     const bool ends_empty = w.at.half && (task.stop - 1 + shift) * C + HALF >= tokens;

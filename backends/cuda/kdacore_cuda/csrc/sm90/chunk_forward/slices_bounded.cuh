@@ -1,19 +1,24 @@
 // Bounded gates: every step decays by at most 2^-7.3, so within 16 tokens k 2^G and k 2^-G are both
-// representable and one product gives all pairs. Part of slices.cuh.
+// representable and one product gives all pairs. Their factors are 2^32 and 2^-32, so that neither
+// overflows: KQ_SCALE. Part of slices.cuh.
 #pragma once
 
-__device__ __forceinline__ void sum_steps(const Raw&, float (&s)[2][8], float (&total)[8], const Lane& l,
+// `decay`: of the half.
+__device__ __forceinline__ void sum_steps(const Raw&, float (&s)[2][8], float (&decay)[8], const Lane& l,
                                           Products&) {
-  sum_steps(s, total, l);
+  float total[8];
+  sum_steps(s, total, l, KQ_SHIFT);
+#pragma unroll
+  for (int e = 0; e < 8; ++e) decay[e] = exp2_fast(total[e]);
 }
 
-__device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8], const float (&total)[8],
+__device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8], const float (&decay)[8],
                                               const float (&across)[8], const Lane& l, const Place& at,
-                                              Products& sums, Across& across_sums, const NextLoad& next) {
+                                              Products& sums, Operands& operands, const NextLoad& next) {
   float to_end[8];
 #pragma unroll
-  for (int e = 0; e < 8; ++e) to_end[e] = exp2_fast(total[e] - SHIFT);
-  u32 kp[2][4], qp[2][4], km[2][4];
+  for (int e = 0; e < 8; ++e) to_end[e] = decay[e] * KQ_SCALE;
+  u32(&kp)[2][4] = operands.k, (&qp)[2][4] = operands.q, km[2][4];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     u32 kf[4], qf[4], kg[4];  // k 2^G and q 2^G from the chunk's start, k 2^(G_last - G) to its end
@@ -25,12 +30,12 @@ __device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8]
       for (int j = 0; j < 2; ++j) {
         const int c = 2 * w + j;
         const float k = element(raw.k[i], c), q = element(raw.q[i], c);
-        const float down = exp2_fast(sum[i][c]), up = exp2_fast(SHIFT - sum[i][c]);
+        const float down = exp2_fast(sum[i][c]);
         sums.square[0][i] += k * k;
         sums.square[1][i] += q * q;
         a[j] = k * down;
         b[j] = q * down;
-        m[j] = k * up;
+        m[j] = k * exp2_fast(-sum[i][c]);
         e[j] = m[j] * to_end[c];
       }
       kp[i][w] = pack_bf16(a[0], a[1]);
@@ -63,5 +68,4 @@ __device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8]
     }
   }
   sync_pair(at.pair);
-  if (at.half) add_across_products(across_sums, at, kp, qp);
 }

@@ -85,8 +85,8 @@ __device__ __forceinline__ void sum_steps(const Raw& raw, float (&s)[2][8], floa
 
 __device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8], const float (&total)[8],
                                               const float (&across)[8], const Lane& l, const Place& at,
-                                              Products& sums, Across& across_sums, const NextLoad& next) {
-  u32 kp[2][4], qp[2][4];
+                                              Products& sums, Operands& operands, const NextLoad& next) {
+  u32(&kp)[2][4] = operands.k, (&qp)[2][4] = operands.q;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     u32 kf[4], qf[4], kg[4];  // k 2^G and q 2^G from the chunk's start, k 2^(G_last - G) to its end
@@ -124,5 +124,4 @@ __device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8]
   }
   load_rows(raw, next);
   sync_pair(at.pair);
-  if (at.half) add_across_products(across_sums, at, kp, qp);
 }

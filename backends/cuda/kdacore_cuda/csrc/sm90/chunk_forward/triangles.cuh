@@ -18,9 +18,9 @@
 __device__ __forceinline__ void store_scalars(u32 stage, int half, const Lane& l, const Scalars& s) {
   if (l.t) return;
   const u32 to = stage + OFFSET(ChunkImage, scalars) + 4 * (HALF * half + 2 * l.p);
-  store_shared(to + OFFSET(TokenScalars, beta), s.beta[0], s.beta[1]);
-  store_shared(to + OFFSET(TokenScalars, k_norm), s.k_norm[0], s.k_norm[1]);
-  store_shared(to + OFFSET(TokenScalars, q_factor), s.q_factor[0], s.q_factor[1]);
+  store_shared(to + OFFSET(TokenScalars, beta), s.beta[0] * KQ_SCALE, s.beta[1] * KQ_SCALE);
+  store_shared(to + OFFSET(TokenScalars, k_norm), s.k_norm[0] / KQ_SCALE, s.k_norm[1] / KQ_SCALE);
+  store_shared(to + OFFSET(TokenScalars, q_factor), s.q_factor[0] / KQ_SCALE, s.q_factor[1] / KQ_SCALE);
 }
 
 // Row i = 2p + h of the second half against tokens 2n and 2n + 1 of each column pair of the first.
@@ -53,10 +53,9 @@ __device__ __forceinline__ void store_inverse(u32 stage, u32 scratch, int lane) 
     const float4 y = load_shared4(norms + 4 * i);
     const float r[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      store_shared16(to + 16 * (i + n), pack_bf16(i + n > j ? r[n] * x[i + n] : 0.0f, 0.0f));
-    }
+    for (int n = 0; n < 4; ++n) store_shared16(to + 16 * (i + n), pack_bf16(r[n] * x[i + n], 0.0f));
   }
+  store_shared16(to + 16 * j, 0);  // above the diagonal x is zero
 }
 
 // A finished part of a stage to the other scanning blocks of the cluster; their barriers count its
@@ -129,14 +128,14 @@ constexpr int SOLVER_STRIDE = SOLVERS * PREPARERS;  // steps to a pair's next
 
 // This warp's part of step c, whose beta is in `beta`. `to_next` moves on and loads the next.
 template <class F>
-__device__ __forceinline__ void solver_step(const ChunkForwardParams& p, const SolverWarp& w, u32 shared, int c,
-                                            int rank, u32 (&beta)[2], int left, F to_next) {
+__device__ __forceinline__ void solver_step(const ChunkForwardParams& p, const SolverWarp& w, u32 shared,
+                                            int c, int rank, u32 (&beta)[2], int left, F to_next) {
   const Lane& l = w.l;
   const int slot = own_stage(c), i = c / PREPARERS, group = i % GROUPS;  // i: of the block's steps
   const u32 stage = shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH,
             full = shared + OFFSET(SharedMemory, full) + 8 * slot;
-  const u32 parts = shared + OFFSET(SharedMemory, parts) + group * SLICES * SLICE_PARTS + 16 * l.lane +
-                    sums_offset(i);
+  const u32 parts =
+      shared + OFFSET(SharedMemory, parts) + group * SLICES * SLICE_PARTS + 16 * l.lane + sums_offset(i);
   const u32 parts_read = shared + OFFSET(SharedMemory, parts_read) + 8 * (SUMS * group + i % SUMS);
   barrier_wait(shared + OFFSET(SharedMemory, parts_ready) + 8 * w.pair, (u32)(i / SOLVERS & 1));
   if (w.half && !SEPARATE) publish_operands(stage, full, l.lane, rank);
@@ -196,7 +195,8 @@ __device__ __forceinline__ void solver_warp(const ChunkForwardParams& p, u32 sha
   const long long size = type_size(p.beta_type), token = size * p.beta_st;
   int c = w.pair * PREPARERS + preparer_of(rank);  // of the cluster's steps
   Task task = load_task(shared + OFFSET(SharedMemory, interval));
-  int length, shift, left;  // of the sequence; from a step to its chunk; this lane's tokens from the next load on
+  int length, shift,
+      left;  // of the sequence; from a step to its chunk; this lane's tokens from the next load on
   u64 from;
   const auto first_token = [&] { return (c + shift) * C + HALF * w.half + 2 * w.l.p; };
   int stopped = 0, heads = 0;

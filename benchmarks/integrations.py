@@ -25,6 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,10 @@ def hook(rounds: int) -> Rows:
         op = theirs.__name__
         question = integration._HANDOVERS[hooked].verdict
         contenders: dict[str, Callable[[], Any]] = {
-            "kdacore, direct": lambda op=op: getattr(kdacore, op)(**given),
-            "fla to kdacore": lambda theirs=theirs: theirs(**given),
-            "fla to a backend that does nothing": lambda theirs=theirs: theirs(**given),
-            "the question": lambda question=question, hooked=hooked: question((), asked[hooked]),
+            "kdacore, direct": partial(getattr(kdacore, op), **given),
+            "fla to kdacore": partial(theirs, **given),
+            "fla to a backend that does nothing": partial(theirs, **given),
+            "the question": partial(question, (), asked[hooked]),
         }
         with kdacore.use_backend(NAME), torch.no_grad():
             rows.append(_row(f"host time, {op}", _in_turns(contenders, rounds, switch), "us"))
@@ -96,7 +97,7 @@ def _register_a_backend_that_does_nothing() -> Callable[[str], None]:
 
     state = {"on": False}
 
-    class Nothing(BaseBackend):
+    class Nothing(BaseBackend):  # type: ignore[misc]  # which has no types
         backend_type, priority = "nothing", 0
 
         def is_enabled(self) -> bool:
@@ -197,7 +198,7 @@ def _milliseconds(replay: Callable[[], None]) -> float:
         replay()
     stop.record()
     stop.synchronize()
-    return start.elapsed_time(stop) / 5
+    return float(start.elapsed_time(stop)) / 5
 
 
 def _hold(what: str, apart: float) -> None:
@@ -313,13 +314,24 @@ def main() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of other packages
         integrations.activate("fla")
-        rows = [row for part in args.parts for row in PARTS[part](args.rounds)]
-    counts = [f"{h.function}: {h.served} taken, {h.declined} declined {h.reason}" for h in _fla_hooks()]
-    print(*counts, sep="\n")
-    if args.json:
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        record = {"device": device, "versions": _versions(), "rows": rows, "counts": counts}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        rows: Rows = []
+        for part in args.parts:
+            rows += PARTS[part](args.rounds)
+            if (
+                args.json
+            ):  # after each part: flash-linear-attention tunes for minutes, and a run may be cut off
+                _write(args.json, rows)
+    print(*_counts(), sep="\n")
+
+
+def _write(path: Path, rows: Rows) -> None:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    record = {"device": device, "versions": _versions(), "rows": rows, "counts": _counts()}
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _counts() -> list[str]:
+    return [f"{h.function}: {h.served} taken, {h.declined} declined {h.reason}" for h in _fla_hooks()]
 
 
 def _fla_hooks() -> tuple[Any, ...]:

@@ -92,16 +92,15 @@ def in_torch(arrays: dict[str, Any]) -> dict[str, torch.Tensor]:
 def on_host(x: Any) -> np.ndarray[Any, Any]:
     """A JAX array or torch tensor in float32, which loses nothing."""
     if isinstance(x, torch.Tensor):
-        return x.detach().float().cpu().numpy()
+        return np.asarray(x.detach().float().cpu())
     return np.asarray(jnp.asarray(x, jnp.float32))
 
 
 def chunk(x: dict[str, Any], options: dict[str, Any], **more: Any) -> Any:
     if isinstance(x["q"], torch.Tensor):  # choice may prefer another backend, whose bits are others
         more = {"backend": BACKEND} | more
-    return kdacore.chunk_kda(
-        *(x[n] for n in NAMES[:5]), A_log=x["A_log"], dt_bias=x["dt_bias"], **options, **more
-    )
+    q, k, v, g, beta = (x[n] for n in NAMES[:5])
+    return kdacore.chunk_kda(q, k, v, g, beta, A_log=x["A_log"], dt_bias=x["dt_bias"], **options, **more)
 
 
 def same(what: str, got: Any, want: Any) -> None:

@@ -66,7 +66,7 @@ def summarise(output: str, status: int) -> Record:
 
 
 def is_clean(run: Record) -> bool:
-    return run["status"] == 0 and run["found"] == 0
+    return (run["status"], run["found"]) == (0, 0)
 
 
 def wanted(args: argparse.Namespace) -> list[Share]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,8 +119,7 @@ def prefill_calls(setup: Setup, H: int) -> dict[str, Callable[[], Any]]:
         "prefill pack": packed(TOKENS),
         "prefill pack of 8000": packed(8000),
         **{
-            f"prefill first {n}": lambda n=n: _prefix(setup, x, start, n)
-            for n in (1024, 1040, 4096, 4144, 8176)
+            f"prefill first {n}": partial(_prefix, setup, x, start, n) for n in (1024, 1040, 4096, 4144, 8176)
         },
     }
 

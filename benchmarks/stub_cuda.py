@@ -50,9 +50,10 @@ def _on_hopper(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _moved(op: OpImpl) -> OpImpl:
     functions = {f.name: getattr(op, f.name) for f in dataclasses.fields(op)}
+    moved: dict[str, Any] = {name: _on_hopper(f) for name, f in functions.items() if callable(f)}
     return dataclasses.replace(
         op,
-        **{name: _on_hopper(f) for name, f in functions.items() if callable(f)},
+        **moved,
         verifiers=tuple(_on_hopper(v) for v in op.verifiers),
         verified_archs=frozenset({"*"}),
     )

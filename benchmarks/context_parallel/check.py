@@ -81,7 +81,7 @@ def check(rank: Rank, case: RowCase, against: str) -> dict[str, float]:
 
 
 def _norm(x: Any) -> float:
-    return float((to_float64(x) ** 2).sum()) ** 0.5
+    return float((to_float64(x) ** 2).sum() ** 0.5)
 
 
 def of_oracle(case: RowCase, x: dict[str, Any], do: torch.Tensor, d_final: torch.Tensor) -> dict[str, Any]:

@@ -42,7 +42,8 @@ def _try(name: str, size: int, fault: Callable[..., Any]) -> str:
     processes = [context.Process(target=_rank, args=(rank, size, port, queue, fault)) for rank in range(size)]
     for p in processes:
         p.start()
-    end, ended = time.time() + TIMEOUT + GRACE, {}
+    end = time.time() + TIMEOUT + GRACE
+    ended: dict[int, float] = {}
     while len(ended) < size and time.time() < end:
         time.sleep(0.05)
         for rank, p in enumerate(processes):

@@ -54,7 +54,8 @@ class RowCase(NamedTuple):
 
 def lengths_of_a_pack(T: int) -> tuple[int, ...]:
     """Sequences of 1 to T / 4 tokens that fill T."""
-    rng, found = np.random.default_rng(T), []
+    rng = np.random.default_rng(T)
+    found: list[int] = []
     while sum(found) < T:
         found.append(int(min(T - sum(found), np.exp(rng.uniform(np.log(200), np.log(T // 4))))))
     return tuple(found)

@@ -26,6 +26,9 @@ from tiny_models import CONFIGURATIONS, VOCABULARY, build
 sys.path.pop(0)
 
 LOGITS, GRADIENTS = 5e-6, 3e-5  # relative errors; both sides compute in float32
+GATES = 2e-4
+"""For the gradients of A_log and dt_bias, small sums of large terms: on some CPUs those of the library's float32 path
+are 6e-5 from float64, kdacore's 8e-7 (qwen3_next)."""
 TOKENS, PROMPT, NEW = 66, 20, 4
 OPS = {"qwen3_next": ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")}
 KDA = ("chunk_kda", "fused_recurrent_kda")
@@ -81,7 +84,8 @@ def assert_equal(got: Outcome, want: Outcome) -> None:
     assert_close(got.loss, want.loss, LOGITS)
     assert set(got.gradients) == set(want.gradients)
     for name in want.gradients:
-        assert_close(got.gradients[name], want.gradients[name], GRADIENTS, name)
+        bound = GATES if name.endswith(("A_log", "dt_bias")) else GRADIENTS
+        assert_close(got.gradients[name], want.gradients[name], bound, name)
     assert torch.equal(got.tokens, want.tokens)
 
 

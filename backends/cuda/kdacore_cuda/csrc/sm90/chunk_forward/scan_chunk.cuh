@@ -50,14 +50,17 @@ __device__ __forceinline__ void scan_chunk(ScanState& state, Output& out, const 
     load_solve_operands(first, l, at.base, 0);
     load_matrix4(a21, at.base + OFFSET(ChunkImage, kk_across) + l.triangle);
   };
+  const auto load_factors = [&] {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      factor[half] = columns(at.base, OFFSET(TokenScalars, q_factor), half, l.t);
+  };
   const auto load_rest = [&] {
     load_solve_operands(second, l, at.base, 1);
     load_matrix4(q1, at.base + OFFSET(ChunkImage, qk) + l.triangle);
     load_matrix4(q21, at.base + OFFSET(ChunkImage, qk_across) + l.triangle);
     load_matrix4(q2, at.base + OFFSET(ChunkImage, qk) + TRIANGLE_BYTES + l.triangle);
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      factor[half] = columns(at.base, OFFSET(TokenScalars, q_factor), half, l.t);
+    load_factors();
   };
   if (SHORT && zero) {
     read_output(rows, l);
@@ -70,7 +73,7 @@ __device__ __forceinline__ void scan_chunk(ScanState& state, Output& out, const 
 #pragma unroll
       for (int kk = 0; kk < K_TILES; ++kk) decay[kk] = load_decay(at.base, kk, l.t);
     };
-    if (EARLY) load_decays();  // the products read shared memory as fast as it is
+    if (EARLY) load_decays();  // while the products run, they take shared memory's whole bandwidth
     read_products(state, tok, l.kq + step);
     if (!EARLY) load_decays();
     read_output(rows, l);
@@ -89,9 +92,7 @@ __device__ __forceinline__ void scan_chunk(ScanState& state, Output& out, const 
   }
   if (SHORT && !whole) {
     load_matrix4(q1, at.base + OFFSET(ChunkImage, qk) + l.triangle);
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      factor[half] = columns(at.base, OFFSET(TokenScalars, q_factor), half, l.t);
+    load_factors();
     solve(tok, 0, first, w[0]);
     add_triangle(tok.xo[4], tok.xo[5], w[0], q1);
   } else {

@@ -120,7 +120,7 @@ struct SharedMemory {
   u64 full[STAGES];   // barriers: the stage is prepared
   u64 empty[STAGES];  // the stage is consumed, or if SEPARATE, in the block that prepares, copied
 #if SEPARATE_BLOCKS
-  u64 room[STAGES];  // in the block that prepares: this stage of the scanning blocks is consumed
+  u64 room[STAGES];  // in a preparing block: the scanning blocks have read this stage, it may be overwritten
 #endif
   u64 parts_ready[SOLVERS];       // the slices of the solver's chunk are done
   u64 parts_read[GROUPS * SUMS];  // both warps of a solver have read the group's parts

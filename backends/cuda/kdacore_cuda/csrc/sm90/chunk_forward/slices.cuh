@@ -63,9 +63,9 @@ __device__ __forceinline__ void load_gate(Raw& raw, const NextLoad& r, u32 buffe
 #endif
 }
 
-// Waits for the gate. Where there is room it comes through shared memory (`buffer`: 16 bytes a lane): all loads to
-// registers are waited for by one counter, and then the gate, which is needed first, would wait for the keys and
-// queries too, which are asked for last.
+// Waits until the gate has arrived. Blocks that only prepare load it with cp.async into shared memory (`buffer`: 16
+// bytes a lane). All loads to registers in the loop share one scoreboard, and the gate is used first in a step, so
+// it would also wait for the keys and queries, whose loads are issued last.
 __device__ __forceinline__ void receive_gate(Raw& raw, u32 buffer) {
 #if SEPARATE_BLOCKS
   copy_async_wait<0>();
@@ -88,7 +88,7 @@ __device__ __forceinline__ void load_rows(Raw& raw, const NextLoad& r) {
 
 // What a slice warp works on.
 struct Place {
-  int slice, odd, half;  // odd: of the slice, which never changes
+  int slice, odd, half;  // odd: slice & 1, which stays the same while a pair alternates between two slices
   u32 stage, exchange;   // exchange: this lane's 16 bytes of the pair's
   int pair;              // the pair's barrier
 };

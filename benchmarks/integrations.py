@@ -317,9 +317,8 @@ def main() -> None:
         rows: Rows = []
         for part in args.parts:
             rows += PARTS[part](args.rounds)
-            if (
-                args.json
-            ):  # after each part: flash-linear-attention tunes for minutes, and a run may be cut off
+            # After each part: flash-linear-attention tunes for minutes, and a run may be cut off.
+            if args.json:
                 _write(args.json, rows)
     print(*_counts(), sep="\n")
 

@@ -209,7 +209,7 @@ class Differentiated:
 
 
 def lacks_backward_only(reasons: Iterable[Reason]) -> bool:
-    """Whether a backend with these reasons would serve the call if nobody differentiated it."""
+    """Whether a backward is all that is missing: the backend can run the call, but not differentiate it."""
     return {reason.code for reason in reasons} == {"gradients"}
 
 

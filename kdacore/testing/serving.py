@@ -66,7 +66,7 @@ def _reasons(case: Case) -> tuple[Reason, ...]:
     differentiated = case.check in DIFFERENTIATES or case.family == "gate"
     if differentiated or not plan.lacks_backward_only(reasons):
         return reasons
-    # A traced call that nobody differentiates is served without a backward.
+    # Dispatch runs a traced call on a backend without a backward as long as no gradient is taken.
     return selection.judge(registered, replace(request, needs_grad=False)).reasons
 
 

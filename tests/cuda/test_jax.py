@@ -199,6 +199,45 @@ def test_the_recurrent_op(emulated: list[str], from_jax: Device, name: str) -> N
     check(got, from_torch(recurrent.forward, "fused_recurrent_kda", inputs, options))
 
 
+def drawn(seed: int) -> tuple[str, Any, Any, dict[str, Any]]:
+    """A random call: its op, the function that computes it, its arrays and options."""
+    rng = np.random.default_rng(seed)
+    chunked, packed = bool(rng.integers(2)), bool(rng.integers(2))
+    T = int(rng.integers(1, 150 if chunked else 6))
+    B, H, K = 1 if packed else int(rng.integers(1, 3)), int(rng.integers(1, 3)), int(rng.choice([64, 128]))
+    HV = H * int(rng.integers(1, 3))
+    inner = sorted(rng.integers(0, T + 1, int(rng.integers(1, 4))).tolist())
+    more: dict[str, Any] = {"cu_seqlens": ints(0, *inner, T)} if packed else {}
+    if rng.integers(2):
+        dtype = torch.bfloat16 if rng.integers(2) else torch.float32
+        more["initial_state"] = normal(len(inner) + 1 if packed else B, HV, K, K, seed=seed, dtype=dtype)
+    options = dict(BOUNDED_MODEL if rng.integers(2) else MODEL)
+    options |= {
+        name: True for name in ("output_final_state", "state_v_first", "allow_neg_eigval") if rng.integers(2)
+    }
+    inputs = draw(B, T, H, HV, K, seed, **more)
+    if chunked:
+        return "chunk_kda", chunk_forward.forward, inputs, options
+    fields = {n: x for n, x in inputs._asdict().items() if n in RecurrentInputs._fields}
+    return "fused_recurrent_kda", recurrent.forward, RecurrentInputs(**fields), options
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_calls_have_the_bits_of_torch_s(emulated: list[str], from_jax: Device, seed: int) -> None:
+    op, forward, inputs, options = drawn(seed)
+    got = jax.block_until_ready(jax.jit(function(op, inputs, options, {}))(arrays_of(inputs)))
+    assert from_jax.launched
+    check([x for x in got if x is not None], from_torch(forward, op, inputs, options))
+
+
+def test_the_random_calls_differ() -> None:
+    calls = [drawn(seed) for seed in range(8)]
+    assert {op for op, *_ in calls} == {"chunk_kda", "fused_recurrent_kda"}
+    assert {inputs.q.shape[-1] for _, _, inputs, _ in calls} == {64, 128}
+    for name in ("cu_seqlens", "initial_state"):
+        assert {getattr(inputs, name) is None for _, _, inputs, _ in calls} == {True, False}
+
+
 def test_a_donated_pool_is_updated_in_its_memory(from_jax: Device) -> None:
     inputs, options = RECURRENT["pool"]
     x = arrays_of(inputs)

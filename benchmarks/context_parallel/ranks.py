@@ -58,8 +58,8 @@ class Rank:
         for _ in range(samples):
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
-            dist.all_reduce(flag, group=self.cp)  # GPUs begin together
             torch.cuda._sleep(int(pause * 2.0e9))  # until every host has queued the whole step
+            dist.all_reduce(flag, group=self.cp)  # GPUs begin together, whatever their clocks
             start.record()
             step()
             stop.record()

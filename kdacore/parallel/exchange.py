@@ -84,10 +84,12 @@ def forward(
     request, functions, ranks, _ = slice
     M, C, pending = functions.begin(request, inputs, None if rows is None else rows.place.leaving)
     wait = ranks.all_gather(torch.cat([M.reshape(-1), C.reshape(-1), M.new_full((MARKS,), slice.mark)]))
-    initial = _zero_states(request, inputs.q) if initial_state is None else initial_state
     gathered = wait()
     transitions = gathered[:, : M.numel()].view(-1, *M.shape)
     states = gathered[:, M.numel() : -MARKS].view(-1, *C.shape)
+    initial = initial_state
+    if initial is None and (rows is not None or ranks.rank == 0):
+        initial = _zero_states(request, inputs.q)
     start = _start(slice, transitions, states, initial, rows)
     # Not a number where another rank makes another call: nothing may pass for a result then.
     start = torch.where((gathered[:, -MARKS:] == slice.mark).all(), start, torch.nan)
@@ -124,11 +126,15 @@ def backward(
         dfinal = _of_sequences(slice, rows, ends_here, ranks.size - 1, ranks.all_reduce(mine))
     grads = OutputGrads(grads.o, dfinal)
     entering = None if rows is None else rows.place.entering
-    initial = _zero_states(request, inputs.q) if initial_state is None else initial_state
+    initial = initial_state
+    if initial is None and rows is not None:
+        initial = _zero_states(request, inputs.q)
     starts = _all_starts(initial, start, rows)
     dstart, pending = functions.backward_begin(request, inputs, saved, grads, starts, entering)
     behind = ranks.all_gather(dstart)()[ranks.rank + 1 :]
-    ends = _zero_states(request, inputs.q) if dfinal is None else dfinal
+    ends = dfinal
+    if ends is None and (rows is not None or ranks.rank == ranks.size - 1):
+        ends = _zero_states(request, inputs.q)
     ends = _ends(slice, transitions, behind, ends, rows)
     found = functions.backward_finish(request, inputs, saved, pending, grads, starts, ends)
     if initial_state is None:
@@ -137,13 +143,13 @@ def backward(
 
 
 def _start(
-    slice: Slice, M: torch.Tensor, C: torch.Tensor, initial: torch.Tensor, rows: Rows | None
+    slice: Slice, M: torch.Tensor, C: torch.Tensor, initial: torch.Tensor | None, rows: Rows | None
 ) -> torch.Tensor:
     """The state that the entering part of each row starts from: what the ranks before make of its initial state, or
-    that itself."""
+    that itself. ``initial``: None for zeros, of rows that are not packed, behind the first rank."""
     rank = slice.ranks.rank
-    before = initial if rows is None else initial.index_select(0, rows.place.entering)
-    if rank == 0:
+    before = initial if rows is None or initial is None else initial.index_select(0, rows.place.entering)
+    if rank == 0 and before is not None:
         return before
     M, C = M[:rank], C[:rank]
     if rows is not None and rank > 1:  # ranks before the one where the sequence begins hold others
@@ -152,24 +158,32 @@ def _start(
         unchanged = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
         M = torch.where(_column(within, M), M, unchanged)
         C = torch.where(_column(within, C), C, 0.0)
-    state = narrowed(folded(widened(M), widened(C), widened(before)), initial)
-    return state if rows is None else torch.where(rows.place.enters[:, None, None, None], state, before)
+    state = narrowed(folded(widened(M), widened(C), None if before is None else widened(before)), C)
+    if rows is None or before is None:
+        return state
+    return torch.where(rows.place.enters[:, None, None, None], state, before)
 
 
-def _all_starts(initial: torch.Tensor, start: torch.Tensor, rows: Rows | None) -> torch.Tensor:
+def _all_starts(initial: torch.Tensor | None, start: torch.Tensor, rows: Rows | None) -> torch.Tensor:
     """``[N, HV, K, V]``: the state that each local part starts from."""
-    return start if rows is None else initial.index_copy(0, rows.place.entering.long(), start)
+    if rows is None or initial is None:
+        return start
+    return initial.index_copy(0, rows.place.entering.long(), start)
 
 
 def _ends(
-    slice: Slice, transitions: torch.Tensor, behind: torch.Tensor, ends: torch.Tensor, rows: Rows | None
+    slice: Slice,
+    transitions: torch.Tensor,
+    behind: torch.Tensor,
+    ends: torch.Tensor | None,
+    rows: Rows | None,
 ) -> torch.Tensor:
     """The gradient of the state that each local part ends in: of its final state, or from the ranks behind.
 
-    ``ends``: those of final states.
+    ``ends``: those of final states; None for zeros, of rows that are not packed, before the last rank.
     """
     ranks, count = slice.ranks, behind.shape[0]
-    if not count:
+    if not count and ends is not None:
         return ends
     if rows is not None and count > 1:  # ranks behind the one where the sequence ends hold others
         end = rows.place.ends[1]
@@ -181,8 +195,8 @@ def _ends(
     state = B[-1]
     for q in reversed(range(count - 1)):
         state = applied(M[q].mT, state, B[q])
-    if rows is None:
-        return narrowed(state, ends)
+    if rows is None or ends is None:
+        return narrowed(state, behind)
     place = rows.place
     own = ends.index_select(0, place.leaving)
     end = torch.where(place.leaves[:, None, None, None], narrowed(state, ends), own)

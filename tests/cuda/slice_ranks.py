@@ -41,8 +41,9 @@ class Rank(NamedTuple):
 class Row:
     """A call on a whole row, and the same call on ``ranks`` slices of it."""
 
-    def __init__(self, inputs: ChunkInputs, ranks: int, **options: Any) -> None:
-        self.whole, self.options = inputs, options
+    def __init__(self, inputs: ChunkInputs, ranks: int, kept: bool = False, **options: Any) -> None:
+        """``kept``: backwards get what forwards keep for them; else they compute it again."""
+        self.whole, self.kept, self.options = inputs, kept, options
         T = inputs.q.shape[1] // ranks
         assert T * ranks == inputs.q.shape[1]
         self.T = T
@@ -67,6 +68,7 @@ class Row:
                 request = dataclasses.replace(
                     request, device=dataclasses.replace(request.device, arch="sm_90")
                 )
+            request = dataclasses.replace(request, needs_grad=kept)
             self.ranks.append(
                 Rank(request, local._replace(initial_state=None), r, T, None if cu is None else cu.cpu())
             )
@@ -124,25 +126,25 @@ class Row:
 
     def gradients(self, grads: OutputGrads) -> InputGrads:
         """Of the whole row's inputs; that of the initial states is K first and float32."""
-        starts = [s for _, s in self.forward()]
+        forwards = self.forward()
+        starts = [s for _, s in forwards]
+        saved = [outputs.saved for outputs, _ in forwards]
+        assert all(bool(x) == (self.kept and self.whole.cu_seqlens is None) for x in saved)
         d_final = torch.zeros_like(self.initial)
         if grads.final_state is not None:
             d_final = grads.final_state.mT if self.options.get("state_v_first") else grads.final_state
             d_final = d_final.float()
         begun = []
-        for rank, start in zip(self.ranks, starts, strict=True):
+        for rank, start, own_saved in zip(self.ranks, starts, saved, strict=True):
             mine = torch.where(self.ends_here(rank)[:, None, None, None].to(d_final.device), d_final, 0.0)
             own = OutputGrads(
                 None if grads.o is None else grads.o[:, rank.rows],
                 None if grads.final_state is None else mine,
             )
-            begun.append(
-                (
-                    own,
-                    mine,
-                    *chunk_backward_slices.backward_begin(rank.request, rank.inputs, (), own, start, None),
-                )
+            known, pending = chunk_backward_slices.backward_begin(
+                rank.request, rank.inputs, own_saved, own, start, None
             )
+            begun.append((own, mine, known, pending))
         found = [None] * len(self.ranks)
         carried = torch.zeros_like(self.initial, dtype=torch.float64)  # of the state at the next rank's start
         d_initial = torch.zeros_like(self.initial)
@@ -151,7 +153,7 @@ class Row:
             own, mine, known, pending = begun[r]
             ends = mine.double() + carried
             got = chunk_backward_slices.backward_finish(
-                rank.request, rank.inputs, (), pending, own, start, ends.float()
+                rank.request, rank.inputs, saved[r], pending, own, start, ends.float()
             )
             found[r] = got
             # What reaches the start: by this rank alone, and through its transition from what is behind.

@@ -69,7 +69,9 @@ def check_forward(inputs: ChunkInputs, ranks: int, **options: Any) -> None:
     assert error(final, exact) < 2 * STATE_BOUND
 
 
-def check_gradients(inputs: ChunkInputs, ranks: int, *, final: bool = True, **options: Any) -> InputGrads:
+def check_gradients(
+    inputs: ChunkInputs, ranks: int, *, final: bool = True, kept: bool = False, **options: Any
+) -> InputGrads:
     request = request_of("chunk_kda", inputs, output_final_state=final, **options)
     d = Draw(17)
     do = d.normal(*inputs.v.shape)
@@ -77,7 +79,7 @@ def check_gradients(inputs: ChunkInputs, ranks: int, *, final: bool = True, **op
         do[:, int(inputs.cu_seqlens[-1]) :] = 0  # padding
     grads = OutputGrads(do, d.normal(*request.state_shape, dtype=torch.float32) if final else None)
     want = oracle_backward(request, inputs, grads)
-    got = Row(inputs, ranks, output_final_state=final, **options).gradients(grads)
+    got = Row(inputs, ranks, kept, output_final_state=final, **options).gradients(grads)
     for name in InputGrads._fields:
         mine, exact = getattr(got, name), getattr(want, name)
         if exact is None:
@@ -169,7 +171,8 @@ def test_gates(emulated: list[str], gate: str) -> None:
     inputs = draw(512, gate=gate, initial_state=state(1, 1))
     options = SAFE_LOG if gate == "slow" else {}
     check_forward(inputs, 4, **options)
-    check_gradients(inputs, 4, **options)
+    for kept in (False, True):
+        check_gradients(inputs, 4, kept=kept, **options)
 
 
 def test_transition_of_padding(emulated: list[str]) -> None:
@@ -180,9 +183,11 @@ def test_transition_of_padding(emulated: list[str]) -> None:
     assert not begun.C.any()
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["computed again", "kept"])
 @DENSE
-def test_gradients(emulated: list[str], T: int, B: int, H: int, HV: int, ranks: int) -> None:
-    check_gradients(draw(T, H, HV, B=B, seed=2, initial_state=state(B, HV)), ranks, **BOUNDED_MODEL)
+def test_gradients(emulated: list[str], T: int, B: int, H: int, HV: int, ranks: int, kept: bool) -> None:
+    inputs = draw(T, H, HV, B=B, seed=2, initial_state=state(B, HV))
+    check_gradients(inputs, ranks, kept=kept, **BOUNDED_MODEL)
     names = [name.split("-")[0] for name in emulated][5 * ranks :]
     begin, scan = ["prepare", "segment_maps", "slice_gradient"], ["slice_chain", "scan", "grads"]
     sums = ["groups", "groups", "sums"] if HV > H else ["sums"]
@@ -206,7 +211,29 @@ def test_gradients_of_packs(
 
 
 def test_gradients_without_those_of_final_states(emulated: list[str]) -> None:
-    check_gradients(draw(260, initial_state=state(1, 1)), 2, final=False, state_v_first=True, **BOUNDED_MODEL)
+    inputs = draw(260, initial_state=state(1, 1))
+    for kept in (False, True):
+        check_gradients(inputs, 2, final=False, kept=kept, state_v_first=True, **BOUNDED_MODEL)
+
+
+def test_gradients_of_packs_keep_nothing(emulated: list[str]) -> None:
+    """The forward has no map of the segments at the ends of sequences, which the backward needs."""
+    assert [x.saved for x, _ in Row(pack([50, 206], 256), 2, True, **BOUNDED_MODEL).forward()] == [(), ()]
+
+
+def test_what_is_kept_serves_two_backwards(emulated: list[str]) -> None:
+    """It is read, not written."""
+    inputs = draw(300, initial_state=state(1, 1))
+    row = Row(inputs, 2, True, **BOUNDED_MODEL)
+    rank, (outputs, start) = row.ranks[0], row.forward()[0]
+    before, grads = outputs.saved[0].clone(), OutputGrads(Draw(3).normal(*rank.inputs.v.shape), None)
+    _, pending = chunk_backward_slices.backward_begin(
+        rank.request, rank.inputs, outputs.saved, grads, start, None
+    )
+    chunk_backward_slices.backward_finish(
+        rank.request, rank.inputs, outputs.saved, pending, grads, start, torch.zeros_like(start)
+    )
+    assert torch.equal(outputs.saved[0], before)
 
 
 @pytest.mark.parametrize("chunks", [1, pytest.param(4, marks=pytest.mark.exhaustive)])
@@ -215,16 +242,18 @@ def test_longer_than_two_rings(emulated: list[str], monkeypatch: pytest.MonkeyPa
     use_segments(monkeypatch, chunks)
     inputs = draw(64 * 14, seed=4, initial_state=state(1, 1))
     check_forward(inputs, 2, **BOUNDED_MODEL)
-    check_gradients(inputs, 2, **BOUNDED_MODEL)
+    for kept in (False, True):
+        check_gradients(inputs, 2, kept=kept, **BOUNDED_MODEL)
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["computed again", "kept"])
 def test_blocks_that_share_states_give_the_same_bits(
-    emulated: list[str], monkeypatch: pytest.MonkeyPatch
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
     inputs, found = draw(300, initial_state=state(1, 1)), []
     for multiprocessors in (1, 1000):
         monkeypatch.setattr(torch_launch, "multiprocessors", lambda index, n=multiprocessors: n)
-        row = Row(inputs, 2, output_final_state=True, **BOUNDED_MODEL)
+        row = Row(inputs, 2, kept, output_final_state=True, **BOUNDED_MODEL)
         grads = row.gradients(OutputGrads(Draw(3).normal(*inputs.v.shape), state(1, 1)))
         found.append([*row.outputs(), *row.transitions, *(x for x in grads if x is not None)])
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))

@@ -56,16 +56,20 @@ def given_for(inputs: ChunkInputs, final_shape: tuple[int, ...]) -> OutputGrads:
     return OutputGrads(do, d.normal(*final_shape, dtype=torch.float32))
 
 
-def results(inputs: ChunkInputs, ranks: int, grads: OutputGrads, **options: Any) -> list[torch.Tensor]:
-    row = Row(inputs, ranks, output_final_state=True, **options)
+def results(
+    inputs: ChunkInputs, ranks: int, grads: OutputGrads, kept: bool = False, **options: Any
+) -> list[torch.Tensor]:
+    row = Row(inputs, ranks, kept, output_final_state=True, **options)
     return [x for x in (*row.outputs(), *row.gradients(grads)) if x is not None]
 
 
 @GATES
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "kept"), [*((name, False) for name in CASES), ("dense", True), ("grouped", True)]
+)
 def test_the_whole_against_the_oracle(
-    short_segments: None, name: str, ranks: int, options: dict[str, Any]
+    short_segments: None, name: str, kept: bool, ranks: int, options: dict[str, Any]
 ) -> None:
     """Memory that a call gets is NaN, and every call gives the same bits."""
     inputs = CASES[name]()
@@ -75,9 +79,9 @@ def test_the_whole_against_the_oracle(
     there, moved = on_gpu(inputs), OutputGrads(*(x.cuda() for x in grads))
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        got = results(there, ranks, moved, **options)
+        got = results(there, ranks, moved, kept, **options)
         for _ in range(5):
-            again = results(there, ranks, moved, **options)
+            again = results(there, ranks, moved, kept, **options)
             assert all(torch.equal(x, y) for x, y in zip(got, again, strict=True))
     finally:
         torch.use_deterministic_algorithms(False)
@@ -104,7 +108,7 @@ def test_a_long_row_as_the_whole_call(H: int, lengths: tuple[int, ...]) -> None:
     grads = given_for(inputs, request.state_shape)
     whole = chunk_forward.forward(request, inputs)
     whole_grads = chunk_backward.backward(request, inputs, (), grads)
-    got = results(inputs, 4, grads, **BOUNDED_MODEL)
+    got = results(inputs, 4, grads, True, **BOUNDED_MODEL)
     assert error(got[0], to_float64(whole.o)) < 2 * O_BOUND
     assert error(got[1], to_float64(whole.final_state)) < 2 * STATE_BOUND
     for field, mine in zip(InputGrads._fields, got[2:], strict=False):

@@ -5,11 +5,14 @@ gradients of states.
 Before the exchange: prepare (operands of every chunk), maps (how each segment changes the state and
 its gradient), slice gradient (the gradient of the state at the slice's start, as far as it comes from
 here). After it: chain (the state at each segment's start, its gradient at each end), scan, grads and
-sums. What prepare and maps compute is kept in between. Nothing is read back from the device.
+sums. What prepare and maps compute is kept in between. Where the forward kept its maps and states of
+segments, maps and chain compute the gradient's part alone. Nothing is read back from the device.
 """
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kdacore.lazy import lazy_module
@@ -19,6 +22,7 @@ from kdacore_cuda.chunk_backward import Arrays, ChunkBackwardPlan, given_arrays
 from kdacore_cuda.chunk_backward_kernels import prepare_kernel
 from kdacore_cuda.chunk_backward_segments import CHUNK, WORKSPACE, ScanLaunch
 from kdacore_cuda.chunk_backward_segments_kernels import segment_scan_kernel, walk_warpgroups
+from kdacore_cuda.chunk_forward_slices import kept_places
 from kdacore_cuda.chunk_slices_kernels import (
     chain_kernel,
     chunks_per_segment,
@@ -26,6 +30,7 @@ from kdacore_cuda.chunk_slices_kernels import (
     segment_maps_kernel,
     slice_gradient_kernel,
 )
+from kdacore_cuda.kernel_parameters import FLAGS
 from kdacore_cuda.multiprocessors import multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.torch_arguments import aligned
@@ -51,31 +56,40 @@ class ChunkBackwardSlicesPlan(NamedTuple):
     scan: ScanLaunch
 
 
-def _make_plan(r: Request) -> ChunkBackwardSlicesPlan:
+def _make_plan(r: Request, kept: bool = False) -> ChunkBackwardSlicesPlan:
+    """``kept``: the forward's maps and states of segments are there."""
     plan, multiprocessors = chunk_backward.plan_of(r), multiprocessors_of(r)
     segment = chunks_per_segment(-(-r.T // CHUNK), r.B * r.HV, multiprocessors)
     segments = -(-plan.sizes["NT"] // segment)
     slots = r.T // (CHUNK * segment) + r.N if r.packed else r.N * segments
     results, items = 1 if r.packed else r.B, r.N * r.HV
     walks = slots * r.HV
-    maps_warpgroups = walk_warpgroups(3 * walks, multiprocessors)
+    walks_of_maps, directions = (1, 1) if kept else (3, 2)
+    maps_warpgroups = walk_warpgroups(walks_of_maps * walks, multiprocessors)
     scan_warpgroups = walk_warpgroups(2 * walks, multiprocessors)
     gradient_blocks = compose_blocks(results * r.HV, multiprocessors)
-    chain_blocks = compose_blocks(2 * items, multiprocessors)
+    chain_blocks = compose_blocks(directions * items, multiprocessors)
+    sizes = {**plan.sizes, "segment": segment, "segments": segments}
+    if kept:
+        sizes["flags"] |= FLAGS["KEPT_MAPS"]
     return ChunkBackwardSlicesPlan(
-        chunks=plan._replace(sizes={**plan.sizes, "segment": segment, "segments": segments}),
+        chunks=plan._replace(sizes=sizes),
         slots=slots,
         results=results,
-        maps=ScanLaunch("maps", segment_maps_kernel(maps_warpgroups), 2 // maps_warpgroups * 3 * walks),
+        maps=ScanLaunch(
+            "maps", segment_maps_kernel(maps_warpgroups), 2 // maps_warpgroups * walks_of_maps * walks
+        ),
         slice_gradient=ScanLaunch(
             "slice gradient", slice_gradient_kernel(gradient_blocks), gradient_blocks * results * r.HV
         ),
-        chain=ScanLaunch("chain", chain_kernel(chain_blocks), 2 * chain_blocks * items),
+        chain=ScanLaunch("chain", chain_kernel(chain_blocks), directions * chain_blocks * items),
         scan=ScanLaunch("scan", segment_scan_kernel(scan_warpgroups), 2 // scan_warpgroups * 2 * walks),
     )
 
 
 plan_of = PlanCache(_make_plan)
+plan_of_kept = PlanCache(partial(_make_plan, kept=True))
+"""The same where the forward's maps and states of segments are there."""
 
 
 class Pending(NamedTuple):
@@ -100,7 +114,8 @@ def backward_begin(
     Args:
         request: bfloat16 q, k and v, K = V = 128; as :class:`kdacore.types.SliceFunctions` says.
         inputs: its arrays.
-        saved: not used; everything is recomputed.
+        saved: the maps and states of segments that
+            :func:`kdacore_cuda.chunk_forward_slices.finish` keeps, or nothing: then they are computed again.
         grads: those of ``o`` and, for sequences that end here, of ``final_state``; zero for others.
         starts: ``[N, HV, 128, 128]`` float32, K first: the state each sequence's local part starts
             from.
@@ -114,14 +129,16 @@ def backward_begin(
         BackendBuildError: a kernel had to be compiled and could not be.
         DriverError: the driver refused a launch.
     """
-    plan, x = plan_of(request), inputs
+    plan, x = (plan_of_kept if saved else plan_of)(request), inputs
     if x.g.dtype == torch.float16:
         x = x._replace(g=x.g.float())
     d_o = x.v.new_zeros(x.v.shape) if grads.o is None else aligned(grads.o.contiguous())
     d_final = None if grads.final_state is None else grads.final_state.contiguous()
     lead = plan.slots, request.HV
     arrays = chunk_backward.make_workspace(plan.chunks, x.q, *chunk_backward.WORKSPACE)
-    forms = WORKSPACE.items()
+    if saved:
+        arrays |= kept_places(saved[0], math.prod(lead))
+    forms = {n: form for n, form in WORKSPACE.items() if n not in arrays}.items()
     arrays |= {n: x.q.new_empty((*lead, size), dtype=getattr(torch, dtype)) for n, (size, dtype) in forms}
     arrays |= {"d_o": d_o, "h0": starts.contiguous()}
     result = starts.new_empty((plan.results, request.HV, 128, 128))
@@ -146,7 +163,7 @@ def backward_finish(
     Args:
         request: as of :func:`backward_begin`.
         inputs: as of :func:`backward_begin`.
-        saved: not used.
+        saved: as of that function.
         pending: what that function left. Its workspace is freed here.
         grads: not used: ``pending`` has what is needed.
         starts: not used, likewise.
@@ -161,7 +178,7 @@ def backward_finish(
         BackendBuildError: a kernel had to be compiled and could not be.
         DriverError: the driver refused a launch.
     """
-    plan, x = plan_of(request), pending.inputs
+    plan, x = (plan_of_kept if saved else plan_of)(request), pending.inputs
     ends = ends.contiguous()
     d_start = ends.new_empty(ends.shape)
     arrays = pending.arrays | {"d_ht": ends, "d_h0": d_start}

@@ -4,8 +4,9 @@ in segments (:mod:`kdacore_cuda.chunk_forward_segments`), cut where ranks exchan
 Before the exchange: prepare (operands of every chunk), maps (how each segment maps the state at its
 start to the state at its end), transition (the maps of the leaving part composed). After it: starts
 (the state at each segment's start), output (every segment from its start). What prepare and maps
-compute is kept in between. Packs of many sequences compute operands and maps of the leaving part alone,
-and their results by a call of their own. Nothing is read back from the device.
+compute is kept in between; maps and starting states also for a backward, unless rows are packed. Packs
+of many sequences compute operands and maps of the leaving part alone, and their results by a call of
+their own. Nothing is read back from the device.
 """
 
 from __future__ import annotations
@@ -72,11 +73,12 @@ class ChunkForwardSlicesPlan(NamedTuple):
     output: tuple[Launcher, int]
     sizes: tuple[int, ...]
     """The numbers among the parameters of maps, starts and output."""
-    maps_offset: int
-    """Byte of the workspace where maps begin; the chunks' operands come first."""
+    operands_bytes: int
+    """Of the chunks' operands."""
     starts_offset: int
-    """Byte of the workspace where starting states begin, which come last."""
-    workspace_bytes: int
+    """Byte of the segments' buffer where starting states begin; maps come first."""
+    segments_bytes: int
+    """Of that buffer."""
 
 
 def _make_plan(r: Request) -> ChunkForwardSlicesPlan:
@@ -92,8 +94,7 @@ def _make_plan(r: Request) -> ChunkForwardSlicesPlan:
     blocks = compose_blocks(2 * results * r.HV, multiprocessors)
     start_blocks = compose_blocks(items, multiprocessors)
     outputs = output_blocks(slots * r.HV, multiprocessors)
-    maps_offset = units * CHUNK_OPERANDS_BYTES
-    starts_offset = maps_offset + slots * r.HV * MAP_BYTES
+    starts_offset = slots * r.HV * MAP_BYTES
     return ChunkForwardSlicesPlan(
         chunks=chunks,
         as_whole=as_whole,
@@ -106,9 +107,9 @@ def _make_plan(r: Request) -> ChunkForwardSlicesPlan:
         starts=(launcher(starts_kernel(start_blocks)), start_blocks * items) if segments > 1 else None,
         output=(launcher(output_kernel(outputs)), outputs * slots * r.HV),
         sizes=(r.T, r.N, r.HV, NT, segment, segments, r.checkpoint_every, -1, 0, flags),
-        maps_offset=maps_offset,
+        operands_bytes=units * CHUNK_OPERANDS_BYTES,
         starts_offset=starts_offset,
-        workspace_bytes=starts_offset + slots * r.HV * START_BYTES,
+        segments_bytes=starts_offset + slots * r.HV * START_BYTES,
     )
 
 
@@ -124,8 +125,10 @@ def _transition_launcher(blocks: int) -> Launcher:
 class Pending(NamedTuple):
     """What ``finish`` needs of ``begin``."""
 
-    workspace: torch.Tensor
-    """Bytes: the chunks' operands, the segments' maps, room for the segments' starting states."""
+    operands: torch.Tensor
+    """Bytes: the chunks' operands."""
+    segments: torch.Tensor
+    """Bytes: the segments' maps, room for the segments' starting states."""
     cu_seqlens: torch.Tensor | None
     kept: tuple[Any, ...]
     """Inputs, copies among them, which live until the launches are queued."""
@@ -153,21 +156,23 @@ def begin(request: Request, inputs: ChunkInputs, leaving: torch.Tensor | None) -
     addresses, strides, kept = token_arguments(inputs, False, plan.chunks.strides)
     small = tuple(map(contiguous, (inputs.A_log, inputs.dt_bias, inputs.cu_seqlens)))
     like = inputs.v
-    workspace = like.new_empty(plan.workspace_bytes, dtype=torch.uint8)
+    operands, segments = (
+        like.new_empty(size, dtype=torch.uint8) for size in (plan.operands_bytes, plan.segments_bytes)
+    )
     M, C = (like.new_empty((plan.results, request.HV, 128, 128), dtype=torch.float32) for _ in range(2))
-    operands, cu_seqlens = workspace.data_ptr(), small[2]
+    pending, cu_seqlens = Pending(operands, segments, small[2], (inputs, kept, small)), small[2]
     _launch(
         plan,
         plan.prepare,
         like,
-        fill_prepare_values(plan.prepare_values, addresses, strides, small, operands),
+        fill_prepare_values(plan.prepare_values, addresses, strides, small, operands.data_ptr()),
     )
-    _launch(plan, plan.maps, like, _segment_values(plan, cu_seqlens, operands, 0, 0, 0, 0))
-    values = (address(cu_seqlens), operands + plan.maps_offset, M.data_ptr(), C.data_ptr())
+    _launch(plan, plan.maps, like, _segment_values(plan, pending, 0, 0, 0, 0))
+    values = (address(cu_seqlens), segments.data_ptr(), M.data_ptr(), C.data_ptr())
     _launch(plan, plan.transition, like, (*values, *plan.transition_sizes))
     if plan.as_whole:
         return SliceForward(M, C)
-    return SliceForward(M, C, Pending(workspace, cu_seqlens, (inputs, kept, small)))
+    return SliceForward(M, C, pending)
 
 
 def finish(request: Request, inputs: ChunkInputs, pending: Pending | None, starts: torch.Tensor) -> Outputs:
@@ -181,7 +186,10 @@ def finish(request: Request, inputs: ChunkInputs, pending: Pending | None, start
             from.
 
     Returns:
-        As :func:`kdacore_cuda.chunk_forward.forward`.
+        As :func:`kdacore_cuda.chunk_forward.forward`. Where a backward may follow and rows are not packed,
+        ``saved`` has the segments' maps and starting states: of any slice as many as about half of the
+        device's multiprocessors, or a segment each 8,192 tokens and head, 192 KiB each. In a pack, segments
+        at a sequence's end have no map in the forward.
 
     Raises:
         BackendBuildError: a kernel had to be compiled and could not be.
@@ -195,31 +203,34 @@ def finish(request: Request, inputs: ChunkInputs, pending: Pending | None, start
     final = starts.new_empty(starts.shape) if request.output_final_state else None
     checkpoints = starts.new_empty(request.checkpoint_shape) if request.checkpoint_every else None
     values = _segment_values(
-        plan,
-        pending.cu_seqlens,
-        pending.workspace.data_ptr(),
-        *(o.data_ptr(), starts.data_ptr(), address(final), address(checkpoints)),
+        plan, pending, o.data_ptr(), starts.data_ptr(), address(final), address(checkpoints)
     )
     if plan.starts is not None:
         _launch(plan, plan.starts, like, values)
     _launch(plan, plan.output, like, values)
-    return Outputs(o, final, checkpoints)
+    saved = (pending.segments,) if request.needs_grad and not request.packed else ()
+    return Outputs(o, final, checkpoints, saved)
+
+
+def kept_places(segments: torch.Tensor, count: int) -> dict[str, torch.Tensor]:
+    """Where in a saved buffer of ``count`` segments and value heads a backward finds ``maps``, of which it
+    reads A (csrc/sm90/chunk_backward/segments.cuh), and ``starts``."""
+    return {"maps": segments[MAP_BYTES // 2 :], "starts": segments[count * MAP_BYTES :]}
 
 
 def _segment_values(
     plan: ChunkForwardSlicesPlan,
-    cu_seqlens: torch.Tensor | None,
-    operands: int,
+    pending: Pending,
     o: int,
     starts: int,
     final: int,
     checkpoints: int,
 ) -> tuple[Any, ...]:
     """Parameters of maps, starts and output: no pools, no checkpoints at chosen tokens."""
-    row = plan.sizes[2] * 128 * 128
+    row, maps = plan.sizes[2] * 128 * 128, pending.segments.data_ptr()
     return (
-        *(address(cu_seqlens), o, starts, final, checkpoints),
-        *(operands, operands + plan.maps_offset, operands + plan.starts_offset),
+        *(address(pending.cu_seqlens), o, starts, final, checkpoints),
+        *(pending.operands.data_ptr(), maps, maps + plan.starts_offset),
         *(0, 0, 0, 0, 0, 0, row, row),
         *plan.sizes,
     )

@@ -50,7 +50,7 @@ def forward_launches(r: Request) -> ForwardSliceLaunches:
     """The launches of :func:`kdacore_cuda.chunk_forward_slices.begin` and ``finish``."""
     plan = chunk_forward_slices.plan_of(r)
     offsets: Places = {"cu_seqlens": ("cu_seqlens", 0)} if r.packed else {}
-    maps: Places = {"maps": ("workspace", plan.maps_offset)}
+    maps: Places = {"maps": ("workspace", plan.operands_bytes)}
     operands: Places = {name: ("workspace", at) for name, (at, _) in CHUNK_OPERANDS.items()}
     segments: Places = offsets | {"chunk_operands": ("workspace", 0), **maps, "starts": ("segment_starts", 0)}
     row = r.HV * r.K * r.V
@@ -81,8 +81,8 @@ def forward_launches(r: Request) -> ForwardSliceLaunches:
         finish=() if plan.as_whole else tuple(finish),
         as_whole=plan.as_whole,
         results=plan.results,
-        workspace_bytes=plan.starts_offset,
-        segment_starts_bytes=plan.workspace_bytes - plan.starts_offset,
+        workspace_bytes=plan.operands_bytes + plan.starts_offset,
+        segment_starts_bytes=plan.segments_bytes - plan.starts_offset,
         arch=plan.chunks.arch,
     )
 

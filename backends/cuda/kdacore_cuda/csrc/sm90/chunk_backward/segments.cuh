@@ -24,3 +24,9 @@ struct MapImages {
   StateImage high, low;
 };
 constexpr u32 MAP_IMAGES_BYTES = sizeof(MapImages);
+
+// Bytes from one map to the next of a slice of a row. Those that the forward kept have its B beside
+// them; `maps` then is the first one's A.
+__device__ __forceinline__ u64 slice_map_pitch(int flags) {
+  return flags & FLAG_KEPT_MAPS ? MAP_BYTES : MAP_IMAGES_BYTES;
+}

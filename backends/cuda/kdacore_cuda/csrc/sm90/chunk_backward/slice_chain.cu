@@ -7,7 +7,8 @@
 // the state that the sequence has at the slice's start. B' lies at its own segment's place, and the
 // gradient at the slice's end, d_ht, float [K][V], is the one of the last segment.
 // Grid: for each sequence, value head and direction 128 / ROWS blocks, which have ROWS value rows
-// each. Warps and synchronisation: compose.cuh.
+// each; with states that the forward kept (FLAG_KEPT_MAPS), of the gradients' direction alone. Warps
+// and synchronisation: compose.cuh.
 //
 // Macros from the host: ROWS, SHARED_BYTES.
 #include "sm90/chunk_backward/segments.cuh"
@@ -17,7 +18,7 @@ KDA_KERNEL(THREADS, 1) slice_chain(KDA_PARAM ChunkBackwardParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   wait_for_inputs();
-  const int each = grid_blocks() >> 1;
+  const int each = p.flags & FLAG_KEPT_MAPS ? grid_blocks() : grid_blocks() >> 1;
   const bool reverse = block_index() < each;
   const int index = reverse ? block_index() : block_index() - each;
   const int item = index / BLOCKS_V, part = index % BLOCKS_V, n = item / p.HV;
@@ -26,8 +27,11 @@ KDA_KERNEL(THREADS, 1) slice_chain(KDA_PARAM ChunkBackwardParams p) {
   const Lane l = make_lane(part);
   make_barriers(shared);
   const u64 first = (u64)first_segment(p, n) * p.HV + (item - n * p.HV);
-  const auto map_of = [&](int j) { return p.maps + (first + (u64)j * p.HV) * MAP_IMAGES_BYTES; };
-  const auto state_of = [&](u64 states, int j) { return states + (first + (u64)j * p.HV) * FULL_STATE_BYTES; };
+  const u64 pitch = slice_map_pitch(p.flags);
+  const auto map_of = [&](int j) { return p.maps + (first + (u64)j * p.HV) * pitch; };
+  const auto state_of = [&](u64 states, int j) {
+    return states + (first + (u64)j * p.HV) * FULL_STATE_BYTES;
+  };
   Sums sums = {};
   if (reverse) {
     const int last = segments - 1;

@@ -1,16 +1,18 @@
 """What the integrations cost and save: the hook in flash-linear-attention, a layer of it, a model of transformers.
 
-    python -m benchmarks.integrations [hook] [layer] [model] [--rounds 9] [--json out.json]
+    python -m benchmarks.integrations [hook] [layer] [model] [fla-model] [--rounds 9] [--json out.json]
 
-Needs flash-linear-attention and transformers. ``hook`` runs anywhere, the other two on a GPU.
+Needs flash-linear-attention and transformers. ``hook`` runs anywhere, the others on a GPU.
 
 - ``hook``: host time of a repeated call to a backend that does nothing. Four timings, interleaved: kdacore called
   directly; kdacore through flash-linear-attention's registry; an empty backend registered there (the cost of its own
   dispatch); and only the check whether kdacore takes the call.
 - ``layer``: a KDA layer of flash-linear-attention (hidden 2304, 32 heads, 8192 tokens), forward and
   backward: GPU time in a captured graph and peak memory, flash-linear-attention's kernels and kdacore's in turns.
-- ``model``: four layers of Kimi-Linear-48B's widths: tokens a second in training and in decoding, host
-  time included, flash-linear-attention's kernels and kdacore's in turns.
+- ``model``: four layers of Kimi-Linear-48B's widths, transformers' model: tokens a second in training and in
+  decoding, host time included, flash-linear-attention's kernels and kdacore's in turns.
+- ``fla-model``: the same of flash-linear-attention's own KDA model, four KDA layers, whose convolutions, norms and
+  loss are its Triton kernels on both sides.
 """
 
 from __future__ import annotations
@@ -264,15 +266,6 @@ def model(rounds: int, tokens: int = 4096, decoded: int = 64) -> Rows:
         network = KimiLinearForCausalLM(configuration).bfloat16()
         x = torch.randint(3, 32768, (1, tokens))
 
-    def train() -> None:
-        network.train()
-        network.zero_grad(set_to_none=True)
-        network(x, labels=x).loss.backward()
-
-    def decode() -> None:
-        network.eval()
-        network.generate(x[:, :128], max_new_tokens=decoded, min_new_tokens=decoded, do_sample=False)
-
     losses, logits = {}, {}
     for side in SIDES:
         _switch(side)
@@ -283,9 +276,54 @@ def model(rounds: int, tokens: int = 4096, decoded: int = 64) -> Rows:
     _hold("model, loss", abs(losses["kdacore"] - losses["fla"]) / losses["fla"])
     errors = _errors("model, logits", _float32_logits(network, x), logits)
     del logits
+    return [{**row, "errors": errors} for row in _speeds("model", network, x, decoded, rounds)]
+
+
+def fla_model(rounds: int, tokens: int = 8192, decoded: int = 64) -> Rows:
+    """As :func:`model`, of flash-linear-attention's KDA model."""
+    from fla.models import KDAConfig, KDAForCausalLM
+
+    configuration = KDAConfig(
+        hidden_size=2304, num_heads=32, head_dim=128, intermediate_size=9216, num_hidden_layers=4,
+        vocab_size=32768, pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        network = KDAForCausalLM(configuration).bfloat16()
+        x = torch.randint(3, 32768, (1, tokens))
+    for name, parameter in network.named_parameters():
+        if name.endswith(("A_log", "dt_bias")):
+            parameter.data = parameter.data.float()
+
+    losses, logits = {}, {}
+    for side in SIDES:
+        _switch(side)
+        losses[side] = float(network.train()(x, labels=x).loss.detach())
+        with torch.no_grad():
+            logits[side] = network.eval()(x[:, :1024]).logits.float()
+    _hold("fla-model, loss", abs(losses["kdacore"] - losses["fla"]) / losses["fla"])
+    apart = float((logits["kdacore"] - logits["fla"]).norm() / logits["fla"].norm())
+    print(f"fla-model, logits: {apart:.2e} apart", flush=True)
+    del logits
+    return [
+        {**row, "difference_of_logits": apart} for row in _speeds("fla-model", network, x, decoded, rounds)
+    ]
+
+
+def _speeds(model: str, network: Any, x: torch.Tensor, decoded: int, rounds: int) -> Rows:
+    """Tokens a second of a model's training step on ``x``, and of decoding behind its first 128 tokens."""
+
+    def train() -> None:
+        network.train()
+        network.zero_grad(set_to_none=True)
+        network(x, labels=x).loss.backward()
+
+    def decode() -> None:
+        network.eval()
+        network.generate(x[:, :128], max_new_tokens=decoded, min_new_tokens=decoded, do_sample=False)
 
     rows: Rows = []
-    for what, step, count in (("training", train, tokens), ("decoding", decode, decoded)):
+    for what, step, count in (("training", train, x.shape[1]), ("decoding", decode, decoded)):
         samples: dict[str, list[float]] = {side: [] for side in SIDES}
         for counted in (False, False, *[True] * rounds):
             for side in SIDES:
@@ -296,11 +334,11 @@ def model(rounds: int, tokens: int = 4096, decoded: int = 64) -> Rows:
                 torch.cuda.synchronize()
                 if counted:
                     samples[side].append(count / (time.perf_counter() - start))
-        rows.append({**_row(f"model, {what}", samples, "tokens/s"), "errors": errors})
+        rows.append(_row(f"{model}, {what}", samples, "tokens/s"))
     return rows
 
 
-PARTS = {"hook": hook, "layer": layer, "model": model}
+PARTS = {"hook": hook, "layer": layer, "model": model, "fla-model": fla_model}
 
 
 def main() -> None:

@@ -44,14 +44,15 @@ out = {"cuda": torch.version.cuda or "", "hip": torch.version.hip or "", "device
 if torch.cuda.is_available():
     for i in range(torch.cuda.device_count()):
         p, d = torch.cuda.get_device_properties(i), torch_device("cuda", i)
-        out["devices"].append([d.type, d.arch, f"{p.name} ({d.arch}, {p.total_memory / 2**30:.0f} GiB)"])
+        shown = f"{p.name} ({d.arch}, {p.total_memory / 2**30:.0f} GiB)"
+        out["devices"].append([d.type, d.arch, p.name, shown])
 print("\\n" + json.dumps(out))
 """
 _JAX = """
 import json, jax
 from kdacore.device import jax_device
 found = [(d, jax_device(d)) for d in jax.devices()]
-print("\\n" + json.dumps({"devices": [[d.type, d.arch, raw.device_kind] for raw, d in found]}))
+print("\\n" + json.dumps({"devices": [[d.type, d.arch, raw.device_kind, raw.device_kind] for raw, d in found]}))
 """
 
 
@@ -73,6 +74,7 @@ class Accelerator:
     type: str
     arch: str
     name: str
+    """As the array library has it: cost tables are kept by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +197,7 @@ def _framework(name: str, code: str) -> tuple[Row, dict[str, Any] | None]:
         return Row(
             name, "installed, does not work", f"{name} {version_of(name)} fails to import: {problem}"
         ), None
-    seen = ", ".join(text for _, _, text in found["devices"])
+    seen = ", ".join(shown for *_, shown in found["devices"])
     if name == "jax":
         return Row(name, f"devices: {seen}"), found
     built = (
@@ -206,7 +208,7 @@ def _framework(name: str, code: str) -> tuple[Row, dict[str, Any] | None]:
 
 def _accelerators(kind: str, found: dict[str, Any] | None) -> tuple[Accelerator, ...]:
     devices = found["devices"] if found else []
-    return tuple(Accelerator(kind, type_, arch, name) for type_, arch, name in devices if type_ != "cpu")
+    return tuple(Accelerator(kind, type_, arch, name) for type_, arch, name, _ in devices if type_ != "cpu")
 
 
 def _driver() -> Row:

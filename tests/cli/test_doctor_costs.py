@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from kdacore import config, machine
+from kdacore import config, device, machine
 from kdacore.cli import main as cli
 from kdacore.dispatch import cost_tables
 from kdacore.dispatch.cost_tables import Group, Table
 from kdacore.machine import Accelerator, Machine
+from kdacore.types import Device
 
 GROUP = Group("chunk_kda", "torch", "bfloat16", False, 128, 128)
 TIMES = MappingProxyType({("reference", GROUP): {(("packed", False),): {64: ((16.0, 0.5),)}}})
 HERE = Accelerator("torch", "cuda", "sm_90", "NVIDIA H100 80GB HBM3")
 SHIPPED = "shipped for sm_90"
+machine_probe = machine.probe
+"""The real one: tests of the command line have a small machine in its place."""
 
 
 @pytest.fixture
@@ -108,3 +114,28 @@ def test_the_text_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--no-selfcheck"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "cost tables for automatic choice" in said and "not used: no NVIDIA X2 here" in said
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_gpu_has_the_name_that_torch_gives_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ``doctor`` shows of it beside the name is no part of it: its table was taken for another's."""
+    properties = SimpleNamespace(name=HERE.name, total_memory=80 * 2**30, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(device, "torch_device", lambda *place: Device("cuda", 0, HERE.arch))
+
+    def answer(code: str, seconds: float = 0.0) -> tuple[Any, str]:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(code, {})
+        return machine.decode(0, out.getvalue(), "")
+
+    monkeypatch.setattr(machine, "child", answer)
+    monkeypatch.setattr(machine, "probe", machine_probe)
+    own = put()
+    found = diagnose(capsys)
+    assert statuses(found)[str(own)] == "used"
+    assert any(f"{HERE.name} (sm_90, 80 GiB)" in row["value"] for row in found["machine"])

@@ -1,8 +1,8 @@
 """A row on 2 to 64 GPUs, on paper: ``python -m benchmarks.context_parallel_model`` writes the table of
 docs/guide/long-context.md and draws its picture.
 
-The time of a rank is its share of the work, the exchange, and the fold of the other ranks' maps. The work, and the
-exchange of two ranks, are measured on two H100s; what is assumed says so. Points measured on several GPUs, where
+The time of a rank is its share of the work, the exchange, and the fold of the other ranks' maps. The work is measured
+on two and four H100s, the exchange on two; what is assumed says so. Points measured on several GPUs, where
 there are any in benchmarks/results, are printed beside the model's.
 """
 
@@ -24,7 +24,7 @@ HEADS = 16
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass of the model costs, at 16 heads of 128 channels in bfloat16, as measured on two H100s."""
+    """What one pass of the model costs, at 16 heads of 128 channels in bfloat16, as measured on H100s."""
 
     name: str
     alone: float
@@ -40,17 +40,18 @@ class Pass:
 
 STATE = 128 * 128 * 4
 FORWARD = Pass("forward", 1.58e-9, 1.58e-9, 30e-6, 2 * STATE, 1)
-TRAINING = Pass("forward + backward", 5.66e-9, 6.12e-9, 80e-6, 3 * STATE, 2)
+TRAINING = Pass("forward + backward", 5.66e-9, 5.75e-9, 80e-6, 3 * STATE, 2)
 
 RATE, START = 75e9, 18e-6
 """Bytes per second that a GPU receives in a gather of a few MiB, and seconds before it moves anything: measured between
-two H100s of one host, and assumed for any number of GPUs."""
+two H100s of one host, and assumed for any number of GPUs. Between four, 16 heads' maps take two thirds of what this
+says."""
 GPUS_OF_A_HOST = 8
 HOP = 5e-6
 """Seconds more for each further host. Assumed."""
-FOLD = 16e-6
-"""Seconds for each rank whose map is applied: a product of a transition and a state for each head. A third of what
-three take, measured on one H100; assumed for more."""
+FOLD = 10e-6
+"""Seconds for each rank whose map is applied: a product of a transition and a state for each head. Measured on one
+H100 with two; assumed for more."""
 
 
 def seconds(on: Pass, T: int, heads: int, ranks: int) -> float:
@@ -104,7 +105,7 @@ def picture(heads: int = HEADS) -> str:
                 label = f"{ranks} GPUs: {one / taken:.1f}x, {taken * 1e3:.2f} ms"
                 bars.append(Bar(series, max(1.0, one / taken), label))
             groups.append(Group(f"{on.name}, T {T // 1024}k", tuple(bars)))
-    return draw(f"Model from two H100s: {heads} heads, one row, times as fast as one H100", groups)
+    return draw(f"Model from two and four H100s: {heads} heads, one row, times as fast as one H100", groups)
 
 
 def measured() -> list[str]:

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 import kdacore
-from kdacore import integrations
+from kdacore import integrations, machine
 from kdacore.bench.dispatch import NAME, NullPlugin
 from kdacore.registry import REGISTRY
 
@@ -363,7 +363,13 @@ def main() -> None:
 
 def _write(path: Path, rows: Rows) -> None:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    record = {"device": device, "versions": _versions(), "rows": rows, "counts": _counts()}
+    record = {
+        "commit": machine.commit(),
+        "device": device,
+        "versions": _versions(),
+        "rows": rows,
+        "counts": _counts(),
+    }
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 

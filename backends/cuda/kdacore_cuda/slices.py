@@ -20,9 +20,12 @@ _jax = partial(lazy_function, "kdacore_cuda", "jax_slices")
 _OF_JAX = SliceFunctions(_jax("begin"), _jax("finish"), _jax("backward_begin"), _jax("backward_finish"))
 
 
-SECONDS = {False: (30e-6, 1.60e-9), True: (80e-6, 6.15e-9)}
-"""Whether gradients are wanted -> seconds of a slice's work, fixed and for each token and value head:
-two H100s, 4 to 32 heads, packed or not (benchmarks/results/h100/context-parallel-2.json)."""
+FORWARD_SECONDS, TRAINING_SECONDS = (30e-6, 1.60e-9), (80e-6, 6.15e-9)
+"""Of a slice's work, fixed and for each token and value head: two H100s, 4 to 32 heads, packed or not
+(benchmarks/results/h100/context-parallel-2.json)."""
+KEPT_TRAINING_SECONDS = 100e-6, 5.85e-9
+"""The same where the backward takes maps from the forward: four H100s, 4 to 32 heads
+(context-parallel-4.json)."""
 
 
 def slice_functions(request: Request) -> SliceFunctions | None:
@@ -33,5 +36,12 @@ def slice_functions(request: Request) -> SliceFunctions | None:
     functions = _OF_JAX if request.kind == "jax" else _OF_TORCH
     if request.op != "chunk_kda":
         return functions
-    fixed, each = SECONDS[request.needs_grad]
+    fixed, each = _seconds(request)
     return functions._replace(seconds=fixed + each * request.B * request.T * request.HV)
+
+
+def _seconds(request: Request) -> tuple[float, float]:
+    if not request.needs_grad:
+        return FORWARD_SECONDS
+    kept = request.kind == "torch" and not request.packed
+    return KEPT_TRAINING_SECONDS if kept else TRAINING_SECONDS

@@ -40,6 +40,8 @@ FOUND = 77
 """Exit status of a run in which the tool reported something."""
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
 _REPORT = re.compile(r"^=+ (?:Error|Warning|Invalid|Uninitialized|Barrier|Program hit)\b.*$", re.MULTILINE)
+_LINE = re.compile(r"^=+ +\S.*$", re.MULTILINE)
+"""Any line of the tool's own."""
 
 Record = dict[str, Any]
 
@@ -59,9 +61,13 @@ def shares(seed: int, count: int, jobs: int) -> list[tuple[int, int]]:
 
 
 def summarise(output: str, status: int) -> Record:
-    """What one run found: the number that the tool counted (None: it never got that far) and its first reports."""
+    """What one run found: the number that the tool counted (None: it never got that far) and its first reports,
+    or the first lines that it wrote where none of them is worded as a report."""
     counted = [int(n) for n in _SUMMARY.findall(output)]
-    reports = [line.strip("= ") for line in _REPORT.findall(output)]
+    found = _REPORT.findall(output)
+    if not found and any(counted):  # worded otherwise
+        found = _LINE.findall(output)
+    reports = [line.strip("= ") for line in found]
     return {"status": status, "found": max(counted) if counted else None, "reports": reports[:20]}
 
 

@@ -58,6 +58,12 @@ def test_a_run_is_clean_only_when_the_tool_says_so(sanitizers: ModuleType) -> No
     bad = sanitizers.summarise(text, sanitizers.FOUND)
     assert bad["found"] == 2 and bad["reports"] == ["Invalid __global__ read of size 2"]
     assert not sanitizers.is_clean(sanitizers.summarise("========= ERROR SUMMARY: 0 errors\n", 1))
+    # What it found is kept whatever its words.
+    other = sanitizers.summarise(
+        "========= COMPUTE-SANITIZER\n========= Divergent thread in warp\n========= ERROR SUMMARY: 1 error\n",
+        77,
+    )
+    assert other["found"] == 1 and "Divergent thread in warp" in other["reports"]
 
 
 @pytest.mark.exhaustive

@@ -32,8 +32,13 @@ TOOLS: dict[str, tuple[str, ...]] = {
     # Kernels with many barriers overflow the tool's own table otherwise, and their launch fails.
     "synccheck": ("--num-cuda-barriers", "65536"),
 }
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-"""One allocation a tensor, so that reading beyond it, or what was never written, is seen."""
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+    "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+}
+"""One allocation an array, so that reading beyond it, or what was never written, is seen. JAX would else take three
+quarters of the GPU's memory in each process."""
 # It follows a barrier only for threads that arrive.
 FOR_TOOL = {"racecheck": {EVERY_LANE: "1"}}
 FOUND = 77

@@ -187,9 +187,9 @@ def finish(request: Request, inputs: ChunkInputs, pending: Pending | None, start
 
     Returns:
         As :func:`kdacore_cuda.chunk_forward.forward`. Where a backward may follow and rows are not packed,
-        ``saved`` has the segments' maps and starting states: of any slice as many as about half of the
-        device's multiprocessors, or a segment each 8,192 tokens and head, 192 KiB each. In a pack, segments
-        at a sequence's end have no map in the forward.
+        ``saved`` has the maps and starting states of all segments, 192 KiB for each segment and head (25 MB
+        for 65,536 tokens of 16 heads). For a pack it is empty: the forward makes no map of the last segment
+        of a sequence, which the backward needs.
 
     Raises:
         BackendBuildError: a kernel had to be compiled and could not be.

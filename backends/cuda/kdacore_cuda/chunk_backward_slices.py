@@ -22,7 +22,7 @@ from kdacore_cuda.chunk_backward import Arrays, ChunkBackwardPlan, given_arrays
 from kdacore_cuda.chunk_backward_kernels import prepare_kernel
 from kdacore_cuda.chunk_backward_segments import CHUNK, WORKSPACE, ScanLaunch
 from kdacore_cuda.chunk_backward_segments_kernels import segment_scan_kernel, walk_warpgroups
-from kdacore_cuda.chunk_forward_slices import kept_places
+from kdacore_cuda.chunk_forward_segments import maps_and_starts
 from kdacore_cuda.chunk_slices_kernels import (
     chain_kernel,
     chunks_per_segment,
@@ -137,7 +137,7 @@ def backward_begin(
     lead = plan.slots, request.HV
     arrays = chunk_backward.make_workspace(plan.chunks, x.q, *chunk_backward.WORKSPACE)
     if saved:
-        arrays |= kept_places(saved[0], math.prod(lead))
+        arrays |= maps_and_starts(saved[0], math.prod(lead))
     forms = {n: form for n, form in WORKSPACE.items() if n not in arrays}.items()
     arrays |= {n: x.q.new_empty((*lead, size), dtype=getattr(torch, dtype)) for n, (size, dtype) in forms}
     arrays |= {"d_o": d_o, "h0": starts.contiguous()}

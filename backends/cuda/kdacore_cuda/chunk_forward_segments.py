@@ -105,6 +105,12 @@ class ChunkForwardSegmentsPlan(NamedTuple):
         return self.starts_offset + self.stored_segments * START_BYTES
 
 
+def maps_and_starts(buffer: torch.Tensor, count: int) -> dict[str, torch.Tensor]:
+    """Where a backward finds what a forward left of ``count`` segments times value heads: ``maps``, of
+    which it reads A (csrc/sm90/chunk_backward/segments.cuh), and ``starts``."""
+    return {"maps": buffer[MAP_BYTES // 2 :], "starts": buffer[count * MAP_BYTES :]}
+
+
 def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
     chunks = chunk_backward.plan_of(r)
     items, multiprocessors = r.N * r.HV, multiprocessors_of(r)

@@ -212,12 +212,6 @@ def finish(request: Request, inputs: ChunkInputs, pending: Pending | None, start
     return Outputs(o, final, checkpoints, saved)
 
 
-def kept_places(segments: torch.Tensor, count: int) -> dict[str, torch.Tensor]:
-    """Where in a saved buffer of ``count`` segments and value heads a backward finds ``maps``, of which it
-    reads A (csrc/sm90/chunk_backward/segments.cuh), and ``starts``."""
-    return {"maps": segments[MAP_BYTES // 2 :], "starts": segments[count * MAP_BYTES :]}
-
-
 def _segment_values(
     plan: ChunkForwardSlicesPlan,
     pending: Pending,

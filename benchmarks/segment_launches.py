@@ -18,7 +18,8 @@ from kdacore.bench.cases import Case
 from kdacore.bench.clock import Budget, CudaClock, Step, interleave
 from kdacore.bench.results import Figure, Results, Row
 from kdacore.types import ChunkInputs, Request
-from kdacore_cuda import chunk_forward, chunk_forward_segments, chunk_forward_segments_kernels, torch_launch
+from kdacore_cuda import chunk_forward, chunk_forward_segments, torch_launch
+from kdacore_cuda.chunk_forward_segments_kernels import SegmentLengths, segment_lengths
 from kdacore_reference.oracle import oracle_forward
 from kdacore_triton import chunk_forward as triton
 
@@ -64,17 +65,17 @@ def contenders(case: Case, gates: str, only_segments: bool = False) -> dict[str,
 
 
 def timed(
-    case: Case, segment_chunks: int, only_segments: bool, budget: Budget
+    case: Case, lengths: SegmentLengths, only_segments: bool, budget: Budget
 ) -> tuple[list[Row], list[Figure]]:
-    """Rows of one case, with segments of so many chunks, and how the others compare."""
+    """Rows of one case, with segments of these lengths, and how the others compare."""
 
-    def with_length(items: int, multiprocessors: int) -> int:
-        return segment_chunks
+    def with_lengths(items: int, multiprocessors: int) -> SegmentLengths:
+        return lengths
 
-    with mock.patch.object(chunk_forward_segments, "chunks_per_segment", with_length):
+    with mock.patch.object(chunk_forward_segments, "segment_lengths", with_lengths):
         gate(case)
         found = interleave(contenders(case, "init", only_segments), CudaClock(), budget)
-    shape = f"B1 T{case.T} H{case.H} K128 V128 {case.gate}, segments of {segment_chunks} chunks"
+    shape = f"B1 T{case.T} H{case.H} K128 V128 {case.gate}, segments of {_chunks(lengths, case)} chunks"
     rows = [
         row(PRESET, shape, case, name, "triton" if name.startswith("triton") else "cuda", t)
         for name, t in found.items()
@@ -91,6 +92,23 @@ def timed(
     return rows, figures
 
 
+def _chunks(lengths: SegmentLengths, case: Case) -> str:
+    """How long the segments of a case are, in chunks."""
+    has_long = lengths.segments(-(-case.T // 64)) > lengths.short_segments > 0
+    return f"{lengths.short}, then {lengths.long}" if has_long else str(lengths.short)
+
+
+def _chosen(args: argparse.Namespace, heads: int) -> list[SegmentLengths]:
+    """The lengths to be timed."""
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    shipped = segment_lengths(heads, multiprocessors)
+    return [
+        *([] if args.chunks or args.long else [shipped]),
+        *map(SegmentLengths.uniform, args.chunks),
+        *[shipped._replace(long=chunks) for chunks in args.long],
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tokens", type=int, default=8192)
@@ -100,7 +118,14 @@ def main() -> None:
         type=int,
         nargs="+",
         default=[],
-        help="of a segment, one after the other; default: as shipped",
+        help="of every segment, one after the other; default: as shipped",
+    )
+    parser.add_argument(
+        "--long",
+        type=int,
+        nargs="+",
+        default=[],
+        help="chunks of the segments behind the first 8192 tokens, one after the other; the others as shipped",
     )
     parser.add_argument("--only-segments", action="store_true", help="neither the fused kernel nor Triton")
     parser.add_argument("--gate", choices=("sigmoid", "softplus"), default="sigmoid")
@@ -110,16 +135,14 @@ def main() -> None:
     load = results.load()
     rows: list[Row] = []
     figures: list[Figure] = []
-    chosen = chunk_forward_segments_kernels.chunks_per_segment
-    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     with (
         mock.patch.object(chunk_forward, "use_segments", lambda *given: False),
         torch.no_grad(),
     ):
         for heads in args.heads:
             case = Case(name="timed", T=args.tokens, H=heads, gate=args.gate)
-            for segment_chunks in args.chunks or [chosen(heads, multiprocessors)]:
-                more = timed(case, segment_chunks, args.only_segments, Budget(args.samples, 30.0))
+            for lengths in _chosen(args, heads):
+                more = timed(case, lengths, args.only_segments, Budget(args.samples, 30.0))
                 rows += more[0]
                 figures += more[1]
     if args.json:

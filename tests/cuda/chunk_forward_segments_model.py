@@ -32,17 +32,19 @@ class Segment(NamedTuple):
 
 def in_segments(request: Request, inputs: ChunkInputs) -> Iterator[Segment]:
     """Every segment that has a chunk, in the order of its sequence."""
-    plan = chunk_forward_segments.plan_of(request)
-    each = plan.segment_chunks
+    lengths = chunk_forward_segments.plan_of(request).lengths
     for n, group in groupby(chunk_model.chunks(request, inputs), lambda c: c.n):
         chunks = list(group)
         if inputs.cu_seqlens is None:
-            slot = n * -(-request.T // (64 * each))
+            slot = n * lengths.segments(-(-request.T // 64))
         else:
-            slot = int(inputs.cu_seqlens[n]) // (64 * each) + n
-        for j in range(0, len(chunks), each):
-            mine = chunks[j : j + each]
-            yield Segment(mine, slot + j // each, j == 0, mine[-1].last)
+            slot = int(inputs.cu_seqlens[n]) // (64 * lengths.short) + n
+        begin, index = 0, 0
+        while begin < len(chunks):
+            end = begin + (lengths.short if index < lengths.short_segments else lengths.long)
+            mine = chunks[begin:end]
+            yield Segment(mine, slot + index, index == 0, mine[-1].last)
+            begin, index = end, index + 1
 
 
 def _walk(

@@ -27,6 +27,7 @@ from kdacore_cuda import (
     chunk_forward_segments_kernels,
     torch_launch,
 )
+from kdacore_cuda.chunk_forward_segments_kernels import SegmentLengths
 from kdacore_cuda.compiler import compile_kernel
 from kdacore_cuda.kernel_source import EVERY_LANE
 
@@ -50,8 +51,13 @@ def poison() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def use_segments(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
-    monkeypatch.setattr(chunk_forward_segments, "chunks_per_segment", lambda *given: chunks)
+def use_segments(monkeypatch: pytest.MonkeyPatch, chunks: int | SegmentLengths) -> None:
+    lengths = SegmentLengths.uniform(chunks) if isinstance(chunks, int) else chunks
+    monkeypatch.setattr(chunk_forward_segments, "segment_lengths", lambda *given: lengths)
+
+
+LONGER_BEHIND = SegmentLengths(1, 3, 2)
+LENGTHS = pytest.mark.parametrize("lengths", [2, LONGER_BEHIND], ids=["alike", "longer behind"])
 
 
 def state(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -125,8 +131,12 @@ def test_prepare_writes_operands(emulated: list[str], gate: torch.dtype, options
         assert np.isnan(got[name][elsewhere]).all(), name
 
 
+@LENGTHS
 @pytest.mark.parametrize("case", CASES)
-def test_maps(emulated: list[str], case: str) -> None:
+def test_maps(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, case: str, lengths: int | SegmentLengths
+) -> None:
+    use_segments(monkeypatch, lengths)
     inputs = CASES[case]()
     request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
     call, work = chunk_forward_segments.prepare_call(request, inputs), operands_of(request, inputs)
@@ -147,12 +157,19 @@ MULTIPROCESSORS = pytest.mark.parametrize("multiprocessors", [1, 132], ids=["bus
 
 
 @MULTIPROCESSORS
+@LENGTHS
 @pytest.mark.parametrize("case", LONG)
-def test_chain(emulated: list[str], monkeypatch: pytest.MonkeyPatch, case: str, multiprocessors: int) -> None:
-    """Nine segments: the ring goes round twice."""
+def test_chain(
+    emulated: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    lengths: int | SegmentLengths,
+    multiprocessors: int,
+) -> None:
+    """Nine segments where they are alike: the ring goes round twice."""
     inputs = LONG[case]()
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: multiprocessors)
-    use_segments(monkeypatch, 1 if case == "dense" else 2)
+    use_segments(monkeypatch, 1 if (case, lengths) == ("dense", 2) else lengths)
     request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
     call = chunk_forward_segments.prepare_call(request, inputs)
     view = model.views(request, call.workspace)
@@ -170,10 +187,16 @@ def test_chain(emulated: list[str], monkeypatch: pytest.MonkeyPatch, case: str, 
 
 
 @MULTIPROCESSORS
+@LENGTHS
 @pytest.mark.parametrize("case", CASES)
 def test_output(
-    emulated: list[str], monkeypatch: pytest.MonkeyPatch, case: str, multiprocessors: int
+    emulated: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    lengths: int | SegmentLengths,
+    multiprocessors: int,
 ) -> None:
+    use_segments(monkeypatch, lengths)
     inputs = CASES[case]()
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: multiprocessors)
     request = request_of("chunk_kda", inputs, output_final_state=True, checkpoint_every=64, **BOUNDED_MODEL)
@@ -214,6 +237,38 @@ def test_packs_of_hard_lengths(emulated: list[str], index: torch.dtype) -> None:
     assert got.final_state is not None
     assert inputs.initial_state is not None
     assert torch.equal(got.final_state[0], inputs.initial_state[0])
+
+
+@BOTH
+def test_longer_segments_behind(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """From inside the short ones to four long ones; packs begin again with short ones; states and checkpoints."""
+    use_segments(monkeypatch, LONGER_BEHIND)
+    for T in (64, 192, 193, 320, 321, 700):
+        check(draw(T, seed=T, initial_state=state(1, 1)), checkpoint_every=64, **options)
+    lengths = [0, 129, 1, 330, 128, 129]
+    cu = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
+    inputs = draw(sum(lengths), 1, 2, cu_seqlens=cu, initial_state=state(len(lengths), 2))
+    check(inputs, checkpoint_every=128, **options)
+
+
+def test_longer_segments_behind_keep_bits(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever follows, and alone as in a pack, whose later sequences begin with short segments again."""
+    use_segments(monkeypatch, LONGER_BEHIND)
+    check_later_tokens_change_no_bit(run, BOUNDED_MODEL)
+    inputs = draw(1000, cu_seqlens=torch.tensor([0, 350, 1000]), initial_state=state(2, 1))
+    names, initial = ("q", "k", "v", "g", "beta"), inputs.initial_state
+    assert initial is not None
+    whole = run(inputs, output_final_state=True, **BOUNDED_MODEL)
+    assert whole.final_state is not None
+    for n, (begin, end) in enumerate([(0, 350), (350, 1000)]):
+        part = {x: getattr(inputs, x)[:, begin:end] for x in names}
+        alone = inputs._replace(cu_seqlens=None, initial_state=initial[n : n + 1], **part)
+        got = run(alone, output_final_state=True, **BOUNDED_MODEL)
+        assert torch.equal(got.o, whole.o[:, begin:end])
+        assert got.final_state is not None
+        assert torch.equal(got.final_state[0], whole.final_state[n])
 
 
 @pytest.mark.parametrize("v_first", [False, True])
@@ -359,9 +414,20 @@ def test_how_many_blocks_share_a_state_changes_no_bit(
     assert torch.equal(few[1], many[1])
 
 
-def test_segments_depend_on_heads_alone() -> None:
-    lengths = [chunk_forward_segments_kernels.chunks_per_segment(n, 132) for n in (1, 4, 8, 12, 16, 27)]
-    assert lengths == [10, 10, 16, 26, 32, 43]
+def test_segments_depend_on_heads_and_place_alone() -> None:
+    lengths = [chunk_forward_segments_kernels.segment_lengths(n, 132) for n in (1, 4, 8, 12, 16, 27)]
+    assert [x.short for x in lengths] == [10, 10, 16, 26, 32, 43]
+    assert [x.long for x in lengths] == [16, 16, 16, 26, 32, 43]
+    assert all(8192 <= 64 * x.short * x.short_segments < 8192 + 64 * x.short for x in lengths)
+
+
+def test_as_many_segments_as_their_lengths_make() -> None:
+    for lengths in (LONGER_BEHIND, SegmentLengths(10, 13, 16), SegmentLengths.uniform(3)):
+        begins = [0]
+        for j in range(100):
+            begins.append(begins[-1] + (lengths.short if j < lengths.short_segments else lengths.long))
+        for chunks in range(1, 200):
+            assert lengths.segments(chunks) == sum(begin < chunks for begin in begins)
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,15 @@ from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda import chunk_backward
 from kdacore_cuda.chunk_forward_checkpoints import Marks, make_marks
 from kdacore_cuda.chunk_forward_segments_kernels import (
+    SegmentLengths,
     SegmentsKernel,
     chain_blocks,
     chain_kernel,
-    chunks_per_segment,
     maps_kernel,
     output_blocks,
     output_kernel,
     prepare_marked_kernel,
+    segment_lengths,
     segments_prepare_kernel,
 )
 from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, PREPARE_MARKED, SEGMENTS
@@ -68,8 +69,7 @@ class ChunkForwardSegmentsPlan(NamedTuple):
     """Chunk slots times value heads."""
     marked_units: int
     """Checkpoints at chosen tokens times value heads."""
-    segment_chunks: int
-    """Chunks of one segment."""
+    lengths: SegmentLengths
     slots: int
     """Segments of one value head, unused ones of a pack included."""
     stored_segments: int
@@ -114,9 +114,9 @@ def maps_and_starts(buffer: torch.Tensor, count: int) -> dict[str, torch.Tensor]
 def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
     chunks = chunk_backward.plan_of(r)
     items, multiprocessors = r.N * r.HV, multiprocessors_of(r)
-    NT, segment_chunks = chunks.sizes["NT"], chunks_per_segment(items, multiprocessors)
-    segments = -(-NT // segment_chunks)
-    slots = r.T // (64 * segment_chunks) + r.N if r.packed else r.N * segments
+    NT, lengths = chunks.sizes["NT"], segment_lengths(items, multiprocessors)
+    segments = lengths.segments(NT)
+    slots = r.T // (64 * lengths.short) + r.N if r.packed else r.N * segments
     units, marked_units = chunks.sizes["units"], r.checkpoint_count * r.HV
     if marked_units:
         prepare = marked_launcher(prepare_marked_kernel(chunks.float_gate, chunks.bounded))
@@ -137,11 +137,11 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
         marked=(r.checkpoint_count, r.null_index) if marked_units else (),
         units=units,
         marked_units=marked_units,
-        segment_chunks=segment_chunks,
+        lengths=lengths,
         slots=slots,
         stored_segments=slots * r.HV if segments > 1 else 0,
         sizes=(
-            *(r.T, r.N, r.HV, NT, segment_chunks, segments),
+            *(r.T, r.N, r.HV, NT, *lengths, segments),
             *(r.checkpoint_every, r.null_index, r.checkpoint_count, chunks.sizes["flags"]),
         ),
         state_dtype=torch_dtype(r, r.state_dtype),

@@ -120,20 +120,43 @@ def use_segments(items: int, bounded: bool, multiprocessors: int) -> bool:
     return items * in_segments <= fused * multiprocessors
 
 
-_LEAST_CHUNKS, _MOST_CHUNKS, _REFERENCE_CHUNKS = 10, 43, 128
+_LEAST_CHUNKS, _MOST_CHUNKS, _REFERENCE_CHUNKS, _LEAST_CHUNKS_BEHIND = 10, 43, 128, 16
 
 
-def chunks_per_segment(items: int, multiprocessors: int) -> int:
-    """Chunks of 64 tokens in a segment, for ``items`` sequences and value heads.
+class SegmentLengths(NamedTuple):
+    """Chunks of 64 tokens in the segments of a sequence."""
+
+    short: int
+    """In each of the first segments."""
+    short_segments: int
+    """How many those are."""
+    long: int
+    """In each segment behind them; not less than ``short``."""
+
+    @classmethod
+    def uniform(cls, chunks: int) -> SegmentLengths:
+        """``chunks`` in every segment."""
+        return cls(chunks, 0, chunks)
+
+    def segments(self, chunks: int) -> int:
+        """Segments of a sequence of ``chunks`` chunks."""
+        behind = chunks - self.short * self.short_segments
+        return -(-chunks // self.short) if behind <= 0 else self.short_segments - (-behind // self.long)
+
+
+def segment_lengths(items: int, multiprocessors: int) -> SegmentLengths:
+    """How long segments are, for ``items`` sequences and value heads.
 
     Maps and output have up to two blocks for each segment and head, and with one block too many for the
     multiprocessors they take twice as long. So segments are as long as it takes for all blocks of 8192 tokens to
     run at once. Shorter ones than the least leave too many maps to chain (1300 cycles each); longer ones than the
     most leave too few blocks. The number of tokens of a call must not decide: appending tokens would then change
-    the bits of those before.
+    the bits of those before. The place in the sequence may: behind those 8192 tokens there are blocks enough, and
+    longer segments leave fewer maps to chain.
     """
     segments = max(1, multiprocessors // (2 * items))
-    return min(max(_LEAST_CHUNKS, -(-_REFERENCE_CHUNKS // segments)), _MOST_CHUNKS)
+    short = min(max(_LEAST_CHUNKS, -(-_REFERENCE_CHUNKS // segments)), _MOST_CHUNKS)
+    return SegmentLengths(short, -(-_REFERENCE_CHUNKS // short), max(short, _LEAST_CHUNKS_BEHIND))
 
 
 def packaged_segments_kernels() -> Iterator[KernelSource]:

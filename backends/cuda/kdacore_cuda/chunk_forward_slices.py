@@ -25,6 +25,7 @@ from kdacore_cuda.chunk_forward_segments import (
     launcher,
 )
 from kdacore_cuda.chunk_forward_segments_kernels import (
+    SegmentLengths,
     output_blocks,
     output_kernel,
     segments_prepare_kernel,
@@ -106,7 +107,10 @@ def _make_plan(r: Request) -> ChunkForwardSlicesPlan:
         transition_sizes=(r.T, r.N, r.HV, NT, segment, segments, flags),
         starts=(launcher(starts_kernel(start_blocks)), start_blocks * items) if segments > 1 else None,
         output=(launcher(output_kernel(outputs)), outputs * slots * r.HV),
-        sizes=(r.T, r.N, r.HV, NT, segment, segments, r.checkpoint_every, -1, 0, flags),
+        sizes=(
+            *(r.T, r.N, r.HV, NT, *SegmentLengths.uniform(segment), segments),
+            *(r.checkpoint_every, -1, 0, flags),
+        ),
         operands_bytes=units * CHUNK_OPERANDS_BYTES,
         starts_offset=starts_offset,
         segments_bytes=starts_offset + slots * r.HV * START_BYTES,

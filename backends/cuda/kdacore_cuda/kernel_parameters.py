@@ -227,13 +227,16 @@ SEGMENTS = ParamStruct(
         *_MARKS,
         *_STATE_STRIDES,
         ("T", "i64"),
-        *((name, "i32") for name in ("N", "HV", "NT", "segment", "segments", "ckpt_every", "null_index")),
-        *((name, "i32") for name in ("marks", "flags")),
+        *(
+            (name, "i32")
+            for name in ("N", "HV", "NT", "segment", "short_segments", "long_segment", "segments")
+        ),
+        *((name, "i32") for name in ("ckpt_every", "null_index", "marks", "flags")),
     ),
 )
 """Parameters of the kernels that process a call in segments; csrc/sm90/chunk_forward/segments describes
 ``chunk_operands``, ``maps``, ``starts`` and ``mark_states``. ``NT`` and ``segments``: chunks and segments of a dense
-sequence; ``segment``: chunks of a segment."""
+sequence; ``segment``: chunks of each of its first ``short_segments``; ``long_segment``: of each of the others."""
 
 TRANSITION = ParamStruct(
     "TransitionParams",

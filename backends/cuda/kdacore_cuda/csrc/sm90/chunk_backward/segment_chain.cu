@@ -57,7 +57,7 @@ KDA_KERNEL(THREADS, 1) segment_chain(KDA_PARAM ChunkBackwardParams p) {
   const bool reverse = block_index() < each;
   const int index = reverse ? block_index() : block_index() - each;
   const int item = index / BLOCKS_V, part = index % BLOCKS_V, n = item / p.HV;
-  const int segments = (find_sequence(p, n).chunks + p.segment - 1) / p.segment;
+  const int segments = segments_in(p, find_sequence(p, n).chunks);
   if (segments < 3) return;  // B and B' are the results already
   const int warp = uniform(thread_index() >> 5), lane = thread_index() & 31;
   const int strip = warp / GROUPS, group = warp % GROUPS;

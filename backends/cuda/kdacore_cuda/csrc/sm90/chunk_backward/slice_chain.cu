@@ -22,7 +22,7 @@ KDA_KERNEL(THREADS, 1) slice_chain(KDA_PARAM ChunkBackwardParams p) {
   const bool reverse = block_index() < each;
   const int index = reverse ? block_index() : block_index() - each;
   const int item = index / BLOCKS_V, part = index % BLOCKS_V, n = item / p.HV;
-  const int segments = (find_sequence(p, n).chunks + p.segment - 1) / p.segment;
+  const int segments = segments_in(p, find_sequence(p, n).chunks);
   if (!segments || (!reverse && segments < 3)) return;  // the first two starts are there already
   const Lane l = make_lane(part);
   make_barriers(shared);

@@ -22,7 +22,7 @@ KDA_KERNEL(THREADS, 1) slice_gradient(KDA_PARAM ChunkBackwardParams p) {
   int segments = 0;
   u64 first = 0;
   if (n >= 0) {
-    segments = (find_sequence(p, n).chunks + p.segment - 1) / p.segment;
+    segments = segments_in(p, find_sequence(p, n).chunks);
     first = (u64)first_segment(p, n) * p.HV + hv;
   }
   const Lane l = make_lane(part);

@@ -18,7 +18,7 @@ KDA_KERNEL(THREADS, 1) chain(KDA_PARAM SegmentParams p) {
   const u32 shared = shared_address(memory);
   wait_for_inputs();
   const int item = block_index() / BLOCKS_V, part = block_index() % BLOCKS_V, n = item / p.HV;
-  const int segments = (find_read_sequence(p, n).chunks + p.segment - 1) / p.segment;
+  const int segments = segments_in(p, find_read_sequence(p, n).chunks);
   if (segments < 2) return;
   const int warp = uniform(thread_index() >> 5), lane = thread_index() & 31;
   const int strip = warp / GROUPS, group = warp % GROUPS;

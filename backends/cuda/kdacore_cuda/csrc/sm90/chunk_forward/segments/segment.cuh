@@ -1,5 +1,6 @@
-// A sequence is cut into segments of p.segment chunks from its start, whatever its length, so that
-// later tokens do not move a border.
+// A sequence is cut into segments from its start, whatever its length, so that later tokens do not
+// move a border: of p.segment chunks each, and where the parameters have a length for them
+// (SegmentParams), of p.long_segment chunks behind the first p.short_segments. Those are no shorter.
 //
 // Over a segment the state (V by K) changes by an affine map, S' = S A + B. `maps` holds A and B of
 // every segment but a sequence's last, `starts` the state at the start of every segment but a
@@ -27,7 +28,28 @@ struct SegmentMap {
 };
 constexpr u32 MAP_BYTES = sizeof(SegmentMap);
 
-// Slot of the first segment of sequence n.
+// The chunk that segment `index` of a sequence begins with.
+template <class Params>
+__device__ __forceinline__ int segment_begin(const Params& p, int index) {
+  return index * p.segment;
+}
+__device__ __forceinline__ int segment_begin(const SegmentParams& p, int index) {
+  const int longer = index - p.short_segments;
+  return index * p.segment + (longer > 0 ? longer * (p.long_segment - p.segment) : 0);
+}
+
+// Segments of a sequence of `chunks` chunks.
+template <class Params>
+__device__ __forceinline__ int segments_in(const Params& p, int chunks) {
+  return (chunks + p.segment - 1) / p.segment;
+}
+__device__ __forceinline__ int segments_in(const SegmentParams& p, int chunks) {
+  const int behind = chunks - p.short_segments * p.segment;
+  if (behind <= 0) return (chunks + p.segment - 1) / p.segment;
+  return p.short_segments + (behind + p.long_segment - 1) / p.long_segment;
+}
+
+// Slot of the first segment of sequence n. A pack has slots for short segments alone, which suffice.
 template <class Params>
 __device__ __forceinline__ int first_segment(const Params& p, int n) {
   return p.cu_seqlens ? (int)(load_index(p.cu_seqlens, n, p.flags & FLAG_CU64) / (C * p.segment)) + n
@@ -80,8 +102,9 @@ __device__ __forceinline__ Segment find_segment(const Params& p, int n, int inde
   x.hv = hv;
   x.index = index;
   x.s = find_read_sequence(p, n);
-  x.begin = index * p.segment;
-  x.end = x.begin + p.segment < x.s.chunks ? x.begin + p.segment : x.s.chunks;
+  x.begin = segment_begin(p, index);
+  const int next = segment_begin(p, index + 1);
+  x.end = next < x.s.chunks ? next : x.s.chunks;
   x.place = (long long)(first_segment(p, n) + index) * p.HV + hv;
   return x;
 }

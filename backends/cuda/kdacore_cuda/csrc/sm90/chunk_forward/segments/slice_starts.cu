@@ -13,7 +13,7 @@ KDA_KERNEL(THREADS, 1) slice_starts(KDA_PARAM SegmentParams p) {
   const u32 shared = shared_address(memory);
   wait_for_inputs();
   const int item = block_index() / BLOCKS_V, part = block_index() % BLOCKS_V, n = item / p.HV;
-  const int segments = (find_sequence(p, n).chunks + p.segment - 1) / p.segment;
+  const int segments = segments_in(p, find_sequence(p, n).chunks);
   if (segments < 2) return;
   const Lane l = make_lane(part);
   make_barriers(shared);

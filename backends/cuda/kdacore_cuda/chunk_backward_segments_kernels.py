@@ -6,7 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from kdacore_cuda.chunk_backward_kernels import SCAN_SHARED, ChunkBackwardKernel, state_threads
+from kdacore_cuda.chunk_backward_kernels import (
+    SCAN_SHARED,
+    ChunkBackwardKernel,
+    chain_shared,
+    chain_threads,
+    state_threads,
+)
 from kdacore_cuda.kernel_source import KernelSource
 
 _SOURCES = "sm90/chunk_backward"
@@ -38,8 +44,7 @@ def segment_maps_kernel(warpgroups: int) -> ChunkBackwardKernel:
 def segment_chain_kernel(blocks: int) -> ChunkBackwardKernel:
     """The state at the start of every segment and its gradient at the end of every segment:
     ``blocks`` (4 or 8, same bits) per sequence, value head and direction."""
-    shared = 3 * 64 * 1024 + 128 * 1024 // blocks + 24
-    return _kernel("segment_chain", 256, shared, ROWS=128 // blocks)
+    return _kernel("segment_chain", chain_threads(blocks), chain_shared(blocks), ROWS=128 // blocks)
 
 
 @cache

@@ -8,7 +8,12 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
-from kdacore_cuda.chunk_backward_kernels import ChunkBackwardKernel, prepare_kernel
+from kdacore_cuda.chunk_backward_kernels import (
+    ChunkBackwardKernel,
+    chain_shared,
+    chain_threads,
+    prepare_kernel,
+)
 from kdacore_cuda.kernel_source import KernelSource
 
 _SOURCES = "sm90/chunk_forward/segments"
@@ -78,7 +83,7 @@ def maps_kernel() -> SegmentsKernel:
 def chain_kernel(blocks: int = 4) -> SegmentsKernel:
     """The state at the start of every segment: ``blocks`` (4 or 8, same bits) per sequence and
     value head."""
-    return _kernel("chain", 256, 3 * 64 * 1024 + 128 * 1024 // blocks + 24, ROWS=128 // blocks)
+    return _kernel("chain", chain_threads(blocks), chain_shared(blocks), ROWS=128 // blocks)
 
 
 def chain_blocks(items: int, multiprocessors: int) -> int:

@@ -7,7 +7,12 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import product
 
-from kdacore_cuda.chunk_backward_kernels import ChunkBackwardKernel, state_threads
+from kdacore_cuda.chunk_backward_kernels import (
+    ChunkBackwardKernel,
+    chain_shared,
+    chain_threads,
+    state_threads,
+)
 from kdacore_cuda.chunk_backward_segments_kernels import SEGMENT_MAPS_SHARED, no_grid
 from kdacore_cuda.chunk_forward_segments_kernels import (
     MAPS_SHARED,
@@ -18,7 +23,6 @@ from kdacore_cuda.chunk_forward_segments_kernels import (
 from kdacore_cuda.kernel_source import KernelSource
 
 _FORWARD, _BACKWARD = "sm90/chunk_forward/segments", "sm90/chunk_backward"
-_COMPOSE_THREADS = 256
 
 
 @cache
@@ -49,10 +53,9 @@ def finishes_as_whole(items: int, packed: bool, multiprocessors: int) -> bool:
 def _compose_source(folder: str, name: str, blocks: int) -> tuple[KernelSource, int]:
     """A kernel whose ``blocks`` (4 or 8, same bits) share the rows of a state, and its shared memory in
     bytes."""
-    shared = 3 * 64 * 1024 + 128 * 1024 // blocks + 24
-    return KernelSource(
-        f"{folder}/{name}.cu", name, (("ROWS", 128 // blocks), ("SHARED_BYTES", shared))
-    ), shared
+    shared = chain_shared(blocks)
+    macros = (("ROWS", 128 // blocks), ("SHARED_BYTES", shared))
+    return KernelSource(f"{folder}/{name}.cu", name, macros), shared
 
 
 @cache
@@ -60,14 +63,14 @@ def transition_kernel(blocks: int) -> SegmentsKernel:
     """Forward: a slice's M and C from the maps of its segments; ``blocks`` per result, value head, and
     M or C. Takes :data:`kdacore_cuda.kernel_parameters.TRANSITION`."""
     source, shared = _compose_source(_FORWARD, "transition", blocks)
-    return SegmentsKernel(source, _COMPOSE_THREADS, shared)
+    return SegmentsKernel(source, chain_threads(blocks), shared)
 
 
 @cache
 def starts_kernel(blocks: int) -> SegmentsKernel:
     """Forward: the state at the start of every segment; ``blocks`` per sequence and value head."""
     source, shared = _compose_source(_FORWARD, "slice_starts", blocks)
-    return SegmentsKernel(source, _COMPOSE_THREADS, shared)
+    return SegmentsKernel(source, chain_threads(blocks), shared)
 
 
 @cache
@@ -85,7 +88,7 @@ def slice_gradient_kernel(blocks: int) -> ChunkBackwardKernel:
     """Backward: the gradient of the state at the slice's start, as far as this rank knows it;
     ``blocks`` per result and value head."""
     source, shared = _compose_source(_BACKWARD, "slice_gradient", blocks)
-    return ChunkBackwardKernel(source, _COMPOSE_THREADS, shared, no_grid)
+    return ChunkBackwardKernel(source, chain_threads(blocks), shared, no_grid)
 
 
 @cache
@@ -93,7 +96,7 @@ def chain_kernel(blocks: int) -> ChunkBackwardKernel:
     """Backward: the state at the start of every segment and its gradient at every end; ``blocks`` per
     sequence, value head and direction."""
     source, shared = _compose_source(_BACKWARD, "slice_chain", blocks)
-    return ChunkBackwardKernel(source, _COMPOSE_THREADS, shared, no_grid)
+    return ChunkBackwardKernel(source, chain_threads(blocks), shared, no_grid)
 
 
 def compose_blocks(states: int, multiprocessors: int) -> int:

@@ -1,6 +1,5 @@
 // Segments' maps applied one after another to the rows of a state, or of its gradient, that a block
-// has: what a slice of a sequence does to the state at its start, or at its end. Rows, warps and
-// products: chain_step.cuh.
+// has. Rows, warps and products: chain_step.cuh.
 #pragma once
 
 #include "sm90/chunk_forward/segments/chain_step.cuh"
@@ -44,14 +43,16 @@ __device__ __forceinline__ void set_unit(Sums& sums, const Lane& l) {
 }
 
 // sums = sums A(i) + B(i), or with A(i)^T, for i from 0 to steps - 1. `map_at(i)`: where the two images
-// of A(i) are; `addend_at(i)`: where B(i) is, a float [V][K], or 0 for none. `before(i)` is called
-// before step i, while sums are what that step begins with; it may overwrite B(i).
+// of A(i) are; `addend_at(i)`: where B(i) is, a float [V][K], or 0 for none. `keep(i)` is called in
+// step i, while sums are what that step begins with; it may overwrite B(i).
 //
-// A of the next two steps is loaded ahead by bulk copies that a barrier a stage counts; a barrier of
-// the block separates writing sums from reading them, and one step from the next.
-template <bool TRANSPOSED, class MapAt, class AddendAt, class Before>
+// A step waits for S alone: each warp has its fragments of A in registers, and replaces them by those of
+// the next step as they are used. Bulk copies, which a barrier a stage counts, bring A three steps
+// ahead; a barrier of the block separates writing S from reading it, and one step from the next.
+template <bool TRANSPOSED, class MapAt, class AddendAt, class Keep>
 __device__ __forceinline__ void compose(Sums& sums, int steps, u32 shared, const Lane& l, MapAt map_at,
-                                        AddendAt addend_at, Before before) {
+                                        AddendAt addend_at, Keep keep) {
+  if (steps <= 0) return;
   const auto fetch = [&](int i) {
     if (thread_index() || i >= steps) return;
     const u32 stage = i % STAGES, bar = shared + OFFSET(SharedMemory, barriers) + 8 * stage;
@@ -59,25 +60,34 @@ __device__ __forceinline__ void compose(Sums& sums, int steps, u32 shared, const
     copy_in(shared + OFFSET(SharedMemory, right) + stage * RIGHT_BYTES,
             reinterpret_cast<const void*>(map_at(i)), RIGHT_BYTES, bar);
   };
+  const auto wait_for = [&](int i) {
+    barrier_wait(shared + OFFSET(SharedMemory, barriers) + 8 * (i % STAGES), i / STAGES & 1);
+  };
+  const auto right_at = [&](int i) {
+    return shared + OFFSET(SharedMemory, right) + i % STAGES * RIGHT_BYTES;
+  };
   const auto read_addend = [&](Sums& to, int i) {
     to = {};
     if (i >= steps) return;
     if (const u64 from = addend_at(i)) read_pairs(to.x, l.row, l.channel, from);
   };
-  fetch(0);
-  fetch(1);
+  for (int i = 0; i < STAGES; ++i) fetch(i);
   Sums next, after_next;  // B is loaded ahead too
   read_addend(next, 0);
   read_addend(after_next, 1);
+  Right a;
+  wait_for(0);
+  load_right<TRANSPOSED>(a, right_at(0), l);
 #pragma unroll 1
   for (int i = 0; i < steps; ++i) {
-    before(i);
     const u32 left = shared + OFFSET(SharedMemory, left) + (i & 1) * 2 * PART_BYTES;
     store_left(sums, left, l);
-    sync_block();  // and all have used A of the previous step
-    fetch(i + 2);
-    barrier_wait(shared + OFFSET(SharedMemory, barriers) + 8 * (i % STAGES), i / STAGES & 1);
-    multiply<TRANSPOSED>(next, left, shared + OFFSET(SharedMemory, right) + i % STAGES * RIGHT_BYTES, l);
+    keep(i);
+    sync_block();  // and all have loaded A of this step
+    fetch(i + STAGES);
+    const int after = i + 1 < steps ? i + 1 : i;
+    if (after > i) wait_for(after);
+    multiply<TRANSPOSED>(next, left, a, right_at(after), l);
     sums = next;
     next = after_next;
     read_addend(after_next, i + 2);

@@ -30,6 +30,7 @@ from kdacore_cuda import (
 from kdacore_cuda.chunk_forward_segments_kernels import SegmentLengths
 from kdacore_cuda.compiler import compile_kernel
 from kdacore_cuda.kernel_source import EVERY_LANE
+from kdacore_cuda.segment_chains import chain_blocks
 
 SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
 BOTH = pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
@@ -57,7 +58,18 @@ def use_segments(monkeypatch: pytest.MonkeyPatch, chunks: int | SegmentLengths) 
 
 
 LONGER_BEHIND = SegmentLengths(1, 3, 2)
-LENGTHS = pytest.mark.parametrize("lengths", [2, LONGER_BEHIND], ids=["alike", "longer behind"])
+
+
+@pytest.fixture(params=[2, LONGER_BEHIND], ids=["alike", "longer behind"])
+def lengths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments of two chunks, and such of which later ones are longer."""
+    use_segments(monkeypatch, request.param)
+
+
+@pytest.fixture(params=[1, 132], ids=["busy device", "idle device"])
+def multiprocessors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are many, more blocks share a state."""
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: request.param)
 
 
 def state(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -89,7 +101,7 @@ def packed() -> ChunkInputs:
 
 
 CASES = {"dense": lambda: draw(330, 1, 2, B=2), "packed": packed}
-LONG = {"dense": lambda: draw(64 * 8 + 5, initial_state=state(1, 1)), "packed": packed}
+LONG = {"dense": lambda: draw(64 * 16 + 5, initial_state=state(1, 1)), "packed": packed}
 
 
 def launch(call: chunk_forward_segments.SegmentsCall, name: str) -> None:
@@ -131,12 +143,8 @@ def test_prepare_writes_operands(emulated: list[str], gate: torch.dtype, options
         assert np.isnan(got[name][elsewhere]).all(), name
 
 
-@LENGTHS
 @pytest.mark.parametrize("case", CASES)
-def test_maps(
-    emulated: list[str], monkeypatch: pytest.MonkeyPatch, case: str, lengths: int | SegmentLengths
-) -> None:
-    use_segments(monkeypatch, lengths)
+def test_maps(emulated: list[str], lengths: None, case: str) -> None:
     inputs = CASES[case]()
     request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
     call, work = chunk_forward_segments.prepare_call(request, inputs), operands_of(request, inputs)
@@ -152,24 +160,10 @@ def test_maps(
             assert error(mine[tuple(at)], exact[tuple(at)]) < WALK_BOUND
 
 
-MULTIPROCESSORS = pytest.mark.parametrize("multiprocessors", [1, 132], ids=["busy device", "idle device"])
-"""Multiprocessors: where they are many, more blocks share a state."""
-
-
-@MULTIPROCESSORS
-@LENGTHS
 @pytest.mark.parametrize("case", LONG)
-def test_chain(
-    emulated: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    case: str,
-    lengths: int | SegmentLengths,
-    multiprocessors: int,
-) -> None:
-    """Nine segments where they are alike: the ring goes round twice."""
+def test_chain(emulated: list[str], lengths: None, multiprocessors: None, case: str) -> None:
+    """Nine segments or more of a dense sequence: the ring goes round twice."""
     inputs = LONG[case]()
-    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: multiprocessors)
-    use_segments(monkeypatch, 1 if (case, lengths) == ("dense", 2) else lengths)
     request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
     call = chunk_forward_segments.prepare_call(request, inputs)
     view = model.views(request, call.workspace)
@@ -186,19 +180,9 @@ def test_chain(
     assert error(got[made], want[made]) < CHAIN_BOUND
 
 
-@MULTIPROCESSORS
-@LENGTHS
 @pytest.mark.parametrize("case", CASES)
-def test_output(
-    emulated: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    case: str,
-    lengths: int | SegmentLengths,
-    multiprocessors: int,
-) -> None:
-    use_segments(monkeypatch, lengths)
+def test_output(emulated: list[str], lengths: None, multiprocessors: None, case: str) -> None:
     inputs = CASES[case]()
-    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: multiprocessors)
     request = request_of("chunk_kda", inputs, output_final_state=True, checkpoint_every=64, **BOUNDED_MODEL)
     call, work = chunk_forward_segments.prepare_call(request, inputs), operands_of(request, inputs)
     view = model.views(request, call.workspace)
@@ -394,7 +378,7 @@ def test_the_benchmark_times_what_a_call_launches(emulated: list[str]) -> None:
 
 def test_blocks_share_states_while_multiprocessors_are_idle() -> None:
     assert [chunk_forward_segments_kernels.output_blocks(n, 132) for n in (1, 66, 67, 128)] == [2, 2, 1, 1]
-    assert [chunk_forward_segments_kernels.chain_blocks(n, 132) for n in (1, 16, 17, 27)] == [8, 8, 4, 4]
+    assert [chain_blocks(n, 132) for n in (1, 16, 17, 27)] == [8, 8, 4, 4]
 
 
 @pytest.mark.parametrize("T", [330, 700])

@@ -53,17 +53,6 @@ def state_threads(warpgroups: int) -> int:
     return 384 if warpgroups == 2 else 224
 
 
-def chain_threads(blocks: int) -> int:
-    """Threads of a block of the kernels that apply segments' maps one after another, ``blocks`` to a
-    state: four warps for every 16 of its rows."""
-    return 1024 // blocks
-
-
-def chain_shared(blocks: int) -> int:
-    """Shared memory in bytes of such a block: three maps of 64 KB, its rows of the state, barriers."""
-    return 3 * 64 * 1024 + 128 * 1024 // blocks + 24
-
-
 @cache
 def scan_kernel(warpgroups: int = 2) -> ChunkBackwardKernel:
     """States forward and their gradients in reverse.

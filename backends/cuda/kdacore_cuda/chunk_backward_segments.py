@@ -15,7 +15,6 @@ from kdacore.lazy import lazy_module
 from kdacore.types import Request
 from kdacore_cuda.chunk_backward_kernels import ChunkBackwardKernel
 from kdacore_cuda.chunk_backward_segments_kernels import (
-    chain_blocks,
     chunks_per_segment,
     segment_chain_kernel,
     segment_maps_kernel,
@@ -25,6 +24,7 @@ from kdacore_cuda.chunk_backward_segments_kernels import (
 from kdacore_cuda.element_sizes import ITEM_SIZES
 from kdacore_cuda.multiprocessors import multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
+from kdacore_cuda.segment_chains import chain_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ def _make_plan(r: Request) -> ChunkBackwardSegmentsPlan:
         idle = 0 if r.packed else items  # first segments have no A
         warpgroups = walk_warpgroups(walks - idle, multiprocessors)
         launches.append(ScanLaunch("maps", segment_maps_kernel(warpgroups), 2 // warpgroups * walks))
-        blocks = chain_blocks(items, multiprocessors)
+        blocks = chain_blocks(2 * items, multiprocessors)  # states and gradients
         launches.append(ScanLaunch("chain", segment_chain_kernel(blocks), 2 * blocks * items))
     walks = 2 * slots * r.HV
     warpgroups = walk_warpgroups(walks, multiprocessors)

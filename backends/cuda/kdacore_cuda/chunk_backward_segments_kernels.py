@@ -6,14 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from kdacore_cuda.chunk_backward_kernels import (
-    SCAN_SHARED,
-    ChunkBackwardKernel,
-    chain_shared,
-    chain_threads,
-    state_threads,
-)
+from kdacore_cuda.chunk_backward_kernels import SCAN_SHARED, ChunkBackwardKernel, state_threads
 from kdacore_cuda.kernel_source import KernelSource
+from kdacore_cuda.segment_chains import chain_shared, chain_threads
 
 _SOURCES = "sm90/chunk_backward"
 
@@ -54,12 +49,6 @@ def segment_scan_kernel(warpgroups: int) -> ChunkBackwardKernel:
     defines = (("WARPGROUPS", warpgroups), ("IN_SEGMENTS", 1), ("SHARED_BYTES", SCAN_SHARED))
     source = KernelSource(f"{_SOURCES}/scan.cu", "scan", defines)
     return ChunkBackwardKernel(source, state_threads(warpgroups), SCAN_SHARED, no_grid)
-
-
-def chain_blocks(items: int, multiprocessors: int) -> int:
-    """Blocks per sequence, value head and direction of :func:`segment_chain_kernel`: 8 where each
-    finds a multiprocessor of its own."""
-    return 8 if 16 * items <= multiprocessors else 4
 
 
 def walk_warpgroups(walks: int, multiprocessors: int) -> int:

@@ -26,13 +26,13 @@ from kdacore_cuda.chunk_forward_segments import maps_and_starts
 from kdacore_cuda.chunk_slices_kernels import (
     chain_kernel,
     chunks_per_segment,
-    compose_blocks,
     segment_maps_kernel,
     slice_gradient_kernel,
 )
 from kdacore_cuda.kernel_parameters import FLAGS
 from kdacore_cuda.multiprocessors import multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
+from kdacore_cuda.segment_chains import chain_blocks
 from kdacore_cuda.torch_arguments import aligned
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ def _make_plan(r: Request, kept: bool = False) -> ChunkBackwardSlicesPlan:
     walks_of_maps, directions = (1, 1) if kept else (3, 2)
     maps_warpgroups = walk_warpgroups(walks_of_maps * walks, multiprocessors)
     scan_warpgroups = walk_warpgroups(2 * walks, multiprocessors)
-    gradient_blocks = compose_blocks(results * r.HV, multiprocessors)
-    chain_blocks = compose_blocks(directions * items, multiprocessors)
+    gradient_blocks = chain_blocks(results * r.HV, multiprocessors)
+    blocks = chain_blocks(directions * items, multiprocessors)
     sizes = {**plan.sizes, "segment": segment, "segments": segments}
     if kept:
         sizes["flags"] |= FLAGS["KEPT_MAPS"]
@@ -82,7 +82,7 @@ def _make_plan(r: Request, kept: bool = False) -> ChunkBackwardSlicesPlan:
         slice_gradient=ScanLaunch(
             "slice gradient", slice_gradient_kernel(gradient_blocks), gradient_blocks * results * r.HV
         ),
-        chain=ScanLaunch("chain", chain_kernel(chain_blocks), directions * chain_blocks * items),
+        chain=ScanLaunch("chain", chain_kernel(blocks), directions * blocks * items),
         scan=ScanLaunch("scan", segment_scan_kernel(scan_warpgroups), 2 // scan_warpgroups * 2 * walks),
     )
 

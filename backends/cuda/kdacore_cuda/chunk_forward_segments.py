@@ -19,7 +19,6 @@ from kdacore_cuda.chunk_forward_checkpoints import Marks, make_marks
 from kdacore_cuda.chunk_forward_segments_kernels import (
     SegmentLengths,
     SegmentsKernel,
-    chain_blocks,
     chain_kernel,
     maps_kernel,
     output_blocks,
@@ -33,6 +32,7 @@ from kdacore_cuda.launch import Launcher
 from kdacore_cuda.multiprocessors import multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.pool_arguments import PoolArguments, pool_arguments, returned
+from kdacore_cuda.segment_chains import chain_blocks
 from kdacore_cuda.torch_arguments import address, contiguous, token_arguments, torch_dtype
 
 if TYPE_CHECKING:

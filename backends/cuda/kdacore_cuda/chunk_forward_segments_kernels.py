@@ -8,13 +8,9 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
-from kdacore_cuda.chunk_backward_kernels import (
-    ChunkBackwardKernel,
-    chain_shared,
-    chain_threads,
-    prepare_kernel,
-)
+from kdacore_cuda.chunk_backward_kernels import ChunkBackwardKernel, prepare_kernel
 from kdacore_cuda.kernel_source import KernelSource
+from kdacore_cuda.segment_chains import chain_shared, chain_threads
 
 _SOURCES = "sm90/chunk_forward/segments"
 MAPS_THREADS, MAPS_SHARED = 384, 4 * 49 * 1024 + 64
@@ -84,12 +80,6 @@ def chain_kernel(blocks: int = 4) -> SegmentsKernel:
     """The state at the start of every segment: ``blocks`` (4 or 8, same bits) per sequence and
     value head."""
     return _kernel("chain", chain_threads(blocks), chain_shared(blocks), ROWS=128 // blocks)
-
-
-def chain_blocks(items: int, multiprocessors: int) -> int:
-    """Blocks per sequence and value head of :func:`chain_kernel`: 8 where each finds a
-    multiprocessor of its own."""
-    return 8 if 8 * items <= multiprocessors else 4
 
 
 @cache

@@ -32,7 +32,6 @@ from kdacore_cuda.chunk_forward_segments_kernels import (
 )
 from kdacore_cuda.chunk_slices_kernels import (
     chunks_per_segment,
-    compose_blocks,
     finishes_as_whole,
     maps_kernel,
     starts_kernel,
@@ -42,6 +41,7 @@ from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, TRANSITION
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.multiprocessors import multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
+from kdacore_cuda.segment_chains import chain_blocks
 from kdacore_cuda.torch_arguments import address, contiguous, token_arguments
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ def _make_plan(r: Request) -> ChunkForwardSlicesPlan:
     slots = r.T // (CHUNK * segment) + r.N if r.packed else r.N * segments
     as_whole = finishes_as_whole(items, r.packed, multiprocessors)
     prepare = segments_prepare_kernel(chunks.float_gate, chunks.bounded, as_whole)
-    blocks = compose_blocks(2 * results * r.HV, multiprocessors)
-    start_blocks = compose_blocks(items, multiprocessors)
+    blocks = chain_blocks(2 * results * r.HV, multiprocessors)
+    start_blocks = chain_blocks(items, multiprocessors)
     outputs = output_blocks(slots * r.HV, multiprocessors)
     starts_offset = slots * r.HV * MAP_BYTES
     return ChunkForwardSlicesPlan(

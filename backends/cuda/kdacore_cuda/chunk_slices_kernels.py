@@ -7,12 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import product
 
-from kdacore_cuda.chunk_backward_kernels import (
-    ChunkBackwardKernel,
-    chain_shared,
-    chain_threads,
-    state_threads,
-)
+from kdacore_cuda.chunk_backward_kernels import ChunkBackwardKernel, state_threads
 from kdacore_cuda.chunk_backward_segments_kernels import SEGMENT_MAPS_SHARED, no_grid
 from kdacore_cuda.chunk_forward_segments_kernels import (
     MAPS_SHARED,
@@ -21,6 +16,7 @@ from kdacore_cuda.chunk_forward_segments_kernels import (
     segments_prepare_kernel,
 )
 from kdacore_cuda.kernel_source import KernelSource
+from kdacore_cuda.segment_chains import chain_shared, chain_threads
 
 _FORWARD, _BACKWARD = "sm90/chunk_forward/segments", "sm90/chunk_backward"
 
@@ -97,12 +93,6 @@ def chain_kernel(blocks: int) -> ChunkBackwardKernel:
     sequence, value head and direction."""
     source, shared = _compose_source(_BACKWARD, "slice_chain", blocks)
     return ChunkBackwardKernel(source, chain_threads(blocks), shared, no_grid)
-
-
-def compose_blocks(states: int, multiprocessors: int) -> int:
-    """Blocks per state of the kernels that compose maps, for so many states: 8 where each finds a
-    multiprocessor of its own."""
-    return 8 if 8 * states <= multiprocessors else 4
 
 
 SEGMENT_CHUNKS = (128, 64, 32, 16, 8)

@@ -47,25 +47,23 @@ __device__ __forceinline__ void set_unit(Sums& sums, const Lane& l) {
 // step i, while sums are what that step begins with; it may overwrite B(i).
 //
 // A step waits for S alone: each warp has its fragments of A in registers, and replaces them by those of
-// the next step as they are used. Bulk copies, which a barrier a stage counts, bring A three steps
-// ahead; a barrier of the block separates writing S from reading it, and one step from the next.
+// the next step as they are used. The next three A are in shared memory or on their way there, by bulk
+// copies whose bytes the barrier of their stage counts. A barrier of the block separates writing S from
+// reading it, and one step from the next.
 template <bool TRANSPOSED, class MapAt, class AddendAt, class Keep>
 __device__ __forceinline__ void compose(Sums& sums, int steps, u32 shared, const Lane& l, MapAt map_at,
                                         AddendAt addend_at, Keep keep) {
   if (steps <= 0) return;
-  const auto fetch = [&](int i) {
-    if (thread_index() || i >= steps) return;
-    const u32 stage = i % STAGES, bar = shared + OFFSET(SharedMemory, barriers) + 8 * stage;
-    barrier_expect(bar, RIGHT_BYTES);
-    copy_in(shared + OFFSET(SharedMemory, right) + stage * RIGHT_BYTES,
-            reinterpret_cast<const void*>(map_at(i)), RIGHT_BYTES, bar);
-  };
-  const auto wait_for = [&](int i) {
-    barrier_wait(shared + OFFSET(SharedMemory, barriers) + 8 * (i % STAGES), i / STAGES & 1);
-  };
+  const auto barrier_at = [&](int i) { return shared + OFFSET(SharedMemory, barriers) + 8 * (i % STAGES); };
   const auto right_at = [&](int i) {
     return shared + OFFSET(SharedMemory, right) + i % STAGES * RIGHT_BYTES;
   };
+  const auto fetch = [&](int i) {
+    if (thread_index() || i >= steps) return;
+    barrier_expect(barrier_at(i), RIGHT_BYTES);
+    copy_in(right_at(i), reinterpret_cast<const void*>(map_at(i)), RIGHT_BYTES, barrier_at(i));
+  };
+  const auto wait_for = [&](int i) { barrier_wait(barrier_at(i), i / STAGES & 1); };
   const auto read_addend = [&](Sums& to, int i) {
     to = {};
     if (i >= steps) return;
@@ -85,7 +83,7 @@ __device__ __forceinline__ void compose(Sums& sums, int steps, u32 shared, const
     keep(i);
     sync_block();  // and all have loaded A of this step
     fetch(i + STAGES);
-    const int after = i + 1 < steps ? i + 1 : i;
+    const int after = i + 1 < steps ? i + 1 : i;  // the last step loads its own A again, for no use
     if (after > i) wait_for(after);
     multiply<TRANSPOSED>(next, left, a, right_at(after), l);
     sums = next;

@@ -94,8 +94,8 @@ def timed(
 
 def _chunks(lengths: SegmentLengths, case: Case) -> str:
     """How long the segments of a case are, in chunks."""
-    has_long = lengths.segments(-(-case.T // 64)) > lengths.short_segments > 0
-    return f"{lengths.short}, then {lengths.long}" if has_long else str(lengths.short)
+    found = dict.fromkeys(lengths.of(i) for i in range(lengths.segments(-(-case.T // 64))))
+    return ", then ".join(map(str, found))
 
 
 def _chosen(args: argparse.Namespace, heads: int) -> list[SegmentLengths]:
@@ -105,7 +105,7 @@ def _chosen(args: argparse.Namespace, heads: int) -> list[SegmentLengths]:
     return [
         *([] if args.chunks or args.long else [shipped]),
         *map(SegmentLengths.uniform, args.chunks),
-        *[shipped._replace(long=chunks) for chunks in args.long],
+        *[shipped._replace(middle=chunks, long=chunks) for chunks in args.long],
     ]
 
 
@@ -125,7 +125,7 @@ def main() -> None:
         type=int,
         nargs="+",
         default=[],
-        help="chunks of the segments behind the first 8192 tokens, one after the other; the others as shipped",
+        help="chunks of all segments behind the first 8192 tokens, one after the other; the others as shipped",
     )
     parser.add_argument("--only-segments", action="store_true", help="neither the fused kernel nor Triton")
     parser.add_argument("--gate", choices=("sigmoid", "softplus"), default="sigmoid")

@@ -109,8 +109,6 @@ def fuzz(
     if jobs <= 1:
         found: Iterator[Row] = (run_seed(task, seed) for seed in given)
     else:
-        # JAX would take three quarters of a GPU's memory in each of the processes.
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         work = Work(partial(run_seed, task), _has_failed, partial(_lost, task))
         found = processes.run(work, given, some)
     for row in found:

@@ -41,7 +41,7 @@ def in_segments(request: Request, inputs: ChunkInputs) -> Iterator[Segment]:
             slot = int(inputs.cu_seqlens[n]) // (64 * lengths.short) + n
         begin, index = 0, 0
         while begin < len(chunks):
-            end = begin + (lengths.short if index < lengths.short_segments else lengths.long)
+            end = begin + lengths.of(index)
             mine = chunks[begin:end]
             yield Segment(mine, slot + index, index == 0, mine[-1].last)
             begin, index = end, index + 1

@@ -57,7 +57,7 @@ def use_segments(monkeypatch: pytest.MonkeyPatch, chunks: int | SegmentLengths) 
     monkeypatch.setattr(chunk_forward_segments, "segment_lengths", lambda *given: lengths)
 
 
-LONGER_BEHIND = SegmentLengths(1, 3, 2)
+LONGER_BEHIND = SegmentLengths(1, 2, 2, 2, 3)
 
 
 @pytest.fixture(params=[2, LONGER_BEHIND], ids=["alike", "longer behind"])
@@ -227,9 +227,9 @@ def test_packs_of_hard_lengths(emulated: list[str], index: torch.dtype) -> None:
 def test_longer_segments_behind(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """From inside the short ones to four long ones; packs begin again with short ones; states and checkpoints."""
+    """From inside the short ones to the second long one; packs begin again with short ones; states and checkpoints."""
     use_segments(monkeypatch, LONGER_BEHIND)
-    for T in (64, 192, 193, 320, 321, 700):
+    for T in (64, 128, 129, 256, 384, 385, 577, 700):
         check(draw(T, seed=T, initial_state=state(1, 1)), checkpoint_every=64, **options)
     lengths = [0, 129, 1, 330, 128, 129]
     cu = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
@@ -401,15 +401,16 @@ def test_how_many_blocks_share_a_state_changes_no_bit(
 def test_segments_depend_on_heads_and_place_alone() -> None:
     lengths = [chunk_forward_segments_kernels.segment_lengths(n, 132) for n in (1, 4, 8, 12, 16, 27)]
     assert [x.short for x in lengths] == [10, 10, 16, 26, 32, 43]
-    assert [x.long for x in lengths] == [16, 16, 16, 26, 32, 43]
+    assert [x.middle for x in lengths] == [16, 16, 16, 26, 32, 43]
+    assert [x.long for x in lengths] == [32, 32, 32, 32, 32, 43]
     assert all(8192 <= 64 * x.short * x.short_segments < 8192 + 64 * x.short for x in lengths)
 
 
 def test_as_many_segments_as_their_lengths_make() -> None:
-    for lengths in (LONGER_BEHIND, SegmentLengths(10, 13, 16), SegmentLengths.uniform(3)):
+    for lengths in (LONGER_BEHIND, SegmentLengths(10, 13, 16, 2, 20), SegmentLengths.uniform(3)):
         begins = [0]
         for j in range(100):
-            begins.append(begins[-1] + (lengths.short if j < lengths.short_segments else lengths.long))
+            begins.append(begins[-1] + lengths.of(j))
         for chunks in range(1, 200):
             assert lengths.segments(chunks) == sum(begin < chunks for begin in begins)
 

@@ -8,7 +8,7 @@ from functools import cache
 
 from kdacore_cuda.chunk_backward_kernels import SCAN_SHARED, ChunkBackwardKernel, state_threads
 from kdacore_cuda.kernel_source import KernelSource
-from kdacore_cuda.segment_chains import chain_shared, chain_threads
+from kdacore_cuda.segment_chains import CHAIN_THREADS, chain_shared
 
 _SOURCES = "sm90/chunk_backward"
 
@@ -39,7 +39,7 @@ def segment_maps_kernel(warpgroups: int) -> ChunkBackwardKernel:
 def segment_chain_kernel(blocks: int) -> ChunkBackwardKernel:
     """The state at the start of every segment and its gradient at the end of every segment:
     ``blocks`` (4 or 8, same bits) per sequence, value head and direction."""
-    return _kernel("segment_chain", chain_threads(blocks), chain_shared(blocks), ROWS=128 // blocks)
+    return _kernel("segment_chain", CHAIN_THREADS, chain_shared(blocks), ROWS=128 // blocks)
 
 
 @cache

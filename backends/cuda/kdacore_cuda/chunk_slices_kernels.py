@@ -16,7 +16,7 @@ from kdacore_cuda.chunk_forward_segments_kernels import (
     segments_prepare_kernel,
 )
 from kdacore_cuda.kernel_source import KernelSource
-from kdacore_cuda.segment_chains import chain_shared, chain_threads
+from kdacore_cuda.segment_chains import CHAIN_THREADS, chain_shared
 
 _FORWARD, _BACKWARD = "sm90/chunk_forward/segments", "sm90/chunk_backward"
 
@@ -59,14 +59,14 @@ def transition_kernel(blocks: int) -> SegmentsKernel:
     """Forward: a slice's M and C from the maps of its segments; ``blocks`` per result, value head, and
     M or C. Takes :data:`kdacore_cuda.kernel_parameters.TRANSITION`."""
     source, shared = _compose_source(_FORWARD, "transition", blocks)
-    return SegmentsKernel(source, chain_threads(blocks), shared)
+    return SegmentsKernel(source, CHAIN_THREADS, shared)
 
 
 @cache
 def starts_kernel(blocks: int) -> SegmentsKernel:
     """Forward: the state at the start of every segment; ``blocks`` per sequence and value head."""
     source, shared = _compose_source(_FORWARD, "slice_starts", blocks)
-    return SegmentsKernel(source, chain_threads(blocks), shared)
+    return SegmentsKernel(source, CHAIN_THREADS, shared)
 
 
 @cache
@@ -84,7 +84,7 @@ def slice_gradient_kernel(blocks: int) -> ChunkBackwardKernel:
     """Backward: the gradient of the state at the slice's start, as far as this rank knows it;
     ``blocks`` per result and value head."""
     source, shared = _compose_source(_BACKWARD, "slice_gradient", blocks)
-    return ChunkBackwardKernel(source, chain_threads(blocks), shared, no_grid)
+    return ChunkBackwardKernel(source, CHAIN_THREADS, shared, no_grid)
 
 
 @cache
@@ -92,7 +92,7 @@ def chain_kernel(blocks: int) -> ChunkBackwardKernel:
     """Backward: the state at the start of every segment and its gradient at every end; ``blocks`` per
     sequence, value head and direction."""
     source, shared = _compose_source(_BACKWARD, "slice_chain", blocks)
-    return ChunkBackwardKernel(source, chain_threads(blocks), shared, no_grid)
+    return ChunkBackwardKernel(source, CHAIN_THREADS, shared, no_grid)
 
 
 SEGMENT_CHUNKS = (128, 64, 32, 16, 8)

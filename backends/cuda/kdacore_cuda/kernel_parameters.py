@@ -227,16 +227,18 @@ SEGMENTS = ParamStruct(
         *_MARKS,
         *_STATE_STRIDES,
         ("T", "i64"),
+        *((name, "i32") for name in ("N", "HV", "NT")),
         *(
             (name, "i32")
-            for name in ("N", "HV", "NT", "segment", "short_segments", "long_segment", "segments")
+            for name in ("segment", "short_segments", "middle_segment", "middle_segments", "long_segment")
         ),
-        *((name, "i32") for name in ("ckpt_every", "null_index", "marks", "flags")),
+        *((name, "i32") for name in ("segments", "ckpt_every", "null_index", "marks", "flags")),
     ),
 )
 """Parameters of the kernels that process a call in segments; csrc/sm90/chunk_forward/segments describes
 ``chunk_operands``, ``maps``, ``starts`` and ``mark_states``. ``NT`` and ``segments``: chunks and segments of a dense
-sequence; ``segment``: chunks of each of its first ``short_segments``; ``long_segment``: of each of the others."""
+sequence; ``segment``: chunks of each of its first ``short_segments``; ``middle_segment``: of each of the next
+``middle_segments``; ``long_segment``: of each of the others."""
 
 TRANSITION = ParamStruct(
     "TransitionParams",

@@ -3,16 +3,13 @@ and on slices of a row (csrc/sm90/chunk_forward/segments/compose.cuh)."""
 
 from __future__ import annotations
 
+CHAIN_THREADS = 256
+
 
 def chain_blocks(states: int, multiprocessors: int) -> int:
     """Blocks per state, which share its value rows (same bits), for so many states: 8 where each finds
     a multiprocessor of its own, else 4."""
     return 8 if 8 * states <= multiprocessors else 4
-
-
-def chain_threads(blocks: int) -> int:
-    """Threads of a block, ``blocks`` to a state: four warps for every 16 value rows."""
-    return 1024 // blocks
 
 
 def chain_shared(blocks: int) -> int:

@@ -15,6 +15,7 @@ void wait_out(size_t open);
 
 void copy_async16(u32 dst, const void* src, bool real, KDA_SITE);
 inline void copy_async16_of_line(u32 dst, const void* src, bool real) { copy_async16(dst, src, real); }
+inline void copy_async16_evict_first(u32 dst, const void* src, bool real) { copy_async16(dst, src, real); }
 void copy_async_commit();
 template <int N>
 inline void copy_async_wait() { emu::wait_copies(N); }
@@ -32,6 +33,7 @@ void barrier_expect_remote(u32 bar, u32 bytes);
 
 void copy_to_block(u32 dst, u32 src, u32 bytes, u32 bar);
 void copy_in(u32 dst, const void* src, u32 bytes, u32 bar);
+inline void copy_in_evict_first(u32 dst, const void* src, u32 bytes, u32 bar) { copy_in(dst, src, bytes, bar); }
 void copy_out(void* dst, u32 src, u32 bytes);
 void copy_out_commit();
 template <int N>

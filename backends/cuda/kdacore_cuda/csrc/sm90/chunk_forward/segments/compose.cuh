@@ -46,14 +46,11 @@ __device__ __forceinline__ void set_unit(Sums& sums, const Lane& l) {
 // of A(i) are; `addend_at(i)`: where B(i) is, a float [V][K], or 0 for none. `keep(i)` is called in
 // step i, while sums are what that step begins with; it may overwrite B(i).
 //
-// A step waits for S alone: each warp has its fragments of A in registers, and replaces them by those of
-// the next step as they are used. The next three A are in shared memory or on their way there, by bulk
-// copies whose bytes the barrier of their stage counts. A barrier of the block separates writing S from
-// reading it, and one step from the next.
+// The A of the next two steps are loaded ahead, by bulk copies whose bytes the barrier of their stage
+// counts. A barrier of the block separates writing S from reading it, and one step from the next.
 template <bool TRANSPOSED, class MapAt, class AddendAt, class Keep>
 __device__ __forceinline__ void compose(Sums& sums, int steps, u32 shared, const Lane& l, MapAt map_at,
                                         AddendAt addend_at, Keep keep) {
-  if (steps <= 0) return;
   const auto barrier_at = [&](int i) { return shared + OFFSET(SharedMemory, barriers) + 8 * (i % STAGES); };
   const auto right_at = [&](int i) {
     return shared + OFFSET(SharedMemory, right) + i % STAGES * RIGHT_BYTES;
@@ -63,32 +60,28 @@ __device__ __forceinline__ void compose(Sums& sums, int steps, u32 shared, const
     barrier_expect(barrier_at(i), RIGHT_BYTES);
     copy_in(right_at(i), reinterpret_cast<const void*>(map_at(i)), RIGHT_BYTES, barrier_at(i));
   };
-  const auto wait_for = [&](int i) { barrier_wait(barrier_at(i), i / STAGES & 1); };
   const auto read_addend = [&](Sums& to, int i) {
     to = {};
     if (i >= steps) return;
     if (const u64 from = addend_at(i)) read_pairs(to.x, l.row, l.channel, from);
   };
-  for (int i = 0; i < STAGES; ++i) fetch(i);
-  Sums next, after_next;  // B is loaded ahead too
+  fetch(0);
+  fetch(1);
+  Sums next;  // B, which is loaded a step ahead
   read_addend(next, 0);
-  read_addend(after_next, 1);
-  Right a;
-  wait_for(0);
-  load_right<TRANSPOSED>(a, right_at(0), l);
 #pragma unroll 1
   for (int i = 0; i < steps; ++i) {
+    keep(i);
+    Sums after_next;  // asked for at the step's head: where the step ends, moving it to `next` would wait for it
+    read_addend(after_next, i + 1);
     const u32 left = shared + OFFSET(SharedMemory, left) + (i & 1) * 2 * PART_BYTES;
     store_left(sums, left, l);
-    keep(i);
-    sync_block();  // and all have loaded A of this step
-    fetch(i + STAGES);
-    const int after = i + 1 < steps ? i + 1 : i;  // the last step loads its own A again, for no use
-    if (after > i) wait_for(after);
-    multiply<TRANSPOSED>(next, left, a, right_at(after), l);
+    sync_block();  // and all have used A of the previous step
+    fetch(i + 2);
+    barrier_wait(barrier_at(i), i / STAGES & 1);
+    multiply<TRANSPOSED>(next, left, right_at(i), l);
     sums = next;
     next = after_next;
-    read_addend(after_next, i + 2);
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include "sm90/chunk_backward/inputs.cuh"
 #include "sm90/chunk_forward/segments/prepare_shared_memory.cuh"
+#include "sm90/evict_first_copies.cuh"
 
 // 64 rows of 128 bfloat16 by `COUNT` threads, this the `i`-th, to images `DISTANCE` apart; zeros
 // past the end.
@@ -14,7 +15,7 @@ __device__ __forceinline__ void fetch_tile(u32 to, u64 from, int step, int rows,
   const unsigned char* at = reinterpret_cast<const unsigned char*>(from) + (long long)row * step + 16 * piece;
 #pragma unroll
   for (int n = 0; n < C / ROWS; ++n) {
-    copy_async16(place + n * ROWS * IMAGE_ROW, at, row + n * ROWS < rows);
+    copy_async16_evict_first(place + n * ROWS * IMAGE_ROW, at, row + n * ROWS < rows);
     at += (long long)ROWS * step;
   }
 }
@@ -33,7 +34,7 @@ __device__ __forceinline__ void fetch_strip(u32 shared, const unsigned char* g, 
   const unsigned char* at = g + (long long)row * step + 16 * piece;
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
-    copy_async16(shared + RAW_G + gate_offset(row + 4 * n, piece), at, row + 4 * n < rows);
+    copy_async16_evict_first(shared + RAW_G + gate_offset(row + 4 * n, piece), at, row + 4 * n < rows);
     at += 4ll * step;
   }
 #else
@@ -42,7 +43,7 @@ __device__ __forceinline__ void fetch_strip(u32 shared, const unsigned char* g, 
   const unsigned char* at = g + (long long)row * step + 64 * slice + 16 * (lane & 3);
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
-    copy_async16(place + 8 * n * IMAGE_ROW, at, row + 8 * n < rows);
+    copy_async16_evict_first(place + 8 * n * IMAGE_ROW, at, row + 8 * n < rows);
     at += 8ll * step;
   }
 #endif

@@ -1,6 +1,7 @@
 // A sequence is cut into segments from its start, whatever its length, so that later tokens do not
-// move a border: of p.segment chunks each, and where the parameters have a length for them
-// (SegmentParams), of p.long_segment chunks behind the first p.short_segments. Those are no shorter.
+// move a border: of p.segment chunks each. In a call without ranks (SegmentParams) those are the first
+// p.short_segments; behind them are p.middle_segments of p.middle_segment chunks, then segments of
+// p.long_segment. None is shorter than the one before it.
 //
 // Over a segment the state (V by K) changes by an affine map, S' = S A + B. `maps` holds A and B of
 // every segment but a sequence's last, `starts` the state at the start of every segment but a
@@ -34,8 +35,9 @@ __device__ __forceinline__ int segment_begin(const Params& p, int index) {
   return index * p.segment;
 }
 __device__ __forceinline__ int segment_begin(const SegmentParams& p, int index) {
-  const int longer = index - p.short_segments;
-  return index * p.segment + (longer > 0 ? longer * (p.long_segment - p.segment) : 0);
+  const int behind = index - p.short_segments, beyond = behind - p.middle_segments;
+  return index * p.segment + (behind > 0 ? behind * (p.middle_segment - p.segment) : 0) +
+         (beyond > 0 ? beyond * (p.long_segment - p.middle_segment) : 0);
 }
 
 // Segments of a sequence of `chunks` chunks.
@@ -46,7 +48,9 @@ __device__ __forceinline__ int segments_in(const Params& p, int chunks) {
 __device__ __forceinline__ int segments_in(const SegmentParams& p, int chunks) {
   const int behind = chunks - p.short_segments * p.segment;
   if (behind <= 0) return (chunks + p.segment - 1) / p.segment;
-  return p.short_segments + (behind + p.long_segment - 1) / p.long_segment;
+  const int beyond = behind - p.middle_segments * p.middle_segment;
+  if (beyond <= 0) return p.short_segments + (behind + p.middle_segment - 1) / p.middle_segment;
+  return p.short_segments + p.middle_segments + (beyond + p.long_segment - 1) / p.long_segment;
 }
 
 // Slot of the first segment of sequence n. A pack has slots for short segments alone, which suffice.

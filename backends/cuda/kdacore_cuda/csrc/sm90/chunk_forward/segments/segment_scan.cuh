@@ -7,6 +7,7 @@
 #include "common/warp_arrivals.cuh"
 #include "sm90/chunk_forward/segments/segment.cuh"
 #include "sm90/chunk_forward/segments/segment_products.cuh"
+#include "sm90/evict_first_copies.cuh"
 #include "sm90/ring.cuh"
 #include "sm90/warp.cuh"
 
@@ -34,7 +35,8 @@ constexpr u32 STAGE_LEAD = 1024 - OFFSET(ChunkOperands, kg);
 struct alignas(1024) Stage {
   unsigned char lead[STAGE_LEAD], operands[STAGED_BYTES];
 };
-constexpr int STAGES = STAGED_BYTES == sizeof(ChunkOperands) ? 3 : 4;
+constexpr bool LAST_READER = STAGED_BYTES == sizeof(ChunkOperands);  // of the records: output
+constexpr int STAGES = LAST_READER ? 3 : 4;
 constexpr u32 STAGE_PITCH = sizeof(Stage);
 struct SharedMemory {
   Stage stages[STAGES];
@@ -58,7 +60,11 @@ __device__ __forceinline__ void make_barriers(u32 shared) {
 __device__ __forceinline__ void load_record(OperandRing& ring, u64 from, u32 bytes, int part) {
   ring.wait_empty();
   const auto copy = [&](u32 at, u32 size) {
-    copy_in(ring.stage() + at, reinterpret_cast<const void*>(from + at), size, ring.full());
+    const void* const source = reinterpret_cast<const void*>(from + at);
+    if (LAST_READER)
+      copy_in_evict_first(ring.stage() + at, source, size, ring.full());
+    else
+      copy_in(ring.stage() + at, source, size, ring.full());
   };
   if (PARTS == 1) {
     barrier_expect(ring.full(), bytes);
@@ -73,7 +79,9 @@ __device__ __forceinline__ void load_record(OperandRing& ring, u64 from, u32 byt
 }
 
 // Bytes from a chunk's record to the next chunk's, and the record of a segment's first chunk.
-__device__ __forceinline__ u64 record_step(const SegmentParams& p) { return (u64)p.HV * sizeof(ChunkOperands); }
+__device__ __forceinline__ u64 record_step(const SegmentParams& p) {
+  return (u64)p.HV * sizeof(ChunkOperands);
+}
 __device__ __forceinline__ u64 first_record(const SegmentParams& p, const Segment& x) {
   return p.chunk_operands + ((u64)(x.s.slot + x.begin) * p.HV + x.hv) * sizeof(ChunkOperands);
 }

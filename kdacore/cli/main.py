@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
 from kdacore.errors import BackendBuildError, ConfigError, ContractError, UnsupportedError
 from kdacore.version import __version__
@@ -46,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser(chosen).parse_args(words)
     run = importlib.import_module(COMMANDS[args.command][0]).run
     try:
-        status: int = run(args)
+        with _terminated_as_interrupted():
+            status: int = run(args)
         sys.stdout.flush()
     except (ContractError, ConfigError) as error:
         print(f"kdacore {args.command}: {error}", file=sys.stderr)
@@ -64,6 +69,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     return status
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """A command that a time limit ends (SIGTERM, from ``timeout`` or a batch system) ends as with Ctrl-C, which keeps
+    what it has found so far. Only the main thread may say what a signal does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _open_streams() -> None:

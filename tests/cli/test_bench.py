@@ -6,6 +6,8 @@ import dataclasses
 import importlib.util
 import json
 import re
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -418,16 +420,31 @@ def test_the_command_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
         results.read(path)
 
 
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def time_limit() -> None:
+    """What ``timeout`` and batch systems send."""
+    assert callable(signal.getsignal(signal.SIGTERM)), "the signal would end the tests"
+    signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("end", [interrupt, time_limit])
 def test_an_interrupted_run_keeps_what_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    end: Callable[[], None],
 ) -> None:
+    before = signal.getsignal(signal.SIGTERM)
     path = tmp_path / "results.json"
     real = runner.run_case
     done: list[str] = []
 
     def interrupted(preset: str, case: Case, *rest: Any) -> Any:
         if done:
-            raise KeyboardInterrupt
+            end()
         done.append(case.name)
         return real(preset, case, *rest)
 
@@ -440,6 +457,7 @@ def test_an_interrupted_run_keeps_what_it_has(
     assert "interrupted" in capsys.readouterr().err
     path.unlink()
     assert cli.main(words) == 130 and not path.exists(), "nothing was timed, nothing is written"
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_check_fails_on_a_missed_figure(

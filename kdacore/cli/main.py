@@ -73,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """A command that a time limit ends (SIGTERM, from ``timeout`` or a batch system) ends as with Ctrl-C, which keeps
-    what it has found so far. Only the main thread may say what a signal does."""
+    """SIGTERM, which ``timeout`` and batch systems send at a time limit, raises KeyboardInterrupt as Ctrl-C does:
+    ``bench`` then writes what it has timed so far. Only the main thread may set a signal's handler."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

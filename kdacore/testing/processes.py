@@ -39,12 +39,7 @@ class _Worker(Generic[Item]):
 
 
 def run(work: Work[Item, Found], items: Iterator[Item], jobs: int) -> Iterator[Found]:
-    """What is found of each item, as it is done.
-
-    Sets ``XLA_PYTHON_CLIENT_PREALLOCATE=false`` where the environment does not say otherwise: JAX would take three
-    quarters of a GPU's memory in each of the processes.
-    """
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    """Yields the result of each item as soon as it is known; ``jobs`` processes share the items."""
     workers: list[_Worker[Item]] = []
     try:
         for item in itertools.islice(items, jobs):
@@ -94,6 +89,8 @@ def _start(work: Work[Item, Found]) -> _Worker[Item]:
 
 def _serve(work: Work[Any, Any], pipe: Any) -> None:
     """In a worker: a result for every item received, until the pipe closes or the device no longer answers."""
+    # JAX would reserve three quarters of a GPU's memory in each of the processes.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     usable = True
     while usable:
         try:

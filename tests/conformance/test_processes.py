@@ -17,8 +17,10 @@ def test_processes_leave_each_other_gpu_memory(
     monkeypatch: pytest.MonkeyPatch, given: str | None, want: str
 ) -> None:
     """``kdacore verify --jobs 8`` on a GPU: with three quarters of its memory taken by each, all but one failed."""
-    monkeypatch.setenv(NAME, given or "")  # so that the test leaves the variable as it was
     if given is None:
-        monkeypatch.delenv(NAME)
+        monkeypatch.delenv(NAME, raising=False)
+    else:
+        monkeypatch.setenv(NAME, given)
     work = processes.Work(run=os.getenv, failed=operator.not_, lost=max)
     assert list(processes.run(work, iter([NAME]), 1)) == [want]
+    assert os.environ.get(NAME) == given, "the caller's own environment is left alone"

@@ -162,8 +162,8 @@ def segment_lengths(items: int, multiprocessors: int) -> SegmentLengths:
     multiprocessors they take twice as long. So segments are as long as it takes for all blocks of 8192 tokens to
     run at once. Shorter ones than the least leave too many maps to chain (1600 cycles each); longer ones than the
     most leave too few blocks. The number of tokens of a call must not decide: appending tokens would then change
-    the bits of those before. The place in the sequence may: behind those 8192 tokens, and again behind 24576, there
-    are blocks enough, and longer segments leave fewer maps to chain.
+    the bits of those before. The place in the sequence may: behind those 8192 tokens, and again 16 segments
+    later, there are blocks enough, and longer segments leave fewer maps to chain.
     """
     segments = max(1, multiprocessors // (2 * items))
     short = min(max(_LEAST_CHUNKS, -(-_REFERENCE_CHUNKS // segments)), _MOST_CHUNKS)

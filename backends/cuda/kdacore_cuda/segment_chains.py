@@ -4,6 +4,7 @@ and on slices of a row (csrc/sm90/chunk_forward/segments/compose.cuh)."""
 from __future__ import annotations
 
 CHAIN_THREADS = 256
+"""Threads of a block."""
 
 
 def chain_blocks(states: int, multiprocessors: int) -> int:

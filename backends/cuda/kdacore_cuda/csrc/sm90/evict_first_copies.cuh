@@ -1,4 +1,4 @@
-// Copies to shared memory of what no launch will read again. Their lines leave L2 before others, so
+// Copies to shared memory of what no later launch reads. Their lines leave L2 before others, so
 // that more of what is read again stays there. Part of ptx.cuh's contract: the emulator has the same
 // functions.
 #pragma once
@@ -14,9 +14,8 @@ __device__ __forceinline__ u64 evict_first_policy() {
 }
 __device__ __forceinline__ void copy_in_evict_first(u32 dst, const void* src, u32 bytes, u32 bar) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
-      "[%3], "
-      "%4;" ::"r"(dst),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(dst),
       "l"(src), "r"(bytes), "r"(bar), "l"(evict_first_policy())
       : "memory");
 }

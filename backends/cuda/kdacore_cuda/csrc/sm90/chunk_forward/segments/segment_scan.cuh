@@ -79,9 +79,7 @@ __device__ __forceinline__ void load_record(OperandRing& ring, u64 from, u32 byt
 }
 
 // Bytes from a chunk's record to the next chunk's, and the record of a segment's first chunk.
-__device__ __forceinline__ u64 record_step(const SegmentParams& p) {
-  return (u64)p.HV * sizeof(ChunkOperands);
-}
+__device__ __forceinline__ u64 record_step(const SegmentParams& p) { return (u64)p.HV * sizeof(ChunkOperands); }
 __device__ __forceinline__ u64 first_record(const SegmentParams& p, const Segment& x) {
   return p.chunk_operands + ((u64)(x.s.slot + x.begin) * p.HV + x.hv) * sizeof(ChunkOperands);
 }

@@ -109,7 +109,7 @@ def prepare(request: Request, inputs: ChunkInputs) -> dict[str, F64]:
     for c in chunks(request, inputs):
         for hv in range(request.HV):
             at = (c.slot, hv)
-            q, k, v, beta, log = (_rows(a[c.batch, c.tokens, hv]) for a in x[:5])
+            q, k, v, beta, log = (rows(a[c.batch, c.tokens, hv]) for a in x[:5])
             gc = np.cumsum(log, 0)
             pairs = _decays(gc)
             aqk = request.scale * np.einsum("id,jd,ijd->ij", q, k, pairs)
@@ -122,7 +122,7 @@ def prepare(request: Request, inputs: ChunkInputs) -> dict[str, F64]:
             work["w"][at] = inv @ (beta[:, None] * k * np.exp(gc))
             work["u"][at] = (inv @ (beta[:, None] * v)).T
             work["last"][at] = np.exp([gc[-1], gc[HALF - 1], gc[-1] - gc[HALF - 1]])
-            rq, rk = (_rows(a[c.batch, c.tokens, hv], 1.0) for a in (x.rq, x.rk))
+            rq, rk = (rows(a[c.batch, c.tokens, hv], 1.0) for a in (x.rq, x.rk))
             work["rows"][at] = (beta, rq, rk)
     return work
 
@@ -152,7 +152,7 @@ def scan(
             if c.last:
                 dS = np.zeros((128, 128)) if dht is None else dht[c.n, hv]
             out["dh"][at] = dS
-            o = _rows(do[c.batch, c.tokens, hv]).T
+            o = rows(do[c.batch, c.tokens, hv]).T
             dv = dS @ (_rounded(work["kg"][at]) + work["kg_low"][at]).T + o @ work["aqk"][at]
             dS = dS * work["last"][at][0] + o @ work["qg"][at] - dv @ work["w"][at]
             out["dr"][at] = dv @ work["inv"][at]
@@ -176,8 +176,8 @@ def grads(request: Request, inputs: ChunkInputs, work: dict[str, F64], do: Any) 
         n = c.tokens.stop - c.tokens.start
         for hv in range(HV):
             at = (c.slot, hv)
-            q, k, v, beta, log = (_rows(a[c.batch, c.tokens, hv]) for a in x[:5])
-            o, new, dr = _rows(do[c.batch, c.tokens, hv]), work["u"][at].T, work["dr"][at].T
+            q, k, v, beta, log = (rows(a[c.batch, c.tokens, hv]) for a in x[:5])
+            o, new, dr = rows(do[c.batch, c.tokens, hv]), work["u"][at].T, work["dr"][at].T
             h, dh = work["h"][at], work["dh"][at]
             gc = np.cumsum(log, 0)
             D, to_end, pairs = np.exp(gc), np.exp(gc[-1] - gc), _decays(gc)
@@ -222,7 +222,7 @@ def through_norm(y: F64, r: F64, d: F64) -> F64:
     return r[..., None] * (d - y * (y * d).sum(-1, keepdims=True))
 
 
-def _rows(x: F64, fill: float = 0.0) -> F64:
+def rows(x: F64, fill: float = 0.0) -> F64:
     """A chunk's rows, filled up to C."""
     out = np.full((C, *x.shape[1:]), fill)
     out[: len(x)] = x

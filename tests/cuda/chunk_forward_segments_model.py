@@ -1,7 +1,7 @@
 """The launches of ``chunk_kda`` in segments as NumPy functions in float64, and what they leave for one another.
 
-``work`` holds plain matrices by chunk slot and value head, as :mod:`backward_model` makes them; ``maps`` and ``starts``
-are by segment slot and value head. What no kernel writes is NaN.
+``work`` holds plain matrices by chunk slot and value head: the records, and ``v`` as rows of the input; ``maps`` and
+``starts`` are by segment slot and value head. What no kernel writes is NaN.
 """
 
 from __future__ import annotations
@@ -47,16 +47,35 @@ def in_segments(request: Request, inputs: ChunkInputs) -> Iterator[Segment]:
             begin, index = end, index + 1
 
 
+WIDTHS = {"last": (1, 128), "kt": (64, 128), "kd": (64, 128), "qg": (64, 128), "aqt": (64, 64), "v": (64, 128)}
+
+
+def prepare(request: Request, inputs: ChunkInputs) -> dict[str, F64]:
+    """The records (csrc/sm90/chunk_forward/segments/chunk_operands.cuh), and v with zeros past the end."""
+    chunk, x = chunk_model.prepare(request, inputs), chunk_model.activate(request, inputs)
+    shape = chunk_model.num_slots(request), request.HV
+    work = {name: np.full((*shape, *width), np.nan) for name, width in WIDTHS.items()}
+    for c in chunk_model.chunks(request, inputs):
+        for hv in range(request.HV):
+            at = (c.slot, hv)
+            _, k, v, beta, log = (chunk_model.rows(a[c.batch, c.tokens, hv]) for a in x[:5])
+            T = chunk["inv"][at] * beta
+            work["last"][at], work["qg"][at], work["v"][at] = chunk["last"][at][:1], chunk["qg"][at], v
+            work["kd"][at] = k * np.exp(np.cumsum(log, 0))
+            work["kt"][at], work["aqt"][at] = T.T @ chunk["kg"][at], chunk["aqk"][at] @ T
+    return work
+
+
 def _walk(
     work: dict[str, F64], segment: Segment, hv: int, S: F64, *, values: bool = True
 ) -> tuple[list[tuple[Chunk, F64, F64]], F64]:
-    """Each chunk with the state before it and its v, and the state after the last one."""
+    """Each chunk with the state before it and its r, and the state after the last one."""
     steps = []
     for c in segment.chunks:
         at = (c.slot, hv)
-        v = (work["u"][at] if values else 0.0) - S @ work["w"][at].T
-        steps.append((c, S, v))
-        S = S * work["last"][at][0] + v @ work["kg"][at]
+        r = (work["v"][at].T if values else 0.0) - S @ work["kd"][at].T
+        steps.append((c, S, r))
+        S = S * work["last"][at][0] + r @ work["kt"][at]
     return steps, S
 
 
@@ -109,9 +128,9 @@ def output(
             steps, end = _walk(work, s, hv, begin)
             if s.last:
                 final[s.chunks[0].n, hv] = end
-            for c, S, v in steps:
+            for c, S, r in steps:
                 at = (c.slot, hv)
-                o_c = work["qg"][at] @ S.T + work["aqk"][at] @ v.T
+                o_c = work["qg"][at] @ S.T + work["aqt"][at] @ r.T
                 o[c.batch, c.tokens, hv] = o_c[: c.tokens.stop - c.tokens.start]
             rows.append(np.stack([S for _, S, _ in steps]))
         kept.extend(np.stack(rows, 1))
@@ -157,7 +176,7 @@ def get_operands(view: torch.Tensor) -> dict[str, F64]:
         if name == "last":
             out[name] = to_float64(part.view(torch.float32))[..., None, :]
         else:
-            out[name] = chunk_model.from_images(part.view(torch.bfloat16), *chunk_model.WIDTHS[name])
+            out[name] = chunk_model.from_images(part.view(torch.bfloat16), *WIDTHS[name])
     return out
 
 

@@ -112,12 +112,10 @@ def launch(call: chunk_forward_segments.SegmentsCall, name: str) -> None:
 
 def operands_of(request: Request, inputs: ChunkInputs) -> dict[str, F64]:
     """What prepare should leave, rounded to what records hold."""
-    exact = chunk_model.prepare(request, inputs)
+    exact = model.prepare(request, inputs)
     return {
-        name: model.to_float64(
-            torch.from_numpy(exact[name]).to(torch.float32 if name == "last" else torch.bfloat16)
-        )
-        for name in chunk_forward_segments.CHUNK_OPERANDS
+        name: model.to_float64(torch.from_numpy(x).to(torch.float32 if name == "last" else torch.bfloat16))
+        for name, x in exact.items()
     }
 
 
@@ -132,10 +130,10 @@ def test_prepare_writes_operands(emulated: list[str], gate: torch.dtype, options
     call = chunk_forward_segments.prepare_call(request, inputs)
     launch(call, "prepare")
     got = model.get_operands(model.views(request, call.workspace).operands)
-    want, where = chunk_model.prepare(request, inputs), filled(request, inputs)
-    bounds = dict.fromkeys(("kg", "qg", "u"), 3e-3) | dict.fromkeys(("w", "aqk"), 5e-3) | {"last": 1e-4}
+    want, where = model.prepare(request, inputs), filled(request, inputs)
+    bounds = dict.fromkeys(("kd", "qg"), 3e-3) | dict.fromkeys(("kt", "aqt"), 5e-3) | {"last": 1e-4}
     for name, bound in bounds.items():
-        exact = want[name][..., :1, :] if name == "last" else want[name]
+        exact = want[name]
         floors = [1e-30 if name == "last" else 0.01] * len(where)
         assert worst(got[name], exact, where, floors) < bound, name
         elsewhere = np.ones(exact.shape[:2], bool)

@@ -23,7 +23,7 @@ from kdacore_cuda.chunk_forward_dataflow_kernels import (
     prepare_units_kernel,
     walk_kernel,
 )
-from kdacore_cuda.chunk_forward_segments import CHUNK_OPERANDS, CHUNK_OPERANDS_BYTES
+from kdacore_cuda.chunk_forward_segments import CHUNK_OPERANDS_BYTES
 from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, WALK
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.plan_cache import PlanCache
@@ -145,12 +145,12 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> DataflowCall:
         values[field] = value
     values[_STRIDE_FIELDS] = strides
     named = {"A_log": address(A_log), "dt_bias": address(bias), "ready": ready, "launch": number}
-    named |= {name: operands + offset for name, (offset, _) in CHUNK_OPERANDS.items()}
+    named["last"] = operands
     for name, value in named.items():
         values[_FIELD[name]] = value
     walk_values = (
-        *(o.data_ptr(), address(h0), address(ht), address(checkpoints), operands, ready, number),
-        *plan.walk_sizes,
+        *(addresses[2], o.data_ptr(), address(h0), address(ht), address(checkpoints), operands, ready, number),
+        *(*strides[6:9], *plan.walk_sizes),
     )
     launches = (
         ("prepare", plan.prepare, plan.prepare_grid, tuple(values)),

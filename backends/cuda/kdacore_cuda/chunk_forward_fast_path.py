@@ -23,7 +23,6 @@ of ``_ROWS``, and of ``_MARKS`` in calls with checkpoints at chosen tokens."""
 
 _TOKENS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")
 _ROWS, _MARKS = ("reads", "has_initial", "writes"), ("mark_offsets", "mark_rows")
-_OPERANDS = ("kg", "qg", "w", "u", "aqk", "last")
 
 
 def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
@@ -174,11 +173,10 @@ def _dataflow_launch(
 ) -> Launch:
     made = launches_of(request, strides, state_strides)
     start_prepare, start_walk = _starts(
-        *(made, index, (*_TOKENS, *_OPERANDS, "ready", "launch")),
-        ("o", "h0", "ht", "chunk_operands", "ready", "launch"),
+        *(made, index, (*_TOKENS, "last", "ready", "launch")),
+        ("v", "o", "h0", "ht", "chunk_operands", "ready", "launch"),
     )
     places = made.launches[0].arrays
-    kg, qg, w, u, aqk, last = (places[name][1] for name in _OPERANDS)
     flags_offset, numbers = places["ready"][1], chunk_forward_dataflow.LAUNCH_NUMBERS
     shape, unit_stride = (made.workspace_bytes,), (1,)
 
@@ -188,9 +186,8 @@ def _dataflow_launch(
         workspace = empty(shape, unit_stride, torch.uint8)
         at, number = workspace.data_ptr(), next(numbers)
         ready = at + flags_offset
-        operands = (at + kg, at + qg, at + w, at + u, at + aqk, at + last)
-        start_prepare(stream, tokens + operands + (ready, number))
-        start_walk(stream, (o, initial, final, at, ready, number))
+        start_prepare(stream, (*tokens, at, ready, number))
+        start_walk(stream, (tokens[2], o, initial, final, at, ready, number))
 
     return launch
 
@@ -200,15 +197,18 @@ def _segments_launch(
 ) -> Launch:
     made = launches_of(request, strides, state_strides)
     marked = bool(request.checkpoint_count)
-    per_unit: tuple[str, ...] = (*_TOKENS, *_OPERANDS)
-    per_call: tuple[str, ...] = ("cu_seqlens", "o", "h0", "ht", "chunk_operands", "maps", "starts", *_ROWS)
+    per_unit: tuple[str, ...] = (*_TOKENS, "last")
+    per_call: tuple[str, ...] = (
+        *("v", "cu_seqlens", "o", "h0", "ht", "chunk_operands", "maps", "starts"),
+        *_ROWS,
+    )
     if marked:
         per_unit, per_call = (*_MARKS, *per_unit), (*per_call, *_MARKS, "mark_states")
     others = (per_call,) * (len(made.launches) - 1)
     start_prepare, *start_others = _starts(made, index, per_unit, *others)
     places = {**made.launches[0].arrays, **made.launches[-1].arrays}
-    kg, qg, w, u, aqk, last = (places[name][1] for name in _OPERANDS)
-    chunks, maps, starts = (places[name][1] for name in ("chunk_operands", "maps", "starts"))
+    offsets = (places[name][1] for name in ("last", "chunk_operands", "maps", "starts"))
+    records, chunks, maps, starts = offsets
     shape, unit_stride = (made.workspace_bytes,), (1,)
 
     def launch(
@@ -216,9 +216,8 @@ def _segments_launch(
     ) -> None:
         workspace = empty(shape, unit_stride, torch.uint8)
         at = workspace.data_ptr()
-        operands = (at + kg, at + qg, at + w, at + u, at + aqk, at + last)
-        start_prepare(stream, rows[3:] + tokens + operands)
-        values = (tokens[7], o, initial, final, at + chunks, at + maps, at + starts, *rows)
+        start_prepare(stream, (*rows[3:], *tokens, at + records))
+        values = (tokens[2], tokens[7], o, initial, final, at + chunks, at + maps, at + starts, *rows)
         if marked:
             values += (at,)
         for start in start_others:

@@ -10,7 +10,6 @@ from kdacore.types import Request
 from kdacore_cuda import chunk_forward, chunk_forward_dataflow, chunk_forward_segments
 from kdacore_cuda.chunk_forward_checkpoints import tail_grid, tail_launcher, tail_sizes
 from kdacore_cuda.chunk_forward_kernels import has_hopper_kernel
-from kdacore_cuda.chunk_forward_segments import CHUNK_OPERANDS
 from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, PREPARE_MARKED, SEGMENTS, WALK
 from kdacore_cuda.launch_sequence import PlannedLaunch
 
@@ -103,13 +102,13 @@ def _prepare(chunks: Any, strides: tuple[int, ...]) -> dict[str, Any]:
 def _operands(arrays: Places, first: int = 0) -> Places:
     """What the launch that prepares chunks is given; ``first``: where operands begin in the workspace."""
     tokens: Mapping[str, tuple[str, int]] = {x: arrays[x] for x in (*TOKENS, *_SMALL) if x in arrays}
-    return {**tokens, **{name: ("workspace", first + at) for name, (at, _) in CHUNK_OPERANDS.items()}}
+    return {**tokens, "last": ("workspace", first)}
 
 
 def _dataflow(r: Request, arrays: Places, strides: tuple[int, ...]) -> tuple[list[PlannedLaunch], int]:
     plan = chunk_forward_dataflow.plan_of(r)
     flags: Places = {"ready": ("workspace", plan.flags_offset), "launch": arrays["launch"]}
-    walk = _only(arrays, WALK, "o", "h0", "ht", "ckpt") | {"chunk_operands": ("workspace", 0)} | flags
+    walk = _only(arrays, WALK, "v", "o", "h0", "ht", "ckpt") | {"chunk_operands": ("workspace", 0)} | flags
     launches = [
         PlannedLaunch(
             "prepare",
@@ -120,7 +119,7 @@ def _dataflow(r: Request, arrays: Places, strides: tuple[int, ...]) -> tuple[lis
         ),
         PlannedLaunch(
             *("walk", chunk_forward_dataflow.walk_launcher(), plan.walk_grid),
-            *(walk, WALK.last(*plan.walk_sizes)),
+            *(walk, WALK.last(*strides[6:9], *plan.walk_sizes)),
         ),
     ]
     return launches, plan.workspace_bytes
@@ -131,7 +130,7 @@ def _segments(
 ) -> tuple[list[PlannedLaunch], int]:
     plan = chunk_forward_segments.plan_of(r)
     (name, prepare, units), *others = plan.launches
-    given = _only(arrays, SEGMENTS, "cu_seqlens", "o", "h0", "ht", "ckpt", *_ROWS, *_MARKS)
+    given = _only(arrays, SEGMENTS, "v", "cu_seqlens", "o", "h0", "ht", "ckpt", *_ROWS, *_MARKS)
     operands, prepared = _operands(arrays, plan.records_offset), _prepare(plan.chunks, strides)
     if plan.marked:
         operands |= _only(arrays, PREPARE_MARKED, *_MARKS)
@@ -139,7 +138,7 @@ def _segments(
         given["mark_states"] = ("workspace", 0)
     given["chunk_operands"] = ("workspace", plan.operands_offset)
     given |= {"maps": ("workspace", plan.maps_offset), "starts": ("workspace", plan.starts_offset)}
-    sizes = SEGMENTS.last(*rows, *plan.sizes)
+    sizes = SEGMENTS.last(*rows, *strides[6:9], *plan.sizes)
     launches = [PlannedLaunch(name, prepare, units, operands, prepared)]
     launches += [PlannedLaunch(name, launcher, grid, given, sizes) for name, launcher, grid in others]
     return launches, plan.workspace_bytes

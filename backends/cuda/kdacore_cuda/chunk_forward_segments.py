@@ -42,9 +42,10 @@ if TYPE_CHECKING:
 else:  # plans are made for JAX too, where torch need not be installed
     torch, torch_launch = lazy_module("torch"), lazy_module("kdacore_cuda.torch_launch")
 
-_ORDER = (("last", 512), ("kg", 16384), ("w", 16384), ("u", 16384), ("qg", 16384), ("aqk", 8192))
+_ORDER = (("last", 512), ("kt", 16384), ("kd", 16384), ("qg", 16384), ("aqt", 8192))
 CHUNK_OPERANDS = {name: (sum(n for _, n in _ORDER[:i]), size) for i, (name, size) in enumerate(_ORDER)}
-"""Offset and size in bytes of each matrix that prepare writes for one chunk and value head."""
+"""Offset and size in bytes of each matrix that prepare writes for one chunk and value head:
+csrc/sm90/chunk_forward/segments/chunk_operands.cuh. Its parameter ``last`` is where the first record begins."""
 CHUNK_OPERANDS_BYTES = sum(size for _, size in _ORDER)
 MAP_BYTES, START_BYTES = 128 * 1024, 64 * 1024
 """Bytes of the map and of the starting state of one segment and value head."""
@@ -203,10 +204,10 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> SegmentsCall:
     if plan.marked:
         prepare_values = (*plan.marked, *given_marks, *prepare_values)
     other_values: tuple[Any, ...] = (
-        *(address(cu_seqlens), o.data_ptr(), address(pools.initial), address(pools.written)),
+        *(addresses[2], address(cu_seqlens), o.data_ptr(), address(pools.initial), address(pools.written)),
         *(address(checkpoints), at + plan.operands_offset, at + plan.maps_offset, at + plan.starts_offset),
         *(*pools.rows, *given_marks, at if plan.marked else 0, *pools.strides),
-        *plan.sizes,
+        *(*strides[6:9], *plan.sizes),
     )
     launches = tuple(
         (*launch, other_values if i else prepare_values) for i, launch in enumerate(plan.launches)
@@ -239,8 +240,7 @@ def fill_prepare_values(
     filled[_STRIDE_FIELDS] = strides
     for name, array in zip(("A_log", "dt_bias", "cu_seqlens"), small, strict=True):
         filled[_FIELD[name]] = address(array)
-    for name, (offset, _) in CHUNK_OPERANDS.items():
-        filled[_FIELD[name]] = operands + offset
+    filled[_FIELD["last"]] = operands
     return tuple(filled)
 
 

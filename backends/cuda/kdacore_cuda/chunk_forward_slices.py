@@ -133,6 +133,8 @@ class Pending(NamedTuple):
     """Bytes: the chunks' operands."""
     segments: torch.Tensor
     """Bytes: the segments' maps, room for the segments' starting states."""
+    values: torch.Tensor
+    """v as kernels read it."""
     cu_seqlens: torch.Tensor | None
     kept: tuple[Any, ...]
     """Inputs, copies among them, which live until the launches are queued."""
@@ -164,7 +166,7 @@ def begin(request: Request, inputs: ChunkInputs, leaving: torch.Tensor | None) -
         like.new_empty(size, dtype=torch.uint8) for size in (plan.operands_bytes, plan.segments_bytes)
     )
     M, C = (like.new_empty((plan.results, request.HV, 128, 128), dtype=torch.float32) for _ in range(2))
-    pending, cu_seqlens = Pending(operands, segments, small[2], (inputs, kept, small)), small[2]
+    pending, cu_seqlens = Pending(operands, segments, kept[2], small[2], (inputs, kept, small)), small[2]
     _launch(
         plan,
         plan.prepare,
@@ -227,10 +229,10 @@ def _segment_values(
     """Parameters of maps, starts and output: no pools, no checkpoints at chosen tokens."""
     row, maps = plan.sizes[2] * 128 * 128, pending.segments.data_ptr()
     return (
-        *(address(pending.cu_seqlens), o, starts, final, checkpoints),
+        *(pending.values.data_ptr(), address(pending.cu_seqlens), o, starts, final, checkpoints),
         *(pending.operands.data_ptr(), maps, maps + plan.starts_offset),
         *(0, 0, 0, 0, 0, 0, row, row),
-        *plan.sizes,
+        *(*pending.values.stride()[:3], *plan.sizes),
     )
 
 

@@ -16,7 +16,6 @@ from kdacore_cuda import (
 from kdacore_cuda.chunk_backward_kernels import ChunkBackwardKernel, prepare_kernel
 from kdacore_cuda.chunk_backward_launches import BackwardLaunches, Places
 from kdacore_cuda.chunk_backward_segments import WORKSPACE
-from kdacore_cuda.chunk_forward_segments import CHUNK_OPERANDS
 from kdacore_cuda.element_sizes import ITEM_SIZES
 from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, SEGMENTS, TRANSITION
 from kdacore_cuda.launch import Launcher
@@ -51,10 +50,10 @@ def forward_launches(r: Request) -> ForwardSliceLaunches:
     plan = chunk_forward_slices.plan_of(r)
     offsets: Places = {"cu_seqlens": ("cu_seqlens", 0)} if r.packed else {}
     maps: Places = {"maps": ("workspace", plan.operands_bytes)}
-    operands: Places = {name: ("workspace", at) for name, (at, _) in CHUNK_OPERANDS.items()}
-    segments: Places = offsets | {"chunk_operands": ("workspace", 0), **maps, "starts": ("segment_starts", 0)}
+    operands: Places = {"last": ("workspace", 0)}
+    segments: Places = offsets | {"v": ("v", 0), "chunk_operands": ("workspace", 0), **maps, "starts": ("segment_starts", 0)}
     row = r.HV * r.K * r.V
-    sizes = SEGMENTS.last(row, row, *plan.sizes)
+    sizes = SEGMENTS.last(row, row, *plan.chunks.strides[6:9], *plan.sizes)
 
     def planned(name: str, launch: tuple[Launcher, int], places: Places, fixed: Any) -> PlannedLaunch:
         return PlannedLaunch(name, *launch, places, fixed)

@@ -221,11 +221,12 @@ SEGMENTS = ParamStruct(
     (
         *(
             (name, "ptr")
-            for name in ("cu_seqlens", "o", "h0", "ht", "ckpt", "chunk_operands", "maps", "starts")
+            for name in ("v", "cu_seqlens", "o", "h0", "ht", "ckpt", "chunk_operands", "maps", "starts")
         ),
         *_STATE_ROWS,
         *_MARKS,
         *_STATE_STRIDES,
+        *_strided("v"),
         ("T", "i64"),
         *((name, "i32") for name in ("N", "HV", "NT")),
         *(
@@ -254,8 +255,9 @@ TRANSITION = ParamStruct(
 WALK = ParamStruct(
     "WalkParams",
     (
-        *((name, "ptr") for name in ("o", "h0", "ht", "ckpt", "chunk_operands", "ready")),
+        *((name, "ptr") for name in ("v", "o", "h0", "ht", "ckpt", "chunk_operands", "ready")),
         ("launch", "i64"),
+        *_strided("v"),
         ("T", "i64"),
         *((name, "i32") for name in ("N", "HV", "NT", "ckpt_every", "flags")),
     ),

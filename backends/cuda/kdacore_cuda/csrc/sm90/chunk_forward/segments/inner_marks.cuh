@@ -46,16 +46,18 @@ __device__ __forceinline__ void keep_marked_states(const SegmentParams& p, const
   });
 }
 
-// What `produce` does for a segment, then the records of its marks; one thread.
+// What `produce` does for a segment, then the records of its marks, with the values before them; one warp.
 __device__ __forceinline__ void produce_marks(const SegmentParams& p, const Segment& x, OperandRing& ring,
                                               int part) {
   each_mark_of(p, x.s, x.begin, x.end, [&](int mark, int token) {
-    if (token % C) load_record(ring, mark_record_at(p, mark, x.hv), OFFSET(ChunkOperands, qg), part);
+    if (token % C == 0) return;
+    const ValueRows v = value_rows(p, x.s.batch, x.s.first + (token - token % C), x.hv, token % C, part);
+    load_chunk(ring, mark_record_at(p, mark, x.hv), OFFSET(ChunkOperands, qg), v, 2 * (u32)p.v_st);
   });
 }
 
-// The step that a mark inside a chunk needs: S diag(last) + v kg, as in the walk. `use_rows(stage)` is called
-// while this warp's rows of u in a stage are free.
+// The step that a mark inside a chunk needs: S diag(last) + r kt, as in the walk. `use_rows(stage)` is called
+// while the places of this warp's values in a stage are free.
 template <class F>
 __device__ __forceinline__ void take_marked_steps(const SegmentParams& p, const Segment& x, OperandRing& ring,
                                                   const Lane& l, F use_rows) {
@@ -70,19 +72,19 @@ __device__ __forceinline__ void take_marked_steps(const SegmentParams& p, const 
     float prediction[2 * C_TILES][4] = {};
     fence_registers(prediction);
     warpgroup_fence();
-    multiply_channels(prediction, s, operand_descriptor(stage + OFFSET(ChunkOperands, w), 16, 1024));
+    multiply_channels(prediction, s, operand_descriptor(stage + OFFSET(ChunkOperands, kd), 16, 1024));
     warpgroup_commit();
-    TokenOperand u, v;
-    load_u(u, l, stage + OFFSET(ChunkOperands, u));
+    TokenOperand v, r;
+    load_values<VALUE_PITCH>(v, l, values_of(stage, l));
     decay_state(state, l.t, stage + OFFSET(ChunkOperands, last));
     use_rows(stage);
     warpgroup_wait<0>();
     fence_registers(prediction);
-    subtract(v, u, prediction);
-    const u64 kg = operand_descriptor(stage + OFFSET(ChunkOperands, kg), SQUARE_BYTES, 1024);
+    subtract(r, v, prediction);
+    const u64 kt = operand_descriptor(stage + OFFSET(ChunkOperands, kt), SQUARE_BYTES, 1024);
     warpgroup_fence();
 #pragma unroll
-    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, v.a[kk], over_tokens(kg, kk), 1);
+    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, r.a[kk], over_tokens(kt, kk), 1);
     warpgroup_commit();
     warpgroup_wait<0>();
     fence_registers(state.s);

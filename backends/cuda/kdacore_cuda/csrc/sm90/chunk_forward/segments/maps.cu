@@ -1,9 +1,9 @@
 // chunk_kda in segments on Hopper, second launch: how each segment changes the state, S' = S A + B.
 // For each chunk, with its matrices of chunk_operands.cuh,
 //
-//   v = u - S w^T;   S' = S diag(last) + v kg
+//   r = v - S kd^T;   S' = S diag(last) + r kt
 //
-// Starting from S = 0 (or the initial state) this gives B; from the unit matrix, without u, it
+// Starting from S = 0 (or the initial state) this gives B; from the unit matrix, without v, it
 // gives A.
 //
 // Grid: two blocks a segment and value head, one for A and one for B, 128 rows each. Warps, rings
@@ -67,12 +67,13 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task&
   Operand s;
   pack_state(s, state);
   if (task.from_identity) {
-    // Without u: these rows of the stages stay zero.
+    // Without v: the places of this warp's values stay zero.
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) {
-      const u32 rows = shared + i * STAGE_PITCH + STAGE_LEAD + OFFSET(ChunkOperands, u) + l.row * IMAGE_ROW;
+      const u32 values = values_of(shared + i * STAGE_PITCH + STAGE_LEAD, l);
 #pragma unroll
-      for (int n = 0; n < 4; ++n) store_shared(rows + 512 * n + 16 * l.lane, 0, 0, 0, 0);
+      for (int n = 0; n < 4; ++n)
+        store_shared(values + (16 * n + (l.lane >> 1)) * VALUE_PITCH + 16 * (l.lane & 1), 0, 0, 0, 0);
     }
     sync_warp();
   }
@@ -80,24 +81,24 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task&
 #pragma unroll 1
   for (int c = task.x.begin; c < task.x.end; ++c) {
     const u32 stage = ring.stage();
-    const u64 w = operand_descriptor(stage + OFFSET(ChunkOperands, w), 16, 1024),
-              kg = operand_descriptor(stage + OFFSET(ChunkOperands, kg), SQUARE_BYTES, 1024);
+    const u64 kd = operand_descriptor(stage + OFFSET(ChunkOperands, kd), 16, 1024),
+              kt = operand_descriptor(stage + OFFSET(ChunkOperands, kt), SQUARE_BYTES, 1024);
     ring.wait_full();
-    float prediction[2 * C_TILES][4] = {};  // S w^T
+    float prediction[2 * C_TILES][4] = {};  // S kd^T
     fence_registers(prediction);
     warpgroup_fence();
-    multiply_channels(prediction, s, w);
+    multiply_channels(prediction, s, kd);
     warpgroup_commit();
     end_basic_block(ring);
-    TokenOperand u, v;
-    load_u(u, l, stage + OFFSET(ChunkOperands, u));
+    TokenOperand v, r;
+    load_values<VALUE_PITCH>(v, l, values_of(stage, l));
     decay_state(state, l.t, stage + OFFSET(ChunkOperands, last));
     warpgroup_wait<0>();
     fence_registers(prediction);
-    subtract(v, u, prediction);
+    subtract(r, v, prediction);
     warpgroup_fence();
 #pragma unroll
-    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, v.a[kk], over_tokens(kg, kk), 1);
+    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, r.a[kk], over_tokens(kt, kk), 1);
     warpgroup_commit();
     warpgroup_wait<0>();
     fence_registers(state.s);
@@ -136,9 +137,9 @@ KDA_KERNEL(THREADS, 1) maps(KDA_PARAM SegmentParams p) {
     scan_segment(p, task, shared, make_lane(warp));
   } else {
     set_role_registers<0>();
-    if (warp == STATE_WARPS && (thread_index() & 31) == 0) {
+    if (warp == STATE_WARPS) {
       OperandRing ring = {shared};
-      produce(p, task.x, ring, task.from_identity ? OFFSET(ChunkOperands, u) : OFFSET(ChunkOperands, qg));
+      produce(p, task.x, ring, STAGED_BYTES, !task.from_identity);
     }
   }
 }

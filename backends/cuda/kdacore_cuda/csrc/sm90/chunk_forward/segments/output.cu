@@ -1,12 +1,12 @@
 // chunk_kda in segments on Hopper, last launch: every segment from its own start state. With S the
 // state (V by K) and for each chunk its matrices of chunk_operands.cuh:
 //
-//   v = u - S w^T;   o = S qg^T + v aqk^T;   S' = S diag(last) + v kg
+//   r = v - S kd^T;   o = S qg^T + r aqt^T;   S' = S diag(last) + r kt
 //
 // Grid: a block a segment and value head (WARPGROUPS 2), or two with half of the state's rows each.
 // Warps, rings and synchronisation: segment_scan.cuh. o is computed transposed (V by tokens) and
-// stored one chunk later, while the matrix unit works, through the next chunk's rows of u, which no
-// other warp reads.
+// stored one chunk later, while the matrix unit works, through the places of the next chunk's values
+// that no other warp reads.
 #include "common/clear_rows.cuh"
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 constexpr u32 STAGED_BYTES = sizeof(ChunkOperands);
@@ -76,38 +76,38 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, u32 shared,
     }
 #pragma unroll 1
     for (; c < stop; ++c) {
-      const u32 stage = ring.stage(), rows = stage + OFFSET(ChunkOperands, u) + l.row * IMAGE_ROW;
-      const u64 w = operand_descriptor(stage + OFFSET(ChunkOperands, w), 16, 1024),
-                kg = operand_descriptor(stage + OFFSET(ChunkOperands, kg), SQUARE_BYTES, 1024);
-      const u64 qg = step(w, OFFSET(ChunkOperands, qg) - OFFSET(ChunkOperands, w)),
-                aqk = step(w, OFFSET(ChunkOperands, aqk) - OFFSET(ChunkOperands, w));
+      const u32 stage = ring.stage(), rows = values_of(stage, l);
+      const u64 kd = operand_descriptor(stage + OFFSET(ChunkOperands, kd), 16, 1024),
+                kt = operand_descriptor(stage + OFFSET(ChunkOperands, kt), SQUARE_BYTES, 1024);
+      const u64 qg = step(kd, OFFSET(ChunkOperands, qg) - OFFSET(ChunkOperands, kd)),
+                aqt = step(kd, OFFSET(ChunkOperands, aqt) - OFFSET(ChunkOperands, kd));
       ring.wait_full();
       float prediction[2 * C_TILES][4] = {}, o[2 * C_TILES][4] = {};
       fence_registers(prediction);
       fence_registers(o);
       warpgroup_fence();
-      multiply_channels(prediction, s, w);
+      multiply_channels(prediction, s, kd);
       warpgroup_commit();
       multiply_channels(o, s, qg);
       warpgroup_commit();
       end_basic_block(ring);
-      TokenOperand u, v;
-      load_u(u, l, stage + OFFSET(ChunkOperands, u));
-      stage_output(out, rows, l);
+      TokenOperand v, r;
+      load_values<VALUE_PITCH>(v, l, rows);
+      stage_output<VALUE_PITCH>(out, rows, l);
       decay_state(state, l.t, stage + OFFSET(ChunkOperands, last));
       warpgroup_wait<1>();
       fence_registers(prediction);
-      subtract(v, u, prediction);
+      subtract(r, v, prediction);
       warpgroup_fence();
 #pragma unroll
-      for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, v.a[kk], over_tokens(kg, kk), 1);
+      for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, r.a[kk], over_tokens(kt, kk), 1);
       warpgroup_commit();
 #pragma unroll
-      for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(o, v.a[kk], step(aqk, kk * 32), 1);
+      for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(o, r.a[kk], step(aqt, kk * 32), 1);
       warpgroup_commit();
-      const OutputRows output = read_output(rows, l);
+      const OutputRows output = read_output<VALUE_PITCH>(rows, l);
       fence_async_proxy();  // a bulk copy will overwrite what was staged; before stores, or it waits for them
-      store_output(output, to - C * token_bytes, token_bytes, out_tokens, l);
+      store_output<VALUE_PITCH>(output, to - C * token_bytes, token_bytes, out_tokens, l);
       warpgroup_wait<1>();
       fence_registers(state.s);
       pack_state(s, state);
@@ -125,11 +125,11 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, u32 shared,
   }
   const auto store_last_output = [&](u32 stage) {
     if (out_tokens <= 0) return;
-    const u32 rows = stage + OFFSET(ChunkOperands, u) + l.row * IMAGE_ROW;
-    stage_output(out, rows, l);
-    const OutputRows output = read_output(rows, l);
+    const u32 rows = values_of(stage, l);
+    stage_output<VALUE_PITCH>(out, rows, l);
+    const OutputRows output = read_output<VALUE_PITCH>(rows, l);
     fence_async_proxy();
-    store_output(output, to - C * token_bytes, token_bytes, out_tokens, l);
+    store_output<VALUE_PITCH>(output, to - C * token_bytes, token_bytes, out_tokens, l);
     out_tokens = 0;
   };
   const Segment own = find_own();
@@ -166,13 +166,12 @@ KDA_KERNEL(THREADS, 1) output(KDA_PARAM SegmentParams p) {
     scan_segment(p, shared, make_lane(warp, part));
   } else {
     set_role_registers<0>();
-    if (warp == STATE_WARPS && (thread_index() & 31) == 0) {
+    if (warp == STATE_WARPS) {
       const Segment x = find_block(p, block);
       OperandRing ring = {shared};
-      produce(p, x, ring, sizeof(ChunkOperands), part);
+      produce(p, x, ring, sizeof(ChunkOperands), true, part);
       if (p.marks) produce_marks(p, x, ring, part);
     }
-    sync_warp();
     clear_share(p, warp);
   }
 }

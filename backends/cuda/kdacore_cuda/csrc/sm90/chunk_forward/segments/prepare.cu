@@ -1,24 +1,14 @@
 // chunk_kda in segments on Hopper, first launch if gates are bounded: the operands of every chunk, a
 // record each (chunk_operands.cuh).
 //
-// For a unit (64 tokens of one sequence and value head), with gc the log2 decay summed from the
-// chunk's start, q and k normalised, beta activated:
-//
-//   kg = k 2^(gc_last - gc), qg = scale q 2^gc, last = 2^gc_last
-//   aqk_ij = scale (q_i 2^(gc_i - gc_j)) . k_j for j <= i
-//   inv = (I + tril(beta_i (k_i 2^(gc_i - gc_j)) . k_j, -1))^-1
-//   w = inv beta k 2^gc, u = inv beta v
-//
-// The backward's prepare (chunk_backward/prepare.cu) computes the same with products of a warp's size,
-// from images of its own; here all large products are a warpgroup's, which read images and need no
-// registers for operands. Decays are taken relative to an exponent anchor that serves half a chunk;
-// see prepare_shared_memory.cuh for the operands that follow from this, and for which region holds
-// what when.
+// All large products are a warpgroup's, which read images and need no registers for operands. Decays are
+// taken relative to an exponent anchor that serves half a chunk; see prepare_shared_memory.cuh for the
+// operands that follow from this, and for which region holds what when.
 //
 // Grid: a block of eight warps a unit, three blocks a multiprocessor, so that some load while others
 // compute. Warps: in steps 1 to 3 each has a strip of 32 tokens and 32 channels; from step 4 on 16
-// rows, the first four warps of aqk and w, the others of the triangular system and u. Step 5: the
-// latter invert the system while the former load v. Barriers of the block separate the steps.
+// rows, the first four warps of aqk and aqt, the others of the triangular system and kt. Barriers of the
+// block separate the steps.
 //
 // Macros from the host: G_FLOAT, SHARED_BYTES; LEAVING_ONLY, of a pack the operands of the sequence that
 // goes on behind the slice, the one that ends at T.

@@ -1,84 +1,67 @@
-// w = T k 2^gc and u = (T v)^T with T of prepare_inverse.cuh. A warpgroup has one of the two, a warp
-// of it 16 tokens; 64 channels (values) at a time. u is transposed on its way to shared memory.
+// kt = T^T kg and aqt = aqk T with T of prepare_inverse.cuh. A warpgroup has one of the two, a warp of it
+// 16 tokens; of kt 64 channels at a time.
 #pragma once
 
 #include "sm90/chunk_forward/segments/prepare_pairs.cuh"
-#include "sm90/warp.cuh"
 
 constexpr int IMAGE_TILES = 8;
 
-// sums (+)= T y for tokens 16 FIRST to 16 BEYOND - 1 of the image y.
-template <int FIRST, int BEYOND>
-__device__ __forceinline__ void multiply_rows(float (&sums)[IMAGE_TILES][4], u32 shared, u32 y, bool add) {
-  const u64 inverse = operand_descriptor(shared + OFFSET(SharedMemory, inverse), 16, 8 * IMAGE_ROW),
-            right = operand_descriptor(y, 16, 8 * IMAGE_ROW);
-  fence_registers(sums);
-  warpgroup_fence();
-#pragma unroll
-  for (int kk = FIRST; kk < BEYOND; ++kk)
-    warpgroup_mma_shared<1>(sums, inverse + (kk * 32 >> 4), right + (kk * 16 * IMAGE_ROW >> 4),
-                            add || kk > FIRST);
-  warpgroup_commit();
-  warpgroup_wait<0>();
-  fence_registers(sums);
-}
-
-// The factors of a lane's two rows.
-__device__ __forceinline__ float2 row_factors(u32 shared, int row_block, int lane) {
-  const u32 at = shared + OFFSET(SharedMemory, row_factor) + 4 * (16 * row_block + (lane >> 2));
-  return make_float2(load_shared1(at), load_shared1(at + 32));
-}
-
-// Tiles 2j and 2j + 1 times the factors of their rows.
-__device__ __forceinline__ void pack_rows(const float (&x)[IMAGE_TILES][4], int j, float2 factor,
-                                          u32 (&r)[4]) {
+// Tiles 2j and 2j + 1, tile i times the factors of FACTORS(i): of a lane's two rows, or its two columns.
+template <class F>
+__device__ __forceinline__ void pack_scaled(const float (&x)[IMAGE_TILES][4], int j, u32 (&r)[4], F product) {
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
-    const float (&y)[4] = x[2 * j + n];
-    r[2 * n] = pack_bf16(y[0] * factor.x, y[1] * factor.x);
-    r[2 * n + 1] = pack_bf16(y[2] * factor.y, y[3] * factor.y);
+    const int tile = 2 * j + n;
+    r[2 * n] = pack_bf16(product(x[tile][0], tile, 0), product(x[tile][1], tile, 1));
+    r[2 * n + 1] = pack_bf16(product(x[tile][2], tile, 2), product(x[tile][3], tile, 3));
   }
 }
 
-__device__ __forceinline__ void make_w(u32 shared, int row_block, int lane, float unit) {
-  float2 factor = row_factors(shared, row_block, lane);
-  factor.x *= unit, factor.y *= unit;
+__device__ __forceinline__ void make_kt(u32 shared, int row_block, int lane) {
+  const u32 ratios = shared + OFFSET(SharedMemory, ratio) + 4 * (16 * row_block + (lane >> 2));
+  const float2 ratio = make_float2(load_shared1(ratios), load_shared1(ratios + 32));
+  const u64 transform = operand_descriptor(shared + TRANSFORM, 16, 8 * IMAGE_ROW);
 #pragma unroll
   for (int image = 0; image < 2; ++image) {
+    const u64 kg = operand_descriptor(shared + OFFSET(SharedMemory, kg) + image * SQUARE_BYTES, 16, 8 * IMAGE_ROW);
     float x[IMAGE_TILES][4];
-    const u32 zb = shared + OFFSET(SharedMemory, k) + image * SQUARE_BYTES;
-    multiply_rows<2, 4>(x, shared, zb, false);
-    if (row_block >= 2) {  // else zeros
-      const u32 decay = shared + OFFSET(SharedMemory, first_decay) + 256 * image + 8 * (lane & 3);
+    fence_registers(x);
+    warpgroup_fence();
 #pragma unroll
-      for (int n = 0; n < IMAGE_TILES; ++n) {
-        const float2 d = load_shared2(decay + 32 * n);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) x[n][e] *= e & 1 ? d.y : d.x;
-      }
-    }
-    multiply_rows<0, 2>(x, shared, zb, true);
+    for (int kk = 0; kk < C / 16; ++kk)
+      warpgroup_mma_shared<1>(x, transform + (kk * 32 >> 4), kg + (kk * 16 * IMAGE_ROW >> 4), kk > 0);
+    warpgroup_commit();
+    warpgroup_wait<0>();
+    fence_registers(x);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       u32 r[4];
-      pack_rows(x, j, factor, r);
-      store_matrix4(block_at(shared + OFFSET(SharedMemory, w) + image * SQUARE_BYTES, row_block, j, lane), r);
+      pack_scaled(x, j, r, [&](float y, int, int e) { return y * (e < 2 ? ratio.x : ratio.y); });
+      store_matrix4(block_at(shared + OFFSET(SharedMemory, kt) + image * SQUARE_BYTES, row_block, j, lane), r);
     }
   }
 }
 
-__device__ __forceinline__ void make_u(u32 shared, int row_block, int lane) {
-  const float2 factor = row_factors(shared, row_block, lane);
-  const u32 at = shared + swizzled((lane & 7) + (lane >> 1 & 8), 2 * row_block + (lane >> 3 & 1));
+__device__ __forceinline__ void make_aqt(u32 shared, int row_block, int lane) {
+  const u64 transform = operand_descriptor(shared + TRANSFORM, 16, 8 * IMAGE_ROW),
+            aqk = operand_descriptor(shared + AQK, 16, 8 * IMAGE_ROW);
+  float x[IMAGE_TILES][4];
+  fence_registers(x);
+  warpgroup_fence();
 #pragma unroll
-  for (int image = 0; image < 2; ++image) {
-    float x[IMAGE_TILES][4];
-    multiply_rows<0, 4>(x, shared, shared + keys_offset(image), false);
+  for (int kk = 0; kk < C / 16; ++kk)
+    warpgroup_mma_shared<0>(x, aqk + (kk * 32 >> 4), transform + (kk * 32 >> 4), kk > 0);
+  warpgroup_commit();
+  warpgroup_wait<0>();
+  fence_registers(x);
+  const u32 ratios = shared + OFFSET(SharedMemory, ratio) + 8 * (lane & 3);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      u32 r[4];
-      pack_rows(x, j, factor, r);
-      store_matrix4_transposed(at + u_offset(4 * image + j), r);
-    }
+  for (int j = 0; j < 4; ++j) {
+    u32 r[4];
+    pack_scaled(x, j, r, [&](float y, int tile, int e) {
+      const float2 ratio = load_shared2(ratios + 32 * tile);
+      return y * (e & 1 ? ratio.y : ratio.x);
+    });
+    store_matrix4(block_at(shared + OFFSET(SharedMemory, aqt), row_block, j, lane), r);
   }
 }

@@ -13,13 +13,12 @@ __device__ __forceinline__ void make_only_unit(const ChunkBackwardParams& p, con
   fetch_first_inputs(p, address(p.k, p.k_sb, p.k_st, p.k_sh, u.h, 2), g, u.rows, shared, thread);
   const long long beta = (long long)address(0, p.beta_sb, p.beta_st, p.beta_sh, u.hv, 1);
   const Parameter parameter = load_parameter(p, beta, u.rows, u.hv, thread);
-  fetch_other_inputs(p, address(p.q, p.q_sb, p.q_st, p.q_sh, u.h, 2), g,
-                     address(p.v, p.v_sb, p.v_st, p.v_sh, u.hv, 2), u.rows, (u32)u.at, shared, thread);
+  fetch_other_inputs(p, address(p.q, p.q_sb, p.q_st, p.q_sh, u.h, 2), g, u.rows, shared, thread);
   const Gate gate = make_gate(p, u.hv);
   store_parameter(p, parameter, u.rows, shared, gate, thread);
   make_unit(p, u.rows, gate, shared);
   if (thread == 0) {
-    store_values(p, shared);
+    store_products(p, shared);
     copy_out_wait_read<0>();
   }
 }

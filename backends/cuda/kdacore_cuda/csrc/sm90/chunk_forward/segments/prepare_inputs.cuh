@@ -52,12 +52,10 @@ __device__ __forceinline__ void fetch_strip(u32 shared, const unsigned char* g, 
 // beta of token i, and what makes its rounding good again: see prepare_inverse.cuh.
 __device__ __forceinline__ void store_beta(u32 shared, float beta, int i) {
   const float rounded = bf16_low(pack_bf16(beta, 0.0f));
-  const bool none = fabsf(rounded) < 1e-30f;
   store_shared(shared + OFFSET(SharedMemory, beta) + 4 * i, __float_as_uint(beta));
+  store_shared(shared + OFFSET(SharedMemory, rounded_beta) + 4 * i, __float_as_uint(rounded));
   store_shared(shared + OFFSET(SharedMemory, ratio) + 4 * i,
-               __float_as_uint(none ? 1.0f : rounded * reciprocal(beta)));
-  store_shared(shared + OFFSET(SharedMemory, row_factor) + 4 * i,
-               __float_as_uint(none ? 1.0f : beta * reciprocal(rounded)));
+               __float_as_uint(fabsf(rounded) < 1e-30f ? 1.0f : beta * reciprocal(rounded)));
 }
 
 // beta of a token each by the first 64 threads, and the gate's bias of a channel each by a warp's lanes,

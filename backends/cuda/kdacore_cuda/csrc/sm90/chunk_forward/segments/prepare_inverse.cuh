@@ -1,6 +1,6 @@
-// T, which makes w of decayed keys and u of v: the inverse of the system with its columns times beta,
-// and its rows times `ratio`, so that the diagonal, where most of w and u comes from, is exact in
-// bfloat16. What w and u are multiplied by takes the rows' factor back.
+// T (chunk_operands.cuh): the inverse of the system with its columns times beta, here as bfloat16 has
+// it, so that the diagonal, which most of the products with T come from, is exact in bfloat16. The columns
+// of those products are multiplied by `ratio`, which makes beta exact again. The image has T transposed.
 //
 // Float32 substitution inside blocks of 16; block columns are merged on the matrix unit with operands
 // in two bfloat16 parts (about 16 bits). Four warps; warp r inverts the diagonal block r of the system
@@ -22,22 +22,20 @@ __device__ __forceinline__ void invert_diagonal(u32 shared, int block, int lane)
   float x[16];
   invert_column(x, j, [&](int i, int m) { return from + 4 * (DIAGONAL_PITCH * i + m); });
   const int half = lane >> 4;
-  const float beta = load_shared1(shared + OFFSET(SharedMemory, beta) + 4 * (16 * block + j));
+  const float beta = load_shared1(shared + OFFSET(SharedMemory, rounded_beta) + 4 * (16 * block + j));
+  float y[8];
 #pragma unroll
-  for (int i = 0; i < 8; i += 4) {
-    const float4 r = load_shared4(shared + OFFSET(SharedMemory, ratio) + 4 * (16 * block + 8 * half + i));
-    const float ratio[4] = {r.x, r.y, r.z, r.w};
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const u32 to = shared + swizzled(16 * block + i + e + 8 * half, 2 * block + (j >> 3)) + 2 * (j & 7);
-      const float y = half ? x[i + e + 8] : x[i + e];
-      u32 high, low;
-      split(y, 0.0f, high, low);
-      store_shared16(to + OFFSET(SharedMemory, system_high), high);
-      store_shared16(to + OFFSET(SharedMemory, system_low), low);
-      store_shared16(to + OFFSET(SharedMemory, inverse), pack_bf16(y * beta * ratio[e], 0.0f));
-    }
+  for (int i = 0; i < 8; ++i) {
+    y[i] = half ? x[i + 8] : x[i];
+    const u32 to = shared + swizzled(16 * block + i + 8 * half, 2 * block + (j >> 3)) + 2 * (j & 7);
+    u32 high, low;
+    split(y[i], 0.0f, high, low);
+    store_shared16(to + OFFSET(SharedMemory, system_high), high);
+    store_shared16(to + OFFSET(SharedMemory, system_low), low);
+    y[i] *= beta;
   }
+  store_shared(shared + TRANSFORM + swizzled(16 * block + j, 2 * block + half), pack_bf16(y[0], y[1]),
+               pack_bf16(y[2], y[3]), pack_bf16(y[4], y[5]), pack_bf16(y[6], y[7]));
 }
 
 // Sums of a 16 x 16 product, of its terms high by high, low by high and high by low apart, so that
@@ -88,17 +86,15 @@ __device__ __forceinline__ void merge_block(Split (&x)[3], u32 shared, u32 lane_
   const u32 diagonal = merged_block(lane_at, c + B, c + B);
   add_product(products, split_tiles(sum[0], sum[1]), diagonal + HIGH, diagonal + LOW);
   join(found, products);  // the inverse's, negative
-  const u32 rows = shared + OFFSET(SharedMemory, ratio) + 4 * (16 * (c + B) + 2 * (lane & 3));
   u32 rounded[4];
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    const float2 ratio = load_shared2(rows + 32 * n);
+  for (int h = 0; h < 2; ++h) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      rounded[2 * n + h] = pack_bf16(found[n][2 * h] * ratio.x * column_factor[h],
-                                     found[n][2 * h + 1] * ratio.y * column_factor[h]);
+    for (int n = 0; n < 2; ++n)
+      rounded[2 * h + n] =
+          pack_bf16(found[n][2 * h] * column_factor[h], found[n][2 * h + 1] * column_factor[h]);
   }
-  store_matrix4_transposed(merged_block(lane_at, c + B, c) + OFFSET(SharedMemory, inverse), rounded);
+  store_matrix4(merged_block(lane_at, c, c + B) + TRANSFORM, rounded);
   if constexpr (B < 3) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -112,7 +108,7 @@ __device__ __forceinline__ void merge_block(Split (&x)[3], u32 shared, u32 lane_
 // T's block column `c` below the diagonal.
 __device__ __forceinline__ void merge_column(u32 shared, int c, int lane) {
   const u32 lane_at = shared + swizzled((lane & 7) + (lane >> 1 & 8), lane >> 3 & 1);
-  const u32 beta = shared + OFFSET(SharedMemory, beta) + 4 * (16 * c + (lane >> 2));
+  const u32 beta = shared + OFFSET(SharedMemory, rounded_beta) + 4 * (16 * c + (lane >> 2));
   const float column_factor[2] = {-load_shared1(beta), -load_shared1(beta + 32)};
   Split x[3];
   load_matrix4_transposed(x[0].high, merged_block(lane_at, c, c) + OFFSET(SharedMemory, system_high));

@@ -59,18 +59,17 @@ __device__ __forceinline__ void finish_pairs(float (&x)[PAIR_TILES][4], int lane
   }
 }
 
-// aqk, rounded to its image; zeros right of the diagonal, there and in the inverse.
+// aqk, rounded to its image, with zeros right of the diagonal; and zeros left of it in T^T.
 template <int ROW_BLOCK>
 __device__ __forceinline__ void store_aqk(float (&x)[PAIR_TILES][4], u32 shared, int lane, float unit) {
   finish_pairs<ROW_BLOCK>(x, lane, unit, 1);
+  constexpr u32 NONE[4] = {};
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     u32 r[4] = {};
-    if (j <= ROW_BLOCK)
-      pack_tiles(x[2 * j], x[2 * j + 1], r);
-    else
-      store_matrix4(block_at(shared + OFFSET(SharedMemory, inverse), ROW_BLOCK, j, lane), r);
-    store_matrix4(block_at(shared + OFFSET(SharedMemory, aqk), ROW_BLOCK, j, lane), r);
+    if (j <= ROW_BLOCK) pack_tiles(x[2 * j], x[2 * j + 1], r);
+    if (j < ROW_BLOCK) store_matrix4(block_at(shared + TRANSFORM, ROW_BLOCK, j, lane), NONE);
+    store_matrix4(block_at(shared + AQK, ROW_BLOCK, j, lane), r);
   }
 }
 

@@ -5,13 +5,13 @@
 // columns of this table, except for k and q: the warp that reads a strip (32 tokens, 32 channels) of
 // them writes the same strip.
 //
-//   region   raw rows    operands        pairs multiplied          end
-//   k        k           zb              zb                        zb
-//   q        q           zq              the system in two parts   w
-//   rows     g           yk              v                         v
-//   earlier  g if float  sk              the system's diagonal     u, values 64 on
-//   aqk      g if float  qg on its way,  aqk                       u, values 0 to 63
-//   inverse              then kg         inverse                   inverse
+//   region   raw rows    operands              pairs multiplied          end
+//   k        k           zb                                              aqt
+//   q        q           zq                    the system in two parts   kt
+//   rows     g           yk                    T^T, aqk                  T^T, aqk
+//   earlier  g if float  sk                    the system's diagonal
+//   kg       g if float  qg on its way, then   kg                        kg
+//                        kg
 //
 // zq = q 2^(P + centre), zb = k 2^(P + centre), yk = k 2^(-P - centre), sk = k 2^(P_end - P), the last
 // of the first half only: q with its norm and scale, k with its norm, P the log2 decay from the start
@@ -30,7 +30,7 @@ constexpr u32 DIAGONAL_PITCH = 24;  // floats a row of a 16 x 16 block on the sy
 
 // 64 channels of keys: a right operand of 96 rows.
 struct Keys {
-  SquareImage rows;
+  SquareImage rows;  // later T^T in the first, aqk in the second
   union {
     u16 earlier[HALF][64];
     float diagonal[2][16][DIAGONAL_PITCH];
@@ -39,31 +39,25 @@ struct Keys {
 constexpr u32 KEYS_BYTES = sizeof(Keys);
 
 struct SharedMemory {
-  TileImage k;
+  union {
+    TileImage k;
+    SquareImage aqt;
+  };
   union {
     TileImage q;
-    TileImage w;
+    TileImage kt;
     struct {
       SquareImage system_high, system_low;
     };
   };
   Keys keys[2];
-  union {
-    TileImage kg;
-    struct {
-      SquareImage aqk, inverse;
-    };
-  };
+  TileImage kg;
   float q_factor[C];      // scale / |q|
   float k_norm[C];        // 1 / |k|
   float beta[C];          // as the recurrence uses it, 0 past the end
-  float ratio[C];         // beta rounded to bfloat16, over beta
-  float row_factor[C];    // the inverse of ratio
+  float rounded_beta[C];  // to bfloat16
+  float ratio[C];         // beta over that
   float totals[2][K];     // log2 decay of each half; before that, a copy of the gate's bias for each
-  float first_decay[K];   // decay of the first half
-  // Address of v's rows and their number, and the unit's place in the workspace; there are no
-  // registers for them.
-  u32 value_rows[4];
 };
 static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "the host's shared memory size is too small");
 static_assert(BLOCKS * (SHARED_BYTES + 1024) <= 228 * 1024, "a multiprocessor has no room for so many blocks");
@@ -75,7 +69,7 @@ __device__ __forceinline__ unsigned char* record_of(const ChunkBackwardParams& p
   return reinterpret_cast<unsigned char*>(p.last) + (u64)unit_index() * sizeof(ChunkOperands);
 }
 
-// The input g is where keys and aqk will be.
+// The input g is where keys and kg will be.
 constexpr u32 RAW_G = OFFSET(SharedMemory, keys);
 
 // Image i of keys, from the first; of the diagonal's block i.
@@ -85,8 +79,6 @@ __device__ __forceinline__ constexpr u32 keys_offset(int i) {
 __device__ __forceinline__ u32 diagonal_offset(int block) {
   return keys_offset(block >> 1) + SQUARE_BYTES + (block & 1) * 16 * DIAGONAL_PITCH * 4;
 }
-// 16 values of u, from 16 j on: 128 bytes each.
-__device__ __forceinline__ constexpr u32 u_offset(int j) {
-  return j < 4 ? OFFSET(SharedMemory, aqk) + 16 * IMAGE_ROW * j
-               : keys_offset((j >> 1) - 2) + SQUARE_BYTES + 16 * IMAGE_ROW * (j & 1);
-}
+// Images in the places of yk.
+constexpr u32 TRANSFORM = keys_offset(0);  // T^T
+constexpr u32 AQK = keys_offset(1);

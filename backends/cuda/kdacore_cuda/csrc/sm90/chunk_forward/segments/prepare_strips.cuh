@@ -98,16 +98,21 @@ __device__ __forceinline__ void sum_strip(float (&x)[4][8], u32 shared, const St
   }
 }
 
-// 32 rows of 64 bytes from this strip's place in an image to a tile in device memory, times a power of
-// two.
+// Where a lane finds its first 16 bytes of the 32 rows of 64 bytes that are this strip's in an image; the
+// n-th: ^ n (IMAGE_ROW + 16), rows 1, 2 and 3 further, of the same channels. In this order lanes use
+// different banks.
+__device__ __forceinline__ u32 first_piece(const Strip& s, int lane) {
+  return (s.slice >> 1) * SQUARE_BYTES +
+         swizzled(HALF * s.half + (lane & 4) + 8 * (lane >> 3), 4 * (s.slice & 1) + (lane & 3));
+}
+
+// The strip from an image to a tile in device memory, times a power of two.
 template <bool SCALED>
 __device__ __forceinline__ void flush_image(u32 image, const Strip& s, unsigned char* tile, float unit) {
   sync_warp();
   const int lane = opaque(s.lane);
   const u32 units = pack_bf16(unit, unit);
-  // Rows n, n + 4, n + 8, ...: in this order they use different banks.
-  const u32 first = (s.slice >> 1) * SQUARE_BYTES +
-                    swizzled(HALF * s.half + (lane & 4) + 8 * (lane >> 3), 4 * (s.slice & 1) + (lane & 3));
+  const u32 first = first_piece(s, lane);
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
     const u32 at = first ^ n * (IMAGE_ROW + 16);
@@ -120,7 +125,30 @@ __device__ __forceinline__ void flush_image(u32 image, const Strip& s, unsigned 
   }
 }
 
-// The strip's part of zq, zb, yk and sk to shared memory, of kg and qg to the record. `x`: from
+// kd of the second half: zb decayed over the first half, without its anchor.
+__device__ __forceinline__ void flush_decayed_keys(u32 shared, const Strip& s, unsigned char* tile,
+                                                   float centre) {
+  sync_warp();
+  const int lane = opaque(s.lane);
+  const u32 totals = shared + OFFSET(SharedMemory, totals) + 4 * (32 * s.slice + 8 * (lane & 3));
+  const float4 low = load_shared4(totals), high = load_shared4(totals + 16);
+  const float decay[8] = {exp2_fast(low.x - centre),  exp2_fast(low.y - centre),  exp2_fast(low.z - centre),
+                          exp2_fast(low.w - centre),  exp2_fast(high.x - centre), exp2_fast(high.y - centre),
+                          exp2_fast(high.z - centre), exp2_fast(high.w - centre)};
+  const u32 first = first_piece(s, lane);
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const u32 at = first ^ n * (IMAGE_ROW + 16);
+    uint4 x = load_shared_u4(shared + OFFSET(SharedMemory, k) + at);
+    const auto decayed = [&](u32 y, int i) {
+      return pack_bf16(bf16_low(y) * decay[2 * i], bf16_high(y) * decay[2 * i + 1]);
+    };
+    x.x = decayed(x.x, 0), x.y = decayed(x.y, 1), x.z = decayed(x.z, 2), x.w = decayed(x.w, 3);
+    store_global(tile + at, x);
+  }
+}
+
+// The strip's part of zq, zb, yk, sk and kg to shared memory, of qg and kd to the record. `x`: from
 // sum_strip.
 template <int TOKEN_HALF>
 __device__ __forceinline__ void make_operands(float centre, u32 shared, const Strip& s, const float (&x)[4][8],
@@ -180,15 +208,16 @@ __device__ __forceinline__ void make_operands(float centre, u32 shared, const St
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       store_matrix4_transposed(tile + (s.at ^ (i << 4)) + OFFSET(SharedMemory, kg), kept[i]);
+    flush_decayed_keys(shared, s, record + OFFSET(ChunkOperands, kd), centre);
   } else {
     flush_image<true>(shared + OFFSET(SharedMemory, q), s, record + OFFSET(ChunkOperands, qg), unit);
+    flush_image<true>(shared + OFFSET(SharedMemory, k), s, record + OFFSET(ChunkOperands, kd), unit);
   }
 }
 
-// The chunk's decay to the record, the first half's to shared memory.
+// The chunk's decay to the record.
 __device__ __forceinline__ void write_decays(u32 shared, int channel, unsigned char* record) {
   const u32 totals = shared + OFFSET(SharedMemory, totals) + 4 * channel;
-  const float first = load_shared1(totals), second = load_shared1(totals + 4 * K);
-  reinterpret_cast<float*>(record + OFFSET(ChunkOperands, last))[channel] = exp2_fast(first + second);
-  store_shared(shared + OFFSET(SharedMemory, first_decay) + 4 * channel, __float_as_uint(exp2_fast(first)));
+  reinterpret_cast<float*>(record + OFFSET(ChunkOperands, last))[channel] =
+      exp2_fast(load_shared1(totals) + load_shared1(totals + 4 * K));
 }

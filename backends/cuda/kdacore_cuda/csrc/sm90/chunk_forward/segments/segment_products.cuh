@@ -15,22 +15,28 @@ __device__ __forceinline__ Lane make_lane(int warp, int part = 0) {
   return {lane, lane >> 2, lane & 3, 64 * part + 16 * warp, swizzled(lane & 15, lane >> 4)};
 }
 
-// This warp's rows of u, the block's first one at `rows`.
-__device__ __forceinline__ void load_u(TokenOperand& u, const Lane& l, u32 rows) {
-  const u32 from = rows + l.row * IMAGE_ROW + l.piece;
+// A chunk's rows of v in shared memory, PITCH bytes apart: 16 bytes more than they have, so that eight rows
+// do not share a bank. A warp uses the 16 values of its rows of the state alone; `values`: of the first of
+// them. Lane 8m + r names row r of matrix m in the four that are 16 values by tokens 16 kk and on.
+template <u32 PITCH>
+__device__ __forceinline__ u32 value_piece(u32 values, int kk, const Lane& l) {
+  return values + (16 * kk + 8 * (l.lane >> 4) + (l.lane & 7)) * PITCH + 16 * (l.lane >> 3 & 1);
+}
+template <u32 PITCH>
+__device__ __forceinline__ void load_values(TokenOperand& v, const Lane& l, u32 values) {
 #pragma unroll
-  for (int kk = 0; kk < C_TILES; ++kk) load_matrix4(u.a[kk], from ^ kk << 5);
+  for (int kk = 0; kk < C_TILES; ++kk) load_matrix4_transposed(v.a[kk], value_piece<PITCH>(values, kk, l));
 }
 
-// v = u - S w^T, rounded.
-__device__ __forceinline__ void subtract(TokenOperand& v, const TokenOperand& u,
+// r = v - S kd^T, rounded.
+__device__ __forceinline__ void subtract(TokenOperand& r, const TokenOperand& v,
                                          const float (&prediction)[2 * C_TILES][4]) {
 #pragma unroll
   for (int kk = 0; kk < C_TILES; ++kk) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float* x = &prediction[2 * kk + (i >> 1)][2 * (i & 1)];
-      v.a[kk][i] = pack_bf16(bf16_low(u.a[kk][i]) - x[0], bf16_high(u.a[kk][i]) - x[1]);
+      r.a[kk][i] = pack_bf16(bf16_low(v.a[kk][i]) - x[0], bf16_high(v.a[kk][i]) - x[1]);
     }
   }
 }

@@ -1,5 +1,5 @@
 // Blocks that scan the chunks of a segment: one or two warpgroups with 64 rows of a state each, and
-// a producer warp that copies the chunks' operands into a ring of stages ahead of them. A stage's
+// a producer warp that copies the chunks' operands and values into a ring of stages ahead of them. A stage's
 // barriers count the bytes that arrive (full) and the warps that have read it (empty). Macros from
 // the host: WARPGROUPS, SHARED_BYTES.
 #pragma once
@@ -29,11 +29,13 @@ __device__ __forceinline__ void set_role_registers() {
 #endif
 }
 
-// A stage holds the first bytes of a chunk's operands. Its lead places their images on 1024 bytes,
-// as products want them.
-constexpr u32 STAGE_LEAD = 1024 - OFFSET(ChunkOperands, kg);
+// A stage holds the first bytes of a chunk's operands, and its values, for the block's rows of the state.
+// Its lead places the images among them on 1024 bytes, as products want them.
+constexpr u32 STAGE_LEAD = 1024 - OFFSET(ChunkOperands, kt);
+constexpr u32 VALUE_BYTES = 2 * V / PARTS, VALUE_PITCH = VALUE_BYTES + 16;  // of a token
 struct alignas(1024) Stage {
   unsigned char lead[STAGE_LEAD], operands[STAGED_BYTES];
+  unsigned char values[C][VALUE_PITCH];
 };
 constexpr bool LAST_READER = STAGED_BYTES == sizeof(ChunkOperands);  // of the records: output
 constexpr int STAGES = LAST_READER ? 3 : 4;
@@ -55,26 +57,50 @@ __device__ __forceinline__ void make_barriers(u32 shared) {
   sync_block();
 }
 
-// Asks for the first `bytes` of a record in the next stage; by one thread. For a block that has half the
-// rows, of u only its own rows.
-__device__ __forceinline__ void load_record(OperandRing& ring, u64 from, u32 bytes, int part) {
-  ring.wait_empty();
-  const auto copy = [&](u32 at, u32 size) {
-    const void* const source = reinterpret_cast<const void*>(from + at);
+// This warp's 16 values of a chunk in a stage.
+__device__ __forceinline__ u32 values_of(u32 stage, const Lane& l) {
+  return stage + STAGED_BYTES + 2 * (l.row % (V / PARTS));
+}
+
+// Where a chunk's values are in device memory: those of its first token, and how many tokens it has.
+struct ValueRows {
+  u64 at;
+  int tokens;
+};
+// Of the chunk that begins at `token` of the call's batch row.
+__device__ __forceinline__ ValueRows value_rows(const SegmentParams& p, long long batch, long long token, int hv,
+                                                int tokens, int part) {
+  return {p.v + 2 * (batch * p.v_sb + token * p.v_st + hv * p.v_sh) + part * VALUE_BYTES, tokens};
+}
+
+// Asks for the first `bytes` of a record, and for its values if there are any to ask for, in the next stage;
+// by a warp. Values past the end are zero: their products with the operands' zeros are to be zero.
+__device__ __forceinline__ void load_chunk(OperandRing& ring, u64 record, u32 bytes, const ValueRows& v,
+                                           u32 token_bytes) {
+  const int lane = thread_index() & 31;
+  const auto copy = [&](u32 to, u64 from, u32 size) {
+    const void* const source = reinterpret_cast<const void*>(from);
     if (LAST_READER)
-      copy_in_evict_first(ring.stage() + at, source, size, ring.full());
+      copy_in_evict_first(to, source, size, ring.full());
     else
-      copy_in(ring.stage() + at, source, size, ring.full());
+      copy_in(to, source, size, ring.full());
   };
-  if (PARTS == 1) {
-    barrier_expect(ring.full(), bytes);
-    copy(0, bytes);
-  } else {
-    barrier_expect(ring.full(), bytes - SQUARE_BYTES);
-    copy(0, OFFSET(ChunkOperands, u));
-    copy(OFFSET(ChunkOperands, u) + part * SQUARE_BYTES, SQUARE_BYTES);
-    if (bytes > OFFSET(ChunkOperands, qg)) copy(OFFSET(ChunkOperands, qg), bytes - OFFSET(ChunkOperands, qg));
+  ring.wait_empty();
+  const u32 values = ring.stage() + STAGED_BYTES;
+  if (v.tokens & C - 1) {
+    for (int row = v.tokens + (lane >> 4); row < C; row += 2) {
+      if ((lane & 15) < VALUE_BYTES / 16) store_shared(values + row * VALUE_PITCH + 16 * (lane & 15), 0, 0, 0, 0);
+    }
+    fence_async_proxy();  // a bulk copy will overwrite them
+    sync_warp();
   }
+  if (lane == 0) {
+    barrier_expect(ring.full(), bytes + (u32)v.tokens * VALUE_BYTES);
+    copy(ring.stage(), record, bytes);
+  }
+  sync_warp();
+  for (int row = lane; row < v.tokens; row += 32)
+    copy(values + row * VALUE_PITCH, v.at + (u64)((u32)row * (u64)token_bytes), VALUE_BYTES);
   ring.next();
 }
 
@@ -84,11 +110,19 @@ __device__ __forceinline__ u64 first_record(const SegmentParams& p, const Segmen
   return p.chunk_operands + ((u64)(x.s.slot + x.begin) * p.HV + x.hv) * sizeof(ChunkOperands);
 }
 
-// One thread loads the first `bytes` of every chunk's operands.
+// One warp loads the first `bytes` of every chunk's operands and, if asked to, the values.
 __device__ __forceinline__ void produce(const SegmentParams& p, const Segment& x, OperandRing& ring,
-                                        u32 bytes, int part = 0) {
+                                        u32 bytes, bool with_values, int part = 0) {
   u64 from = first_record(p, x);
-  for (int c = x.begin; c < x.end; ++c, from += record_step(p)) load_record(ring, from, bytes, part);
+  const u32 token_bytes = 2 * (u32)p.v_st;
+  int left = x.s.length - x.begin * C;
+  ValueRows v = value_rows(p, x.s.batch, x.s.first + (long long)x.begin * C, x.hv, 0, part);
+  for (int c = x.begin; c < x.end; ++c, from += record_step(p)) {
+    if (with_values) v.tokens = left < C ? left : C;
+    load_chunk(ring, from, bytes, v, token_bytes);
+    v.at += (u64)C * token_bytes;
+    left -= C;
+  }
 }
 
 // This warp has finished reading a stage.

@@ -13,7 +13,7 @@ from kdacore_cuda.kernel_source import KernelSource
 from kdacore_cuda.segment_chains import CHAIN_THREADS, chain_shared
 
 _SOURCES = "sm90/chunk_forward/segments"
-MAPS_THREADS, MAPS_SHARED = 384, 4 * 50 * 1024 + 64
+MAPS_THREADS, MAPS_SHARED = 384, 4 * 49 * 1024 + 64
 """Threads of a block of maps, and its shared memory in bytes."""
 _PREPARE_SHARED = 76560
 """Bytes: three blocks per multiprocessor."""
@@ -86,7 +86,7 @@ def chain_kernel(blocks: int = 4) -> SegmentsKernel:
 def output_kernel(blocks: int = 1) -> SegmentsKernel:
     """Outputs, checkpoints and final states: ``blocks`` (1 or 2, same bits) per segment and value
     head."""
-    return _kernel("output", 384 if blocks == 1 else 160, 3 * 74 * 1024 + 48, WARPGROUPS=2 // blocks)
+    return _kernel("output", 384 if blocks == 1 else 160, 3 * 73 * 1024 + 48, WARPGROUPS=2 // blocks)
 
 
 def output_blocks(items: int, multiprocessors: int) -> int:

@@ -46,13 +46,14 @@ __device__ __forceinline__ void keep_marked_states(const SegmentParams& p, const
   });
 }
 
-// What `produce` does for a segment, then the records of its marks, with the values before them; one warp.
+// What `produce` does for a segment, then the records of its marks, with the values before them.
 __device__ __forceinline__ void produce_marks(const SegmentParams& p, const Segment& x, OperandRing& ring,
                                               int part) {
   each_mark_of(p, x.s, x.begin, x.end, [&](int mark, int token) {
     if (token % C == 0) return;
-    const ValueRows v = value_rows(p, x.s.batch, x.s.first + (token - token % C), x.hv, token % C, part);
-    load_chunk(ring, mark_record_at(p, mark, x.hv), OFFSET(ChunkOperands, qg), v, 2 * (u32)p.v_st);
+    Values v = find_values(p, x.s, token - token % C, x.hv, part);
+    v.rows = token % C;
+    load_chunk(ring, mark_record_at(p, mark, x.hv), OFFSET(ChunkOperands, qg), v);
   });
 }
 
@@ -75,7 +76,7 @@ __device__ __forceinline__ void take_marked_steps(const SegmentParams& p, const 
     multiply_channels(prediction, s, operand_descriptor(stage + OFFSET(ChunkOperands, kd), 16, 1024));
     warpgroup_commit();
     TokenOperand v, r;
-    load_values<VALUE_PITCH>(v, l, values_of(stage, l));
+    load_values(v, l, values_of(stage, l));
     decay_state(state, l.t, stage + OFFSET(ChunkOperands, last));
     use_rows(stage);
     warpgroup_wait<0>();

@@ -70,10 +70,10 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task&
     // Without v: the places of this warp's values stay zero.
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) {
-      const u32 values = values_of(shared + i * STAGE_PITCH + STAGE_LEAD, l);
+      const ValueRows values = values_of(shared + i * STAGE_PITCH + STAGE_LEAD, l);
 #pragma unroll
       for (int n = 0; n < 4; ++n)
-        store_shared(values + (16 * n + (l.lane >> 1)) * VALUE_PITCH + 16 * (l.lane & 1), 0, 0, 0, 0);
+        store_shared(values.place(16 * n + (l.lane >> 1), l.lane & 1), 0, 0, 0, 0);
     }
     sync_warp();
   }
@@ -91,7 +91,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task&
     warpgroup_commit();
     end_basic_block(ring);
     TokenOperand v, r;
-    load_values<VALUE_PITCH>(v, l, values_of(stage, l));
+    load_values(v, l, values_of(stage, l));
     decay_state(state, l.t, stage + OFFSET(ChunkOperands, last));
     warpgroup_wait<0>();
     fence_registers(prediction);
@@ -137,9 +137,7 @@ KDA_KERNEL(THREADS, 1) maps(KDA_PARAM SegmentParams p) {
     scan_segment(p, task, shared, make_lane(warp));
   } else {
     set_role_registers<0>();
-    if (warp == STATE_WARPS) {
-      OperandRing ring = {shared};
-      produce(p, task.x, ring, STAGED_BYTES, !task.from_identity);
-    }
+    OperandRing ring = {shared};
+    produce(p, task.x, ring, STAGED_BYTES, !task.from_identity);
   }
 }

@@ -76,7 +76,8 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, u32 shared,
     }
 #pragma unroll 1
     for (; c < stop; ++c) {
-      const u32 stage = ring.stage(), rows = values_of(stage, l);
+      const u32 stage = ring.stage();
+      const ValueRows rows = values_of(stage, l);
       const u64 kd = operand_descriptor(stage + OFFSET(ChunkOperands, kd), 16, 1024),
                 kt = operand_descriptor(stage + OFFSET(ChunkOperands, kt), SQUARE_BYTES, 1024);
       const u64 qg = step(kd, OFFSET(ChunkOperands, qg) - OFFSET(ChunkOperands, kd)),
@@ -92,8 +93,8 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, u32 shared,
       warpgroup_commit();
       end_basic_block(ring);
       TokenOperand v, r;
-      load_values<VALUE_PITCH>(v, l, rows);
-      stage_output<VALUE_PITCH>(out, rows, l);
+      load_values(v, l, rows);
+      stage_output(out, rows, l);
       decay_state(state, l.t, stage + OFFSET(ChunkOperands, last));
       warpgroup_wait<1>();
       fence_registers(prediction);
@@ -105,9 +106,8 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, u32 shared,
 #pragma unroll
       for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(o, r.a[kk], step(aqt, kk * 32), 1);
       warpgroup_commit();
-      const OutputRows output = read_output<VALUE_PITCH>(rows, l);
-      fence_async_proxy();  // a bulk copy will overwrite what was staged; before stores, or it waits for them
-      store_output<VALUE_PITCH>(output, to - C * token_bytes, token_bytes, out_tokens, l);
+      const OutputRows<ValueRows> output = read_output(rows, l);
+      store_output(output, to - C * token_bytes, token_bytes, out_tokens, l);
       warpgroup_wait<1>();
       fence_registers(state.s);
       pack_state(s, state);
@@ -125,16 +125,16 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, u32 shared,
   }
   const auto store_last_output = [&](u32 stage) {
     if (out_tokens <= 0) return;
-    const u32 rows = values_of(stage, l);
-    stage_output<VALUE_PITCH>(out, rows, l);
-    const OutputRows output = read_output<VALUE_PITCH>(rows, l);
-    fence_async_proxy();
-    store_output<VALUE_PITCH>(output, to - C * token_bytes, token_bytes, out_tokens, l);
+    const ValueRows rows = values_of(stage, l);
+    stage_output(out, rows, l);
+    const OutputRows<ValueRows> output = read_output(rows, l);
+    store_output(output, to - C * token_bytes, token_bytes, out_tokens, l);
     out_tokens = 0;
   };
   const Segment own = find_own();
   if (own.last()) {
-    if (const u64 final = final_state_at(p, own.n, own.hv, K * V)) write_state(state, row, l.t, final, p.flags);
+    if (const u64 final = final_state_at(p, own.n, own.hv, K * V))
+      write_state(state, row, l.t, final, p.flags);
   }
   if (p.marks) take_marked_steps(p, own, ring, l, store_last_output);
   store_last_output(shared + STAGE_LEAD);  // if not before; then the producer uses no stage any more
@@ -166,12 +166,10 @@ KDA_KERNEL(THREADS, 1) output(KDA_PARAM SegmentParams p) {
     scan_segment(p, shared, make_lane(warp, part));
   } else {
     set_role_registers<0>();
-    if (warp == STATE_WARPS) {
-      const Segment x = find_block(p, block);
-      OperandRing ring = {shared};
-      produce(p, x, ring, sizeof(ChunkOperands), true, part);
-      if (p.marks) produce_marks(p, x, ring, part);
-    }
+    const Segment x = find_block(p, block);
+    OperandRing ring = {shared};
+    produce(p, x, ring, sizeof(ChunkOperands), true, part);
+    if (p.marks) produce_marks(p, x, ring, part);
     clear_share(p, warp);
   }
 }

@@ -23,7 +23,8 @@ __device__ __forceinline__ void make_kt(u32 shared, int row_block, int lane) {
   const u64 transform = operand_descriptor(shared + TRANSFORM, 16, 8 * IMAGE_ROW);
 #pragma unroll
   for (int image = 0; image < 2; ++image) {
-    const u64 kg = operand_descriptor(shared + OFFSET(SharedMemory, kg) + image * SQUARE_BYTES, 16, 8 * IMAGE_ROW);
+    const u64 kg =
+        operand_descriptor(shared + OFFSET(SharedMemory, kg) + image * SQUARE_BYTES, 16, 8 * IMAGE_ROW);
     float x[IMAGE_TILES][4];
     fence_registers(x);
     warpgroup_fence();
@@ -37,7 +38,8 @@ __device__ __forceinline__ void make_kt(u32 shared, int row_block, int lane) {
     for (int j = 0; j < 4; ++j) {
       u32 r[4];
       pack_scaled(x, j, r, [&](float y, int, int e) { return y * (e < 2 ? ratio.x : ratio.y); });
-      store_matrix4(block_at(shared + OFFSET(SharedMemory, kt) + image * SQUARE_BYTES, row_block, j, lane), r);
+      store_matrix4(block_at(shared + OFFSET(SharedMemory, kt) + image * SQUARE_BYTES, row_block, j, lane),
+                    r);
     }
   }
 }

@@ -26,8 +26,8 @@ __device__ __forceinline__ u32 gate_offset(int row, int piece) {
 }
 
 // A warp's strip of g, which no other warp reads.
-__device__ __forceinline__ void fetch_strip(u32 shared, const unsigned char* g, int step, int rows,
-                                            int warp, int lane) {
+__device__ __forceinline__ void fetch_strip(u32 shared, const unsigned char* g, int step, int rows, int warp,
+                                            int lane) {
   const int half = warp >> 2, slice = warp & 3;
 #if G_FLOAT
   const int row = HALF * half + (lane >> 3), piece = 8 * slice + (lane & 7);
@@ -66,9 +66,8 @@ struct Parameter {
 __device__ __forceinline__ Parameter load_parameter(const ChunkBackwardParams& p, long long beta, int rows,
                                                     int hv, int i) {
   const int channel = hv * K + (i & K - 1);
-  return {i < rows && i < C
-              ? load_bits(p.beta + (beta + i * p.beta_st) * type_size(p.beta_type), p.beta_type)
-              : 0,
+  return {i < rows && i < C ? load_bits(p.beta + (beta + i * p.beta_st) * type_size(p.beta_type), p.beta_type)
+                            : 0,
           p.dt_bias ? load_bits(p.dt_bias + (long long)channel * type_size(p.bias_type), p.bias_type) : 0};
 }
 __device__ __forceinline__ void store_parameter(const ChunkBackwardParams& p, const Parameter& x, int rows,

@@ -16,8 +16,8 @@ __device__ __forceinline__ u64 over_channels(u64 first, int kk, u32 distance) {
 }
 
 __device__ __forceinline__ void multiply_pairs(float (&sums)[PAIR_TILES][4], u32 shared, bool system) {
-  const u64 rows = operand_descriptor(
-                shared + (system ? OFFSET(SharedMemory, k) : OFFSET(SharedMemory, q)), 16, 8 * IMAGE_ROW),
+  const u64 rows = operand_descriptor(shared + (system ? OFFSET(SharedMemory, k) : OFFSET(SharedMemory, q)),
+                                      16, 8 * IMAGE_ROW),
             keys = operand_descriptor(shared + keys_offset(0), 16, 8 * IMAGE_ROW);
   fence_registers(sums);
   warpgroup_fence();

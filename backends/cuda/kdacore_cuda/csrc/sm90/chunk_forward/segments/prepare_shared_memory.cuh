@@ -23,7 +23,7 @@
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 
 constexpr int THREADS = 256;
-constexpr int BLOCKS = 3;  // of a multiprocessor
+constexpr int BLOCKS = 3;                      // of a multiprocessor
 constexpr u32 HALF_SQUARE = HALF * IMAGE_ROW;  // 64 channels of 32 tokens
 
 constexpr u32 DIAGONAL_PITCH = 24;  // floats a row of a 16 x 16 block on the system's diagonal
@@ -60,7 +60,8 @@ struct SharedMemory {
   float totals[2][K];     // log2 decay of each half; before that, a copy of the gate's bias for each
 };
 static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "the host's shared memory size is too small");
-static_assert(BLOCKS * (SHARED_BYTES + 1024) <= 228 * 1024, "a multiprocessor has no room for so many blocks");
+static_assert(BLOCKS * (SHARED_BYTES + 1024) <= 228 * 1024,
+              "a multiprocessor has no room for so many blocks");
 
 #include "sm90/chunk_backward/prepare_places.cuh"
 

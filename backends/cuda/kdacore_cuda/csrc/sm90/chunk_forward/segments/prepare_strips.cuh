@@ -52,7 +52,7 @@ __device__ __forceinline__ void load_steps(float (&x)[4][8], u32 shared, const S
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-const float bias =
+      const float bias =
           load_shared1(shared + OFFSET(SharedMemory, totals) + 4 * (K * s.half + 32 * s.slice + 8 * i + s.g));
 #pragma unroll
       for (int j = 0; j < 8; ++j) x[i][j] = sigmoid_step(gate, x[i][j], bias);
@@ -151,9 +151,10 @@ __device__ __forceinline__ void flush_decayed_keys(u32 shared, const Strip& s, u
 // The strip's part of zq, zb, yk, sk and kg to shared memory, of qg and kd to the record. `x`: from
 // sum_strip.
 template <int TOKEN_HALF>
-__device__ __forceinline__ void make_operands(float centre, u32 shared, const Strip& s, const float (&x)[4][8],
-                                              unsigned char* record) {
-  const u32 pairs = shared + OFFSET(SharedMemory, q_factor) + 4 * HALF * TOKEN_HALF + 40 * s.t;  // pair m: ^ 8 m
+__device__ __forceinline__ void make_operands(float centre, u32 shared, const Strip& s,
+                                              const float (&x)[4][8], unsigned char* record) {
+  const u32 pairs =
+      shared + OFFSET(SharedMemory, q_factor) + 4 * HALF * TOKEN_HALF + 40 * s.t;  // pair m: ^ 8 m
   constexpr u32 NORM = OFFSET(SharedMemory, k_norm) - OFFSET(SharedMemory, q_factor);
   const u32 tile = shared + (s.slice >> 1) * SQUARE_BYTES, keys = shared + (s.slice >> 1) * KEYS_BYTES;
   const float unit = exp2_fast(-centre);

@@ -15,17 +15,32 @@ __device__ __forceinline__ Lane make_lane(int warp, int part = 0) {
   return {lane, lane >> 2, lane & 3, 64 * part + 16 * warp, swizzled(lane & 15, lane >> 4)};
 }
 
-// A chunk's rows of v in shared memory, PITCH bytes apart: 16 bytes more than they have, so that eight rows
-// do not share a bank. A warp uses the 16 values of its rows of the state alone; `values`: of the first of
-// them. Lane 8m + r names row r of matrix m in the four that are 16 values by tokens 16 kk and on.
-template <u32 PITCH>
-__device__ __forceinline__ u32 value_piece(u32 values, int kk, const Lane& l) {
-  return values + (16 * kk + 8 * (l.lane >> 4) + (l.lane & 7)) * PITCH + 16 * (l.lane >> 3 & 1);
+// A warp's 16 values of the 64 tokens of a chunk: two pieces of each row of an image.
+struct ValueRows {
+  u32 image;
+  int first;  // piece
+  __device__ __forceinline__ u32 place(int token, int piece) const {
+    return image + swizzled(token, first + piece);
+  }
+  // Tokens that eight neighbouring lanes have, so that no two of their places share a bank.
+  static __device__ __forceinline__ int token_of(int lane) {
+    return 8 * (lane >> 4) + (lane & 6) + (lane >> 3 & 1);
+  }
+};
+// Row `row` of the state and 15 more; `images`: those of the values that the block has.
+__device__ __forceinline__ ValueRows value_rows(u32 images, int row) {
+  return {images + (row >> 6) * SQUARE_BYTES, row >> 3 & 7};
 }
-template <u32 PITCH>
-__device__ __forceinline__ void load_values(TokenOperand& v, const Lane& l, u32 values) {
+
+// Of rows as ValueRows, the place of what lane 8m + r names, row r of matrix m of four that are 16 values of
+// tokens 16 kk and on.
+template <class Rows>
+__device__ __forceinline__ u32 matrix_row(const Rows& rows, int kk, const Lane& l) {
+  return rows.place(16 * kk + 8 * (l.lane >> 4) + (l.lane & 7), l.lane >> 3 & 1);
+}
+__device__ __forceinline__ void load_values(TokenOperand& v, const Lane& l, const ValueRows& rows) {
 #pragma unroll
-  for (int kk = 0; kk < C_TILES; ++kk) load_matrix4_transposed(v.a[kk], value_piece<PITCH>(values, kk, l));
+  for (int kk = 0; kk < C_TILES; ++kk) load_matrix4_transposed(v.a[kk], matrix_row(rows, kk, l));
 }
 
 // r = v - S kd^T, rounded.

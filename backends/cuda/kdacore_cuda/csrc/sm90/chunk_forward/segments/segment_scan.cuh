@@ -1,6 +1,8 @@
 // Blocks that scan the chunks of a segment: one or two warpgroups with 64 rows of a state each, and
-// a producer warp that copies the chunks' operands and values into a ring of stages ahead of them. A stage's
-// barriers count the bytes that arrive (full) and the warps that have read it (empty). Macros from
+// producers that copy the chunks' operands and values into a ring of stages ahead of them. A stage's barriers
+// count the bytes of operands and the producers whose values have arrived (full), and the warps that have
+// read it (empty). Values come by small copies of all producers: as bulk copies of 256 bytes they would take
+// twice as long as everything else. Macros from
 // the host: WARPGROUPS, SHARED_BYTES.
 #pragma once
 
@@ -12,16 +14,17 @@
 #include "sm90/warp.cuh"
 
 constexpr int STATE_WARPS =
-    4 * WARPGROUPS;                    // warps with 16 rows of the state each; the warp after them copies
+    4 * WARPGROUPS;                    // warps with 16 rows of the state each; those after them are producers
 constexpr int PARTS = 2 / WARPGROUPS;  // blocks of one state
 #if WARPGROUPS == 2
-// Registers are moved by warpgroups, so the producer's has three idle warps.
 constexpr int THREADS = 384, START_REGISTERS = 168, STATE_REGISTERS = 232, PRODUCER_REGISTERS = 40;
 static_assert(2 * STATE_REGISTERS + PRODUCER_REGISTERS <= 3 * START_REGISTERS,
               "more registers than the block has");
 #else
 constexpr int THREADS = 160;
 #endif
+constexpr int PRODUCER_WARPS = THREADS / 32 - STATE_WARPS;
+__device__ __forceinline__ int producer_thread() { return thread_index() - 32 * STATE_WARPS; }
 template <int STATE>
 __device__ __forceinline__ void set_role_registers() {
 #if WARPGROUPS == 2
@@ -30,12 +33,12 @@ __device__ __forceinline__ void set_role_registers() {
 }
 
 // A stage holds the first bytes of a chunk's operands, and its values, for the block's rows of the state.
-// Its lead places the images among them on 1024 bytes, as products want them.
+// Its lead places images on 1024 bytes, as products want them.
 constexpr u32 STAGE_LEAD = 1024 - OFFSET(ChunkOperands, kt);
-constexpr u32 VALUE_BYTES = 2 * V / PARTS, VALUE_PITCH = VALUE_BYTES + 16;  // of a token
+constexpr int BLOCK_ROWS = V / PARTS;
 struct alignas(1024) Stage {
   unsigned char lead[STAGE_LEAD], operands[STAGED_BYTES];
-  unsigned char values[C][VALUE_PITCH];
+  SquareImage values[BLOCK_ROWS / 64];  // rows of tokens
 };
 constexpr bool LAST_READER = STAGED_BYTES == sizeof(ChunkOperands);  // of the records: output
 constexpr int STAGES = LAST_READER ? 3 : 4;
@@ -52,75 +55,83 @@ using OperandRing = Ring<STAGES, STAGE_LEAD, STAGE_PITCH, OFFSET(SharedMemory, f
 __device__ __forceinline__ void make_barriers(u32 shared) {
   if (thread_index() < 2 * STAGES)
     barrier_init(shared + OFFSET(SharedMemory, full) + 8 * thread_index(),
-                 thread_index() < STAGES ? 1 : STATE_WARPS * WARP_ARRIVALS);
+                 thread_index() < STAGES ? 1 + 32 * PRODUCER_WARPS : STATE_WARPS * WARP_ARRIVALS);
   fence_async_proxy();  // bulk copies use them
   sync_block();
 }
 
-// This warp's 16 values of a chunk in a stage.
-__device__ __forceinline__ u32 values_of(u32 stage, const Lane& l) {
-  return stage + STAGED_BYTES + 2 * (l.row % (V / PARTS));
+// This warp's values in a stage.
+__device__ __forceinline__ ValueRows values_of(u32 stage, const Lane& l) {
+  return value_rows(stage + STAGED_BYTES, l.row % BLOCK_ROWS);
 }
 
-// Where a chunk's values are in device memory: those of its first token, and how many tokens it has.
-struct ValueRows {
-  u64 at;
-  int tokens;
+// A chunk's values in device memory: 16 bytes of the first row that this thread copies, and how many rows
+// there are. The producers share them.
+constexpr int PIECES = BLOCK_ROWS / 8, ROWS_AT_ONCE = 32 * PRODUCER_WARPS / PIECES;
+struct Values {
+  const unsigned char* at;
+  long long step;  // bytes from a row to the next
+  int rows;
 };
-// Of the chunk that begins at `token` of the call's batch row.
-__device__ __forceinline__ ValueRows value_rows(const SegmentParams& p, long long batch, long long token, int hv,
-                                                int tokens, int part) {
-  return {p.v + 2 * (batch * p.v_sb + token * p.v_st + hv * p.v_sh) + part * VALUE_BYTES, tokens};
+// Of a chunk that begins at `token` of the batch row.
+__device__ __forceinline__ Values find_values(const SegmentParams& p, const Sequence& s, long long token,
+                                              int hv, int part) {
+  const int own = producer_thread();
+  const long long row = s.batch * p.v_sb + (s.first + token + own / PIECES) * p.v_st + hv * p.v_sh;
+  return {reinterpret_cast<const unsigned char*>(p.v + 2 * row) + part * (2 * BLOCK_ROWS) + 16 * (own % PIECES),
+          2 * p.v_st, 0};
 }
 
-// Asks for the first `bytes` of a record, and for its values if there are any to ask for, in the next stage;
-// by a warp. Values past the end are zero: their products with the operands' zeros are to be zero.
-__device__ __forceinline__ void load_chunk(OperandRing& ring, u64 record, u32 bytes, const ValueRows& v,
-                                           u32 token_bytes) {
-  const int lane = thread_index() & 31;
-  const auto copy = [&](u32 to, u64 from, u32 size) {
-    const void* const source = reinterpret_cast<const void*>(from);
-    if (LAST_READER)
-      copy_in_evict_first(to, source, size, ring.full());
-    else
-      copy_in(to, source, size, ring.full());
-  };
+// Asks for the first `bytes` of a record, and for values unless there are none (0 rows), in the next stage.
+// Rows past the end are zero: products of them with the operands' zeros are to be zero.
+__device__ __forceinline__ void load_chunk(OperandRing& ring, u64 record, u32 bytes, const Values& v) {
   ring.wait_empty();
-  const u32 values = ring.stage() + STAGED_BYTES;
-  if (v.tokens & C - 1) {
-    for (int row = v.tokens + (lane >> 4); row < C; row += 2) {
-      if ((lane & 15) < VALUE_BYTES / 16) store_shared(values + row * VALUE_PITCH + 16 * (lane & 15), 0, 0, 0, 0);
+  const int own = producer_thread();
+  if (own == 0) {
+    const void* const source = reinterpret_cast<const void*>(record);
+    barrier_expect(ring.full(), bytes);
+    if (LAST_READER)
+      copy_in_evict_first(ring.stage(), source, bytes, ring.full());
+    else
+      copy_in(ring.stage(), source, bytes, ring.full());
+  }
+  if (v.rows) {
+    const unsigned char* from = v.at;
+    const u32 image = ring.stage() + STAGED_BYTES + own % PIECES / 8 * SQUARE_BYTES;
+    int left = v.rows - own / PIECES;
+#pragma unroll
+    for (int n = 0; n < C / ROWS_AT_ONCE; ++n) {
+      const u32 to = image + swizzled(own / PIECES + n * ROWS_AT_ONCE, own % 8);
+      if (LAST_READER)
+        copy_async16_evict_first(to, from, left > 0);
+      else
+        copy_async16(to, from, left > 0);
+      from += ROWS_AT_ONCE * v.step;
+      left -= ROWS_AT_ONCE;
     }
-    fence_async_proxy();  // a bulk copy will overwrite them
-    sync_warp();
   }
-  if (lane == 0) {
-    barrier_expect(ring.full(), bytes + (u32)v.tokens * VALUE_BYTES);
-    copy(ring.stage(), record, bytes);
-  }
-  sync_warp();
-  for (int row = lane; row < v.tokens; row += 32)
-    copy(values + row * VALUE_PITCH, v.at + (u64)((u32)row * (u64)token_bytes), VALUE_BYTES);
+  copy_async_arrive(ring.full());
   ring.next();
 }
 
 // Bytes from a chunk's record to the next chunk's, and the record of a segment's first chunk.
-__device__ __forceinline__ u64 record_step(const SegmentParams& p) { return (u64)p.HV * sizeof(ChunkOperands); }
+__device__ __forceinline__ u64 record_step(const SegmentParams& p) {
+  return (u64)p.HV * sizeof(ChunkOperands);
+}
 __device__ __forceinline__ u64 first_record(const SegmentParams& p, const Segment& x) {
   return p.chunk_operands + ((u64)(x.s.slot + x.begin) * p.HV + x.hv) * sizeof(ChunkOperands);
 }
 
-// One warp loads the first `bytes` of every chunk's operands and, if asked to, the values.
+// The producers load the first `bytes` of every chunk's operands, and its values if those are wanted.
 __device__ __forceinline__ void produce(const SegmentParams& p, const Segment& x, OperandRing& ring,
                                         u32 bytes, bool with_values, int part = 0) {
   u64 from = first_record(p, x);
-  const u32 token_bytes = 2 * (u32)p.v_st;
+  Values v = find_values(p, x.s, (long long)x.begin * C, x.hv, part);
   int left = x.s.length - x.begin * C;
-  ValueRows v = value_rows(p, x.s.batch, x.s.first + (long long)x.begin * C, x.hv, 0, part);
   for (int c = x.begin; c < x.end; ++c, from += record_step(p)) {
-    if (with_values) v.tokens = left < C ? left : C;
-    load_chunk(ring, from, bytes, v, token_bytes);
-    v.at += (u64)C * token_bytes;
+    if (with_values) v.rows = left < C ? left : C;
+    load_chunk(ring, from, bytes, v);
+    v.at += C * v.step;
     left -= C;
   }
 }

@@ -47,7 +47,14 @@ def in_segments(request: Request, inputs: ChunkInputs) -> Iterator[Segment]:
             begin, index = end, index + 1
 
 
-WIDTHS = {"last": (1, 128), "kt": (64, 128), "kd": (64, 128), "qg": (64, 128), "aqt": (64, 64), "v": (64, 128)}
+WIDTHS = {
+    "last": (1, 128),
+    "kt": (64, 128),
+    "kd": (64, 128),
+    "qg": (64, 128),
+    "aqt": (64, 64),
+    "v": (64, 128),
+}
 
 
 def prepare(request: Request, inputs: ChunkInputs) -> dict[str, F64]:

@@ -27,6 +27,7 @@ from kdacore_cuda import (
     torch_launch,
 )
 from kdacore_cuda.compiler import compile_kernel
+from kdacore_cuda.kernel_parameters import WALK
 from kdacore_cuda.kernel_source import EVERY_LANE
 
 SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
@@ -95,7 +96,8 @@ def test_records_are_those_of_segments(
         assert error(got[name], x) < 5e-3, name
     flags = call.workspace[plan.flags_offset :].view(torch.int64)
     assert len(flags) == 24 * chunk_forward_dataflow_kernels.WALK_BLOCKS
-    assert (flags == call.launches[1][3][6]).all()
+    number = [name for name, _ in WALK.fields].index("launch")
+    assert (flags == call.launches[1][3][number]).all()
     launch(call, 1)
     assert not flags.any()
 

@@ -309,10 +309,7 @@ def test_chunk_forward_in_segments(seen: Recorder, packed: bool) -> None:
     )
     strided(prepare.params, **{name: named[name] for name in ("q", "k", "v", "g")})
     operands = rest[0].params["chunk_operands"]
-    holds(
-        prepare.params,
-        **{name: operands + first for name, (first, _) in chunk_forward_segments.CHUNK_OPERANDS.items()},
-    )
+    holds(prepare.params, last=operands)
     maps = operands + chunks * HV * chunk_forward_segments.CHUNK_OPERANDS_BYTES
     for x in rest:
         assert x.params == rest[0].params
@@ -323,7 +320,15 @@ def test_chunk_forward_in_segments(seen: Recorder, packed: bool) -> None:
             maps=maps,
             starts=maps + slots * HV * chunk_forward_segments.MAP_BYTES,
         )
-        holds(x.params, cu_seqlens=inputs.cu_seqlens, o=got.o, h0=inputs.initial_state, ht=got.final_state)
+        strided(x.params, v=inputs.v)
+        holds(
+            x.params,
+            v=inputs.v,
+            cu_seqlens=inputs.cu_seqlens,
+            o=got.o,
+            h0=inputs.initial_state,
+            ht=got.final_state,
+        )
         holds(x.params, ckpt=got.checkpoints, T=T, N=N, HV=HV, NT=18, segment=16, segments=2, ckpt_every=128)
         assert x.params["flags"] == prepare.params["flags"]
 
@@ -354,13 +359,16 @@ def test_chunk_forward_side_by_side(seen: Recorder) -> None:
     strided(prepare.params, **{name: named[name] for name in ("q", "k", "v", "g")})
     operands = walk.params["chunk_operands"]
     ready = operands + units * chunk_forward_segments.CHUNK_OPERANDS_BYTES
+    holds(prepare.params, ready=ready, last=operands)
+    strided(walk.params, v=inputs.v)
     holds(
-        prepare.params,
+        walk.params,
+        v=inputs.v,
+        o=got.o,
+        h0=inputs.initial_state,
+        ht=got.final_state,
+        ckpt=got.checkpoints,
         ready=ready,
-        **{name: operands + first for name, (first, _) in chunk_forward_segments.CHUNK_OPERANDS.items()},
-    )
-    holds(
-        walk.params, o=got.o, h0=inputs.initial_state, ht=got.final_state, ckpt=got.checkpoints, ready=ready
     )
     holds(walk.params, T=T, N=B, HV=HV, NT=7, ckpt_every=128)
     for x in (prepare, walk):
@@ -688,7 +696,7 @@ def test_chosen_checkpoints_in_segments(seen: Recorder, monkeypatch: pytest.Monk
     found = seen()
     entries = ["prepare_marked", "maps", "chain", "output"]
     assert [x.entry for x in found] == 2 * entries
-    states, records, units = 4 * HV * 65536, 4 * HV * 74240, (300 // 64 + 3) * HV
+    states, records, units = 4 * HV * 65536, 4 * HV * 57856, (300 // 64 + 3) * HV
     for prepare, *others in (found[:4], found[4:]):
         marked = {"mark_offsets": inputs.checkpoint_offsets, "mark_rows": inputs.checkpoint_indices}
         holds(prepare.params, **marked, marks=4, null_index=0, units=units)
@@ -697,7 +705,7 @@ def test_chosen_checkpoints_in_segments(seen: Recorder, monkeypatch: pytest.Monk
             holds(x.params, **marked, marks=4, null_index=0)
             assert prepare.params["last"] - x.params["mark_states"] == states
             assert x.params["chunk_operands"] - prepare.params["last"] == records
-            assert x.params["maps"] - x.params["chunk_operands"] == 74240 * units
+            assert x.params["maps"] - x.params["chunk_operands"] == 57856 * units
 
 
 FRESH = {
@@ -775,11 +783,8 @@ def test_cached_chunk_forward(
         )
     assert bool(again[-1].params["flags"] & FLAGS["CLEAR_TAIL"]) != pools
     if few:
-        places = [
-            [x.params[k] - x.params["last"] for k in ("kg", "qg", "w", "u", "aqk")]
-            for x in (again[0], first[0])
-        ]
-        assert places[0] == places[1] and again[0].params["last"] == again[-1].params["chunk_operands"]
+        assert again[0].params["last"] == again[-1].params["chunk_operands"]
+        assert again[-1].params["v"] == again[0].params["v"] == inputs.v.data_ptr()
         sizes = [
             [x.params[k] - x.params["chunk_operands"] for k in ("maps", "starts")]
             for x in (again[-1], first[-1])

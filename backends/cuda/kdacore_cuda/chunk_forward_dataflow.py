@@ -149,7 +149,16 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> DataflowCall:
     for name, value in named.items():
         values[_FIELD[name]] = value
     walk_values = (
-        *(addresses[2], o.data_ptr(), address(h0), address(ht), address(checkpoints), operands, ready, number),
+        *(
+            addresses[2],
+            o.data_ptr(),
+            address(h0),
+            address(ht),
+            address(checkpoints),
+            operands,
+            ready,
+            number,
+        ),
         *(*strides[6:9], *plan.walk_sizes),
     )
     launches = (

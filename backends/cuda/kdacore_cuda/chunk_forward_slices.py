@@ -133,8 +133,10 @@ class Pending(NamedTuple):
     """Bytes: the chunks' operands."""
     segments: torch.Tensor
     """Bytes: the segments' maps, room for the segments' starting states."""
-    values: torch.Tensor
-    """v as kernels read it."""
+    values: int
+    """Address of v, as kernels read it."""
+    value_strides: tuple[int, ...]
+    """Its batch, token and head strides."""
     cu_seqlens: torch.Tensor | None
     kept: tuple[Any, ...]
     """Inputs, copies among them, which live until the launches are queued."""
@@ -166,7 +168,8 @@ def begin(request: Request, inputs: ChunkInputs, leaving: torch.Tensor | None) -
         like.new_empty(size, dtype=torch.uint8) for size in (plan.operands_bytes, plan.segments_bytes)
     )
     M, C = (like.new_empty((plan.results, request.HV, 128, 128), dtype=torch.float32) for _ in range(2))
-    pending, cu_seqlens = Pending(operands, segments, kept[2], small[2], (inputs, kept, small)), small[2]
+    cu_seqlens, needed = small[2], (inputs, kept, small)
+    pending = Pending(operands, segments, addresses[2], strides[6:9], cu_seqlens, needed)
     _launch(
         plan,
         plan.prepare,
@@ -229,10 +232,10 @@ def _segment_values(
     """Parameters of maps, starts and output: no pools, no checkpoints at chosen tokens."""
     row, maps = plan.sizes[2] * 128 * 128, pending.segments.data_ptr()
     return (
-        *(pending.values.data_ptr(), address(pending.cu_seqlens), o, starts, final, checkpoints),
+        *(pending.values, address(pending.cu_seqlens), o, starts, final, checkpoints),
         *(pending.operands.data_ptr(), maps, maps + plan.starts_offset),
         *(0, 0, 0, 0, 0, 0, row, row),
-        *(*pending.values.stride()[:3], *plan.sizes),
+        *(*pending.value_strides, *plan.sizes),
     )
 
 

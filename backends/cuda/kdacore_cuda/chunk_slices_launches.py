@@ -51,7 +51,8 @@ def forward_launches(r: Request) -> ForwardSliceLaunches:
     offsets: Places = {"cu_seqlens": ("cu_seqlens", 0)} if r.packed else {}
     maps: Places = {"maps": ("workspace", plan.operands_bytes)}
     operands: Places = {"last": ("workspace", 0)}
-    segments: Places = offsets | {"v": ("v", 0), "chunk_operands": ("workspace", 0), **maps, "starts": ("segment_starts", 0)}
+    segments: Places = {"v": ("v", 0), **offsets, "chunk_operands": ("workspace", 0), **maps}
+    segments["starts"] = ("segment_starts", 0)
     row = r.HV * r.K * r.V
     sizes = SEGMENTS.last(row, row, *plan.chunks.strides[6:9], *plan.sizes)
 

@@ -37,7 +37,7 @@ def finish(request: Request, inputs: ChunkInputs, pending: Arrays | None, starts
     if pending is None:
         out = jax_chunk.forward(request, inputs._replace(initial_state=starts))
         return out if request.output_final_state else out._replace(final_state=None)
-    arrays = {"starts": starts, **pending}
+    arrays = {"v": _arguments(request, inputs)["v"], "starts": starts, **pending}
     if request.packed:
         arrays["cu_seqlens"] = inputs.cu_seqlens
     found = run_looped(_run_finish, planned(request), arrays)

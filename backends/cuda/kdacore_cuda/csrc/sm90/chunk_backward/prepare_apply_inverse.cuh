@@ -11,13 +11,6 @@ __device__ __forceinline__ u32 scaled_pair(u32 x, float2 factor) {
   return pack_bf16(bf16_low(x) * factor.x, bf16_high(x) * factor.y);
 }
 
-// The rounding errors of a pair of beta v.
-__device__ __forceinline__ void rounding_error(float& x, float& y, u32 v, float beta) {
-  x = bf16_low(v) * beta, y = bf16_high(v) * beta;
-  const u32 rounded = pack_bf16(x, y);
-  x -= bf16_low(rounded), y -= bf16_high(rounded);
-}
-
 __device__ __forceinline__ void apply_inverse(u32 shared, int warp, int lane, float unit) {
   const int t = lane & 3, image = warp >> 2, piece = 2 * (warp & 3);
   u32 zb[4][4], vb[4][4];
@@ -51,20 +44,6 @@ __device__ __forceinline__ void apply_inverse(u32 shared, int warp, int lane, fl
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     float w[PARTS][2][4] = {}, u[2][4] = {};  // w: of keys of each part
-    if (FOR_SEGMENTS) {
-      // Of the four roundings between v and the state, that of beta v is cheap to compensate, on
-      // the inverse's diagonal.
-      u32 v[4];
-      load_matrix4(v, shared + OFFSET(SharedMemory, v) + image * SQUARE_BYTES +
-                          tile_offset(16 * i + (lane & 15), piece + (lane >> 4)));
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float beta =
-            load_shared1(shared + OFFSET(SharedMemory, beta) + 4 * (16 * i + 8 * h + (lane >> 2)));
-#pragma unroll
-        for (int n = 0; n < 2; ++n) rounding_error(u[n][2 * h], u[n][2 * h + 1], v[2 * n + h], beta);
-      }
-    }
 #pragma unroll
     for (int j = 0; j <= i; ++j) {
       u32 x[4];

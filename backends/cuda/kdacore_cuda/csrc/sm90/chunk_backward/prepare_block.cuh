@@ -17,7 +17,7 @@ __device__ __forceinline__ void make_only_unit(const ChunkBackwardParams& p, con
   store_parameter(p, load_parameter(p, beta, u.rows, u.hv, thread), u.rows, shared, gate, thread);
   make_unit(p, u.rows, gate, shared, [] {});
   if (thread == 0) {
-    store_values(p, shared);
+    store_products(p, shared);
     copy_out_wait_read<0>();
   }
 }

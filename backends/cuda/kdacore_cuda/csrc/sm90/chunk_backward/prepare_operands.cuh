@@ -106,6 +106,24 @@ __device__ __forceinline__ void sum_strip(float (&x)[4][8], u32 shared, const St
   }
 }
 
+// kg of two numbers, and its rounding error.
+__device__ __forceinline__ void split_kg(float x, float y, u32& kg, u32& low) {
+  kg = pack_bf16(x, y);
+  low = pack_bf16(x - bf16_low(kg), y - bf16_high(kg));
+}
+
+#if FOR_SEGMENTS
+// kg of piece i to its image.
+__device__ __forceinline__ void store_kg(const ChunkBackwardParams&, u32 shared, const Strip& s, int i,
+                                         const u32 (&kg)[4], const u32 (&)[4]) {
+  store_matrix4_transposed((shared + s.at + OFFSET(SharedMemory, kg)) ^ (i << 4), kg);
+}
+#else
+// Where a warp's strip is staged.
+__device__ __forceinline__ u32 strip_of(u32 shared, const Strip& s) {
+  return shared + OFFSET(SharedMemory, strips) + (4 * s.half + s.slice) * STRIP_BYTES;
+}
+
 // Address in a strip's staging of row r of tile m at place i: pieces of 16 bytes. The pieces of one
 // token at all four places use different banks.
 __device__ __forceinline__ u32 staging_address(u32 strip, int i, int m, int r) {
@@ -127,12 +145,6 @@ __device__ __forceinline__ void flush_strip(u32 strip, const Strip& s, unsigned 
   sync_warp();
 }
 
-// kg of two numbers, and its rounding error.
-__device__ __forceinline__ void split_kg(float x, float y, u32& kg, u32& low) {
-  kg = pack_bf16(x, y);
-  low = pack_bf16(x - bf16_low(kg), y - bf16_high(kg));
-}
-
 // Stores kg of pieces i - 1 and i, staged in places 0 and 1, and its rounding error, in 2 and 3: 32
 // rows of 32 bytes each.
 __device__ __forceinline__ void flush_kg(const ChunkBackwardParams& p, u32 strip, const Strip& s, int i) {
@@ -149,19 +161,18 @@ __device__ __forceinline__ void flush_kg(const ChunkBackwardParams& p, u32 strip
   sync_warp();
 }
 
-// Stores kg of piece i and its rounding error, two pieces at a time. Inference does not need the
-// latter: four pieces at a time.
-__device__ __forceinline__ void store_kg(const ChunkBackwardParams& p, u32 strip, const Strip& s, int i,
+// Stores kg of piece i and its rounding error, two pieces at a time.
+__device__ __forceinline__ void store_kg(const ChunkBackwardParams& p, u32 shared, const Strip& s, int i,
                                          const u32 (&kg)[4], const u32 (&low)[4]) {
-  if (FOR_SEGMENTS) {
-    store_matrix4_transposed(staging_address(strip, i, s.lane >> 3, s.lane & 7), kg);
-    if (i == 3) flush_strip(strip, s, place_of(p.kg, TILE_BYTES));
-    return;
-  }
+  const u32 strip = strip_of(shared, s);
   store_matrix4_transposed(staging_address(strip, i & 1, s.lane >> 3, s.lane & 7), kg);
   store_matrix4_transposed(staging_address(strip, 2 + (i & 1), s.lane >> 3, s.lane & 7), low);
   if (i & 1) flush_kg(p, strip, s, i);
 }
+#endif
+
+// The factor that makes zb of k.
+constexpr u32 ZB_FACTOR = FOR_SEGMENTS ? OFFSET(SharedMemory, k_norm) : OFFSET(SharedMemory, kb_factor);
 
 #if BOUNDED
 #include "sm90/chunk_backward/prepare_operands_bounded.cuh"
@@ -169,7 +180,7 @@ __device__ __forceinline__ void store_kg(const ChunkBackwardParams& p, u32 strip
 #include "sm90/chunk_backward/prepare_operands_unbounded.cuh"
 #endif
 
-// Decays of the chunk, of its first and of its second half.
+// Decays of the chunk and, for the backward, of its first and of its second half.
 __device__ __forceinline__ void write_decays(const ChunkBackwardParams& p, u32 shared, int channel) {
   float total[PARTS];
 #pragma unroll
@@ -177,9 +188,12 @@ __device__ __forceinline__ void write_decays(const ChunkBackwardParams& p, u32 s
     total[i] = load_shared1(shared + OFFSET(SharedMemory, totals) + 4 * (K * i + channel));
   const float first = BOUNDED ? total[0] : total[0] + total[1],
               second = BOUNDED ? total[1] : total[PARTS - 2] + total[PARTS - 1];
+#if FOR_SEGMENTS
+  reinterpret_cast<float*>(record_of(p))[channel] = exp2_fast(first + second);
+#else
   float* to = reinterpret_cast<float*>(place_of(p.last, LAST_BYTES)) + channel;
   to[0] = exp2_fast(first + second);
-  if (FOR_SEGMENTS) return;
   to[K] = exp2_fast(first);
   to[2 * K] = exp2_fast(second);
+#endif
 }

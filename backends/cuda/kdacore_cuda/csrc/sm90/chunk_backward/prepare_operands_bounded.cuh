@@ -1,6 +1,7 @@
 // Bounded gates: an anchor serves a half. Part of prepare_operands.cuh.
 #pragma once
 
+#if !FOR_SEGMENTS
 // qg of the first half: zq without its anchor, a power of two and so exact.
 __device__ __forceinline__ void flush_queries(u32 shared, const Strip& s, unsigned char* tile, float unit) {
   const int lane = opaque(s.lane);
@@ -15,12 +16,13 @@ __device__ __forceinline__ void flush_queries(u32 shared, const Strip& s, unsign
     store_global(tile + image + swizzled(row, piece), x);
   }
 }
+#endif
 
-// The strip's part of zq, zb, yk and sk to shared memory, of kg, kg_low and qg to device memory.
-// `x`: from sum_strip.
+// The strip's part of zq, zb, yk and sk to shared memory, of kg, kg_low and qg to device memory
+// (FOR_SEGMENTS: kg to shared memory). `x`: from sum_strip.
 template <int TOKEN_HALF>
 __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 shared, const Strip& s,
-                                              u32 strip, const float (&x)[4][8]) {
+                                              const float (&x)[4][8]) {
   const u32 tokens = shared + 4 * (HALF * TOKEN_HALF + 8 * s.t);
   const float unit = exp2_fast(-p.centre);
   u32 qg[4][4];  // of the second half
@@ -41,7 +43,7 @@ __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 
         const float z0 = bf16_low(q[m]) * factor.x * exp2_fast(x[i][2 * m]);
         const float z1 = bf16_high(q[m]) * factor.y * exp2_fast(x[i][2 * m + 1]);
         q[m] = pack_bf16(z0, z1);
-        if (TOKEN_HALF) qg[i][m] = pack_bf16(z0 * unit * other, z1 * unit * other);
+        if (TOKEN_HALF && !FOR_SEGMENTS) qg[i][m] = pack_bf16(z0 * unit * other, z1 * unit * other);
       }
       store_matrix4_transposed(at + OFFSET(SharedMemory, q), q);
     }
@@ -50,7 +52,7 @@ __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
       const float2 rk = load_shared2(tokens + OFFSET(SharedMemory, k_norm) + 8 * m),
-                   kb = load_shared2(tokens + OFFSET(SharedMemory, kb_factor) + 8 * m);
+                   kb = load_shared2(tokens + ZB_FACTOR + 8 * m);
       const float x0 = x[i][2 * m], x1 = x[i][2 * m + 1];
       const float k0 = bf16_low(k[m]), k1 = bf16_high(k[m]);
       const float y0 = k0 * rk.x * exp2_fast(-x0), y1 = k1 * rk.y * exp2_fast(-x1);
@@ -70,9 +72,11 @@ __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 
     if (!TOKEN_HALF)
       store_matrix4_transposed(at + OFFSET(SharedMemory, sk) - (s.slice >> 1) * (SQUARE_BYTES - HALF_SQUARE),
                                sk);
-    store_kg(p, strip, s, i, kg, low);
+    store_kg(p, shared, s, i, kg, low);
   }
+#if !FOR_SEGMENTS
   if (TOKEN_HALF) {
+    const u32 strip = strip_of(shared, s);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       store_matrix4_transposed(staging_address(strip, i, s.lane >> 3, s.lane & 7), qg[i]);
@@ -80,4 +84,5 @@ __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 
   } else {
     flush_queries(shared, s, place_of(p.qg, TILE_BYTES), unit);
   }
+#endif
 }

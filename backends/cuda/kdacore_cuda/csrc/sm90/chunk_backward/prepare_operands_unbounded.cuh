@@ -4,10 +4,10 @@
 #pragma once
 
 // The strip's part of zq, zb, yk and the decayed keys to shared memory, of kg, kg_low and qg to
-// device memory. `x`: from sum_strip.
+// device memory (FOR_SEGMENTS: kg to shared memory). `x`: from sum_strip.
 template <int TOKEN_HALF>
 __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 shared, const Strip& s,
-                                              u32 strip, const float (&x)[4][8]) {
+                                              const float (&x)[4][8]) {
   const u32 tokens = shared + 4 * (HALF * TOKEN_HALF + 8 * s.t);
   const float unit = exp2_fast(-p.centre);
   const bool later = s.t & 2;  // this lane's quarter of the half
@@ -35,7 +35,7 @@ __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 
     for (int m = 0; m < 4; ++m) {
       const float2 rq = load_shared2(tokens + OFFSET(SharedMemory, q_factor) + 8 * m),
                    rk = load_shared2(tokens + OFFSET(SharedMemory, k_norm) + 8 * m);
-      const float2 kb = load_shared2(tokens + OFFSET(SharedMemory, kb_factor) + 8 * m);
+      const float2 kb = load_shared2(tokens + ZB_FACTOR + 8 * m);
       const float x0 = x[i][2 * m], x1 = x[i][2 * m + 1], up0 = exp2_fast(x0), up1 = exp2_fast(x1);
       const float k0 = bf16_low(k[m]), k1 = bf16_high(k[m]);
       const float y0 = k0 * rk.x * exp2_fast(-x0), y1 = k1 * rk.y * exp2_fast(-x1);
@@ -48,7 +48,7 @@ __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 
       s2[m] = pack_bf16(d0 * third, d1 * third);
       s3[m] = pack_bf16(d0 * fourth, d1 * fourth);
       split_kg(d0 * after, d1 * after, kg[m], low[m]);
-      qg[i][m] = pack_bf16(z0 * unit * before, z1 * unit * before);
+      if (!FOR_SEGMENTS) qg[i][m] = pack_bf16(z0 * unit * before, z1 * unit * before);
     }
     store_matrix4_transposed(at + OFFSET(SharedMemory, k), k);
     store_matrix4_transposed(at + OFFSET(SharedMemory, q), q);
@@ -60,10 +60,13 @@ __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 
       store_matrix4_transposed(narrow + OFFSET(SharedMemory, sk_third), s2);
       store_matrix4_transposed(at + OFFSET(SharedMemory, sk_fourth), s3);
     }
-    store_kg(p, strip, s, i, kg, low);
+    store_kg(p, shared, s, i, kg, low);
   }
+#if !FOR_SEGMENTS
+  const u32 strip = strip_of(shared, s);
 #pragma unroll
   for (int i = 0; i < 4; ++i)
     store_matrix4_transposed(staging_address(strip, i, s.lane >> 3, s.lane & 7), qg[i]);
   flush_strip(strip, s, place_of(p.qg, TILE_BYTES));
+#endif
 }

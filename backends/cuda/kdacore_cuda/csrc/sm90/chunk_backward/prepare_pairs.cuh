@@ -108,6 +108,21 @@ __device__ __forceinline__ void store_system(const Pairs& pairs, u32 shared, int
   }
 }
 
+// Rows of pairs times beta, which zb has already unless FOR_SEGMENTS.
+template <int ROW_BLOCK>
+__device__ __forceinline__ void multiply_rows(Pairs& out, u32 shared, int lane) {
+  const u32 at = shared + OFFSET(SharedMemory, beta) + 4 * (16 * ROW_BLOCK + (lane >> 2));
+  const float beta[2] = {load_shared1(at), load_shared1(at + 32)};
+#pragma unroll
+  for (int j = 0; j <= ROW_BLOCK; ++j) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) out.block[j][n][e] *= beta[e >> 1];
+    }
+  }
+}
+
 template <int ROW_BLOCK>
 __device__ __forceinline__ void make_pairs(Pairs& pairs, u32 shared, bool system, int lane, float unit) {
 #pragma unroll
@@ -120,7 +135,9 @@ __device__ __forceinline__ void make_pairs(Pairs& pairs, u32 shared, bool system
   }
   multiply_pairs<ROW_BLOCK>(pairs, shared, system ? OFFSET(SharedMemory, k) : OFFSET(SharedMemory, q), lane);
   finish_pairs<ROW_BLOCK>(pairs, lane, unit, system ? 0 : 1);
-  if (!system)
+  if (FOR_SEGMENTS) {
+    if (system) multiply_rows<ROW_BLOCK>(pairs, shared, lane);
+  } else if (!system)
     store_image<ROW_BLOCK>(pairs, shared + OFFSET(SharedMemory, aqk), shared + OFFSET(SharedMemory, inverse),
                            lane);
 }
@@ -132,6 +149,12 @@ __device__ __forceinline__ void make_pairs(int row_block, Pairs& pairs, u32 shar
   if (row_block == 1) make_pairs<1>(pairs, shared, system, lane, unit);
   if (row_block == 2) make_pairs<2>(pairs, shared, system, lane, unit);
   if (row_block == 3) make_pairs<3>(pairs, shared, system, lane, unit);
+}
+__device__ __forceinline__ void store_image(int row_block, const Pairs& pairs, u32 image, u32 other, int lane) {
+  if (row_block == 0) store_image<0>(pairs, image, other, lane);
+  if (row_block == 1) store_image<1>(pairs, image, other, lane);
+  if (row_block == 2) store_image<2>(pairs, image, other, lane);
+  if (row_block == 3) store_image<3>(pairs, image, other, lane);
 }
 __device__ __forceinline__ void store_system(int row_block, const Pairs& pairs, u32 shared, int lane) {
   if (row_block == 0) store_system<0>(pairs, shared, lane);

@@ -17,7 +17,7 @@ __device__ __forceinline__ u32 place_memory(int place) {
 }
 __device__ __forceinline__ u32 unit_memory() { return place_memory(unit_in_block()); }
 __device__ __forceinline__ u32 unit_index() {
-  return __float_as_uint(load_shared1(unit_memory() + OFFSET(SharedMemory, value_rows[3])));
+  return __float_as_uint(load_shared1(unit_memory() + OFFSET(SharedMemory, place)));
 }
 __device__ __forceinline__ void sync_unit() { sync_threads(1 + unit_in_block(), THREADS); }
 // Half of a unit's threads: the first half (0) or the second (1) of them, or one of any.

@@ -14,8 +14,15 @@
 //   yk       g             yk                     v                         v
 //   sk_third, sk_fourth    sk of earlier quarters, as the third and the fourth see them (unbounded gates)
 //
+// With FOR_SEGMENTS, which needs no v, these differ:
+//
+//   q        q             zq                     the system in two parts   kt
+//   sk       -             sk                     its diagonal              aqt
+//   kg       g if float    kg                     kg                        kg
+//   yk       g             yk                     aqk, inverse              aqk, inverse
+//
 // A part is the set of tokens that share an exponent anchor: a half if gates are bounded, else a
-// quarter. zq = q 2^(P + centre), zb = beta k 2^(P + centre), yk = k 2^(-P - centre), sk = k
+// quarter. zq = q 2^(P + centre), zb = beta k 2^(P + centre) (FOR_SEGMENTS: without beta), yk = k 2^(-P - centre), sk = k
 // 2^(P_end - P): q with its norm and scale, k with its norm, P the log2 decay from the start of the
 // row's part, P_end that to the start of the later part which sees it.
 #pragma once
@@ -44,11 +51,39 @@ struct SharedMemory {
   TileImage k;
   union {
     TileImage q;
+#if FOR_SEGMENTS
+    TileImage kt;
+#else
     TileImage w;
+#endif
     struct {
       SquareImage system_high, system_low;
     };
   };
+#if FOR_SEGMENTS
+  union {
+    u16 sk[2][HALF][64];
+    float diagonal[4][16][DIAGONAL_PITCH];
+    SquareImage aqt;
+  };
+  union {
+#if G_FLOAT
+    float raw_g[C][K];
+#endif
+    struct {
+      TileImage kg;
+      union {
+        TileImage yk;
+        struct {
+          SquareImage aqk, inverse;
+        };
+#if !G_FLOAT
+        TileImage raw_g;
+#endif
+      };
+    };
+  };
+#else
   union {
     TileImage u;
     struct {
@@ -74,6 +109,7 @@ struct SharedMemory {
       };
     };
   };
+#endif
 #if !BOUNDED
   u16 sk_third[2][HALF][64];
   TileImage sk_fourth;
@@ -83,9 +119,11 @@ struct SharedMemory {
   float kb_factor[C];                   // beta / |k|
   float totals[PARTS][K];               // log2 decay of each part
   float bias[K];
-  // Address of v's rows and their number, and the unit's place in the workspace; there are no
-  // registers for them.
-  u32 value_rows[4];
+#if FOR_SEGMENTS
+  u32 place;  // the unit's, in the workspace, if SIDE_BY_SIDE; there is no register for it
+#else
+  u32 value_rows[4];  // address of v's rows and their number, likewise
+#endif
 #if SIDE_BY_SIDE
   UnitInputs inputs[2];   // of this unit and of the next one
   u64 given[2], written;  // barriers
@@ -105,10 +143,14 @@ __device__ __forceinline__ u32 tile_offset(int row, int piece) {
 
 #include "sm90/chunk_backward/prepare_places.cuh"
 
-// The unit in an array of the workspace, or its part of the unit's ChunkOperands.
-__device__ __forceinline__ unsigned char* place_of(u64 base, u32 bytes) {
 #if FOR_SEGMENTS
-  bytes = sizeof(ChunkOperands);
-#endif
+// The unit's record.
+__device__ __forceinline__ unsigned char* record_of(const ChunkBackwardParams& p) {
+  return reinterpret_cast<unsigned char*>(p.last) + (u64)unit_index() * sizeof(ChunkOperands);
+}
+#else
+// The unit in an array of the workspace.
+__device__ __forceinline__ unsigned char* place_of(u64 base, u32 bytes) {
   return reinterpret_cast<unsigned char*>(base) + (u64)unit_index() * bytes;
 }
+#endif

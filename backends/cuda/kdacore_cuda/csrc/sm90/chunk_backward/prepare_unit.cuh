@@ -1,15 +1,19 @@
 // What the threads of a unit do, in steps that sync_unit() separates. Which warps do what: prepare.cu.
 #pragma once
 
-#include "sm90/chunk_backward/prepare_apply_inverse.cuh"
 #include "sm90/chunk_backward/prepare_inverse.cuh"
 #include "sm90/chunk_backward/prepare_operands.cuh"
+#if FOR_SEGMENTS
+#include "sm90/chunk_backward/prepare_for_segments.cuh"
+#else
+#include "sm90/chunk_backward/prepare_apply_inverse.cuh"
+#endif
 
 static_assert(THREADS == C + ROWS_BYTES / 4, "a thread a row value");
 
 // 1. Asks for inputs: first those whose place in shared memory the unit before leaves free early (k,
-// and g in bfloat16), then the others, and v in L2. v's address and number of rows, and the unit's
-// place, go to shared memory.
+// and g in bfloat16), then the others, and v in L2. v's address and number of rows go to shared memory;
+// FOR_SEGMENTS, which does not need v, the unit's place.
 __device__ __forceinline__ void fetch_gates(const ChunkBackwardParams& p, u64 g, int rows, u32 shared,
                                             int thread) {
   const Rows from = {reinterpret_cast<const unsigned char*>(g), (int)p.g_st * (G_FLOAT ? 4 : 2)};
@@ -32,11 +36,16 @@ __device__ __forceinline__ void fetch_other_inputs(const ChunkBackwardParams& p,
   if (G_FLOAT) fetch_gates(p, g, rows, shared, thread);
   fetch_tile<THREADS>(shared + OFFSET(SharedMemory, q), half_rows(q, p.q_st), rows, thread);
   copy_async_commit();
+#if FOR_SEGMENTS
+  if (thread == 0) store_shared(shared + OFFSET(SharedMemory, place), at);
+#else
   prefetch_tile(half_rows(v, p.v_st), rows, thread);
   if (thread == 0)
     store_shared(shared + OFFSET(SharedMemory, value_rows), (u32)v, (u32)(v >> 32), (u32)rows, at);
+#endif
 }
 
+#if !FOR_SEGMENTS
 // v to shared memory and aqk from it to the workspace, by half of the threads.
 __device__ __forceinline__ void fetch_values(const ChunkBackwardParams& p, u32 shared, int thread, int warp,
                                              int lane) {
@@ -51,9 +60,10 @@ __device__ __forceinline__ void fetch_values(const ChunkBackwardParams& p, u32 s
   }
   copy_async_wait<0>();
 }
+#endif
 
-// Steps 2 to 6, once inputs have been asked for and parameters stored: w and u are left in shared
-// memory. Calls f() after step 2.
+// Steps 2 to 6, once inputs have been asked for and parameters stored: w and u (FOR_SEGMENTS: kt and aqt)
+// are left in shared memory. Calls f() after step 2.
 template <class F>
 __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows, const Gate& gate, u32 shared,
                                           F f) {
@@ -71,18 +81,22 @@ __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows
     sync_unit();
     f();
 
-    // 3. Operands; kg, qg, last and rows go to the workspace.
+    // 3. Operands; kg, qg, last and rows (FOR_SEGMENTS: kd, qg and last) go to the workspace.
     if (thread < K) write_decays(p, shared, thread);
-    if (!FOR_SEGMENTS && thread >= C) {
+#if !FOR_SEGMENTS
+    if (thread >= C) {
       const int i = thread - C;
       reinterpret_cast<float*>(place_of(p.rows, ROWS_BYTES))[i] =
           load_shared1(shared + OFFSET(SharedMemory, beta) + 4 * i);
     }
-    const u32 strip = shared + OFFSET(SharedMemory, strips) + warp * STRIP_BYTES;
+#endif
     if (s.half)
-      make_operands<1>(p, shared, s, strip, x);
+      make_operands<1>(p, shared, s, x);
     else
-      make_operands<0>(p, shared, s, strip, x);
+      make_operands<0>(p, shared, s, x);
+#if FOR_SEGMENTS
+    store_decayed(p, shared, s);
+#endif
   }
   sync_unit();
 
@@ -101,7 +115,7 @@ __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows
   fence_async_proxy();  // a bulk copy will read aqk
   sync_unit();          // the system takes the place of zq
 
-  // 5. The inverse; meanwhile v is loaded and aqk stored.
+  // 5. The inverse; meanwhile v is loaded and aqk stored (FOR_SEGMENTS: put in the place of yk).
   if (system) {
     store_system(row_block, pairs, shared, lane);
     sync_warp();
@@ -110,22 +124,32 @@ __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows
     merge_column(shared, row_block, lane);
     fence_async_proxy();
   } else {
+#if FOR_SEGMENTS
+    store_image(row_block, pairs, shared + OFFSET(SharedMemory, aqk), shared + OFFSET(SharedMemory, inverse), lane);
+#else
     fetch_values(p, shared, thread, warp, lane);
+#endif
   }
   sync_unit();
 
-  // 6. w and u.
-  if (!FOR_SEGMENTS && thread == 0) {
+  // 6. w and u; or kt and aqt.
+#if FOR_SEGMENTS
+  make_kt(shared, own_warp, lane);
+  make_aqt(shared, own_warp, lane);
+#else
+  if (thread == 0) {
     copy_out(place_of(p.inv, SQUARE_BYTES), shared + OFFSET(SharedMemory, inverse), SQUARE_BYTES);
     copy_out_commit();
   }
   apply_inverse(shared, warp, lane, unit);
+#endif
   fence_async_proxy();
   sync_unit();
 }
 
+#if !FOR_SEGMENTS
 // One thread: w and u to the workspace.
-__device__ __forceinline__ void store_values(const ChunkBackwardParams& p, u32 shared) {
+__device__ __forceinline__ void store_products(const ChunkBackwardParams& p, u32 shared) {
   copy_out(place_of(p.w, TILE_BYTES), shared + OFFSET(SharedMemory, w), TILE_BYTES);
   // In halves, as the scan may load them: initcheck takes what a copy of 16 KB wrote for half
   // written.
@@ -134,3 +158,4 @@ __device__ __forceinline__ void store_values(const ChunkBackwardParams& p, u32 s
            SQUARE_BYTES);
   copy_out_commit();
 }
+#endif

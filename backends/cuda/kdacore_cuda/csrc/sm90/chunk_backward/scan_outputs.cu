@@ -68,6 +68,13 @@ __device__ __forceinline__ void produce(const ScanOutputsParams& p, const Task& 
 // memory, and what needs them, between products that are asked for one after another.
 __device__ __forceinline__ void end_basic_block(const OutputsRing& ring) { ring.wait_full(); }
 
+// This warp's rows of u, the block's first one at `from`.
+__device__ __forceinline__ void load_u(TokenOperand& u, const Lane& rows, u32 from) {
+  const u32 at = from + rows.row * IMAGE_ROW + rows.piece;
+#pragma unroll
+  for (int kk = 0; kk < C_TILES; ++kk) load_matrix4(u.a[kk], at ^ kk << 5);
+}
+
 // `l` places the warp's rows of the state, `rows` those of u and o in the block.
 __device__ __forceinline__ void scan_outputs(const ScanOutputsParams& p, const Task& task, const ScanLane& l,
                                              const Lane& rows) {
@@ -85,7 +92,8 @@ __device__ __forceinline__ void scan_outputs(const ScanOutputsParams& p, const T
 #pragma unroll 1
   for (int c = task.begin; c < task.end; ++c) {
     const long long at = task.at + (long long)c * p.HV;
-    const u32 stage = ring.stage(), own = stage + OFFSET(OutputsStage, u) + l.row * IMAGE_ROW;
+    const u32 stage = ring.stage();
+    const PackedRows own = {stage + OFFSET(OutputsStage, u) + l.row * IMAGE_ROW};  // where o is staged
     const u64 w = operand_descriptor(stage + OFFSET(OutputsStage, w), 16, 1024),
               kg = operand_descriptor(stage + OFFSET(OutputsStage, kg), SQUARE_BYTES, 1024);
     const u64 qg = step(w, OFFSET(OutputsStage, qg) - OFFSET(OutputsStage, w)),
@@ -125,7 +133,7 @@ __device__ __forceinline__ void scan_outputs(const ScanOutputsParams& p, const T
 #pragma unroll
     for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(o, v.a[kk], step(aqk, kk * 32), 1);
     warpgroup_commit();
-    const OutputRows output = read_output(own, rows);
+    const OutputRows<PackedRows> output = read_output(own, rows);
     wait_stores<1>(l);
     stage_rows(l, v);
     fence_staged();  // also before the bulk copy that will overwrite what was staged of o
@@ -149,7 +157,8 @@ __device__ __forceinline__ void scan_outputs(const ScanOutputsParams& p, const T
     to += C * token_bytes;
   }
   if (out_tokens) {  // the producer uses no stage any more
-    const u32 own = l.shared + OFFSET(OutputsMemory, stages) + OFFSET(OutputsStage, u) + l.row * IMAGE_ROW;
+    const PackedRows own = {l.shared + OFFSET(OutputsMemory, stages) + OFFSET(OutputsStage, u) +
+                            l.row * IMAGE_ROW};
     stage_output(out, own, rows);
     store_output(read_output(own, rows), to - C * token_bytes, token_bytes, out_tokens, rows);
   }

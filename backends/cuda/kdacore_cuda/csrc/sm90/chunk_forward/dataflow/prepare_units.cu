@@ -34,23 +34,22 @@ __device__ __forceinline__ void make_units(const ChunkBackwardParams& p) {
   for (u32 turn = 0;; ++turn) {
     const u32 shared = unit_memory();
     const int thread = unit_thread();
-    if (turn && thread == 0) store_values(p, shared);
+    if (turn && thread == 0) store_products(p, shared);
     barrier_wait(shared + GIVEN + 8 * (turn & 1), turn >> 1 & 1);
     const u32 from = shared + OFFSET(SharedMemory, inputs) + (turn & 1) * sizeof(UnitInputs);
-    const uint4 qk = load_shared_u4(from), gv = load_shared_u4(from + 16), more = load_shared_u4(from + 32);
+    const uint4 qk = load_shared_u4(from), gb = load_shared_u4(from + 16), more = load_shared_u4(from + 32);
     const auto wide = [](u32 low, u32 high) { return (u64)high << 32 | low; };
-    const int hv = (int)more.z, rows = (int)more.w;
+    const int hv = (int)more.x, rows = (int)more.y;
     const Gate gate = make_gate(p, hv);
-    const u32 parameter = rows ? load_parameter(p, (long long)wide(more.x, more.y), rows, hv, thread) : 0;
-    const u64 g = wide(gv.x, gv.y);
+    const u32 parameter = rows ? load_parameter(p, (long long)wide(gb.z, gb.w), rows, hv, thread) : 0;
+    const u64 g = wide(gb.x, gb.y);
     if (rows) fetch_first_inputs(p, wide(qk.z, qk.w), g, rows, shared, thread);
     if (turn) {
       if (thread == 0) copy_out_wait_read<0>();
-      sync_unit();  // the place of w and u is free
+      sync_unit();  // the places of kt and aqt are free
     }
     if (rows) {
-      fetch_other_inputs(p, wide(qk.x, qk.y), g, wide(gv.z, gv.w), rows,
-                         __float_as_uint(load_shared1(from + OFFSET(UnitInputs, at))), shared, thread);
+      fetch_other_inputs(p, wide(qk.x, qk.y), g, 0, rows, more.z, shared, thread);
       store_parameter(p, parameter, rows, shared, gate, thread);
     }
     const auto end_unit_before = [&] {  // it should have arrived in device memory by now
@@ -88,10 +87,8 @@ __device__ __forceinline__ bool give(const ChunkBackwardParams& p, int& position
     store(OFFSET(UnitInputs, q), address(p.q, p.q_sb, p.q_st, p.q_sh, u.h, 2),
           address(p.k, p.k_sb, p.k_st, p.k_sh, u.h, 2));
     store(OFFSET(UnitInputs, g), address(p.g, p.g_sb, p.g_st, p.g_sh, u.hv, G_FLOAT ? 4 : 2),
-          address(p.v, p.v_sb, p.v_st, p.v_sh, u.hv, 2));
-    const u64 beta = u.batch * p.beta_sb + u.first * p.beta_st + u.hv * p.beta_sh;
-    store_shared(to + OFFSET(UnitInputs, beta), (u32)beta, (u32)(beta >> 32), (u32)u.hv, (u32)u.rows);
-    store_shared(to + OFFSET(UnitInputs, at), (u32)u.at, 0, 0, 0);
+          u.batch * p.beta_sb + u.first * p.beta_st + u.hv * p.beta_sh);
+    store_shared(to + OFFSET(UnitInputs, hv), (u32)u.hv, (u32)u.rows, (u32)u.at, 0);
     barrier_arrive(shared + GIVEN + 8 * (turn & 1));
   }
   sync_warp();

@@ -2,10 +2,10 @@
 // head from its start, chunk after chunk, as prepare_units writes them. With S the state (V by K) and
 // for each chunk its matrices of segments/chunk_operands.cuh,
 //
-//   v = u - S w^T;   o = S qg^T + v aqk^T;   S' = S diag(last) + v kg
+//   r = v - S kd^T;   o = S qg^T + r aqt^T;   S' = S diag(last) + r kt
 //
-// in this order on the matrix unit: S w^T, S qg^T, v kg, v aqk^T, so that v is made while S qg^T is
-// multiplied, and the next left operand while v aqk^T is. o is handed to another warpgroup one chunk
+// in this order on the matrix unit: S kd^T, S qg^T, r kt, r aqt^T, so that r is made while S qg^T is
+// multiplied, and the next left operand while r aqt^T is. o is handed to another warpgroup one chunk
 // later.
 //
 // This launch begins when every block of prepare_units is resident or has ended, and each of those has
@@ -14,9 +14,9 @@
 // that waits for this one has waited for both.
 //
 // Grid: two blocks a sequence and value head, with 64 value rows each. Warps: four carry the state, four
-// store outputs, each of the same 16 rows as one of the former; three load operands, each into a stage of
-// its own, so that waiting for one flag holds up no other chunk.
-// Synchronisation: a stage's barriers count the bytes that arrive (full) and the warps that have read it
+// store outputs, each of the same 16 rows as one of the former; three load operands and values, each into a
+// stage of its own, so that waiting for one flag holds up no other chunk.
+// Synchronisation: a stage's barriers count the bytes and values that arrive (full) and the warps that have read it
 // (empty). For each pair of warps and of two places, barriers say that o has been handed on (full) or
 // stored (empty).
 //
@@ -49,19 +49,14 @@ __device__ __forceinline__ u64 state_at(u64 states, const WalkParams& p, long lo
   return states ? states + (row * p.HV + hv) * state_bytes(p.flags) : 0;
 }
 
-// A chunk's operands with half of u. The lead places images on 1024 bytes, as products want them.
-struct HalfOperands {
-  float last[K];
-  TileImage kg, w;
-  SquareImage u;
-  TileImage qg;
-  SquareImage aqk;
-};
-constexpr u32 STAGE_LEAD = 1024 - OFFSET(HalfOperands, kg);
+// A chunk's operands and half of its values. The lead places images on 1024 bytes, as products want them.
+constexpr u32 STAGE_LEAD = 1024 - OFFSET(ChunkOperands, kt);
 struct alignas(1024) Stage {
   unsigned char lead[STAGE_LEAD];
-  HalfOperands operands;
+  ChunkOperands operands;
+  SquareImage values;  // rows of tokens
 };
+constexpr u32 VALUES = sizeof(ChunkOperands);
 constexpr int STAGES = 3;
 // o of a chunk as a warp that carries 16 rows hands it on, as left operands are laid out; it is staged
 // there on its way to device memory.
@@ -83,7 +78,7 @@ using OperandRing = Ring<STAGES, STAGE_LEAD, sizeof(Stage), OFFSET(SharedMemory,
 __device__ __forceinline__ void make_barriers(u32 shared) {
   const int i = thread_index();
   if (i < 2 * STAGES) {
-    barrier_init(shared + OFFSET(SharedMemory, full) + 8 * i, i < STAGES ? 1 : ROLE_WARPS * WARP_ARRIVALS);
+    barrier_init(shared + OFFSET(SharedMemory, full) + 8 * i, i < STAGES ? 1 + 32 : ROLE_WARPS * WARP_ARRIVALS);
   } else if (i < 2 * STAGES + 4 * ROLE_WARPS) {
     barrier_init(shared + OFFSET(SharedMemory, pairs) + 8 * (i - 2 * STAGES), WARP_ARRIVALS);
   }
@@ -91,22 +86,33 @@ __device__ __forceinline__ void make_barriers(u32 shared) {
   sync_block();
 }
 
-// One thread loads every third chunk.
+// One warp loads every third chunk. Values, zero past the end, come before its flag is waited for.
 __device__ __forceinline__ void produce(const WalkParams& p, const Item& x, u32 shared, int own) {
+  constexpr int PIECES = sizeof(u16[64]) / 16, ROWS_AT_ONCE = 32 / PIECES;
   OperandRing ring = {shared, (u32)own};
+  const int lane = thread_index() & 31, piece = lane % PIECES, row = lane / PIECES;
+  const long long step = 2 * p.v_st;
+  const unsigned char* values = reinterpret_cast<const unsigned char*>(p.v) +
+                                2 * (x.n * p.v_sb + x.hv * p.v_sh) + (own * C + row) * step + 128 * x.part +
+                                16 * piece;
   for (int c = own; c < p.NT; c += STAGES) {
-    const u64 unit = (u64)(x.n * p.NT + c) * p.HV + x.hv;
-    const u64 from = p.chunk_operands + unit * sizeof(ChunkOperands);
-    wait_and_clear_flag(p.ready + unit * UNIT_FLAGS_BYTES + 8 * x.part, p.launch);
-    fence_async_proxy_global();
     ring.wait_empty();
-    barrier_expect(ring.full(), sizeof(HalfOperands));
-    const auto copy = [&](u32 to, u32 at, u32 size) {
-      copy_in(ring.stage() + to, reinterpret_cast<const void*>(from + at), size, ring.full());
-    };
-    copy(0, 0, OFFSET(HalfOperands, u));
-    copy(OFFSET(HalfOperands, u), OFFSET(ChunkOperands, u) + x.part * SQUARE_BYTES, SQUARE_BYTES);
-    copy(OFFSET(HalfOperands, qg), OFFSET(ChunkOperands, qg), TILE_BYTES + SQUARE_BYTES);
+    const int left = (int)p.T - c * C - row;
+#pragma unroll
+    for (int n = 0; n < C; n += ROWS_AT_ONCE) {
+      copy_async16(ring.stage() + VALUES + swizzled(row + n, piece), values, n < left);
+      values += ROWS_AT_ONCE * step;
+    }
+    values += (STAGES - 1) * C * step;
+    copy_async_arrive(ring.full());
+    if (lane == 0) {
+      const u64 unit = (u64)(x.n * p.NT + c) * p.HV + x.hv;
+      wait_and_clear_flag(p.ready + unit * UNIT_FLAGS_BYTES + 8 * x.part, p.launch);
+      fence_async_proxy_global();
+      barrier_expect(ring.full(), sizeof(ChunkOperands));
+      copy_in(ring.stage(), reinterpret_cast<const void*>(p.chunk_operands + unit * sizeof(ChunkOperands)),
+              sizeof(ChunkOperands), ring.full());
+    }
     ring.parity ^= 1;
   }
 }
@@ -173,20 +179,20 @@ __device__ __forceinline__ void carry_state(const WalkParams& p, const Item& x, 
     }
     --wait;
     const u32 stage = ring.stage();
-    const u64 w = operand_descriptor(stage + OFFSET(HalfOperands, w), 16, 1024),
-              kg = operand_descriptor(stage + OFFSET(HalfOperands, kg), SQUARE_BYTES, 1024);
-    const u64 qg = step(w, OFFSET(HalfOperands, qg) - OFFSET(HalfOperands, w)),
-              aqk = step(w, OFFSET(HalfOperands, aqk) - OFFSET(HalfOperands, w));
+    const u64 kd = operand_descriptor(stage + OFFSET(ChunkOperands, kd), 16, 1024),
+              kt = operand_descriptor(stage + OFFSET(ChunkOperands, kt), SQUARE_BYTES, 1024);
+    const u64 qg = step(kd, OFFSET(ChunkOperands, qg) - OFFSET(ChunkOperands, kd)),
+              aqt = step(kd, OFFSET(ChunkOperands, aqt) - OFFSET(ChunkOperands, kd));
     ring.wait_full();
-    TokenOperand u, v;
+    TokenOperand v, r;
     Decays decays;
-    load_u(u, l, stage + OFFSET(HalfOperands, u));
-    load_decays(decays, l.t, stage + OFFSET(HalfOperands, last));
+    load_values(v, l, value_rows(stage + VALUES, l.row));
+    load_decays(decays, l.t, stage + OFFSET(ChunkOperands, last));
     float prediction[2 * C_TILES][4] = {}, o[2 * C_TILES][4] = {};
     fence_registers(prediction);
     fence_registers(o);
     warpgroup_fence();
-    multiply_channels(prediction, s, w);
+    multiply_channels(prediction, s, kd);
     warpgroup_commit();
     multiply_channels(o, s, qg);
     warpgroup_commit();
@@ -194,17 +200,17 @@ __device__ __forceinline__ void carry_state(const WalkParams& p, const Item& x, 
     decay_state(state, decays);
     warpgroup_wait<1>();
     fence_registers(prediction);
-    subtract(v, u, prediction);
+    subtract(r, v, prediction);
     warpgroup_fence();
 #pragma unroll
-    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, v.a[kk], over_tokens(kg, kk), 1);
+    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, r.a[kk], over_tokens(kt, kk), 1);
     warpgroup_commit();
     warpgroup_wait<0>();
     fence_registers(state.s);
     fence_registers(o);
     warpgroup_fence();
 #pragma unroll
-    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(o, v.a[kk], step(aqk, kk * 32), 1);
+    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(o, r.a[kk], step(aqt, kk * 32), 1);
     warpgroup_commit();
     pack_state(s, state);
     fence_registers(s.a);
@@ -236,8 +242,9 @@ __device__ __forceinline__ void store_outputs(const WalkParams& p, const Item& x
       out.a[i][0] = o.x, out.a[i][1] = o.y, out.a[i][2] = o.z, out.a[i][3] = o.w;
     }
     sync_warp();  // all lanes have taken theirs
-    stage_output(out, rows, l);
-    store_output(read_output(rows, l), to, token_bytes, left < C ? left : C, l);
+    const PackedRows staging = {rows};
+    stage_output(out, staging, l);
+    store_output(read_output(staging, l), to, token_bytes, left < C ? left : C, l);
     warp_arrive(exchange.empty(), l.lane);
     ++exchange.turn;
     left -= C;
@@ -261,7 +268,7 @@ KDA_KERNEL(THREADS, 1) walk(KDA_PARAM WalkParams p) {
     store_outputs(p, find_item(p), shared, warp - ROLE_WARPS, make_lane(warp - ROLE_WARPS));
   } else {
     set_registers<PRODUCER_REGISTERS, START_REGISTERS>();
-    if (warp < 2 * ROLE_WARPS + STAGES && (thread_index() & 31) == 0)
+    if (warp < 2 * ROLE_WARPS + STAGES)
       produce(p, find_item(p), shared, warp - 2 * ROLE_WARPS);
   }
 }

@@ -21,13 +21,14 @@ from kdacore_cuda.chunk_forward_segments_kernels import (
     SegmentsKernel,
     chain_kernel,
     maps_kernel,
+    output_begins_early,
     output_blocks,
     output_kernel,
     prepare_marked_kernel,
     segment_lengths,
     segments_prepare_kernel,
 )
-from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, PREPARE_MARKED, SEGMENTS
+from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, FLAGS, PREPARE_MARKED, SEGMENTS
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.multiprocessors import multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
@@ -124,11 +125,14 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
     else:
         prepare = chunk_backward.launcher(segments_prepare_kernel(chunks.float_gate, chunks.bounded))
     launches = [("prepare", prepare, marked_units + units)]
+    flags = chunks.sizes["flags"]
     if segments > 1:
         mapped = slots if r.packed else r.N * (segments - 1)
         launches.append(("maps", launcher(maps_kernel()), 2 * mapped * r.HV))
         blocks = chain_blocks(items, multiprocessors)
         launches.append(("chain", launcher(chain_kernel(blocks)), blocks * items))
+        if output_begins_early(blocks * items, multiprocessors):
+            flags |= FLAGS["EARLY_OUTPUT"]
     blocks = output_blocks(slots * r.HV, multiprocessors)
     launches.append(("output", launcher(output_kernel(blocks)), blocks * slots * r.HV))
     return ChunkForwardSegmentsPlan(
@@ -143,7 +147,7 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
         stored_segments=slots * r.HV if segments > 1 else 0,
         sizes=(
             *(r.T, r.N, r.HV, NT, *lengths, segments),
-            *(r.checkpoint_every, r.null_index, r.checkpoint_count, chunks.sizes["flags"]),
+            *(r.checkpoint_every, r.null_index, r.checkpoint_count, flags),
         ),
         state_dtype=torch_dtype(r, r.state_dtype),
     )

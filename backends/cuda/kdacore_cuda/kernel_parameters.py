@@ -321,13 +321,15 @@ FLAGS: dict[str, int] = {
             "MARK_OFFSETS64",
             "MARK_ROWS64",
             "KEPT_MAPS",
+            "EARLY_OUTPUT",
         )
     )
 }
 """Bits of ``flags``. ``INDEXED_OUT``: final states go to the pool rows that ``writes`` names. ``SCATTER_TOKENS``: the
 state after every token goes to its own pool row. ``SCALAR_GATE``: one decay per head, ``g [B, T, HV]``.
 ``CLEAR_TAIL``: rows of ``o`` beyond the last offset of a pack are to be zero. ``KEPT_MAPS``: a backward takes each
-segment's map of the state, and the state at its start, from what the forward of a slice kept."""
+segment's map of the state, and the state at its start, from what the forward of a slice kept. ``EARLY_OUTPUT``: the
+launch that chains segments lets the next one begin, which loads operands on multiprocessors that are idle."""
 
 GATES: dict[str, int] = {"log": 0, "softplus": 1, "sigmoid": 2}
 TYPES: dict[str, int] = {"float32": 0, "bfloat16": 1, "float16": 2}

@@ -13,6 +13,7 @@ KDA_KERNEL(THREADS, 1) chain(KDA_PARAM SegmentParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   wait_for_inputs();
+  if (p.flags & FLAG_EARLY_OUTPUT) launch_dependents();
   const int item = block_index() / BLOCKS_V, part = block_index() % BLOCKS_V, n = item / p.HV;
   const int segments = segments_in(p, find_read_sequence(p, n).chunks);
   if (segments < 2) return;

@@ -151,11 +151,16 @@ __device__ __forceinline__ void clear_share(const SegmentParams& p, int warp) {
 KDA_KERNEL(THREADS, 1) output(KDA_PARAM SegmentParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
-  wait_for_inputs();
+  // The launch before this one makes start states, if sequences have more than one segment. All else that is
+  // read, records and values, was there before that began, and is loaded at once.
+  if (p.segments < 2) wait_for_inputs();
   const int warp = uniform(thread_index() >> 5);
   {
     const Segment x = find_block(p, block_index() / PARTS);
-    if (x.index && x.begin >= x.s.chunks) return clear_share(p, warp);
+    if (x.index && x.begin >= x.s.chunks) {
+      wait_for_inputs();
+      return clear_share(p, warp);
+    }
   }
   make_barriers(shared);
   const int block = opaque(block_index()) / PARTS,
@@ -163,6 +168,7 @@ KDA_KERNEL(THREADS, 1) output(KDA_PARAM SegmentParams p) {
                 opaque(block_index()) % PARTS;  // each role finds its segment: the producer has few registers
   if (warp < STATE_WARPS) {
     set_role_registers<1>();
+    wait_for_inputs();
     scan_segment(p, shared, make_lane(warp, part));
   } else {
     set_role_registers<0>();
@@ -170,6 +176,7 @@ KDA_KERNEL(THREADS, 1) output(KDA_PARAM SegmentParams p) {
     OperandRing ring = {shared};
     produce(p, x, ring, sizeof(ChunkOperands), true, part);
     if (p.marks) produce_marks(p, x, ring, part);
+    wait_for_inputs();
     clear_share(p, warp);
   }
 }

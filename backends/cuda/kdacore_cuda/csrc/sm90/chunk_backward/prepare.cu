@@ -1,6 +1,7 @@
-// Backward of chunk_kda on Hopper, first launch: the operands of every chunk. With FOR_SEGMENTS also
-// the first launch of the forward in segments if gates are unbounded; bounded ones have
-// chunk_forward/segments/prepare.cu there.
+// Backward of chunk_kda on Hopper, first launch: the operands of every chunk. With FOR_SEGMENTS it makes
+// the records of the forward in segments (chunk_forward/segments/chunk_operands.cuh) if gates are
+// unbounded; steps 3, 5 and 6 then differ (prepare_for_segments.cuh), and v is not read. Bounded gates
+// have chunk_forward/segments/prepare.cu there.
 //
 // For a unit (64 tokens of one sequence and value head), with gc the log2 decay summed from the
 // chunk's start, q and k normalised, beta activated (workspace.cuh lists what is written):

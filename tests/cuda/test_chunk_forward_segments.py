@@ -29,6 +29,7 @@ from kdacore_cuda import (
 )
 from kdacore_cuda.chunk_forward_segments_kernels import SegmentLengths
 from kdacore_cuda.compiler import compile_kernel
+from kdacore_cuda.kernel_parameters import FLAGS
 from kdacore_cuda.kernel_source import EVERY_LANE
 from kdacore_cuda.segment_chains import chain_blocks
 
@@ -377,6 +378,20 @@ def test_the_benchmark_times_what_a_call_launches(emulated: list[str]) -> None:
 def test_blocks_share_states_while_multiprocessors_are_idle() -> None:
     assert [chunk_forward_segments_kernels.output_blocks(n, 132) for n in (1, 66, 67, 128)] == [2, 2, 1, 1]
     assert [chain_blocks(n, 132) for n in (1, 16, 17, 27)] == [8, 8, 4, 4]
+
+
+def test_output_begins_early_where_the_chain_leaves_most_multiprocessors_idle(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
+    early = [chunk_forward_segments_kernels.output_begins_early(8 * heads, 132) for heads in (1, 4, 5, 16)]
+    assert early == [True, True, False, False]
+    flag = FLAGS["EARLY_OUTPUT"]
+    for heads in (2, 6):
+        inputs = draw(300, heads, heads)
+        request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
+        chain, output = (x[3] for x in chunk_forward_segments.prepare_call(request, inputs).launches[2:])
+        assert bool(chain[-1] & flag) == bool(output[-1] & flag) == (heads == 2)
 
 
 @pytest.mark.parametrize("T", [330, 700])

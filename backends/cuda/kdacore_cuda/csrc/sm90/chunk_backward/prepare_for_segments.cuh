@@ -14,7 +14,8 @@ __device__ __forceinline__ void flush_decayed(u32 from, const Strip& s, unsigned
   const u32 image = (s.slice >> 1) * SQUARE_BYTES;
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
-    const int row = HALF * s.half + n + (lane & 4) + 8 * (lane >> 3);  // in this order they use different banks
+    const int row =
+        HALF * s.half + n + (lane & 4) + 8 * (lane >> 3);  // in this order they use different banks
     uint4 x = load_shared_u4(from + image + tile_offset(row, piece));
     const auto decayed = [&](u32 y, int i) {
       return pack_bf16(bf16_low(y) * decay[2 * i], bf16_high(y) * decay[2 * i + 1]);
@@ -62,8 +63,9 @@ __device__ __forceinline__ void make_kt(u32 shared, int warp, int lane) {
 #pragma unroll
     for (int m = j; m < 4; ++m) {
       u32 inverse[4];  // of block (m, j), transposed
-      load_matrix4_transposed(inverse, shared + OFFSET(SharedMemory, inverse) +
-                                           swizzled(16 * m + (lane & 7) + (lane >> 1 & 8), 2 * j + (lane >> 3 & 1)));
+      load_matrix4_transposed(inverse,
+                              shared + OFFSET(SharedMemory, inverse) +
+                                  swizzled(16 * m + (lane & 7) + (lane >> 1 & 8), 2 * j + (lane >> 3 & 1)));
       mma_bf16(x[0], inverse, kg[m][0], kg[m][1]);
       mma_bf16(x[1], inverse, kg[m][2], kg[m][3]);
     }
@@ -73,7 +75,8 @@ __device__ __forceinline__ void make_kt(u32 shared, int warp, int lane) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) out[2 * n + h] = pack_bf16(x[n][2 * h] * beta[h], x[n][2 * h + 1] * beta[h]);
+      for (int h = 0; h < 2; ++h)
+        out[2 * n + h] = pack_bf16(x[n][2 * h] * beta[h], x[n][2 * h + 1] * beta[h]);
     }
     store_matrix4(block_at(shared + OFFSET(SharedMemory, kt) + image * SQUARE_BYTES, j, warp & 3, lane), out);
   }

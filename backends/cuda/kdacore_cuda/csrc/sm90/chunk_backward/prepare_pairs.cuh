@@ -150,7 +150,8 @@ __device__ __forceinline__ void make_pairs(int row_block, Pairs& pairs, u32 shar
   if (row_block == 2) make_pairs<2>(pairs, shared, system, lane, unit);
   if (row_block == 3) make_pairs<3>(pairs, shared, system, lane, unit);
 }
-__device__ __forceinline__ void store_image(int row_block, const Pairs& pairs, u32 image, u32 other, int lane) {
+__device__ __forceinline__ void store_image(int row_block, const Pairs& pairs, u32 image, u32 other,
+                                            int lane) {
   if (row_block == 0) store_image<0>(pairs, image, other, lane);
   if (row_block == 1) store_image<1>(pairs, image, other, lane);
   if (row_block == 2) store_image<2>(pairs, image, other, lane);

@@ -31,8 +31,8 @@ __device__ __forceinline__ void fetch_first_inputs(const ChunkBackwardParams& p,
   if (!G_FLOAT) fetch_gates(p, g, rows, shared, thread);
   fetch_tile<THREADS>(shared + OFFSET(SharedMemory, k), half_rows(k, p.k_st), rows, thread);
 }
-__device__ __forceinline__ void fetch_other_inputs(const ChunkBackwardParams& p, u64 q, u64 g, u64 v, int rows,
-                                                   u32 at, u32 shared, int thread) {
+__device__ __forceinline__ void fetch_other_inputs(const ChunkBackwardParams& p, u64 q, u64 g, u64 v,
+                                                   int rows, u32 at, u32 shared, int thread) {
   if (G_FLOAT) fetch_gates(p, g, rows, shared, thread);
   fetch_tile<THREADS>(shared + OFFSET(SharedMemory, q), half_rows(q, p.q_st), rows, thread);
   copy_async_commit();
@@ -65,8 +65,8 @@ __device__ __forceinline__ void fetch_values(const ChunkBackwardParams& p, u32 s
 // Steps 2 to 6, once inputs have been asked for and parameters stored: w and u (FOR_SEGMENTS: kt and aqt)
 // are left in shared memory. Calls f() after step 2.
 template <class F>
-__device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows, const Gate& gate, u32 shared,
-                                          F f) {
+__device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows, const Gate& gate,
+                                          u32 shared, F f) {
   const int thread = unit_thread(), lane = thread & 31, warp = uniform(thread >> 5);
   const Strip s = make_strip(warp, lane);
   copy_async_wait<0>();
@@ -125,7 +125,8 @@ __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows
     fence_async_proxy();
   } else {
 #if FOR_SEGMENTS
-    store_image(row_block, pairs, shared + OFFSET(SharedMemory, aqk), shared + OFFSET(SharedMemory, inverse), lane);
+    store_image(row_block, pairs, shared + OFFSET(SharedMemory, aqk), shared + OFFSET(SharedMemory, inverse),
+                lane);
 #else
     fetch_values(p, shared, thread, warp, lane);
 #endif

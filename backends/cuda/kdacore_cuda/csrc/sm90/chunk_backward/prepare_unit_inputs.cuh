@@ -9,7 +9,7 @@
 
 // As the dispatcher of chunk_forward/dataflow/prepare_units.cu hands it out.
 struct alignas(16) UnitInputs {
-  u64 q, k, g;  // addresses of row 0
+  u64 q, k, g;     // addresses of row 0
   long long beta;  // element of row 0
   int hv, rows;
   u32 at;  // place in the workspace

@@ -111,8 +111,8 @@ __device__ __forceinline__ void dispatch(const ChunkBackwardParams& p, u32 share
     for (int i = 0; i < BLOCKS; ++i) {
       const u32 place = shared + i * UNIT_PITCH, turn = odd >> i & 1;
       if (!shuffle((int)barrier_test(place + WRITTEN, turn), 0)) continue;
-      const u32 written = __float_as_uint(load_shared1(place + OFFSET(SharedMemory, inputs) +
-                                                       turn * (u32)sizeof(UnitInputs) + OFFSET(UnitInputs, at)));
+      const u32 written = __float_as_uint(load_shared1(
+          place + OFFSET(SharedMemory, inputs) + turn * (u32)sizeof(UnitInputs) + OFFSET(UnitInputs, at)));
       sync_warp();
       odd ^= 1 << i;
       open += give(p, position, place, turn) - 1;

@@ -78,7 +78,8 @@ using OperandRing = Ring<STAGES, STAGE_LEAD, sizeof(Stage), OFFSET(SharedMemory,
 __device__ __forceinline__ void make_barriers(u32 shared) {
   const int i = thread_index();
   if (i < 2 * STAGES) {
-    barrier_init(shared + OFFSET(SharedMemory, full) + 8 * i, i < STAGES ? 1 + 32 : ROLE_WARPS * WARP_ARRIVALS);
+    barrier_init(shared + OFFSET(SharedMemory, full) + 8 * i,
+                 i < STAGES ? 1 + 32 : ROLE_WARPS * WARP_ARRIVALS);
   } else if (i < 2 * STAGES + 4 * ROLE_WARPS) {
     barrier_init(shared + OFFSET(SharedMemory, pairs) + 8 * (i - 2 * STAGES), WARP_ARRIVALS);
   }
@@ -227,8 +228,8 @@ __device__ __forceinline__ void carry_state(const WalkParams& p, const Item& x, 
 __device__ __forceinline__ void store_outputs(const WalkParams& p, const Item& x, u32 shared, int own,
                                               const Lane& l) {
   const long long token_bytes = 2ll * p.HV * V;
-  unsigned char* to = reinterpret_cast<unsigned char*>(p.o) +
-                      x.n * p.T * token_bytes + 2 * (x.hv * V + 64 * x.part + l.row);
+  unsigned char* to =
+      reinterpret_cast<unsigned char*>(p.o) + x.n * p.T * token_bytes + 2 * (x.hv * V + 64 * x.part + l.row);
   int left = (int)p.T;  // tokens from this chunk on
   Exchange exchange = find_exchange(shared, own);
 #pragma unroll 1
@@ -268,7 +269,6 @@ KDA_KERNEL(THREADS, 1) walk(KDA_PARAM WalkParams p) {
     store_outputs(p, find_item(p), shared, warp - ROLE_WARPS, make_lane(warp - ROLE_WARPS));
   } else {
     set_registers<PRODUCER_REGISTERS, START_REGISTERS>();
-    if (warp < 2 * ROLE_WARPS + STAGES)
-      produce(p, find_item(p), shared, warp - 2 * ROLE_WARPS);
+    if (warp < 2 * ROLE_WARPS + STAGES) produce(p, find_item(p), shared, warp - 2 * ROLE_WARPS);
   }
 }

@@ -72,8 +72,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task&
     for (int i = 0; i < STAGES; ++i) {
       const ValueRows values = values_of(shared + i * STAGE_PITCH + STAGE_LEAD, l);
 #pragma unroll
-      for (int n = 0; n < 4; ++n)
-        store_shared(values.place(16 * n + (l.lane >> 1), l.lane & 1), 0, 0, 0, 0);
+      for (int n = 0; n < 4; ++n) store_shared(values.place(16 * n + (l.lane >> 1), l.lane & 1), 0, 0, 0, 0);
     }
     sync_warp();
   }

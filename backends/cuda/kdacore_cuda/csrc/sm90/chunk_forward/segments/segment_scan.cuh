@@ -78,8 +78,9 @@ __device__ __forceinline__ Values find_values(const SegmentParams& p, const Sequ
                                               int hv, int part) {
   const int own = producer_thread();
   const long long row = s.batch * p.v_sb + (s.first + token + own / PIECES) * p.v_st + hv * p.v_sh;
-  return {reinterpret_cast<const unsigned char*>(p.v + 2 * row) + part * (2 * BLOCK_ROWS) + 16 * (own % PIECES),
-          2 * p.v_st, 0};
+  return {
+      reinterpret_cast<const unsigned char*>(p.v + 2 * row) + part * (2 * BLOCK_ROWS) + 16 * (own % PIECES),
+      2 * p.v_st, 0};
 }
 
 // Asks for the first `bytes` of a record, and for values unless there are none (0 rows), in the next stage.

@@ -82,7 +82,7 @@ __device__ __forceinline__ void make_kt(u32 shared, int warp, int lane) {
   }
 }
 
-// aqt = aqk T: of a row of blocks, every second one a warp.
+// aqt = aqk T: a warp has every second block of a row of blocks.
 __device__ __forceinline__ void make_aqt(u32 shared, int warp, int lane) {
   const int i = warp >> 1;
 #pragma unroll 1

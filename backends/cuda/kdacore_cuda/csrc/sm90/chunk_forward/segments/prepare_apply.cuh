@@ -6,7 +6,7 @@
 
 constexpr int IMAGE_TILES = 8;
 
-// Tiles 2j and 2j + 1, tile i times the factors of FACTORS(i): of a lane's two rows, or its two columns.
+// Tiles 2j and 2j + 1 as a left operand, each number as product(number, its tile, its place in the tile).
 template <class F>
 __device__ __forceinline__ void pack_scaled(const float (&x)[IMAGE_TILES][4], int j, u32 (&r)[4], F product) {
 #pragma unroll

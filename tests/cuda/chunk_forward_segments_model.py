@@ -17,7 +17,6 @@ from chunk_backward_model import F64, Chunk
 
 from kdacore.types import ChunkInputs, Request
 from kdacore_cuda import chunk_forward_segments
-from kdacore_cuda.chunk_forward_segments import CHUNK_OPERANDS
 from kdacore_reference.oracle import to_float64
 
 
@@ -47,6 +46,9 @@ def in_segments(request: Request, inputs: ChunkInputs) -> Iterator[Segment]:
             begin, index = end, index + 1
 
 
+_ORDER = (("last", 512), ("kt", 16384), ("kd", 16384), ("qg", 16384), ("aqt", 8192))
+CHUNK_OPERANDS = {name: (sum(n for _, n in _ORDER[:i]), size) for i, (name, size) in enumerate(_ORDER)}
+"""Offset and size in bytes of each matrix of a record."""
 WIDTHS = {
     "last": (1, 128),
     "kt": (64, 128),

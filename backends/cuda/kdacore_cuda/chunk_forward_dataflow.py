@@ -24,7 +24,7 @@ from kdacore_cuda.chunk_forward_dataflow_kernels import (
     walk_kernel,
 )
 from kdacore_cuda.chunk_forward_segments import CHUNK_OPERANDS_BYTES
-from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, WALK
+from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, V_STRIDES, WALK
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.pool_arguments import PoolArguments, pool_arguments, returned
@@ -144,22 +144,13 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> DataflowCall:
     for field, value in zip(_TOKEN_FIELDS, addresses, strict=True):
         values[field] = value
     values[_STRIDE_FIELDS] = strides
-    named = {"A_log": address(A_log), "dt_bias": address(bias), "ready": ready, "launch": number}
-    named["last"] = operands
+    named = {"A_log": address(A_log), "dt_bias": address(bias), "last": operands}
+    named |= {"ready": ready, "launch": number}
     for name, value in named.items():
         values[_FIELD[name]] = value
     walk_values = (
-        *(
-            addresses[2],
-            o.data_ptr(),
-            address(h0),
-            address(ht),
-            address(checkpoints),
-            operands,
-            ready,
-            number,
-        ),
-        *(*strides[6:9], *plan.walk_sizes),
+        *(addresses[2], o.data_ptr(), address(h0), address(ht), address(checkpoints)),
+        *(operands, ready, number, *strides[V_STRIDES], *plan.walk_sizes),
     )
     launches = (
         ("prepare", plan.prepare, plan.prepare_grid, tuple(values)),

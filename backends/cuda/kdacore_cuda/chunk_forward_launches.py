@@ -10,7 +10,7 @@ from kdacore.types import Request
 from kdacore_cuda import chunk_forward, chunk_forward_dataflow, chunk_forward_segments
 from kdacore_cuda.chunk_forward_checkpoints import tail_grid, tail_launcher, tail_sizes
 from kdacore_cuda.chunk_forward_kernels import has_hopper_kernel
-from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, PREPARE_MARKED, SEGMENTS, WALK
+from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, PREPARE_MARKED, SEGMENTS, V_STRIDES, WALK
 from kdacore_cuda.launch_sequence import PlannedLaunch
 
 TOKENS = ("q", "k", "v", "g", "beta")
@@ -119,7 +119,7 @@ def _dataflow(r: Request, arrays: Places, strides: tuple[int, ...]) -> tuple[lis
         ),
         PlannedLaunch(
             *("walk", chunk_forward_dataflow.walk_launcher(), plan.walk_grid),
-            *(walk, WALK.last(*strides[6:9], *plan.walk_sizes)),
+            *(walk, WALK.last(*strides[V_STRIDES], *plan.walk_sizes)),
         ),
     ]
     return launches, plan.workspace_bytes
@@ -138,7 +138,7 @@ def _segments(
         given["mark_states"] = ("workspace", 0)
     given["chunk_operands"] = ("workspace", plan.operands_offset)
     given |= {"maps": ("workspace", plan.maps_offset), "starts": ("workspace", plan.starts_offset)}
-    sizes = SEGMENTS.last(*rows, *strides[6:9], *plan.sizes)
+    sizes = SEGMENTS.last(*rows, *strides[V_STRIDES], *plan.sizes)
     launches = [PlannedLaunch(name, prepare, units, operands, prepared)]
     launches += [PlannedLaunch(name, launcher, grid, given, sizes) for name, launcher, grid in others]
     return launches, plan.workspace_bytes

@@ -28,7 +28,7 @@ from kdacore_cuda.chunk_forward_segments_kernels import (
     segment_lengths,
     segments_prepare_kernel,
 )
-from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, FLAGS, PREPARE_MARKED, SEGMENTS
+from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, FLAGS, PREPARE_MARKED, SEGMENTS, V_STRIDES
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.multiprocessors import multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
@@ -43,11 +43,9 @@ if TYPE_CHECKING:
 else:  # plans are made for JAX too, where torch need not be installed
     torch, torch_launch = lazy_module("torch"), lazy_module("kdacore_cuda.torch_launch")
 
-_ORDER = (("last", 512), ("kt", 16384), ("kd", 16384), ("qg", 16384), ("aqt", 8192))
-CHUNK_OPERANDS = {name: (sum(n for _, n in _ORDER[:i]), size) for i, (name, size) in enumerate(_ORDER)}
-"""Offset and size in bytes of each matrix that prepare writes for one chunk and value head:
+CHUNK_OPERANDS_BYTES = 512 + 3 * 16384 + 8192
+"""Bytes of the record that prepare writes for one chunk and value head:
 csrc/sm90/chunk_forward/segments/chunk_operands.cuh. Its parameter ``last`` is where the first record begins."""
-CHUNK_OPERANDS_BYTES = sum(size for _, size in _ORDER)
 MAP_BYTES, START_BYTES = 128 * 1024, 64 * 1024
 """Bytes of the map and of the starting state of one segment and value head."""
 
@@ -211,7 +209,7 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> SegmentsCall:
         *(addresses[2], address(cu_seqlens), o.data_ptr(), address(pools.initial), address(pools.written)),
         *(address(checkpoints), at + plan.operands_offset, at + plan.maps_offset, at + plan.starts_offset),
         *(*pools.rows, *given_marks, at if plan.marked else 0, *pools.strides),
-        *(*strides[6:9], *plan.sizes),
+        *(*strides[V_STRIDES], *plan.sizes),
     )
     launches = tuple(
         (*launch, other_values if i else prepare_values) for i, launch in enumerate(plan.launches)

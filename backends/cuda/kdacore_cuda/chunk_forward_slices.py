@@ -37,7 +37,7 @@ from kdacore_cuda.chunk_slices_kernels import (
     starts_kernel,
     transition_kernel,
 )
-from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, TRANSITION
+from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, TRANSITION, V_STRIDES
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.multiprocessors import multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
@@ -169,7 +169,7 @@ def begin(request: Request, inputs: ChunkInputs, leaving: torch.Tensor | None) -
     )
     M, C = (like.new_empty((plan.results, request.HV, 128, 128), dtype=torch.float32) for _ in range(2))
     cu_seqlens, needed = small[2], (inputs, kept, small)
-    pending = Pending(operands, segments, addresses[2], strides[6:9], cu_seqlens, needed)
+    pending = Pending(operands, segments, addresses[2], strides[V_STRIDES], cu_seqlens, needed)
     _launch(
         plan,
         plan.prepare,

@@ -17,7 +17,7 @@ from kdacore_cuda.chunk_backward_kernels import ChunkBackwardKernel, prepare_ker
 from kdacore_cuda.chunk_backward_launches import BackwardLaunches, Places
 from kdacore_cuda.chunk_backward_segments import WORKSPACE
 from kdacore_cuda.element_sizes import ITEM_SIZES
-from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, SEGMENTS, TRANSITION
+from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, SEGMENTS, TRANSITION, V_STRIDES
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.launch_sequence import PlannedLaunch
 
@@ -54,7 +54,7 @@ def forward_launches(r: Request) -> ForwardSliceLaunches:
     segments: Places = {"v": ("v", 0), **offsets, "chunk_operands": ("workspace", 0), **maps}
     segments["starts"] = ("segment_starts", 0)
     row = r.HV * r.K * r.V
-    sizes = SEGMENTS.last(row, row, *plan.chunks.strides[6:9], *plan.sizes)
+    sizes = SEGMENTS.last(row, row, *plan.chunks.strides[V_STRIDES], *plan.sizes)
 
     def planned(name: str, launch: tuple[Launcher, int], places: Places, fixed: Any) -> PlannedLaunch:
         return PlannedLaunch(name, *launch, places, fixed)

@@ -66,6 +66,9 @@ def _strided(*names: str) -> tuple[tuple[str, FieldType], ...]:
     return tuple((f"{name}_{axis}", "i64") for name in names for axis in ("sb", "st", "sh"))
 
 
+V_STRIDES = slice(6, 9)
+"""Where those of v are among the strides of q, k, v, g and beta."""
+
 _INPUTS: tuple[tuple[str, FieldType], ...] = tuple(
     (name, "ptr") for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "o")
 )

@@ -96,17 +96,15 @@ def initial(request: Request, inputs: ChunkInputs, n: int, hv: int) -> F64:
 
 
 def maps(request: Request, inputs: ChunkInputs, work: dict[str, F64]) -> tuple[F64, F64]:
-    """B ``[V, K]`` and A ``[K, K]`` of every segment but a sequence's last; no A of its first."""
+    """B ``[V, K]`` and A ``[K, K]`` of every segment but a sequence's last."""
     places = chunk_forward_segments.plan_of(request).slots, request.HV, 128, 128
     B, A = np.full(places, np.nan), np.full(places, np.nan)
     for s in in_segments(request, inputs):
         for hv in range(request.HV):
             if s.last:
                 continue
-            begin = initial(request, inputs, s.chunks[0].n, hv) if s.first else np.zeros((128, 128))
-            _, B[s.slot, hv] = _walk(work, s, hv, begin)
-            if not s.first:
-                _, A[s.slot, hv] = _walk(work, s, hv, np.eye(128), values=False)
+            _, B[s.slot, hv] = _walk(work, s, hv, np.zeros((128, 128)))
+            _, A[s.slot, hv] = _walk(work, s, hv, np.eye(128), values=False)
     return B, A
 
 
@@ -117,7 +115,8 @@ def chain(request: Request, inputs: ChunkInputs, B: F64, A: F64) -> F64:
         for hv in range(request.HV):
             if not s.last:
                 at = s.slot, hv
-                starts[s.slot + 1, hv] = B[at] if s.first else starts[at] @ A[at] + B[at]
+                start = initial(request, inputs, s.chunks[0].n, hv) if s.first else starts[at]
+                starts[s.slot + 1, hv] = start @ A[at] + B[at]
     return starts
 
 

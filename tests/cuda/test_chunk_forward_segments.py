@@ -102,7 +102,11 @@ def packed() -> ChunkInputs:
 
 
 CASES = {"dense": lambda: draw(330, 1, 2, B=2), "packed": packed}
-LONG = {"dense": lambda: draw(64 * 16 + 5, initial_state=state(1, 1)), "packed": packed}
+LONG = {
+    "dense": lambda: draw(64 * 16 + 5, initial_state=state(1, 1)),
+    "from zero": lambda: draw(64 * 16 + 5),
+    "packed": packed,
+}
 
 
 def launch(call: chunk_forward_segments.SegmentsCall, name: str) -> None:

@@ -13,7 +13,7 @@ from kdacore_cuda.kernel_source import KernelSource
 from kdacore_cuda.segment_chains import CHAIN_THREADS, chain_shared
 
 _SOURCES = "sm90/chunk_forward/segments"
-MAPS_THREADS, MAPS_SHARED = 384, 4 * 49 * 1024 + 64
+MAPS_THREADS, MAPS_SHARED = 256, 4 * 49 * 1024 + 64
 """Threads of a block of maps, and its shared memory in bytes."""
 _PREPARE_SHARED = 76560
 """Bytes: three blocks per multiprocessor."""
@@ -72,7 +72,7 @@ def prepare_marked_kernel(float_gate: bool, bounded: bool) -> SegmentsKernel:
 def maps_kernel() -> SegmentsKernel:
     """How each segment maps the state at its start to the state at its end: two blocks per segment
     and value head."""
-    return _kernel("maps", MAPS_THREADS, MAPS_SHARED, WARPGROUPS=2)
+    return _kernel("maps", MAPS_THREADS, MAPS_SHARED, WARPGROUPS=1)
 
 
 @cache

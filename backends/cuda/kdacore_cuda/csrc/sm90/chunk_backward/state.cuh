@@ -22,38 +22,42 @@ struct TokenOperand {
   u32 a[C_TILES][4];
 };
 
-// Calls f(element, its offset) for every element of a lane whose first row is `row`; offsets count
-// elements of a [K, V] or [V, K] matrix.
-template <class F>
-__device__ __forceinline__ void each_element(State& state, int row, int t, int flags, F f) {
+// Calls f(element, its offset) for every element of a lane whose first row is `row` and whose first channel
+// is `channel`; offsets count elements of a [K, V] or [V, K] matrix.
+template <int TILES, class F>
+__device__ __forceinline__ void each_element(float (&x)[TILES][4], int row, int channel, int flags, F f) {
   const int k_step = opaque(flags & FLAG_V_FIRST ? 1 : V), v_step = opaque(flags & FLAG_V_FIRST ? K : 1);
-  const int first = 2 * t * k_step + row * v_step;
+  const int first = channel * k_step + row * v_step;
 #pragma unroll
-  for (int j = 0; j < 2 * K_TILES; ++j) {
+  for (int j = 0; j < TILES; ++j) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) f(state.s[j][e], first + (8 * j + (e & 1)) * k_step + 8 * (e >> 1) * v_step);
+    for (int e = 0; e < 4; ++e) f(x[j][e], first + (8 * j + (e & 1)) * k_step + 8 * (e >> 1) * v_step);
   }
 }
 
 // From the matrix at `base`, zero without one.
-__device__ __forceinline__ void read_state(State& state, int row, int t, u64 base, int flags) {
+template <int TILES>
+__device__ __forceinline__ void read_elements(float (&x)[TILES][4], int row, int channel, u64 base, int flags) {
   if (!base) {
-    each_element(state, row, t, flags, [&](float& x, int) { x = 0.0f; });
+    each_element(x, row, channel, flags, [&](float& y, int) { y = 0.0f; });
   } else if (flags & FLAG_STATE_BF16) {
-    each_element(state, row, t, flags,
-                 [&](float& x, int at) { x = bf16_low(reinterpret_cast<const u16*>(base)[at]); });
+    each_element(x, row, channel, flags,
+                 [&](float& y, int at) { y = bf16_low(reinterpret_cast<const u16*>(base)[at]); });
   } else {
-    each_element(state, row, t, flags,
-                 [&](float& x, int at) { x = reinterpret_cast<const float*>(base)[at]; });
+    each_element(x, row, channel, flags,
+                 [&](float& y, int at) { y = reinterpret_cast<const float*>(base)[at]; });
   }
+}
+__device__ __forceinline__ void read_state(State& state, int row, int t, u64 base, int flags) {
+  read_elements(state.s, row, 2 * t, base, flags);
 }
 
 __device__ __forceinline__ void write_state(State& state, int row, int t, u64 base, int flags) {
   if (flags & FLAG_STATE_BF16) {
-    each_element(state, row, t, flags,
+    each_element(state.s, row, 2 * t, flags,
                  [&](float& x, int at) { reinterpret_cast<u16*>(base)[at] = (u16)pack_bf16(x, 0.0f); });
   } else {
-    each_element(state, row, t, flags, [&](float& x, int at) { reinterpret_cast<float*>(base)[at] = x; });
+    each_element(state.s, row, 2 * t, flags, [&](float& x, int at) { reinterpret_cast<float*>(base)[at] = x; });
   }
 }
 

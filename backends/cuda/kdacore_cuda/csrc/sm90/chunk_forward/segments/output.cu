@@ -10,6 +10,7 @@
 #include "common/clear_rows.cuh"
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 constexpr u32 STAGED_BYTES = sizeof(ChunkOperands);
+constexpr int BLOCK_VALUES = 64 * WARPGROUPS, PRODUCER_WARPS = WARPGROUPS == 2 ? 4 : 1;
 #include "sm90/chunk_forward/segments/inner_marks.cuh"
 #include "sm90/chunk_forward/segments/output_rows.cuh"
 
@@ -174,7 +175,7 @@ KDA_KERNEL(THREADS, 1) output(KDA_PARAM SegmentParams p) {
     set_role_registers<0>();
     const Segment x = find_block(p, block);
     OperandRing ring = {shared};
-    produce(p, x, ring, sizeof(ChunkOperands), true, part);
+    produce(p, x, ring, sizeof(ChunkOperands), part);
     if (p.marks) produce_marks(p, x, ring, part);
     wait_for_inputs();
     clear_share(p, warp);

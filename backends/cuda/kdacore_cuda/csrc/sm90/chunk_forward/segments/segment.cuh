@@ -9,8 +9,7 @@
 // slot that no segment fills is never read or written.
 //
 //   maps    B as starts; A [K, K] as two state images (chunk_backward/workspace.cuh), the two
-//           bfloat16 parts of it, together about 16 bits. The first segment of a sequence has no A:
-//           its B includes the initial state
+//           bfloat16 parts of it, together about 16 bits
 //   starts  float states in the order of read_pairs. That of a sequence's first segment is there only
 //           where the initial state is in the row that the final state goes to, which then is written
 //           too early for some

@@ -1,9 +1,11 @@
-// Blocks that scan the chunks of a segment: one or two warpgroups with 64 rows of a state each, and
+// Blocks that scan the chunks of a segment: one or two warpgroups with 64 rows of a matrix each, and
 // producers that copy the chunks' operands and values into a ring of stages ahead of them. A stage's barriers
 // count the bytes of operands and the producers whose values have arrived (full), and the warps that have
 // read it (empty). Values come by small copies of all producers: as bulk copies of 256 bytes they would take
-// twice as long as everything else. Macros from
-// the host: WARPGROUPS, SHARED_BYTES.
+// twice as long as everything else.
+//
+// Macros from the host: WARPGROUPS, SHARED_BYTES. To be defined before this is included: STAGED_BYTES, how
+// much of a record is loaded; BLOCK_VALUES, of how many values; PRODUCER_WARPS.
 #pragma once
 
 #include "common/warp_arrivals.cuh"
@@ -14,16 +16,14 @@
 #include "sm90/warp.cuh"
 
 constexpr int STATE_WARPS =
-    4 * WARPGROUPS;                    // warps with 16 rows of the state each; those after them are producers
-constexpr int PARTS = 2 / WARPGROUPS;  // blocks of one state
+    4 * WARPGROUPS;                    // warps with 16 rows each; those after them are producers
+constexpr int PARTS = 2 / WARPGROUPS;  // blocks of one matrix
+constexpr int THREADS = 32 * (STATE_WARPS + PRODUCER_WARPS);
 #if WARPGROUPS == 2
-constexpr int THREADS = 384, START_REGISTERS = 168, STATE_REGISTERS = 232, PRODUCER_REGISTERS = 40;
+constexpr int START_REGISTERS = 168, STATE_REGISTERS = 232, PRODUCER_REGISTERS = 40;
 static_assert(2 * STATE_REGISTERS + PRODUCER_REGISTERS <= 3 * START_REGISTERS,
               "more registers than the block has");
-#else
-constexpr int THREADS = 160;
 #endif
-constexpr int PRODUCER_WARPS = THREADS / 32 - STATE_WARPS;
 __device__ __forceinline__ int producer_thread() { return thread_index() - 32 * STATE_WARPS; }
 template <int STATE>
 __device__ __forceinline__ void set_role_registers() {
@@ -32,13 +32,12 @@ __device__ __forceinline__ void set_role_registers() {
 #endif
 }
 
-// A stage holds the first bytes of a chunk's operands, and its values, for the block's rows of the state.
+// A stage holds the first bytes of a chunk's operands, and BLOCK_VALUES of its values.
 // Its lead places images on 1024 bytes, as products want them.
 constexpr u32 STAGE_LEAD = 1024 - OFFSET(ChunkOperands, kt);
-constexpr int BLOCK_ROWS = V / PARTS;
 struct alignas(1024) Stage {
   unsigned char lead[STAGE_LEAD], operands[STAGED_BYTES];
-  SquareImage values[BLOCK_ROWS / 64];  // rows of tokens
+  SquareImage values[BLOCK_VALUES / 64];  // rows of tokens
 };
 constexpr bool LAST_READER = STAGED_BYTES == sizeof(ChunkOperands);  // of the records: output
 constexpr int STAGES = LAST_READER ? 3 : 4;
@@ -62,12 +61,12 @@ __device__ __forceinline__ void make_barriers(u32 shared) {
 
 // This warp's values in a stage.
 __device__ __forceinline__ ValueRows values_of(u32 stage, const Lane& l) {
-  return value_rows(stage + STAGED_BYTES, l.row % BLOCK_ROWS);
+  return value_rows(stage + STAGED_BYTES, l.row % BLOCK_VALUES);
 }
 
 // A chunk's values in device memory: 16 bytes of the first row that this thread copies, and how many rows
 // there are. The producers share them.
-constexpr int PIECES = BLOCK_ROWS / 8, ROWS_AT_ONCE = 32 * PRODUCER_WARPS / PIECES;
+constexpr int PIECES = BLOCK_VALUES / 8, ROWS_AT_ONCE = 32 * PRODUCER_WARPS / PIECES;
 struct Values {
   const unsigned char* at;
   long long step;  // bytes from a row to the next
@@ -79,11 +78,11 @@ __device__ __forceinline__ Values find_values(const SegmentParams& p, const Sequ
   const int own = producer_thread();
   const long long row = s.batch * p.v_sb + (s.first + token + own / PIECES) * p.v_st + hv * p.v_sh;
   return {
-      reinterpret_cast<const unsigned char*>(p.v + 2 * row) + part * (2 * BLOCK_ROWS) + 16 * (own % PIECES),
+      reinterpret_cast<const unsigned char*>(p.v + 2 * row) + part * (2 * BLOCK_VALUES) + 16 * (own % PIECES),
       2 * p.v_st, 0};
 }
 
-// Asks for the first `bytes` of a record, and for values unless there are none (0 rows), in the next stage.
+// Asks for the first `bytes` of a record, and for values, in the next stage.
 // Rows past the end are zero: products of them with the operands' zeros are to be zero.
 __device__ __forceinline__ void load_chunk(OperandRing& ring, u64 record, u32 bytes, const Values& v) {
   ring.wait_empty();
@@ -96,20 +95,18 @@ __device__ __forceinline__ void load_chunk(OperandRing& ring, u64 record, u32 by
     else
       copy_in(ring.stage(), source, bytes, ring.full());
   }
-  if (v.rows) {
-    const unsigned char* from = v.at;
-    const u32 image = ring.stage() + STAGED_BYTES + own % PIECES / 8 * SQUARE_BYTES;
-    int left = v.rows - own / PIECES;
+  const unsigned char* from = v.at;
+  const u32 image = ring.stage() + STAGED_BYTES + own % PIECES / 8 * SQUARE_BYTES;
+  int left = v.rows - own / PIECES;
 #pragma unroll
-    for (int n = 0; n < C / ROWS_AT_ONCE; ++n) {
-      const u32 to = image + swizzled(own / PIECES + n * ROWS_AT_ONCE, own % 8);
-      if (LAST_READER)
-        copy_async16_evict_first(to, from, left > 0);
-      else
-        copy_async16(to, from, left > 0);
-      from += ROWS_AT_ONCE * v.step;
-      left -= ROWS_AT_ONCE;
-    }
+  for (int n = 0; n < C / ROWS_AT_ONCE; ++n) {
+    const u32 to = image + swizzled(own / PIECES + n * ROWS_AT_ONCE, own % 8);
+    if (LAST_READER)
+      copy_async16_evict_first(to, from, left > 0);
+    else
+      copy_async16(to, from, left > 0);
+    from += ROWS_AT_ONCE * v.step;
+    left -= ROWS_AT_ONCE;
   }
   copy_async_arrive(ring.full());
   ring.next();
@@ -123,14 +120,14 @@ __device__ __forceinline__ u64 first_record(const SegmentParams& p, const Segmen
   return p.chunk_operands + ((u64)(x.s.slot + x.begin) * p.HV + x.hv) * sizeof(ChunkOperands);
 }
 
-// The producers load the first `bytes` of every chunk's operands, and its values if those are wanted.
+// The producers load the first `bytes` of every chunk's operands, and its values.
 __device__ __forceinline__ void produce(const SegmentParams& p, const Segment& x, OperandRing& ring,
-                                        u32 bytes, bool with_values, int part = 0) {
+                                        u32 bytes, int part) {
   u64 from = first_record(p, x);
   Values v = find_values(p, x.s, (long long)x.begin * C, x.hv, part);
   int left = x.s.length - x.begin * C;
   for (int c = x.begin; c < x.end; ++c, from += record_step(p)) {
-    if (with_values) v.rows = left < C ? left : C;
+    v.rows = left < C ? left : C;
     load_chunk(ring, from, bytes, v);
     v.at += C * v.step;
     left -= C;

@@ -109,14 +109,16 @@ def maps(request: Request, inputs: ChunkInputs, work: dict[str, F64]) -> tuple[F
 
 
 def chain(request: Request, inputs: ChunkInputs, B: F64, A: F64) -> F64:
-    """The state at the start of every segment but a sequence's first."""
+    """The state at the start of every segment: of a sequence's first where it begins with a state and has others."""
     starts = np.full_like(B, np.nan)
     for s in in_segments(request, inputs):
         for hv in range(request.HV):
             if not s.last:
                 at = s.slot, hv
-                start = initial(request, inputs, s.chunks[0].n, hv) if s.first else starts[at]
-                starts[s.slot + 1, hv] = start @ A[at] + B[at]
+                if s.first and inputs.initial_state is not None:
+                    starts[at] = initial(request, inputs, s.chunks[0].n, hv)
+                zero = s.first and inputs.initial_state is None
+                starts[s.slot + 1, hv] = B[at] if zero else starts[at] @ A[at] + B[at]
     return starts
 
 

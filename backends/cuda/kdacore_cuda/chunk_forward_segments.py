@@ -23,6 +23,7 @@ from kdacore_cuda.chunk_forward_segments_kernels import (
     maps_kernel,
     output_begins_early,
     output_blocks,
+    output_is_paired,
     output_kernel,
     prepare_marked_kernel,
     segment_lengths,
@@ -132,7 +133,8 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
         if output_begins_early(blocks * items, multiprocessors):
             flags |= FLAGS["EARLY_OUTPUT"]
     blocks = output_blocks(slots * r.HV, multiprocessors)
-    launches.append(("output", launcher(output_kernel(blocks)), blocks * slots * r.HV))
+    paired = output_is_paired(items, blocks)
+    launches.append(("output", launcher(output_kernel(blocks, paired)), blocks * slots * r.HV))
     return ChunkForwardSegmentsPlan(
         chunks=chunks,
         launches=tuple(launches),

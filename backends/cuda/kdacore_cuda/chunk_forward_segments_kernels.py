@@ -72,7 +72,7 @@ def prepare_marked_kernel(float_gate: bool, bounded: bool) -> SegmentsKernel:
 def maps_kernel() -> SegmentsKernel:
     """How each segment maps the state at its start to the state at its end: two blocks per segment
     and value head."""
-    return _kernel("maps", MAPS_THREADS, MAPS_SHARED, WARPGROUPS=1)
+    return _kernel("maps", MAPS_THREADS, MAPS_SHARED, WARPGROUPS=1, CLUSTER=2)
 
 
 @cache
@@ -83,16 +83,28 @@ def chain_kernel(blocks: int = 4) -> SegmentsKernel:
 
 
 @cache
-def output_kernel(blocks: int = 1) -> SegmentsKernel:
+def output_kernel(blocks: int = 1, paired: bool = False) -> SegmentsKernel:
     """Outputs, checkpoints and final states: ``blocks`` (1 or 2, same bits) per segment and value
-    head."""
-    return _kernel("output", 384 if blocks == 1 else 160, 3 * 73 * 1024 + 48, WARPGROUPS=2 // blocks)
+    head.
+
+    Args:
+        blocks: that many.
+        paired: two are a cluster, and each loads half of a record for both (same bits).
+    """
+    defines = {"WARPGROUPS": 2 // blocks} | ({"CLUSTER": 2} if paired else {})
+    return _kernel("output", 384 if blocks == 1 else 160, 3 * 73 * 1024 + 48, **defines)
 
 
 def output_blocks(items: int, multiprocessors: int) -> int:
     """Blocks per segment and value head of :func:`output_kernel`, given how many of those there
     are: 2 where each block still finds a multiprocessor of its own."""
     return 2 if 2 * items <= multiprocessors else 1
+
+
+def output_is_paired(items: int, blocks: int) -> bool:
+    """Whether the two blocks of a segment are a cluster in :func:`output_kernel`, given sequences times value heads
+    and how many blocks a segment has."""
+    return blocks == 2 and 9 <= items <= 12
 
 
 def output_begins_early(chain_blocks: int, multiprocessors: int) -> bool:
@@ -186,5 +198,7 @@ def packaged_segments_kernels() -> Iterator[KernelSource]:
     for float_gate, bounded in product((False, True), repeat=2):
         yield segments_prepare_kernel(float_gate, bounded).source
         yield prepare_marked_kernel(float_gate, bounded).source
-    for kernel in (maps_kernel(), chain_kernel(4), chain_kernel(8), output_kernel(1), output_kernel(2)):
+    for kernel in (maps_kernel(), chain_kernel(4), chain_kernel(8)):
+        yield kernel.source
+    for kernel in (output_kernel(1), output_kernel(2), output_kernel(2, paired=True)):
         yield kernel.source

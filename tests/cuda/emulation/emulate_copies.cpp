@@ -136,6 +136,9 @@ void copy_to_block(u32 dst, u32 src, u32 bytes, u32 bar) { emu::send({emu::me, d
 void copy_in(u32 dst, const void* src, u32 bytes, u32 bar) {
   emu::send({emu::me, emu::own(dst), 0, bytes, emu::own(bar), src});
 }
+void copy_in_to_both(u32 dst, const void* src, u32 bytes, u32 bar) {
+  for (u32 rank = 0; rank < 2; ++rank) emu::send({emu::me, cluster_address(dst, rank), 0, bytes, cluster_address(bar, rank), src});
+}
 // Reads its source when it is waited for: what would be read earlier is the same, as nobody may write there.
 void copy_out(void* dst, u32 src, u32 bytes) {
   if (bytes % 16 || (uintptr_t)dst % 16 || src % 16) emu::fail("bulk copy size or alignment", bytes);

@@ -33,6 +33,15 @@ __device__ __forceinline__ void copy_in(u32 dst, const void* src, u32 bytes, u32
       "l"(src), "r"(bytes), "r"(bar)
       : "memory");
 }
+// The same to the same place of both blocks of a cluster of two; the barrier at the same place of each counts
+// what comes to it.
+__device__ __forceinline__ void copy_in_to_both(u32 dst, const void* src, u32 bytes, u32 bar) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(dst),
+      "l"(src), "r"(bytes), "r"(bar), "h"((u16)3)
+      : "memory");
+}
 // copy_async16 that also loads the 128 bytes around `src` to L2, where other warps need the rest of
 // them.
 __device__ __forceinline__ void copy_async16_of_line(u32 dst, const void* src, bool real) {

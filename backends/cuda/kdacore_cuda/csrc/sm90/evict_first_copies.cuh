@@ -19,6 +19,13 @@ __device__ __forceinline__ void copy_in_evict_first(u32 dst, const void* src, u3
       "l"(src), "r"(bytes), "r"(bar), "l"(evict_first_policy())
       : "memory");
 }
+__device__ __forceinline__ void copy_in_to_both_evict_first(u32 dst, const void* src, u32 bytes, u32 bar) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4, %5;" ::"r"(dst),
+      "l"(src), "r"(bytes), "r"(bar), "h"((u16)3), "l"(evict_first_policy())
+      : "memory");
+}
 __device__ __forceinline__ void copy_async16_evict_first(u32 dst, const void* src, bool real) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(dst), "l"(src),
                "r"(real ? 16 : 0), "l"(evict_first_policy())

@@ -6,10 +6,7 @@
 #pragma once
 
 #include "sm90/chunk_backward/prepare_pairs.cuh"
-
-__device__ __forceinline__ u32 scaled_pair(u32 x, float2 factor) {
-  return pack_bf16(bf16_low(x) * factor.x, bf16_high(x) * factor.y);
-}
+#include "sm90/scaled_pieces.cuh"
 
 __device__ __forceinline__ void apply_inverse(u32 shared, int warp, int lane, float unit) {
   const int t = lane & 3, image = warp >> 2, piece = 2 * (warp & 3);
@@ -22,10 +19,10 @@ __device__ __forceinline__ void apply_inverse(u32 shared, int warp, int lane, fl
     load_matrix4_transposed(vb[j], at + OFFSET(SharedMemory, v));
     const u32 beta = shared + OFFSET(SharedMemory, beta) + 4 * (16 * j + 2 * t);
     const float2 b0 = load_shared2(beta), b1 = load_shared2(beta + 32);
-    vb[j][0] = scaled_pair(vb[j][0], b0);
-    vb[j][1] = scaled_pair(vb[j][1], b1);
-    vb[j][2] = scaled_pair(vb[j][2], b0);
-    vb[j][3] = scaled_pair(vb[j][3], b1);
+    vb[j][0] = scaled_pair(vb[j][0], b0.x, b0.y);
+    vb[j][1] = scaled_pair(vb[j][1], b1.x, b1.y);
+    vb[j][2] = scaled_pair(vb[j][2], b0.x, b0.y);
+    vb[j][3] = scaled_pair(vb[j][3], b1.x, b1.y);
   }
   constexpr int BLOCKS_A_PART = 4 / PARTS;
   float decay[PARTS - 1][2][2];  // before each later part, by this lane's channels

@@ -4,6 +4,7 @@
 
 #include "sm90/chunk_backward/prepare_operands.cuh"
 #include "sm90/chunk_backward/prepare_pairs.cuh"
+#include "sm90/scaled_pieces.cuh"
 
 // 32 rows of 64 bytes from this strip's place in a tile of shared memory to a tile of the record, times a
 // factor for each of a lane's eight channels.
@@ -16,12 +17,8 @@ __device__ __forceinline__ void flush_decayed(u32 from, const Strip& s, unsigned
   for (int n = 0; n < 4; ++n) {
     const int row =
         HALF * s.half + n + (lane & 4) + 8 * (lane >> 3);  // in this order they use different banks
-    uint4 x = load_shared_u4(from + image + tile_offset(row, piece));
-    const auto decayed = [&](u32 y, int i) {
-      return pack_bf16(bf16_low(y) * decay[2 * i], bf16_high(y) * decay[2 * i + 1]);
-    };
-    x.x = decayed(x.x, 0), x.y = decayed(x.y, 1), x.z = decayed(x.z, 2), x.w = decayed(x.w, 3);
-    store_global(tile + image + swizzled(row, piece), x);
+    const uint4 x = load_shared_u4(from + image + tile_offset(row, piece));
+    store_global(tile + image + swizzled(row, piece), scaled_piece(x, decay));
   }
 }
 

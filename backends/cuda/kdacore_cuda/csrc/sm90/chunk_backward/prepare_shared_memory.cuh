@@ -22,9 +22,9 @@
 //   yk       g             yk                     aqk, inverse              aqk, inverse
 //
 // A part is the set of tokens that share an exponent anchor: a half if gates are bounded, else a
-// quarter. zq = q 2^(P + centre), zb = beta k 2^(P + centre) (FOR_SEGMENTS: without beta), yk = k 2^(-P - centre), sk = k
-// 2^(P_end - P): q with its norm and scale, k with its norm, P the log2 decay from the start of the
-// row's part, P_end that to the start of the later part which sees it.
+// quarter. zq = q 2^(P + centre), zb = beta k 2^(P + centre) (FOR_SEGMENTS: without beta),
+// yk = k 2^(-P - centre), sk = k 2^(P_end - P): q with its norm and scale, k with its norm, P the log2
+// decay from the start of the row's part, P_end that to the start of the later part which sees it.
 #pragma once
 
 #include "sm90/bulk_copies.cuh"

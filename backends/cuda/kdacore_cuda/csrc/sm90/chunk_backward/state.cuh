@@ -37,7 +37,8 @@ __device__ __forceinline__ void each_element(float (&x)[TILES][4], int row, int 
 
 // From the matrix at `base`, zero without one.
 template <int TILES>
-__device__ __forceinline__ void read_elements(float (&x)[TILES][4], int row, int channel, u64 base, int flags) {
+__device__ __forceinline__ void read_elements(float (&x)[TILES][4], int row, int channel, u64 base,
+                                              int flags) {
   if (!base) {
     each_element(x, row, channel, flags, [&](float& y, int) { y = 0.0f; });
   } else if (flags & FLAG_STATE_BF16) {
@@ -57,7 +58,8 @@ __device__ __forceinline__ void write_state(State& state, int row, int t, u64 ba
     each_element(state.s, row, 2 * t, flags,
                  [&](float& x, int at) { reinterpret_cast<u16*>(base)[at] = (u16)pack_bf16(x, 0.0f); });
   } else {
-    each_element(state.s, row, 2 * t, flags, [&](float& x, int at) { reinterpret_cast<float*>(base)[at] = x; });
+    each_element(state.s, row, 2 * t, flags,
+                 [&](float& x, int at) { reinterpret_cast<float*>(base)[at] = x; });
   }
 }
 

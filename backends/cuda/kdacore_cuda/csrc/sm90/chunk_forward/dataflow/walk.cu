@@ -16,9 +16,9 @@
 // Grid: two blocks a sequence and value head, with 64 value rows each. Warps: four carry the state, four
 // store outputs, each of the same 16 rows as one of the former; three load operands and values, each into a
 // stage of its own, so that waiting for one flag holds up no other chunk.
-// Synchronisation: a stage's barriers count the bytes and values that arrive (full) and the warps that have read it
-// (empty). For each pair of warps and of two places, barriers say that o has been handed on (full) or
-// stored (empty).
+// Synchronisation: a stage's barriers count the bytes and values that arrive (full) and the warps that have
+// read it (empty). For each pair of warps and of two places, barriers say that o has been handed on (full)
+// or stored (empty).
 //
 // Macros from the host: SHARED_BYTES.
 #include "common/warp_arrivals.cuh"

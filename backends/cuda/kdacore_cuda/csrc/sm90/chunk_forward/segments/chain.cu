@@ -21,21 +21,20 @@ KDA_KERNEL(THREADS, 1) chain(KDA_PARAM SegmentParams p) {
   make_barriers(shared);
   const u64 first = (u64)first_segment(p, n) * p.HV + (item - n * p.HV);
   const auto map_of = [&](int j) { return p.maps + (first + (u64)j * p.HV) * MAP_BYTES; };
-  Sums sums;
+  Sums sums = {};
   const auto keep = [&](int j) {
     write_pairs(sums.x, l.row, l.channel, p.starts + (first + (u64)j * p.HV) * FULL_STATE_BYTES);
   };
   const u64 h0 = initial_state_at(p, n, item - n * p.HV, K * V);
-  read_elements(sums.x, l.row, l.channel, h0, p.flags);
-  if (keeps_initial_state(p)) keep(0);
   const int known = !h0;  // a first segment that begins with zeros ends with its B
-  if (known) read_pairs(sums.x, l.row, l.channel, map_of(0) + OFFSET(SegmentMap, b));
   compose<false>(
       sums, segments - 1 - known, shared, l,
       [&](int i) { return map_of(i + known) + OFFSET(SegmentMap, a_high); },
-      [&](int i) { return map_of(i + known) + OFFSET(SegmentMap, b); },
-      [&](int i) {
-        if (i + known) keep(i + known);
+      [&](int i) { return map_of(i + known) + OFFSET(SegmentMap, b); }, [&](int i) { keep(i + known); },
+      [&] {
+        if (h0) return read_elements(sums.x, l.row, l.channel, h0, p.flags);
+        if (keeps_initial_state(p)) keep(0);
+        read_pairs(sums.x, l.row, l.channel, map_of(0) + OFFSET(SegmentMap, b));
       });
   keep(segments - 1);
 }

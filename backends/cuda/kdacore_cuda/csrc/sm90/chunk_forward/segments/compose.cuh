@@ -44,13 +44,17 @@ __device__ __forceinline__ void set_unit(Sums& sums, const Lane& l) {
 
 // sums = sums A(i) + B(i), or with A(i)^T, for i from 0 to steps - 1. `map_at(i)`: where the two images
 // of A(i) are; `addend_at(i)`: where B(i) is, a float [V][K], or 0 for none. `keep(i)` is called in
-// step i, while sums are what that step begins with; it may overwrite B(i).
+// step i, while sums are what that step begins with; it may overwrite B(i). `begin()` is called before the
+// first step, while its A is on its way, and may load what that step begins with.
 //
 // The A of the next two steps are loaded ahead, by bulk copies whose bytes the barrier of their stage
 // counts. A barrier of the block separates writing S from reading it, and one step from the next.
-template <bool TRANSPOSED, class MapAt, class AddendAt, class Keep>
+struct Nothing {
+  __device__ __forceinline__ void operator()() const {}
+};
+template <bool TRANSPOSED, class MapAt, class AddendAt, class Keep, class Begin = Nothing>
 __device__ __forceinline__ void compose(Sums& sums, int steps, u32 shared, const Lane& l, MapAt map_at,
-                                        AddendAt addend_at, Keep keep) {
+                                        AddendAt addend_at, Keep keep, Begin begin = {}) {
   const auto barrier_at = [&](int i) { return shared + OFFSET(SharedMemory, barriers) + 8 * (i % STAGES); };
   const auto right_at = [&](int i) {
     return shared + OFFSET(SharedMemory, right) + i % STAGES * RIGHT_BYTES;
@@ -69,6 +73,7 @@ __device__ __forceinline__ void compose(Sums& sums, int steps, u32 shared, const
   fetch(1);
   Sums next;  // B, which is loaded a step ahead
   read_addend(next, 0);
+  begin();
 #pragma unroll 1
   for (int i = 0; i < steps; ++i) {
     keep(i);

@@ -3,7 +3,8 @@
 //
 //   r = v - S kd^T;   o = S qg^T + r aqt^T;   S' = S diag(last) + r kt
 //
-// Grid: a block a segment and value head (WARPGROUPS 2), or two with half of the state's rows each.
+// Grid: a block a segment and value head (WARPGROUPS 2), or two with half of the state's rows each, which may
+// be a cluster (CLUSTER 2).
 // Warps, rings and synchronisation: segment_scan.cuh. o is computed transposed (V by tokens) and
 // stored one chunk later, while the matrix unit works, through the places of the next chunk's values
 // that no other warp reads.
@@ -149,7 +150,7 @@ __device__ __forceinline__ void clear_share(const SegmentParams& p, int warp) {
   clear_unused_rows(p, 2ll * p.HV * V, {32 * number + (thread_index() & 31), 32 * WARPS * grid_blocks()});
 }
 
-KDA_KERNEL(THREADS, 1) output(KDA_PARAM SegmentParams p) {
+KDA_KERNEL(THREADS, 1) PAIRED_BLOCKS output(KDA_PARAM SegmentParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   // The launch before this one makes start states, if sequences have more than one segment. All else that is
@@ -180,4 +181,5 @@ KDA_KERNEL(THREADS, 1) output(KDA_PARAM SegmentParams p) {
     wait_for_inputs();
     clear_share(p, warp);
   }
+  leave_together();
 }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "sm90/chunk_forward/segments/prepare_inputs.cuh"
+#include "sm90/scaled_pieces.cuh"
 #include "sm90/warp.cuh"
 
 struct Strip {
@@ -139,12 +140,7 @@ __device__ __forceinline__ void flush_decayed_keys(u32 shared, const Strip& s, u
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
     const u32 at = first ^ n * (IMAGE_ROW + 16);
-    uint4 x = load_shared_u4(shared + OFFSET(SharedMemory, k) + at);
-    const auto decayed = [&](u32 y, int i) {
-      return pack_bf16(bf16_low(y) * decay[2 * i], bf16_high(y) * decay[2 * i + 1]);
-    };
-    x.x = decayed(x.x, 0), x.y = decayed(x.y, 1), x.z = decayed(x.z, 2), x.w = decayed(x.w, 3);
-    store_global(tile + at, x);
+    store_global(tile + at, scaled_piece(load_shared_u4(shared + OFFSET(SharedMemory, k) + at), decay));
   }
 }
 

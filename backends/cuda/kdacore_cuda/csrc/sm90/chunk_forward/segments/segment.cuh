@@ -10,9 +10,9 @@
 //
 //   maps    B as starts; A [K, K] as two state images (chunk_backward/workspace.cuh), the two
 //           bfloat16 parts of it, together about 16 bits
-//   starts  float states in the order of read_pairs. That of a sequence's first segment is there only
+//   starts  float states in the order of read_pairs. That of a sequence's first segment is read only
 //           where the initial state is in the row that the final state goes to, which then is written
-//           too early for some
+//           too early for some; where it begins with zeros it is there only then
 #pragma once
 
 #include "common/state_rows.cuh"

@@ -4,8 +4,11 @@
 // read it (empty). Values come by small copies of all producers: as bulk copies of 256 bytes they would take
 // twice as long as everything else.
 //
-// Macros from the host: WARPGROUPS, SHARED_BYTES. To be defined before this is included: STAGED_BYTES, how
-// much of a record is loaded; BLOCK_VALUES, of how many values; PRODUCER_WARPS.
+// Blocks that read the same records may be a cluster of two (CLUSTER 2): each asks for half of a record, for
+// both. A stage then is empty when both blocks have read it.
+//
+// Macros from the host: WARPGROUPS, SHARED_BYTES, CLUSTER (1 if undefined). To be defined before this is
+// included: STAGED_BYTES, how much of a record is loaded; BLOCK_VALUES, how many values; PRODUCER_WARPS.
 #pragma once
 
 #include "common/warp_arrivals.cuh"
@@ -15,9 +18,17 @@
 #include "sm90/ring.cuh"
 #include "sm90/warp.cuh"
 
-constexpr int STATE_WARPS =
-    4 * WARPGROUPS;                    // warps with 16 rows each; those after them are producers
-constexpr int PARTS = 2 / WARPGROUPS;  // blocks of one matrix
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+#if CLUSTER == 2
+#define PAIRED_BLOCKS KDA_CLUSTER(2)
+#else
+#define PAIRED_BLOCKS
+#endif
+
+constexpr int STATE_WARPS = 4 * WARPGROUPS;  // warps with 16 rows each; those after them are producers
+constexpr int PARTS = 2 / WARPGROUPS;        // blocks of one matrix
 constexpr int THREADS = 32 * (STATE_WARPS + PRODUCER_WARPS);
 #if WARPGROUPS == 2
 constexpr int START_REGISTERS = 168, STATE_REGISTERS = 232, PRODUCER_REGISTERS = 40;
@@ -54,9 +65,14 @@ using OperandRing = Ring<STAGES, STAGE_LEAD, STAGE_PITCH, OFFSET(SharedMemory, f
 __device__ __forceinline__ void make_barriers(u32 shared) {
   if (thread_index() < 2 * STAGES)
     barrier_init(shared + OFFSET(SharedMemory, full) + 8 * thread_index(),
-                 thread_index() < STAGES ? 1 + 32 * PRODUCER_WARPS : STATE_WARPS * WARP_ARRIVALS);
+                 thread_index() < STAGES ? 1 + 32 * PRODUCER_WARPS : CLUSTER * STATE_WARPS * WARP_ARRIVALS);
+#if CLUSTER == 1
   fence_async_proxy();  // bulk copies use them
   sync_block();
+#else
+  fence_barrier_init();
+  sync_cluster();
+#endif
 }
 
 // This warp's values in a stage.
@@ -82,18 +98,32 @@ __device__ __forceinline__ Values find_values(const SegmentParams& p, const Sequ
       2 * p.v_st, 0};
 }
 
+// This block's part of the first `bytes` of a record.
+__device__ __forceinline__ void copy_record(const OperandRing& ring, u64 record, u32 bytes) {
+#if CLUSTER == 2
+  const u32 half = bytes / 2, at = block_index() % 2 * half, to = ring.stage() + at;
+  const void* const source = reinterpret_cast<const void*>(record + at);
+  if (LAST_READER)
+    copy_in_to_both_evict_first(to, source, half, ring.full());
+  else
+    copy_in_to_both(to, source, half, ring.full());
+#else
+  const void* const source = reinterpret_cast<const void*>(record);
+  if (LAST_READER)
+    copy_in_evict_first(ring.stage(), source, bytes, ring.full());
+  else
+    copy_in(ring.stage(), source, bytes, ring.full());
+#endif
+}
+
 // Asks for the first `bytes` of a record, and for values, in the next stage.
 // Rows past the end are zero: products of them with the operands' zeros are to be zero.
 __device__ __forceinline__ void load_chunk(OperandRing& ring, u64 record, u32 bytes, const Values& v) {
   ring.wait_empty();
   const int own = producer_thread();
   if (own == 0) {
-    const void* const source = reinterpret_cast<const void*>(record);
     barrier_expect(ring.full(), bytes);
-    if (LAST_READER)
-      copy_in_evict_first(ring.stage(), source, bytes, ring.full());
-    else
-      copy_in(ring.stage(), source, bytes, ring.full());
+    copy_record(ring, record, bytes);
   }
   const unsigned char* from = v.at;
   const u32 image = ring.stage() + STAGED_BYTES + own % PIECES / 8 * SQUARE_BYTES;
@@ -136,7 +166,19 @@ __device__ __forceinline__ void produce(const SegmentParams& p, const Segment& x
 
 // This warp has finished reading a stage.
 __device__ __forceinline__ void release(const Lane& l, const OperandRing& ring) {
+#if CLUSTER == 2
+  for (u32 rank = 0; rank < 2; ++rank) warp_arrive_remote(cluster_address(ring.empty(), rank), l.lane);
+#else
   warp_arrive(ring.empty(), l.lane);
+#endif
+}
+
+// At the end: another block of the cluster may still tell this one that it has read a stage.
+__device__ __forceinline__ void leave_together() {
+#if CLUSTER == 2
+  sync_warp();
+  sync_cluster();
+#endif
 }
 
 // A wait for what has come already. It ends a basic block: the assembler would move loads of shared

@@ -42,7 +42,7 @@ __device__ __forceinline__ void write_transposed_pairs(const float (&x)[2 * K_TI
   for (int m = 0; m < V / 16; ++m) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float(&low)[4] = x[2 * m], (&high)[4] = x[2 * m + 1];
+      const float (&low)[4] = x[2 * m], (&high)[4] = x[2 * m + 1];
       const float other_low = shuffle_xor(odd ? low[2 * h] : low[2 * h + 1], 4),
                   other_high = shuffle_xor(odd ? high[2 * h] : high[2 * h + 1], 4);
       *tile_at(base, 16 * m + 2 * l.t + odd, l.row + 8 * h + (l.g & 6)) =

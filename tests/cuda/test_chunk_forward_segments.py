@@ -183,8 +183,19 @@ def test_chain(emulated: list[str], lengths: None, multiprocessors: None, case: 
     assert error(got[made], want[made]) < CHAIN_BOUND
 
 
+@pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_output(emulated: list[str], lengths: None, multiprocessors: None, case: str) -> None:
+def test_output(
+    emulated: list[str],
+    lengths: None,
+    multiprocessors: None,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    paired: bool,
+) -> None:
+    monkeypatch.setattr(
+        chunk_forward_segments, "output_is_paired", lambda items, blocks: paired and blocks == 2
+    )
     inputs = CASES[case]()
     request = request_of("chunk_kda", inputs, output_final_state=True, checkpoint_every=64, **BOUNDED_MODEL)
     call, work = chunk_forward_segments.prepare_call(request, inputs), operands_of(request, inputs)
@@ -382,6 +393,9 @@ def test_the_benchmark_times_what_a_call_launches(emulated: list[str]) -> None:
 def test_blocks_share_states_while_multiprocessors_are_idle() -> None:
     assert [chunk_forward_segments_kernels.output_blocks(n, 132) for n in (1, 66, 67, 128)] == [2, 2, 1, 1]
     assert [chain_blocks(n, 132) for n in (1, 16, 17, 27)] == [8, 8, 4, 4]
+    paired = chunk_forward_segments_kernels.output_is_paired
+    assert [paired(n, 2) for n in (8, 9, 14, 15)] == [False, True, True, False]
+    assert not paired(12, 1)
 
 
 def test_output_begins_early_where_the_chain_leaves_most_multiprocessors_idle(
@@ -404,15 +418,18 @@ def test_how_many_blocks_share_a_state_changes_no_bit(
 ) -> None:
     inputs = draw(T, initial_state=state(1, 1))
 
-    def outputs(multiprocessors: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def outputs(multiprocessors: int, paired: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: multiprocessors)
+        monkeypatch.setattr(chunk_forward_segments, "output_is_paired", lambda items, blocks: paired)
         got = run(inputs, output_final_state=True, **BOUNDED_MODEL)
         assert got.final_state is not None
+        assert ("CLUSTER2" in emulated[-1]) == paired
         return got.o, got.final_state
 
-    few, many = outputs(1), outputs(132)
-    assert torch.equal(few[0], many[0])
-    assert torch.equal(few[1], many[1])
+    few = outputs(1)
+    for many in (outputs(132), outputs(132, paired=True)):
+        assert torch.equal(few[0], many[0])
+        assert torch.equal(few[1], many[1])
 
 
 def test_segments_depend_on_heads_and_place_alone() -> None:
@@ -437,6 +454,7 @@ def test_as_many_segments_as_their_lengths_make() -> None:
     [
         chunk_forward_segments_kernels.maps_kernel(),
         *map(chunk_forward_segments_kernels.output_kernel, (1, 2)),
+        chunk_forward_segments_kernels.output_kernel(2, paired=True),
     ],
 )
 def test_products_overlap(kernel: chunk_forward_segments_kernels.SegmentsKernel) -> None:

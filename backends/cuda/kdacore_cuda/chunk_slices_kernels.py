@@ -30,7 +30,7 @@ def maps_kernel(leaving_only: bool) -> SegmentsKernel:
         leaving_only: of the sequence that goes on behind the slice alone.
     """
     defines = (
-        *(("WARPGROUPS", 1), ("CLUSTER", 2), ("SHARED_BYTES", MAPS_SHARED), ("OF_SLICE", 1)),
+        *(("WARPGROUPS", 1), ("SHARED_BYTES", MAPS_SHARED), ("OF_SLICE", 1)),
         ("LEAVING_ONLY", int(leaving_only)),
     )
     return SegmentsKernel(KernelSource(f"{_FORWARD}/maps.cu", "maps", defines), MAPS_THREADS, MAPS_SHARED)

@@ -7,8 +7,8 @@
 // from A = 1 and B = 0. Rows of A^T and B^T, which are channels of S', need no other row. So a warp keeps
 // its rows of A, B and P in registers, and two of the three products are all that a chunk waits for.
 //
-// Grid: two blocks a segment and value head, 64 rows each, which are a cluster. Warps, rings and
-// synchronisation: segment_scan.cuh.
+// Grid: two blocks a segment and value head, 64 rows each. Warps, rings and synchronisation:
+// segment_scan.cuh.
 //
 // Macros: OF_SLICE, for a slice of a row that several ranks share. The sequence that goes on behind the
 // slice, the one that the last token belongs to, has A and B of its last segment, too; LEAVING_ONLY, no
@@ -114,7 +114,7 @@ __device__ __forceinline__ void produce_backwards(const SegmentParams& p, const 
   }
 }
 
-KDA_KERNEL(THREADS, 1) PAIRED_BLOCKS maps(KDA_PARAM SegmentParams p) {
+KDA_KERNEL(THREADS, 1) maps(KDA_PARAM SegmentParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   wait_for_inputs();
@@ -128,5 +128,4 @@ KDA_KERNEL(THREADS, 1) PAIRED_BLOCKS maps(KDA_PARAM SegmentParams p) {
     OperandRing ring = {shared};
     produce_backwards(p, task.x, ring);
   }
-  leave_together();
 }

@@ -285,13 +285,13 @@ def test_checkpoints_of_one_row_in_a_pool_that_begins_anywhere(
 def test_checkpoints_in_segments_have_the_bits_of_a_call_that_ends_there(
     emulated: list[str], way: str, gate: str, segment_chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several inside one chunk, more of them than stages of the ring, and at a chunk's start."""
+    """Several inside one chunk, more of them than stages of the ring, and where chunks and segments begin."""
     monkeypatch.setattr(
         chunk_forward_segments, "segment_lengths", lambda *given: SegmentLengths.uniform(segment_chunks)
     )
     options = {"bounded": BOUNDED_MODEL, "unbounded": MODEL}[gate] | {"inplace_state": True}
     inputs = draw(way, (150,), initial_state=pool(way, 9), state_indices=torch.tensor([3]))
-    start, ends = inputs.initial_state[3:4].clone(), [48, 16, 80, 64, 32, 112, 144]
+    start, ends = inputs.initial_state[3:4].clone(), [48, 16, 80, 64, 32, 128, 144]
     rows = [0, 1, 2, 4, 5, 6, 7]
     marked = inputs._replace(
         checkpoint_offsets=torch.tensor(ends), checkpoint_indices=torch.tensor(rows, dtype=torch.int32)

@@ -432,6 +432,22 @@ def test_how_many_blocks_share_a_state_changes_no_bit(
         assert torch.equal(few[1], many[1])
 
 
+def test_checkpoints_have_the_bits_of_calls_that_end_there(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside of segments and where they begin."""
+    monkeypatch.setattr(chunk_forward_segments, "segment_lengths", lambda *given: SegmentLengths.uniform(2))
+    inputs = draw(330, initial_state=state(1, 1))
+    kept = run(inputs, checkpoint_every=64, **BOUNDED_MODEL).checkpoints
+    assert kept is not None
+    assert kept.shape[0] == 6
+    for j in range(1, 6):
+        tokens = {name: getattr(inputs, name)[:, : 64 * j] for name in ("q", "k", "v", "g", "beta")}
+        end = run(inputs._replace(**tokens), output_final_state=True, **BOUNDED_MODEL).final_state
+        assert end is not None
+        assert torch.equal(kept[j].reshape(end.shape), end), j
+
+
 def test_segments_depend_on_heads_and_place_alone() -> None:
     lengths = [chunk_forward_segments_kernels.segment_lengths(n, 132) for n in (1, 4, 8, 12, 16, 27)]
     assert [x.short for x in lengths] == [10, 10, 16, 26, 32, 43]

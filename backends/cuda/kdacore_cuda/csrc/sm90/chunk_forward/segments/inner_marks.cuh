@@ -1,7 +1,8 @@
 // Checkpoints at chosen tokens (common/chunk_forward/marks.cuh) in segments. At a chunk's first token it is
-// the state that the walk has there. For one inside a chunk the walk keeps that state and, once it has
-// finished its segment, takes one more step from it. For each mark and value head, at place mark * HV + hv,
-// `mark_states` has
+// the state that the walk has there, and where one segment ends and the next begins, the state of the one
+// that ends: as in a call that ends there, to the bit. For one inside a chunk the walk keeps the state at the
+// chunk's start and, once it has finished its segment, takes one more step from it. For each mark and value
+// head, at place mark * HV + hv, `mark_states` has
 //
 //   float [V][K]    the state at the start of the mark's chunk; those of all marks come first
 //   ChunkOperands   the record of that chunk cut off at the mark: prepare_marked.cu
@@ -35,14 +36,23 @@ __device__ __forceinline__ u64 marked_state_at(const SegmentParams& p, int mark,
   return state_at(p, p.ht, row, p.ht_row, hv, K * V);
 }
 
-// The state at the start of a chunk, for each mark in it.
+// The state at the start of a chunk of the segment, for each mark in it.
 __device__ __forceinline__ void keep_marked_states(const SegmentParams& p, const Segment& x, int chunk,
                                                    State& state, const Lane& l) {
+  const bool from_before =
+      x.index && chunk == x.begin;  // the state is of the segment before: `keep_states_at_end`
   each_mark_of(p, x.s, chunk, chunk + 1, [&](int mark, int token) {
     if (token % C)
       write_pairs(state.s, l.row + l.g, 2 * l.t, mark_start_at(p, mark, x.hv));
-    else
+    else if (!from_before)
       write_state(state, l.row + l.g, l.t, marked_state_at(p, mark, x.hv), p.flags);
+  });
+}
+// The state at the end of a segment, for each mark there; a mark where the sequence ends is none of this kind.
+__device__ __forceinline__ void keep_states_at_end(const SegmentParams& p, const Segment& x, State& state,
+                                                   const Lane& l) {
+  each_mark_of(p, x.s, x.end, x.end + 1, [&](int mark, int token) {
+    if (token % C == 0) write_state(state, l.row + l.g, l.t, marked_state_at(p, mark, x.hv), p.flags);
   });
 }
 

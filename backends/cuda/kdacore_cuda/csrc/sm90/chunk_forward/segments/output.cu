@@ -41,9 +41,15 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, u32 shared,
     read_state(state, row, l.t, initial_state_at(p, x.n, x.hv, K * V), p.flags);
   const auto every = [&] { return opaque(p.ckpt_every) / C; };  // chunks between checkpoints
   u64 checkpoint = 0;                                           // the next one
+  const auto write_checkpoint = [&] {
+    write_state(state, row, l.t, checkpoint, p.flags);
+    checkpoint += (u64)p.HV * matrix_bytes(p.flags);
+  };
   if (p.ckpt_every) {
-    const long long i = first_checkpoint(p, x.n) + (x.begin + every() - 1) / every();
+    // One where the segment begins comes from the segment before it (inner_marks.cuh).
+    const long long i = first_checkpoint(p, x.n) + (x.index ? x.begin / every() + 1 : 0);
     checkpoint = matrix_at(p.ckpt, i * p.HV + x.hv, p.flags);
+    if (x.index == 0 && x.end) write_checkpoint();
   }
   const long long token_bytes = 2ll * p.HV * V;
   unsigned char* to = reinterpret_cast<unsigned char*>(p.o) +
@@ -60,10 +66,6 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, u32 shared,
   while (c < x.end) {
     int stop = x.end;
     if (p.ckpt_every) {
-      if (c % every() == 0) {
-        write_state(state, row, l.t, checkpoint, p.flags);
-        checkpoint += (u64)p.HV * matrix_bytes(p.flags);
-      }
       const int next = (c / every() + 1) * every();
       stop = next < stop ? next : stop;
     }
@@ -124,6 +126,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, u32 shared,
       left -= C;
       to += C * token_bytes;
     }
+    if (p.ckpt_every && c % every() == 0 && (c < x.end || !find_own().last())) write_checkpoint();
   }
   const auto store_last_output = [&](u32 stage) {
     if (out_tokens <= 0) return;
@@ -138,6 +141,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, u32 shared,
     if (const u64 final = final_state_at(p, own.n, own.hv, K * V))
       write_state(state, row, l.t, final, p.flags);
   }
+  if (p.marks) keep_states_at_end(p, own, state, l);
   if (p.marks) take_marked_steps(p, own, ring, l, store_last_output);
   store_last_output(shared + STAGE_LEAD);  // if not before; then the producer uses no stage any more
 }

@@ -115,10 +115,12 @@ def chain(request: Request, inputs: ChunkInputs, B: F64, A: F64) -> F64:
         for hv in range(request.HV):
             if not s.last:
                 at = s.slot, hv
-                if s.first and inputs.initial_state is not None:
+                if s.first and inputs.initial_state is None:
+                    starts[s.slot + 1, hv] = B[at]
+                    continue
+                if s.first:
                     starts[at] = initial(request, inputs, s.chunks[0].n, hv)
-                zero = s.first and inputs.initial_state is None
-                starts[s.slot + 1, hv] = B[at] if zero else starts[at] @ A[at] + B[at]
+                starts[s.slot + 1, hv] = starts[at] @ A[at] + B[at]
     return starts
 
 

@@ -291,8 +291,8 @@ def test_checkpoints_in_segments_have_the_bits_of_a_call_that_ends_there(
     )
     options = {"bounded": BOUNDED_MODEL, "unbounded": MODEL}[gate] | {"inplace_state": True}
     inputs = draw(way, (150,), initial_state=pool(way, 9), state_indices=torch.tensor([3]))
-    start, ends = inputs.initial_state[3:4].clone(), [48, 16, 80, 64, 32, 128, 144]
-    rows = [0, 1, 2, 4, 5, 6, 7]
+    start, ends = inputs.initial_state[3:4].clone(), [48, 16, 80, 64, 32, 112, 128, 144]
+    rows = [0, 1, 2, 4, 5, 6, 7, 8]
     marked = inputs._replace(
         checkpoint_offsets=torch.tensor(ends), checkpoint_indices=torch.tensor(rows, dtype=torch.int32)
     )

@@ -88,8 +88,8 @@ def output_kernel(blocks: int = 1, paired: bool = False) -> SegmentsKernel:
     head.
 
     Args:
-        blocks: that many.
-        paired: two are a cluster, and each loads half of a record for both (same bits).
+        blocks: 1 with all rows of the state, or 2 with half of them each.
+        paired: the two blocks are a cluster, and each loads half of every record for both (same bits).
     """
     defines = {"WARPGROUPS": 2 // blocks} | ({"CLUSTER": 2} if paired else {})
     return _kernel("output", 384 if blocks == 1 else 160, 3 * 73 * 1024 + 48, **defines)

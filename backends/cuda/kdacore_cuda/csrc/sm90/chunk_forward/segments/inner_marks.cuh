@@ -39,16 +39,17 @@ __device__ __forceinline__ u64 marked_state_at(const SegmentParams& p, int mark,
 // The state at the start of a chunk of the segment, for each mark in it.
 __device__ __forceinline__ void keep_marked_states(const SegmentParams& p, const Segment& x, int chunk,
                                                    State& state, const Lane& l) {
-  const bool from_before =
-      x.index && chunk == x.begin;  // the state is of the segment before: `keep_states_at_end`
+  // Checkpoints at a segment's first token are written by the block of the previous segment.
+  const bool by_previous = x.index && chunk == x.begin;
   each_mark_of(p, x.s, chunk, chunk + 1, [&](int mark, int token) {
     if (token % C)
       write_pairs(state.s, l.row + l.g, 2 * l.t, mark_start_at(p, mark, x.hv));
-    else if (!from_before)
+    else if (!by_previous)
       write_state(state, l.row + l.g, l.t, marked_state_at(p, mark, x.hv), p.flags);
   });
 }
-// The state at the end of a segment, for each mark there; a mark where the sequence ends is none of this kind.
+// The state at the end of a segment, for each mark at the first token behind it. There is none behind a
+// sequence's last segment.
 __device__ __forceinline__ void keep_states_at_end(const SegmentParams& p, const Segment& x, State& state,
                                                    const Lane& l) {
   each_mark_of(p, x.s, x.end, x.end + 1, [&](int mark, int token) {

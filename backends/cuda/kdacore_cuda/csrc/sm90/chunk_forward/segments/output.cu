@@ -141,8 +141,10 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, u32 shared,
     if (const u64 final = final_state_at(p, own.n, own.hv, K * V))
       write_state(state, row, l.t, final, p.flags);
   }
-  if (p.marks) keep_states_at_end(p, own, state, l);
-  if (p.marks) take_marked_steps(p, own, ring, l, store_last_output);
+  if (p.marks) {
+    keep_states_at_end(p, own, state, l);
+    take_marked_steps(p, own, ring, l, store_last_output);
+  }
   store_last_output(shared + STAGE_LEAD);  // if not before; then the producer uses no stage any more
 }
 
@@ -180,7 +182,7 @@ KDA_KERNEL(THREADS, 1) PAIRED_BLOCKS output(KDA_PARAM SegmentParams p) {
     set_role_registers<0>();
     const Segment x = find_block(p, block);
     OperandRing ring = {shared};
-    produce(p, x, ring, sizeof(ChunkOperands), part);
+    produce(p, x, ring, part);
     if (p.marks) produce_marks(p, x, ring, part);
     wait_for_inputs();
     clear_share(p, warp);

@@ -150,15 +150,15 @@ __device__ __forceinline__ u64 first_record(const SegmentParams& p, const Segmen
   return p.chunk_operands + ((u64)(x.s.slot + x.begin) * p.HV + x.hv) * sizeof(ChunkOperands);
 }
 
-// The producers load the first `bytes` of every chunk's operands, and its values.
+// The producers load every chunk's operands and values.
 __device__ __forceinline__ void produce(const SegmentParams& p, const Segment& x, OperandRing& ring,
-                                        u32 bytes, int part) {
+                                        int part) {
   u64 from = first_record(p, x);
   Values v = find_values(p, x.s, (long long)x.begin * C, x.hv, part);
   int left = x.s.length - x.begin * C;
   for (int c = x.begin; c < x.end; ++c, from += record_step(p)) {
     v.rows = left < C ? left : C;
-    load_chunk(ring, from, bytes, v);
+    load_chunk(ring, from, STAGED_BYTES, v);
     v.at += C * v.step;
     left -= C;
   }

@@ -25,8 +25,10 @@ OPTIONS: list[dict[str, Any]] = [
     {"gate": "softplus", "HV": 4},
     {"gate": "sigmoid", "lower_bound": -5.0, "safe_gate": True},
     {"gate": "sigmoid", "lower_bound": -5.0, "safe_gate": True, "qk_l2norm": True, "HV": 4},
+    # With scale 0 only the last state has gradients; 130 tokens of random gates would shrink the initial state's to
+    # float32's subnormal numbers, which have too few digits for the bound.
     {"scale": 0.0, "gates": "slow"},
-    {"scale": 0.0, "qk_l2norm": True},
+    {"scale": 0.0, "gates": "slow", "qk_l2norm": True},
     {"scale": 1e-25, "qk_l2norm": True, "HV": 4},
     {"op": "chunk_gated_delta_rule", "HV": 4},
     {"op": "chunk_gated_delta_rule", "gate": "softplus"},

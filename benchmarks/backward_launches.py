@@ -60,8 +60,11 @@ def gate(case: Case) -> None:
         raise AssertionError(f"the backends are apart: {found}")
 
 
-def cuda_steps(request: Request, inputs: ChunkInputs, grads: OutputGrads) -> dict[str, Step]:
-    """The launches of the hand-written backward, each on what the ones before it left."""
+def cuda_steps(
+    request: Request, inputs: ChunkInputs, grads: OutputGrads, kept: torch.Tensor | None = None
+) -> dict[str, Step]:
+    """The launches of the hand-written backward, each on what the ones before it left; ``kept``: what the
+    forward kept of its segments."""
     plan = chunk_backward.plan_of(request)
     work = chunk_backward.make_workspace(plan, inputs.q, *chunk_backward.WORKSPACE)
     work |= {"d_o": grads.o}
@@ -70,13 +73,13 @@ def cuda_steps(request: Request, inputs: ChunkInputs, grads: OutputGrads) -> dic
     work |= {name: inputs.q.new_empty(wide, dtype=parts) for name in ("dq", "dk")}
     work |= {f"d{name}": torch.empty_like(getattr(inputs, name)) for name in ("v", "g", "beta")}
     work |= chunk_backward.make_partial_sums(request, plan, inputs)
-    scan = chunk_backward.scan_of(request, inputs.q)
+    scan = chunk_backward.scan_of(request, inputs.q, kept)
     work |= scan.workspace
     prepare = chunk_backward_kernels.prepare_kernel(plan.float_gate, plan.bounded)
     gradients = chunk_backward_kernels.grads_kernel(plan.float_gate, plan.grouped, plan.bounded)
 
     def step(kernel: chunk_backward_kernels.ChunkBackwardKernel, blocks: int | None = None) -> Step:
-        return lambda: chunk_backward.launch(kernel, plan, inputs, work, blocks)
+        return lambda: chunk_backward.launch(kernel, scan.plan, inputs, work, blocks)
 
     steps = {
         "prepare": step(prepare),
@@ -85,7 +88,8 @@ def cuda_steps(request: Request, inputs: ChunkInputs, grads: OutputGrads) -> dic
     }
     for run in steps.values():
         run()
-    return {**steps, "all": lambda: chunk_backward.backward(request, inputs, (), grads)}
+    saved = () if kept is None else (kept,)
+    return {**steps, "all": lambda: chunk_backward.backward(request, inputs, saved, grads)}
 
 
 def triton_steps(request: Request, inputs: ChunkInputs, grads: OutputGrads) -> dict[str, Step]:

@@ -1,7 +1,8 @@
 """The chunk backward in segments and in one chain per head: ``python -m benchmarks.backward_segments``.
 
-On a Hopper GPU, K = V = 128, few heads. Before anything is timed, gradients in segments are held against the float64
-oracle on a short call, and against those of one chain per head on the timed one.
+On a Hopper GPU, K = V = 128, few heads; in segments with maps of its own, and with those that the forward kept. Before
+anything is timed, gradients in segments are held against the float64 oracle on a short call, and against those of one
+chain per head on the timed one.
 """
 
 from __future__ import annotations
@@ -40,6 +41,14 @@ def backward(request: Request, inputs: ChunkInputs, grads: OutputGrads, chunks: 
         return chunk_backward.backward(request, inputs, (), grads)
 
 
+def with_kept(request: Request, inputs: ChunkInputs) -> tuple[Request, torch.Tensor | None]:
+    """The call as one with gradients, and what its forward kept of its segments."""
+    request = replace(request, needs_grad=True)
+    if not chunk_forward.keeps_segments(request):
+        return request, None
+    return request, chunk_forward.forward(request, inputs).saved[0]
+
+
 def hold(what: str, got: InputGrads, want: InputGrads) -> None:
     """Raises AssertionError where they are apart."""
     found = apart(got, want)
@@ -65,6 +74,9 @@ def gate_chains(case: Case, chunks: list[int]) -> None:
     want = backward(replace(request), inputs, grads, 0)
     for each in chunks:
         hold(f"segments of {each} against chains", backward(replace(request), inputs, grads, each), want)
+    request, kept = with_kept(request, inputs)
+    if kept is not None:
+        hold("kept against chains", chunk_backward.backward(request, inputs, (kept,), grads), want)
 
 
 def contenders(case: Case, chunks: list[int]) -> dict[str, Step]:
@@ -88,6 +100,11 @@ def contenders(case: Case, chunks: list[int]) -> dict[str, Step]:
         wanted = ("maps", "chain", "scan") if each else ("prepare", "scan", "gradients")
         steps |= {f"{name} {launch}": launches[launch] for launch in wanted if launch in launches}
         steps[f"{name} all"] = whole(mine, each)
+    mine, kept = with_kept(request, inputs)
+    if kept is not None:
+        launches = cuda_steps(mine, inputs, grads, kept)
+        steps |= {f"kept {launch}": launches[launch] for launch in ("maps", "chain", "scan", "all")}
+        steps["kept forward"] = lambda: chunk_forward.forward(mine, inputs)
     return steps
 
 
@@ -121,6 +138,14 @@ def main() -> None:
                     )
                     for each in chunks
                 ]  # fmt: skip
+                if "kept all" in found:
+                    figures.append(
+                        Figure(
+                            preset=PRESET, name=f"{shape}: chains over kept segments",
+                            value=found["chains all"].median / found["kept all"].median,
+                            unit="x", want="", met=None,
+                        )
+                    )  # fmt: skip
                 print(shape)
                 for contender, t in found.items():
                     print(f"  {contender:24} {1e3 * t.median:7.3f} ms")

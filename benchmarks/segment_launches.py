@@ -18,8 +18,8 @@ from kdacore.bench.cases import Case
 from kdacore.bench.clock import Budget, CudaClock, Step, interleave
 from kdacore.bench.results import Figure, Results, Row
 from kdacore.types import ChunkInputs, Request
-from kdacore_cuda import chunk_forward, chunk_forward_segments, torch_launch
-from kdacore_cuda.chunk_forward_segments_kernels import SegmentLengths, segment_lengths
+from kdacore_cuda import chunk_forward, chunk_forward_segments, segment_lengths, torch_launch
+from kdacore_cuda.segment_lengths import SegmentLengths, choose_lengths
 from kdacore_reference.oracle import oracle_forward
 from kdacore_triton import chunk_forward as triton
 
@@ -69,10 +69,10 @@ def timed(
 ) -> tuple[list[Row], list[Figure]]:
     """Rows of one case, with segments of these lengths, and how the others compare."""
 
-    def with_lengths(items: int, multiprocessors: int) -> SegmentLengths:
+    def with_lengths(request: Request) -> SegmentLengths:
         return lengths
 
-    with mock.patch.object(chunk_forward_segments, "segment_lengths", with_lengths):
+    with mock.patch.object(segment_lengths, "lengths_of", with_lengths):
         gate(case)
         found = interleave(contenders(case, "init", only_segments), CudaClock(), budget)
     shape = f"B1 T{case.T} H{case.H} K128 V128 {case.gate}, segments of {_chunks(lengths, case)} chunks"
@@ -101,7 +101,7 @@ def _chunks(lengths: SegmentLengths, case: Case) -> str:
 def _chosen(args: argparse.Namespace, heads: int) -> list[SegmentLengths]:
     """The lengths to be timed."""
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    shipped = segment_lengths(heads, multiprocessors)
+    shipped = choose_lengths(heads, multiprocessors)
     return [
         *([] if args.chunks or args.long else [shipped]),
         *map(SegmentLengths.uniform, args.chunks),

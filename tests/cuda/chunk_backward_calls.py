@@ -41,6 +41,7 @@ def launch(
     wanted: dict[str, tuple[tuple[int, ...], torch.dtype] | None],
     device: str = "cpu",
     blocks: int | None = None,
+    sizes: dict[str, int] | None = None,
     **arrays: torch.Tensor,
 ) -> dict[str, model.F64]:
     """One launch, in the emulator where a test asks for it.
@@ -51,12 +52,14 @@ def launch(
             begin as NaN.
         device: where it runs; everything is copied there first.
         blocks: of the grid; None: as many as the kernel says.
+        sizes: numbers among its parameters, by name, beside those of every backward.
         arrays: other tensors it reads, by the name of their parameter.
 
     Returns:
         What is in each wanted array, matrices of the workspace unswizzled.
     """
     plan = chunk_backward.plan_of(request)
+    plan = plan._replace(sizes={**plan.sizes, **(sizes or {})})
     if device == "cuda":  # where the request's arrays may not have been
         plan = plan._replace(arch="sm_90a")
     inputs = ChunkInputs(*(None if x is None else x.to(device) for x in inputs))

@@ -31,7 +31,7 @@ class Segment(NamedTuple):
 
 def in_segments(request: Request, inputs: ChunkInputs) -> Iterator[Segment]:
     """Every segment that has a chunk, in the order of its sequence."""
-    each = chunk_backward_segments.segment_sizes(request)["segment"]
+    each = chunk_backward_segments.plan_of(request).sizes["segment"]
     for n, group in groupby(chunk_model.chunks(request, inputs), lambda c: c.n):
         chunks = list(group)
         if inputs.cu_seqlens is None:

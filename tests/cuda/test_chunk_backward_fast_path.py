@@ -22,9 +22,9 @@ from kdacore_cuda import (
     chunk_backward_fast_path,
     chunk_backward_segments,
     chunk_forward,
-    chunk_forward_segments,
+    segment_lengths,
 )
-from kdacore_cuda.chunk_forward_segments_kernels import SegmentLengths
+from kdacore_cuda.segment_lengths import SegmentLengths
 
 EVERY = (True,) * 8
 
@@ -35,7 +35,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (chunk_forward, chunk_backward):
         monkeypatch.setattr(module, "build_arch", lambda arch: "sm_90a")
     monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: False)
-    monkeypatch.setattr(chunk_forward_segments, "segment_lengths", lambda *given: SegmentLengths.uniform(2))
+    monkeypatch.setattr(segment_lengths, "lengths_of", lambda *given: SegmentLengths.uniform(2))
 
 
 def made(inputs: ChunkInputs, wanted: tuple[bool, ...] = EVERY, **options: Any) -> FastGradients | None:

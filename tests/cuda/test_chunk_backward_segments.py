@@ -103,7 +103,10 @@ class Launches:
     def run(self, name: str, given: dict[str, F64], wanted: dict[str, Any]) -> dict[str, F64]:
         (step,) = (x for x in self.plan.launches if x.name == name)
         arrays = {"d_o": self.do, "d_ht": self.d_final, **self.memory}
-        return launch(step.kernel, self.request, self.inputs, given, wanted, blocks=step.blocks, **arrays)
+        sizes = self.plan.sizes
+        return launch(
+            step.kernel, self.request, self.inputs, given, wanted, blocks=step.blocks, sizes=sizes, **arrays
+        )
 
 
 def hold(got: F64, want: F64, bound: float) -> None:
@@ -407,16 +410,17 @@ def test_the_suites_gradients_in_short_segments(emulated: list[str], monkeypatch
 # --- which calls, and what is compiled -----------------------------------------------------------------------------
 
 
-def test_few_heads_go_in_segments() -> None:
+def test_few_heads_go_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever their length, as a choice by length would change bits when tokens are appended."""
     choose = chunk_backward_segments_kernels.use_segments
     assert [choose(n, 132) for n in (1, 8, 12, 13, 16, 64)] == [True] * 3 + [False] * 3
     assert not choose(8, 66)
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
     for T in (1, 5000):
         inputs = draw(T)
         request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
-        sizes = chunk_backward_segments.segment_sizes(request)
-        assert sizes == {"segment": 2, "segments": -(-T // 128)}
+        sizes = chunk_backward_segments.plan_of(request).sizes
+        assert (sizes["segment"], sizes["segments"]) == (2, -(-T // 128))
 
 
 def test_segments_depend_on_heads_alone() -> None:

@@ -1,7 +1,9 @@
-"""The backward in segments on a GPU: against the oracle and the one chain per head, equal bits, graphs, causality."""
+"""The backward in segments on a GPU, also with what the forward kept: against the oracle and the one chain per head,
+equal bits, graphs, causality."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,9 @@ import torch
 from chunk_backward_calls import draw
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw, error, request_of
 
-from kdacore.types import ChunkInputs, InputGrads, OutputGrads
-from kdacore_cuda import chunk_backward, chunk_backward_segments
+from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
+from kdacore_cuda import chunk_backward, chunk_backward_segments, chunk_forward, segment_lengths
+from kdacore_cuda.segment_lengths import SegmentLengths
 from kdacore_reference.oracle import oracle_backward
 
 pytestmark = pytest.mark.gpu
@@ -44,15 +47,32 @@ CASES = {
 @pytest.fixture
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_backward_segments, "chunks_per_segment", lambda *given: 2)
+    monkeypatch.setattr(segment_lengths, "lengths_of", lambda *given: SegmentLengths(1, 3, 2, 2, 3))
 
 
 def same(a: InputGrads, b: InputGrads) -> bool:
     return all(x is None or torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def saved_of(request: Request, inputs: ChunkInputs, kept: bool) -> tuple[Request, tuple[Any, ...]]:
+    """A call and what its backward is given: nothing, or what the forward kept."""
+    if not kept:
+        return request, ()
+    request = dataclasses.replace(request, needs_grad=True)
+    saved = chunk_forward.forward(request, inputs).saved
+    assert len(saved) == 1
+    return request, saved
+
+
+KEPT = pytest.mark.parametrize("kept", [False, True], ids=["computed again", "kept"])
+
+
 @GATES
+@KEPT
 @pytest.mark.parametrize("name", CASES)
-def test_the_whole_against_the_oracle(short_segments: None, name: str, options: dict[str, Any]) -> None:
+def test_the_whole_against_the_oracle(
+    short_segments: None, name: str, options: dict[str, Any], kept: bool
+) -> None:
     """Memory that a call gets is NaN, and every call gives the same bits."""
     inputs = CASES[name]()
     request = request_of("chunk_kda", inputs, output_final_state=True, **options)
@@ -62,11 +82,14 @@ def test_the_whole_against_the_oracle(short_segments: None, name: str, options: 
     there = on_gpu(inputs)
     request = request_of("chunk_kda", there, output_final_state=True, **options)
     moved = OutputGrads(*(None if x is None else x.cuda() for x in given))
-    assert chunk_backward.scan_of(request, there.q).launches[0].name == "maps"
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        got = chunk_backward.backward(request, there, (), moved)
-        assert all(same(chunk_backward.backward(request, there, (), moved), got) for _ in range(20))
+        request, saved = saved_of(request, there, kept)
+        assert chunk_backward.scan_of(request, there.q, *saved).launches[0].name == "maps"
+        got = chunk_backward.backward(request, there, saved, moved)
+        for _ in range(20):
+            request, saved = saved_of(request, there, kept)
+            assert same(chunk_backward.backward(request, there, saved, moved), got)
     finally:
         torch.use_deterministic_algorithms(False)
     for k in InputGrads._fields:
@@ -84,10 +107,18 @@ def large(T: int, H: int) -> tuple[Any, ChunkInputs, OutputGrads]:
     return request_of("chunk_kda", inputs, **BOUNDED_MODEL), inputs, OutputGrads(d.normal(1, T, H, 128))
 
 
-@pytest.mark.parametrize("H", [1, 4, 8])
-def test_large_calls_agree_with_one_chain_per_head(monkeypatch: pytest.MonkeyPatch, H: int) -> None:
+@pytest.mark.parametrize(
+    ("H", "kept"), [(1, False), (4, False), (8, False), (1, True), (4, True), (8, True), (16, True)]
+)
+def test_large_calls_agree_with_one_chain_per_head(
+    monkeypatch: pytest.MonkeyPatch, H: int, kept: bool
+) -> None:
     request, inputs, given = large(9000, H)
-    got = chunk_backward.backward(request, inputs, (), given)
+    request, saved = saved_of(request, inputs, kept)
+    got = chunk_backward.backward(request, inputs, saved, given)
+    for _ in range(10):  # other memory, and the same bits
+        request, saved = saved_of(request, inputs, kept)
+        assert same(chunk_backward.backward(request, inputs, saved, given), got)
     monkeypatch.setattr(chunk_backward, "use_segments", lambda items, multiprocessors: False)
     want = chunk_backward.backward(request, inputs, (), given)
     for k, mine, other in zip(InputGrads._fields, got, want, strict=True):
@@ -95,31 +126,45 @@ def test_large_calls_agree_with_one_chain_per_head(monkeypatch: pytest.MonkeyPat
             assert error(mine, other.double().cpu()) < 2 * BOUND, k
 
 
-def test_a_prefix_has_the_same_bits_whatever_follows() -> None:
+@KEPT
+@pytest.mark.parametrize("cut", [600, 5000])
+def test_a_prefix_has_the_same_bits_whatever_follows(cut: int, kept: bool) -> None:
+    """600 tokens are one segment, of which nothing is kept."""
     request, inputs, given = large(9000, 4)
-    cut = 5000
     given.o[:, cut:] = 0
-    whole = chunk_backward.backward(request, inputs, (), given)
+    request, saved = saved_of(request, inputs, kept)
+    whole = chunk_backward.backward(request, inputs, saved, given)
     names = ("q", "k", "v", "g", "beta")
     short = inputs._replace(**{n: getattr(inputs, n)[:, :cut].contiguous() for n in names})
-    alone = chunk_backward.backward(
-        request_of("chunk_kda", short, **BOUNDED_MODEL), short, (), OutputGrads(given.o[:, :cut].contiguous())
-    )
+    request = request_of("chunk_kda", short, **BOUNDED_MODEL)
+    if cut > 640:
+        request, saved = saved_of(request, short, kept)
+    else:
+        saved = ()
+    alone = chunk_backward.backward(request, short, saved, OutputGrads(given.o[:, :cut].contiguous()))
     for n in names:
         assert torch.equal(getattr(whole, n)[:, :cut], getattr(alone, n)), n
         assert not getattr(whole, n)[:, cut:].any(), n
 
 
-def test_graph_replay_equals_eager() -> None:
+@KEPT
+def test_graph_replay_equals_eager(kept: bool) -> None:
+    """Of the forward, too, where it keeps something."""
     request, inputs, given = large(5000, 4)
-    eager = chunk_backward.backward(request, inputs, (), given)
+    request, _ = saved_of(request, inputs, kept)
+
+    def step() -> InputGrads:
+        saved = chunk_forward.forward(request, inputs).saved if kept else ()
+        return chunk_backward.backward(request, inputs, saved, given)
+
+    eager = step()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        chunk_backward.backward(request, inputs, (), given)
+        step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = chunk_backward.backward(request, inputs, (), given)
+        captured = step()
     graph.replay()
     torch.cuda.synchronize()
     assert same(captured, eager)

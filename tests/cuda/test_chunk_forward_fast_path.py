@@ -11,8 +11,8 @@ import torch
 from cuda_calls import BOUNDED_MODEL, MODEL, request_of
 
 from kdacore.types import ChunkInputs, FastCall
-from kdacore_cuda import chunk_backward, chunk_forward, chunk_forward_fast_path, chunk_forward_segments
-from kdacore_cuda.chunk_forward_segments_kernels import SegmentLengths
+from kdacore_cuda import chunk_backward, chunk_forward, chunk_forward_fast_path, segment_lengths
+from kdacore_cuda.segment_lengths import SegmentLengths
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "build_arch", lambda arch: "sm_90a")
     monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: False)
     monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *args: False)
-    monkeypatch.setattr(chunk_forward_segments, "segment_lengths", lambda *given: SegmentLengths.uniform(2))
+    monkeypatch.setattr(segment_lengths, "lengths_of", lambda *given: SegmentLengths.uniform(2))
 
 
 def draw(B: int = 1, T: int = 150, H: int = 1, HV: int = 1, seed: int = 0, **more: Any) -> ChunkInputs:

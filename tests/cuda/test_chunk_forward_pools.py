@@ -13,8 +13,8 @@ from pool_checks import check_pools, pool_of, same_bits
 from server_model import Expected
 
 from kdacore.types import ChunkInputs
-from kdacore_cuda import chunk_forward, chunk_forward_fast_path, chunk_forward_segments
-from kdacore_cuda.chunk_forward_segments_kernels import SegmentLengths
+from kdacore_cuda import chunk_forward, chunk_forward_fast_path, segment_lengths
+from kdacore_cuda.segment_lengths import SegmentLengths
 
 NAN = float("nan")
 MORE = pytest.mark.exhaustive
@@ -29,7 +29,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     shares = 3 if name.endswith("shared") else 0
     monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
     monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: name == "segments")
-    monkeypatch.setattr(chunk_forward_segments, "segment_lengths", lambda *given: SegmentLengths.uniform(1))
+    monkeypatch.setattr(segment_lengths, "lengths_of", lambda *given: SegmentLengths.uniform(1))
     if name != "portable":
         monkeypatch.setattr(chunk_forward, "cluster_size", lambda *given: cluster)
         monkeypatch.setattr(chunk_forward, "resident_clusters", lambda *given: shares)
@@ -286,9 +286,7 @@ def test_checkpoints_in_segments_have_the_bits_of_a_call_that_ends_there(
     emulated: list[str], way: str, gate: str, segment_chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several inside one chunk, more of them than stages of the ring, and where chunks and segments begin."""
-    monkeypatch.setattr(
-        chunk_forward_segments, "segment_lengths", lambda *given: SegmentLengths.uniform(segment_chunks)
-    )
+    monkeypatch.setattr(segment_lengths, "lengths_of", lambda *given: SegmentLengths.uniform(segment_chunks))
     options = {"bounded": BOUNDED_MODEL, "unbounded": MODEL}[gate] | {"inplace_state": True}
     inputs = draw(way, (150,), initial_state=pool(way, 9), state_indices=torch.tensor([3]))
     start, ends = inputs.initial_state[3:4].clone(), [48, 16, 80, 64, 32, 112, 128, 144]

@@ -25,13 +25,14 @@ from kdacore_cuda import (
     chunk_forward,
     chunk_forward_segments,
     chunk_forward_segments_kernels,
+    segment_lengths,
     torch_launch,
 )
-from kdacore_cuda.chunk_forward_segments_kernels import SegmentLengths
 from kdacore_cuda.compiler import compile_kernel
 from kdacore_cuda.kernel_parameters import FLAGS
 from kdacore_cuda.kernel_source import EVERY_LANE
 from kdacore_cuda.segment_chains import chain_blocks
+from kdacore_cuda.segment_lengths import SegmentLengths
 
 SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
 BOTH = pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
@@ -55,7 +56,7 @@ def poison() -> Iterator[None]:
 
 def use_segments(monkeypatch: pytest.MonkeyPatch, chunks: int | SegmentLengths) -> None:
     lengths = SegmentLengths.uniform(chunks) if isinstance(chunks, int) else chunks
-    monkeypatch.setattr(chunk_forward_segments, "segment_lengths", lambda *given: lengths)
+    monkeypatch.setattr(segment_lengths, "lengths_of", lambda *given: lengths)
 
 
 LONGER_BEHIND = SegmentLengths(1, 2, 2, 2, 3)
@@ -436,7 +437,7 @@ def test_checkpoints_have_the_bits_of_calls_that_end_there(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Inside of segments and where they begin."""
-    monkeypatch.setattr(chunk_forward_segments, "segment_lengths", lambda *given: SegmentLengths.uniform(2))
+    monkeypatch.setattr(segment_lengths, "lengths_of", lambda *given: SegmentLengths.uniform(2))
     inputs = draw(330, initial_state=state(1, 1))
     kept = run(inputs, checkpoint_every=64, **BOUNDED_MODEL).checkpoints
     assert kept is not None
@@ -449,7 +450,7 @@ def test_checkpoints_have_the_bits_of_calls_that_end_there(
 
 
 def test_segments_depend_on_heads_and_place_alone() -> None:
-    lengths = [chunk_forward_segments_kernels.segment_lengths(n, 132) for n in (1, 4, 8, 12, 16, 27)]
+    lengths = [segment_lengths.choose_lengths(n, 132) for n in (1, 4, 8, 12, 16, 27)]
     assert [x.short for x in lengths] == [10, 10, 16, 26, 32, 43]
     assert [x.middle for x in lengths] == [16, 16, 16, 26, 32, 43]
     assert [x.long for x in lengths] == [32, 32, 32, 32, 32, 43]

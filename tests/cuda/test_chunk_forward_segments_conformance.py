@@ -12,8 +12,8 @@ from kdacore.registry import REGISTRY
 from kdacore.testing import matrix
 from kdacore.testing.cases import Case
 from kdacore.testing.serving import judge
-from kdacore_cuda import chunk_forward, chunk_forward_segments
-from kdacore_cuda.chunk_forward_segments_kernels import SegmentLengths
+from kdacore_cuda import chunk_forward, segment_lengths
+from kdacore_cuda.segment_lengths import SegmentLengths
 
 QUICK = (
     "chunk_kda-causality_append-base",
@@ -27,7 +27,7 @@ QUICK = (
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every call of K = V = 128 in segments of one chunk."""
     monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: True)
-    monkeypatch.setattr(chunk_forward_segments, "segment_lengths", lambda *given: SegmentLengths.uniform(1))
+    monkeypatch.setattr(segment_lengths, "lengths_of", lambda *given: SegmentLengths.uniform(1))
     REGISTRY.register(Plugin(), NAME)
     yield
     REGISTRY.reset()

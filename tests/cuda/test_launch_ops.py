@@ -38,11 +38,11 @@ from kdacore_cuda import (
     prepacked_launch,
     recurrent,
     recurrent_fast_path,
+    segment_lengths,
     stages,
     torch_launch,
 )
 from kdacore_cuda.chunk_forward_kernels import chunk_forward_shared_bytes, chunk_forward_threads
-from kdacore_cuda.chunk_forward_segments_kernels import SegmentLengths
 from kdacore_cuda.driver import Driver
 from kdacore_cuda.element_sizes import ITEM_SIZES
 from kdacore_cuda.kernel_parameters import (
@@ -61,6 +61,7 @@ from kdacore_cuda.kernel_parameters import (
     TYPES,
     WALK,
 )
+from kdacore_cuda.segment_lengths import SegmentLengths
 from kdacore_cuda.stages_kernels import hopper_recompute_shared_bytes
 
 PARAMS = {
@@ -677,7 +678,7 @@ def test_chosen_checkpoints(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> 
 def test_chosen_checkpoints_in_segments(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of states before checkpoints, of records of cut chunks, of those of whole chunks, in this order."""
     monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: True)
-    monkeypatch.setattr(chunk_forward_segments, "segment_lengths", lambda *given: SegmentLengths.uniform(2))
+    monkeypatch.setattr(segment_lengths, "lengths_of", lambda *given: SegmentLengths.uniform(2))
     d, HV = Draw(0), 4
     inputs = ChunkInputs(
         **{name: d.normal(1, 300, HV, 128) for name in ("q", "k", "v")},
@@ -733,7 +734,7 @@ def test_cached_chunk_forward(
 ) -> None:
     """What is packed once is what a first call packs."""
     monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: few)
-    monkeypatch.setattr(chunk_forward_segments, "segment_lengths", lambda *given: SegmentLengths.uniform(2))
+    monkeypatch.setattr(segment_lengths, "lengths_of", lambda *given: SegmentLengths.uniform(2))
     d = Draw(0)
     inputs = ChunkInputs(
         q=d.normal(1, 300, 2, 128),

@@ -1,10 +1,11 @@
 """Host side of the backward of ``chunk_kda`` on Hopper.
 
 Everything is recomputed from the inputs (where the forward has kept nothing,
-:mod:`kdacore_cuda.chunk_kept`), in these launches: prepare (operands of each chunk), scan
-(states forward and their gradients in reverse, side by side in one grid; with few heads in
-segments, :mod:`kdacore_cuda.chunk_backward_segments`), grads (every input gradient of each chunk),
-and sums (over the value heads of a group, and over chunks). Nothing is read back from the device.
+:mod:`kdacore_cuda.chunk_kept` and :mod:`kdacore_cuda.chunk_kept_segments`), in these launches:
+prepare (operands of each chunk), scan (states forward and their gradients in reverse, side by side in
+one grid; with few heads in segments, :mod:`kdacore_cuda.chunk_backward_segments`), grads (every input
+gradient of each chunk), and sums (over the value heads of a group, and over chunks). Nothing is read
+back from the device.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kdacore.lazy import lazy_module
 from kdacore.types import ArrayKind, ChunkInputs, InputGrads, OutputGrads, Request
-from kdacore_cuda import chunk_backward_segments
+from kdacore_cuda import chunk_backward_segments, chunk_kept_segments
 from kdacore_cuda.architectures import build_arch
 from kdacore_cuda.chunk_backward_kernels import (
     GROUPS_THREADS,
@@ -32,7 +33,7 @@ from kdacore_cuda.chunk_backward_segments import ChunkBackwardSegmentsPlan, Scan
 from kdacore_cuda.chunk_backward_segments_kernels import use_segments
 from kdacore_cuda.chunk_backward_workspace import READ_BY_SCAN_ONLY
 from kdacore_cuda.chunk_backward_workspace import WORKSPACE as WORKSPACE
-from kdacore_cuda.chunk_kept import kept_arrays
+from kdacore_cuda.chunk_kept import keeps, kept_arrays
 from kdacore_cuda.kernel_parameters import GATES, GROUPS, SUMS, TYPES
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.multiprocessors import multiprocessors
@@ -116,7 +117,6 @@ def _make_plan(r: Request) -> ChunkBackwardPlan:
             "H": r.H,
             "HV": r.HV,
             "NT": NT,
-            **chunk_backward_segments.segment_sizes(r),
             "gate": GATES[r.gate],
             "flags": chunk_flags(r),
             "beta_type": type_code(r, "beta"),
@@ -195,15 +195,20 @@ class Scan(NamedTuple):
     """The launches between prepare and gradients, to be made in order."""
 
     launches: tuple[ScanLaunch, ...]
+    plan: ChunkBackwardPlan
+    """The call's, with the parameters that say how sequences are cut."""
     workspace: Arrays
     """What they need beside :data:`WORKSPACE`."""
 
 
 def scan_launches(
-    request: Request, index: int
+    request: Request, index: int, kept_segments: bool = False
 ) -> tuple[tuple[ScanLaunch, ...], ChunkBackwardSegmentsPlan | None]:
     """The launches of the scan that this call uses on device ``index``, and their plan if it is cut
-    in segments."""
+    in segments. ``kept_segments``: maps and states of the forward's are there."""
+    if kept_segments:
+        segments = chunk_backward_segments.plan_of_kept(request)
+        return segments.launches, segments
     heads, available = items_for_choice(request), multiprocessors(request.kind, index)
     if use_segments(heads, available):
         segments = chunk_backward_segments.plan_of(request)
@@ -219,12 +224,23 @@ def reverse_launch(request: Request, index: int) -> ScanLaunch:
     return ScanLaunch("scan", scan_kernel(warpgroups), 2 // warpgroups * request.N * request.HV)
 
 
-def scan_of(request: Request, like: torch.Tensor) -> Scan:
-    """The scan that this call uses on ``like``'s device. Allocates its workspace."""
-    launches, segments = scan_launches(request, like.device.index)
+def scan_of(request: Request, like: torch.Tensor, kept: torch.Tensor | None = None) -> Scan:
+    """The scan that this call uses on ``like``'s device. Allocates its workspace.
+
+    Args:
+        request: the call.
+        like: one of its arrays.
+        kept: the maps and states of segments that the forward kept.
+    """
+    plan = plan_of(request)
+    launches, segments = scan_launches(request, like.device.index, kept is not None)
     if segments is None:
-        return Scan(launches, {})
-    return Scan(launches, chunk_backward_segments.make_workspace(segments, request.HV, like))
+        return Scan(launches, plan, {})
+    at_hand: Arrays = {}
+    if kept is not None:
+        at_hand = chunk_kept_segments.kept_arrays(kept, segments.stored_segments * request.HV)
+    workspace = chunk_backward_segments.make_workspace(segments, request.HV, like, set(at_hand))
+    return Scan(launches, plan._replace(sizes={**plan.sizes, **segments.sizes}), workspace | at_hand)
 
 
 def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grads: OutputGrads) -> InputGrads:
@@ -233,8 +249,9 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
     Args:
         request: the call that the forward served; bfloat16 q, k, v, K = V = 128.
         inputs: its arrays, shaped as :class:`kdacore.types.ChunkInputs` says.
-        saved: what :func:`kdacore_cuda.chunk_forward_kept.forward` keeps, or nothing: then it is
-            recomputed, to the same bits.
+        saved: what the forward kept, or nothing: then it is recomputed, to the same bits
+            (:mod:`kdacore_cuda.chunk_kept`), or in other segments
+            (:mod:`kdacore_cuda.chunk_kept_segments`).
         grads: those of ``o`` ``[B, T, HV, V]`` and of ``final_state`` (``request.state_shape``);
             either may be None.
 
@@ -251,7 +268,7 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
     d_ht = None if grads.final_state is None else grads.final_state.contiguous()
     d_h0 = None if x.initial_state is None else x.initial_state.new_empty(x.initial_state.shape)
 
-    if saved:
+    if saved and keeps(request):
         work = kept_arrays(saved[0], plan.sizes["units"]) | make_workspace(plan, x.q, "dh", "dr")
         reverse = reverse_launch(request, x.q.device.index)
         launch(reverse.kernel, plan, x, work | given_arrays(d_o=d_o, d_ht=d_ht, d_h0=d_h0), reverse.blocks)
@@ -259,7 +276,8 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
         return found._replace(g=found.g.to(inputs.g.dtype), initial_state=d_h0)
 
     work = make_workspace(plan, x.q, *WORKSPACE)
-    scan = scan_of(request, x.q)
+    scan = scan_of(request, x.q, saved[0] if saved else None)
+    plan = scan.plan
     # For all of them: prepare reads fewer.
     first = work | scan.workspace | given_arrays(d_o=d_o, d_ht=d_ht, d_h0=d_h0)
     launch(prepare_kernel(plan.float_gate, plan.bounded), plan, x, first)

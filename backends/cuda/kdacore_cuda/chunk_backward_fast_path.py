@@ -11,6 +11,7 @@ from kdacore.arrays.torch.private import allocator
 from kdacore.types import ChunkInputs, FastGradients, InputGrads, Request
 from kdacore_cuda import (
     chunk_backward,
+    chunk_forward,
     chunk_forward_fast_path,
     chunk_forward_kept_fast_path,
     torch_launch,
@@ -36,6 +37,7 @@ def make_fast_gradients(
     Raises BackendBuildError or DriverError.
     """
     kept = keeps(request)
+    kept_segments = not kept and chunk_forward.keeps_segments(request)
     forward = None if kept else chunk_forward_fast_path.make_fast_call(request, inputs)
     if forward is None and not kept:
         return None
@@ -48,7 +50,8 @@ def make_fast_gradients(
         if forward is None:
             return None
     needed = InputGrads(*wanted)
-    return FastGradients(forward, _make_backward(launches_of(request, strides, needed), inputs, needed))
+    launches = launches_of(request, strides, needed, kept_segments)
+    return FastGradients(forward, _make_backward(launches, inputs, needed))
 
 
 def _make_backward(launches: BackwardLaunches, inputs: ChunkInputs, wanted: InputGrads) -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from kdacore.types import InputGrads, Request
-from kdacore_cuda import chunk_backward, chunk_backward_segments
+from kdacore_cuda import chunk_backward, chunk_backward_segments, chunk_kept_segments
 from kdacore_cuda.chunk_backward_kernels import (
     GROUPS_THREADS,
     ChunkBackwardKernel,
@@ -22,7 +22,7 @@ from kdacore_cuda.launch_sequence import PlannedLaunch
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "h0")
 FIRST_ARRAYS = (*INPUTS, "d_o", "d_ht", "d_h0", "kept", "both", "first")
 """Arrays that the first launches may take; ``both`` and ``first`` are buffers of the workspace,
-``kept`` is that of :mod:`kdacore_cuda.chunk_kept`."""
+``kept`` is that of :mod:`kdacore_cuda.chunk_kept` or :mod:`kdacore_cuda.chunk_kept_segments`."""
 SECOND_ARRAYS = (
     *(*INPUTS, "d_o", "kept", "both", "second", "zeroed"),
     *("dq", "dk", "dv", "dg", "dbeta", "d_A", "d_bias"),
@@ -61,22 +61,26 @@ class BackwardLaunches(NamedTuple):
     """The forward's buffer is read; without it, these launches cannot serve a call."""
 
 
-def launches_of(request: Request, strides: tuple[int, ...], wanted: InputGrads) -> BackwardLaunches:
+def launches_of(
+    request: Request, strides: tuple[int, ...], wanted: InputGrads, kept_segments: bool = False
+) -> BackwardLaunches:
     """The launches of :func:`kdacore_cuda.chunk_backward.backward`.
 
     Args:
         request: the call; g is not float16.
         strides: batch, token and head strides of q, k, v, g and beta.
         wanted: for each gradient whether a call returns it. Parts of the others may be left out.
+        kept_segments: the forward keeps what :mod:`kdacore_cuda.chunk_kept_segments` says.
 
     The values of their parameters are those of that function, except that sums for gradients of
     A_log and dt_bias, and the gradient of the initial state, are 0 where they are not wanted.
     """
     r, plan = request, chunk_backward.plan_of(request)
     index, units = r.device.index, plan.sizes["units"]
-    takes_kept = keeps(r)
-    kept_at = kept_places(units) if takes_kept else {}
-    made, scan_workspace = _first_launches(r, plan, takes_kept)
+    kept_at = kept_places(units) if keeps(r) else {}
+    made, scan_workspace, own_sizes = _first_launches(r, plan, keeps(r), kept_segments)
+    if kept_segments:
+        kept_at = chunk_kept_segments.kept_places(scan_workspace["starts"] // chunk_kept_segments.START_BYTES)
     first, both, second, zeroed = (_Buffer(name) for name in ("first", "both", "second", "zeroed"))
     work = {name: ("kept", offset) for name, offset in kept_at.items()}
     work |= {
@@ -84,7 +88,7 @@ def launches_of(request: Request, strides: tuple[int, ...], wanted: InputGrads) 
         for name, (elements, dtype) in WORKSPACE.items()
         if name not in kept_at
     }
-    work |= {name: first.add(size) for name, size in scan_workspace.items()}
+    work |= {name: first.add(size) for name, size in scan_workspace.items() if name not in kept_at}
     sums = zeroed if r.packed else both  # no kernel writes those of a pack's unused slots
     parts = {
         part: sums.add(units * 4 * width)
@@ -95,7 +99,7 @@ def launches_of(request: Request, strides: tuple[int, ...], wanted: InputGrads) 
 
     inputs = {name: (name, 0) for name in INPUTS if r.has("initial_state" if name == "h0" else name)}
     flows = {name: (name, 0) for name in ("d_o", "d_ht", "d_h0") if name != "d_h0" or wanted.initial_state}
-    fixed: dict[str, Any] = {**plan.sizes, **dict(zip(_STRIDES, strides, strict=True))}
+    fixed: dict[str, Any] = {**plan.sizes, **own_sizes, **dict(zip(_STRIDES, strides, strict=True))}
 
     def planned(launch: KernelLaunch, *arrays: Places) -> PlannedLaunch:
         given = {field: place for group in (inputs, *arrays) for field, place in group.items()}
@@ -123,22 +127,24 @@ def launches_of(request: Request, strides: tuple[int, ...], wanted: InputGrads) 
         second_bytes=second.bytes,
         zeroed_floats=zeroed.bytes // 4,
         arch=plan.arch,
-        takes_kept=takes_kept,
+        takes_kept=bool(kept_at),
     )
 
 
 def _first_launches(
-    r: Request, plan: chunk_backward.ChunkBackwardPlan, takes_kept: bool
-) -> tuple[tuple[KernelLaunch, ...], dict[str, int]]:
+    r: Request, plan: chunk_backward.ChunkBackwardPlan, kept: bool, kept_segments: bool
+) -> tuple[tuple[KernelLaunch, ...], dict[str, int], dict[str, int]]:
     """What is launched before the gradients; bytes of the arrays that it needs beside the common
-    workspace, by field."""
+    workspace, and numbers that it takes beside those of ``plan``, by field."""
     index = r.device.index
-    if takes_kept:
-        return (chunk_backward.reverse_launch(r, index),), {}
+    if kept:
+        return (chunk_backward.reverse_launch(r, index),), {}, {}
     prepare = prepare_kernel(plan.float_gate, plan.bounded)
-    launches, segments = chunk_backward.scan_launches(r, index)
-    bytes_of = {} if segments is None else chunk_backward_segments.workspace_bytes(segments, r.HV)
-    return (("prepare", prepare, plan.grid(prepare, index)), *launches), bytes_of
+    launches, segments = chunk_backward.scan_launches(r, index, kept_segments)
+    all_launches = (("prepare", prepare, plan.grid(prepare, index)), *launches)
+    if segments is None:
+        return all_launches, {}, {}
+    return all_launches, chunk_backward_segments.workspace_bytes(segments, r.HV), segments.sizes
 
 
 def _places_of_gradients(r: Request, grouped: bool, wanted: InputGrads, second: _Buffer) -> Places:

@@ -3,16 +3,20 @@ sequence are walked side by side, in both directions.
 
 Three launches take the place of the scan's one: maps (how each segment changes the state and its
 gradient), chain (the state at each segment's start, its gradient at each end), and scan (every
-segment from there). A call whose sequences have one segment needs the last alone. Nothing is read
-back from the device.
+segment from there). A call whose sequences have one segment needs the last alone. Where the forward
+kept its maps and states of segments (:mod:`kdacore_cuda.chunk_kept_segments`), maps and chain compute
+the gradient's part alone. Nothing is read back from the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from kdacore.lazy import lazy_module
 from kdacore.types import Request
+from kdacore_cuda import segment_lengths
 from kdacore_cuda.chunk_backward_kernels import ChunkBackwardKernel
 from kdacore_cuda.chunk_backward_segments_kernels import (
     chunks_per_segment,
@@ -22,9 +26,12 @@ from kdacore_cuda.chunk_backward_segments_kernels import (
     walk_warpgroups,
 )
 from kdacore_cuda.element_sizes import ITEM_SIZES
+from kdacore_cuda.kernel_parameters import FLAGS
 from kdacore_cuda.multiprocessors import multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
+from kdacore_cuda.request_encoding import chunk_flags
 from kdacore_cuda.segment_chains import chain_blocks
+from kdacore_cuda.segment_lengths import SegmentLengths
 
 if TYPE_CHECKING:
     import torch
@@ -58,37 +65,42 @@ class ChunkBackwardSegmentsPlan(NamedTuple):
     :data:`kdacore_cuda.kernel_parameters.CHUNK_BACKWARD`, with the same values."""
     stored_segments: int
     """Segments of one value head in the workspace; 0 if no sequence can have more than one."""
+    sizes: dict[str, int]
+    """The parameters that say how sequences are cut, and flags."""
 
 
-def segment_sizes(r: Request) -> dict[str, int]:
-    """The parameters ``segment`` (chunks of a segment) and ``segments`` (those of a dense
-    sequence)."""
-    segment = chunks_per_segment(r.N * r.HV)
-    return {"segment": segment, "segments": -(-r.T // (CHUNK * segment))}
-
-
-def _make_plan(r: Request) -> ChunkBackwardSegmentsPlan:
+def _make_plan(r: Request, kept: bool = False) -> ChunkBackwardSegmentsPlan:
+    """``kept``: the forward's maps and states of segments are there."""
     items, multiprocessors = r.N * r.HV, multiprocessors_of(r)
-    segment, segments = segment_sizes(r).values()
-    slots = r.T // (CHUNK * segment) + r.N if r.packed else r.N * segments
+    lengths = segment_lengths.lengths_of(r) if kept else SegmentLengths.uniform(chunks_per_segment(items))
+    segments = lengths.segments(-(-r.T // CHUNK))
+    slots = r.T // (CHUNK * lengths.short) + r.N if r.packed else r.N * segments
     launches = []
     if segments > 1:
-        walks = 3 * (slots if r.packed else r.N * (segments - 1)) * r.HV
-        idle = 0 if r.packed else items  # first segments have no A
+        mapped = (slots if r.packed else r.N * (segments - 1)) * r.HV
+        walks = mapped if kept else 3 * mapped
+        idle = 0 if r.packed or kept else items  # first segments have no A
         warpgroups = walk_warpgroups(walks - idle, multiprocessors)
         launches.append(ScanLaunch("maps", segment_maps_kernel(warpgroups), 2 // warpgroups * walks))
-        blocks = chain_blocks(2 * items, multiprocessors)  # states and gradients
-        launches.append(ScanLaunch("chain", segment_chain_kernel(blocks), 2 * blocks * items))
+        directions = 1 if kept else 2
+        blocks = chain_blocks(directions * items, multiprocessors)
+        launches.append(ScanLaunch("chain", segment_chain_kernel(blocks), directions * blocks * items))
     walks = 2 * slots * r.HV
     warpgroups = walk_warpgroups(walks, multiprocessors)
     launches.append(ScanLaunch("scan", segment_scan_kernel(warpgroups), 2 // warpgroups * walks))
     return ChunkBackwardSegmentsPlan(
         launches=tuple(launches),
         stored_segments=slots if segments > 1 else 0,
+        sizes={
+            **lengths.parameters(segments),
+            "flags": chunk_flags(r) | (FLAGS["KEPT_MAPS"] if kept else 0),
+        },
     )
 
 
 plan_of = PlanCache(_make_plan)
+plan_of_kept = PlanCache(partial(_make_plan, kept=True))
+"""The same where the forward's maps and states of segments are there."""
 
 
 def workspace_bytes(plan: ChunkBackwardSegmentsPlan, HV: int) -> dict[str, int]:
@@ -101,13 +113,16 @@ def workspace_bytes(plan: ChunkBackwardSegmentsPlan, HV: int) -> dict[str, int]:
     }
 
 
-def make_workspace(plan: ChunkBackwardSegmentsPlan, HV: int, like: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Uninitialised arrays of :data:`WORKSPACE` ``[segments, HV, elements]`` on ``like``'s device;
-    none if no sequence can have more than one segment."""
+def make_workspace(
+    plan: ChunkBackwardSegmentsPlan, HV: int, like: torch.Tensor, at_hand: Collection[str] = ()
+) -> dict[str, torch.Tensor]:
+    """Uninitialised arrays of :data:`WORKSPACE` ``[segments, HV, elements]`` on ``like``'s device, but those
+    ``at_hand``; none if no sequence can have more than one segment."""
     if not plan.stored_segments:
         return {}
     lead = plan.stored_segments, HV
     return {
         name: like.new_empty((*lead, size), dtype=getattr(torch, dtype))
         for name, (size, dtype) in WORKSPACE.items()
+        if name not in at_hand
     }

@@ -22,7 +22,7 @@ from kdacore_cuda.chunk_backward import Arrays, ChunkBackwardPlan, given_arrays
 from kdacore_cuda.chunk_backward_kernels import prepare_kernel
 from kdacore_cuda.chunk_backward_segments import CHUNK, WORKSPACE, ScanLaunch
 from kdacore_cuda.chunk_backward_segments_kernels import segment_scan_kernel, walk_warpgroups
-from kdacore_cuda.chunk_forward_segments import maps_and_starts
+from kdacore_cuda.chunk_kept_segments import kept_arrays
 from kdacore_cuda.chunk_slices_kernels import (
     chain_kernel,
     chunks_per_segment,
@@ -33,6 +33,7 @@ from kdacore_cuda.kernel_parameters import FLAGS
 from kdacore_cuda.multiprocessors import multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.segment_chains import chain_blocks
+from kdacore_cuda.segment_lengths import SegmentLengths
 from kdacore_cuda.torch_arguments import aligned
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def _make_plan(r: Request, kept: bool = False) -> ChunkBackwardSlicesPlan:
     scan_warpgroups = walk_warpgroups(2 * walks, multiprocessors)
     gradient_blocks = chain_blocks(results * r.HV, multiprocessors)
     blocks = chain_blocks(directions * items, multiprocessors)
-    sizes = {**plan.sizes, "segment": segment, "segments": segments}
+    sizes = {**plan.sizes, **SegmentLengths.uniform(segment).parameters(segments)}
     if kept:
         sizes["flags"] |= FLAGS["KEPT_MAPS"]
     return ChunkBackwardSlicesPlan(
@@ -137,7 +138,7 @@ def backward_begin(
     lead = plan.slots, request.HV
     arrays = chunk_backward.make_workspace(plan.chunks, x.q, *chunk_backward.WORKSPACE)
     if saved:
-        arrays |= maps_and_starts(saved[0], math.prod(lead))
+        arrays |= kept_arrays(saved[0], math.prod(lead))
     forms = {n: form for n, form in WORKSPACE.items() if n not in arrays}.items()
     arrays |= {n: x.q.new_empty((*lead, size), dtype=getattr(torch, dtype)) for n, (size, dtype) in forms}
     arrays |= {"d_o": d_o, "h0": starts.contiguous()}

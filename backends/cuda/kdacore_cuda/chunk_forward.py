@@ -127,6 +127,12 @@ def _make_plan(r: Request) -> ChunkForwardPlan:
 plan_of = PlanCache(_make_plan)
 
 
+def keeps_segments(request: Request) -> bool:
+    """Whether a call for which :func:`kdacore_cuda.chunk_kept.keeps` is false keeps what
+    :mod:`kdacore_cuda.chunk_kept_segments` says."""
+    return plan_of(request).in_segments and chunk_forward_segments.plan_of(request).keeps
+
+
 @cache
 def _launcher(K: int, cluster: int, bounded: bool, float_gate: bool, arch: str, many_short: bool) -> Launcher:
     return Launcher(
@@ -147,7 +153,8 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     Returns:
         ``o`` ``[B, T, HV, V]``; the final state (``request.state_shape``, or the pool itself where
         states are written in place) and the checkpoints (``request.checkpoint_shape``) where the
-        request asks for them; what :mod:`kdacore_cuda.chunk_kept` says in ``saved``.
+        request asks for them; what :mod:`kdacore_cuda.chunk_kept` or
+        :mod:`kdacore_cuda.chunk_kept_segments` says in ``saved``.
 
     Raises:
         BackendBuildError: a kernel had to be compiled and could not be.

@@ -1,5 +1,4 @@
-"""``chunk_kda`` without gradients for cached calls: everything but addresses is decided and packed
-once."""
+"""The forward of ``chunk_kda`` for cached calls: everything but addresses is decided and packed once."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ from kdacore_cuda.prepacked_launch import PrepackedLauncher, Start
 from kdacore_cuda.request_encoding import contiguous_strides
 from kdacore_cuda.torch_arguments import ALIGNMENT, contiguous_rows, strides_without_copies
 
-Launch = Callable[[int, tuple[int, ...], int, int, int, tuple[int, ...]], None]
-"""``launch(stream, tokens, o, initial_state, final_state, rows)`` makes a call's launches. All but
-the stream are addresses, 0 for an absent array; ``tokens`` are those of ``_TOKENS``, ``rows`` those
-of ``_ROWS``, and of ``_MARKS`` in calls with checkpoints at chosen tokens."""
+Launch = Callable[[int, tuple[int, ...], int, int, int, tuple[int, ...]], "torch.Tensor | None"]
+"""``launch(stream, tokens, o, initial_state, final_state, rows)`` makes a call's launches and returns what
+it keeps for the backward. All but the stream are addresses, 0 for an absent array; ``tokens`` are those of
+``_TOKENS``, ``rows`` those of ``_ROWS``, and of ``_MARKS`` in calls with checkpoints at chosen tokens."""
 
 _TOKENS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")
 _ROWS, _MARKS = ("reads", "has_initial", "writes"), ("mark_offsets", "mark_rows")
@@ -31,8 +30,8 @@ def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
 
     None where an array would have to be copied, where g is float16, and where checkpoints of every
     block are asked for. The returned function takes a call's arrays in the order of
-    :class:`kdacore.types.ChunkInputs` and returns None, having launched nothing, where q, k, v or g
-    is not 16-byte aligned or another device is current.
+    :class:`kdacore.types.ChunkInputs`, gives what was kept behind the three results, and returns None,
+    having launched nothing, where q, k, v or g is not 16-byte aligned or another device is current.
 
     Raises BackendBuildError or DriverError.
     """
@@ -82,7 +81,7 @@ def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
             rows = _rows(reads, mask, writes, in_place)
         if marks is not None:
             rows += (marks.data_ptr(), to.data_ptr())
-        launch(
+        kept = launch(
             current_stream(index),
             (
                 q_at, k_at, v_at, g_at, beta.data_ptr(), 0 if A_log is None else A_log.data_ptr(),
@@ -93,7 +92,8 @@ def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
             0 if state is None else state.data_ptr(),
             rows,
         )  # fmt: skip
-        return o, state if returns_state else None, None
+        results = o, state if returns_state else None, None
+        return results if kept is None else (*results, kept)
 
     return fast_call
 
@@ -209,18 +209,23 @@ def _segments_launch(
     places = {**made.launches[0].arrays, **made.launches[-1].arrays}
     offsets = (places[name][1] for name in ("last", "chunk_operands", "maps", "starts"))
     records, chunks, maps, starts = offsets
-    shape, unit_stride = (made.workspace_bytes,), (1,)
+    shape, kept_shape, unit_stride = (made.workspace_bytes,), (made.kept_bytes,), (1,)
+    keeps = made.kept_bytes > 0
 
     def launch(
         stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int, rows: tuple[int, ...]
-    ) -> None:
+    ) -> torch.Tensor | None:
         workspace = empty(shape, unit_stride, torch.uint8)
+        kept = empty(kept_shape, unit_stride, torch.uint8) if keeps else None
         at = workspace.data_ptr()
+        segments = at if kept is None else kept.data_ptr()
         start_prepare(stream, (*rows[3:], *tokens, at + records))
-        values = (tokens[2], tokens[7], o, initial, final, at + chunks, at + maps, at + starts, *rows)
+        borders = segments + maps, segments + starts
+        values = (tokens[2], tokens[7], o, initial, final, at + chunks, *borders, *rows)
         if marked:
             values += (at,)
         for start in start_others:
             start(stream, values)
+        return kept
 
     return launch

@@ -25,11 +25,13 @@ Places = dict[str, tuple[str, int]]
 
 class ForwardLaunches(NamedTuple):
     """The launches of a forward, in order, with the arrays that :func:`arrays_of` names, ``launch``
-    (a number, different in every call) and ``workspace``."""
+    (a number, different in every call), ``workspace`` and ``kept``."""
 
     launches: tuple[PlannedLaunch, ...]
     workspace_bytes: int
     arch: str
+    kept_bytes: int = 0
+    """Of what :mod:`kdacore_cuda.chunk_kept_segments` says, 0 where nothing is kept."""
 
 
 def arrays_of(r: Request) -> dict[str, str]:
@@ -86,7 +88,8 @@ def launches_of(
         used += 4 * r.checkpoint_count * row
         launches = [x._replace(arrays={**x.arrays, "mark_states": states}) for x in launches]
         launches.append(_tail(r, arrays, states, rows[1], strides, g_type or r.spec("g").dtype))
-    return ForwardLaunches(tuple(launches), used, plan.arch)
+    kept_bytes = chunk_forward_segments.plan_of(r).kept_bytes if plan.in_segments else 0
+    return ForwardLaunches(tuple(launches), used, plan.arch, kept_bytes)
 
 
 def _only(arrays: Places, params: Any, *names: str) -> Places:
@@ -137,7 +140,8 @@ def _segments(
         prepared |= dict(zip(("marks", "null_index"), plan.marked, strict=True))
         given["mark_states"] = ("workspace", 0)
     given["chunk_operands"] = ("workspace", plan.operands_offset)
-    given |= {"maps": ("workspace", plan.maps_offset), "starts": ("workspace", plan.starts_offset)}
+    buffer = "kept" if plan.keeps else "workspace"
+    given |= {"maps": (buffer, plan.maps_offset), "starts": (buffer, plan.starts_offset)}
     sizes = SEGMENTS.last(*rows, *strides[V_STRIDES], *plan.sizes)
     launches = [PlannedLaunch(name, prepare, units, operands, prepared)]
     launches += [PlannedLaunch(name, launcher, grid, given, sizes) for name, launcher, grid in others]

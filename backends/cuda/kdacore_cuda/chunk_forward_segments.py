@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kdacore.lazy import lazy_module
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_cuda import chunk_backward
+from kdacore_cuda import chunk_backward, chunk_kept_segments, segment_lengths
 from kdacore_cuda.chunk_forward_checkpoints import Marks, make_marks
 from kdacore_cuda.chunk_forward_segments_kernels import (
-    SegmentLengths,
     SegmentsKernel,
     chain_kernel,
     maps_kernel,
@@ -26,15 +25,16 @@ from kdacore_cuda.chunk_forward_segments_kernels import (
     output_is_paired,
     output_kernel,
     prepare_marked_kernel,
-    segment_lengths,
     segments_prepare_kernel,
 )
+from kdacore_cuda.chunk_kept_segments import MAP_BYTES, START_BYTES
 from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, FLAGS, PREPARE_MARKED, SEGMENTS, V_STRIDES
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.multiprocessors import multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.pool_arguments import PoolArguments, pool_arguments, returned
 from kdacore_cuda.segment_chains import chain_blocks
+from kdacore_cuda.segment_lengths import SegmentLengths
 from kdacore_cuda.torch_arguments import address, contiguous, token_arguments, torch_dtype
 
 if TYPE_CHECKING:
@@ -47,8 +47,6 @@ else:  # plans are made for JAX too, where torch need not be installed
 CHUNK_OPERANDS_BYTES = 512 + 3 * 16384 + 8192
 """Bytes of the record that prepare writes for one chunk and value head:
 csrc/sm90/chunk_forward/segments/chunk_operands.cuh. Its parameter ``last`` is where the first record begins."""
-MAP_BYTES, START_BYTES = 128 * 1024, 64 * 1024
-"""Bytes of the map and of the starting state of one segment and value head."""
 
 _FIELD = {name: i for i, (name, _) in enumerate(CHUNK_BACKWARD.fields)}
 _TOKEN_FIELDS = tuple(_FIELD[name] for name in ("q", "k", "v", "g", "beta"))
@@ -74,8 +72,9 @@ class ChunkForwardSegmentsPlan(NamedTuple):
     slots: int
     """Segments of one value head, unused ones of a pack included."""
     stored_segments: int
-    """Maps and starting states in the workspace; 0 if no sequence can have more than one
-    segment."""
+    """Maps and starting states of all value heads; 0 if no sequence can have more than one segment."""
+    keeps: bool
+    """Those are kept for a backward, so they lie in a buffer of their own."""
     sizes: tuple[int, ...]
     """The numbers among the other launches' parameters."""
     state_dtype: torch.dtype
@@ -93,29 +92,29 @@ class ChunkForwardSegmentsPlan(NamedTuple):
 
     @property
     def maps_offset(self) -> int:
-        """Byte of the workspace where maps begin."""
-        return self.operands_offset + self.units * CHUNK_OPERANDS_BYTES
+        """Byte of their buffer where maps begin; starting states come behind them."""
+        return 0 if self.keeps else self.operands_offset + self.units * CHUNK_OPERANDS_BYTES
 
     @property
     def starts_offset(self) -> int:
-        """Byte of the workspace where starting states begin, which come last."""
+        """Byte of the same buffer where starting states begin."""
         return self.maps_offset + self.stored_segments * MAP_BYTES
 
     @property
+    def kept_bytes(self) -> int:
+        """Of the buffer that is kept."""
+        return self.starts_offset + self.stored_segments * START_BYTES if self.keeps else 0
+
+    @property
     def workspace_bytes(self) -> int:
-        return self.starts_offset + self.stored_segments * START_BYTES
-
-
-def maps_and_starts(buffer: torch.Tensor, count: int) -> dict[str, torch.Tensor]:
-    """Where a backward finds what a forward left of ``count`` segments times value heads: ``maps``, of
-    which it reads A (csrc/sm90/chunk_backward/segments.cuh), and ``starts``."""
-    return {"maps": buffer[MAP_BYTES // 2 :], "starts": buffer[count * MAP_BYTES :]}
+        operands_end = self.operands_offset + self.units * CHUNK_OPERANDS_BYTES
+        return operands_end if self.keeps else self.starts_offset + self.stored_segments * START_BYTES
 
 
 def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
     chunks = chunk_backward.plan_of(r)
     items, multiprocessors = r.N * r.HV, multiprocessors_of(r)
-    NT, lengths = chunks.sizes["NT"], segment_lengths(items, multiprocessors)
+    NT, lengths = chunks.sizes["NT"], segment_lengths.lengths_of(r)
     segments = lengths.segments(NT)
     slots = r.T // (64 * lengths.short) + r.N if r.packed else r.N * segments
     units, marked_units = chunks.sizes["units"], r.checkpoint_count * r.HV
@@ -145,8 +144,9 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
         lengths=lengths,
         slots=slots,
         stored_segments=slots * r.HV if segments > 1 else 0,
+        keeps=chunk_kept_segments.keeps(r, segments),
         sizes=(
-            *(r.T, r.N, r.HV, NT, *lengths, segments),
+            *(r.T, r.N, r.HV, NT, *lengths.parameters(segments).values()),
             *(r.checkpoint_every, r.null_index, r.checkpoint_count, flags),
         ),
         state_dtype=torch_dtype(r, r.state_dtype),
@@ -179,9 +179,11 @@ class SegmentsCall(NamedTuple):
     pools: PoolArguments
     marks: Marks
     workspace: torch.Tensor
-    """Bytes: states before checkpoints, the operands of chunks cut off at checkpoints and of all chunks, the
-    segments' maps, their starting states."""
-    kept: tuple[Any, ...]
+    """Bytes: states before checkpoints, the operands of chunks cut off at checkpoints and of all chunks, and
+    what is not kept of ``segments``."""
+    segments: torch.Tensor
+    """Bytes: the segments' maps, their starting states."""
+    arguments: tuple[Any, ...]
     """Inputs, copies among them."""
 
 
@@ -200,6 +202,8 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> SegmentsCall:
     checkpoints = make_checkpoints(request, o, plan.state_dtype)
     marks = make_marks(request, inputs, o, False)
     workspace = o.new_empty(plan.workspace_bytes, dtype=torch.uint8)
+    segments = o.new_empty(plan.kept_bytes, dtype=torch.uint8) if plan.keeps else workspace
+    maps = segments.data_ptr() + plan.maps_offset
     at, given_marks = workspace.data_ptr(), marks.addresses[:2]
 
     prepare_values = fill_prepare_values(
@@ -209,7 +213,7 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> SegmentsCall:
         prepare_values = (*plan.marked, *given_marks, *prepare_values)
     other_values: tuple[Any, ...] = (
         *(addresses[2], address(cu_seqlens), o.data_ptr(), address(pools.initial), address(pools.written)),
-        *(address(checkpoints), at + plan.operands_offset, at + plan.maps_offset, at + plan.starts_offset),
+        *(address(checkpoints), at + plan.operands_offset, maps, segments.data_ptr() + plan.starts_offset),
         *(*pools.rows, *given_marks, at if plan.marked else 0, *pools.strides),
         *(*strides[V_STRIDES], *plan.sizes),
     )
@@ -217,7 +221,7 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> SegmentsCall:
         (*launch, other_values if i else prepare_values) for i, launch in enumerate(plan.launches)
     )
     return SegmentsCall(
-        *(launches, Outputs(o, pools.written, checkpoints), pools, marks, workspace),
+        *(launches, Outputs(o, pools.written, checkpoints), pools, marks, workspace, segments),
         (inputs, kept, A_log, bias, cu_seqlens),
     )
 
@@ -249,7 +253,7 @@ def fill_prepare_values(
 
 
 def forward(request: Request, inputs: ChunkInputs) -> Outputs:
-    """``chunk_kda`` without gradients on CUDA tensors of a Hopper GPU.
+    """``chunk_kda`` on CUDA tensors of a Hopper GPU.
 
     Args:
         request: bfloat16 q, k and v, K = V = 128.
@@ -262,11 +266,12 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
         BackendBuildError: a kernel had to be compiled and could not be.
         DriverError: the driver refused a launch.
     """
-    call = prepare_call(request, inputs)
-    o, arch = call.outputs.o, plan_of(request).chunks.arch
+    call, plan = prepare_call(request, inputs), plan_of(request)
+    o, arch = call.outputs.o, plan.chunks.arch
     for _, launcher, grid, values in call.launches:
         torch_launch.launch(launcher, grid, arch, o, values)
-    return Outputs(*returned(request, inputs, call.pools), call.outputs.checkpoints)
+    saved = (call.segments,) if plan.keeps else ()
+    return Outputs(*returned(request, inputs, call.pools), call.outputs.checkpoints, saved)
 
 
 def make_checkpoints(request: Request, o: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:

@@ -19,17 +19,15 @@ from kdacore.types import ChunkInputs, Outputs, Request, SliceForward
 from kdacore_cuda import chunk_backward, chunk_forward
 from kdacore_cuda.chunk_forward_segments import (
     CHUNK_OPERANDS_BYTES,
-    MAP_BYTES,
-    START_BYTES,
     fill_prepare_values,
     launcher,
 )
 from kdacore_cuda.chunk_forward_segments_kernels import (
-    SegmentLengths,
     output_blocks,
     output_kernel,
     segments_prepare_kernel,
 )
+from kdacore_cuda.chunk_kept_segments import MAP_BYTES, START_BYTES
 from kdacore_cuda.chunk_slices_kernels import (
     chunks_per_segment,
     finishes_as_whole,
@@ -42,6 +40,7 @@ from kdacore_cuda.launch import Launcher
 from kdacore_cuda.multiprocessors import multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.segment_chains import chain_blocks
+from kdacore_cuda.segment_lengths import SegmentLengths
 from kdacore_cuda.torch_arguments import address, contiguous, token_arguments
 
 if TYPE_CHECKING:
@@ -89,6 +88,7 @@ def _make_plan(r: Request) -> ChunkForwardSlicesPlan:
     results = 1 if r.packed else r.B
     segment = chunks_per_segment(-(-r.T // CHUNK), r.B * r.HV, multiprocessors)
     segments = -(-NT // segment)
+    lengths = tuple(SegmentLengths.uniform(segment).parameters(segments).values())
     slots = r.T // (CHUNK * segment) + r.N if r.packed else r.N * segments
     as_whole = finishes_as_whole(items, r.packed, multiprocessors)
     prepare = segments_prepare_kernel(chunks.float_gate, chunks.bounded, as_whole)
@@ -104,13 +104,10 @@ def _make_plan(r: Request) -> ChunkForwardSlicesPlan:
         prepare_values=tuple(chunks.sizes.get(name, 0) for name, _ in CHUNK_BACKWARD.fields),
         maps=(launcher(maps_kernel(as_whole)), 2 * slots * r.HV),
         transition=(_transition_launcher(blocks), 2 * results * r.HV * blocks),
-        transition_sizes=(r.T, r.N, r.HV, NT, segment, segments, flags),
+        transition_sizes=(r.T, r.N, r.HV, NT, *lengths, flags),
         starts=(launcher(starts_kernel(start_blocks)), start_blocks * items) if segments > 1 else None,
         output=(launcher(output_kernel(outputs)), outputs * slots * r.HV),
-        sizes=(
-            *(r.T, r.N, r.HV, NT, *SegmentLengths.uniform(segment), segments),
-            *(r.checkpoint_every, -1, 0, flags),
-        ),
+        sizes=(r.T, r.N, r.HV, NT, *lengths, r.checkpoint_every, -1, 0, flags),
         operands_bytes=units * CHUNK_OPERANDS_BYTES,
         starts_offset=starts_offset,
         segments_bytes=starts_offset + slots * r.HV * START_BYTES,

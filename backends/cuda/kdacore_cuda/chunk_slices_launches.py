@@ -17,7 +17,7 @@ from kdacore_cuda.chunk_backward_kernels import ChunkBackwardKernel, prepare_ker
 from kdacore_cuda.chunk_backward_launches import BackwardLaunches, Places
 from kdacore_cuda.chunk_backward_segments import WORKSPACE
 from kdacore_cuda.element_sizes import ITEM_SIZES
-from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, SEGMENTS, TRANSITION, V_STRIDES
+from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, SEGMENT_LENGTHS, SEGMENTS, TRANSITION, V_STRIDES
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.launch_sequence import PlannedLaunch
 
@@ -161,7 +161,7 @@ def _placed(buffer: str, bytes_of: dict[str, int], names: set[str]) -> tuple[Pla
 
 def _with_segments(launches: tuple[PlannedLaunch, ...], sizes: dict[str, Any]) -> Iterator[PlannedLaunch]:
     """Launches of a whole call with the slice's own segments, as torch's calls have them."""
-    own = {name: sizes[name] for name in ("segment", "segments")}
+    own = {name: sizes[name] for name in (*SEGMENT_LENGTHS, "segments")}
     for x in launches:
         same = x.launcher.params is CHUNK_BACKWARD
         yield x._replace(fixed={**x.fixed, **own}) if same else x

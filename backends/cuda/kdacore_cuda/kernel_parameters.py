@@ -83,6 +83,10 @@ _MARKS: tuple[tuple[str, FieldType], ...] = tuple(
 )
 """Checkpoints at chosen tokens: csrc/common/chunk_forward/marks.cuh."""
 
+SEGMENT_LENGTHS = ("segment", "short_segments", "middle_segment", "middle_segments", "long_segment")
+_SEGMENTS: tuple[tuple[str, FieldType], ...] = tuple((name, "i32") for name in (*SEGMENT_LENGTHS, "segments"))
+"""How a sequence is cut into segments: csrc/sm90/chunk_forward/segments/segment.cuh."""
+
 CHUNK_FORWARD = ParamStruct(
     "ChunkForwardParams",
     (
@@ -191,7 +195,7 @@ CHUNK_BACKWARD = ParamStruct(
         ("T", "i64"),
         ("units", "i64"),
         *((name, "i32") for name in ("N", "H", "HV", "NT", "gate", "flags", "beta_type", "bias_type")),
-        *((name, "i32") for name in ("segment", "segments")),
+        *_SEGMENTS,
         *((name, "f32") for name in ("scale", "lower_bound", "floor", "centre")),
     ),
 )
@@ -199,8 +203,8 @@ CHUNK_BACKWARD = ParamStruct(
 workspace (``kg`` to ``dr``). ``d_o`` ``[B, T, HV, V]`` and all gradients are contiguous. ``units``: chunk slots times
 HV; ``NT``: chunks of a dense sequence. ``floor``: the lowest log2 decay of a step; ``centre``: an integer near half of
 the sum of 32 such steps. ``dA_part`` is float32 ``[units]``, ``dbias_part`` float32 ``[units, K]``. ``maps``,
-``starts``, ``ends``: see csrc/sm90/chunk_backward/segments.cuh; ``segment``: chunks of a segment; ``segments``: those
-of a dense sequence. ``ready`` and ``launch``: see :data:`WALK`."""
+``starts``, ``ends``: see csrc/sm90/chunk_backward/segments.cuh; ``segment`` to ``segments``: see :data:`SEGMENTS`.
+``ready`` and ``launch``: see :data:`WALK`."""
 
 FORWARD_RESULTS = ParamStruct("ForwardResults", (("o", "ptr"), ("ht", "ptr")))
 SCAN_OUTPUTS = ParamStruct(
@@ -232,11 +236,8 @@ SEGMENTS = ParamStruct(
         *_strided("v"),
         ("T", "i64"),
         *((name, "i32") for name in ("N", "HV", "NT")),
-        *(
-            (name, "i32")
-            for name in ("segment", "short_segments", "middle_segment", "middle_segments", "long_segment")
-        ),
-        *((name, "i32") for name in ("segments", "ckpt_every", "null_index", "marks", "flags")),
+        *_SEGMENTS,
+        *((name, "i32") for name in ("ckpt_every", "null_index", "marks", "flags")),
     ),
 )
 """Parameters of the kernels that process a call in segments; csrc/sm90/chunk_forward/segments describes
@@ -249,7 +250,9 @@ TRANSITION = ParamStruct(
     (
         *((name, "ptr") for name in ("cu_seqlens", "maps", "M", "C")),
         ("T", "i64"),
-        *((name, "i32") for name in ("N", "HV", "NT", "segment", "segments", "flags")),
+        *((name, "i32") for name in ("N", "HV", "NT")),
+        *_SEGMENTS,
+        ("flags", "i32"),
     ),
 )
 """Parameters of the launch that composes the maps of segments, for context parallelism. ``M`` and ``C`` are float32
@@ -331,7 +334,7 @@ FLAGS: dict[str, int] = {
 """Bits of ``flags``. ``INDEXED_OUT``: final states go to the pool rows that ``writes`` names. ``SCATTER_TOKENS``: the
 state after every token goes to its own pool row. ``SCALAR_GATE``: one decay per head, ``g [B, T, HV]``.
 ``CLEAR_TAIL``: rows of ``o`` beyond the last offset of a pack are to be zero. ``KEPT_MAPS``: a backward takes each
-segment's map of the state, and the state at its start, from what the forward of a slice kept. ``EARLY_OUTPUT``: the
+segment's map of the state, and the state at its start, from what the forward kept. ``EARLY_OUTPUT``: the
 launch that chains segments lets the next one begin, which loads operands on multiprocessors that are idle."""
 
 GATES: dict[str, int] = {"log": 0, "softplus": 1, "sigmoid": 2}

@@ -5,8 +5,8 @@
 //
 // B and B' lie where the results belong.
 // Grid: for each sequence, value head and direction 128 / ROWS blocks, which have ROWS value rows
-// each: a row needs all channels of its own row, but no other row. Warps and synchronisation:
-// compose.cuh.
+// each: a row needs all channels of its own row, but no other row; with states that the forward kept
+// (FLAG_KEPT_MAPS), of the gradients' direction alone. Warps and synchronisation: compose.cuh.
 //
 // Macros from the host: ROWS, SHARED_BYTES.
 #include "sm90/chunk_backward/segments.cuh"
@@ -19,11 +19,12 @@ __device__ __forceinline__ void chain(const ChunkBackwardParams& p, long long fi
                                       const Lane& l) {
   const auto place = [&](int i) { return first + (long long)(REVERSE ? segments - 1 - i : i) * p.HV; };
   const auto state_of = [&](int i) { return (REVERSE ? p.ends : p.starts) + place(i) * FULL_STATE_BYTES; };
+  const u64 pitch = map_pitch(p.flags);
   Sums sums;
   const auto keep = [&](int i) { write_pairs(sums.x, l.row, l.channel, state_of(i)); };
   read_pairs(sums.x, l.row, l.channel, state_of(1));
   compose<REVERSE>(
-      sums, segments - 2, shared, l, [&](int i) { return p.maps + place(i + 1) * MAP_IMAGES_BYTES; },
+      sums, segments - 2, shared, l, [&](int i) { return p.maps + place(i + 1) * pitch; },
       [&](int i) { return state_of(i + 2); },
       [&](int i) {
         if (i) keep(i + 1);  // the first is there already
@@ -35,7 +36,7 @@ KDA_KERNEL(THREADS, 1) segment_chain(KDA_PARAM ChunkBackwardParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   wait_for_inputs();
-  const int each = grid_blocks() >> 1;
+  const int each = p.flags & FLAG_KEPT_MAPS ? grid_blocks() : grid_blocks() >> 1;
   const bool reverse = block_index() < each;
   const int index = reverse ? block_index() : block_index() - each;
   const int item = index / BLOCKS_V, part = index % BLOCKS_V, n = item / p.HV;

@@ -18,6 +18,7 @@
 // share. The gradient at a sequence's end is then not known: B' of last segments is from zero. First
 // segments have an A and a B', too, where the state at the slice's start is another rank's, which is
 // so for the sequence that the slice's first token belongs to. B' lies at its own segment's place.
+//
 // With FLAG_KEPT_MAPS the grid has the walks of B' alone: the forward kept A and the states.
 #include "common/warp_arrivals.cuh"
 #include "sm90/chunk_backward/scan_block.cuh"
@@ -62,8 +63,7 @@ struct Walk {
 
 // Segments with a later one, and a sequence's first none, have B and A; all but the first have B'.
 __device__ __forceinline__ Walk find_walk(const ChunkBackwardParams& p, int block) {
-  const int each = OF_SLICE && p.flags & FLAG_KEPT_MAPS ? grid_blocks() : grid_blocks() / 3,
-            part = block % BLOCKS_V;
+  const int each = p.flags & FLAG_KEPT_MAPS ? grid_blocks() : grid_blocks() / 3, part = block % BLOCKS_V;
   Walk walk;
   const bool reverse = block < each;
   int m;  // segment slot and value head

@@ -7,9 +7,9 @@
 // length. Arrays by place, slot * HV + hv:
 //
 //   maps    A as two state images (workspace.cuh), the two bfloat16 parts of it. Of every segment
-//           but a sequence's first and last
+//           but a sequence's first and last; those that the forward kept have its B beside them
 //   starts  float [V][K], the state at a segment's start; none for a sequence's first. B of the
-//           segment before lies there first
+//           segment before lies there first, except where the forward kept the states
 //   ends    float [V][K], the gradient of the state at a segment's end; none for a sequence's last.
 //           B' of the segment behind lies there first
 //
@@ -25,8 +25,7 @@ struct MapImages {
 };
 constexpr u32 MAP_IMAGES_BYTES = sizeof(MapImages);
 
-// Bytes from one map to the next of a slice of a row. Those that the forward kept have its B beside
-// them; `maps` then is the first one's A.
-__device__ __forceinline__ u64 slice_map_pitch(int flags) {
+// Bytes from one A to the next; p.maps is the first one.
+__device__ __forceinline__ u64 map_pitch(int flags) {
   return flags & FLAG_KEPT_MAPS ? MAP_BYTES : MAP_IMAGES_BYTES;
 }

@@ -29,7 +29,7 @@ KDA_KERNEL(THREADS, 1) slice_gradient(KDA_PARAM ChunkBackwardParams p) {
   make_barriers(shared);
   Sums sums = {};
   if (n >= 0 && p.d_ht) read_key_first(sums, l, p.d_ht + ((u64)n * p.HV + hv) * FULL_STATE_BYTES);
-  const u64 pitch = slice_map_pitch(p.flags);
+  const u64 pitch = map_pitch(p.flags);
   const auto place = [&](int i) { return first + (u64)(segments - 1 - i) * p.HV; };
   compose<true>(
       sums, segments, shared, l, [&](int i) { return p.maps + place(i) * pitch; },

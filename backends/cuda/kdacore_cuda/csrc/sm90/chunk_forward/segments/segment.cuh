@@ -1,7 +1,6 @@
 // A sequence is cut into segments from its start, whatever its length, so that later tokens do not
-// move a border: of p.segment chunks each. In a call without ranks (SegmentParams) those are the first
-// p.short_segments; behind them are p.middle_segments of p.middle_segment chunks, then segments of
-// p.long_segment. None is shorter than the one before it.
+// move a border: p.short_segments of p.segment chunks, p.middle_segments of p.middle_segment chunks, then
+// segments of p.long_segment. None is shorter than the one before it.
 //
 // Over a segment the state (V by K) changes by an affine map, S' = S A + B. `maps` holds A and B of
 // every segment but a sequence's last, `starts` the state at the start of every segment but a
@@ -31,9 +30,6 @@ constexpr u32 MAP_BYTES = sizeof(SegmentMap);
 // The chunk that segment `index` of a sequence begins with.
 template <class Params>
 __device__ __forceinline__ int segment_begin(const Params& p, int index) {
-  return index * p.segment;
-}
-__device__ __forceinline__ int segment_begin(const SegmentParams& p, int index) {
   const int behind = index - p.short_segments, beyond = behind - p.middle_segments;
   return index * p.segment + (behind > 0 ? behind * (p.middle_segment - p.segment) : 0) +
          (beyond > 0 ? beyond * (p.long_segment - p.middle_segment) : 0);
@@ -42,9 +38,6 @@ __device__ __forceinline__ int segment_begin(const SegmentParams& p, int index) 
 // Segments of a sequence of `chunks` chunks.
 template <class Params>
 __device__ __forceinline__ int segments_in(const Params& p, int chunks) {
-  return (chunks + p.segment - 1) / p.segment;
-}
-__device__ __forceinline__ int segments_in(const SegmentParams& p, int chunks) {
   const int behind = chunks - p.short_segments * p.segment;
   if (behind <= 0) return (chunks + p.segment - 1) / p.segment;
   const int beyond = behind - p.middle_segments * p.middle_segment;

@@ -153,21 +153,18 @@ class Views(NamedTuple):
     """A call's workspace."""
 
     operands: torch.Tensor
+    addends: torch.Tensor
     maps: torch.Tensor
     starts: torch.Tensor
 
 
 def views(request: Request, work: torch.Tensor) -> Views:
     plan, HV = chunk_forward_segments.plan_of(request), request.HV
-    ends = np.cumsum(
-        [
-            plan.units * chunk_forward_segments.CHUNK_OPERANDS_BYTES,
-            plan.stored_segments * chunk_forward_segments.MAP_BYTES,
-        ]
-    )
-    operands, maps, starts = (work[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True))
+    offsets = plan.operands_offset, plan.addends_offset, plan.maps_offset, plan.starts_offset
+    operands, addends, maps, starts = (work[a:b] for a, b in zip(offsets, [*offsets[1:], None], strict=True))
     return Views(
         operands.view(-1, HV, chunk_forward_segments.CHUNK_OPERANDS_BYTES),
+        addends.view(torch.float32).view(-1, HV, 128, 128),
         maps.view(-1, HV, chunk_forward_segments.MAP_BYTES),
         starts.view(torch.float32).view(-1, HV, 128, 128),
     )
@@ -192,20 +189,17 @@ def get_operands(view: torch.Tensor) -> dict[str, F64]:
     return out
 
 
-def put_maps(view: torch.Tensor, B: F64, A: F64) -> None:
+def put_maps(view: Views, B: F64, A: F64) -> None:
     high = torch.from_numpy(A).to(torch.bfloat16)
     low = torch.from_numpy(A - to_float64(high)).to(torch.bfloat16)
-    parts = [torch.from_numpy(chunk_model.to_tiles(B)).float().contiguous().view(torch.uint8).flatten(2)]
-    parts += [chunk_model.to_images(to_float64(x)).view(torch.uint8).flatten(2) for x in (high, low)]
-    view.copy_(torch.cat(parts, -1))
+    parts = [chunk_model.to_images(to_float64(x)).view(torch.uint8).flatten(2) for x in (high, low)]
+    view.maps.copy_(torch.cat(parts, -1))
+    view.addends.copy_(torch.from_numpy(chunk_model.to_tiles(B)).float().reshape(view.addends.shape))
 
 
-def get_maps(view: torch.Tensor) -> tuple[F64, F64]:
-    host = view.cpu()
-    stored = to_float64(host[..., : 64 * 1024].contiguous().view(torch.float32))
-    B = chunk_model.from_tiles(stored.reshape(*host.shape[:2], 128, 128))
+def get_maps(view: Views) -> tuple[F64, F64]:
+    B = chunk_model.from_tiles(to_float64(view.addends.cpu()))
     A: Any = 0.0
-    for i in (2, 3):
-        part = host[..., i * 32 * 1024 : (i + 1) * 32 * 1024].contiguous().view(torch.bfloat16)
-        A = A + chunk_model.from_images(part, 128, 128)
+    for part in view.maps.cpu().chunk(2, -1):
+        A = A + chunk_model.from_images(part.contiguous().view(torch.bfloat16), 128, 128)
     return B, A

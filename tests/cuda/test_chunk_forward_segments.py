@@ -155,7 +155,7 @@ def test_maps(emulated: list[str], lengths: None, case: str) -> None:
     view = model.views(request, call.workspace)
     model.put_operands(view.operands, work)
     launch(call, "maps")
-    got, want = model.get_maps(view.maps), model.maps(request, inputs, work)
+    got, want = model.get_maps(view), model.maps(request, inputs, work)
     for mine, exact in zip(got, want, strict=True):
         made = ~np.isnan(exact[..., 0, 0])
         assert made.any()
@@ -175,7 +175,7 @@ def test_chain(emulated: list[str], lengths: None, multiprocessors: None, case: 
     rng = np.random.default_rng(0)
     B[~np.isnan(B)] = rng.standard_normal((~np.isnan(B)).sum())
     A[~np.isnan(A)] = rng.standard_normal((~np.isnan(A)).sum()) / 128**0.5
-    model.put_maps(view.maps, B, A)
+    model.put_maps(view, B, A)
     launch(call, "chain")
     got, want = chunk_model.from_tiles(model.to_float64(view.starts)), model.chain(request, inputs, B, A)
     made = ~np.isnan(want)

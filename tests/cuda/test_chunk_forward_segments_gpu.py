@@ -82,11 +82,11 @@ def test_each_launch_on_what_the_one_before_left(name: str, options: dict[str, A
 
     launch("maps")
     B, A = model.maps(on_host, host, work)
-    for got, want in zip(model.get_maps(view.maps), (B, A), strict=True):
+    for got, want in zip(model.get_maps(view), (B, A), strict=True):
         made = ~np.isnan(want)
         assert error(got[made], want[made]) < 1e-2
     launch("chain")
-    starts = model.chain(on_host, host, *model.get_maps(view.maps))
+    starts = model.chain(on_host, host, *model.get_maps(view))
     made = ~np.isnan(starts)
     got = chunk_model.from_tiles(model.to_float64(view.starts))
     assert error(got[made], starts[made]) < 1e-4

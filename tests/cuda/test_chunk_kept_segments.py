@@ -133,7 +133,7 @@ def test_what_is_kept(emulated: list[str]) -> None:
     request = kept_request(inputs, output_final_state=True)
     out = chunk_forward.forward(request, inputs)
     (buffer,) = out.saved
-    assert buffer.dtype == torch.uint8 and buffer.shape == (2 * 2 * 3 * 192 * 1024,)
+    assert buffer.dtype == torch.uint8 and buffer.shape == (2 * 2 * 3 * 128 * 1024,)
     plain = chunk_forward.forward(dataclasses.replace(request, needs_grad=False), inputs)
     assert plain.saved == () and torch.equal(plain.o, out.o)
     assert plain.final_state is not None and torch.equal(plain.final_state, out.final_state)
@@ -270,7 +270,7 @@ def test_through_autograd(emulated: list[str]) -> None:
                 sizes = {
                     a.numel() for a in o.grad_fn.saved_tensors if a is not None and a.dtype == torch.uint8
                 }
-                assert sizes == {2 * 192 * 1024}
+                assert sizes == {2 * 128 * 1024}
             torch.autograd.backward([o, final], [do, d_final])
             runs.append([o, final, *[a.grad for a in leaves]])
         assert TORCH.fast_path.calls["chunk_kda"][0].fast_call is not None

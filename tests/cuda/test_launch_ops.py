@@ -311,13 +311,15 @@ def test_chunk_forward_in_segments(seen: Recorder, packed: bool) -> None:
     strided(prepare.params, **{name: named[name] for name in ("q", "k", "v", "g")})
     operands = rest[0].params["chunk_operands"]
     holds(prepare.params, last=operands)
-    maps = operands + chunks * HV * chunk_forward_segments.CHUNK_OPERANDS_BYTES
+    addends = operands + chunks * HV * chunk_forward_segments.CHUNK_OPERANDS_BYTES
+    maps = addends + slots * HV * 64 * 1024
     for x in rest:
         assert x.params == rest[0].params
         assert x.limit == x.shared
         holds(
             x.params,
             chunk_operands=operands,
+            addends=addends,
             maps=maps,
             starts=maps + slots * HV * chunk_forward_segments.MAP_BYTES,
         )
@@ -706,7 +708,7 @@ def test_chosen_checkpoints_in_segments(seen: Recorder, monkeypatch: pytest.Monk
             holds(x.params, **marked, marks=4, null_index=0)
             assert prepare.params["last"] - x.params["mark_states"] == states
             assert x.params["chunk_operands"] - prepare.params["last"] == records
-            assert x.params["maps"] - x.params["chunk_operands"] == 57856 * units
+            assert x.params["addends"] - x.params["chunk_operands"] == 57856 * units
 
 
 FRESH = {
@@ -715,6 +717,7 @@ FRESH = {
     "launch",
     "chunk_operands",
     "ready",
+    "addends",
     "maps",
     "starts",
     "kg",
@@ -787,7 +790,7 @@ def test_cached_chunk_forward(
         assert again[0].params["last"] == again[-1].params["chunk_operands"]
         assert again[-1].params["v"] == again[0].params["v"] == inputs.v.data_ptr()
         sizes = [
-            [x.params[k] - x.params["chunk_operands"] for k in ("maps", "starts")]
+            [x.params[k] - x.params["chunk_operands"] for k in ("addends", "maps", "starts")]
             for x in (again[-1], first[-1])
         ]
         assert sizes[0] == sizes[1]

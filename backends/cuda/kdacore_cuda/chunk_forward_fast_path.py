@@ -199,7 +199,7 @@ def _segments_launch(
     marked = bool(request.checkpoint_count)
     per_unit: tuple[str, ...] = (*_TOKENS, "last")
     per_call: tuple[str, ...] = (
-        *("v", "cu_seqlens", "o", "h0", "ht", "chunk_operands", "maps", "starts"),
+        *("v", "cu_seqlens", "o", "h0", "ht", "chunk_operands", "addends", "maps", "starts"),
         *_ROWS,
     )
     if marked:
@@ -207,8 +207,8 @@ def _segments_launch(
     others = (per_call,) * (len(made.launches) - 1)
     start_prepare, *start_others = _starts(made, index, per_unit, *others)
     places = {**made.launches[0].arrays, **made.launches[-1].arrays}
-    offsets = (places[name][1] for name in ("last", "chunk_operands", "maps", "starts"))
-    records, chunks, maps, starts = offsets
+    offsets = (places[name][1] for name in ("last", "chunk_operands", "addends", "maps", "starts"))
+    records, chunks, addends, maps, starts = offsets
     shape, kept_shape, unit_stride = (made.workspace_bytes,), (made.kept_bytes,), (1,)
     keeps = made.kept_bytes > 0
 
@@ -220,7 +220,7 @@ def _segments_launch(
         at = workspace.data_ptr()
         segments = at if kept is None else kept.data_ptr()
         start_prepare(stream, (*rows[3:], *tokens, at + records))
-        borders = segments + maps, segments + starts
+        borders = at + addends, segments + maps, segments + starts
         values = (tokens[2], tokens[7], o, initial, final, at + chunks, *borders, *rows)
         if marked:
             values += (at,)

@@ -91,9 +91,19 @@ class ChunkForwardSegmentsPlan(NamedTuple):
         return self.records_offset + self.marked_units * CHUNK_OPERANDS_BYTES
 
     @property
+    def addends_offset(self) -> int:
+        """Byte of the workspace where the B of maps begin."""
+        return self.operands_offset + self.units * CHUNK_OPERANDS_BYTES
+
+    @property
+    def addends_end(self) -> int:
+        """The byte behind them, where the workspace ends if maps are kept."""
+        return self.addends_offset + self.stored_segments * START_BYTES
+
+    @property
     def maps_offset(self) -> int:
         """Byte of their buffer where maps begin; starting states come behind them."""
-        return 0 if self.keeps else self.operands_offset + self.units * CHUNK_OPERANDS_BYTES
+        return 0 if self.keeps else self.addends_end
 
     @property
     def starts_offset(self) -> int:
@@ -107,8 +117,7 @@ class ChunkForwardSegmentsPlan(NamedTuple):
 
     @property
     def workspace_bytes(self) -> int:
-        operands_end = self.operands_offset + self.units * CHUNK_OPERANDS_BYTES
-        return operands_end if self.keeps else self.starts_offset + self.stored_segments * START_BYTES
+        return self.addends_end if self.keeps else self.starts_offset + self.stored_segments * START_BYTES
 
 
 def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
@@ -179,8 +188,8 @@ class SegmentsCall(NamedTuple):
     pools: PoolArguments
     marks: Marks
     workspace: torch.Tensor
-    """Bytes: states before checkpoints, the operands of chunks cut off at checkpoints and of all chunks, and
-    what is not kept of ``segments``."""
+    """Bytes: states before checkpoints, the operands of chunks cut off at checkpoints and of all chunks, the B
+    of the segments' maps, and ``segments`` unless they are kept."""
     segments: torch.Tensor
     """Bytes: the segments' maps, their starting states."""
     arguments: tuple[Any, ...]
@@ -203,7 +212,6 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> SegmentsCall:
     marks = make_marks(request, inputs, o, False)
     workspace = o.new_empty(plan.workspace_bytes, dtype=torch.uint8)
     segments = o.new_empty(plan.kept_bytes, dtype=torch.uint8) if plan.keeps else workspace
-    maps = segments.data_ptr() + plan.maps_offset
     at, given_marks = workspace.data_ptr(), marks.addresses[:2]
 
     prepare_values = fill_prepare_values(
@@ -213,7 +221,8 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> SegmentsCall:
         prepare_values = (*plan.marked, *given_marks, *prepare_values)
     other_values: tuple[Any, ...] = (
         *(addresses[2], address(cu_seqlens), o.data_ptr(), address(pools.initial), address(pools.written)),
-        *(address(checkpoints), at + plan.operands_offset, maps, segments.data_ptr() + plan.starts_offset),
+        *(address(checkpoints), at + plan.operands_offset, at + plan.addends_offset),
+        *(segments.data_ptr() + plan.maps_offset, segments.data_ptr() + plan.starts_offset),
         *(*pools.rows, *given_marks, at if plan.marked else 0, *pools.strides),
         *(*strides[V_STRIDES], *plan.sizes),
     )

@@ -73,8 +73,10 @@ class ChunkForwardSlicesPlan(NamedTuple):
     output: tuple[Launcher, int]
     sizes: tuple[int, ...]
     """The numbers among the parameters of maps, starts and output."""
+    addends_offset: int
+    """Byte of the operands' buffer where the B of segments' maps begin."""
     operands_bytes: int
-    """Of the chunks' operands."""
+    """Of the chunks' operands, and of those B."""
     starts_offset: int
     """Byte of the segments' buffer where starting states begin; maps come first."""
     segments_bytes: int
@@ -108,7 +110,8 @@ def _make_plan(r: Request) -> ChunkForwardSlicesPlan:
         starts=(launcher(starts_kernel(start_blocks)), start_blocks * items) if segments > 1 else None,
         output=(launcher(output_kernel(outputs)), outputs * slots * r.HV),
         sizes=(r.T, r.N, r.HV, NT, *lengths, r.checkpoint_every, -1, 0, flags),
-        operands_bytes=units * CHUNK_OPERANDS_BYTES,
+        addends_offset=units * CHUNK_OPERANDS_BYTES,
+        operands_bytes=units * CHUNK_OPERANDS_BYTES + slots * r.HV * START_BYTES,
         starts_offset=starts_offset,
         segments_bytes=starts_offset + slots * r.HV * START_BYTES,
     )
@@ -127,7 +130,7 @@ class Pending(NamedTuple):
     """What ``finish`` needs of ``begin``."""
 
     operands: torch.Tensor
-    """Bytes: the chunks' operands."""
+    """Bytes: the chunks' operands, the B of the segments' maps."""
     segments: torch.Tensor
     """Bytes: the segments' maps, room for the segments' starting states."""
     values: int
@@ -174,7 +177,8 @@ def begin(request: Request, inputs: ChunkInputs, leaving: torch.Tensor | None) -
         fill_prepare_values(plan.prepare_values, addresses, strides, small, operands.data_ptr()),
     )
     _launch(plan, plan.maps, like, _segment_values(plan, pending, 0, 0, 0, 0))
-    values = (address(cu_seqlens), segments.data_ptr(), M.data_ptr(), C.data_ptr())
+    addends = operands.data_ptr() + plan.addends_offset
+    values = (address(cu_seqlens), addends, segments.data_ptr(), M.data_ptr(), C.data_ptr())
     _launch(plan, plan.transition, like, (*values, *plan.transition_sizes))
     if plan.as_whole:
         return SliceForward(M, C)
@@ -193,7 +197,7 @@ def finish(request: Request, inputs: ChunkInputs, pending: Pending | None, start
 
     Returns:
         As :func:`kdacore_cuda.chunk_forward.forward`. Where a backward may follow and rows are not packed,
-        ``saved`` has the maps and starting states of all segments, 192 KiB for each segment and head (25 MB
+        ``saved`` has the maps and starting states of all segments, 128 KiB for each segment and head (17 MB
         for 65,536 tokens of 16 heads). For a pack it is empty: the forward makes no map of the last segment
         of a sequence, which the backward needs.
 
@@ -230,7 +234,8 @@ def _segment_values(
     row, maps = plan.sizes[2] * 128 * 128, pending.segments.data_ptr()
     return (
         *(pending.values, address(pending.cu_seqlens), o, starts, final, checkpoints),
-        *(pending.operands.data_ptr(), maps, maps + plan.starts_offset),
+        *(pending.operands.data_ptr(), pending.operands.data_ptr() + plan.addends_offset),
+        *(maps, maps + plan.starts_offset),
         *(0, 0, 0, 0, 0, 0, row, row),
         *(*pending.value_strides, *plan.sizes),
     )

@@ -1,7 +1,7 @@
 """What a chunk forward in segments keeps for its backward: the map of each segment and the state at its start.
 
 The backward is then cut in the forward's segments and computes maps of the gradient alone. It still recomputes
-everything else. Kept are 192 KiB for each segment and value head: 96 to 307 bytes a token and value head, where q, k, v
+everything else. Kept are 128 KiB for each segment and value head: 64 to 205 bytes a token and value head, where q, k, v
 and g in bfloat16 take 1024.
 """
 
@@ -17,10 +17,8 @@ from kdacore_cuda.torch_arguments import ALIGNMENT
 if TYPE_CHECKING:
     import torch
 
-MAP_BYTES, START_BYTES = 128 * 1024, 64 * 1024
-"""Bytes of the map and of the starting state of one segment and value head."""
-TRANSITION_OFFSET = MAP_BYTES // 2
-"""Byte of a map where A begins, behind B."""
+MAP_BYTES = START_BYTES = 64 * 1024
+"""Bytes of the map (A, of S' = S A + B) and of the starting state of one segment and value head."""
 
 
 def keeps(r: Request, segments: int) -> bool:
@@ -41,8 +39,8 @@ def use_kept_segments(items: int, multiprocessors: int) -> bool:
 
 def kept_places(count: int) -> dict[str, int]:
     """Where a backward finds what was kept of ``count`` segments times value heads, as bytes from the start of
-    the buffer: ``maps``, of which it reads A (csrc/sm90/chunk_backward/segments.cuh), and ``starts``."""
-    return {"maps": TRANSITION_OFFSET, "starts": count * MAP_BYTES}
+    the buffer: ``maps`` and ``starts`` (csrc/sm90/chunk_backward/segments.cuh)."""
+    return {"maps": 0, "starts": count * MAP_BYTES}
 
 
 def kept_arrays(buffer: torch.Tensor, count: int) -> dict[str, torch.Tensor]:

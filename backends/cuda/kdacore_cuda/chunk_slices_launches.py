@@ -49,7 +49,10 @@ def forward_launches(r: Request) -> ForwardSliceLaunches:
     """The launches of :func:`kdacore_cuda.chunk_forward_slices.begin` and ``finish``."""
     plan = chunk_forward_slices.plan_of(r)
     offsets: Places = {"cu_seqlens": ("cu_seqlens", 0)} if r.packed else {}
-    maps: Places = {"maps": ("workspace", plan.operands_bytes)}
+    maps: Places = {
+        "addends": ("workspace", plan.addends_offset),
+        "maps": ("workspace", plan.operands_bytes),
+    }
     operands: Places = {"last": ("workspace", 0)}
     segments: Places = {"v": ("v", 0), **offsets, "chunk_operands": ("workspace", 0), **maps}
     segments["starts"] = ("segment_starts", 0)

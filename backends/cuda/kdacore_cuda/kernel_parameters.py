@@ -228,7 +228,18 @@ SEGMENTS = ParamStruct(
     (
         *(
             (name, "ptr")
-            for name in ("v", "cu_seqlens", "o", "h0", "ht", "ckpt", "chunk_operands", "maps", "starts")
+            for name in (
+                "v",
+                "cu_seqlens",
+                "o",
+                "h0",
+                "ht",
+                "ckpt",
+                "chunk_operands",
+                "addends",
+                "maps",
+                "starts",
+            )
         ),
         *_STATE_ROWS,
         *_MARKS,
@@ -241,14 +252,14 @@ SEGMENTS = ParamStruct(
     ),
 )
 """Parameters of the kernels that process a call in segments; csrc/sm90/chunk_forward/segments describes
-``chunk_operands``, ``maps``, ``starts`` and ``mark_states``. ``NT`` and ``segments``: chunks and segments of a dense
-sequence; ``segment``: chunks of each of its first ``short_segments``; ``middle_segment``: of each of the next
-``middle_segments``; ``long_segment``: of each of the others."""
+``chunk_operands``, ``addends``, ``maps``, ``starts`` and ``mark_states``. ``NT`` and ``segments``: chunks and segments
+of a dense sequence; ``segment``: chunks of each of its first ``short_segments``; ``middle_segment``: of each of the
+next ``middle_segments``; ``long_segment``: of each of the others."""
 
 TRANSITION = ParamStruct(
     "TransitionParams",
     (
-        *((name, "ptr") for name in ("cu_seqlens", "maps", "M", "C")),
+        *((name, "ptr") for name in ("cu_seqlens", "addends", "maps", "M", "C")),
         ("T", "i64"),
         *((name, "i32") for name in ("N", "HV", "NT")),
         *_SEGMENTS,

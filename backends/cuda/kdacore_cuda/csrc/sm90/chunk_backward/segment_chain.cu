@@ -19,12 +19,11 @@ __device__ __forceinline__ void chain(const ChunkBackwardParams& p, long long fi
                                       const Lane& l) {
   const auto place = [&](int i) { return first + (long long)(REVERSE ? segments - 1 - i : i) * p.HV; };
   const auto state_of = [&](int i) { return (REVERSE ? p.ends : p.starts) + place(i) * FULL_STATE_BYTES; };
-  const u64 pitch = map_pitch(p.flags);
   Sums sums;
   const auto keep = [&](int i) { write_pairs(sums.x, l.row, l.channel, state_of(i)); };
   read_pairs(sums.x, l.row, l.channel, state_of(1));
   compose<REVERSE>(
-      sums, segments - 2, shared, l, [&](int i) { return p.maps + place(i + 1) * pitch; },
+      sums, segments - 2, shared, l, [&](int i) { return p.maps + place(i + 1) * MAP_BYTES; },
       [&](int i) { return state_of(i + 2); },
       [&](int i) {
         if (i) keep(i + 1);  // the first is there already

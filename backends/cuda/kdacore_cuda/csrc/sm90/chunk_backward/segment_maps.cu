@@ -91,7 +91,7 @@ __device__ __forceinline__ Walk find_walk(const ChunkBackwardParams& p, int bloc
 #endif
   // Only a sequence's outermost segments begin with what the caller gave.
   task.nh = (reverse ? last : first) ? task.nh : -1;
-  walk.to = walk.from_identity ? p.maps + x.place * MAP_IMAGES_BYTES
+  walk.to = walk.from_identity ? p.maps + x.place * MAP_BYTES
             : reverse          ? p.ends + (x.place - (OF_SLICE ? 0 : p.HV)) * FULL_STATE_BYTES
                                : p.starts + (x.place + p.HV) * FULL_STATE_BYTES;
   return walk;

@@ -7,7 +7,7 @@
 // length. Arrays by place, slot * HV + hv:
 //
 //   maps    A as two state images (workspace.cuh), the two bfloat16 parts of it. Of every segment
-//           but a sequence's first and last; those that the forward kept have its B beside them
+//           but a sequence's first and last
 //   starts  float [V][K], the state at a segment's start; none for a sequence's first. B of the
 //           segment before lies there first, except where the forward kept the states
 //   ends    float [V][K], the gradient of the state at a segment's end; none for a sequence's last.
@@ -19,13 +19,3 @@
 
 #include "sm90/chunk_backward/workspace.cuh"
 #include "sm90/chunk_forward/segments/segment.cuh"
-
-struct MapImages {
-  StateImage high, low;
-};
-constexpr u32 MAP_IMAGES_BYTES = sizeof(MapImages);
-
-// Bytes from one A to the next; p.maps is the first one.
-__device__ __forceinline__ u64 map_pitch(int flags) {
-  return flags & FLAG_KEPT_MAPS ? MAP_BYTES : MAP_IMAGES_BYTES;
-}

@@ -27,8 +27,7 @@ KDA_KERNEL(THREADS, 1) slice_chain(KDA_PARAM ChunkBackwardParams p) {
   const Lane l = make_lane(part);
   make_barriers(shared);
   const u64 first = (u64)first_segment(p, n) * p.HV + (item - n * p.HV);
-  const u64 pitch = map_pitch(p.flags);
-  const auto map_of = [&](int j) { return p.maps + (first + (u64)j * p.HV) * pitch; };
+  const auto map_of = [&](int j) { return p.maps + (first + (u64)j * p.HV) * MAP_BYTES; };
   const auto state_of = [&](u64 states, int j) {
     return states + (first + (u64)j * p.HV) * FULL_STATE_BYTES;
   };

@@ -29,10 +29,9 @@ KDA_KERNEL(THREADS, 1) slice_gradient(KDA_PARAM ChunkBackwardParams p) {
   make_barriers(shared);
   Sums sums = {};
   if (n >= 0 && p.d_ht) read_key_first(sums, l, p.d_ht + ((u64)n * p.HV + hv) * FULL_STATE_BYTES);
-  const u64 pitch = map_pitch(p.flags);
   const auto place = [&](int i) { return first + (u64)(segments - 1 - i) * p.HV; };
   compose<true>(
-      sums, segments, shared, l, [&](int i) { return p.maps + place(i) * pitch; },
+      sums, segments, shared, l, [&](int i) { return p.maps + place(i) * MAP_BYTES; },
       [&](int i) { return p.ends + place(i) * FULL_STATE_BYTES; }, [](int) {});
   write_key_first(sums, l, p.d_h0 + (u64)item * FULL_STATE_BYTES);
 }

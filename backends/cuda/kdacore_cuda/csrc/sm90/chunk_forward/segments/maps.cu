@@ -94,9 +94,8 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task&
   }
   warpgroup_wait<0>();
   fence_registers(b.s);
-  const u64 map = p.maps + task.x.place * MAP_BYTES;
-  store_transposed_map(a, map + OFFSET(SegmentMap, a_high), task.part, shared, l);
-  write_transposed_pairs(b.s, l, map + OFFSET(SegmentMap, b));
+  store_transposed_map(a, p.maps + task.x.place * MAP_BYTES, task.part, shared, l);
+  write_transposed_pairs(b.s, l, p.addends + task.x.place * FULL_STATE_BYTES);
 }
 
 // Loads the segment's chunks, the last one first.

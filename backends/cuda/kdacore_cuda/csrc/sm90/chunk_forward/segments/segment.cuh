@@ -2,13 +2,14 @@
 // move a border: p.short_segments of p.segment chunks, p.middle_segments of p.middle_segment chunks, then
 // segments of p.long_segment. None is shorter than the one before it.
 //
-// Over a segment the state (V by K) changes by an affine map, S' = S A + B. `maps` holds A and B of
-// every segment but a sequence's last, `starts` the state at the start of every segment but a
-// sequence's first, both by place: slot * HV + hv. Those of sequence n begin at first_segment(n); a
+// Over a segment the state (V by K) changes by an affine map, S' = S A + B. `maps` holds A and `addends` B
+// of every segment but a sequence's last, `starts` the state at the start of every segment but a
+// sequence's first, all by place: slot * HV + hv. Those of sequence n begin at first_segment(n); a
 // slot that no segment fills is never read or written.
 //
-//   maps    B as starts; A [K, K] as two state images (chunk_backward/workspace.cuh), the two
-//           bfloat16 parts of it, together about 16 bits
+//   maps    A [K, K] as two state images (chunk_backward/workspace.cuh), the two bfloat16 parts of it,
+//           together about 16 bits
+//   addends as starts
 //   starts  float states in the order of read_pairs. That of a sequence's first segment is read only
 //           where the initial state is in the row that the final state goes to, which then is written
 //           too early for some; where it begins with zeros it is there only then
@@ -20,12 +21,10 @@
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 
 constexpr u32 FULL_STATE_BYTES = 4 * V * K;
-// An affine map S' = S A + B.
-struct SegmentMap {
-  float b[V][K];  // in the order of read_pairs
-  StateImage a_high, a_low;
+struct MapImages {
+  StateImage high, low;
 };
-constexpr u32 MAP_BYTES = sizeof(SegmentMap);
+constexpr u32 MAP_BYTES = sizeof(MapImages);
 
 // The chunk that segment `index` of a sequence begins with.
 template <class Params>

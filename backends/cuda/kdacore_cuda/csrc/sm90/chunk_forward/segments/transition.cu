@@ -24,15 +24,15 @@ KDA_KERNEL(THREADS, 1) transition(KDA_PARAM TransitionParams p) {
   u64 first = 0;
   if (n >= 0) {
     segments = segments_in(p, find_sequence(p, n).chunks);
-    first = p.maps + ((u64)first_segment(p, n) * p.HV + hv) * MAP_BYTES;
+    first = (u64)first_segment(p, n) * p.HV + hv;
   }
   const Lane l = make_lane(part);
   make_barriers(shared);
   Sums sums = {};
   if (is_m) set_unit(sums, l);
-  const auto map_of = [&](int j) { return first + (u64)j * p.HV * MAP_BYTES; };
+  const auto place = [&](int j) { return first + (u64)j * p.HV; };
   compose<false>(
-      sums, segments, shared, l, [&](int j) { return map_of(j) + OFFSET(SegmentMap, a_high); },
-      [&](int j) { return is_m ? 0 : map_of(j) + OFFSET(SegmentMap, b); }, [](int) {});
+      sums, segments, shared, l, [&](int j) { return p.maps + place(j) * MAP_BYTES; },
+      [&](int j) { return is_m ? 0 : p.addends + place(j) * FULL_STATE_BYTES; }, [](int) {});
   write_key_first(sums, l, (is_m ? p.M : p.C) + item * FULL_STATE_BYTES);
 }

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from cuda_calls import Draw
 
-from kdacore.types import ChunkInputs, Request
+from kdacore.types import ChunkInputs, InputGrads, Request
 from kdacore_cuda import chunk_backward
 from kdacore_cuda.chunk_backward_kernels import ChunkBackwardKernel
 from kdacore_reference.oracle import to_float64
@@ -31,6 +31,13 @@ def draw(
         **more,
     }
     return ChunkInputs(**fields)
+
+
+def same_gradients(got: Any, want: Any) -> None:
+    """Bit for bit, and the same ones absent."""
+    for name, a, b in zip(InputGrads._fields, got, want, strict=True):
+        assert (a is None) == (b is None), name
+        assert a is None or torch.equal(a, b), name
 
 
 def launch(

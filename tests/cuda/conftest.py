@@ -25,6 +25,14 @@ def same_draws() -> None:
 
 
 @pytest.fixture
+def poison() -> Iterator[None]:
+    """Memory that a call gets is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Launches run in the CPU emulator; the list collects the kernels' names."""
     launched: list[str] = []

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from chunk_backward_calls import same_gradients
 from cuda_calls import BOUNDED_MODEL, MODEL, request_of
 from emulated_backend import NAME, Plugin
 from test_chunk_forward_fast_path import draw, packed, strided
@@ -49,12 +50,6 @@ def wanted_gradients(inputs: ChunkInputs, do: Any, dht: Any, **options: Any) -> 
     return chunk_backward.backward(request, inputs, (), OutputGrads(do, dht))
 
 
-def same(got: Any, want: Any) -> None:
-    for name, a, b in zip(chunk_backward.InputGrads._fields, got, want, strict=True):
-        assert (a is None) == (b is None), name
-        assert a is None or torch.equal(a, b), name
-
-
 CASES = {
     "dense": lambda seed: draw(2, 70, seed=seed),
     "grouped, strided": lambda seed: strided(draw(1, 70, 1, 2, seed)),
@@ -77,7 +72,7 @@ def test_the_shorter_way_gives_the_same_bits(emulated: list[str], name: str) -> 
     emulated.clear()
     got = step.backward(tuple(second), (), do, dht)
     launches = list(emulated)
-    same(got, wanted_gradients(second, do, dht, **options))
+    same_gradients(got, wanted_gradients(second, do, dht, **options))
     assert emulated[len(launches) :] == launches
     assert got is not None and all(x is None or x.is_contiguous() for x in got)
     assert len({x.untyped_storage().data_ptr() for x in got if x is not None}) == sum(
@@ -95,7 +90,7 @@ def test_the_same_bits_in_segments(emulated: list[str], monkeypatch: pytest.Monk
     emulated.clear()
     got = step.backward(tuple(second), (), do, None)
     launches = list(emulated)
-    same(got, wanted_gradients(second, do, None))
+    same_gradients(got, wanted_gradients(second, do, None))
     assert emulated[len(launches) :] == launches and len(launches) == 6
 
 
@@ -112,7 +107,7 @@ def test_gradients_of_the_results_in_any_form(emulated: list[str]) -> None:
     state = torch.randn(1, 1, 128, 128)
     for do, dht in ((None, state.mT), (one, None), (moved, state)):
         got = step.backward(tuple(inputs), (), do, dht)
-        same(got, wanted_gradients(inputs, do, dht, output_final_state=True))
+        same_gradients(got, wanted_gradients(inputs, do, dht, output_final_state=True))
 
 
 def test_gradients_that_are_not_wanted(emulated: list[str]) -> None:
@@ -124,7 +119,7 @@ def test_gradients_that_are_not_wanted(emulated: list[str]) -> None:
         step = made(inputs, wanted)
         assert step is not None
         got = step.backward(tuple(inputs), (), do, None)
-        same(got, every._replace(**dict.fromkeys(left_out)))
+        same_gradients(got, every._replace(**dict.fromkeys(left_out)))
 
 
 def test_what_takes_the_longer_way(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import chunk_backward_model as chunk_model
@@ -30,6 +29,8 @@ from kdacore_cuda.compiler import compile_kernel
 from kdacore_cuda.kernel_source import EVERY_LANE, KernelSource
 from kdacore_reference.oracle import oracle_backward
 
+pytestmark = pytest.mark.usefixtures("poison")
+
 BOUND = 8e-3
 """Contract section 4, gradients of 16-bit inputs; twice that on calls as short as these."""
 SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
@@ -42,14 +43,6 @@ TOKENS = ("q", "k", "v", "g", "beta")
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two chunks each, so that few tokens make many."""
     use_segments(monkeypatch, 2)
-
-
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    """Memory that a call gets is NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def use_segments(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import chunk_forward_segments_model as segments_model
@@ -30,16 +29,10 @@ from kdacore_cuda.compiler import compile_kernel
 from kdacore_cuda.kernel_parameters import WALK
 from kdacore_cuda.kernel_source import EVERY_LANE
 
+pytestmark = pytest.mark.usefixtures("poison")
+
 SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
 BOTH = pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
-
-
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    """Memory that a call gets is NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(params=[5, 132], ids=["few multiprocessors", "many"])

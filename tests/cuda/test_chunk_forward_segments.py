@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import chunk_backward_model as chunk_model
@@ -34,6 +33,8 @@ from kdacore_cuda.kernel_source import EVERY_LANE
 from kdacore_cuda.segment_chains import chain_blocks
 from kdacore_cuda.segment_lengths import SegmentLengths
 
+pytestmark = pytest.mark.usefixtures("poison")
+
 SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
 BOTH = pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
 WALK_BOUND, CHAIN_BOUND = 3.5e-3, 1e-5
@@ -44,14 +45,6 @@ WALK_BOUND, CHAIN_BOUND = 3.5e-3, 1e-5
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two chunks each, so that few tokens make many."""
     use_segments(monkeypatch, 2)
-
-
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    """Memory that a call gets is NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def use_segments(monkeypatch: pytest.MonkeyPatch, chunks: int | SegmentLengths) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from chunk_backward_calls import draw, filled
+from chunk_backward_calls import draw, filled, same_gradients
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw, check_outputs, error, oracle, request_of
 from emulated_backend import NAME, Plugin, run_emulated
 from test_chunk_backward_conformance import served
@@ -75,12 +75,6 @@ def recomputed(request: Request, inputs: ChunkInputs, do: torch.Tensor) -> dict[
     return work
 
 
-def same(got: Any, want: Any) -> None:
-    for name, a, b in zip(InputGrads._fields, got, want, strict=True):
-        assert (a is None) == (b is None), name
-        assert a is None or torch.equal(a, b), name
-
-
 def check(inputs: ChunkInputs, launched: list[str], *, gradients_too: bool = True, **options: Any) -> Outputs:
     """Results against the oracle, kept arrays and gradients bit for bit against what is recomputed.
 
@@ -99,7 +93,7 @@ def check(inputs: ChunkInputs, launched: list[str], *, gradients_too: bool = Tru
         assert getattr(exact, name) is None or error(getattr(got, name), getattr(exact, name)) < GRADIENTS, (
             name
         )
-    same(got, chunk_backward.backward(request, inputs, (), grads))
+    same_gradients(got, chunk_backward.backward(request, inputs, (), grads))
 
     (buffer,) = out.saved
     units = chunk_backward.plan_of(request).sizes["units"]
@@ -189,7 +183,7 @@ def test_bits_do_not_depend_on_how_blocks_share_a_state(
     (first, grads, _), (second, others, _) = found
     assert torch.equal(first.o, second.o) and torch.equal(first.final_state, second.final_state)
     assert torch.equal(first.saved[0], second.saved[0])
-    same(grads, others)
+    same_gradients(grads, others)
 
 
 def test_what_nobody_wrote_is_not_read(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,14 +221,14 @@ def test_the_shorter_way_gives_the_same_bits(emulated: list[str]) -> None:
     forward, backward = ["prepare", "scan_outputs"], ["scan", "grads", "groups", "groups", "sums"]
     assert names == [*forward, *forward, *backward, *backward]
     assert checkpoints is None and torch.equal(o, out.o) and torch.equal(state, out.final_state)
-    same(got, want)
+    same_gradients(got, want)
     # What was kept may come back as a copy, from either way; where it cannot be read, nothing is launched.
     moved = torch.empty(saved[0].numel() + 1, dtype=torch.uint8)[1:]
     moved.copy_(saved[0])
     emulated.clear()
     assert step.backward(tuple(second), (moved,), grads.o, None) is None
     assert step.backward(tuple(second), (), grads.o, None) is None and not emulated
-    same(chunk_backward.backward(request, second, (moved,), grads), want)
+    same_gradients(chunk_backward.backward(request, second, (moved,), grads), want)
 
 
 @pytest.fixture

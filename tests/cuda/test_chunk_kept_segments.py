@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import emulator
 import numpy as np
 import pytest
 import torch
-from chunk_backward_calls import draw
+from chunk_backward_calls import draw, same_gradients
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw, check_outputs, error, oracle, request_of
 from emulated_backend import NAME, Plugin
 
@@ -31,6 +30,8 @@ from kdacore_cuda.kernel_source import EVERY_LANE
 from kdacore_cuda.segment_lengths import SegmentLengths
 from kdacore_reference.oracle import oracle_backward
 
+pytestmark = pytest.mark.usefixtures("poison")
+
 GRADIENTS = 1.6e-2
 """Relative: contract section 4 for 16-bit inputs, twice that on calls as short as these."""
 TOKENS = ("q", "k", "v", "g", "beta")
@@ -46,14 +47,6 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(chunk_backward_segments, "chunks_per_segment", lambda *given: 3)
     cut_in(monkeypatch, SegmentLengths.uniform(2))
-
-
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    """Memory that a call gets is NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def cut_in(monkeypatch: pytest.MonkeyPatch, lengths: SegmentLengths) -> None:
@@ -83,10 +76,11 @@ def run(inputs: ChunkInputs, **options: Any) -> tuple[Outputs, InputGrads]:
     return out, chunk_backward.backward(request, inputs, out.saved, grads_of(request, inputs))
 
 
-def same(got: Any, want: Any) -> None:
-    for name, a, b in zip(InputGrads._fields, got, want, strict=True):
-        assert (a is None) == (b is None), name
-        assert a is None or torch.equal(a, b), name
+def check_gradients(request: Request, inputs: ChunkInputs, got: InputGrads) -> None:
+    want = oracle_backward(request, inputs, grads_of(request, inputs))
+    for name, mine, exact in zip(InputGrads._fields, got, want, strict=True):
+        assert (mine is None) == (exact is None), name
+        assert exact is None or error(mine, exact) < GRADIENTS, name
 
 
 def packed() -> ChunkInputs:
@@ -121,10 +115,7 @@ def test_gradients(
     assert backward == ["prepare", "segment_maps", "segment_chain", "scan", "grads", "sums"]
     request = kept_request(inputs, **options)
     check_outputs(out, oracle(request, inputs), 2.0)
-    want = oracle_backward(request, inputs, grads_of(request, inputs))
-    for name, mine, exact in zip(InputGrads._fields, got, want, strict=True):
-        assert (mine is None) == (exact is None), name
-        assert exact is None or error(mine, exact) < GRADIENTS, name
+    check_gradients(request, inputs, got)
 
 
 def test_what_is_kept(emulated: list[str]) -> None:
@@ -150,7 +141,7 @@ def test_it_serves_two_backwards_and_lies_anywhere(emulated: list[str]) -> None:
     moved = torch.empty(before.numel() + 1, dtype=torch.uint8)[1:]
     moved.copy_(before)
     assert moved.data_ptr() % 16
-    same(chunk_backward.backward(request, inputs, (moved,), grads), first)
+    same_gradients(chunk_backward.backward(request, inputs, (moved,), grads), first)
 
 
 def test_without_it_the_backward_makes_its_own(emulated: list[str]) -> None:
@@ -170,7 +161,7 @@ def test_no_gradient_depends_on_how_many_tokens_follow(
     """That the loss does not see. Also where fewer tokens are one segment, of which nothing is kept, and such a
     backward would be one chain per head."""
     monkeypatch.setattr(chunk_backward, "use_segments", lambda *given: False)
-    inputs, request, cut = draw(330, initial_state=state(1, 1)), None, 0
+    inputs = draw(330, initial_state=state(1, 1))
     for cut in (100, 128, 200):
         do = Draw(3).normal(*inputs.v.shape)
         do[:, cut:] = 0
@@ -196,7 +187,7 @@ def test_how_many_blocks_share_a_state_changes_no_bit(
         monkeypatch.setattr(chunk_backward_segments, "walk_warpgroups", lambda walks, count, n=warpgroups: n)
         monkeypatch.setattr(chunk_backward_segments, "chain_blocks", lambda items, count, n=blocks: n)
         found.append(run(inputs)[1])
-    same(*found)
+    same_gradients(*found)
 
 
 @pytest.mark.exhaustive
@@ -206,10 +197,10 @@ def test_same_bits_in_any_order(emulated: list[str], monkeypatch: pytest.MonkeyP
     want = run(inputs)[1]
     for seed in range(2):
         monkeypatch.setattr(emulator, "run", lambda *a, seed=seed, **k: plain(*a, **{**k, "seed": seed}))
-        same(run(inputs)[1], want)
+        same_gradients(run(inputs)[1], want)
     monkeypatch.setattr(emulator, "run", plain)
     monkeypatch.setenv(EVERY_LANE, "1")
-    same(run(inputs)[1], want)
+    same_gradients(run(inputs)[1], want)
 
 
 def test_longer_than_two_rings(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,10 +208,7 @@ def test_longer_than_two_rings(emulated: list[str], monkeypatch: pytest.MonkeyPa
     cut_in(monkeypatch, SegmentLengths(1, 6, 7, 1, 7))
     inputs = draw(64 * 13 + 5, seed=4, initial_state=state(1, 1))
     _, got = run(inputs, output_final_state=True)
-    request = kept_request(inputs, output_final_state=True)
-    want = oracle_backward(request, inputs, grads_of(request, inputs))
-    for name, mine, exact in zip(InputGrads._fields, got, want, strict=True):
-        assert exact is None or error(mine, exact) < GRADIENTS, name
+    check_gradients(kept_request(inputs, output_final_state=True), inputs, got)
 
 
 # --- cached calls, autograd ----------------------------------------------------------------------------------------
@@ -244,7 +232,7 @@ def test_cached_calls_give_the_same_bits(emulated: list[str], case: str) -> None
     out, want = run(inputs, **options)
     assert emulated[len(launches) :] == launches
     assert torch.equal(o, out.o) and out.final_state is not None and torch.equal(final, out.final_state)
-    same(got, want)
+    same_gradients(got, want)
     assert step.backward(tuple(inputs), (), *grads) is None
 
 

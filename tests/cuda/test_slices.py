@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,6 +30,8 @@ from kdacore_cuda.compiler import compile_kernel
 from kdacore_cuda.kernel_source import KernelSource
 from kdacore_reference.oracle import oracle_backward, oracle_forward
 
+pytestmark = pytest.mark.usefixtures("poison")
+
 GRADIENT_BOUND = 8e-3
 """Contract section 4, gradients of 16-bit inputs; twice each bound on calls as short as these."""
 SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
@@ -40,14 +41,6 @@ SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two chunks each, so that few tokens make many."""
     use_segments(monkeypatch, 2)
-
-
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    """Memory that a call gets is NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def use_segments(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:

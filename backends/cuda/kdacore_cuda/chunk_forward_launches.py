@@ -139,10 +139,8 @@ def _segments(
         operands |= _only(arrays, PREPARE_MARKED, *_MARKS)
         prepared |= dict(zip(("marks", "null_index"), plan.marked, strict=True))
         given["mark_states"] = ("workspace", 0)
-    given |= {
-        name: ("workspace", offset)
-        for name, offset in (("chunk_operands", plan.operands_offset), ("addends", plan.addends_offset))
-    }
+    given["chunk_operands"] = ("workspace", plan.operands_offset)
+    given["addends"] = ("workspace", plan.addends_offset)
     buffer = "kept" if plan.keeps else "workspace"
     given |= {"maps": (buffer, plan.maps_offset), "starts": (buffer, plan.starts_offset)}
     sizes = SEGMENTS.last(*rows, *strides[V_STRIDES], *plan.sizes)

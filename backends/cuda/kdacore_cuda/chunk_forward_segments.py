@@ -111,13 +111,18 @@ class ChunkForwardSegmentsPlan(NamedTuple):
         return self.maps_offset + self.stored_segments * MAP_BYTES
 
     @property
+    def starts_end(self) -> int:
+        """The byte behind them, where that buffer ends."""
+        return self.starts_offset + self.stored_segments * START_BYTES
+
+    @property
     def kept_bytes(self) -> int:
         """Of the buffer that is kept."""
-        return self.starts_offset + self.stored_segments * START_BYTES if self.keeps else 0
+        return self.starts_end if self.keeps else 0
 
     @property
     def workspace_bytes(self) -> int:
-        return self.addends_end if self.keeps else self.starts_offset + self.stored_segments * START_BYTES
+        return self.addends_end if self.keeps else self.starts_end
 
 
 def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:

@@ -17,7 +17,7 @@ from kdacore_cuda.element_sizes import ITEM_SIZES
 from kdacore_cuda.multiprocessors import multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.request_encoding import items_for_choice
-from kdacore_cuda.torch_arguments import ALIGNMENT
+from kdacore_cuda.torch_arguments import aligned_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +70,5 @@ def kept_bytes(units: int) -> int:
 
 def kept_arrays(buffer: torch.Tensor, units: int) -> dict[str, torch.Tensor]:
     """The buffer's arrays, as views of bytes. A buffer that lies off 16 bytes is copied."""
-    if buffer.data_ptr() % ALIGNMENT:
-        buffer = buffer.clone()
+    buffer = aligned_bytes(buffer)
     return {name: buffer[at : at + units * _bytes(name)] for name, at in kept_places(units).items()}

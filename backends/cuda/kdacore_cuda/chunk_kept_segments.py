@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kdacore.types import Request
 from kdacore_cuda.multiprocessors import multiprocessors_of
 from kdacore_cuda.request_encoding import items_for_choice
-from kdacore_cuda.torch_arguments import ALIGNMENT
+from kdacore_cuda.torch_arguments import aligned_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +45,5 @@ def kept_places(count: int) -> dict[str, int]:
 
 def kept_arrays(buffer: torch.Tensor, count: int) -> dict[str, torch.Tensor]:
     """The same, as views of bytes. A buffer that lies off 16 bytes is copied."""
-    if buffer.data_ptr() % ALIGNMENT:
-        buffer = buffer.clone()
+    buffer = aligned_bytes(buffer)
     return {name: buffer[at:] for name, at in kept_places(count).items()}

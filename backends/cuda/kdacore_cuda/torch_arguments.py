@@ -78,6 +78,11 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     return copy if copy.data_ptr() != x.data_ptr() else x.clone()
 
 
+def aligned_bytes(buffer: torch.Tensor) -> torch.Tensor:
+    """A buffer of bytes itself, or a copy of one that lies off 16 bytes."""
+    return buffer.clone() if buffer.data_ptr() % ALIGNMENT else buffer
+
+
 def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
     """``x`` itself when it is contiguous or None, else a contiguous copy. For arrays that need no
     alignment."""

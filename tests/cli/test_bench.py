@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kdacore.bench import arrays as made
@@ -299,6 +300,31 @@ def test_the_gate_slices_exactly() -> None:
     assert gate.judge(case, gate.expected(case, arrays), o, state).error < 1e-5
     o[1, 3, 3] += 1.0
     assert not gate.judge(case, gate.expected(case, arrays), o, state).ok
+
+
+def test_the_gate_weighs_all_of_dg() -> None:
+    """With gates as models begin dg is a few numbers: one rounded badly is no error, all of the others wrong are."""
+    case = dataclasses.replace(SMALL, T=40, kind="torch", phase="training", gate="sigmoid")
+    arrays = made.make(case, "init", "cpu")
+    want = gate.expected(case, arrays, made.output_gradient(case, arrays))
+    part = want.part
+
+    def judged(change: Callable[[Any], Any]) -> gate.Verdict:
+        def whole(x: Any, heads: slice) -> Any:
+            full = np.zeros((case.B, case.T, case.value_heads, *x.shape[3:]))
+            full[part.b : part.b + 1, part.rows, heads] = x
+            return full
+
+        exact = {**want.gradients, "g": change(want.gradients["g"])}
+        heads = {name: slice(part.head, part.head + 1) if name in "qk" else part.heads for name in exact}
+        gradients = {name: whole(x, heads[name]) for name, x in exact.items()}
+        return gate.judge(case, want, whole(want.o, part.heads), None, gradients)
+
+    dg = want.gradients["g"]
+    largest = np.abs(dg) == np.abs(dg).max()
+    assert judged(lambda x: x).error < 1e-12
+    assert judged(lambda x: np.where(largest, x * (1 + 2 * judged(lambda x: x).bound), x)).ok
+    assert not judged(lambda x: np.where(largest, x, x * 1.1)).ok
 
 
 def test_cpu_preset_small() -> None:

@@ -56,7 +56,6 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task&
   // Once a chunk is there; its products begin later.
   const auto begin_chunk = [&] {
     ring.wait_full();
-    fence_async_proxy();  // values came by copies that products do not see otherwise
     decay_state(a, l.t, ring.stage() + OFFSET(ChunkOperands, last));
   };
   begin_chunk();
@@ -106,11 +105,27 @@ __device__ __forceinline__ void produce_backwards(const SegmentParams& p, const 
   Values v = find_values(p, x.s, (long long)last * C, x.hv, 0);
   v.rows = x.s.length - last * C;
   v.rows = v.rows < C ? v.rows : C;
+  // Products see values that small copies brought only after a fence. The threads that copied make it, once the
+  // next chunk has been asked for: in the warps that multiply it would take up to 60 ns of each chunk.
+  const auto show = [](const OperandRing& stage) {
+    fence_async_proxy();
+    barrier_arrive(stage.full());
+  };
+  OperandRing before = ring;
   for (int c = last; c >= x.begin; --c, from -= record_step(p)) {
-    load_chunk(ring, from, STAGED_BYTES, v);
+    ask_for_chunk(ring, from, STAGED_BYTES, v);
+    copy_async_commit();
+    if (c < last) {
+      copy_async_wait<1>();
+      show(before);
+    }
+    before = ring;
+    ring.next();
     v.at -= C * v.step;
     v.rows = C;
   }
+  copy_async_wait<0>();
+  show(before);
 }
 
 KDA_KERNEL(THREADS, 1) maps(KDA_PARAM SegmentParams p) {

@@ -116,9 +116,10 @@ __device__ __forceinline__ void copy_record(const OperandRing& ring, u64 record,
 #endif
 }
 
-// Asks for the first `bytes` of a record, and for values, in the next stage.
+// Asks for the first `bytes` of a record, and for values, in the ring's stage once that is empty.
 // Rows past the end are zero: products of them with the operands' zeros are to be zero.
-__device__ __forceinline__ void load_chunk(OperandRing& ring, u64 record, u32 bytes, const Values& v) {
+__device__ __forceinline__ void ask_for_chunk(const OperandRing& ring, u64 record, u32 bytes,
+                                              const Values& v) {
   ring.wait_empty();
   const int own = producer_thread();
   if (own == 0) {
@@ -138,6 +139,11 @@ __device__ __forceinline__ void load_chunk(OperandRing& ring, u64 record, u32 by
     from += ROWS_AT_ONCE * v.step;
     left -= ROWS_AT_ONCE;
   }
+}
+
+// The same; the stage is full when all has come.
+__device__ __forceinline__ void load_chunk(OperandRing& ring, u64 record, u32 bytes, const Values& v) {
+  ask_for_chunk(ring, record, bytes, v);
   copy_async_arrive(ring.full());
   ring.next();
 }

@@ -25,8 +25,13 @@ README = ROOT / "README.md"
 IMAGES = ROOT / "docs" / "images"
 
 FORWARD = ("h200/bench-peers", "h200/bench-all-peers", "h200/bench-forward-training", "h200/bench-prefill")
-TRAINING = ("h200/bench-peers", "h200/training-peers", "h200/bench-forward-training")
-HEADS = ("h200/bench-heads",)
+TRAINING = (
+    "h200/bench-peers",
+    "h200/training-peers",
+    "h200/bench-forward-training",
+    "h200/bench-training-later",
+)
+HEADS = ("h200/bench-heads", "h200/bench-heads-later")
 CHOICE = "h100/bench-choice"
 DECODE = ("h200/decode",)
 STAGES = ("h200/stages-bench",)

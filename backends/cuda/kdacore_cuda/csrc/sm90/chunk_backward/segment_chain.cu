@@ -12,18 +12,17 @@
 #include "sm90/chunk_backward/segments.cuh"
 #include "sm90/chunk_forward/segments/compose.cuh"
 
-// `first`: place of the sequence's first segment. Place i of a direction is segment i of the sequence,
-// or the i-th before the last one.
+// Place i of a direction is segment i of the sequence, or the i-th before the last one.
 template <bool REVERSE>
-__device__ __forceinline__ void chain(const ChunkBackwardParams& p, long long first, int segments, u32 shared,
-                                      const Lane& l) {
-  const auto place = [&](int i) { return first + (long long)(REVERSE ? segments - 1 - i : i) * p.HV; };
-  const auto state_of = [&](int i) { return (REVERSE ? p.ends : p.starts) + place(i) * FULL_STATE_BYTES; };
+__device__ __forceinline__ void chain(const ChunkBackwardParams& p, const SegmentPlaces& at, int segments,
+                                      u32 shared, const Lane& l) {
+  const auto index = [&](int i) { return REVERSE ? segments - 1 - i : i; };
+  const auto state_of = [&](int i) { return at.state(REVERSE ? p.ends : p.starts, index(i)); };
   Sums sums;
   const auto keep = [&](int i) { write_pairs(sums.x, l.row, l.channel, state_of(i)); };
   read_pairs(sums.x, l.row, l.channel, state_of(1));
   compose<REVERSE>(
-      sums, segments - 2, shared, l, [&](int i) { return p.maps + place(i + 1) * MAP_BYTES; },
+      sums, segments - 2, shared, l, [&](int i) { return at.map(p.maps, index(i + 1)); },
       [&](int i) { return state_of(i + 2); },
       [&](int i) {
         if (i) keep(i + 1);  // the first is there already
@@ -43,9 +42,9 @@ KDA_KERNEL(THREADS, 1) segment_chain(KDA_PARAM ChunkBackwardParams p) {
   if (segments < 3) return;  // B and B' are the results already
   const Lane l = make_lane(part);
   make_barriers(shared);
-  const long long first = (long long)first_segment(p, n) * p.HV + (item - n * p.HV);
+  const SegmentPlaces at = segment_places(p, n, item - n * p.HV);
   if (reverse)
-    chain<true>(p, first, segments, shared, l);
+    chain<true>(p, at, segments, shared, l);
   else
-    chain<false>(p, first, segments, shared, l);
+    chain<false>(p, at, segments, shared, l);
 }

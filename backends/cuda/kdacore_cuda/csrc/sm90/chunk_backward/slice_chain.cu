@@ -26,26 +26,22 @@ KDA_KERNEL(THREADS, 1) slice_chain(KDA_PARAM ChunkBackwardParams p) {
   if (!segments || (!reverse && segments < 3)) return;  // the first two starts are there already
   const Lane l = make_lane(part);
   make_barriers(shared);
-  const u64 first = (u64)first_segment(p, n) * p.HV + (item - n * p.HV);
-  const auto map_of = [&](int j) { return p.maps + (first + (u64)j * p.HV) * MAP_BYTES; };
-  const auto state_of = [&](u64 states, int j) {
-    return states + (first + (u64)j * p.HV) * FULL_STATE_BYTES;
-  };
+  const SegmentPlaces at = segment_places(p, n, item - n * p.HV);
   Sums sums = {};
   if (reverse) {
     const int last = segments - 1;
-    const auto keep = [&](int j) { write_pairs(sums.x, l.row, l.channel, state_of(p.ends, j)); };
+    const auto keep = [&](int j) { write_pairs(sums.x, l.row, l.channel, at.state(p.ends, j)); };
     if (p.d_ht) read_key_first(sums, l, p.d_ht + (u64)item * FULL_STATE_BYTES);
     compose<true>(
-        sums, last, shared, l, [&](int i) { return map_of(last - i); },
-        [&](int i) { return state_of(p.ends, last - i); }, [&](int i) { keep(last - i); });
+        sums, last, shared, l, [&](int i) { return at.map(p.maps, last - i); },
+        [&](int i) { return at.state(p.ends, last - i); }, [&](int i) { keep(last - i); });
     keep(0);
   } else {
-    const auto keep = [&](int j) { write_pairs(sums.x, l.row, l.channel, state_of(p.starts, j)); };
-    read_pairs(sums.x, l.row, l.channel, state_of(p.starts, 1));
+    const auto keep = [&](int j) { write_pairs(sums.x, l.row, l.channel, at.state(p.starts, j)); };
+    read_pairs(sums.x, l.row, l.channel, at.state(p.starts, 1));
     compose<false>(
-        sums, segments - 2, shared, l, [&](int i) { return map_of(i + 1); },
-        [&](int i) { return state_of(p.starts, i + 2); }, [&](int i) { keep(i + 1); });
+        sums, segments - 2, shared, l, [&](int i) { return at.map(p.maps, i + 1); },
+        [&](int i) { return at.state(p.starts, i + 2); }, [&](int i) { keep(i + 1); });
     keep(segments - 1);
   }
 }

@@ -19,22 +19,19 @@ KDA_KERNEL(THREADS, 1) chain(KDA_PARAM SegmentParams p) {
   if (segments < 2) return;
   const Lane l = make_lane(part);
   make_barriers(shared);
-  const u64 first = (u64)first_segment(p, n) * p.HV + (item - n * p.HV);
-  const auto state_of = [&](u64 states, int j) {
-    return states + (first + (u64)j * p.HV) * FULL_STATE_BYTES;
-  };
+  const int hv = item - n * p.HV;
+  const SegmentPlaces at = segment_places(p, n, hv);
   Sums sums = {};
-  const auto keep = [&](int j) { write_pairs(sums.x, l.row, l.channel, state_of(p.starts, j)); };
-  const u64 h0 = initial_state_at(p, n, item - n * p.HV, K * V);
+  const auto keep = [&](int j) { write_pairs(sums.x, l.row, l.channel, at.state(p.starts, j)); };
+  const u64 h0 = initial_state_at(p, n, hv, K * V);
   const int known = !h0;  // a first segment that begins with zeros ends with its B
   compose<false>(
-      sums, segments - 1 - known, shared, l,
-      [&](int i) { return p.maps + (first + (u64)(i + known) * p.HV) * MAP_BYTES; },
-      [&](int i) { return state_of(p.addends, i + known); }, [&](int i) { keep(i + known); },
+      sums, segments - 1 - known, shared, l, [&](int i) { return at.map(p.maps, i + known); },
+      [&](int i) { return at.state(p.addends, i + known); }, [&](int i) { keep(i + known); },
       [&] {
         if (h0) return read_elements(sums.x, l.row, l.channel, h0, p.flags);
         if (keeps_initial_state(p)) keep(0);
-        read_pairs(sums.x, l.row, l.channel, state_of(p.addends, 0));
+        read_pairs(sums.x, l.row, l.channel, at.state(p.addends, 0));
       });
   keep(segments - 1);
 }

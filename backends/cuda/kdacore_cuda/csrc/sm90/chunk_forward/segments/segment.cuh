@@ -104,6 +104,22 @@ __device__ __forceinline__ Segment find_segment(const Params& p, int n, int inde
   return x;
 }
 
+// Where the matrices of a sequence and value head lie, by segment.
+struct SegmentPlaces {
+  u64 first;  // place of segment 0
+  int heads;
+  __device__ __forceinline__ u64 map(u64 maps, int j) const {
+    return maps + (first + (u64)j * heads) * MAP_BYTES;
+  }
+  __device__ __forceinline__ u64 state(u64 states, int j) const {
+    return states + (first + (u64)j * heads) * FULL_STATE_BYTES;
+  }
+};
+template <class Params>
+__device__ __forceinline__ SegmentPlaces segment_places(const Params& p, int n, int hv) {
+  return {(u64)first_segment(p, n) * p.HV + hv, p.HV};
+}
+
 // Calls f(n, index) for the segment of a slot. In a pack those are the slots of maps and starts;
 // for dense sequences the first segments of all come first, then the second ones.
 template <class Params, class F>

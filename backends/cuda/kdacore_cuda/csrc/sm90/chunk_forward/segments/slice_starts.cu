@@ -17,16 +17,13 @@ KDA_KERNEL(THREADS, 1) slice_starts(KDA_PARAM SegmentParams p) {
   if (segments < 2) return;
   const Lane l = make_lane(part);
   make_barriers(shared);
-  const u64 first = (u64)first_segment(p, n) * p.HV + (item - n * p.HV);
-  const auto state_of = [&](u64 states, int j) {
-    return states + (first + (u64)j * p.HV) * FULL_STATE_BYTES;
-  };
-  const auto keep = [&](Sums& sums, int j) { write_pairs(sums.x, l.row, l.channel, state_of(p.starts, j)); };
+  const SegmentPlaces at = segment_places(p, n, item - n * p.HV);
+  const auto keep = [&](Sums& sums, int j) { write_pairs(sums.x, l.row, l.channel, at.state(p.starts, j)); };
   Sums sums;
   read_key_first(sums, l, p.h0 + (u64)item * FULL_STATE_BYTES);
   compose<false>(
-      sums, segments - 1, shared, l, [&](int j) { return p.maps + (first + (u64)j * p.HV) * MAP_BYTES; },
-      [&](int j) { return state_of(p.addends, j); },
+      sums, segments - 1, shared, l, [&](int j) { return at.map(p.maps, j); },
+      [&](int j) { return at.state(p.addends, j); },
       [&](int j) {
         if (j) keep(sums, j);
       });

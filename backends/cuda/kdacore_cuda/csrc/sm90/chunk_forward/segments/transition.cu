@@ -21,18 +21,17 @@ KDA_KERNEL(THREADS, 1) transition(KDA_PARAM TransitionParams p) {
   const int row = (int)(item / p.HV), hv = (int)(item - (long long)row * p.HV);
   const int n = p.cu_seqlens ? sequence_with(p, p.T - 1) : row;
   int segments = 0;
-  u64 first = 0;
+  SegmentPlaces at = {};
   if (n >= 0) {
     segments = segments_in(p, find_sequence(p, n).chunks);
-    first = (u64)first_segment(p, n) * p.HV + hv;
+    at = segment_places(p, n, hv);
   }
   const Lane l = make_lane(part);
   make_barriers(shared);
   Sums sums = {};
   if (is_m) set_unit(sums, l);
-  const auto place = [&](int j) { return first + (u64)j * p.HV; };
   compose<false>(
-      sums, segments, shared, l, [&](int j) { return p.maps + place(j) * MAP_BYTES; },
-      [&](int j) { return is_m ? 0 : p.addends + place(j) * FULL_STATE_BYTES; }, [](int) {});
+      sums, segments, shared, l, [&](int j) { return at.map(p.maps, j); },
+      [&](int j) { return is_m ? 0 : at.state(p.addends, j); }, [](int) {});
   write_key_first(sums, l, (is_m ? p.M : p.C) + item * FULL_STATE_BYTES);
 }

@@ -18,6 +18,7 @@ from kdacore.bench.clock import Budget
 from kdacore.bench.peers import PEERS
 from kdacore.bench.results import Results
 from kdacore.cli import call_arguments
+from kdacore.cli.time_limit import not_terminated
 from kdacore.files import writable
 from kdacore.machine import version_of
 from kdacore.registry import REGISTRY
@@ -76,9 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    out = report.console()
     if args.list:
-        _list(out)
+        _list(report.console())
         return report.OK
     presets = args.presets or (["shape"] if args.shape else ["quick"])
     if (why := _senseless(args) or _lacking(presets, args)) is not None:
@@ -94,6 +94,15 @@ def run(args: argparse.Namespace) -> int:
             raise
         interrupted = True
         print("kdacore bench: interrupted; the results so far:", file=sys.stderr)
+    with not_terminated():
+        return _report(found, presets, before, interrupted, args)
+
+
+def _report(
+    found: Results, presets: list[str], before: tuple[float, ...], interrupted: bool, args: argparse.Namespace
+) -> int:
+    """Prints and writes the results; the exit status. ``before``: the machine's load then."""
+    out = report.console()
     if not found.rows:
         print("kdacore bench: no case is left to time (--only, --gates)", file=sys.stderr)
         return report.USAGE

@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Sequence
 
+from kdacore.cli.time_limit import terminated_as_interrupted
 from kdacore.errors import BackendBuildError, ConfigError, ContractError, UnsupportedError
 from kdacore.version import __version__
 
@@ -50,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser(chosen).parse_args(words)
     run = importlib.import_module(COMMANDS[args.command][0]).run
     try:
-        with _terminated_as_interrupted():
+        with terminated_as_interrupted():
             status: int = run(args)
         sys.stdout.flush()
     except (ContractError, ConfigError) as error:
@@ -69,24 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     return status
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM, which ``timeout`` and batch systems send at a time limit, raises KeyboardInterrupt as Ctrl-C does:
-    ``bench`` then writes what it has timed so far. Only the main thread may set a signal's handler."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _open_streams() -> None:

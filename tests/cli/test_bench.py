@@ -486,6 +486,45 @@ def test_an_interrupted_run_keeps_what_it_has(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_time_limit_comes_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``timeout`` sends it to the process and to its group."""
+    path = tmp_path / "results.json"
+    real, done = runner.run_case, []
+
+    def limited(*given: Any) -> Any:
+        if done:
+            time_limit()
+        done.append(given)
+        return real(*given)
+
+    shielded = bench_command.not_terminated
+
+    def again() -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return shielded()
+
+    monkeypatch.setattr(runner, "run_case", limited)
+    monkeypatch.setattr(bench_command, "not_terminated", again)
+    monkeypatch.setitem(PRESETS, "quick", (SMALL, SMALL))
+    assert cli.main(["bench", "quick", "--samples", "3", "--device", "cpu", "--json", str(path)]) == 130
+    assert not results.read(path)["complete"]
+
+
+def test_a_time_limit_while_results_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is timed by then; describing the machine takes seconds."""
+    path = tmp_path / "results.json"
+    real = results.document
+
+    def late(*given: Any, **more: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return real(*given, **more)
+
+    monkeypatch.setattr(results, "document", late)
+    monkeypatch.setitem(PRESETS, "quick", (SMALL,))
+    assert cli.main(["bench", "quick", "--samples", "3", "--device", "cpu", "--json", str(path)]) == 0
+    assert results.read(path)["complete"]
+
+
 def test_check_fails_on_a_missed_figure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

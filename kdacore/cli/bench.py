@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 def _report(
     found: Results, presets: list[str], before: tuple[float, ...], interrupted: bool, args: argparse.Namespace
 ) -> int:
-    """Prints and writes the results; the exit status. ``before``: the machine's load then."""
+    """Print and write the results; the exit status. ``before``: the load averages before the run."""
     out = report.console()
     if not found.rows:
         print("kdacore bench: no case is left to time (--only, --gates)", file=sys.stderr)

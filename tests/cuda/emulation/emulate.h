@@ -57,6 +57,7 @@ inline int block_index() { return emu::me->block->index; }
 inline int grid_blocks() { return emu::grid; }
 
 inline int opaque(int x) { return x; }
+inline float opaque_float(float x) { return x; }
 inline void wait_for_inputs() {}
 inline void launch_dependents() {}
 inline void pause(u32) {}
@@ -143,6 +144,9 @@ inline void store_global(void* p, uint4 v, u64 kept = 0) {
   if ((uintptr_t)p % 16) emu::fail("misaligned global address", (u32)(uintptr_t)p);
   emu::kept_bytes += kept ? 16 : 0;
   memcpy(p, &v, 16);
+}
+inline void store_global_if(bool real, void* p, uint4 v) {
+  if (real) store_global(p, v);
 }
 
 inline uint4 load_written(u64 p) { uint4 r; memcpy(&r, (const void*)p, 16); return r; }

@@ -100,6 +100,10 @@ __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+__device__ __forceinline__ float opaque_float(float x) {
+  asm volatile("" : "+f"(x));
+  return x;
+}
 
 // --- lanes ---------------------------------------------------------------------------------------
 
@@ -172,6 +176,12 @@ __device__ __forceinline__ void load_sixteen(uint4& r, const void* p, bool real)
 }
 __device__ __forceinline__ void store_global(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+// Without a branch.
+__device__ __forceinline__ void store_global_if(bool real, void* p, uint4 v) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p st.global.v4.b32 [%0], {%1, %2, %3, %4}; }" ::"l"(p),
+               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"((int)real)
                : "memory");
 }
 // Prefetches the 128 bytes around `p` to L2.

@@ -24,9 +24,16 @@ struct Gate {
   int kind;
   float unit, slope, floor;
 };
-__device__ __forceinline__ Gate make_gate(const ChunkBackwardParams& p, int hv) {
-  const float a = p.A_log ? exp2_fast(LOG2E * reinterpret_cast<const float*>(p.A_log)[hv]) : 1.0f;
+// A head's A_log; 0 without one.
+__device__ __forceinline__ float load_A_log(const ChunkBackwardParams& p, int hv) {
+  return p.A_log ? __uint_as_float(load_global4(p.A_log + 4ll * hv)) : 0.0f;
+}
+__device__ __forceinline__ Gate gate_from(const ChunkBackwardParams& p, float A_log) {
+  const float a = exp2_fast(LOG2E * A_log);
   return {p.gate, p.gate == GATE_SOFTPLUS ? -a : LN2 * reciprocal(p.lower_bound), -LOG2E * a, p.floor};
+}
+__device__ __forceinline__ Gate make_gate(const ChunkBackwardParams& p, int hv) {
+  return gate_from(p, load_A_log(p, hv));
 }
 // dt_bias of a channel in the units of what it is added to.
 __device__ __forceinline__ float gate_bias(const Gate& gate, float bias) {

@@ -80,17 +80,18 @@ __device__ __forceinline__ u32 load_parameter(const ChunkBackwardParams& p, long
     return p.dt_bias ? load_bits(p.dt_bias + (long long)(hv * K + i - (THREADS - K)) * type_size(p.bias_type),
                                  p.bias_type)
                      : 0;
-  return i < rows && i < C
-             ? load_bits(p.beta + (beta + i * p.beta_st) * type_size(p.beta_type), p.beta_type)
-             : 0;
+  return i < rows && i < C ? load_bits(p.beta + (beta + i * p.beta_st) * type_size(p.beta_type), p.beta_type)
+                           : 0;
 }
-__device__ __forceinline__ void store_parameter(const ChunkBackwardParams& p, u32 bits, int rows, u32 shared,
-                                                const Gate& gate, int i) {
-  if (i >= THREADS - K) {
-    const float bias = p.dt_bias ? gate_bias(gate, from_bits(bits, p.bias_type)) : 0.0f;
-    store_shared(shared + OFFSET(SharedMemory, bias) + 4 * (i - (THREADS - K)), __float_as_uint(bias));
-  } else if (i < C) {
-    const float beta = i < rows ? activate_beta(p, from_bits(bits, p.beta_type)) : 0.0f;
-    store_shared(shared + OFFSET(SharedMemory, beta) + 4 * i, __float_as_uint(beta));
-  }
+__device__ __forceinline__ void store_beta(const ChunkBackwardParams& p, u32 bits, int rows, u32 shared,
+                                           int i) {
+  if (i >= C) return;
+  const float beta = i < rows ? activate_beta(p, from_bits(bits, p.beta_type)) : 0.0f;
+  store_shared(shared + OFFSET(SharedMemory, beta) + 4 * i, __float_as_uint(beta));
+}
+__device__ __forceinline__ void store_bias(const ChunkBackwardParams& p, u32 bits, u32 shared,
+                                           const Gate& gate, int i) {
+  if (i < THREADS - K) return;
+  const float bias = p.dt_bias ? gate_bias(gate, from_bits(bits, p.bias_type)) : 0.0f;
+  store_shared(shared + OFFSET(SharedMemory, bias) + 4 * (i - (THREADS - K)), __float_as_uint(bias));
 }

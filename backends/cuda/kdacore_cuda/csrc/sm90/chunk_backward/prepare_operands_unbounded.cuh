@@ -5,28 +5,28 @@
 
 // The strip's part of zq, zb, yk and the decayed keys to shared memory, of kg, kg_low and qg to
 // device memory (FOR_SEGMENTS: kg to shared memory). `x`: from sum_strip.
-template <int TOKEN_HALF>
+// Both halves go through the same instructions (prepare_operands_bounded.cuh says why).
 __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 shared, const Strip& s,
                                               const float (&x)[4][8]) {
-  const u32 tokens = shared + 4 * (HALF * TOKEN_HALF + 8 * s.t);
+  const u32 tokens = shared + 4 * (HALF * s.half + 8 * s.t);
   const float unit = exp2_fast(-p.centre);
   const bool later = s.t & 2;  // this lane's quarter of the half
+  const u32 totals = shared + OFFSET(SharedMemory, totals) + 4 * (32 * s.slice + s.g);
   u32 qg[4][4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    float total[4];
-#pragma unroll
-    for (int n = 0; n < 4; ++n)
-      total[n] =
-          load_shared1(shared + OFFSET(SharedMemory, totals) + 4 * (K * n + 32 * s.slice + 8 * i + s.g));
-    const float end = exp2_fast((later ? total[2 * TOKEN_HALF + 1] : total[2 * TOKEN_HALF]) + p.centre);
+    // Of the quarters of this half and of the other.
+    const u32 own = totals + 4 * (2 * K * s.half + 8 * i),
+              other = totals + 4 * (2 * K * (1 - s.half) + 8 * i);
+    const float own_first = load_shared1(own), own_second = load_shared1(own + 4 * K),
+                other_first = load_shared1(other), other_half = other_first + load_shared1(other + 4 * K);
+    const float end = exp2_fast((later ? own_second : own_first) + p.centre);
     // Decays from this quarter to the third, the fourth and the chunk's end, and from the chunk's
     // start to it.
-    const float rest = later ? 0.0f : total[2 * TOKEN_HALF + 1];
-    const float third = exp2_fast(rest), fourth = exp2_fast(rest + total[2]);
-    const float after = exp2_fast(TOKEN_HALF ? rest : rest + (total[2] + total[3]));
-    const float before =
-        exp2_fast((TOKEN_HALF ? total[0] + total[1] : 0.0f) + (later ? total[2 * TOKEN_HALF] : 0.0f));
+    const float rest = later ? 0.0f : own_second;
+    const float third = exp2_fast(rest), fourth = s.half ? 1.0f : exp2_fast(rest + other_first);
+    const float after = exp2_fast(s.half ? rest : rest + other_half);
+    const float before = exp2_fast((s.half ? other_half : 0.0f) + (later ? own_first : 0.0f));
     const u32 at = (shared + s.at) ^ (i << 4), narrow = at - (s.slice >> 1) * (SQUARE_BYTES - HALF_SQUARE);
     u32 q[4], k[4], y[4], s1[4], s2[4], s3[4], kg[4], low[4];
     load_matrix4_transposed(k, at + OFFSET(SharedMemory, k));
@@ -53,12 +53,10 @@ __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 
     store_matrix4_transposed(at + OFFSET(SharedMemory, k), k);
     store_matrix4_transposed(at + OFFSET(SharedMemory, q), q);
     store_matrix4_transposed(at + OFFSET(SharedMemory, yk), y);
-    if (TOKEN_HALF) {
-      store_matrix4_transposed(at + OFFSET(SharedMemory, sk_fourth), s1);
-    } else {
+    store_matrix4_transposed(at + OFFSET(SharedMemory, sk_fourth), s3);
+    if (!s.half) {
       store_matrix4_transposed(narrow + OFFSET(SharedMemory, sk), s1);
       store_matrix4_transposed(narrow + OFFSET(SharedMemory, sk_third), s2);
-      store_matrix4_transposed(at + OFFSET(SharedMemory, sk_fourth), s3);
     }
     store_kg(p, shared, s, i, kg, low);
   }

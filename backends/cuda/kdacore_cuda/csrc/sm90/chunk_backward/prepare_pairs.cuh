@@ -6,42 +6,42 @@
 #include "common/mma_operands.cuh"
 #include "sm90/chunk_backward/prepare_shared_memory.cuh"
 
-// Blocks 0 .. ROW_BLOCK (of the warp's rows) of a row of blocks: 16 x 16, columns 8n + 2t, + 1,
-// rows g and g + 8.
+// Blocks 0 .. row_block (of the warp's rows) of a row of blocks: 16 x 16, columns 8n + 2t, + 1,
+// rows g and g + 8. All warps go through the same instructions, whose size counts (prepare_operands_bounded.cuh),
+// and leave out blocks behind row_block.
 struct Pairs {
   float block[4][2][4];
 };
 
-// Whether block (ROW_BLOCK, j) lies across parts.
-template <int ROW_BLOCK>
-__device__ __forceinline__ constexpr bool across(int j) {
-  return BOUNDED ? ROW_BLOCK >= 2 && j < 2 : j < ROW_BLOCK;
+// Whether block (row_block, j) lies across parts.
+__device__ __forceinline__ bool across(int row_block, int j) {
+  return BOUNDED ? row_block >= 2 && j < 2 : j < row_block;
 }
 
-template <int ROW_BLOCK>
-__device__ __forceinline__ void multiply_pairs(Pairs& out, u32 shared, u32 left, int lane) {
+__device__ __forceinline__ void multiply_pairs(Pairs& out, u32 shared, u32 left, int row_block, int lane) {
   // Left: rows lane % 8, then + 8, of channels 0-7, then 8-15. Right: channels 0-7, then 8-15, of
   // rows lane % 8, then + 8.
 #if BOUNDED
-  constexpr u32 EARLIER = OFFSET(SharedMemory, sk);
+  constexpr u32 EARLIER = OFFSET(SharedMemory, sk), WIDE = HALF_SQUARE;
 #else
-  constexpr u32 EARLIER = ROW_BLOCK < 2    ? OFFSET(SharedMemory, sk)
-                          : ROW_BLOCK == 2 ? OFFSET(SharedMemory, sk_third)
-                                           : OFFSET(SharedMemory, sk_fourth);
+  const u32 EARLIER = row_block < 2    ? OFFSET(SharedMemory, sk)
+                      : row_block == 2 ? OFFSET(SharedMemory, sk_third)
+                                       : OFFSET(SharedMemory, sk_fourth);
+  const u32 WIDE = row_block == 3 ? SQUARE_BYTES : HALF_SQUARE;
 #endif
-  constexpr u32 WIDE = !BOUNDED && ROW_BLOCK == 3 ? SQUARE_BYTES : HALF_SQUARE;
-  const u32 a_at = shared + left + tile_offset(16 * ROW_BLOCK + (lane & 15), lane >> 4);
+  const u32 a_at = shared + left + tile_offset(16 * row_block + (lane & 15), lane >> 4);
   const u32 b_at = tile_offset((lane & 7) + (lane >> 1 & 8), lane >> 3 & 1);
 #pragma unroll
   for (int i = 0; i < K / 16; ++i) {
     u32 a[4];
     load_matrix4(a, (a_at ^ ((i & 3) << 5)) + (i >> 2) * SQUARE_BYTES);
 #pragma unroll
-    for (int j = 0; j <= ROW_BLOCK; ++j) {
+    for (int j = 0; j < 4; ++j) {
+      if (j > row_block) break;
       // Rows 16 further: their pieces are swapped with those two further.
       const u32 place = shared + ((b_at ^ ((i & 3) << 5) ^ (j & 1) << 6) + 16 * j * IMAGE_ROW);
       u32 b[4];
-      load_matrix4(b, place + (across<ROW_BLOCK>(j) ? EARLIER + (i >> 2) * WIDE
+      load_matrix4(b, place + (across(row_block, j) ? EARLIER + (i >> 2) * WIDE
                                                     : OFFSET(SharedMemory, yk) + (i >> 2) * SQUARE_BYTES));
       mma_bf16(out.block[j][0], a, b[0], b[1]);
       mma_bf16(out.block[j][1], a, b[2], b[3]);
@@ -50,19 +50,19 @@ __device__ __forceinline__ void multiply_pairs(Pairs& out, u32 shared, u32 left,
 }
 
 // Applies the anchor's factor to blocks across parts, and zeros above the diagonal.
-template <int ROW_BLOCK>
-__device__ __forceinline__ void finish_pairs(Pairs& out, int lane, float unit, int diagonal) {
+__device__ __forceinline__ void finish_pairs(Pairs& out, int row_block, int lane, float unit, int diagonal) {
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
+  for (int j = 0; j < 4; ++j) {
+    const float factor = across(row_block, j) ? unit : 1.0f;
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
+    for (int n = 0; n < 2; ++n) {
 #pragma unroll
-      for (int j = 0; j < ROW_BLOCK; ++j) {
-        if (across<ROW_BLOCK>(j)) out.block[j][n][e] *= unit;
+      for (int e = 0; e < 4; ++e) {
+        const int row = (lane >> 2) + 8 * (e >> 1), column = 8 * n + 2 * (lane & 3) + (e & 1);
+        float& x = out.block[j][n][e];
+        if (j < 3) x *= factor;
+        if (j == row_block) x = column < row + diagonal ? x : 0.0f;
       }
-      float& x = out.block[ROW_BLOCK][n][e];
-      const int row = (lane >> 2) + 8 * (e >> 1), column = 8 * n + 2 * (lane & 3) + (e & 1);
-      x = column < row + diagonal ? x : 0.0f;
     }
   }
 }
@@ -74,47 +74,46 @@ __device__ __forceinline__ u32 block_at(u32 image, int row_block, int j, int lan
 }
 
 // Rounded to an image; zeros right of the diagonal, there and in `other`.
-template <int ROW_BLOCK>
-__device__ __forceinline__ void store_image(const Pairs& pairs, u32 image, u32 other, int lane) {
+__device__ __forceinline__ void store_image(int row_block, const Pairs& pairs, u32 image, u32 other,
+                                            int lane) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     u32 r[4] = {};
-    if (j <= ROW_BLOCK) {
-      const float (&x)[2][4] = pairs.block[j <= ROW_BLOCK ? j : 0];
-      pack_tiles(x[0], x[1], r);
-    } else {
-      store_matrix4(block_at(other, ROW_BLOCK, j, lane), r);
-    }
-    store_matrix4(block_at(image, ROW_BLOCK, j, lane), r);
+    if (j <= row_block)
+      pack_tiles(pairs.block[j][0], pairs.block[j][1], r);
+    else
+      store_matrix4(block_at(other, row_block, j, lane), r);
+    store_matrix4(block_at(image, row_block, j, lane), r);
   }
 }
 
 // The system's rows: the block on the diagonal in float32, those before it in two parts.
-template <int ROW_BLOCK>
-__device__ __forceinline__ void store_system(const Pairs& pairs, u32 shared, int lane) {
-#pragma unroll
-  for (int j = 0; j < ROW_BLOCK; ++j) {
-    const Split s = split_tiles(pairs.block[j][0], pairs.block[j][1]);
-    store_matrix4(block_at(shared + OFFSET(SharedMemory, system_high), ROW_BLOCK, j, lane), s.high);
-    store_matrix4(block_at(shared + OFFSET(SharedMemory, system_low), ROW_BLOCK, j, lane), s.low);
-  }
+__device__ __forceinline__ void store_system(int row_block, const Pairs& pairs, u32 shared, int lane) {
   const u32 at = shared + OFFSET(SharedMemory, diagonal) +
-                 4 * (DIAGONAL_PITCH * (16 * ROW_BLOCK + (lane >> 2)) + 2 * (lane & 3));
+                 4 * (DIAGONAL_PITCH * (16 * row_block + (lane >> 2)) + 2 * (lane & 3));
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    const float (&x)[4] = pairs.block[ROW_BLOCK][n];
-    store_shared(at + 32 * n, x[0], x[1]);
-    store_shared(at + 32 * n + 4 * 8 * DIAGONAL_PITCH, x[2], x[3]);
+  for (int j = 0; j < 4; ++j) {
+    if (j < row_block) {
+      const Split s = split_tiles(pairs.block[j][0], pairs.block[j][1]);
+      store_matrix4(block_at(shared + OFFSET(SharedMemory, system_high), row_block, j, lane), s.high);
+      store_matrix4(block_at(shared + OFFSET(SharedMemory, system_low), row_block, j, lane), s.low);
+    } else if (j == row_block) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const float (&x)[4] = pairs.block[j][n];
+        store_shared(at + 32 * n, x[0], x[1]);
+        store_shared(at + 32 * n + 4 * 8 * DIAGONAL_PITCH, x[2], x[3]);
+      }
+    }
   }
 }
 
 // Rows of pairs times beta, which zb has already unless FOR_SEGMENTS.
-template <int ROW_BLOCK>
-__device__ __forceinline__ void multiply_rows(Pairs& out, u32 shared, int lane) {
-  const u32 at = shared + OFFSET(SharedMemory, beta) + 4 * (16 * ROW_BLOCK + (lane >> 2));
+__device__ __forceinline__ void multiply_rows(Pairs& out, int row_block, u32 shared, int lane) {
+  const u32 at = shared + OFFSET(SharedMemory, beta) + 4 * (16 * row_block + (lane >> 2));
   const float beta[2] = {load_shared1(at), load_shared1(at + 32)};
 #pragma unroll
-  for (int j = 0; j <= ROW_BLOCK; ++j) {
+  for (int j = 0; j < 4; ++j) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -123,43 +122,14 @@ __device__ __forceinline__ void multiply_rows(Pairs& out, u32 shared, int lane) 
   }
 }
 
-template <int ROW_BLOCK>
-__device__ __forceinline__ void make_pairs(Pairs& pairs, u32 shared, bool system, int lane, float unit) {
-#pragma unroll
-  for (int j = 0; j <= ROW_BLOCK; ++j) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) pairs.block[j][n][e] = 0.0f;
-    }
-  }
-  multiply_pairs<ROW_BLOCK>(pairs, shared, system ? OFFSET(SharedMemory, k) : OFFSET(SharedMemory, q), lane);
-  finish_pairs<ROW_BLOCK>(pairs, lane, unit, system ? 0 : 1);
-  if (FOR_SEGMENTS) {
-    if (system) multiply_rows<ROW_BLOCK>(pairs, shared, lane);
-  } else if (!system)
-    store_image<ROW_BLOCK>(pairs, shared + OFFSET(SharedMemory, aqk), shared + OFFSET(SharedMemory, inverse),
-                           lane);
-}
-
-// Row blocks are compile-time numbers, so that a warp's products stay in registers.
 __device__ __forceinline__ void make_pairs(int row_block, Pairs& pairs, u32 shared, bool system, int lane,
                                            float unit) {
-  if (row_block == 0) make_pairs<0>(pairs, shared, system, lane, unit);
-  if (row_block == 1) make_pairs<1>(pairs, shared, system, lane, unit);
-  if (row_block == 2) make_pairs<2>(pairs, shared, system, lane, unit);
-  if (row_block == 3) make_pairs<3>(pairs, shared, system, lane, unit);
-}
-__device__ __forceinline__ void store_image(int row_block, const Pairs& pairs, u32 image, u32 other,
-                                            int lane) {
-  if (row_block == 0) store_image<0>(pairs, image, other, lane);
-  if (row_block == 1) store_image<1>(pairs, image, other, lane);
-  if (row_block == 2) store_image<2>(pairs, image, other, lane);
-  if (row_block == 3) store_image<3>(pairs, image, other, lane);
-}
-__device__ __forceinline__ void store_system(int row_block, const Pairs& pairs, u32 shared, int lane) {
-  if (row_block == 0) store_system<0>(pairs, shared, lane);
-  if (row_block == 1) store_system<1>(pairs, shared, lane);
-  if (row_block == 2) store_system<2>(pairs, shared, lane);
-  if (row_block == 3) store_system<3>(pairs, shared, lane);
+  pairs = {};
+  multiply_pairs(pairs, shared, system ? OFFSET(SharedMemory, k) : OFFSET(SharedMemory, q), row_block, lane);
+  finish_pairs(pairs, row_block, lane, unit, system ? 0 : 1);
+  if (FOR_SEGMENTS) {
+    if (system) multiply_rows(pairs, row_block, shared, lane);
+  } else if (!system)
+    store_image(row_block, pairs, shared + OFFSET(SharedMemory, aqk), shared + OFFSET(SharedMemory, inverse),
+                lane);
 }

@@ -90,10 +90,7 @@ __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows
           load_shared1(shared + OFFSET(SharedMemory, beta) + 4 * i);
     }
 #endif
-    if (s.half)
-      make_operands<1>(p, shared, s, x);
-    else
-      make_operands<0>(p, shared, s, x);
+    make_operands(p, shared, s, x);
 #if FOR_SEGMENTS
     store_decayed(p, shared, s);
 #endif

@@ -83,9 +83,11 @@ __device__ __forceinline__ void scan_outputs(const ScanOutputsParams& p, const T
   Operand h;
   pack_state(h, state);
   const long long token_bytes = 2ll * p.HV * V;
-  unsigned char* to = reinterpret_cast<unsigned char*>(p.o) +
-                      (task.s.batch * p.T + task.s.first) * token_bytes +
-                      2 * (task.hv * V + task.part * BLOCK_V + l.row);
+  // Of the chunk before.
+  OutputPlace to = output_place<PackedRows>(reinterpret_cast<unsigned char*>(p.o) +
+                                                (task.s.batch * p.T + task.s.first - C) * token_bytes +
+                                                2 * (task.hv * V + task.part * BLOCK_V + l.row),
+                                            (int)token_bytes, rows);
   TokenOperand out = {};  // of the chunk before
   int out_tokens = 0, left = task.s.length;
   OutputsRing ring = {l.shared};
@@ -141,7 +143,7 @@ __device__ __forceinline__ void scan_outputs(const ScanOutputsParams& p, const T
       store_rows_image(l, task, p.u, at);
       copy_out_commit();
     }
-    store_output(output, to - C * token_bytes, token_bytes, out_tokens, rows);
+    store_output(output, to, out_tokens, rows);
     warpgroup_wait<1>();
     fence_registers(state.s);
     pack_state(h, state);
@@ -154,13 +156,13 @@ __device__ __forceinline__ void scan_outputs(const ScanOutputsParams& p, const T
     pack_rows(out, o);
     out_tokens = left < C ? left : C;
     left -= C;
-    to += C * token_bytes;
+    next_chunk(to);
   }
   if (out_tokens) {  // the producer uses no stage any more
     const PackedRows own = {l.shared + OFFSET(OutputsMemory, stages) + OFFSET(OutputsStage, u) +
                             l.row * IMAGE_ROW};
     stage_output(out, own, rows);
-    store_output(read_output(own, rows), to - C * token_bytes, token_bytes, out_tokens, rows);
+    store_output(read_output(own, rows), to, out_tokens, rows);
   }
   if (p.ht) write_state(state, l, task, p.ht, p.flags);
   wait_stores<0>(l);

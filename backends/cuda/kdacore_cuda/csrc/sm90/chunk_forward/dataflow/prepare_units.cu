@@ -50,7 +50,8 @@ __device__ __forceinline__ void make_units(const ChunkBackwardParams& p) {
     }
     if (rows) {
       fetch_other_inputs(p, wide(qk.x, qk.y), g, 0, rows, more.z, shared, thread);
-      store_parameter(p, parameter, rows, shared, gate, thread);
+      store_beta(p, parameter, rows, shared, thread);
+      store_bias(p, parameter, shared, gate, thread);
     }
     const auto end_unit_before = [&] {  // it should have arrived in device memory by now
       if (turn && unit_thread() == 0) {

@@ -228,8 +228,9 @@ __device__ __forceinline__ void carry_state(const WalkParams& p, const Item& x, 
 __device__ __forceinline__ void store_outputs(const WalkParams& p, const Item& x, u32 shared, int own,
                                               const Lane& l) {
   const long long token_bytes = 2ll * p.HV * V;
-  unsigned char* to =
-      reinterpret_cast<unsigned char*>(p.o) + x.n * p.T * token_bytes + 2 * (x.hv * V + 64 * x.part + l.row);
+  OutputPlace to = output_place<PackedRows>(
+      reinterpret_cast<unsigned char*>(p.o) + x.n * p.T * token_bytes + 2 * (x.hv * V + 64 * x.part + l.row),
+      (int)token_bytes, l);
   int left = (int)p.T;  // tokens from this chunk on
   Exchange exchange = find_exchange(shared, own);
 #pragma unroll 1
@@ -245,11 +246,11 @@ __device__ __forceinline__ void store_outputs(const WalkParams& p, const Item& x
     sync_warp();  // all lanes have taken theirs
     const PackedRows staging = {rows};
     stage_output(out, staging, l);
-    store_output(read_output(staging, l), to, token_bytes, left < C ? left : C, l);
+    store_output(read_output(staging, l), to, left < C ? left : C, l);
     warp_arrive(exchange.empty(), l.lane);
     ++exchange.turn;
     left -= C;
-    to += C * token_bytes;
+    next_chunk(to);
   }
 }
 

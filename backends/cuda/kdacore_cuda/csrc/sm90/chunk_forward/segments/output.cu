@@ -52,9 +52,11 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, u32 shared,
     if (x.index == 0 && x.end) write_checkpoint();
   }
   const long long token_bytes = 2ll * p.HV * V;
-  unsigned char* to = reinterpret_cast<unsigned char*>(p.o) +
-                      (x.s.batch * p.T + x.s.first + (long long)x.begin * C) * token_bytes +
-                      2 * (x.hv * V + l.row);
+  // Of the chunk before, whose output is stored while this one's products are computed.
+  OutputPlace to = output_place<ValueRows>(
+      reinterpret_cast<unsigned char*>(p.o) +
+          (x.s.batch * p.T + x.s.first + (x.begin - 1ll) * C) * token_bytes + 2 * (x.hv * V + l.row),
+      (int)token_bytes, l);
   int left = x.s.length - x.begin * C;  // tokens from this chunk on
   Operand s;
   pack_state(s, state);
@@ -111,7 +113,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, u32 shared,
       for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(o, r.a[kk], step(aqt, kk * 32), 1);
       warpgroup_commit();
       const OutputRows<ValueRows> output = read_output(rows, l);
-      store_output(output, to - C * token_bytes, token_bytes, out_tokens, l);
+      store_output(output, to, out_tokens, l);
       warpgroup_wait<1>();
       fence_registers(state.s);
       pack_state(s, state);
@@ -124,7 +126,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, u32 shared,
       pack_rows(out, o);
       out_tokens = left < C ? left : C;
       left -= C;
-      to += C * token_bytes;
+      next_chunk(to);
     }
     if (p.ckpt_every && c % every() == 0 && (c < x.end || !find_own().last())) write_checkpoint();
   }
@@ -133,7 +135,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, u32 shared,
     const ValueRows rows = values_of(stage, l);
     stage_output(out, rows, l);
     const OutputRows<ValueRows> output = read_output(rows, l);
-    store_output(output, to - C * token_bytes, token_bytes, out_tokens, l);
+    store_output(output, to, out_tokens, l);
     out_tokens = 0;
   };
   const Segment own = find_own();

@@ -34,13 +34,27 @@ __device__ __forceinline__ OutputRows<Rows> read_output(const Rows& rows, const 
     o.x[n] = load_shared_u4(rows.place(16 * n + Rows::token_of(l.lane), l.lane & 1));
   return o;
 }
+// Where a lane's first 16 bytes go in device memory, and how far the next ones are, 16 tokens on. A chunk has
+// four. Kept in registers: found again for every chunk, addresses take longer than the products meanwhile.
+struct OutputPlace {
+  unsigned char* at;
+  int step;
+};
+// `first`: of the warp's values in the chunk's first token.
 template <class Rows>
-__device__ __forceinline__ void store_output(const OutputRows<Rows>& o, unsigned char* to,
-                                             long long token_bytes, int tokens, const Lane& l) {
-  const int token = Rows::token_of(l.lane);
-  to += token * token_bytes + 16 * (l.lane & 1);
+__device__ __forceinline__ OutputPlace output_place(unsigned char* first, int token_bytes, const Lane& l) {
+  return {first + (long long)Rows::token_of(l.lane) * token_bytes + 16 * (l.lane & 1),
+          opaque(16 * token_bytes)};
+}
+__device__ __forceinline__ void next_chunk(OutputPlace& to) { to.at += 4ll * to.step; }
+template <class Rows>
+__device__ __forceinline__ void store_output(const OutputRows<Rows>& o, const OutputPlace& to, int tokens,
+                                             const Lane& l) {
+  const int left = tokens - Rows::token_of(l.lane);
+  unsigned char* at = to.at;
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
-    if (16 * n + token < tokens) store_global(to + 16 * n * token_bytes, o.x[n]);
+    store_global_if(16 * n < left, at, o.x[n]);
+    at += to.step;
   }
 }

@@ -49,32 +49,37 @@ __device__ __forceinline__ void fetch_strip(u32 shared, const unsigned char* g, 
 #endif
 }
 
+// What a thread asks for of the block's parameters: a channel's bias of the gate, which its warp's lanes need for
+// their strip, beta of a token by the first 64 threads, A_log by all. `beta`: element of row 0.
+struct Parameter {
+  float A_log;
+  u32 beta, bias;
+};
+__device__ __forceinline__ Parameter load_parameter(const ChunkBackwardParams& p, long long beta, int rows,
+                                                    int hv, int i) {
+  const int channel = hv * K + (i & K - 1);
+  const float A_log = load_A_log(p, hv);
+  return {A_log,
+          i < rows && i < C ? load_bits(p.beta + (beta + i * p.beta_st) * type_size(p.beta_type), p.beta_type)
+                            : 0,
+          p.dt_bias ? load_bits(p.dt_bias + (long long)channel * type_size(p.bias_type), p.bias_type) : 0};
+}
+
 // beta of token i, and what makes its rounding good again: see prepare_inverse.cuh.
-__device__ __forceinline__ void store_beta(u32 shared, float beta, int i) {
+__device__ __forceinline__ void store_beta(const ChunkBackwardParams& p, const Parameter& x, int rows,
+                                           u32 shared, int i) {
+  if (i >= C) return;
+  const float beta = i < rows ? activate_beta(p, from_bits(x.beta, p.beta_type)) : 0.0f;
   const float rounded = bf16_low(pack_bf16(beta, 0.0f));
   store_shared(shared + OFFSET(SharedMemory, beta) + 4 * i, __float_as_uint(beta));
   store_shared(shared + OFFSET(SharedMemory, rounded_beta) + 4 * i, __float_as_uint(rounded));
   store_shared(shared + OFFSET(SharedMemory, ratio) + 4 * i,
                __float_as_uint(fabsf(rounded) < 1e-30f ? 1.0f : beta * reciprocal(rounded)));
 }
-
-// beta of a token each by the first 64 threads, and the gate's bias of a channel each by a warp's lanes,
-// for their strip; first what is in device memory, then what it stands for. `beta`: element of row 0.
-struct Parameter {
-  u32 beta, bias;
-};
-__device__ __forceinline__ Parameter load_parameter(const ChunkBackwardParams& p, long long beta, int rows,
-                                                    int hv, int i) {
-  const int channel = hv * K + (i & K - 1);
-  return {i < rows && i < C ? load_bits(p.beta + (beta + i * p.beta_st) * type_size(p.beta_type), p.beta_type)
-                            : 0,
-          p.dt_bias ? load_bits(p.dt_bias + (long long)channel * type_size(p.bias_type), p.bias_type) : 0};
-}
-__device__ __forceinline__ void store_parameter(const ChunkBackwardParams& p, const Parameter& x, int rows,
-                                                u32 shared, const Gate& gate, int i) {
+__device__ __forceinline__ void store_bias(const ChunkBackwardParams& p, const Parameter& x, u32 shared,
+                                           const Gate& gate, int i) {
   const float bias = p.dt_bias ? gate_bias(gate, from_bits(x.bias, p.bias_type)) : 0.0f;
   store_shared(shared + OFFSET(SharedMemory, totals) + 4 * i, __float_as_uint(bias));
-  if (i < C) store_beta(shared, i < rows ? activate_beta(p, from_bits(x.beta, p.beta_type)) : 0.0f, i);
 }
 
 // Reciprocal norms of 16 rows of q (even warps) or k (odd ones). Sums of squares are the diagonal of

@@ -37,39 +37,44 @@ __device__ __forceinline__ u32 block_at(u32 image, int row_block, int j, int lan
   return image + swizzled(16 * row_block + (lane & 15), 2 * j + (lane >> 4));
 }
 
-// Blocks of 16 columns up to the diagonal, of a warp's 16 rows: tiles 2j and 2j + 1 are block j. Applies
-// the anchor's factor to those across halves, and zeros on (`diagonal` 0) or above the diagonal.
-template <int ROW_BLOCK>
-__device__ __forceinline__ void finish_pairs(float (&x)[PAIR_TILES][4], int lane, float unit, int diagonal) {
-  if (ROW_BLOCK >= 2) {
+// A warp has blocks of 16 columns up to the diagonal of its 16 rows: tiles 2j and 2j + 1 are block j. All warps
+// go through the same instructions and leave out what they have none of: code of their own for each row block
+// is not in the instruction cache when they come to it.
+
+// Across halves, products with their anchor's factor take the places of those without.
+__device__ __forceinline__ void finish_pairs(float (&x)[PAIR_TILES][4], int row_block, float unit) {
+  if (row_block < 2) return;
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
+  for (int n = 0; n < 4; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) x[n][e] = x[8 + n][e] * unit;
-    }
+    for (int e = 0; e < 4; ++e) x[n][e] = x[8 + n][e] * unit;
   }
+}
+
+// Zeros on (`diagonal` 0) or above the diagonal, in tile n of a block that lies on it.
+__device__ __forceinline__ void clear_upper(float (&x)[4], int n, int lane, int diagonal) {
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      float& y = x[2 * ROW_BLOCK + n][e];
-      const int row = (lane >> 2) + 8 * (e >> 1), column = 8 * n + 2 * (lane & 3) + (e & 1);
-      y = column < row + diagonal ? y : 0.0f;
-    }
+  for (int e = 0; e < 4; ++e) {
+    const int row = (lane >> 2) + 8 * (e >> 1), column = 8 * n + 2 * (lane & 3) + (e & 1);
+    x[e] = column < row + diagonal ? x[e] : 0.0f;
   }
 }
 
 // aqk, rounded to its image, with zeros right of the diagonal; and zeros left of it in T^T.
-template <int ROW_BLOCK>
-__device__ __forceinline__ void store_aqk(float (&x)[PAIR_TILES][4], u32 shared, int lane, float unit) {
-  finish_pairs<ROW_BLOCK>(x, lane, unit, 1);
+__device__ __forceinline__ void store_aqk(int row_block, float (&x)[PAIR_TILES][4], u32 shared, int lane,
+                                          float unit) {
+  finish_pairs(x, row_block, unit);
   constexpr u32 NONE[4] = {};
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     u32 r[4] = {};
-    if (j <= ROW_BLOCK) pack_tiles(x[2 * j], x[2 * j + 1], r);
-    if (j < ROW_BLOCK) store_matrix4(block_at(shared + TRANSFORM, ROW_BLOCK, j, lane), NONE);
-    store_matrix4(block_at(shared + AQK, ROW_BLOCK, j, lane), r);
+    if (j == row_block) {
+      clear_upper(x[2 * j], 0, lane, 1);
+      clear_upper(x[2 * j + 1], 1, lane, 1);
+    }
+    if (j <= row_block) pack_tiles(x[2 * j], x[2 * j + 1], r);
+    if (j < row_block) store_matrix4(block_at(shared + TRANSFORM, row_block, j, lane), NONE);
+    store_matrix4(block_at(shared + AQK, row_block, j, lane), r);
   }
 }
 
@@ -79,52 +84,36 @@ __device__ __forceinline__ float2 row_betas(u32 shared, int row_block, int lane)
   const u32 beta = shared + OFFSET(SharedMemory, beta) + 4 * (16 * row_block + (lane >> 2));
   return make_float2(load_shared1(beta), load_shared1(beta + 32));
 }
-template <int ROW_BLOCK>
-__device__ __forceinline__ void store_diagonal(float (&x)[PAIR_TILES][4], u32 shared, int lane, float unit) {
-  finish_pairs<ROW_BLOCK>(x, lane, unit, 0);
-  const float2 beta = row_betas(shared, ROW_BLOCK, lane);
-  const u32 at = shared + diagonal_offset(ROW_BLOCK) + 4 * (DIAGONAL_PITCH * (lane >> 2) + 2 * (lane & 3));
+__device__ __forceinline__ void store_diagonal(int row_block, float (&x)[PAIR_TILES][4], u32 shared, int lane,
+                                               float unit) {
+  finish_pairs(x, row_block, unit);
+  const float2 beta = row_betas(shared, row_block, lane);
+  const u32 at = shared + diagonal_offset(row_block) + 4 * (DIAGONAL_PITCH * (lane >> 2) + 2 * (lane & 3));
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    const float (&y)[4] = x[2 * ROW_BLOCK + n];
-    store_shared(at + 32 * n, y[0] * beta.x, y[1] * beta.x);
-    store_shared(at + 32 * n + 4 * 8 * DIAGONAL_PITCH, y[2] * beta.y, y[3] * beta.y);
+  for (int j = 0; j < 4; ++j) {
+    if (j != row_block) continue;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      float (&y)[4] = x[2 * j + n];
+      clear_upper(y, n, lane, 0);
+      store_shared(at + 32 * n, y[0] * beta.x, y[1] * beta.x);
+      store_shared(at + 32 * n + 4 * 8 * DIAGONAL_PITCH, y[2] * beta.y, y[3] * beta.y);
+    }
   }
 }
-template <int ROW_BLOCK>
-__device__ __forceinline__ void store_earlier(float (&x)[PAIR_TILES][4], u32 shared, int lane) {
-  const float2 beta = row_betas(shared, ROW_BLOCK, lane);
+__device__ __forceinline__ void store_earlier(int row_block, float (&x)[PAIR_TILES][4], u32 shared,
+                                              int lane) {
+  const float2 beta = row_betas(shared, row_block, lane);
 #pragma unroll
-  for (int j = 0; j < ROW_BLOCK; ++j) {
+  for (int j = 0; j < 3; ++j) {
+    if (j >= row_block) return;
 #pragma unroll
     for (int n = 2 * j; n < 2 * j + 2; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[n][e] *= e < 2 ? beta.x : beta.y;
     }
     const Split s = split_tiles(x[2 * j], x[2 * j + 1]);
-    store_matrix4(block_at(shared + OFFSET(SharedMemory, system_high), ROW_BLOCK, j, lane), s.high);
-    store_matrix4(block_at(shared + OFFSET(SharedMemory, system_low), ROW_BLOCK, j, lane), s.low);
+    store_matrix4(block_at(shared + OFFSET(SharedMemory, system_high), row_block, j, lane), s.high);
+    store_matrix4(block_at(shared + OFFSET(SharedMemory, system_low), row_block, j, lane), s.low);
   }
-}
-
-// Row blocks are compile-time numbers, so that a warp's products stay in registers.
-__device__ __forceinline__ void store_aqk(int row_block, float (&x)[PAIR_TILES][4], u32 shared, int lane,
-                                          float unit) {
-  if (row_block == 0) store_aqk<0>(x, shared, lane, unit);
-  if (row_block == 1) store_aqk<1>(x, shared, lane, unit);
-  if (row_block == 2) store_aqk<2>(x, shared, lane, unit);
-  if (row_block == 3) store_aqk<3>(x, shared, lane, unit);
-}
-__device__ __forceinline__ void store_diagonal(int row_block, float (&x)[PAIR_TILES][4], u32 shared, int lane,
-                                               float unit) {
-  if (row_block == 0) store_diagonal<0>(x, shared, lane, unit);
-  if (row_block == 1) store_diagonal<1>(x, shared, lane, unit);
-  if (row_block == 2) store_diagonal<2>(x, shared, lane, unit);
-  if (row_block == 3) store_diagonal<3>(x, shared, lane, unit);
-}
-__device__ __forceinline__ void store_earlier(int row_block, float (&x)[PAIR_TILES][4], u32 shared,
-                                              int lane) {
-  if (row_block == 1) store_earlier<1>(x, shared, lane);
-  if (row_block == 2) store_earlier<2>(x, shared, lane);
-  if (row_block == 3) store_earlier<3>(x, shared, lane);
 }

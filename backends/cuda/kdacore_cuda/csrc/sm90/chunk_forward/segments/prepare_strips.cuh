@@ -107,63 +107,37 @@ __device__ __forceinline__ u32 first_piece(const Strip& s, int lane) {
          swizzled(HALF * s.half + (lane & 4) + 8 * (lane >> 3), 4 * (s.slice & 1) + (lane & 3));
 }
 
-// The strip from an image to a tile in device memory, times a power of two.
-template <bool SCALED>
-__device__ __forceinline__ void flush_image(u32 image, const Strip& s, unsigned char* tile, float unit) {
+// The strip from an image to a tile in device memory.
+__device__ __forceinline__ void flush_image(u32 image, const Strip& s, unsigned char* tile) {
   sync_warp();
-  const int lane = opaque(s.lane);
-  const u32 units = pack_bf16(unit, unit);
-  const u32 first = first_piece(s, lane);
+  const u32 first = first_piece(s, opaque(s.lane));
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
     const u32 at = first ^ n * (IMAGE_ROW + 16);
-    uint4 x = load_shared_u4(image + at);
-    if (SCALED) {
-      x.x = multiply_bf16(x.x, units), x.y = multiply_bf16(x.y, units);
-      x.z = multiply_bf16(x.z, units), x.w = multiply_bf16(x.w, units);
-    }
-    store_global(tile + at, x);
+    store_global(tile + at, load_shared_u4(image + at));
   }
 }
 
-// kd of the second half: zb decayed over the first half, without its anchor.
-__device__ __forceinline__ void flush_decayed_keys(u32 shared, const Strip& s, unsigned char* tile,
-                                                   float centre) {
-  sync_warp();
-  const int lane = opaque(s.lane);
-  const u32 totals = shared + OFFSET(SharedMemory, totals) + 4 * (32 * s.slice + 8 * (lane & 3));
-  const float4 low = load_shared4(totals), high = load_shared4(totals + 16);
-  const float decay[8] = {exp2_fast(low.x - centre),  exp2_fast(low.y - centre),  exp2_fast(low.z - centre),
-                          exp2_fast(low.w - centre),  exp2_fast(high.x - centre), exp2_fast(high.y - centre),
-                          exp2_fast(high.z - centre), exp2_fast(high.w - centre)};
-  const u32 first = first_piece(s, lane);
-#pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    const u32 at = first ^ n * (IMAGE_ROW + 16);
-    store_global(tile + at, scaled_piece(load_shared_u4(shared + OFFSET(SharedMemory, k) + at), decay));
-  }
-}
-
-// The strip's part of zq, zb, yk, sk and kg to shared memory, of qg and kd to the record. `x`: from
-// sum_strip.
-template <int TOKEN_HALF>
+// The strip's part of zq, zb, yk, sk and kg to shared memory, of qg to the record. `x`: from sum_strip.
+// Both halves go through the same instructions: blocks that share a multiprocessor are each in another part of their
+// code, all of it together is larger than the instruction cache, and so its size counts.
 __device__ __forceinline__ void make_operands(float centre, u32 shared, const Strip& s,
                                               const float (&x)[4][8], unsigned char* record) {
-  const u32 pairs =
-      shared + OFFSET(SharedMemory, q_factor) + 4 * HALF * TOKEN_HALF + 40 * s.t;  // pair m: ^ 8 m
+  const u32 pairs = shared + OFFSET(SharedMemory, q_factor) + 4 * HALF * s.half + 40 * s.t;  // pair m: ^ 8 m
   constexpr u32 NORM = OFFSET(SharedMemory, k_norm) - OFFSET(SharedMemory, q_factor);
   const u32 tile = shared + (s.slice >> 1) * SQUARE_BYTES, keys = shared + (s.slice >> 1) * KEYS_BYTES;
+  const u32 totals = shared + OFFSET(SharedMemory, totals) + 4 * (32 * s.slice + s.g);
+  const u32 own_total = totals + 4 * K * s.half, other_total = totals + 4 * K * (1 - s.half);
   const float unit = exp2_fast(-centre);
-  u32 kept[4][4];  // qg of the second half, or kg
+  u32 kept[4][4];  // kg
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const u32 totals = shared + OFFSET(SharedMemory, totals) + 4 * (32 * s.slice + 8 * i + s.g);
-    const float first = load_shared1(totals), second = load_shared1(totals + 4 * K);
+    const float other = exp2_fast(load_shared1(other_total + 32 * i)),
+                end = exp2_fast(load_shared1(own_total + 32 * i) + centre);
     // The second half's q decays over the first half, the first half's k over the second.
-    const float other = exp2_fast(TOKEN_HALF ? first : second),
-                end = exp2_fast((TOKEN_HALF ? second : first) + centre);
-    const u32 at = s.at ^ (i << 4);
-    u32 q[4], k[4], y[4], kg[4], sk[4], qg[4];
+    const float more_q = s.half ? unit * other : unit, more_k = s.half ? 1.0f : other;
+    const u32 at = s.at ^ i << 4;
+    u32 q[4], k[4], y[4], sk[4], qg[4];
     load_matrix4_transposed(q, tile + at + OFFSET(SharedMemory, q));
     load_matrix4_transposed(k, tile + at + OFFSET(SharedMemory, k));
 #pragma unroll
@@ -173,42 +147,44 @@ __device__ __forceinline__ void make_operands(float centre, u32 shared, const St
       const float x0 = x[i][2 * m], x1 = x[i][2 * m + 1], up0 = exp2_fast(x0), up1 = exp2_fast(x1);
       const float z0 = bf16_low(q[m]) * rq.x * up0, z1 = bf16_high(q[m]) * rq.y * up1;
       q[m] = pack_bf16(z0, z1);
-      if (TOKEN_HALF) qg[m] = pack_bf16(z0 * (unit * other), z1 * (unit * other));
+      qg[m] = pack_bf16(z0 * more_q, z1 * more_q);
       const float k0 = bf16_low(k[m]) * rk.x, k1 = bf16_high(k[m]) * rk.y;
       const float y0 = k0 * exp2_fast(-x0), y1 = k1 * exp2_fast(-x1);
       const float s0 = y0 * end, s1 = y1 * end;
       k[m] = pack_bf16(k0 * up0, k1 * up1);
       y[m] = pack_bf16(y0, y1);
-      if (TOKEN_HALF) {
-        kg[m] = pack_bf16(s0, s1);
-      } else {
-        sk[m] = pack_bf16(s0, s1);
-        kg[m] = pack_bf16(s0 * other, s1 * other);
-      }
+      sk[m] = pack_bf16(s0, s1);
+      kept[i][m] = pack_bf16(s0 * more_k, s1 * more_k);
     }
     store_matrix4_transposed(tile + at + OFFSET(SharedMemory, q), q);
     store_matrix4_transposed(tile + at + OFFSET(SharedMemory, k), k);
     store_matrix4_transposed(keys + at + keys_offset(0), y);
-    if (!TOKEN_HALF) store_matrix4_transposed(keys + at + keys_offset(0) + SQUARE_BYTES, sk);
-    if (TOKEN_HALF) {
-      store_matrix4_transposed(tile + at + OFFSET(SharedMemory, kg), qg);
-#pragma unroll
-      for (int m = 0; m < 4; ++m) kept[i][m] = kg[m];
-    } else {
-      store_matrix4_transposed(tile + at + OFFSET(SharedMemory, kg), kg);
-    }
+    if (!s.half) store_matrix4_transposed(keys + at + keys_offset(0) + SQUARE_BYTES, sk);
+    store_matrix4_transposed(tile + at + OFFSET(SharedMemory, kg), qg);
   }
-  if (TOKEN_HALF) {
-    // qg first takes kg's place on its way.
-    flush_image<false>(shared + OFFSET(SharedMemory, kg), s, record + OFFSET(ChunkOperands, qg), 1.0f);
-    sync_warp();
+  // qg has taken kg's place on its way.
+  flush_image(shared + OFFSET(SharedMemory, kg), s, record + OFFSET(ChunkOperands, qg));
+  sync_warp();
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      store_matrix4_transposed(tile + (s.at ^ (i << 4)) + OFFSET(SharedMemory, kg), kept[i]);
-    flush_decayed_keys(shared, s, record + OFFSET(ChunkOperands, kd), centre);
-  } else {
-    flush_image<true>(shared + OFFSET(SharedMemory, q), s, record + OFFSET(ChunkOperands, qg), unit);
-    flush_image<true>(shared + OFFSET(SharedMemory, k), s, record + OFFSET(ChunkOperands, kd), unit);
+  for (int i = 0; i < 4; ++i)
+    store_matrix4_transposed(tile + (s.at ^ i << 4) + OFFSET(SharedMemory, kg), kept[i]);
+}
+
+// A quarter of kd to the record, from zb: a half of the tokens, an image of the channels. Without its anchor, the
+// second half decayed over the first.
+__device__ __forceinline__ void flush_keys(u32 shared, int half, int image, int lane, unsigned char* record,
+                                           float centre) {
+  const int piece = lane & 7;
+  const u32 first = image * SQUARE_BYTES + swizzled(HALF * half + (lane >> 3), piece);
+  const u32 totals = shared + OFFSET(SharedMemory, totals) + 4 * (64 * image + 8 * piece);
+  float decay[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) decay[j] = exp2_fast((half ? load_shared1(totals + 4 * j) : 0.0f) - centre);
+#pragma unroll 2
+  for (int n = 0; n < HALF / 4; ++n) {
+    const u32 at = (first ^ (n & 1) << 6) + n * 4 * IMAGE_ROW;  // n times 4 rows on
+    store_global(record + OFFSET(ChunkOperands, kd) + at,
+                 scaled_piece(load_shared_u4(shared + OFFSET(SharedMemory, k) + at), decay));
   }
 }
 

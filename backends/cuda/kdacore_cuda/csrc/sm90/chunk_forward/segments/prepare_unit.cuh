@@ -7,27 +7,13 @@
 
 static_assert(THREADS == 2 * K, "a thread a bias of each half");
 
-// 1. Asks for inputs: first k, and g in bfloat16, then (the block's parameters are asked for in between)
-// the others; g is there before q.
-__device__ __forceinline__ void fetch_gates(const ChunkBackwardParams& p, u64 g, int rows, u32 shared,
-                                            int thread) {
+// 1. Asks for rows: g, of which a warp needs its own strip alone, then k and q.
+__device__ __forceinline__ void fetch_inputs(const ChunkBackwardParams& p, u64 q, u64 k, u64 g, int rows,
+                                             u32 shared, int thread) {
   fetch_strip(shared, reinterpret_cast<const unsigned char*>(g), (int)p.g_st * (G_FLOAT ? 4 : 2), rows,
               thread >> 5, thread & 31);
-}
-__device__ __forceinline__ void fetch_first_inputs(const ChunkBackwardParams& p, u64 k, u64 g, int rows,
-                                                   u32 shared, int thread) {
-  if (!G_FLOAT) {
-    fetch_gates(p, g, rows, shared, thread);
-    copy_async_commit();
-  }
+  copy_async_commit();
   fetch_tile<THREADS, SQUARE_BYTES>(shared + OFFSET(SharedMemory, k), k, 2 * (int)p.k_st, rows, thread);
-}
-__device__ __forceinline__ void fetch_other_inputs(const ChunkBackwardParams& p, u64 q, u64 g, int rows,
-                                                   u32 shared, int thread) {
-  if (G_FLOAT) {
-    fetch_gates(p, g, rows, shared, thread);
-    copy_async_commit();
-  }
   fetch_tile<THREADS, SQUARE_BYTES>(shared + OFFSET(SharedMemory, q), q, 2 * (int)p.q_st, rows, thread);
   copy_async_commit();
 }
@@ -51,13 +37,10 @@ __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows
     sum_strip(x, shared, s, p.centre);
     sync_unit();
 
-    // 3. Operands; kd, qg and last go to the record.
+    // 3. Operands; qg and last go to the record.
     unsigned char* const record = record_of(p);
     if (thread < K) write_decays(shared, thread, record);
-    if (s.half)
-      make_operands<1>(p.centre, shared, s, x, record);
-    else
-      make_operands<0>(p.centre, shared, s, x, record);
+    make_operands(p.centre, shared, s, x, record);
   }
   fence_async_proxy();
   sync_unit();
@@ -71,7 +54,7 @@ __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows
   sync_unit();  // T takes the place of yk, the system that of zq
 
   // 5. aqk and the diagonal of the system. Then the inverse, its diagonal blocks by the first warps
-  // while the others store the rest of the system.
+  // while the others store the rest of the system, the others by the other warps while the first ones store kd.
   if (system)
     store_diagonal(row_block, pairs, shared, lane, unit);
   else
@@ -82,7 +65,10 @@ __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows
   else
     invert_diagonal(shared, row_block, lane);
   sync_unit();
-  if (system) merge_column(shared, row_block, lane);
+  if (system)
+    merge_column(shared, row_block, lane);
+  else
+    flush_keys(shared, row_block >> 1, row_block & 1, lane, record_of(p), p.centre);
   fence_async_proxy();
   sync_unit();
 

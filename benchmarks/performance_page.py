@@ -30,8 +30,9 @@ TRAINING = (
     "h200/training-peers",
     "h200/bench-forward-training",
     "h200/bench-training-later",
+    "h200/bench-training-halves",
 )
-HEADS = ("h200/bench-heads", "h200/bench-heads-later")
+HEADS = ("h200/bench-heads", "h200/bench-heads-halves")
 CHOICE = "h100/bench-choice"
 DECODE = ("h200/decode",)
 STAGES = ("h200/stages-bench",)

@@ -22,12 +22,12 @@ __device__ __forceinline__ void multiply_pairs(Pairs& out, u32 shared, u32 left,
   // Left: rows lane % 8, then + 8, of channels 0-7, then 8-15. Right: channels 0-7, then 8-15, of
   // rows lane % 8, then + 8.
 #if BOUNDED
-  constexpr u32 EARLIER = OFFSET(SharedMemory, sk), WIDE = HALF_SQUARE;
+  constexpr u32 earlier = OFFSET(SharedMemory, sk), wide = HALF_SQUARE;
 #else
-  const u32 EARLIER = row_block < 2    ? OFFSET(SharedMemory, sk)
+  const u32 earlier = row_block < 2    ? OFFSET(SharedMemory, sk)
                       : row_block == 2 ? OFFSET(SharedMemory, sk_third)
                                        : OFFSET(SharedMemory, sk_fourth);
-  const u32 WIDE = row_block == 3 ? SQUARE_BYTES : HALF_SQUARE;
+  const u32 wide = row_block == 3 ? SQUARE_BYTES : HALF_SQUARE;
 #endif
   const u32 a_at = shared + left + tile_offset(16 * row_block + (lane & 15), lane >> 4);
   const u32 b_at = tile_offset((lane & 7) + (lane >> 1 & 8), lane >> 3 & 1);
@@ -41,7 +41,7 @@ __device__ __forceinline__ void multiply_pairs(Pairs& out, u32 shared, u32 left,
       // Rows 16 further: their pieces are swapped with those two further.
       const u32 place = shared + ((b_at ^ ((i & 3) << 5) ^ (j & 1) << 6) + 16 * j * IMAGE_ROW);
       u32 b[4];
-      load_matrix4(b, place + (across(row_block, j) ? EARLIER + (i >> 2) * WIDE
+      load_matrix4(b, place + (across(row_block, j) ? earlier + (i >> 2) * wide
                                                     : OFFSET(SharedMemory, yk) + (i >> 2) * SQUARE_BYTES));
       mma_bf16(out.block[j][0], a, b[0], b[1]);
       mma_bf16(out.block[j][1], a, b[2], b[3]);

@@ -103,11 +103,7 @@ __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows
   const bool system = own_warp & 1;
   const int row_block = own_warp >> 1 ^ (own_warp >> 2);
   const float unit = exp2_fast(-p.centre);
-#if SIDE_BY_SIDE
-  Pairs pairs = {};  // or what is not set would be kept in registers from the unit before
-#else
   Pairs pairs;
-#endif
   make_pairs(row_block, pairs, shared, system, lane, unit);
   fence_async_proxy();  // a bulk copy will read aqk
   sync_unit();          // the system takes the place of zq

@@ -6,7 +6,7 @@
 // them writes the same strip.
 //
 //   region   raw rows    operands              pairs multiplied          end
-//   k        k           zb                                              aqt
+//   k        k           zb                    zb, which kd is made of   aqt
 //   q        q           zq                    the system in two parts   kt
 //   rows     g           yk                    T^T, aqk                  T^T, aqk
 //   earlier  g if float  sk                    the system's diagonal

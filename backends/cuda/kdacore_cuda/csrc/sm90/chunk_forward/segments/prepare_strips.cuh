@@ -180,7 +180,7 @@ __device__ __forceinline__ void flush_keys(u32 shared, int half, int image, int 
   float decay[8];
 #pragma unroll
   for (int j = 0; j < 8; ++j) decay[j] = exp2_fast((half ? load_shared1(totals + 4 * j) : 0.0f) - centre);
-#pragma unroll 2
+#pragma unroll 2  // no more: its size counts
   for (int n = 0; n < HALF / 4; ++n) {
     const u32 at = (first ^ (n & 1) << 6) + n * 4 * IMAGE_ROW;  // n times 4 rows on
     store_global(record + OFFSET(ChunkOperands, kd) + at,

@@ -100,6 +100,7 @@ __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+// The same for a float: the compiler no longer sees that two expressions are equal, and computes both.
 __device__ __forceinline__ float opaque_float(float x) {
   asm volatile("" : "+f"(x));
   return x;

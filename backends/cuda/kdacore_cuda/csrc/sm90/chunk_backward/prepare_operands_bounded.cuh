@@ -4,8 +4,8 @@
 // The strip's part of zq, zb, yk and sk to shared memory, of kg, kg_low and qg to device memory
 // (FOR_SEGMENTS: kg to shared memory). `x`: from sum_strip.
 //
-// Both halves go through the same instructions. Blocks that share a multiprocessor are each in another part of their
-// code, all of it together is larger than the instruction cache, and so its size counts.
+// Both halves run the same instructions, to keep the code small: the blocks that share a multiprocessor are at
+// different places in it, and together they need more than the instruction cache holds.
 __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 shared, const Strip& s,
                                               const float (&x)[4][8]) {
   const u32 tokens = shared + 4 * (HALF * s.half + 8 * s.t);

@@ -5,7 +5,7 @@
 
 // The strip's part of zq, zb, yk and the decayed keys to shared memory, of kg, kg_low and qg to
 // device memory (FOR_SEGMENTS: kg to shared memory). `x`: from sum_strip.
-// Both halves go through the same instructions (prepare_operands_bounded.cuh says why).
+// Both halves run the same instructions (prepare_operands_bounded.cuh says why).
 __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 shared, const Strip& s,
                                               const float (&x)[4][8]) {
   const u32 tokens = shared + 4 * (HALF * s.half + 8 * s.t);

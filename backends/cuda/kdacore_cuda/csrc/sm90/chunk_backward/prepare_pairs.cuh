@@ -7,8 +7,8 @@
 #include "sm90/chunk_backward/prepare_shared_memory.cuh"
 
 // Blocks 0 .. row_block (of the warp's rows) of a row of blocks: 16 x 16, columns 8n + 2t, + 1,
-// rows g and g + 8. All warps go through the same instructions, whose size counts (prepare_operands_bounded.cuh),
-// and leave out blocks behind row_block.
+// rows g and g + 8. All warps run the same instructions (prepare_operands_bounded.cuh says why) and skip the
+// blocks after row_block.
 struct Pairs {
   float block[4][2][4];
 };

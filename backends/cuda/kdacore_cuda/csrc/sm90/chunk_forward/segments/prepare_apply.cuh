@@ -21,7 +21,7 @@ __device__ __forceinline__ void make_kt(u32 shared, int row_block, int lane) {
   const u32 ratios = shared + OFFSET(SharedMemory, ratio) + 4 * (16 * row_block + (lane >> 2));
   const float2 ratio = make_float2(load_shared1(ratios), load_shared1(ratios + 32));
   const u64 transform = operand_descriptor(shared + TRANSFORM, 16, 8 * IMAGE_ROW);
-#pragma unroll 1  // its size counts: prepare_strips.cuh
+#pragma unroll 1  // to keep the code small: prepare_strips.cuh
   for (int image = 0; image < 2; ++image) {
     const u64 kg =
         operand_descriptor(shared + OFFSET(SharedMemory, kg) + image * SQUARE_BYTES, 16, 8 * IMAGE_ROW);

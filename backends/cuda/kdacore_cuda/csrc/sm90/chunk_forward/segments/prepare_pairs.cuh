@@ -38,8 +38,7 @@ __device__ __forceinline__ u32 block_at(u32 image, int row_block, int j, int lan
 }
 
 // A warp has blocks of 16 columns up to the diagonal of its 16 rows: tiles 2j and 2j + 1 are block j. All warps
-// go through the same instructions and leave out what they have none of: code of their own for each row block
-// is not in the instruction cache when they come to it.
+// run the same instructions (prepare_strips.cuh says why) and skip the blocks that they do not have.
 
 // Across halves, products with their anchor's factor take the places of those without.
 __device__ __forceinline__ void finish_pairs(float (&x)[PAIR_TILES][4], int row_block, float unit) {

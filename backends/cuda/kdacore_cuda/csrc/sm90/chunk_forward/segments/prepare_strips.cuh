@@ -119,8 +119,8 @@ __device__ __forceinline__ void flush_image(u32 image, const Strip& s, unsigned 
 }
 
 // The strip's part of zq, zb, yk, sk and kg to shared memory, of qg to the record. `x`: from sum_strip.
-// Both halves go through the same instructions: blocks that share a multiprocessor are each in another part of their
-// code, all of it together is larger than the instruction cache, and so its size counts.
+// Both halves run the same instructions, to keep the code small: the blocks that share a multiprocessor are at
+// different places in it, and together they need more than the instruction cache holds.
 __device__ __forceinline__ void make_operands(float centre, u32 shared, const Strip& s,
                                               const float (&x)[4][8], unsigned char* record) {
   const u32 pairs = shared + OFFSET(SharedMemory, q_factor) + 4 * HALF * s.half + 40 * s.t;  // pair m: ^ 8 m
@@ -180,7 +180,7 @@ __device__ __forceinline__ void flush_keys(u32 shared, int half, int image, int 
   float decay[8];
 #pragma unroll
   for (int j = 0; j < 8; ++j) decay[j] = exp2_fast((half ? load_shared1(totals + 4 * j) : 0.0f) - centre);
-#pragma unroll 2  // no more: its size counts
+#pragma unroll 2  // not fully, to keep the code small
   for (int n = 0; n < HALF / 4; ++n) {
     const u32 at = (first ^ (n & 1) << 6) + n * 4 * IMAGE_ROW;  // n times 4 rows on
     store_global(record + OFFSET(ChunkOperands, kd) + at,

@@ -83,32 +83,11 @@ ALLOWED = (
         "232 registers hold the state, its bfloat16 copy, two sums, u and decays; three words, while products run",
     ),
     Allowance(
-        84,
-        "sm_90a",
-        "sm90/chunk_forward/chunk_forward.cu",
-        {"CLUSTER": 2, "BOUNDED": 0, "G_FLOAT": 1, "MANY_SHORT": 0},
-        "the warps that prepare slices hold a float32 g in twice the registers; not timed",
-    ),
-    Allowance(
         4,
         "sm_90a",
         "sm90/chunk_forward/chunk_forward.cu",
         {"CLUSTER": 2, "BOUNDED": 1, "G_FLOAT": 1, "MANY_SHORT": 0},
-        "as above",
-    ),
-    Allowance(
-        16,
-        "sm_90a",
-        "sm90/chunk_forward/chunk_forward.cu",
-        {"CLUSTER": 2, "BOUNDED": 0, "G_FLOAT": 0, "MANY_SHORT": 1},
-        "the warps that prepare slices look up the next step's place; not timed",
-    ),
-    Allowance(
-        28,
-        "sm_90a",
-        "sm90/chunk_forward/chunk_forward.cu",
-        {"CLUSTER": 2, "BOUNDED": 0, "G_FLOAT": 1, "MANY_SHORT": 1},
-        "as above, with a float32 g",
+        "the warps that prepare slices hold a float32 g in twice the registers; not timed",
     ),
     Allowance(
         4,

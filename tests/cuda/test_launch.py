@@ -14,9 +14,10 @@ import emulator
 import pytest
 
 from kdacore.errors import BackendBuildError
-from kdacore_cuda import kernel_parameters, launch, prepacked_launch, recurrent
+from kdacore_cuda import kernel_parameters, launch, prepacked_launch
 from kdacore_cuda.compiler import compile_text
 from kdacore_cuda.driver import Driver, DriverError
+from kdacore_cuda.fast_division import division
 from kdacore_cuda.kernel_parameters import GROUPS, RECURRENT, ParamStruct
 from kdacore_cuda.launch_sequence import LaunchSequence, PlannedLaunch
 from kdacore_cuda.recurrent_kernels import RecurrentMode, recurrent_kernel
@@ -256,7 +257,7 @@ def test_sequences_of_unknown_arrays_and_fields_are_refused(
 
 @pytest.mark.parametrize("divisor", [1, 2, 3, 7, 32, 48, 96, 1000, 2**16 + 1])
 def test_division(divisor: int) -> None:
-    factor, shift = recurrent.division(divisor)
+    factor, shift = division(divisor)
     assert shift >= 31
     assert factor < 2**32
     for n in (0, 1, divisor - 1, divisor, 2**31 - 1, 2**31 - 1 - divisor, (2**31 // divisor) * divisor - 1):

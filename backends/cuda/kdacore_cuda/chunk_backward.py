@@ -34,6 +34,7 @@ from kdacore_cuda.chunk_backward_segments_kernels import use_segments
 from kdacore_cuda.chunk_backward_workspace import READ_BY_SCAN_ONLY
 from kdacore_cuda.chunk_backward_workspace import WORKSPACE as WORKSPACE
 from kdacore_cuda.chunk_kept import keeps, kept_arrays
+from kdacore_cuda.fast_division import division
 from kdacore_cuda.kernel_parameters import GATES, GROUPS, SUMS, TYPES
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.multiprocessors import multiprocessors
@@ -113,6 +114,7 @@ def _make_plan(r: Request) -> ChunkBackwardPlan:
         sizes={
             "T": r.T,
             "units": slots * r.HV,
+            **_divisions(hv=r.HV, chunks=NT),
             "N": r.N,
             "H": r.H,
             "HV": r.HV,
@@ -128,6 +130,13 @@ def _make_plan(r: Request) -> ChunkBackwardPlan:
         },
         kind=r.kind,
     )
+
+
+def _divisions(**divisors: int) -> dict[str, int]:
+    sizes = {}
+    for name, divisor in divisors.items():
+        sizes[f"{name}_factor"], sizes[f"{name}_shift"] = division(max(divisor, 1))
+    return sizes
 
 
 plan_of = PlanCache(_make_plan)

@@ -202,7 +202,7 @@ def _hopper_shared(bounded: bool) -> int:
     stage = 2 * 3 * 4096 + 3072 + 4 * 128 + 512
     values_and_output = 4 * 4 * 1024
     slices = 4 * ((14 if bounded else 16) * 512 + 1024 + 256)
-    triangles, bias, barriers, share = 2 * 2560, 4 * 128, 8 * (3 * _STAGES + 6), 32
+    triangles, bias, barriers, share = 2 * 2560, 4 * 128, 8 * (3 * _STAGES + 8), 32
     return _STAGES * stage + values_and_output + slices + triangles + bias + barriers + share
 
 

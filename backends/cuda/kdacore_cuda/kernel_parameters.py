@@ -194,14 +194,17 @@ CHUNK_BACKWARD = ParamStruct(
         *_strided("q", "k", "v", "g", "beta"),
         ("T", "i64"),
         ("units", "i64"),
+        *((f"{name}_factor", "i64") for name in ("hv", "chunks")),
         *((name, "i32") for name in ("N", "H", "HV", "NT", "gate", "flags", "beta_type", "bias_type")),
         *_SEGMENTS,
         *((name, "f32") for name in ("scale", "lower_bound", "floor", "centre")),
+        *((f"{name}_shift", "i32") for name in ("hv", "chunks")),
     ),
 )
 """Parameters of the backward kernels, one struct for all. csrc/sm90/chunk_backward/workspace.cuh describes the
 workspace (``kg`` to ``dr``). ``d_o`` ``[B, T, HV, V]`` and all gradients are contiguous. ``units``: chunk slots times
-HV; ``NT``: chunks of a dense sequence. ``floor``: the lowest log2 decay of a step; ``centre``: an integer near half of
+HV; ``NT``: chunks of a dense sequence. ``hv_factor`` to ``chunks_shift``: to divide by HV and NT, see
+:mod:`kdacore_cuda.fast_division`. ``floor``: the lowest log2 decay of a step; ``centre``: an integer near half of
 the sum of 32 such steps. ``dA_part`` is float32 ``[units]``, ``dbias_part`` float32 ``[units, K]``. ``maps``,
 ``starts``, ``ends``: see csrc/sm90/chunk_backward/segments.cuh; ``segment`` to ``segments``: see :data:`SEGMENTS`.
 ``ready`` and ``launch``: see :data:`WALK`."""

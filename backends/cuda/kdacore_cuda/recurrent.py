@@ -9,6 +9,7 @@ from kdacore.lazy import lazy_module
 from kdacore.types import Outputs, RecurrentInputs, Request
 from kdacore_cuda.architectures import build_arch
 from kdacore_cuda.element_sizes import ITEM_SIZES
+from kdacore_cuda.fast_division import division
 from kdacore_cuda.kernel_parameters import FLAGS, GATES, RECURRENT
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.plan_cache import PlanCache
@@ -36,13 +37,6 @@ FULL_DEVICE_ITEMS = 128
 several launches would wait on the device at once, which was slower."""
 PER_CALL = tuple(name for name, _ in RECURRENT.fields[:17])
 """Parameters that change from call to call: addresses, and the row strides of states."""
-
-
-def division(divisor: int) -> tuple[int, int]:
-    """``factor, shift`` with ``n // divisor == n * factor >> shift`` for ``0 <= n < 2**31``;
-    ``shift >= 31``."""
-    shift = 31 + (divisor - 1).bit_length()
-    return -(-(1 << shift) // divisor), shift
 
 
 class RecurrentLaunch(NamedTuple):

@@ -24,6 +24,7 @@
 //                                           1 / |k| (1 without l2norm)
 #pragma once
 
+#include "common/fast_division.cuh"
 #include "common/loads.cuh"
 #include "common/swizzle.cuh"
 #include "generated/chunk_backward_params.cuh"
@@ -94,11 +95,11 @@ struct Unit {
 __device__ __forceinline__ Unit find_unit(const ChunkBackwardParams& p, long long index, int n, int beyond) {
   Unit u;
   u.at = index;
-  const int slot = (int)((u32)index / (u32)p.HV);  // as many as a grid has blocks: 32 bits
+  const int slot = divide((int)index, p.hv_factor, p.hv_shift);  // as many as a grid has blocks: 31 bits
   u.hv = (int)index - slot * p.HV;
   u.h = p.H == p.HV ? u.hv : (int)((u32)u.hv / ((u32)p.HV / (u32)p.H));
   if (!p.cu_seqlens) {
-    n = (int)((u32)slot / (u32)p.NT);
+    n = divide(slot, p.chunks_factor, p.chunks_shift);
   } else {
     // The last sequence whose slots begin at or before this one.
     const bool wide = p.flags & FLAG_CU64;

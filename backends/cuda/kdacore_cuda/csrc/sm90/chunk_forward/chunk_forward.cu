@@ -66,8 +66,12 @@ __device__ __forceinline__ void init_barriers(u32 shared) {
     if (thread_index() < SOLVERS)
       barrier_init(shared + OFFSET(SharedMemory, parts_ready) + 8 * thread_index(),
                    WARP_ARRIVALS * 2 * SLICES);
-    if (thread_index() < GROUPS * SUMS)
+    if (thread_index() < GROUPS * SUMS) {
       barrier_init(shared + OFFSET(SharedMemory, parts_read) + 8 * thread_index(), WARP_ARRIVALS * 2);
+#if !BOUNDED
+      barrier_init(shared + OFFSET(SharedMemory, tiles_read) + 8 * thread_index(), WARP_ARRIVALS * 2);
+#endif
+    }
 #if CLUSTER > 1
     fence_barrier_init();
 #endif

@@ -124,7 +124,10 @@ struct SharedMemory {
 #endif
   u64 parts_ready[SOLVERS];       // the slices of the solver's chunk are done
   u64 parts_read[GROUPS * SUMS];  // both warps of a solver have read the group's parts
-  alignas(16) int interval[8];    // what this cluster works on: schedule.cuh
+#if !BOUNDED
+  u64 tiles_read[GROUPS * SUMS];  // the same of the sums of pairs within halves, which are written earlier
+#endif
+  alignas(16) int interval[8];  // what this cluster works on: schedule.cuh
 };
 constexpr u32 SLICE_PARTS = sizeof(SliceParts), EXCHANGE_BYTES = sizeof(uint4[2][32]);
 constexpr u32 SCRATCH_BYTES = sizeof(float[HALF][SCRATCH_PITCH]), INTERVAL_BYTES = sizeof(int[8]);

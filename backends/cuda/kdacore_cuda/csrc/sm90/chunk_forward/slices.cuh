@@ -9,10 +9,6 @@
 #include "common/warp_arrivals.cuh"
 #include "sm90/chunk_forward/schedule.cuh"
 
-// If gates are unbounded, slice warps need all of their 120 registers; those of blocks that only
-// prepare have 136.
-#define FEW_REGISTERS (!BOUNDED && CLUSTER == SCANNERS)
-
 // Addresses of this lane's channels of token 2p of the next chunk to load; byte strides between
 // tokens.
 struct Source {
@@ -120,31 +116,14 @@ __device__ __forceinline__ u32 piece_offset(const Lane& l, int i, const Place& a
   return i ? (opaque(even) ^ 16) + 128 : even;  // derived from the other to save registers
 }
 
-// sum_steps gives a half's decay, or in log2 if gates are unbounded.
+// A half's decays are in shared memory as they are, or in log2 if gates are unbounded.
 __device__ __forceinline__ float decay_of(float total) { return BOUNDED ? total : exp2_fast(total); }
 constexpr float NO_DECAY = BOUNDED ? 1.0f : 0.0f;
 
-// Decay of the whole chunk, in the order scan lanes read it: 4 floats (channels 2t, 2t+1, 2t+8,
-// 2t+9) a lane and 16 channels.
-__device__ __forceinline__ void store_decay(const Place& at, const Lane& l, const float (&total)[8],
-                                            const float (&across)[8]) {
-#if !FEW_REGISTERS
-  if (l.g || at.half) return;
-  const u32 to = at.stage + OFFSET(ChunkImage, decay) +
-                 4 * (64 * (at.slice >> 1) + 32 * at.odd + 16 * (l.t >> 1) + 2 * (l.t & 1));
-#pragma unroll
-  for (int e = 0; e < 8; e += 2) {
-    store_shared(to + 8 * e, decay_of(total[e]) * across[e], decay_of(total[e + 1]) * across[e + 1]);
-  }
-#else  // a branch would cost one register too many
-  const int t = opaque(l.t);
-  const u32 to = at.stage + OFFSET(ChunkImage, decay) + 4 * (32 * at.slice + 16 * (t >> 1) + 2 * (t & 1));
-#pragma unroll
-  for (int e = 0; e < 8; e += 2) {
-    const float x = decay_of(total[e]) * across[e], y = decay_of(total[e + 1]) * across[e + 1];
-    store_shared_unless(l.g | at.half, to + 8 * e, x, y);
-  }
-#endif
+// Where the decay of the lane's first channel goes: the image has 4 floats (channels 2t, 2t+1, 2t+8, 2t+9) a
+// lane and 16 channels, the order in which scan lanes read them. A lane's channels are pairs 4 floats apart.
+__device__ __forceinline__ u32 decay_place(const Place& at, int t) {
+  return at.stage + OFFSET(ChunkImage, decay) + 4 * (32 * at.slice + 16 * (t >> 1) + 2 * (t & 1));
 }
 
 // This lane's channels of token i.
@@ -213,9 +192,12 @@ __device__ __forceinline__ void store_tiles(u32 to, const float (&tile)[4][4]) {
   }
 }
 
-// This lane's sums, 16 bytes a part, where the solver's same lane reads them.
+// This lane's sums, 16 bytes a part, where the solver's same lane reads them. If gates are unbounded, products of
+// pairs are there already.
 __device__ __forceinline__ void store_parts(u32 to, const Products& sums) {
+#if BOUNDED
   store_tiles(to, sums.tile);
+#endif
   const float (&s)[2][2] = sums.square;
   store_shared(to + 4 * PART_BYTES, __float_as_uint(s[0][0]), __float_as_uint(s[0][1]),
                __float_as_uint(s[1][0]), __float_as_uint(s[1][1]));
@@ -225,14 +207,8 @@ __device__ __forceinline__ void store_parts(u32 to, const Products& sums) {
 #endif
 }
 
-// The other half's decay of this lane's channels. `own_totals`: where this lane writes its own in
-// shared memory.
-__device__ __forceinline__ void exchange_totals(const Lane& l, const Place& at, u32 own_totals,
-                                                const float (&total)[8], float (&across)[8]) {
-  if (l.g == 0) {
-#pragma unroll
-    for (int e = 0; e < 8; e += 2) store_shared(own_totals + 4 * e, total[e], total[e + 1]);
-  }
+// The other half's decay of this lane's channels. `own_totals`: where those of its own half are in shared memory.
+__device__ __forceinline__ void exchange_totals(const Place& at, u32 own_totals, float (&across)[8]) {
   sync_pair(at.pair);
   const u32 other = opaque(own_totals) + (at.half ? -128 : 128);  // recomputed to save registers
 #pragma unroll
@@ -284,14 +260,24 @@ __device__ __forceinline__ void wait_for_stage(u32 shared, int c) {
   barrier_wait(shared + OFFSET(SharedMemory, empty) + 8 * own_stage(c), (u32)(own_use(c) & 1) ^ 1);
 }
 
+// Waits until a solver has read the sums that those of step c replace. `barriers`: parts_read or tiles_read.
+__device__ __forceinline__ void wait_for_solver(const SliceWarp& w, u32 shared, int c, u32 barriers) {
+  const u32 i = (u32)c / PREPARERS;  // of the block's steps
+  barrier_wait(shared + barriers + 8 * (SUMS * w.group + i % SUMS), (u32)(i / (GROUPS * SUMS) & 1) ^ 1);
+}
+
+// Where this lane's sums of step c go.
+__device__ __forceinline__ u32 parts_of(const SliceWarp& w, int c) {
+  return w.parts + sums_offset((u32)c / PREPARERS);
+}
+
 // Hands sums to the solver of step c. `across_halves` gives the second half's sums against the first.
 template <class F>
 __device__ __forceinline__ void hand_over(const SliceWarp& w, u32 shared, int c, const Products& sums,
                                           F across_halves) {
-  const u32 i = (u32)c / PREPARERS;  // of the block's steps
-  const u32 parts = w.parts + sums_offset(i);
-  barrier_wait(shared + OFFSET(SharedMemory, parts_read) + 8 * (SUMS * w.group + i % SUMS),
-               (u32)(i / (GROUPS * SUMS) & 1) ^ 1);
+  const u32 i = (u32)c / PREPARERS;
+  const u32 parts = parts_of(w, c);
+  wait_for_solver(w, shared, c, OFFSET(SharedMemory, parts_read));
   store_parts(parts, sums);
   if (w.at.half) {
     const Across across = across_halves();
@@ -307,42 +293,25 @@ __device__ __forceinline__ void slice_step(SliceWarp& w, u32 shared, const Gate&
   w.at.stage = shared + OFFSET(SharedMemory, stages) + own_stage(c) * STAGE_PITCH;
   receive_gate(raw, w.gate);
   if (left < 2) clear_past_end(raw, left, gate.closed);
-  float sum[2][8], total[8], across[8];
-#if !FEW_REGISTERS
-  gate_steps(raw, gate, w.bias, sum);
-#else  // the address recomputed to save registers
-  gate_steps(raw, gate,
-             opaque(w.own_totals) + (OFFSET(SharedMemory, bias) + 128 * w.at.slice -
-                                     OFFSET(SharedMemory, totals) - w.pair * 256 - w.at.half * 128),
-             sum);
-#endif
+  float steps[2][8], across[8];
+  gate_steps(raw, gate, w.bias, steps);
   to_next();
+  Decays decays;
 #if BOUNDED
   load_gate(raw, {from, left}, w.gate);
+  make_decays(steps, decays, w.l, w.own_totals);
 #else
-#pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    sum[0][e] = fmaxf(sum[0][e], LOWEST_STEP);
-    sum[1][e] = fmaxf(sum[1][e], LOWEST_STEP);
-  }
-#endif
-  Products sums = {};
-  sum_steps(raw, sum, total, w.l, sums);
-#if !BOUNDED
+  wait_for_solver(w, shared, c, OFFSET(SharedMemory, tiles_read));
+  make_decays(raw, steps, decays, w.l, w.own_totals, parts_of(w, c));
   load_gate(raw, {from, left}, w.gate);
 #endif
-  exchange_totals(w.l, w.at, w.own_totals, total, across);
+  exchange_totals(w.at, w.own_totals, across);
   wait_for_stage(shared, c);
+  store_decay(decays, across, w.l, w.at, w.own_totals);
+  Products sums = {};
   Operands operands;
-  store_decay(w.at, w.l, total, across);
-  prepare_slice(raw, sum, total, across, w.l, w.at, sums, operands, {from, left});
-#if FEW_REGISTERS  // the operands would be kept for too long
-  Across sums_across = {};
-  if (w.at.half) sums_across = across_products(w.at, operands);
-  hand_over(w, shared, c, sums, [&] { return sums_across; });
-#else
+  prepare_slice(raw, decays, across, w.l, w.at, sums, operands, {from, left});
   hand_over(w, shared, c, sums, [&] { return across_products(w.at, operands); });
-#endif
 }
 
 // The same for a second half without tokens, with which a sequence may end.
@@ -359,6 +328,10 @@ __device__ __forceinline__ void empty_half_step(SliceWarp& w, u32 shared, int c)
   for (int n = 0; n < 2; ++n) store_rows(w.at, w.l, n, zeros, zeros, zeros);
   sync_pair(w.at.pair);
   const Products none = {};
+#if !BOUNDED
+  wait_for_solver(w, shared, c, OFFSET(SharedMemory, tiles_read));
+  store_tiles(parts_of(w, c), none.tile);
+#endif
   hand_over(w, shared, c, none, [] { return Across{}; });
 }
 
@@ -407,11 +380,7 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
       c += STRIDE;
     }
     const int hv = task.hv;
-#if FEW_REGISTERS  // addresses that stay from task to task would cost three
-    move = advance_to_step(p, shared, task, c) ? NEXT_SEQUENCE : NO_STEP;
-#else
     move = move_to_step(p, shared, task, length, c);
-#endif
     heads = key_head(p, task.hv) - key_head(p, hv);
     value_heads = task.hv - hv;
   } while (move != NO_STEP);

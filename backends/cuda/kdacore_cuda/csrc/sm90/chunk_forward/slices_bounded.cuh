@@ -3,21 +3,41 @@
 // overflows: KQ_SCALE. Part of slices.cuh.
 #pragma once
 
-// `decay`: of the half.
-__device__ __forceinline__ void sum_steps(const Raw&, float (&s)[2][8], float (&decay)[8], const Lane& l,
-                                          Products&) {
+struct Decays {
+  float sum[2][8];  // log2 decays of a lane's tokens from the half's start, plus KQ_SHIFT
+  float total[8];   // the half's decay
+};
+
+__device__ __forceinline__ void make_decays(float (&steps)[2][8], Decays& d, const Lane& l, u32 own_totals) {
   float total[8];
-  sum_steps(s, total, l, KQ_SHIFT);
+  sum_steps(steps, total, l, KQ_SHIFT);
 #pragma unroll
-  for (int e = 0; e < 8; ++e) decay[e] = exp2_fast(total[e]);
+  for (int e = 0; e < 8; ++e) {
+    d.sum[0][e] = steps[0][e];
+    d.sum[1][e] = steps[1][e];
+    d.total[e] = exp2_fast(total[e]);
+  }
+  if (l.g) return;
+#pragma unroll
+  for (int e = 0; e < 8; e += 2) store_shared(own_totals + 4 * e, d.total[e], d.total[e + 1]);
 }
 
-__device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8], const float (&decay)[8],
-                                              const float (&across)[8], const Lane& l, const Place& at,
-                                              Products& sums, Operands& operands, const NextLoad& next) {
+// Decay of the whole chunk.
+__device__ __forceinline__ void store_decay(const Decays& d, const float (&across)[8], const Lane& l,
+                                            const Place& at, u32) {
+  if (l.g || at.half) return;
+  const u32 to = decay_place(at, l.t);
+#pragma unroll
+  for (int e = 0; e < 8; e += 2)
+    store_shared(to + 8 * e, d.total[e] * across[e], d.total[e + 1] * across[e + 1]);
+}
+
+__device__ __forceinline__ void prepare_slice(Raw& raw, const Decays& d, const float (&across)[8],
+                                              const Lane& l, const Place& at, Products& sums,
+                                              Operands& operands, const NextLoad& next) {
   float to_end[8];
 #pragma unroll
-  for (int e = 0; e < 8; ++e) to_end[e] = decay[e] * KQ_SCALE;
+  for (int e = 0; e < 8; ++e) to_end[e] = d.total[e] * KQ_SCALE;
   u32(&kp)[2][4] = operands.k, (&qp)[2][4] = operands.q, km[2][4];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -30,12 +50,12 @@ __device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8]
       for (int j = 0; j < 2; ++j) {
         const int c = 2 * w + j;
         const float k = element(raw.k[i], c), q = element(raw.q[i], c);
-        const float down = exp2_fast(sum[i][c]);
+        const float down = exp2_fast(d.sum[i][c]);
         sums.square[0][i] += k * k;
         sums.square[1][i] += q * q;
         a[j] = k * down;
         b[j] = q * down;
-        m[j] = k * exp2_fast(-sum[i][c]);
+        m[j] = k * exp2_fast(-d.sum[i][c]);
         e[j] = m[j] * to_end[c];
       }
       kp[i][w] = pack_bf16(a[0], a[1]);

@@ -144,6 +144,9 @@ __device__ __forceinline__ void solver_step(const ChunkForwardParams& p, const S
   for (int n = 0; n < 2; ++n) s.beta[n] = activate_beta(p, beta[n], left > n);
   Products sums = {};
   add_parts(sums, parts + w.half * PARTS * PART_BYTES);
+#if !BOUNDED
+  warp_arrive(shared + OFFSET(SharedMemory, tiles_read) + 8 * (SUMS * group + i % SUMS), l.lane);
+#endif
   if (w.half) {
     warp_arrive(parts_read, l.lane);
   }

@@ -12,13 +12,13 @@
 KDA_KERNEL(THREADS, 1) chain(KDA_PARAM SegmentParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
-  wait_for_inputs();
+  make_barriers(shared);
+  const int item = block_index() / BLOCKS_V, part = block_index() % BLOCKS_V, n = opaque(item / p.HV);
+  wait_for_inputs();  // before anything is read, but after a division, which takes a while
   if (p.flags & FLAG_EARLY_OUTPUT) launch_dependents();
-  const int item = block_index() / BLOCKS_V, part = block_index() % BLOCKS_V, n = item / p.HV;
   const int segments = segments_in(p, find_read_sequence(p, n).chunks);
   if (segments < 2) return;
   const Lane l = make_lane(part);
-  make_barriers(shared);
   const int hv = item - n * p.HV;
   const SegmentPlaces at = segment_places(p, n, hv);
   Sums sums = {};

@@ -33,8 +33,9 @@ struct Task {
 };
 __device__ __forceinline__ Task find_task(const SegmentParams& p, int block) {
   const int index = grid_blocks() - 1 - block, m = index / PARTS, slot = m / p.HV, hv = m - slot * p.HV;
-  int n, j;
-  find_slot_segment(p, slot, [&](int sequence, int segment) { n = sequence, j = segment; });
+  int j = opaque(slot / p.N), n = slot - j * p.N;
+  wait_for_inputs();  // before anything is read, but after divisions, which take a while
+  if (p.cu_seqlens) find_slot_segment(p, slot, [&](int sequence, int segment) { n = sequence, j = segment; });
   Task task = {find_segment(p, n, j, hv), index % PARTS, false};
 #if OF_SLICE
   const Sequence& s = task.x.s;
@@ -131,10 +132,9 @@ __device__ __forceinline__ void produce_backwards(const SegmentParams& p, const 
 KDA_KERNEL(THREADS, 1) maps(KDA_PARAM SegmentParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
-  wait_for_inputs();
+  make_barriers(shared);
   const Task task = find_task(p, block_index());
   if (task.idle) return;
-  make_barriers(shared);
   const int warp = uniform(thread_index() >> 5);
   if (warp < STATE_WARPS) {
     scan_segment(p, task, shared, make_lane(warp, task.part));

@@ -33,7 +33,7 @@ __device__ __forceinline__ int sequence_at(const PrepareMarkedParams& p, int pos
 // The tokens of a mark's chunk before it; no rows where there are none.
 __device__ __forceinline__ Unit find_marked_unit(const PrepareMarkedParams& p, int index) {
   Unit u = {};
-  const int mark = index / p.HV;
+  const int mark = divide(index, p.hv_factor, p.hv_shift);
   u.hv = index - mark * p.HV;
   u.h = u.hv / (p.HV / p.H);
   u.at = index;

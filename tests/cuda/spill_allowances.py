@@ -76,13 +76,6 @@ ALLOWED = (
         "as above, with an anchor for each quarter of a chunk, and decays kept in shared memory",
     ),
     Allowance(
-        8,
-        "sm_90a",
-        "sm90/chunk_forward/segments/output.cu",
-        {"COMPOSES": 1},
-        "one number, kept from before the start state is composed until after, where 192 registers are matrices",
-    ),
-    Allowance(
         12,
         "sm_90a",
         "sm90/chunk_forward/dataflow/walk.cu",

@@ -43,16 +43,8 @@ WALK_BOUND, CHAIN_BOUND = 3.5e-3, 1e-5
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two chunks each, so that few tokens make many, and a launch that chains them."""
+    """Two chunks each, so that few tokens make many."""
     use_segments(monkeypatch, 2)
-    compose(monkeypatch, False)
-
-
-def compose(monkeypatch: pytest.MonkeyPatch, composes: bool) -> None:
-    """Do output's blocks find start states themselves?"""
-    monkeypatch.setattr(
-        chunk_forward_segments, "output_composes", lambda segments, blocks: composes and blocks == 2
-    )
 
 
 def use_segments(monkeypatch: pytest.MonkeyPatch, chunks: int | SegmentLengths) -> None:
@@ -226,52 +218,6 @@ def test_lengths(emulated: list[str], T: int, options: dict[str, Any]) -> None:
     check(draw(T, B=1 + T % 2, seed=T), **options)
     names = [name.split("-")[0] for name in emulated]
     assert names == (["prepare", "maps", "chain", "output"] if T > 128 else ["prepare", "output"])
-
-
-@pytest.mark.parametrize("paired", [False, True], ids=["alone", "in pairs"])
-@pytest.mark.parametrize("T", [129, 257, 700])
-def test_output_that_composes_start_states(
-    emulated: list[str], monkeypatch: pytest.MonkeyPatch, T: int, paired: bool
-) -> None:
-    """No launch chains segments; the same bits."""
-    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
-    monkeypatch.setattr(chunk_forward_segments, "output_is_paired", lambda items, blocks: paired)
-    inputs, options = draw(T, B=1 + T % 2, seed=T), BOUNDED_MODEL | {"checkpoint_every": 64}
-    chained = check(inputs, **options)
-    compose(monkeypatch, True)
-    emulated.clear()
-    composed = check(inputs, **options)
-    assert [name.split("-")[0] for name in emulated] == ["prepare", "maps", "output"]
-    assert torch.equal(composed.o, chained.o)
-    assert torch.equal(composed.final_state, chained.final_state)
-    assert torch.equal(composed.checkpoints, chained.checkpoints)
-
-
-@pytest.mark.parametrize(
-    ("T", "H", "given", "composes"),
-    [
-        (8192, 8, (), True),
-        (8192, 16, (), True),
-        (8192, 4, (), False),  # 13 segments
-        (131072, 8, (), False),
-        (8192, 8, ("initial_state",), False),
-        (8192, 8, ("cu_seqlens",), False),
-    ],
-)
-def test_when_output_composes(
-    monkeypatch: pytest.MonkeyPatch, T: int, H: int, given: tuple[str, ...], composes: bool
-) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
-    token = torch.empty(1, T, H, 128, dtype=torch.bfloat16)
-    more: dict[str, torch.Tensor] = {
-        "initial_state": torch.empty(1, H, 128, 128),
-        "cu_seqlens": torch.tensor([0, 64, T]),
-    }
-    inputs = ChunkInputs(token, token, token, token, token[..., 0], **{name: more[name] for name in given})
-    request = request_of("chunk_kda", inputs, **SAFE_LOG)
-    launches = [name for name, *_ in chunk_forward_segments.plan_of(request).launches]
-    assert launches == ["prepare", "maps", "output"] if composes else "chain" in launches
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])

@@ -22,7 +22,6 @@ from kdacore_cuda.chunk_forward_segments_kernels import (
     maps_kernel,
     output_begins_early,
     output_blocks,
-    output_composes,
     output_is_paired,
     output_kernel,
     prepare_marked_kernel,
@@ -139,25 +138,16 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
         prepare = chunk_backward.launcher(segments_prepare_kernel(chunks.float_gate, chunks.bounded))
     launches = [("prepare", prepare, marked_units + units)]
     flags = chunks.sizes["flags"]
-    keeps = chunk_kept_segments.keeps(r, segments)
-    per_segment = output_blocks(slots * r.HV, multiprocessors)
-    from_zeros = not (r.has("initial_state") or r.pool_size)
-    composes = (
-        segments > 1
-        and from_zeros
-        and not (r.packed or marked_units or keeps)
-        and output_composes(segments, per_segment)
-    )
     if segments > 1:
         mapped = slots if r.packed else r.N * (segments - 1)
         launches.append(("maps", launcher(maps_kernel()), 2 * mapped * r.HV))
-    if segments > 1 and not composes:
         blocks = chain_blocks(items, multiprocessors)
         launches.append(("chain", launcher(chain_kernel(blocks)), blocks * items))
         if output_begins_early(blocks * items, multiprocessors):
             flags |= FLAGS["EARLY_OUTPUT"]
-    kernel = output_kernel(per_segment, output_is_paired(items, per_segment), composes)
-    launches.append(("output", launcher(kernel), per_segment * slots * r.HV))
+    blocks = output_blocks(slots * r.HV, multiprocessors)
+    paired = output_is_paired(items, blocks)
+    launches.append(("output", launcher(output_kernel(blocks, paired)), blocks * slots * r.HV))
     return ChunkForwardSegmentsPlan(
         chunks=chunks,
         launches=tuple(launches),
@@ -168,7 +158,7 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
         lengths=lengths,
         slots=slots,
         stored_segments=slots * r.HV if segments > 1 else 0,
-        keeps=keeps,
+        keeps=chunk_kept_segments.keeps(r, segments),
         sizes=(
             *(r.T, r.N, r.HV, NT, *lengths.parameters(segments).values()),
             *(r.checkpoint_every, r.null_index, r.checkpoint_count, flags),

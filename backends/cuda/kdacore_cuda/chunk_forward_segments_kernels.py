@@ -83,21 +83,15 @@ def chain_kernel(blocks: int = 4) -> SegmentsKernel:
 
 
 @cache
-def output_kernel(blocks: int = 1, paired: bool = False, composes: bool = False) -> SegmentsKernel:
+def output_kernel(blocks: int = 1, paired: bool = False) -> SegmentsKernel:
     """Outputs, checkpoints and final states: ``blocks`` (1 or 2, same bits) per segment and value
     head.
 
     Args:
         blocks: 1 with all rows of the state, or 2 with half of them each.
         paired: the two blocks are a cluster, and each loads half of every record for both (same bits).
-        composes: the blocks also do what :func:`chain_kernel` does, each for the segment that it has
-            (:func:`output_composes`).
     """
-    defines = (
-        {"WARPGROUPS": 2 // blocks}
-        | ({"CLUSTER": 2} if paired else {})
-        | ({"COMPOSES": 1} if composes else {})
-    )
+    defines = {"WARPGROUPS": 2 // blocks} | ({"CLUSTER": 2} if paired else {})
     return _kernel("output", 384 if blocks == 1 else 160, 3 * 73 * 1024 + 48, **defines)
 
 
@@ -115,16 +109,6 @@ def output_is_paired(items: int, blocks: int) -> bool:
     with 16, waiting for two blocks costs more than that saves.
     """
     return blocks == 2 and 9 <= items <= 14
-
-
-def output_composes(segments: int, blocks: int) -> bool:
-    """Whether the blocks of :func:`output_kernel` find start states themselves (same bits), given segments a sequence
-    and blocks a segment. Only for dense sequences that begin with zeros, and where nobody else needs start states.
-
-    A launch less saves 5 us, but a block takes as many steps as segments come before its own, of 2,100 cycles instead
-    of the chain's 1,300. With 13 segments (4 heads, 8,192 tokens) that costs more than it saves.
-    """
-    return blocks == 2 and segments <= 11
 
 
 def output_begins_early(chain_blocks: int, multiprocessors: int) -> bool:
@@ -165,5 +149,3 @@ def packaged_segments_kernels() -> Iterator[KernelSource]:
         yield kernel.source
     for kernel in (output_kernel(1), output_kernel(2), output_kernel(2, paired=True)):
         yield kernel.source
-    for paired in (False, True):
-        yield output_kernel(2, paired, composes=True).source

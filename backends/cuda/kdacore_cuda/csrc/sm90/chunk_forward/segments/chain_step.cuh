@@ -3,15 +3,11 @@
 // later segment builds on the result. A block has ROWS (16 or 32) value rows; its eight warps share
 // their channels.
 //
-// Macros from the host: ROWS, SHARED_BYTES. To be defined before this is included, or not: ONE_SUM.
+// Macros from the host: ROWS, SHARED_BYTES.
 #pragma once
 
 #include "sm90/chunk_forward/segments/segment.cuh"
 #include "sm90/warp.cuh"
-
-#ifndef ONE_SUM
-#define ONE_SUM 0
-#endif
 
 constexpr int THREADS = 256, BLOCKS_V = V / ROWS;
 constexpr int STAGES = 3;  // of A: two are loaded ahead
@@ -54,15 +50,13 @@ __device__ __forceinline__ void store_left(const Sums& sums, u32 left, const Lan
 }
 
 // sums += S A, or S A^T, without terms below 2^-16 of it. The products of low parts have sums of
-// their own, so that none waits for another, or with ONE_SUM none, in the order of compose_start.cuh,
-// which then gives the same bits.
+// their own, so that none waits for another.
 template <bool TRANSPOSED>
 __device__ __forceinline__ void multiply(Sums& sums, u32 left, u32 right, const Lane& l) {
   // Rows 0-7, then 8-15, of eight channels, then of the next.
   const int piece = TILES * l.group % 8 + (l.lane >> 4);
   const u32 image = right + (TILES * l.group >> 3) * (STATE_BYTES / 2);
-  Sums own_left = {}, own_right = {};
-  Sums &low_left = ONE_SUM ? sums : own_left, &low_right = ONE_SUM ? sums : own_right;
+  Sums low_left = {}, low_right = {};
 #pragma unroll
   for (int kk = 0; kk < K_TILES; ++kk) {
     Split a;
@@ -85,16 +79,15 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 left, u32 right, const 
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         const int tile = 2 * m + n;
+        mma_bf16(sums.x[tile], a.high, b[2 * n], b[2 * n + 1]);
         mma_bf16(low_left.x[tile], a.low, b[2 * n], b[2 * n + 1]);
         mma_bf16(low_right.x[tile], a.high, b_low[2 * n], b_low[2 * n + 1]);
-        mma_bf16(sums.x[tile], a.high, b[2 * n], b[2 * n + 1]);
       }
     }
   }
-  if (ONE_SUM) return;
 #pragma unroll
   for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) sums.x[tile][e] += own_left.x[tile][e] + own_right.x[tile][e];
+    for (int e = 0; e < 4; ++e) sums.x[tile][e] += low_left.x[tile][e] + low_right.x[tile][e];
   }
 }

@@ -24,15 +24,22 @@ PAGE = ROOT / "docs" / "performance.md"
 README = ROOT / "README.md"
 IMAGES = ROOT / "docs" / "images"
 
-FORWARD = ("h200/bench-peers", "h200/bench-all-peers", "h200/bench-forward-training", "h200/bench-prefill")
+FORWARD = (
+    "h200/bench-peers",
+    "h200/bench-all-peers",
+    "h200/bench-forward-training",
+    "h200/bench-prefill",
+    "h200/bench-forward-decays",
+)
 TRAINING = (
     "h200/bench-peers",
     "h200/training-peers",
     "h200/bench-forward-training",
     "h200/bench-training-later",
     "h200/bench-training-halves",
+    "h200/bench-training-decays",
 )
-HEADS = ("h200/bench-heads", "h200/bench-heads-halves")
+HEADS = ("h200/bench-heads", "h200/bench-heads-divisions")
 CHOICE = "h100/bench-choice"
 DECODE = ("h200/decode",)
 STAGES = ("h200/stages-bench",)

@@ -101,7 +101,6 @@ inline void store(u32 a, const T& x, const emu::Site& site) {
 }
 inline void store_shared(u32 a, u32 x, u32 y, u32 z, u32 w, KDA_SITE) { store(a, uint4{x, y, z, w}, site); }
 inline void store_shared(u32 a, float x, float y, KDA_SITE) { store(a, float2{x, y}, site); }
-inline void store_shared_unless(int not_here, u32 a, float x, float y, KDA_SITE) { if (!not_here) store_shared(a, x, y, site); }
 inline void store_shared(u32 a, u32 x, KDA_SITE) { store(a, x, site); }
 inline void store_shared16(u32 a, u32 x, KDA_SITE) { store(a, (u16)x, site); }
 inline float4 load_shared4(u32 a, KDA_SITE) { return load<float4>(a, site); }

@@ -127,12 +127,6 @@ __device__ __forceinline__ void store_shared(u32 a, u32 x, u32 y, u32 z, u32 w) 
 __device__ __forceinline__ void store_shared(u32 a, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(a), "f"(x), "f"(y) : "memory");
 }
-// Stores if `not_here` is 0, without a branch.
-__device__ __forceinline__ void store_shared_unless(int not_here, u32 a, float x, float y) {
-  asm volatile("{ .reg .pred p; setp.eq.b32 p, %3, 0; @p st.shared.v2.f32 [%0], {%1, %2}; }" ::"r"(a), "f"(x),
-               "f"(y), "r"(not_here)
-               : "memory");
-}
 __device__ __forceinline__ void store_shared(u32 a, u32 x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(a), "r"(x) : "memory");
 }

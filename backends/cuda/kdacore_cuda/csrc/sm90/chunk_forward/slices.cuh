@@ -116,7 +116,7 @@ __device__ __forceinline__ u32 piece_offset(const Lane& l, int i, const Place& a
   return i ? (opaque(even) ^ 16) + 128 : even;  // derived from the other to save registers
 }
 
-// A half's decays are in shared memory as they are, or in log2 if gates are unbounded.
+// Shared memory holds the total decay of a half: the decay itself, or its log2 if gates are unbounded.
 __device__ __forceinline__ float decay_of(float total) { return BOUNDED ? total : exp2_fast(total); }
 constexpr float NO_DECAY = BOUNDED ? 1.0f : 0.0f;
 
@@ -159,6 +159,15 @@ __device__ __forceinline__ Across across_products(const Place& at, const Operand
   return sums;
 }
 
+__device__ __forceinline__ void store_tile(u32 to, const float (&x)[4]) {
+  store_shared(to, __float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
+               __float_as_uint(x[3]));
+}
+__device__ __forceinline__ void store_tiles(u32 to, const float (&tile)[4][4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) store_tile(to + i * PART_BYTES, tile[i]);
+}
+
 #if BOUNDED
 #include "sm90/chunk_forward/slices_bounded.cuh"
 #else
@@ -181,15 +190,6 @@ __device__ __forceinline__ Source make_source(const ChunkForwardParams& p, const
   s.g = reinterpret_cast<const unsigned char*>(p.g + g_size * (w.batch * p.g_sb + w.hv * p.g_sh) +
                                                at * s.g_token + g_size * channel);
   return s;
-}
-
-__device__ __forceinline__ void store_tiles(u32 to, const float (&tile)[4][4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float (&x)[4] = tile[i];
-    store_shared(to + i * PART_BYTES, __float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
-                 __float_as_uint(x[3]));
-  }
 }
 
 // This lane's sums, 16 bytes a part, where the solver's same lane reads them. If gates are unbounded, products of

@@ -13,14 +13,9 @@ struct Decays {
   float from_start[2][8], to_end[2][8];
 };
 
-// The triangles' operands are multiplied in 16 bits: their errors average out over the channels
-// summed. A lane's sums of products go where the solver's same lane reads them as soon as they are complete, so
-// that they occupy no registers.
-__device__ __forceinline__ void store_tile(u32 to, const float (&x)[4]) {
-  store_shared(to, __float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
-               __float_as_uint(x[3]));
-}
-
+// Products of token pairs. The operands are multiplied in 16 bits: their errors average out over the channels
+// summed. Each lane stores its sums, 16 bytes a part, as soon as they are complete, so that they occupy no
+// registers; the solver's same lane reads them.
 __device__ __forceinline__ void pair_products(const Raw& raw, const Decays& d, u32 part) {
   float sums[4] = {};
 #pragma unroll

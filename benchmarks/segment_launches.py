@@ -101,7 +101,7 @@ def _chunks(lengths: SegmentLengths, case: Case) -> str:
 def _chosen(args: argparse.Namespace, heads: int) -> list[SegmentLengths]:
     """The lengths to be timed."""
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    shipped = choose_lengths(heads, multiprocessors)
+    shipped = choose_lengths(heads, multiprocessors, packed=False)
     return [
         *([] if args.chunks or args.long else [shipped]),
         *map(SegmentLengths.uniform, args.chunks),

@@ -37,7 +37,7 @@ def in_segments(request: Request, inputs: ChunkInputs) -> Iterator[Segment]:
         if inputs.cu_seqlens is None:
             slot = n * lengths.segments(-(-request.T // 64))
         else:
-            slot = int(inputs.cu_seqlens[n]) // (64 * lengths.short) + n
+            slot = int(inputs.cu_seqlens[n]) // (64 * lengths.first) + n
         begin, index = 0, 0
         while begin < len(chunks):
             end = begin + lengths.of(index)

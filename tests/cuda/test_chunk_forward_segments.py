@@ -43,8 +43,16 @@ WALK_BOUND, CHAIN_BOUND = 3.5e-3, 1e-5
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two chunks each, so that few tokens make many."""
+    """Two chunks each, so that few tokens make many, and a launch that chains them."""
     use_segments(monkeypatch, 2)
+    compose(monkeypatch, False)
+
+
+def compose(monkeypatch: pytest.MonkeyPatch, composes: bool) -> None:
+    """Do output's blocks find start states themselves?"""
+    monkeypatch.setattr(
+        chunk_forward_segments, "output_composes", lambda segments, blocks: composes and blocks == 2
+    )
 
 
 def use_segments(monkeypatch: pytest.MonkeyPatch, chunks: int | SegmentLengths) -> None:
@@ -52,7 +60,8 @@ def use_segments(monkeypatch: pytest.MonkeyPatch, chunks: int | SegmentLengths) 
     monkeypatch.setattr(segment_lengths, "lengths_of", lambda *given: lengths)
 
 
-LONGER_BEHIND = SegmentLengths(1, 2, 2, 2, 3)
+LONGER_BEHIND = SegmentLengths.growing(1, 2, 2, 2, 3)
+SHORTER_LATER = SegmentLengths(3, 2, 1, 3, 2, 1, 3)
 
 
 @pytest.fixture(params=[2, LONGER_BEHIND], ids=["alike", "longer behind"])
@@ -188,7 +197,7 @@ def test_output(
     paired: bool,
 ) -> None:
     monkeypatch.setattr(
-        chunk_forward_segments, "output_is_paired", lambda items, blocks: paired and blocks == 2
+        chunk_forward_segments, "output_is_paired", lambda items, blocks, composes: paired and blocks == 2
     )
     inputs = CASES[case]()
     request = request_of("chunk_kda", inputs, output_final_state=True, checkpoint_every=64, **BOUNDED_MODEL)
@@ -220,6 +229,53 @@ def test_lengths(emulated: list[str], T: int, options: dict[str, Any]) -> None:
     assert names == (["prepare", "maps", "chain", "output"] if T > 128 else ["prepare", "output"])
 
 
+@pytest.mark.parametrize("paired", [False, True], ids=["alone", "in pairs"])
+@pytest.mark.parametrize("T", [129, 257, 700])
+def test_output_that_composes_start_states(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, T: int, paired: bool
+) -> None:
+    """No launch chains segments; the same bits."""
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(chunk_forward_segments, "output_is_paired", lambda items, blocks, composes: paired)
+    inputs, options = draw(T, B=1 + T % 2, seed=T), BOUNDED_MODEL | {"checkpoint_every": 64}
+    chained = check(inputs, **options)
+    compose(monkeypatch, True)
+    emulated.clear()
+    composed = check(inputs, **options)
+    assert [name.split("-")[0] for name in emulated] == ["prepare", "maps", "output"]
+    assert torch.equal(composed.o, chained.o)
+    assert torch.equal(composed.final_state, chained.final_state)
+    assert torch.equal(composed.checkpoints, chained.checkpoints)
+
+
+@pytest.mark.parametrize(
+    ("T", "H", "given", "composes"),
+    [
+        (8192, 8, (), True),
+        (8192, 16, (), True),
+        (8192, 4, (), True),
+        (16384, 4, (), False),
+        (131072, 8, (), False),
+        (8192, 8, ("initial_state",), False),
+        (8192, 8, ("cu_seqlens",), False),
+    ],
+)
+def test_when_output_composes(
+    monkeypatch: pytest.MonkeyPatch, T: int, H: int, given: tuple[str, ...], composes: bool
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
+    token = torch.empty(1, T, H, 128, dtype=torch.bfloat16)
+    more: dict[str, torch.Tensor] = {
+        "initial_state": torch.empty(1, H, 128, 128),
+        "cu_seqlens": torch.tensor([0, 64, T]),
+    }
+    inputs = ChunkInputs(token, token, token, token, token[..., 0], **{name: more[name] for name in given})
+    request = request_of("chunk_kda", inputs, **SAFE_LOG)
+    launches = [name for name, *_ in chunk_forward_segments.plan_of(request).launches]
+    assert launches == ["prepare", "maps", "output"] if composes else "chain" in launches
+
+
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_packs_of_hard_lengths(emulated: list[str], index: torch.dtype) -> None:
     lengths = [0, 1, 15, 17, 0, 63, 64, 129, 0, 257]
@@ -229,6 +285,17 @@ def test_packs_of_hard_lengths(emulated: list[str], index: torch.dtype) -> None:
     assert got.final_state is not None
     assert inputs.initial_state is not None
     assert torch.equal(got.final_state[0], inputs.initial_state[0])
+
+
+@pytest.mark.parametrize("composes", [False, True], ids=["chained", "composed"])
+def test_shorter_segments_later(emulated: list[str], monkeypatch: pytest.MonkeyPatch, composes: bool) -> None:
+    """Ends of every kind of segment, inside of each, and behind them; checkpoints."""
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
+    use_segments(monkeypatch, SHORTER_LATER)
+    compose(monkeypatch, composes)
+    for T in (192, 193, 384, 448, 500, 576, 700, 705, 960):
+        check(draw(T, seed=T), checkpoint_every=64, **BOUNDED_MODEL)
+    assert any(name.startswith("chain-") for name in emulated) != composes
 
 
 @BOTH
@@ -388,8 +455,9 @@ def test_blocks_share_states_while_multiprocessors_are_idle() -> None:
     assert [chunk_forward_segments_kernels.output_blocks(n, 132) for n in (1, 66, 67, 128)] == [2, 2, 1, 1]
     assert [chain_blocks(n, 132) for n in (1, 16, 17, 27)] == [8, 8, 4, 4]
     paired = chunk_forward_segments_kernels.output_is_paired
-    assert [paired(n, 2) for n in (8, 9, 14, 15)] == [False, True, True, False]
-    assert not paired(12, 1)
+    assert [paired(n, 2, False) for n in (8, 9, 14, 15)] == [False, True, True, False]
+    assert [paired(n, 2, True) for n in (5, 6, 14, 15)] == [False, True, True, False]
+    assert not paired(12, 1, False)
 
 
 def test_output_begins_early_where_the_chain_leaves_most_multiprocessors_idle(
@@ -406,6 +474,20 @@ def test_output_begins_early_where_the_chain_leaves_most_multiprocessors_idle(
         assert bool(chain[-1] & flag) == bool(output[-1] & flag) == (heads == 2)
 
 
+@pytest.mark.parametrize(
+    ("T", "H", "early"), [(2048, 4, True), (4096, 4, True), (8192, 4, False), (2048, 8, True)]
+)
+def test_output_begins_while_maps_run_where_both_find_multiprocessors(
+    monkeypatch: pytest.MonkeyPatch, T: int, H: int, early: bool
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
+    token = torch.empty(1, T, H, 128, dtype=torch.bfloat16)
+    request = request_of("chunk_kda", ChunkInputs(token, token, token, token, token[..., 0]), **SAFE_LOG)
+    plan = chunk_forward_segments.plan_of(request)
+    assert bool(plan.sizes[-1] & FLAGS["EARLY_COMPOSING"]) == early
+
+
 @pytest.mark.parametrize("T", [330, 700])
 def test_how_many_blocks_share_a_state_changes_no_bit(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, T: int
@@ -414,7 +496,9 @@ def test_how_many_blocks_share_a_state_changes_no_bit(
 
     def outputs(multiprocessors: int, paired: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: multiprocessors)
-        monkeypatch.setattr(chunk_forward_segments, "output_is_paired", lambda items, blocks: paired)
+        monkeypatch.setattr(
+            chunk_forward_segments, "output_is_paired", lambda items, blocks, composes: paired
+        )
         got = run(inputs, output_final_state=True, **BOUNDED_MODEL)
         assert got.final_state is not None
         assert ("CLUSTER2" in emulated[-1]) == paired
@@ -443,15 +527,26 @@ def test_checkpoints_have_the_bits_of_calls_that_end_there(
 
 
 def test_segments_depend_on_heads_and_place_alone() -> None:
-    lengths = [segment_lengths.choose_lengths(n, 132) for n in (1, 4, 8, 12, 16, 27)]
-    assert [x.short for x in lengths] == [10, 10, 16, 26, 32, 43]
-    assert [x.middle for x in lengths] == [16, 16, 16, 26, 32, 43]
-    assert [x.long for x in lengths] == [32, 32, 32, 32, 32, 43]
-    assert all(8192 <= 64 * x.short * x.short_segments < 8192 + 64 * x.short for x in lengths)
+    heads = (1, 4, 6, 8, 12, 16, 27)
+    lengths = [segment_lengths.choose_lengths(n, 132, packed=False) for n in heads]
+    assert [x.first for x in lengths] == [11, 11, 13, 17, 26, 32, 43]
+    assert [x.later for x in lengths] == [7, 7, 10, 16, 26, 32, 43]
+    assert [x.middle for x in lengths] == [16, 16, 16, 16, 26, 32, 43]
+    assert [x.long for x in lengths] == [32, 32, 32, 32, 32, 32, 43]
+    assert [x.segments(128) for x in lengths] == [14, 14, 11, 8, 5, 4, 3]
+    packed = [segment_lengths.choose_lengths(n, 132, packed=True) for n in heads]
+    assert [x.first for x in packed] == [10, 10, 12, 16, 26, 32, 43]
+    assert not any(x.later_segments for x in packed)  # which have slots for segments as long as the first
+    for x in (*lengths, *packed):
+        first = x.first * x.first_segments + x.later * x.later_segments
+        assert 8192 <= 64 * first < 8192 + 64 * x.later
 
 
 def test_as_many_segments_as_their_lengths_make() -> None:
-    for lengths in (LONGER_BEHIND, SegmentLengths(10, 13, 16, 2, 20), SegmentLengths.uniform(3)):
+    for lengths in (
+        *(LONGER_BEHIND, SegmentLengths(11, 4, 6, 3, 16, 2, 20), SegmentLengths.growing(10, 13, 16, 2, 20)),
+        SegmentLengths.uniform(3),
+    ):
         begins = [0]
         for j in range(100):
             begins.append(begins[-1] + lengths.of(j))

@@ -124,6 +124,22 @@ def test_every_call_gives_the_same_bits(H: int, options: dict[str, Any]) -> None
     assert all(same(chunk_forward_segments.forward(r, inputs), first) for _ in range(50))
 
 
+@GATES
+@pytest.mark.parametrize(("T", "H"), [(8192, 8), (8192, 12), (8192, 16), (5000, 6), (2050, 4)])
+def test_composed_start_states_have_the_bits_of_the_chain(
+    monkeypatch: pytest.MonkeyPatch, T: int, H: int, options: dict[str, Any]
+) -> None:
+    """Products of a warpgroup and of a warp add up in the same order; which ones are used depends on the tokens."""
+    inputs = draw(T, H)._replace(initial_state=None)
+    composed = chunk_forward_segments.prepare_call(request(inputs, **options), inputs)
+    assert "chain" not in [name for name, *_ in composed.launches]
+    got = chunk_forward_segments.forward(request(inputs, **options), inputs)
+    monkeypatch.setattr(chunk_forward_segments, "output_composes", lambda segments, blocks: False)
+    chained = chunk_forward_segments.prepare_call(request(inputs, **options), inputs)
+    assert "chain" in [name for name, *_ in chained.launches]
+    assert same(got, chunk_forward_segments.forward(request(inputs, **options), inputs))
+
+
 def test_appended_tokens_change_no_bit() -> None:
     """Through the backend's own choice, from one chunk to many segments."""
     inputs = draw(5000, 8)

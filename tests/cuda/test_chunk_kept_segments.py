@@ -22,6 +22,7 @@ from kdacore_cuda import (
     chunk_backward_fast_path,
     chunk_backward_segments,
     chunk_forward,
+    chunk_forward_segments,
     chunk_kept_segments,
     segment_lengths,
     torch_launch,
@@ -35,7 +36,8 @@ pytestmark = pytest.mark.usefixtures("poison")
 GRADIENTS = 1.6e-2
 """Relative: contract section 4 for 16-bit inputs, twice that on calls as short as these."""
 TOKENS = ("q", "k", "v", "g", "beta")
-LONGER_BEHIND = SegmentLengths(1, 2, 2, 2, 3)
+LONGER_BEHIND = SegmentLengths.growing(1, 2, 2, 2, 3)
+SHORTER_LATER = SegmentLengths(3, 2, 1, 3, 2, 1, 3)
 
 
 @pytest.fixture(autouse=True)
@@ -110,9 +112,10 @@ def test_gradients(
     inputs, options = make(), {"output_final_state": True, **options}
     out, got = run(inputs, **options)
     names = [name.split("-")[0] for name in emulated if not name.startswith("groups")]
-    forward, backward = names[:4], names[4:]
-    assert forward == ["prepare", "maps", "chain", "output"]
-    assert backward == ["prepare", "segment_maps", "segment_chain", "scan", "grads", "sums"]
+    backward = names.index("output") + 1
+    chain = [] if case == "unbounded" else ["chain"]  # begins with zeros, and so output finds start states
+    assert names[:backward] == ["prepare", "maps", *chain, "output"]
+    assert names[backward:] == ["prepare", "segment_maps", "segment_chain", "scan", "grads", "sums"]
     request = kept_request(inputs, **options)
     check_outputs(out, oracle(request, inputs), 2.0)
     check_gradients(request, inputs, got)
@@ -128,6 +131,26 @@ def test_what_is_kept(emulated: list[str]) -> None:
     plain = chunk_forward.forward(dataclasses.replace(request, needs_grad=False), inputs)
     assert plain.saved == () and torch.equal(plain.o, out.o)
     assert plain.final_state is not None and torch.equal(plain.final_state, out.final_state)
+
+
+@pytest.mark.parametrize(
+    "lengths", [SegmentLengths.uniform(2), SHORTER_LATER], ids=["equal", "shorter later"]
+)
+def test_output_that_finds_start_states_keeps_them(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, lengths: SegmentLengths
+) -> None:
+    """The same bits as those that a launch of its own finds."""
+    cut_in(monkeypatch, lengths)
+    inputs = draw(700, 1, 2, seed=4)
+    out, grads = run(inputs, output_final_state=True)
+    assert not any(name.startswith("chain-") for name in emulated)
+    check_gradients(kept_request(inputs, output_final_state=True), inputs, grads)
+    monkeypatch.setattr(chunk_forward_segments, "output_composes", lambda segments, blocks: False)
+    chained, chained_grads = run(inputs, output_final_state=True)
+    assert any(name.startswith("chain-") for name in emulated)
+    assert torch.equal(out.o, chained.o)
+    assert torch.equal(out.final_state, chained.final_state)
+    same_gradients(grads, chained_grads)
 
 
 def test_it_serves_two_backwards_and_lies_anywhere(emulated: list[str]) -> None:
@@ -205,7 +228,7 @@ def test_same_bits_in_any_order(emulated: list[str], monkeypatch: pytest.MonkeyP
 
 def test_longer_than_two_rings(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the chain's maps, and of the chunks of a segment."""
-    cut_in(monkeypatch, SegmentLengths(1, 6, 7, 1, 7))
+    cut_in(monkeypatch, SegmentLengths.growing(1, 6, 7, 1, 7))
     inputs = draw(64 * 13 + 5, seed=4, initial_state=state(1, 1))
     _, got = run(inputs, output_final_state=True)
     check_gradients(kept_request(inputs, output_final_state=True), inputs, got)

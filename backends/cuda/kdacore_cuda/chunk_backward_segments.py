@@ -74,7 +74,7 @@ def _make_plan(r: Request, kept: bool = False) -> ChunkBackwardSegmentsPlan:
     items, multiprocessors = r.N * r.HV, multiprocessors_of(r)
     lengths = segment_lengths.lengths_of(r) if kept else SegmentLengths.uniform(chunks_per_segment(items))
     segments = lengths.segments(-(-r.T // CHUNK))
-    slots = r.T // (CHUNK * lengths.short) + r.N if r.packed else r.N * segments
+    slots = r.T // (CHUNK * lengths.first) + r.N if r.packed else r.N * segments
     launches = []
     if segments > 1:
         mapped = (slots if r.packed else r.N * (segments - 1)) * r.HV

@@ -22,6 +22,7 @@ from kdacore_cuda.chunk_forward_segments_kernels import (
     maps_kernel,
     output_begins_early,
     output_blocks,
+    output_composes,
     output_is_paired,
     output_kernel,
     prepare_marked_kernel,
@@ -130,7 +131,7 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
     items, multiprocessors = r.N * r.HV, multiprocessors_of(r)
     NT, lengths = chunks.sizes["NT"], segment_lengths.lengths_of(r)
     segments = lengths.segments(NT)
-    slots = r.T // (64 * lengths.short) + r.N if r.packed else r.N * segments
+    slots = r.T // (64 * lengths.first) + r.N if r.packed else r.N * segments
     units, marked_units = chunks.sizes["units"], r.checkpoint_count * r.HV
     if marked_units:
         prepare = marked_launcher(prepare_marked_kernel(chunks.float_gate, chunks.bounded))
@@ -138,16 +139,24 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
         prepare = chunk_backward.launcher(segments_prepare_kernel(chunks.float_gate, chunks.bounded))
     launches = [("prepare", prepare, marked_units + units)]
     flags = chunks.sizes["flags"]
+    keeps = chunk_kept_segments.keeps(r, segments)
+    per_segment = output_blocks(slots * r.HV, multiprocessors)
+    from_zeros = not (r.has("initial_state") or r.pool_size)
+    composes = from_zeros and not (r.packed or marked_units) and output_composes(segments, per_segment)
     if segments > 1:
         mapped = slots if r.packed else r.N * (segments - 1)
         launches.append(("maps", launcher(maps_kernel()), 2 * mapped * r.HV))
+        if composes and 2 * (mapped + slots) * r.HV <= multiprocessors:
+            flags |= FLAGS["EARLY_COMPOSING"]
+    if segments > 1 and not composes:
         blocks = chain_blocks(items, multiprocessors)
         launches.append(("chain", launcher(chain_kernel(blocks)), blocks * items))
         if output_begins_early(blocks * items, multiprocessors):
             flags |= FLAGS["EARLY_OUTPUT"]
-    blocks = output_blocks(slots * r.HV, multiprocessors)
-    paired = output_is_paired(items, blocks)
-    launches.append(("output", launcher(output_kernel(blocks, paired)), blocks * slots * r.HV))
+    if composes and keeps:
+        flags |= FLAGS["KEEP_STARTS"]
+    kernel = output_kernel(per_segment, output_is_paired(items, per_segment, composes), composes)
+    launches.append(("output", launcher(kernel), per_segment * slots * r.HV))
     return ChunkForwardSegmentsPlan(
         chunks=chunks,
         launches=tuple(launches),
@@ -158,7 +167,7 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
         lengths=lengths,
         slots=slots,
         stored_segments=slots * r.HV if segments > 1 else 0,
-        keeps=chunk_kept_segments.keeps(r, segments),
+        keeps=keeps,
         sizes=(
             *(r.T, r.N, r.HV, NT, *lengths.parameters(segments).values()),
             *(r.checkpoint_every, r.null_index, r.checkpoint_count, flags),

@@ -83,7 +83,10 @@ _MARKS: tuple[tuple[str, FieldType], ...] = tuple(
 )
 """Checkpoints at chosen tokens: csrc/common/chunk_forward/marks.cuh."""
 
-SEGMENT_LENGTHS = ("segment", "short_segments", "middle_segment", "middle_segments", "long_segment")
+SEGMENT_LENGTHS = (
+    *("segment", "first_segments", "later_segment", "later_segments"),
+    *("middle_segment", "middle_segments", "long_segment"),
+)
 _SEGMENTS: tuple[tuple[str, FieldType], ...] = tuple((name, "i32") for name in (*SEGMENT_LENGTHS, "segments"))
 """How a sequence is cut into segments: csrc/sm90/chunk_forward/segments/segment.cuh."""
 
@@ -256,8 +259,8 @@ SEGMENTS = ParamStruct(
 )
 """Parameters of the kernels that process a call in segments; csrc/sm90/chunk_forward/segments describes
 ``chunk_operands``, ``addends``, ``maps``, ``starts`` and ``mark_states``. ``NT`` and ``segments``: chunks and segments
-of a dense sequence; ``segment``: chunks of each of its first ``short_segments``; ``middle_segment``: of each of the
-next ``middle_segments``; ``long_segment``: of each of the others."""
+of a dense sequence; ``segment``: chunks of each of its ``first_segments``; ``later_segment`` and ``middle_segment``: of
+each of the next ``later_segments`` and of the next ``middle_segments``; ``long_segment``: of each of the others."""
 
 TRANSITION = ParamStruct(
     "TransitionParams",
@@ -342,6 +345,8 @@ FLAGS: dict[str, int] = {
             "MARK_ROWS64",
             "KEPT_MAPS",
             "EARLY_OUTPUT",
+            "EARLY_COMPOSING",
+            "KEEP_STARTS",
         )
     )
 }
@@ -349,7 +354,9 @@ FLAGS: dict[str, int] = {
 state after every token goes to its own pool row. ``SCALAR_GATE``: one decay per head, ``g [B, T, HV]``.
 ``CLEAR_TAIL``: rows of ``o`` beyond the last offset of a pack are to be zero. ``KEPT_MAPS``: a backward takes each
 segment's map of the state, and the state at its start, from what the forward kept. ``EARLY_OUTPUT``: the
-launch that chains segments lets the next one begin, which loads operands on multiprocessors that are idle."""
+launch that chains segments lets the next one begin, which loads operands on multiprocessors that are idle;
+``EARLY_COMPOSING``: likewise the launch before it, where none chains segments.
+``KEEP_STARTS``: a launch that finds the states at the start of segments itself stores them for the backward."""
 
 GATES: dict[str, int] = {"log": 0, "softplus": 1, "sigmoid": 2}
 TYPES: dict[str, int] = {"float32": 0, "bfloat16": 1, "float16": 2}

@@ -10,49 +10,71 @@ from kdacore_cuda.multiprocessors import multiprocessors_of
 
 _LEAST_CHUNKS, _MOST_CHUNKS, _REFERENCE_CHUNKS = 10, 43, 128
 _LEAST_MIDDLE_CHUNKS, _MIDDLE_SEGMENTS, _LEAST_LONG_CHUNKS = 16, 16, 32
+_LEAST_SEGMENTS_TO_GRADE, _MOST_GRADED_SEGMENTS, _SHORTER_LAST = 8, 14, 3
 
 
 class SegmentLengths(NamedTuple):
-    """Chunks of 64 tokens in the segments of a sequence, which may be longer further behind."""
+    """Chunks of 64 tokens in the segments of a sequence, by their place in it."""
 
-    short: int
+    first: int
     """In each of the first segments."""
-    short_segments: int
+    first_segments: int
+    """How many those are."""
+    later: int
+    """In each of the next segments."""
+    later_segments: int
     """How many those are."""
     middle: int
-    """In each of the next segments; not less than ``short``."""
+    """In each of the next segments."""
     middle_segments: int
     """How many those are."""
     long: int
-    """In each segment behind them; not less than ``middle``."""
+    """In each segment behind them."""
 
     @classmethod
     def uniform(cls, chunks: int) -> SegmentLengths:
         """``chunks`` in every segment."""
-        return cls(chunks, 0, chunks, 0, chunks)
+        return cls.growing(chunks, 0, chunks, 0, chunks)
+
+    @classmethod
+    def growing(
+        cls, first: int, first_segments: int, middle: int, middle_segments: int, long: int
+    ) -> SegmentLengths:
+        """Without later segments, which alone may be shorter than those before them: what packs need, as they have room
+        for as many segments as there would be if all were as long as the first ones."""
+        return cls(first, first_segments, first, 0, middle, middle_segments, long)
 
     def of(self, index: int) -> int:
         """Chunks of segment ``index`` of a sequence that is long enough."""
-        if index < self.short_segments:
-            return self.short
-        return self.middle if index < self.short_segments + self.middle_segments else self.long
+        for length, segments in self._parts():
+            if index < segments:
+                return length
+            index -= segments
+        return self.long
 
     def segments(self, chunks: int) -> int:
         """Segments of a sequence of ``chunks`` chunks."""
-        behind = chunks - self.short * self.short_segments
-        if behind <= 0:
-            return -(-chunks // self.short)
-        beyond = behind - self.middle * self.middle_segments
-        if beyond <= 0:
-            return self.short_segments - (-behind // self.middle)
-        return self.short_segments + self.middle_segments - (-beyond // self.long)
+        before = 0
+        for length, segments in self._parts():
+            if chunks <= length * segments:
+                return before - (-chunks // length)
+            chunks -= length * segments
+            before += segments
+        return before - (-chunks // self.long)
 
     def parameters(self, segments: int) -> dict[str, int]:
         """The kernels' parameters, with the ``segments`` of a dense sequence."""
         return {**dict(zip(SEGMENT_LENGTHS, self, strict=True)), "segments": segments}
 
+    def _parts(self) -> tuple[tuple[int, int], ...]:
+        return (
+            (self.first, self.first_segments),
+            (self.later, self.later_segments),
+            (self.middle, self.middle_segments),
+        )
 
-def choose_lengths(items: int, multiprocessors: int) -> SegmentLengths:
+
+def choose_lengths(items: int, multiprocessors: int, packed: bool) -> SegmentLengths:
     """How long segments are, for ``items`` sequences and value heads.
 
     Maps and output have up to two blocks for each segment and head, and with one block too many for the
@@ -61,14 +83,25 @@ def choose_lengths(items: int, multiprocessors: int) -> SegmentLengths:
     most leave too few blocks. The number of tokens of a call must not decide: appending tokens would then change
     the bits of those before. The place in the sequence may: behind those 8192 tokens, and again 16 segments
     later, there are blocks enough, and longer segments leave fewer maps to chain.
+
+    The later ones of many segments are shorter, as their blocks first apply the maps of all segments before
+    (``chunk_forward_segments_kernels.output_composes``), a map in about the time of a chunk. The last one of
+    8192 tokens is three chunks shorter again.
     """
     segments = max(1, multiprocessors // (2 * items))
-    short = min(max(_LEAST_CHUNKS, -(-_REFERENCE_CHUNKS // segments)), _MOST_CHUNKS)
-    middle = max(short, _LEAST_MIDDLE_CHUNKS)
-    long = max(middle, _LEAST_LONG_CHUNKS)
-    return SegmentLengths(short, -(-_REFERENCE_CHUNKS // short), middle, _MIDDLE_SEGMENTS, long)
+    first = min(max(_LEAST_CHUNKS, -(-_REFERENCE_CHUNKS // segments)), _MOST_CHUNKS)
+    middle = max(first, _LEAST_MIDDLE_CHUNKS)
+    behind = (middle, _MIDDLE_SEGMENTS, max(middle, _LEAST_LONG_CHUNKS))
+    if packed or segments < _LEAST_SEGMENTS_TO_GRADE:
+        return SegmentLengths.growing(first, -(-_REFERENCE_CHUNKS // first), *behind)
+    segments = min(segments, _MOST_GRADED_SEGMENTS)
+    first = -(-_REFERENCE_CHUNKS // segments) + 1
+    first_segments = 2 * segments // 3
+    left, left_segments = _REFERENCE_CHUNKS - first * first_segments, segments - first_segments
+    later = -(-(left + _SHORTER_LAST) // left_segments)
+    return SegmentLengths(first, first_segments, later, left_segments, *behind)
 
 
 def lengths_of(request: Request) -> SegmentLengths:
     """Those of a call without ranks whose forward is computed in segments."""
-    return choose_lengths(request.N * request.HV, multiprocessors_of(request))
+    return choose_lengths(request.N * request.HV, multiprocessors_of(request), request.packed)

@@ -7,6 +7,7 @@
 // needs all channels of its row of S, but no other row. Warps and synchronisation: compose.cuh.
 //
 // Macros from the host: ROWS, SHARED_BYTES.
+#define ONE_SUM 1  // output finds the same states where segments are few: compose_start.cuh
 #include "sm90/chunk_forward/segments/compose.cuh"
 
 KDA_KERNEL(THREADS, 1) chain(KDA_PARAM SegmentParams p) {

@@ -3,11 +3,15 @@
 // later segment builds on the result. A block has ROWS (16 or 32) value rows; its eight warps share
 // their channels.
 //
-// Macros from the host: ROWS, SHARED_BYTES.
+// Macros from the host: ROWS, SHARED_BYTES. To be defined before this is included, or not: ONE_SUM.
 #pragma once
 
 #include "sm90/chunk_forward/segments/segment.cuh"
 #include "sm90/warp.cuh"
+
+#ifndef ONE_SUM
+#define ONE_SUM 0
+#endif
 
 constexpr int THREADS = 256, BLOCKS_V = V / ROWS;
 constexpr int STAGES = 3;  // of A: two are loaded ahead
@@ -26,6 +30,13 @@ constexpr int CHANNELS = K / GROUPS, TILES = CHANNELS / 8;  // of a warp
 struct Sums {
   float x[TILES][4];
 };
+__device__ __forceinline__ void add(Sums& sums, const Sums& more) {
+#pragma unroll
+  for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sums.x[tile][e] += more.x[tile][e];
+  }
+}
 
 struct Lane {
   int lane;
@@ -49,45 +60,53 @@ __device__ __forceinline__ void store_left(const Sums& sums, u32 left, const Lan
   }
 }
 
-// sums += S A, or S A^T, without terms below 2^-16 of it. The products of low parts have sums of
-// their own, so that none waits for another.
+// S A, or S A^T, without terms below 2^-16 of it. The products of low parts have sums of their own, so
+// that none waits for another, or with ONE_SUM none, in the order of compose_start.cuh, which then gives
+// the same bits.
 template <bool TRANSPOSED>
-__device__ __forceinline__ void multiply(Sums& sums, u32 left, u32 right, const Lane& l) {
-  // Rows 0-7, then 8-15, of eight channels, then of the next.
-  const int piece = TILES * l.group % 8 + (l.lane >> 4);
-  const u32 image = right + (TILES * l.group >> 3) * (STATE_BYTES / 2);
-  Sums low_left = {}, low_right = {};
+__device__ __forceinline__ Sums multiply(u32 left, u32 right, const Lane& l) {
+  const auto load_right = [&](u32(&b)[4], u32 image, int kk, int m) {
+    if (TRANSPOSED) {
+      const int channel = CHANNELS * l.group + 16 * m + 8 * (l.lane >> 4) + (l.lane & 7);
+      load_matrix4(
+          b, image + (kk >> 2) * (STATE_BYTES / 2) + swizzled(channel, 2 * (kk & 3) + (l.lane >> 3 & 1)));
+    } else {  // rows 0-7, then 8-15, of eight channels, then of the next
+      const int piece = TILES * l.group % 8 + (l.lane >> 4);
+      load_matrix4_transposed(b, image + (TILES * l.group >> 3) * (STATE_BYTES / 2) +
+                                     swizzled(16 * kk + (l.lane & 15), piece + 2 * m));
+    }
+  };
+  Sums sums = {}, own_left = {}, own_right = {};
+  Sums &low_left = ONE_SUM ? sums : own_left, &low_right = ONE_SUM ? sums : own_right;
+  u32 high[K_TILES][4], b[K_TILES][TILES / 2][4];
 #pragma unroll
   for (int kk = 0; kk < K_TILES; ++kk) {
-    Split a;
-    load_matrix4(a.high, left_at(left, l, kk));
-    load_matrix4(a.low, left_at(left, l, kk) + PART_BYTES);
+    load_matrix4(high[kk], left_at(left, l, kk));
 #pragma unroll
     for (int m = 0; m < TILES / 2; ++m) {
-      u32 b[4], b_low[4];
-      if (TRANSPOSED) {
-        const int channel = CHANNELS * l.group + 16 * m + 8 * (l.lane >> 4) + (l.lane & 7);
-        const u32 at =
-            right + (kk >> 2) * (STATE_BYTES / 2) + swizzled(channel, 2 * (kk & 3) + (l.lane >> 3 & 1));
-        load_matrix4(b, at);
-        load_matrix4(b_low, at + STATE_BYTES);
-      } else {
-        const u32 at = image + swizzled(16 * kk + (l.lane & 15), piece + 2 * m);
-        load_matrix4_transposed(b, at);
-        load_matrix4_transposed(b_low, at + STATE_BYTES);
-      }
+      load_right(b[kk][m], right, kk, m);
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const int tile = 2 * m + n;
-        mma_bf16(sums.x[tile], a.high, b[2 * n], b[2 * n + 1]);
-        mma_bf16(low_left.x[tile], a.low, b[2 * n], b[2 * n + 1]);
-        mma_bf16(low_right.x[tile], a.high, b_low[2 * n], b_low[2 * n + 1]);
-      }
+      for (int n = 0; n < 2; ++n) mma_bf16(sums.x[2 * m + n], high[kk], b[kk][m][2 * n], b[kk][m][2 * n + 1]);
     }
   }
 #pragma unroll
-  for (int tile = 0; tile < TILES; ++tile) {
+  for (int kk = 0; kk < K_TILES; ++kk) {
+    u32 low[4];
+    load_matrix4(low, left_at(left, l, kk) + PART_BYTES);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) sums.x[tile][e] += low_left.x[tile][e] + low_right.x[tile][e];
+    for (int m = 0; m < TILES / 2; ++m) {
+      u32 b_low[4];
+      load_right(b_low, right + STATE_BYTES, kk, m);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        mma_bf16(low_left.x[2 * m + n], low, b[kk][m][2 * n], b[kk][m][2 * n + 1]);
+        mma_bf16(low_right.x[2 * m + n], high[kk], b_low[2 * n], b_low[2 * n + 1]);
+      }
+    }
   }
+  if (!ONE_SUM) {
+    add(own_left, own_right);
+    add(sums, own_left);
+  }
+  return sums;
 }

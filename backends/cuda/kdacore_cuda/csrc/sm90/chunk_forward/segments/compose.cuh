@@ -77,15 +77,16 @@ __device__ __forceinline__ void compose(Sums& sums, int steps, u32 shared, const
 #pragma unroll 1
   for (int i = 0; i < steps; ++i) {
     keep(i);
-    Sums after_next;  // asked for at the step's head: where the step ends, moving it to `next` would wait for it
+    Sums
+        after_next;  // asked for at the step's head: where the step ends, moving it to `next` would wait for it
     read_addend(after_next, i + 1);
     const u32 left = shared + OFFSET(SharedMemory, left) + (i & 1) * 2 * PART_BYTES;
     store_left(sums, left, l);
     sync_block();  // and all have used A of the previous step
     fetch(i + 2);
     barrier_wait(barrier_at(i), i / STAGES & 1);
-    multiply<TRANSPOSED>(next, left, right_at(i), l);
-    sums = next;
+    sums = multiply<TRANSPOSED>(left, right_at(i), l);
+    add(sums, next);
     next = after_next;
   }
 }

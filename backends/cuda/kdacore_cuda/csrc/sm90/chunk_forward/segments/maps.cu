@@ -134,6 +134,7 @@ KDA_KERNEL(THREADS, 1) maps(KDA_PARAM SegmentParams p) {
   const u32 shared = shared_address(memory);
   make_barriers(shared);
   const Task task = find_task(p, block_index());
+  if (p.flags & FLAG_EARLY_COMPOSING) launch_dependents();
   if (task.idle) return;
   const int warp = uniform(thread_index() >> 5);
   if (warp < STATE_WARPS) {

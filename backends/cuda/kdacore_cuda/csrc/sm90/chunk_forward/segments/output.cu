@@ -8,12 +8,21 @@
 // Warps, rings and synchronisation: segment_scan.cuh. o is computed transposed (V by tokens) and
 // stored one chunk later, while the matrix unit works, through the places of the next chunk's values
 // that no other warp reads.
+//
+// Macros from the host: those of segment_scan.cuh; COMPOSES: no launch before this one made start states
+// (compose_start.cuh), for sequences that begin with zeros.
 #include "common/clear_rows.cuh"
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 constexpr u32 STAGED_BYTES = sizeof(ChunkOperands);
 constexpr int BLOCK_VALUES = 64 * WARPGROUPS, PRODUCER_WARPS = WARPGROUPS == 2 ? 4 : 1;
 #include "sm90/chunk_forward/segments/inner_marks.cuh"
 #include "sm90/chunk_forward/segments/output_rows.cuh"
+#ifndef COMPOSES
+#define COMPOSES 0
+#endif
+#if COMPOSES
+#include "sm90/chunk_forward/segments/compose_start.cuh"
+#endif
 
 __device__ __forceinline__ Segment find_block(const SegmentParams& p, int block) {
   const int slot = block / p.HV, hv = block - slot * p.HV;
@@ -32,13 +41,27 @@ __device__ __forceinline__ long long first_checkpoint(const SegmentParams& p, in
 // registers in the loop over chunks.
 __device__ __forceinline__ void scan_segment(const SegmentParams& p, u32 shared, const Lane& l) {
   const auto find_own = [&] { return find_block(p, opaque(block_index()) / PARTS); };
-  const Segment x = find_own();
   const int row = l.row + l.g;
   State state;
+  OperandRing ring = {shared};
+#if COMPOSES
+  {
+    const Segment own = find_own();
+    state = {};
+    if (own.index) {
+      compose_start(p, own, state, ring, l);
+      if (p.flags & FLAG_KEEP_STARTS)
+        write_pairs(state.s, row, 2 * l.t, p.starts + own.place * FULL_STATE_BYTES);
+    }
+  }
+#endif
+  const Segment x = find_own();
+#if !COMPOSES
   if (x.index || (!x.last() && keeps_initial_state(p)))
     read_pairs(state.s, row, 2 * l.t, p.starts + x.place * FULL_STATE_BYTES);
   else
     read_state(state, row, l.t, initial_state_at(p, x.n, x.hv, K * V), p.flags);
+#endif
   const auto every = [&] { return opaque(p.ckpt_every) / C; };  // chunks between checkpoints
   u64 checkpoint = 0;                                           // the next one
   const auto write_checkpoint = [&] {
@@ -62,7 +85,6 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, u32 shared,
   pack_state(s, state);
   TokenOperand out = {};  // of the chunk before
   int out_tokens = 0;
-  OperandRing ring = {shared};
   int c = x.begin;
 #pragma unroll 1
   while (c < x.end) {
@@ -147,7 +169,11 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, u32 shared,
     keep_states_at_end(p, own, state, l);
     take_marked_steps(p, own, ring, l, store_last_output);
   }
+#if COMPOSES  // another stage may still have a map, which other warps read
+  store_last_output(shared + STAGE_LEAD + (ring.slot ? ring.slot - 1 : STAGES - 1) * STAGE_PITCH);
+#else
   store_last_output(shared + STAGE_LEAD);  // if not before; then the producer uses no stage any more
+#endif
 }
 
 // Rows of o that no sequence writes, by the warps that hold no state.
@@ -184,6 +210,12 @@ KDA_KERNEL(THREADS, 1) PAIRED_BLOCKS output(KDA_PARAM SegmentParams p) {
     set_role_registers<0>();
     const Segment x = find_block(p, block);
     OperandRing ring = {shared};
+#if COMPOSES
+    if (maps_before(x.index)) {
+      wait_for_inputs();
+      produce_maps(p, x, ring);
+    }
+#endif
     produce(p, x, ring, part);
     if (p.marks) produce_marks(p, x, ring, part);
     wait_for_inputs();

@@ -1,6 +1,6 @@
 // A sequence is cut into segments from its start, whatever its length, so that later tokens do not
-// move a border: p.short_segments of p.segment chunks, p.middle_segments of p.middle_segment chunks, then
-// segments of p.long_segment. None is shorter than the one before it.
+// move a border: p.first_segments of p.segment chunks, p.later_segments of p.later_segment, p.middle_segments
+// of p.middle_segment, then segments of p.long_segment.
 //
 // Over a segment the state (V by K) changes by an affine map, S' = S A + B. `maps` holds A and `addends` B
 // of every segment but a sequence's last, `starts` the state at the start of every segment but a
@@ -12,7 +12,8 @@
 //   addends as starts
 //   starts  float states in the order of read_pairs. That of a sequence's first segment is read only
 //           where the initial state is in the row that the final state goes to, which then is written
-//           too early for some; where it begins with zeros it is there only then
+//           too early for some; where it begins with zeros it is there only then. Where blocks of output find
+//           them (compose_start.cuh) they are stored for the backward alone
 #pragma once
 
 #include "common/state_rows.cuh"
@@ -29,22 +30,33 @@ constexpr u32 MAP_BYTES = sizeof(MapImages);
 // The chunk that segment `index` of a sequence begins with.
 template <class Params>
 __device__ __forceinline__ int segment_begin(const Params& p, int index) {
-  const int behind = index - p.short_segments, beyond = behind - p.middle_segments;
-  return index * p.segment + (behind > 0 ? behind * (p.middle_segment - p.segment) : 0) +
-         (beyond > 0 ? beyond * (p.long_segment - p.middle_segment) : 0);
+  const auto longer = [](int segments, int by) { return segments > 0 ? segments * by : 0; };
+  const int later = index - p.first_segments, middle = later - p.later_segments,
+            behind = middle - p.middle_segments;
+  return index * p.segment + longer(later, p.later_segment - p.segment) +
+         longer(middle, p.middle_segment - p.later_segment) +
+         longer(behind, p.long_segment - p.middle_segment);
 }
 
 // Segments of a sequence of `chunks` chunks.
 template <class Params>
 __device__ __forceinline__ int segments_in(const Params& p, int chunks) {
-  const int behind = chunks - p.short_segments * p.segment;
-  if (behind <= 0) return (chunks + p.segment - 1) / p.segment;
-  const int beyond = behind - p.middle_segments * p.middle_segment;
-  if (beyond <= 0) return p.short_segments + (behind + p.middle_segment - 1) / p.middle_segment;
-  return p.short_segments + p.middle_segments + (beyond + p.long_segment - 1) / p.long_segment;
+  int segments = 0;  // before those that are as long as the last one
+  const auto end_among = [&](int length, int count) {
+    if (chunks <= count * length) return true;
+    chunks -= count * length;
+    segments += count;
+    return false;
+  };
+  const int length = end_among(p.segment, p.first_segments)           ? p.segment
+                     : end_among(p.later_segment, p.later_segments)   ? p.later_segment
+                     : end_among(p.middle_segment, p.middle_segments) ? p.middle_segment
+                                                                      : p.long_segment;
+  return segments + (chunks + length - 1) / length;
 }
 
-// Slot of the first segment of sequence n. A pack has slots for short segments alone, which suffice.
+// Slot of the first segment of sequence n. A pack has slots for first segments alone, which suffice, as no
+// segment of a pack is shorter.
 template <class Params>
 __device__ __forceinline__ int first_segment(const Params& p, int n) {
   return p.cu_seqlens ? (int)(load_index(p.cu_seqlens, n, p.flags & FLAG_CU64) / (C * p.segment)) + n

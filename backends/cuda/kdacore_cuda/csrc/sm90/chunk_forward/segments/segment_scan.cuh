@@ -98,6 +98,16 @@ __device__ __forceinline__ Values find_values(const SegmentParams& p, const Sequ
       2 * p.v_st, 0};
 }
 
+// Copies `bytes` that all blocks of the cluster need, this block's share of them to all.
+__device__ __forceinline__ void copy_shared_part(u32 to, u64 from, u32 bytes, u32 full) {
+#if CLUSTER == 2
+  const u32 half = bytes / 2, at = block_index() % 2 * half;
+  copy_in_to_both(to + at, reinterpret_cast<const void*>(from + at), half, full);
+#else
+  copy_in(to, reinterpret_cast<const void*>(from), bytes, full);
+#endif
+}
+
 // This block's part of the first `bytes` of a record.
 __device__ __forceinline__ void copy_record(const OperandRing& ring, u64 record, u32 bytes) {
 #if CLUSTER == 2

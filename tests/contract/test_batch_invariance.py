@@ -90,7 +90,7 @@ def bits_of(request: Request) -> tuple[object, ...]:
 
     items = items_for_choice(request)
     plan = ChunkForwardPlan(request)
-    return (use_segments(items, True, 132), *sorted(plan.config.items()))
+    return (use_segments(items, True, 132, lambda: 4.9e12), *sorted(plan.config.items()))
 
 
 @pytest.mark.parametrize("heads", [1, 4, 16, 40])

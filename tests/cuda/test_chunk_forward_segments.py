@@ -24,6 +24,7 @@ from kdacore_cuda import (
     chunk_forward,
     chunk_forward_segments,
     chunk_forward_segments_kernels,
+    driver,
     segment_lengths,
     torch_launch,
 )
@@ -434,9 +435,37 @@ def test_few_heads_go_in_segments(emulated: list[str], monkeypatch: pytest.Monke
         chunk_forward.forward(request_of("chunk_kda", inputs, **BOUNDED_MODEL), inputs)
         assert emulated[-1].startswith("output")
     use = chunk_forward_segments_kernels.use_segments
-    assert [n for n in range(1, 100) if use(n, True, 132)] == [*range(1, 20)]
-    assert [n for n in range(1, 100) if use(n, False, 132)] == [*range(1, 23)]
-    assert not use(16, True, 66)
+    h100, h200 = 3.35e12, 4.9e12
+    for rate, bounded, most in ((h100, True, 19), (h200, True, 22), (h100, False, 22), (h200, False, 22)):
+        assert [n for n in range(1, 100) if use(n, bounded, 132, lambda rate=rate: rate)] == [
+            *range(1, most + 1)
+        ]
+    assert not use(16, True, 66, lambda: h200)
+
+
+@pytest.mark.parametrize(("rate", "in_segments"), [(3.35e12, False), (4.9e12, True)], ids=["H100", "H200"])
+def test_where_memory_is_fast_more_heads_go_in_segments(
+    monkeypatch: pytest.MonkeyPatch, rate: float, in_segments: bool
+) -> None:
+    monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(torch_launch, "memory_rate", lambda index: rate)
+    for heads, expected in ((19, True), (20, in_segments), (22, in_segments), (23, False)):
+        token = torch.empty(1, 64, heads, 128, dtype=torch.bfloat16)
+        inputs = ChunkInputs(token, token, token, token, token[..., 0])
+        request = request_of("chunk_kda", inputs, **SAFE_LOG)
+        assert chunk_forward.plan_of(request).in_segments == expected, heads
+
+
+def test_a_memory_rate_is_what_clock_and_bus_give() -> None:
+    class Dll:
+        def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:
+            value._obj.value = {36: 3_201_000, 37: 6144}[attribute]  # an H200's
+            return 0
+
+    found = driver.Driver.__new__(driver.Driver)
+    found._dll = Dll()
+    assert found.memory_rate(0) == 4_916_736_000_000
 
 
 def test_the_benchmark_times_what_a_call_launches(emulated: list[str]) -> None:

@@ -181,7 +181,7 @@ def test_host_time(T: int, bound: float) -> None:
 
 
 def test_few_heads_go_in_segments() -> None:
-    assert chunk_forward_segments_kernels.use_segments(16, True, torch_launch.multiprocessors(0))
+    assert chunk_forward_segments_kernels.use_segments(16, True, torch_launch.multiprocessors(0), lambda: 0.0)
     inputs = draw(64, 16)
     got = chunk_forward.forward(r := request(inputs, **BOUNDED_MODEL), inputs)
     assert same(got, chunk_forward_segments.forward(r, inputs))

@@ -338,10 +338,19 @@ def test_devices_are_counted_as_the_driver_does(monkeypatch: pytest.MonkeyPatch)
         id, local_hardware_id, core_count = 9, 1, 148
 
     monkeypatch.setattr(jax_devices, "_local_devices", lambda: [Gpu()])
-    for function in (jax_devices.ordinal, jax_devices.multiprocessors):
+
+    class Driver:
+        def memory_rate(self, device: int) -> int:
+            return 10**12 * (1 + device)
+
+    monkeypatch.setattr(jax_devices, "driver", Driver)
+    functions = (jax_devices.ordinal, jax_devices.multiprocessors, jax_devices.memory_rate)
+    for function in functions:
         function.cache_clear()
     assert jax_devices.ordinal(9) == 1 and jax_devices.multiprocessors(1) == 148
+    assert jax_devices.memory_rate(1) == 2 * 10**12
+    assert jax_devices.memory_rate(0) == 0  # as where a program is exported: no such device
     there = dataclasses.replace(_request(), device=dataclasses.replace(HOPPER, index=9))
     assert jax_launch.planned(there).device.index == 1
-    for function in (jax_devices.ordinal, jax_devices.multiprocessors):
+    for function in functions:
         function.cache_clear()

@@ -30,7 +30,7 @@ from kdacore_cuda.chunk_forward_segments_kernels import use_segments
 from kdacore_cuda.chunk_kept import keeps
 from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, GATES, TYPES
 from kdacore_cuda.launch import Launcher
-from kdacore_cuda.multiprocessors import multiprocessors_of
+from kdacore_cuda.multiprocessors import memory_rate_of, multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.pool_arguments import pool_arguments, returned
 from kdacore_cuda.request_encoding import (
@@ -120,7 +120,9 @@ def _make_plan(r: Request) -> ChunkForwardPlan:
         in_dataflow=in_dataflow,
         in_segments=hopper
         and not in_dataflow
-        and use_segments(items_for_choice(r), has_bounded_gate(r), multiprocessors),
+        and use_segments(
+            items_for_choice(r), has_bounded_gate(r), multiprocessors, lambda: memory_rate_of(r)
+        ),
     )
 
 

@@ -13,6 +13,7 @@ from functools import cache
 
 LIBRARY = "libcuda.so.1"
 _MULTIPROCESSORS, _CAPABILITY = 16, (75, 76)  # of CUdevice_attribute; major and minor
+_MEMORY_CLOCK, _MEMORY_BUS = 36, 37  # kHz, bits
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 NO_CONTEXT = 201
 """CUDA_ERROR_INVALID_CONTEXT: a launch in a thread that has not used CUDA yet, such as a new one of
@@ -89,6 +90,12 @@ class Driver:
     def multiprocessors(self, device: int) -> int:
         """Multiprocessors of a device. DriverError if there is none of that number."""
         return self._attribute(_MULTIPROCESSORS, device)
+
+    def memory_rate(self, device: int) -> int:
+        """Bytes a second that a device's memory delivers at most, as its clock and bus say. DriverError if
+        there is none of that number."""
+        clock, bus = (self._attribute(x, device) for x in (_MEMORY_CLOCK, _MEMORY_BUS))
+        return 2 * 1000 * clock * bus // 8
 
     def capability(self, device: int) -> int:
         """Compute capability of a device, times 10. DriverError if there is none of that number."""

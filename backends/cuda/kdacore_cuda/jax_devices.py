@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from kdacore_cuda.driver import driver
+
 ASSUMED_MULTIPROCESSORS = 132
 """Of an H100 or H200: for calls that are exported where there is no GPU. The handler refuses to run
 a program on a device with another number."""
@@ -24,6 +26,14 @@ def ordinal(index: int) -> int:
     """The driver's number of the device with JAX's number ``index``; they differ where several
     processes share a job."""
     return next((d.local_hardware_id for d in _local_devices() if d.id == index), index)
+
+
+@cache
+def memory_rate(index: int) -> int:
+    """Bytes a second that the memory of the device with the driver's number ``index`` delivers at most;
+    0 where there is no such device."""
+    found = any(d.local_hardware_id == index for d in _local_devices())
+    return driver().memory_rate(index) if found else 0
 
 
 @cache

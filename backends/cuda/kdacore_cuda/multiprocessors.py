@@ -1,4 +1,4 @@
-"""Multiprocessors of the device that a call is planned for, whichever library holds its arrays."""
+"""Multiprocessors and memory of the device that a call is planned for, whichever library holds its arrays."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ def multiprocessors(kind: ArrayKind, index: int) -> int:
     """Multiprocessors of the CUDA device that arrays of ``kind`` call ``index``."""
     library = jax_devices if kind == "jax" else torch_launch
     return int(library.multiprocessors(index))
+
+
+def memory_rate_of(request: Request) -> int:
+    """Bytes a second that the memory of a request's device delivers at most; 0 if that is not known."""
+    library = jax_devices if request.kind == "jax" else torch_launch
+    return int(library.memory_rate(request.device.index))
 
 
 def multiprocessors_of(request: Request) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kdacore_cuda.driver import driver
 from kdacore_cuda.launch import Launcher
 from kdacore_cuda.launch_sequence import LaunchSequence, StartAll
 from kdacore_cuda.prepacked_launch import PrepackedLauncher, Start
@@ -70,3 +71,9 @@ def sequence_start(sequence: LaunchSequence, arch: str, index: int) -> StartAll:
 def multiprocessors(index: int) -> int:
     """Multiprocessors of the CUDA device ``index``."""
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+@cache
+def memory_rate(index: int) -> int:
+    """Bytes a second that the memory of the CUDA device ``index`` delivers at most."""
+    return driver().memory_rate(index)

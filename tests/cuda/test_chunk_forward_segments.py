@@ -485,7 +485,7 @@ def test_blocks_share_states_while_multiprocessors_are_idle() -> None:
     assert [chain_blocks(n, 132) for n in (1, 16, 17, 27)] == [8, 8, 4, 4]
     paired = chunk_forward_segments_kernels.output_is_paired
     assert [paired(n, 2, False) for n in (8, 9, 14, 15)] == [False, True, True, False]
-    assert [paired(n, 2, True) for n in (5, 6, 14, 15)] == [False, True, True, False]
+    assert [paired(n, 2, True) for n in (3, 4, 14, 15)] == [False, True, True, False]
     assert not paired(12, 1, False)
 
 
@@ -558,8 +558,8 @@ def test_checkpoints_have_the_bits_of_calls_that_end_there(
 def test_segments_depend_on_heads_and_place_alone() -> None:
     heads = (1, 4, 6, 8, 12, 16, 27)
     lengths = [segment_lengths.choose_lengths(n, 132, packed=False) for n in heads]
-    assert [x.first for x in lengths] == [11, 11, 13, 17, 26, 32, 43]
-    assert [x.later for x in lengths] == [7, 7, 10, 16, 26, 32, 43]
+    assert [x.first for x in lengths] == [10, 10, 13, 17, 26, 32, 43]
+    assert [x.later for x in lengths] == [8, 8, 10, 16, 26, 32, 43]
     assert [x.middle for x in lengths] == [16, 16, 16, 16, 26, 32, 43]
     assert [x.long for x in lengths] == [32, 32, 32, 32, 32, 32, 43]
     assert [x.segments(128) for x in lengths] == [14, 14, 11, 8, 5, 4, 3]

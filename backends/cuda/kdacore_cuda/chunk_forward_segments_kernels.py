@@ -111,10 +111,11 @@ def output_is_paired(items: int, blocks: int, composes: bool) -> bool:
     """Whether the two blocks of a segment are a cluster in :func:`output_kernel`, given sequences times value heads
     and how many blocks a segment has.
 
-    With 9 to 14 of them output waits for L2, and loading each record once takes up to 10 % off it. With fewer, or
-    with 16, waiting for two blocks costs more than that saves.
+    With 9 to 14 of them output waits for L2, and loading each record once takes up to 10 % off it; with 4 to 8 that
+    is so for the maps that its blocks load where they compose. Elsewhere waiting for two blocks costs more than it
+    saves.
     """
-    return blocks == 2 and (6 if composes else 9) <= items <= 14
+    return blocks == 2 and (4 if composes else 9) <= items <= 14
 
 
 def output_composes(segments: int, blocks: int) -> bool:

@@ -95,8 +95,10 @@ def choose_lengths(items: int, multiprocessors: int, packed: bool) -> SegmentLen
     if packed or segments < _LEAST_SEGMENTS_TO_GRADE:
         return SegmentLengths.growing(first, -(-_REFERENCE_CHUNKS // first), *behind)
     segments = min(segments, _MOST_GRADED_SEGMENTS)
-    first = -(-_REFERENCE_CHUNKS // segments) + 1
-    first_segments = 2 * segments // 3
+    first = -(
+        -(2 * _REFERENCE_CHUNKS + segments) // (2 * segments)
+    )  # half a chunk more than if all were equal
+    first_segments = 5 * segments // 7
     left, left_segments = _REFERENCE_CHUNKS - first * first_segments, segments - first_segments
     later = -(-(left + _SHORTER_LAST) // left_segments)
     return SegmentLengths(first, first_segments, later, left_segments, *behind)

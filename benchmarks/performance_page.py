@@ -29,17 +29,16 @@ FORWARD = (
     "h200/bench-all-peers",
     "h200/bench-forward-training",
     "h200/bench-prefill",
-    "h200/bench-forward-decays",
+    "h200/bench-forward-composed",
 )
 TRAINING = (
     "h200/bench-peers",
     "h200/training-peers",
     "h200/bench-forward-training",
     "h200/bench-training-later",
-    "h200/bench-training-halves",
-    "h200/bench-training-decays",
+    "h200/bench-training-composed",
 )
-HEADS = ("h200/bench-heads", "h200/bench-heads-divisions")
+HEADS = ("h200/bench-heads", "h200/bench-heads-composed")
 CHOICE = "h100/bench-choice"
 DECODE = ("h200/decode",)
 STAGES = ("h200/stages-bench",)

@@ -146,15 +146,16 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
     if segments > 1:
         mapped = slots if r.packed else r.N * (segments - 1)
         launches.append(("maps", launcher(maps_kernel()), 2 * mapped * r.HV))
-        if composes and 2 * (mapped + slots) * r.HV <= multiprocessors:
-            flags |= FLAGS["EARLY_COMPOSING"]
-    if segments > 1 and not composes:
-        blocks = chain_blocks(items, multiprocessors)
-        launches.append(("chain", launcher(chain_kernel(blocks)), blocks * items))
-        if output_begins_early(blocks * items, multiprocessors):
-            flags |= FLAGS["EARLY_OUTPUT"]
-    if composes and keeps:
-        flags |= FLAGS["KEEP_STARTS"]
+        if composes:
+            if 2 * (mapped + slots) * r.HV <= multiprocessors:
+                flags |= FLAGS["EARLY_COMPOSING"]
+            if keeps:
+                flags |= FLAGS["KEEP_STARTS"]
+        else:
+            blocks = chain_blocks(items, multiprocessors)
+            launches.append(("chain", launcher(chain_kernel(blocks)), blocks * items))
+            if output_begins_early(blocks * items, multiprocessors):
+                flags |= FLAGS["EARLY_OUTPUT"]
     kernel = output_kernel(per_segment, output_is_paired(items, per_segment, composes), composes)
     launches.append(("output", launcher(kernel), per_segment * slots * r.HV))
     return ChunkForwardSegmentsPlan(

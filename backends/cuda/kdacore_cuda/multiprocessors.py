@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from kdacore.lazy import lazy_module
@@ -15,16 +16,18 @@ else:
     )
 
 
+def _library(kind: ArrayKind) -> ModuleType:
+    return jax_devices if kind == "jax" else torch_launch
+
+
 def multiprocessors(kind: ArrayKind, index: int) -> int:
     """Multiprocessors of the CUDA device that arrays of ``kind`` call ``index``."""
-    library = jax_devices if kind == "jax" else torch_launch
-    return int(library.multiprocessors(index))
+    return int(_library(kind).multiprocessors(index))
 
 
 def memory_rate_of(request: Request) -> int:
     """Bytes a second that the memory of a request's device delivers at most; 0 if that is not known."""
-    library = jax_devices if request.kind == "jax" else torch_launch
-    return int(library.memory_rate(request.device.index))
+    return int(_library(request.kind).memory_rate(request.device.index))
 
 
 def multiprocessors_of(request: Request) -> int:

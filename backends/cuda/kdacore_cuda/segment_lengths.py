@@ -40,8 +40,8 @@ class SegmentLengths(NamedTuple):
     def growing(
         cls, first: int, first_segments: int, middle: int, middle_segments: int, long: int
     ) -> SegmentLengths:
-        """Without later segments, which alone may be shorter than those before them: what packs need, as they have room
-        for as many segments as there would be if all were as long as the first ones."""
+        """Lengths of which none is less than the one before (there are no later segments). Packs need this: their
+        workspace has a slot for every ``first`` chunks, so shorter segments would not all find one."""
         return cls(first, first_segments, first, 0, middle, middle_segments, long)
 
     def of(self, index: int) -> int:
@@ -84,9 +84,9 @@ def choose_lengths(items: int, multiprocessors: int, packed: bool) -> SegmentLen
     the bits of those before. The place in the sequence may: behind those 8192 tokens, and again 16 segments
     later, there are blocks enough, and longer segments leave fewer maps to chain.
 
-    The later ones of many segments are shorter, as their blocks first apply the maps of all segments before
-    (``chunk_forward_segments_kernels.output_composes``), a map in about the time of a chunk. The last one of
-    8192 tokens is three chunks shorter again.
+    With 8 segments or more the later ones are shorter: their blocks first apply the maps of all segments before
+    theirs (``chunk_forward_segments_kernels.output_composes``), and a map takes about as long as a chunk. The
+    last segment of 8192 tokens gets at least three chunks less than the other later ones.
     """
     segments = max(1, multiprocessors // (2 * items))
     first = min(max(_LEAST_CHUNKS, -(-_REFERENCE_CHUNKS // segments)), _MOST_CHUNKS)
@@ -95,9 +95,8 @@ def choose_lengths(items: int, multiprocessors: int, packed: bool) -> SegmentLen
     if packed or segments < _LEAST_SEGMENTS_TO_GRADE:
         return SegmentLengths.growing(first, -(-_REFERENCE_CHUNKS // first), *behind)
     segments = min(segments, _MOST_GRADED_SEGMENTS)
-    first = -(
-        -(2 * _REFERENCE_CHUNKS + segments) // (2 * segments)
-    )  # half a chunk more than if all were equal
+    # Half a chunk longer than if all were equal, rounded up.
+    first = -(-(2 * _REFERENCE_CHUNKS + segments) // (2 * segments))
     first_segments = 5 * segments // 7
     left, left_segments = _REFERENCE_CHUNKS - first * first_segments, segments - first_segments
     later = -(-(left + _SHORTER_LAST) // left_segments)

@@ -13,9 +13,9 @@ struct Decays {
   float from_start[2][8], to_end[2][8];
 };
 
-// Products of token pairs. The operands are multiplied in 16 bits: their errors average out over the channels
-// summed. Each lane stores its sums, 16 bytes a part, as soon as they are complete, so that they occupy no
-// registers; the solver's same lane reads them.
+// Products of token pairs. The operands are rounded to 16 bits: the rounding errors average out in the sum over
+// channels. Each lane stores its sums in shared memory (16 bytes for each part) as soon as they are complete, which
+// frees their registers; the same lane of the solver warp reads them.
 __device__ __forceinline__ void pair_products(const Raw& raw, const Decays& d, u32 part) {
   float sums[4] = {};
 #pragma unroll

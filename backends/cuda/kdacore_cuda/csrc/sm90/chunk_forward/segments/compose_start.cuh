@@ -31,9 +31,9 @@ __device__ __forceinline__ void produce_maps(const SegmentParams& p, const Segme
 }
 
 // sums = state A, with A in the ring's stage. `meanwhile()` is called once the state is not needed any more.
-// The low parts are taken while the first products run. Products with the low parts of A come last, since they
-// read the high parts of the state: after their last product registers may be overwritten, for which the
-// compiler would let that product end first.
+// The low parts are taken while the first products run. The products with the low parts of A come last, so that
+// the high parts of the state are in use until then: otherwise the compiler would reuse their registers earlier,
+// and wait for the first products before it does.
 template <class Meanwhile>
 __device__ __forceinline__ void multiply_map(State& sums, State& state, OperandRing& ring, const Lane& l,
                                              Meanwhile meanwhile) {
@@ -77,7 +77,7 @@ __device__ __forceinline__ void compose_start(const SegmentParams& p, const Segm
   u64 addend = segment_places(p, x.n, x.hv).state(p.addends, 0);
   const auto read_addend = [&] { read_pairs(state.s, l.row + l.g, 2 * l.t, addend); };
   read_addend();
-  // uniform: in a loop whose end may differ between lanes the compiler lets each product end before the next.
+  // uniform: if lanes may leave the loop at different times, the compiler serializes the products.
 #pragma unroll 1
   for (int left = uniform(maps_before(x.index)); left; --left) {
     State sums = {};

@@ -436,7 +436,7 @@ def test_few_heads_go_in_segments(emulated: list[str], monkeypatch: pytest.Monke
         assert emulated[-1].startswith("output")
     use = chunk_forward_segments_kernels.use_segments
     h100, h200 = 3.35e12, 4.9e12
-    for rate, bounded, most in ((h100, True, 19), (h200, True, 22), (h100, False, 22), (h200, False, 22)):
+    for rate, bounded, most in ((h100, True, 17), (h200, True, 22), (h100, False, 22), (h200, False, 22)):
         assert [n for n in range(1, 100) if use(n, bounded, 132, lambda rate=rate: rate)] == [
             *range(1, most + 1)
         ]
@@ -450,7 +450,7 @@ def test_where_memory_is_fast_more_heads_go_in_segments(
     monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(torch_launch, "memory_rate", lambda index: rate)
-    for heads, expected in ((19, True), (20, in_segments), (22, in_segments), (23, False)):
+    for heads, expected in ((17, True), (18, in_segments), (22, in_segments), (23, False)):
         token = torch.empty(1, 64, heads, 128, dtype=torch.bfloat16)
         inputs = ChunkInputs(token, token, token, token, token[..., 0])
         request = request_of("chunk_kda", inputs, **SAFE_LOG)
@@ -556,19 +556,19 @@ def test_checkpoints_have_the_bits_of_calls_that_end_there(
 
 
 def test_segments_depend_on_heads_and_place_alone() -> None:
-    heads = (1, 4, 6, 8, 12, 16, 27)
+    heads = (1, 4, 6, 8, 10, 12, 16, 20, 27)
     lengths = [segment_lengths.choose_lengths(n, 132, packed=False) for n in heads]
-    assert [x.first for x in lengths] == [10, 10, 13, 17, 26, 32, 43]
-    assert [x.later for x in lengths] == [8, 8, 10, 16, 26, 32, 43]
-    assert [x.middle for x in lengths] == [16, 16, 16, 16, 26, 32, 43]
-    assert [x.long for x in lengths] == [32, 32, 32, 32, 32, 32, 43]
-    assert [x.segments(128) for x in lengths] == [14, 14, 11, 8, 5, 4, 3]
+    assert [x.first for x in lengths] == [10, 10, 13, 17, 18, 20, 32, 32, 43]
+    assert [x.later for x in lengths] == [8, 8, 10, 16, 23, 28, 32, 48, 43]
+    assert [x.middle for x in lengths] == [16, 16, 16, 16, 22, 27, 32, 48, 43]
+    assert [x.long for x in lengths] == [32, 32, 32, 32, 32, 32, 32, 48, 43]
+    assert [x.segments(128) for x in lengths] == [14, 14, 11, 8, 6, 5, 4, 3, 3]
     packed = [segment_lengths.choose_lengths(n, 132, packed=True) for n in heads]
-    assert [x.first for x in packed] == [10, 10, 12, 16, 26, 32, 43]
+    assert [x.first for x in packed] == [10, 10, 12, 16, 22, 26, 32, 43, 43]
     assert not any(x.later_segments for x in packed)  # which have slots for segments as long as the first
     for x in (*lengths, *packed):
-        first = x.first * x.first_segments + x.later * x.later_segments
-        assert 8192 <= 64 * first < 8192 + 64 * x.later
+        of_8192_tokens = [x.of(j) for j in range(x.segments(128))]
+        assert sum(of_8192_tokens[:-1]) < 128 <= sum(of_8192_tokens)
 
 
 def test_as_many_segments_as_their_lengths_make() -> None:
@@ -581,6 +581,15 @@ def test_as_many_segments_as_their_lengths_make() -> None:
             begins.append(begins[-1] + lengths.of(j))
         for chunks in range(1, 200):
             assert lengths.segments(chunks) == sum(begin < chunks for begin in begins)
+
+
+def test_the_benchmark_reads_lengths_as_it_says() -> None:
+    from benchmarks.segment_lengths import parse
+
+    assert parse("shipped") is None
+    assert parse("20x1,28x2,27") == SegmentLengths(20, 1, 28, 2, 27, 16, 32)
+    assert parse("32x1,48") == SegmentLengths(32, 1, 48, 0, 48, 16, 48)
+    assert parse("16") == SegmentLengths(16, 0, 16, 0, 16, 16, 32)
 
 
 @pytest.mark.parametrize(

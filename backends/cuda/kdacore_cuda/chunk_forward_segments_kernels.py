@@ -137,9 +137,10 @@ def output_begins_early(chain_blocks: int, multiprocessors: int) -> bool:
     return 4 * chain_blocks <= multiprocessors
 
 
-_CYCLES_PER_CHUNK_IN_SEGMENTS = {True: 21_000, False: 23_800}
+_CYCLES_PER_CHUNK_IN_SEGMENTS = {True: 23_500, False: 23_800}
 """By whether gates are bounded: cycles of one multiprocessor for 64 tokens of one value head in segments, all
-launches together."""
+launches together. With a bounded gate 8192 tokens take a tenth less; but then 3072 and 16384 tokens of 18 or 19 heads
+would be up to 12 % slower than in the fused kernel."""
 _CYCLES_WITH_FAST_MEMORY, _FAST_MEMORY = 18_500, 4e12
 """The same with a bounded gate and more than 16 heads, which the bytes limit, where the memory delivers so many bytes a
 second or more: an H200, not an H100."""

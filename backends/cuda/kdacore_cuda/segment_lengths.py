@@ -11,6 +11,9 @@ from kdacore_cuda.multiprocessors import multiprocessors_of
 _LEAST_CHUNKS, _MOST_CHUNKS, _REFERENCE_CHUNKS = 10, 43, 128
 _LEAST_MIDDLE_CHUNKS, _MIDDLE_SEGMENTS, _LEAST_LONG_CHUNKS = 16, 16, 32
 _LEAST_SEGMENTS_TO_GRADE, _MOST_GRADED_SEGMENTS, _SHORTER_LAST = 8, 14, 3
+_SHORTER_FIRST = {3: (32, 48, 48), 5: (20, 28, 27), 6: (18, 23, 22)}
+"""By how many segments 8192 tokens have, where the first one is shorter than the others: chunks in the first segment,
+in the two behind it, and in the others."""
 
 
 class SegmentLengths(NamedTuple):
@@ -84,6 +87,9 @@ def choose_lengths(items: int, multiprocessors: int, packed: bool) -> SegmentLen
     the bits of those before. The place in the sequence may: behind those 8192 tokens, and again 16 segments
     later, there are blocks enough, and longer segments leave fewer maps to chain.
 
+    Calls of fewer tokens have fewer segments, so where those are long the first one is shorter
+    (:data:`_SHORTER_FIRST`): with 12 heads 2048 tokens take 13 % less time, and 8192 up to 1 % more.
+
     With 8 segments or more the later ones are shorter: their blocks first apply the maps of all segments before
     theirs (``chunk_forward_segments_kernels.output_composes``), and a map takes about as long as a chunk. The
     last segment of 8192 tokens gets at least three chunks less than the other later ones.
@@ -92,6 +98,9 @@ def choose_lengths(items: int, multiprocessors: int, packed: bool) -> SegmentLen
     first = min(max(_LEAST_CHUNKS, -(-_REFERENCE_CHUNKS // segments)), _MOST_CHUNKS)
     middle = max(first, _LEAST_MIDDLE_CHUNKS)
     behind = (middle, _MIDDLE_SEGMENTS, max(middle, _LEAST_LONG_CHUNKS))
+    if not packed and segments in _SHORTER_FIRST:
+        first, later, middle = _SHORTER_FIRST[segments]
+        return SegmentLengths(first, 1, later, 2, middle, _MIDDLE_SEGMENTS, max(middle, _LEAST_LONG_CHUNKS))
     if packed or segments < _LEAST_SEGMENTS_TO_GRADE:
         return SegmentLengths.growing(first, -(-_REFERENCE_CHUNKS // first), *behind)
     segments = min(segments, _MOST_GRADED_SEGMENTS)

@@ -11,7 +11,7 @@ from kdacore_cuda.multiprocessors import multiprocessors_of
 _LEAST_CHUNKS, _MOST_CHUNKS, _REFERENCE_CHUNKS = 10, 43, 128
 _LEAST_MIDDLE_CHUNKS, _MIDDLE_SEGMENTS, _LEAST_LONG_CHUNKS = 16, 16, 32
 _LEAST_SEGMENTS_TO_GRADE, _MOST_GRADED_SEGMENTS, _SHORTER_LAST = 8, 14, 3
-_SHORTER_FIRST = {3: (32, 48, 48), 5: (20, 28, 27), 6: (18, 23, 22)}
+_SHORTER_FIRST = {3: (32, 48, 48), 5: (21, 27, 27), 6: (18, 23, 22)}
 """By how many segments 8192 tokens have, where the first one is shorter than the others: chunks in the first segment,
 in the two behind it, and in the others."""
 
@@ -88,7 +88,7 @@ def choose_lengths(items: int, multiprocessors: int, packed: bool) -> SegmentLen
     later, there are blocks enough, and longer segments leave fewer maps to chain.
 
     Calls of fewer tokens have fewer segments, so where those are long the first one is shorter
-    (:data:`_SHORTER_FIRST`): with 12 heads 2048 tokens take 13 % less time, and 8192 up to 1 % more.
+    (:data:`_SHORTER_FIRST`): with 12 heads 2048 tokens take 11 % less time, and 8192 up to 1 % more.
 
     With 8 segments or more the later ones are shorter: their blocks first apply the maps of all segments before
     theirs (``chunk_forward_segments_kernels.output_composes``), and a map takes about as long as a chunk. The

@@ -83,15 +83,16 @@ def test_packaged_kernels_use_the_matrix_unit_and_wait_for_their_inputs(
     code = disassemble(FOLDER / row["file"])
     assert found(code) == products(kernel)
     # walk begins after every block of its call's first launch has waited, and waits for the end of that one.
-    # Output loads at once what was there before the launch ahead of it began.
-    order = {"walk": waits_last, "output": waits_before_it_writes}.get(kernel.entry, waits_first)
+    # Output loads at once what was there before the launch ahead of it let it begin, maps the call's values.
+    orders = {"walk": waits_last, "output": waits_before_it_writes, "maps": waits_before_it_writes}
+    order = orders.get(kernel.entry, waits_first)
     assert order(code)
 
 
-WAITS = {"output.cu": 5}
+WAITS = {"output.cu": 5, "maps.cu": 3}
 """Of a kernel whose roles wait each for themselves. Output: all threads where no launch chains segments; blocks without
 a segment; warps with the state; producers, before they load maps, and behind records, which were there before the
-launch ahead began."""
+launch ahead let this one begin. Maps: blocks without a segment; warps with the state; producers, behind values."""
 
 
 def test_every_kernel_waits_for_its_inputs() -> None:

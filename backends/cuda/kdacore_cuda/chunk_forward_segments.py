@@ -147,8 +147,6 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
         mapped = slots if r.packed else r.N * (segments - 1)
         launches.append(("maps", launcher(maps_kernel()), 2 * mapped * r.HV))
         if composes:
-            if 2 * (mapped + slots) * r.HV <= multiprocessors:
-                flags |= FLAGS["EARLY_COMPOSING"]
             if keeps:
                 flags |= FLAGS["KEEP_STARTS"]
         else:

@@ -113,9 +113,10 @@ def output_is_paired(items: int, blocks: int, composes: bool) -> bool:
 
     With 9 to 14 of them output waits for L2, and loading each record once takes up to 10 % off it; with 4 to 8 that
     is so for the maps that its blocks load where they compose. Elsewhere waiting for two blocks costs more than it
-    saves.
+    saves. But with 15 and more, where records do not stay in L2, both blocks of a segment must load them at the same
+    time, or each comes from memory twice. They begin at different times where this launch begins while maps end.
     """
-    return blocks == 2 and (4 if composes else 9) <= items <= 14
+    return blocks == 2 and (items >= 4 if composes else 9 <= items <= 14)
 
 
 def output_composes(segments: int, blocks: int) -> bool:

@@ -345,7 +345,6 @@ FLAGS: dict[str, int] = {
             "MARK_ROWS64",
             "KEPT_MAPS",
             "EARLY_OUTPUT",
-            "EARLY_COMPOSING",
             "KEEP_STARTS",
         )
     )
@@ -354,8 +353,7 @@ FLAGS: dict[str, int] = {
 state after every token goes to its own pool row. ``SCALAR_GATE``: one decay per head, ``g [B, T, HV]``.
 ``CLEAR_TAIL``: rows of ``o`` beyond the last offset of a pack are to be zero. ``KEPT_MAPS``: a backward takes each
 segment's map of the state, and the state at its start, from what the forward kept. ``EARLY_OUTPUT``: the
-launch that chains segments lets the next one begin, which loads operands on multiprocessors that are idle;
-``EARLY_COMPOSING``: likewise the launch before it, where none chains segments.
+launch that chains segments lets the next one begin, which loads operands on multiprocessors that are idle.
 ``KEEP_STARTS``: a launch that finds the states at the start of segments itself stores them for the backward."""
 
 GATES: dict[str, int] = {"log": 0, "softplus": 1, "sigmoid": 2}

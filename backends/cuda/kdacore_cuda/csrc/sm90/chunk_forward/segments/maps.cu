@@ -34,7 +34,6 @@ struct Task {
 __device__ __forceinline__ Task find_task(const SegmentParams& p, int block) {
   const int index = grid_blocks() - 1 - block, m = index / PARTS, slot = m / p.HV, hv = m - slot * p.HV;
   int j = opaque(slot / p.N), n = slot - j * p.N;
-  wait_for_inputs();  // before anything is read, but after divisions, which take a while
   if (p.cu_seqlens) find_slot_segment(p, slot, [&](int sequence, int segment) { n = sequence, j = segment; });
   Task task = {find_segment(p, n, j, hv), index % PARTS, false};
 #if OF_SLICE
@@ -94,11 +93,16 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task&
   }
   warpgroup_wait<0>();
   fence_registers(b.s);
+  // Here it hides how long the next launch takes to begin; its blocks would slow down those that still work if it
+  // began earlier.
+  launch_dependents();
   store_transposed_map(a, p.maps + task.x.place * MAP_BYTES, task.part, shared, l);
   write_transposed_pairs(b.s, l, p.addends + task.x.place * FULL_STATE_BYTES);
+  if (thread_index() == 0) copy_out_wait_read<0>();
 }
 
-// Loads the segment's chunks, the last one first.
+// Loads the segment's chunks, the last one first. Values are inputs of the call, older than the launch that made
+// the records, so the first ones are asked for before that has ended.
 __device__ __forceinline__ void produce_backwards(const SegmentParams& p, const Segment& x,
                                                   OperandRing& ring) {
   const int last = x.end - 1;
@@ -114,8 +118,11 @@ __device__ __forceinline__ void produce_backwards(const SegmentParams& p, const 
   };
   OperandRing before = ring;
   for (int c = last; c >= x.begin; --c, from -= record_step(p)) {
-    ask_for_chunk(ring, from, STAGED_BYTES, v);
+    ring.wait_empty();
+    ask_for_values(ring, v);
     copy_async_commit();
+    if (c == last) wait_for_inputs();
+    ask_for_record(ring, from, STAGED_BYTES);
     if (c < last) {
       copy_async_wait<1>();
       show(before);
@@ -134,10 +141,10 @@ KDA_KERNEL(THREADS, 1) maps(KDA_PARAM SegmentParams p) {
   const u32 shared = shared_address(memory);
   make_barriers(shared);
   const Task task = find_task(p, block_index());
-  if (p.flags & FLAG_EARLY_COMPOSING) launch_dependents();
-  if (task.idle) return;
+  if (task.idle) return wait_for_inputs();
   const int warp = uniform(thread_index() >> 5);
   if (warp < STATE_WARPS) {
+    wait_for_inputs();
     scan_segment(p, task, shared, make_lane(warp, task.part));
   } else {
     OperandRing ring = {shared};

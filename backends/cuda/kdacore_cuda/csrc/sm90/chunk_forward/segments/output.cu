@@ -188,7 +188,7 @@ KDA_KERNEL(THREADS, 1) PAIRED_BLOCKS output(KDA_PARAM SegmentParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   // The launch before this one makes start states, if sequences have more than one segment. All else that is
-  // read, records and values, was there before that began, and is loaded at once.
+  // read, records and values, was there before that let this one begin, and is loaded at once.
   if (p.segments < 2) wait_for_inputs();
   const int warp = uniform(thread_index() >> 5);
   {

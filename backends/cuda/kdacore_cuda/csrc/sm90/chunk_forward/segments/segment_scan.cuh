@@ -126,16 +126,17 @@ __device__ __forceinline__ void copy_record(const OperandRing& ring, u64 record,
 #endif
 }
 
-// Asks for the first `bytes` of a record, and for values, in the ring's stage once that is empty.
-// Rows past the end are zero: products of them with the operands' zeros are to be zero.
-__device__ __forceinline__ void ask_for_chunk(const OperandRing& ring, u64 record, u32 bytes,
-                                              const Values& v) {
-  ring.wait_empty();
+// Asks for the first `bytes` of a record in the ring's stage, which is empty.
+__device__ __forceinline__ void ask_for_record(const OperandRing& ring, u64 record, u32 bytes) {
+  if (producer_thread()) return;
+  barrier_expect(ring.full(), bytes);
+  copy_record(ring, record, bytes);
+}
+
+// Asks for values in the same stage. Rows past the end are zero: products of them with the operands' zeros are
+// to be zero.
+__device__ __forceinline__ void ask_for_values(const OperandRing& ring, const Values& v) {
   const int own = producer_thread();
-  if (own == 0) {
-    barrier_expect(ring.full(), bytes);
-    copy_record(ring, record, bytes);
-  }
   const unsigned char* from = v.at;
   const u32 image = ring.stage() + STAGED_BYTES + own % PIECES / 8 * SQUARE_BYTES;
   int left = v.rows - own / PIECES;
@@ -151,9 +152,11 @@ __device__ __forceinline__ void ask_for_chunk(const OperandRing& ring, u64 recor
   }
 }
 
-// The same; the stage is full when all has come.
+// Asks for both in the ring's stage, once that is empty; it is full when all has come.
 __device__ __forceinline__ void load_chunk(OperandRing& ring, u64 record, u32 bytes, const Values& v) {
-  ask_for_chunk(ring, record, bytes, v);
+  ring.wait_empty();
+  ask_for_record(ring, record, bytes);
+  ask_for_values(ring, v);
   copy_async_arrive(ring.full());
   ring.next();
 }

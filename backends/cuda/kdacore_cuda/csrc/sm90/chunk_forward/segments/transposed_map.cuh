@@ -30,7 +30,6 @@ __device__ __forceinline__ void store_transposed_map(const State& a, u64 images,
              HALF_STATE);
   }
   copy_out_commit();
-  copy_out_wait_read<0>();
 }
 
 // What write_pairs does for rows of B, from rows of B^T. Neighbouring lanes' rows are two channels, and each

@@ -33,8 +33,8 @@ __device__ __forceinline__ int grid_blocks() { return (int)gridDim.x; }
 // --- order of launches ---------------------------------------------------------------------------
 
 // A launch may begin while the previous one in the stream still runs, so every thread of every
-// kernel waits here before it reads or writes device memory (but see segments/output.cu, which reads
-// before that what is older than the previous launch). Blocks without work wait too, as the next launch
+// kernel waits here before it reads or writes device memory (but see segments/output.cu and maps.cu, which
+// read before that what is older than the previous launch). Blocks without work wait too, as the next launch
 // waits for this one alone.
 __device__ __forceinline__ void wait_for_inputs() {
 #if __CUDA_ARCH__ >= 900

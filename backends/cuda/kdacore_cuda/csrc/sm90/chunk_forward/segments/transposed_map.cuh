@@ -7,7 +7,7 @@
 
 // A's upper and lower bfloat16 parts, to the two images at `images`, of which block `part` has half of the
 // columns: 16 KB of each. They are staged at `staging`, which no thread uses any more once all warps that
-// hold rows have come here.
+// hold rows have come here; the first thread's copies may still read them when this returns.
 __device__ __forceinline__ void store_transposed_map(const State& a, u64 images, int part, u32 staging,
                                                      const Lane& l) {
   constexpr u32 HALF_STATE = STATE_BYTES / 2;

@@ -16,10 +16,10 @@ from unittest import mock
 
 import torch
 
-from benchmarks.launches import hold, inputs_of, on_host, row
+from benchmarks.launches import hold, in_turns, inputs_of, on_host
 from kdacore.bench import results
 from kdacore.bench.cases import Case
-from kdacore.bench.clock import Budget, CudaClock, Step, interleave
+from kdacore.bench.clock import Budget, Step
 from kdacore.bench.results import Results, Row
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda import chunk_forward
@@ -41,18 +41,21 @@ def forced(cluster: int, segments: bool, dataflow: bool = False) -> Iterator[Non
         yield
 
 
+def in_form(
+    request: Request, inputs: ChunkInputs, cluster: int, segments: bool, dataflow: bool = False
+) -> Callable[[], Outputs]:
+    """The call in one form. It has a request of its own, since plans are kept by request."""
+    own = dataclasses.replace(request)
+    with forced(cluster, segments, dataflow):
+        chunk_forward.plan_of(own)
+    return lambda: chunk_forward.forward(own, inputs)
+
+
 def forms(request: Request, inputs: ChunkInputs) -> dict[str, Callable[[], Outputs]]:
-    """Calls by form. Each has a request of its own, since plans are kept by request."""
-
-    def form(cluster: int, segments: bool, dataflow: bool = False) -> Callable[[], Outputs]:
-        own = dataclasses.replace(request)
-        with forced(cluster, segments, dataflow):
-            chunk_forward.plan_of(own)
-        return lambda: chunk_forward.forward(own, inputs)
-
-    found = {f"cuda clusters of {size}": form(size, False) for size in CLUSTERS}
-    found["cuda segments"] = form(2, True)
-    found["cuda side-by-side"] = form(2, False, True)
+    """Calls by form."""
+    found = {f"cuda clusters of {size}": in_form(request, inputs, size, False) for size in CLUSTERS}
+    found["cuda segments"] = in_form(request, inputs, 2, True)
+    found["cuda side-by-side"] = in_form(request, inputs, 2, False, True)
     return found
 
 
@@ -79,15 +82,7 @@ def gate(case: Case) -> None:
 def timed(case: Case, budget: Budget) -> list[Row]:
     request, inputs, _ = inputs_of(case, "init")
     steps: dict[str, Step] = {**forms(request, inputs), "triton all": lambda: triton.forward(request, inputs)}
-    found = interleave(steps, CudaClock(), budget)
-    shape = f"B1 T{case.T} H{case.H} K128 V128 {case.gate}"
-    print(
-        f"{shape:34}",
-        "  ".join(f"{name} {1e6 * t.median:.1f}" for name, t in found.items()),
-        "us",
-        flush=True,
-    )
-    return [row(PRESET, shape, case, name, name.split()[0], t) for name, t in found.items()]
+    return in_turns(PRESET, f"B1 T{case.T} H{case.H} K128 V128 {case.gate}", case, steps, budget)
 
 
 def main() -> None:

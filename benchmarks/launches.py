@@ -8,7 +8,7 @@ from pathlib import Path
 from kdacore.bench import arrays as made
 from kdacore.bench.arrays import Arrays
 from kdacore.bench.cases import Case
-from kdacore.bench.clock import Timing
+from kdacore.bench.clock import Budget, CudaClock, Step, Timing, interleave
 from kdacore.bench.results import Row
 from kdacore.selfcheck.check import relative_error
 from kdacore.types import ChunkInputs, Outputs, Request
@@ -65,3 +65,11 @@ def row(preset: str, shape: str, case: Case, contender: str, backend: str, t: Ti
         backend=backend, gates="init", shape=shape, dtype=case.dtype, device="cuda",
         seconds=t.median, low=t.low, high=t.high, samples=t.samples,
     )  # fmt: skip
+
+
+def in_turns(preset: str, shape: str, case: Case, steps: dict[str, Step], budget: Budget) -> list[Row]:
+    """A row for each of ``steps``, timed in turns; prints their medians. Names begin with the backend."""
+    found = interleave(steps, CudaClock(), budget)
+    times = "  ".join(f"{name} {1e6 * t.median:.1f}" for name, t in found.items())
+    print(f"{shape:34} {times} us", flush=True)
+    return [row(preset, shape, case, name, name.split()[0], t) for name, t in found.items()]

@@ -16,20 +16,19 @@ from unittest import mock
 
 import torch
 
-from benchmarks.few_heads import forced
-from benchmarks.launches import hold, inputs_of, on_host, row
+from benchmarks.few_heads import in_form
+from benchmarks.launches import hold, in_turns, inputs_of, on_host
 from kdacore.bench import arrays as made
 from kdacore.bench import results
 from kdacore.bench.cases import Case
-from kdacore.bench.clock import Budget, CudaClock, Step, interleave
+from kdacore.bench.clock import Budget, Step
 from kdacore.bench.results import Results, Row
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_cuda import chunk_forward, chunk_forward_segments, segment_lengths
-from kdacore_cuda.segment_lengths import SegmentLengths
+from kdacore_cuda import segment_lengths
+from kdacore_cuda.segment_lengths import SegmentLengths, lengths_behind
 from kdacore_reference.oracle import oracle_forward
 
 PRESET = "segment-lengths"
-LONG_CHUNKS = 32
 TOKEN_ARRAYS = ("q", "k", "v", "g", "beta")
 
 
@@ -39,30 +38,25 @@ def parse(text: str) -> SegmentLengths | None:
         return None
     *parts, last = text.split(",")
     middle = int(last)
-    (first, firsts), (later, laters) = (*(map(int, x.split("x")) for x in parts), (middle, 0), (middle, 0))[
-        :2
-    ]
-    return SegmentLengths(first, firsts, later, laters, middle, 16, max(middle, LONG_CHUNKS))
+    pairs = [tuple(map(int, part.split("x"))) for part in parts]
+    (first, firsts), (later, laters) = [*pairs, (middle, 0), (middle, 0)][:2]
+    return SegmentLengths(first, firsts, later, laters, *lengths_behind(middle))
 
 
 def in_segments(
     request: Request, inputs: ChunkInputs, lengths: SegmentLengths | None
 ) -> Callable[[], Outputs]:
-    """The call in segments. Plans are kept by request, so it has one of its own."""
-    own = dataclasses.replace(request)
-    chosen = lengths or segment_lengths.lengths_of(own)
-    with forced(2, True), mock.patch.object(segment_lengths, "lengths_of", lambda r: chosen):
-        chunk_forward.plan_of(own)
-        chunk_forward_segments.plan_of(own)
-    return lambda: chunk_forward.forward(own, inputs)
+    """The call in segments."""
+    call = in_form(request, inputs, 2, True)
+    if lengths:
+        with mock.patch.object(segment_lengths, "lengths_of", lambda request: lengths):
+            call()  # makes its plan, which is kept
+    return call
 
 
 def fused(request: Request, inputs: ChunkInputs) -> Callable[[], Outputs]:
     """The call in the fused kernel with clusters of four blocks."""
-    own = dataclasses.replace(request)
-    with forced(4, False):
-        chunk_forward.plan_of(own)
-    return lambda: chunk_forward.forward(own, inputs)
+    return in_form(request, inputs, 4, False)
 
 
 def gate(case: Case, lists: dict[str, SegmentLengths | None]) -> None:
@@ -90,12 +84,8 @@ def timed(case: Case, lists: dict[str, SegmentLengths | None], budget: Budget) -
         f"cuda segments {name}": in_segments(request, inputs, lengths) for name, lengths in lists.items()
     }
     steps["cuda fused"] = fused(request, inputs)
-    found = interleave(steps, CudaClock(), budget)
     shape = f"B1 T{case.T} H{case.H} K128 V128{' from a state' if case.initial_state else ''}"
-    print(
-        f"{shape:34}", "  ".join(f"{n[5:]} {1e6 * t.median:.1f}" for n, t in found.items()), "us", flush=True
-    )
-    return [row(PRESET, shape, case, name, "cuda", t) for name, t in found.items()]
+    return in_turns(PRESET, shape, case, steps, budget)
 
 
 def main() -> None:

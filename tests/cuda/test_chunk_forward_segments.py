@@ -578,6 +578,25 @@ def test_the_benchmark_reads_lengths_as_it_says() -> None:
     assert parse("16") == SegmentLengths(16, 0, 16, 0, 16, 16, 32)
 
 
+def test_the_benchmark_cuts_segments_as_it_is_told(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks.segment_lengths import in_segments, parse
+
+    monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
+    inputs = draw(700, 1, 1, gate="init")  # slow decays: where segments begin then shows in the bits
+    request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
+
+    def output(text: str) -> torch.Tensor:
+        return in_segments(request, inputs, parse(text))().o
+
+    told = {text: output(text) for text in ("2x1,3x2,4", "5")}
+    assert not torch.equal(*told.values())
+    for text, got in told.items():
+        use_segments(monkeypatch, parse(text))
+        assert torch.equal(run(inputs, **BOUNDED_MODEL).o, got), text
+
+
 @pytest.mark.parametrize(
     "kernel",
     [

@@ -113,8 +113,9 @@ def output_is_paired(items: int, blocks: int, composes: bool) -> bool:
 
     With 9 to 14 of them output waits for L2, and loading each record once takes up to 10 % off it; with 4 to 8 that
     is so for the maps that its blocks load where they compose. Elsewhere waiting for two blocks costs more than it
-    saves. But with 15 and more, where records do not stay in L2, both blocks of a segment must load them at the same
-    time, or each comes from memory twice. They begin at different times where this launch begins while maps end.
+    saves, except where they compose with 15 or more: such a launch begins while maps end, its blocks begin at
+    different times, and two blocks that are not a cluster then take up to 10 % longer. Probably each loads the records,
+    which do not stay in L2, from memory.
     """
     return blocks == 2 and (items >= 4 if composes else 9 <= items <= 14)
 
@@ -132,16 +133,16 @@ def output_composes(segments: int, blocks: int) -> bool:
 def output_begins_early(chain_blocks: int, multiprocessors: int) -> bool:
     """Whether the blocks of :func:`output_kernel` are launched while the chain still runs, given its blocks.
 
-    Where the chain leaves most multiprocessors idle that saves 2 us. With more blocks it costs up to 19 us, for a
-    reason not found.
+    Where the chain leaves most multiprocessors idle that saves 2 us. With more blocks it costs up to 19 us, probably
+    since the blocks of output then begin at different times (:func:`output_is_paired`).
     """
     return 4 * chain_blocks <= multiprocessors
 
 
 _CYCLES_PER_CHUNK_IN_SEGMENTS = {True: 23_500, False: 23_800}
 """By whether gates are bounded: cycles of one multiprocessor for 64 tokens of one value head in segments, all
-launches together. With a bounded gate 8192 tokens take a tenth less; but then 3072 and 16384 tokens of 18 or 19 heads
-would be up to 12 % slower than in the fused kernel."""
+launches together. With a bounded gate 8192 tokens take a tenth less, but with more than 17 heads other lengths are
+slower than in the fused kernel (H100, 20 heads: 3072 tokens 108 us and 94, 16384 tokens 475 us and 418)."""
 _CYCLES_WITH_FAST_MEMORY, _FAST_MEMORY = 18_500, 4e12
 """The same with a bounded gate and more than 16 heads, which the bytes limit, where the memory delivers so many bytes a
 second or more: an H200, not an H100."""

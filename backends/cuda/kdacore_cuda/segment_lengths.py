@@ -13,7 +13,7 @@ _LEAST_MIDDLE_CHUNKS, _MIDDLE_SEGMENTS, _LEAST_LONG_CHUNKS = 16, 16, 32
 _LEAST_SEGMENTS_TO_GRADE, _MOST_GRADED_SEGMENTS, _SHORTER_LAST = 8, 14, 3
 _SHORTER_FIRST = {3: (32, 48, 48), 5: (21, 27, 27), 6: (18, 23, 22)}
 """By how many segments 8192 tokens have, where the first one is shorter than the others: chunks in the first segment,
-in the two behind it, and in the others."""
+in the two behind it, and in the others. As measured: docs/lab/cuda-segments.md, "A shorter first segment"."""
 
 
 class SegmentLengths(NamedTuple):
@@ -77,6 +77,11 @@ class SegmentLengths(NamedTuple):
         )
 
 
+def lengths_behind(middle: int) -> tuple[int, int, int]:
+    """``middle``, ``middle_segments`` and ``long`` of :class:`SegmentLengths`, given the first of them."""
+    return middle, _MIDDLE_SEGMENTS, max(middle, _LEAST_LONG_CHUNKS)
+
+
 def choose_lengths(items: int, multiprocessors: int, packed: bool) -> SegmentLengths:
     """How long segments are, for ``items`` sequences and value heads.
 
@@ -96,11 +101,10 @@ def choose_lengths(items: int, multiprocessors: int, packed: bool) -> SegmentLen
     """
     segments = max(1, multiprocessors // (2 * items))
     first = min(max(_LEAST_CHUNKS, -(-_REFERENCE_CHUNKS // segments)), _MOST_CHUNKS)
-    middle = max(first, _LEAST_MIDDLE_CHUNKS)
-    behind = (middle, _MIDDLE_SEGMENTS, max(middle, _LEAST_LONG_CHUNKS))
+    behind = lengths_behind(max(first, _LEAST_MIDDLE_CHUNKS))
     if not packed and segments in _SHORTER_FIRST:
         first, later, middle = _SHORTER_FIRST[segments]
-        return SegmentLengths(first, 1, later, 2, middle, _MIDDLE_SEGMENTS, max(middle, _LEAST_LONG_CHUNKS))
+        return SegmentLengths(first, 1, later, 2, *lengths_behind(middle))
     if packed or segments < _LEAST_SEGMENTS_TO_GRADE:
         return SegmentLengths.growing(first, -(-_REFERENCE_CHUNKS // first), *behind)
     segments = min(segments, _MOST_GRADED_SEGMENTS)

@@ -93,8 +93,8 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task&
   }
   warpgroup_wait<0>();
   fence_registers(b.s);
-  // Here it hides how long the next launch takes to begin; its blocks would slow down those that still work if it
-  // began earlier.
+  // The latency of the next kernel's launch overlaps with the stores below. Triggered before the loop, the next
+  // kernel's blocks would slow this one down.
   launch_dependents();
   store_transposed_map(a, p.maps + task.x.place * MAP_BYTES, task.part, shared, l);
   write_transposed_pairs(b.s, l, p.addends + task.x.place * FULL_STATE_BYTES);

@@ -21,7 +21,13 @@ from cuda_calls import (
 
 from kdacore.types import ChunkInputs, Outputs
 from kdacore_cuda import chunk_forward
-from kdacore_cuda.chunk_forward_kernels import cluster_size, cuts_items, resident_clusters
+from kdacore_cuda.chunk_forward_kernels import (
+    cluster_size,
+    cuts_items,
+    helped_chunks_size,
+    helper_clusters,
+    resident_clusters,
+)
 from kdacore_cuda.kernel_source import EVERY_LANE
 
 SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
@@ -271,6 +277,68 @@ def test_clusters_of_four_have_the_bits_of_two(
     for name in ("o", "final_state", "checkpoints"):
         assert torch.equal(getattr(found[0], name), getattr(found[1], name)), name
     assert [f"-CLUSTER{n}-" in name for name, n in zip(emulated[-2:], (2, 4), strict=True)] == [True, True]
+
+
+def use_helpers(monkeypatch: pytest.MonkeyPatch, used: bool) -> None:
+    """In clusters of four, whatever the number of heads and tokens, or never."""
+    monkeypatch.setattr(chunk_forward, "helper_clusters", lambda items, *rest: -(-items // 4) if used else 0)
+
+
+@pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
+@pytest.mark.parametrize("T", [1, 64, 65, 96, 97, 300])
+def test_helpers_change_no_bits(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, T: int, options: dict[str, Any]
+) -> None:
+    """Six clusters have two clusters of helpers, of which two blocks have nothing to do. Seven steps need a stage of
+    each block twice."""
+    use_cluster(monkeypatch, 4)
+    inputs = draw(2, T, 1, 3, initial_state=torch.randn(2, 3, 128, 128))
+    found = []
+    for used in (False, True):
+        use_helpers(monkeypatch, used)
+        found.append(run(inputs, output_final_state=True, checkpoint_every=64, **options))
+    for name in ("o", "final_state", "checkpoints"):
+        assert torch.equal(getattr(found[0], name), getattr(found[1], name)), name
+    assert ["-HELPERS1" in name for name in emulated[-2:]] == [False, True]
+
+
+def test_helpers_against_the_oracle(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    use_cluster(monkeypatch, 4)
+    use_helpers(monkeypatch, True)
+    check(draw(1, 200, 2, 2), output_final_state=True, **BOUNDED_MODEL)
+    assert "-HELPERS1" in emulated[-1]
+
+
+def test_helpers_clear_the_flags_that_they_raise(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph is replayed with the number of the launch that it was captured with."""
+    use_cluster(monkeypatch, 4)
+    use_helpers(monkeypatch, True)
+    made: list[torch.Tensor] = []
+    new_empty = torch.Tensor.new_empty
+
+    def remembered(self: torch.Tensor, size: Any, **more: Any) -> torch.Tensor:
+        made.append(new_empty(self, size, **more))
+        return made[-1]
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", remembered)
+    T, H = 200, 3
+    run(draw(1, T, H, H), **BOUNDED_MODEL)
+    (workspace,) = (x for x in made if x.shape == (helped_chunks_size(T, H),))
+    steps = H * (-(-T // 32) // 3)
+    assert steps == 6
+    assert not workspace[-2 * 2 * steps :].view(torch.int32).any()  # 64 bits for each of two blocks
+
+
+def test_where_clusters_have_helpers() -> None:
+    """24 heads of an H200 or H100, with unbounded gates 23 as well: fewer gain nothing, and with more, their helpers
+    could not all run at once."""
+    items = range(22, 26)
+    assert [helper_clusters(n, 1024, 4, True, 132) for n in items] == [0, 0, 6, 0]
+    assert [helper_clusters(n, 1024, 4, False, 132) for n in items] == [0, 6, 6, 0]
+    assert helper_clusters(24, 1023, 4, True, 132) == 0
+    assert helper_clusters(24, 1024, 2, True, 132) == 0
 
 
 def same_in_shares(

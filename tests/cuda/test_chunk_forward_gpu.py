@@ -72,6 +72,38 @@ def test_graph_replay_equals_eager(options: dict[str, Any], H: int) -> None:
     assert same(captured, eager)
 
 
+@GATES
+def test_helpers_change_no_bits(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    """Of 24 heads; eager, and three replays of a graph, whose flags have the same number every time."""
+    inputs = draw(2100, 24)
+    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *given: False)
+    with monkeypatch.context() as without:
+        without.setattr(chunk_forward, "helper_clusters", lambda *given: 0)
+        want = run(inputs, **options)
+    request = request_of("chunk_kda", inputs, output_final_state=True, **options)
+    assert chunk_forward.plan_of(request).grid == 30 * 4  # with six clusters of helpers
+    assert all(same(run(inputs, **options), want) for _ in range(20))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(inputs, **options)
+    for _ in range(3):
+        captured.o.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same(captured, want)
+
+
+@GATES
+def test_helpers_of_few_heads(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    """Clusters of four with and without helpers, in a call small enough for compute-sanitizer."""
+    inputs = draw(300, 3)
+    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *given: False)
+    monkeypatch.setattr(chunk_forward, "cluster_size", lambda *given: 4)
+    want = run(inputs, **options)
+    monkeypatch.setattr(chunk_forward, "helper_clusters", lambda items, *rest: -(-items // 4))
+    assert same(run(inputs, **options), want)
+
+
 def test_calls_on_two_streams() -> None:
     """Clusters that wait for one another, of calls that take each other's multiprocessors."""
     inputs = draw(2000, 80)

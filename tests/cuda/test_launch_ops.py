@@ -247,7 +247,7 @@ def test_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, K: int, 
     assert x.limit == x.shared
     named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")}
     holds(x.params, **named, cu_seqlens=inputs.cu_seqlens, o=got.o, h0=inputs.initial_state)
-    holds(x.params, ht=got.final_state, ckpt=got.checkpoints, cut_states=None, clusters=0)
+    holds(x.params, ht=got.final_state, ckpt=got.checkpoints, workspace=None, clusters=0)
     holds(
         x.params,
         T=T,

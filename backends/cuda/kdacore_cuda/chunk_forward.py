@@ -24,6 +24,8 @@ from kdacore_cuda.chunk_forward_kernels import (
     cut_states_size,
     cuts_items,
     has_hopper_kernel,
+    helped_chunks_size,
+    helper_clusters,
     resident_clusters,
 )
 from kdacore_cuda.chunk_forward_segments_kernels import use_segments
@@ -59,8 +61,9 @@ class ChunkForwardPlan(NamedTuple):
 
     launcher: Launcher
     grid: int
-    cut_states_size: int
-    """Float32 numbers for the states of sequences that two clusters share; 0 if there are none."""
+    workspace_size: int
+    """Float32 numbers for the states of sequences that two clusters share, or for the chunks that helpers prepare; 0
+    without either."""
     arch: str
     strides: tuple[int, ...]
     """Of contiguous q, k, v, g and beta."""
@@ -86,6 +89,14 @@ def _make_plan(r: Request) -> ChunkForwardPlan:
     looks_up = r.packed or r.has("state_indices") or r.checkpoint_every or r.checkpoint_count
     many_short = hopper and not looks_up and are_many_short(r.T, items, cluster, clusters)
     cuts = clusters and not many_short and (r.packed or cuts_items(r.T, items, clusters))
+    helpers = 0
+    if hopper and not r.packed and not clusters:
+        helpers = helper_clusters(items, r.T, cluster, has_bounded_gate(r), multiprocessors)
+    workspace_size = 0
+    if cuts:
+        workspace_size = cut_states_size(clusters)
+    elif helpers:
+        workspace_size = helped_chunks_size(r.T, items)
     in_dataflow = (
         hopper
         and chunk_forward_dataflow.serves(r)
@@ -93,10 +104,11 @@ def _make_plan(r: Request) -> ChunkForwardPlan:
     )
     return ChunkForwardPlan(
         launcher=_launcher(
-            *(r.K, cluster, has_bounded_gate(r), type_code(r, "g") != TYPES["bfloat16"], arch, many_short)
+            *(r.K, cluster, has_bounded_gate(r), type_code(r, "g") != TYPES["bfloat16"], arch),
+            *(many_short, helpers > 0),
         ),
-        grid=(clusters or items) * cluster,
-        cut_states_size=cut_states_size(clusters) if cuts else 0,
+        grid=(helpers + (clusters or items)) * cluster,
+        workspace_size=workspace_size,
         arch=arch,
         strides=contiguous_token_strides(r),
         sizes=(
@@ -136,9 +148,11 @@ def keeps_segments(request: Request) -> bool:
 
 
 @cache
-def _launcher(K: int, cluster: int, bounded: bool, float_gate: bool, arch: str, many_short: bool) -> Launcher:
+def _launcher(
+    K: int, cluster: int, bounded: bool, float_gate: bool, arch: str, many_short: bool, helped: bool
+) -> Launcher:
     return Launcher(
-        chunk_forward_kernel(K, cluster, bounded, float_gate, arch, many_short),
+        chunk_forward_kernel(K, cluster, bounded, float_gate, arch, many_short, helped),
         CHUNK_FORWARD,
         chunk_forward_threads(K, cluster, arch),
         chunk_forward_shared_bytes(K, cluster, bounded, arch),
@@ -177,11 +191,11 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     o = pools.o
     checkpoints = chunk_forward_segments.make_checkpoints(request, o, plan.state_dtype)
     marks = make_marks(request, inputs, o, has_hopper_kernel(request.K, plan.arch))
-    cut_states = o.new_empty(plan.cut_states_size, dtype=torch.float32) if plan.cut_states_size else None
+    workspace = o.new_empty(plan.workspace_size, dtype=torch.float32) if plan.workspace_size else None
     values = (
         *addresses,
         *(address(A_log), address(bias), address(cu_seqlens), o.data_ptr()),
-        *(address(pools.initial), address(pools.written), address(checkpoints), address(cut_states)),
+        *(address(pools.initial), address(pools.written), address(checkpoints), address(workspace)),
         *(*pools.rows, *marks.addresses, next(LAUNCH_NUMBERS), *pools.strides),
         *strides,
         *plan.sizes,

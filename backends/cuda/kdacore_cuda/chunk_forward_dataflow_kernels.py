@@ -48,9 +48,9 @@ def walk_kernel() -> KernelSource:
     return KernelSource(f"{_SOURCES}/walk.cu", "walk", (("SHARED_BYTES", WALK_SHARED),))
 
 
-_LEAST_PART, _LARGEST_PART = 15.5 / 132, 24.5 / 132
-"""Of the multiprocessors: with fewer sequences and value heads segments are as fast, with more too few
-multiprocessors are left to prepare."""
+_LEAST_PART, _LARGEST_PART = 15.5 / 132, 22.5 / 132
+"""Of the multiprocessors: with fewer sequences and value heads segments are as fast, with more clusters of four with
+helpers (``chunk_forward_kernels.helper_clusters``)."""
 
 
 def use_dataflow(items: int, bounded: bool, multiprocessors: int) -> bool:

@@ -129,15 +129,15 @@ def _fused_launch(
     request: Request, strides: tuple[int, ...], state_strides: tuple[int, int], index: int, empty: Empty
 ) -> Launch:
     made = launches_of(request, strides, state_strides)
-    (start,) = _starts(made, index, (*_TOKENS, "o", "h0", "ht", "cut_states", *_ROWS, "launch"))
+    (start,) = _starts(made, index, (*_TOKENS, "o", "h0", "ht", "workspace", *_ROWS, "launch"))
     size, numbers = made.workspace_bytes // 4, chunk_forward.LAUNCH_NUMBERS
     shape, unit_stride = (size,), (1,)
 
     def launch(
         stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int, rows: tuple[int, ...]
     ) -> None:
-        cut_states = empty(shape, unit_stride, torch.float32) if size else None
-        at = 0 if cut_states is None else cut_states.data_ptr()
+        workspace = empty(shape, unit_stride, torch.float32) if size else None
+        at = 0 if workspace is None else workspace.data_ptr()
         start(stream, tokens + (o, initial, final, at, *rows, next(numbers)))  # noqa: RUF005  # (*a, b) makes a list first
 
     return launch
@@ -148,12 +148,12 @@ def _fused_marked_launch(
 ) -> Launch:
     """With checkpoints at chosen tokens, and the launch that they need where a step has more than 16 tokens."""
     made = launches_of(request, strides, state_strides)
-    fields = (*_TOKENS, "o", "h0", "ht", "cut_states", *_ROWS, *_MARKS, "mark_states", "launch")
+    fields = (*_TOKENS, "o", "h0", "ht", "workspace", *_ROWS, *_MARKS, "mark_states", "launch")
     tail_fields = ((*_TOKENS[1:], "ht", "reads", *_MARKS, "mark_states"),) * (len(made.launches) - 1)
     start, *start_tail = _starts(made, index, fields, *tail_fields)
     places, numbers = made.launches[0].arrays, chunk_forward.LAUNCH_NUMBERS
     shape, unit_stride = (made.workspace_bytes,), (1,)
-    cuts, states_offset = "cut_states" in places, places.get("mark_states", ("", 0))[1]
+    uses_workspace, states_offset = "workspace" in places, places.get("mark_states", ("", 0))[1]
 
     def launch(
         stream: int, tokens: tuple[int, ...], o: int, initial: int, final: int, rows: tuple[int, ...]
@@ -161,7 +161,7 @@ def _fused_marked_launch(
         workspace = empty(shape, unit_stride, torch.uint8)
         at = workspace.data_ptr()
         states = at + states_offset
-        start(stream, (*tokens, o, initial, final, at if cuts else 0, *rows, states, next(numbers)))
+        start(stream, (*tokens, o, initial, final, at if uses_workspace else 0, *rows, states, next(numbers)))
         for start_after in start_tail:
             start_after(stream, (*tokens[1:], final, rows[0], *rows[3:], states))
 

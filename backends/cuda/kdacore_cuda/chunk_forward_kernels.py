@@ -85,6 +85,29 @@ def cut_states_size(clusters: int) -> int:
     return clusters * (128 * 128 + 2 * _SCANNERS * _SCAN_WARPS)
 
 
+_LEAST_HELPED_PART = {True: 23.5 / 132, False: 22.5 / 132}
+"""By whether gates are bounded: sequences and value heads with helpers, at least, as part of the multiprocessors. With
+fewer, clusters of four do not wait for what they prepare (bounded), or other kernels are faster (unbounded)."""
+
+
+def helper_clusters(items: int, tokens: int, cluster: int, bounded: bool, multiprocessors: int) -> int:
+    """Clusters of blocks that help ``items`` sequences and heads of ``tokens`` tokens: each block prepares every third
+    step of one of them. 0 where they have no helpers; the same bits.
+
+    Helpers and the clusters that they help all run at once.
+    """
+    helpers = -(-items // 4)
+    if cluster < 4 or tokens < _LONG or items < _LEAST_HELPED_PART[bounded] * multiprocessors:
+        return 0
+    return helpers if items + helpers <= _clusters_at_once(4, multiprocessors) else 0
+
+
+def helped_chunks_size(T: int, items: int) -> int:
+    """Float32 numbers for the steps that helpers prepare for ``items`` sequences and heads of ``T`` tokens, and for the
+    flags (8 bytes for each scanning block) that say they are there."""
+    return items * (max(1, -(-T // STEP_TOKENS)) // (_SCANNERS + 1)) * (_IMAGE_BYTES // 4 + 2 * _SCANNERS)
+
+
 SHORT_TOKENS, SHORT_ITEMS = 4 * STEP_TOKENS, 8
 """Tokens of a short sequence, at most; sequences and heads of a cluster, at least, where many short
 ones go a way of their own, since uneven parts cost little there."""
@@ -97,7 +120,13 @@ def are_many_short(T: int, items: int, cluster: int, clusters: int) -> bool:
 
 
 def chunk_forward_kernel(
-    K: int, cluster: int, bounded: bool, float_gate: bool, arch: str = HOPPER, many_short: bool = False
+    K: int,
+    cluster: int,
+    bounded: bool,
+    float_gate: bool,
+    arch: str = HOPPER,
+    many_short: bool = False,
+    helped: bool = False,
 ) -> KernelSource:
     """The chunk forward kernel. Takes :data:`kdacore_cuda.kernel_parameters.CHUNK_FORWARD`.
 
@@ -108,6 +137,7 @@ def chunk_forward_kernel(
         float_gate: ``g`` is float32, not bfloat16.
         arch: the real architecture to compile for.
         many_short: the way of many short sequences (:func:`are_many_short`).
+        helped: each cluster has a helper (:func:`helper_clusters`).
     """
     own = has_hopper_kernel(K, arch)
     defines = (
@@ -117,7 +147,11 @@ def chunk_forward_kernel(
         ("BOUNDED", int(bounded)),
         ("G_FLOAT", int(float_gate)),
         ("SHARED_LIMIT", chunk_forward_shared_bytes(K, cluster, bounded, arch)),
-        *(_hopper_defines(cluster, many_short) if own else _portable_defines(K, cluster, bounded, arch)),
+        *(
+            _hopper_defines(cluster, many_short, helped)
+            if own
+            else _portable_defines(K, cluster, bounded, arch)
+        ),
     )
     return KernelSource(
         "sm90/chunk_forward/chunk_forward.cu" if own else "common/chunk_forward/chunk_forward.cu",
@@ -161,12 +195,15 @@ def packaged_chunk_forward_kernels(arch: str) -> Iterator[KernelSource]:
             yield chunk_forward_kernel(K, cluster, bounded, float_gate, arch)
             if has_hopper_kernel(K, arch) and cluster == _SCANNERS:
                 yield chunk_forward_kernel(K, cluster, bounded, float_gate, arch, many_short=True)
+            if has_hopper_kernel(K, arch) and cluster == 2 * _SCANNERS:
+                yield chunk_forward_kernel(K, cluster, bounded, float_gate, arch, helped=True)
 
 
 # The Hopper kernel, K = V = 128. A block has 4 scan warps (64 columns of V), 8 slice warps (32
 # channels of half a chunk each) and 2 solver warps. The solvers' warpgroup is filled up to 4 warps,
 # as reallocating registers requires.
 _SCANNERS, _SCAN_WARPS, _SLICE_WARPS, _SOLVER_SLOTS, _STAGES = 2, 4, 8, 4, 6
+_IMAGE_BYTES = 2 * 3 * 4096 + 3072 + 4 * 128 + 3 * 4 * 32  # of a prepared step
 
 
 class Registers(NamedTuple):
@@ -184,7 +221,7 @@ def _registers(cluster: int) -> Registers:
     return Registers(184, 120, 88) if cluster == _SCANNERS else Registers(232, 136, 88)
 
 
-def _hopper_defines(cluster: int, many_short: bool) -> tuple[tuple[str, int], ...]:
+def _hopper_defines(cluster: int, many_short: bool, helped: bool) -> tuple[tuple[str, int], ...]:
     registers = _registers(cluster)
     return (
         ("SCANNERS", _SCANNERS),
@@ -195,6 +232,7 @@ def _hopper_defines(cluster: int, many_short: bool) -> tuple[tuple[str, int], ..
         ("SLICE_REGISTERS", registers.slices),
         ("SOLVE_REGISTERS", registers.solve),
         ("MANY_SHORT", int(many_short)),
+        *((("HELPERS", 1),) if helped else ()),
     )
 
 

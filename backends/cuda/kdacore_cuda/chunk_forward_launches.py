@@ -77,11 +77,11 @@ def launches_of(
         launches, used = _segments(r, arrays, strides, rows)
     else:
         fixed = CHUNK_FORWARD.last(*rows, *strides, *plan.sizes)
-        places = _only(arrays, CHUNK_FORWARD) | {"cut_states": ("workspace", 0)}
-        if not plan.cut_states_size:
-            del places["cut_states"]
+        places = _only(arrays, CHUNK_FORWARD) | {"workspace": ("workspace", 0)}
+        if not plan.workspace_size:
+            del places["workspace"]
         launches = [PlannedLaunch("fused", plan.launcher, plan.grid, places, fixed)]
-        used = 4 * plan.cut_states_size
+        used = 4 * plan.workspace_size
     if r.checkpoint_count and has_hopper_kernel(r.K, plan.arch) and not plan.in_segments:
         used = -(-used // 256) * 256
         states = ("workspace", used)

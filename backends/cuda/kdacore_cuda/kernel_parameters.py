@@ -97,7 +97,7 @@ CHUNK_FORWARD = ParamStruct(
         ("h0", "ptr"),
         ("ht", "ptr"),
         ("ckpt", "ptr"),
-        ("cut_states", "ptr"),
+        ("workspace", "ptr"),
         *_STATE_ROWS,
         *_MARKS,
         ("launch", "i64"),
@@ -120,8 +120,9 @@ CHUNK_FORWARD = ParamStruct(
     ),
 )
 """Parameters of the chunk forward kernels. Strides and sizes in elements; ``flags`` are the ``FLAG_*`` bits.
-``clusters``: how many clusters share all sequences and heads; 0: each has a cluster of its own. ``cut_states``: room
-for the states of sequences that two clusters share and, behind them, one flag a warp that says its part is written.
+``clusters``: how many clusters share all sequences and heads; 0: each has a cluster of its own. ``workspace``: room
+for the states of sequences that two clusters share and, behind them, one flag a warp that says its part is written; or
+for the chunks that helpers prepare and, behind them, one flag a scanning block that says a chunk is written.
 ``launch``: the value of a raised flag, different for every launch."""
 
 RECURRENT = ParamStruct(

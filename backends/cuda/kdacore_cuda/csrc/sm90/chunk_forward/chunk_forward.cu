@@ -38,7 +38,8 @@ static_assert(SCAN_WARPS % 4 == 0 && SLICE_WARPS % 4 == 0, "registers are moved 
 constexpr int START_REGISTERS = 65536 / THREADS / 8 * 8;
 constexpr int REGISTERS = START_REGISTERS * (THREADS / 32);
 // Of the warps that can have scan's registers, and of those that can have the slices', in one block.
-constexpr int OTHERS = SLICE_WARPS + SOLVER_SLOTS, SLICING = SEPARATE ? SCAN_WARPS + SLICE_WARPS : SLICE_WARPS;
+constexpr int OTHERS = SLICE_WARPS + SOLVER_SLOTS,
+              SLICING = SEPARATE ? SCAN_WARPS + SLICE_WARPS : SLICE_WARPS;
 static_assert(SCAN_REGISTERS * SCAN_WARPS +
                       (SEPARATE ? SOLVE_REGISTERS * OTHERS
                                 : SLICE_REGISTERS * SLICE_WARPS + SOLVE_REGISTERS * SOLVER_SLOTS) <=
@@ -54,11 +55,11 @@ static_assert(SLICE_REGISTERS * SLICING + SOLVE_REGISTERS * SOLVER_SLOTS <= REGI
 #define CLUSTER_ATTRIBUTE
 #endif
 
-__device__ __forceinline__ void init_barriers(u32 shared) {
+__device__ __forceinline__ void init_barriers(u32 shared, int rank) {
   if (thread_index() < STAGES) {
     barrier_init(shared + OFFSET(SharedMemory, full) + 8 * thread_index(), WARP_ARRIVALS);
 #if SEPARATE_BLOCKS
-    init_copy_barriers(shared, thread_index());
+    init_copy_barriers(shared, thread_index(), rank);
 #else
     barrier_init(shared + OFFSET(SharedMemory, empty) + 8 * thread_index(),
                  WARP_ARRIVALS * SCANNERS * SCAN_WARPS);
@@ -97,9 +98,15 @@ __device__ __forceinline__ void sync_group() {
 KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
-  const int warp = uniform(thread_index() >> 5), rank = block_index() % CLUSTER,
-            cluster = block_index() / CLUSTER;
-  init_barriers(shared);
+  const int warp = uniform(thread_index() >> 5);
+  int rank = block_index() % CLUSTER, cluster = block_index() / CLUSTER;
+#if HELPERS
+  cluster -= helper_clusters(p);
+  const bool helps = cluster < 0;
+  rank = uniform(helps ? HELPER : rank);
+  cluster = uniform(helps ? block_index() : cluster);  // a helper's is the one that it helps, if any
+#endif
+  init_barriers(shared, rank);
   wait_for_inputs();
   if (p.marks) launch_dependents();  // of checkpoint_tail.cu, whose blocks follow as these end
 #if !MANY_SHORT
@@ -117,6 +124,9 @@ KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardPar
     } else {
       set_role_registers<SOLVE_REGISTERS>();
       if (warp == SCAN_WARPS) acknowledge_stages(p, shared);
+#if HELPERS
+      if (warp == SCAN_WARPS + 1) fetch_stages(p, shared, rank);
+#endif
     }
   } else if (warp < 2 * PAIRS) {
     set_role_registers<SLICE_REGISTERS>();

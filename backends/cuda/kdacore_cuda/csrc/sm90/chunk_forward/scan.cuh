@@ -8,6 +8,9 @@
 #include "common/warp_arrivals.cuh"
 #include "common/mma_operands.cuh"
 #include "sm90/chunk_forward/schedule.cuh"
+#if SEPARATE_BLOCKS
+#include "sm90/chunk_forward/stage_copies.cuh"
+#endif
 #include "sm90/state_tiles.cuh"
 #include "sm90/wgmma.cuh"
 
@@ -92,9 +95,10 @@ __device__ __forceinline__ void add_triangle(float (&x)[4], float (&y)[4], const
   mma_bf16(y, w, b[2], b[3]);
 }
 
-// From x to w = r T beta (v - r x), as the left operand (16 columns of V by 16 tokens) of what
-// follows.
-__device__ __forceinline__ void solve(const Tokens& tok, int half, const SolveOperands& s, u32 (&w)[4]) {
+// From x of a half (`x` has its tiles) to w = r T beta (v - r x), as the left operand (16 columns of V by 16 tokens)
+// of what follows.
+__device__ __forceinline__ void solve(const float (&x0)[4], const float (&x1)[4], const SolveOperands& s,
+                                      u32 (&w)[4]) {
   float residual[2][4];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -102,7 +106,7 @@ __device__ __forceinline__ void solve(const Tokens& tok, int half, const SolveOp
     for (int e = 0; e < 4; ++e) {
       const u32 pair = s.v[2 * i + (e >> 1)];
       const float value = e & 1 ? bf16_high(pair) : bf16_low(pair);
-      residual[i][e] = s.beta.c[i][e & 1] * (value - s.r.c[i][e & 1] * tok.xo[2 * half + i][e]);
+      residual[i][e] = s.beta.c[i][e & 1] * (value - s.r.c[i][e & 1] * (i ? x1 : x0)[e]);
     }
   }
   multiply_inverse(residual, s.r, s.inverse, w);
@@ -113,12 +117,13 @@ struct Output {
   u32 o[2][4];
 };
 
-__device__ __forceinline__ void pack_output(Output& out, const Tokens& tok, const Columns (&factor)[2]) {
+// `o`: tiles of 8 tokens.
+__device__ __forceinline__ void pack_output(Output& out, const float (*o)[4], const Columns (&factor)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float* x = &tok.xo[4 + 2 * half + (i >> 1)][2 * (i & 1)];
+      const float* x = &o[2 * half + (i >> 1)][2 * (i & 1)];
       out.o[half][i] = pack_bf16(x[0] * factor[half].c[i >> 1][0], x[1] * factor[half].c[i >> 1][1]);
     }
   }
@@ -159,6 +164,9 @@ __device__ __forceinline__ void fetch_values(const ScanLane& l, const unsigned c
 }
 
 #include "sm90/chunk_forward/scan_chunk.cuh"
+#if SEPARATE_BLOCKS
+#include "sm90/chunk_forward/scan_chunk_split.cuh"
+#endif
 
 // The state of a sequence cut in two: from a warp of the cluster with the first part to the same
 // warp of the cluster with the rest, which has exactly the same elements; and a flag that says it
@@ -171,8 +179,8 @@ __device__ __forceinline__ CutStateSlot cut_state_slot(const ChunkForwardParams&
                                                        int warp, int lane) {
   constexpr u32 BYTES = WARP_V * K * 4;
   const u64 at = ((u64)cluster * SCANNERS + rank) * SCAN_WARPS + warp,
-            flags = p.cut_states + (u64)p.clusters * SCANNERS * SCAN_WARPS * BYTES;
-  return {p.cut_states + at * BYTES + 16 * lane, flags + 8 * at};
+            flags = p.workspace + (u64)p.clusters * SCANNERS * SCAN_WARPS * BYTES;
+  return {p.workspace + at * BYTES + 16 * lane, flags + 8 * at};
 }
 __device__ __forceinline__ void send_cut_state(const ChunkForwardParams& p, const ScanState& state,
                                                const CutStateSlot& to, int lane) {
@@ -217,8 +225,7 @@ __device__ __forceinline__ ScanLane make_scan_lane(u32 shared, int warp, int ran
 // Tells the block that prepares a stage that this warp has read it.
 __device__ __forceinline__ void warp_arrive_empty(u32 shared, u32 slot, int lane) {
 #if SEPARATE_BLOCKS
-  warp_arrive_remote(
-      cluster_address(shared + OFFSET(SharedMemory, room) + 8 * slot, SCANNERS + slot % PREPARERS), lane);
+  warp_arrive_remote(cluster_address(shared + OFFSET(SharedMemory, room) + 8 * slot, sender_of(slot)), lane);
 #elif CLUSTER > 1
   warp_arrive_remote(cluster_address(shared + OFFSET(SharedMemory, empty) + 8 * slot, slot % CLUSTER), lane);
 #else
@@ -308,23 +315,27 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
       for (; c < end; ++c) {
         const StageRef at = {slot, shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH,
                              shared + OFFSET(SharedMemory, full) + 8 * slot, parity};
-        scan_chunk<false>(
-            state, out, l, at, l.values + ring * 2 * TILE_BYTES, false, true,
-            [&](const uint4(&rows)[2]) {
-              store_output(rows, o, o_chunk / 2, out_left);
-              o += o_chunk;
-              out_left = left;
-              copy_async_wait<V_DEPTH - 2>();
-              sync_warp();
-            },
-            [&] {
-              fetch_values(l, v, v_chunk / 2, unread_address, ring == 0 ? V_DEPTH - 1 : ring - 1,
-                           left - (V_DEPTH - 1) * C);
-              copy_async_commit();
-              v += v_chunk;
-              left -= C;
-              ring = ring + 1 == V_DEPTH ? 0 : ring + 1;
-            });
+        const auto while_reading = [&](const uint4(&rows)[2]) {
+          store_output(rows, o, o_chunk / 2, out_left);
+          o += o_chunk;
+          out_left = left;
+          copy_async_wait<V_DEPTH - 2>();
+          sync_warp();
+        };
+        const auto while_updating = [&] {
+          fetch_values(l, v, v_chunk / 2, unread_address, ring == 0 ? V_DEPTH - 1 : ring - 1,
+                       left - (V_DEPTH - 1) * C);
+          copy_async_commit();
+          v += v_chunk;
+          left -= C;
+          ring = ring + 1 == V_DEPTH ? 0 : ring + 1;
+        };
+        const u32 tiles = l.values + ring * 2 * TILE_BYTES;
+#if SEPARATE_BLOCKS
+        scan_chunk_split(state, out, l, at, tiles, while_reading, while_updating);
+#else
+        scan_chunk<false>(state, out, l, at, tiles, false, true, while_reading, while_updating);
+#endif
         release();
       }
     }

@@ -36,8 +36,6 @@ template <bool SHORT, class WhileReading, class WhileUpdating>
 __device__ __forceinline__ void scan_chunk(ScanState& state, Output& out, const ScanLane& l,
                                            const StageRef& at, u32 values, bool zero, bool whole,
                                            WhileReading while_reading, WhileUpdating while_updating) {
-  // Blocks that only scan have registers for all that a chunk needs from shared memory.
-  constexpr bool EARLY = SEPARATE && BOUNDED;
   Tokens tok = {};
   const u64 step = descriptor_step(at.slot * STAGE_PITCH);
   write_output(out, l);
@@ -68,43 +66,32 @@ __device__ __forceinline__ void scan_chunk(ScanState& state, Output& out, const 
     load_first();
     load_values(first, l, 0, values);
   } else {
-    float4 decay[K_TILES];
-    const auto load_decays = [&] {
-#pragma unroll
-      for (int kk = 0; kk < K_TILES; ++kk) decay[kk] = load_decay(at.base, kk, l.t);
-    };
-    if (EARLY) load_decays();  // while the products run, they take shared memory's whole bandwidth
     read_products(state, tok, l.kq + step);
-    if (!EARLY) load_decays();
+    float4 decay[K_TILES];
+#pragma unroll
+    for (int kk = 0; kk < K_TILES; ++kk) decay[kk] = load_decay(at.base, kk, l.t);
     read_output(rows, l);
-    if (EARLY) load_first();
 #pragma unroll
     for (int kk = 0; kk < K_TILES; ++kk) decay_state(state, kk, decay[kk]);
     while_reading(rows);
-    if (!EARLY) load_first();
+    load_first();
     load_values(first, l, 0, values);
-    if (EARLY) {
-      load_values(second, l, 1, values);
-      load_rest();
-    }
     warpgroup_wait<0>();
     fence_registers(tok.xo);
   }
   if (SHORT && !whole) {
     load_matrix4(q1, at.base + OFFSET(ChunkImage, qk) + l.triangle);
     load_factors();
-    solve(tok, 0, first, w[0]);
+    solve(tok.xo[0], tok.xo[1], first, w[0]);
     add_triangle(tok.xo[4], tok.xo[5], w[0], q1);
   } else {
-    if (!EARLY) {
-      load_values(second, l, 1, values);
-      load_rest();
-    }
-    solve(tok, 0, first, w[0]);
+    load_values(second, l, 1, values);
+    load_rest();
+    solve(tok.xo[0], tok.xo[1], first, w[0]);
     add_triangle(tok.xo[2], tok.xo[3], w[0], a21);
     add_triangle(tok.xo[4], tok.xo[5], w[0], q1);
     add_triangle(tok.xo[6], tok.xo[7], w[0], q21);
-    solve(tok, 1, second, w[1]);
+    solve(tok.xo[2], tok.xo[3], second, w[1]);
     add_triangle(tok.xo[6], tok.xo[7], w[1], q2);
   }
   fence_registers(state.s);
@@ -113,7 +100,7 @@ __device__ __forceinline__ void scan_chunk(ScanState& state, Output& out, const 
   warpgroup_mma<1>(state.s, w[1], l.kg + step + descriptor_step(HALF * 128), 1);
   warpgroup_commit();
   while_updating();
-  pack_output(out, tok, factor);
+  pack_output(out, tok.xo + 4, factor);
   warpgroup_wait<0>();
   fence_registers(state.s);
 }

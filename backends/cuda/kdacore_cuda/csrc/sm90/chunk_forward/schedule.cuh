@@ -84,6 +84,7 @@ constexpr int MAX_PASSES = 8;  // limit of the search for the long tasks
 // All lanes of one warp call this.
 __device__ __forceinline__ Interval find_interval(const ChunkForwardParams& p, int cluster) {
   if (!p.clusters) {
+    if (HELPERS && cluster >= p.N * p.HV) return {};  // of a helper that has no cluster to help
     const int n = cluster / p.HV, steps = steps_of(p, n);
     return {{n, cluster % p.HV, 0, steps}, steps + SEQUENCE_OVERHEAD_STEPS, steps};
   }

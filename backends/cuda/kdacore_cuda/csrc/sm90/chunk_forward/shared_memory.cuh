@@ -24,7 +24,11 @@
 #include "generated/steps.cuh"
 
 // Macros from the host: K_DIM, V_DIM, CLUSTER, SCANNERS, STAGES, GROUPS, SOLVER_SLOTS, BOUNDED,
-// G_FLOAT, SHARED_LIMIT, SCAN_REGISTERS, SLICE_REGISTERS, SOLVE_REGISTERS.
+// G_FLOAT, SHARED_LIMIT, SCAN_REGISTERS, SLICE_REGISTERS, SOLVE_REGISTERS; HELPERS, 1 where each cluster has
+// one (helpers.cuh).
+#ifndef HELPERS
+#define HELPERS 0
+#endif
 constexpr int K = K_DIM;
 constexpr int V = V_DIM;
 constexpr int HALF = 16;
@@ -39,7 +43,9 @@ constexpr int SLICE_WARPS = GROUPS * SLICES * 2;
 // many blocks the others alone, which then have a ring each for their own chunks (stage_copies.cuh).
 constexpr bool SEPARATE = SEPARATE_BLOCKS;
 static_assert(SEPARATE || CLUSTER == SCANNERS, "as many blocks only prepare as scan, or none");
-constexpr int PREPARERS = SCANNERS;
+// A helper (helpers.cuh) prepares for a cluster that it is no part of.
+constexpr int PREPARERS = SCANNERS + HELPERS;
+static_assert(SEPARATE || !HELPERS, "only blocks that just prepare have helpers");
 // Chunks that a block prepares at a time. Blocks that only prepare have a shorter ring, whose other
 // stages hold a second set of the slices' sums: slices then do not wait until a solver has read those
 // of the chunk before.
@@ -120,7 +126,9 @@ struct SharedMemory {
   u64 full[STAGES];   // barriers: the stage is prepared
   u64 empty[STAGES];  // the stage is consumed, or if SEPARATE, in the block that prepares, copied
 #if SEPARATE_BLOCKS
-  u64 room[STAGES];  // in a preparing block: the scanning blocks have read this stage, it may be overwritten
+  // In a preparing block: the scanning blocks have read this stage, it may be overwritten. In a scanning block,
+  // of the stages that a helper's chunks are copied to: this block has.
+  u64 room[STAGES];
 #endif
   u64 parts_ready[SOLVERS];       // the slices of the solver's chunk are done
   u64 parts_read[GROUPS * SUMS];  // both warps of a solver have read the group's parts

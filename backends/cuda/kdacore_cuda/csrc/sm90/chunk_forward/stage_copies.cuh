@@ -12,9 +12,24 @@
 #include "common/warp_arrivals.cuh"
 #include "sm90/chunk_forward/schedule.cuh"
 
-__device__ __forceinline__ void init_copy_barriers(u32 shared, u32 stage) {
-  barrier_init(shared + OFFSET(SharedMemory, empty) + 8 * stage, WARP_ARRIVALS * SCANNERS);
-  barrier_init(shared + OFFSET(SharedMemory, room) + 8 * stage, WARP_ARRIVALS * SCANNERS * (SCAN_WARPS + 1));
+// `rank`: CLUSTER for a helper, which writes its chunks to one place.
+__device__ __forceinline__ void init_copy_barriers(u32 shared, u32 stage, int rank) {
+  barrier_init(shared + OFFSET(SharedMemory, empty) + 8 * stage,
+               WARP_ARRIVALS * (HELPERS && rank == CLUSTER ? 1 : SCANNERS));
+  barrier_init(shared + OFFSET(SharedMemory, room) + 8 * stage,
+               WARP_ARRIVALS * (HELPERS && rank < SCANNERS ? 1 : SCANNERS) * (SCAN_WARPS + 1));
+}
+
+// The block of the cluster that is told when a scanning block has read stage `slot`: the one that prepares chunks for
+// it, or where a helper does, the scanning block itself.
+__device__ __forceinline__ u32 sender_of(u32 slot) {
+#if HELPERS
+  static_assert(SCANNERS == 2 && PREPARERS == 3 && STAGES == 6, "ranks by stage, four bits each");
+  const u32 own = block_index() & 1;
+  return (0x032032u | own << 20 | own << 8) >> (4 * slot) & 15;
+#else
+  return SCANNERS + slot % PREPARERS;
+#endif
 }
 
 // Copies the prepared chunk of step c to the scanning blocks, as soon as they have room. All lanes of
@@ -43,9 +58,11 @@ __device__ __forceinline__ void acknowledge_stages(const ChunkForwardParams& p, 
   Task task = load_task(shared + OFFSET(SharedMemory, interval));
 #pragma unroll 1
   for (int c = 0; advance_to_step(p, shared, task, c); ++c) {
-    const u32 slot = c % STAGES, from = SCANNERS + c % PREPARERS;
+    const u32 slot = c % STAGES, from = sender_of(slot);
     barrier_wait(shared + OFFSET(SharedMemory, full) + 8 * slot, (u32)(c / STAGES & 1));
-    warp_arrive_remote(cluster_address(shared + OFFSET(SharedMemory, empty) + 8 * own_stage(c), from), lane);
+    if (from >= SCANNERS)
+      warp_arrive_remote(cluster_address(shared + OFFSET(SharedMemory, empty) + 8 * own_stage(c), from),
+                         lane);
     warp_arrive_remote(cluster_address(shared + OFFSET(SharedMemory, room) + 8 * slot, from), lane);
   }
 }

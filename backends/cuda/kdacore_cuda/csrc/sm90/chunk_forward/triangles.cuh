@@ -8,6 +8,9 @@
 #if SEPARATE_BLOCKS
 #include "sm90/chunk_forward/stage_copies.cuh"
 #endif
+#if HELPERS
+#include "sm90/chunk_forward/helpers.cuh"
+#endif
 
 #if BOUNDED
 #include "sm90/chunk_forward/triangles_bounded.cuh"
@@ -174,7 +177,10 @@ __device__ __forceinline__ void solver_step(const ChunkForwardParams& p, const S
   }
   sync_pair(SOLVER_BARRIER + w.pair);
   to_next();
-#if SEPARATE_BLOCKS
+#if HELPERS
+  if (w.half && rank == HELPER) store_stage(p, shared, c, l.lane);
+  if (w.half && rank != HELPER) send_stage(shared, c, l.lane);
+#elif SEPARATE_BLOCKS
   if (w.half) send_stage(shared, c, l.lane);
 #else
   if (w.half) publish(stage, full, l.lane, rank);

@@ -38,7 +38,7 @@ TRAINING = (
     "h200/bench-training-later",
     "h200/bench-training-composed",
 )
-HEADS = ("h200/bench-heads", "h200/bench-heads-composed")
+HEADS = ("h200/bench-heads", "h200/bench-heads-helpers")
 CHOICE = "h100/bench-choice"
 DECODE = ("h200/decode",)
 STAGES = ("h200/stages-bench",)

@@ -6,7 +6,8 @@
 //
 // Grid: clusters of CLUSTER blocks. A cluster takes a sequence and value head at a time, all of it
 // or a part (schedule.cuh). Each of the first SCANNERS blocks carries V / SCANNERS columns of the
-// state. All blocks prepare chunks in turn, or in clusters of four the others alone (stage_copies.cuh).
+// state. All blocks prepare chunks in turn, or in clusters of four the others alone (stage_copies.cuh), to which
+// blocks of further clusters may be added (helpers.cuh).
 // Warps of a block, in this order:
 //   scan warps (SCAN_WARPS)     state and output: scan.cuh; a warpgroup carries 64 columns of V
 //   slice warps (SLICE_WARPS)   gate, operands and partial sums of the triangles: slices.cuh; each

@@ -1,5 +1,5 @@
-// chunk_kda without gradients on Hopper, K = V = 128: one launch, nothing but inputs and outputs in
-// device memory.
+// chunk_kda without gradients on Hopper, K = V = 128: one launch, nothing but inputs, outputs and what
+// helpers prepare in device memory.
 //
 // A chunk is 32 tokens, two halves of 16. shared_memory.cuh has the formulas and what a prepared
 // chunk looks like.
@@ -20,7 +20,7 @@
 // scan warps of all scanning blocks have read it. Slices hand their partial sums to a solver
 // through parts_ready and get their room back through parts_read. The ring runs on from one
 // sequence to the next. A cluster waits for another only where a sequence was cut, and then for one
-// that started before it.
+// that started before it, or for its helper, which started before all clusters.
 //
 // Macros from the host, besides sizes: MANY_SHORT, the way of many short sequences of equal length
 // (short_sequences.cuh), which the host chooses. The same bits.

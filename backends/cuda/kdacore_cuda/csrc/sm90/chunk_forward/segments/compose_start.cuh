@@ -23,7 +23,7 @@ __device__ __forceinline__ void produce_maps(const SegmentParams& p, const Segme
     ring.wait_empty();
     if (producer_thread() == 0) {
       barrier_expect(ring.full(), MAP_BYTES);
-      copy_shared_part(ring.stage() + MAP_AT, at.map(p.maps, i), MAP_BYTES, ring.full());
+      copy_shared_part<false>(ring.stage() + MAP_AT, at.map(p.maps, i), MAP_BYTES, ring.full());
     }
     copy_async_arrive(ring.full());
     ring.next();

@@ -98,31 +98,22 @@ __device__ __forceinline__ Values find_values(const SegmentParams& p, const Sequ
       2 * p.v_st, 0};
 }
 
-// Copies `bytes` that all blocks of the cluster need, this block's share of them to all.
+// Copies `bytes` that all blocks of the cluster need, this block's share of them to all. FOR_LAST: nothing reads them
+// later, so they may leave L2 first.
+template <bool FOR_LAST>
 __device__ __forceinline__ void copy_shared_part(u32 to, u64 from, u32 bytes, u32 full) {
 #if CLUSTER == 2
   const u32 half = bytes / 2, at = block_index() % 2 * half;
-  copy_in_to_both(to + at, reinterpret_cast<const void*>(from + at), half, full);
-#else
-  copy_in(to, reinterpret_cast<const void*>(from), bytes, full);
-#endif
-}
-
-// This block's part of the first `bytes` of a record.
-__device__ __forceinline__ void copy_record(const OperandRing& ring, u64 record, u32 bytes) {
-#if CLUSTER == 2
-  const u32 half = bytes / 2, at = block_index() % 2 * half, to = ring.stage() + at;
-  const void* const source = reinterpret_cast<const void*>(record + at);
-  if (LAST_READER)
-    copy_in_to_both_evict_first(to, source, half, ring.full());
+  if (FOR_LAST)
+    copy_in_to_both_evict_first(to + at, reinterpret_cast<const void*>(from + at), half, full);
   else
-    copy_in_to_both(to, source, half, ring.full());
+    copy_in_to_both(to + at, reinterpret_cast<const void*>(from + at), half, full);
 #else
-  const void* const source = reinterpret_cast<const void*>(record);
-  if (LAST_READER)
-    copy_in_evict_first(ring.stage(), source, bytes, ring.full());
+  const void* const source = reinterpret_cast<const void*>(from);
+  if (FOR_LAST)
+    copy_in_evict_first(to, source, bytes, full);
   else
-    copy_in(ring.stage(), source, bytes, ring.full());
+    copy_in(to, source, bytes, full);
 #endif
 }
 
@@ -130,7 +121,7 @@ __device__ __forceinline__ void copy_record(const OperandRing& ring, u64 record,
 __device__ __forceinline__ void ask_for_record(const OperandRing& ring, u64 record, u32 bytes) {
   if (producer_thread()) return;
   barrier_expect(ring.full(), bytes);
-  copy_record(ring, record, bytes);
+  copy_shared_part<LAST_READER>(ring.stage(), record, bytes, ring.full());
 }
 
 // Asks for values in the same stage. Rows past the end are zero: products of them with the operands' zeros are

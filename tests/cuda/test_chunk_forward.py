@@ -331,6 +331,22 @@ def test_helpers_clear_the_flags_that_they_raise(
     assert not workspace[-2 * 2 * steps :].view(torch.int32).any()  # 64 bits for each of two blocks
 
 
+@pytest.mark.parametrize("rows", [(-1, 2, 0), (1, 3, -1)])
+def test_sequences_that_may_be_padding_have_no_helpers(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, rows: tuple[int, ...]
+) -> None:
+    """Sequences without a slot have no steps, so a helper would leave a scanning block waiting for ever."""
+    use_cluster(monkeypatch, 4)
+    inputs = draw(3, 100, 1, 2, initial_state=torch.randn(4, 2, 128, 128), state_indices=torch.tensor(rows))
+    found = []
+    for used in (False, True):
+        use_helpers(monkeypatch, used)
+        found.append(run(inputs, output_final_state=True, **BOUNDED_MODEL))
+    assert torch.equal(found[0].o, found[1].o)
+    assert torch.equal(found[0].final_state, found[1].final_state)
+    assert "-HELPERS1" not in emulated[-1]
+
+
 def test_where_clusters_have_helpers() -> None:
     """24 heads of an H200 or H100, with unbounded gates 23 as well: fewer gain nothing, and with more, their helpers
     could not all run at once."""

@@ -32,14 +32,14 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def served() -> list[Case]:
-    """The cases with the head dim that this serves, but packs."""
+    """The cases with the head dim that this serves, but packs and pools."""
     cases = matrix.plan(NAME, device="cpu", kinds=("torch",)).cases
     plain = [
         c for c in cases if c.op == "chunk_kda" and c.check not in matrix.DIFFERENTIATES and c.mode == "eager"
     ]
     cases = [c for c in plain if not judge(c)]
     wide = [dataclasses.replace(c, shape=dataclasses.replace(c.shape, K=128, V=128)) for c in cases]
-    return [c for c in wide if not (judge(c) or c.shape.lengths)]
+    return [c for c in wide if not (judge(c) or c.shape.lengths or c.pool)]
 
 
 def run_with_helpers(cases: list[Case], launched: list[str]) -> None:

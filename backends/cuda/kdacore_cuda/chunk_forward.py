@@ -90,7 +90,8 @@ def _make_plan(r: Request) -> ChunkForwardPlan:
     many_short = hopper and not looks_up and are_many_short(r.T, items, cluster, clusters)
     cuts = clusters and not many_short and (r.packed or cuts_items(r.T, items, clusters))
     helpers = 0
-    if hopper and not r.packed and not clusters:
+    # Helpers and the blocks that wait for them count steps by T, so no sequence may be shorter or padding.
+    if hopper and not (clusters or r.packed or r.has("state_indices")):
         helpers = helper_clusters(items, r.T, cluster, has_bounded_gate(r), multiprocessors)
     workspace_size = 0
     if cuts:

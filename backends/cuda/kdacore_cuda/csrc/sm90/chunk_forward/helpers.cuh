@@ -6,7 +6,7 @@
 // writes its chunks to device memory, each to its own place, and raises a flag for each of the two scanning
 // blocks. Those copy the chunk into their ring. Helpers wait for no other block, and start before all others.
 //
-// Only for dense sequences, each of which has a cluster of its own.
+// Only for dense sequences of which none may be padding (state_rows.cuh), each with a cluster of its own.
 #pragma once
 
 #include "sm90/bulk_copies.cuh"
@@ -51,7 +51,8 @@ __device__ __forceinline__ void store_stage(const ChunkForwardParams& p, u32 sha
   }
 }
 
-// One warp of a scanning block: copies the chunks of its helper into the ring, as soon as there is room.
+// Copies what the helper prepared into this scanning block's ring, each chunk once its stage is free. All lanes of one
+// warp.
 __device__ __forceinline__ void fetch_stages(const ChunkForwardParams& p, u32 shared, int rank) {
   const int lane = thread_index() & 31, item = block_index() / CLUSTER - helper_clusters(p),
             steps = steps_of(p, 0);

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import kdacore_cuda
 from kdacore.hookspecs import hookimpl
+from kdacore.registry import REGISTRY
+from kdacore.testing import matrix
 from kdacore.testing.cases import Case
+from kdacore.testing.serving import judge
 from kdacore.testing.suite import run_case
 from kdacore.types import ArrayKind, Backend, Device, OpImpl, Request, SliceFunctions
 
@@ -68,6 +72,28 @@ class Plugin:
     @hookimpl
     def kdacore_backends(self) -> list[Backend]:
         return [emulated_backend(*self.ops, kind=self.kind)]
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """The backend with ``chunk_kda`` of torch arrays can be chosen inside."""
+    REGISTRY.register(Plugin(), NAME)
+    try:
+        yield
+    finally:
+        REGISTRY.reset()
+
+
+def wide_inference_cases() -> list[Case]:
+    """The suite's eager cases of ``chunk_kda`` without gradients, with K = V = 128, that the registered backend
+    serves."""
+    cases = matrix.plan(NAME, device="cpu", kinds=("torch",)).cases
+    plain = [
+        c for c in cases if c.op == "chunk_kda" and c.check not in matrix.DIFFERENTIATES and c.mode == "eager"
+    ]
+    served = [c for c in plain if not judge(c)]
+    wide = [dataclasses.replace(c, shape=dataclasses.replace(c.shape, K=128, V=128)) for c in served]
+    return [c for c in wide if not judge(c)]
 
 
 def run_emulated(cases: list[Case], launched: list[str], kernel: str) -> None:

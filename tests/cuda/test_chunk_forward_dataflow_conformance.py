@@ -3,16 +3,12 @@ emulates."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import pytest
-from emulated_backend import NAME, Plugin, run_emulated
+from emulated_backend import registered, run_emulated, wide_inference_cases
 
-from kdacore.registry import REGISTRY
-from kdacore.testing import matrix
 from kdacore.testing.cases import Case
-from kdacore.testing.serving import judge
 from kdacore_cuda import chunk_forward
 
 QUICK = ("chunk_kda-causality_append-base", "chunk_kda-accuracy-collinear")
@@ -20,23 +16,16 @@ QUICK = ("chunk_kda-causality_append-base", "chunk_kda-accuracy-collinear")
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every dense call of K = V = 128 side by side."""
     monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *args: True)
-    REGISTRY.register(Plugin(), NAME)
-    yield
-    REGISTRY.reset()
+    with registered():
+        yield
 
 
 def served() -> list[Case]:
     """The cases with the head dim that this serves, but packs and pools."""
-    cases = matrix.plan(NAME, device="cpu", kinds=("torch",)).cases
-    plain = [
-        c for c in cases if c.op == "chunk_kda" and c.check not in matrix.DIFFERENTIATES and c.mode == "eager"
-    ]
-    cases = [c for c in plain if not judge(c)]
-    wide = [dataclasses.replace(c, shape=dataclasses.replace(c.shape, K=128, V=128)) for c in cases]
-    return [c for c in wide if not (judge(c) or c.shape.lengths or c.pool)]
+    return [c for c in wide_inference_cases() if not (c.shape.lengths or c.pool)]
 
 
 def test_some_cases(emulated: list[str]) -> None:

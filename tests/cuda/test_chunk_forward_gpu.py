@@ -36,6 +36,14 @@ def run(inputs: ChunkInputs, **options: Any) -> Outputs:
     return chunk_forward.forward(request_of("chunk_kda", inputs, output_final_state=True, **options), inputs)
 
 
+def capture(inputs: ChunkInputs, **options: Any) -> tuple[torch.cuda.CUDAGraph, Outputs]:
+    """A graph of the call, and what its replays write."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(inputs, **options)
+    return graph, captured
+
+
 def same(a: Outputs, b: Outputs) -> bool:
     return torch.equal(a.o, b.o) and torch.equal(a.final_state, b.final_state)
 
@@ -64,9 +72,7 @@ def test_every_call_gives_the_same_bits(options: dict[str, Any], H: int) -> None
 def test_graph_replay_equals_eager(options: dict[str, Any], H: int) -> None:
     inputs = draw(300, H)
     eager = run(inputs, **options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(inputs, **options)
+    graph, captured = capture(inputs, **options)
     graph.replay()
     torch.cuda.synchronize()
     assert same(captured, eager)
@@ -83,9 +89,7 @@ def test_helpers_change_no_bits(monkeypatch: pytest.MonkeyPatch, options: dict[s
     request = request_of("chunk_kda", inputs, output_final_state=True, **options)
     assert chunk_forward.plan_of(request).grid == 30 * 4  # with six clusters of helpers
     assert all(same(run(inputs, **options), want) for _ in range(20))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(inputs, **options)
+    graph, captured = capture(inputs, **options)
     for _ in range(3):
         captured.o.zero_()
         graph.replay()

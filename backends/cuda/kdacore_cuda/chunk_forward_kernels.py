@@ -105,7 +105,8 @@ def helper_clusters(items: int, tokens: int, cluster: int, bounded: bool, multip
 def helped_chunks_size(T: int, items: int) -> int:
     """Float32 numbers for the steps that helpers prepare for ``items`` sequences and heads of ``T`` tokens, and for the
     flags (8 bytes for each scanning block) that say they are there."""
-    return items * (max(1, -(-T // STEP_TOKENS)) // (_SCANNERS + 1)) * (_IMAGE_BYTES // 4 + 2 * _SCANNERS)
+    helped_steps = -(-T // STEP_TOKENS) // (_SCANNERS + 1)
+    return items * helped_steps * (_IMAGE_BYTES // 4 + 2 * _SCANNERS)
 
 
 SHORT_TOKENS, SHORT_ITEMS = 4 * STEP_TOKENS, 8
@@ -237,7 +238,7 @@ def _hopper_defines(cluster: int, many_short: bool, helped: bool) -> tuple[tuple
 
 
 def _hopper_shared(bounded: bool) -> int:
-    stage = 2 * 3 * 4096 + 3072 + 4 * 128 + 512
+    stage = -(-_IMAGE_BYTES // 1024) * 1024
     values_and_output = 4 * 4 * 1024
     slices = 4 * ((14 if bounded else 16) * 512 + 1024 + 256)
     triangles, bias, barriers, share = 2 * 2560, 4 * 128, 8 * (3 * _STAGES + 8), 32

@@ -4,9 +4,11 @@
 
     python -m kdacore.testing.fuzz --backend NAME [--device cpu|cuda|tpu] [--count 2000] [--seed 0]
            [--calls whole|stages] [--jobs N] [--level quick|full] [--seconds S] [--json FILE]
+           [--op OP] [--check accuracy|gradients [--size NAME=LOW..HIGH ...]]
 
 Each seed stands for one call (:func:`kdacore.testing.random_cases.random_case`) of a whole op or, with
-``--calls stages``, of a stage of the chunk pipeline; so a failing one is run again by ``--seed ITS_SEED --count 1``.
+``--calls stages``, of a stage of the chunk pipeline; so a failing one is run again by ``--seed ITS_SEED --count 1``
+and the same limits. ``--size`` reaches kernels that serve certain sizes only, as in ``--size HV=24 T=1024..2100``.
 Calls that the backend's verifiers decline are counted, not failed. With more than one job each runs in a process of
 its own; a call that kills its process, or breaks the device for it, fails alone. With a time limit the record names
 the seeds that ran: the first ones, none left out between.
@@ -26,7 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from kdacore import machine
 from kdacore.argument_types import at_least, positive
@@ -38,7 +40,16 @@ from kdacore.testing.capabilities import default_device
 from kdacore.testing.cases import Case
 from kdacore.testing.matrix import LEVELS, Level
 from kdacore.testing.processes import Work
-from kdacore.testing.random_cases import CALLS, NAMES, Calls, NothingServedError, calls_of, random_case
+from kdacore.testing.random_cases import (
+    CALLS,
+    NAMES,
+    Calls,
+    NothingServedError,
+    calls_of,
+    ops_of,
+    random_case,
+)
+from kdacore.testing.random_limits import NO_LIMITS, Check, Limits, size
 from kdacore.testing.suite import Result, run_case
 
 SCHEMA = 1
@@ -57,9 +68,10 @@ class Task:
     device: str
     level: Level
     calls: Calls = "whole"
+    limits: Limits = NO_LIMITS
 
     def case(self, seed: int) -> Case:
-        return random_case(self.backend, seed, self.device, self.level, self.calls)
+        return random_case(self.backend, seed, self.device, self.level, self.calls, limits=self.limits)
 
 
 def run_seed(task: Task, seed: int) -> Row:
@@ -150,6 +162,7 @@ def document(task: Task, seeds: range, rows: list[Row], seconds: float, commit: 
         "device": task.device,
         "level": task.level,
         "calls": task.calls,
+        "limits": _described(task.limits),
         "seeds": {"first": seeds.start, "count": len(rows)},
         "served": status["served"],
         "declined": status["declined"],
@@ -159,6 +172,12 @@ def document(task: Task, seeds: range, rows: list[Row], seconds: float, commit: 
         "worst": worst(rows),
         "failures": [row for row in rows if row["status"] == "failed"],
     }
+
+
+def _described(limits: Limits) -> dict[str, Any]:
+    """Only what is limited."""
+    found: dict[str, Any] = {name: value for name in ("op", "check") if (value := getattr(limits, name))}
+    return found | {name: [low, high] for name, low, high in limits.sizes}
 
 
 def worst(rows: list[Row]) -> dict[str, Row]:
@@ -184,7 +203,10 @@ def _finite(x: float) -> float | None:
 
 def main(words: list[str] | None = None) -> int:
     """``python -m kdacore.testing.fuzz``. Returns 0 when nothing failed, 1 otherwise."""
-    asked = _parser().parse_args(words)
+    parser = _parser()
+    asked = parser.parse_args(words)
+    if asked.size and not asked.check:
+        parser.error("argument --size: needs --check, as calls on pools have sizes of their own")
     try:
         REGISTRY.get(asked.backend)
     except ContractError as error:
@@ -193,7 +215,15 @@ def main(words: list[str] | None = None) -> int:
     if asked.calls not in calls_of(asked.backend):
         print(f"--calls: backend {asked.backend!r} has no {NAMES[asked.calls]}", file=sys.stderr)
         return 2
-    task = Task(asked.backend, asked.device or default_device(asked.backend), asked.level, asked.calls)
+    if asked.op and asked.op not in ops_of(asked.backend, asked.calls):
+        print(
+            f"--op: backend {asked.backend!r} has no {asked.op!r} among its {NAMES[asked.calls]}",
+            file=sys.stderr,
+        )
+        return 2
+    device = asked.device or default_device(asked.backend)
+    limits = Limits(asked.op, asked.check, tuple(asked.size))
+    task = Task(asked.backend, device, asked.level, asked.calls, limits)
     try:
         task.case(asked.seed)
     except NothingServedError as error:
@@ -225,6 +255,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--calls", choices=CALLS, default="whole", help="of whole ops (the default) or of the stages"
     )
+    parser.add_argument("--op", default="", metavar="OP", help="of this op alone")
+    parser.add_argument(
+        "--check", choices=get_args(Check), default="", help="measure every call this way; none on pools"
+    )
+    parser.add_argument(
+        "--size", type=size, nargs="+", default=[], metavar="NAME=LOW..HIGH",
+        help="dense calls of these sizes: B, T, HV, K, V",
+    )  # fmt: skip
     parser.add_argument(
         "--level", choices=LEVELS, default="quick", help="full draws longer sequences (quick)"
     )

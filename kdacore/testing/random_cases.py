@@ -23,6 +23,7 @@ from kdacore.testing.capabilities import (
 )
 from kdacore.testing.cases import Case
 from kdacore.testing.matrix import Level
+from kdacore.testing.random_limits import NO_LIMITS, Limits
 from kdacore.testing.random_parts import draw_memory, index_dtype, pick, usable_dtypes
 from kdacore.testing.random_pools import draw_pool
 from kdacore.testing.serving import judge
@@ -67,15 +68,18 @@ def random_case(
     level: Level = "quick",
     calls: Calls = "whole",
     only: tuple[ArrayKind, ...] = (),
+    limits: Limits = NO_LIMITS,
 ) -> Case:
     """The call this seed stands for, of ``only`` these array kinds. It may be one the backend declines.
+
+    With ``limits`` a seed stands for another call than without them.
 
     Raises:
         NothingServedError: none of these calls on this device, whatever the seed.
     """
     stages = calls == "stages"
     rng = np.random.default_rng((seed, _STAGE_STREAM) if stages else seed)
-    found = _base(backend, rng, device, calls, only)
+    found = _base(backend, rng, device, calls, only, limits.op)
     base = replace(found, seed=seed, factor=_HARD, note=f"random{seed}")
     changes = random_stages.CHANGES if stages else _CHANGES
     impl = REGISTRY.get(backend).backend.ops[base.op]
@@ -86,15 +90,19 @@ def random_case(
         for change in changes:
             if rng.random() < share:
                 case = change(case, rng, level)
-        case = random_stages.draw_check(case, rng) if stages else _check(case, rng, differentiable)
+        case = limits.resize(case, rng)
+        if limits.check:
+            case = replace(case, check=limits.check)
+        else:
+            case = random_stages.draw_check(case, rng) if stages else _check(case, rng, differentiable)
         if not judge(case):
             break
     return case
 
 
-def _base(backend: str, rng: Any, device: str, calls: Calls, only: tuple[ArrayKind, ...]) -> Case:
-    """The plainest call of some op, kind and dtype; mostly of the kind the backend is made for."""
-    ops = ops_of(backend, calls)
+def _base(backend: str, rng: Any, device: str, calls: Calls, only: tuple[ArrayKind, ...], op: str) -> Case:
+    """The plainest call of some op (or of ``op``), kind and dtype; mostly of the kind the backend is made for."""
+    ops = [name for name in ops_of(backend, calls) if op in ("", name)]
     kinds = [k for k in kinds_of(backend) if has_device(k, device) and (not only or k in only)]
     mostly = kinds[:1] if rng.random() < _OWN_KIND else []
     for some in (mostly, kinds):

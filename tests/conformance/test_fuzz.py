@@ -12,6 +12,7 @@ import pytest
 from kdacore.ops import STAGES
 from kdacore.testing import fuzz, processes, random_cases
 from kdacore.testing.fuzz import Task
+from kdacore.testing.random_limits import Limits, Size
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +66,45 @@ def test_stages_are_drawn_where_asked(tmp_path: Path) -> None:
     assert found["calls"] == "stages" and found["served"] == 12
     assert set(found["served_by_op"]) <= set(STAGES) and len(found["served_by_op"]) > 2
     assert found["worst"] and all(row["ratio"] < 1 for row in found["worst"].values())
+
+
+def test_sizes_that_all_calls_have(tmp_path: Path) -> None:
+    path = tmp_path / "fuzz.json"
+    limits = ["--op", "chunk_kda", "--check", "accuracy", "--size", "B=2", "T=5..9", "HV=6"]
+    words = ["--backend", "reference", *limits, "--count", "12", "--json", str(path), "--commit", "abc"]
+    assert fuzz.main(words) == 0
+    found = json.loads(path.read_text())
+    assert found["limits"] == {"op": "chunk_kda", "check": "accuracy", "B": [2, 2], "T": [5, 9], "HV": [6, 6]}
+    assert found["served_by_op"] == {"chunk_kda": 12}
+    task = Task(
+        "reference",
+        "cpu",
+        "quick",
+        limits=Limits("chunk_kda", "accuracy", (Size("B", 2, 2), Size("HV", 6, 6))),
+    )
+    drawn = [task.case(seed) for seed in range(40)]
+    assert {(c.op, c.check, c.shape.B, c.shape.HV, c.shape.lengths) for c in drawn} == {
+        ("chunk_kda", "accuracy", 2, 6, ())
+    }
+    assert {c.shape.H for c in drawn} == {1, 2, 3, 6} and len({c.shape.T for c in drawn}) > 20
+
+
+@pytest.mark.parametrize("text", ["T", "T=", "T=0", "T=9..5", "T=-1", "H=3", "T=1..x"])
+def test_sizes_that_are_none(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        fuzz.main(["--backend", "reference", "--check", "accuracy", "--size", text])
+    assert done.value.code == 2 and f"argument --size: {text!r} is not a size" in capsys.readouterr().err
+
+
+def test_sizes_need_a_check(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        fuzz.main(["--backend", "reference", "--size", "T=5"])
+    assert done.value.code == 2 and "argument --size: needs --check" in capsys.readouterr().err
+
+
+def test_an_op_that_is_not_drawn_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fuzz.main(["--backend", "reference", "--op", "chunk_kdx"]) == 2
+    assert capsys.readouterr().err == "--op: backend 'reference' has no 'chunk_kdx' among its whole ops\n"
 
 
 def test_a_backend_without_stages_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,58 @@
+"""What all random calls of a run have in common, for kernels that serve calls of certain sizes only."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from kdacore.testing.cases import Case
+from kdacore.testing.random_parts import pick
+
+Check = Literal["accuracy", "gradients"]
+SIZES = ("B", "T", "HV", "K", "V")
+"""Sizes of a call that can be limited, named as in :class:`kdacore.calls.values.Shape`."""
+
+
+class Size(NamedTuple):
+    """A size that is drawn between two numbers, both included."""
+
+    name: str
+    low: int
+    high: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a seed does not choose. Nothing, as it is made."""
+
+    op: str = ""
+    """Every call is of this op."""
+    check: Check | Literal[""] = ""
+    """Every call is measured this way."""
+    sizes: tuple[Size, ...] = ()
+    """Calls have these sizes, and are dense: no pack has them. ``H`` is any divisor of ``HV``."""
+
+    def resize(self, case: Case, rng: Any) -> Case:
+        """The call with sizes within the limits."""
+        if not self.sizes:
+            return case
+        drawn = {name: int(rng.integers(low, high + 1)) for name, low, high in self.sizes}
+        shape = replace(case.shape, lengths=(), padding=0, **drawn)
+        shape = replace(shape, H=pick(rng, *(n for n in range(1, shape.HV + 1) if shape.HV % n == 0)))
+        return replace(case, shape=shape, host_offsets=False)
+
+
+NO_LIMITS = Limits()
+
+
+def size(text: str) -> Size:
+    """``HV=24`` or ``T=1024..2100``. argparse turns the error into exit status 2."""
+    name, _, numbers = text.partition("=")
+    low, _, high = numbers.partition("..")
+    high = high or low
+    if name not in SIZES or not (low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size such as HV=24 or T=1024..2100, of {', '.join(SIZES)}"
+        )
+    return Size(name, int(low), int(high))

@@ -89,6 +89,23 @@ def test_packaged_kernels_use_the_matrix_unit_and_wait_for_their_inputs(
     assert order(code)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "arch"),
+    [
+        pytest.param(k, a, id=f"{k.name}.{a}")
+        for k, a in packaged()
+        if k.path == "sm90/chunk_forward/chunk_forward.cu"
+    ],
+)
+def test_pairs_of_warps_meet_in_one_place(kernel: KernelSource, arch: str) -> None:
+    """compute-sanitizer reports a named barrier that its two warps reach in two places, as where one of them had a way
+    of its own for halves without tokens. A pair of slice warps meets twice for a bias, and twice in a step; a pair of
+    solvers twice. Short sequences store the first bias ahead of their loop."""
+    code = disassemble(FOLDER / read_manifest()[row_name(kernel, arch)]["file"])
+    found = len(re.findall(r"\bBAR\.SYNC\S* \w+, 0x40\b", code))
+    assert found == (8 if dict(kernel.defines)["MANY_SHORT"] else 6)
+
+
 WAITS = {"output.cu": 5, "maps.cu": 3}
 """Of a kernel whose roles wait each for themselves. Output: all threads where no launch chains segments; blocks without
 a segment; warps with the state; producers, before they load maps, and behind records, which were there before the

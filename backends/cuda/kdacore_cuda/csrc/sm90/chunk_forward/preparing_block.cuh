@@ -88,19 +88,13 @@ __device__ __forceinline__ void preparing_slice_warp(const ChunkForwardParams& p
         store_shared(memory + OFFSET(PairMemory, bias) + 128 * i + 4 * w.l.lane, __float_as_uint(bias[i]));
     }
     sync_pair(w.at.pair);
-    const bool ends_empty = w.at.half && (task.stop - 1 + part.shift) * C + HALF >= tokens;
-    const int stop = task.stop - ends_empty;
 #pragma unroll 1
     while (c < task.stop) {
       const SliceStep step = next_slice(w.at.slice);
-      if (c < stop) {
-        slice_step(w, shared, gate, raw, c, from, left, [&] {
-          advance(from, step);
-          left -= step.chunks * C;
-        });
-      } else {
-        empty_half_step(w, shared, c);
-      }
+      slice_step(w, shared, gate, raw, c, from, left, [&] {
+        advance(from, step);
+        left -= step.chunks * C;
+      });
       c += step.chunks;
       set_slice(w, shared, memory, w.at.slice ^ 2);
     }

@@ -64,7 +64,11 @@ __device__ __forceinline__ void short_slice_warp(const ChunkForwardParams& p, u3
     left = (int)p.T - token;
   };
   const auto find_bias = [&] {
-    return w.at.half ? 0.0f : gate_bias(p, make_gate(p, step.hv), step.hv, 32 * w.at.slice + w.l.lane);
+    if constexpr (BOUNDED && G_FLOAT)  // the channel is recomputed, for want of a register
+      return w.at.half ? 0.0f
+                       : gate_bias(p, make_gate(p, step.hv), step.hv, opaque(32 * w.at.slice + w.l.lane));
+    else
+      return w.at.half ? 0.0f : gate_bias(p, make_gate(p, step.hv), step.hv, 32 * w.at.slice + w.l.lane);
   };
   Gate gate = make_gate(p, step.hv);
   float own_bias = find_bias();
@@ -75,21 +79,13 @@ __device__ __forceinline__ void short_slice_warp(const ChunkForwardParams& p, u3
   store_bias(w, shared, own_bias);
 #pragma unroll 1
   while (true) {
-    const bool empty = w.at.half && step.chunk * C + HALF >= (int)p.T;
     const int hv = step.hv;
     const auto to_next = [&] {
       advance(p, step, work.chunks, STRIDE);
       find_inputs();
       if (c + STRIDE >= work.steps) left = 0;
     };
-    if (empty) {
-      to_next();
-      load_gate(raw, {from, left}, w.gate);
-      load_rows(raw, {from, left});
-      empty_half_step(w, shared, c);
-    } else {
-      slice_step(w, shared, gate, raw, c, from, left, to_next);
-    }
+    slice_step(w, shared, gate, raw, c, from, left, to_next);
     c += STRIDE;
     if (c >= work.steps) return;
     if (step.hv != hv) {

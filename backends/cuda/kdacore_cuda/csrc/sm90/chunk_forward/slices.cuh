@@ -118,7 +118,6 @@ __device__ __forceinline__ u32 piece_offset(const Lane& l, int i, const Place& a
 
 // Shared memory holds the total decay of a half: the decay itself, or its log2 if gates are unbounded.
 __device__ __forceinline__ float decay_of(float total) { return BOUNDED ? total : exp2_fast(total); }
-constexpr float NO_DECAY = BOUNDED ? 1.0f : 0.0f;
 
 // Where the decay of the lane's first channel goes: the image has 4 floats (channels 2t, 2t+1, 2t+8, 2t+9) a
 // lane and 16 channels, the order in which scan lanes read them. A lane's channels are pairs 4 floats apart.
@@ -286,7 +285,8 @@ __device__ __forceinline__ void hand_over(const SliceWarp& w, u32 shared, int c,
   warp_arrive(shared + OFFSET(SharedMemory, parts_ready) + 8 * (i % SOLVERS), w.l.lane);
 }
 
-// This warp's part of step c, whose inputs are in `raw`. `to_next` moves `from` and `left` to the next load.
+// This warp's part of step c, whose inputs are in `raw`. `to_next` moves `from` and `left` to the next load. A second
+// half without tokens goes the same way, so that both warps of a pair meet in one place, as compute-sanitizer wants.
 template <class F>
 __device__ __forceinline__ void slice_step(SliceWarp& w, u32 shared, const Gate& gate, Raw& raw, int c,
                                            const Source& from, int& left, F to_next) {
@@ -312,27 +312,6 @@ __device__ __forceinline__ void slice_step(SliceWarp& w, u32 shared, const Gate&
   Operands operands;
   prepare_slice(raw, decays, across, w.l, w.at, sums, operands, {from, left});
   hand_over(w, shared, c, sums, [&] { return across_products(w.at, operands); });
-}
-
-// The same for a second half without tokens, with which a sequence may end.
-__device__ __forceinline__ void empty_half_step(SliceWarp& w, u32 shared, int c) {
-  w.at.stage = shared + OFFSET(SharedMemory, stages) + own_stage(c) * STAGE_PITCH;
-  if (w.l.g == 0) {
-#pragma unroll
-    for (int e = 0; e < 8; e += 2) store_shared(w.own_totals + 4 * e, NO_DECAY, NO_DECAY);
-  }
-  sync_pair(w.at.pair);
-  wait_for_stage(shared, c);
-  const u32 zeros[4] = {};
-#pragma unroll
-  for (int n = 0; n < 2; ++n) store_rows(w.at, w.l, n, zeros, zeros, zeros);
-  sync_pair(w.at.pair);
-  const Products none = {};
-#if !BOUNDED
-  wait_for_solver(w, shared, c, OFFSET(SharedMemory, tiles_read));
-  store_tiles(parts_of(w, c), none.tile);
-#endif
-  hand_over(w, shared, c, none, [] { return Across{}; });
 }
 
 __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
@@ -367,18 +346,13 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
     load_gate(raw, {from, left}, w.gate);
     load_rows(raw, {from, left});
     store_bias(w, shared, own_bias);
-    const bool ends_empty = w.at.half && (task.stop - 1 + shift) * C + HALF >= tokens;
 #pragma unroll 1
-    for (const int stop = task.stop - ends_empty; c < stop; c += STRIDE)
+    for (; c < task.stop; c += STRIDE)
       slice_step(w, shared, gate, raw, c, from, left, [&] {
         advance(from);
         left -= STRIDE * C;
       });
     stopped = c + shift;
-    if (c < task.stop) {
-      empty_half_step(w, shared, c);
-      c += STRIDE;
-    }
     const int hv = task.hv;
     move = move_to_step(p, shared, task, length, c);
     heads = key_head(p, task.hv) - key_head(p, hv);

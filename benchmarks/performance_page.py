@@ -36,7 +36,7 @@ TRAINING = (
     "h200/training-peers",
     "h200/bench-forward-training",
     "h200/bench-training-later",
-    "h200/bench-training-composed",
+    "h200/bench-training-helpers",
 )
 HEADS = ("h200/bench-heads", "h200/bench-heads-helpers")
 CHOICE = "h100/bench-choice"

@@ -1,9 +1,9 @@
 """compute-sanitizer over random calls: ``python -m benchmarks.sanitizers TOOL --backend NAME --count 150 --stages 40``.
 
-The calls are those of ``python -m kdacore.testing.fuzz``: ``--count`` of whole ops and ``--stages`` of stages, where
-the backend has such, each cut into ``--jobs`` runs side by side. First they all run once without the tool, so that no
-kernel is compiled under it. Exit 1 when the tool reports something or a run ends badly; the record (``--json``) says
-which seeds ran and what was found.
+The calls are those of ``python -m kdacore.testing.fuzz``, which explains ``--op``, ``--check`` and ``--size``:
+``--count`` of whole ops and ``--stages`` of stages, where the backend has such, each cut into ``--jobs`` runs side by
+side. First they all run once without the tool, so that no kernel is compiled under it. Exit 1 when the tool reports
+something or a run ends badly; the record (``--json``) says which seeds ran and what was found.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 from kdacore import machine
 from kdacore.machine import commit as checkout
-from kdacore.testing.random_cases import Calls, calls_of
+from kdacore.testing.random_cases import Calls, calls_of, ops_of
+from kdacore.testing.random_limits import add_limits, limits_of
 from kdacore_cuda.kernel_source import EVERY_LANE
 
 TOOLS: dict[str, tuple[str, ...]] = {
@@ -86,7 +87,7 @@ def wanted(args: argparse.Namespace) -> list[Share]:
     return [
         Share(calls, range(args.seed, args.seed + counts[calls]))
         for calls in calls_of(args.backend)
-        if counts[calls]
+        if counts[calls] and (not args.limits.op or args.limits.op in ops_of(args.backend, calls))
     ]
 
 
@@ -97,6 +98,7 @@ def command(args: argparse.Namespace, share: Share, jobs: int, record: Path) -> 
         *(sys.executable, "-m", "kdacore.testing.fuzz", "--backend", args.backend, "--device", args.device),
         *("--calls", share.calls, "--seed", str(first), "--count", str(count)),
         *("--jobs", str(jobs), "--seconds", str(args.seconds), "--json", str(record)),
+        *args.limits.words(),
     ]
 
 
@@ -132,7 +134,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="time limit of each run")
     parser.add_argument("--logs", type=Path, help="keep what the tool printed here")
     parser.add_argument("--json", type=Path, help="where the record goes")
+    add_limits(parser)
     args = parser.parse_args(argv)
+    args.limits = limits_of(parser, args)
     if not shutil.which(args.command):
         parser.error(f"{args.command} is not on the path: it comes with the CUDA toolkit")
     with tempfile.TemporaryDirectory() as folder:
@@ -159,6 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     runs.sort(key=lambda run: (run["calls"], run["seed"]))
     if args.json:
         record = {"schema": 1, "tool": args.tool, "backend": args.backend, "commit": checkout()}
+        record["limits"] = " ".join(args.limits.words())
         record["machine"] = {row.name: row.value for row in machine.probe().rows}
         args.json.write_text(json.dumps(record | {"runs": runs}, indent=1) + "\n")
     return 0 if all(is_clean(run) for run in runs) else 1

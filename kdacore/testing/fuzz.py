@@ -28,7 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 from kdacore import machine
 from kdacore.argument_types import at_least, positive
@@ -49,7 +49,7 @@ from kdacore.testing.random_cases import (
     ops_of,
     random_case,
 )
-from kdacore.testing.random_limits import NO_LIMITS, Check, Limits, size
+from kdacore.testing.random_limits import NO_LIMITS, Limits, add_limits, limits_of
 from kdacore.testing.suite import Result, run_case
 
 SCHEMA = 1
@@ -205,8 +205,9 @@ def main(words: list[str] | None = None) -> int:
     """``python -m kdacore.testing.fuzz``. Returns 0 when nothing failed, 1 otherwise."""
     parser = _parser()
     asked = parser.parse_args(words)
-    if asked.size and not asked.check:
-        parser.error("argument --size: needs --check, as calls on pools have sizes of their own")
+    limits = limits_of(parser, asked)
+    if asked.calls == "stages" and limits.check == "gradients":
+        parser.error("argument --check: stages have no gradients")
     try:
         REGISTRY.get(asked.backend)
     except ContractError as error:
@@ -221,9 +222,9 @@ def main(words: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    device = asked.device or default_device(asked.backend)
-    limits = Limits(asked.op, asked.check, tuple(asked.size))
-    task = Task(asked.backend, device, asked.level, asked.calls, limits)
+    task = Task(
+        asked.backend, asked.device or default_device(asked.backend), asked.level, asked.calls, limits
+    )
     try:
         task.case(asked.seed)
     except NothingServedError as error:
@@ -255,14 +256,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--calls", choices=CALLS, default="whole", help="of whole ops (the default) or of the stages"
     )
-    parser.add_argument("--op", default="", metavar="OP", help="of this op alone")
-    parser.add_argument(
-        "--check", choices=get_args(Check), default="", help="measure every call this way; none on pools"
-    )
-    parser.add_argument(
-        "--size", type=size, nargs="+", default=[], metavar="NAME=LOW..HIGH",
-        help="dense calls of these sizes: B, T, HV, K, V",
-    )  # fmt: skip
+    add_limits(parser)
     parser.add_argument(
         "--level", choices=LEVELS, default="quick", help="full draws longer sequences (quick)"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from kdacore.testing.cases import Case
 from kdacore.testing.random_parts import pick
@@ -42,11 +42,39 @@ class Limits:
         shape = replace(shape, H=pick(rng, *(n for n in range(1, shape.HV + 1) if shape.HV % n == 0)))
         return replace(case, shape=shape, host_offsets=False)
 
+    def words(self) -> list[str]:
+        """The arguments of a command that :func:`limits_of` reads."""
+        sizes = [f"{name}={low}..{high}" for name, low, high in self.sizes]
+        return [
+            *(["--op", self.op] if self.op else []),
+            *(["--check", self.check] if self.check else []),
+            *(["--size", *sizes] if sizes else []),
+        ]
+
 
 NO_LIMITS = Limits()
 
 
-def size(text: str) -> Size:
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """The arguments ``--op``, ``--check`` and ``--size``."""
+    parser.add_argument("--op", default="", metavar="OP", help="call this op alone")
+    parser.add_argument(
+        "--check", choices=get_args(Check), default="", help="measure every call this way; none on pools"
+    )
+    parser.add_argument(
+        "--size", type=_size, nargs="+", action="extend", default=[], metavar="NAME=LOW..HIGH",
+        help=f"dense calls of these sizes: {', '.join(SIZES)}",
+    )  # fmt: skip
+
+
+def limits_of(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> Limits:
+    """What the arguments of :func:`add_limits` say; where they contradict each other, the parser's error."""
+    if asked.size and not asked.check:
+        parser.error("argument --size: needs --check, as calls on pools have sizes of their own")
+    return Limits(asked.op, asked.check, tuple(asked.size))
+
+
+def _size(text: str) -> Size:
     """``HV=24`` or ``T=1024..2100``. argparse turns the error into exit status 2."""
     name, _, numbers = text.partition("=")
     low, _, high = numbers.partition("..")

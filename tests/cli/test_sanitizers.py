@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+from kdacore.testing.random_limits import NO_LIMITS, Limits, Size
+
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = """#!/bin/sh
 while [ "$1" != "{python}" ]; do shift; done
@@ -42,9 +44,21 @@ def test_stages_run_too_where_there_are_any(
     sanitizers: ModuleType, monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(sanitizers, "calls_of", lambda backend: kinds)
-    asked = argparse.Namespace(backend="any", seed=7, count=3, stages=2)
+    asked = argparse.Namespace(backend="any", seed=7, count=3, stages=2, limits=NO_LIMITS)
     seeds = {"whole": range(7, 10), "stages": range(7, 9)}
     assert dict(sanitizers.wanted(asked)) == {kind: seeds[kind] for kind in kinds}
+
+
+def test_limits_go_to_the_calls(sanitizers: ModuleType) -> None:
+    """An op of one kind leaves the other out."""
+    limits = Limits("chunk_kda", "accuracy", (Size("HV", 24, 24),))
+    asked = argparse.Namespace(
+        backend="reference", device="cpu", seed=7, count=3, stages=2, seconds=9.0, limits=limits
+    )
+    (share,) = sanitizers.wanted(asked)
+    assert share.calls == "whole"
+    words = sanitizers.command(asked, share, 1, Path("record"))
+    assert words[-6:] == ["--op", "chunk_kda", "--check", "accuracy", "--size", "HV=24..24"]
 
 
 def test_a_run_is_clean_only_when_the_tool_says_so(sanitizers: ModuleType) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from kdacore.ops import STAGES
 from kdacore.testing import fuzz, processes, random_cases
 from kdacore.testing.fuzz import Task
-from kdacore.testing.random_limits import Limits, Size
+from kdacore.testing.random_limits import NO_LIMITS, Limits, Size, add_limits, limits_of
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +101,20 @@ def test_sizes_need_a_check(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
         fuzz.main(["--backend", "reference", "--size", "T=5"])
     assert done.value.code == 2 and "argument --size: needs --check" in capsys.readouterr().err
+
+
+def test_stages_have_no_gradients(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        fuzz.main(["--backend", "reference", "--calls", "stages", "--check", "gradients"])
+    assert done.value.code == 2 and "argument --check: stages have no gradients" in capsys.readouterr().err
+
+
+def test_limits_as_arguments() -> None:
+    parser = argparse.ArgumentParser()
+    add_limits(parser)
+    limits = Limits("chunk_kda", "accuracy", (Size("B", 1, 1), Size("T", 5, 9)))
+    assert limits_of(parser, parser.parse_args(limits.words())) == limits
+    assert limits_of(parser, parser.parse_args([])) == NO_LIMITS and NO_LIMITS.words() == []
 
 
 def test_an_op_that_is_not_drawn_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -465,6 +465,20 @@ def test_many_short_sequences_with_states(
     same_in_shares(monkeypatch, inputs, 2, output_final_state=True, state_v_first=v_first, **options)
 
 
+@pytest.mark.parametrize("T", [16, 40])
+@pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
+def test_many_short_sequences_with_float32_gates(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, T: int, options: dict[str, Any]
+) -> None:
+    """A kernel of its own: the bits of the same gates in bfloat16."""
+    inputs = draw(6, T, 3, 3, seed=T)
+    got = same_in_shares(
+        monkeypatch, inputs._replace(g=inputs.g.float()), 2, output_final_state=True, **options
+    )
+    want = run(inputs, output_final_state=True, **options)
+    assert torch.equal(got.o, want.o) and torch.equal(got.final_state, want.final_state)
+
+
 def test_many_short_sequences_have_a_kernel_of_their_own(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -138,12 +138,14 @@ def test_host_time() -> None:
 
 
 @GATES
-def test_many_short_sequences(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("gate_dtype", [torch.bfloat16, torch.float32])
+def test_many_short_sequences(options: dict[str, Any], gate_dtype: torch.dtype) -> None:
     """A way of their own through the same kernel: the bits of a pack and of a longer call's start."""
     B, H = 300, 4
     d = Draw(1, device="cuda")
     tokens = {name: d.normal(B, 150, H, 128) for name in ("q", "k", "v")}
     gate = {name: x.cuda() for name, x in d.gate("init", B, 150, H, 128).items()}
+    gate["g"] = gate["g"].to(gate_dtype)
     whole = ChunkInputs(**tokens, beta=d.normal(B, 150, H), **gate)
     want = run(whole, **options).o
     for T in (1, 15, 16, 17, 33, 64, 128):

@@ -68,8 +68,8 @@ def row(preset: str, shape: str, case: Case, contender: str, backend: str, t: Ti
 
 
 def in_turns(preset: str, shape: str, case: Case, steps: dict[str, Step], budget: Budget) -> list[Row]:
-    """A row for each of ``steps``, timed in turns; prints their medians. The name of each begins with
-    that of its backend."""
+    """Time ``steps`` alternately, print their medians and return a row for each. A step's name begins with the name of
+    its backend, as in ``cuda maps``."""
     found = interleave(steps, CudaClock(), budget)
     times = "  ".join(f"{name} {1e6 * t.median:.1f}" for name, t in found.items())
     print(f"{shape:34} {times} us", flush=True)

@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     runs.sort(key=lambda run: (run["calls"], run["seed"]))
     if args.json:
         record = {"schema": 1, "tool": args.tool, "backend": args.backend, "commit": checkout()}
-        record["limits"] = " ".join(args.limits.words())
+        record["limits"] = args.limits.described()
         record["machine"] = {row.name: row.value for row in machine.probe().rows}
         args.json.write_text(json.dumps(record | {"runs": runs}, indent=1) + "\n")
     return 0 if all(is_clean(run) for run in runs) else 1

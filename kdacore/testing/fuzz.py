@@ -162,7 +162,7 @@ def document(task: Task, seeds: range, rows: list[Row], seconds: float, commit: 
         "device": task.device,
         "level": task.level,
         "calls": task.calls,
-        "limits": _described(task.limits),
+        "limits": task.limits.described(),
         "seeds": {"first": seeds.start, "count": len(rows)},
         "served": status["served"],
         "declined": status["declined"],
@@ -172,12 +172,6 @@ def document(task: Task, seeds: range, rows: list[Row], seconds: float, commit: 
         "worst": worst(rows),
         "failures": [row for row in rows if row["status"] == "failed"],
     }
-
-
-def _described(limits: Limits) -> dict[str, Any]:
-    """Only what is limited."""
-    found: dict[str, Any] = {name: value for name in ("op", "check") if (value := getattr(limits, name))}
-    return found | {name: [low, high] for name, low, high in limits.sizes}
 
 
 def worst(rows: list[Row]) -> dict[str, Row]:

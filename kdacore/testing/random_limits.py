@@ -24,14 +24,15 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a seed does not choose. Nothing, as it is made."""
+    """What is fixed for every random call of a run instead of drawn from its seed. The default fixes nothing."""
 
     op: str = ""
     """Every call is of this op."""
     check: Check | Literal[""] = ""
     """Every call is measured this way."""
     sizes: tuple[Size, ...] = ()
-    """Calls have these sizes, and are dense: no pack has them. ``H`` is any divisor of ``HV``."""
+    """Sizes, each drawn within its bounds. Calls with any are dense (no ``cu_seqlens``), and ``H`` is a random divisor
+    of ``HV``."""
 
     def resize(self, case: Case, rng: Any) -> Case:
         """The call with sizes within the limits."""
@@ -41,6 +42,11 @@ class Limits:
         shape = replace(case.shape, lengths=(), padding=0, **drawn)
         shape = replace(shape, H=pick(rng, *(n for n in range(1, shape.HV + 1) if shape.HV % n == 0)))
         return replace(case, shape=shape, host_offsets=False)
+
+    def described(self) -> dict[str, Any]:
+        """What is fixed, for a record: sizes as ``[low, high]``."""
+        found: dict[str, Any] = {name: value for name in ("op", "check") if (value := getattr(self, name))}
+        return found | {name: [low, high] for name, low, high in self.sizes}
 
     def words(self) -> list[str]:
         """The arguments of a command that :func:`limits_of` reads."""
@@ -71,6 +77,9 @@ def limits_of(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> Lim
     """What the arguments of :func:`add_limits` say; where they contradict each other, the parser's error."""
     if asked.size and not asked.check:
         parser.error("argument --size: needs --check, as calls on pools have sizes of their own")
+    names = [name for name, _, _ in asked.size]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        parser.error(f"argument --size: more than one of {', '.join(repeated)}")
     return Limits(asked.op, asked.check, tuple(asked.size))
 
 

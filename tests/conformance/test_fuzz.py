@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,22 @@ def test_sizes_need_a_check(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
         fuzz.main(["--backend", "reference", "--size", "T=5"])
     assert done.value.code == 2 and "argument --size: needs --check" in capsys.readouterr().err
+
+
+def test_a_size_is_given_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        fuzz.main(["--backend", "reference", "--check", "accuracy", "--size", "T=5", "HV=2", "T=7"])
+    assert done.value.code == 2 and "argument --size: more than one of T" in capsys.readouterr().err
+
+
+def test_the_commands_of_the_guide_are_accepted() -> None:
+    guide = Path(__file__).resolve().parents[2] / "docs" / "guide" / "writing-a-backend.md"
+    lines = [x for x in guide.read_text().splitlines() if x.startswith("python -m kdacore.testing.fuzz ")]
+    assert len(lines) >= 3
+    for line in lines:
+        words = shlex.split(line)[3:]
+        parser = fuzz._parser()
+        limits_of(parser, parser.parse_args(words))
 
 
 def test_stages_have_no_gradients(capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,6 +96,11 @@ def wide_inference_cases() -> list[Case]:
     return [c for c in wide if not judge(c)]
 
 
+def dense_inference_cases() -> list[Case]:
+    """Those of them without packs and pools."""
+    return [c for c in wide_inference_cases() if not (c.shape.lengths or c.pool)]
+
+
 def run_emulated(cases: list[Case], launched: list[str], kernel: str) -> None:
     """All are served within their bounds, each by launches among which is one of ``kernel``."""
     assert cases

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from emulated_backend import registered, run_emulated, wide_inference_cases
+from emulated_backend import dense_inference_cases, registered, run_emulated
 
-from kdacore.testing.cases import Case
 from kdacore_cuda import chunk_forward
 
 QUICK = ("chunk_kda-causality_append-base", "chunk_kda-accuracy-collinear")
@@ -23,19 +22,14 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def served() -> list[Case]:
-    """The cases with the head dim that this serves, but packs and pools."""
-    return [c for c in wide_inference_cases() if not (c.shape.lengths or c.pool)]
-
-
 def test_some_cases(emulated: list[str]) -> None:
-    cases = [c for c in served() if c.id.startswith(QUICK)]
+    cases = [c for c in dense_inference_cases() if c.id.startswith(QUICK)]
     assert len(cases) >= len(QUICK)
     run_emulated(cases, emulated, "walk")
 
 
 @pytest.mark.exhaustive
 def test_every_case(emulated: list[str]) -> None:
-    cases = served()
+    cases = dense_inference_cases()
     assert len(cases) > 40
     run_emulated(cases, emulated, "walk")

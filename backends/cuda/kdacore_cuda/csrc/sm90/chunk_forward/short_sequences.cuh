@@ -64,11 +64,10 @@ __device__ __forceinline__ void short_slice_warp(const ChunkForwardParams& p, u3
     left = (int)p.T - token;
   };
   const auto find_bias = [&] {
-    if constexpr (BOUNDED && G_FLOAT)  // the channel is recomputed, for want of a register
-      return w.at.half ? 0.0f
-                       : gate_bias(p, make_gate(p, step.hv), step.hv, opaque(32 * w.at.slice + w.l.lane));
-    else
-      return w.at.half ? 0.0f : gate_bias(p, make_gate(p, step.hv), step.hv, 32 * w.at.slice + w.l.lane);
+    if (w.at.half) return 0.0f;
+    const int channel = 32 * w.at.slice + w.l.lane;
+    // opaque: recomputed for every head, as this kernel would spill a register otherwise.
+    return gate_bias(p, make_gate(p, step.hv), step.hv, BOUNDED && G_FLOAT ? opaque(channel) : channel);
   };
   Gate gate = make_gate(p, step.hv);
   float own_bias = find_bias();

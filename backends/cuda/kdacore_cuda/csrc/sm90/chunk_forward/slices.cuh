@@ -286,7 +286,8 @@ __device__ __forceinline__ void hand_over(const SliceWarp& w, u32 shared, int c,
 }
 
 // This warp's part of step c, whose inputs are in `raw`. `to_next` moves `from` and `left` to the next load. A second
-// half without tokens goes the same way, so that both warps of a pair meet in one place, as compute-sanitizer wants.
+// half without tokens is computed like any other: both warps of a pair then reach each barrier at the same
+// instruction, without which compute-sanitizer's synccheck reports divergent threads.
 template <class F>
 __device__ __forceinline__ void slice_step(SliceWarp& w, u32 shared, const Gate& gate, Raw& raw, int c,
                                            const Source& from, int& left, F to_next) {

@@ -58,7 +58,9 @@ static_assert(SLICE_REGISTERS * SLICING + SOLVE_REGISTERS * SOLVER_SLOTS <= REGI
 
 __device__ __forceinline__ void init_barriers(u32 shared, int rank) {
   if (thread_index() < STAGES) {
-    barrier_init(shared + OFFSET(SharedMemory, full) + 8 * thread_index(), WARP_ARRIVALS);
+    const bool own = !SEPARATE && thread_index() % CLUSTER == rank;  // prepared in this block
+    barrier_init(shared + OFFSET(SharedMemory, full) + 8 * thread_index(),
+                 WARP_ARRIVALS * (EVERY_LANE && own ? 2 : 1));
 #if SEPARATE_BLOCKS
     init_copy_barriers(shared, thread_index(), rank);
 #else

@@ -22,7 +22,6 @@ from kdacore_cuda.chunk_forward_kernels import (
     chunk_forward_threads,
     cluster_size,
     cut_states_size,
-    cuts_items,
     has_hopper_kernel,
     helped_chunks_size,
     helper_clusters,
@@ -88,13 +87,13 @@ def _make_plan(r: Request) -> ChunkForwardPlan:
     hopper = has_hopper_kernel(r.K, arch)
     looks_up = r.packed or r.has("state_indices") or r.checkpoint_every or r.checkpoint_count
     many_short = hopper and not looks_up and are_many_short(r.T, items, cluster, clusters)
-    cuts = clusters and not many_short and (r.packed or cuts_items(r.T, items, clusters))
     helpers = 0
     # Helpers and the blocks that wait for them count steps by T, so no sequence may be shorter or padding.
     if hopper and not (clusters or r.packed or r.has("state_indices")):
         helpers = helper_clusters(items, r.T, cluster, has_bounded_gate(r), multiprocessors)
     workspace_size = 0
-    if cuts:
+    if clusters and not many_short:
+        # Whether a sequence is cut in two depends on lengths and null slots, which only the device knows.
         workspace_size = cut_states_size(clusters)
     elif helpers:
         workspace_size = helped_chunks_size(r.T, items)

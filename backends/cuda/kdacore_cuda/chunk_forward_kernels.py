@@ -8,7 +8,7 @@ from itertools import product
 from typing import NamedTuple
 
 from kdacore_cuda.architectures import CLUSTER_ARCHS, HEAD_DIMS, HOPPER, SHARED_LIMITS
-from kdacore_cuda.kernel_parameters import SEQUENCE_OVERHEAD_STEPS, STEP_TOKENS
+from kdacore_cuda.kernel_parameters import STEP_TOKENS
 from kdacore_cuda.kernel_source import KernelSource
 
 
@@ -70,13 +70,6 @@ def resident_clusters(K: int, cluster: int, items: int, multiprocessors: int, ar
         return 0
     together = _clusters_at_once(cluster, multiprocessors)
     return together if items > together else 0
-
-
-def cuts_items(T: int, items: int, clusters: int) -> bool:
-    """Whether ``clusters`` equal parts of ``items`` sequences of ``T`` tokens cut one of them in
-    two."""
-    cost = max(1, -(-T // STEP_TOKENS)) + SEQUENCE_OVERHEAD_STEPS
-    return -(-items * cost // clusters) % cost != 0
 
 
 def cut_states_size(clusters: int) -> int:

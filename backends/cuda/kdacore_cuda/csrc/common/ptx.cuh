@@ -358,7 +358,10 @@ __device__ __forceinline__ void fence_async_proxy() {
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
+// A warp takes part as a whole, but its lanes may leave loops, or branches of one lane, at different times: so they
+// meet first.
 __device__ __forceinline__ void sync_cluster() {
+  sync_warp();
   asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::
                    : "memory");
 }

@@ -8,7 +8,7 @@ from itertools import product
 from typing import NamedTuple
 
 from kdacore_cuda.architectures import CLUSTER_ARCHS, HEAD_DIMS, HOPPER, SHARED_LIMITS
-from kdacore_cuda.kernel_parameters import STEP_TOKENS
+from kdacore_cuda.kernel_parameters import STEP_TOKENS, TICKETS_BYTES
 from kdacore_cuda.kernel_source import KernelSource
 
 
@@ -73,9 +73,9 @@ def resident_clusters(K: int, cluster: int, items: int, multiprocessors: int, ar
 
 
 def cut_states_size(clusters: int) -> int:
-    """Float32 numbers for the states of items cut in two, one per cluster, and for the flags (8
-    bytes a warp) behind."""
-    return clusters * (128 * 128 + 2 * _SCANNERS * _SCAN_WARPS)
+    """Float32 numbers for tickets, for the states of items cut in two, one per cluster, and for the
+    flags (8 bytes a warp) behind."""
+    return TICKETS_BYTES // 4 + clusters * (128 * 128 + 2 * _SCANNERS * _SCAN_WARPS)
 
 
 _LEAST_HELPED_PART = {True: 23.5 / 132, False: 22.5 / 132}
@@ -96,10 +96,10 @@ def helper_clusters(items: int, tokens: int, cluster: int, bounded: bool, multip
 
 
 def helped_chunks_size(T: int, items: int) -> int:
-    """Float32 numbers for the steps that helpers prepare for ``items`` sequences and heads of ``T`` tokens, and for the
-    flags (8 bytes for each scanning block) that say they are there."""
+    """Float32 numbers for tickets, for the steps that helpers prepare for ``items`` sequences and heads of ``T`` tokens,
+    and for the flags (8 bytes for each scanning block) that say they are there."""
     helped_steps = -(-T // STEP_TOKENS) // (_SCANNERS + 1)
-    return items * helped_steps * (_IMAGE_BYTES // 4 + 2 * _SCANNERS)
+    return TICKETS_BYTES // 4 + items * helped_steps * (_IMAGE_BYTES // 4 + 2 * _SCANNERS)
 
 
 SHORT_TOKENS, SHORT_ITEMS = 4 * STEP_TOKENS, 8

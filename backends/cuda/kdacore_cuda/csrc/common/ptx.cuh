@@ -246,6 +246,28 @@ __device__ __forceinline__ void wait_and_clear_flag(u64 flag, u64 value) {
   asm volatile("st.global.b64 [%0], 0;" ::"l"(flag) : "memory");
 }
 
+// Atomic operations on 64 bits, of which other blocks see no order with other memory.
+__device__ __forceinline__ u64 atomic_add(u64 at, u64 x) {
+  u64 before;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(at), "l"(x) : "memory");
+  return before;
+}
+__device__ __forceinline__ void atomic_maximum(u64 at, long long x) {
+  asm volatile("red.relaxed.gpu.global.max.s64 [%0], %1;" ::"l"(at), "l"(x) : "memory");
+}
+// Stores x if `expected` is there; returns what was.
+__device__ __forceinline__ u64 atomic_replace(u64 at, u64 expected, u64 x) {
+  u64 before;
+  asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"
+               : "=l"(before)
+               : "l"(at), "l"(expected), "l"(x)
+               : "memory");
+  return before;
+}
+__device__ __forceinline__ void atomic_store(u64 at, u64 x) {
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(at), "l"(x) : "memory");
+}
+
 // Copies 16 bytes from device to shared memory, asynchronously; zeros when `real` is false (then
 // `src` is not read).
 __device__ __forceinline__ void copy_async16(u32 dst, const void* src, bool real) {
@@ -358,8 +380,20 @@ __device__ __forceinline__ void fence_async_proxy() {
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-// A warp takes part as a whole, but its lanes may leave loops, or branches of one lane, at different times: so they
-// meet first.
+// Stores to shared memory of any block of the cluster that has begun.
+__device__ __forceinline__ void store_cluster_shared(u32 a, u32 x) {
+  asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(a), "r"(x) : "memory");
+}
+// The barrier of all threads of a cluster, in two halves. A warp takes part in each as a whole, but its lanes may leave
+// loops, or branches of one lane, at different times: so they meet first.
+__device__ __forceinline__ void arrive_cluster() {
+  sync_warp();
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wait_cluster() {
+  sync_warp();
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void sync_cluster() {
   sync_warp();
   asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::

@@ -66,6 +66,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch_launch, "prepacked_start", prepacked_start)
     monkeypatch.setattr(torch_launch, "sequence_start", sequence_start)
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(torch_launch, "clusters_at_once", lambda launcher, arch, index: 0)
     monkeypatch.setattr(torch_launch, "memory_rate", lambda index: 3.35e12)  # an H100's
     monkeypatch.setattr(torch_launch, "current_device", lambda: -1)  # CPU tensors say they are there
     monkeypatch.setattr(torch_launch, "current_stream", lambda index: 0)

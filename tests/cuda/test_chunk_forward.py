@@ -252,9 +252,7 @@ def test_split_equals_whole(emulated: list[str]) -> None:
 
 def whole_fraction(monkeypatch: pytest.MonkeyPatch, clusters: int) -> None:
     """As many clusters share all work, however little there is; 0: a cluster for each sequence and head."""
-    monkeypatch.setattr(
-        chunk_forward, "resident_clusters", lambda K, cluster, items, multiprocessors, arch: clusters
-    )
+    monkeypatch.setattr(chunk_forward, "resident_clusters", lambda *given: clusters)
 
 
 @pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])

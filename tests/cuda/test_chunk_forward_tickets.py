@@ -93,7 +93,9 @@ def test_the_emulator_sees_a_wait_for_what_has_not_begun(
 ) -> None:
     """Were the first ticket the last one, the second cluster would wait for the first: the tests above can fail."""
     monkeypatch.setattr(chunk_forward, "LAUNCH_NUMBERS", count(NUMBER))
-    with_counter(monkeypatch, FIRST + 1)  # as if one ticket were drawn already, by a cluster that never begins
+    with_counter(
+        monkeypatch, FIRST + 1
+    )  # as if one ticket were drawn already, by a cluster that never begins
     with pytest.raises(RuntimeError, match="deadlock"):
         run(monkeypatch, CASES["dense, cut"](), emulator.FORWARDS, **BOUNDED_MODEL)
 

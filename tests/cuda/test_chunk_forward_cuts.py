@@ -104,3 +104,22 @@ def test_packs_of_any_lengths(
         state_indices=torch.tensor([5, 4, -1, 2, 1, -1]),
     )
     check(inputs, inplace_state=True, output_final_state=True, **BOUNDED_MODEL)
+
+
+@pytest.mark.parametrize("helped", [False, True], ids=["cut states", "helpers"])
+def test_a_workspace_that_is_too_small_is_found_out(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, helped: bool
+) -> None:
+    """Host and device each count how much there is: with fewer numbers on the host, a flag lies in the guard. The
+    cluster of the highest number sends no state, so its 16 flags of 8 bytes are not used."""
+    use_multiprocessors(monkeypatch, 4)
+    name = "helped_chunks_size" if helped else "cut_states_size"
+    plain = getattr(chunk_forward, name)
+    monkeypatch.setattr(chunk_forward, name, lambda *given: plain(*given) - (1 if helped else 17))
+    if helped:
+        monkeypatch.setattr(chunk_forward, "cluster_size", lambda *given: 4)
+        monkeypatch.setattr(chunk_forward, "resident_clusters", lambda *given: 0)
+        monkeypatch.setattr(chunk_forward, "helper_clusters", lambda *given: 1)
+    inputs = draw(1, 100, 3)
+    with pytest.raises(AssertionError, match="wrote behind an array"):
+        chunk_forward.forward(request_of("chunk_kda", inputs, **BOUNDED_MODEL), inputs)

@@ -349,9 +349,21 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
 
 // --- clusters ------------------------------------------------------------------------------------
 // Arrivals name no scope: a cluster-scope release costs a device-wide memory barrier and a
-// cluster-scope wait flushes L1. They need none, as blocks of a cluster exchange nothing through
-// device memory: data goes from block to block as bulk copies that the barrier counts, and a remote
-// arrival says only that shared memory has been read.
+// cluster-scope wait flushes L1. Blocks of a cluster exchange nothing through device memory: data goes from
+// block to block as bulk copies that the barrier counts, and a remote arrival says only that shared memory has
+// been read.
+//
+// An assumption, which the memory model does not give: the loads of shared memory that a warp issued before its remote
+// arrival have read their values before the block that is told so overwrites the memory, by a bulk copy that it issues
+// after its wait. By architecture:
+//   sm_90a   holds: loads of shared memory are issued in order and read when they are issued to the block's own memory;
+//            the arrival, its notice and the copy cross the cluster's network after that, hundreds of cycles later.
+//            Products of the matrix unit have been waited for before the arrival. Checked by
+//            tests/cuda/test_remote_arrivals_gpu.py.
+//   sm_100f  the same instructions, in chunk_forward.cu of common/. Not run yet on such a device: run that test first.
+//   others   have no clusters here.
+// Where it does not hold, barrier_arrive_remote and barrier_expect_remote need .release.cluster, barrier_wait of such a
+// barrier .acquire.cluster.
 
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ u32 cluster_address(u32 a, u32 rank) {

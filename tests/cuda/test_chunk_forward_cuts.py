@@ -15,6 +15,7 @@ from kdacore_cuda import chunk_forward, chunk_forward_fast_path, torch_launch
 from kdacore_cuda.chunk_forward_kernels import cut_states_size
 
 pytestmark = pytest.mark.usefixtures("poison")
+MORE = pytest.mark.exhaustive
 
 
 def use_multiprocessors(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -77,7 +78,7 @@ def test_null_slots_of_dense_calls(
 
 
 @pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
-@pytest.mark.parametrize("wide", [False, True], ids=["int32", "int64"])
+@pytest.mark.parametrize("wide", [False, pytest.param(True, marks=MORE)], ids=["int32", "int64"])
 def test_a_null_index_of_dense_calls(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], wide: bool
 ) -> None:
@@ -88,7 +89,7 @@ def test_a_null_index_of_dense_calls(
     check(inputs, null_index=2, output_final_state=True, checkpoint_every=64, **options)
 
 
-@pytest.mark.parametrize("count", [4, 6, 10])
+@pytest.mark.parametrize("count", [6, pytest.param(4, marks=MORE), pytest.param(10, marks=MORE)])
 @pytest.mark.parametrize(
     "lengths", [(100, 100, 100, 100, 100, 100), (0, 0, 0, 64, 0, 0), (0,) * 6, (33, 1, 0, 200, 16, 64)]
 )

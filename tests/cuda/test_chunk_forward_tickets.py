@@ -17,6 +17,7 @@ from kdacore_cuda import chunk_forward
 
 pytestmark = pytest.mark.usefixtures("poison")
 
+MORE = pytest.mark.exhaustive
 NUMBER = 0x1234_5678_9ABC_DEF0
 FIRST = 0x7FFFFFF << 36 | (NUMBER & 0xFFFFFF) << 12
 """What a counter holds before its first ticket is drawn by the launch of that number."""
@@ -76,7 +77,9 @@ def same_bits(got: Outputs, want: Outputs) -> bool:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
+@pytest.mark.parametrize(
+    "options", [BOUNDED_MODEL, pytest.param(MODEL, marks=MORE)], ids=["bounded", "unbounded"]
+)
 def test_any_order_of_dispatch(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
 ) -> None:
@@ -133,7 +136,7 @@ HELD = {
 
 
 @pytest.mark.parametrize("held", HELD.values(), ids=HELD.keys())
-@pytest.mark.parametrize("name", ["dense, cut", "helpers, one head"])
+@pytest.mark.parametrize("name", ["dense, cut", pytest.param("helpers, one head", marks=MORE)])
 def test_whatever_the_workspace_held(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, name: str, held: int
 ) -> None:

@@ -31,9 +31,13 @@ COMPILE = (
 
 _KEPT_SECONDS = 3 * 24 * 3600.0
 
+FORWARDS, BACKWARDS, SHUFFLED = range(3)
+"""Orders in which the clusters of a launch begin; one ends before the next."""
+
 _RUNNER = """
 #include "{path}"
-extern "C" const char* run({params} p, int grid, int cluster, int threads, int shared, unsigned seed) {{
+extern "C" const char* run({params} p, int grid, int cluster, int threads, int shared, unsigned seed, int dispatch) {{
+  emu::dispatch = dispatch;
   emu::left_operands_stay = {stay};
   return emu::run([&] {{ {entry}(p); }}, grid, cluster, threads, shared, seed);
 }}
@@ -151,15 +155,17 @@ def run(
     shared: int,
     cluster: int = 1,
     seed: int = 0,
+    dispatch: int = FORWARDS,
 ) -> None:
-    """One launch. ``values`` are what the host would pack, pointers to host memory."""
+    """One launch. ``values`` are what the host would pack, pointers to host memory; ``dispatch`` says in which order
+    clusters begin."""
     library = build(kernel, params)
     block = (ctypes.c_char * params.size).from_buffer_copy(params.packer.pack(*values))
     struct = type(
         params.name, (ctypes.Structure,), {"_fields_": [("data", ctypes.c_uint64 * (params.size // 8))]}
     )
-    library.run.argtypes = [struct, *([ctypes.c_int] * 4), ctypes.c_uint]
+    library.run.argtypes = [struct, *([ctypes.c_int] * 4), ctypes.c_uint, ctypes.c_int]
     library.run.restype = ctypes.c_char_p
-    message = library.run(struct.from_buffer_copy(block), grid, cluster, threads, shared, seed)
+    message = library.run(struct.from_buffer_copy(block), grid, cluster, threads, shared, seed, dispatch)
     if message is not None:
         raise RuntimeError(f"{kernel.name}: {message.decode()}")

@@ -363,6 +363,8 @@ TYPES: dict[str, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 STEP_TOKENS, SEQUENCE_OVERHEAD_STEPS = 32, 2
 """Chunk forward on Hopper: tokens of a chunk; the fixed cost of a sequence, in chunks, as measured."""
+TICKETS_BYTES = 128
+"""Of its workspace, in front of all else: where clusters draw tickets."""
 
 
 def _once(text: str) -> str:
@@ -403,6 +405,7 @@ def generated_headers() -> dict[str, str]:
         "generated/steps.cuh": _once(
             f"constexpr int STEP_TOKENS = {STEP_TOKENS};\n"
             f"constexpr int SEQUENCE_OVERHEAD_STEPS = {SEQUENCE_OVERHEAD_STEPS};\n"
+            f"constexpr unsigned TICKETS_BYTES = {TICKETS_BYTES};\n"
         ),
         "generated/constants.cuh": _once(constants_header()),
     }

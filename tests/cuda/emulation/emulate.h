@@ -103,6 +103,7 @@ inline void store_shared(u32 a, u32 x, u32 y, u32 z, u32 w, KDA_SITE) { store(a,
 inline void store_shared(u32 a, float x, float y, KDA_SITE) { store(a, float2{x, y}, site); }
 inline void store_shared(u32 a, u32 x, KDA_SITE) { store(a, x, site); }
 inline void store_shared16(u32 a, u32 x, KDA_SITE) { store(a, (u16)x, site); }
+inline void store_cluster_shared(u32 a, u32 x, KDA_SITE) { store(a, x, site); }
 inline float4 load_shared4(u32 a, KDA_SITE) { return load<float4>(a, site); }
 inline float load_shared1(u32 a, KDA_SITE) { return load<float>(a, site); }
 inline float2 load_shared2(u32 a, KDA_SITE) { return load<float2>(a, site); }
@@ -154,6 +155,15 @@ inline void wait_and_clear_flag(u64 flag, u64 value) {
   while (*(u64*)flag != value) emu::block_while((const u32*)flag, ~0u, *(u32*)flag, "flag", (u32)flag);
   *(u64*)flag = 0;
 }
+
+inline u64 atomic_add(u64 at, u64 x) { const u64 before = load_global<u64>(at); store_global_as(at, before + x); return before; }
+inline void atomic_maximum(u64 at, long long x) { store_global_as(at, std::max(load_global<long long>(at), x)); }
+inline u64 atomic_replace(u64 at, u64 expected, u64 x) {
+  const u64 before = load_global<u64>(at);
+  if (before == expected) store_global_as(at, x);
+  return before;
+}
+inline void atomic_store(u64 at, u64 x) { store_global_as(at, x); }
 
 // Lane 8i + r names row r of matrix i.
 inline u32 row_address(const emu::Slot* s, int lane) {

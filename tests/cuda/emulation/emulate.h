@@ -62,6 +62,8 @@ inline void wait_for_inputs() {}
 inline void launch_dependents() {}
 inline void pause(u32) {}
 inline float exp2_fast(float x) { return emu::flush(exp2f(emu::flush(x))); }
+inline float min_or_nan(float x, float y) { return x != x || y != y ? NAN : std::fmin(x, y); }
+inline float max_or_nan(float x, float y) { return x != x || y != y ? NAN : std::fmax(x, y); }
 inline float reciprocal(float x) { return emu::flush(1.0f / emu::flush(x)); }
 inline float inverse_sqrt(float x) { return emu::flush(1.0f / sqrtf(emu::flush(x))); }
 inline u32 pack_bf16(float low, float high) { return emu::round_bf16(low) | emu::round_bf16(high) << 16; }
@@ -85,6 +87,7 @@ inline u32 warp_max(u32 x) {
   for (int lane = 0; lane < 32; ++lane) x = std::max(x, all[lane].w[0]);
   return x;
 }
+inline bool warp_any(bool x) { return warp_max((u32)x); }
 inline int uniform(int x) { return x; }
 
 template <class T>

@@ -75,6 +75,17 @@ __device__ __forceinline__ float inverse_sqrt(float x) {
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// The smaller and the larger of two numbers; NaN if one of them is. (fminf and fmaxf return the other one.)
+__device__ __forceinline__ float min_or_nan(float x, float y) {
+  float z;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+__device__ __forceinline__ float max_or_nan(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
 // Two floats to packed bf16, `low` in the low half, rounded to nearest even.
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
   u32 r;
@@ -115,6 +126,8 @@ __device__ __forceinline__ u32 shuffle_xor(u32 x, int mask) { return __shfl_xor_
 __device__ __forceinline__ int shuffle_xor(int x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 __device__ __forceinline__ float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 __device__ __forceinline__ int shuffle(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+// Whether x holds in any lane of the warp.
+__device__ __forceinline__ bool warp_any(bool x) { return __any_sync(0xffffffffu, x); }
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
 __device__ __forceinline__ void sync_block() { __syncthreads(); }
 

@@ -3,15 +3,24 @@
 //
 // Grid: a block a value head. Groups of 128 threads, a channel each, take every GROUPS-th slot;
 // their sums meet in shared memory. Chunks without a gradient add zeros, so that their number
-// changes no bit of the sum.
+// changes no bit of the sum. Parts may be as large as float32 can be: sums are 2^-20 of them, and cut off at the largest
+// number when they are stored.
+#include "common/gate.cuh"
 #include "common/loads.cuh"
 #include "generated/chunk_backward_params.cuh"
 
 constexpr int K = 128;
 constexpr int GROUPS = THREADS / K;
 constexpr int AHEAD = 4;  // loads in flight
+constexpr float SCALE = 9.5367431640625e-07f;  // 2^-20
 
-// The sum of part[slot * step] over slots first, first + stride, ...
+// `scaled` in the units of the parts.
+__device__ __forceinline__ void store_sum(u64 base, long long index, int type, float scaled) {
+  const float largest = type == TYPE_FLOAT32 ? LARGEST : type == TYPE_BFLOAT16 ? 3.3895313892515355e38f : 65504.0f;
+  store_scalar(base, index, type, limit(scaled * (1.0f / SCALE), largest));
+}
+
+// SCALE times the sum of part[slot * step] over slots first, first + stride, ...
 __device__ __forceinline__ float sum_slots(const float* part, long long step, int first, int stride,
                                            int slots) {
   float total = 0.0f;
@@ -21,9 +30,9 @@ __device__ __forceinline__ float sum_slots(const float* part, long long step, in
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) x[i] = part[(slot + i * stride) * step];
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) total += x[i];
+    for (int i = 0; i < AHEAD; ++i) total += SCALE * x[i];
   }
-  for (; slot < slots; slot += stride) total += part[slot * step];
+  for (; slot < slots; slot += stride) total += SCALE * part[slot * step];
   return total;
 }
 
@@ -41,13 +50,13 @@ KDA_KERNEL(THREADS, 1) sums(KDA_PARAM SumsParams p) {
       float total = 0.0f;
 #pragma unroll
       for (int i = 0; i < GROUPS; ++i) total += load_shared1(shared + 4 * (i * K + channel));
-      store_scalar(p.d_bias, hv * K + channel, p.bias_type, total);
+      store_sum(p.d_bias, hv * K + channel, p.bias_type, total);
     }
   }
   if (p.d_A && thread < 32) {
     float total = sum_slots(reinterpret_cast<const float*>(p.dA_part) + hv, p.HV, thread, 32, p.slots);
 #pragma unroll
     for (int mask = 16; mask; mask >>= 1) total += shuffle_xor(total, mask);
-    if (thread == 0) store_scalar(p.d_A, hv, p.A_type, total);
+    if (thread == 0) store_sum(p.d_A, hv, p.A_type, total);
   }
 }

@@ -245,8 +245,9 @@ __device__ __forceinline__ SliceWarp make_slice_warp(u32 shared, int warp) {
   return w;
 }
 
-// Both warps of a pair process the same task and share a bias.
-__device__ __forceinline__ void store_bias(const SliceWarp& w, u32 shared, float own_bias) {
+// Both warps of a pair process the same task and share a bias, of which they decide the same.
+__device__ __forceinline__ void store_bias(const SliceWarp& w, u32 shared, Gate& gate, float own_bias) {
+  own_bias = decide_bias(gate, own_bias);
   sync_pair(w.at.pair);
   if (!w.at.half)
     store_shared(shared + OFFSET(SharedMemory, bias) + 4 * (32 * w.at.slice + w.l.lane),
@@ -293,9 +294,9 @@ __device__ __forceinline__ void slice_step(SliceWarp& w, u32 shared, const Gate&
                                            const Source& from, int& left, F to_next) {
   w.at.stage = shared + OFFSET(SharedMemory, stages) + own_stage(c) * STAGE_PITCH;
   receive_gate(raw, w.gate);
-  if (left < 2) clear_past_end(raw, left, gate.closed);
   float steps[2][8], across[8];
   gate_steps(raw, gate, w.bias, steps);
+  if (left < 2) clear_past_end(raw, steps, left);
   to_next();
   Decays decays;
 #if BOUNDED
@@ -341,12 +342,12 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
     }
     left = tokens - first_token();
     // What comes from the caches is asked for before what comes from memory, as answers come in order.
-    const Gate gate = make_gate(p, task.hv);
-    const float own_bias = w.at.half ? 0.0f : gate_bias(p, gate, task.hv, 32 * w.at.slice + w.l.lane);
+    Gate gate = make_gate(p, task.hv);
+    const float own_bias = load_bias(p, task.hv, 32 * w.at.slice + w.l.lane);
     Raw raw = {};
     load_gate(raw, {from, left}, w.gate);
     load_rows(raw, {from, left});
-    store_bias(w, shared, own_bias);
+    store_bias(w, shared, gate, own_bias);
 #pragma unroll 1
     for (; c < task.stop; c += STRIDE)
       slice_step(w, shared, gate, raw, c, from, left, [&] {

@@ -41,20 +41,21 @@ __device__ __forceinline__ void load_gates(float (&x)[8], u32 shared, const Stri
 
 // This lane's steps; 0 past the end.
 __device__ __forceinline__ void load_steps(float (&x)[4][8], u32 shared, const Strip& s, const Gate& gate,
-                                           int rows) {
+                                           float floor, int rows) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) load_gates(x[i], shared, s, i);
   if (gate.kind == GATE_LOG) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) x[i][j] = log_step(gate, x[i][j]);
+      for (int j = 0; j < 8; ++j) x[i][j] = max_or_nan(x[i][j] * LOG2E, floor);
     }
   } else {
+    const u32 biases = shared + OFFSET(SharedMemory, totals) + 4 * (K * s.half + 32 * s.slice + s.g);
+    add_biases(x, gate, biases);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float bias =
-          load_shared1(shared + OFFSET(SharedMemory, totals) + 4 * (K * s.half + 32 * s.slice + 8 * i + s.g));
+      const float bias = remaining_bias(gate, biases, i);
 #pragma unroll
       for (int j = 0; j < 8; ++j) x[i][j] = sigmoid_step(gate, x[i][j], bias);
     }

@@ -1,0 +1,54 @@
+// The log2 decay of one token and channel, a step, as the chunk kernels make it of the gate input and the channel's
+// dt_bias.
+//
+// The sigmoid and the softplus take (x + bias) times a factor of the head. That is x factor + (bias factor), one
+// instruction for each step, where the second product is small. Otherwise the sum comes first (sum_first): products
+// that overflow would cancel to NaN, and large ones would lose what is left of their sum.
+#pragma once
+
+#include "common/gate.cuh"
+
+struct Gate {
+  int kind;
+  // log2 decay of one unit of the gate (of softplus2 for the softplus); its inverse for the sigmoid.
+  float unit;
+  float slope;     // -log2(e) exp(A_log)
+  bool sum_first;  // the same in a warp
+};
+
+__device__ __forceinline__ Gate make_gate(int kind, float A_log, float inverse_of_bound) {
+  const float rate = rate_of(A_log);
+  return {kind, kind == GATE_SOFTPLUS ? -rate : max_or_nan(LN2 * inverse_of_bound, -LARGEST), slope_of(rate), false};
+}
+
+// With products up to this, rounding moves a step by at most 2e-4 of itself.
+constexpr float LARGEST_PRODUCT = 4096.0f;
+// Sums that come first are kept in this range: in it a rate of 0 takes them to 0, and log2(e) times them is finite.
+constexpr float LARGEST_SUM = 1.7014118346046923e38f;  // 2^127
+
+__device__ __forceinline__ float bias_factor(const Gate& gate) {
+  return gate.kind == GATE_SIGMOID ? gate.slope : LOG2E;
+}
+__device__ __forceinline__ bool needs_sum_first(const Gate& gate, float bias) {
+  // A rate of 0 times an infinite input would be NaN.
+  return gate.kind != GATE_LOG && (gate.slope == 0.0f || !(fabsf(bias_factor(gate) * bias) <= LARGEST_PRODUCT));
+}
+// What a step is given as the channel's bias: the product, or the bias itself if the sum comes first.
+__device__ __forceinline__ float given_bias(const Gate& gate, float bias) {
+  return gate.sum_first ? bias : bias_factor(gate) * bias;
+}
+// The same where a warp's lanes have the channels whose steps the warp computes; decides what comes first.
+__device__ __forceinline__ float decide_bias(Gate& gate, float bias) {
+  gate.sum_first = warp_any(needs_sum_first(gate, bias));
+  return given_bias(gate, bias);
+}
+
+__device__ __forceinline__ float finite_sum(float x, float bias) { return limit(x + bias, LARGEST_SUM); }
+
+// From the input, or from finite_sum and a bias of 0.
+__device__ __forceinline__ float sigmoid_step(const Gate& gate, float x, float bias) {
+  return reciprocal(exp2_fast(x * gate.slope + bias) * gate.unit + gate.unit);
+}
+__device__ __forceinline__ float softplus_step(const Gate& gate, float x, float bias) {
+  return softplus2(x * LOG2E + bias) * gate.unit;
+}

@@ -51,18 +51,18 @@ def cases() -> list[Case]:
 # The worker: runs with one checkout on its path.
 
 
-def _call(case: Case, backend: str, x: dict[str, Any]) -> Callable[[], tuple[Any, ...]]:
+def _call(case: Case, backend: str, x: dict[str, Any], weight: Any) -> Callable[[], tuple[Any, ...]]:
+    """The public call; with gradients of ``o`` weighted by ``weight`` where the case trains."""
     import torch
 
     import kdacore
-    from kdacore.bench.arrays import options, output_gradient
+    from kdacore.bench.arrays import options
 
     op = getattr(kdacore, case.op)
     given = options(case)
     if not case.trains:
         return lambda: op(**x, **given, backend=backend)
     leaves = {n: a.requires_grad_() for n, a in x.items() if a.is_floating_point()}
-    weight = output_gradient(case, x)
 
     def train() -> tuple[Any, ...]:
         o = op(**{**x, **leaves}, **given, backend=backend)[0]
@@ -79,7 +79,7 @@ def _hold(case: Case, backend: str) -> None:
     """Raises ValueError where a short call of the same options is further from the reference than the bound."""
     import torch
 
-    from kdacore.bench.arrays import make
+    from kdacore.bench.arrays import make, output_gradient
 
     heads = min(case.H, 2)
     short = dataclasses.replace(
@@ -87,9 +87,10 @@ def _hold(case: Case, backend: str) -> None:
     )
     with torch.set_grad_enabled(case.trains):
         x = make(short, "init", "cuda")
+        weight = output_gradient(short, x)
         exact = {n: a.detach().cpu().float() if a.is_floating_point() else a.cpu() for n, a in x.items()}
-        want = _call(short, "reference", exact)()
-        got = _call(short, backend, x)()
+        want = _call(short, "reference", exact, weight.cpu().float())()
+        got = _call(short, backend, x, weight)()
     for a, b in zip(got, want, strict=True):
         if a is not None and not (error := _relative(a.cpu(), b)) < ERROR_BOUND:
             raise ValueError(f"{case.name}, {backend}: error {error:.2e} against the reference")
@@ -109,11 +110,12 @@ def _prepare(case: Case, backend: str) -> tuple[Callable[[], float], str]:
     """What takes one sample, in seconds of one call, and a digest of the results."""
     import torch
 
-    from kdacore.bench.arrays import make
+    from kdacore.bench.arrays import make, output_gradient
 
     _hold(case, backend)
     with torch.set_grad_enabled(case.trains):
-        call = _call(case, backend, make(case, "init", "cuda"))
+        x = make(case, "init", "cuda")
+        call = _call(case, backend, x, output_gradient(case, x))
         digest = _digest(call())
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from kdacore.sealed import sealed
+
 API_VERSION = 2
 """Version of the plugin interface in this file. A backend declares the one it was written for."""
 
@@ -22,7 +24,8 @@ Gate = Literal["log", "softplus", "sigmoid"]
 """How ``g`` becomes a log decay: given as such; ``-exp(A_log) softplus(x)``; ``lower_bound sigmoid(exp(A_log) x)``."""
 
 
-@dataclass(frozen=True, slots=True)
+@sealed
+@dataclass(frozen=True)
 class TensorSpec:
     """Shape and canonical dtype name (``"float32"``, ``"bfloat16"``, ``"int64"``, ...) of one array."""
 
@@ -33,7 +36,8 @@ class TensorSpec:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
-@dataclass(frozen=True, slots=True)
+@sealed
+@dataclass(frozen=True)
 class Device:
     """Where the arrays live. ``type``: ``cpu``, ``cuda``, ``rocm``, ``tpu``, ``meta``, ...
 
@@ -49,7 +53,8 @@ class Device:
         return f"{name} ({self.arch})" if self.arch else name
 
 
-@dataclass(frozen=True, slots=True)
+@sealed
+@dataclass(frozen=True)
 class Request:
     """One validated call without its values: what a verifier sees, and the key selections are cached on.
 
@@ -349,7 +354,8 @@ class ChunkStateOutputs(NamedTuple):
 # --- verifiers and backends ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@sealed
+@dataclass(frozen=True)
 class Reason:
     """Why a backend cannot serve a call. ``code`` is stable and documented in docs/guide/writing-a-backend.md."""
 
@@ -527,7 +533,8 @@ class Backend:
     """CUDA only: forward and backward may be captured into a graph (no host sync)."""
 
 
-@dataclass(frozen=True, slots=True)
+@sealed
+@dataclass(frozen=True)
 class Candidate:
     """How one backend answered one request."""
 
@@ -546,7 +553,8 @@ class Candidate:
         return not self.reasons
 
 
-@dataclass(frozen=True, slots=True)
+@sealed
+@dataclass(frozen=True)
 class Selection:
     """The outcome of dispatch for one request. ``print(selection)`` shows the whole reasoning."""
 

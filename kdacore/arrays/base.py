@@ -51,6 +51,15 @@ class Plan(Protocol):
         """Raise PluginError where gradients that a backend returned, None where not wanted, do not fit the request."""
         ...
 
+    def check_fast_results(self, arrays: Any, given: Any, *, saves: bool = False) -> None:
+        """Raise PluginError where the first results of a backend's fast path do not fit the request. ``saves``: arrays
+        saved for the backward may follow them."""
+        ...
+
+    def failed(self, function: str, error: BaseException) -> None:
+        """Say of an error that a function of the backend raised whose it is; to be followed by ``raise``."""
+        ...
+
 
 Run = Callable[[Any, Any], Any]
 """``run(plan, inputs)``: runs a plan's forward, joined to the array library's differentiation."""

@@ -71,6 +71,13 @@ def _array(memory: Memory) -> Any:
     return np.asarray(_Array(memory))
 
 
+def memory_of(x: Any) -> Memory | None:
+    """The bytes of an array of any kind; None where there are none to speak of, and of what is no array."""
+    adapter = None if x is None else adapter_of(x)
+    found = None if adapter is None else adapter.memory(x)
+    return None if found is None else Memory(*found)
+
+
 def written_arguments(request: Request) -> tuple[str, ...]:
     """The arrays that a call writes in place, where its library's arrays can be written."""
     if request.kind == "jax":

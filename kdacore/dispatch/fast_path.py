@@ -13,6 +13,10 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kdacore import plugin_faults
+from kdacore.ops import OPS
+from kdacore.types import Outputs
+
 if TYPE_CHECKING:
     from kdacore.arrays.base import Adapter, ArrayTest, Run
     from kdacore.dispatch.plan import Plan
@@ -110,13 +114,60 @@ class FastPath:
         kept = self.calls.get(op, ())[: _MAX_CALLS - 1]
         fast_call = None
         if plan.fast_path is not None and sum(plan is seen.plan for seen in kept) < _MAX_FAST_CALLS:
-            fast_call = plan.fast_path(plan.request, inputs)
+            fast_call = _offered(plan, inputs)
         array_test = self._adapter.array_test
         matches = array_test and matcher(inputs, options, array_test, fast_call is not None)
         if matches is None:
             return
         seen = SeenCall(plan, self._adapter.runner(plan, inputs), fast_call, matches, asked)
+        if fast_call is not None and not plan.request.needs_grad:  # of those with gradients the adapter sees to it
+            seen.fast_call = _checked_first(seen, plan, fast_call)
         # A test that accepts any strides must come after those with a fast path for particular strides.
         behind = 1 + max((i for i, other in enumerate(kept) if other.plan is plan), default=-1)
         place = behind if fast_call is None else 0
         self.calls[op] = (*kept[:place], seen, *kept[place:])
+
+
+def _offered(plan: Plan, inputs: Any) -> FastCall | None:
+    """The backend's fast path for calls like this one. Without one a call goes its ordinary way, so what is wrong with
+    it is reported and ends no call."""
+    where, what = f"backend {plan.backend.name}", f"fast path of {plan.request.op}"
+    found, error = plugin_faults.attempt(plan.fast_path, plan.request, inputs)  # type: ignore[arg-type]
+    if error is not None:
+        plugin_faults.report(where, what, error)
+        return None
+    if found is not None and not callable(found):
+        plugin_faults.complain(where, what, "answer", f"is {plugin_faults.shown(found)}, no function or None")
+        return None
+    fast_call: FastCall | None = found
+    return fast_call
+
+
+def _checked_first(seen: SeenCall, plan: Plan, fast_call: FastCall) -> FastCall:
+    """``fast_call``, whose results are held to the request until they fit once; then it takes this one's place."""
+    op = OPS[plan.request.op]
+    usual = fast_call if op.outputs is Outputs else _as_forward_returns(op.outputs, fast_call)
+
+    def first(arrays: tuple[Any, ...]) -> Any:
+        results = fast_call(arrays)
+        if results is None:
+            return None
+        plan.check_fast_results(arrays, results)
+        seen.fast_call = usual
+        return results if op.outputs is Outputs else _public(op.outputs, results)
+
+    return first
+
+
+def _as_forward_returns(outputs: Any, fast_call: FastCall) -> FastCall:
+    """For the ops whose callers see what ``forward`` returns, not its parts."""
+
+    def call(arrays: tuple[Any, ...]) -> Any:
+        results = fast_call(arrays)
+        return None if results is None else _public(outputs, results)
+
+    return call
+
+
+def _public(outputs: Any, results: tuple[Any, ...]) -> Any:
+    return results[0] if outputs is None else outputs(*results)

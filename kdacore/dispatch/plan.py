@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from kdacore import config, contract
+from kdacore import config, contract, plugin_faults
 from kdacore.arrays import Adapter
 from kdacore.dispatch import results, selection
 from kdacore.errors import ConfigError, ContractError, shown
@@ -31,6 +31,7 @@ class Plan:
         "backend",
         "differentiated",
         "fast_path",
+        "fast_results_checked",
         "forward",
         "impl",
         "inputs",
@@ -72,6 +73,7 @@ class Plan:
         """Where the call may be differentiated, and its own backend has no backward for it: what serves it
         then."""
         self.results_checked = False
+        self.fast_results_checked = False
         self._grads_checked = False
 
     def record(self) -> None:
@@ -87,9 +89,24 @@ class Plan:
             self._grads_checked = True
         return grads
 
+    @plugin_faults.guarded
     def gradients(self, inputs: Any, *rest: Any) -> Any:
         """The gradients from the backend."""
-        return self.impl.backward(self.request, inputs, *rest)  # type: ignore[misc]
+        try:
+            return self.impl.backward(self.request, inputs, *rest)  # type: ignore[misc]
+        except BaseException as error:
+            self.failed("backward", error)
+            raise
+
+    def failed(self, function: str, error: BaseException) -> None:
+        """See :func:`kdacore.dispatch.results.failed`, of a function of the plan's backend."""
+        results.failed(self.backend.name, function, self.request, error)
+
+    def check_fast_results(self, arrays: Any, given: Any, *, saves: bool = False) -> None:
+        """Hold what the backend's fast path returned to the request, the first time. PluginError."""
+        if not self.fast_results_checked:
+            results.check_fast_results(self, arrays, given, saves=saves)
+            self.fast_results_checked = True
 
     def check_gradients(self, inputs: Any, grads: Any, wanted: tuple[bool, ...]) -> None:
         """Hold gradients of another origin than :meth:`backward` to the request. PluginError."""

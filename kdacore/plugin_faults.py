@@ -42,7 +42,7 @@ def attempt(code: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseExcepti
     process = os.getpid()
     try:
         answer = code(*arguments)
-    except BaseException as error:  # noqa: BLE001  a plugin may fail in any way
+    except BaseException as error:
         if os.getpid() != process:
             _end_child(error)
         if isinstance(error, KeyboardInterrupt):
@@ -133,7 +133,7 @@ def shown(value: object) -> str:
     """The ``repr`` of something of a plugin's for a message, whose own ``__repr__`` may fail."""
     try:
         return shortened(repr(value))
-    except BaseException as error:  # noqa: BLE001  as for all code of plugins
+    except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
         return f"an instance of {type(value).__name__}, whose repr raises {type(error).__name__}"

@@ -404,9 +404,7 @@ def third_parties() -> tuple[Entries, list[PluginRecord]]:
     return sorted(named, key=lambda pair: (pair[0], pair[1].name)), unreadable
 
 
-def _failed(
-    name: str, distribution: str, seconds: float, problem: str, error: BaseException
-) -> PluginRecord:
+def _failed(name: str, distribution: str, seconds: float, problem: str, error: BaseException) -> PluginRecord:
     problem = f"{problem}: {plugin_faults.shown(error)}"
     return PluginRecord(name, distribution, seconds, (), problem, plugin_faults.traceback_of(error))
 

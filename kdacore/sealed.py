@@ -22,11 +22,11 @@ def sealed(cls: type[T]) -> type[T]:
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     names = [field.name for field in fields]
     defaults = [field.default for field in fields if field.default is not dataclasses.MISSING]
-    storage: Any = collections.namedtuple(cls.__name__, names, defaults=defaults, module=cls.__module__)  # type: ignore[misc]  # noqa: PYI024
+    storage: Any = collections.namedtuple(cls.__name__, names, defaults=defaults, module=cls.__module__)  # type: ignore[misc]
     members = {name: value for name, value in vars(cls).items() if name not in (*_REPLACED, *names)}
-    members |= {"__slots__": (), "__eq__": _equals, "__hash__": tuple.__hash__}
+    members |= {"__slots__": (), "__eq__": _equals, "__hash__": tuple.__hash__, "__doc__": cls.__doc__}
     bases = tuple(base for base in cls.__bases__ if base is not object)
-    made: type[T] = type(cls)(cls.__name__, (storage, *bases), members)
+    made: type[T] = type(cls.__name__, (storage, *bases), members)
     return made
 
 
@@ -44,4 +44,7 @@ _REPLACED = (
 
 
 def _equals(self: Any, other: object) -> bool:
-    return self.__class__ is other.__class__ and tuple.__eq__(self, other)  # type: ignore[arg-type]
+    return type(self) is type(other) and _tuple_equals(self, other)
+
+
+_tuple_equals: Any = tuple.__eq__

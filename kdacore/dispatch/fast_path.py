@@ -120,7 +120,9 @@ class FastPath:
         if matches is None:
             return
         seen = SeenCall(plan, self._adapter.runner(plan, inputs), fast_call, matches, asked)
-        if fast_call is not None and not plan.request.needs_grad:  # of those with gradients the adapter sees to it
+        if (
+            fast_call is not None and not plan.request.needs_grad
+        ):  # of those with gradients the adapter sees to it
             seen.fast_call = _checked_first(seen, plan, fast_call)
         # A test that accepts any strides must come after those with a fast path for particular strides.
         behind = 1 + max((i for i, other in enumerate(kept) if other.plan is plan), default=-1)

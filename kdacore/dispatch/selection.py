@@ -176,8 +176,10 @@ def _ask(registered: Registered, verifier: Verifier, request: Request) -> Reason
     answer, error = plugin_faults.attempt(verifier, request)
     if error is None and answer is None:
         return None
-    if error is None and isinstance(answer, Reason) and all(isinstance(text, str) for text in answer):
-        return answer if type(answer) is Reason else Reason(*answer)
+    if error is None and isinstance(answer, Reason):
+        texts = (answer.code, answer.message, answer.got, answer.want)
+        if all(isinstance(text, str) for text in texts):
+            return answer if type(answer) is Reason else Reason(*texts)
     name, where = plugin_faults.name_of(verifier), f"backend {registered.backend.name}"
     if error is None:
         said = detail = f"answered {plugin_faults.shown(answer)}, neither None nor a Reason of texts"

@@ -56,7 +56,8 @@ def run_case(case: Case) -> Result:
     seconds = time.perf_counter() - start
     if isinstance(error, UnsupportedError):
         return _declined(case, reasons, error, seconds)
-    if error is not None:  # the failure is the result; of what dispatch found wrong with results the text says all
+    if error is not None:  # the failure is the result
+        # Of what dispatch found wrong with results the text says all.
         found_wrong = isinstance(error, PluginError) and error.__cause__ is None
         text = str(error) if found_wrong else plugin_faults.traceback_of(error)
         error.__traceback__ = None  # whose frames hold the arrays

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-from kdacore.errors import PluginError, list_names, shortened
+from kdacore import errors
+from kdacore.errors import PluginError, list_names
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -132,7 +133,7 @@ def _end_child(error: BaseException | None) -> None:
 def shown(value: object) -> str:
     """The ``repr`` of something of a plugin's for a message, whose own ``__repr__`` may fail."""
     try:
-        return shortened(repr(value))
+        return errors.shown(value)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kdacore import config
+from kdacore.device import problem_of
 from kdacore.errors import ContractError
 from kdacore.types import ArrayKind, Device, TensorSpec
 
@@ -51,6 +52,8 @@ class ShapeDtype:
             raise _error("device", self.device, "a device like 'cpu', 'cuda' or 'cuda:1'")
         if self.kind not in tuple(SPEC_ADAPTERS):  # which compares, and hashes nothing
             raise _error("kind", self.kind, f"one of {', '.join(SPEC_ADAPTERS)}")
+        if wanted := problem_of(self.kind, self.device.partition(":")[0]):
+            raise ContractError("ShapeDtype", "device", f"{self.device!r} with kind={self.kind!r}", wanted)
         for name in ("dtype", "arch"):
             if not isinstance(value := getattr(self, name), str):
                 raise _error(name, value, "its name, like 'bfloat16'" if name == "dtype" else "like 'sm_90'")

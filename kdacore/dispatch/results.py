@@ -166,7 +166,7 @@ def check_gradients(plan: Any, inputs: Any, grads: Any, needed: tuple[bool, ...]
 
 
 def _check(plan: Any, function: str, name: str, x: Any, expected: Expected | None) -> None:
-    problem = _problem(plan.request, x, expected)
+    problem = problem_of(plan.request, x, expected)
     if problem:
         raise _error(plan.backend.name, f"{function} of {plan.request.op}: {name}: {problem}", plan.request)
 
@@ -174,12 +174,21 @@ def _check(plan: Any, function: str, name: str, x: Any, expected: Expected | Non
 def _check_memory(
     plan: Any, function: str, named: dict[str, Any], inputs: Any, written: dict[str, str]
 ) -> None:
-    """Hold results to memory of their own: what a caller does to one would change an input, or another result.
-
-    ``written``: results that are an argument, which the call writes.
-    """
     if plan.adapter.immutable:
         return
+    if problem := memory_problem(named, inputs, written):
+        raise _error(plan.backend.name, f"{function} of {plan.request.op}: {problem}", plan.request)
+
+
+def memory_problem(named: dict[str, Any], inputs: Any, written: dict[str, str]) -> str:
+    """A result that has no memory of its own, in words: what a caller does to it would change an input, or another
+    result. Empty when there is none.
+
+    Args:
+        named: results by name.
+        inputs: the call's arrays, a named tuple.
+        written: names of results that are an argument, which the call writes, to the argument's name.
+    """
     from kdacore.contract.aliasing import memory_of
 
     given = {name: memory for name in inputs._fields if (memory := memory_of(getattr(inputs, name)))}
@@ -189,21 +198,18 @@ def _check_memory(
         if memory is None:
             continue
         argument = written.get(name)
-        problem = ""
         if argument is not None:
             if memory != given.get(argument):
-                problem = f"got other memory than that of {argument!r}, which the call writes"
+                return f"{name}: got other memory than that of {argument!r}, which the call writes"
         elif shared := next((other for other, theirs in given.items() if memory.overlaps(theirs)), None):
-            problem = f"got memory of the argument {shared!r}; wanted memory of its own"
+            return f"{name}: got memory of the argument {shared!r}; wanted memory of its own"
         elif shared := next((other for other, theirs in before.items() if memory.overlaps(theirs)), None):
-            problem = f"got memory of the {shared}; wanted memory of its own"
-        if problem:
-            text = f"{function} of {plan.request.op}: {name}: {problem}"
-            raise _error(plan.backend.name, text, plan.request)
+            return f"{name}: got memory of the {shared}; wanted memory of its own"
         before[name] = memory
+    return ""
 
 
-def _problem(request: Request, x: Any, expected: Expected | None) -> str:
+def problem_of(request: Request, x: Any, expected: Expected | None) -> str:
     """What is wrong with one result; empty when nothing is."""
     if expected is None:
         return "" if x is None else "returned, but the call did not ask for it"

@@ -24,7 +24,7 @@ def sealed(cls: type[T]) -> type[T]:
     defaults = [field.default for field in fields if field.default is not dataclasses.MISSING]
     storage: Any = collections.namedtuple(cls.__name__, names, defaults=defaults, module=cls.__module__)  # type: ignore[misc]
     members = {name: value for name, value in vars(cls).items() if name not in (*_REPLACED, *names)}
-    members |= {"__slots__": (), "__eq__": _equals, "__hash__": tuple.__hash__, "__doc__": cls.__doc__}
+    members |= {"__slots__": (), "__eq__": _equals, "__ne__": _differs, "__hash__": tuple.__hash__, "__doc__": cls.__doc__}
     bases = tuple(base for base in cls.__bases__ if base is not object)
     made: type[T] = type(cls.__name__, (storage, *bases), members)
     return made
@@ -45,6 +45,10 @@ _REPLACED = (
 
 def _equals(self: Any, other: object) -> bool:
     return type(self) is type(other) and _tuple_equals(self, other)
+
+
+def _differs(self: Any, other: object) -> bool:
+    return not _equals(self, other)
 
 
 _tuple_equals: Any = tuple.__eq__

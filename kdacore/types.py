@@ -7,11 +7,11 @@ for each op it implements.
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
-
-from kdacore.sealed import sealed
+from typing import Any, Literal, NamedTuple, TypeVar
 
 API_VERSION = 2
 """Version of the plugin interface in this file. A backend declares the one it was written for."""
@@ -22,6 +22,57 @@ Array = Any
 ArrayKind = Literal["numpy", "torch", "jax"]
 Gate = Literal["log", "softplus", "sigmoid"]
 """How ``g`` becomes a log decay: given as such; ``-exp(A_log) softplus(x)``; ``lower_bound sigmoid(exp(A_log) x)``."""
+
+
+# --- data that no code can change: what one plugin is handed, others see too ---------------------------------------
+
+_T = TypeVar("_T")
+
+
+def sealed(cls: type[_T]) -> type[_T]:
+    """Decorates a frozen dataclass (without ``slots``, whose fields have no default factories).
+
+    Such a class refuses ``x.field = value`` only, not ``object.__setattr__``. Here the fields become those of a tuple,
+    which has no memory that Python code could write. The class keeps its fields, defaults, methods and name.
+    ``dataclasses.replace``, ``fields`` and ``asdict``, copying and pickling work as before, and instances of different
+    classes are never equal.
+    """
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    names = [f.name for f in fields]
+    defaults = [f.default for f in fields if f.default is not dataclasses.MISSING]
+    storage: Any = collections.namedtuple(cls.__name__, names, defaults=defaults, module=cls.__module__)  # type: ignore[misc]
+    members = {name: value for name, value in vars(cls).items() if name not in (*_OF_DATACLASS, *names)}
+    members |= {"__slots__": (), "__eq__": _equals, "__ne__": _differs, "__hash__": tuple.__hash__}
+    bases = tuple(base for base in cls.__bases__ if base is not object)
+    made: type[_T] = type(cls.__name__, (storage, *bases), members)
+    return made
+
+
+_OF_DATACLASS = (
+    "__dict__",
+    "__weakref__",
+    "__init__",
+    "__repr__",
+    "__eq__",
+    "__hash__",
+    "__setattr__",
+    "__delattr__",
+)
+"""Members of a dataclass that hold or write its fields, or that a tuple has in a form of its own."""
+
+
+def _equals(self: Any, other: object) -> bool:
+    return type(self) is type(other) and _tuple_equals(self, other)
+
+
+def _differs(self: Any, other: object) -> bool:
+    return not _equals(self, other)
+
+
+_tuple_equals: Any = tuple.__eq__
+
+
+# --- calls --------------------------------------------------------------------------------------------------------
 
 
 @sealed

@@ -52,8 +52,6 @@ class ShapeDtype:
             raise _error("device", self.device, "a device like 'cpu', 'cuda' or 'cuda:1'")
         if self.kind not in tuple(SPEC_ADAPTERS):  # which compares, and hashes nothing
             raise _error("kind", self.kind, f"one of {', '.join(SPEC_ADAPTERS)}")
-        if wanted := problem_of(self.kind, self.device.partition(":")[0]):
-            raise ContractError("ShapeDtype", "device", f"{self.device!r} with kind={self.kind!r}", wanted)
         for name in ("dtype", "arch"):
             if not isinstance(value := getattr(self, name), str):
                 raise _error(name, value, "its name, like 'bfloat16'" if name == "dtype" else "like 'sm_90'")
@@ -106,7 +104,8 @@ class _SpecAdapter:
         return True
 
     def obstacle(self, op: str, x: ShapeDtype) -> tuple[str, str] | None:
-        return None
+        wanted = problem_of(self.kind, x.device.partition(":")[0])
+        return (f"an array of kind {self.kind} on {x.device}", wanted) if wanted else None
 
     def is_traced(self, x: ShapeDtype) -> bool:
         return False

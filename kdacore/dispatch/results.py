@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kdacore import plugin_faults
-from kdacore.arrays import adapter_of
+from kdacore.arrays import adapter_of, memory_of
 from kdacore.errors import PluginError
 from kdacore.ops import OPS
 from kdacore.registry import OWN_DISTRIBUTION, REGISTRY
 from kdacore.types import GateGrads, InputGrads, Outputs, Request
 
 if TYPE_CHECKING:
-    from kdacore.contract.aliasing import Memory
+    from kdacore.arrays.base import Memory
 
 
 class Expected(NamedTuple):
@@ -189,8 +189,6 @@ def memory_problem(named: dict[str, Any], inputs: Any, written: dict[str, str]) 
         inputs: the call's arrays, a named tuple.
         written: names of results that are an argument, which the call writes, to the argument's name.
     """
-    from kdacore.contract.aliasing import memory_of
-
     given = {name: memory for name in inputs._fields if (memory := memory_of(getattr(inputs, name)))}
     before: dict[str, Memory] = {}
     for name, x in named.items():

@@ -17,8 +17,7 @@ from kdacore.parallel import cost, slices
 from kdacore.parallel.call import kind_of
 from kdacore.parallel.cost import Exchange
 from kdacore.parallel.local_call import check_arguments, check_request, serving, slice_request, without_cp
-from kdacore.sealed import sealed
-from kdacore.types import Candidate, Selection
+from kdacore.types import Candidate, Selection, sealed
 
 
 @sealed

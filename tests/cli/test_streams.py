@@ -203,8 +203,9 @@ def test_devices_where_a_library_has_no_arrays(
         assert wanted in said
     import kdacore
 
-    with pytest.raises(kdacore.ContractError, match="ShapeDtype: argument 'device'"):
-        kdacore.ShapeDtype((1,), kind=kind, device=device)
+    x = kdacore.ShapeDtype((1, 8, 1, 8), kind=kind, device=device)
+    with pytest.raises(kdacore.ContractError, match=f"'q': got an array of kind {kind} on {device}; wanted"):
+        kdacore.explain("chunk_kda", x, x, x, x, kdacore.ShapeDtype((1, 8, 1), kind=kind, device=device))
 
 
 def test_numpy_alone_means_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:

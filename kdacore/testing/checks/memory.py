@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kdacore.contract.aliasing import memory_of
+from kdacore.arrays import memory_of
 from kdacore.testing.cases import Case
 from kdacore.testing.compare import Findings
 from kdacore.testing.poisoned_arrays import Placed

@@ -19,7 +19,7 @@ from kdacore.dispatch import results, selection
 from kdacore.errors import ConfigError, ContractError, shown
 from kdacore.ops import OpDef
 from kdacore.registry import REGISTRY
-from kdacore.types import Backend, OpImpl, Reason, Request, Selection
+from kdacore.types import Backend, FastCall, OpImpl, Reason, Request, Selection
 
 
 class Plan:
@@ -62,10 +62,11 @@ class Plan:
         self.forward = results.typed_forward(chosen.backend, request.op)
         self.run: Callable[[Plan, Any], Any] = adapter.run
         self.validate = config.get().validate_values
-        self.fast_path = None if self.validate else self.impl.fast_path
+        make: Callable[[Request, Any], FastCall | None] | None = self.impl.fast_path
         if request.needs_grad:
-            joined = None if self.validate or self.impl.fast_gradients is None else adapter.fast_gradients
-            self.fast_path = None if joined is None else functools.partial(joined, self)
+            joined = None if self.impl.fast_gradients is None else adapter.fast_gradients
+            make = None if joined is None else functools.partial(joined, self)
+        self.fast_path = None if make is None or self.validate else functools.partial(_offered, self, make)
         self.writes = not adapter.immutable and (request.inplace_state or request.has("out"))
         self.joined: Any = None
         """For an adapter: what it built for this plan (a ``custom_vjp`` function)."""
@@ -111,6 +112,12 @@ class Plan:
     def check_gradients(self, inputs: Any, grads: Any, wanted: tuple[bool, ...]) -> None:
         """Hold gradients of another origin than :meth:`backward` to the request. PluginError."""
         results.check_gradients(self, inputs, grads, wanted)
+
+
+def _offered(plan: Plan, make: Any, request: Request, inputs: Any) -> FastCall | None:
+    from kdacore.dispatch import fast_path  # here: what asks for it has loaded it
+
+    return fast_path.offered(plan, make, request, inputs)
 
 
 REGISTRY.on_change(results.typed_forward.cache_clear)

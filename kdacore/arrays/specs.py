@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kdacore import config
+from kdacore.device import problem_of
 from kdacore.errors import ContractError
 from kdacore.types import ArrayKind, Device, TensorSpec
 
@@ -103,7 +104,8 @@ class _SpecAdapter:
         return True
 
     def obstacle(self, op: str, x: ShapeDtype) -> tuple[str, str] | None:
-        return None
+        wanted = problem_of(self.kind, x.device.partition(":")[0])
+        return (f"an array of kind {self.kind} on {x.device}", wanted) if wanted else None
 
     def is_traced(self, x: ShapeDtype) -> bool:
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kdacore import contract
+from kdacore import contract, plugin_faults
 from kdacore.arrays import Adapter, adapter_of, is_spec
 from kdacore.arrays.base import ADAPTERS
 from kdacore.dispatch import selection
@@ -32,6 +32,7 @@ _new_tuple: Any = tuple.__new__
 """Makes the named tuple of an op's arrays in half the time of its constructor."""
 
 
+@plugin_faults.guarded
 def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: object = None) -> Any:
     """Run one public call. Returns what the backend's forward returns, or the beginning of it that callers see.
 
@@ -62,7 +63,11 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
                 seen = kept
                 break
     if seen is not None and seen.fast_call is not None:
-        outputs = seen.fast_call(arrays)
+        try:
+            outputs = seen.fast_call(arrays)
+        except BaseException as error:
+            seen.plan.failed("fast path", error)
+            raise
         if outputs is not None:
             for records in RECORDS.get():
                 records.append(seen.plan.selection)

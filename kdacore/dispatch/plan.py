@@ -13,13 +13,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from kdacore import config, contract
+from kdacore import config, contract, plugin_faults
 from kdacore.arrays import Adapter
 from kdacore.dispatch import results, selection
 from kdacore.errors import ConfigError, ContractError, shown
 from kdacore.ops import OpDef
 from kdacore.registry import REGISTRY
-from kdacore.types import Backend, OpImpl, Reason, Request, Selection
+from kdacore.types import Backend, FastCall, OpImpl, Reason, Request, Selection
 
 
 class Plan:
@@ -31,6 +31,7 @@ class Plan:
         "backend",
         "differentiated",
         "fast_path",
+        "fast_results_checked",
         "forward",
         "impl",
         "inputs",
@@ -61,10 +62,11 @@ class Plan:
         self.forward = results.typed_forward(chosen.backend, request.op)
         self.run: Callable[[Plan, Any], Any] = adapter.run
         self.validate = config.get().validate_values
-        self.fast_path = None if self.validate else self.impl.fast_path
+        make: Callable[[Request, Any], FastCall | None] | None = self.impl.fast_path
         if request.needs_grad:
-            joined = None if self.validate or self.impl.fast_gradients is None else adapter.fast_gradients
-            self.fast_path = None if joined is None else functools.partial(joined, self)
+            joined = None if self.impl.fast_gradients is None else adapter.fast_gradients
+            make = None if joined is None else functools.partial(joined, self)
+        self.fast_path = None if make is None or self.validate else functools.partial(_offered, self, make)
         self.writes = not adapter.immutable and (request.inplace_state or request.has("out"))
         self.joined: Any = None
         """For an adapter: what it built for this plan (a ``custom_vjp`` function)."""
@@ -72,6 +74,7 @@ class Plan:
         """Where the call may be differentiated, and its own backend has no backward for it: what serves it
         then."""
         self.results_checked = False
+        self.fast_results_checked = False
         self._grads_checked = False
 
     def record(self) -> None:
@@ -87,13 +90,34 @@ class Plan:
             self._grads_checked = True
         return grads
 
+    @plugin_faults.guarded
     def gradients(self, inputs: Any, *rest: Any) -> Any:
         """The gradients from the backend."""
-        return self.impl.backward(self.request, inputs, *rest)  # type: ignore[misc]
+        try:
+            return self.impl.backward(self.request, inputs, *rest)  # type: ignore[misc]
+        except BaseException as error:
+            self.failed("backward", error)
+            raise
+
+    def failed(self, function: str, error: BaseException) -> None:
+        """See :func:`kdacore.dispatch.results.failed`, of a function of the plan's backend."""
+        results.failed(self.backend.name, function, self.request, error)
+
+    def check_fast_results(self, arrays: Any, given: Any, *, saves: bool = False) -> None:
+        """Hold what the backend's fast path returned to the request, the first time. PluginError."""
+        if not self.fast_results_checked:
+            results.check_fast_results(self, arrays, given, saves=saves)
+            self.fast_results_checked = True
 
     def check_gradients(self, inputs: Any, grads: Any, wanted: tuple[bool, ...]) -> None:
         """Hold gradients of another origin than :meth:`backward` to the request. PluginError."""
         results.check_gradients(self, inputs, grads, wanted)
+
+
+def _offered(plan: Plan, make: Any, request: Request, inputs: Any) -> FastCall | None:
+    from kdacore.dispatch import fast_path  # here: what asks for it has loaded it
+
+    return fast_path.offered(plan, make, request, inputs)
 
 
 REGISTRY.on_change(results.typed_forward.cache_clear)

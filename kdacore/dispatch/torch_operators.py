@@ -287,22 +287,20 @@ def _gate(*args: Any) -> Any:
 def _whole_backward(family: str, args: tuple[Any, ...]) -> list[torch.Tensor]:
     bound = Bound(family, args)
     plan = bound.plan()
-    backward = plan.impl.backward
-    if backward is None:
+    if plan.impl.backward is None:
         raise RuntimeError(f"{plan.selection.backend} was selected for a gradient it cannot compute")
     with as_given(bound.inputs.q):
-        grads = backward(plan.request, bound.inputs, (), OutputGrads(*bound.rest))
+        grads = plan.backward(bound.inputs, (), OutputGrads(*bound.rest))
     return [as_result(g, bound.inputs.q) for g in grads]
 
 
 def _gate_backward(*args: Any) -> list[torch.Tensor]:
     bound = Bound("gate", args)
     plan = bound.plan()
-    backward = plan.impl.backward
-    if backward is None:
+    if plan.impl.backward is None:
         raise RuntimeError(f"{plan.selection.backend} was selected for a gradient it cannot compute")
     with as_given(bound.inputs.g):
-        grads = backward(plan.request, bound.inputs, *bound.rest)
+        grads = plan.backward(bound.inputs, *bound.rest)
     return [as_result(g, bound.inputs.g) for g in grads]
 
 

@@ -164,7 +164,7 @@ def test_text_and_json_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KDACORE_BACKEND", "nonsense,reference")
     config.refresh()
     gpu = Requirement("a quantum unit", lambda: "no quantum unit", "pip install quantum")
-    chunk = dataclasses.replace(reference_op("chunk_kda"), verified_archs=frozenset({"q1"}))
+    chunk = dataclasses.replace(reference_op("chunk_kda"), verified_archs=frozenset({"sm_75"}))
     add(name="quantum", requirements=(gpu,), ops={"chunk_kda": chunk}, summary="for another day")
     add(name="wrong", ops={"chunk_kda": OpImpl(_copies_values, serves=FEATURES)})
     _add_checks([("kernels", False, "3 kernels are stale"), ("tables", True, "fresh")])

@@ -278,6 +278,101 @@ def test_results_in_memory_that_is_used_again_fail(
     assert cases and all(r.status == "failed" and "stays" in r.message for r in results)
 
 
+def returns_v(f: Any, request: Any, x: Any) -> Outputs:
+    return f(request, x)._replace(o=x.v)
+
+
+def o_in_the_memory_of_v(f: Any, request: Any, x: Any) -> Outputs:
+    """Saves an allocation, from the second call of a shape on: dispatch has looked at the first."""
+    out = f(request, x)
+    if request.has("out") or not _again(request):
+        return out
+    x.v[...] = out.o
+    return out._replace(o=x.v)
+
+
+def checkpoints_are_the_state(f: Any, request: Any, x: Any) -> Outputs:
+    """Right values: the first checkpoint is the state that the call starts from."""
+    out = f(request, x)
+    if out.checkpoints is None or x.initial_state is None or out.checkpoints.shape[1] != 1:
+        return out
+    return out._replace(checkpoints=x.initial_state[:, None])
+
+
+_calls: dict[Any, int] = {}
+
+
+def _again(request: Any) -> bool:
+    _calls[request] = _calls.get(request, 0) + 1
+    return _calls[request] > 1
+
+
+@pytest.mark.parametrize(
+    ("mutation", "check", "said"),
+    [
+        (returns_v, "accuracy", "o: got memory of the argument 'v'; wanted memory of its own"),
+        (o_in_the_memory_of_v, "determinism", "o has memory of its own: error inf"),
+    ],
+)
+def test_results_in_the_memory_of_an_argument_fail(
+    register: Any, mutation: Wrap, check: str, said: str
+) -> None:
+    _calls.clear()
+    register(CHUNK, forward=mutation)
+    assert said in failures(check)[check].message
+
+
+def test_a_checkpoint_in_the_memory_of_the_state_fails(register: Any) -> None:
+    register(CHUNK, forward=checkpoints_are_the_state)
+    x = {name: np.full((1, 64, 1, 8), -0.1, np.float32) for name in ("q", "k", "v", "g")}
+    with pytest.raises(kdacore.PluginError, match="checkpoints: got memory of the argument 'initial_state'"):
+        kdacore.chunk_kda(
+            **x,
+            beta=np.ones((1, 64, 1), np.float32),
+            initial_state=np.zeros((1, 1, 8, 8), np.float32),
+            checkpoint_every=64,
+            backend=NAME,
+        )
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("other", ["an input", "another gradient"])
+def test_gradients_in_memory_of_others_fail(register: Any, kind: str, other: str) -> None:
+    def shares(f: Any, request: Any, x: Any, *rest: Any) -> InputGrads:
+        grads = f(request, x, *rest)
+        return grads._replace(k=x.k if other == "an input" else grads.q)
+
+    register(CHUNK, kind=kind, backward=shares)
+    said = failures("gradients")["gradients"].message
+    assert "gradient of k" in said and "memory of its own" in said
+
+
+def _zero_state(x: tuple[Any, ...]) -> Any:
+    (B, _, HV, V), K = x[2].shape, x[0].shape[3]
+    return np.zeros((B, HV, K, V), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda x: (x[2], _zero_state(x), None), "o: got memory of the argument 'v'"),
+        (lambda x: (x[2].copy(),), "returned a tuple of 1; wanted a tuple of 3 results or None"),
+        (lambda x: (x[2][:, :1].copy(), None, None), "o: got shape"),
+        (lambda x: "done", "returned str; wanted a tuple of 3 results or None"),
+    ],
+    ids=["input", "short", "shape", "text"],
+)
+def test_a_fast_path_that_returns_no_results_fails(
+    register: Any, answer: Callable[..., Any], said: str
+) -> None:
+    def offers(request: Any, inputs: Any) -> Any:
+        return answer
+
+    register(DECODE, fast_path=offers)
+    message = failures("determinism")["determinism"].message
+    assert "fast path of fused_recurrent_kda" in message and said in message
+
+
 def test_a_later_anchor_passes_every_accuracy_case(register: Any) -> None:
     """It is the bit comparison alone that catches it."""
     register(CHUNK, forward=later_anchor)

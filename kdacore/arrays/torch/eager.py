@@ -17,6 +17,7 @@ from kdacore.arrays.torch.fast_path import tensor_test
 from kdacore.arrays.torch.modes import (
     as_given,
     autocasts,
+    is_wrapped,
     refuse_subclasses,
     refuse_transforms,
 )
@@ -104,6 +105,8 @@ class _TorchAdapter:
         return host.double().numpy() if host.is_floating_point() else host.numpy()
 
     def memory(self, x: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int] | None:
+        if x.layout is not torch.strided or is_wrapped(x):  # it has no address of its own
+            return None
         address = x.data_ptr()
         if not address:  # no elements, or none that exist (the meta device)
             return None

@@ -12,6 +12,7 @@ from kdacore.selfcheck.bounds import bound
 from kdacore.testing import run_call
 from kdacore.testing.cases import Case
 from kdacore.testing.checks.accuracy import check_results, dtype_of
+from kdacore.testing.checks.memory import check_memory
 from kdacore.testing.compare import Findings, to_float64
 from kdacore.testing.expected import Weights, expected_gradients, weights
 from kdacore.testing.poisoned_arrays import Placed, arrays, place, place_one
@@ -35,6 +36,8 @@ def _measure(case: Case, findings: Findings, *, recompute: bool) -> None:
     results, found = run(case, placed, loss, findings, recompute=recompute)
     for p in (*placed.values(), *loss.values()):
         p.check(findings)
+    named = {f"gradient of {name}": x for name, x in found.items()}
+    check_memory(case, placed, {**results, **named}, findings)
     check_results(case, results, findings)
     check_gradients(case, placed, found, findings)
 

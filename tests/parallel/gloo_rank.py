@@ -26,6 +26,7 @@ import kdacore
 from kdacore import config
 from kdacore.calls.values import Shape
 from kdacore.parallel import torch_ranks
+from kdacore.parallel.agreement import HEAD_BYTES
 
 
 class Here(NamedTuple):
@@ -209,7 +210,7 @@ def without_gradients_there_is_one_exchange(here: Here) -> None:
     kdacore.chunk_kda(*arrays, cp=here.group)
     with counted() as found:
         kdacore.chunk_kda(*arrays, cp=here.group)
-    assert found == [(here.size - 1) * (16 * (16 + 16) * 4 + 16)]
+    assert found == [(here.size - 1) * n for n in (HEAD_BYTES, 16 * (16 + 16) * 4 + 16)]
 
 
 def later_calls_do_not_compare_arguments(here: Here) -> None:
@@ -247,12 +248,13 @@ def ranks_that_disagree(here: Here) -> None:
             call(*arrays, cp=here.group)
         else:
             kdacore.chunk_gated_delta_rule(*arrays[:3], arrays[3][..., 0], arrays[4], cp=here.group)
-    # Shapes that either rank has agreed to before: not compared again, but nothing passes for a result.
+    # Shapes that either rank has agreed to before.
     for T in (50, 51):
         assert call(*plain_arrays(here, T), cp=here.group)[0].isfinite().all()
-    assert call(*plain_arrays(here, 50 if first else 51), cp=here.group)[0].isnan().all()
-    with environment(KDACORE_CP_CHECK="always"), raises(kdacore.ContractError, "'q'", "50", "51"):
-        call(*plain_arrays(here, 50 if first else 51), cp=here.group)
+    for always in (False, True):
+        around = environment(KDACORE_CP_CHECK="always") if always else contextlib.nullcontext()
+        with around, raises(kdacore.ContractError, "'q'", "50", "51"):
+            call(*plain_arrays(here, 50 if first else 51), cp=here.group)
 
 
 def an_invalid_call_of_one_rank(here: Here) -> None:
@@ -271,7 +273,7 @@ def values_are_checked(here: Here) -> None:
         wrong = torch.tensor([0, 40, 32])
         with raises(kdacore.ContractError, "'cu_seqlens'", "never decrease"):
             kdacore.chunk_kda(*plain_arrays(here, 16), cp=here.group, cu_seqlens=wrong)
-        with raises(kdacore.ContractError, "'cu_seqlens'", "at most T=32"):
+        with raises(kdacore.ContractError, "'cu_seqlens'", "at most R*T=32"):
             kdacore.chunk_kda(*plain_arrays(here, 16), cp=here.group, cu_seqlens=torch.tensor([0, 10, 33]))
         own = torch.tensor([0, 10 + here.rank, 32])
         with raises(kdacore.ContractError, "'cu_seqlens'", "on rank 0", "on rank 1"):

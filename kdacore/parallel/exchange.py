@@ -6,9 +6,9 @@ entering part contributes to the gradient of the state before it; one gather; ev
 behind it, with the transitions of the forward, into the gradient of the state its leaving part ends in.
 
 Both gathers carry the mark of the call. Where marks differ the ranks are not at the same call, and everything that
-depends on what was exchanged becomes NaN, so that nothing passes for a result. This is decided on the device, and nothing
-waits on the host. Where the ranks meet on the host anyway it is an error. A rank that fails gives NaN to what the others
-wait for, and raises.
+depends on what was exchanged becomes NaN, so that nothing passes for a result. This is decided on the device, without
+waiting on the host. Where the ranks meet on the host anyway it is an error. A rank that fails gives NaN to what the
+others wait for, and raises.
 
 States here are ``[N, HV, K, V]`` (K-first) in the dtype that a slice's request says.
 """
@@ -97,6 +97,8 @@ def forward(
         M, C, pending = functions.begin(request, inputs, None if rows is None else rows.place.leaving)
     except Exception:
         _fail(slice, inputs.q, _rows(request) * request.HV * request.K * (request.K + request.V))
+        if request.output_final_state and not slice.on_host:  # there the others raise after the gather
+            _fail_sum(slice, inputs.q)
         raise
     marks = M.new_full((MARKS,), mark)
     gathered = ranks.all_gather(torch.cat([M.reshape(-1), C.reshape(-1), marks]))()
@@ -198,9 +200,6 @@ def _fail(slice: Slice, like: torch.Tensor, count: int) -> None:
     # The error at hand says more than one of the exchange.
     with contextlib.suppress(RuntimeError):
         slice.ranks.all_gather(like.new_full((count + MARKS,), torch.nan, dtype=dtype))()
-        # Ranks that met on the host raise now. The others go on.
-        if slice.request.output_final_state and not slice.on_host:
-            _fail_sum(slice, like)
 
 
 def _fail_sum(slice: Slice, like: torch.Tensor) -> None:

@@ -15,25 +15,19 @@ import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import gloo_hostile
 import rank_calls
 import torch
 import torch.distributed as dist
+from gloo_tools import Here, environment, plain_arrays, raises
 from rank_calls import case
 
 import kdacore
-from kdacore import config
 from kdacore.calls.values import Shape
 from kdacore.parallel import torch_ranks
 from kdacore.parallel.agreement import HEAD_BYTES
-
-
-class Here(NamedTuple):
-    rank: int
-    size: int
-    group: Any
-    folder: Path
 
 
 def equal_to_the_oracle(here: Here, whole: Any, cp: Any = None, call: Any = None) -> None:
@@ -47,35 +41,6 @@ def equal_to_the_oracle(here: Here, whole: Any, cp: Any = None, call: Any = None
 
 def small(T: int = 32, **kwargs: Any) -> Any:
     return case(shape=Shape(T=T, H=1, HV=2, K=16, V=8), note="small", **kwargs)
-
-
-@contextlib.contextmanager
-def environment(**values: str) -> Iterator[None]:
-    os.environ.update(values)
-    config.refresh()
-    try:
-        yield
-    finally:
-        for name in values:
-            del os.environ[name]
-        config.refresh()
-
-
-@contextlib.contextmanager
-def raises(error: type[Exception], *parts: str) -> Iterator[None]:
-    """The error, with all of these in its message."""
-    try:
-        yield
-    except error as raised:
-        for part in parts:
-            assert part in str(raised), f"{part!r} not in: {raised}"
-        return
-    raise AssertionError(f"no {error.__name__}")
-
-
-def plain_arrays(here: Here, T: int, dtype: Any = torch.float32, heads: int = 1) -> list[Any]:
-    x = torch.randn(1, T, heads, 16, dtype=dtype)
-    return [x, x, x, -x.abs(), torch.rand(1, T, heads, dtype=dtype)]
 
 
 # --- what every number of ranks is checked for ----------------------------------------------------------------------
@@ -417,7 +382,7 @@ def checks(here: Here, kind: str) -> Iterator[tuple[str, Callable[[], None]]]:
         yield from long_cases(here)
         return
     if here.size == 2:
-        for check in ON_TWO:
+        for check in (*ON_TWO, *gloo_hostile.CHECKS):
             yield check.__name__, lambda check=check: check(here)
     yield "ranks_within_data_parallel_groups", lambda: ranks_within_data_parallel_groups(here)
     yield from cases(here)

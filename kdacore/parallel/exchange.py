@@ -21,10 +21,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from kdacore.parallel.fold import applied, folded, narrowed, widened
 from kdacore.parallel.layout import Layout, ends_here, starts_here
 from kdacore.parallel.marks import MARKS
 from kdacore.parallel.progress import Progress
+from kdacore.parallel.torch_fold import folded, folded_back
 from kdacore.types import InputGrads, OutputGrads, Outputs, Request, SliceFunctions
 
 
@@ -106,14 +106,19 @@ def forward(
     transitions = gathered[:, : M.numel()].view(-1, *M.shape)
     states = gathered[:, M.numel() : -MARKS].view(-1, *C.shape)
     initial = initial_state
-    if rows is not None:
-        # Of all sequences: what ranks that are not in step make of the final states would be wrong for any of them.
-        initial = _blank_states(request, in_step) if initial is None else _unless(in_step, initial)
-    elif initial is None and ranks.rank == 0:
-        initial = _zero_states(request, inputs.q)
-    start = _start(slice, transitions, states, initial, rows)
+    blank = None
     if rows is None:
-        start = _unless(in_step, start)
+        if initial is None and ranks.rank == 0:
+            initial = _zero_states(request, inputs.q)
+        start = _unless(in_step, _start(slice, transitions, states, initial, rows))
+    else:
+        # Of all sequences: what ranks that are not in step make of the final states would be wrong for any of them.
+        if initial is None:
+            blank = _blank(request, in_step)
+            initial = blank.expand(request.N, request.HV, request.K, request.V).contiguous()
+        else:
+            initial = _unless(in_step, initial)
+        start = _start(slice, transitions, states, initial, rows)
     try:
         outputs = functions.finish(request, inputs, pending, _all_starts(initial, start, rows))
     except Exception:
@@ -123,7 +128,8 @@ def forward(
     residuals = Residuals(start, transitions[ranks.rank + 1 :], marks, outputs.saved)
     if not request.output_final_state:
         return outputs._replace(saved=()), residuals
-    blank = _blank(request, in_step)
+    if blank is None:
+        blank = _blank(request, in_step)
     final = _of_sequences(slice, rows, ends_here, ranks.size - 1, outputs.final_state, blank)
     return outputs._replace(final_state=ranks.all_reduce(final), saved=()), residuals
 
@@ -182,7 +188,7 @@ def backward(
 
 def _in_step(slice: Slice, gathered: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
     """bool ``[]``: every rank was at this call when it gave what was gathered, ``[size, ... + MARKS]``."""
-    found = (gathered[:, -MARKS:] == marks).all()
+    found = gathered.narrow(1, gathered.shape[1] - MARKS, MARKS).eq(marks).all()
     if slice.on_host and not found.is_cuda and not found:
         own = slice.ranks.rank
         wrong = [r for r, x in enumerate(gathered[:, -1].tolist()) if x != marks[0].item() and r != own]
@@ -218,11 +224,6 @@ def _blank(request: Request, in_step: torch.Tensor) -> torch.Tensor:
     return torch.where(in_step, 0.0, torch.nan).to(getattr(torch, request.state_dtype))
 
 
-def _blank_states(request: Request, in_step: torch.Tensor) -> torch.Tensor:
-    """``[N, HV, K, V]`` of :func:`_blank`."""
-    return _blank(request, in_step).expand(request.N, request.HV, request.K, request.V).contiguous()
-
-
 def _rows(request: Request) -> int:
     """Maps that a rank exchanges for each value head."""
     return 1 if request.packed else request.B
@@ -244,7 +245,7 @@ def _start(
         unchanged = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
         M = torch.where(_column(within, M), M, unchanged)
         C = torch.where(_column(within, C), C, 0.0)
-    state = narrowed(folded(widened(M), widened(C), None if before is None else widened(before)), C)
+    state = folded(M, C, before)
     if rows is None or before is None:
         return state
     return torch.where(rows.place.enters[:, None, None, None], state, before)
@@ -277,15 +278,12 @@ def _ends(
         within = begins_of_ranks < end
         behind = torch.where(_column(within[:-1], behind), behind, 0.0)
         transitions = torch.where(_column(within[1:], transitions), transitions, 0.0)
-    M, B = widened(transitions), widened(behind)
-    state = B[-1]
-    for q in reversed(range(count - 1)):
-        state = applied(M[q].mT, state, B[q])
+    state = folded_back(transitions, behind)
     if rows is None or ends is None:
-        return narrowed(state, behind)
+        return state
     place = rows.place
     own = ends.index_select(0, place.leaving)
-    end = torch.where(place.leaves[:, None, None, None], narrowed(state, ends), own)
+    end = torch.where(place.leaves[:, None, None, None], state, own)
     return ends.index_copy(0, place.leaving.long(), end)
 
 

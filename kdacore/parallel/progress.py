@@ -7,8 +7,6 @@ on every rank whether the others are at the same one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 
@@ -32,14 +30,17 @@ class Progress:
         return self.calls
 
 
-@contextmanager
-def turn(progress: Progress) -> Iterator[bool]:
+class Turn:
     """Wait until no other thread of this rank is at a call. The value is False if one was: which of the two the other
     ranks' calls belong to is then not known."""
-    alone = progress.lock.acquire(blocking=False)
-    if not alone:
-        progress.lock.acquire()
-    try:
-        yield alone
-    finally:
-        progress.lock.release()
+
+    __slots__ = ("lock",)
+
+    def __init__(self, progress: Progress) -> None:
+        self.lock = progress.lock
+
+    def __enter__(self) -> bool:
+        return self.lock.acquire(blocking=False) or not self.lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()

@@ -16,7 +16,7 @@ from kdacore.dispatch.plan import PREFERENCE
 from kdacore.errors import ContractError
 from kdacore.ops import OpDef
 from kdacore.parallel.local_call import without_cp
-from kdacore.parallel.progress import turn
+from kdacore.parallel.progress import Turn
 from kdacore.parallel.torch_ranks import TorchRanks, ranks_of
 from kdacore.parallel.torch_slice import SliceCall, run, slice_call, tell
 
@@ -51,7 +51,7 @@ def refused(opdef: OpDef, arrays: tuple[Any, ...], cp: Any, error: ContractError
     except ContractError:
         return
     if ranks.size > 1:
-        with turn(ranks.progress):
+        with Turn(ranks.progress):
             tell(ranks, opdef.name, arrays, ranks.progress.begin(), error)
 
 
@@ -62,6 +62,6 @@ def _told(op: str, arrays: Any, ranks: TorchRanks) -> Iterator[None]:
         yield
     except Exception as error:
         if not torch.compiler.is_compiling() and not any(isinstance(x, FakeTensor) for x in arrays):
-            with turn(ranks.progress):
+            with Turn(ranks.progress):
                 tell(ranks, op, arrays, ranks.progress.begin(), error)
         raise

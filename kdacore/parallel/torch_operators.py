@@ -24,7 +24,7 @@ from kdacore.ops import OPS, OpDef
 from kdacore.parallel.exchange import Residuals
 from kdacore.parallel.local_call import without_cp
 from kdacore.parallel.marks import MARKS
-from kdacore.parallel.progress import turn
+from kdacore.parallel.progress import Turn
 from kdacore.parallel.torch_ranks import WANTED, TorchRanks, ranks_of_name
 from kdacore.parallel.torch_slice import SliceCall, begun, slice_call
 from kdacore.types import InputGrads, Outputs
@@ -99,7 +99,7 @@ def _forward(*args: Any) -> tuple[torch.Tensor, ...]:
     bound = plain.Bound("chunk", args)
     plain.check_asked(bound)
     v, ranks = bound.inputs.v, ranks_of_name(bound.opdef.name, bound.rest[0])
-    with turn(ranks.progress) as alone:
+    with Turn(ranks.progress) as alone:
         found, number, code = begun(bound.opdef, bound.inputs, ranks, alone, lambda: _call_of(bound))
         for records in RECORDS.get():
             records.append(found.plan.selection)

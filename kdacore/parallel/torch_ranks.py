@@ -88,7 +88,7 @@ class ProcessRanks:
         return self.obstacle("cpu") is None and (device == "cpu" or self.obstacle(device) is not None)
 
     def gone(self) -> bool:
-        return _is_gone(self.group)
+        return is_gone(self.group)
 
     def obstacle(self, device: str) -> tuple[str, str] | None:
         name = self._backends.get(device, "")
@@ -139,7 +139,7 @@ def ranks_of(op: str, cp: Any) -> TorchRanks:
         raise _no_group(op, cp)
     found = _known.get(group.group_name)
     if found is None or found.group is not group:
-        if _is_gone(group):
+        if is_gone(group):
             raise _gone(op)
         if dist.get_rank(group) < 0:
             raise ContractError(op, "cp", "a group that this process does not belong to", WANTED)
@@ -159,7 +159,7 @@ def check_group(op: str, ranks: TorchRanks) -> None:
         raise _gone(op)
 
 
-def _is_gone(group: dist.ProcessGroup) -> bool:
+def is_gone(group: dist.ProcessGroup) -> bool:
     try:
         dist.get_process_group_ranks(group)
     except KeyError:

@@ -42,7 +42,7 @@ from kdacore.parallel.local_call import (
 )
 from kdacore.parallel.marks import code_of, mark_of, number_of
 from kdacore.parallel.offsets import check_copies, check_offsets
-from kdacore.parallel.progress import turn
+from kdacore.parallel.progress import Turn
 from kdacore.parallel.torch_ranks import TorchRanks, check_group
 from kdacore.registry import REGISTRY
 from kdacore.types import InputGrads, OutputGrads, Outputs, Request
@@ -72,6 +72,7 @@ class SliceCall:
         ranks: TorchRanks,
         plan: Plan,
         functions: Any,
+        host_arguments: tuple[str, ...],
     ) -> None:
         self.opdef = opdef
         self.request = request
@@ -87,6 +88,8 @@ class SliceCall:
         """The ranks have agreed on it."""
         self.gradients_checked = False
         self._long = ranks.size * request.T >= 2**31
+        self._host_arguments = host_arguments
+        """Offsets that are in host memory, by the name of the argument."""
         self._offsets: dict[Any, HostOffsets] = {}
 
     def agree(self, number: int, offsets: HostOffsets, phase: str = FORWARD) -> None:
@@ -131,14 +134,13 @@ class SliceCall:
         Raises:
             ContractError: they are not.
         """
-        given = []
-        for name in ("cu_seqlens", "cu_seqlens_cpu"):
-            x = getattr(inputs, name)
-            if x is not None and (not isinstance(x, torch.Tensor) or x.device.type == "cpu"):
-                own: Any = adapter_of(x)
-                given.append((name, own.host_values(x)))
-        if not given:
+        if not self._host_arguments:
             return _NO_OFFSETS
+        given = []
+        for name in self._host_arguments:
+            x = getattr(inputs, name)
+            own: Any = adapter_of(x)
+            given.append((name, own.host_values(x)))
         key = tuple([(name, x.tobytes()) for name, x in given])
         found = self._offsets.get(key)
         if found is None:
@@ -209,7 +211,7 @@ class SliceCall:
             ContractError: the ranks are not at the same step, or the group has been destroyed.
         """
         check_group(self.opdef.name, self.ranks)
-        with turn(self.ranks.progress) as alone:
+        with Turn(self.ranks.progress) as alone:
             if self.on_host or config.get().cp_check_always:
                 self._agree_on_backward(inputs, residuals.marks, alone)
             return self._backward(inputs, residuals, do, dstate, rows)
@@ -311,7 +313,7 @@ def begun(
 
 def run(opdef: OpDef, inputs: Any, ranks: TorchRanks, make: Callable[[], SliceCall]) -> Outputs:
     """Make a call and run it, joined to autograd where it needs gradients. ``make``: as for :func:`begun`."""
-    with turn(ranks.progress) as alone:
+    with Turn(ranks.progress) as alone:
         found, number, code = begun(opdef, inputs, ranks, alone, make)
         for records in RECORDS.get():
             records.append(found.plan.selection)
@@ -327,7 +329,16 @@ def run(opdef: OpDef, inputs: Any, ranks: TorchRanks, make: Callable[[], SliceCa
 
 _calls: dict[Any, SliceCall] = {}
 _MOST = 1024
+_PLAIN = frozenset({type(None), bool, int})
+"""Types of options that are plain whatever their value."""
 REGISTRY.on_change(_calls.clear)
+
+
+def _are_plain(options: tuple[Any, ...], types: tuple[type, ...]) -> bool:
+    """:func:`is_plain` of every option, at once where none is a float."""
+    if float in types:
+        return all(is_plain(x) for x in options)
+    return _PLAIN.issuperset(types)
 
 
 def slice_call(
@@ -349,16 +360,15 @@ def slice_call(
         ContractError, UnsupportedError: as the call would.
     """
     # A host copy of the offsets may be a NumPy array.
-    key = TORCH.key(inputs._replace(cu_seqlens_cpu=None))
-    if key is not None and all(
-        is_plain(x) for x in options
-    ):  # validation names the option; a key would keep it
+    key = TORCH.key(inputs if inputs.cu_seqlens_cpu is None else inputs._replace(cu_seqlens_cpu=None))
+    types = tuple(map(type, options))
+    if key is not None and _are_plain(options, types):  # validation names the option; a key would keep it
         host = inputs.cu_seqlens_cpu
         spec = (
             None if host is None else (type(host), getattr(host, "shape", ()), getattr(host, "dtype", None))
         )
         # The ranks themselves, not their name: names come again.
-        key = opdef.name, key, spec, options, tuple(map(type, options)), asked, needs_grad, ranks
+        key = opdef.name, key, spec, options, types, asked, needs_grad, ranks
         try:
             found = _calls.get(key)
         except TypeError:  # something that is no name of a backend
@@ -388,4 +398,11 @@ def _made(
     if problem is not None:
         raise ContractError(opdef.name, "cp", *problem)
     chosen, functions = choose(slice_request(request), policy)
-    return SliceCall(opdef, request, options, ranks, plan_of(opdef, chosen, adapter), functions)
+    on_host = tuple(
+        [name for name in ("cu_seqlens", "cu_seqlens_cpu") if _in_host_memory(getattr(inputs, name))]
+    )
+    return SliceCall(opdef, request, options, ranks, plan_of(opdef, chosen, adapter), functions, on_host)
+
+
+def _in_host_memory(x: Any) -> bool:
+    return x is not None and (not isinstance(x, torch.Tensor) or x.device.type == "cpu")

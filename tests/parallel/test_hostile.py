@@ -399,7 +399,7 @@ def test_a_failing_backend(function: str, monkeypatch: pytest.MonkeyPatch) -> No
     made, failing = SliceCall.__init__, set()
 
     def init(
-        found: Any, opdef: Any, request: Any, options: Any, ranks: Any, plan: Any, functions: Any
+        found: Any, opdef: Any, request: Any, options: Any, ranks: Any, plan: Any, functions: Any, host: Any
     ) -> None:
         plain = getattr(functions, function)
 
@@ -408,7 +408,7 @@ def test_a_failing_backend(function: str, monkeypatch: pytest.MonkeyPatch) -> No
                 raise ZeroDivisionError
             return plain(*args)
 
-        made(found, opdef, request, options, ranks, plan, functions._replace(**{function: maybe}))
+        made(found, opdef, request, options, ranks, plan, functions._replace(**{function: maybe}), host)
 
     monkeypatch.setattr(SliceCall, "__init__", init)
     calls: dict[str, Any] = {"grad": True, "output_final_state": True}
@@ -596,14 +596,14 @@ def test_a_failing_backend_gives_nan(
     plain = SliceCall.__init__
 
     def init(
-        found: Any, opdef: Any, request: Any, options: Any, ranks: Any, plan: Any, functions: Any
+        found: Any, opdef: Any, request: Any, options: Any, ranks: Any, plan: Any, functions: Any, host: Any
     ) -> None:
         def fail(*args: Any) -> Any:
             raise ZeroDivisionError
 
         if ranks.rank == 1:
             functions = functions._replace(**{function: fail})
-        plain(found, opdef, request, options, ranks, plan, functions)
+        plain(found, opdef, request, options, ranks, plan, functions, host)
 
     monkeypatch.setattr(SliceCall, "__init__", init)
 

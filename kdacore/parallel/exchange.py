@@ -67,6 +67,8 @@ class Residuals(NamedTuple):
     """``[MARKS]``: the mark of the call."""
     saved: tuple[torch.Tensor, ...] = ()
     """The backend's own."""
+    number: int | None = None
+    """Of the call, where it is known on the host."""
 
 
 class Rows(NamedTuple):
@@ -153,7 +155,7 @@ def backward(
         RuntimeError: as :func:`forward`.
     """
     request, functions, ranks, _ = slice
-    start, transitions, marks, saved = residuals
+    start, transitions, marks, saved, _ = residuals
     dfinal = None
     if request.output_final_state:
         # Whether or not a gradient reached this rank's copy: it may have reached others'.
@@ -203,6 +205,9 @@ def _in_step(slice: Slice, gathered: torch.Tensor, marks: torch.Tensor) -> torch
 def _fail(slice: Slice, like: torch.Tensor, count: int) -> None:
     """Take part with NaN in a gather of ``count`` numbers and the marks, since this rank has failed."""
     dtype = getattr(torch, slice.request.state_dtype)
+    flag = slice.ranks.progress.in_step.get(like.device)
+    if flag is not None:  # as on the other ranks
+        flag.fill_(False)
     # The error at hand says more than one of the exchange.
     with contextlib.suppress(RuntimeError):
         slice.ranks.all_gather(like.new_full((count + MARKS,), torch.nan, dtype=dtype))()

@@ -18,7 +18,7 @@ class RanksFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Any, number: int, code: int, *arrays: Any) -> tuple[Any, Any, Any]:
         outputs, residuals, rows = call.forward(call.opdef.inputs(*arrays), number, code)
-        ctx.call, ctx.count = call, len(arrays)
+        ctx.call, ctx.number, ctx.count = call, number, len(arrays)
         # A host copy of the offsets may be a NumPy array, which autograd cannot save.
         ctx.others = {i: x for i, x in enumerate(arrays) if x is not None and not isinstance(x, torch.Tensor)}
         tensors = [x if isinstance(x, torch.Tensor) else None for x in arrays]
@@ -48,7 +48,7 @@ class RanksFunction(torch.autograd.Function):
             rows, saved = Rows(rest[0], Layout(*rest[1:fields])), rest[fields:]
         inputs = call.opdef.inputs(*arrays)
         with torch.no_grad(), as_given(inputs.q):
-            residuals = Residuals(start, transitions, marks, tuple(saved))
+            residuals = Residuals(start, transitions, marks, tuple(saved), ctx.number)
             grads = call.backward(inputs, residuals, do, dstate, rows)
         padded = [*grads, *([None] * (len(arrays) - len(grads)))]
         found = [g if needed else None for g, needed in zip(padded, ctx.needs_input_grad[3:], strict=True)]

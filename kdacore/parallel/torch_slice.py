@@ -92,32 +92,35 @@ class SliceCall:
         """Offsets that are in host memory, by the name of the argument."""
         self._offsets: dict[Any, HostOffsets] = {}
 
-    def agree(self, number: int, offsets: HostOffsets, phase: str = FORWARD) -> None:
-        """Compare a step with those of the other ranks, as far as that is wanted.
+    def agree(self, number: int, offsets: HostOffsets, device: torch.device, phase: str = FORWARD) -> None:
+        """Compare a step with those of the other ranks, as far as that is wanted. ``device``: of the arrays.
 
         Raises:
             ContractError: they are not the same; on every rank.
             UnsupportedError: the first call of its kind while a CUDA graph is captured.
         """
         known = self.known or self.description in self.ranks.progress.agreed
-        if known and not self.on_host and not config.get().cp_check_always:
-            return
-        if not known and self.request.device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                message = (
-                    "cp: the first call of its kind compares the ranks' arguments; "
-                    "make it before the graph is captured"
-                )
-                raise UnsupportedError(self.opdef.name, message, {})
+        if not (known and self.on_host):
+            if known and not config.get().cp_check_always:
+                return
+            if device.type == "cuda":
+                self._refuse_capture()
             if not self.on_host:
-                self._found_out_of_step()
+                self._found_out_of_step(device)
         step = Step(phase, number, self.description, offsets.values)
         agree(self.ranks, step, self.code + offsets.code, known=known, on_host=self.on_host)
         self.known = True
 
-    def _found_out_of_step(self) -> None:
+    def _refuse_capture(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            message = (
+                "cp: the first call of its kind, and every step under KDACORE_CP_CHECK=always, compares the ranks' "
+                "arguments on the host; make it before the graph is captured"
+            )
+            raise UnsupportedError(self.opdef.name, message, {})
+
+    def _found_out_of_step(self, device: torch.device) -> None:
         """An error for calls before, whose results were NaN: nobody could be told at the time."""
-        device = torch.device(self.request.device.type, self.request.device.index)
         flags = self.ranks.progress.in_step
         if device not in flags:
             with torch.inference_mode(False):  # it is written in any mode
@@ -213,18 +216,21 @@ class SliceCall:
         check_group(self.opdef.name, self.ranks)
         with Turn(self.ranks.progress) as alone:
             if self.on_host or config.get().cp_check_always:
-                self._agree_on_backward(inputs, residuals.marks, alone)
+                self._agree_on_backward(inputs, residuals, alone)
             return self._backward(inputs, residuals, do, dstate, rows)
 
-    def _agree_on_backward(self, inputs: Any, marks: Any, alone: bool) -> None:
-        offsets = self.host_offsets(inputs)
-        number = number_of(self.code + offsets.code, float(marks[0]))
+    def _agree_on_backward(self, inputs: Any, residuals: Residuals, alone: bool) -> None:
+        offsets, number = self.host_offsets(inputs), residuals.number
+        if number is None:
+            if residuals.marks.is_cuda:
+                self._refuse_capture()
+            number = number_of(self.code + offsets.code, float(residuals.marks[0]))
         if not alone:
             error = two_threads(self.opdef.name)
             step = Step(BACKWARD, number, self.description, offsets.values, error)
             report(self.ranks, step, on_host=self.on_host)
             raise error
-        self.agree(number, offsets, BACKWARD)
+        self.agree(number, offsets, inputs.q.device, BACKWARD)
 
     def _backward(self, inputs: Any, residuals: Residuals, do: Any, dstate: Any, rows: Any) -> InputGrads:
         if rows is None:
@@ -307,7 +313,7 @@ def begun(
     except Exception as error:
         tell(ranks, opdef.name, inputs, number, error)
         raise
-    found.agree(number, offsets)
+    found.agree(number, offsets, inputs.q.device)
     return found, number, offsets.code
 
 

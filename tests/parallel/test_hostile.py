@@ -565,8 +565,25 @@ def test_marks_of_backwards_of_packs(states: bool, on_the_device: None) -> None:
             assert all(x.isnan().all() for x in grads)
 
 
+def test_a_new_kind_of_call_tells_of_backwards_in_another_order(on_the_device: None) -> None:
+    """Those gave NaN. After the error the ranks are in step again."""
+
+    def work(order: tuple[int, ...]) -> Work:
+        def steps(ranks: Any) -> Any:
+            yield from two_calls_then(order)(ranks)
+            yield lambda: call(ranks, T=12)
+            yield lambda: call(ranks, T=12)
+
+        return steps
+
+    *_, wrong, after = zip(*on_ranks(work((0, 1)), work((1, 0))), strict=True)
+    errors(wrong, ContractError, "'cp'", "ranks that were at different calls", "NaN")
+    right(after)
+
+
 def test_an_error_of_one_rank_is_found_by_its_next_call(on_the_device: None) -> None:
-    """It could not be told. The call that it leaves out is paired with its next: NaN, and named where calls compare."""
+    """It could not be told. The call that it leaves out is paired with its next: NaN, then an error, and the numbers of
+    calls where they are compared."""
 
     def work(faulty: bool) -> Work:
         def steps(ranks: Any) -> Any:
@@ -577,6 +594,7 @@ def test_an_error_of_one_rank_is_found_by_its_next_call(on_the_device: None) -> 
             if not faulty:
                 yield lambda: None
             yield lambda: call(ranks, scale=0.5)
+            yield lambda: call(ranks, scale=0.5)
 
         return steps
 
@@ -584,8 +602,9 @@ def test_an_error_of_one_rank_is_found_by_its_next_call(on_the_device: None) -> 
     right([one[0], two[0]])
     errors([two[1]], ContractError, "'beta'")
     assert one[1][0].isnan().all() and two[2][0].isnan().all()
+    errors([one[3], two[3]], ContractError, "'cp'", "ranks that were at different calls")
     errors(
-        [one[3], two[3]], ContractError, "the forward of call 3 on rank 0; the forward of call 4 on rank 1"
+        [one[4], two[4]], ContractError, "the forward of call 4 on rank 0; the forward of call 5 on rank 1"
     )
 
 
@@ -614,8 +633,10 @@ def test_a_failing_backend_gives_nan(
             yield lambda: o
         else:
             yield lambda: [o[0].sum().backward(), [x[1].grad]][1]
+        yield lambda: call(ranks, T=12)
 
-    (_, found), failed = on_ranks(steps, steps)
+    (_, found, one), (*failed, two) = on_ranks(steps, steps)
+    errors([one, two], ContractError, "'cp'", "ranks that were at different calls")
     assert isinstance(failed[0 if function == "begin" else 1], ZeroDivisionError)
     for x in found:
         assert x.isnan().all()

@@ -1,4 +1,7 @@
-"""``cp="axis"`` in JAX with offsets that are none of the row, or not the same on every rank, on fake CPU devices."""
+"""``cp="axis"`` in JAX with offsets that are none of the row, or not the same on every rank, on fake CPU devices.
+
+``test_context_parallel.py`` has those that a program traced for a pack is given.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +77,7 @@ def on_all(offsets: list[int]) -> Any:
     return jnp.tile(jnp.asarray(offsets), (R, 1))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("offsets", VALID, ids=str)
 def test_offsets_of_the_row(offsets: list[int], program: Any, arrays: dict[str, Any]) -> None:
     grads, (o, states) = program(arrays, on_all(offsets))
@@ -87,11 +91,13 @@ def assert_no_result(grads: dict[str, Any], results: Any) -> None:
         assert np.isnan(x).all(), name
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", HOSTILE)
 def test_traced_offsets_give_nan(name: str, program: Any, arrays: dict[str, Any]) -> None:
     assert_no_result(*program(arrays, on_all(HOSTILE[name])))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("changed", [(1, 1, 11), (1, 3, 31), (0, 0, 1), (0, 2, 19)], ids=str)
 def test_offsets_that_differ_between_ranks(
     changed: tuple[int, int, int], program: Any, arrays: dict[str, Any]

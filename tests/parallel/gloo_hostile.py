@@ -160,6 +160,8 @@ def without_the_host(here: Here) -> None:
             for x, o in made if here.rank else reversed(made):
                 o.square().sum().backward()
                 assert all(a.grad.isnan().all() for a in x[1:])
+            with raises(kdacore.ContractError, "'cp'", "ranks that were at different calls", "NaN"):
+                call(*plain_arrays(here, 16))  # the first without gradients
             assert call(*plain_arrays(here, 16)).isfinite().all()  # in step again
 
 

@@ -29,9 +29,16 @@ constexpr float LARGEST_SUM = 1.7014118346046923e38f;  // 2^127
 __device__ __forceinline__ float bias_factor(const Gate& gate) {
   return gate.kind == GATE_SIGMOID ? gate.slope : LOG2E;
 }
+// An input that means no decay, where sums do not come first: bits of a float32, or of two bfloat16. About -1e30.
+__device__ __forceinline__ u32 closed_input(const Gate& gate, bool is_float) {
+  return gate.kind == GATE_LOG ? 0u : (is_float ? 0xf149f2cau : 0xf149f149u);
+}
+constexpr float SMALLEST_SLOPE = 1e-26f;  // closes with that input, with any product of a bias
+
 __device__ __forceinline__ bool needs_sum_first(const Gate& gate, float bias) {
   // A rate of 0 times an infinite input would be NaN.
-  return gate.kind != GATE_LOG && (gate.slope == 0.0f || !(fabsf(bias_factor(gate) * bias) <= LARGEST_PRODUCT));
+  return gate.kind != GATE_LOG && (!(fabsf(gate.slope) >= SMALLEST_SLOPE) ||
+                                   !(fabsf(bias_factor(gate) * bias) <= LARGEST_PRODUCT));
 }
 // What a step is given as the channel's bias: the product, or the bias itself if the sum comes first.
 __device__ __forceinline__ float given_bias(const Gate& gate, float bias) {

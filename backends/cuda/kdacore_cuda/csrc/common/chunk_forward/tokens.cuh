@@ -18,7 +18,17 @@ struct Raw {
 
 __device__ __forceinline__ int token_pair_of(int g) { return (g & 4) | (g & 1) << 1 | (g & 2) >> 1; }
 
-// Tokens past the end: zero queries and keys, no decay.
+// Tokens past the end: zero queries and keys, and gate inputs that mean no decay (not where sums come first).
+__device__ __forceinline__ void clear_past_end(Raw& raw, int left, u32 closed) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (i < left) continue;
+    raw.k[i] = raw.q[i] = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int j = 0; j < G_VECTORS; ++j) raw.g[i][j] = make_uint4(closed, closed, closed, closed);
+  }
+}
+// The same after the steps were computed, of any gate.
 __device__ __forceinline__ void clear_past_end(Raw& raw, float (&steps)[2][8], int left) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -44,7 +54,8 @@ __device__ __forceinline__ float gate_input(const Raw& raw, int i, int e) {
 #endif
 }
 
-// log2 decays of both tokens.
+// log2 decays of both tokens. SUM_FIRST: of a gate whose sum_first is set.
+template <bool SUM_FIRST>
 __device__ __forceinline__ void gate_steps(const Raw& raw, const Gate& gate, u32 bias_at, float (&s)[2][8]) {
   if (gate.kind == GATE_LOG) {
 #pragma unroll
@@ -61,7 +72,7 @@ __device__ __forceinline__ void gate_steps(const Raw& raw, const Gate& gate, u32
     s[0][e] = gate_input(raw, 0, e);
     s[1][e] = gate_input(raw, 1, e);
   }
-  if (gate.sum_first) {
+  if (SUM_FIRST) {
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       s[0][e] = finite_sum(s[0][e], bias[e]);

@@ -289,14 +289,16 @@ __device__ __forceinline__ void hand_over(const SliceWarp& w, u32 shared, int c,
 // This warp's part of step c, whose inputs are in `raw`. `to_next` moves `from` and `left` to the next load. A second
 // half without tokens is computed like any other: both warps of a pair then reach each barrier at the same
 // instruction, without which compute-sanitizer's synccheck reports divergent threads.
-template <class F>
-__device__ __forceinline__ void slice_step(SliceWarp& w, u32 shared, const Gate& gate, Raw& raw, int c,
+// SUM_FIRST is for gates whose sum_first is set: code of its own, since a branch in the step of all others costs 2 %.
+template <bool SUM_FIRST, class F>
+__device__ __forceinline__ void slice_step_of(SliceWarp& w, u32 shared, const Gate& gate, Raw& raw, int c,
                                            const Source& from, int& left, F to_next) {
   w.at.stage = shared + OFFSET(SharedMemory, stages) + own_stage(c) * STAGE_PITCH;
   receive_gate(raw, w.gate);
+  if (!SUM_FIRST && left < 2) clear_past_end(raw, left, closed_input(gate, G_FLOAT));
   float steps[2][8], across[8];
-  gate_steps(raw, gate, w.bias, steps);
-  if (left < 2) clear_past_end(raw, steps, left);
+  gate_steps<SUM_FIRST>(raw, gate, w.bias, steps);
+  if (SUM_FIRST && left < 2) clear_past_end(raw, steps, left);
   to_next();
   Decays decays;
 #if BOUNDED
@@ -314,6 +316,15 @@ __device__ __forceinline__ void slice_step(SliceWarp& w, u32 shared, const Gate&
   Operands operands;
   prepare_slice(raw, decays, across, w.l, w.at, sums, operands, {from, left});
   hand_over(w, shared, c, sums, [&] { return across_products(w.at, operands); });
+}
+template <class F>
+__device__ __forceinline__ void slice_step(SliceWarp& w, u32 shared, const Gate& gate, Raw& raw, int c,
+                                           const Source& from, int& left, F to_next) {
+  if (gate.sum_first) {
+    slice_step_of<true>(w, shared, gate, raw, c, from, left, to_next);
+  } else {
+    slice_step_of<false>(w, shared, gate, raw, c, from, left, to_next);
+  }
 }
 
 __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank) {

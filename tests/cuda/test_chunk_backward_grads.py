@@ -12,7 +12,7 @@ import emulator
 import numpy as np
 import pytest
 import torch
-from chunk_backward_calls import draw, filled, launch
+from chunk_backward_calls import SUM_SCALE, draw, filled, launch
 from cuda_calls import BOUNDED_MODEL, Draw, error, request_of
 
 from kdacore.types import ChunkInputs, Request
@@ -73,7 +73,8 @@ def run(
     if inputs.dt_bias is not None:
         wanted["dbias_part"] = ((slots, HV, 128), torch.float32)
     kernel = grads_kernel(inputs.g.dtype == torch.float32, grouped, has_bounded_gate(request))
-    return launch(kernel, request, inputs, work, wanted, d_o=do)
+    got = launch(kernel, request, inputs, work, wanted, d_o=do)
+    return {name: x / SUM_SCALE if name.endswith("_part") else x for name, x in got.items()}
 
 
 def check(inputs: ChunkInputs, scale: float = 1.0, **options: Any) -> None:

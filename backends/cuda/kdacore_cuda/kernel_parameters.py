@@ -209,7 +209,7 @@ CHUNK_BACKWARD = ParamStruct(
 workspace (``kg`` to ``dr``). ``d_o`` ``[B, T, HV, V]`` and all gradients are contiguous. ``units``: chunk slots times
 HV; ``NT``: chunks of a dense sequence. ``hv_factor`` to ``chunks_shift``: to divide by HV and NT, see
 :mod:`kdacore_cuda.fast_division`. ``floor``: the lowest log2 decay of a step; ``centre``: an integer near half of
-the sum of 32 such steps. ``dA_part`` is float32 ``[units]``, ``dbias_part`` float32 ``[units, K]``. ``maps``,
+the sum of 32 such steps. ``dA_part`` is float32 ``[units]``, ``dbias_part`` float32 ``[units, K]``, both times ``SUM_SCALE`` of ``common/gate.cuh``. ``maps``,
 ``starts``, ``ends``: see csrc/sm90/chunk_backward/segments.cuh; ``segment`` to ``segments``: see :data:`SEGMENTS`.
 ``ready`` and ``launch``: see :data:`WALK`."""
 

@@ -30,7 +30,8 @@ __device__ __forceinline__ Gate make_gate(const ChunkBackwardParams& p, int hv) 
 }
 // Bits of dt_bias of a channel; 0 without one.
 __device__ __forceinline__ u32 load_bias_bits(const ChunkBackwardParams& p, int hv, int channel) {
-  return p.dt_bias ? load_bits(p.dt_bias + (long long)(hv * K + channel) * type_size(p.bias_type), p.bias_type) : 0;
+  if (!p.dt_bias) return 0;
+  return load_bits(p.dt_bias + (long long)(hv * K + channel) * type_size(p.bias_type), p.bias_type);
 }
 
 // Adds biases to inputs if that comes first. The i-th bias is in shared memory at biases + 32 i.

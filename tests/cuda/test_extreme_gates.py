@@ -29,7 +29,10 @@ exhaustive = pytest.mark.exhaustive
 WIDE_BOUND: dict[str, Any] = MODEL | {"lower_bound": -20.0}
 """A bound that is served by the kernels for gates without one."""
 KINDS = {"bounded": BOUNDED_MODEL, "softplus": MODEL, "wide bound": WIDE_BOUND}
-EACH_KIND = pytest.mark.parametrize("kind", KINDS)
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
+EACH_KIND = pytest.mark.parametrize(
+    "kind", ["bounded", "softplus", pytest.param("wide bound", marks=exhaustive)]
+)
 LENGTHS = (0, 1, 31, 33)
 """Of a pack: no chunk of it is whole."""
 
@@ -60,12 +63,16 @@ FORMS = {
 """By the form of the forward: value heads, tokens, multiprocessors, part of a kernel's name."""
 
 
+MORE = {("clusters of four", "softplus"), ("many short", "bounded")}
+"""Forms and kinds of gates that differ from others in how the work is divided, not in the gate."""
+
+
 @pytest.mark.parametrize(
     ("form", "kind"),
     [
-        pytest.param(form, kind, marks=[exhaustive] if kind == "wide bound" and form != "many short" else [])
-        for form in FORMS
-        for kind in KINDS
+        pytest.param(f, k, marks=[exhaustive] if k == "wide bound" or (f, k) in MORE else [])
+        for f in FORMS
+        for k in KINDS
     ],
 )
 def test_forward(emulated: list[str], monkeypatch: pytest.MonkeyPatch, form: str, kind: str) -> None:
@@ -75,7 +82,7 @@ def test_forward(emulated: list[str], monkeypatch: pytest.MonkeyPatch, form: str
     assert any(name in kernel for kernel in emulated), emulated
 
 
-@pytest.mark.parametrize("kind", ["softplus", "wide bound"])
+@pytest.mark.parametrize("kind", ["softplus", pytest.param("wide bound", marks=exhaustive)])
 def test_forward_in_dataflow(emulated: list[str], kind: str) -> None:
     check_forward(draw(40, 17), kind)
     assert any(kernel.startswith("prepare_units") for kernel in emulated)
@@ -89,7 +96,7 @@ def test_forward_of_packs(emulated: list[str], kind: str, HV: int) -> None:
     check_forward(draw(sum(LENGTHS), HV, cu_seqlens=cu, initial_state=state, dtype=torch.float32), kind)
 
 
-@EACH_KIND
+@EVERY_KIND
 @pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_90", marks=exhaustive)])
 def test_forward_of_narrow_heads(emulated: list[str], kind: str, arch: str) -> None:
     """K = V = 64: the kernel for every architecture."""
@@ -119,7 +126,7 @@ def test_checkpoints(emulated: list[str], kind: str, HV: int) -> None:
     assert any(kernel.startswith("checkpoint_tail" if HV == 24 else "prepare_marked") for kernel in emulated)
 
 
-@EACH_KIND
+@EVERY_KIND
 @pytest.mark.parametrize("T", [1, 5])
 @pytest.mark.parametrize("v_first", [False, True])
 def test_recurrent(emulated: list[str], kind: str, T: int, v_first: bool) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cuda_calls import O_BOUND, STATE_BOUND, Draw, request_of
 from extreme_gates import beyond, draw, draw_scalar, expected, expected_gradients
-from test_extreme_gates import EACH_KIND, KINDS, LENGTHS, options_of
+from test_extreme_gates import EVERY_KIND, KINDS, LENGTHS, options_of
 
 import kdacore
 from kdacore.types import ChunkInputs, OutputGrads, RecurrentInputs
@@ -42,7 +42,7 @@ def check(op: str, inputs: Any, kind: str, library: str, bounds: tuple[float, fl
     assert not beyond(bounds[1], on_host(state), want.final_state, 1)
 
 
-@EACH_KIND
+@EVERY_KIND
 @pytest.mark.parametrize("library", ["torch", "jax"])
 @pytest.mark.parametrize("form", SHAPES)
 def test_forward(form: str, kind: str, library: str) -> None:
@@ -50,7 +50,7 @@ def test_forward(form: str, kind: str, library: str) -> None:
     check("chunk_kda", draw(T, HV), kind, library, (2 * O_BOUND, 2 * STATE_BOUND))
 
 
-@EACH_KIND
+@EVERY_KIND
 @pytest.mark.parametrize("HV", [9, 26, 90])
 def test_packs(kind: str, HV: int) -> None:
     cu = torch.tensor(np.cumsum([0, *LENGTHS]))
@@ -58,12 +58,12 @@ def test_packs(kind: str, HV: int) -> None:
           (2 * O_BOUND, 2 * STATE_BOUND))  # fmt: skip
 
 
-@EACH_KIND
+@EVERY_KIND
 def test_narrow_heads(kind: str) -> None:
     check("chunk_kda", draw(100, K=64), kind, "torch", (2 * O_BOUND, 2 * STATE_BOUND))
 
 
-@EACH_KIND
+@EVERY_KIND
 @pytest.mark.parametrize("library", ["torch", "jax"])
 @pytest.mark.parametrize("T", [1, 5])
 def test_decode(kind: str, T: int, library: str) -> None:
@@ -78,7 +78,7 @@ def test_decode_with_a_gate_of_a_head(kind: str) -> None:
     check("fused_recurrent_gated_delta_rule", draw_scalar(10), kind, "torch", (O_BOUND, 1e-4))
 
 
-@EACH_KIND
+@EVERY_KIND
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("HV", "T", "size"), [(9, 300, 1.0), (40, 200, 1.0), (9, 300, 1e4)])
 def test_gradients(kind: str, dtype: torch.dtype, HV: int, T: int, size: float) -> None:
@@ -104,7 +104,7 @@ def test_gradients(kind: str, dtype: torch.dtype, HV: int, T: int, size: float) 
     assert (off <= 3e-2 * want.rate_size).all(), off
 
 
-@EACH_KIND
+@EVERY_KIND
 def test_gradients_from_jax(kind: str) -> None:
     jax = pytest.importorskip("jax")
     inputs, options = draw(100, 9), KINDS[kind]

@@ -14,9 +14,6 @@ from kdacore_cuda import chunk_backward
 from kdacore_cuda.chunk_backward_kernels import ChunkBackwardKernel
 from kdacore_reference.oracle import to_float64
 
-SUM_SCALE = 2.0**-20
-"""Of the parts of dA_log and ddt_bias in the workspace: common/gate.cuh."""
-
 
 def draw(
     T: int = 150, H: int = 1, HV: int = 1, *, B: int = 1, gate: str = "random", seed: int = 0, **more: Any

@@ -6,11 +6,12 @@ import chunk_backward_model as model
 import numpy as np
 import pytest
 import torch
-from chunk_backward_calls import SUM_SCALE, draw
+from chunk_backward_calls import draw
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw, error, request_of
 
 from kdacore.types import OutputGrads
 from kdacore_cuda import chunk_backward, torch_launch
+from kdacore_cuda.kernel_parameters import SUM_SCALE
 from kdacore_reference.oracle import oracle_backward
 
 

@@ -8,13 +8,14 @@ import chunk_backward_model as model
 import numpy as np
 import pytest
 import torch
-from chunk_backward_calls import SUM_SCALE, draw, filled, launch, worst
+from chunk_backward_calls import draw, filled, launch, worst
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw, error, request_of
 
 import kdacore
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads
 from kdacore_cuda import chunk_backward
 from kdacore_cuda.chunk_backward_kernels import grads_kernel, prepare_kernel, scan_kernel
+from kdacore_cuda.kernel_parameters import SUM_SCALE
 from kdacore_reference.oracle import oracle_backward
 
 pytestmark = pytest.mark.gpu

@@ -12,13 +12,14 @@ import emulator
 import numpy as np
 import pytest
 import torch
-from chunk_backward_calls import SUM_SCALE, draw, filled, launch
+from chunk_backward_calls import draw, filled, launch
 from cuda_calls import BOUNDED_MODEL, Draw, error, request_of
 
 from kdacore.types import ChunkInputs, Request
 from kdacore_cuda import torch_launch
 from kdacore_cuda.chunk_backward_kernels import grads_kernel
 from kdacore_cuda.compiler import compile_kernel
+from kdacore_cuda.kernel_parameters import SUM_SCALE
 from kdacore_cuda.request_encoding import has_bounded_gate
 from kdacore_reference.oracle import to_float64
 

@@ -244,3 +244,18 @@ def test_nan_stays_in_gradients(emulated: list[str], kind: str, name: str) -> No
         if name == "g":
             assert torch.equal(mine[:, rest], other[:, rest]), field
     assert got.g[:, 33:64, 0].isnan().any()
+
+
+def test_gradients_of_a_float16_gate_saturate(emulated: list[str]) -> None:
+    """Kernels write them in float32."""
+    inputs = draw(40, dtype=torch.float32)
+    inputs.g.zero_()
+    inputs.dt_bias.zero_()
+    given = OutputGrads(Draw(9).normal(*inputs.v.shape), None)
+    wide, narrow = (
+        chunk_backward.backward(on_hopper(x, KINDS["bounded"]), x, (), given).g
+        for x in (inputs, inputs._replace(g=inputs.g.half()))
+    )
+    assert torch.isfinite(narrow).all()
+    assert torch.equal(narrow, wide.clamp(-65504, 65504).half())
+    assert (narrow[:, :, inputs.A_log > 88].abs() == 65504).any()

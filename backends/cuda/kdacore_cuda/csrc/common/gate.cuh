@@ -13,8 +13,6 @@ constexpr float LOWEST_STEP = -126.0f;
 constexpr float LARGEST = 3.4028234663852886e38f;  // float32
 
 constexpr float LARGEST_BF16 = 3.3895313892515355e38f;
-// Gradients of a gate are summed in units that keep sums of the largest numbers finite.
-constexpr float SUM_SCALE = 9.5367431640625e-07f;  // 2^-20
 
 __device__ __forceinline__ float limit(float x, float largest) {
   return min_or_nan(max_or_nan(x, -largest), largest);

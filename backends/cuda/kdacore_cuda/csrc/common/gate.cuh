@@ -12,12 +12,16 @@ constexpr float LOWEST_STEP = -126.0f;
 
 constexpr float LARGEST = 3.4028234663852886e38f;  // float32
 
+constexpr float LARGEST_BF16 = 3.3895313892515355e38f;
+
 __device__ __forceinline__ float limit(float x, float largest) {
   return min_or_nan(max_or_nan(x, -largest), largest);
 }
 
 // A head's rate, exp(A_log): 0 for -inf, the largest float32 for what is larger.
-__device__ __forceinline__ float rate_of(float A_log) { return min_or_nan(exp2_fast(LOG2E * A_log), LARGEST); }
+__device__ __forceinline__ float rate_of(float A_log) {
+  return min_or_nan(exp2_fast(LOG2E * A_log), LARGEST);
+}
 // -rate in units of log2. It stays finite, as zero times infinity would be NaN.
 __device__ __forceinline__ float slope_of(float rate) { return max_or_nan(-LOG2E * rate, -LARGEST); }
 

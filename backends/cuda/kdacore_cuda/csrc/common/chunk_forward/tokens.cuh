@@ -66,26 +66,13 @@ __device__ __forceinline__ void gate_steps(const Raw& raw, const Gate& gate, u32
     return;
   }
   const float4 b0 = load_shared4(bias_at), b1 = load_shared4(bias_at + 16);
-  float bias[8] = {b0.x, b0.y, b0.z, b0.w, b1.x, b1.y, b1.z, b1.w};
-#pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    s[0][e] = gate_input(raw, 0, e);
-    s[1][e] = gate_input(raw, 1, e);
-  }
-  if (SUM_FIRST) {
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      s[0][e] = finite_sum(s[0][e], bias[e]);
-      s[1][e] = finite_sum(s[1][e], bias[e]);
-      bias[e] = 0.0f;
-    }
-  }
+  const float bias[8] = {b0.x, b0.y, b0.z, b0.w, b1.x, b1.y, b1.z, b1.w};
 #if !BOUNDED
   if (gate.kind == GATE_SOFTPLUS) {
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) s[i][e] = softplus_step(gate, s[i][e], bias[e]);
+      for (int i = 0; i < 2; ++i) s[i][e] = softplus_step<SUM_FIRST>(gate, gate_input(raw, i, e), bias[e]);
     }
     return;
   }
@@ -93,7 +80,7 @@ __device__ __forceinline__ void gate_steps(const Raw& raw, const Gate& gate, u32
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) s[i][e] = sigmoid_step(gate, s[i][e], bias[e]);
+    for (int i = 0; i < 2; ++i) s[i][e] = sigmoid_step<SUM_FIRST>(gate, gate_input(raw, i, e), bias[e]);
   }
 }
 

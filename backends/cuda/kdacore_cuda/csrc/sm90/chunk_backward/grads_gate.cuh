@@ -88,13 +88,11 @@ __device__ __forceinline__ void decays(float (&up)[4][4], float (&end)[2][ANCHOR
 struct GateSums {
   float bias[2], rate;
 };
-// Sums of saturated gradients stay finite in these units.
-constexpr float SUM_SCALE = 9.5367431640625e-07f;  // 2^-20
 // The largest number of g's type.
-constexpr float LARGEST_GRADIENT = G_FLOAT ? LARGEST : 3.3895313892515355e38f;
+constexpr float LARGEST_GRADIENT = G_FLOAT ? LARGEST : LARGEST_BF16;
 
-// Where a gradient or a sum is not finite: gradients are cut off at the largest number, and so are the products that
-// make A_log's. A gradient of 0 gives 0 whatever the input.
+// Where a gradient or a sum is not finite: gradients are cut off at the largest number, and so are the
+// products that make A_log's. A gradient of 0 gives 0 whatever the input.
 __device__ __forceinline__ GateSums saturated_sums(float (&d)[4][4], const float (&x)[4][4]) {
   GateSums sums = {};
   each([&](int j, int e) {

@@ -162,7 +162,7 @@ __device__ __forceinline__ void store_gate_gradient(float (&d)[4][4], const Chun
     store_shared(shared + OFFSET(SharedMemory, rate) + 4 * (l.thread >> 5), __float_as_uint(rate));
 }
 
-// The parts of dbias and dA_log of a unit, once every warp's are there.
+// The parts of dbias and dA_log of a unit, times SUM_SCALE, once every warp's are there.
 __device__ __forceinline__ void store_partial_sums(const ChunkBackwardParams& p, u32 shared, u32 unit,
                                                    const Lane& l) {
   if (l.thread > K) return;
@@ -170,13 +170,13 @@ __device__ __forceinline__ void store_partial_sums(const ChunkBackwardParams& p,
   if (p.dbias_part && l.thread < K) {
     const u32 from = shared + OFFSET(SharedMemory, bias) + 4 * l.thread;
     reinterpret_cast<float*>(p.dbias_part)[place * K + l.thread] =
-        limit((load_shared1(from) + load_shared1(from + 4 * K)) * (1.0f / SUM_SCALE), LARGEST);
+        load_shared1(from) + load_shared1(from + 4 * K);
   }
   if (p.dA_part && l.thread == K) {
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < 16; ++i) sum += load_shared1(shared + OFFSET(SharedMemory, rate) + 4 * i);
-    reinterpret_cast<float*>(p.dA_part)[place] = limit(sum * (1.0f / SUM_SCALE), LARGEST);
+    reinterpret_cast<float*>(p.dA_part)[place] = sum;
   }
 }
 

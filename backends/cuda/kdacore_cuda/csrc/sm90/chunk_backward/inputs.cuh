@@ -30,22 +30,8 @@ __device__ __forceinline__ Gate make_gate(const ChunkBackwardParams& p, int hv) 
 }
 // Bits of dt_bias of a channel; 0 without one.
 __device__ __forceinline__ u32 load_bias_bits(const ChunkBackwardParams& p, int hv, int channel) {
-  return p.dt_bias ? load_bits(p.dt_bias + (long long)(hv * K + channel) * type_size(p.bias_type), p.bias_type) : 0;
-}
-
-// Adds biases to inputs if that comes first. The i-th bias is in shared memory at biases + 32 i.
-__device__ __forceinline__ void add_biases(float (&x)[4][8], const Gate& gate, u32 biases) {
-  if (!gate.sum_first) return;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float bias = load_shared1(biases + 32 * i);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) x[i][j] = finite_sum(x[i][j], bias);
-  }
-}
-// The bias that is left to add to products.
-__device__ __forceinline__ float remaining_bias(const Gate& gate, u32 biases, int i) {
-  return gate.sum_first ? 0.0f : load_shared1(biases + 32 * i);
+  if (!p.dt_bias) return 0;
+  return load_bits(p.dt_bias + (long long)(hv * K + channel) * type_size(p.bias_type), p.bias_type);
 }
 
 __device__ __forceinline__ float activate_beta(const ChunkBackwardParams& p, float beta) {

@@ -72,8 +72,9 @@ __device__ __forceinline__ void store_norms(const ChunkBackwardParams& p, u32 sh
   }
 }
 
-// What a thread asks for: a channel's bias of the gate, of those that its warp's strip has; beta of a row by the first 64
-// threads. First what is in device memory, then what it stands for. `beta`: element of row 0.
+// What a thread asks for: the gate's bias of a channel, one of those that its warp's strip has; beta of
+// a row by the first 64 threads. First what is in device memory, then what it stands for. `beta`:
+// element of row 0.
 struct Parameter {
   u32 beta, bias;
 };

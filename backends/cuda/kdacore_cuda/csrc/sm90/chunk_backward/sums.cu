@@ -3,8 +3,8 @@
 //
 // Grid: a block a value head. Groups of 128 threads, a channel each, take every GROUPS-th slot;
 // their sums meet in shared memory. Chunks without a gradient add zeros, so that their number
-// changes no bit of the sum. Parts may be as large as float32 can be: sums are 2^-20 of them, and cut off at the largest
-// number when they are stored.
+// changes no bit of the sum. Parts are SUM_SCALE times what they stand for; a sum is cut off at the
+// largest number of its type.
 #include "common/gate.cuh"
 #include "common/loads.cuh"
 #include "generated/chunk_backward_params.cuh"
@@ -12,15 +12,13 @@
 constexpr int K = 128;
 constexpr int GROUPS = THREADS / K;
 constexpr int AHEAD = 4;  // loads in flight
-constexpr float SCALE = 9.5367431640625e-07f;  // 2^-20
 
-// `scaled` in the units of the parts.
-__device__ __forceinline__ void store_sum(u64 base, long long index, int type, float scaled) {
-  const float largest = type == TYPE_FLOAT32 ? LARGEST : type == TYPE_BFLOAT16 ? 3.3895313892515355e38f : 65504.0f;
-  store_scalar(base, index, type, limit(scaled * (1.0f / SCALE), largest));
+__device__ __forceinline__ void store_sum(u64 base, long long index, int type, float parts) {
+  const float largest = type == TYPE_FLOAT32 ? LARGEST : type == TYPE_BFLOAT16 ? LARGEST_BF16 : 65504.0f;
+  store_scalar(base, index, type, limit(parts * (1.0f / SUM_SCALE), largest));
 }
 
-// SCALE times the sum of part[slot * step] over slots first, first + stride, ...
+// The sum of part[slot * step] over slots first, first + stride, ...
 __device__ __forceinline__ float sum_slots(const float* part, long long step, int first, int stride,
                                            int slots) {
   float total = 0.0f;
@@ -30,9 +28,9 @@ __device__ __forceinline__ float sum_slots(const float* part, long long step, in
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) x[i] = part[(slot + i * stride) * step];
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) total += SCALE * x[i];
+    for (int i = 0; i < AHEAD; ++i) total += x[i];
   }
-  for (; slot < slots; slot += stride) total += SCALE * part[slot * step];
+  for (; slot < slots; slot += stride) total += part[slot * step];
   return total;
 }
 

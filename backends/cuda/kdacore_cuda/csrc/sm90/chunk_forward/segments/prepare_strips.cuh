@@ -39,6 +39,17 @@ __device__ __forceinline__ void load_gates(float (&x)[8], u32 shared, const Stri
 #endif
 }
 
+// This lane's steps from its inputs. The bias of channel 8i + g is in shared memory at biases + 32 i.
+template <bool SUM_FIRST>
+__device__ __forceinline__ void sigmoid_steps(float (&x)[4][8], const Gate& gate, u32 biases) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float bias = load_shared1(biases + 32 * i);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[i][j] = sigmoid_step<SUM_FIRST>(gate, x[i][j], bias);
+  }
+}
+
 // This lane's steps; 0 past the end.
 __device__ __forceinline__ void load_steps(float (&x)[4][8], u32 shared, const Strip& s, const Gate& gate,
                                            float floor, int rows) {
@@ -52,12 +63,10 @@ __device__ __forceinline__ void load_steps(float (&x)[4][8], u32 shared, const S
     }
   } else {
     const u32 biases = shared + OFFSET(SharedMemory, totals) + 4 * (K * s.half + 32 * s.slice + s.g);
-    add_biases(x, gate, biases);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float bias = remaining_bias(gate, biases, i);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) x[i][j] = sigmoid_step(gate, x[i][j], bias);
+    if (gate.sum_first) {
+      sigmoid_steps<true>(x, gate, biases);
+    } else {
+      sigmoid_steps<false>(x, gate, biases);
     }
   }
   if (rows == C) return;

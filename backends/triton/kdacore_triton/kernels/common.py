@@ -20,6 +20,19 @@ GATE_SIGMOID = tl.constexpr(2)
 MIN_STEP = tl.constexpr(-126.0)
 """One step's log2 decay is clamped here: 2**-126 is the smallest normal float32."""
 
+LARGEST = tl.constexpr(3.4028234663852886e38)
+"""The largest finite float32, to which ``exp(A_log)``, log decays and the gate's gradients are held."""
+SMALLEST = tl.constexpr(1.1754943508222875e-38)
+"""The smallest normal float32. A smaller ``exp(A_log)`` is 0."""
+MAX_A_LOG = tl.constexpr(88.72283)
+"""The largest float32 whose exponential is finite."""
+LEAST_USUAL_RATE = tl.constexpr(2.0**-20)
+MOST_USUAL_RATE = tl.constexpr(32.0)
+"""Between these an ``exp(A_log)`` is neither 0 nor so large that the error of a softplus matters. Models have 1 to 16."""
+SHIFT = tl.constexpr(40.0)
+UNSHIFT = tl.constexpr(2.0**-40)
+"""``2^-SHIFT``."""
+
 
 @triton.jit
 def exp2(x, ASM: tl.constexpr):
@@ -58,22 +71,65 @@ def reciprocal(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def gate_decay(g, a_exp, bias, lower_bound, GATE: tl.constexpr, COARSE: tl.constexpr, ASM: tl.constexpr):
+def held(x):
+    """``x`` with infinities as the largest finite numbers; NaN stays."""
+    return tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def held_as(x, KIND: tl.constexpr):
+    """:func:`held` for a conversion to the dtype KIND: with its largest finite number."""
+    if KIND == tl.bfloat16:
+        x = tl.clamp(x, -3.3895313892515355e38, 3.3895313892515355e38, propagate_nan=tl.PropagateNan.ALL)
+    elif KIND == tl.float16:
+        x = tl.clamp(x, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        x = held(x)
+    return x
+
+
+@triton.jit
+def at_least(x, limit):
+    """``max(x, limit)``; NaN stays."""
+    return tl.maximum(x, limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def gate_rate(a_log):
+    """``exp(A_log)`` in float32, held to LARGEST; 0 where it is no normal number."""
+    a_log = a_log.to(tl.float32)
+    a = tl.exp(tl.minimum(a_log, MAX_A_LOG, propagate_nan=tl.PropagateNan.ALL))
+    a = tl.where(a_log >= MAX_A_LOG, LARGEST, tl.minimum(a, LARGEST, propagate_nan=tl.PropagateNan.ALL))
+    return tl.where(a < SMALLEST, 0.0, a)
+
+
+@triton.jit
+def gate_decay(
+    g, inside, a_exp, bias, lower_bound,
+    GATE: tl.constexpr, CLAMP: tl.constexpr, COARSE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """log2 decay of the raw gate ``g``: :func:`log2_decay` of ``g + bias`` in fewer, cheaper instructions.
 
-    GATE_LOG ignores ``a_exp`` and ``bias``; a bounded gate is not clamped. ``COARSE``: an absolute error of 1e-7 in a
-    softplus is accepted.
+    ``g`` is finite or infinite where ``inside``, and elsewhere what gives no decay: -inf, or 0 for GATE_LOG, which
+    ignores ``a_exp`` and ``bias``. CLAMP: a bounded gate is clamped at MIN_STEP too. ``COARSE``: an absolute error of
+    1e-7 in a softplus is accepted; with larger rates it is not.
     """
     if GATE == 0:
-        y = tl.maximum(g * LOG2E, MIN_STEP)
-    elif GATE == 1 and COARSE and ASM:
-        x = (g + bias) * LOG2E
-        y = tl.maximum(-a_exp * (tl.maximum(x, 0.0) + log2(1.0 + exp2(-tl.abs(x), ASM), ASM)), MIN_STEP)
-    elif GATE == 1:
-        y = tl.maximum(-a_exp * softplus2(g + bias), MIN_STEP)
+        y = at_least(g * LOG2E, MIN_STEP)
     else:
-        rate = a_exp * -LOG2E
-        y = (lower_bound * LOG2E) * reciprocal(1.0 + exp2(g * rate + bias * rate, ASM), ASM)
+        # The same for all of a program's rows: the usual heads pay nothing for the others.
+        if (a_exp >= LEAST_USUAL_RATE) & (a_exp <= MOST_USUAL_RATE):
+            if GATE == 1 and COARSE and ASM:
+                x = (g + bias) * LOG2E
+                y = -a_exp * (tl.maximum(x, 0.0) + log2(1.0 + exp2(-tl.abs(x), ASM), ASM))
+            elif GATE == 1:
+                y = -a_exp * softplus2(g + bias)
+            else:
+                y = (lower_bound * LOG2E) * reciprocal(1.0 + exp2((g + bias) * (a_exp * -LOG2E), ASM), ASM)
+        else:
+            y = tl.where(inside, log2_decay(g + bias, a_exp, lower_bound, GATE), 0.0)
+        if GATE == 1 or CLAMP:
+            y = at_least(y, MIN_STEP)
     return y
 
 
@@ -93,6 +149,28 @@ def softplus2(x):
 
 
 @triton.jit
+def rate_softplus(x, a_exp):
+    """``a_exp * softplus(x)`` for any ``x`` and any rate of :func:`gate_rate`; perhaps infinite, NaN only where x is.
+
+    A large rate makes much of an ``exp(x)`` that is no normal float32, so it is computed ``2^SHIFT`` times larger.
+    """
+    x = tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL)  # a rate of 0 times this is 0
+    scaled = tl.exp2(tl.abs(x) * -LOG2E + SHIFT)
+    e = scaled * UNSHIFT
+    # log2(1 + e) loses e's low bits when e is small: a short series there instead.
+    series = scaled * (1.0 - e * (0.5 - e * (0.33333333 - e * (0.25 - e * 0.2))))
+    high = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) * a_exp + tl.log2(1.0 + e) * (a_exp * (1.0 / LOG2E))
+    return tl.where(x < -3.5, series * (a_exp * UNSHIFT), high)
+
+
+@triton.jit
+def rate_sigmoid(x, a_exp):
+    """``a_exp * sigmoid(x)`` for any rate of :func:`gate_rate`, with full relative accuracy; see :func:`rate_softplus`."""
+    low = tl.exp2(x * LOG2E + SHIFT) * (a_exp * UNSHIFT)
+    return tl.where(x < -17.0, low, a_exp * sigmoid(x))
+
+
+@triton.jit
 def log2_decay(x, a_exp, lower_bound, GATE: tl.constexpr):
     """log2 decay (<= 0, at least MIN_STEP) of a raw gate.
 
@@ -102,26 +180,10 @@ def log2_decay(x, a_exp, lower_bound, GATE: tl.constexpr):
     if GATE == 0:
         y = x * LOG2E
     elif GATE == 1:
-        y = -a_exp * softplus2(x)
+        y = rate_softplus(x, a_exp) * -LOG2E
     else:
-        y = (lower_bound * LOG2E) * sigmoid(a_exp * x)
-    return tl.maximum(y, MIN_STEP)
-
-
-@triton.jit
-def log2_decay_grad(x, a_exp, lower_bound, GATE: tl.constexpr):
-    """``d(natural-log decay)/dx`` of the same gate.
-
-    ``d/dA_log`` is that times ``x`` (GATE_SIGMOID), or the decay itself (GATE_SOFTPLUS).
-    """
-    if GATE == 0:
-        d = tl.full(x.shape, 1.0, tl.float32)
-    elif GATE == 1:
-        d = -a_exp * sigmoid(x)
-    else:
-        s = sigmoid(a_exp * x)
-        d = lower_bound * a_exp * s * (1.0 - s)
-    return d
+        y = (lower_bound * LOG2E) * sigmoid(a_exp * held(x))
+    return at_least(y, MIN_STEP)
 
 
 @triton.jit

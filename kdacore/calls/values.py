@@ -117,7 +117,7 @@ def _far_gate(rng: Any, gates: str, shape: tuple[int, ...], HV: int, tail: tuple
     )
     which = rng.choice(3, shape, p=(0.3, 0.3, 0.4))
     if tail and tail[0] > 3:
-        bias[..., :2] = 3e38, -np.inf
+        bias[..., :2] = 2e38, -np.inf
     return {"g": np.take_along_axis(inputs, which[None], axis=0)[0], "A_log": A_log, "dt_bias": bias}
 
 

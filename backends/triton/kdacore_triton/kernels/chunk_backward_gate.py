@@ -126,7 +126,7 @@ def gate_grads(
         s = step * (1.0 / (lower_bound * LOG2E))
         # The slope may be 0 where the rate is largest, and both factors here are finite.
         dx = (s * (1.0 - s) * a_exp) * (dstep * lower_bound)
-        if KIND == tl.bfloat16:
+        if tl.bfloat16 == KIND:
             dx = held_as(dx, KIND)
         else:
             dx = held(dx)
@@ -143,7 +143,7 @@ def gate_grads(
 @triton.jit
 def gate_grad_as(dx, GATE: tl.constexpr, KIND: tl.constexpr):
     """The gradient of the raw gate for a store as KIND. Only that of float16 is still to be held."""
-    if GATE == 2 and KIND == tl.float16:
+    if GATE == 2 and tl.float16 == KIND:
         dx = held_as(dx, KIND)
     return dx
 

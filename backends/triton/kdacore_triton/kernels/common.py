@@ -28,10 +28,7 @@ MAX_A_LOG = tl.constexpr(88.72283)
 """The largest float32 whose exponential is finite."""
 LEAST_USUAL_RATE = tl.constexpr(2.0**-20)
 MOST_USUAL_RATE = tl.constexpr(32.0)
-"""Between these an ``exp(A_log)`` is neither 0 nor so large that the error of a softplus matters. Models have 1 to 16."""
-SHIFT = tl.constexpr(40.0)
-UNSHIFT = tl.constexpr(2.0**-40)
-"""``2^-SHIFT``."""
+"""Between these an ``exp(A_log)`` is neither 0 nor so large that a softplus must be exact."""
 
 
 @triton.jit
@@ -79,9 +76,9 @@ def held(x):
 @triton.jit
 def held_as(x, KIND: tl.constexpr):
     """:func:`held` for a conversion to the dtype KIND: with its largest finite number."""
-    if KIND == tl.bfloat16:
+    if tl.bfloat16 == KIND:
         x = tl.clamp(x, -3.3895313892515355e38, 3.3895313892515355e38, propagate_nan=tl.PropagateNan.ALL)
-    elif KIND == tl.float16:
+    elif tl.float16 == KIND:
         x = tl.clamp(x, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
     else:
         x = held(x)
@@ -152,22 +149,24 @@ def softplus2(x):
 def rate_softplus(x, a_exp):
     """``a_exp * softplus(x)`` for any ``x`` and any rate of :func:`gate_rate`; perhaps infinite, NaN only where x is.
 
-    A large rate makes much of an ``exp(x)`` that is no normal float32, so it is computed ``2^SHIFT`` times larger.
+    A large rate makes much of an ``exp(x)`` that is no normal float32, so it is multiplied by the root of it twice.
     """
     x = tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL)  # a rate of 0 times this is 0
-    scaled = tl.exp2(tl.abs(x) * -LOG2E + SHIFT)
-    e = scaled * UNSHIFT
+    root = tl.exp2(tl.abs(x) * (-0.5 * LOG2E))
+    e = root * root
     # log2(1 + e) loses e's low bits when e is small: a short series there instead.
-    series = scaled * (1.0 - e * (0.5 - e * (0.33333333 - e * (0.25 - e * 0.2))))
-    high = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) * a_exp + tl.log2(1.0 + e) * (a_exp * (1.0 / LOG2E))
-    return tl.where(x < -3.5, series * (a_exp * UNSHIFT), high)
+    series = root * (1.0 - e * (0.5 - e * (0.33333333 - e * (0.25 - e * 0.2))))
+    high = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) * a_exp + tl.log2(1.0 + e) * (
+        a_exp * (1.0 / LOG2E)
+    )
+    return tl.where(x < -3.5, series * (a_exp * root), high)
 
 
 @triton.jit
 def rate_sigmoid(x, a_exp):
-    """``a_exp * sigmoid(x)`` for any rate of :func:`gate_rate`, with full relative accuracy; see :func:`rate_softplus`."""
-    low = tl.exp2(x * LOG2E + SHIFT) * (a_exp * UNSHIFT)
-    return tl.where(x < -17.0, low, a_exp * sigmoid(x))
+    """``a_exp * sigmoid(x)`` for any rate of :func:`gate_rate`; see :func:`rate_softplus`."""
+    root = tl.exp2(tl.abs(x) * (-0.5 * LOG2E))
+    return tl.where(x < -17.0, (a_exp * root) * root, a_exp * sigmoid(x))
 
 
 @triton.jit

@@ -11,13 +11,17 @@ from kdacore.types import ArrayKind
 
 Arrays = dict[str, Any]
 
-GATES = ("random", "init", "slow", "zero", "floor", "mixed", "still", "steep")
+GATES = ("random", "init", "slow", "zero", "floor", "mixed", "still", "steep", "cliff")
 """Gate distributions. ``random``: raw N(0,1) with A_log = log U(1,16), fast decay; ``init``: as models are
 initialised, slow decay; ``slow``: log decays about -1e-3; ``zero``: about 0; ``floor``: all -5; ``mixed``:
 0 and -60; ``still`` and ``steep``: the gates at the ends of float32, ``exp(A_log)`` of 0 and of the largest number,
-inputs that are huge and infinite."""
+inputs that are huge and infinite; ``cliff``: inputs of 0 and 1 where the slope is largest and 0."""
 
-_A_LOGS = {"still": (-np.inf, 0.5, -104.5, -200.0), "steep": (100.0, 88.7, 300.0, np.inf)}
+_A_LOGS = {
+    "still": (-np.inf, 0.5, -104.5, -200.0),
+    "steep": (100.0, 88.7, 300.0, np.inf),
+    "cliff": (300.0, 88.7),
+}
 """``A_log`` of the heads in turn."""
 _FAR = (1e4, -1e4, 3e38, -3e38, np.inf, -np.inf)
 
@@ -106,6 +110,9 @@ def _raw_gate(rng: Any, gates: str, shape: tuple[int, ...], HV: int, tail: tuple
 def _far_gate(rng: Any, gates: str, shape: tuple[int, ...], HV: int, tail: tuple[int, ...]) -> Arrays:
     """Huge, infinite and usual gate inputs, and some whose decay is moderate in spite of the rate."""
     A_log = np.resize(np.array(_A_LOGS[gates]), HV)
+    if gates == "cliff":
+        g = rng.choice((0.0, 1.0, -1.0), shape, p=(0.5, 0.25, 0.25))
+        return {"g": g, "A_log": A_log, "dt_bias": np.zeros((HV, *tail))}
     bias = 0.5 * rng.standard_normal((HV, *tail))
     rate = np.clip(A_log, -2.0, 88.72).reshape(HV, *(1,) * len(tail))
     inputs = np.stack(

@@ -87,6 +87,7 @@ _GATES = [
     *_both("still_sigmoid", gates="still", options=_SIGMOID, shape=_ENDS, **HARD),
     *_both("steep_softplus", gates="steep", options=_SOFTPLUS, shape=_ENDS, **HARD),
     *_both("steep_sigmoid", gates="steep", options=_SIGMOID, shape=_ENDS, **HARD),
+    _v("cliff_sigmoid", "once", "gradients", gates="cliff", options=_SIGMOID, shape=_ENDS, **HARD),
     *_both("steep_log", gradients="full", gates="steep", options=_LOG, shape=_ENDS, **HARD),
     *_both("still_pack", gradients="full", gates="still", options=_SIGMOID, shape=_ENDS_PACK, **HARD),
     *_both("steep_pack", gradients="full", gates="steep", options=_SOFTPLUS, shape=_ENDS_PACK, **HARD),
@@ -389,10 +390,10 @@ GATE = [
         for v in _both(gates, gradients="full", gates=gates, **HARD)
     ],
     *[v for gates in ("zero", "floor") for v in _both(f"bounded_{gates}", gates=gates, options=_BOUNDED, **HARD)],
-    *[v for gates in ("still", "steep") for v in _both(gates, gates=gates, shape=_ENDS, **HARD)],
+    *[v for gates in ("still", "steep", "cliff") for v in _both(gates, gates=gates, shape=_ENDS, **HARD)],
     *[
         v
-        for gates in ("still", "steep")
+        for gates in ("still", "steep", "cliff")
         for v in _both(f"bounded_{gates}", gates=gates, options=_BOUNDED, shape=_ENDS, **HARD)
     ],
     *[v for name in ("padded", "stepped", "transposed") for v in _both(name, layout=name)],

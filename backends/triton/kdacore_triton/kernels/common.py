@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LOG2_LOG2E = tl.constexpr(0.5287663729448977)
 
 GATE_LOG = tl.constexpr(0)
 """``g`` is the natural-log decay already."""
@@ -26,9 +27,9 @@ SMALLEST = tl.constexpr(1.1754943508222875e-38)
 """The smallest normal float32. A smaller ``exp(A_log)`` is 0."""
 MAX_A_LOG = tl.constexpr(88.72283)
 """The largest float32 whose exponential is finite."""
-LEAST_USUAL_RATE = tl.constexpr(2.0**-20)
-MOST_USUAL_RATE = tl.constexpr(32.0)
-"""Between these an ``exp(A_log)`` is neither 0 nor so large that a softplus must be exact."""
+MOST_USUAL_RATE = tl.constexpr(8192.0)
+"""Up to this ``exp(A_log)`` a softplus may have an absolute error of 1e-7, and from this on it is ``exp(x)`` where decays
+are not 0."""
 
 
 @triton.jit
@@ -107,25 +108,29 @@ def gate_decay(
 ):  # fmt: skip
     """log2 decay of the raw gate ``g``: :func:`log2_decay` of ``g + bias`` in fewer, cheaper instructions.
 
-    ``g`` is finite or infinite where ``inside``, and elsewhere what gives no decay: -inf, or 0 for GATE_LOG, which
-    ignores ``a_exp`` and ``bias``. CLAMP: a bounded gate is clamped at MIN_STEP too. ``COARSE``: an absolute error of
-    1e-7 in a softplus is accepted; with larger rates it is not.
+    ``g`` is what it may be where ``inside``, and elsewhere what gives no decay: -inf, or 0 for GATE_LOG, which ignores
+    ``a_exp`` and ``bias``. CLAMP: a bounded gate is clamped at MIN_STEP too. ``COARSE``: an absolute error of 1e-3 in a
+    decay is accepted.
     """
     if GATE == 0:
         y = at_least(g * LOG2E, MIN_STEP)
-    else:
-        # The same for all of a program's rows: the usual heads pay nothing for the others.
-        if (a_exp >= LEAST_USUAL_RATE) & (a_exp <= MOST_USUAL_RATE):
-            if GATE == 1 and COARSE and ASM:
-                x = (g + bias) * LOG2E
-                y = -a_exp * (tl.maximum(x, 0.0) + log2(1.0 + exp2(-tl.abs(x), ASM), ASM))
-            elif GATE == 1:
-                y = -a_exp * softplus2(g + bias)
-            else:
-                y = (lower_bound * LOG2E) * reciprocal(1.0 + exp2((g + bias) * (a_exp * -LOG2E), ASM), ASM)
+    elif GATE == 1 and COARSE and ASM:
+        x = (g + bias) * LOG2E
+        # The same for all rows of a program: the usual heads do not pay for the others.
+        if (a_exp > 0.0) & (a_exp <= MOST_USUAL_RATE):
+            y = -a_exp * (tl.maximum(x, 0.0) + log2(1.0 + exp2(-tl.abs(x), ASM), ASM))
         else:
-            y = tl.where(inside, log2_decay(g + bias, a_exp, lower_bound, GATE), 0.0)
-        if GATE == 1 or CLAMP:
+            # A rate so large leaves something of small exp(x) alone, which are the softplus.
+            y = tl.where(a_exp == 0.0, 0.0, -exp2(x + (tl.log2(a_exp) + LOG2_LOG2E), ASM))
+        y = at_least(y, MIN_STEP)
+    elif GATE == 1:
+        y = at_least(rate_softplus(g + bias, a_exp) * -LOG2E, MIN_STEP)
+    else:
+        # A rate of 0 makes 0 of every input, but leaves what is not inside.
+        x = tl.where(inside & (a_exp == 0.0), 0.0, g + bias)
+        rate = tl.where(a_exp == 0.0, -1.0, at_least(a_exp * -LOG2E, -LARGEST))
+        y = (lower_bound * LOG2E) * reciprocal(1.0 + exp2(x * rate, ASM), ASM)
+        if CLAMP:
             y = at_least(y, MIN_STEP)
     return y
 
@@ -134,15 +139,6 @@ def gate_decay(
 def sigmoid(x):
     """float32 sigmoid; exact 0 and 1 in the limits, never NaN."""
     return 1.0 / (1.0 + tl.exp2(-x * LOG2E))
-
-
-@triton.jit
-def softplus2(x):
-    """``softplus(x) * log2(e)`` in float32, with full relative accuracy for very negative ``x``."""
-    e = tl.exp2(-tl.abs(x) * LOG2E)
-    # log2(1 + e) loses e's low bits when e is small: a short series there instead.
-    series = e * (1.0 - e * (0.5 - e * (0.33333333 - e * (0.25 - e * 0.2)))) * LOG2E
-    return tl.maximum(x, 0.0) * LOG2E + tl.where(e < 0.03125, series, tl.log2(1.0 + e))
 
 
 @triton.jit

@@ -28,8 +28,8 @@ SMALLEST = tl.constexpr(1.1754943508222875e-38)
 MAX_A_LOG = tl.constexpr(88.72283)
 """The largest float32 whose exponential is finite."""
 MOST_USUAL_RATE = tl.constexpr(8192.0)
-"""Up to this ``exp(A_log)`` a softplus may have an absolute error of 1e-7, and from this on it is ``exp(x)`` where decays
-are not 0."""
+"""Up to this ``exp(A_log)`` a softplus may have an absolute error of 1e-7. With larger ones it is ``exp(x)`` where the
+decay is not 0."""
 
 
 @triton.jit
@@ -127,7 +127,7 @@ def gate_decay(
         y = at_least(rate_softplus(g + bias, a_exp) * -LOG2E, MIN_STEP)
     else:
         # A rate of 0 makes 0 of every input, but leaves what is not inside.
-        x = tl.where(inside & (a_exp == 0.0), 0.0, g + bias)
+        x = tl.where(tl.where(inside, a_exp, 1.0) == 0.0, 0.0, g + bias)
         rate = tl.where(a_exp == 0.0, -1.0, at_least(a_exp * -LOG2E, -LARGEST))
         y = (lower_bound * LOG2E) * reciprocal(1.0 + exp2(x * rate, ASM), ASM)
         if CLAMP:

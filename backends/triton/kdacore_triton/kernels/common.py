@@ -27,7 +27,7 @@ SMALLEST = tl.constexpr(1.1754943508222875e-38)
 """The smallest normal float32. A smaller ``exp(A_log)`` is 0."""
 MAX_A_LOG = tl.constexpr(88.72283)
 """The largest float32 whose exponential is finite."""
-MOST_USUAL_RATE = tl.constexpr(8192.0)
+MOST_USUAL_RATE = tl.constexpr(2048.0)
 """Up to this ``exp(A_log)`` a softplus may have an absolute error of 1e-7. With larger ones it is ``exp(x)`` where the
 decay is not 0."""
 

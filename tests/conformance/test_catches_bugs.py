@@ -194,7 +194,64 @@ def depends_on_the_pack(f: Any, request: Any, x: Any) -> Outputs:
     return out._replace(o=(out.o * np.float32(1 + 2e-7 * request.N)).astype(out.o.dtype))
 
 
+def unclamped_rate(f: Any, request: Any, x: Any) -> Outputs:
+    """``exp(A_log)`` in float32 as it comes: infinite above 88.7."""
+    if request.gate == "log" or x.A_log is None:
+        return f(request, x)
+    a = np.float32(x.A_log) if request.scalar_gate else np.float32(x.A_log)[:, None]
+    with np.errstate(all="ignore"):
+        rate = np.exp(a)
+        g = np.float32(x.g) + (0 if x.dt_bias is None else np.float32(x.dt_bias).reshape(x.g.shape[2:]))
+        if request.gate == "softplus":
+            log = -rate * np.logaddexp(np.float32(0), g)
+        else:
+            log = np.float32(request.lower_bound) / (1 + np.exp(-rate * g))
+    given = x._replace(g=log, A_log=None, dt_bias=None)
+    with np.errstate(all="ignore"):
+        return f(dataclasses.replace(request, gate="log", lower_bound=None, safe_gate=False), given)
+
+
+def subtracts_sums(f: Any, request: Any, x: Any) -> Outputs:
+    """Sums of log decays that reach minus infinity: the difference of two is not a number."""
+    out = f(request, x)
+    if request.gate == "log" and not request.has("out"):
+        with np.errstate(all="ignore"):
+            sums = np.cumsum(np.float32(x.g) * np.float32(1.442695), axis=1)
+            out.o[...] += 0 * np.nan_to_num((sums - sums[:, :1]).sum(), nan=np.nan, posinf=0, neginf=0)
+    return out
+
+
+def rows_of_neighbours(f: Any, request: Any, x: Any) -> Outputs:
+    """The last tile of a sequence is not masked: what follows it in the pack is multiplied by zero."""
+    out = f(request, x)
+    if request.packed and not request.has("out"):
+        for end in np.asarray(x.cu_seqlens)[1:]:
+            if 0 < end < np.asarray(x.cu_seqlens)[-1]:
+                out.o[:, end - 1] += 0 * np.asarray(x.k, out.o.dtype)[:, end].sum()
+    return out
+
+
+def mixes_heads(f: Any, request: Any, x: Any) -> Outputs:
+    """A product of all heads with a mask of one."""
+    out = f(request, x)
+    if not request.has("out"):
+        out.o[...] += 0 * out.o.sum(2, keepdims=True)
+    return out
+
+
+def mixes_states(f: Any, request: Any, x: Any) -> Outputs:
+    out = f(request, x)
+    if out.final_state is not None and not request.inplace_state:
+        out.final_state[...] += 0 * out.final_state.sum(0, keepdims=True)
+    return out
+
+
 FORWARD = [
+    (unclamped_rate, {"accuracy"}),
+    (subtracts_sums, {"accuracy"}),
+    (rows_of_neighbours, {"nan_containment"}),
+    (mixes_heads, {"nan_containment"}),
+    (mixes_states, {"nan_containment"}),
     (later_anchor, {"causality", "causality_append"}),
     (wrong_layout, {"accuracy", "split"}),
     (nan_on_one_token, {"accuracy"}),
@@ -440,7 +497,26 @@ def random_order_sum(f: Any, *args: Any) -> InputGrads:
     return grads._replace(q=(grads.q * noise).astype(grads.q.dtype))
 
 
+def unmasked_slope(f: Any, request: Any, x: Any, *rest: Any) -> InputGrads:
+    """An infinite rate times a slope of zero."""
+    grads = f(request, x, *rest)
+    if request.gate == "sigmoid" and x.A_log is not None:
+        with np.errstate(all="ignore"):
+            rate = np.exp(np.asarray(x.A_log, np.float32))
+            grads.g[...] += (0 * rate if request.scalar_gate else (0 * rate)[:, None]).astype(grads.g.dtype)
+    return grads
+
+
+def mixes_sequences(f: Any, request: Any, x: Any, *rest: Any) -> InputGrads:
+    """A product of the rows of all sequences with a mask."""
+    grads = f(request, x, *rest)
+    grads.v[...] += 0 * grads.v[:, np.isfinite(grads.v).all((0, 2, 3)).argmin()][:, None]
+    return grads
+
+
 BACKWARD = [
+    (unmasked_slope, {"gradients"}),
+    (mixes_sequences, {"gradient_nan_containment"}),
     (one_percent_off, {"gradients", "recomputed_gradients"}),
     (swapped_gradients, {"gradients"}),
     (nan_under_strong_decay, {"gradients"}),

@@ -26,11 +26,12 @@ from kdacore_reference.arrays import (
     dense,
     device_of,
     index_array,
+    overflow_to_inf,
     plain,
     put,
     state_layout,
 )
-from kdacore_reference.gate import gate_forward, gate_parameters
+from kdacore_reference.gate import LARGEST, gate_forward, gate_parameters
 from kdacore_reference.intra import interact
 from kdacore_reference.slabs import sequences_of
 
@@ -121,13 +122,16 @@ def _flat_heads(array: Array) -> Array:
 
 
 def kda_chunk_gate(request: Request, inputs: ChunkGateInputs) -> Array:
-    """``gc`` ``[B, T, HV, K]``: log2 decay summed from each chunk's first row, inclusive."""
+    """``gc`` ``[B, T, HV, K]``: log2 decay summed from each chunk's first row, inclusive, at least
+    ``-LARGEST``."""
     xp = array_namespace(inputs.g)
     dtype = compute_dtype(xp, request)
     grid = chunk_grid(request, inputs, inputs.g)
     parameters = gate_parameters(request, inputs.A_log, inputs.dt_bias, dtype)
-    log_decay = gate_forward(request, cast(inputs.g, dtype), *parameters) * LOG2E
-    return _paste(xp.cumulative_sum(_cut(log_decay, grid, dtype), axis=2), grid, request)
+    log_decay = gate_forward(request, cast(inputs.g, dtype), *parameters)
+    with overflow_to_inf(log_decay):
+        sums = xp.cumulative_sum(_cut(log_decay * LOG2E, grid, dtype), axis=2)
+    return _paste(xp.clip(sums, min=-LARGEST), grid, request)
 
 
 def kda_chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:

@@ -83,7 +83,7 @@ ALLOWED = (
         "the warps that prepare slices hold a float32 g in twice the registers; not timed",
     ),
     Allowance(
-        228,
+        188,
         "sm_80",
         "common/recurrent/recurrent.cu",
         {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 1, "MODE": RecurrentMode.CONTIGUOUS},

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LOG2_LOG2E = tl.constexpr(0.5287663729448977)
 
 GATE_LOG = tl.constexpr(0)
 """``g`` is the natural-log decay already."""
@@ -27,9 +26,8 @@ SMALLEST = tl.constexpr(1.1754943508222875e-38)
 """The smallest normal float32. A smaller ``exp(A_log)`` is 0."""
 MAX_A_LOG = tl.constexpr(88.72283)
 """The largest float32 whose exponential is finite."""
-MOST_USUAL_RATE = tl.constexpr(2048.0)
-"""Up to this ``exp(A_log)`` a softplus may have an absolute error of 1e-7. With larger ones it is ``exp(x)`` where the
-decay is not 0."""
+SMALL_EXPONENTIAL = tl.constexpr(2.0**-11)
+"""Below this ``log(1 + e)`` is ``e``, to a relative error of 2.4e-4."""
 
 
 @triton.jit
@@ -115,13 +113,10 @@ def gate_decay(
     if GATE == 0:
         y = at_least(g * LOG2E, MIN_STEP)
     elif GATE == 1 and COARSE and ASM:
-        x = (g + bias) * LOG2E
-        # The same for all rows of a program: the usual heads do not pay for the others.
-        if (a_exp > 0.0) & (a_exp <= MOST_USUAL_RATE):
-            y = -a_exp * (tl.maximum(x, 0.0) + log2(1.0 + exp2(-tl.abs(x), ASM), ASM))
-        else:
-            # A rate so large leaves something of small exp(x) alone, which are the softplus.
-            y = tl.where(a_exp == 0.0, 0.0, -exp2(x + (tl.log2(a_exp) + LOG2_LOG2E), ASM))
+        # A rate of 0 times the largest finite number is 0. The logarithm of 1 + e loses what a large rate needs of it.
+        x = tl.minimum((g + bias) * LOG2E, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        e = exp2(-tl.abs(x), ASM)
+        y = -a_exp * (tl.maximum(x, 0.0) + tl.where(e < SMALL_EXPONENTIAL, e * LOG2E, log2(1.0 + e, ASM)))
         y = at_least(y, MIN_STEP)
     elif GATE == 1:
         y = at_least(rate_softplus(g + bias, a_exp) * -LOG2E, MIN_STEP)

@@ -89,15 +89,17 @@ __device__ __forceinline__ void preparing_slice_warp(const ChunkForwardParams& p
       }
     }
     sync_pair(w.at.pair);
+    by_order(gate, [&](auto order) {
 #pragma unroll 1
-    while (c < task.stop) {
-      const SliceStep step = next_slice(w.at.slice);
-      slice_step(w, shared, gate, raw, c, from, left, [&] {
-        advance(from, step);
-        left -= step.chunks * C;
-      });
-      c += step.chunks;
-      set_slice(w, shared, memory, w.at.slice ^ 2);
-    }
+      while (c < task.stop) {
+        const SliceStep step = next_slice(w.at.slice);
+        slice_step<decltype(order)::value>(w, shared, gate, raw, c, from, left, [&] {
+          advance(from, step);
+          left -= step.chunks * C;
+        });
+        c += step.chunks;
+        set_slice(w, shared, memory, w.at.slice ^ 2);
+      }
+    });
   } while (advance_to_step(p, shared, task, c));
 }

@@ -83,7 +83,9 @@ __device__ __forceinline__ void short_slice_warp(const ChunkForwardParams& p, u3
       find_inputs();
       if (c + STRIDE >= work.steps) left = 0;
     };
-    slice_step(w, shared, gate, raw, c, from, left, to_next);
+    by_order(gate, [&](auto order) {
+      slice_step<decltype(order)::value>(w, shared, gate, raw, c, from, left, to_next);
+    });
     c += STRIDE;
     if (c >= work.steps) return;
     if (step.hv != hv) {

@@ -291,7 +291,7 @@ __device__ __forceinline__ void hand_over(const SliceWarp& w, u32 shared, int c,
 // instruction, without which compute-sanitizer's synccheck reports divergent threads.
 // SUM_FIRST is for gates whose sum_first is set: code of its own, since a branch in the step of all others costs 2 %.
 template <bool SUM_FIRST, class F>
-__device__ __forceinline__ void slice_step_of(SliceWarp& w, u32 shared, const Gate& gate, Raw& raw, int c,
+__device__ __forceinline__ void slice_step(SliceWarp& w, u32 shared, const Gate& gate, Raw& raw, int c,
                                            const Source& from, int& left, F to_next) {
   w.at.stage = shared + OFFSET(SharedMemory, stages) + own_stage(c) * STAGE_PITCH;
   receive_gate(raw, w.gate);
@@ -317,13 +317,20 @@ __device__ __forceinline__ void slice_step_of(SliceWarp& w, u32 shared, const Ga
   prepare_slice(raw, decays, across, w.l, w.at, sums, operands, {from, left});
   hand_over(w, shared, c, sums, [&] { return across_products(w.at, operands); });
 }
+// Calls `steps` with whether the sum comes first as a constant: the steps of either kind of gate are loops of their own.
+// In one loop the two kinds would meet after each step, and registers that wait for loads would be copied there.
+struct SumFirst {
+  static constexpr bool value = true;
+};
+struct SumLast {
+  static constexpr bool value = false;
+};
 template <class F>
-__device__ __forceinline__ void slice_step(SliceWarp& w, u32 shared, const Gate& gate, Raw& raw, int c,
-                                           const Source& from, int& left, F to_next) {
+__device__ __forceinline__ void by_order(const Gate& gate, F steps) {
   if (gate.sum_first) {
-    slice_step_of<true>(w, shared, gate, raw, c, from, left, to_next);
+    steps(SumFirst{});
   } else {
-    slice_step_of<false>(w, shared, gate, raw, c, from, left, to_next);
+    steps(SumLast{});
   }
 }
 
@@ -359,12 +366,14 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
     load_gate(raw, {from, left}, w.gate);
     load_rows(raw, {from, left});
     store_bias(w, shared, gate, own_bias);
+    by_order(gate, [&](auto order) {
 #pragma unroll 1
-    for (; c < task.stop; c += STRIDE)
-      slice_step(w, shared, gate, raw, c, from, left, [&] {
-        advance(from);
-        left -= STRIDE * C;
-      });
+      for (; c < task.stop; c += STRIDE)
+        slice_step<decltype(order)::value>(w, shared, gate, raw, c, from, left, [&] {
+          advance(from);
+          left -= STRIDE * C;
+        });
+    });
     stopped = c + shift;
     const int hv = task.hv;
     move = move_to_step(p, shared, task, length, c);

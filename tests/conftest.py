@@ -241,8 +241,8 @@ def _configuration_of_this_test_alone() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported lives until the end, so the garbage collector need not look through it again and again, nor look
-    as often as by default at what tracing makes: that took a tenth of the time of tests with JAX."""
+    """What was imported lives until the end, so the garbage collector need not look through it again and again, nor
+    look as often as by default at what tracing makes: that took a tenth of the time of tests with JAX."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 50)

@@ -29,6 +29,7 @@ from kdacore.ops import FEATURES
 from kdacore.registry import REGISTRY
 from kdacore.types import Backend, OpImpl, Outputs, Reason, Request, Requirement
 
+pytestmark = pytest.mark.usefixtures("requests_built_once")
 Capture = pytest.CaptureFixture[str]
 
 

@@ -20,6 +20,7 @@ from kdacore.types import (
 )
 from kdacore_reference.arrays import F64, to_float64, to_offsets
 from kdacore_reference.oracle import oracle_gate
+from kdacore_reference.oracle_inputs import LARGEST
 
 LOG2E = float(np.log2(np.e))
 
@@ -48,11 +49,12 @@ def chunks_of(request: Request, cu_seqlens: Any) -> Iterator[Chunk]:
 
 
 def oracle_chunk_gate(request: Request, inputs: ChunkGateInputs) -> F64:
-    """``gc`` ``[B, T, HV, K]``: log2 decay summed from each chunk's first row."""
+    """``gc`` ``[B, T, HV, K]``: log2 decay summed from each chunk's first row, at least
+    ``-LARGEST``."""
     log2_decay = oracle_gate(request, inputs) * LOG2E
     gc = np.zeros_like(log2_decay)
     for c in chunks_of(request, inputs.cu_seqlens):
-        gc[c.b, c.tokens] = np.cumsum(log2_decay[c.b, c.tokens], axis=0)
+        gc[c.b, c.tokens] = np.maximum(np.cumsum(log2_decay[c.b, c.tokens], axis=0), -LARGEST)
     return gc
 
 

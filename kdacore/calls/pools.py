@@ -34,6 +34,8 @@ class Pool:
     """Dimensions of ``write_indices``; 0: none."""
     separate: bool = False
     """``write_pool`` is given."""
+    shared: bool = False
+    """Every third sequence starts from the row of the one before it."""
     checkpoints: bool = False
     """``checkpoint_offsets`` and ``checkpoint_indices`` are given."""
 
@@ -144,6 +146,8 @@ def _read_tables(call: CallDescription, pool: Pool, rows: Iterator[int]) -> dict
         table = _take(rows, N)
         for i, n in enumerate(without):
             table[n] = names[i % len(names)]
+        if pool.shared:
+            table[2::3] = table[1 : N - 1 : 3]
         return {"state_indices": table}
     W = call.pool_width
     table = _take(rows, N, W)

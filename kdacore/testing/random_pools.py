@@ -24,14 +24,20 @@ def draw_pool(case: Case, rng: Any) -> Case:
         pool = POOLS[pick(rng, *[name for name, p in POOLS.items() if _fits(p, case)])]
     else:
         pool = _any(case, rng)
+    case = with_pool(case, pool)
+    out = bool(case.kind != "jax" and rng.random() < 0.2)
+    return replace(case, out=out)
+
+
+def with_pool(case: Case, pool: Pool) -> Case:
+    """The case as a call that uses pools in this way."""
     changes = pool.options
     if pool.read_only:
         case = replace(case, shape=_at_most(case.shape, _MOST_CANDIDATES))
         changes["output_final_state"] = None
     elif case.kind == "jax":
         changes["output_final_state"] = True
-    out = bool(case.kind != "jax" and rng.random() < 0.2)
-    return replace(case.having(**changes), check="pool", pool=pool, out=out)
+    return replace(case.having(**changes), check="pool", pool=pool)
 
 
 def _fits(pool: Pool, case: Case) -> bool:
@@ -53,6 +59,7 @@ def _any(case: Case, rng: Any) -> Pool:
     writes = (pick(rng, 0, 1, 2) if recurrent else pick(rng, 0, 1)) if inplace else 0
     separate = bool(writes and not indices) or (inplace and indices > 0 and chance(0.4))
     reads = indices > 0 or not separate or chance(0.5)
+    reads_only = not inplace or (separate and writes > 0)
     return Pool(
         indices=indices,
         inplace=inplace,
@@ -64,6 +71,7 @@ def _any(case: Case, rng: Any) -> Pool:
         has_state=reads and chance(0.4),
         writes=writes,
         separate=separate,
+        shared=indices == 1 and reads_only and chance(0.3),
         checkpoints=_may_checkpoint(case, indices, inplace, separate) and chance(0.6),
     )
 

@@ -16,6 +16,7 @@ from kdacore.testing.checks.causality import (
 from kdacore.testing.checks.gradients import gradients, recomputed_gradients
 from kdacore.testing.checks.graphs import graph
 from kdacore.testing.checks.pool import pool
+from kdacore.testing.checks.refusal import refusal
 from kdacore.testing.checks.repeat import determinism, gradient_determinism
 from kdacore.testing.checks.split import drift, split, split_decode
 from kdacore.testing.compare import Findings
@@ -36,6 +37,7 @@ CHECKS: dict[str, Check] = {
     "split_decode": split_decode,
     "drift": drift,
     "pool": pool,
+    "refusal": refusal,
     "determinism": determinism,
     "gradient_determinism": gradient_determinism,
     "batch_invariance": batch_invariance,

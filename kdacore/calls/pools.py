@@ -35,7 +35,7 @@ class Pool:
     separate: bool = False
     """``write_pool`` is given."""
     shared: bool = False
-    """Every third sequence starts from the row of the one before it."""
+    """The last two of four sequences start from the rows of the first two."""
     checkpoints: bool = False
     """``checkpoint_offsets`` and ``checkpoint_indices`` are given."""
 
@@ -147,7 +147,8 @@ def _read_tables(call: CallDescription, pool: Pool, rows: Iterator[int]) -> dict
         for i, n in enumerate(without):
             table[n] = names[i % len(names)]
         if pool.shared:
-            table[2::3] = table[1 : N - 1 : 3]
+            for n in range(N):
+                table[n] = table[n - 2] if n % 4 > 1 else table[n]
         return {"state_indices": table}
     W = call.pool_width
     table = _take(rows, N, W)

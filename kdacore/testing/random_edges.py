@@ -1,5 +1,4 @@
-"""What users reach at the edges of the contract, drawn for a random call beside what it is: see the guide's page on edges
-of the contract for what holds there."""
+"""What users reach at the edges of the contract: each change gives a random call one of them, if that is served."""
 
 from __future__ import annotations
 
@@ -7,20 +6,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from kdacore.calls.description import specs
 from kdacore.calls.pools import Pool
-from kdacore.calls.values import GATES
 from kdacore.ops import HOST_ARGUMENTS, INDEX_ARGUMENTS, MASK_ARGUMENTS
 from kdacore.testing.cases import Case
 from kdacore.testing.faults import faults_of, written
 from kdacore.testing.random_limits import Limits
-from kdacore.testing.random_parts import pick
+from kdacore.testing.random_parts import END_GATES, USUAL_GATES, pick
 from kdacore.testing.random_pools import with_pool
 from kdacore.testing.serving import judge
 
-_END_GATES = ("still", "steep")
 _UNITS = (30, 33, 66, 132)
 """Clusters of four and of two blocks, and multiprocessors, that an H200 runs at once, an H100 alike: kernels divide the
 work otherwise just below, at and above multiples."""
@@ -30,6 +25,8 @@ _MOST_WORK = {"cpu": 2e7, "cuda": 1.5e8}
 """Items times tokens times the elements of a state, of a call of many items: the oracle takes half a second for the
 first. A tenth of those on a GPU may take four times as much."""
 _MANY_SHARE = {"cpu": 0.04, "cuda": 0.25}
+_SHARED_SHARE = 0.7
+"""Of the calls on pools."""
 _GATES_SHARE, _NEGATED_SHARE, _INFERENCE_SHARE, _FAULT_SHARE = 0.15, 0.15, 0.1, 0.12
 
 
@@ -45,7 +42,8 @@ def draw_edges(case: Case, rng: Any, limits: Limits) -> Case:
     if limits.together > 1:
         case = _other_numbers(case, rng)
     for change, share in (
-        (_end_gates, _GATES_SHARE), (_negated, _NEGATED_SHARE), (_inference, _INFERENCE_SHARE),
+        (_shared_rows, _SHARED_SHARE), (_end_gates, _GATES_SHARE), (_negated, _NEGATED_SHARE),
+        (_inference, _INFERENCE_SHARE),
     ):  # fmt: skip
         if rng.random() < share:
             case = _if_served(case, change(case, rng))
@@ -95,18 +93,26 @@ def _null_slots(rng: Any) -> Pool:
 
 def _other_numbers(case: Case, rng: Any) -> Case:
     """Other decays, and the same lengths in another order."""
-    case = replace(case, gates=pick(rng, case.gates, *GATES[:6]))
+    case = replace(case, gates=pick(rng, case.gates, *USUAL_GATES))
     if case.shape.lengths and not case.host_offsets:
         lengths = tuple(int(n) for n in rng.permutation(case.shape.lengths))
         case = replace(case, shape=replace(case.shape, lengths=lengths))
     return case
 
 
+def _shared_rows(case: Case, rng: Any) -> Case:
+    """Sequences that start from the same row, where none of them writes it."""
+    use = case.pool_use
+    if use is None or use.indices != 1 or (use.inplace and not (use.separate and use.writes)):
+        return case
+    return replace(case, pool=replace(use, shared=True))
+
+
 def _end_gates(case: Case, rng: Any) -> Case:
     """Gates at the ends of float32. The other stages take decays that such gates have become."""
     if case.family == "stage" and case.op != "kda_chunk_gate":
         return case
-    return replace(case, gates=pick(rng, *_END_GATES))
+    return replace(case, gates=pick(rng, *END_GATES))
 
 
 def _negated(case: Case, rng: Any) -> Case:
@@ -145,13 +151,13 @@ def traits(case: Case) -> Iterator[str]:
         yield f"null slots, {form}"
         if use.null and use.negatives:
             yield "null slots, null_index and negative ones"
-    if use is not None and use.shared:
+    if use is not None and use.shared and case.shape.N > 2:
         yield "rows that several sequences start from"
     if case.shape.N * case.shape.HV >= _MANY:
         yield f"many items, {form}"
         if use is not None and (use.null or use.negatives):
             yield f"many items and null slots, {form}"
-    if case.gates in _END_GATES:
+    if case.gates in END_GATES:
         yield "gates at the ends of float32"
     if case.negated:
         yield "lazily negated views"

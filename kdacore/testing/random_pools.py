@@ -59,7 +59,6 @@ def _any(case: Case, rng: Any) -> Pool:
     writes = (pick(rng, 0, 1, 2) if recurrent else pick(rng, 0, 1)) if inplace else 0
     separate = bool(writes and not indices) or (inplace and indices > 0 and chance(0.4))
     reads = indices > 0 or not separate or chance(0.5)
-    reads_only = not inplace or (separate and writes > 0)
     return Pool(
         indices=indices,
         inplace=inplace,
@@ -71,7 +70,6 @@ def _any(case: Case, rng: Any) -> Pool:
         has_state=reads and chance(0.4),
         writes=writes,
         separate=separate,
-        shared=indices == 1 and reads_only and chance(0.3),
         checkpoints=_may_checkpoint(case, indices, inplace, separate) and chance(0.6),
     )
 

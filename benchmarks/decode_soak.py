@@ -178,8 +178,8 @@ class Server:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.block()
-        self._graph = graph
-        return graph.replay
+        replay: Callable[[], None] = graph.replay
+        return replay
 
     def synchronise(self) -> None:
         if self.device.type == "cuda":

@@ -80,7 +80,7 @@ def random_case(
     stages = calls == "stages"
     first = seed - seed % limits.together
     rng = np.random.default_rng((first, _STAGE_STREAM) if stages else first)
-    found = _base(backend, rng, device, calls, only, limits.op)
+    found = _base(backend, rng, device, calls, only, limits)
     base = replace(found, seed=seed, factor=_HARD, note=f"random{seed}")
     changes = random_stages.CHANGES if stages else _CHANGES
     impl = REGISTRY.get(backend).backend.ops[base.op]
@@ -100,13 +100,17 @@ def random_case(
             break
     else:
         return case  # declined
-    case = random_edges.draw_sizes(case, np.random.default_rng((first, stages, _SIZES_STREAM)), limits)
+    case = random_edges.draw_sizes(case, base, np.random.default_rng((first, stages, _SIZES_STREAM)), limits)
     return random_edges.draw_edges(case, np.random.default_rng((seed, stages, _EDGES_STREAM)), limits)
 
 
-def _base(backend: str, rng: Any, device: str, calls: Calls, only: tuple[ArrayKind, ...], op: str) -> Case:
-    """The plainest call of some op (or of ``op``), kind and dtype; mostly of the kind the backend is made for."""
-    ops = [name for name in ops_of(backend, calls) if op in ("", name)]
+def _base(
+    backend: str, rng: Any, device: str, calls: Calls, only: tuple[ArrayKind, ...], limits: Limits
+) -> Case:
+    """The plainest call of some op, kind and dtype; mostly of the kind the backend is made for."""
+    ops = [name for name in ops_of(backend, calls) if limits.op in ("", name)]
+    if limits.many:
+        ops = [name for name in ops if OPS[name].family in ("chunk", "recurrent")]
     kinds = [k for k in kinds_of(backend) if has_device(k, device) and (not only or k in only)]
     mostly = kinds[:1] if rng.random() < _OWN_KIND else []
     for some in (mostly, kinds):

@@ -30,11 +30,20 @@ _SHARED_SHARE = 0.7
 _GATES_SHARE, _NEGATED_SHARE, _INFERENCE_SHARE, _FAULT_SHARE = 0.15, 0.15, 0.1, 0.12
 
 
-def draw_sizes(case: Case, rng: Any, limits: Limits) -> Case:
-    """The call, or one of many items: of other sizes, perhaps on a pool with null slots."""
-    if rng.random() >= _MANY_SHARE.get(case.device, _MANY_SHARE["cpu"]):
+def draw_sizes(case: Case, plain: Case, rng: Any, limits: Limits) -> Case:
+    """The call, or one of many items: of other sizes, perhaps on a pool with null slots.
+
+    Args:
+        case: the call.
+        plain: one that is served for certain, which is drawn from where the call would not be served with many items.
+        rng: a generator.
+        limits: which calls are wanted.
+    """
+    wanted = limits.many or rng.random() < _MANY_SHARE.get(case.device, _MANY_SHARE["cpu"])
+    if limits.sizes or not wanted:
         return case
-    return case if limits.sizes else _if_served(case, _many_items(case, rng, limits))
+    found = _if_served(case, _many_items(case, rng, limits))
+    return _if_served(case, _many_items(plain, rng, limits)) if limits.many and found is case else found
 
 
 def draw_edges(case: Case, rng: Any, limits: Limits) -> Case:
@@ -47,7 +56,7 @@ def draw_edges(case: Case, rng: Any, limits: Limits) -> Case:
     ):  # fmt: skip
         if rng.random() < share:
             case = _if_served(case, change(case, rng))
-    if not limits.check and rng.random() < _FAULT_SHARE:
+    if not (limits.check or limits.many) and rng.random() < _FAULT_SHARE:
         case = _if_served(case, _with_fault(case, rng))
     return case
 
@@ -73,14 +82,14 @@ def _many_items(case: Case, rng: Any, limits: Limits) -> Case:
     T = min(wanted, most)
     shape = replace(case.shape, B=N, T=T, H=H, HV=HV, K=K, V=V, lengths=(), padding=0)
     use = case.pool_use
-    if (use is not None and use.checkpoints) or rng.random() < 0.3:
+    if not limits.many and ((use is not None and use.checkpoints) or rng.random() < 0.3):
         most_each = 2 * T if case.family == "chunk" else T
         lengths = tuple(int(n) for n in rng.integers(0, most_each + 1, N))
         lengths = (*lengths[:-1], max(1, lengths[-1]))
         padding = pick(rng, 0, 5)
         shape = replace(shape, B=1, T=sum(lengths) + padding, lengths=lengths, padding=padding)
     case = replace(case, shape=shape, host_offsets=case.host_offsets and bool(shape.lengths))
-    if case.check == "accuracy" and not limits.check and rng.random() < 0.7:
+    if limits.many or (case.check == "accuracy" and not limits.check and rng.random() < 0.7):
         case = with_pool(case, _null_slots(rng))
     return case
 

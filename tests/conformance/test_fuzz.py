@@ -104,6 +104,12 @@ def test_sizes_need_a_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert done.value.code == 2 and "argument --size: needs --check" in capsys.readouterr().err
 
 
+def test_many_items_have_a_check_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        fuzz.main(["--backend", "reference", "--check", "accuracy", "--many"])
+    assert done.value.code == 2 and "argument --many: not with --check" in capsys.readouterr().err
+
+
 def test_a_size_is_given_once(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
         fuzz.main(["--backend", "reference", "--check", "accuracy", "--size", "T=5", "HV=2", "T=7"])
@@ -131,6 +137,9 @@ def test_limits_as_arguments() -> None:
     add_limits(parser)
     limits = Limits("chunk_kda", "accuracy", (Size("B", 1, 1), Size("T", 5, 9)))
     assert limits_of(parser, parser.parse_args(limits.words())) == limits
+    many = Limits("chunk_kda", together=7, many=True)
+    assert limits_of(parser, parser.parse_args(many.words())) == many
+    assert many.described() == {"op": "chunk_kda", "together": 7, "many": True}
     assert limits_of(parser, parser.parse_args([])) == NO_LIMITS and NO_LIMITS.words() == []
 
 

@@ -83,13 +83,19 @@ def test_many_items_on_a_gpu_lie_around_the_units_of_work(monkeypatch: pytest.Mo
     monkeypatch.setattr(random_edges, "judge", lambda case: ())
     case = replace(drawn()[0], op="chunk_kda", check="accuracy", device="cuda")
     rng = np.random.default_rng(0)
-    sizes = [random_edges.draw_sizes(case, rng, Limits()).shape for _ in range(400)]
+    sizes = [random_edges.draw_sizes(case, case, rng, Limits()).shape for _ in range(400)]
     many = [s for s in sizes if s != case.shape]
     units = {unit * times for unit in (30, 33, 66, 132) for times in (1, 2, 3)}
     assert 60 < len(many) < 140
     assert all(min(abs(s.N * s.HV - unit) for unit in units) <= 2 for s in many)
     assert {s.N * s.HV % 66 for s in many} >= {64, 65, 0, 1, 2}
     assert {bool(s.lengths) for s in many} == {False, True}
+
+
+def test_many_items_alone() -> None:
+    cases = [random_case("reference", seed, "cpu", limits=Limits(many=True)) for seed in range(40)]
+    assert all("many items and null slots, dense" in traits(case) for case in cases)
+    assert {case.check for case in cases} == {"pool"} and len({case.op for case in cases}) == 4
 
 
 # --- faults planted in a backend -------------------------------------------------------------------------------------

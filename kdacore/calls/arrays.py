@@ -24,7 +24,8 @@ _STAGE_TOKENS = (*PER_TOKEN, "gc", "Aqk", "Akk", "w", "u", "kg", "v_new")
 def rounded(x: Any, dtype: str) -> Any:
     """``x`` rounded to ``dtype``, to nearest even, as float64."""
     if dtype == "bfloat16":
-        word: Any = np.asarray(x, np.float32).view(np.uint32).astype(np.uint64)
+        with np.errstate(over="ignore"):  # gate inputs may be infinite
+            word: Any = np.asarray(x, np.float32).view(np.uint32).astype(np.uint64)
         word = (word + 0x7FFF + ((word >> 16) & 1)) & 0xFFFF0000
         return word.astype(np.uint32).view(np.float32).astype(np.float64)
     return np.asarray(x).astype(dtype).astype(np.float64)

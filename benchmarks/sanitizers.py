@@ -1,9 +1,10 @@
 """compute-sanitizer over random calls: ``python -m benchmarks.sanitizers TOOL --backend NAME --count 150 --stages 40``.
 
 The calls are those of ``python -m kdacore.testing.fuzz``, which explains ``--op``, ``--check`` and ``--size``:
-``--count`` of whole ops and ``--stages`` of stages, where the backend has such, each cut into ``--jobs`` runs side by
-side. First they all run once without the tool, so that no kernel is compiled under it. Exit 1 when the tool reports
-something or a run ends badly; the record (``--json``) says which seeds ran and what was found.
+``--count`` of whole ops, ``--many-items`` of ``chunk_kda`` on pools with null slots, whose sequences and heads are
+around the numbers of clusters that run at once, and ``--stages`` of stages, where the backend has such, each cut into
+``--jobs`` runs side by side. First they all run once without the tool, so that no kernel is compiled under it. Exit 1
+when the tool reports something or a run ends badly; the record (``--json``) says which seeds ran and what was found.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 from kdacore import machine
 from kdacore.machine import commit as checkout
 from kdacore.testing.random_cases import Calls, calls_of, ops_of
-from kdacore.testing.random_limits import add_limits, limits_of
+from kdacore.testing.random_limits import NO_LIMITS, Limits, add_limits, limits_of
 from kdacore_cuda.kernel_source import EVERY_LANE
 
 TOOLS: dict[str, tuple[str, ...]] = {
@@ -57,6 +58,8 @@ class Share(NamedTuple):
 
     calls: Calls
     seeds: range
+    many: bool = False
+    """Of calls of many items only."""
 
 
 def shares(seed: int, count: int, jobs: int) -> list[tuple[int, int]]:
@@ -84,11 +87,14 @@ def is_clean(run: Record) -> bool:
 def wanted(args: argparse.Namespace) -> list[Share]:
     """All there is to run, of each kind of op that the backend has."""
     counts: dict[Calls, int] = {"whole": args.count, "stages": args.stages}
-    return [
+    found = [
         Share(calls, range(args.seed, args.seed + counts[calls]))
         for calls in calls_of(args.backend)
         if counts[calls] and (not args.limits.op or args.limits.op in ops_of(args.backend, calls))
     ]
+    if args.limits == NO_LIMITS and args.many_items and "chunk_kda" in ops_of(args.backend, "whole"):
+        found.append(Share("whole", range(args.seed, args.seed + args.many_items), many=True))
+    return found
 
 
 def command(args: argparse.Namespace, share: Share, jobs: int, record: Path) -> list[str]:
@@ -98,7 +104,7 @@ def command(args: argparse.Namespace, share: Share, jobs: int, record: Path) -> 
         *(sys.executable, "-m", "kdacore.testing.fuzz", "--backend", args.backend, "--device", args.device),
         *("--calls", share.calls, "--seed", str(first), "--count", str(count)),
         *("--jobs", str(jobs), "--seconds", str(args.seconds), "--json", str(record)),
-        *args.limits.words(),
+        *(Limits(op="chunk_kda", many=True) if share.many else args.limits).words(),
     ]
 
 
@@ -113,12 +119,14 @@ def run_share(args: argparse.Namespace, share: Share) -> Record:
         output = done.stdout + done.stderr
         if args.logs:
             args.logs.mkdir(parents=True, exist_ok=True)
-            (args.logs / f"{args.tool}-{share.calls}-{share.seeds.start}.log").write_text(output)
+            name = f"{args.tool}-{'many' if share.many else share.calls}-{share.seeds.start}.log"
+            (args.logs / name).write_text(output)
         made: Record = {"seeds": {"count": 0}, "served": 0, "failed": 0}
         if record.is_file():
             made = json.loads(record.read_text())
     counts = {"ran": made["seeds"]["count"], "served": made["served"], "failed": made["failed"]}
-    return {"calls": share.calls, "seed": share.seeds.start, **counts, **summarise(output, done.returncode)}
+    calls = {"calls": share.calls, "many": share.many, "seed": share.seeds.start}
+    return {**calls, **counts, **summarise(output, done.returncode)}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -129,6 +137,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--command", default="compute-sanitizer", help="the tool's program")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=100, help="calls of whole ops (100)")
+    parser.add_argument("--many-items", type=int, default=8, help="of many items (8); none with limits")
     parser.add_argument("--stages", type=int, default=40, help="calls of stages (40)")
     parser.add_argument("--jobs", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=300.0, help="time limit of each run")
@@ -148,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
     runs: list[Record] = []
     with ThreadPoolExecutor(args.jobs) as pool:
         waiting = [
-            pool.submit(run_share, args, Share(every.calls, range(first, first + count)))
+            pool.submit(run_share, args, every._replace(seeds=range(first, first + count)))
             for every in wanted(args)
             for first, count in shares(every.seeds.start, len(every.seeds), args.jobs)
         ]
@@ -159,8 +168,9 @@ def main(argv: list[str] | None = None) -> int:
                 "clean" if is_clean(run) else f"found {run['found']}, exit {run['status']}: {run['reports']}"
             )
             counts = f"{run['ran']} ran, {run['served']} served"
-            print(f"{len(runs)}/{len(waiting)}  {run['calls']}, seeds from {run['seed']}: {counts}; {found}")
-    runs.sort(key=lambda run: (run["calls"], run["seed"]))
+            kind = "many items" if run["many"] else run["calls"]
+            print(f"{len(runs)}/{len(waiting)}  {kind}, seeds from {run['seed']}: {counts}; {found}")
+    runs.sort(key=lambda run: (run["calls"], run["many"], run["seed"]))
     if args.json:
         record = {"schema": 1, "tool": args.tool, "backend": args.backend, "commit": checkout()}
         record["limits"] = args.limits.described()

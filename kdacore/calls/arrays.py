@@ -14,6 +14,7 @@ from kdacore.calls.values import PER_TOKEN, normalise, offsets, tensors, to_kind
 from kdacore.contract.state_rows import ZEROS, StateRows, state_rows
 from kdacore.ops import HOST_ARGUMENTS, INDEX_ARGUMENTS, MASK_ARGUMENTS, OPS
 
+_LARGEST = float(np.finfo(np.float32).max)
 Values = dict[str, Any]
 """Host values by argument: NumPy arrays of float64 (already rounded to the argument's dtype), int64 or bool."""
 _STAGE_TOKENS = (*PER_TOKEN, "gc", "Aqk", "Akk", "w", "u", "kg", "v_new")
@@ -23,7 +24,8 @@ _STAGE_TOKENS = (*PER_TOKEN, "gc", "Aqk", "Akk", "w", "u", "kg", "v_new")
 def rounded(x: Any, dtype: str) -> Any:
     """``x`` rounded to ``dtype``, to nearest even, as float64."""
     if dtype == "bfloat16":
-        word: Any = np.asarray(x, np.float32).view(np.uint32).astype(np.uint64)
+        with np.errstate(over="ignore"):  # gate inputs may be infinite
+            word: Any = np.asarray(x, np.float32).view(np.uint32).astype(np.uint64)
         word = (word + 0x7FFF + ((word >> 16) & 1)) & 0xFFFF0000
         return word.astype(np.uint32).view(np.float32).astype(np.float64)
     with np.errstate(over="ignore"):  # gate inputs may be infinite
@@ -77,7 +79,7 @@ def _whole_values(call: CallDescription) -> Values:
     if not call.option("use_qk_l2norm_in_kernel", False):
         x = normalise(x)
     if call.raw_gate and not call.dt_bias:
-        x["g"] = x["g"] + x["dt_bias"]
+        x["g"] = x["g"] + np.clip(x["dt_bias"], -_LARGEST, _LARGEST)  # inf - inf is no gate input
     lower = call.option("lower_bound")
     if not call.raw_gate and call.option("safe_gate", False):
         x["g"] = np.maximum(x["g"], lower)

@@ -34,6 +34,8 @@ class Pool:
     """Dimensions of ``write_indices``; 0: none."""
     separate: bool = False
     """``write_pool`` is given."""
+    shared: bool = False
+    """The last two of four sequences start from the rows of the first two."""
     checkpoints: bool = False
     """``checkpoint_offsets`` and ``checkpoint_indices`` are given."""
 
@@ -144,6 +146,9 @@ def _read_tables(call: CallDescription, pool: Pool, rows: Iterator[int]) -> dict
         table = _take(rows, N)
         for i, n in enumerate(without):
             table[n] = names[i % len(names)]
+        if pool.shared:
+            for n in range(N):
+                table[n] = table[n - 2] if n % 4 > 1 else table[n]
         return {"state_indices": table}
     W = call.pool_width
     table = _take(rows, N, W)

@@ -12,9 +12,10 @@ Layout = Literal["contiguous", "padded", "stepped", "transposed"]
 of a larger array in every axis; ``stepped``: every second element of the last axis; ``transposed``: axes 1 and 2
 swapped in memory."""
 
-Mode = Literal["eager", "jit", "compile", "autocast"]
+Mode = Literal["eager", "jit", "compile", "autocast", "inference"]
 """``eager``; ``jit``: under ``jax.jit``; ``compile``: under ``torch.compile(fullgraph=True)``; ``autocast``: forward
-and backward under ``torch.autocast`` to bfloat16, which may change nothing."""
+and backward under ``torch.autocast`` to bfloat16, which may change nothing; ``inference``: under
+``torch.inference_mode()``, on arrays made there (even seeds) or outside (odd ones)."""
 
 DIFFERENTIATES = frozenset(
     {
@@ -50,6 +51,10 @@ class Case(CallDescription):
     backend: str
     layout: Layout = "contiguous"
     mode: Mode = "eager"
+    negated: tuple[str, ...] = ()
+    """torch: arguments that are lazily negated views, as ``z.conj().imag`` is."""
+    fault: str = ""
+    """What makes it a call that must be refused; see :func:`kdacore.testing.faults.faults_of`."""
     factor: float = 1.0
     """Bounds are multiplied by this: 2 in the contract's hard cases."""
     slow: bool = False

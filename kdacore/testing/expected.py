@@ -44,6 +44,8 @@ def _content(case: Case) -> Case:
         device="cpu",
         layout="contiguous",
         mode="eager",
+        negated=(),
+        fault="",
         factor=1.0,
         slow=False,
         note="",

@@ -49,6 +49,7 @@ from kdacore.testing.random_cases import (
     ops_of,
     random_case,
 )
+from kdacore.testing.random_edges import traits
 from kdacore.testing.random_limits import NO_LIMITS, Limits, add_limits, limits_of
 from kdacore.testing.suite import Result, run_case
 
@@ -57,7 +58,8 @@ _SHOWN = 20
 """Failures that the terminal shows in full."""
 
 Row = dict[str, Any]
-"""One call as it is recorded: seed, id, op, check, status, seconds, and what was measured or went wrong."""
+"""One call as it is recorded: seed, id, op, check, status, seconds, the edges of the contract that it reaches
+(``traits``), and what was measured or went wrong."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +91,7 @@ def describe(result: Result) -> Row:
         "check": case.check,
         "status": result.status,
         "seconds": round(result.seconds, 3),
+        "traits": list(traits(case)),
     }
     if result.codes:
         row["codes"] = list(result.codes)
@@ -169,6 +172,7 @@ def document(task: Task, seeds: range, rows: list[Row], seconds: float, commit: 
         "failed": status["failed"],
         "declined_for": dict(sorted(codes.items())),
         "served_by_op": dict(Counter(row["op"] for row in rows if row["status"] == "served")),
+        "drawn": dict(sorted(Counter(trait for row in rows for trait in row["traits"]).items())),
         "worst": worst(rows),
         "failures": [row for row in rows if row["status"] == "failed"],
     }

@@ -14,6 +14,7 @@ from kdacore.calls.values import to_kind
 from kdacore.ops import HOST_ARGUMENTS, INDEX_ARGUMENTS, MASK_ARGUMENTS
 from kdacore.testing.cases import Case, Layout
 from kdacore.testing.compare import Findings, bits
+from kdacore.testing.run_call import inference_mode
 
 _GUARD = 256
 """Guard sizes are a multiple of this, so that a contiguous array stays as aligned as a fresh one."""
@@ -72,10 +73,22 @@ def place_one(case: Case, name: str, x: Any, dtype: str) -> Placed:
     else:
         shape, take = _memory(x.shape, layout)
     memory = _poison(shape, name, dtype)
-    take(memory)[...] = x
+    take(memory)[...] = -x if name in case.negated else x
     device = "cpu" if name in HOST_ARGUMENTS else case.device
-    made = to_kind(memory, case.kind, dtype, device)
-    return Placed(name, take(made), made, bits(made), take)
+    with inference_mode(case.mode == "inference" and case.seed % 2 == 0):
+        made = to_kind(memory, case.kind, dtype, device)
+        view = take(made)
+    if name in case.negated:
+        view = lazily_negated(view)
+    return Placed(name, view, made, bits(made), take)
+
+
+def lazily_negated(x: Any) -> Any:
+    """A torch view of the negated values: the memory of ``x`` and a bit that says to change the sign, which is what
+    ``z.conj().imag`` is to the imaginary part of ``z``."""
+    import torch
+
+    return torch._neg_view(x)
 
 
 def _poison(shape: tuple[int, ...], name: str, dtype: str) -> Any:

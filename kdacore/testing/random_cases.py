@@ -12,7 +12,7 @@ import numpy as np
 
 from kdacore.ops import OPS
 from kdacore.registry import REGISTRY
-from kdacore.testing import random_stages
+from kdacore.testing import random_edges, random_stages
 from kdacore.testing.capabilities import (
     default_device,
     has_device,
@@ -41,7 +41,7 @@ _MOSTLY_SERVED = 0.8
 _SHARES = (1.0, 0.6, 0.3, 0.1)
 _HARD = 2.0
 """A random call may be any of the contract's hard cases, so it gets their bounds."""
-_STAGE_STREAM = 1
+_STAGE_STREAM, _SIZES_STREAM, _EDGES_STREAM = 1, 2, 3
 NAMES = {"whole": "whole ops", "stages": "stages"}
 
 
@@ -78,8 +78,9 @@ def random_case(
         NothingServedError: none of these calls on this device, whatever the seed.
     """
     stages = calls == "stages"
-    rng = np.random.default_rng((seed, _STAGE_STREAM) if stages else seed)
-    found = _base(backend, rng, device, calls, only, limits.op)
+    first = seed - seed % limits.together
+    rng = np.random.default_rng((first, _STAGE_STREAM) if stages else first)
+    found = _base(backend, rng, device, calls, only, limits)
     base = replace(found, seed=seed, factor=_HARD, note=f"random{seed}")
     changes = random_stages.CHANGES if stages else _CHANGES
     impl = REGISTRY.get(backend).backend.ops[base.op]
@@ -97,12 +98,19 @@ def random_case(
             case = random_stages.draw_check(case, rng) if stages else _check(case, rng, differentiable)
         if not judge(case):
             break
-    return case
+    else:
+        return case  # declined
+    case = random_edges.draw_sizes(case, base, np.random.default_rng((first, stages, _SIZES_STREAM)), limits)
+    return random_edges.draw_edges(case, np.random.default_rng((seed, stages, _EDGES_STREAM)), limits)
 
 
-def _base(backend: str, rng: Any, device: str, calls: Calls, only: tuple[ArrayKind, ...], op: str) -> Case:
-    """The plainest call of some op (or of ``op``), kind and dtype; mostly of the kind the backend is made for."""
-    ops = [name for name in ops_of(backend, calls) if op in ("", name)]
+def _base(
+    backend: str, rng: Any, device: str, calls: Calls, only: tuple[ArrayKind, ...], limits: Limits
+) -> Case:
+    """The plainest call of some op, kind and dtype; mostly of the kind the backend is made for."""
+    ops = [name for name in ops_of(backend, calls) if limits.op in ("", name)]
+    if limits.many:
+        ops = [name for name in ops if OPS[name].family in ("chunk", "recurrent")]
     kinds = [k for k in kinds_of(backend) if has_device(k, device) and (not only or k in only)]
     mostly = kinds[:1] if rng.random() < _OWN_KIND else []
     for some in (mostly, kinds):

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
+from kdacore.argument_types import at_least
 from kdacore.testing.cases import Case
 from kdacore.testing.random_parts import pick
 
@@ -33,6 +34,11 @@ class Limits:
     sizes: tuple[Size, ...] = ()
     """Sizes, each drawn within its bounds. Calls with any are dense (no ``cu_seqlens``), and ``H`` is a random divisor
     of ``HV``."""
+    together: int = 1
+    """So many seeds in a row, from a multiple of it on, stand for calls of the same sizes, dtypes and options, so that
+    their program is compiled once. Values, lengths, rows of pools, views, modes and faults differ."""
+    many: bool = False
+    """Every call is dense, of many sequences and heads, on a pool with null slots."""
 
     def resize(self, case: Case, rng: Any) -> Case:
         """The call with sizes within the limits."""
@@ -46,6 +52,10 @@ class Limits:
     def described(self) -> dict[str, Any]:
         """What is fixed, for a record: sizes as ``[low, high]``."""
         found: dict[str, Any] = {name: value for name in ("op", "check") if (value := getattr(self, name))}
+        if self.together > 1:
+            found["together"] = self.together
+        if self.many:
+            found["many"] = True
         return found | {name: [low, high] for name, low, high in self.sizes}
 
     def words(self) -> list[str]:
@@ -55,6 +65,8 @@ class Limits:
             *(["--op", self.op] if self.op else []),
             *(["--check", self.check] if self.check else []),
             *(["--size", *sizes] if sizes else []),
+            *(["--together", str(self.together)] if self.together > 1 else []),
+            *(["--many"] if self.many else []),
         ]
 
 
@@ -62,7 +74,7 @@ NO_LIMITS = Limits()
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
-    """The arguments ``--op``, ``--check`` and ``--size``."""
+    """The arguments ``--op``, ``--check``, ``--size``, ``--together`` and ``--many``."""
     parser.add_argument("--op", default="", metavar="OP", help="call this op alone")
     parser.add_argument(
         "--check", choices=get_args(Check), default="", help="measure every call this way; none on pools"
@@ -70,6 +82,16 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--size", type=_size, nargs="+", action="extend", default=[], metavar="NAME=LOW..HIGH",
         help=f"dense calls of these sizes: {', '.join(SIZES)}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--together",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="N seeds in a row share sizes, dtypes and options, hence one compiled program (1)",
+    )
+    parser.add_argument(
+        "--many", action="store_true", help="dense calls of many sequences and heads, on pools with null slots"
     )  # fmt: skip
 
 
@@ -80,7 +102,11 @@ def limits_of(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> Lim
     names = [name for name, _, _ in asked.size]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         parser.error(f"argument --size: more than one of {', '.join(repeated)}")
-    return Limits(asked.op, asked.check, tuple(asked.size))
+    if asked.many and asked.check:
+        parser.error(
+            "argument --many: not with --check, as calls on pools are measured in a way of their own"
+        )
+    return Limits(asked.op, asked.check, tuple(asked.size), asked.together, asked.many)
 
 
 def _size(text: str) -> Size:

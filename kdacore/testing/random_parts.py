@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from kdacore.calls.values import GATES
 from kdacore.testing.capabilities import representable
 from kdacore.testing.cases import Case
 from kdacore.testing.matrix import Level
+
+END_GATES = ("still", "steep")
+"""Distributions of gates at the ends of float32."""
+USUAL_GATES = tuple(name for name in GATES if name not in END_GATES)
 
 
 def pick(rng: Any, *choices: Any) -> Any:

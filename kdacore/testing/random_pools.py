@@ -24,14 +24,20 @@ def draw_pool(case: Case, rng: Any) -> Case:
         pool = POOLS[pick(rng, *[name for name, p in POOLS.items() if _fits(p, case)])]
     else:
         pool = _any(case, rng)
+    case = with_pool(case, pool)
+    out = bool(case.kind != "jax" and rng.random() < 0.2)
+    return replace(case, out=out)
+
+
+def with_pool(case: Case, pool: Pool) -> Case:
+    """The case as a call that uses pools in this way."""
     changes = pool.options
     if pool.read_only:
         case = replace(case, shape=_at_most(case.shape, _MOST_CANDIDATES))
         changes["output_final_state"] = None
     elif case.kind == "jax":
         changes["output_final_state"] = True
-    out = bool(case.kind != "jax" and rng.random() < 0.2)
-    return replace(case.having(**changes), check="pool", pool=pool, out=out)
+    return replace(case.having(**changes), check="pool", pool=pool)
 
 
 def _fits(pool: Pool, case: Case) -> bool:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kdacore.calls.values import GATES
 from kdacore.testing.capabilities import representable
 from kdacore.testing.cases import Case
 from kdacore.testing.matrix import Level
-from kdacore.testing.random_parts import draw_memory, index_dtype, pick, usable_dtypes
+from kdacore.testing.random_parts import USUAL_GATES, draw_memory, index_dtype, pick, usable_dtypes
 
 QUICK_TOKENS, FULL_TOKENS = 200, 700
 EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
@@ -48,7 +47,7 @@ def draw_pack(case: Case, rng: Any, level: Level) -> Case:
 
 
 def draw_keys_and_gates(case: Case, rng: Any, level: Level) -> Case:
-    case = replace(case, gates=pick(rng, "random", "slow", *GATES), collinear=bool(rng.random() < 0.3))
+    case = replace(case, gates=pick(rng, "random", "slow", *USUAL_GATES), collinear=bool(rng.random() < 0.3))
     how = pick(rng, "log", "softplus", "sigmoid") if case.op == "kda_chunk_gate" else "log"
     if how == "log":
         return case

@@ -31,8 +31,18 @@ def forward(case: Case, arrays: Arrays) -> dict[str, Any]:
         return _jitted(case, arrays)
     if case.mode == "compile":
         return _compiled(case, arrays)
-    with _autocast(case):
+    with _autocast(case), inference_mode(case.mode == "inference"):
         return _plain(case, arrays)
+
+
+def inference_mode(entered: bool) -> contextlib.AbstractContextManager[Any]:
+    """``torch.inference_mode()``, or nothing where it is not ``entered``."""
+    if not entered:
+        return contextlib.nullcontext()
+    import torch
+
+    context: contextlib.AbstractContextManager[Any] = torch.inference_mode()
+    return context
 
 
 def _autocast(case: Case) -> contextlib.AbstractContextManager[Any]:

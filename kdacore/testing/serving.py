@@ -13,6 +13,7 @@ from kdacore.dispatch import plan, selection
 from kdacore.registry import REGISTRY
 from kdacore.testing.cases import DIFFERENTIATES, Case
 from kdacore.testing.derived_calls import parts_of
+from kdacore.testing.faults import wants_gradients
 from kdacore.types import ArrayKind, Device, Reason, Request
 
 
@@ -42,7 +43,7 @@ def needs_grad(case: Case) -> bool:
     """Does the case's call have to be differentiable? A traced one might be, as far as its op and options allow."""
     if case.kind == "jax" and case.mode == "jit":
         return case.family != "stage" and not case.pool
-    return case.check in DIFFERENTIATES
+    return case.check in DIFFERENTIATES or wants_gradients(case)
 
 
 def _is_traced(case: Case) -> bool:

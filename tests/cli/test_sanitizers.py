@@ -44,16 +44,37 @@ def test_stages_run_too_where_there_are_any(
     sanitizers: ModuleType, monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(sanitizers, "calls_of", lambda backend: kinds)
-    asked = argparse.Namespace(backend="any", seed=7, count=3, stages=2, limits=NO_LIMITS)
+    asked = argparse.Namespace(backend="any", seed=7, count=3, stages=2, many_items=0, limits=NO_LIMITS)
     seeds = {"whole": range(7, 10), "stages": range(7, 9)}
-    assert dict(sanitizers.wanted(asked)) == {kind: seeds[kind] for kind in kinds}
+    assert {share.calls: share.seeds for share in sanitizers.wanted(asked)} == {
+        kind: seeds[kind] for kind in kinds
+    }
+
+
+def test_calls_of_many_items_run_too(sanitizers: ModuleType) -> None:
+    """Unless limits say which calls are wanted."""
+    asked = argparse.Namespace(
+        backend="reference",
+        device="cpu",
+        seed=7,
+        count=0,
+        stages=0,
+        many_items=5,
+        seconds=9.0,
+        limits=NO_LIMITS,
+    )
+    (share,) = sanitizers.wanted(asked)
+    assert share == ("whole", range(7, 12), True)
+    assert sanitizers.command(asked, share, 1, Path("record"))[-3:] == ["--op", "chunk_kda", "--many"]
+    asked.limits = Limits("chunk_kda")
+    assert sanitizers.wanted(asked) == []
 
 
 def test_limits_go_to_the_calls(sanitizers: ModuleType) -> None:
     """An op of one kind leaves the other out."""
     limits = Limits("chunk_kda", "accuracy", (Size("HV", 24, 24),))
     asked = argparse.Namespace(
-        backend="reference", device="cpu", seed=7, count=3, stages=2, seconds=9.0, limits=limits
+        backend="reference", device="cpu", seed=7, count=3, stages=2, many_items=8, seconds=9.0, limits=limits
     )
     (share,) = sanitizers.wanted(asked)
     assert share.calls == "whole"
@@ -88,11 +109,14 @@ def test_a_whole_run(sanitizers: ModuleType, tmp_path: Path, capsys: pytest.Capt
     tool.chmod(0o755)
     record = tmp_path / "record.json"
     words = ["racecheck", "--backend", "reference", "--device", "cpu", "--command", str(tool)]
-    assert (
-        sanitizers.main([*words, "--count", "2", "--stages", "1", "--jobs", "1", "--json", str(record)]) == 1
-    )
+    words += ["--count", "2", "--stages", "1", "--many-items", "1", "--jobs", "1", "--json", str(record)]
+    assert sanitizers.main(words) == 1
     runs = json.loads(record.read_text())["runs"]
-    assert [(run["calls"], run["ran"]) for run in runs] == [("stages", 1), ("whole", 2)]
+    assert [(run["calls"], run["many"], run["ran"]) for run in runs] == [
+        ("stages", False, 1),
+        ("whole", False, 2),
+        ("whole", True, 1),
+    ]
     assert all(run["found"] == 1 and run["failed"] == 0 for run in runs)
     assert "Race reported" in capsys.readouterr().out
 

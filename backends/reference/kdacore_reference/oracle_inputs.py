@@ -67,7 +67,9 @@ def gate_backward(request: Request, g: F64, A_log: F64 | None, dt_bias: F64 | No
         dA_log = gate_forward(request, g, A_log, dt_bias) * dlog
     else:
         z = _times_rate(a, x)
-        slope = _bound(request) * sigmoid(z) * sigmoid(-z) * dlog
+        s = sigmoid(z)
+        # A gate that is all the way open has slope 0, not exp(-z): no float32 backend has such a number.
+        slope = _bound(request) * s * (1.0 - s) * dlog
         # Beyond the clip the slope is 0 and the product with it too.
         dx, dA_log = slope * a, slope * np.clip(z, -LARGEST, LARGEST)
     dx, dA_log = _held(dx), _held(dA_log)

@@ -17,6 +17,7 @@ from kdacore.testing.checks.gradients import gradients, recomputed_gradients
 from kdacore.testing.checks.graphs import graph
 from kdacore.testing.checks.nan_containment import gradient_nan_containment, nan_containment
 from kdacore.testing.checks.pool import pool
+from kdacore.testing.checks.refusal import refusal
 from kdacore.testing.checks.repeat import determinism, gradient_determinism
 from kdacore.testing.checks.split import drift, split, split_decode
 from kdacore.testing.compare import Findings
@@ -37,6 +38,7 @@ CHECKS: dict[str, Check] = {
     "split_decode": split_decode,
     "drift": drift,
     "pool": pool,
+    "refusal": refusal,
     "determinism": determinism,
     "gradient_determinism": gradient_determinism,
     "batch_invariance": batch_invariance,

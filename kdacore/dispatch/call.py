@@ -70,7 +70,7 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
     inputs = _new_tuple(opdef.inputs, arrays)
     if seen is not None:
         plan = seen.plan
-        if plan.validate or not plan.results_checked:
+        if plan.check is not None or not plan.results_checked:
             return execute(plan, inputs, seen.run)
         for records in RECORDS.get():
             records.append(plan.selection)

@@ -30,6 +30,7 @@ class Plan:
         "adapter",
         "backend",
         "differentiated",
+        "check",
         "fast_path",
         "forward",
         "impl",
@@ -61,9 +62,13 @@ class Plan:
         self.forward = results.typed_forward(chosen.backend, request.op)
         self.run: Callable[[Plan, Any], Any] = adapter.run
         self.validate = config.get().validate_values
-        self.fast_path = None if self.validate else self.impl.fast_path
+        self.check = _check_of(request, self.validate)
+        """``check(request, inputs, adapter)``: reads values at every call and raises ContractError. None where none
+        are read."""
+        self.fast_path = None if self.check is not None else self.impl.fast_path
         if request.needs_grad:
-            joined = None if self.validate or self.impl.fast_gradients is None else adapter.fast_gradients
+            unjoined = self.check is not None or self.impl.fast_gradients is None
+            joined = None if unjoined else adapter.fast_gradients
             self.fast_path = None if joined is None else functools.partial(joined, self)
         self.writes = not adapter.immutable and (request.inplace_state or request.has("out"))
         self.joined: Any = None
@@ -97,6 +102,22 @@ class Plan:
 
 
 REGISTRY.on_change(results.typed_forward.cache_clear)
+Check = Callable[[Request, Any, Adapter], None]
+
+
+def _check_of(request: Request, validate: bool) -> Check | None:
+    """What reads values of a call: all of them where asked to, else offsets that are in host memory."""
+    if validate:
+        from kdacore.contract.values import check_values
+
+        return check_values
+    if request.packed and request.device.type == "cpu" and not request.traced:
+        from kdacore.contract.values import check_host_offsets
+
+        return check_host_offsets
+    return None
+
+
 
 _AUTO = selection.Policy()
 PREFERENCE: contextvars.ContextVar[selection.Policy | None] = contextvars.ContextVar(
@@ -256,11 +277,9 @@ def cached_plan(
 
 
 def execute(plan: Plan, inputs: Any, run: Callable[[Plan, Any], Any]) -> Any:
-    """Run a plan: check values when asked to, record it, and go."""
-    if plan.validate:
-        from kdacore.contract.values import check_values
-
-        check_values(plan.request, inputs, plan.adapter)
+    """Run a plan: check the values that are read, record it, and go."""
+    if plan.check is not None:
+        plan.check(plan.request, inputs, plan.adapter)
     plan.record()
     if plan.results_checked:
         return run(plan, inputs)

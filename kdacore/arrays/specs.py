@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kdacore import config
-from kdacore.errors import ContractError
+from kdacore.errors import ContractError, shown
 from kdacore.types import ArrayKind, Device, TensorSpec
 
 DEVICE = re.compile(r"[a-z]+(:\d+)?")
@@ -42,7 +42,7 @@ class ShapeDtype:
 
     def __post_init__(self) -> None:
         if not isinstance(self.shape, Sequence) or not all(_is_size(n) for n in self.shape):
-            raise _error("shape", self.shape, "whole numbers, like (1, 64, 2, 128)")
+            raise _error("shape", self.shape, "whole numbers below 2**63, like (1, 64, 2, 128)")
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(self.device, torch.device):
@@ -59,11 +59,11 @@ class ShapeDtype:
 
 
 def _is_size(n: object) -> bool:
-    return isinstance(n, numbers.Integral) and not isinstance(n, bool)
+    return isinstance(n, numbers.Integral) and not isinstance(n, bool) and int(n) < 2**63
 
 
 def _error(argument: str, got: object, want: str) -> ContractError:
-    return ContractError("ShapeDtype", argument, f"{type(got).__name__} {got!r}", want)
+    return ContractError("ShapeDtype", argument, f"{type(got).__name__} {shown(got)}", want)
 
 
 class _SpecAdapter:

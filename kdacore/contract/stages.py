@@ -15,6 +15,7 @@ from kdacore.contract.checks import (
     check_packing,
     common_fields,
 )
+from kdacore.errors import shown
 from kdacore.types import Request
 
 CHUNK_SIZES = (16, 32, 64)
@@ -29,7 +30,7 @@ def build_stage(call: Arguments) -> tuple[Request, Adapter]:
     adapter, device = call.read_arrays(call.opdef.required)
     chunk = call.integer("chunk_size")
     if chunk not in CHUNK_SIZES:
-        raise call.fail("chunk_size", call.options["chunk_size"], "16, 32 or 64")
+        raise call.fail("chunk_size", shown(chunk), "16, 32 or 64")
     sizes, extra = _CHECKS[call.op](call, chunk)
     N = check_packing(call, sizes["B"], adapter)
     first = call.opdef.arrays[0]

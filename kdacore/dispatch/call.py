@@ -17,6 +17,7 @@ from kdacore.dispatch.plan import (
     cached_plan,
     current_policy,
     execute,
+    plain_options,
     plan_for,
 )
 from kdacore.errors import ContractError, shown
@@ -48,6 +49,8 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
         from kdacore.dispatch import torch_operators
 
         return torch_operators.call(opdef, arrays, options, backend, eager_call=call)
+    if backend is not None and type(backend) is not str:  # which may compare as it likes
+        backend = current_policy(opdef, backend).forced
     first = arrays[0]
     adapter = ADAPTERS.get(type(first)) or adapter_of(first)
     if adapter is None:
@@ -81,6 +84,7 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
     exporting = torch is not None and torch.compiler.is_compiling()
     if not exporting:
         adapter.refuse(opdef.name, arrays)
+    options = plain_options(options)
     if exporting or adapter.through_operators:
         from kdacore.dispatch import torch_operators
 

@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import numbers
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -29,8 +30,8 @@ class Plan:
         "_grads_checked",
         "adapter",
         "backend",
-        "differentiated",
         "check",
+        "differentiated",
         "fast_path",
         "forward",
         "impl",
@@ -101,7 +102,6 @@ class Plan:
         results.check_gradients(self, inputs, grads, wanted)
 
 
-REGISTRY.on_change(results.typed_forward.cache_clear)
 Check = Callable[[Request, Any, Adapter], None]
 
 
@@ -118,6 +118,7 @@ def _check_of(request: Request, validate: bool) -> Check | None:
     return None
 
 
+REGISTRY.on_change(results.typed_forward.cache_clear)
 
 _AUTO = selection.Policy()
 PREFERENCE: contextvars.ContextVar[selection.Policy | None] = contextvars.ContextVar(
@@ -173,7 +174,7 @@ def current_policy(opdef: OpDef, backend: object) -> selection.Policy:
         return PREFERENCE.get() or _environment_policy()
     if not isinstance(backend, str) or not backend:
         raise ContractError(opdef.name, "backend", shown(backend), "None or the name of a backend")
-    return selection.Policy(backend, (), "backend=", _asks_batch_invariance())
+    return selection.Policy(str.__str__(backend), (), "backend=", _asks_batch_invariance())
 
 
 def _asks_batch_invariance() -> bool:
@@ -235,15 +236,38 @@ def lacks_backward_only(reasons: Iterable[Reason]) -> bool:
 
 
 def key_of(adapter: Adapter, opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any) -> Any:
-    """All that the plan of a call depends on. None when the call must not be cached.
-
-    Looking the key up raises TypeError where an option is not hashable.
-    """
+    """All that the plan of a call depends on. None when the call must not be cached."""
+    types = tuple(map(type, options))
+    if not _PLAIN.issuperset(types):
+        return None
     array_key = adapter.key(inputs)
     if array_key is None:
         return None
     # Types too: True == 1 == 1.0 as dictionary keys, but not as arguments.
-    return (opdef.name, array_key, options, tuple(map(type, options)), asked)
+    return (opdef.name, array_key, options, types, asked)
+
+
+_PLAIN = frozenset({type(None), bool, int, float})
+"""Types of options that are compared with those of other calls. A class of the caller's may compare as it likes."""
+
+
+def plain_options(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Options with Python's own numbers in place of NumPy's and of subclasses of theirs; others as they are."""
+    return options if _PLAIN.issuperset(map(type, options)) else tuple(map(_plain_option, options))
+
+
+def _plain_option(x: Any) -> Any:
+    kind = type(x)
+    if kind in _PLAIN:
+        return x
+    if issubclass(kind, int):
+        return int.__add__(x, 0)
+    if issubclass(kind, float):
+        return float.__mul__(x, 1.0)
+    if kind.__module__ == "numpy" and issubclass(kind, numbers.Real):
+        number = x.item()
+        return number if type(number) in _PLAIN else x
+    return x
 
 
 def asked_of(request: Request, policy: selection.Policy) -> Request:
@@ -264,10 +288,7 @@ def cached_plan(
     key = key_of(adapter, opdef, inputs, options, asked)
     if key is None:
         return make(opdef, inputs, options, asked)
-    try:
-        found = _plans.get(key)
-    except TypeError:  # an unhashable option: validation names it
-        return make(opdef, inputs, options, asked)
+    found = _plans.get(key)
     if found is None:
         found = make(opdef, inputs, options, asked)
         if len(_plans) >= _MAX_PLANS:

@@ -11,7 +11,8 @@ from typing import Any
 
 from kdacore import config
 from kdacore.errors import ContractError, shown
-from kdacore.types import ArrayKind, Device, TensorSpec
+from kdacore.ops import OpDef
+from kdacore.types import ArrayKind, Device, Request, TensorSpec
 
 DEVICE = re.compile(r"[a-z]+(:\d+)?")
 """A device in words: its type, and perhaps its index after a colon."""
@@ -69,7 +70,6 @@ def _error(argument: str, got: object, want: str) -> ContractError:
 class _SpecAdapter:
     """Reads :class:`ShapeDtype`; can explain, cannot run."""
 
-    through_operators = False
     array_test = None
     fast_path: Any = None
     fast_gradients = None
@@ -86,6 +86,17 @@ class _SpecAdapter:
         return arrays
 
     def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
+        return
+
+    def admit(
+        self, opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...]
+    ) -> tuple[bool, tuple[Any, ...]]:
+        return False, arrays
+
+    def unwritable(self, x: Any) -> tuple[str, str] | None:
+        return None
+
+    def check_saved(self, request: Request, inputs: Any) -> None:
         return
 
     def key(self, inputs: tuple[Any, ...]) -> Hashable | None:

@@ -81,22 +81,26 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
     if adapter.immutable:  # JAX
         inputs = arrays = adapter.unwrapped(inputs)
     # A call that is recognised is neither traced nor inside a transformation: the array test excludes that.
-    exporting = torch is not None and torch.compiler.is_compiling()
+    by_operators = exporting = torch is not None and torch.compiler.is_compiling()
     if not exporting:
-        adapter.refuse(opdef.name, arrays)
-    options = plain_options(options)
-    if exporting or adapter.through_operators:
+        by_operators, readable = adapter.admit(opdef, arrays, options)
+        if readable is not arrays:
+            inputs = _new_tuple(opdef.inputs, readable)
+            fast_path = None  # which would never recognise this call
+    if by_operators:
         from kdacore.dispatch import torch_operators
 
-        return torch_operators.call(opdef, inputs, options, backend, eager_call=call)
+        return torch_operators.outside_graph(opdef, inputs, plain_options(options), backend, call)
     plan = cached_plan(adapter, opdef, inputs, options, asked, _plan_of_call)
     if plan.writes:  # calls recognised as this one have the same strides in what they write
         from kdacore.contract.aliasing import check_memory
 
         check_memory(plan.request, inputs, adapter)
+    elif plan.request.needs_grad:
+        adapter.check_saved(plan.request, inputs)
     if fast_path is not None:
         fast_path.note(opdef.name, inputs, options, asked, plan)
-    elif plan.results_checked and adapter.array_test is not None:
+    elif plan.results_checked and adapter.array_test is not None and adapter.fast_path is None:
         fast_path = _start_fast_path(adapter)
         for _ in range(2):  # this call, and the one like it that came before there was a memory
             fast_path.note(opdef.name, inputs, options, asked, plan)

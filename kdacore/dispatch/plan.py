@@ -239,7 +239,10 @@ def key_of(adapter: Adapter, opdef: OpDef, inputs: Any, options: tuple[Any, ...]
     """All that the plan of a call depends on. None when the call must not be cached."""
     types = tuple(map(type, options))
     if not _PLAIN.issuperset(types):
-        return None
+        options = plain_options(options)
+        types = tuple(map(type, options))
+        if not _PLAIN.issuperset(types):
+            return None
     array_key = adapter.key(inputs)
     if array_key is None:
         return None
@@ -253,7 +256,7 @@ _PLAIN = frozenset({type(None), bool, int, float})
 
 def plain_options(options: tuple[Any, ...]) -> tuple[Any, ...]:
     """Options with Python's own numbers in place of NumPy's and of subclasses of theirs; others as they are."""
-    return options if _PLAIN.issuperset(map(type, options)) else tuple(map(_plain_option, options))
+    return tuple(map(_plain_option, options))
 
 
 def _plain_option(x: Any) -> Any:

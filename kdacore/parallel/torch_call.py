@@ -23,8 +23,9 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
     if ranks.size == 1:
         return plain_call(opdef, arrays, options, backend)
     adapter: Any = adapter_of(inputs.q)
-    adapter.refuse(opdef.name, arrays)
-    if adapter.through_operators or torch.compiler.is_compiling():
+    by_operators, arrays = adapter.admit(opdef, arrays, options)
+    inputs = opdef.inputs(*arrays)
+    if by_operators or torch.compiler.is_compiling():
         from kdacore.parallel import torch_operators  # here, as for plain calls: most calls need none
 
         return torch_operators.call(opdef, inputs, options, backend, ranks)

@@ -107,6 +107,10 @@ class Adapter(Protocol):
         """
         ...
 
+    def unreadable(self, x: Any) -> tuple[str, str] | None:
+        """Why neither shape nor values of the array can be asked for: what it is, and what was wanted."""
+        ...
+
     def unwritable(self, x: Any) -> tuple[str, str] | None:
         """Why a call cannot write the array: what it is, and what was wanted."""
         ...

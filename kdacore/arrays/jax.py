@@ -46,18 +46,25 @@ class _JaxAdapter:
 
     def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
         for name, x in zip(OPS[op].arrays, arrays, strict=True):
+            if x is None:
+                continue
             if isinstance(x, jax.ShapeDtypeStruct):  # of this kind too, so that explain takes it
                 raise ContractError(
                     op, name, "a jax.ShapeDtypeStruct", "an array; kdacore.explain takes shapes"
                 )
-            if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted():
-                raise ContractError(op, name, "a deleted or donated array", "an array that is still there")
+            if (problem := self.unreadable(x)) is not None:
+                raise ContractError(op, name, *problem)
 
     def admit(
         self, opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...]
     ) -> tuple[bool, tuple[Any, ...]]:
         self.refuse(opdef.name, arrays)
         return False, arrays
+
+    def unreadable(self, x: Any) -> tuple[str, str] | None:
+        if self.placed(x) and x.is_deleted():
+            return "a deleted or donated array", "an array that is still there"
+        return None
 
     def unwritable(self, x: Any) -> tuple[str, str] | None:
         return None

@@ -44,6 +44,9 @@ class _NumpyAdapter:
                 return False, _without_subclasses(opdef, arrays, options)
         return False, arrays
 
+    def unreadable(self, x: Any) -> tuple[str, str] | None:
+        return None
+
     def unwritable(self, x: Any) -> tuple[str, str] | None:
         return None if x.flags.writeable else ("a read-only array", "an array that can be written")
 

@@ -93,6 +93,9 @@ class _SpecAdapter:
     ) -> tuple[bool, tuple[Any, ...]]:
         return False, arrays
 
+    def unreadable(self, x: Any) -> tuple[str, str] | None:
+        return None
+
     def unwritable(self, x: Any) -> tuple[str, str] | None:
         return None
 

@@ -73,8 +73,8 @@ class Arguments:
             raise self.fail(
                 name, f"{got.__module__}.{got.__qualname__}", "a NumPy array, torch.Tensor or jax.Array"
             )
-        if getattr(self.arrays[name], "is_nested", False):  # torch's, which has no shape
-            raise self.fail(name, "a nested tensor", "a tensor; sequences of a pack follow one another in it")
+        if (problem := adapter.unreadable(self.arrays[name])) is not None:
+            raise self.fail(name, *problem)
         return adapter
 
     def _check_host(self, name: str, own: Adapter, adapter: Adapter) -> None:

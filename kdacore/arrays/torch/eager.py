@@ -100,6 +100,11 @@ class _TorchAdapter:
     def obstacle(self, op: str, x: Any) -> tuple[str, str] | None:
         return None
 
+    def unreadable(self, x: Any) -> tuple[str, str] | None:
+        if x.is_nested:  # which has no shape
+            return "a nested tensor", "a tensor; sequences of a pack follow one another in it"
+        return None
+
     def unwritable(self, x: Any) -> tuple[str, str] | None:
         if x.is_inference() and not torch.is_inference_mode_enabled():
             return (

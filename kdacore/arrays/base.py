@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
 
+from kdacore.ops import OpDef
 from kdacore.types import ArrayKind, Backend, Device, FastCall, OpImpl, Request, TensorSpec
 
 ArrayTest = Callable[[dict[str, Any], bool], "tuple[str, dict[str, Any]] | None"]
@@ -74,9 +75,6 @@ class Adapter(Protocol):
     knows_grad: bool
     """False where :meth:`needs_grad` can only say that a gradient may be asked for later."""
 
-    through_operators: bool
-    """True where calls must go through ``torch.library`` operators even outside a trace (torch subclasses)."""
-
     fast_path: Any
     """For dispatch: its memory of calls with these arrays. None until it is needed."""
 
@@ -101,6 +99,33 @@ class Adapter(Protocol):
 
     def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
         """Raise :class:`UnsupportedError` where the call is inside something that would go wrong unnoticed."""
+        ...
+
+    def admit(
+        self, opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...]
+    ) -> tuple[bool, tuple[Any, ...]]:
+        """Look at the arrays of a call that is not recognised, as :meth:`refuse` does.
+
+        Returns:
+            Whether the call must go through the ``torch.library`` operators, and the arrays as backends may read them:
+            ``arrays`` itself where there was nothing to do.
+
+        Raises:
+            ContractError: an array that cannot be read, or a lazy view that would be written.
+            UnsupportedError: as :meth:`refuse`.
+        """
+        ...
+
+    def unreadable(self, x: Any) -> tuple[str, str] | None:
+        """Why neither shape nor values of the array can be asked for: what it is, and what was wanted."""
+        ...
+
+    def unwritable(self, x: Any) -> tuple[str, str] | None:
+        """Why a call cannot write the array: what it is, and what was wanted."""
+        ...
+
+    def check_saved(self, request: Request, inputs: Any) -> None:
+        """Raise ContractError where an array of a call that needs gradients cannot be saved for the backward."""
         ...
 
     def key(self, inputs: tuple[Any, ...]) -> Hashable | None:

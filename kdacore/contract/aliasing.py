@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from kdacore.arrays import Adapter, adapter_of
 from kdacore.arrays.base import Memory
 from kdacore.errors import ContractError
@@ -25,14 +23,15 @@ def written_arguments(request: Request) -> tuple[str, ...]:
 
 
 def check_memory(request: Request, inputs: Any, adapter: Adapter) -> None:
-    """Raise :class:`ContractError` naming a written array that is read-only, overlaps itself, or what it overlaps."""
+    """Raise :class:`ContractError` naming an array that is to be written and cannot be, or that overlaps itself or
+    another."""
     written = written_arguments(request)
     if not written:
         return
     found: dict[str, Memory] = {}
     for name, x in zip(OPS[request.op].arrays, inputs, strict=True):
-        if name in written and isinstance(x, np.ndarray) and not x.flags.writeable:
-            raise ContractError(request.op, name, "a read-only array", "an array that can be written")
+        if name in written and (problem := adapter.unwritable(x)) is not None:
+            raise ContractError(request.op, name, *problem)
         memory = None if x is None else (adapter_of(x) or adapter).memory(x)
         if memory is not None:
             found[name] = Memory(*memory)

@@ -257,7 +257,7 @@ def expected_results(request: Request, inputs: Any) -> Iterator[Expected]:
         yield Expected("v_new", (*whole, r.V), middle)
         yield Expected("final_state", r.state_shape, (r.state_dtype,))
     elif r.op == "kda_chunk_output":
-        yield Expected("o", (*whole, r.V), middle)
+        yield Expected("o", (*whole, r.V), (r.spec("v_new").dtype,))
     else:
         yield Expected("o", (*whole, r.V), (r.dtype,))
         if r.output_final_state:

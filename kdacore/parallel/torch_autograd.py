@@ -8,6 +8,7 @@ import torch
 
 from kdacore.arrays.torch.autograd import never_traced, refuse_twice
 from kdacore.arrays.torch.modes import as_given, refuse_wrapped
+from kdacore.arrays.torch.tensor_views import resolved
 from kdacore.parallel.exchange import Residuals, Rows
 from kdacore.parallel.layout import Layout
 
@@ -39,6 +40,7 @@ class RanksFunction(torch.autograd.Function):
     def backward(ctx: Any, do: Any, dstate: Any, _: Any) -> Any:
         call = ctx.call
         refuse_wrapped(call.opdef.name, (do, dstate))
+        do, dstate = (None if x is None else resolved(x) for x in (do, dstate))
         kept = ctx.saved_tensors  # once: every look unpacks them all, and checkpoint() allows no second
         arrays = [ctx.others.get(i, x) for i, x in enumerate(kept[: ctx.count])]
         start, transitions, marks, *rest = kept[ctx.count :]

@@ -29,16 +29,17 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
     if ranks.size == 1:
         return plain_call(opdef, arrays, options, backend)
     adapter: Any = adapter_of(inputs.q)
-    if adapter.through_operators or torch.compiler.is_compiling():
+    with _told(opdef.name, inputs, ranks):
+        by_operators, arrays = adapter.admit(opdef, arrays, options)
+    inputs = opdef.inputs(*arrays)
+    if by_operators or torch.compiler.is_compiling():
         from kdacore.parallel import torch_operators  # here, as for plain calls: most calls need none
 
         with _told(opdef.name, inputs, ranks):
-            adapter.refuse(opdef.name, arrays)
             contract.build_request(opdef, inputs, options)
         return torch_operators.call(opdef, inputs, options, backend, ranks)
 
     def make() -> SliceCall:
-        adapter.refuse(opdef.name, arrays)
         return slice_call(opdef, inputs, options, (backend, PREFERENCE.get()), ranks)
 
     return run(opdef, inputs, ranks, make)

@@ -21,6 +21,7 @@ from kdacore_reference.arrays import (
     put,
     state_layout,
     store,
+    without_float_errors,
 )
 from kdacore_reference.chunk_forward import (
     BLOCKS,
@@ -60,6 +61,7 @@ from kdacore_reference.slabs import (
 )
 
 
+@without_float_errors
 def chunk_backward(
     request: Request, inputs: ChunkInputs, saved: tuple[Array, ...], grads: OutputGrads
 ) -> InputGrads:

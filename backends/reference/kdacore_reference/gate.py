@@ -16,6 +16,7 @@ from kdacore_reference.arrays import (
     overflow_to_inf,
     plain,
     store,
+    without_float_errors,
 )
 
 L2NORM_EPS = 1e-6
@@ -191,6 +192,7 @@ def _bound(request: Request) -> float:
     return request.lower_bound
 
 
+@without_float_errors
 def kda_gate_forward(request: Request, inputs: GateInputs) -> Array:
     """Natural-log decay, shaped like ``g``, float32 (float64 for float64 inputs)."""
     xp = namespace(inputs.g)
@@ -200,6 +202,7 @@ def kda_gate_forward(request: Request, inputs: GateInputs) -> Array:
     return xp.asarray(log_decay, copy=True) if log_decay is inputs.g else log_decay
 
 
+@without_float_errors
 def kda_gate_backward(request: Request, inputs: GateInputs, dlog: Array) -> GateGrads:
     """Gradients of ``g``, ``A_log`` and ``dt_bias``, each shaped and typed like its input."""
     xp = namespace(inputs.g)

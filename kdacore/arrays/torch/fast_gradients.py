@@ -17,7 +17,7 @@ from kdacore import plugin_faults
 from kdacore.arrays.base import Plan
 from kdacore.arrays.torch import fast_path
 from kdacore.arrays.torch.autograd import backward_of
-from kdacore.arrays.torch.modes import is_wrapped, refuse_wrapped
+from kdacore.arrays.torch.modes import is_readable, is_wrapped, refuse_wrapped
 from kdacore.errors import PluginError
 from kdacore.types import FastCall, FastGradients, InputGrads, Request
 
@@ -88,7 +88,7 @@ class _Joined:
 
     def may_differ(self, kept: tuple[Any, ...]) -> bool:
         """Whether saved tensors may be laid out otherwise than when they were saved, as a hook may return them."""
-        if self.layouts is None or any(type(x) not in _PLAIN or is_wrapped(x) for x in kept):
+        if self.layouts is None or any(type(x) not in _PLAIN or not is_readable(x) for x in kept):
             return True
         if [_layout(x) for x in kept] != self.layouts:
             return True
@@ -131,8 +131,8 @@ class FastFunction(torch.autograd.Function):
         arrays = joined.spread((*kept[:count], None))
         if (
             not _grad_enabled()
-            and (do is None or (type(do) is _Tensor and not is_wrapped(do)))
-            and (dstate is None or (type(dstate) is _Tensor and not is_wrapped(dstate)))
+            and (do is None or (type(do) is _Tensor and is_readable(do)))
+            and (dstate is None or (type(dstate) is _Tensor and is_readable(dstate)))
             and (joined.same_layouts(*kept) or not joined.may_differ(kept))
         ):
             try:

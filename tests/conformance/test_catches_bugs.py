@@ -86,7 +86,8 @@ def later_anchor(f: Any, request: Any, x: Any) -> Outputs:
     out = f(request, x)
     if request.has("out"):
         return out
-    anchor = np.float32(1.0 + abs(float(np.nan_to_num(np.asarray(x.g, np.float32)[:, -1]).mean())) / 3)
+    last = np.clip(np.nan_to_num(np.asarray(x.g, np.float32)[:, -1]), -10, 10)
+    anchor = np.float32(1.0 + abs(float(last.mean())) / 3)
     return out._replace(o=((out.o * anchor) / anchor).astype(out.o.dtype))
 
 

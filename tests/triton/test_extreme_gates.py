@@ -27,14 +27,14 @@ PICKED = (
     "chunk_kda-accuracy-still_pack",
     "chunk_kda-accuracy-steep_pack",
     "chunk_kda-gradients-cliff_sigmoid",
-    "chunk_gated_delta_rule-gradients-still_sigmoid",
     "fused_recurrent_kda-accuracy-still_pack",
-    "fused_recurrent_gated_delta_rule-accuracy-steep_softplus",
     "kda_chunk_gate-accuracy-steep_softplus",
     "kda_chunk_gate-accuracy-still_sigmoid",
-    "kda_chunk_intra-accuracy-steep_gates",
 )
 MORE = (
+    "kda_chunk_intra-accuracy-steep_gates",
+    "fused_recurrent_gated_delta_rule-accuracy-steep_softplus",
+    "chunk_gated_delta_rule-gradients-still_sigmoid",
     "chunk_kda-accuracy-steep_log",
     "chunk_kda-gradients-still_softplus",
     "chunk_kda-gradients-still_sigmoid",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).with_name("gates.json")
-UNKNOWN_MINUTES = 10.0
+UNKNOWN_MINUTES = (15.0, 30.0)
 """What a gate is expected to take that has never been recorded, of the clock and of the CPU."""
 
 Gate = dict[str, Any]
@@ -51,7 +51,7 @@ def next_gate(
 
 def _expected(gate: Gate) -> tuple[float, float]:
     last = gate["last"]
-    return (last["minutes"], last["cpu_minutes"]) if last else (UNKNOWN_MINUTES, UNKNOWN_MINUTES)
+    return (last["minutes"], last["cpu_minutes"]) if last else UNKNOWN_MINUTES
 
 
 def _slowness(gates: list[Gate], took: dict[str, tuple[float, float]]) -> float:

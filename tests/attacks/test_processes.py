@@ -89,6 +89,8 @@ def answer(code: str, cwd: Path | None = None, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.first_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", ["nested", "int", "object"])
 def test_what_is_no_tensor_after_calls_that_are_cached(bad: str) -> None:
     """torch's check of cached calls ends the process at a nested tensor."""
@@ -96,6 +98,7 @@ def test_what_is_no_tensor_after_calls_that_are_cached(bad: str) -> None:
     assert answer(_NESTED.format(nested=bad)).split() == ["q", "k", "v", "g", "beta"]
 
 
+@pytest.mark.slow
 def test_first_gradient_calls_of_many_threads() -> None:
     pytest.importorskip("torch")
     assert answer(_THREADS).strip() == "[]"
@@ -169,6 +172,7 @@ def test_children_do_not_import_from_the_current_folder(what: str, tmp_path: Pat
     assert answer(code).strip() in ("(1, '')", "True")
 
 
+@pytest.mark.slow
 def test_plugins_come_and_go_while_others_call() -> None:
     """Selection goes through the backends while another thread changes which there are."""
     code = """

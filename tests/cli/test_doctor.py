@@ -249,6 +249,7 @@ def no_state(request: Request) -> Reason | None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("forward", "status", "said"),
     [
@@ -280,6 +281,7 @@ def _unasked_state(request: Request, inputs: Any) -> Outputs:
     return out._replace(final_state=inputs.v) if out.final_state is None else out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("forward", "verifiers", "said"),
     [
@@ -579,6 +581,7 @@ def test_kernels_that_were_refused_before_are_shown(capsys: Capture) -> None:
     assert "gave wrong results before" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_real_command_on_the_real_machine(tmp_path: Path) -> None:
     """Nothing replaced: every built-in plugin, the real probes."""
     import os

@@ -44,6 +44,7 @@ def writes_elsewhere(request: Request) -> bool:
     return bool(request.write_indices_ndim or request.write_pool_size or request.checkpoint_count)
 
 
+@pytest.mark.first_cases(8)
 @pytest.mark.parametrize(
     ("feature", "refuses"),
     [

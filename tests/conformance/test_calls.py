@@ -23,6 +23,8 @@ from kdacore.ops import OPS
 from kdacore.ops.shapes import AXES, SHAPES
 from kdacore.testing.random_cases import CALLS, random_case
 
+pytestmark = pytest.mark.quick
+
 NEVER_DRAWN = frozenset({"cp"})
 """Options that need a process group or a mesh: tests/parallel is about them."""
 NOT_A_FEATURE = frozenset({"scale", "cp", "cu_seqlens_cpu"})

@@ -6,7 +6,11 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 from kdacore.testing.checks import CHECKS
+
+pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guide" / "writing-a-backend.md").read_text()

@@ -175,6 +175,7 @@ def test_a_failure_is_counted_and_named(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "seed 7 FAILED" in text and "meet its bound" in text
 
 
+@pytest.mark.exhaustive
 def test_processes_give_what_one_gives() -> None:
     alone = fuzz.fuzz(REFERENCE, range(3))
     shared = fuzz.fuzz(REFERENCE, range(3), jobs=2)

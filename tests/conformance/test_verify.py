@@ -294,6 +294,7 @@ def test_the_record_says_what_ran_and_where(report: Report, tmp_path: Path) -> N
     assert [p.suffix for p in tmp_path.iterdir()] == [".json"]
 
 
+@pytest.mark.exhaustive
 def test_several_processes_find_the_same(report: Report) -> None:
     """The table's first cases and random calls, in the table's order."""
     drawn = verification._Drawn("reference", "cpu", "quick", ("numpy",))

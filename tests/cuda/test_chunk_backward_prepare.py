@@ -70,6 +70,7 @@ def check(inputs: ChunkInputs, device: str = "cpu", **options: Any) -> dict[str,
     return got
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize("gate", ["random", "init", "fast", "slow", "spread"])
 def test_gates(emulated: list[str], gate: str) -> None:
     raw = gate in ("random", "init")

@@ -218,6 +218,7 @@ def test_lengths(emulated: list[str], T: int) -> None:
     assert "IN_SEGMENTS1" in emulated[-3]
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_pack_of_hard_lengths_with_states(emulated: list[str], index: torch.dtype) -> None:
     lengths = [0, 1, 15, 17, 0, 63, 64, 129, 0, 257]
@@ -232,6 +233,7 @@ def test_pack_of_hard_lengths_with_states(emulated: list[str], index: torch.dtyp
     assert torch.equal(got.initial_state[0], final[0])
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(("v_first", "dtype"), [(False, torch.float32), (True, torch.bfloat16)], ids=str)
 def test_states(emulated: list[str], v_first: bool, dtype: torch.dtype) -> None:
     """Two value heads a head; with and without a gradient of the final state."""

@@ -89,6 +89,7 @@ def test_every_lane_arriving_changes_no_bit(
     assert torch.equal(got.final_state, want.final_state)
 
 
+@pytest.mark.first_cases(6)
 @pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 2), (128, 4)])
 @pytest.mark.parametrize("gate", ["random", "init", "fast", "slow"])
 def test_bounded_gates(
@@ -100,6 +101,7 @@ def test_bounded_gates(
     assert "BOUNDED1" in emulated[0]
 
 
+@pytest.mark.first_cases(8)
 @pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 2), (128, 4)])
 @pytest.mark.parametrize("gate", ["random", "init", "fast", "slow", "mixed"])
 def test_unbounded_gates(
@@ -111,6 +113,7 @@ def test_unbounded_gates(
     assert "BOUNDED0" in emulated[0]
 
 
+@pytest.mark.first_cases(4)
 @pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize(
     ("arch", "K", "cluster"),
@@ -125,6 +128,7 @@ def test_other_architectures(
     assert "WARPGROUP0" in emulated[0]
 
 
+@pytest.mark.first_cases(4)
 @pytest.mark.parametrize(
     ("arch", "K", "cluster"), [("sm_80", 64, 1), ("sm_100f", 128, 2), ("sm_90a", 128, 2), ("sm_90a", 128, 4)]
 )
@@ -428,11 +432,13 @@ def test_clusters_share_more_sequences_than_lanes(
 
 
 # Of the kernel's own way for many short sequences: at most 128 tokens, 8 sequences and heads a cluster or more.
+@pytest.mark.first_cases(6)
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 31, 32, 33, 49, 64, 97, 128])
 def test_many_short_sequences(emulated: list[str], monkeypatch: pytest.MonkeyPatch, T: int) -> None:
     same_in_shares(monkeypatch, draw(6, T, 3, 3, seed=T), 2, output_final_state=True, **BOUNDED_MODEL)
 
 
+@pytest.mark.first_cases(6)
 @pytest.mark.parametrize("T", [16, 40])
 @pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
 @pytest.mark.parametrize("v_first", [False, True])

@@ -187,6 +187,7 @@ def test_chain(emulated: list[str], lengths: None, multiprocessors: None, case: 
     assert error(got[made], want[made]) < CHAIN_BOUND
 
 
+@pytest.mark.first_cases(8)
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_output(
@@ -230,6 +231,7 @@ def test_lengths(emulated: list[str], T: int, options: dict[str, Any]) -> None:
     assert names == (["prepare", "maps", "chain", "output"] if T > 128 else ["prepare", "output"])
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize("paired", [False, True], ids=["alone", "in pairs"])
 @pytest.mark.parametrize("T", [129, 257, 700])
 def test_output_that_composes_start_states(
@@ -288,6 +290,7 @@ def test_packs_of_hard_lengths(emulated: list[str], index: torch.dtype) -> None:
     assert torch.equal(got.final_state[0], inputs.initial_state[0])
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("composes", [False, True], ids=["chained", "composed"])
 def test_shorter_segments_later(emulated: list[str], monkeypatch: pytest.MonkeyPatch, composes: bool) -> None:
     """Ends of every kind of segment, inside of each, and behind them; checkpoints."""
@@ -299,6 +302,7 @@ def test_shorter_segments_later(emulated: list[str], monkeypatch: pytest.MonkeyP
     assert any(name.startswith("chain-") for name in emulated) != composes
 
 
+@pytest.mark.first_cases(1)
 @BOTH
 def test_longer_segments_behind(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
@@ -597,6 +601,7 @@ def test_the_benchmark_cuts_segments_as_it_is_told(
         assert torch.equal(run(inputs, **BOUNDED_MODEL).o, got), text
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize(
     "kernel",
     [

@@ -99,6 +99,7 @@ CASES = {
 }
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize(
     "lengths", [SegmentLengths.uniform(2), LONGER_BEHIND], ids=["equal", "longer behind"]
 )
@@ -133,6 +134,7 @@ def test_what_is_kept(emulated: list[str]) -> None:
     assert plain.final_state is not None and torch.equal(plain.final_state, out.final_state)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "lengths", [SegmentLengths.uniform(2), SHORTER_LATER], ids=["equal", "shorter later"]
 )
@@ -237,6 +239,7 @@ def test_longer_than_two_rings(emulated: list[str], monkeypatch: pytest.MonkeyPa
 # --- cached calls, autograd ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("case", CASES)
 def test_cached_calls_give_the_same_bits(emulated: list[str], case: str) -> None:
     make, options = CASES[case]

@@ -130,6 +130,7 @@ def check_portable(kernel: KernelSource, arch: str, folder: Path) -> None:
         assert found(disassemble(path)) == {WARP}
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("arch", PORTABLE)
 @pytest.mark.parametrize(
     "kernel",

@@ -59,6 +59,7 @@ def test_matrix_instructions(
     assert "MEMBAR.ALL.GPU" not in loop  # a cluster-scope release inside the chain costs more than the chain
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100f", "sm_120"])
 def test_other_architectures(arch: str) -> None:
     assert compile_kernel(chunk_forward_kernel(128, 1, True, False, arch), arch).cubin

@@ -60,6 +60,7 @@ def test_a_library_that_is_no_driver(tmp_path: Path) -> None:
     assert run(tmp_path, 13000, 0, "-c", PROBE).startswith("no CUDA driver: ")
 
 
+@pytest.mark.exhaustive
 def test_doctor_says_why_not(folder: Path) -> None:
     found: dict[str, Any] = json.loads(
         run(folder, 12080, 0, "-m", "kdacore", "doctor", "--json", "--no-selfcheck")

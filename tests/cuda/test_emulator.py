@@ -12,6 +12,8 @@ import pytest
 
 from kdacore_cuda.kernel_source import gather_headers
 
+pytestmark = pytest.mark.quick
+
 _TOY = """
 #include "sm90/bulk_copies.cuh"
 {body}

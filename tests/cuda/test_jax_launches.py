@@ -35,6 +35,8 @@ from kdacore_cuda import (
 from kdacore_cuda.launch_program import Clear, InPlace, make_program
 from kdacore_cuda.launch_sequence import PlannedLaunch
 
+pytestmark = pytest.mark.quick
+
 B, T, H, K = 1, 40, 2, 128
 
 

@@ -26,6 +26,7 @@ def run_script(which: str) -> dict[str, str]:
     return dict(line.split(" ", 1) for line in done.stdout.splitlines())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("heads", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_rows_and_heads_are_split(heads: int) -> None:
     """Results have the bits of one device alone. Gradients of parameters are added up over rows: one
@@ -43,11 +44,13 @@ def test_rows_split_along_their_tokens_are_refused() -> None:
     assert found == {"refused": "q beta", "split-after": "same", "axis-of-one": "same"}
 
 
+@pytest.mark.exhaustive
 def test_one_head_under_many_value_heads() -> None:
     """Rows are split, and gradients of what they share added up, where the heads' axis has size 1."""
     assert run_script("one-head") == {"training": "same all-reduce=1"}
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_shard_map() -> None:
     """A row over two devices, by the kernels for slices: the maps of all ranks are gathered at once, and so are the
     gradients of states."""

@@ -19,6 +19,7 @@ TOKENS = ("q", "k", "v", "g", "beta")
 GRADIENT_BOUND = 8e-3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("offsets", [pytest.param(None, marks=pytest.mark.exhaustive), (0, 30, 30, 70, 80)])
 def test_slices_are_those_of_the_row(
     emulated: list[str], from_jax: Device, offsets: tuple[int, ...] | None

@@ -117,6 +117,7 @@ def test_launches_are_those_of_torch(
                 assert value == pytest.approx(want[field]), where
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("name", ["grouped", pytest.param("pack", marks=pytest.mark.exhaustive)])
 def test_bits_are_those_of_torch(emulated: list[str], from_jax: Device, name: str) -> None:
     got, want = from_both(middle_rank(*CASES[name]))

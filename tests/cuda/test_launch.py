@@ -22,6 +22,8 @@ from kdacore_cuda.kernel_parameters import GROUPS, RECURRENT, ParamStruct
 from kdacore_cuda.launch_sequence import LaunchSequence, PlannedLaunch
 from kdacore_cuda.recurrent_kernels import RecurrentMode, recurrent_kernel
 
+pytestmark = pytest.mark.quick
+
 _STUB = """
 #include <string.h>
 unsigned char params[512]; unsigned grid, block, shared_size; void* on_stream; int limit, fail, attributes, attribute;

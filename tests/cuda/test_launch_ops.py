@@ -64,6 +64,8 @@ from kdacore_cuda.kernel_parameters import (
 from kdacore_cuda.segment_lengths import SegmentLengths
 from kdacore_cuda.stages_kernels import hopper_recompute_shared_bytes
 
+pytestmark = pytest.mark.quick
+
 PARAMS = {
     "recurrent": RECURRENT,
     "chunk_forward": CHUNK_FORWARD,

@@ -27,6 +27,8 @@ from kdacore_cuda.packaged_cubins import (
 from kdacore_cuda.packaged_kernels import packaged_kernels
 from kdacore_cuda.recurrent_kernels import RecurrentMode, recurrent_kernel
 
+pytestmark = pytest.mark.quick
+
 KERNEL = recurrent_kernel(128, False, False, RecurrentMode.ONE_TOKEN)
 OTHER_KERNEL = recurrent_kernel(128, True, False, RecurrentMode.ONE_TOKEN)
 

@@ -15,6 +15,8 @@ from kdacore.errors import PerformanceWarning
 from kdacore_cuda import driver, ffi_callback, handler_build, packaged_handlers, xla_handler
 from kdacore_cuda.packaged_handlers import FOLDER, MACHINES, find_handler, read_manifest, source_hash
 
+pytestmark = pytest.mark.quick
+
 
 def test_every_machine_has_one_of_the_present_source() -> None:
     rows = read_manifest()

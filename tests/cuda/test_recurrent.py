@@ -104,6 +104,7 @@ def mode_of(name: str) -> int:
     return int(name[-1])
 
 
+@pytest.mark.first_cases(4)
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])

@@ -102,6 +102,7 @@ DENSE = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.first_cases(1)
 @DENSE
 def test_forward(emulated: list[str], T: int, B: int, H: int, HV: int, ranks: int) -> None:
     check_forward(draw(T, H, HV, B=B, initial_state=state(B, HV)), ranks, **BOUNDED_MODEL)
@@ -158,6 +159,7 @@ def test_forward_from_no_state_in_other_layout(emulated: list[str]) -> None:
     check_forward(draw(260), 2, **MODEL)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("gate", ["slow", "mixed"])
 def test_gates(emulated: list[str], gate: str) -> None:
     """Slow ones: all that a rank hands on reaches the last one."""
@@ -176,6 +178,7 @@ def test_transition_of_padding(emulated: list[str]) -> None:
     assert not begun.C.any()
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("kept", [False, True], ids=["computed again", "kept"])
 @DENSE
 def test_gradients(emulated: list[str], T: int, B: int, H: int, HV: int, ranks: int, kept: bool) -> None:
@@ -229,6 +232,7 @@ def test_what_is_kept_serves_two_backwards(emulated: list[str]) -> None:
     assert torch.equal(outputs.saved[0], before)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("chunks", [1, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_longer_than_two_rings(emulated: list[str], monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
     """Of maps: who is a ring ahead must not mistake one phase for another."""
@@ -239,6 +243,7 @@ def test_longer_than_two_rings(emulated: list[str], monkeypatch: pytest.MonkeyPa
         check_gradients(inputs, 2, kept=kept, **BOUNDED_MODEL)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("kept", [False, True], ids=["computed again", "kept"])
 def test_blocks_that_share_states_give_the_same_bits(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, kept: bool
@@ -330,6 +335,7 @@ def test_segments_are_longer_where_there_are_many() -> None:
     assert found == [8, 64, 64, 128]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kernel", list(chunk_slices_kernels.packaged_slices_kernels()), ids=lambda k: k.name)
 def test_compiles_without_spills(kernel: KernelSource) -> None:
     log = compile_kernel(kernel, "sm_90a")

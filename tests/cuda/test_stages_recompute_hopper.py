@@ -137,6 +137,7 @@ def test_the_length_of_a_call_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [d.whole for d in seen] == [0, chunks - MULTIPROCESSORS + 1]
 
 
+@pytest.mark.first_cases(12)
 @ways
 @queries
 @pytest.mark.parametrize("shape", SHAPES)

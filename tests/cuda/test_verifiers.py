@@ -21,6 +21,8 @@ from kdacore.registry import REGISTRY, missing
 from kdacore.types import ChunkInputs, Device, Request
 from kdacore_cuda import _driver_missing, make_backend, verifiers
 
+pytestmark = pytest.mark.quick
+
 BACKEND = make_backend()
 
 

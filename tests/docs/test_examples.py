@@ -52,6 +52,7 @@ def integrations_not_imported() -> Iterator[None]:
         setattr(integrations, name.rpartition(".")[2], module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", tuple(_pages()))
 def test_page(page: str, integrations_not_imported: None) -> None:
     """A page's blocks run top to bottom in one namespace, as a reader would run them."""

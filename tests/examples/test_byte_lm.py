@@ -8,6 +8,7 @@ import pytest
 import torch
 
 
+@pytest.mark.exhaustive
 def test_it_starts_at_eight_bits_and_learns(byte_lm: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     after = byte_lm.main(["--seconds", "8", "--batch", "8", "--length", "64", "--sample", "5"])
     printed = capsys.readouterr().out

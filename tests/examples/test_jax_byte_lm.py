@@ -26,6 +26,7 @@ def parts(jax_byte_lm: ModuleType) -> tuple[Any, Any]:
     return nnx.split(model)
 
 
+@pytest.mark.exhaustive
 def test_devices_learn_together_and_go_on_from_a_checkpoint(
     jax_byte_lm: ModuleType, parts: Any, tmp_path: Path
 ) -> None:

@@ -7,6 +7,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("arguments", [[], ["--requests", "5", "--slots", "7", "--drafts", "0"]])
 def test_each_request_gets_what_it_gets_alone(

@@ -355,6 +355,7 @@ def test_autocast_changes_nothing(plugin: Plugin, where: str) -> None:
     assert plugin.went == FAST * 3
 
 
+@pytest.mark.slow
 def test_activation_checkpointing(plugin: Plugin) -> None:
     for i in range(4):
         x = arrays(i)
@@ -369,6 +370,7 @@ def test_activation_checkpointing(plugin: Plugin) -> None:
     assert plugin.went[-3:] == ["fast forward", *FAST]
 
 
+@pytest.mark.slow
 def test_saved_tensors_are_unpacked_once(plugin: Plugin) -> None:
     seen_before(plugin)
     counts: list[str] = []
@@ -455,6 +457,7 @@ def test_a_traced_call_takes_the_operators(plugin: Plugin) -> None:
     assert not set(FAST) & set(plugin.went) and torch.equal(x["v"].grad, torch.full(SHAPE, 2.0))
 
 
+@pytest.mark.slow
 def test_compiled_autograd_does_not_trace_through_the_backend(plugin: Plugin) -> None:
     seen_before(plugin)
     x = arrays()

@@ -51,6 +51,7 @@ class Parameter:
         return self.value
 
 
+@pytest.mark.exhaustive
 def test_objects_that_stand_for_arrays() -> None:
     x = call()
     A_log = jnp.zeros(2)
@@ -77,6 +78,7 @@ def test_what_such_an_object_stands_for_is_checked() -> None:
         kdacore.chunk_kda(**{n: np.asarray(a) for n, a in x.items()} | {"k": Parameter(x["k"])})
 
 
+@pytest.mark.slow
 def test_eager_calls_take_any_capable_backend() -> None:
     for backend in ("reference", "xla"):
         with kdacore.record_selections() as ran:
@@ -86,6 +88,7 @@ def test_eager_calls_take_any_capable_backend() -> None:
         assert state.shape == (2, 2, 8, 8)
 
 
+@pytest.mark.slow
 def test_arrays_with_values_inside_a_trace() -> None:
     """A backend that cannot be traced runs at once, and what it returns has values."""
     x, offset = call(), jnp.ones(())
@@ -108,6 +111,7 @@ def test_jit() -> None:
         close(ours, theirs)
 
 
+@pytest.mark.exhaustive
 def test_an_eager_grad_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It traces each time: with a function made for each trace, each would compile."""
     made = []
@@ -128,6 +132,8 @@ def test_an_eager_grad_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(made) == 2
 
 
+@pytest.mark.first_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [kdacore.chunk_kda, kdacore.fused_recurrent_kda])
 def test_grad_matches_torch_on_the_reference(function: Any) -> None:
     import torch
@@ -160,6 +166,7 @@ def test_the_gate_and_its_gradient() -> None:
         close(a, b)
 
 
+@pytest.mark.slow
 def test_packed_offsets_may_be_traced() -> None:
     x = {n: a[:1] for n, a in call().items()}
 
@@ -176,6 +183,7 @@ def test_packed_offsets_may_be_traced() -> None:
     assert all(bool(jnp.isfinite(a).all()) for a in grads.values())
 
 
+@pytest.mark.exhaustive
 def test_vmap_and_checkpoint() -> None:
     xs = jax.tree.map(lambda *a: jnp.stack(a), call(0), call(1))
     mapped = jax.vmap(lambda x: kdacore.chunk_kda(**x)[0])(xs)

@@ -142,6 +142,8 @@ def serving(request: pytest.FixtureRequest) -> Any:
     return functools.partial(function, **GATE, output_final_state=True, backend=backend)
 
 
+@pytest.mark.first_cases(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("serving", DIFFERENTIABLE_HERE, indirect=True)
 def test_activation_checkpointing(serving: Any) -> None:
     plain, checkpointed = call(shape=SERVED), call(shape=SERVED)
@@ -155,6 +157,8 @@ def test_activation_checkpointing(serving: Any) -> None:
         torch.testing.assert_close(checkpointed[name].grad, plain[name].grad, rtol=0, atol=0, msg=name)
 
 
+@pytest.mark.first_cases(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("serving", DIFFERENTIABLE_HERE, indirect=True)
 def test_saved_tensors_are_unpacked_once(serving: Any) -> None:
     packed: list[int] = []
@@ -499,6 +503,7 @@ def test_compile_forward_and_backward(function: Any) -> None:
         torch.testing.assert_close(graph[name].grad, eager[name].grad, msg=name)
 
 
+@pytest.mark.slow
 def test_compile_with_changing_lengths() -> None:
     function = compiled(lambda **x: kdacore.chunk_kda(**x, output_final_state=True, checkpoint_every=64))
     for T in (64, 70, 129, 200):
@@ -605,6 +610,7 @@ def test_a_contract_error_reaches_the_compiled_caller() -> None:
         compiled(lambda **x: kdacore.chunk_kda(**x)[0])(**arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_stages_and_what_is_no_group_say_why_they_cannot_be_compiled(fullgraph: bool) -> None:
     def stage(g: Any) -> Any:
@@ -622,6 +628,7 @@ def test_stages_and_what_is_no_group_say_why_they_cannot_be_compiled(fullgraph: 
             torch.compile(function, fullgraph=fullgraph, backend="aot_eager")(torch.ones(1, 4, 2, 8))
 
 
+@pytest.mark.slow
 def test_compiled_autograd_does_not_trace_through_the_backend() -> None:
     def step(arguments: dict[str, Any]) -> None:
         (
@@ -671,6 +678,8 @@ KINDS_OF_IT = (
 )
 
 
+@pytest.mark.first_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[] if n in KINDS_OF_IT else [pytest.mark.exhaustive]) for n in NOT_FOR_A_GRAPH],
@@ -726,6 +735,7 @@ def test_the_preference_at_tracing_is_part_of_the_graph() -> None:
     assert ran[0].why == "preferred by use_backend"
 
 
+@pytest.mark.slow
 def test_fake_tensors_and_export(tmp_path: Path) -> None:
     class Layer(torch.nn.Module):
         def forward(self, q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
@@ -750,6 +760,7 @@ print(*[n.target for n in torch.export.load(sys.argv[1]).graph.nodes if n.op == 
     assert loaded.stdout.startswith("kdacore.chunk"), loaded.stderr
 
 
+@pytest.mark.slow
 def test_compiling_may_be_the_first_thing_a_process_does() -> None:
     code = """
 import torch, kdacore

@@ -7,6 +7,8 @@ import graphlib
 import grimp
 import pytest
 
+pytestmark = pytest.mark.quick
+
 PACKAGES = ("kdacore", "kdacore_reference", "kdacore_triton", "kdacore_cuda", "kdacore_pallas")
 
 

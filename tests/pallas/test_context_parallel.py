@@ -44,10 +44,12 @@ def test_rows(rows: Split) -> None:
     rows.check()
 
 
+@pytest.mark.exhaustive
 def test_pack(pack: Split) -> None:
     pack.check()
 
 
+@pytest.mark.exhaustive
 def test_other_lengths_in_the_same_program(pack: Split) -> None:
     """Among them nothing but empty sequences and one, which has no beginning or end on most ranks."""
     for lengths in (

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import jax
 import numpy as np
+import pytest
 from pallas_cases import Case, build, to_jax
 
 from kdacore_pallas.program_cache import MAX_PROGRAMS, compiled_program
@@ -16,6 +17,7 @@ def programs() -> int:
     return len(jax.devices("cpu")[0].client.live_executables())
 
 
+@pytest.mark.exhaustive
 def test_dropped_programs_leave_the_process() -> None:
     """A program holds hundreds of memory maps and a process may have 65530: a leak ends in a crash."""
     compiled_program.cache_clear()

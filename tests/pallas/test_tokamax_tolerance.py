@@ -84,6 +84,7 @@ def share(got: Any, want: Any, absolute: float) -> float:
     return float((np.abs(got - want) / (absolute + 2e-2 * np.abs(want))).max())
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("lower_bound", [None, -5.0], ids=["unbounded", "bounded"])
 @pytest.mark.parametrize("pack", PACKS)

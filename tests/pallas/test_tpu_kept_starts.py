@@ -63,6 +63,7 @@ CASES = {
 QUICK = "pack, GVA, v first"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n == QUICK else pytest.mark.exhaustive) for n in CASES]
 )
@@ -145,6 +146,7 @@ def test_remat_and_vmap() -> None:
         assert error(a, want[n]) < 1e-6, n
 
 
+@pytest.mark.exhaustive
 def test_split_over_devices() -> None:
     """Batch and heads: nothing is gathered, the states are split with them, and the one sum is that of the gradients
     that sequences share."""

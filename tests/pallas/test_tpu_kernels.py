@@ -57,6 +57,7 @@ def backward(request: Request, inputs: Any, grads: OutputGrads) -> Any:
     return chunk_backward.backward(request, inputs, (), grads, request.H, launch)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.exhaustive if n != "two chunks, mixed gates" else ()) for n in CASES],
@@ -94,6 +95,7 @@ def test_where_heads_lie_in_the_lanes(name: str) -> None:
     check_backward(got, request, inputs, grads)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("collinear", [False, True], ids=["", "collinear"])
 def test_hard_gates(dtype: str, collinear: bool) -> None:
@@ -103,6 +105,7 @@ def test_hard_gates(dtype: str, collinear: bool) -> None:
         check_forward(forward(request, to_jax(inputs)), request, inputs, factor=2)
 
 
+@pytest.mark.exhaustive
 def test_later_tokens_change_no_bit() -> None:
     case = Case(T=256, K=16, V=16, HV=1, gates="mixed", final=False)
     request, inputs = build(case)
@@ -170,6 +173,7 @@ POOLS = {
 }  # fmt: skip
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize("name", POOLS)
 def test_recurrent_on_a_pool(name: str) -> None:
     case, indices, accepted, options = POOLS[name]

@@ -50,6 +50,7 @@ def forward_and_backward(case: Case, layout: Layout) -> Counter[str]:
 GRADIENTS = Case(B=2, T=40, H=4, HV=8, K=8, V=16, gate="softplus")
 
 
+@pytest.mark.exhaustive
 def test_batch_and_heads() -> None:
     """Grouped value heads. The one sum is that of the gradients that sequences share."""
     assert forward_and_backward(GRADIENTS, Layout(BOTH, P("data", "heads"))) == {"all-reduce": 1}
@@ -111,6 +112,7 @@ def test_arrays_without_a_sharding_in_a_program_for_several_devices() -> None:
     check_forward(Outputs(*out), request, inputs)
 
 
+@pytest.mark.exhaustive
 def test_results_may_be_split_along_their_tokens() -> None:
     """And the gradients that come back to them: that is no reason to split the arguments, nor to refuse them. An axis
     of one device splits nothing."""

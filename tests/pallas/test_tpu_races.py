@@ -48,6 +48,7 @@ MORE_SEEDS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "seed"), [("pack", 0), *MORE_SEEDS])
 def test_chunk(name: str, seed: int) -> None:
     request, inputs = build(FOUR_CHUNKS[name])

@@ -85,6 +85,7 @@ def test_chunk(name: str) -> None:
     check(call, jax.jit(run_chunk, static_argnums=0)(call.request, call.inputs()))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "op", ["chunk_gated_delta_rule", pytest.param("chunk_kda", marks=pytest.mark.exhaustive)]
 )
@@ -102,6 +103,7 @@ def test_gradients_of_a_padded_pack(op: str) -> None:
     check_backward(got, request, inputs, grads)
 
 
+@pytest.mark.first_cases(5)
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent(name: str) -> None:
     call = make(RECURRENT[name])

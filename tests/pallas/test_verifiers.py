@@ -13,6 +13,8 @@ from kdacore.types import Device, Reason, Request, TensorSpec
 from kdacore_pallas import make_pallas, make_xla
 from kdacore_pallas.tpu import report_calls, verifiers, vmem
 
+pytestmark = pytest.mark.quick
+
 SIZE = report_calls.Size(T=256, H=4, HV=4)
 CHUNK = make_pallas().ops["chunk_kda"].verifiers
 RECURRENT = make_pallas().ops["fused_recurrent_kda"].verifiers

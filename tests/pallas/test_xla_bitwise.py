@@ -34,6 +34,7 @@ def run(request: Request, inputs: ChunkInputs, t: int) -> tuple[Any, Any]:
     return np.asarray(out.o[:, :t]), {n: x[:, :t] if n in ROWS else x for n, x in found.items()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("gates", ["random", "mixed"])
 def test_later_tokens_change_no_bit(gates: str) -> None:
     t = 77
@@ -66,6 +67,7 @@ def test_gradients_do_not_depend_on_later_tokens(T: int) -> None:
     assert [n for n, x in d.items() if not np.array_equal(x, alone[n])] == []
 
 
+@pytest.mark.exhaustive
 def test_twice_gives_the_same_bits() -> None:
     case = Case(T=200, K=16, V=16, H=1, HV=1, gates="random", final=False, needs_grad=True)
     request, inputs = build(case)

@@ -33,6 +33,7 @@ BOTH_WAYS = {
 }
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("name", BOTH_WAYS)
 def test_forward_and_backward(name: str) -> None:
     request, inputs = build(BOTH_WAYS[name])
@@ -44,6 +45,7 @@ def test_forward_and_backward(name: str) -> None:
     check_backward(entry_points.chunk_backward(request, to_jax(inputs), out.saved, d), request, inputs, grads)
 
 
+@pytest.mark.exhaustive
 def test_backward_without_what_the_forward_saved() -> None:
     """It is computed again: another program, so the same numbers up to rounding."""
     request, inputs = build(Case(T=200, gate="softplus", needs_grad=True))
@@ -56,6 +58,7 @@ def test_backward_without_what_the_forward_saved() -> None:
         assert a is b is None or error(a, b) < 2e-6
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "case",
     [
@@ -72,6 +75,7 @@ def test_checkpoints(case: Case) -> None:
 HARD = ["zero", "five", "sixty", "mixed", "random"]
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("collinear", [False, True], ids=["", "collinear"])
 def test_hard_gates(dtype: str, collinear: bool) -> None:

@@ -42,18 +42,21 @@ CASES = {
 }
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("name", CASES)
 def test_options(name: str) -> None:
     request, inputs = build(CASES[name])
     check_forward(forward(request, to_jax(inputs)), request, inputs)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 127, 128, 129, 1000, 2500])
 def test_lengths(T: int) -> None:
     request, inputs = build(replace(base, T=T, gates="random"))
     check_forward(forward(request, to_jax(inputs)), request, inputs)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("collinear", [False, True], ids=["", "collinear"])
 @pytest.mark.parametrize("l2norm", [True, False], ids=["unit", "raw"])
 def test_hard_gates(collinear: bool, l2norm: bool) -> None:
@@ -79,6 +82,7 @@ def cut(request: Request, inputs: ChunkInputs, T: int) -> tuple[Request, ChunkIn
     return replace(request, T=T), inputs._replace(**{n: getattr(inputs, n)[:, :T] for n in ROWS})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("gates", ["random", "mixed"])
 @pytest.mark.parametrize("t", [77, 130])
 def test_later_tokens_change_no_bit(gates: str, t: int) -> None:
@@ -122,6 +126,7 @@ def test_which_calls_it_serves() -> None:
     assert not chunk_forward_gpu.serves(replace(request, checkpoint_every=64))
 
 
+@pytest.mark.exhaustive
 def test_inside_shard_map_and_vmap() -> None:
     request, inputs = build(replace(base, B=2, K=16, V=16))
     want = forward(request, to_jax(inputs))

@@ -38,6 +38,7 @@ CASES = {
 }
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("name", CASES)
 def test_same_as_one_program(name: str) -> None:
     case = CASES[name]
@@ -73,6 +74,7 @@ def test_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads.thread_count(request, arrays._replace(q=spread)) == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["jax", "numpy"])
 def test_public_calls_use_threads(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int] = []

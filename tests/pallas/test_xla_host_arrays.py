@@ -93,6 +93,7 @@ KEPT = kdacore.chunk_kda(q, q, q, g, beta, output_final_state=True, backend="xla
 """
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_ends_right_after_a_torch_call() -> None:
     """XLA's threads must not be the ones to release torch's memory: three in four of these would
     abort."""

@@ -94,6 +94,7 @@ def test_hard_gates(op: str, dtype: str, collinear: bool) -> None:
         check_backward(backward(request, to_jax(inputs), out.saved, d), request, inputs, grads, factor=2)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("op", ["chunk_kda", GDN])
 def test_gates_without_a_bound(op: str) -> None:
     """Minus infinity times zero, in a sum over other rows, would not be a number."""
@@ -128,6 +129,7 @@ def cut(request: Request, inputs: ChunkInputs, T: int) -> tuple[Request, ChunkIn
     return replace(request, T=T), inputs._replace(**{n: getattr(inputs, n)[:, :T] for n in ROWS})
 
 
+@pytest.mark.exhaustive
 def test_later_tokens_change_no_bits() -> None:
     """Neither their values nor their number: the products of a level have later rows in them, times zero."""
     for op in ("chunk_kda", GDN):

@@ -37,6 +37,7 @@ def layout_of(case: Case) -> tuple[SavedLayout, Any]:
     return chunk_forward.saved_layout(request, plan, arrays, initial), arrays
 
 
+@pytest.mark.first_cases(4)
 @pytest.mark.parametrize("name", CASES)
 def test_saved_arrays_are_intact_until_gradients_are_written(name: str) -> None:
     layout, inputs = layout_of(CASES[name])
@@ -79,6 +80,7 @@ def temporaries(T: int, K: int, grads: Callable[..., Any]) -> int:
     return int(jax.jit(grads).lower(x, x["v"]).compile().memory_analysis().temp_size_in_bytes)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("K", [64, 128])
 def test_gradients_take_no_memory_that_grows_but_their_own(K: int) -> None:
     """If the compiler copied a buffer, memory would grow with the number of tokens."""

@@ -125,6 +125,7 @@ def some(names: Any, quick: tuple[str, ...]) -> list[Any]:
     return [pytest.param(n, marks=() if n in quick else pytest.mark.exhaustive) for n in names]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
     some(CHUNK, ("no slot at all", "rows to write", "a pool to write, zeros at first", "checkpoints", "gdn")),
@@ -136,6 +137,7 @@ def test_chunk(name: str) -> None:
     assert ran[-1].backend == "xla"
 
 
+@pytest.mark.first_cases(7)
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent(name: str) -> None:
     call = make(RECURRENT[name])

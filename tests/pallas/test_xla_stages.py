@@ -50,6 +50,7 @@ def check(fn: Any, reference: Any, request: Request, inputs: Any, bound: float =
             assert error(x, ref) < bound
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("name", CASES)
 def test_each_stage(name: str) -> None:
     request, x, gc = start(name)

@@ -13,6 +13,8 @@ from kdacore.parallel.explain import RanksSelection
 from kdacore.registry import REGISTRY
 from kdacore.types import Backend, OpImpl
 
+pytestmark = pytest.mark.quick
+
 
 def arrays(T: int, **changed: Any) -> tuple[Any, ...]:
     kind: dict[str, Any] = {"dtype": "bfloat16", "device": "cuda", "kind": "torch", "arch": "sm_90"} | changed

@@ -10,6 +10,8 @@ import torch
 
 from kdacore.parallel.layout import ends_here, layout, local_offsets, starts_here
 
+pytestmark = pytest.mark.quick
+
 
 def counted(offsets: Any, rank: int, T: int) -> dict[str, Any]:
     """The same facts from a list of every token's sequence."""

@@ -5,9 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import context_parallel_model as model
+
+pytestmark = pytest.mark.quick
 
 
 def test_the_table_and_the_picture_are_what_the_script_makes() -> None:

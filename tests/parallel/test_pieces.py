@@ -12,6 +12,8 @@ import kdacore
 from kdacore.parallel import compose, fold, segment_transition
 from kdacore.parallel.local_ranks import local_group
 
+pytestmark = pytest.mark.quick
+
 
 def segment(
     kind: str, T: int = 40, scalar: bool = False, seed: int = 0, gate: float = 1e-3

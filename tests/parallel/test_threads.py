@@ -12,6 +12,8 @@ from thread_ranks import on_threads
 import kdacore
 from kdacore.calls.values import Shape
 
+pytestmark = pytest.mark.quick
+
 
 def check(whole: Any, size: int) -> None:
     shares = on_threads(size, lambda ranks: rank_calls.run_rank(whole, ranks, size, ranks.rank))

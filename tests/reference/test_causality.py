@@ -63,6 +63,7 @@ def test_changing_later_tokens(
     _compare_changed(call, t, kind, backend)
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_later_tokens_in_jax(make_call: Make, backend: Backend) -> None:
     """Changed and appended in one test: eager JAX compiles every primitive for every shape."""
@@ -115,6 +116,8 @@ def _compare_appended(call: Any, t: int, kind: str, backend: Backend) -> None:
             same_bits(getattr(long_grads, name), getattr(short_grads, name), name)
 
 
+@pytest.mark.jax_later
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, op",
     [

@@ -103,6 +103,8 @@ def test_options(
     check(call, backend, error, bounds[dtype])
 
 
+@pytest.mark.jax_later
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["torch", "jax"])
 @pytest.mark.parametrize(
     "options",
@@ -121,6 +123,8 @@ def test_torch_and_jax(
     check(call, backend, error, bounds["float32"])
 
 
+@pytest.mark.jax_later
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["numpy", "torch", "jax"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_loses_only_the_rounding_of_results(

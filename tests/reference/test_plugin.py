@@ -82,6 +82,7 @@ def test_a_first_call_imports_few_modules() -> None:
     assert done.stdout.strip() == modules
 
 
+@pytest.mark.jax_later
 @pytest.mark.parametrize("kind", ["numpy", "torch", "jax"])
 @pytest.mark.parametrize("bias", ["none", "flat", "full"])
 @pytest.mark.parametrize(

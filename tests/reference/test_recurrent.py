@@ -31,6 +31,7 @@ def forward(backend: Backend, call: Any) -> Any:
     return backend.ops[call.request.op].forward(call.request, call.inputs)
 
 
+@pytest.mark.jax_later
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("returned", [False, True])

@@ -130,6 +130,8 @@ def prefill(rng: Any, op: str, *, separate: bool, null: int | None) -> Scene:
     return Scene(op, x, options, o, None, want, written)
 
 
+@pytest.mark.jax_later
+@pytest.mark.slow
 @pytest.mark.parametrize("null", [None, 0])
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("op", ["chunk_kda", "chunk_gated_delta_rule", "fused_recurrent_kda"])
@@ -172,6 +174,8 @@ def test_out_is_written_as_far_as_the_sequences_reach(
     assert (to_numpy(o)[:, sum(LENGTHS) :] == 7.0).all()
 
 
+@pytest.mark.jax_later
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_for_each_candidate(kind: str, rng: Any, error: Error, to_kind: Any) -> None:
     """Speculative verification: read after the last accepted token, write elsewhere, nothing copied."""
@@ -208,6 +212,7 @@ def test_a_row_for_each_candidate(kind: str, rng: Any, error: Error, to_kind: An
     assert to_numpy(after)[others].tobytes() == pool[others].tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_last_state_goes_to_the_rows_written(
     kind: str, rng: Any, error: Error, to_kind: Any
@@ -226,6 +231,8 @@ def test_only_the_last_state_goes_to_the_rows_written(
     np.testing.assert_array_equal(to_numpy(after)[[0, 1, 2, 4, 5, 6, 7]], pool[[0, 1, 2, 4, 5, 6, 7]])
 
 
+@pytest.mark.jax_later
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
@@ -246,6 +253,8 @@ def test_a_pool_that_is_only_written(
     assert np.isnan(to_numpy(after)[[0, 1, 3]]).all()
 
 
+@pytest.mark.first_cases(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_that_are_returned(kind: str, op: str, rng: Any, error: Error, to_kind: Any) -> None:
@@ -262,6 +271,7 @@ def test_states_that_are_returned(kind: str, op: str, rng: Any, error: Error, to
     assert to_numpy(arrays["initial_state"]).tobytes() == scene.arrays["initial_state"].tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoints_change_no_bit_of_the_rest(kind: str, rng: Any, to_kind: Any) -> None:
     scene = prefill(rng, "chunk_kda", separate=True, null=None)
@@ -287,6 +297,8 @@ def test_checkpoints_of_blocks_beside_chosen_ones(
         assert error(found[2], scene.oracle().checkpoints) < 2e-5  # type: ignore[misc]
 
 
+@pytest.mark.jax_later
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("op", ["chunk_kda", "chunk_gated_delta_rule", "fused_recurrent_kda"])
 @pytest.mark.parametrize("gate", [{}, {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}])
@@ -339,6 +351,8 @@ def test_gradients_of_padding_are_zero(
                 assert not grad[:, total:].any(), name
 
 
+@pytest.mark.jax_later
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_stages_do_not_read_the_padding(kind: str, rng: Any, error: Error, to_kind: Any) -> None:
     """Each stage on a padded pack, its rows of no sequence NaN, equals the stage on the pack alone."""

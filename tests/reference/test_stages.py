@@ -100,6 +100,7 @@ def test_each_stage_on_exact_inputs_of_half_precision(
     pipeline(both, call)
 
 
+@pytest.mark.exhaustive
 def test_stages_in_jax(make_call: Make, backend: Backend, error: Error) -> None:
     call = make_call(lengths=[20, 0, 17], H=1, HV=2, K=8, V=8, chunk_size=16, op="kda_chunk_gate")
     whole = oracle_forward(call.request, call.inputs)

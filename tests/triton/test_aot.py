@@ -24,6 +24,7 @@ def results(*arguments: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", ["sm_90", pytest.param("gfx942", marks=pytest.mark.exhaustive)])
 def test_representative_cases(arch: str) -> None:
     """One architecture of each vendor; the exhaustive run has them all."""
@@ -130,6 +131,7 @@ else:
 """
 
 
+@pytest.mark.exhaustive
 def test_the_checks_can_fail() -> None:
     code, out, err = compiled(script=FAULTY)
     assert code == 0, out + err

@@ -214,6 +214,7 @@ FORMS = [
 ]
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("lengths", "padding"), [((0, 17, 1, 0, 33, 0), 40), ((17,), 3), ((0, 0), 5)], ids=str
@@ -223,27 +224,32 @@ def test_tokens_behind_a_pack(form: dict[str, Any], lengths: tuple[int, ...], pa
     check(Case(lengths=lengths, padding=padding, **form))
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize("gates", ["random", "slow", "zero", "floor", "mixed"])
 def test_decays_given(gates: str) -> None:
     check(Case(gates=gates))
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("gates", ["random", "slow", "zero", "floor"])
 def test_decays_given_and_promised_bounded(gates: str) -> None:
     check(Case(gates=gates, lower_bound=-5.0, T=100))
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("gates", ["random", "slow", "zero", "floor", "mixed"])
 def test_one_gate_a_head(gates: str) -> None:
     check(Case(gates=gates, scalar=True, HV=2, H=1))
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("form", [{}, {"scalar": True}, {"dtype": torch.bfloat16}], ids=str)
 def test_gates_that_close_at_once_get_no_rounding_for_a_gradient(form: dict[str, Any]) -> None:
     """All that is left of a gradient through a decay of e^-60 is rounding, and a steep derivative scales it up."""
     check(Case(gate="softplus", gates="mixed", H=2, HV=2, **form))
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("gates", ["random", "slow", "floor"])
 def test_bf16_inputs_with_bounded_decays(gates: str) -> None:
     check(Case(gates=gates, dtype=torch.bfloat16, lower_bound=-5.0, K=40))
@@ -255,6 +261,7 @@ def test_gates_near_their_bound(form: dict[str, Any]) -> None:
     check(Case(gate="sigmoid", lower_bound=-5.0, gates="floor", T=94, H=2, HV=2, **form))
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("T", [6, 38, 70])
 def test_strong_gates_without_a_bound(T: int) -> None:
     """The same, level by level: what the last token gives to the final state passes no decay at all.
@@ -290,6 +297,7 @@ def test_bf16_inputs_with_unbounded_decays(gates: str) -> None:
     check(Case(gates=gates, dtype=torch.bfloat16))
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -305,12 +313,14 @@ def test_gates_norms_and_beta_in_the_kernel(options: dict[str, Any]) -> None:
     check(Case(H=2, HV=2, **options))
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("form", [BOUNDED, {"gate": "softplus"}, {"gate": "softplus", "scalar": True}])
 @pytest.mark.parametrize("l2norm", [True, False])
 def test_value_heads_share_q_and_k(form: dict[str, Any], l2norm: bool) -> None:
     check(Case(B=2, T=33, H=2, HV=4, l2norm=l2norm, **form))
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "form",
     [
@@ -326,6 +336,7 @@ def test_packed_sequences(form: dict[str, Any]) -> None:
     check(Case(lengths=LENGTHS, **form))
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("K, V", [(60, 100), (100, 16), (32, 60), (256, 16), (16, 256)])
 def test_head_dims(K: int, V: int) -> None:
     check(Case(K=K, V=V, T=66, **BOUNDED))
@@ -353,6 +364,7 @@ def test_near_collinear_keys(form: dict[str, Any]) -> None:
     check(Case(collinear=True, T=100, **form))
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize(
     "form",
     [{}, BOUNDED, {"dtype": torch.bfloat16}, {"dtype": torch.bfloat16, "K": 40, **BOUNDED}, {"scalar": True}],

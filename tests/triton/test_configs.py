@@ -9,6 +9,8 @@ import pytest
 
 from kdacore_triton import configs
 
+pytestmark = pytest.mark.quick
+
 SHAPE = {"K": 128, "V": 128, "rows": 32, "state": "float32", "v_first": False}
 
 

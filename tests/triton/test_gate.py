@@ -12,6 +12,8 @@ from kdacore.types import GateInputs, Request
 from kdacore_reference.oracle import oracle_gate, oracle_gate_backward, to_float64
 from kdacore_triton import gate
 
+pytestmark = pytest.mark.quick
+
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 

@@ -10,6 +10,8 @@ import kdacore_triton
 from kdacore.types import Device, Request, TensorSpec
 from kdacore_triton import verifiers
 
+pytestmark = pytest.mark.quick
+
 H200 = Device("cuda", 0, "sm_90")
 CALL = Request("chunk_kda", "torch", H200, 1, 64, 2, 2, 128, 128, 1, "bfloat16", "float32")
 CHUNK = kdacore_triton.make_backend().ops["chunk_kda"]

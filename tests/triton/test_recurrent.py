@@ -129,6 +129,7 @@ def check_pool(
 # --- the operation ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.first_cases(5)
 @pytest.mark.parametrize("T", [1, 2, 5, 16, 20])
 @pytest.mark.parametrize("v_first", [False, True])
 def test_lengths_and_layouts(T: int, v_first: bool) -> None:
@@ -136,6 +137,7 @@ def test_lengths_and_layouts(T: int, v_first: bool) -> None:
     check(x, output_final_state=True, state_v_first=v_first)
 
 
+@pytest.mark.first_cases(6)
 @pytest.mark.parametrize(
     ("K", "V"), [(16, 16), (60, 100), (100, 60), (64, 128), (128, 128), (256, 64), (17, 250)]
 )
@@ -146,6 +148,7 @@ def test_head_sizes(K: int, V: int, T: int) -> None:
         check(x, output_final_state=True, state_v_first=v_first)
 
 
+@pytest.mark.first_cases(8)
 @pytest.mark.parametrize("scalar", [False, True])
 @pytest.mark.parametrize("gate", ["log", "softplus", "softplus+bias", "sigmoid", "sigmoid+A+bias"])
 @pytest.mark.parametrize("T", [1, 3])
@@ -245,6 +248,7 @@ def test_packed_equals_alone_bitwise() -> None:
 # --- state pools -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.first_cases(4)
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("T", [1, 3])
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
@@ -361,6 +365,7 @@ def strided(t: torch.Tensor, how: str) -> torch.Tensor:
     return flat[1:].view(t.shape)
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize("how", ["slice", "heads first", "last dimension apart", "misaligned"])
 @pytest.mark.parametrize("T", [1, 3])
 def test_any_strides(how: str, T: int) -> None:
@@ -401,6 +406,7 @@ def test_inputs_stay_as_they_were() -> None:
 # --- properties ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     ("K", "kept"), [(16, 1), (16, 4), pytest.param(128, 1, marks=pytest.mark.exhaustive), (128, 4)]
 )

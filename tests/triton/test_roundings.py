@@ -53,6 +53,7 @@ def gradients(case: Case) -> tuple[Result, dict[str, float]]:
     return result, {what.removeprefix("gradient of "): error for what, error in found.items()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("case", "most"),
     [
@@ -69,6 +70,7 @@ def test_gradients_of_A_log_whose_parts_nearly_cancel(case: Case, most: float) -
     assert errors["A_log"] < most, errors
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("case", "name", "recorded"), [(TF32, "g", 1.4546e-2), (BF16, "k", 7.2e-3)], ids=["tf32", "bf16"]
 )

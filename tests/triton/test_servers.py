@@ -179,6 +179,7 @@ def few(op: str, lengths: list[int]) -> list[int]:
     return lengths if op in CHUNK else [min(n, 3) for n in lengths]
 
 
+@pytest.mark.first_cases(5)
 @pytest.mark.parametrize("op", [*CHUNK, *RECURRENT])
 @pytest.mark.parametrize(("padding", "given"), [(1, False), (40, False), (20, True)])
 def test_tokens_behind_a_pack(op: str, padding: int, given: bool) -> None:
@@ -219,6 +220,7 @@ def test_the_same_plan_serves_other_offsets() -> None:
 # --- rows of pools -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.first_cases(4)
 @pytest.mark.parametrize("op", [*CHUNK, *RECURRENT])
 @pytest.mark.parametrize(("v_first", "kind"), [(False, torch.int32), (True, torch.int64)])
 def test_pool_in_place_with_null_slots(op: str, v_first: bool, kind: torch.dtype) -> None:
@@ -346,6 +348,7 @@ def test_pools_in_segments(segmented: None) -> None:
 # --- decoding ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("op", RECURRENT)
 @pytest.mark.parametrize("v_first", [False, True])
 def test_one_token_each(op: str, v_first: bool) -> None:
@@ -366,6 +369,7 @@ def test_one_token_each(op: str, v_first: bool) -> None:
     )
 
 
+@pytest.mark.first_cases(4)
 @pytest.mark.parametrize("op", RECURRENT)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("ndim", [1, 2])
@@ -419,6 +423,7 @@ FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.first_cases(5)
 @pytest.mark.parametrize(
     ("C", "family"), [(16, 0), (16, 2), *((32, i) for i in range(6)), (64, 0), (64, 5)], ids=str
 )
@@ -471,6 +476,7 @@ def test_more_checkpoints_than_are_looked_at_together() -> None:
     check("chunk_kda", x, inplace_state=True)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(("op", "options", "drawn"), FAMILIES[:3], ids=["unbounded", "bounded", "scalar"])
 def test_checkpoints_change_no_other_bit_and_mind_no_later_token(
     rows_of_chunk: int, op: str, options: dict[str, Any], drawn: dict[str, Any]

@@ -71,6 +71,7 @@ def case_of(note: str, ranks: int) -> Any:
 EXHAUSTIVE = pytest.mark.exhaustive
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     ("note", "ranks"),
     [

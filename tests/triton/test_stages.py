@@ -89,6 +89,7 @@ def error(got: torch.Tensor, want: np.ndarray) -> float:
     return float(np.linalg.norm(to_float64(got) - want)) / (float(np.linalg.norm(want)) or 1.0)
 
 
+@pytest.mark.jax_later
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("raw", "lower_bound"), [(False, None), (True, None), (True, -5.0)])
 def test_gate(shape: dict[str, Any], raw: bool, lower_bound: float | None) -> None:

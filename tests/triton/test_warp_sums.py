@@ -58,6 +58,7 @@ def problems(*gates: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if not line.endswith("[]")]
 
 
+@pytest.mark.exhaustive
 def test_decode() -> None:
     assert problems() == []
 
